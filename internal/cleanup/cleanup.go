@@ -1,0 +1,42 @@
+// Package cleanup keeps the undo steps of an operation in one list.
+//
+//	undo := cleanup.New()
+//	defer undo.Run(&err)
+//	... do a step ...
+//	undo.Add("unmount "+path, func() error { return unix.Unmount(path, 0) })
+//	...
+//	undo.Release() // success: keep everything
+package cleanup
+
+import (
+	"errors"
+	"fmt"
+)
+
+// List is a stack of undo steps. It is not safe for concurrent use.
+type List struct{ steps []step }
+
+type step struct {
+	name string
+	undo func() error
+}
+
+// New returns an empty list.
+func New() *List { return &List{} }
+
+// Add puts an undo step on top of the list. The name says what it undoes.
+func (l *List) Add(name string, undo func() error) { l.steps = append(l.steps, step{name, undo}) }
+
+// Release forgets all steps: the operation succeeded.
+func (l *List) Release() { l.steps = nil }
+
+// Run executes the steps, newest first, every one of them whatever the others
+// return, and joins their errors to *err. It is meant to be deferred.
+func (l *List) Run(err *error) {
+	for i := len(l.steps) - 1; i >= 0; i-- {
+		if e := l.steps[i].undo(); e != nil {
+			*err = errors.Join(*err, fmt.Errorf("undo: %s: %w", l.steps[i].name, e))
+		}
+	}
+	l.steps = nil
+}

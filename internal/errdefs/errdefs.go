@@ -1,0 +1,73 @@
+// Package errdefs gives errors a gRPC code where they arise, so that the server
+// can pass them on without guessing.
+//
+// An error made here keeps its code through any number of fmt.Errorf("…: %w")
+// wrappers: google.golang.org/grpc/status finds it by its GRPCStatus method, and
+// the client sees the text of the outermost wrapper.
+package errdefs
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+)
+
+type coded struct {
+	code codes.Code
+	err  error
+}
+
+func (e *coded) Error() string              { return e.err.Error() }
+func (e *coded) Unwrap() error              { return e.err }
+func (e *coded) GRPCStatus() *status.Status { return status.New(e.code, e.err.Error()) }
+
+// New returns an error with the given gRPC code. The format may use %w.
+func New(code codes.Code, format string, args ...any) error {
+	return &coded{code: code, err: fmt.Errorf(format, args...)}
+}
+
+// NotFound, InvalidArgument, AlreadyExists, FailedPrecondition, Unavailable,
+// Unimplemented and Internal are New with the code of their name.
+
+func NotFound(format string, args ...any) error { return New(codes.NotFound, format, args...) }
+
+func InvalidArgument(format string, args ...any) error {
+	return New(codes.InvalidArgument, format, args...)
+}
+
+func AlreadyExists(format string, args ...any) error {
+	return New(codes.AlreadyExists, format, args...)
+}
+
+func FailedPrecondition(format string, args ...any) error {
+	return New(codes.FailedPrecondition, format, args...)
+}
+
+func Unavailable(format string, args ...any) error { return New(codes.Unavailable, format, args...) }
+
+func Internal(format string, args ...any) error { return New(codes.Internal, format, args...) }
+
+// Code returns the gRPC code of err: OK for nil, the code of the outermost coded
+// error it wraps, Canceled or DeadlineExceeded for context errors, else Unknown.
+func Code(err error) codes.Code {
+	if err == nil {
+		return codes.OK
+	}
+	var c interface{ GRPCStatus() *status.Status }
+	if errors.As(err, &c) {
+		return c.GRPCStatus().Code()
+	}
+	switch {
+	case errors.Is(err, context.Canceled):
+		return codes.Canceled
+	case errors.Is(err, context.DeadlineExceeded):
+		return codes.DeadlineExceeded
+	}
+	return codes.Unknown
+}
+
+// IsNotFound reports whether err carries codes.NotFound.
+func IsNotFound(err error) bool { return Code(err) == codes.NotFound }

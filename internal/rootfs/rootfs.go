@@ -1,0 +1,29 @@
+// Package rootfs describes how a container's root filesystem is put together
+// from layers, and mounts it with the new mount API (fsopen, fsmount,
+// move_mount), so that a mount can exist as a file descriptor before, or
+// without, having a place in any mount namespace.
+package rootfs
+
+// Kind is the form in which a layer is stored.
+type Kind string
+
+const (
+	// Directory is a layer extracted into a directory, whiteouts in overlayfs' form.
+	Directory Kind = "directory"
+	// EROFS is a layer (or several merged ones) as an EROFS image file with data files beside it.
+	EROFS Kind = "erofs"
+)
+
+// Layer is one read-only layer on the host.
+type Layer struct {
+	Kind Kind     `json:"kind"`
+	Path string   `json:"path"`           // the directory, or the EROFS image
+	Data []string `json:"data,omitempty"` // EROFS: its data files, in device order
+}
+
+// Spec tells how to assemble a root filesystem. It is sent to the launcher as JSON.
+type Spec struct {
+	Layers []Layer `json:"layers"`          // bottom first, at least one
+	Upper  string  `json:"upper,omitempty"` // writable layer; empty: the root is read-only
+	Work   string  `json:"work,omitempty"`  // overlayfs' work directory, same filesystem as Upper
+}
