@@ -1,0 +1,266 @@
+// Package checkpoint keeps durable records: small JSON documents, each in a file
+// of its own, that say what exists or is about to exist outside the daemon.
+//
+// # Contract
+//
+// A record is replaced as a whole or not at all (written beside its place, then
+// renamed), carries the version of its schema and a SHA-256 of its content, and
+// is read back only if that sum is right. A file that cannot be trusted is moved
+// to the folder "set-aside" beside the records and reported; it never stops the
+// daemon and is never deleted.
+//
+// A Dir is used by one process. Writes to different names may run side by side;
+// writes to one name must be ordered by the caller, who owns the object.
+package checkpoint
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Durability says what a record must survive.
+type Durability int
+
+const (
+	// Process: the record outlives the daemon, not necessarily a power cut. For
+	// what does not outlive the boot itself: pods and containers.
+	Process Durability = iota
+	// Power: file and folder are synced before Write returns. For images.
+	Power
+)
+
+// magic starts the header line of every record file.
+const magic = "berth-record"
+
+// maxRecord caps what is read back, so that a damaged file cannot exhaust
+// memory: a CRI message is at most 16 MiB, in JSON (base64) a third more.
+const maxRecord = 64 << 20
+
+const (
+	suffix   = ".record"
+	setAside = "set-aside"
+)
+
+// ErrCorrupt is wrapped by the errors of records that cannot be trusted.
+var ErrCorrupt = errors.New("record is damaged")
+
+// Dir is a folder of records of one kind and schema version.
+type Dir struct {
+	path       string
+	kind       string
+	version    int
+	durability Durability
+}
+
+// OpenDir makes the folder (mode 0700) if need be. Kind is written into each
+// record and checked when reading; version is the schema version of new records.
+func OpenDir(path, kind string, version int, d Durability) (*Dir, error) {
+	if err := os.MkdirAll(path, 0o700); err != nil {
+		return nil, fmt.Errorf("make record folder %s: %w", path, err)
+	}
+	return &Dir{path: path, kind: kind, version: version, durability: d}, nil
+}
+
+// Write stores v as the record of that name, replacing an older one atomically.
+// Names must be plain file names (IDs).
+func (d *Dir) Write(name string, v any) error {
+	if err := checkName(name); err != nil {
+		return err
+	}
+	data, err := encode(d.kind, d.version, v)
+	if err != nil {
+		return fmt.Errorf("encode %s record %s: %w", d.kind, name, err)
+	}
+	if err := d.replace(name, data); err != nil {
+		return fmt.Errorf("write %s record %s: %w", d.kind, name, err)
+	}
+	return nil
+}
+
+// replace writes data beside the record and renames it into place.
+func (d *Dir) replace(name string, data []byte) error {
+	final := filepath.Join(d.path, name+suffix)
+	tmp := filepath.Join(d.path, "."+name+".tmp")
+	f, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(data)
+	if err == nil && d.durability == Power {
+		err = f.Sync()
+	}
+	if e := f.Close(); err == nil {
+		err = e
+	}
+	if err == nil {
+		err = os.Rename(tmp, final)
+	}
+	if err != nil {
+		return errors.Join(err, removeIfExists(tmp))
+	}
+	return d.sync()
+}
+
+// sync makes renames and removals in the folder durable where that is asked for.
+func (d *Dir) sync() error {
+	if d.durability != Power {
+		return nil
+	}
+	f, err := os.Open(d.path)
+	if err != nil {
+		return err
+	}
+	defer f.Close() // read-only: nothing to lose
+	return f.Sync()
+}
+
+// Remove deletes the record of that name. A record that does not exist is no error.
+func (d *Dir) Remove(name string) error {
+	if err := checkName(name); err != nil {
+		return err
+	}
+	if err := removeIfExists(filepath.Join(d.path, name+suffix)); err != nil {
+		return fmt.Errorf("remove %s record %s: %w", d.kind, name, err)
+	}
+	if err := d.sync(); err != nil {
+		return fmt.Errorf("remove %s record %s: %w", d.kind, name, err)
+	}
+	return nil
+}
+
+// Damaged names a record that was set aside, and why.
+type Damaged struct {
+	Name string // the record's name
+	Path string // where its file is now
+	Err  error
+}
+
+// Load calls decode for every record of the folder. Files that are damaged, and
+// those that decode refuses, are set aside and returned; leftovers of
+// interrupted writes are deleted. The error is about the folder itself.
+func (d *Dir) Load(decode func(name string, version int, body []byte) error) ([]Damaged, error) {
+	entries, err := os.ReadDir(d.path)
+	if err != nil {
+		return nil, fmt.Errorf("read record folder %s: %w", d.path, err)
+	}
+	var bad []Damaged
+	for _, e := range entries {
+		name, isRecord := strings.CutSuffix(e.Name(), suffix)
+		switch {
+		case e.IsDir():
+		case isRecord:
+			if err := d.load(name, decode); err != nil {
+				moved, e := d.setAside(name)
+				bad = append(bad, Damaged{Name: name, Path: moved, Err: errors.Join(err, e)})
+			}
+		case strings.HasPrefix(e.Name(), ".") && strings.HasSuffix(e.Name(), ".tmp"):
+			if err := removeIfExists(filepath.Join(d.path, e.Name())); err != nil {
+				return bad, err
+			}
+		}
+	}
+	return bad, nil
+}
+
+func (d *Dir) load(name string, decode func(string, int, []byte) error) error {
+	data, err := readCapped(filepath.Join(d.path, name+suffix))
+	if err != nil {
+		return err
+	}
+	version, body, err := Decode(d.kind, data)
+	if err != nil {
+		return err
+	}
+	if version > d.version {
+		return fmt.Errorf("written by a newer berth (schema version %d, this one knows %d)", version, d.version)
+	}
+	return decode(name, version, body)
+}
+
+// setAside moves a record out of the way under a name that is still free.
+func (d *Dir) setAside(name string) (string, error) {
+	dir := filepath.Join(d.path, setAside)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return "", err
+	}
+	from := filepath.Join(d.path, name+suffix)
+	for n := 0; ; n++ {
+		to := filepath.Join(dir, fmt.Sprintf("%s%s.%d", name, suffix, n))
+		err := unix.Renameat2(unix.AT_FDCWD, from, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE)
+		if !errors.Is(err, fs.ErrExist) {
+			return to, err
+		}
+	}
+}
+
+// encode returns header line and body.
+func encode(kind string, version int, v any) ([]byte, error) {
+	body, err := json.Marshal(v)
+	if err != nil {
+		return nil, err
+	}
+	sum := sha256.Sum256(body)
+	var b bytes.Buffer
+	fmt.Fprintf(&b, "%s %s %d %d %s\n", magic, kind, version, len(body), hex.EncodeToString(sum[:]))
+	b.Write(body)
+	return b.Bytes(), nil
+}
+
+// Decode checks the content of a record file and returns its schema version and
+// JSON body. Errors wrap ErrCorrupt.
+func Decode(kind string, data []byte) (version int, body []byte, err error) {
+	header, body, ok := bytes.Cut(data, []byte("\n"))
+	if !ok {
+		return 0, nil, fmt.Errorf("%w: no header line", ErrCorrupt)
+	}
+	var gotMagic, gotKind, sum string
+	var size int
+	if n, err := fmt.Sscanf(string(header), "%s %s %d %d %s", &gotMagic, &gotKind, &version, &size, &sum); n != 5 || err != nil || gotMagic != magic {
+		return 0, nil, fmt.Errorf("%w: not a record's header line", ErrCorrupt)
+	}
+	if gotKind != kind {
+		return 0, nil, fmt.Errorf("%w: a %q record, not a %q one", ErrCorrupt, gotKind, kind)
+	}
+	if size != len(body) {
+		return 0, nil, fmt.Errorf("%w: %d bytes of content, not %d", ErrCorrupt, len(body), size)
+	}
+	if got := sha256.Sum256(body); hex.EncodeToString(got[:]) != sum {
+		return 0, nil, fmt.Errorf("%w: the checksum does not match", ErrCorrupt)
+	}
+	return version, body, nil
+}
+
+func readCapped(path string) ([]byte, error) {
+	info, err := os.Lstat(path)
+	if err != nil {
+		return nil, err
+	}
+	if !info.Mode().IsRegular() || info.Size() > maxRecord {
+		return nil, fmt.Errorf("%w: not a regular file of at most %d bytes", ErrCorrupt, maxRecord)
+	}
+	return os.ReadFile(path)
+}
+
+func checkName(name string) error {
+	if name == "" || name == "." || name == ".." || strings.ContainsAny(name, "/\x00") || strings.HasPrefix(name, ".") {
+		return fmt.Errorf("%q can't name a record", name)
+	}
+	return nil
+}
+
+func removeIfExists(path string) error {
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}

@@ -1,0 +1,171 @@
+package checkpoint
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+type doc struct{ Text string }
+
+func open(t *testing.T, dir string, version int) *Dir {
+	t.Helper()
+	d, err := OpenDir(dir, "doc", version, Power)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+func load(t *testing.T, d *Dir) (map[string]string, []Damaged) {
+	t.Helper()
+	got := map[string]string{}
+	bad, err := d.Load(func(name string, _ int, body []byte) error {
+		var v doc
+		if err := json.Unmarshal(body, &v); err != nil {
+			return err
+		}
+		got[name] = v.Text
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return got, bad
+}
+
+func TestWriteLoadRemove(t *testing.T) {
+	d := open(t, t.TempDir(), 1)
+	for _, text := range []string{"first", "second, longer", "3"} {
+		if err := d.Write("a", doc{text}); err != nil {
+			t.Fatal(err)
+		}
+		if got, bad := load(t, d); got["a"] != text || len(got) != 1 || bad != nil {
+			t.Fatalf("after writing %q: %v, damaged %v", text, got, bad)
+		}
+	}
+	for range 2 {
+		if err := d.Remove("a"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got, _ := load(t, d); len(got) != 0 {
+		t.Fatalf("after removal: %v", got)
+	}
+}
+
+func TestNames(t *testing.T) {
+	d := open(t, t.TempDir(), 1)
+	for _, name := range []string{"", ".", "..", "a/b", "../a", ".hidden", "a\x00b"} {
+		if err := d.Write(name, doc{}); err == nil {
+			t.Errorf("Write(%q) succeeded", name)
+		}
+		if err := d.Remove(name); err == nil {
+			t.Errorf("Remove(%q) succeeded", name)
+		}
+	}
+}
+
+func TestDamagedIsSetAside(t *testing.T) {
+	cases := map[string]func([]byte) []byte{
+		"empty":       func([]byte) []byte { return nil },
+		"truncated":   func(b []byte) []byte { return b[:len(b)-1] },
+		"no body":     func(b []byte) []byte { return b[:bytes.IndexByte(b, '\n')] },
+		"flipped bit": func(b []byte) []byte { b[len(b)-3] ^= 1; return b },
+		"other kind":  func(b []byte) []byte { return bytes.Replace(b, []byte(" doc "), []byte(" pod "), 1) },
+		"zeroes":      func(b []byte) []byte { return make([]byte, len(b)) },
+		"newer":       func(b []byte) []byte { return bytes.Replace(b, []byte(" doc 1 "), []byte(" doc 9 "), 1) },
+	}
+	for name, damage := range cases {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			d := open(t, dir, 1)
+			for _, n := range []string{"good", "bad"} {
+				if err := d.Write(n, doc{n}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			path := filepath.Join(dir, "bad"+suffix)
+			data, err := os.ReadFile(path)
+			if err != nil {
+				t.Fatal(err)
+			}
+			damaged := damage(data)
+			if err := os.WriteFile(path, damaged, 0o600); err != nil {
+				t.Fatal(err)
+			}
+			got, bad := load(t, d)
+			if len(got) != 1 || got["good"] != "good" {
+				t.Errorf("loaded %v", got)
+			}
+			if len(bad) != 1 || bad[0].Name != "bad" || bad[0].Err == nil {
+				t.Fatalf("damaged: %+v", bad)
+			}
+			if kept, err := os.ReadFile(bad[0].Path); err != nil || !bytes.Equal(kept, damaged) {
+				t.Errorf("the damaged file was not kept: %v", err)
+			}
+			if _, bad := load(t, d); bad != nil {
+				t.Errorf("set aside twice: %+v", bad)
+			}
+		})
+	}
+}
+
+func TestRefusedByDecoderIsSetAside(t *testing.T) {
+	d := open(t, t.TempDir(), 1)
+	for n := range 2 { // the second must not overwrite the first one set aside
+		if err := d.Write("a", doc{strings.Repeat("x", n)}); err != nil {
+			t.Fatal(err)
+		}
+		bad, err := d.Load(func(string, int, []byte) error { return errors.New("no") })
+		if err != nil || len(bad) != 1 {
+			t.Fatalf("%v, %v", bad, err)
+		}
+	}
+	kept, err := os.ReadDir(filepath.Join(d.path, setAside))
+	if err != nil || len(kept) != 2 {
+		t.Fatalf("%d files set aside, %v", len(kept), err)
+	}
+}
+
+func TestLeftoverOfInterruptedWrite(t *testing.T) {
+	dir := t.TempDir()
+	d := open(t, dir, 1)
+	tmp := filepath.Join(dir, ".a.tmp")
+	if err := os.WriteFile(tmp, []byte("half"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if got, bad := load(t, d); len(got) != 0 || bad != nil {
+		t.Fatalf("%v %v", got, bad)
+	}
+	if _, err := os.Lstat(tmp); !os.IsNotExist(err) {
+		t.Fatalf("leftover still there: %v", err)
+	}
+}
+
+func FuzzDecode(f *testing.F) {
+	good, err := encode("doc", 1, doc{"x"})
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(good)
+	f.Add([]byte("berth-record doc 1 -1 x\n"))
+	f.Add([]byte("berth-record doc 1 2 \n{}"))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		version, body, err := Decode("doc", data)
+		if err != nil {
+			if !errors.Is(err, ErrCorrupt) {
+				t.Fatalf("error is not ErrCorrupt: %v", err)
+			}
+			return
+		}
+		_ = version
+		if !bytes.HasSuffix(data, body) {
+			t.Fatal("body is not the file's tail")
+		}
+	})
+}

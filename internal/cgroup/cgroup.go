@@ -1,0 +1,234 @@
+// Package cgroup reaches a container's cgroup from its runtime-spec path alone,
+// so that what a lost process left can be killed and removed by anybody who
+// knows the container's ID. Creating the cgroup is libcontainer's part.
+//
+// All operations are idempotent: a cgroup that is gone is killed, empty and
+// destroyed.
+package cgroup
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"github.com/opencontainers/cgroups"
+	"github.com/opencontainers/cgroups/manager"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+)
+
+// Group is one container's cgroup, in all hierarchies it has.
+type Group struct {
+	path string // as in the runtime-spec, for messages
+	mgr  cgroups.Manager
+}
+
+// Open returns the group at a runtime-spec cgroupsPath: an absolute path for the
+// cgroupfs driver, "slice:prefix:name" for the systemd driver. Nothing is made.
+func Open(cgroupsPath string, systemd bool) (*Group, error) {
+	cfg := &cgroups.Cgroup{Systemd: systemd, Resources: &cgroups.Resources{SkipDevices: true, SkipFreezeOnSet: true}}
+	if systemd {
+		parts := strings.Split(cgroupsPath, ":")
+		if len(parts) != 3 {
+			return nil, fmt.Errorf("cgroup path %q is not slice:prefix:name", cgroupsPath)
+		}
+		cfg.Parent, cfg.ScopePrefix, cfg.Name = parts[0], parts[1], parts[2]
+	} else {
+		if !filepath.IsAbs(cgroupsPath) || filepath.Clean(cgroupsPath) != cgroupsPath {
+			return nil, fmt.Errorf("cgroup path %q is not absolute and clean", cgroupsPath)
+		}
+		cfg.Path = cgroupsPath
+	}
+	mgr, err := manager.New(cfg)
+	if err != nil {
+		return nil, fmt.Errorf("open cgroup %s: %w", cgroupsPath, err)
+	}
+	return &Group{path: cgroupsPath, mgr: mgr}, nil
+}
+
+// dirs returns the group's folders: one on v2, one per hierarchy on v1.
+func (g *Group) dirs() []string {
+	var dirs []string
+	for _, dir := range g.mgr.GetPaths() {
+		if dir != "" {
+			dirs = append(dirs, dir)
+		}
+	}
+	return dirs
+}
+
+// Procs returns the processes of the group and of groups below it.
+func (g *Group) Procs() ([]int, error) {
+	seen := map[int]bool{}
+	var pids []int
+	for _, dir := range g.dirs() {
+		in, err := cgroups.GetAllPids(dir)
+		if err != nil && !gone(err) {
+			return nil, fmt.Errorf("list processes of cgroup %s: %w", g.path, err)
+		}
+		for _, pid := range in {
+			if pid > 0 && !seen[pid] {
+				seen[pid] = true
+				pids = append(pids, pid)
+			}
+		}
+	}
+	return pids, nil
+}
+
+// Kill sends SIGKILL to every process in the group and waits until none is left,
+// looking again as long as ctx allows: processes may be forking, or frozen, or
+// in uninterruptible sleep.
+func (g *Group) Kill(ctx context.Context) error {
+	for delay := time.Millisecond; ; delay = min(2*delay, 200*time.Millisecond) {
+		if err := g.signal(); err != nil {
+			return fmt.Errorf("kill cgroup %s: %w", g.path, err)
+		}
+		pids, err := g.Procs()
+		if err != nil {
+			return err
+		}
+		if len(pids) == 0 {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("kill cgroup %s: processes %v do not end: %w", g.path, pids, ctx.Err())
+		case <-time.After(delay):
+		}
+	}
+}
+
+// signal kills what is in the group now. On v2 (Linux 5.14) the kernel does it in
+// one step, frozen groups included. On v1 the group is frozen meanwhile, so that
+// no fork escapes, and thawed so that the signal is acted on.
+func (g *Group) signal() error {
+	if cgroups.IsCgroup2UnifiedMode() {
+		err := writeFile(filepath.Join(g.mgr.Path(""), "cgroup.kill"), "1")
+		if err == nil || gone(err) {
+			return nil
+		}
+		if !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.EOPNOTSUPP) {
+			return err
+		}
+	}
+	freezer := g.mgr.Path("freezer")
+	freeze := func(state string) error {
+		if freezer == "" {
+			return nil
+		}
+		if err := writeFile(filepath.Join(freezer, "freezer.state"), state); err != nil && !gone(err) {
+			return err
+		}
+		return nil
+	}
+	freezeErr := freeze("FROZEN") // without it the caller's loop still gets there
+	pids, err := g.Procs()
+	for _, pid := range pids {
+		if e := unix.Kill(pid, unix.SIGKILL); e != nil && e != unix.ESRCH {
+			err = errors.Join(err, fmt.Errorf("kill %d: %w", pid, e))
+		}
+	}
+	if e := freeze("THAWED"); e != nil {
+		return errors.Join(err, freezeErr, e)
+	}
+	return err
+}
+
+// Destroy removes the group and those below it. Its processes must be gone; a
+// group that the kernel still calls busy (they are being reaped) is tried again
+// as long as ctx allows.
+func (g *Group) Destroy(ctx context.Context) error {
+	for delay := time.Millisecond; ; delay = min(2*delay, 200*time.Millisecond) {
+		err := g.mgr.Destroy()
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("remove cgroup %s: %w", g.path, err)
+		case <-time.After(delay):
+		}
+	}
+}
+
+// Update sets resource limits. Fields that r leaves out keep their value.
+func (g *Group) Update(r *specs.LinuxResources) error {
+	if err := g.mgr.Set(convert(r)); err != nil {
+		return fmt.Errorf("set limits of cgroup %s: %w", g.path, err)
+	}
+	return nil
+}
+
+// convert translates runtime-spec resources; devices are not touched by updates.
+func convert(r *specs.LinuxResources) *cgroups.Resources {
+	c := &cgroups.Resources{SkipDevices: true, SkipFreezeOnSet: true, Unified: r.Unified}
+	if m := r.Memory; m != nil {
+		c.Memory = value(m.Limit)
+		c.MemoryReservation = value(m.Reservation)
+		c.MemorySwap = value(m.Swap)
+		c.MemorySwappiness = m.Swappiness
+	}
+	if p := r.CPU; p != nil {
+		c.CpuShares = value(p.Shares)
+		c.CpuWeight = cgroups.ConvertCPUSharesToCgroupV2Value(c.CpuShares)
+		c.CpuQuota = value(p.Quota)
+		c.CpuPeriod = value(p.Period)
+		c.CpuBurst = p.Burst
+		c.CpusetCpus = p.Cpus
+		c.CpusetMems = p.Mems
+		c.CPUIdle = p.Idle
+	}
+	if r.Pids != nil {
+		c.PidsLimit = r.Pids.Limit
+	}
+	for _, h := range r.HugepageLimits {
+		c.HugetlbLimit = append(c.HugetlbLimit, &cgroups.HugepageLimit{Pagesize: h.Pagesize, Limit: h.Limit})
+	}
+	return c
+}
+
+func value[T any](p *T) T {
+	if p == nil {
+		var zero T
+		return zero
+	}
+	return *p
+}
+
+// RemoveIfEmpty removes the cgroupfs group at path in every hierarchy where it
+// has neither processes nor groups below it. It is for groups that berth itself
+// made as parents.
+func RemoveIfEmpty(path string) error {
+	g, err := Open(path, false)
+	if err != nil {
+		return err
+	}
+	for _, dir := range g.dirs() {
+		err := unix.Rmdir(dir)
+		if err != nil && !gone(err) && err != unix.EBUSY && err != unix.ENOTEMPTY {
+			return fmt.Errorf("remove cgroup %s: %w", dir, err)
+		}
+	}
+	return nil
+}
+
+// gone tells whether err says that the cgroup does not exist (any more): opening
+// gives ENOENT, using a file opened before its removal ENODEV.
+func gone(err error) bool {
+	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV)
+}
+
+func writeFile(path, data string) error {
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteString(data)
+	return errors.Join(err, f.Close())
+}

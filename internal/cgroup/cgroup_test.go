@@ -1,0 +1,102 @@
+package cgroup
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"testing"
+	"time"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+)
+
+// group makes a cgroup of the test's own with a process tree in it.
+func group(t *testing.T) (*Group, *exec.Cmd) {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("needs root to make cgroups")
+	}
+	g, err := Open(fmt.Sprintf("/berth-unit-test-%d/%s", os.Getpid(), t.Name()), false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command("sh", "-c", "trap '' TERM; sleep 1000 & sleep 1000 & echo up; wait; sleep 1000")
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill() // may have ended
+		_ = cmd.Wait()         // reports the kill
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+		defer cancel()
+		if err := g.Destroy(ctx); err != nil {
+			t.Error(err)
+		}
+		if err := RemoveIfEmpty(fmt.Sprintf("/berth-unit-test-%d", os.Getpid())); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := g.mgr.Apply(cmd.Process.Pid); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := out.Read(make([]byte, 3)); err != nil { // its children exist now
+		t.Fatal(err)
+	}
+	return g, cmd
+}
+
+func TestKillAndDestroy(t *testing.T) {
+	g, cmd := group(t)
+	pids, err := g.Procs()
+	if err != nil || len(pids) == 0 {
+		t.Fatalf("Procs: %v, %v", pids, err)
+	}
+	go func() { _ = cmd.Wait() }() // reap, or the group stays busy
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	for range 2 { // the second finds nothing: idempotent
+		if err := g.Kill(ctx); err != nil {
+			t.Fatal(err)
+		}
+		if err := g.Destroy(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, dir := range g.dirs() {
+		if _, err := os.Lstat(dir); !os.IsNotExist(err) {
+			t.Errorf("%s is still there: %v", dir, err)
+		}
+	}
+}
+
+func TestUpdate(t *testing.T) {
+	g, _ := group(t)
+	limit, shares := int64(64<<20), uint64(512)
+	r := &specs.LinuxResources{Memory: &specs.LinuxMemory{Limit: &limit}, CPU: &specs.LinuxCPU{Shares: &shares}}
+	if err := g.Update(r); err != nil {
+		t.Fatal(err)
+	}
+	stats, err := g.mgr.GetStats()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if stats.MemoryStats.Usage.Limit != uint64(limit) {
+		t.Errorf("memory limit is %d, want %d", stats.MemoryStats.Usage.Limit, limit)
+	}
+}
+
+func TestOpenRefuses(t *testing.T) {
+	for _, path := range []string{"", "relative", "/a/../b", "/a//b"} {
+		if _, err := Open(path, false); err == nil {
+			t.Errorf("Open(%q) succeeded", path)
+		}
+	}
+	if _, err := Open("no-colons", true); err == nil {
+		t.Error("a systemd path without its three parts was accepted")
+	}
+}
