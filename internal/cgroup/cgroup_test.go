@@ -21,7 +21,11 @@ func group(t *testing.T) (*Group, *exec.Cmd) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cmd := exec.Command("sh", "-c", "trap '' TERM; sleep 1000 & sleep 1000 & echo up; wait; sleep 1000")
+	cmd := exec.Command("sh", "-c", "read go; sleep 1000 & sleep 1000 & echo up; wait")
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
 	out, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -30,10 +34,14 @@ func group(t *testing.T) (*Group, *exec.Cmd) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		_ = cmd.Process.Kill() // may have ended
-		_ = cmd.Wait()         // reports the kill
 		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 		defer cancel()
+		reaped := make(chan struct{})
+		go func() { _ = cmd.Wait(); close(reaped) }() // reports the kill, or that the test waited already
+		if err := g.Kill(ctx); err != nil {
+			t.Error(err)
+		}
+		<-reaped
 		if err := g.Destroy(ctx); err != nil {
 			t.Error(err)
 		}
@@ -42,6 +50,9 @@ func group(t *testing.T) (*Group, *exec.Cmd) {
 		}
 	})
 	if err := g.mgr.Apply(cmd.Process.Pid); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := in.Write([]byte("go\n")); err != nil { // its children are born in the group
 		t.Fatal(err)
 	}
 	if _, err := out.Read(make([]byte, 3)); err != nil { // its children exist now
