@@ -1,0 +1,225 @@
+// Package pidfd watches and signals processes through pidfds, which, unlike
+// process IDs, never come to mean another process.
+//
+// A pidfd here is an *os.File registered with Go's poller: waiting for the end
+// of a process costs a goroutine and no thread. It needs Linux 5.4 (P_PIDFD).
+package pidfd
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Open returns a pidfd of the process pid (a thread group leader in the caller's
+// PID namespace). The error wraps os.ErrProcessDone if there is no such process.
+func Open(pid int) (*os.File, error) {
+	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
+	if errors.Is(err, unix.EINVAL) { // PIDFD_NONBLOCK is Linux 5.10
+		fd, err = openBlocking(pid)
+	}
+	switch {
+	case errors.Is(err, unix.ESRCH):
+		return nil, fmt.Errorf("open pidfd of %d: %w", pid, os.ErrProcessDone)
+	case err != nil:
+		return nil, fmt.Errorf("open pidfd of %d: %w", pid, err)
+	}
+	return os.NewFile(uintptr(fd), "pidfd:"+strconv.Itoa(pid)), nil
+}
+
+func openBlocking(pid int) (int, error) {
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		return -1, err
+	}
+	if err := unix.SetNonblock(fd, true); err != nil {
+		return -1, errors.Join(err, unix.Close(fd))
+	}
+	return fd, nil
+}
+
+// FromFD makes a pidfd that was received or made elsewhere fit for Wait: it is
+// set non-blocking and close-on-exec. The file owns fd, also on an error.
+func FromFD(fd int) (*os.File, error) {
+	unix.CloseOnExec(fd)
+	if err := unix.SetNonblock(fd, true); err != nil {
+		return nil, errors.Join(fmt.Errorf("set pidfd non-blocking: %w", err), unix.Close(fd))
+	}
+	return os.NewFile(uintptr(fd), "pidfd"), nil
+}
+
+// OpenVerified is Open for a process remembered by pid and start time (see
+// StartTime). If that process is gone, or its pid now belongs to another, the
+// error wraps os.ErrProcessDone.
+func OpenVerified(pid int, starttime uint64) (*os.File, error) {
+	f, err := Open(pid)
+	if err != nil {
+		return nil, err
+	}
+	// The pidfd is open, so from here on the pid is not given to another process
+	// unless it already was, which the start time tells.
+	got, err := StartTime(pid)
+	if err == nil && got != starttime {
+		err = fmt.Errorf("pid %d started at tick %d, not %d: %w", pid, got, starttime, os.ErrProcessDone)
+	}
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
+// Wait returns nil when the process has ended, or ctx's error. If the process is
+// a child of the caller, it is reaped. Any number of Waits may share one file.
+func Wait(ctx context.Context, f *os.File) error {
+	if err := ctx.Err(); err != nil {
+		return err
+	}
+	// A file of our own: a shared one has one read lock and one deadline.
+	own, err := dup(f)
+	if err != nil {
+		return err
+	}
+	defer own.Close()
+	stop := context.AfterFunc(ctx, func() {
+		// It can only fail if own is closed, when nobody waits any more.
+		_ = own.SetReadDeadline(time.Unix(1, 0))
+	})
+	defer stop()
+
+	conn, err := own.SyscallConn()
+	if err != nil {
+		return fmt.Errorf("wait on %s: %w", f.Name(), err)
+	}
+	var pollErr error
+	err = conn.Read(func(fd uintptr) bool {
+		var done bool
+		done, pollErr = ended(int(fd))
+		return done || pollErr != nil
+	})
+	switch {
+	case pollErr != nil:
+		return fmt.Errorf("wait on %s: %w", f.Name(), pollErr)
+	case err != nil && ctx.Err() != nil:
+		return ctx.Err()
+	case err != nil:
+		return fmt.Errorf("wait on %s: %w", f.Name(), err)
+	}
+	return reap(own)
+}
+
+// Exited reports whether the process has ended, and reaps it if it is a child.
+func Exited(f *os.File) (bool, error) {
+	conn, err := f.SyscallConn()
+	if err != nil {
+		return false, fmt.Errorf("poll %s: %w", f.Name(), err)
+	}
+	var done bool
+	var pollErr error
+	if err := conn.Control(func(fd uintptr) { done, pollErr = ended(int(fd)) }); err != nil {
+		return false, fmt.Errorf("poll %s: %w", f.Name(), err)
+	}
+	if pollErr != nil || !done {
+		return false, pollErr
+	}
+	return true, reap(f)
+}
+
+// Signal sends sig to the process. The error wraps os.ErrProcessDone if it is gone.
+func Signal(f *os.File, sig unix.Signal) error {
+	conn, err := f.SyscallConn()
+	if err != nil {
+		return fmt.Errorf("signal %s: %w", f.Name(), err)
+	}
+	var sendErr error
+	if err := conn.Control(func(fd uintptr) { sendErr = unix.PidfdSendSignal(int(fd), sig, nil, 0) }); err != nil {
+		return fmt.Errorf("signal %s: %w", f.Name(), err)
+	}
+	switch {
+	case errors.Is(sendErr, unix.ESRCH):
+		return fmt.Errorf("signal %s: %w", f.Name(), os.ErrProcessDone)
+	case sendErr != nil:
+		return fmt.Errorf("signal %s with %s: %w", f.Name(), unix.SignalName(sig), sendErr)
+	}
+	return nil
+}
+
+// StartTime returns when the process started, in clock ticks since boot (field 22
+// of /proc/PID/stat): with the pid it names a process for the life of the boot.
+// The error wraps os.ErrProcessDone if there is no such process.
+func StartTime(pid int) (uint64, error) {
+	stat, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	switch {
+	case errors.Is(err, os.ErrNotExist), errors.Is(err, unix.ESRCH):
+		return 0, fmt.Errorf("read start time of %d: %w", pid, os.ErrProcessDone)
+	case err != nil:
+		return 0, fmt.Errorf("read start time of %d: %w", pid, err)
+	}
+	ticks, err := parseStartTime(stat)
+	if err != nil {
+		return 0, fmt.Errorf("read start time of %d: %w", pid, err)
+	}
+	return ticks, nil
+}
+
+// parseStartTime finds field 22. The name, field 2, is in parentheses and may hold
+// anything, also spaces and parentheses, so fields are counted after the last ')'.
+func parseStartTime(stat []byte) (uint64, error) {
+	const afterName = 22 - 3
+	fields := bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:])
+	if len(fields) <= afterName {
+		return 0, fmt.Errorf("malformed stat line %q", stat)
+	}
+	return strconv.ParseUint(string(fields[afterName]), 10, 64)
+}
+
+func dup(f *os.File) (*os.File, error) {
+	conn, err := f.SyscallConn()
+	if err != nil {
+		return nil, fmt.Errorf("duplicate %s: %w", f.Name(), err)
+	}
+	var fd int
+	var dupErr error
+	if err := conn.Control(func(old uintptr) { fd, dupErr = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0) }); err != nil {
+		return nil, fmt.Errorf("duplicate %s: %w", f.Name(), err)
+	}
+	if dupErr != nil {
+		return nil, fmt.Errorf("duplicate %s: %w", f.Name(), dupErr)
+	}
+	return FromFD(fd)
+}
+
+// ended polls without waiting: a pidfd is readable once its process has ended.
+func ended(fd int) (bool, error) {
+	for {
+		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
+		n, err := unix.Poll(p, 0)
+		if !errors.Is(err, unix.EINTR) {
+			return n > 0, err
+		}
+	}
+}
+
+// reap collects an ended child; a process that is not our child is not our business.
+func reap(f *os.File) error {
+	conn, err := f.SyscallConn()
+	if err != nil {
+		return fmt.Errorf("reap %s: %w", f.Name(), err)
+	}
+	var waitErr error
+	err = conn.Control(func(fd uintptr) {
+		waitErr = unix.Waitid(unix.P_PIDFD, int(fd), nil, unix.WEXITED|unix.WNOHANG, nil)
+	})
+	if err == nil && waitErr != nil && !errors.Is(waitErr, unix.ECHILD) {
+		err = waitErr
+	}
+	if err != nil {
+		return fmt.Errorf("reap %s: %w", f.Name(), err)
+	}
+	return nil
+}

@@ -1,0 +1,161 @@
+package pidfd
+
+import (
+	"context"
+	"errors"
+	"os"
+	"os/exec"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+func start(t *testing.T, name string, args ...string) (*exec.Cmd, *os.File) {
+	t.Helper()
+	cmd := exec.Command(name, args...)
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	f, err := Open(cmd.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait(); f.Close() })
+	return cmd, f
+}
+
+func TestWaitReapsChild(t *testing.T) {
+	cmd, f := start(t, "sleep", "1000")
+	if done, err := Exited(f); done || err != nil {
+		t.Fatalf("Exited of a running process = %v, %v", done, err)
+	}
+	if err := Signal(f, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	if err := Wait(context.Background(), f); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(cmd.Process.Pid); !errors.Is(err, os.ErrProcessDone) {
+		t.Errorf("Open after Wait = %v, want ErrProcessDone: the child was not reaped", err)
+	}
+	if err := Signal(f, unix.SIGTERM); !errors.Is(err, os.ErrProcessDone) {
+		t.Errorf("Signal after Wait = %v, want ErrProcessDone", err)
+	}
+	if err := Wait(context.Background(), f); err != nil {
+		t.Errorf("second Wait = %v", err)
+	}
+}
+
+func TestWaitOfProcessThatIsNotOurChild(t *testing.T) {
+	cmd := exec.Command("sh", "-c", "sleep 1000 & echo $!; wait")
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer cmd.Wait()
+	pid := readPID(t, out)
+	f, err := Open(pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := Signal(f, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	if err := Wait(context.Background(), f); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestWaitIsCancelledAloneAmongMany(t *testing.T) {
+	_, f := start(t, "sleep", "1000")
+	var wg sync.WaitGroup
+	errs := make([]error, 8)
+	for i := range errs {
+		wg.Go(func() { errs[i] = Wait(context.Background(), f) })
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Millisecond)
+	defer cancel()
+	if err := Wait(ctx, f); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("Wait = %v, want deadline exceeded", err)
+	}
+	if err := Signal(f, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	wg.Wait()
+	for i, err := range errs {
+		if err != nil {
+			t.Errorf("Wait %d = %v", i, err)
+		}
+	}
+}
+
+func TestOpenVerified(t *testing.T) {
+	cmd, _ := start(t, "sleep", "1000")
+	ticks, err := StartTime(cmd.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f, err := OpenVerified(cmd.Process.Pid, ticks)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.Close()
+	if _, err := OpenVerified(cmd.Process.Pid, ticks+1); !errors.Is(err, os.ErrProcessDone) {
+		t.Errorf("OpenVerified with another start time = %v, want ErrProcessDone", err)
+	}
+}
+
+func TestGoneProcess(t *testing.T) {
+	cmd := exec.Command("true")
+	if err := cmd.Run(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(cmd.Process.Pid); !errors.Is(err, os.ErrProcessDone) {
+		t.Errorf("Open = %v, want ErrProcessDone", err)
+	}
+	if _, err := StartTime(cmd.Process.Pid); !errors.Is(err, os.ErrProcessDone) {
+		t.Errorf("StartTime = %v, want ErrProcessDone", err)
+	}
+}
+
+func TestParseStartTime(t *testing.T) {
+	tail := " S 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 4242 20 21"
+	for _, tt := range []struct {
+		stat string
+		want uint64
+		ok   bool
+	}{
+		{"7 (sh)" + tail, 4242, true},
+		{"7 (a) b) (c)" + tail, 4242, true},
+		{"7 (new\nline)" + tail, 4242, true},
+		{"7 (sh) S 1 2", 0, false},
+		{"", 0, false},
+	} {
+		got, err := parseStartTime([]byte(tt.stat))
+		if got != tt.want || (err == nil) != tt.ok {
+			t.Errorf("parseStartTime(%q) = %d, %v", tt.stat, got, err)
+		}
+	}
+}
+
+func readPID(t *testing.T, r interface{ Read([]byte) (int, error) }) int {
+	t.Helper()
+	buf := make([]byte, 32)
+	n, err := r.Read(buf)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pid := 0
+	for _, c := range buf[:n] {
+		if c >= '0' && c <= '9' {
+			pid = pid*10 + int(c-'0')
+		}
+	}
+	return pid
+}
