@@ -1,0 +1,199 @@
+// Package config holds the daemon's configuration.
+//
+// # Contract
+//
+// Every option is declared once, as a field of [Config]: its tags carry the TOML
+// key, the flag, the default, what values are allowed and the documentation. The
+// flags of "berth serve", the output of "berth config default", docs/config.md
+// and the parser of the configuration file are all derived from them.
+//
+// A value given by a flag wins over the file, the file wins over the default.
+// A file with a key that is no option is refused, so that a misspelt key cannot
+// silently leave a default in place.
+package config
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"slices"
+	"strings"
+
+	"github.com/pelletier/go-toml/v2"
+	"github.com/pelletier/go-toml/v2/unstable"
+	"github.com/spf13/pflag"
+)
+
+// DefaultPath is read when --config is not given. It need not exist.
+const DefaultPath = "/etc/berth/config.toml"
+
+// Config is the daemon's configuration.
+//
+// Tags: toml is the key; flag the name of the flag, if the option has one;
+// default the default in the form a flag would take it, lists separated by
+// commas; path:"abs" asks for absolute paths and path:"optional" also allows
+// none; oneof lists the only values allowed; min is the smallest number or
+// duration; doc is the documentation.
+type Config struct {
+	Listen string `toml:"listen" flag:"listen" default:"/run/berth/berth.sock" path:"socket" doc:"Unix socket on which CRI is served, as an absolute path or a unix:// URL. Not used when systemd hands over a socket."`
+	Root   string `toml:"root" flag:"root" default:"/var/lib/berth" path:"abs" doc:"Directory of what outlives a reboot: images, writable layers, records of pods and containers. One daemon per directory."`
+	State  string `toml:"state" flag:"state" default:"/run/berth" path:"abs" doc:"Directory of what ends with the boot: sockets, the running containers' directories. It becomes a private mount. One daemon per directory."`
+
+	CgroupDriver string `toml:"cgroup_driver" flag:"cgroup-driver" default:"auto" oneof:"auto,cgroupfs,systemd" doc:"Who makes cgroups. auto: systemd where systemd is PID 1 and cgroups are version 2, else cgroupfs. kubelet asks for it and must not see it change while pods exist."`
+
+	CNIConfDir  string   `toml:"cni_conf_dir" flag:"cni-conf-dir" default:"/etc/cni/net.d" path:"abs" doc:"Directory of CNI network configurations. The first valid one in lexical order is used; changes are noticed while running."`
+	CNIBinDirs  []string `toml:"cni_bin_dirs" flag:"cni-bin-dir" default:"/opt/cni/bin,/usr/lib/cni" path:"abs" doc:"Directories in which CNI plugins are looked for, in this order. Distributions that package the plugins use the second one."`
+	CNICacheDir string   `toml:"cni_cache_dir" path:"optional" doc:"Directory in which the CNI library keeps the results of plugins. Empty: cni below root."`
+	NetNSDir    string   `toml:"netns_dir" default:"/run/netns" path:"abs" doc:"Directory in which network namespaces of pods are pinned as berth-<pod ID>. The ip tool lists those in /run/netns."`
+
+	RegistryDirs         []string `toml:"registry_dirs" flag:"registry-dir" default:"/etc/berth/certs.d,/etc/containerd/certs.d" path:"abs" doc:"Directories with one folder per registry host that holds a hosts.toml (mirrors, CA, client certificates, headers) in containerd's format. The first directory that knows the host is used."`
+	PauseImage           string   `toml:"pause_image" doc:"Image run as the pause container of every pod, pulled like any other. Empty: the pause program that is built into berth."`
+	PinnedImages         []string `toml:"pinned_images" doc:"Names of images reported to kubelet as pinned, which keeps its image garbage collection away from them. The pause image is always one of them."`
+	MaxParallelDownloads int      `toml:"max_parallel_downloads" default:"8" min:"1" doc:"How many layers are transferred at the same time, over all pulls together."`
+	StallTimeout         Duration `toml:"stall_timeout" default:"1m" min:"1s" doc:"A transfer from a registry that delivers no byte for so long is given up."`
+
+	RuntimeHandlers []string `toml:"runtime_handlers" doc:"Further names under which a RuntimeClass may ask for the default runtime handler, besides the empty name and berth."`
+	MaxLogLine      int      `toml:"max_log_line" default:"16384" min:"256" doc:"Bytes of one line in a container's log. Longer lines are split and tagged as partial."`
+	IdleLaunchers   int      `toml:"idle_launchers" default:"2" min:"0" doc:"How many processes wait ready to launch a container. Each saves about 20 ms of a container's start and costs a few MB of memory."`
+	ShimPath        string   `toml:"shim_path" path:"optional" doc:"The berth-shim program. Empty: beside the berth program, or else in PATH."`
+
+	LogLevel  string `toml:"log_level" flag:"log-level" default:"info" oneof:"debug,info,warn,error" doc:"The least severe messages that are logged."`
+	LogFormat string `toml:"log_format" flag:"log-format" default:"text" oneof:"text,json" doc:"Form of the log on standard error."`
+}
+
+// Default returns the configuration of a daemon without flags and file.
+func Default() *Config {
+	c := new(Config)
+	for _, o := range options() {
+		if err := o.set(c, o.defaults()); err != nil {
+			panic(fmt.Sprintf("config: default of %s: %v", o.Key, err)) // a mistake in the tags above, found by any test
+		}
+	}
+	return c
+}
+
+// Parse reads a configuration file's content; name is used in errors. Options
+// the file does not mention have their defaults. Every unknown key is reported
+// with its line and the option whose name is nearest.
+func Parse(name string, content []byte) (*Config, error) {
+	c := Default()
+	if err := decode(name, content, c); err != nil {
+		return nil, err
+	}
+	if err := c.validate(func(o option) string { return name + ": " + o.Key }); err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// AddFlags registers --config and the flags of all options that have one.
+func AddFlags(flags *pflag.FlagSet) {
+	flags.String("config", DefaultPath, "configuration file in TOML; see \"berth config default\"")
+	for _, o := range options() {
+		if o.Flag != "" {
+			flags.Var(&flagValue{option: o}, o.Flag, o.usage())
+		}
+	}
+}
+
+// Load returns the configuration that follows from the flags registered by
+// AddFlags and from the file they name. The file may be missing unless --config
+// was given.
+func Load(flags *pflag.FlagSet) (*Config, error) {
+	c := Default()
+	name, err := flags.GetString("config")
+	if err != nil {
+		return nil, err
+	}
+	content, err := os.ReadFile(name)
+	if errors.Is(err, fs.ErrNotExist) && !flags.Changed("config") {
+		content, err = nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read configuration: %w", err)
+	}
+	if err := decode(name, content, c); err != nil {
+		return nil, err
+	}
+	fromFlag, err := applyFlags(flags, c)
+	if err != nil {
+		return nil, err
+	}
+	err = c.validate(func(o option) string {
+		if fromFlag[o.Key] {
+			return "--" + o.Flag
+		}
+		return name + ": " + o.Key
+	})
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// applyFlags sets the options whose flags were given and tells which these are.
+func applyFlags(flags *pflag.FlagSet, c *Config) (map[string]bool, error) {
+	given := make(map[string]bool)
+	for _, o := range options() {
+		f := flags.Lookup(o.Flag)
+		if o.Flag == "" || f == nil || !f.Changed {
+			continue
+		}
+		if err := o.set(c, f.Value.(*flagValue).texts); err != nil {
+			return nil, fmt.Errorf("--%s: %w", o.Flag, err)
+		}
+		given[o.Key] = true
+	}
+	return given, nil
+}
+
+// decode parses content into c and explains what is wrong with it by file, line
+// and key.
+func decode(name string, content []byte, c *Config) error {
+	if err := checkKeys(name, content); err != nil {
+		return err
+	}
+	err := toml.Unmarshal(content, c)
+	var wrong *toml.DecodeError
+	switch {
+	case err == nil:
+		return nil
+	case errors.As(err, &wrong):
+		line, column := wrong.Position()
+		if key := strings.Join(wrong.Key(), "."); key != "" {
+			return fmt.Errorf("%s: line %d: %s: %w", name, line, key, wrong)
+		}
+		return fmt.Errorf("%s: line %d, column %d: %w", name, line, column, wrong)
+	default:
+		return fmt.Errorf("%s: %w", name, err)
+	}
+}
+
+// checkKeys refuses keys that are no option. The decoder could do it too, but it
+// takes keys in any case, and would let "Root" pass beside "root". Errors of
+// syntax are left to the decoder, which words them better.
+func checkKeys(name string, content []byte) error {
+	var all []error
+	var p unstable.Parser
+	p.Reset(content)
+	for p.NextExpression() {
+		e := p.Expression()
+		if e.Kind != unstable.KeyValue && e.Kind != unstable.Table && e.Kind != unstable.ArrayTable {
+			continue
+		}
+		key := e.Key()
+		key.Next()
+		text, line := string(key.Node().Data), p.Shape(key.Node().Raw).Start.Line
+		switch {
+		case !slices.ContainsFunc(options(), func(o option) bool { return o.Key == text }):
+			all = append(all, fmt.Errorf("%s: line %d: unknown key %q, the nearest option is %q", name, line, text, nearest(text)))
+		case e.Kind != unstable.KeyValue || key.Next():
+			all = append(all, fmt.Errorf("%s: line %d: %s takes a value and is no table", name, line, text))
+		}
+		if e.Kind != unstable.KeyValue {
+			break // what follows belongs to the table
+		}
+	}
+	return errors.Join(all...)
+}

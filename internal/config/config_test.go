@@ -1,0 +1,281 @@
+package config
+
+import (
+	"flag"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/pelletier/go-toml/v2"
+	"github.com/spf13/pflag"
+)
+
+var update = flag.Bool("update", false, "rewrite docs/config.md")
+
+func TestDefaults(t *testing.T) {
+	c := Default()
+	want := Config{
+		Listen: "/run/berth/berth.sock", Root: "/var/lib/berth", State: "/run/berth",
+		CgroupDriver: "auto",
+		CNIConfDir:   "/etc/cni/net.d", CNIBinDirs: []string{"/opt/cni/bin", "/usr/lib/cni"}, NetNSDir: "/run/netns",
+		RegistryDirs: []string{"/etc/berth/certs.d", "/etc/containerd/certs.d"}, PinnedImages: []string{},
+		MaxParallelDownloads: 8, StallTimeout: Duration{time.Minute},
+		RuntimeHandlers: []string{}, MaxLogLine: 16384, IdleLaunchers: 2,
+		LogLevel: "info", LogFormat: "text",
+	}
+	if !reflect.DeepEqual(*c, want) {
+		t.Errorf("Default() = %+v\nwant %+v", *c, want)
+	}
+	if err := c.validate(func(o option) string { return o.Key }); err != nil {
+		t.Errorf("the defaults are refused: %v", err)
+	}
+}
+
+func TestEveryOptionIsDeclared(t *testing.T) {
+	keys := map[string]bool{}
+	for _, o := range options() {
+		if o.Key == "" || o.Doc == "" || !strings.HasSuffix(o.Doc, ".") {
+			t.Errorf("option %+v lacks a key or a documentation that is a sentence", o)
+		}
+		if keys[o.Key] {
+			t.Errorf("key %s is declared twice", o.Key)
+		}
+		keys[o.Key] = true
+	}
+}
+
+func TestDefaultTOMLRoundTrip(t *testing.T) {
+	text := DefaultTOML()
+	got, err := Parse("default", []byte(text))
+	if err != nil {
+		t.Fatalf("%v in\n%s", err, text)
+	}
+	if want := Default(); !reflect.DeepEqual(got, want) {
+		t.Errorf("parsed back: %+v\nwant %+v", got, want)
+	}
+	var keys map[string]any
+	if err := toml.Unmarshal([]byte(text), &keys); err != nil {
+		t.Fatal(err)
+	}
+	for _, o := range options() {
+		if _, ok := keys[o.Key]; !ok {
+			t.Errorf("%s is not printed", o.Key)
+		}
+	}
+}
+
+func TestReferenceIsUpToDate(t *testing.T) {
+	const path = "../../docs/config.md"
+	if *update {
+		if err := os.WriteFile(path, []byte(Reference()), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if string(got) != Reference() {
+		t.Error("docs/config.md differs from the options; run: go test ./internal/config -run Reference -update")
+	}
+}
+
+func TestParseErrors(t *testing.T) {
+	for name, tc := range map[string]struct {
+		file string
+		want []string // all in the error
+	}{
+		"misspelt":        {"root = '/a'\n\nlisen = '/run/x.sock'\n", []string{`f.toml: line 3: unknown key "lisen", the nearest option is "listen"`}},
+		"dash":            {"cgroup-driver = 'auto'", []string{`line 1: unknown key "cgroup-driver"`, `"cgroup_driver"`}},
+		"two":             {"roott = 1\nx_log_level = 2", []string{`line 1: unknown key "roott", the nearest option is "root"`, `line 2: unknown key "x_log_level", the nearest option is "log_level"`}},
+		"other case":      {"Root = '/a'", []string{`line 1: unknown key "Root", the nearest option is "root"`}},
+		"table":           {"[cni]\nconf_dir = '/x'", []string{`line 1: unknown key "cni"`}},
+		"known table":     {"[root]\nx = 1", []string{"f.toml: line 1", "root"}},
+		"table in value":  {"[stall_timeout]\nDuration = 1", []string{"f.toml: line 1", "stall_timeout"}},
+		"dotted":          {"stall_timeout.Duration = 1", []string{"f.toml: line 1", "stall_timeout"}},
+		"syntax":          {"root = '/a'\nroot '/b'", []string{"f.toml: line 2"}},
+		"twice":           {"root = '/a'\nroot = '/b'", []string{"f.toml: line 2"}},
+		"wrong type":      {"\nmax_log_line = 'many'", []string{"f.toml: line 2", "max_log_line"}},
+		"string for list": {"cni_bin_dirs = '/opt'", []string{"f.toml: line 1", "cni_bin_dirs"}},
+		"duration":        {"stall_timeout = 'soon'", []string{"f.toml: line 1", "stall_timeout", `"soon" is not a duration`}},
+		"duration number": {"stall_timeout = 60", []string{`f.toml: "60" is not a duration like "1m30s"`}},
+		"short duration":  {"stall_timeout = '10ms'", []string{"f.toml: stall_timeout: 10ms is shorter than 1s"}},
+		"relative":        {"root = 'var/lib'", []string{`f.toml: root: "var/lib" is not an absolute path`}},
+		"relative in list": {"cni_bin_dirs = ['/opt/cni/bin', 'bin']",
+			[]string{`f.toml: cni_bin_dirs: "bin" is not an absolute path`}},
+		"empty path":     {"root = ''", []string{"f.toml: root: the path is empty"}},
+		"root directory": {"state = '/tmp/..'", []string{"f.toml: state: the path is the root directory"}},
+		"empty element":  {"pinned_images = ['a', '']", []string{"f.toml: pinned_images: element 2 of the list is empty"}},
+		"control":        {`root = "/a\nb"`, []string{"f.toml: root:", "control character"}},
+		"not one of":     {"log_level = 'loud'", []string{`f.toml: log_level: "loud" is not one of debug, info, warn, error`}},
+		"too small":      {"max_log_line = 1", []string{"f.toml: max_log_line: 1 is less than 256"}},
+		"negative":       {"idle_launchers = -1", []string{"f.toml: idle_launchers: -1 is less than 0"}},
+		"tcp":            {"listen = 'tcp://0.0.0.0:1'", []string{`f.toml: listen: "tcp://0.0.0.0:1": only unix sockets are served`}},
+		"long socket":    {"listen = '/" + strings.Repeat("x", 107) + "'", []string{"longer than the 107 bytes"}},
+		"same":           {"root = '/x'\nstate = '/x/'", []string{"must be separate directories"}},
+		"nested":         {"root = '/x/root'\nstate = '/x'", []string{"must be separate directories"}},
+		"two values":     {"root = 'a'\nstate = 'b'", []string{"f.toml: root:", "f.toml: state:"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c, err := Parse("f.toml", []byte(tc.file))
+			if err == nil {
+				t.Fatalf("accepted as %+v", c)
+			}
+			for _, want := range tc.want {
+				if !strings.Contains(err.Error(), want) {
+					t.Errorf("error is\n%v\nwithout\n%s", err, want)
+				}
+			}
+		})
+	}
+}
+
+func TestParseValues(t *testing.T) {
+	c, err := Parse("f", []byte(`
+root = "/data//berth/"
+cni_bin_dirs = ["/a", "/b/"]
+registry_dirs = []
+stall_timeout = "1h30m"
+listen = "unix:///tmp/x.sock"
+`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := Default()
+	want.Root, want.CNIBinDirs, want.RegistryDirs = "/data/berth", []string{"/a", "/b"}, []string{}
+	want.StallTimeout, want.Listen = Duration{90 * time.Minute}, "/tmp/x.sock"
+	if !reflect.DeepEqual(c, want) {
+		t.Errorf("got %+v\nwant %+v", c, want)
+	}
+}
+
+func TestSocketForms(t *testing.T) {
+	for text, want := range map[string]string{
+		"/run/a.sock":         "/run/a.sock",
+		"unix:///run/a.sock":  "/run/a.sock",
+		"unix:/run/a.sock":    "/run/a.sock",
+		"unix://run/a.sock":   "",
+		"run/a.sock":          "",
+		"http://localhost/":   "",
+		"@abstract":           "",
+		"unix:@abstract":      "",
+		"unix:///run/../a.sk": "/a.sk",
+	} {
+		got := text
+		err := cleanSocket(&got)
+		if (err == nil) != (want != "") || err == nil && got != want {
+			t.Errorf("%q: %q, %v; want %q", text, got, err, want)
+		}
+	}
+}
+
+// load runs Load as the daemon does.
+func load(t *testing.T, args ...string) (*Config, error) {
+	t.Helper()
+	flags := pflag.NewFlagSet("serve", pflag.ContinueOnError)
+	AddFlags(flags)
+	if err := flags.Parse(args); err != nil {
+		return nil, err
+	}
+	return Load(flags)
+}
+
+func writeFile(t *testing.T, content string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "config.toml")
+	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestPrecedence(t *testing.T) {
+	path := writeFile(t, "root = '/from/file'\nlog_level = 'warn'\ncni_bin_dirs = ['/file']\n")
+	c, err := load(t, "--config", path, "--log-level=debug", "--cni-bin-dir=/one", "--cni-bin-dir", "/two", "--listen=unix:///x/y")
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := Default()
+	want.Root = "/from/file"
+	want.LogLevel, want.CNIBinDirs, want.Listen = "debug", []string{"/one", "/two"}, "/x/y"
+	if !reflect.DeepEqual(c, want) {
+		t.Errorf("got %+v\nwant %+v", c, want)
+	}
+}
+
+func TestLoadErrors(t *testing.T) {
+	bad := writeFile(t, "root = 'relative'")
+	for name, tc := range map[string]struct {
+		args []string
+		want string
+	}{
+		"missing file":     {[]string{"--config=/does/not/exist.toml"}, "read configuration: open /does/not/exist.toml"},
+		"flag named":       {[]string{"--config=" + writeFile(t, ""), "--root=rel"}, `--root: "rel" is not an absolute path`},
+		"file named":       {[]string{"--config=" + bad}, bad + `: root: "relative" is not an absolute path`},
+		"flag hides file":  {[]string{"--config=" + bad, "--root=/ok", "--log-format=xml"}, `--log-format: "xml" is not one of text, json`},
+		"flag checks list": {[]string{"--config=" + writeFile(t, ""), "--cni-bin-dir=/a", "--cni-bin-dir=b"}, `--cni-bin-dir: "b" is not an absolute path`},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := load(t, tc.args...)
+			if err == nil || !strings.Contains(err.Error(), tc.want) {
+				t.Errorf("error %v, want %s", err, tc.want)
+			}
+		})
+	}
+}
+
+func TestFlagsOfTheIssue(t *testing.T) {
+	flags := pflag.NewFlagSet("serve", pflag.ContinueOnError)
+	AddFlags(flags)
+	for _, name := range []string{"config", "listen", "root", "state", "cgroup-driver", "cni-conf-dir", "cni-bin-dir", "registry-dir", "log-level", "log-format"} {
+		if flags.Lookup(name) == nil {
+			t.Errorf("no flag --%s", name)
+		}
+	}
+}
+
+func TestNearest(t *testing.T) {
+	for key, want := range map[string]string{"rot": "root", "statte": "state", "cni_bin_dir": "cni_bin_dirs", "idle": "listen"} {
+		if got := nearest(key); got != want {
+			t.Errorf("nearest(%q) = %q, want %q", key, got, want)
+		}
+	}
+	for _, tc := range []struct {
+		a, b string
+		want int
+	}{{"", "", 0}, {"abc", "", 3}, {"", "abc", 3}, {"kitten", "sitting", 3}, {"flaw", "lawn", 2}, {"same", "same", 0}} {
+		if got := distance(tc.a, tc.b); got != tc.want {
+			t.Errorf("distance(%q, %q) = %d, want %d", tc.a, tc.b, got, tc.want)
+		}
+	}
+}
+
+// FuzzParse: whatever the file holds, Parse returns a valid configuration or an
+// error, and a valid configuration stays the same when written and read again.
+func FuzzParse(f *testing.F) {
+	f.Add([]byte(DefaultTOML()))
+	f.Add([]byte("root = '/a'\n[cni]\nx = 1\n"))
+	f.Add([]byte("pinned_images = ['a', \"b\\u0041\"]\nstall_timeout = '2h'"))
+	f.Add([]byte("listen = 'unix:/x'\nmax_log_line = 0x1000"))
+	f.Add([]byte("\xff\x00= = ="))
+	f.Fuzz(func(t *testing.T, content []byte) {
+		c, err := Parse("fuzz", content)
+		if err != nil {
+			return
+		}
+		text, err := toml.Marshal(c)
+		if err != nil {
+			t.Fatalf("%+v does not encode: %v", c, err)
+		}
+		again, err := Parse("again", text)
+		if err != nil {
+			t.Fatalf("%s: %v", text, err)
+		}
+		if !reflect.DeepEqual(c, again) {
+			t.Errorf("%+v became %+v", c, again)
+		}
+	})
+}

@@ -1,0 +1,170 @@
+package config
+
+import (
+	"fmt"
+	"reflect"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+)
+
+// Duration is a length of time that is written like "1m30s". It is a struct so
+// that TOML's bare numbers, which have no unit, do not fit into it.
+type Duration struct{ time.Duration }
+
+// MarshalText implements encoding.TextMarshaler.
+func (d Duration) MarshalText() ([]byte, error) { return []byte(d.String()), nil }
+
+// UnmarshalText implements encoding.TextUnmarshaler.
+func (d *Duration) UnmarshalText(text []byte) error {
+	v, err := time.ParseDuration(string(text))
+	if err != nil {
+		return fmt.Errorf("%q is not a duration like \"1m30s\"", text)
+	}
+	d.Duration = v
+	return nil
+}
+
+// String returns the shortest usual form: "1m", not "1m0s".
+func (d Duration) String() string {
+	s := d.Duration.String()
+	if strings.HasSuffix(s, "m0s") {
+		s = strings.TrimSuffix(s, "0s")
+	}
+	if strings.HasSuffix(s, "h0m") {
+		s = strings.TrimSuffix(s, "0m")
+	}
+	return s
+}
+
+// option is what the tags of one field of Config say.
+type option struct {
+	Key, Flag, Doc string
+	Default        string // as a flag would take it, lists separated by commas
+
+	field int      // index in Config
+	path  string   // "", "abs", "optional" or "socket"
+	oneof []string // allowed values, if not empty
+	min   string   // smallest number or duration, if not empty
+}
+
+// options reads the tags of Config, in the order of its fields.
+var options = sync.OnceValue(func() []option {
+	t := reflect.TypeFor[Config]()
+	all := make([]option, 0, t.NumField())
+	for i := range t.NumField() {
+		tag := t.Field(i).Tag
+		o := option{
+			Key: tag.Get("toml"), Flag: tag.Get("flag"), Doc: tag.Get("doc"), Default: tag.Get("default"),
+			field: i, path: tag.Get("path"), min: tag.Get("min"),
+		}
+		if s := tag.Get("oneof"); s != "" {
+			o.oneof = strings.Split(s, ",")
+		}
+		all = append(all, o)
+	}
+	return all
+})
+
+func (o option) value(c *Config) reflect.Value { return reflect.ValueOf(c).Elem().Field(o.field) }
+
+func (o option) isList() bool {
+	return reflect.TypeFor[Config]().Field(o.field).Type.Kind() == reflect.Slice
+}
+
+// defaults returns the default in the form that set takes.
+func (o option) defaults() []string {
+	if o.isList() && o.Default == "" {
+		return []string{}
+	}
+	if o.isList() {
+		return strings.Split(o.Default, ",")
+	}
+	return []string{o.Default}
+}
+
+// set gives the option a value written as text: the elements of a list, or the
+// last of texts.
+func (o option) set(c *Config, texts []string) error {
+	last := ""
+	if len(texts) > 0 {
+		last = texts[len(texts)-1]
+	}
+	switch p := o.value(c).Addr().Interface().(type) {
+	case *string:
+		*p = last
+	case *[]string:
+		*p = slices.Clone(texts)
+	case *int:
+		n, err := strconv.Atoi(last)
+		if err != nil {
+			return fmt.Errorf("%q is not a whole number", last)
+		}
+		*p = n
+	case *Duration:
+		return p.UnmarshalText([]byte(last))
+	default:
+		panic(fmt.Sprintf("config: option %s has type %T", o.Key, p))
+	}
+	return nil
+}
+
+// typeName is what the value is called in the documentation.
+func (o option) typeName() string {
+	switch reflect.New(reflect.TypeFor[Config]().Field(o.field).Type).Interface().(type) {
+	case *[]string:
+		return "list of strings"
+	case *int:
+		return "number"
+	case *Duration:
+		return "duration"
+	default:
+		return "string"
+	}
+}
+
+// usage is the documentation as pflag wants it: the name of the value in
+// backquotes appears in the list of flags.
+func (o option) usage() string {
+	name := "text"
+	switch {
+	case o.path != "":
+		name = "path"
+	case len(o.oneof) > 0:
+		name = strings.Join(o.oneof, "|")
+	}
+	doc := o.Doc
+	if o.isList() {
+		doc += " May be given several times."
+	}
+	return doc + " (`" + name + "`)"
+}
+
+// flagValue collects what was given for one flag. The value goes into a Config
+// only after the file was read.
+type flagValue struct {
+	option option
+	texts  []string
+}
+
+// Set implements pflag.Value.
+func (f *flagValue) Set(text string) error {
+	if err := f.option.set(new(Config), []string{text}); err != nil {
+		return err
+	}
+	f.texts = append(f.texts, text)
+	return nil
+}
+
+// String implements pflag.Value; pflag shows it as the default.
+func (f *flagValue) String() string {
+	if f.texts == nil {
+		return f.option.Default
+	}
+	return strings.Join(f.texts, ",")
+}
+
+// Type implements pflag.Value.
+func (f *flagValue) Type() string { return f.option.typeName() }

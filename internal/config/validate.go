@@ -1,0 +1,114 @@
+package config
+
+import (
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+	"unicode"
+)
+
+// validate checks every value and cleans paths. where names the place an
+// option's value comes from.
+func (c *Config) validate(where func(option) string) error {
+	var all []error
+	for _, o := range options() {
+		if err := o.check(c); err != nil {
+			all = append(all, fmt.Errorf("%s: %w", where(o), err))
+		}
+	}
+	if len(all) == 0 && overlap(c.Root, c.State) {
+		all = append(all, fmt.Errorf("root %s and state %s must be separate directories, neither inside the other", c.Root, c.State))
+	}
+	return errors.Join(all...)
+}
+
+// check validates the option's value in c, and cleans it if it is a path.
+func (o option) check(c *Config) error {
+	switch p := o.value(c).Addr().Interface().(type) {
+	case *string:
+		return o.checkText(p)
+	case *[]string:
+		for i := range *p {
+			if err := o.checkText(&(*p)[i]); err != nil {
+				return err
+			}
+			if (*p)[i] == "" {
+				return fmt.Errorf("element %d of the list is empty", i+1)
+			}
+		}
+	case *int:
+		var least int
+		if _, err := fmt.Sscan(o.min, &least); err == nil && *p < least {
+			return fmt.Errorf("%d is less than %d", *p, least)
+		}
+	case *Duration:
+		if least, err := time.ParseDuration(o.min); err == nil && p.Duration < least {
+			return fmt.Errorf("%s is shorter than %s", *p, Duration{least})
+		}
+	}
+	return nil
+}
+
+func (o option) checkText(p *string) error {
+	if strings.ContainsFunc(*p, unicode.IsControl) {
+		return fmt.Errorf("%q has a control character in it", *p)
+	}
+	if len(o.oneof) > 0 && !slices.Contains(o.oneof, *p) {
+		return fmt.Errorf("%q is not one of %s", *p, strings.Join(o.oneof, ", "))
+	}
+	switch {
+	case o.path == "", o.path == "optional" && *p == "":
+		return nil
+	case o.path == "socket":
+		return cleanSocket(p)
+	default:
+		return cleanPath(p)
+	}
+}
+
+// cleanPath makes sure that *p is absolute and normalises it.
+func cleanPath(p *string) error {
+	if *p == "" {
+		return errors.New("the path is empty")
+	}
+	if !filepath.IsAbs(*p) {
+		return fmt.Errorf("%q is not an absolute path", *p)
+	}
+	*p = filepath.Clean(*p)
+	if *p == "/" {
+		return errors.New("the path is the root directory")
+	}
+	return nil
+}
+
+// maxSocketPath is the size of sockaddr_un.sun_path without its final NUL.
+const maxSocketPath = 107
+
+// cleanSocket accepts a path or a unix URL (unix:///path, unix:/path) and leaves
+// the path in *p.
+func cleanSocket(p *string) error {
+	text := *p
+	if rest, ok := strings.CutPrefix(text, "unix:"); ok {
+		*p = rest
+		if strings.HasPrefix(rest, "//") {
+			*p = rest[2:]
+		}
+	} else if scheme, _, ok := strings.Cut(text, "://"); ok {
+		return fmt.Errorf("%q: only unix sockets are served, not %q", text, scheme)
+	}
+	if err := cleanPath(p); err != nil {
+		return err
+	}
+	if len(*p) > maxSocketPath {
+		return fmt.Errorf("%q is longer than the %d bytes a unix socket's path may have", *p, maxSocketPath)
+	}
+	return nil
+}
+
+// overlap reports whether one of two clean paths is the other or inside it.
+func overlap(a, b string) bool {
+	return a == b || strings.HasPrefix(a, b+"/") || strings.HasPrefix(b, a+"/")
+}
