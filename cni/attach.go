@@ -1,0 +1,124 @@
+package cni
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+
+	"github.com/containernetworking/cni/libcni"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+// Attachment is how a pod is, or shall be, connected. Its zero value means not at
+// all. The caller stores it with the pod before Add.
+type Attachment struct {
+	Network  string `json:"network,omitempty"`
+	IfName   string `json:"ifName,omitempty"`
+	ConfList []byte `json:"confList,omitempty"` // the configuration list ADD uses, complete
+}
+
+// Add connects a pod and returns its addresses. On any error the caller runs Del:
+// a part of the chain may have done its work.
+//
+// Errors: InvalidArgument for a pod that fails Validate; FailedPrecondition for a
+// plugin that is not installed or refuses its configuration; DeadlineExceeded or
+// Canceled when ctx ended and the plugin was killed; Unavailable where the plugin
+// asks to try again; else Internal. A plugin's own error is a *types.Error in the chain.
+func (n *Network) Add(ctx context.Context, att Attachment, pod Pod) (Result, error) {
+	if err := pod.Validate(); err != nil {
+		return Result{}, err
+	}
+	if pod.NetNS == "" {
+		return Result{}, errdefs.InvalidArgument("CNI ADD of pod %s: no network namespace", pod.ID)
+	}
+	var result Result
+	err := n.operate(ctx, att, pod, "ADD", func(ctx context.Context, list *libcni.NetworkConfigList, rt *libcni.RuntimeConf) error {
+		n.warnUnusedPorts(list, pod)
+		r, err := n.lib.AddNetworkList(ctx, list, rt)
+		if err != nil {
+			return err
+		}
+		result, err = newResult(r, att.IfName)
+		return err
+	})
+	return result, err
+}
+
+// Del disconnects a pod with the configuration its Add used. It is idempotent and
+// works when the network namespace is gone. Until it returns nil, something may
+// be left, and the caller tries again. Errors as of Add.
+//
+// A pod that fails Validate, and one without attachment, was never given to a
+// plugin: nil.
+func (n *Network) Del(ctx context.Context, att Attachment, pod Pod) error {
+	if len(att.ConfList) == 0 || pod.Validate() != nil {
+		return nil
+	}
+	pod.NetNS = existingNetNS(pod.NetNS)
+	return n.operate(ctx, att, pod, "DEL", n.lib.DelNetworkList)
+}
+
+// Check asks the plugins whether the pod is connected as Add left it. Nil also where
+// the configuration disables CHECK; Unimplemented for configurations before 0.4.0.
+func (n *Network) Check(ctx context.Context, att Attachment, pod Pod) error {
+	if err := pod.Validate(); err != nil {
+		return err
+	}
+	return n.operate(ctx, att, pod, "CHECK", func(ctx context.Context, list *libcni.NetworkConfigList, rt *libcni.RuntimeConf) error {
+		err := n.lib.CheckNetworkList(ctx, list, rt)
+		if errors.Is(err, libcni.ErrorCheckNotSupp) {
+			return errdefs.New(codes.Unimplemented, "%w", err)
+		}
+		return err
+	})
+}
+
+type operation func(context.Context, *libcni.NetworkConfigList, *libcni.RuntimeConf) error
+
+// operate runs one operation of one pod: under the gate, with a deadline.
+func (n *Network) operate(ctx context.Context, att Attachment, pod Pod, verb string, op operation) error {
+	what := fmt.Sprintf("CNI %s of pod %s to network %q", verb, pod.ID, att.Network)
+	list, err := parseConf(att.ConfList, true)
+	if err != nil {
+		return errdefs.FailedPrecondition("%s: stored configuration: %w", what, err)
+	}
+	ctx, cancel := context.WithTimeout(ctx, n.cfg.Timeout)
+	defer cancel()
+	if err := n.gate.Acquire(ctx, 1); err != nil {
+		return errdefs.New(errdefs.Code(err), "%s: waiting for CNI GC: %w", what, err)
+	}
+	defer n.gate.Release(1)
+	if err := op(ctx, list, pod.runtimeConf(att.IfName)); err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	return nil
+}
+
+// warnUnusedPorts logs host ports that no plugin of the network will open.
+func (n *Network) warnUnusedPorts(list *libcni.NetworkConfigList, pod Pod) {
+	if len(pod.PortMappings) == 0 {
+		return
+	}
+	for _, p := range list.Plugins {
+		if p.Network.Capabilities[capPortMappings] {
+			return
+		}
+	}
+	n.log.Warn("host ports are not opened: no plugin of the network has the portMappings capability", "pod", pod.ID, "network", list.Name)
+}
+
+// existingNetNS returns path if a namespace is there. Otherwise, as the
+// specification has it for DEL, "": plugins then clean up what is outside of it. A
+// file without a mount is what a reboot may leave.
+func existingNetNS(path string) string {
+	var st unix.Statfs_t
+	err := unix.Statfs(path, &st)
+	if errors.Is(err, fs.ErrNotExist) || (err == nil && st.Type != unix.NSFS_MAGIC) {
+		return ""
+	}
+	return path
+}

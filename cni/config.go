@@ -1,0 +1,239 @@
+package cni
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/containernetworking/cni/libcni"
+	"github.com/containernetworking/cni/pkg/utils"
+	"github.com/containernetworking/cni/pkg/version"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/errdefs"
+)
+
+// maxConfSize is the largest configuration file that is read.
+const maxConfSize = 1 << 20
+
+// network is a valid configuration and the file it came from. Immutable.
+type network struct {
+	file string
+	list *libcni.NetworkConfigList // Bytes holds all of it, plugins included
+}
+
+func (n *network) same(o *network) bool {
+	if n == nil || o == nil {
+		return n == o
+	}
+	return n.file == o.file && bytes.Equal(n.list.Bytes, o.list.Bytes)
+}
+
+// supports11 reports whether STATUS and GC exist in the version the network uses.
+func supports11(list *libcni.NetworkConfigList) bool {
+	ok, err := version.GreaterThanOrEqualTo(list.CNIVersion, "1.1.0")
+	return ok && err == nil
+}
+
+// load returns the first valid configuration in dir, in lexical order of file
+// names, and the invalid files before it. Like containerd and CRI-O it takes
+// *.conflist for lists and *.conf, *.json for single plugins. The error,
+// FailedPrecondition, says why there is no configuration.
+func load(dir string) (*network, []Skipped, error) {
+	names, err := confFiles(dir, ".conflist", ".conf", ".json")
+	if err != nil {
+		return nil, nil, errdefs.FailedPrecondition("no CNI network configured: %w", err)
+	}
+	var skipped []Skipped
+	for _, name := range names {
+		file := filepath.Join(dir, name)
+		list, err := loadFile(file)
+		if err == nil {
+			return &network{file: file, list: list}, skipped, nil
+		}
+		skipped = append(skipped, Skipped{File: file, Error: err.Error()})
+	}
+	return nil, skipped, noneValid(dir, skipped)
+}
+
+func noneValid(dir string, skipped []Skipped) error {
+	if len(skipped) == 0 {
+		return errdefs.FailedPrecondition("no CNI network configured: no .conflist, .conf or .json file in %s", dir)
+	}
+	parts := make([]string, len(skipped))
+	for i, s := range skipped {
+		parts[i] = fmt.Sprintf("%s: %s", filepath.Base(s.File), s.Error)
+	}
+	return errdefs.FailedPrecondition("no CNI network configured: no valid file in %s: %s", dir, strings.Join(parts, "; "))
+}
+
+// confFiles returns the names in dir with one of the extensions, sorted. A
+// directory that does not exist is empty.
+func confFiles(dir string, extensions ...string) ([]string, error) {
+	entries, err := os.ReadDir(dir) // sorted by name
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, err
+	}
+	var names []string
+	for _, e := range entries {
+		if !e.IsDir() && slices.Contains(extensions, filepath.Ext(e.Name())) {
+			names = append(names, e.Name())
+		}
+	}
+	return names, nil
+}
+
+// loadFile reads one configuration with everything that belongs to it.
+func loadFile(file string) (*libcni.NetworkConfigList, error) {
+	data, err := readConf(file)
+	if err != nil {
+		return nil, err
+	}
+	list, err := parseConf(data, filepath.Ext(file) == ".conflist")
+	if err != nil {
+		return nil, err
+	}
+	if !list.LoadOnlyInlinedPlugins {
+		if list, err = withPluginFiles(list, filepath.Join(filepath.Dir(file), list.Name)); err != nil {
+			return nil, err
+		}
+	}
+	return list, validateList(list)
+}
+
+// readConf reads a regular file of at most maxConfSize bytes. A FIFO or device
+// put in its place neither blocks nor floods the owner goroutine.
+func readConf(file string) ([]byte, error) {
+	f, err := os.OpenFile(file, os.O_RDONLY|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if !info.Mode().IsRegular() {
+		return nil, errors.New("not a regular file")
+	}
+	data, err := io.ReadAll(io.LimitReader(f, maxConfSize+1))
+	if err != nil {
+		return nil, err
+	}
+	if len(data) > maxConfSize {
+		return nil, fmt.Errorf("larger than %d bytes", maxConfSize)
+	}
+	return data, nil
+}
+
+// parseConf decodes a list, or a single plugin's configuration as a list of one.
+// The name is valid in what it returns; validateList checks the rest.
+func parseConf(data []byte, isList bool) (*libcni.NetworkConfigList, error) {
+	list, err := decodeConf(data, isList)
+	if err != nil {
+		return nil, err
+	}
+	if err := utils.ValidateNetworkName(list.Name); err != nil {
+		return nil, err
+	}
+	return list, knownVersion(data, list.CNIVersion)
+}
+
+func decodeConf(data []byte, isList bool) (*libcni.NetworkConfigList, error) {
+	if isList {
+		return libcni.NetworkConfFromBytes(data)
+	}
+	conf, err := libcni.NetworkPluginConfFromBytes(data)
+	if err != nil {
+		return nil, err
+	}
+	// Deprecated upstream since spec 1.0 has lists only, but the way to read the
+	// files operators have.
+	return libcni.ConfListFromConf(conf)
+}
+
+// knownVersion refuses a configuration for specification versions that this
+// runtime does not know. libcni chose v, the highest of cniVersion and cniVersions
+// it knows, and left v empty (which means 0.1.0) if there is none.
+func knownVersion(data []byte, v string) error {
+	var raw struct {
+		CNIVersions []string `json:"cniVersions"`
+	}
+	if err := json.Unmarshal(data, &raw); err != nil {
+		return fmt.Errorf("cniVersions: %w", err)
+	}
+	switch {
+	case v == "" && len(raw.CNIVersions) > 0:
+		return fmt.Errorf("none of cniVersions %q is supported, the newest supported is %s", raw.CNIVersions, version.Current())
+	case v != "" && !slices.Contains(version.All.SupportedVersions(), v):
+		return fmt.Errorf("cniVersion %q is not supported, the newest supported is %s", v, version.Current())
+	}
+	return nil
+}
+
+// withPluginFiles adds the plugins in dir, one a file, to the list (spec 1.1:
+// "plugins may be loaded from a directory named after the network") and makes
+// list.Bytes complete, since DEL must not depend on files that may change.
+func withPluginFiles(list *libcni.NetworkConfigList, dir string) (*libcni.NetworkConfigList, error) {
+	names, err := confFiles(dir, ".conf")
+	if err != nil && !errors.Is(err, unix.ENOTDIR) { // a file may well have the network's name
+		return nil, err
+	}
+	if len(names) == 0 {
+		return list, nil
+	}
+	plugins := slices.Clone(list.Plugins)
+	for _, name := range names {
+		file := filepath.Join(dir, name)
+		data, err := readConf(file)
+		if err != nil {
+			return nil, fmt.Errorf("plugin file %s: %w", file, err)
+		}
+		plugin, err := libcni.NetworkPluginConfFromBytes(data)
+		if err != nil {
+			return nil, fmt.Errorf("plugin file %s: %w", file, err)
+		}
+		plugins = append(plugins, plugin)
+	}
+	return inlinePlugins(list, plugins)
+}
+
+func inlinePlugins(list *libcni.NetworkConfigList, plugins []*libcni.PluginConfig) (*libcni.NetworkConfigList, error) {
+	whole := map[string]json.RawMessage{}
+	if err := json.Unmarshal(list.Bytes, &whole); err != nil {
+		return nil, err
+	}
+	raws := make([]json.RawMessage, len(plugins))
+	for i, p := range plugins {
+		raws[i] = p.Bytes
+	}
+	var err error
+	if whole["plugins"], err = json.Marshal(raws); err != nil {
+		return nil, err
+	}
+	whole["loadOnlyInlinedPlugins"] = json.RawMessage("true")
+	data, err := json.Marshal(whole)
+	if err != nil {
+		return nil, err
+	}
+	return libcni.NetworkConfFromBytes(data)
+}
+
+func validateList(list *libcni.NetworkConfigList) error {
+	if len(list.Plugins) == 0 {
+		return errors.New("no plugins")
+	}
+	for i, p := range list.Plugins {
+		if t := p.Network.Type; t == "." || t == ".." || strings.ContainsAny(t, "/\x00") {
+			return fmt.Errorf("plugin %d: type %q is not a file name", i, t)
+		}
+	}
+	return nil
+}

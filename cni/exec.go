@@ -1,0 +1,261 @@
+package cni
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/containernetworking/cni/libcni"
+	"github.com/containernetworking/cni/pkg/invoke"
+	"github.com/containernetworking/cni/pkg/types"
+	"github.com/containernetworking/cni/pkg/version"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+const (
+	maxStdout  = 1 << 20  // bytes of a result
+	maxStderr  = 16 << 10 // bytes of diagnostics that are kept
+	maxExcerpt = 512      // bytes of foreign text in an error
+
+	// pipeDelay is how long output is waited for once the plugin has exited: what it
+	// wrote is in the pipe already, only a background child holds it open.
+	pipeDelay = 500 * time.Millisecond
+
+	// A plugin that is being replaced cannot be executed (ETXTBSY) until its writer
+	// closes it.
+	busyWait    = 100 * time.Millisecond
+	busyRetries = 50
+)
+
+// errVerbUnknown says that a plugin does not know a CNI_COMMAND.
+var errVerbUnknown = errors.New("verb not supported")
+
+// runner executes plugins for libcni (invoke.Exec). Unlike libcni's own it ends
+// the plugin's children too, does not wait for pipes that outlive the plugin, and
+// bounds what it reads.
+type runner struct {
+	version.PluginDecoder
+	log *slog.Logger
+}
+
+var _ invoke.Exec = (*runner)(nil)
+
+// FindInPath returns the path of a plugin. FailedPrecondition if it is in none of
+// the directories.
+func (r *runner) FindInPath(plugin string, dirs []string) (string, error) {
+	path, err := invoke.FindInPath(plugin, dirs)
+	if err != nil {
+		return "", errdefs.FailedPrecondition("CNI plugin %q is not installed in %s", plugin, strings.Join(dirs, " or "))
+	}
+	return path, nil
+}
+
+// ExecPlugin runs a plugin to its end and returns what it printed. When ctx ends
+// first, the plugin's process group is killed: DeadlineExceeded or Canceled. A
+// failure that the plugin reported is a *types.Error in the chain: Unavailable
+// where the specification says try again, FailedPrecondition where it blames the
+// configuration, else Internal.
+func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, environ []string) ([]byte, error) {
+	run := &pluginRun{path: path, verb: lookup(environ, "CNI_COMMAND"), stdin: stdin, env: withoutServiceVars(environ)}
+	for attempt := 0; ; attempt++ {
+		err := run.exec(ctx)
+		if !errors.Is(err, unix.ETXTBSY) || attempt == busyRetries {
+			r.logStderr(run)
+			return run.outcome(ctx, err)
+		}
+		select {
+		case <-ctx.Done():
+			return run.outcome(ctx, err)
+		case <-time.After(busyWait):
+		}
+	}
+}
+
+func (r *runner) logStderr(run *pluginRun) {
+	if run.stderr.total > 0 {
+		r.log.Debug("CNI plugin wrote to stderr", "plugin", run.path, "verb", run.verb, "stderr", run.stderr.String())
+	}
+}
+
+// pluginRun is one execution of a plugin.
+type pluginRun struct {
+	path, verb     string
+	stdin          []byte
+	env            []string
+	stdout, stderr capped
+}
+
+// exec starts the plugin and waits for it. The plugin is killed with the daemon
+// too (PR_SET_PDEATHSIG): an ADD that outlived it could allocate an address after
+// the next daemon's DEL. That signal follows the thread, which is locked therefore.
+func (p *pluginRun) exec(ctx context.Context) error {
+	p.stdout, p.stderr = capped{max: maxStdout}, capped{max: maxStderr}
+	cmd := exec.CommandContext(ctx, p.path)
+	cmd.Env = p.env
+	cmd.Stdin = bytes.NewReader(p.stdin)
+	cmd.Stdout, cmd.Stderr = &p.stdout, &p.stderr
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: unix.SIGKILL}
+	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) }
+	cmd.WaitDelay = pipeDelay
+
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	err := cmd.Run()
+	if errors.Is(err, exec.ErrWaitDelay) && cmd.ProcessState.Success() {
+		return nil // a background child has the pipes
+	}
+	return err
+}
+
+// outcome turns the end of the plugin into libcni's terms.
+func (p *pluginRun) outcome(ctx context.Context, err error) ([]byte, error) {
+	switch {
+	case err == nil:
+		return p.result()
+	case ctx.Err() != nil:
+		return nil, errdefs.New(errdefs.Code(ctx.Err()), "CNI plugin %s did not end in time and was killed: %w", p.name(), ctx.Err())
+	}
+	if _, exited := errors.AsType[*exec.ExitError](err); !exited {
+		return nil, errdefs.Internal("CNI plugin %s: %w", p.path, err)
+	}
+	failure := p.failure(err)
+	if p.verb == "DEL" && failure.Code == types.ErrUnknownContainer {
+		return nil, nil // spec section 5: no cleanup is needed, and the rest of the chain shall have its turn
+	}
+	if failure.Code == types.ErrInvalidEnvironmentVariables && strings.HasPrefix(failure.Msg, "unknown CNI_COMMAND") {
+		return nil, fmt.Errorf("CNI plugin %s: %w", p.name(), errVerbUnknown)
+	}
+	return nil, errdefs.New(codeOf(failure), "CNI plugin %s: %w", p.name(), failure)
+}
+
+func (p *pluginRun) name() string { return filepath.Base(p.path) }
+
+// result returns the output of a successful run. libcni reads it for ADD and
+// VERSION only.
+func (p *pluginRun) result() ([]byte, error) {
+	if p.stdout.total > p.stdout.max {
+		return nil, errdefs.Internal("CNI plugin %s printed %d bytes, more than the %d a result may have",
+			p.name(), p.stdout.total, p.stdout.max)
+	}
+	if p.verb == "ADD" {
+		if err := checkResult(p.stdout.Bytes()); err != nil {
+			return nil, errdefs.Internal("CNI plugin %s ended well but its result is invalid: %w; it printed %s",
+				p.name(), err, excerpt(p.stdout.Bytes()))
+		}
+	}
+	return p.stdout.Bytes(), nil
+}
+
+// failure is the error a plugin printed, or one that tells what it printed instead.
+func (p *pluginRun) failure(exit error) *types.Error {
+	e := &types.Error{}
+	if err := json.Unmarshal(p.stdout.Bytes(), e); err != nil || (e.Code == 0 && e.Msg == "") {
+		return &types.Error{Code: types.ErrInternal, Msg: fmt.Sprintf("%v, without a CNI error; stdout %s, stderr %s",
+			exit, excerpt(p.stdout.Bytes()), excerpt(p.stderr.Bytes()))}
+	}
+	e.Msg, e.Details = oneLine(e.Msg), oneLine(e.Details)
+	return e
+}
+
+func codeOf(e *types.Error) codes.Code {
+	switch e.Code {
+	case types.ErrTryAgainLater, types.ErrPluginNotAvailable, types.ErrLimitedConnectivity:
+		return codes.Unavailable
+	case types.ErrIncompatibleCNIVersion, types.ErrUnsupportedField, types.ErrInvalidNetworkConfig:
+		return codes.FailedPrecondition
+	}
+	return codes.Internal
+}
+
+// runVerb runs a verb that is about a network, not about a pod (STATUS, GC), for
+// one plugin of it. errVerbUnknown if the plugin does not have it.
+func (n *Network) runVerb(ctx context.Context, list *libcni.NetworkConfigList, plugin *libcni.PluginConfig, verb string, extra map[string]any) error {
+	path, err := n.plugins.FindInPath(plugin.Network.Type, n.cfg.BinDirs)
+	if err != nil {
+		return err
+	}
+	inject := map[string]any{"name": list.Name, "cniVersion": list.CNIVersion}
+	for k, v := range extra {
+		inject[k] = v
+	}
+	conf, err := libcni.InjectConf(plugin, inject)
+	if err != nil {
+		return errdefs.FailedPrecondition("CNI plugin %s: configuration for %s: %w", plugin.Network.Type, verb, err)
+	}
+	args := &invoke.Args{Command: verb, Path: strings.Join(n.cfg.BinDirs, string(filepath.ListSeparator))}
+	return invoke.ExecPluginWithoutResult(ctx, path, conf.Bytes, args, n.plugins)
+}
+
+// withoutServiceVars drops what the service manager told this process alone: a
+// plugin must not report readiness or take listening sockets in berth's name.
+func withoutServiceVars(environ []string) []string {
+	var out []string
+	for _, kv := range environ {
+		name, _, _ := strings.Cut(kv, "=")
+		switch name {
+		case "NOTIFY_SOCKET", "WATCHDOG_PID", "WATCHDOG_USEC", "LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "LISTEN_PIDFDID":
+		default:
+			out = append(out, kv)
+		}
+	}
+	return out
+}
+
+func lookup(environ []string, name string) string {
+	for _, kv := range environ {
+		if v, ok := strings.CutPrefix(kv, name+"="); ok {
+			return v
+		}
+	}
+	return ""
+}
+
+// capped keeps the first max bytes written to it and counts the rest.
+type capped struct {
+	buf   bytes.Buffer
+	max   int
+	total int
+}
+
+func (c *capped) Write(b []byte) (int, error) {
+	c.total += len(b)
+	c.buf.Write(b[:min(len(b), c.max-c.buf.Len())])
+	return len(b), nil
+}
+
+func (c *capped) Bytes() []byte  { return c.buf.Bytes() }
+func (c *capped) String() string { return c.buf.String() }
+
+// excerpt quotes the beginning of foreign bytes for an error.
+func excerpt(b []byte) string {
+	if len(b) > maxExcerpt {
+		return fmt.Sprintf("%q and %d bytes more", b[:maxExcerpt], len(b)-maxExcerpt)
+	}
+	return fmt.Sprintf("%q", b)
+}
+
+// oneLine makes foreign text fit for an error: no control characters, bounded.
+func oneLine(s string) string {
+	s = strings.Map(func(r rune) rune {
+		if r < ' ' || r == 0x7f {
+			return ' '
+		}
+		return r
+	}, strings.ToValidUTF8(s, "?"))
+	if len(s) > maxExcerpt {
+		s = strings.ToValidUTF8(s[:maxExcerpt], "") + "…"
+	}
+	return s
+}

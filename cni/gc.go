@@ -1,0 +1,123 @@
+package cni
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	"github.com/containernetworking/cni/libcni"
+	"github.com/containernetworking/cni/pkg/types"
+
+	"berth/internal/errdefs"
+)
+
+// GC removes what networks hold for pods that are not in valid: attachments in
+// libcni's records get DEL with the configuration they were made with, then the
+// plugins of networks of version 1.1 get GC, unless disableGC is set. Plugins
+// without the verb are passed over; one failure does not stop the rest, all are
+// joined.
+//
+// valid must hold every pod that has, or is about to get, an attachment. GC waits for
+// running Add and Del calls and keeps new ones waiting until it is done, as the
+// specification demands: bound ctx accordingly.
+func (n *Network) GC(ctx context.Context, valid []Pod) error {
+	if err := n.gate.Acquire(ctx, wholeGate); err != nil {
+		return errdefs.New(errdefs.Code(err), "CNI GC: waiting for running operations: %w", err)
+	}
+	defer n.gate.Release(wholeGate)
+
+	cached, err := n.lib.GetCachedAttachments("")
+	if err != nil {
+		return errdefs.Internal("CNI GC: read recorded attachments: %w", err)
+	}
+	keep := attachmentsOf(valid)
+	lists := []*libcni.NetworkConfigList{}
+	if v := n.view.Load(); v.net != nil {
+		lists = append(lists, v.net.list)
+	}
+	var errs []error
+	for _, a := range cached {
+		list, err := parseConf(a.Config, true)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("recorded configuration of pod %s: %w", a.ContainerID, err))
+			continue
+		}
+		if keep[types.GCAttachment{ContainerID: a.ContainerID, IfName: a.IfName}] {
+			lists = addList(lists, list)
+			continue
+		}
+		errs = append(errs, n.delStale(ctx, a, list))
+	}
+	for _, list := range lists {
+		errs = append(errs, n.gcNetwork(ctx, list, keep))
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("CNI GC: %w", err)
+	}
+	return nil
+}
+
+// attachmentsOf returns the attachments pods may have. Plugins are told all of
+// them, whatever the network: a superset only makes GC more careful.
+func attachmentsOf(pods []Pod) map[types.GCAttachment]bool {
+	keep := make(map[types.GCAttachment]bool, len(pods))
+	for _, p := range pods {
+		keep[types.GCAttachment{ContainerID: p.ID, IfName: IfName}] = true
+	}
+	return keep
+}
+
+// addList adds a network that old pods still use and the configuration directory
+// may not have any more.
+func addList(lists []*libcni.NetworkConfigList, list *libcni.NetworkConfigList) []*libcni.NetworkConfigList {
+	for _, l := range lists {
+		if string(l.Bytes) == string(list.Bytes) {
+			return lists
+		}
+	}
+	return append(lists, list)
+}
+
+func (n *Network) delStale(ctx context.Context, a *libcni.NetworkAttachment, list *libcni.NetworkConfigList) error {
+	n.log.Info("CNI GC deletes a stale attachment", "pod", a.ContainerID, "network", a.Network)
+	ctx, cancel := context.WithTimeout(ctx, n.cfg.Timeout)
+	defer cancel()
+	err := n.lib.DelNetworkList(ctx, list, &libcni.RuntimeConf{
+		ContainerID:    a.ContainerID,
+		NetNS:          existingNetNS(a.NetNS),
+		IfName:         a.IfName,
+		Args:           a.CniArgs,
+		CapabilityArgs: a.CapabilityArgs,
+	})
+	if err != nil {
+		return fmt.Errorf("delete stale attachment of pod %s to network %q: %w", a.ContainerID, a.Network, err)
+	}
+	return nil
+}
+
+// gcNetwork runs the verb for each plugin of a network that has it.
+func (n *Network) gcNetwork(ctx context.Context, list *libcni.NetworkConfigList, keep map[types.GCAttachment]bool) error {
+	if list.DisableGC || !supports11(list) {
+		return nil
+	}
+	attachments := make([]types.GCAttachment, 0, len(keep))
+	for a := range keep {
+		attachments = append(attachments, a)
+	}
+	extra := map[string]any{
+		"cni.dev/valid-attachments": attachments,
+		"cni.dev/attachments":       attachments, // the name in spec 1.1.0 as first published (cni#1101)
+	}
+	var errs []error
+	for _, p := range list.Plugins {
+		err := func() error {
+			ctx, cancel := context.WithTimeout(ctx, n.cfg.Timeout)
+			defer cancel()
+			return n.runVerb(ctx, list, p, "GC", extra)
+		}()
+		if err != nil && !errors.Is(err, errVerbUnknown) {
+			errs = append(errs, fmt.Errorf("network %q: %w", list.Name, err))
+		}
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,144 @@
+package cni
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"runtime"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/cleanup"
+	"berth/internal/errdefs"
+)
+
+// NewNetNS makes a network namespace with its loopback interface up, which lives
+// as long as the bind mount that pins it at path. Directories on the way are made.
+// IPv6 router advertisements are not accepted in it (CVE-2020-10749: a pod could
+// make itself another pod's router). AlreadyExists if there is a file at path.
+func NewNetNS(path string) (err error) {
+	undo := cleanup.New()
+	defer undo.Run(&err)
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return errdefs.Internal("network namespace %s: %w", path, err)
+	}
+	if err := createMountpoint(path); err != nil {
+		return err
+	}
+	undo.Add("remove network namespace "+path, func() error { return RemoveNetNS(path) })
+	err = onThread(func() error {
+		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+			return fmt.Errorf("unshare: %w", err)
+		}
+		if err := setUpNetNS(); err != nil {
+			return err
+		}
+		if err := unix.Mount("/proc/thread-self/ns/net", path, "", unix.MS_BIND, ""); err != nil {
+			return fmt.Errorf("bind mount: %w", err)
+		}
+		return nil
+	})
+	if err != nil {
+		return errdefs.Internal("network namespace %s: %w", path, err)
+	}
+	undo.Release()
+	return nil
+}
+
+func createMountpoint(path string) error {
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_RDONLY, 0o444)
+	if errors.Is(err, fs.ErrExist) {
+		return errdefs.AlreadyExists("network namespace %s exists", path)
+	}
+	if err != nil {
+		return errdefs.Internal("network namespace %s: %w", path, err)
+	}
+	return f.Close()
+}
+
+// setUpNetNS prepares the thread's own, new namespace.
+func setUpNetNS() error {
+	// /proc/sys/net shows the namespace of the thread that opens it.
+	for _, name := range []string{"all", "default"} {
+		err := os.WriteFile("/proc/sys/net/ipv6/conf/"+name+"/accept_ra", []byte("0"), 0)
+		if err != nil && !errors.Is(err, fs.ErrNotExist) { // no IPv6 in this kernel
+			return fmt.Errorf("refuse router advertisements: %w", err)
+		}
+	}
+	// The loopback interface has index 1 in every namespace (LOOPBACK_IFINDEX).
+	lo := &netlink.Device{LinkAttrs: netlink.LinkAttrs{Index: 1}}
+	if err := netlink.LinkSetUp(lo); err != nil {
+		return fmt.Errorf("set lo up: %w", err)
+	}
+	return nil
+}
+
+// RemoveNetNS undoes NewNetNS, whatever is left of it. The namespace itself goes
+// when its last process and socket do.
+func RemoveNetNS(path string) error {
+	for {
+		err := unix.Unmount(path, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
+		if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOENT) { // no mount, no file
+			break
+		}
+		if err != nil {
+			return errdefs.Internal("unmount network namespace %s: %w", path, err)
+		}
+	}
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return errdefs.Internal("remove network namespace: %w", err)
+	}
+	return nil
+}
+
+// InNetNS runs fn in the network namespace at path, on a thread of its own: sockets
+// that fn opens stay in that namespace, goroutines that it starts are not in it.
+// NotFound if there is no namespace at path; fn's error is returned as it is.
+func InNetNS(path string, fn func() error) error {
+	ns, err := os.Open(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return errdefs.NotFound("network namespace %s does not exist", path)
+	}
+	if err != nil {
+		return errdefs.Internal("network namespace: %w", err)
+	}
+	defer ns.Close()
+	return onThread(func() error {
+		err := unix.Setns(int(ns.Fd()), unix.CLONE_NEWNET)
+		if errors.Is(err, unix.EINVAL) {
+			return errdefs.NotFound("%s is not a network namespace", path)
+		}
+		if err != nil {
+			return errdefs.Internal("enter network namespace %s: %w", path, err)
+		}
+		return fn()
+	})
+}
+
+// onThread runs fn, which may change the network namespace, on a locked thread. The
+// thread goes back to the scheduler only after its own namespace was restored,
+// and ends otherwise (Go ends the thread of a goroutine that returns locked). It
+// is restored rather than always ended because a process's main thread cannot
+// end, and would leave the whole process, as seen in /proc, in fn's namespace.
+func onThread(fn func() error) error {
+	done := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread()
+		own, err := os.Open("/proc/thread-self/ns/net")
+		if err != nil {
+			runtime.UnlockOSThread()
+			done <- errdefs.Internal("own network namespace: %w", err)
+			return
+		}
+		defer own.Close()
+		err = fn()
+		if e := unix.Setns(int(own.Fd()), unix.CLONE_NEWNET); e == nil {
+			runtime.UnlockOSThread()
+		}
+		done <- err
+	}()
+	return <-done
+}

@@ -1,0 +1,200 @@
+// Package cni connects pods to the network by running CNI plugins.
+//
+// # Contract
+//
+// A Network follows one configuration directory. The first valid file in lexical
+// order is the network new pods join (Plan); Status tells whether pods can join
+// at all. Both answer from memory: one owner goroutine watches the directory,
+// reads it, looks for the plugins and asks them for their STATUS, and publishes
+// what it found as an immutable view.
+//
+// What a pod's ADD used is its Attachment, which the caller stores before Add.
+// Del and Check work from the Attachment alone, so a configuration that was changed or
+// deleted meanwhile does not matter to pods that exist. The caller runs Del after
+// every Add, the failed ones too, until it returns nil, and never two operations
+// for one pod at the same time.
+//
+// Plugins run in process groups of their own; when the context ends, plugin and
+// children are killed. The pod's network namespace is made by NewNetNS, with its
+// loopback interface up, so no loopback plugin is needed.
+//
+// Specification: CNI 1.1.0; configurations from 0.1.0 to 1.1.0 are understood.
+package cni
+
+import (
+	"context"
+	"log/slog"
+	"math"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/containernetworking/cni/libcni"
+	"golang.org/x/sync/semaphore"
+
+	"berth/internal/errdefs"
+)
+
+// IfName is the name of the interface a pod gets from its network.
+const IfName = "eth0"
+
+const (
+	// defaultTimeout bounds one ADD, DEL or CHECK where the caller's context does
+	// not. It is half of what kubelet grants RunPodSandbox, so that the undo of a
+	// hung ADD has time too.
+	defaultTimeout = 2 * time.Minute
+	// statusTimeout bounds one round of STATUS.
+	statusTimeout = 10 * time.Second
+	// maxViewAge is the age at which Status asks for a fresh view.
+	maxViewAge = 5 * time.Second
+	// wholeGate is the weight of GC, more than there can be operations.
+	wholeGate = math.MaxInt64
+)
+
+// Config tells a Network where things are. All paths are absolute.
+type Config struct {
+	ConfDir  string        // configuration files; need not exist
+	BinDirs  []string      // plugins, first match wins; also given to plugins as CNI_PATH
+	CacheDir string        // libcni's record of results, private to berth, survives a restart
+	Timeout  time.Duration // longest ADD, DEL or CHECK; 0: two minutes
+}
+
+// Network runs plugins for the network configured in a directory. Its methods
+// may be called concurrently.
+type Network struct {
+	cfg     Config
+	log     *slog.Logger
+	plugins *runner
+	lib     *libcni.CNIConfig
+
+	view    atomic.Pointer[view] // written by New, then by the owner goroutine alone
+	refresh chan struct{}        // wakes the owner; capacity 1
+
+	// gate keeps GC alone: the specification (section 3, lifecycle and ordering)
+	// forbids ADD and DEL while it runs. An operation holds 1, GC holds all.
+	gate *semaphore.Weighted
+
+	stop context.CancelFunc
+	done sync.WaitGroup // the owner goroutine and its STATUS probes
+}
+
+// New reads the configuration and starts to follow it. It does not wait for
+// plugins. Errors: InvalidArgument for a Config that cannot work. Where the
+// kernel has no inotify instance left, the directory is followed by Status alone
+// and the log says so.
+func New(cfg Config, log *slog.Logger) (*Network, error) {
+	if err := cfg.validate(); err != nil {
+		return nil, err
+	}
+	if cfg.Timeout == 0 {
+		cfg.Timeout = defaultTimeout
+	}
+	plugins := &runner{log: log}
+	n := &Network{
+		cfg:     cfg,
+		log:     log,
+		plugins: plugins,
+		lib:     libcni.NewCNIConfigWithCacheDir(cfg.BinDirs, cfg.CacheDir, plugins),
+		refresh: make(chan struct{}, 1),
+		gate:    semaphore.NewWeighted(wholeGate),
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	n.stop = stop
+	o := newOwner(ctx, n)
+	o.reload()
+	n.done.Go(o.run)
+	return n, nil
+}
+
+func (c Config) validate() error {
+	if len(c.BinDirs) == 0 {
+		return errdefs.InvalidArgument("CNI: no plugin directory given")
+	}
+	for _, dir := range append([]string{c.ConfDir, c.CacheDir}, c.BinDirs...) {
+		if !filepath.IsAbs(dir) {
+			return errdefs.InvalidArgument("CNI: %q is not an absolute path", dir)
+		}
+	}
+	for _, dir := range c.BinDirs {
+		if strings.ContainsRune(dir, filepath.ListSeparator) { // CNI_PATH is a list
+			return errdefs.InvalidArgument("CNI: plugin directory %q contains %q", dir, filepath.ListSeparator)
+		}
+	}
+	return nil
+}
+
+// Close stops following the directory and ends STATUS probes. Running Add, Del,
+// Check and GC calls are not affected.
+func (n *Network) Close() {
+	n.stop()
+	n.done.Wait()
+}
+
+// Status returns nil if pods can join the network. Otherwise the error tells why
+// not: FailedPrecondition without a valid configuration or with a plugin not
+// installed, Unavailable if a plugin's STATUS (spec 1.1) failed or is not known yet.
+//
+// The answer comes from memory. When it is older than a few seconds a new one is
+// found in the background for the next caller.
+func (n *Network) Status(context.Context) error {
+	v := n.view.Load()
+	if time.Since(v.at) > maxViewAge {
+		n.askRefresh()
+	}
+	return v.ready()
+}
+
+func (n *Network) askRefresh() {
+	select {
+	case n.refresh <- struct{}{}:
+	default: // a wake-up is already waiting
+	}
+}
+
+// Plan returns the attachment a new pod shall use, to be stored before Add.
+// FailedPrecondition without a valid configuration. It does not look at STATUS:
+// the plugin itself refuses an ADD it cannot do.
+func (n *Network) Plan() (Attachment, error) {
+	v := n.view.Load()
+	if v.net == nil {
+		return Attachment{}, v.loadErr
+	}
+	return Attachment{Network: v.net.list.Name, IfName: IfName, ConfList: v.net.list.Bytes}, nil
+}
+
+// Info describes the network for people: verbose Status prints it as JSON.
+type Info struct {
+	ConfDir    string    `json:"confDir"`
+	BinDirs    []string  `json:"binDirs"`
+	File       string    `json:"file,omitempty"`       // the configuration in use
+	Network    string    `json:"network,omitempty"`    // its name
+	CNIVersion string    `json:"cniVersion,omitempty"` // the specification version in use
+	Plugins    []string  `json:"plugins,omitempty"`    // their types, in chain order
+	Skipped    []Skipped `json:"skipped,omitempty"`    // invalid files before it
+	Error      string    `json:"error,omitempty"`      // why the network is not ready
+	At         time.Time `json:"at"`                   // when this was found
+}
+
+// Skipped is a configuration file that is not valid.
+type Skipped struct {
+	File  string `json:"file"`
+	Error string `json:"error"`
+}
+
+// Info returns what the last look at the configuration found.
+func (n *Network) Info() Info {
+	v := n.view.Load()
+	info := Info{ConfDir: n.cfg.ConfDir, BinDirs: n.cfg.BinDirs, Skipped: v.skipped, At: v.at}
+	if err := v.ready(); err != nil {
+		info.Error = err.Error()
+	}
+	if v.net != nil {
+		info.File, info.Network, info.CNIVersion = v.net.file, v.net.list.Name, v.net.list.CNIVersion
+		for _, p := range v.net.list.Plugins {
+			info.Plugins = append(info.Plugins, p.Network.Type)
+		}
+	}
+	return info
+}

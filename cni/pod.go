@@ -1,0 +1,258 @@
+package cni
+
+import (
+	"math"
+	"net/netip"
+	"strings"
+
+	"github.com/containernetworking/cni/libcni"
+	"github.com/containernetworking/cni/pkg/utils"
+	"k8s.io/apimachinery/pkg/api/resource"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+// Pod is what plugins are told about a pod. DEL needs the same as ADD.
+type Pod struct {
+	ID        string // the container ID of CNI
+	Name      string
+	Namespace string
+	UID       string
+	NetNS     string // path of its network namespace; for Del it may be gone
+
+	// Capability arguments: a plugin gets those it declares in its configuration.
+	PortMappings []PortMapping
+	Bandwidth    *Bandwidth
+	DNS          *DNS
+	IPRanges     [][]IPRange
+	CgroupPath   string
+	Aliases      []string
+}
+
+// PortMapping opens a port of the host for the pod.
+type PortMapping struct {
+	HostPort      int32  `json:"hostPort"`
+	ContainerPort int32  `json:"containerPort"`
+	Protocol      string `json:"protocol"` // tcp, udp or sctp
+	HostIP        string `json:"hostIP,omitempty"`
+}
+
+// Bandwidth limits the pod's traffic: rates in bits per second, bursts in bits; 0: no
+// limit.
+type Bandwidth struct {
+	IngressRate  uint64 `json:"ingressRate,omitempty"`
+	IngressBurst uint64 `json:"ingressBurst,omitempty"`
+	EgressRate   uint64 `json:"egressRate,omitempty"`
+	EgressBurst  uint64 `json:"egressBurst,omitempty"`
+}
+
+// DNS is the pod's resolver configuration, for plugins that hand it on.
+type DNS struct {
+	Servers  []string `json:"servers,omitempty"`
+	Searches []string `json:"searches,omitempty"`
+	Options  []string `json:"options,omitempty"`
+}
+
+// IPRange is a range of addresses the pod's address shall come from.
+type IPRange struct {
+	Subnet     string `json:"subnet"`
+	RangeStart string `json:"rangeStart,omitempty"`
+	RangeEnd   string `json:"rangeEnd,omitempty"`
+	Gateway    string `json:"gateway,omitempty"`
+}
+
+// The names of the capabilities (CNI CONVENTIONS.md).
+const (
+	capPortMappings = "portMappings"
+	capBandwidth    = "bandwidth"
+	capDNS          = "dns"
+	capIPRanges     = "ipRanges"
+	capCgroupPath   = "cgroupPath"
+	capAliases      = "aliases"
+)
+
+// NewPod translates a CRI pod config. Errors: InvalidArgument, for ports,
+// bandwidth annotations, or names that Validate refuses.
+func NewPod(id, netns string, cfg *runtimeapi.PodSandboxConfig) (Pod, error) {
+	ports, err := portMappings(cfg.GetPortMappings())
+	if err != nil {
+		return Pod{}, err
+	}
+	bandwidth, err := ParseBandwidth(cfg.GetAnnotations())
+	if err != nil {
+		return Pod{}, err
+	}
+	pod := Pod{
+		ID:           id,
+		Name:         cfg.GetMetadata().GetName(),
+		Namespace:    cfg.GetMetadata().GetNamespace(),
+		UID:          cfg.GetMetadata().GetUid(),
+		NetNS:        netns,
+		PortMappings: ports,
+		Bandwidth:    bandwidth,
+		CgroupPath:   cfg.GetLinux().GetCgroupParent(),
+	}
+	if d := cfg.GetDnsConfig(); len(d.GetServers())+len(d.GetSearches())+len(d.GetOptions()) > 0 {
+		pod.DNS = &DNS{Servers: d.Servers, Searches: d.Searches, Options: d.Options}
+	}
+	return pod, pod.Validate()
+}
+
+// portMappings translates CRI port mappings; those without a host port open nothing.
+func portMappings(in []*runtimeapi.PortMapping) ([]PortMapping, error) {
+	var out []PortMapping
+	for _, m := range in {
+		if m.GetHostPort() == 0 {
+			continue
+		}
+		name, known := runtimeapi.Protocol_name[int32(m.GetProtocol())]
+		switch {
+		case !known:
+			return nil, errdefs.InvalidArgument("port mapping: unknown protocol %d", m.GetProtocol())
+		case !isPort(m.GetHostPort()) || !isPort(m.GetContainerPort()):
+			return nil, errdefs.InvalidArgument("port mapping %d:%d: a port is a number from 1 to 65535", m.GetHostPort(), m.GetContainerPort())
+		}
+		if ip := m.GetHostIp(); ip != "" {
+			if _, err := netip.ParseAddr(ip); err != nil {
+				return nil, errdefs.InvalidArgument("port mapping %d:%d: host IP: %w", m.GetHostPort(), m.GetContainerPort(), err)
+			}
+		}
+		out = append(out, PortMapping{
+			HostPort:      m.GetHostPort(),
+			ContainerPort: m.GetContainerPort(),
+			Protocol:      strings.ToLower(name),
+			HostIP:        m.GetHostIp(),
+		})
+	}
+	return out, nil
+}
+
+func isPort(p int32) bool { return p >= 1 && p <= math.MaxUint16 }
+
+// The pod annotations Kubernetes documents for traffic shaping.
+const (
+	ingressAnnotation = "kubernetes.io/ingress-bandwidth"
+	egressAnnotation  = "kubernetes.io/egress-bandwidth"
+)
+
+// Bounds of a rate, as in kubelet's bandwidth validation: 1k to 1P bits per second.
+var minRate, maxRate = resource.MustParse("1k"), resource.MustParse("1P")
+
+// ParseBandwidth reads the limits from a pod's annotations; nil if there are none.
+// The burst is the largest the bandwidth plugin takes, as with containerd and
+// CRI-O. InvalidArgument for what is not a quantity from 1k to 1P.
+func ParseBandwidth(annotations map[string]string) (*Bandwidth, error) {
+	ingress, err := parseRate(annotations, ingressAnnotation)
+	if err != nil {
+		return nil, err
+	}
+	egress, err := parseRate(annotations, egressAnnotation)
+	if err != nil {
+		return nil, err
+	}
+	if ingress == 0 && egress == 0 {
+		return nil, nil
+	}
+	b := &Bandwidth{IngressRate: ingress, EgressRate: egress}
+	if ingress > 0 {
+		b.IngressBurst = math.MaxUint32
+	}
+	if egress > 0 {
+		b.EgressBurst = math.MaxUint32
+	}
+	return b, nil
+}
+
+func parseRate(annotations map[string]string, key string) (uint64, error) {
+	text, ok := annotations[key]
+	if !ok {
+		return 0, nil
+	}
+	q, err := resource.ParseQuantity(text)
+	if err != nil {
+		return 0, errdefs.InvalidArgument("annotation %s: %q: %w", key, text, err)
+	}
+	if q.Cmp(minRate) < 0 || q.Cmp(maxRate) > 0 {
+		return 0, errdefs.InvalidArgument("annotation %s: %q is not between 1k and 1P", key, text)
+	}
+	return uint64(q.Value()), nil
+}
+
+// ParsePodCIDRs translates the pod CIDR of UpdateRuntimeConfig, one or more
+// comma-separated, into IPRanges: one set, hence one address, for each. Nil for "".
+func ParsePodCIDRs(cidrs string) ([][]IPRange, error) {
+	if cidrs == "" {
+		return nil, nil
+	}
+	var sets [][]IPRange
+	for text := range strings.SplitSeq(cidrs, ",") {
+		prefix, err := netip.ParsePrefix(strings.TrimSpace(text))
+		if err != nil {
+			return nil, errdefs.InvalidArgument("pod CIDR %q: %w", text, err)
+		}
+		sets = append(sets, []IPRange{{Subnet: prefix.Masked().String()}})
+	}
+	return sets, nil
+}
+
+// Validate refuses, with InvalidArgument, a pod that cannot be named to plugins
+// safely: its names go into CNI_ARGS, where ";" and "=" would make further arguments of
+// them, and its ID into file names.
+func (p Pod) Validate() error {
+	if err := utils.ValidateContainerID(p.ID); err != nil {
+		return errdefs.InvalidArgument("pod ID %q: %w", p.ID, err)
+	}
+	for _, kv := range p.args() {
+		if strings.ContainsFunc(kv[1], unfitForArgs) {
+			return errdefs.InvalidArgument("pod %s: %s %q: \";\", \"=\" and control characters cannot be passed to CNI plugins", p.ID, kv[0], kv[1])
+		}
+	}
+	return nil
+}
+
+func unfitForArgs(r rune) bool { return r == ';' || r == '=' || r < ' ' || r == 0x7f }
+
+// args are the CNI_ARGS every Kubernetes runtime passes.
+func (p Pod) args() [][2]string {
+	return [][2]string{
+		{"IgnoreUnknown", "1"},
+		{"K8S_POD_NAMESPACE", p.Namespace},
+		{"K8S_POD_NAME", p.Name},
+		{"K8S_POD_INFRA_CONTAINER_ID", p.ID},
+		{"K8S_POD_UID", p.UID},
+	}
+}
+
+func (p Pod) runtimeConf(ifName string) *libcni.RuntimeConf {
+	return &libcni.RuntimeConf{
+		ContainerID:    p.ID,
+		NetNS:          p.NetNS,
+		IfName:         ifName,
+		Args:           p.args(),
+		CapabilityArgs: p.capabilityArgs(),
+	}
+}
+
+func (p Pod) capabilityArgs() map[string]any {
+	args := map[string]any{}
+	if len(p.PortMappings) > 0 {
+		args[capPortMappings] = p.PortMappings
+	}
+	if p.Bandwidth != nil {
+		args[capBandwidth] = p.Bandwidth
+	}
+	if p.DNS != nil {
+		args[capDNS] = p.DNS
+	}
+	if len(p.IPRanges) > 0 {
+		args[capIPRanges] = p.IPRanges
+	}
+	if p.CgroupPath != "" {
+		args[capCgroupPath] = p.CgroupPath
+	}
+	if len(p.Aliases) > 0 {
+		args[capAliases] = p.Aliases
+	}
+	return args
+}

@@ -1,0 +1,92 @@
+package cni
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/containernetworking/cni/pkg/types"
+	types100 "github.com/containernetworking/cni/pkg/types/100"
+
+	"berth/internal/errdefs"
+)
+
+// Result is what ADD gave the pod.
+type Result struct {
+	IPs []netip.Addr    `json:"ips"` // primary first; empty for a network without addresses
+	Raw json.RawMessage `json:"raw"` // the result as JSON, in the configuration's CNI version
+}
+
+// checkResult refuses output that libcni cannot take: it wants an object, and
+// converting between versions it dereferences every element of these lists.
+func checkResult(stdout []byte) error {
+	var top map[string]any
+	if err := json.Unmarshal(stdout, &top); err != nil {
+		return fmt.Errorf("not a JSON object: %w", err)
+	}
+	if top == nil {
+		return errors.New("null")
+	}
+	for key, value := range top {
+		list, isList := value.([]any)
+		if !isList || !slices.ContainsFunc([]string{"ips", "interfaces", "routes"}, func(k string) bool { return strings.EqualFold(k, key) }) {
+			continue
+		}
+		if slices.Contains(list, nil) {
+			return fmt.Errorf("null in %q", key)
+		}
+	}
+	return nil
+}
+
+func newResult(r types.Result, ifName string) (Result, error) {
+	raw, err := json.Marshal(r)
+	if err != nil {
+		return Result{}, errdefs.Internal("CNI result: %w", err)
+	}
+	current, err := types100.NewResultFromResult(r)
+	if err != nil {
+		return Result{}, errdefs.Internal("CNI result: %w", err)
+	}
+	ips, err := podIPs(current, ifName)
+	if err != nil {
+		return Result{}, errdefs.Internal("CNI result: %w", err)
+	}
+	return Result{IPs: ips, Raw: raw}, nil
+}
+
+// podIPs returns the addresses of the pod's interface in the order of the result,
+// so the first is the primary one. Addresses without an interface belong to it; if
+// it has none, as with plugins that name the interface their own way, every other
+// one counts. Loopback never does.
+func podIPs(r *types100.Result, ifName string) ([]netip.Addr, error) {
+	var own, others []netip.Addr
+	for _, c := range r.IPs {
+		addr, ok := netip.AddrFromSlice(c.Address.IP)
+		if !ok {
+			return nil, fmt.Errorf("invalid address %q", c.Address.String())
+		}
+		addr = addr.Unmap()
+		name := ifName
+		if c.Interface != nil {
+			if *c.Interface < 0 || *c.Interface >= len(r.Interfaces) {
+				return nil, fmt.Errorf("address %s refers to interface %d of %d", addr, *c.Interface, len(r.Interfaces))
+			}
+			name = r.Interfaces[*c.Interface].Name
+		}
+		switch {
+		case addr.IsLoopback() || name == "lo" || slices.Contains(own, addr) || slices.Contains(others, addr):
+		case name == ifName:
+			own = append(own, addr)
+		default:
+			others = append(others, addr)
+		}
+	}
+	if len(own) > 0 {
+		return own, nil
+	}
+	return others, nil
+}

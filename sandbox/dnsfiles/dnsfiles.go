@@ -1,0 +1,203 @@
+// Package dnsfiles makes the contents of a pod's /etc/resolv.conf, /etc/hosts and
+// /etc/hostname. It is pure: what it needs of the host is handed in, and what it
+// returns the caller writes.
+//
+// Every value that reaches a file is checked first, so that none can add a line
+// or a word of its own. All errors are InvalidArgument and name the value.
+package dnsfiles
+
+import (
+	"bytes"
+	"fmt"
+	"net/netip"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+// Limits of a resolv.conf. The first three are those of Kubernetes' API
+// validation, and of what C libraries read.
+const (
+	maxServers     = 3
+	maxSearches    = 32
+	maxSearchChars = 2048 // all search domains together, with the spaces between
+	maxOptions     = 64
+	maxOptionChars = 255
+	maxHostFile    = 64 << 10 // bytes of the host's own file
+)
+
+// maxHostname is the kernel's limit (__NEW_UTS_LEN) in bytes; maxLabel that of RFC
+// 1123 for each part between dots.
+const (
+	maxHostname = 64
+	maxLabel    = 63
+)
+
+// ResolvConf returns the resolv.conf for a pod's DNS config. A nil or empty config
+// means the host's: its content is returned unchanged, if it is at most 64 KiB.
+func ResolvConf(dns *runtimeapi.DNSConfig, host []byte) ([]byte, error) {
+	servers, searches, options := dns.GetServers(), dns.GetSearches(), dns.GetOptions()
+	if len(servers)+len(searches)+len(options) == 0 {
+		if len(host) > maxHostFile {
+			return nil, errdefs.InvalidArgument("the host's resolv.conf has %d bytes, more than %d", len(host), maxHostFile)
+		}
+		return host, nil
+	}
+	addrs, err := checkServers(servers)
+	if err != nil {
+		return nil, err
+	}
+	if err := checkSearches(searches); err != nil {
+		return nil, err
+	}
+	if err := checkOptions(options); err != nil {
+		return nil, err
+	}
+	return writeResolvConf(addrs, searches, options), nil
+}
+
+func writeResolvConf(servers []netip.Addr, searches, options []string) []byte {
+	var b bytes.Buffer
+	if len(searches) > 0 {
+		fmt.Fprintf(&b, "search %s\n", strings.Join(searches, " "))
+	}
+	for _, s := range servers {
+		fmt.Fprintf(&b, "nameserver %s\n", s)
+	}
+	if len(options) > 0 {
+		fmt.Fprintf(&b, "options %s\n", strings.Join(options, " "))
+	}
+	return b.Bytes()
+}
+
+func checkServers(servers []string) ([]netip.Addr, error) {
+	if len(servers) > maxServers {
+		return nil, errdefs.InvalidArgument("DNS config: %d servers, at most %d are possible", len(servers), maxServers)
+	}
+	addrs := make([]netip.Addr, len(servers))
+	for i, s := range servers {
+		addr, err := netip.ParseAddr(s)
+		if err != nil {
+			return nil, errdefs.InvalidArgument("DNS config: server %q is not an IP address", s)
+		}
+		if addr.Zone() != "" && !isWord(addr.Zone()) { // ParseAddr takes any zone
+			return nil, errdefs.InvalidArgument("DNS config: server %q has an invalid zone", s)
+		}
+		addrs[i] = addr
+	}
+	return addrs, nil
+}
+
+func checkSearches(searches []string) error {
+	if len(searches) > maxSearches {
+		return errdefs.InvalidArgument("DNS config: %d search domains, at most %d are possible", len(searches), maxSearches)
+	}
+	for _, s := range searches {
+		if !isWord(s) {
+			return errdefs.InvalidArgument("DNS config: search domain %q is not one word", s)
+		}
+	}
+	if n := len(strings.Join(searches, " ")); n > maxSearchChars {
+		return errdefs.InvalidArgument("DNS config: search domains have %d characters, at most %d are possible", n, maxSearchChars)
+	}
+	return nil
+}
+
+func checkOptions(options []string) error {
+	if len(options) > maxOptions {
+		return errdefs.InvalidArgument("DNS config: %d options, at most %d are possible", len(options), maxOptions)
+	}
+	for _, o := range options {
+		if !isWord(o) || len(o) > maxOptionChars {
+			return errdefs.InvalidArgument("DNS config: option %q is not one word of at most %d characters", o, maxOptionChars)
+		}
+	}
+	return nil
+}
+
+// isWord reports whether s is one non-empty word to everything that reads a line
+// of words.
+func isWord(s string) bool {
+	return s != "" && utf8.ValidString(s) && !strings.ContainsFunc(s, func(r rune) bool {
+		return unicode.IsSpace(r) || !unicode.IsPrint(r)
+	})
+}
+
+// localHosts are the entries every pod has. The IPv6 ones are those of RFC 4291.
+const localHosts = `127.0.0.1	localhost
+::1	localhost ip6-localhost ip6-loopback
+fe00::	ip6-localnet
+ff00::	ip6-mcastprefix
+ff02::1	ip6-allnodes
+ff02::2	ip6-allrouters
+`
+
+// Hosts returns a default hosts file: localhost, the IPv6 names, and a line that
+// gives hostname for each of the pod's addresses. An empty hostname has no lines.
+// kubelet mounts its own file over it for most containers.
+func Hosts(hostname string, ips []netip.Addr) ([]byte, error) {
+	if hostname == "" {
+		return []byte(localHosts), nil
+	}
+	if err := CheckHostname(hostname); err != nil {
+		return nil, err
+	}
+	b := bytes.NewBufferString(localHosts)
+	for _, ip := range ips {
+		if !ip.IsValid() {
+			return nil, errdefs.InvalidArgument("hosts file: invalid address of %s", hostname)
+		}
+		fmt.Fprintf(b, "%s\t%s\n", ip.Unmap().WithZone(""), names(hostname))
+	}
+	return b.Bytes(), nil
+}
+
+// names are the names of a host in a hosts file: for a fully qualified hostname
+// its first label too, as hostname(1) -f wants it.
+func names(hostname string) string {
+	short, _, qualified := strings.Cut(hostname, ".")
+	if qualified {
+		return hostname + "\t" + short
+	}
+	return hostname
+}
+
+// Hostname returns the content of /etc/hostname.
+func Hostname(hostname string) ([]byte, error) {
+	if err := CheckHostname(hostname); err != nil {
+		return nil, err
+	}
+	return []byte(hostname + "\n"), nil
+}
+
+// CheckHostname refuses what cannot be a pod's hostname: it has 1 to 64 bytes,
+// and the parts between dots consist of letters, digits, "-" and "_" (which the
+// kernel takes and some images' hosts have), at most 63 each, without "-" at either end.
+func CheckHostname(hostname string) error {
+	if hostname == "" || len(hostname) > maxHostname {
+		return errdefs.InvalidArgument("hostname %q: must have 1 to %d bytes, not %d", hostname, maxHostname, len(hostname))
+	}
+	for label := range strings.SplitSeq(hostname, ".") {
+		if !isLabel(label) {
+			return errdefs.InvalidArgument("hostname %q: %q is not a DNS label", hostname, label)
+		}
+	}
+	return nil
+}
+
+func isLabel(s string) bool {
+	if s == "" || len(s) > maxLabel || s[0] == '-' || s[len(s)-1] == '-' {
+		return false
+	}
+	return !strings.ContainsFunc(s, func(r rune) bool {
+		switch {
+		case r >= 'a' && r <= 'z', r >= 'A' && r <= 'Z', r >= '0' && r <= '9', r == '-', r == '_':
+			return false
+		}
+		return true
+	})
+}
