@@ -1,0 +1,330 @@
+package rootfs
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/cleanup"
+)
+
+// MaxLayers is how many lower layers overlayfs takes (OVL_MAX_STACK).
+const MaxLayers = 500
+
+// options are the overlayfs options of every root filesystem. Kernel
+// configurations and module parameters give other defaults, so each is named.
+//
+//   - volatile (Linux 5.10): no sync of the upper filesystem, neither for an fsync
+//     in the container nor when the mount goes. Without it every container that
+//     ends makes the kernel write back the whole filesystem below (sync_filesystem
+//     in overlayfs' put_super), and all others wait. Nothing is lost by it: a
+//     container's upper layer is never used after the boot it was made in. The
+//     marker that overlayfs leaves against a second mount is dealt with in mark.go.
+//   - metacopy=off, redirect_dir=nofollow: no extended attribute of a lower layer
+//     may lead overlayfs to another file. Layers have none (image/layer drops
+//     them); this is the second wall. Both features save copying when a container
+//     changes the owner of a large file or renames a directory of its image; neither
+//     pays for an upper layer whose content has meaning only together with them.
+//   - index=off: with it the kernel ties an upper layer to the very inodes of its
+//     lower ones and refuses layers that were fetched again (ESTALE).
+//
+// xino is left alone: layers and upper of one store share a filesystem, where
+// inode numbers are those of the files; elsewhere the default picks what fits.
+var options = []option{
+	{key: "metacopy", value: "off"},
+	{key: "redirect_dir", value: "nofollow"},
+	{key: "index", value: "off"},
+}
+
+// volatileOption goes with an upper layer only.
+var volatileOption = option{key: "volatile"}
+
+type option struct{ key, value string }
+
+func (o option) String() string {
+	if o.value == "" {
+		return o.key
+	}
+	return o.key + "=" + o.value
+}
+
+// Mount makes the root filesystem and returns it as a detached mount: a file
+// that Attach gives a place, and with whose last descriptor it goes. It is
+// private (no propagation), and read-only if there is no Upper.
+//
+// errors.ErrUnsupported: the kernel cannot do it this way (overlayfs before
+// Linux 6.7; MountAt can), or there is no driver for a layer's kind. A Spec
+// without layers or with more than MaxLayers is fs.ErrInvalid.
+func (s Spec) Mount() (*os.File, error) {
+	if err := s.check(); err != nil {
+		return nil, err
+	}
+	if s.isDirectory() {
+		return cloneReadOnly(s.Layers[0].Path)
+	}
+	return s.mountOverlay()
+}
+
+// Attach gives a detached mount its place: target, an existing directory (or
+// file, for a mount of one) of the host.
+func Attach(mount *os.File, target string) error {
+	err := unix.MoveMount(int(mount.Fd()), "", unix.AT_FDCWD, target, unix.MOVE_MOUNT_F_EMPTY_PATH)
+	runtime.KeepAlive(mount)
+	if err != nil {
+		return fmt.Errorf("attach mount to %s: %w", target, err)
+	}
+	return nil
+}
+
+// MountAt mounts the root filesystem on target, also where Mount is not
+// supported by the kernel (from Linux 5.10). It acts in the mount namespace of the
+// process, not in that of a thread the caller may have locked.
+func (s Spec) MountAt(target string) error {
+	mount, err := s.Mount()
+	if errors.Is(err, errors.ErrUnsupported) {
+		return s.mountAtOld(target)
+	}
+	if err != nil {
+		return err
+	}
+	defer mount.Close()
+	return Attach(mount, target)
+}
+
+// MakeUpper makes Upper and Work, whose parent must exist. Upper gets owner
+// and mode of the topmost layer's root: overlayfs shows those of the upper
+// directory, so / would lose what the image says. Directories that exist
+// already are kept. It does nothing for a read-only Spec.
+func (s Spec) MakeUpper() error {
+	if err := s.check(); err != nil {
+		return err
+	}
+	if s.Upper == "" {
+		return nil
+	}
+	top := s.Layers[len(s.Layers)-1].Path
+	var st unix.Stat_t
+	if err := unix.Stat(top, &st); err != nil {
+		return fmt.Errorf("look at layer %s: %w", top, err)
+	}
+	if err := mkdir(s.Work, 0o700, 0, 0); err != nil {
+		return err
+	}
+	return mkdir(s.Upper, st.Mode&0o7777, int(st.Uid), int(st.Gid))
+}
+
+// mkdir makes the directory under a temporary name, so that it is never seen
+// without its owner and mode.
+func mkdir(path string, mode uint32, uid, gid int) (err error) {
+	if _, err := os.Lstat(path); err == nil {
+		return nil
+	}
+	tmp, err := os.MkdirTemp(filepath.Dir(path), "."+filepath.Base(path)+"-")
+	if err != nil {
+		return fmt.Errorf("make directory %s: %w", path, err)
+	}
+	undo := cleanup.New()
+	defer undo.Run(&err)
+	undo.Add("remove "+tmp, func() error { return os.Remove(tmp) })
+	if err := os.Chown(tmp, uid, gid); err != nil {
+		return err
+	}
+	if err := unix.Chmod(tmp, mode); err != nil {
+		return fmt.Errorf("chmod %s: %w", tmp, err)
+	}
+	if err := os.Rename(tmp, path); err != nil {
+		return err
+	}
+	undo.Release()
+	return nil
+}
+
+func (s Spec) check() error {
+	switch {
+	case len(s.Layers) == 0:
+		return fmt.Errorf("root filesystem without layers: %w", fs.ErrInvalid)
+	case len(s.Layers) > MaxLayers:
+		return fmt.Errorf("root filesystem of %d layers, overlayfs takes %d: %w", len(s.Layers), MaxLayers, fs.ErrInvalid)
+	case (s.Upper == "") != (s.Work == ""):
+		return fmt.Errorf("root filesystem with only one of upper and work directory: %w", fs.ErrInvalid)
+	}
+	for _, l := range s.Layers {
+		if l.Kind != Directory {
+			return fmt.Errorf("mount layer %s: no driver for kind %q: %w", l.Path, l.Kind, errors.ErrUnsupported)
+		}
+	}
+	return nil
+}
+
+// isDirectory reports whether the root is just one directory, which overlayfs
+// refuses to mount (it wants two lower layers or an upper one).
+func (s Spec) isDirectory() bool { return len(s.Layers) == 1 && s.Upper == "" }
+
+// cloneReadOnly is a read-only bind mount, detached.
+func cloneReadOnly(path string) (*os.File, error) {
+	fd, err := unix.OpenTree(unix.AT_FDCWD, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("clone mount of %s: %w", path, err)
+	}
+	attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_RDONLY, Propagation: unix.MS_PRIVATE}
+	if err := unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH, &attr); err != nil {
+		unix.Close(fd)
+		return nil, fmt.Errorf("make mount of %s read-only: %w", path, orUnsupported(err))
+	}
+	return os.NewFile(uintptr(fd), path), nil
+}
+
+// mountOverlay needs "lowerdir+", which takes one layer a call and has no
+// separator to escape and no page to fit in (Linux 6.7).
+func (s Spec) mountOverlay() (*os.File, error) {
+	dirs, err := s.open()
+	if err != nil {
+		return nil, err
+	}
+	defer dirs.close()
+	if err := s.clearVolatile(); err != nil {
+		return nil, err
+	}
+	fsfd, err := unix.Fsopen("overlay", unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("open overlay filesystem: %w", orUnsupported(err))
+	}
+	defer unix.Close(fsfd)
+	if err := configure(fsfd, dirs); err != nil {
+		return nil, err
+	}
+	fd, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("make overlay mount: %w%s", err, messages(fsfd))
+	}
+	return os.NewFile(uintptr(fd), "overlay"), nil
+}
+
+func configure(fsfd int, dirs *dirs) error {
+	for i, dir := range dirs.lower {
+		err := unix.FsconfigSetString(fsfd, "lowerdir+", optionName(dir))
+		if err == unix.EINVAL && i == 0 {
+			return fmt.Errorf("overlay option lowerdir+: %w", errors.ErrUnsupported)
+		}
+		if err != nil {
+			return fmt.Errorf("overlay layer %s: %w%s", dir.Name(), err, messages(fsfd))
+		}
+	}
+	for _, o := range dirs.options(optionName) {
+		if err := set(fsfd, o); err != nil {
+			return fmt.Errorf("overlay option %s: %w%s", o, err, messages(fsfd))
+		}
+	}
+	if err := unix.FsconfigCreate(fsfd); err != nil {
+		return fmt.Errorf("create overlay of %d layers on %s: %w%s", len(dirs.lower), dirs.lower[0].Name(), err, messages(fsfd))
+	}
+	return nil
+}
+
+func set(fsfd int, o option) error {
+	if o.value == "" {
+		return unix.FsconfigSetFlag(fsfd, o.key)
+	}
+	return unix.FsconfigSetString(fsfd, o.key, o.value)
+}
+
+// optionName is how a directory is named to fsconfig(2): by its path, which an
+// operator finds again in /proc/PID/mountinfo, unless that is longer than an
+// fsconfig string may be (256 with the zero) or holds a character that overlayfs
+// unescapes; then by its descriptor.
+func optionName(dir *os.File) string {
+	if path := dir.Name(); len(path) < 256 && filepath.IsAbs(path) && !strings.ContainsAny(path, `\,:`) {
+		return path
+	}
+	return "/proc/self/fd/" + strconv.Itoa(int(dir.Fd()))
+}
+
+// dirs are the directories of an overlay, open so that each error names the one
+// it is about, and so that they have a short name.
+type dirs struct {
+	lower       []*os.File // topmost first, as overlayfs counts
+	upper, work *os.File
+}
+
+func (s Spec) open() (*dirs, error) {
+	d := &dirs{}
+	for i := len(s.Layers) - 1; i >= 0; i-- {
+		f, err := openDir(s.Layers[i].Path)
+		if err != nil {
+			d.close()
+			return nil, err
+		}
+		d.lower = append(d.lower, f)
+	}
+	if s.Upper == "" {
+		return d, nil
+	}
+	var err error
+	if d.upper, err = openDir(s.Upper); err == nil {
+		d.work, err = openDir(s.Work)
+	}
+	if err != nil {
+		d.close()
+		return nil, err
+	}
+	return d, nil
+}
+
+func openDir(path string) (*os.File, error) {
+	fd, err := unix.Open(path, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open directory of overlay %s: %w", path, err)
+	}
+	return os.NewFile(uintptr(fd), path), nil
+}
+
+// options are all but the lower layers; name tells how to name a directory.
+func (d *dirs) options(name func(*os.File) string) []option {
+	all := options
+	if d.upper != nil {
+		all = append([]option{{"upperdir", name(d.upper)}, {"workdir", name(d.work)}, volatileOption}, all...)
+	}
+	return all
+}
+
+func (d *dirs) close() {
+	for _, f := range append(d.lower, d.upper, d.work) {
+		if f != nil {
+			f.Close() // O_PATH: nothing to lose
+		}
+	}
+}
+
+// messages returns what the kernel wrote to the log of a filesystem context.
+func messages(fsfd int) string {
+	var all []string
+	buf := make([]byte, 1024)
+	for {
+		n, err := unix.Read(fsfd, buf)
+		if err != nil || n == 0 {
+			break
+		}
+		if text := string(buf[:n]); len(text) > 2 { // "e text"
+			all = append(all, strings.TrimSpace(text[2:]))
+		}
+	}
+	if len(all) == 0 {
+		return ""
+	}
+	return " (" + strings.Join(all, "; ") + ")"
+}
+
+// orUnsupported turns the errno of a missing system call or filesystem into errors.ErrUnsupported.
+func orUnsupported(err error) error {
+	if err == unix.ENOSYS || err == unix.ENODEV {
+		return fmt.Errorf("%w (%w)", errors.ErrUnsupported, err)
+	}
+	return err
+}

@@ -1,0 +1,39 @@
+// Package mounttest gives a test binary a mount namespace of its own.
+package mounttest
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"syscall"
+	"testing"
+)
+
+// inside is set in the environment of the process that runs the tests.
+const inside = "BERTH_MOUNTTEST"
+
+// Main runs the tests of m in a child process with a private mount namespace
+// and returns the exit code for TestMain. What the tests mount goes with the
+// child. It needs root.
+func Main(m *testing.M) int {
+	if os.Getenv(inside) != "" {
+		return m.Run()
+	}
+	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
+	cmd.Args[0] = os.Args[0]
+	cmd.Env = append(os.Environ(), inside+"=1")
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
+	// Unshareflags also makes every mount private, before the program starts.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Unshareflags: syscall.CLONE_NEWNS, Pdeathsig: syscall.SIGKILL}
+	err := cmd.Run()
+	var exit *exec.ExitError
+	if errors.As(err, &exit) {
+		return exit.ExitCode()
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "run tests in a mount namespace:", err)
+		return 1
+	}
+	return 0
+}

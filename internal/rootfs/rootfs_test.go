@@ -1,0 +1,329 @@
+package rootfs
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/rootfs/mounttest"
+)
+
+func TestMain(m *testing.M) { os.Exit(mounttest.Main(m)) }
+
+// write makes the files of a layer: name → content; a name ending in "/" is a directory.
+func write(t *testing.T, dir string, files map[string]string) Layer {
+	t.Helper()
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for name, content := range files {
+		path := filepath.Join(dir, name)
+		if strings.HasSuffix(name, "/") {
+			if err := os.MkdirAll(path, 0o755); err != nil {
+				t.Fatal(err)
+			}
+			continue
+		}
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, []byte(content), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return Layer{Kind: Directory, Path: dir}
+}
+
+// mountFunc is one way to mount; every way must do for every Spec.
+type mountFunc struct {
+	name  string
+	mount func(Spec, string) error
+}
+
+var mountFuncs = []mountFunc{
+	{"MountAt", Spec.MountAt},
+	{"old kernel", Spec.mountAtOld},
+}
+
+// mounted mounts s and unmounts it with the test.
+func mounted(t *testing.T, s Spec, mount func(Spec, string) error) string {
+	t.Helper()
+	target := t.TempDir()
+	if err := mount(s, target); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(target, 0); err != nil {
+			t.Error(err)
+		}
+	})
+	return target
+}
+
+func expect(t *testing.T, path, want string) {
+	t.Helper()
+	if got, err := os.ReadFile(path); err != nil || string(got) != want {
+		t.Errorf("%s: %q, %v; want %q", path, got, err, want)
+	}
+}
+
+// awkward are directory names with all that mount options give a meaning to.
+var awkward = []string{"plain", `back\slash`, "co:lon", "com,ma", `all\:,\,\\`, "sp ace\nline", strings.Repeat("long", 60)}
+
+func TestOverlay(t *testing.T) {
+	for _, f := range mountFuncs {
+		for _, name := range awkward {
+			t.Run(f.name+"/"+name[:min(len(name), 8)], func(t *testing.T) {
+				dir := filepath.Join(t.TempDir(), name)
+				s := Spec{
+					Layers: []Layer{
+						write(t, dir+"/1", map[string]string{"a": "1", "b": "1", "dir/x": "1"}),
+						write(t, dir+"/2", map[string]string{"b": "2", "dir/y": "2"}),
+					},
+					Upper: dir + "/upper", Work: dir + "/work",
+				}
+				if err := s.MakeUpper(); err != nil {
+					t.Fatal(err)
+				}
+				root := mounted(t, s, f.mount)
+				expect(t, root+"/a", "1")
+				expect(t, root+"/b", "2")
+				expect(t, root+"/dir/x", "1")
+				expect(t, root+"/dir/y", "2")
+				if err := os.WriteFile(root+"/a", []byte("changed"), 0o644); err != nil {
+					t.Fatal(err)
+				}
+				expect(t, dir+"/upper/a", "changed")
+				expect(t, dir+"/1/a", "1")
+			})
+		}
+	}
+}
+
+func TestReadOnly(t *testing.T) {
+	dir := t.TempDir()
+	one := write(t, dir+"/1", map[string]string{"a": "1"})
+	two := write(t, dir+"/2", map[string]string{"b": "2"})
+	for _, f := range mountFuncs {
+		for _, layers := range [][]Layer{{one}, {one, two}} {
+			t.Run(fmt.Sprintf("%s/%d", f.name, len(layers)), func(t *testing.T) {
+				root := mounted(t, Spec{Layers: layers}, f.mount)
+				expect(t, root+"/a", "1")
+				if err := os.WriteFile(root+"/new", nil, 0o644); !errors.Is(err, unix.EROFS) {
+					t.Errorf("write to a read-only root: %v", err)
+				}
+				if err := os.Chmod(root+"/a", 0); !errors.Is(err, unix.EROFS) {
+					t.Errorf("chmod in a read-only root: %v", err)
+				}
+			})
+		}
+	}
+	expect(t, dir+"/1/a", "1")
+}
+
+// A detached mount must not appear where its source is shared with others.
+func TestCloneIsPrivate(t *testing.T) {
+	dir := t.TempDir()
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, ""); err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Unmount(dir, unix.MNT_DETACH)
+	if err := unix.Mount("", dir, "", unix.MS_SHARED, ""); err != nil {
+		t.Fatal(err)
+	}
+	layer := write(t, dir+"/layer", map[string]string{"sub/": ""})
+	root := mounted(t, Spec{Layers: []Layer{layer}}, Spec.MountAt)
+	if err := unix.Mount("tmpfs", dir+"/layer/sub", "tmpfs", 0, ""); err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Unmount(dir+"/layer/sub", unix.MNT_DETACH)
+	if info, err := os.ReadFile("/proc/self/mountinfo"); err != nil || strings.Contains(string(info), root+"/sub") {
+		t.Errorf("a mount propagated into the clone: %v", err)
+	}
+}
+
+func TestManyLayers(t *testing.T) {
+	dir := t.TempDir()
+	s := Spec{Upper: dir + "/upper", Work: dir + "/work"}
+	for i := range MaxLayers {
+		name := fmt.Sprintf("%s-%03d", strings.Repeat("layer", 12), i)
+		s.Layers = append(s.Layers, write(t, filepath.Join(dir, name), map[string]string{fmt.Sprint(i): "x", "top": fmt.Sprint(i)}))
+	}
+	if err := s.MakeUpper(); err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range mountFuncs {
+		t.Run(f.name, func(t *testing.T) {
+			root := mounted(t, s, f.mount)
+			expect(t, root+"/0", "x")
+			expect(t, root+"/499", "x")
+			expect(t, root+"/top", "499")
+		})
+	}
+	s.Layers = append(s.Layers, s.Layers[0])
+	if err := s.MountAt(dir); !errors.Is(err, fs.ErrInvalid) || !strings.Contains(err.Error(), "501") {
+		t.Errorf("501 layers: %v", err)
+	}
+}
+
+// A container that is launched again after a failed launch mounts the same upper layer.
+func TestMountAgain(t *testing.T) {
+	dir := t.TempDir()
+	s := Spec{
+		Layers: []Layer{write(t, dir+"/1", map[string]string{"a": "1"})},
+		Upper:  dir + "/upper", Work: dir + "/work",
+	}
+	if err := s.MakeUpper(); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 3 {
+		for _, f := range mountFuncs {
+			root := t.TempDir()
+			if err := f.mount(s, root); err != nil {
+				t.Fatalf("mount %d: %v", i, err)
+			}
+			if err := os.WriteFile(root+"/b", fmt.Append(nil, i), 0o644); err != nil {
+				t.Fatal(err)
+			}
+			if err := unix.Unmount(root, 0); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	expect(t, dir+"/upper/b", "2")
+}
+
+func TestMakeUpper(t *testing.T) {
+	dir := t.TempDir()
+	layer := write(t, dir+"/1", map[string]string{"a": "1"})
+	if err := os.Chown(layer.Path, 12, 34); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Chmod(layer.Path, 0o1755&^0o222); err != nil {
+		t.Fatal(err)
+	}
+	s := Spec{Layers: []Layer{layer}, Upper: dir + "/upper", Work: dir + "/work"}
+	for range 2 { // the second time keeps what is there
+		if err := s.MakeUpper(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	root := mounted(t, s, Spec.MountAt)
+	info, err := os.Stat(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	st := info.Sys().(*syscall.Stat_t)
+	if st.Mode&0o7777 != 0o1555 || st.Uid != 12 || st.Gid != 34 {
+		t.Errorf("/ is %o %d:%d, want 1555 12:34", st.Mode&0o7777, st.Uid, st.Gid)
+	}
+	left, err := os.ReadDir(dir)
+	if err != nil || len(left) != 3 {
+		t.Errorf("in the container's directory: %v, %v", left, err)
+	}
+}
+
+// Detached: nothing to see in the mount table, and gone with the descriptor.
+func TestDetached(t *testing.T) {
+	dir := t.TempDir()
+	s := Spec{Layers: []Layer{write(t, dir+"/1", map[string]string{"a": "1"}), write(t, dir+"/2", nil)}}
+	before, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	mount, err := s.Mount()
+	if err != nil {
+		t.Fatal(err)
+	}
+	after, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil || string(before) != string(after) {
+		t.Errorf("mount table changed: %v\n%s", err, after)
+	}
+	expect(t, fmt.Sprintf("/proc/self/fd/%d/a", mount.Fd()), "1")
+	if flags, err := unix.FcntlInt(mount.Fd(), unix.F_GETFD, 0); err != nil || flags&unix.FD_CLOEXEC == 0 {
+		t.Errorf("close-on-exec: %x %v", flags, err)
+	}
+	if err := mount.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestErrors(t *testing.T) {
+	dir := t.TempDir()
+	good := write(t, dir+"/1", nil)
+	file := write(t, dir+"/2", map[string]string{"file": ""}).Path + "/file"
+	cases := []struct {
+		name string
+		spec Spec
+		is   error
+		text string
+	}{
+		{"no layers", Spec{}, fs.ErrInvalid, "without layers"},
+		{"erofs", Spec{Layers: []Layer{{Kind: EROFS, Path: "/x.erofs"}}}, errors.ErrUnsupported, "/x.erofs"},
+		{"no kind", Spec{Layers: []Layer{{Path: "/x"}}}, errors.ErrUnsupported, "/x"},
+		{"upper only", Spec{Layers: []Layer{good}, Upper: dir}, fs.ErrInvalid, "upper"},
+		{"missing layer", Spec{Layers: []Layer{good, {Kind: Directory, Path: dir + "/none"}}}, fs.ErrNotExist, dir + "/none"},
+		{"missing single layer", Spec{Layers: []Layer{{Kind: Directory, Path: dir + "/none"}}}, fs.ErrNotExist, dir + "/none"},
+		{"file as layer", Spec{Layers: []Layer{good, {Kind: Directory, Path: file}}}, unix.ENOTDIR, file},
+		{"missing upper", Spec{Layers: []Layer{good}, Upper: dir + "/u", Work: dir + "/w"}, fs.ErrNotExist, dir + "/u"},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			for _, f := range mountFuncs {
+				if err := f.mount(c.spec, t.TempDir()); !errors.Is(err, c.is) || !strings.Contains(err.Error(), c.text) {
+					t.Errorf("%s: %v; want %v with %q", f.name, err, c.is, c.text)
+				}
+			}
+		})
+	}
+	two := Spec{Layers: []Layer{good, write(t, dir+"/3", nil)}}
+	for _, f := range mountFuncs {
+		if err := f.mount(two, dir+"/none"); !errors.Is(err, fs.ErrNotExist) || !strings.Contains(err.Error(), dir+"/none") {
+			t.Errorf("%s on a missing target: %v", f.name, err)
+		}
+	}
+}
+
+// What the kernel logs about a filesystem context reaches the error.
+func TestKernelMessage(t *testing.T) {
+	layer := write(t, t.TempDir(), nil)
+	s := Spec{Layers: slices.Repeat([]Layer{layer}, MaxLayers+1)}
+	if _, err := s.mountOverlay(); err == nil || !strings.Contains(err.Error(), "limit is 500") {
+		t.Errorf("too many layers: %v", err)
+	}
+}
+
+func TestOptions(t *testing.T) {
+	dir := t.TempDir()
+	s := Spec{
+		Layers: []Layer{write(t, dir+"/1", nil)},
+		Upper:  dir + "/upper", Work: dir + "/work",
+	}
+	if err := s.MakeUpper(); err != nil {
+		t.Fatal(err)
+	}
+	root := mounted(t, s, Spec.MountAt)
+	info, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(info)) {
+		if strings.Contains(line, " "+root+" ") {
+			for _, want := range []string{"volatile", "redirect_dir=nofollow", "lowerdir+=" + dir + "/1", "upperdir=" + dir + "/upper"} {
+				if !strings.Contains(line, want) {
+					t.Errorf("no %s in %s", want, line)
+				}
+			}
+			return
+		}
+	}
+	t.Errorf("%s is not in the mount table", root)
+}

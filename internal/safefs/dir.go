@@ -1,0 +1,482 @@
+package safefs
+
+import (
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+	"strconv"
+	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// maxSymlinks is the kernel's own limit of symlinks in one resolution (MAXSYMLINKS).
+const maxSymlinks = 40
+
+// Dir is an open directory inside a root. Names handed to its methods must be
+// single path components; anything else is refused with EINVAL. A Dir is not
+// tied to a finalizer: Close it.
+type Dir struct {
+	fd   int
+	path string
+}
+
+// OpenDir opens the directory at path inside root without following any
+// symlink: ELOOP if there is one on the way.
+func OpenDir(root *os.File, path string) (*Dir, error) {
+	clean := Clean(path)
+	fd, err := openBeneath(root, clean)
+	if err != nil {
+		return nil, &fs.PathError{Op: "open directory", Path: clean, Err: err}
+	}
+	return &Dir{fd, clean}, nil
+}
+
+// MkdirAll opens the directory at path inside root. Symlinks on the way are
+// followed inside root; directories that do not exist are made with mode perm,
+// the target of a dangling symlink included. For each one made it calls made,
+// which may be nil. The result's Path is free of symlinks.
+func MkdirAll(root *os.File, path string, perm uint32, made func(*Dir) error) (*Dir, error) {
+	w := walk{root: root, rest: split(path), perm: perm, made: made}
+	dir, err := w.run()
+	if err != nil {
+		return nil, &fs.PathError{Op: "make directory", Path: path, Err: err}
+	}
+	return dir, nil
+}
+
+// Clean makes path relative to the root: lexically clean, without a leading
+// slash, never above the root; "" is the root.
+func Clean(p string) string { return path.Clean("/" + p)[1:] }
+
+func split(p string) []string {
+	return strings.FieldsFunc(p, func(r rune) bool { return r == '/' })
+}
+
+func openBeneath(root *os.File, clean string) (int, error) {
+	if clean == "" {
+		clean = "."
+	}
+	conn, err := root.SyscallConn()
+	if err != nil {
+		return -1, err
+	}
+	fd, openErr := -1, error(nil)
+	err = conn.Control(func(dir uintptr) {
+		fd, openErr = openat2(int(dir), clean, unix.O_PATH|unix.O_DIRECTORY, 0, resolveInRoot|unix.RESOLVE_NO_SYMLINKS)
+	})
+	if err != nil {
+		return -1, err
+	}
+	return fd, openErr
+}
+
+// walk resolves a path one component at a time, each relative to the open
+// directory before it and without following it: the only way to learn the
+// symlink-free path, and to go on through a symlink whose target is missing.
+type walk struct {
+	root  *os.File
+	rest  []string // components still to go
+	perm  uint32
+	made  func(*Dir) error
+	links int
+}
+
+func (w *walk) run() (*Dir, error) {
+	cur, err := w.reopen("")
+	for err == nil && len(w.rest) > 0 {
+		var next *Dir
+		next, err = w.step(cur)
+		if next != cur {
+			cur.Close()
+			cur = next
+		}
+	}
+	if err != nil && cur != nil {
+		cur.Close()
+		return nil, err
+	}
+	return cur, err
+}
+
+func (w *walk) reopen(clean string) (*Dir, error) {
+	fd, err := openBeneath(w.root, clean)
+	if err != nil {
+		return nil, err
+	}
+	return &Dir{fd, clean}, nil
+}
+
+// step takes one component off the path and returns the directory it leads to.
+func (w *walk) step(cur *Dir) (*Dir, error) {
+	name := w.rest[0]
+	w.rest = w.rest[1:]
+	switch name {
+	case ".":
+		return cur, nil
+	case "..":
+		return w.reopen(Clean(path.Dir(cur.path)))
+	}
+	fd, err := openat2(cur.fd, name, unix.O_PATH|unix.O_NOFOLLOW, 0, 0)
+	if err == unix.ENOENT {
+		return w.mkdir(cur, name)
+	}
+	if err != nil {
+		return cur, err
+	}
+	return w.enter(cur, name, fd)
+}
+
+// enter decides by the type of what was found: go into a directory, go on with
+// the target of a symlink. It takes over fd.
+func (w *walk) enter(cur *Dir, name string, fd int) (*Dir, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		unix.Close(fd)
+		return cur, err
+	}
+	if st.Mode&unix.S_IFMT == unix.S_IFDIR {
+		return &Dir{fd, path.Join(cur.path, name)}, nil
+	}
+	defer unix.Close(fd)
+	if st.Mode&unix.S_IFMT != unix.S_IFLNK {
+		return cur, unix.ENOTDIR
+	}
+	return w.follow(cur, fd)
+}
+
+func (w *walk) follow(cur *Dir, link int) (*Dir, error) {
+	if w.links++; w.links > maxSymlinks {
+		return cur, unix.ELOOP
+	}
+	buf := make([]byte, unix.PathMax)
+	n, err := unix.Readlinkat(link, "", buf)
+	if err != nil {
+		return cur, err
+	}
+	target := string(buf[:n])
+	w.rest = append(split(target), w.rest...)
+	if strings.HasPrefix(target, "/") {
+		return w.reopen("")
+	}
+	return cur, nil
+}
+
+func (w *walk) mkdir(cur *Dir, name string) (*Dir, error) {
+	if err := unix.Mkdirat(cur.fd, name, w.perm); err != nil && err != unix.EEXIST {
+		return cur, err
+	}
+	fd, err := openat2(cur.fd, name, unix.O_PATH|unix.O_NOFOLLOW|unix.O_DIRECTORY, 0, 0)
+	if err != nil {
+		return cur, err
+	}
+	next := &Dir{fd, path.Join(cur.path, name)}
+	if err := next.Chmod(w.perm); err != nil { // mkdir applied the process's umask
+		next.Close()
+		return cur, err
+	}
+	if w.made != nil {
+		if err := w.made(next); err != nil {
+			next.Close()
+			return cur, err
+		}
+	}
+	return next, nil
+}
+
+// Path returns the directory's path relative to the root when it was opened;
+// "" is the root.
+func (d *Dir) Path() string { return d.path }
+
+// Close closes the directory.
+func (d *Dir) Close() error {
+	if err := unix.Close(d.fd); err != nil {
+		return &fs.PathError{Op: "close directory", Path: d.path, Err: err}
+	}
+	return nil
+}
+
+// Create makes the regular file name, which must not exist, for writing, with mode perm less the umask.
+func (d *Dir) Create(name string, perm uint32) (*os.File, error) {
+	if err := d.check("create", name); err != nil {
+		return nil, err
+	}
+	fd, err := openat2(d.fd, name, unix.O_WRONLY|unix.O_CREAT|unix.O_EXCL|unix.O_NOFOLLOW, perm, 0)
+	if err != nil {
+		return nil, d.err("create", name, err)
+	}
+	return os.NewFile(uintptr(fd), name), nil
+}
+
+// Open opens the directory name for the use of its own methods.
+func (d *Dir) Open(name string) (*Dir, error) {
+	if err := d.check("open directory", name); err != nil {
+		return nil, err
+	}
+	fd, err := openat2(d.fd, name, unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0, 0)
+	if err != nil {
+		return nil, d.err("open directory", name, err)
+	}
+	return &Dir{fd, path.Join(d.path, name)}, nil
+}
+
+// Mkdir makes the directory name with mode perm less the umask.
+func (d *Dir) Mkdir(name string, perm uint32) error {
+	return d.at("make directory", name, func() error { return unix.Mkdirat(d.fd, name, perm) })
+}
+
+// Mknod makes the node name: mode holds the type (S_IFCHR …) and permissions less the umask.
+func (d *Dir) Mknod(name string, mode uint32, dev uint64) error {
+	return d.at("make node", name, func() error { return unix.Mknodat(d.fd, name, mode, int(dev)) })
+}
+
+// Symlink makes the symlink name with the given target, which is stored as it is.
+func (d *Dir) Symlink(target, name string) error {
+	return d.at("make symlink", name, func() error { return unix.Symlinkat(target, d.fd, name) })
+}
+
+// Link makes name another name of oldName in the directory old.
+func (d *Dir) Link(old *Dir, oldName, name string) error {
+	if err := old.check("link", oldName); err != nil {
+		return err
+	}
+	return d.at("link", name, func() error { return unix.Linkat(old.fd, oldName, d.fd, name, 0) })
+}
+
+// Stat returns the status of name itself. An empty name is the directory.
+func (d *Dir) Stat(name string) (unix.Stat_t, error) {
+	var st unix.Stat_t
+	if name == "" {
+		if err := unix.Fstat(d.fd, &st); err != nil {
+			return st, d.err("stat", name, err)
+		}
+		return st, nil
+	}
+	err := d.at("stat", name, func() error { return unix.Fstatat(d.fd, name, &st, unix.AT_SYMLINK_NOFOLLOW) })
+	return st, err
+}
+
+// Readlink returns the target of the symlink name.
+func (d *Dir) Readlink(name string) (string, error) {
+	buf := make([]byte, unix.PathMax)
+	n := 0
+	err := d.at("read link", name, func() (err error) { n, err = unix.Readlinkat(d.fd, name, buf); return err })
+	return string(buf[:n]), err
+}
+
+// Unlink removes name, which is not a directory.
+func (d *Dir) Unlink(name string) error {
+	return d.at("remove", name, func() error { return unix.Unlinkat(d.fd, name, 0) })
+}
+
+// RemoveAll removes name and, if it is a directory, everything in it. It is no
+// error if name does not exist.
+func (d *Dir) RemoveAll(name string) error {
+	return d.at("remove", name, func() error { return removeAll(d.fd, name) })
+}
+
+// Chown sets the owner of name itself. uid and gid are 0 to 2^32-2: the kernel
+// takes 2^32-1 for "leave as it is", so that is refused.
+func (d *Dir) Chown(name string, uid, gid uint32) error {
+	if uid == ^uint32(0) || gid == ^uint32(0) {
+		return d.err("chown", name, unix.EINVAL)
+	}
+	return d.at("chown", name, func() error {
+		return unix.Fchownat(d.fd, name, int(uid), int(gid), unix.AT_SYMLINK_NOFOLLOW)
+	})
+}
+
+// Chmod sets the permission bits, setuid, setgid and sticky included, of the directory itself.
+func (d *Dir) Chmod(mode uint32) error {
+	// fchmod refuses O_PATH; the magic link is the process's own.
+	if err := unix.Fchmodat(unix.AT_FDCWD, d.proc(), mode, 0); err != nil {
+		return d.err("chmod", "", err)
+	}
+	return nil
+}
+
+// ChmodNode sets the permission bits of name, which the caller knows to be no
+// symlink: one that has taken its place is not followed but refused with EOPNOTSUPP.
+func (d *Dir) ChmodNode(name string, mode uint32) error {
+	return d.at("chmod", name, func() error {
+		fd, err := openat2(d.fd, name, unix.O_PATH|unix.O_NOFOLLOW, 0, unix.RESOLVE_NO_SYMLINKS)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(fd)
+		return unix.Fchmodat(unix.AT_FDCWD, procFD(fd), mode, 0)
+	})
+}
+
+// Utimes sets the times of name itself; an empty name is the directory.
+func (d *Dir) Utimes(name string, atime, mtime unix.Timespec) error {
+	ts := []unix.Timespec{atime, mtime}
+	if name == "" {
+		// utimensat with an empty path is Linux 5.8; the magic link works everywhere.
+		if err := unix.UtimesNanoAt(unix.AT_FDCWD, d.proc(), ts, 0); err != nil {
+			return d.err("set times", "", err)
+		}
+		return nil
+	}
+	return d.at("set times", name, func() error { return unix.UtimesNanoAt(d.fd, name, ts, unix.AT_SYMLINK_NOFOLLOW) })
+}
+
+// Setxattr sets an extended attribute of name itself; an empty name is the directory.
+func (d *Dir) Setxattr(name, attr string, value []byte) error {
+	if name == "" {
+		if err := unix.Setxattr(d.proc(), attr, value, 0); err != nil {
+			return d.err("set "+attr, "", err)
+		}
+		return nil
+	}
+	return d.at("set "+attr, name, func() error { return unix.Lsetxattr(d.proc()+"/"+name, attr, value, 0) })
+}
+
+// Getxattr returns an extended attribute of name itself; an empty name is the
+// directory. ENODATA if there is none.
+func (d *Dir) Getxattr(name, attr string) ([]byte, error) {
+	var value []byte
+	get := func() (err error) { value, err = getxattr(d.xattrPath(name), attr); return err }
+	if name == "" {
+		if err := get(); err != nil {
+			return nil, d.err("get "+attr, "", err)
+		}
+		return value, nil
+	}
+	err := d.at("get "+attr, name, get)
+	return value, err
+}
+
+// Listxattr returns the names of the extended attributes of name itself; an
+// empty name is the directory.
+func (d *Dir) Listxattr(name string) ([]string, error) {
+	var names []string
+	list := func() (err error) { names, err = listxattr(d.xattrPath(name)); return err }
+	if name == "" {
+		if err := list(); err != nil {
+			return nil, d.err("list attributes", "", err)
+		}
+		return names, nil
+	}
+	err := d.at("list attributes", name, list)
+	return names, err
+}
+
+// xattrPath names an entry for the l*xattr calls, which know no dirfd before
+// Linux 6.13. "/." makes them follow the magic link to the directory itself.
+func (d *Dir) xattrPath(name string) string {
+	if name == "" {
+		name = "."
+	}
+	return d.proc() + "/" + name
+}
+
+func getxattr(path, attr string) ([]byte, error) {
+	const maxValue = 64 << 10 // XATTR_SIZE_MAX
+	buf := make([]byte, 256)
+	for {
+		n, err := unix.Lgetxattr(path, attr, buf)
+		if err == nil {
+			return buf[:n], nil
+		}
+		if err != unix.ERANGE || len(buf) == maxValue {
+			return nil, err
+		}
+		buf = make([]byte, maxValue)
+	}
+}
+
+func listxattr(path string) ([]string, error) {
+	const maxList = 64 << 10 // XATTR_LIST_MAX
+	buf := make([]byte, 1024)
+	n, err := unix.Llistxattr(path, buf)
+	if err == unix.ERANGE {
+		buf = make([]byte, maxList)
+		n, err = unix.Llistxattr(path, buf)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return strings.FieldsFunc(string(buf[:n]), func(r rune) bool { return r == 0 }), nil
+}
+
+// removeAll removes name in the directory dir. It holds one descriptor for each
+// level it is deep.
+func removeAll(dir int, name string) error {
+	err := unix.Unlinkat(dir, name, 0)
+	if err == nil || err == unix.ENOENT {
+		return nil
+	}
+	if err != unix.EISDIR && err != unix.EPERM {
+		return err
+	}
+	fd, openErr := openat2(dir, name, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0, 0)
+	if openErr != nil {
+		return err // not a directory: the first error tells why it stays
+	}
+	f := os.NewFile(uintptr(fd), name)
+	defer f.Close()
+	if err := removeContent(f); err != nil {
+		return err
+	}
+	if err := unix.Unlinkat(dir, name, unix.AT_REMOVEDIR); err != nil && err != unix.ENOENT {
+		return err
+	}
+	return nil
+}
+
+func removeContent(dir *os.File) error {
+	for {
+		names, err := dir.Readdirnames(1024)
+		for _, name := range names {
+			if err := removeAll(int(dir.Fd()), name); err != nil {
+				return fmt.Errorf("%s: %w", name, err)
+			}
+		}
+		if len(names) == 0 {
+			if err == io.EOF {
+				return nil
+			}
+			return err
+		}
+		// Some filesystems skip entries when others vanish under the cursor.
+		if _, err := dir.Seek(0, io.SeekStart); err != nil {
+			return err
+		}
+	}
+}
+
+func (d *Dir) proc() string { return procFD(d.fd) }
+
+func procFD(fd int) string { return "/proc/self/fd/" + strconv.Itoa(fd) }
+
+// at runs one call on a checked name and wraps its error.
+func (d *Dir) at(op, name string, call func() error) error {
+	if err := d.check(op, name); err != nil {
+		return err
+	}
+	for {
+		err := call()
+		if err == unix.EINTR {
+			continue
+		}
+		if err != nil {
+			return d.err(op, name, err)
+		}
+		return nil
+	}
+}
+
+func (d *Dir) check(op, name string) error {
+	if name == "" || name == "." || name == ".." || strings.ContainsAny(name, "/\x00") {
+		return d.err(op, name, syscall.EINVAL)
+	}
+	return nil
+}
+
+func (d *Dir) err(op, name string, err error) error {
+	return &fs.PathError{Op: op, Path: path.Join("/", d.path, name), Err: err}
+}

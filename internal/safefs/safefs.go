@@ -1,0 +1,154 @@
+// Package safefs opens and makes files below a directory whose content is not
+// trusted: a container's root, an image layer, a checkpoint.
+//
+// # Contract
+//
+// The kernel resolves every path as if the root were the process's own root
+// directory (openat2 with RESOLVE_IN_ROOT): absolute symlinks and ".." stay
+// inside, whoever changes the tree meanwhile, and magic links (those of /proc)
+// are not followed. Nothing here uses a path that was checked earlier.
+// Everything opened is close-on-exec. Linux 5.6 or later.
+//
+// Functions that take a *Dir act on one name in that directory and do not
+// follow a symlink there.
+//
+// Errors are *fs.PathError around an errno, so errors.Is works with
+// fs.ErrNotExist and its like.
+package safefs
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"strconv"
+
+	"golang.org/x/sys/unix"
+)
+
+// ErrNotRegular is returned where a regular file was asked for and something
+// else was found: a directory, a device, a FIFO.
+var ErrNotRegular = errors.New("not a regular file")
+
+// ErrTooLarge is returned by ReadFile for a file above the caller's limit.
+var ErrTooLarge = errors.New("file is too large")
+
+// resolveInRoot is how every path of this package is resolved.
+const resolveInRoot = unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS
+
+// OpenRoot opens the directory at path, a path of the host that the caller
+// trusts, as a root for the other functions. The file is good for resolving
+// (O_PATH), not for reading the directory.
+func OpenRoot(path string) (*os.File, error) {
+	fd, err := openat2(unix.AT_FDCWD, path, unix.O_PATH|unix.O_DIRECTORY, 0, 0)
+	if err != nil {
+		return nil, &fs.PathError{Op: "open root", Path: path, Err: err}
+	}
+	return os.NewFile(uintptr(fd), path), nil
+}
+
+// Open opens path inside root with the given open(2) flags; mode matters with
+// O_CREAT only. O_CLOEXEC is added, and O_NONBLOCK so that a FIFO or a device
+// cannot make the call wait. An empty path is the root itself.
+//
+// Opening a device node can have effects of its own: for content that comes
+// from an image use ReadFile or OpenRegular.
+func Open(root *os.File, path string, flags int, mode uint32) (*os.File, error) {
+	fd, err := open(root, path, flags, mode)
+	if err != nil {
+		return nil, &fs.PathError{Op: "open", Path: path, Err: err}
+	}
+	return os.NewFile(uintptr(fd), path), nil
+}
+
+// OpenRegular opens the regular file at path inside root for reading. It looks
+// at the file's type before it opens it, so that no device is ever opened (a
+// watchdog starts by that), and fails with ErrNotRegular for every other type.
+func OpenRegular(root *os.File, path string) (*os.File, error) {
+	f, err := openRegular(root, path)
+	if err != nil {
+		return nil, &fs.PathError{Op: "open", Path: path, Err: err}
+	}
+	return f, nil
+}
+
+func openRegular(root *os.File, path string) (*os.File, error) {
+	fd, err := open(root, path, unix.O_PATH, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer unix.Close(fd)
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return nil, err
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return nil, ErrNotRegular
+	}
+	// The magic link is the process's own and names exactly the inode just looked at.
+	rfd, err := openat2(unix.AT_FDCWD, "/proc/self/fd/"+strconv.Itoa(fd), unix.O_RDONLY|unix.O_NONBLOCK, 0, 0)
+	if err != nil {
+		return nil, err
+	}
+	return os.NewFile(uintptr(rfd), path), nil
+}
+
+// ReadFile returns the content of the regular file at path inside root. It
+// fails with ErrNotRegular for any other type and with ErrTooLarge if the file
+// holds more than max bytes; it never allocates more than max+1.
+func ReadFile(root *os.File, path string, max int64) ([]byte, error) {
+	f, err := OpenRegular(root, path)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	data, err := io.ReadAll(io.LimitReader(f, max+1))
+	if err != nil {
+		return nil, fmt.Errorf("read %s: %w", path, err)
+	}
+	if int64(len(data)) > max {
+		return nil, &fs.PathError{Op: "read", Path: path, Err: fmt.Errorf("%w: more than %d bytes", ErrTooLarge, max)}
+	}
+	return data, nil
+}
+
+// open resolves path in root and adds the flags that every file of this package has.
+func open(root *os.File, path string, flags int, mode uint32) (int, error) {
+	if path == "" {
+		path = "."
+	}
+	if flags&unix.O_PATH == 0 {
+		flags |= unix.O_NONBLOCK // openat2 refuses it together with O_PATH
+	}
+	if flags&unix.O_CREAT == 0 && flags&unix.O_TMPFILE != unix.O_TMPFILE {
+		mode = 0 // openat2 refuses a mode where none is used
+	}
+	conn, err := root.SyscallConn()
+	if err != nil {
+		return -1, err
+	}
+	fd, openErr := -1, error(nil)
+	if err := conn.Control(func(dir uintptr) { fd, openErr = openat2(int(dir), path, flags, mode, resolveInRoot) }); err != nil {
+		return -1, err
+	}
+	return fd, openErr
+}
+
+// openat2 is the system call with close-on-exec, restarted after a signal and
+// after a race with a rename: resolving ".." in a root fails with EAGAIN when
+// any rename or mount on the machine happened meanwhile (openat2(2)).
+func openat2(dir int, path string, flags int, mode uint32, resolve uint64) (int, error) {
+	const maxRaces = 128 // a busy machine; the kernel's own advice is to try again
+	how := unix.OpenHow{Flags: uint64(flags | unix.O_CLOEXEC), Mode: uint64(mode), Resolve: resolve}
+	for races := 0; ; {
+		fd, err := unix.Openat2(dir, path, &how)
+		switch {
+		case err == unix.EINTR:
+		case err == unix.EAGAIN && resolve != 0 && races < maxRaces:
+			races++
+		default:
+			return fd, err
+		}
+	}
+}
