@@ -1,0 +1,227 @@
+package registry
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"hash"
+	"io"
+	"net/http"
+
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"berth/internal/errdefs"
+)
+
+const (
+	// maxFailures is how often in a row a transfer may break off or find no host.
+	maxFailures = 5
+	// progressBytes is how much must arrive for earlier failures to be forgotten.
+	progressBytes = 1 << 20
+)
+
+// Blob reads a blob from the hosts of a repository. A transfer that breaks off
+// goes on where it stopped, with the next host if there are several. Read returns
+// io.EOF only after size and digest have been found right. URLs in the descriptor
+// are not followed. Not safe for concurrent use.
+type Blob struct {
+	ctx     context.Context
+	repo    *Repository
+	want    ocispec.Descriptor
+	first   int // number of the host to ask first
+	onBytes func(n int)
+
+	hash     hash.Hash
+	body     io.ReadCloser // nil between transfers
+	from     string        // host of the current transfer
+	offset   int64
+	failures int   // since the offset mark
+	mark     int64 // offset at the first of these failures
+	err      error // final result
+}
+
+// Hosts returns the number of hosts that a blob can be read from.
+func (r *Repository) Hosts() int { return len(r.endpoints) }
+
+// Blob returns a reader of a layer's blob. It sends nothing before the first
+// Read. first is the number of the host to begin with, 0 for the configured
+// order: a caller that got corrupt content tries another. onBytes, if not nil, is
+// called with each number of bytes received. The caller closes the blob.
+func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first int, onBytes func(n int)) (*Blob, error) {
+	if err := checkDescriptor(want, 0); err != nil {
+		return nil, err
+	}
+	if onBytes == nil {
+		onBytes = func(int) {}
+	}
+	return &Blob{ctx: ctx, repo: r, want: want, first: first, onBytes: onBytes, hash: want.Digest.Algorithm().Hash()}, nil
+}
+
+// Read implements io.Reader.
+func (b *Blob) Read(p []byte) (int, error) {
+	for b.err == nil {
+		if b.offset == b.want.Size {
+			b.err = b.verify()
+			break
+		}
+		if b.body == nil {
+			b.err = b.open()
+			continue
+		}
+		n, err := b.body.Read(p[:min(int64(len(p)), b.want.Size-b.offset)])
+		b.take(p[:n])
+		if err != nil && b.offset < b.want.Size {
+			b.err = b.interrupted(err)
+		}
+		if n > 0 {
+			return n, nil
+		}
+	}
+	return 0, b.err
+}
+
+// Close ends the transfer.
+func (b *Blob) Close() error {
+	b.closeBody()
+	if b.err == nil {
+		b.err = errors.New("read of a closed blob")
+	}
+	return nil
+}
+
+// closeBody gives up the current transfer; its errors say nothing any more.
+func (b *Blob) closeBody() {
+	if b.body != nil {
+		_ = b.body.Close()
+		b.body = nil
+	}
+}
+
+// take accounts for bytes that have arrived.
+func (b *Blob) take(p []byte) {
+	b.hash.Write(p)
+	b.offset += int64(len(p))
+	if b.offset-b.mark >= progressBytes {
+		b.failures = 0
+	}
+	b.onBytes(len(p))
+}
+
+// verify returns io.EOF if the whole blob is what it should be.
+func (b *Blob) verify() error {
+	b.closeBody()
+	if got := digest.NewDigest(b.want.Digest.Algorithm(), b.hash); got != b.want.Digest {
+		return corrupt("%s: digest of the content from %s is %s", b, b.from, got)
+	}
+	return io.EOF
+}
+
+// interrupted decides whether a transfer that ended early goes on. One that
+// stalled does not: its host had its time.
+func (b *Blob) interrupted(err error) error {
+	b.closeBody()
+	if e := b.ctx.Err(); e != nil {
+		return fmt.Errorf("%s: %w", b, e)
+	}
+	if errors.Is(err, io.EOF) {
+		err = io.ErrUnexpectedEOF
+	}
+	if errors.Is(err, errStalled) {
+		return fmt.Errorf("%s: from %s: %w", b, b.from, &UnavailableError{Err: err})
+	}
+	return b.failed(&UnavailableError{Err: fmt.Errorf("from %s: %w", b.from, err), temporary: true})
+}
+
+// failed counts a failure and waits before the next try, or gives up. nil means
+// try again.
+func (b *Blob) failed(err *UnavailableError) error {
+	if b.failures == 0 {
+		b.mark = b.offset
+	}
+	b.failures++
+	if b.failures >= maxFailures || !err.temporary {
+		return fmt.Errorf("%s: %w", b, err)
+	}
+	if e := sleep(b.ctx, delay(b.failures, err.after)); e != nil {
+		return fmt.Errorf("%s: %w", b, e)
+	}
+	return nil
+}
+
+// open starts a transfer at the current offset. After failures the next host is
+// asked first, so that one that always breaks off does not spoil all tries.
+func (b *Blob) open() error {
+	err := b.repo.askOnce(b.ctx, canPull, b.first+b.failures, func(e *endpoint) error {
+		body, err := b.openAt(e)
+		if err == nil {
+			b.body, b.from = body, e.String()
+		}
+		return err
+	})
+	var u *UnavailableError
+	switch {
+	case err == nil:
+		return nil
+	case errors.As(err, &u):
+		return b.failed(&UnavailableError{Err: err, temporary: u.temporary, after: u.after})
+	}
+	return fmt.Errorf("%s: %w", b, err)
+}
+
+// openAt asks one host for the blob from the current offset on.
+func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
+	header := http.Header{"Accept": {"*/*"}}
+	if b.offset > 0 {
+		header.Set("Range", fmt.Sprintf("bytes=%d-", b.offset))
+	}
+	resp, err := e.request(b.ctx, http.MethodGet, "blobs/"+b.want.Digest.String(), header)
+	if err != nil {
+		return nil, err
+	}
+	switch resp.StatusCode {
+	case http.StatusOK:
+		err = b.skip(resp)
+	case http.StatusPartialContent:
+		err = b.checkRange(resp)
+	default:
+		return nil, e.statusError(resp)
+	}
+	if err != nil {
+		_ = resp.Body.Close()
+		return nil, err
+	}
+	return resp.Body, nil
+}
+
+// skip checks an answer with the whole blob and reads over what we have already.
+func (b *Blob) skip(resp *http.Response) error {
+	if resp.ContentLength >= 0 && resp.ContentLength != b.want.Size {
+		return corrupt("size is %d bytes, not %d", resp.ContentLength, b.want.Size)
+	}
+	if _, err := io.CopyN(io.Discard, resp.Body, b.offset); err != nil {
+		return bodyError(b.ctx, err)
+	}
+	return nil
+}
+
+// checkRange checks that a partial answer begins where we stopped and belongs to
+// a blob of the right size.
+func (b *Blob) checkRange(resp *http.Response) error {
+	var first, last int64
+	var total string
+	value := resp.Header.Get("Content-Range")
+	n, err := fmt.Sscanf(value, "bytes %d-%d/%s", &first, &last, &total)
+	if n != 3 || err != nil {
+		return errdefs.Internal("partial answer with the Content-Range %q", clip(value))
+	}
+	if first != b.offset || last < first || last >= b.want.Size || total != "*" && total != fmt.Sprint(b.want.Size) {
+		return corrupt("Content-Range is %q, not bytes %d-…/%d", clip(value), b.offset, b.want.Size)
+	}
+	return nil
+}
+
+// String names the blob in errors: which, of which image, and how far it got.
+func (b *Blob) String() string {
+	return fmt.Sprintf("fetch %s of %s: at byte %d of %d", b.want.Digest, b.repo.ref, b.offset, b.want.Size)
+}

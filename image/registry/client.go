@@ -1,0 +1,159 @@
+package registry
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"berth/internal/errdefs"
+)
+
+// Config says how registries are reached.
+type Config struct {
+	Dirs         []string      // roots of containerd's certs.d layout; the first with a directory for the host wins
+	DockerConfig string        // docker's config.json; empty: none
+	StallTimeout time.Duration // longest wait for a byte; 0: one minute
+	UserAgent    string        // empty: "berth"
+}
+
+// DefaultStallTimeout is the StallTimeout where none is configured.
+const DefaultStallTimeout = time.Minute
+
+// Client opens repositories. It holds no connections and no state; it is safe for
+// concurrent use.
+type Client struct {
+	dirs         []string
+	dockerConfig string
+	stall        time.Duration
+	agent        string
+}
+
+// NewClient returns a client for a configuration. Host directories and
+// credentials are read when a repository is opened, so that changes need no restart.
+func NewClient(cfg Config) *Client {
+	c := &Client{dirs: cfg.Dirs, dockerConfig: cfg.DockerConfig, stall: cfg.StallTimeout, agent: cfg.UserAgent}
+	if c.stall <= 0 {
+		c.stall = DefaultStallTimeout
+	}
+	if c.agent == "" {
+		c.agent = "berth"
+	}
+	return c
+}
+
+// Repository is the source of one image: the hosts that may have it, and what has
+// been negotiated with them. Safe for concurrent use.
+type Repository struct {
+	ref       Reference
+	endpoints []*endpoint
+	stall     time.Duration
+}
+
+// Open prepares to fetch the image that ref names, with the credentials given for
+// it (zero: none). Nothing is sent yet. The caller closes the repository.
+func (c *Client) Open(ref Reference, given Credentials) (*Repository, error) {
+	hosts, err := loadHosts(c.dirs, ref.Domain)
+	if err != nil {
+		return nil, err
+	}
+	r := &Repository{ref: ref, stall: c.stall}
+	for _, h := range hosts {
+		e, err := newEndpoint(h, ref, c, given)
+		if err != nil {
+			return nil, errdefs.FailedPrecondition("configuration of registry host %s: %s: %w", ref.Domain, h.host, err)
+		}
+		r.endpoints = append(r.endpoints, e)
+	}
+	return r, nil
+}
+
+// Close closes idle connections. Transfers under way go on.
+func (r *Repository) Close() {
+	for _, e := range r.endpoints {
+		e.transport.CloseIdleConnections()
+	}
+}
+
+// Reference returns the reference the repository was opened for.
+func (r *Repository) Reference() Reference { return r.ref }
+
+// lookupFor returns a function that finds the credentials for a host: those given
+// for the pull if they are meant for it, else docker's.
+func (c *Client) lookupFor(given Credentials, h hostConfig, ref Reference) func(context.Context) (Credentials, error) {
+	return func(ctx context.Context) (Credentials, error) {
+		if given.belongTo(h.host, h.home, ref.Domain) {
+			return given, nil
+		}
+		cfg, err := loadDockerConfig(c.dockerConfig)
+		if err != nil {
+			return Credentials{}, err
+		}
+		return cfg.lookup(ctx, h.host)
+	}
+}
+
+const (
+	maxRounds  = 3                      // times all hosts are asked for a manifest
+	firstDelay = 200 * time.Millisecond // before the second round, then doubled
+	maxDelay   = 10 * time.Second       // also the most of a Retry-After that is waited
+)
+
+// askAll calls ask for the hosts with the given capabilities, in order, until one
+// has an answer. If the last one failed in a way that may pass, all are asked
+// again after a pause, maxRounds times at most.
+func (r *Repository) askAll(ctx context.Context, caps capability, ask func(*endpoint) error) error {
+	for round := 1; ; round++ {
+		err := r.askOnce(ctx, caps, 0, ask)
+		var u *UnavailableError
+		if err == nil || !errors.As(err, &u) || !u.temporary || round == maxRounds {
+			return err
+		}
+		if e := sleep(ctx, delay(round, u.after)); e != nil {
+			return e
+		}
+	}
+}
+
+// askOnce asks each host once, beginning with number first. The error of the last
+// one is what counts and carries the code; the others are named in front of it.
+func (r *Repository) askOnce(ctx context.Context, caps capability, first int, ask func(*endpoint) error) error {
+	var failed []error
+	n := len(r.endpoints)
+	for i := range n {
+		e := r.endpoints[(first+i)%n]
+		if e.caps&caps != caps {
+			continue
+		}
+		err := ask(e)
+		if err == nil || ctx.Err() != nil {
+			return err
+		}
+		failed = append(failed, fmt.Errorf("%s: %w", e, err))
+	}
+	if len(failed) == 0 {
+		return errdefs.FailedPrecondition("no host that is configured for %s may be asked for this", r.ref.Domain)
+	}
+	err := failed[len(failed)-1]
+	for i := len(failed) - 2; i >= 0; i-- {
+		err = fmt.Errorf("%v; %w", failed[i], err)
+	}
+	return err
+}
+
+// delay returns the pause after a number of failures.
+func delay(failures int, wanted time.Duration) time.Duration {
+	return min(max(firstDelay<<min(failures-1, 10), wanted), maxDelay)
+}
+
+// sleep waits, but not longer than ctx.
+func sleep(ctx context.Context, d time.Duration) error {
+	t := time.NewTimer(d)
+	defer t.Stop()
+	select {
+	case <-t.C:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}

@@ -1,0 +1,118 @@
+package registry
+
+import (
+	"encoding/base64"
+	"strings"
+
+	"github.com/google/go-containerregistry/pkg/authn"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+// Credentials is one way to prove who we are to one registry host. The zero
+// value means anonymous.
+type Credentials struct {
+	Username      string
+	Password      Secret
+	IdentityToken Secret // OAuth2 refresh token, exchanged at the token server
+	RegistryToken Secret // bearer token, sent to the registry as it is
+	ServerAddress string // host it is meant for; empty: the registry of the image
+}
+
+// identityUser is the user name by which Docker marks a password as an identity token.
+const identityUser = "<token>"
+
+// FromCRI converts the credentials of a PullImage call; nil is anonymous. Errors
+// have codes.InvalidArgument and do not show what could not be decoded.
+func FromCRI(a *runtimeapi.AuthConfig) (Credentials, error) {
+	c := Credentials{
+		Username:      a.GetUsername(),
+		Password:      Secret(a.GetPassword()),
+		IdentityToken: Secret(a.GetIdentityToken()),
+		RegistryToken: Secret(a.GetRegistryToken()),
+		ServerAddress: a.GetServerAddress(),
+	}
+	if c.Username == "" && a.GetAuth() != "" {
+		var err error
+		if c.Username, c.Password, err = decodeAuth(a.GetAuth()); err != nil {
+			return Credentials{}, err
+		}
+	}
+	return c.normalize(), nil
+}
+
+// decodeAuth decodes base64(user:password), padded or not. Docker's old config
+// files pad the password with NUL bytes.
+func decodeAuth(auth string) (string, Secret, error) {
+	raw, err := base64.RawStdEncoding.DecodeString(strings.TrimRight(strings.TrimSpace(auth), "="))
+	if err != nil {
+		return "", "", errdefs.InvalidArgument("registry credentials: auth is not valid base64")
+	}
+	user, password, ok := strings.Cut(string(raw), ":")
+	if !ok {
+		return "", "", errdefs.InvalidArgument("registry credentials: auth is not base64 of user:password")
+	}
+	return user, Secret(strings.Trim(password, "\x00")), nil
+}
+
+// normalize moves an identity token that came as a password to its field.
+func (c Credentials) normalize() Credentials {
+	if c.Username == identityUser && c.IdentityToken == "" {
+		c.IdentityToken, c.Username, c.Password = c.Password, "", ""
+	}
+	return c
+}
+
+// isAnonymous reports whether there is nothing to prove anything with.
+func (c Credentials) isAnonymous() bool {
+	return c.Username == "" && c.IdentityToken == "" && c.RegistryToken == ""
+}
+
+// hasPassword reports whether the credentials can be used for HTTP basic authentication.
+func (c Credentials) hasPassword() bool { return c.Username != "" && c.Password != "" }
+
+// authenticator returns the credentials in the form go-containerregistry exchanges for a token.
+func (c Credentials) authenticator() authn.Authenticator {
+	if c.isAnonymous() {
+		return authn.Anonymous
+	}
+	return authn.FromConfig(authn.AuthConfig{
+		Username:      c.Username,
+		Password:      c.Password.Reveal(),
+		IdentityToken: c.IdentityToken.Reveal(),
+	})
+}
+
+// belongTo reports whether credentials given for an image may be sent to a host.
+// Without a server address they are for the image's registry, that is for hosts
+// marked as its home. With one they are for that host, and for the image's
+// registry if that is the host.
+func (c Credentials) belongTo(host string, home bool, domain string) bool {
+	if c.isAnonymous() {
+		return false
+	}
+	if c.ServerAddress == "" {
+		return home
+	}
+	server := canonicalHost(c.ServerAddress)
+	return server == canonicalHost(host) || home && server == canonicalHost(domain)
+}
+
+// dockerHub is the name of Docker Hub in references.
+const dockerHub = "docker.io"
+
+// canonicalHost reduces a server address, as found in credentials, to a host for
+// comparison: no scheme and path, lower case, one name for Docker Hub.
+func canonicalHost(address string) string {
+	if _, rest, ok := strings.Cut(address, "://"); ok {
+		address = rest
+	}
+	host, _, _ := strings.Cut(address, "/")
+	host = strings.ToLower(strings.TrimSuffix(host, ":443"))
+	switch host {
+	case "index.docker.io", "registry-1.docker.io":
+		return dockerHub
+	}
+	return host
+}

@@ -1,0 +1,145 @@
+package registry
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"strings"
+	"time"
+
+	"berth/internal/errdefs"
+)
+
+// helperTimeout bounds a credential helper's run.
+const helperTimeout = 30 * time.Second
+
+// dockerConfig is the part of docker's config.json that holds credentials.
+type dockerConfig struct {
+	Auths       map[string]dockerAuth `json:"auths"`
+	CredHelpers map[string]string     `json:"credHelpers"` // host → helper
+	CredsStore  string                `json:"credsStore"`  // helper for all other hosts
+}
+
+type dockerAuth struct {
+	Username      string `json:"username"`
+	Password      string `json:"password"`
+	Auth          string `json:"auth"`
+	IdentityToken string `json:"identitytoken"`
+	RegistryToken string `json:"registrytoken"`
+}
+
+// loadDockerConfig reads a config.json; a file that does not exist is an empty one.
+func loadDockerConfig(path string) (dockerConfig, error) {
+	var c dockerConfig
+	if path == "" {
+		return c, nil
+	}
+	data, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return c, nil
+	}
+	if err != nil {
+		return c, errdefs.FailedPrecondition("read registry credentials: %w", err)
+	}
+	if json.Unmarshal(data, &c) != nil { // the decoder's text may quote a secret
+		return c, errdefs.FailedPrecondition("read registry credentials: %s is not valid JSON of the expected form", path)
+	}
+	return c, nil
+}
+
+// lookup returns the credentials for a host: from its helper, else from the file,
+// else from the store for all hosts. None is no error.
+func (c dockerConfig) lookup(ctx context.Context, host string) (Credentials, error) {
+	want := canonicalHost(host)
+	if key, ok := findHost(c.CredHelpers, want); ok {
+		return runHelper(ctx, c.CredHelpers[key], key)
+	}
+	if key, ok := findHost(c.Auths, want); ok {
+		return c.Auths[key].credentials()
+	}
+	if c.CredsStore != "" {
+		return runHelper(ctx, c.CredsStore, storeKey(want))
+	}
+	return Credentials{}, nil
+}
+
+// findHost returns the key of m that stands for a host, the plainest if there are
+// several. Keys with a path mean a part of a registry, except for the API
+// versions that `docker login` appends.
+func findHost[V comparable](m map[string]V, want string) (string, bool) {
+	var empty V
+	best, found := "", false
+	for key, value := range m {
+		if value == empty || canonicalHost(key) != want || !wholeHost(key) {
+			continue
+		}
+		if !found || len(key) < len(best) || len(key) == len(best) && key < best {
+			best, found = key, true
+		}
+	}
+	return best, found
+}
+
+func wholeHost(key string) bool {
+	if _, rest, ok := strings.Cut(key, "://"); ok {
+		key = rest
+	}
+	_, path, _ := strings.Cut(key, "/")
+	path = strings.Trim(path, "/")
+	return path == "" || path == "v1" || path == "v2"
+}
+
+// storeKey returns the name under which `docker login` stores a host's credentials.
+func storeKey(host string) string {
+	if host == dockerHub {
+		return "https://index.docker.io/v1/"
+	}
+	return host
+}
+
+func (a dockerAuth) credentials() (Credentials, error) {
+	c := Credentials{
+		Username:      a.Username,
+		Password:      Secret(a.Password),
+		IdentityToken: Secret(a.IdentityToken),
+		RegistryToken: Secret(a.RegistryToken),
+	}
+	if a.Auth != "" {
+		var err error
+		if c.Username, c.Password, err = decodeAuth(a.Auth); err != nil {
+			return Credentials{}, err
+		}
+	}
+	return c.normalize(), nil
+}
+
+// runHelper asks docker-credential-<name> by the credential helper protocol. The
+// helper's own output is not quoted in errors.
+func runHelper(ctx context.Context, name, server string) (Credentials, error) {
+	if name == "" || strings.ContainsAny(name, "/\\") {
+		return Credentials{}, errdefs.FailedPrecondition("credential helper %q: not a helper's name", clip(name))
+	}
+	ctx, cancel := context.WithTimeout(ctx, helperTimeout)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, "docker-credential-"+name, "get")
+	cmd.WaitDelay = time.Second // a grandchild may hold the pipe
+	cmd.Stdin = strings.NewReader(server)
+	var out bytes.Buffer
+	cmd.Stdout = &out
+	if err := cmd.Run(); err != nil {
+		if strings.Contains(out.String(), "credentials not found") {
+			return Credentials{}, nil
+		}
+		return Credentials{}, fmt.Errorf("credential helper %s for %s: %w", name, server, err)
+	}
+	var reply struct{ Username, Secret string }
+	if json.Unmarshal(out.Bytes(), &reply) != nil {
+		return Credentials{}, fmt.Errorf("credential helper %s for %s: its answer is not valid JSON", name, server)
+	}
+	return Credentials{Username: reply.Username, Password: Secret(reply.Secret)}.normalize(), nil
+}

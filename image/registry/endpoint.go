@@ -1,0 +1,170 @@
+package registry
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"path"
+	"time"
+)
+
+// endpoint is one host of a registry, ready to be asked for one repository.
+type endpoint struct {
+	caps      capability
+	base      url.URL // API root and repository: https://host/v2/library/busybox
+	ns        string  // registry this host is a proxy for; "" if it is the registry
+	agent     string
+	stall     time.Duration
+	client    *http.Client
+	transport *http.Transport
+	origin    *originOnly
+	auth      *authorizer
+}
+
+// newEndpoint prepares host h for the repository of ref. lookup finds credentials
+// for it when it asks for some.
+func newEndpoint(h hostConfig, ref Reference, c *Client, given Credentials) (*endpoint, error) {
+	tr, err := newTransport(&h, c.stall)
+	if err != nil {
+		return nil, err
+	}
+	e := &endpoint{
+		caps:      h.caps,
+		base:      url.URL{Scheme: h.scheme, Host: h.host, Path: path.Join("/", h.path, ref.Repository)},
+		agent:     c.agent,
+		stall:     c.stall,
+		transport: tr,
+	}
+	if canonicalHost(h.host) != canonicalHost(ref.Domain) {
+		e.ns = ref.Domain
+	}
+	var wire http.RoundTripper = tr
+	isPlain := func() bool { return h.scheme == "http" }
+	if h.plainNext {
+		f := &plainFallback{inner: tr, host: h.host}
+		wire, isPlain = f, f.plain.Load
+	}
+	e.origin = &originOnly{inner: wire, scheme: h.scheme, host: h.host, header: h.header, isPlain: isPlain}
+	tokens := *e.origin // the same without authorization
+	e.auth = &authorizer{
+		host:    h.host,
+		scope:   "repository:" + ref.Repository + ":pull",
+		tokens:  &tokens,
+		isPlain: isPlain,
+		lookup:  c.lookupFor(given, h, ref),
+	}
+	if given.RegistryToken != "" && given.belongTo(h.host, h.home, ref.Domain) {
+		e.auth.preset(given.RegistryToken)
+	}
+	e.origin.auth = e.auth
+	e.client = &http.Client{Transport: e.origin, CheckRedirect: checkRedirect}
+	return e, nil
+}
+
+// String names the endpoint in errors.
+func (e *endpoint) String() string { return e.base.Scheme + "://" + e.base.Host }
+
+// maxAuthRounds is how often one request may be answered with 401: without
+// authentication, and with a token that has expired or lacks the scope.
+const maxAuthRounds = 3
+
+// request sends a request below the repository ("manifests/latest"), authenticating as
+// asked. It returns the response whatever its status; the body must be closed.
+func (e *endpoint) request(ctx context.Context, method, suffix string, header http.Header) (*http.Response, error) {
+	for round := 1; ; round++ {
+		_, generation := e.auth.current()
+		resp, err := e.send(ctx, method, suffix, header)
+		if err != nil {
+			return nil, err
+		}
+		if resp.StatusCode != http.StatusUnauthorized || !e.isOwn(resp) || round == maxAuthRounds {
+			return resp, nil
+		}
+		challenges := parseChallenges(resp.Header)
+		drain(resp.Body)
+		if err := e.auth.answer(ctx, challenges, generation); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// send sends a request once. The transfer is cancelled when no byte arrives for
+// the stall timeout while the body is being read.
+func (e *endpoint) send(ctx context.Context, method, suffix string, header http.Header) (*http.Response, error) {
+	u := e.base
+	u.Path += "/" + suffix
+	if e.ns != "" {
+		u.RawQuery = url.Values{"ns": {e.ns}}.Encode()
+	}
+	guarded, cancel := context.WithCancelCause(ctx)
+	req, err := http.NewRequestWithContext(guarded, method, u.String(), nil)
+	if err != nil {
+		cancel(nil)
+		return nil, err
+	}
+	for name, values := range header {
+		req.Header[name] = values
+	}
+	req.Header.Set("User-Agent", e.agent)
+	resp, err := e.client.Do(req)
+	if err != nil {
+		cancel(nil)
+		return nil, requestError(ctx, err)
+	}
+	resp.Body = newGuardedBody(guarded, cancel, resp.Body, e.stall)
+	return resp, nil
+}
+
+// isOwn reports whether a response came from this host and not from one that it
+// redirected to.
+func (e *endpoint) isOwn(resp *http.Response) bool { return e.origin.owns(resp.Request.URL) }
+
+// statusError reads a response that is no success and closes it.
+func (e *endpoint) statusError(resp *http.Response) error {
+	err := statusError(resp, e.isOwn(resp))
+	drain(resp.Body)
+	return err
+}
+
+// drain reads a little of what is left, so that the connection can be used again,
+// and closes. Nothing of it is needed: errors do not matter.
+func drain(body io.ReadCloser) {
+	_, _ = io.CopyN(io.Discard, body, 64<<10)
+	_ = body.Close()
+}
+
+// guardedBody is a response body that fails with errStalled when a Read waits
+// longer than the timeout for its first byte. The time between Reads does not
+// count: it is the reader's.
+type guardedBody struct {
+	body    io.ReadCloser
+	ctx     context.Context
+	cancel  context.CancelCauseFunc
+	timer   *time.Timer
+	timeout time.Duration
+}
+
+func newGuardedBody(ctx context.Context, cancel context.CancelCauseFunc, body io.ReadCloser, timeout time.Duration) *guardedBody {
+	timer := time.AfterFunc(timeout, func() { cancel(errStalled) })
+	timer.Stop()
+	return &guardedBody{body: body, ctx: ctx, cancel: cancel, timer: timer, timeout: timeout}
+}
+
+func (g *guardedBody) Read(p []byte) (int, error) {
+	g.timer.Reset(g.timeout)
+	n, err := g.body.Read(p)
+	g.timer.Stop()
+	if err != nil && err != io.EOF && errors.Is(context.Cause(g.ctx), errStalled) {
+		err = fmt.Errorf("%w: no bytes for %v", errStalled, g.timeout)
+	}
+	return n, err
+}
+
+func (g *guardedBody) Close() error {
+	g.timer.Stop()
+	g.cancel(nil)
+	return g.body.Close()
+}

@@ -1,0 +1,171 @@
+package registry
+
+import (
+	"encoding/json"
+	"mime"
+	"strings"
+
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"berth/internal/errdefs"
+)
+
+// What is accepted from a registry, so that its bytes can't exhaust the node.
+const (
+	MaxManifestSize = 8 << 20 // bytes of a manifest or index
+	MaxConfigSize   = 8 << 20 // bytes of an image configuration
+	MaxIndexDepth   = 3       // indexes between a reference and its manifest
+	MaxLayers       = 500     // overlayfs mounts no more (OVL_MAX_STACK in fs/overlayfs)
+)
+
+// Media types of Docker's formats; those of OCI are in the image spec's package.
+const (
+	mediaTypeDockerManifest = "application/vnd.docker.distribution.manifest.v2+json"
+	mediaTypeDockerList     = "application/vnd.docker.distribution.manifest.list.v2+json"
+	mediaTypeDockerConfig   = "application/vnd.docker.container.image.v1+json"
+	mediaTypeDockerSchema1  = "application/vnd.docker.distribution.manifest.v1+json"
+	mediaTypeSignedSchema1  = "application/vnd.docker.distribution.manifest.v1+prettyjws"
+	dockerLayerPrefix       = "application/vnd.docker.image.rootfs."
+	ociLayerPrefix          = "application/vnd.oci.image.layer."
+)
+
+// acceptManifests is the Accept header for manifests.
+var acceptManifests = []string{strings.Join([]string{
+	ocispec.MediaTypeImageIndex, ocispec.MediaTypeImageManifest, mediaTypeDockerList, mediaTypeDockerManifest, "*/*",
+}, ", ")}
+
+// document is a parsed manifest or index.
+type document struct {
+	index    []ocispec.Descriptor // of an index; nil for a manifest
+	manifest ocispec.Manifest     // of a manifest
+}
+
+// parseDocument parses a manifest or index. contentType is what the registry
+// called it. What the document is follows from its content, and its media type
+// and the registry's must agree: a document that is both would be two images
+// (CVE-2021-41190).
+func parseDocument(data []byte, contentType string) (document, error) {
+	var raw struct {
+		SchemaVersion int                  `json:"schemaVersion"`
+		MediaType     string               `json:"mediaType"`
+		ArtifactType  string               `json:"artifactType"`
+		Manifests     []ocispec.Descriptor `json:"manifests"`
+		Config        *ocispec.Descriptor  `json:"config"`
+		Layers        []ocispec.Descriptor `json:"layers"`
+		FSLayers      json.RawMessage      `json:"fsLayers"`
+	}
+	if err := json.Unmarshal(data, &raw); err != nil {
+		return document{}, corrupt("not a manifest: invalid JSON")
+	}
+	if raw.SchemaVersion == 1 || raw.FSLayers != nil || isSchema1(contentType) {
+		return document{}, errdefs.FailedPrecondition("Docker image manifest schema 1 is not supported: rebuild the image as an OCI image or with Docker 1.10 or later")
+	}
+	isIndex, isManifest := raw.Manifests != nil, raw.Config != nil || raw.Layers != nil
+	switch {
+	case raw.SchemaVersion != 2:
+		return document{}, corrupt("not a manifest: schema version %d", raw.SchemaVersion)
+	case isIndex == isManifest:
+		return document{}, corrupt("not a manifest: it must have either manifests or a config")
+	case isManifest && raw.Config == nil:
+		return document{}, corrupt("not an image manifest: it has no config")
+	}
+	for _, t := range []string{raw.MediaType, mediaType(contentType)} {
+		if isIndex && isManifestType(t) || isManifest && isIndexType(t) {
+			return document{}, corrupt("manifest is not the %s it is said to be", clip(t))
+		}
+	}
+	if isIndex {
+		return document{index: raw.Manifests}, nil
+	}
+	m := ocispec.Manifest{MediaType: raw.MediaType, ArtifactType: raw.ArtifactType, Config: *raw.Config, Layers: raw.Layers}
+	return document{manifest: m}, checkManifest(m)
+}
+
+// checkManifest refuses what is no container image and what exceeds the limits.
+func checkManifest(m ocispec.Manifest) error {
+	switch m.Config.MediaType {
+	case ocispec.MediaTypeImageConfig, mediaTypeDockerConfig, "":
+	case "application/octet-stream": // written by Docker 1.10
+	default:
+		return errdefs.FailedPrecondition("not a container image but an artifact with a config of type %q", clip(m.Config.MediaType))
+	}
+	if err := checkDescriptor(m.Config, MaxConfigSize); err != nil {
+		return corrupt("config: %w", err)
+	}
+	if len(m.Layers) > MaxLayers {
+		return errdefs.FailedPrecondition("image has %d layers, more than the %d that can be mounted", len(m.Layers), MaxLayers)
+	}
+	for i, l := range m.Layers {
+		if !isLayerType(l.MediaType) {
+			return errdefs.FailedPrecondition("layer %d has the media type %q, which is no container image's layer", i, clip(l.MediaType))
+		}
+		if err := checkDescriptor(l, 0); err != nil {
+			return corrupt("layer %d: %w", i, err)
+		}
+	}
+	return nil
+}
+
+// checkDescriptor checks digest and size; limit 0 is none.
+func checkDescriptor(d ocispec.Descriptor, limit int64) error {
+	if err := checkDigest(d.Digest); err != nil {
+		return err
+	}
+	if d.Size < 0 {
+		return errdefs.InvalidArgument("%s: size is negative", d.Digest)
+	}
+	if limit > 0 && d.Size > limit {
+		return errdefs.InvalidArgument("%s: size %d is larger than the limit of %d bytes", d.Digest, d.Size, limit)
+	}
+	return nil
+}
+
+// parseConfig parses an image configuration and returns it with the layers of the
+// manifest, paired with their uncompressed digests.
+func parseConfig(data []byte, layers []ocispec.Descriptor) (ocispec.Image, []Layer, error) {
+	var c ocispec.Image
+	if err := json.Unmarshal(data, &c); err != nil {
+		return c, nil, corrupt("config: invalid JSON")
+	}
+	if len(c.RootFS.DiffIDs) != len(layers) {
+		return c, nil, corrupt("config has %d layers, manifest %d", len(c.RootFS.DiffIDs), len(layers))
+	}
+	pairs := make([]Layer, 0, len(layers))
+	for i, d := range c.RootFS.DiffIDs {
+		if err := checkDigest(d); err != nil {
+			return c, nil, corrupt("config: layer %d: %w", i, err)
+		}
+		if d.Algorithm() != digest.SHA256 {
+			return c, nil, corrupt("config: layer %d: %s is not a sha256 digest", i, d.Algorithm())
+		}
+		pairs = append(pairs, Layer{DiffID: d, Blob: layers[i]})
+	}
+	return c, pairs, nil
+}
+
+// mediaType strips the parameters of a Content-Type.
+func mediaType(contentType string) string {
+	t, _, err := mime.ParseMediaType(contentType)
+	if err != nil {
+		return ""
+	}
+	return t
+}
+
+func isSchema1(contentType string) bool {
+	t := mediaType(contentType)
+	return t == mediaTypeDockerSchema1 || t == mediaTypeSignedSchema1
+}
+
+func isIndexType(t string) bool { return t == ocispec.MediaTypeImageIndex || t == mediaTypeDockerList }
+
+func isManifestType(t string) bool {
+	return t == ocispec.MediaTypeImageManifest || t == mediaTypeDockerManifest
+}
+
+// isLayerType accepts tar layers in any compression (the content tells which) and
+// no other: encrypted layers, Helm charts and attestations are not file systems.
+func isLayerType(t string) bool {
+	return (strings.HasPrefix(t, ociLayerPrefix) || strings.HasPrefix(t, dockerLayerPrefix)) && !strings.Contains(t, "encrypted")
+}

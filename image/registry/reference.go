@@ -1,0 +1,72 @@
+package registry
+
+import (
+	"github.com/distribution/reference"
+	"github.com/opencontainers/go-digest"
+
+	"berth/internal/errdefs"
+)
+
+// Reference is a normalized image reference: Docker Hub's short names are
+// spelled out and a missing tag is "latest". Exactly one of Tag and Digest is set.
+type Reference struct {
+	Domain     string // registry host as written, "docker.io" for Docker Hub
+	Repository string // path below the host
+	Tag        string
+	Digest     digest.Digest
+}
+
+// ParseReference parses a reference as the Docker CLI and containerd do. Where it
+// has both a tag and a digest the digest wins and the tag is dropped: nobody
+// checked that they belong together. Errors have codes.InvalidArgument.
+func ParseReference(s string) (Reference, error) {
+	named, err := reference.ParseDockerRef(s)
+	if err != nil {
+		return Reference{}, errdefs.InvalidArgument("image reference %q: %w", s, err)
+	}
+	r := Reference{Domain: reference.Domain(named), Repository: reference.Path(named)}
+	switch n := named.(type) {
+	case reference.Canonical:
+		r.Digest = n.Digest()
+		if err := checkDigest(r.Digest); err != nil {
+			return Reference{}, errdefs.InvalidArgument("image reference %q: %w", s, err)
+		}
+	case reference.Tagged:
+		r.Tag = n.Tag()
+	}
+	return r, nil
+}
+
+// Name returns host and path, without tag or digest.
+func (r Reference) Name() string { return r.Domain + "/" + r.Repository }
+
+// String returns the normalized reference.
+func (r Reference) String() string {
+	if r.Digest != "" {
+		return r.WithDigest(r.Digest)
+	}
+	return r.Name() + ":" + r.Tag
+}
+
+// WithDigest returns the reference's name at a digest, as in CRI's repo_digests.
+func (r Reference) WithDigest(d digest.Digest) string { return r.Name() + "@" + d.String() }
+
+// identifier returns what the registry API calls <reference>.
+func (r Reference) identifier() string {
+	if r.Digest != "" {
+		return r.Digest.String()
+	}
+	return r.Tag
+}
+
+// checkDigest reports whether a digest is well-formed and of an algorithm that is
+// fit for verification. It must pass before the digest is used in a URL or path.
+func checkDigest(d digest.Digest) error {
+	if err := d.Validate(); err != nil {
+		return errdefs.InvalidArgument("digest %q: %w", clip(string(d)), err)
+	}
+	if a := d.Algorithm(); a != digest.SHA256 && a != digest.SHA512 {
+		return errdefs.InvalidArgument("digest %q: algorithm is neither sha256 nor sha512", clip(string(d)))
+	}
+	return nil
+}

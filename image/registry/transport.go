@@ -1,0 +1,180 @@
+package registry
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"strings"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	dialTimeout      = 30 * time.Second
+	handshakeTimeout = 10 * time.Second
+	idleTimeout      = 30 * time.Second
+	maxRedirects     = 10
+)
+
+// newTransport makes the connection pool for one host. HTTP/2 stays off: on one
+// connection the layers of an image would share one congestion window, and the
+// slowest could stop the others.
+func newTransport(h *hostConfig, headerTimeout time.Duration) (*http.Transport, error) {
+	tlsConfig, err := h.tlsConfig()
+	if err != nil {
+		return nil, err
+	}
+	dialer := &net.Dialer{Timeout: dialTimeout, KeepAlive: 30 * time.Second}
+	if h.dialTimeout > 0 {
+		dialer.Timeout = h.dialTimeout
+	}
+	var protocols http.Protocols
+	protocols.SetHTTP1(true)
+	return &http.Transport{
+		Proxy:                 http.ProxyFromEnvironment,
+		DialContext:           dialer.DialContext,
+		TLSClientConfig:       tlsConfig,
+		TLSHandshakeTimeout:   handshakeTimeout,
+		ResponseHeaderTimeout: headerTimeout,
+		IdleConnTimeout:       idleTimeout,
+		MaxIdleConnsPerHost:   16,
+		DisableCompression:    true, // a blob is verified in the form it is stored in
+		Protocols:             &protocols,
+	}, nil
+}
+
+// tlsConfig reads the certificate files of a host.
+func (h *hostConfig) tlsConfig() (*tls.Config, error) {
+	c := &tls.Config{MinVersion: tls.VersionTLS12}
+	if h.skipVerify != nil {
+		c.InsecureSkipVerify = *h.skipVerify
+	}
+	if h.caCerts != nil {
+		var err error
+		if c.RootCAs, err = x509.SystemCertPool(); err != nil {
+			return nil, fmt.Errorf("read the system's CA certificates: %w", err)
+		}
+	}
+	for _, file := range h.caCerts {
+		pem, err := os.ReadFile(file)
+		if err != nil {
+			return nil, fmt.Errorf("read CA certificate: %w", err)
+		}
+		if !c.RootCAs.AppendCertsFromPEM(pem) {
+			return nil, fmt.Errorf("no CA certificate in %s", file)
+		}
+	}
+	for _, pair := range h.clientPairs {
+		cert, err := loadClientPair(pair)
+		if err != nil {
+			return nil, err
+		}
+		c.Certificates = append(c.Certificates, cert)
+	}
+	return c, nil
+}
+
+func loadClientPair(pair [2]string) (tls.Certificate, error) {
+	if pair[1] == "" {
+		pair[1] = pair[0]
+	}
+	cert, err := tls.LoadX509KeyPair(pair[0], pair[1])
+	if err != nil {
+		return cert, fmt.Errorf("load client certificate %s: %w", pair[0], err)
+	}
+	return cert, nil
+}
+
+// plainFallback asks by https and, once a host has answered that in plain HTTP,
+// by http. For hosts on loopback and http hosts with TLS options.
+type plainFallback struct {
+	inner http.RoundTripper
+	host  string
+	plain atomic.Bool
+}
+
+func (f *plainFallback) RoundTrip(r *http.Request) (*http.Response, error) {
+	if r.URL.Host != f.host {
+		return f.inner.RoundTrip(r)
+	}
+	if !f.plain.Load() {
+		resp, err := f.inner.RoundTrip(r)
+		if !speaksPlain(err, f.host) {
+			return resp, err
+		}
+		f.plain.Store(true)
+	}
+	r = r.Clone(r.Context())
+	r.URL.Scheme = "http"
+	return f.inner.RoundTrip(r)
+}
+
+// speaksPlain reports whether an https request failed in a way that suggests http.
+func speaksPlain(err error, host string) bool {
+	if err == nil {
+		return false
+	}
+	var record tls.RecordHeaderError
+	if errors.As(err, &record) && string(record.RecordHeader[:]) == "HTTP/" {
+		return true
+	}
+	// net/http reports a plain answer to its handshake by text only.
+	if strings.Contains(err.Error(), "server gave HTTP response to HTTPS client") || strings.Contains(err.Error(), "TLS handshake timeout") {
+		return true
+	}
+	var op *net.OpError // without a port, http is another port that may be open
+	return portOf(host) == "" && errors.As(err, &op) && op.Op == "dial"
+}
+
+// originOnly adds what belongs to one host, and only to requests to that host:
+// configured headers and the Authorization. net/http would forward headers that a
+// request has to where it is redirected, Authorization even to subdomains and
+// other ports; here the requests that it redirects never had them.
+type originOnly struct {
+	inner   http.RoundTripper
+	scheme  string
+	host    string
+	isPlain func() bool // the host turned out to speak plain http
+	header  http.Header
+	auth    *authorizer // nil: none
+}
+
+func (o *originOnly) RoundTrip(r *http.Request) (*http.Response, error) {
+	if !o.owns(r.URL) {
+		return o.inner.RoundTrip(r)
+	}
+	asked := r
+	r = r.Clone(r.Context())
+	for name, values := range o.header {
+		r.Header[name] = values
+	}
+	if o.auth != nil {
+		if header, _ := o.auth.current(); header != "" {
+			r.Header.Set("Authorization", header.Reveal())
+		}
+	}
+	resp, err := o.inner.RoundTrip(r)
+	if resp != nil {
+		resp.Request = asked
+	}
+	return resp, err
+}
+
+func (o *originOnly) owns(u *url.URL) bool {
+	return u.Host == o.host && (u.Scheme == o.scheme || u.Scheme == "http" && o.isPlain())
+}
+
+// checkRedirect limits redirects and hides where they came from: the address of a
+// blob may hold a token, and net/http would send it on as Referer.
+func checkRedirect(r *http.Request, via []*http.Request) error {
+	if len(via) >= maxRedirects {
+		return fmt.Errorf("more than %d redirects", maxRedirects)
+	}
+	r.Header.Del("Referer")
+	return nil
+}
