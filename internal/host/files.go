@@ -1,0 +1,193 @@
+package host
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+
+	"github.com/moby/sys/mountinfo"
+	"golang.org/x/sys/unix"
+)
+
+// Device is a device node of the host.
+type Device struct {
+	Path         string // where it was found
+	Type         string // "c" or "b"
+	Major, Minor int64
+	Mode         os.FileMode // permission bits
+	UID, GID     uint32
+}
+
+// Propagation tells how the mount that holds a path takes part in mount propagation.
+type Propagation struct {
+	Mountpoint string
+	Shared     bool // mounts below it reach its peers
+	Slave      bool // mounts below its master reach it
+}
+
+// Files looks at the host's files. The zero value is ready for use.
+type Files struct{}
+
+// Resolve follows all symbolic links of a host path. A path that does not exist
+// is fs.ErrNotExist for errors.Is.
+func (Files) Resolve(path string) (string, error) { return filepath.EvalSymlinks(path) }
+
+// maxProfile is more than any seccomp profile has; the default one takes 20 KiB.
+const maxProfile = 1 << 20
+
+// ReadProfile reads a seccomp profile that the node's administrator installed: a
+// regular file of at most 1 MiB.
+func (Files) ReadProfile(path string) ([]byte, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	st, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if !st.Mode().IsRegular() {
+		return nil, fmt.Errorf("%s is not a regular file", path)
+	}
+	b, err := io.ReadAll(io.LimitReader(f, maxProfile+1))
+	if err != nil {
+		return nil, err
+	}
+	if len(b) > maxProfile {
+		return nil, fmt.Errorf("%s is larger than %d bytes", path, maxProfile)
+	}
+	return b, nil
+}
+
+// AppArmorLoaded reports whether the kernel has an AppArmor profile of that name.
+func (Files) AppArmorLoaded(name string) (bool, error) {
+	return appArmorLoaded("/sys/kernel/security/apparmor/profiles", name)
+}
+
+// appArmorLoaded searches lines of the form "name (mode)".
+func appArmorLoaded(file, name string) (bool, error) {
+	b, err := os.ReadFile(file)
+	if err != nil {
+		return false, fmt.Errorf("look for AppArmor profile %s: %w", name, err)
+	}
+	for line := range strings.Lines(string(b)) {
+		if i := strings.LastIndex(line, " ("); i >= 0 && line[:i] == name {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// Propagation looks up the mount that holds path, which must be free of symbolic links.
+func (Files) Propagation(path string) (Propagation, error) {
+	return propagation("/proc/self/mountinfo", path)
+}
+
+func propagation(file, path string) (Propagation, error) {
+	mounts, err := readMounts(file, mountinfo.ParentsFilter(path))
+	if err != nil {
+		return Propagation{}, err
+	}
+	var at *mountinfo.Info
+	for _, m := range mounts { // the deepest; of several on one place the last, which is on top
+		if at == nil || len(m.Mountpoint) >= len(at.Mountpoint) {
+			at = m
+		}
+	}
+	if at == nil {
+		return Propagation{}, fmt.Errorf("no mount holds %s", path)
+	}
+	return Propagation{Mountpoint: at.Mountpoint, Shared: hasTag(at, "shared:"), Slave: hasTag(at, "master:")}, nil
+}
+
+// ErrNotDevice is returned by Devices for a path that is neither a device nor a directory.
+var ErrNotDevice = errors.New("not a device")
+
+// Devices returns the device at path, or all devices below the directory at path,
+// in lexical order. Links are not followed, neither at path nor below. Below a
+// directory it leaves out what is not the host's to give: the pseudo
+// terminals and message queues of its mounts, and /dev/console.
+func (Files) Devices(path string) ([]Device, error) {
+	st, err := os.Lstat(path)
+	if err != nil {
+		return nil, err
+	}
+	if !st.IsDir() {
+		d, ok := deviceOf(path, st)
+		if !ok {
+			return nil, fmt.Errorf("%s: %w", path, ErrNotDevice)
+		}
+		return []Device{d}, nil
+	}
+	var devices []Device
+	err = filepath.WalkDir(path, func(p string, e fs.DirEntry, err error) error {
+		if errors.Is(err, fs.ErrNotExist) { // devices come and go while we walk
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		if e.IsDir() {
+			if p != path && skippedDirs[e.Name()] {
+				return filepath.SkipDir
+			}
+			return nil
+		}
+		d, err := nodeAt(p, e)
+		if err != nil || d == nil {
+			return err
+		}
+		devices = append(devices, *d)
+		return nil
+	})
+	return devices, err
+}
+
+// skippedDirs of /dev hold nothing that a container should find in its own /dev.
+var skippedDirs = map[string]bool{
+	"pts": true, "shm": true, "fd": true, "mqueue": true, ".lxc": true, ".lxd-mounts": true, ".udev": true,
+}
+
+// nodeAt returns the device of a directory entry, nil if it is none.
+func nodeAt(path string, e fs.DirEntry) (*Device, error) {
+	if e.Type()&fs.ModeDevice == 0 || e.Name() == "console" {
+		return nil, nil
+	}
+	st, err := e.Info()
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	if d, ok := deviceOf(path, st); ok {
+		return &d, nil
+	}
+	return nil, nil
+}
+
+func deviceOf(path string, st fs.FileInfo) (Device, bool) {
+	sys, ok := st.Sys().(*syscall.Stat_t)
+	if !ok || st.Mode()&fs.ModeDevice == 0 {
+		return Device{}, false
+	}
+	d := Device{
+		Path:  path,
+		Type:  "b",
+		Major: int64(unix.Major(sys.Rdev)),
+		Minor: int64(unix.Minor(sys.Rdev)),
+		Mode:  st.Mode().Perm(),
+		UID:   sys.Uid,
+		GID:   sys.Gid,
+	}
+	if st.Mode()&fs.ModeCharDevice != 0 {
+		d.Type = "c"
+	}
+	return d, true
+}

@@ -1,0 +1,306 @@
+// Package host finds out what the machine offers to containers.
+//
+// Detect reads the facts once, at daemon start. They are plain values, so that
+// package oci can build specs from them without touching the machine, and tests
+// can make them up. Files answers, at any time, the few questions about host
+// paths that a spec depends on.
+package host
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"github.com/moby/sys/capability"
+	"github.com/moby/sys/mountinfo"
+	"golang.org/x/sys/unix"
+)
+
+// Facts is what Detect found. The zero value is a machine that offers nothing.
+type Facts struct {
+	Hostname string // of the node, for pods on the host network
+
+	Kernel                   string // release, e.g. "6.12.9-amd64"
+	KernelMajor, KernelMinor int
+
+	CgroupV2 bool // /sys/fs/cgroup is the unified hierarchy; false: v1, pure or hybrid
+
+	Seccomp  bool // seccomp filters
+	AppArmor bool // the AppArmor module is enabled
+	SELinux  bool // selinuxfs is mounted
+
+	// Capabilities are those that this process can hand on: both in its bounding
+	// and its permitted set. Upper case with CAP_ prefix, ordered by number.
+	Capabilities []string
+
+	// OOMScoreAdjMin is the lowest oom_score_adj a container can get from us:
+	// -1000 with CAP_SYS_RESOURCE, else our own value (proc(5): lowering it
+	// below the inherited minimum needs CAP_SYS_RESOURCE).
+	OOMScoreAdjMin int
+
+	// HugepageSizes have a limit file in a container's cgroup, e.g. "2MB", "1GB".
+	// Empty where the hugetlb controller is missing, whatever the kernel has.
+	HugepageSizes []string
+
+	SwapAccounting    bool // a container's cgroup has a swap limit
+	RecursiveReadOnly bool // mount_setattr(2) with AT_RECURSIVE, Linux 5.12
+	RootShared        bool // "/" is a shared mount: what kubelet mounts later reaches namespaces made earlier
+}
+
+// Detect reads the facts. The root argument is the directory that holds proc
+// and sys: "/", or the root of a made-up tree in tests. A fact whose file does not
+// exist is absent; a file that can't be read or makes no sense is an error
+// that names it.
+func Detect(root string) (Facts, error) {
+	var f Facts
+	d := detector{root: root}
+	mounts, err := d.mounts()
+	if err != nil {
+		return f, err
+	}
+	for _, step := range []func(*Facts, []*mountinfo.Info) error{
+		d.kernel, d.security, d.capabilities, d.oomScore, d.cgroup, d.hugepages, d.swap, d.mountFeatures,
+	} {
+		if err := step(&f, mounts); err != nil {
+			return Facts{}, err
+		}
+	}
+	return f, nil
+}
+
+type detector struct{ root string }
+
+func (d detector) path(p string) string { return filepath.Join(d.root, p) }
+
+func (d detector) exists(p string) bool {
+	_, err := os.Stat(d.path(p))
+	return err == nil
+}
+
+// read returns the trimmed content of a small file below root, "" if it does not exist.
+func (d detector) read(p string) (string, error) {
+	b, err := os.ReadFile(d.path(p))
+	if os.IsNotExist(err) {
+		return "", nil
+	}
+	if err != nil {
+		return "", fmt.Errorf("detect host: %w", err)
+	}
+	return strings.TrimSpace(string(b)), nil
+}
+
+func (d detector) mounts() ([]*mountinfo.Info, error) {
+	return readMounts(d.path("/proc/self/mountinfo"), nil)
+}
+
+func readMounts(path string, filter mountinfo.FilterFunc) ([]*mountinfo.Info, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("read mounts: %w", err)
+	}
+	defer f.Close()
+	mounts, err := mountinfo.GetMountsFromReader(f, filter)
+	if err != nil {
+		return nil, fmt.Errorf("read mounts from %s: %w", path, err)
+	}
+	return mounts, nil
+}
+
+func (d detector) kernel(f *Facts, _ []*mountinfo.Info) (err error) {
+	if f.Kernel, err = d.read("/proc/sys/kernel/osrelease"); err != nil {
+		return err
+	}
+	if _, err := fmt.Sscanf(f.Kernel, "%d.%d", &f.KernelMajor, &f.KernelMinor); err != nil {
+		return fmt.Errorf("detect host: kernel release %q: %w", f.Kernel, err)
+	}
+	f.Hostname, err = d.read("/proc/sys/kernel/hostname")
+	return err
+}
+
+func (d detector) security(f *Facts, _ []*mountinfo.Info) error {
+	// Both files come with CONFIG_SECCOMP_FILTER; actions_avail since Linux 4.14.
+	f.Seccomp = d.exists("/proc/sys/kernel/seccomp/actions_avail")
+	enabled, err := d.read("/sys/module/apparmor/parameters/enabled")
+	if err != nil {
+		return err
+	}
+	f.AppArmor = strings.HasPrefix(enabled, "Y") && d.exists("/sys/kernel/security/apparmor")
+	f.SELinux = d.exists("/sys/fs/selinux/enforce")
+	return nil
+}
+
+func (d detector) capabilities(f *Facts, _ []*mountinfo.Info) error {
+	status, err := d.read("/proc/self/status")
+	if err != nil {
+		return err
+	}
+	permitted, err := capabilitySet(status, "CapPrm:")
+	if err != nil {
+		return err
+	}
+	bounding, err := capabilitySet(status, "CapBnd:")
+	if err != nil {
+		return err
+	}
+	for _, c := range capability.ListKnown() {
+		if permitted&bounding&(1<<uint(c)) != 0 {
+			f.Capabilities = append(f.Capabilities, "CAP_"+strings.ToUpper(c.String()))
+		}
+	}
+	return nil
+}
+
+// capabilitySet finds the bit mask with the given key in the text of /proc/PID/status.
+func capabilitySet(status, key string) (uint64, error) {
+	for line := range strings.Lines(status) {
+		if value, ok := strings.CutPrefix(line, key); ok {
+			set, err := strconv.ParseUint(strings.TrimSpace(value), 16, 64)
+			if err != nil {
+				return 0, fmt.Errorf("detect host: %s in /proc/self/status: %w", key, err)
+			}
+			return set, nil
+		}
+	}
+	return 0, fmt.Errorf("detect host: no %s in /proc/self/status", key)
+}
+
+func (d detector) oomScore(f *Facts, _ []*mountinfo.Info) error {
+	own, err := d.read("/proc/self/oom_score_adj")
+	if err != nil {
+		return err
+	}
+	n, err := strconv.Atoi(own)
+	if err != nil {
+		return fmt.Errorf("detect host: /proc/self/oom_score_adj: %w", err)
+	}
+	f.OOMScoreAdjMin = n
+	for _, c := range f.Capabilities {
+		if c == "CAP_SYS_RESOURCE" {
+			f.OOMScoreAdjMin = -1000
+		}
+	}
+	return nil
+}
+
+const cgroupRoot = "/sys/fs/cgroup"
+
+func (d detector) cgroup(f *Facts, mounts []*mountinfo.Info) error {
+	for _, m := range mounts { // of mounts stacked on one place the last is on top
+		if m.Mountpoint == cgroupRoot {
+			f.CgroupV2 = m.FSType == "cgroup2"
+		}
+	}
+	return nil
+}
+
+// v1Controller returns the place where a cgroup v1 controller is mounted, "" if nowhere.
+func v1Controller(mounts []*mountinfo.Info, name string) string {
+	for _, m := range mounts {
+		if m.FSType != "cgroup" {
+			continue
+		}
+		for option := range strings.SplitSeq(m.VFSOptions, ",") {
+			if option == name {
+				return m.Mountpoint
+			}
+		}
+	}
+	return ""
+}
+
+func (d detector) hugepages(f *Facts, mounts []*mountinfo.Info) error {
+	limited := v1Controller(mounts, "hugetlb") != ""
+	if f.CgroupV2 {
+		controllers, err := d.read(cgroupRoot + "/cgroup.controllers")
+		if err != nil {
+			return err
+		}
+		limited = strings.Contains(" "+controllers+" ", " hugetlb ")
+	}
+	if !limited {
+		return nil
+	}
+	dirs, err := filepath.Glob(d.path("/sys/kernel/mm/hugepages/hugepages-*kB"))
+	if err != nil {
+		return fmt.Errorf("detect host: list hugepage sizes: %w", err)
+	}
+	for _, dir := range dirs {
+		digits := strings.TrimSuffix(strings.TrimPrefix(filepath.Base(dir), "hugepages-"), "kB")
+		kb, err := strconv.ParseUint(digits, 10, 64)
+		if err != nil {
+			return fmt.Errorf("detect host: hugepage size of %s: %w", dir, err)
+		}
+		f.HugepageSizes = append(f.HugepageSizes, hugepageSize(kb))
+	}
+	return nil
+}
+
+// hugepageSize writes a page size as the hugetlb controller names it in its
+// files (mm/hugetlb_cgroup.c, mem_fmt): in the largest unit that it reaches.
+func hugepageSize(kb uint64) string {
+	switch {
+	case kb >= 1<<20:
+		return strconv.FormatUint(kb>>20, 10) + "GB"
+	case kb >= 1<<10:
+		return strconv.FormatUint(kb>>10, 10) + "MB"
+	}
+	return strconv.FormatUint(kb, 10) + "KB"
+}
+
+func (d detector) swap(f *Facts, mounts []*mountinfo.Info) error {
+	if !f.CgroupV2 {
+		dir := v1Controller(mounts, "memory")
+		f.SwapAccounting = dir != "" && d.exists(dir+"/memory.memsw.limit_in_bytes")
+		return nil
+	}
+	// The root cgroup never has memory.swap.max. Our own has it, unless we are in
+	// the root; then one of its children shows it.
+	own, err := d.read("/proc/self/cgroup")
+	if err != nil {
+		return err
+	}
+	dir := ""
+	for line := range strings.Lines(own) {
+		if p, ok := strings.CutPrefix(line, "0::"); ok {
+			dir = strings.TrimSpace(p)
+		}
+	}
+	if d.exists(filepath.Join(cgroupRoot, dir, "memory.swap.max")) {
+		f.SwapAccounting = true
+		return nil
+	}
+	found, err := filepath.Glob(d.path(cgroupRoot + "/*/memory.swap.max"))
+	if err != nil {
+		return fmt.Errorf("detect host: look for memory.swap.max: %w", err)
+	}
+	f.SwapAccounting = len(found) > 0
+	return nil
+}
+
+func (d detector) mountFeatures(f *Facts, mounts []*mountinfo.Info) error {
+	for _, m := range mounts {
+		if m.Mountpoint == "/" {
+			f.RootShared = hasTag(m, "shared:")
+		}
+	}
+	f.RecursiveReadOnly = f.KernelMajor > 5 || f.KernelMajor == 5 && f.KernelMinor >= 12
+	if d.root == "/" {
+		// A change of nothing on no file: any answer but ENOSYS comes from the
+		// system call itself, and not from a kernel or filter that lacks it.
+		err := unix.MountSetattr(-1, "", unix.AT_EMPTY_PATH, &unix.MountAttr{})
+		f.RecursiveReadOnly = err != unix.ENOSYS
+	}
+	return nil
+}
+
+// hasTag reports whether a mount has an optional field such as "shared:" or "master:".
+func hasTag(m *mountinfo.Info, tag string) bool {
+	for field := range strings.FieldsSeq(m.Optional) {
+		if strings.HasPrefix(field, tag) {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,101 @@
+package oci
+
+import (
+	"path"
+	"regexp"
+	"strings"
+
+	"berth/internal/errdefs"
+)
+
+// Parents of containers and pods whose config names no cgroup parent.
+const (
+	DefaultCgroupParent = "/berth"       // cgroupfs driver
+	DefaultSlice        = "system.slice" // systemd driver
+)
+
+// scopePrefix begins the names of berth's scopes: berth-<ID>.scope.
+const scopePrefix = "berth"
+
+var (
+	cgroupID  = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9_.-]*$`)
+	sliceName = regexp.MustCompile(`^[a-zA-Z0-9_.\\@-]+\.slice$`)
+)
+
+// CgroupsPath returns the cgroup of a container or pod as the spec's
+// linux.cgroupsPath wants it.
+//
+// With the cgroupfs driver that is "<parent>/<id>"; parent is an absolute path
+// below the mounts of the cgroup hierarchies. With the systemd driver it is
+// "<slice>:berth:<id>"; parent is the name of a slice, or its path as kubelet writes it:
+// "/kubepods.slice/kubepods-besteffort.slice". An empty parent is DefaultCgroupParent or
+// DefaultSlice. A parent in the other driver's form is refused, for then kubelet and
+// berth disagree about the driver.
+func CgroupsPath(parent, id string, systemdDriver bool) (string, error) {
+	if !cgroupID.MatchString(id) || len(id) > 128 || strings.HasSuffix(id, ".slice") {
+		return "", errdefs.InvalidArgument("cgroup: %q is not an ID", id)
+	}
+	if systemdDriver {
+		return systemdPath(parent, id)
+	}
+	return cgroupfsPath(parent, id)
+}
+
+func cgroupfsPath(parent, id string) (string, error) {
+	if parent == "" {
+		parent = DefaultCgroupParent
+	}
+	if strings.HasSuffix(parent, ".slice") {
+		return "", errdefs.InvalidArgument("cgroup parent %q is a systemd slice, but berth uses the cgroupfs driver", parent)
+	}
+	if !path.IsAbs(parent) || strings.ContainsFunc(parent, isControl) {
+		return "", errdefs.InvalidArgument("cgroup parent %q is not an absolute path", parent)
+	}
+	for part := range strings.SplitSeq(parent, "/") {
+		if part == ".." {
+			return "", errdefs.InvalidArgument("cgroup parent %q contains ..", parent)
+		}
+	}
+	return path.Join(parent, id), nil
+}
+
+func systemdPath(parent, id string) (string, error) {
+	if parent == "" {
+		parent = DefaultSlice
+	}
+	slice := path.Base(parent)
+	if !strings.HasSuffix(slice, ".slice") {
+		return "", errdefs.InvalidArgument("cgroup parent %q is not a slice, but berth uses the systemd driver", parent)
+	}
+	// A longer unit name does not fit a file name (UNIT_NAME_MAX).
+	if !sliceName.MatchString(slice) || len(slice) > 255 {
+		return "", errdefs.InvalidArgument("cgroup parent %q: %q is not the name of a slice", parent, slice)
+	}
+	expanded, ok := expandSlice(slice)
+	if !ok {
+		return "", errdefs.InvalidArgument("cgroup parent %q: %q is not the name of a slice", parent, slice)
+	}
+	if strings.Contains(parent, "/") && parent != expanded {
+		return "", errdefs.InvalidArgument("cgroup parent %q: systemd has the slice %s at %s", parent, slice, expanded)
+	}
+	return slice + ":" + scopePrefix + ":" + id, nil
+}
+
+// expandSlice returns the cgroup path of a slice: dashes in its name separate its
+// ancestors (systemd.slice(5)), so a-b.slice is at /a.slice/a-b.slice.
+func expandSlice(slice string) (string, bool) {
+	name := strings.TrimSuffix(slice, ".slice")
+	if name == "-" {
+		return "/-.slice", true // the root slice
+	}
+	var expanded, prefix strings.Builder
+	for part := range strings.SplitSeq(name, "-") {
+		if part == "" {
+			return "", false
+		}
+		prefix.WriteString(part)
+		expanded.WriteString("/" + prefix.String() + ".slice")
+		prefix.WriteByte('-')
+	}
+	return expanded.String(), true
+}

@@ -1,0 +1,127 @@
+package oci
+
+import (
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+// ContainerSpec builds the spec of a container. The same input gives the same
+// spec, except that the categories of a new SELinux label are drawn at random
+// (give them back with ReleaseSELinuxLabel). Errors have the codes that the
+// package comment tells.
+func ContainerSpec(in ContainerInput) (*specs.Spec, error) {
+	if in.Image == nil {
+		in.Image = &ocispec.ImageConfig{}
+	}
+	if err := refuseUnimplemented(in); err != nil {
+		return nil, err
+	}
+	spec := &specs.Spec{Version: specs.Version, Root: &specs.Root{}, Linux: &specs.Linux{}}
+	for _, step := range []func(ContainerInput, *specs.Spec) error{
+		setProcess,
+		setNamespaces,
+		setCgroup,
+		setMounts,
+		setDevices,
+		setSecurity,
+	} {
+		if err := step(in, spec); err != nil {
+			return nil, err
+		}
+	}
+	return spec, nil
+}
+
+// refuseUnimplemented names what a container asks for that berth does not do yet.
+func refuseUnimplemented(in ContainerInput) error {
+	if devices := in.Config.GetCDIDevices(); len(devices) > 0 {
+		return errdefs.New(codes.Unimplemented, "CDI device %q: CDI devices are not supported", devices[0].GetName())
+	}
+	if in.security().GetPrivileged() && !in.Pod.privileged() {
+		return errdefs.InvalidArgument("privileged container in pod %s, which is not privileged", in.Pod.ID)
+	}
+	return refuseUserNamespace(in.security().GetNamespaceOptions())
+}
+
+func refuseUserNamespace(o *runtimeapi.NamespaceOption) error {
+	if u := o.GetUsernsOptions(); u != nil && u.GetMode() != runtimeapi.NamespaceMode_NODE {
+		return errdefs.New(codes.Unimplemented, "userns_options: user namespaces (mode %s) are not supported", u.GetMode())
+	}
+	return nil
+}
+
+func setProcess(in ContainerInput, spec *specs.Spec) error {
+	args, err := processArgs(in.Config, in.Image)
+	if err != nil {
+		return err
+	}
+	env, err := processEnv(in)
+	if err != nil {
+		return err
+	}
+	cwd, err := processCwd(in.Config.GetWorkingDir(), in.Image.WorkingDir)
+	if err != nil {
+		return err
+	}
+	score, err := oomScoreAdj(in.resources().GetOomScoreAdj(), in.Host)
+	if err != nil {
+		return err
+	}
+	spec.Process = &specs.Process{
+		Terminal:    in.Config.GetTty(),
+		Args:        args,
+		Env:         env,
+		Cwd:         cwd,
+		User:        in.User.spec(),
+		OOMScoreAdj: &score,
+	}
+	return nil
+}
+
+func setCgroup(in ContainerInput, spec *specs.Spec) (err error) {
+	if spec.Linux.CgroupsPath, err = CgroupsPath(in.Pod.CgroupParent, in.ID, in.SystemdCgroup); err != nil {
+		return err
+	}
+	spec.Linux.Resources, err = LinuxResources(in.resources(), in.Host)
+	return err
+}
+
+// setSecurity fills in everything that restricts the process. Privileged lifts most of it
+// (see LinuxContainerSecurityContext.privileged in the CRI).
+func setSecurity(in ContainerInput, spec *specs.Spec) error {
+	sc := in.security()
+	caps, err := capabilities(sc.GetCapabilities(), sc.GetPrivileged(), in.Host)
+	if err != nil {
+		return err
+	}
+	spec.Process.Capabilities = caps // seccomp's default profile depends on them
+	spec.Process.NoNewPrivileges = sc.GetNoNewPrivs()
+	spec.Root.Readonly = sc.GetReadonlyRootfs()
+	if err := setPaths(sc, spec); err != nil {
+		return err
+	}
+	seccomp := seccompRequest(sc.GetSeccomp(), sc.GetSeccompProfilePath()) //nolint:staticcheck // deprecated, but old clients send it
+	if err := setSeccomp(seccomp, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
+		return err
+	}
+	apparmor := apparmorRequest(sc.GetApparmor(), sc.GetApparmorProfile()) //nolint:staticcheck // as above
+	if err := setAppArmor(apparmor, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
+		return err
+	}
+	return setSELinux(sc.GetSelinuxOptions(), in.Pod.SELinuxLabel, sc.GetPrivileged(), in.Host, spec)
+}
+
+func setPaths(sc *runtimeapi.LinuxContainerSecurityContext, spec *specs.Spec) (err error) {
+	if sc.GetPrivileged() {
+		return nil
+	}
+	if spec.Linux.MaskedPaths, err = absolutePaths("masked_paths", sc.GetMaskedPaths()); err != nil {
+		return err
+	}
+	spec.Linux.ReadonlyPaths, err = absolutePaths("readonly_paths", sc.GetReadonlyPaths())
+	return err
+}

@@ -1,0 +1,115 @@
+package oci
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"path"
+	"slices"
+	"strings"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/internal/host"
+)
+
+// setDevices gives the container its device nodes and the rules of its device cgroup.
+// The usual ones (null, zero, tty …) libcontainer adds, nodes and rules.
+func setDevices(in ContainerInput, spec *specs.Spec) error {
+	// All is denied first; later rules win.
+	rules := []specs.LinuxDeviceCgroup{{Allow: false, Access: "rwm"}}
+	if in.security().GetPrivileged() {
+		rules = []specs.LinuxDeviceCgroup{{Allow: true, Access: "rwm"}}
+		devices, err := in.Files.Devices("/dev")
+		if err != nil {
+			return fmt.Errorf("list the host's devices: %w", err)
+		}
+		for _, d := range devices {
+			addDevice(spec, d, d.Path)
+		}
+	}
+	for _, d := range in.Config.GetDevices() {
+		granted, err := criDevices(d, in.Files)
+		if err != nil {
+			return err
+		}
+		access, err := deviceAccess(d)
+		if err != nil {
+			return err
+		}
+		for _, g := range granted {
+			addDevice(spec, g.device, g.path)
+			rules = append(rules, specs.LinuxDeviceCgroup{Allow: true, Type: g.device.Type,
+				Major: &g.device.Major, Minor: &g.device.Minor, Access: access})
+		}
+	}
+	spec.Linux.Resources.Devices = rules
+	return nil
+}
+
+// addDevice adds a node, in the place of an earlier one with the same path.
+func addDevice(spec *specs.Spec, d host.Device, at string) {
+	node := specs.LinuxDevice{Path: at, Type: d.Type, Major: d.Major, Minor: d.Minor,
+		FileMode: &d.Mode, UID: &d.UID, GID: &d.GID}
+	i := slices.IndexFunc(spec.Linux.Devices, func(n specs.LinuxDevice) bool { return n.Path == at })
+	if i >= 0 {
+		spec.Linux.Devices[i] = node
+		return
+	}
+	spec.Linux.Devices = append(spec.Linux.Devices, node)
+}
+
+// grantedDevice is a device of the host and its path in the container.
+type grantedDevice struct {
+	device host.Device
+	path   string
+}
+
+// criDevices finds what a device of the CRI config stands for: one node, or all below a directory.
+func criDevices(d *runtimeapi.Device, files Files) ([]grantedDevice, error) {
+	source := d.GetHostPath()
+	dest := d.GetContainerPath()
+	if dest == "" {
+		dest = source
+	}
+	for _, p := range []string{source, dest} {
+		if !path.IsAbs(p) || strings.IndexByte(p, 0) >= 0 {
+			return nil, errdefs.InvalidArgument("device: %q is not an absolute path", p)
+		}
+	}
+	resolved, err := files.Resolve(source)
+	var devices []host.Device
+	if err == nil {
+		devices, err = files.Devices(resolved)
+	}
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil, errdefs.InvalidArgument("device %s does not exist", source)
+	case errors.Is(err, host.ErrNotDevice):
+		return nil, errdefs.InvalidArgument("device %s is not a device", source)
+	case err != nil:
+		return nil, fmt.Errorf("device %s: %w", source, err)
+	case len(devices) == 0:
+		return nil, errdefs.InvalidArgument("device %s is a directory without devices", source)
+	}
+	granted := make([]grantedDevice, 0, len(devices))
+	for _, found := range devices {
+		below := strings.TrimPrefix(found.Path, resolved)
+		granted = append(granted, grantedDevice{found, path.Join(dest, below)})
+	}
+	return granted, nil
+}
+
+// deviceAccess checks the permissions of a device. None means all, as in CRI-O.
+func deviceAccess(d *runtimeapi.Device) (string, error) {
+	access := d.GetPermissions()
+	if access == "" {
+		return "rwm", nil
+	}
+	if strings.Trim(access, "rwm") != "" || len(access) > 3 {
+		return "", errdefs.InvalidArgument("device %s: permissions %q are not made of r, w and m", d.GetHostPath(), access)
+	}
+	return access, nil
+}

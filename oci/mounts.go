@@ -1,0 +1,255 @@
+package oci
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"path"
+	"slices"
+	"strings"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	crierrors "k8s.io/cri-api/pkg/errors"
+
+	"berth/internal/errdefs"
+)
+
+// setMounts lists a container's mounts: the kernel's filesystems, then the pod's files
+// and the CRI config's mounts, parents before children. A CRI mount replaces a default
+// one at the same place, and the kernel's filesystems below it.
+func setMounts(in ContainerInput, spec *specs.Spec) error {
+	var given []specs.Mount
+	for _, m := range in.Config.GetMounts() {
+		mount, err := criMount(m, in.Host, in.Files)
+		if err != nil {
+			return err
+		}
+		given = append(given, mount)
+		raiseRootPropagation(m.GetPropagation(), spec)
+	}
+	files, err := podFiles(in)
+	if err != nil {
+		return err
+	}
+	for _, m := range kernelMounts(in) {
+		if !slices.ContainsFunc(given, func(g specs.Mount) bool { return isBelow(m.Destination, g.Destination) }) {
+			spec.Mounts = append(spec.Mounts, m)
+		}
+	}
+	binds := given
+	for _, m := range files {
+		if !slices.ContainsFunc(given, func(g specs.Mount) bool { return g.Destination == m.Destination }) {
+			binds = append(binds, m)
+		}
+	}
+	slices.SortStableFunc(binds, func(a, b specs.Mount) int {
+		return strings.Count(a.Destination, "/") - strings.Count(b.Destination, "/")
+	})
+	spec.Mounts = append(spec.Mounts, binds...)
+	return nil
+}
+
+// isBelow reports whether the clean path p is dir or lies below it.
+func isBelow(p, dir string) bool { return p == dir || strings.HasPrefix(p, dir+"/") }
+
+// kernelMounts are the filesystems every container gets, as in containerd. Privileged
+// ones may write to /sys and their cgroup.
+func kernelMounts(in ContainerInput) []specs.Mount {
+	access := "ro"
+	if in.security().GetPrivileged() {
+		access = "rw"
+	}
+	return []specs.Mount{
+		procMount(),
+		devMount(),
+		{Destination: "/dev/pts", Type: "devpts", Source: "devpts",
+			// Group 5 is tty, everywhere.
+			Options: []string{"nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"}},
+		{Destination: "/dev/mqueue", Type: "mqueue", Source: "mqueue", Options: []string{"nosuid", "noexec", "nodev"}},
+		{Destination: "/sys", Type: "sysfs", Source: "sysfs", Options: []string{"nosuid", "noexec", "nodev", access}},
+		{Destination: "/sys/fs/cgroup", Type: "cgroup", Source: "cgroup",
+			Options: []string{"nosuid", "noexec", "nodev", "relatime", access}},
+	}
+}
+
+func procMount() specs.Mount {
+	return specs.Mount{Destination: "/proc", Type: "proc", Source: "proc", Options: []string{"nosuid", "noexec", "nodev"}}
+}
+
+func devMount() specs.Mount {
+	return specs.Mount{Destination: "/dev", Type: "tmpfs", Source: "tmpfs",
+		Options: []string{"nosuid", "strictatime", "mode=755", "size=65536k"}}
+}
+
+// podFiles are the files that all containers of a pod share.
+func podFiles(in ContainerInput) ([]specs.Mount, error) {
+	access := "rw"
+	if in.security().GetReadonlyRootfs() {
+		access = "ro"
+	}
+	var mounts []specs.Mount
+	for _, f := range []struct{ dest, source string }{
+		{"/etc/hostname", in.Pod.Hostname},
+		{"/etc/hosts", in.Pod.Hosts},
+		{"/etc/resolv.conf", in.Pod.ResolvConf},
+	} {
+		if f.source != "" {
+			mounts = append(mounts, specs.Mount{Destination: f.dest, Type: "bind", Source: f.source,
+				Options: []string{"rbind", "rprivate", "nosuid", "nodev", "noexec", access}})
+		}
+	}
+	shm := specs.Mount{Destination: "/dev/shm", Type: "bind", Source: in.Pod.Shm,
+		Options: []string{"rbind", "rprivate", "nosuid", "nodev", "noexec", "rw"}}
+	if in.Pod.hostIPC() {
+		shm.Source = "/dev/shm"
+		shm.Options = []string{"rbind", "rprivate", "nosuid", "nodev", "rw"}
+	}
+	if shm.Source == "" {
+		return nil, errdefs.Internal("pod %s: path of its /dev/shm is missing", in.Pod.ID)
+	}
+	return append(mounts, shm), nil
+}
+
+// raiseRootPropagation gives the container's root the propagation that the mounts on it
+// need; libcontainer's own default is rslave.
+func raiseRootPropagation(p runtimeapi.MountPropagation, spec *specs.Spec) {
+	switch p {
+	case runtimeapi.MountPropagation_PROPAGATION_BIDIRECTIONAL:
+		spec.Linux.RootfsPropagation = "rshared"
+	case runtimeapi.MountPropagation_PROPAGATION_HOST_TO_CONTAINER:
+		if spec.Linux.RootfsPropagation == "" {
+			spec.Linux.RootfsPropagation = "rslave"
+		}
+	}
+}
+
+// criMount converts one mount of the CRI config.
+func criMount(m *runtimeapi.Mount, host Host, files Files) (specs.Mount, error) {
+	dest, err := mountDestination(m)
+	if err != nil {
+		return specs.Mount{}, err
+	}
+	if err := refuseUnimplementedMount(m); err != nil {
+		return specs.Mount{}, err
+	}
+	source, err := mountSource(m, files)
+	if err != nil {
+		return specs.Mount{}, err
+	}
+	propagation, err := propagationOption(m, source, files)
+	if err != nil {
+		return specs.Mount{}, err
+	}
+	access, err := accessOption(m, host)
+	if err != nil {
+		return specs.Mount{}, err
+	}
+	options := []string{"rbind", propagation, access}
+	for _, o := range m.GetMountOptions() {
+		if !mountOptions[o] {
+			return specs.Mount{}, errdefs.InvalidArgument("mount of %s: unknown mount option %q", dest, o)
+		}
+		options = append(options, o)
+	}
+	return specs.Mount{Destination: dest, Type: "bind", Source: source, Options: options}, nil
+}
+
+// mountOptions are the per-mount flags that mount_options may set. Those with meaning
+// for berth itself (bind, ro, propagation) have fields of their own.
+var mountOptions = map[string]bool{
+	"nodev": true, "noexec": true, "nosuid": true, "nosymfollow": true,
+	"noatime": true, "nodiratime": true, "relatime": true, "strictatime": true,
+}
+
+func mountDestination(m *runtimeapi.Mount) (string, error) {
+	dest := m.GetContainerPath()
+	if !path.IsAbs(dest) || strings.IndexByte(dest, 0) >= 0 {
+		return "", errdefs.InvalidArgument("mount: container_path %q is not an absolute path", dest)
+	}
+	clean := path.Clean(dest)
+	if clean == "/" {
+		return "", errdefs.InvalidArgument("mount: container_path %q is the root", dest)
+	}
+	return clean, nil
+}
+
+func refuseUnimplementedMount(m *runtimeapi.Mount) error {
+	if m.GetImage().GetImage() != "" || m.GetImageSubPath() != "" {
+		return errdefs.New(codes.Unimplemented, "mount of %s: image volumes are not supported", m.GetContainerPath())
+	}
+	if len(m.GetUidMappings()) > 0 || len(m.GetGidMappings()) > 0 {
+		return errdefs.New(codes.Unimplemented, "mount of %s: ID mappings are not supported", m.GetContainerPath())
+	}
+	return nil
+}
+
+// mountSource follows the links of host_path, as the CRI demands; they are the host's
+// own. What does not exist is not created: kubelet does that where the volume says so.
+func mountSource(m *runtimeapi.Mount, files Files) (string, error) {
+	source := m.GetHostPath()
+	if !path.IsAbs(source) || strings.IndexByte(source, 0) >= 0 {
+		return "", errdefs.InvalidArgument("mount of %s: host_path %q is not an absolute path", m.GetContainerPath(), source)
+	}
+	resolved, err := files.Resolve(source)
+	if errors.Is(err, fs.ErrNotExist) {
+		return "", errdefs.InvalidArgument("mount of %s: host_path %s does not exist", m.GetContainerPath(), source)
+	}
+	if err != nil {
+		return "", fmt.Errorf("mount of %s: resolve host_path %s: %w", m.GetContainerPath(), source, err)
+	}
+	return resolved, nil
+}
+
+// propagationOption checks that the source can propagate before it promises so.
+func propagationOption(m *runtimeapi.Mount, source string, files Files) (string, error) {
+	var option string
+	switch m.GetPropagation() {
+	case runtimeapi.MountPropagation_PROPAGATION_PRIVATE:
+		return "rprivate", nil
+	case runtimeapi.MountPropagation_PROPAGATION_HOST_TO_CONTAINER:
+		option = "rslave"
+	case runtimeapi.MountPropagation_PROPAGATION_BIDIRECTIONAL:
+		option = "rshared"
+	default:
+		return "", errdefs.InvalidArgument("mount of %s: unknown propagation %d", m.GetContainerPath(), m.GetPropagation())
+	}
+	at, err := files.Propagation(source)
+	if err != nil {
+		return "", fmt.Errorf("mount of %s: propagation of %s: %w", m.GetContainerPath(), source, err)
+	}
+	if at.Shared || at.Slave && option == "rslave" {
+		return option, nil
+	}
+	return "", errdefs.FailedPrecondition("mount of %s: %s wanted, but host_path %s is on %s, which is not a shared mount",
+		m.GetContainerPath(), m.GetPropagation(), source, at.Mountpoint)
+}
+
+// accessOption is ro, rw or, recursively read-only (KEP-3857), rro.
+func accessOption(m *runtimeapi.Mount, host Host) (string, error) {
+	switch {
+	case !m.GetRecursiveReadOnly() && m.GetReadonly():
+		return "ro", nil
+	case !m.GetRecursiveReadOnly():
+		return "rw", nil
+	case !m.GetReadonly():
+		return "", errdefs.InvalidArgument("mount of %s: recursive_read_only without readonly", m.GetContainerPath())
+	case m.GetPropagation() != runtimeapi.MountPropagation_PROPAGATION_PRIVATE:
+		return "", errdefs.InvalidArgument("mount of %s: recursive_read_only with propagation %s", m.GetContainerPath(), m.GetPropagation())
+	case !host.RecursiveReadOnly:
+		return "", errdefs.FailedPrecondition("%w: mount of %s: kernel %s has no recursive read-only mounts (Linux 5.12)",
+			crierrors.ErrRROUnsupported, m.GetContainerPath(), host.Kernel)
+	}
+	return "rro", nil
+}
+
+// absolutePaths checks a list of paths inside the container.
+func absolutePaths(field string, paths []string) ([]string, error) {
+	for _, p := range paths {
+		if !path.IsAbs(p) || strings.IndexByte(p, 0) >= 0 {
+			return nil, errdefs.InvalidArgument("%s: %q is not an absolute path", field, p)
+		}
+	}
+	return slices.Clone(paths), nil
+}

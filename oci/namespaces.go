@@ -1,0 +1,95 @@
+package oci
+
+import (
+	"fmt"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+func (p Pod) namespaceOf(kind, path string) string {
+	if path == "" && p.PausePID > 0 {
+		return fmt.Sprintf("/proc/%d/ns/%s", p.PausePID, kind)
+	}
+	return path
+}
+
+// setNamespaces joins the pod's network, IPC and UTS namespaces, or stays on the
+// node's where the pod does. A namespace that is not listed is the node's, so a path
+// that is missing must be an error and not a gap.
+func setNamespaces(in ContainerInput, spec *specs.Spec) error {
+	if err := refuseEscape(in); err != nil {
+		return err
+	}
+	spec.Linux.Namespaces = []specs.LinuxNamespace{{Type: specs.MountNamespace}}
+	join := func(t specs.LinuxNamespaceType, path string) error {
+		if path == "" {
+			return errdefs.Internal("pod %s: path of its %s namespace is missing", in.Pod.ID, t)
+		}
+		spec.Linux.Namespaces = append(spec.Linux.Namespaces, specs.LinuxNamespace{Type: t, Path: path})
+		return nil
+	}
+	if !in.Pod.hostNetwork() {
+		if err := join(specs.NetworkNamespace, in.Pod.NetNS); err != nil {
+			return err
+		}
+		if err := join(specs.UTSNamespace, in.Pod.namespaceOf("uts", in.Pod.UTSNS)); err != nil {
+			return err
+		}
+	}
+	if !in.Pod.hostIPC() {
+		if err := join(specs.IPCNamespace, in.Pod.namespaceOf("ipc", in.Pod.IPCNS)); err != nil {
+			return err
+		}
+	}
+	if err := setPIDNamespace(in, spec, join); err != nil {
+		return err
+	}
+	// A container on v1 sees the host's cgroup paths, and a privileged one does on v2 too:
+	// KEP-2254, and what containerd and CRI-O do.
+	if in.Host.CgroupV2 && !in.security().GetPrivileged() {
+		spec.Linux.Namespaces = append(spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.CgroupNamespace})
+	}
+	return nil
+}
+
+// refuseEscape refuses a container that asks for a namespace of the node where its pod has its own.
+func refuseEscape(in ContainerInput) error {
+	o := in.security().GetNamespaceOptions()
+	for _, ns := range []struct {
+		name    string
+		mode    runtimeapi.NamespaceMode
+		podHost bool
+	}{
+		{"network", o.GetNetwork(), in.Pod.hostNetwork()},
+		{"ipc", o.GetIpc(), in.Pod.hostIPC()},
+		{"pid", o.GetPid(), in.Pod.hostPID()},
+	} {
+		if ns.mode == runtimeapi.NamespaceMode_NODE && !ns.podHost {
+			return errdefs.InvalidArgument("namespace_options.%s: NODE, but pod %s is not on the node's", ns.name, in.Pod.ID)
+		}
+	}
+	return nil
+}
+
+func setPIDNamespace(in ContainerInput, spec *specs.Spec, join func(specs.LinuxNamespaceType, string) error) error {
+	o := in.security().GetNamespaceOptions()
+	switch o.GetPid() {
+	case runtimeapi.NamespaceMode_CONTAINER:
+		spec.Linux.Namespaces = append(spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.PIDNamespace})
+		return nil
+	case runtimeapi.NamespaceMode_TARGET:
+		if in.TargetPIDNS == "" {
+			return errdefs.InvalidArgument("namespace_options.pid: TARGET, but there is no container %q to share with", o.GetTargetId())
+		}
+		return join(specs.PIDNamespace, in.TargetPIDNS)
+	case runtimeapi.NamespaceMode_POD, runtimeapi.NamespaceMode_NODE:
+		if in.Pod.hostPID() {
+			return nil
+		}
+		return join(specs.PIDNamespace, in.Pod.namespaceOf("pid", in.Pod.PIDNS))
+	}
+	return errdefs.InvalidArgument("namespace_options.pid: unknown mode %d", o.GetPid())
+}

@@ -1,0 +1,176 @@
+package oci
+
+import (
+	"path"
+	"slices"
+	"strings"
+
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+const defaultPath = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+// processArgs puts the command line together as Kubernetes documents it: command
+// replaces the image's Entrypoint and hides its Cmd; args replace Cmd.
+// https://kubernetes.io/docs/tasks/inject-data-application/define-command-argument-container/
+func processArgs(config *runtimeapi.ContainerConfig, image *ocispec.ImageConfig) ([]string, error) {
+	command, args := config.GetCommand(), config.GetArgs()
+	if len(command) == 0 {
+		command = image.Entrypoint
+		if len(command) == 1 && command[0] == "" { // how a Dockerfile resets its base image's
+			command = nil
+		}
+		if len(args) == 0 {
+			args = image.Cmd
+		}
+	}
+	line := slices.Concat(command, args)
+	if len(line) == 0 {
+		return nil, errdefs.InvalidArgument("no command: neither the container nor its image has one")
+	}
+	if line[0] == "" {
+		return nil, errdefs.InvalidArgument("command is an empty string")
+	}
+	for _, arg := range line {
+		if strings.IndexByte(arg, 0) >= 0 {
+			return nil, errdefs.InvalidArgument("command: NUL byte in %q", arg)
+		}
+	}
+	return line, nil
+}
+
+// environment is an ordered list of variables. Setting one again keeps its place.
+type environment struct {
+	vars  []string
+	index map[string]int
+}
+
+func (e *environment) set(key, value string) {
+	// The spec travels as JSON, which has no bytes that are not UTF-8. Secrets may;
+	// containerd and CRI-O put U+FFFD there too.
+	v := strings.ToValidUTF8(key+"="+value, "\uFFFD")
+	if i, ok := e.index[key]; ok {
+		e.vars[i] = v
+		return
+	}
+	if e.index == nil {
+		e.index = make(map[string]int)
+	}
+	e.index[key] = len(e.vars)
+	e.vars = append(e.vars, v)
+}
+
+func (e *environment) get(key string) string {
+	i, ok := e.index[key]
+	if !ok {
+		return ""
+	}
+	return e.vars[i][len(key)+1:]
+}
+
+// processEnv is, later ones winning: what we set, the image's, the CRI config's.
+func processEnv(in ContainerInput) ([]string, error) {
+	var e environment
+	setDefaults(&e, in)
+	if err := e.addImage(in.Image.Env); err != nil {
+		return nil, err
+	}
+	for _, kv := range in.Config.GetEnvs() {
+		key, value := kv.GetKey(), string(kv.GetValue())
+		if key == "" || strings.ContainsAny(key, "=\x00") || strings.IndexByte(value, 0) >= 0 {
+			return nil, errdefs.InvalidArgument("environment variable %q: empty name, or '=' or NUL in it", key)
+		}
+		e.set(key, value)
+	}
+	if e.get("HOME") == "" {
+		e.set("HOME", in.User.home())
+	}
+	return e.vars, nil
+}
+
+func setDefaults(e *environment, in ContainerInput) {
+	key, value, _ := strings.Cut(defaultPath, "=")
+	e.set(key, value)
+	hostname := in.Pod.Config.GetHostname()
+	if hostname == "" {
+		hostname = in.Host.Hostname
+	}
+	e.set("HOSTNAME", hostname)
+	if in.Config.GetTty() {
+		e.set("TERM", "xterm")
+	}
+}
+
+// addImage adds the variables of an image config. Entries that name no variable are
+// passed over, as containerd does; images have them.
+func (e *environment) addImage(env []string) error {
+	for _, kv := range env {
+		key, value, ok := strings.Cut(kv, "=")
+		if !ok || key == "" {
+			continue
+		}
+		if strings.IndexByte(kv, 0) >= 0 {
+			return errdefs.InvalidArgument("image environment variable %q: NUL byte", key)
+		}
+		e.set(key, value)
+	}
+	return nil
+}
+
+// processCwd is the CRI config's directory, or the image's, or "/".
+func processCwd(config, image string) (string, error) {
+	dir := config
+	if dir == "" {
+		dir = image
+	}
+	if dir == "" {
+		return "/", nil
+	}
+	if !path.IsAbs(dir) || strings.IndexByte(dir, 0) >= 0 {
+		return "", errdefs.InvalidArgument("working directory %q is not an absolute path", dir)
+	}
+	clean := path.Clean(dir)
+	if isProcessDir(clean) {
+		return "", errdefs.InvalidArgument("working directory %q leads through a process's own files", dir)
+	}
+	return clean, nil
+}
+
+// isProcessDir reports whether a clean path lies in the directory of a process below
+// /proc, where fd/N and cwd lead out of the container while it is being made
+// (CVE-2024-21626). Links of the image that lead there are libcontainer's to find:
+// it looks where it is after chdir.
+func isProcessDir(p string) bool {
+	rest, ok := strings.CutPrefix(p, "/proc/")
+	if !ok {
+		return false
+	}
+	name, _, _ := strings.Cut(rest, "/")
+	return name == "self" || name == "thread-self" || strings.Trim(name, "0123456789") == ""
+}
+
+// ExecProcess returns the process of an exec in the container of a spec: like its
+// own first process in user, groups, capabilities, environment, directory, labels
+// and limits. The command must not be empty. It shares no memory with the spec.
+func ExecProcess(spec *specs.Spec, cmd []string, tty bool) *specs.Process {
+	p := *spec.Process
+	p.Args = slices.Clone(cmd)
+	p.Terminal = tty
+	p.ConsoleSize = nil
+	p.Env = slices.Clone(p.Env)
+	if tty && !slices.ContainsFunc(p.Env, func(kv string) bool { return strings.HasPrefix(kv, "TERM=") }) {
+		p.Env = append(p.Env, "TERM=xterm")
+	}
+	p.User.AdditionalGids = slices.Clone(p.User.AdditionalGids)
+	p.Rlimits = slices.Clone(p.Rlimits)
+	p.Capabilities = cloneCapabilities(p.Capabilities)
+	if p.OOMScoreAdj != nil {
+		score := *p.OOMScoreAdj
+		p.OOMScoreAdj = &score
+	}
+	return &p
+}

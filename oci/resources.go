@@ -1,0 +1,142 @@
+package oci
+
+import (
+	"maps"
+	"regexp"
+	"slices"
+	"strings"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+// LinuxResources converts the limits of a container, for its creation and for
+// UpdateContainerResources. Fields that are 0 or empty are left as they are. Of the
+// result, creation overwrites Devices. nil converts to no limits.
+//
+// Limits for hugepage sizes without a limit file on this host are left out: kubelet
+// sends one for every size the kernel knows. A swap limit is left out where the
+// kernel does not account for swap.
+func LinuxResources(r *runtimeapi.LinuxContainerResources, host Host) (*specs.LinuxResources, error) {
+	cpu, err := cpuLimits(r)
+	if err != nil {
+		return nil, err
+	}
+	memory, err := memoryLimits(r, host)
+	if err != nil {
+		return nil, err
+	}
+	unified, err := unifiedLimits(r.GetUnified(), host)
+	if err != nil {
+		return nil, err
+	}
+	return &specs.LinuxResources{
+		CPU:            cpu,
+		Memory:         memory,
+		HugepageLimits: hugepageLimits(r.GetHugepageLimits(), host),
+		Unified:        unified,
+	}, nil
+}
+
+func cpuLimits(r *runtimeapi.LinuxContainerResources) (*specs.LinuxCPU, error) {
+	cpu := &specs.LinuxCPU{}
+	if n := r.GetCpuPeriod(); n < 0 {
+		return nil, errdefs.InvalidArgument("cpu_period %d is negative", n)
+	} else if n != 0 {
+		period := uint64(n)
+		cpu.Period = &period
+	}
+	if n := r.GetCpuQuota(); n < -1 { // -1: no limit
+		return nil, errdefs.InvalidArgument("cpu_quota %d is negative", n)
+	} else if n != 0 {
+		cpu.Quota = &n
+	}
+	if n := r.GetCpuShares(); n < 0 {
+		return nil, errdefs.InvalidArgument("cpu_shares %d is negative", n)
+	} else if n != 0 {
+		shares := uint64(n)
+		cpu.Shares = &shares
+	}
+	for field, list := range map[string]string{"cpuset_cpus": r.GetCpusetCpus(), "cpuset_mems": r.GetCpusetMems()} {
+		if list != "" && !cpuList.MatchString(list) {
+			return nil, errdefs.InvalidArgument("%s %q is not a list like 0-3,5", field, list)
+		}
+	}
+	cpu.Cpus, cpu.Mems = r.GetCpusetCpus(), r.GetCpusetMems()
+	return cpu, nil
+}
+
+var cpuList = regexp.MustCompile(`^[0-9]{1,5}(-[0-9]{1,5})?(,[0-9]{1,5}(-[0-9]{1,5})?)*$`)
+
+// memoryLimits sets memory and memory+swap. Without a swap limit of its own a container
+// with a memory limit gets no swap: both limits are the same. libcontainer turns the sum
+// into v2's memory.swap.max.
+func memoryLimits(r *runtimeapi.LinuxContainerResources, host Host) (*specs.LinuxMemory, error) {
+	limit, swap := r.GetMemoryLimitInBytes(), r.GetMemorySwapLimitInBytes()
+	if limit < -1 {
+		return nil, errdefs.InvalidArgument("memory_limit_in_bytes %d is negative", limit)
+	}
+	if swap < -1 {
+		return nil, errdefs.InvalidArgument("memory_swap_limit_in_bytes %d is negative", swap)
+	}
+	if swap > 0 && limit == 0 {
+		return nil, errdefs.InvalidArgument("memory_swap_limit_in_bytes %d needs memory_limit_in_bytes", swap)
+	}
+	if swap > 0 && swap < limit {
+		return nil, errdefs.InvalidArgument("memory_swap_limit_in_bytes %d, which counts memory and swap, is below memory_limit_in_bytes %d", swap, limit)
+	}
+	memory := &specs.LinuxMemory{}
+	if limit != 0 {
+		memory.Limit = &limit
+	}
+	if swap == 0 {
+		swap = limit
+	}
+	if swap != 0 && host.SwapAccounting {
+		memory.Swap = &swap
+	}
+	return memory, nil
+}
+
+func hugepageLimits(limits []*runtimeapi.HugepageLimit, host Host) []specs.LinuxHugepageLimit {
+	var out []specs.LinuxHugepageLimit
+	for _, l := range limits {
+		if slices.Contains(host.HugepageSizes, l.GetPageSize()) {
+			out = append(out, specs.LinuxHugepageLimit{Pagesize: l.GetPageSize(), Limit: l.GetLimit()})
+		}
+	}
+	return out
+}
+
+// unifiedKey is the name of a file in a cgroup v2 directory.
+var unifiedKey = regexp.MustCompile(`^[a-z0-9_]+(\.[a-zA-Z0-9_]+)+$`)
+
+// unifiedLimits passes on raw settings of cgroup v2, but for the files of the cgroup core:
+// those move, freeze and kill processes and are no limits.
+func unifiedLimits(unified map[string]string, host Host) (map[string]string, error) {
+	if len(unified) == 0 {
+		return nil, nil
+	}
+	if !host.CgroupV2 {
+		return nil, errdefs.InvalidArgument("unified resources need cgroup v2, this host has v1")
+	}
+	for key, value := range unified {
+		if !unifiedKey.MatchString(key) || strings.HasPrefix(key, "cgroup.") {
+			return nil, errdefs.InvalidArgument("unified: %q is not a limit of cgroup v2", key)
+		}
+		if strings.ContainsFunc(strings.TrimSuffix(value, "\n"), isControl) {
+			return nil, errdefs.InvalidArgument("unified: %s has value %q, which has control characters", key, value)
+		}
+	}
+	return maps.Clone(unified), nil
+}
+
+// oomScoreAdj raises a wanted oom_score_adj to the lowest the host lets us set.
+func oomScoreAdj(want int64, host Host) (int, error) {
+	if want < -1000 || want > 1000 {
+		return 0, errdefs.InvalidArgument("oom_score_adj %d is not between -1000 and 1000", want)
+	}
+	return max(int(want), host.OOMScoreAdjMin), nil
+}

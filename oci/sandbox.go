@@ -1,0 +1,150 @@
+package oci
+
+import (
+	"slices"
+	"strings"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+const (
+	sandboxOOMScoreAdj = -998 // killed after all its containers; kubelet's podInfraOOMAdj
+	sandboxCPUShares   = 2    // the least
+	maxHostname        = 64   // HOST_NAME_MAX
+)
+
+// SandboxSpec builds the spec of a pod's pause, which holds the pod's namespaces and
+// reaps orphans where containers share its PID namespace. It needs next to nothing: it
+// has a read-only root with /proc and /dev, no capabilities, and the smallest share of
+// the CPU. The pod's own resources and overhead limit the pod's cgroup, which kubelet
+// makes, and not pause.
+//
+// The root directory must have /proc and /dev to mount on.
+func SandboxSpec(in SandboxInput) (*specs.Spec, error) {
+	sc := in.Pod.Config.GetLinux().GetSecurityContext()
+	if err := refuseUserNamespace(sc.GetNamespaceOptions()); err != nil {
+		return nil, err
+	}
+	process, err := sandboxProcess(in)
+	if err != nil {
+		return nil, err
+	}
+	spec := &specs.Spec{
+		Version: specs.Version,
+		Root:    &specs.Root{Readonly: true},
+		Process: process,
+		Mounts:  []specs.Mount{procMount(), devMount()},
+		Linux:   &specs.Linux{},
+	}
+	for _, step := range []func(SandboxInput, *specs.Spec) error{
+		setSandboxNamespaces,
+		setSandboxHostname,
+		setSandboxCgroup,
+		setSandboxSecurity,
+	} {
+		if err := step(in, spec); err != nil {
+			return nil, err
+		}
+	}
+	return spec, nil
+}
+
+func sandboxProcess(in SandboxInput) (*specs.Process, error) {
+	args, cwd, env := []string{PausePath}, "/", environment{}
+	env.set("PATH", strings.TrimPrefix(defaultPath, "PATH="))
+	if in.Image != nil {
+		var err error
+		if args, err = processArgs(nil, in.Image); err != nil {
+			return nil, err
+		}
+		if cwd, err = processCwd("", in.Image.WorkingDir); err != nil {
+			return nil, err
+		}
+		if err := env.addImage(in.Image.Env); err != nil {
+			return nil, err
+		}
+	}
+	env.set("HOME", in.User.home())
+	score := max(sandboxOOMScoreAdj, in.Host.OOMScoreAdjMin)
+	return &specs.Process{
+		Args:         args,
+		Env:          env.vars,
+		Cwd:          cwd,
+		User:         in.User.spec(),
+		OOMScoreAdj:  &score,
+		Capabilities: &specs.LinuxCapabilities{},
+	}, nil
+}
+
+// setSandboxNamespaces makes, or joins where the pod has them already, every namespace that
+// the pod does not share with the node. pause has a PID namespace of its own also
+// where each container has its own.
+func setSandboxNamespaces(in SandboxInput, spec *specs.Spec) error {
+	for name, mode := range map[string]runtimeapi.NamespaceMode{
+		"network": in.Pod.options().GetNetwork(), "ipc": in.Pod.options().GetIpc(), "pid": in.Pod.options().GetPid(),
+	} {
+		if !slices.Contains([]runtimeapi.NamespaceMode{runtimeapi.NamespaceMode_POD,
+			runtimeapi.NamespaceMode_CONTAINER, runtimeapi.NamespaceMode_NODE}, mode) {
+			return errdefs.InvalidArgument("namespace_options.%s: %s makes no sense for a pod", name, mode)
+		}
+	}
+	spec.Linux.Namespaces = []specs.LinuxNamespace{{Type: specs.MountNamespace}}
+	add := func(t specs.LinuxNamespaceType, path string) {
+		spec.Linux.Namespaces = append(spec.Linux.Namespaces, specs.LinuxNamespace{Type: t, Path: path})
+	}
+	if !in.Pod.hostNetwork() {
+		if in.Pod.NetNS == "" {
+			return errdefs.Internal("pod %s: path of its network namespace is missing", in.Pod.ID)
+		}
+		add(specs.NetworkNamespace, in.Pod.NetNS)
+		add(specs.UTSNamespace, in.Pod.UTSNS)
+	}
+	if !in.Pod.hostIPC() {
+		add(specs.IPCNamespace, in.Pod.IPCNS)
+	}
+	if !in.Pod.hostPID() {
+		add(specs.PIDNamespace, in.Pod.PIDNS)
+	}
+	return nil
+}
+
+func setSandboxHostname(in SandboxInput, spec *specs.Spec) error {
+	name := in.Pod.Config.GetHostname()
+	if len(name) > maxHostname || strings.ContainsFunc(name, isControl) || strings.ContainsAny(name, "/ ") {
+		return errdefs.InvalidArgument("hostname %q is longer than %d bytes or has characters that no hostname has", name, maxHostname)
+	}
+	if !in.Pod.hostNetwork() { // else the UTS namespace is the node's
+		spec.Hostname = name
+	}
+	return nil
+}
+
+func setSandboxCgroup(in SandboxInput, spec *specs.Spec) (err error) {
+	if spec.Linux.CgroupsPath, err = CgroupsPath(in.Pod.CgroupParent, in.Pod.ID, in.SystemdCgroup); err != nil {
+		return err
+	}
+	shares := uint64(sandboxCPUShares)
+	spec.Linux.Resources = &specs.LinuxResources{
+		CPU:     &specs.LinuxCPU{Shares: &shares},
+		Devices: []specs.LinuxDeviceCgroup{{Allow: false, Access: "rwm"}},
+	}
+	return nil
+}
+
+func setSandboxSecurity(in SandboxInput, spec *specs.Spec) (err error) {
+	sc := in.Pod.Config.GetLinux().GetSecurityContext()
+	if spec.Linux.Sysctl, err = sysctls(in.Pod); err != nil {
+		return err
+	}
+	seccomp := seccompRequest(sc.GetSeccomp(), sc.GetSeccompProfilePath()) //nolint:staticcheck // deprecated, but old clients send it
+	if err := setSeccomp(seccomp, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
+		return err
+	}
+	if err := setAppArmor(apparmorRequest(sc.GetApparmor(), ""), sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
+		return err
+	}
+	return setSELinux(sc.GetSelinuxOptions(), "", sc.GetPrivileged(), in.Host, spec)
+}

@@ -1,0 +1,163 @@
+package oci
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"path"
+	"strings"
+
+	"github.com/moby/profiles/seccomp"
+	"github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+const localhostPrefix = "localhost/"
+
+// profileRequest is the profile a seccomp or AppArmor field asks for.
+type profileRequest struct {
+	kind runtimeapi.SecurityProfile_ProfileType
+	ref  string // Localhost: a path (seccomp) or a name (AppArmor)
+	set  bool   // false: nothing is asked for
+	bad  string // not empty: a deprecated string without meaning
+}
+
+// seccompRequest reads the profile field or, without it, its deprecated forerunner.
+func seccompRequest(p *runtimeapi.SecurityProfile, deprecated string) profileRequest {
+	return newProfileRequest(p, deprecated)
+}
+
+func newProfileRequest(p *runtimeapi.SecurityProfile, deprecated string) profileRequest {
+	if p != nil {
+		return profileRequest{kind: p.GetProfileType(), ref: strings.TrimPrefix(p.GetLocalhostRef(), localhostPrefix), set: true}
+	}
+	switch {
+	case deprecated == "":
+		return profileRequest{kind: runtimeapi.SecurityProfile_Unconfined}
+	case deprecated == "unconfined":
+		return profileRequest{kind: runtimeapi.SecurityProfile_Unconfined, set: true}
+	case deprecated == "runtime/default", deprecated == "docker/default":
+		return profileRequest{kind: runtimeapi.SecurityProfile_RuntimeDefault, set: true}
+	}
+	if ref, ok := strings.CutPrefix(deprecated, localhostPrefix); ok {
+		return profileRequest{kind: runtimeapi.SecurityProfile_Localhost, ref: ref, set: true}
+	}
+	return profileRequest{bad: deprecated, set: true}
+}
+
+func (r profileRequest) check(field string) error {
+	switch r.kind {
+	case runtimeapi.SecurityProfile_RuntimeDefault, runtimeapi.SecurityProfile_Unconfined:
+		if r.ref != "" {
+			return errdefs.InvalidArgument("%s: localhost_ref %q needs profile_type Localhost", field, r.ref)
+		}
+	case runtimeapi.SecurityProfile_Localhost:
+		if r.ref == "" {
+			return errdefs.InvalidArgument("%s: profile_type Localhost needs localhost_ref", field)
+		}
+	default:
+		return errdefs.InvalidArgument("%s: unknown profile_type %d", field, r.kind)
+	}
+	if r.bad != "" {
+		return errdefs.InvalidArgument("%s: unknown profile %q", field, r.bad)
+	}
+	return nil
+}
+
+// setSeccomp installs the filter that is asked for. No request means none, says the
+// CRI. The default profile depends on the capabilities already in spec, and on the
+// running kernel and architecture.
+func setSeccomp(r profileRequest, privileged bool, host Host, files Files, spec *specs.Spec) (err error) {
+	if err := r.check("seccomp"); err != nil {
+		return err
+	}
+	if privileged || r.kind == runtimeapi.SecurityProfile_Unconfined {
+		return nil
+	}
+	if !host.Seccomp {
+		return errdefs.FailedPrecondition("seccomp: profile %s wanted, but the kernel has no seccomp filters", r.kind)
+	}
+	if r.kind == runtimeapi.SecurityProfile_RuntimeDefault {
+		if spec.Linux.Seccomp, err = seccomp.GetDefaultProfile(spec); err != nil {
+			return errdefs.Internal("seccomp: default profile: %w", err)
+		}
+		return nil
+	}
+	spec.Linux.Seccomp, err = localhostProfile(r.ref, files, spec)
+	return err
+}
+
+func localhostProfile(ref string, files Files, spec *specs.Spec) (*specs.LinuxSeccomp, error) {
+	if !path.IsAbs(ref) {
+		return nil, errdefs.InvalidArgument("seccomp: localhost profile %q is not an absolute path", ref)
+	}
+	body, err := files.ReadProfile(ref)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, errdefs.InvalidArgument("seccomp: localhost profile %s does not exist", ref)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("seccomp: read localhost profile %s: %w", ref, err)
+	}
+	profile, err := parseProfile(body, spec)
+	if err != nil {
+		return nil, errdefs.InvalidArgument("seccomp: localhost profile %s: %w", ref, err)
+	}
+	return profile, nil
+}
+
+// parseProfile reads a profile in Docker's JSON form, of which the runtime-spec's is a
+// subset, and resolves its conditions. It must restrict something: an empty
+// profile is more likely a broken file than a wish.
+func parseProfile(body []byte, spec *specs.Spec) (*specs.LinuxSeccomp, error) {
+	var raw struct {
+		Syscalls []json.RawMessage `json:"syscalls"`
+	}
+	if err := json.Unmarshal(body, &raw); err != nil {
+		return nil, err
+	}
+	for i, call := range raw.Syscalls {
+		if string(call) == "null" { // LoadProfile would follow the nil pointer
+			return nil, fmt.Errorf("syscalls[%d] is null", i)
+		}
+	}
+	profile, err := seccomp.LoadProfile(string(body), spec)
+	if err != nil {
+		return nil, err
+	}
+	if profile == nil {
+		return nil, errors.New("it has neither defaultAction nor syscalls")
+	}
+	return profile, checkProfile(profile)
+}
+
+// checkProfile finds words that libcontainer does not know before it does: at launch they
+// would be an internal error.
+func checkProfile(p *specs.LinuxSeccomp) error {
+	if !seccompActions[p.DefaultAction] {
+		return fmt.Errorf("unknown defaultAction %q", p.DefaultAction)
+	}
+	for _, call := range p.Syscalls {
+		if !seccompActions[call.Action] {
+			return fmt.Errorf("unknown action %q for %s", call.Action, strings.Join(call.Names, ", "))
+		}
+		for _, arg := range call.Args {
+			if !seccompOperators[arg.Op] {
+				return fmt.Errorf("unknown operator %q for %s", arg.Op, strings.Join(call.Names, ", "))
+			}
+		}
+	}
+	return nil
+}
+
+var seccompActions = map[specs.LinuxSeccompAction]bool{
+	specs.ActKill: true, specs.ActKillProcess: true, specs.ActKillThread: true, specs.ActTrap: true, specs.ActErrno: true,
+	specs.ActTrace: true, specs.ActAllow: true, specs.ActLog: true, specs.ActNotify: true,
+}
+
+var seccompOperators = map[specs.LinuxSeccompOperator]bool{
+	specs.OpNotEqual: true, specs.OpLessThan: true, specs.OpLessEqual: true, specs.OpEqualTo: true,
+	specs.OpGreaterEqual: true, specs.OpGreaterThan: true, specs.OpMaskedEqual: true,
+}

@@ -1,0 +1,79 @@
+package oci
+
+import (
+	"regexp"
+	"strings"
+
+	"berth/internal/errdefs"
+)
+
+// sysctlName is kubelet's rule for names (validation.SysctlContainSlashFmt).
+var sysctlName = regexp.MustCompile(`^[a-z0-9]([-_a-z0-9]*[a-z0-9])?([./][a-z0-9]([-_a-z0-9]*[a-z0-9])?)*$`)
+
+// ipcSysctls belong to the IPC namespace, besides everything below fs.mqueue.
+var ipcSysctls = map[string]bool{
+	"kernel.msgmax": true, "kernel.msgmnb": true, "kernel.msgmni": true, "kernel.sem": true,
+	"kernel.shmall": true, "kernel.shmmax": true, "kernel.shmmni": true, "kernel.shm_rmid_forced": true,
+}
+
+// sysctls checks a pod's sysctls and returns them with dots as separators. Only those are
+// allowed that belong to a namespace the pod has for itself: a sysctl of the node is
+// never set. Values of odd characters are refused: with "+" one became several in
+// CRI-O (CVE-2022-0811).
+func sysctls(pod Pod) (map[string]string, error) {
+	out := make(map[string]string)
+	for name, value := range pod.Config.GetLinux().GetSysctls() {
+		key, err := dottedSysctl(name)
+		if err != nil {
+			return nil, err
+		}
+		if err := checkSysctlNamespace(key, pod); err != nil {
+			return nil, err
+		}
+		if value == "" || strings.ContainsFunc(value, isOddInSysctl) {
+			return nil, errdefs.InvalidArgument("sysctl %s: value %q is empty or has characters that no sysctl has", name, value)
+		}
+		if _, twice := out[key]; twice {
+			return nil, errdefs.InvalidArgument("sysctl %s is given twice, with dots and with slashes", key)
+		}
+		out[key] = value
+	}
+	if len(out) == 0 {
+		return nil, nil
+	}
+	return out, nil
+}
+
+func isOddInSysctl(r rune) bool { return r != '\t' && r < ' ' || r > '~' || r == '+' }
+
+// dottedSysctl replaces slashes by dots. A name with both has a dot inside a component
+// (net/ipv4/conf/eth0.100/…), which libcontainer has no way to write.
+func dottedSysctl(name string) (string, error) {
+	if len(name) > 253 || !sysctlName.MatchString(name) {
+		return "", errdefs.InvalidArgument("sysctl %q is not a valid name", name)
+	}
+	if strings.Contains(name, ".") && strings.Contains(name, "/") {
+		return "", errdefs.InvalidArgument("sysctl %q: names with both dots and slashes are not supported", name)
+	}
+	return strings.ReplaceAll(name, "/", "."), nil
+}
+
+func checkSysctlNamespace(key string, pod Pod) error {
+	switch {
+	case ipcSysctls[key] || strings.HasPrefix(key, "fs.mqueue."):
+		if pod.hostIPC() {
+			return errdefs.InvalidArgument("sysctl %s: not allowed on the node's IPC namespace", key)
+		}
+	case strings.HasPrefix(key, "net."):
+		if pod.hostNetwork() {
+			return errdefs.InvalidArgument("sysctl %s: not allowed on the node's network", key)
+		}
+	case key == "kernel.domainname":
+		if pod.hostNetwork() { // such pods are on the node's UTS namespace too
+			return errdefs.InvalidArgument("sysctl %s: not allowed on the node's network", key)
+		}
+	default:
+		return errdefs.InvalidArgument("sysctl %s does not belong to a namespace of the pod", key)
+	}
+	return nil
+}
