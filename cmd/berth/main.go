@@ -1,0 +1,31 @@
+// Command berth is the container runtime: "berth serve" is the daemon, the other
+// subcommands are for operators and talk to it over CRI.
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+
+	"github.com/spf13/cobra"
+)
+
+func main() {
+	if err := newRootCommand().ExecuteContext(context.Background()); err != nil {
+		fmt.Fprintln(os.Stderr, "berth:", err)
+		os.Exit(1)
+	}
+}
+
+func newRootCommand() *cobra.Command {
+	root := &cobra.Command{
+		Use:           "berth",
+		Short:         "A container runtime for Kubernetes nodes",
+		Version:       version(),
+		SilenceUsage:  true,
+		SilenceErrors: true,
+	}
+	root.AddCommand(newServeCommand(), newConfigCommand())
+	addOperatorCommands(root)
+	return root
+}

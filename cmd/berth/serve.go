@@ -1,0 +1,254 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"runtime/debug"
+	"time"
+
+	"github.com/coreos/go-systemd/v22/activation"
+	"github.com/coreos/go-systemd/v22/daemon"
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"berth/cni"
+	"berth/image"
+	"berth/internal/cleanup"
+	"berth/internal/config"
+	"berth/internal/lockfile"
+	"berth/sandbox"
+	"berth/server"
+)
+
+const (
+	defaultHandler = "berth"            // name of the runtime handler, for a RuntimeClass
+	hostResolvConf = "/etc/resolv.conf" // what pods with the node's DNS get
+	closeTimeout   = 10 * time.Second   // for operations under way when the daemon stops
+)
+
+func newServeCommand() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "serve",
+		Short: "Run the daemon: serve CRI on a unix socket",
+		Long: `Run the daemon: serve CRI on a unix socket.
+
+SIGTERM and SIGINT stop the daemon and leave all containers running; the next
+"berth serve" finds them again. Every option is explained by "berth config default".`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			cfg, err := config.Load(cmd.Flags())
+			if err != nil {
+				return err
+			}
+			if os.Geteuid() != 0 {
+				return errors.New("serve needs root")
+			}
+			ctx, stop := signal.NotifyContext(cmd.Context(), unix.SIGTERM, unix.SIGINT)
+			context.AfterFunc(ctx, stop) // a second signal ends the process at once
+			setUpProcess()
+			return serve(ctx, cfg, newLogger(cfg))
+		},
+	}
+	config.AddFlags(cmd.Flags())
+	return cmd
+}
+
+// newLogger logs to standard error, which systemd connects to the journal.
+func newLogger(cfg *config.Config) *slog.Logger {
+	var options slog.HandlerOptions
+	var level slog.Level
+	if err := level.UnmarshalText([]byte(cfg.LogLevel)); err == nil { // the config allows slog's names only
+		options.Level = level
+	}
+	if cfg.LogFormat == "json" {
+		return slog.New(slog.NewJSONHandler(os.Stderr, &options))
+	}
+	return slog.New(slog.NewTextHandler(os.Stderr, &options))
+}
+
+// setUpProcess gives the process what does not depend on who started it.
+func setUpProcess() {
+	unix.Umask(0o022) // modes are given in full wherever they matter to a container
+	// A log that nobody reads any more must not end the daemon. Not ignored, since
+	// containers would inherit that; caught signals are reset by execve.
+	signal.Notify(make(chan os.Signal, 1), unix.SIGPIPE)
+	// The heap is small and mostly idle: collecting it twice as often as Go would
+	// costs no CPU worth mention and halves the garbage a node carries.
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(50)
+	}
+}
+
+// serve is the daemon from start to end. What it opens is closed in the reverse
+// order, whether it ends well or not.
+func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error) {
+	closing := cleanup.New()
+	defer closing.Run(&err)
+
+	if err := lockDirectories(cfg, closing); err != nil {
+		return err
+	}
+	listener, err := listen(cfg.Listen)
+	if err != nil {
+		return err
+	}
+	closing.Add("close socket", func() error { return ignoreClosed(listener.Close()) })
+
+	node, err := discover(cfg)
+	if err != nil {
+		return err
+	}
+	images, err := image.Open(ctx, imageConfig(cfg), log)
+	if err != nil {
+		return err
+	}
+	closing.Add("close image store", images.Close)
+	network, err := cni.New(networkConfig(cfg), log)
+	if err != nil {
+		return err
+	}
+	closing.Add("close network", func() error { network.Close(); return nil })
+	pods, err := sandbox.Open(ctx, sandboxConfig(cfg, node, log), images, network)
+	if err != nil {
+		return err
+	}
+	closing.Add("close sandboxes", func() error { return closeSandboxes(pods) })
+	if err := images.CollectGarbage(ctx); err != nil {
+		return fmt.Errorf("collect layers nobody needs: %w", err)
+	}
+	return announce(ctx, listener, server.New(serverConfig(cfg, node), pods, images, log), log)
+}
+
+// announce serves and tells systemd when that starts and ends.
+func announce(ctx context.Context, listener net.Listener, srv *server.Server, log *slog.Logger) error {
+	debug.FreeOSMemory() // recovery read many records that are garbage now
+	log.Info("berth serves", "version", version(), "socket", listener.Addr().String())
+	notify(log, daemon.SdNotifyReady)
+	stop := context.AfterFunc(ctx, func() {
+		log.Info("berth stops, containers go on")
+		notify(log, daemon.SdNotifyStopping)
+	})
+	defer stop()
+	return srv.Serve(ctx, listener)
+}
+
+func notify(log *slog.Logger, state string) {
+	if _, err := daemon.SdNotify(false, state); err != nil {
+		log.Warn("systemd was not told", "state", state, "error", err)
+	}
+}
+
+// lockDirectories makes root and state and keeps other daemons away from them.
+func lockDirectories(cfg *config.Config, closing *cleanup.List) error {
+	for _, dir := range []string{cfg.Root, cfg.State} {
+		if err := privateDir(dir); err != nil {
+			return err
+		}
+		lock, err := lockfile.Acquire(filepath.Join(dir, "lock"))
+		if err != nil {
+			return fmt.Errorf("another berth uses %s: %w", dir, err)
+		}
+		closing.Add("unlock "+dir, lock.Release)
+	}
+	return nil
+}
+
+// privateDir makes dir and takes it away from everybody but root (CVE-2024-25621).
+func privateDir(dir string) error {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return fmt.Errorf("make directory: %w", err)
+	}
+	if err := os.Chmod(dir, 0o700); err != nil {
+		return fmt.Errorf("make directory private: %w", err)
+	}
+	return nil
+}
+
+// listen takes the socket that systemd hands over, or makes the one at path.
+func listen(path string) (net.Listener, error) {
+	passed, err := activation.Listeners()
+	if err != nil {
+		return nil, fmt.Errorf("take sockets from systemd: %w", err)
+	}
+	switch len(passed) {
+	case 0:
+		return server.Listen(path)
+	case 1:
+		if l, ok := passed[0].(*net.UnixListener); ok {
+			return l, nil
+		}
+		return nil, errors.New("the socket from systemd is no unix stream socket")
+	default:
+		return nil, fmt.Errorf("systemd handed over %d sockets, not one", len(passed))
+	}
+}
+
+func ignoreClosed(err error) error {
+	if errors.Is(err, net.ErrClosed) {
+		return nil
+	}
+	return err
+}
+
+func imageConfig(cfg *config.Config) image.Config {
+	pinned := cfg.PinnedImages
+	if cfg.PauseImage != "" {
+		pinned = append([]string{cfg.PauseImage}, pinned...)
+	}
+	return image.Config{
+		Root:                 filepath.Join(cfg.Root, "images"),
+		RegistryDirs:         cfg.RegistryDirs,
+		Pinned:               pinned,
+		MaxParallelDownloads: cfg.MaxParallelDownloads,
+		StallTimeout:         cfg.StallTimeout.Duration,
+	}
+}
+
+func networkConfig(cfg *config.Config) cni.Config {
+	cache := cfg.CNICacheDir
+	if cache == "" {
+		cache = filepath.Join(cfg.Root, "cni")
+	}
+	return cni.Config{ConfDir: cfg.CNIConfDir, BinDirs: cfg.CNIBinDirs, CacheDir: cache}
+}
+
+func sandboxConfig(cfg *config.Config, node *node, log *slog.Logger) sandbox.Config {
+	return sandbox.Config{
+		Root:           cfg.Root,
+		State:          cfg.State,
+		NetNSDir:       cfg.NetNSDir,
+		HostResolvConf: hostResolvConf,
+		SystemdCgroup:  node.systemdCgroup,
+		Handler:        defaultHandler,
+		PauseImage:     cfg.PauseImage,
+		ShimPath:       node.shim,
+		IdleLaunchers:  cfg.IdleLaunchers,
+		MaxLogLine:     cfg.MaxLogLine,
+		SeccompDir:     cfg.SeccompDir,
+		Host:           &node.facts,
+		Log:            log,
+	}
+}
+
+func serverConfig(cfg *config.Config, node *node) server.Config {
+	return server.Config{
+		Version:                 version(),
+		SystemdCgroup:           node.systemdCgroup,
+		Handler:                 defaultHandler,
+		RecursiveReadOnlyMounts: node.facts.RecursiveReadOnly,
+		Settings:                cfg,
+	}
+}
+
+// closeSandboxes gives operations under way some time to end.
+func closeSandboxes(pods *sandbox.Manager) error {
+	ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
+	defer cancel()
+	return pods.Close(ctx)
+}

@@ -1,0 +1,68 @@
+// Package lockfile makes sure that one process at a time uses a directory.
+//
+// # Contract
+//
+// A lock is a flock(2) on a file. It ends with the process that holds it, however
+// that ends, and no process it starts inherits it. The file holds the pid of the
+// last holder for the message others get; it is never removed, since removing it
+// would let two processes lock two files of the same name.
+package lockfile
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"strconv"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/errdefs"
+)
+
+// Lock is a lock that is held.
+type Lock struct{ file *os.File }
+
+// Acquire takes the lock at path without waiting. If another process has it, the
+// error has code FailedPrecondition and names that process.
+func Acquire(path string) (*Lock, error) {
+	file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("open lock: %w", err)
+	}
+	err = unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	if errors.Is(err, unix.EWOULDBLOCK) {
+		err = errdefs.FailedPrecondition("lock %s: %s holds it", path, holder(file))
+	}
+	if err != nil {
+		return nil, errors.Join(err, file.Close())
+	}
+	if err := sign(file); err != nil {
+		return nil, errors.Join(fmt.Errorf("write pid into lock %s: %w", path, err), file.Close())
+	}
+	return &Lock{file}, nil
+}
+
+// Release gives the lock up.
+func (l *Lock) Release() error { return l.file.Close() }
+
+// sign replaces the file's content by our pid.
+func sign(file *os.File) error {
+	if err := file.Truncate(0); err != nil {
+		return err
+	}
+	_, err := file.WriteAt([]byte(strconv.Itoa(os.Getpid())+"\n"), 0)
+	return err
+}
+
+// holder names the process whose pid the file holds. It may have locked the file
+// without having signed it yet.
+func holder(file *os.File) string {
+	var text [16]byte
+	n, _ := file.ReadAt(text[:], 0) // short by design; what matters is whether it is a pid
+	pid, err := strconv.Atoi(string(bytes.TrimSpace(text[:n])))
+	if err != nil || pid <= 0 {
+		return "another process"
+	}
+	return "process " + strconv.Itoa(pid)
+}

@@ -1,0 +1,124 @@
+package lockfile
+
+import (
+	"bufio"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+// TestMain makes the test binary a second process that locks a file and says so.
+func TestMain(m *testing.M) {
+	if path := os.Getenv("LOCKFILE_TEST_HOLD"); path != "" {
+		if _, err := Acquire(path); err != nil {
+			fmt.Println(err)
+			os.Exit(1)
+		}
+		fmt.Println("locked")
+		bufio.NewReader(os.Stdin).ReadString('\n') // until the parent is done with us
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+func TestSecondProcessIsRefusedByPID(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "lock")
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = append(os.Environ(), "LOCKFILE_TEST_HOLD="+path)
+	stdin, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	stdout, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	line, err := bufio.NewReader(stdout).ReadString('\n')
+	if err != nil || line != "locked\n" {
+		t.Fatalf("the other process says %q, %v", line, err)
+	}
+
+	_, err = Acquire(path)
+	if want := fmt.Sprintf("process %d holds it", cmd.Process.Pid); err == nil || !strings.Contains(err.Error(), want) {
+		t.Errorf("error %v, want %s", err, want)
+	}
+	if code := errdefs.Code(err); code != codes.FailedPrecondition {
+		t.Errorf("code %s", code)
+	}
+
+	// Killed, it leaves its pid in the file and no lock.
+	if err := cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Wait(); err == nil {
+		t.Error("the killed process exited with 0")
+	}
+	stdin.Close()
+	lock, err := Acquire(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := os.ReadFile(path)
+	if want := fmt.Sprintf("%d\n", os.Getpid()); err != nil || string(got) != want {
+		t.Errorf("the file holds %q, %v; want %q", got, err, want)
+	}
+	if err := lock.Release(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestReleaseAndTakeAgain(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "lock")
+	for range 2 {
+		lock, err := Acquire(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := Acquire(path); err == nil {
+			t.Error("locked twice")
+		}
+		if err := lock.Release(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestHolderWithoutPID(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "lock")
+	lock, err := Acquire(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer lock.Release()
+	for _, content := range []string{"", "garbage", "-4"} {
+		if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := Acquire(path); err == nil || !strings.Contains(err.Error(), "another process holds it") {
+			t.Errorf("with %q in the file: %v", content, err)
+		}
+	}
+}
+
+func TestSymlinkIsNotFollowed(t *testing.T) {
+	dir := t.TempDir()
+	if err := os.Symlink(filepath.Join(dir, "victim"), filepath.Join(dir, "lock")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Acquire(filepath.Join(dir, "lock")); err == nil {
+		t.Error("followed")
+	}
+	if _, err := os.Lstat(filepath.Join(dir, "victim")); !os.IsNotExist(err) {
+		t.Error("the target was made")
+	}
+}

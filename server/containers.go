@@ -1,0 +1,271 @@
+package server
+
+import (
+	"context"
+	"math"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/sandbox"
+)
+
+// CreateContainer implements RuntimeService. The pod's config in the request is
+// not used: the one RunPodSandbox came with is known, and is the truth.
+func (s *runtimeService) CreateContainer(ctx context.Context, req *runtimeapi.CreateContainerRequest) (*runtimeapi.CreateContainerResponse, error) {
+	cfg := req.GetConfig()
+	if err := need(
+		field{"pod_sandbox_id", req.GetPodSandboxId() != ""},
+		field{"config", cfg != nil},
+		field{"config.metadata", cfg.GetMetadata() != nil},
+		field{"config.metadata.name", cfg.GetMetadata().GetName() != ""},
+		field{"config.image.image", cfg.GetImage().GetImage() != ""},
+	); err != nil {
+		return nil, err
+	}
+	id, err := s.pods.CreateContainer(ctx, req.GetPodSandboxId(), cfg)
+	if err != nil {
+		return nil, err
+	}
+	return &runtimeapi.CreateContainerResponse{ContainerId: id}, nil
+}
+
+// StartContainer implements RuntimeService.
+func (s *runtimeService) StartContainer(ctx context.Context, req *runtimeapi.StartContainerRequest) (*runtimeapi.StartContainerResponse, error) {
+	if err := need(field{"container_id", req.GetContainerId() != ""}); err != nil {
+		return nil, err
+	}
+	if err := s.pods.StartContainer(ctx, req.GetContainerId()); err != nil {
+		return nil, err
+	}
+	return &runtimeapi.StartContainerResponse{}, nil
+}
+
+// StopContainer implements RuntimeService.
+func (s *runtimeService) StopContainer(ctx context.Context, req *runtimeapi.StopContainerRequest) (*runtimeapi.StopContainerResponse, error) {
+	if err := need(field{"container_id", req.GetContainerId() != ""}); err != nil {
+		return nil, err
+	}
+	timeout, err := seconds("timeout", req.GetTimeout())
+	if err != nil {
+		return nil, err
+	}
+	if err := s.pods.StopContainer(ctx, req.GetContainerId(), timeout); err != nil {
+		return nil, err
+	}
+	return &runtimeapi.StopContainerResponse{}, nil
+}
+
+// RemoveContainer implements RuntimeService.
+func (s *runtimeService) RemoveContainer(ctx context.Context, req *runtimeapi.RemoveContainerRequest) (*runtimeapi.RemoveContainerResponse, error) {
+	if err := need(field{"container_id", req.GetContainerId() != ""}); err != nil {
+		return nil, err
+	}
+	if err := s.pods.RemoveContainer(ctx, req.GetContainerId()); err != nil {
+		return nil, err
+	}
+	return &runtimeapi.RemoveContainerResponse{}, nil
+}
+
+// ListContainers implements RuntimeService.
+func (s *runtimeService) ListContainers(_ context.Context, req *runtimeapi.ListContainersRequest) (*runtimeapi.ListContainersResponse, error) {
+	filter := req.GetFilter()
+	containers := s.pods.Containers()
+	id, known := resolve(filter.GetId(), containers, func(c *sandbox.ContainerInfo) string { return c.ID })
+	pod, podKnown := resolve(filter.GetPodSandboxId(), s.pods.Pods(), func(p *sandbox.PodInfo) string { return p.ID })
+	resp := &runtimeapi.ListContainersResponse{}
+	if !known || !podKnown {
+		return resp, nil
+	}
+	for _, c := range containers {
+		if (id == "" || c.ID == id) &&
+			(pod == "" || c.PodID == pod) &&
+			(filter.GetState() == nil || filter.GetState().GetState() == c.State) &&
+			selected(filter.GetLabelSelector(), c.Config.GetLabels()) {
+			resp.Containers = append(resp.Containers, s.containerItem(c))
+		}
+	}
+	return resp, nil
+}
+
+// ContainerStatus implements RuntimeService.
+func (s *runtimeService) ContainerStatus(_ context.Context, req *runtimeapi.ContainerStatusRequest) (*runtimeapi.ContainerStatusResponse, error) {
+	if err := need(field{"container_id", req.GetContainerId() != ""}); err != nil {
+		return nil, err
+	}
+	c, err := s.pods.Container(req.GetContainerId())
+	if err != nil {
+		return nil, err
+	}
+	resp := &runtimeapi.ContainerStatusResponse{Status: s.containerStatus(c)}
+	if req.GetVerbose() {
+		resp.Info, err = infoMap(map[string]any{"info": containerDetail{PID: c.PID, PodID: c.PodID, Config: c.Config}})
+		if err != nil {
+			return nil, err
+		}
+	}
+	return resp, nil
+}
+
+// containerDetail is what verbose ContainerStatus adds, under the key and with
+// the names that crictl's users know from other runtimes.
+type containerDetail struct {
+	PID    int                         `json:"pid"`
+	PodID  string                      `json:"sandboxID"`
+	Config *runtimeapi.ContainerConfig `json:"config"`
+}
+
+// UpdateContainerResources implements RuntimeService.
+func (s *runtimeService) UpdateContainerResources(ctx context.Context, req *runtimeapi.UpdateContainerResourcesRequest) (*runtimeapi.UpdateContainerResourcesResponse, error) {
+	if err := need(
+		field{"container_id", req.GetContainerId() != ""},
+		field{"linux", req.GetLinux() != nil},
+	); err != nil {
+		return nil, err
+	}
+	if err := s.pods.UpdateContainerResources(ctx, req.GetContainerId(), req.GetLinux(), req.GetAnnotations()); err != nil {
+		return nil, err
+	}
+	return &runtimeapi.UpdateContainerResourcesResponse{}, nil
+}
+
+// ReopenContainerLog implements RuntimeService.
+func (s *runtimeService) ReopenContainerLog(ctx context.Context, req *runtimeapi.ReopenContainerLogRequest) (*runtimeapi.ReopenContainerLogResponse, error) {
+	if err := need(field{"container_id", req.GetContainerId() != ""}); err != nil {
+		return nil, err
+	}
+	if err := s.pods.ReopenContainerLog(ctx, req.GetContainerId()); err != nil {
+		return nil, err
+	}
+	return &runtimeapi.ReopenContainerLogResponse{}, nil
+}
+
+// ExecSync implements RuntimeService. A command that outlives its timeout ends
+// with DeadlineExceeded, which is how kubelet tells a slow probe from a failed one.
+func (s *runtimeService) ExecSync(ctx context.Context, req *runtimeapi.ExecSyncRequest) (*runtimeapi.ExecSyncResponse, error) {
+	if err := need(
+		field{"container_id", req.GetContainerId() != ""},
+		field{"cmd", len(req.GetCmd()) > 0},
+	); err != nil {
+		return nil, err
+	}
+	timeout, err := seconds("timeout", req.GetTimeout())
+	if err != nil {
+		return nil, err
+	}
+	result, err := s.pods.ExecSync(ctx, req.GetContainerId(), req.GetCmd(), timeout)
+	if err != nil {
+		return nil, err
+	}
+	stdout, stderr := fit(result.Stdout, result.Stderr, maxOutput)
+	return &runtimeapi.ExecSyncResponse{Stdout: stdout, Stderr: stderr, ExitCode: result.ExitCode}, nil
+}
+
+// maxOutput is how many bytes of output an ExecSyncResponse has room for beside
+// the tags, the two lengths and the exit code.
+const maxOutput = MaxMessage - 64
+
+// fit shortens two outputs so that together they have at most limit bytes; each
+// may have half of it at least. The rest of a longer one is discarded without an
+// error, as the API asks for (CVE-2022-1708).
+func fit(stdout, stderr []byte, limit int) (out, err []byte) {
+	if len(stdout)+len(stderr) <= limit {
+		return stdout, stderr
+	}
+	roomForErr := max(limit/2, limit-len(stdout))
+	stderr = stderr[:min(len(stderr), roomForErr)]
+	return stdout[:min(len(stdout), limit-len(stderr))], stderr
+}
+
+// seconds converts a request's number of seconds. What is too long for a
+// time.Duration becomes the longest one, 292 years.
+func seconds(name string, n int64) (time.Duration, error) {
+	if n < 0 {
+		return 0, errdefs.InvalidArgument("%s: %d seconds is negative", name, n)
+	}
+	if n > int64(math.MaxInt64/time.Second) {
+		return math.MaxInt64, nil
+	}
+	return time.Duration(n) * time.Second, nil
+}
+
+func (s *runtimeService) containerStatuses(pod string) []*runtimeapi.ContainerStatus {
+	var all []*runtimeapi.ContainerStatus
+	for _, c := range s.pods.Containers() {
+		if c.PodID == pod {
+			all = append(all, s.containerStatus(c))
+		}
+	}
+	return all
+}
+
+func (s *runtimeService) containerItem(c *sandbox.ContainerInfo) *runtimeapi.Container {
+	return &runtimeapi.Container{
+		Id:           c.ID,
+		PodSandboxId: c.PodID,
+		Metadata:     c.Config.GetMetadata(),
+		Image:        s.containerImage(c),
+		ImageRef:     c.ImageID,
+		ImageId:      c.ImageID,
+		State:        c.State,
+		CreatedAt:    c.CreatedAt.UnixNano(),
+		Labels:       c.Config.GetLabels(),
+		Annotations:  c.Config.GetAnnotations(),
+	}
+}
+
+func (s *runtimeService) containerStatus(c *sandbox.ContainerInfo) *runtimeapi.ContainerStatus {
+	status := &runtimeapi.ContainerStatus{
+		Id:          c.ID,
+		Metadata:    c.Config.GetMetadata(),
+		State:       c.State,
+		CreatedAt:   c.CreatedAt.UnixNano(),
+		StartedAt:   nanos(c.StartedAt),
+		FinishedAt:  nanos(c.FinishedAt),
+		ExitCode:    c.ExitCode,
+		Image:       s.containerImage(c),
+		ImageRef:    c.ImageID,
+		ImageId:     c.ImageID,
+		Reason:      c.Reason,
+		Message:     c.Message,
+		Labels:      c.Config.GetLabels(),
+		Annotations: c.Config.GetAnnotations(),
+		Mounts:      c.Config.GetMounts(),
+		LogPath:     c.LogPath,
+		User:        c.User,
+		StopSignal:  c.StopSignal,
+	}
+	if c.Resources != nil {
+		status.Resources = &runtimeapi.ContainerResources{Linux: c.Resources}
+	}
+	return status
+}
+
+// nanos is a time as CRI has it: 0 stands for none.
+func nanos(t time.Time) int64 {
+	if t.IsZero() {
+		return 0
+	}
+	return t.UnixNano()
+}
+
+// containerImage is the image of a container under the name its user knows it by.
+// kubelet asks for the image by ID and sends what the pod's manifest says in
+// user_specified_image; other clients send a name. If there is only an ID, a name
+// the image has now stands in.
+func (s *runtimeService) containerImage(c *sandbox.ContainerInfo) *runtimeapi.ImageSpec {
+	asked := c.Config.GetImage()
+	spec := &runtimeapi.ImageSpec{
+		Image:              asked.GetImage(),
+		Annotations:        asked.GetAnnotations(),
+		UserSpecifiedImage: asked.GetUserSpecifiedImage(),
+		RuntimeHandler:     asked.GetRuntimeHandler(),
+	}
+	if spec.UserSpecifiedImage != "" {
+		spec.Image = spec.UserSpecifiedImage
+	} else if isID(spec.Image, c.ImageID) {
+		spec.Image = s.nameOf(c.ImageID)
+	}
+	return spec
+}

@@ -1,0 +1,152 @@
+package server
+
+import (
+	"context"
+	"strconv"
+	"strings"
+	"time"
+
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/image"
+	"berth/internal/errdefs"
+)
+
+// ListImages implements ImageService.
+func (s *imageService) ListImages(_ context.Context, req *runtimeapi.ListImagesRequest) (*runtimeapi.ListImagesResponse, error) {
+	resp := &runtimeapi.ListImagesResponse{}
+	if ref := req.GetFilter().GetImage().GetImage(); ref != "" {
+		img, err := s.images.Get(ref)
+		switch {
+		case errdefs.IsNotFound(err):
+		case err != nil:
+			return nil, err
+		default:
+			resp.Images = append(resp.Images, imageItem(img))
+		}
+		return resp, nil
+	}
+	for _, img := range s.images.List() {
+		resp.Images = append(resp.Images, imageItem(img))
+	}
+	return resp, nil
+}
+
+// ImageStatus implements ImageService. An unknown image is no error: the answer
+// has none.
+func (s *imageService) ImageStatus(_ context.Context, req *runtimeapi.ImageStatusRequest) (*runtimeapi.ImageStatusResponse, error) {
+	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
+		return nil, err
+	}
+	img, err := s.images.Get(req.GetImage().GetImage())
+	if errdefs.IsNotFound(err) {
+		return &runtimeapi.ImageStatusResponse{}, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	resp := &runtimeapi.ImageStatusResponse{Image: imageItem(img)}
+	if req.GetVerbose() {
+		resp.Info, err = infoMap(map[string]any{"info": imageDetail{Config: img.Config}})
+		if err != nil {
+			return nil, err
+		}
+	}
+	return resp, nil
+}
+
+// imageDetail is what verbose ImageStatus adds, under the key and with the name
+// that crictl's users know from other runtimes.
+type imageDetail struct {
+	Config ocispec.Image `json:"imageSpec"`
+}
+
+// PullImage implements ImageService. The reference it returns is the image's ID,
+// the same value as in every other message of the API.
+func (s *imageService) PullImage(ctx context.Context, req *runtimeapi.PullImageRequest) (*runtimeapi.PullImageResponse, error) {
+	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
+		return nil, err
+	}
+	img, err := s.images.Pull(ctx, req.GetImage().GetImage(), req.GetAuth())
+	if err != nil {
+		return nil, err
+	}
+	return &runtimeapi.PullImageResponse{ImageRef: img.ID}, nil
+}
+
+// RemoveImage implements ImageService.
+func (s *imageService) RemoveImage(ctx context.Context, req *runtimeapi.RemoveImageRequest) (*runtimeapi.RemoveImageResponse, error) {
+	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
+		return nil, err
+	}
+	if err := s.images.Remove(ctx, req.GetImage().GetImage()); err != nil && !errdefs.IsNotFound(err) {
+		return nil, err
+	}
+	return &runtimeapi.RemoveImageResponse{}, nil
+}
+
+// ImageFsInfo implements ImageService. Writable layers are on the images'
+// filesystem, which is what kubelet assumes when no container filesystem is named.
+func (s *imageService) ImageFsInfo(ctx context.Context, _ *runtimeapi.ImageFsInfoRequest) (*runtimeapi.ImageFsInfoResponse, error) {
+	usage, err := s.images.Usage(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return &runtimeapi.ImageFsInfoResponse{ImageFilesystems: []*runtimeapi.FilesystemUsage{{
+		Timestamp:  time.Now().UnixNano(),
+		FsId:       &runtimeapi.FilesystemIdentifier{Mountpoint: usage.Mountpoint},
+		UsedBytes:  &runtimeapi.UInt64Value{Value: usage.Bytes},
+		InodesUsed: &runtimeapi.UInt64Value{Value: usage.Inodes},
+	}}}, nil
+}
+
+func imageItem(img *image.Image) *runtimeapi.Image {
+	item := &runtimeapi.Image{
+		Id:          img.ID,
+		RepoTags:    img.RepoTags,
+		RepoDigests: img.RepoDigests,
+		Size:        img.Size,
+		Spec:        &runtimeapi.ImageSpec{Image: img.ID},
+		Pinned:      img.Pinned,
+	}
+	item.Uid, item.Username = imageUser(img.Config.Config.User)
+	return item
+}
+
+// imageUser splits an image's USER as CRI wants it: a number, or else a name.
+// Only digits are a number; kubelet refuses to run names where the pod must not
+// run as root, so an odd spelling of a number cannot pass as one.
+func imageUser(user string) (*runtimeapi.Int64Value, string) {
+	name, _, _ := strings.Cut(user, ":")
+	if name == "" || strings.Trim(name, "0123456789") != "" {
+		return nil, name
+	}
+	uid, err := strconv.ParseInt(name, 10, 64)
+	if err != nil {
+		return nil, name
+	}
+	return &runtimeapi.Int64Value{Value: uid}, ""
+}
+
+// isID reports whether ref is the image's ID or the start of it, and not a name.
+func isID(ref, id string) bool {
+	hex := strings.TrimPrefix(id, "sha256:")
+	ref = strings.TrimPrefix(ref, "sha256:")
+	return ref == hex || len(ref) >= 12 && strings.HasPrefix(hex, ref)
+}
+
+// nameOf returns a name the image has at the moment, or else its ID.
+func (s *runtimeService) nameOf(id string) string {
+	img, err := s.images.Get(id)
+	switch {
+	case err != nil: // removed while a container uses it
+		return id
+	case len(img.RepoTags) > 0:
+		return img.RepoTags[0]
+	case len(img.RepoDigests) > 0:
+		return img.RepoDigests[0]
+	default:
+		return id
+	}
+}

@@ -1,0 +1,106 @@
+package server
+
+import (
+	"context"
+	"log/slog"
+	"path"
+	"runtime/debug"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+// unary surrounds every unary RPC.
+func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (resp any, err error) {
+	began := time.Now()
+	defer func() {
+		if p := recover(); p != nil {
+			resp, err = nil, s.panicked(info.FullMethod, p)
+		}
+		err = coded(err)
+		s.logCall(ctx, info.FullMethod, time.Since(began), err, append(ids(req), ids(resp)...))
+	}()
+	return handler(ctx, req)
+}
+
+// stream surrounds every streaming RPC.
+func (s *Server) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) (err error) {
+	began := time.Now()
+	defer func() {
+		if p := recover(); p != nil {
+			err = s.panicked(info.FullMethod, p)
+		}
+		err = coded(err)
+		s.logCall(ss.Context(), info.FullMethod, time.Since(began), err, nil)
+	}()
+	return handler(srv, ss)
+}
+
+// panicked logs a panic with its stack and returns what the client sees of it.
+// It is called from the deferred function that recovered, so the stack is whole.
+func (s *Server) panicked(method string, p any) error {
+	s.log.Error("panic", "method", path.Base(method), "panic", p, "stack", string(debug.Stack()))
+	return status.Errorf(codes.Internal, "%s: internal error, see berth's log", path.Base(method))
+}
+
+// coded turns err into a gRPC status with err's full text: the code it carries,
+// that of its context error, or Unknown.
+func coded(err error) error {
+	if err == nil {
+		return nil
+	}
+	st, ok := status.FromError(err)
+	if !ok {
+		st = status.FromContextError(err)
+	}
+	return st.Err()
+}
+
+// logCall logs one RPC: at debug, or as a warning if it failed in a way that an
+// operator should know of.
+func (s *Server) logCall(ctx context.Context, method string, took time.Duration, err error, attrs []slog.Attr) {
+	level, code := slog.LevelDebug, status.Code(err)
+	switch code {
+	case codes.OK, codes.NotFound, codes.Canceled, codes.Unimplemented:
+	default:
+		level = slog.LevelWarn
+	}
+	if !s.log.Enabled(ctx, level) {
+		return
+	}
+	attrs = append(attrs, slog.Duration("took", took), slog.String("code", code.String()))
+	if p, ok := peer.FromContext(ctx); ok {
+		if info, ok := p.AuthInfo.(peerInfo); ok {
+			attrs = append(attrs, slog.Int("peer", int(info.pid)))
+		}
+	}
+	if err != nil {
+		attrs = append(attrs, slog.String("error", status.Convert(err).Message()))
+	}
+	s.log.LogAttrs(ctx, level, path.Base(method), attrs...)
+}
+
+// ids returns what a message names, as log fields. Nothing else of a message is
+// logged.
+func ids(msg any) []slog.Attr {
+	var attrs []slog.Attr
+	add := func(key, value string) {
+		if value != "" {
+			attrs = append(attrs, slog.String(key, value))
+		}
+	}
+	if m, ok := msg.(interface{ GetPodSandboxId() string }); ok {
+		add("pod", m.GetPodSandboxId())
+	}
+	if m, ok := msg.(interface{ GetContainerId() string }); ok {
+		add("container", m.GetContainerId())
+	}
+	if m, ok := msg.(interface{ GetImage() *runtimeapi.ImageSpec }); ok {
+		add("image", m.GetImage().GetImage())
+	}
+	return attrs
+}

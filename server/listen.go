@@ -1,0 +1,142 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/credentials"
+)
+
+// Listen makes the unix socket at path, mode 0600, and its directory, mode 0700,
+// if that does not exist. A socket that nobody listens on any more is replaced;
+// anything else at path is an error. The caller holds the lock of the daemon's
+// directories, so that no other berth starts at the same time.
+//
+// Closing the listener removes the socket.
+func Listen(path string) (net.Listener, error) {
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		return nil, fmt.Errorf("make directory of socket %s: %w", path, err)
+	}
+	if err := removeStale(path); err != nil {
+		return nil, err
+	}
+	// A unix socket is born with the mode of its unbound inode, less the umask, so
+	// there is no moment at which others could connect (net/unix/af_unix.c, unix_bind_bsd).
+	private := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
+		var err error
+		if e := c.Control(func(fd uintptr) { err = unix.Fchmod(int(fd), 0o600) }); e != nil {
+			return e
+		}
+		return err
+	}}
+	l, err := private.Listen(context.Background(), "unix", path)
+	if err != nil {
+		return nil, fmt.Errorf("listen on %s: %w", path, err)
+	}
+	return l, nil
+}
+
+// removeStale removes the socket at path if connecting to it is refused.
+func removeStale(path string) error {
+	info, err := os.Lstat(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("look at %s: %w", path, err)
+	}
+	if info.Mode().Type() != fs.ModeSocket {
+		return fmt.Errorf("listen on %s: it exists and is no socket", path)
+	}
+	conn, err := net.DialTimeout("unix", path, time.Second)
+	if err == nil {
+		defer conn.Close()
+		return fmt.Errorf("listen on %s: %s serves it", path, peerName(conn))
+	}
+	if !errors.Is(err, unix.ECONNREFUSED) {
+		return fmt.Errorf("find out whether %s is in use: %w", path, err)
+	}
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remove stale socket: %w", err)
+	}
+	return nil
+}
+
+// peerName names the process at the other end of conn.
+func peerName(conn net.Conn) string {
+	if cred, err := peerOf(conn); err == nil && cred.Pid != 0 {
+		return fmt.Sprintf("process %d", cred.Pid)
+	}
+	return "another process"
+}
+
+// peerOf returns who is at the other end of a unix connection.
+func peerOf(conn net.Conn) (*unix.Ucred, error) {
+	u, ok := conn.(*net.UnixConn)
+	if !ok {
+		return nil, fmt.Errorf("%s is no unix connection", conn.RemoteAddr())
+	}
+	raw, err := u.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	var cred *unix.Ucred
+	if e := raw.Control(func(fd uintptr) {
+		cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED)
+	}); e != nil {
+		return nil, e
+	}
+	return cred, err
+}
+
+// peerCredentials admits root and the daemon's own user only. The socket's mode
+// says the same; this holds as well where an operator, or a systemd socket unit,
+// gave it another one. Everybody who may use CRI may become root by it.
+type peerCredentials struct{ log *slog.Logger }
+
+// peerInfo is the AuthInfo of a connection.
+type peerInfo struct {
+	credentials.CommonAuthInfo
+	pid int32
+}
+
+// AuthType implements credentials.AuthInfo.
+func (peerInfo) AuthType() string { return "peercred" }
+
+// ServerHandshake implements credentials.TransportCredentials.
+func (p peerCredentials) ServerHandshake(conn net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	cred, err := peerOf(conn)
+	if err != nil {
+		return nil, nil, fmt.Errorf("credentials of peer: %w", err)
+	}
+	if cred.Uid != 0 && int(cred.Uid) != os.Geteuid() {
+		p.log.Warn("connection refused", "peer", cred.Pid, "uid", cred.Uid)
+		return nil, nil, fmt.Errorf("uid %d is not root", cred.Uid)
+	}
+	return conn, peerInfo{credentials.CommonAuthInfo{SecurityLevel: credentials.PrivacyAndIntegrity}, cred.Pid}, nil
+}
+
+// ClientHandshake implements credentials.TransportCredentials; berth is no client.
+func (peerCredentials) ClientHandshake(context.Context, string, net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	return nil, nil, errors.New("peer credentials are for servers")
+}
+
+// Info implements credentials.TransportCredentials.
+func (peerCredentials) Info() credentials.ProtocolInfo {
+	return credentials.ProtocolInfo{SecurityProtocol: "peercred"}
+}
+
+// Clone implements credentials.TransportCredentials.
+func (p peerCredentials) Clone() credentials.TransportCredentials { return p }
+
+// OverrideServerName implements credentials.TransportCredentials.
+func (peerCredentials) OverrideServerName(string) error { return nil }

@@ -1,0 +1,207 @@
+package server
+
+import (
+	"context"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/sandbox"
+)
+
+// RunPodSandbox implements RuntimeService.
+func (s *runtimeService) RunPodSandbox(ctx context.Context, req *runtimeapi.RunPodSandboxRequest) (*runtimeapi.RunPodSandboxResponse, error) {
+	metadata := req.GetConfig().GetMetadata()
+	if err := need(
+		field{"config", req.GetConfig() != nil},
+		field{"config.metadata", metadata != nil},
+		field{"config.metadata.name", metadata.GetName() != ""},
+		field{"config.metadata.namespace", metadata.GetNamespace() != ""},
+	); err != nil {
+		return nil, err
+	}
+	id, err := s.pods.RunPodSandbox(ctx, req.GetConfig(), req.GetRuntimeHandler())
+	if err != nil {
+		return nil, err
+	}
+	return &runtimeapi.RunPodSandboxResponse{PodSandboxId: id}, nil
+}
+
+// StopPodSandbox implements RuntimeService.
+func (s *runtimeService) StopPodSandbox(ctx context.Context, req *runtimeapi.StopPodSandboxRequest) (*runtimeapi.StopPodSandboxResponse, error) {
+	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
+		return nil, err
+	}
+	if err := s.pods.StopPodSandbox(ctx, req.GetPodSandboxId()); err != nil {
+		return nil, err
+	}
+	return &runtimeapi.StopPodSandboxResponse{}, nil
+}
+
+// RemovePodSandbox implements RuntimeService.
+func (s *runtimeService) RemovePodSandbox(ctx context.Context, req *runtimeapi.RemovePodSandboxRequest) (*runtimeapi.RemovePodSandboxResponse, error) {
+	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
+		return nil, err
+	}
+	if err := s.pods.RemovePodSandbox(ctx, req.GetPodSandboxId()); err != nil {
+		return nil, err
+	}
+	return &runtimeapi.RemovePodSandboxResponse{}, nil
+}
+
+// PodSandboxStatus implements RuntimeService.
+func (s *runtimeService) PodSandboxStatus(_ context.Context, req *runtimeapi.PodSandboxStatusRequest) (*runtimeapi.PodSandboxStatusResponse, error) {
+	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
+		return nil, err
+	}
+	pod, err := s.pods.Pod(req.GetPodSandboxId())
+	if err != nil {
+		return nil, err
+	}
+	resp := &runtimeapi.PodSandboxStatusResponse{
+		Status:             podStatus(pod),
+		ContainersStatuses: s.containerStatuses(pod.ID),
+		Timestamp:          time.Now().UnixNano(),
+	}
+	if req.GetVerbose() {
+		resp.Info, err = infoMap(map[string]any{"info": podDetail{
+			PID: pod.PausePID, NetNS: pod.NetNS, RuntimeHandler: pod.Handler, Config: pod.Config,
+		}})
+		if err != nil {
+			return nil, err
+		}
+	}
+	return resp, nil
+}
+
+// podDetail is what verbose PodSandboxStatus adds, under the key and with the
+// names that crictl's users know from other runtimes.
+type podDetail struct {
+	PID            int                          `json:"pid"`
+	NetNS          string                       `json:"networkNamespace,omitempty"`
+	RuntimeHandler string                       `json:"runtimeHandler"`
+	Config         *runtimeapi.PodSandboxConfig `json:"config"`
+}
+
+// ListPodSandbox implements RuntimeService.
+func (s *runtimeService) ListPodSandbox(_ context.Context, req *runtimeapi.ListPodSandboxRequest) (*runtimeapi.ListPodSandboxResponse, error) {
+	filter := req.GetFilter()
+	pods := s.pods.Pods()
+	id, known := resolve(filter.GetId(), pods, func(p *sandbox.PodInfo) string { return p.ID })
+	resp := &runtimeapi.ListPodSandboxResponse{}
+	if !known {
+		return resp, nil
+	}
+	for _, pod := range pods {
+		if (id == "" || pod.ID == id) &&
+			(filter.GetState() == nil || filter.GetState().GetState() == podState(pod)) &&
+			selected(filter.GetLabelSelector(), pod.Config.GetLabels()) {
+			resp.Items = append(resp.Items, podItem(pod))
+		}
+	}
+	return resp, nil
+}
+
+func podItem(pod *sandbox.PodInfo) *runtimeapi.PodSandbox {
+	return &runtimeapi.PodSandbox{
+		Id:             pod.ID,
+		Metadata:       pod.Config.GetMetadata(),
+		State:          podState(pod),
+		CreatedAt:      pod.CreatedAt.UnixNano(),
+		Labels:         pod.Config.GetLabels(),
+		Annotations:    pod.Config.GetAnnotations(),
+		RuntimeHandler: pod.Handler,
+	}
+}
+
+func podStatus(pod *sandbox.PodInfo) *runtimeapi.PodSandboxStatus {
+	return &runtimeapi.PodSandboxStatus{
+		Id:             pod.ID,
+		Metadata:       pod.Config.GetMetadata(),
+		State:          podState(pod),
+		CreatedAt:      pod.CreatedAt.UnixNano(),
+		Network:        podNetwork(pod.IPs),
+		Linux:          &runtimeapi.LinuxPodSandboxStatus{Namespaces: &runtimeapi.Namespace{Options: podNamespaces(pod)}},
+		Labels:         pod.Config.GetLabels(),
+		Annotations:    pod.Config.GetAnnotations(),
+		RuntimeHandler: pod.Handler,
+	}
+}
+
+func podState(pod *sandbox.PodInfo) runtimeapi.PodSandboxState {
+	if pod.Ready {
+		return runtimeapi.PodSandboxState_SANDBOX_READY
+	}
+	return runtimeapi.PodSandboxState_SANDBOX_NOTREADY
+}
+
+// podNetwork is never nil: kubelet warns about a missing one, and asks for the
+// addresses of pods with a network of their own only.
+func podNetwork(ips []string) *runtimeapi.PodSandboxNetworkStatus {
+	status := &runtimeapi.PodSandboxNetworkStatus{}
+	for i, ip := range ips {
+		if i == 0 {
+			status.Ip = ip
+		} else {
+			status.AdditionalIps = append(status.AdditionalIps, &runtimeapi.PodIP{Ip: ip})
+		}
+	}
+	return status
+}
+
+// podNamespaces are the options the pod was asked for; without any the pod has
+// what their zero value says.
+func podNamespaces(pod *sandbox.PodInfo) *runtimeapi.NamespaceOption {
+	if options := pod.Config.GetLinux().GetSecurityContext().GetNamespaceOptions(); options != nil {
+		return options
+	}
+	return &runtimeapi.NamespaceOption{}
+}
+
+// resolve finds the full ID for the ID of a filter, which may be a unique prefix.
+// It reports false if the filter can match nothing. An empty ID, which filters
+// nothing, stays empty.
+func resolve[T any](id string, all []T, idOf func(T) string) (full string, ok bool) {
+	if id == "" {
+		return "", true
+	}
+	for _, v := range all {
+		switch candidate := idOf(v); {
+		case candidate == id:
+			return id, true
+		case len(candidate) < len(id) || candidate[:len(id)] != id:
+		case full != "":
+			full, ok = candidate, false // several; only an exact match can help now
+		default:
+			full, ok = candidate, true
+		}
+	}
+	return full, ok
+}
+
+// selected reports whether labels has all pairs of the selector.
+func selected(selector, labels map[string]string) bool {
+	for key, want := range selector {
+		if got, ok := labels[key]; !ok || got != want {
+			return false
+		}
+	}
+	return true
+}
+
+// field is a field of a request and whether it is there.
+type field struct {
+	name string
+	set  bool
+}
+
+// need returns InvalidArgument for the first field that is not set.
+func need(fields ...field) error {
+	for _, f := range fields {
+		if !f.set {
+			return errdefs.InvalidArgument("%s is required", f.name)
+		}
+	}
+	return nil
+}

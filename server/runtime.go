@@ -1,0 +1,144 @@
+package server
+
+import (
+	"context"
+	"encoding/json"
+	"net/netip"
+	"runtime"
+	"strings"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+const (
+	runtimeName       = "berth"
+	kubeletAPIVersion = "0.1.0" // kubelet compares with exactly this
+	runtimeAPIVersion = "v1"
+)
+
+// Version implements RuntimeService.
+func (s *runtimeService) Version(context.Context, *runtimeapi.VersionRequest) (*runtimeapi.VersionResponse, error) {
+	return &runtimeapi.VersionResponse{
+		Version:           kubeletAPIVersion,
+		RuntimeName:       runtimeName,
+		RuntimeVersion:    s.cfg.Version,
+		RuntimeApiVersion: runtimeAPIVersion,
+	}, nil
+}
+
+// Status implements RuntimeService. The runtime is ready as soon as it answers:
+// it serves only after everything it had before was found again.
+func (s *runtimeService) Status(ctx context.Context, req *runtimeapi.StatusRequest) (*runtimeapi.StatusResponse, error) {
+	network := &runtimeapi.RuntimeCondition{Type: runtimeapi.NetworkReady, Status: true}
+	if err := s.pods.NetworkStatus(ctx); err != nil {
+		network.Status, network.Reason, network.Message = false, "NetworkPluginNotReady", err.Error()
+	}
+	resp := &runtimeapi.StatusResponse{
+		Status: &runtimeapi.RuntimeStatus{Conditions: []*runtimeapi.RuntimeCondition{
+			{Type: runtimeapi.RuntimeReady, Status: true}, network,
+		}},
+		RuntimeHandlers: s.handlers(),
+		Features:        &runtimeapi.RuntimeFeatures{SupplementalGroupsPolicy: true},
+	}
+	if req.GetVerbose() {
+		info, err := s.verboseStatus()
+		if err != nil {
+			return nil, err
+		}
+		resp.Info = info
+	}
+	return resp, nil
+}
+
+// handlers lists the one handler berth has under both of its names, the empty one
+// first (KEP-585, KEP-3857).
+func (s *runtimeService) handlers() []*runtimeapi.RuntimeHandler {
+	features := &runtimeapi.RuntimeHandlerFeatures{RecursiveReadOnlyMounts: s.cfg.RecursiveReadOnlyMounts}
+	return []*runtimeapi.RuntimeHandler{
+		{Name: "", Features: features},
+		{Name: s.cfg.Handler, Features: features},
+	}
+}
+
+func (s *runtimeService) cgroupDriver() runtimeapi.CgroupDriver {
+	if s.cfg.SystemdCgroup {
+		return runtimeapi.CgroupDriver_SYSTEMD
+	}
+	return runtimeapi.CgroupDriver_CGROUPFS
+}
+
+// verboseStatus is what an operator may want to know, each value as JSON.
+func (s *runtimeService) verboseStatus() (map[string]string, error) {
+	cidr := ""
+	if p := s.podCIDR.Load(); p != nil {
+		cidr = *p
+	}
+	return infoMap(map[string]any{
+		"config":       s.cfg.Settings,
+		"pulls":        s.images.Progress(),
+		"waits":        s.waits(),
+		"cgroupDriver": strings.ToLower(s.cgroupDriver().String()),
+		"podCIDR":      cidr,
+		"versions":     map[string]string{"berth": s.cfg.Version, "go": runtime.Version(), "cri": runtimeAPIVersion},
+	})
+}
+
+// waitInfo is one entry of "waits" in verbose Status.
+type waitInfo struct {
+	What    string    `json:"what"`
+	Object  string    `json:"object"`
+	Since   time.Time `json:"since"`
+	Seconds float64   `json:"seconds"`
+}
+
+func (s *runtimeService) waits() []waitInfo {
+	now := time.Now()
+	all := []waitInfo{}
+	for _, w := range s.pods.Waits() {
+		all = append(all, waitInfo{w.What, w.Object, w.Since, now.Sub(w.Since).Seconds()})
+	}
+	return all
+}
+
+// RuntimeConfig implements RuntimeService. The driver is always named: kubelet
+// takes a missing one for systemd.
+func (s *runtimeService) RuntimeConfig(context.Context, *runtimeapi.RuntimeConfigRequest) (*runtimeapi.RuntimeConfigResponse, error) {
+	return &runtimeapi.RuntimeConfigResponse{
+		Linux: &runtimeapi.LinuxRuntimeConfiguration{CgroupDriver: s.cgroupDriver()},
+	}, nil
+}
+
+// UpdateRuntimeConfig implements RuntimeService. kubelet sends the CIDRs of the
+// node's pods with it. Berth gives out no addresses, the CNI plugins do, and who
+// installs these writes their configuration: the CIDRs are checked, logged and
+// shown in verbose Status, no more.
+func (s *runtimeService) UpdateRuntimeConfig(_ context.Context, req *runtimeapi.UpdateRuntimeConfigRequest) (*runtimeapi.UpdateRuntimeConfigResponse, error) {
+	cidrs := req.GetRuntimeConfig().GetNetworkConfig().GetPodCidr()
+	if cidrs == "" {
+		return &runtimeapi.UpdateRuntimeConfigResponse{}, nil
+	}
+	for cidr := range strings.SplitSeq(cidrs, ",") {
+		if _, err := netip.ParsePrefix(strings.TrimSpace(cidr)); err != nil {
+			return nil, errdefs.InvalidArgument("runtime_config.network_config.pod_cidr: %w", err)
+		}
+	}
+	s.podCIDR.Store(&cidrs)
+	s.log.Info("kubelet's CIDRs of pods; CNI's configuration decides on addresses", "podCIDR", cidrs)
+	return &runtimeapi.UpdateRuntimeConfigResponse{}, nil
+}
+
+// infoMap encodes the values of a verbose answer.
+func infoMap(values map[string]any) (map[string]string, error) {
+	info := make(map[string]string, len(values))
+	for key, value := range values {
+		text, err := json.Marshal(value)
+		if err != nil {
+			return nil, errdefs.Internal("encode %s of verbose answer: %w", key, err)
+		}
+		info[key] = string(text)
+	}
+	return info, nil
+}

@@ -1,0 +1,174 @@
+// Package server is berth's gRPC face: it serves the CRI v1 services
+// RuntimeService and ImageService (k8s.io/cri-api) on a unix socket.
+//
+// # Contract
+//
+// The package translates and decides nothing: it checks that a request has the
+// fields it needs (InvalidArgument names the one that is missing), calls one
+// method of the sandbox manager or the image store, and puts the answer into the
+// messages of the API. Reads come from snapshots and wait for nobody. Errors keep
+// the gRPC code they got where they arose (package errdefs).
+//
+// A panic in a handler is answered with Internal, its stack goes to the log, and
+// the daemon lives on. Requests are never logged, only the IDs in them: a
+// PullImageRequest holds credentials.
+//
+// RPCs of the API that berth does not have yet answer Unimplemented.
+package server
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/image"
+	"berth/sandbox"
+)
+
+// MaxMessage is the largest gRPC message sent or taken, in bytes. kubelet's limit
+// is the same.
+const MaxMessage = 16 << 20
+
+// stopGrace is how long running RPCs get to end after Serve was told to stop, and
+// handlers once more after their contexts were cancelled.
+const stopGrace = 10 * time.Second
+
+// Sandboxes is what the server needs of the sandbox manager.
+// See package sandbox for the methods' contracts.
+type Sandboxes interface {
+	RunPodSandbox(ctx context.Context, cfg *runtimeapi.PodSandboxConfig, handler string) (string, error)
+	StopPodSandbox(ctx context.Context, id string) error
+	RemovePodSandbox(ctx context.Context, id string) error
+	Pod(id string) (*sandbox.PodInfo, error)
+	Pods() []*sandbox.PodInfo
+
+	CreateContainer(ctx context.Context, podID string, cfg *runtimeapi.ContainerConfig) (string, error)
+	StartContainer(ctx context.Context, id string) error
+	StopContainer(ctx context.Context, id string, timeout time.Duration) error
+	RemoveContainer(ctx context.Context, id string) error
+	Container(id string) (*sandbox.ContainerInfo, error)
+	Containers() []*sandbox.ContainerInfo
+	ExecSync(ctx context.Context, id string, cmd []string, timeout time.Duration) (*sandbox.ExecResult, error)
+	UpdateContainerResources(ctx context.Context, id string, resources *runtimeapi.LinuxContainerResources, annotations map[string]string) error
+	ReopenContainerLog(ctx context.Context, id string) error
+
+	NetworkStatus(ctx context.Context) error
+	Waits() []sandbox.Wait
+}
+
+// Images is what the server needs of the image store.
+// See package image for the methods' contracts.
+type Images interface {
+	Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfig) (*image.Image, error)
+	Get(ref string) (*image.Image, error)
+	List() []*image.Image
+	Remove(ctx context.Context, ref string) error
+	Usage(ctx context.Context) (image.Usage, error)
+	Progress() []image.PullProgress
+}
+
+// Config is what the server tells about the runtime it fronts.
+type Config struct {
+	Version                 string // runtime_version, semver
+	SystemdCgroup           bool   // the cgroup driver in use, else cgroupfs
+	Handler                 string // name of the default runtime handler, which the empty name means as well
+	RecursiveReadOnlyMounts bool   // the kernel can make a mount and all below it read-only (Linux 5.12)
+	Settings                any    // the configuration in use, for verbose Status; encodes as JSON
+}
+
+// Server serves CRI. Make one with New.
+type Server struct {
+	cfg  Config
+	log  *slog.Logger
+	grpc *grpc.Server
+}
+
+// New returns a server that passes requests on to pods and images.
+func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
+	s := &Server{cfg: cfg, log: log}
+	s.grpc = grpc.NewServer(
+		grpc.MaxRecvMsgSize(MaxMessage),
+		grpc.MaxSendMsgSize(MaxMessage),
+		grpc.SharedWriteBuffer(true),
+		grpc.WaitForHandlers(true),
+		grpc.Creds(peerCredentials{log: log}),
+		grpc.UnaryInterceptor(s.unary),
+		grpc.StreamInterceptor(s.stream),
+	)
+	runtimeapi.RegisterRuntimeServiceServer(s.grpc, &runtimeService{cfg: cfg, pods: pods, images: images, log: log})
+	runtimeapi.RegisterImageServiceServer(s.grpc, &imageService{images: images})
+	return s
+}
+
+// Serve answers requests on l until ctx ends or l fails. It closes l. When ctx
+// ends it takes no new requests and gives the running ones stopGrace to end; then
+// it cancels their contexts. It returns nil if it was told to stop.
+func (s *Server) Serve(ctx context.Context, l net.Listener) error {
+	ctx, cancel := context.WithCancel(ctx)
+	stopped := make(chan struct{})
+	go func() {
+		defer close(stopped)
+		<-ctx.Done()
+		s.stop()
+	}()
+	err := s.grpc.Serve(l)
+	cancel()
+	<-stopped
+	if err != nil {
+		return fmt.Errorf("serve CRI on %s: %w", l.Addr(), err)
+	}
+	return nil
+}
+
+// stop ends the gRPC server: politely, then by cancelling what still runs, and
+// finally without the handlers that do not end even then.
+func (s *Server) stop() {
+	if within(stopGrace, s.grpc.GracefulStop) {
+		return
+	}
+	s.log.Warn("requests still run, cancelling them", "after", stopGrace)
+	if !within(stopGrace, s.grpc.Stop) {
+		s.log.Error("requests do not end although they were cancelled, leaving them")
+	}
+}
+
+// within runs f and reports whether it returned in time. A late f is left behind:
+// the process is about to end.
+func within(limit time.Duration, f func()) bool {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		f()
+	}()
+	timer := time.NewTimer(limit)
+	defer timer.Stop()
+	select {
+	case <-done:
+		return true
+	case <-timer.C:
+		return false
+	}
+}
+
+// runtimeService implements CRI's RuntimeService.
+type runtimeService struct {
+	runtimeapi.UnimplementedRuntimeServiceServer
+	cfg    Config
+	pods   Sandboxes
+	images Images
+	log    *slog.Logger
+
+	podCIDR atomic.Pointer[string] // what kubelet sent with UpdateRuntimeConfig
+}
+
+// imageService implements CRI's ImageService.
+type imageService struct {
+	runtimeapi.UnimplementedImageServiceServer
+	images Images
+}
