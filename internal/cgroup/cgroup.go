@@ -86,8 +86,8 @@ func (g *Group) Procs() ([]int, error) {
 // in uninterruptible sleep.
 func (g *Group) Kill(ctx context.Context) error {
 	for delay := time.Millisecond; ; delay = min(2*delay, 200*time.Millisecond) {
-		if err := g.signal(); err != nil {
-			return fmt.Errorf("kill cgroup %s: %w", g.path, err)
+		if err := g.Signal(); err != nil {
+			return err
 		}
 		pids, err := g.Procs()
 		if err != nil {
@@ -104,10 +104,10 @@ func (g *Group) Kill(ctx context.Context) error {
 	}
 }
 
-// signal kills what is in the group now. On v2 (Linux 5.14) the kernel does it in
+// Signal sends SIGKILL to what is in the group now and does not wait. On v2 (Linux 5.14) the kernel does it in
 // one step, frozen groups included. On v1 the group is frozen meanwhile, so that
 // no fork escapes, and thawed so that the signal is acted on.
-func (g *Group) signal() error {
+func (g *Group) Signal() error {
 	if cgroups.IsCgroup2UnifiedMode() {
 		err := writeFile(filepath.Join(g.mgr.Path(""), "cgroup.kill"), "1")
 		if err == nil || gone(err) {

@@ -71,3 +71,8 @@ func Code(err error) codes.Code {
 
 // IsNotFound reports whether err carries codes.NotFound.
 func IsNotFound(err error) bool { return Code(err) == codes.NotFound }
+
+// DeadlineExceeded is New with codes.DeadlineExceeded.
+func DeadlineExceeded(format string, args ...any) error {
+	return New(codes.DeadlineExceeded, format, args...)
+}

@@ -1,0 +1,35 @@
+package sandbox
+
+import (
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/sandbox/dnsfiles"
+)
+
+// checkPodConfig refuses what no later step would refuse as precisely.
+func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler string) error {
+	md := config.GetMetadata()
+	if md == nil {
+		return errdefs.InvalidArgument("the pod config has no metadata")
+	}
+	for _, part := range []struct{ what, name string }{
+		{"pod name", md.Name}, {"pod namespace", md.Namespace}, {"pod uid", md.Uid},
+	} {
+		if part.name == "" && part.what != "pod name" {
+			continue // crictl leaves them out
+		}
+		if err := checkName(part.what, part.name); err != nil {
+			return err
+		}
+	}
+	if handler != "" && handler != m.cfg.Handler {
+		return errdefs.NotFound("runtime handler %q is not configured", handler)
+	}
+	if name := config.GetHostname(); name != "" {
+		if err := dnsfiles.CheckHostname(name); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,363 @@
+package sandbox
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/image"
+	"berth/internal/errdefs"
+	"berth/internal/host"
+	"berth/internal/rootfs"
+	"berth/oci"
+)
+
+// container is the one owner of a container's state.
+type container struct {
+	id, podID string
+	config    *runtimeapi.ContainerConfig // as in rec, decoded; never changed
+	turn      turn
+
+	// These belong to the holder of turn.
+	rec       containerRecord
+	resources *runtimeapi.LinuxContainerResources // as in rec, decoded; replaced, never changed
+	removed   bool
+
+	running atomic.Pointer[running]       // nil without a shim
+	info    atomic.Pointer[ContainerInfo] // nil until created: nobody sees half a container
+}
+
+// running is a container that has a shim.
+type running struct {
+	init, shim *os.File // pidfds; init is nil if it had ended when an earlier daemon's container was found
+	pid        int      // of init
+	startedAt  time.Time
+	exited     chan struct{} // closed when the exit is published
+}
+
+func (c *container) String() string { return "container " + c.id }
+
+func containerIdentity(podID string, md *runtimeapi.ContainerMetadata) string {
+	return fmt.Sprintf("container %s (attempt %d) of pod %s", md.GetName(), md.GetAttempt(), podID)
+}
+
+func (m *Manager) visibleContainer(id string) (*container, error) {
+	c, err := m.containers.find(id)
+	if err != nil {
+		return nil, err
+	}
+	if c.info.Load() == nil {
+		return nil, errdefs.NotFound("container %q does not exist", id)
+	}
+	return c, nil
+}
+
+// CreateContainer makes a container in a ready pod and returns its ID. A call
+// with the identity and content of an existing container, or of one being made,
+// returns that one.
+//
+// Errors: NotFound for the pod or the image, InvalidArgument for a config that
+// can't be, FailedPrecondition if the pod is not ready, AlreadyExists for an
+// identity in use with another content.
+func (m *Manager) CreateContainer(ctx context.Context, podID string, config *runtimeapi.ContainerConfig) (string, error) {
+	p, err := m.visiblePod(podID)
+	if err != nil {
+		return "", err
+	}
+	if err := checkContainerConfig(config, p.config); err != nil {
+		return "", err
+	}
+	sum, err := fingerprintOf(config)
+	if err != nil {
+		return "", err
+	}
+	identity := containerIdentity(p.id, config.Metadata)
+	id, err := m.containerIDs.create(ctx, identity, sum, func(finish func(string, error)) bool {
+		return m.spawn(func() { finish(m.newContainer(p, config, identity)) })
+	})
+	if err != nil {
+		return "", fmt.Errorf("create %s: %w", identity, err)
+	}
+	return id, nil
+}
+
+// newContainer runs in a goroutine of its own, whatever becomes of the caller.
+func (m *Manager) newContainer(p *pod, config *runtimeapi.ContainerConfig, identity string) (id string, err error) {
+	ctx, cancel := context.WithTimeout(m.ctx, opLimit)
+	defer cancel()
+	err = m.guard("create", identity, func() error {
+		c, err := m.planContainer(ctx, p, config)
+		if err != nil {
+			return err
+		}
+		id = c.id
+		if err := m.makeContainer(ctx, p, c); err != nil {
+			return m.abandonContainer(c, err)
+		}
+		return nil
+	})
+	return id, err
+}
+
+// planContainer decides everything that follows from the request and writes down
+// what is about to exist.
+func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.ContainerConfig) (*container, error) {
+	img, err := m.imageOf(config)
+	if err != nil {
+		return nil, err
+	}
+	c := &container{id: newID(), podID: p.id, config: config, turn: newTurn(), resources: config.GetLinux().GetResources()}
+	c.rec = containerRecord{ID: c.id, PodID: p.id, BootID: m.bootID, Phase: containerCreated, CreatedAt: time.Now(),
+		Image: imageRecord{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}}
+	if c.rec.Config, err = proto.Marshal(config); err != nil {
+		return nil, errdefs.InvalidArgument("encode container config: %w", err)
+	}
+	if c.rec.CgroupsPath, err = oci.CgroupsPath(p.config.GetLinux().GetCgroupParent(), c.id, m.cfg.SystemdCgroup); err != nil {
+		return nil, err
+	}
+	if dir := p.config.GetLogDirectory(); dir != "" && config.GetLogPath() != "" {
+		c.rec.LogPath = filepath.Join(dir, config.GetLogPath())
+	}
+	return c, m.enterContainer(ctx, p, c)
+}
+
+// imageOf finds the image a config names: by the ID that kubelet got from
+// PullImage, or any other reference.
+func (m *Manager) imageOf(config *runtimeapi.ContainerConfig) (*image.Image, error) {
+	ref := config.GetImage().GetImage()
+	if ref == "" {
+		return nil, errdefs.InvalidArgument("the container config names no image")
+	}
+	return m.images.Get(ref)
+}
+
+// enterContainer writes the record and enters the container, unless the pod is
+// being stopped. It holds the pod's turn, so that who stops the pod sees either
+// the container or its refusal.
+func (m *Manager) enterContainer(ctx context.Context, p *pod, c *container) error {
+	pass, err := m.take(ctx, p.turn, "create a container in", p.String())
+	if err != nil {
+		return err
+	}
+	defer pass()
+	if info := p.info.Load(); info == nil || !info.Ready {
+		return errdefs.FailedPrecondition("pod sandbox %s is not ready", p.id)
+	}
+	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
+		return err
+	}
+	m.containers.put(c.id, c)
+	return nil
+}
+
+// makeContainer makes the writable layer, proves that the container can be
+// described to the launcher, and publishes it.
+func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error {
+	pass, err := m.take(ctx, c.turn, "create", c.String())
+	if err != nil {
+		return err
+	}
+	defer pass()
+	root, err := m.containerRoot(c)
+	if err != nil {
+		return err
+	}
+	if c.rec.User, err = m.resolveUser(c.config, c.rec.Image, root); err != nil {
+		return err
+	}
+	spec, err := m.containerSpec(p, c)
+	if err != nil {
+		return err
+	}
+	c.rec.Process = spec.Process
+	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
+		return err
+	}
+	m.publishContainer(c)
+	return nil
+}
+
+// containerRoot holds the image's layers for the container and makes the folders
+// of its writable layer.
+func (m *Manager) containerRoot(c *container) (rootfs.Spec, error) {
+	root, err := m.images.Hold(c.id, c.rec.Image.Layers)
+	if err != nil {
+		return root, fmt.Errorf("layers of image %s: %w", c.rec.Image.ID, err)
+	}
+	dir := m.writableDir(c.id)
+	root.Upper, root.Work = filepath.Join(dir, "upper"), filepath.Join(dir, "work")
+	for _, dir := range []string{root.Upper, root.Work} {
+		if err := os.MkdirAll(dir, 0o755); err != nil {
+			return root, fmt.Errorf("make writable layer of container %s: %w", c.id, err)
+		}
+	}
+	return root, nil
+}
+
+// containerSpec describes the container to the launcher.
+func (m *Manager) containerSpec(p *pod, c *container) (*specs.Spec, error) {
+	target, err := m.targetPIDNS(c)
+	if err != nil {
+		return nil, err
+	}
+	return oci.ContainerSpec(oci.ContainerInput{
+		ID: c.id, Pod: m.ociPod(p), Config: c.config, Image: &c.rec.Image.Config, User: c.rec.User, Host: *m.cfg.Host,
+		SystemdCgroup: m.cfg.SystemdCgroup, TargetPIDNS: target, Resources: c.resources, Files: host.Files{},
+	})
+}
+
+// targetPIDNS is the PID namespace of the container that an ephemeral container is to join.
+func (m *Manager) targetPIDNS(c *container) (string, error) {
+	options := c.config.GetLinux().GetSecurityContext().GetNamespaceOptions()
+	if options.GetPid() != runtimeapi.NamespaceMode_TARGET {
+		return "", nil
+	}
+	target, err := m.visibleContainer(options.GetTargetId())
+	if err != nil {
+		return "", fmt.Errorf("target of the PID namespace: %w", err)
+	}
+	if target.podID != c.podID {
+		return "", errdefs.InvalidArgument("target container %s of the PID namespace is in another pod", target.id)
+	}
+	run := target.running.Load()
+	if run == nil {
+		return "", errdefs.FailedPrecondition("target container %s of the PID namespace is not running", target.id)
+	}
+	return fmt.Sprintf("/proc/%d/ns/pid", run.pid), nil
+}
+
+// publishContainer makes the record visible. The caller has the container's turn.
+func (m *Manager) publishContainer(c *container) {
+	info := &ContainerInfo{ID: c.id, PodID: c.podID, Config: c.config, ImageID: c.rec.Image.ID, CreatedAt: c.rec.CreatedAt,
+		LogPath: c.rec.LogPath, User: c.rec.User.CRI(), Resources: c.resources, process: c.rec.Process}
+	info.StopSignal = oci.CRISignal(stopSignal(c))
+	switch c.rec.Phase {
+	case containerCreated, containerStarting:
+		info.State = runtimeapi.ContainerState_CONTAINER_CREATED
+	case containerRunning:
+		run := c.running.Load()
+		info.State, info.PID, info.StartedAt = runtimeapi.ContainerState_CONTAINER_RUNNING, run.pid, run.startedAt
+	default:
+		info.State = runtimeapi.ContainerState_CONTAINER_EXITED
+	}
+	if exit := c.rec.Exit; exit != nil {
+		info.ExitCode, info.Reason, info.Message = exit.Code, exit.Reason, exit.Message
+		info.StartedAt, info.FinishedAt = exit.StartedAt, exit.FinishedAt
+	}
+	c.info.Store(info)
+}
+
+// abandonContainer undoes a container that could not be created, and returns the cause.
+func (m *Manager) abandonContainer(c *container, cause error) error {
+	ctx, cancel := context.WithTimeout(m.ctx, time.Minute)
+	defer cancel()
+	undo := func(ctx context.Context) error { return m.removeContainer(ctx, c) }
+	if err := undo(ctx); err != nil {
+		m.log.Error("undo of a container that was not created", "container", c.id, "error", err)
+		m.retry("undo", c.String(), undo)
+	}
+	return cause
+}
+
+// RemoveContainer ends the container if it runs and removes everything that
+// exists for it. It blocks until that is done, also when another call is at it. A
+// container that is unknown is no error.
+func (m *Manager) RemoveContainer(ctx context.Context, id string) error {
+	c, err := m.visibleContainer(id)
+	if errdefs.IsNotFound(err) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return m.detach(ctx, "remove", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
+}
+
+func (m *Manager) removeContainer(ctx context.Context, c *container) error {
+	for {
+		if err := m.killContainer(ctx, c); err != nil {
+			return err
+		}
+		pass, err := m.take(ctx, c.turn, "remove", c.String())
+		if err != nil {
+			return err
+		}
+		if c.running.Load() != nil { // started while we waited for the turn
+			pass()
+			continue
+		}
+		defer pass()
+		if c.removed {
+			return nil
+		}
+		return m.eraseContainer(ctx, c)
+	}
+}
+
+// eraseContainer removes what exists for the container, its record last. It needs
+// the container's turn and may be repeated.
+func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
+	if c.rec.Phase != removing {
+		c.rec.Phase = removing
+		if err := m.containerRecs.Write(c.id, c.rec); err != nil {
+			return err
+		}
+	}
+	steps := []func() error{
+		func() error { return m.removeRuntimeState(ctx, c.id, c.rec.CgroupsPath) },
+		func() error { return m.images.Release(c.id) },
+		func() error { return m.discard(m.writableDir(c.id)) },
+		func() error { return m.containerRecs.Remove(c.id) },
+	}
+	for _, step := range steps {
+		if err := step(); err != nil {
+			return fmt.Errorf("remove container %s: %w", c.id, err)
+		}
+	}
+	c.removed = true
+	m.containers.remove(c.id)
+	m.containerIDs.forget(containerIdentity(c.podID, c.config.Metadata), c.id)
+	return nil
+}
+
+// checkContainerConfig refuses what no later step would refuse as precisely.
+func checkContainerConfig(config *runtimeapi.ContainerConfig, pod *runtimeapi.PodSandboxConfig) error {
+	md := config.GetMetadata()
+	if md == nil {
+		return errdefs.InvalidArgument("the container config has no metadata")
+	}
+	if err := checkName("container name", md.Name); err != nil {
+		return err
+	}
+	logPath := config.GetLogPath()
+	if logPath == "" {
+		return nil
+	}
+	if pod.GetLogDirectory() == "" {
+		return nil // crictl names a log path without a directory: no log is kept, as with other runtimes
+	}
+	if !filepath.IsLocal(logPath) {
+		return errdefs.InvalidArgument("log path %q leaves the pod's log directory", logPath)
+	}
+	return nil
+}
+
+// checkName refuses names that could be taken for paths or break a log line.
+func checkName(what, name string) error {
+	if name == "" {
+		return errdefs.InvalidArgument("the %s is empty", what)
+	}
+	bad := func(r rune) bool { return r == '/' || r < ' ' || r == 0x7f }
+	if len(name) > 253 || name == "." || name == ".." || strings.ContainsFunc(name, bad) {
+		return errdefs.InvalidArgument("the %s %.300q is not a name: at most 253 bytes, no slash, no control character", what, name)
+	}
+	return nil
+}

@@ -1,0 +1,357 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/cgroup"
+	"berth/internal/errdefs"
+	"berth/internal/pidfd"
+	"berth/oci"
+	"berth/shim"
+)
+
+// Reasons of an exit, as kubelet and users of other runtimes know them.
+const (
+	reasonCompleted  = "Completed"
+	reasonError      = "Error"
+	reasonOOMKilled  = "OOMKilled"
+	reasonStartError = "StartError"
+	reasonShimLost   = "ShimLost" // the shim was killed, and the exit code with it
+	reasonUnknown    = "Unknown"  // the machine went down
+)
+
+// exitCodeUnknown is what everybody reports where nobody saw the exit.
+const exitCodeUnknown = 255
+
+// exitCodeStartError is the exit code of a container that never ran.
+const exitCodeStartError = 128
+
+// StartContainer starts a created container. One that runs already is no error.
+//
+// Errors: NotFound, FailedPrecondition for a container that has exited or whose pod is
+// not ready; else the launch's own, after which the container has exited with
+// reason StartError.
+func (m *Manager) StartContainer(ctx context.Context, id string) error {
+	c, err := m.visibleContainer(id)
+	if err != nil {
+		return err
+	}
+	return m.detach(ctx, "start", c.String(), func(ctx context.Context) error {
+		pass, err := m.take(ctx, c.turn, "start", c.String())
+		if err != nil {
+			return err
+		}
+		defer pass()
+		return m.startContainer(ctx, c)
+	})
+}
+
+// startContainer needs the container's turn.
+func (m *Manager) startContainer(ctx context.Context, c *container) error {
+	switch {
+	case c.removed:
+		return errdefs.NotFound("container %q does not exist", c.id)
+	case c.rec.Phase == containerRunning:
+		return nil
+	case c.rec.Phase != containerCreated:
+		return errdefs.FailedPrecondition("container %s has exited", c.id)
+	}
+	p, err := m.readyPod(c.podID)
+	if err != nil {
+		return err
+	}
+	c.rec.Phase = containerStarting
+	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
+		c.rec.Phase = containerCreated
+		return err
+	}
+	started, err := m.launch(ctx, p, c)
+	if err != nil {
+		return m.startFailed(c, err)
+	}
+	m.containerStarted(c, started)
+	if _, err := m.readyPod(c.podID); err != nil { // stopped meanwhile: its stop may have missed us
+		return errors.Join(err, m.signalAll(c, c.running.Load()))
+	}
+	return nil
+}
+
+func (m *Manager) readyPod(id string) (*pod, error) {
+	p, err := m.visiblePod(id)
+	if err != nil {
+		return nil, err
+	}
+	if !p.info.Load().Ready {
+		return nil, errdefs.FailedPrecondition("pod sandbox %s is not ready", id)
+	}
+	return p, nil
+}
+
+// launch hands the container to a launcher.
+func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Started, error) {
+	root, err := m.containerRoot(c)
+	if err != nil {
+		return nil, err
+	}
+	spec, err := m.containerSpec(p, c)
+	if err != nil {
+		return nil, err
+	}
+	if err := os.MkdirAll(filepath.Join(m.shimDir(c.id), "rootfs"), 0o700); err != nil {
+		return nil, fmt.Errorf("make shim directory of container %s: %w", c.id, err)
+	}
+	return m.launchers.Launch(ctx, shim.LaunchRequest{
+		ID: c.id, Dir: m.shimDir(c.id), Spec: spec, Rootfs: root, SystemdCgroup: m.cfg.SystemdCgroup,
+		LogPath: c.rec.LogPath, MaxLogLine: m.cfg.MaxLogLine,
+		Stdin: c.config.GetStdin(), StdinOnce: c.config.GetStdinOnce(), Terminal: c.config.GetTty(),
+	})
+}
+
+// startFailed publishes a container that never ran, and returns the cause.
+func (m *Manager) startFailed(c *container, cause error) error {
+	now := time.Now()
+	m.publishExit(c, exitRecord{Code: exitCodeStartError, Reason: reasonStartError, Message: cause.Error(), FinishedAt: now})
+	m.cleanExited(c)
+	return fmt.Errorf("start container %s: %w", c.id, cause)
+}
+
+// containerStarted publishes a running container and watches its shim. The record
+// on disk still says "starting": the shim directory knows the rest.
+func (m *Manager) containerStarted(c *container, s *shim.Started) {
+	run := &running{init: s.Init, shim: s.Shim, pid: s.InitPID, startedAt: s.StartedAt, exited: make(chan struct{})}
+	c.running.Store(run)
+	c.rec.Phase = containerRunning
+	m.publishContainer(c)
+	m.watchContainer(c, run)
+}
+
+// watchContainer owns run's files and publishes the exit.
+func (m *Manager) watchContainer(c *container, run *running) {
+	started := m.spawn(func() {
+		defer m.closeRunning(c, run)
+		err := pidfd.Wait(m.watchCtx, run.shim)
+		if m.watchCtx.Err() != nil {
+			return // the daemon is ending, the container goes on
+		}
+		if err != nil {
+			m.log.Error("watch shim", "container", c.id, "error", err)
+		}
+		m.settleExit(c, run)
+	})
+	if !started {
+		m.closeRunning(c, run)
+	}
+}
+
+func (m *Manager) closeRunning(c *container, run *running) {
+	err := run.shim.Close()
+	if run.init != nil {
+		err = errors.Join(err, run.init.Close())
+	}
+	if err != nil {
+		m.log.Warn("close pidfds", "container", c.id, "error", err)
+	}
+}
+
+// settleExit turns the end of a shim into the exit of its container: by the exit
+// record, or, where a shim was lost, by ending what it left.
+func (m *Manager) settleExit(c *container, run *running) {
+	exit, err := m.readExit(c, run.startedAt)
+	if err != nil {
+		m.log.Error("the shim was lost", "container", c.id, "error", err)
+		if err := m.signalAll(c, run); err != nil {
+			m.log.Error("kill what the lost shim left", "container", c.id, "error", err)
+		}
+	}
+	pass, err := m.take(m.watchCtx, c.turn, "note the exit of", c.String())
+	if err != nil {
+		return // the daemon is ending; the next one finds the record
+	}
+	defer pass()
+	c.running.Store(nil)
+	m.publishExit(c, exit)
+	close(run.exited)
+	m.cleanExited(c)
+}
+
+// readExit is the exit according to the shim's record. With an error it is what
+// is to be told of a container whose shim was lost.
+func (m *Manager) readExit(c *container, startedAt time.Time) (exitRecord, error) {
+	exit, err := shim.ReadExit(m.shimDir(c.id))
+	if err != nil {
+		return exitRecord{Code: exitCodeUnknown, Reason: reasonShimLost, StartedAt: startedAt, FinishedAt: time.Now(),
+			Message: "the container's shim was lost, its exit code is unknown"}, err
+	}
+	record := exitRecord{Code: exit.Code, Reason: reasonCompleted, StartedAt: startedAt, FinishedAt: exit.At}
+	switch {
+	case exit.OOMKilled && exit.Code != 0:
+		record.Reason = reasonOOMKilled
+	case exit.Code != 0:
+		record.Reason = reasonError
+	}
+	return record, nil
+}
+
+// publishExit needs the container's turn. A record that can't be written does not
+// keep the exit from being seen; the shim directory then stays for the next daemon.
+func (m *Manager) publishExit(c *container, exit exitRecord) {
+	c.rec.Phase, c.rec.Exit = containerExited, &exit
+	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
+		m.log.Error("record the exit", "container", c.id, "error", err)
+	}
+	m.publishContainer(c)
+}
+
+// cleanExited removes the runtime state of a container that has exited; what
+// can't be removed now is removed with the container.
+func (m *Manager) cleanExited(c *container) {
+	ctx, cancel := context.WithTimeout(m.ctx, killWait)
+	defer cancel()
+	if err := m.removeRuntimeState(ctx, c.id, c.rec.CgroupsPath); err != nil {
+		m.log.Warn("remove runtime state of exited container", "container", c.id, "error", err)
+	}
+}
+
+// StopContainer sends the container's stop signal, gives it timeout to exit, and
+// kills it then; at once if timeout is zero or less. A container that does not run or
+// is unknown is no error.
+func (m *Manager) StopContainer(ctx context.Context, id string, timeout time.Duration) error {
+	c, err := m.visibleContainer(id)
+	if errdefs.IsNotFound(err) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	run := c.running.Load()
+	if run == nil {
+		return nil
+	}
+	if timeout > 0 {
+		if err := run.signal(stopSignal(c)); err != nil {
+			return fmt.Errorf("signal container %s: %w", c.id, err)
+		}
+		if m.awaitExit(ctx, c, run, timeout) {
+			return nil
+		}
+		if err := ctx.Err(); err != nil {
+			return fmt.Errorf("stop container %s: %w", c.id, err)
+		}
+	}
+	return m.killContainer(ctx, c)
+}
+
+// awaitExit waits for the exit to be published, for at most limit.
+func (m *Manager) awaitExit(ctx context.Context, c *container, run *running, limit time.Duration) bool {
+	defer m.waits.begin("exit", c.String())()
+	timer := time.NewTimer(limit)
+	defer timer.Stop()
+	select {
+	case <-run.exited:
+		return true
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+	return false
+}
+
+// killContainer kills a container and waits for its exit, looking again and again.
+// A container that does not run is no error. It must not hold the turn: the exit is
+// published with it.
+func (m *Manager) killContainer(ctx context.Context, c *container) error {
+	for delay := 50 * time.Millisecond; ; delay = min(2*delay, time.Second) {
+		run := c.running.Load()
+		if run == nil {
+			return nil
+		}
+		if err := m.signalAll(c, run); err != nil {
+			return err
+		}
+		if m.awaitExit(ctx, c, run, delay) {
+			return nil
+		}
+		if err := ctx.Err(); err != nil {
+			return fmt.Errorf("kill container %s: its process %d does not end: %w", c.id, run.pid, err)
+		}
+	}
+}
+
+// signalAll sends SIGKILL to the container's init and to whatever else is in its cgroup.
+func (m *Manager) signalAll(c *container, run *running) error {
+	if err := run.signal(unix.SIGKILL); err != nil {
+		return fmt.Errorf("kill container %s: %w", c.id, err)
+	}
+	group, err := cgroup.Open(c.rec.CgroupsPath, m.cfg.SystemdCgroup)
+	if err != nil {
+		return err
+	}
+	return group.Signal()
+}
+
+// signal sends a signal to the init. One that has ended is no error: its exit follows.
+func (r *running) signal(sig unix.Signal) error {
+	if r.init == nil {
+		return nil
+	}
+	err := pidfd.Signal(r.init, sig)
+	if errors.Is(err, os.ErrProcessDone) || errors.Is(err, os.ErrClosed) {
+		return nil
+	}
+	return err
+}
+
+// stopSignal is the signal that asks the container to end: the config's, else the
+// image's, else TERM.
+func stopSignal(c *container) unix.Signal {
+	return oci.StopSignal(c.config.GetStopSignal(), c.rec.Image.Config.StopSignal)
+}
+
+// UpdateContainerResources changes the limits of a container that is created or
+// runs; fields that are zero keep their value.
+func (m *Manager) UpdateContainerResources(ctx context.Context, id string, res *runtimeapi.LinuxContainerResources) error {
+	c, err := m.visibleContainer(id)
+	if err != nil {
+		return err
+	}
+	return m.detach(ctx, "update", c.String(), func(ctx context.Context) error {
+		pass, err := m.take(ctx, c.turn, "update", c.String())
+		if err != nil {
+			return err
+		}
+		defer pass()
+		return m.updateResources(c, res)
+	})
+}
+
+// ReopenContainerLog makes the shim of a running container open its log file
+// anew, after kubelet has renamed it. If that fails no new file exists.
+func (m *Manager) ReopenContainerLog(ctx context.Context, id string) error {
+	c, err := m.visibleContainer(id)
+	if err != nil {
+		return err
+	}
+	if c.running.Load() == nil {
+		return errdefs.FailedPrecondition("container %s is not running", c.id)
+	}
+	monitor, err := shim.OpenMonitor(ctx, m.shimDir(c.id))
+	if errors.Is(err, fs.ErrNotExist) {
+		return errdefs.FailedPrecondition("container %s is not running", c.id)
+	}
+	if err != nil {
+		return fmt.Errorf("reach the shim of container %s: %w", c.id, err)
+	}
+	defer monitor.Close()
+	if err := monitor.ReopenLog(ctx); err != nil {
+		return fmt.Errorf("reopen log of container %s: %w", c.id, err)
+	}
+	return nil
+}

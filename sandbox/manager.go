@@ -1,0 +1,172 @@
+package sandbox
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"berth/checkpoint"
+	"berth/cni"
+	"berth/image"
+	"berth/internal/cgroup"
+	"berth/internal/host"
+	"berth/oci"
+	"berth/shim"
+	"berth/shim/payload"
+)
+
+// Config is what the daemon decides for all pods.
+type Config struct {
+	Root           string // durable state: records, pod files, writable layers; survives a reboot
+	State          string // what dies with the boot: shim directories, the pods' shm
+	NetNSDir       string // where network namespaces are pinned, /run/netns
+	HostResolvConf string // what pods with the Default DNS policy get, /etc/resolv.conf
+	SystemdCgroup  bool   // cgroup driver: systemd, else cgroupfs
+	Handler        string // name of the default runtime handler; "" means it too
+	PauseImage     string // image to use instead of the embedded pause; empty: none
+	ShimPath       string // the berth-shim binary
+	IdleLaunchers  int    // launchers kept ready
+	MaxLogLine     int    // bytes before a log line is split as partial
+	Host           *host.Facts
+	Log            *slog.Logger
+}
+
+// Manager owns all pods and containers.
+type Manager struct {
+	cfg       Config
+	log       *slog.Logger
+	images    *image.Store
+	network   *cni.Network
+	launchers *shim.Launchers
+	payload   payload.Paths
+	bootID    string
+
+	pods          *index[*pod]
+	containers    *index[*container]
+	podIDs        joiner // by (namespace, name, uid, attempt)
+	containerIDs  joiner // by (pod, name, attempt)
+	podRecords    *checkpoint.Dir
+	containerRecs *checkpoint.Dir
+	runtimeRecs   *checkpoint.Dir
+	ipRanges      atomic.Pointer[[][]cni.IPRange] // from the node's pod CIDR
+	users         userFiles
+	waits         waits
+	ctx           context.Context // ends when Close gives up waiting
+	cancel        context.CancelFunc
+	goroutines    sync.WaitGroup
+	watchCtx      context.Context // ends at once on Close: watchers of pods and containers
+	stopWatching  context.CancelFunc
+	closing       sync.RWMutex // guards closed, against spawn
+	closed        bool
+}
+
+// Open prepares the state directories, reads all records, finds again what runs
+// and goes on with what an earlier daemon left half done. The daemon holds the
+// lock of root and state.
+func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
+	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network,
+		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container")}
+	m.ctx, m.cancel = context.WithCancel(context.Background())
+	m.watchCtx, m.stopWatching = context.WithCancel(m.ctx)
+	for _, step := range []func() error{m.readBootID, m.prepareState, m.openRecords, m.startLaunchers} {
+		if err := step(); err != nil {
+			m.cancel()
+			return nil, err
+		}
+	}
+	if m.cfg.Host.OOMScoreAdjMin > pauseOOMScore {
+		m.log.Warn("the kernel refuses to lower oom_score_adj (CAP_SYS_RESOURCE is missing): pods and containers get the lowest value allowed",
+			"wanted", pauseOOMScore, "lowest", m.cfg.Host.OOMScoreAdjMin)
+	}
+	if err := m.recover(ctx); err != nil {
+		return nil, errors.Join(err, m.Close(ctx))
+	}
+	return m, nil
+}
+
+// Close stops the daemon's part of everything and leaves pods and containers
+// running. Operations under way are waited for until ctx ends; the next daemon
+// goes on with those that did not.
+func (m *Manager) Close(ctx context.Context) error {
+	m.closing.Lock()
+	m.closed = true
+	m.closing.Unlock()
+	m.stopWatching()
+	done := make(chan struct{})
+	go func() { m.goroutines.Wait(); close(done) }() // ends with the goroutines it waits for
+	var err error
+	select {
+	case <-done:
+	case <-ctx.Done():
+		err = fmt.Errorf("operations still under way: %w", ctx.Err())
+		m.cancel()
+		<-done
+	}
+	m.cancel()
+	m.launchers.Close()
+	if len(m.pods.snapshot()) == 0 && !m.cfg.SystemdCgroup {
+		err = errors.Join(err, cgroup.RemoveIfEmpty(oci.DefaultCgroupParent))
+	}
+	return err
+}
+
+func (m *Manager) readBootID() error {
+	data, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return fmt.Errorf("read boot ID: %w", err)
+	}
+	m.bootID = strings.TrimSpace(string(data))
+	return nil
+}
+
+func (m *Manager) openRecords() (err error) {
+	m.podRecords, err = checkpoint.OpenDir(filepath.Join(m.cfg.Root, "pods"), "pod", podVersion, checkpoint.Process)
+	if err != nil {
+		return err
+	}
+	m.containerRecs, err = checkpoint.OpenDir(filepath.Join(m.cfg.Root, "containers"), "container", containerVersion, checkpoint.Process)
+	if err != nil {
+		return err
+	}
+	none := [][]cni.IPRange(nil)
+	m.ipRanges.Store(&none)
+	m.runtimeRecs, err = checkpoint.OpenDir(filepath.Join(m.cfg.Root, "runtime"), "runtime", runtimeVersion, checkpoint.Process)
+	return err
+}
+
+func (m *Manager) startLaunchers() (err error) {
+	m.payload, err = payload.Install(filepath.Join(m.cfg.Root, "bin"))
+	if err != nil {
+		return fmt.Errorf("install pause and monitor: %w", err)
+	}
+	m.launchers, err = shim.New(shim.Config{
+		ShimPath:    m.cfg.ShimPath,
+		MonitorPath: m.payload.Monitor,
+		StateRoot:   m.libcontainerRoot(),
+		Idle:        m.cfg.IdleLaunchers,
+		Warm:        m.cfg.Host.RootShared,
+		Log:         m.log,
+	})
+	return err
+}
+
+// NetworkStatus tells why pods can't have a network at the moment, or nil.
+func (m *Manager) NetworkStatus(ctx context.Context) error { return m.network.Status(ctx) }
+
+// pauseOOMScore is the pause's oom_score_adj: it goes last, after all containers.
+const pauseOOMScore = -998
+
+// newID returns a new pod or container ID: 64 hex digits, as everybody expects.
+func newID() string {
+	var b [32]byte
+	rand.Read(b[:]) // never fails, see crypto/rand
+	return hex.EncodeToString(b[:])
+}

@@ -1,0 +1,461 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/cni"
+	"berth/internal/errdefs"
+	"berth/internal/host"
+	"berth/internal/pidfd"
+	"berth/internal/rootfs"
+	"berth/oci"
+	"berth/sandbox/dnsfiles"
+	"berth/shim"
+)
+
+// pod is the one owner of a pod's state.
+type pod struct {
+	id     string
+	config *runtimeapi.PodSandboxConfig // as in rec, decoded; never changed
+	turn   turn
+	rec    podRecord               // belongs to the holder of turn
+	info   atomic.Pointer[PodInfo] // nil until the pod is ready: nobody sees half a pod
+}
+
+func (p *pod) String() string { return "pod " + p.id }
+
+func podIdentity(md *runtimeapi.PodSandboxMetadata) string {
+	return fmt.Sprintf("pod %s/%s (uid %s, attempt %d)", md.GetNamespace(), md.GetName(), md.GetUid(), md.GetAttempt())
+}
+
+// visiblePod finds a pod that was reported to clients.
+func (m *Manager) visiblePod(id string) (*pod, error) {
+	p, err := m.pods.find(id)
+	if err != nil {
+		return nil, err
+	}
+	if p.info.Load() == nil {
+		return nil, errdefs.NotFound("pod sandbox %q does not exist", id)
+	}
+	return p, nil
+}
+
+// RunPodSandbox creates and starts a pod, and returns its ID when its network is up
+// and its pause runs. A call with the identity and content of an existing pod, or of one
+// being started, returns that one.
+//
+// Errors: InvalidArgument for a config that can't be, AlreadyExists for an identity in
+// use with another content, NotFound for an unknown handler, Unavailable without a CNI config.
+func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string) (string, error) {
+	if err := m.checkPodConfig(config, handler); err != nil {
+		return "", err
+	}
+	sum, err := fingerprintOf(config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: handler})
+	if err != nil {
+		return "", err
+	}
+	identity := podIdentity(config.Metadata)
+	id, err := m.podIDs.create(ctx, identity, sum, func(finish func(string, error)) bool {
+		return m.spawn(func() { finish(m.newPod(config, handler, identity)) })
+	})
+	if err != nil {
+		return "", fmt.Errorf("run %s: %w", identity, err)
+	}
+	info, err := m.Pod(id)
+	if err != nil {
+		return "", err
+	}
+	if !info.Ready {
+		return "", errdefs.AlreadyExists("run %s: it exists (%s) and was stopped; remove it, or use another attempt", identity, id)
+	}
+	return id, nil
+}
+
+// newPod runs in a goroutine of its own, whatever becomes of the caller.
+func (m *Manager) newPod(config *runtimeapi.PodSandboxConfig, handler, identity string) (id string, err error) {
+	ctx, cancel := context.WithTimeout(m.ctx, opLimit)
+	defer cancel()
+	err = m.guard("run", identity, func() error {
+		p, err := m.planPod(ctx, config, handler)
+		if err != nil {
+			return err
+		}
+		id = p.id
+		if err := m.bringUp(ctx, p); err != nil {
+			return m.abandonPod(p, err)
+		}
+		return nil
+	})
+	return id, err
+}
+
+// planPod writes down what is about to exist.
+func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string) (*pod, error) {
+	data, err := proto.Marshal(config)
+	if err != nil {
+		return nil, errdefs.InvalidArgument("encode pod config: %w", err)
+	}
+	p := &pod{id: newID(), config: config, turn: newTurn()}
+	p.rec = podRecord{ID: p.id, BootID: m.bootID, Phase: podStarting, CreatedAt: time.Now(), Config: data, Handler: handler}
+	p.rec.CgroupsPath, err = oci.CgroupsPath(config.GetLinux().GetCgroupParent(), p.id, m.cfg.SystemdCgroup)
+	if err != nil {
+		return nil, err
+	}
+	if !hostNetwork(config) {
+		p.rec.NetNS = m.netnsPath(p.id)
+		attachment, err := m.network.Plan()
+		if err != nil {
+			return nil, err
+		}
+		p.rec.Network, p.rec.IPRanges = &attachment, *m.ipRanges.Load()
+	}
+	if m.cfg.PauseImage != "" {
+		if p.rec.PauseImage, err = m.pauseImage(ctx); err != nil {
+			return nil, err
+		}
+	}
+	if err := m.podRecords.Write(p.id, p.rec); err != nil {
+		return nil, err
+	}
+	m.pods.put(p.id, p)
+	return p, nil
+}
+
+// bringUp makes everything the pod needs and publishes it. The network and the
+// pause process come up side by side: both need no more than the namespace.
+func (m *Manager) bringUp(ctx context.Context, p *pod) error {
+	pass, err := m.take(ctx, p.turn, "run", p.String())
+	if err != nil {
+		return err
+	}
+	defer pass()
+	if err := m.makePodFiles(p); err != nil {
+		return err
+	}
+	if p.rec.NetNS != "" {
+		if err := cni.NewNetNS(p.rec.NetNS); err != nil {
+			return err
+		}
+	}
+	group, gctx := errgroup.WithContext(ctx)
+	var started *shim.Started
+	group.Go(func() (err error) { started, err = m.launchPause(gctx, p); return err })
+	group.Go(func() error { return m.attachNetwork(gctx, p) })
+	if err := group.Wait(); err != nil {
+		if started != nil {
+			err = errors.Join(err, started.Init.Close())
+		}
+		return err
+	}
+	return m.finishPod(p, started)
+}
+
+// finishPod records that the pod is ready, publishes it and watches its pause.
+func (m *Manager) finishPod(p *pod, started *shim.Started) error {
+	p.rec.PausePID, p.rec.PauseStart = started.InitPID, started.InitStartTime
+	p.rec.Phase = podReady
+	err := m.writeHosts(p)
+	if err == nil {
+		err = m.podRecords.Write(p.id, p.rec)
+	}
+	if err != nil {
+		return errors.Join(err, started.Init.Close())
+	}
+	m.publishPod(p)
+	m.watchPause(p, started.Init)
+	return nil
+}
+
+// publishPod makes the record visible. The caller has the pod's turn.
+func (m *Manager) publishPod(p *pod) {
+	info := &PodInfo{ID: p.id, Config: p.config, Handler: p.rec.Handler, CreatedAt: p.rec.CreatedAt,
+		Ready: p.rec.Phase == podReady, IPs: p.rec.IPs, NetNS: p.rec.NetNS}
+	if info.Ready {
+		info.PausePID = p.rec.PausePID
+	}
+	p.info.Store(info)
+}
+
+// watchPause owns the pause's pidfd: the pod stops being ready when it ends.
+func (m *Manager) watchPause(p *pod, pause *os.File) {
+	started := m.spawn(func() {
+		err := pidfd.Wait(m.watchCtx, pause)
+		if e := pause.Close(); e != nil {
+			m.log.Warn("close pidfd of pause", "pod", p.id, "error", e)
+		}
+		if m.watchCtx.Err() != nil {
+			return
+		}
+		if err != nil {
+			m.log.Error("watch pause", "pod", p.id, "error", err)
+		}
+		m.pauseEnded(p)
+	})
+	if !started {
+		_ = pause.Close() // the daemon is ending; the next one opens its own
+	}
+}
+
+// pauseEnded publishes that a pod lost its pause. What it has on the host is taken
+// away by StopPodSandbox, which kubelet calls when it sees the pod NotReady.
+func (m *Manager) pauseEnded(p *pod) {
+	pass, err := m.take(m.watchCtx, p.turn, "note the end of its pause", p.String())
+	if err != nil {
+		return // the daemon is ending
+	}
+	defer pass()
+	if p.rec.Phase != podReady {
+		return // stopped on purpose
+	}
+	m.log.Warn("the pause process ended, the pod is not ready any more", "pod", p.id)
+	m.publishPauseless(p)
+}
+
+// publishPauseless makes visible that the pod is not ready, before it is stopped.
+func (m *Manager) publishPauseless(p *pod) {
+	p.rec.PausePID, p.rec.PauseStart = 0, 0
+	info := *p.info.Load()
+	info.Ready, info.PausePID = false, 0
+	p.info.Store(&info)
+}
+
+// launchPause starts the process that holds the pod's namespaces.
+func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error) {
+	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: m.payload.PauseRootfs}}}
+	input := oci.SandboxInput{Pod: m.ociPod(p), Host: *m.cfg.Host, Files: host.Files{}, SystemdCgroup: m.cfg.SystemdCgroup}
+	var users userFilesOf
+	var imageUser string
+	if image := p.rec.PauseImage; image != nil {
+		var err error
+		if root, err = m.images.Hold(p.id, image.Layers); err != nil {
+			return nil, fmt.Errorf("pause image: %w", err)
+		}
+		if users, err = m.userFilesOf(image.ID, root); err != nil {
+			return nil, err
+		}
+		input.Image, imageUser = &image.Config, image.Config.User
+	}
+	var err error
+	request := oci.SandboxUserRequest(p.config.GetLinux().GetSecurityContext(), imageUser)
+	if input.User, err = oci.ResolveUser(users.passwd, users.group, request); err != nil {
+		return nil, err
+	}
+	spec, err := oci.SandboxSpec(input)
+	if err != nil {
+		return nil, err
+	}
+	p.rec.SELinuxLabel = spec.Process.SelinuxLabel
+	if err := os.MkdirAll(filepath.Join(m.shimDir(p.id), "rootfs"), 0o700); err != nil {
+		return nil, fmt.Errorf("make shim directory of pod %s: %w", p.id, err)
+	}
+	started, err := m.launchers.Launch(ctx, shim.LaunchRequest{ID: p.id, Dir: m.shimDir(p.id), Spec: spec,
+		Rootfs: root, SystemdCgroup: m.cfg.SystemdCgroup, Pause: true})
+	if err != nil {
+		return nil, fmt.Errorf("start pause of pod %s: %w", p.id, err)
+	}
+	return started, nil
+}
+
+// attachNetwork runs CNI ADD; the record that a DEL is due was written before.
+func (m *Manager) attachNetwork(ctx context.Context, p *pod) error {
+	if p.rec.Network == nil {
+		return nil
+	}
+	pod, err := m.cniPod(p)
+	if err != nil {
+		return err
+	}
+	result, err := m.network.Add(ctx, *p.rec.Network, pod)
+	if err != nil {
+		return fmt.Errorf("attach pod %s to its network: %w", p.id, err)
+	}
+	p.rec.IPs = addressStrings(result.IPs)
+	return nil
+}
+
+func addressStrings(ips []netip.Addr) []string {
+	var list []string
+	for _, ip := range ips {
+		list = append(list, ip.String())
+	}
+	return list
+}
+
+// abandonPod undoes a pod that could not be started, and returns the cause. The
+// undo has its own time: the operation's may be used up.
+func (m *Manager) abandonPod(p *pod, cause error) error {
+	undo := func(ctx context.Context) error {
+		pass, err := m.take(ctx, p.turn, "undo", p.String())
+		if err != nil {
+			return err
+		}
+		defer pass()
+		return m.erasePod(ctx, p)
+	}
+	ctx, cancel := context.WithTimeout(m.ctx, time.Minute)
+	defer cancel()
+	if err := undo(ctx); err != nil {
+		m.log.Error("undo of a pod that did not start", "pod", p.id, "error", err)
+		m.retry("undo", p.String(), undo)
+	}
+	return cause
+}
+
+// makePodFiles makes what containers of the pod find in /etc and /dev/shm.
+func (m *Manager) makePodFiles(p *pod) error {
+	dir := m.podFiles(p.id)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return fmt.Errorf("make files of pod %s: %w", p.id, err)
+	}
+	hostConf, err := readCapped(m.cfg.HostResolvConf)
+	if err != nil {
+		return err
+	}
+	resolv, err := dnsfiles.ResolvConf(p.config.GetDnsConfig(), hostConf)
+	if err != nil {
+		return err
+	}
+	hostname, err := m.hostname(p.config)
+	if err != nil {
+		return err
+	}
+	name, err := dnsfiles.Hostname(hostname)
+	if err != nil {
+		return err
+	}
+	if err := writeFiles(dir, map[string][]byte{"resolv.conf": resolv, "hostname": name}); err != nil {
+		return err
+	}
+	if logs := p.config.GetLogDirectory(); logs != "" {
+		if err := os.MkdirAll(logs, 0o755); err != nil {
+			return fmt.Errorf("make log directory of pod %s: %w", p.id, err)
+		}
+	}
+	if hostIPC(p.config) {
+		return nil
+	}
+	return m.mountShm(p.id)
+}
+
+// writeHosts makes the default /etc/hosts; kubelet mounts its own over it.
+func (m *Manager) writeHosts(p *pod) error {
+	hosts, err := m.hosts(p)
+	if err != nil {
+		return err
+	}
+	return writeFiles(m.podFiles(p.id), map[string][]byte{"hosts": hosts})
+}
+
+func (m *Manager) hosts(p *pod) ([]byte, error) {
+	if hostNetwork(p.config) {
+		return readCapped("/etc/hosts")
+	}
+	hostname, err := m.hostname(p.config)
+	if err != nil {
+		return nil, err
+	}
+	var ips []netip.Addr
+	for _, s := range p.rec.IPs {
+		ip, err := netip.ParseAddr(s)
+		if err != nil {
+			return nil, fmt.Errorf("address of pod %s: %w", p.id, err)
+		}
+		ips = append(ips, ip)
+	}
+	return dnsfiles.Hosts(hostname, ips)
+}
+
+// hostname is the pod's, or the host's where the pod is in the host's UTS namespace.
+func (m *Manager) hostname(config *runtimeapi.PodSandboxConfig) (string, error) {
+	if name := config.GetHostname(); name != "" && !hostNetwork(config) {
+		return name, dnsfiles.CheckHostname(name)
+	}
+	if !hostNetwork(config) {
+		return defaultHostname(config), nil
+	}
+	return os.Hostname()
+}
+
+// defaultHostname is the pod's name where no hostname is given, cut to what the kernel holds.
+func defaultHostname(config *runtimeapi.PodSandboxConfig) string {
+	name := config.GetMetadata().GetName()
+	if dnsfiles.CheckHostname(name) != nil {
+		return "localhost"
+	}
+	return name
+}
+
+// pauseImage finds the image that replaces the embedded pause, and pulls it the
+// first time.
+func (m *Manager) pauseImage(ctx context.Context) (*imageRecord, error) {
+	img, err := m.images.Get(m.cfg.PauseImage)
+	if errdefs.IsNotFound(err) {
+		img, err = m.images.Pull(ctx, m.cfg.PauseImage, nil)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("pause image %s: %w", m.cfg.PauseImage, err)
+	}
+	return &imageRecord{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}, nil
+}
+
+// ociPod is the pod as the spec builder sees it.
+func (m *Manager) ociPod(p *pod) oci.Pod {
+	dir := m.podFiles(p.id)
+	pod := oci.Pod{ID: p.id, Config: p.config, CgroupParent: p.config.GetLinux().GetCgroupParent(), NetNS: p.rec.NetNS,
+		ResolvConf: filepath.Join(dir, "resolv.conf"), Hostname: filepath.Join(dir, "hostname"), Hosts: filepath.Join(dir, "hosts"),
+		Shm: m.shmDir(p.id), PausePID: p.rec.PausePID, SELinuxLabel: p.rec.SELinuxLabel}
+	if hostIPC(p.config) {
+		pod.Shm = "/dev/shm"
+	}
+	return pod
+}
+
+func hostNetwork(config *runtimeapi.PodSandboxConfig) bool {
+	return config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetNetwork() == runtimeapi.NamespaceMode_NODE
+}
+
+func hostIPC(config *runtimeapi.PodSandboxConfig) bool {
+	return config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetIpc() == runtimeapi.NamespaceMode_NODE
+}
+
+// writeFiles writes small files, mode 0644: containers of any user read them.
+func writeFiles(dir string, files map[string][]byte) error {
+	for name, data := range files {
+		if err := os.WriteFile(filepath.Join(dir, name), data, 0o644); err != nil {
+			return fmt.Errorf("write pod file: %w", err)
+		}
+	}
+	return nil
+}
+
+// readCapped reads a file of the host, at most 1 MiB. A file that does not exist is empty.
+func readCapped(path string) ([]byte, error) {
+	const limit = 1 << 20
+	info, err := os.Stat(path)
+	if errors.Is(err, unix.ENOENT) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read host file: %w", err)
+	}
+	if !info.Mode().IsRegular() || info.Size() > limit {
+		return nil, errdefs.FailedPrecondition("%s on the host is not a regular file of at most %d bytes", path, limit)
+	}
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("read host file: %w", err)
+	}
+	return data, nil
+}

@@ -1,0 +1,198 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"berth/cni"
+	"berth/internal/cgroup"
+	"berth/internal/errdefs"
+)
+
+// killWait bounds the wait for killed processes to be gone. What takes longer is
+// stuck in the kernel; the rest of the pod is taken down all the same.
+const killWait = 10 * time.Second
+
+// StopPodSandbox ends everything that runs in the pod and takes its network away,
+// also if a process cannot be killed. A pod that is stopped or unknown is no error.
+func (m *Manager) StopPodSandbox(ctx context.Context, id string) error {
+	p, err := m.visiblePod(id)
+	if errdefs.IsNotFound(err) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return m.detach(ctx, "stop", p.String(), func(ctx context.Context) error {
+		pass, err := m.take(ctx, p.turn, "stop", p.String())
+		if err != nil {
+			return err
+		}
+		defer pass()
+		return m.stopPod(ctx, p)
+	})
+}
+
+// stopPod needs the pod's turn. It publishes NotReady first, so that nothing new
+// starts in the pod, and does every step whatever became of the others.
+func (m *Manager) stopPod(ctx context.Context, p *pod) error {
+	if p.rec.Phase == removing {
+		return nil
+	}
+	if p.rec.Phase != podStopped {
+		p.rec.Phase = podStopped
+		if err := m.podRecords.Write(p.id, p.rec); err != nil {
+			return err
+		}
+		m.publishPod(p)
+	}
+	return errors.Join(m.killContainers(ctx, p), m.takeDown(ctx, p))
+}
+
+// killContainers ends the pod's containers, side by side.
+func (m *Manager) killContainers(ctx context.Context, p *pod) error {
+	var group errgroup.Group
+	for _, c := range m.containersOf(p.id) {
+		group.Go(func() error {
+			ctx, cancel := context.WithTimeout(ctx, killWait)
+			defer cancel()
+			return m.killContainer(ctx, c)
+		})
+	}
+	return group.Wait()
+}
+
+// containersOf returns the pod's containers, the invisible ones too.
+func (m *Manager) containersOf(podID string) []*container {
+	var of []*container
+	for _, c := range m.containers.snapshot() {
+		if c.podID == podID {
+			of = append(of, c)
+		}
+	}
+	return of
+}
+
+// takeDown removes what exists for a pod outside its files: network, pause and
+// shm. It needs the pod's turn, does every step, and may be repeated.
+func (m *Manager) takeDown(ctx context.Context, p *pod) error {
+	var group errgroup.Group
+	group.Go(func() error { return m.detachNetwork(ctx, p) })
+	group.Go(func() error { return m.removePause(ctx, p) })
+	err := group.Wait()
+	return errors.Join(err, m.unmountShm(p.id))
+}
+
+// detachNetwork runs CNI DEL with the configuration that ADD had, and removes
+// the namespace once that succeeded: plugins may need it until then.
+func (m *Manager) detachNetwork(ctx context.Context, p *pod) error {
+	if p.rec.Network != nil {
+		pod, err := m.cniPod(p)
+		if err != nil {
+			return err
+		}
+		if err := m.network.Del(ctx, *p.rec.Network, pod); err != nil {
+			return fmt.Errorf("detach pod %s from its network: %w", p.id, err)
+		}
+		p.rec.Network = nil
+		if p.rec.Phase != removing { // else the record goes anyway
+			if err := m.podRecords.Write(p.id, p.rec); err != nil {
+				return err
+			}
+		}
+	}
+	if p.rec.NetNS == "" {
+		return nil
+	}
+	return cni.RemoveNetNS(p.rec.NetNS)
+}
+
+// removePause kills the pause and removes all that its launch made.
+func (m *Manager) removePause(ctx context.Context, p *pod) error {
+	ctx, cancel := context.WithTimeout(ctx, killWait)
+	defer cancel()
+	return m.removeRuntimeState(ctx, p.id, p.rec.CgroupsPath)
+}
+
+// removeRuntimeState kills and removes what a launch made for a container or
+// pause: its processes, cgroup, libcontainer state and shim directory.
+func (m *Manager) removeRuntimeState(ctx context.Context, id, cgroupsPath string) error {
+	group, err := cgroup.Open(cgroupsPath, m.cfg.SystemdCgroup)
+	if err != nil {
+		return err
+	}
+	if err := group.Kill(ctx); err != nil {
+		return err
+	}
+	if err := group.Destroy(ctx); err != nil {
+		return err
+	}
+	for _, dir := range []string{filepath.Join(m.libcontainerRoot(), id), m.shimDir(id)} {
+		if err := os.RemoveAll(dir); err != nil {
+			return fmt.Errorf("remove runtime state of %s: %w", id, err)
+		}
+	}
+	return nil
+}
+
+// RemovePodSandbox stops the pod if need be, removes its containers and then the
+// pod with everything that exists for it. A pod that is unknown is no error.
+func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
+	p, err := m.visiblePod(id)
+	if errdefs.IsNotFound(err) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return m.detach(ctx, "remove", p.String(), func(ctx context.Context) error {
+		pass, err := m.take(ctx, p.turn, "remove", p.String())
+		if err != nil {
+			return err
+		}
+		defer pass()
+		if err := m.stopPod(ctx, p); err != nil {
+			return err
+		}
+		return m.erasePod(ctx, p)
+	})
+}
+
+// erasePod removes the pod, its containers first, and its record last. It needs
+// the pod's turn and may be repeated.
+func (m *Manager) erasePod(ctx context.Context, p *pod) error {
+	if _, err := m.pods.find(p.id); errdefs.IsNotFound(err) {
+		return nil // somebody else had the turn before
+	}
+	if p.rec.Phase != removing {
+		p.rec.Phase = removing
+		if err := m.podRecords.Write(p.id, p.rec); err != nil {
+			return err
+		}
+	}
+	var group errgroup.Group
+	for _, c := range m.containersOf(p.id) {
+		group.Go(func() error { return m.removeContainer(ctx, c) })
+	}
+	if err := errors.Join(group.Wait(), m.takeDown(ctx, p)); err != nil {
+		return err
+	}
+	if err := m.images.Release(p.id); err != nil {
+		return fmt.Errorf("release pause image of pod %s: %w", p.id, err)
+	}
+	if err := os.RemoveAll(m.podFiles(p.id)); err != nil {
+		return fmt.Errorf("remove files of pod %s: %w", p.id, err)
+	}
+	if err := m.podRecords.Remove(p.id); err != nil {
+		return err
+	}
+	m.pods.remove(p.id)
+	m.podIDs.forget(podIdentity(p.config.Metadata), p.id)
+	return nil
+}

@@ -1,0 +1,121 @@
+package sandbox
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/moby/sys/mountinfo"
+	"golang.org/x/sys/unix"
+)
+
+// prepareState makes the directories that pods and containers live in.
+//
+// The state directory is bind-mounted on itself and private, so that what a
+// launcher mounts below it stays in the launcher's own mount namespace. One
+// folder in it, for the pods' shm, is shared again: launchers are started ahead of
+// need, and what is mounted there later must reach them.
+func (m *Manager) prepareState() error {
+	if err := os.MkdirAll(m.cfg.State, 0o700); err != nil {
+		return fmt.Errorf("make state directory: %w", err)
+	}
+	if err := bindOnItself(m.cfg.State, unix.MS_PRIVATE); err != nil {
+		return err
+	}
+	for _, dir := range []string{
+		m.sharedMounts(), m.libcontainerRoot(), m.shimDir(""),
+		m.podFiles(""), m.writableDir(""), m.trashDir(),
+	} {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return fmt.Errorf("make state directory: %w", err)
+		}
+	}
+	if err := os.MkdirAll(m.cfg.NetNSDir, 0o755); err != nil {
+		return fmt.Errorf("make folder of network namespaces: %w", err)
+	}
+	return bindOnItself(m.sharedMounts(), unix.MS_SHARED)
+}
+
+// bindOnItself makes dir a mount point with the given propagation, once: an
+// earlier daemon's mount is taken over.
+func bindOnItself(dir string, propagation uintptr) error {
+	real, err := filepath.EvalSymlinks(dir)
+	if err != nil {
+		return fmt.Errorf("resolve %s: %w", dir, err)
+	}
+	mounted, err := mountinfo.GetMounts(mountinfo.SingleEntryFilter(real))
+	if err != nil {
+		return fmt.Errorf("look for a mount at %s: %w", real, err)
+	}
+	if len(mounted) == 0 {
+		if err := unix.Mount(real, real, "", unix.MS_BIND, ""); err != nil {
+			return fmt.Errorf("bind %s on itself: %w", real, err)
+		}
+	}
+	if err := unix.Mount("", real, "", propagation, ""); err != nil {
+		return fmt.Errorf("set mount propagation of %s: %w", real, err)
+	}
+	return nil
+}
+
+// mountShm gives a pod its /dev/shm, 64 MiB as everywhere in the field.
+func (m *Manager) mountShm(podID string) error {
+	dir := m.shmDir(podID)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return fmt.Errorf("make shm of pod %s: %w", podID, err)
+	}
+	err := unix.Mount("shm", dir, "tmpfs", unix.MS_NOEXEC|unix.MS_NOSUID|unix.MS_NODEV, "mode=1777,size=67108864")
+	if err != nil {
+		return fmt.Errorf("mount shm of pod %s: %w", podID, err)
+	}
+	return nil
+}
+
+// unmountShm takes it away again. Containers that still have it keep their view.
+func (m *Manager) unmountShm(podID string) error {
+	err := unix.Unmount(m.shmDir(podID), unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
+	if err != nil && err != unix.EINVAL && err != unix.ENOENT { // not mounted, no such folder
+		return fmt.Errorf("unmount shm of pod %s: %w", podID, err)
+	}
+	for _, dir := range []string{m.shmDir(podID), m.podMounts(podID)} {
+		if err := os.Remove(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("remove shm of pod %s: %w", podID, err)
+		}
+	}
+	return nil
+}
+
+// discard removes a folder tree that may be large: at once from its place, then
+// in the background from the trash. What is left of it, the next daemon removes.
+func (m *Manager) discard(dir string) error {
+	trash := filepath.Join(m.trashDir(), newID())
+	err := os.Rename(dir, trash)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("move %s to the trash: %w", dir, err)
+	}
+	m.spawn(func() { m.emptyTrash(trash) })
+	return nil
+}
+
+func (m *Manager) emptyTrash(dir string) {
+	if err := os.RemoveAll(dir); err != nil {
+		m.log.Error("remove from the trash", "path", dir, "error", err)
+	}
+}
+
+// sweepTrash removes what an earlier daemon had no time to.
+func (m *Manager) sweepTrash() error {
+	entries, err := os.ReadDir(m.trashDir())
+	if err != nil {
+		return fmt.Errorf("read the trash: %w", err)
+	}
+	for _, e := range entries {
+		m.spawn(func() { m.emptyTrash(filepath.Join(m.trashDir(), e.Name())) })
+	}
+	return nil
+}
