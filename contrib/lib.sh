@@ -1,0 +1,163 @@
+# shellcheck shell=bash
+# Functions shared by contrib/demo, contrib/test, contrib/bench and
+# contrib/machine. Source it; it changes nothing by itself but sets BERTH_SRC.
+
+# BERTH_SRC is the root of the checkout.
+BERTH_SRC=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
+die() { printf '%s: %s\n' "${0##*/}" "$*" >&2; exit 1; }
+
+need_root() { [ "$(id -u)" = 0 ] || die "needs root: sudo $0 $*"; }
+
+# --- what a machine needs before berth can be built and tested ----------------
+
+# Debian's and Ubuntu's names, the same in Debian 12 and 13 and Ubuntu 22.04 and 24.04.
+BERTH_PACKAGES=(gcc libc6-dev pkg-config libseccomp-dev containernetworking-plugins
+	busybox-static iproute2 iptables util-linux ca-certificates git)
+
+install_packages() {
+	local missing=() p
+	for p in "$@"; do
+		dpkg-query -W -f='${Status}' "$p" 2>/dev/null | grep -q ' installed$' || missing+=("$p")
+	done
+	[ ${#missing[@]} -gt 0 ] || return 0
+	command -v apt-get >/dev/null || die "missing, and there is no apt-get to install them: ${missing[*]}"
+	say "installing ${missing[*]}"
+	export DEBIAN_FRONTEND=noninteractive
+	apt-get install -qy --no-install-recommends "${missing[@]}" >/dev/null 2>&1 ||
+		{ apt-get update -q && apt-get install -qy --no-install-recommends "${missing[@]}"; } >/dev/null ||
+		die "apt-get could not install ${missing[*]}"
+}
+
+# go_minor prints N of the installed go1.N, or 0.
+go_minor() {
+	local v
+	v=$(GOTOOLCHAIN=local go version 2>/dev/null) || { echo 0; return; }
+	[[ $v =~ go1\.([0-9]+) ]] && echo "${BASH_REMATCH[1]}" || echo 0
+}
+
+# need_go puts the Go toolchain that go.mod names first in PATH. Any Go from 1.21
+# on fetches it by itself. An older one (Debian 12 has 1.19, Ubuntu 22.04 1.18)
+# can still download it, because a toolchain is a module like any other.
+need_go() {
+	PATH=$PATH:/usr/local/go/bin # sudo drops it
+	[ "$(go_minor)" -gt 0 ] || install_packages golang-go
+	if [ "$(go_minor)" -ge 21 ]; then
+		GOROOT=$(cd "$BERTH_SRC" && go env GOROOT) || die "go cannot switch to the toolchain of go.mod"
+	else
+		GOROOT=$(fetch_toolchain) || die "needs Go 1.21 or later, found $(go version)"
+	fi
+	export GOROOT PATH=$GOROOT/bin:$PATH GOTOOLCHAIN=local
+	# Under sudo the checkout belongs to somebody else, and git refuses to tell its revision.
+	export GOFLAGS="${GOFLAGS:+$GOFLAGS }-buildvcs=false"
+}
+
+# fetch_toolchain prints the GOROOT of a toolchain downloaded by an old go.
+fetch_toolchain() {
+	local version dir
+	version=v0.0.1-go$(awk '$1 == "go" {print $2}' "$BERTH_SRC/go.mod").linux-$(go env GOARCH)
+	dir=$(cd / && go mod download -json "golang.org/toolchain@$version" | sed -n 's/^\t"Dir": "\(.*\)",*$/\1/p')
+	[ -n "$dir" ] || return 1
+	# Module zips carry no modes; newer go commands do the same after their download.
+	chmod +x "$dir"/bin/* "$dir"/pkg/tool/*/* && echo "$dir"
+}
+
+# set_up installs and builds everything. Afterwards BERTH_BIN holds the binaries.
+set_up() {
+	install_packages "${BERTH_PACKAGES[@]}"
+	need_go
+	say "building berth with $(go version)"
+	export BERTH_BIN=$BERTH_SRC/bin
+	"$BERTH_SRC/contrib/build"
+}
+
+# --- a machine of one's own -----------------------------------------------------
+#
+# machine_run CMD… runs CMD in mount, pid, network, uts and ipc namespaces of its
+# own, with an empty /run and with cgroups below a name of its own, exported as
+# BERTH_MACHINE. Nothing done inside reaches the host, and whatever is left when
+# CMD ends (or this shell dies) is killed with the pid namespace's init.
+#
+# The cgroups' name holds the pid and start time of its owner, so that the next
+# run can tell an aborted run's leftovers from a neighbour's (machine_sweep).
+
+MACHINE_PREFIX=berth-machine-
+
+# starttime PID prints field 22 of /proc/PID/stat, counted after the name, which may hold blanks.
+starttime() {
+	local stat
+	read -r stat 2>/dev/null <"/proc/$1/stat" || return 1
+	read -ra stat <<<"${stat##*) }"
+	echo "${stat[19]}"
+}
+
+# cgroups_named NAME prints NAME's directory in every mounted hierarchy, v1 or v2.
+cgroups_named() {
+	local dir
+	for dir in /sys/fs/cgroup/$1 /sys/fs/cgroup/*/$1; do
+		[ -d "$dir" ] && echo "$dir"
+	done
+	return 0
+}
+
+# cgroups_remove NAME kills what lives in these cgroups, and removes them.
+cgroups_remove() {
+	local dir pid try
+	for try in {1..100}; do
+		for dir in $(cgroups_named "$1"); do
+			find "$dir" -name cgroup.procs -exec cat {} + 2>/dev/null | while read -r pid; do
+				[ "$pid" = 0 ] || kill -KILL "$pid" 2>/dev/null
+			done
+			find "$dir" -depth -type d -exec rmdir {} + 2>/dev/null
+		done
+		[ -z "$(cgroups_named "$1")" ] && return 0
+		sleep 0.1 # a killed process leaves its cgroup when it has been reaped
+	done
+	echo "cgroups of $1 cannot be removed" >&2
+	return 1
+}
+
+# machine_sweep removes what aborted runs left: machines whose owner is gone.
+machine_sweep() {
+	local name owner
+	for name in $(cgroups_named "$MACHINE_PREFIX*" | sed 's,.*/,,' | sort -u); do
+		owner=${name#"$MACHINE_PREFIX"}
+		[ "$(starttime "${owner%-*}")" = "${owner#*-}" ] && continue
+		echo "removing $name, left by an aborted run"
+		cgroups_remove "$name"
+	done
+}
+
+machine_run() {
+	local code=0
+	machine_sweep
+	export BERTH_MACHINE=$MACHINE_PREFIX$BASHPID-$(starttime "$BASHPID")
+	setpriv --pdeathsig KILL unshare --mount --pid --net --uts --ipc --fork --kill-child=KILL \
+		bash -c '. "$1"; shift; machine_init "$@"; exit' machine "$BERTH_SRC/contrib/lib.sh" "$@" || code=$?
+	cgroups_remove "$BERTH_MACHINE" || code=1
+	return "$code"
+}
+
+# machine_init is pid 1 inside: bash reaps orphans, which is all an init must do.
+machine_init() {
+	local resolv
+	set -e
+	resolv=$(cat /etc/resolv.conf 2>/dev/null || true)
+	mount -t proc proc /proc
+	mount -t tmpfs -o mode=0755 berth-run /run
+	mkdir -p /run/lock /run/tmp
+	# systemd-resolved keeps the file below /run, where it is hidden now.
+	if [ -L /etc/resolv.conf ] && [ ! -e /etc/resolv.conf ]; then
+		mkdir -p "$(dirname "$(readlink -m /etc/resolv.conf)")"
+		printf '%s\n' "$resolv" >"$(readlink -m /etc/resolv.conf)"
+	fi
+	mount --make-rshared / # as systemd does: what is mounted later reaches warm launchers
+	hostname berth-machine
+	ip link set lo up
+	echo 1 >/proc/sys/net/ipv4/ip_forward
+	export TMPDIR=/run/tmp # gone with the machine, and overlayfs accepts it as its upper layer
+	unset GOTMPDIR         # testing.T.TempDir prefers it
+	set +e
+	"$@"
+}

@@ -1,0 +1,297 @@
+package integration
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	internalapi "k8s.io/cri-api/pkg/apis"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	cri "k8s.io/cri-client/pkg"
+
+	"berth/integration/fixture"
+)
+
+// callTimeout is kubelet's deadline for a call.
+const callTimeout = 2 * time.Minute
+
+// daemon is one `berth serve` with directories of its own, and CRI clients to it.
+type daemon struct {
+	dir     string // everything below is in it; short, because socket paths must be
+	root    string // --root
+	state   string // --state
+	socket  string // --listen
+	confDir string // --cni-conf-dir
+	dataDir string // host-local's addresses
+	logDir  string // parent of the pods' log directories
+	certs   string // --registry-dir
+
+	extra []string // lines of the configuration file
+	env   []string
+
+	cmd     *exec.Cmd
+	exited  chan struct{} // closed when cmd has been waited for
+	cri     internalapi.RuntimeService
+	images  internalapi.ImageManagerService
+	objects []string // IDs of all pods and containers made, for the leak check
+	parents []string // the pods' cgroups
+	empty   snapshot // the daemon and the machine before the first pod
+	pods    atomic.Int32
+}
+
+type daemonOption func(*testing.T, *daemon)
+
+// withConfig adds lines to the configuration file.
+func withConfig(lines ...string) daemonOption {
+	return func(_ *testing.T, d *daemon) { d.extra = append(d.extra, lines...) }
+}
+
+// withEnv adds variables to the daemon's environment.
+func withEnv(env ...string) daemonOption {
+	return func(_ *testing.T, d *daemon) { d.env = append(d.env, env...) }
+}
+
+// withNetwork replaces the default network configuration; "" is none at all.
+func withNetwork(conflist string) daemonOption {
+	return func(t *testing.T, d *daemon) {
+		if conflist == "" {
+			must(t, os.Remove(d.networkFile()))
+			return
+		}
+		must(t, os.WriteFile(d.networkFile(), []byte(conflist), 0o600))
+	}
+}
+
+// withHosts writes a hosts.toml for a registry host.
+func withHosts(host, content string) daemonOption {
+	return func(t *testing.T, d *daemon) { d.writeHosts(t, host, content) }
+}
+
+func (d *daemon) writeHosts(t *testing.T, host, content string) {
+	t.Helper()
+	dir := filepath.Join(d.certs, host)
+	must(t, os.MkdirAll(dir, 0o755))
+	must(t, os.WriteFile(filepath.Join(dir, "hosts.toml"), []byte(content), 0o600))
+}
+
+func (d *daemon) networkFile() string { return filepath.Join(d.confDir, "10-test.conflist") }
+
+var daemons atomic.Int32
+
+// startDaemon starts a daemon for this test. When the test ends, its pods, images
+// and the daemon itself are removed, and the leak check is run.
+func startDaemon(t *testing.T, opts ...daemonOption) *daemon {
+	t.Helper()
+	before := machineSnapshot(nil)
+	d := newDaemon(t, opts...)
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("the daemon's log:\n%s", d.tail())
+		}
+	})
+	d.start(t)
+	t.Cleanup(func() {
+		d.clean(t)
+		d.noLeaks(t)
+		d.removePodCgroups(t)
+		d.stop(t)
+		d.removeNetwork(t)
+		d.forgetMounts(t)
+		noMachineLeaks(t, before, d)
+	})
+	d.empty = d.snapshot(t)
+	return d
+}
+
+// newDaemon prepares a daemon without starting it.
+func newDaemon(t *testing.T, opts ...daemonOption) *daemon {
+	t.Helper()
+	dir := fmt.Sprintf("/run/it%d", daemons.Add(1))
+	d := &daemon{
+		dir: dir, root: dir + "/root", state: dir + "/state", socket: dir + "/berth.sock",
+		confDir: dir + "/net.d", dataDir: dir + "/addresses", logDir: dir + "/logs", certs: dir + "/certs.d",
+	}
+	for _, path := range []string{dir, d.confDir, d.logDir, d.certs} {
+		must(t, os.Mkdir(path, 0o700))
+	}
+	t.Cleanup(func() { must(t, os.RemoveAll(dir)) })
+	network := fixture.Conflist("test", d.dataDir, fixture.Range4)
+	must(t, os.WriteFile(d.networkFile(), []byte(network), 0o600))
+	for _, opt := range opts {
+		opt(t, d)
+	}
+	must(t, os.WriteFile(d.configFile(), []byte(strings.Join(d.extra, "\n")+"\n"), 0o600))
+	return d
+}
+
+func (d *daemon) configFile() string { return filepath.Join(d.dir, "config.toml") }
+func (d *daemon) logFile() string    { return filepath.Join(d.dir, "log") }
+
+// command returns a berth command line for this daemon's operator commands.
+func (d *daemon) command(args ...string) *exec.Cmd {
+	cmd := exec.CommandContext(context.Background(), filepath.Join(binDir, "berth"), args...)
+	cmd.Env = append(os.Environ(), d.env...)
+	return cmd
+}
+
+func (d *daemon) serveCommand() *exec.Cmd {
+	return d.command("serve", "--config", d.configFile(), "--listen", d.socket, "--root", d.root, "--state", d.state,
+		"--cni-conf-dir", d.confDir, "--cni-bin-dir", pluginDir, "--registry-dir", d.certs, "--cgroup-driver", "cgroupfs", "--log-level", "debug")
+}
+
+// start starts the daemon and waits until it answers.
+func (d *daemon) start(t *testing.T) {
+	t.Helper()
+	logFile, err := os.OpenFile(d.logFile(), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	must(t, err)
+	defer logFile.Close()
+	d.cmd = d.serveCommand()
+	d.cmd.Stdout, d.cmd.Stderr = logFile, logFile
+	// A group of its own: Ctrl-C at the terminal must not look like a stopped daemon.
+	d.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	must(t, d.cmd.Start())
+	cmd, exited := d.cmd, make(chan struct{})
+	d.exited = exited
+	go func() {
+		_ = cmd.Wait() // its result is in cmd.ProcessState
+		close(exited)
+	}()
+	d.connect(t)
+}
+
+func (d *daemon) connect(t *testing.T) {
+	t.Helper()
+	endpoint := "unix://" + d.socket
+	eventually(t, "the daemon answers", func() error {
+		select {
+		case <-d.exited:
+			t.Fatalf("the daemon ended: %v\n%s", d.cmd.ProcessState, d.tail())
+		default:
+		}
+		if _, err := os.Stat(d.socket); err != nil {
+			return err
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+		defer cancel()
+		var err error
+		if d.cri, err = cri.NewRemoteRuntimeServiceBuilder().WithEndpoint(endpoint).WithConnectionTimeout(callTimeout).Build(ctx); err != nil {
+			return err
+		}
+		d.images, err = cri.NewRemoteImageServiceBuilder().WithEndpoint(endpoint).WithConnectionTimeout(callTimeout).Build(ctx)
+		return err
+	})
+}
+
+func (d *daemon) disconnect(t *testing.T) {
+	t.Helper()
+	must(t, d.cri.Close(context.Background()))
+	must(t, d.images.Close(context.Background()))
+}
+
+// stop ends the daemon as systemd does. It must exit with 0.
+func (d *daemon) stop(t *testing.T) {
+	t.Helper()
+	if d.gone() {
+		return
+	}
+	d.disconnect(t)
+	d.signal(t, syscall.SIGTERM)
+	if code := d.cmd.ProcessState.ExitCode(); code != 0 {
+		t.Errorf("after SIGTERM the daemon ended with %v, want exit code 0", d.cmd.ProcessState)
+	}
+}
+
+// kill ends the daemon with SIGKILL.
+func (d *daemon) kill(t *testing.T) {
+	t.Helper()
+	d.disconnect(t)
+	d.signal(t, syscall.SIGKILL)
+}
+
+func (d *daemon) restart(t *testing.T) {
+	t.Helper()
+	d.stop(t)
+	d.start(t)
+}
+
+func (d *daemon) gone() bool {
+	select {
+	case <-d.exited:
+		return true
+	default:
+		return false
+	}
+}
+
+// signal sends a signal that ends the daemon, and waits for its end.
+func (d *daemon) signal(t *testing.T, sig syscall.Signal) {
+	t.Helper()
+	must(t, d.cmd.Process.Signal(sig))
+	select {
+	case <-d.exited:
+	case <-time.After(time.Minute):
+		must(t, d.cmd.Process.Signal(syscall.SIGQUIT)) // its goroutines, into the log
+		<-d.exited
+		t.Fatalf("the daemon did not end within a minute of %s", sig)
+	}
+}
+
+// tail returns the end of the daemon's log.
+func (d *daemon) tail() string {
+	content, err := os.ReadFile(d.logFile())
+	if err != nil {
+		return err.Error()
+	}
+	const max = 12000
+	if len(content) > max {
+		content = content[len(content)-max:]
+		content = content[bytes.IndexByte(content, '\n')+1:]
+	}
+	return string(content)
+}
+
+// clean removes all pods and images, as kubelet would.
+func (d *daemon) clean(t *testing.T) {
+	t.Helper()
+	ctx := context.Background() // the test's own has ended
+	pods, err := d.cri.ListPodSandbox(ctx, nil)
+	must(t, err)
+	for _, p := range pods {
+		must(t, d.cri.StopPodSandbox(ctx, p.Id))
+		must(t, d.cri.RemovePodSandbox(ctx, p.Id))
+	}
+	images, err := d.images.ListImages(ctx, nil)
+	must(t, err)
+	for _, i := range images {
+		must(t, d.images.RemoveImage(ctx, &runtimeapi.ImageSpec{Image: i.Id}))
+	}
+}
+
+// removeNetwork removes the bridge, so that the next daemon's pods, which get the
+// same addresses, meet no old neighbour entries.
+func (d *daemon) removeNetwork(t *testing.T) {
+	t.Helper()
+	if out, err := exec.Command("ip", "link", "delete", "berth0").CombinedOutput(); err != nil &&
+		!strings.Contains(string(out), "Cannot find device") {
+		t.Errorf("delete bridge: %v: %s", err, out)
+	}
+}
+
+// forgetMounts removes the two mounts a stopped daemon leaves for its running containers.
+func (d *daemon) forgetMounts(t *testing.T) {
+	t.Helper()
+	mounts := mountpoints(t, os.Getpid())
+	for i := len(mounts) - 1; i >= 0; i-- {
+		if strings.HasPrefix(mounts[i], d.state) {
+			must(t, syscall.Unmount(mounts[i], 0))
+		}
+	}
+}

@@ -1,0 +1,274 @@
+package integration
+
+import (
+	"context"
+	"fmt"
+	"io/fs"
+	"maps"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"sort"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+// snapshot is what exists, by kind: for each kind a set of names with how often
+// each occurs.
+type snapshot map[string]map[string]int
+
+func (s snapshot) add(kind, name string) {
+	if s[kind] == nil {
+		s[kind] = make(map[string]int)
+	}
+	s[kind][name]++
+}
+
+// grown names everything there is more of in s than in before.
+func (s snapshot) grown(before snapshot) []string {
+	var out []string
+	for _, kind := range slices.Sorted(maps.Keys(s)) {
+		for _, name := range slices.Sorted(maps.Keys(s[kind])) {
+			if n, was := s[kind][name], before[kind][name]; n > was {
+				out = append(out, fmt.Sprintf("%s: %s (%d, before %d)", kind, name, n, was))
+			}
+		}
+	}
+	return out
+}
+
+// noLeaks fails the test if the daemon, with its pods and images removed, holds
+// more than it did when it was new. Some things end a moment after the call that
+// asks for it (processes are reaped, connections close), so the check is repeated.
+func (d *daemon) noLeaks(t *testing.T) {
+	t.Helper()
+	d.leaks(t, d.empty, func() snapshot { return d.snapshot(t) })
+}
+
+// noMachineLeaks fails the test if the machine holds more than before the daemon.
+func noMachineLeaks(t *testing.T, before snapshot, d *daemon) {
+	t.Helper()
+	d.leaks(t, before, func() snapshot { return machineSnapshot(d) })
+}
+
+func (d *daemon) leaks(t *testing.T, before snapshot, now func() snapshot) {
+	t.Helper()
+	registry.DropIdle()
+	err := waitFor(func() error {
+		if diff := now().grown(before); len(diff) > 0 {
+			return fmt.Errorf("%s", strings.Join(diff, "\n  "))
+		}
+		return nil
+	})
+	if err != nil {
+		t.Errorf("left behind:\n  %v", err)
+	}
+}
+
+// snapshot takes everything the machine and the daemon hold.
+func (d *daemon) snapshot(t *testing.T) snapshot {
+	t.Helper()
+	s := machineSnapshot(d)
+	pid := d.cmd.Process.Pid
+	for _, m := range mountpoints(t, pid) {
+		s.add("mount of the daemon", m)
+	}
+	for _, fd := range openFiles(pid) {
+		s.add("fd of the daemon", fd)
+	}
+	for range d.goroutines(t) {
+		s.add("goroutine of the daemon", "any")
+	}
+	addTree(s, "file below root", d.root)
+	addTree(s, "file below state", d.state)
+	return s
+}
+
+// machineSnapshot takes what exists outside of any daemon. d may be nil; it tells
+// the addresses' directory and the objects whose cgroups may be anywhere.
+func machineSnapshot(d *daemon) snapshot {
+	s := snapshot{}
+	addProcesses(s)
+	for _, m := range readLines("/proc/1/mountinfo") {
+		s.add("mount", strings.Fields(m)[4])
+	}
+	for _, name := range readDir("/run/netns") {
+		s.add("network namespace", name)
+	}
+	addLinks(s)
+	addRules(s, "iptables-save")
+	addRules(s, "ip6tables-save")
+	addCgroups(s, d)
+	if d != nil {
+		addAddresses(s, d.dataDir)
+	}
+	return s
+}
+
+// idPattern is what differs between two processes of the same kind.
+var idPattern = regexp.MustCompile(`[0-9a-f]{12,}|[0-9]+`)
+
+// addProcesses adds all processes but kernel threads. Between two looks the
+// process may end; then there is nothing to add.
+func addProcesses(s snapshot) {
+	for _, entry := range readDir("/proc") {
+		if _, err := strconv.Atoi(entry); err != nil {
+			continue
+		}
+		stat := strings.Join(readLines("/proc/"+entry+"/stat"), "")
+		end := strings.LastIndexByte(stat, ')')
+		if end < 0 {
+			continue
+		}
+		name := stat[strings.IndexByte(stat, '(') : end+1]
+		if state := stat[end+2]; state == 'Z' {
+			s.add("process", "zombie "+name)
+			continue
+		}
+		line := strings.ReplaceAll(strings.Join(readLines("/proc/"+entry+"/cmdline"), "\n"), "\x00", " ")
+		s.add("process", name+" "+idPattern.ReplaceAllString(line, "#"))
+	}
+}
+
+// addLinks adds the network devices, but for the bridge, which its plugin leaves.
+func addLinks(s snapshot) {
+	links, err := net.Interfaces()
+	if err != nil {
+		s.add("network device", err.Error())
+	}
+	for _, l := range links {
+		if l.Name != "berth0" {
+			s.add("network device", l.Name)
+		}
+	}
+}
+
+// addRules adds the packet filter's rules, but for portmap's top-level chains,
+// which the plugin makes once and leaves.
+func addRules(s snapshot, tool string) {
+	out, err := exec.CommandContext(context.Background(), tool).Output()
+	if err != nil {
+		s.add("packet filter", fmt.Sprintf("%s: %v", tool, err))
+	}
+	for line := range strings.Lines(string(out)) {
+		line = strings.TrimSpace(line)
+		perPod := strings.Contains(line, "CNI-DN-") || regexp.MustCompile(`CNI-[0-9a-f]{24}`).MatchString(line)
+		if perPod {
+			s.add("packet filter", tool+": "+line)
+		}
+	}
+}
+
+// addCgroups adds the cgroups below the machine's own, but for the pods' own,
+// which in this place of kubelet we made, and anywhere those named after one of the daemon's objects.
+func addCgroups(s snapshot, d *daemon) {
+	_ = filepath.WalkDir("/sys/fs/cgroup", func(path string, entry fs.DirEntry, err error) error {
+		if err != nil || !entry.IsDir() {
+			return nil // gone already, or a file
+		}
+		_, below, ours := strings.Cut(path, "/"+machine+"/")
+		switch {
+		case ours && (strings.Contains(below, "/") || !strings.HasPrefix(below, "pod")):
+			s.add("cgroup", path)
+		case !ours && d != nil && slices.ContainsFunc(d.objects, func(id string) bool { return strings.Contains(path, id) }):
+			s.add("cgroup", path)
+		}
+		return nil
+	})
+}
+
+// addAddresses adds host-local's reservations: files whose name is an address.
+func addAddresses(s snapshot, dataDir string) {
+	for _, network := range readDir(dataDir) {
+		for _, name := range readDir(filepath.Join(dataDir, network)) {
+			if net.ParseIP(name) != nil {
+				s.add("CNI address", network+"/"+name)
+			}
+		}
+	}
+}
+
+func addTree(s snapshot, kind, root string) {
+	_ = filepath.WalkDir(root, func(path string, _ fs.DirEntry, err error) error {
+		if err == nil {
+			s.add(kind, idPattern.ReplaceAllString(strings.TrimPrefix(path, root), "#"))
+		}
+		return nil
+	})
+}
+
+// openFiles describes what the process's file descriptors refer to.
+func openFiles(pid int) []string {
+	dir := fmt.Sprintf("/proc/%d/fd", pid)
+	var out []string
+	for _, fd := range readDir(dir) {
+		if target, err := os.Readlink(filepath.Join(dir, fd)); err == nil {
+			out = append(out, idPattern.ReplaceAllString(target, "#"))
+		}
+	}
+	return out
+}
+
+// goroutines asks the daemon how many it has.
+func (d *daemon) goroutines(t *testing.T) int {
+	t.Helper()
+	status, err := d.cri.Status(context.Background(), true)
+	must(t, err)
+	n, err := strconv.Atoi(status.Info["goroutines"])
+	if err != nil {
+		t.Fatalf("verbose Status does not tell the number of goroutines: info is %v", status.Info)
+	}
+	return n
+}
+
+// mountpoints returns the mount points a process sees, in the order they were made.
+func mountpoints(t *testing.T, pid int) []string {
+	t.Helper()
+	var out []string
+	for _, line := range readLines(fmt.Sprintf("/proc/%d/mountinfo", pid)) {
+		out = append(out, strings.Fields(line)[4])
+	}
+	if len(out) == 0 {
+		t.Fatalf("process %d has no mounts", pid)
+	}
+	return out
+}
+
+// removePodCgroups does what kubelet does when pods are gone.
+func (d *daemon) removePodCgroups(t *testing.T) {
+	t.Helper()
+	for _, parent := range d.parents {
+		dirs, err := filepath.Glob("/sys/fs/cgroup/*" + parent)
+		must(t, err)
+		for _, dir := range append(dirs, "/sys/fs/cgroup"+parent) {
+			if err := os.Remove(dir); err != nil && !os.IsNotExist(err) {
+				t.Errorf("the pod's cgroup is not empty: %v", err)
+			}
+		}
+	}
+}
+
+func readLines(path string) []string {
+	content, err := os.ReadFile(path)
+	if err != nil {
+		return nil
+	}
+	return strings.Split(strings.TrimRight(string(content), "\n"), "\n")
+}
+
+func readDir(path string) []string {
+	entries, err := os.ReadDir(path)
+	if err != nil {
+		return nil
+	}
+	names := make([]string, 0, len(entries))
+	for _, e := range entries {
+		names = append(names, e.Name())
+	}
+	sort.Strings(names)
+	return names
+}
