@@ -116,7 +116,8 @@ type containerDetail struct {
 	Config *runtimeapi.ContainerConfig `json:"config"`
 }
 
-// UpdateContainerResources implements RuntimeService.
+// UpdateContainerResources implements RuntimeService. Annotations steer nothing,
+// so those of the request are not passed on.
 func (s *runtimeService) UpdateContainerResources(ctx context.Context, req *runtimeapi.UpdateContainerResourcesRequest) (*runtimeapi.UpdateContainerResourcesResponse, error) {
 	if err := need(
 		field{"container_id", req.GetContainerId() != ""},
@@ -124,7 +125,7 @@ func (s *runtimeService) UpdateContainerResources(ctx context.Context, req *runt
 	); err != nil {
 		return nil, err
 	}
-	if err := s.pods.UpdateContainerResources(ctx, req.GetContainerId(), req.GetLinux(), req.GetAnnotations()); err != nil {
+	if err := s.pods.UpdateContainerResources(ctx, req.GetContainerId(), req.GetLinux()); err != nil {
 		return nil, err
 	}
 	return &runtimeapi.UpdateContainerResourcesResponse{}, nil

@@ -133,7 +133,7 @@ func imageUser(user string) (*runtimeapi.Int64Value, string) {
 func isID(ref, id string) bool {
 	hex := strings.TrimPrefix(id, "sha256:")
 	ref = strings.TrimPrefix(ref, "sha256:")
-	return ref == hex || len(ref) >= 12 && strings.HasPrefix(hex, ref)
+	return ref == hex || len(ref) >= 7 && strings.HasPrefix(hex, ref)
 }
 
 // nameOf returns a name the image has at the moment, or else its ID.

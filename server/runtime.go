@@ -3,7 +3,6 @@ package server
 import (
 	"context"
 	"encoding/json"
-	"net/netip"
 	"runtime"
 	"strings"
 	"time"
@@ -72,16 +71,11 @@ func (s *runtimeService) cgroupDriver() runtimeapi.CgroupDriver {
 
 // verboseStatus is what an operator may want to know, each value as JSON.
 func (s *runtimeService) verboseStatus() (map[string]string, error) {
-	cidr := ""
-	if p := s.podCIDR.Load(); p != nil {
-		cidr = *p
-	}
 	return infoMap(map[string]any{
 		"config":       s.cfg.Settings,
 		"pulls":        s.images.Progress(),
 		"waits":        s.waits(),
 		"cgroupDriver": strings.ToLower(s.cgroupDriver().String()),
-		"podCIDR":      cidr,
 		"versions":     map[string]string{"berth": s.cfg.Version, "go": runtime.Version(), "cri": runtimeAPIVersion},
 	})
 }
@@ -111,22 +105,15 @@ func (s *runtimeService) RuntimeConfig(context.Context, *runtimeapi.RuntimeConfi
 	}, nil
 }
 
-// UpdateRuntimeConfig implements RuntimeService. kubelet sends the CIDRs of the
-// node's pods with it. Berth gives out no addresses, the CNI plugins do, and who
-// installs these writes their configuration: the CIDRs are checked, logged and
-// shown in verbose Status, no more.
+// UpdateRuntimeConfig implements RuntimeService. It tells the CIDRs of the node's
+// pods, which networks that ask for address ranges get. An empty CIDR means that
+// kubelet has none to tell.
 func (s *runtimeService) UpdateRuntimeConfig(_ context.Context, req *runtimeapi.UpdateRuntimeConfigRequest) (*runtimeapi.UpdateRuntimeConfigResponse, error) {
-	cidrs := req.GetRuntimeConfig().GetNetworkConfig().GetPodCidr()
-	if cidrs == "" {
-		return &runtimeapi.UpdateRuntimeConfigResponse{}, nil
-	}
-	for cidr := range strings.SplitSeq(cidrs, ",") {
-		if _, err := netip.ParsePrefix(strings.TrimSpace(cidr)); err != nil {
-			return nil, errdefs.InvalidArgument("runtime_config.network_config.pod_cidr: %w", err)
+	if cidrs := req.GetRuntimeConfig().GetNetworkConfig().GetPodCidr(); cidrs != "" {
+		if err := s.pods.UpdatePodCIDR(cidrs); err != nil {
+			return nil, err
 		}
 	}
-	s.podCIDR.Store(&cidrs)
-	s.log.Info("kubelet's CIDRs of pods; CNI's configuration decides on addresses", "podCIDR", cidrs)
 	return &runtimeapi.UpdateRuntimeConfigResponse{}, nil
 }
 

@@ -21,7 +21,6 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
-	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -55,10 +54,11 @@ type Sandboxes interface {
 	Container(id string) (*sandbox.ContainerInfo, error)
 	Containers() []*sandbox.ContainerInfo
 	ExecSync(ctx context.Context, id string, cmd []string, timeout time.Duration) (*sandbox.ExecResult, error)
-	UpdateContainerResources(ctx context.Context, id string, resources *runtimeapi.LinuxContainerResources, annotations map[string]string) error
+	UpdateContainerResources(ctx context.Context, id string, resources *runtimeapi.LinuxContainerResources) error
 	ReopenContainerLog(ctx context.Context, id string) error
 
 	NetworkStatus(ctx context.Context) error
+	UpdatePodCIDR(cidrs string) error
 	Waits() []sandbox.Wait
 }
 
@@ -84,14 +84,14 @@ type Config struct {
 
 // Server serves CRI. Make one with New.
 type Server struct {
-	cfg  Config
-	log  *slog.Logger
-	grpc *grpc.Server
+	log   *slog.Logger
+	grpc  *grpc.Server
+	grace time.Duration // stopGrace, shorter in tests
 }
 
 // New returns a server that passes requests on to pods and images.
 func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
-	s := &Server{cfg: cfg, log: log}
+	s := &Server{log: log, grace: stopGrace}
 	s.grpc = grpc.NewServer(
 		grpc.MaxRecvMsgSize(MaxMessage),
 		grpc.MaxSendMsgSize(MaxMessage),
@@ -101,7 +101,7 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 		grpc.UnaryInterceptor(s.unary),
 		grpc.StreamInterceptor(s.stream),
 	)
-	runtimeapi.RegisterRuntimeServiceServer(s.grpc, &runtimeService{cfg: cfg, pods: pods, images: images, log: log})
+	runtimeapi.RegisterRuntimeServiceServer(s.grpc, &runtimeService{cfg: cfg, pods: pods, images: images})
 	runtimeapi.RegisterImageServiceServer(s.grpc, &imageService{images: images})
 	return s
 }
@@ -129,11 +129,11 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 // stop ends the gRPC server: politely, then by cancelling what still runs, and
 // finally without the handlers that do not end even then.
 func (s *Server) stop() {
-	if within(stopGrace, s.grpc.GracefulStop) {
+	if within(s.grace, s.grpc.GracefulStop) {
 		return
 	}
-	s.log.Warn("requests still run, cancelling them", "after", stopGrace)
-	if !within(stopGrace, s.grpc.Stop) {
+	s.log.Warn("requests still run, cancelling them", "after", s.grace)
+	if !within(s.grace, s.grpc.Stop) {
 		s.log.Error("requests do not end although they were cancelled, leaving them")
 	}
 }
@@ -162,9 +162,6 @@ type runtimeService struct {
 	cfg    Config
 	pods   Sandboxes
 	images Images
-	log    *slog.Logger
-
-	podCIDR atomic.Pointer[string] // what kubelet sent with UpdateRuntimeConfig
 }
 
 // imageService implements CRI's ImageService.

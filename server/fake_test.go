@@ -1,0 +1,266 @@
+package server
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"fmt"
+	"log/slog"
+	"path/filepath"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/image"
+	"berth/internal/errdefs"
+	"berth/sandbox"
+)
+
+// fakePods keeps pods and containers in memory: a Sandboxes whose every effect
+// can be seen in its answers. calls records what else it was asked for. Set hook
+// to fail, block or panic in a method.
+type fakePods struct {
+	hook func(ctx context.Context, method string) error
+
+	mu         sync.Mutex
+	pods       []*sandbox.PodInfo
+	containers []*sandbox.ContainerInfo
+	calls      []string
+	exec       sandbox.ExecResult
+	network    error
+	waits      []sandbox.Wait
+}
+
+func (f *fakePods) call(ctx context.Context, method string, args ...any) error {
+	f.mu.Lock()
+	f.calls = append(f.calls, method+fmt.Sprint(args...))
+	f.mu.Unlock()
+	if f.hook != nil {
+		return f.hook(ctx, method)
+	}
+	return nil
+}
+
+func (f *fakePods) called() []string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.Clone(f.calls)
+}
+
+func (f *fakePods) RunPodSandbox(ctx context.Context, cfg *runtimeapi.PodSandboxConfig, handler string) (string, error) {
+	if err := f.call(ctx, "RunPodSandbox"); err != nil {
+		return "", err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	p := &sandbox.PodInfo{ID: fmt.Sprintf("pod%d", len(f.pods)), Config: cfg, Handler: handler, Ready: true, CreatedAt: time.Unix(1, int64(len(f.pods)))}
+	f.pods = append(f.pods, p)
+	return p.ID, nil
+}
+
+func (f *fakePods) StopPodSandbox(ctx context.Context, id string) error {
+	return f.call(ctx, "StopPodSandbox", id)
+}
+
+func (f *fakePods) RemovePodSandbox(ctx context.Context, id string) error {
+	return f.call(ctx, "RemovePodSandbox", id)
+}
+
+func (f *fakePods) Pod(id string) (*sandbox.PodInfo, error) {
+	for _, p := range f.Pods() {
+		if p.ID == id {
+			return p, nil
+		}
+	}
+	return nil, errdefs.NotFound("pod sandbox %q does not exist", id)
+}
+
+func (f *fakePods) Pods() []*sandbox.PodInfo {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.Clone(f.pods)
+}
+
+func (f *fakePods) CreateContainer(ctx context.Context, podID string, cfg *runtimeapi.ContainerConfig) (string, error) {
+	if err := f.call(ctx, "CreateContainer", podID); err != nil {
+		return "", err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	c := &sandbox.ContainerInfo{ID: fmt.Sprintf("ctr%d", len(f.containers)), PodID: podID, Config: cfg, ImageID: idA, CreatedAt: time.Unix(2, int64(len(f.containers)))}
+	f.containers = append(f.containers, c)
+	return c.ID, nil
+}
+
+func (f *fakePods) StartContainer(ctx context.Context, id string) error {
+	return f.call(ctx, "StartContainer", id)
+}
+
+func (f *fakePods) StopContainer(ctx context.Context, id string, timeout time.Duration) error {
+	return f.call(ctx, "StopContainer", id, " ", timeout)
+}
+
+func (f *fakePods) RemoveContainer(ctx context.Context, id string) error {
+	return f.call(ctx, "RemoveContainer", id)
+}
+
+func (f *fakePods) Container(id string) (*sandbox.ContainerInfo, error) {
+	for _, c := range f.Containers() {
+		if c.ID == id {
+			return c, nil
+		}
+	}
+	return nil, errdefs.NotFound("container %q does not exist", id)
+}
+
+func (f *fakePods) Containers() []*sandbox.ContainerInfo {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return slices.Clone(f.containers)
+}
+
+func (f *fakePods) ExecSync(ctx context.Context, id string, cmd []string, timeout time.Duration) (*sandbox.ExecResult, error) {
+	if err := f.call(ctx, "ExecSync", id, " ", cmd, " ", timeout); err != nil {
+		return nil, err
+	}
+	return &f.exec, nil
+}
+
+func (f *fakePods) UpdateContainerResources(ctx context.Context, id string, r *runtimeapi.LinuxContainerResources) error {
+	return f.call(ctx, "UpdateContainerResources", id, " ", r.GetMemoryLimitInBytes())
+}
+
+func (f *fakePods) ReopenContainerLog(ctx context.Context, id string) error {
+	return f.call(ctx, "ReopenContainerLog", id)
+}
+
+func (f *fakePods) NetworkStatus(context.Context) error { return f.network }
+
+func (f *fakePods) UpdatePodCIDR(cidrs string) error {
+	return f.call(context.Background(), "UpdatePodCIDR", cidrs)
+}
+
+func (f *fakePods) Waits() []sandbox.Wait { return f.waits }
+
+const (
+	idA = "sha256:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+	idB = "sha256:bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
+)
+
+// fakeImages is a store of fixed images; Pull finds what is there.
+type fakeImages struct {
+	images   []*image.Image
+	removed  []string
+	auth     *runtimeapi.AuthConfig
+	err      error // of every method that may fail
+	progress []image.PullProgress
+}
+
+func (f *fakeImages) Pull(_ context.Context, ref string, auth *runtimeapi.AuthConfig) (*image.Image, error) {
+	f.auth = auth
+	return f.Get(ref)
+}
+
+func (f *fakeImages) Get(ref string) (*image.Image, error) {
+	if f.err != nil {
+		return nil, f.err
+	}
+	for _, img := range f.images {
+		if img.ID == ref || slices.Contains(img.RepoTags, ref) {
+			return img, nil
+		}
+	}
+	return nil, errdefs.NotFound("image %q does not exist", ref)
+}
+
+func (f *fakeImages) List() []*image.Image { return f.images }
+
+func (f *fakeImages) Remove(_ context.Context, ref string) error {
+	f.removed = append(f.removed, ref)
+	return f.err
+}
+
+func (f *fakeImages) Usage(context.Context) (image.Usage, error) {
+	return image.Usage{Mountpoint: "/var/lib/berth/images", Bytes: 7, Inodes: 3}, f.err
+}
+
+func (f *fakeImages) Progress() []image.PullProgress { return f.progress }
+
+// logBuffer is a log that tests read while the server writes.
+type logBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (l *logBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.Write(p)
+}
+
+func (l *logBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.b.String()
+}
+
+// harness is a served Server and a client connected to it.
+type harness struct {
+	server  *Server
+	path    string
+	log     *logBuffer
+	conn    *grpc.ClientConn
+	runtime runtimeapi.RuntimeServiceClient
+	images  runtimeapi.ImageServiceClient
+	stop    func() error // tells Serve to stop and returns what it returned
+}
+
+var testConfig = Config{Version: "1.2.3", Handler: "berth", RecursiveReadOnlyMounts: true, Settings: map[string]int{"max_log_line": 42}}
+
+// start serves pods and images on a socket in a temporary directory.
+func start(t *testing.T, cfg Config, pods Sandboxes, images Images) *harness {
+	t.Helper()
+	h := &harness{path: filepath.Join(t.TempDir(), "berth.sock"), log: new(logBuffer)}
+	h.server = New(cfg, pods, images, slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug})))
+	l, err := Listen(h.path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	var served error
+	go func() {
+		defer close(ended)
+		served = h.server.Serve(ctx, l)
+	}()
+	h.stop = func() error {
+		cancel()
+		<-ended
+		return served
+	}
+	h.conn = dial(t, h.path)
+	h.runtime, h.images = runtimeapi.NewRuntimeServiceClient(h.conn), runtimeapi.NewImageServiceClient(h.conn)
+	t.Cleanup(func() {
+		if err := cmp.Or(h.conn.Close(), h.stop()); err != nil {
+			t.Error(err)
+		}
+	})
+	return h
+}
+
+// dial connects like kubelet, whose limits on messages are the same.
+func dial(t *testing.T, path string, options ...grpc.DialOption) *grpc.ClientConn {
+	t.Helper()
+	conn, err := grpc.NewClient("unix://"+path, append(options,
+		grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(MaxMessage), grpc.MaxCallSendMsgSize(4*MaxMessage)))...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return conn
+}

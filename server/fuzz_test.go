@@ -1,0 +1,124 @@
+package server
+
+import (
+	"context"
+	"testing"
+
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/image"
+)
+
+// fuzzStream feeds one request to a streaming handler and drops the answers.
+type fuzzStream struct {
+	decode func(any) error
+	ctx    context.Context
+}
+
+func (s fuzzStream) SetHeader(metadata.MD) error  { return nil }
+func (s fuzzStream) SendHeader(metadata.MD) error { return nil }
+func (s fuzzStream) SetTrailer(metadata.MD)       {}
+func (s fuzzStream) Context() context.Context     { return s.ctx }
+func (s fuzzStream) SendMsg(any) error            { return nil }
+func (s fuzzStream) RecvMsg(m any) error          { return s.decode(m) }
+
+// rpc is one RPC of the two services, called without interceptors: a panic ends
+// the test.
+type rpc struct {
+	name string
+	call func(decode func(any) error) error
+}
+
+func allRPCs(pods Sandboxes, images Images) []rpc {
+	var all []rpc
+	add := func(desc *grpc.ServiceDesc, impl any) {
+		for _, m := range desc.Methods {
+			all = append(all, rpc{m.MethodName, func(decode func(any) error) error {
+				_, err := m.Handler(impl, context.Background(), decode, nil)
+				return err
+			}})
+		}
+		for _, s := range desc.Streams {
+			all = append(all, rpc{s.StreamName, func(decode func(any) error) error {
+				return s.Handler(impl, fuzzStream{decode, context.Background()})
+			}})
+		}
+	}
+	add(&runtimeapi.RuntimeService_ServiceDesc, &runtimeService{cfg: testConfig, pods: pods, images: images})
+	add(&runtimeapi.ImageService_ServiceDesc, &imageService{images: images})
+	return all
+}
+
+// FuzzRPC sends arbitrary bytes to every RPC. What a request left in the fake
+// backend is then read back through all reading RPCs.
+func FuzzRPC(f *testing.F) {
+	seeds := []proto.Message{
+		&runtimeapi.RunPodSandboxRequest{Config: podConfig("a", map[string]string{"l": "1"})},
+		&runtimeapi.RunPodSandboxRequest{Config: &runtimeapi.PodSandboxConfig{Linux: &runtimeapi.LinuxPodSandboxConfig{}}},
+		&runtimeapi.CreateContainerRequest{PodSandboxId: "pod0", Config: exited().Config},
+		&runtimeapi.ListPodSandboxRequest{Filter: &runtimeapi.PodSandboxFilter{Id: "p", State: &runtimeapi.PodSandboxStateValue{State: 99}}},
+		&runtimeapi.StopContainerRequest{ContainerId: "c", Timeout: -1},
+		&runtimeapi.ExecSyncRequest{ContainerId: "c", Cmd: []string{""}, Timeout: 1 << 62},
+		&runtimeapi.UpdateContainerResourcesRequest{ContainerId: "c", Linux: &runtimeapi.LinuxContainerResources{Unified: map[string]string{"": ""}}},
+		&runtimeapi.PullImageRequest{Image: &runtimeapi.ImageSpec{Image: idA}, Auth: &runtimeapi.AuthConfig{Auth: "x"}},
+		&runtimeapi.UpdateRuntimeConfigRequest{RuntimeConfig: &runtimeapi.RuntimeConfig{NetworkConfig: &runtimeapi.NetworkConfig{PodCidr: "x"}}},
+		&runtimeapi.StatusRequest{Verbose: true},
+	}
+	for i := range allRPCs(nil, nil) {
+		f.Add(uint8(i), []byte{})
+		f.Add(uint8(i), []byte{0xff, 0x01})
+		for _, msg := range seeds {
+			data, err := proto.Marshal(msg)
+			if err != nil {
+				f.Fatal(err)
+			}
+			f.Add(uint8(i), data)
+		}
+	}
+	f.Fuzz(func(t *testing.T, which uint8, data []byte) {
+		pods := &fakePods{}
+		images := &fakeImages{images: []*image.Image{{ID: idA, RepoTags: []string{"x"}, Config: ocispec.Image{Author: string(data)}}}}
+		rpcs := allRPCs(pods, images)
+		r := rpcs[int(which)%len(rpcs)]
+		check(t, r.name, r.call(func(m any) error {
+			if err := proto.Unmarshal(data, m.(proto.Message)); err != nil {
+				return status.Error(codes.Internal, err.Error()) // as grpc answers it
+			}
+			return nil
+		}))
+		readBack(t, &runtimeService{cfg: testConfig, pods: pods, images: images})
+	})
+}
+
+// check fails unless err is a gRPC status with a code of the standard set.
+func check(t *testing.T, name string, err error) {
+	t.Helper()
+	if code := status.Code(coded(err)); code > codes.Unauthenticated || err != nil && code == codes.Unknown {
+		t.Errorf("%s: code %s: %v", name, code, err)
+	}
+}
+
+func readBack(t *testing.T, s *runtimeService) {
+	t.Helper()
+	ctx := context.Background()
+	list, err := s.ListPodSandbox(ctx, &runtimeapi.ListPodSandboxRequest{})
+	check(t, "ListPodSandbox", err)
+	for _, p := range list.Items {
+		if _, err := s.PodSandboxStatus(ctx, &runtimeapi.PodSandboxStatusRequest{PodSandboxId: p.Id, Verbose: true}); err != nil {
+			t.Errorf("status of a pod that is listed: %v", err)
+		}
+	}
+	ctrs, err := s.ListContainers(ctx, &runtimeapi.ListContainersRequest{})
+	check(t, "ListContainers", err)
+	for _, c := range ctrs.Containers {
+		if _, err := s.ContainerStatus(ctx, &runtimeapi.ContainerStatusRequest{ContainerId: c.Id, Verbose: true}); err != nil {
+			t.Errorf("status of a container that is listed: %v", err)
+		}
+	}
+}

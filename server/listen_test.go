@@ -1,0 +1,105 @@
+package server
+
+import (
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+var discardLog = slog.New(slog.DiscardHandler)
+
+func TestListenMode(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "new", "dir", "s")
+	l, err := Listen(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for p, want := range map[string]fs.FileMode{path: fs.ModeSocket | 0o600, filepath.Dir(path): fs.ModeDir | 0o700} {
+		info, err := os.Stat(p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if info.Mode() != want {
+			t.Errorf("%s has mode %s, want %s", p, info.Mode(), want)
+		}
+	}
+	if err := l.Close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := os.Lstat(path); !os.IsNotExist(err) {
+		t.Errorf("the socket is left: %v", err)
+	}
+}
+
+func TestListenReplacesStaleSocket(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	stale, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	stale.(*net.UnixListener).SetUnlinkOnClose(false) // as a killed daemon leaves it
+	stale.Close()
+	l, err := Listen(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	conn, err := net.Dial("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn.Close()
+}
+
+func TestListenKeepsWhatOthersUse(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	live, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer live.Close()
+	if _, err := Listen(path); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("process %d serves it", os.Getpid())) {
+		t.Errorf("a socket in use: %v", err)
+	}
+	conn, err := net.Dial("unix", path)
+	if err != nil {
+		t.Fatalf("the live socket is gone: %v", err)
+	}
+	conn.Close()
+
+	file := filepath.Join(t.TempDir(), "file")
+	if err := os.WriteFile(file, []byte("precious"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	link := filepath.Join(t.TempDir(), "link")
+	if err := os.Symlink(path, link); err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range []string{file, link} {
+		if _, err := Listen(p); err == nil || !strings.Contains(err.Error(), "is no socket") {
+			t.Errorf("%s: %v", p, err)
+		}
+		if _, err := os.Lstat(p); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestListenDatagramSocketIsNotStale(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	conn, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	if _, err := Listen(path); err == nil || !strings.Contains(err.Error(), unix.EPROTOTYPE.Error()) {
+		t.Errorf("a datagram socket in use: %v", err)
+	}
+}
