@@ -1,6 +1,163 @@
 package main
 
-import "github.com/spf13/cobra"
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"os"
+	"text/tabwriter"
+	"time"
 
-// addOperatorCommands adds the subcommands that talk to a running daemon.
-func addOperatorCommands(*cobra.Command) {}
+	"github.com/spf13/cobra"
+
+	"berth/internal/client"
+)
+
+// operator holds what the operator commands share: they are clients of a
+// running daemon, or of any other CRI runtime.
+type operator struct{ socket string }
+
+// addOperatorCommands adds the commands that talk to a daemon to root.
+func addOperatorCommands(root *cobra.Command) {
+	o := &operator{}
+	for _, cmd := range []*cobra.Command{
+		runCommand(o), psCommand(o), logsCommand(o), execCommand(o), stopCommand(o), rmCommand(o),
+		imagesCommand(o), pullCommand(o),
+	} {
+		cmd.Flags().StringVarP(&o.socket, "socket", "s", defaultSocket(), "the runtime's CRI socket (environment: BERTH_SOCKET)")
+		cmd.SilenceUsage, cmd.SilenceErrors = true, true
+		root.AddCommand(cmd)
+	}
+}
+
+func defaultSocket() string {
+	if s := os.Getenv("BERTH_SOCKET"); s != "" {
+		return s
+	}
+	return client.DefaultSocket
+}
+
+// connected makes a command's body from a function that needs a connection.
+func (o *operator) connected(run func(cmd *cobra.Command, args []string, c *client.Client) error) func(*cobra.Command, []string) error {
+	return func(cmd *cobra.Command, args []string) error {
+		c, err := client.Dial(cmd.Context(), o.socket)
+		if err != nil {
+			return err
+		}
+		err = run(cmd, args, c)
+		if closeErr := c.Close(); err == nil && closeErr != nil {
+			err = fmt.Errorf("close connection to %s: %w", o.socket, closeErr)
+		}
+		return err
+	}
+}
+
+// exitStatus is an error that makes berth exit with a given code. Without a
+// cause nothing is printed: the container has said what there is to say.
+type exitStatus struct {
+	code  int
+	cause error
+}
+
+func (e *exitStatus) Error() string {
+	if e.cause == nil {
+		return fmt.Sprintf("exit status %d", e.code)
+	}
+	return e.cause.Error()
+}
+
+func (e *exitStatus) Unwrap() error { return e.cause }
+
+// ExitCode is the code that main exits with.
+func (e *exitStatus) ExitCode() int { return e.code }
+
+// Silent reports that main must not print the error.
+func (e *exitStatus) Silent() bool { return e.cause == nil }
+
+// output is the value of an --output flag.
+type output string
+
+const (
+	outputTable output = "table"
+	outputJSON  output = "json"
+)
+
+func (o *output) String() string { return string(*o) }
+func (o *output) Type() string   { return "table|json" }
+
+// Set takes the value from the command line.
+func (o *output) Set(s string) error {
+	switch output(s) {
+	case outputTable, outputJSON:
+		*o = output(s)
+		return nil
+	}
+	return fmt.Errorf("want %s or %s", outputTable, outputJSON)
+}
+
+func addOutputFlag(cmd *cobra.Command) *output {
+	o := outputTable
+	cmd.Flags().VarP(&o, "output", "o", "how to print")
+	return &o
+}
+
+// row is one line of a table, which knows its cells.
+type row interface{ cells() []string }
+
+// printRows prints rows as a table under a header line, or as a JSON array.
+func printRows[R row](w io.Writer, how output, header []string, rows []R) error {
+	if how == outputJSON {
+		enc := json.NewEncoder(w)
+		enc.SetIndent("", "  ")
+		if rows == nil {
+			rows = []R{} // an array also when it is empty
+		}
+		return enc.Encode(rows)
+	}
+	table := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
+	printCells(table, header)
+	for _, r := range rows {
+		printCells(table, r.cells())
+	}
+	return table.Flush()
+}
+
+// printCells writes into the tabwriter's buffer, whose errors come from Flush.
+func printCells(w io.Writer, cells []string) {
+	for i, cell := range cells {
+		if i > 0 {
+			_, _ = io.WriteString(w, "\t")
+		}
+		_, _ = io.WriteString(w, cell)
+	}
+	_, _ = io.WriteString(w, "\n")
+}
+
+// age says how long ago something was, roughly.
+func age(now, then time.Time) string {
+	d := now.Sub(then)
+	switch {
+	case d < time.Minute:
+		return fmt.Sprintf("%ds", max(d, 0)/time.Second)
+	case d < time.Hour:
+		return fmt.Sprintf("%dm", d/time.Minute)
+	case d < 48*time.Hour:
+		return fmt.Sprintf("%dh", d/time.Hour)
+	}
+	return fmt.Sprintf("%dd", d/(24*time.Hour))
+}
+
+// size prints a number of bytes as people read it.
+func size(bytes uint64) string {
+	const step = 1000
+	if bytes < step {
+		return fmt.Sprintf("%d B", bytes)
+	}
+	value, units := float64(bytes), "kMGTPE"
+	unit := -1
+	for value >= step-0.05 && unit < len(units)-1 {
+		value /= step
+		unit++
+	}
+	return fmt.Sprintf("%.1f %cB", value, units[unit])
+}

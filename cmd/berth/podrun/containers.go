@@ -1,0 +1,283 @@
+package podrun
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	corev1 "k8s.io/api/core/v1"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/client"
+	"berth/internal/errdefs"
+	"berth/internal/podyaml"
+)
+
+// attempt is one start of a container. Its fields do not change after start,
+// except that status and err are set before ended is closed.
+type attempt struct {
+	container podyaml.Container
+	number    uint32
+	id        string
+	ended     chan struct{} // closed when the container has exited and its log was read
+	status    *runtimeapi.ContainerStatus
+	err       error // why status is not known, or the log could not be read
+}
+
+// runContainers runs the init containers, starts the others, and unless the pod
+// is to be left alone waits until all of them have ended for good.
+func (r *podRun) runContainers(ctx context.Context) error {
+	for _, c := range r.plan.Containers() {
+		if err := r.bring(ctx, c); err != nil {
+			return err
+		}
+	}
+	if r.config.Detach {
+		return nil
+	}
+	r.tasks.Wait()
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	if failed := r.firstFailure(); failed != nil {
+		return failed
+	}
+	return nil
+}
+
+// bring brings one container to where the next one may start.
+func (r *podRun) bring(ctx context.Context, c podyaml.Container) error {
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	a, err := r.start(ctx, c, 0)
+	if err != nil {
+		return err
+	}
+	switch {
+	case c.Sidecar():
+		r.sides.Go(func() { r.supervise(ctx, a) })
+	case c.Init:
+		r.supervise(ctx, a)
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if failed := r.firstFailure(); failed != nil {
+			return failed
+		}
+	case !r.config.Detach:
+		r.tasks.Go(func() { r.supervise(ctx, a) })
+	}
+	return nil
+}
+
+// supervise sees a container through all its attempts. It returns when the
+// container has ended for good or ctx is over. What makes it impossible to go on
+// aborts the run.
+func (r *podRun) supervise(ctx context.Context, a *attempt) {
+	pause := r.config.Backoff.First
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-a.ended:
+		}
+		if a.err != nil {
+			r.abort(a.err)
+			return
+		}
+		if !r.startsAgain(a) {
+			r.conclude(a)
+			return
+		}
+		if ranFor(a.status) >= r.config.Backoff.Reset {
+			pause = r.config.Backoff.First
+		}
+		r.config.Report("[%s] exited with code %d, starts again in %s", a.container.Name, a.status.GetExitCode(), pause)
+		if !sleep(ctx, pause) {
+			return
+		}
+		pause = min(2*pause, r.config.Backoff.Most)
+		next, err := r.startAgain(ctx, a)
+		if err != nil {
+			r.abort(err)
+			return
+		}
+		a = next
+	}
+}
+
+// startsAgain decides by the restart policies whether a container that exited
+// is started once more. An init container has done its work with code 0.
+func (r *podRun) startsAgain(a *attempt) bool {
+	policy := r.plan.Pod.Spec.RestartPolicy
+	ok := a.status.GetExitCode() == 0
+	switch {
+	case a.container.Sidecar():
+		return true
+	case a.container.Init:
+		return !ok && policy != corev1.RestartPolicyNever
+	}
+	return policy == corev1.RestartPolicyAlways || (policy == corev1.RestartPolicyOnFailure && !ok)
+}
+
+// conclude notes how a container that is not started again has ended.
+func (r *podRun) conclude(a *attempt) {
+	code := int(a.status.GetExitCode())
+	if code == 0 {
+		return
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.failed == nil {
+		r.failed = &ContainerFailed{Container: a.container.Name, Code: code, Reason: a.status.GetReason()}
+	}
+}
+
+func (r *podRun) firstFailure() *ContainerFailed {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.failed
+}
+
+func ranFor(status *runtimeapi.ContainerStatus) time.Duration {
+	return time.Duration(status.GetFinishedAt() - status.GetStartedAt())
+}
+
+// sleep reports whether the whole time passed before ctx was over.
+func sleep(ctx context.Context, d time.Duration) bool {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-timer.C:
+		return true
+	}
+}
+
+// startAgain replaces an attempt that ended by the next one.
+func (r *podRun) startAgain(ctx context.Context, old *attempt) (*attempt, error) {
+	if err := r.client.Remove(r.life, old.id); err != nil {
+		return nil, err
+	}
+	r.forget(old)
+	return r.start(ctx, old.container, old.number+1)
+}
+
+// start creates and starts an attempt of a container and runs its postStart hook.
+func (r *podRun) start(ctx context.Context, c podyaml.Container, number uint32) (*attempt, error) {
+	id, err := r.create(c, number)
+	if err != nil {
+		return nil, fmt.Errorf("create container %s: %w", c.Name, err)
+	}
+	a := &attempt{container: c, number: number, id: id, ended: make(chan struct{})}
+	if _, err := r.client.StartContainer(r.life, &runtimeapi.StartContainerRequest{ContainerId: id}); err != nil {
+		return nil, fmt.Errorf("start container %s: %w", c.Name, err)
+	}
+	r.remember(a)
+	r.waits.Go(func() {
+		defer close(a.ended)
+		a.status, a.err = r.attend(a)
+	})
+	if c.Lifecycle != nil && c.Lifecycle.PostStart != nil {
+		if err := r.hook(ctx, a, c.Lifecycle.PostStart, 0); err != nil {
+			return nil, fmt.Errorf("postStart hook of container %s: %w", c.Name, err)
+		}
+	}
+	return a, nil
+}
+
+// create makes the container from its part of the manifest.
+func (r *podRun) create(c podyaml.Container, number uint32) (string, error) {
+	if err := r.files.makeContainerLogDir(r.plan.LogDir, c.Name); err != nil {
+		return "", err
+	}
+	image := r.images[keyOf(c)]
+	config, err := r.plan.Container(c, podyaml.Run{
+		Attempt:  number,
+		ImageRef: image.GetId(),
+		Image:    image,
+		PodIPs:   r.podIPs,
+		EtcHosts: r.files.hosts(),
+		Source:   r.files.source,
+	})
+	if err != nil {
+		return "", err
+	}
+	ctx, cancel := context.WithTimeout(r.life, callTimeout)
+	defer cancel()
+	reply, err := r.client.CreateContainer(ctx, &runtimeapi.CreateContainerRequest{
+		PodSandboxId: r.podID, Config: config, SandboxConfig: r.sandbox,
+	})
+	return reply.GetContainerId(), err
+}
+
+// attend waits for the end of an attempt while its log is printed.
+func (r *podRun) attend(a *attempt) (*runtimeapi.ContainerStatus, error) {
+	var status *runtimeapi.ContainerStatus
+	var err error
+	if r.config.Detach && !a.container.Init {
+		return r.client.WaitContainer(r.life, a.id)
+	}
+	path := r.logPath(a)
+	exited := make(chan struct{})
+	read := make(chan error, 1)
+	go func() { read <- r.out.follow(r.life, a.container.Name, path, exited) }()
+	status, err = r.client.WaitContainer(r.life, a.id)
+	close(exited)
+	return status, errors.Join(err, <-read)
+}
+
+// hook runs a lifecycle handler; timeout 0 is none.
+func (r *podRun) hook(ctx context.Context, a *attempt, h *corev1.LifecycleHandler, timeout time.Duration) error {
+	return runHook(ctx, r.client, a.id, h, timeout)
+}
+
+// runHook runs a lifecycle handler in a container; timeout 0 is none.
+func runHook(ctx context.Context, c *client.Client, id string, h *corev1.LifecycleHandler, timeout time.Duration) error {
+	switch {
+	case h.Sleep != nil:
+		pause := time.Duration(h.Sleep.Seconds) * time.Second
+		if timeout > 0 {
+			pause = min(pause, timeout)
+		}
+		sleep(ctx, pause)
+		return nil
+	case h.Exec == nil:
+		return nil
+	}
+	reply, err := c.ExecSync(ctx, &runtimeapi.ExecSyncRequest{
+		ContainerId: id, Cmd: h.Exec.Command, Timeout: int64((timeout + time.Second - 1) / time.Second),
+	})
+	if err != nil {
+		return err
+	}
+	if code := reply.GetExitCode(); code != 0 {
+		return fmt.Errorf("command exited with code %d: %s", code, lastLine(reply.GetStderr()))
+	}
+	return nil
+}
+
+// remember puts an attempt among those that the end of the run must stop.
+func (r *podRun) remember(a *attempt) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.attempts = append(r.attempts, a)
+}
+
+func (r *podRun) forget(old *attempt) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for i, a := range r.attempts {
+		if a == old {
+			r.attempts = append(r.attempts[:i:i], r.attempts[i+1:]...)
+			return
+		}
+	}
+}
+
+// gone reports an error that says there is nothing left to stop.
+func gone(err error) bool { return errdefs.Code(err) == codes.NotFound }

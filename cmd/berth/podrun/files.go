@@ -1,0 +1,126 @@
+package podrun
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"berth/internal/podyaml"
+)
+
+// files are a pod's own files on the host, below one directory named by its uid:
+//
+//	pod.json                 the manifest as it was run, for stopping a detached pod
+//	hosts                    /etc/hosts of its containers
+//	volumes/<name>           emptyDir volumes; a tmpfs with medium Memory
+//	subpaths/<container>/<n> what the n-th volume mount shows of a volume, bind-mounted
+//	logs/<container>/<n>.log the log of the n-th attempt, unless logs go elsewhere
+type files struct {
+	dir string
+	pod *corev1.Pod
+}
+
+const (
+	manifestFile = "pod.json"
+	hostsFile    = "hosts"
+)
+
+// makeFiles makes the pod's directory below parent.
+func makeFiles(parent, uid string, pod *corev1.Pod) (*files, error) {
+	f := &files{dir: filepath.Join(parent, uid), pod: pod}
+	if err := os.MkdirAll(f.dir, 0o700); err != nil {
+		return nil, fmt.Errorf("make directory of pod: %w", err)
+	}
+	if err := f.writeManifest(); err != nil {
+		return nil, errors.Join(err, f.remove())
+	}
+	return f, nil
+}
+
+func (f *files) writeManifest() error {
+	manifest, err := json.Marshal(f.pod)
+	if err != nil {
+		return fmt.Errorf("encode manifest: %w", err)
+	}
+	return os.WriteFile(filepath.Join(f.dir, manifestFile), manifest, 0o600)
+}
+
+func (f *files) hosts() string { return filepath.Join(f.dir, hostsFile) }
+
+// writeHosts writes the hosts file, world-readable whatever the umask: any user
+// of a container reads it.
+func (f *files) writeHosts(content []byte) error {
+	if err := os.WriteFile(f.hosts(), content, 0o644); err != nil {
+		return fmt.Errorf("write hosts file of pod: %w", err)
+	}
+	return os.Chmod(f.hosts(), 0o644)
+}
+
+// makeLogDir makes the directory for the pod's logs, below outside if that is
+// given, and returns it.
+func (f *files) makeLogDir(outside string) (string, error) {
+	dir := filepath.Join(f.dir, "logs")
+	if outside != "" {
+		dir = filepath.Join(outside, fmt.Sprintf("%s_%s_%s", f.pod.Namespace, f.pod.Name, filepath.Base(f.dir)))
+	}
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return "", fmt.Errorf("make log directory of pod: %w", err)
+	}
+	return filepath.Abs(dir)
+}
+
+func (f *files) makeContainerLogDir(logDir, container string) error {
+	if err := os.MkdirAll(filepath.Join(logDir, container), 0o755); err != nil {
+		return fmt.Errorf("make log directory of container: %w", err)
+	}
+	return nil
+}
+
+// remove takes away everything below the pod's directory.
+func (f *files) remove() error { return removeTree(f.dir) }
+
+// uidPattern is how newUID writes a uid: a name that cannot lead elsewhere.
+var uidPattern = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
+
+// podDir returns the directory of a pod's files below parent; false if the uid
+// is none that Run gave, or nothing is there.
+func podDir(parent, uid string) (string, bool) {
+	if !uidPattern.MatchString(uid) {
+		return "", false
+	}
+	dir := filepath.Join(parent, uid)
+	info, err := os.Lstat(dir)
+	return dir, err == nil && info.IsDir()
+}
+
+// RemoveFiles removes the files of a detached pod after the pod itself. A pod
+// that is none of ours has none.
+func RemoveFiles(parent, uid string) error {
+	dir, ok := podDir(parent, uid)
+	if !ok {
+		return nil
+	}
+	return removeTree(dir)
+}
+
+// loadManifest returns the manifest of a detached pod; nil if it is none of ours.
+func loadManifest(parent, uid string) (*corev1.Pod, error) {
+	dir, ok := podDir(parent, uid)
+	if !ok {
+		return nil, nil
+	}
+	raw, err := os.ReadFile(filepath.Join(dir, manifestFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read manifest of pod: %w", err)
+	}
+	return podyaml.Parse(raw, podyaml.Mode{})
+}

@@ -1,0 +1,76 @@
+package podrun
+
+import (
+	"context"
+	"fmt"
+	"sync"
+
+	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/podyaml"
+)
+
+// imageKey is an image as a container asks for it.
+type imageKey struct {
+	ref    string
+	policy corev1.PullPolicy
+}
+
+func keyOf(c podyaml.Container) imageKey { return imageKey{c.Image, c.ImagePullPolicy} }
+
+// pullImages gets all images of the pod side by side, before anything starts: a
+// pod whose last image is missing leaves nothing half done.
+func (r *podRun) pullImages(ctx context.Context) error {
+	var mu sync.Mutex // guards r.images meanwhile
+	group, ctx := errgroup.WithContext(ctx)
+	seen := map[imageKey]bool{}
+	for _, c := range r.plan.Containers() {
+		key := keyOf(c)
+		if seen[key] {
+			continue
+		}
+		seen[key] = true
+		group.Go(func() error {
+			image, err := r.ensureImage(ctx, key)
+			mu.Lock()
+			defer mu.Unlock()
+			r.images[key] = image
+			return err
+		})
+	}
+	return group.Wait()
+}
+
+// ensureImage returns the image, pulled as its policy demands.
+func (r *podRun) ensureImage(ctx context.Context, key imageKey) (*runtimeapi.Image, error) {
+	if key.policy != corev1.PullAlways {
+		image, err := r.image(ctx, key.ref)
+		if image != nil || err != nil {
+			return image, err
+		}
+		if key.policy == corev1.PullNever {
+			return nil, fmt.Errorf("image %s is not there, and its imagePullPolicy is Never", key.ref)
+		}
+	}
+	r.config.Report("pulling %s", key.ref)
+	id, err := r.client.Pull(ctx, key.ref, nil)
+	if err != nil {
+		return nil, err
+	}
+	image, err := r.image(ctx, id)
+	if image == nil && err == nil {
+		err = fmt.Errorf("image %s (%s) is gone right after its pull", key.ref, id)
+	}
+	return image, err
+}
+
+// image returns what the runtime knows about an image; nil if it has none.
+func (r *podRun) image(ctx context.Context, ref string) (*runtimeapi.Image, error) {
+	reply, err := r.client.ImageStatus(ctx, &runtimeapi.ImageStatusRequest{Image: &runtimeapi.ImageSpec{Image: ref}})
+	if err != nil {
+		return nil, fmt.Errorf("status of image %s: %w", ref, err)
+	}
+	return reply.GetImage(), nil
+}

@@ -1,0 +1,51 @@
+package podrun
+
+import (
+	"context"
+	"errors"
+	"io"
+	"path/filepath"
+	"sync"
+
+	"berth/internal/crilog"
+	"berth/internal/podyaml"
+)
+
+// prefixer writes lines of several containers, each led by the container's name.
+type prefixer struct {
+	stdout, stderr io.Writer
+
+	mu sync.Mutex // one line at a time
+}
+
+func (p *prefixer) print(container string, r crilog.Record) error {
+	line := make([]byte, 0, len(container)+len(r.Content)+4)
+	line = append(line, '[')
+	line = append(line, container...)
+	line = append(line, "] "...)
+	line = append(line, r.Content...)
+	line = append(line, '\n')
+	w := p.stdout
+	if r.Stream == crilog.Stderr {
+		w = p.stderr
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	_, err := w.Write(line)
+	return err
+}
+
+// follow prints a container's log until it has exited, or at the latest ctx is over.
+func (p *prefixer) follow(ctx context.Context, container, path string, exited <-chan struct{}) error {
+	err := crilog.Read(ctx, path, crilog.Options{Tail: crilog.All, Follow: true, Ended: exited}, func(r crilog.Record) error {
+		return p.print(container, r)
+	})
+	if errors.Is(err, context.Canceled) {
+		return nil
+	}
+	return err
+}
+
+func (r *podRun) logPath(a *attempt) string {
+	return filepath.Join(r.plan.LogDir, podyaml.LogPath(a.container.Name, a.number))
+}

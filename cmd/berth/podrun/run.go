@@ -1,0 +1,229 @@
+// Package podrun runs a Kubernetes Pod manifest through a CRI socket, in the
+// place of kubelet: it makes the pod's files, pulls its images, runs its init
+// containers, watches over its containers and takes everything away at the end.
+//
+// # Contract
+//
+// Run owns what it makes. Whatever happens, an interrupt included, it returns
+// with the pod and its files removed, or with an error that says what is left;
+// only a detached pod stays, and Stop and RemoveFiles end it later.
+//
+// Everything of a run is found by its uid: the sandbox has it in its metadata,
+// the files are in the directory of that name.
+package podrun
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"sync"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"berth/internal/cleanup"
+	"berth/internal/client"
+	"berth/internal/podyaml"
+)
+
+// Config says how to run a pod.
+type Config struct {
+	Dir          string // where the directories of pods' files are
+	LogDir       string // where the logs go, and stay; empty: to the pod's files, and away with them
+	CgroupParent string // empty: the runtime's own default
+	Handler      string // runtime handler; empty: the default one
+	Detach       bool   // return once the containers run, and leave them
+	Host         podyaml.Host
+
+	Stdout, Stderr io.Writer                        // what the containers write, line by line
+	Report         func(format string, args ...any) // what happens, one line each
+
+	Backoff Backoff // before a container starts again
+}
+
+// Backoff is the wait before a container is started again: First, then twice as
+// long each time up to Most, and First again after it ran for Reset.
+type Backoff struct{ First, Most, Reset time.Duration }
+
+// KubeletBackoff is what kubelet does.
+var KubeletBackoff = Backoff{First: 10 * time.Second, Most: 5 * time.Minute, Reset: 10 * time.Minute}
+
+// callTimeout bounds calls that do work in the runtime, as kubelet bounds them.
+const callTimeout = 4 * time.Minute
+
+// ContainerFailed is the error of a run in which a container ended with another
+// exit code than 0 and was not to be started again. The first one counts.
+type ContainerFailed struct {
+	Container string
+	Code      int
+	Reason    string // the runtime's word, e.g. OOMKilled
+}
+
+func (e *ContainerFailed) Error() string {
+	if e.Reason != "" && e.Reason != "Error" {
+		return fmt.Sprintf("container %s exited with code %d (%s)", e.Container, e.Code, e.Reason)
+	}
+	return fmt.Sprintf("container %s exited with code %d", e.Container, e.Code)
+}
+
+// Result is what is left of a run.
+type Result struct{ PodID, UID string }
+
+// podRun is one run of a pod.
+type podRun struct {
+	client *client.Client
+	plan   *podyaml.Plan
+	config Config
+	files  *files
+	out    *prefixer
+
+	// life ends with the run, or when the user wants it ended at once. Calls and
+	// goroutines of the run live in it.
+	life context.Context
+	// abort ends the run with an error, from any goroutine.
+	abort context.CancelCauseFunc
+
+	images  map[imageKey]*runtimeapi.Image
+	podID   string
+	sandbox *runtimeapi.PodSandboxConfig
+	podIPs  []string
+
+	tasks sync.WaitGroup // goroutines that supervise the containers (not sidecars)
+	sides sync.WaitGroup // goroutines that supervise the sidecars
+	waits sync.WaitGroup // goroutines that wait for the end of attempts
+
+	mu       sync.Mutex // guards what follows
+	attempts []*attempt // those that run or may run
+	failed   *ContainerFailed
+}
+
+// Run runs the pod. When ctx ends the containers are stopped with their grace
+// period; when now ends everything is killed at once. The error is the cause of
+// ctx's end, a *ContainerFailed, or tells what went wrong.
+func Run(ctx, now context.Context, c *client.Client, pod *corev1.Pod, config Config) (result Result, err error) {
+	uid := newUID()
+	ctx, abort := context.WithCancelCause(ctx)
+	defer abort(nil)
+	life, end := context.WithCancel(now)
+	defer end()
+	r := &podRun{client: c, config: config, life: life, abort: abort, images: map[imageKey]*runtimeapi.Image{}}
+	undo := cleanup.New()
+	defer undo.Run(&err)
+
+	if r.files, err = makeFiles(config.Dir, uid, pod); err != nil {
+		return Result{}, err
+	}
+	undo.Add("remove the files of the pod", r.files.remove)
+	if err := r.makePlan(pod, uid); err != nil {
+		return Result{}, err
+	}
+	if err := r.files.makeVolumes(); err != nil {
+		return Result{}, err
+	}
+	if err := r.pullImages(ctx); err != nil {
+		return Result{}, interruptedOr(ctx, err)
+	}
+	undo.Add("remove the pod", r.removePod)
+	if err := r.startSandbox(); err != nil {
+		return Result{}, err
+	}
+	undo.Add("stop the containers", func() error { return r.stopAll(now) })
+	if err := r.runContainers(ctx); err != nil {
+		return Result{}, interruptedOr(ctx, err)
+	}
+	if config.Detach {
+		undo.Release()
+		end()
+		r.waits.Wait()
+	}
+	return Result{PodID: r.podID, UID: uid}, nil
+}
+
+// newUID returns a random UUID (version 4), as the API server gives pods.
+func newUID() string {
+	var b [16]byte
+	_, _ = rand.Read(b[:]) // never fails
+	b[6], b[8] = b[6]&0x0f|0x40, b[8]&0x3f|0x80
+	return fmt.Sprintf("%x-%x-%x-%x-%x", b[:4], b[4:6], b[6:8], b[8:10], b[10:])
+}
+
+// interruptedOr prefers the reason why ctx ended to what failed because of it.
+func interruptedOr(ctx context.Context, err error) error {
+	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
+		return context.Cause(ctx)
+	}
+	return err
+}
+
+func (r *podRun) makePlan(pod *corev1.Pod, uid string) error {
+	logs, err := r.files.makeLogDir(r.config.LogDir)
+	if err != nil {
+		return err
+	}
+	r.plan = &podyaml.Plan{
+		Pod: pod, UID: uid, Host: r.config.Host, LogDir: logs, CgroupParent: r.config.CgroupParent,
+	}
+	r.out = &prefixer{stdout: r.config.Stdout, stderr: r.config.Stderr}
+	return nil
+}
+
+// startSandbox runs the pod sandbox. An interrupt does not cancel it: it takes
+// a moment, and a call that was cancelled leaves one in doubt.
+func (r *podRun) startSandbox() error {
+	ctx, cancel := context.WithTimeout(r.life, callTimeout)
+	defer cancel()
+	r.sandbox = r.plan.Sandbox()
+	reply, err := r.client.RunPodSandbox(ctx, &runtimeapi.RunPodSandboxRequest{
+		Config: r.sandbox, RuntimeHandler: r.config.Handler,
+	})
+	if err != nil {
+		return fmt.Errorf("run pod %s: %w", r.plan.Pod.Name, err)
+	}
+	r.podID = reply.GetPodSandboxId()
+	status, err := r.client.PodState(ctx, r.podID)
+	if err != nil {
+		return err
+	}
+	r.podIPs = client.PodIPs(status)
+	if r.plan.Pod.Spec.HostNetwork {
+		r.podIPs = r.plan.Host.IPs
+	}
+	r.config.Report("pod %s is %s %s", r.plan.Pod.Name, client.ShortID(r.podID), addresses(r.podIPs))
+	return r.files.writeHosts(r.plan.EtcHosts(r.podIPs))
+}
+
+func addresses(ips []string) string {
+	if len(ips) == 0 {
+		return "without an address"
+	}
+	return fmt.Sprint("at ", ips)
+}
+
+// removePod stops and removes the sandbox and all its containers. If the call
+// that made it gave no ID it may exist nevertheless: the uid finds it.
+func (r *podRun) removePod() error {
+	ctx := context.WithoutCancel(r.life)
+	id := r.podID
+	if id == "" {
+		pods, err := r.client.Pods(ctx)
+		if err != nil {
+			return err
+		}
+		for _, pod := range pods {
+			if pod.GetMetadata().GetUid() == r.plan.UID {
+				id = pod.GetId()
+			}
+		}
+	}
+	if id == "" {
+		return nil
+	}
+	if err := r.client.StopPod(ctx, id); err != nil {
+		return err
+	}
+	return r.client.RemovePod(ctx, id)
+}

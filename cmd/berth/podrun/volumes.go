@@ -1,0 +1,260 @@
+package podrun
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	pathrs "github.com/cyphar/filepath-securejoin/pathrs-lite"
+	"github.com/moby/sys/mountinfo"
+	"golang.org/x/sys/unix"
+	corev1 "k8s.io/api/core/v1"
+
+	"berth/internal/podyaml"
+)
+
+// makeVolumes makes the pod's emptyDir volumes and checks its hostPath volumes.
+func (f *files) makeVolumes() error {
+	for i := range f.pod.Spec.Volumes {
+		v := &f.pod.Spec.Volumes[i]
+		var err error
+		if v.HostPath != nil {
+			err = ensureHostPath(v.HostPath)
+		} else {
+			err = f.makeEmptyDir(v)
+		}
+		if err != nil {
+			return fmt.Errorf("spec.volumes[%d]: %w", i, err)
+		}
+	}
+	return nil
+}
+
+func (f *files) emptyDir(volume string) string { return filepath.Join(f.dir, "volumes", volume) }
+
+// makeEmptyDir makes the volume's directory: mode 0777 unless the manifest wants
+// another, and with an fsGroup owned and writable by that group, which new files
+// inherit (kubelet's SetVolumeOwnership).
+func (f *files) makeEmptyDir(v *corev1.Volume) error {
+	dir := f.emptyDir(v.Name)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return fmt.Errorf("make emptyDir: %w", err)
+	}
+	if v.EmptyDir.Medium == corev1.StorageMediumMemory {
+		if err := mountTmpfs(dir, v.EmptyDir); err != nil {
+			return err
+		}
+	}
+	mode := uint32(0o777)
+	if m := v.EmptyDir.Mode; m != nil {
+		mode = uint32(*m)
+	}
+	if sc := f.pod.Spec.SecurityContext; sc != nil && sc.FSGroup != nil {
+		if err := os.Chown(dir, -1, int(*sc.FSGroup)); err != nil {
+			return fmt.Errorf("give emptyDir to fsGroup: %w", err)
+		}
+		mode |= unix.S_ISGID | 0o770
+	}
+	if err := unix.Chmod(dir, mode); err != nil {
+		return fmt.Errorf("chmod emptyDir %s: %w", dir, err)
+	}
+	return nil
+}
+
+func mountTmpfs(dir string, e *corev1.EmptyDirVolumeSource) error {
+	options := ""
+	if e.SizeLimit != nil && !e.SizeLimit.IsZero() {
+		options = "size=" + strconv.FormatInt(e.SizeLimit.Value(), 10)
+	}
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, options); err != nil {
+		return fmt.Errorf("mount tmpfs at %s: %w", dir, err)
+	}
+	return nil
+}
+
+// fileTypes is what each type of a hostPath volume must be.
+var fileTypes = map[corev1.HostPathType]fs.FileMode{
+	corev1.HostPathDirectory: fs.ModeDir, corev1.HostPathDirectoryOrCreate: fs.ModeDir,
+	corev1.HostPathFile: 0, corev1.HostPathFileOrCreate: 0,
+	corev1.HostPathSocket:  fs.ModeSocket,
+	corev1.HostPathCharDev: fs.ModeDevice | fs.ModeCharDevice, corev1.HostPathBlockDev: fs.ModeDevice,
+}
+
+// ensureHostPath checks that the path is of the wanted type, and makes it where
+// the type allows that.
+func ensureHostPath(h *corev1.HostPathVolumeSource) error {
+	kind := corev1.HostPathUnset
+	if h.Type != nil {
+		kind = *h.Type
+	}
+	if err := createHostPath(h.Path, kind); err != nil {
+		return fmt.Errorf("create hostPath: %w", err)
+	}
+	info, err := os.Stat(h.Path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("hostPath %s does not exist", h.Path)
+	}
+	if err != nil {
+		return fmt.Errorf("hostPath: %w", err)
+	}
+	if want, ok := fileTypes[kind]; ok && info.Mode().Type() != want {
+		return fmt.Errorf("hostPath %s is not of type %s", h.Path, kind)
+	}
+	return nil
+}
+
+func createHostPath(path string, kind corev1.HostPathType) error {
+	switch kind {
+	case corev1.HostPathDirectoryOrCreate:
+		if _, err := os.Stat(path); !errors.Is(err, fs.ErrNotExist) {
+			return nil // whatever it is, the check of its type judges it
+		}
+		return os.MkdirAll(path, 0o755)
+	case corev1.HostPathFileOrCreate:
+		file, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o644)
+		if errors.Is(err, fs.ErrExist) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		return file.Close()
+	}
+	return nil
+}
+
+// source is the host path of a volume mount: the volume, or with a subPath a bind
+// mount of what is there.
+func (f *files) source(c podyaml.Container, mount int, subPath string) (string, error) {
+	root, err := f.volume(c.VolumeMounts[mount].Name)
+	if err != nil || subPath == "" {
+		return root, err
+	}
+	at := filepath.Join(f.dir, "subpaths", c.Name, strconv.Itoa(mount))
+	if err := exposeSubPath(root, subPath, at); err != nil {
+		return "", fmt.Errorf("subPath %s: %w", subPath, err)
+	}
+	return at, nil
+}
+
+func (f *files) volume(name string) (string, error) {
+	for i := range f.pod.Spec.Volumes {
+		v := &f.pod.Spec.Volumes[i]
+		switch {
+		case v.Name != name:
+		case v.HostPath != nil:
+			return v.HostPath.Path, nil
+		default:
+			return f.emptyDir(name), nil
+		}
+	}
+	return "", fmt.Errorf("there is no volume %q", name)
+}
+
+// exposeSubPath bind-mounts root/subPath at the given place. The path is resolved
+// inside the volume, links in it cannot lead out, and what was found is what is
+// mounted: the containers may change the volume meanwhile (CVE-2017-1002101,
+// CVE-2021-25741). A missing directory is made, as kubelet does.
+func exposeSubPath(root, subPath, at string) error {
+	found, err := openSubPath(root, subPath)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = found.Close() }() // O_PATH: nothing to lose
+	if err := unmountBelow(at); err != nil {
+		return err // of an earlier attempt of the container
+	}
+	if err := makeMountPoint(found, at); err != nil {
+		return err
+	}
+	from := "/proc/self/fd/" + strconv.Itoa(int(found.Fd()))
+	if err := unix.Mount(from, at, "", unix.MS_BIND|unix.MS_REC, ""); err != nil {
+		return fmt.Errorf("bind-mount at %s: %w", at, err)
+	}
+	return nil
+}
+
+func openSubPath(root, subPath string) (*os.File, error) {
+	dir, err := os.OpenFile(root, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = dir.Close() }() // O_PATH: nothing to lose
+	found, err := pathrs.OpenatInRoot(dir, subPath)
+	if errors.Is(err, fs.ErrNotExist) {
+		return pathrs.MkdirAllHandle(dir, subPath, 0o750)
+	}
+	return found, err
+}
+
+// makeMountPoint makes a directory or a file, as what is to be mounted there.
+func makeMountPoint(what *os.File, at string) error {
+	info, err := what.Stat()
+	if err != nil {
+		return err
+	}
+	if err := os.RemoveAll(at); err != nil { // an earlier attempt's, nothing is mounted on it
+		return err
+	}
+	if info.IsDir() {
+		return os.MkdirAll(at, 0o700)
+	}
+	if err := os.MkdirAll(filepath.Dir(at), 0o700); err != nil {
+		return err
+	}
+	return os.WriteFile(at, nil, 0o600)
+}
+
+// unmountBelow detaches every mount at or below path, the last made first.
+func unmountBelow(path string) error {
+	real, err := filepath.EvalSymlinks(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	mounts, err := mountsBelow(real)
+	if err != nil {
+		return err
+	}
+	for _, at := range slices.Backward(mounts) {
+		if err := unix.Unmount(at, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW); err != nil && !errors.Is(err, unix.EINVAL) {
+			return fmt.Errorf("unmount %s: %w", at, err) // EINVAL: went with one above it
+		}
+	}
+	if left, err := mountsBelow(real); err != nil || len(left) > 0 {
+		return errors.Join(err, fmt.Errorf("still mounted: %s", strings.Join(left, ", ")))
+	}
+	return nil
+}
+
+// mountsBelow lists the mounts at or below path in the order of their making.
+func mountsBelow(path string) ([]string, error) {
+	infos, err := mountinfo.GetMounts(mountinfo.PrefixFilter(path))
+	if err != nil {
+		return nil, fmt.Errorf("list mounts below %s: %w", path, err)
+	}
+	paths := make([]string, len(infos))
+	for i, info := range infos {
+		paths[i] = info.Mountpoint
+	}
+	return paths, nil
+}
+
+// removeTree removes a directory of ours and what is in it, but never reaches
+// into what is mounted there: a volume of the host may be.
+func removeTree(dir string) error {
+	if err := unmountBelow(dir); err != nil {
+		return err
+	}
+	if err := os.RemoveAll(dir); err != nil {
+		return fmt.Errorf("remove files of pod: %w", err)
+	}
+	return nil
+}

@@ -1,0 +1,103 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"berth/internal/client"
+)
+
+// progress shows how far the layers of a pull are.
+type progress interface {
+	update(layers []client.Layer)
+	done() // no update comes after it
+}
+
+// newProgress shows bars where w is a terminal, and plain lines elsewhere.
+func newProgress(w io.Writer, now func() time.Time) progress {
+	if width, ok := terminalWidth(w); ok {
+		return &bars{out: w, width: width}
+	}
+	return &lines{out: w, state: map[string]string{}, now: now, started: now()}
+}
+
+// bars draws one line for each layer, again and again over the same place.
+type bars struct {
+	out   io.Writer
+	width int
+	drawn int // lines on the screen that are ours
+}
+
+func (b *bars) update(layers []client.Layer) {
+	var frame strings.Builder
+	if b.drawn > 0 {
+		fmt.Fprintf(&frame, "\x1b[%dA", b.drawn) // up to our first line
+	}
+	for _, l := range layers {
+		frame.WriteString("\r" + barLine(l, b.width) + "\x1b[K\n") // and clear what a longer line left
+	}
+	for range b.drawn - len(layers) {
+		frame.WriteString("\r\x1b[K\n")
+	}
+	b.drawn = max(b.drawn, len(layers))
+	_, _ = io.WriteString(b.out, frame.String()) // a terminal that went away ends the command by SIGHUP
+}
+
+func (b *bars) done() {}
+
+// barLine is one layer's line: "4f4fb700ef54 downloading [=====>    ] 12.0 MB / 30.1 MB".
+func barLine(l client.Layer, width int) string {
+	head := fmt.Sprintf("%s %-12s", client.ShortID(l.Digest)[:min(12, len(client.ShortID(l.Digest)))], l.State)
+	tail := size(uint64(max(l.Done, 0)))
+	if l.Total > 0 {
+		tail += " / " + size(uint64(l.Total))
+	}
+	const widest, narrowest, frame = 40, 10, 5 // frame: the blanks, brackets and one free column
+	room := min(width-len(head)-len(tail)-frame, widest)
+	line := head + " " + tail
+	if room >= narrowest && l.Total > 0 {
+		line = head + " [" + bar(l, room) + "] " + tail
+	}
+	if len(line) >= width {
+		line = line[:max(width-1, 0)] // a wrapped line would break the counting of lines
+	}
+	return line
+}
+
+func bar(l client.Layer, room int) string {
+	full := int(int64(room) * min(max(l.Done, 0), l.Total) / l.Total)
+	if full == room {
+		return strings.Repeat("=", room)
+	}
+	return strings.Repeat("=", full) + ">" + strings.Repeat(" ", room-full-1)
+}
+
+// lines prints a line when a layer changes its state: for logs and pipes.
+type lines struct {
+	out     io.Writer
+	state   map[string]string
+	now     func() time.Time
+	started time.Time
+}
+
+func (p *lines) update(layers []client.Layer) {
+	for _, l := range layers {
+		if p.state[l.Digest] == l.State {
+			continue
+		}
+		p.state[l.Digest] = l.State
+		line := client.ShortID(l.Digest) + ": " + l.State
+		if l.Total > 0 {
+			line += " (" + size(uint64(l.Total)) + ")"
+		}
+		_, _ = fmt.Fprintln(p.out, line) // the ID at the end reports a broken pipe
+	}
+}
+
+func (p *lines) done() {
+	if len(p.state) > 0 {
+		_, _ = fmt.Fprintf(p.out, "%d layers in %.1f s\n", len(p.state), p.now().Sub(p.started).Seconds())
+	}
+}

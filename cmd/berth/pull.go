@@ -1,0 +1,65 @@
+package main
+
+import (
+	"fmt"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/moby/term"
+	"github.com/spf13/cobra"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/client"
+)
+
+func pullCommand(o *operator) *cobra.Command {
+	var creds string
+	cmd := &cobra.Command{
+		Use:   "pull REF",
+		Short: "Pull an image",
+		Args:  cobra.ExactArgs(1),
+	}
+	cmd.Flags().StringVar(&creds, "creds", "", "user:password for the registry; without it the daemon's docker config is used")
+	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+		auth, err := parseCreds(creds)
+		if err != nil {
+			return err
+		}
+		ctx, stop := interruptible(cmd.Context())
+		defer stop()
+		show := newProgress(cmd.OutOrStdout(), time.Now)
+		id, err := c.PullWithProgress(ctx, args[0], auth, show.update)
+		show.done()
+		if err != nil {
+			return err
+		}
+		_, err = fmt.Fprintln(cmd.OutOrStdout(), id)
+		return err
+	})
+	return cmd
+}
+
+func parseCreds(creds string) (*runtimeapi.AuthConfig, error) {
+	if creds == "" {
+		return nil, nil
+	}
+	user, password, ok := strings.Cut(creds, ":")
+	if !ok || user == "" {
+		return nil, fmt.Errorf("--creds: want user:password")
+	}
+	return &runtimeapi.AuthConfig{Username: user, Password: password}, nil
+}
+
+// terminalWidth returns the columns of the terminal that w is; false if it is none.
+func terminalWidth(w any) (int, bool) {
+	f, ok := w.(*os.File)
+	if !ok || !term.IsTerminal(f.Fd()) {
+		return 0, false
+	}
+	const usual = 80
+	if size, err := term.GetWinsize(f.Fd()); err == nil && size.Width > 0 {
+		return int(size.Width), true
+	}
+	return usual, true
+}

@@ -1,0 +1,105 @@
+// Package client talks CRI to a runtime over its unix socket, for the operator
+// commands. It is the generated gRPC client plus what people need around it:
+// references by ID prefix or name, errors in words, pull progress.
+//
+// It is small on purpose: k8s.io/cri-client brings kubelet's tracing and logging
+// into the binary and hides the requests.
+package client
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"strings"
+	"syscall"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+const (
+	// DefaultSocket is where `berth serve` listens unless told otherwise.
+	DefaultSocket = "unix:///run/berth/berth.sock"
+
+	// maxMessage is CRI's limit on one message, as kubelet sets it.
+	maxMessage = 16 << 20
+
+	dialTimeout = 5 * time.Second
+)
+
+// Client is a connection to a runtime. It is safe for concurrent use. Every
+// error of a call is an *Error.
+type Client struct {
+	runtimeapi.RuntimeServiceClient
+	runtimeapi.ImageServiceClient
+
+	conn *grpc.ClientConn
+}
+
+// Dial connects to the runtime's socket: "unix:///run/x.sock" or a bare path.
+// It fails at once, with a reason an operator can act on, when nobody listens.
+// Later the connection heals by itself when the runtime is restarted.
+func Dial(ctx context.Context, socket string) (*Client, error) {
+	path, err := socketPath(socket)
+	if err != nil {
+		return nil, err
+	}
+	if err := probe(ctx, path); err != nil {
+		return nil, err
+	}
+	conn, err := grpc.NewClient("unix://"+path,
+		grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxMessage), grpc.MaxCallSendMsgSize(maxMessage)),
+		grpc.WithUnaryInterceptor(translateErrors),
+	)
+	if err != nil {
+		return nil, fmt.Errorf("connect to %s: %w", path, err)
+	}
+	return &Client{
+		RuntimeServiceClient: runtimeapi.NewRuntimeServiceClient(conn),
+		ImageServiceClient:   runtimeapi.NewImageServiceClient(conn),
+		conn:                 conn,
+	}, nil
+}
+
+// Close ends the connection and fails the calls that are under way.
+func (c *Client) Close() error { return c.conn.Close() }
+
+// socketPath takes the path out of a socket's address.
+func socketPath(socket string) (string, error) {
+	path := strings.TrimPrefix(socket, "unix://")
+	if !strings.HasPrefix(path, "/") {
+		return "", fmt.Errorf("socket %q: want unix:///absolute/path or /absolute/path", socket)
+	}
+	return path, nil
+}
+
+// probe connects once and hangs up: gRPC connects lazily and wraps the reason
+// of a failure in text.
+func probe(ctx context.Context, path string) error {
+	dialer := net.Dialer{Timeout: dialTimeout}
+	conn, err := dialer.DialContext(ctx, "unix", path)
+	switch {
+	case err == nil:
+		return conn.Close()
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
+		return fmt.Errorf("no runtime listens on %s (is `berth serve` running?)", path)
+	case errors.Is(err, fs.ErrPermission):
+		return fmt.Errorf("no permission to use %s (are you root?)", path)
+	}
+	return fmt.Errorf("connect to %s: %w", path, err)
+}
+
+// translateErrors makes every failed call return an *Error.
+func translateErrors(ctx context.Context, method string, req, reply any,
+	conn *grpc.ClientConn, invoke grpc.UnaryInvoker, opts ...grpc.CallOption,
+) error {
+	if err := invoke(ctx, method, req, reply, conn, opts...); err != nil {
+		return newError(err)
+	}
+	return nil
+}

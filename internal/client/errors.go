@@ -1,0 +1,67 @@
+package client
+
+import (
+	"context"
+	"strings"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+)
+
+// Error is the failure of a call: one line of text that says what kind of
+// failure it is, and the gRPC code for those who decide by it. It matches
+// context.Canceled and context.DeadlineExceeded with errors.Is.
+type Error struct{ status *status.Status }
+
+func newError(err error) *Error { return &Error{status: status.Convert(err)} }
+
+// words say what a code means to somebody who never heard of gRPC.
+var words = map[codes.Code]string{
+	codes.Canceled:           "cancelled",
+	codes.InvalidArgument:    "invalid request",
+	codes.DeadlineExceeded:   "timed out",
+	codes.NotFound:           "not found",
+	codes.AlreadyExists:      "already exists",
+	codes.PermissionDenied:   "permission denied",
+	codes.ResourceExhausted:  "out of resources",
+	codes.FailedPrecondition: "not possible in this state",
+	codes.Aborted:            "aborted",
+	codes.OutOfRange:         "out of range",
+	codes.Unimplemented:      "not supported by this runtime",
+	codes.Internal:           "internal error of the runtime",
+	codes.Unavailable:        "not available",
+	codes.DataLoss:           "data lost",
+	codes.Unauthenticated:    "not authorised",
+}
+
+// Error returns the message of the runtime on one line, led by the meaning of
+// its code unless the message says so itself.
+func (e *Error) Error() string {
+	message := strings.Join(strings.FieldsFunc(e.status.Message(), isLineBreak), "; ")
+	meaning := words[e.status.Code()]
+	switch {
+	case message == "" && meaning == "":
+		return "unknown error"
+	case message == "":
+		return meaning
+	case meaning == "" || strings.Contains(strings.ToLower(message), meaning):
+		return message
+	}
+	return meaning + ": " + message
+}
+
+func isLineBreak(r rune) bool { return r == '\n' || r == '\r' }
+
+// GRPCStatus lets status.Code and errdefs.Code find the code.
+func (e *Error) GRPCStatus() *status.Status { return e.status }
+
+// Is makes a call that ended with its context look like it.
+func (e *Error) Is(target error) bool {
+	switch e.status.Code() {
+	case codes.Canceled:
+		return target == context.Canceled
+	case codes.DeadlineExceeded:
+		return target == context.DeadlineExceeded
+	}
+	return false
+}

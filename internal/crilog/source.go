@@ -1,0 +1,92 @@
+package crilog
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+)
+
+// maxRecord bounds one raw line of the file. Runtimes split records at 16 KiB
+// or so; a longer line is no log record, and its excess is dropped.
+const maxRecord = 256 << 10
+
+// source reads whole lines from a file that may still grow.
+type source struct {
+	file    *os.File
+	info    os.FileInfo
+	read    *bufio.Reader
+	offset  int64  // bytes consumed, to notice truncation
+	pending []byte // the beginning of a line whose end is not there yet
+}
+
+func openSource(path string) (*source, error) {
+	file, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	info, err := file.Stat()
+	if err == nil && !info.Mode().IsRegular() {
+		err = fmt.Errorf("read log %s: not a regular file", path)
+	}
+	if err != nil {
+		return nil, errors.Join(err, file.Close())
+	}
+	return &source{file: file, info: info, read: bufio.NewReaderSize(file, 64<<10)}, nil
+}
+
+func (s *source) Close() error { return s.file.Close() }
+
+// next returns the next complete line, or io.EOF when there is none yet. A
+// later call goes on where the file then has more. The line is valid until then.
+func (s *source) next() ([]byte, error) {
+	for {
+		part, err := s.read.ReadSlice('\n')
+		s.offset += int64(len(part))
+		if room := maxRecord - len(s.pending); len(part) > room {
+			part = part[:room]
+		}
+		if err == nil && len(s.pending) == 0 {
+			return part, nil
+		}
+		s.pending = append(s.pending, part...)
+		switch {
+		case err == nil:
+			line := s.pending
+			s.pending = nil
+			return line, nil
+		case errors.Is(err, bufio.ErrBufferFull):
+			continue
+		case errors.Is(err, io.EOF):
+			return nil, s.rewindIfTruncated()
+		default:
+			return nil, fmt.Errorf("read log %s: %w", s.file.Name(), err)
+		}
+	}
+}
+
+// rewindIfTruncated starts from the top of a file that became shorter than what
+// was read of it ("copytruncate" rotation), and otherwise returns io.EOF.
+func (s *source) rewindIfTruncated() error {
+	info, err := s.file.Stat()
+	if err != nil {
+		return fmt.Errorf("stat log %s: %w", s.file.Name(), err)
+	}
+	if info.Size() >= s.offset {
+		return io.EOF
+	}
+	if _, err := s.file.Seek(0, io.SeekStart); err != nil {
+		return fmt.Errorf("rewind log %s: %w", s.file.Name(), err)
+	}
+	s.read.Reset(s.file)
+	s.offset, s.pending = 0, nil
+	return io.EOF
+}
+
+// replaced reports whether path is another file by now, one that has content:
+// the writer has left ours for good.
+func (s *source) replaced(path string) bool {
+	info, err := os.Stat(path)
+	return err == nil && !os.SameFile(s.info, info) && info.Size() > 0
+}

@@ -1,0 +1,188 @@
+package podyaml
+
+import (
+	"fmt"
+	"math"
+	"strconv"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/apimachinery/pkg/util/validation"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+// environment is a container's environment in order, each name once.
+type environment struct {
+	order  []string
+	values map[string]string
+}
+
+func (e *environment) set(name, value string) {
+	if _, known := e.values[name]; !known {
+		e.order = append(e.order, name)
+	}
+	e.values[name] = value
+}
+
+func (e *environment) lookup(name string) (string, bool) {
+	v, ok := e.values[name]
+	return v, ok
+}
+
+func (e *environment) expand(text string) string { return Expand(text, e.lookup) }
+
+func (e *environment) expandAll(texts []string) []string {
+	out := make([]string, len(texts))
+	for i, t := range texts {
+		out[i] = e.expand(t)
+	}
+	return out
+}
+
+func (e *environment) keyValues() []*runtimeapi.KeyValue {
+	out := make([]*runtimeapi.KeyValue, len(e.order))
+	for i, name := range e.order {
+		out[i] = &runtimeapi.KeyValue{Key: name, Value: []byte(e.values[name])}
+	}
+	return out
+}
+
+// environment works out the variables of a container; a value may refer to the
+// ones before it.
+func (p *Plan) environment(c Container, podIPs []string) (*environment, error) {
+	env := &environment{values: map[string]string{}}
+	for i := range c.Env {
+		v := &c.Env[i]
+		text, err := p.envValue(c, v, env, podIPs)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", index(c.Path+".env", i), err)
+		}
+		env.set(v.Name, text)
+	}
+	return env, nil
+}
+
+func (p *Plan) envValue(c Container, v *corev1.EnvVar, sofar *environment, podIPs []string) (string, error) {
+	switch {
+	case v.ValueFrom == nil:
+		return sofar.expand(v.Value), nil
+	case v.ValueFrom.FieldRef != nil:
+		return p.fieldValue(v.ValueFrom.FieldRef.FieldPath, podIPs)
+	case v.ValueFrom.ResourceFieldRef != nil:
+		return p.resourceValue(c.Container, v.ValueFrom.ResourceFieldRef)
+	}
+	return "", nil // "valueFrom: {}" sets nothing
+}
+
+// fieldPaths are the plain fields of the downward API for environment variables.
+var fieldPaths = map[string]func(p *Plan, podIPs []string) string{
+	"metadata.name":      func(p *Plan, _ []string) string { return p.Pod.Name },
+	"metadata.namespace": func(p *Plan, _ []string) string { return p.Pod.Namespace },
+	"metadata.uid":       func(p *Plan, _ []string) string { return p.UID },
+	"spec.nodeName":      func(p *Plan, _ []string) string { return p.Host.NodeName },
+	"status.hostIP":      func(p *Plan, _ []string) string { return first(p.Host.IPs) },
+	"status.hostIPs":     func(p *Plan, _ []string) string { return strings.Join(p.Host.IPs, ",") },
+	"status.podIP":       func(_ *Plan, ips []string) string { return first(ips) },
+	"status.podIPs":      func(_ *Plan, ips []string) string { return strings.Join(ips, ",") },
+}
+
+func first(list []string) string {
+	if len(list) == 0 {
+		return ""
+	}
+	return list[0]
+}
+
+// mapKey splits metadata.labels['key'] into its two parts.
+func mapKey(fieldPath string) (field, key string, ok bool) {
+	field, rest, ok := strings.Cut(fieldPath, "['")
+	key, closed := strings.CutSuffix(rest, "']")
+	return field, key, ok && closed
+}
+
+// checkFieldRef reports a reference that no run can resolve.
+func checkFieldRef(ref *corev1.ObjectFieldSelector) error {
+	if ref.APIVersion != "" && ref.APIVersion != "v1" {
+		return fmt.Errorf("apiVersion %q is not v1", ref.APIVersion)
+	}
+	if fieldPaths[ref.FieldPath] != nil {
+		return nil
+	}
+	field, key, ok := mapKey(ref.FieldPath)
+	if !ok || (field != "metadata.labels" && field != "metadata.annotations") {
+		return fmt.Errorf("field %q cannot be resolved", ref.FieldPath)
+	}
+	if problems := validation.IsQualifiedName(strings.ToLower(key)); len(problems) > 0 {
+		return fmt.Errorf("key %q: %s", key, strings.Join(problems, "; "))
+	}
+	return nil
+}
+
+func (p *Plan) fieldValue(fieldPath string, podIPs []string) (string, error) {
+	if get := fieldPaths[fieldPath]; get != nil {
+		v := get(p, podIPs)
+		if v == "" {
+			return "", fmt.Errorf("%s is not known", fieldPath)
+		}
+		return v, nil
+	}
+	field, key, _ := mapKey(fieldPath)
+	if field == "metadata.labels" {
+		return p.Pod.Labels[key], nil
+	}
+	return p.Pod.Annotations[key], nil
+}
+
+// refContainer is the container a resource reference is about: its own by default.
+func refContainer(pod *corev1.Pod, own *corev1.Container, ref *corev1.ResourceFieldSelector) (*corev1.Container, error) {
+	if ref.ContainerName == "" {
+		return own, nil
+	}
+	for _, c := range containers(pod) {
+		if c.Name == ref.ContainerName {
+			return c.Container, nil
+		}
+	}
+	return nil, fmt.Errorf("there is no container %q", ref.ContainerName)
+}
+
+func checkResourceRef(pod *corev1.Pod, own *corev1.Container, ref *corev1.ResourceFieldSelector) error {
+	kind, name, _ := strings.Cut(ref.Resource, ".")
+	if (kind != "limits" && kind != "requests") || !knownResource(corev1.ResourceName(name)) {
+		return fmt.Errorf("resource %q cannot be resolved", ref.Resource)
+	}
+	if ref.Divisor.Sign() < 0 {
+		return fmt.Errorf("divisor %s is negative", ref.Divisor.String())
+	}
+	_, err := refContainer(pod, own, ref)
+	return err
+}
+
+// resourceValue resolves a resource reference. A limit that is not set is the
+// whole host's; the quotient is rounded up (ConvertResourceCPUToString and friends).
+func (p *Plan) resourceValue(own *corev1.Container, ref *corev1.ResourceFieldSelector) (string, error) {
+	c, err := refContainer(p.Pod, own, ref)
+	if err != nil {
+		return "", err
+	}
+	kind, rest, _ := strings.Cut(ref.Resource, ".")
+	name := corev1.ResourceName(rest)
+	list := c.Resources.Requests
+	if kind == "limits" {
+		list = c.Resources.Limits
+	}
+	q, set := list[name]
+	if kind == "limits" && (!set || q.IsZero()) {
+		q = p.Host.capacity(name)
+	}
+	divisor := ref.Divisor
+	if divisor.IsZero() {
+		divisor = resource.MustParse("1")
+	}
+	amount, by := q.Value(), divisor.Value()
+	if name == corev1.ResourceCPU {
+		amount, by = q.MilliValue(), divisor.MilliValue()
+	}
+	return strconv.FormatInt(int64(math.Ceil(float64(amount)/float64(by))), 10), nil
+}

@@ -1,0 +1,102 @@
+package podyaml
+
+import (
+	"fmt"
+	"path"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+const etcHosts = "/etc/hosts"
+
+// mounts are the container's volume mounts and the pod's hosts file, unless the
+// manifest mounts something at its place.
+func (p *Plan) mounts(c Container, env *environment, run Run) ([]*runtimeapi.Mount, error) {
+	var out []*runtimeapi.Mount
+	ownHosts := false
+	for i := range c.VolumeMounts {
+		m := &c.VolumeMounts[i]
+		at := index(c.Path+".volumeMounts", i)
+		sub, err := subPath(m, env)
+		if err != nil {
+			return nil, fmt.Errorf("%s.subPathExpr: %w", at, err)
+		}
+		source, err := run.Source(c, i, sub)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", at, err)
+		}
+		ownHosts = ownHosts || path.Clean(m.MountPath) == etcHosts
+		out = append(out, p.mount(m, source))
+	}
+	if !ownHosts && run.EtcHosts != "" {
+		out = append(out, &runtimeapi.Mount{ContainerPath: etcHosts, HostPath: run.EtcHosts, SelinuxRelabel: true})
+	}
+	return out, nil
+}
+
+func (p *Plan) mount(m *corev1.VolumeMount, source string) *runtimeapi.Mount {
+	return &runtimeapi.Mount{
+		ContainerPath:     m.MountPath,
+		HostPath:          source,
+		Readonly:          m.ReadOnly,
+		RecursiveReadOnly: p.recursiveReadOnly(m),
+		Propagation:       propagation[value(m.MountPropagation)],
+		SelinuxRelabel:    p.relabel(m.Name),
+		MountOptions:      m.BindMountOptions,
+	}
+}
+
+// recursiveReadOnly asks for it also where the runtime cannot, if the manifest
+// insists: the runtime then says so.
+func (p *Plan) recursiveReadOnly(m *corev1.VolumeMount) bool {
+	switch value(m.RecursiveReadOnly) {
+	case corev1.RecursiveReadOnlyEnabled:
+		return true
+	case corev1.RecursiveReadOnlyIfPossible:
+		return p.Host.RecursiveReadOnly
+	}
+	return false
+}
+
+var propagation = map[corev1.MountPropagationMode]runtimeapi.MountPropagation{
+	"":                                     runtimeapi.MountPropagation_PROPAGATION_PRIVATE,
+	corev1.MountPropagationNone:            runtimeapi.MountPropagation_PROPAGATION_PRIVATE,
+	corev1.MountPropagationHostToContainer: runtimeapi.MountPropagation_PROPAGATION_HOST_TO_CONTAINER,
+	corev1.MountPropagationBidirectional:   runtimeapi.MountPropagation_PROPAGATION_BIDIRECTIONAL,
+}
+
+// relabel: what the pod owns may get its SELinux label, the host's files may not.
+func (p *Plan) relabel(volume string) bool {
+	for i := range p.Pod.Spec.Volumes {
+		if p.Pod.Spec.Volumes[i].Name == volume {
+			return p.Pod.Spec.Volumes[i].EmptyDir != nil
+		}
+	}
+	return false
+}
+
+// subPath is the mount's subPath or its expanded subPathExpr. What comes out of
+// an expansion must obey what the manifest had to.
+func subPath(m *corev1.VolumeMount, env *environment) (string, error) {
+	if m.SubPathExpr == "" {
+		return m.SubPath, nil
+	}
+	var missing []string
+	sub := Expand(m.SubPathExpr, func(name string) (string, bool) {
+		v, ok := env.lookup(name)
+		if !ok {
+			missing = append(missing, name)
+		}
+		return v, ok
+	})
+	switch {
+	case len(missing) > 0:
+		return "", fmt.Errorf("variable %s is not set", strings.Join(missing, ", "))
+	case path.IsAbs(sub) || slices.Contains(strings.Split(sub, "/"), ".."):
+		return "", fmt.Errorf("%q must be a relative path without ..", sub)
+	}
+	return sub, nil
+}

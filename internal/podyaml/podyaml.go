@@ -1,0 +1,138 @@
+// Package podyaml turns a Kubernetes Pod manifest into CRI requests, as kubelet
+// would without an API server behind it. It is pure: facts about the host and
+// the pod's files are handed in.
+//
+// # Contract
+//
+// Parse accepts a manifest only if everything it sets will be honoured. What
+// cannot be is refused, all of it at once, by field path. Fields are accepted by
+// a list (honoured), so a field a later Kubernetes adds is refused, not ignored.
+//
+// Defaults are those of the Kubernetes API server (pkg/apis/core/v1/defaults.go)
+// with two exceptions, both because there is no cluster: dnsPolicy is Default, and
+// a seccompProfile that is not set is RuntimeDefault, as with kubelet's
+// --seccomp-default.
+package podyaml
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	kjson "sigs.k8s.io/json"
+	"sigs.k8s.io/yaml"
+	goyaml "sigs.k8s.io/yaml/goyaml.v2"
+)
+
+// Problem is one thing in a manifest that stands against running it.
+type Problem struct {
+	Path   string // field path, e.g. spec.containers[0].livenessProbe; empty for the whole manifest
+	Reason string
+}
+
+func (p Problem) String() string {
+	if p.Path == "" {
+		return p.Reason
+	}
+	return p.Path + ": " + p.Reason
+}
+
+// Refused is the error of a manifest that cannot be run: everything that stands
+// against it, in the order of the manifest's fields.
+type Refused struct{ Problems []Problem }
+
+// Error lists the problems, one a line if there are several.
+func (r *Refused) Error() string {
+	if len(r.Problems) == 1 {
+		return "refused: " + r.Problems[0].String()
+	}
+	lines := make([]string, len(r.Problems))
+	for i, p := range r.Problems {
+		lines[i] = "  " + p.String()
+	}
+	return "refused:\n" + strings.Join(lines, "\n")
+}
+
+// Mode says what the caller can do for a pod.
+type Mode struct {
+	// Detached: nobody stays with the pod once it runs, so nothing restarts its
+	// containers. What needs that is refused.
+	Detached bool
+}
+
+// Parse decodes a manifest (YAML or JSON, one document), sets the defaults and
+// checks that everything in it can be honoured. The error is *Refused unless the
+// text is not YAML at all.
+func Parse(manifest []byte, mode Mode) (*corev1.Pod, error) {
+	pod, err := decode(manifest)
+	if err != nil {
+		return nil, err
+	}
+	problems := unsupported(pod)
+	if mode.Detached {
+		problems = append(problems, needsCompany(pod)...)
+	}
+	setDefaults(pod)
+	problems = append(problems, invalid(pod)...)
+	if len(problems) > 0 {
+		return nil, &Refused{problems}
+	}
+	return pod, nil
+}
+
+// decode reads exactly one document into a Pod. Unknown, duplicate and
+// wrongly-cased fields are refused by their paths.
+func decode(manifest []byte) (*corev1.Pod, error) {
+	if err := oneDocument(manifest); err != nil {
+		return nil, err
+	}
+	raw, err := yaml.YAMLToJSONStrict(manifest)
+	if err != nil {
+		return nil, fmt.Errorf("read manifest: %w", err)
+	}
+	pod := &corev1.Pod{}
+	strict, err := kjson.UnmarshalStrict(raw, pod)
+	if err != nil {
+		return nil, fmt.Errorf("read manifest: %w", err)
+	}
+	if pod.APIVersion != "v1" || pod.Kind != "Pod" {
+		return nil, refuse("", "want apiVersion v1, kind Pod; this is apiVersion %q, kind %q", pod.APIVersion, pod.Kind)
+	}
+	if len(strict) > 0 {
+		problems := make([]Problem, len(strict))
+		for i, err := range strict {
+			problems[i].Reason = err.Error()
+		}
+		return nil, &Refused{problems}
+	}
+	return pod, nil
+}
+
+// oneDocument refuses a stream of several documents: sigs.k8s.io/yaml reads the
+// first and drops the rest without a word.
+func oneDocument(manifest []byte) error {
+	decoder := goyaml.NewDecoder(bytes.NewReader(manifest))
+	documents := 0
+	for {
+		var document any
+		err := decoder.Decode(&document)
+		switch {
+		case errors.Is(err, io.EOF) && documents == 1:
+			return nil
+		case errors.Is(err, io.EOF):
+			return refuse("", "want one Pod, the manifest has %d documents", documents)
+		case err != nil:
+			return fmt.Errorf("read manifest: %w", err)
+		case document != nil:
+			documents++
+		}
+	}
+}
+
+// refuse is a Refused with one problem.
+func refuse(path, format string, args ...any) *Refused {
+	return &Refused{[]Problem{{path, fmt.Sprintf(format, args...)}}}
+}

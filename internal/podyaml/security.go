@@ -1,0 +1,214 @@
+package podyaml
+
+import (
+	"errors"
+	"fmt"
+	"path"
+
+	corev1 "k8s.io/api/core/v1"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+// Paths of /proc and /sys that a container does not see, or may only read, unless
+// procMount is Unmasked (kubelet's pkg/securitycontext/util.go).
+var (
+	maskedPaths = []string{
+		"/proc/acpi", "/proc/asound", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
+		"/proc/sched_debug", "/proc/scsi", "/proc/timer_list", "/proc/timer_stats",
+		"/sys/devices/virtual/powercap", "/sys/firmware",
+	}
+	readonlyPaths = []string{"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"}
+)
+
+func (p *Plan) namespaces() *runtimeapi.NamespaceOption {
+	spec := &p.Pod.Spec
+	out := &runtimeapi.NamespaceOption{Pid: runtimeapi.NamespaceMode_CONTAINER}
+	if spec.HostNetwork {
+		out.Network = runtimeapi.NamespaceMode_NODE
+	}
+	if spec.HostIPC {
+		out.Ipc = runtimeapi.NamespaceMode_NODE
+	}
+	switch {
+	case spec.HostPID:
+		out.Pid = runtimeapi.NamespaceMode_NODE
+	case value(spec.ShareProcessNamespace):
+		out.Pid = runtimeapi.NamespaceMode_POD
+	}
+	return out
+}
+
+// podContext is the pod's security context, empty if there is none.
+func (p *Plan) podContext() *corev1.PodSecurityContext {
+	if sc := p.Pod.Spec.SecurityContext; sc != nil {
+		return sc
+	}
+	return &corev1.PodSecurityContext{}
+}
+
+func (p *Plan) sandboxSecurity() *runtimeapi.LinuxSandboxSecurityContext {
+	sc := p.podContext()
+	out := &runtimeapi.LinuxSandboxSecurityContext{
+		NamespaceOptions:         p.namespaces(),
+		SelinuxOptions:           selinux(sc.SELinuxOptions),
+		RunAsUser:                number(sc.RunAsUser),
+		SupplementalGroups:       p.groups(),
+		SupplementalGroupsPolicy: p.groupsPolicy(),
+		Seccomp:                  &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_RuntimeDefault},
+	}
+	if sc.RunAsUser != nil { // CRI allows a group only with a user
+		out.RunAsGroup = number(sc.RunAsGroup)
+	}
+	for _, c := range p.Containers() {
+		out.Privileged = out.Privileged || privileged(c.Container)
+	}
+	return out
+}
+
+// groups are the pod's supplementary groups, its fsGroup among them.
+func (p *Plan) groups() []int64 {
+	sc := p.podContext()
+	var out []int64
+	if sc.FSGroup != nil {
+		out = append(out, *sc.FSGroup)
+	}
+	return append(out, sc.SupplementalGroups...)
+}
+
+func (p *Plan) groupsPolicy() runtimeapi.SupplementalGroupsPolicy {
+	return runtimeapi.SupplementalGroupsPolicy(
+		runtimeapi.SupplementalGroupsPolicy_value[string(value(p.podContext().SupplementalGroupsPolicy))])
+}
+
+func number(n *int64) *runtimeapi.Int64Value {
+	if n == nil {
+		return nil
+	}
+	return &runtimeapi.Int64Value{Value: *n}
+}
+
+func selinux(o *corev1.SELinuxOptions) *runtimeapi.SELinuxOption {
+	if o == nil {
+		return nil
+	}
+	return &runtimeapi.SELinuxOption{User: o.User, Role: o.Role, Type: o.Type, Level: o.Level}
+}
+
+// effective is the container's security context with the pod's filled in where
+// it says nothing (DetermineEffectiveSecurityContext).
+func (p *Plan) effective(c *corev1.Container) *corev1.SecurityContext {
+	out := &corev1.SecurityContext{}
+	if c.SecurityContext != nil {
+		out = c.SecurityContext.DeepCopy()
+	}
+	pod := p.podContext()
+	inherit(&out.SELinuxOptions, pod.SELinuxOptions)
+	inherit(&out.RunAsUser, pod.RunAsUser)
+	inherit(&out.RunAsGroup, pod.RunAsGroup)
+	inherit(&out.RunAsNonRoot, pod.RunAsNonRoot)
+	inherit(&out.SeccompProfile, pod.SeccompProfile)
+	inherit(&out.AppArmorProfile, pod.AppArmorProfile)
+	return out
+}
+
+func inherit[T any](field **T, from *T) {
+	if *field == nil {
+		*field = from
+	}
+}
+
+// containerSecurity translates the effective security context. image tells whom
+// the image runs as, which runAsNonRoot and a lone runAsGroup need to know.
+func (p *Plan) containerSecurity(c Container, image *runtimeapi.Image) (*runtimeapi.LinuxContainerSecurityContext, error) {
+	sc := p.effective(c.Container)
+	if value(sc.RunAsNonRoot) {
+		if err := checkNonRoot(sc.RunAsUser, image); err != nil {
+			return nil, err
+		}
+	}
+	out := &runtimeapi.LinuxContainerSecurityContext{
+		Capabilities:             capabilities(sc.Capabilities),
+		Privileged:               value(sc.Privileged),
+		NamespaceOptions:         p.namespaces(),
+		SelinuxOptions:           selinux(sc.SELinuxOptions),
+		RunAsUser:                number(sc.RunAsUser),
+		RunAsGroup:               number(sc.RunAsGroup),
+		ReadonlyRootfs:           value(sc.ReadOnlyRootFilesystem),
+		SupplementalGroups:       p.groups(),
+		SupplementalGroupsPolicy: p.groupsPolicy(),
+		NoNewPrivs:               sc.AllowPrivilegeEscalation != nil && !*sc.AllowPrivilegeEscalation,
+		Seccomp:                  p.seccomp(sc),
+		Apparmor:                 apparmor(sc.AppArmorProfile),
+	}
+	if sc.RunAsUser == nil && sc.RunAsGroup != nil { // CRI allows a group only with a user: name the image's
+		out.RunAsUser, out.RunAsUsername = image.GetUid(), image.GetUsername()
+		if out.RunAsUser == nil && out.RunAsUsername == "" {
+			out.RunAsUser = &runtimeapi.Int64Value{}
+		}
+	}
+	if value(sc.ProcMount) != corev1.UnmaskedProcMount {
+		out.MaskedPaths, out.ReadonlyPaths = maskedPaths, readonlyPaths
+	}
+	return out, nil
+}
+
+// checkNonRoot is kubelet's verifyRunAsNonRoot.
+func checkNonRoot(user *int64, image *runtimeapi.Image) error {
+	switch {
+	case user != nil && *user != 0:
+		return nil
+	case user != nil:
+		return errors.New("runAsNonRoot and runAsUser 0 contradict each other")
+	case image.GetUsername() != "":
+		return fmt.Errorf("runAsNonRoot: the image's user %q is a name, so it cannot be told whether it is root; set runAsUser", image.GetUsername())
+	case image.GetUid() == nil || image.GetUid().GetValue() == 0:
+		return errors.New("runAsNonRoot: the image runs as root; set runAsUser")
+	}
+	return nil
+}
+
+func capabilities(c *corev1.Capabilities) *runtimeapi.Capability {
+	if c == nil {
+		return nil
+	}
+	out := &runtimeapi.Capability{}
+	for _, name := range c.Add {
+		out.AddCapabilities = append(out.AddCapabilities, string(name))
+	}
+	for _, name := range c.Drop {
+		out.DropCapabilities = append(out.DropCapabilities, string(name))
+	}
+	return out
+}
+
+// seccomp is the container's profile; without one it is the runtime's default.
+func (p *Plan) seccomp(sc *corev1.SecurityContext) *runtimeapi.SecurityProfile {
+	if value(sc.Privileged) {
+		return &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Unconfined}
+	}
+	if sc.SeccompProfile == nil {
+		return &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_RuntimeDefault}
+	}
+	out := profile(string(sc.SeccompProfile.Type), value(sc.SeccompProfile.LocalhostProfile))
+	if out.LocalhostRef != "" {
+		out.LocalhostRef = path.Join(p.Host.SeccompRoot, out.LocalhostRef)
+	}
+	return out
+}
+
+// apparmor is the container's profile; nil leaves it to the runtime, which knows
+// whether the kernel has AppArmor.
+func apparmor(a *corev1.AppArmorProfile) *runtimeapi.SecurityProfile {
+	if a == nil {
+		return nil
+	}
+	return profile(string(a.Type), value(a.LocalhostProfile))
+}
+
+// profile translates the three kinds, which CRI and Kubernetes name alike.
+func profile(kind, localhost string) *runtimeapi.SecurityProfile {
+	return &runtimeapi.SecurityProfile{
+		ProfileType:  runtimeapi.SecurityProfile_ProfileType(runtimeapi.SecurityProfile_ProfileType_value[kind]),
+		LocalhostRef: localhost,
+	}
+}
