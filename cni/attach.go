@@ -92,7 +92,11 @@ func (n *Network) operate(ctx context.Context, att Attachment, pod Pod, verb str
 		return errdefs.New(errdefs.Code(err), "%s: waiting for CNI GC: %w", what, err)
 	}
 	defer n.gate.Release(1)
-	if err := op(ctx, list, pod.runtimeConf(att.IfName)); err != nil {
+	err = op(ctx, list, pod.runtimeConf(att.IfName))
+	if errdefs.Code(err) == codes.Unknown { // libcni's own
+		return errdefs.Internal("%s: %w", what, err)
+	}
+	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
 	return nil

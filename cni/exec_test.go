@@ -1,0 +1,189 @@
+package cni
+
+import (
+	"context"
+	"errors"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/containernetworking/cni/pkg/types"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+func TestPluginFailures(t *testing.T) {
+	tests := []struct {
+		name, body string
+		code       codes.Code
+		text       string // in the error
+		cniCode    uint   // of the *types.Error in the chain; 0: there is none
+	}{
+		{"CNI error", `printf %s '{"cniVersion":"1.0.0","code":110,"msg":"no address\nleft","details":"in 192.0.2.0/24"}'; exit 1`,
+			codes.Internal, "no address left; in 192.0.2.0/24", 110},
+		{"try again", `echo '{"code":11,"msg":"busy"}'; exit 1`, codes.Unavailable, "busy", 11},
+		{"bad configuration", `echo '{"code":7,"msg":"no subnet"}'; exit 1`, codes.FailedPrecondition, "no subnet", 7},
+		{"no CNI error", `echo oops >&2; echo '<html>'; exit 3`, codes.Internal, `exit status 3, without a CNI error; stdout "<html>\n", stderr "oops\n"`, 999},
+		{"silent failure", `exit 1`, codes.Internal, `exit status 1, without a CNI error; stdout ""`, 999},
+		{"died", `kill -9 $$`, codes.Internal, "signal: killed", 999},
+		{"garbage", `echo 'Segmentation fault'`, codes.Internal, `it printed "Segmentation fault\n"`, 0},
+		{"much garbage", `head -c 100000 /dev/zero | tr '\0' x`, codes.Internal, "and 99488 bytes more", 0},
+		{"far too much", `head -c 3000000 /dev/zero`, codes.Internal, "printed 3000000 bytes, more than the 1048576", 0},
+		{"nothing", `exit 0`, codes.Internal, "its result is invalid", 0},
+		{"null", `echo null`, codes.Internal, "its result is invalid: null", 0},
+		{"null address", `echo '{"cniVersion":"0.4.0","ips":[null]}'`, codes.Internal, `null in "ips"`, 0},
+		{"bad address", `echo '{"cniVersion":"1.0.0","ips":[{"address":"300.1.2.3/24"}]}'`, codes.Internal, "300.1.2.3", 0},
+		{"no address", `echo '{"cniVersion":"1.0.0","ips":[{}]}'`, codes.Internal, "invalid address", 0},
+		{"bad interface", `echo '{"cniVersion":"1.0.0","ips":[{"interface":2,"address":"192.0.2.5/24"}]}'`, codes.Internal, "refers to interface 2 of 0", 0},
+		{"unknown version", `echo '{"cniVersion":"9.0.0"}'`, codes.Internal, "9.0.0", 0},
+	}
+	b := newBed(t)
+	b.plugin("a", okResult)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	n := b.start()
+	for _, tt := range tests {
+		t.Run(tt.name, func(t *testing.T) {
+			b.plugin("a", tt.body)
+			_, err := n.Add(context.Background(), b.plan(), testPod("p1"))
+			if err == nil || errdefs.Code(err) != tt.code || !strings.Contains(err.Error(), tt.text) {
+				t.Errorf("error %v (%v), want %v with %q", err, errdefs.Code(err), tt.code, tt.text)
+			}
+			if err != nil && (!strings.Contains(err.Error(), `CNI ADD of pod p1 to network "n"`) || len(err.Error()) > 4096) {
+				t.Errorf("error does not name the operation, or is long: %v", err)
+			}
+			reported, ok := errors.AsType[*types.Error](err)
+			if ok != (tt.cniCode != 0) || ok && reported.Code != tt.cniCode {
+				t.Errorf("CNI error %+v, want code %d", reported, tt.cniCode)
+			}
+		})
+	}
+}
+
+// A hung plugin ends with the context, and its children with it, though they
+// hold its output open.
+func TestHungPlugin(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", `sleep 1000 & echo $! >$record/child; echo $$ >$record/self; wait`)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	n := b.start()
+	for _, verb := range []string{"ADD", "DEL", "CHECK"} {
+		t.Run(verb, func(t *testing.T) {
+			must(t, os.RemoveAll(b.record+"/child"))
+			must(t, os.RemoveAll(b.record+"/self"))
+			ctx, cancel := context.WithCancel(context.Background())
+			defer cancel()
+			done := make(chan error, 1)
+			go func() { done <- runOperation(ctx, n, verb, b.plan(), testPod("p1")) }()
+			self, child := b.readPID("self"), b.readPID("child")
+			cancel()
+			err := <-done
+			if errdefs.Code(err) != codes.Canceled || !strings.Contains(err.Error(), "CNI plugin a did not end in time and was killed") {
+				t.Errorf("error %v (%v)", err, errdefs.Code(err))
+			}
+			eventually(t, "plugin and child are gone", func() bool { return isGone(self) && isGone(child) })
+		})
+	}
+}
+
+func runOperation(ctx context.Context, n *Network, verb string, att Attachment, pod Pod) error {
+	switch verb {
+	case "ADD":
+		_, err := n.Add(ctx, att, pod)
+		return err
+	case "DEL":
+		return n.Del(ctx, att, pod)
+	}
+	return n.Check(ctx, att, pod)
+}
+
+// An operation has a deadline of its own where the caller has none.
+func TestOwnDeadline(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", `sleep 1000`)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	n, err := New(Config{ConfDir: b.conf, BinDirs: []string{b.bin}, CacheDir: b.cache, Timeout: 1}, testLog(t))
+	must(t, err)
+	defer n.Close()
+	b.n = n
+	if _, err := n.Add(context.Background(), b.plan(), testPod("p1")); errdefs.Code(err) != codes.DeadlineExceeded {
+		t.Errorf("error %v (%v)", err, errdefs.Code(err))
+	}
+}
+
+// The end of a plugin is its exit, not the end of its output.
+func TestBackgroundChild(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", `sleep 1000 & echo $! >$record/child; `+okResult)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	n := b.start()
+	r, err := n.Add(context.Background(), b.plan(), testPod("p1"))
+	must(t, err)
+	if len(r.IPs) != 1 || r.IPs[0].String() != "192.0.2.5" {
+		t.Errorf("addresses %v", r.IPs)
+	}
+	child := b.readPID("child")
+	if isGone(child) {
+		t.Error("the child of a plugin that succeeded was killed")
+	}
+	must(t, unix.Kill(child, unix.SIGKILL))
+}
+
+// A plugin that is being installed is waited for.
+func TestPluginBeingWritten(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", okResult)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	n := b.start()
+	f, err := os.OpenFile(b.bin+"/a", os.O_WRONLY, 0)
+	must(t, err)
+	defer f.Close()
+	run := &pluginRun{path: b.bin + "/a"}
+	if err := run.exec(context.Background()); !errors.Is(err, unix.ETXTBSY) {
+		t.Fatalf("executing a file that is open for writing: %v, want ETXTBSY", err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if _, err := n.Add(ctx, b.plan(), testPod("p1")); errdefs.Code(err) != codes.Canceled {
+		t.Errorf("add: %v (%v), want Canceled", err, errdefs.Code(err))
+	}
+	done := make(chan error, 1)
+	go func() {
+		_, err := n.Add(context.Background(), b.plan(), testPod("p1"))
+		done <- err
+	}()
+	must(t, f.Close())
+	must(t, <-done)
+}
+
+func TestPluginEnvironment(t *testing.T) {
+	t.Setenv("NOTIFY_SOCKET", "/run/notify")
+	t.Setenv("LISTEN_FDS", "1")
+	t.Setenv("CNI_ARGS", "from=outside")
+	t.Setenv("HTTPS_PROXY", "kept")
+	b := newBed(t)
+	b.plugin("a", okResult)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	b.start("/opt/other")
+	b.add(testPod("p1"))
+	env := strings.Split(b.saw("a.ADD.env"), "\n")
+	for _, kv := range env {
+		if strings.HasPrefix(kv, "NOTIFY_SOCKET=") || strings.HasPrefix(kv, "LISTEN_") {
+			t.Errorf("the plugin sees %s", kv)
+		}
+	}
+	for name, want := range map[string]string{
+		"CNI_COMMAND":     "ADD",
+		"CNI_CONTAINERID": "p1",
+		"CNI_NETNS":       "/proc/self/ns/net",
+		"CNI_IFNAME":      "eth0",
+		"CNI_PATH":        b.bin + ":/opt/other",
+		"CNI_ARGS":        "IgnoreUnknown=1;K8S_POD_NAMESPACE=shop;K8S_POD_NAME=web;K8S_POD_INFRA_CONTAINER_ID=p1;K8S_POD_UID=uid-1",
+		"HTTPS_PROXY":     "kept",
+	} {
+		if got := lookup(env, name); got != want {
+			t.Errorf("%s=%q, want %q", name, got, want)
+		}
+	}
+}

@@ -1,0 +1,256 @@
+package cni
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/containernetworking/cni/pkg/skel"
+	"github.com/containernetworking/cni/pkg/types"
+	types100 "github.com/containernetworking/cni/pkg/types/100"
+	"github.com/containernetworking/cni/pkg/version"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+const insideVar = "BERTH_CNI_TEST_INSIDE"
+
+// TestMain runs the tests in network and mount namespaces of their own: bridges,
+// iptables rules and mounts of the tests are not the machine's, and end with them.
+func TestMain(m *testing.M) {
+	if filepath.Base(os.Args[0]) == skelPlugin {
+		skel.PluginMainFuncs(skelFuncs, version.All, "test plugin")
+		return
+	}
+	if os.Getenv(insideVar) != "" {
+		if err := enterTestNamespaces(); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(m.Run())
+	}
+	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
+	cmd.Env = append(os.Environ(), insideVar+"=1")
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
+	cmd.ExtraFiles = inheritedFiles() // a fuzzing worker talks to its coordinator by them
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNET | unix.CLONE_NEWNS, Pdeathsig: unix.SIGKILL}
+	err := cmd.Run()
+	if exit, ok := errors.AsType[*exec.ExitError](err); ok {
+		os.Exit(exit.ExitCode())
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "tests of package cni need root:", err)
+		os.Exit(1)
+	}
+}
+
+func enterTestNamespaces() error {
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+		return fmt.Errorf("make mounts private: %w", err)
+	}
+	lo, err := netlink.LinkByName("lo")
+	if err != nil {
+		return err
+	}
+	return netlink.LinkSetUp(lo)
+}
+
+func inheritedFiles() []*os.File {
+	var files []*os.File
+	for fd := 3; fd < 6; fd++ {
+		flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0)
+		if err != nil || flags&unix.FD_CLOEXEC != 0 {
+			break
+		}
+		files = append(files, os.NewFile(uintptr(fd), "inherited"))
+	}
+	return files
+}
+
+// skelPlugin is the name under which the test binary is a plugin made with the CNI
+// project's own skeleton, like most plugins that exist. It has neither STATUS nor GC.
+const skelPlugin = "skel"
+
+var skelFuncs = skel.CNIFuncs{
+	Add: func(args *skel.CmdArgs) error {
+		conf := types.PluginConf{}
+		if err := json.Unmarshal(args.StdinData, &conf); err != nil {
+			return err
+		}
+		return types.PrintResult(&types100.Result{}, conf.CNIVersion)
+	},
+	Check: func(*skel.CmdArgs) error { return errors.New("never connected") },
+	Del:   func(*skel.CmdArgs) error { return nil },
+}
+
+// bed is a Network with directories of its own and fake plugins.
+type bed struct {
+	t             *testing.T
+	conf, bin     string
+	cache, record string // record: what the fake plugins saw
+	n             *Network
+}
+
+func newBed(t *testing.T) *bed {
+	dir := t.TempDir()
+	b := &bed{t: t, conf: dir + "/net.d", bin: dir + "/bin", cache: dir + "/cache", record: dir + "/record"}
+	for _, d := range []string{b.conf, b.bin, b.record} {
+		must(t, os.Mkdir(d, 0o755))
+	}
+	return b
+}
+
+// start opens the Network; what the tests do to directories before it is found by
+// New, what they do after it by the watch.
+func (b *bed) start(extraBinDirs ...string) *Network {
+	b.t.Helper()
+	n, err := New(Config{ConfDir: b.conf, BinDirs: append([]string{b.bin}, extraBinDirs...), CacheDir: b.cache}, testLog(b.t))
+	must(b.t, err)
+	b.t.Cleanup(n.Close)
+	b.n = n
+	return n
+}
+
+// plugin installs a shell script that records CNI_COMMAND, environment and stdin, and
+// then runs body, in which $record is the directory of records.
+func (b *bed) plugin(name, body string) {
+	b.t.Helper()
+	b.write(b.bin+"/"+name, fmt.Sprintf(`#!/bin/sh
+record=%[1]s; me=%[2]s
+cat >$record/$me.$CNI_COMMAND.stdin
+env >$record/$me.$CNI_COMMAND.env
+echo "$me $CNI_COMMAND $CNI_CONTAINERID" >>$record/calls
+%[3]s
+`, b.record, name, body))
+}
+
+// okResult makes a plugin succeed with the documentation address 192.0.2.5.
+const okResult = `[ "$CNI_COMMAND" = ADD ] && echo '{"cniVersion":"1.0.0","ips":[{"address":"192.0.2.5/24"}]}'; exit 0`
+
+// write puts a file in place by rename, executable.
+func (b *bed) write(path, content string) {
+	b.t.Helper()
+	must(b.t, os.WriteFile(path+".tmp", []byte(content), 0o755))
+	must(b.t, os.Rename(path+".tmp", path))
+}
+
+func (b *bed) writeConf(name, content string) { b.t.Helper(); b.write(b.conf+"/"+name, content) }
+
+// calls returns what the fake plugins were called with, in order.
+func (b *bed) calls() []string {
+	data, err := os.ReadFile(b.record + "/calls")
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	must(b.t, err)
+	return strings.Split(strings.TrimSuffix(string(data), "\n"), "\n")
+}
+
+func (b *bed) forget() { must(b.t, os.RemoveAll(b.record+"/calls")) }
+
+// saw returns a record: "<plugin>.<verb>.stdin" or ".env".
+func (b *bed) saw(name string) string {
+	b.t.Helper()
+	data, err := os.ReadFile(filepath.Join(b.record, name))
+	must(b.t, err)
+	return string(data)
+}
+
+func (b *bed) plan() Attachment {
+	b.t.Helper()
+	att, err := b.n.Plan()
+	must(b.t, err)
+	return att
+}
+
+func (b *bed) add(pod Pod) Attachment {
+	b.t.Helper()
+	att := b.plan()
+	_, err := b.n.Add(context.Background(), att, pod)
+	must(b.t, err)
+	return att
+}
+
+// conflist is a list of plugins without configuration of their own.
+func conflist(version, name string, plugins ...string) string {
+	parts := make([]string, len(plugins))
+	for i, p := range plugins {
+		parts[i] = fmt.Sprintf(`{"type":%q}`, p)
+	}
+	return fmt.Sprintf(`{"cniVersion":%q,"name":%q,"plugins":[%s]}`, version, name, strings.Join(parts, ","))
+}
+
+func testPod(id string) Pod {
+	return Pod{ID: id, Name: "web", Namespace: "shop", UID: "uid-1", NetNS: "/proc/self/ns/net"}
+}
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// eventually waits until a condition holds; the deadline only ends a test that fails.
+func eventually(t *testing.T, what string, holds func() bool) {
+	t.Helper()
+	deadline := time.After(30 * time.Second)
+	tick := time.NewTicker(2 * time.Millisecond)
+	defer tick.Stop()
+	for !holds() {
+		select {
+		case <-tick.C:
+		case <-deadline:
+			t.Fatalf("never happened: %s", what)
+		}
+	}
+}
+
+// readPID waits for a fake plugin to write a pid.
+func (b *bed) readPID(file string) int {
+	b.t.Helper()
+	var pid int
+	eventually(b.t, "pid in "+file, func() bool {
+		data, err := os.ReadFile(filepath.Join(b.record, file))
+		if err != nil {
+			return false
+		}
+		pid, err = strconv.Atoi(strings.TrimSpace(string(data)))
+		return err == nil
+	})
+	return pid
+}
+
+// isGone reports whether a process has ended; a zombie that nobody has reaped counts.
+func isGone(pid int) bool {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return true
+	}
+	_, after, _ := strings.Cut(string(stat), ") ")
+	return strings.HasPrefix(after, "Z")
+}
+
+type testWriter struct{ t *testing.T }
+
+func (w testWriter) Write(b []byte) (int, error) {
+	w.t.Log(strings.TrimSpace(string(b)))
+	return len(b), nil
+}
+
+func testLog(t *testing.T) *slog.Logger {
+	return slog.New(slog.NewTextHandler(testWriter{t}, &slog.HandlerOptions{Level: slog.LevelDebug}))
+}
+
+func noLog() *slog.Logger { return slog.New(slog.NewTextHandler(io.Discard, nil)) }

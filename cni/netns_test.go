@@ -1,0 +1,160 @@
+package cni
+
+import (
+	"errors"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+// threadNamespaces returns the network namespaces of this process's threads.
+func threadNamespaces(t *testing.T) map[string]bool {
+	t.Helper()
+	links, err := filepath.Glob("/proc/self/task/*/ns/net")
+	must(t, err)
+	seen := map[string]bool{}
+	for _, l := range links {
+		ns, err := os.Readlink(l)
+		if err == nil { // a thread may end meanwhile
+			seen[ns] = true
+		}
+	}
+	return seen
+}
+
+func mounted(t *testing.T, path string) bool {
+	t.Helper()
+	table, err := os.ReadFile("/proc/self/mountinfo")
+	must(t, err)
+	return strings.Contains(string(table), " "+path+" ")
+}
+
+func TestNetNS(t *testing.T) {
+	path := t.TempDir() + "/made/on/the/way/ns"
+	must(t, NewNetNS(path))
+	if len(threadNamespaces(t)) != 1 {
+		t.Errorf("threads are in namespaces %v", threadNamespaces(t))
+	}
+	if existingNetNS(path) != path {
+		t.Error("there is no namespace at the path")
+	}
+
+	must(t, InNetNS(path, func() error {
+		links, err := netlink.LinkList()
+		must(t, err)
+		if len(links) != 1 || links[0].Attrs().Name != "lo" || links[0].Attrs().Flags&net.FlagUp == 0 {
+			t.Errorf("interfaces %v, want lo alone, up", links)
+		}
+		// A listener made inside works from any thread.
+		l, err := net.Listen("tcp", "127.0.0.1:0")
+		must(t, err)
+		defer l.Close()
+		c, err := net.Dial("tcp", l.Addr().String())
+		must(t, err)
+		return c.Close()
+	}))
+	if err := NewNetNS(path); errdefs.Code(err) != codes.AlreadyExists {
+		t.Errorf("making it again: %v (%v)", err, errdefs.Code(err))
+	}
+	if existingNetNS(path) != path {
+		t.Error("the failed second NewNetNS removed the namespace of the first")
+	}
+
+	must(t, RemoveNetNS(path))
+	must(t, RemoveNetNS(path))
+	if mounted(t, path) {
+		t.Error("still mounted")
+	}
+	if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("file is still there: %v", err)
+	}
+}
+
+// An interface that arrives in the namespace does not accept router advertisements
+// (CVE-2020-10749).
+func TestNetNSRefusesRouterAdvertisements(t *testing.T) {
+	if _, err := os.Stat("/proc/sys/net/ipv6"); errors.Is(err, os.ErrNotExist) {
+		t.Skip("kernel without IPv6")
+	}
+	path := t.TempDir() + "/ns"
+	must(t, NewNetNS(path))
+	defer func() { must(t, RemoveNetNS(path)) }()
+	must(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "berthra0"}, PeerName: "berthra1"}))
+	peer, err := netlink.LinkByName("berthra1")
+	must(t, err)
+	ns, err := os.Open(path)
+	must(t, err)
+	defer ns.Close()
+	must(t, netlink.LinkSetNsFd(peer, int(ns.Fd())))
+	must(t, InNetNS(path, func() error {
+		for _, dev := range []string{"all", "default", "berthra1"} {
+			value, err := os.ReadFile("/proc/sys/net/ipv6/conf/" + dev + "/accept_ra")
+			must(t, err)
+			if strings.TrimSpace(string(value)) != "0" {
+				t.Errorf("%s: accept_ra is %s", dev, value)
+			}
+		}
+		return nil
+	}))
+	value, err := os.ReadFile("/proc/sys/net/ipv6/conf/default/accept_ra")
+	must(t, err)
+	if strings.TrimSpace(string(value)) == "0" {
+		t.Error("accept_ra was changed outside of the namespace")
+	}
+}
+
+func TestRemoveNetNSLeftovers(t *testing.T) {
+	dir := t.TempDir()
+	must(t, RemoveNetNS(dir+"/missing/dir/ns"))
+	must(t, os.WriteFile(dir+"/unmounted", nil, 0o444)) // a crash between file and mount
+	must(t, RemoveNetNS(dir+"/unmounted"))
+
+	must(t, NewNetNS(dir+"/stacked"))
+	must(t, unix.Mount("/proc/self/ns/net", dir+"/stacked", "", unix.MS_BIND, ""))
+	must(t, RemoveNetNS(dir+"/stacked"))
+
+	left, err := os.ReadDir(dir)
+	must(t, err)
+	if len(left) != 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
+func TestInNetNSRefuses(t *testing.T) {
+	dir := t.TempDir()
+	must(t, os.WriteFile(dir+"/file", nil, 0o444))
+	for _, path := range []string{dir + "/missing", dir + "/file", "/proc/self/ns/mnt"} {
+		err := InNetNS(path, func() error { t.Errorf("ran in %s", path); return nil })
+		if errdefs.Code(err) != codes.NotFound {
+			t.Errorf("%s: %v (%v)", path, err, errdefs.Code(err))
+		}
+	}
+	want := errors.New("its own")
+	if err := InNetNS("/proc/self/ns/net", func() error { return want }); err != want {
+		t.Errorf("error %v", err)
+	}
+}
+
+func TestNewNetNSFailure(t *testing.T) {
+	file := t.TempDir() + "/file"
+	must(t, os.WriteFile(file, nil, 0o644))
+	if err := NewNetNS(file + "/ns"); errdefs.Code(err) != codes.Internal {
+		t.Errorf("error %v (%v)", err, errdefs.Code(err))
+	}
+}
+
+func BenchmarkNetNS(b *testing.B) {
+	path := b.TempDir() + "/ns"
+	for b.Loop() {
+		must(b, NewNetNS(path))
+		must(b, RemoveNetNS(path))
+	}
+}

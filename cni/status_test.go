@@ -1,0 +1,155 @@
+package cni
+
+import (
+	"context"
+	"errors"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+func (b *bed) ready(want bool) {
+	b.t.Helper()
+	eventually(b.t, "readiness", func() bool { return (b.n.Status(context.Background()) == nil) == want })
+}
+
+// lookAgain makes the owner look and waits until it did.
+func (b *bed) lookAgain() {
+	b.t.Helper()
+	at := b.n.Info().At
+	b.n.askRefresh()
+	eventually(b.t, "another look", func() bool { return b.n.Info().At.After(at) })
+}
+
+func TestStatusVerb(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", `[ -e $record/up ] || { echo '{"code":50,"msg":"no agent"}'; exit 1; }; exit 0`)
+	b.writeConf("1.conflist", conflist("1.1.0", "n", "a"))
+	n := b.start()
+	eventually(t, "the plugin's word", func() bool {
+		err := n.Status(context.Background())
+		return errdefs.Code(err) == codes.Unavailable && strings.Contains(err.Error(), "no agent")
+	})
+	if _, err := n.Plan(); err != nil {
+		t.Errorf("plan: %v; STATUS does not prevent other requests (spec)", err)
+	}
+	must(t, os.WriteFile(b.record+"/up", nil, 0o644))
+	n.askRefresh()
+	b.ready(true)
+	if s := b.saw("a.STATUS.stdin"); !strings.Contains(s, `"name":"n"`) || !strings.Contains(s, `"cniVersion":"1.1.0"`) {
+		t.Errorf("STATUS saw %s", s)
+	}
+}
+
+func TestStatusVerbUnknown(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", `[ $CNI_COMMAND = STATUS ] && { echo '{"code":4,"msg":"unknown CNI_COMMAND: STATUS"}'; exit 1; }; exit 0`)
+	b.plugin("b", okResult)
+	b.writeConf("1.conflist", conflist("1.1.0", "n", "a", "b"))
+	b.start()
+	b.ready(true)
+	if want := []string{"a STATUS ", "b STATUS "}; !slices.Equal(b.calls(), want) {
+		t.Errorf("calls %q, want %q", b.calls(), want)
+	}
+}
+
+// Upstream's skeleton answers for a plugin that has no such function.
+func TestSkeletonPlugin(t *testing.T) {
+	b := newBed(t)
+	self, err := os.Executable()
+	must(t, err)
+	must(t, os.Symlink(self, b.bin+"/"+skelPlugin))
+	b.writeConf("1.conflist", conflist("1.1.0", "n", skelPlugin))
+	n := b.start()
+	b.ready(true)
+	ctx, pod := context.Background(), testPod("p1")
+	pod.NetNS = t.TempDir() + "/ns" // the skeleton refuses its own namespace
+	must(t, NewNetNS(pod.NetNS))
+	defer func() { must(t, RemoveNetNS(pod.NetNS)) }()
+	att := b.add(pod)
+	must(t, n.GC(ctx, []Pod{pod}))
+	if err := n.Check(ctx, att, pod); err == nil || !strings.Contains(err.Error(), "never connected") {
+		t.Errorf("check: %v", err)
+	}
+	must(t, n.Del(ctx, att, pod))
+	list := n.view.Load().net.list
+	if err := n.runVerb(ctx, list, list.Plugins[0], "NONSENSE", nil); !errors.Is(err, errVerbUnknown) {
+		t.Errorf("unknown verb: %v", err)
+	}
+}
+
+func TestStatusVerbOnlyFrom11(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", `exit 1`)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	n := b.start()
+	must(t, n.Status(context.Background()))
+	b.lookAgain()
+	if b.calls() != nil {
+		t.Errorf("calls %q", b.calls())
+	}
+}
+
+// A hung STATUS keeps nobody waiting: not Status, not a change of the
+// configuration, not Close; and it is killed when nobody needs its answer.
+func TestStatusVerbHangs(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", `sleep 1000 & echo $! >$record/child; wait`)
+	b.plugin("b", okResult)
+	b.writeConf("1.conflist", conflist("1.1.0", "n", "a"))
+	n := b.start()
+	first := b.readPID("child")
+	if err := n.Status(context.Background()); errdefs.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "waiting for the plugins' STATUS") {
+		t.Errorf("status: %v", err)
+	}
+	b.writeConf("1.conflist", conflist("1.1.0", "n", "b"))
+	b.ready(true)
+	eventually(t, "the old probe is killed", func() bool { return isGone(first) })
+
+	must(t, os.Remove(b.record+"/child"))
+	b.writeConf("1.conflist", conflist("1.1.0", "n", "a"))
+	second := b.readPID("child")
+	b.ready(false)
+	n.Close()
+	eventually(t, "the probe ends with Close", func() bool { return isGone(second) })
+}
+
+// A probe that is overtaken by a configuration without STATUS does not judge it.
+func TestStaleVerdict(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", `echo $$ >$record/probing; exec sleep 1000`)
+	b.plugin("b", okResult)
+	b.writeConf("1.conflist", conflist("1.1.0", "n", "a"))
+	n := b.start()
+	pid := b.readPID("probing")
+	b.writeConf("1.conflist", conflist("1.0.0", "old", "b"))
+	b.network("old")
+	eventually(t, "the old probe is killed", func() bool { return isGone(pid) })
+	b.lookAgain()
+	must(t, n.Status(context.Background()))
+}
+
+func TestConfigValidation(t *testing.T) {
+	good := Config{ConfDir: "/c", BinDirs: []string{"/b"}, CacheDir: "/x"}
+	for name, spoil := range map[string]func(*Config){
+		"relative conf dir": func(c *Config) { c.ConfDir = "c" },
+		"no cache dir":      func(c *Config) { c.CacheDir = "" }, // libcni would use its default
+		"no bin dirs":       func(c *Config) { c.BinDirs = nil },
+		"relative bin dir":  func(c *Config) { c.BinDirs = []string{"/b", "d"} },
+		"bin dir with :":    func(c *Config) { c.BinDirs = []string{"/b:/d"} },
+	} {
+		cfg := good
+		spoil(&cfg)
+		if n, err := New(cfg, testLog(t)); errdefs.Code(err) != codes.InvalidArgument {
+			t.Errorf("%s: %v", name, err)
+			if err == nil {
+				n.Close()
+			}
+		}
+	}
+}

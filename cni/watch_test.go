@@ -1,0 +1,158 @@
+package cni
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+// network waits until the watch has found a network, "" for none. Info does not
+// make the owner look, so inotify alone can.
+func (b *bed) network(want string) {
+	b.t.Helper()
+	eventually(b.t, "network "+want, func() bool { return b.n.Info().Network == want })
+}
+
+func TestWatchFiles(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", okResult)
+	n := b.start()
+	if err := n.Status(context.Background()); errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), b.conf) {
+		t.Fatalf("status without configuration: %v", err)
+	}
+	if _, err := n.Plan(); errdefs.Code(err) != codes.FailedPrecondition {
+		t.Fatalf("plan without configuration: %v", err)
+	}
+
+	must(t, os.WriteFile(b.conf+"/20.conflist", []byte(conflist("1.0.0", "written", "a")), 0o644))
+	b.network("written")
+	must(t, n.Status(context.Background()))
+
+	b.writeConf("20.conflist", conflist("1.0.0", "renamed", "a"))
+	b.network("renamed")
+
+	b.writeConf("10.conflist", "{")
+	eventually(t, "the invalid file is named", func() bool {
+		s := n.Info().Skipped
+		return len(s) == 1 && s[0].File == b.conf+"/10.conflist" && s[0].Error != ""
+	})
+	must(t, n.Status(context.Background())) // the valid one behind it counts
+
+	b.writeConf("10.conflist", conflist("1.0.0", "first", "a"))
+	b.network("first")
+	if s := n.Info().Skipped; len(s) != 0 {
+		t.Errorf("still skipped: %v", s)
+	}
+	must(t, os.Rename(b.conf+"/10.conflist", b.conf+"/10.conflist.off"))
+	b.network("renamed")
+	must(t, os.Remove(b.conf+"/20.conflist"))
+	b.network("")
+	if err := n.Status(context.Background()); errdefs.Code(err) != codes.FailedPrecondition {
+		t.Errorf("status after the configuration vanished: %v", err)
+	}
+}
+
+func TestWatchDirectories(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", okResult)
+	root := filepath.Dir(b.conf)
+	b.conf = root + "/etc/cni/net.d" // nothing of it exists
+	b.start()
+
+	must(t, os.MkdirAll(b.conf, 0o755))
+	b.writeConf("1.conflist", conflist("1.0.0", "made", "a"))
+	b.network("made")
+
+	must(t, os.RemoveAll(root+"/etc"))
+	b.network("")
+	must(t, os.MkdirAll(b.conf, 0o755))
+	b.writeConf("1.conflist", conflist("1.0.0", "remade", "a"))
+	b.network("remade")
+
+	// An ancestor is renamed away, and another tree is renamed into its place.
+	must(t, os.MkdirAll(root+"/new/net.d", 0o755))
+	must(t, os.WriteFile(root+"/new/net.d/1.conflist", []byte(conflist("1.0.0", "moved", "a")), 0o644))
+	must(t, os.Rename(root+"/etc/cni", root+"/old"))
+	b.network("")
+	must(t, os.Rename(root+"/new", root+"/etc/cni"))
+	b.network("moved")
+	b.writeConf("1.conflist", conflist("1.0.0", "inmoved", "a"))
+	b.network("inmoved")
+}
+
+func TestWatchSymlinks(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", okResult)
+	root := filepath.Dir(b.conf)
+	for _, name := range []string{"one", "two"} {
+		must(t, os.MkdirAll(root+"/"+name+"/deep", 0o755))
+		must(t, os.WriteFile(root+"/"+name+"/deep/1.conflist", []byte(conflist("1.0.0", name, "a")), 0o644))
+	}
+	b.conf = root + "/link"
+	must(t, os.Symlink("current/../current/deep", b.conf)) // relative, and through a second link
+	must(t, os.Symlink(root+"/one", root+"/current"))
+	b.start()
+	b.network("one")
+
+	must(t, os.WriteFile(root+"/one/deep/1.conflist", []byte(conflist("1.0.0", "changed", "a")), 0o644))
+	b.network("changed")
+
+	must(t, os.Symlink(root+"/two", root+"/current.new"))
+	must(t, os.Rename(root+"/current.new", root+"/current"))
+	b.network("two")
+
+	must(t, os.Remove(b.conf))
+	b.network("")
+	must(t, os.Symlink("link", b.conf)) // a loop is an empty directory, not an endless walk
+	must(t, os.Remove(b.conf))
+	must(t, os.Symlink("two/deep", b.conf))
+	b.network("two")
+}
+
+func TestWatchPluginFiles(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", okResult)
+	b.plugin("b", okResult)
+	b.writeConf("1.conflist", conflist("1.1.0", "n", "a"))
+	n := b.start()
+	must(t, os.Mkdir(b.conf+"/n", 0o755))
+	b.write(b.conf+"/n/b.conf", `{"type":"b"}`)
+	eventually(t, "the plugin file is found", func() bool { return len(n.Info().Plugins) == 2 })
+	must(t, os.Remove(b.conf+"/n/b.conf"))
+	eventually(t, "the plugin file is gone", func() bool { return len(n.Info().Plugins) == 1 })
+}
+
+// Where inotify is used up, asking the status makes the owner look.
+func TestWithoutWatch(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", okResult)
+	n := &Network{cfg: Config{ConfDir: b.conf, BinDirs: []string{b.bin}}, log: testLog(t), plugins: &runner{log: testLog(t)}, refresh: make(chan struct{}, 1)}
+	ctx, cancel := context.WithCancel(context.Background())
+	n.stop = cancel
+	o := &owner{n: n, ctx: ctx, verdicts: make(chan verdict)}
+	o.reload()
+	n.done.Go(o.run)
+	defer n.Close()
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	n.askRefresh()
+	eventually(t, "network n", func() bool { return n.Info().Network == "n" })
+}
+
+func TestMissingPlugin(t *testing.T) {
+	b := newBed(t)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	n := b.start()
+	err := n.Status(context.Background())
+	if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), `"a" is not installed in `+b.bin) {
+		t.Fatalf("status: %v", err)
+	}
+	b.plugin("a", okResult)
+	n.askRefresh()
+	eventually(t, "ready", func() bool { return n.Status(context.Background()) == nil })
+}
