@@ -103,10 +103,10 @@ func capabilities(c *runtimeapi.Capability, privileged bool, host Host) (*specs.
 func grantedCapabilities(add, drop []string, host Host) ([]string, error) {
 	set := make(map[string]bool)
 	start := defaultCapabilities
-	if slices.Contains(drop, allCapabilities) {
+	switch {
+	case slices.Contains(drop, allCapabilities): // also if ALL is added, as in containerd
 		start = nil
-	}
-	if slices.Contains(add, allCapabilities) {
+	case slices.Contains(add, allCapabilities):
 		start = host.Capabilities
 	}
 	for _, n := range start {

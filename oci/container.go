@@ -104,7 +104,7 @@ func setSecurity(in ContainerInput, spec *specs.Spec) error {
 	if err := setPaths(sc, spec); err != nil {
 		return err
 	}
-	seccomp := seccompRequest(sc.GetSeccomp(), sc.GetSeccompProfilePath()) //nolint:staticcheck // deprecated, but old clients send it
+	seccomp := newProfileRequest(sc.GetSeccomp(), sc.GetSeccompProfilePath()) //nolint:staticcheck // deprecated, but old clients send it
 	if err := setSeccomp(seccomp, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
 		return err
 	}

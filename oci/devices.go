@@ -79,6 +79,9 @@ func criDevices(d *runtimeapi.Device, files Files) ([]grantedDevice, error) {
 			return nil, errdefs.InvalidArgument("device: %q is not an absolute path", p)
 		}
 	}
+	if path.Clean(dest) == "/" {
+		return nil, errdefs.InvalidArgument("device %s: container_path is the root", source)
+	}
 	resolved, err := files.Resolve(source)
 	var devices []host.Device
 	if err == nil {

@@ -122,6 +122,7 @@ func unifiedLimits(unified map[string]string, host Host) (map[string]string, err
 	if !host.CgroupV2 {
 		return nil, errdefs.InvalidArgument("unified resources need cgroup v2, this host has v1")
 	}
+	out := maps.Clone(unified)
 	for key, value := range unified {
 		if !unifiedKey.MatchString(key) || strings.HasPrefix(key, "cgroup.") {
 			return nil, errdefs.InvalidArgument("unified: %q is not a limit of cgroup v2", key)
@@ -130,7 +131,10 @@ func unifiedLimits(unified map[string]string, host Host) (map[string]string, err
 			return nil, errdefs.InvalidArgument("unified: %s has value %q, which has control characters", key, value)
 		}
 	}
-	return maps.Clone(unified), nil
+	if !host.SwapAccounting {
+		maps.DeleteFunc(out, func(key, _ string) bool { return strings.HasPrefix(key, "memory.swap.") })
+	}
+	return out, nil
 }
 
 // oomScoreAdj raises a wanted oom_score_adj to the lowest the host lets us set.

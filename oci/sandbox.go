@@ -1,7 +1,6 @@
 package oci
 
 import (
-	"slices"
 	"strings"
 
 	"github.com/opencontainers/runtime-spec/specs-go"
@@ -83,13 +82,8 @@ func sandboxProcess(in SandboxInput) (*specs.Process, error) {
 // the pod does not share with the node. pause has a PID namespace of its own also
 // where each container has its own.
 func setSandboxNamespaces(in SandboxInput, spec *specs.Spec) error {
-	for name, mode := range map[string]runtimeapi.NamespaceMode{
-		"network": in.Pod.options().GetNetwork(), "ipc": in.Pod.options().GetIpc(), "pid": in.Pod.options().GetPid(),
-	} {
-		if !slices.Contains([]runtimeapi.NamespaceMode{runtimeapi.NamespaceMode_POD,
-			runtimeapi.NamespaceMode_CONTAINER, runtimeapi.NamespaceMode_NODE}, mode) {
-			return errdefs.InvalidArgument("namespace_options.%s: %s makes no sense for a pod", name, mode)
-		}
+	if err := checkSandboxModes(in.Pod.options()); err != nil {
+		return err
 	}
 	spec.Linux.Namespaces = []specs.LinuxNamespace{{Type: specs.MountNamespace}}
 	add := func(t specs.LinuxNamespaceType, path string) {
@@ -107,6 +101,20 @@ func setSandboxNamespaces(in SandboxInput, spec *specs.Spec) error {
 	}
 	if !in.Pod.hostPID() {
 		add(specs.PIDNamespace, in.Pod.PIDNS)
+	}
+	return nil
+}
+
+func checkSandboxModes(o *runtimeapi.NamespaceOption) error {
+	for _, ns := range []struct {
+		name string
+		mode runtimeapi.NamespaceMode
+	}{{"network", o.GetNetwork()}, {"ipc", o.GetIpc()}, {"pid", o.GetPid()}} {
+		switch ns.mode {
+		case runtimeapi.NamespaceMode_POD, runtimeapi.NamespaceMode_CONTAINER, runtimeapi.NamespaceMode_NODE:
+		default:
+			return errdefs.InvalidArgument("namespace_options.%s: %s makes no sense for a pod", ns.name, ns.mode)
+		}
 	}
 	return nil
 }
@@ -139,7 +147,7 @@ func setSandboxSecurity(in SandboxInput, spec *specs.Spec) (err error) {
 	if spec.Linux.Sysctl, err = sysctls(in.Pod); err != nil {
 		return err
 	}
-	seccomp := seccompRequest(sc.GetSeccomp(), sc.GetSeccompProfilePath()) //nolint:staticcheck // deprecated, but old clients send it
+	seccomp := newProfileRequest(sc.GetSeccomp(), sc.GetSeccompProfilePath()) //nolint:staticcheck // deprecated, but old clients send it
 	if err := setSeccomp(seccomp, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
 		return err
 	}

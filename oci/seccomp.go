@@ -25,11 +25,8 @@ type profileRequest struct {
 	bad  string // not empty: a deprecated string without meaning
 }
 
-// seccompRequest reads the profile field or, without it, its deprecated forerunner.
-func seccompRequest(p *runtimeapi.SecurityProfile, deprecated string) profileRequest {
-	return newProfileRequest(p, deprecated)
-}
-
+// newProfileRequest reads a profile field or, where it is missing, its deprecated
+// forerunner, a string. Neither means Unconfined.
 func newProfileRequest(p *runtimeapi.SecurityProfile, deprecated string) profileRequest {
 	if p != nil {
 		return profileRequest{kind: p.GetProfileType(), ref: strings.TrimPrefix(p.GetLocalhostRef(), localhostPrefix), set: true}

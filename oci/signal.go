@@ -39,6 +39,9 @@ func StopSignal(config *runtimeapi.ContainerConfig, image *ocispec.ImageConfig) 
 	return sig, nil
 }
 
+// signalAliases are second names, which package unix does not know.
+var signalAliases = map[string]syscall.Signal{"IOT": unix.SIGABRT, "CLD": unix.SIGCHLD, "POLL": unix.SIGIO}
+
 // ParseSignal reads a signal as images write it: "SIGTERM", "term", "15", "SIGRTMIN+3",
 // "RTMAX-1". InvalidArgument if it is none.
 func ParseSignal(text string) (syscall.Signal, error) {
@@ -47,6 +50,9 @@ func ParseSignal(text string) (syscall.Signal, error) {
 	}
 	name := strings.TrimPrefix(strings.ToUpper(text), "SIG")
 	if n := unix.SignalNum("SIG" + name); n != 0 {
+		return n, nil
+	}
+	if n, ok := signalAliases[name]; ok {
 		return n, nil
 	}
 	if n, ok := parseRealtime(name); ok {

@@ -1,0 +1,115 @@
+package oci
+
+import (
+	"maps"
+	"testing"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+const (
+	nsPod       = runtimeapi.NamespaceMode_POD
+	nsContainer = runtimeapi.NamespaceMode_CONTAINER
+	nsNode      = runtimeapi.NamespaceMode_NODE
+	nsTarget    = runtimeapi.NamespaceMode_TARGET
+)
+
+// paths returns the namespaces of a spec but for mount, "" for a new one.
+func paths(spec *specs.Spec) map[string]string {
+	m := make(map[string]string)
+	for _, ns := range spec.Linux.Namespaces {
+		if ns.Type != specs.MountNamespace {
+			m[string(ns.Type)] = ns.Path
+		}
+	}
+	return m
+}
+
+func TestNamespaces(t *testing.T) {
+	const net, ipc, uts, pid = "/run/netns/berth-pod1", "/proc/4242/ns/ipc", "/proc/4242/ns/uts", "/proc/4242/ns/pid"
+	type m = map[string]string
+	type o = runtimeapi.NamespaceOption
+	for _, test := range []struct {
+		name     string
+		pod, ctr *o
+		change   func(*ContainerInput)
+		want     m
+	}{
+		{name: "own PID namespace", ctr: &o{Pid: nsContainer}, want: m{"network": net, "ipc": ipc, "uts": uts, "pid": "", "cgroup": ""}},
+		{name: "pod's PID namespace", want: m{"network": net, "ipc": ipc, "uts": uts, "pid": pid, "cgroup": ""}},
+		{name: "target", ctr: &o{Pid: nsTarget, TargetId: "x"}, change: func(in *ContainerInput) { in.TargetPIDNS = "/proc/7/ns/pid" },
+			want: m{"network": net, "ipc": ipc, "uts": uts, "pid": "/proc/7/ns/pid", "cgroup": ""}},
+		{name: "host network", pod: &o{Network: nsNode, Pid: nsContainer}, ctr: &o{Network: nsNode, Pid: nsContainer},
+			want: m{"ipc": ipc, "pid": "", "cgroup": ""}},
+		{name: "host network of the pod counts", pod: &o{Network: nsNode}, ctr: &o{Pid: nsContainer},
+			change: func(in *ContainerInput) { in.Pod.NetNS = "" }, want: m{"ipc": ipc, "pid": "", "cgroup": ""}},
+		{name: "host IPC", pod: &o{Ipc: nsNode}, ctr: &o{Ipc: nsNode}, want: m{"network": net, "uts": uts, "pid": pid, "cgroup": ""}},
+		{name: "host PID", pod: &o{Pid: nsNode}, ctr: &o{Pid: nsNode}, want: m{"network": net, "ipc": ipc, "uts": uts, "cgroup": ""}},
+		{name: "pod's PID namespace is the host's", pod: &o{Pid: nsNode}, want: m{"network": net, "ipc": ipc, "uts": uts, "cgroup": ""}},
+		{name: "privileged sees the host's cgroups", ctr: &o{Pid: nsContainer}, change: func(in *ContainerInput) { in.privilege() },
+			want: m{"network": net, "ipc": ipc, "uts": uts, "pid": ""}},
+		{name: "cgroup v1", ctr: &o{Pid: nsContainer}, change: func(in *ContainerInput) { in.Host.CgroupV2 = false },
+			want: m{"network": net, "ipc": ipc, "uts": uts, "pid": ""}},
+		{name: "pinned", change: func(in *ContainerInput) { in.Pod.IPCNS, in.Pod.UTSNS, in.Pod.PIDNS = "/i", "/u", "/p" },
+			want: m{"network": net, "ipc": "/i", "uts": "/u", "pid": "/p", "cgroup": ""}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			in := testInput()
+			in.Pod.Config.Linux.SecurityContext.NamespaceOptions = test.pod
+			in.sc().NamespaceOptions = test.ctr
+			if test.change != nil {
+				test.change(&in)
+			}
+			if got := paths(mustSpec(t, in)); !maps.Equal(got, test.want) {
+				t.Errorf("got %v, want %v", got, test.want)
+			}
+		})
+	}
+}
+
+func TestNamespacesRefused(t *testing.T) {
+	type o = runtimeapi.NamespaceOption
+	for _, test := range []struct {
+		ctr  *o
+		code codes.Code
+		err  string
+	}{
+		{&o{Network: nsNode}, codes.InvalidArgument, "namespace_options.network"},
+		{&o{Ipc: nsNode}, codes.InvalidArgument, "namespace_options.ipc"},
+		{&o{Pid: nsNode}, codes.InvalidArgument, "namespace_options.pid"},
+		{&o{Pid: nsTarget, TargetId: "ghost"}, codes.InvalidArgument, `"ghost"`},
+		{&o{Pid: 9}, codes.InvalidArgument, "mode 9"},
+		{&o{UsernsOptions: &runtimeapi.UserNamespace{Mode: nsPod}}, codes.Unimplemented, "userns_options"},
+	} {
+		refused(t, func(in *ContainerInput) { in.sc().NamespaceOptions = test.ctr }, test.code, test.err)
+	}
+	in := testInput()
+	in.sc().NamespaceOptions.UsernsOptions = &runtimeapi.UserNamespace{Mode: nsNode} // what kubelet sends without user namespaces
+	mustSpec(t, in)
+}
+
+// A path that the caller forgot must not put a container on the node's namespace.
+func TestNamespacesNeverMissing(t *testing.T) {
+	for name, forget := range map[string]func(*Pod){
+		"network": func(p *Pod) { p.NetNS = "" },
+		"uts":     func(p *Pod) { p.PausePID = 0; p.IPCNS = "/i" },
+		"ipc":     func(p *Pod) { p.PausePID = 0; p.UTSNS = "/u" },
+	} {
+		refused(t, func(in *ContainerInput) { forget(&in.Pod) }, codes.Internal, name)
+	}
+	refused(t, func(in *ContainerInput) {
+		in.Pod.PausePID, in.Pod.UTSNS, in.Pod.IPCNS = 0, "/u", "/i"
+		in.sc().NamespaceOptions = nil
+	}, codes.Internal, "pid")
+}
+
+func TestPrivilegedNeedsPrivilegedPod(t *testing.T) {
+	refused(t, func(in *ContainerInput) { in.sc().Privileged = true }, codes.InvalidArgument, "privileged")
+}
+
+func TestCDIRefused(t *testing.T) {
+	refused(t, func(in *ContainerInput) { in.Config.CDIDevices = []*runtimeapi.CDIDevice{{Name: "vendor.com/gpu=0"}} },
+		codes.Unimplemented, "vendor.com/gpu=0")
+}

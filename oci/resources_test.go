@@ -1,0 +1,131 @@
+package oci
+
+import (
+	"encoding/json"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+func TestLinuxResources(t *testing.T) {
+	full := testHost()
+	poor := Host{}
+	for _, test := range []struct {
+		name string
+		host Host
+		r    *runtimeapi.LinuxContainerResources
+		want string // JSON
+	}{
+		{"nil", full, nil, `{"memory":{},"cpu":{}}`},
+		{"empty", full, &runtimeapi.LinuxContainerResources{}, `{"memory":{},"cpu":{}}`},
+		{"cpu", full, &runtimeapi.LinuxContainerResources{CpuPeriod: 100000, CpuQuota: 50000, CpuShares: 512, CpusetCpus: "0-3,5", CpusetMems: "0"},
+			`{"memory":{},"cpu":{"shares":512,"quota":50000,"period":100000,"cpus":"0-3,5","mems":"0"}}`},
+		{"no cpu limit", full, &runtimeapi.LinuxContainerResources{CpuQuota: -1}, `{"memory":{},"cpu":{"quota":-1}}`},
+		{"memory without swap of its own", full, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20},
+			`{"memory":{"limit":1048576,"swap":1048576},"cpu":{}}`},
+		{"memory and swap", full, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20, MemorySwapLimitInBytes: 3 << 20},
+			`{"memory":{"limit":1048576,"swap":3145728},"cpu":{}}`},
+		{"unlimited swap", full, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20, MemorySwapLimitInBytes: -1},
+			`{"memory":{"limit":1048576,"swap":-1},"cpu":{}}`},
+		{"limit lifted", full, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: -1}, `{"memory":{"limit":-1,"swap":-1},"cpu":{}}`},
+		{"no swap accounting", poor, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20, MemorySwapLimitInBytes: 3 << 20},
+			`{"memory":{"limit":1048576},"cpu":{}}`},
+		{"hugepages", full, &runtimeapi.LinuxContainerResources{HugepageLimits: []*runtimeapi.HugepageLimit{
+			{PageSize: "2MB", Limit: 4 << 20}, {PageSize: "1GB"}, {PageSize: "64KB"}, {PageSize: "../../x"}}},
+			`{"memory":{},"cpu":{},"hugepageLimits":[{"pageSize":"2MB","limit":4194304},{"pageSize":"1GB","limit":0}]}`},
+		{"hugepages without controller", poor, &runtimeapi.LinuxContainerResources{HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB"}}},
+			`{"memory":{},"cpu":{}}`},
+		{"unified", full, &runtimeapi.LinuxContainerResources{Unified: map[string]string{
+			"pids.max": "100", "memory.oom.group": "1", "hugetlb.2MB.max": "0", "memory.swap.max": "0"}},
+			`{"memory":{},"cpu":{},"unified":{"hugetlb.2MB.max":"0","memory.oom.group":"1","memory.swap.max":"0","pids.max":"100"}}`},
+		{"unified swap without accounting", Host{CgroupV2: true}, &runtimeapi.LinuxContainerResources{Unified: map[string]string{
+			"pids.max": "100", "memory.swap.max": "0"}}, `{"memory":{},"cpu":{},"unified":{"pids.max":"100"}}`},
+		{"unified but empty on v1", poor, &runtimeapi.LinuxContainerResources{Unified: map[string]string{}}, `{"memory":{},"cpu":{}}`},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			r, err := LinuxResources(test.r, test.host)
+			if err != nil {
+				t.Fatal(err)
+			}
+			got, err := json.Marshal(r)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if string(got) != test.want {
+				t.Errorf("got  %s\nwant %s", got, test.want)
+			}
+		})
+	}
+}
+
+func TestLinuxResourcesRefused(t *testing.T) {
+	unified := func(key, value string) *runtimeapi.LinuxContainerResources {
+		return &runtimeapi.LinuxContainerResources{Unified: map[string]string{key: value}}
+	}
+	v1 := testHost()
+	v1.CgroupV2 = false
+	for _, test := range []struct {
+		host Host
+		r    *runtimeapi.LinuxContainerResources
+		err  string
+	}{
+		{testHost(), &runtimeapi.LinuxContainerResources{CpuPeriod: -1}, "cpu_period -1"},
+		{testHost(), &runtimeapi.LinuxContainerResources{CpuQuota: -2}, "cpu_quota -2"},
+		{testHost(), &runtimeapi.LinuxContainerResources{CpuShares: -1}, "cpu_shares -1"},
+		{testHost(), &runtimeapi.LinuxContainerResources{CpusetCpus: "0,\n1"}, "cpuset_cpus"},
+		{testHost(), &runtimeapi.LinuxContainerResources{CpusetCpus: "0-"}, "cpuset_cpus"},
+		{testHost(), &runtimeapi.LinuxContainerResources{CpusetMems: "all"}, "cpuset_mems"},
+		{testHost(), &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: -2}, "memory_limit_in_bytes -2"},
+		{testHost(), &runtimeapi.LinuxContainerResources{MemorySwapLimitInBytes: -2}, "memory_swap_limit_in_bytes -2"},
+		{testHost(), &runtimeapi.LinuxContainerResources{MemorySwapLimitInBytes: 5}, "needs memory_limit_in_bytes"},
+		{testHost(), &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 6, MemorySwapLimitInBytes: 5}, "below memory_limit_in_bytes 6"},
+		{testHost(), unified("cgroup.kill", "1"), `"cgroup.kill"`},
+		{testHost(), unified("cgroup.procs", "1"), `"cgroup.procs"`},
+		{testHost(), unified("../pids.max", "1"), `"../pids.max"`},
+		{testHost(), unified("pids", "1"), `"pids"`},
+		{testHost(), unified("", "1"), `""`},
+		{testHost(), unified("pids.max", "1\n2"), "pids.max"},
+		{v1, unified("pids.max", "1"), "cgroup v2"},
+	} {
+		_, err := LinuxResources(test.r, test.host)
+		wantError(t, err, codes.InvalidArgument, test.err)
+	}
+}
+
+func TestOOMScoreAdj(t *testing.T) {
+	for _, test := range []struct {
+		want int64
+		min  int
+		got  int
+	}{
+		{0, -1000, 0}, {-997, -1000, -997}, {1000, -1000, 1000}, {-997, 0, 0}, {-997, -500, -500}, {3, 100, 100},
+	} {
+		got, err := oomScoreAdj(test.want, Host{OOMScoreAdjMin: test.min})
+		if err != nil || got != test.got {
+			t.Errorf("%d with minimum %d: got %d, %v, want %d", test.want, test.min, got, err, test.got)
+		}
+	}
+	for _, n := range []int64{-1001, 1001, 1 << 40} {
+		refused(t, func(in *ContainerInput) { in.Config.Linux.Resources.OomScoreAdj = n }, codes.InvalidArgument, "oom_score_adj")
+	}
+}
+
+// A container without resources must not inherit berth's own score, which units lower.
+func TestOOMScoreAdjIsAlwaysSet(t *testing.T) {
+	in := testInput()
+	in.Config.Linux.Resources = nil
+	if p := mustSpec(t, in).Process; p.OOMScoreAdj == nil || *p.OOMScoreAdj != 0 {
+		t.Errorf("got %v", p.OOMScoreAdj)
+	}
+}
+
+func TestCurrentResourcesWin(t *testing.T) {
+	in := testInput()
+	in.Config.Linux.Resources.CpuShares = 100
+	in.Resources = &runtimeapi.LinuxContainerResources{CpuShares: 200, OomScoreAdj: 5}
+	spec := mustSpec(t, in)
+	if *spec.Linux.Resources.CPU.Shares != 200 || *spec.Process.OOMScoreAdj != 5 {
+		t.Errorf("got %+v", spec.Linux.Resources.CPU)
+	}
+}

@@ -1,0 +1,81 @@
+package oci
+
+import (
+	"syscall"
+	"testing"
+
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+func TestParseSignal(t *testing.T) {
+	for text, want := range map[string]syscall.Signal{
+		"SIGTERM": 15, "TERM": 15, "term": 15, "sigkill": 9, "15": 15, "1": 1, "64": 64, "SIGWINCH": 28, "SIGPWR": 30,
+		"SIGRTMIN": 34, "RTMIN+0": 34, "SIGRTMIN+3": 37, "sigrtmax": 64, "SIGRTMAX-2": 62, "SIGRTMIN+30": 64,
+		"SIGIOT": 6, "SIGCLD": 17, "SIGPOLL": 29,
+	} {
+		if got, err := ParseSignal(text); err != nil || got != want {
+			t.Errorf("%q: got %d, %v, want %d", text, got, err, want)
+		}
+	}
+	for _, text := range []string{"", "0", "65", "-1", "SIG", "SIGFOO", "SIGSIGTERM", "RTMIN-1", "RTMAX+1", "RTMIN+31", "RTMIN+", "RTMIN+-1", "15 ", "SIGTERM\n"} {
+		sig, err := ParseSignal(text)
+		wantError(t, err, codes.InvalidArgument, "is not a signal")
+		if sig != 0 {
+			t.Errorf("%q: error, but also %d", text, sig)
+		}
+	}
+}
+
+func TestStopSignal(t *testing.T) {
+	config := func(s runtimeapi.Signal) *runtimeapi.ContainerConfig {
+		return &runtimeapi.ContainerConfig{StopSignal: s}
+	}
+	for _, test := range []struct {
+		config *runtimeapi.ContainerConfig
+		image  *ocispec.ImageConfig
+		want   syscall.Signal
+	}{
+		{nil, nil, 15},
+		{config(0), &ocispec.ImageConfig{}, 15},
+		{config(0), &ocispec.ImageConfig{StopSignal: "SIGQUIT"}, 3},
+		{config(runtimeapi.Signal_SIGNAL_SIGUSR1), &ocispec.ImageConfig{StopSignal: "SIGQUIT"}, 10},
+		{config(runtimeapi.Signal_SIGNAL_SIGRTMINPLUS3), nil, 37},
+		{config(runtimeapi.Signal_SIGNAL_SIGRTMAXMINUS14), &ocispec.ImageConfig{StopSignal: "bad"}, 50},
+	} {
+		if got, err := StopSignal(test.config, test.image); err != nil || got != test.want {
+			t.Errorf("%v, %v: got %d, %v, want %d", test.config, test.image, got, err, test.want)
+		}
+	}
+	_, err := StopSignal(nil, &ocispec.ImageConfig{StopSignal: "SIGFOO"})
+	wantError(t, err, codes.InvalidArgument, "image", "SIGFOO")
+	_, err = StopSignal(config(999), nil)
+	wantError(t, err, codes.InvalidArgument, "999")
+}
+
+// Every value of the CRI has a number, and comes back as itself or as its other name.
+func TestCRISignals(t *testing.T) {
+	same := map[runtimeapi.Signal]runtimeapi.Signal{
+		runtimeapi.Signal_SIGNAL_SIGCLD:  runtimeapi.Signal_SIGNAL_SIGCHLD,
+		runtimeapi.Signal_SIGNAL_SIGIOT:  runtimeapi.Signal_SIGNAL_SIGABRT,
+		runtimeapi.Signal_SIGNAL_SIGPOLL: runtimeapi.Signal_SIGNAL_SIGIO,
+	}
+	for value := range runtimeapi.Signal_name {
+		s := runtimeapi.Signal(value)
+		if s == runtimeapi.Signal_SIGNAL_RUNTIME_DEFAULT {
+			continue
+		}
+		want := s
+		if other, ok := same[s]; ok {
+			want = other
+		}
+		sig, err := StopSignal(&runtimeapi.ContainerConfig{StopSignal: s}, nil)
+		if err != nil || CRISignal(sig) != want {
+			t.Errorf("%s: number %d, %v, comes back as %s", s, sig, err, CRISignal(sig))
+		}
+	}
+	if got := CRISignal(32); got != runtimeapi.Signal_SIGNAL_RUNTIME_DEFAULT {
+		t.Errorf("32 is %s", got)
+	}
+}
