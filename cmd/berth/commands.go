@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -68,11 +69,22 @@ func (e *exitStatus) Error() string {
 
 func (e *exitStatus) Unwrap() error { return e.cause }
 
-// ExitCode is the code that main exits with.
-func (e *exitStatus) ExitCode() int { return e.code }
-
-// Silent reports that main must not print the error.
-func (e *exitStatus) Silent() bool { return e.cause == nil }
+// exitCode prints a command's error, if it is one to print, and returns the code
+// that berth exits with: 1 unless the error says otherwise.
+func exitCode(err error, stderr io.Writer) int {
+	if err == nil {
+		return 0
+	}
+	var status *exitStatus
+	known := errors.As(err, &status)
+	if !known || status.cause != nil {
+		fmt.Fprintln(stderr, "berth:", err)
+	}
+	if known {
+		return status.code
+	}
+	return 1
+}
 
 // output is the value of an --output flag.
 type output string

@@ -4,17 +4,13 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"os"
 
 	"github.com/spf13/cobra"
 )
 
 func main() {
-	if err := newRootCommand().ExecuteContext(context.Background()); err != nil {
-		fmt.Fprintln(os.Stderr, "berth:", err)
-		os.Exit(1)
-	}
+	os.Exit(exitCode(newRootCommand().ExecuteContext(context.Background()), os.Stderr))
 }
 
 func newRootCommand() *cobra.Command {

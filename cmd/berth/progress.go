@@ -3,16 +3,23 @@ package main
 import (
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"time"
 
 	"berth/internal/client"
 )
 
+// States that a layer of a finished pull is in, in the daemon's words.
+const (
+	stateDone    = "done"
+	statePresent = "present" // was there before the pull
+)
+
 // progress shows how far the layers of a pull are.
 type progress interface {
 	update(layers []client.Layer)
-	done() // no update comes after it
+	done(ok bool) // the pull has ended; no update comes after it
 }
 
 // newProgress shows bars where w is a terminal, and plain lines elsewhere.
@@ -28,6 +35,7 @@ type bars struct {
 	out   io.Writer
 	width int
 	drawn int // lines on the screen that are ours
+	last  []client.Layer
 }
 
 func (b *bars) update(layers []client.Layer) {
@@ -41,15 +49,32 @@ func (b *bars) update(layers []client.Layer) {
 	for range b.drawn - len(layers) {
 		frame.WriteString("\r\x1b[K\n")
 	}
-	b.drawn = max(b.drawn, len(layers))
+	b.drawn, b.last = max(b.drawn, len(layers)), layers
 	_, _ = io.WriteString(b.out, frame.String()) // a terminal that went away ends the command by SIGHUP
 }
 
-func (b *bars) done() {}
+// done draws the end, which no update told: a pull that has ended is not under way.
+func (b *bars) done(ok bool) {
+	if !ok || len(b.last) == 0 {
+		return
+	}
+	b.update(finished(b.last))
+}
 
-// barLine is one layer's line: "4f4fb700ef54 downloading [=====>    ] 12.0 MB / 30.1 MB".
+// finished returns the layers as they are after a pull that succeeded.
+func finished(layers []client.Layer) []client.Layer {
+	out := slices.Clone(layers)
+	for i := range out {
+		if out[i].State != statePresent {
+			out[i].State, out[i].Done = stateDone, out[i].Total
+		}
+	}
+	return out
+}
+
+// barLine is one layer's line: "4f4fb700ef54a downloading [=====>    ] 12.0 MB / 30.1 MB".
 func barLine(l client.Layer, width int) string {
-	head := fmt.Sprintf("%s %-12s", client.ShortID(l.Digest)[:min(12, len(client.ShortID(l.Digest)))], l.State)
+	head := fmt.Sprintf("%s %-11s", client.ShortID(l.Digest), l.State)
 	tail := size(uint64(max(l.Done, 0)))
 	if l.Total > 0 {
 		tail += " / " + size(uint64(l.Total))
@@ -96,8 +121,8 @@ func (p *lines) update(layers []client.Layer) {
 	}
 }
 
-func (p *lines) done() {
-	if len(p.state) > 0 {
+func (p *lines) done(ok bool) {
+	if ok && len(p.state) > 0 {
 		_, _ = fmt.Fprintf(p.out, "%d layers in %.1f s\n", len(p.state), p.now().Sub(p.started).Seconds())
 	}
 }

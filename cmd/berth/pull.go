@@ -30,7 +30,7 @@ func pullCommand(o *operator) *cobra.Command {
 		defer stop()
 		show := newProgress(cmd.OutOrStdout(), time.Now)
 		id, err := c.PullWithProgress(ctx, args[0], auth, show.update)
-		show.done()
+		show.done(err == nil)
 		if err != nil {
 			return err
 		}

@@ -10,6 +10,9 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
+// maxNameservers is what C libraries read, and the API server's limit.
+const maxNameservers = 3
+
 // dns is the pod's resolver config; nil leaves it to the runtime, which takes
 // the host's.
 func (p *Plan) dns() *runtimeapi.DNSConfig {
@@ -22,6 +25,8 @@ func (p *Plan) dns() *runtimeapi.DNSConfig {
 		out = parseResolvConf(p.Host.ResolvConf)
 	}
 	if own != nil {
+		// The pod's servers all count; the host's get what room is left.
+		out.Servers = out.Servers[:min(len(out.Servers), max(maxNameservers-len(own.Nameservers), 0))]
 		out.Servers = appendNew(out.Servers, own.Nameservers...)
 		out.Searches = appendNew(out.Searches, own.Searches...)
 		out.Options = mergeOptions(out.Options, own.Options)

@@ -121,6 +121,9 @@ func (c *checker) dns() {
 	if config == nil {
 		return
 	}
+	if len(config.Nameservers) > maxNameservers {
+		c.add("spec.dnsConfig.nameservers", "more than %d", maxNameservers)
+	}
 	for i, server := range config.Nameservers {
 		c.ip(index("spec.dnsConfig.nameservers", i), server)
 	}
