@@ -207,6 +207,7 @@ func imageConfig(cfg *config.Config) image.Config {
 		Pinned:               pinned,
 		MaxParallelDownloads: cfg.MaxParallelDownloads,
 		StallTimeout:         cfg.StallTimeout.Duration,
+		DockerConfig:         cfg.DockerConfig,
 	}
 }
 

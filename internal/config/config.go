@@ -48,9 +48,10 @@ type Config struct {
 	NetNSDir    string   `toml:"netns_dir" default:"/run/netns" path:"abs" doc:"Directory in which network namespaces of pods are pinned as berth-<pod ID>. The ip tool lists those in /run/netns."`
 
 	RegistryDirs         []string `toml:"registry_dirs" flag:"registry-dir" default:"/etc/berth/certs.d,/etc/containerd/certs.d" path:"abs" doc:"Directories with one folder per registry host that holds a hosts.toml (mirrors, CA, client certificates, headers) in containerd's format. The first directory that knows the host is used."`
+	DockerConfig         string   `toml:"docker_config" path:"optional" doc:"File in the format of docker's config.json with credentials for pulls that bring none. Empty: such pulls are anonymous."`
 	PauseImage           string   `toml:"pause_image" doc:"Image run as the pause container of every pod, pulled like any other. Empty: the pause program that is built into berth."`
 	PinnedImages         []string `toml:"pinned_images" doc:"Names of images reported to kubelet as pinned, which keeps its image garbage collection away from them. The pause image is always one of them."`
-	MaxParallelDownloads int      `toml:"max_parallel_downloads" default:"8" min:"1" doc:"How many layers are transferred at the same time, over all pulls together."`
+	MaxParallelDownloads int      `toml:"max_parallel_downloads" default:"8" min:"1" doc:"How many layers of one image are transferred at the same time."`
 	StallTimeout         Duration `toml:"stall_timeout" default:"1m" min:"1s" doc:"A transfer from a registry that delivers no byte for so long is given up."`
 
 	SeccompDir    string `toml:"seccomp_dir" default:"/var/lib/kubelet/seccomp" path:"abs" doc:"Directory in which localhost seccomp profiles with a relative name are looked up."`

@@ -21,7 +21,7 @@ func TestDefaults(t *testing.T) {
 		Listen: "/run/berth/berth.sock", Root: "/var/lib/berth", State: "/run/berth",
 		CgroupDriver: "auto",
 		CNIConfDir:   "/etc/cni/net.d", CNIBinDirs: []string{"/opt/cni/bin", "/usr/lib/cni"}, NetNSDir: "/run/netns",
-		RegistryDirs: []string{"/etc/berth/certs.d", "/etc/containerd/certs.d"}, PinnedImages: []string{},
+		DockerConfig: "", RegistryDirs: []string{"/etc/berth/certs.d", "/etc/containerd/certs.d"}, PinnedImages: []string{},
 		MaxParallelDownloads: 8, StallTimeout: Duration{time.Minute},
 		SeccompDir: "/var/lib/kubelet/seccomp", MaxLogLine: 16384, IdleLaunchers: 2,
 		LogLevel: "info", LogFormat: "text",
@@ -80,6 +80,21 @@ func TestReferenceIsUpToDate(t *testing.T) {
 	}
 	if string(got) != Reference() {
 		t.Error("docs/config.md differs from the options; run: go test ./internal/config -run Reference -update")
+	}
+}
+
+func TestExampleFile(t *testing.T) {
+	const path = "../../contrib/systemd/config.toml"
+	content, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, err := Parse(path, content)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c.CgroupDriver != "systemd" || len(c.PinnedImages) != 1 {
+		t.Errorf("parsed as %+v", c)
 	}
 }
 
@@ -194,13 +209,13 @@ func writeFile(t *testing.T, content string) string {
 
 func TestPrecedence(t *testing.T) {
 	path := writeFile(t, "root = '/from/file'\nlog_level = 'warn'\ncni_bin_dirs = ['/file']\n")
-	c, err := load(t, "--config", path, "--log-level=debug", "--cni-bin-dir=/one", "--cni-bin-dir", "/two", "--listen=unix:///x/y")
+	c, err := load(t, "--config", path, "--log-level=debug", "--cni-bin-dir=/one,/two", "--cni-bin-dir", "/three", "--listen=unix:///x/y")
 	if err != nil {
 		t.Fatal(err)
 	}
 	want := Default()
 	want.Root = "/from/file"
-	want.LogLevel, want.CNIBinDirs, want.Listen = "debug", []string{"/one", "/two"}, "/x/y"
+	want.LogLevel, want.CNIBinDirs, want.Listen = "debug", []string{"/one", "/two", "/three"}, "/x/y"
 	if !reflect.DeepEqual(c, want) {
 		t.Errorf("got %+v\nwant %+v", c, want)
 	}

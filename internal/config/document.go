@@ -57,7 +57,7 @@ file, the file wins over the default. Keys that are no option are refused.
 
 func (o option) repeatable() string {
 	if o.isList() {
-		return ", may be given several times"
+		return ", several times or with commas"
 	}
 	return ""
 }

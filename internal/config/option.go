@@ -137,7 +137,7 @@ func (o option) usage() string {
 	}
 	doc := o.Doc
 	if o.isList() {
-		doc += " May be given several times."
+		doc += " May be given several times, or with commas."
 	}
 	return doc + " (`" + name + "`)"
 }
@@ -151,10 +151,14 @@ type flagValue struct {
 
 // Set implements pflag.Value.
 func (f *flagValue) Set(text string) error {
-	if err := f.option.set(new(Config), []string{text}); err != nil {
+	texts := []string{text}
+	if f.option.isList() {
+		texts = strings.Split(text, ",")
+	}
+	if err := f.option.set(new(Config), texts); err != nil {
 		return err
 	}
-	f.texts = append(f.texts, text)
+	f.texts = append(f.texts, texts...)
 	return nil
 }
 
