@@ -1,0 +1,29 @@
+// Command berth-shim launches containers for berth. It is started by the daemon
+// and is of no use by hand; see package shim/launcher.
+package main
+
+import (
+	"fmt"
+	"os"
+
+	"github.com/opencontainers/runc/libcontainer"
+	_ "github.com/opencontainers/runc/libcontainer/nsenter" // enters namespaces before Go's runtime starts
+
+	"berth/shim/launcher"
+)
+
+// init is where libcontainer goes on in a container's first process: it executes
+// /proc/self/exe with this argument.
+func init() {
+	if len(os.Args) > 1 && os.Args[1] == "init" {
+		libcontainer.Init()
+	}
+}
+
+func main() {
+	if len(os.Args) != 2 || os.Args[1] != "launcher" {
+		fmt.Fprintln(os.Stderr, "berth-shim is started by berth, not by hand")
+		os.Exit(2)
+	}
+	os.Exit(launcher.Main())
+}

@@ -1,0 +1,202 @@
+package control
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	headerSize = 4
+	// maxMessage bounds what a corrupt length can make us allocate. A spec with
+	// its seccomp profile is some tens of KB.
+	maxMessage = 16 << 20
+	// maxFDs is how many descriptors one message carries at most.
+	maxFDs = 8
+)
+
+// Conn is one end of the connection: JSON messages, each after its length (four
+// bytes, big-endian), open files beside them (SCM_RIGHTS, with the first byte).
+// One goroutine may receive while others send.
+type Conn struct {
+	unix *net.UnixConn
+
+	in    []byte     // received and not yet decoded; Receive's alone
+	files []*os.File // that came with it
+
+	sending sync.Mutex // held for one message, so that messages do not mix
+}
+
+// New makes a Conn of a connected unix stream socket. It takes over file.
+func New(file *os.File) (*Conn, error) {
+	c, err := net.FileConn(file)
+	if err := errors.Join(err, file.Close()); err != nil {
+		return nil, fmt.Errorf("control socket: %w", err)
+	}
+	u, ok := c.(*net.UnixConn)
+	if !ok {
+		return nil, errors.Join(fmt.Errorf("control socket: it is a %T", c), c.Close())
+	}
+	return &Conn{unix: u}, nil
+}
+
+// Pair returns a Conn and the file that the other end is made of.
+func Pair() (*Conn, *os.File, error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, nil, fmt.Errorf("control socket: %w", err)
+	}
+	other := os.NewFile(uintptr(fds[1]), "control")
+	c, err := New(os.NewFile(uintptr(fds[0]), "control"))
+	if err != nil {
+		return nil, nil, errors.Join(err, other.Close())
+	}
+	return c, other, nil
+}
+
+// Send sends one message. The files stay the caller's.
+func (c *Conn) Send(message any, files ...*os.File) error {
+	body, err := json.Marshal(message)
+	if err != nil {
+		return fmt.Errorf("encode %T: %w", message, err)
+	}
+	if len(body) > maxMessage {
+		return fmt.Errorf("encode %T: %d bytes are too long", message, len(body))
+	}
+	data := append(binary.BigEndian.AppendUint32(make([]byte, 0, headerSize+len(body)), uint32(len(body))), body...)
+	var fds []int
+	for _, f := range files {
+		fds = append(fds, int(f.Fd()))
+	}
+
+	c.sending.Lock()
+	defer c.sending.Unlock()
+	n, _, err := c.unix.WriteMsgUnix(data, rights(fds), nil)
+	if err == nil && n < len(data) {
+		_, err = c.unix.Write(data[n:])
+	}
+	if err != nil {
+		return fmt.Errorf("send %T: %w", message, err)
+	}
+	return nil
+}
+
+func rights(fds []int) []byte {
+	if len(fds) == 0 {
+		return nil
+	}
+	return unix.UnixRights(fds...)
+}
+
+// Receive decodes the next message and returns the files that came with it, which
+// are the caller's then. The error is io.EOF if the other end closed between two
+// messages. After a timeout (SetDeadline) Receive may be called again.
+func (c *Conn) Receive(message any) ([]*os.File, error) {
+	for {
+		body, err := c.next()
+		if err != nil {
+			return nil, fmt.Errorf("receive %T: %w", message, err)
+		}
+		if body != nil {
+			files := c.files
+			c.files = nil
+			if err := json.Unmarshal(body, message); err != nil {
+				return nil, errors.Join(fmt.Errorf("decode %T: %w", message, err), closeAll(files))
+			}
+			c.in = c.in[headerSize+len(body):]
+			return files, nil
+		}
+		if err := c.read(); err != nil {
+			if errors.Is(err, io.EOF) && len(c.in) == 0 {
+				return nil, io.EOF
+			}
+			return nil, fmt.Errorf("receive %T: %w", message, err)
+		}
+	}
+}
+
+// next returns the body of the first message received, nil if it is not complete.
+func (c *Conn) next() ([]byte, error) {
+	if len(c.in) < headerSize {
+		return nil, nil
+	}
+	size := binary.BigEndian.Uint32(c.in)
+	if size > maxMessage {
+		return nil, fmt.Errorf("message of %d bytes is too long", size)
+	}
+	if len(c.in) < headerSize+int(size) {
+		return nil, nil
+	}
+	return c.in[headerSize : headerSize+size], nil
+}
+
+// read receives some bytes. The kernel never merges bytes that came with files
+// and bytes sent later with other files into one read, and both sides take turns,
+// so files belong to the message that is being received.
+func (c *Conn) read() error {
+	buf := make([]byte, 64<<10)
+	oob := make([]byte, unix.CmsgSpace(maxFDs*4))
+	n, oobn, flags, _, err := c.unix.ReadMsgUnix(buf, oob)
+	if oobn > 0 {
+		files, err := parseRights(oob[:oobn])
+		c.files = append(c.files, files...)
+		if err != nil {
+			return err
+		}
+	}
+	switch {
+	case err != nil:
+		return err
+	case flags&unix.MSG_CTRUNC != 0:
+		return errors.New("too many files in one message")
+	case n == 0:
+		return io.EOF
+	}
+	c.in = append(c.in, buf[:n]...)
+	return nil
+}
+
+// parseRights returns the files of a control message; they are close-on-exec
+// (MSG_CMSG_CLOEXEC, which package net sets).
+func parseRights(oob []byte) ([]*os.File, error) {
+	messages, err := unix.ParseSocketControlMessage(oob)
+	if err != nil {
+		return nil, fmt.Errorf("parse control message: %w", err)
+	}
+	var files []*os.File
+	for i := range messages {
+		fds, err := unix.ParseUnixRights(&messages[i])
+		if err != nil {
+			return files, fmt.Errorf("parse control message: %w", err)
+		}
+		for _, fd := range fds {
+			files = append(files, os.NewFile(uintptr(fd), "received"))
+		}
+	}
+	return files, nil
+}
+
+// SetDeadline bounds Receive; the zero time lifts the bound.
+func (c *Conn) SetDeadline(t time.Time) error { return c.unix.SetReadDeadline(t) }
+
+// CloseWrite tells the other end that nothing more comes: it receives io.EOF.
+func (c *Conn) CloseWrite() error { return c.unix.CloseWrite() }
+
+// Close closes the connection, and files received with an incomplete message.
+func (c *Conn) Close() error { return errors.Join(c.unix.Close(), closeAll(c.files)) }
+
+func closeAll(files []*os.File) error {
+	var err error
+	for _, f := range files {
+		err = errors.Join(err, f.Close())
+	}
+	return err
+}

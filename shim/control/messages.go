@@ -1,0 +1,98 @@
+// Package control is the protocol between the daemon and a launcher, over a unix
+// stream socket pair that the launcher is born with.
+//
+// The daemon sends one Request at a time; the launcher answers with one Reply, for
+// an exec with two: Exec when it runs, Exited when it has ended. Between the two
+// the daemon may send Kill.
+//
+// End of file is an order as well. A launcher that reads it while idle exits; while
+// it launches, it destroys what there is of the container; while it execs, it kills
+// the exec's processes. The turning point of a launch is the Reply: once that is
+// sent, the container lives on whatever becomes of the daemon.
+package control
+
+import (
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/rootfs"
+)
+
+// The file descriptors a launcher is born with, besides stdio.
+const (
+	SocketFD  = 3 // its end of the socket pair
+	MountNSFD = 4 // the daemon's mount namespace, where the monitor will live
+	ExeFD     = 5 // the sealed copy of berth-shim it runs from
+)
+
+// Request is a message to the launcher. Exactly one field is set.
+type Request struct {
+	Launch *Launch `json:"launch,omitempty"`
+	Exec   *Exec   `json:"exec,omitempty"`
+	Kill   bool    `json:"kill,omitempty"` // kill everything the running exec has started
+}
+
+// Launch is shim.LaunchRequest with the pool's settings.
+type Launch struct {
+	StateRoot   string `json:"stateRoot"`
+	MonitorPath string `json:"monitorPath"`
+
+	ID            string      `json:"id"`
+	Dir           string      `json:"dir"`
+	Spec          *specs.Spec `json:"spec"`
+	Rootfs        rootfs.Spec `json:"rootfs"`
+	SystemdCgroup bool        `json:"systemdCgroup,omitempty"`
+	Pause         bool        `json:"pause,omitempty"`
+	LogPath       string      `json:"logPath,omitempty"`
+	MaxLogLine    int         `json:"maxLogLine,omitempty"`
+	Stdin         bool        `json:"stdin,omitempty"`
+	StdinOnce     bool        `json:"stdinOnce,omitempty"`
+	Terminal      bool        `json:"terminal,omitempty"`
+}
+
+// Exec is shim.ExecRequest with the pool's settings. The files that come with it
+// are those of Stdin, Stdout and Stderr that are true, in this order.
+type Exec struct {
+	StateRoot string         `json:"stateRoot"`
+	ID        string         `json:"id"`
+	ExecID    string         `json:"execID"`
+	Process   *specs.Process `json:"process"`
+	Stdin     bool           `json:"stdin,omitempty"`
+	Stdout    bool           `json:"stdout,omitempty"`
+	Stderr    bool           `json:"stderr,omitempty"`
+}
+
+// Reply is a message from the launcher. Exactly one of Started, Exec, Exited and
+// Error is set; Error ends the request.
+type Reply struct {
+	Started  *Started     `json:"started,omitempty"` // with the pidfd of the container's init
+	Exec     *ExecStarted `json:"exec,omitempty"`    // with its pidfd; for a terminal the pty's master follows
+	Exited   *Exited      `json:"exited,omitempty"`
+	Error    *Error       `json:"error,omitempty"`
+	Warnings []string     `json:"warnings,omitempty"` // what libcontainer had to say, for the daemon's log
+}
+
+// Started tells of a container that runs.
+type Started struct {
+	InitPID   int    `json:"initPID"`
+	InitStart uint64 `json:"initStart"`
+	ShimPID   int    `json:"shimPID"`
+	ShimStart uint64 `json:"shimStart"`
+	StartedAt int64  `json:"startedAt"` // unix nanoseconds
+}
+
+// ExecStarted tells of an exec that runs.
+type ExecStarted struct {
+	PID int `json:"pid"`
+}
+
+// Exited tells of the end of an exec.
+type Exited struct {
+	Code int32 `json:"code"` // exit code, or 128+signal
+}
+
+// Error is a failure with the code it has on the daemon's side.
+type Error struct {
+	Code    codes.Code `json:"code"`
+	Message string     `json:"message"`
+}

@@ -1,0 +1,209 @@
+package shim
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/errdefs"
+	"berth/internal/pidfd"
+	"berth/shim/control"
+)
+
+// Exec is one process started in a running container. Its methods may be called
+// from any goroutine; Close must be called once.
+type Exec struct {
+	l       *Launchers
+	p       *launcher
+	id      string
+	pid     int
+	proc    *os.File // pidfd
+	console *os.File
+
+	waiting sync.Mutex // held while the one who waits first reads the connection
+	mu      sync.Mutex // guards what follows
+	ended   bool
+	code    int32
+	err     error
+}
+
+// Exec starts a process in a running container. Its files are duplicated: the
+// caller still closes its own. When ctx ends before the process runs, it is killed;
+// afterwards ctx has no meaning.
+//
+// Codes: FailedPrecondition if the container is not running, InvalidArgument if
+// the process cannot be carried out, such as a command that does not exist.
+func (l *Launchers) Exec(ctx context.Context, req ExecRequest) (*Exec, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, fmt.Errorf("exec in container %s: %w", req.ID, err)
+	}
+	p, err := l.take(true)
+	if err != nil {
+		return nil, err
+	}
+	e := &Exec{l: l, p: p, id: req.ID}
+	again, err := e.start(ctx, req)
+	if err == nil {
+		return e, nil
+	}
+	if again {
+		l.put(p)
+	} else {
+		l.retire(p)
+	}
+	return nil, err
+}
+
+// start tells in case of an error whether the launcher can serve again.
+func (e *Exec) start(ctx context.Context, req ExecRequest) (again bool, err error) {
+	order := &control.Exec{
+		StateRoot: e.l.cfg.StateRoot,
+		ID:        req.ID,
+		ExecID:    req.ExecID,
+		Process:   req.Process,
+		Stdin:     req.Stdin != nil,
+		Stdout:    req.Stdout != nil,
+		Stderr:    req.Stderr != nil,
+	}
+	var files []*os.File
+	for _, f := range []*os.File{req.Stdin, req.Stdout, req.Stderr} {
+		if f != nil {
+			files = append(files, f)
+		}
+	}
+	if err := e.p.conn.Send(control.Request{Exec: order}, files...); err != nil {
+		return false, errdefs.Internal("exec in container %s: %w", req.ID, err)
+	}
+	var reply control.Reply
+	got, err := e.l.receive(ctx, e.p, &reply)
+	e.l.logWarnings(req.ID, reply.Warnings)
+	switch {
+	case err != nil:
+		return false, errdefs.Internal("exec in container %s: the launcher is lost: %w", req.ID, err)
+	case reply.Error != nil:
+		return ctx.Err() == nil, failure(ctx, reply.Error)
+	case reply.Exec == nil || len(got) < 1 || len(got) > 2:
+		return false, errors.Join(errdefs.Internal("exec in container %s: the launcher's reply makes no sense", req.ID), closeFiles(got))
+	}
+	e.pid = reply.Exec.PID
+	if len(got) == 2 {
+		e.console = got[1]
+	}
+	if e.proc, err = asPidfd(got[0]); err != nil {
+		return false, err
+	}
+	if err := ctx.Err(); err != nil { // the launcher was told, and kills it
+		return false, errors.Join(fmt.Errorf("exec in container %s: %w", req.ID, err), e.closeFiles())
+	}
+	return true, nil
+}
+
+// PID returns the process's ID on the host.
+func (e *Exec) PID() int { return e.pid }
+
+// Console returns the master of the process's terminal, nil if it has none. It is
+// closed by Close.
+func (e *Exec) Console() *os.File { return e.console }
+
+// Resize changes the terminal's size, in characters.
+func (e *Exec) Resize(width, height uint16) error {
+	if e.console == nil {
+		return errdefs.FailedPrecondition("exec in container %s: it has no terminal", e.id)
+	}
+	conn, err := e.console.SyscallConn()
+	if err != nil {
+		return fmt.Errorf("resize terminal: %w", err)
+	}
+	var sizeErr error
+	err = conn.Control(func(fd uintptr) {
+		sizeErr = unix.IoctlSetWinsize(int(fd), unix.TIOCSWINSZ, &unix.Winsize{Row: height, Col: width})
+	})
+	if err := errors.Join(err, sizeErr); err != nil {
+		return fmt.Errorf("resize terminal: %w", err)
+	}
+	return nil
+}
+
+// Kill kills the process and everything it has started, also what it has left to
+// the container's init, and does not wait for that: Wait does.
+func (e *Exec) Kill() error {
+	e.mu.Lock()
+	ended := e.ended
+	e.mu.Unlock()
+	if ended {
+		return nil
+	}
+	if err := e.p.conn.Send(control.Request{Kill: true}); err != nil {
+		return errors.Join(fmt.Errorf("kill exec in container %s: %w", e.id, err), pidfd.Signal(e.proc, unix.SIGKILL))
+	}
+	return nil
+}
+
+// Wait returns the exit code, or 128+signal, when the process itself has ended;
+// children that it left running do not matter. After ctx it may be called again.
+func (e *Exec) Wait(ctx context.Context) (int32, error) {
+	e.waiting.Lock()
+	defer e.waiting.Unlock()
+	if ended, code, err := e.result(); ended {
+		return code, err
+	}
+	stop := context.AfterFunc(ctx, func() { _ = e.p.conn.SetDeadline(time.Unix(1, 0)) })
+	var reply control.Reply
+	_, err := e.p.conn.Receive(&reply)
+	if !stop() {
+		if err := e.p.conn.SetDeadline(time.Time{}); err != nil {
+			return 0, err
+		}
+	}
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		return 0, ctx.Err()
+	}
+	e.l.logWarnings(e.id, reply.Warnings)
+	return e.finish(&reply, err)
+}
+
+func (e *Exec) result() (ended bool, code int32, err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.ended, e.code, e.err
+}
+
+func (e *Exec) finish(reply *control.Reply, err error) (int32, error) {
+	switch {
+	case err != nil:
+		err = errdefs.Internal("exec in container %s: the launcher is lost: %w", e.id, err)
+	case reply.Exited == nil:
+		err = errdefs.Internal("exec in container %s: the launcher's reply makes no sense", e.id)
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.ended, e.err = true, err
+	if err == nil {
+		e.code = reply.Exited.Code
+	}
+	return e.code, err
+}
+
+// Close gives up the exec. A process that has not ended is killed with everything
+// it has started; a launcher that did its work serves again.
+func (e *Exec) Close() error {
+	if ended, _, err := e.result(); ended && err == nil {
+		e.l.put(e.p)
+	} else {
+		e.l.retire(e.p)
+	}
+	return e.closeFiles()
+}
+
+func (e *Exec) closeFiles() error {
+	err := e.proc.Close()
+	if e.console != nil {
+		err = errors.Join(err, e.console.Close())
+	}
+	return err
+}

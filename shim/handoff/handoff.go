@@ -1,0 +1,121 @@
+// Package handoff is what a launcher leaves to the monitor it turns into: the
+// command line, which names the open file descriptors and settings. It is light
+// enough for the monitor, and readable in ps.
+package handoff
+
+import (
+	"errors"
+	"strconv"
+	"strings"
+)
+
+// Params is everything a monitor starts with. File descriptors that it does not
+// have are -1.
+type Params struct {
+	ID        string // the container, for people who read ps
+	Dir       string // the shim directory
+	LogPath   string // for reopening; empty: no log
+	MaxLine   int    // bytes of one log record's content
+	InitPID   int    // the container's init, our child
+	StdinOnce bool   // close stdin when the first client that had it goes
+	KillDir   string // cgroup directory whose processes do not outlive init; empty: the kernel sees to that
+
+	Listen    int // listening socket, Dir/sock
+	Log       int // the log file, append mode
+	Stdin     int // write end of the container's stdin; the same as Console with a terminal
+	Stdout    int // read ends of its output
+	Stderr    int
+	Console   int // pty master, instead of Stdout and Stderr
+	OOM       int // memory.events (v2) or memory.oom_control (v1)
+	OOMNotify int // v1: eventfd that tells when to read OOM
+}
+
+// field is one parameter: how it is called on the command line, and where it is.
+// Exactly one of text, number and flag is set.
+type field struct {
+	name   string
+	text   *string
+	number *int
+	flag   *bool
+}
+
+func (p *Params) fields() []field {
+	return []field{
+		{name: "id", text: &p.ID},
+		{name: "dir", text: &p.Dir},
+		{name: "log-path", text: &p.LogPath},
+		{name: "max-line", number: &p.MaxLine},
+		{name: "init", number: &p.InitPID},
+		{name: "stdin-once", flag: &p.StdinOnce},
+		{name: "kill-dir", text: &p.KillDir},
+		{name: "listen-fd", number: &p.Listen},
+		{name: "log-fd", number: &p.Log},
+		{name: "stdin-fd", number: &p.Stdin},
+		{name: "stdout-fd", number: &p.Stdout},
+		{name: "stderr-fd", number: &p.Stderr},
+		{name: "console-fd", number: &p.Console},
+		{name: "oom-fd", number: &p.OOM},
+		{name: "oom-notify-fd", number: &p.OOMNotify},
+	}
+}
+
+// FDs returns the file descriptors that the monitor inherits.
+func (p *Params) FDs() []int {
+	var fds []int
+	for _, fd := range []int{p.Listen, p.Log, p.Stdin, p.Stdout, p.Stderr, p.Console, p.OOM, p.OOMNotify} {
+		if fd >= 0 {
+			fds = append(fds, fd)
+		}
+	}
+	return fds
+}
+
+// Args returns the command line, without the program's name.
+func (p *Params) Args() []string {
+	var args []string
+	for _, f := range p.fields() {
+		args = append(args, f.name+"="+f.value())
+	}
+	return args
+}
+
+// Parse is the opposite of Args: every parameter must be there, in order.
+func Parse(args []string) (Params, error) {
+	var p Params
+	fields := p.fields()
+	if len(args) != len(fields) {
+		return Params{}, errors.New(strconv.Itoa(len(args)) + " arguments, not " + strconv.Itoa(len(fields)))
+	}
+	for i, f := range fields {
+		value, ok := strings.CutPrefix(args[i], f.name+"=")
+		if !ok {
+			return Params{}, errors.New("argument " + strconv.Quote(args[i]) + " is not " + f.name)
+		}
+		if err := f.set(value); err != nil {
+			return Params{}, errors.New(f.name + ": " + err.Error())
+		}
+	}
+	return p, nil
+}
+
+func (f field) value() string {
+	switch {
+	case f.text != nil:
+		return *f.text
+	case f.number != nil:
+		return strconv.Itoa(*f.number)
+	}
+	return strconv.FormatBool(*f.flag)
+}
+
+func (f field) set(value string) (err error) {
+	switch {
+	case f.text != nil:
+		*f.text = value
+	case f.number != nil:
+		*f.number, err = strconv.Atoi(value)
+	default:
+		*f.flag, err = strconv.ParseBool(value)
+	}
+	return err
+}

@@ -1,0 +1,184 @@
+package shim
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/cgroup"
+	"berth/internal/errdefs"
+	"berth/internal/pidfd"
+	"berth/shim/control"
+	"berth/shim/record"
+)
+
+const (
+	// giveUpTime is how long a cancelled launch may take to undo what it did.
+	giveUpTime = 20 * time.Second
+	// scrubTime is how long the remains of a lost launcher may take to go.
+	scrubTime = 10 * time.Second
+)
+
+// Launch creates and starts a container, or a pause. On an error nothing is left of
+// it: no process, cgroup, libcontainer state or socket. When ctx ends the launch is
+// taken back, unless the container was running by then, which is no error.
+//
+// Codes: InvalidArgument if the spec cannot be carried out, such as a command that
+// does not exist; Canceled or DeadlineExceeded with ctx; Internal otherwise.
+func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, error) {
+	if err := ctx.Err(); err != nil {
+		return nil, fmt.Errorf("launch %s: %w", req.ID, err)
+	}
+	p, err := l.take(l.cfg.Warm)
+	if err != nil {
+		return nil, err
+	}
+	started, err := l.launchWith(ctx, p, req)
+	if err != nil || req.Pause {
+		l.retire(p)
+	}
+	return started, err
+}
+
+func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchRequest) (*Started, error) {
+	var reply control.Reply
+	err := p.conn.Send(control.Request{Launch: l.order(req)})
+	var files []*os.File
+	if err == nil {
+		files, err = l.receive(ctx, p, &reply)
+	}
+	switch {
+	case err != nil:
+		err = errors.Join(errdefs.Internal("launch %s: the launcher is lost: %w", req.ID, err), l.scrub(p, req))
+	case reply.Error != nil:
+		err = failure(ctx, reply.Error)
+	case reply.Started == nil || len(files) != 1:
+		err = errors.Join(errdefs.Internal("launch %s: the launcher's reply makes no sense", req.ID), l.scrub(p, req))
+	}
+	l.logWarnings(req.ID, reply.Warnings)
+	if err != nil {
+		return nil, errors.Join(err, closeFiles(files))
+	}
+	return l.started(p, req, reply.Started, files[0])
+}
+
+func (l *Launchers) order(req LaunchRequest) *control.Launch {
+	return &control.Launch{
+		StateRoot:     l.cfg.StateRoot,
+		MonitorPath:   l.cfg.MonitorPath,
+		ID:            req.ID,
+		Dir:           req.Dir,
+		Spec:          req.Spec,
+		Rootfs:        req.Rootfs,
+		SystemdCgroup: req.SystemdCgroup,
+		Pause:         req.Pause,
+		LogPath:       req.LogPath,
+		MaxLogLine:    req.MaxLogLine,
+		Stdin:         req.Stdin,
+		StdinOnce:     req.StdinOnce,
+		Terminal:      req.Terminal,
+	}
+}
+
+// receive waits for the reply to a launch. When ctx ends the launcher is told, by
+// the end of the connection's other direction, and may still say how it came out.
+func (l *Launchers) receive(ctx context.Context, p *launcher, reply *control.Reply) ([]*os.File, error) {
+	stop := context.AfterFunc(ctx, func() {
+		// If either fails the launcher is gone, which ends the wait as well.
+		_ = p.conn.SetDeadline(time.Now().Add(giveUpTime))
+		_ = p.conn.CloseWrite()
+	})
+	defer stop()
+	return p.conn.Receive(reply)
+}
+
+// started makes the result, whose files the caller owns.
+func (l *Launchers) started(p *launcher, req LaunchRequest, s *control.Started, init *os.File) (*Started, error) {
+	init, err := asPidfd(init)
+	if err != nil {
+		return nil, errors.Join(err, l.scrub(p, req))
+	}
+	st := &Started{
+		InitPID:       s.InitPID,
+		InitStartTime: s.InitStart,
+		Init:          init,
+		StartedAt:     time.Unix(0, s.StartedAt),
+	}
+	if req.Pause {
+		return st, nil
+	}
+	st.ShimPID, st.ShimStartTime, st.Shim = s.ShimPID, s.ShimStart, p.proc
+	// The connection has ended with the launcher's life as a launcher.
+	if err := p.conn.Close(); err != nil {
+		l.cfg.Log.Warn("close a launcher's connection", "pid", p.pid, "error", err)
+	}
+	return st, nil
+}
+
+// asPidfd makes a received pidfd fit for waiting.
+func asPidfd(f *os.File) (*os.File, error) {
+	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err := errors.Join(err, f.Close()); err != nil {
+		return nil, fmt.Errorf("take over pidfd: %w", err)
+	}
+	return pidfd.FromFD(fd)
+}
+
+// scrub removes what a launcher that did not end its work may have left.
+func (l *Launchers) scrub(p *launcher, req LaunchRequest) error {
+	if err := kill(p.proc); err != nil {
+		return fmt.Errorf("kill launcher of %s: %w", req.ID, err)
+	}
+	if req.Spec == nil || req.Spec.Linux == nil {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), scrubTime)
+	defer cancel()
+	group, err := cgroup.Open(req.Spec.Linux.CgroupsPath, req.SystemdCgroup)
+	if err != nil {
+		return err
+	}
+	return errors.Join(
+		group.Kill(ctx),
+		group.Destroy(ctx),
+		os.RemoveAll(filepath.Join(l.cfg.StateRoot, req.ID)),
+		remove(filepath.Join(req.Dir, record.ShimFile)),
+		remove(filepath.Join(req.Dir, socketFile)),
+		remove(filepath.Join(req.Dir, "rootfs")),
+	)
+}
+
+func remove(path string) error {
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// failure turns a launcher's error into ours. A launch that ctx has ended failed
+// for that reason.
+func failure(ctx context.Context, e *control.Error) error {
+	if err := ctx.Err(); err != nil {
+		return fmt.Errorf("%s: %w", e.Message, err)
+	}
+	return errdefs.New(e.Code, "%s", e.Message)
+}
+
+func (l *Launchers) logWarnings(id string, warnings []string) {
+	for _, w := range warnings {
+		l.cfg.Log.Warn("launcher: "+w, "container", id)
+	}
+}
+
+func closeFiles(files []*os.File) error {
+	var err error
+	for _, f := range files {
+		err = errors.Join(err, f.Close())
+	}
+	return err
+}

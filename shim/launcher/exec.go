@@ -1,0 +1,231 @@
+package launcher
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/opencontainers/runc/libcontainer"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/errdefs"
+	"berth/internal/pidfd"
+	"berth/shim/control"
+	"berth/shim/killtree"
+)
+
+// execution is one exec on its way.
+type execution struct {
+	*control.Exec
+	l     *launcher
+	files []*os.File // stdin, stdout, stderr, as far as there are any
+
+	container *libcontainer.Container
+	process   *libcontainer.Process
+	io        *stdio
+	cgroup    string // its own cgroup's directory; empty: it has none
+	pid       int
+	pidfd     *os.File
+}
+
+// serveExec carries out an exec order. An error means that the daemon is gone.
+func (l *launcher) serveExec(order *control.Exec, files []*os.File) error {
+	e := &execution{Exec: order, l: l, files: files, io: &stdio{}}
+	err := e.start()
+	closeErr := e.closeFiles() // the process has its own by now
+	if err == nil {
+		err = closeErr
+	}
+	if err != nil {
+		e.removeCgroup()
+		return l.reply(control.Reply{Error: describe(err)})
+	}
+	defer e.pidfd.Close()
+	reply := []*os.File{e.pidfd}
+	if e.io.console != nil {
+		reply = append(reply, e.io.console)
+	}
+	err = l.reply(control.Reply{Exec: &control.ExecStarted{PID: e.pid}}, reply...)
+	if e.io.console != nil {
+		err = errors.Join(err, e.io.console.Close())
+	}
+	if err != nil {
+		return errors.Join(err, e.kill())
+	}
+	return e.wait()
+}
+
+func (e *execution) start() (err error) {
+	if e.container, err = libcontainer.Load(e.StateRoot, e.ID); err != nil {
+		if errors.Is(err, libcontainer.ErrNotExist) {
+			return errdefs.FailedPrecondition("container %s is not running", e.ID)
+		}
+		return fmt.Errorf("load container %s: %w", e.ID, err)
+	}
+	if e.process, err = newProcess(e.Process); err != nil {
+		return err
+	}
+	if err := e.setIO(); err != nil {
+		return err
+	}
+	if err := e.makeCgroup(); err != nil {
+		return err
+	}
+	if err := e.container.Run(e.process); err != nil {
+		return fmt.Errorf("exec in container %s: %w", e.ID, err)
+	}
+	if e.pid, err = e.process.Pid(); err != nil {
+		return fmt.Errorf("exec in container %s: %w", e.ID, err)
+	}
+	if e.pidfd, err = pidfd.Open(e.pid); err != nil {
+		return err
+	}
+	return e.io.started()
+}
+
+func (e *execution) setIO() (err error) {
+	if e.Process.Terminal {
+		e.io.socket, e.process.ConsoleSocket, err = socketPair("console")
+		e.io.children = []*os.File{e.process.ConsoleSocket}
+		return err
+	}
+	rest := e.files
+	take := func(there bool) *os.File {
+		if !there || len(rest) == 0 {
+			return nil
+		}
+		f := rest[0]
+		rest = rest[1:]
+		return f
+	}
+	// A nil *os.File in the interface would not be nil.
+	if f := take(e.Stdin); f != nil {
+		e.process.Stdin = f
+	}
+	if f := take(e.Stdout); f != nil {
+		e.process.Stdout = f
+	}
+	if f := take(e.Stderr); f != nil {
+		e.process.Stderr = f
+	}
+	return nil
+}
+
+func (e *execution) closeFiles() error {
+	var err error
+	for _, f := range e.files {
+		err = errors.Join(err, f.Close())
+	}
+	return err
+}
+
+// makeCgroup makes the exec's own cgroup, below the container's, so that all of
+// its processes can be found. Where that cannot be (a threaded cgroup, no freezer)
+// the exec runs in the container's.
+func (e *execution) makeCgroup() error {
+	state, err := e.container.State()
+	if err != nil {
+		return fmt.Errorf("state of %s: %w", e.ID, err)
+	}
+	name := "exec-" + e.ExecID
+	for _, hierarchy := range []string{"", "freezer", "pids"} {
+		dir := state.CgroupPaths[hierarchy]
+		if dir == "" {
+			continue
+		}
+		dir = filepath.Join(dir, name)
+		if os.Mkdir(dir, 0o755) != nil {
+			continue
+		}
+		e.cgroup = dir
+		e.process.SubCgroupPaths = map[string]string{hierarchy: name}
+		return nil
+	}
+	return nil
+}
+
+// removeCgroup removes the exec's cgroup unless there are processes in it: those
+// of an exec that has ended well may live on, with the container.
+func (e *execution) removeCgroup() {
+	if e.cgroup != "" {
+		_ = unix.Rmdir(e.cgroup)
+	}
+}
+
+// wait reports the end of the exec. The daemon may order the kill meanwhile.
+func (e *execution) wait() error {
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	var listening sync.WaitGroup
+	var gone error
+	listening.Go(func() { gone = e.listen(ctx) })
+
+	state, err := e.process.Wait()
+	code := exitCode(state, err)
+	// The daemon speaks next when it has the reply, so the listener is stopped
+	// before: what it has read by then belongs to this exec.
+	cancel()
+	if err := e.l.conn.SetDeadline(time.Unix(1, 0)); err != nil {
+		return err
+	}
+	listening.Wait()
+	if err := e.l.conn.SetDeadline(time.Time{}); err != nil {
+		return err
+	}
+	e.removeCgroup()
+	if gone != nil {
+		return gone
+	}
+	return e.l.reply(control.Reply{Exited: &control.Exited{Code: code}})
+}
+
+// listen kills the exec when the daemon says so or is gone, which is the error.
+func (e *execution) listen(ctx context.Context) error {
+	for {
+		var r control.Request
+		_, err := e.l.conn.Receive(&r)
+		switch {
+		case errors.Is(err, os.ErrDeadlineExceeded) && ctx.Err() != nil:
+			return nil
+		case err != nil:
+			if killErr := e.kill(); killErr != nil {
+				err = errors.Join(err, killErr)
+			}
+			return fmt.Errorf("exec %s: the daemon is gone: %w", e.ExecID, err)
+		case r.Kill:
+			if err := e.kill(); err != nil {
+				e.l.warnings.add(fmt.Sprintf("kill exec %s in %s: %v", e.ExecID, e.ID, err))
+			}
+		}
+	}
+}
+
+// killTime is how long an exec's processes may take to die before they are left
+// to whoever removes the container.
+const killTime = 10 * time.Second
+
+// kill ends the exec's processes, all of them, also those that init has adopted.
+func (e *execution) kill() error {
+	if e.cgroup != "" {
+		return killtree.Kill(e.cgroup, killTime)
+	}
+	return killDescendants(e.pid, e.pidfd)
+}
+
+func exitCode(state *os.ProcessState, err error) int32 {
+	if state == nil {
+		return 255
+	}
+	status, ok := state.Sys().(unix.WaitStatus)
+	if !ok {
+		return int32(state.ExitCode())
+	}
+	if status.Signaled() {
+		return 128 + int32(status.Signal())
+	}
+	return int32(status.ExitStatus())
+}

@@ -1,0 +1,179 @@
+package launcher
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strconv"
+	"syscall"
+
+	"github.com/opencontainers/runc/libcontainer/configs"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+
+	"berth/shim/handoff"
+)
+
+// prepareMonitor does all of the handing over that can fail, so that after the
+// daemon was told only execve remains. It changes this goroutine's thread for good.
+func (c *launch) prepareMonitor() error {
+	if c.Pause {
+		return nil
+	}
+	state, err := c.container.State()
+	if err != nil {
+		return fmt.Errorf("state of %s: %w", c.ID, err)
+	}
+	c.monitor = handoff.Params{
+		ID:        c.ID,
+		Dir:       c.Dir,
+		LogPath:   c.LogPath,
+		MaxLine:   c.MaxLogLine,
+		InitPID:   c.started.InitPID,
+		StdinOnce: c.StdinOnce,
+		Listen:    fd(c.io.listener),
+		Log:       fd(c.io.log),
+		Stdin:     fd(c.io.stdin),
+		Stdout:    fd(c.io.stdout),
+		Stderr:    fd(c.io.stderr),
+		Console:   fd(c.io.console),
+	}
+	if c.Stdin && c.Terminal {
+		c.monitor.Stdin = c.monitor.Console
+	}
+	if !c.config.Namespaces.IsPrivate(configs.NEWPID) {
+		c.monitor.KillDir = killDir(state.CgroupPaths)
+	}
+	oom, notify := openOOM(state.CgroupPaths)
+	c.monitor.OOM, c.monitor.OOMNotify = fd(oom), fd(notify)
+	return c.l.enterHost()
+}
+
+// fd returns the descriptor of a file that may be nil.
+func fd(f *os.File) int {
+	if f == nil {
+		return -1
+	}
+	return int(f.Fd())
+}
+
+// killDir returns a cgroup directory that has all of the container's processes.
+func killDir(paths map[string]string) string {
+	for _, hierarchy := range []string{"", "freezer", "pids", "memory", "devices"} {
+		if dir := paths[hierarchy]; dir != "" {
+			return dir
+		}
+	}
+	return ""
+}
+
+// openOOM opens the file that counts OOM kills and, on cgroup v1, an eventfd that
+// tells of them. Without them no kill is reported, which is no reason to fail.
+func openOOM(paths map[string]string) (file, notify *os.File) {
+	if dir := paths[""]; dir != "" {
+		if f, err := os.Open(filepath.Join(dir, "memory.events")); err == nil {
+			return f, nil
+		}
+	}
+	dir := paths["memory"]
+	if dir == "" {
+		return nil, nil
+	}
+	file, err := os.Open(filepath.Join(dir, "memory.oom_control"))
+	if err != nil {
+		return nil, nil
+	}
+	efd, err := unix.Eventfd(0, unix.EFD_CLOEXEC|unix.EFD_NONBLOCK)
+	if err != nil {
+		return file, nil
+	}
+	notify = os.NewFile(uintptr(efd), "oom")
+	order := strconv.Itoa(efd) + " " + strconv.Itoa(int(file.Fd()))
+	if err := os.WriteFile(filepath.Join(dir, "cgroup.event_control"), []byte(order), 0); err != nil {
+		_ = notify.Close()
+		return file, nil
+	}
+	return file, notify
+}
+
+// enterHost locks the goroutine to its thread and brings that back to the daemon's
+// mount namespace. Other threads stay behind: they end in execve.
+func (l *launcher) enterHost() error {
+	runtime.LockOSThread()
+	// The kernel refuses setns to a thread that shares root and working directory.
+	if err := unix.Unshare(unix.CLONE_FS); err != nil {
+		return os.NewSyscallError("unshare(CLONE_FS)", err)
+	}
+	if err := unix.Setns(int(l.hostMnt.Fd()), unix.CLONE_NEWNS); err != nil {
+		return os.NewSyscallError("setns to the host's mount namespace", err)
+	}
+	return os.NewSyscallError("chdir", unix.Chdir("/"))
+}
+
+// monitorEnv keeps Go's runtime small: one processor, and garbage collected at a
+// fifth of Go's usual first heap of 4 MiB.
+var monitorEnv = []string{"GOMAXPROCS=1", "GOGC=20"}
+
+// becomeMonitor executes the monitor. It only returns an error.
+func (l *launcher) becomeMonitor(path string, p *handoff.Params) error {
+	null, err := unix.Open("/dev/null", unix.O_RDWR|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return os.NewSyscallError("open /dev/null", err)
+	}
+	for _, std := range []int{0, 1, 2} { // the daemon's may be pipes that somebody waits on
+		if err := unix.Dup3(null, std, 0); err != nil {
+			return os.NewSyscallError("dup3", err)
+		}
+	}
+	for _, fd := range p.FDs() {
+		if _, err := unix.FcntlInt(uintptr(fd), unix.F_SETFD, 0); err != nil {
+			return os.NewSyscallError("fcntl(F_SETFD)", err)
+		}
+	}
+	// Huge pages would make a monitor's heap 2 MiB. execve keeps the setting.
+	_ = unix.Prctl(unix.PR_SET_THP_DISABLE, 1, 0, 0, 0)
+	if err := blockSignals(); err != nil {
+		return err
+	}
+	return syscall.Exec(path, append([]string{filepath.Base(path)}, p.Args()...), monitorEnv)
+}
+
+// blockSignals blocks, on this thread, every signal that ends a process by default
+// and is not about a fault in it. execve keeps the mask and Go's runtime gives it
+// to all its threads, so nothing but SIGKILL ends a monitor. SIGCHLD is among them
+// for the monitor's signalfd.
+func blockSignals() error {
+	set := &unix.Sigset_t{}
+	for _, sig := range []unix.Signal{
+		unix.SIGHUP, unix.SIGINT, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2, unix.SIGPIPE, unix.SIGALRM, unix.SIGTERM,
+		unix.SIGCHLD, unix.SIGTSTP, unix.SIGTTIN, unix.SIGTTOU, unix.SIGXCPU, unix.SIGXFSZ, unix.SIGVTALRM, unix.SIGIO, unix.SIGPWR,
+	} {
+		set.Val[(sig-1)/64] |= 1 << ((sig - 1) % 64)
+	}
+	return os.NewSyscallError("sigprocmask", unix.PthreadSigmask(unix.SIG_BLOCK, set, nil))
+}
+
+// clampOOMScore raises oom_score_adj to what this process may give: lowering it
+// needs CAP_SYS_RESOURCE, and init would fail. The daemon has told whoever needs to
+// know; this is for a daemon that is mistaken.
+func clampOOMScore(p *specs.Process) {
+	if p.OOMScoreAdj == nil {
+		return
+	}
+	const file = "/proc/self/oom_score_adj"
+	own, err := os.ReadFile(file)
+	if err != nil {
+		return
+	}
+	now, err := strconv.Atoi(string(own[:max(len(own)-1, 0)]))
+	if err != nil || *p.OOMScoreAdj >= now {
+		return
+	}
+	if os.WriteFile(file, []byte(strconv.Itoa(*p.OOMScoreAdj)), 0) != nil {
+		*p.OOMScoreAdj = now
+		return
+	}
+	// It is allowed. Raising it again is always.
+	_ = os.WriteFile(file, own, 0)
+}

@@ -1,0 +1,186 @@
+package launcher
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+
+	"github.com/opencontainers/runc/libcontainer"
+	"github.com/opencontainers/runc/libcontainer/configs"
+	"golang.org/x/sys/unix"
+
+	"berth/shim/logfile"
+)
+
+// SocketFile is the monitor's socket in the shim directory.
+const SocketFile = "sock"
+
+// stdio is the container's input and output. Each file is there or nil.
+type stdio struct {
+	// The monitor's.
+	stdin, stdout, stderr *os.File // our ends of the pipes
+	console               *os.File // or the master of a terminal
+	log                   *os.File
+	listener              *os.File
+
+	children []*os.File // the container's ends, closed when it has them
+	socket   *os.File   // where libcontainer sends the terminal's master
+}
+
+// openIO makes what the container's process and its monitor read and write.
+func (c *launch) openIO() (err error) {
+	c.io = &stdio{}
+	if c.Pause {
+		return nil
+	}
+	if c.LogPath != "" {
+		fd, err := logfile.Open(c.LogPath)
+		if err != nil {
+			return err
+		}
+		c.io.log = os.NewFile(uintptr(fd), c.LogPath)
+	}
+	if c.io.listener, err = listen(c.Dir); err != nil {
+		return fmt.Errorf("socket of %s: %w", c.ID, err)
+	}
+	c.undo.Add("remove the socket", func() error {
+		return ignore(unix.Unlink(filepath.Join(c.Dir, SocketFile)), unix.ENOENT)
+	})
+	if c.Terminal {
+		c.io.socket, c.process.ConsoleSocket, err = socketPair("console")
+		c.io.children = append(c.io.children, c.process.ConsoleSocket)
+		return err
+	}
+	return c.io.makePipes(c.process, c.config, c.Stdin)
+}
+
+// makePipes gives the process pipes; the container's root owns its ends of them,
+// also where that is another user on the host.
+func (s *stdio) makePipes(p *libcontainer.Process, config *configs.Config, withStdin bool) error {
+	stdout, ours, err := pipe("stdout")
+	if err != nil {
+		return err
+	}
+	p.Stdout, s.stdout = stdout, ours
+	stderr, ours, err := pipe("stderr")
+	if err != nil {
+		return err
+	}
+	p.Stderr, s.stderr = stderr, ours
+	s.children = append(s.children, stdout, stderr)
+	if withStdin {
+		ours, stdin, err := pipe("stdin")
+		if err != nil {
+			return err
+		}
+		p.Stdin, s.stdin = stdin, ours
+		s.children = append(s.children, stdin)
+	}
+	return chown(s.children, config)
+}
+
+func chown(files []*os.File, config *configs.Config) error {
+	uid, err := config.HostRootUID()
+	if err != nil {
+		return fmt.Errorf("owner of stdio: %w", err)
+	}
+	gid, err := config.HostRootGID()
+	if err != nil {
+		return fmt.Errorf("owner of stdio: %w", err)
+	}
+	if uid == os.Geteuid() && gid == os.Getegid() {
+		return nil
+	}
+	for _, f := range files {
+		if err := f.Chown(uid, gid); err != nil {
+			return fmt.Errorf("owner of stdio: %w", err)
+		}
+	}
+	return nil
+}
+
+// started takes the terminal and closes the container's ends, so that there is no
+// writer of its output but the container.
+func (s *stdio) started() (err error) {
+	if s.socket != nil {
+		if s.console, err = receiveFile(s.socket); err != nil {
+			return fmt.Errorf("terminal: %w", err)
+		}
+		err = s.socket.Close()
+	}
+	for _, f := range s.children {
+		err = errors.Join(err, f.Close())
+	}
+	return err
+}
+
+// pipe returns the write end first. Blocking ends: one is the container's, and the
+// monitor changes the other.
+func pipe(name string) (w, r *os.File, err error) {
+	var fds [2]int
+	if err := unix.Pipe2(fds[:], unix.O_CLOEXEC); err != nil {
+		return nil, nil, fmt.Errorf("pipe for %s: %w", name, err)
+	}
+	return os.NewFile(uintptr(fds[1]), name), os.NewFile(uintptr(fds[0]), name), nil
+}
+
+func socketPair(name string) (ours, theirs *os.File, err error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, nil, fmt.Errorf("socket pair for %s: %w", name, err)
+	}
+	return os.NewFile(uintptr(fds[0]), name), os.NewFile(uintptr(fds[1]), name), nil
+}
+
+// receiveFile takes the one file that init has sent before it reported ready.
+func receiveFile(socket *os.File) (*os.File, error) {
+	name := make([]byte, 4096) // init sends the terminal's path along
+	oob := make([]byte, unix.CmsgSpace(4))
+	_, n, _, _, err := unix.Recvmsg(int(socket.Fd()), name, oob, unix.MSG_CMSG_CLOEXEC|unix.MSG_DONTWAIT)
+	if err != nil {
+		return nil, os.NewSyscallError("recvmsg", err)
+	}
+	messages, err := unix.ParseSocketControlMessage(oob[:n])
+	if err != nil {
+		return nil, err
+	}
+	if len(messages) != 1 {
+		return nil, errors.New("init sent no file")
+	}
+	fds, err := unix.ParseUnixRights(&messages[0])
+	if err != nil {
+		return nil, err
+	}
+	if len(fds) != 1 {
+		return nil, errors.New("init sent no file")
+	}
+	return os.NewFile(uintptr(fds[0]), "console"), nil
+}
+
+// listen makes the monitor's socket. Its path goes through a descriptor of the
+// directory, since a socket's path is limited to 107 bytes.
+func listen(dir string) (_ *os.File, err error) {
+	d, err := os.Open(dir)
+	if err != nil {
+		return nil, err
+	}
+	defer d.Close()
+	path := "/proc/self/fd/" + strconv.Itoa(int(d.Fd())) + "/" + SocketFile
+	if err := unix.Unlink(path); err != nil && err != unix.ENOENT {
+		return nil, os.NewSyscallError("unlink", err)
+	}
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		return nil, os.NewSyscallError("socket", err)
+	}
+	s := os.NewFile(uintptr(fd), SocketFile)
+	if err := unix.Bind(fd, &unix.SockaddrUnix{Name: path}); err != nil {
+		return nil, errors.Join(os.NewSyscallError("bind", err), s.Close())
+	}
+	if err := errors.Join(unix.Chmod(path, 0o600), unix.Listen(fd, 128)); err != nil {
+		return nil, errors.Join(err, unix.Unlink(path), s.Close())
+	}
+	return s, nil
+}

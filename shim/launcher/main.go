@@ -1,0 +1,106 @@
+// Package launcher is the program berth-shim: a process that waits, warmed up, for
+// one order from the daemon (package shim/control).
+//
+// A launch creates a container with libcontainer and then turns this process, by
+// execve, into the container's monitor. An exec starts a process in a container
+// that runs; when it has ended, the launcher waits for the next order.
+//
+// The daemon starts a launcher in a mount namespace of its own, a peer of the
+// host's. There the container's root filesystem is mounted, and nowhere else: the
+// mount goes when the container's last process goes. The monitor goes back to the
+// host's namespace, so as not to keep this one.
+package launcher
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"runtime/debug"
+
+	"golang.org/x/sys/unix"
+
+	"berth/shim/control"
+)
+
+// memoryLimit is when the garbage collector begins to work. A launch allocates far
+// less; a launcher that serves many execs would grow without it.
+const memoryLimit = 64 << 20
+
+// Main serves orders until the daemon closes the control socket, and returns the
+// exit status. A successful launch does not return.
+func Main() int {
+	debug.SetGCPercent(-1)
+	debug.SetMemoryLimit(memoryLimit)
+	l, err := start()
+	if err == nil {
+		warm()
+		err = l.serve()
+	}
+	if err != nil {
+		fmt.Fprintf(os.Stderr, "berth-shim: %v\n", err)
+		return 1
+	}
+	return 0
+}
+
+// launcher is one process's state.
+type launcher struct {
+	conn     *control.Conn
+	hostMnt  *os.File // the daemon's mount namespace
+	warnings *warnings
+}
+
+// start takes over the descriptors that the daemon has put in place.
+func start() (*launcher, error) {
+	for fd := control.SocketFD; fd <= control.ExeFD; fd++ {
+		if _, err := unix.FcntlInt(uintptr(fd), unix.F_SETFD, unix.FD_CLOEXEC); err != nil {
+			return nil, errors.New("it is started by berth, not by hand")
+		}
+	}
+	if err := unix.Close(control.ExeFD); err != nil { // the kernel needs no descriptor of what runs
+		return nil, os.NewSyscallError("close", err)
+	}
+	conn, err := control.New(os.NewFile(control.SocketFD, "control"))
+	if err != nil {
+		return nil, err
+	}
+	return &launcher{
+		conn:     conn,
+		hostMnt:  os.NewFile(control.MountNSFD, "host mount namespace"),
+		warnings: collectWarnings(),
+	}, nil
+}
+
+// serve carries out one order after another.
+func (l *launcher) serve() error {
+	for {
+		var r control.Request
+		files, err := l.conn.Receive(&r)
+		if err == io.EOF {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		switch {
+		case r.Launch != nil:
+			return l.serveLaunch(r.Launch)
+		case r.Exec != nil:
+			err = l.serveExec(r.Exec, files)
+		case r.Kill:
+			// The exec that it was for has ended in the meantime.
+		default:
+			err = errors.New("an order of an unknown kind; berth and berth-shim are of different versions")
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// reply sends a reply with what libcontainer has warned of since the last one.
+func (l *launcher) reply(r control.Reply, files ...*os.File) error {
+	r.Warnings = l.warnings.take()
+	return l.conn.Send(r, files...)
+}

@@ -1,0 +1,77 @@
+package launcher
+
+import (
+	"fmt"
+
+	"github.com/opencontainers/runc/libcontainer"
+	"github.com/opencontainers/runc/libcontainer/configs"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/errdefs"
+)
+
+// newProcess translates a runtime-spec process for libcontainer.
+func newProcess(p *specs.Process) (*libcontainer.Process, error) {
+	if p == nil || len(p.Args) == 0 {
+		return nil, errdefs.InvalidArgument("there is no command to run")
+	}
+	lp := &libcontainer.Process{
+		Args:            p.Args,
+		Env:             p.Env,
+		Cwd:             p.Cwd,
+		UID:             int(p.User.UID),
+		GID:             int(p.User.GID),
+		Label:           p.SelinuxLabel,
+		AppArmorProfile: p.ApparmorProfile,
+		NoNewPrivileges: &p.NoNewPrivileges,
+		Scheduler:       p.Scheduler,
+		IOPriority:      p.IOPriority,
+	}
+	for _, g := range p.User.AdditionalGids {
+		lp.AdditionalGroups = append(lp.AdditionalGroups, int(g))
+	}
+	if s := p.ConsoleSize; s != nil {
+		lp.ConsoleWidth, lp.ConsoleHeight = uint16(s.Width), uint16(s.Height)
+	}
+	if c := p.Capabilities; c != nil {
+		lp.Capabilities = &configs.Capabilities{
+			Bounding:    c.Bounding,
+			Effective:   c.Effective,
+			Inheritable: c.Inheritable,
+			Permitted:   c.Permitted,
+			Ambient:     c.Ambient,
+		}
+	}
+	for _, r := range p.Rlimits {
+		kind, ok := rlimits[r.Type]
+		if !ok {
+			return nil, errdefs.InvalidArgument("unknown resource limit %q", r.Type)
+		}
+		lp.Rlimits = append(lp.Rlimits, configs.Rlimit{Type: kind, Hard: r.Hard, Soft: r.Soft})
+	}
+	var err error
+	if lp.CPUAffinity, err = configs.ConvertCPUAffinity(p.ExecCPUAffinity); err != nil {
+		return nil, fmt.Errorf("CPU affinity: %w", err)
+	}
+	return lp, nil
+}
+
+var rlimits = map[string]int{
+	"RLIMIT_AS":         unix.RLIMIT_AS,
+	"RLIMIT_CORE":       unix.RLIMIT_CORE,
+	"RLIMIT_CPU":        unix.RLIMIT_CPU,
+	"RLIMIT_DATA":       unix.RLIMIT_DATA,
+	"RLIMIT_FSIZE":      unix.RLIMIT_FSIZE,
+	"RLIMIT_LOCKS":      unix.RLIMIT_LOCKS,
+	"RLIMIT_MEMLOCK":    unix.RLIMIT_MEMLOCK,
+	"RLIMIT_MSGQUEUE":   unix.RLIMIT_MSGQUEUE,
+	"RLIMIT_NICE":       unix.RLIMIT_NICE,
+	"RLIMIT_NOFILE":     unix.RLIMIT_NOFILE,
+	"RLIMIT_NPROC":      unix.RLIMIT_NPROC,
+	"RLIMIT_RSS":        unix.RLIMIT_RSS,
+	"RLIMIT_RTPRIO":     unix.RLIMIT_RTPRIO,
+	"RLIMIT_RTTIME":     unix.RLIMIT_RTTIME,
+	"RLIMIT_SIGPENDING": unix.RLIMIT_SIGPENDING,
+	"RLIMIT_STACK":      unix.RLIMIT_STACK,
+}

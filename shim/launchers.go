@@ -1,0 +1,281 @@
+package shim
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"strconv"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/errdefs"
+	"berth/internal/pidfd"
+	"berth/shim/control"
+)
+
+// Config is how a pool of launchers works.
+type Config struct {
+	ShimPath    string       // the berth-shim binary
+	MonitorPath string       // the monitor, as payload.Install put it
+	StateRoot   string       // libcontainer's state, one directory per container; below the private state mount
+	Idle        int          // launchers kept ready
+	Warm        bool         // keep launchers for Launch; false: what is mounted later would not reach them, start one per launch
+	Log         *slog.Logger // nil: slog.Default()
+}
+
+// Launchers starts containers and execs, each in a launcher process of its own.
+// Idle ones are started ahead of need by one goroutine and end by themselves when
+// this process ends. It is safe for concurrent use.
+type Launchers struct {
+	cfg Config
+	exe *os.File // sealed copy of ShimPath: a container cannot write to it (CVE-2019-5736), and no launcher has to copy it
+
+	refill chan struct{} // tells the owner to look; capacity 1
+	ctx    context.Context
+	stop   context.CancelFunc
+	owned  sync.WaitGroup // the owner and everything that waits for a launcher's end
+
+	mu     sync.Mutex // guards what follows
+	idle   []*launcher
+	closed bool
+}
+
+// New starts the pool. ShimPath is read once, here.
+func New(cfg Config) (*Launchers, error) {
+	if cfg.Log == nil {
+		cfg.Log = slog.Default()
+	}
+	exe, err := sealedCopy(cfg.ShimPath)
+	if err != nil {
+		return nil, fmt.Errorf("launcher %s: %w", cfg.ShimPath, err)
+	}
+	l := &Launchers{cfg: cfg, exe: exe, refill: make(chan struct{}, 1)}
+	l.ctx, l.stop = context.WithCancel(context.Background())
+	l.owned.Go(l.keepFilled)
+	l.wantMore()
+	return l, nil
+}
+
+// Close ends idle launchers and waits for them. Launches and execs must have
+// returned; containers and their monitors live on.
+func (l *Launchers) Close() error {
+	l.mu.Lock()
+	l.closed = true
+	idle := l.idle
+	l.idle = nil
+	l.mu.Unlock()
+	l.stop()
+	for _, p := range idle {
+		l.retire(p)
+	}
+	l.owned.Wait()
+	return l.exe.Close()
+}
+
+// launcher is the daemon's end of one launcher process.
+type launcher struct {
+	conn *control.Conn
+	pid  int
+	proc *os.File // pidfd
+}
+
+// keepFilled is the owner of the idle launchers.
+func (l *Launchers) keepFilled() {
+	for {
+		select {
+		case <-l.ctx.Done():
+			return
+		case <-l.refill:
+		}
+		for l.missing() > 0 && l.ctx.Err() == nil {
+			p, err := l.start()
+			if err != nil {
+				// A launch will try itself, and fail with the reason.
+				l.cfg.Log.Error("cannot start a launcher ahead of need", "error", err)
+				break
+			}
+			l.put(p)
+		}
+	}
+}
+
+// wantMore wakes the owner.
+func (l *Launchers) wantMore() {
+	select {
+	case l.refill <- struct{}{}:
+	default: // it has not looked since the last time, and will
+	}
+}
+
+func (l *Launchers) missing() int {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed || !l.cfg.Warm {
+		return 0
+	}
+	return l.cfg.Idle - len(l.idle)
+}
+
+// put makes p available, or retires it if there are enough.
+func (l *Launchers) put(p *launcher) {
+	l.mu.Lock()
+	keep := !l.closed && len(l.idle) < max(l.cfg.Idle, 1)
+	if keep {
+		l.idle = append(l.idle, p)
+	}
+	l.mu.Unlock()
+	if !keep {
+		l.retire(p)
+	}
+}
+
+// take returns an idle launcher, or starts one. Those that have died while idle
+// are found out here.
+func (l *Launchers) take(mayBeIdle bool) (*launcher, error) {
+	for mayBeIdle {
+		p := l.pop()
+		if p == nil {
+			break
+		}
+		done, err := pidfd.Exited(p.proc)
+		if err == nil && !done {
+			l.wantMore()
+			return p, nil
+		}
+		l.cfg.Log.Warn("an idle launcher has died", "pid", p.pid, "error", err)
+		l.retire(p)
+	}
+	return l.start()
+}
+
+func (l *Launchers) pop() *launcher {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	n := len(l.idle)
+	if n == 0 {
+		return nil
+	}
+	p := l.idle[n-1]
+	l.idle = l.idle[:n-1]
+	return p
+}
+
+// retireTime is how long a launcher that was told to end may take.
+const retireTime = 10 * time.Second
+
+// retire ends a launcher and waits for that in the background.
+func (l *Launchers) retire(p *launcher) {
+	if err := p.conn.Close(); err != nil {
+		l.cfg.Log.Warn("close a launcher's connection", "pid", p.pid, "error", err)
+	}
+	l.owned.Go(func() {
+		defer p.proc.Close()
+		ctx, cancel := context.WithTimeout(context.Background(), retireTime)
+		defer cancel()
+		if err := pidfd.Wait(ctx, p.proc); err == nil {
+			return
+		}
+		l.cfg.Log.Warn("a launcher does not end; killing it", "pid", p.pid)
+		if err := kill(p.proc); err != nil {
+			l.cfg.Log.Error("kill a launcher", "pid", p.pid, "error", err)
+		}
+	})
+}
+
+// kill ends a process and reaps it.
+func kill(proc *os.File) error {
+	if err := pidfd.Signal(proc, unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), retireTime)
+	defer cancel()
+	return pidfd.Wait(ctx, proc)
+}
+
+// start starts a launcher process, in a mount namespace that is a peer of ours.
+func (l *Launchers) start() (*launcher, error) {
+	conn, theirs, err := control.Pair()
+	if err != nil {
+		return nil, err
+	}
+	p, err := l.startWith(theirs)
+	if closeErr := theirs.Close(); err == nil {
+		err = closeErr
+	}
+	if err != nil {
+		return nil, errors.Join(errdefs.Internal("start launcher: %w", err), conn.Close())
+	}
+	p.conn = conn
+	return p, nil
+}
+
+func (l *Launchers) startWith(socket *os.File) (*launcher, error) {
+	mnt, err := os.Open("/proc/self/ns/mnt")
+	if err != nil {
+		return nil, err
+	}
+	defer mnt.Close()
+	null, err := os.Open(os.DevNull)
+	if err != nil {
+		return nil, err
+	}
+	defer null.Close()
+	fd := -1
+	// With Unshareflags instead, package os would make all mounts private.
+	attr := &os.ProcAttr{
+		Files: []*os.File{null, null, os.Stderr, control.SocketFD: socket, control.MountNSFD: mnt, control.ExeFD: l.exe},
+		Env:   []string{"PATH=" + os.Getenv("PATH")},
+		Sys:   &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS, Setsid: true, PidFD: &fd},
+		Dir:   "/",
+	}
+	exe := "/proc/self/fd/" + strconv.Itoa(control.ExeFD)
+	proc, err := os.StartProcess(exe, []string{"berth-shim", "launcher"}, attr)
+	if err != nil {
+		return nil, err
+	}
+	pid := proc.Pid
+	if err := proc.Release(); err != nil {
+		return nil, err
+	}
+	if fd < 0 {
+		return nil, errors.New("the kernel gives no pidfd; Linux 5.4 is needed")
+	}
+	f, err := pidfd.FromFD(fd)
+	if err != nil {
+		return nil, err
+	}
+	return &launcher{pid: pid, proc: f}, nil
+}
+
+// sealedCopy copies a program into memory that nobody can change any more.
+func sealedCopy(path string) (_ *os.File, err error) {
+	src, err := os.Open(path)
+	if err != nil {
+		return nil, err
+	}
+	defer src.Close()
+	const flags = unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
+	fd, err := unix.MemfdCreate("berth-shim", flags|unix.MFD_EXEC)
+	if errors.Is(err, unix.EINVAL) { // MFD_EXEC is Linux 6.3; before, it is the default
+		fd, err = unix.MemfdCreate("berth-shim", flags)
+	}
+	if err != nil {
+		return nil, os.NewSyscallError("memfd_create", err)
+	}
+	f := os.NewFile(uintptr(fd), "berth-shim")
+	if _, err := io.Copy(f, src); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	// These are what libcontainer looks for to know that it need not copy again.
+	const seals = unix.F_SEAL_SEAL | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_WRITE
+	if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals); err != nil {
+		return nil, errors.Join(os.NewSyscallError("seal", err), f.Close())
+	}
+	return f, nil
+}

@@ -1,0 +1,264 @@
+package shim
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"strconv"
+	"sync"
+	"syscall"
+	"time"
+
+	"berth/internal/errdefs"
+	"berth/shim/wire"
+)
+
+// socketFile is the monitor's socket in a shim directory.
+const socketFile = "sock"
+
+// Monitor talks to the monitor of a running container. Every call makes a
+// connection of its own, so a Monitor holds nothing and is safe for concurrent use.
+//
+// Calls return FailedPrecondition if the container is not running.
+type Monitor struct{ dir string }
+
+// OpenMonitor returns the Monitor of a shim directory. Nothing is opened yet.
+func OpenMonitor(dir string) *Monitor { return &Monitor{dir} }
+
+// ReopenLog makes the monitor open the log's path anew, after a rotation. On an
+// error it goes on with the old file, and there is no new one.
+func (m *Monitor) ReopenLog(ctx context.Context) error {
+	return m.call(ctx, "reopen log", wire.Reopen, nil)
+}
+
+// Resize changes the size of the container's terminal, in characters.
+func (m *Monitor) Resize(ctx context.Context, width, height uint16) error {
+	return m.call(ctx, "resize terminal", wire.Resize, wire.Size{Width: width, Height: height}.Encode())
+}
+
+// CloseStdin closes the container's stdin, once it has read what was sent.
+func (m *Monitor) CloseStdin(ctx context.Context) error {
+	return m.call(ctx, "close stdin", wire.CloseStdin, nil)
+}
+
+// call makes one request and waits for its answer.
+func (m *Monitor) call(ctx context.Context, what string, t wire.Type, payload []byte) error {
+	c, err := m.dial()
+	if err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	defer c.conn.Close()
+	defer context.AfterFunc(ctx, c.interrupt)()
+	err = c.send(t, payload)
+	if err == nil {
+		err = c.answer()
+	}
+	if ctx.Err() != nil {
+		err = ctx.Err()
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	return nil
+}
+
+// AttachIO is what an attached client has of the container's. Any of it may be nil.
+type AttachIO struct {
+	Stdin          io.Reader
+	Stdout, Stderr io.Writer // a container with a terminal has only Stdout
+	Resize         <-chan Size
+}
+
+// Size is a terminal's size, in characters.
+type Size = wire.Size
+
+// Attach connects streams to a running container until it ends, or ctx does, or a
+// write to Stdout or Stderr fails. The end of Stdin does not end it; it closes the
+// container's stdin if that is open for once only (LaunchRequest.StdinOnce).
+//
+// A client that does not take output for a while is dropped by the monitor, which
+// looks like the container's end. A goroutine that reads Stdin ends when that read
+// returns, which may be after Attach: close what is behind Stdin.
+func (m *Monitor) Attach(ctx context.Context, streams AttachIO) error {
+	c, err := m.dial()
+	if err != nil {
+		return fmt.Errorf("attach: %w", err)
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	var sending sync.WaitGroup
+	defer sending.Wait()
+	defer c.conn.Close()
+	defer cancel()
+	defer context.AfterFunc(ctx, c.interrupt)()
+
+	err = c.send(wire.Attach, []byte{byte(streams.wants())})
+	if err == nil {
+		err = c.answer()
+	}
+	if err == nil {
+		if streams.Resize != nil {
+			sending.Go(func() { c.sendSizes(ctx, streams.Resize) })
+		}
+		if streams.Stdin != nil {
+			go c.sendStdin(streams.Stdin) // see above for its end
+		}
+		err = c.output(streams)
+	}
+	if ctx.Err() != nil {
+		err = ctx.Err()
+	}
+	if err != nil {
+		return fmt.Errorf("attach: %w", err)
+	}
+	return nil
+}
+
+func (s AttachIO) wants() wire.Streams {
+	var w wire.Streams
+	if s.Stdin != nil {
+		w |= wire.WantStdin
+	}
+	if s.Stdout != nil {
+		w |= wire.WantStdout
+	}
+	if s.Stderr != nil {
+		w |= wire.WantStderr
+	}
+	return w
+}
+
+// client is a connection to a monitor.
+type client struct {
+	conn *net.UnixConn
+	in   []byte // received, not yet decoded
+
+	sending sync.Mutex // held for one frame, so that frames do not mix
+}
+
+// dial connects through a descriptor of the directory, since a socket's path is
+// limited to 107 bytes.
+func (m *Monitor) dial() (*client, error) {
+	dir, err := os.Open(m.dir)
+	if err != nil {
+		return nil, notRunning(err)
+	}
+	defer dir.Close()
+	path := "/proc/self/fd/" + strconv.Itoa(int(dir.Fd())) + "/" + socketFile
+	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: path, Net: "unix"})
+	if err != nil {
+		return nil, notRunning(err)
+	}
+	return &client{conn: conn}, nil
+}
+
+// notRunning gives the errors that mean that nobody is there their code.
+func notRunning(err error) error {
+	if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ECONNREFUSED) {
+		return errdefs.FailedPrecondition("the container is not running: %w", err)
+	}
+	return err
+}
+
+// interrupt makes reads and writes fail.
+func (c *client) interrupt() { _ = c.conn.SetDeadline(time.Unix(1, 0)) }
+
+func (c *client) send(t wire.Type, payload []byte) error {
+	c.sending.Lock()
+	defer c.sending.Unlock()
+	_, err := c.conn.Write(wire.Append(nil, t, payload))
+	return err
+}
+
+// next returns the next frame; its payload is valid until the following call. The
+// error is io.EOF at the end.
+func (c *client) next() (wire.Frame, error) {
+	for {
+		f, size, err := wire.Next(c.in)
+		if err != nil {
+			return wire.Frame{}, err
+		}
+		if size > 0 {
+			c.in = c.in[size:]
+			return f, nil
+		}
+		// Room for the longest frame, so that a payload is copied at most once.
+		buf := make([]byte, len(c.in), wire.HeaderSize+wire.MaxPayload)
+		copy(buf, c.in)
+		n, err := c.conn.Read(buf[len(buf):cap(buf)])
+		if err != nil {
+			return wire.Frame{}, err
+		}
+		c.in = buf[:len(buf)+n]
+	}
+}
+
+// answer waits for the answer to a request.
+func (c *client) answer() error {
+	f, err := c.next()
+	switch {
+	case errors.Is(err, io.EOF), errors.Is(err, syscall.ECONNRESET), errors.Is(err, syscall.EPIPE):
+		return errdefs.FailedPrecondition("the container has ended")
+	case err != nil:
+		return err
+	case f.Type == wire.Error:
+		return errdefs.Internal("%s", f.Payload)
+	case f.Type != wire.OK:
+		return errdefs.Internal("unexpected answer of type %d", f.Type)
+	}
+	return nil
+}
+
+// output copies output until the end.
+func (c *client) output(streams AttachIO) error {
+	for {
+		f, err := c.next()
+		if errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		switch f.Type {
+		case wire.Stdout:
+			_, err = streams.Stdout.Write(f.Payload)
+		case wire.Stderr:
+			_, err = streams.Stderr.Write(f.Payload)
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// sendStdin copies input until it ends or the connection does.
+func (c *client) sendStdin(r io.Reader) {
+	buf := make([]byte, wire.MaxPayload)
+	for {
+		n, err := r.Read(buf)
+		if n > 0 && c.send(wire.Stdin, buf[:n]) != nil {
+			return
+		}
+		if err != nil {
+			_ = c.send(wire.StdinEOF, nil) // if there is no connection any more, nobody waits
+			return
+		}
+	}
+}
+
+// sendSizes passes on the terminal's sizes; their answers are not waited for, and
+// are skipped by output.
+func (c *client) sendSizes(ctx context.Context, sizes <-chan Size) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case s, ok := <-sizes:
+			if !ok || c.send(wire.Resize, s.Encode()) != nil {
+				return
+			}
+		}
+	}
+}

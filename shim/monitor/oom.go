@@ -1,0 +1,64 @@
+package main
+
+import (
+	"bytes"
+	"strconv"
+
+	"golang.org/x/sys/unix"
+)
+
+// oom follows the count of processes that the OOM killer took from the container's
+// cgroup. The file was opened when the container started: with the systemd driver
+// the cgroup is removed as soon as it is empty, perhaps before we look. Hence the
+// count is read whenever the kernel says that it changed.
+type oom struct {
+	file   int // memory.events (v2) or memory.oom_control (v1); -1: unknown
+	notify int // v1: eventfd; v2 reports changes by EPOLLPRI on the file
+	kills  uint64
+}
+
+func (m *monitor) watchOOM() {
+	switch {
+	case m.oom.file < 0:
+		return
+	case m.oom.notify >= 0:
+		_ = m.watch(m.oom.notify, unix.EPOLLIN) // without, the count is read at the end
+	default:
+		_ = m.watch(m.oom.file, unix.EPOLLPRI)
+	}
+	m.readOOM() // kernfs reports changes since the last read
+}
+
+// readOOM takes the current count. When the cgroup is gone, the last one stands.
+func (m *monitor) readOOM() {
+	if m.oom.file < 0 {
+		return
+	}
+	if m.oom.notify >= 0 {
+		var count [8]byte
+		_, _ = unix.Read(m.oom.notify, count[:]) // resets it; it is non-blocking
+	}
+	var buf [512]byte
+	n, err := unix.Pread(m.oom.file, buf[:], 0)
+	if err != nil {
+		if err != unix.EINTR {
+			m.forget(m.oom.file)
+			m.oom.file = -1
+		}
+		return
+	}
+	if kills, ok := oomKills(buf[:n]); ok {
+		m.oom.kills = kills
+	}
+}
+
+// oomKills finds the line "oom_kill N", which both files have (v1 since Linux 4.13).
+func oomKills(data []byte) (uint64, bool) {
+	for line := range bytes.Lines(data) {
+		if n, ok := bytes.CutPrefix(line, []byte("oom_kill ")); ok {
+			kills, err := strconv.ParseUint(string(bytes.TrimSpace(n)), 10, 64)
+			return kills, err == nil
+		}
+	}
+	return 0, false
+}

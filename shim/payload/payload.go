@@ -1,0 +1,157 @@
+// Package payload carries the two small programs that berth brings along, pause
+// and the monitor, and installs them where they can be executed.
+//
+// contrib/build makes them. A berth compiled without that has none, and Install
+// says so.
+package payload
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"embed"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+)
+
+//go:embed all:bin
+var bin embed.FS
+
+// Paths tells where Install put things.
+type Paths struct {
+	Pause   string // pause's root filesystem, a directory; the program in it is /pause
+	Monitor string // the monitor's executable
+}
+
+// PauseProgram is pause's path in its root filesystem.
+const PauseProgram = "/pause"
+
+// pauseMountPoints are the directories that pause's root filesystem, which is
+// mounted read-only, has for mounts.
+var pauseMountPoints = []string{"dev", "proc", "sys"}
+
+// Install puts the programs below dir, which is made (0700) if needed. It must not
+// be on a noexec mount. What is there already is verified and kept: names contain
+// a hash of the content, so that berth may be upgraded under running pods. It may
+// be called again and by several processes at once.
+func Install(dir string) (Paths, error) {
+	return install(bin, dir)
+}
+
+func install(programs fs.FS, dir string) (Paths, error) {
+	pause, err := read(programs, "pause")
+	if err != nil {
+		return Paths{}, err
+	}
+	monitor, err := read(programs, "monitor")
+	if err != nil {
+		return Paths{}, err
+	}
+	paths := Paths{
+		Pause:   filepath.Join(dir, "pause-"+sum(pause)),
+		Monitor: filepath.Join(dir, "monitor-"+sum(monitor), "berth-monitor"),
+	}
+	if err := installTree(paths.Pause, "pause", pause, pauseMountPoints...); err != nil {
+		return Paths{}, fmt.Errorf("install pause: %w", err)
+	}
+	if err := installTree(filepath.Dir(paths.Monitor), "berth-monitor", monitor); err != nil {
+		return Paths{}, fmt.Errorf("install monitor: %w", err)
+	}
+	return paths, nil
+}
+
+func read(programs fs.FS, name string) ([]byte, error) {
+	data, err := fs.ReadFile(programs, "bin/"+name)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, fmt.Errorf("%s is not embedded in this binary: build berth with contrib/build", name)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read embedded %s: %w", name, err)
+	}
+	return data, nil
+}
+
+// sum is the part of the content's SHA-256 that goes into names.
+func sum(data []byte) string {
+	h := sha256.Sum256(data)
+	return hex.EncodeToString(h[:8])
+}
+
+// installTree makes the directory path, with one program and empty directories in
+// it, appear at once, or replaces it if it is not as it should be.
+func installTree(path, program string, data []byte, dirs ...string) error {
+	if intact(path, program, data, dirs) {
+		return nil
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		return err
+	}
+	tmp, err := os.MkdirTemp(filepath.Dir(path), ".new-")
+	if err != nil {
+		return err
+	}
+	err = fill(tmp, program, data, dirs)
+	if err == nil {
+		err = replace(tmp, path)
+	}
+	if err != nil && intact(path, program, data, dirs) {
+		err = nil // another process was faster
+	}
+	return errors.Join(err, os.RemoveAll(tmp))
+}
+
+// replace renames tmp to path, and removes a damaged tree that is in the way.
+func replace(tmp, path string) error {
+	err := os.Rename(tmp, path)
+	if !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	if err := os.RemoveAll(path); err != nil {
+		return err
+	}
+	return os.Rename(tmp, path)
+}
+
+func fill(dir, program string, data []byte, dirs []string) error {
+	for _, d := range dirs {
+		if err := os.Mkdir(filepath.Join(dir, d), 0o755); err != nil {
+			return err
+		}
+	}
+	f, err := os.OpenFile(filepath.Join(dir, program), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o755)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(data)
+	if err == nil {
+		err = f.Sync() // the name promises the content, also after a power loss
+	}
+	if err := errors.Join(err, f.Close()); err != nil {
+		return err
+	}
+	// 0755 also under a strict umask: a pod's user need not be root.
+	return errors.Join(os.Chmod(filepath.Join(dir, program), 0o755), os.Chmod(dir, 0o755))
+}
+
+// intact reports whether the tree at path is what fill makes, and nothing else.
+func intact(path, program string, data []byte, dirs []string) bool {
+	entries, err := os.ReadDir(path)
+	if err != nil || len(entries) != len(dirs)+1 {
+		return false
+	}
+	for _, d := range dirs {
+		if info, err := os.Lstat(filepath.Join(path, d)); err != nil || !info.IsDir() {
+			return false
+		}
+	}
+	file := filepath.Join(path, program)
+	info, err := os.Lstat(file)
+	if err != nil || !info.Mode().IsRegular() || info.Mode().Perm() != 0o755 {
+		return false
+	}
+	got, err := os.ReadFile(file)
+	return err == nil && bytes.Equal(got, data)
+}
