@@ -55,6 +55,9 @@ func refuseUserNamespace(o *runtimeapi.NamespaceOption) error {
 }
 
 func setProcess(in ContainerInput, spec *specs.Spec) error {
+	if _, err := stopSignal(in.Config.GetStopSignal(), in.Image.StopSignal); err != nil {
+		return err
+	}
 	args, err := processArgs(in.Config, in.Image)
 	if err != nil {
 		return err

@@ -109,14 +109,12 @@ func localhostProfile(ref string, files Files, spec *specs.Spec) (*specs.LinuxSe
 // subset, and resolves its conditions. It must restrict something: an empty
 // profile is more likely a broken file than a wish.
 func parseProfile(body []byte, spec *specs.Spec) (*specs.LinuxSeccomp, error) {
-	var raw struct {
-		Syscalls []json.RawMessage `json:"syscalls"`
-	}
-	if err := json.Unmarshal(body, &raw); err != nil {
+	var config seccomp.Seccomp
+	if err := json.Unmarshal(body, &config); err != nil {
 		return nil, err
 	}
-	for i, call := range raw.Syscalls {
-		if string(call) == "null" { // LoadProfile would follow the nil pointer
+	for i, call := range config.Syscalls {
+		if call == nil { // LoadProfile would follow the pointer
 			return nil, fmt.Errorf("syscalls[%d] is null", i)
 		}
 	}

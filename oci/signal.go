@@ -6,7 +6,6 @@ import (
 	"strings"
 	"syscall"
 
-	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -19,20 +18,29 @@ const (
 	sigRTMax = 64
 )
 
-// StopSignal returns the signal that asks a container to end: the CRI config's, else the
-// image's, else SIGTERM (KEP-4960). InvalidArgument if it is none.
-func StopSignal(config *runtimeapi.ContainerConfig, image *ocispec.ImageConfig) (syscall.Signal, error) {
-	if s := config.GetStopSignal(); s != runtimeapi.Signal_SIGNAL_RUNTIME_DEFAULT {
-		sig, ok := signalNumbers[s]
+// StopSignal returns the signal that asks a container to end: the one its CRI config
+// asks for, else its image's, else SIGTERM (KEP-4960). ContainerSpec has refused
+// what is no signal; here it counts as nothing.
+func StopSignal(asked runtimeapi.Signal, image string) syscall.Signal {
+	sig, err := stopSignal(asked, image)
+	if err != nil {
+		return unix.SIGTERM
+	}
+	return sig
+}
+
+func stopSignal(asked runtimeapi.Signal, image string) (syscall.Signal, error) {
+	if asked != runtimeapi.Signal_SIGNAL_RUNTIME_DEFAULT {
+		sig, ok := signalNumbers[asked]
 		if !ok {
-			return 0, errdefs.InvalidArgument("stop_signal: unknown value %d", s)
+			return 0, errdefs.InvalidArgument("stop_signal: unknown value %d", asked)
 		}
 		return sig, nil
 	}
-	if image == nil || image.StopSignal == "" {
+	if image == "" {
 		return unix.SIGTERM, nil
 	}
-	sig, err := ParseSignal(image.StopSignal)
+	sig, err := ParseSignal(image)
 	if err != nil {
 		return 0, fmt.Errorf("stop signal of the image: %w", err)
 	}

@@ -4,7 +4,6 @@ import (
 	"syscall"
 	"testing"
 
-	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
@@ -29,29 +28,24 @@ func TestParseSignal(t *testing.T) {
 }
 
 func TestStopSignal(t *testing.T) {
-	config := func(s runtimeapi.Signal) *runtimeapi.ContainerConfig {
-		return &runtimeapi.ContainerConfig{StopSignal: s}
-	}
 	for _, test := range []struct {
-		config *runtimeapi.ContainerConfig
-		image  *ocispec.ImageConfig
-		want   syscall.Signal
+		asked runtimeapi.Signal
+		image string
+		want  syscall.Signal
 	}{
-		{nil, nil, 15},
-		{config(0), &ocispec.ImageConfig{}, 15},
-		{config(0), &ocispec.ImageConfig{StopSignal: "SIGQUIT"}, 3},
-		{config(runtimeapi.Signal_SIGNAL_SIGUSR1), &ocispec.ImageConfig{StopSignal: "SIGQUIT"}, 10},
-		{config(runtimeapi.Signal_SIGNAL_SIGRTMINPLUS3), nil, 37},
-		{config(runtimeapi.Signal_SIGNAL_SIGRTMAXMINUS14), &ocispec.ImageConfig{StopSignal: "bad"}, 50},
+		{0, "", 15},
+		{0, "SIGQUIT", 3},
+		{runtimeapi.Signal_SIGNAL_SIGUSR1, "SIGQUIT", 10},
+		{runtimeapi.Signal_SIGNAL_SIGRTMINPLUS3, "", 37},
+		{runtimeapi.Signal_SIGNAL_SIGRTMAXMINUS14, "bad", 50},
+		{0, "bad", 15},
 	} {
-		if got, err := StopSignal(test.config, test.image); err != nil || got != test.want {
-			t.Errorf("%v, %v: got %d, %v, want %d", test.config, test.image, got, err, test.want)
+		if got := StopSignal(test.asked, test.image); got != test.want {
+			t.Errorf("%v, %q: got %d, want %d", test.asked, test.image, got, test.want)
 		}
 	}
-	_, err := StopSignal(nil, &ocispec.ImageConfig{StopSignal: "SIGFOO"})
-	wantError(t, err, codes.InvalidArgument, "image", "SIGFOO")
-	_, err = StopSignal(config(999), nil)
-	wantError(t, err, codes.InvalidArgument, "999")
+	refused(t, func(in *ContainerInput) { in.Image.StopSignal = "SIGFOO" }, codes.InvalidArgument, "image", "SIGFOO")
+	refused(t, func(in *ContainerInput) { in.Config.StopSignal = 999 }, codes.InvalidArgument, "stop_signal", "999")
 }
 
 // Every value of the CRI has a number, and comes back as itself or as its other name.
@@ -70,7 +64,7 @@ func TestCRISignals(t *testing.T) {
 		if other, ok := same[s]; ok {
 			want = other
 		}
-		sig, err := StopSignal(&runtimeapi.ContainerConfig{StopSignal: s}, nil)
+		sig, err := stopSignal(s, "")
 		if err != nil || CRISignal(sig) != want {
 			t.Errorf("%s: number %d, %v, comes back as %s", s, sig, err, CRISignal(sig))
 		}

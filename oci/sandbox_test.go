@@ -1,0 +1,184 @@
+package oci
+
+import (
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+func (in *SandboxInput) sc() *runtimeapi.LinuxSandboxSecurityContext {
+	return in.Pod.Config.Linux.SecurityContext
+}
+
+func sandboxRefused(t *testing.T, change func(*SandboxInput), code codes.Code, parts ...string) {
+	t.Helper()
+	in := testSandbox()
+	change(&in)
+	_, err := SandboxSpec(in)
+	wantError(t, err, code, parts...)
+}
+
+func TestSandboxNamespaces(t *testing.T) {
+	const net = "/run/netns/berth-pod1"
+	for _, test := range []struct {
+		name string
+		o    *runtimeapi.NamespaceOption
+		want map[string]string
+	}{
+		{"own", nil, map[string]string{"network": net, "uts": "", "ipc": "", "pid": ""}},
+		{"PID namespace per container", &runtimeapi.NamespaceOption{Pid: nsContainer}, map[string]string{"network": net, "uts": "", "ipc": "", "pid": ""}},
+		{"host network", &runtimeapi.NamespaceOption{Network: nsNode}, map[string]string{"ipc": "", "pid": ""}},
+		{"all the host's", &runtimeapi.NamespaceOption{Network: nsNode, Ipc: nsNode, Pid: nsNode}, map[string]string{}},
+	} {
+		in := testSandbox()
+		in.sc().NamespaceOptions = test.o
+		spec, err := SandboxSpec(in)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := paths(spec); !maps.Equal(got, test.want) {
+			t.Errorf("%s: got %v, want %v", test.name, got, test.want)
+		}
+		if host := test.o.GetNetwork() == nsNode; host != (spec.Hostname == "") {
+			t.Errorf("%s: hostname %q", test.name, spec.Hostname)
+		}
+	}
+}
+
+func TestSandboxProcess(t *testing.T) {
+	in := testSandbox()
+	in.User = User{UID: 65535, GID: 65535, Groups: []uint32{5, 65535}}
+	in.sc().Seccomp = profile(runtimeDefault, "")
+	spec, err := SandboxSpec(in)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := spec.Process
+	if !slices.Equal(p.Args, []string{PausePath}) || *p.OOMScoreAdj != -998 || p.User.UID != 65535 || !spec.Root.Readonly {
+		t.Errorf("got %+v", p)
+	}
+	if len(p.Capabilities.Bounding) != 0 || spec.Linux.Seccomp == nil || *spec.Linux.Resources.CPU.Shares != 2 {
+		t.Errorf("capabilities %v, seccomp %v", p.Capabilities, spec.Linux.Seccomp)
+	}
+	if spec.Linux.CgroupsPath != "/kubepods/pod1/pod1" {
+		t.Errorf("cgroup %s", spec.Linux.CgroupsPath)
+	}
+
+	in.Host.OOMScoreAdjMin = 0
+	in.Image = &ocispec.ImageConfig{Entrypoint: []string{"/pause"}, Cmd: []string{"-v"}, Env: []string{"PATH=/x"}, WorkingDir: "/w"}
+	if spec, err = SandboxSpec(in); err != nil {
+		t.Fatal(err)
+	}
+	p = spec.Process
+	if !slices.Equal(p.Args, []string{"/pause", "-v"}) || p.Cwd != "/w" || *p.OOMScoreAdj != 0 || !slices.Equal(p.Env, []string{"PATH=/x", "HOME=/"}) {
+		t.Errorf("pause image: got %+v", p)
+	}
+}
+
+func TestSandboxRefused(t *testing.T) {
+	sandboxRefused(t, func(in *SandboxInput) { in.Pod.NetNS = "" }, codes.Internal, "network namespace")
+	sandboxRefused(t, func(in *SandboxInput) { in.Pod.Config.Hostname = strings.Repeat("a", 65) }, codes.InvalidArgument, "hostname")
+	sandboxRefused(t, func(in *SandboxInput) { in.Pod.Config.Hostname = "a\nb" }, codes.InvalidArgument, "hostname")
+	sandboxRefused(t, func(in *SandboxInput) { in.Pod.Config.Hostname = "../b" }, codes.InvalidArgument, "hostname")
+	sandboxRefused(t, func(in *SandboxInput) { in.Pod.CgroupParent = "/a/../b" }, codes.InvalidArgument, "cgroup parent")
+	sandboxRefused(t, func(in *SandboxInput) { in.Image = &ocispec.ImageConfig{} }, codes.InvalidArgument, "no command")
+	sandboxRefused(t, func(in *SandboxInput) {
+		in.sc().NamespaceOptions = &runtimeapi.NamespaceOption{UsernsOptions: &runtimeapi.UserNamespace{}}
+	}, codes.Unimplemented, "userns_options")
+	sandboxRefused(t, func(in *SandboxInput) { in.sc().NamespaceOptions = &runtimeapi.NamespaceOption{Pid: nsTarget} },
+		codes.InvalidArgument, "namespace_options.pid")
+	sandboxRefused(t, func(in *SandboxInput) { in.sc().Seccomp = profile(localhost, "/no") }, codes.InvalidArgument, "/no")
+}
+
+func TestSysctls(t *testing.T) {
+	in := testSandbox()
+	in.Pod.Config.Linux.Sysctls = map[string]string{
+		"net.ipv4.ip_local_port_range": "1024\t65535", "net/core/somaxconn": "4096",
+		"kernel.shmmax": "68719476736", "kernel.shm_rmid_forced": "1", "kernel.sem": "250 32000 32 128", "fs.mqueue.msg_max": "10",
+		"kernel.domainname": "example.org",
+	}
+	spec, err := SandboxSpec(in)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := maps.Clone(in.Pod.Config.Linux.Sysctls)
+	delete(want, "net/core/somaxconn")
+	want["net.core.somaxconn"] = "4096"
+	if !maps.Equal(spec.Linux.Sysctl, want) {
+		t.Errorf("got %v", spec.Linux.Sysctl)
+	}
+}
+
+func TestSysctlsRefused(t *testing.T) {
+	hostNet := &runtimeapi.NamespaceOption{Network: nsNode}
+	hostIPC := &runtimeapi.NamespaceOption{Ipc: nsNode}
+	for _, test := range []struct {
+		o          *runtimeapi.NamespaceOption
+		key, value string
+	}{
+		{hostNet, "net.core.somaxconn", "1"},
+		{hostNet, "kernel.domainname", "x"},
+		{hostIPC, "kernel.shmmax", "1"},
+		{hostIPC, "fs/mqueue/msg_max", "1"},
+		{nil, "kernel.core_pattern", "|/x"},
+		{nil, "kernel.hostname", "x"},
+		{nil, "kernel.msg_other", "1"},
+		{nil, "vm.swappiness", "1"},
+		{nil, "user.max_user_namespaces", "1"},
+		{nil, "net", "1"},
+		{nil, "", "1"},
+		{nil, "net.", "1"},
+		{nil, "net..core", "1"},
+		{nil, "net/../kernel/core_pattern", "1"},
+		{nil, "../net/x", "1"},
+		{nil, "net.core.x\n", "1"},
+		{nil, "net.core.X", "1"},
+		{nil, "net/ipv4/conf/eth0.100/forwarding", "1"},
+		{nil, "net." + strings.Repeat("a", 250), "1"},
+		{nil, "kernel.shm_rmid_forced", "1+kernel.core_pattern=|/evil"}, // CVE-2022-0811
+		{nil, "net.core.somaxconn", "1\nx"},
+		{nil, "net.core.somaxconn", ""},
+		{nil, "net.core.somaxconn", "1\x00"},
+		{nil, "net.core.somaxconn", "é"},
+	} {
+		sandboxRefused(t, func(in *SandboxInput) {
+			in.sc().NamespaceOptions = test.o
+			in.Pod.Config.Linux.Sysctls = map[string]string{test.key: test.value}
+		}, codes.InvalidArgument, "sysctl")
+	}
+	sandboxRefused(t, func(in *SandboxInput) {
+		in.Pod.Config.Linux.Sysctls = map[string]string{"net.core.somaxconn": "1", "net/core/somaxconn": "2"}
+	}, codes.InvalidArgument, "twice")
+}
+
+func FuzzSysctls(f *testing.F) {
+	f.Add("net.core.somaxconn", "1")
+	f.Add("kernel/shm_rmid_forced", "1+x")
+	f.Add("fs.mqueue./..", "\t ")
+	f.Fuzz(func(t *testing.T, key, value string) {
+		pod := testPod()
+		pod.Config.Linux.Sysctls = map[string]string{key: value}
+		got, err := sysctls(pod)
+		if err != nil {
+			if errdefs.Code(err) != codes.InvalidArgument {
+				t.Errorf("code of %v", err)
+			}
+			return
+		}
+		for k, v := range got {
+			if strings.ContainsAny(k, "/+\n \x00") || strings.Contains(k, "..") || strings.ContainsAny(v, "+\n\x00") {
+				t.Errorf("%q = %q", k, v)
+			}
+			if !strings.HasPrefix(k, "net.") && !strings.HasPrefix(k, "fs.mqueue.") && !ipcSysctls[k] && k != "kernel.domainname" {
+				t.Errorf("%q is not namespaced", k)
+			}
+		}
+	})
+}

@@ -1,0 +1,266 @@
+package oci
+
+import (
+	"encoding/json"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+const (
+	runtimeDefault = runtimeapi.SecurityProfile_RuntimeDefault
+	unconfined     = runtimeapi.SecurityProfile_Unconfined
+	localhost      = runtimeapi.SecurityProfile_Localhost
+)
+
+func profile(kind runtimeapi.SecurityProfile_ProfileType, ref string) *runtimeapi.SecurityProfile {
+	return &runtimeapi.SecurityProfile{ProfileType: kind, LocalhostRef: ref}
+}
+
+// allows reports whether a filter lets a system call through without conditions.
+func allows(s *specs.LinuxSeccomp, name string) bool {
+	for _, call := range s.Syscalls {
+		if call.Action == specs.ActAllow && len(call.Args) == 0 && slices.Contains(call.Names, name) {
+			return true
+		}
+	}
+	return false
+}
+
+func TestSeccomp(t *testing.T) {
+	const isNone, isDefault, isLocal = "none", "default", "local"
+	for _, test := range []struct {
+		name       string
+		profile    *runtimeapi.SecurityProfile
+		deprecated string
+		privileged bool
+		want       string
+	}{
+		{name: "not asked for", want: isNone},
+		{name: "default", profile: profile(runtimeDefault, ""), want: isDefault},
+		{name: "unconfined", profile: profile(unconfined, ""), want: isNone},
+		{name: "localhost", profile: profile(localhost, "/profiles/allow.json"), want: isLocal},
+		{name: "localhost with prefix", profile: profile(localhost, "localhost//profiles/allow.json"), want: isLocal},
+		{name: "privileged", profile: profile(runtimeDefault, ""), privileged: true, want: isNone},
+		{name: "deprecated default", deprecated: "runtime/default", want: isDefault},
+		{name: "deprecated docker", deprecated: "docker/default", want: isDefault},
+		{name: "deprecated unconfined", deprecated: "unconfined", want: isNone},
+		{name: "deprecated localhost", deprecated: "localhost//profiles/allow.json", want: isLocal},
+		{name: "field wins", profile: profile(unconfined, ""), deprecated: "runtime/default", want: isNone},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			in := testInput()
+			in.sc().Seccomp = test.profile
+			in.sc().SeccompProfilePath = test.deprecated //nolint:staticcheck // on purpose
+			if test.privileged {
+				in.privilege()
+			}
+			s := mustSpec(t, in).Linux.Seccomp
+			got := isNone
+			switch {
+			case s != nil && s.DefaultAction == specs.ActErrno && allows(s, "read") && !allows(s, "reboot"):
+				got = isDefault
+			case s != nil && s.DefaultAction == specs.ActAllow:
+				got = isLocal
+			}
+			if got != test.want {
+				t.Errorf("got %s (%+v), want %s", got, s, test.want)
+			}
+		})
+	}
+}
+
+// The default filter opens up with the capabilities that the container really has.
+func TestSeccompFollowsCapabilities(t *testing.T) {
+	in := testInput()
+	in.sc().Seccomp = profile(runtimeDefault, "")
+	if allows(mustSpec(t, in).Linux.Seccomp, "reboot") {
+		t.Error("reboot allowed by default")
+	}
+	in.sc().Capabilities = &runtimeapi.Capability{AddCapabilities: []string{"SYS_BOOT"}}
+	if !allows(mustSpec(t, in).Linux.Seccomp, "reboot") {
+		t.Error("reboot not allowed with CAP_SYS_BOOT")
+	}
+}
+
+func TestSeccompRefused(t *testing.T) {
+	for _, test := range []struct {
+		profile    *runtimeapi.SecurityProfile
+		deprecated string
+		err        string
+	}{
+		{profile(localhost, ""), "", "localhost_ref"},
+		{profile(localhost, "relative.json"), "", `"relative.json"`},
+		{profile(localhost, "/profiles/missing.json"), "", "/profiles/missing.json does not exist"},
+		{profile(localhost, "/profiles/empty.json"), "", "neither defaultAction nor syscalls"},
+		{profile(runtimeDefault, "/profiles/allow.json"), "", "profile_type Localhost"},
+		{profile(7, ""), "", "profile_type 7"},
+		{nil, "default", `"default"`},
+		{nil, "localhost/", "localhost_ref"},
+	} {
+		refused(t, func(in *ContainerInput) {
+			in.sc().Seccomp = test.profile
+			in.sc().SeccompProfilePath = test.deprecated //nolint:staticcheck // on purpose
+		}, codes.InvalidArgument, "seccomp", test.err)
+	}
+	refused(t, func(in *ContainerInput) {
+		in.Host.Seccomp = false
+		in.sc().Seccomp = profile(runtimeDefault, "")
+	}, codes.FailedPrecondition, "no seccomp")
+}
+
+func TestSeccompProfilesRefused(t *testing.T) {
+	spec := mustSpec(t, testInput())
+	for body, want := range map[string]string{
+		``:                          "unexpected end",
+		`[]`:                        "cannot unmarshal",
+		`{"x":1} {}`:                "after top-level value",
+		`null`:                      "neither",
+		`{"defaultAction":"ALLOW"}`: `defaultAction "ALLOW"`,
+		`{"defaultAction":"SCMP_ACT_ALLOW","syscalls":[null]}`:                                                                 "syscalls[0] is null",
+		`{"defaultAction":"SCMP_ACT_ALLOW","syscalls":[{"names":["a"],"action":"NO"}]}`:                                        `action "NO" for a`,
+		`{"defaultAction":"SCMP_ACT_ALLOW","syscalls":[{"names":["a"],"action":"SCMP_ACT_LOG","args":[{"op":"X"}]}]}`:          `operator "X" for a`,
+		`{"defaultAction":"SCMP_ACT_ALLOW","architectures":["SCMP_ARCH_X86"],"archMap":[{"architecture":"SCMP_ARCH_X86_64"}]}`: "archMap",
+	} {
+		_, err := parseProfile([]byte(body), spec)
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: got %v, want %q", body, err, want)
+		}
+	}
+}
+
+func FuzzSeccompProfile(f *testing.F) {
+	in := testInput()
+	spec, err := ContainerSpec(in)
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add([]byte(testFiles().profiles["/profiles/allow.json"]))
+	f.Add([]byte(`{"defaultAction":"SCMP_ACT_ERRNO","syscalls":[null,{"name":"x","includes":{"caps":["CAP_BPF"],"minKernel":"4.8"}}]}`))
+	f.Add([]byte(`{"SYSCALLS":[null],"defaultAction":"SCMP_ACT_ERRNO"}`))
+	f.Fuzz(func(t *testing.T, body []byte) {
+		p, err := parseProfile(body, spec)
+		if err != nil {
+			return
+		}
+		if _, err := json.Marshal(p); err != nil {
+			t.Error(err)
+		}
+		if !seccompActions[p.DefaultAction] {
+			t.Errorf("default action %q", p.DefaultAction)
+		}
+	})
+}
+
+func TestAppArmor(t *testing.T) {
+	for _, test := range []struct {
+		name       string
+		profile    *runtimeapi.SecurityProfile
+		deprecated string
+		privileged bool
+		host       bool
+		loaded     []string
+		want       string
+	}{
+		{name: "host without, not asked for"},
+		{name: "host without, default", profile: profile(runtimeDefault, "")},
+		{name: "host without, unconfined", profile: profile(unconfined, "")},
+		{name: "not asked for means default", host: true, loaded: []string{DefaultAppArmorProfile}, want: DefaultAppArmorProfile},
+		{name: "default", host: true, profile: profile(runtimeDefault, ""), loaded: []string{DefaultAppArmorProfile}, want: DefaultAppArmorProfile},
+		{name: "default not loaded", host: true, profile: profile(runtimeDefault, "")},
+		{name: "default, privileged", host: true, privileged: true, loaded: []string{DefaultAppArmorProfile}},
+		{name: "unconfined", host: true, profile: profile(unconfined, ""), loaded: []string{DefaultAppArmorProfile}},
+		{name: "localhost", host: true, profile: profile(localhost, "custom"), loaded: []string{"custom"}, want: "custom"},
+		{name: "localhost, privileged", host: true, privileged: true, profile: profile(localhost, "custom"), loaded: []string{"custom"}, want: "custom"},
+		{name: "deprecated localhost", host: true, deprecated: "localhost/custom", loaded: []string{"custom"}, want: "custom"},
+		{name: "deprecated default", host: true, deprecated: "runtime/default", loaded: []string{DefaultAppArmorProfile}, want: DefaultAppArmorProfile},
+		{name: "deprecated unconfined", host: true, deprecated: "unconfined", loaded: []string{DefaultAppArmorProfile}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			in := testInput()
+			in.Host.AppArmor = test.host
+			in.Files = fakeFiles{apparmor: test.loaded, devices: testFiles().devices}
+			in.sc().Apparmor = test.profile
+			in.sc().ApparmorProfile = test.deprecated //nolint:staticcheck // on purpose
+			if test.privileged {
+				in.privilege()
+			}
+			if got := mustSpec(t, in).Process.ApparmorProfile; got != test.want {
+				t.Errorf("got %q, want %q", got, test.want)
+			}
+		})
+	}
+}
+
+func TestAppArmorRefused(t *testing.T) {
+	refused(t, func(in *ContainerInput) { in.sc().Apparmor = profile(localhost, "custom") }, codes.FailedPrecondition, `"custom"`, "no AppArmor")
+	refused(t, func(in *ContainerInput) {
+		in.Host.AppArmor = true
+		in.sc().Apparmor = profile(localhost, "ghost")
+	}, codes.FailedPrecondition, `"ghost" is not loaded`)
+	refused(t, func(in *ContainerInput) { in.sc().Apparmor = profile(localhost, "") }, codes.InvalidArgument, "localhost_ref")
+	refused(t, func(in *ContainerInput) { in.sc().ApparmorProfile = "custom" }, codes.InvalidArgument, `"custom"`) //nolint:staticcheck // on purpose
+}
+
+func TestSELinuxOptions(t *testing.T) {
+	got, err := labelOptions(&runtimeapi.SELinuxOption{User: "system_u", Role: "system_r", Type: "spc_t", Level: "s0:c1,c2"})
+	if want := []string{"user:system_u", "role:system_r", "type:spc_t", "level:s0:c1,c2"}; err != nil || !slices.Equal(got, want) {
+		t.Errorf("got %q, %v", got, err)
+	}
+	for _, o := range []*runtimeapi.SELinuxOption{{User: "a:b"}, {Role: "a b"}, {Type: "a\n"}, {Level: "c1"}, {Level: "s0:x"}} {
+		refused(t, func(in *ContainerInput) { in.sc().SelinuxOptions = o }, codes.InvalidArgument, "selinux_options")
+	}
+}
+
+// Options for SELinux mean nothing on a host without it, as with containerd and CRI-O.
+func TestSELinuxAbsent(t *testing.T) {
+	in := testInput()
+	in.sc().SelinuxOptions = &runtimeapi.SELinuxOption{Type: "spc_t"}
+	in.Pod.SELinuxLabel = "system_u:system_r:container_t:s0:c1,c2"
+	if spec := mustSpec(t, in); spec.Process.SelinuxLabel != "" || spec.Linux.MountLabel != "" {
+		t.Errorf("labels %q, %q", spec.Process.SelinuxLabel, spec.Linux.MountLabel)
+	}
+}
+
+func TestPathsAndFlags(t *testing.T) {
+	in := testInput()
+	in.sc().MaskedPaths = []string{"/proc/kcore"}
+	in.sc().ReadonlyPaths = []string{"/proc/sys"}
+	in.sc().NoNewPrivs = true
+	spec := mustSpec(t, in)
+	if !slices.Equal(spec.Linux.MaskedPaths, []string{"/proc/kcore"}) || !slices.Equal(spec.Linux.ReadonlyPaths, []string{"/proc/sys"}) {
+		t.Errorf("masked %q, read-only %q", spec.Linux.MaskedPaths, spec.Linux.ReadonlyPaths)
+	}
+	if !spec.Process.NoNewPrivileges {
+		t.Error("no_new_privs is not set")
+	}
+	in.privilege()
+	if spec := mustSpec(t, in); spec.Linux.MaskedPaths != nil || spec.Linux.ReadonlyPaths != nil {
+		t.Errorf("privileged: masked %q, read-only %q", spec.Linux.MaskedPaths, spec.Linux.ReadonlyPaths)
+	}
+	refused(t, func(in *ContainerInput) { in.sc().MaskedPaths = []string{"proc"} }, codes.InvalidArgument, "masked_paths")
+	refused(t, func(in *ContainerInput) { in.sc().ReadonlyPaths = []string{"/a\x00"} }, codes.InvalidArgument, "readonly_paths")
+}
+
+// Nothing that a user or an image can annotate reaches libcontainer or systemd.
+func TestAnnotationsSteerNothing(t *testing.T) {
+	plain := mustSpec(t, testInput())
+	in := testInput()
+	bad := map[string]string{
+		"org.systemd.property.ExecStartPre": "['/bin/sh']", "run.oci.hooks.stdout": "/x",
+		"io.kubernetes.cri-o.userns-mode": "auto", "cdi.k8s.io/x": "vendor.com/gpu=0",
+	}
+	in.Config.Annotations, in.Config.Labels = bad, bad
+	in.Pod.Config.Annotations, in.Pod.Config.Labels = bad, bad
+	in.Image.Labels = bad
+	in.Config.Image = &runtimeapi.ImageSpec{Annotations: bad}
+	a, _ := json.Marshal(plain)
+	b, _ := json.Marshal(mustSpec(t, in))
+	if string(a) != string(b) {
+		t.Errorf("spec changed:\n%s\n%s", a, b)
+	}
+}
