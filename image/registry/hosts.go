@@ -180,19 +180,19 @@ func parseHosts(dir string, data []byte) ([]hostConfig, error) {
 		return nil, err
 	}
 	var hosts []hostConfig
-	for _, name := range hostOrder(data, doc.Hosts) {
+	for i, name := range hostOrder(data, doc.Hosts) { // errors count them: a URL may hold a password
 		if name == "" {
 			return nil, errors.New("a host table without a name")
 		}
 		h, err := parseHost(name, dir, doc.Hosts[name])
 		if err != nil {
-			return nil, fmt.Errorf("host %q: %w", clip(name), err)
+			return nil, fmt.Errorf("host table %d: %w", i+1, err)
 		}
 		hosts = append(hosts, h)
 	}
 	server, err := parseHost(doc.Server, dir, doc.hostTable)
 	if err != nil {
-		return nil, fmt.Errorf("server %q: %w", clip(doc.Server), err)
+		return nil, fmt.Errorf("server: %w", err)
 	}
 	return append(hosts, server), nil
 }

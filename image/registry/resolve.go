@@ -29,19 +29,23 @@ type Layer struct {
 }
 
 // Digest asks what the reference names, without fetching it (HEAD). It returns ""
-// if no host can tell; only a GET has the reasons.
+// if no host can tell or lets us see it; only a GET has the reasons.
 func (r *Repository) Digest(ctx context.Context) digest.Digest {
-	if r.ref.Digest != "" {
-		return r.ref.Digest
+	caps := canPull
+	if r.ref.Digest == "" {
+		caps |= canResolve
 	}
 	var found digest.Digest
-	err := r.askOnce(ctx, canPull|canResolve, 0, func(e *endpoint) error {
-		resp, err := e.request(ctx, http.MethodHead, "manifests/"+r.ref.Tag, http.Header{"Accept": acceptManifests})
+	err := r.askOnce(ctx, caps, 0, func(e *endpoint) error {
+		resp, err := e.request(ctx, http.MethodHead, "manifests/"+r.ref.identifier(), http.Header{"Accept": acceptManifests})
 		if err != nil {
 			return err
 		}
 		defer drain(resp.Body)
 		d := digest.Digest(resp.Header.Get("Docker-Content-Digest"))
+		if d == "" {
+			d = r.ref.Digest
+		}
 		if resp.StatusCode != http.StatusOK || checkDigest(d) != nil {
 			return errors.New("no digest")
 		}

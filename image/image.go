@@ -1,0 +1,183 @@
+package image
+
+import (
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"berth/image/registry"
+	"berth/internal/errdefs"
+)
+
+// Image is an image of the node. It is shared: nobody changes it.
+type Image struct {
+	ID          string   // "sha256:" and the digest of the configuration
+	RepoTags    []string // normalized name:tag, sorted
+	RepoDigests []string // normalized name@digest, sorted
+	Size        uint64   // bytes on disk: layers, shared ones in full, and configuration
+	Pinned      bool     // kubelet must not collect it
+	Config      ocispec.Image
+	Layers      []digest.Digest // diffIDs, bottom first
+}
+
+// index is an immutable snapshot of all images.
+type index struct {
+	images  []*Image // sorted by ID
+	byID    map[string]*Image
+	byName  map[string]*Image // tags and digests
+	records map[string]record // by ID
+	bytes   uint64            // of all records
+}
+
+// newIndex builds a snapshot of records. Every config in them parses: that was
+// checked when the record was made or loaded.
+func newIndex(records map[string]record, pinned map[string]bool) *index {
+	x := &index{byID: map[string]*Image{}, byName: map[string]*Image{}, records: records}
+	for id, rec := range records {
+		img := rec.image(id, pinned)
+		x.images = append(x.images, img)
+		x.byID[id] = img
+		for _, name := range slices.Concat(img.RepoTags, img.RepoDigests) {
+			x.byName[name] = img
+		}
+		x.bytes += uint64(len(rec.Config))
+	}
+	slices.SortFunc(x.images, func(a, b *Image) int { return strings.Compare(a.ID, b.ID) })
+	return x
+}
+
+// minPrefix is the shortest prefix of an ID that is looked up. Shorter ones are
+// valid image names, too, and kubelet would take such a name for a present image.
+const minPrefix = 7
+
+// find returns the image that ref names: ID with or without "sha256:", tag,
+// digest, short name, or the unique beginning of an ID.
+func (x *index) find(ref string) (*Image, error) {
+	hex, isID := strings.CutPrefix(ref, "sha256:")
+	if img, ok := x.byID["sha256:"+hex]; ok {
+		return img, nil
+	}
+	if !isID {
+		if r, err := registry.ParseReference(ref); err == nil {
+			if img, ok := x.byName[r.String()]; ok {
+				return img, nil
+			}
+		}
+	}
+	return x.findPrefix(ref, hex)
+}
+
+func (x *index) findPrefix(ref, hex string) (*Image, error) {
+	if ref == "" {
+		return nil, errdefs.InvalidArgument("image reference is empty")
+	}
+	notFound := errdefs.NotFound("image %q: not found", ref)
+	if len(hex) < minPrefix {
+		return nil, notFound
+	}
+	id := "sha256:" + hex
+	first, _ := slices.BinarySearchFunc(x.images, id, func(img *Image, id string) int { return strings.Compare(img.ID, id) })
+	if first == len(x.images) || !strings.HasPrefix(x.images[first].ID, id) {
+		return nil, notFound
+	}
+	if first+1 < len(x.images) && strings.HasPrefix(x.images[first+1].ID, id) {
+		return nil, errdefs.InvalidArgument("image ID %q: several images begin with it", ref)
+	}
+	return x.images[first], nil
+}
+
+// record is what is kept on disk of an image.
+type record struct {
+	Sequence uint64   `json:"sequence"` // of the write; a tag belongs to the image written last
+	Tags     []string `json:"tags,omitempty"`
+	Digests  []string `json:"digests,omitempty"`
+	Size     uint64   `json:"size"`   // of the layers, bytes on disk
+	Config   []byte   `json:"config"` // as the registry has it: the ID is its digest
+}
+
+// recordVersion is the schema version of record.
+const recordVersion = 1
+
+// decodeRecord reads a record and checks that it is that of the image id.
+func decodeRecord(id string, body []byte) (record, error) {
+	var rec record
+	if err := json.Unmarshal(body, &rec); err != nil {
+		return rec, fmt.Errorf("decode: %w", err)
+	}
+	if got := digest.FromBytes(rec.Config).String(); got != id {
+		return rec, fmt.Errorf("digest of the configuration is %s, not %s", got, id)
+	}
+	if _, err := rec.config(); err != nil {
+		return rec, err
+	}
+	return rec, nil
+}
+
+func (r record) config() (ocispec.Image, error) {
+	var c ocispec.Image
+	if err := json.Unmarshal(r.Config, &c); err != nil {
+		return c, fmt.Errorf("decode configuration: %w", err)
+	}
+	for _, d := range c.RootFS.DiffIDs {
+		if err := d.Validate(); err != nil {
+			return c, fmt.Errorf("layer %q: %w", d, err)
+		}
+	}
+	return c, nil
+}
+
+// image returns the public form of a record.
+func (r record) image(id string, pinned map[string]bool) *Image {
+	c, _ := r.config() // parsed before, see newIndex
+	img := &Image{
+		ID:          id,
+		RepoTags:    slices.Sorted(slices.Values(r.Tags)),
+		RepoDigests: slices.Sorted(slices.Values(r.Digests)),
+		Size:        r.Size + uint64(len(r.Config)),
+		Config:      c,
+		Layers:      c.RootFS.DiffIDs,
+	}
+	for _, name := range append(slices.Concat(r.Tags, r.Digests), id) {
+		img.Pinned = img.Pinned || pinned[name]
+	}
+	return img
+}
+
+// with returns a copy that has one more name.
+func (r record) with(ref registry.Reference, d digest.Digest) record {
+	r.Tags, r.Digests = slices.Clone(r.Tags), slices.Clone(r.Digests)
+	if ref.Tag != "" && !slices.Contains(r.Tags, ref.String()) {
+		r.Tags = append(r.Tags, ref.String())
+	}
+	if name := ref.WithDigest(d); !slices.Contains(r.Digests, name) {
+		r.Digests = append(r.Digests, name)
+	}
+	return r
+}
+
+// without returns a copy that lacks a tag.
+func (r record) without(tag string) record {
+	r.Tags = slices.DeleteFunc(slices.Clone(r.Tags), func(t string) bool { return t == tag })
+	return r
+}
+
+// pinnedNames normalizes the configured names of pinned images: references, or IDs.
+func pinnedNames(refs []string) (map[string]bool, error) {
+	names := map[string]bool{}
+	for _, ref := range refs {
+		if strings.HasPrefix(ref, "sha256:") {
+			names[ref] = true
+			continue
+		}
+		r, err := registry.ParseReference(ref)
+		if err != nil {
+			return nil, fmt.Errorf("pinned image: %w", err)
+		}
+		names[r.String()] = true
+	}
+	return names, nil
+}

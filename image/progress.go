@@ -1,0 +1,125 @@
+package image
+
+import (
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"berth/image/registry"
+)
+
+// PullProgress is a pull under way.
+type PullProgress struct {
+	Ref     string          `json:"ref"`
+	Started time.Time       `json:"started"`
+	Layers  []LayerProgress `json:"layers"` // bottom first; empty until the manifest is known
+}
+
+// LayerProgress is a layer of a pull.
+type LayerProgress struct {
+	Digest digest.Digest `json:"digest"` // of the blob
+	State  LayerState    `json:"state"`
+	Done   int64         `json:"done"`  // bytes received
+	Total  int64         `json:"total"` // bytes of the blob
+}
+
+// LayerState says how far a layer is.
+type LayerState string
+
+const (
+	LayerWaiting     LayerState = "waiting"
+	LayerDownloading LayerState = "downloading"
+	LayerPresent     LayerState = "present" // was here before
+	LayerDone        LayerState = "done"
+)
+
+// pulls knows the pulls under way.
+type pulls struct {
+	mu     sync.Mutex // guards active
+	active []*pullTrack
+}
+
+// pullTrack follows one pull.
+type pullTrack struct {
+	ref     string
+	started time.Time
+	layers  atomic.Pointer[[]*layerTrack]
+}
+
+// layerTrack follows one layer of one pull.
+type layerTrack struct {
+	digest digest.Digest
+	total  int64
+	state  atomic.Pointer[LayerState]
+	bytes  atomic.Pointer[atomic.Int64] // the download's counter, which pulls may share
+}
+
+func (p *pulls) start(ref string) *pullTrack {
+	t := &pullTrack{ref: ref, started: time.Now()}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.active = append(p.active, t)
+	return t
+}
+
+func (p *pulls) end(t *pullTrack) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.active = slices.DeleteFunc(p.active, func(o *pullTrack) bool { return o == t })
+}
+
+// snapshot returns the pulls under way, oldest first.
+func (p *pulls) snapshot() []PullProgress {
+	p.mu.Lock()
+	active := slices.Clone(p.active)
+	p.mu.Unlock()
+	all := make([]PullProgress, 0, len(active))
+	for _, t := range active {
+		all = append(all, t.snapshot())
+	}
+	return all
+}
+
+func (t *pullTrack) snapshot() PullProgress {
+	s := PullProgress{Ref: t.ref, Started: t.started, Layers: []LayerProgress{}}
+	if layers := t.layers.Load(); layers != nil {
+		for _, l := range *layers {
+			s.Layers = append(s.Layers, l.snapshot())
+		}
+	}
+	return s
+}
+
+// setLayers begins following the layers of the image.
+func (t *pullTrack) setLayers(layers []registry.Layer) []*layerTrack {
+	tracks := make([]*layerTrack, 0, len(layers))
+	for _, l := range layers {
+		lt := &layerTrack{digest: l.Blob.Digest, total: l.Blob.Size}
+		lt.set(LayerWaiting)
+		tracks = append(tracks, lt)
+	}
+	t.layers.Store(&tracks)
+	return tracks
+}
+
+func (l *layerTrack) set(s LayerState) { l.state.Store(&s) }
+
+// downloading is called with the counter of the download.
+func (l *layerTrack) downloading(bytes *atomic.Int64) {
+	l.bytes.Store(bytes)
+	l.set(LayerDownloading)
+}
+
+func (l *layerTrack) snapshot() LayerProgress {
+	p := LayerProgress{Digest: l.digest, State: *l.state.Load(), Total: l.total}
+	if b := l.bytes.Load(); b != nil {
+		p.Done = min(b.Load(), p.Total)
+	}
+	if p.State == LayerPresent || p.State == LayerDone {
+		p.Done = p.Total
+	}
+	return p
+}

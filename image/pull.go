@@ -1,0 +1,168 @@
+package image
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync/atomic"
+
+	"golang.org/x/sync/errgroup"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	crierrors "k8s.io/cri-api/pkg/errors"
+
+	"berth/image/layer"
+	"berth/image/registry"
+	"berth/internal/errdefs"
+)
+
+// Pull fetches the image that ref names and records it under that name. The
+// registry is always asked, also for an image that is here: it decides who may
+// have it, and what a tag stands for. auth may be nil.
+//
+// Errors: those of package registry; see the package doc about RegistryUnavailable.
+func (s *Store) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfig) (*Image, error) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(s.ctx, cancel)()
+	track := s.pulls.start(ref)
+	defer s.pulls.end(track)
+	img, err := s.pull(ctx, ref, auth, track)
+	if err != nil {
+		return nil, pullError(ref, err)
+	}
+	return img, nil
+}
+
+// pullError gives a failed pull the form kubelet understands.
+func pullError(ref string, err error) error {
+	var down *registry.UnavailableError
+	if errors.As(err, &down) {
+		return errdefs.New(codes.Unknown, "%w: pull %s: %w", crierrors.ErrRegistryUnavailable, ref, err)
+	}
+	return fmt.Errorf("pull %s: %w", ref, err)
+}
+
+func (s *Store) pull(ctx context.Context, name string, auth *runtimeapi.AuthConfig, track *pullTrack) (*Image, error) {
+	ref, err := registry.ParseReference(name)
+	if err != nil {
+		return nil, err
+	}
+	credentials, err := registry.FromCRI(auth)
+	if err != nil {
+		return nil, err
+	}
+	repo, err := s.client.Open(ref, credentials)
+	if err != nil {
+		return nil, err
+	}
+	defer repo.Close()
+	if img := s.unchanged(ctx, repo); img != nil {
+		return img, nil
+	}
+	resolved, err := repo.Resolve(ctx, s.cfg.Platform)
+	if err != nil {
+		return nil, err
+	}
+	return s.fetch(ctx, repo, resolved, track.setLayers(resolved.Layers))
+}
+
+// unchanged returns the image that is known by the repository's reference if the
+// registry says that it still stands for it. A HEAD does not count against the
+// pull limits of registries.
+func (s *Store) unchanged(ctx context.Context, repo *registry.Repository) *Image {
+	ref := repo.Reference()
+	x := s.index.Load()
+	img, ok := x.byName[ref.String()]
+	if !ok {
+		return nil
+	}
+	d := repo.Digest(ctx)
+	if d == "" || x.byName[ref.WithDigest(d)] != img {
+		return nil
+	}
+	return img
+}
+
+// fetch gets the layers that are missing and commits the image. What it has
+// fetched when it fails is deleted, unless somebody else needs it.
+func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *registry.Image, tracks []*layerTrack) (*Image, error) {
+	chain := img.Config.RootFS.DiffIDs
+	owner := fmt.Sprintf("pull %d", s.pullID.Add(1))
+	if err := s.refs.acquire(ctx, owner, chain); err != nil {
+		return nil, err
+	}
+	defer func() {
+		s.refs.release(owner)
+		if err := s.sweep(); err != nil { // tried again by the next sweep
+			s.log.Warn("delete unused layers after a pull", "image", repo.Reference().String(), "error", err)
+		}
+	}()
+	group, groupCtx := errgroup.WithContext(ctx)
+	group.SetLimit(s.cfg.MaxParallelDownloads)
+	for i, l := range img.Layers {
+		group.Go(func() error { return s.fetchLayer(groupCtx, repo, l, tracks[i]) })
+	}
+	if err := group.Wait(); err != nil {
+		return nil, err
+	}
+	if len(chain) > 0 { // what the layers need of each other, so that it fails now if it does
+		if _, err := s.layers.Stack(ctx, chain); err != nil {
+			return nil, fmt.Errorf("join the layers: %w", err)
+		}
+	}
+	return s.commit(ctx, repo.Reference(), img)
+}
+
+// fetchLayer makes sure that a layer is here, by a download that other pulls may
+// share. If the download of another pull fails, it tries one of its own.
+func (s *Store) fetchLayer(ctx context.Context, repo *registry.Repository, l registry.Layer, track *layerTrack) error {
+	key := flightKey{domain: repo.Reference().Domain, blob: l.Blob.Digest, diffID: l.DiffID}
+	if s.layers.Has(l.DiffID) {
+		track.set(LayerPresent)
+		return nil
+	}
+	for {
+		started, err := s.flights.join(ctx, key, track.downloading, func(ctx context.Context, received *atomic.Int64) error {
+			defer repo.Close()
+			return s.download(ctx, repo, l, received)
+		})
+		switch {
+		case err == nil:
+			track.set(LayerDone)
+			return nil
+		case started || ctx.Err() != nil:
+			return fmt.Errorf("layer %s: %w", l.Blob.Digest, err)
+		}
+	}
+}
+
+// download fetches and stores a layer. If one host's content is corrupt the next
+// one is asked: a mirror's cache may be damaged.
+func (s *Store) download(ctx context.Context, repo *registry.Repository, l registry.Layer, received *atomic.Int64) error {
+	var err error
+	for first := range repo.Hosts() {
+		received.Store(0)
+		err = s.downloadFrom(ctx, repo, l, first, received)
+		if errdefs.Code(err) != codes.DataLoss {
+			return err
+		}
+	}
+	return err
+}
+
+// downloadFrom streams a layer from the network through its checks into the layer
+// store, beginning with the host of the given number.
+func (s *Store) downloadFrom(ctx context.Context, repo *registry.Repository, l registry.Layer, first int, received *atomic.Int64) error {
+	blob, err := repo.Blob(ctx, l.Blob, first, func(n int) { received.Add(int64(n)) })
+	if err != nil {
+		return err
+	}
+	defer blob.Close() // read to its end or given up
+	tar, err := newTarReader(blob)
+	if err != nil {
+		return err
+	}
+	defer tar.Close()
+	return s.layers.Create(ctx, l.DiffID, tar, layer.Limits{})
+}

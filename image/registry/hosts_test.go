@@ -1,0 +1,235 @@
+package registry
+
+import (
+	"net/http"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+const everyOption = `
+server = "https://registry.example.com"
+ca = "ca.pem"
+unknown_option_of_a_newer_containerd = 1
+
+[header]
+  x-team = "infra"
+
+[host."http://z-first:8080"]
+  capabilities = ["pull"]
+
+[host."https://mirror.example.com/team"]
+  capabilities = ["pull", "Resolve"]
+  ca = ["/etc/ca-1.pem", "ca-2.pem"]
+  client = [["cert.pem", "/keys/key.pem"], ["both.pem", ""], "single.pem"]
+  skip_verify = false
+  dial_timeout = "3s"
+  [host."https://mirror.example.com/team".header]
+    x-one = "1"
+    x-many = ["2", "3"]
+
+[host."https://odd.example.com/v2/prefix"]
+  override_path = true
+  client = "client.pem"
+
+[host."https://root.example.com"]
+  override_path = true
+  skip_verify = true
+
+[host."bare.example.com:5000/a/../b/v2/"]
+
+[host."https://header-only.example.com".header]
+  x = "y"
+`
+
+func TestParseHosts(t *testing.T) {
+	yes, no := true, false
+	want := []hostConfig{
+		{scheme: "http", host: "z-first:8080", path: "/v2", caps: canPull},
+		{scheme: "https", host: "mirror.example.com", path: "/team/v2", caps: canPull | canResolve,
+			caCerts:     []string{"/etc/ca-1.pem", "/dir/ca-2.pem"},
+			clientPairs: [][2]string{{"/dir/cert.pem", "/keys/key.pem"}, {"/dir/both.pem", ""}, {"/dir/single.pem", ""}},
+			skipVerify:  &no, dialTimeout: 3 * time.Second,
+			header: http.Header{"X-One": {"1"}, "X-Many": {"2", "3"}}},
+		{scheme: "https", host: "odd.example.com", path: "/v2/prefix", caps: allCapabilities, clientPairs: [][2]string{{"/dir/client.pem", ""}}},
+		{scheme: "https", host: "root.example.com", path: "", caps: allCapabilities, skipVerify: &yes},
+		{scheme: "https", host: "bare.example.com:5000", path: "/b/v2", caps: allCapabilities},
+		{scheme: "https", host: "header-only.example.com", path: "/v2", caps: allCapabilities, header: http.Header{"X": {"y"}}},
+		{scheme: "https", host: "registry.example.com", path: "/v2", caps: allCapabilities,
+			caCerts: []string{"/dir/ca.pem"}, header: http.Header{"X-Team": {"infra"}}},
+	}
+	got, err := parseHosts("/dir", []byte(everyOption))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(got) != len(want) {
+		t.Fatalf("%d hosts, want %d", len(got), len(want))
+	}
+	for i := range want {
+		if !reflect.DeepEqual(got[i], want[i]) {
+			t.Errorf("host %d:\n got %+v\nwant %+v", i, got[i], want[i])
+		}
+	}
+}
+
+func TestParseHostsRefuses(t *testing.T) {
+	for text, want := range map[string]string{
+		`server = 1`:                                        "server",
+		`server = "ftp://x"`:                                "http or https",
+		`server = "https://"`:                               "with a host",
+		`server = "https://user:hunter2@x"`:                 "credentials in the URL",
+		`server = "https://user:hunter2@x:port"`:            "not a URL",
+		`[host."https://x"]` + "\nca = 1":                   "ca: a string or a list",
+		`[host."https://x"]` + "\nca = [1]":                 "ca: a list of strings",
+		`[host."https://x"]` + "\nclient = 1":               "client",
+		`[host."https://x"]` + "\nclient = [[\"a\"]]":       "a pair is",
+		`[host."https://x"]` + "\ncapabilities = [\"fly\"]": `unknown capability "fly"`,
+		`[host."https://x"]` + "\ndial_timeout = \"soon\"":  "dial_timeout",
+		`[host."https://x"]` + "\ndial_timeout = \"-1s\"":   "dial_timeout",
+		`[host."https://x".header]` + "\nx = 1":             "header x",
+		`[host.""]`:                                         "without a name",
+		`[host`:                                             "",
+	} {
+		hosts, err := parseHosts("/dir", []byte(text))
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %+v, %v; want an error with %q", text, hosts, err, want)
+		}
+		if err != nil && strings.Contains(err.Error(), "hunter2") {
+			t.Errorf("%s: the error shows the password: %v", text, err)
+		}
+	}
+}
+
+func FuzzParseHosts(f *testing.F) {
+	f.Add([]byte(everyOption))
+	f.Add([]byte(`host = { "https://inline" = { capabilities = ["pull"] } }`))
+	f.Add([]byte(`[host.a]` + "\n" + `[host.b]` + "\n" + `[host.a.header]` + "\nx=\"\""))
+	f.Add([]byte("[host]\n\"https://x\".ca=[[]]\n"))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		hosts, err := parseHosts("/dir", data)
+		if err != nil {
+			return
+		}
+		for i, h := range hosts {
+			server := i == len(hosts)-1
+			if h.host == "" && !server || h.host != "" && h.scheme != "http" && h.scheme != "https" {
+				t.Fatalf("host %d: %+v", i, h)
+			}
+			if h.path != "" && !strings.HasPrefix(h.path, "/") {
+				t.Fatalf("host %d has the path %q", i, h.path)
+			}
+		}
+	})
+}
+
+func write(t *testing.T, path, content string) string {
+	t.Helper()
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+// brief formats a host as what it is asked by.
+func brief(hosts []hostConfig) string {
+	var s []string
+	for _, h := range hosts {
+		b := h.scheme + "://" + h.host + h.path
+		if h.home {
+			b += " home"
+		}
+		if h.plainNext {
+			b += " or-http"
+		}
+		if h.skipVerify != nil && *h.skipVerify {
+			b += " unverified"
+		}
+		s = append(s, b)
+	}
+	return strings.Join(s, ", ")
+}
+
+func TestLoadHosts(t *testing.T) {
+	first, second := t.TempDir(), t.TempDir()
+	write(t, filepath.Join(first, "docker.io/hosts.toml"), `[host."https://mirror"]`)
+	write(t, filepath.Join(first, "named.example.com/hosts.toml"), "server = \"https://other.example.com\"\n[host.\"https://named.example.com\"]")
+	write(t, filepath.Join(first, "port.example.com_5000_/hosts.toml"), `server = "http://underscore"`)
+	write(t, filepath.Join(first, "port.example.com:5000/hosts.toml"), `server = "http://colon"`)
+	write(t, filepath.Join(first, "colon.example.com:5000/hosts.toml"), `server = "http://colon"`)
+	write(t, filepath.Join(first, "empty.example.com/hosts.toml"), "")
+	write(t, filepath.Join(first, "both.example.com/hosts.toml"), "server = \"http://both.example.com\"\nskip_verify = true")
+	write(t, filepath.Join(first, "eighty.example.com/hosts.toml"), "server = \"http://eighty.example.com:80\"\nskip_verify = true")
+	write(t, filepath.Join(second, "docker.io/hosts.toml"), `server = "https://never"`)
+	write(t, filepath.Join(second, "second.example.com/hosts.toml"), `server = "https://second"`)
+	write(t, filepath.Join(second, "_default/hosts.toml"), "server = \"https://everything\"\n[host.\"http://127.0.0.1:5000\"]")
+
+	for domain, want := range map[string]string{
+		"docker.io":              "https://mirror/v2, https://registry-1.docker.io/v2 home",
+		"named.example.com":      "https://named.example.com/v2 home, https://other.example.com/v2 home",
+		"port.example.com:5000":  "http://underscore/v2 home",
+		"colon.example.com:5000": "http://colon/v2 home",
+		"empty.example.com":      "https://empty.example.com/v2 home",
+		"both.example.com":       "https://both.example.com/v2 home or-http unverified",
+		"eighty.example.com":     "http://eighty.example.com:80/v2 home unverified",
+		"second.example.com":     "https://second/v2 home",
+		"else.example.com":       "http://127.0.0.1:5000/v2, https://everything/v2",
+		"everything":             "http://127.0.0.1:5000/v2, https://everything/v2 home",
+	} {
+		got, err := loadHosts([]string{first, filepath.Join(first, "missing"), second}, domain)
+		if err != nil || brief(got) != want {
+			t.Errorf("%s: %q, %v; want %q", domain, brief(got), err, want)
+		}
+	}
+	for domain, want := range map[string]string{
+		"docker.io":        "https://registry-1.docker.io/v2 home",
+		"example.com:5000": "https://example.com:5000/v2 home",
+		"localhost":        "https://localhost/v2 home unverified",
+		"localhost:443":    "https://localhost:443/v2 home unverified",
+		"localhost:80":     "http://localhost:80/v2 home",
+		"localhost:5000":   "https://localhost:5000/v2 home or-http unverified",
+		"127.0.0.9:5000":   "https://127.0.0.9:5000/v2 home or-http unverified",
+		"[::1]:5000":       "https://[::1]:5000/v2 home or-http unverified",
+		"[::1]":            "https://[::1]/v2 home unverified",
+	} {
+		got, err := loadHosts(nil, domain)
+		if err != nil || brief(got) != want {
+			t.Errorf("%s without configuration: %q, %v; want %q", domain, brief(got), err, want)
+		}
+	}
+}
+
+func TestLoadHostsCertificateFiles(t *testing.T) {
+	dir := t.TempDir()
+	host := filepath.Join(dir, "example.com")
+	for _, name := range []string{"a.crt", "b.crt", "client.cert", "client.key", "lone.cert", "other.txt", "sub/c.crt"} {
+		write(t, filepath.Join(host, name), "x")
+	}
+	hosts, err := loadHosts([]string{dir}, "example.com")
+	if err != nil || len(hosts) != 1 {
+		t.Fatalf("%+v, %v", hosts, err)
+	}
+	wantCA := []string{host + "/a.crt", host + "/b.crt"}
+	wantPairs := [][2]string{{host + "/client.cert", host + "/client.key"}, {host + "/lone.cert", ""}}
+	if h := hosts[0]; !reflect.DeepEqual(h.caCerts, wantCA) || !reflect.DeepEqual(h.clientPairs, wantPairs) || h.host != "example.com" {
+		t.Errorf("got %+v", h)
+	}
+}
+
+func TestBrokenHostsFileFailsByName(t *testing.T) {
+	dir := t.TempDir()
+	file := write(t, filepath.Join(dir, "example.com/hosts.toml"), "server = [")
+	_, err := loadHosts([]string{dir}, "example.com")
+	if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), file) {
+		t.Errorf("got %v", err)
+	}
+}

@@ -1,0 +1,191 @@
+package registry
+
+import (
+	"encoding/json"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+const (
+	ociManifest = ocispec.MediaTypeImageManifest
+	ociIndex    = ocispec.MediaTypeImageIndex
+	ociConfig   = ocispec.MediaTypeImageConfig
+	ociLayer    = ocispec.MediaTypeImageLayerGzip
+)
+
+func descriptor(mediaType, dgst string, size int64) string {
+	return fmt.Sprintf(`{"mediaType":%q,"digest":%q,"size":%d}`, mediaType, dgst, size)
+}
+
+func manifestJSON(mediaType, config string, layers ...string) string {
+	return fmt.Sprintf(`{"schemaVersion":2,"mediaType":%q,"config":%s,"layers":[%s]}`, mediaType, config, strings.Join(layers, ","))
+}
+
+func TestParseDocument(t *testing.T) {
+	config := descriptor(ociConfig, sha256Of0, 1)
+	layer := descriptor(ociLayer, sha256Of1, 1)
+	dockerLayer := descriptor("application/vnd.docker.image.rootfs.diff.tar.gzip", sha256Of1, 1)
+	many := make([]string, MaxLayers+1)
+	for i := range many {
+		many[i] = layer
+	}
+	for _, c := range []struct {
+		name, data, contentType string
+		code                    codes.Code
+		text                    string
+	}{
+		{"oci", manifestJSON(ociManifest, config, layer), ociManifest, codes.OK, ""},
+		{"oci without types", manifestJSON("", config, layer), "application/json; charset=utf-8", codes.OK, ""},
+		{"docker", manifestJSON(mediaTypeDockerManifest, descriptor(mediaTypeDockerConfig, sha256Of0, 1), dockerLayer), mediaTypeDockerManifest, codes.OK, ""},
+		{"docker 1.10 config", manifestJSON(mediaTypeDockerManifest, descriptor("application/octet-stream", sha256Of0, 1), dockerLayer), mediaTypeDockerManifest, codes.OK, ""},
+		{"no layers", manifestJSON(ociManifest, config), ociManifest, codes.OK, ""},
+		{"most layers", manifestJSON(ociManifest, config, many[1:]...), ociManifest, codes.OK, ""},
+		{"index", `{"schemaVersion":2,"manifests":[]}`, ociIndex, codes.OK, ""},
+		{"docker list", `{"schemaVersion":2,"mediaType":"` + mediaTypeDockerList + `","manifests":[]}`, mediaTypeDockerList, codes.OK, ""},
+
+		{"not JSON", `<html>hunter2`, "text/html", codes.DataLoss, "invalid JSON"},
+		{"empty", `{}`, ociManifest, codes.DataLoss, "schema version 0"},
+		{"neither", `{"schemaVersion":2}`, ociManifest, codes.DataLoss, "either"},
+		{"schema 1", `{"schemaVersion":1,"fsLayers":[]}`, mediaTypeSignedSchema1, codes.FailedPrecondition, "schema 1"},
+		{"schema 1 by type", manifestJSON("", config, layer), mediaTypeDockerSchema1, codes.FailedPrecondition, "schema 1"},
+		{"both (CVE-2021-41190)", `{"schemaVersion":2,"manifests":[],"config":` + config + `,"layers":[]}`, ociManifest, codes.DataLoss, "either"},
+		{"index said to be a manifest", `{"schemaVersion":2,"manifests":[]}`, ociManifest, codes.DataLoss, "is not the"},
+		{"manifest that says it is an index", manifestJSON(ociIndex, config, layer), "", codes.DataLoss, "is not the"},
+		{"no config", `{"schemaVersion":2,"layers":[` + layer + `]}`, ociManifest, codes.DataLoss, "no config"},
+		{"artifact", manifestJSON(ociManifest, descriptor("application/vnd.cncf.helm.config.v1+json", sha256Of0, 1), layer), ociManifest, codes.FailedPrecondition, "artifact"},
+		{"encrypted layer", manifestJSON(ociManifest, config, descriptor(ociLayer+"+encrypted", sha256Of0, 1)), ociManifest, codes.FailedPrecondition, "no container image's layer"},
+		{"in-toto layer", manifestJSON(ociManifest, config, descriptor("application/vnd.in-toto+json", sha256Of0, 1)), ociManifest, codes.FailedPrecondition, "in-toto"},
+		{"layer digest is a path (CVE-2024-3727)", manifestJSON(ociManifest, config, descriptor(ociLayer, "sha256:../../../../etc/passwd", 1)), ociManifest, codes.DataLoss, "layer 0"},
+		{"config digest is empty", manifestJSON(ociManifest, descriptor(ociConfig, "", 1), layer), ociManifest, codes.DataLoss, "config"},
+		{"weak digest", manifestJSON(ociManifest, config, descriptor(ociLayer, "md5:"+hex(32), 1)), ociManifest, codes.DataLoss, "layer 0"},
+		{"negative size", manifestJSON(ociManifest, config, descriptor(ociLayer, sha256Of0, -1)), ociManifest, codes.DataLoss, "negative"},
+		{"huge config", manifestJSON(ociManifest, descriptor(ociConfig, sha256Of0, MaxConfigSize+1), layer), ociManifest, codes.DataLoss, "larger than"},
+		{"too many layers", manifestJSON(ociManifest, config, many...), ociManifest, codes.FailedPrecondition, "501 layers"},
+	} {
+		_, err := parseDocument([]byte(c.data), c.contentType)
+		if errdefs.Code(err) != c.code || err != nil && !strings.Contains(err.Error(), c.text) {
+			t.Errorf("%s: %v; want %v and %q", c.name, err, c.code, c.text)
+		}
+		if err != nil && strings.Contains(err.Error(), "hunter2") {
+			t.Errorf("%s: the error quotes the content: %v", c.name, err)
+		}
+	}
+}
+
+func FuzzParseDocument(f *testing.F) {
+	config, layer := descriptor(ociConfig, sha256Of0, 1), descriptor(ociLayer, sha256Of1, 1)
+	f.Add([]byte(manifestJSON(ociManifest, config, layer)), ociManifest)
+	f.Add([]byte(`{"schemaVersion":2,"manifests":[`+descriptor(ociManifest, sha256Of0, 2)+`]}`), ociIndex)
+	f.Add([]byte(`{"schemaVersion":1,"fsLayers":[]}`), mediaTypeSignedSchema1)
+	f.Add([]byte(`{"schemaVersion":2,"manifests":[{"platform":null}],"layers":null}`), "")
+	f.Fuzz(func(t *testing.T, data []byte, contentType string) {
+		doc, err := parseDocument(data, contentType)
+		if err != nil {
+			return
+		}
+		if doc.index != nil {
+			choosePlatform(doc.index, DefaultPlatform())
+			return
+		}
+		for _, d := range append(doc.manifest.Layers, doc.manifest.Config) {
+			if d.Digest.Validate() != nil || d.Size < 0 {
+				t.Fatalf("accepted %+v", d)
+			}
+		}
+		if len(doc.manifest.Layers) > MaxLayers {
+			t.Fatal("accepted too many layers")
+		}
+	})
+}
+
+func TestParseConfig(t *testing.T) {
+	layers := []ocispec.Descriptor{{Digest: sha256Of0}}
+	for data, want := range map[string]string{
+		`{"rootfs":{"diff_ids":["` + sha256Of1 + `"]}}`:                     "",
+		`{"rootfs":{"diff_ids":[]}}`:                                        "0 layers, manifest 1",
+		`{"rootfs":{"diff_ids":["` + sha256Of1 + `","` + sha256Of1 + `"]}}`: "2 layers, manifest 1",
+		`{"rootfs":{"diff_ids":["../../x"]}}`:                               "layer 0",
+		`{"rootfs":{"diff_ids":["sha512:` + hex(128) + `"]}}`:               "not a sha256 digest",
+		`[]`: "invalid JSON",
+	} {
+		_, got, err := parseConfig([]byte(data), layers)
+		switch {
+		case want == "" && (err != nil || len(got) != 1 || got[0].DiffID != sha256Of1 || got[0].Blob.Digest != sha256Of0):
+			t.Errorf("%s: %+v, %v", data, got, err)
+		case want != "" && (errdefs.Code(err) != codes.DataLoss || !strings.Contains(err.Error(), want)):
+			t.Errorf("%s: %v; want %q", data, err, want)
+		}
+	}
+}
+
+func FuzzParseConfig(f *testing.F) {
+	f.Add([]byte(`{"architecture":"amd64","os":"linux","rootfs":{"type":"layers","diff_ids":["` + sha256Of1 + `"]}}`))
+	f.Add([]byte(`{"config":{"Env":null},"rootfs":null}`))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		_, layers, err := parseConfig(data, []ocispec.Descriptor{{Digest: sha256Of0}})
+		if err == nil && (len(layers) != 1 || layers[0].DiffID.Algorithm() != digest.SHA256 || layers[0].DiffID.Validate() != nil) {
+			t.Fatalf("accepted %+v", layers)
+		}
+	})
+}
+
+func TestChoosePlatform(t *testing.T) {
+	for _, c := range []struct {
+		node, manifests, want string
+	}{
+		{"linux/amd64", "linux/arm64 linux/amd64 windows/amd64", "linux/amd64"},
+		{"linux/amd64", "unknown/unknown linux/x86_64", "linux/x86_64"},
+		{"linux/amd64", "linux/amd64/v2 linux/amd64", "linux/amd64"},
+		{"linux/amd64", "linux/amd64/v1", "linux/amd64/v1"},
+		{"linux/amd64", "linux/amd64/v3", ""},
+		{"linux/amd64/v3", "linux/amd64 linux/amd64/v2 linux/amd64/v4", "linux/amd64/v2"},
+		{"linux/amd64", "linux/386", "linux/386"},
+		{"linux/arm64", "linux/arm/v7 linux/arm64/v8", "linux/arm64/v8"},
+		{"linux/aarch64", "linux/arm64", "linux/arm64"},
+		{"linux/arm64/v9", "linux/arm64", "linux/arm64"},
+		{"linux/arm64", "linux/arm/v6 linux/arm/v7", "linux/arm/v7"},
+		{"linux/arm/v7", "linux/arm/v5 linux/arm/v6 linux/arm64", "linux/arm/v6"},
+		{"linux/arm/v6", "linux/arm/v7", ""},
+		{"linux/arm", "linux/armhf", "linux/armhf"},
+		{"linux/arm/v7", "linux/arm", "linux/arm"},
+		{"linux/riscv64", "linux/amd64 linux/riscv64", "linux/riscv64"},
+		{"linux/s390x", "linux/amd64 none", "none"},
+		{"linux/s390x", "none linux/s390x", "linux/s390x"},
+		{"linux/amd64", "unknown/unknown", ""},
+	} {
+		var list []ocispec.Descriptor
+		for _, m := range strings.Fields(c.manifests) {
+			d := ocispec.Descriptor{Annotations: map[string]string{"name": m}}
+			if m != "none" {
+				p := parsePlatform(m)
+				d.Platform = &p
+			}
+			list = append(list, d)
+		}
+		got, ok := choosePlatform(list, parsePlatform(c.node))
+		if got.Annotations["name"] != c.want || ok != (c.want != "") {
+			t.Errorf("%s of %s: %q, want %q", c.node, c.manifests, got.Annotations["name"], c.want)
+		}
+	}
+}
+
+func parsePlatform(s string) ocispec.Platform {
+	parts := append(strings.Split(s, "/"), "", "")
+	return ocispec.Platform{OS: parts[0], Architecture: parts[1], Variant: parts[2]}
+}
+
+func mustJSON(t testing.TB, v any) []byte {
+	t.Helper()
+	data, err := json.Marshal(v)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return data
+}

@@ -1,0 +1,374 @@
+package image
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+
+	"berth/checkpoint"
+	"berth/image/layer"
+	"berth/image/registry"
+	"berth/internal/cleanup"
+	"berth/internal/errdefs"
+	"berth/internal/rootfs"
+)
+
+// Config configures a Store.
+type Config struct {
+	Root                 string           // directory of the store, on the filesystem the containers' upper layers are on
+	RegistryDirs         []string         // containerd's certs.d trees, the first with a directory for a host wins
+	Driver               string           // form of layers, a rootfs.Kind; empty: directory
+	Pinned               []string         // references or IDs of images that kubelet must not collect
+	MaxParallelDownloads int              // layers of one pull fetched at a time; 0: DefaultParallelDownloads
+	StallTimeout         time.Duration    // longest wait for a byte of a transfer; 0: one minute
+	Platform             ocispec.Platform // zero: this machine's
+	DockerConfig         string           // docker's config.json with credentials; empty: none
+}
+
+// DefaultParallelDownloads is how many layers one pull fetches at a time where
+// nothing is configured.
+const DefaultParallelDownloads = 8
+
+// Store is the node's image store.
+type Store struct {
+	cfg     Config
+	log     *slog.Logger
+	client  *registry.Client
+	layers  *layer.Store
+	records *checkpoint.Dir
+	pinned  map[string]bool
+
+	index    atomic.Pointer[index]
+	sequence uint64        // of the last record written; the writer's
+	writing  chan struct{} // holds one token: whoever has it is the writer
+
+	refs     *layerRefs
+	flights  *flights
+	pulls    pulls
+	pullID   atomic.Uint64
+	shutdown context.CancelFunc // ends pulls and downloads
+	ctx      context.Context    // ends with shutdown
+}
+
+// Open opens the store below cfg.Root, which is made if it does not exist.
+// Records that are damaged are set aside and logged. The caller closes the store.
+func Open(ctx context.Context, cfg Config, log *slog.Logger) (_ *Store, err error) {
+	pinned, err := pinnedNames(cfg.Pinned)
+	if err != nil {
+		return nil, err
+	}
+	driver, err := newDriver(cfg.Driver)
+	if err != nil {
+		return nil, err
+	}
+	undo := cleanup.New()
+	defer undo.Run(&err)
+	layers, err := layer.Open(cfg.Root, driver, log)
+	if err != nil {
+		return nil, err
+	}
+	undo.Add("close layer store", layers.Close)
+	records, err := checkpoint.OpenDir(filepath.Join(cfg.Root, "records"), "image", recordVersion, checkpoint.Power)
+	if err != nil {
+		return nil, err
+	}
+	s := newStore(cfg, layers, records, pinned, log)
+	if err := s.load(); err != nil {
+		return nil, err
+	}
+	undo.Release()
+	return s, nil
+}
+
+// newDriver returns the layer driver of a kind.
+func newDriver(kind string) (layer.Driver, error) {
+	switch rootfs.Kind(kind) {
+	case "", rootfs.Directory:
+		return layer.NewDirectory(), nil
+	}
+	return nil, errdefs.InvalidArgument("layer driver %q is not known", kind)
+}
+
+func newStore(cfg Config, layers *layer.Store, records *checkpoint.Dir, pinned map[string]bool, log *slog.Logger) *Store {
+	if cfg.MaxParallelDownloads <= 0 {
+		cfg.MaxParallelDownloads = DefaultParallelDownloads
+	}
+	if cfg.Platform.OS == "" {
+		cfg.Platform = registry.DefaultPlatform()
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	return &Store{
+		cfg: cfg, log: log, layers: layers, records: records, pinned: pinned,
+		client:   registry.NewClient(registry.Config{Dirs: cfg.RegistryDirs, DockerConfig: cfg.DockerConfig, StallTimeout: cfg.StallTimeout}),
+		writing:  make(chan struct{}, 1),
+		refs:     newLayerRefs(),
+		flights:  newFlights(ctx),
+		ctx:      ctx,
+		shutdown: cancel,
+	}
+}
+
+// Close ends pulls and waits until none of their work goes on. Pulls that are
+// called later fail.
+func (s *Store) Close() error {
+	s.shutdown()
+	s.flights.wait()
+	return s.layers.Close()
+}
+
+// load reads the records. One that is damaged, or whose layers are not all there,
+// is set aside and the image has to be pulled again.
+func (s *Store) load() error {
+	records := map[string]record{}
+	damaged, err := s.records.Load(func(name string, version int, body []byte) error {
+		id := "sha256:" + name
+		rec, err := decodeRecord(id, body)
+		if err != nil {
+			return err
+		}
+		c, _ := rec.config() // decodeRecord has parsed it
+		for _, d := range c.RootFS.DiffIDs {
+			if !s.layers.Has(d) {
+				return fmt.Errorf("layer %s is missing", d)
+			}
+		}
+		records[id] = rec
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	for _, d := range damaged {
+		s.log.Error("image record set aside; the image must be pulled again", "image", d.Name, "file", d.Path, "error", d.Err)
+	}
+	for _, name := range settleTags(records) {
+		s.log.Warn("tag was moving between images when berth stopped; it belongs to the newer one", "tag", name)
+	}
+	for id, rec := range records {
+		s.sequence = max(s.sequence, rec.Sequence)
+		c, _ := rec.config()
+		s.refs.tryAcquire(imageOwner(id), c.RootFS.DiffIDs) // nothing is dying yet
+	}
+	s.index.Store(newIndex(records, s.pinned))
+	return nil
+}
+
+// settleTags gives a tag that two records have to the one written last: a tag
+// moves by writing its new owner first. It returns those tags. The older record
+// keeps the tag on disk until it is next written, which is harmless.
+func settleTags(records map[string]record) []string {
+	owner := map[string]string{}
+	var moved []string
+	for _, id := range slices.Sorted(maps.Keys(records)) {
+		for _, tag := range records[id].Tags {
+			other, taken := owner[tag]
+			if taken {
+				moved = append(moved, tag)
+			}
+			if !taken || records[other].Sequence < records[id].Sequence {
+				owner[tag] = id
+			}
+		}
+	}
+	for id, rec := range records {
+		for _, tag := range rec.Tags {
+			if owner[tag] != id {
+				rec = rec.without(tag)
+			}
+		}
+		records[id] = rec
+	}
+	return moved
+}
+
+// List returns all images, sorted by ID. The caller must not change the slice.
+func (s *Store) List() []*Image { return s.index.Load().images }
+
+// Get returns the image that ref names: an ID with or without "sha256:", the
+// unique beginning of one (seven digits at least), a tag or a digest, with Docker
+// Hub's short names. Errors: NotFound; InvalidArgument if ref is empty or several
+// IDs begin with it.
+func (s *Store) Get(ref string) (*Image, error) { return s.index.Load().find(ref) }
+
+// Progress returns the pulls under way, oldest first.
+func (s *Store) Progress() []PullProgress { return s.pulls.snapshot() }
+
+// Usage is what the store takes on disk.
+type Usage struct {
+	Mountpoint    string // a path on the filesystem
+	Bytes, Inodes uint64
+}
+
+// Usage returns what layers and records take on disk, from memory.
+func (s *Store) Usage(context.Context) (Usage, error) {
+	x := s.index.Load()
+	used := s.layers.Usage()
+	return Usage{Mountpoint: s.cfg.Root, Bytes: used.Bytes + x.bytes, Inodes: used.Inodes + uint64(len(x.images))}, nil
+}
+
+// Remove removes the image that ref names, with all its tags. Its layers go
+// unless somebody else needs them. An unknown image is no error.
+func (s *Store) Remove(ctx context.Context, ref string) error {
+	release, err := s.becomeWriter(ctx)
+	if err != nil {
+		return fmt.Errorf("remove image %s: %w", ref, err)
+	}
+	defer release()
+	x := s.index.Load()
+	img, err := x.find(ref)
+	if errdefs.IsNotFound(err) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("remove image: %w", err)
+	}
+	if err := s.records.Remove(recordName(img.ID)); err != nil {
+		return fmt.Errorf("remove image %s: %w", img.ID, err)
+	}
+	records := maps.Clone(x.records)
+	delete(records, img.ID)
+	s.index.Store(newIndex(records, s.pinned))
+	s.refs.release(imageOwner(img.ID))
+	if err := s.sweep(); err != nil {
+		return fmt.Errorf("remove image %s: %w", img.ID, err)
+	}
+	return nil
+}
+
+// Hold keeps layers (an image's, bottom first) alive for a holder and returns
+// what to mount. Holding again is fine. Layers that are gone are NotFound.
+func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error) {
+	if len(layers) == 0 {
+		return rootfs.Spec{}, errdefs.FailedPrecondition("image has no layers")
+	}
+	if _, ok := s.refs.tryAcquire(holderOwner(holder), layers); !ok {
+		return rootfs.Spec{}, errdefs.NotFound("a layer of the image has just been removed")
+	}
+	list, err := s.layers.Stack(context.Background(), layers)
+	if err != nil {
+		s.refs.release(holderOwner(holder))
+		return rootfs.Spec{}, fmt.Errorf("root filesystem of %s: %w", holder, err)
+	}
+	return rootfs.Spec{Layers: list}, nil
+}
+
+// Release ends what Hold began, and deletes the layers that nobody needs any
+// more. A holder that is not known is no error.
+func (s *Store) Release(holder string) error {
+	s.refs.release(holderOwner(holder))
+	if err := s.sweep(); err != nil {
+		return fmt.Errorf("release layers of %s: %w", holder, err)
+	}
+	return nil
+}
+
+// CollectGarbage deletes the layers that neither an image nor a holder has. The
+// daemon calls it once, after the holders of its predecessor have called Hold;
+// before that nothing is ever deleted.
+func (s *Store) CollectGarbage(context.Context) error {
+	s.refs.settle()
+	if err := s.sweep(); err != nil {
+		return fmt.Errorf("collect unused layers: %w", err)
+	}
+	return nil
+}
+
+// sweep deletes the layers that nobody needs. Those of which deleting fails are
+// tried again by the next sweep.
+func (s *Store) sweep() error {
+	var failed []error
+	for _, d := range s.refs.condemn(s.layers.List()) {
+		if err := s.layers.Remove(d); err != nil {
+			failed = append(failed, fmt.Errorf("layer %s: %w", d, err))
+		}
+		s.refs.buried(d)
+	}
+	return errors.Join(failed...)
+}
+
+// becomeWriter waits for the right to change records and the index. Readers never
+// do: whoever has it may be writing to disk.
+func (s *Store) becomeWriter(ctx context.Context) (release func(), err error) {
+	select {
+	case s.writing <- struct{}{}:
+		return func() { <-s.writing }, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+// commit makes a pulled image durable and visible under a name. The caller holds
+// its layers. If another image has the tag, it loses it.
+func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registry.Image) (*Image, error) {
+	release, err := s.becomeWriter(ctx)
+	if err != nil {
+		return nil, err
+	}
+	defer release()
+	x := s.index.Load()
+	id := img.ConfigDigest.String()
+	rec, known := x.records[id]
+	if !known {
+		rec = record{Config: img.RawConfig}
+		if rec.Size, err = s.sizeOf(img.Config.RootFS.DiffIDs); err != nil {
+			return nil, err
+		}
+	}
+	records := maps.Clone(x.records)
+	if records[id], err = s.write(id, rec.with(ref, img.Digest)); err != nil {
+		return nil, err
+	}
+	if old, ok := x.byName[ref.String()]; ok && ref.Tag != "" && old.ID != id {
+		if records[old.ID], err = s.write(old.ID, x.records[old.ID].without(ref.String())); err != nil {
+			return nil, err
+		}
+	}
+	if err := s.refs.acquire(ctx, imageOwner(id), img.Config.RootFS.DiffIDs); err != nil {
+		return nil, err
+	}
+	next := newIndex(records, s.pinned)
+	s.index.Store(next)
+	return next.byID[id], nil
+}
+
+// write writes a record with the next sequence number.
+func (s *Store) write(id string, rec record) (record, error) {
+	rec.Sequence = s.sequence + 1
+	if err := s.records.Write(recordName(id), rec); err != nil {
+		return rec, err
+	}
+	s.sequence++
+	return rec, nil
+}
+
+// sizeOf adds up the layers of an image, each once.
+func (s *Store) sizeOf(layers []digest.Digest) (uint64, error) {
+	var total uint64
+	seen := map[digest.Digest]bool{}
+	for _, d := range layers {
+		if seen[d] {
+			continue
+		}
+		seen[d] = true
+		info, err := s.layers.Info(d)
+		if err != nil {
+			return 0, err
+		}
+		total += info.Bytes
+	}
+	return total, nil
+}
+
+func recordName(id string) string      { return strings.TrimPrefix(id, "sha256:") }
+func imageOwner(id string) string      { return "image " + id }
+func holderOwner(holder string) string { return "holder " + holder }
