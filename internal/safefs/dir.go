@@ -37,13 +37,41 @@ func OpenDir(root *os.File, path string) (*Dir, error) {
 
 // MkdirAll opens the directory at path inside root. Symlinks on the way are
 // followed inside root; directories that do not exist are made with mode perm,
-// the target of a dangling symlink included. For each one made it calls made,
-// which may be nil. The result's Path is free of symlinks.
-func MkdirAll(root *os.File, path string, perm uint32, made func(*Dir) error) (*Dir, error) {
-	w := walk{root: root, rest: split(path), perm: perm, made: made}
+// the target of a dangling symlink included. The result's Path is free of
+// symlinks.
+func MkdirAll(root *os.File, path string, perm uint32) (*Dir, error) {
+	return Maker{Perm: perm}.MkdirAll(root, path)
+}
+
+// Maker is MkdirAll with a say in what happens on the way.
+type Maker struct {
+	// Perm is the mode of a directory that is made.
+	Perm uint32
+	// Made, if set, is called for each directory that was made.
+	Made func(*Dir) error
+	// Blocked, if set, is called where name in dir is neither a directory nor a
+	// symlink. If it returns nil, having removed it or put a directory in its
+	// place, the walk goes on with that; an error ends the walk.
+	Blocked func(dir *Dir, name string, st *unix.Stat_t) error
+}
+
+// MkdirAll does what the function of that name does.
+func (m Maker) MkdirAll(root *os.File, path string) (*Dir, error) {
+	w := walk{Maker: m, root: root, rest: split(path)}
 	dir, err := w.run()
 	if err != nil {
 		return nil, &fs.PathError{Op: "make directory", Path: path, Err: err}
+	}
+	return dir, nil
+}
+
+// ResolveDir opens the directory at path inside root. Symlinks on the way are
+// followed inside root; the result's Path is free of them.
+func ResolveDir(root *os.File, path string) (*Dir, error) {
+	w := walk{root: root, rest: split(path), existing: true}
+	dir, err := w.run()
+	if err != nil {
+		return nil, &fs.PathError{Op: "open directory", Path: path, Err: err}
 	}
 	return dir, nil
 }
@@ -78,11 +106,11 @@ func openBeneath(root *os.File, clean string) (int, error) {
 // directory before it and without following it: the only way to learn the
 // symlink-free path, and to go on through a symlink whose target is missing.
 type walk struct {
-	root  *os.File
-	rest  []string // components still to go
-	perm  uint32
-	made  func(*Dir) error
-	links int
+	Maker
+	root     *os.File
+	existing bool     // make nothing
+	rest     []string // components still to go
+	links    int
 }
 
 func (w *walk) run() (*Dir, error) {
@@ -121,7 +149,7 @@ func (w *walk) step(cur *Dir) (*Dir, error) {
 		return w.reopen(Clean(path.Dir(cur.path)))
 	}
 	fd, err := openat2(cur.fd, name, unix.O_PATH|unix.O_NOFOLLOW, 0, 0)
-	if err == unix.ENOENT {
+	if err == unix.ENOENT && !w.existing {
 		return w.mkdir(cur, name)
 	}
 	if err != nil {
@@ -142,10 +170,16 @@ func (w *walk) enter(cur *Dir, name string, fd int) (*Dir, error) {
 		return &Dir{fd, path.Join(cur.path, name)}, nil
 	}
 	defer unix.Close(fd)
-	if st.Mode&unix.S_IFMT != unix.S_IFLNK {
+	if st.Mode&unix.S_IFMT == unix.S_IFLNK {
+		return w.follow(cur, fd)
+	}
+	if w.Blocked == nil {
 		return cur, unix.ENOTDIR
 	}
-	return w.follow(cur, fd)
+	if err := w.Blocked(cur, name, &st); err != nil {
+		return cur, err
+	}
+	return w.mkdir(cur, name)
 }
 
 func (w *walk) follow(cur *Dir, link int) (*Dir, error) {
@@ -166,25 +200,34 @@ func (w *walk) follow(cur *Dir, link int) (*Dir, error) {
 }
 
 func (w *walk) mkdir(cur *Dir, name string) (*Dir, error) {
-	if err := unix.Mkdirat(cur.fd, name, w.perm); err != nil && err != unix.EEXIST {
+	err := unix.Mkdirat(cur.fd, name, w.Perm)
+	if err != nil && err != unix.EEXIST {
 		return cur, err
 	}
+	existed := err == unix.EEXIST
 	fd, err := openat2(cur.fd, name, unix.O_PATH|unix.O_NOFOLLOW|unix.O_DIRECTORY, 0, 0)
 	if err != nil {
 		return cur, err
 	}
 	next := &Dir{fd, path.Join(cur.path, name)}
-	if err := next.Chmod(w.perm); err != nil { // mkdir applied the process's umask
+	if existed {
+		return next, nil
+	}
+	if err := w.finish(next); err != nil {
 		next.Close()
 		return cur, err
 	}
-	if w.made != nil {
-		if err := w.made(next); err != nil {
-			next.Close()
-			return cur, err
-		}
-	}
 	return next, nil
+}
+
+func (w *walk) finish(made *Dir) error {
+	if err := made.Chmod(w.Perm); err != nil { // mkdir applied the process's umask
+		return err
+	}
+	if w.Made == nil {
+		return nil
+	}
+	return w.Made(made)
 }
 
 // Path returns the directory's path relative to the root when it was opened;
@@ -221,6 +264,21 @@ func (d *Dir) Open(name string) (*Dir, error) {
 		return nil, d.err("open directory", name, err)
 	}
 	return &Dir{fd, path.Join(d.path, name)}, nil
+}
+
+// Names returns the names in the directory, in no order.
+func (d *Dir) Names() ([]string, error) {
+	fd, err := openat2(d.fd, ".", unix.O_RDONLY|unix.O_DIRECTORY, 0, 0)
+	if err != nil {
+		return nil, d.err("open directory", "", err)
+	}
+	f := os.NewFile(uintptr(fd), d.path)
+	defer f.Close()
+	names, err := f.Readdirnames(-1)
+	if err != nil {
+		return nil, d.err("read directory", "", err)
+	}
+	return names, nil
 }
 
 // Mkdir makes the directory name with mode perm less the umask.
@@ -278,11 +336,17 @@ func (d *Dir) RemoveAll(name string) error {
 	return d.at("remove", name, func() error { return removeAll(d.fd, name) })
 }
 
-// Chown sets the owner of name itself. uid and gid are 0 to 2^32-2: the kernel
-// takes 2^32-1 for "leave as it is", so that is refused.
+// Chown sets the owner of name itself; an empty name is the directory. uid and
+// gid are 0 to 2^32-2: the kernel takes 2^32-1 for "leave as it is", so that is refused.
 func (d *Dir) Chown(name string, uid, gid uint32) error {
 	if uid == ^uint32(0) || gid == ^uint32(0) {
 		return d.err("chown", name, unix.EINVAL)
+	}
+	if name == "" {
+		if err := unix.Fchownat(d.fd, "", int(uid), int(gid), unix.AT_EMPTY_PATH); err != nil {
+			return d.err("chown", "", err)
+		}
+		return nil
 	}
 	return d.at("chown", name, func() error {
 		return unix.Fchownat(d.fd, name, int(uid), int(gid), unix.AT_SYMLINK_NOFOLLOW)

@@ -155,7 +155,8 @@ func TestMkdirAll(t *testing.T) {
 				must(t, os.Symlink(target, filepath.Join(dir, name)))
 			}
 			var made []string
-			d, err := MkdirAll(root, c.path, 0o1757, func(d *Dir) error { made = append(made, d.Path()); return nil })
+			m := Maker{Perm: 0o1757, Made: func(d *Dir) error { made = append(made, d.Path()); return nil }}
+			d, err := m.MkdirAll(root, c.path)
 			if !errors.Is(err, c.err) || !slices.Equal(made, c.made) {
 				t.Fatalf("made %q, %v; want %q, %v", made, err, c.made, c.err)
 			}
@@ -178,6 +179,69 @@ func TestMkdirAll(t *testing.T) {
 				t.Errorf("mode %o", st.Mode&0o7777)
 			}
 		})
+	}
+}
+
+func TestResolveDir(t *testing.T) {
+	root, dir, outside := newRoot(t)
+	must(t, os.MkdirAll(dir+"/a/b", 0o755))
+	for name, target := range map[string]string{"l": "a/b", "a/b/up": "/a/../l/..", "out": "../..", "loop": "loop", "dangling": "none"} {
+		must(t, os.Symlink(target, filepath.Join(dir, name)))
+	}
+	cases := []struct {
+		path, want string
+		err        error
+	}{
+		{"l", "a/b", nil},
+		{"l/up/b", "a/b", nil},
+		{"out/l/..", "a", nil},
+		{"", "", nil},
+		{"loop", "", unix.ELOOP},
+		{"dangling", "", fs.ErrNotExist},
+		{"a/c", "", fs.ErrNotExist},
+	}
+	for _, c := range cases {
+		d, err := ResolveDir(root, c.path)
+		if !errors.Is(err, c.err) {
+			t.Errorf("%q: %v, want %v", c.path, err, c.err)
+		}
+		if err != nil {
+			continue
+		}
+		if d.Path() != c.want {
+			t.Errorf("%q leads to %q, want %q", c.path, d.Path(), c.want)
+		}
+		names, err := d.Names()
+		must(t, err)
+		entries, err := os.ReadDir(filepath.Join(dir, c.want))
+		must(t, err)
+		if len(names) != len(entries) {
+			t.Errorf("%q: names %q", c.path, names)
+		}
+		must(t, d.Close())
+	}
+	if entries, _ := os.ReadDir(outside); len(entries) != 2 {
+		t.Errorf("outside: %v", entries)
+	}
+}
+
+func TestMakerBlocked(t *testing.T) {
+	root, dir, _ := newRoot(t)
+	must(t, os.WriteFile(dir+"/file", nil, 0o644))
+	refuse := Maker{Perm: 0o755, Blocked: func(*Dir, string, *unix.Stat_t) error { return unix.EBUSY }}
+	if _, err := refuse.MkdirAll(root, "file/a"); !errors.Is(err, unix.EBUSY) {
+		t.Errorf("refused: %v", err)
+	}
+	kept := Maker{Perm: 0o755, Blocked: func(*Dir, string, *unix.Stat_t) error { return nil }}
+	if _, err := kept.MkdirAll(root, "file/a"); !errors.Is(err, unix.ENOTDIR) {
+		t.Errorf("left in the way: %v", err)
+	}
+	remove := Maker{Perm: 0o755, Blocked: func(d *Dir, name string, st *unix.Stat_t) error { return d.Unlink(name) }}
+	d, err := remove.MkdirAll(root, "file/a")
+	must(t, err)
+	defer d.Close()
+	if d.Path() != "file/a" {
+		t.Errorf("path %q", d.Path())
 	}
 }
 
@@ -216,7 +280,7 @@ func TestDirNames(t *testing.T) {
 		"LinkOld":   func(n string) error { return d.Link(d, n, "x") },
 		"Unlink":    d.Unlink,
 		"RemoveAll": d.RemoveAll,
-		"Chown":     func(n string) error { return d.Chown(n, 0, 0) },
+		"Chown":     func(n string) error { return d.Chown(n+"/", 0, 0) },
 		"ChmodNode": func(n string) error { return d.ChmodNode(n, 0) },
 		"Readlink":  func(n string) error { _, err := d.Readlink(n); return err },
 		"Stat":      func(n string) error { _, err := d.Stat(n + "/"); return err },
@@ -276,12 +340,13 @@ func TestDirItself(t *testing.T) {
 	d, err := OpenDir(root, "d")
 	must(t, err)
 	defer d.Close()
+	must(t, d.Chown("", 3, 1<<32-2))
 	must(t, d.Chmod(0o2751))
 	must(t, d.Setxattr("", "trusted.a", []byte("1")))
 	must(t, d.Utimes("", unix.Timespec{Sec: 5}, unix.Timespec{Sec: 6, Nsec: 7}))
 	st, err := d.Stat("")
 	must(t, err)
-	if st.Mode != unix.S_IFDIR|0o2751 || st.Mtim.Sec != 6 || st.Mtim.Nsec != 7 || st.Atim.Sec != 5 {
+	if st.Mode != unix.S_IFDIR|0o2751 || st.Uid != 3 || st.Gid != 1<<32-2 || st.Mtim.Sec != 6 || st.Mtim.Nsec != 7 || st.Atim.Sec != 5 {
 		t.Errorf("%+v", st)
 	}
 	if names, err := d.Listxattr(""); err != nil || !slices.Equal(names, []string{"trusted.a"}) {
@@ -364,7 +429,7 @@ func FuzzMkdirAll(f *testing.F) {
 		if os.Symlink(link, dir+"/l") != nil {
 			t.Skip("the kernel takes no such symlink")
 		}
-		d, err := MkdirAll(root, path, 0o755, nil)
+		d, err := MkdirAll(root, path, 0o755)
 		entries, _ := os.ReadDir(outside)
 		if len(entries) != 2 {
 			t.Fatalf("outside: %v", entries)

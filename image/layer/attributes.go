@@ -1,0 +1,137 @@
+package layer
+
+import (
+	"archive/tar"
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/errdefs"
+	"berth/internal/safefs"
+)
+
+// xattrRecord is the prefix of the PAX records for extended attributes (star,
+// GNU tar, Go).
+const xattrRecord = "SCHILY.xattr."
+
+// modeBits are the permissions with setuid, setgid and sticky.
+const modeBits = 0o7777
+
+// fileAttributes gives a regular file what its entry says. The order matters:
+// chown clears setuid, setgid and file capabilities.
+func (u *unpacker) fileAttributes(at place, f *os.File, hdr *tar.Header) error {
+	uid, gid, err := owner(hdr)
+	if err != nil {
+		return err
+	}
+	fd := int(f.Fd())
+	if err := unix.Fchown(fd, int(uid), int(gid)); err != nil {
+		return fmt.Errorf("chown to %d:%d: %w", uid, gid, err)
+	}
+	err = u.xattrs(hdr, func(attr string, value []byte) error { return unix.Fsetxattr(fd, attr, value, 0) })
+	if err != nil {
+		return err
+	}
+	if err := unix.Fchmod(fd, uint32(hdr.Mode&modeBits)); err != nil {
+		return fmt.Errorf("chmod: %w", err)
+	}
+	return nil
+}
+
+// directoryAttributes does the same for a directory.
+func (u *unpacker) directoryAttributes(dir *safefs.Dir, hdr *tar.Header) error {
+	uid, gid, err := owner(hdr)
+	if err != nil {
+		return err
+	}
+	if err := dir.Chown("", uid, gid); err != nil {
+		return err
+	}
+	err = u.xattrs(hdr, func(attr string, value []byte) error { return dir.Setxattr("", attr, value) })
+	if err != nil {
+		return err
+	}
+	return dir.Chmod(uint32(hdr.Mode & modeBits))
+}
+
+// nodeAttributes does the same for a symlink or a device, which cannot be opened.
+// A symlink has no mode.
+func (u *unpacker) nodeAttributes(at place, hdr *tar.Header, mode bool) error {
+	uid, gid, err := owner(hdr)
+	if err != nil {
+		return err
+	}
+	if err := at.dir.Chown(at.name, uid, gid); err != nil {
+		return err
+	}
+	err = u.xattrs(hdr, func(attr string, value []byte) error { return at.dir.Setxattr(at.name, attr, value) })
+	if err != nil || !mode {
+		return err
+	}
+	return at.dir.ChmodNode(at.name, uint32(hdr.Mode&modeBits))
+}
+
+// owner returns the entry's owner. 2^32-1 means "no change" to chown(2): the
+// file would stay root's. A larger number would lose its upper half.
+func owner(hdr *tar.Header) (uid, gid uint32, err error) {
+	for _, id := range []int{hdr.Uid, hdr.Gid} {
+		if id < 0 || id >= math.MaxUint32 {
+			return 0, 0, errdefs.InvalidArgument("owner %d:%d is outside of 0 to %d", hdr.Uid, hdr.Gid, uint32(math.MaxUint32-1))
+		}
+	}
+	return uint32(hdr.Uid), uint32(hdr.Gid), nil
+}
+
+// xattrs sets the extended attributes of an entry that an image may set.
+func (u *unpacker) xattrs(hdr *tar.Header, set func(attr string, value []byte) error) error {
+	for key, value := range hdr.PAXRecords {
+		attr, ok := strings.CutPrefix(key, xattrRecord)
+		if !ok || !keepXattr(attr) {
+			continue
+		}
+		err := set(attr, []byte(value))
+		switch {
+		case err == nil:
+		case errors.Is(err, unix.EOPNOTSUPP):
+			u.unsupported++
+		case errors.Is(err, unix.EPERM) && strings.HasPrefix(attr, "user."):
+			u.unsupported++ // user.* is for files and directories only, xattr(7)
+		default:
+			return fmt.Errorf("extended attribute %q of %d bytes: %w", attr, len(value), err)
+		}
+	}
+	return nil
+}
+
+// keepXattr reports whether an image may set the extended attribute, see Directory.
+func keepXattr(attr string) bool {
+	switch {
+	case strings.HasPrefix(attr, "user.overlay."): // overlayfs' own, mounted with userxattr
+		return false
+	case strings.HasPrefix(attr, "user."):
+		return true
+	case attr == "security.capability", attr == "system.posix_acl_access", attr == "system.posix_acl_default":
+		return true
+	}
+	return false
+}
+
+// setTimesOf sets the times of something that does not change any more.
+func (u *unpacker) setTimesOf(dir *safefs.Dir, name string, hdr *tar.Header) error {
+	mtime := timespec(hdr.ModTime)
+	atime := mtime
+	if !hdr.AccessTime.IsZero() {
+		atime = timespec(hdr.AccessTime)
+	}
+	return dir.Utimes(name, atime, mtime)
+}
+
+// timespec converts a time; the kernel brings it into the filesystem's range.
+func timespec(t time.Time) unix.Timespec {
+	return unix.Timespec{Sec: t.Unix(), Nsec: int64(t.Nanosecond())}
+}

@@ -1,0 +1,77 @@
+package layer
+
+import (
+	"container/list"
+
+	"berth/internal/safefs"
+)
+
+// maxOpenDirs is how many directories one layer keeps open while it is
+// unpacked. Tars list a directory's entries together, so few are enough.
+const maxOpenDirs = 32
+
+// dirCache keeps directories open by the path they were asked for, so that not
+// every entry costs a resolution. That is safe as long as nothing on the path
+// is replaced: nobody else writes to the tree, and the unpacker clears the cache when it
+// removes a directory or a symlink. New entries cannot change a path that
+// has been resolved.
+//
+// A directory that leaves the cache stays open until reap: the entry being unpacked may be
+// using it.
+type dirCache struct {
+	order   *list.List // of *openDir, the last used first
+	byPath  map[string]*list.Element
+	retired []*safefs.Dir
+}
+
+type openDir struct {
+	path string
+	dir  *safefs.Dir
+}
+
+func newDirCache() *dirCache { return &dirCache{order: list.New(), byPath: map[string]*list.Element{}} }
+
+// get returns the directory kept for path, nil if there is none.
+func (c *dirCache) get(path string) *safefs.Dir {
+	e := c.byPath[path]
+	if e == nil {
+		return nil
+	}
+	c.order.MoveToFront(e)
+	return e.Value.(*openDir).dir
+}
+
+// put keeps dir, found at path, and owns it from now on.
+func (c *dirCache) put(path string, dir *safefs.Dir) *safefs.Dir {
+	c.byPath[path] = c.order.PushFront(&openDir{path, dir})
+	if c.order.Len() > maxOpenDirs {
+		c.retire(c.order.Back())
+	}
+	return dir
+}
+
+// clear forgets all directories.
+func (c *dirCache) clear() {
+	for c.order.Len() > 0 {
+		c.retire(c.order.Back())
+	}
+}
+
+func (c *dirCache) retire(e *list.Element) {
+	d := c.order.Remove(e).(*openDir)
+	delete(c.byPath, d.path)
+	c.retired = append(c.retired, d.dir)
+}
+
+// reap closes the directories that have left the cache.
+func (c *dirCache) reap() {
+	for _, d := range c.retired {
+		d.Close() // O_PATH: there is nothing to lose
+	}
+	c.retired = c.retired[:0]
+}
+
+func (c *dirCache) close() {
+	c.clear()
+	c.reap()
+}

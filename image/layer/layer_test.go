@@ -1,0 +1,112 @@
+package layer
+
+import (
+	"archive/tar"
+	"bytes"
+	"context"
+	"io"
+	"log/slog"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"berth/internal/rootfs"
+	"berth/internal/rootfs/mounttest"
+)
+
+func TestMain(m *testing.M) { os.Exit(mounttest.Main(m)) }
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func discardLog() *slog.Logger { return slog.New(slog.DiscardHandler) }
+
+// openStore opens a store in dir, which closes with the test.
+func openStore(t testing.TB, dir string) *Store {
+	t.Helper()
+	s, err := Open(dir, NewDirectory(discardLog()), discardLog())
+	must(t, err)
+	t.Cleanup(func() { must(t, s.Close()) })
+	return s
+}
+
+// header is an entry of a test's tar: a tar.Header with defaults, and content.
+type header struct {
+	tar.Header
+	content string
+}
+
+var testTime = time.Unix(1_600_000_000, 0)
+
+func file(name, content string) header {
+	return header{tar.Header{Typeflag: tar.TypeReg, Name: name, Mode: 0o644, Size: int64(len(content)), ModTime: testTime}, content}
+}
+
+func dir(name string, mode int64) header {
+	return header{Header: tar.Header{Typeflag: tar.TypeDir, Name: name + "/", Mode: mode, ModTime: testTime}}
+}
+
+func symlink(name, target string) header {
+	return header{Header: tar.Header{Typeflag: tar.TypeSymlink, Name: name, Linkname: target, Mode: 0o777, ModTime: testTime}}
+}
+
+func hardlink(name, target string) header {
+	return header{Header: tar.Header{Typeflag: tar.TypeLink, Name: name, Linkname: target, Mode: 0o644, ModTime: testTime}}
+}
+
+func device(typ byte, name string, major, minor int64) header {
+	return header{Header: tar.Header{Typeflag: typ, Name: name, Mode: 0o600, Devmajor: major, Devminor: minor, ModTime: testTime}}
+}
+
+func (h header) owned(uid, gid int) header { h.Uid, h.Gid = uid, gid; return h }
+
+func (h header) xattr(name, value string) header {
+	records := map[string]string{xattrRecord + name: value}
+	for k, v := range h.PAXRecords {
+		records[k] = v
+	}
+	h.PAXRecords = records
+	return h
+}
+
+// makeTar returns the tar of the entries.
+func makeTar(t testing.TB, entries ...header) []byte {
+	t.Helper()
+	var buf bytes.Buffer
+	w := tar.NewWriter(&buf)
+	for _, e := range entries {
+		must(t, w.WriteHeader(&e.Header))
+		_, err := io.WriteString(w, e.content)
+		must(t, err)
+	}
+	must(t, w.Close())
+	return buf.Bytes()
+}
+
+// create puts a layer into the store.
+func create(t testing.TB, s *Store, data []byte) digest.Digest {
+	t.Helper()
+	id := digest.FromBytes(data)
+	must(t, s.Create(context.Background(), id, bytes.NewReader(data), Limits{}))
+	return id
+}
+
+// mounted mounts the stack of layers, writable, and returns where.
+func mounted(t testing.TB, s *Store, ids ...digest.Digest) string {
+	t.Helper()
+	layers, err := s.Stack(context.Background(), ids)
+	must(t, err)
+	dir := t.TempDir()
+	spec := rootfs.Spec{Layers: layers, Upper: dir + "/upper", Work: dir + "/work"}
+	must(t, spec.MakeUpper())
+	must(t, os.Mkdir(dir+"/root", 0o700))
+	must(t, spec.MountAt(dir+"/root"))
+	t.Cleanup(func() { must(t, unmount(dir+"/root")) })
+	return dir + "/root"
+}

@@ -1,0 +1,357 @@
+package layer
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/opencontainers/go-digest"
+	"github.com/opencontainers/image-spec/identity"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/cleanup"
+	"berth/internal/errdefs"
+	"berth/internal/rootfs"
+)
+
+// recordFile is the record of a layer or a join, beside what the driver made.
+const recordFile = "layer.json"
+
+// Store keeps layers below one directory. Its methods may be called concurrently.
+type Store struct {
+	root   string
+	driver Driver
+	log    *slog.Logger
+	layers *table[Info]
+	joins  *table[join]
+	trash  *trash
+}
+
+// Open opens the store in root, which is made if it does not exist and belongs
+// to this Store alone, and starts its deleter. What an earlier Store left half
+// made or half deleted is deleted in the background. Layers whose record cannot be
+// read, or that another driver made, are logged and deleted: they are pulled again.
+func Open(root string, driver Driver, log *slog.Logger) (*Store, error) {
+	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join]()}
+	for _, dir := range []string{"layers", "joins", "tmp", "trash"} {
+		if err := os.MkdirAll(filepath.Join(root, dir), 0o700); err != nil {
+			return nil, fmt.Errorf("open layer store: %w", err)
+		}
+	}
+	s.trash = newTrash(filepath.Join(root, "trash"), driver.Remove, log)
+	if err := s.load(); err != nil {
+		return nil, fmt.Errorf("open layer store %s: %w", root, err)
+	}
+	if err := s.makeEmpty(); err != nil {
+		return nil, fmt.Errorf("open layer store %s: make the empty layer: %w", root, err)
+	}
+	s.trash.start()
+	return s, nil
+}
+
+// makeEmpty makes the layer with nothing in it, see Stack.
+func (s *Store) makeEmpty() error {
+	if _, err := os.Lstat(s.emptyDir()); err == nil {
+		return nil
+	}
+	return s.publish(s.emptyDir(), func(dir string) (any, error) {
+		return s.driver.Apply(context.Background(), dir, strings.NewReader(""), DefaultLimits)
+	})
+}
+
+func (s *Store) emptyDir() string { return filepath.Join(s.root, "empty-"+string(s.driver.Kind())) }
+
+// Close ends the deleter; what it has not deleted yet goes at the next Open. No
+// other method may be running or be called later.
+func (s *Store) Close() error {
+	s.trash.stop()
+	return nil
+}
+
+// Has reports whether the layer is there.
+func (s *Store) Has(diffID digest.Digest) bool { return s.layers.get(diffID) != nil }
+
+// Info returns what is known of a layer; NotFound if it is not there.
+func (s *Store) Info(diffID digest.Digest) (Info, error) {
+	info := s.layers.get(diffID)
+	if info == nil {
+		return Info{}, errdefs.NotFound("layer %s is not there", diffID)
+	}
+	return *info, nil
+}
+
+// List returns the diffIDs of all layers, sorted.
+func (s *Store) List() []digest.Digest {
+	var ids []digest.Digest
+	for _, info := range s.layers.all() {
+		ids = append(ids, info.DiffID)
+	}
+	slices.Sort(ids)
+	return ids
+}
+
+// Usage returns what all layers take on disk. It reads nothing: the sizes were
+// counted when the layers were made.
+func (s *Store) Usage() Usage {
+	var sum Usage
+	for _, info := range s.layers.all() {
+		sum = sum.add(info.Usage)
+	}
+	for _, j := range s.joins.all() {
+		sum = sum.add(j.Usage)
+	}
+	return sum
+}
+
+// Create makes the layer diffID from its uncompressed tar, which it reads to the
+// end of the file (bytes behind the archive count for the diffID). When it
+// returns nil the layer is visible and durable; on any error nothing of it is
+// left. If the layer is there, or another call makes it meanwhile, tar is not
+// read. tar is read from another goroutine, which has ended when Create returns; its
+// Read must return when ctx is done.
+func (s *Store) Create(ctx context.Context, diffID digest.Digest, tar io.Reader, limits Limits) error {
+	if err := diffID.Validate(); err != nil {
+		return errdefs.InvalidArgument("layer %q: %w", diffID, err)
+	}
+	layer, err := s.layers.acquire(ctx, diffID)
+	if err != nil {
+		return fmt.Errorf("layer %s: wait for its other maker: %w", diffID, err)
+	}
+	defer layer.release()
+	if layer.value() != nil {
+		return nil
+	}
+	var made record
+	err = s.publish(s.layerDir(diffID), func(dir string) (any, error) {
+		var err error
+		made, err = s.apply(ctx, dir, diffID, tar, limits.withDefaults())
+		return made, err
+	})
+	if err != nil {
+		return coded(fmt.Errorf("layer %s: %w", diffID, err))
+	}
+	info := made.Info
+	layer.set(&info)
+	return nil
+}
+
+// apply lets the driver write the layer into dir and checks the diffID.
+func (s *Store) apply(ctx context.Context, dir string, diffID digest.Digest, tar io.Reader, limits Limits) (record, error) {
+	in := newStream(ctx, tar, diffID.Algorithm().Hash(), limits.Bytes)
+	defer in.close()
+	contents, err := s.driver.Apply(ctx, dir, in, limits)
+	if err != nil {
+		return record{}, err
+	}
+	n, sum, err := in.finish()
+	if err != nil {
+		return record{}, err
+	}
+	if got := digest.NewDigestFromBytes(diffID.Algorithm(), sum); got != diffID {
+		return record{}, errdefs.New(codes.DataLoss, "its %d bytes have the digest %s", n, got)
+	}
+	info := Info{DiffID: diffID, TarBytes: n, Kind: s.driver.Kind(), Summary: contents.Summary}
+	info.Dependent = len(contents.Links) > 0 || len(contents.Implied) > 0
+	return record{info, contents.Links, contents.Implied}, nil
+}
+
+// errNothing is returned by the fill function of publish when there is nothing to show.
+var errNothing = errors.New("nothing to publish")
+
+// publish makes a directory at dir, all at once: fill writes it under another
+// name and returns its record, everything is synced, one rename shows it. The
+// sync comes before the rename because a filesystem may commit the rename first:
+// after a power failure the layer would be there, with empty files. It is a
+// syncfs, not an fsync a file: on ext4 and xfs each fsync is a journal commit, of
+// which a layer of 50,000 files would wait for one by one. The descriptor it is
+// called on is older than the data, so that a failed writeback is reported
+// (Linux 5.8).
+func (s *Store) publish(dir string, fill func(tmp string) (record any, err error)) (err error) {
+	tmp, err := os.MkdirTemp(filepath.Join(s.root, "tmp"), filepath.Base(dir)+"-")
+	if err != nil {
+		return err
+	}
+	undo := cleanup.New()
+	defer undo.Run(&err)
+	undo.Add("discard "+tmp, func() error { return s.trash.take(tmp) })
+	f, err := os.Open(tmp)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	record, err := fill(tmp)
+	if err != nil {
+		return err
+	}
+	if err := writeRecord(tmp, record); err != nil {
+		return err
+	}
+	if err := unix.Syncfs(int(f.Fd())); err != nil {
+		return fmt.Errorf("sync %s: %w", tmp, err)
+	}
+	if err := unix.Renameat2(unix.AT_FDCWD, tmp, unix.AT_FDCWD, dir, unix.RENAME_NOREPLACE); err != nil {
+		return fmt.Errorf("rename %s to %s: %w", tmp, dir, err)
+	}
+	undo.Release()
+	undo.Add("discard "+dir, func() error { return s.trash.take(dir) })
+	if err := syncDir(filepath.Dir(dir)); err != nil {
+		return err
+	}
+	undo.Release()
+	return nil
+}
+
+// Remove removes the layer and the joins it takes part in: by a rename, so that
+// it returns at once; the files are deleted in the background. It is no error if
+// the layer is not there. The caller sees to it that nothing uses the layer.
+func (s *Store) Remove(diffID digest.Digest) error {
+	if s.layers.get(diffID) == nil {
+		return nil
+	}
+	layer, err := s.layers.acquire(context.Background(), diffID)
+	if err != nil {
+		return fmt.Errorf("remove layer %s: %w", diffID, err)
+	}
+	defer layer.release()
+	info := layer.value()
+	if info == nil {
+		return nil
+	}
+	layer.set(nil)
+	// The joins first: one may hold the last name of a file of this layer.
+	if err := s.removeJoins(diffID); err != nil {
+		layer.set(info)
+		return fmt.Errorf("remove layer %s: %w", diffID, err)
+	}
+	if err := s.trash.take(s.layerDir(diffID)); err != nil {
+		layer.set(info)
+		return fmt.Errorf("remove layer %s: %w", diffID, err)
+	}
+	return nil
+}
+
+func (s *Store) layerDir(diffID digest.Digest) string {
+	return filepath.Join(s.root, "layers", diffID.Encoded())
+}
+
+// load fills the tables from disk and sends to the trash what does not belong.
+func (s *Store) load() error {
+	if err := s.discardAll("tmp"); err != nil {
+		return err
+	}
+	err := s.loadDir("layers", func(name string, record []byte) error {
+		var info Info
+		if err := json.Unmarshal(record, &info); err != nil {
+			return err
+		}
+		if info.DiffID.Validate() != nil || info.DiffID.Encoded() != name {
+			return fmt.Errorf("it is the record of %q", info.DiffID)
+		}
+		return s.loaded(info.Kind, func() { s.layers.items[info.DiffID] = &item[Info]{value: &info} })
+	})
+	if err != nil {
+		return err
+	}
+	return s.loadDir("joins", func(name string, record []byte) error {
+		var j join
+		if err := json.Unmarshal(record, &j); err != nil {
+			return err
+		}
+		if len(j.Layers) == 0 || identity.ChainID(j.Layers) != j.ChainID || j.ChainID.Encoded() != name {
+			return fmt.Errorf("it is the record of %q", j.ChainID)
+		}
+		for _, diffID := range j.Layers {
+			if !s.Has(diffID) {
+				return fmt.Errorf("its layer %s is gone", diffID)
+			}
+		}
+		return s.loaded(j.Kind, func() { s.joins.items[j.ChainID] = &item[join]{value: &j} })
+	})
+}
+
+func (s *Store) loaded(kind rootfs.Kind, keep func()) error {
+	if kind != s.driver.Kind() {
+		return fmt.Errorf("it is of kind %q, the driver's is %q", kind, s.driver.Kind())
+	}
+	keep()
+	return nil
+}
+
+// loadDir hands the record of every entry of a directory to load, and puts those
+// in the trash whose record cannot be read or that load refuses.
+func (s *Store) loadDir(dir string, load func(name string, record []byte) error) error {
+	entries, err := os.ReadDir(filepath.Join(s.root, dir))
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		path := filepath.Join(s.root, dir, e.Name())
+		record, err := os.ReadFile(filepath.Join(path, recordFile))
+		if err == nil {
+			err = load(e.Name(), record)
+		}
+		if err == nil {
+			continue
+		}
+		s.log.Warn("discard unusable layer", "path", path, "err", err)
+		if err := s.trash.take(path); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (s *Store) discardAll(dir string) error {
+	entries, err := os.ReadDir(filepath.Join(s.root, dir))
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		if err := s.trash.take(filepath.Join(s.root, dir, e.Name())); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func writeRecord(dir string, record any) error {
+	data, err := json.Marshal(record)
+	if err != nil {
+		return fmt.Errorf("encode record: %w", err)
+	}
+	return os.WriteFile(filepath.Join(dir, recordFile), data, 0o600)
+}
+
+func syncDir(path string) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if err := f.Sync(); err != nil {
+		return fmt.Errorf("sync directory %s: %w", path, err)
+	}
+	return nil
+}
+
+// coded gives the errors of the filesystem that mean something to a client their code.
+func coded(err error) error {
+	switch {
+	case errdefs.Code(err) != codes.Unknown:
+		return err
+	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
+		return errdefs.New(codes.ResourceExhausted, "%w", err)
+	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EIO), errors.Is(err, unix.EROFS):
+		return errdefs.Internal("%w", err)
+	}
+	return err
+}

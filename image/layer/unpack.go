@@ -1,0 +1,562 @@
+package layer
+
+import (
+	"archive/tar"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+	"berth/internal/safefs"
+)
+
+const (
+	// maxPath is the longest path in a layer (PATH_MAX less the zero). It bounds the
+	// depth of the tree too: symlinks cannot make it deeper.
+	maxPath = unix.PathMax - 1
+	// maxNames bounds the memory for names that are kept until the end of a layer
+	// and in its record.
+	maxNames = 64 << 20
+	// copySize is the size of one write.
+	copySize = 128 << 10
+)
+
+// impliedTime is the mtime of directories that the tar does not list. It is not
+// the time they are made at: a layer is to be the same wherever it is made.
+var impliedTime = time.Unix(0, 0)
+
+var copyPool = sync.Pool{New: func() any { return new([copySize]byte) }}
+
+// unpacker writes one layer into a tree.
+type unpacker struct {
+	root    *os.File
+	limits  Limits
+	parents *dirCache
+	buf     *[copySize]byte
+	block   int64 // of the filesystem, for counting
+
+	// Keys are paths in the tree, free of symlinks.
+	links   map[string]string    // hard links whose target is not in the layer
+	implied map[string]bool      // directories the tar has not listed so far
+	times   map[string]time.Time // of directories: set last, filling them changes them
+	names   int                  // bytes in the keys and targets above
+
+	usage       Usage
+	whiteouts   int
+	opaque      bool   // the root
+	recount     bool   // something was removed: usage has to be counted from the tree
+	gone        string // the whiteout that a directory is about to be made in place of
+	unsupported int    // extended attributes that the filesystem refused
+}
+
+func newUnpacker(root *os.File, limits Limits) (*unpacker, error) {
+	block, err := blockSize(root)
+	if err != nil {
+		return nil, err
+	}
+	return &unpacker{
+		root: root, limits: limits.withDefaults(), parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), block: block,
+		links: map[string]string{}, implied: map[string]bool{"": true}, times: map[string]time.Time{"": impliedTime},
+		usage: Usage{Bytes: uint64(block), Inodes: 1},
+	}, nil
+}
+
+func (u *unpacker) close() {
+	u.parents.close()
+	copyPool.Put(u.buf)
+}
+
+// unpack reads the archive to its end.
+func (u *unpacker) unpack(ctx context.Context, tr *tar.Reader) error {
+	var entries, bytes int64
+	for {
+		hdr, err := tr.Next()
+		if err == io.EOF {
+			return u.setTimes()
+		}
+		if err != nil && !errors.Is(err, tar.ErrInsecurePath) { // such paths are confined
+			return invalid(fmt.Errorf("read tar after %d entries: %w", entries, err))
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if entries++; entries > u.limits.Entries {
+			return errdefs.New(codes.ResourceExhausted, "it has more than the %d entries allowed", u.limits.Entries)
+		}
+		if bytes += contentSize(hdr, u.limits.Bytes); bytes > u.limits.Bytes {
+			return errdefs.New(codes.ResourceExhausted, "its files are larger than the %d bytes allowed", u.limits.Bytes)
+		}
+		if err := u.entry(hdr, tr); err != nil {
+			return invalid(fmt.Errorf("entry %q: %w", hdr.Name, err))
+		}
+	}
+}
+
+// contentSize is what a file takes when its holes are filled, cut off above max;
+// other entries may claim a size and have none.
+func contentSize(hdr *tar.Header, max int64) int64 {
+	switch hdr.Typeflag {
+	case tar.TypeReg, tar.TypeCont, tar.TypeGNUSparse:
+		return min(hdr.Size, max+1)
+	}
+	return 0
+}
+
+// entry unpacks one entry of the tar.
+func (u *unpacker) entry(hdr *tar.Header, content io.Reader) error {
+	defer u.parents.reap()
+	if hdr.Typeflag == tar.TypeXGlobalHeader {
+		return nil // comments, such as git's commit id
+	}
+	name := safefs.Clean(hdr.Name)
+	if len(name) > maxPath {
+		return unix.ENAMETOOLONG
+	}
+	if name == "" {
+		return u.rootEntry(hdr)
+	}
+	dir, base := splitPath(name)
+	if hidden, ok := strings.CutPrefix(base, whiteoutPrefix); ok && !isAUFS(name) {
+		return u.whiteoutEntry(dir, base, hidden)
+	}
+	if isAUFS(name) {
+		return nil
+	}
+	parent, err := u.parent(dir)
+	if err != nil {
+		return err
+	}
+	if len(parent.Path())+1+len(base) > maxPath {
+		return unix.ENAMETOOLONG
+	}
+	return u.make(place{parent, base}, hdr, content)
+}
+
+// splitPath is path.Split without the slash.
+func splitPath(name string) (dir, base string) {
+	i := strings.LastIndexByte(name, '/')
+	return name[:max(i, 0)], name[i+1:]
+}
+
+// joinPath is the path of a name in a directory; "" is the root.
+func joinPath(dir, name string) string {
+	if dir == "" {
+		return name
+	}
+	return dir + "/" + name
+}
+
+// place is where an entry goes.
+type place struct {
+	dir  *safefs.Dir
+	name string
+}
+
+// path is free of symlinks.
+func (p place) path() string { return joinPath(p.dir.Path(), p.name) }
+
+func (u *unpacker) rootEntry(hdr *tar.Header) error {
+	if hdr.Typeflag != tar.TypeDir {
+		return errdefs.InvalidArgument("the root is no directory")
+	}
+	root, err := u.parent("")
+	if err != nil {
+		return err
+	}
+	return u.listed(root, hdr)
+}
+
+// make makes the file of an entry, by its type.
+func (u *unpacker) make(at place, hdr *tar.Header, content io.Reader) error {
+	switch hdr.Typeflag {
+	case tar.TypeReg, tar.TypeCont, tar.TypeGNUSparse:
+		return u.file(at, hdr, content)
+	case tar.TypeDir:
+		return u.directory(at, hdr)
+	case tar.TypeSymlink:
+		return u.symlink(at, hdr)
+	case tar.TypeLink:
+		return u.link(at, hdr)
+	case tar.TypeChar, tar.TypeBlock, tar.TypeFifo:
+		return u.node(at, hdr)
+	}
+	return errdefs.InvalidArgument("unknown type %q", hdr.Typeflag)
+}
+
+func (u *unpacker) file(at place, hdr *tar.Header, content io.Reader) error {
+	var f *os.File
+	err := u.replacing(at, func() (err error) { f, err = at.dir.Create(at.name, 0o600); return err })
+	if err != nil {
+		return err
+	}
+	written, err := u.fill(f, hdr, content)
+	if err == nil {
+		err = u.fileAttributes(at, f, hdr)
+	}
+	if e := f.Close(); err == nil {
+		err = e
+	}
+	if err != nil {
+		return err
+	}
+	u.count(written)
+	return u.setTimesOf(at.dir, at.name, hdr)
+}
+
+// fill writes the content of a file and returns the bytes that are not holes.
+func (u *unpacker) fill(f *os.File, hdr *tar.Header, content io.Reader) (int64, error) {
+	if isSparse(hdr) {
+		return u.fillSparse(f, hdr.Size, content)
+	}
+	return io.CopyBuffer(onlyWriter{f}, onlyReader{content}, u.buf[:])
+}
+
+// onlyWriter and onlyReader keep io.CopyBuffer from going past its buffer.
+type (
+	onlyWriter struct{ io.Writer }
+	onlyReader struct{ io.Reader }
+)
+
+// isSparse reports whether the entry is in one of GNU tar's four sparse forms.
+func isSparse(hdr *tar.Header) bool {
+	if hdr.Typeflag == tar.TypeGNUSparse {
+		return true
+	}
+	for key := range hdr.PAXRecords {
+		if strings.HasPrefix(key, "GNU.sparse.") {
+			return true
+		}
+	}
+	return false
+}
+
+// fillSparse leaves out what is zero: archive/tar expands holes.
+func (u *unpacker) fillSparse(f *os.File, size int64, content io.Reader) (int64, error) {
+	var offset, written int64
+	for {
+		n, err := io.ReadFull(content, u.buf[:])
+		for block := range slices.Chunk(u.buf[:n], int(min(u.block, copySize))) {
+			if !isZero(block) {
+				if _, err := f.WriteAt(block, offset); err != nil {
+					return 0, err
+				}
+				written += int64(len(block))
+			}
+			offset += int64(len(block))
+		}
+		if err == io.EOF || err == io.ErrUnexpectedEOF && offset == size {
+			return written, f.Truncate(size)
+		}
+		if err != nil {
+			return 0, err
+		}
+	}
+}
+
+func isZero(block []byte) bool {
+	for _, b := range block {
+		if b != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+func (u *unpacker) directory(at place, hdr *tar.Header) error {
+	if err := at.dir.Mkdir(at.name, 0o755); errors.Is(err, unix.EEXIST) {
+		return u.directoryAgain(at, hdr)
+	} else if err != nil {
+		return err
+	}
+	u.count(u.block)
+	return u.newDirectory(at, hdr, u.forgetLink(at.path()))
+}
+
+// directoryAgain is for a name that exists: a directory stays, anything else
+// gives way to one that hides what the layers below have.
+func (u *unpacker) directoryAgain(at place, hdr *tar.Header) error {
+	st, err := at.dir.Stat(at.name)
+	if err != nil {
+		return err
+	}
+	if st.Mode&unix.S_IFMT == unix.S_IFDIR {
+		return u.newDirectory(at, hdr, false)
+	}
+	if err := u.clear(at, &st); err != nil {
+		return err
+	}
+	if err := at.dir.Mkdir(at.name, 0o755); err != nil {
+		return err
+	}
+	return u.newDirectory(at, hdr, true)
+}
+
+func (u *unpacker) newDirectory(at place, hdr *tar.Header, opaque bool) error {
+	dir, err := at.dir.Open(at.name)
+	if err != nil {
+		return err
+	}
+	defer dir.Close()
+	if opaque {
+		if err := setOpaque(dir); err != nil {
+			return err
+		}
+	}
+	return u.listed(dir, hdr)
+}
+
+// listed gives a directory what its entry says.
+func (u *unpacker) listed(dir *safefs.Dir, hdr *tar.Header) error {
+	delete(u.implied, dir.Path())
+	if err := u.directoryAttributes(dir, hdr); err != nil {
+		return err
+	}
+	u.times[dir.Path()] = hdr.ModTime
+	return u.remember(len(dir.Path()))
+}
+
+func (u *unpacker) symlink(at place, hdr *tar.Header) error {
+	if hdr.Linkname == "" {
+		return errdefs.InvalidArgument("a symlink without a target")
+	}
+	if err := u.replacing(at, func() error { return at.dir.Symlink(hdr.Linkname, at.name) }); err != nil {
+		return err
+	}
+	u.count(0)
+	if err := u.nodeAttributes(at, hdr, false); err != nil {
+		return err
+	}
+	return u.setTimesOf(at.dir, at.name, hdr)
+}
+
+// link makes a hard link, at once if its target is in the layer, else it
+// remains for Join.
+func (u *unpacker) link(at place, hdr *tar.Header) error {
+	target := safefs.Clean(hdr.Linkname)
+	if target == "" || len(target) > maxPath {
+		return errdefs.InvalidArgument("a hard link to %q", hdr.Linkname)
+	}
+	old, ok, err := u.linkTarget(target)
+	if err != nil {
+		return err
+	}
+	if !ok {
+		return u.linkLater(at, target)
+	}
+	if later, ok := u.links[old.path()]; ok {
+		return u.linkLater(at, later)
+	}
+	st, err := old.dir.Stat(old.name)
+	switch {
+	case errors.Is(err, unix.ENOENT):
+		return u.linkLater(at, old.path())
+	case err != nil:
+		return err
+	case isWhiteout(&st):
+		return u.linkLater(at, old.path())
+	case st.Mode&unix.S_IFMT == unix.S_IFDIR:
+		return errdefs.InvalidArgument("a hard link to the directory %q", hdr.Linkname)
+	}
+	if now, err := at.dir.Stat(at.name); err == nil && now.Ino == st.Ino {
+		return nil // it is there already, perhaps as its own target
+	}
+	return u.replacing(at, func() error { return at.dir.Link(old.dir, old.name, at.name) })
+}
+
+// linkTarget opens the directory of a hard link's target; false if it is not in the layer.
+func (u *unpacker) linkTarget(target string) (place, bool, error) {
+	dir, base := splitPath(target)
+	d, err := u.lookup(dir)
+	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) {
+		return place{}, false, nil
+	}
+	return place{d, base}, err == nil, err
+}
+
+// linkLater records a link whose target is in a layer below.
+func (u *unpacker) linkLater(at place, target string) error {
+	if st, err := at.dir.Stat(at.name); err == nil {
+		if err := u.clear(at, &st); err != nil {
+			return err
+		}
+	}
+	u.links[at.path()] = target
+	return u.remember(len(at.path()) + len(target))
+}
+
+func (u *unpacker) node(at place, hdr *tar.Header) error {
+	if hdr.Devmajor < 0 || hdr.Devmajor > 0xfff || hdr.Devminor < 0 || hdr.Devminor > 0xfffff {
+		return errdefs.InvalidArgument("device number %d:%d", hdr.Devmajor, hdr.Devminor) // MINORBITS is 20
+	}
+	types := map[byte]uint32{tar.TypeChar: unix.S_IFCHR, tar.TypeBlock: unix.S_IFBLK, tar.TypeFifo: unix.S_IFIFO}
+	mode, dev := types[hdr.Typeflag], unix.Mkdev(uint32(hdr.Devmajor), uint32(hdr.Devminor))
+	if mode == unix.S_IFIFO {
+		dev = 0
+	}
+	if mode == unix.S_IFCHR && dev == whiteoutDev {
+		return u.replacing(at, func() error { return u.makeWhiteout(at) })
+	}
+	if err := u.replacing(at, func() error { return at.dir.Mknod(at.name, mode|0o600, dev) }); err != nil {
+		return err
+	}
+	u.count(0)
+	if err := u.nodeAttributes(at, hdr, true); err != nil {
+		return err
+	}
+	return u.setTimesOf(at.dir, at.name, hdr)
+}
+
+// replacing runs make, which makes something at a place, again after it has
+// removed what is there.
+func (u *unpacker) replacing(at place, make func() error) error {
+	err := make()
+	if errors.Is(err, unix.EEXIST) {
+		var st unix.Stat_t
+		if st, err = at.dir.Stat(at.name); err != nil {
+			return err
+		}
+		if err = u.clear(at, &st); err != nil {
+			return err
+		}
+		err = make()
+	}
+	if err == nil {
+		u.forgetLink(at.path())
+	}
+	return err
+}
+
+// clear removes what is at a place, and all that is known of it.
+func (u *unpacker) clear(at place, st *unix.Stat_t) error {
+	u.recount = true
+	if isWhiteout(st) {
+		u.whiteouts--
+	}
+	if st.Mode&unix.S_IFMT == unix.S_IFDIR {
+		u.forgetBelow(at.path())
+	}
+	if st.Mode&unix.S_IFMT == unix.S_IFDIR || st.Mode&unix.S_IFMT == unix.S_IFLNK {
+		// Open directories may have been found through it.
+		u.parents.clear()
+	}
+	return at.dir.RemoveAll(at.name)
+}
+
+// forgetLink forgets a pending hard link at path, and reports whether there was one.
+func (u *unpacker) forgetLink(path string) bool {
+	if len(u.links) == 0 {
+		return false
+	}
+	_, ok := u.links[path]
+	delete(u.links, path)
+	return ok
+}
+
+// forgetBelow forgets what is known of the directory dir and what is in it.
+func (u *unpacker) forgetBelow(dir string) {
+	below := func(path string) bool { return path == dir || strings.HasPrefix(path, dir+"/") }
+	maps.DeleteFunc(u.links, func(path, _ string) bool { return below(path) })
+	maps.DeleteFunc(u.implied, func(path string, _ bool) bool { return below(path) })
+	maps.DeleteFunc(u.times, func(path string, _ time.Time) bool { return below(path) })
+}
+
+// parent opens the directory an entry goes to. It belongs to the cache.
+func (u *unpacker) parent(dir string) (*safefs.Dir, error) {
+	d, err := u.lookup(dir)
+	if !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.ENOTDIR) && !errors.Is(err, unix.ELOOP) {
+		return d, err
+	}
+	maker := safefs.Maker{Perm: 0o755, Made: u.impliedMade, Blocked: u.blocked}
+	if d, err = maker.MkdirAll(u.root, dir); err != nil {
+		return nil, err
+	}
+	return u.parents.put(dir, d), nil
+}
+
+// lookup opens a directory if it exists. It belongs to the cache.
+func (u *unpacker) lookup(dir string) (*safefs.Dir, error) {
+	if d := u.parents.get(dir); d != nil {
+		return d, nil
+	}
+	d, err := safefs.OpenDir(u.root, dir)
+	if errors.Is(err, unix.ELOOP) { // a symlink on the way: find out where it leads
+		d, err = safefs.ResolveDir(u.root, dir)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return u.parents.put(dir, d), nil
+}
+
+// impliedMade notes a directory that the tar has not listed.
+func (u *unpacker) impliedMade(dir *safefs.Dir) error {
+	if len(dir.Path()) > maxPath {
+		return unix.ENAMETOOLONG
+	}
+	u.count(u.block)
+	u.times[dir.Path()] = impliedTime
+	if u.forgetLink(dir.Path()) || u.gone == dir.Path() {
+		u.gone = ""
+		return setOpaque(dir)
+	}
+	u.implied[dir.Path()] = true
+	return u.remember(2 * len(dir.Path()))
+}
+
+// remember counts the bytes of names that are kept.
+func (u *unpacker) remember(n int) error {
+	const perEntry = 64 // of a map
+	if u.names += n + perEntry; u.names > maxNames {
+		return errdefs.New(codes.ResourceExhausted, "the names of its directories and links take more than %d bytes", maxNames)
+	}
+	return nil
+}
+
+func (u *unpacker) setTimes() error {
+	for name, t := range u.times {
+		dir, err := safefs.OpenDir(u.root, name)
+		if err != nil {
+			return err
+		}
+		ts := timespec(t)
+		err = dir.Utimes("", ts, ts)
+		if err := errors.Join(err, dir.Close()); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// contents is the result, once everything is unpacked.
+func (u *unpacker) contents() (Contents, error) {
+	if u.recount {
+		var err error
+		if u.usage, err = countTree(u.root, u.block); err != nil {
+			return Contents{}, err
+		}
+	}
+	c := Contents{Summary: Summary{Usage: u.usage, Opaque: u.opaque, Whiteouts: u.whiteouts}}
+	for _, name := range slices.Sorted(maps.Keys(u.links)) {
+		c.Links = append(c.Links, Link{Name(name), Name(u.links[name])})
+	}
+	for _, name := range slices.Sorted(maps.Keys(u.implied)) {
+		c.Implied = append(c.Implied, Name(name))
+	}
+	return c, nil
+}
+
+// count adds a file with n bytes of data to the usage.
+func (u *unpacker) count(n int64) {
+	u.usage.Inodes++
+	u.usage.Bytes += uint64((n + u.block - 1) / u.block * u.block)
+}

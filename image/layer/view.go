@@ -1,0 +1,186 @@
+package layer
+
+import (
+	"errors"
+	"os"
+	"path"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/safefs"
+)
+
+// maxViewLinks is how many symlinks one resolution follows, the kernel's own limit.
+const maxViewLinks = 40
+
+// view sees directory layers on top of each other as overlayfs shows them. It
+// tells in which layers a file is, which a mount of them does not.
+type view struct {
+	roots []*os.File       // topmost first
+	dirs  map[string]found // directories seen so far, by path
+}
+
+// found is something in a view.
+type found struct {
+	path   string      // free of symlinks
+	layers []int       // that it is in: one for a file, all that make up a directory, topmost first
+	st     unix.Stat_t // in the first of these
+}
+
+func (f found) isDir() bool { return f.st.Mode&unix.S_IFMT == unix.S_IFDIR }
+
+// openView opens the trees of layers, topmost first. close closes them.
+func openView(trees []string) (*view, error) {
+	v := &view{dirs: map[string]found{}}
+	root := found{st: unix.Stat_t{Mode: unix.S_IFDIR}}
+	for i, tree := range trees {
+		f, err := safefs.OpenRoot(tree)
+		if err != nil {
+			v.close()
+			return nil, err
+		}
+		v.roots = append(v.roots, f)
+		root.layers = append(root.layers, i)
+	}
+	v.dirs[""] = root
+	return v, nil
+}
+
+func (v *view) close() {
+	for _, f := range v.roots {
+		f.Close() // O_PATH
+	}
+}
+
+// without returns the same view without its topmost layer; it shares the open files.
+func (v *view) without() *view {
+	w := &view{roots: v.roots, dirs: map[string]found{}}
+	root := v.dirs[""]
+	root.layers = root.layers[1:]
+	w.dirs[""] = root
+	return w
+}
+
+// open opens the directory of the given path in one layer.
+func (v *view) open(layer int, dir string) (*safefs.Dir, error) {
+	return safefs.OpenDir(v.roots[layer], dir)
+}
+
+// directory returns the directory of a path that is free of symlinks.
+func (v *view) directory(p string) (found, error) {
+	if f, ok := v.dirs[p]; ok {
+		return f, nil
+	}
+	dir, base := splitPath(p)
+	parent, err := v.directory(dir)
+	if err != nil {
+		return found{}, err
+	}
+	f, err := v.child(parent, base)
+	if err != nil {
+		return found{}, err
+	}
+	if !f.isDir() {
+		return found{}, unix.ENOTDIR
+	}
+	v.dirs[p] = f
+	return f, nil
+}
+
+// child looks a name up in a directory; ENOENT if there is none to be seen.
+func (v *view) child(dir found, name string) (found, error) {
+	f := found{path: joinPath(dir.path, name)}
+	for _, layer := range dir.layers {
+		st, opaque, err := v.look(layer, dir.path, name)
+		if errors.Is(err, unix.ENOENT) {
+			continue
+		}
+		if err != nil {
+			return found{}, err
+		}
+		isDir := st.Mode&unix.S_IFMT == unix.S_IFDIR
+		if isWhiteout(&st) || !isDir && len(f.layers) > 0 {
+			break
+		}
+		if len(f.layers) == 0 {
+			f.st = st
+		}
+		if f.layers = append(f.layers, layer); !isDir || opaque {
+			break
+		}
+	}
+	if len(f.layers) == 0 {
+		return found{}, unix.ENOENT
+	}
+	return f, nil
+}
+
+// look returns the status of a name in one layer, and whether it is an opaque directory.
+func (v *view) look(layer int, dir, name string) (st unix.Stat_t, opaque bool, err error) {
+	d, err := v.open(layer, dir)
+	if err != nil {
+		return st, false, err
+	}
+	defer d.Close()
+	if st, err = d.Stat(name); err != nil || st.Mode&unix.S_IFMT != unix.S_IFDIR {
+		return st, false, err
+	}
+	value, err := d.Getxattr(name, opaqueXattr)
+	if errors.Is(err, unix.ENODATA) || errors.Is(err, unix.EOPNOTSUPP) {
+		err = nil
+	}
+	return st, string(value) == "y", err
+}
+
+// resolve finds a path, following symlinks on the way as a process in the root
+// would, but not one at its end.
+func (v *view) resolve(p string) (found, error) {
+	trail := []found{v.dirs[""]}
+	rest := strings.Split(p, "/")
+	for links := 0; len(rest) > 0; {
+		cur, name := trail[len(trail)-1], rest[0]
+		rest = rest[1:]
+		switch name {
+		case "", ".":
+			continue
+		case "..":
+			trail = trail[:max(len(trail)-1, 1)]
+			continue
+		}
+		if !cur.isDir() {
+			return found{}, unix.ENOTDIR
+		}
+		next, err := v.child(cur, name)
+		if err != nil {
+			return found{}, err
+		}
+		if next.st.Mode&unix.S_IFMT != unix.S_IFLNK || len(rest) == 0 {
+			trail = append(trail, next)
+			continue
+		}
+		if links++; links > maxViewLinks {
+			return found{}, unix.ELOOP
+		}
+		target, err := v.readlink(next)
+		if err != nil {
+			return found{}, err
+		}
+		if path.IsAbs(target) {
+			trail = trail[:1]
+		}
+		rest = slices.Concat(strings.Split(target, "/"), rest)
+	}
+	return trail[len(trail)-1], nil
+}
+
+func (v *view) readlink(f found) (string, error) {
+	dir, base := splitPath(f.path)
+	d, err := v.open(f.layers[0], dir)
+	if err != nil {
+		return "", err
+	}
+	defer d.Close()
+	return d.Readlink(base)
+}
