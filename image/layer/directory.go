@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
-	"log/slog"
 	"os"
 	"path/filepath"
 
@@ -46,10 +45,10 @@ const treeDir = "fs"
 //     that the filesystem does not support.
 //   - AUFS' own files (.wh..wh.* in the root) are skipped.
 //   - The attributes in a hard link's entry are not used: they are its target's.
-type Directory struct{ log *slog.Logger }
+type Directory struct{}
 
 // NewDirectory returns the directory driver.
-func NewDirectory(log *slog.Logger) *Directory { return &Directory{log} }
+func NewDirectory() *Directory { return &Directory{} }
 
 // Kind implements Driver.
 func (d *Directory) Kind() rootfs.Kind { return rootfs.Directory }
@@ -88,9 +87,6 @@ func (d *Directory) Apply(ctx context.Context, dir string, in io.Reader, limits 
 	defer u.close()
 	if err := u.unpack(ctx, tar.NewReader(in)); err != nil {
 		return Contents{}, err
-	}
-	if u.unsupported > 0 {
-		d.log.Warn("extended attributes dropped: the filesystem of the layers does not support them", "dir", dir, "count", u.unsupported)
 	}
 	return u.contents()
 }

@@ -110,6 +110,8 @@ type Contents struct {
 	// Implied are directories that entries lie in and the tar does not list:
 	// their attributes are those of the layers below, where they exist there.
 	Implied []Name `json:"implied,omitempty"`
+	// Unsupported is how many extended attributes the filesystem did not take.
+	Unsupported int `json:"-"`
 }
 
 // Summary is the part of Contents that a Store keeps in memory.

@@ -120,7 +120,7 @@ func (s *Store) part(diffID digest.Digest) (Part, error) {
 	if err := json.Unmarshal(data, &r); err != nil {
 		return Part{}, fmt.Errorf("read record of layer %s: %w", diffID, err)
 	}
-	return Part{dir, Contents{r.Summary, r.Links, r.Implied}}, nil
+	return Part{dir, Contents{Summary: r.Summary, Links: r.Links, Implied: r.Implied}}, nil
 }
 
 // removeJoins removes the joins that diffID takes part in.

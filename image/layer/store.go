@@ -159,6 +159,9 @@ func (s *Store) apply(ctx context.Context, dir string, diffID digest.Digest, tar
 	if got := digest.NewDigestFromBytes(diffID.Algorithm(), sum); got != diffID {
 		return record{}, errdefs.New(codes.DataLoss, "its %d bytes have the digest %s", n, got)
 	}
+	if contents.Unsupported > 0 {
+		s.log.Warn("extended attributes of a layer dropped: the filesystem does not support them", "layer", diffID, "count", contents.Unsupported)
+	}
 	info := Info{DiffID: diffID, TarBytes: n, Kind: s.driver.Kind(), Summary: contents.Summary}
 	info.Dependent = len(contents.Links) > 0 || len(contents.Implied) > 0
 	return record{info, contents.Links, contents.Implied}, nil

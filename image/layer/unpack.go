@@ -545,7 +545,7 @@ func (u *unpacker) contents() (Contents, error) {
 			return Contents{}, err
 		}
 	}
-	c := Contents{Summary: Summary{Usage: u.usage, Opaque: u.opaque, Whiteouts: u.whiteouts}}
+	c := Contents{Summary: Summary{Usage: u.usage, Opaque: u.opaque, Whiteouts: u.whiteouts}, Unsupported: u.unsupported}
 	for _, name := range slices.Sorted(maps.Keys(u.links)) {
 		c.Links = append(c.Links, Link{Name(name), Name(u.links[name])})
 	}
