@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"os/exec"
 	"path/filepath"
 	"runtime"
@@ -75,6 +76,7 @@ func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, envi
 			r.logStderr(run)
 			return run.outcome(ctx, err)
 		}
+		r.log.Debug("CNI plugin is being written, waiting", "plugin", path)
 		select {
 		case <-ctx.Done():
 			return run.outcome(ctx, err)
@@ -187,9 +189,7 @@ func (n *Network) runVerb(ctx context.Context, list *libcni.NetworkConfigList, p
 		return err
 	}
 	inject := map[string]any{"name": list.Name, "cniVersion": list.CNIVersion}
-	for k, v := range extra {
-		inject[k] = v
-	}
+	maps.Copy(inject, extra)
 	conf, err := libcni.InjectConf(plugin, inject)
 	if err != nil {
 		return errdefs.FailedPrecondition("CNI plugin %s: configuration for %s: %w", plugin.Network.Type, verb, err)

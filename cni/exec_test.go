@@ -3,7 +3,10 @@ package cni
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"os"
+	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -134,27 +137,54 @@ func TestBackgroundChild(t *testing.T) {
 func TestPluginBeingWritten(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)
-	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
-	n := b.start()
+	waiting := make(chan string, busyRetries)
+	r := &runner{log: slog.New(slog.NewTextHandler(sink(waiting), &slog.HandlerOptions{Level: slog.LevelDebug}))}
 	f, err := os.OpenFile(b.bin+"/a", os.O_WRONLY, 0)
 	must(t, err)
 	defer f.Close()
-	run := &pluginRun{path: b.bin + "/a"}
-	if err := run.exec(context.Background()); !errors.Is(err, unix.ETXTBSY) {
-		t.Fatalf("executing a file that is open for writing: %v, want ETXTBSY", err)
-	}
+
 	ctx, cancel := context.WithCancel(context.Background())
-	cancel()
-	if _, err := n.Add(ctx, b.plan(), testPod("p1")); errdefs.Code(err) != codes.Canceled {
-		t.Errorf("add: %v (%v), want Canceled", err, errdefs.Code(err))
-	}
 	done := make(chan error, 1)
-	go func() {
-		_, err := n.Add(context.Background(), b.plan(), testPod("p1"))
+	run := func() {
+		_, err := r.ExecPlugin(ctx, b.bin+"/a", nil, []string{"CNI_COMMAND=ADD", "PATH=" + os.Getenv("PATH")})
 		done <- err
-	}()
+	}
+	go run()
+	<-waiting
+	cancel()
+	if err := <-done; errdefs.Code(err) != codes.Canceled {
+		t.Errorf("error %v (%v), want Canceled", err, errdefs.Code(err))
+	}
+	ctx = context.Background()
+	go run()
+	<-waiting
 	must(t, f.Close())
 	must(t, <-done)
+}
+
+// sink passes on what is written to it.
+type sink chan<- string
+
+func (s sink) Write(b []byte) (int, error) {
+	s <- string(b)
+	return len(b), nil
+}
+
+// A plugin does not outlive the daemon: what it did after the next daemon's DEL
+// would never be undone.
+func TestPluginDiesWithDaemon(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", `echo $$ >$record/self; exec sleep 1000`)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	daemon := exec.Command("/proc/self/exe")
+	daemon.Env = append(os.Environ(), daemonVar+"="+filepath.Dir(b.conf))
+	must(t, daemon.Start())
+	plugin := b.readPID("self")
+	must(t, daemon.Process.Kill())
+	if err := daemon.Wait(); err == nil {
+		t.Error("the daemon was not killed")
+	}
+	eventually(t, "the plugin is gone", func() bool { return isGone(plugin) })
 }
 
 func TestPluginEnvironment(t *testing.T) {

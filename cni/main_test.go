@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"os"
 	"os/exec"
@@ -38,6 +37,10 @@ func TestMain(m *testing.M) {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
 		}
+		if dir := os.Getenv(daemonVar); dir != "" {
+			fmt.Fprintln(os.Stderr, "ADD ended:", addForever(dir))
+			os.Exit(1)
+		}
 		os.Exit(m.Run())
 	}
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
@@ -53,6 +56,23 @@ func TestMain(m *testing.M) {
 		fmt.Fprintln(os.Stderr, "tests of package cni need root:", err)
 		os.Exit(1)
 	}
+}
+
+// daemonVar makes the test binary the daemon of TestPluginDiesWithDaemon, which adds a
+// pod in a bed's directory.
+const daemonVar = "BERTH_CNI_TEST_DAEMON"
+
+func addForever(dir string) error {
+	n, err := New(Config{ConfDir: dir + "/net.d", BinDirs: []string{dir + "/bin"}, CacheDir: dir + "/cache"}, slog.Default())
+	if err != nil {
+		return err
+	}
+	att, err := n.Plan()
+	if err != nil {
+		return err
+	}
+	_, err = n.Add(context.Background(), att, testPod("p1"))
+	return err
 }
 
 func enterTestNamespaces() error {
@@ -252,5 +272,3 @@ func (w testWriter) Write(b []byte) (int, error) {
 func testLog(t *testing.T) *slog.Logger {
 	return slog.New(slog.NewTextHandler(testWriter{t}, &slog.HandlerOptions{Level: slog.LevelDebug}))
 }
-
-func noLog() *slog.Logger { return slog.New(slog.NewTextHandler(io.Discard, nil)) }

@@ -2,10 +2,13 @@ package cni
 
 import (
 	"errors"
+	"fmt"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/vishvananda/netlink"
@@ -30,9 +33,9 @@ func threadNamespaces(t *testing.T) map[string]bool {
 	return seen
 }
 
-func mounted(t *testing.T, path string) bool {
+func mountedIn(t *testing.T, mountinfo, path string) bool {
 	t.Helper()
-	table, err := os.ReadFile("/proc/self/mountinfo")
+	table, err := os.ReadFile(mountinfo)
 	must(t, err)
 	return strings.Contains(string(table), " "+path+" ")
 }
@@ -70,7 +73,7 @@ func TestNetNS(t *testing.T) {
 
 	must(t, RemoveNetNS(path))
 	must(t, RemoveNetNS(path))
-	if mounted(t, path) {
+	if mountedIn(t, "/proc/self/mountinfo", path) {
 		t.Error("still mounted")
 	}
 	if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
@@ -125,6 +128,30 @@ func TestRemoveNetNSLeftovers(t *testing.T) {
 	must(t, err)
 	if len(left) != 0 {
 		t.Errorf("left: %v", left)
+	}
+}
+
+// A process with an older copy of the mount table, as a launcher has, does not keep
+// a removed namespace alive.
+func TestRemoveNetNSEverywhere(t *testing.T) {
+	path := t.TempDir() + "/ns"
+	must(t, NewNetNS(path))
+	launcher := exec.Command("sleep", "1000")
+	launcher.SysProcAttr = &syscall.SysProcAttr{Unshareflags: unix.CLONE_NEWNS, Pdeathsig: unix.SIGKILL}
+	must(t, launcher.Start())
+	defer func() {
+		must(t, launcher.Process.Kill())
+		if err := launcher.Wait(); err == nil {
+			t.Error("sleep ended by itself")
+		}
+	}()
+	table := fmt.Sprintf("/proc/%d/mountinfo", launcher.Process.Pid)
+	if !mountedIn(t, table, path) {
+		t.Fatal("the other process has no copy")
+	}
+	must(t, RemoveNetNS(path))
+	if mountedIn(t, table, path) {
+		t.Error("still mounted in the other process")
 	}
 }
 

@@ -49,9 +49,10 @@ type owner struct {
 	n   *Network
 	ctx context.Context // ends with Close
 
-	watch  *watcher // nil: no inotify, Status makes the owner look
-	events <-chan fsnotify.Event
-	errs   <-chan error
+	watch    *watcher // nil: no inotify, Status makes the owner look
+	events   <-chan fsnotify.Event
+	errs     <-chan error
+	watchErr string // the last failure to watch, logged once
 
 	settle     <-chan time.Time // fires when a burst of changes is over
 	burstSince time.Time
@@ -128,11 +129,7 @@ func (o *owner) changed() {
 // reload looks at the directory and publishes what it finds. A changed network
 // has its STATUS asked.
 func (o *owner) reload() {
-	if o.watch != nil {
-		if err := o.watch.sync(); err != nil {
-			o.n.log.Warn("watch CNI configuration", "dir", o.n.cfg.ConfDir, "error", err)
-		}
-	}
+	o.syncWatch()
 	old := o.n.view.Load()
 	if old == nil {
 		old = &view{}
@@ -150,6 +147,21 @@ func (o *owner) reload() {
 	o.logChanges(old, v)
 	if v.net != old.net {
 		o.probe()
+	}
+}
+
+func (o *owner) syncWatch() {
+	if o.watch == nil {
+		return
+	}
+	err := o.watch.sync()
+	if err == nil {
+		o.watchErr = ""
+		return
+	}
+	if err.Error() != o.watchErr {
+		o.watchErr = err.Error()
+		o.n.log.Warn("CNI configuration is not watched, changes are seen when the status is asked", "dir", o.n.cfg.ConfDir, "error", err)
 	}
 }
 

@@ -27,10 +27,10 @@ func (p *printer) ExecPlugin(context.Context, string, []byte, []string) ([]byte,
 }
 
 // addPrinted is an ADD to a chain of two plugins that both print stdout.
-func addPrinted(t testing.TB, confVersion string, stdout []byte) (Result, error) {
+func addPrinted(t testing.TB, cache, confVersion string, stdout []byte) (Result, error) {
 	list, err := parseConf([]byte(conflist(confVersion, "n", "a", "b")), true)
 	must(t, err)
-	lib := libcni.NewCNIConfigWithCacheDir([]string{"/"}, t.TempDir(), &printer{stdout: stdout})
+	lib := libcni.NewCNIConfigWithCacheDir([]string{"/"}, cache, &printer{stdout: stdout})
 	r, err := lib.AddNetworkList(context.Background(), list, testPod("p1").runtimeConf(IfName))
 	if err != nil {
 		return Result{}, err
@@ -63,7 +63,7 @@ func TestResultIPs(t *testing.T) {
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
-			r, err := addPrinted(t, tt.version, []byte(tt.stdout))
+			r, err := addPrinted(t, t.TempDir(), tt.version, []byte(tt.stdout))
 			must(t, err)
 			if got := fmt.Sprint(r.IPs); got != tt.want {
 				t.Errorf("addresses %s, want %s", got, tt.want)
@@ -82,11 +82,12 @@ func FuzzResult(f *testing.F) {
 	f.Add("1.0.0", []byte(`{"ips":[null],"IPS":[{}],"routes":[{"dst":null}]}`))
 	f.Add("0.3.1", []byte(`null`))
 	f.Add("1.0.0", []byte(`{"ips":[{"interface":-1,"address":"::ffff:1.2.3.4/120"}]}`))
+	cache := f.TempDir()
 	f.Fuzz(func(t *testing.T, confVersion string, stdout []byte) {
 		if _, err := parseConf([]byte(conflist(confVersion, "n", "a", "b")), true); err != nil {
 			return
 		}
-		r, err := addPrinted(t, confVersion, stdout)
+		r, err := addPrinted(t, cache, confVersion, stdout)
 		if err != nil {
 			return
 		}

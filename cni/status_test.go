@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"os"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -132,6 +133,48 @@ func TestStaleVerdict(t *testing.T) {
 	eventually(t, "the old probe is killed", func() bool { return isGone(pid) })
 	b.lookAgain()
 	must(t, n.Status(context.Background()))
+}
+
+// Status makes the owner look again when the answer is old, and only then.
+func TestStatusAge(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", okResult)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	n := b.start()
+	must(t, n.Status(context.Background()))
+	if len(n.refresh) != 0 {
+		t.Error("a fresh answer was refreshed")
+	}
+	old := *n.view.Load()
+	old.at = old.at.Add(-maxViewAge)
+	n.view.Store(&old)
+	must(t, n.Status(context.Background()))
+	eventually(t, "another look", func() bool { return n.Info().At.After(old.at) })
+}
+
+// A Network leaves no goroutine and no file descriptor behind.
+func TestCloseLeavesNothing(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", okResult)
+	b.writeConf("1.conflist", conflist("1.1.0", "n", "a"))
+	b.start()
+	b.ready(true)
+	goroutines, fds := runtime.NumGoroutine(), openFiles(t)
+	for range 10 {
+		n, err := New(Config{ConfDir: b.conf, BinDirs: []string{b.bin}, CacheDir: b.cache}, testLog(t))
+		must(t, err)
+		_, err = n.Add(context.Background(), b.plan(), testPod("p1"))
+		must(t, err)
+		n.Close()
+	}
+	eventually(t, "as before", func() bool { return runtime.NumGoroutine() <= goroutines && openFiles(t) <= fds })
+}
+
+func openFiles(t *testing.T) int {
+	t.Helper()
+	entries, err := os.ReadDir("/proc/self/fd")
+	must(t, err)
+	return len(entries)
 }
 
 func TestConfigValidation(t *testing.T) {
