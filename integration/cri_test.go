@@ -361,7 +361,9 @@ type logLine struct {
 	text    string
 }
 
-func (c *container) logPath() string { return filepath.Join(c.pod.config.LogDirectory, c.config.LogPath) }
+func (c *container) logPath() string {
+	return filepath.Join(c.pod.config.LogDirectory, c.config.LogPath)
+}
 
 // log parses the container's log.
 func (c *container) log(t *testing.T) []logLine {

@@ -25,14 +25,15 @@ const callTimeout = 2 * time.Minute
 
 // daemon is one `berth serve` with directories of its own, and CRI clients to it.
 type daemon struct {
-	dir     string // everything below is in it; short, because socket paths must be
-	root    string // --root
-	state   string // --state
-	socket  string // --listen
-	confDir string // --cni-conf-dir
-	dataDir string // host-local's addresses
-	logDir  string // parent of the pods' log directories
-	certs   string // --registry-dir
+	dir     string   // everything below is in it; short, because socket paths must be
+	root    string   // --root
+	state   string   // --state
+	socket  string   // --listen
+	confDir string   // --cni-conf-dir
+	dataDir string   // host-local's addresses
+	logDir  string   // parent of the pods' log directories
+	certs   string   // --registry-dir
+	binDirs []string // --cni-bin-dir
 
 	extra []string // lines of the configuration file
 	env   []string
@@ -118,6 +119,7 @@ func newDaemon(t *testing.T, opts ...daemonOption) *daemon {
 	d := &daemon{
 		dir: dir, root: dir + "/root", state: dir + "/state", socket: dir + "/berth.sock",
 		confDir: dir + "/net.d", dataDir: dir + "/addresses", logDir: dir + "/logs", certs: dir + "/certs.d",
+		binDirs: []string{pluginDir},
 	}
 	for _, path := range []string{dir, d.confDir, d.logDir, d.certs} {
 		must(t, os.Mkdir(path, 0o700))
@@ -144,7 +146,7 @@ func (d *daemon) command(args ...string) *exec.Cmd {
 
 func (d *daemon) serveCommand() *exec.Cmd {
 	return d.command("serve", "--config", d.configFile(), "--listen", d.socket, "--root", d.root, "--state", d.state,
-		"--cni-conf-dir", d.confDir, "--cni-bin-dir", pluginDir, "--registry-dir", d.certs, "--cgroup-driver", "cgroupfs", "--log-level", "debug")
+		"--cni-conf-dir", d.confDir, "--cni-bin-dir", strings.Join(d.binDirs, ","), "--registry-dir", d.certs, "--cgroup-driver", "cgroupfs", "--log-level", "debug")
 }
 
 // start starts the daemon and waits until it answers.

@@ -328,3 +328,10 @@ func TestImageIDIsTheSameEverywhere(t *testing.T) {
 		equal(t, "listed image_ref", c.ImageRef, id)
 	}
 }
+
+// pauseImage pushes an image that can stand in for pause.
+func pauseImage(t *testing.T) string {
+	t.Helper()
+	name, _ := push(t, registry, "pause:override", buildImage(t, v1.Config{Entrypoint: []string{"sleep", "99999"}}))
+	return name
+}

@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -113,4 +114,11 @@ func cgroupFile(t *testing.T, pid int, controller, v1, v2 string) string {
 	content, err := os.ReadFile(filepath.Join(cgroupDir(t, pid, controller), name))
 	must(t, err)
 	return strings.TrimSpace(string(content))
+}
+
+// canLowerOOMScore reports whether this kernel lets us go below our own
+// oom_score_adj: that takes CAP_SYS_RESOURCE, which root may lack.
+func canLowerOOMScore() bool {
+	cmd := exec.Command("sh", "-c", "echo -998 >/proc/self/oom_score_adj")
+	return cmd.Run() == nil
 }

@@ -41,7 +41,6 @@ func must(t *testing.T, err error) {
 	}
 }
 
-
 // get unpacks a result that must come without an error: get(f())(t).
 func get[T any](value T, err error) func(*testing.T) T {
 	return func(t *testing.T) T {

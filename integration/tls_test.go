@@ -1,0 +1,79 @@
+package integration
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"fmt"
+	"math/big"
+	"net"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+)
+
+func sha256Of(content string) string { return fmt.Sprintf("%x", sha256.Sum256([]byte(content))) }
+
+// authority is a certificate authority for one test.
+type authority struct {
+	cert *x509.Certificate
+	key  *ecdsa.PrivateKey
+}
+
+func newAuthority(t *testing.T) *authority {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	must(t, err)
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "test authority"},
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
+	must(t, err)
+	cert, err := x509.ParseCertificate(der)
+	must(t, err)
+	return &authority{cert: cert, key: key}
+}
+
+// issue returns a certificate for a server at address, also good for a client.
+func (a *authority) issue(t *testing.T, address string) tls.Certificate {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	must(t, err)
+	template := &x509.Certificate{
+		SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: address}, IPAddresses: []net.IP{net.ParseIP(address)},
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, a.cert, &key.PublicKey, a.key)
+	must(t, err)
+	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}
+}
+
+// requireClient makes a server ask for a certificate of this authority.
+func (a *authority) requireClient() *tls.Config {
+	pool := x509.NewCertPool()
+	pool.AddCert(a.cert)
+	return &tls.Config{ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool}
+}
+
+// writeFiles writes the authority's certificate and a client's certificate and key.
+func (a *authority) writeFiles(t *testing.T, dir string) (ca, cert, key string) {
+	t.Helper()
+	client := a.issue(t, "127.0.0.1")
+	private, err := x509.MarshalPKCS8PrivateKey(client.PrivateKey)
+	must(t, err)
+	write := func(name, kind string, der []byte) string {
+		path := filepath.Join(dir, name)
+		must(t, os.WriteFile(path, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600))
+		return path
+	}
+	return write("ca.crt", "CERTIFICATE", a.cert.Raw), write("client.cert", "CERTIFICATE", client.Certificate[0]), write("client.key", "PRIVATE KEY", private)
+}
