@@ -1,6 +1,7 @@
 package cni
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -71,7 +72,7 @@ func attachmentsOf(pods []Pod) map[types.GCAttachment]bool {
 // may not have any more.
 func addList(lists []*libcni.NetworkConfigList, list *libcni.NetworkConfigList) []*libcni.NetworkConfigList {
 	for _, l := range lists {
-		if string(l.Bytes) == string(list.Bytes) {
+		if bytes.Equal(l.Bytes, list.Bytes) {
 			return lists
 		}
 	}

@@ -269,3 +269,21 @@ func TestRealPluginsGC(t *testing.T) {
 	must(t, b.n.Check(context.Background(), b.plan(), kept))
 	must(t, b.n.Del(context.Background(), b.plan(), kept))
 }
+
+// The pod CIDR of UpdateRuntimeConfig reaches host-local, through bridge.
+func TestRealPluginsPodCIDR(t *testing.T) {
+	b := newRealBed(t, "berth-t4", 95)
+	b.writeConf("10-real.conflist", fmt.Sprintf(`{"cniVersion":"1.0.0","name":"real","plugins":[
+		{"type":"bridge","bridge":%q,"capabilities":{"ipRanges":true},"ipam":{"type":"host-local","dataDir":%q}}]}`, b.bridge, b.ipam))
+	eventually(t, "the new configuration", func() bool { return len(b.n.Info().Plugins) == 1 })
+	pod := b.pod("p1")
+	var err error
+	pod.IPRanges, err = ParsePodCIDRs("fd00:96::/64,10.96.0.0/24")
+	must(t, err)
+	r, err := b.n.Add(context.Background(), b.plan(), pod)
+	must(t, err)
+	if got := fmt.Sprint(r.IPs); got != "[fd00:96::2 10.96.0.2]" {
+		t.Errorf("addresses %s", got)
+	}
+	must(t, b.n.Del(context.Background(), b.plan(), pod))
+}
