@@ -143,7 +143,7 @@ func (b *Blob) failed(err *UnavailableError) error {
 	if b.failures >= maxFailures || !err.temporary {
 		return fmt.Errorf("%s: %w", b, err)
 	}
-	if e := sleep(b.ctx, delay(b.failures, err.after)); e != nil {
+	if e := sleep(b.ctx, b.repo.delay(b.failures, err.after)); e != nil {
 		return fmt.Errorf("%s: %w", b, e)
 	}
 	return nil

@@ -26,13 +26,14 @@ type Client struct {
 	dirs         []string
 	dockerConfig string
 	stall        time.Duration
+	pause        time.Duration // firstDelay, shorter in tests
 	agent        string
 }
 
 // NewClient returns a client for a configuration. Host directories and
 // credentials are read when a repository is opened, so that changes need no restart.
 func NewClient(cfg Config) *Client {
-	c := &Client{dirs: cfg.Dirs, dockerConfig: cfg.DockerConfig, stall: cfg.StallTimeout, agent: cfg.UserAgent}
+	c := &Client{dirs: cfg.Dirs, dockerConfig: cfg.DockerConfig, stall: cfg.StallTimeout, pause: firstDelay, agent: cfg.UserAgent}
 	if c.stall <= 0 {
 		c.stall = DefaultStallTimeout
 	}
@@ -47,7 +48,7 @@ func NewClient(cfg Config) *Client {
 type Repository struct {
 	ref       Reference
 	endpoints []*endpoint
-	stall     time.Duration
+	pause     time.Duration
 }
 
 // Open prepares to fetch the image that ref names, with the credentials given for
@@ -57,7 +58,7 @@ func (c *Client) Open(ref Reference, given Credentials) (*Repository, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &Repository{ref: ref, stall: c.stall}
+	r := &Repository{ref: ref, pause: c.pause}
 	for _, h := range hosts {
 		e, err := newEndpoint(h, ref, c, given)
 		if err != nil {
@@ -109,7 +110,7 @@ func (r *Repository) askAll(ctx context.Context, caps capability, ask func(*endp
 		if err == nil || !errors.As(err, &u) || !u.temporary || round == maxRounds {
 			return err
 		}
-		if e := sleep(ctx, delay(round, u.after)); e != nil {
+		if e := sleep(ctx, r.delay(round, u.after)); e != nil {
 			return e
 		}
 	}
@@ -142,8 +143,8 @@ func (r *Repository) askOnce(ctx context.Context, caps capability, first int, as
 }
 
 // delay returns the pause after a number of failures.
-func delay(failures int, wanted time.Duration) time.Duration {
-	return min(max(firstDelay<<min(failures-1, 10), wanted), maxDelay)
+func (r *Repository) delay(failures int, wanted time.Duration) time.Duration {
+	return min(max(r.pause<<min(failures-1, 10), wanted), maxDelay)
 }
 
 // sleep waits, but not longer than ctx.

@@ -65,7 +65,12 @@ func newEndpoint(h hostConfig, ref Reference, c *Client, given Credentials) (*en
 }
 
 // String names the endpoint in errors.
-func (e *endpoint) String() string { return e.base.Scheme + "://" + e.base.Host }
+func (e *endpoint) String() string {
+	if e.origin.isPlain() {
+		return "http://" + e.base.Host
+	}
+	return e.base.Scheme + "://" + e.base.Host
+}
 
 // maxAuthRounds is how often one request may be answered with 401: without
 // authentication, and with a token that has expired or lacks the scope.

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"net/http"
 	"net/url"
 	"strconv"
@@ -54,13 +53,9 @@ func requestError(ctx context.Context, err error) error {
 }
 
 // isTemporary reports whether a failed request is worth repeating at once. A
-// refused connection, an unknown name or a failed TLS handshake is not: kubelet
-// comes back with a growing delay anyway.
+// timeout, a refused connection, an unknown name or a failed TLS handshake is
+// not: kubelet comes back with a growing delay anyway.
 func isTemporary(err error) bool {
-	var n net.Error
-	if errors.As(err, &n) && n.Timeout() {
-		return true
-	}
 	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, syscall.ECONNRESET)
 }
 

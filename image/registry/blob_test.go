@@ -1,0 +1,326 @@
+package registry
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"google.golang.org/grpc/codes"
+)
+
+// blobServer serves one blob in ways a test chooses.
+type blobServer struct {
+	*testRegistry
+	data []byte
+	want ocispec.Descriptor
+
+	mu     sync.Mutex // guards ranges
+	ranges []string   // the Range headers that were sent
+}
+
+// asked returns the Range headers that were sent.
+func (s *blobServer) asked() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.ranges)
+}
+
+// newBlobServer serves data by answer, which gets the number of the request, from
+// 1, and the offset asked for.
+func newBlobServer(t *testing.T, data []byte, answer func(s *blobServer, w http.ResponseWriter, n int, offset int64)) *blobServer {
+	s := &blobServer{testRegistry: newTestRegistry(t), data: data}
+	s.want = ocispec.Descriptor{Digest: digest.FromBytes(data), Size: int64(len(data))}
+	s.before = func(w http.ResponseWriter, r *http.Request) bool {
+		var offset int64
+		if v := r.Header.Get("Range"); v != "" {
+			if _, err := fmt.Sscanf(v, "bytes=%d-", &offset); err != nil {
+				t.Errorf("Range %q: %v", v, err)
+			}
+		}
+		s.mu.Lock()
+		s.ranges = append(s.ranges, r.Header.Get("Range"))
+		n := len(s.ranges)
+		s.mu.Unlock()
+		answer(s, w, n, offset)
+		return true
+	}
+	return s
+}
+
+// part answers with the bytes from offset to end, as a partial answer if the
+// offset is not 0, and breaks off before what it announced.
+func (s *blobServer) part(w http.ResponseWriter, offset, end int64) {
+	w.Header().Set("Content-Length", fmt.Sprint(int64(len(s.data))-offset))
+	if offset > 0 {
+		w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", offset, len(s.data)-1, len(s.data)))
+		w.WriteHeader(http.StatusPartialContent)
+	}
+	_, _ = w.Write(s.data[offset:end])
+}
+
+func (s *blobServer) open(t *testing.T, cfg Config) *Repository {
+	return open(t, cfg, s.host()+"/app:v1", Credentials{})
+}
+
+func TestBlobResumes(t *testing.T) {
+	data := randomBytes(t, 300_000)
+	for name, answer := range map[string]func(s *blobServer, w http.ResponseWriter, n int, offset int64){
+		"by range": func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			s.part(w, offset, min(offset+120_000, int64(len(s.data))))
+		},
+		"range ignored": func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			s.part(w, 0, min(int64(n)*120_000, int64(len(s.data))))
+		},
+		"total unknown": func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			if offset == 0 {
+				s.part(w, 0, 100)
+				return
+			}
+			w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/*", offset, len(s.data)-1))
+			w.WriteHeader(http.StatusPartialContent)
+			_, _ = w.Write(s.data[offset:])
+		},
+		"shorter ranges": func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			if offset == 0 {
+				s.part(w, 0, 100)
+				return
+			}
+			end := min(offset+150_000, int64(len(s.data)))
+			w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", offset, end-1, len(s.data)))
+			w.WriteHeader(http.StatusPartialContent)
+			_, _ = w.Write(s.data[offset:end])
+		},
+		"after errors": func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			switch n {
+			case 1:
+				w.WriteHeader(http.StatusServiceUnavailable)
+			case 2:
+				s.part(w, 0, 1000)
+			case 3:
+				w.WriteHeader(http.StatusTooManyRequests)
+			default:
+				s.part(w, offset, int64(len(s.data)))
+			}
+		},
+		"chunked": func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			if n == 1 {
+				s.part(w, 0, 1000)
+				return
+			}
+			w.(http.Flusher).Flush() // no Content-Length
+			_, _ = w.Write(s.data)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newBlobServer(t, data, answer)
+			var received int
+			b, err := s.open(t, Config{}).Blob(t.Context(), s.want, 0, func(n int) { received += n })
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer b.Close()
+			got, err := io.ReadAll(b)
+			if err != nil || !bytes.Equal(got, data) || received != len(data) {
+				t.Errorf("%d bytes, %d counted, %v", len(got), received, err)
+			}
+			if asked := s.asked(); len(asked) < 2 || asked[0] != "" || asked[len(asked)-1] == "" {
+				t.Errorf("ranges asked for: %q", asked)
+			}
+		})
+	}
+}
+
+func TestBlobGivesUp(t *testing.T) {
+	s := newBlobServer(t, randomBytes(t, 1000), func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+		s.part(w, offset, min(offset+1, 1000)) // a byte a time
+	})
+	_, err := readBlob(t, s.open(t, Config{}), s.want)
+	wantUnavailable(t, err, s.want.Digest.String(), "/app:v1", fmt.Sprintf("at byte %d of 1000", maxFailures), s.URL, "unexpected EOF")
+	if n := len(s.asked()); n != maxFailures {
+		t.Errorf("asked %d times, want %d", n, maxFailures)
+	}
+}
+
+func TestBlobWrongContent(t *testing.T) {
+	data := randomBytes(t, 1000)
+	for name, c := range map[string]struct {
+		answer func(s *blobServer, w http.ResponseWriter, n int, offset int64)
+		text   string
+	}{
+		"corrupted": {func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			bad := bytes.Clone(s.data)
+			bad[500] ^= 1
+			_, _ = w.Write(bad)
+		}, "digest of the content from"},
+		"longer": {func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			_, _ = w.Write(append(bytes.Clone(s.data), 'x'))
+		}, "size is 1001 bytes, not 1000"},
+		"shorter": {func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			_, _ = w.Write(s.data[:999])
+		}, "size is 999 bytes, not 1000"},
+		"range of another blob": {func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			if n == 1 {
+				s.part(w, 0, 500)
+				return
+			}
+			w.Header().Set("Content-Range", "bytes 500-1000/1001")
+			w.WriteHeader(http.StatusPartialContent)
+		}, "Content-Range"},
+		"another range": {func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			if n == 1 {
+				s.part(w, 0, 500)
+				return
+			}
+			w.Header().Set("Content-Range", "bytes 0-999/1000")
+			w.WriteHeader(http.StatusPartialContent)
+		}, "Content-Range"},
+	} {
+		s := newBlobServer(t, data, c.answer)
+		_, err := readBlob(t, s.open(t, Config{}), s.want)
+		wantCode(t, err, codes.DataLoss, s.want.Digest.String(), c.text)
+		if t.Failed() {
+			t.Fatal(name)
+		}
+	}
+}
+
+func TestBlobRefusesBadDescriptor(t *testing.T) {
+	repo := open(t, Config{}, "example.com/app:v1", Credentials{})
+	for _, d := range []ocispec.Descriptor{{Digest: "sha256:../x", Size: 1}, {Digest: sha256Of0, Size: -1}, {Size: 1}} {
+		_, err := repo.Blob(t.Context(), d, 0, nil)
+		wantCode(t, err, codes.InvalidArgument)
+	}
+}
+
+func TestEmptyBlob(t *testing.T) {
+	repo := open(t, Config{}, "example.com/app:v1", Credentials{})
+	got, err := readBlob(t, repo, ocispec.Descriptor{Digest: digest.FromString("")})
+	if err != nil || len(got) != 0 {
+		t.Errorf("%d bytes, %v", len(got), err)
+	}
+	_, err = readBlob(t, repo, ocispec.Descriptor{Digest: sha256Of0})
+	wantCode(t, err, codes.DataLoss)
+}
+
+func TestStalledTransfer(t *testing.T) {
+	release := make(chan struct{})
+	s := newBlobServer(t, randomBytes(t, 1000), func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+		s.part(w, 0, 700)
+		w.(http.Flusher).Flush()
+		<-release
+	})
+	defer close(release)
+	b, err := s.open(t, Config{StallTimeout: 50 * time.Millisecond}).Blob(t.Context(), s.want, 0, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	_, err = io.ReadAll(b)
+	wantUnavailable(t, err, s.want.Digest.String(), s.host()+"/app:v1", "at byte 700 of 1000", "transfer stalled: no bytes for 50ms", s.URL)
+	if n := len(s.asked()); n != 1 {
+		t.Errorf("a stalled transfer was tried %d times", n)
+	}
+}
+
+func TestStalledBeforeAnswer(t *testing.T) {
+	release := make(chan struct{})
+	s := newBlobServer(t, []byte("x"), func(s *blobServer, w http.ResponseWriter, n int, offset int64) { <-release })
+	defer close(release)
+	_, err := readBlob(t, s.open(t, Config{StallTimeout: 10 * time.Millisecond}), s.want)
+	wantUnavailable(t, err, s.want.Digest.String(), "at byte 0 of 1", "timeout awaiting response headers")
+	if n := len(s.asked()); n != 1 {
+		t.Errorf("a host that does not answer was asked %d times", n)
+	}
+}
+
+func TestStalledManifest(t *testing.T) {
+	release := make(chan struct{})
+	s := newBlobServer(t, []byte("x"), func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+		w.(http.Flusher).Flush()
+		<-release
+	})
+	defer close(release)
+	_, err := s.open(t, Config{StallTimeout: 10 * time.Millisecond}).Resolve(t.Context(), DefaultPlatform())
+	wantUnavailable(t, err, "fetch manifest", "transfer stalled")
+}
+
+// TestSlowReaderDoesNotStall: the timeout counts only while bytes are waited for.
+func TestSlowReaderDoesNotStall(t *testing.T) {
+	ctx, cancel := context.WithCancelCause(t.Context())
+	body := newGuardedBody(ctx, cancel, io.NopCloser(strings.NewReader("abc")), time.Nanosecond)
+	body.timer.Stop()
+	if context.Cause(ctx) != nil {
+		t.Error("the timer ran before the first Read")
+	}
+}
+
+func TestBlobCancelled(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	release := make(chan struct{})
+	s := newBlobServer(t, randomBytes(t, 1000), func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+		s.part(w, 0, 700)
+		w.(http.Flusher).Flush()
+		<-release
+	})
+	defer close(release)
+	b, err := s.open(t, Config{}).Blob(ctx, s.want, 0, func(int) { cancel() })
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	_, err = io.ReadAll(b)
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v", err)
+	}
+}
+
+// TestBlobChangesHosts: a mirror that always breaks off or has something else
+// does not keep the blob from coming from the server.
+func TestBlobChangesHosts(t *testing.T) {
+	data := randomBytes(t, 1000)
+	var broken atomic.Int64
+	mirror := newBlobServer(t, data, func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+		broken.Add(1)
+		if offset > 0 {
+			w.WriteHeader(http.StatusInternalServerError)
+			return
+		}
+		s.part(w, 0, 10)
+	})
+	server := newBlobServer(t, data, func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+		s.part(w, offset, int64(len(s.data)))
+	})
+	dir := t.TempDir()
+	write(t, filepath.Join(dir, "example.com/hosts.toml"), fmt.Sprintf("server = %q\n[host.%q]", server.URL, mirror.URL))
+	repo := open(t, Config{Dirs: []string{dir}}, "example.com/app:v1", Credentials{})
+	if repo.Hosts() != 2 {
+		t.Fatalf("%d hosts", repo.Hosts())
+	}
+	got, err := readBlob(t, repo, mirror.want)
+	if err != nil || !bytes.Equal(got, data) {
+		t.Errorf("%d bytes, %v", len(got), err)
+	}
+	if asked := server.asked(); broken.Load() != 1 || !slices.Equal(asked, []string{"bytes=10-"}) {
+		t.Errorf("mirror was asked %d times, server for %q", broken.Load(), asked)
+	}
+	b, err := repo.Blob(t.Context(), mirror.want, 1, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	if _, err := io.ReadAll(b); err != nil || broken.Load() != 1 {
+		t.Errorf("beginning with the server: %v", err)
+	}
+}

@@ -1,0 +1,836 @@
+package registry
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"net/url"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	ggcr "github.com/google/go-containerregistry/pkg/registry"
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+// testRegistry is go-containerregistry's registry over real HTTP, with a place
+// for a test to misbehave in and a log of what was asked.
+type testRegistry struct {
+	*httptest.Server
+	// before, if set, sees each request first; true means that it has answered.
+	before func(w http.ResponseWriter, r *http.Request) bool
+
+	mu   sync.Mutex
+	log  []string // "GET /v2/…"
+	seen []http.Header
+}
+
+func newTestRegistry(t *testing.T) *testRegistry { return startRegistry(t, (*httptest.Server).Start) }
+
+func newTLSRegistry(t *testing.T) *testRegistry { return startRegistry(t, (*httptest.Server).StartTLS) }
+
+func startRegistry(t *testing.T, start func(*httptest.Server)) *testRegistry {
+	t.Helper()
+	r := &testRegistry{}
+	next := ggcr.New(ggcr.Logger(discardLog))
+	r.Server = httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		if req.Method == http.MethodGet || req.Method == http.MethodHead {
+			r.mu.Lock()
+			r.log = append(r.log, req.Method+" "+req.URL.Path)
+			r.seen = append(r.seen, req.Header.Clone())
+			r.mu.Unlock()
+			if r.before != nil && r.before(w, req) {
+				return
+			}
+		}
+		next.ServeHTTP(w, req)
+	}))
+	r.Server.Config.ErrorLog = discardLog
+	start(r.Server)
+	t.Cleanup(r.Server.Close)
+	return r
+}
+
+// host is the registry's host and port.
+func (r *testRegistry) host() string { return r.Listener.Addr().String() }
+
+// count returns how many logged requests contain a text.
+func (r *testRegistry) count(text string) int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	n := 0
+	for _, line := range r.log {
+		if strings.Contains(line, text) {
+			n++
+		}
+	}
+	return n
+}
+
+// headers returns all values of a header in the requests so far.
+func (r *testRegistry) headers(name string) []string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var all []string
+	for _, h := range r.seen {
+		all = append(all, h.Values(name)...)
+	}
+	return all
+}
+
+// put stores a manifest (by tag or digest) or, with an empty media type, a blob.
+func (r *testRegistry) put(t *testing.T, repo, name, mediaType string, data []byte) ocispec.Descriptor {
+	t.Helper()
+	d := digest.FromBytes(data)
+	method, path := http.MethodPut, fmt.Sprintf("/v2/%s/manifests/%s", repo, name)
+	if mediaType == "" {
+		method, path = http.MethodPost, fmt.Sprintf("/v2/%s/blobs/uploads/?digest=%s", repo, d)
+	}
+	req, err := http.NewRequest(method, r.URL+path, bytes.NewReader(data))
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set("Content-Type", mediaType)
+	resp, err := r.Client().Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode/100 != 2 {
+		t.Fatalf("put %s: %s", path, resp.Status)
+	}
+	return ocispec.Descriptor{MediaType: mediaType, Digest: d, Size: int64(len(data))}
+}
+
+// putImage stores an image whose layers are the given blobs, as repo:tag.
+func (r *testRegistry) putImage(t *testing.T, repo, tag string, blobs ...[]byte) ocispec.Descriptor {
+	t.Helper()
+	var config ocispec.Image
+	config.Platform = DefaultPlatform()
+	m := ocispec.Manifest{MediaType: ociManifest}
+	m.SchemaVersion = 2
+	for _, b := range blobs {
+		d := r.put(t, repo, "", "", b)
+		d.MediaType = ocispec.MediaTypeImageLayer
+		m.Layers = append(m.Layers, d)
+		config.RootFS.DiffIDs = append(config.RootFS.DiffIDs, d.Digest)
+	}
+	m.Config = r.put(t, repo, "", "", mustJSON(t, config))
+	m.Config.MediaType = ociConfig
+	return r.put(t, repo, tag, ociManifest, mustJSON(t, m))
+}
+
+// hostsDir writes a certs.d tree with one hosts.toml and returns its root.
+func hostsDir(t *testing.T, host, content string) string {
+	t.Helper()
+	dir := t.TempDir()
+	write(t, filepath.Join(dir, host, "hosts.toml"), content)
+	return dir
+}
+
+// open opens a repository, failing the test if it cannot.
+func open(t *testing.T, cfg Config, ref string, cred Credentials) *Repository {
+	t.Helper()
+	r, err := ParseReference(ref)
+	if err != nil {
+		t.Fatal(err)
+	}
+	client := NewClient(cfg)
+	client.pause = time.Millisecond
+	repo, err := client.Open(r, cred)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(repo.Close)
+	return repo
+}
+
+// resolve opens and resolves.
+func resolve(t *testing.T, cfg Config, ref string, cred Credentials) (*Image, error) {
+	t.Helper()
+	return open(t, cfg, ref, cred).Resolve(t.Context(), DefaultPlatform())
+}
+
+// readBlob reads the first layer of an image.
+func readBlob(t *testing.T, repo *Repository, want ocispec.Descriptor) ([]byte, error) {
+	t.Helper()
+	b, err := repo.Blob(t.Context(), want, 0, nil)
+	if err != nil {
+		return nil, err
+	}
+	defer b.Close()
+	return io.ReadAll(b)
+}
+
+func randomBytes(t *testing.T, n int) []byte {
+	t.Helper()
+	b := make([]byte, n)
+	if _, err := rand.Read(b); err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func wantCode(t *testing.T, err error, code codes.Code, texts ...string) {
+	t.Helper()
+	if got := errdefs.Code(err); got != code {
+		t.Errorf("code %v, want %v: %v", got, code, err)
+	}
+	wantText(t, err, texts...)
+}
+
+func wantUnavailable(t *testing.T, err error, texts ...string) {
+	t.Helper()
+	var u *UnavailableError
+	if !errors.As(err, &u) {
+		t.Errorf("not an UnavailableError: %v", err)
+	}
+	wantText(t, err, texts...)
+}
+
+func wantText(t *testing.T, err error, texts ...string) {
+	t.Helper()
+	for _, text := range texts {
+		if err == nil || !strings.Contains(err.Error(), text) {
+			t.Errorf("error %v does not contain %q", err, text)
+		}
+	}
+}
+
+func TestResolveAndRead(t *testing.T) {
+	for name, start := range map[string]func(*testing.T) *testRegistry{"http": newTestRegistry, "https": newTLSRegistry} {
+		t.Run(name, func(t *testing.T) {
+			reg := start(t)
+			layer := randomBytes(t, 100_000)
+			top := reg.putImage(t, "team/app", "v1", layer)
+			for _, ref := range []string{"team/app:v1", "team/app@" + top.Digest.String()} {
+				repo := open(t, Config{}, reg.host()+"/"+ref, Credentials{})
+				if d := repo.Digest(t.Context()); d != top.Digest {
+					t.Errorf("%s: Digest is %s, want %s", ref, d, top.Digest)
+				}
+				img, err := repo.Resolve(t.Context(), DefaultPlatform())
+				if err != nil {
+					t.Fatal(err)
+				}
+				if img.Digest != top.Digest || digest.FromBytes(img.RawConfig) != img.ConfigDigest || len(img.Layers) != 1 {
+					t.Errorf("%s: %+v", ref, img)
+				}
+				got, err := readBlob(t, repo, img.Layers[0].Blob)
+				if err != nil || !bytes.Equal(got, layer) {
+					t.Errorf("%s: layer of %d bytes, %v", ref, len(got), err)
+				}
+			}
+		})
+	}
+}
+
+func TestResolveIndex(t *testing.T) {
+	reg := newTestRegistry(t)
+	ours := reg.putImage(t, "app", "ours", []byte("ours"))
+	other := reg.putImage(t, "app", "other", []byte("other"))
+	node := ocispec.Platform{OS: "linux", Architecture: "arm", Variant: "v7"}
+	entry := func(d ocispec.Descriptor, platform string) ocispec.Descriptor {
+		d.MediaType = ociManifest
+		if platform != "" {
+			p := parsePlatform(platform)
+			d.Platform = &p
+		}
+		return d
+	}
+	index := func(mediaType string, entries ...ocispec.Descriptor) []byte {
+		x := ocispec.Index{MediaType: mediaType, Manifests: entries}
+		x.SchemaVersion = 2
+		return mustJSON(t, x)
+	}
+	check := func(name, mediaType string, data []byte, want digest.Digest, code codes.Code) {
+		t.Helper()
+		top := reg.put(t, "app", "index", mediaType, data)
+		repo := open(t, Config{}, reg.host()+"/app:index", Credentials{})
+		img, err := repo.Resolve(t.Context(), node)
+		if errdefs.Code(err) != code {
+			t.Errorf("%s: %v, want %v", name, err, code)
+		}
+		if err == nil && (img.Digest != top.Digest || img.Layers[0].Blob.Digest != want) {
+			t.Errorf("%s: %+v", name, img)
+		}
+	}
+	oursLayer, otherLayer := digest.FromString("ours"), digest.FromString("other")
+	check("oci", ociIndex, index(ociIndex, entry(other, "linux/amd64"), entry(ours, "linux/arm/v6")), oursLayer, codes.OK)
+	check("docker", mediaTypeDockerList, index(mediaTypeDockerList, entry(other, "windows/arm/v7"), entry(ours, "linux/arm/v7")), oursLayer, codes.OK)
+	check("best variant", ociIndex, index(ociIndex, entry(ours, "linux/arm/v5"), entry(other, "linux/arm/v7")), otherLayer, codes.OK)
+	check("no match", ociIndex, index(ociIndex, entry(other, "linux/amd64")), "", codes.NotFound)
+	check("empty", ociIndex, index(ociIndex, []ocispec.Descriptor{}...), "", codes.NotFound)
+	check("without platform, of another", ociIndex, index(ociIndex, entry(other, "")), "", codes.NotFound)
+	wrong := entry(ours, "linux/arm/v7")
+	wrong.Size++
+	check("wrong size", ociIndex, index(ociIndex, wrong), "", codes.DataLoss)
+	wrong.Size = MaxManifestSize + 1
+	check("huge size", ociIndex, index(ociIndex, wrong), "", codes.DataLoss)
+
+	nested := entry(ours, "linux/arm/v7")
+	for depth := 1; depth <= MaxIndexDepth; depth++ {
+		data := index(ociIndex, nested)
+		check(fmt.Sprintf("%d deep", depth), ociIndex, data, oursLayer, codes.OK)
+		d := reg.put(t, "app", "inner", ociIndex, data)
+		nested = entry(d, "linux/arm/v7")
+		nested.MediaType = ociIndex
+	}
+	check("too deep", ociIndex, index(ociIndex, nested), "", codes.FailedPrecondition)
+}
+
+func TestIndexDigestIsCheckedBeforeUse(t *testing.T) {
+	reg := newTestRegistry(t)
+	reg.before = func(w http.ResponseWriter, r *http.Request) bool {
+		w.Header().Set("Content-Type", ociIndex)
+		fmt.Fprintf(w, `{"schemaVersion":2,"manifests":[%s]}`, descriptor(ociManifest, "sha256:../../../../secret", 1))
+		return true
+	}
+	_, err := resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	wantCode(t, err, codes.DataLoss, "sha256:../../../../secret")
+	if reg.count("secret") != 0 {
+		t.Errorf("the digest became a path: %q", reg.log)
+	}
+}
+
+func TestResolveRefusesOtherSystem(t *testing.T) {
+	reg := newTestRegistry(t)
+	reg.putImage(t, "app", "v1", []byte("x"))
+	repo := open(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	_, err := repo.Resolve(t.Context(), ocispec.Platform{OS: "plan9", Architecture: "amd64"})
+	wantCode(t, err, codes.FailedPrecondition, "this node is plan9/amd64")
+}
+
+func TestResolveVerifies(t *testing.T) {
+	reg := newTestRegistry(t)
+	top := reg.putImage(t, "app", "v1", []byte("x"))
+	tamper := func(part string, change func(http.Header, []byte) []byte) {
+		reg.before = func(w http.ResponseWriter, r *http.Request) bool {
+			if !strings.Contains(r.URL.Path, part) {
+				return false
+			}
+			resp := fetchFrom(t, reg, r)
+			body := change(resp.header, resp.body)
+			for k, v := range resp.header {
+				w.Header()[k] = v
+			}
+			_, _ = w.Write(body)
+			return true
+		}
+	}
+	space := func(h http.Header, b []byte) []byte { h.Del("Content-Length"); return append(b, ' ') }
+	tamper("/manifests/", space)
+	_, err := resolve(t, Config{}, reg.host()+"/app@"+top.Digest.String(), Credentials{})
+	wantCode(t, err, codes.DataLoss, "digest of the content is", top.Digest.String())
+	_, err = resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	wantCode(t, err, codes.DataLoss, "digest of the content is") // the header says otherwise
+	tamper("/blobs/", space)
+	_, err = resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	wantCode(t, err, codes.DataLoss, "fetch config", "size is")
+	tamper("/blobs/", func(_ http.Header, b []byte) []byte { return bytes.Replace(b, []byte("linux"), []byte("xxxxx"), 1) })
+	_, err = resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	wantCode(t, err, codes.DataLoss, "fetch config", "digest of the content")
+	tamper("/manifests/", func(h http.Header, _ []byte) []byte {
+		h.Del("Content-Length")
+		h.Del("Docker-Content-Digest")
+		return make([]byte, MaxManifestSize+1)
+	})
+	_, err = resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	wantCode(t, err, codes.FailedPrecondition, "larger than the limit")
+}
+
+// fetched is an answer of the registry behind the test's own.
+type fetched struct {
+	header http.Header
+	body   []byte
+}
+
+// fetchFrom asks the registry's own handler, past the test's.
+func fetchFrom(t *testing.T, reg *testRegistry, r *http.Request) fetched {
+	before := reg.before
+	reg.before = nil
+	defer func() { reg.before = before }()
+	rec := httptest.NewRecorder()
+	reg.Config.Handler.ServeHTTP(rec, r.Clone(context.Background()))
+	return fetched{rec.Header().Clone(), rec.Body.Bytes()}
+}
+
+func TestStatusErrors(t *testing.T) {
+	reg := newTestRegistry(t)
+	status, body := 0, ""
+	reg.before = func(w http.ResponseWriter, r *http.Request) bool {
+		w.WriteHeader(status)
+		_, _ = io.WriteString(w, body)
+		return true
+	}
+	ask := func(s int, b string) error {
+		status, body = s, b
+		_, err := resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+		return err
+	}
+	wantCode(t, ask(401, ""), codes.Unauthenticated, reg.host())
+	wantCode(t, ask(403, `{"errors":[{"code":"DENIED","message":"not\nfor you"}]}`), codes.PermissionDenied, "pull access denied", "DENIED: notfor you")
+	wantCode(t, ask(404, `{"errors":[{"code":"MANIFEST_UNKNOWN","message":"`+strings.Repeat("x", 10_000)+`"}]}`), codes.NotFound, "not found", "MANIFEST_UNKNOWN: xxx")
+	if err := ask(404, strings.Repeat("x", 10_000)); len(err.Error()) > 1000 || strings.Contains(err.Error(), "xxx") {
+		t.Errorf("the error quotes the body: %d bytes", len(err.Error()))
+	}
+	wantCode(t, ask(418, ""), codes.Unknown, "418")
+	asked := reg.count("GET")
+	wantUnavailable(t, ask(503, ""), "503 Service Unavailable")
+	if n := reg.count("GET") - asked; n != maxRounds {
+		t.Errorf("asked %d times, want %d", n, maxRounds)
+	}
+	wantUnavailable(t, ask(429, ""), "429")
+}
+
+func TestRegistryDown(t *testing.T) {
+	reg := newTestRegistry(t)
+	host := reg.host()
+	reg.Close()
+	_, err := resolve(t, Config{}, host+"/app:v1", Credentials{})
+	wantUnavailable(t, err, host, "connection refused")
+	_, err = resolve(t, Config{}, "registry.invalid/app:v1", Credentials{})
+	wantUnavailable(t, err, "registry.invalid")
+	repo := open(t, Config{}, host+"/app:v1", Credentials{})
+	_, err = readBlob(t, repo, ocispec.Descriptor{Digest: sha256Of0, Size: 1})
+	wantUnavailable(t, err, sha256Of0, host+"/app:v1", "at byte 0 of 1", "connection refused")
+}
+
+func TestMirrorsInOrder(t *testing.T) {
+	layer := randomBytes(t, 1000)
+	server, first, second := newTestRegistry(t), newTestRegistry(t), newTestRegistry(t)
+	for _, reg := range []*testRegistry{server, first, second} {
+		reg.putImage(t, "library/app", "v1", layer)
+	}
+	tree := hostsDir(t, "docker.io", fmt.Sprintf(`
+server = %q
+[host.%q]
+[host.%q]
+`, server.URL, second.URL, first.URL)) // not in alphabetical order, whatever the ports are
+	cfg := Config{Dirs: []string{tree}}
+	pull := func() ([]byte, error) {
+		repo := open(t, cfg, "app:v1", Credentials{})
+		img, err := repo.Resolve(t.Context(), DefaultPlatform())
+		if err != nil {
+			return nil, err
+		}
+		return readBlob(t, repo, img.Layers[0].Blob)
+	}
+	counts := func() [3]int { return [3]int{second.count("GET"), first.count("GET"), server.count("GET")} }
+	check := func(what string, want [3]int) {
+		t.Helper()
+		before := counts()
+		got, err := pull()
+		if err != nil || !bytes.Equal(got, layer) {
+			t.Errorf("%s: %v", what, err)
+		}
+		after := counts()
+		if diff := [3]int{after[0] - before[0], after[1] - before[1], after[2] - before[2]}; diff != want {
+			t.Errorf("%s: requests %v, want %v", what, diff, want)
+		}
+	}
+	check("all up", [3]int{3, 0, 0})
+	var ns []string
+	status := 404
+	second.before = func(w http.ResponseWriter, r *http.Request) bool {
+		ns = append(ns, r.URL.Query().Get("ns"))
+		w.WriteHeader(status)
+		return true
+	}
+	check("first mirror lacks it", [3]int{3, 3, 0})
+	if !slices.Equal(ns, []string{"docker.io", "docker.io", "docker.io"}) {
+		t.Errorf("mirror was told the namespaces %q", ns)
+	}
+	status = 500
+	check("first mirror fails", [3]int{3, 3, 0})
+	first.before = func(w http.ResponseWriter, r *http.Request) bool { w.WriteHeader(403); return true }
+	check("both mirrors fail", [3]int{3, 3, 3})
+	second.Close()
+	check("a mirror is down", [3]int{0, 3, 3})
+	server.before = func(w http.ResponseWriter, r *http.Request) bool { w.WriteHeader(404); return true }
+	_, err := pull()
+	wantCode(t, err, codes.NotFound, second.host(), "connection refused", first.host(), "403", server.host(), "404")
+}
+
+func TestCapabilities(t *testing.T) {
+	server, mirror := newTestRegistry(t), newTestRegistry(t)
+	layer := []byte("layer")
+	for _, reg := range []*testRegistry{server, mirror} {
+		reg.putImage(t, "app", "v1", layer)
+	}
+	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n[host.%q]\ncapabilities = [\"pull\"]", server.URL, mirror.URL))
+	repo := open(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{})
+	img, err := repo.Resolve(t.Context(), DefaultPlatform())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if mirror.count("manifests") != 0 || server.count("manifests") != 1 {
+		t.Error("a mirror without the capability was asked to resolve a tag")
+	}
+	if _, err := readBlob(t, repo, img.Layers[0].Blob); err != nil || mirror.count("blobs") != 2 {
+		t.Errorf("blobs did not come from the mirror: %v", err)
+	}
+	tree = hostsDir(t, "example.com", fmt.Sprintf("server = %q\ncapabilities = [\"pull\"]", server.URL))
+	_, err = resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{})
+	wantCode(t, err, codes.FailedPrecondition, "no host")
+}
+
+func TestCustomCAAndSkipVerify(t *testing.T) {
+	reg := newTLSRegistry(t)
+	reg.putImage(t, "app", "v1", []byte("x"))
+	ca := write(t, filepath.Join(t.TempDir(), "ca.pem"), pemOf(reg.Certificate()))
+	for name, c := range map[string]struct {
+		options string
+		ok      bool
+	}{
+		"unknown CA":  {"", false},
+		"ca":          {fmt.Sprintf("ca = %q", ca), true},
+		"ca list":     {fmt.Sprintf("ca = [%q]", ca), true},
+		"skip_verify": {"skip_verify = true", true},
+	} {
+		tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n%s", reg.URL, c.options))
+		_, err := resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{})
+		if c.ok && err != nil {
+			t.Errorf("%s: %v", name, err)
+		} else if !c.ok {
+			wantUnavailable(t, err, "certificate signed by unknown authority")
+		}
+	}
+	_, err := NewClient(Config{Dirs: []string{hostsDir(t, "example.com", `ca = "missing.pem"`)}}).Open(Reference{Domain: "example.com", Repository: "app", Tag: "v1"}, Credentials{})
+	wantCode(t, err, codes.FailedPrecondition, "missing.pem")
+}
+
+func TestClientCertificate(t *testing.T) {
+	cert, key, pool := clientCertificate(t)
+	reg := startRegistry(t, func(s *httptest.Server) {
+		s.TLS = &tls.Config{ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool}
+		s.StartTLS()
+	})
+	dir := t.TempDir()
+	certFile, keyFile := write(t, filepath.Join(dir, "a.cert"), cert), write(t, filepath.Join(dir, "a.key"), key)
+	both := write(t, filepath.Join(dir, "both.pem"), cert+key)
+	docker := t.TempDir()
+	write(t, filepath.Join(docker, reg.host(), "x.cert"), cert)
+	write(t, filepath.Join(docker, reg.host(), "x.key"), key)
+	write(t, filepath.Join(docker, reg.host(), "x.crt"), pemOf(reg.Certificate()))
+	for name, dirs := range map[string]string{
+		"pair":             hostsDir(t, reg.host(), fmt.Sprintf("skip_verify = true\nclient = [[%q, %q]]", certFile, keyFile)),
+		"one file":         hostsDir(t, reg.host(), fmt.Sprintf("skip_verify = true\nclient = %q", both)),
+		"docker directory": docker,
+	} {
+		_, err := resolve(t, Config{Dirs: []string{dirs}}, reg.host()+"/app:v1", Credentials{})
+		wantCode(t, err, codes.NotFound, name[:0], "404")
+	}
+	_, err := resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	wantUnavailable(t, err)
+}
+
+func TestOverridePathAndHeaders(t *testing.T) {
+	reg := newTestRegistry(t)
+	top := reg.putImage(t, "app", "v1", []byte("x"))
+	var paths, values []string
+	reg.before = func(w http.ResponseWriter, r *http.Request) bool {
+		paths = append(paths, r.URL.Path)
+		values = append(values, r.Header.Get("X-Key")+r.Header.Get("Authorization"))
+		r.URL.Path = strings.Replace(r.URL.Path, "/artifactory/api/docker/remote/", "/v2/", 1)
+		return false
+	}
+	tree := hostsDir(t, "example.com", fmt.Sprintf(`
+[host."%s/artifactory/api/docker/remote"]
+  override_path = true
+  [host."%s/artifactory/api/docker/remote".header]
+    x-key = "k"
+    Authorization = ["Bearer configured"]
+`, reg.URL, reg.URL))
+	img, err := resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{})
+	if err != nil || img.Digest != top.Digest {
+		t.Fatalf("%+v, %v", img, err)
+	}
+	if paths[0] != "/artifactory/api/docker/remote/app/manifests/v1" || values[0] != "kBearer configured" {
+		t.Errorf("asked %q with %q", paths[0], values[0])
+	}
+}
+
+// auth protects a registry: bearer by a token server (a path of its own), or basic.
+type auth struct {
+	scheme         string
+	user, password string
+	identity       string // accepted refresh token
+	realm          string // empty: this server's /token
+	grants         int
+	valid          string // the one valid bearer token
+	scopes         []string
+}
+
+func (a *auth) protect(reg *testRegistry) {
+	if a.realm == "" {
+		a.realm = reg.URL + "/token"
+	}
+	var mu sync.Mutex
+	next := reg.Config.Handler
+	reg.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		mu.Lock()
+		defer mu.Unlock()
+		switch {
+		case r.URL.Path == "/token":
+			a.token(w, r)
+		case r.Method == http.MethodGet && !a.allows(r):
+			reg.mu.Lock()
+			reg.seen = append(reg.seen, r.Header.Clone())
+			reg.mu.Unlock()
+			if a.scheme == "basic" {
+				w.Header().Set("WWW-Authenticate", `Basic realm="test"`)
+			} else {
+				w.Header().Set("WWW-Authenticate", fmt.Sprintf(`Bearer realm=%q,service="test",scope="repository:app:pull"`, a.realm))
+			}
+			w.WriteHeader(http.StatusUnauthorized)
+		default:
+			next.ServeHTTP(w, r)
+		}
+	})
+}
+
+func (a *auth) allows(r *http.Request) bool {
+	if a.scheme == "basic" {
+		u, p, ok := r.BasicAuth()
+		return ok && u == a.user && p == a.password
+	}
+	return a.valid != "" && r.Header.Get("Authorization") == "Bearer "+a.valid
+}
+
+// token is the token server: GET with basic authentication, POST with a refresh token.
+func (a *auth) token(w http.ResponseWriter, r *http.Request) {
+	_ = r.ParseForm()
+	u, p, basic := r.BasicAuth()
+	ok := a.user == "" && a.identity == ""
+	ok = ok || basic && u == a.user && p == a.password
+	ok = ok || a.identity != "" && r.Method == http.MethodPost && r.PostForm.Get("grant_type") == "refresh_token" && r.PostForm.Get("refresh_token") == a.identity
+	if !ok {
+		w.WriteHeader(http.StatusUnauthorized)
+		_, _ = io.WriteString(w, `{"details":"hunter2 is not the password"}`)
+		return
+	}
+	a.grants++
+	a.valid = fmt.Sprintf("token-%d", a.grants)
+	a.scopes = append(a.scopes, r.Form.Get("scope"))
+	fmt.Fprintf(w, `{"token":%q,"expires_in":300}`, a.valid)
+}
+
+func TestAuthentication(t *testing.T) {
+	for name, c := range map[string]struct {
+		auth auth
+		cred Credentials
+		code codes.Code
+	}{
+		"basic":                         {auth{scheme: "basic", user: "u", password: "hunter2"}, Credentials{Username: "u", Password: "hunter2"}, codes.OK},
+		"basic, wrong password":         {auth{scheme: "basic", user: "u", password: "hunter2"}, Credentials{Username: "u", Password: "hunter3"}, codes.Unauthenticated},
+		"basic, none":                   {auth{scheme: "basic", user: "u", password: "hunter2"}, Credentials{}, codes.Unauthenticated},
+		"bearer, anonymous":             {auth{}, Credentials{}, codes.OK},
+		"bearer, password":              {auth{user: "u", password: "hunter2"}, Credentials{Username: "u", Password: "hunter2"}, codes.OK},
+		"bearer, wrong password":        {auth{user: "u", password: "hunter2"}, Credentials{Username: "u", Password: "hunter3"}, codes.Unauthenticated},
+		"bearer, none":                  {auth{user: "u", password: "hunter2"}, Credentials{}, codes.Unauthenticated},
+		"identity token":                {auth{identity: "hunter2"}, Credentials{IdentityToken: "hunter2"}, codes.OK},
+		"identity token, wrong":         {auth{identity: "hunter2"}, Credentials{IdentityToken: "hunter3"}, codes.Unauthenticated},
+		"registry token":                {auth{user: "u", valid: "hunter2"}, Credentials{RegistryToken: "hunter2"}, codes.OK},
+		"registry token, wrong":         {auth{user: "u", valid: "hunter2"}, Credentials{RegistryToken: "hunter3"}, codes.Unauthenticated},
+		"for this server":               {auth{user: "u", password: "p"}, Credentials{Username: "u", Password: "p", ServerAddress: "http://SELF/v2/"}, codes.OK},
+		"for another server":            {auth{user: "u", password: "p"}, Credentials{Username: "u", Password: "p", ServerAddress: "example.com"}, codes.Unauthenticated},
+		"realm is no URL":               {auth{realm: "::"}, Credentials{}, codes.Unauthenticated},
+		"realm is not http":             {auth{realm: "file:///etc/passwd"}, Credentials{}, codes.Unauthenticated},
+		"registry token, other server":  {auth{user: "u", valid: "t"}, Credentials{RegistryToken: "t", ServerAddress: "example.com"}, codes.Unauthenticated},
+		"bearer, password, wrong realm": {auth{user: "u", realm: "ftp://x/"}, Credentials{Username: "u", Password: "hunter2"}, codes.Unauthenticated},
+	} {
+		t.Run(name, func(t *testing.T) {
+			reg := newTestRegistry(t)
+			layer := randomBytes(t, 100)
+			reg.putImage(t, "app", "v1", layer)
+			c.auth.protect(reg)
+			c.cred.ServerAddress = strings.Replace(c.cred.ServerAddress, "SELF", reg.host(), 1)
+			repo := open(t, Config{}, reg.host()+"/app:v1", c.cred)
+			img, err := repo.Resolve(t.Context(), DefaultPlatform())
+			wantCode(t, err, c.code)
+			if err != nil {
+				for _, secret := range []string{"hunter2", "hunter3"} {
+					if strings.Contains(err.Error(), secret) {
+						t.Errorf("the error shows a secret or quotes the token server: %v", err)
+					}
+				}
+				return
+			}
+			if _, err := readBlob(t, repo, img.Layers[0].Blob); err != nil {
+				t.Error(err)
+			}
+			if c.auth.grants > 1 {
+				t.Errorf("%d tokens were fetched", c.auth.grants)
+			}
+			for _, s := range c.auth.scopes {
+				if s != "repository:app:pull" {
+					t.Errorf("asked for the scope %q", s)
+				}
+			}
+		})
+	}
+}
+
+func TestExpiredTokenIsRenewed(t *testing.T) {
+	reg := newTestRegistry(t)
+	layer := randomBytes(t, 100)
+	reg.putImage(t, "app", "v1", layer)
+	a := &auth{user: "u", password: "p"}
+	a.protect(reg)
+	repo := open(t, Config{}, reg.host()+"/app:v1", Credentials{Username: "u", Password: "p"})
+	img, err := repo.Resolve(t.Context(), DefaultPlatform())
+	if err != nil {
+		t.Fatal(err)
+	}
+	a.valid = "something else"
+	if _, err := readBlob(t, repo, img.Layers[0].Blob); err != nil || a.grants != 2 {
+		t.Errorf("%v after %d tokens", err, a.grants)
+	}
+}
+
+func TestTokenServerNeedsTLSWhereTheRegistryHasIt(t *testing.T) {
+	reg := newTLSRegistry(t)
+	plain := newTestRegistry(t)
+	a := &auth{user: "u", password: "p", realm: plain.URL + "/token"}
+	a.protect(reg)
+	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\nskip_verify = true", reg.URL))
+	_, err := resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{Username: "u", Password: "p"})
+	wantCode(t, err, codes.Unauthenticated, "without TLS")
+	if plain.count("") != 0 {
+		t.Error("the plain token server was asked")
+	}
+}
+
+func TestCredentialsDoNotReachMirrors(t *testing.T) {
+	server, mirror := newTestRegistry(t), newTestRegistry(t)
+	layer := randomBytes(t, 100)
+	server.putImage(t, "app", "v1", layer)
+	mirror.putImage(t, "app", "v1", layer)
+	guard, thief := &auth{user: "u", password: "p"}, &auth{scheme: "basic", user: "m", password: "q"}
+	guard.protect(server)
+	thief.protect(mirror)
+	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n[host.%q]", server.URL, mirror.URL))
+	cred := Credentials{Username: "u", Password: "p"}
+	if _, err := resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", cred); err != nil {
+		t.Fatal(err)
+	}
+	if got := mirror.headers("Authorization"); len(got) != 0 {
+		t.Errorf("the mirror got %q", got)
+	}
+	if server.count("GET /v2") == 0 {
+		t.Error("the server was not asked")
+	}
+	cred = Credentials{RegistryToken: "t"}
+	_, err := resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", cred)
+	wantCode(t, err, codes.Unauthenticated)
+	if got := mirror.headers("Authorization"); len(got) != 0 {
+		t.Errorf("the mirror got %q", got)
+	}
+	// docker's own entry for the mirror's host is what may go there.
+	docker := write(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{"auths":{%q:{"username":"m","password":"q"}}}`, mirror.host()))
+	asked := server.count("")
+	if _, err := resolve(t, Config{Dirs: []string{tree}, DockerConfig: docker}, "example.com/app:v1", Credentials{}); err != nil || server.count("") != asked {
+		t.Errorf("the mirror did not serve its own user: %v", err)
+	}
+}
+
+func TestRedirectGetsNoCredentials(t *testing.T) {
+	storage := newTestRegistry(t)
+	layer := randomBytes(t, 1000)
+	storage.before = func(w http.ResponseWriter, r *http.Request) bool {
+		if r.URL.Query().Get("demand") != "" {
+			w.Header().Set("WWW-Authenticate", `Basic realm="give"`)
+			w.WriteHeader(http.StatusUnauthorized)
+			_, _ = io.WriteString(w, `{"errors":[{"code":"INTERNAL","message":"page of the metadata server"}]}`)
+			return true
+		}
+		_, _ = w.Write(layer)
+		return true
+	}
+	reg := newTestRegistry(t)
+	reg.putImage(t, "app", "v1", layer)
+	(&auth{scheme: "basic", user: "u", password: "p"}).protect(reg)
+	query := "?X-Amz-Signature=hunter2"
+	next := reg.Config.Handler
+	blob := digest.FromBytes(layer)
+	reg.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if _, _, ok := r.BasicAuth(); ok && strings.HasSuffix(r.URL.Path, blob.Encoded()) {
+			http.Redirect(w, r, storage.URL+"/bucket/object"+query, http.StatusTemporaryRedirect)
+			return
+		}
+		next.ServeHTTP(w, r)
+	})
+	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n[header]\nX-Secret = \"s\"\nCookie = \"c\"", reg.URL))
+	repo := open(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{Username: "u", Password: "p"})
+	img, err := repo.Resolve(t.Context(), DefaultPlatform())
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := readBlob(t, repo, img.Layers[0].Blob)
+	if err != nil || !bytes.Equal(got, layer) {
+		t.Fatalf("%d bytes, %v", len(got), err)
+	}
+	query += "&demand=1"
+	_, err = readBlob(t, repo, img.Layers[0].Blob)
+	wantCode(t, err, codes.Unauthenticated)
+	if strings.Contains(err.Error(), "hunter2") || strings.Contains(err.Error(), "metadata") {
+		t.Errorf("the error shows the URL or the page: %v", err)
+	}
+	storage.Close()
+	_, err = readBlob(t, repo, img.Layers[0].Blob)
+	wantUnavailable(t, err, "connection refused")
+	if strings.Contains(err.Error(), "hunter2") || strings.Contains(err.Error(), "bucket") {
+		t.Errorf("the error shows the URL: %v", err)
+	}
+	for _, name := range []string{"Authorization", "Cookie", "X-Secret", "Referer"} {
+		if got := storage.headers(name); len(got) != 0 {
+			t.Errorf("%s: %q went along with the redirect", name, got)
+		}
+	}
+	if reg.headers("X-Secret") == nil {
+		t.Error("the registry itself did not get its header")
+	}
+}
+
+func TestForeignLayerURLIsNotFollowed(t *testing.T) {
+	reg, foreign := newTestRegistry(t), newTestRegistry(t)
+	repo := open(t, Config{}, reg.host()+"/app:v1", Credentials{Username: "u", Password: "p"})
+	_, err := readBlob(t, repo, ocispec.Descriptor{Digest: sha256Of0, Size: 1, URLs: []string{foreign.URL + "/layer"}})
+	wantCode(t, err, codes.NotFound)
+	if foreign.count("") != 0 {
+		t.Error("the URL was followed")
+	}
+}
+
+func TestRedirectLoopEnds(t *testing.T) {
+	reg := newTestRegistry(t)
+	reg.before = func(w http.ResponseWriter, r *http.Request) bool {
+		http.Redirect(w, r, r.URL.String(), http.StatusFound)
+		return true
+	}
+	_, err := resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	wantUnavailable(t, err, "redirects")
+}
+
+func TestDialTimeoutOption(t *testing.T) {
+	h := hostConfig{dialTimeout: time.Nanosecond}
+	tr, err := newTransport(&h, time.Minute)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = tr.RoundTrip(&http.Request{Method: http.MethodGet, Header: http.Header{}, URL: &url.URL{Scheme: "http", Host: "127.0.0.1:1"}})
+	wantText(t, err, "i/o timeout")
+}
