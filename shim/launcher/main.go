@@ -18,6 +18,7 @@ import (
 	"os"
 	"runtime/debug"
 
+	_ "github.com/opencontainers/cgroups/devices" // without it the cgroup managers refuse device rules
 	"golang.org/x/sys/unix"
 
 	"berth/shim/control"

@@ -1,0 +1,184 @@
+package shim
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/opencontainers/runc/libcontainer"
+	_ "github.com/opencontainers/runc/libcontainer/nsenter"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/cgroup"
+	program "berth/shim/launcher"
+)
+
+// The test binary is the launcher, too: current, and checked for races if the
+// tests are.
+func init() {
+	if len(os.Args) == 2 && os.Args[1] == "init" {
+		libcontainer.Init()
+	}
+	if len(os.Args) == 2 && os.Args[1] == "launcher" {
+		os.Exit(program.Main())
+	}
+}
+
+var shimPath = flag.String("shim", "/proc/self/exe", "the berth-shim to test or measure; default: the test binary")
+
+// What TestMain's outer process tells the inner one.
+const (
+	workEnv    = "BERTH_TEST_WORK"   // a private tmpfs, with the programs in it
+	cgroupEnv  = "BERTH_TEST_CGROUP" // the cgroup version to use
+	cgroupRoot = "/berth-shim-test"
+)
+
+// TestMain runs the tests as process 1 of a PID namespace, so that nothing can
+// leak out of it, in a mount namespace whose root is shared, as on a host with
+// systemd. On a host with cgroup v1 they run a second time with only a cgroup v2
+// hierarchy, which has no resource controllers then but all the rest.
+func TestMain(m *testing.M) {
+	flag.Parse()
+	if os.Getenv(workEnv) != "" {
+		os.Exit(inner(m))
+	}
+	code, err := outer()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "set-up of the tests:", err)
+		code = 1
+	}
+	os.Exit(code)
+}
+
+func outer() (code int, err error) {
+	work, err := os.MkdirTemp("", "berth-shim-test-")
+	if err != nil {
+		return 1, err
+	}
+	defer os.RemoveAll(work)
+	if err := buildPrograms(work); err != nil {
+		return 1, err
+	}
+	versions := []string{"v2"}
+	if !onlyV2() {
+		versions = []string{"v1", "v2"}
+	}
+	for _, v := range versions {
+		c, err := runInner(work, v)
+		if err != nil {
+			return 1, err
+		}
+		if c != 0 {
+			fmt.Fprintf(os.Stderr, "(that was with cgroup %s)\n", v)
+			code = c
+		}
+	}
+	return code, nil
+}
+
+func onlyV2() bool {
+	var st unix.Statfs_t
+	return unix.Statfs("/sys/fs/cgroup", &st) == nil && st.Type == unix.CGROUP2_SUPER_MAGIC
+}
+
+// buildPrograms makes what contrib/build makes, so that the tests never run old ones.
+func buildPrograms(work string) error {
+	pause := exec.Command("cc", "-Os", "-static", "-nostdlib", "-ffreestanding", "-fno-stack-protector", "-fno-pie", "-no-pie",
+		"-o", filepath.Join(work, "pause"), "pause/pause.c")
+	monitor := exec.Command("go", "build", "-ldflags=-s -w", "-o", filepath.Join(work, "berth-monitor"), "./monitor")
+	monitor.Env = append(os.Environ(), "CGO_ENABLED=0")
+	for _, cmd := range []*exec.Cmd{pause, monitor} {
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return fmt.Errorf("%s: %w\n%s", cmd, err, out)
+		}
+	}
+	return nil
+}
+
+func runInner(work, cgroup string) (int, error) {
+	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
+	cmd.Args[0] = os.Args[0]
+	cmd.Env = append(os.Environ(), workEnv+"="+work, cgroupEnv+"="+cgroup)
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
+	cmd.SysProcAttr = &syscall.SysProcAttr{
+		Unshareflags: syscall.CLONE_NEWNS, // makes every mount private, too
+		Cloneflags:   syscall.CLONE_NEWPID,
+		Pdeathsig:    syscall.SIGKILL,
+	}
+	err := cmd.Run()
+	var exit *exec.ExitError
+	if errors.As(err, &exit) {
+		return exit.ExitCode(), nil
+	}
+	return 0, err
+}
+
+func inner(m *testing.M) int {
+	if err := enter(os.Getenv(workEnv)); err != nil {
+		fmt.Fprintln(os.Stderr, "set-up of the tests:", err)
+		return 1
+	}
+	// The cgroup library opens the hierarchy's root once, for good.
+	g, err := cgroup.Open(cgroupRoot, false)
+	if err == nil {
+		_, err = g.Procs()
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "set-up of the tests:", err)
+		return 1
+	}
+	code := m.Run()
+	if err := removeCgroups(); err != nil {
+		fmt.Fprintln(os.Stderr, "left by the tests:", err)
+		return 1
+	}
+	return code
+}
+
+// enter arranges the mounts.
+func enter(work string) error {
+	if err := unix.Mount("proc", "/proc", "proc", 0, ""); err != nil {
+		return fmt.Errorf("mount /proc: %w", err)
+	}
+	if os.Getenv(cgroupEnv) == "v2" && !onlyV2() {
+		if err := unix.Mount("cgroup2", "/sys/fs/cgroup", "cgroup2", 0, ""); err != nil {
+			return fmt.Errorf("mount cgroup v2: %w", err)
+		}
+	}
+	if err := unix.Mount("", "/", "", unix.MS_SHARED|unix.MS_REC, ""); err != nil {
+		return fmt.Errorf("make mounts shared: %w", err)
+	}
+	if err := unix.Mount(work, work, "", unix.MS_BIND, ""); err != nil {
+		return fmt.Errorf("bind %s: %w", work, err)
+	}
+	return unix.Mount("", work, "", unix.MS_PRIVATE, "")
+}
+
+// cgroupDirs returns the tests' cgroup in every hierarchy.
+func cgroupDirs() []string {
+	if os.Getenv(cgroupEnv) == "v2" {
+		return []string{"/sys/fs/cgroup" + cgroupRoot}
+	}
+	dirs, _ := filepath.Glob("/sys/fs/cgroup/*" + cgroupRoot)
+	return dirs
+}
+
+// removeCgroups removes the tests' cgroups, which must be empty by now.
+func removeCgroups() error {
+	var left []string
+	for _, dir := range cgroupDirs() {
+		if err := unix.Rmdir(dir); err != nil && err != unix.ENOENT {
+			left = append(left, fmt.Sprintf("%s: %v", dir, err))
+		}
+	}
+	if left != nil {
+		return errors.New(strings.Join(left, ", "))
+	}
+	return nil
+}
