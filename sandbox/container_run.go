@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
 	"path/filepath"
 	"time"
@@ -342,15 +341,7 @@ func (m *Manager) ReopenContainerLog(ctx context.Context, id string) error {
 	if c.running.Load() == nil {
 		return errdefs.FailedPrecondition("container %s is not running", c.id)
 	}
-	monitor, err := shim.OpenMonitor(ctx, m.shimDir(c.id))
-	if errors.Is(err, fs.ErrNotExist) {
-		return errdefs.FailedPrecondition("container %s is not running", c.id)
-	}
-	if err != nil {
-		return fmt.Errorf("reach the shim of container %s: %w", c.id, err)
-	}
-	defer monitor.Close()
-	if err := monitor.ReopenLog(ctx); err != nil {
+	if err := shim.OpenMonitor(m.shimDir(c.id)).ReopenLog(ctx); err != nil {
 		return fmt.Errorf("reopen log of container %s: %w", c.id, err)
 	}
 	return nil

@@ -77,8 +77,8 @@ func (m *Manager) exec(ctx context.Context, c *container, command []string) (*Ex
 		return nil, err
 	}
 	code, err := process.Wait(ctx)
-	if err != nil {
-		return nil, errors.Join(err, process.Kill())
+	if err := errors.Join(err, process.Close()); err != nil { // Close kills what has not ended
+		return nil, err
 	}
 	result := &ExecResult{ExitCode: code}
 	if result.Stdout, err = stdout.finish(); err != nil {

@@ -86,7 +86,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		m.log.Warn("the kernel refuses to lower oom_score_adj (CAP_SYS_RESOURCE is missing): pods and containers get the lowest value allowed",
 			"wanted", pauseOOMScore, "lowest", m.cfg.Host.OOMScoreAdjMin)
 	}
-	if err := m.recover(ctx); err != nil {
+	if err := m.recover(); err != nil {
 		return nil, errors.Join(err, m.Close(ctx))
 	}
 	return m, nil
@@ -111,7 +111,7 @@ func (m *Manager) Close(ctx context.Context) error {
 		<-done
 	}
 	m.cancel()
-	m.launchers.Close()
+	err = errors.Join(err, m.launchers.Close())
 	if len(m.pods.snapshot()) == 0 && !m.cfg.SystemdCgroup {
 		err = errors.Join(err, cgroup.RemoveIfEmpty(oci.DefaultCgroupParent))
 	}

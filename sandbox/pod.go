@@ -233,7 +233,7 @@ func (m *Manager) publishPauseless(p *pod) {
 
 // launchPause starts the process that holds the pod's namespaces.
 func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error) {
-	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: m.payload.PauseRootfs}}}
+	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: m.payload.Pause}}}
 	input := oci.SandboxInput{Pod: m.ociPod(p), Host: *m.cfg.Host, Files: host.Files{}, SystemdCgroup: m.cfg.SystemdCgroup}
 	var users userFilesOf
 	var imageUser string

@@ -20,8 +20,8 @@ import (
 // recover makes the objects of an earlier daemon this one's: what runs is watched
 // again, what ended is published as ended, what was half made is undone, what was half
 // removed is removed. Undoing goes on in the background: it may need
-// plugins that take their time.
-func (m *Manager) recover(ctx context.Context) error {
+// plugins that take their time. When it returns, every layer that a container needs is held.
+func (m *Manager) recover() error {
 	if err := m.loadPodCIDR(); err != nil {
 		return err
 	}
@@ -40,9 +40,6 @@ func (m *Manager) recover(ctx context.Context) error {
 		if err := m.recoverContainer(c); err != nil {
 			return err
 		}
-	}
-	if err := m.images.CollectGarbage(ctx); err != nil { // the holds of all containers are known now
-		return err
 	}
 	return m.sweepTrash()
 }
@@ -205,7 +202,7 @@ func (m *Manager) findShim(c *container) {
 }
 
 // openRunning returns nil when the shim is gone, or never started its container.
-func (m *Manager) openRunning(c *container, ids shim.IDs) *running {
+func (m *Manager) openRunning(c *container, ids shim.Launched) *running {
 	if ids.InitPID == 0 {
 		return nil
 	}
@@ -224,7 +221,7 @@ func (m *Manager) openRunning(c *container, ids shim.IDs) *running {
 
 // publishLostStart publishes a container whose shim is gone: by its exit record,
 // as lost, or, if it never got to start the container, as failed to start.
-func (m *Manager) publishLostStart(c *container, ids shim.IDs, shimErr error) {
+func (m *Manager) publishLostStart(c *container, ids shim.Launched, shimErr error) {
 	exit, err := m.readExit(c, ids.StartedAt)
 	switch {
 	case err == nil:

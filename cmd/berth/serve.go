@@ -231,7 +231,6 @@ func sandboxConfig(cfg *config.Config, node *node, log *slog.Logger) sandbox.Con
 		ShimPath:       node.shim,
 		IdleLaunchers:  cfg.IdleLaunchers,
 		MaxLogLine:     cfg.MaxLogLine,
-		SeccompDir:     cfg.SeccompDir,
 		Host:           &node.facts,
 		Log:            log,
 	}

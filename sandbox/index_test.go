@@ -1,0 +1,47 @@
+package sandbox
+
+import (
+	"testing"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+func TestFind(t *testing.T) {
+	ix := newIndex[string]("container")
+	for _, id := range []string{"abc1", "abc2", "def", "defghi"} {
+		ix.put(id, id)
+	}
+	ix.put("gone", "gone")
+	ix.remove("gone")
+	cases := []struct {
+		id, want string
+		code     codes.Code
+	}{
+		{"abc1", "abc1", codes.OK},
+		{"abc", "", codes.InvalidArgument},
+		{"def", "def", codes.OK}, // exact wins over being a prefix
+		{"defg", "defghi", codes.OK},
+		{"gone", "", codes.NotFound},
+		{"x", "", codes.NotFound},
+		{"", "", codes.InvalidArgument},
+	}
+	for _, c := range cases {
+		got, err := ix.find(c.id)
+		if got != c.want || errdefs.Code(err) != c.code {
+			t.Errorf("find(%q) = %q, %v; want %q, %v", c.id, got, err, c.want, c.code)
+		}
+	}
+}
+
+func TestSnapshotDoesNotChange(t *testing.T) {
+	ix := newIndex[int]("pod")
+	ix.put("a", 1)
+	before := ix.snapshot()
+	ix.put("b", 2)
+	ix.remove("a")
+	if len(before) != 1 || before["a"] != 1 {
+		t.Errorf("an old snapshot changed: %v", before)
+	}
+}

@@ -1,0 +1,44 @@
+package sandbox
+
+import (
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+func TestMergeResources(t *testing.T) {
+	old := &runtimeapi.LinuxContainerResources{CpuShares: 100, MemoryLimitInBytes: 1 << 20, OomScoreAdj: 5,
+		HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 1}},
+		Unified:        map[string]string{"memory.high": "1", "pids.max": "5"}}
+	change := &runtimeapi.LinuxContainerResources{CpuShares: 200, CpuQuota: -1,
+		HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "1GB", Limit: 2}},
+		Unified:        map[string]string{"memory.high": "2"}}
+	want := &runtimeapi.LinuxContainerResources{CpuShares: 200, CpuQuota: -1, MemoryLimitInBytes: 1 << 20, OomScoreAdj: 5,
+		HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "1GB", Limit: 2}},
+		Unified:        map[string]string{"memory.high": "2", "pids.max": "5"}}
+	before := proto.Clone(old)
+	if got := mergeResources(old, change); !proto.Equal(got, want) {
+		t.Errorf("merged:\n%v\nwant\n%v", got, want)
+	}
+	if !proto.Equal(old, before) {
+		t.Error("the snapshot others may be reading was changed")
+	}
+	if got := mergeResources(nil, nil); got == nil || !proto.Equal(got, &runtimeapi.LinuxContainerResources{}) {
+		t.Errorf("nothing merged into nothing: %v", got)
+	}
+	if got := mergeResources(old, nil); !proto.Equal(got, old) {
+		t.Errorf("no change: %v", got)
+	}
+}
+
+func FuzzMergeResources(f *testing.F) {
+	f.Add([]byte{}, []byte{})
+	f.Fuzz(func(t *testing.T, a, b []byte) {
+		var old, change runtimeapi.LinuxContainerResources
+		if proto.Unmarshal(a, &old) != nil || proto.Unmarshal(b, &change) != nil {
+			return
+		}
+		mergeResources(&old, &change)
+	})
+}

@@ -1,0 +1,98 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+// testManager has no more than what turns and tasks need.
+func testManager(t *testing.T) *Manager {
+	m := &Manager{log: slog.New(slog.DiscardHandler)}
+	m.ctx, m.cancel = context.WithCancel(t.Context())
+	t.Cleanup(func() { m.cancel(); m.goroutines.Wait() })
+	return m
+}
+
+func TestTurnIsAwaitedAndNamed(t *testing.T) {
+	m, turn := testManager(t), newTurn()
+	pass, err := m.take(context.Background(), turn, "start", "container 1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	second := make(chan error, 1)
+	go func() {
+		_, err := m.take(ctx, turn, "remove", "container 1")
+		second <- err
+	}()
+	for len(m.Waits()) == 0 { // until the second waits
+		select {
+		case err := <-second:
+			t.Fatalf("the second did not wait: %v", err)
+		default:
+		}
+	}
+	if w := m.Waits()[0]; w.What != "its turn to remove" || w.Object != "container 1" || w.Since.IsZero() {
+		t.Errorf("wait: %+v", w)
+	}
+	cancel()
+	if err := <-second; !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "container 1") {
+		t.Errorf("given up: %v", err)
+	}
+	if w := m.Waits(); len(w) != 0 {
+		t.Errorf("waits left: %v", w)
+	}
+	pass()
+	pass, err = m.take(context.Background(), turn, "start", "container 1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	pass()
+}
+
+func TestDetachGoesOnWithoutItsCaller(t *testing.T) {
+	m := testManager(t)
+	gone, cancel := context.WithCancel(context.Background())
+	entered, proceed, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
+	go func() {
+		<-entered
+		cancel()
+	}()
+	err := m.detach(gone, "stop", "pod 1", func(ctx context.Context) error {
+		close(entered)
+		<-proceed
+		ended <- ctx.Err()
+		return nil
+	})
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("the caller got %v", err)
+	}
+	close(proceed)
+	if err := <-ended; err != nil {
+		t.Errorf("the operation was cancelled with its caller: %v", err)
+	}
+}
+
+func TestPanicIsAnError(t *testing.T) {
+	m := testManager(t)
+	err := m.detach(context.Background(), "stop", "pod 1", func(context.Context) error { panic("oh") })
+	if errdefs.Code(err) != codes.Internal || !strings.Contains(err.Error(), "oh") {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestNothingStartsWhileClosing(t *testing.T) {
+	m := testManager(t)
+	m.closed = true
+	err := m.detach(context.Background(), "stop", "pod 1", func(context.Context) error { t.Error("ran"); return nil })
+	if errdefs.Code(err) != codes.Unavailable {
+		t.Errorf("got %v", err)
+	}
+}
