@@ -10,25 +10,7 @@ import (
 )
 
 func main() {
-	err := newRootCommand().ExecuteContext(context.Background())
-	os.Exit(report(err))
-}
-
-// report prints what a command failed with and returns berth's exit code. Commands
-// that end as a container did have their own code, and may have nothing to say.
-func report(err error) int {
-	if err == nil {
-		return 0
-	}
-	var exit *exitStatus
-	own := errors.As(err, &exit)
-	if !own || !exit.Silent() {
-		fmt.Fprintln(os.Stderr, "berth:", err)
-	}
-	if own {
-		return exit.ExitCode()
-	}
-	return 1
+	os.Exit(exitCode(newRootCommand().ExecuteContext(context.Background()), os.Stderr))
 }
 
 func newRootCommand() *cobra.Command {
