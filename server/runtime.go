@@ -75,6 +75,7 @@ func (s *runtimeService) verboseStatus() (map[string]string, error) {
 		"config":       s.cfg.Settings,
 		"pulls":        s.images.Progress(),
 		"waits":        s.waits(),
+		"goroutines":   runtime.NumGoroutine(), // the integration tests' leak check compares it
 		"cgroupDriver": strings.ToLower(s.cgroupDriver().String()),
 		"versions":     map[string]string{"berth": s.cfg.Version, "go": runtime.Version(), "cri": runtimeAPIVersion},
 	})
