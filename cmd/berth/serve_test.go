@@ -1,0 +1,318 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime/debug"
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/cleanup"
+	"berth/internal/config"
+	"berth/server"
+)
+
+var discardLog = slog.New(slog.DiscardHandler)
+
+func TestSecondDaemonIsRefused(t *testing.T) {
+	dir := t.TempDir()
+	first := &config.Config{Root: filepath.Join(dir, "root"), State: filepath.Join(dir, "state")}
+	closing := cleanup.New()
+	if err := lockDirectories(first, closing); err != nil {
+		t.Fatal(err)
+	}
+	for _, d := range []string{first.Root, first.State} {
+		info, err := os.Stat(d)
+		if err != nil || info.Mode() != fs.ModeDir|0o700 {
+			t.Errorf("%s: %v, %v", d, info, err)
+		}
+	}
+	for _, second := range []*config.Config{
+		{Root: first.Root, State: filepath.Join(dir, "other-state")},
+		{Root: filepath.Join(dir, "other-root"), State: first.State},
+	} {
+		undo := cleanup.New()
+		err := lockDirectories(second, undo)
+		if err == nil || !strings.Contains(err.Error(), "another berth uses") || !strings.Contains(err.Error(), fmt.Sprintf("process %d holds it", os.Getpid())) {
+			t.Errorf("root %s, state %s: %v", second.Root, second.State, err)
+		}
+		undo.Run(&err)
+	}
+	var err error
+	closing.Run(&err)
+	if err != nil {
+		t.Fatal(err)
+	}
+	again := cleanup.New()
+	if err := lockDirectories(first, again); err != nil {
+		t.Errorf("after the first one ended: %v", err)
+	}
+	again.Run(&err)
+}
+
+func TestPrivateDirTakesRightsAway(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "open")
+	if err := os.Mkdir(dir, 0o777); err != nil {
+		t.Fatal(err)
+	}
+	if err := privateDir(dir); err != nil {
+		t.Fatal(err)
+	}
+	info, err := os.Stat(dir)
+	if err != nil || info.Mode().Perm() != 0o700 {
+		t.Errorf("%v, %v", info.Mode(), err)
+	}
+}
+
+// TestAnnounce: systemd hears READY when requests are served and STOPPING when
+// the daemon was told to stop; the socket is gone afterwards.
+func TestAnnounce(t *testing.T) {
+	dir := t.TempDir()
+	systemd, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: filepath.Join(dir, "notify"), Net: "unixgram"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer systemd.Close()
+	t.Setenv("NOTIFY_SOCKET", filepath.Join(dir, "notify"))
+	path := filepath.Join(dir, "berth.sock")
+	listener, err := listen(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() {
+		done <- announce(ctx, listener, server.New(server.Config{Version: "1.2.3"}, nil, nil, discardLog), discardLog)
+	}()
+	if got := receive(t, systemd); got != "READY=1" {
+		t.Errorf("first message %q", got)
+	}
+	if v := runtimeVersion(t, path); v != "1.2.3" {
+		t.Errorf("version %s", v)
+	}
+	cancel()
+	if got := receive(t, systemd); got != "STOPPING=1" {
+		t.Errorf("second message %q", got)
+	}
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("the socket: %v", err)
+	}
+	if err := ignoreClosed(listener.Close()); err != nil {
+		t.Error(err)
+	}
+}
+
+func receive(t *testing.T, conn *net.UnixConn) string {
+	t.Helper()
+	buf := make([]byte, 256)
+	n, err := conn.Read(buf)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(buf[:n])
+}
+
+func runtimeVersion(t *testing.T, path string) string {
+	t.Helper()
+	conn, err := grpc.NewClient("unix://"+path, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	resp, err := runtimeapi.NewRuntimeServiceClient(conn).Version(t.Context(), &runtimeapi.VersionRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return resp.RuntimeVersion
+}
+
+// TestSocketActivation runs TestActivated in a process that gets sockets as
+// systemd hands them over.
+func TestSocketActivation(t *testing.T) {
+	dir := t.TempDir()
+	unixSocket := func(name string) *os.File {
+		l, err := net.Listen("unix", filepath.Join(dir, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { l.Close() })
+		f, err := l.(*net.UnixListener).File()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return f
+	}
+	tcp, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer tcp.Close()
+	tcpFile, err := tcp.(*net.TCPListener).File()
+	if err != nil {
+		t.Fatal(err)
+	}
+	regular, err := os.Create(filepath.Join(dir, "file"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	own := filepath.Join(dir, "own")
+	for name, tc := range map[string]struct {
+		files []*os.File
+		want  string
+	}{
+		"none":    {nil, "listens on " + own},
+		"one":     {[]*os.File{unixSocket("a")}, "listens on " + filepath.Join(dir, "a")},
+		"two":     {[]*os.File{unixSocket("b"), unixSocket("c")}, "error: systemd handed over 2 sockets, not one"},
+		"tcp":     {[]*os.File{tcpFile}, "error: the socket from systemd is no unix stream socket"},
+		"no sock": {[]*os.File{regular}, "error: the socket from systemd is no unix stream socket"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			cmd := exec.Command("/proc/self/exe", "-test.run=^TestActivated$", "-test.v")
+			cmd.Env = append(os.Environ(), "BERTH_TEST_LISTEN="+own, fmt.Sprintf("LISTEN_FDS=%d", len(tc.files)))
+			cmd.ExtraFiles = tc.files
+			out, err := cmd.CombinedOutput()
+			if err != nil || !strings.Contains(string(out), tc.want+"\n") {
+				t.Errorf("%v, want %q in\n%s", err, tc.want, out)
+			}
+			if name == "one" {
+				if _, err := os.Lstat(filepath.Join(dir, "a")); err != nil {
+					t.Errorf("systemd's socket is gone: %v", err)
+				}
+			}
+		})
+		for _, f := range tc.files {
+			f.Close()
+		}
+	}
+}
+
+func TestActivated(t *testing.T) {
+	own := os.Getenv("BERTH_TEST_LISTEN")
+	if own == "" {
+		return // it is the other process of TestSocketActivation
+	}
+	os.Setenv("LISTEN_PID", fmt.Sprint(os.Getpid()))
+	l, err := listen(own)
+	if err != nil {
+		fmt.Printf("error: %v\n", err)
+		return
+	}
+	if left := os.Getenv("LISTEN_FDS"); left != "" {
+		t.Errorf("children would inherit LISTEN_FDS=%s", left)
+	}
+	fmt.Printf("listens on %s\n", l.Addr())
+	if err := l.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestSystemdCgroup(t *testing.T) {
+	here, gone := t.TempDir(), filepath.Join(t.TempDir(), "none")
+	for _, tc := range []struct {
+		driver, marker string
+		v2, want, fail bool
+	}{
+		{"auto", here, true, true, false},
+		{"auto", here, false, false, false},
+		{"auto", gone, true, false, false},
+		{"cgroupfs", here, true, false, false},
+		{"systemd", here, true, true, false},
+		{"systemd", here, false, true, false},
+		{"systemd", gone, true, false, true},
+	} {
+		got, err := systemdCgroup(tc.driver, tc.marker, tc.v2)
+		if got != tc.want || (err != nil) != tc.fail {
+			t.Errorf("%+v: %t, %v", tc, got, err)
+		}
+	}
+}
+
+func TestFindShim(t *testing.T) {
+	if got, err := findShim("/opt/shim"); got != "/opt/shim" || err != nil {
+		t.Errorf("configured: %s, %v", got, err)
+	}
+	dir := t.TempDir()
+	t.Setenv("PATH", dir)
+	if _, err := findShim(""); err == nil || !strings.Contains(err.Error(), "shim_path") {
+		t.Errorf("without one: %v", err)
+	}
+	shim := filepath.Join(dir, "berth-shim")
+	if err := os.WriteFile(shim, []byte("#!/bin/sh\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := findShim(""); got != shim || err != nil {
+		t.Errorf("in PATH: %s, %v", got, err)
+	}
+}
+
+func TestSemver(t *testing.T) {
+	for want, info := range map[string]debug.BuildInfo{
+		"1.2.3":              {Main: debug.Module{Version: "v1.2.3"}},
+		"0.0.0-0123456789ab": {Main: debug.Module{Version: "(devel)"}, Settings: []debug.BuildSetting{{Key: "vcs.revision", Value: "0123456789abcdef"}}},
+		"0.0.0-devel":        {Main: debug.Module{Version: "(devel)"}},
+	} {
+		if got := semver(&info); got != want {
+			t.Errorf("%+v: %s, want %s", info, got, want)
+		}
+	}
+}
+
+// run executes a berth command line in this process.
+func run(args ...string) (string, error) {
+	root := newRootCommand()
+	var out bytes.Buffer
+	root.SetOut(&out)
+	root.SetErr(&out)
+	root.SetArgs(args)
+	err := root.ExecuteContext(context.Background())
+	return out.String(), err
+}
+
+func TestConfigDefaultCommand(t *testing.T) {
+	out, err := run("config", "default")
+	if err != nil || out != config.DefaultTOML() {
+		t.Errorf("%v\n%s", err, out)
+	}
+}
+
+func TestServeRefusesBadOptions(t *testing.T) {
+	for args, want := range map[string]string{
+		"serve --root=relative":               `--root: "relative" is not an absolute path`,
+		"serve --config=/does/not/exist.toml": "read configuration: open /does/not/exist.toml",
+		"serve --no-such-flag":                "unknown flag: --no-such-flag",
+		"serve argument":                      "unknown command",
+	} {
+		if _, err := run(strings.Fields(args)...); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %s", args, err, want)
+		}
+	}
+}
+
+func TestExitCode(t *testing.T) {
+	for _, tc := range []struct {
+		err  error
+		want int
+	}{
+		{nil, 0}, {errors.New("x"), 1}, {&exitStatus{code: 42}, 42}, {fmt.Errorf("wrapped: %w", &exitStatus{code: 3, cause: errors.New("y")}), 3},
+	} {
+		if got := exitCode(tc.err, io.Discard); got != tc.want {
+			t.Errorf("%v: exit code %d, want %d", tc.err, got, tc.want)
+		}
+	}
+}
