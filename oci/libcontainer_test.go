@@ -3,6 +3,7 @@ package oci
 import (
 	"bytes"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -94,7 +95,7 @@ func TestLibcontainerAccepts(t *testing.T) {
 			in.Config.Mounts = []*runtimeapi.Mount{
 				{ContainerPath: "/a", HostPath: "/srv/data", Readonly: true, RecursiveReadOnly: true},
 				{ContainerPath: "/b", HostPath: "/srv/shared/vol", Propagation: runtimeapi.MountPropagation_PROPAGATION_BIDIRECTIONAL},
-				{ContainerPath: "/c", HostPath: "/srv/data", MountOptions: slices.Sorted(mapKeys(mountOptions))},
+				{ContainerPath: "/c", HostPath: "/srv/data", MountOptions: slices.Sorted(maps.Keys(mountOptions))},
 			}
 		},
 		"systemd": func(in *ContainerInput) { in.SystemdCgroup, in.Pod.CgroupParent = true, "kubepods-pod1.slice" },
@@ -114,16 +115,6 @@ func TestLibcontainerAccepts(t *testing.T) {
 				}
 			}
 		})
-	}
-}
-
-func mapKeys(m map[string]bool) func(func(string) bool) {
-	return func(yield func(string) bool) {
-		for k := range m {
-			if !yield(k) {
-				return
-			}
-		}
 	}
 }
 

@@ -10,10 +10,13 @@
 // # Rules
 //
 //   - Annotations and image labels never reach a spec: libcontainer and systemd
-//     read some of them as commands (CVE-2024-3154, CVE-2026-53488).
-//   - What berth cannot honour it refuses by name; it never drops a restriction
-//     silently. Refused for now with Unimplemented: user namespaces, ID-mapped mounts,
-//     image volumes (mounts with image_spec), CDI devices.
+//     read some of them as commands (CVE-2024-3154, CVE-2026-53488). So the annotations
+//     for block I/O and RDT classes, which containerd reads, do nothing.
+//   - What berth cannot honour it refuses by name. Refused for now with Unimplemented:
+//     user namespaces, ID-mapped mounts, image volumes (mounts with image_spec), CDI
+//     devices. Passed over, as containerd and CRI-O do, because kubelet sends them to
+//     every host: limits of swap and hugepages, SELinux options and the default
+//     AppArmor profile where the kernel has no such thing.
 //   - Bad input is InvalidArgument and names the field or value. What the host lacks is
 //     FailedPrecondition. Internal means that the caller left out something.
 //   - HOME is always set here, from the user that ResolveUser found, so that libcontainer

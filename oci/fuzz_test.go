@@ -1,0 +1,124 @@
+package oci
+
+import (
+	"encoding/json"
+	"path"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+// FuzzContainerSpec builds specs from whatever a client may send and checks what must hold
+// for every spec that comes out.
+func FuzzContainerSpec(f *testing.F) {
+	privileged := testInput()
+	privileged.privilege()
+	privileged.Config.Devices = []*runtimeapi.Device{{HostPath: "/dev/snd"}}
+	hostNet := testInput()
+	hostNet.Pod.Config.Linux.SecurityContext.NamespaceOptions = &runtimeapi.NamespaceOption{Network: nsNode}
+	hostNet.sc().Seccomp = profile(runtimeDefault, "")
+	hostNet.Config.Mounts = []*runtimeapi.Mount{{ContainerPath: "/dev", HostPath: "/dev", Readonly: true}}
+	for _, in := range []ContainerInput{testInput(), kubeletInput(), privileged, hostNet} {
+		config, err := proto.Marshal(in.Config)
+		if err != nil {
+			f.Fatal(err)
+		}
+		pod, err := proto.Marshal(in.Pod.Config)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(config, pod)
+	}
+	f.Add([]byte{}, []byte{})
+	f.Fuzz(func(t *testing.T, config, pod []byte) {
+		in := testInput()
+		in.Config, in.Pod.Config = &runtimeapi.ContainerConfig{}, &runtimeapi.PodSandboxConfig{}
+		if proto.Unmarshal(config, in.Config) != nil || proto.Unmarshal(pod, in.Pod.Config) != nil {
+			return
+		}
+		in.Pod.CgroupParent = in.Pod.Config.GetLinux().GetCgroupParent()
+		spec, err := ContainerSpec(in)
+		if err != nil {
+			checkRefusal(t, err)
+		} else {
+			checkContainer(t, in, spec)
+		}
+		sandbox := testSandbox()
+		sandbox.Pod = in.Pod
+		if spec, err = SandboxSpec(sandbox); err != nil {
+			checkRefusal(t, err)
+		} else {
+			checkCommon(t, in.Pod, spec)
+		}
+	})
+}
+
+// checkRefusal wants an error that blames the request, and not berth.
+func checkRefusal(t *testing.T, err error) {
+	t.Helper()
+	switch errdefs.Code(err) {
+	case codes.InvalidArgument, codes.FailedPrecondition, codes.Unimplemented:
+	default:
+		t.Errorf("code %v of %v", errdefs.Code(err), err)
+	}
+}
+
+// checkCommon checks what holds for containers and pauses.
+func checkCommon(t *testing.T, pod Pod, spec *specs.Spec) {
+	t.Helper()
+	if _, err := json.Marshal(spec); err != nil {
+		t.Errorf("spec can't travel: %v", err)
+	}
+	if spec.Annotations != nil || spec.Hooks != nil {
+		t.Errorf("annotations %v, hooks %v", spec.Annotations, spec.Hooks)
+	}
+	for _, ns := range []struct {
+		t     specs.LinuxNamespaceType
+		hosts bool
+	}{{specs.MountNamespace, false}, {specs.NetworkNamespace, pod.hostNetwork()}, {specs.UTSNamespace, pod.hostNetwork()}, {specs.IPCNamespace, pod.hostIPC()}} {
+		if _, listed := findNamespace(spec, ns.t); listed == ns.hosts {
+			t.Errorf("%s namespace listed: %v", ns.t, listed)
+		}
+	}
+	if strings.Contains(spec.Linux.CgroupsPath, "..") {
+		t.Errorf("cgroup %q", spec.Linux.CgroupsPath)
+	}
+	for _, s := range append(slices.Clone(spec.Process.Args), spec.Process.Env...) {
+		if strings.IndexByte(s, 0) >= 0 {
+			t.Errorf("NUL in %q", s)
+		}
+	}
+}
+
+func checkContainer(t *testing.T, in ContainerInput, spec *specs.Spec) {
+	t.Helper()
+	checkCommon(t, in.Pod, spec)
+	if _, listed := findNamespace(spec, specs.PIDNamespace); !listed && !in.Pod.hostPID() {
+		t.Error("on the node's PID namespace")
+	}
+	if !slices.ContainsFunc(spec.Process.Env, func(kv string) bool { return strings.HasPrefix(kv, "HOME=/") }) &&
+		!slices.ContainsFunc(in.Config.GetEnvs(), func(kv *runtimeapi.KeyValue) bool { return kv.GetKey() == "HOME" }) {
+		t.Errorf("no HOME in %q", spec.Process.Env)
+	}
+	if c := spec.Process.Capabilities; !slices.Equal(c.Inheritable, c.Ambient) || !slices.Equal(c.Effective, c.Bounding) {
+		t.Errorf("capabilities %+v", c)
+	}
+	for _, m := range spec.Mounts {
+		if m.Destination != path.Clean(m.Destination) || !path.IsAbs(m.Destination) || m.Destination == "/" {
+			t.Errorf("mount at %q", m.Destination)
+		}
+	}
+	if cwd := spec.Process.Cwd; cwd != path.Clean(cwd) || isProcessDir(cwd) {
+		t.Errorf("cwd %q", cwd)
+	}
+	if first := spec.Linux.Resources.Devices[0]; first.Allow != in.security().GetPrivileged() {
+		t.Errorf("first device rule %+v", first)
+	}
+}
