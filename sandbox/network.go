@@ -1,6 +1,9 @@
 package sandbox
 
 import (
+	"context"
+	"time"
+
 	"berth/cni"
 )
 
@@ -27,6 +30,32 @@ func (m *Manager) setPodCIDR(cidr string) error {
 		return err
 	}
 	m.ipRanges.Store(&ranges)
+	return nil
+}
+
+// gcLimit bounds the collection at start, which pods wait for.
+const gcLimit = 10 * time.Second
+
+// collectNetworks gives back what networks hold for pods that berth does not know:
+// of records that were lost. It runs before the first request, so that every
+// pod there can be is known. A plugin that can't do it keeps nobody from starting.
+func (m *Manager) collectNetworks() error {
+	var valid []cni.Pod
+	for _, p := range m.pods.snapshot() {
+		if p.rec.Network == nil {
+			continue
+		}
+		pod, err := m.cniPod(p)
+		if err != nil {
+			return err
+		}
+		valid = append(valid, pod)
+	}
+	ctx, cancel := context.WithTimeout(m.ctx, gcLimit)
+	defer cancel()
+	if err := m.network.GC(ctx, valid); err != nil {
+		m.log.Warn("collect what networks hold for pods that are gone", "error", err)
+	}
 	return nil
 }
 

@@ -31,6 +31,9 @@ func (m *Manager) recover() error {
 	if err := m.loadContainers(); err != nil {
 		return err
 	}
+	if err := m.collectNetworks(); err != nil {
+		return err
+	}
 	for _, p := range m.pods.snapshot() {
 		if err := m.recoverPod(p); err != nil {
 			return err
