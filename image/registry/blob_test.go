@@ -18,11 +18,13 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
+
+	"berth/image/registry/registrytest"
 )
 
 // blobServer serves one blob in ways a test chooses.
 type blobServer struct {
-	*testRegistry
+	*registrytest.Server
 	data []byte
 	want ocispec.Descriptor
 
@@ -40,9 +42,9 @@ func (s *blobServer) asked() []string {
 // newBlobServer serves data by answer, which gets the number of the request, from
 // 1, and the offset asked for.
 func newBlobServer(t *testing.T, data []byte, answer func(s *blobServer, w http.ResponseWriter, n int, offset int64)) *blobServer {
-	s := &blobServer{testRegistry: newTestRegistry(t), data: data}
+	s := &blobServer{Server: registrytest.New(t), data: data}
 	s.want = ocispec.Descriptor{Digest: digest.FromBytes(data), Size: int64(len(data))}
-	s.before = func(w http.ResponseWriter, r *http.Request) bool {
+	s.Before = func(w http.ResponseWriter, r *http.Request) bool {
 		var offset int64
 		if v := r.Header.Get("Range"); v != "" {
 			if _, err := fmt.Sscanf(v, "bytes=%d-", &offset); err != nil {
@@ -71,7 +73,7 @@ func (s *blobServer) part(w http.ResponseWriter, offset, end int64) {
 }
 
 func (s *blobServer) open(t *testing.T, cfg Config) *Repository {
-	return open(t, cfg, s.host()+"/app:v1", Credentials{})
+	return open(t, cfg, s.Host()+"/app:v1", Credentials{})
 }
 
 func TestBlobResumes(t *testing.T) {
@@ -228,7 +230,7 @@ func TestStalledTransfer(t *testing.T) {
 	}
 	defer b.Close()
 	_, err = io.ReadAll(b)
-	wantUnavailable(t, err, s.want.Digest.String(), s.host()+"/app:v1", "at byte 700 of 1000", "transfer stalled: no bytes for 50ms", s.URL)
+	wantUnavailable(t, err, s.want.Digest.String(), s.Host()+"/app:v1", "at byte 700 of 1000", "transfer stalled: no bytes for 50ms", s.URL)
 	if n := len(s.asked()); n != 1 {
 		t.Errorf("a stalled transfer was tried %d times", n)
 	}

@@ -2,12 +2,12 @@ package registry
 
 import (
 	"bytes"
-	"context"
 	"crypto/rand"
 	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
@@ -18,119 +18,21 @@ import (
 	"testing"
 	"time"
 
-	ggcr "github.com/google/go-containerregistry/pkg/registry"
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/registry/registrytest"
 	"berth/internal/errdefs"
 )
 
-// testRegistry is go-containerregistry's registry over real HTTP, with a place
-// for a test to misbehave in and a log of what was asked.
-type testRegistry struct {
-	*httptest.Server
-	// before, if set, sees each request first; true means that it has answered.
-	before func(w http.ResponseWriter, r *http.Request) bool
-
-	mu   sync.Mutex
-	log  []string // "GET /v2/…"
-	seen []http.Header
-}
-
-func newTestRegistry(t *testing.T) *testRegistry { return startRegistry(t, (*httptest.Server).Start) }
-
-func newTLSRegistry(t *testing.T) *testRegistry { return startRegistry(t, (*httptest.Server).StartTLS) }
-
-func startRegistry(t *testing.T, start func(*httptest.Server)) *testRegistry {
-	t.Helper()
-	r := &testRegistry{}
-	next := ggcr.New(ggcr.Logger(discardLog))
-	r.Server = httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
-		if req.Method == http.MethodGet || req.Method == http.MethodHead {
-			r.mu.Lock()
-			r.log = append(r.log, req.Method+" "+req.URL.Path)
-			r.seen = append(r.seen, req.Header.Clone())
-			r.mu.Unlock()
-			if r.before != nil && r.before(w, req) {
-				return
-			}
-		}
-		next.ServeHTTP(w, req)
-	}))
-	r.Server.Config.ErrorLog = discardLog
-	start(r.Server)
-	t.Cleanup(r.Server.Close)
-	return r
-}
-
-// host is the registry's host and port.
-func (r *testRegistry) host() string { return r.Listener.Addr().String() }
-
-// count returns how many logged requests contain a text.
-func (r *testRegistry) count(text string) int {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	n := 0
-	for _, line := range r.log {
-		if strings.Contains(line, text) {
-			n++
-		}
-	}
-	return n
-}
-
-// headers returns all values of a header in the requests so far.
-func (r *testRegistry) headers(name string) []string {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	var all []string
-	for _, h := range r.seen {
-		all = append(all, h.Values(name)...)
-	}
-	return all
-}
-
-// put stores a manifest (by tag or digest) or, with an empty media type, a blob.
-func (r *testRegistry) put(t *testing.T, repo, name, mediaType string, data []byte) ocispec.Descriptor {
-	t.Helper()
-	d := digest.FromBytes(data)
-	method, path := http.MethodPut, fmt.Sprintf("/v2/%s/manifests/%s", repo, name)
-	if mediaType == "" {
-		method, path = http.MethodPost, fmt.Sprintf("/v2/%s/blobs/uploads/?digest=%s", repo, d)
-	}
-	req, err := http.NewRequest(method, r.URL+path, bytes.NewReader(data))
-	if err != nil {
-		t.Fatal(err)
-	}
-	req.Header.Set("Content-Type", mediaType)
-	resp, err := r.Client().Do(req)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer resp.Body.Close()
-	if resp.StatusCode/100 != 2 {
-		t.Fatalf("put %s: %s", path, resp.Status)
-	}
-	return ocispec.Descriptor{MediaType: mediaType, Digest: d, Size: int64(len(data))}
-}
-
-// putImage stores an image whose layers are the given blobs, as repo:tag.
-func (r *testRegistry) putImage(t *testing.T, repo, tag string, blobs ...[]byte) ocispec.Descriptor {
-	t.Helper()
-	var config ocispec.Image
-	config.Platform = DefaultPlatform()
-	m := ocispec.Manifest{MediaType: ociManifest}
-	m.SchemaVersion = 2
+// putImage stores an image whose layers are the given plain blobs.
+func putImage(reg *registrytest.Server, repo, tag string, blobs ...[]byte) ocispec.Descriptor {
+	var layers []registrytest.Layer
 	for _, b := range blobs {
-		d := r.put(t, repo, "", "", b)
-		d.MediaType = ocispec.MediaTypeImageLayer
-		m.Layers = append(m.Layers, d)
-		config.RootFS.DiffIDs = append(config.RootFS.DiffIDs, d.Digest)
+		layers = append(layers, registrytest.Layer{Blob: b})
 	}
-	m.Config = r.put(t, repo, "", "", mustJSON(t, config))
-	m.Config.MediaType = ociConfig
-	return r.put(t, repo, tag, ociManifest, mustJSON(t, m))
+	return reg.PutImage(repo, tag, "", layers...)
 }
 
 // hostsDir writes a certs.d tree with one hosts.toml and returns its root.
@@ -211,13 +113,13 @@ func wantText(t *testing.T, err error, texts ...string) {
 }
 
 func TestResolveAndRead(t *testing.T) {
-	for name, start := range map[string]func(*testing.T) *testRegistry{"http": newTestRegistry, "https": newTLSRegistry} {
+	for name, start := range map[string]func(testing.TB) *registrytest.Server{"http": registrytest.New, "https": registrytest.NewTLS} {
 		t.Run(name, func(t *testing.T) {
 			reg := start(t)
 			layer := randomBytes(t, 100_000)
-			top := reg.putImage(t, "team/app", "v1", layer)
+			top := putImage(reg, "team/app", "v1", layer)
 			for _, ref := range []string{"team/app:v1", "team/app@" + top.Digest.String()} {
-				repo := open(t, Config{}, reg.host()+"/"+ref, Credentials{})
+				repo := open(t, Config{}, reg.Host()+"/"+ref, Credentials{})
 				if d := repo.Digest(t.Context()); d != top.Digest {
 					t.Errorf("%s: Digest is %s, want %s", ref, d, top.Digest)
 				}
@@ -238,9 +140,9 @@ func TestResolveAndRead(t *testing.T) {
 }
 
 func TestResolveIndex(t *testing.T) {
-	reg := newTestRegistry(t)
-	ours := reg.putImage(t, "app", "ours", []byte("ours"))
-	other := reg.putImage(t, "app", "other", []byte("other"))
+	reg := registrytest.New(t)
+	ours := putImage(reg, "app", "ours", []byte("ours"))
+	other := putImage(reg, "app", "other", []byte("other"))
 	node := ocispec.Platform{OS: "linux", Architecture: "arm", Variant: "v7"}
 	entry := func(d ocispec.Descriptor, platform string) ocispec.Descriptor {
 		d.MediaType = ociManifest
@@ -257,8 +159,8 @@ func TestResolveIndex(t *testing.T) {
 	}
 	check := func(name, mediaType string, data []byte, want digest.Digest, code codes.Code) {
 		t.Helper()
-		top := reg.put(t, "app", "index", mediaType, data)
-		repo := open(t, Config{}, reg.host()+"/app:index", Credentials{})
+		top := reg.PutManifest("app", "index", mediaType, data)
+		repo := open(t, Config{}, reg.Host()+"/app:index", Credentials{})
 		img, err := repo.Resolve(t.Context(), node)
 		if errdefs.Code(err) != code {
 			t.Errorf("%s: %v, want %v", name, err, code)
@@ -284,7 +186,7 @@ func TestResolveIndex(t *testing.T) {
 	for depth := 1; depth <= MaxIndexDepth; depth++ {
 		data := index(ociIndex, nested)
 		check(fmt.Sprintf("%d deep", depth), ociIndex, data, oursLayer, codes.OK)
-		d := reg.put(t, "app", "inner", ociIndex, data)
+		d := reg.PutManifest("app", "inner", ociIndex, data)
 		nested = entry(d, "linux/arm/v7")
 		nested.MediaType = ociIndex
 	}
@@ -292,117 +194,97 @@ func TestResolveIndex(t *testing.T) {
 }
 
 func TestIndexDigestIsCheckedBeforeUse(t *testing.T) {
-	reg := newTestRegistry(t)
-	reg.before = func(w http.ResponseWriter, r *http.Request) bool {
+	reg := registrytest.New(t)
+	reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
 		w.Header().Set("Content-Type", ociIndex)
 		fmt.Fprintf(w, `{"schemaVersion":2,"manifests":[%s]}`, descriptor(ociManifest, "sha256:../../../../secret", 1))
 		return true
 	}
-	_, err := resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	_, err := resolve(t, Config{}, reg.Host()+"/app:v1", Credentials{})
 	wantCode(t, err, codes.DataLoss, "sha256:../../../../secret")
-	if reg.count("secret") != 0 {
-		t.Errorf("the digest became a path: %q", reg.log)
+	if reg.Count("secret") != 0 {
+		t.Error("the digest became a path")
 	}
 }
 
 func TestResolveRefusesOtherSystem(t *testing.T) {
-	reg := newTestRegistry(t)
-	reg.putImage(t, "app", "v1", []byte("x"))
-	repo := open(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	reg := registrytest.New(t)
+	putImage(reg, "app", "v1", []byte("x"))
+	repo := open(t, Config{}, reg.Host()+"/app:v1", Credentials{})
 	_, err := repo.Resolve(t.Context(), ocispec.Platform{OS: "plan9", Architecture: "amd64"})
 	wantCode(t, err, codes.FailedPrecondition, "this node is plan9/amd64")
 }
 
 func TestResolveVerifies(t *testing.T) {
-	reg := newTestRegistry(t)
-	top := reg.putImage(t, "app", "v1", []byte("x"))
+	reg := registrytest.New(t)
+	top := putImage(reg, "app", "v1", []byte("x"))
 	tamper := func(part string, change func(http.Header, []byte) []byte) {
-		reg.before = func(w http.ResponseWriter, r *http.Request) bool {
+		reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
 			if !strings.Contains(r.URL.Path, part) {
 				return false
 			}
-			resp := fetchFrom(t, reg, r)
-			body := change(resp.header, resp.body)
-			for k, v := range resp.header {
-				w.Header()[k] = v
-			}
+			answer := reg.Answer(r)
+			body := change(answer.Header(), answer.Body.Bytes())
+			maps.Copy(w.Header(), answer.Header())
 			_, _ = w.Write(body)
 			return true
 		}
 	}
 	space := func(h http.Header, b []byte) []byte { h.Del("Content-Length"); return append(b, ' ') }
 	tamper("/manifests/", space)
-	_, err := resolve(t, Config{}, reg.host()+"/app@"+top.Digest.String(), Credentials{})
+	_, err := resolve(t, Config{}, reg.Host()+"/app@"+top.Digest.String(), Credentials{})
 	wantCode(t, err, codes.DataLoss, "digest of the content is", top.Digest.String())
-	_, err = resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	_, err = resolve(t, Config{}, reg.Host()+"/app:v1", Credentials{})
 	wantCode(t, err, codes.DataLoss, "digest of the content is") // the header says otherwise
 	tamper("/blobs/", space)
-	_, err = resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	_, err = resolve(t, Config{}, reg.Host()+"/app:v1", Credentials{})
 	wantCode(t, err, codes.DataLoss, "fetch config", "size is")
 	tamper("/blobs/", func(_ http.Header, b []byte) []byte { return bytes.Replace(b, []byte("linux"), []byte("xxxxx"), 1) })
-	_, err = resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	_, err = resolve(t, Config{}, reg.Host()+"/app:v1", Credentials{})
 	wantCode(t, err, codes.DataLoss, "fetch config", "digest of the content")
 	tamper("/manifests/", func(h http.Header, _ []byte) []byte {
 		h.Del("Content-Length")
 		h.Del("Docker-Content-Digest")
 		return make([]byte, MaxManifestSize+1)
 	})
-	_, err = resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	_, err = resolve(t, Config{}, reg.Host()+"/app:v1", Credentials{})
 	wantCode(t, err, codes.FailedPrecondition, "larger than the limit")
 }
 
-// fetched is an answer of the registry behind the test's own.
-type fetched struct {
-	header http.Header
-	body   []byte
-}
-
-// fetchFrom asks the registry's own handler, past the test's.
-func fetchFrom(t *testing.T, reg *testRegistry, r *http.Request) fetched {
-	before := reg.before
-	reg.before = nil
-	defer func() { reg.before = before }()
-	rec := httptest.NewRecorder()
-	reg.Config.Handler.ServeHTTP(rec, r.Clone(context.Background()))
-	return fetched{rec.Header().Clone(), rec.Body.Bytes()}
-}
-
 func TestStatusErrors(t *testing.T) {
-	reg := newTestRegistry(t)
+	reg := registrytest.New(t)
 	status, body := 0, ""
-	reg.before = func(w http.ResponseWriter, r *http.Request) bool {
+	reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
 		w.WriteHeader(status)
 		_, _ = io.WriteString(w, body)
 		return true
 	}
 	ask := func(s int, b string) error {
 		status, body = s, b
-		_, err := resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+		_, err := resolve(t, Config{}, reg.Host()+"/app:v1", Credentials{})
 		return err
 	}
-	wantCode(t, ask(401, ""), codes.Unauthenticated, reg.host())
+	wantCode(t, ask(401, ""), codes.Unauthenticated, reg.Host())
 	wantCode(t, ask(403, `{"errors":[{"code":"DENIED","message":"not\nfor you"}]}`), codes.PermissionDenied, "pull access denied", "DENIED: notfor you")
 	wantCode(t, ask(404, `{"errors":[{"code":"MANIFEST_UNKNOWN","message":"`+strings.Repeat("x", 10_000)+`"}]}`), codes.NotFound, "not found", "MANIFEST_UNKNOWN: xxx")
 	if err := ask(404, strings.Repeat("x", 10_000)); len(err.Error()) > 1000 || strings.Contains(err.Error(), "xxx") {
 		t.Errorf("the error quotes the body: %d bytes", len(err.Error()))
 	}
 	wantCode(t, ask(418, ""), codes.Unknown, "418")
-	asked := reg.count("GET")
+	asked := reg.Count("GET")
 	wantUnavailable(t, ask(503, ""), "503 Service Unavailable")
-	if n := reg.count("GET") - asked; n != maxRounds {
+	if n := reg.Count("GET") - asked; n != maxRounds {
 		t.Errorf("asked %d times, want %d", n, maxRounds)
 	}
 	wantUnavailable(t, ask(429, ""), "429")
 }
 
 func TestRegistryDown(t *testing.T) {
-	reg := newTestRegistry(t)
-	host := reg.host()
+	reg := registrytest.New(t)
+	host := reg.Host()
 	reg.Close()
 	_, err := resolve(t, Config{}, host+"/app:v1", Credentials{})
 	wantUnavailable(t, err, host, "connection refused")
-	_, err = resolve(t, Config{}, "registry.invalid/app:v1", Credentials{})
-	wantUnavailable(t, err, "registry.invalid")
 	repo := open(t, Config{}, host+"/app:v1", Credentials{})
 	_, err = readBlob(t, repo, ocispec.Descriptor{Digest: sha256Of0, Size: 1})
 	wantUnavailable(t, err, sha256Of0, host+"/app:v1", "at byte 0 of 1", "connection refused")
@@ -410,9 +292,9 @@ func TestRegistryDown(t *testing.T) {
 
 func TestMirrorsInOrder(t *testing.T) {
 	layer := randomBytes(t, 1000)
-	server, first, second := newTestRegistry(t), newTestRegistry(t), newTestRegistry(t)
-	for _, reg := range []*testRegistry{server, first, second} {
-		reg.putImage(t, "library/app", "v1", layer)
+	server, first, second := registrytest.New(t), registrytest.New(t), registrytest.New(t)
+	for _, reg := range []*registrytest.Server{server, first, second} {
+		putImage(reg, "library/app", "v1", layer)
 	}
 	tree := hostsDir(t, "docker.io", fmt.Sprintf(`
 server = %q
@@ -428,7 +310,7 @@ server = %q
 		}
 		return readBlob(t, repo, img.Layers[0].Blob)
 	}
-	counts := func() [3]int { return [3]int{second.count("GET"), first.count("GET"), server.count("GET")} }
+	counts := func() [3]int { return [3]int{second.Count("GET"), first.Count("GET"), server.Count("GET")} }
 	check := func(what string, want [3]int) {
 		t.Helper()
 		before := counts()
@@ -444,7 +326,7 @@ server = %q
 	check("all up", [3]int{3, 0, 0})
 	var ns []string
 	status := 404
-	second.before = func(w http.ResponseWriter, r *http.Request) bool {
+	second.Before = func(w http.ResponseWriter, r *http.Request) bool {
 		ns = append(ns, r.URL.Query().Get("ns"))
 		w.WriteHeader(status)
 		return true
@@ -455,20 +337,20 @@ server = %q
 	}
 	status = 500
 	check("first mirror fails", [3]int{3, 3, 0})
-	first.before = func(w http.ResponseWriter, r *http.Request) bool { w.WriteHeader(403); return true }
+	first.Before = func(w http.ResponseWriter, r *http.Request) bool { w.WriteHeader(403); return true }
 	check("both mirrors fail", [3]int{3, 3, 3})
 	second.Close()
 	check("a mirror is down", [3]int{0, 3, 3})
-	server.before = func(w http.ResponseWriter, r *http.Request) bool { w.WriteHeader(404); return true }
+	server.Before = func(w http.ResponseWriter, r *http.Request) bool { w.WriteHeader(404); return true }
 	_, err := pull()
-	wantCode(t, err, codes.NotFound, second.host(), "connection refused", first.host(), "403", server.host(), "404")
+	wantCode(t, err, codes.NotFound, second.Host(), "connection refused", first.Host(), "403", server.Host(), "404")
 }
 
 func TestCapabilities(t *testing.T) {
-	server, mirror := newTestRegistry(t), newTestRegistry(t)
+	server, mirror := registrytest.New(t), registrytest.New(t)
 	layer := []byte("layer")
-	for _, reg := range []*testRegistry{server, mirror} {
-		reg.putImage(t, "app", "v1", layer)
+	for _, reg := range []*registrytest.Server{server, mirror} {
+		putImage(reg, "app", "v1", layer)
 	}
 	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n[host.%q]\ncapabilities = [\"pull\"]", server.URL, mirror.URL))
 	repo := open(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{})
@@ -476,10 +358,10 @@ func TestCapabilities(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if mirror.count("manifests") != 0 || server.count("manifests") != 1 {
+	if mirror.Count("manifests") != 0 || server.Count("manifests") != 1 {
 		t.Error("a mirror without the capability was asked to resolve a tag")
 	}
-	if _, err := readBlob(t, repo, img.Layers[0].Blob); err != nil || mirror.count("blobs") != 2 {
+	if _, err := readBlob(t, repo, img.Layers[0].Blob); err != nil || mirror.Count("blobs") != 2 {
 		t.Errorf("blobs did not come from the mirror: %v", err)
 	}
 	tree = hostsDir(t, "example.com", fmt.Sprintf("server = %q\ncapabilities = [\"pull\"]", server.URL))
@@ -488,8 +370,8 @@ func TestCapabilities(t *testing.T) {
 }
 
 func TestCustomCAAndSkipVerify(t *testing.T) {
-	reg := newTLSRegistry(t)
-	reg.putImage(t, "app", "v1", []byte("x"))
+	reg := registrytest.NewTLS(t)
+	putImage(reg, "app", "v1", []byte("x"))
 	ca := write(t, filepath.Join(t.TempDir(), "ca.pem"), pemOf(reg.Certificate()))
 	for name, c := range map[string]struct {
 		options string
@@ -514,7 +396,7 @@ func TestCustomCAAndSkipVerify(t *testing.T) {
 
 func TestClientCertificate(t *testing.T) {
 	cert, key, pool := clientCertificate(t)
-	reg := startRegistry(t, func(s *httptest.Server) {
+	reg := registrytest.Start(t, func(s *httptest.Server) {
 		s.TLS = &tls.Config{ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool}
 		s.StartTLS()
 	})
@@ -522,26 +404,26 @@ func TestClientCertificate(t *testing.T) {
 	certFile, keyFile := write(t, filepath.Join(dir, "a.cert"), cert), write(t, filepath.Join(dir, "a.key"), key)
 	both := write(t, filepath.Join(dir, "both.pem"), cert+key)
 	docker := t.TempDir()
-	write(t, filepath.Join(docker, reg.host(), "x.cert"), cert)
-	write(t, filepath.Join(docker, reg.host(), "x.key"), key)
-	write(t, filepath.Join(docker, reg.host(), "x.crt"), pemOf(reg.Certificate()))
+	write(t, filepath.Join(docker, reg.Host(), "x.cert"), cert)
+	write(t, filepath.Join(docker, reg.Host(), "x.key"), key)
+	write(t, filepath.Join(docker, reg.Host(), "x.crt"), pemOf(reg.Certificate()))
 	for name, dirs := range map[string]string{
-		"pair":             hostsDir(t, reg.host(), fmt.Sprintf("skip_verify = true\nclient = [[%q, %q]]", certFile, keyFile)),
-		"one file":         hostsDir(t, reg.host(), fmt.Sprintf("skip_verify = true\nclient = %q", both)),
+		"pair":             hostsDir(t, reg.Host(), fmt.Sprintf("skip_verify = true\nclient = [[%q, %q]]", certFile, keyFile)),
+		"one file":         hostsDir(t, reg.Host(), fmt.Sprintf("skip_verify = true\nclient = %q", both)),
 		"docker directory": docker,
 	} {
-		_, err := resolve(t, Config{Dirs: []string{dirs}}, reg.host()+"/app:v1", Credentials{})
+		_, err := resolve(t, Config{Dirs: []string{dirs}}, reg.Host()+"/app:v1", Credentials{})
 		wantCode(t, err, codes.NotFound, name[:0], "404")
 	}
-	_, err := resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	_, err := resolve(t, Config{}, reg.Host()+"/app:v1", Credentials{})
 	wantUnavailable(t, err)
 }
 
 func TestOverridePathAndHeaders(t *testing.T) {
-	reg := newTestRegistry(t)
-	top := reg.putImage(t, "app", "v1", []byte("x"))
+	reg := registrytest.New(t)
+	top := putImage(reg, "app", "v1", []byte("x"))
 	var paths, values []string
-	reg.before = func(w http.ResponseWriter, r *http.Request) bool {
+	reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
 		paths = append(paths, r.URL.Path)
 		values = append(values, r.Header.Get("X-Key")+r.Header.Get("Authorization"))
 		r.URL.Path = strings.Replace(r.URL.Path, "/artifactory/api/docker/remote/", "/v2/", 1)
@@ -574,31 +456,30 @@ type auth struct {
 	scopes         []string
 }
 
-func (a *auth) protect(reg *testRegistry) {
+func (a *auth) protect(reg *registrytest.Server) {
 	if a.realm == "" {
 		a.realm = reg.URL + "/token"
 	}
 	var mu sync.Mutex
-	next := reg.Config.Handler
-	reg.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		mu.Lock()
-		defer mu.Unlock()
-		switch {
-		case r.URL.Path == "/token":
-			a.token(w, r)
-		case r.Method == http.MethodGet && !a.allows(r):
-			reg.mu.Lock()
-			reg.seen = append(reg.seen, r.Header.Clone())
-			reg.mu.Unlock()
-			if a.scheme == "basic" {
-				w.Header().Set("WWW-Authenticate", `Basic realm="test"`)
-			} else {
-				w.Header().Set("WWW-Authenticate", fmt.Sprintf(`Bearer realm=%q,service="test",scope="repository:app:pull"`, a.realm))
+	reg.Wrap(func(next http.Handler) http.Handler {
+		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			mu.Lock()
+			defer mu.Unlock()
+			switch {
+			case r.URL.Path == "/token":
+				a.token(w, r)
+			case r.Method == http.MethodGet && !a.allows(r):
+				reg.Note(r)
+				if a.scheme == "basic" {
+					w.Header().Set("WWW-Authenticate", `Basic realm="test"`)
+				} else {
+					w.Header().Set("WWW-Authenticate", fmt.Sprintf(`Bearer realm=%q,service="test",scope="repository:app:pull"`, a.realm))
+				}
+				w.WriteHeader(http.StatusUnauthorized)
+			default:
+				next.ServeHTTP(w, r)
 			}
-			w.WriteHeader(http.StatusUnauthorized)
-		default:
-			next.ServeHTTP(w, r)
-		}
+		})
 	})
 }
 
@@ -653,12 +534,12 @@ func TestAuthentication(t *testing.T) {
 		"bearer, password, wrong realm": {auth{user: "u", realm: "ftp://x/"}, Credentials{Username: "u", Password: "hunter2"}, codes.Unauthenticated},
 	} {
 		t.Run(name, func(t *testing.T) {
-			reg := newTestRegistry(t)
+			reg := registrytest.New(t)
 			layer := randomBytes(t, 100)
-			reg.putImage(t, "app", "v1", layer)
+			putImage(reg, "app", "v1", layer)
 			c.auth.protect(reg)
-			c.cred.ServerAddress = strings.Replace(c.cred.ServerAddress, "SELF", reg.host(), 1)
-			repo := open(t, Config{}, reg.host()+"/app:v1", c.cred)
+			c.cred.ServerAddress = strings.Replace(c.cred.ServerAddress, "SELF", reg.Host(), 1)
+			repo := open(t, Config{}, reg.Host()+"/app:v1", c.cred)
 			img, err := repo.Resolve(t.Context(), DefaultPlatform())
 			wantCode(t, err, c.code)
 			if err != nil {
@@ -685,12 +566,12 @@ func TestAuthentication(t *testing.T) {
 }
 
 func TestExpiredTokenIsRenewed(t *testing.T) {
-	reg := newTestRegistry(t)
+	reg := registrytest.New(t)
 	layer := randomBytes(t, 100)
-	reg.putImage(t, "app", "v1", layer)
+	putImage(reg, "app", "v1", layer)
 	a := &auth{user: "u", password: "p"}
 	a.protect(reg)
-	repo := open(t, Config{}, reg.host()+"/app:v1", Credentials{Username: "u", Password: "p"})
+	repo := open(t, Config{}, reg.Host()+"/app:v1", Credentials{Username: "u", Password: "p"})
 	img, err := repo.Resolve(t.Context(), DefaultPlatform())
 	if err != nil {
 		t.Fatal(err)
@@ -702,23 +583,23 @@ func TestExpiredTokenIsRenewed(t *testing.T) {
 }
 
 func TestTokenServerNeedsTLSWhereTheRegistryHasIt(t *testing.T) {
-	reg := newTLSRegistry(t)
-	plain := newTestRegistry(t)
+	reg := registrytest.NewTLS(t)
+	plain := registrytest.New(t)
 	a := &auth{user: "u", password: "p", realm: plain.URL + "/token"}
 	a.protect(reg)
 	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\nskip_verify = true", reg.URL))
 	_, err := resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{Username: "u", Password: "p"})
 	wantCode(t, err, codes.Unauthenticated, "without TLS")
-	if plain.count("") != 0 {
+	if plain.Count("") != 0 {
 		t.Error("the plain token server was asked")
 	}
 }
 
 func TestCredentialsDoNotReachMirrors(t *testing.T) {
-	server, mirror := newTestRegistry(t), newTestRegistry(t)
+	server, mirror := registrytest.New(t), registrytest.New(t)
 	layer := randomBytes(t, 100)
-	server.putImage(t, "app", "v1", layer)
-	mirror.putImage(t, "app", "v1", layer)
+	putImage(server, "app", "v1", layer)
+	putImage(mirror, "app", "v1", layer)
 	guard, thief := &auth{user: "u", password: "p"}, &auth{scheme: "basic", user: "m", password: "q"}
 	guard.protect(server)
 	thief.protect(mirror)
@@ -727,30 +608,30 @@ func TestCredentialsDoNotReachMirrors(t *testing.T) {
 	if _, err := resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", cred); err != nil {
 		t.Fatal(err)
 	}
-	if got := mirror.headers("Authorization"); len(got) != 0 {
+	if got := mirror.Headers("Authorization"); len(got) != 0 {
 		t.Errorf("the mirror got %q", got)
 	}
-	if server.count("GET /v2") == 0 {
+	if server.Count("GET /v2") == 0 {
 		t.Error("the server was not asked")
 	}
 	cred = Credentials{RegistryToken: "t"}
 	_, err := resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", cred)
 	wantCode(t, err, codes.Unauthenticated)
-	if got := mirror.headers("Authorization"); len(got) != 0 {
+	if got := mirror.Headers("Authorization"); len(got) != 0 {
 		t.Errorf("the mirror got %q", got)
 	}
 	// docker's own entry for the mirror's host is what may go there.
-	docker := write(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{"auths":{%q:{"username":"m","password":"q"}}}`, mirror.host()))
-	asked := server.count("")
-	if _, err := resolve(t, Config{Dirs: []string{tree}, DockerConfig: docker}, "example.com/app:v1", Credentials{}); err != nil || server.count("") != asked {
+	docker := write(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{"auths":{%q:{"username":"m","password":"q"}}}`, mirror.Host()))
+	asked := server.Count("")
+	if _, err := resolve(t, Config{Dirs: []string{tree}, DockerConfig: docker}, "example.com/app:v1", Credentials{}); err != nil || server.Count("") != asked {
 		t.Errorf("the mirror did not serve its own user: %v", err)
 	}
 }
 
 func TestRedirectGetsNoCredentials(t *testing.T) {
-	storage := newTestRegistry(t)
+	storage := registrytest.New(t)
 	layer := randomBytes(t, 1000)
-	storage.before = func(w http.ResponseWriter, r *http.Request) bool {
+	storage.Before = func(w http.ResponseWriter, r *http.Request) bool {
 		if r.URL.Query().Get("demand") != "" {
 			w.Header().Set("WWW-Authenticate", `Basic realm="give"`)
 			w.WriteHeader(http.StatusUnauthorized)
@@ -760,18 +641,19 @@ func TestRedirectGetsNoCredentials(t *testing.T) {
 		_, _ = w.Write(layer)
 		return true
 	}
-	reg := newTestRegistry(t)
-	reg.putImage(t, "app", "v1", layer)
+	reg := registrytest.New(t)
+	putImage(reg, "app", "v1", layer)
 	(&auth{scheme: "basic", user: "u", password: "p"}).protect(reg)
 	query := "?X-Amz-Signature=hunter2"
-	next := reg.Config.Handler
 	blob := digest.FromBytes(layer)
-	reg.Config.Handler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		if _, _, ok := r.BasicAuth(); ok && strings.HasSuffix(r.URL.Path, blob.Encoded()) {
-			http.Redirect(w, r, storage.URL+"/bucket/object"+query, http.StatusTemporaryRedirect)
-			return
-		}
-		next.ServeHTTP(w, r)
+	reg.Wrap(func(next http.Handler) http.Handler {
+		return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+			if _, _, ok := r.BasicAuth(); ok && strings.HasSuffix(r.URL.Path, blob.Encoded()) {
+				http.Redirect(w, r, storage.URL+"/bucket/object"+query, http.StatusTemporaryRedirect)
+				return
+			}
+			next.ServeHTTP(w, r)
+		})
 	})
 	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n[header]\nX-Secret = \"s\"\nCookie = \"c\"", reg.URL))
 	repo := open(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{Username: "u", Password: "p"})
@@ -796,32 +678,32 @@ func TestRedirectGetsNoCredentials(t *testing.T) {
 		t.Errorf("the error shows the URL: %v", err)
 	}
 	for _, name := range []string{"Authorization", "Cookie", "X-Secret", "Referer"} {
-		if got := storage.headers(name); len(got) != 0 {
+		if got := storage.Headers(name); len(got) != 0 {
 			t.Errorf("%s: %q went along with the redirect", name, got)
 		}
 	}
-	if reg.headers("X-Secret") == nil {
+	if reg.Headers("X-Secret") == nil {
 		t.Error("the registry itself did not get its header")
 	}
 }
 
 func TestForeignLayerURLIsNotFollowed(t *testing.T) {
-	reg, foreign := newTestRegistry(t), newTestRegistry(t)
-	repo := open(t, Config{}, reg.host()+"/app:v1", Credentials{Username: "u", Password: "p"})
+	reg, foreign := registrytest.New(t), registrytest.New(t)
+	repo := open(t, Config{}, reg.Host()+"/app:v1", Credentials{Username: "u", Password: "p"})
 	_, err := readBlob(t, repo, ocispec.Descriptor{Digest: sha256Of0, Size: 1, URLs: []string{foreign.URL + "/layer"}})
 	wantCode(t, err, codes.NotFound)
-	if foreign.count("") != 0 {
+	if foreign.Count("") != 0 {
 		t.Error("the URL was followed")
 	}
 }
 
 func TestRedirectLoopEnds(t *testing.T) {
-	reg := newTestRegistry(t)
-	reg.before = func(w http.ResponseWriter, r *http.Request) bool {
+	reg := registrytest.New(t)
+	reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
 		http.Redirect(w, r, r.URL.String(), http.StatusFound)
 		return true
 	}
-	_, err := resolve(t, Config{}, reg.host()+"/app:v1", Credentials{})
+	_, err := resolve(t, Config{}, reg.Host()+"/app:v1", Credentials{})
 	wantUnavailable(t, err, "redirects")
 }
 

@@ -6,14 +6,10 @@ import (
 	"crypto/rand"
 	"crypto/x509"
 	"encoding/pem"
-	"io"
-	"log"
 	"math/big"
 	"testing"
 	"time"
 )
-
-var discardLog = log.New(io.Discard, "", 0)
 
 func pemOf(cert *x509.Certificate) string {
 	return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: cert.Raw}))

@@ -1,0 +1,207 @@
+// Package registrytest is a registry for tests: go-containerregistry's, over real
+// HTTP, with a place to misbehave in and a log of what it was asked.
+package registrytest
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log"
+	"net/http"
+	"net/http/httptest"
+	"runtime"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	ggcr "github.com/google/go-containerregistry/pkg/registry"
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+)
+
+// DiscardLog is a logger for servers whose complaints are part of the test.
+var DiscardLog = log.New(io.Discard, "", 0)
+
+// Server is a registry on loopback. It ends with its test.
+type Server struct {
+	*httptest.Server
+	// Before, if set, sees each GET and HEAD first; true means that it has answered.
+	// It is set while no request is under way.
+	Before func(w http.ResponseWriter, r *http.Request) bool
+
+	t        testing.TB
+	registry http.Handler
+
+	mu       sync.Mutex // guards what follows
+	requests []string   // "GET /v2/…"
+	headers  []http.Header
+}
+
+// New starts a registry that speaks plain HTTP.
+func New(t testing.TB) *Server { return Start(t, (*httptest.Server).Start) }
+
+// NewTLS starts a registry with a certificate that nobody knows.
+func NewTLS(t testing.TB) *Server { return Start(t, (*httptest.Server).StartTLS) }
+
+// Start starts a registry by a function of the caller's.
+func Start(t testing.TB, start func(*httptest.Server)) *Server {
+	t.Helper()
+	s := &Server{t: t, registry: ggcr.New(ggcr.Logger(DiscardLog))}
+	s.Server = httptest.NewUnstartedServer(http.HandlerFunc(s.serve))
+	s.Server.Config.ErrorLog = DiscardLog
+	start(s.Server)
+	t.Cleanup(s.Server.Close)
+	return s
+}
+
+func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
+	if r.Method == http.MethodGet || r.Method == http.MethodHead {
+		s.note(r)
+		if s.Before != nil && s.Before(w, r) {
+			return
+		}
+	}
+	s.registry.ServeHTTP(w, r)
+}
+
+func (s *Server) note(r *http.Request) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.requests = append(s.requests, r.Method+" "+r.URL.Path)
+	s.headers = append(s.headers, r.Header.Clone())
+}
+
+// Wrap puts a handler in front of everything else.
+func (s *Server) Wrap(handler func(next http.Handler) http.Handler) {
+	next := s.Config.Handler
+	s.Config.Handler = handler(next)
+}
+
+// Note adds a request that a handler of the test's has answered to the log.
+func (s *Server) Note(r *http.Request) { s.note(r) }
+
+// Host is the registry's host and port.
+func (s *Server) Host() string { return s.Listener.Addr().String() }
+
+// Count returns how many requests contain a text, as in "GET /v2/".
+func (s *Server) Count(text string) int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	n := 0
+	for _, r := range s.requests {
+		if strings.Contains(r, text) {
+			n++
+		}
+	}
+	return n
+}
+
+// Headers returns all values that a header had in the requests so far.
+func (s *Server) Headers(name string) []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var all []string
+	for _, h := range s.headers {
+		all = append(all, h.Values(name)...)
+	}
+	return all
+}
+
+// Answer returns what the registry itself would answer.
+func (s *Server) Answer(r *http.Request) *httptest.ResponseRecorder {
+	rec := httptest.NewRecorder()
+	s.registry.ServeHTTP(rec, r)
+	return rec
+}
+
+// PutBlob stores a blob.
+func (s *Server) PutBlob(repo string, data []byte) ocispec.Descriptor {
+	s.t.Helper()
+	d := digest.FromBytes(data)
+	s.put(http.MethodPost, fmt.Sprintf("/v2/%s/blobs/uploads/?digest=%s", repo, d), "application/octet-stream", data)
+	return ocispec.Descriptor{Digest: d, Size: int64(len(data))}
+}
+
+// PutManifest stores a manifest or index under a tag or digest.
+func (s *Server) PutManifest(repo, name, mediaType string, data []byte) ocispec.Descriptor {
+	s.t.Helper()
+	s.put(http.MethodPut, fmt.Sprintf("/v2/%s/manifests/%s", repo, name), mediaType, data)
+	return ocispec.Descriptor{MediaType: mediaType, Digest: digest.FromBytes(data), Size: int64(len(data))}
+}
+
+func (s *Server) put(method, path, mediaType string, data []byte) {
+	s.t.Helper()
+	req, err := http.NewRequest(method, s.URL+path, bytes.NewReader(data))
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	req.Header.Set("Content-Type", mediaType)
+	resp, err := s.Client().Do(req)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode/100 != 2 {
+		s.t.Fatalf("put %s: %s", path, resp.Status)
+	}
+}
+
+// Layer is a layer to make an image of.
+type Layer struct {
+	Blob      []byte
+	MediaType string        // empty: OCI's plain tar
+	DiffID    digest.Digest // empty: the blob's own digest
+}
+
+// PutImage stores an OCI image for this machine under a tag and returns the
+// descriptor of its manifest. comment makes images of the same layers different.
+func (s *Server) PutImage(repo, tag, comment string, layers ...Layer) ocispec.Descriptor {
+	s.t.Helper()
+	return s.putImage(repo, tag, comment, ocispec.MediaTypeImageManifest, ocispec.MediaTypeImageConfig, layers)
+}
+
+// PutDockerImage is PutImage with Docker's schema 2 media types.
+func (s *Server) PutDockerImage(repo, tag, comment string, layers ...Layer) ocispec.Descriptor {
+	s.t.Helper()
+	return s.putImage(repo, tag, comment, "application/vnd.docker.distribution.manifest.v2+json",
+		"application/vnd.docker.container.image.v1+json", layers)
+}
+
+func (s *Server) putImage(repo, tag, comment, manifestType, configType string, layers []Layer) ocispec.Descriptor {
+	s.t.Helper()
+	var config ocispec.Image
+	config.OS, config.Architecture = runtime.GOOS, runtime.GOARCH
+	config.History = []ocispec.History{{Comment: comment}}
+	config.RootFS.Type = "layers"
+	m := ocispec.Manifest{MediaType: manifestType}
+	m.SchemaVersion = 2
+	for _, l := range layers {
+		d := s.PutBlob(repo, l.Blob)
+		if d.MediaType = l.MediaType; d.MediaType == "" {
+			d.MediaType = ocispec.MediaTypeImageLayer
+		}
+		if l.DiffID == "" {
+			l.DiffID = d.Digest
+		}
+		m.Layers = append(m.Layers, d)
+		config.RootFS.DiffIDs = append(config.RootFS.DiffIDs, l.DiffID)
+	}
+	m.Layers = slices.Clip(m.Layers)
+	if m.Layers == nil {
+		m.Layers = []ocispec.Descriptor{}
+	}
+	m.Config = s.PutBlob(repo, s.json(config))
+	m.Config.MediaType = configType
+	return s.PutManifest(repo, tag, manifestType, s.json(m))
+}
+
+func (s *Server) json(v any) []byte {
+	s.t.Helper()
+	data, err := json.Marshal(v)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	return data
+}
