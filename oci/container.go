@@ -17,7 +17,7 @@ func ContainerSpec(in ContainerInput) (*specs.Spec, error) {
 	if in.Image == nil {
 		in.Image = &ocispec.ImageConfig{}
 	}
-	if err := refuseUnimplemented(in); err != nil {
+	if err := checkRequest(in); err != nil {
 		return nil, err
 	}
 	spec := &specs.Spec{Version: specs.Version, Root: &specs.Root{}, Linux: &specs.Linux{}}
@@ -36,8 +36,8 @@ func ContainerSpec(in ContainerInput) (*specs.Spec, error) {
 	return spec, nil
 }
 
-// refuseUnimplemented names what a container asks for that berth does not do yet.
-func refuseUnimplemented(in ContainerInput) error {
+// checkRequest refuses what the container may not have, and what berth does not do yet.
+func checkRequest(in ContainerInput) error {
 	if devices := in.Config.GetCDIDevices(); len(devices) > 0 {
 		return errdefs.New(codes.Unimplemented, "CDI device %q: CDI devices are not supported", devices[0].GetName())
 	}

@@ -38,9 +38,9 @@ func TestMain(m *testing.M) {
 // newNetNS returns the path of a new network namespace that lives as long as the test.
 func newNetNS(t *testing.T) string {
 	t.Helper()
-	holder := exec.Command("/bin/sh", "-c", "echo; exec sleep 1000")
-	holder.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGKILL}
-	out, err := holder.StdoutPipe()
+	holder := exec.Command("cat") // until its input ends, at the latest with this process
+	holder.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET}
+	hold, err := holder.StdinPipe()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,12 +48,11 @@ func newNetNS(t *testing.T) string {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		holder.Process.Kill() //nolint:errcheck // it may be gone
-		holder.Wait()         //nolint:errcheck // killed
+		hold.Close() //nolint:errcheck // a pipe
+		if err := holder.Wait(); err != nil {
+			t.Errorf("holder of the network namespace: %v", err)
+		}
 	})
-	if _, err := out.Read(make([]byte, 1)); err != nil {
-		t.Fatal(err)
-	}
 	return fmt.Sprintf("/proc/%d/ns/net", holder.Process.Pid)
 }
 
@@ -181,13 +180,17 @@ grep -E '^(CapInh|CapPrm|CapEff|CapBnd|CapAmb|NoNewPrivs)' /proc/self/status
 touch /x 2>/dev/null || echo root is read-only
 touch /data/x 2>/dev/null || echo data is read-only
 test -c /dev/other && echo device is there
-cat /proc/1/cmdline | tr '\0' ' '; echo
+readlink /proc/self/ns/pid
 test -s /proc/kcore || echo kcore is masked
 `}
 	out := &bytes.Buffer{}
 	_, wait := start(t, state, in.ID, rootfs, mustSpec(t, in), out)
 	if err := wait(); err != nil {
 		t.Errorf("container: %v", err)
+	}
+	pidns, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/pid", pause))
+	if err != nil {
+		t.Fatal(err)
 	}
 	want := `1000
 100
@@ -208,7 +211,7 @@ NoNewPrivs:	1
 root is read-only
 data is read-only
 device is there
-/bin/sleep 1000 
+` + pidns + `
 kcore is masked
 `
 	if got := out.String(); got != want {
@@ -236,7 +239,7 @@ func busyboxRoot(t *testing.T) string {
 	if err := os.WriteFile(filepath.Join(root, "bin/busybox"), data, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	for _, name := range strings.Fields("sh sleep id hostname cat grep touch tr test pwd echo") {
+	for _, name := range strings.Fields("sh sleep id hostname cat grep touch readlink test pwd echo") {
 		if err := os.Symlink("busybox", filepath.Join(root, "bin", name)); err != nil {
 			t.Fatal(err)
 		}

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/opencontainers/runtime-spec/specs-go"
+	"github.com/opencontainers/selinux/go-selinux"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
@@ -224,6 +225,33 @@ func TestSELinuxAbsent(t *testing.T) {
 	if spec := mustSpec(t, in); spec.Process.SelinuxLabel != "" || spec.Linux.MountLabel != "" {
 		t.Errorf("labels %q, %q", spec.Process.SelinuxLabel, spec.Linux.MountLabel)
 	}
+}
+
+// Where Facts say that there is SELinux, the library has the last word: it knows the policy.
+func TestSELinuxLabels(t *testing.T) {
+	in := testInput()
+	in.Host.SELinux = true
+	in.Pod.SELinuxLabel = "system_u:system_r:container_t:s0:c1,c2"
+	for _, own := range []*runtimeapi.SELinuxOption{nil, {Type: "spc_t", Level: "s0:c3,c4"}} {
+		in.sc().SelinuxOptions = own
+		spec := mustSpec(t, in)
+		want := ""
+		if selinux.GetEnabled() {
+			want = "c1,c2"
+			if own != nil {
+				want = "c3,c4"
+			}
+		}
+		if got := spec.Process.SelinuxLabel; !strings.HasSuffix(got, want) || want == "" && got != "" {
+			t.Errorf("label %q, want one with %q", got, want)
+		}
+		ReleaseSELinuxLabel(spec)
+	}
+	in.privilege()
+	if got := mustSpec(t, in).Process.SelinuxLabel; got != "" {
+		t.Errorf("privileged: label %q", got)
+	}
+	refused(t, func(in *ContainerInput) { in.Host.SELinux, in.Pod.SELinuxLabel = true, "odd" }, codes.Internal, `"odd"`)
 }
 
 func TestPathsAndFlags(t *testing.T) {
