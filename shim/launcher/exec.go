@@ -9,6 +9,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/opencontainers/cgroups"
 	"github.com/opencontainers/runc/libcontainer"
 	"golang.org/x/sys/unix"
 
@@ -132,7 +133,13 @@ func (e *execution) makeCgroup() error {
 		return fmt.Errorf("state of %s: %w", e.ID, err)
 	}
 	name := "exec-" + e.ExecID
-	for _, hierarchy := range []string{"", "freezer", "pids"} {
+	hierarchies := []string{""}
+	if !cgroups.IsCgroup2UnifiedMode() {
+		// In hybrid mode there is a path for "" too, but libcontainer takes that
+		// key for "below the container's cgroup in all hierarchies".
+		hierarchies = []string{"freezer", "pids"}
+	}
+	for _, hierarchy := range hierarchies {
 		dir := state.CgroupPaths[hierarchy]
 		if dir == "" {
 			continue
