@@ -127,7 +127,9 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 
 // announce serves and tells systemd when that starts and ends.
 func announce(ctx context.Context, listener net.Listener, srv *server.Server, log *slog.Logger) error {
-	debug.FreeOSMemory() // recovery read many records that are garbage now
+	if err := releaseStartup(); err != nil {
+		log.Warn("memory used by starting is kept", "error", err)
+	}
 	log.Info("berth serves", "version", version(), "socket", listener.Addr().String())
 	notify(log, daemon.SdNotifyReady)
 	stop := context.AfterFunc(ctx, func() {
