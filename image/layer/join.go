@@ -25,7 +25,7 @@ import (
 //   - the directories that lead there, with the attributes they have anyway.
 func (d *Directory) Join(ctx context.Context, dir string, top Part, below []string) (Usage, bool, error) {
 	j := &joiner{ctx: ctx, made: map[string]bool{}, inherits: map[string]int{}}
-	if err := j.open(dir, top, below); err != nil {
+	if err := j.open(top, below); err != nil {
 		return Usage{}, false, err
 	}
 	defer j.close()
@@ -36,6 +36,9 @@ func (d *Directory) Join(ctx context.Context, dir string, top Part, below []stri
 	}
 	if len(j.inherits) == 0 && len(top.Contents.Links) == 0 {
 		return Usage{}, false, nil
+	}
+	if err := j.makeRoot(dir); err != nil {
+		return Usage{}, false, err
 	}
 	if err := j.build(top.Contents.Links); err != nil {
 		return Usage{}, false, invalid(err)
@@ -55,7 +58,7 @@ type joiner struct {
 	usage    Usage
 }
 
-func (j *joiner) open(dir string, top Part, below []string) error {
+func (j *joiner) open(top Part, below []string) error {
 	trees := []string{filepath.Join(top.Dir, treeDir)}
 	for _, b := range slices.Backward(below) {
 		trees = append(trees, filepath.Join(b, treeDir))
@@ -65,12 +68,14 @@ func (j *joiner) open(dir string, top Part, below []string) error {
 		return err
 	}
 	j.below = j.all.without()
-	if j.root, err = makeTree(dir); err == nil {
-		j.block, err = blockSize(j.root)
+	return nil
+}
+
+func (j *joiner) makeRoot(dir string) (err error) {
+	if j.root, err = makeTree(dir); err != nil {
+		return err
 	}
-	if err != nil {
-		j.close()
-	}
+	j.block, err = blockSize(j.root)
 	return err
 }
 

@@ -153,8 +153,14 @@ type Info struct {
 	TarBytes int64         `json:"tarBytes"` // length of the tar
 	Kind     rootfs.Kind   `json:"kind"`
 	Summary
-	// Dependent: the layer may need a join; its record has the details.
-	Dependent bool `json:"dependent,omitempty"`
+	// How many Links and Implied its record has.
+	PendingLinks int `json:"pendingLinks,omitempty"`
+	ImpliedDirs  int `json:"impliedDirs,omitempty"`
+}
+
+// mayNeedJoin reports whether the layer, on top of others or lowest, may need a join.
+func (i Info) mayNeedJoin(lowest bool) bool {
+	return i.PendingLinks > 0 || i.ImpliedDirs > 0 && !lowest
 }
 
 // record is the file of a layer.

@@ -12,6 +12,9 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
 	"berth/internal/rootfs"
 	"berth/internal/rootfs/mounttest"
 )
@@ -109,4 +112,20 @@ func mounted(t testing.TB, s *Store, ids ...digest.Digest) string {
 	must(t, spec.MountAt(dir+"/root"))
 	t.Cleanup(func() { must(t, unmount(dir+"/root")) })
 	return dir + "/root"
+}
+
+func chainOf(ids ...digest.Digest) []digest.Digest { return ids }
+
+// createMalicious puts a layer into the store that may be refused.
+func createMalicious(t testing.TB, s *Store, data []byte) digest.Digest {
+	t.Helper()
+	id := digest.FromBytes(data)
+	err := s.Create(context.Background(), id, bytes.NewReader(data), Limits{})
+	if err == nil {
+		return id
+	}
+	if errdefs.Code(err) != codes.InvalidArgument {
+		t.Errorf("%v", err)
+	}
+	return ""
 }

@@ -54,7 +54,7 @@ func (s *Store) stack(ctx context.Context, diffIDs []digest.Digest) ([]string, e
 			dirs = nil // overlayfs does not look at this mark on a layer's root
 		}
 		dirs = append(slices.Clip(dirs), s.layerDir(diffID))
-		if !top.Dependent {
+		if !top.mayNeedJoin(i == 0) {
 			continue
 		}
 		j, err := s.join(ctx, diffIDs[:i+1], below)

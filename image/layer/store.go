@@ -163,7 +163,7 @@ func (s *Store) apply(ctx context.Context, dir string, diffID digest.Digest, tar
 		s.log.Warn("extended attributes of a layer dropped: the filesystem does not support them", "layer", diffID, "count", contents.Unsupported)
 	}
 	info := Info{DiffID: diffID, TarBytes: n, Kind: s.driver.Kind(), Summary: contents.Summary}
-	info.Dependent = len(contents.Links) > 0 || len(contents.Implied) > 0
+	info.PendingLinks, info.ImpliedDirs = len(contents.Links), len(contents.Implied)
 	return record{info, contents.Links, contents.Implied}, nil
 }
 

@@ -1,0 +1,631 @@
+package layer
+
+import (
+	"archive/tar"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/iotest"
+
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+func TestCreate(t *testing.T) {
+	s := openStore(t, t.TempDir())
+	data := makeTar(t, dir("a", 0o755), file("a/b", "content"))
+	id := digest.FromBytes(data)
+	if s.Has(id) {
+		t.Fatal("there before it was made")
+	}
+	if _, err := s.Info(id); errdefs.Code(err) != codes.NotFound {
+		t.Errorf("info: %v", err)
+	}
+	must(t, s.Create(context.Background(), id, bytes.NewReader(data), Limits{}))
+	info, err := s.Info(id)
+	must(t, err)
+	if !s.Has(id) || info.DiffID != id || info.TarBytes != int64(len(data)) || info.Inodes != 3 || info.Bytes != 3*4096 {
+		t.Errorf("%+v", info)
+	}
+	if list := s.List(); !slices.Equal(list, []digest.Digest{id}) {
+		t.Errorf("list %v", list)
+	}
+	if s.Usage() != info.Usage {
+		t.Errorf("usage %+v, want %+v", s.Usage(), info.Usage)
+	}
+	// The second time nothing is read.
+	must(t, s.Create(context.Background(), id, iotest.ErrReader(errors.New("read")), Limits{}))
+}
+
+// All of the stream counts for the diffID, also what comes after the archive's end.
+func TestTrailingBytes(t *testing.T) {
+	s := openStore(t, t.TempDir())
+	data := makeTar(t, file("a", "1"))
+	for _, tail := range []string{"x", strings.Repeat("\x00", 10240), strings.Repeat("garbage", 1<<20)} {
+		id := create(t, s, append(slices.Clone(data), tail...))
+		info, err := s.Info(id)
+		must(t, err)
+		if info.TarBytes != int64(len(data)+len(tail)) {
+			t.Errorf("%d bytes, want %d", info.TarBytes, len(data)+len(tail))
+		}
+	}
+	cut := data[:len(data)-1024] // without an end marker
+	create(t, s, cut)
+}
+
+func TestCreateErrors(t *testing.T) {
+	good := makeTar(t, dir("a", 0o755), file("a/b", "content"))
+	broken := errors.New("connection reset")
+	long := strings.Repeat("x/", 2049) + "x"
+	cases := []struct {
+		name   string
+		tar    io.Reader
+		limits Limits
+		code   codes.Code
+		text   string
+	}{
+		{"wrong diffID", bytes.NewReader(good), Limits{}, codes.DataLoss, digest.FromBytes(good).String()},
+		{"truncated in a header", bytes.NewReader(good[:700]), Limits{}, codes.InvalidArgument, "unexpected EOF"},
+		{"truncated in content", bytes.NewReader(good[:1024+3]), Limits{}, codes.InvalidArgument, "a/b"},
+		{"reader fails", io.MultiReader(bytes.NewReader(good[:700]), iotest.ErrReader(broken)), Limits{}, codes.Unknown, "connection reset"},
+		{"reader fails behind the archive", io.MultiReader(bytes.NewReader(good), iotest.ErrReader(broken)), Limits{}, codes.Unknown, "connection reset"},
+		{"reader ends unexpectedly behind the archive", io.MultiReader(bytes.NewReader(good), iotest.ErrReader(io.ErrUnexpectedEOF)), Limits{}, codes.Unknown, "unexpected EOF"},
+		{"no tar", strings.NewReader(strings.Repeat("no tar", 1000)), Limits{}, codes.InvalidArgument, "invalid tar header"},
+		{"too long", bytes.NewReader(good), Limits{Bytes: 1000}, codes.ResourceExhausted, "the 1000 bytes allowed"},
+		{"endless", io.MultiReader(bytes.NewReader(good), zeros{}), Limits{Bytes: 10 << 20}, codes.ResourceExhausted, "bytes allowed"},
+		{"too many entries", bytes.NewReader(good), Limits{Entries: 1}, codes.ResourceExhausted, "more than the 1 entries"},
+		{"large sparse file", bytes.NewReader(sparseBomb(t)), Limits{Bytes: 1 << 30}, codes.ResourceExhausted, "its files are larger"},
+		{"long name", bytes.NewReader(makeTar(t, file(long, ""))), Limits{}, codes.InvalidArgument, "file name too long"},
+		{"long component", bytes.NewReader(makeTar(t, file(strings.Repeat("x", 256), ""))), Limits{}, codes.InvalidArgument, "file name too long"},
+		{"long through symlinks", bytes.NewReader(makeTar(t, dir(long[:3999], 0o755), symlink("l", long[:3999]), file("l/"+long[:200]+"f", ""))), Limits{}, codes.InvalidArgument, "file name too long"},
+		{"long symlink", bytes.NewReader(makeTar(t, symlink("l", strings.Repeat("x", 4096)))), Limits{}, codes.InvalidArgument, "file name too long"},
+		{"empty symlink", bytes.NewReader(makeTar(t, symlink("l", ""))), Limits{}, codes.InvalidArgument, "without a target"},
+		{"symlink loop", bytes.NewReader(makeTar(t, symlink("l", "l"), file("l/x", ""))), Limits{}, codes.InvalidArgument, "too many levels"},
+		{"below a file", bytes.NewReader(makeTar(t, file("a", ""), file("a/b", ""))), Limits{}, codes.InvalidArgument, "not a directory"},
+		{"below a device", bytes.NewReader(makeTar(t, device(tar.TypeChar, "a", 1, 3), file("a/b", ""))), Limits{}, codes.InvalidArgument, "not a directory"},
+		{"root is a file", bytes.NewReader(makeTar(t, file(".", ""))), Limits{}, codes.InvalidArgument, "root is no directory"},
+		{"root is a symlink", bytes.NewReader(makeTar(t, symlink("/", "/etc"))), Limits{}, codes.InvalidArgument, "root is no directory"},
+		{"hard link to a directory", bytes.NewReader(makeTar(t, dir("a", 0o755), hardlink("b", "a"))), Limits{}, codes.InvalidArgument, "hard link to the directory"},
+		{"hard link to the root", bytes.NewReader(makeTar(t, hardlink("b", "../.."))), Limits{}, codes.InvalidArgument, "hard link to"},
+		{"whiteout of nothing", bytes.NewReader(makeTar(t, file("a/.wh.", ""))), Limits{}, codes.InvalidArgument, "whiteout of nothing"},
+		{"whiteout of .", bytes.NewReader(makeTar(t, file("a/.wh..", ""))), Limits{}, codes.InvalidArgument, "whiteout of nothing"},
+		{"whiteout of ..", bytes.NewReader(makeTar(t, file("a/.wh...", ""))), Limits{}, codes.InvalidArgument, "whiteout of nothing"},
+		{"user -1", bytes.NewReader(makeTar(t, gnu(file("a", "").owned(-1, 0)))), Limits{}, codes.InvalidArgument, "owner -1:0"},
+		{"group 2^32-1", bytes.NewReader(makeTar(t, dir("a", 0o755).owned(0, 1<<32-1))), Limits{}, codes.InvalidArgument, "owner 0:4294967295"},
+		{"user 2^32", bytes.NewReader(makeTar(t, symlink("a", "b").owned(1<<32, 0))), Limits{}, codes.InvalidArgument, "owner 4294967296:0"},
+		{"device number", bytes.NewReader(makeTar(t, device(tar.TypeBlock, "a", 1<<12, 0))), Limits{}, codes.InvalidArgument, "device number 4096:0"},
+		{"unknown type", bytes.NewReader(makeTar(t, withType(file("a", ""), 'V'))), Limits{}, codes.InvalidArgument, "unknown type 'V'"},
+		{"large attribute", bytes.NewReader(makeTar(t, file("a", "").xattr("user.a", strings.Repeat("v", 64<<10+1)))), Limits{}, codes.InvalidArgument, `"user.a" of 65537 bytes`},
+		{"long attribute", bytes.NewReader(makeTar(t, file("a", "").xattr("user."+strings.Repeat("v", 256), ""))), Limits{}, codes.InvalidArgument, "user.vvv"},
+		{"many long names", bytes.NewReader(manyNames(t)), Limits{}, codes.ResourceExhausted, "names of its directories"},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			root := t.TempDir()
+			s := openStore(t, root)
+			id := digest.FromString(c.name)
+			err := s.Create(context.Background(), id, c.tar, c.limits)
+			if errdefs.Code(err) != c.code || !strings.Contains(fmt.Sprint(err), c.text) || !strings.Contains(fmt.Sprint(err), id.String()) {
+				t.Errorf("%v: %v; want %v with %q", errdefs.Code(err), err, c.code, c.text)
+			}
+			if s.Has(id) || s.Usage() != (Usage{}) {
+				t.Errorf("it is there: %+v", s.Usage())
+			}
+			expectEmpty(t, filepath.Join(root, "layers"), filepath.Join(root, "tmp"))
+		})
+	}
+}
+
+type zeros struct{}
+
+func (zeros) Read(p []byte) (int, error) { clear(p); return len(p), nil }
+
+// sparseBomb is the tar of a sparse file of 1 TiB that has no data.
+func sparseBomb(t testing.TB) []byte {
+	t.Helper()
+	path := t.TempDir() + "/hole"
+	must(t, os.WriteFile(path, nil, 0o644))
+	must(t, os.Truncate(path, 1<<40))
+	out, err := exec.Command("tar", "-C", filepath.Dir(path), "--sparse", "-c", "hole").Output()
+	must(t, err)
+	return out
+}
+
+// manyNames is a tar whose hard links to nowhere have to be kept.
+func manyNames(t testing.TB) []byte {
+	t.Helper()
+	var entries []header
+	target := strings.Repeat("t/", 2000)
+	for i := range maxNames/4000 + 1 {
+		entries = append(entries, hardlink(fmt.Sprint(i), target))
+	}
+	return makeTar(t, entries...)
+}
+
+func expectEmpty(t testing.TB, dirs ...string) {
+	t.Helper()
+	for _, dir := range dirs {
+		if entries, err := os.ReadDir(dir); err != nil || len(entries) > 0 {
+			t.Errorf("in %s: %v, %v", dir, entries, err)
+		}
+	}
+}
+
+func TestBadDiffID(t *testing.T) {
+	s := openStore(t, t.TempDir())
+	for _, id := range []digest.Digest{"", "sha256:../../etc", "sha256:abc", "md5:d41d8cd98f00b204e9800998ecf8427e", "../x"} {
+		if err := s.Create(context.Background(), id, strings.NewReader(""), Limits{}); errdefs.Code(err) != codes.InvalidArgument {
+			t.Errorf("%q: %v", id, err)
+		}
+		must(t, s.Remove(id))
+		if s.Has(id) {
+			t.Errorf("%q is there", id)
+		}
+	}
+}
+
+func TestSHA512(t *testing.T) {
+	s := openStore(t, t.TempDir())
+	data := makeTar(t, file("a", "1"))
+	must(t, s.Create(context.Background(), digest.SHA512.FromBytes(data), bytes.NewReader(data), Limits{}))
+}
+
+func TestCancel(t *testing.T) {
+	root := t.TempDir()
+	s := openStore(t, root)
+	data := makeTar(t, file("a", "1"), file("b", strings.Repeat("2", 1<<20)))
+	ctx, cancel := context.WithCancel(context.Background())
+	// The reader cancels in the middle and goes on, as one that does not look at ctx would.
+	in := io.MultiReader(bytes.NewReader(data[:2000]), readerFunc(func([]byte) (int, error) { cancel(); return 0, io.EOF }), bytes.NewReader(data[2000:]), zeros{})
+	if err := s.Create(ctx, digest.FromBytes(data), in, Limits{}); !errors.Is(err, context.Canceled) || errdefs.Code(err) != codes.Canceled {
+		t.Errorf("canceled: %v", err)
+	}
+	expectEmpty(t, filepath.Join(root, "layers"), filepath.Join(root, "tmp"))
+}
+
+type readerFunc func([]byte) (int, error)
+
+func (f readerFunc) Read(p []byte) (int, error) { return f(p) }
+
+// watched is the directory driver, telling what it removes.
+type watched struct {
+	*Directory
+	removed chan string
+}
+
+func (w watched) Remove(dir string) error {
+	err := w.Directory.Remove(dir)
+	w.removed <- dir
+	return err
+}
+
+func openWatched(t testing.TB, root string) (*Store, <-chan string) {
+	t.Helper()
+	w := watched{NewDirectory(), make(chan string, 100)}
+	s, err := Open(root, w, discardLog())
+	must(t, err)
+	t.Cleanup(func() { must(t, s.Close()) })
+	return s, w.removed
+}
+
+func TestRemove(t *testing.T) {
+	root := t.TempDir()
+	s, removed := openWatched(t, root)
+	bottom := create(t, s, makeTar(t, dir(".", 0o711), file("a", "1")))
+	top := create(t, s, makeTar(t, hardlink("b", "a")))
+	other := create(t, s, makeTar(t, file("c", "1")))
+	for _, chain := range [][]digest.Digest{{bottom, top}, {bottom, other}, {bottom, top, other}} {
+		_, err := s.Stack(context.Background(), chain)
+		must(t, err)
+	}
+	if n := len(entries(t, root, "joins")); n != 3 {
+		t.Errorf("%d joins, want 3", n)
+	}
+	must(t, s.Remove(top))
+	must(t, s.Remove(top))
+	for range 3 { // the layer and two of the joins
+		<-removed
+	}
+	if s.Has(top) || len(entries(t, root, "layers")) != 2 || len(entries(t, root, "joins")) != 1 {
+		t.Errorf("layers %v, joins %v", entries(t, root, "layers"), entries(t, root, "joins"))
+	}
+	expectEmpty(t, filepath.Join(root, "trash"))
+	must(t, s.Remove(bottom))
+	must(t, s.Remove(other))
+	if s.Usage() != (Usage{}) || len(s.joins.all()) != 0 {
+		t.Errorf("usage %+v, joins %v", s.Usage(), s.joins.all())
+	}
+	for range 3 {
+		<-removed
+	}
+	expectEmpty(t, filepath.Join(root, "trash"), filepath.Join(root, "layers"), filepath.Join(root, "joins"))
+	create(t, s, makeTar(t, hardlink("b", "a"))) // may come again
+}
+
+func entries(t testing.TB, elem ...string) []string {
+	t.Helper()
+	list, err := os.ReadDir(filepath.Join(elem...))
+	must(t, err)
+	var names []string
+	for _, e := range list {
+		names = append(names, e.Name())
+	}
+	return names
+}
+
+// A layer can be deleted whatever an image puts into it.
+func TestRemoveAwkward(t *testing.T) {
+	root := t.TempDir()
+	s, removed := openWatched(t, root)
+	id := create(t, s, makeTar(t,
+		dir("none", 0), file("none/x", ""), mode(file("f", ""), 0), dir(strings.Repeat("d/", 2000), 0), symlink("l", "/etc"), device(tar.TypeFifo, "p", 0, 0),
+	))
+	must(t, s.Remove(id))
+	<-removed
+	expectEmpty(t, filepath.Join(root, "trash"))
+}
+
+// A deletion that fails is tried again with the next, and at the next Open.
+func TestRemoveFails(t *testing.T) {
+	root := t.TempDir()
+	s, removed := openWatched(t, root)
+	busy := create(t, s, makeTar(t, dir("mount", 0o755)))
+	mountpoint := filepath.Join(s.layerDir(busy), treeDir, "mount")
+	must(t, unix.Mount("tmpfs", mountpoint, "tmpfs", 0, ""))
+	other := create(t, s, makeTar(t, file("b", "1")))
+	must(t, s.Remove(busy))
+	first := <-removed
+	must(t, s.Remove(other))
+	<-removed
+	must(t, unix.Unmount(filepath.Join(first, treeDir, "mount"), 0))
+	must(t, s.Close())
+	again, removed := openWatched(t, root)
+	<-removed
+	expectEmpty(t, filepath.Join(root, "trash"))
+	if len(again.List()) != 0 {
+		t.Errorf("layers %v", again.List())
+	}
+	s.trash = newTrash(filepath.Join(root, "trash"), nil, discardLog()) // for the second Close
+	s.trash.start()
+}
+
+func TestReopen(t *testing.T) {
+	root := t.TempDir()
+	s, err := Open(root, NewDirectory(), discardLog())
+	must(t, err)
+	bottom := create(t, s, makeTar(t, dir(".", 0o711), file("a", "1")))
+	top := create(t, s, makeTar(t, hardlink("\xff", "a"), file("d/x", "2"), file(".wh.y", "")))
+	want, err := s.Stack(context.Background(), []digest.Digest{bottom, top})
+	must(t, err)
+	infos := []Info{*s.layers.get(bottom), *s.layers.get(top)}
+	usage := s.Usage()
+	must(t, s.Close())
+
+	s, err = Open(root, NewDirectory(), discardLog())
+	must(t, err)
+	defer s.Close()
+	for _, info := range infos {
+		if got, err := s.Info(info.DiffID); err != nil || got != info {
+			t.Errorf("%+v, %v; want %+v", got, err, info)
+		}
+	}
+	if s.Usage() != usage {
+		t.Errorf("usage %+v, want %+v", s.Usage(), usage)
+	}
+	if got, err := s.Stack(context.Background(), []digest.Digest{bottom, top}); err != nil || fmt.Sprint(got) != fmt.Sprint(want) {
+		t.Errorf("stack %v, %v; want %v", got, err, want)
+	}
+	if len(want) != 3 {
+		t.Errorf("stack %v has no join", want)
+	}
+}
+
+func TestOpenDiscards(t *testing.T) {
+	root := t.TempDir()
+	s, err := Open(root, NewDirectory(), discardLog())
+	must(t, err)
+	keep := create(t, s, makeTar(t, file("keep", "1")))
+	torn := create(t, s, makeTar(t, file("torn", "1")))
+	alien := create(t, s, makeTar(t, file("alien", "1")))
+	moved := create(t, s, makeTar(t, file("moved", "1")))
+	top := create(t, s, makeTar(t, hardlink("b", "torn")))
+	_, err = s.Stack(context.Background(), []digest.Digest{torn, top})
+	must(t, err)
+	must(t, s.Close())
+	must(t, os.Truncate(filepath.Join(s.layerDir(torn), recordFile), 20))
+	record, err := os.ReadFile(filepath.Join(s.layerDir(alien), recordFile))
+	must(t, err)
+	must(t, os.WriteFile(filepath.Join(s.layerDir(alien), recordFile), bytes.Replace(record, []byte(`"directory"`), []byte(`"erofs"`), 1), 0o600))
+	must(t, os.Rename(s.layerDir(moved), s.layerDir(digest.FromString("other"))))
+	must(t, os.MkdirAll(filepath.Join(root, "tmp/half/fs/deep"), 0o700))
+	must(t, os.WriteFile(filepath.Join(root, "layers/file"), nil, 0o600))
+	must(t, os.MkdirAll(filepath.Join(root, "trash/old/fs"), 0o700))
+
+	s, removed := openWatched(t, root)
+	for range 7 { // torn and its join, alien, moved, half, file, old
+		<-removed
+	}
+	want := []digest.Digest{keep, top}
+	slices.Sort(want)
+	if !slices.Equal(s.List(), want) || len(entries(t, root, "layers")) != 2 {
+		t.Errorf("layers %v, want %v", s.List(), want)
+	}
+	expectEmpty(t, filepath.Join(root, "trash"), filepath.Join(root, "tmp"), filepath.Join(root, "joins"))
+}
+
+func TestConcurrent(t *testing.T) {
+	root := t.TempDir()
+	s := openStore(t, root)
+	var tars [][]byte
+	var chain []digest.Digest
+	for i := range 8 {
+		list := []header{file(fmt.Sprintf("dir/%d", i), fmt.Sprint(i))}
+		if i == 0 {
+			list = append(list, dir("dir", 0o710))
+		} else {
+			list = append(list, hardlink(fmt.Sprintf("dir/link%d", i), fmt.Sprintf("dir/%d", i-1)))
+		}
+		for j := range 50 {
+			list = append(list, file(fmt.Sprintf("d%d/%d", i, j), strings.Repeat("x", j*100)))
+		}
+		tars = append(tars, makeTar(t, list...))
+		chain = append(chain, digest.FromBytes(tars[i]))
+	}
+	var wg sync.WaitGroup
+	for i := range tars {
+		for range 3 { // makers of the same layer
+			wg.Go(func() {
+				if err := s.Create(context.Background(), chain[i], bytes.NewReader(tars[i]), Limits{}); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		wg.Go(func() { s.Usage(); s.List(); s.Has(chain[i]) })
+	}
+	wg.Wait()
+	for range 4 {
+		wg.Go(func() {
+			if _, err := s.Stack(context.Background(), chain); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	wg.Wait()
+	if t.Failed() {
+		return
+	}
+	top := mounted(t, s, chain...)
+	for i := 1; i < len(chain); i++ {
+		if got := describe(t, fmt.Sprintf("%s/dir/link%d", top, i)); got != fmt.Sprintf("f 644 0:0 %q", fmt.Sprint(i-1)) {
+			t.Errorf("link %d is %s", i, got)
+		}
+	}
+	if got := describe(t, top+"/dir"); got != "d 710 0:0" {
+		t.Errorf("dir is %s", got)
+	}
+	expectEmpty(t, filepath.Join(root, "tmp"))
+}
+
+// One of two makers fails; the other, who waited, makes the layer.
+func TestSecondMaker(t *testing.T) {
+	s := openStore(t, t.TempDir())
+	data := makeTar(t, file("a", "1"))
+	id := digest.FromBytes(data)
+	started, fail := make(chan struct{}), make(chan struct{})
+	first := make(chan error, 1)
+	go func() {
+		first <- s.Create(context.Background(), id, readerFunc(func([]byte) (int, error) {
+			close(started)
+			<-fail
+			return 0, errors.New("connection reset")
+		}), Limits{})
+	}()
+	<-started
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if err := s.Create(ctx, id, bytes.NewReader(data), Limits{}); errdefs.Code(err) != codes.Canceled {
+		t.Errorf("waiting with a dead context: %v", err)
+	}
+	must(t, s.Remove(id)) // not there yet: does not wait
+	second := make(chan error, 1)
+	go func() { second <- s.Create(context.Background(), id, bytes.NewReader(data), Limits{}) }()
+	close(fail)
+	if err := <-first; err == nil {
+		t.Error("the first did not fail")
+	}
+	if err := <-second; err != nil || !s.Has(id) {
+		t.Errorf("the second: %v", err)
+	}
+}
+
+func TestRemoveAndCreateRace(t *testing.T) {
+	root := t.TempDir()
+	s := openStore(t, root)
+	data := makeTar(t, file("a", "1"), hardlink("b", "a"))
+	id := digest.FromBytes(data)
+	var wg sync.WaitGroup
+	for range 4 {
+		wg.Go(func() {
+			for range 20 {
+				if err := s.Create(context.Background(), id, bytes.NewReader(data), Limits{}); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+		wg.Go(func() {
+			for range 20 {
+				if err := s.Remove(id); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	if got := len(entries(t, root, "layers")); got > 1 || (got == 1) != s.Has(id) {
+		t.Errorf("%d layers on disk, there: %v", got, s.Has(id))
+	}
+	if len(s.layers.items) > 1 {
+		t.Errorf("%d keys are left", len(s.layers.items))
+	}
+}
+
+func TestStackErrors(t *testing.T) {
+	root := t.TempDir()
+	s := openStore(t, root)
+	bottom := create(t, s, makeTar(t, dir("d", 0o755), file("f", "1")))
+	top := create(t, s, makeTar(t, file("x", "1")))
+	var many []digest.Digest
+	for range 501 {
+		many = append(many, bottom)
+	}
+	nowhere := create(t, s, makeTar(t, file("y", ""), hardlink("link", "no/where")))
+	toDir := create(t, s, makeTar(t, hardlink("link", "d")))
+	through := create(t, s, makeTar(t, hardlink("link", "f/x")))
+	loop := create(t, s, makeTar(t, symlink("a", "b"), symlink("b", "a")))
+	inLoop := create(t, s, makeTar(t, hardlink("link", "a/x")))
+	cases := []struct {
+		name  string
+		chain []digest.Digest
+		code  codes.Code
+		text  string
+	}{
+		{"no layers", nil, codes.InvalidArgument, "without layers"},
+		{"missing", []digest.Digest{bottom, digest.FromString("none")}, codes.NotFound, digest.FromString("none").String()},
+		{"too many", many, codes.InvalidArgument, "501 layers"},
+		{"link to nowhere", []digest.Digest{bottom, nowhere}, codes.InvalidArgument, `"link" to "no/where"`},
+		{"link to nowhere in the lowest", []digest.Digest{nowhere, top}, codes.InvalidArgument, nowhere.String()},
+		{"link to a directory", []digest.Digest{bottom, toDir}, codes.InvalidArgument, "directory"},
+		{"link through a file", []digest.Digest{bottom, through}, codes.InvalidArgument, "no such file"},
+		{"link through a loop", []digest.Digest{loop, inLoop}, codes.InvalidArgument, "too many levels"},
+	}
+	for _, c := range cases {
+		t.Run(c.name, func(t *testing.T) {
+			for range 2 { // a failure is not remembered as a success
+				if _, err := s.Stack(context.Background(), c.chain); errdefs.Code(err) != c.code || !strings.Contains(err.Error(), c.text) {
+					t.Errorf("%v: %v; want %v with %q", errdefs.Code(err), err, c.code, c.text)
+				}
+			}
+			expectEmpty(t, filepath.Join(root, "joins"), filepath.Join(root, "tmp"))
+		})
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	cancel()
+	if _, err := s.Stack(ctx, []digest.Digest{bottom, top}); !errors.Is(err, context.Canceled) {
+		t.Errorf("canceled: %v", err)
+	}
+}
+
+// A chain that needs no join has none, and a layer alone is mounted as it is.
+func TestStackWithoutJoin(t *testing.T) {
+	root := t.TempDir()
+	s := openStore(t, root)
+	a := create(t, s, makeTar(t, dir("d", 0o755), file("d/a", "1")))
+	b := create(t, s, makeTar(t, file("d/b", "1")))
+	hiding := create(t, s, makeTar(t, file("c", "1"), file(".wh.x", "")))
+	for _, c := range []struct {
+		chain []digest.Digest
+		want  []string
+	}{
+		{[]digest.Digest{a}, []string{s.layerDir(a)}},
+		{[]digest.Digest{a, b}, []string{s.layerDir(a), s.layerDir(b)}},
+		{[]digest.Digest{a, a}, []string{s.layerDir(a), s.layerDir(a)}},
+		{[]digest.Digest{hiding}, []string{s.emptyDir(), s.layerDir(hiding)}},
+	} {
+		layers, err := s.Stack(context.Background(), c.chain)
+		must(t, err)
+		var got []string
+		for _, l := range layers {
+			got = append(got, filepath.Dir(l.Path))
+		}
+		if !slices.Equal(got, c.want) {
+			t.Errorf("stack of %v: %v, want %v", c.chain, got, c.want)
+		}
+	}
+	expectEmpty(t, filepath.Join(root, "joins"))
+}
+
+// killed is set in the environment of a process that makes a layer of its standard
+// input and is killed meanwhile.
+const killed = "BERTH_LAYER_KILLED"
+
+func TestMaker(t *testing.T) {
+	root := os.Getenv(killed)
+	if root == "" {
+		t.Skip("run by TestKill")
+	}
+	s, err := Open(root, NewDirectory(), discardLog())
+	must(t, err)
+	fmt.Println("ready")
+	id := digest.Digest(os.Args[len(os.Args)-1])
+	must(t, s.Create(context.Background(), id, os.Stdin, Limits{}))
+	fmt.Println("done")
+}
+
+// Whenever the process dies, the layer is there as a whole or not at all.
+func TestKill(t *testing.T) {
+	var list []header
+	for i := range 200 {
+		list = append(list, file(fmt.Sprintf("d%d/f%d", i%7, i), strings.Repeat("x", i*50)))
+	}
+	data := makeTar(t, list...)
+	id := digest.FromBytes(data)
+	for _, n := range []int{0, 1000, len(data) / 2, len(data) - 1, len(data)} {
+		for _, eof := range []bool{false, true} {
+			if eof && n < len(data) {
+				continue
+			}
+			t.Run(fmt.Sprintf("%d %v", n, eof), func(t *testing.T) {
+				root := t.TempDir()
+				killMaker(t, root, id, data[:n], eof)
+				s, err := Open(root, NewDirectory(), discardLog())
+				must(t, err)
+				defer s.Close()
+				if s.Has(id) && !eof {
+					t.Error("a layer is there whose tar had not ended")
+				}
+				if s.Has(id) {
+					checkTree(t, filepath.Join(s.layerDir(id), treeDir), s.layers.get(id).Usage)
+				} else if names := entries(t, root, "layers"); len(names) > 0 {
+					t.Errorf("layers: %v", names)
+				}
+				expectEmpty(t, filepath.Join(root, "tmp"))
+				create(t, s, data)
+			})
+		}
+	}
+}
+
+// killMaker lets another process make the layer and kills it when it has been
+// handed data: at any moment if that was all, else while it waits for more.
+func killMaker(t testing.TB, root string, id digest.Digest, data []byte, eof bool) {
+	t.Helper()
+	cmd := exec.Command("/proc/self/exe", "-test.run=^TestMaker$", "--", id.String())
+	cmd.Env = append(os.Environ(), killed+"="+root)
+	in, err := cmd.StdinPipe()
+	must(t, err)
+	out, err := cmd.StdoutPipe()
+	must(t, err)
+	must(t, cmd.Start())
+	line := make([]byte, len("ready\n"))
+	_, err = io.ReadFull(out, line)
+	must(t, err)
+	_, err = in.Write(data)
+	must(t, err)
+	if eof {
+		must(t, in.Close())
+	}
+	must(t, cmd.Process.Kill())
+	cmd.Wait() // "signal: killed", or success if it was faster
+}
