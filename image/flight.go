@@ -100,6 +100,5 @@ func (f *flights) remove(key flightKey, fl *flight) {
 	}
 }
 
-// wait returns when no flight is left. The caller has cancelled their context and
-// sees to it that none begins.
+// wait returns when no flight is left. The caller sees to it that none begins.
 func (f *flights) wait() { f.wg.Wait() }

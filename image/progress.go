@@ -9,6 +9,7 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"berth/image/registry"
+	"berth/internal/errdefs"
 )
 
 // PullProgress is a pull under way.
@@ -38,8 +39,11 @@ const (
 
 // pulls knows the pulls under way.
 type pulls struct {
-	mu     sync.Mutex // guards active
+	wg sync.WaitGroup // of the active ones
+
+	mu     sync.Mutex // guards active and closed
 	active []*pullTrack
+	closed bool
 }
 
 // pullTrack follows one pull.
@@ -57,18 +61,33 @@ type layerTrack struct {
 	bytes  atomic.Pointer[atomic.Int64] // the download's counter, which pulls may share
 }
 
-func (p *pulls) start(ref string) *pullTrack {
+// start begins following a pull, until end. It fails after close.
+func (p *pulls) start(ref string) (*pullTrack, error) {
 	t := &pullTrack{ref: ref, started: time.Now()}
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.closed {
+		return nil, errdefs.Unavailable("the image store is closed")
+	}
 	p.active = append(p.active, t)
-	return t
+	p.wg.Add(1)
+	return t, nil
 }
 
 func (p *pulls) end(t *pullTrack) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.active = slices.DeleteFunc(p.active, func(o *pullTrack) bool { return o == t })
+	p.wg.Done()
+}
+
+// close lets no pull begin any more and waits for those under way, which the
+// caller has told to end.
+func (p *pulls) close() {
+	p.mu.Lock()
+	p.closed = true
+	p.mu.Unlock()
+	p.wg.Wait()
 }
 
 // snapshot returns the pulls under way, oldest first.

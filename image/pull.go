@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"sync/atomic"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc/codes"
@@ -22,15 +23,19 @@ import (
 //
 // Errors: those of package registry; see the package doc about RegistryUnavailable.
 func (s *Store) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfig) (*Image, error) {
+	track, err := s.pulls.start(ref)
+	if err != nil {
+		return nil, fmt.Errorf("pull %s: %w", ref, err)
+	}
+	defer s.pulls.end(track)
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	defer context.AfterFunc(s.ctx, cancel)()
-	track := s.pulls.start(ref)
-	defer s.pulls.end(track)
 	img, err := s.pull(ctx, ref, auth, track)
 	if err != nil {
 		return nil, pullError(ref, err)
 	}
+	s.log.Info("pulled image", "ref", ref, "image", img.ID, "size", img.Size, "took", time.Since(track.started))
 	return img, nil
 }
 
@@ -147,6 +152,7 @@ func (s *Store) download(ctx context.Context, repo *registry.Repository, l regis
 		if errdefs.Code(err) != codes.DataLoss {
 			return err
 		}
+		s.log.Warn("layer is corrupt", "image", repo.Reference().String(), "layer", l.Blob.Digest, "error", err)
 	}
 	return err
 }

@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -52,17 +53,19 @@ type Store struct {
 	sequence uint64        // of the last record written; the writer's
 	writing  chan struct{} // holds one token: whoever has it is the writer
 
-	refs     *layerRefs
-	flights  *flights
-	pulls    pulls
-	pullID   atomic.Uint64
-	shutdown context.CancelFunc // ends pulls and downloads
-	ctx      context.Context    // ends with shutdown
+	refs    *layerRefs
+	flights *flights
+	pulls   pulls
+	pullID  atomic.Uint64
+
+	ctx       context.Context // of pulls and downloads, ends with shutdown
+	shutdown  context.CancelFunc
+	closeOnce func() error
 }
 
 // Open opens the store below cfg.Root, which is made if it does not exist.
 // Records that are damaged are set aside and logged. The caller closes the store.
-func Open(ctx context.Context, cfg Config, log *slog.Logger) (_ *Store, err error) {
+func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error) {
 	pinned, err := pinnedNames(cfg.Pinned)
 	if err != nil {
 		return nil, err
@@ -107,7 +110,7 @@ func newStore(cfg Config, layers *layer.Store, records *checkpoint.Dir, pinned m
 		cfg.Platform = registry.DefaultPlatform()
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	return &Store{
+	s := &Store{
 		cfg: cfg, log: log, layers: layers, records: records, pinned: pinned,
 		client:   registry.NewClient(registry.Config{Dirs: cfg.RegistryDirs, DockerConfig: cfg.DockerConfig, StallTimeout: cfg.StallTimeout}),
 		writing:  make(chan struct{}, 1),
@@ -116,12 +119,18 @@ func newStore(cfg Config, layers *layer.Store, records *checkpoint.Dir, pinned m
 		ctx:      ctx,
 		shutdown: cancel,
 	}
+	s.closeOnce = sync.OnceValue(s.close)
+	return s
 }
 
 // Close ends pulls and waits until none of their work goes on. Pulls that are
-// called later fail.
-func (s *Store) Close() error {
+// called later fail; no other method may be running or be called later, except
+// those that only read. Closing again does nothing.
+func (s *Store) Close() error { return s.closeOnce() }
+
+func (s *Store) close() error {
 	s.shutdown()
+	s.pulls.close()
 	s.flights.wait()
 	return s.layers.Close()
 }
@@ -329,16 +338,23 @@ func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registr
 		return nil, err
 	}
 	if old, ok := x.byName[ref.String()]; ok && ref.Tag != "" && old.ID != id {
-		if records[old.ID], err = s.write(old.ID, x.records[old.ID].without(ref.String())); err != nil {
-			return nil, err
-		}
+		records[old.ID] = s.untag(old.ID, x.records[old.ID].without(ref.String()))
 	}
-	if err := s.refs.acquire(ctx, imageOwner(id), img.Config.RootFS.DiffIDs); err != nil {
-		return nil, err
-	}
+	s.refs.tryAcquire(imageOwner(id), img.Config.RootFS.DiffIDs) // the caller holds them: none is dying
 	next := newIndex(records, s.pinned)
 	s.index.Store(next)
 	return next.byID[id], nil
+}
+
+// untag writes the record of an image that has lost its tag to another one. The
+// other's record, which is newer, decides: failing to write this one changes
+// nothing.
+func (s *Store) untag(id string, rec record) record {
+	written, err := s.write(id, rec)
+	if err != nil {
+		s.log.Warn("write the record of an image that has lost a tag", "image", id, "error", err)
+	}
+	return written
 }
 
 // write writes a record with the next sequence number.

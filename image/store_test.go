@@ -1,0 +1,1031 @@
+package image
+
+import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/klauspost/compress/zstd"
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	crierrors "k8s.io/cri-api/pkg/errors"
+
+	"berth/image/registry/registrytest"
+	"berth/internal/errdefs"
+)
+
+// logBuffer collects log lines.
+type logBuffer struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (l *logBuffer) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.Write(p)
+}
+
+func (l *logBuffer) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.buf.String()
+}
+
+// openStore opens a store that has seen all its holders, and closes it at the end.
+func openStore(t *testing.T, cfg Config) *Store {
+	t.Helper()
+	s := openUnsettled(t, cfg, io.Discard)
+	if err := s.CollectGarbage(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+func openUnsettled(t *testing.T, cfg Config, log io.Writer) *Store {
+	t.Helper()
+	if cfg.Root == "" {
+		cfg.Root = t.TempDir()
+	}
+	s, err := Open(t.Context(), cfg, slog.New(slog.NewTextHandler(log, nil)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := s.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return s
+}
+
+// tarOf returns a tar with one file.
+func tarOf(t *testing.T, name, content string) []byte {
+	t.Helper()
+	var b bytes.Buffer
+	w := tar.NewWriter(&b)
+	if err := w.WriteHeader(&tar.Header{Name: name, Mode: 0o644, Size: int64(len(content)), Typeflag: tar.TypeReg}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.WriteString(w, content); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return b.Bytes()
+}
+
+// plain is a layer with one file, as it is.
+func plain(t *testing.T, name, content string) registrytest.Layer {
+	return registrytest.Layer{Blob: tarOf(t, name, content)}
+}
+
+// gzipped is a layer with one file, gzipped.
+func gzipped(t *testing.T, name, content string) registrytest.Layer {
+	t.Helper()
+	data := tarOf(t, name, content)
+	var b bytes.Buffer
+	w := gzip.NewWriter(&b)
+	if _, err := w.Write(data); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return registrytest.Layer{Blob: b.Bytes(), MediaType: ocispec.MediaTypeImageLayerGzip, DiffID: digest.FromBytes(data)}
+}
+
+// zstandard is a layer with one file, in zstd.
+func zstandard(t *testing.T, name, content string) registrytest.Layer {
+	t.Helper()
+	data := tarOf(t, name, content)
+	w, err := zstd.NewWriter(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return registrytest.Layer{Blob: w.EncodeAll(data, nil), MediaType: ocispec.MediaTypeImageLayerZstd, DiffID: digest.FromBytes(data)}
+}
+
+func diffID(l registrytest.Layer) digest.Digest {
+	if l.DiffID != "" {
+		return l.DiffID
+	}
+	return digest.FromBytes(l.Blob)
+}
+
+func pull(t *testing.T, s *Store, ref string) *Image {
+	t.Helper()
+	img, err := s.Pull(t.Context(), ref, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return img
+}
+
+func wantCode(t *testing.T, err error, code codes.Code, texts ...string) {
+	t.Helper()
+	if got := errdefs.Code(err); got != code {
+		t.Errorf("code %v, want %v: %v", got, code, err)
+	}
+	for _, text := range texts {
+		if err == nil || !strings.Contains(err.Error(), text) {
+			t.Errorf("error %v does not contain %q", err, text)
+		}
+	}
+}
+
+// wantEmpty checks that a failed pull has left nothing.
+func wantEmpty(t *testing.T, s *Store) {
+	t.Helper()
+	if images := s.List(); len(images) != 0 {
+		t.Errorf("%d images are left", len(images))
+	}
+	if layers := s.layers.List(); len(layers) != 0 {
+		t.Errorf("layers are left: %v", layers)
+	}
+	if owners := s.refs.names(); len(owners) != 0 {
+		t.Errorf("owners are left: %v", owners)
+	}
+	if pulls := s.Progress(); len(pulls) != 0 {
+		t.Errorf("pulls are left: %v", pulls)
+	}
+	entries, err := os.ReadDir(filepath.Join(s.cfg.Root, "tmp"))
+	if err != nil || len(entries) != 0 {
+		t.Errorf("temporary files are left: %v, %v", entries, err)
+	}
+}
+
+// readFile reads a file of an image through its topmost layers.
+func readFile(t *testing.T, s *Store, img *Image, name string) string {
+	t.Helper()
+	spec, err := s.Hold("reader", img.Layers)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() {
+		if err := s.Release("reader"); err != nil {
+			t.Error(err)
+		}
+	}()
+	for _, l := range slices.Backward(spec.Layers) {
+		for _, path := range []string{filepath.Join(l.Path, name), filepath.Join(l.Path, "fs", name), filepath.Join(l.Path, "root", name)} {
+			if data, err := os.ReadFile(path); err == nil {
+				return string(data)
+			}
+		}
+	}
+	t.Errorf("%s is not in the image", name)
+	return ""
+}
+
+func TestPull(t *testing.T) {
+	reg := registrytest.New(t)
+	layers := []registrytest.Layer{
+		plain(t, "plain", "a"), gzipped(t, "gzip", "b"), zstandard(t, "zstd", "c"),
+		// Media types are known to lie.
+		{Blob: gzipped(t, "lying", "d").Blob, DiffID: gzipped(t, "lying", "d").DiffID, MediaType: ocispec.MediaTypeImageLayerZstd},
+	}
+	for kind, put := range map[string]func(repo, tag, comment string, layers ...registrytest.Layer) ocispec.Descriptor{
+		"oci": reg.PutImage, "docker": reg.PutDockerImage,
+	} {
+		t.Run(kind, func(t *testing.T) {
+			s := openStore(t, Config{})
+			top := put("team/"+kind, "v1", kind, layers...)
+			name := reg.Host() + "/team/" + kind
+			img := pull(t, s, name+":v1")
+			if !slices.Equal(img.RepoTags, []string{name + ":v1"}) || !slices.Equal(img.RepoDigests, []string{name + "@" + top.Digest.String()}) {
+				t.Errorf("tags %q, digests %q", img.RepoTags, img.RepoDigests)
+			}
+			if len(img.Layers) != 4 || img.Layers[1] != layers[1].DiffID || img.Size == 0 || img.Config.History[0].Comment != kind || img.Pinned {
+				t.Errorf("got %+v", img)
+			}
+			for name, want := range map[string]string{"plain": "a", "gzip": "b", "zstd": "c", "lying": "d"} {
+				if got := readFile(t, s, img, name); got != want {
+					t.Errorf("%s holds %q, want %q", name, got, want)
+				}
+			}
+			usage, err := s.Usage(t.Context())
+			if err != nil || usage.Bytes < img.Size || usage.Inodes == 0 || usage.Mountpoint != s.cfg.Root {
+				t.Errorf("usage %+v, %v", usage, err)
+			}
+			if err := s.Remove(t.Context(), img.ID); err != nil {
+				t.Error(err)
+			}
+			wantEmpty(t, s)
+		})
+	}
+}
+
+func TestGet(t *testing.T) {
+	reg := registrytest.New(t)
+	top := reg.PutImage("library/app", "v1", "", plain(t, "f", "1"))
+	dir := t.TempDir()
+	if err := os.MkdirAll(filepath.Join(dir, "docker.io"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "docker.io/hosts.toml"), fmt.Appendf(nil, "server = %q", reg.URL), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s := openStore(t, Config{RegistryDirs: []string{dir}, Pinned: []string{"app:v1"}})
+	img := pull(t, s, "app:v1")
+	hex := strings.TrimPrefix(img.ID, "sha256:")
+	for _, ref := range []string{
+		img.ID, hex, hex[:12], hex[:minPrefix], "sha256:" + hex[:20],
+		"app:v1", "library/app:v1", "docker.io/library/app:v1", "index.docker.io/app:v1",
+		"app@" + top.Digest.String(), "app:v1@" + top.Digest.String(), "app:other@" + top.Digest.String(),
+	} {
+		if got, err := s.Get(ref); err != nil || got != img {
+			t.Errorf("Get(%q) = %v, %v", ref, got, err)
+		}
+	}
+	for _, ref := range []string{
+		"app", "app:v2", "other", hex[:minPrefix-1], "sha256:" + strings.Repeat("0", 64), "sha256:zz", "UPPER CASE",
+		"other@" + top.Digest.String(), hex[:12] + "0000000", "../../etc/passwd",
+	} {
+		_, err := s.Get(ref)
+		wantCode(t, err, codes.NotFound, "not found")
+	}
+	_, err := s.Get("")
+	wantCode(t, err, codes.InvalidArgument)
+	if !img.Pinned {
+		t.Error("the image is not pinned")
+	}
+}
+
+func TestIndexFindsPrefixes(t *testing.T) {
+	id := func(s string) string { return "sha256:" + s + strings.Repeat("0", 64-len(s)) }
+	x := &index{byID: map[string]*Image{}}
+	for _, s := range []string{"1234567a", "1234567b", "9999999"} {
+		img := &Image{ID: id(s)}
+		x.images = append(x.images, img)
+		x.byID[img.ID] = img
+	}
+	for prefix, want := range map[string]codes.Code{
+		"1234567": codes.InvalidArgument, "1234567a": codes.OK, "1234567b0": codes.OK, "9999999": codes.OK,
+		"1234568": codes.NotFound, "99999990000001": codes.NotFound, "fffffff": codes.NotFound, "0000000": codes.NotFound,
+	} {
+		_, err := x.find(prefix)
+		wantCode(t, err, want)
+	}
+}
+
+func TestPullByDigestHasNoTag(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{})
+	top := reg.PutImage("app", "v1", "", plain(t, "f", "1"))
+	name := reg.Host() + "/app"
+	for _, ref := range []string{name + "@" + top.Digest.String(), name + ":v1@" + top.Digest.String()} {
+		img := pull(t, s, ref)
+		if len(img.RepoTags) != 0 || !slices.Equal(img.RepoDigests, []string{name + "@" + top.Digest.String()}) {
+			t.Errorf("%s: tags %q, digests %q", ref, img.RepoTags, img.RepoDigests)
+		}
+	}
+	img := pull(t, s, name+":v1")
+	if !slices.Equal(img.RepoTags, []string{name + ":v1"}) || len(s.List()) != 1 {
+		t.Errorf("tags %q of %d images", img.RepoTags, len(s.List()))
+	}
+}
+
+func TestTagMoves(t *testing.T) {
+	reg := registrytest.New(t)
+	root := t.TempDir()
+	s := openStore(t, Config{Root: root})
+	name := reg.Host() + "/app"
+	reg.PutImage("app", "v1", "first", plain(t, "f", "1"))
+	first := pull(t, s, name+":v1")
+	reg.PutImage("app", "v1", "second", plain(t, "f", "2"))
+	second := pull(t, s, name+":v1")
+	check := func(s *Store) {
+		t.Helper()
+		old, err := s.Get(first.ID)
+		if err != nil || len(old.RepoTags) != 0 || !slices.Equal(old.RepoDigests, first.RepoDigests) {
+			t.Errorf("the old image is %+v, %v", old, err)
+		}
+		now, err := s.Get(name + ":v1")
+		if err != nil || now.ID != second.ID || len(s.List()) != 2 {
+			t.Errorf("the tag names %+v, %v", now, err)
+		}
+	}
+	check(s)
+	if first.RepoTags[0] != name+":v1" {
+		t.Error("an Image that was handed out has changed")
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	check(openStore(t, Config{Root: root}))
+}
+
+// TestTagThatWasMoving: berth stopped between the two writes of a moving tag.
+func TestTagThatWasMoving(t *testing.T) {
+	reg := registrytest.New(t)
+	root := t.TempDir()
+	s := openStore(t, Config{Root: root})
+	name := reg.Host() + "/app"
+	reg.PutImage("app", "v1", "first", plain(t, "f", "1"))
+	first := pull(t, s, name+":v1")
+	before := s.index.Load().records[first.ID]
+	reg.PutImage("app", "v1", "second", plain(t, "f", "2"))
+	second := pull(t, s, name+":v1")
+	if err := s.records.Write(recordName(first.ID), before); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	log := &logBuffer{}
+	s = openUnsettled(t, Config{Root: root}, log)
+	img, err := s.Get(name + ":v1")
+	if err != nil || img.ID != second.ID {
+		t.Errorf("the tag names %+v, %v", img, err)
+	}
+	if old, err := s.Get(first.ID); err != nil || len(old.RepoTags) != 0 {
+		t.Errorf("the old image is %+v, %v", old, err)
+	}
+	if !strings.Contains(log.String(), name+":v1") {
+		t.Errorf("the log does not name the tag: %s", log)
+	}
+}
+
+func TestRemove(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{})
+	name := reg.Host() + "/app"
+	shared := plain(t, "shared", "x")
+	reg.PutImage("app", "v1", "one", shared, plain(t, "f", "1"))
+	reg.PutImage("app", "v2", "one", shared, plain(t, "f", "1"))
+	reg.PutImage("app", "other", "two", shared, plain(t, "f", "2"))
+	img := pull(t, s, name+":v1")
+	if again := pull(t, s, name+":v2"); again.ID != img.ID || len(again.RepoTags) != 2 {
+		t.Fatalf("got %+v", again)
+	}
+	other := pull(t, s, name+":other")
+	for _, ref := range []string{"unknown:v1", img.ID[:20] + "0000", "sha256:" + strings.Repeat("0", 64)} {
+		if err := s.Remove(t.Context(), ref); err != nil {
+			t.Errorf("Remove(%q): %v", ref, err)
+		}
+	}
+	if err := s.Remove(t.Context(), name+":v1"); err != nil {
+		t.Fatal(err)
+	}
+	for _, ref := range []string{name + ":v1", name + ":v2", img.ID} {
+		_, err := s.Get(ref)
+		wantCode(t, err, codes.NotFound)
+	}
+	if layers := s.layers.List(); len(layers) != 2 {
+		t.Errorf("%d layers are left, want the other image's 2", len(layers))
+	}
+	if err := s.Remove(t.Context(), other.ID[len("sha256:"):][:12]); err != nil {
+		t.Fatal(err)
+	}
+	wantEmpty(t, s)
+	if err := s.Remove(t.Context(), name+":v1"); err != nil {
+		t.Errorf("removing again: %v", err)
+	}
+}
+
+func TestHeldLayersSurviveRemoval(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{})
+	reg.PutImage("app", "v1", "", plain(t, "f", "1"), plain(t, "g", "2"))
+	img := pull(t, s, reg.Host()+"/app:v1")
+	for range 2 { // idempotent
+		spec, err := s.Hold("ctr", img.Layers)
+		if err != nil || len(spec.Layers) != 2 || spec.Upper != "" {
+			t.Fatalf("%+v, %v", spec, err)
+		}
+	}
+	if _, err := s.Hold("other", img.Layers[:1]); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Remove(t.Context(), img.ID); err != nil {
+		t.Fatal(err)
+	}
+	if n := len(s.layers.List()); n != 2 {
+		t.Errorf("%d layers while they are held, want 2", n)
+	}
+	if err := s.Release("ctr"); err != nil {
+		t.Fatal(err)
+	}
+	if got := s.layers.List(); !slices.Equal(got, img.Layers[:1]) {
+		t.Errorf("layers %v, want the one that is still held", got)
+	}
+	for range 2 { // idempotent
+		if err := s.Release("other"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	wantEmpty(t, s)
+	_, err := s.Hold("ctr", img.Layers)
+	wantCode(t, err, codes.NotFound)
+	_, err = s.Hold("ctr", nil)
+	wantCode(t, err, codes.FailedPrecondition)
+	wantEmpty(t, s)
+}
+
+func TestRestart(t *testing.T) {
+	reg := registrytest.New(t)
+	root := t.TempDir()
+	s := openStore(t, Config{Root: root})
+	reg.PutImage("app", "v1", "", plain(t, "f", "1"))
+	reg.PutImage("gone", "v1", "gone", plain(t, "g", "2"))
+	img := pull(t, s, reg.Host()+"/app:v1")
+	gone := pull(t, s, reg.Host()+"/gone:v1")
+	if _, err := s.Hold("ctr", gone.Layers); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Remove(t.Context(), gone.ID); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s = openUnsettled(t, Config{Root: root}, io.Discard)
+	got, err := s.Get(reg.Host() + "/app:v1")
+	if err != nil || got.ID != img.ID || got.Size != img.Size || !slices.Equal(got.RepoDigests, img.RepoDigests) || !slices.Equal(got.Layers, img.Layers) {
+		t.Errorf("got %+v, %v", got, err)
+	}
+	if content := readFile(t, s, got, "f"); content != "1" {
+		t.Errorf("the file holds %q", content)
+	}
+	// The holder has not registered yet: whatever is released, its layer stays.
+	if n := len(s.layers.List()); n != 2 {
+		t.Fatalf("%d layers before CollectGarbage, want 2", n)
+	}
+	if _, err := s.Hold("ctr", gone.Layers); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.CollectGarbage(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if n := len(s.layers.List()); n != 2 {
+		t.Errorf("%d layers while one is held, want 2", n)
+	}
+	if err := s.Release("ctr"); err != nil {
+		t.Fatal(err)
+	}
+	if got := s.layers.List(); !slices.Equal(got, img.Layers) {
+		t.Errorf("layers %v, want the image's", got)
+	}
+}
+
+func TestDamagedRecordIsSetAside(t *testing.T) {
+	reg := registrytest.New(t)
+	root := t.TempDir()
+	s := openStore(t, Config{Root: root})
+	reg.PutImage("app", "v1", "", plain(t, "f", "1"))
+	reg.PutImage("other", "v1", "other", plain(t, "f", "2"))
+	reg.PutImage("third", "v1", "third", plain(t, "f", "3"))
+	broken, fine, hollow := pull(t, s, reg.Host()+"/app:v1"), pull(t, s, reg.Host()+"/other:v1"), pull(t, s, reg.Host()+"/third:v1")
+	if err := s.layers.Remove(hollow.Layers[0]); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	file := filepath.Join(root, "records", recordName(broken.ID)+".record")
+	data, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	data[len(data)/2] ^= 1
+	if err := os.WriteFile(file, data, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	log := &logBuffer{}
+	s = openUnsettled(t, Config{Root: root}, log)
+	if images := s.List(); len(images) != 1 || images[0].ID != fine.ID {
+		t.Errorf("%d images", len(images))
+	}
+	for _, want := range []string{recordName(broken.ID), recordName(hollow.ID), "is missing", "checksum"} {
+		if !strings.Contains(log.String(), want) {
+			t.Errorf("the log lacks %q: %s", want, log)
+		}
+	}
+	if _, err := os.Stat(file); !os.IsNotExist(err) {
+		t.Errorf("the record is still in its place: %v", err)
+	}
+	again := pull(t, s, reg.Host()+"/app:v1")
+	if again.ID != broken.ID {
+		t.Errorf("pulled again: %+v", again)
+	}
+}
+
+func TestRecordOfAnotherImageIsRefused(t *testing.T) {
+	body := []byte(`{"sequence":1,"config":"e30="}`) // {}
+	if _, err := decodeRecord(digest.FromString("{}").String(), body); err != nil {
+		t.Error(err)
+	}
+	for _, id := range []string{"sha256:" + strings.Repeat("0", 64), "sha256:../x"} {
+		if _, err := decodeRecord(id, body); err == nil {
+			t.Errorf("accepted as %s", id)
+		}
+	}
+}
+
+func FuzzDecodeRecord(f *testing.F) {
+	f.Add([]byte(`{"sequence":1,"tags":["docker.io/library/a:b"],"size":1,"config":"e30="}`))
+	f.Add([]byte(`{"config":"eyJyb290ZnMiOnsiZGlmZl9pZHMiOlsiLi4vLi4iXX19"}`))
+	f.Fuzz(func(t *testing.T, body []byte) {
+		var rec record
+		for _, id := range []string{digest.FromString("{}").String(), digest.FromBytes(body).String()} {
+			var err error
+			if rec, err = decodeRecord(id, body); err != nil {
+				continue
+			}
+			for _, d := range rec.image(id, nil).Layers {
+				if d.Validate() != nil {
+					t.Fatalf("accepted the layer %q", d)
+				}
+			}
+		}
+	})
+}
+
+func TestUnchangedTagIsNotFetchedAgain(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{})
+	reg.PutImage("app", "v1", "", plain(t, "f", "1"))
+	img := pull(t, s, reg.Host()+"/app:v1")
+	gets := reg.Count("GET")
+	if again := pull(t, s, reg.Host()+"/app:v1"); again != img || reg.Count("GET") != gets || reg.Count("HEAD") != 1 {
+		t.Errorf("%d GET and %d HEAD more", reg.Count("GET")-gets, reg.Count("HEAD"))
+	}
+	// The registry decides who may have the image, also when it is here.
+	reg.Before = func(w http.ResponseWriter, r *http.Request) bool { w.WriteHeader(http.StatusForbidden); return true }
+	for _, ref := range append(slices.Clone(img.RepoDigests), img.RepoTags...) {
+		_, err := s.Pull(t.Context(), ref, nil)
+		wantCode(t, err, codes.PermissionDenied, ref)
+	}
+}
+
+func TestPresentLayersAreNotFetched(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{})
+	base := gzipped(t, "base", "x")
+	reg.PutImage("app", "v1", "", base)
+	reg.PutImage("app", "v2", "", base, plain(t, "f", "1"))
+	pull(t, s, reg.Host()+"/app:v1")
+	pull(t, s, reg.Host()+"/app:v2")
+	if n := reg.Count("GET /v2/app/blobs/" + digest.FromBytes(base.Blob).String()); n != 1 {
+		t.Errorf("the common layer was fetched %d times", n)
+	}
+}
+
+func TestSameLayerTwiceInOneImage(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{})
+	a, b := plain(t, "f", "a"), plain(t, "f", "b")
+	reg.PutImage("app", "v1", "", a, b, a)
+	img := pull(t, s, reg.Host()+"/app:v1")
+	if len(img.Layers) != 3 {
+		t.Errorf("layers %v", img.Layers)
+	}
+	if got := readFile(t, s, img, "f"); got != "a" {
+		t.Errorf("the file holds %q", got)
+	}
+	spec, err := s.Hold("ctr", img.Layers)
+	if err != nil || len(spec.Layers) != 2 {
+		t.Errorf("to mount: %+v, %v; overlayfs refuses a directory twice", spec, err)
+	}
+	if err := s.Remove(t.Context(), img.ID); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Release("ctr"); err != nil {
+		t.Fatal(err)
+	}
+	wantEmpty(t, s)
+}
+
+func TestImageWithoutLayers(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{})
+	reg.PutImage("app", "v1", "")
+	img := pull(t, s, reg.Host()+"/app:v1")
+	if img.Size == 0 {
+		t.Error("CRI wants a size")
+	}
+	_, err := s.Hold("ctr", img.Layers)
+	wantCode(t, err, codes.FailedPrecondition)
+}
+
+// gate lets a test hold back the answers with one blob.
+type gate struct {
+	arrived chan struct{} // gets one value for each request
+	open    chan struct{} // closed: answer
+}
+
+func gateBlob(reg *registrytest.Server, blob []byte) *gate {
+	g := &gate{arrived: make(chan struct{}, 100), open: make(chan struct{})}
+	path := digest.FromBytes(blob).String()
+	reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
+		if strings.HasSuffix(r.URL.Path, path) {
+			g.arrived <- struct{}{}
+			select {
+			case <-g.open:
+			case <-r.Context().Done():
+			}
+		}
+		return false
+	}
+	return g
+}
+
+// pullLater starts a pull and returns where its error comes.
+func pullLater(ctx context.Context, s *Store, ref string) <-chan error {
+	done := make(chan error, 1)
+	go func() {
+		_, err := s.Pull(ctx, ref, nil)
+		done <- err
+	}()
+	return done
+}
+
+// eventually waits for a condition.
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for deadline := time.Now().Add(30 * time.Second); !ok(); {
+		if time.Now().After(deadline) {
+			t.Fatalf("waited in vain for: %s", what)
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// downloading reports whether n pulls wait for the layer of a download.
+func downloading(s *Store, n int) func() bool {
+	return func() bool {
+		count := 0
+		for _, p := range s.Progress() {
+			for _, l := range p.Layers {
+				if l.State == LayerDownloading {
+					count++
+				}
+			}
+		}
+		return count == n
+	}
+}
+
+func TestConcurrentPullsShareDownload(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{})
+	base := gzipped(t, "base", strings.Repeat("x", 100_000))
+	reg.PutImage("app", "v1", "one", base)
+	reg.PutImage("other", "v1", "two", base)
+	g := gateBlob(reg, base.Blob)
+	one := pullLater(t.Context(), s, reg.Host()+"/app:v1")
+	two := pullLater(t.Context(), s, reg.Host()+"/other:v1")
+	eventually(t, "both pulls wait for the layer", downloading(s, 2))
+	close(g.open)
+	if err := <-one; err != nil {
+		t.Error(err)
+	}
+	if err := <-two; err != nil {
+		t.Error(err)
+	}
+	if n := reg.Count("/blobs/" + digest.FromBytes(base.Blob).String()); n != 1 || len(s.List()) != 2 {
+		t.Errorf("%d downloads, %d images", n, len(s.List()))
+	}
+}
+
+func TestCancelledPullDoesNotCancelTheOther(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{})
+	base := gzipped(t, "base", "x")
+	reg.PutImage("app", "v1", "one", base)
+	reg.PutImage("other", "v1", "two", base)
+	g := gateBlob(reg, base.Blob)
+	ctx, cancel := context.WithCancel(t.Context())
+	one := pullLater(ctx, s, reg.Host()+"/app:v1")
+	<-g.arrived
+	two := pullLater(t.Context(), s, reg.Host()+"/other:v1")
+	eventually(t, "both pulls wait for the layer", downloading(s, 2))
+	cancel()
+	wantCode(t, <-one, codes.Canceled)
+	close(g.open)
+	if err := <-two; err != nil {
+		t.Error(err)
+	}
+	if n := reg.Count("/blobs/" + digest.FromBytes(base.Blob).String()); n != 1 {
+		t.Errorf("%d downloads", n)
+	}
+}
+
+func TestLastCancelledPullEndsTheDownload(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{})
+	base := gzipped(t, "base", "x")
+	reg.PutImage("app", "v1", "", base)
+	g := gateBlob(reg, base.Blob)
+	ctx, cancel := context.WithCancel(t.Context())
+	one := pullLater(ctx, s, reg.Host()+"/app:v1")
+	<-g.arrived
+	cancel()
+	wantCode(t, <-one, codes.Canceled)
+	wantEmpty(t, s) // the download has ended, not only been told to
+	close(g.open)
+	pull(t, s, reg.Host()+"/app:v1")
+}
+
+func TestCloseEndsPulls(t *testing.T) {
+	reg := registrytest.New(t)
+	s, err := Open(t.Context(), Config{Root: t.TempDir()}, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	base := gzipped(t, "base", "x")
+	reg.PutImage("app", "v1", "", base)
+	g := gateBlob(reg, base.Blob)
+	defer close(g.open)
+	one := pullLater(t.Context(), s, reg.Host()+"/app:v1")
+	<-g.arrived
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+	wantCode(t, <-one, codes.Canceled)
+	_, err = s.Pull(t.Context(), reg.Host()+"/app:v1", nil)
+	wantCode(t, err, codes.Unavailable, "closed")
+}
+
+// TestFailedDownloadOfAnotherPull: the second pull has credentials that the first
+// one lacks, so it does not fail with it.
+func TestFailedDownloadOfAnotherPull(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{})
+	base := gzipped(t, "base", "x")
+	reg.PutImage("app", "v1", "", base)
+	arrived, answer := make(chan struct{}, 10), make(chan struct{})
+	path := digest.FromBytes(base.Blob).String()
+	reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
+		if !strings.HasSuffix(r.URL.Path, path) {
+			return false
+		}
+		if r.Header.Get("Authorization") != "" {
+			return false
+		}
+		arrived <- struct{}{}
+		<-answer
+		w.WriteHeader(http.StatusForbidden)
+		return true
+	}
+	one := pullLater(t.Context(), s, reg.Host()+"/app:v1")
+	<-arrived
+	two := make(chan error, 1)
+	go func() {
+		_, err := s.Pull(t.Context(), reg.Host()+"/app:v1", &runtimeapi.AuthConfig{RegistryToken: "t"})
+		two <- err
+	}()
+	eventually(t, "both pulls wait for the layer", downloading(s, 2))
+	close(answer)
+	wantCode(t, <-one, codes.PermissionDenied)
+	if err := <-two; err != nil {
+		t.Error(err)
+	}
+}
+
+func TestLayersAreFetchedAtOnce(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{})
+	layers := []registrytest.Layer{gzipped(t, "a", "1"), gzipped(t, "b", "2"), gzipped(t, "c", "3"), gzipped(t, "d", "4")}
+	reg.PutImage("app", "v1", "", layers...)
+	var all sync.WaitGroup
+	all.Add(len(layers))
+	reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
+		for _, l := range layers {
+			if strings.HasSuffix(r.URL.Path, digest.FromBytes(l.Blob).String()) {
+				all.Done()
+				all.Wait() // answered only when all have been asked for
+			}
+		}
+		return false
+	}
+	pull(t, s, reg.Host()+"/app:v1")
+}
+
+func TestProgress(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{MaxParallelDownloads: 1})
+	here, held, last := plain(t, "here", "x"), gzipped(t, "held", "y"), gzipped(t, "last", "z")
+	reg.PutImage("app", "v0", "", here)
+	reg.PutImage("app", "v1", "", here, held, last)
+	pull(t, s, reg.Host()+"/app:v0")
+	g := gateBlob(reg, held.Blob)
+	done := pullLater(t.Context(), s, reg.Host()+"/app:v1")
+	<-g.arrived
+	eventually(t, "the layer is being fetched", downloading(s, 1))
+	p := s.Progress()
+	if len(p) != 1 || p[0].Ref != reg.Host()+"/app:v1" || p[0].Started.IsZero() || len(p[0].Layers) != 3 {
+		t.Fatalf("progress %+v", p)
+	}
+	size := func(l registrytest.Layer) int64 { return int64(len(l.Blob)) }
+	want := []LayerProgress{
+		{digest.FromBytes(here.Blob), LayerPresent, size(here), size(here)},
+		{digest.FromBytes(held.Blob), LayerDownloading, 0, size(held)},
+		{digest.FromBytes(last.Blob), LayerWaiting, 0, size(last)},
+	}
+	if !slices.Equal(p[0].Layers, want) {
+		t.Errorf("layers\n%+v, want\n%+v", p[0].Layers, want)
+	}
+	close(g.open)
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	if p := s.Progress(); len(p) != 0 {
+		t.Errorf("progress of no pull: %+v", p)
+	}
+}
+
+func TestPullFailures(t *testing.T) {
+	good := gzipped(t, "f", strings.Repeat("content ", 10_000))
+	cut := good
+	cut.Blob = good.Blob[:len(good.Blob)/2]
+	wrongDiffID := good
+	wrongDiffID.DiffID = digest.FromString("something else")
+	noTar := registrytest.Layer{Blob: bytes.Repeat([]byte("no tar "), 1000)}
+	blobPath := digest.FromBytes(good.Blob).String()
+	serve := func(status int, change func([]byte) []byte) func(w http.ResponseWriter, r *http.Request) bool {
+		return func(w http.ResponseWriter, r *http.Request) bool {
+			if !strings.HasSuffix(r.URL.Path, blobPath) {
+				return false
+			}
+			w.WriteHeader(status)
+			_, _ = w.Write(change(bytes.Clone(good.Blob)))
+			return true
+		}
+	}
+	for name, c := range map[string]struct {
+		layer  registrytest.Layer
+		before func(w http.ResponseWriter, r *http.Request) bool
+		code   codes.Code
+		texts  []string
+	}{
+		"truncated gzip":  {layer: cut, code: codes.DataLoss, texts: []string{digest.FromBytes(cut.Blob).String(), "decompress"}},
+		"wrong diffID":    {layer: wrongDiffID, code: codes.DataLoss, texts: []string{wrongDiffID.DiffID.String()}},
+		"not a tar":       {layer: noTar, code: codes.InvalidArgument},
+		"corrupted blob":  {layer: good, before: serve(200, func(b []byte) []byte { b[len(b)-10] ^= 1; return b }), code: codes.DataLoss, texts: []string{blobPath}},
+		"wrong size":      {layer: good, before: serve(200, func(b []byte) []byte { return b[1:] }), code: codes.DataLoss, texts: []string{blobPath, "size is"}},
+		"layer not found": {layer: good, before: serve(404, func(b []byte) []byte { return nil }), code: codes.NotFound, texts: []string{blobPath}},
+		"layer forbidden": {layer: good, before: serve(403, func(b []byte) []byte { return nil }), code: codes.PermissionDenied, texts: []string{blobPath}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			reg := registrytest.New(t)
+			reg.PutImage("app", "v1", "", plain(t, "base", "x"), c.layer)
+			reg.Before = c.before
+			s := openStore(t, Config{})
+			ref := reg.Host() + "/app:v1"
+			_, err := s.Pull(t.Context(), ref, nil)
+			wantCode(t, err, c.code, append(c.texts, "pull "+ref)...)
+			wantEmpty(t, s)
+		})
+	}
+}
+
+func TestPullBadReferences(t *testing.T) {
+	s := openStore(t, Config{})
+	for _, ref := range []string{"", "a/UPPER", "app@sha256:1", "../../etc"} {
+		_, err := s.Pull(t.Context(), ref, nil)
+		wantCode(t, err, codes.InvalidArgument)
+	}
+	_, err := s.Pull(t.Context(), "app", &runtimeapi.AuthConfig{Auth: "%"})
+	wantCode(t, err, codes.InvalidArgument)
+	reg := registrytest.New(t)
+	_, err = s.Pull(t.Context(), reg.Host()+"/unknown:v1", nil)
+	wantCode(t, err, codes.NotFound, "pull "+reg.Host()+"/unknown:v1", "not found")
+	wantEmpty(t, s)
+}
+
+// TestRegistryUnavailable: what kubelet does with the error of a PullImage call
+// (cri-client strips codes.Unknown, image_manager.go matches the prefix).
+func TestRegistryUnavailable(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{})
+	ref := reg.Host() + "/app:v1"
+	reg.Close()
+	_, err := s.Pull(t.Context(), ref, nil)
+	st, ok := status.FromError(err)
+	if !ok || st.Code() != codes.Unknown || !strings.HasPrefix(st.Message(), crierrors.ErrRegistryUnavailable.Error()+": ") {
+		t.Errorf("got %v", err)
+	}
+	wantCode(t, err, codes.Unknown, "pull "+ref, "connection refused")
+	wantEmpty(t, s)
+}
+
+func TestStalledLayer(t *testing.T) {
+	reg := registrytest.New(t)
+	layer := gzipped(t, "f", strings.Repeat("x", 1000))
+	reg.PutImage("app", "v1", "", layer)
+	end := make(chan struct{})
+	defer close(end)
+	path := digest.FromBytes(layer.Blob).String()
+	reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
+		if !strings.HasSuffix(r.URL.Path, path) {
+			return false
+		}
+		w.Header().Set("Content-Length", fmt.Sprint(len(layer.Blob)))
+		_, _ = w.Write(layer.Blob[:20])
+		w.(http.Flusher).Flush()
+		<-end
+		return true
+	}
+	s := openStore(t, Config{StallTimeout: 50 * time.Millisecond})
+	_, err := s.Pull(t.Context(), reg.Host()+"/app:v1", nil)
+	wantCode(t, err, codes.Unknown, "RegistryUnavailable: pull", path, "at byte 20 of", "transfer stalled")
+	wantEmpty(t, s)
+}
+
+// TestCorruptMirror: what one host has wrong comes from the next.
+func TestCorruptMirror(t *testing.T) {
+	server, mirror := registrytest.New(t), registrytest.New(t)
+	layer := gzipped(t, "f", strings.Repeat("content ", 10_000))
+	server.PutImage("app", "v1", "", layer)
+	mirror.PutImage("app", "v1", "", layer)
+	path := digest.FromBytes(layer.Blob).String()
+	mirror.Before = func(w http.ResponseWriter, r *http.Request) bool {
+		if !strings.HasSuffix(r.URL.Path, path) {
+			return false
+		}
+		bad := bytes.Clone(layer.Blob)
+		bad[len(bad)/2] ^= 1
+		_, _ = w.Write(bad)
+		return true
+	}
+	dir := t.TempDir()
+	if err := os.MkdirAll(filepath.Join(dir, "example.com"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	hosts := fmt.Appendf(nil, "server = %q\n[host.%q]", server.URL, mirror.URL)
+	if err := os.WriteFile(filepath.Join(dir, "example.com/hosts.toml"), hosts, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s := openStore(t, Config{RegistryDirs: []string{dir}})
+	pull(t, s, "example.com/app:v1")
+	if mirror.Count(path) != 1 || server.Count(path) != 1 {
+		t.Errorf("mirror was asked %d times, server %d times", mirror.Count(path), server.Count(path))
+	}
+}
+
+func TestOpenRefusesBadConfig(t *testing.T) {
+	for _, cfg := range []Config{{Pinned: []string{"a/UPPER"}}, {Driver: "zfs"}} {
+		cfg.Root = t.TempDir()
+		_, err := Open(t.Context(), cfg, slog.New(slog.DiscardHandler))
+		wantCode(t, err, codes.InvalidArgument)
+	}
+}
+
+// TestDyingLayerIsWaitedFor: a pull that needs a layer that is being deleted goes
+// on when it is gone; a container does not get it.
+func TestDyingLayerIsWaitedFor(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		refs := newLayerRefs()
+		refs.settle()
+		layers := []digest.Digest{"sha256:a", "sha256:b"}
+		if got := refs.condemn(layers[:1]); !slices.Equal(got, layers[:1]) {
+			t.Fatalf("condemned %v", got)
+		}
+		if got := refs.condemn(layers[:1]); len(got) != 0 {
+			t.Errorf("condemned twice: %v", got)
+		}
+		if _, ok := refs.tryAcquire("ctr", layers); ok {
+			t.Error("got a dying layer")
+		}
+		done := make(chan error)
+		go func() { done <- refs.acquire(t.Context(), "pull", layers) }()
+		synctest.Wait()
+		select {
+		case <-done:
+			t.Fatal("did not wait")
+		default:
+		}
+		refs.buried(layers[0])
+		if err := <-done; err != nil {
+			t.Fatal(err)
+		}
+		if got := refs.condemn(layers); len(got) != 0 {
+			t.Errorf("condemned %v, which is needed", got)
+		}
+		refs.condemn([]digest.Digest{"sha256:c"})
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		if err := refs.acquire(ctx, "pull", []digest.Digest{"sha256:c"}); err != context.Canceled {
+			t.Errorf("got %v", err)
+		}
+	})
+}
