@@ -231,7 +231,7 @@ func (r *reader) flush() error {
 // report returns an error that counts the records that were no CRI records.
 func (r *reader) report() error {
 	if r.malformed > 0 {
-		return fmt.Errorf("read log %s: %d malformed records, the first: %w", r.path, r.malformed, r.firstBad)
+		return fmt.Errorf("read log %s: %d malformed record(s), the first: %w", r.path, r.malformed, r.firstBad)
 	}
 	return nil
 }

@@ -59,29 +59,35 @@ func (s *source) next() ([]byte, error) {
 		case errors.Is(err, bufio.ErrBufferFull):
 			continue
 		case errors.Is(err, io.EOF):
-			return nil, s.rewindIfTruncated()
+			rewound, err := s.rewindIfTruncated()
+			if err != nil {
+				return nil, err
+			}
+			if !rewound {
+				return nil, io.EOF
+			}
 		default:
 			return nil, fmt.Errorf("read log %s: %w", s.file.Name(), err)
 		}
 	}
 }
 
-// rewindIfTruncated starts from the top of a file that became shorter than what
-// was read of it ("copytruncate" rotation), and otherwise returns io.EOF.
-func (s *source) rewindIfTruncated() error {
+// rewindIfTruncated goes to the top of a file that became shorter than what was
+// read of it ("copytruncate" rotation), and reports whether it did.
+func (s *source) rewindIfTruncated() (bool, error) {
 	info, err := s.file.Stat()
 	if err != nil {
-		return fmt.Errorf("stat log %s: %w", s.file.Name(), err)
+		return false, fmt.Errorf("stat log %s: %w", s.file.Name(), err)
 	}
 	if info.Size() >= s.offset {
-		return io.EOF
+		return false, nil
 	}
 	if _, err := s.file.Seek(0, io.SeekStart); err != nil {
-		return fmt.Errorf("rewind log %s: %w", s.file.Name(), err)
+		return false, fmt.Errorf("rewind log %s: %w", s.file.Name(), err)
 	}
 	s.read.Reset(s.file)
 	s.offset, s.pending = 0, nil
-	return io.EOF
+	return true, nil
 }
 
 // replaced reports whether path is another file by now, one that has content:

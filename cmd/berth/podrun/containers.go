@@ -183,7 +183,7 @@ func (r *podRun) start(ctx context.Context, c podyaml.Container, number uint32) 
 		a.status, a.err = r.attend(a)
 	})
 	if c.Lifecycle != nil && c.Lifecycle.PostStart != nil {
-		if err := r.hook(ctx, a, c.Lifecycle.PostStart, 0); err != nil {
+		if err := runHook(ctx, r.client, id, c.Lifecycle.PostStart, 0); err != nil {
 			return nil, fmt.Errorf("postStart hook of container %s: %w", c.Name, err)
 		}
 	}
@@ -215,25 +215,28 @@ func (r *podRun) create(c podyaml.Container, number uint32) (string, error) {
 	return reply.GetContainerId(), err
 }
 
-// attend waits for the end of an attempt while its log is printed.
+// attend waits for the end of an attempt while its log is printed. That the log
+// cannot be read is reported and ends nothing; that nobody takes our output does.
 func (r *podRun) attend(a *attempt) (*runtimeapi.ContainerStatus, error) {
-	var status *runtimeapi.ContainerStatus
-	var err error
 	if r.config.Detach && !a.container.Init {
 		return r.client.WaitContainer(r.life, a.id)
 	}
-	path := r.logPath(a)
 	exited := make(chan struct{})
 	read := make(chan error, 1)
-	go func() { read <- r.out.follow(r.life, a.container.Name, path, exited) }()
-	status, err = r.client.WaitContainer(r.life, a.id)
+	go func() {
+		err := r.out.follow(r.life, a.container.Name, r.logPath(a), exited)
+		var unwritten *outputError
+		if errors.As(err, &unwritten) {
+			r.abort(err)
+		}
+		read <- err
+	}()
+	status, err := r.client.WaitContainer(r.life, a.id)
 	close(exited)
-	return status, errors.Join(err, <-read)
-}
-
-// hook runs a lifecycle handler; timeout 0 is none.
-func (r *podRun) hook(ctx context.Context, a *attempt, h *corev1.LifecycleHandler, timeout time.Duration) error {
-	return runHook(ctx, r.client, a.id, h, timeout)
+	if logErr := <-read; logErr != nil {
+		r.config.Report("[%s] %v", a.container.Name, logErr)
+	}
+	return status, err
 }
 
 // runHook runs a lifecycle handler in a container; timeout 0 is none.

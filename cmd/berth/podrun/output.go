@@ -31,9 +31,17 @@ func (p *prefixer) print(container string, r crilog.Record) error {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	_, err := w.Write(line)
-	return err
+	if _, err := w.Write(line); err != nil {
+		return &outputError{err}
+	}
+	return nil
 }
+
+// outputError says that our own output cannot be written, e.g. to a closed pipe.
+type outputError struct{ err error }
+
+func (e *outputError) Error() string { return "write output: " + e.err.Error() }
+func (e *outputError) Unwrap() error { return e.err }
 
 // follow prints a container's log until it has exited, or at the latest ctx is over.
 func (p *prefixer) follow(ctx context.Context, container, path string, exited <-chan struct{}) error {

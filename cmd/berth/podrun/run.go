@@ -21,9 +21,8 @@ import (
 	"sync"
 	"time"
 
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
-
 	corev1 "k8s.io/api/core/v1"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/cleanup"
 	"berth/internal/client"
@@ -84,6 +83,7 @@ type podRun struct {
 	// life ends with the run, or when the user wants it ended at once. Calls and
 	// goroutines of the run live in it.
 	life context.Context
+	end  context.CancelFunc // ends life
 	// abort ends the run with an error, from any goroutine.
 	abort context.CancelCauseFunc
 
@@ -110,7 +110,10 @@ func Run(ctx, now context.Context, c *client.Client, pod *corev1.Pod, config Con
 	defer abort(nil)
 	life, end := context.WithCancel(now)
 	defer end()
-	r := &podRun{client: c, config: config, life: life, abort: abort, images: map[imageKey]*runtimeapi.Image{}}
+	r := &podRun{
+		client: c, config: config, life: life, end: end, abort: abort,
+		images: map[imageKey]*runtimeapi.Image{}, out: &prefixer{stdout: config.Stdout, stderr: config.Stderr},
+	}
 	undo := cleanup.New()
 	defer undo.Run(&err)
 
@@ -167,7 +170,6 @@ func (r *podRun) makePlan(pod *corev1.Pod, uid string) error {
 	r.plan = &podyaml.Plan{
 		Pod: pod, UID: uid, Host: r.config.Host, LogDir: logs, CgroupParent: r.config.CgroupParent,
 	}
-	r.out = &prefixer{stdout: r.config.Stdout, stderr: r.config.Stderr}
 	return nil
 }
 

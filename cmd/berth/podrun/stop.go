@@ -19,6 +19,9 @@ import (
 // period up, as with kubelet.
 const leastGrace = 2 * time.Second
 
+// drainTime is how long the last output of stopped containers may take.
+const drainTime = 10 * time.Second
+
 // running is a container to be stopped. Its manifest is empty if it is not known.
 type running struct {
 	id        string
@@ -43,8 +46,12 @@ func (r *podRun) stopAll(now context.Context) error {
 		list = append(list, running{a.id, a.container})
 	}
 	r.mu.Unlock()
-	s := newStopper(now, r.client, grace(r.plan.Pod))
-	err := s.stop(list)
+	err := newStopper(now, r.client, grace(r.plan.Pod)).stop(list)
+	if err != nil {
+		r.end() // what could not be stopped will not end, so do not wait for it
+	}
+	tooLong := time.AfterFunc(drainTime, r.end)
+	defer tooLong.Stop()
 	r.waits.Wait()
 	return err
 }

@@ -1,0 +1,459 @@
+package podrun
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/client"
+	"berth/internal/client/fakecri"
+	"berth/internal/podyaml"
+)
+
+// bench is a fake runtime, a client and what a run printed.
+type bench struct {
+	*fakecri.Server
+	t              *testing.T
+	client         *client.Client
+	config         Config
+	stdout, stderr syncBuffer
+	reports        syncBuffer
+}
+
+// syncBuffer is a buffer that several goroutines write.
+type syncBuffer struct {
+	mu  sync.Mutex
+	buf bytes.Buffer
+}
+
+func (b *syncBuffer) Write(p []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buf.Write(p)
+}
+
+func (b *syncBuffer) String() string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buf.String()
+}
+
+const image = "registry.test/app:1"
+
+func newBench(t *testing.T, s *fakecri.Server) *bench {
+	t.Helper()
+	s.Registry = map[string]*runtimeapi.Image{image: {Id: "sha256:app", RepoTags: []string{image}}}
+	c, err := client.Dial(t.Context(), fakecri.Start(t, s))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	b := &bench{Server: s, t: t, client: c}
+	b.config = Config{
+		Dir: t.TempDir(), Stdout: &b.stdout, Stderr: &b.stderr,
+		Report:  func(format string, args ...any) { fmt.Fprintf(&b.reports, format+"\n", args...) },
+		Backoff: Backoff{First: time.Millisecond, Most: 4 * time.Millisecond, Reset: time.Hour},
+	}
+	return b
+}
+
+// run runs a manifest whose spec is given, indented by nothing.
+func (b *bench) run(ctx, now context.Context, spec string) (Result, error) {
+	b.t.Helper()
+	pod, err := podyaml.Parse([]byte(manifest(spec)), podyaml.Mode{Detached: b.config.Detach})
+	if err != nil {
+		b.t.Fatal(err)
+	}
+	return Run(ctx, now, b.client, pod, b.config)
+}
+
+func manifest(spec string) string {
+	return "apiVersion: v1\nkind: Pod\nmetadata: {name: web}\nspec:\n  " +
+		strings.ReplaceAll(strings.TrimSpace(spec), "\n", "\n  ") + "\n"
+}
+
+func container(name string) string { return fmt.Sprintf("{name: %s, image: %q}", name, image) }
+
+// checkCalls compares the calls the runtime got with the wanted ones; calls that
+// may come in any order are sorted in both.
+func (b *bench) checkCalls(want ...string) {
+	b.t.Helper()
+	if got := b.Calls(); !slices.Equal(got, want) {
+		b.t.Errorf("calls:\n%s\nwant:\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+}
+
+// checkNothingLeft looks for what a run must have taken away.
+func (b *bench) checkNothingLeft() {
+	b.t.Helper()
+	if left := b.Left(); len(left) > 0 {
+		b.t.Errorf("left in the runtime: %q", left)
+	}
+	entries, err := os.ReadDir(b.config.Dir)
+	if err != nil || len(entries) > 0 {
+		b.t.Errorf("left of the files: %v, %v", entries, err)
+	}
+}
+
+func TestRunOrder(t *testing.T) {
+	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{
+		"prepare": {Exits: []int32{0}, Output: []string{"stdout preparing"}},
+		"one":     {Exits: []int32{0}, Output: []string{"stdout first", "stderr oops"}},
+		"two":     {Exits: []int32{0}, Output: []string{"stdout second"}},
+	}})
+	_, err := b.run(t.Context(), t.Context(), `
+restartPolicy: Never
+terminationGracePeriodSeconds: 7
+initContainers:
+- `+container("prepare")+`
+- {name: helper, image: "`+image+`", restartPolicy: Always}
+containers:
+- `+container("one")+`
+- `+container("two"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	calls := b.Calls()
+	stops := calls[len(calls)-6:]
+	slices.Sort(stops[:3]) // the containers that are no sidecars: side by side
+	want := []string{
+		"PullImage " + image, "RunPodSandbox web",
+		"CreateContainer prepare/0", "StartContainer prepare/0",
+		"CreateContainer helper/0", "StartContainer helper/0",
+		"CreateContainer one/0", "StartContainer one/0",
+		"CreateContainer two/0", "StartContainer two/0",
+		"StopContainer one/0 7", "StopContainer prepare/0 7", "StopContainer two/0 7", "StopContainer helper/0 7",
+		"StopPodSandbox", "RemovePodSandbox",
+	}
+	if !slices.Equal(calls, want) {
+		t.Errorf("calls:\n%s\nwant:\n%s", strings.Join(calls, "\n"), strings.Join(want, "\n"))
+	}
+	for _, line := range []string{"[prepare] preparing\n", "[one] first\n", "[two] second\n"} {
+		if !strings.Contains(b.stdout.String(), line) {
+			t.Errorf("stdout %q lacks %q", b.stdout.String(), line)
+		}
+	}
+	if got := b.stderr.String(); got != "[one] oops\n" {
+		t.Errorf("stderr %q", got)
+	}
+	b.checkNothingLeft()
+}
+
+func TestRunFirstFailureCounts(t *testing.T) {
+	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{
+		"one": {Exits: []int32{0}}, "two": {Exits: []int32{3}},
+	}})
+	_, err := b.run(t.Context(), t.Context(), "restartPolicy: Never\ncontainers: ["+container("one")+", "+container("two")+"]")
+	var failed *ContainerFailed
+	if !errors.As(err, &failed) || failed.Container != "two" || failed.Code != 3 {
+		t.Errorf("error %v, want that two exited with 3", err)
+	}
+	b.checkNothingLeft()
+}
+
+func TestRunInitFails(t *testing.T) {
+	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{"init": {Exits: []int32{9}}}})
+	_, err := b.run(t.Context(), t.Context(),
+		"restartPolicy: Never\ninitContainers: ["+container("init")+"]\ncontainers: ["+container("main")+"]")
+	var failed *ContainerFailed
+	if !errors.As(err, &failed) || failed.Code != 9 {
+		t.Errorf("error %v, want exit code 9", err)
+	}
+	if slices.Contains(b.Calls(), "CreateContainer main/0") {
+		t.Error("main was created after its init container failed")
+	}
+	b.checkNothingLeft()
+}
+
+func TestRunInitIsRetried(t *testing.T) {
+	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{
+		"init": {Exits: []int32{1, 1, 0}, Output: []string{"stdout trying"}}, "main": {Exits: []int32{0}},
+	}})
+	_, err := b.run(t.Context(), t.Context(),
+		"restartPolicy: OnFailure\ninitContainers: ["+container("init")+"]\ncontainers: ["+container("main")+"]")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := strings.Count(b.stdout.String(), "[init] trying\n"); got != 3 {
+		t.Errorf("init wrote %d lines, want 3, one for each attempt", got)
+	}
+	if got := b.reports.String(); !strings.Contains(got, "exited with code 1, starts again in 1ms") || !strings.Contains(got, "in 2ms") {
+		t.Errorf("reports %q do not tell of the growing wait", got)
+	}
+	b.checkNothingLeft()
+}
+
+func TestRunRestartsAlwaysUntilInterrupted(t *testing.T) {
+	interrupt := errors.New("Ctrl-C")
+	ctx, stop := context.WithCancelCause(t.Context())
+	b := newBench(t, &fakecri.Server{
+		Programs: map[string]fakecri.Program{"main": {Exits: []int32{0, 5, 0}}},
+		Hook: func(_ context.Context, call string) error {
+			if call == "StartContainer main/3" {
+				stop(interrupt)
+			}
+			return nil
+		},
+	})
+	_, err := b.run(ctx, t.Context(), "containers: ["+container("main")+"]")
+	if !errors.Is(err, interrupt) {
+		t.Errorf("error %v, want the interrupt", err)
+	}
+	b.checkNothingLeft()
+}
+
+func TestRunInterruptStopsWithGrace(t *testing.T) {
+	interrupt := errors.New("Ctrl-C")
+	for _, at := range []string{"PullImage " + image, "RunPodSandbox web", "StartContainer init/0", "StartContainer main/0"} {
+		t.Run(at, func(t *testing.T) {
+			ctx, stop := context.WithCancelCause(t.Context())
+			b := newBench(t, &fakecri.Server{Hook: func(_ context.Context, call string) error {
+				if call == at {
+					stop(interrupt)
+				}
+				return nil
+			}})
+			if at == "StartContainer main/0" {
+				b.Programs = map[string]fakecri.Program{"init": {Exits: []int32{0}}}
+			}
+			_, err := b.run(ctx, t.Context(), "terminationGracePeriodSeconds: 5\ninitContainers: ["+container("init")+"]\n"+
+				"containers: ["+container("main")+"]")
+			if !errors.Is(err, interrupt) {
+				t.Errorf("error %v, want the interrupt", err)
+			}
+			if at == "StartContainer main/0" && !slices.Contains(b.Calls(), "StopContainer main/0 5") {
+				t.Errorf("main did not get its grace period: %q", b.Calls())
+			}
+			b.checkNothingLeft()
+		})
+	}
+}
+
+func TestRunSecondInterruptKills(t *testing.T) {
+	ctx, stop := context.WithCancel(t.Context())
+	now, kill := context.WithCancel(t.Context())
+	b := newBench(t, &fakecri.Server{
+		Programs: map[string]fakecri.Program{"main": {Stubborn: true}},
+		Hook: func(_ context.Context, call string) error {
+			switch call {
+			case "StartContainer main/0":
+				stop()
+			case "StopContainer main/0 30":
+				kill()
+			}
+			return nil
+		},
+	})
+	_, err := b.run(ctx, now, "containers: ["+container("main")+"]")
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("error %v, want that it was cancelled", err)
+	}
+	if !slices.Contains(b.Calls(), "StopContainer main/0 0") {
+		t.Errorf("main was not killed: %q", b.Calls())
+	}
+	b.checkNothingLeft()
+}
+
+func TestRunFailuresLeaveNothing(t *testing.T) {
+	one := "restartPolicy: Never\ncontainers: [" + container("main") + "]"
+	tests := []struct {
+		name   string
+		server fakecri.Server
+		spec   string
+		want   string
+	}{
+		{"unknown image", fakecri.Server{}, "containers: [{name: main, image: 'registry.test/none:1'}]", "not found: registry.test/none:1: manifest unknown"},
+		{"image never pulled", fakecri.Server{}, "containers: [{name: main, image: '" + image + "', imagePullPolicy: Never}]", "imagePullPolicy is Never"},
+		{"sandbox refused", fakecri.Server{Hook: failAt("RunPodSandbox web", codes.FailedPrecondition, "no CNI config")}, one, "no CNI config"},
+		{"sandbox in doubt", fakecri.Server{LoseSandbox: true}, one, "timed out"},
+		{"create refused", fakecri.Server{Hook: failAt("CreateContainer main/0", codes.InvalidArgument, "no such user")}, one, "create container main: invalid request: no such user"},
+		{"command not found", fakecri.Server{Programs: map[string]fakecri.Program{
+			"main": {StartErr: status.Error(codes.InvalidArgument, "exec: \"nope\": not found")}}}, one, "start container main"},
+		{"restart refused", fakecri.Server{
+			Programs: map[string]fakecri.Program{"main": {Exits: []int32{1}}},
+			Hook:     failAt("StartContainer main/1", codes.Internal, "out of luck"),
+		}, "containers: [" + container("main") + "]", "out of luck"},
+		{"postStart hook", fakecri.Server{ExecCode: 4},
+			"containers: [{name: main, image: '" + image + "', lifecycle: {postStart: {exec: {command: [check, it]}}}}]",
+			"postStart hook of container main: command exited with code 4: it"},
+		{"runs as root", fakecri.Server{},
+			"securityContext: {runAsNonRoot: true}\ncontainers: [" + container("main") + "]", "the image runs as root"},
+		{"hostPath", fakecri.Server{}, "volumes: [{name: v, hostPath: {path: /nowhere/at/all}}]\ncontainers: [" + container("main") + "]",
+			"spec.volumes[0]: hostPath /nowhere/at/all does not exist"},
+	}
+	for i := range tests {
+		test := &tests[i]
+		t.Run(test.name, func(t *testing.T) {
+			b := newBench(t, &test.server)
+			_, err := b.run(t.Context(), t.Context(), test.spec)
+			if err == nil || !strings.Contains(err.Error(), test.want) {
+				t.Errorf("error %v, want %q", err, test.want)
+			}
+			b.checkNothingLeft()
+		})
+	}
+}
+
+func failAt(call string, code codes.Code, message string) func(context.Context, string) error {
+	return func(_ context.Context, got string) error {
+		if got == call {
+			return status.Error(code, message)
+		}
+		return nil
+	}
+}
+
+func TestRunSidecarsStopLast(t *testing.T) {
+	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{"main": {Exits: []int32{0}}}})
+	sidecar := func(name string) string {
+		return fmt.Sprintf("{name: %s, image: %q, restartPolicy: Always}", name, image)
+	}
+	_, err := b.run(t.Context(), t.Context(), "restartPolicy: Never\nterminationGracePeriodSeconds: 0\n"+
+		"initContainers: ["+sidecar("s1")+", "+sidecar("s2")+"]\ncontainers: ["+container("main")+"]")
+	if err != nil {
+		t.Fatal(err)
+	}
+	calls := b.Calls()
+	want := []string{"StopContainer main/0 0", "StopContainer s2/0 2", "StopContainer s1/0 2", "StopPodSandbox", "RemovePodSandbox"}
+	if got := calls[len(calls)-len(want):]; !slices.Equal(got, want) {
+		t.Errorf("end of the calls %q, want %q", got, want)
+	}
+	b.checkNothingLeft()
+}
+
+func TestRunHooks(t *testing.T) {
+	ctx, stop := context.WithCancel(t.Context())
+	b := newBench(t, &fakecri.Server{Hook: func(_ context.Context, call string) error {
+		if strings.HasPrefix(call, "ExecSync main/0 warm") {
+			stop()
+		}
+		return nil
+	}})
+	_, err := b.run(ctx, t.Context(), "containers: [{name: main, image: '"+image+"', lifecycle: {"+
+		"postStart: {exec: {command: [warm, up]}}, preStop: {exec: {command: [cool, down]}}}}]")
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("error %v", err)
+	}
+	b.checkCalls("PullImage "+image, "RunPodSandbox web", "CreateContainer main/0", "StartContainer main/0",
+		"ExecSync main/0 warm up", "ExecSync main/0 cool down", "StopContainer main/0 30", "StopPodSandbox", "RemovePodSandbox")
+}
+
+func TestDetachedPodIsStoppedByItsManifest(t *testing.T) {
+	b := newBench(t, &fakecri.Server{})
+	b.config.Detach = true
+	result, err := b.run(t.Context(), t.Context(), "terminationGracePeriodSeconds: 11\ncontainers: [{name: main, image: '"+image+
+		"', lifecycle: {preStop: {exec: {command: [bye]}}}}]")
+	if err != nil {
+		t.Fatal(err)
+	}
+	pod, err := b.client.FindPod(t.Context(), result.PodID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := Stop(t.Context(), b.client, pod, b.config.Dir, -1); err != nil {
+		t.Fatal(err)
+	}
+	b.checkCalls("PullImage "+image, "RunPodSandbox web", "CreateContainer main/0", "StartContainer main/0",
+		"ExecSync main/0 bye", "StopContainer main/0 11", "StopPodSandbox")
+	if err := b.client.RemovePod(t.Context(), pod.GetId()); err != nil {
+		t.Fatal(err)
+	}
+	if err := RemoveFiles(b.config.Dir, result.UID); err != nil {
+		t.Fatal(err)
+	}
+	b.checkNothingLeft()
+}
+
+func TestRemoveFilesStaysBelowItsDirectory(t *testing.T) {
+	parent := t.TempDir()
+	keep := filepath.Join(parent, "keep")
+	if err := os.MkdirAll(filepath.Join(parent, "run"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Mkdir(keep, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for _, uid := range []string{"../keep", "", ".", "..", "keep"} {
+		if err := RemoveFiles(filepath.Join(parent, "run"), uid); err != nil {
+			t.Errorf("uid %q: %v", uid, err)
+		}
+	}
+	for _, dir := range []string{keep, filepath.Join(parent, "run")} {
+		if _, err := os.Stat(dir); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestRunKeepsLogsElsewhere(t *testing.T) {
+	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{"main": {Exits: []int32{0}, Output: []string{"stdout hi"}}}})
+	b.config.LogDir = t.TempDir()
+	if _, err := b.run(t.Context(), t.Context(), "restartPolicy: Never\ncontainers: ["+container("main")+"]"); err != nil {
+		t.Fatal(err)
+	}
+	logs, err := filepath.Glob(filepath.Join(b.config.LogDir, "default_web_*", "main", "0.log"))
+	if err != nil || len(logs) != 1 {
+		t.Errorf("logs %q, %v", logs, err)
+	}
+	b.checkNothingLeft()
+}
+
+// closedPipe is an output that nobody reads any more.
+type closedPipe struct{}
+
+func (closedPipe) Write([]byte) (int, error) { return 0, os.ErrClosed }
+
+func TestRunEndsWhenNobodyReads(t *testing.T) {
+	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{"main": {Output: []string{"stdout hello"}}}})
+	b.config.Stdout = closedPipe{}
+	if _, err := b.run(t.Context(), t.Context(), "containers: ["+container("main")+"]"); !errors.Is(err, os.ErrClosed) {
+		t.Errorf("error %v, want that of the write", err)
+	}
+	b.checkNothingLeft()
+}
+
+func TestRunReportsBadLogAndGoesOn(t *testing.T) {
+	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{
+		"main": {Exits: []int32{0}, Output: []string{"nowhere lost", "stdout found"}},
+	}})
+	if _, err := b.run(t.Context(), t.Context(), "restartPolicy: Never\ncontainers: ["+container("main")+"]"); err != nil {
+		t.Fatal(err)
+	}
+	if b.stdout.String() != "[main] found\n" || !strings.Contains(b.reports.String(), "1 malformed record") {
+		t.Errorf("stdout %q, reports %q", b.stdout.String(), b.reports.String())
+	}
+}
+
+func TestRunStopFailureIsToldAndDoesNotHang(t *testing.T) {
+	ctx, stop := context.WithCancel(t.Context())
+	b := newBench(t, &fakecri.Server{Hook: func(ctx context.Context, call string) error {
+		switch {
+		case call == "StartContainer main/0":
+			stop()
+		case strings.HasPrefix(call, "StopContainer"):
+			return status.Error(codes.Internal, "cannot be killed")
+		}
+		return nil
+	}})
+	_, err := b.run(ctx, t.Context(), "containers: ["+container("main")+"]")
+	if err == nil || !strings.Contains(err.Error(), "cannot be killed") {
+		t.Errorf("error %v", err)
+	}
+	b.checkNothingLeft() // stopping the pod got it after all
+}

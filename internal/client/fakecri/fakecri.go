@@ -1,0 +1,235 @@
+// Package fakecri is a CRI runtime for tests: a real gRPC server on a unix socket
+// over a small state machine that is as strict about order as a runtime is.
+// Its containers run no processes; a Program says how each behaves.
+package fakecri
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+// Program is how a container behaves.
+type Program struct {
+	Output []string // lines it writes when it starts, each a CRI stream and text: "stdout hello"
+	// Exits are the exit codes of its attempts; an attempt beyond them runs until
+	// it is stopped.
+	Exits []int32
+	// Stubborn: the stop signal does nothing, only a stop without grace ends it.
+	Stubborn bool
+	StartErr error // what StartContainer returns
+}
+
+// Server is the runtime. Fields may be set until the first call.
+type Server struct {
+	runtimeapi.UnimplementedRuntimeServiceServer
+	runtimeapi.UnimplementedImageServiceServer
+
+	Programs map[string]Program // by container name; none: runs until it is stopped
+	// Hook, if not nil, is called with each entry of Calls before the call is carried
+	// out; an error is the call's.
+	Hook func(ctx context.Context, call string) error
+	// LoseSandbox makes RunPodSandbox succeed and tell the caller it did not.
+	LoseSandbox bool
+	ExecCode    int32
+	ExecOutput  string // stdout; stderr is the command, one word a line
+	PullsInfo   string // the JSON that a verbose Status has under "pulls"
+	Registry    map[string]*runtimeapi.Image
+
+	mu         sync.Mutex // guards what follows
+	calls      []string
+	pods       map[string]*pod
+	containers map[string]*container
+	images     map[string]*runtimeapi.Image
+	next       int
+}
+
+type pod struct {
+	id      string
+	config  *runtimeapi.PodSandboxConfig
+	state   runtimeapi.PodSandboxState
+	created time.Time
+}
+
+type container struct {
+	id, podID string
+	config    *runtimeapi.ContainerConfig
+	status    *runtimeapi.ContainerStatus
+	ended     chan struct{}
+}
+
+// Start serves s on a socket of its own until the test ends, and returns its address.
+func Start(t testing.TB, s *Server) string {
+	t.Helper()
+	s.pods, s.containers, s.images = map[string]*pod{}, map[string]*container{}, map[string]*runtimeapi.Image{}
+	dir, err := os.MkdirTemp("", "fakecri") // t.TempDir can be too long for a socket
+	if err != nil {
+		t.Fatal(err)
+	}
+	listener, err := net.Listen("unix", filepath.Join(dir, "s"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := grpc.NewServer()
+	runtimeapi.RegisterRuntimeServiceServer(g, s)
+	runtimeapi.RegisterImageServiceServer(g, s)
+	served := make(chan error, 1)
+	go func() { served <- g.Serve(listener) }()
+	t.Cleanup(func() {
+		g.Stop()
+		if err := <-served; err != nil {
+			t.Errorf("serve: %v", err)
+		}
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	return "unix://" + filepath.Join(dir, "s")
+}
+
+// Calls returns the calls that change something, in order.
+func (s *Server) Calls() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.calls)
+}
+
+// Left returns the IDs of pods and containers that exist.
+func (s *Server) Left() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var left []string
+	for id := range s.pods {
+		left = append(left, id)
+	}
+	for id := range s.containers {
+		left = append(left, id)
+	}
+	slices.Sort(left)
+	return left
+}
+
+// Sandbox returns the config of the only pod there is or was.
+func (s *Server) Sandbox() *runtimeapi.PodSandboxConfig {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, p := range s.pods {
+		return p.config
+	}
+	return nil
+}
+
+// note records a call and asks the hook.
+func (s *Server) note(ctx context.Context, format string, args ...any) error {
+	call := fmt.Sprintf(format, args...)
+	s.mu.Lock()
+	s.calls = append(s.calls, call)
+	s.mu.Unlock()
+	if s.Hook != nil {
+		return s.Hook(ctx, call)
+	}
+	return nil
+}
+
+func (s *Server) newID(kind string) string {
+	s.next++
+	return fmt.Sprintf("%s%062x", kind, s.next)
+}
+
+func (s *Server) Version(context.Context, *runtimeapi.VersionRequest) (*runtimeapi.VersionResponse, error) {
+	return &runtimeapi.VersionResponse{RuntimeName: "fake"}, nil
+}
+
+func (s *Server) Status(_ context.Context, r *runtimeapi.StatusRequest) (*runtimeapi.StatusResponse, error) {
+	reply := &runtimeapi.StatusResponse{RuntimeHandlers: []*runtimeapi.RuntimeHandler{
+		{Name: "", Features: &runtimeapi.RuntimeHandlerFeatures{RecursiveReadOnlyMounts: true}},
+	}}
+	if r.GetVerbose() {
+		reply.Info = map[string]string{"pulls": s.PullsInfo}
+	}
+	return reply, nil
+}
+
+func (s *Server) RunPodSandbox(ctx context.Context, r *runtimeapi.RunPodSandboxRequest) (*runtimeapi.RunPodSandboxResponse, error) {
+	name := r.GetConfig().GetMetadata().GetName()
+	if err := s.note(ctx, "RunPodSandbox %s", name); err != nil {
+		return nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := &pod{id: s.newID("a"), config: r.GetConfig(), created: time.Now()}
+	s.pods[p.id] = p
+	if s.LoseSandbox {
+		return nil, status.Errorf(codes.DeadlineExceeded, "run pod %s", name)
+	}
+	return &runtimeapi.RunPodSandboxResponse{PodSandboxId: p.id}, nil
+}
+
+func (s *Server) StopPodSandbox(ctx context.Context, r *runtimeapi.StopPodSandboxRequest) (*runtimeapi.StopPodSandboxResponse, error) {
+	if err := s.note(ctx, "StopPodSandbox"); err != nil {
+		return nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if p := s.pods[r.GetPodSandboxId()]; p != nil {
+		p.state = runtimeapi.PodSandboxState_SANDBOX_NOTREADY
+		for _, c := range s.containers {
+			if c.podID == p.id {
+				c.end(137)
+			}
+		}
+	}
+	return &runtimeapi.StopPodSandboxResponse{}, nil
+}
+
+func (s *Server) RemovePodSandbox(ctx context.Context, r *runtimeapi.RemovePodSandboxRequest) (*runtimeapi.RemovePodSandboxResponse, error) {
+	if err := s.note(ctx, "RemovePodSandbox"); err != nil {
+		return nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, c := range s.containers {
+		if c.podID == r.GetPodSandboxId() {
+			c.end(137)
+			delete(s.containers, id)
+		}
+	}
+	delete(s.pods, r.GetPodSandboxId())
+	return &runtimeapi.RemovePodSandboxResponse{}, nil
+}
+
+func (s *Server) PodSandboxStatus(_ context.Context, r *runtimeapi.PodSandboxStatusRequest) (*runtimeapi.PodSandboxStatusResponse, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := s.pods[r.GetPodSandboxId()]
+	if p == nil {
+		return nil, status.Errorf(codes.NotFound, "pod sandbox %s not found", r.GetPodSandboxId())
+	}
+	return &runtimeapi.PodSandboxStatusResponse{Status: &runtimeapi.PodSandboxStatus{
+		Id: p.id, Metadata: p.config.GetMetadata(), State: p.state, CreatedAt: p.created.UnixNano(),
+		Network: &runtimeapi.PodSandboxNetworkStatus{Ip: "10.0.0.2", AdditionalIps: []*runtimeapi.PodIP{{Ip: "fd00::2"}}},
+	}}, nil
+}
+
+func (s *Server) ListPodSandbox(context.Context, *runtimeapi.ListPodSandboxRequest) (*runtimeapi.ListPodSandboxResponse, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	reply := &runtimeapi.ListPodSandboxResponse{}
+	for _, p := range s.pods {
+		reply.Items = append(reply.Items, &runtimeapi.PodSandbox{
+			Id: p.id, Metadata: p.config.GetMetadata(), State: p.state, CreatedAt: p.created.UnixNano(), Labels: p.config.GetLabels(),
+		})
+	}
+	return reply, nil
+}
