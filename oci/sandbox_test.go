@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -97,6 +98,17 @@ func TestSandboxRefused(t *testing.T) {
 	sandboxRefused(t, func(in *SandboxInput) { in.sc().Seccomp = profile(localhost, "/no") }, codes.InvalidArgument, "/no")
 }
 
+func sandboxSpec(t *testing.T, change func(*SandboxInput)) *specs.Spec {
+	t.Helper()
+	in := testSandbox()
+	change(&in)
+	spec, err := SandboxSpec(in)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return spec
+}
+
 func TestSysctls(t *testing.T) {
 	in := testSandbox()
 	in.Pod.Config.Linux.Sysctls = map[string]string{
@@ -111,8 +123,28 @@ func TestSysctls(t *testing.T) {
 	want := maps.Clone(in.Pod.Config.Linux.Sysctls)
 	delete(want, "net/core/somaxconn")
 	want["net.core.somaxconn"] = "4096"
+	for key, value := range defaultSysctls {
+		want[key] = value
+	}
 	if !maps.Equal(spec.Linux.Sysctl, want) {
 		t.Errorf("got %v", spec.Linux.Sysctl)
+	}
+}
+
+func TestDefaultSysctls(t *testing.T) {
+	const ports = "net.ipv4.ip_unprivileged_port_start"
+	own := sandboxSpec(t, func(in *SandboxInput) {
+		in.Pod.Config.Linux.Sysctls = map[string]string{ports: "1024"}
+	})
+	if got := own.Linux.Sysctl; got[ports] != "1024" || got["net.ipv4.ping_group_range"] != "0 2147483647" {
+		t.Errorf("the pod's own value must win over the default: %v", got)
+	}
+	host := sandboxSpec(t, func(in *SandboxInput) {
+		in.sc().NamespaceOptions = &runtimeapi.NamespaceOption{Network: nsNode}
+		in.Pod.Config.Linux.Sysctls = nil
+	})
+	if got := host.Linux.Sysctl; len(got) != 0 {
+		t.Errorf("the node's network would be changed: %v", got)
 	}
 }
 

@@ -38,10 +38,25 @@ func sysctls(pod Pod) (map[string]string, error) {
 		}
 		out[key] = value
 	}
+	if !pod.hostNetwork() {
+		for key, value := range defaultSysctls {
+			if _, set := out[key]; !set {
+				out[key] = value
+			}
+		}
+	}
 	if len(out) == 0 {
 		return nil, nil
 	}
 	return out, nil
+}
+
+// defaultSysctls hold in a pod with a network of its own unless its config sets them:
+// what needs privileges for the node's sake needs none there. Users of containerd and
+// Docker rely on both: a server that is not root listens on port 80, ping works.
+var defaultSysctls = map[string]string{
+	"net.ipv4.ip_unprivileged_port_start": "0",
+	"net.ipv4.ping_group_range":           "0 2147483647",
 }
 
 func isOddInSysctl(r rune) bool { return r != '\t' && r < ' ' || r > '~' || r == '+' }

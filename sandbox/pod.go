@@ -377,24 +377,13 @@ func (m *Manager) hosts(p *pod) ([]byte, error) {
 	return dnsfiles.Hosts(hostname, ips)
 }
 
-// hostname is the pod's, or the host's where the pod is in the host's UTS namespace.
+// hostname is the pod's. Without one it is the node's, which a new UTS namespace
+// starts with; a pod on the node's network is in the node's UTS namespace.
 func (m *Manager) hostname(config *runtimeapi.PodSandboxConfig) (string, error) {
 	if name := config.GetHostname(); name != "" && !hostNetwork(config) {
 		return name, dnsfiles.CheckHostname(name)
 	}
-	if !hostNetwork(config) {
-		return defaultHostname(config), nil
-	}
 	return os.Hostname()
-}
-
-// defaultHostname is the pod's name where no hostname is given, cut to what the kernel holds.
-func defaultHostname(config *runtimeapi.PodSandboxConfig) string {
-	name := config.GetMetadata().GetName()
-	if dnsfiles.CheckHostname(name) != nil {
-		return "localhost"
-	}
-	return name
 }
 
 // pauseImage finds the image that replaces the embedded pause, and pulls it the
