@@ -112,7 +112,7 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 		return nil, err
 	}
 	if len(chain) > 0 { // what the layers need of each other, so that it fails now if it does
-		if _, err := s.layers.Stack(ctx, chain); err != nil {
+		if _, err := s.layers.Stack(ctx, distinct(chain)); err != nil {
 			return nil, fmt.Errorf("join the layers: %w", err)
 		}
 	}

@@ -263,7 +263,7 @@ func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error)
 	if _, ok := s.refs.tryAcquire(holderOwner(holder), layers); !ok {
 		return rootfs.Spec{}, errdefs.NotFound("a layer of the image has just been removed")
 	}
-	list, err := s.layers.Stack(context.Background(), layers)
+	list, err := s.layers.Stack(context.Background(), distinct(layers))
 	if err != nil {
 		s.refs.release(holderOwner(holder))
 		return rootfs.Spec{}, fmt.Errorf("root filesystem of %s: %w", holder, err)
@@ -370,12 +370,7 @@ func (s *Store) write(id string, rec record) (record, error) {
 // sizeOf adds up the layers of an image, each once.
 func (s *Store) sizeOf(layers []digest.Digest) (uint64, error) {
 	var total uint64
-	seen := map[digest.Digest]bool{}
-	for _, d := range layers {
-		if seen[d] {
-			continue
-		}
-		seen[d] = true
+	for _, d := range distinct(layers) {
 		info, err := s.layers.Info(d)
 		if err != nil {
 			return 0, err
@@ -383,6 +378,22 @@ func (s *Store) sizeOf(layers []digest.Digest) (uint64, error) {
 		total += info.Bytes
 	}
 	return total, nil
+}
+
+// distinct drops all but the topmost of layers that an image has several times
+// (Docker's empty layer, mostly). What they hold is seen in the topmost only, and
+// overlayfs refuses to mount one directory twice.
+func distinct(layers []digest.Digest) []digest.Digest {
+	seen := map[digest.Digest]bool{}
+	var list []digest.Digest
+	for _, d := range slices.Backward(layers) {
+		if !seen[d] {
+			seen[d] = true
+			list = append(list, d)
+		}
+	}
+	slices.Reverse(list)
+	return list
 }
 
 func recordName(id string) string      { return strings.TrimPrefix(id, "sha256:") }
