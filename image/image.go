@@ -33,12 +33,16 @@ type index struct {
 	bytes   uint64            // of all records
 }
 
-// newIndex builds a snapshot of records. Every config in them parses: that was
-// checked when the record was made or loaded.
-func newIndex(records map[string]record, pinned map[string]bool) *index {
+// newIndex builds a snapshot of records, taking over from the last one (nil: none)
+// what has not changed. Every config in them parses: that was checked when the
+// record was made or loaded.
+func newIndex(records map[string]record, last *index, pinned map[string]bool) *index {
 	x := &index{byID: map[string]*Image{}, byName: map[string]*Image{}, records: records}
 	for id, rec := range records {
-		img := rec.image(id, pinned)
+		img := last.unchanged(id, rec)
+		if img == nil {
+			img = rec.image(id, pinned)
+		}
 		x.images = append(x.images, img)
 		x.byID[id] = img
 		for _, name := range slices.Concat(img.RepoTags, img.RepoDigests) {
@@ -48,6 +52,14 @@ func newIndex(records map[string]record, pinned map[string]bool) *index {
 	}
 	slices.SortFunc(x.images, func(a, b *Image) int { return strings.Compare(a.ID, b.ID) })
 	return x
+}
+
+// unchanged returns the image of a record that has not been written since.
+func (x *index) unchanged(id string, rec record) *Image {
+	if x == nil || x.records[id].Sequence != rec.Sequence {
+		return nil
+	}
+	return x.byID[id]
 }
 
 // minPrefix is the shortest prefix of an ID that is looked up. Shorter ones are

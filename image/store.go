@@ -168,7 +168,7 @@ func (s *Store) load() error {
 		c, _ := rec.config()
 		s.refs.tryAcquire(imageOwner(id), c.RootFS.DiffIDs) // nothing is dying yet
 	}
-	s.index.Store(newIndex(records, s.pinned))
+	s.index.Store(newIndex(records, s.index.Load(), s.pinned))
 	return nil
 }
 
@@ -246,7 +246,7 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 	}
 	records := maps.Clone(x.records)
 	delete(records, img.ID)
-	s.index.Store(newIndex(records, s.pinned))
+	s.index.Store(newIndex(records, s.index.Load(), s.pinned))
 	s.refs.release(imageOwner(img.ID))
 	if err := s.sweep(); err != nil {
 		return fmt.Errorf("remove image %s: %w", img.ID, err)
@@ -341,7 +341,7 @@ func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registr
 		records[old.ID] = s.untag(old.ID, x.records[old.ID].without(ref.String()))
 	}
 	s.refs.tryAcquire(imageOwner(id), img.Config.RootFS.DiffIDs) // the caller holds them: none is dying
-	next := newIndex(records, s.pinned)
+	next := newIndex(records, s.index.Load(), s.pinned)
 	s.index.Store(next)
 	return next.byID[id], nil
 }
@@ -357,14 +357,11 @@ func (s *Store) untag(id string, rec record) record {
 	return written
 }
 
-// write writes a record with the next sequence number.
+// write writes a record with the next sequence number, of which each is used once.
 func (s *Store) write(id string, rec record) (record, error) {
-	rec.Sequence = s.sequence + 1
-	if err := s.records.Write(recordName(id), rec); err != nil {
-		return rec, err
-	}
 	s.sequence++
-	return rec, nil
+	rec.Sequence = s.sequence
+	return rec, s.records.Write(recordName(id), rec)
 }
 
 // sizeOf adds up the layers of an image, each once.

@@ -67,7 +67,7 @@ func (a *authorizer) answer(ctx context.Context, challenges []challenge, generat
 		return err
 	}
 	if cred.RegistryToken != "" {
-		return errdefs.New(codes.Unauthenticated, "the registry token is refused")
+		return a.try("Bearer "+cred.RegistryToken, "the registry token is refused")
 	}
 	for _, scheme := range []string{"bearer", "basic"} {
 		for _, c := range challenges {
@@ -89,8 +89,13 @@ func (a *authorizer) answerBasic(cred Credentials) error {
 	}
 	pair := cred.Username + ":" + cred.Password.Reveal()
 	header := Secret("Basic " + base64.StdEncoding.EncodeToString([]byte(pair)))
+	return a.try(header, "user name or password is refused")
+}
+
+// try sets a header that does not expire: if it has been sent, it is refused.
+func (a *authorizer) try(header Secret, refused string) error {
 	if old, _ := a.current(); old == header {
-		return errdefs.New(codes.Unauthenticated, "user name or password is refused")
+		return errdefs.New(codes.Unauthenticated, "%s", refused)
 	}
 	a.set(header)
 	return nil

@@ -628,6 +628,35 @@ func TestCredentialsDoNotReachMirrors(t *testing.T) {
 	}
 }
 
+func TestRegistryTokenFromDockerConfig(t *testing.T) {
+	reg := registrytest.New(t)
+	putImage(reg, "app", "v1", []byte("x"))
+	(&auth{user: "u", valid: "t"}).protect(reg)
+	docker := write(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{"auths":{%q:{"registrytoken":"t"}}}`, reg.Host()))
+	if _, err := resolve(t, Config{DockerConfig: docker}, reg.Host()+"/app:v1", Credentials{}); err != nil {
+		t.Error(err)
+	}
+	docker = write(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{"auths":{%q:{"registrytoken":"hunter2"}}}`, reg.Host()))
+	_, err := resolve(t, Config{DockerConfig: docker}, reg.Host()+"/app:v1", Credentials{})
+	wantCode(t, err, codes.Unauthenticated, "refused")
+}
+
+// TestMirrorWithAPageInsteadOfAManifest: what a mirror says must not become what
+// the next host is checked against.
+func TestMirrorWithAPageInsteadOfAManifest(t *testing.T) {
+	server, mirror := registrytest.New(t), registrytest.New(t)
+	top := putImage(server, "app", "v1", []byte("x"))
+	mirror.Before = func(w http.ResponseWriter, r *http.Request) bool {
+		_, _ = io.WriteString(w, "<html>Please log in to the network</html>")
+		return true
+	}
+	tree := hostsDir(t, "example.com", fmt.Sprintf("server = %q\n[host.%q]", server.URL, mirror.URL))
+	img, err := resolve(t, Config{Dirs: []string{tree}}, "example.com/app:v1", Credentials{})
+	if err != nil || img.Digest != top.Digest {
+		t.Errorf("%+v, %v", img, err)
+	}
+}
+
 func TestRedirectGetsNoCredentials(t *testing.T) {
 	storage := registrytest.New(t)
 	layer := randomBytes(t, 1000)

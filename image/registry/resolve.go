@@ -115,6 +115,7 @@ func (r *Repository) fetchDocument(ctx context.Context, identifier string, want 
 		caps |= canResolve
 	}
 	err = r.askAll(ctx, caps, func(e *endpoint) error {
+		want := want // fetch fills in what this host says it is
 		data, contentType, err := e.fetch(ctx, "manifests/"+identifier, &want, MaxManifestSize)
 		if err != nil {
 			return err
