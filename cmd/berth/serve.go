@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"os"
@@ -52,24 +53,25 @@ SIGTERM and SIGINT stop the daemon and leave all containers running; the next
 			ctx, stop := signal.NotifyContext(cmd.Context(), unix.SIGTERM, unix.SIGINT)
 			context.AfterFunc(ctx, stop) // a second signal ends the process at once
 			setUpProcess()
-			return serve(ctx, cfg, newLogger(cfg))
+			return serve(ctx, cfg, newLogger(cfg, os.Stderr))
 		},
 	}
 	config.AddFlags(cmd.Flags())
 	return cmd
 }
 
-// newLogger logs to standard error, which systemd connects to the journal.
-func newLogger(cfg *config.Config) *slog.Logger {
+// newLogger logs to w; the daemon's is standard error, which systemd connects to
+// the journal.
+func newLogger(cfg *config.Config, w io.Writer) *slog.Logger {
 	var options slog.HandlerOptions
 	var level slog.Level
 	if err := level.UnmarshalText([]byte(cfg.LogLevel)); err == nil { // the config allows slog's names only
 		options.Level = level
 	}
 	if cfg.LogFormat == "json" {
-		return slog.New(slog.NewJSONHandler(os.Stderr, &options))
+		return slog.New(slog.NewJSONHandler(w, &options))
 	}
-	return slog.New(slog.NewTextHandler(os.Stderr, &options))
+	return slog.New(slog.NewTextHandler(w, &options))
 }
 
 // setUpProcess gives the process what does not depend on who started it.

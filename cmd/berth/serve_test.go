@@ -12,10 +12,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"runtime/debug"
 	"strings"
 	"testing"
 
+	"github.com/containernetworking/cni/libcni"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -219,6 +222,57 @@ func TestActivated(t *testing.T) {
 	fmt.Printf("listens on %s\n", l.Addr())
 	if err := l.Close(); err != nil {
 		t.Error(err)
+	}
+}
+
+func TestLogger(t *testing.T) {
+	for _, tc := range []struct{ level, format, want string }{
+		{"info", "text", "level=INFO msg=i pod=p\n"},
+		{"debug", "text", "level=DEBUG msg=d pod=p\nlevel=INFO msg=i pod=p\n"},
+		{"error", "text", ""},
+		{"info", "json", `"level":"INFO","msg":"i","pod":"p"}` + "\n"},
+	} {
+		var out bytes.Buffer
+		log := newLogger(&config.Config{LogLevel: tc.level, LogFormat: tc.format}, &out)
+		log.Debug("d", "pod", "p")
+		log.Info("i", "pod", "p")
+		got := regexp.MustCompile(`time=\S+ |{"time":"[^"]+",`).ReplaceAllString(out.String(), "")
+		if got != tc.want {
+			t.Errorf("%s, %s: %q, want %q", tc.level, tc.format, got, tc.want)
+		}
+	}
+}
+
+// TestBrokenLogPipe: a daemon whose log nobody reads any more lives on.
+func TestBrokenLogPipe(t *testing.T) {
+	if os.Getenv("BERTH_TEST_PIPE") != "" {
+		setUpProcess()
+		if _, err := os.Stderr.WriteString("x"); !errors.Is(err, unix.EPIPE) {
+			os.Exit(3)
+		}
+		os.Exit(42)
+	}
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Close()
+	cmd := exec.Command("/proc/self/exe", "-test.run=^TestBrokenLogPipe$")
+	cmd.Env, cmd.Stderr = append(os.Environ(), "BERTH_TEST_PIPE=1"), w
+	if err := cmd.Run(); cmd.ProcessState.ExitCode() != 42 {
+		t.Errorf("the process ended with %v", err)
+	}
+	w.Close()
+}
+
+// TestExampleNetwork: what contrib offers is a network that CNI accepts.
+func TestExampleNetwork(t *testing.T) {
+	list, err := libcni.NetworkConfFromFile("../../contrib/cni/10-berth.conflist")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if list.Name != "berth" || len(list.Plugins) != 2 || !list.Plugins[1].Network.Capabilities["portMappings"] {
+		t.Errorf("%+v", list)
 	}
 }
 
