@@ -2,7 +2,6 @@ package image
 
 import (
 	"context"
-	"maps"
 	"slices"
 	"sync"
 
@@ -107,11 +106,4 @@ func (l *layerRefs) buried(d digest.Digest) {
 	defer l.mu.Unlock()
 	close(l.dying[d])
 	delete(l.dying, d)
-}
-
-// holders returns the owners there are, for tests and diagnosis.
-func (l *layerRefs) names() []string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return slices.Sorted(maps.Keys(l.owners))
 }

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -170,6 +171,13 @@ func wantEmpty(t *testing.T, s *Store) {
 	if err != nil || len(entries) != 0 {
 		t.Errorf("temporary files are left: %v, %v", entries, err)
 	}
+}
+
+// names returns the owners there are.
+func (l *layerRefs) names() []string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.Sorted(maps.Keys(l.owners))
 }
 
 // readFile reads a file of an image through its topmost layers.

@@ -662,7 +662,7 @@ func TestRedirectGetsNoCredentials(t *testing.T) {
 	layer := randomBytes(t, 1000)
 	storage.Before = func(w http.ResponseWriter, r *http.Request) bool {
 		if r.URL.Query().Get("demand") != "" {
-			w.Header().Set("WWW-Authenticate", `Basic realm="give"`)
+			w.Header().Set("WWW-Authenticate", fmt.Sprintf(`Bearer realm="%s/token"`, storage.URL))
 			w.WriteHeader(http.StatusUnauthorized)
 			_, _ = io.WriteString(w, `{"errors":[{"code":"INTERNAL","message":"page of the metadata server"}]}`)
 			return true
@@ -699,6 +699,9 @@ func TestRedirectGetsNoCredentials(t *testing.T) {
 	wantCode(t, err, codes.Unauthenticated)
 	if strings.Contains(err.Error(), "hunter2") || strings.Contains(err.Error(), "metadata") {
 		t.Errorf("the error shows the URL or the page: %v", err)
+	}
+	if storage.Count("/token") != 0 {
+		t.Error("the target of a redirect was taken for a token server")
 	}
 	storage.Close()
 	_, err = readBlob(t, repo, img.Layers[0].Blob)

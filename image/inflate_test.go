@@ -1,0 +1,103 @@
+package image
+
+import (
+	"bytes"
+	"errors"
+	"io"
+	"strings"
+	"testing"
+	"testing/iotest"
+
+	"github.com/klauspost/compress/zstd"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+// inflate reads a blob's tar.
+func inflate(blob io.Reader) ([]byte, error) {
+	r, err := newTarReader(blob)
+	if err != nil {
+		return nil, err
+	}
+	defer r.Close()
+	return io.ReadAll(r)
+}
+
+func TestInflate(t *testing.T) {
+	content := strings.Repeat("content ", 100_000)
+	want := tarOf(t, "f", content)
+	for name, blob := range map[string][]byte{
+		"gzip":          gzipped(t, "f", content).Blob,
+		"zstd":          zstandard(t, "f", content).Blob,
+		"zstd, frames":  append(zstdFrame(t, want[:1000]), zstdFrame(t, want[1000:])...),
+		"plain":         want,
+		"gzip, members": append(gzipped(t, "f", content).Blob, gzipped(t, "g", content).Blob...),
+	} {
+		for kind, reader := range map[string]func(io.Reader) io.Reader{
+			"":                func(r io.Reader) io.Reader { return r },
+			", byte by byte":  iotest.OneByteReader,
+			", EOF with data": iotest.DataErrReader,
+		} {
+			got, err := inflate(reader(bytes.NewReader(blob)))
+			expected := want
+			if name == "gzip, members" {
+				expected = append(bytes.Clone(want), tarOf(t, "g", content)...)
+			}
+			if err != nil || !bytes.Equal(got, expected) {
+				t.Errorf("%s%s: %d bytes, want %d: %v", name, kind, len(got), len(expected), err)
+			}
+		}
+	}
+	for _, small := range []string{"", "a", "\x1f", "\x28\xb5\x2f"} {
+		if got, err := inflate(strings.NewReader(small)); err != nil || string(got) != small {
+			t.Errorf("%q: %q, %v", small, got, err)
+		}
+	}
+}
+
+func zstdFrame(t *testing.T, data []byte, opts ...zstd.EOption) []byte {
+	t.Helper()
+	w, err := zstd.NewWriter(nil, opts...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return w.EncodeAll(data, nil)
+}
+
+// TestInflateKeepsTheBlobsError: what the network says is neither hidden by what
+// the decompressor makes of it nor given another code, wherever it comes.
+func TestInflateKeepsTheBlobsError(t *testing.T) {
+	broken := errors.New("broken")
+	content := strings.Repeat("content ", 100_000)
+	for name, blob := range map[string][]byte{
+		"gzip": gzipped(t, "f", content).Blob, "zstd": zstandard(t, "f", content).Blob, "plain": tarOf(t, "f", content),
+	} {
+		for _, at := range []int{0, 2, 3, len(blob) / 2, len(blob) - 1, len(blob)} {
+			_, err := inflate(io.MultiReader(bytes.NewReader(blob[:at]), iotest.ErrReader(broken)))
+			if err != broken {
+				t.Errorf("%s, failing at %d of %d: %v", name, at, len(blob), err)
+			}
+		}
+	}
+}
+
+func TestInflateRefuses(t *testing.T) {
+	content := strings.Repeat("content ", 100_000)
+	flip := func(b []byte, at int) []byte { b[at] ^= 0xff; return b }
+	gz, zs := gzipped(t, "f", content).Blob, zstandard(t, "f", content).Blob
+	for name, blob := range map[string][]byte{
+		"gzip, cut":             gz[:len(gz)/2],
+		"gzip, bad checksum":    flip(bytes.Clone(gz), len(gz)-5),
+		"gzip, bad header":      flip(bytes.Clone(gz), 2),
+		"gzip, garbage behind":  append(bytes.Clone(gz), "garbage, garbage"...),
+		"zstd, cut":             zs[:len(zs)/2],
+		"zstd, garbage behind":  append(bytes.Clone(zs), "garbage, garbage"...),
+		"zstd, window of 2 GiB": {0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xa8, 0x01, 0x00, 0x00},
+	} {
+		got, err := inflate(bytes.NewReader(blob))
+		if errdefs.Code(err) != codes.DataLoss {
+			t.Errorf("%s: %d bytes, %v", name, len(got), err)
+		}
+	}
+}
