@@ -173,7 +173,7 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	if c.rec.User, err = m.resolveUser(c.config, c.rec.Image, root); err != nil {
 		return err
 	}
-	spec, err := m.containerSpec(p, c)
+	spec, err := m.containerSpec(p, c, c.resources)
 	if err != nil {
 		return err
 	}
@@ -202,15 +202,29 @@ func (m *Manager) containerRoot(c *container) (rootfs.Spec, error) {
 	return root, nil
 }
 
-// containerSpec describes the container to the launcher.
-func (m *Manager) containerSpec(p *pod, c *container) (*specs.Spec, error) {
+// RuntimeSpec returns what the launcher is, or was, told of a container.
+func (m *Manager) RuntimeSpec(id string) (*specs.Spec, error) {
+	c, err := m.visibleContainer(id)
+	if err != nil {
+		return nil, err
+	}
+	p, err := m.visiblePod(c.podID)
+	if err != nil {
+		return nil, err
+	}
+	return m.containerSpec(p, c, c.info.Load().Resources)
+}
+
+// containerSpec describes the container to the launcher. It reads of the record only what
+// does not change after the container was published.
+func (m *Manager) containerSpec(p *pod, c *container, resources *runtimeapi.LinuxContainerResources) (*specs.Spec, error) {
 	target, err := m.targetPIDNS(c)
 	if err != nil {
 		return nil, err
 	}
 	return oci.ContainerSpec(oci.ContainerInput{
 		ID: c.id, Pod: m.ociPod(p), Config: c.config, Image: &c.rec.Image.Config, User: c.rec.User, Host: *m.cfg.Host,
-		SystemdCgroup: m.cfg.SystemdCgroup, TargetPIDNS: target, Resources: c.resources, Files: host.Files{},
+		SystemdCgroup: m.cfg.SystemdCgroup, TargetPIDNS: target, Resources: resources, Files: host.Files{},
 	})
 }
 

@@ -101,7 +101,7 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 	if err != nil {
 		return nil, err
 	}
-	spec, err := m.containerSpec(p, c)
+	spec, err := m.containerSpec(p, c, c.resources)
 	if err != nil {
 		return nil, err
 	}

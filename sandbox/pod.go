@@ -399,14 +399,18 @@ func (m *Manager) pauseImage(ctx context.Context) (*imageRecord, error) {
 	return &imageRecord{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}, nil
 }
 
-// ociPod is the pod as the spec builder sees it.
+// ociPod is the pod as the spec builder sees it: for its pause before it is
+// published, for containers afterwards. It reads of the record only what does not change any more.
 func (m *Manager) ociPod(p *pod) oci.Pod {
 	dir := m.podFiles(p.id)
 	pod := oci.Pod{ID: p.id, Config: p.config, CgroupParent: p.config.GetLinux().GetCgroupParent(), NetNS: p.rec.NetNS,
 		ResolvConf: filepath.Join(dir, "resolv.conf"), Hostname: filepath.Join(dir, "hostname"), Hosts: filepath.Join(dir, "hosts"),
-		Shm: m.shmDir(p.id), PausePID: p.rec.PausePID, SELinuxLabel: p.rec.SELinuxLabel}
+		Shm: m.shmDir(p.id), SELinuxLabel: p.rec.SELinuxLabel}
 	if hostIPC(p.config) {
 		pod.Shm = "/dev/shm"
+	}
+	if info := p.info.Load(); info != nil {
+		pod.PausePID = info.PausePID
 	}
 	return pod
 }

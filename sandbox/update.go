@@ -42,7 +42,7 @@ func (m *Manager) updateResources(c *container, res *runtimeapi.LinuxContainerRe
 	if err := m.containerRecs.Write(c.id, record); err != nil {
 		return err
 	}
-	c.rec, c.resources = record, merged
+	c.rec.Resources, c.resources = encoded, merged
 	m.publishContainer(c)
 	return nil
 }

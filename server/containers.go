@@ -5,6 +5,7 @@ import (
 	"math"
 	"time"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
@@ -100,7 +101,7 @@ func (s *runtimeService) ContainerStatus(_ context.Context, req *runtimeapi.Cont
 	}
 	resp := &runtimeapi.ContainerStatusResponse{Status: s.containerStatus(c)}
 	if req.GetVerbose() {
-		resp.Info, err = infoMap(map[string]any{"info": containerDetail{PID: c.PID, PodID: c.PodID, Config: c.Config}})
+		resp.Info, err = infoMap(map[string]any{"info": s.containerDetail(c)})
 		if err != nil {
 			return nil, err
 		}
@@ -114,6 +115,19 @@ type containerDetail struct {
 	PID    int                         `json:"pid"`
 	PodID  string                      `json:"sandboxID"`
 	Config *runtimeapi.ContainerConfig `json:"config"`
+
+	Spec      *specs.Spec `json:"runtimeSpec,omitempty"`
+	SpecError string      `json:"runtimeSpecError,omitempty"` // a mount's source may be gone by now
+}
+
+func (s *runtimeService) containerDetail(c *sandbox.ContainerInfo) containerDetail {
+	detail := containerDetail{PID: c.PID, PodID: c.PodID, Config: c.Config}
+	spec, err := s.pods.RuntimeSpec(c.ID)
+	if err != nil {
+		detail.SpecError = err.Error()
+	}
+	detail.Spec = spec
+	return detail
 }
 
 // UpdateContainerResources implements RuntimeService. Annotations steer nothing,

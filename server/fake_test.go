@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -107,6 +108,13 @@ func (f *fakePods) StopContainer(ctx context.Context, id string, timeout time.Du
 
 func (f *fakePods) RemoveContainer(ctx context.Context, id string) error {
 	return f.call(ctx, "RemoveContainer", id)
+}
+
+func (f *fakePods) RuntimeSpec(id string) (*specs.Spec, error) {
+	if _, err := f.Container(id); err != nil {
+		return nil, err
+	}
+	return &specs.Spec{Version: specs.Version}, nil
 }
 
 func (f *fakePods) Container(id string) (*sandbox.ContainerInfo, error) {

@@ -23,6 +23,7 @@ import (
 	"net"
 	"time"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/grpc"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -53,6 +54,7 @@ type Sandboxes interface {
 	RemoveContainer(ctx context.Context, id string) error
 	Container(id string) (*sandbox.ContainerInfo, error)
 	Containers() []*sandbox.ContainerInfo
+	RuntimeSpec(id string) (*specs.Spec, error)
 	ExecSync(ctx context.Context, id string, cmd []string, timeout time.Duration) (*sandbox.ExecResult, error)
 	UpdateContainerResources(ctx context.Context, id string, resources *runtimeapi.LinuxContainerResources) error
 	ReopenContainerLog(ctx context.Context, id string) error

@@ -54,7 +54,6 @@ type Config struct {
 	MaxParallelDownloads int      `toml:"max_parallel_downloads" default:"8" min:"1" doc:"How many layers of one image are transferred at the same time."`
 	StallTimeout         Duration `toml:"stall_timeout" default:"1m" min:"1s" doc:"A transfer from a registry that delivers no byte for so long is given up."`
 
-	SeccompDir    string `toml:"seccomp_dir" default:"/var/lib/kubelet/seccomp" path:"abs" doc:"Directory in which localhost seccomp profiles with a relative name are looked up."`
 	MaxLogLine    int    `toml:"max_log_line" default:"16384" min:"256" doc:"Bytes of one line in a container's log. Longer lines are split and tagged as partial."`
 	IdleLaunchers int    `toml:"idle_launchers" default:"2" min:"0" doc:"How many processes wait ready to launch a container. Each saves about 20 ms of a container's start and costs a few MB of memory."`
 	ShimPath      string `toml:"shim_path" path:"optional" doc:"The berth-shim program. Empty: beside the berth program, or else in PATH."`
