@@ -50,6 +50,9 @@ func describe(t testing.TB, path string) string {
 	case unix.S_IFREG:
 		content, err := os.ReadFile(path)
 		must(t, err)
+		if len(content) > 100 {
+			return fmt.Sprintf("f %s %d bytes %s", s, len(content), digest.FromBytes(content))
+		}
 		return fmt.Sprintf("f %s %q", s, content)
 	case unix.S_IFCHR:
 		return fmt.Sprintf("c %s %d:%d", s, unix.Major(st.Rdev), unix.Minor(st.Rdev))

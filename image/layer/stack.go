@@ -26,12 +26,15 @@ func (s *Store) Stack(ctx context.Context, diffIDs []digest.Digest) ([]rootfs.La
 	if len(diffIDs) == 0 {
 		return nil, errdefs.InvalidArgument("an image without layers cannot be mounted")
 	}
+	if len(diffIDs) > rootfs.MaxLayers {
+		return nil, errdefs.InvalidArgument("an image of %d layers, of which %d can be mounted", len(diffIDs), rootfs.MaxLayers)
+	}
 	dirs, err := s.stack(ctx, diffIDs)
 	if err != nil {
 		return nil, err
 	}
 	if len(dirs) > rootfs.MaxLayers {
-		return nil, errdefs.InvalidArgument("an image of %d layers needs %d on disk, and %d can be mounted", len(diffIDs), len(dirs), rootfs.MaxLayers)
+		return nil, errdefs.InvalidArgument("an image of %d layers that needs %d on disk, of which %d can be mounted", len(diffIDs), len(dirs), rootfs.MaxLayers)
 	}
 	layers := make([]rootfs.Layer, 0, len(dirs))
 	for _, dir := range dirs {

@@ -49,7 +49,7 @@ type unpacker struct {
 	links   map[string]string    // hard links whose target is not in the layer
 	implied map[string]bool      // directories the tar has not listed so far
 	times   map[string]time.Time // of directories: set last, filling them changes them
-	names   int                  // bytes in the keys and targets above
+	names   int                  // bytes left for the keys and targets above
 
 	usage       Usage
 	whiteouts   int
@@ -67,6 +67,7 @@ func newUnpacker(root *os.File, limits Limits) (*unpacker, error) {
 	return &unpacker{
 		root: root, limits: limits.withDefaults(), parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), block: block,
 		links: map[string]string{}, implied: map[string]bool{"": true}, times: map[string]time.Time{"": impliedTime},
+		names: maxNames,
 		usage: Usage{Bytes: uint64(block), Inodes: 1},
 	}, nil
 }
@@ -516,8 +517,8 @@ func (u *unpacker) impliedMade(dir *safefs.Dir) error {
 // remember counts the bytes of names that are kept.
 func (u *unpacker) remember(n int) error {
 	const perEntry = 64 // of a map
-	if u.names += n + perEntry; u.names > maxNames {
-		return errdefs.New(codes.ResourceExhausted, "the names of its directories and links take more than %d bytes", maxNames)
+	if u.names -= n + perEntry; u.names < 0 {
+		return errdefs.New(codes.ResourceExhausted, "the names of its directories and links take too much memory")
 	}
 	return nil
 }
