@@ -79,6 +79,15 @@ func TestParseHosts(t *testing.T) {
 	}
 }
 
+// TestParseHostsInline: host tables that have no header of their own have no
+// order in the file either; they follow the others, sorted.
+func TestParseHostsInline(t *testing.T) {
+	hosts, err := parseHosts("/dir", []byte("[host]\n\"https://b\".skip_verify = true\n\"https://a\" = { capabilities = [\"pull\"] }\n[host.\"https://z\"]"))
+	if err != nil || brief(hosts[:3]) != "https://z/v2, https://a/v2, https://b/v2 unverified" {
+		t.Errorf("%q, %v", brief(hosts), err)
+	}
+}
+
 func TestParseHostsRefuses(t *testing.T) {
 	for text, want := range map[string]string{
 		`server = 1`:                                        "server",
