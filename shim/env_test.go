@@ -2,11 +2,9 @@ package shim
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -177,21 +175,23 @@ func (e *env) run(id, script string, change ...func(*LaunchRequest)) *container 
 func (c *container) remove() {
 	c.Helper()
 	group := c.group()
-	if err := group.Kill(c.ctx); err != nil {
+	ctx, cancel := context.WithTimeout(context.Background(), patience) // the test may have used up its own
+	defer cancel()
+	if err := group.Kill(ctx); err != nil {
 		c.Error(err)
 	}
 	for _, f := range []*os.File{c.Init, c.Shim} {
 		if f == nil {
 			continue
 		}
-		if err := pidfd.Wait(c.ctx, f); err != nil {
+		if err := pidfd.Wait(ctx, f); err != nil {
 			c.Errorf("container %s: %v", c.ID, err)
 		}
 		if err := f.Close(); err != nil {
 			c.Error(err)
 		}
 	}
-	if err := errors.Join(group.Destroy(c.ctx), os.RemoveAll(filepath.Join(c.cfg.StateRoot, c.ID))); err != nil {
+	if err := errors.Join(group.Destroy(ctx), os.RemoveAll(filepath.Join(c.cfg.StateRoot, c.ID))); err != nil {
 		c.Error(err)
 	}
 }
@@ -333,5 +333,4 @@ func checkTraces(tb testing.TB, before map[string]bool) {
 	}
 }
 
-var _ = maps.Keys[map[string]bool]
-var _ = json.Marshal
+func itoa(n int) string { return strconv.Itoa(n) }

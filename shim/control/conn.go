@@ -153,6 +153,8 @@ func (c *Conn) read() error {
 		}
 	}
 	switch {
+	case errors.Is(err, unix.ECONNRESET): // closed by the other end, which had not read all
+		return io.EOF
 	case err != nil:
 		return err
 	case flags&unix.MSG_CTRUNC != 0:

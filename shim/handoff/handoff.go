@@ -5,9 +5,19 @@ package handoff
 
 import (
 	"errors"
+	"os"
 	"strconv"
 	"strings"
+	"syscall"
 )
+
+// Ignored are the signals that a launcher ignores as soon as its container has
+// signal settings of its own, and the monitor for all its life.
+var Ignored = []os.Signal{
+	syscall.SIGHUP, syscall.SIGINT, syscall.SIGQUIT, syscall.SIGTERM, syscall.SIGUSR1, syscall.SIGUSR2,
+	syscall.SIGALRM, syscall.SIGVTALRM, syscall.SIGTSTP, syscall.SIGTTIN, syscall.SIGTTOU,
+	syscall.SIGXCPU, syscall.SIGXFSZ, syscall.SIGIO, syscall.SIGPWR,
+}
 
 // Params is everything a monitor starts with. File descriptors that it does not
 // have are -1.
@@ -18,8 +28,10 @@ type Params struct {
 	MaxLine   int    // bytes of one log record's content
 	InitPID   int    // the container's init, our child
 	StdinOnce bool   // close stdin when the first client that had it goes
+	Orphans   bool   // orphans of the container become our children: it runs in the host's PID namespace
 	KillDir   string // cgroup directory whose processes do not outlive init; empty: the kernel sees to that
 
+	Init      int // pidfd of InitPID
 	Listen    int // listening socket, Dir/sock
 	Log       int // the log file, append mode
 	Stdin     int // write end of the container's stdin; the same as Console with a terminal
@@ -47,7 +59,9 @@ func (p *Params) fields() []field {
 		{name: "max-line", number: &p.MaxLine},
 		{name: "init", number: &p.InitPID},
 		{name: "stdin-once", flag: &p.StdinOnce},
+		{name: "orphans", flag: &p.Orphans},
 		{name: "kill-dir", text: &p.KillDir},
+		{name: "init-fd", number: &p.Init},
 		{name: "listen-fd", number: &p.Listen},
 		{name: "log-fd", number: &p.Log},
 		{name: "stdin-fd", number: &p.Stdin},
@@ -62,7 +76,7 @@ func (p *Params) fields() []field {
 // FDs returns the file descriptors that the monitor inherits.
 func (p *Params) FDs() []int {
 	var fds []int
-	for _, fd := range []int{p.Listen, p.Log, p.Stdin, p.Stdout, p.Stderr, p.Console, p.OOM, p.OOMNotify} {
+	for _, fd := range []int{p.Init, p.Listen, p.Log, p.Stdin, p.Stdout, p.Stderr, p.Console, p.OOM, p.OOMNotify} {
 		if fd >= 0 {
 			fds = append(fds, fd)
 		}

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/opencontainers/cgroups"
@@ -61,11 +62,8 @@ func (l *launcher) serveExec(order *control.Exec, files []*os.File) error {
 }
 
 func (e *execution) start() (err error) {
-	if e.container, err = libcontainer.Load(e.StateRoot, e.ID); err != nil {
-		if errors.Is(err, libcontainer.ErrNotExist) {
-			return errdefs.FailedPrecondition("container %s is not running", e.ID)
-		}
-		return fmt.Errorf("load container %s: %w", e.ID, err)
+	if err := e.load(); err != nil {
+		return err
 	}
 	if e.process, err = newProcess(e.Process); err != nil {
 		return err
@@ -77,6 +75,9 @@ func (e *execution) start() (err error) {
 		return err
 	}
 	if err := e.container.Run(e.process); err != nil {
+		if endErr := e.checkRunning(); endErr != nil { // that is why
+			return endErr
+		}
 		return fmt.Errorf("exec in container %s: %w", e.ID, err)
 	}
 	if e.pid, err = e.process.Pid(); err != nil {
@@ -86,6 +87,29 @@ func (e *execution) start() (err error) {
 		return err
 	}
 	return e.io.started()
+}
+
+func (e *execution) load() (err error) {
+	e.container, err = libcontainer.Load(e.StateRoot, e.ID)
+	if errors.Is(err, libcontainer.ErrNotExist) {
+		return errdefs.FailedPrecondition("container %s is not running", e.ID)
+	}
+	if err != nil {
+		return fmt.Errorf("load container %s: %w", e.ID, err)
+	}
+	return e.checkRunning()
+}
+
+// checkRunning looks anew whether the container's init is there.
+func (e *execution) checkRunning() error {
+	status, err := e.container.Status()
+	if err != nil {
+		return fmt.Errorf("status of container %s: %w", e.ID, err)
+	}
+	if status == libcontainer.Stopped {
+		return errdefs.FailedPrecondition("container %s is not running", e.ID)
+	}
+	return nil
 }
 
 func (e *execution) setIO() (err error) {
@@ -200,9 +224,9 @@ func (e *execution) listen(ctx context.Context) error {
 			return nil
 		case err != nil:
 			if killErr := e.kill(); killErr != nil {
-				err = errors.Join(err, killErr)
+				return fmt.Errorf("exec %s in %s: %w, %w", e.ExecID, e.ID, err, killErr)
 			}
-			return fmt.Errorf("exec %s: the daemon is gone: %w", e.ExecID, err)
+			return err
 		case r.Kill:
 			if err := e.kill(); err != nil {
 				e.l.warnings.add(fmt.Sprintf("kill exec %s in %s: %v", e.ExecID, e.ID, err))
@@ -227,12 +251,8 @@ func exitCode(state *os.ProcessState, err error) int32 {
 	if state == nil {
 		return 255
 	}
-	status, ok := state.Sys().(unix.WaitStatus)
-	if !ok {
-		return int32(state.ExitCode())
-	}
-	if status.Signaled() {
+	if status, ok := state.Sys().(syscall.WaitStatus); ok && status.Signaled() {
 		return 128 + int32(status.Signal())
 	}
-	return int32(status.ExitStatus())
+	return int32(state.ExitCode())
 }

@@ -3,6 +3,7 @@ package launcher
 import (
 	"fmt"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"runtime"
 	"strconv"
@@ -13,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/shim/handoff"
+	"berth/shim/logfile"
 )
 
 // prepareMonitor does all of the handing over that can fail, so that after the
@@ -25,6 +27,13 @@ func (c *launch) prepareMonitor() error {
 	if err != nil {
 		return fmt.Errorf("state of %s: %w", c.ID, err)
 	}
+	signal.Ignore(handoff.Ignored...)
+	if err := c.l.enterHost(); err != nil {
+		return err
+	}
+	if err := c.openLog(); err != nil {
+		return err
+	}
 	c.monitor = handoff.Params{
 		ID:        c.ID,
 		Dir:       c.Dir,
@@ -32,6 +41,8 @@ func (c *launch) prepareMonitor() error {
 		MaxLine:   c.MaxLogLine,
 		InitPID:   c.started.InitPID,
 		StdinOnce: c.StdinOnce,
+		Orphans:   c.inheritsOrphans(),
+		Init:      fd(c.init),
 		Listen:    fd(c.io.listener),
 		Log:       fd(c.io.log),
 		Stdin:     fd(c.io.stdin),
@@ -47,7 +58,21 @@ func (c *launch) prepareMonitor() error {
 	}
 	oom, notify := openOOM(state.CgroupPaths)
 	c.monitor.OOM, c.monitor.OOMNotify = fd(oom), fd(notify)
-	return c.l.enterHost()
+	return nil
+}
+
+// openLog opens the log where the monitor will open it again: an open file keeps
+// the mount it was opened through.
+func (c *launch) openLog() error {
+	if c.LogPath == "" {
+		return nil
+	}
+	fd, err := logfile.Open(c.LogPath)
+	if err != nil {
+		return err
+	}
+	c.io.log = os.NewFile(uintptr(fd), c.LogPath)
+	return nil
 }
 
 // fd returns the descriptor of a file that may be nil.
@@ -111,9 +136,10 @@ func (l *launcher) enterHost() error {
 	return os.NewSyscallError("chdir", unix.Chdir("/"))
 }
 
-// monitorEnv keeps Go's runtime small: one processor, and garbage collected at a
-// fifth of Go's usual first heap of 4 MiB.
-var monitorEnv = []string{"GOMAXPROCS=1", "GOGC=20"}
+// monitorEnv keeps Go's runtime small: one processor, no files open to follow the
+// cgroup's CPU limit, and garbage collected at a fifth of Go's usual first heap of
+// 4 MiB.
+var monitorEnv = []string{"GOMAXPROCS=1", "GOGC=20", "GODEBUG=containermaxprocs=0,updatemaxprocs=0"}
 
 // becomeMonitor executes the monitor. It only returns an error.
 func (l *launcher) becomeMonitor(path string, p *handoff.Params) error {
@@ -133,25 +159,7 @@ func (l *launcher) becomeMonitor(path string, p *handoff.Params) error {
 	}
 	// Huge pages would make a monitor's heap 2 MiB. execve keeps the setting.
 	_ = unix.Prctl(unix.PR_SET_THP_DISABLE, 1, 0, 0, 0)
-	if err := blockSignals(); err != nil {
-		return err
-	}
 	return syscall.Exec(path, append([]string{filepath.Base(path)}, p.Args()...), monitorEnv)
-}
-
-// blockSignals blocks, on this thread, every signal that ends a process by default
-// and is not about a fault in it. execve keeps the mask and Go's runtime gives it
-// to all its threads, so nothing but SIGKILL ends a monitor. SIGCHLD is among them
-// for the monitor's signalfd.
-func blockSignals() error {
-	set := &unix.Sigset_t{}
-	for _, sig := range []unix.Signal{
-		unix.SIGHUP, unix.SIGINT, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2, unix.SIGPIPE, unix.SIGALRM, unix.SIGTERM,
-		unix.SIGCHLD, unix.SIGTSTP, unix.SIGTTIN, unix.SIGTTOU, unix.SIGXCPU, unix.SIGXFSZ, unix.SIGVTALRM, unix.SIGIO, unix.SIGPWR,
-	} {
-		set.Val[(sig-1)/64] |= 1 << ((sig - 1) % 64)
-	}
-	return os.NewSyscallError("sigprocmask", unix.PthreadSigmask(unix.SIG_BLOCK, set, nil))
 }
 
 // clampOOMScore raises oom_score_adj to what this process may give: lowering it

@@ -10,8 +10,6 @@ import (
 	"github.com/opencontainers/runc/libcontainer"
 	"github.com/opencontainers/runc/libcontainer/configs"
 	"golang.org/x/sys/unix"
-
-	"berth/shim/logfile"
 )
 
 // SocketFile is the monitor's socket in the shim directory.
@@ -34,13 +32,6 @@ func (c *launch) openIO() (err error) {
 	c.io = &stdio{}
 	if c.Pause {
 		return nil
-	}
-	if c.LogPath != "" {
-		fd, err := logfile.Open(c.LogPath)
-		if err != nil {
-			return err
-		}
-		c.io.log = os.NewFile(uintptr(fd), c.LogPath)
 	}
 	if c.io.listener, err = listen(c.Dir); err != nil {
 		return fmt.Errorf("socket of %s: %w", c.ID, err)

@@ -191,9 +191,7 @@ func (c *launch) recordLauncher() (err error) {
 }
 
 func (c *launch) create() (err error) {
-	if !c.Pause {
-		// Orphans of the container's processes come to us where it has no PID
-		// namespace of its own.
+	if c.inheritsOrphans() {
 		if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
 			return fmt.Errorf("become subreaper: %w", err)
 		}
@@ -204,6 +202,12 @@ func (c *launch) create() (err error) {
 	}
 	c.undo.Add("destroy container "+c.ID, c.destroy)
 	return nil
+}
+
+// inheritsOrphans tells whether orphans of the container's processes shall come to
+// us: in a PID namespace other than the host's there is a process 1 that they go to.
+func (c *launch) inheritsOrphans() bool {
+	return !c.Pause && !c.config.Namespaces.Contains(configs.NEWPID)
 }
 
 // startInit runs libcontainer's part: when it returns, the container's init waits

@@ -38,7 +38,7 @@ func Main() int {
 		warm()
 		err = l.serve()
 	}
-	if err != nil {
+	if err != nil && err != io.EOF {
 		fmt.Fprintf(os.Stderr, "berth-shim: %v\n", err)
 		return 1
 	}
@@ -73,14 +73,11 @@ func start() (*launcher, error) {
 	}, nil
 }
 
-// serve carries out one order after another.
+// serve carries out one order after another, until the daemon closes the connection.
 func (l *launcher) serve() error {
 	for {
 		var r control.Request
 		files, err := l.conn.Receive(&r)
-		if err == io.EOF {
-			return nil
-		}
 		if err != nil {
 			return err
 		}

@@ -19,33 +19,20 @@ const (
 	farewell = 500 * time.Millisecond
 )
 
-// reap collects all children that have ended; a subreaper gets strangers as well.
+// reap collects the children that have ended: init, and orphans.
 func (m *monitor) reap() {
-	var info [128]byte // struct signalfd_siginfo; SIGCHLDs merge, so it says nothing
-	_, _ = unix.Read(m.signals, info[:])
 	for {
 		var status unix.WaitStatus
 		pid, err := unix.Wait4(-1, &status, unix.WNOHANG, nil)
-		if err == unix.EINTR {
+		switch {
+		case err == unix.EINTR:
 			continue
-		}
-		if err == unix.ECHILD && m.initStatus == nil {
-			m.initLost()
-		}
-		if err != nil || pid == 0 {
+		case err != nil || pid == 0:
 			return
-		}
-		if pid == m.params.InitPID {
+		case pid == m.params.InitPID:
 			m.initStatus, m.initEnd = &status, time.Now()
 		}
 	}
-}
-
-// initLost is for the case that cannot be: no child is left and init was not
-// among them. Waiting for it would be for ever.
-func (m *monitor) initLost() {
-	status := unix.WaitStatus(0xff << 8)
-	m.initStatus, m.initEnd = &status, time.Now()
 }
 
 // finish does what has to be done after init's end: the verdict first, while the
@@ -54,6 +41,7 @@ func (m *monitor) finish() error {
 	exit := m.verdict()
 	if m.params.KillDir != "" {
 		_ = killtree.Kill(m.params.KillDir, killPatience)
+		m.reap()
 	}
 	for _, s := range m.streams {
 		m.drain(s)

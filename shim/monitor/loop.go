@@ -15,8 +15,7 @@ import (
 type monitor struct {
 	params handoff.Params
 
-	epoll   int
-	signals int // signalfd, for SIGCHLD
+	epoll int
 
 	log     int // -1: no log
 	streams []*stream
@@ -41,17 +40,10 @@ func newMonitor(p handoff.Params) (*monitor, error) {
 	if m.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
 		return nil, os.NewSyscallError("epoll_create1", err)
 	}
-	// The launcher has blocked SIGCHLD, and every signal that could end us, before
-	// it executed this program; Go's threads inherit that.
-	set := &unix.Sigset_t{}
-	set.Val[0] = 1 << (unix.SIGCHLD - 1)
-	if m.signals, err = unix.Signalfd(-1, set, unix.SFD_NONBLOCK|unix.SFD_CLOEXEC); err != nil {
-		return nil, os.NewSyscallError("signalfd", err)
-	}
 	for _, fd := range p.FDs() {
 		unix.CloseOnExec(fd)
 	}
-	if err := m.watch(m.signals, unix.EPOLLIN); err != nil {
+	if err := m.watch(p.Init, unix.EPOLLIN); err != nil {
 		return nil, err
 	}
 	if err := m.watch(p.Listen, unix.EPOLLIN); err != nil {
@@ -96,12 +88,22 @@ func (m *monitor) addStream(fd int, name string, t wire.Type) {
 	}
 }
 
+// orphanTime is how long an orphan may be a zombie, in milliseconds. Mostly SIGCHLD
+// interrupts epoll_wait, but another thread may get it: Go never blocks it.
+const orphanTime = 5000
+
 // run handles events until init has ended, and then finishes.
 func (m *monitor) run() error {
-	m.reap() // what ended before SIGCHLD was blocked
+	timeout := -1
+	if m.params.Orphans {
+		timeout = orphanTime
+	}
 	var events [16]unix.EpollEvent
 	for m.initStatus == nil {
-		n, err := unix.EpollWait(m.epoll, events[:], -1)
+		n, err := unix.EpollWait(m.epoll, events[:], timeout)
+		if m.params.Orphans {
+			m.reap()
+		}
 		if err == unix.EINTR {
 			continue
 		}
@@ -118,7 +120,7 @@ func (m *monitor) run() error {
 
 func (m *monitor) handle(fd int, events uint32) {
 	switch fd {
-	case m.signals:
+	case m.params.Init:
 		m.reap()
 		return
 	case m.params.Listen:

@@ -15,6 +15,7 @@ package main
 
 import (
 	"os"
+	"os/signal"
 
 	"golang.org/x/sys/unix"
 
@@ -22,6 +23,7 @@ import (
 )
 
 func main() {
+	ignoreSignals()
 	p, err := handoff.Parse(os.Args[1:])
 	if err != nil {
 		fatal(err)
@@ -35,6 +37,13 @@ func main() {
 	if err := m.run(); err != nil {
 		fatal(err)
 	}
+}
+
+// ignoreSignals ignores what would end or stop us, apart from SIGKILL, SIGSTOP and
+// signals about a fault in us: stopping the daemon's service, or a terminal that is
+// closed, is nothing to a container. The launcher did the same until now.
+func ignoreSignals() {
+	signal.Ignore(handoff.Ignored...)
 }
 
 func fatal(err error) {

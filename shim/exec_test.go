@@ -1,0 +1,332 @@
+package shim
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+	"berth/internal/pidfd"
+)
+
+func testProcess(args ...string) *specs.Process {
+	return &specs.Process{Args: args, Cwd: "/", Env: []string{"PATH=/bin"}}
+}
+
+// execIn runs a script in a container and returns its output and exit code.
+func (c *container) execIn(id, script string) (stdout, stderr string, code int32) {
+	c.Helper()
+	var files [2]*os.File
+	var out [2]string
+	var reading sync.WaitGroup
+	for i := range files {
+		r, w, err := os.Pipe()
+		if err != nil {
+			c.Fatal(err)
+		}
+		files[i] = w
+		reading.Go(func() {
+			data, err := io.ReadAll(r)
+			if err = errors.Join(err, r.Close()); err != nil {
+				c.Error(err)
+			}
+			out[i] = string(data)
+		})
+	}
+	x, err := c.Exec(c.ctx, ExecRequest{ID: c.ID, ExecID: id, Process: testProcess("sh", "-c", script), Stdout: files[0], Stderr: files[1]})
+	closeErr := closeFiles(files[:])
+	reading.Wait()
+	if err = errors.Join(err, closeErr); err != nil {
+		c.Fatal(err)
+	}
+	defer func() {
+		if err := x.Close(); err != nil {
+			c.Error(err)
+		}
+	}()
+	code, err = x.Wait(c.ctx)
+	if err != nil {
+		c.Fatal(err)
+	}
+	return out[0], out[1], code
+}
+
+func TestExec(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("exec", "exec sleep 1000")
+	for i, tt := range []struct {
+		script, stdout, stderr string
+		code                   int32
+	}{
+		{"echo out; echo err >&2; exit 5", "out\n", "err\n", 5},
+		{"kill -9 $$", "", "", 137},
+		{"cat", "", "", 0}, // stdin is /dev/null
+		{"cat /proc/1/cmdline", "sleep\x001000\x00", "", 0},
+		{"seq 100000 | tail -n 1", "100000\n", "", 0},
+	} {
+		stdout, stderr, code := c.execIn(itoa(i), tt.script)
+		if stdout != tt.stdout || stderr != tt.stderr || code != tt.code {
+			t.Errorf("%s: %q, %q, %d", tt.script, stdout, stderr, code)
+		}
+	}
+	c.noExecCgroups()
+}
+
+// noExecCgroups checks that execs have not left theirs behind.
+func (c *container) noExecCgroups() {
+	c.Helper()
+	for _, dir := range cgroupDirs() {
+		left, err := filepath.Glob(filepath.Join(dir, c.ID, "exec-*"))
+		if len(left) > 0 || err != nil {
+			c.Errorf("left: %v, %v", left, err)
+		}
+	}
+}
+
+func TestExecStdin(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("stdin", "exec sleep 1000")
+	in, feed, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	read, out, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer read.Close()
+	x, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: "1", Process: testProcess("sort"), Stdin: in, Stdout: out})
+	if err := errors.Join(err, in.Close(), out.Close()); err != nil {
+		t.Fatal(err)
+	}
+	defer x.Close()
+	if _, err := feed.WriteString("b\na\n"); err != nil {
+		t.Fatal(err)
+	}
+	feed.Close()
+	if got, err := io.ReadAll(read); string(got) != "a\nb\n" || err != nil {
+		t.Errorf("stdout: %q, %v", got, err)
+	}
+	if code, err := x.Wait(e.ctx); code != 0 || err != nil {
+		t.Errorf("Wait = %d, %v", code, err)
+	}
+}
+
+func TestExecRightAfterStart(t *testing.T) {
+	e := newEnv(t)
+	for i := range 5 {
+		c := e.run(fmt.Sprintf("fresh-%d", i), "exec sleep 1000")
+		if stdout, _, code := c.execIn("post-start", "echo hook"); stdout != "hook\n" || code != 0 {
+			t.Errorf("%q, %d", stdout, code)
+		}
+	}
+}
+
+func TestExecInParallel(t *testing.T) {
+	e := newEnv(t, func(c *Config) { c.Idle = 3 })
+	c := e.run("parallel", "exec sleep 1000")
+	var running sync.WaitGroup
+	for i := range 8 {
+		running.Go(func() {
+			stdout, _, code := c.execIn(itoa(i), fmt.Sprintf("echo %d; exit %d", i, i))
+			if stdout != itoa(i)+"\n" || code != int32(i) {
+				t.Errorf("exec %d: %q, %d", i, stdout, code)
+			}
+		})
+	}
+	running.Wait()
+	c.noExecCgroups()
+}
+
+func TestExecTerminal(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("tty", "exec sleep 1000")
+	p := testProcess("sh", "-c", "test -t 0 && test -t 1 && read x && stty size; exit 6")
+	p.Terminal, p.ConsoleSize = true, &specs.Box{Width: 90, Height: 30}
+	x, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: "1", Process: p})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer x.Close()
+	if err := x.Resize(100, 40); err != nil {
+		t.Error(err)
+	}
+	if _, err := x.Console().WriteString("go\n"); err != nil {
+		t.Fatal(err)
+	}
+	var out strings.Builder
+	_, err = io.Copy(&out, x.Console())
+	if !strings.Contains(out.String(), "40 100\r\n") || err != nil && !errors.Is(err, unix.EIO) {
+		t.Errorf("the terminal said %q, %v", out.String(), err)
+	}
+	if code, err := x.Wait(e.ctx); code != 6 || err != nil {
+		t.Errorf("Wait = %d, %v", code, err)
+	}
+}
+
+func TestExecErrors(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("errors", "exec sleep 1000")
+	for _, tt := range []struct {
+		name    string
+		id      string
+		process *specs.Process
+		code    codes.Code
+		want    string
+	}{
+		{"command", c.ID, testProcess("no-such-command"), codes.InvalidArgument, "no-such-command"},
+		{"path", c.ID, testProcess("/no/such/file"), codes.InvalidArgument, "/no/such/file"},
+		{"nothing", c.ID, testProcess(), codes.InvalidArgument, "no command"},
+		{"cwd", c.ID, &specs.Process{Args: []string{"true"}, Cwd: "/no/such/dir", Env: []string{"PATH=/bin"}}, codes.InvalidArgument, "/no/such/dir"},
+		{"container", "no-such-container", testProcess("true"), codes.FailedPrecondition, "no-such-container"},
+	} {
+		x, err := e.Exec(e.ctx, ExecRequest{ID: tt.id, ExecID: tt.name, Process: tt.process})
+		if err == nil {
+			t.Errorf("%s: no error", tt.name)
+			x.Close()
+			continue
+		}
+		if errdefs.Code(err) != tt.code || !strings.Contains(err.Error(), tt.want) {
+			t.Errorf("%s: %v (%v), want %q (%v)", tt.name, err, errdefs.Code(err), tt.want, tt.code)
+		}
+	}
+	c.noExecCgroups()
+	if stdout, _, _ := c.execIn("good", "echo still works"); stdout != "still works\n" {
+		t.Errorf("after errors: %q", stdout)
+	}
+}
+
+func TestExecInEndedContainer(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("ended", "exit 0")
+	c.wait()
+	if _, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: "1", Process: testProcess("true")}); errdefs.Code(err) != codes.FailedPrecondition {
+		t.Errorf("Exec = %v, want FailedPrecondition", err)
+	}
+}
+
+// grandchildren starts an exec whose processes would survive it, and returns it
+// with the number of processes that the container had before.
+func (c *container) grandchildren() (x *Exec, before int) {
+	c.Helper()
+	before = c.countProcesses()
+	read, out, err := os.Pipe()
+	if err != nil {
+		c.Fatal(err)
+	}
+	defer read.Close()
+	x, err = c.Exec(c.ctx, ExecRequest{ID: c.ID, ExecID: "tree", Stdout: out,
+		Process: testProcess("sh", "-c", "(setsid sleep 1001 &); setsid sleep 1002 & trap '' TERM; echo up; sleep 1003; exit 1")})
+	if err := errors.Join(err, out.Close()); err != nil {
+		c.Fatal(err)
+	}
+	if _, err := read.Read(make([]byte, 8)); err != nil {
+		c.Fatal(err)
+	}
+	c.until("all are there", func() bool { return c.countProcesses() == before+4 })
+	return x, before
+}
+
+func (c *container) countProcesses() int {
+	c.Helper()
+	pids, err := c.group().Procs()
+	if err != nil {
+		c.Fatal(err)
+	}
+	return len(pids)
+}
+
+func TestExecKillTakesGrandchildren(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("kill", "exec sleep 1000")
+	x, before := c.grandchildren()
+	defer x.Close()
+	ctx, cancel := context.WithCancel(e.ctx)
+	cancel()
+	if _, err := x.Wait(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("Wait = %v, want canceled", err)
+	}
+	if err := x.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	if code, err := x.Wait(e.ctx); code != 137 || err != nil {
+		t.Errorf("Wait = %d, %v, want 137", code, err)
+	}
+	if n := c.countProcesses(); n != before {
+		t.Errorf("%d processes, %d before", n, before)
+	}
+	c.noExecCgroups()
+	if err := x.Kill(); err != nil {
+		t.Errorf("Kill after the end = %v", err)
+	}
+}
+
+func TestExecClosedKillsTree(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("close", "exec sleep 1000")
+	x, before := c.grandchildren()
+	if err := x.Close(); err != nil {
+		t.Fatal(err)
+	}
+	e.until("the exec's processes are gone", func() bool { return c.countProcesses() == before })
+}
+
+func TestExecLeavesBackgroundChild(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("background", "exec sleep 1000")
+	if _, _, code := c.execIn("1", "sleep 1001 >/dev/null 2>&1 & exit 0"); code != 0 {
+		t.Errorf("code %d", code)
+	}
+	if n := c.countProcesses(); n != 2 {
+		t.Errorf("%d processes, want 2", n)
+	}
+}
+
+func TestExecEndsWithTheContainer(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("dies", "exec sleep 1000")
+	x, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: "1", Process: testProcess("sleep", "1000")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer x.Close()
+	if err := pidfd.Signal(c.Init, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	if code, err := x.Wait(e.ctx); code != 137 || err != nil {
+		t.Errorf("Wait = %d, %v", code, err)
+	}
+	c.wait()
+}
+
+func TestExecLaunchersServeAgain(t *testing.T) {
+	e := newEnv(t, func(c *Config) { c.Warm, c.Idle = false, 1 })
+	c := e.run("again", "exec sleep 1000")
+	seen := map[int]bool{}
+	for i := range 3 {
+		x, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: itoa(i), Process: testProcess("true")})
+		if err != nil {
+			t.Fatal(err)
+		}
+		seen[x.p.pid] = true
+		if code, err := x.Wait(e.ctx); code != 0 || err != nil {
+			t.Errorf("Wait = %d, %v", code, err)
+		}
+		if err := x.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	if len(seen) != 1 {
+		t.Errorf("%d launchers were used for three execs", len(seen))
+	}
+}
