@@ -6,6 +6,7 @@ package fakecri
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net"
 	"os"
 	"path/filepath"
@@ -120,14 +121,15 @@ func (s *Server) Left() []string {
 	return left
 }
 
-// Sandbox returns the config of the only pod there is or was.
-func (s *Server) Sandbox() *runtimeapi.PodSandboxConfig {
+// Configs returns the configs of the containers that exist, oldest first.
+func (s *Server) Configs() []*runtimeapi.ContainerConfig {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for _, p := range s.pods {
-		return p.config
+	var configs []*runtimeapi.ContainerConfig
+	for _, id := range slices.Sorted(maps.Keys(s.containers)) { // IDs count up
+		configs = append(configs, s.containers[id].config)
 	}
-	return nil
+	return configs
 }
 
 // note records a call and asks the hook.

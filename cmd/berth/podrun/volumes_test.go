@@ -1,0 +1,258 @@
+package podrun
+
+import (
+	"bytes"
+	"context"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/moby/sys/mountinfo"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/client/fakecri"
+	"berth/internal/podyaml"
+)
+
+// inMountNamespace runs the rest of a test in a process with a mount namespace of
+// its own, so that nothing it mounts is seen by the machine. It reports whether
+// this is that process.
+func inMountNamespace(t *testing.T) bool {
+	t.Helper()
+	const mark = "BERTH_TEST_MOUNT_NAMESPACE"
+	if os.Getenv(mark) == t.Name() {
+		if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+			t.Fatal(err)
+		}
+		return true
+	}
+	cmd := exec.Command("/proc/self/exe", "-test.run=^"+t.Name()+"$", "-test.v")
+	cmd.Env = append(os.Environ(), mark+"="+t.Name())
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS, Pdeathsig: syscall.SIGKILL}
+	out, err := cmd.CombinedOutput()
+	if err != nil || !bytes.Contains(out, []byte("--- PASS: "+t.Name())) {
+		t.Errorf("in a mount namespace: %v\n%s", err, out)
+	}
+	return false
+}
+
+// makePod makes the files of a pod with the given spec.
+func makePod(t *testing.T, dir, spec string) *files {
+	t.Helper()
+	pod, err := podyaml.Parse([]byte(manifest(spec)), podyaml.Mode{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	f, err := makeFiles(dir, newUID(), pod)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := f.makeVolumes(); err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+func write(t *testing.T, path, content string) {
+	t.Helper()
+	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestEmptyDirs(t *testing.T) {
+	if !inMountNamespace(t) {
+		return
+	}
+	parent := t.TempDir()
+	f := makePod(t, parent, `
+securityContext: {fsGroup: 1234}
+volumes:
+- {name: plain, emptyDir: {}}
+- {name: private, emptyDir: {mode: 448}}
+- {name: memory, emptyDir: {medium: Memory, sizeLimit: 1Mi}}
+containers: [`+container("main")+`]`)
+	for name, mode := range map[string]uint32{"plain": 0o2777, "private": 0o2770, "memory": 0o2777} {
+		var st unix.Stat_t
+		if err := unix.Stat(f.emptyDir(name), &st); err != nil {
+			t.Fatal(err)
+		}
+		if st.Mode&0o7777 != mode || st.Gid != 1234 {
+			t.Errorf("%s: mode %#o, group %d", name, st.Mode&0o7777, st.Gid)
+		}
+	}
+	var fs unix.Statfs_t
+	if err := unix.Statfs(f.emptyDir("memory"), &fs); err != nil {
+		t.Fatal(err)
+	}
+	if fs.Type != unix.TMPFS_MAGIC || int64(fs.Blocks)*fs.Bsize != 1<<20 {
+		t.Errorf("memory: filesystem %#x of %d bytes", fs.Type, int64(fs.Blocks)*fs.Bsize)
+	}
+	write(t, filepath.Join(f.emptyDir("memory"), "file"), "x")
+	checkRemoved(t, f, parent)
+}
+
+// checkRemoved removes the files and looks for what is left of them.
+func checkRemoved(t *testing.T, f *files, parent string) {
+	t.Helper()
+	if err := f.remove(); err != nil {
+		t.Fatal(err)
+	}
+	if entries, err := os.ReadDir(parent); err != nil || len(entries) > 0 {
+		t.Errorf("left: %v, %v", entries, err)
+	}
+	mounts, err := mountinfo.GetMounts(mountinfo.PrefixFilter(parent))
+	if err != nil || len(mounts) > 0 {
+		t.Errorf("mounts left: %v, %v", mounts, err)
+	}
+}
+
+func TestSubPaths(t *testing.T) {
+	if !inMountNamespace(t) {
+		return
+	}
+	parent, outside := t.TempDir(), t.TempDir()
+	write(t, filepath.Join(outside, "secret"), "secret")
+	f := makePod(t, parent, `
+volumes: [{name: v, emptyDir: {}}]
+containers:
+- name: main
+  image: `+image+`
+  volumeMounts: [{name: v, mountPath: /v, subPath: x}]`)
+	volume := f.emptyDir("v")
+	c := (&podyaml.Plan{Pod: f.pod}).Containers()[0]
+	for link, target := range map[string]string{
+		"up": "../../../../../../../../.." + outside, "absolute": outside, "self": "/proc/self/root" + outside, "in": "/real",
+	} {
+		if err := os.Symlink(target, filepath.Join(volume, link)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Mkdir(filepath.Join(volume, "real"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	write(t, filepath.Join(volume, "real", "file"), "inside")
+
+	for subPath, want := range map[string]string{
+		"real": "file", "in": "file", "new/deep": "", "real/file": "inside",
+	} {
+		got, err := f.source(c, 0, subPath) // each replaces the one before, as a restart does
+		if err != nil {
+			t.Errorf("%s: %v", subPath, err)
+			continue
+		}
+		if content := show(t, got); content != want {
+			t.Errorf("%s shows %q, want %q", subPath, content, want)
+		}
+	}
+	for _, subPath := range []string{"up", "absolute", "self", "up/secret"} {
+		got, err := f.source(c, 0, subPath)
+		if err == nil && strings.Contains(show(t, got), "secret") {
+			t.Errorf("%s leads out of the volume", subPath)
+		}
+	}
+	if _, err := os.Stat(filepath.Join(outside, "secret")); err != nil {
+		t.Error(err)
+	}
+	checkRemoved(t, f, parent)
+}
+
+// show lists a directory or reads a file.
+func show(t *testing.T, path string) string {
+	t.Helper()
+	entries, err := os.ReadDir(path)
+	if err != nil {
+		content, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(content)
+	}
+	var names []string
+	for _, e := range entries {
+		names = append(names, e.Name())
+	}
+	return strings.Join(names, " ")
+}
+
+// What somebody mounted into a volume (a Bidirectional mount of a container, say)
+// is unmounted and not emptied.
+func TestRemoveSparesWhatIsMounted(t *testing.T) {
+	if !inMountNamespace(t) {
+		return
+	}
+	parent, precious := t.TempDir(), t.TempDir()
+	write(t, filepath.Join(precious, "file"), "x")
+	f := makePod(t, parent, "volumes: [{name: v, emptyDir: {}}]\ncontainers: ["+container("main")+"]")
+	at := filepath.Join(f.emptyDir("v"), "mounted")
+	if err := os.Mkdir(at, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 { // one over the other
+		if err := unix.Mount(precious, at, "", unix.MS_BIND, ""); err != nil {
+			t.Fatal(err)
+		}
+	}
+	checkRemoved(t, f, parent)
+	if _, err := os.Stat(filepath.Join(precious, "file")); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestHostPaths(t *testing.T) {
+	dir := t.TempDir()
+	file := filepath.Join(dir, "file")
+	write(t, file, "")
+	tests := []struct{ path, kind, err string }{
+		{dir, "", ""}, {dir, "Directory", ""}, {file, "File", ""}, {"/dev/null", "CharDevice", ""},
+		{filepath.Join(dir, "a/b"), "DirectoryOrCreate", ""}, {filepath.Join(dir, "a/b"), "DirectoryOrCreate", ""},
+		{filepath.Join(dir, "new"), "FileOrCreate", ""}, {filepath.Join(dir, "new"), "FileOrCreate", ""},
+		{filepath.Join(dir, "none"), "", "does not exist"}, {filepath.Join(dir, "none"), "Directory", "does not exist"},
+		{filepath.Join(dir, "none/new"), "FileOrCreate", "create hostPath"},
+		{file, "Directory", "not of type Directory"}, {file, "DirectoryOrCreate", "not of type"}, {dir, "File", "not of type"},
+		{dir, "FileOrCreate", "not of type"}, {file, "Socket", "not of type"}, {"/dev/null", "BlockDevice", "not of type"},
+	}
+	for i, test := range tests {
+		t.Run(strconv.Itoa(i)+test.kind, func(t *testing.T) {
+			pod, err := podyaml.Parse([]byte(manifest("volumes: [{name: v, hostPath: {path: '"+test.path+"', type: '"+test.kind+"'}}]\n"+
+				"containers: ["+container("main")+"]")), podyaml.Mode{})
+			if err != nil {
+				t.Fatal(err)
+			}
+			err = ensureHostPath(pod.Spec.Volumes[0].HostPath)
+			if (err == nil) != (test.err == "") || err != nil && !strings.Contains(err.Error(), test.err) {
+				t.Errorf("%s %s: %v, want %q", test.path, test.kind, err, test.err)
+			}
+		})
+	}
+}
+
+func TestRunHandsOverHostsAndVolumes(t *testing.T) {
+	if !inMountNamespace(t) {
+		return
+	}
+	b := newBench(t, &fakecri.Server{Programs: map[string]fakecri.Program{"main": {Exits: []int32{0}}}})
+	b.config.Host = podyaml.Host{NodeName: "node"}
+	var hosts string
+	b.Hook = func(_ context.Context, call string) error {
+		if call == "StartContainer main/0" {
+			for _, m := range b.Configs()[0].GetMounts() {
+				hosts += m.GetContainerPath() + ":" + show(t, m.GetHostPath()) + ";"
+			}
+		}
+		return nil
+	}
+	_, err := b.run(t.Context(), t.Context(), "restartPolicy: Never\nhostAliases: [{ip: 192.0.2.9, hostnames: [db]}]\n"+
+		"volumes: [{name: v, emptyDir: {medium: Memory}}]\ncontainers: [{name: main, image: '"+image+"', volumeMounts: [{name: v, mountPath: /v, subPath: of/it}]}]")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !strings.HasPrefix(hosts, "/v:;/etc/hosts:") || !strings.Contains(hosts, "10.0.0.2\tweb\nfd00::2\tweb\n") || !strings.Contains(hosts, "192.0.2.9\tdb\n") {
+		t.Errorf("mounts show %q", hosts)
+	}
+	b.checkNothingLeft()
+}
