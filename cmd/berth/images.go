@@ -62,7 +62,7 @@ func imageRows(ctx context.Context, c *client.Client) ([]imageRow, error) {
 	rows := make([]imageRow, 0, len(reply.GetImages()))
 	for _, image := range reply.GetImages() {
 		rows = append(rows, imageRow{
-			ID: image.GetId(), Tags: image.GetRepoTags(), Digests: image.GetRepoDigests(),
+			ID: image.GetId(), Tags: orEmpty(image.GetRepoTags()), Digests: orEmpty(image.GetRepoDigests()),
 			Size: image.GetSize(), Pinned: image.GetPinned(),
 		})
 	}
@@ -70,4 +70,12 @@ func imageRows(ctx context.Context, c *client.Client) ([]imageRow, error) {
 		return cmp.Or(cmp.Compare(a.name(), b.name()), cmp.Compare(a.ID, b.ID))
 	})
 	return rows, nil
+}
+
+// orEmpty makes a list that is an array in JSON also when there is nothing in it.
+func orEmpty(list []string) []string {
+	if list == nil {
+		return []string{}
+	}
+	return list
 }

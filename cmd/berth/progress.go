@@ -24,21 +24,23 @@ type progress interface {
 
 // newProgress shows bars where w is a terminal, and plain lines elsewhere.
 func newProgress(w io.Writer, now func() time.Time) progress {
-	if width, ok := terminalWidth(w); ok {
-		return &bars{out: w, width: width}
+	if size, ok := terminalSize(w); ok {
+		return &bars{out: w, width: int(size.Width), height: int(size.Height)}
 	}
 	return &lines{out: w, state: map[string]string{}, now: now, started: now()}
 }
 
 // bars draws one line for each layer, again and again over the same place.
 type bars struct {
-	out   io.Writer
-	width int
-	drawn int // lines on the screen that are ours
-	last  []client.Layer
+	out           io.Writer
+	width, height int // of the terminal
+	drawn         int // lines on the screen that are ours
+	last          []client.Layer
 }
 
 func (b *bars) update(layers []client.Layer) {
+	b.last = layers
+	layers = b.fitting(layers)
 	var frame strings.Builder
 	if b.drawn > 0 {
 		fmt.Fprintf(&frame, "\x1b[%dA", b.drawn) // up to our first line
@@ -49,8 +51,20 @@ func (b *bars) update(layers []client.Layer) {
 	for range b.drawn - len(layers) {
 		frame.WriteString("\r\x1b[K\n")
 	}
-	b.drawn, b.last = max(b.drawn, len(layers)), layers
+	b.drawn = max(b.drawn, len(layers))
 	_, _ = io.WriteString(b.out, frame.String()) // a terminal that went away ends the command by SIGHUP
+}
+
+// fitting leaves out layers that are ready, and then the last ones, where there
+// are more than the terminal has lines: what scrolled away cannot be drawn again.
+func (b *bars) fitting(layers []client.Layer) []client.Layer {
+	if len(layers) < b.height {
+		return layers
+	}
+	pending := slices.DeleteFunc(slices.Clone(layers), func(l client.Layer) bool {
+		return l.State == stateDone || l.State == statePresent
+	})
+	return pending[:min(len(pending), b.height-1)]
 }
 
 // done draws the end, which no update told: a pull that has ended is not under way.
@@ -75,14 +89,14 @@ func finished(layers []client.Layer) []client.Layer {
 // barLine is one layer's line: "4f4fb700ef54a downloading [=====>    ] 12.0 MB / 30.1 MB".
 func barLine(l client.Layer, width int) string {
 	head := fmt.Sprintf("%s %-11s", client.ShortID(l.Digest), l.State)
-	tail := size(uint64(max(l.Done, 0)))
 	if l.Total > 0 {
-		tail += " / " + size(uint64(l.Total))
+		l.Done = min(max(l.Done, 0), l.Total)
 	}
+	tail := progressWords(l)
 	const widest, narrowest, frame = 40, 10, 5 // frame: the blanks, brackets and one free column
 	room := min(width-len(head)-len(tail)-frame, widest)
-	line := head + " " + tail
-	if room >= narrowest && l.Total > 0 {
+	line := strings.TrimRight(head+" "+tail, " ")
+	if room >= narrowest && l.Total > 0 && l.State != statePresent {
 		line = head + " [" + bar(l, room) + "] " + tail
 	}
 	if len(line) >= width {
@@ -91,8 +105,22 @@ func barLine(l client.Layer, width int) string {
 	return line
 }
 
+// progressWords says how much of a layer is here.
+func progressWords(l client.Layer) string {
+	switch {
+	case l.State == statePresent || (l.State == stateDone && l.Total > 0):
+		return size(uint64(l.Total))
+	case l.Total > 0:
+		return size(uint64(l.Done)) + " / " + size(uint64(l.Total))
+	case l.Done > 0:
+		return size(uint64(l.Done))
+	}
+	return ""
+}
+
+// bar draws 0 <= Done <= Total, Total > 0, over room columns.
 func bar(l client.Layer, room int) string {
-	full := int(int64(room) * min(max(l.Done, 0), l.Total) / l.Total)
+	full := int(int64(room) * l.Done / l.Total)
 	if full == room {
 		return strings.Repeat("=", room)
 	}

@@ -155,7 +155,7 @@ func podRows(ctx context.Context, c *client.Client, all bool) ([]podRow, error) 
 		meta := item.GetMetadata()
 		rows = append(rows, podRow{
 			ID: item.GetId(), Name: meta.GetName(), Namespace: meta.GetNamespace(), UID: meta.GetUid(),
-			State: stateWord(item.GetState().String(), "SANDBOX_"), IPs: client.PodIPs(status),
+			State: stateWord(item.GetState().String(), "SANDBOX_"), IPs: orEmpty(client.PodIPs(status)),
 			Created: time.Unix(0, item.GetCreatedAt()),
 		})
 	}

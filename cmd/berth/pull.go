@@ -51,15 +51,14 @@ func parseCreds(creds string) (*runtimeapi.AuthConfig, error) {
 	return &runtimeapi.AuthConfig{Username: user, Password: password}, nil
 }
 
-// terminalWidth returns the columns of the terminal that w is; false if it is none.
-func terminalWidth(w any) (int, bool) {
+// terminalSize returns the size of the terminal that w is; false if it is none.
+func terminalSize(w any) (term.Winsize, bool) {
 	f, ok := w.(*os.File)
 	if !ok || !term.IsTerminal(f.Fd()) {
-		return 0, false
+		return term.Winsize{}, false
 	}
-	const usual = 80
-	if size, err := term.GetWinsize(f.Fd()); err == nil && size.Width > 0 {
-		return int(size.Width), true
+	if size, err := term.GetWinsize(f.Fd()); err == nil && size.Width > 0 && size.Height > 0 {
+		return *size, true
 	}
-	return usual, true
+	return term.Winsize{Width: 80, Height: 24}, true // a terminal that does not tell, e.g. a serial line
 }

@@ -136,7 +136,17 @@ func (s *Server) RemoveContainer(ctx context.Context, r *runtimeapi.RemoveContai
 	return &runtimeapi.RemoveContainerResponse{}, nil
 }
 
-func (s *Server) ContainerStatus(_ context.Context, r *runtimeapi.ContainerStatusRequest) (*runtimeapi.ContainerStatusResponse, error) {
+func (s *Server) ContainerStatus(ctx context.Context, r *runtimeapi.ContainerStatusRequest) (*runtimeapi.ContainerStatusResponse, error) {
+	s.mu.Lock()
+	away := s.away
+	s.mu.Unlock()
+	if away {
+		select {
+		case s.missed <- struct{}{}:
+		case <-ctx.Done():
+		}
+		return nil, status.Error(codes.Unavailable, "restarting")
+	}
 	c, err := s.find(r.GetContainerId())
 	if err != nil {
 		return nil, err

@@ -48,12 +48,15 @@ type Server struct {
 	PullsInfo   string // the JSON that a verbose Status has under "pulls"
 	Registry    map[string]*runtimeapi.Image
 
+	missed chan struct{} // a ContainerStatus that failed because of away
+
 	mu         sync.Mutex // guards what follows
 	calls      []string
 	pods       map[string]*pod
 	containers map[string]*container
 	images     map[string]*runtimeapi.Image
 	next       int
+	away       bool
 }
 
 type pod struct {
@@ -73,6 +76,7 @@ type container struct {
 // Start serves s on a socket of its own until the test ends, and returns its address.
 func Start(t testing.TB, s *Server) string {
 	t.Helper()
+	s.missed = make(chan struct{})
 	s.pods, s.containers, s.images = map[string]*pod{}, map[string]*container{}, map[string]*runtimeapi.Image{}
 	dir, err := os.MkdirTemp("", "fakecri") // t.TempDir can be too long for a socket
 	if err != nil {
@@ -119,6 +123,17 @@ func (s *Server) Left() []string {
 	}
 	slices.Sort(left)
 	return left
+}
+
+// Unavailable makes ContainerStatus fail as if the runtime were being restarted,
+// until it is called with false. It returns after at least one such failure.
+func (s *Server) Unavailable(away bool) {
+	s.mu.Lock()
+	s.away = away
+	s.mu.Unlock()
+	if away {
+		<-s.missed
+	}
 }
 
 // Configs returns the configs of the containers that exist, oldest first.
