@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -340,5 +341,39 @@ func TestWords(t *testing.T) {
 		if got := size(n); got != want {
 			t.Errorf("size of %d: %q, want %q", n, got, want)
 		}
+	}
+}
+
+func TestPatience(t *testing.T) {
+	ctx, now, stop := patient(t.Context())
+	defer stop()
+	raise := func(s syscall.Signal) {
+		t.Helper()
+		if err := syscall.Kill(os.Getpid(), s); err != nil {
+			t.Fatal(err)
+		}
+	}
+	raise(syscall.SIGTERM)
+	<-ctx.Done()
+	var cause *interrupted
+	if !errors.As(context.Cause(ctx), &cause) || cause.signal != syscall.SIGTERM {
+		t.Errorf("cause of the end: %v", context.Cause(ctx))
+	}
+	if now.Err() != nil {
+		t.Error("the first signal ended patience")
+	}
+	raise(syscall.SIGINT)
+	<-now.Done()
+}
+
+// What ends the command's context ends a run with its grace period too.
+func TestPatienceEndsWithItsParent(t *testing.T) {
+	parent, cancel := context.WithCancel(t.Context())
+	ctx, now, stop := patient(parent)
+	defer stop()
+	cancel()
+	<-ctx.Done()
+	if now.Err() != nil {
+		t.Error("grace ended with the parent")
 	}
 }

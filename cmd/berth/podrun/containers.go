@@ -21,7 +21,7 @@ type attempt struct {
 	container podyaml.Container
 	number    uint32
 	id        string
-	ended     chan struct{} // closed when the container has exited and its log was read
+	ended     chan struct{} // closed when the container has exited and its log was read, if that is waited for
 	status    *runtimeapi.ContainerStatus
 	err       error // why status is not known, or the log could not be read
 }
@@ -178,10 +178,12 @@ func (r *podRun) start(ctx context.Context, c podyaml.Container, number uint32) 
 		return nil, fmt.Errorf("start container %s: %w", c.Name, err)
 	}
 	r.remember(a)
-	r.waits.Go(func() {
-		defer close(a.ended)
-		a.status, a.err = r.attend(a)
-	})
+	if c.Init || !r.config.Detach {
+		r.waits.Go(func() {
+			defer close(a.ended)
+			a.status, a.err = r.attend(a)
+		})
+	}
 	if c.Lifecycle != nil && c.Lifecycle.PostStart != nil {
 		if err := runHook(ctx, r.client, id, c.Lifecycle.PostStart, 0); err != nil {
 			return nil, fmt.Errorf("postStart hook of container %s: %w", c.Name, err)
@@ -218,24 +220,21 @@ func (r *podRun) create(c podyaml.Container, number uint32) (string, error) {
 // attend waits for the end of an attempt while its log is printed. That the log
 // cannot be read is reported and ends nothing; that nobody takes our output does.
 func (r *podRun) attend(a *attempt) (*runtimeapi.ContainerStatus, error) {
-	if r.config.Detach && !a.container.Init {
-		return r.client.WaitContainer(r.life, a.id)
-	}
 	exited := make(chan struct{})
-	read := make(chan error, 1)
+	read := make(chan struct{})
 	go func() {
 		err := r.out.follow(r.life, a.container.Name, r.logPath(a), exited)
 		var unwritten *outputError
 		if errors.As(err, &unwritten) {
 			r.abort(err)
+		} else if err != nil {
+			r.config.Report("[%s] %v", a.container.Name, err)
 		}
-		read <- err
+		close(read)
 	}()
 	status, err := r.client.WaitContainer(r.life, a.id)
 	close(exited)
-	if logErr := <-read; logErr != nil {
-		r.config.Report("[%s] %v", a.container.Name, logErr)
-	}
+	<-read
 	return status, err
 }
 

@@ -18,6 +18,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"strings"
 	"sync"
 	"time"
 
@@ -140,8 +141,6 @@ func Run(ctx, now context.Context, c *client.Client, pod *corev1.Pod, config Con
 	}
 	if config.Detach {
 		undo.Release()
-		end()
-		r.waits.Wait()
 	}
 	return Result{PodID: r.podID, UID: uid}, nil
 }
@@ -191,18 +190,13 @@ func (r *podRun) startSandbox() error {
 		return err
 	}
 	r.podIPs = client.PodIPs(status)
+	where := "at " + strings.Join(r.podIPs, ", ")
 	if r.plan.Pod.Spec.HostNetwork {
 		r.podIPs = r.plan.Host.IPs
+		where = "in the host's network"
 	}
-	r.config.Report("pod %s is %s %s", r.plan.Pod.Name, client.ShortID(r.podID), addresses(r.podIPs))
+	r.config.Report("pod %s is %s, %s", r.plan.Pod.Name, client.ShortID(r.podID), where)
 	return r.files.writeHosts(r.plan.EtcHosts(r.podIPs))
-}
-
-func addresses(ips []string) string {
-	if len(ips) == 0 {
-		return "without an address"
-	}
-	return fmt.Sprint("at ", ips)
 }
 
 // removePod stops and removes the sandbox and all its containers. If the call

@@ -172,8 +172,7 @@ func exposeSubPath(root, subPath, at string) error {
 	if err := makeMountPoint(found, at); err != nil {
 		return err
 	}
-	from := "/proc/self/fd/" + strconv.Itoa(int(found.Fd()))
-	if err := unix.Mount(from, at, "", unix.MS_BIND|unix.MS_REC, ""); err != nil {
+	if err := unix.Mount(fdPath(found), at, "", unix.MS_BIND|unix.MS_REC, ""); err != nil {
 		return fmt.Errorf("bind-mount at %s: %w", at, err)
 	}
 	return nil
@@ -187,10 +186,31 @@ func openSubPath(root, subPath string) (*os.File, error) {
 	defer func() { _ = dir.Close() }() // O_PATH: nothing to lose
 	found, err := pathrs.OpenatInRoot(dir, subPath)
 	if errors.Is(err, fs.ErrNotExist) {
-		return pathrs.MkdirAllHandle(dir, subPath, 0o750)
+		return makeSubPath(dir, subPath)
 	}
 	return found, err
 }
+
+// makeSubPath makes a directory with the mode of the volume's own, so that whom
+// the volume is for (its fsGroup, say) can use it.
+func makeSubPath(volume *os.File, subPath string) (made *os.File, err error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(volume.Fd()), &st); err != nil {
+		return nil, fmt.Errorf("stat volume: %w", err)
+	}
+	made, err = pathrs.MkdirAllHandle(volume, subPath, 0o750)
+	if err != nil {
+		return nil, err
+	}
+	if err := unix.Chmod(fdPath(made), st.Mode&0o7777); err != nil {
+		return nil, errors.Join(fmt.Errorf("chmod: %w", err), made.Close())
+	}
+	return made, nil
+}
+
+// fdPath is a path that leads to an open file, for calls that take no descriptor
+// or, as fchmod, none opened with O_PATH.
+func fdPath(f *os.File) string { return "/proc/self/fd/" + strconv.Itoa(int(f.Fd())) }
 
 // makeMountPoint makes a directory or a file, as what is to be mounted there.
 func makeMountPoint(what *os.File, at string) error {

@@ -149,6 +149,10 @@ containers:
 			t.Errorf("%s shows %q, want %q", subPath, content, want)
 		}
 	}
+	var st unix.Stat_t
+	if err := unix.Stat(filepath.Join(volume, "new/deep"), &st); err != nil || st.Mode&0o7777 != 0o777 {
+		t.Errorf("mode of a new directory: %#o, %v; want the volume's", st.Mode&0o7777, err)
+	}
 	for _, subPath := range []string{"up", "absolute", "self", "up/secret"} {
 		got, err := f.source(c, 0, subPath)
 		if err == nil && strings.Contains(show(t, got), "secret") {
