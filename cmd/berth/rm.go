@@ -22,7 +22,7 @@ func rmCommand(o *operator) *cobra.Command {
 		Args: cobra.MinimumNArgs(1),
 	}
 	cmd.Flags().BoolVarP(&force, "force", "f", false, "also what runs")
-	cmd.Flags().StringVar(&runDir, "run-dir", defaultRunDir, "where `berth run` keeps the files of pods")
+	cmd.Flags().StringVar(&runDir, "run-dir", defaultRunDir, "where berth run keeps the files of pods")
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		ctx, stop := interruptible(cmd.Context())
 		defer stop()

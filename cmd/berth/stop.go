@@ -25,8 +25,8 @@ func stopCommand(o *operator) *cobra.Command {
 		Args: cobra.MinimumNArgs(1),
 	}
 	cmd.Flags().DurationVarP(&timeout, "timeout", "t", fromManifest, "grace period before SIGKILL (default: the manifest's, or 30s)")
-	cmd.Flags().StringVar(&runDir, "run-dir", defaultRunDir, "where `berth run` keeps the files of pods")
-	cmd.Flags().Lookup("timeout").DefValue = ""
+	cmd.Flags().StringVar(&runDir, "run-dir", defaultRunDir, "where berth run keeps the files of pods")
+	cmd.Flags().Lookup("timeout").DefValue = "0s" // not shown: the text tells the default
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		ctx, stop := interruptible(cmd.Context())
 		defer stop()
