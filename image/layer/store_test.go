@@ -15,6 +15,7 @@ import (
 	"sync"
 	"testing"
 	"testing/iotest"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
@@ -236,6 +237,19 @@ func openWatched(t testing.TB, root string) (*Store, <-chan string) {
 	return s, w.removed
 }
 
+// await waits for n removals and returns the last.
+func await(t testing.TB, removed <-chan string, n int) (last string) {
+	t.Helper()
+	for i := range n {
+		select {
+		case last = <-removed:
+		case <-time.After(time.Minute):
+			t.Fatalf("%d of %d removals", i, n)
+		}
+	}
+	return last
+}
+
 func TestRemove(t *testing.T) {
 	root := t.TempDir()
 	s, removed := openWatched(t, root)
@@ -251,9 +265,7 @@ func TestRemove(t *testing.T) {
 	}
 	must(t, s.Remove(top))
 	must(t, s.Remove(top))
-	for range 3 { // the layer and two of the joins
-		<-removed
-	}
+	await(t, removed, 3) // the layer and two of the joins
 	if s.Has(top) || len(entries(t, root, "layers")) != 2 || len(entries(t, root, "joins")) != 1 {
 		t.Errorf("layers %v, joins %v", entries(t, root, "layers"), entries(t, root, "joins"))
 	}
@@ -263,9 +275,7 @@ func TestRemove(t *testing.T) {
 	if s.Usage() != (Usage{}) || len(s.joins.all()) != 0 {
 		t.Errorf("usage %+v, joins %v", s.Usage(), s.joins.all())
 	}
-	for range 3 {
-		<-removed
-	}
+	await(t, removed, 3)
 	expectEmpty(t, filepath.Join(root, "trash"), filepath.Join(root, "layers"), filepath.Join(root, "joins"))
 	create(t, s, makeTar(t, hardlink("b", "a"))) // may come again
 }
@@ -289,7 +299,7 @@ func TestRemoveAwkward(t *testing.T) {
 		dir("none", 0), file("none/x", ""), mode(file("f", ""), 0), dir(strings.Repeat("d/", 2000), 0), symlink("l", "/etc"), device(tar.TypeFifo, "p", 0, 0),
 	))
 	must(t, s.Remove(id))
-	<-removed
+	await(t, removed, 1)
 	expectEmpty(t, filepath.Join(root, "trash"))
 }
 
@@ -302,13 +312,13 @@ func TestRemoveFails(t *testing.T) {
 	must(t, unix.Mount("tmpfs", mountpoint, "tmpfs", 0, ""))
 	other := create(t, s, makeTar(t, file("b", "1")))
 	must(t, s.Remove(busy))
-	first := <-removed
+	first := await(t, removed, 1)
 	must(t, s.Remove(other))
-	<-removed
+	await(t, removed, 1)
 	must(t, unix.Unmount(filepath.Join(first, treeDir, "mount"), 0))
 	must(t, s.Close())
 	again, removed := openWatched(t, root)
-	<-removed
+	await(t, removed, 1)
 	expectEmpty(t, filepath.Join(root, "trash"))
 	if len(again.List()) != 0 {
 		t.Errorf("layers %v", again.List())
@@ -370,9 +380,7 @@ func TestOpenDiscards(t *testing.T) {
 	must(t, os.MkdirAll(filepath.Join(root, "trash/old/fs"), 0o700))
 
 	s, removed := openWatched(t, root)
-	for range 7 { // torn and its join, alien, moved, half, file, old
-		<-removed
-	}
+	await(t, removed, 7) // torn and its join, alien, moved, half, file, old
 	want := []digest.Digest{keep, top}
 	slices.Sort(want)
 	if !slices.Equal(s.List(), want) || len(entries(t, root, "layers")) != 2 {
