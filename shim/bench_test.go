@@ -1,74 +1,77 @@
 package shim
 
 import (
+	"flag"
 	"fmt"
-	"os"
+	"slices"
 	"testing"
 	"time"
-
-	"berth/internal/pidfd"
 )
 
-// benchEnv is an env whose requests are made in advance.
-func benchEnv(b *testing.B, change ...func(*Config)) *env {
-	b.Helper()
-	e := newEnvFor(&testing.T{}, b, change...)
-	return e
+// Run the benchmarks with -shim=../bin/berth-shim: the test binary is a larger program.
+
+var pauses = flag.Duration("pauses", 50*time.Millisecond, "time between launches of BenchmarkLaunch, in which launchers warm up")
+
+// samples are the durations of a benchmark's operations. Their mean says little on
+// a machine that has something else to do.
+type samples []time.Duration
+
+func (s *samples) add(since time.Time) { *s = append(*s, time.Since(since)) }
+
+func (s samples) report(b *testing.B) {
+	slices.Sort(s)
+	ms := func(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
+	b.ReportMetric(ms(s[0]), "min-ms")
+	b.ReportMetric(ms(s[len(s)/2]), "p50-ms")
+	b.ReportMetric(ms(s[len(s)*9/10]), "p90-ms")
+	b.ReportMetric(0, "ns/op")
 }
 
-// BenchmarkLaunch measures a launch from request to reply with a launcher that has
-// had the time to warm up. Run it with -shim=../bin/berth-shim: the test binary is
-// a larger program.
+// BenchmarkLaunch measures a launch from request to reply.
 func BenchmarkLaunch(b *testing.B) {
-	e := benchEnv(b)
-	for i := 0; b.Loop(); i++ {
-		b.StopTimer()
+	b.Run("warm", func(b *testing.B) { benchLaunch(b, newEnvFor(&testing.T{}, b)) })
+	b.Run("expected", func(b *testing.B) {
+		e := newEnvFor(&testing.T{}, b)
+		benchLaunch(b, e, func() { e.Expect(); time.Sleep(10 * time.Millisecond) })
+	})
+	b.Run("cold", func(b *testing.B) { benchLaunch(b, newEnvFor(&testing.T{}, b, func(c *Config) { c.Warm = false })) })
+}
+
+func benchLaunch(b *testing.B, e *env, before ...func()) {
+	var s samples
+	for i := range b.N {
 		req := e.request(fmt.Sprintf("bench-%d", i), "")
 		req.Spec.Process.Args = []string{"/bin/true"}
 		for e.missing() > 0 {
 			time.Sleep(time.Millisecond)
 		}
-		time.Sleep(50 * time.Millisecond) // the launcher warms up after it was started
-		b.StartTimer()
+		time.Sleep(*pauses)
+		for _, f := range before {
+			f()
+		}
+		begin := time.Now()
 		started, err := e.Launch(b.Context(), req)
-		b.StopTimer()
+		s.add(begin)
 		if err != nil {
 			b.Fatal(err)
 		}
 		(&container{env: e, LaunchRequest: req, Started: started}).remove()
-		b.StartTimer()
 	}
-}
-
-// BenchmarkLaunchCold is BenchmarkLaunch without a pool.
-func BenchmarkLaunchCold(b *testing.B) {
-	e := benchEnv(b, func(c *Config) { c.Warm = false })
-	for i := 0; b.Loop(); i++ {
-		b.StopTimer()
-		req := e.request(fmt.Sprintf("bench-%d", i), "")
-		req.Spec.Process.Args = []string{"/bin/true"}
-		b.StartTimer()
-		started, err := e.Launch(b.Context(), req)
-		b.StopTimer()
-		if err != nil {
-			b.Fatal(err)
-		}
-		(&container{env: e, LaunchRequest: req, Started: started}).remove()
-		b.StartTimer()
-	}
+	s.report(b)
 }
 
 // BenchmarkExec measures an exec probe: start, wait, launcher back in the pool.
 func BenchmarkExec(b *testing.B) {
-	e := benchEnv(b)
+	e := newEnvFor(&testing.T{}, b)
 	req := e.request("bench", "exec sleep 1000")
 	started, err := e.Launch(b.Context(), req)
 	if err != nil {
 		b.Fatal(err)
 	}
-	c := &container{env: e, LaunchRequest: req, Started: started}
-	defer c.remove()
-	for i := 0; b.Loop(); i++ {
+	defer (&container{env: e, LaunchRequest: req, Started: started}).remove()
+	var s samples
+	for i := range b.N {
+		begin := time.Now()
 		x, err := e.Exec(b.Context(), ExecRequest{ID: "bench", ExecID: itoa(i), Process: testProcess("true")})
 		if err != nil {
 			b.Fatal(err)
@@ -79,8 +82,7 @@ func BenchmarkExec(b *testing.B) {
 		if err := x.Close(); err != nil {
 			b.Fatal(err)
 		}
+		s.add(begin)
 	}
+	s.report(b)
 }
-
-var _ = os.Args
-var _ = pidfd.Wait

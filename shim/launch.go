@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
 
 	"berth/internal/cgroup"
 	"berth/internal/errdefs"
@@ -34,6 +35,7 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 	if err := ctx.Err(); err != nil {
 		return nil, fmt.Errorf("launch %s: %w", req.ID, err)
 	}
+	l.Expect()
 	p, err := l.take(l.cfg.Warm)
 	if err != nil {
 		return nil, err
@@ -47,7 +49,7 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 
 func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchRequest) (*Started, error) {
 	var reply control.Reply
-	err := p.conn.Send(control.Request{Launch: l.order(req)})
+	err := p.conn.Send(control.Request{Nice: l.nice, Launch: l.order(req)})
 	var files []*os.File
 	if err == nil {
 		files, err = l.receive(ctx, p, &reply)
@@ -166,7 +168,7 @@ func failure(ctx context.Context, e *control.Error) error {
 	if err := ctx.Err(); err != nil {
 		return fmt.Errorf("%s: %w", e.Message, err)
 	}
-	return errdefs.New(e.Code, "%s", e.Message)
+	return errdefs.New(codes.Code(e.Code), "%s", e.Message)
 }
 
 func (l *Launchers) logWarnings(id string, warnings []string) {

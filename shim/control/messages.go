@@ -12,8 +12,9 @@
 package control
 
 import (
+	"fmt"
+
 	specs "github.com/opencontainers/runtime-spec/specs-go"
-	"google.golang.org/grpc/codes"
 
 	"berth/internal/rootfs"
 )
@@ -25,8 +26,9 @@ const (
 	ExeFD     = 5 // the sealed copy of berth-shim it runs from
 )
 
-// Request is a message to the launcher. Exactly one field is set.
+// Request is a message to the launcher. Exactly one of Launch, Exec and Kill is set.
 type Request struct {
+	Nice   int     `json:"nice,omitempty"` // the nice value to work with; it may have waited with another
 	Launch *Launch `json:"launch,omitempty"`
 	Exec   *Exec   `json:"exec,omitempty"`
 	Kill   bool    `json:"kill,omitempty"` // kill everything the running exec has started
@@ -91,8 +93,28 @@ type Exited struct {
 	Code int32 `json:"code"` // exit code, or 128+signal
 }
 
-// Error is a failure with the code it has on the daemon's side.
+// Error is a failure with the code it has on the daemon's side. The launcher makes
+// errors of this type and not of package errdefs, which would link gRPC and
+// protobuf into every container's init and slow its start.
 type Error struct {
-	Code    codes.Code `json:"code"`
-	Message string     `json:"message"`
+	Code    Code   `json:"code"`
+	Message string `json:"message"`
 }
+
+// Code is a gRPC status code.
+type Code uint32
+
+// The codes that launchers give, with gRPC's numbers.
+const (
+	Canceled           Code = 1
+	InvalidArgument    Code = 3
+	FailedPrecondition Code = 9
+	Internal           Code = 13
+)
+
+// Errorf returns an Error.
+func Errorf(code Code, format string, args ...any) error {
+	return &Error{Code: code, Message: fmt.Sprintf(format, args...)}
+}
+
+func (e *Error) Error() string { return e.Message }

@@ -1,43 +1,38 @@
 package launcher
 
 import (
-	"regexp"
+	"errors"
 	"strings"
 
-	"google.golang.org/grpc/codes"
-
-	"berth/internal/errdefs"
 	"berth/shim/control"
 )
 
 // What happens in the container's init reaches us as text only.
-var (
+const (
 	// exec.LookPath and execve on the container's command: it is named in quotes.
-	badCommand = regexp.MustCompile(`exec: "`)
-	badCwd     = regexp.MustCompile(`chdir to cwd \(.*\) set in config.json failed: `)
+	badCommand = `exec: "`
+	badCwd     = `chdir to cwd (`
+)
 
-	// Steps of libcontainer that say nothing to who reads the message.
-	noise = []string{
-		"unable to start container process: ",
-		"error during container init: ",
-		"error executing setns process: ",
-	}
+// noise is text of libcontainer's that says nothing to who reads the message.
+var noise = strings.NewReplacer(
+	"unable to start container process: ", "",
+	"error during container init: ", "",
+	"error executing setns process: ", "",
+	"set in config.json failed", "failed",
 )
 
 // describe gives an error of libcontainer's the code and the text that the daemon
 // passes on.
 func describe(err error) *control.Error {
-	code := errdefs.Code(err)
+	code := control.Internal
 	text := err.Error()
-	if code == codes.Unknown {
-		code = codes.Internal
-		if badCommand.MatchString(text) || badCwd.MatchString(text) {
-			code = codes.InvalidArgument
-		}
+	var own *control.Error
+	switch {
+	case errors.As(err, &own):
+		code = own.Code
+	case strings.Contains(text, badCommand), strings.Contains(text, badCwd):
+		code = control.InvalidArgument
 	}
-	for _, n := range noise {
-		text = strings.ReplaceAll(text, n, "")
-	}
-	text = strings.ReplaceAll(text, "set in config.json failed", "failed")
-	return &control.Error{Code: code, Message: text}
+	return &control.Error{Code: code, Message: noise.Replace(text)}
 }

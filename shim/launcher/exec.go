@@ -14,7 +14,6 @@ import (
 	"github.com/opencontainers/runc/libcontainer"
 	"golang.org/x/sys/unix"
 
-	"berth/internal/errdefs"
 	"berth/internal/pidfd"
 	"berth/shim/control"
 	"berth/shim/killtree"
@@ -92,7 +91,7 @@ func (e *execution) start() (err error) {
 func (e *execution) load() (err error) {
 	e.container, err = libcontainer.Load(e.StateRoot, e.ID)
 	if errors.Is(err, libcontainer.ErrNotExist) {
-		return errdefs.FailedPrecondition("container %s is not running", e.ID)
+		return control.Errorf(control.FailedPrecondition, "container %s is not running", e.ID)
 	}
 	if err != nil {
 		return fmt.Errorf("load container %s: %w", e.ID, err)
@@ -107,7 +106,7 @@ func (e *execution) checkRunning() error {
 		return fmt.Errorf("status of container %s: %w", e.ID, err)
 	}
 	if status == libcontainer.Stopped {
-		return errdefs.FailedPrecondition("container %s is not running", e.ID)
+		return control.Errorf(control.FailedPrecondition, "container %s is not running", e.ID)
 	}
 	return nil
 }

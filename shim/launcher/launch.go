@@ -15,11 +15,9 @@ import (
 	"github.com/opencontainers/runc/libcontainer/specconv"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
-	"google.golang.org/grpc/codes"
 
 	"berth/internal/cgroup"
 	"berth/internal/cleanup"
-	"berth/internal/errdefs"
 	"berth/internal/pidfd"
 	"berth/shim/control"
 	"berth/shim/handoff"
@@ -99,9 +97,9 @@ func (c *launch) run() (err error) {
 func (c *launch) check() (err error) {
 	switch {
 	case c.Spec == nil || c.Spec.Linux == nil || c.Spec.Process == nil:
-		return errdefs.Internal("launch %s: the spec is incomplete", c.ID)
+		return control.Errorf(control.Internal, "launch %s: the spec is incomplete", c.ID)
 	case !c.Pause && unix.Access(c.MonitorPath, unix.X_OK) != nil:
-		return errdefs.Internal("launch %s: monitor %s is not executable", c.ID, c.MonitorPath)
+		return control.Errorf(control.Internal, "launch %s: monitor %s is not executable", c.ID, c.MonitorPath)
 	}
 	c.group, err = cgroup.Open(c.Spec.Linux.CgroupsPath, c.SystemdCgroup)
 	return err
@@ -170,7 +168,7 @@ func (c *launch) makeConfig() (err error) {
 		Spec:             c.Spec,
 	})
 	if err != nil {
-		return errdefs.InvalidArgument("runtime spec of %s: %w", c.ID, err)
+		return control.Errorf(control.InvalidArgument, "runtime spec of %s: %v", c.ID, err)
 	}
 	c.process, err = newProcess(c.Spec.Process)
 	if err != nil {
@@ -262,7 +260,7 @@ func (c *launch) commit() error {
 	c.committed = !cancelled
 	c.mu.Unlock()
 	if cancelled {
-		return errdefs.New(codes.Canceled, "launch of %s was cancelled", c.ID)
+		return control.Errorf(control.Canceled, "launch of %s was cancelled", c.ID)
 	}
 	return c.l.reply(control.Reply{Started: &c.started}, c.init)
 }

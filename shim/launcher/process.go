@@ -8,13 +8,13 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
-	"berth/internal/errdefs"
+	"berth/shim/control"
 )
 
 // newProcess translates a runtime-spec process for libcontainer.
 func newProcess(p *specs.Process) (*libcontainer.Process, error) {
 	if p == nil || len(p.Args) == 0 {
-		return nil, errdefs.InvalidArgument("there is no command to run")
+		return nil, control.Errorf(control.InvalidArgument, "there is no command to run")
 	}
 	lp := &libcontainer.Process{
 		Args:            p.Args,
@@ -46,7 +46,7 @@ func newProcess(p *specs.Process) (*libcontainer.Process, error) {
 	for _, r := range p.Rlimits {
 		kind, ok := rlimits[r.Type]
 		if !ok {
-			return nil, errdefs.InvalidArgument("unknown resource limit %q", r.Type)
+			return nil, control.Errorf(control.InvalidArgument, "unknown resource limit %q", r.Type)
 		}
 		lp.Rlimits = append(lp.Rlimits, configs.Rlimit{Type: kind, Hard: r.Hard, Soft: r.Soft})
 	}

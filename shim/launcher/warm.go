@@ -1,3 +1,75 @@
 package launcher
 
-func warm() {}
+import (
+	"bytes"
+	"encoding/json"
+	"io"
+	"os"
+
+	"github.com/opencontainers/cgroups"
+	"github.com/opencontainers/cgroups/manager"
+	"github.com/opencontainers/runc/libcontainer/exeseal"
+	"github.com/opencontainers/runc/libcontainer/specconv"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+
+	"berth/shim/control"
+)
+
+// warm does, before there is an order, what the first launch in a process would
+// otherwise wait for: libcontainer's look at the cgroup hierarchies, encoding/json's
+// at the types of the order and the configuration, and the page faults of both.
+// What fails here fails again with a message where it matters.
+func warm() {
+	_ = exeseal.IsSelfExeCloned()
+	_, _ = os.Stat("/proc/self/ns/mnt")
+	order := control.Request{Launch: &control.Launch{Spec: sampleSpec()}}
+	data, err := json.Marshal(order)
+	if err != nil {
+		return
+	}
+	var again control.Request
+	if json.NewDecoder(bytes.NewReader(data)).Decode(&again) != nil {
+		return
+	}
+	config, err := specconv.CreateLibcontainerConfig(&specconv.CreateOpts{CgroupName: "warm", Spec: again.Launch.Spec})
+	if err != nil {
+		return
+	}
+	_ = json.NewEncoder(io.Discard).Encode(config)
+	if m, err := manager.New(config.Cgroups); err == nil {
+		_ = m.Exists()
+		_, _ = m.GetFreezerState()
+	}
+	_, _ = cgroups.ReadFile("/sys/fs/cgroup", "cgroup.procs")
+}
+
+// sampleSpec has something of everything that a container has.
+func sampleSpec() *specs.Spec {
+	caps := []string{"CAP_CHOWN"}
+	number := int64(1)
+	return &specs.Spec{
+		Process: &specs.Process{
+			Args:         []string{"/bin/true"},
+			Cwd:          "/",
+			Capabilities: &specs.LinuxCapabilities{Bounding: caps, Effective: caps, Permitted: caps},
+			Rlimits:      []specs.POSIXRlimit{{Type: "RLIMIT_NOFILE", Hard: 1, Soft: 1}},
+		},
+		Root:   &specs.Root{Path: "/"},
+		Mounts: []specs.Mount{{Destination: "/proc", Type: "proc", Source: "proc", Options: []string{"nosuid", "rbind", "rprivate"}}},
+		Linux: &specs.Linux{
+			CgroupsPath: "/berth-warm", // only its name is looked at
+			Namespaces:  []specs.LinuxNamespace{{Type: specs.PIDNamespace}, {Type: specs.MountNamespace}},
+			Resources: &specs.LinuxResources{
+				Devices: []specs.LinuxDeviceCgroup{{Access: "rwm"}},
+				Memory:  &specs.LinuxMemory{Limit: &number},
+				Pids:    &specs.LinuxPids{Limit: &number},
+			},
+			Seccomp: &specs.LinuxSeccomp{
+				DefaultAction: specs.ActErrno,
+				Syscalls:      []specs.LinuxSyscall{{Names: []string{"read", "write"}, Action: specs.ActAllow}},
+			},
+			MaskedPaths:   []string{"/proc/kcore"},
+			ReadonlyPaths: []string{"/proc/sys"},
+		},
+	}
+}
