@@ -1,12 +1,13 @@
 package integration
 
 import (
-	"bytes"
 	"context"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -98,17 +99,18 @@ func startDaemon(t *testing.T, opts ...daemonOption) *daemon {
 			t.Logf("the daemon's log:\n%s", d.tail())
 		}
 	})
+	// Each is a clean-up of its own, so that a failing one does not keep the others
+	// from their work. They run from the last to the first.
+	t.Cleanup(func() { noMachineLeaks(t, before, d) })
+	t.Cleanup(func() { d.forgetMounts(t) })
+	t.Cleanup(func() { d.removeNetwork(t) })
 	d.start(t)
-	t.Cleanup(func() {
-		d.clean(t)
-		d.noLeaks(t)
-		d.removePodCgroups(t)
-		d.stop(t)
-		d.removeNetwork(t)
-		d.forgetMounts(t)
-		noMachineLeaks(t, before, d)
-	})
+	t.Cleanup(func() { d.stop(t) })
+	d.waitIdle(t)
 	d.empty = d.snapshot(t)
+	t.Cleanup(func() { d.removePodCgroups(t) })
+	t.Cleanup(func() { d.noLeaks(t) })
+	t.Cleanup(func() { d.clean(t) })
 	return d
 }
 
@@ -169,6 +171,20 @@ func (d *daemon) start(t *testing.T) {
 	d.connect(t)
 }
 
+// idleLaunchers is the daemon's default.
+const idleLaunchers = 2
+
+// waitIdle waits until the daemon has all its idle launchers.
+func (d *daemon) waitIdle(t *testing.T) {
+	t.Helper()
+	eventually(t, "idle launchers are ready", func() error {
+		if n := len(commandLines("berth-shim launcher")); n < idleLaunchers {
+			return unexpected("their number", n, idleLaunchers)
+		}
+		return nil
+	})
+}
+
 func (d *daemon) connect(t *testing.T) {
 	t.Helper()
 	endpoint := "unix://" + d.socket
@@ -178,18 +194,17 @@ func (d *daemon) connect(t *testing.T) {
 			t.Fatalf("the daemon ended: %v\n%s", d.cmd.ProcessState, d.tail())
 		default:
 		}
-		if _, err := os.Stat(d.socket); err != nil {
+		conn, err := net.Dial("unix", d.socket)
+		if err != nil {
 			return err
 		}
-		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
-		defer cancel()
-		var err error
-		if d.cri, err = cri.NewRemoteRuntimeServiceBuilder().WithEndpoint(endpoint).WithConnectionTimeout(callTimeout).Build(ctx); err != nil {
-			return err
-		}
-		d.images, err = cri.NewRemoteImageServiceBuilder().WithEndpoint(endpoint).WithConnectionTimeout(callTimeout).Build(ctx)
-		return err
+		return conn.Close()
 	})
+	var err error
+	d.cri, err = cri.NewRemoteRuntimeServiceBuilder().WithEndpoint(endpoint).WithConnectionTimeout(callTimeout).Build(t.Context())
+	must(t, err)
+	d.images, err = cri.NewRemoteImageServiceBuilder().WithEndpoint(endpoint).WithConnectionTimeout(callTimeout).Build(t.Context())
+	must(t, err)
 }
 
 func (d *daemon) disconnect(t *testing.T) {
@@ -246,18 +261,19 @@ func (d *daemon) signal(t *testing.T, sig syscall.Signal) {
 	}
 }
 
+// quietCall matches log lines of calls that only read, of which tests make many.
+var quietCall = regexp.MustCompile(`level=DEBUG msg=(Version|ImageFsInfo|List\w+|\w*Status) .*code=OK`)
+
 // tail returns the end of the daemon's log.
 func (d *daemon) tail() string {
-	content, err := os.ReadFile(d.logFile())
-	if err != nil {
-		return err.Error()
+	const limit = 60
+	var lines []string
+	for _, line := range readLines(d.logFile()) {
+		if !quietCall.MatchString(line) {
+			lines = append(lines, line)
+		}
 	}
-	const max = 12000
-	if len(content) > max {
-		content = content[len(content)-max:]
-		content = content[bytes.IndexByte(content, '\n')+1:]
-	}
-	return string(content)
+	return strings.Join(lines[max(0, len(lines)-limit):], "\n")
 }
 
 // clean removes all pods and images, as kubelet would.
@@ -281,9 +297,14 @@ func (d *daemon) clean(t *testing.T) {
 // same addresses, meet no old neighbour entries.
 func (d *daemon) removeNetwork(t *testing.T) {
 	t.Helper()
-	if out, err := exec.Command("ip", "link", "delete", "berth0").CombinedOutput(); err != nil &&
+	removeLink(t, "berth0")
+}
+
+func removeLink(t *testing.T, name string) {
+	t.Helper()
+	if out, err := exec.Command("ip", "link", "delete", name).CombinedOutput(); err != nil &&
 		!strings.Contains(string(out), "Cannot find device") {
-		t.Errorf("delete bridge: %v: %s", err, out)
+		t.Errorf("delete %s: %v: %s", name, err, out)
 	}
 }
 

@@ -134,7 +134,7 @@ func TestPullLayersGzipZstdPlain(t *testing.T) {
 	must(t, err)
 	name, _ := push(t, registry, "compressions:latest", img)
 	d := startDaemon(t)
-	equal(t, "content", d.runPod(t, hostNetwork).sh(t, "cat gzip zstd plain", image(name)), "onetwothree\n")
+	equal(t, "content", d.runPod(t, hostNetwork).sh(t, "cat gzip zstd plain; echo", image(name)), "onetwothree\n")
 }
 
 // What a layer may hold, checked from inside a container.

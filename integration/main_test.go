@@ -4,7 +4,6 @@ import (
 	"context"
 	"flag"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -53,8 +52,7 @@ func run(m *testing.M) (int, error) {
 	if machine = os.Getenv(machineEnv); machine == "" {
 		return 0, enterMachine()
 	}
-	klog.LogToStderr(false) // cri-client logs each error it returns
-	klog.SetOutput(io.Discard)
+	klog.SetLogger(klog.Logger{}) // cri-client logs each error it returns
 
 	var err error
 	if pluginDir, err = fixture.PluginDir(); err != nil {

@@ -169,7 +169,8 @@ func TestNetworkConfigHotPlug(t *testing.T) {
 // The first valid file in lexical order wins, and a plain .conf works too.
 func TestNetworkConfigOrder(t *testing.T) {
 	d := startDaemon(t)
-	conf := fmt.Sprintf(`{"cniVersion": "0.4.0", "name": "first", "type": "bridge", "bridge": "berth0", "isGateway": true,
+	t.Cleanup(func() { removeLink(t, "berth1") })
+	conf := fmt.Sprintf(`{"cniVersion": "0.4.0", "name": "first", "type": "bridge", "bridge": "berth1", "isGateway": true,
 		"ipam": {"type": "host-local", "dataDir": %q, "ranges": [[{"subnet": "10.99.0.0/24"}]]}}`, d.dataDir)
 	must(t, os.WriteFile(filepath.Join(d.confDir, "05-first.conf"), []byte(conf), 0o600))
 	eventually(t, "a pod gets an address of the first network", func() error {
@@ -180,7 +181,6 @@ func TestNetworkConfigOrder(t *testing.T) {
 		}
 		return nil
 	})
-	d.removeNetwork(t) // it has addresses of both networks now
 }
 
 // fakePlugin is a CNI plugin that writes down how it is called.

@@ -21,12 +21,13 @@ func lgetxattr(path, name string, value []byte) (int, error) {
 	return n, nil
 }
 
-// pid returns the container's init, as the daemon's verbose status tells it.
+// pid returns the container's init, once that runs its program: StartContainer
+// returns a moment before, and then it still has the runtime's name and privileges.
 func (c *container) pid(t *testing.T) int {
 	t.Helper()
 	response, err := c.pod.d.cri.ContainerStatus(t.Context(), c.id, true)
 	must(t, err)
-	return infoPID(t, response.Info)
+	return waitProgram(t, infoPID(t, response.Info))
 }
 
 // pausePID returns the pod's pause process.
@@ -34,7 +35,19 @@ func (p *pod) pausePID(t *testing.T) int {
 	t.Helper()
 	response, err := p.d.cri.PodSandboxStatus(t.Context(), p.id, true)
 	must(t, err)
-	return infoPID(t, response.Info)
+	return waitProgram(t, infoPID(t, response.Info))
+}
+
+func waitProgram(t *testing.T, pid int) int {
+	t.Helper()
+	eventually(t, fmt.Sprintf("process %d runs its program", pid), func() error {
+		exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid))
+		if name := filepath.Base(exe); err == nil && name != "busybox" && name != "pause" {
+			err = unexpected("its program", exe, "busybox or pause")
+		}
+		return err
+	})
+	return pid
 }
 
 // infoPID finds the process ID in verbose information: as crictl and critest do,

@@ -65,8 +65,8 @@ func TestVersionStatusAndRuntimeConfig(t *testing.T) {
 }
 
 func TestRuntimeHandlers(t *testing.T) {
-	d := startDaemon(t, withConfig(`runtime_handlers = ["gold"]`))
-	for _, handler := range []string{"berth", "gold"} {
+	d := startDaemon(t)
+	for _, handler := range []string{"", "berth"} {
 		config := d.podConfig(t, hostNetwork)
 		id, err := d.cri.RunPodSandbox(t.Context(), config, handler)
 		must(t, err)

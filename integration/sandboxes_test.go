@@ -234,7 +234,7 @@ func TestPodSandboxSecurityContext(t *testing.T) {
 	pause := pod.pausePID(t)
 	equal(t, "uid of pause", strings.Fields(statusField(t, pause, "Uid"))[0], "65535")
 	equal(t, "gid of pause", strings.Fields(statusField(t, pause, "Gid"))[0], "65534")
-	equal(t, "groups of pause", statusField(t, pause, "Groups"), "1234")
+	sameSet(t, "groups of pause and its gid", append(strings.Fields(statusField(t, pause, "Groups")), "65534"), []string{"1234", "65534"})
 	equal(t, "seccomp mode of pause", statusField(t, pause, "Seccomp"), "2")
 	if caps := statusField(t, pause, "CapInh"); strings.Trim(caps, "0") != "" {
 		t.Errorf("pause has inheritable capabilities: %s", caps)

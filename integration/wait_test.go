@@ -23,8 +23,10 @@ func eventually(t *testing.T, what string, condition func() error) {
 }
 
 // waitFor returns nil as soon as the condition does, or its last error.
-func waitFor(condition func() error) error {
-	deadline := time.Now().Add(patience)
+func waitFor(condition func() error) error { return waitUpTo(patience, condition) }
+
+func waitUpTo(limit time.Duration, condition func() error) error {
+	deadline := time.Now().Add(limit)
 	for {
 		err := condition()
 		if err == nil || time.Now().After(deadline) {

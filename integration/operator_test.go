@@ -1,0 +1,219 @@
+package integration
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+)
+
+// berth runs an operator command against this daemon, which must succeed.
+func (d *daemon) berth(t *testing.T, args ...string) string {
+	t.Helper()
+	out, err := d.tryBerth(args...)
+	if err != nil {
+		t.Fatalf("berth %q: %v\n%s", args, err, out)
+	}
+	return out
+}
+
+func (d *daemon) tryBerth(args ...string) (string, error) {
+	cmd := d.operatorCommand(args...)
+	out, err := cmd.CombinedOutput()
+	return string(out), err
+}
+
+func (d *daemon) operatorCommand(args ...string) *exec.Cmd {
+	cmd := d.command(args...)
+	cmd.Env = append(cmd.Env, "BERTH_SOCKET=unix://"+d.socket)
+	return cmd
+}
+
+// runArgs keep what `berth run` makes below the test's directory and cgroup.
+func (d *daemon) runArgs(manifest string, more ...string) []string {
+	parent := fmt.Sprintf("/%s/pod%s-run", machine, filepath.Base(d.dir))
+	d.parents = append(d.parents, parent)
+	return append([]string{"run", "--run-dir", d.dir + "/run", "--cgroup-parent", parent}, append(more, manifest)...)
+}
+
+// writeManifest writes a pod manifest in which IMAGE stands for the base image.
+func (d *daemon) writeManifest(t *testing.T, yaml string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "pod.yaml")
+	must(t, os.WriteFile(path, []byte(strings.ReplaceAll(yaml, "IMAGE", baseImage)), 0o600))
+	return path
+}
+
+const examplePod = `
+apiVersion: v1
+kind: Pod
+metadata:
+  name: example
+  labels: {app: example}
+spec:
+  terminationGracePeriodSeconds: 1
+  initContainers:
+  - name: prepare
+    image: IMAGE
+    command: [sh, -c, "echo $(GREETING) > /data/index.html"]
+    env: [{name: GREETING, value: prepared}]
+    volumeMounts: [{name: data, mountPath: /data}]
+  containers:
+  - name: web
+    image: IMAGE
+    command: [sh, -c, "echo web is up; exec httpd -f -p 80 -h /data"]
+    ports: [{containerPort: 80, hostPort: 18090}]
+    volumeMounts: [{name: data, mountPath: /data, readOnly: true}]
+    securityContext: {allowPrivilegeEscalation: false, readOnlyRootFilesystem: true}
+    resources: {limits: {memory: 64Mi, cpu: 500m}}
+  - name: client
+    image: IMAGE
+    command: [sh, -c, "until wget -q -O- http://127.0.0.1/; do sleep 0.1; done; exec sleep 100000"]
+  volumes:
+  - name: data
+    emptyDir: {}
+`
+
+func TestOperatorRunDetached(t *testing.T) {
+	d := startDaemon(t)
+	id := strings.TrimSpace(d.berth(t, d.runArgs(d.writeManifest(t, examplePod), "--detach")...))
+	lines := strings.Split(id, "\n")
+	id = lines[len(lines)-1] // progress comes first
+	d.objects = append(d.objects, id)
+	ps := d.berth(t, "ps")
+	for _, want := range []string{"web", "client"} {
+		if !strings.Contains(ps, want) {
+			t.Errorf("ps does not list %s:\n%s", want, ps)
+		}
+	}
+	if out := d.berth(t, "ps", "--pods"); !strings.Contains(out, "example") {
+		t.Errorf("ps --pods does not list the pod:\n%s", out)
+	}
+	eventually(t, "the client has seen the page", func() error {
+		if out := d.berth(t, "logs", "client"); !strings.Contains(out, "prepared") {
+			return fmt.Errorf("its log is %q", out)
+		}
+		return nil
+	})
+	equal(t, "page through the host port", httpGet(t, "http://"+nodeAddress(t)+":18090/"), "prepared\n")
+	equal(t, "exec", d.berth(t, "exec", "web", "cat", "/data/index.html"), "prepared\n")
+	if _, err := d.tryBerth("exec", "web", "sh", "-c", "exit 4"); err == nil || err.(*exec.ExitError).ExitCode() != 4 {
+		t.Errorf("exec of a failing command: %v", err)
+	}
+	if out := d.berth(t, "images"); !strings.Contains(out, strings.TrimSuffix(baseImage, ":latest")) {
+		t.Errorf("images does not list the image:\n%s", out)
+	}
+	d.berth(t, "rm", "--force", "--run-dir", d.dir+"/run", id)
+	if out := d.berth(t, "ps", "--all", "--pods"); strings.Contains(out, "example") {
+		t.Errorf("after rm the pod is still listed:\n%s", out)
+	}
+	equal(t, "files of berth run", fmt.Sprint(readDir(d.dir+"/run")), "[]")
+}
+
+// In the foreground the output is streamed, and Ctrl-C stops and removes the pod.
+func TestOperatorRunForeground(t *testing.T) {
+	d := startDaemon(t)
+	cmd := d.operatorCommand(d.runArgs(d.writeManifest(t, examplePod))...)
+	log, err := os.Create(filepath.Join(t.TempDir(), "out"))
+	must(t, err)
+	defer log.Close()
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	must(t, cmd.Start())
+	eventually(t, "the output is streamed", func() error {
+		out, err := os.ReadFile(log.Name())
+		if err == nil && !(bytes.Contains(out, []byte("web is up")) && bytes.Contains(out, []byte("prepared"))) {
+			err = fmt.Errorf("output so far: %s", out)
+		}
+		return err
+	})
+	must(t, cmd.Process.Signal(syscall.SIGINT))
+	err = cmd.Wait()
+	if err == nil || cmd.ProcessState.ExitCode() != 130 {
+		t.Errorf("after Ctrl-C it ended with %v, want exit code 130", err)
+	}
+	if out := d.berth(t, "ps", "--all", "--pods"); strings.Contains(out, "example") {
+		t.Errorf("after Ctrl-C the pod is still listed:\n%s", out)
+	}
+}
+
+func TestOperatorRunToCompletion(t *testing.T) {
+	d := startDaemon(t)
+	manifest := d.writeManifest(t, `
+apiVersion: v1
+kind: Pod
+metadata: {name: job}
+spec:
+  restartPolicy: Never
+  hostNetwork: true
+  containers:
+  - {name: fine, image: IMAGE, command: [echo, done]}
+  - {name: bad, image: IMAGE, command: [sh, -c, "exit 3"]}
+`)
+	out, err := d.tryBerth(d.runArgs(manifest)...)
+	if err == nil || err.(*exec.ExitError).ExitCode() != 3 {
+		t.Errorf("it ended with %v, want the failed container's exit code 3:\n%s", err, out)
+	}
+	if !strings.Contains(out, "done") {
+		t.Errorf("the output is not streamed:\n%s", out)
+	}
+}
+
+// What a manifest asks for and cannot be honoured is refused by name, and nothing starts.
+func TestOperatorRunRefuses(t *testing.T) {
+	d := startDaemon(t)
+	manifest := d.writeManifest(t, `
+apiVersion: v1
+kind: Pod
+metadata: {name: refused}
+spec:
+  containers:
+  - {name: c, image: IMAGE}
+  volumes:
+  - name: secret
+    secret: {secretName: s}
+`)
+	out, err := d.tryBerth(d.runArgs(manifest)...)
+	if err == nil || !strings.Contains(out, "secret") {
+		t.Errorf("a secret volume: %v\n%s", err, out)
+	}
+	if out := d.berth(t, "ps", "--all", "--pods"); strings.Contains(out, "refused") {
+		t.Errorf("the pod exists:\n%s", out)
+	}
+}
+
+func TestOperatorPull(t *testing.T) {
+	d := startDaemon(t)
+	out := d.berth(t, "pull", baseImage)
+	if d.imageStatus(t, baseImage) == nil {
+		t.Errorf("the image is not there:\n%s", out)
+	}
+	out, err := d.tryBerth("pull", registry.Host+"/no/such:image")
+	if err == nil || !strings.Contains(out, "no/such:image") {
+		t.Errorf("pull of an unknown image: %v\n%s", err, out)
+	}
+}
+
+func TestOperatorContainers(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	c := pod.run(t, containerNamed("logger"), script("seq 1 10; echo oops >&2; exec sleep 100000"))
+	c.waitOutput(t, "oops")
+	equal(t, "logs --tail", strings.Count(d.berth(t, "logs", "--tail", "3", c.id[:12]), "\n"), 3)
+	equal(t, "exec", d.berth(t, "exec", c.id[:12], "echo", "-n", "flag"), "flag")
+	if out, err := d.tryBerth("rm", c.id); err == nil {
+		t.Errorf("rm of a running container without --force succeeds:\n%s", out)
+	}
+	d.berth(t, "stop", "--timeout", "0s", c.id)
+	if out := d.berth(t, "ps", "--all"); !strings.Contains(out, "logger") {
+		t.Errorf("ps --all does not list the stopped container:\n%s", out)
+	}
+	d.berth(t, "rm", c.id)
+	if out, err := d.tryBerth("logs", "no-such-container"); err == nil || !strings.Contains(out, "no-such-container") {
+		t.Errorf("logs of an unknown container: %v\n%s", err, out)
+	}
+}
