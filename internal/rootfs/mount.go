@@ -57,15 +57,24 @@ func (o option) String() string {
 
 // Mount makes the root filesystem and returns it as a detached mount: a file
 // that Attach gives a place, and with whose last descriptor it goes. It is
-// private (no propagation), and read-only if there is no Upper.
+// private (no propagation), and read-only if there is no Upper. Linux 5.10 or
+// later; before 6.7 it costs a thread and a mount namespace for a moment.
 //
-// errors.ErrUnsupported: the kernel cannot do it this way (overlayfs before
-// Linux 6.7; MountAt can), or there is no driver for a layer's kind. A Spec
-// without layers or with more than MaxLayers is fs.ErrInvalid.
+// errors.ErrUnsupported: there is no driver for a layer's kind, or no overlayfs.
+// A Spec without layers or with more than MaxLayers is fs.ErrInvalid.
 func (s Spec) Mount() (*os.File, error) {
 	if err := s.check(); err != nil {
 		return nil, err
 	}
+	mount, err := s.mountNew()
+	if errors.Is(err, errors.ErrUnsupported) {
+		return s.mountOld()
+	}
+	return mount, err
+}
+
+// mountNew is Mount by the mount API of today.
+func (s Spec) mountNew() (*os.File, error) {
 	if s.isDirectory() {
 		return cloneReadOnly(s.Layers[0].Path)
 	}
@@ -83,14 +92,9 @@ func Attach(mount *os.File, target string) error {
 	return nil
 }
 
-// MountAt mounts the root filesystem on target, also where Mount is not
-// supported by the kernel (from Linux 5.10). It acts in the mount namespace of the
-// process, not in that of a thread the caller may have locked.
+// MountAt mounts the root filesystem on target: Mount and Attach.
 func (s Spec) MountAt(target string) error {
 	mount, err := s.Mount()
-	if errors.Is(err, errors.ErrUnsupported) {
-		return s.mountAtOld(target)
-	}
 	if err != nil {
 		return err
 	}

@@ -1,7 +1,6 @@
 package rootfs
 
 import (
-	"errors"
 	"fmt"
 	"os"
 	"runtime"
@@ -11,15 +10,33 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// mountAtOld mounts with mount(2), for kernels whose overlayfs does not know
+// mountOld is Mount by mount(2), for kernels whose overlayfs does not know
 // "lowerdir+" (before Linux 6.7) or that cannot change a mount that has no place
-// yet (before 5.12).
-func (s Spec) mountAtOld(target string) error {
-	if err := s.check(); err != nil {
-		return err
-	}
+// yet (before 5.12). mount(2) wants a place: it gets one in a mount namespace of a
+// thread that ends here, and a copy of the mount, without a place, remains.
+func (s Spec) mountOld() (mount *os.File, err error) {
+	place := s.Layers[len(s.Layers)-1].Path // some directory: nobody sees what is mounted on it there
+	err = onThread(unix.CLONE_NEWNS|unix.CLONE_FS, func() error {
+		if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+			return fmt.Errorf("make mount namespace private: %w", err)
+		}
+		if err := s.mountOn(place); err != nil {
+			return err
+		}
+		fd, err := unix.OpenTree(unix.AT_FDCWD, place, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+		if err != nil {
+			return fmt.Errorf("clone mount of %s: %w", place, err)
+		}
+		mount = os.NewFile(uintptr(fd), "overlay")
+		return nil
+	})
+	return mount, err
+}
+
+// mountOn mounts on place by mount(2). It changes the working directory of the thread.
+func (s Spec) mountOn(place string) error {
 	if s.isDirectory() {
-		return bindReadOnly(s.Layers[0].Path, target)
+		return bindReadOnly(s.Layers[0].Path, place)
 	}
 	dirs, err := s.open()
 	if err != nil {
@@ -29,19 +46,15 @@ func (s Spec) mountAtOld(target string) error {
 	if err := s.clearVolatile(); err != nil {
 		return err
 	}
-	return mountInFDs(dirs, target)
+	return mountInFDs(dirs, place)
 }
 
-func bindReadOnly(path, target string) error {
-	if err := unix.Mount(path, target, "", unix.MS_BIND, ""); err != nil {
-		return fmt.Errorf("bind %s to %s: %w", path, target, err)
+func bindReadOnly(path, place string) error {
+	if err := unix.Mount(path, place, "", unix.MS_BIND, ""); err != nil {
+		return fmt.Errorf("bind %s: %w", path, err)
 	}
-	err := unix.Mount("", target, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, "")
-	if err == nil {
-		err = unix.Mount("", target, "", unix.MS_PRIVATE, "")
-	}
-	if err != nil {
-		return errors.Join(fmt.Errorf("make %s read-only: %w", target, err), unix.Unmount(target, unix.MNT_DETACH))
+	if err := unix.Mount("", place, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""); err != nil {
+		return fmt.Errorf("make mount of %s read-only: %w", path, err)
 	}
 	return nil
 }
@@ -50,21 +63,16 @@ func bindReadOnly(path, target string) error {
 // /proc/self/fd as the working directory: all options of a mount must fit in
 // one page, which 500 numbers do and 50 paths of layers do not, and a number has
 // no ":", "," or "\" that overlayfs would have to be told not to split at.
-func mountInFDs(dirs *dirs, target string) error {
+func mountInFDs(dirs *dirs, place string) error {
 	data := dirs.data()
 	if len(data) >= os.Getpagesize() {
-		return fmt.Errorf("mount overlay on %s: %d bytes of options do not fit in a page: %w", target, len(data), unix.E2BIG)
+		return fmt.Errorf("mount overlay: %d bytes of options do not fit in a page: %w", len(data), unix.E2BIG)
 	}
-	place, err := os.OpenFile(target, unix.O_PATH, 0)
-	if err != nil {
-		return fmt.Errorf("mount overlay: %w", err)
+	if err := unix.Chdir("/proc/self/fd"); err != nil {
+		return fmt.Errorf("change to /proc/self/fd: %w", err)
 	}
-	defer place.Close()
-	err = withDir("/proc/self/fd", func() error {
-		return unix.Mount("overlay", fdName(place), "overlay", 0, data)
-	})
-	if err != nil {
-		return fmt.Errorf("mount overlay of %d layers on %s: %w", len(dirs.lower), target, err)
+	if err := unix.Mount("overlay", place, "overlay", 0, data); err != nil {
+		return fmt.Errorf("mount overlay of %d layers on %s: %w", len(dirs.lower), dirs.lower[0].Name(), orUnsupported(err))
 	}
 	return nil
 }
@@ -84,18 +92,22 @@ func (d *dirs) data() string {
 
 func fdName(f *os.File) string { return strconv.Itoa(int(f.Fd())) }
 
-// withDir runs f with another working directory than the process has: in a
-// thread of its own that no longer shares it and that ends with f.
-func withDir(dir string, f func() error) error {
+// onThread runs f in a thread that does not share what flags say with the
+// process, and that ends with f.
+func onThread(flags int, f func() error) error {
 	result := make(chan error, 1)
 	go func() {
-		runtime.LockOSThread() // never unlocked: the runtime ends the thread with the goroutine
-		if err := unix.Unshare(unix.CLONE_FS); err != nil {
-			result <- fmt.Errorf("unshare working directory: %w", err)
+		runtime.LockOSThread()
+		if unix.Gettid() == unix.Getpid() {
+			// The runtime never ends the main thread, and /proc/self is about that
+			// one: keep it busy here, so that another one is taken.
+			result <- onThread(flags, f)
+			runtime.UnlockOSThread()
 			return
 		}
-		if err := unix.Chdir(dir); err != nil {
-			result <- fmt.Errorf("change to %s: %w", dir, err)
+		// Not unlocked: the runtime ends the thread with the goroutine.
+		if err := unix.Unshare(flags); err != nil {
+			result <- fmt.Errorf("leave the process's namespaces: %w", err)
 			return
 		}
 		result <- f()

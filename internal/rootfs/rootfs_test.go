@@ -50,7 +50,20 @@ type mountFunc struct {
 
 var mountFuncs = []mountFunc{
 	{"MountAt", Spec.MountAt},
-	{"old kernel", Spec.mountAtOld},
+	{"old kernel", mountAtOld},
+}
+
+// mountAtOld is MountAt as on a kernel before 6.7.
+func mountAtOld(s Spec, target string) error {
+	if err := s.check(); err != nil {
+		return err
+	}
+	mount, err := s.mountOld()
+	if err != nil {
+		return err
+	}
+	defer mount.Close()
+	return Attach(mount, target)
 }
 
 // mounted mounts s and unmounts it with the test.
@@ -140,13 +153,15 @@ func TestCloneIsPrivate(t *testing.T) {
 		t.Fatal(err)
 	}
 	layer := write(t, dir+"/layer", map[string]string{"sub/": ""})
-	root := mounted(t, Spec{Layers: []Layer{layer}}, Spec.MountAt)
-	if err := unix.Mount("tmpfs", dir+"/layer/sub", "tmpfs", 0, ""); err != nil {
-		t.Fatal(err)
-	}
-	defer unix.Unmount(dir+"/layer/sub", unix.MNT_DETACH)
-	if info, err := os.ReadFile("/proc/self/mountinfo"); err != nil || strings.Contains(string(info), root+"/sub") {
-		t.Errorf("a mount propagated into the clone: %v", err)
+	for _, f := range mountFuncs {
+		root := mounted(t, Spec{Layers: []Layer{layer}}, f.mount)
+		if err := unix.Mount("tmpfs", dir+"/layer/sub", "tmpfs", 0, ""); err != nil {
+			t.Fatal(err)
+		}
+		defer unix.Unmount(dir+"/layer/sub", unix.MNT_DETACH)
+		if info, err := os.ReadFile("/proc/self/mountinfo"); err != nil || strings.Contains(string(info), root+"/sub") {
+			t.Errorf("%s: a mount propagated into the clone: %v", f.name, err)
+		}
 	}
 }
 
@@ -239,12 +254,18 @@ func TestDetached(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	mount, err := s.Mount()
+	testDetached(t, s.Mount, string(before))
+	testDetached(t, s.mountOld, string(before))
+}
+
+func testDetached(t *testing.T, f func() (*os.File, error), before string) {
+	t.Helper()
+	mount, err := f()
 	if err != nil {
 		t.Fatal(err)
 	}
 	after, err := os.ReadFile("/proc/self/mountinfo")
-	if err != nil || string(before) != string(after) {
+	if err != nil || before != string(after) {
 		t.Errorf("mount table changed: %v\n%s", err, after)
 	}
 	expect(t, fmt.Sprintf("/proc/self/fd/%d/a", mount.Fd()), "1")
@@ -253,6 +274,29 @@ func TestDetached(t *testing.T) {
 	}
 	if err := mount.Close(); err != nil {
 		t.Error(err)
+	}
+}
+
+// No thread stays behind in a mount namespace of its own, least of all the
+// main one, which /proc/self is about.
+func TestThreadsEnd(t *testing.T) {
+	dir := t.TempDir()
+	s := Spec{Layers: []Layer{write(t, dir+"/1", nil), write(t, dir+"/2", nil)}}
+	want, err := os.Readlink("/proc/self/ns/mnt")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for range 200 { // the scheduler picks the thread
+		mount, err := s.mountOld()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := mount.Close(); err != nil {
+			t.Fatal(err)
+		}
+		if got, err := os.Readlink("/proc/self/ns/mnt"); err != nil || got != want {
+			t.Fatalf("the main thread is in %s, %v; not in %s", got, err, want)
+		}
 	}
 }
 
