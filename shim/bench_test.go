@@ -3,7 +3,10 @@ package shim
 import (
 	"flag"
 	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 )
@@ -85,4 +88,60 @@ func BenchmarkExec(b *testing.B) {
 		s.add(begin)
 	}
 	s.report(b)
+}
+
+// BenchmarkMemory tells what a monitor and a pause cost when there are 50 of each:
+// proportional set size, so that the program's pages count once.
+func BenchmarkMemory(b *testing.B) {
+	const pods = 50
+	e := newEnvFor(&testing.T{}, b, func(c *Config) { c.Idle = 4 })
+	for range b.N {
+		var monitors, pauses int
+		var running []*container
+		for i := range pods {
+			for _, req := range []LaunchRequest{e.pauseRequest(fmt.Sprintf("pause-%d", i)), e.request(fmt.Sprintf("pod-%d", i), "echo hello; exec sleep 1000")} {
+				started, err := e.Launch(b.Context(), req)
+				if err != nil {
+					b.Fatal(err)
+				}
+				running = append(running, &container{env: e, LaunchRequest: req, Started: started})
+			}
+		}
+		for _, c := range running {
+			if c.Pause {
+				pauses += pss(b, c.InitPID)
+				continue
+			}
+			if err := OpenMonitor(c.Dir).ReopenLog(b.Context()); err != nil {
+				b.Fatal(err)
+			}
+			monitors += pss(b, c.ShimPID)
+		}
+		for _, c := range running {
+			c.remove()
+			if err := os.RemoveAll(c.Dir); err != nil {
+				b.Fatal(err)
+			}
+		}
+		b.ReportMetric(float64(monitors)/pods, "KiB/monitor")
+		b.ReportMetric(float64(pauses)/pods, "KiB/pause")
+		b.ReportMetric(0, "ns/op")
+	}
+}
+
+// pss returns a process's proportional set size in KiB.
+func pss(b *testing.B, pid int) int {
+	b.Helper()
+	data, err := os.ReadFile(filepath.Join("/proc", itoa(pid), "smaps_rollup"))
+	if err != nil {
+		b.Fatal(err)
+	}
+	for line := range strings.Lines(string(data)) {
+		var kib int
+		if n, _ := fmt.Sscanf(line, "Pss: %d kB", &kib); n == 1 {
+			return kib
+		}
+	}
+	b.Fatalf("no Pss in %s", data)
+	return 0
 }

@@ -152,19 +152,30 @@ func (e *Exec) Wait(ctx context.Context) (int32, error) {
 	if ended, code, err := e.result(); ended {
 		return code, err
 	}
-	stop := context.AfterFunc(ctx, func() { _ = e.p.conn.SetDeadline(time.Unix(1, 0)) })
 	var reply control.Reply
-	_, err := e.p.conn.Receive(&reply)
-	if !stop() {
-		if err := e.p.conn.SetDeadline(time.Time{}); err != nil {
-			return 0, err
-		}
-	}
+	err := e.receive(ctx, &reply)
 	if errors.Is(err, os.ErrDeadlineExceeded) {
-		return 0, ctx.Err()
+		return 0, fmt.Errorf("exec in container %s: %w", e.id, context.Cause(ctx))
 	}
 	e.l.logWarnings(e.id, reply.Warnings)
 	return e.finish(&reply, err)
+}
+
+// receive is Receive until ctx ends, which leaves the connection as it was.
+func (e *Exec) receive(ctx context.Context, reply *control.Reply) error {
+	interrupted := make(chan struct{})
+	stop := context.AfterFunc(ctx, func() {
+		defer close(interrupted)
+		_ = e.p.conn.SetDeadline(time.Unix(1, 0)) // it can only fail on a closed connection
+	})
+	_, err := e.p.conn.Receive(reply)
+	if !stop() {
+		<-interrupted // or it would hit whoever uses the connection next
+		if resetErr := e.p.conn.SetDeadline(time.Time{}); resetErr != nil {
+			return resetErr
+		}
+	}
+	return err
 }
 
 func (e *Exec) result() (ended bool, code int32, err error) {

@@ -127,13 +127,11 @@ func TestMonitorIsBackInTheHostsMountNamespace(t *testing.T) {
 func TestMonitorInheritsNothingElse(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("fds", "exec sleep 1000")
+	if err := OpenMonitor(c.Dir).ReopenLog(e.ctx); err != nil { // Go's runtime has started when it answers
+		t.Fatal(err)
+	}
 	allowed := []string{"/dev/null", "socket:", "pipe:", c.LogPath, "anon_inode:", "pidfd", "memory.oom_control", "memory.events"}
 	dir := "/proc/" + itoa(c.ShimPID) + "/fd"
-	e.until("the launcher is the monitor", func() bool {
-		name, _ := os.ReadFile("/proc/" + itoa(c.ShimPID) + "/comm")
-		fds, _ := os.ReadDir(dir)
-		return string(name) == "berth-monitor\n" && len(fds) > 5
-	})
 	fds, err := os.ReadDir(dir)
 	if err != nil {
 		t.Fatal(err)
@@ -275,25 +273,19 @@ func TestLaunchCancelled(t *testing.T) {
 	e.nothingLeft(req)
 }
 
+// pauseRequest returns the launch of a pause.
+func (e *env) pauseRequest(id string) LaunchRequest {
+	e.Helper()
+	req := e.request(id, "")
+	req.Spec = testSpec(id, "/pause")
+	req.Rootfs = rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: os.Getenv(workEnv) + "/pause-root"}}}
+	req.Pause, req.LogPath = true, ""
+	return req
+}
+
 func TestPause(t *testing.T) {
 	e := newEnv(t)
-	root := filepath.Join(e.dir, "pause-root")
-	for _, d := range []string{"proc", "dev", "sys"} {
-		if err := os.MkdirAll(filepath.Join(root, d), 0o755); err != nil {
-			t.Fatal(err)
-		}
-	}
-	program, err := os.ReadFile(filepath.Join(os.Getenv(workEnv), "pause"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(filepath.Join(root, "pause"), program, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	req := e.request("pause", "")
-	req.Spec = testSpec("pause", "/pause")
-	req.Rootfs = rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: root}}}
-	req.Pause, req.LogPath = true, ""
+	req := e.pauseRequest("pause")
 	pause := e.launch(req)
 	if pause.Shim != nil || pause.ShimPID != 0 {
 		t.Errorf("a pause has a shim: %+v", pause.Started)
@@ -302,6 +294,13 @@ func TestPause(t *testing.T) {
 	if err != nil || rec.ShimPID != 0 || rec.InitPID != pause.InitPID || rec.InitStartTime != pause.InitStartTime {
 		t.Errorf("ReadShim = %+v, %v", rec, err)
 	}
+
+	// It becomes ours, who are process 1, when its launcher has ended: only then
+	// can waiting for it reap it.
+	e.until("pause is reparented", func() bool {
+		stat, err := os.ReadFile("/proc/" + itoa(pause.InitPID) + "/stat")
+		return err == nil && strings.Contains(string(stat), ") S 1 ")
+	})
 
 	// It is process 1 of the PID namespace for others, and reaps their orphans.
 	c := e.run("in-pod", "(sleep 0 &); echo $$; exec sleep 1000", func(r *LaunchRequest) {
@@ -403,7 +402,7 @@ func TestOOM(t *testing.T) {
 		t.Skip("this machine's cgroup v2 hierarchy has no memory controller; it is v1's")
 	}
 	e := newEnv(t)
-	limit := int64(16 << 20)
+	limit := int64(64 << 20) // the test binary, as the container's init, takes 17 MiB if it looks for races
 	c := e.run("oom", "x=a; while :; do x=$x$x; done", func(r *LaunchRequest) {
 		r.Spec.Linux.Resources.Memory = &specs.LinuxMemory{Limit: &limit, Swap: &limit}
 	})

@@ -89,8 +89,14 @@ func onlyV2() bool {
 
 // buildPrograms makes what contrib/build makes, so that the tests never run old ones.
 func buildPrograms(work string) error {
+	root := filepath.Join(work, "pause-root")
+	for _, d := range []string{"proc", "dev", "sys"} {
+		if err := os.MkdirAll(filepath.Join(root, d), 0o755); err != nil {
+			return err
+		}
+	}
 	pause := exec.Command("cc", "-Os", "-static", "-nostdlib", "-ffreestanding", "-fno-stack-protector", "-fno-pie", "-no-pie",
-		"-o", filepath.Join(work, "pause"), "pause/pause.c")
+		"-o", filepath.Join(root, "pause"), "pause/pause.c")
 	monitor := exec.Command("go", "build", "-ldflags=-s -w", "-o", filepath.Join(work, "berth-monitor"), "./monitor")
 	monitor.Env = append(os.Environ(), "CGO_ENABLED=0")
 	for _, cmd := range []*exec.Cmd{pause, monitor} {

@@ -1,0 +1,28 @@
+package launcher
+
+import (
+	"errors"
+	"fmt"
+	"testing"
+
+	"berth/shim/control"
+)
+
+func TestDescribe(t *testing.T) {
+	for _, tt := range []struct {
+		err  error
+		code control.Code
+		text string
+	}{
+		{errors.New(`start container c: unable to start container process: error during container init: exec: "no": executable file not found in $PATH`),
+			control.InvalidArgument, `start container c: exec: "no": executable file not found in $PATH`},
+		{errors.New(`error executing setns process: chdir to cwd ("/x") set in config.json failed: no such file or directory`),
+			control.InvalidArgument, `chdir to cwd ("/x") failed: no such file or directory`},
+		{fmt.Errorf("outer: %w", control.Errorf(control.FailedPrecondition, "inner %d", 1)), control.FailedPrecondition, "outer: inner 1"},
+		{errors.New("anything else"), control.Internal, "anything else"},
+	} {
+		if got := describe(tt.err); got.Code != tt.code || got.Message != tt.text {
+			t.Errorf("describe(%q) = %d, %q; want %d, %q", tt.err, got.Code, got.Message, tt.code, tt.text)
+		}
+	}
+}

@@ -1,0 +1,53 @@
+package logfile
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+func TestOpen(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "0.log")
+	for _, text := range []string{"one\n", "two\n"} {
+		fd, err := Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := unix.Write(fd, []byte(text)); err != nil {
+			t.Error(err)
+		}
+		unix.Close(fd)
+	}
+	if got, err := os.ReadFile(path); string(got) != "one\ntwo\n" || err != nil {
+		t.Errorf("the log is %q, %v", got, err)
+	}
+	if info, err := os.Stat(path); err != nil || info.Mode() != 0o640 {
+		t.Errorf("its mode is %v, %v", info.Mode(), err)
+	}
+}
+
+func TestOpenRefuses(t *testing.T) {
+	dir := t.TempDir()
+	for name, make := range map[string]func(path string) error{
+		"missing/0.log": func(string) error { return nil },
+		"directory":     func(p string) error { return os.Mkdir(p, 0o700) },
+		"fifo":          func(p string) error { return unix.Mkfifo(p, 0o600) },
+		"link":          func(p string) error { return os.Symlink(filepath.Join(dir, "target"), p) },
+		"device":        func(p string) error { return os.Symlink("/dev/null", p) },
+	} {
+		path := filepath.Join(dir, name)
+		if err := make(path); err != nil {
+			t.Fatal(err)
+		}
+		if fd, err := Open(path); err == nil || !strings.Contains(err.Error(), path) {
+			unix.Close(fd)
+			t.Errorf("Open of %s = %v, want an error that names it", name, err)
+		}
+	}
+	if _, err := os.Lstat(filepath.Join(dir, "target")); err == nil {
+		t.Error("a file was made through a symbolic link")
+	}
+}
