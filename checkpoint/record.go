@@ -7,7 +7,8 @@
 // renamed), carries the version of its schema and a SHA-256 of its content, and
 // is read back only if that sum is right. A file that cannot be trusted is moved
 // to the folder "set-aside" beside the records and reported; it never stops the
-// daemon and is never deleted.
+// daemon and is never deleted. A file that cannot be read at the moment, or that
+// a newer berth wrote, is no such file: it stays, and loading fails.
 //
 // A Dir is used by one process. Writes to different names may run side by side;
 // writes to one name must be ordered by the caller, who owns the object.
@@ -26,6 +27,9 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
 )
 
 // Durability says what a record must survive.
@@ -82,7 +86,11 @@ func (d *Dir) Write(name string, v any) error {
 		return fmt.Errorf("encode %s record %s: %w", d.kind, name, err)
 	}
 	if err := d.replace(name, data); err != nil {
-		return fmt.Errorf("write %s record %s: %w", d.kind, name, err)
+		code := codes.Internal
+		if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
+			code = codes.ResourceExhausted
+		}
+		return errdefs.New(code, "write %s record %s: %w", d.kind, name, err)
 	}
 	return nil
 }
@@ -147,7 +155,8 @@ type Damaged struct {
 
 // Load calls decode for every record of the folder. Files that are damaged, and
 // those that decode refuses, are set aside and returned; leftovers of
-// interrupted writes are deleted. The error is about the folder itself.
+// interrupted writes are deleted. The error is about a file that could not be
+// read, or that a newer berth wrote: it is not to be lost for that.
 func (d *Dir) Load(decode func(name string, version int, body []byte) error) ([]Damaged, error) {
 	entries, err := os.ReadDir(d.path)
 	if err != nil {
@@ -159,9 +168,13 @@ func (d *Dir) Load(decode func(name string, version int, body []byte) error) ([]
 		switch {
 		case e.IsDir():
 		case isRecord:
-			if err := d.load(name, decode); err != nil {
-				moved, e := d.setAside(name)
-				bad = append(bad, Damaged{Name: name, Path: moved, Err: errors.Join(err, e)})
+			damage, err := d.load(name, decode)
+			if err != nil {
+				return bad, err
+			}
+			if damage != nil {
+				moved, err := d.setAside(name)
+				bad = append(bad, Damaged{Name: name, Path: moved, Err: errors.Join(damage, err)})
 			}
 		case strings.HasPrefix(e.Name(), ".") && strings.HasSuffix(e.Name(), ".tmp"):
 			if err := removeIfExists(filepath.Join(d.path, e.Name())); err != nil {
@@ -172,19 +185,22 @@ func (d *Dir) Load(decode func(name string, version int, body []byte) error) ([]
 	return bad, nil
 }
 
-func (d *Dir) load(name string, decode func(string, int, []byte) error) error {
+func (d *Dir) load(name string, decode func(string, int, []byte) error) (damage, err error) {
 	data, err := readCapped(filepath.Join(d.path, name+suffix))
+	if errors.Is(err, ErrCorrupt) {
+		return err, nil
+	}
 	if err != nil {
-		return err
+		return nil, fmt.Errorf("read %s record %s: %w", d.kind, name, err)
 	}
 	version, body, err := Decode(d.kind, data)
 	if err != nil {
-		return err
+		return err, nil
 	}
 	if version > d.version {
-		return fmt.Errorf("written by a newer berth (schema version %d, this one knows %d)", version, d.version)
+		return nil, fmt.Errorf("%s record %s was written by a newer berth (schema version %d, this one knows %d)", d.kind, name, version, d.version)
 	}
-	return decode(name, version, body)
+	return decode(name, version, body), nil
 }
 
 // setAside moves a record out of the way under a name that is still free.

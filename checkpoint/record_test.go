@@ -8,6 +8,10 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
 )
 
 type doc struct{ Text string }
@@ -78,7 +82,6 @@ func TestDamagedIsSetAside(t *testing.T) {
 		"flipped bit": func(b []byte) []byte { b[len(b)-3] ^= 1; return b },
 		"other kind":  func(b []byte) []byte { return bytes.Replace(b, []byte(" doc "), []byte(" pod "), 1) },
 		"zeroes":      func(b []byte) []byte { return make([]byte, len(b)) },
-		"newer":       func(b []byte) []byte { return bytes.Replace(b, []byte(" doc 1 "), []byte(" doc 9 "), 1) },
 	}
 	for name, damage := range cases {
 		t.Run(name, func(t *testing.T) {
@@ -112,6 +115,33 @@ func TestDamagedIsSetAside(t *testing.T) {
 				t.Errorf("set aside twice: %+v", bad)
 			}
 		})
+	}
+}
+
+func TestNewerVersionIsNotLost(t *testing.T) {
+	dir := t.TempDir()
+	if err := open(t, dir, 2).Write("a", doc{"x"}); err != nil {
+		t.Fatal(err)
+	}
+	bad, err := open(t, dir, 1).Load(func(string, int, []byte) error { return nil })
+	if err == nil || bad != nil || !strings.Contains(err.Error(), "newer berth") {
+		t.Fatalf("%v, %v", bad, err)
+	}
+	if got, _ := load(t, open(t, dir, 2)); got["a"] != "x" {
+		t.Errorf("the record is gone: %v", got)
+	}
+}
+
+func TestFullDiskHasACode(t *testing.T) {
+	d := open(t, t.TempDir(), 1)
+	if err := os.Symlink("/dev/full", filepath.Join(d.path, ".a.tmp")); err != nil {
+		t.Fatal(err)
+	}
+	if err := d.Write("a", doc{"x"}); errdefs.Code(err) != codes.ResourceExhausted {
+		t.Errorf("got %v", err)
+	}
+	if got, _ := load(t, d); len(got) != 0 {
+		t.Errorf("half a record: %v", got)
 	}
 }
 

@@ -1,6 +1,8 @@
 package sandbox
 
 import (
+	"path/filepath"
+
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
@@ -17,7 +19,7 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 		{"pod name", md.Name}, {"pod namespace", md.Namespace}, {"pod uid", md.Uid},
 	} {
 		if part.name == "" && part.what != "pod name" {
-			continue // crictl leaves them out
+			continue // static pods of tests and crictl have none; they are no less a pod
 		}
 		if err := checkName(part.what, part.name); err != nil {
 			return err
@@ -25,6 +27,9 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 	}
 	if handler != "" && handler != m.cfg.Handler {
 		return errdefs.NotFound("runtime handler %q is not configured", handler)
+	}
+	if dir := config.GetLogDirectory(); dir != "" && !filepath.IsAbs(dir) {
+		return errdefs.InvalidArgument("log_directory %q is not an absolute path", dir)
 	}
 	if name := config.GetHostname(); name != "" {
 		if err := dnsfiles.CheckHostname(name); err != nil {

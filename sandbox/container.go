@@ -44,20 +44,10 @@ type running struct {
 }
 
 func (c *container) String() string { return "container " + c.id }
+func (c *container) visible() bool  { return c.info.Load() != nil }
 
 func containerIdentity(podID string, md *runtimeapi.ContainerMetadata) string {
-	return fmt.Sprintf("container %s (attempt %d) of pod %s", md.GetName(), md.GetAttempt(), podID)
-}
-
-func (m *Manager) visibleContainer(id string) (*container, error) {
-	c, err := m.containers.find(id)
-	if err != nil {
-		return nil, err
-	}
-	if c.info.Load() == nil {
-		return nil, errdefs.NotFound("container %q does not exist", id)
-	}
-	return c, nil
+	return fmt.Sprintf("container %q (attempt %d) of pod %s", md.GetName(), md.GetAttempt(), podID)
 }
 
 // CreateContainer makes a container in a ready pod and returns its ID. A call
@@ -68,7 +58,7 @@ func (m *Manager) visibleContainer(id string) (*container, error) {
 // can't be, FailedPrecondition if the pod is not ready, AlreadyExists for an
 // identity in use with another content.
 func (m *Manager) CreateContainer(ctx context.Context, podID string, config *runtimeapi.ContainerConfig) (string, error) {
-	p, err := m.visiblePod(podID)
+	p, err := m.readyPod(podID)
 	if err != nil {
 		return "", err
 	}
@@ -80,8 +70,11 @@ func (m *Manager) CreateContainer(ctx context.Context, podID string, config *run
 		return "", err
 	}
 	identity := containerIdentity(p.id, config.Metadata)
-	id, err := m.containerIDs.create(ctx, identity, sum, func(finish func(string, error)) bool {
-		return m.spawn(func() { finish(m.newContainer(p, config, identity)) })
+	id, err := m.containerIDs.create(ctx, identity, sum, maker{
+		start: func(finish func(string, error)) bool {
+			return m.operations.spawn(func() { finish(m.newContainer(p, config, identity)) })
+		},
+		remove: m.RemoveContainer,
 	})
 	if err != nil {
 		return "", fmt.Errorf("create %s: %w", identity, err)
@@ -90,21 +83,22 @@ func (m *Manager) CreateContainer(ctx context.Context, podID string, config *run
 }
 
 // newContainer runs in a goroutine of its own, whatever becomes of the caller.
-func (m *Manager) newContainer(p *pod, config *runtimeapi.ContainerConfig, identity string) (id string, err error) {
-	ctx, cancel := context.WithTimeout(m.ctx, opLimit)
+func (m *Manager) newContainer(p *pod, config *runtimeapi.ContainerConfig, identity string) (string, error) {
+	ctx, cancel := context.WithTimeout(m.operations.ctx, opLimit)
 	defer cancel()
+	var c *container
+	err := m.guard("plan", identity, func() (err error) { c, err = m.planContainer(ctx, p, config); return err })
+	if err != nil {
+		return "", err
+	}
 	err = m.guard("create", identity, func() error {
-		c, err := m.planContainer(ctx, p, config)
-		if err != nil {
-			return err
-		}
-		id = c.id
-		if err := m.makeContainer(ctx, p, c); err != nil {
-			return m.abandonContainer(c, err)
-		}
-		return nil
+		return m.withTurn(ctx, c.turn, "create", c.String(), func() error { return m.makeContainer(p, c) })
 	})
-	return id, err
+	if err != nil {
+		m.abandonContainer(c)
+		return "", err
+	}
+	return c.id, nil
 }
 
 // planContainer decides everything that follows from the request and writes down
@@ -126,7 +120,8 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	if dir := p.config.GetLogDirectory(); dir != "" && config.GetLogPath() != "" {
 		c.rec.LogPath = filepath.Join(dir, config.GetLogPath())
 	}
-	return c, m.enterContainer(ctx, p, c)
+	err = m.withTurn(ctx, p.turn, "create a container in", p.String(), func() error { return m.enterContainer(p, c) })
+	return c, err
 }
 
 // imageOf finds the image a config names: by the ID that kubelet got from
@@ -140,14 +135,9 @@ func (m *Manager) imageOf(config *runtimeapi.ContainerConfig) (*image.Image, err
 }
 
 // enterContainer writes the record and enters the container, unless the pod is
-// being stopped. It holds the pod's turn, so that who stops the pod sees either
+// being stopped. It needs the pod's turn, so that who stops the pod sees either
 // the container or its refusal.
-func (m *Manager) enterContainer(ctx context.Context, p *pod, c *container) error {
-	pass, err := m.take(ctx, p.turn, "create a container in", p.String())
-	if err != nil {
-		return err
-	}
-	defer pass()
+func (m *Manager) enterContainer(p *pod, c *container) error {
 	if info := p.info.Load(); info == nil || !info.Ready {
 		return errdefs.FailedPrecondition("pod sandbox %s is not ready", p.id)
 	}
@@ -159,13 +149,11 @@ func (m *Manager) enterContainer(ctx context.Context, p *pod, c *container) erro
 }
 
 // makeContainer makes the writable layer, proves that the container can be
-// described to the launcher, and publishes it.
-func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error {
-	pass, err := m.take(ctx, c.turn, "create", c.String())
-	if err != nil {
-		return err
+// described to the launcher, and publishes it. It needs the container's turn.
+func (m *Manager) makeContainer(p *pod, c *container) error {
+	if c.removed { // with its pod, before we had the turn
+		return errdefs.FailedPrecondition("pod sandbox %s was removed", p.id)
 	}
-	defer pass()
 	root, err := m.containerRoot(c)
 	if err != nil {
 		return err
@@ -193,22 +181,23 @@ func (m *Manager) containerRoot(c *container) (rootfs.Spec, error) {
 		return root, fmt.Errorf("layers of image %s: %w", c.rec.Image.ID, err)
 	}
 	dir := m.writableDir(c.id)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return root, fmt.Errorf("make writable layer of container %s: %w", c.id, err)
+	}
 	root.Upper, root.Work = filepath.Join(dir, "upper"), filepath.Join(dir, "work")
-	for _, dir := range []string{root.Upper, root.Work} {
-		if err := os.MkdirAll(dir, 0o755); err != nil {
-			return root, fmt.Errorf("make writable layer of container %s: %w", c.id, err)
-		}
+	if err := root.MakeUpper(); err != nil {
+		return root, fmt.Errorf("make writable layer of container %s: %w", c.id, err)
 	}
 	return root, nil
 }
 
 // RuntimeSpec returns what the launcher is, or was, told of a container.
 func (m *Manager) RuntimeSpec(id string) (*specs.Spec, error) {
-	c, err := m.visibleContainer(id)
+	c, err := m.containers.find(id)
 	if err != nil {
 		return nil, err
 	}
-	p, err := m.visiblePod(c.podID)
+	p, err := m.pods.find(c.podID)
 	if err != nil {
 		return nil, err
 	}
@@ -234,7 +223,7 @@ func (m *Manager) targetPIDNS(c *container) (string, error) {
 	if options.GetPid() != runtimeapi.NamespaceMode_TARGET {
 		return "", nil
 	}
-	target, err := m.visibleContainer(options.GetTargetId())
+	target, err := m.containers.find(options.GetTargetId())
 	if err != nil {
 		return "", fmt.Errorf("target of the PID namespace: %w", err)
 	}
@@ -242,7 +231,7 @@ func (m *Manager) targetPIDNS(c *container) (string, error) {
 		return "", errdefs.InvalidArgument("target container %s of the PID namespace is in another pod", target.id)
 	}
 	run := target.running.Load()
-	if run == nil {
+	if run == nil || run.hasEnded() {
 		return "", errdefs.FailedPrecondition("target container %s of the PID namespace is not running", target.id)
 	}
 	return fmt.Sprintf("/proc/%d/ns/pid", run.pid), nil
@@ -269,30 +258,30 @@ func (m *Manager) publishContainer(c *container) {
 	c.info.Store(info)
 }
 
-// abandonContainer undoes a container that could not be created, and returns the cause.
-func (m *Manager) abandonContainer(c *container, cause error) error {
-	ctx, cancel := context.WithTimeout(m.ctx, time.Minute)
+// abandonContainer undoes a container that could not be created. What can't be
+// undone now is tried again and again.
+func (m *Manager) abandonContainer(c *container) {
+	ctx, cancel := context.WithTimeout(m.operations.ctx, time.Minute)
 	defer cancel()
 	undo := func(ctx context.Context) error { return m.removeContainer(ctx, c) }
-	if err := undo(ctx); err != nil {
+	if err := m.guard("undo", c.String(), func() error { return undo(ctx) }); err != nil {
 		m.log.Error("undo of a container that was not created", "container", c.id, "error", err)
-		m.retry("undo", c.String(), undo)
+		m.inBackground("undo", c.String(), undo)
 	}
-	return cause
 }
 
 // RemoveContainer ends the container if it runs and removes everything that
 // exists for it. It blocks until that is done, also when another call is at it. A
 // container that is unknown is no error.
 func (m *Manager) RemoveContainer(ctx context.Context, id string) error {
-	c, err := m.visibleContainer(id)
+	c, err := m.containers.find(id)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	return m.detach(ctx, "remove", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
+	return m.detach(ctx, opLimit, "remove", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
 }
 
 func (m *Manager) removeContainer(ctx context.Context, c *container) error {
@@ -322,7 +311,7 @@ func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 	if c.rec.Phase != removing {
 		c.rec.Phase = removing
 		if err := m.containerRecs.Write(c.id, c.rec); err != nil {
-			return err
+			m.log.Warn("record a removal, which goes on", "container", c.id, "error", err) // a full disk must not keep what fills it
 		}
 	}
 	steps := []func() error{

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"path/filepath"
 	"time"
@@ -40,17 +41,12 @@ const exitCodeStartError = 128
 // not ready; else the launch's own, after which the container has exited with
 // reason StartError.
 func (m *Manager) StartContainer(ctx context.Context, id string) error {
-	c, err := m.visibleContainer(id)
+	c, err := m.containers.find(id)
 	if err != nil {
 		return err
 	}
-	return m.detach(ctx, "start", c.String(), func(ctx context.Context) error {
-		pass, err := m.take(ctx, c.turn, "start", c.String())
-		if err != nil {
-			return err
-		}
-		defer pass()
-		return m.startContainer(ctx, c)
+	return m.detach(ctx, opLimit, "start", c.String(), func(ctx context.Context) error {
+		return m.withTurn(ctx, c.turn, "start", c.String(), func() error { return m.startContainer(ctx, c) })
 	})
 }
 
@@ -68,7 +64,7 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	if err != nil {
 		return err
 	}
-	c.rec.Phase = containerStarting
+	c.rec.Phase, c.rec.StartedAt = containerStarting, time.Now()
 	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
 		c.rec.Phase = containerCreated
 		return err
@@ -84,13 +80,23 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	return nil
 }
 
+// readyPod finds a pod that is ready, and asks its pause whether that still
+// holds: containers join namespaces by its process ID.
 func (m *Manager) readyPod(id string) (*pod, error) {
-	p, err := m.visiblePod(id)
+	p, err := m.pods.find(id)
 	if err != nil {
 		return nil, err
 	}
-	if !p.info.Load().Ready {
-		return nil, errdefs.FailedPrecondition("pod sandbox %s is not ready", id)
+	pause := p.pause.Load()
+	if !p.info.Load().Ready || pause == nil {
+		return nil, errdefs.FailedPrecondition("pod sandbox %s is not ready", p.id)
+	}
+	ended, err := pidfd.Exited(pause)
+	if err != nil && !errors.Is(err, os.ErrClosed) {
+		return nil, fmt.Errorf("pause of pod sandbox %s: %w", p.id, err)
+	}
+	if ended || err != nil {
+		return nil, errdefs.FailedPrecondition("pod sandbox %s is not ready: its pause has ended", p.id)
 	}
 	return p, nil
 }
@@ -108,6 +114,7 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 	if err := os.MkdirAll(filepath.Join(m.shimDir(c.id), "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of container %s: %w", c.id, err)
 	}
+	defer m.waits.begin("its launch", c.String())()
 	return m.launchers.Launch(ctx, shim.LaunchRequest{
 		ID: c.id, Dir: m.shimDir(c.id), Spec: spec, Rootfs: root, SystemdCgroup: m.cfg.SystemdCgroup,
 		LogPath: c.rec.LogPath, MaxLogLine: m.cfg.MaxLogLine,
@@ -117,9 +124,7 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 
 // startFailed publishes a container that never ran, and returns the cause.
 func (m *Manager) startFailed(c *container, cause error) error {
-	now := time.Now()
-	m.publishExit(c, exitRecord{Code: exitCodeStartError, Reason: reasonStartError, Message: cause.Error(), FinishedAt: now})
-	m.cleanExited(c)
+	m.exited(c, exitRecord{Code: exitCodeStartError, Reason: reasonStartError, Message: cause.Error(), FinishedAt: time.Now()})
 	return fmt.Errorf("start container %s: %w", c.id, cause)
 }
 
@@ -135,16 +140,11 @@ func (m *Manager) containerStarted(c *container, s *shim.Started) {
 
 // watchContainer owns run's files and publishes the exit.
 func (m *Manager) watchContainer(c *container, run *running) {
-	started := m.spawn(func() {
+	started := m.watchers.spawn(func() {
 		defer m.closeRunning(c, run)
-		err := pidfd.Wait(m.watchCtx, run.shim)
-		if m.watchCtx.Err() != nil {
-			return // the daemon is ending, the container goes on
-		}
-		if err != nil {
-			m.log.Error("watch shim", "container", c.id, "error", err)
-		}
-		m.settleExit(c, run)
+		if m.awaitEnd(run.shim, "shim of container "+c.id) {
+			m.settleExit(c, run)
+		} // else the daemon is ending, the container goes on
 	})
 	if !started {
 		m.closeRunning(c, run)
@@ -162,58 +162,100 @@ func (m *Manager) closeRunning(c *container, run *running) {
 }
 
 // settleExit turns the end of a shim into the exit of its container: by the exit
-// record, or, where a shim was lost, by ending what it left.
+// record, or, where the shim was lost, by ending what it left.
 func (m *Manager) settleExit(c *container, run *running) {
-	exit, err := m.readExit(c, run.startedAt)
-	if err != nil {
-		m.log.Error("the shim was lost", "container", c.id, "error", err)
-		if err := m.signalAll(c, run); err != nil {
-			m.log.Error("kill what the lost shim left", "container", c.id, "error", err)
-		}
+	exit, lost := m.readExit(c, run.startedAt)
+	if lost {
+		m.killLeftBehind(c)
 	}
-	pass, err := m.take(m.watchCtx, c.turn, "note the exit of", c.String())
-	if err != nil {
-		return // the daemon is ending; the next one finds the record
-	}
-	defer pass()
-	c.running.Store(nil)
-	m.publishExit(c, exit)
-	close(run.exited)
-	m.cleanExited(c)
+	_ = m.withTurn(m.watchers.ctx, c.turn, "note the exit of", c.String(), func() error {
+		m.exited(c, exit)
+		return nil
+	}) // fails only when the daemon is ending; the next one finds the exit record
 }
 
-// readExit is the exit according to the shim's record. With an error it is what
-// is to be told of a container whose shim was lost.
-func (m *Manager) readExit(c *container, startedAt time.Time) (exitRecord, error) {
+// readExit is the exit according to the shim's record. If there is none, or it
+// can't be trusted, the shim was lost; the exit tells so. Trouble with reading is tried
+// again: it would turn a Job's success into a failure.
+func (m *Manager) readExit(c *container, startedAt time.Time) (record exitRecord, lost bool) {
 	exit, err := shim.ReadExit(m.shimDir(c.id))
-	if err != nil {
-		return exitRecord{Code: exitCodeUnknown, Reason: reasonShimLost, StartedAt: startedAt, FinishedAt: time.Now(),
-			Message: "the container's shim was lost, its exit code is unknown"}, err
+	for isTransient(err) && m.sleep(m.watchers.ctx, time.Second, "its exit record", c.String()) {
+		m.log.Error("read exit record", "container", c.id, "error", err)
+		exit, err = shim.ReadExit(m.shimDir(c.id))
 	}
-	record := exitRecord{Code: exit.Code, Reason: reasonCompleted, StartedAt: startedAt, FinishedAt: exit.At}
+	if err != nil {
+		m.log.Error("the shim was lost", "container", c.id, "error", err)
+		return exitRecord{Code: exitCodeUnknown, Reason: reasonShimLost, StartedAt: startedAt, FinishedAt: time.Now(),
+			Message: "the container's shim was lost, its exit code is unknown"}, true
+	}
+	record = exitRecord{Code: exit.Code, Reason: reasonCompleted, StartedAt: startedAt, FinishedAt: exit.At}
 	switch {
 	case exit.OOMKilled && exit.Code != 0:
 		record.Reason = reasonOOMKilled
 	case exit.Code != 0:
 		record.Reason = reasonError
 	}
-	return record, nil
+	return record, false
 }
 
-// publishExit needs the container's turn. A record that can't be written does not
-// keep the exit from being seen; the shim directory then stays for the next daemon.
-func (m *Manager) publishExit(c *container, exit exitRecord) {
-	c.rec.Phase, c.rec.Exit = containerExited, &exit
-	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
-		m.log.Error("record the exit", "container", c.id, "error", err)
+// isTransient tells whether reading may succeed later.
+func isTransient(err error) bool {
+	for _, e := range []error{unix.EMFILE, unix.ENFILE, unix.ENOMEM, unix.EIO} {
+		if errors.Is(err, e) {
+			return true
+		}
 	}
+	return false
+}
+
+// killLeftBehind ends what a lost shim left of its container, so that no second
+// instance runs beside it.
+func (m *Manager) killLeftBehind(c *container) {
+	ctx, cancel := context.WithTimeout(m.watchers.ctx, killWait)
+	defer cancel()
+	defer m.waits.begin("the end of what its lost shim left", c.String())()
+	group, err := cgroup.Open(c.rec.CgroupsPath, m.cfg.SystemdCgroup)
+	if err == nil {
+		err = group.Kill(ctx)
+	}
+	if err != nil {
+		m.log.Error("kill what the lost shim left", "container", c.id, "error", err)
+	}
+}
+
+// exited records and publishes an exit, and then removes the runtime state. It
+// needs the container's turn. An exit that can't be recorded is seen all the same;
+// the runtime state then stays, as the only record there is, until it can.
+func (m *Manager) exited(c *container, exit exitRecord) {
+	c.rec.Phase, c.rec.Exit = containerExited, &exit
+	err := m.containerRecs.Write(c.id, c.rec)
 	m.publishContainer(c)
+	if run := c.running.Swap(nil); run != nil {
+		close(run.exited)
+	}
+	if err == nil {
+		m.cleanExited(c)
+		return
+	}
+	m.log.Error("record the exit", "container", c.id, "error", err)
+	m.inBackground("record the exit of", c.String(), func(ctx context.Context) error {
+		return m.withTurn(ctx, c.turn, "record the exit of", c.String(), func() error {
+			if c.removed || c.rec.Phase != containerExited {
+				return nil
+			}
+			if err := m.containerRecs.Write(c.id, c.rec); err != nil {
+				return err
+			}
+			m.cleanExited(c)
+			return nil
+		})
+	})
 }
 
 // cleanExited removes the runtime state of a container that has exited; what
 // can't be removed now is removed with the container.
 func (m *Manager) cleanExited(c *container) {
-	ctx, cancel := context.WithTimeout(m.ctx, killWait)
+	ctx, cancel := context.WithTimeout(context.Background(), killWait)
 	defer cancel()
 	if err := m.removeRuntimeState(ctx, c.id, c.rec.CgroupsPath); err != nil {
 		m.log.Warn("remove runtime state of exited container", "container", c.id, "error", err)
@@ -221,19 +263,29 @@ func (m *Manager) cleanExited(c *container) {
 }
 
 // StopContainer sends the container's stop signal, gives it timeout to exit, and
-// kills it then; at once if timeout is zero or less. A container that does not run or
-// is unknown is no error.
+// kills it then; at once if timeout is zero. A container that does not run or is
+// unknown is no error. One that is being started is stopped when it has started.
 func (m *Manager) StopContainer(ctx context.Context, id string, timeout time.Duration) error {
-	c, err := m.visibleContainer(id)
+	c, err := m.containers.find(id)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	run := c.running.Load()
-	if run == nil {
-		return nil
+	limit := opLimit
+	if timeout < math.MaxInt64-limit {
+		limit += timeout
+	}
+	return m.detach(ctx, limit, "stop", c.String(), func(ctx context.Context) error { return m.stopContainer(ctx, c, timeout) })
+}
+
+// stopContainer holds no turn while it waits: the exit is published with it.
+func (m *Manager) stopContainer(ctx context.Context, c *container, timeout time.Duration) error {
+	var run *running
+	err := m.withTurn(ctx, c.turn, "stop", c.String(), func() error { run = c.running.Load(); return nil })
+	if err != nil || run == nil {
+		return err
 	}
 	if timeout > 0 {
 		if err := run.signal(stopSignal(c)); err != nil {
@@ -308,6 +360,15 @@ func (r *running) signal(sig unix.Signal) error {
 	return err
 }
 
+// hasEnded tells whether the init is gone, so that its process ID means nothing.
+func (r *running) hasEnded() bool {
+	if r.init == nil {
+		return true
+	}
+	ended, err := pidfd.Exited(r.init)
+	return ended || err != nil
+}
+
 // stopSignal is the signal that asks the container to end: the config's, else the
 // image's, else TERM.
 func stopSignal(c *container) unix.Signal {
@@ -317,24 +378,19 @@ func stopSignal(c *container) unix.Signal {
 // UpdateContainerResources changes the limits of a container that is created or
 // runs; fields that are zero keep their value.
 func (m *Manager) UpdateContainerResources(ctx context.Context, id string, res *runtimeapi.LinuxContainerResources) error {
-	c, err := m.visibleContainer(id)
+	c, err := m.containers.find(id)
 	if err != nil {
 		return err
 	}
-	return m.detach(ctx, "update", c.String(), func(ctx context.Context) error {
-		pass, err := m.take(ctx, c.turn, "update", c.String())
-		if err != nil {
-			return err
-		}
-		defer pass()
-		return m.updateResources(c, res)
+	return m.detach(ctx, opLimit, "update", c.String(), func(ctx context.Context) error {
+		return m.withTurn(ctx, c.turn, "update", c.String(), func() error { return m.updateResources(c, res) })
 	})
 }
 
 // ReopenContainerLog makes the shim of a running container open its log file
 // anew, after kubelet has renamed it. If that fails no new file exists.
 func (m *Manager) ReopenContainerLog(ctx context.Context, id string) error {
-	c, err := m.visibleContainer(id)
+	c, err := m.containers.find(id)
 	if err != nil {
 		return err
 	}

@@ -34,7 +34,7 @@ type ExecResult struct {
 // The end of the command is its exit, not the end of its output: what it leaves
 // running in the background with its stdout is not waited for.
 func (m *Manager) ExecSync(ctx context.Context, id string, command []string, timeout time.Duration) (*ExecResult, error) {
-	c, err := m.visibleContainer(id)
+	c, err := m.containers.find(id)
 	if err != nil {
 		return nil, err
 	}
@@ -51,7 +51,7 @@ func (m *Manager) ExecSync(ctx context.Context, id string, command []string, tim
 		defer cancel()
 	}
 	result, err := m.exec(ctx, c, command)
-	if errors.Is(err, context.DeadlineExceeded) {
+	if timeout > 0 && errors.Is(err, context.DeadlineExceeded) {
 		return nil, errdefs.DeadlineExceeded("exec in container %s: %q did not end within %v", c.id, command, timeout)
 	}
 	if err != nil {
@@ -71,6 +71,7 @@ func (m *Manager) exec(ctx context.Context, c *container, command []string) (*Ex
 		return nil, err
 	}
 	defer stderr.close()
+	defer m.waits.begin("the end of an exec", c.String())()
 	process, err := m.launchers.Exec(ctx, shim.ExecRequest{ID: c.id, ExecID: newID()[:16],
 		Process: oci.ExecProcess(&specs.Spec{Process: c.info.Load().process}, command, false), Stdout: stdout.w, Stderr: stderr.w})
 	if err != nil {

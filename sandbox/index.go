@@ -11,13 +11,13 @@ import (
 
 // index finds objects by ID. Reading takes no lock: it loads a map that is never
 // changed again. The lock orders writers, who replace the map.
-type index[T any] struct {
+type index[T interface{ visible() bool }] struct {
 	kind string // for messages
 	mu   sync.Mutex
 	all  atomic.Pointer[map[string]T]
 }
 
-func newIndex[T any](kind string) *index[T] {
+func newIndex[T interface{ visible() bool }](kind string) *index[T] {
 	ix := &index[T]{kind: kind}
 	ix.all.Store(&map[string]T{})
 	return ix
@@ -41,20 +41,26 @@ func (ix *index[T]) change(edit func(map[string]T)) {
 	ix.all.Store(&next)
 }
 
-// find returns the object with that ID, or the only one whose ID starts with it.
-// NotFound if there is none, InvalidArgument if there are several.
+// get returns the object with exactly that ID, visible or not.
+func (ix *index[T]) get(id string) (T, bool) {
+	v, ok := ix.snapshot()[id]
+	return v, ok
+}
+
+// find returns the visible object with that ID, or the only one whose ID starts
+// with it. NotFound if there is none, InvalidArgument if there are several.
 func (ix *index[T]) find(id string) (T, error) {
 	var found T
 	if id == "" {
 		return found, errdefs.InvalidArgument("the %s ID is empty", ix.kind)
 	}
 	all := ix.snapshot()
-	if v, ok := all[id]; ok {
+	if v, ok := all[id]; ok && v.visible() {
 		return v, nil
 	}
 	matches := 0
 	for full, v := range all {
-		if strings.HasPrefix(full, id) {
+		if strings.HasPrefix(full, id) && v.visible() {
 			found = v
 			matches++
 		}

@@ -8,27 +8,35 @@ import (
 	"berth/internal/errdefs"
 )
 
+type item string
+
+func (i item) visible() bool { return i != "hidden" }
+
 func TestFind(t *testing.T) {
-	ix := newIndex[string]("container")
+	ix := newIndex[item]("container")
 	for _, id := range []string{"abc1", "abc2", "def", "defghi"} {
-		ix.put(id, id)
+		ix.put(id, item(id))
 	}
+	ix.put("half1", "hidden")
+	ix.put("half2", "half2")
 	ix.put("gone", "gone")
 	ix.remove("gone")
 	cases := []struct {
-		id, want string
+		id, want item
 		code     codes.Code
 	}{
 		{"abc1", "abc1", codes.OK},
 		{"abc", "", codes.InvalidArgument},
 		{"def", "def", codes.OK}, // exact wins over being a prefix
 		{"defg", "defghi", codes.OK},
+		{"half1", "", codes.NotFound},
+		{"half", "half2", codes.OK}, // the only one there is for clients
 		{"gone", "", codes.NotFound},
 		{"x", "", codes.NotFound},
 		{"", "", codes.InvalidArgument},
 	}
 	for _, c := range cases {
-		got, err := ix.find(c.id)
+		got, err := ix.find(string(c.id))
 		if got != c.want || errdefs.Code(err) != c.code {
 			t.Errorf("find(%q) = %q, %v; want %q, %v", c.id, got, err, c.want, c.code)
 		}
@@ -36,12 +44,12 @@ func TestFind(t *testing.T) {
 }
 
 func TestSnapshotDoesNotChange(t *testing.T) {
-	ix := newIndex[int]("pod")
-	ix.put("a", 1)
+	ix := newIndex[item]("pod")
+	ix.put("a", "1")
 	before := ix.snapshot()
-	ix.put("b", 2)
+	ix.put("b", "2")
 	ix.remove("a")
-	if len(before) != 1 || before["a"] != 1 {
+	if len(before) != 1 || before["a"] != "1" {
 		t.Errorf("an old snapshot changed: %v", before)
 	}
 }

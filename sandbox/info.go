@@ -45,7 +45,7 @@ type ContainerInfo struct {
 // Pod returns the pod with that ID or unique ID prefix; NotFound, or
 // InvalidArgument where the prefix fits several.
 func (m *Manager) Pod(id string) (*PodInfo, error) {
-	p, err := m.visiblePod(id)
+	p, err := m.pods.find(id)
 	if err != nil {
 		return nil, err
 	}
@@ -70,7 +70,7 @@ func (m *Manager) Pods() []*PodInfo {
 // Container returns the container with that ID or unique ID prefix; NotFound, or
 // InvalidArgument where the prefix fits several.
 func (m *Manager) Container(id string) (*ContainerInfo, error) {
-	c, err := m.visibleContainer(id)
+	c, err := m.containers.find(id)
 	if err != nil {
 		return nil, err
 	}

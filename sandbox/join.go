@@ -33,47 +33,79 @@ type creation struct {
 	done chan struct{} // closed when id and err are final
 	id   string
 	err  error
+
+	// Under the joiner's lock:
+	waiting   int  // callers that will be told the ID
+	delivered bool // somebody was told
 }
 
 // joiner makes creating idempotent: for each identity there is at most one
-// creation, which later calls with the same content join. Its lock guards the
-// map and is held for map operations only.
+// creation, which later calls with the same content join.
+//
+// A call with another content gets AlreadyExists, unless nobody was ever told of
+// the object: then its caller has given up, and asks again. (kubelet never sends
+// the same container twice: the path of the termination log is made up anew for
+// each request.) Such an object is removed and made anew.
+//
+// The lock guards the map and the creations' two fields and is held for no more.
 type joiner struct {
 	mu sync.Mutex
 	by map[string]*creation
 }
 
+// maker makes objects of one kind for a joiner.
+type maker struct {
+	// start begins to make the object and calls finish when it is made, or not. It
+	// returns false, and calls nothing, when nothing can be started any more.
+	start func(finish func(id string, err error)) bool
+	// remove takes away an object that nobody was told of.
+	remove func(ctx context.Context, id string) error
+}
+
 // create returns the ID of the object of that identity: of the existing one, of
-// the one being made, or of the one that make makes. Another content than the
-// existing object's is AlreadyExists. A creation that failed leaves no trace.
-func (j *joiner) create(ctx context.Context, identity string, sum fingerprint, start func(finish func(id string, err error)) bool) (string, error) {
-	c, mine := j.entry(identity, sum)
-	if c.sum != sum {
-		return "", errdefs.AlreadyExists("%s exists (%s) with another configuration", identity, c.id)
-	}
-	if mine {
-		ok := start(func(id string, err error) { j.finish(identity, c, id, err) })
-		if !ok {
+// the one being made, or of the one that it makes. A creation that failed leaves
+// no trace.
+func (j *joiner) create(ctx context.Context, identity string, sum fingerprint, mk maker) (string, error) {
+	for {
+		c, mine := j.enter(identity, sum)
+		if mine && !mk.start(func(id string, err error) { j.finish(identity, c, id, err) }) {
 			j.finish(identity, c, "", errdefs.Unavailable("create %s: berth is stopping", identity))
 		}
-	}
-	select {
-	case <-c.done:
-		return c.id, c.err
-	case <-ctx.Done():
-		return "", fmt.Errorf("create %s: goes on without its caller: %w", identity, ctx.Err())
+		if c.sum == sum {
+			return j.await(ctx, identity, c)
+		}
+		select {
+		case <-c.done:
+		case <-ctx.Done():
+			return "", fmt.Errorf("create %s: waiting for an earlier request to end: %w", identity, ctx.Err())
+		}
+		if c.err != nil {
+			continue // it left no trace
+		}
+		if !j.claim(c) {
+			return "", errdefs.AlreadyExists("%s exists (%s) with another configuration", identity, c.id)
+		}
+		if err := mk.remove(ctx, c.id); err != nil {
+			j.unclaim(c)
+			return "", fmt.Errorf("replace %s (%s), which nobody was told of: %w", identity, c.id, err)
+		}
 	}
 }
 
-func (j *joiner) entry(identity string, sum fingerprint) (c *creation, mine bool) {
+// enter returns the creation of that identity, a new one if there is none, and
+// counts the caller in if it is to be told the ID.
+func (j *joiner) enter(identity string, sum fingerprint) (c *creation, mine bool) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if c := j.by[identity]; c != nil {
-		return c, false
+	c = j.by[identity]
+	if c == nil {
+		c, mine = &creation{sum: sum, done: make(chan struct{})}, true
+		j.put(identity, c)
 	}
-	c = &creation{sum: sum, done: make(chan struct{})}
-	j.put(identity, c)
-	return c, true
+	if c.sum == sum {
+		c.waiting++
+	}
+	return c, mine
 }
 
 func (j *joiner) put(identity string, c *creation) {
@@ -81,6 +113,40 @@ func (j *joiner) put(identity string, c *creation) {
 		j.by = map[string]*creation{}
 	}
 	j.by[identity] = c
+}
+
+func (j *joiner) await(ctx context.Context, identity string, c *creation) (string, error) {
+	told := false
+	defer func() {
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		c.waiting--
+		c.delivered = c.delivered || told
+	}()
+	select {
+	case <-c.done:
+		told = c.err == nil
+		return c.id, c.err
+	case <-ctx.Done():
+		return "", fmt.Errorf("create %s: goes on without its caller: %w", identity, ctx.Err())
+	}
+}
+
+// claim gives the caller the right to remove the object: nobody knows of it.
+func (j *joiner) claim(c *creation) bool {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if c.delivered || c.waiting > 0 {
+		return false
+	}
+	c.delivered = true // to the caller
+	return true
+}
+
+func (j *joiner) unclaim(c *creation) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	c.delivered = false
 }
 
 func (j *joiner) finish(identity string, c *creation, id string, err error) {
@@ -97,7 +163,7 @@ func (j *joiner) finish(identity string, c *creation, id string, err error) {
 func (j *joiner) adopt(identity string, sum fingerprint, id string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	c := &creation{sum: sum, done: make(chan struct{}), id: id}
+	c := &creation{sum: sum, done: make(chan struct{}), id: id, delivered: true}
 	close(c.done)
 	j.put(identity, c)
 }
@@ -106,7 +172,15 @@ func (j *joiner) adopt(identity string, sum fingerprint, id string) {
 func (j *joiner) forget(identity, id string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if c := j.by[identity]; c != nil && c.id == id {
-		delete(j.by, identity)
+	c := j.by[identity]
+	if c == nil {
+		return
+	}
+	select {
+	case <-c.done:
+		if c.id == id {
+			delete(j.by, identity)
+		}
+	default: // being made: another object
 	}
 }

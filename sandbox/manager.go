@@ -10,8 +10,8 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"sync/atomic"
+	"time"
 
 	"berth/checkpoint"
 	"berth/cni"
@@ -56,16 +56,14 @@ type Manager struct {
 	podRecords    *checkpoint.Dir
 	containerRecs *checkpoint.Dir
 	runtimeRecs   *checkpoint.Dir
+	runtimeTurn   turn
 	ipRanges      atomic.Pointer[[][]cni.IPRange] // from the node's pod CIDR
 	users         userFiles
 	waits         waits
-	ctx           context.Context // ends when Close gives up waiting
-	cancel        context.CancelFunc
-	goroutines    sync.WaitGroup
-	watchCtx      context.Context // ends at once on Close: watchers of pods and containers
-	stopWatching  context.CancelFunc
-	closing       sync.RWMutex // guards closed, against spawn
-	closed        bool
+
+	operations *lifetime // what clients asked for; ended last, when Close gives up waiting
+	background *lifetime // undoing and clearing away; the next daemon goes on with it
+	watchers   *lifetime // of pods and containers
 }
 
 // Open prepares the state directories, reads all records, finds again what runs
@@ -73,12 +71,10 @@ type Manager struct {
 // lock of root and state.
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network,
-		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container")}
-	m.ctx, m.cancel = context.WithCancel(context.Background())
-	m.watchCtx, m.stopWatching = context.WithCancel(m.ctx)
+		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container"),
+		runtimeTurn: newTurn(), operations: newLifetime(), background: newLifetime(), watchers: newLifetime()}
 	for _, step := range []func() error{m.readBootID, m.prepareState, m.openRecords, m.startLaunchers} {
 		if err := step(); err != nil {
-			m.cancel()
 			return nil, err
 		}
 	}
@@ -86,32 +82,38 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		m.log.Warn("the kernel refuses to lower oom_score_adj (CAP_SYS_RESOURCE is missing): pods and containers get the lowest value allowed",
 			"wanted", pauseOOMScore, "lowest", m.cfg.Host.OOMScoreAdjMin)
 	}
-	if err := m.recover(); err != nil {
+	if err := m.recover(ctx); err != nil {
+		ctx, cancel := context.WithTimeout(ctx, closeLimit)
+		defer cancel()
 		return nil, errors.Join(err, m.Close(ctx))
 	}
 	return m, nil
 }
 
+// closeLimit bounds what Close waits for after it told everything to end.
+const closeLimit = 5 * time.Second
+
 // Close stops the daemon's part of everything and leaves pods and containers
 // running. Operations under way are waited for until ctx ends; the next daemon
-// goes on with those that did not.
+// goes on with those that did not, and with what was being undone.
 func (m *Manager) Close(ctx context.Context) error {
-	m.closing.Lock()
-	m.closed = true
-	m.closing.Unlock()
-	m.stopWatching()
-	done := make(chan struct{})
-	go func() { m.goroutines.Wait(); close(done) }() // ends with the goroutines it waits for
-	var err error
-	select {
-	case <-done:
-	case <-ctx.Done():
-		err = fmt.Errorf("operations still under way: %w", ctx.Err())
-		m.cancel()
-		<-done
+	m.operations.close()
+	m.background.close()
+	m.background.cancel()
+	err := m.operations.wait(ctx)
+	if err != nil {
+		err = fmt.Errorf("operations still under way: %w", err)
 	}
-	m.cancel()
-	err = errors.Join(err, m.launchers.Close())
+	m.operations.cancel()
+	last, cancel := context.WithTimeout(context.Background(), closeLimit)
+	defer cancel()
+	err = errors.Join(err, m.operations.wait(last))
+	m.watchers.close() // operations wait for exits, so watchers end after them
+	m.watchers.cancel()
+	err = errors.Join(err, m.watchers.wait(last), m.launchers.Close())
+	if m.background.wait(last) != nil {
+		m.log.Info("clearing away goes on with the next start")
+	}
 	if len(m.pods.snapshot()) == 0 && !m.cfg.SystemdCgroup {
 		err = errors.Join(err, cgroup.RemoveIfEmpty(oci.DefaultCgroupParent))
 	}
@@ -136,8 +138,6 @@ func (m *Manager) openRecords() (err error) {
 	if err != nil {
 		return err
 	}
-	none := [][]cni.IPRange(nil)
-	m.ipRanges.Store(&none)
 	m.runtimeRecs, err = checkpoint.OpenDir(filepath.Join(m.cfg.Root, "runtime"), "runtime", runtimeVersion, checkpoint.Process)
 	return err
 }

@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"context"
+	"encoding/json"
 	"time"
 
 	"berth/cni"
@@ -17,20 +18,37 @@ const runtimeVersion = 1
 // UpdatePodCIDR takes the node's pod CIDR, one or several comma-separated, as
 // kubelet passes it on from the control plane. Networks that declare the ipRanges
 // capability get it with every new pod. Empty: none. InvalidArgument otherwise.
-func (m *Manager) UpdatePodCIDR(cidr string) error {
-	if err := m.setPodCIDR(cidr); err != nil {
-		return err
-	}
-	return m.runtimeRecs.Write("runtime", runtimeRecord{PodCIDR: cidr})
-}
-
-func (m *Manager) setPodCIDR(cidr string) error {
+func (m *Manager) UpdatePodCIDR(ctx context.Context, cidr string) error {
 	ranges, err := cni.ParsePodCIDRs(cidr)
 	if err != nil {
 		return err
 	}
-	m.ipRanges.Store(&ranges)
-	return nil
+	return m.withTurn(ctx, m.runtimeTurn, "update", "runtime config", func() error {
+		if err := m.runtimeRecs.Write("runtime", runtimeRecord{PodCIDR: cidr}); err != nil {
+			return err
+		}
+		m.ipRanges.Store(&ranges)
+		return nil
+	})
+}
+
+// loadPodCIDR reads the pod CIDR that kubelet told an earlier daemon.
+func (m *Manager) loadPodCIDR() error {
+	m.ipRanges.Store(new([][]cni.IPRange))
+	damaged, err := m.runtimeRecs.Load(func(_ string, _ int, body []byte) error {
+		var rec runtimeRecord
+		if err := json.Unmarshal(body, &rec); err != nil {
+			return err
+		}
+		ranges, err := cni.ParsePodCIDRs(rec.PodCIDR)
+		if err != nil {
+			return err
+		}
+		m.ipRanges.Store(&ranges)
+		return nil
+	})
+	m.logDamaged("runtime", damaged)
+	return err
 }
 
 // gcLimit bounds the collection at start, which pods wait for.
@@ -39,7 +57,7 @@ const gcLimit = 10 * time.Second
 // collectNetworks gives back what networks hold for pods that berth does not know:
 // of records that were lost. It runs before the first request, so that every
 // pod there can be is known. A plugin that can't do it keeps nobody from starting.
-func (m *Manager) collectNetworks() error {
+func (m *Manager) collectNetworks(ctx context.Context) error {
 	var valid []cni.Pod
 	for _, p := range m.pods.snapshot() {
 		if p.rec.Network == nil {
@@ -51,7 +69,7 @@ func (m *Manager) collectNetworks() error {
 		}
 		valid = append(valid, pod)
 	}
-	ctx, cancel := context.WithTimeout(m.ctx, gcLimit)
+	ctx, cancel := context.WithTimeout(ctx, gcLimit)
 	defer cancel()
 	if err := m.network.GC(ctx, valid); err != nil {
 		m.log.Warn("collect what networks hold for pods that are gone", "error", err)

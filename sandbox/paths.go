@@ -16,7 +16,10 @@ func (m *Manager) sharedMounts() string          { return filepath.Join(m.cfg.St
 func (m *Manager) podMounts(podID string) string { return filepath.Join(m.sharedMounts(), podID) }
 func (m *Manager) shmDir(podID string) string    { return filepath.Join(m.podMounts(podID), "shm") }
 
+// netnsPrefix tells berth's network namespaces from others'.
+const netnsPrefix = "berth-"
+
 // Elsewhere:
 func (m *Manager) netnsPath(podID string) string {
-	return filepath.Join(m.cfg.NetNSDir, "berth-"+podID)
+	return filepath.Join(m.cfg.NetNSDir, netnsPrefix+podID)
 }

@@ -32,24 +32,16 @@ type pod struct {
 	turn   turn
 	rec    podRecord               // belongs to the holder of turn
 	info   atomic.Pointer[PodInfo] // nil until the pod is ready: nobody sees half a pod
+	pause  atomic.Pointer[os.File] // pidfd, owned by the pod's watcher
 }
 
 func (p *pod) String() string { return "pod " + p.id }
+func (p *pod) visible() bool  { return p.info.Load() != nil }
 
+// podIdentity is what makes two requests mean the same pod. Quoted, so that no
+// name can be made to look like another's.
 func podIdentity(md *runtimeapi.PodSandboxMetadata) string {
-	return fmt.Sprintf("pod %s/%s (uid %s, attempt %d)", md.GetNamespace(), md.GetName(), md.GetUid(), md.GetAttempt())
-}
-
-// visiblePod finds a pod that was reported to clients.
-func (m *Manager) visiblePod(id string) (*pod, error) {
-	p, err := m.pods.find(id)
-	if err != nil {
-		return nil, err
-	}
-	if p.info.Load() == nil {
-		return nil, errdefs.NotFound("pod sandbox %q does not exist", id)
-	}
-	return p, nil
+	return fmt.Sprintf("pod %q in namespace %q (uid %q, attempt %d)", md.GetName(), md.GetNamespace(), md.GetUid(), md.GetAttempt())
 }
 
 // RunPodSandbox creates and starts a pod, and returns its ID when its network is up
@@ -67,8 +59,11 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 		return "", err
 	}
 	identity := podIdentity(config.Metadata)
-	id, err := m.podIDs.create(ctx, identity, sum, func(finish func(string, error)) bool {
-		return m.spawn(func() { finish(m.newPod(config, handler, identity)) })
+	id, err := m.podIDs.create(ctx, identity, sum, maker{
+		start: func(finish func(string, error)) bool {
+			return m.operations.spawn(func() { finish(m.newPod(config, handler, identity)) })
+		},
+		remove: m.RemovePodSandbox,
 	})
 	if err != nil {
 		return "", fmt.Errorf("run %s: %w", identity, err)
@@ -84,21 +79,22 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 }
 
 // newPod runs in a goroutine of its own, whatever becomes of the caller.
-func (m *Manager) newPod(config *runtimeapi.PodSandboxConfig, handler, identity string) (id string, err error) {
-	ctx, cancel := context.WithTimeout(m.ctx, opLimit)
+func (m *Manager) newPod(config *runtimeapi.PodSandboxConfig, handler, identity string) (string, error) {
+	ctx, cancel := context.WithTimeout(m.operations.ctx, opLimit)
 	defer cancel()
+	var p *pod
+	err := m.guard("plan", identity, func() (err error) { p, err = m.planPod(ctx, config, handler); return err })
+	if err != nil {
+		return "", err
+	}
 	err = m.guard("run", identity, func() error {
-		p, err := m.planPod(ctx, config, handler)
-		if err != nil {
-			return err
-		}
-		id = p.id
-		if err := m.bringUp(ctx, p); err != nil {
-			return m.abandonPod(p, err)
-		}
-		return nil
+		return m.withTurn(ctx, p.turn, "run", p.String(), func() error { return m.bringUp(ctx, p) })
 	})
-	return id, err
+	if err != nil {
+		m.abandonPod(p)
+		return "", err
+	}
+	return p.id, nil
 }
 
 // planPod writes down what is about to exist.
@@ -133,14 +129,10 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 	return p, nil
 }
 
-// bringUp makes everything the pod needs and publishes it. The network and the
-// pause process come up side by side: both need no more than the namespace.
+// bringUp makes everything the pod needs and publishes it. It needs the pod's
+// turn. The network and the pause process come up side by side: both need no more
+// than the namespace.
 func (m *Manager) bringUp(ctx context.Context, p *pod) error {
-	pass, err := m.take(ctx, p.turn, "run", p.String())
-	if err != nil {
-		return err
-	}
-	defer pass()
 	if err := m.makePodFiles(p); err != nil {
 		return err
 	}
@@ -151,8 +143,12 @@ func (m *Manager) bringUp(ctx context.Context, p *pod) error {
 	}
 	group, gctx := errgroup.WithContext(ctx)
 	var started *shim.Started
-	group.Go(func() (err error) { started, err = m.launchPause(gctx, p); return err })
-	group.Go(func() error { return m.attachNetwork(gctx, p) })
+	group.Go(func() error {
+		return m.guard("launch pause", p.String(), func() (err error) { started, err = m.launchPause(gctx, p); return err })
+	})
+	group.Go(func() error {
+		return m.guard("attach network", p.String(), func() error { return m.attachNetwork(gctx, p) })
+	})
 	if err := group.Wait(); err != nil {
 		if started != nil {
 			err = errors.Join(err, started.Init.Close())
@@ -190,37 +186,50 @@ func (m *Manager) publishPod(p *pod) {
 
 // watchPause owns the pause's pidfd: the pod stops being ready when it ends.
 func (m *Manager) watchPause(p *pod, pause *os.File) {
-	started := m.spawn(func() {
-		err := pidfd.Wait(m.watchCtx, pause)
-		if e := pause.Close(); e != nil {
-			m.log.Warn("close pidfd of pause", "pod", p.id, "error", e)
+	p.pause.Store(pause)
+	started := m.watchers.spawn(func() {
+		ended := m.awaitEnd(pause, "pause of pod "+p.id)
+		p.pause.Store(nil)
+		if err := pause.Close(); err != nil {
+			m.log.Warn("close pidfd of pause", "pod", p.id, "error", err)
 		}
-		if m.watchCtx.Err() != nil {
-			return
+		if ended {
+			m.pauseEnded(p)
 		}
-		if err != nil {
-			m.log.Error("watch pause", "pod", p.id, "error", err)
-		}
-		m.pauseEnded(p)
 	})
 	if !started {
 		_ = pause.Close() // the daemon is ending; the next one opens its own
 	}
 }
 
+// awaitEnd waits until a process has ended; false means that the daemon ends. Trouble
+// with the pidfd does not mean that the process has ended: it is waited for again.
+func (m *Manager) awaitEnd(process *os.File, object string) bool {
+	for {
+		err := pidfd.Wait(m.watchers.ctx, process)
+		if m.watchers.ctx.Err() != nil {
+			return false
+		}
+		if err == nil {
+			return true
+		}
+		m.log.Error("watch a process", "object", object, "error", err)
+		if !m.sleep(m.watchers.ctx, time.Second, "another try to watch", object) {
+			return false
+		}
+	}
+}
+
 // pauseEnded publishes that a pod lost its pause. What it has on the host is taken
 // away by StopPodSandbox, which kubelet calls when it sees the pod NotReady.
 func (m *Manager) pauseEnded(p *pod) {
-	pass, err := m.take(m.watchCtx, p.turn, "note the end of its pause", p.String())
-	if err != nil {
-		return // the daemon is ending
-	}
-	defer pass()
-	if p.rec.Phase != podReady {
-		return // stopped on purpose
-	}
-	m.log.Warn("the pause process ended, the pod is not ready any more", "pod", p.id)
-	m.publishPauseless(p)
+	_ = m.withTurn(m.watchers.ctx, p.turn, "note the end of its pause", p.String(), func() error {
+		if p.rec.Phase == podReady { // else stopped on purpose
+			m.log.Warn("the pause process ended, the pod is not ready any more", "pod", p.id)
+			m.publishPauseless(p)
+		}
+		return nil
+	}) // fails only when the daemon is ending
 }
 
 // publishPauseless makes visible that the pod is not ready, before it is stopped.
@@ -260,6 +269,7 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 	if err := os.MkdirAll(filepath.Join(m.shimDir(p.id), "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of pod %s: %w", p.id, err)
 	}
+	defer m.waits.begin("the launch of its pause", p.String())()
 	started, err := m.launchers.Launch(ctx, shim.LaunchRequest{ID: p.id, Dir: m.shimDir(p.id), Spec: spec,
 		Rootfs: root, SystemdCgroup: m.cfg.SystemdCgroup, Pause: true})
 	if err != nil {
@@ -277,6 +287,7 @@ func (m *Manager) attachNetwork(ctx context.Context, p *pod) error {
 	if err != nil {
 		return err
 	}
+	defer m.waits.begin("CNI ADD", p.String())()
 	result, err := m.network.Add(ctx, *p.rec.Network, pod)
 	if err != nil {
 		return fmt.Errorf("attach pod %s to its network: %w", p.id, err)
@@ -293,24 +304,18 @@ func addressStrings(ips []netip.Addr) []string {
 	return list
 }
 
-// abandonPod undoes a pod that could not be started, and returns the cause. The
-// undo has its own time: the operation's may be used up.
-func (m *Manager) abandonPod(p *pod, cause error) error {
+// abandonPod undoes a pod that could not be started. It has its own time: the
+// operation's may be used up. What can't be undone now is tried again and again.
+func (m *Manager) abandonPod(p *pod) {
 	undo := func(ctx context.Context) error {
-		pass, err := m.take(ctx, p.turn, "undo", p.String())
-		if err != nil {
-			return err
-		}
-		defer pass()
-		return m.erasePod(ctx, p)
+		return m.withTurn(ctx, p.turn, "undo", p.String(), func() error { return m.erasePod(ctx, p) })
 	}
-	ctx, cancel := context.WithTimeout(m.ctx, time.Minute)
+	ctx, cancel := context.WithTimeout(m.operations.ctx, time.Minute)
 	defer cancel()
-	if err := undo(ctx); err != nil {
+	if err := m.guard("undo", p.String(), func() error { return undo(ctx) }); err != nil {
 		m.log.Error("undo of a pod that did not start", "pod", p.id, "error", err)
-		m.retry("undo", p.String(), undo)
+		m.inBackground("undo", p.String(), undo)
 	}
-	return cause
 }
 
 // makePodFiles makes what containers of the pod find in /etc and /dev/shm.

@@ -8,8 +8,6 @@ import (
 	"path/filepath"
 	"time"
 
-	"golang.org/x/sync/errgroup"
-
 	"berth/cni"
 	"berth/internal/cgroup"
 	"berth/internal/errdefs"
@@ -22,50 +20,40 @@ const killWait = 10 * time.Second
 // StopPodSandbox ends everything that runs in the pod and takes its network away,
 // also if a process cannot be killed. A pod that is stopped or unknown is no error.
 func (m *Manager) StopPodSandbox(ctx context.Context, id string) error {
-	p, err := m.visiblePod(id)
+	p, err := m.pods.find(id)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	return m.detach(ctx, "stop", p.String(), func(ctx context.Context) error {
-		pass, err := m.take(ctx, p.turn, "stop", p.String())
-		if err != nil {
-			return err
-		}
-		defer pass()
-		return m.stopPod(ctx, p)
+	return m.detach(ctx, opLimit, "stop", p.String(), func(ctx context.Context) error {
+		return m.withTurn(ctx, p.turn, "stop", p.String(), func() error { return m.stopPod(ctx, p) })
 	})
 }
 
 // stopPod needs the pod's turn. It publishes NotReady first, so that nothing new
-// starts in the pod, and does every step whatever became of the others.
+// starts in the pod, and does every step whatever became of the others: a full
+// disk, for one, is no reason to let a pod run.
 func (m *Manager) stopPod(ctx context.Context, p *pod) error {
-	if p.rec.Phase == removing {
+	if _, known := m.pods.get(p.id); !known || p.rec.Phase == removing {
 		return nil
 	}
-	if p.rec.Phase != podStopped {
-		p.rec.Phase = podStopped
-		if err := m.podRecords.Write(p.id, p.rec); err != nil {
-			return err
-		}
-		m.publishPod(p)
-	}
-	return errors.Join(m.killContainers(ctx, p), m.takeDown(ctx, p))
+	p.rec.Phase = podStopped
+	err := m.podRecords.Write(p.id, p.rec)
+	m.publishPod(p)
+	return errors.Join(err, m.killContainers(ctx, p), m.takeDown(ctx, p))
 }
 
 // killContainers ends the pod's containers, side by side.
 func (m *Manager) killContainers(ctx context.Context, p *pod) error {
-	var group errgroup.Group
+	ctx, cancel := context.WithTimeout(ctx, killWait)
+	defer cancel()
+	var kills []func() error
 	for _, c := range m.containersOf(p.id) {
-		group.Go(func() error {
-			ctx, cancel := context.WithTimeout(ctx, killWait)
-			defer cancel()
-			return m.killContainer(ctx, c)
-		})
+		kills = append(kills, func() error { return m.killContainer(ctx, c) })
 	}
-	return group.Wait()
+	return m.together("kill containers of", p.String(), kills...)
 }
 
 // containersOf returns the pod's containers, the invisible ones too.
@@ -82,28 +70,24 @@ func (m *Manager) containersOf(podID string) []*container {
 // takeDown removes what exists for a pod outside its files: network, pause and
 // shm. It needs the pod's turn, does every step, and may be repeated.
 func (m *Manager) takeDown(ctx context.Context, p *pod) error {
-	var group errgroup.Group
-	group.Go(func() error { return m.detachNetwork(ctx, p) })
-	group.Go(func() error { return m.removePause(ctx, p) })
-	err := group.Wait()
-	return errors.Join(err, m.unmountShm(p.id))
+	return errors.Join(
+		m.together("take down", p.String(),
+			func() error { return m.detachNetwork(ctx, p) },
+			func() error { return m.removePause(ctx, p) }),
+		m.unmountShm(p.id))
 }
 
 // detachNetwork runs CNI DEL with the configuration that ADD had, and removes
 // the namespace once that succeeded: plugins may need it until then.
 func (m *Manager) detachNetwork(ctx context.Context, p *pod) error {
 	if p.rec.Network != nil {
-		pod, err := m.cniPod(p)
-		if err != nil {
-			return err
-		}
-		if err := m.network.Del(ctx, *p.rec.Network, pod); err != nil {
+		if err := m.cniDel(ctx, p); err != nil {
 			return fmt.Errorf("detach pod %s from its network: %w", p.id, err)
 		}
 		p.rec.Network = nil
 		if p.rec.Phase != removing { // else the record goes anyway
 			if err := m.podRecords.Write(p.id, p.rec); err != nil {
-				return err
+				m.log.Warn("record that a pod is detached; the next daemon will detach it once more", "pod", p.id, "error", err)
 			}
 		}
 	}
@@ -111,6 +95,15 @@ func (m *Manager) detachNetwork(ctx context.Context, p *pod) error {
 		return nil
 	}
 	return cni.RemoveNetNS(p.rec.NetNS)
+}
+
+func (m *Manager) cniDel(ctx context.Context, p *pod) error {
+	pod, err := m.cniPod(p)
+	if err != nil {
+		return err
+	}
+	defer m.waits.begin("CNI DEL", p.String())()
+	return m.network.Del(ctx, *p.rec.Network, pod)
 }
 
 // removePause kills the pause and removes all that its launch made.
@@ -123,10 +116,15 @@ func (m *Manager) removePause(ctx context.Context, p *pod) error {
 // removeRuntimeState kills and removes what a launch made for a container or
 // pause: its processes, cgroup, libcontainer state and shim directory.
 func (m *Manager) removeRuntimeState(ctx context.Context, id, cgroupsPath string) error {
+	defer m.waits.begin("the end of its processes", id)()
 	group, err := cgroup.Open(cgroupsPath, m.cfg.SystemdCgroup)
 	if err != nil {
 		return err
 	}
+	return m.removeGroup(ctx, id, group)
+}
+
+func (m *Manager) removeGroup(ctx context.Context, id string, group *cgroup.Group) error {
 	if err := group.Kill(ctx); err != nil {
 		return err
 	}
@@ -144,43 +142,40 @@ func (m *Manager) removeRuntimeState(ctx context.Context, id, cgroupsPath string
 // RemovePodSandbox stops the pod if need be, removes its containers and then the
 // pod with everything that exists for it. A pod that is unknown is no error.
 func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
-	p, err := m.visiblePod(id)
+	p, err := m.pods.find(id)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	return m.detach(ctx, "remove", p.String(), func(ctx context.Context) error {
-		pass, err := m.take(ctx, p.turn, "remove", p.String())
-		if err != nil {
-			return err
-		}
-		defer pass()
-		if err := m.stopPod(ctx, p); err != nil {
-			return err
-		}
-		return m.erasePod(ctx, p)
+	return m.detach(ctx, opLimit, "remove", p.String(), func(ctx context.Context) error {
+		return m.withTurn(ctx, p.turn, "remove", p.String(), func() error {
+			if err := m.stopPod(ctx, p); err != nil {
+				m.log.Warn("stop before removal", "pod", p.id, "error", err) // removal does the same again
+			}
+			return m.erasePod(ctx, p)
+		})
 	})
 }
 
 // erasePod removes the pod, its containers first, and its record last. It needs
 // the pod's turn and may be repeated.
 func (m *Manager) erasePod(ctx context.Context, p *pod) error {
-	if _, err := m.pods.find(p.id); errdefs.IsNotFound(err) {
+	if _, known := m.pods.get(p.id); !known {
 		return nil // somebody else had the turn before
 	}
 	if p.rec.Phase != removing {
 		p.rec.Phase = removing
 		if err := m.podRecords.Write(p.id, p.rec); err != nil {
-			return err
+			m.log.Warn("record a removal, which goes on", "pod", p.id, "error", err) // a full disk must not keep what fills it
 		}
 	}
-	var group errgroup.Group
+	var removals []func() error
 	for _, c := range m.containersOf(p.id) {
-		group.Go(func() error { return m.removeContainer(ctx, c) })
+		removals = append(removals, func() error { return m.removeContainer(ctx, c) })
 	}
-	if err := errors.Join(group.Wait(), m.takeDown(ctx, p)); err != nil {
+	if err := errors.Join(m.together("remove containers of", p.String(), removals...), m.takeDown(ctx, p)); err != nil {
 		return err
 	}
 	if err := m.images.Release(p.id); err != nil {

@@ -76,7 +76,8 @@ type containerRecord struct {
 	LogPath     string         `json:"logPath,omitempty"`
 	Process     *specs.Process `json:"process,omitempty"` // what execs derive from
 
-	Exit *exitRecord `json:"exit,omitempty"`
+	StartedAt time.Time   `json:"startedAt,omitzero"` // when the start began; the shim directory has the moment
+	Exit      *exitRecord `json:"exit,omitempty"`
 }
 
 // exitRecord is how a container ended.

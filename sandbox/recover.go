@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+	"strings"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -20,29 +21,31 @@ import (
 // recover makes the objects of an earlier daemon this one's: what runs is watched
 // again, what ended is published as ended, what was half made is undone, what was half
 // removed is removed. Undoing goes on in the background: it may need
-// plugins that take their time. When it returns, every layer that a container needs is held.
-func (m *Manager) recover() error {
-	if err := m.loadPodCIDR(); err != nil {
-		return err
+// plugins that take their time. When recover returns, every layer that a container needs is held.
+//
+// Only what is certainly gone counts as gone. Anything else that can't be found
+// out is an error, and the daemon does not start: that kills nobody.
+func (m *Manager) recover(ctx context.Context) error {
+	for _, step := range []func() error{m.loadPodCIDR, m.loadPods, m.loadContainers} {
+		if err := step(); err != nil {
+			return err
+		}
 	}
-	if err := m.loadPods(); err != nil {
-		return err
-	}
-	if err := m.loadContainers(); err != nil {
-		return err
-	}
-	if err := m.collectNetworks(); err != nil {
+	if err := m.collectNetworks(ctx); err != nil {
 		return err
 	}
 	for _, p := range m.pods.snapshot() {
 		if err := m.recoverPod(p); err != nil {
-			return err
+			return fmt.Errorf("recover pod %s: %w", p.id, err)
 		}
 	}
 	for _, c := range m.containers.snapshot() {
-		if err := m.recoverContainer(c); err != nil {
-			return err
+		if err := m.recoverContainer(ctx, c); err != nil {
+			return fmt.Errorf("recover container %s: %w", c.id, err)
 		}
+	}
+	if err := m.removeUnrecorded(ctx); err != nil {
+		return err
 	}
 	return m.sweepTrash()
 }
@@ -75,13 +78,12 @@ func (m *Manager) loadContainers() error {
 		if err := proto.Unmarshal(c.rec.Config, c.config); err != nil {
 			return err
 		}
+		c.resources = c.config.GetLinux().GetResources()
 		if c.rec.Resources != nil {
 			c.resources = &runtimeapi.LinuxContainerResources{}
 			if err := proto.Unmarshal(c.rec.Resources, c.resources); err != nil {
 				return err
 			}
-		} else {
-			c.resources = c.config.GetLinux().GetResources()
 		}
 		if c.rec.ID != name || c.config.Metadata == nil {
 			return errors.New("not the record of this container")
@@ -102,69 +104,59 @@ func (m *Manager) logDamaged(kind string, damaged []checkpoint.Damaged) {
 
 // recoverPod decides by phase. No turn is needed: nobody else knows the manager yet.
 func (m *Manager) recoverPod(p *pod) error {
-	if image := p.rec.PauseImage; image != nil && p.rec.Phase != removing {
-		if _, err := m.images.Hold(p.id, image.Layers); err != nil {
-			m.log.Error("pause image", "pod", p.id, "error", err)
-		}
-	}
-	switch p.rec.Phase {
-	case podStarting, removing: // never reported, or to go
-		m.finishInBackground("undo", p.String(), func(ctx context.Context) error {
-			pass, err := m.take(ctx, p.turn, "undo", p.String())
-			if err != nil {
-				return err
-			}
-			defer pass()
-			return m.erasePod(ctx, p)
+	if p.rec.Phase == podStarting || p.rec.Phase == removing { // never reported, or to go
+		m.inBackground("undo", p.String(), func(ctx context.Context) error {
+			return m.withTurn(ctx, p.turn, "undo", p.String(), func() error { return m.erasePod(ctx, p) })
 		})
 		return nil
-	case podReady:
-		m.findPause(p)
 	}
 	sum, err := fingerprintOf(p.config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: p.rec.Handler})
 	if err != nil {
 		return err
 	}
 	m.podIDs.adopt(podIdentity(p.config.Metadata), sum, p.id)
+	if image := p.rec.PauseImage; image != nil {
+		if _, err := m.images.Hold(p.id, image.Layers); err != nil {
+			m.log.Error("pause image", "pod", p.id, "error", err)
+		}
+	}
+	m.publishPod(p)
+	switch {
+	case p.rec.Phase == podReady && p.rec.BootID == m.bootID:
+		return m.findPause(p)
+	case p.rec.Phase == podReady: // the machine was restarted: give its addresses back
+		m.publishPauseless(p)
+	case p.rec.Phase != podStopped:
+		return fmt.Errorf("its record has the unknown phase %q", p.rec.Phase)
+	}
+	m.inBackground("stop", p.String(), func(ctx context.Context) error { // perhaps it was half done
+		return m.withTurn(ctx, p.turn, "stop", p.String(), func() error { return m.stopPod(ctx, p) })
+	})
 	return nil
 }
 
 // findPause watches the pause of a pod again, or publishes the pod as not ready:
 // its network is there still and goes with StopPodSandbox.
-func (m *Manager) findPause(p *pod) {
-	m.publishPod(p)
-	if p.rec.BootID != m.bootID {
-		m.stopAfterReboot(p)
-		return
-	}
+func (m *Manager) findPause(p *pod) error {
 	pause, err := pidfd.OpenVerified(p.rec.PausePID, p.rec.PauseStart)
-	if err == nil {
-		m.watchPause(p, pause)
-		return
+	if errors.Is(err, os.ErrProcessDone) {
+		m.log.Warn("the pause process is gone", "pod", p.id)
+		m.publishPauseless(p)
+		return nil
 	}
-	m.log.Warn("the pause process is gone", "pod", p.id, "error", err)
-	m.publishPauseless(p)
-}
-
-// stopAfterReboot gives back the addresses of a pod that the machine's restart ended.
-func (m *Manager) stopAfterReboot(p *pod) {
-	m.publishPauseless(p)
-	m.finishInBackground("stop", p.String(), func(ctx context.Context) error {
-		pass, err := m.take(ctx, p.turn, "stop", p.String())
-		if err != nil {
-			return err
-		}
-		defer pass()
-		return m.stopPod(ctx, p)
-	})
+	if err != nil {
+		return err
+	}
+	m.watchPause(p, pause)
+	return nil
 }
 
 // recoverContainer decides by phase and, where a shim was at work, by what the
 // shim directory tells.
-func (m *Manager) recoverContainer(c *container) error {
-	if _, err := m.pods.find(c.podID); err != nil || c.rec.Phase == removing || c.rec.Process == nil {
+func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
+	if _, known := m.pods.get(c.podID); !known || c.rec.Phase == removing || c.rec.Process == nil {
 		// Without its pod, to go, or never reported.
-		m.finishInBackground("undo", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
+		m.inBackground("undo", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
 		return nil
 	}
 	sum, err := fingerprintOf(c.config)
@@ -175,105 +167,96 @@ func (m *Manager) recoverContainer(c *container) error {
 	if _, err := m.images.Hold(c.id, c.rec.Image.Layers); err != nil {
 		m.log.Error("layers of a container", "container", c.id, "image", c.rec.Image.ID, "error", err)
 	}
-	switch c.rec.Phase {
-	case containerStarting, containerRunning:
-		m.findShim(c)
-	default:
+	switch {
+	case c.rec.Phase == containerExited:
 		m.publishContainer(c)
+		return nil
+	case c.rec.BootID != m.bootID:
+		m.exited(c, exitRecord{Code: exitCodeUnknown, Reason: reasonUnknown, StartedAt: c.rec.StartedAt, FinishedAt: time.Now(),
+			Message: "the machine was restarted"})
+		return nil
+	case c.rec.Phase == containerCreated:
+		m.publishContainer(c)
+		return nil
 	}
-	return nil
+	return m.findShim(ctx, c)
 }
 
 // findShim watches the shim of a container again, or publishes how it ended.
-func (m *Manager) findShim(c *container) {
-	if c.rec.BootID != m.bootID {
-		m.publishExit(c, exitRecord{Code: exitCodeUnknown, Reason: reasonUnknown, FinishedAt: time.Now(),
-			Message: "the machine was restarted while the container ran"})
-		return
-	}
-	ids, err := shim.ReadShim(m.shimDir(c.id))
-	if err == nil {
-		if run := m.openRunning(c, ids); run != nil {
-			c.running.Store(run)
-			c.rec.Phase = containerRunning
-			m.publishContainer(c)
-			m.watchContainer(c, run)
-			return
-		}
-	}
-	m.publishLostStart(c, ids, err)
-}
-
-// openRunning returns nil when the shim is gone, or never started its container.
-func (m *Manager) openRunning(c *container, ids shim.Launched) *running {
-	if ids.InitPID == 0 {
-		return nil
-	}
-	shimFile, err := pidfd.OpenVerified(ids.ShimPID, ids.ShimStartTime)
+func (m *Manager) findShim(ctx context.Context, c *container) error {
+	shimFile, ids, err := m.openShim(ctx, c)
 	if err != nil {
+		return err
+	}
+	if shimFile == nil {
+		m.publishLost(c, ids)
 		return nil
 	}
 	run := &running{shim: shimFile, pid: ids.InitPID, startedAt: ids.StartedAt, exited: make(chan struct{})}
-	// The init may have ended while its shim has not yet: nil then, and the exit follows.
+	// An init that has ended is no trouble: the shim is about to tell.
 	run.init, err = pidfd.OpenVerified(ids.InitPID, ids.InitStartTime)
 	if err != nil && !errors.Is(err, os.ErrProcessDone) {
-		m.log.Error("open pidfd of init", "container", c.id, "error", err)
+		return errors.Join(err, shimFile.Close())
 	}
-	return run
+	c.running.Store(run)
+	c.rec.Phase = containerRunning
+	m.publishContainer(c)
+	m.watchContainer(c, run)
+	return nil
 }
 
-// publishLostStart publishes a container whose shim is gone: by its exit record,
-// as lost, or, if it never got to start the container, as failed to start.
-func (m *Manager) publishLostStart(c *container, ids shim.Launched, shimErr error) {
-	exit, err := m.readExit(c, ids.StartedAt)
-	switch {
-	case err == nil:
-	case errors.Is(shimErr, fs.ErrNotExist) || ids.InitPID == 0:
+// handoverLimit is how long a launcher of an earlier daemon may take to become a
+// monitor, or to notice that its daemon is gone and undo the launch.
+const handoverLimit = 15 * time.Second
+
+// openShim returns the pidfd of a container's monitor, nil if there is none. A
+// launcher that is still at work is waited for: its launch ends one way or the other.
+func (m *Manager) openShim(ctx context.Context, c *container) (*os.File, shim.Launched, error) {
+	ctx, cancel := context.WithTimeout(ctx, handoverLimit)
+	defer cancel()
+	for {
+		ids, err := shim.ReadShim(m.shimDir(c.id))
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, ids, nil
+		}
+		if err != nil {
+			return nil, ids, err
+		}
+		f, err := pidfd.OpenVerified(ids.ShimPID, ids.ShimStartTime)
+		if errors.Is(err, os.ErrProcessDone) {
+			return nil, ids, nil
+		}
+		if err != nil {
+			return nil, ids, err
+		}
+		// A launcher is executed from a sealed copy in memory, a monitor from its file.
+		exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", ids.ShimPID))
+		if err == nil && !strings.HasPrefix(exe, "/memfd:") && ids.InitPID != 0 {
+			return f, ids, nil
+		}
+		if err := f.Close(); err != nil {
+			return nil, ids, err
+		}
+		if !m.sleep(ctx, 5*time.Millisecond, "the launcher of an earlier daemon", c.String()) {
+			return nil, ids, fmt.Errorf("launcher %d does not end: %w", ids.ShimPID, ctx.Err())
+		}
+	}
+}
+
+// publishLost publishes a container whose shim is gone: by its exit record, as
+// lost, or, if it never got to start the container, as failed to start.
+func (m *Manager) publishLost(c *container, ids shim.Launched) {
+	startedAt := ids.StartedAt
+	if startedAt.IsZero() {
+		startedAt = c.rec.StartedAt
+	}
+	exit, lost := m.readExit(c, startedAt)
+	if lost && ids.InitPID == 0 {
 		exit = exitRecord{Code: exitCodeStartError, Reason: reasonStartError, FinishedAt: time.Now(),
 			Message: "berth was stopped while it started the container"}
-	default:
-		m.log.Error("the shim was lost", "container", c.id, "error", errors.Join(err, shimErr))
 	}
-	m.publishExit(c, exit)
-	m.finishInBackground("clean up after", c.String(), func(ctx context.Context) error {
-		pass, err := m.take(ctx, c.turn, "clean up after", c.String())
-		if err != nil {
-			return err
-		}
-		defer pass()
-		if c.removed {
-			return nil
-		}
-		return m.removeRuntimeState(ctx, c.id, c.rec.CgroupsPath)
-	})
-}
-
-// finishInBackground does at once, and repeats until it succeeds, what an earlier
-// daemon left to do.
-func (m *Manager) finishInBackground(what, object string, undo func(context.Context) error) {
-	m.spawn(func() {
-		ctx, cancel := context.WithTimeout(m.ctx, opLimit)
-		defer cancel()
-		err := m.guard(what, object, func() error { return undo(ctx) })
-		if err != nil {
-			m.log.Warn("undo of what an earlier daemon left failed", "operation", what, "object", object, "error", err)
-			m.retry(what, object, undo)
-		}
-	})
-}
-
-// loadPodCIDR reads the pod CIDR that kubelet told an earlier daemon.
-func (m *Manager) loadPodCIDR() error {
-	damaged, err := m.runtimeRecs.Load(func(_ string, _ int, body []byte) error {
-		var rec runtimeRecord
-		if err := json.Unmarshal(body, &rec); err != nil {
-			return err
-		}
-		return m.setPodCIDR(rec.PodCIDR)
-	})
-	m.logDamaged("runtime", damaged)
-	if err != nil {
-		return fmt.Errorf("load runtime record: %w", err)
+	if lost {
+		m.killLeftBehind(c)
 	}
-	return nil
+	m.exited(c, exit)
 }

@@ -2,9 +2,13 @@ package sandbox
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"runtime/debug"
+	"sync"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 
 	"berth/internal/errdefs"
 )
@@ -13,13 +17,59 @@ import (
 // kubelet gives RunPodSandbox four minutes and everything else two.
 const opLimit = 4 * time.Minute
 
+// lifetime is a kind of goroutine: all of a kind get the same context and end
+// with it. The lock guards closed against spawn and is held for nothing else.
+type lifetime struct {
+	ctx    context.Context
+	cancel context.CancelFunc
+	group  sync.WaitGroup
+	mu     sync.Mutex
+	closed bool
+}
+
+func newLifetime() *lifetime {
+	l := &lifetime{}
+	l.ctx, l.cancel = context.WithCancel(context.Background())
+	return l
+}
+
+// spawn returns false, and starts nothing, after close.
+func (l *lifetime) spawn(f func()) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed {
+		return false
+	}
+	l.group.Go(f)
+	return true
+}
+
+// close lets nothing new start.
+func (l *lifetime) close() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.closed = true
+}
+
+// wait returns when all goroutines have ended, or ctx has.
+func (l *lifetime) wait(ctx context.Context) error {
+	done := make(chan struct{})
+	go func() { l.group.Wait(); close(done) }() // ends with the goroutines it waits for
+	select {
+	case <-done:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
 // detach runs op to its end in a goroutine of the manager, so that a caller that
 // goes away does not leave half of it done. It returns when op has ended or the
-// caller's context has.
-func (m *Manager) detach(ctx context.Context, what, object string, op func(context.Context) error) error {
+// caller's context has. Limit bounds op.
+func (m *Manager) detach(ctx context.Context, limit time.Duration, what, object string, op func(context.Context) error) error {
 	done := make(chan error, 1)
-	if !m.spawn(func() {
-		ctx, cancel := context.WithTimeout(m.ctx, opLimit)
+	if !m.operations.spawn(func() {
+		ctx, cancel := context.WithTimeout(m.operations.ctx, limit)
 		defer cancel()
 		done <- m.guard(what, object, func() error { return op(ctx) })
 	}) {
@@ -31,6 +81,16 @@ func (m *Manager) detach(ctx context.Context, what, object string, op func(conte
 	case <-ctx.Done():
 		return fmt.Errorf("%s %s: goes on without its caller: %w", what, object, ctx.Err())
 	}
+}
+
+// withTurn runs op while it is the one writer of an object.
+func (m *Manager) withTurn(ctx context.Context, t turn, what, object string, op func() error) error {
+	pass, err := m.take(ctx, t, what, object)
+	if err != nil {
+		return err
+	}
+	defer pass()
+	return op()
 }
 
 // guard turns a panic of op into an Internal error with the stack in the log: the
@@ -45,37 +105,43 @@ func (m *Manager) guard(what, object string, op func() error) (err error) {
 	return op()
 }
 
-// spawn starts a goroutine that Close waits for. It returns false, and starts
-// nothing, when the manager is closing.
-func (m *Manager) spawn(f func()) bool {
-	m.closing.RLock()
-	defer m.closing.RUnlock()
-	if m.closed {
-		return false
+// together runs steps side by side and joins their errors.
+func (m *Manager) together(what, object string, steps ...func() error) error {
+	errs := make([]error, len(steps))
+	var group errgroup.Group
+	for i, step := range steps {
+		group.Go(func() error { errs[i] = m.guard(what, object, step); return nil })
 	}
-	m.goroutines.Go(f)
-	return true
+	_ = group.Wait() // the errors are in errs, all of them
+	return errors.Join(errs...)
 }
 
-// retry repeats an undo that failed until it succeeds or the daemon stops; the
-// object's record makes the next daemon go on with it.
-func (m *Manager) retry(what, object string, undo func(context.Context) error) {
-	m.spawn(func() {
-		defer m.waits.begin("another try to "+what, object)()
+// inBackground does something now, and repeats it until it succeeds or the
+// daemon stops; the object's record makes the next daemon go on with it.
+func (m *Manager) inBackground(what, object string, do func(context.Context) error) {
+	m.background.spawn(func() {
 		for delay := time.Second; ; delay = min(2*delay, time.Minute) {
-			select {
-			case <-m.ctx.Done():
-				return
-			case <-time.After(delay):
-			}
-			ctx, cancel := context.WithTimeout(m.ctx, opLimit)
-			err := m.guard(what, object, func() error { return undo(ctx) })
+			ctx, cancel := context.WithTimeout(m.background.ctx, opLimit)
+			err := m.guard(what, object, func() error { return do(ctx) })
 			cancel()
-			if err == nil {
-				m.log.Info("undo succeeded at last", "operation", what, "object", object)
+			if err == nil || m.background.ctx.Err() != nil {
 				return
 			}
-			m.log.Warn("undo failed again", "operation", what, "object", object, "error", err)
+			m.log.Warn("will be tried again", "operation", what, "object", object, "error", err)
+			if !m.sleep(m.background.ctx, delay, "another try to "+what, object) {
+				return
+			}
 		}
 	})
+}
+
+// sleep waits, visibly, and returns false if ctx ended meanwhile.
+func (m *Manager) sleep(ctx context.Context, d time.Duration, what, object string) bool {
+	defer m.waits.begin(what, object)()
+	select {
+	case <-ctx.Done():
+		return false
+	case <-time.After(d):
+		return true
+	}
 }

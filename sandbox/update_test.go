@@ -11,7 +11,7 @@ func TestMergeResources(t *testing.T) {
 	old := &runtimeapi.LinuxContainerResources{CpuShares: 100, MemoryLimitInBytes: 1 << 20, OomScoreAdj: 5,
 		HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 1}},
 		Unified:        map[string]string{"memory.high": "1", "pids.max": "5"}}
-	change := &runtimeapi.LinuxContainerResources{CpuShares: 200, CpuQuota: -1,
+	change := &runtimeapi.LinuxContainerResources{CpuShares: 200, CpuQuota: -1, OomScoreAdj: 7,
 		HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "1GB", Limit: 2}},
 		Unified:        map[string]string{"memory.high": "2"}}
 	want := &runtimeapi.LinuxContainerResources{CpuShares: 200, CpuQuota: -1, MemoryLimitInBytes: 1 << 20, OomScoreAdj: 5,
@@ -29,6 +29,14 @@ func TestMergeResources(t *testing.T) {
 	}
 	if got := mergeResources(old, nil); !proto.Equal(got, old) {
 		t.Errorf("no change: %v", got)
+	}
+}
+
+func TestNoSwapStaysNoSwap(t *testing.T) {
+	old := &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20, MemorySwapLimitInBytes: 1 << 20}
+	got := mergeResources(old, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 2 << 20})
+	if got.MemorySwapLimitInBytes != 2<<20 {
+		t.Errorf("the limit of memory and swap is %d, below that of memory", got.MemorySwapLimitInBytes)
 	}
 }
 

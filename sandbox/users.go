@@ -15,8 +15,12 @@ import (
 	"berth/oci"
 )
 
-// maxUserFiles is how many images' user files are kept in memory.
-const maxUserFiles = 64
+// What is kept in memory of images' user files: of so many images, of files up to
+// that size. Larger ones are read each time.
+const (
+	maxUserFiles     = 64
+	maxUserFileBytes = 64 << 10
+)
 
 // userFiles remembers /etc/passwd and /etc/group of images: containers of one
 // image start again and again. An image's ID names its content, so entries never
@@ -38,6 +42,9 @@ func (u *userFiles) get(imageID string) (userFilesOf, bool) {
 func (u *userFiles) put(imageID string, files userFilesOf) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
+	if len(files.passwd)+len(files.group) > maxUserFileBytes {
+		return
+	}
 	if u.by == nil {
 		u.by = map[string]userFilesOf{}
 	}
@@ -90,8 +97,11 @@ func readUserFile(root *os.File, path string) ([]byte, error) {
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
-	if err != nil {
+	if errors.Is(err, safefs.ErrNotRegular) || errors.Is(err, safefs.ErrTooLarge) {
 		return nil, errdefs.InvalidArgument("read %s of the image: %w", path, err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read %s of the image: %w", path, err)
 	}
 	return data, nil
 }

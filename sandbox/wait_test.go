@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"strings"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc/codes"
 
@@ -14,9 +15,15 @@ import (
 
 // testManager has no more than what turns and tasks need.
 func testManager(t *testing.T) *Manager {
-	m := &Manager{log: slog.New(slog.DiscardHandler)}
-	m.ctx, m.cancel = context.WithCancel(t.Context())
-	t.Cleanup(func() { m.cancel(); m.goroutines.Wait() })
+	m := &Manager{log: slog.New(slog.DiscardHandler), operations: newLifetime(), background: newLifetime(), watchers: newLifetime()}
+	t.Cleanup(func() {
+		for _, l := range []*lifetime{m.operations, m.background, m.watchers} {
+			l.cancel()
+			if err := l.wait(context.Background()); err != nil {
+				t.Error(err)
+			}
+		}
+	})
 	return m
 }
 
@@ -65,7 +72,7 @@ func TestDetachGoesOnWithoutItsCaller(t *testing.T) {
 		<-entered
 		cancel()
 	}()
-	err := m.detach(gone, "stop", "pod 1", func(ctx context.Context) error {
+	err := m.detach(gone, time.Minute, "stop", "pod 1", func(ctx context.Context) error {
 		close(entered)
 		<-proceed
 		ended <- ctx.Err()
@@ -82,16 +89,39 @@ func TestDetachGoesOnWithoutItsCaller(t *testing.T) {
 
 func TestPanicIsAnError(t *testing.T) {
 	m := testManager(t)
-	err := m.detach(context.Background(), "stop", "pod 1", func(context.Context) error { panic("oh") })
+	err := m.detach(context.Background(), time.Minute, "stop", "pod 1", func(context.Context) error { panic("oh") })
 	if errdefs.Code(err) != codes.Internal || !strings.Contains(err.Error(), "oh") {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestBackgroundEndsWithItsLifetime(t *testing.T) {
+	m := testManager(t)
+	failing := make(chan struct{}, 1)
+	m.inBackground("undo", "pod 1", func(context.Context) error {
+		failing <- struct{}{}
+		return errors.New("no")
+	})
+	<-failing
+	m.background.cancel() // while it waits for its next try, or before
+	if err := m.background.wait(context.Background()); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestTogetherJoinsErrorsAndPanics(t *testing.T) {
+	m := testManager(t)
+	no := errors.New("no")
+	err := m.together("take down", "pod 1", func() error { return no }, func() error { panic("oh") }, func() error { return nil })
+	if !errors.Is(err, no) || !strings.Contains(err.Error(), "oh") {
 		t.Errorf("got %v", err)
 	}
 }
 
 func TestNothingStartsWhileClosing(t *testing.T) {
 	m := testManager(t)
-	m.closed = true
-	err := m.detach(context.Background(), "stop", "pod 1", func(context.Context) error { t.Error("ran"); return nil })
+	m.operations.close()
+	err := m.detach(context.Background(), time.Minute, "stop", "pod 1", func(context.Context) error { t.Error("ran"); return nil })
 	if errdefs.Code(err) != codes.Unavailable {
 		t.Errorf("got %v", err)
 	}

@@ -149,8 +149,8 @@ func (f *fakePods) ReopenContainerLog(ctx context.Context, id string) error {
 
 func (f *fakePods) NetworkStatus(context.Context) error { return f.network }
 
-func (f *fakePods) UpdatePodCIDR(cidrs string) error {
-	return f.call(context.Background(), "UpdatePodCIDR", cidrs)
+func (f *fakePods) UpdatePodCIDR(ctx context.Context, cidrs string) error {
+	return f.call(ctx, "UpdatePodCIDR", cidrs)
 }
 
 func (f *fakePods) Waits() []sandbox.Wait { return f.waits }

@@ -109,9 +109,9 @@ func (s *runtimeService) RuntimeConfig(context.Context, *runtimeapi.RuntimeConfi
 // UpdateRuntimeConfig implements RuntimeService. It tells the CIDRs of the node's
 // pods, which networks that ask for address ranges get. An empty CIDR means that
 // kubelet has none to tell.
-func (s *runtimeService) UpdateRuntimeConfig(_ context.Context, req *runtimeapi.UpdateRuntimeConfigRequest) (*runtimeapi.UpdateRuntimeConfigResponse, error) {
+func (s *runtimeService) UpdateRuntimeConfig(ctx context.Context, req *runtimeapi.UpdateRuntimeConfigRequest) (*runtimeapi.UpdateRuntimeConfigResponse, error) {
 	if cidrs := req.GetRuntimeConfig().GetNetworkConfig().GetPodCidr(); cidrs != "" {
-		if err := s.pods.UpdatePodCIDR(cidrs); err != nil {
+		if err := s.pods.UpdatePodCIDR(ctx, cidrs); err != nil {
 			return nil, err
 		}
 	}

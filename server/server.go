@@ -60,7 +60,7 @@ type Sandboxes interface {
 	ReopenContainerLog(ctx context.Context, id string) error
 
 	NetworkStatus(ctx context.Context) error
-	UpdatePodCIDR(cidrs string) error
+	UpdatePodCIDR(ctx context.Context, cidrs string) error
 	Waits() []sandbox.Wait
 }
 

@@ -8,6 +8,7 @@ package cgroup
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -21,6 +22,31 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 )
+
+// FromState returns the group of a container whose libcontainer state file is at
+// path: for what is left of a container that nothing else is known of.
+func FromState(path string) (*Group, error) {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("read libcontainer state: %w", err)
+	}
+	var state struct {
+		Config struct {
+			Cgroups *cgroups.Cgroup `json:"cgroups"`
+		} `json:"config"`
+	}
+	if err := json.Unmarshal(data, &state); err != nil {
+		return nil, fmt.Errorf("libcontainer state %s: %w", path, err)
+	}
+	c := state.Config.Cgroups
+	if c == nil {
+		return nil, fmt.Errorf("libcontainer state %s names no cgroup", path)
+	}
+	if c.Systemd {
+		return Open(c.Parent+":"+c.ScopePrefix+":"+c.Name, true)
+	}
+	return Open(c.Path, false)
+}
 
 // Group is one container's cgroup, in all hierarchies it has.
 type Group struct {
@@ -110,32 +136,64 @@ func (g *Group) Kill(ctx context.Context) error {
 func (g *Group) Signal() error {
 	if cgroups.IsCgroup2UnifiedMode() {
 		err := writeFile(filepath.Join(g.mgr.Path(""), "cgroup.kill"), "1")
-		if err == nil || gone(err) {
+		if err == nil {
 			return nil
 		}
-		if !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.EOPNOTSUPP) {
-			return err
+		if !gone(err) {
+			return fmt.Errorf("kill cgroup %s: %w", g.path, err)
 		}
+		// Gone, or a kernel before 5.14: one process after the other.
 	}
-	freezer := g.mgr.Path("freezer")
-	freeze := func(state string) error {
-		if freezer == "" {
-			return nil
-		}
-		if err := writeFile(filepath.Join(freezer, "freezer.state"), state); err != nil && !gone(err) {
-			return err
-		}
-		return nil
-	}
-	freezeErr := freeze("FROZEN") // without it the caller's loop still gets there
+	freezeErr := g.freeze() // without it a caller that looks again still gets there
 	pids, err := g.Procs()
 	for _, pid := range pids {
 		if e := unix.Kill(pid, unix.SIGKILL); e != nil && e != unix.ESRCH {
 			err = errors.Join(err, fmt.Errorf("kill %d: %w", pid, e))
 		}
 	}
-	if e := freeze("THAWED"); e != nil {
-		return errors.Join(err, freezeErr, e)
+	if e := g.thaw(); e != nil {
+		err = errors.Join(err, freezeErr, e)
+	}
+	if err != nil {
+		return fmt.Errorf("kill cgroup %s: %w", g.path, err)
+	}
+	return nil
+}
+
+// freezerFile is where the group's processes are stopped, and the words for it.
+func (g *Group) freezerFile() (dir, name, frozen, thawed string) {
+	if cgroups.IsCgroup2UnifiedMode() {
+		return g.mgr.Path(""), "cgroup.freeze", "1", "0"
+	}
+	return g.mgr.Path("freezer"), "freezer.state", "FROZEN", "THAWED"
+}
+
+func (g *Group) freeze() error {
+	dir, name, frozen, _ := g.freezerFile()
+	if dir == "" {
+		return nil
+	}
+	return ignoreGone(writeFile(filepath.Join(dir, name), frozen))
+}
+
+// thaw thaws the group and all below it: a process that was killed while it froze
+// one of those would have left it frozen, with its processes unable to die.
+func (g *Group) thaw() error {
+	dir, name, _, thawed := g.freezerFile()
+	if dir == "" {
+		return nil
+	}
+	return ignoreGone(filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || !d.IsDir() {
+			return ignoreGone(err)
+		}
+		return ignoreGone(writeFile(filepath.Join(path, name), thawed))
+	}))
+}
+
+func ignoreGone(err error) error {
+	if gone(err) {
+		return nil
 	}
 	return err
 }

@@ -1,0 +1,61 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"berth/cni"
+	"berth/internal/cgroup"
+)
+
+// removeUnrecorded removes what bears the ID of a pod or container that has no
+// record: its record was damaged and set aside. Networks were asked to collect theirs before.
+func (m *Manager) removeUnrecorded(ctx context.Context) error {
+	ids := map[string]bool{}
+	for _, dir := range []string{m.shimDir(""), m.libcontainerRoot(), m.sharedMounts(), m.podFiles(""), m.writableDir("")} {
+		entries, err := os.ReadDir(dir)
+		if err != nil {
+			return fmt.Errorf("look for what has no record: %w", err)
+		}
+		for _, e := range entries {
+			if !m.hasRecord(e.Name()) {
+				ids[e.Name()] = true
+			}
+		}
+	}
+	for id := range ids {
+		m.log.Warn("removing what a pod or container without record left", "id", id)
+		if err := m.removeByID(ctx, id); err != nil {
+			m.log.Error("remove what has no record", "id", id, "error", err)
+		}
+	}
+	return nil
+}
+
+func (m *Manager) hasRecord(id string) bool {
+	_, pod := m.pods.get(id)
+	_, ctr := m.containers.get(id)
+	return pod || ctr
+}
+
+// removeByID removes everything that an object of that ID can have.
+func (m *Manager) removeByID(ctx context.Context, id string) error {
+	ctx, cancel := context.WithTimeout(ctx, killWait)
+	defer cancel()
+	group, err := cgroup.FromState(filepath.Join(m.libcontainerRoot(), id, "state.json"))
+	switch {
+	case err == nil:
+		err = m.removeGroup(ctx, id, group)
+	case errors.Is(err, fs.ErrNotExist): // it never had a process
+		err = os.RemoveAll(m.shimDir(id))
+	}
+	return errors.Join(err,
+		cni.RemoveNetNS(m.netnsPath(id)),
+		m.unmountShm(id),
+		os.RemoveAll(m.podFiles(id)),
+		m.discard(m.writableDir(id)))
+}
