@@ -154,7 +154,7 @@ func (m *Manager) makeContainer(p *pod, c *container) error {
 	if c.removed { // with its pod, before we had the turn
 		return errdefs.FailedPrecondition("pod sandbox %s was removed", p.id)
 	}
-	root, err := m.containerRoot(c)
+	root, err := m.writableRoot(c.id, &c.rec.Image)
 	if err != nil {
 		return err
 	}
@@ -173,20 +173,20 @@ func (m *Manager) makeContainer(p *pod, c *container) error {
 	return nil
 }
 
-// containerRoot holds the image's layers for the container and makes the folders
-// of its writable layer.
-func (m *Manager) containerRoot(c *container) (rootfs.Spec, error) {
-	root, err := m.images.Hold(c.id, c.rec.Image.Layers)
+// writableRoot holds the layers of an image for a container or pause with that ID
+// and makes the folders of its writable layer.
+func (m *Manager) writableRoot(id string, image *imageRecord) (rootfs.Spec, error) {
+	root, err := m.images.Hold(id, image.Layers)
 	if err != nil {
-		return root, fmt.Errorf("layers of image %s: %w", c.rec.Image.ID, err)
+		return root, fmt.Errorf("layers of image %s: %w", image.ID, err)
 	}
-	dir := m.writableDir(c.id)
+	dir := m.writableDir(id)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return root, fmt.Errorf("make writable layer of container %s: %w", c.id, err)
+		return root, fmt.Errorf("make writable layer of %s: %w", id, err)
 	}
 	root.Upper, root.Work = filepath.Join(dir, "upper"), filepath.Join(dir, "work")
 	if err := root.MakeUpper(); err != nil {
-		return root, fmt.Errorf("make writable layer of container %s: %w", c.id, err)
+		return root, fmt.Errorf("make writable layer of %s: %w", id, err)
 	}
 	return root, nil
 }

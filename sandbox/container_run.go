@@ -103,7 +103,7 @@ func (m *Manager) readyPod(id string) (*pod, error) {
 
 // launch hands the container to a launcher.
 func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Started, error) {
-	root, err := m.containerRoot(c)
+	root, err := m.writableRoot(c.id, &c.rec.Image)
 	if err != nil {
 		return nil, err
 	}

@@ -248,7 +248,9 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 	var imageUser string
 	if image := p.rec.PauseImage; image != nil {
 		var err error
-		if root, err = m.images.Hold(p.id, image.Layers); err != nil {
+		// Writable, because the usual pause image is nothing but its program: the
+		// folders to mount on have to be made.
+		if root, err = m.writableRoot(p.id, image); err != nil {
 			return nil, fmt.Errorf("pause image: %w", err)
 		}
 		if users, err = m.userFilesOf(image.ID, root); err != nil {

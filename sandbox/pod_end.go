@@ -181,6 +181,9 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	if err := m.images.Release(p.id); err != nil {
 		return fmt.Errorf("release pause image of pod %s: %w", p.id, err)
 	}
+	if err := m.discard(m.writableDir(p.id)); err != nil {
+		return err
+	}
 	if err := os.RemoveAll(m.podFiles(p.id)); err != nil {
 		return fmt.Errorf("remove files of pod %s: %w", p.id, err)
 	}
