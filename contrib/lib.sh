@@ -129,14 +129,20 @@ machine_sweep() {
 	done
 }
 
-machine_run() {
-	local code=0
+# cgroup_run CMD… runs CMD with a name for cgroups of its own in BERTH_MACHINE. They
+# are removed, and what lives in them killed, when CMD ends; CMD dies with this shell.
+cgroup_run() {
+	local code=0 owner=$BASHPID # in $(…) it would be another
 	machine_sweep
-	export BERTH_MACHINE=$MACHINE_PREFIX$BASHPID-$(starttime "$BASHPID")
-	setpriv --pdeathsig KILL unshare --mount --pid --net --uts --ipc --fork --kill-child=KILL \
-		bash -c '. "$1"; shift; machine_init "$@"; exit' machine "$BERTH_SRC/contrib/lib.sh" "$@" || code=$?
+	export BERTH_MACHINE=$MACHINE_PREFIX$owner-$(starttime "$owner")
+	setpriv --pdeathsig KILL "$@" || code=$?
 	cgroups_remove "$BERTH_MACHINE" || code=1
 	return "$code"
+}
+
+machine_run() {
+	cgroup_run unshare --mount --pid --net --uts --ipc --fork --kill-child=KILL \
+		bash -c '. "$1"; shift; machine_init "$@"; exit' machine "$BERTH_SRC/contrib/lib.sh" "$@"
 }
 
 # machine_init is pid 1 inside: bash reaps orphans, which is all an init must do.
@@ -160,4 +166,15 @@ machine_init() {
 	unset GOTMPDIR         # testing.T.TempDir prefers it
 	set +e
 	"$@"
+}
+
+# start_registry DIR starts the registry with the demo's image on loopback. It sets
+# REGISTRY_PID and IMAGE; the registry also ends with this shell, which holds its
+# standard input.
+start_registry() {
+	mkfifo "$1/registry" "$1/registry.stdin"
+	exec 9<>"$1/registry.stdin"
+	"$BERTH_BIN/demoregistry" <"$1/registry.stdin" 9>&- >"$1/registry" &
+	REGISTRY_PID=$!
+	read -r IMAGE <"$1/registry" || die "the registry did not start"
 }
