@@ -115,31 +115,49 @@ func (s *Store) Usage() Usage {
 // Create makes the layer diffID from its uncompressed tar, which it reads to the
 // end of the file (bytes behind the archive count for the diffID). When it
 // returns nil the layer is visible and durable; on any error nothing of it is
-// left. If the layer is there, or another call makes it meanwhile, tar is not
-// read. tar is read from another goroutine, which has ended when Create returns; its
-// Read must return when ctx is done.
+// left. If the layer is there already, tar is not read. tar is read from another
+// goroutine, which has ended when Create returns; its Read must return when ctx is
+// done.
+//
+// Calls for the same layer do not wait for each other's tar, which may come from a
+// host that never ends: each makes the layer, and the first to finish is kept.
 func (s *Store) Create(ctx context.Context, diffID digest.Digest, tar io.Reader, limits Limits) error {
 	if err := diffID.Validate(); err != nil {
 		return errdefs.InvalidArgument("layer %q: %w", diffID, err)
 	}
-	layer, err := s.layers.acquire(ctx, diffID)
-	if err != nil {
-		return fmt.Errorf("layer %s: wait for its other maker: %w", diffID, err)
-	}
-	defer layer.release()
-	if layer.value() != nil {
+	if s.Has(diffID) {
 		return nil
 	}
 	var made record
-	err = s.publish(s.layerDir(diffID), func(dir string) (any, error) {
-		var err error
-		made, err = s.apply(ctx, dir, diffID, tar, limits.withDefaults())
+	err := s.build(diffID.Encoded(), func(tmp string) (_ any, err error) {
+		made, err = s.apply(ctx, tmp, diffID, tar, limits.withDefaults())
 		return made, err
-	})
+	}, func(tmp string) error { return s.admit(ctx, tmp, made.Info) })
+	if err == errThere {
+		return nil
+	}
 	if err != nil {
 		return coded(fmt.Errorf("layer %s: %w", diffID, err))
 	}
-	info := made.Info
+	return nil
+}
+
+// errThere is returned by admit where another maker was faster.
+var errThere = errors.New("the layer is there")
+
+// admit makes the layer that was built in tmp visible, unless it is by now.
+func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
+	layer, err := s.layers.acquire(ctx, info.DiffID)
+	if err != nil {
+		return fmt.Errorf("wait for its other maker: %w", err)
+	}
+	defer layer.release()
+	if layer.value() != nil {
+		return errThere
+	}
+	if err := s.show(tmp, s.layerDir(info.DiffID)); err != nil {
+		return err
+	}
 	layer.set(&info)
 	return nil
 }
@@ -171,15 +189,23 @@ func (s *Store) apply(ctx context.Context, dir string, diffID digest.Digest, tar
 var errNothing = errors.New("nothing to publish")
 
 // publish makes a directory at dir, all at once: fill writes it under another
-// name and returns its record, everything is synced, one rename shows it. The
-// sync comes before the rename because a filesystem may commit the rename first:
+// name and returns its record.
+func (s *Store) publish(dir string, fill func(tmp string) (record any, err error)) error {
+	return s.build(filepath.Base(dir), fill, func(tmp string) error { return s.show(tmp, dir) })
+}
+
+// build lets fill write a directory and return its record, syncs everything, and
+// hands it to place, which moves it to where it belongs. After an error nothing
+// is left of it.
+//
+// The sync comes before place because a filesystem may commit the rename first:
 // after a power failure the layer would be there, with empty files. It is a
 // syncfs, not an fsync a file: on ext4 and xfs each fsync is a journal commit, of
 // which a layer of 50,000 files would wait for one by one. The descriptor it is
 // called on is older than the data, so that a failed writeback is reported
 // (Linux 5.8).
-func (s *Store) publish(dir string, fill func(tmp string) (record any, err error)) (err error) {
-	tmp, err := os.MkdirTemp(filepath.Join(s.root, "tmp"), filepath.Base(dir)+"-")
+func (s *Store) build(name string, fill func(tmp string) (record any, err error), place func(tmp string) error) (err error) {
+	tmp, err := os.MkdirTemp(filepath.Join(s.root, "tmp"), name+"-")
 	if err != nil {
 		return err
 	}
@@ -201,11 +227,21 @@ func (s *Store) publish(dir string, fill func(tmp string) (record any, err error
 	if err := unix.Syncfs(int(f.Fd())); err != nil {
 		return fmt.Errorf("sync %s: %w", tmp, err)
 	}
+	if err := place(tmp); err != nil {
+		return err
+	}
+	undo.Release()
+	return nil
+}
+
+// show gives what was built in tmp its name, durably; after an error it is in tmp.
+func (s *Store) show(tmp, dir string) (err error) {
 	if err := unix.Renameat2(unix.AT_FDCWD, tmp, unix.AT_FDCWD, dir, unix.RENAME_NOREPLACE); err != nil {
 		return fmt.Errorf("rename %s to %s: %w", tmp, dir, err)
 	}
-	undo.Release()
-	undo.Add("discard "+dir, func() error { return s.trash.take(dir) })
+	undo := cleanup.New()
+	defer undo.Run(&err)
+	undo.Add("take back "+dir, func() error { return os.Rename(dir, tmp) })
 	if err := syncDir(filepath.Dir(dir)); err != nil {
 		return err
 	}
