@@ -15,6 +15,7 @@ type node struct {
 	facts         host.Facts
 	systemdCgroup bool   // the cgroup driver, "auto" decided
 	shim          string // the berth-shim program
+	resolvConf    string // what pods with the node's DNS get
 }
 
 func discover(cfg *config.Config) (*node, error) {
@@ -29,6 +30,7 @@ func discover(cfg *config.Config) (*node, error) {
 	if n.shim, err = findShim(cfg.ShimPath); err != nil {
 		return nil, err
 	}
+	n.resolvConf = host.ResolvConf("/")
 	return &n, nil
 }
 

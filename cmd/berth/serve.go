@@ -28,9 +28,8 @@ import (
 )
 
 const (
-	defaultHandler = "berth"            // name of the runtime handler, for a RuntimeClass
-	hostResolvConf = "/etc/resolv.conf" // what pods with the node's DNS get
-	closeTimeout   = 10 * time.Second   // for operations under way when the daemon stops
+	defaultHandler = "berth"          // name of the runtime handler, for a RuntimeClass
+	closeTimeout   = 10 * time.Second // for operations under way when the daemon stops
 )
 
 func newServeCommand() *cobra.Command {
@@ -228,7 +227,7 @@ func sandboxConfig(cfg *config.Config, node *node, log *slog.Logger) sandbox.Con
 		Root:           cfg.Root,
 		State:          cfg.State,
 		NetNSDir:       cfg.NetNSDir,
-		HostResolvConf: hostResolvConf,
+		HostResolvConf: node.resolvConf,
 		SystemdCgroup:  node.systemdCgroup,
 		Handler:        defaultHandler,
 		PauseImage:     cfg.PauseImage,

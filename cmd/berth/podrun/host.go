@@ -14,6 +14,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/client"
+	machine "berth/internal/host"
 	"berth/internal/podyaml"
 )
 
@@ -32,7 +33,7 @@ func DetectHost(ctx context.Context, c *client.Client, seccompRoot string) (pody
 		CPUs: int64(runtime.NumCPU()), Memory: int64(info.Totalram) * int64(info.Unit),
 		SeccompRoot: seccompRoot,
 	}
-	if host.ResolvConf, err = readIfThere("/etc/resolv.conf"); err != nil {
+	if host.ResolvConf, err = readIfThere(machine.ResolvConf("/")); err != nil {
 		return podyaml.Host{}, err
 	}
 	if host.EtcHosts, err = readIfThere("/etc/hosts"); err != nil {
