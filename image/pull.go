@@ -77,12 +77,12 @@ func (s *Store) pull(ctx context.Context, name string, auth *runtimeapi.AuthConf
 // pull limits of registries.
 func (s *Store) unchanged(ctx context.Context, repo *registry.Repository) *Image {
 	ref := repo.Reference()
-	x := s.index.Load()
-	img, ok := x.byName[ref.String()]
-	if !ok {
+	if s.index.Load().byName[ref.String()] == nil {
 		return nil
 	}
 	d := repo.Digest(ctx)
+	x := s.index.Load() // the image may be gone since, or the tag another's
+	img := x.byName[ref.String()]
 	if d == "" || x.byName[ref.WithDigest(d)] != img {
 		return nil
 	}

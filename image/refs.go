@@ -59,6 +59,22 @@ func (l *layerRefs) tryAcquire(owner string, layers []digest.Digest) (gone <-cha
 	return nil, true
 }
 
+// has reports whether an owner is registered with exactly these layers.
+func (l *layerRefs) has(owner string, layers []digest.Digest) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return slices.Equal(l.owners[owner], layers)
+}
+
+// giveUp forgets an owner that cannot use its layers, if all owners have registered.
+func (l *layerRefs) giveUp(owner string) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.settled {
+		l.drop(owner)
+	}
+}
+
 // release forgets an owner. Unknown owners are fine.
 func (l *layerRefs) release(owner string) {
 	l.mu.Lock()

@@ -256,16 +256,24 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 
 // Hold keeps layers (an image's, bottom first) alive for a holder and returns
 // what to mount. Holding again is fine. Layers that are gone are NotFound.
+//
+// After an error the holder holds nothing, with two exceptions, because a container
+// may be running on the layers whatever is wrong now: if it held them before, or if
+// CollectGarbage has not been called, so that it may be an earlier daemon's.
 func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error) {
 	if len(layers) == 0 {
 		return rootfs.Spec{}, errdefs.FailedPrecondition("image has no layers")
 	}
-	if _, ok := s.refs.tryAcquire(holderOwner(holder), layers); !ok {
+	owner := holderOwner(holder)
+	held := s.refs.has(owner, layers)
+	if _, ok := s.refs.tryAcquire(owner, layers); !ok {
 		return rootfs.Spec{}, errdefs.NotFound("a layer of the image has just been removed")
 	}
 	list, err := s.layers.Stack(context.Background(), distinct(layers))
 	if err != nil {
-		s.refs.release(holderOwner(holder))
+		if !held {
+			s.refs.giveUp(owner)
+		}
 		return rootfs.Spec{}, fmt.Errorf("root filesystem of %s: %w", holder, err)
 	}
 	return rootfs.Spec{Layers: list}, nil

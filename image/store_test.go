@@ -494,6 +494,44 @@ func TestRestart(t *testing.T) {
 	}
 }
 
+// A container may run on layers of which one can no longer be mounted: the rest
+// must not be deleted under it.
+func TestFailedHoldKeepsLayers(t *testing.T) {
+	reg := registrytest.New(t)
+	root := t.TempDir()
+	s := openStore(t, Config{Root: root})
+	reg.PutImage("app", "v1", "", plain(t, "f", "1"), plain(t, "g", "2"))
+	img := pull(t, s, reg.Host()+"/app:v1")
+	if _, err := s.Hold("ctr", img.Layers); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	record := filepath.Join(root, "layers", img.Layers[1].Encoded(), "layer.json")
+	if err := os.WriteFile(record, []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s = openUnsettled(t, Config{Root: root}, io.Discard)
+	_, err := s.Hold("ctr", img.Layers)
+	wantCode(t, err, codes.NotFound)
+	if err := s.CollectGarbage(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	_, err = s.Hold("ctr", img.Layers) // again, now that deleting is allowed
+	wantCode(t, err, codes.NotFound)
+	if err := s.Release("other"); err != nil { // sweeps
+		t.Fatal(err)
+	}
+	if got := s.layers.List(); !slices.Equal(got, img.Layers[:1]) {
+		t.Errorf("layers %v, want the one that is left", got)
+	}
+	if err := s.Release("ctr"); err != nil {
+		t.Fatal(err)
+	}
+	wantEmpty(t, s)
+}
+
 func TestDamagedRecordIsSetAside(t *testing.T) {
 	reg := registrytest.New(t)
 	root := t.TempDir()
@@ -581,6 +619,28 @@ func TestUnchangedTagIsNotFetchedAgain(t *testing.T) {
 	for _, ref := range append(slices.Clone(img.RepoDigests), img.RepoTags...) {
 		_, err := s.Pull(t.Context(), ref, nil)
 		wantCode(t, err, codes.PermissionDenied, ref)
+	}
+}
+
+func TestImageRemovedWhileItsTagIsChecked(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{})
+	reg.PutImage("app", "v1", "", plain(t, "f", "1"))
+	img := pull(t, s, reg.Host()+"/app:v1")
+	reg.Before = func(_ http.ResponseWriter, r *http.Request) bool {
+		if r.Method == http.MethodHead {
+			if err := s.Remove(t.Context(), img.ID); err != nil {
+				t.Error(err)
+			}
+		}
+		return false
+	}
+	again := pull(t, s, reg.Host()+"/app:v1")
+	if got, err := s.Get(again.ID); err != nil || got != again {
+		t.Errorf("the image that was pulled: %+v, %v", got, err)
+	}
+	if content := readFile(t, s, again, "f"); content != "1" {
+		t.Errorf("the file holds %q", content)
 	}
 }
 
