@@ -35,7 +35,7 @@ func BenchmarkLaunch(b *testing.B) {
 	b.Run("warm", func(b *testing.B) { benchLaunch(b, newEnvFor(&testing.T{}, b)) })
 	b.Run("expected", func(b *testing.B) {
 		e := newEnvFor(&testing.T{}, b)
-		benchLaunch(b, e, func() { e.Expect(); time.Sleep(10 * time.Millisecond) })
+		benchLaunch(b, e, func() { e.Expect(); time.Sleep(25 * time.Millisecond) })
 	})
 	b.Run("cold", func(b *testing.B) { benchLaunch(b, newEnvFor(&testing.T{}, b, func(c *Config) { c.Warm = false })) })
 }

@@ -76,7 +76,7 @@ func (e *Exec) start(ctx context.Context, req ExecRequest) (again bool, err erro
 			files = append(files, f)
 		}
 	}
-	if err := e.p.conn.Send(control.Request{Nice: e.l.nice, Exec: order}, files...); err != nil {
+	if err := e.p.conn.Send(control.Request{Exec: order}, files...); err != nil {
 		return false, errdefs.Internal("exec in container %s: %w", req.ID, err)
 	}
 	var reply control.Reply

@@ -49,7 +49,7 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 
 func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchRequest) (*Started, error) {
 	var reply control.Reply
-	err := p.conn.Send(control.Request{Nice: l.nice, Launch: l.order(req)})
+	err := p.conn.Send(control.Request{Launch: l.order(req)})
 	var files []*os.File
 	if err == nil {
 		files, err = l.receive(ctx, p, &reply)

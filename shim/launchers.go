@@ -42,9 +42,8 @@ type Launchers struct {
 	stop   context.CancelFunc
 	owned  sync.WaitGroup // the owner and everything that waits for a launcher's end
 
-	nice      int         // ours, for launchers that were started with a lower priority
-	renice    bool        // start idle launchers with a lower priority
-	expecting atomic.Bool // see Expect
+	expecting   atomic.Bool  // keepLockFast runs
+	expectUntil atomic.Int64 // unix nanoseconds
 
 	mu     sync.Mutex // guards what follows
 	idle   []*launcher
@@ -61,9 +60,6 @@ func New(cfg Config) (*Launchers, error) {
 		return nil, fmt.Errorf("launcher %s: %w", cfg.ShimPath, err)
 	}
 	l := &Launchers{cfg: cfg, exe: exe, refill: make(chan struct{}, 1)}
-	if l.nice, err = ownNice(); err == nil {
-		l.renice = mayRaise(l.nice)
-	}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	l.owned.Go(l.keepFilled)
 	l.wantMore()
@@ -95,11 +91,6 @@ type launcher struct {
 
 // keepFilled is the owner of the idle launchers.
 func (l *Launchers) keepFilled() {
-	if l.renice {
-		if err := lowPriority(); err != nil {
-			l.cfg.Log.Warn("lower the priority of warming up", "error", err)
-		}
-	}
 	for {
 		select {
 		case <-l.ctx.Done():

@@ -41,16 +41,3 @@ func TestReadOnlyRootfs(t *testing.T) {
 		t.Errorf("touch on a read-only root said %q, %q", got, c.output("stderr"))
 	}
 }
-
-func TestPriority(t *testing.T) {
-	e := newEnv(t)
-	c := e.run("nice", "cut -d' ' -f19 /proc/self/stat")
-	c.wait()
-	nice, err := ownNice()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if got := strings.TrimSpace(c.output("stdout")); got != strconv.Itoa(nice) {
-		t.Errorf("the container's nice value is %s, ours %d", got, nice)
-	}
-}

@@ -26,9 +26,8 @@ const (
 	ExeFD     = 5 // the sealed copy of berth-shim it runs from
 )
 
-// Request is a message to the launcher. Exactly one of Launch, Exec and Kill is set.
+// Request is a message to the launcher. Exactly one field is set.
 type Request struct {
-	Nice   int     `json:"nice,omitempty"` // the nice value to work with; it may have waited with another
 	Launch *Launch `json:"launch,omitempty"`
 	Exec   *Exec   `json:"exec,omitempty"`
 	Kill   bool    `json:"kill,omitempty"` // kill everything the running exec has started

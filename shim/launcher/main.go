@@ -17,7 +17,6 @@ import (
 	"io"
 	"os"
 	"runtime/debug"
-	"strconv"
 
 	_ "github.com/opencontainers/cgroups/devices" // without it the cgroup managers refuse device rules
 	"golang.org/x/sys/unix"
@@ -35,6 +34,7 @@ func Main() int {
 	// libcontainer gives it to the container's init, whose start it shortens. Ours
 	// has been read already. It cannot fail for such a name.
 	_ = os.Setenv("GOMAXPROCS", "1")
+	nameProcess()
 	debug.SetGCPercent(-1)
 	debug.SetMemoryLimit(memoryLimit)
 	l, err := start()
@@ -85,11 +85,6 @@ func (l *launcher) serve() error {
 		if err != nil {
 			return err
 		}
-		if !r.Kill {
-			if err := setNice(r.Nice); err != nil {
-				l.warnings.add(err.Error())
-			}
-		}
 		switch {
 		case r.Launch != nil:
 			return l.serveLaunch(r.Launch)
@@ -112,25 +107,8 @@ func (l *launcher) reply(r control.Reply, files ...*os.File) error {
 	return l.conn.Send(r, files...)
 }
 
-// setNice gives all threads, and with them every process that we start, a nice
-// value. On Linux each thread has its own.
-func setNice(nice int) error {
-	prio, err := unix.Getpriority(unix.PRIO_PROCESS, 0)
-	if err != nil || 20-prio == nice {
-		return os.NewSyscallError("getpriority", err)
-	}
-	threads, err := os.ReadDir("/proc/self/task")
-	if err != nil {
-		return fmt.Errorf("set priority: %w", err)
-	}
-	for _, t := range threads {
-		tid, err := strconv.Atoi(t.Name())
-		if err != nil {
-			return fmt.Errorf("set priority: %w", err)
-		}
-		if err := unix.Setpriority(unix.PRIO_PROCESS, tid, nice); err != nil && err != unix.ESRCH {
-			return fmt.Errorf("set priority: %w", err)
-		}
-	}
-	return nil
+// nameProcess gives the process the name that ps shows: it was executed through a
+// descriptor, whose number is its name otherwise.
+func nameProcess() {
+	_ = os.WriteFile("/proc/self/comm", []byte("berth-shim"), 0) // it is for people only
 }
