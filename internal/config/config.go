@@ -78,10 +78,11 @@ func Default() *Config {
 // with its line and the option whose name is nearest.
 func Parse(name string, content []byte) (*Config, error) {
 	c := Default()
-	if err := decode(name, content, c); err != nil {
+	lines, err := decode(name, content, c)
+	if err != nil {
 		return nil, err
 	}
-	if err := c.validate(func(o option) string { return name + ": " + o.Key }); err != nil {
+	if err := c.validate(lines.where); err != nil {
 		return nil, err
 	}
 	return c, nil
@@ -113,7 +114,8 @@ func Load(flags *pflag.FlagSet) (*Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("read configuration: %w", err)
 	}
-	if err := decode(name, content, c); err != nil {
+	lines, err := decode(name, content, c)
+	if err != nil {
 		return nil, err
 	}
 	fromFlag, err := applyFlags(flags, c)
@@ -124,7 +126,7 @@ func Load(flags *pflag.FlagSet) (*Config, error) {
 		if fromFlag[o.Key] {
 			return "--" + o.Flag
 		}
-		return name + ": " + o.Key
+		return lines.where(o)
 	})
 	if err != nil {
 		return nil, err
@@ -148,48 +150,70 @@ func applyFlags(flags *pflag.FlagSet, c *Config) (map[string]bool, error) {
 	return given, nil
 }
 
+// places tells where in a file options are set.
+type places struct {
+	name  string         // of the file
+	lines map[string]int // of the keys that are in it
+}
+
+// where names an option's place: "config.toml: line 3: root".
+func (p places) where(o option) string {
+	if line, ok := p.lines[o.Key]; ok {
+		return fmt.Sprintf("%s: line %d: %s", p.name, line, o.Key)
+	}
+	return p.name + ": " + o.Key
+}
+
 // decode parses content into c and explains what is wrong with it by file, line
 // and key.
-func decode(name string, content []byte, c *Config) error {
-	if err := checkKeys(name, content); err != nil {
-		return err
+func decode(name string, content []byte, c *Config) (places, error) {
+	found := places{name: name, lines: map[string]int{}}
+	if err := found.read(content); err != nil {
+		return found, err
 	}
 	err := toml.Unmarshal(content, c)
 	var wrong *toml.DecodeError
 	switch {
 	case err == nil:
-		return nil
+		return found, nil
 	case errors.As(err, &wrong):
 		line, column := wrong.Position()
 		if key := strings.Join(wrong.Key(), "."); key != "" {
-			return fmt.Errorf("%s: line %d: %s: %w", name, line, key, wrong)
+			return found, fmt.Errorf("%s: line %d: %s: %w", name, line, key, wrong)
 		}
-		return fmt.Errorf("%s: line %d, column %d: %w", name, line, column, wrong)
+		return found, fmt.Errorf("%s: line %d, column %d: %w", name, line, column, wrong)
 	default:
-		return fmt.Errorf("%s: %w", name, err)
+		return found, fmt.Errorf("%s: %w", name, err)
 	}
 }
 
-// checkKeys refuses keys that are no option. The decoder could do it too, but it
-// takes keys in any case, and would let "Root" pass beside "root". Errors of
-// syntax are left to the decoder, which words them better.
-func checkKeys(name string, content []byte) error {
+// read notes the lines of all keys, and refuses keys that are no option and values
+// of another type than their option's. The decoder could do it too, but it takes
+// keys in any case, would let "Root" pass beside "root", and words a wrong type for
+// Go programmers. Errors of syntax are left to the decoder.
+func (p places) read(content []byte) error {
 	var all []error
-	var p unstable.Parser
-	p.Reset(content)
-	for p.NextExpression() {
-		e := p.Expression()
+	var parser unstable.Parser
+	parser.Reset(content)
+	for parser.NextExpression() {
+		e := parser.Expression()
 		if e.Kind != unstable.KeyValue && e.Kind != unstable.Table && e.Kind != unstable.ArrayTable {
 			continue
 		}
 		key := e.Key()
 		key.Next()
-		text, line := string(key.Node().Data), p.Shape(key.Node().Raw).Start.Line
+		text, line := string(key.Node().Data), parser.Shape(key.Node().Raw).Start.Line
+		i := slices.IndexFunc(options(), func(o option) bool { return o.Key == text })
 		switch {
-		case !slices.ContainsFunc(options(), func(o option) bool { return o.Key == text }):
-			all = append(all, fmt.Errorf("%s: line %d: unknown key %q, the nearest option is %q", name, line, text, nearest(text)))
+		case i < 0:
+			all = append(all, fmt.Errorf("%s: line %d: unknown key %q, the nearest option is %q", p.name, line, text, nearest(text)))
 		case e.Kind != unstable.KeyValue || key.Next():
-			all = append(all, fmt.Errorf("%s: line %d: %s takes a value and is no table", name, line, text))
+			all = append(all, fmt.Errorf("%s: line %d: %s takes a value and is no table", p.name, line, text))
+		case e.Value().Kind != options()[i].kind():
+			all = append(all, fmt.Errorf("%s: line %d: %s takes a %s, found %s",
+				p.name, line, text, options()[i].wants(), strings.ToLower(e.Value().Kind.String())))
+		default:
+			p.lines[text] = line
 		}
 		if e.Kind != unstable.KeyValue {
 			break // what follows belongs to the table

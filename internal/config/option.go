@@ -8,6 +8,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/pelletier/go-toml/v2/unstable"
 )
 
 // Duration is a length of time that is written like "1m30s". It is a struct so
@@ -123,6 +125,26 @@ func (o option) typeName() string {
 	default:
 		return "string"
 	}
+}
+
+// kind is how TOML writes the value. A duration is a string: a bare number has no unit.
+func (o option) kind() unstable.Kind {
+	switch o.typeName() {
+	case "list of strings":
+		return unstable.Array
+	case "number":
+		return unstable.Integer
+	default:
+		return unstable.String
+	}
+}
+
+// wants is what a value of the wrong kind should have been.
+func (o option) wants() string {
+	if name := o.typeName(); name != "duration" {
+		return name
+	}
+	return `duration like "1m30s"`
 }
 
 // usage is the documentation as pflag wants it: the name of the value in
