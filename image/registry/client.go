@@ -118,17 +118,20 @@ func (r *Repository) askAll(ctx context.Context, caps capability, ask func(*endp
 
 // askOnce asks each host once, beginning with number first. The error of the last
 // one is what counts and carries the code; the others are named in front of it.
+//
+// A host that could not be reached before is not asked again for this image,
+// unless it is the last that is left: a mirror that is down would take its dial
+// timeout of each manifest and layer anew.
 func (r *Repository) askOnce(ctx context.Context, caps capability, first int, ask func(*endpoint) error) error {
 	var failed []error
-	n := len(r.endpoints)
-	for i := range n {
-		e := r.endpoints[(first+i)%n]
-		if e.caps&caps != caps {
-			continue
-		}
-		err := ask(e)
-		if err == nil || ctx.Err() != nil {
-			return err
+	hosts := r.hosts(caps, first)
+	for i, e := range hosts {
+		err := e.down()
+		if err == nil || i == len(hosts)-1 {
+			if err = ask(e); err == nil || ctx.Err() != nil {
+				return err
+			}
+			e.noteDown(err)
 		}
 		failed = append(failed, fmt.Errorf("%s: %w", e, err))
 	}
@@ -140,6 +143,18 @@ func (r *Repository) askOnce(ctx context.Context, caps capability, first int, as
 		err = fmt.Errorf("%v; %w", failed[i], err)
 	}
 	return err
+}
+
+// hosts returns the hosts with the given capabilities, beginning with number first.
+func (r *Repository) hosts(caps capability, first int) []*endpoint {
+	var list []*endpoint
+	n := len(r.endpoints)
+	for i := range n {
+		if e := r.endpoints[(first+i)%n]; e.caps&caps == caps {
+			list = append(list, e)
+		}
+	}
+	return list
 }
 
 // delay returns the pause after a number of failures.

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/url"
@@ -15,6 +16,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -344,6 +346,47 @@ server = %q
 	server.Before = func(w http.ResponseWriter, r *http.Request) bool { w.WriteHeader(404); return true }
 	_, err := pull()
 	wantCode(t, err, codes.NotFound, second.Host(), "connection refused", first.Host(), "403", server.Host(), "404")
+}
+
+// A mirror that cannot be reached costs a pull one attempt, not one a request.
+func TestMirrorThatIsDownIsAskedOnce(t *testing.T) {
+	layer := randomBytes(t, 1000)
+	server := registrytest.New(t)
+	putImage(server, "library/app", "v1", layer)
+	mirror, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var asked atomic.Int32
+	served := make(chan struct{})
+	go func() {
+		defer close(served)
+		for {
+			conn, err := mirror.Accept()
+			if err != nil {
+				return
+			}
+			asked.Add(1)
+			_, _ = conn.Write([]byte("no HTTP\n"))
+			_ = conn.Close()
+		}
+	}()
+	defer func() { _ = mirror.Close(); <-served }()
+	tree := hostsDir(t, "docker.io", fmt.Sprintf("server = %q\n[host.%q]\n", server.URL, "http://"+mirror.Addr().String()))
+	repo := open(t, Config{Dirs: []string{tree}}, "app:v1", Credentials{})
+	img, err := repo.Resolve(t.Context(), DefaultPlatform())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := readBlob(t, repo, img.Layers[0].Blob); err != nil || !bytes.Equal(got, layer) {
+		t.Errorf("layer: %v", err)
+	}
+	if n := asked.Load(); n != 1 {
+		t.Errorf("the mirror was asked %d times", n)
+	}
+	server.Before = func(w http.ResponseWriter, _ *http.Request) bool { w.WriteHeader(http.StatusNotFound); return true }
+	_, err = repo.Resolve(t.Context(), DefaultPlatform())
+	wantCode(t, err, codes.NotFound, mirror.Addr().String(), "malformed HTTP", server.Host())
 }
 
 func TestCapabilities(t *testing.T) {

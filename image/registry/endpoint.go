@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/url"
 	"path"
+	"sync/atomic"
 	"time"
 )
 
@@ -22,6 +23,7 @@ type endpoint struct {
 	transport *http.Transport
 	origin    *originOnly
 	auth      *authorizer
+	failure   atomic.Pointer[UnavailableError] // why it could not be reached
 }
 
 // newEndpoint prepares host h for the repository of ref. lookup finds credentials
@@ -70,6 +72,23 @@ func (e *endpoint) String() string {
 		return "http://" + e.base.Host
 	}
 	return e.base.Scheme + "://" + e.base.Host
+}
+
+// down returns why the host could not be reached when it was last asked, nil if it
+// was not or there was an answer.
+func (e *endpoint) down() error {
+	if u := e.failure.Load(); u != nil {
+		return u
+	}
+	return nil
+}
+
+// noteDown remembers an error that says that the host cannot be reached.
+func (e *endpoint) noteDown(err error) {
+	var u *UnavailableError
+	if errors.As(err, &u) && !u.temporary {
+		e.failure.Store(u)
+	}
 }
 
 // maxAuthRounds is how often one request may be answered with 401: without

@@ -283,7 +283,7 @@ func (h *hostConfig) setURL(raw string, override bool) error {
 	if u.User != nil {
 		return errors.New("credentials in the URL are not supported")
 	}
-	h.scheme, h.host = u.Scheme, u.Host
+	h.scheme, h.host = u.Scheme, apiHost(u.Host)
 	if u.Path != "" {
 		h.path = path.Clean(u.Path)
 	}
@@ -383,10 +383,7 @@ func absolute(dir, name string) string {
 // the port, as in containerd: none or 443 means https, 80 http, and any other
 // https first, without verification, then http.
 func (h *hostConfig) setDefault(domain string) {
-	h.scheme, h.host, h.path, h.caps = "https", domain, "/v2", allCapabilities
-	if domain == dockerHub {
-		h.host = "registry-1.docker.io"
-	}
+	h.scheme, h.host, h.path, h.caps = "https", apiHost(domain), "/v2", allCapabilities
 	if !isLoopback(domain) {
 		return
 	}
@@ -398,6 +395,15 @@ func (h *hostConfig) setDefault(domain string) {
 		insecure := true
 		h.skipVerify = &insecure
 	}
+}
+
+// apiHost returns where a registry is asked. Docker Hub's name is that of a web
+// site; many a hosts.toml has it as its server all the same.
+func apiHost(host string) string {
+	if host == dockerHub {
+		return "registry-1.docker.io"
+	}
+	return host
 }
 
 // settle decides what depends on the whole: an http host with TLS options is

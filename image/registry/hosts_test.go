@@ -217,6 +217,16 @@ func TestLoadHosts(t *testing.T) {
 	}
 }
 
+// The name of Docker Hub is a web site's, not its registry's.
+func TestDockerHubAsServer(t *testing.T) {
+	dir := t.TempDir()
+	write(t, filepath.Join(dir, "docker.io/hosts.toml"), "server = \"https://docker.io\"\n[host.\"https://mirror\"]")
+	got, err := loadHosts([]string{dir}, "docker.io")
+	if want := "https://mirror/v2, https://registry-1.docker.io/v2 home"; err != nil || brief(got) != want {
+		t.Errorf("%q, %v; want %q", brief(got), err, want)
+	}
+}
+
 func TestLoadHostsCertificateFiles(t *testing.T) {
 	dir := t.TempDir()
 	host := filepath.Join(dir, "example.com")
