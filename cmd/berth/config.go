@@ -11,6 +11,8 @@ func newConfigCommand() *cobra.Command {
 		Use:   "config",
 		Short: "Help with the configuration file",
 		Args:  cobra.NoArgs,
+		// Without it cobra prints the help for a misspelt subcommand too, and succeeds.
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	cmd.AddCommand(&cobra.Command{
 		Use:   "default",

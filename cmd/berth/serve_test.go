@@ -351,6 +351,7 @@ func TestServeRefusesBadOptions(t *testing.T) {
 		"serve --config=/does/not/exist.toml": "read configuration: open /does/not/exist.toml",
 		"serve --no-such-flag":                "unknown flag: --no-such-flag",
 		"serve argument":                      "unknown command",
+		"config defalt":                       `unknown command "defalt" for "berth config"`,
 	} {
 		if _, err := run(strings.Fields(args)...); err == nil || !strings.Contains(err.Error(), want) {
 			t.Errorf("%s: %v, want %s", args, err, want)
