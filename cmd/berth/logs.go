@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"time"
@@ -34,9 +35,19 @@ func logsCommand(o *operator) *cobra.Command {
 		ctx, stop := interruptible(cmd.Context())
 		defer stop()
 		out := &logPrinter{stdout: cmd.OutOrStdout(), stderr: cmd.ErrOrStderr(), stamps: stamps}
-		return printLog(ctx, c, args[0], crilog.Options{Tail: tail, Since: after, Follow: follow}, out)
+		err = printLog(ctx, c, args[0], crilog.Options{Tail: tail, Since: after, Follow: follow}, out)
+		return logStatus(interruptStatus(ctx, err))
 	})
 	return cmd
+}
+
+// logStatus leaves out the words about an interrupt: it is how one stops following.
+func logStatus(err error) error {
+	var status *exitStatus
+	if errors.As(err, &status) {
+		return &exitStatus{code: status.code}
+	}
+	return err
 }
 
 // printLog finds the container's log and reads it. A followed log ends with its

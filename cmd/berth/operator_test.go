@@ -33,6 +33,22 @@ type console struct {
 	socket string
 	runDir string
 	stdin  string
+
+	onOutput func() // called after a write to stdout, if not nil
+}
+
+// sink takes what a command prints.
+type sink struct {
+	bytes.Buffer
+	written func()
+}
+
+func (s *sink) Write(b []byte) (int, error) {
+	n, err := s.Buffer.Write(b)
+	if s.written != nil {
+		s.written()
+	}
+	return n, err
 }
 
 const testImage = "registry.test/app:1"
@@ -52,7 +68,8 @@ func newConsole(t *testing.T, s *fakecri.Server) *console {
 // do runs one command line and returns what it printed and its exit code.
 func (c *console) do(args ...string) (stdout, stderr string, code int) {
 	c.t.Helper()
-	var out, errs bytes.Buffer
+	var errs bytes.Buffer
+	out := sink{written: c.onOutput}
 	root := &cobra.Command{Use: "berth", SilenceUsage: true, SilenceErrors: true}
 	addOperatorCommands(root)
 	root.SetArgs(append(args[:1:1], append([]string{"--socket", c.socket}, args[1:]...)...))
@@ -217,6 +234,37 @@ func TestLogs(t *testing.T) {
 	}
 }
 
+// Ctrl-C is how one stops following: it is nothing to complain about.
+func TestLogsInterrupted(t *testing.T) {
+	c := newConsole(t, &fakecri.Server{Programs: map[string]fakecri.Program{"app": {Output: []string{"stdout one"}}}})
+	c.detach("containers: [" + app("app") + "]")
+	c.onOutput = func() { raise(t, syscall.SIGINT) }
+	if stdout, stderr, code := c.do("logs", "-f", "app"); stdout != "one\n" || stderr != "" || code != 130 {
+		t.Errorf("%q, %q, %d", stdout, stderr, code)
+	}
+}
+
+func TestInterruptedCall(t *testing.T) {
+	c := newConsole(t, &fakecri.Server{})
+	c.Hook = func(ctx context.Context, call string) error {
+		if strings.HasPrefix(call, "PullImage") {
+			raise(t, syscall.SIGTERM)
+			<-ctx.Done()
+		}
+		return nil
+	}
+	if stdout, stderr, code := c.do("pull", testImage); stdout != "" || stderr != "berth: interrupted\n" || code != 143 {
+		t.Errorf("%q, %q, %d", stdout, stderr, code)
+	}
+}
+
+func raise(t *testing.T, s syscall.Signal) {
+	t.Helper()
+	if err := syscall.Kill(os.Getpid(), s); err != nil {
+		t.Error(err)
+	}
+}
+
 func TestLogPrinterKeepsPartialLinesOpen(t *testing.T) {
 	var out bytes.Buffer
 	p := &logPrinter{stdout: &out, stderr: &out}
@@ -347,13 +395,7 @@ func TestWords(t *testing.T) {
 func TestPatience(t *testing.T) {
 	ctx, now, stop := patient(t.Context())
 	defer stop()
-	raise := func(s syscall.Signal) {
-		t.Helper()
-		if err := syscall.Kill(os.Getpid(), s); err != nil {
-			t.Fatal(err)
-		}
-	}
-	raise(syscall.SIGTERM)
+	raise(t, syscall.SIGTERM)
 	<-ctx.Done()
 	var cause *interrupted
 	if !errors.As(context.Cause(ctx), &cause) || cause.signal != syscall.SIGTERM {
@@ -362,7 +404,7 @@ func TestPatience(t *testing.T) {
 	if now.Err() != nil {
 		t.Error("the first signal ended patience")
 	}
-	raise(syscall.SIGINT)
+	raise(t, syscall.SIGINT)
 	<-now.Done()
 }
 

@@ -32,7 +32,7 @@ func pullCommand(o *operator) *cobra.Command {
 		id, err := c.PullWithProgress(ctx, args[0], auth, show.update)
 		show.done(err == nil)
 		if err != nil {
-			return err
+			return interruptStatus(ctx, err)
 		}
 		_, err = fmt.Fprintln(cmd.OutOrStdout(), id)
 		return err

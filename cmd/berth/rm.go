@@ -26,7 +26,7 @@ func rmCommand(o *operator) *cobra.Command {
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		ctx, stop := interruptible(cmd.Context())
 		defer stop()
-		return each(args, func(ref string) error { return removeRef(ctx, c, ref, runDir, force) })
+		return interruptStatus(ctx, each(args, func(ref string) error { return removeRef(ctx, c, ref, runDir, force) }))
 	})
 	return cmd
 }

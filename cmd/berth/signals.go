@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"os"
 	"os/signal"
 	"syscall"
@@ -12,9 +13,36 @@ type interrupted struct{ signal syscall.Signal }
 
 func (i *interrupted) Error() string { return "interrupted" }
 
-// interruptible returns a context that ends with Ctrl-C or SIGTERM.
-func interruptible(ctx context.Context) (context.Context, context.CancelFunc) {
-	return signal.NotifyContext(ctx, syscall.SIGINT, syscall.SIGTERM)
+// interruptible returns a context that ends with Ctrl-C or SIGTERM, its cause being
+// *interrupted; a second one ends berth at once. stop must be called.
+func interruptible(parent context.Context) (ctx context.Context, stop func()) {
+	ctx, interrupt := context.WithCancelCause(parent)
+	signals := make(chan os.Signal, 1)
+	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+	finished := make(chan struct{})
+	go func() {
+		defer close(finished)
+		defer signal.Stop(signals)
+		select {
+		case s := <-signals:
+			interrupt(&interrupted{s.(syscall.Signal)}) // the only kind there is on Linux
+		case <-ctx.Done():
+		}
+	}()
+	return ctx, func() {
+		interrupt(nil)
+		<-finished
+	}
+}
+
+// interruptStatus gives an error that is due to an interrupt of ctx the words and the
+// exit code for it. Other errors it returns as they are.
+func interruptStatus(ctx context.Context, err error) error {
+	var cause *interrupted
+	if !errors.As(context.Cause(ctx), &cause) || !(errors.Is(err, context.Canceled) || errors.Is(err, cause)) {
+		return err
+	}
+	return &exitStatus{code: 128 + int(cause.signal), cause: cause}
 }
 
 // patient returns a context that ends with the first Ctrl-C, SIGTERM or SIGHUP, its

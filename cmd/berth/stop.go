@@ -30,7 +30,7 @@ func stopCommand(o *operator) *cobra.Command {
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		ctx, stop := interruptible(cmd.Context())
 		defer stop()
-		return each(args, func(ref string) error { return stopRef(ctx, c, ref, runDir, timeout) })
+		return interruptStatus(ctx, each(args, func(ref string) error { return stopRef(ctx, c, ref, runDir, timeout) }))
 	})
 	return cmd
 }

@@ -48,8 +48,9 @@ func (p *prefixer) follow(ctx context.Context, container, path string, exited <-
 	err := crilog.Read(ctx, path, crilog.Options{Tail: crilog.All, Follow: true, Ended: exited}, func(r crilog.Record) error {
 		return p.print(container, r)
 	})
-	if errors.Is(err, context.Canceled) {
-		return nil
+	var unwritten *outputError
+	if ctx.Err() != nil && !errors.As(err, &unwritten) {
+		return nil // whatever ended ctx, it is told elsewhere
 	}
 	return err
 }

@@ -247,7 +247,7 @@ func TestRunInterruptStopsWithGrace(t *testing.T) {
 
 func TestRunSecondInterruptKills(t *testing.T) {
 	ctx, stop := context.WithCancel(t.Context())
-	now, kill := context.WithCancel(t.Context())
+	now, kill := context.WithCancelCause(t.Context())
 	b := newBench(t, &fakecri.Server{
 		Programs: map[string]fakecri.Program{"main": {Stubborn: true}},
 		Hook: func(_ context.Context, call string) error {
@@ -255,7 +255,7 @@ func TestRunSecondInterruptKills(t *testing.T) {
 			case "StartContainer main/0":
 				stop()
 			case "StopContainer main/0 30":
-				kill()
+				kill(errors.New("second Ctrl-C"))
 			}
 			return nil
 		},
@@ -266,6 +266,9 @@ func TestRunSecondInterruptKills(t *testing.T) {
 	}
 	if !slices.Contains(b.Calls(), "StopContainer main/0 0") {
 		t.Errorf("main was not killed: %q", b.Calls())
+	}
+	if reports := b.reports.String(); strings.Contains(reports, "Ctrl-C") {
+		t.Errorf("the end of patience is told as trouble with a log:\n%s", reports)
 	}
 	b.checkNothingLeft()
 }
