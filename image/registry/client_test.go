@@ -1,6 +1,7 @@
 package registry
 
 import (
+	"bufio"
 	"bytes"
 	"crypto/rand"
 	"crypto/tls"
@@ -367,6 +368,7 @@ func TestMirrorThatIsDownIsAskedOnce(t *testing.T) {
 				return
 			}
 			asked.Add(1)
+			_, _ = http.ReadRequest(bufio.NewReader(conn))
 			_, _ = conn.Write([]byte("no HTTP\n"))
 			_ = conn.Close()
 		}

@@ -2,6 +2,7 @@ package registry
 
 import (
 	"encoding/json"
+	"fmt"
 	"mime"
 	"strings"
 
@@ -15,6 +16,7 @@ import (
 const (
 	MaxManifestSize = 8 << 20 // bytes of a manifest or index
 	MaxConfigSize   = 8 << 20 // bytes of an image configuration
+	MaxValues       = 1 << 18 // JSON values in one of these: an empty descriptor is 2 bytes here, 120 in memory
 	MaxIndexDepth   = 3       // indexes between a reference and its manifest
 	MaxLayers       = 500     // overlayfs mounts no more (OVL_MAX_STACK in fs/overlayfs)
 )
@@ -55,6 +57,9 @@ func parseDocument(data []byte, contentType string) (document, error) {
 		Layers        []ocispec.Descriptor `json:"layers"`
 		FSLayers      json.RawMessage      `json:"fsLayers"`
 	}
+	if err := checkValues(data); err != nil {
+		return document{}, fmt.Errorf("not a manifest: %w", err)
+	}
 	if err := json.Unmarshal(data, &raw); err != nil {
 		return document{}, corrupt("not a manifest: invalid JSON")
 	}
@@ -80,6 +85,26 @@ func parseDocument(data []byte, contentType string) (document, error) {
 	}
 	m := ocispec.Manifest{MediaType: raw.MediaType, ArtifactType: raw.ArtifactType, Config: *raw.Config, Layers: raw.Layers}
 	return document{manifest: m}, checkManifest(m)
+}
+
+// checkValues refuses JSON with more than MaxValues values, before they are
+// decoded. In a string nothing counts.
+func checkValues(data []byte) error {
+	values, inString := 0, false
+	for i := 0; i < len(data); i++ {
+		switch c := data[i]; {
+		case c == '"':
+			inString = !inString
+		case inString && c == '\\':
+			i++
+		case !inString && (c == ',' || c == '{' || c == '['):
+			values++
+		}
+	}
+	if values > MaxValues {
+		return corrupt("%d JSON values, more than the limit of %d", values, MaxValues)
+	}
+	return nil
 }
 
 // checkManifest refuses what is no container image and what exceeds the limits.
@@ -125,6 +150,9 @@ func checkDescriptor(d ocispec.Descriptor, limit int64) error {
 // manifest, paired with their uncompressed digests.
 func parseConfig(data []byte, layers []ocispec.Descriptor) (ocispec.Image, []Layer, error) {
 	var c ocispec.Image
+	if err := checkValues(data); err != nil {
+		return c, nil, fmt.Errorf("config: %w", err)
+	}
 	if err := json.Unmarshal(data, &c); err != nil {
 		return c, nil, corrupt("config: invalid JSON")
 	}

@@ -136,6 +136,25 @@ func FuzzParseConfig(f *testing.F) {
 	})
 }
 
+// Small values in large numbers take many times their size in memory.
+func TestTooManyValues(t *testing.T) {
+	many := "[{}" + strings.Repeat(",{}", MaxValues) + "]"
+	for _, doc := range []string{`{"schemaVersion":2,"manifests":` + many + `}`, `{"schemaVersion":2,"config":{},"layers":` + many + `}`} {
+		_, err := parseDocument([]byte(doc), "")
+		wantCode(t, err, codes.DataLoss, "JSON values")
+	}
+	_, _, err := parseConfig([]byte(`{"history":`+many+`}`), nil)
+	wantCode(t, err, codes.DataLoss, "JSON values")
+	label, err := json.Marshal(many + `\",{`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c, _, err := parseConfig([]byte(`{"config":{"Labels":{"a":`+string(label)+`}}}`), nil)
+	if err != nil || len(c.Config.Labels["a"]) != len(many)+4 {
+		t.Errorf("a label with much JSON: %v", err)
+	}
+}
+
 func TestChoosePlatform(t *testing.T) {
 	for _, c := range []struct {
 		node, manifests, want string
