@@ -7,6 +7,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -170,5 +171,23 @@ func (s *Store) downloadFrom(ctx context.Context, repo *registry.Repository, l r
 		return err
 	}
 	defer tar.Close()
-	return s.layers.Create(ctx, l.DiffID, tar, layer.Limits{})
+	return s.layers.Create(ctx, l.DiffID, tar, limitsOf(l.Blob))
+}
+
+const (
+	// maxInflation is how many times the size of its blob a tar may have. deflate
+	// cannot do more than 1032; zstd could make terabytes of a few kilobytes.
+	maxInflation = 1100
+	// freeInflation is granted to every layer.
+	freeInflation = 64 << 20
+)
+
+// limitsOf ties what a layer may take to the size of its blob, so that whoever
+// wants to fill a node's disk has to send the bytes for it.
+func limitsOf(blob ocispec.Descriptor) layer.Limits {
+	limits := layer.DefaultLimits
+	if blob.Size < limits.Tar/maxInflation {
+		limits.Tar = min(limits.Tar, blob.Size*maxInflation+freeInflation)
+	}
+	return limits
 }

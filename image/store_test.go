@@ -9,6 +9,7 @@ import (
 	"io"
 	"log/slog"
 	"maps"
+	"math"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -27,6 +28,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
+	"berth/image/layer"
 	"berth/image/registry/registrytest"
 	"berth/internal/errdefs"
 )
@@ -963,6 +965,31 @@ func TestPullFailures(t *testing.T) {
 			wantCode(t, err, c.code, append(c.texts, "pull "+ref)...)
 			wantEmpty(t, s)
 		})
+	}
+}
+
+// A few kilobytes of zstd can hold any number of bytes; gzip cannot.
+func TestDecompressionBomb(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{})
+	bomb := zstandard(t, "f", strings.Repeat("\x00", 2*freeInflation))
+	reg.PutImage("app", "v1", "", bomb)
+	_, err := s.Pull(t.Context(), reg.Host()+"/app:v1", nil)
+	limit := limitsOf(ocispec.Descriptor{Size: int64(len(bomb.Blob))}).Tar
+	wantCode(t, err, codes.ResourceExhausted, digest.FromBytes(bomb.Blob).String(), fmt.Sprintf("longer than the %d bytes", limit))
+	wantEmpty(t, s)
+}
+
+func TestLimitsOf(t *testing.T) {
+	most := layer.DefaultLimits.Tar
+	for size, want := range map[int64]int64{
+		0: freeInflation, 1: freeInflation + maxInflation, 100 << 20: freeInflation + maxInflation*100<<20,
+		most / maxInflation: most, most: most, math.MaxInt64: most,
+	} {
+		got := limitsOf(ocispec.Descriptor{Size: size})
+		if got.Tar != want || got.Bytes != layer.DefaultLimits.Bytes || got.Entries != layer.DefaultLimits.Entries {
+			t.Errorf("a blob of %d bytes: %+v, want %d", size, got, want)
+		}
 	}
 }
 

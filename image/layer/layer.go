@@ -76,14 +76,18 @@ type Part struct {
 // Limits bound what a layer may take, against tars made to fill disk or memory.
 // A zero field means that of DefaultLimits.
 type Limits struct {
-	Bytes   int64 // length of the tar, and, separately, of all its files with holes counted
+	Tar     int64 // length of the tar, which bounds what its files take on disk
+	Bytes   int64 // length of all its files, with holes counted
 	Entries int64 // entries of the tar
 }
 
 // DefaultLimits are far above what is known of real images.
-var DefaultLimits = Limits{Bytes: 256 << 30, Entries: 4 << 20}
+var DefaultLimits = Limits{Tar: 256 << 30, Bytes: 256 << 30, Entries: 4 << 20}
 
 func (l Limits) withDefaults() Limits {
+	if l.Tar == 0 {
+		l.Tar = DefaultLimits.Tar
+	}
 	if l.Bytes == 0 {
 		l.Bytes = DefaultLimits.Bytes
 	}

@@ -164,7 +164,7 @@ func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
 
 // apply lets the driver write the layer into dir and checks the diffID.
 func (s *Store) apply(ctx context.Context, dir string, diffID digest.Digest, tar io.Reader, limits Limits) (record, error) {
-	in := newStream(ctx, tar, diffID.Algorithm().Hash(), limits.Bytes)
+	in := newStream(ctx, tar, diffID.Algorithm().Hash(), limits.Tar)
 	defer in.close()
 	contents, err := s.driver.Apply(ctx, dir, in, limits)
 	if err != nil {
