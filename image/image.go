@@ -1,6 +1,7 @@
 package image
 
 import (
+	"encoding/base64"
 	"encoding/json"
 	"fmt"
 	"slices"
@@ -30,7 +31,7 @@ type index struct {
 	byID    map[string]*Image
 	byName  map[string]*Image // tags and digests
 	records map[string]record // by ID
-	bytes   uint64            // of all records
+	bytes   uint64            // of all records, on disk
 }
 
 // newIndex builds a snapshot of records, taking over from the last one (nil: none)
@@ -48,7 +49,7 @@ func newIndex(records map[string]record, last *index, pinned map[string]bool) *i
 		for _, name := range slices.Concat(img.RepoTags, img.RepoDigests) {
 			x.byName[name] = img
 		}
-		x.bytes += uint64(len(rec.Config))
+		x.bytes += rec.diskSize()
 	}
 	slices.SortFunc(x.images, func(a, b *Image) int { return strings.Compare(a.ID, b.ID) })
 	return x
@@ -157,6 +158,16 @@ func (r record) image(id string, pinned map[string]bool) *Image {
 		img.Pinned = img.Pinned || pinned[name]
 	}
 	return img
+}
+
+// diskSize is about what the record takes on disk, in blocks of the usual size.
+func (r record) diskSize() uint64 {
+	const block, frame = 4096, 256 // frame: everything of fixed length
+	n := frame + base64.StdEncoding.EncodedLen(len(r.Config))
+	for _, name := range slices.Concat(r.Tags, r.Digests) {
+		n += len(name) + len(`"",`)
+	}
+	return uint64((n + block - 1) / block * block)
 }
 
 // with returns a copy that has one more name.

@@ -28,6 +28,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
+	"berth/checkpoint"
 	"berth/image/layer"
 	"berth/image/registry/registrytest"
 	"berth/internal/errdefs"
@@ -584,6 +585,32 @@ func TestRecordOfAnotherImageIsRefused(t *testing.T) {
 	for _, id := range []string{"sha256:" + strings.Repeat("0", 64), "sha256:../x"} {
 		if _, err := decodeRecord(id, body); err == nil {
 			t.Errorf("accepted as %s", id)
+		}
+	}
+}
+
+func TestRecordDiskSize(t *testing.T) {
+	dir := t.TempDir()
+	records, err := checkpoint.OpenDir(dir, "image", recordVersion, checkpoint.Power)
+	if err != nil {
+		t.Fatal(err)
+	}
+	rec := record{Sequence: 7, Tags: []string{"docker.io/library/a:b"}, Digests: slices.Repeat([]string{"docker.io/library/a@" + digest.FromString("x").String()}, 50), Size: 1 << 40}
+	for _, n := range []int{0, 1000, 100_000} {
+		rec.Config = bytes.Repeat([]byte("x"), n)
+		if err := records.Write("r", rec); err != nil {
+			t.Fatal(err)
+		}
+		file, err := filepath.Glob(filepath.Join(dir, "r*"))
+		if err != nil || len(file) != 1 {
+			t.Fatal(file, err)
+		}
+		info, err := os.Stat(file[0])
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := int64(rec.diskSize()); got < info.Size() || got > info.Size()+4096+256 {
+			t.Errorf("config of %d bytes: %d, the file has %d", n, got, info.Size())
 		}
 	}
 }

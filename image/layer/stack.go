@@ -153,7 +153,7 @@ func (s *Store) removeJoin(chainID digest.Digest) error {
 	if j.empty {
 		return nil
 	}
-	if err := s.trash.take(s.joinDir(chainID)); err != nil {
+	if err := s.trash.take(s.joinDir(chainID), j.Usage); err != nil {
 		owned.set(j)
 		return err
 	}

@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/identity"
@@ -34,6 +35,7 @@ type Store struct {
 	layers *table[Info]
 	joins  *table[join]
 	trash  *trash
+	making atomic.Int64 // bytes of the tars that have been read for layers being made
 }
 
 // Open opens the store in root, which is made if it does not exist and belongs
@@ -99,10 +101,12 @@ func (s *Store) List() []digest.Digest {
 	return ids
 }
 
-// Usage returns what all layers take on disk. It reads nothing: the sizes were
-// counted when the layers were made.
+// Usage returns what all layers take on disk, those included that are being
+// deleted, and, for those being made, the bytes of their tars that have arrived. It
+// reads nothing: the sizes were counted when the layers were made.
 func (s *Store) Usage() Usage {
-	var sum Usage
+	sum := s.trash.sizes.sum()
+	sum.Bytes += uint64(s.making.Load())
 	for _, info := range s.layers.all() {
 		sum = sum.add(info.Usage)
 	}
@@ -129,8 +133,10 @@ func (s *Store) Create(ctx context.Context, diffID digest.Digest, tar io.Reader,
 		return nil
 	}
 	var made record
+	count := &tally{Reader: tar, sum: &s.making}
+	defer count.end()
 	err := s.build(diffID.Encoded(), func(tmp string) (_ any, err error) {
-		made, err = s.apply(ctx, tmp, diffID, tar, limits.withDefaults())
+		made, err = s.apply(ctx, tmp, diffID, count, limits.withDefaults())
 		return made, err
 	}, func(tmp string) error { return s.admit(ctx, tmp, made.Info) })
 	if err == errThere {
@@ -141,6 +147,23 @@ func (s *Store) Create(ctx context.Context, diffID digest.Digest, tar io.Reader,
 	}
 	return nil
 }
+
+// tally adds what is read to a sum, and takes it off at the end.
+type tally struct {
+	io.Reader
+	sum *atomic.Int64
+	n   int64
+}
+
+// Read implements io.Reader.
+func (t *tally) Read(p []byte) (int, error) {
+	n, err := t.Reader.Read(p)
+	t.n += int64(n)
+	t.sum.Add(int64(n))
+	return n, err
+}
+
+func (t *tally) end() { t.sum.Add(-t.n) }
 
 // errThere is returned by admit where another maker was faster.
 var errThere = errors.New("the layer is there")
@@ -211,7 +234,7 @@ func (s *Store) build(name string, fill func(tmp string) (record any, err error)
 	}
 	undo := cleanup.New()
 	defer undo.Run(&err)
-	undo.Add("discard "+tmp, func() error { return s.trash.take(tmp) })
+	undo.Add("discard "+tmp, func() error { return s.trash.take(tmp, Usage{}) })
 	f, err := os.Open(tmp)
 	if err != nil {
 		return err
@@ -271,7 +294,7 @@ func (s *Store) Remove(diffID digest.Digest) error {
 		layer.set(info)
 		return fmt.Errorf("remove layer %s: %w", diffID, err)
 	}
-	if err := s.trash.take(s.layerDir(diffID)); err != nil {
+	if err := s.trash.take(s.layerDir(diffID), info.Usage); err != nil {
 		layer.set(info)
 		return fmt.Errorf("remove layer %s: %w", diffID, err)
 	}
@@ -342,7 +365,7 @@ func (s *Store) loadDir(dir string, load func(name string, record []byte) error)
 			continue
 		}
 		s.log.Warn("discard unusable layer", "path", path, "err", err)
-		if err := s.trash.take(path); err != nil {
+		if err := s.trash.take(path, Usage{}); err != nil {
 			return err
 		}
 	}
@@ -355,7 +378,7 @@ func (s *Store) discardAll(dir string) error {
 		return err
 	}
 	for _, e := range entries {
-		if err := s.trash.take(filepath.Join(s.root, dir, e.Name())); err != nil {
+		if err := s.trash.take(filepath.Join(s.root, dir, e.Name()), Usage{}); err != nil {
 			return err
 		}
 	}

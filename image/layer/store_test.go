@@ -272,12 +272,49 @@ func TestRemove(t *testing.T) {
 	expectEmpty(t, filepath.Join(root, "trash"))
 	must(t, s.Remove(bottom))
 	must(t, s.Remove(other))
-	if s.Usage() != (Usage{}) || len(s.joins.all()) != 0 {
-		t.Errorf("usage %+v, joins %v", s.Usage(), s.joins.all())
+	if len(s.joins.all()) != 0 {
+		t.Errorf("joins %v", s.joins.all())
 	}
 	await(t, removed, 3)
 	expectEmpty(t, filepath.Join(root, "trash"), filepath.Join(root, "layers"), filepath.Join(root, "joins"))
 	create(t, s, makeTar(t, hardlink("b", "a"))) // may come again
+}
+
+// blocked is a driver that deletes when it is told to.
+type blocked struct {
+	*Directory
+	goOn chan struct{}
+}
+
+func (b blocked) Remove(dir string) error { <-b.goOn; return b.Directory.Remove(dir) }
+
+// What is being made or deleted takes disk as well.
+func TestUsageOfUnfinished(t *testing.T) {
+	goOn := make(chan struct{})
+	s, err := Open(t.TempDir(), blocked{NewDirectory(), goOn}, discardLog())
+	must(t, err)
+	data := makeTar(t, file("a", strings.Repeat("x", 10_000)))
+	var reached Usage
+	end := readerFunc(func([]byte) (int, error) { reached = s.Usage(); return 0, io.EOF })
+	id := digest.FromBytes(data)
+	must(t, s.Create(context.Background(), id, io.MultiReader(bytes.NewReader(data), end), Limits{}))
+	if want := (Usage{Bytes: uint64(len(data))}); reached != want {
+		t.Errorf("while it is made: %+v, want %+v", reached, want)
+	}
+	info, err := s.Info(id)
+	must(t, err)
+	if s.Usage() != info.Usage {
+		t.Errorf("when it is made: %+v, want %+v", s.Usage(), info.Usage)
+	}
+	must(t, s.Remove(id))
+	if s.Usage() != info.Usage {
+		t.Errorf("while it is deleted: %+v, want %+v", s.Usage(), info.Usage)
+	}
+	goOn <- struct{}{}
+	must(t, s.Close())
+	if s.Usage() != (Usage{}) {
+		t.Errorf("when it is deleted: %+v", s.Usage())
+	}
 }
 
 func entries(t testing.TB, elem ...string) []string {

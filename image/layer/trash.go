@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"sync"
 	"sync/atomic"
 	"time"
 )
@@ -19,6 +20,7 @@ type trash struct {
 	log    *slog.Logger
 	prefix string // makes names differ from those of earlier processes
 	count  atomic.Uint64
+	sizes  sizes
 	wake   chan struct{} // holds one: look again
 	quit   chan struct{}
 	done   chan struct{}
@@ -28,14 +30,42 @@ func newTrash(dir string, remove func(string) error, log *slog.Logger) *trash {
 	return &trash{
 		dir: dir, remove: remove, log: log,
 		prefix: strconv.FormatInt(time.Now().UnixNano(), 36),
+		sizes:  sizes{of: map[string]Usage{}},
 		wake:   make(chan struct{}, 1), quit: make(chan struct{}), done: make(chan struct{}),
 	}
 }
 
-// take moves path, on the same filesystem, into the trash.
-func (t *trash) take(path string) error {
+// sizes knows what is taken by the things in the trash, as far as it is known.
+type sizes struct {
+	mu sync.Mutex // guards of
+	of map[string]Usage
+}
+
+func (s *sizes) set(name string, u Usage) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.of[name] = u; u == (Usage{}) {
+		delete(s.of, name)
+	}
+}
+
+func (s *sizes) sum() Usage {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var sum Usage
+	for _, u := range s.of {
+		sum = sum.add(u)
+	}
+	return sum
+}
+
+// take moves path, on the same filesystem, into the trash. size is what it takes
+// on disk until it is deleted, zero if that is not known.
+func (t *trash) take(path string, size Usage) error {
 	name := fmt.Sprintf("%s-%d", t.prefix, t.count.Add(1))
+	t.sizes.set(name, size)
 	if err := os.Rename(path, filepath.Join(t.dir, name)); err != nil {
+		t.sizes.set(name, Usage{})
 		return fmt.Errorf("discard: %w", err)
 	}
 	select {
@@ -80,6 +110,8 @@ func (t *trash) empty() {
 		}
 		if err := t.remove(filepath.Join(t.dir, e.Name())); err != nil {
 			t.log.Error("delete layer", "path", filepath.Join(t.dir, e.Name()), "err", err)
+			continue
 		}
+		t.sizes.set(e.Name(), Usage{})
 	}
 }
