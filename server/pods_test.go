@@ -13,6 +13,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/cni"
 	"berth/image"
 	"berth/sandbox"
 )
@@ -94,7 +95,9 @@ func TestStatus(t *testing.T) {
 func TestStatusVerbose(t *testing.T) {
 	pods := &fakePods{waits: []sandbox.Wait{{What: "kill", Object: "container c1", Since: time.Now().Add(-time.Minute)}}}
 	images := &fakeImages{progress: []image.PullProgress{{Ref: "docker.io/library/busybox:latest"}}}
-	h := start(t, testConfig, pods, images)
+	cfg := testConfig
+	cfg.Network = func() cni.Info { return cni.Info{File: "/etc/cni/net.d/10-net.conflist", Network: "net"} }
+	h := start(t, cfg, pods, images)
 	got, err := h.runtime.Status(t.Context(), &runtimeapi.StatusRequest{Verbose: true})
 	if err != nil {
 		t.Fatal(err)
@@ -103,7 +106,8 @@ func TestStatusVerbose(t *testing.T) {
 	var pulls []struct{ Ref string }
 	var settings, versions map[string]any
 	var driver string
-	for key, v := range map[string]any{"waits": &waits, "pulls": &pulls, "config": &settings, "versions": &versions, "cgroupDriver": &driver} {
+	var network cni.Info
+	for key, v := range map[string]any{"waits": &waits, "pulls": &pulls, "config": &settings, "versions": &versions, "cgroupDriver": &driver, "network": &network} {
 		if err := json.Unmarshal([]byte(got.Info[key]), v); err != nil {
 			t.Errorf("%s: %q: %v", key, got.Info[key], err)
 		}
@@ -113,6 +117,9 @@ func TestStatusVerbose(t *testing.T) {
 	}
 	if len(pulls) != 1 || pulls[0].Ref != "docker.io/library/busybox:latest" {
 		t.Errorf("pulls %+v", pulls)
+	}
+	if network.File != "/etc/cni/net.d/10-net.conflist" || network.Network != "net" {
+		t.Errorf("network %+v", network)
 	}
 	if settings["max_log_line"] != 42. || versions["berth"] != "1.2.3" || driver != "cgroupfs" {
 		t.Errorf("config %v, versions %v, driver %s", settings, versions, driver)

@@ -71,14 +71,18 @@ func (s *runtimeService) cgroupDriver() runtimeapi.CgroupDriver {
 
 // verboseStatus is what an operator may want to know, each value as JSON.
 func (s *runtimeService) verboseStatus() (map[string]string, error) {
-	return infoMap(map[string]any{
+	values := map[string]any{
 		"config":       s.cfg.Settings,
 		"pulls":        s.images.Progress(),
 		"waits":        s.waits(),
 		"goroutines":   runtime.NumGoroutine(), // the integration tests' leak check compares it
 		"cgroupDriver": strings.ToLower(s.cgroupDriver().String()),
 		"versions":     map[string]string{"berth": s.cfg.Version, "go": runtime.Version(), "cri": runtimeAPIVersion},
-	})
+	}
+	if s.cfg.Network != nil {
+		values["network"] = s.cfg.Network()
+	}
+	return infoMap(values)
 }
 
 // waitInfo is one entry of "waits" in verbose Status.

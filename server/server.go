@@ -27,6 +27,7 @@ import (
 	"google.golang.org/grpc"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/cni"
 	"berth/image"
 	"berth/sandbox"
 )
@@ -82,6 +83,10 @@ type Config struct {
 	Handler                 string // name of the default runtime handler, which the empty name means as well
 	RecursiveReadOnlyMounts bool   // the kernel can make a mount and all below it read-only (Linux 5.12)
 	Settings                any    // the configuration in use, for verbose Status; encodes as JSON
+
+	// Network tells, for verbose Status, which network pods join, or why none. It
+	// answers from memory; nil: not told.
+	Network func() cni.Info
 }
 
 // Server serves CRI. Make one with New.

@@ -123,7 +123,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	if err := images.CollectGarbage(ctx); err != nil {
 		return fmt.Errorf("collect layers nobody needs: %w", err)
 	}
-	return announce(ctx, listener, server.New(serverConfig(cfg, node), pods, images, log), log)
+	return announce(ctx, listener, server.New(serverConfig(cfg, node, network), pods, images, log), log)
 }
 
 // announce serves and tells systemd when that starts and ends.
@@ -239,13 +239,14 @@ func sandboxConfig(cfg *config.Config, node *node, log *slog.Logger) sandbox.Con
 	}
 }
 
-func serverConfig(cfg *config.Config, node *node) server.Config {
+func serverConfig(cfg *config.Config, node *node, network *cni.Network) server.Config {
 	return server.Config{
 		Version:                 version(),
 		SystemdCgroup:           node.systemdCgroup,
 		Handler:                 defaultHandler,
 		RecursiveReadOnlyMounts: node.facts.RecursiveReadOnly,
 		Settings:                cfg,
+		Network:                 network.Info,
 	}
 }
 
