@@ -514,10 +514,8 @@ func TestStopKillsAfterGracePeriod(t *testing.T) {
 	status := c.status(t)
 	equal(t, "exit code", status.ExitCode, 137)
 	eventually(t, "the child is gone", func() error {
-		for _, pid := range readDir("/proc") {
-			if line := strings.Join(readLines("/proc/"+pid+"/cmdline"), ""); strings.HasPrefix(line, "sleep\x003333") {
-				return fmt.Errorf("process %s still runs", pid)
-			}
+		if left := commandLines("sleep 3333"); len(left) > 0 {
+			return fmt.Errorf("still running: %q", left)
 		}
 		return nil
 	})

@@ -2,8 +2,8 @@ package integration
 
 import (
 	"context"
+	"errors"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -14,6 +14,9 @@ import (
 	"testing"
 	"time"
 
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/credentials/insecure"
 	internalapi "k8s.io/cri-api/pkg/apis"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	cri "k8s.io/cri-client/pkg"
@@ -127,6 +130,7 @@ func newDaemon(t *testing.T, opts ...daemonOption) *daemon {
 		must(t, os.Mkdir(path, 0o700))
 	}
 	t.Cleanup(func() { must(t, os.RemoveAll(dir)) })
+	t.Cleanup(func() { d.end(t) })
 	network := fixture.Conflist("test", d.dataDir, fixture.Range4)
 	must(t, os.WriteFile(d.networkFile(), []byte(network), 0o600))
 	for _, opt := range opts {
@@ -178,7 +182,13 @@ const idleLaunchers = 2
 func (d *daemon) waitIdle(t *testing.T) {
 	t.Helper()
 	eventually(t, "idle launchers are ready", func() error {
-		if n := len(commandLines("berth-shim launcher")); n < idleLaunchers {
+		n := 0
+		for _, pid := range childrenOf(d.cmd.Process.Pid) {
+			if strings.HasPrefix(commandLine(pid), "berth-shim launcher") {
+				n++
+			}
+		}
+		if n < idleLaunchers {
 			return unexpected("their number", n, idleLaunchers)
 		}
 		return nil
@@ -187,24 +197,42 @@ func (d *daemon) waitIdle(t *testing.T) {
 
 func (d *daemon) connect(t *testing.T) {
 	t.Helper()
+	d.waitReady(t)
 	endpoint := "unix://" + d.socket
-	eventually(t, "the daemon answers", func() error {
-		select {
-		case <-d.exited:
-			t.Fatalf("the daemon ended: %v\n%s", d.cmd.ProcessState, d.tail())
-		default:
-		}
-		conn, err := net.Dial("unix", d.socket)
-		if err != nil {
-			return err
-		}
-		return conn.Close()
-	})
 	var err error
 	d.cri, err = cri.NewRemoteRuntimeServiceBuilder().WithEndpoint(endpoint).WithConnectionTimeout(callTimeout).Build(t.Context())
 	must(t, err)
 	d.images, err = cri.NewRemoteImageServiceBuilder().WithEndpoint(endpoint).WithConnectionTimeout(callTimeout).Build(t.Context())
 	must(t, err)
+}
+
+// waitReady waits for the daemon's first answer. cri-client does not wait, and
+// leaves a connection behind when it fails.
+func (d *daemon) waitReady(t *testing.T) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	go func() { // ends with ctx
+		select {
+		case <-d.exited:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	if err := answers(ctx, d.socket); err != nil {
+		t.Fatalf("the daemon does not answer: %v; its end: %v\n%s", err, d.cmd.ProcessState, d.tail())
+	}
+}
+
+// answers returns nil when a runtime answers at the socket.
+func answers(ctx context.Context, socket string) error {
+	conn, err := grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 20 * time.Millisecond, MaxDelay: 20 * time.Millisecond}, MinConnectTimeout: patience}))
+	if err != nil {
+		return err
+	}
+	_, err = runtimeapi.NewRuntimeServiceClient(conn).Version(ctx, &runtimeapi.VersionRequest{}, grpc.WaitForReady(true))
+	return errors.Join(err, conn.Close())
 }
 
 func (d *daemon) disconnect(t *testing.T) {
@@ -263,6 +291,15 @@ func (d *daemon) signal(t *testing.T, sig syscall.Signal) {
 
 // quietCall matches log lines of calls that only read, of which tests make many.
 var quietCall = regexp.MustCompile(`level=DEBUG msg=(Version|ImageFsInfo|List\w+|\w*Status) .*code=OK`)
+
+// end kills a daemon that a test could not stop as it should.
+func (d *daemon) end(t *testing.T) {
+	t.Helper()
+	if d.cmd != nil && !d.gone() {
+		d.signal(t, syscall.SIGKILL)
+		d.forgetMounts(t)
+	}
+}
 
 // tail returns the end of the daemon's log.
 func (d *daemon) tail() string {

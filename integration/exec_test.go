@@ -38,17 +38,6 @@ func TestExecRightAfterStart(t *testing.T) {
 	}
 }
 
-// commandLines returns the command lines of all processes that begin with prefix.
-func commandLines(prefix string) (found []string) {
-	for _, pid := range readDir("/proc") {
-		line := strings.ReplaceAll(strings.Join(readLines("/proc/"+pid+"/cmdline"), ""), "\x00", " ")
-		if strings.HasPrefix(line, prefix) {
-			found = append(found, line)
-		}
-	}
-	return found
-}
-
 // A timeout ends the command and everything it has started.
 func TestExecSyncTimeoutKillsGrandchildren(t *testing.T) {
 	d := startDaemon(t)

@@ -135,25 +135,20 @@ func machineSnapshot(d *daemon) snapshot {
 // idPattern is what differs between two processes of the same kind.
 var idPattern = regexp.MustCompile(`[0-9a-f]{12,}|[0-9]+`)
 
-// addProcesses adds all processes but kernel threads. Between two looks the
-// process may end; then there is nothing to add.
+// addProcesses adds all processes by their command lines, and zombies by their
+// names. Between two looks a process may end; then there is nothing to add.
 func addProcesses(s snapshot) {
-	for _, entry := range readDir("/proc") {
-		if _, err := strconv.Atoi(entry); err != nil {
-			continue
-		}
-		stat := strings.Join(readLines("/proc/"+entry+"/stat"), "")
+	for _, pid := range processes() {
+		stat := strings.Join(readLines(fmt.Sprintf("/proc/%d/stat", pid)), "")
 		end := strings.LastIndexByte(stat, ')')
 		if end < 0 {
 			continue
 		}
-		name := stat[strings.IndexByte(stat, '(') : end+1]
 		if state := stat[end+2]; state == 'Z' {
-			s.add("process", "zombie "+name)
-			continue
+			s.add("zombie", stat[strings.IndexByte(stat, '('):end+1])
+		} else {
+			s.add("process", idPattern.ReplaceAllString(commandLine(pid), "#"))
 		}
-		line := strings.ReplaceAll(strings.Join(readLines("/proc/"+entry+"/cmdline"), "\n"), "\x00", " ")
-		s.add("process", name+" "+idPattern.ReplaceAllString(line, "#"))
 	}
 }
 

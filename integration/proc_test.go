@@ -6,6 +6,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -42,8 +43,8 @@ func waitProgram(t *testing.T, pid int) int {
 	t.Helper()
 	eventually(t, fmt.Sprintf("process %d runs its program", pid), func() error {
 		exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid))
-		if name := filepath.Base(exe); err == nil && name != "busybox" && name != "pause" {
-			err = unexpected("its program", exe, "busybox or pause")
+		if err == nil && strings.Contains(exe, "berth-shim") {
+			err = fmt.Errorf("it runs %s", exe)
 		}
 		return err
 	})
@@ -134,4 +135,41 @@ func cgroupFile(t *testing.T, pid int, controller, v1, v2 string) string {
 func canLowerOOMScore() bool {
 	cmd := exec.Command("sh", "-c", "echo -998 >/proc/self/oom_score_adj")
 	return cmd.Run() == nil
+}
+
+// commandLine returns a process's arguments, separated by blanks; "" if it is a
+// zombie or gone.
+func commandLine(pid int) string {
+	return strings.ReplaceAll(strings.Join(readLines(fmt.Sprintf("/proc/%d/cmdline", pid)), "\n"), "\x00", " ")
+}
+
+// processes returns the IDs of all processes.
+func processes() (pids []int) {
+	for _, name := range readDir("/proc") {
+		if pid, err := strconv.Atoi(name); err == nil {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+// commandLines returns the command lines of all processes that begin with prefix.
+func commandLines(prefix string) (found []string) {
+	for _, pid := range processes() {
+		if line := commandLine(pid); strings.HasPrefix(line, prefix) {
+			found = append(found, line)
+		}
+	}
+	return found
+}
+
+// childrenOf returns a process's children.
+func childrenOf(parent int) (pids []int) {
+	for _, pid := range processes() {
+		lines := readLines(fmt.Sprintf("/proc/%d/status", pid))
+		if slices.Contains(lines, fmt.Sprintf("PPid:\t%d", parent)) {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
 }

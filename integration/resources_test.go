@@ -35,14 +35,19 @@ func TestContainerResources(t *testing.T) {
 	equal(t, "reported cpuset", reported.GetCpusetCpus(), "0")
 }
 
-func TestContainerPidsLimitOfExecs(t *testing.T) {
-	if !cgroup2() {
-		t.Skip("unified resources need cgroup v2")
-	}
+// Settings of cgroup v2 by name: with v1 they are refused, not ignored.
+func TestContainerUnifiedResources(t *testing.T) {
 	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t, resources(func(r *runtimeapi.LinuxContainerResources) {
+	pod := d.runPod(t, hostNetwork)
+	unified := resources(func(r *runtimeapi.LinuxContainerResources) {
 		r.Unified = map[string]string{"pids.max": "77", "memory.high": "33554432"}
-	}))
+	})
+	if !cgroup2() {
+		_, err := pod.tryCreate(t, unified)
+		wantCode(t, err, codes.InvalidArgument, "unified", "cgroup v2")
+		return
+	}
+	c := pod.run(t, unified)
 	equal(t, "pids.max", cgroupFile(t, c.pid(t), "pids", "", "pids.max"), "77")
 	equal(t, "memory.high", cgroupFile(t, c.pid(t), "memory", "", "memory.high"), "33554432")
 }
