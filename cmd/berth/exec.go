@@ -2,7 +2,6 @@ package main
 
 import (
 	"errors"
-	"fmt"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -33,7 +32,7 @@ func execCommand(o *operator) *cobra.Command {
 			ContainerId: container.GetId(), Cmd: args[1:], Timeout: int64((timeout + time.Second - 1) / time.Second),
 		})
 		if err != nil {
-			return interruptStatus(ctx, fmt.Errorf("exec in container %s: %w", client.ShortID(container.GetId()), err))
+			return interruptStatus(ctx, client.Explain("exec in container "+client.ShortID(container.GetId()), err))
 		}
 		_, outErr := cmd.OutOrStdout().Write(reply.GetStdout())
 		_, errErr := cmd.ErrOrStderr().Write(reply.GetStderr())

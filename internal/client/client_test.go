@@ -229,6 +229,15 @@ func TestPullErrors(t *testing.T) {
 	}
 }
 
+// berth's own messages name operation and object already.
+func TestPullErrorIsNotToldTwice(t *testing.T) {
+	const message = "pull none: RegistryUnavailable: connection refused"
+	c := dial(t, &fakecri.Server{Hook: func(context.Context, string) error { return status.Error(codes.Unavailable, message) }})
+	if _, err := c.Pull(t.Context(), "none", nil); err == nil || err.Error() != "not available: "+message {
+		t.Errorf("%v", err)
+	}
+}
+
 func TestShortID(t *testing.T) {
 	for id, want := range map[string]string{"sha256:0123456789abcdef": "0123456789abc", "short": "short", "": ""} {
 		if got := client.ShortID(id); got != want {

@@ -2,6 +2,7 @@ package client
 
 import (
 	"context"
+	"fmt"
 	"strings"
 
 	"google.golang.org/grpc/codes"
@@ -14,6 +15,14 @@ import (
 type Error struct{ status *status.Status }
 
 func newError(err error) *Error { return &Error{status: status.Convert(err)} }
+
+// Explain leads err with what was done, unless the runtime's message says it already.
+func Explain(what string, err error) error {
+	if strings.Contains(err.Error(), what) {
+		return err
+	}
+	return fmt.Errorf("%s: %w", what, err)
+}
 
 // words say what a code means to somebody who never heard of gRPC.
 var words = map[codes.Code]string{

@@ -3,7 +3,6 @@ package client
 import (
 	"context"
 	"encoding/json"
-	"fmt"
 	"time"
 
 	"github.com/distribution/reference"
@@ -64,7 +63,7 @@ func (c *Client) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConf
 		Auth:  auth,
 	})
 	if err != nil {
-		return "", fmt.Errorf("pull %s: %w", ref, err)
+		return "", Explain("pull "+ref, err)
 	}
 	return reply.GetImageRef(), nil
 }
