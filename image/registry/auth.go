@@ -160,6 +160,8 @@ func tokenError(ctx context.Context, err error) error {
 		return errdefs.New(codes.PermissionDenied, "pull access denied: 403 Forbidden")
 	case errors.As(err, &status):
 		return errdefs.New(codes.Unauthenticated, "pull access denied, repository does not exist or may require authorization: %d %s", status.StatusCode, http.StatusText(status.StatusCode))
+	case errors.Is(err, errTokenRedirect):
+		return errdefs.New(codes.Unauthenticated, "%w", errTokenRedirect)
 	case errors.As(err, &bad) && isNetwork(bad.Err):
 		return requestError(ctx, bad)
 	case errors.As(err, &bad):

@@ -764,6 +764,41 @@ func TestRedirectGetsNoCredentials(t *testing.T) {
 	}
 }
 
+func TestIdentityTokenIsNotRedirected(t *testing.T) {
+	for name, c := range map[string]struct {
+		target func(reg, other *registrytest.Server) string
+		code   codes.Code
+	}{
+		"same host": {func(reg, _ *registrytest.Server) string { return reg.URL + "/token" }, codes.OK},
+		"other host": {func(_, other *registrytest.Server) string {
+			return strings.Replace(other.URL, "127.0.0.1", "localhost", 1) + "/token"
+		}, codes.Unauthenticated},
+	} {
+		t.Run(name, func(t *testing.T) {
+			reg, other := registrytest.New(t), registrytest.New(t)
+			putImage(reg, "app", "v1", []byte("x"))
+			(&auth{identity: "hunter2", realm: reg.URL + "/moved"}).protect(reg)
+			reg.Wrap(func(next http.Handler) http.Handler {
+				return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+					if r.URL.Path == "/moved" {
+						http.Redirect(w, r, c.target(reg, other), http.StatusTemporaryRedirect)
+						return
+					}
+					next.ServeHTTP(w, r)
+				})
+			})
+			_, err := resolve(t, Config{}, reg.Host()+"/app:v1", Credentials{IdentityToken: "hunter2"})
+			wantCode(t, err, c.code)
+			if c.code != codes.OK {
+				wantText(t, err, "redirects the identity token")
+			}
+			if n := other.Count(""); n != 0 {
+				t.Errorf("the other host was asked %d times", n)
+			}
+		})
+	}
+}
+
 func TestForeignLayerURLIsNotFollowed(t *testing.T) {
 	reg, foreign := registrytest.New(t), registrytest.New(t)
 	repo := open(t, Config{}, reg.Host()+"/app:v1", Credentials{Username: "u", Password: "p"})

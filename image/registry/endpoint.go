@@ -54,7 +54,7 @@ func newEndpoint(h hostConfig, ref Reference, c *Client, given Credentials) (*en
 	e.auth = &authorizer{
 		host:    h.host,
 		scope:   "repository:" + ref.Repository + ":pull",
-		tokens:  &tokens,
+		tokens:  noForwarding{&tokens},
 		isPlain: isPlain,
 		lookup:  c.lookupFor(given, h, ref),
 	}

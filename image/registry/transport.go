@@ -169,6 +169,24 @@ func (o *originOnly) owns(u *url.URL) bool {
 	return u.Host == o.host && (u.Scheme == o.scheme || u.Scheme == "http" && o.isPlain())
 }
 
+// errTokenRedirect is the error of noForwarding.
+var errTokenRedirect = errors.New("it redirects the identity token to another host")
+
+// noForwarding refuses to send a request's body on to another host. net/http does
+// that for the status codes 307 and 308, and an identity token is sent in a body.
+type noForwarding struct{ inner http.RoundTripper }
+
+func (n noForwarding) RoundTrip(r *http.Request) (*http.Response, error) {
+	if r.Response == nil || r.Body == nil || r.Body == http.NoBody { // not redirected, or nothing to protect
+		return n.inner.RoundTrip(r)
+	}
+	if from := r.Response.Request.URL; from.Scheme != r.URL.Scheme || from.Host != r.URL.Host {
+		_ = r.Body.Close() // a string's
+		return nil, errTokenRedirect
+	}
+	return n.inner.RoundTrip(r)
+}
+
 // checkRedirect limits redirects and hides where they came from: the address of a
 // blob may hold a token, and net/http would send it on as Referer.
 func checkRedirect(r *http.Request, via []*http.Request) error {
