@@ -34,10 +34,12 @@ var shimPath = flag.String("shim", "/proc/self/exe", "the berth-shim to test or 
 
 // What TestMain's outer process tells the inner one.
 const (
-	workEnv    = "BERTH_TEST_WORK"   // a private tmpfs, with the programs in it
-	cgroupEnv  = "BERTH_TEST_CGROUP" // the cgroup version to use
-	cgroupRoot = "/berth-shim-test"
+	workEnv   = "BERTH_TEST_WORK"   // a private folder, with the programs in it
+	cgroupEnv = "BERTH_TEST_CGROUP" // the cgroup version to use
 )
+
+// cgroupRoot is the cgroup of this run's containers.
+var cgroupRoot = "/" + filepath.Base(os.Getenv(workEnv))
 
 // TestMain runs the tests as process 1 of a PID namespace, so that nothing can
 // leak out of it, in a mount namespace whose root is shared, as on a host with
