@@ -117,7 +117,7 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 	defer m.waits.begin("its launch", c.String())()
 	return m.launchers.Launch(ctx, shim.LaunchRequest{
 		ID: c.id, Dir: m.shimDir(c.id), Spec: spec, Rootfs: root, SystemdCgroup: m.cfg.SystemdCgroup,
-		LogPath: c.rec.LogPath, MaxLogLine: m.cfg.MaxLogLine,
+		LogPath: c.rec.LogPath, LogDir: p.config.GetLogDirectory(), MaxLogLine: m.cfg.MaxLogLine,
 		Stdin: c.config.GetStdin(), StdinOnce: c.config.GetStdinOnce(), Terminal: c.config.GetTty(),
 	})
 }

@@ -79,6 +79,7 @@ func (l *Launchers) order(req LaunchRequest) *control.Launch {
 		Rootfs:        req.Rootfs,
 		SystemdCgroup: req.SystemdCgroup,
 		Pause:         req.Pause,
+		LogDir:        req.LogDir,
 		LogPath:       req.LogPath,
 		MaxLogLine:    req.MaxLogLine,
 		Stdin:         req.Stdin,

@@ -42,6 +42,7 @@ type LaunchRequest struct {
 
 	// For containers only.
 	LogPath    string // CRI log file; empty: output is discarded (attach still sees it)
+	LogDir     string // a directory on the way to it, below which no symbolic link is followed; empty: the file's own
 	MaxLogLine int    // bytes of one log record's content before it is split as partial
 	Stdin      bool   // keep stdin open for attach
 	StdinOnce  bool   // close stdin when the first attached client that had stdin goes

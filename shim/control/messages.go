@@ -45,6 +45,7 @@ type Launch struct {
 	SystemdCgroup bool        `json:"systemdCgroup,omitempty"`
 	Pause         bool        `json:"pause,omitempty"`
 	LogPath       string      `json:"logPath,omitempty"`
+	LogDir        string      `json:"logDir,omitempty"`
 	MaxLogLine    int         `json:"maxLogLine,omitempty"`
 	Stdin         bool        `json:"stdin,omitempty"`
 	StdinOnce     bool        `json:"stdinOnce,omitempty"`

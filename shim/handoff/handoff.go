@@ -25,6 +25,7 @@ type Params struct {
 	ID        string // the container, for people who read ps
 	Dir       string // the shim directory
 	LogPath   string // for reopening; empty: no log
+	LogDir    string // below which no symbolic link is followed on the way
 	MaxLine   int    // bytes of one log record's content
 	InitPID   int    // the container's init, our child
 	StdinOnce bool   // close stdin when the first client that had it goes
@@ -55,6 +56,7 @@ func (p *Params) fields() []field {
 	return []field{
 		{name: "id", text: &p.ID},
 		{name: "dir", text: &p.Dir},
+		{name: "log-dir", text: &p.LogDir},
 		{name: "log-path", text: &p.LogPath},
 		{name: "max-line", number: &p.MaxLine},
 		{name: "init", number: &p.InitPID},

@@ -12,6 +12,9 @@ const (
 	// exec.LookPath and execve on the container's command: it is named in quotes.
 	badCommand = `exec: "`
 	badCwd     = `chdir to cwd (`
+	// Making the working directory below something that is no directory.
+	makeCwd      = "mkdir "
+	notDirectory = ": not a directory"
 )
 
 // noise is text of libcontainer's that says nothing to who reads the message.
@@ -31,7 +34,8 @@ func describe(err error) *control.Error {
 	switch {
 	case errors.As(err, &own):
 		code = own.Code
-	case strings.Contains(text, badCommand), strings.Contains(text, badCwd):
+	case strings.Contains(text, badCommand), strings.Contains(text, badCwd),
+		strings.Contains(text, makeCwd) && strings.HasSuffix(text, notDirectory):
 		code = control.InvalidArgument
 	}
 	return &control.Error{Code: code, Message: noise.Replace(text)}

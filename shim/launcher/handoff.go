@@ -37,6 +37,7 @@ func (c *launch) prepareMonitor() error {
 	c.monitor = handoff.Params{
 		ID:        c.ID,
 		Dir:       c.Dir,
+		LogDir:    c.LogDir,
 		LogPath:   c.LogPath,
 		MaxLine:   c.MaxLogLine,
 		InitPID:   c.started.InitPID,
@@ -67,7 +68,7 @@ func (c *launch) openLog() error {
 	if c.LogPath == "" {
 		return nil
 	}
-	fd, err := logfile.Open(c.LogPath)
+	fd, err := logfile.Open(c.LogDir, c.LogPath)
 	if err != nil {
 		return err
 	}

@@ -4,17 +4,32 @@ package logfile
 import (
 	"errors"
 	"os"
+	"path/filepath"
+	"strings"
 
 	"golang.org/x/sys/unix"
 )
 
-// Open opens the log file at path for appending, and creates it (0640) if it is
-// not there; its directory must exist. The last component must not be a symbolic
-// link and the file must be a regular one: a container that has the log directory
-// mounted could have put anything there.
-func Open(path string) (int, error) {
-	const flags = unix.O_WRONLY | unix.O_CREAT | unix.O_APPEND | unix.O_NOFOLLOW | unix.O_NONBLOCK | unix.O_NOCTTY | unix.O_CLOEXEC
-	fd, err := unix.Open(path, flags, 0o640)
+// Open opens the log file at path for appending, and creates it (0640) if it is not
+// there; its directory must exist. Below dir, a directory on the way to it, no
+// symbolic link is followed, and the file must be a regular one: a container that
+// has the log directory mounted could have put anything there. An empty dir means
+// the file's own directory.
+func Open(dir, path string) (int, error) {
+	if dir == "" {
+		dir = filepath.Dir(path)
+	}
+	dir = filepath.Clean(dir)
+	name, below := strings.CutPrefix(filepath.Clean(path), strings.TrimSuffix(dir, "/")+"/")
+	if !below {
+		return -1, &os.PathError{Op: "open log", Path: path, Err: errors.New("it is not below " + dir)}
+	}
+	root, err := unix.Open(dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return -1, &os.PathError{Op: "open log", Path: path, Err: err}
+	}
+	defer unix.Close(root)
+	fd, err := openBeneath(root, name)
 	if err != nil {
 		return -1, &os.PathError{Op: "open log", Path: path, Err: err}
 	}
@@ -27,4 +42,18 @@ func Open(path string) (int, error) {
 		return -1, errors.Join(&os.PathError{Op: "open log", Path: path, Err: err}, unix.Close(fd))
 	}
 	return fd, nil
+}
+
+func openBeneath(root int, path string) (int, error) {
+	how := &unix.OpenHow{
+		Flags:   unix.O_WRONLY | unix.O_CREAT | unix.O_APPEND | unix.O_NONBLOCK | unix.O_NOCTTY | unix.O_CLOEXEC,
+		Mode:    0o640,
+		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS,
+	}
+	for {
+		fd, err := unix.Openat2(root, path, how)
+		if err != unix.EINTR && err != unix.EAGAIN { // EAGAIN: a rename raced with the walk
+			return fd, err
+		}
+	}
 }

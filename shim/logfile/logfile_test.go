@@ -12,7 +12,7 @@ import (
 func TestOpen(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "0.log")
 	for _, text := range []string{"one\n", "two\n"} {
-		fd, err := Open(path)
+		fd, err := Open("", path)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -42,7 +42,7 @@ func TestOpenRefuses(t *testing.T) {
 		if err := make(path); err != nil {
 			t.Fatal(err)
 		}
-		if fd, err := Open(path); err == nil || !strings.Contains(err.Error(), path) {
+		if fd, err := Open("", path); err == nil || !strings.Contains(err.Error(), path) {
 			unix.Close(fd)
 			t.Errorf("Open of %s = %v, want an error that names it", name, err)
 		}
@@ -50,4 +50,33 @@ func TestOpenRefuses(t *testing.T) {
 	if _, err := os.Lstat(filepath.Join(dir, "target")); err == nil {
 		t.Error("a file was made through a symbolic link")
 	}
+}
+
+func TestOpenStaysBelow(t *testing.T) {
+	dir, outside := t.TempDir(), t.TempDir()
+	if err := os.Symlink(outside, filepath.Join(dir, "link")); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Mkdir(filepath.Join(dir, "app"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range []string{dir + "/link/0.log", dir + "/../" + filepath.Base(outside) + "/0.log", outside + "/0.log", dir} {
+		if fd, err := Open(dir, path); err == nil {
+			unix.Close(fd)
+			t.Errorf("Open(%s, %s) succeeded", dir, path)
+		}
+	}
+	if made, err := os.ReadDir(outside); len(made) != 0 || err != nil {
+		t.Errorf("made outside: %v, %v", made, err)
+	}
+	// The administrator's own links, above, are followed.
+	alias := filepath.Join(t.TempDir(), "logs")
+	if err := os.Symlink(dir, alias); err != nil {
+		t.Fatal(err)
+	}
+	fd, err := Open(alias+"/", alias+"//app/0.log")
+	if err != nil {
+		t.Fatal(err)
+	}
+	unix.Close(fd)
 }

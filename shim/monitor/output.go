@@ -96,7 +96,7 @@ func (m *monitor) reopenLog() error {
 	if m.params.LogPath == "" {
 		return nil
 	}
-	fd, err := logfile.Open(m.params.LogPath)
+	fd, err := logfile.Open(m.params.LogDir, m.params.LogPath)
 	if err != nil {
 		return err
 	}
