@@ -36,6 +36,7 @@ func TestBadPods(t *testing.T) {
 		{"uid with ../", func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Uid = "../../escape" }, codes.InvalidArgument, "escape"},
 		{"namespace with ../", func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Namespace = "../../escape" }, codes.InvalidArgument, "escape"},
 		{"cgroup parent with ..", func(c *runtimeapi.PodSandboxConfig) { c.Linux.CgroupParent = "/" + machine + "/../../escape" }, codes.InvalidArgument, ".."},
+		{"slice as cgroup parent", func(c *runtimeapi.PodSandboxConfig) { c.Linux.CgroupParent = "kubepods-besteffort.slice" }, codes.InvalidArgument, "kubepods-besteffort.slice"},
 		{"hostname with a slash", func(c *runtimeapi.PodSandboxConfig) { c.Hostname = "a/b" }, codes.InvalidArgument, "a/b"},
 		{"relative log directory", func(c *runtimeapi.PodSandboxConfig) { c.LogDirectory = "logs/here" }, codes.InvalidArgument, "logs/here"},
 		{"target namespace for a pod", podSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) {

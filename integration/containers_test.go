@@ -224,6 +224,24 @@ func TestContainerMounts(t *testing.T) {
 	}
 }
 
+// A mount below a read-only volume is read-only only if recursion is asked for.
+func TestContainerRecursiveReadOnly(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	host := t.TempDir()
+	sub := filepath.Join(host, "sub")
+	must(t, os.Mkdir(sub, 0o755))
+	must(t, syscall.Mount("sub", sub, "tmpfs", 0, ""))
+	t.Cleanup(func() { must(t, syscall.Unmount(sub, 0)) })
+	for _, recursive := range []bool{false, true} {
+		c := pod.run(t, mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Readonly: true, RecursiveReadOnly: recursive}))
+		_, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"touch", "/v/sub/file"}, 0)
+		equal(t, fmt.Sprintf("a file can be made below a volume with recursive_read_only %v", recursive), err == nil, !recursive)
+		equal(t, "reported recursive_read_only", c.status(t).Mounts[0].RecursiveReadOnly, recursive)
+		c.stop(t, 0)
+	}
+}
+
 // What propagates in which direction.
 func TestContainerMountPropagation(t *testing.T) {
 	d := startDaemon(t)

@@ -200,9 +200,13 @@ if [ "$CNI_COMMAND" = VERSION ]; then
 	echo '{"cniVersion": "1.0.0", "supportedVersions": ["0.4.0", "1.0.0", "1.1.0"]}'
 	exit
 fi
-printf '%%s\t%%s\t%%s\t%%s\t%%s\n' "$CNI_COMMAND" "$CNI_CONTAINERID" "$CNI_NETNS" "$CNI_ARGS" "$(echo "$stdin" | tr -d '\n\t')" >>%s/calls
+printf '%%s\t%%s\t%%s\t%%s\t%%s\n' "$CNI_COMMAND" "$CNI_CONTAINERID" "$CNI_NETNS" "$CNI_ARGS" "$(echo "$stdin" | tr -d '\n\t')" >>%[1]s/calls
+if [ "$CNI_COMMAND" = STATUS ] && [ -e %[1]s/broken ]; then
+	echo '{"cniVersion": "1.1.0", "code": 50, "msg": "out of order"}'
+	exit 1
+fi
 if [ "$CNI_COMMAND" = ADD ]; then
-%s
+%[2]s
 fi
 `, p.dir, script)), 0o700))
 	return p
@@ -314,6 +318,36 @@ func TestPluginFailure(t *testing.T) {
 	equal(t, "number of pods", len(get(d.cri.ListPodSandbox(t.Context(), nil))(t)), 0)
 }
 
+// Networks of specification 1.1: STATUS decides whether the network is ready, and GC
+// tells the plugins at the daemon's start which pods there still are.
+func TestPluginStatusAndGC(t *testing.T) {
+	plugin := newFakePlugin(t, "fake", strings.Replace(fakeResult, "1.0.0", "1.1.0", 1))
+	network := `{"cniVersion": "1.1.0", "name": "fake", "plugins": [{"type": "fake"}]}`
+	d := startDaemon(t, withBinDir(plugin.dir), withNetwork(network))
+	d.waitNetworkReady(t, true)
+	pod := d.runPod(t)
+	gone := len(plugin.calls("GC"))
+	d.restart(t)
+	eventually(t, "GC is called", func() error {
+		calls := plugin.calls("GC")
+		if len(calls) <= gone {
+			return unexpected("the number of its calls", len(calls), gone+1)
+		}
+		if last := calls[len(calls)-1]; !strings.Contains(last.config, pod.id) {
+			return fmt.Errorf("it does not name the pod as valid: %s", last.config)
+		}
+		return nil
+	})
+	plugin.breakStatus(t)
+	withNetwork(network+" ")(t, d) // a change makes berth look again at once
+	eventually(t, "the condition tells what the plugin said", func() error {
+		if c := d.networkReady(t); c.Status || !strings.Contains(c.Message, "out of order") {
+			return unexpected("NetworkReady", c, "false, with the plugin's words")
+		}
+		return nil
+	})
+}
+
 // Pods start side by side, each with an address of its own.
 func TestManyPodsAtOnce(t *testing.T) {
 	d := startDaemon(t)
@@ -346,4 +380,10 @@ func TestManyPodsAtOnce(t *testing.T) {
 func (p *fakePlugin) release(t *testing.T) {
 	t.Helper()
 	must(t, os.WriteFile(filepath.Join(p.dir, "go"), nil, 0o600))
+}
+
+// breakStatus makes the plugin's STATUS fail.
+func (p *fakePlugin) breakStatus(t *testing.T) {
+	t.Helper()
+	must(t, os.WriteFile(filepath.Join(p.dir, "broken"), nil, 0o600))
 }

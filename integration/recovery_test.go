@@ -2,6 +2,9 @@ package integration
 
 import (
 	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
@@ -181,6 +184,59 @@ func waitForProgress(d *daemon, step int) error {
 		}
 		return nil
 	})
+}
+
+// After a reboot nothing runs and /run is empty, but the addresses of the pods are
+// still taken. Pods are not ready, containers have exited, and removal gives the
+// addresses back.
+func TestReboot(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, sharedPID)
+	running := pod.run(t)
+	exited, before := pod.runToEnd(t, script("exit 9"))
+	pause := pod.pausePID(t)
+	d.kill(t)
+
+	must(t, syscall.Kill(pause, syscall.SIGKILL)) // process 1 of the pod: all others go with it
+	eventually(t, "the pod's processes are gone", func() error {
+		if left := commandLines("berth-monitor"); len(left) > 0 || alive(pause) {
+			return fmt.Errorf("still there: %q", left)
+		}
+		return nil
+	})
+	d.forgetMounts(t)
+	must(t, os.RemoveAll(d.state))
+	for _, name := range readDir("/run/netns") {
+		must(t, syscall.Unmount("/run/netns/"+name, syscall.MNT_DETACH))
+		must(t, os.Remove("/run/netns/"+name))
+	}
+	removeLink(t, "berth0")
+	for _, flag := range []string{"-F", "-X"} {
+		if out, err := exec.Command("iptables", "-t", "nat", flag).CombinedOutput(); err != nil {
+			t.Fatalf("iptables %s: %v: %s", flag, err, out)
+		}
+	}
+	fakeBootID(t)
+	d.start(t)
+
+	equal(t, "pod state", pod.status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
+	status := running.status(t)
+	equal(t, "state of the container that ran", status.State, runtimeapi.ContainerState_CONTAINER_EXITED)
+	if status.ExitCode == 0 || status.FinishedAt == 0 {
+		t.Errorf("its exit code is %d, its end %d", status.ExitCode, status.FinishedAt)
+	}
+	equal(t, "exit code of the container that had exited", exited.status(t).ExitCode, before.ExitCode)
+	pod.remove(t)
+}
+
+// fakeBootID gives this machine another boot ID until the test ends.
+func fakeBootID(t *testing.T) {
+	t.Helper()
+	const path = "/proc/sys/kernel/random/boot_id"
+	file := filepath.Join(t.TempDir(), "boot_id")
+	must(t, os.WriteFile(file, []byte("00000000-1111-2222-3333-444444444444\n"), 0o444))
+	must(t, syscall.Mount(file, path, "", syscall.MS_BIND, ""))
+	t.Cleanup(func() { must(t, syscall.Unmount(path, 0)) })
 }
 
 func TestSecondDaemonRefused(t *testing.T) {

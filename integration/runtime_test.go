@@ -2,6 +2,7 @@ package integration
 
 import (
 	"context"
+	"encoding/json"
 	"net"
 	"os"
 	"strings"
@@ -222,6 +223,32 @@ func TestConfigFile(t *testing.T) {
 	d.start(t)
 	d.stop(t)
 	d.forgetMounts(t)
+}
+
+// Every line of the log is JSON if that is asked for, with pods and containers as fields.
+func TestJSONLog(t *testing.T) {
+	d := startDaemon(t)
+	d.stop(t)
+	must(t, os.Remove(d.logFile()))
+	must(t, os.WriteFile(d.configFile(), []byte("log_format = \"json\"\n"), 0o600))
+	d.start(t)
+	pod := d.runPod(t, hostNetwork)
+	c := pod.run(t)
+	seen := map[string]bool{}
+	for _, line := range readLines(d.logFile()) {
+		var fields map[string]any
+		if err := json.Unmarshal([]byte(line), &fields); err != nil {
+			t.Errorf("not JSON: %s", line)
+		}
+		for _, key := range []string{"pod", "container"} {
+			if id, ok := fields[key].(string); ok {
+				seen[id] = true
+			}
+		}
+	}
+	if !seen[pod.id] || !seen[c.id] {
+		t.Errorf("no line has the pod or the container as a field:\n%s", d.tail())
+	}
 }
 
 // A client that goes away in the middle of a call leaves nothing.
