@@ -282,6 +282,22 @@ func TestStatusErrors(t *testing.T) {
 	wantUnavailable(t, ask(429, ""), "429")
 }
 
+// The text of an error comes byte by byte, each before the stall timeout.
+func TestSlowErrorText(t *testing.T) {
+	reg := registrytest.New(t)
+	reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
+		w.WriteHeader(http.StatusNotFound)
+		for r.Context().Err() == nil { // ends when the client has gone
+			_, _ = w.Write([]byte(" "))
+			w.(http.Flusher).Flush()
+			time.Sleep(time.Millisecond)
+		}
+		return true
+	}
+	_, err := resolve(t, Config{StallTimeout: 100 * time.Millisecond}, reg.Host()+"/app:v1", Credentials{})
+	wantCode(t, err, codes.NotFound)
+}
+
 func TestRegistryDown(t *testing.T) {
 	reg := registrytest.New(t)
 	host := reg.Host()

@@ -138,7 +138,11 @@ func (e *endpoint) send(ctx context.Context, method, suffix string, header http.
 		cancel(nil)
 		return nil, requestError(ctx, err)
 	}
-	resp.Body = newGuardedBody(guarded, cancel, resp.Body, e.stall)
+	body := newGuardedBody(guarded, cancel, resp.Body, e.stall)
+	if resp.StatusCode >= http.StatusBadRequest {
+		body.hurry()
+	}
+	resp.Body = body
 	return resp, nil
 }
 
@@ -168,6 +172,7 @@ type guardedBody struct {
 	ctx     context.Context
 	cancel  context.CancelCauseFunc
 	timer   *time.Timer
+	whole   *time.Timer // nil: there is no end to reading while bytes come
 	timeout time.Duration
 }
 
@@ -187,8 +192,17 @@ func (g *guardedBody) Read(p []byte) (int, error) {
 	return n, err
 }
 
+// hurry lets the whole body take no longer than the timeout: an error's text is
+// not worth waiting for however slowly it comes.
+func (g *guardedBody) hurry() {
+	g.whole = time.AfterFunc(g.timeout, func() { g.cancel(errStalled) })
+}
+
 func (g *guardedBody) Close() error {
 	g.timer.Stop()
+	if g.whole != nil {
+		g.whole.Stop()
+	}
 	g.cancel(nil)
 	return g.body.Close()
 }
