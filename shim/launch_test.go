@@ -179,7 +179,7 @@ func TestLaunchErrors(t *testing.T) {
 		{"no-path", func(r *LaunchRequest) { r.Spec.Process.Args = []string{"/no/such/file"} }, codes.InvalidArgument, "/no/such/file"},
 		{"not-executable", func(r *LaunchRequest) { r.Spec.Process.Args = []string{"/etc"} }, codes.InvalidArgument, "/etc"},
 		{"empty-command", func(r *LaunchRequest) { r.Spec.Process.Args = nil }, codes.InvalidArgument, "no command"},
-		{"cwd-is-file", func(r *LaunchRequest) { r.Spec.Process.Cwd = "/bin/sh" }, codes.Internal, "/bin/sh"},
+		{"cwd-is-file", func(r *LaunchRequest) { r.Spec.Process.Cwd = "/bin/sh" }, codes.InvalidArgument, "/bin/sh"},
 		{"mount-source", func(r *LaunchRequest) {
 			r.Spec.Mounts = append(r.Spec.Mounts, specs.Mount{Destination: "/mnt", Source: "/no/such/source", Options: []string{"bind"}})
 		}, codes.Internal, "/no/such/source"},

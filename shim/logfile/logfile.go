@@ -50,9 +50,11 @@ func openBeneath(root int, path string) (int, error) {
 		Mode:    0o640,
 		Resolve: unix.RESOLVE_BENEATH | unix.RESOLVE_NO_SYMLINKS,
 	}
-	for {
+	// EAGAIN means that a rename raced with the walk. Somebody who renames all the
+	// time must not keep a monitor from its container.
+	for attempt := 0; ; attempt++ {
 		fd, err := unix.Openat2(root, path, how)
-		if err != unix.EINTR && err != unix.EAGAIN { // EAGAIN: a rename raced with the walk
+		if err != unix.EINTR && err != unix.EAGAIN || attempt == 100 {
 			return fd, err
 		}
 	}
