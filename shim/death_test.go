@@ -100,7 +100,9 @@ func (e *env) killDaemon(dir, file string) (running bool) {
 			e.Fatal(err)
 		}
 	} else {
-		e.until(file+" is there", func() bool { return unix.Access(filepath.Join(dir, file), unix.F_OK) == nil })
+		exists := func(name string) bool { return unix.Access(filepath.Join(dir, name), unix.F_OK) == nil }
+		// The FIFO is there for some milliseconds only; the log comes after it.
+		e.until(file+" is there", func() bool { return exists(file) || exists("c/log") })
 	}
 	if err := cmd.Process.Kill(); err != nil {
 		e.Fatal(err)

@@ -16,13 +16,14 @@ import (
 // the container's init meanwhile is out of reach, until the container ends.
 func killDescendants(pid int, fd *os.File) error {
 	below, err := descendants(pid)
+	// The root first, so that it does not end in its own way meanwhile.
+	if killErr := pidfd.Signal(fd, unix.SIGKILL); killErr != nil && !errors.Is(killErr, os.ErrProcessDone) {
+		err = errors.Join(err, killErr)
+	}
 	for _, p := range below {
 		if killErr := unix.Kill(p, unix.SIGKILL); killErr != nil && killErr != unix.ESRCH {
 			err = errors.Join(err, os.NewSyscallError("kill "+strconv.Itoa(p), killErr))
 		}
-	}
-	if killErr := pidfd.Signal(fd, unix.SIGKILL); killErr != nil && !errors.Is(killErr, os.ErrProcessDone) {
-		err = errors.Join(err, killErr)
 	}
 	return err
 }

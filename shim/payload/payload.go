@@ -15,6 +15,8 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+
+	"golang.org/x/sys/unix"
 )
 
 //go:embed all:bin
@@ -54,6 +56,11 @@ func install(programs fs.FS, dir string) (Paths, error) {
 		Pause:   filepath.Join(dir, "pause-"+sum(pause)),
 		Monitor: filepath.Join(dir, "monitor-"+sum(monitor), "berth-monitor"),
 	}
+	locked, err := lock(dir)
+	if err != nil {
+		return Paths{}, fmt.Errorf("lock %s: %w", dir, err)
+	}
+	defer locked.Close()
 	if err := installTree(paths.Pause, "pause", pause, pauseMountPoints...); err != nil {
 		return Paths{}, fmt.Errorf("install pause: %w", err)
 	}
@@ -81,13 +88,11 @@ func sum(data []byte) string {
 }
 
 // installTree makes the directory path, with one program and empty directories in
-// it, appear at once, or replaces it if it is not as it should be.
+// it, appear at once, or replaces it if it is not as it should be. The caller has
+// locked the directory above.
 func installTree(path, program string, data []byte, dirs ...string) error {
 	if intact(path, program, data, dirs) {
 		return nil
-	}
-	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
-		return err
 	}
 	tmp, err := os.MkdirTemp(filepath.Dir(path), ".new-")
 	if err != nil {
@@ -95,24 +100,27 @@ func installTree(path, program string, data []byte, dirs ...string) error {
 	}
 	err = fill(tmp, program, data, dirs)
 	if err == nil {
-		err = replace(tmp, path)
+		err = os.RemoveAll(path)
 	}
-	if err != nil && intact(path, program, data, dirs) {
-		err = nil // another process was faster
+	if err == nil {
+		err = os.Rename(tmp, path)
 	}
 	return errors.Join(err, os.RemoveAll(tmp))
 }
 
-// replace renames tmp to path, and removes a damaged tree that is in the way.
-func replace(tmp, path string) error {
-	err := os.Rename(tmp, path)
-	if !errors.Is(err, fs.ErrExist) {
-		return err
+// lock makes dir if needed and keeps other installers out until the file is closed.
+func lock(dir string) (*os.File, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, err
 	}
-	if err := os.RemoveAll(path); err != nil {
-		return err
+	f, err := os.Open(dir)
+	if err != nil {
+		return nil, err
 	}
-	return os.Rename(tmp, path)
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != nil {
+		return nil, errors.Join(os.NewSyscallError("flock", err), f.Close())
+	}
+	return f, nil
 }
 
 func fill(dir, program string, data []byte, dirs []string) error {
