@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"net"
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -147,7 +148,7 @@ func TestUnimplementedRPCs(t *testing.T) {
 
 // READY and STOPPING are sent to systemd's notification socket.
 func TestSystemdNotify(t *testing.T) {
-	path := "/run/notify-test"
+	path := filepath.Join(t.TempDir(), "notify")
 	notify, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
 	must(t, err)
 	t.Cleanup(func() { must(t, notify.Close()) })
