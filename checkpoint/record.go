@@ -174,7 +174,10 @@ func (d *Dir) Load(decode func(name string, version int, body []byte) error) ([]
 			}
 			if damage != nil {
 				moved, err := d.setAside(name)
-				bad = append(bad, Damaged{Name: name, Path: moved, Err: errors.Join(damage, err)})
+				if err != nil {
+					return bad, fmt.Errorf("set %s record %s aside (%w): %w", d.kind, name, damage, err)
+				}
+				bad = append(bad, Damaged{Name: name, Path: moved, Err: damage})
 			}
 		case strings.HasPrefix(e.Name(), ".") && strings.HasSuffix(e.Name(), ".tmp"):
 			if err := removeIfExists(filepath.Join(d.path, e.Name())); err != nil {

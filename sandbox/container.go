@@ -70,9 +70,13 @@ func (m *Manager) CreateContainer(ctx context.Context, podID string, config *run
 		return "", err
 	}
 	identity := containerIdentity(p.id, config.Metadata)
+	m.launchers.Expect() // who creates a container starts it at once
 	id, err := m.containerIDs.create(ctx, identity, sum, maker{
-		start: func(finish func(string, error)) bool {
-			return m.operations.spawn(func() { finish(m.newContainer(p, config, identity)) })
+		spawn: m.operations.spawn,
+		make:  func() (string, error) { return m.newContainer(p, config, identity) },
+		unused: func(id string) bool {
+			c, known := m.containers.get(id)
+			return known && c.visible() && c.info.Load().State == runtimeapi.ContainerState_CONTAINER_CREATED
 		},
 		remove: m.RemoveContainer,
 	})

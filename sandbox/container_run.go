@@ -75,7 +75,8 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	}
 	m.containerStarted(c, started)
 	if _, err := m.readyPod(c.podID); err != nil { // stopped meanwhile: its stop may have missed us
-		return errors.Join(err, m.signalAll(c, c.running.Load()))
+		m.inBackground("kill", c.String(), func(ctx context.Context) error { return m.killContainer(ctx, c) })
+		return err
 	}
 	return nil
 }
@@ -164,11 +165,17 @@ func (m *Manager) closeRunning(c *container, run *running) {
 // settleExit turns the end of a shim into the exit of its container: by the exit
 // record, or, where the shim was lost, by ending what it left.
 func (m *Manager) settleExit(c *container, run *running) {
-	exit, lost := m.readExit(c, run.startedAt)
-	if lost {
-		m.killLeftBehind(c)
+	ctx := m.watchers.ctx
+	exit, lost, err := m.readExit(ctx, c, run.startedAt)
+	for err == nil && lost && m.killLeftBehind(ctx, c) != nil {
+		if !m.sleep(ctx, time.Second, "another try to kill what its lost shim left", c.String()) {
+			return
+		}
 	}
-	_ = m.withTurn(m.watchers.ctx, c.turn, "note the exit of", c.String(), func() error {
+	if err != nil || ctx.Err() != nil {
+		return // the daemon is ending; the next one finds out
+	}
+	_ = m.withTurn(ctx, c.turn, "note the exit of", c.String(), func() error {
 		m.exited(c, exit)
 		return nil
 	}) // fails only when the daemon is ending; the next one finds the exit record
@@ -176,17 +183,20 @@ func (m *Manager) settleExit(c *container, run *running) {
 
 // readExit is the exit according to the shim's record. If there is none, or it
 // can't be trusted, the shim was lost; the exit tells so. Trouble with reading is tried
-// again: it would turn a Job's success into a failure.
-func (m *Manager) readExit(c *container, startedAt time.Time) (record exitRecord, lost bool) {
+// again until ctx ends, which is the error: it would turn a Job's success into a failure.
+func (m *Manager) readExit(ctx context.Context, c *container, startedAt time.Time) (record exitRecord, lost bool, err error) {
 	exit, err := shim.ReadExit(m.shimDir(c.id))
-	for isTransient(err) && m.sleep(m.watchers.ctx, time.Second, "its exit record", c.String()) {
+	for isTransient(err) {
 		m.log.Error("read exit record", "container", c.id, "error", err)
+		if !m.sleep(ctx, time.Second, "its exit record", c.String()) {
+			return record, false, err
+		}
 		exit, err = shim.ReadExit(m.shimDir(c.id))
 	}
 	if err != nil {
 		m.log.Error("the shim was lost", "container", c.id, "error", err)
 		return exitRecord{Code: exitCodeUnknown, Reason: reasonShimLost, StartedAt: startedAt, FinishedAt: time.Now(),
-			Message: "the container's shim was lost, its exit code is unknown"}, true
+			Message: "the container's shim was lost, its exit code is unknown"}, true, nil
 	}
 	record = exitRecord{Code: exit.Code, Reason: reasonCompleted, StartedAt: startedAt, FinishedAt: exit.At}
 	switch {
@@ -195,7 +205,7 @@ func (m *Manager) readExit(c *container, startedAt time.Time) (record exitRecord
 	case exit.Code != 0:
 		record.Reason = reasonError
 	}
-	return record, false
+	return record, false, nil
 }
 
 // isTransient tells whether reading may succeed later.
@@ -210,23 +220,24 @@ func isTransient(err error) bool {
 
 // killLeftBehind ends what a lost shim left of its container, so that no second
 // instance runs beside it.
-func (m *Manager) killLeftBehind(c *container) {
-	ctx, cancel := context.WithTimeout(m.watchers.ctx, killWait)
+func (m *Manager) killLeftBehind(ctx context.Context, c *container) error {
+	ctx, cancel := context.WithTimeout(ctx, killWait)
 	defer cancel()
 	defer m.waits.begin("the end of what its lost shim left", c.String())()
 	group, err := cgroup.Open(c.rec.CgroupsPath, m.cfg.SystemdCgroup)
-	if err == nil {
-		err = group.Kill(ctx)
-	}
 	if err != nil {
-		m.log.Error("kill what the lost shim left", "container", c.id, "error", err)
+		return err
 	}
+	return group.Kill(ctx)
 }
 
 // exited records and publishes an exit, and then removes the runtime state. It
 // needs the container's turn. An exit that can't be recorded is seen all the same;
 // the runtime state then stays, as the only record there is, until it can.
 func (m *Manager) exited(c *container, exit exitRecord) {
+	if c.removed {
+		return
+	}
 	c.rec.Phase, c.rec.Exit = containerExited, &exit
 	err := m.containerRecs.Write(c.id, c.rec)
 	m.publishContainer(c)
@@ -319,19 +330,22 @@ func (m *Manager) awaitExit(ctx context.Context, c *container, run *running, lim
 // A container that does not run is no error. It must not hold the turn: the exit is
 // published with it.
 func (m *Manager) killContainer(ctx context.Context, c *container) error {
+	begin := time.Now()
 	for delay := 50 * time.Millisecond; ; delay = min(2*delay, time.Second) {
 		run := c.running.Load()
 		if run == nil {
 			return nil
 		}
-		if err := m.signalAll(c, run); err != nil {
-			return err
+		err := m.signalAll(c, run)
+		if time.Since(begin) > killWait/2 && run.hasEnded() {
+			// Only its shim is left, and hangs: on a log that can't be written, for one.
+			err = errors.Join(err, ignoreDone(pidfd.Signal(run.shim, unix.SIGKILL)))
 		}
 		if m.awaitExit(ctx, c, run, delay) {
 			return nil
 		}
-		if err := ctx.Err(); err != nil {
-			return fmt.Errorf("kill container %s: its process %d does not end: %w", c.id, run.pid, err)
+		if ctx.Err() != nil {
+			return errors.Join(fmt.Errorf("kill container %s: its process %d does not end: %w", c.id, run.pid, ctx.Err()), err)
 		}
 	}
 }
@@ -353,7 +367,11 @@ func (r *running) signal(sig unix.Signal) error {
 	if r.init == nil {
 		return nil
 	}
-	err := pidfd.Signal(r.init, sig)
+	return ignoreDone(pidfd.Signal(r.init, sig))
+}
+
+// ignoreDone drops the errors of a process that has ended, and been forgotten.
+func ignoreDone(err error) error {
 	if errors.Is(err, os.ErrProcessDone) || errors.Is(err, os.ErrClosed) {
 		return nil
 	}

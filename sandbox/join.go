@@ -35,19 +35,26 @@ type creation struct {
 	err  error
 
 	// Under the joiner's lock:
-	waiting   int  // callers that will be told the ID
-	delivered bool // somebody was told
+	waiting   int      // callers that will be told the ID
+	delivered bool     // somebody was told
+	removal   *removal // not nil: it is being removed
+}
+
+// removal is the end of an object that nobody was told of.
+type removal struct {
+	done chan struct{} // closed when err is final
+	err  error
 }
 
 // joiner makes creating idempotent: for each identity there is at most one
 // creation, which later calls with the same content join.
 //
 // A call with another content gets AlreadyExists, unless nobody was ever told of
-// the object: then its caller has given up, and asks again. (kubelet never sends
-// the same container twice: the path of the termination log is made up anew for
-// each request.) Such an object is removed and made anew.
+// the object and nobody uses it: then its caller has given up, and asks again.
+// (kubelet never sends the same container twice: the path of the termination log is
+// made up anew for each request.) Such an object is removed and made anew.
 //
-// The lock guards the map and the creations' two fields and is held for no more.
+// The lock guards the map and the creations' own fields and is held for no more.
 type joiner struct {
 	mu sync.Mutex
 	by map[string]*creation
@@ -55,9 +62,12 @@ type joiner struct {
 
 // maker makes objects of one kind for a joiner.
 type maker struct {
-	// start begins to make the object and calls finish when it is made, or not. It
-	// returns false, and calls nothing, when nothing can be started any more.
-	start func(finish func(id string, err error)) bool
+	// spawn starts a goroutine; false: the manager is closing.
+	spawn func(func()) bool
+	// make makes the object.
+	make func() (id string, err error)
+	// unused tells whether nobody has found the object by other means and uses it.
+	unused func(id string) bool
 	// remove takes away an object that nobody was told of.
 	remove func(ctx context.Context, id string) error
 }
@@ -67,34 +77,63 @@ type maker struct {
 // no trace.
 func (j *joiner) create(ctx context.Context, identity string, sum fingerprint, mk maker) (string, error) {
 	for {
-		c, mine := j.enter(identity, sum)
-		if mine && !mk.start(func(id string, err error) { j.finish(identity, c, id, err) }) {
+		c, mine, going := j.enter(identity, sum)
+		if mine && !mk.spawn(func() { id, err := mk.make(); j.finish(identity, c, id, err) }) {
 			j.finish(identity, c, "", errdefs.Unavailable("create %s: berth is stopping", identity))
 		}
-		if c.sum == sum {
+		if going == nil && c.sum == sum {
 			return j.await(ctx, identity, c)
 		}
-		select {
-		case <-c.done:
-		case <-ctx.Done():
-			return "", fmt.Errorf("create %s: waiting for an earlier request to end: %w", identity, ctx.Err())
+		if going == nil {
+			if err := waitDone(ctx, identity, c.done); err != nil {
+				return "", err
+			}
+			if c.err != nil {
+				continue // it left no trace
+			}
+			if going = j.replace(c, mk); going == nil {
+				return "", errdefs.AlreadyExists("%s exists (%s) with another configuration", identity, c.id)
+			}
 		}
-		if c.err != nil {
-			continue // it left no trace
+		if err := waitDone(ctx, identity, going.done); err != nil {
+			return "", err
 		}
-		if !j.claim(c) {
-			return "", errdefs.AlreadyExists("%s exists (%s) with another configuration", identity, c.id)
-		}
-		if err := mk.remove(ctx, c.id); err != nil {
-			j.unclaim(c)
-			return "", fmt.Errorf("replace %s (%s), which nobody was told of: %w", identity, c.id, err)
+		if going.err != nil {
+			return "", fmt.Errorf("replace %s (%s), which nobody was told of: %w", identity, c.id, going.err)
 		}
 	}
 }
 
+func waitDone(ctx context.Context, identity string, done <-chan struct{}) error {
+	select {
+	case <-done:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("create %s: waiting for an earlier request to end: %w", identity, ctx.Err())
+	}
+}
+
+// replace begins to remove an object that nobody was told of and nobody uses; nil
+// if that is not so. It goes on without its caller; if it fails the object stays, to be
+// replaced by the next who asks.
+func (j *joiner) replace(c *creation, mk maker) *removal {
+	if !mk.unused(c.id) {
+		return nil
+	}
+	going := j.claim(c)
+	if going == nil {
+		return nil
+	}
+	if !mk.spawn(func() { j.release(c, mk.remove(context.Background(), c.id)) }) { // the operation has its own limit
+		j.release(c, errdefs.Unavailable("berth is stopping"))
+	}
+	return going
+}
+
 // enter returns the creation of that identity, a new one if there is none, and
-// counts the caller in if it is to be told the ID.
-func (j *joiner) enter(identity string, sum fingerprint) (c *creation, mine bool) {
+// counts the caller in if it is to be told the ID. One that is being removed it
+// returns with what to wait for.
+func (j *joiner) enter(identity string, sum fingerprint) (c *creation, mine bool, going *removal) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	c = j.by[identity]
@@ -102,10 +141,13 @@ func (j *joiner) enter(identity string, sum fingerprint) (c *creation, mine bool
 		c, mine = &creation{sum: sum, done: make(chan struct{})}, true
 		j.put(identity, c)
 	}
+	if c.removal != nil {
+		return c, false, c.removal
+	}
 	if c.sum == sum {
 		c.waiting++
 	}
-	return c, mine
+	return c, mine, nil
 }
 
 func (j *joiner) put(identity string, c *creation) {
@@ -125,28 +167,30 @@ func (j *joiner) await(ctx context.Context, identity string, c *creation) (strin
 	}()
 	select {
 	case <-c.done:
-		told = c.err == nil
+		told = c.err == nil && ctx.Err() == nil
 		return c.id, c.err
 	case <-ctx.Done():
 		return "", fmt.Errorf("create %s: goes on without its caller: %w", identity, ctx.Err())
 	}
 }
 
-// claim gives the caller the right to remove the object: nobody knows of it.
-func (j *joiner) claim(c *creation) bool {
+// claim marks the object as being removed, if nobody knows of it; else it returns nil.
+func (j *joiner) claim(c *creation) *removal {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if c.delivered || c.waiting > 0 {
-		return false
+	if c.delivered || c.waiting > 0 || c.removal != nil {
+		return nil
 	}
-	c.delivered = true // to the caller
-	return true
+	c.removal = &removal{done: make(chan struct{})}
+	return c.removal
 }
 
-func (j *joiner) unclaim(c *creation) {
+func (j *joiner) release(c *creation, err error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	c.delivered = false
+	c.removal.err = err
+	close(c.removal.done)
+	c.removal = nil
 }
 
 func (j *joiner) finish(identity string, c *creation, id string, err error) {

@@ -11,20 +11,26 @@ import (
 	"berth/internal/errdefs"
 )
 
+// testMaker makes objects that nobody uses and nobody may remove.
+func testMaker(make func() (string, error)) maker {
+	return maker{spawn: func(f func()) bool { go f(); return true }, make: make, unused: func(string) bool { return true }}
+}
+
 func TestJoinRunningCreation(t *testing.T) {
 	var j joiner
 	var made int
 	release := make(chan struct{})
 	entered := make(chan struct{})
-	start := func(finish func(string, error)) bool {
+	mk := testMaker(func() (string, error) {
 		made++
-		go func() { close(entered); <-release; finish("id-1", nil) }()
-		return true
-	}
+		close(entered)
+		<-release
+		return "id-1", nil
+	})
 	var callers sync.WaitGroup
 	for range 8 {
 		callers.Go(func() {
-			id, err := j.create(context.Background(), "pod a", fingerprint{1}, maker{start: start})
+			id, err := j.create(context.Background(), "pod a", fingerprint{1}, mk)
 			if id != "id-1" || err != nil {
 				t.Errorf("create: %q, %v", id, err)
 			}
@@ -33,15 +39,15 @@ func TestJoinRunningCreation(t *testing.T) {
 	<-entered
 	gone, cancel := context.WithCancel(context.Background())
 	cancel()
-	if _, err := j.create(gone, "pod a", fingerprint{1}, maker{start: start}); !errors.Is(err, context.Canceled) {
+	if _, err := j.create(gone, "pod a", fingerprint{1}, mk); !errors.Is(err, context.Canceled) {
 		t.Errorf("a caller that goes away: %v", err)
 	}
 	other := make(chan error, 1)
 	go func() {
-		_, err := j.create(context.Background(), "pod a", fingerprint{2}, maker{start: start})
+		_, err := j.create(context.Background(), "pod a", fingerprint{2}, mk)
 		other <- err
 	}()
-	if _, err := j.create(gone, "pod a", fingerprint{2}, maker{start: start}); !errors.Is(err, context.Canceled) {
+	if _, err := j.create(gone, "pod a", fingerprint{2}, mk); !errors.Is(err, context.Canceled) {
 		t.Errorf("another content while running, given up: %v", err)
 	}
 	close(release)
@@ -52,7 +58,7 @@ func TestJoinRunningCreation(t *testing.T) {
 	if made != 1 {
 		t.Errorf("made %d times", made)
 	}
-	if _, err := j.create(context.Background(), "pod a", fingerprint{2}, maker{start: start}); errdefs.Code(err) != codes.AlreadyExists {
+	if _, err := j.create(context.Background(), "pod a", fingerprint{2}, mk); errdefs.Code(err) != codes.AlreadyExists {
 		t.Errorf("another content afterwards: %v", err)
 	}
 }
@@ -61,16 +67,13 @@ func TestFailedCreationLeavesNoTrace(t *testing.T) {
 	var j joiner
 	fail := errors.New("no")
 	for _, want := range []error{fail, nil} {
-		_, err := j.create(context.Background(), "pod a", fingerprint{}, maker{start: func(finish func(string, error)) bool {
-			finish("id", want)
-			return true
-		}})
+		_, err := j.create(context.Background(), "pod a", fingerprint{}, testMaker(func() (string, error) { return "id", want }))
 		if !errors.Is(err, want) {
 			t.Errorf("create: %v, want %v", err, want)
 		}
 	}
 	var closing joiner
-	if _, err := closing.create(context.Background(), "pod a", fingerprint{}, maker{start: func(func(string, error)) bool { return false }}); errdefs.Code(err) != codes.Unavailable {
+	if _, err := closing.create(context.Background(), "pod a", fingerprint{}, maker{spawn: func(func()) bool { return false }}); errdefs.Code(err) != codes.Unavailable {
 		t.Errorf("create while closing: %v", err)
 	}
 	if len(closing.by) != 0 {
@@ -82,26 +85,21 @@ func TestFailedCreationLeavesNoTrace(t *testing.T) {
 // termination log.
 func TestObjectNobodyWasToldOfIsReplaced(t *testing.T) {
 	var j joiner
-	finishFirst := make(chan func(string, error), 1)
+	proceed := make(chan struct{})
 	gone, cancel := context.WithCancel(context.Background())
 	cancel()
-	_, err := j.create(gone, "container a", fingerprint{1}, maker{start: func(finish func(string, error)) bool {
-		finishFirst <- finish
-		return true
-	}})
+	_, err := j.create(gone, "container a", fingerprint{1}, testMaker(func() (string, error) { <-proceed; return "first", nil }))
 	if !errors.Is(err, context.Canceled) {
 		t.Fatalf("the first caller: %v", err)
 	}
 	var removed []string
-	again := maker{
-		start: func(finish func(string, error)) bool { finish("second", nil); return true },
-		remove: func(_ context.Context, id string) error {
-			removed = append(removed, id)
-			j.forget("container a", id)
-			return nil
-		},
+	again := testMaker(func() (string, error) { return "second", nil })
+	again.remove = func(_ context.Context, id string) error {
+		removed = append(removed, id)
+		j.forget("container a", id)
+		return nil
 	}
-	(<-finishFirst)("first", nil)
+	close(proceed)
 	id, err := j.create(context.Background(), "container a", fingerprint{2}, again)
 	if id != "second" || err != nil || len(removed) != 1 || removed[0] != "first" {
 		t.Fatalf("the retry got %q, %v; removed %v", id, err, removed)
@@ -113,15 +111,51 @@ func TestObjectNobodyWasToldOfIsReplaced(t *testing.T) {
 
 func TestReplacementThatFailsIsTriedAgain(t *testing.T) {
 	var j joiner
-	c, _ := j.enter("container a", fingerprint{1})
-	c.waiting-- // its caller is gone
-	j.finish("container a", c, "first", nil)
+	j.adopt("container a", fingerprint{1}, "first")
+	j.by["container a"].delivered = false
 	fail := errors.New("busy")
+	mk := testMaker(nil)
+	mk.remove = func(context.Context, string) error { return fail }
 	for range 2 {
-		_, err := j.create(context.Background(), "container a", fingerprint{2}, maker{remove: func(context.Context, string) error { return fail }})
-		if !errors.Is(err, fail) {
+		if _, err := j.create(context.Background(), "container a", fingerprint{2}, mk); !errors.Is(err, fail) {
 			t.Errorf("got %v", err)
 		}
+	}
+	mk.unused = func(string) bool { return false }
+	if _, err := j.create(context.Background(), "container a", fingerprint{2}, mk); errdefs.Code(err) != codes.AlreadyExists {
+		t.Errorf("one that is in use: %v", err)
+	}
+}
+
+// Who asks for the old content while it is being removed must not be told its ID.
+func TestNobodyIsToldOfWhatIsBeingRemoved(t *testing.T) {
+	var j joiner
+	j.adopt("container a", fingerprint{1}, "first")
+	j.by["container a"].delivered = false
+	removing, proceed := make(chan struct{}), make(chan struct{})
+	replacing := testMaker(func() (string, error) { return "second", nil })
+	replacing.remove = func(_ context.Context, id string) error {
+		close(removing)
+		<-proceed
+		j.forget("container a", id)
+		return nil
+	}
+	gone, cancel := context.WithCancel(context.Background())
+	go func() { <-removing; cancel() }()
+	if _, err := j.create(gone, "container a", fingerprint{2}, replacing); !errors.Is(err, context.Canceled) {
+		t.Errorf("the replacing caller gave up: %v", err)
+	}
+	got := make(chan string, 1)
+	go func() {
+		id, err := j.create(context.Background(), "container a", fingerprint{1}, testMaker(func() (string, error) { return "third", nil }))
+		if err != nil {
+			t.Error(err)
+		}
+		got <- id
+	}()
+	close(proceed)
+	if id := <-got; id != "third" {
+		t.Errorf("told of %q", id)
 	}
 }
 

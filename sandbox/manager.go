@@ -59,6 +59,7 @@ type Manager struct {
 	runtimeTurn   turn
 	ipRanges      atomic.Pointer[[][]cni.IPRange] // from the node's pod CIDR
 	users         userFiles
+	unfinished    []func() // what recover found half done; started at its end
 	waits         waits
 
 	operations *lifetime // what clients asked for; ended last, when Close gives up waiting
@@ -83,15 +84,19 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 			"wanted", pauseOOMScore, "lowest", m.cfg.Host.OOMScoreAdjMin)
 	}
 	if err := m.recover(ctx); err != nil {
-		ctx, cancel := context.WithTimeout(ctx, closeLimit)
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), closeLimit)
 		defer cancel()
 		return nil, errors.Join(err, m.Close(ctx))
 	}
 	return m, nil
 }
 
-// closeLimit bounds what Close waits for after it told everything to end.
-const closeLimit = 5 * time.Second
+// What Close waits for after it told everything to end: a launch that is taken
+// back may need some time.
+const (
+	closeLimit      = 5 * time.Second
+	operationsLimit = 25 * time.Second
+)
 
 // Close stops the daemon's part of everything and leaves pods and containers
 // running. Operations under way are waited for until ctx ends; the next daemon
@@ -105,14 +110,16 @@ func (m *Manager) Close(ctx context.Context) error {
 		err = fmt.Errorf("operations still under way: %w", err)
 	}
 	m.operations.cancel()
-	last, cancel := context.WithTimeout(context.Background(), closeLimit)
-	defer cancel()
-	err = errors.Join(err, m.operations.wait(last))
+	ended := m.operations.waitFor(operationsLimit)
+	err = errors.Join(err, ended)
 	m.watchers.close() // operations wait for exits, so watchers end after them
 	m.watchers.cancel()
-	err = errors.Join(err, m.watchers.wait(last), m.launchers.Close())
-	if m.background.wait(last) != nil {
+	err = errors.Join(err, m.watchers.waitFor(closeLimit))
+	if m.background.waitFor(closeLimit) != nil {
 		m.log.Info("clearing away goes on with the next start")
+	}
+	if ended == nil { // else they are in use
+		err = errors.Join(err, m.launchers.Close())
 	}
 	if len(m.pods.snapshot()) == 0 && !m.cfg.SystemdCgroup {
 		err = errors.Join(err, cgroup.RemoveIfEmpty(oci.DefaultCgroupParent))

@@ -59,10 +59,11 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 		return "", err
 	}
 	identity := podIdentity(config.Metadata)
+	m.launchers.Expect()
 	id, err := m.podIDs.create(ctx, identity, sum, maker{
-		start: func(finish func(string, error)) bool {
-			return m.operations.spawn(func() { finish(m.newPod(config, handler, identity)) })
-		},
+		spawn:  m.operations.spawn,
+		make:   func() (string, error) { return m.newPod(config, handler, identity) },
+		unused: func(id string) bool { return len(m.containersOf(id)) == 0 },
 		remove: m.RemovePodSandbox,
 	})
 	if err != nil {
@@ -198,6 +199,7 @@ func (m *Manager) watchPause(p *pod, pause *os.File) {
 		}
 	})
 	if !started {
+		p.pause.Store(nil)
 		_ = pause.Close() // the daemon is ending; the next one opens its own
 	}
 }

@@ -40,9 +40,11 @@ func (m *Manager) stopPod(ctx context.Context, p *pod) error {
 		return nil
 	}
 	p.rec.Phase = podStopped
-	err := m.podRecords.Write(p.id, p.rec)
+	if err := m.podRecords.Write(p.id, p.rec); err != nil {
+		m.log.Warn("record that a pod is stopped; the next daemon finds its pause gone", "pod", p.id, "error", err)
+	}
 	m.publishPod(p)
-	return errors.Join(err, m.killContainers(ctx, p), m.takeDown(ctx, p))
+	return errors.Join(m.killContainers(ctx, p), m.takeDown(ctx, p))
 }
 
 // killContainers ends the pod's containers, side by side.

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -44,10 +45,23 @@ func (m *Manager) recover(ctx context.Context) error {
 			return fmt.Errorf("recover container %s: %w", c.id, err)
 		}
 	}
-	if err := m.removeUnrecorded(ctx); err != nil {
+	if err := m.removeUnrecorded(); err != nil {
 		return err
 	}
-	return m.sweepTrash()
+	if err := m.sweepTrash(); err != nil {
+		return err
+	}
+	for _, start := range m.unfinished {
+		start()
+	}
+	m.unfinished = nil
+	return nil
+}
+
+// later does in the background what recover found half done, as soon as all
+// objects are found: it takes turns, and recover does not.
+func (m *Manager) later(what, object string, do func(context.Context) error) {
+	m.unfinished = append(m.unfinished, func() { m.inBackground(what, object, do) })
 }
 
 func (m *Manager) loadPods() error {
@@ -105,7 +119,7 @@ func (m *Manager) logDamaged(kind string, damaged []checkpoint.Damaged) {
 // recoverPod decides by phase. No turn is needed: nobody else knows the manager yet.
 func (m *Manager) recoverPod(p *pod) error {
 	if p.rec.Phase == podStarting || p.rec.Phase == removing { // never reported, or to go
-		m.inBackground("undo", p.String(), func(ctx context.Context) error {
+		m.later("undo", p.String(), func(ctx context.Context) error {
 			return m.withTurn(ctx, p.turn, "undo", p.String(), func() error { return m.erasePod(ctx, p) })
 		})
 		return nil
@@ -129,7 +143,7 @@ func (m *Manager) recoverPod(p *pod) error {
 	case p.rec.Phase != podStopped:
 		return fmt.Errorf("its record has the unknown phase %q", p.rec.Phase)
 	}
-	m.inBackground("stop", p.String(), func(ctx context.Context) error { // perhaps it was half done
+	m.later("stop", p.String(), func(ctx context.Context) error { // perhaps it was half done
 		return m.withTurn(ctx, p.turn, "stop", p.String(), func() error { return m.stopPod(ctx, p) })
 	})
 	return nil
@@ -156,7 +170,7 @@ func (m *Manager) findPause(p *pod) error {
 func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
 	if _, known := m.pods.get(c.podID); !known || c.rec.Phase == removing || c.rec.Process == nil {
 		// Without its pod, to go, or never reported.
-		m.inBackground("undo", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
+		m.later("undo", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
 		return nil
 	}
 	sum, err := fingerprintOf(c.config)
@@ -170,6 +184,14 @@ func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
 	switch {
 	case c.rec.Phase == containerExited:
 		m.publishContainer(c)
+		m.later("clean up after", c.String(), func(ctx context.Context) error { // perhaps it was not
+			return m.withTurn(ctx, c.turn, "clean up after", c.String(), func() error {
+				if c.removed {
+					return nil
+				}
+				return m.removeRuntimeState(ctx, c.id, c.rec.CgroupsPath)
+			})
+		})
 		return nil
 	case c.rec.BootID != m.bootID:
 		m.exited(c, exitRecord{Code: exitCodeUnknown, Reason: reasonUnknown, StartedAt: c.rec.StartedAt, FinishedAt: time.Now(),
@@ -178,6 +200,8 @@ func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
 	case c.rec.Phase == containerCreated:
 		m.publishContainer(c)
 		return nil
+	case c.rec.Phase != containerStarting && c.rec.Phase != containerRunning:
+		return fmt.Errorf("its record has the unknown phase %q", c.rec.Phase)
 	}
 	return m.findShim(ctx, c)
 }
@@ -189,8 +213,7 @@ func (m *Manager) findShim(ctx context.Context, c *container) error {
 		return err
 	}
 	if shimFile == nil {
-		m.publishLost(c, ids)
-		return nil
+		return m.publishLost(ctx, c, ids)
 	}
 	run := &running{shim: shimFile, pid: ids.InitPID, startedAt: ids.StartedAt, exited: make(chan struct{})}
 	// An init that has ended is no trouble: the shim is about to tell.
@@ -229,34 +252,52 @@ func (m *Manager) openShim(ctx context.Context, c *container) (*os.File, shim.La
 		if err != nil {
 			return nil, ids, err
 		}
+		if ended, err := pidfd.Exited(f); ended || err != nil { // a zombie, where nobody reaps
+			return nil, ids, errors.Join(err, f.Close())
+		}
 		// A launcher is executed from a sealed copy in memory, a monitor from its file.
 		exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", ids.ShimPID))
 		if err == nil && !strings.HasPrefix(exe, "/memfd:") && ids.InitPID != 0 {
 			return f, ids, nil
 		}
-		if err := f.Close(); err != nil {
+		waiting := m.sleep(ctx, 5*time.Millisecond, "the launcher of an earlier daemon", c.String())
+		if !waiting {
+			m.log.Error("the launcher of an earlier daemon does not end, it is killed", "container", c.id, "pid", ids.ShimPID)
+			err = pidfd.Signal(f, unix.SIGKILL)
+		} else {
+			err = nil
+		}
+		if err := errors.Join(err, f.Close()); err != nil && !errors.Is(err, os.ErrProcessDone) {
 			return nil, ids, err
 		}
-		if !m.sleep(ctx, 5*time.Millisecond, "the launcher of an earlier daemon", c.String()) {
-			return nil, ids, fmt.Errorf("launcher %d does not end: %w", ids.ShimPID, ctx.Err())
+		if !waiting {
+			return nil, ids, nil
 		}
 	}
 }
 
 // publishLost publishes a container whose shim is gone: by its exit record, as
 // lost, or, if it never got to start the container, as failed to start.
-func (m *Manager) publishLost(c *container, ids shim.Launched) {
+func (m *Manager) publishLost(ctx context.Context, c *container, ids shim.Launched) error {
 	startedAt := ids.StartedAt
 	if startedAt.IsZero() {
 		startedAt = c.rec.StartedAt
 	}
-	exit, lost := m.readExit(c, startedAt)
+	ctx, cancel := context.WithTimeout(ctx, handoverLimit)
+	defer cancel()
+	exit, lost, err := m.readExit(ctx, c, startedAt)
+	if err != nil {
+		return err
+	}
 	if lost && ids.InitPID == 0 {
 		exit = exitRecord{Code: exitCodeStartError, Reason: reasonStartError, FinishedAt: time.Now(),
 			Message: "berth was stopped while it started the container"}
 	}
 	if lost {
-		m.killLeftBehind(c)
+		if err := m.killLeftBehind(ctx, c); err != nil {
+			m.log.Error("what a lost shim left does not end", "container", c.id, "error", err)
+		}
 	}
 	m.exited(c, exit)
+	return nil
 }

@@ -59,8 +59,20 @@ func (l *lifetime) wait(ctx context.Context) error {
 	case <-done:
 		return nil
 	case <-ctx.Done():
+	}
+	select {
+	case <-done: // both: what matters is that they have ended
+		return nil
+	default:
 		return ctx.Err()
 	}
+}
+
+// waitFor is wait with a limit.
+func (l *lifetime) waitFor(limit time.Duration) error {
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	return l.wait(ctx)
 }
 
 // detach runs op to its end in a goroutine of the manager, so that a caller that

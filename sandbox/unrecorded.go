@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"context"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -14,7 +15,7 @@ import (
 
 // removeUnrecorded removes what bears the ID of a pod or container that has no
 // record: its record was damaged and set aside. Networks were asked to collect theirs before.
-func (m *Manager) removeUnrecorded(ctx context.Context) error {
+func (m *Manager) removeUnrecorded() error {
 	ids := map[string]bool{}
 	for _, dir := range []string{m.shimDir(""), m.libcontainerRoot(), m.sharedMounts(), m.podFiles(""), m.writableDir("")} {
 		entries, err := os.ReadDir(dir)
@@ -22,18 +23,22 @@ func (m *Manager) removeUnrecorded(ctx context.Context) error {
 			return fmt.Errorf("look for what has no record: %w", err)
 		}
 		for _, e := range entries {
-			if !m.hasRecord(e.Name()) {
+			if isID(e.Name()) && !m.hasRecord(e.Name()) {
 				ids[e.Name()] = true
 			}
 		}
 	}
 	for id := range ids {
 		m.log.Warn("removing what a pod or container without record left", "id", id)
-		if err := m.removeByID(ctx, id); err != nil {
-			m.log.Error("remove what has no record", "id", id, "error", err)
-		}
+		m.later("remove what is left of", id, func(ctx context.Context) error { return m.removeByID(ctx, id) })
 	}
 	return nil
+}
+
+// isID tells whether a folder's name is one of newID's; others are not ours.
+func isID(name string) bool {
+	b, err := hex.DecodeString(name)
+	return err == nil && len(b) == 32
 }
 
 func (m *Manager) hasRecord(id string) bool {
@@ -51,9 +56,12 @@ func (m *Manager) removeByID(ctx context.Context, id string) error {
 	case err == nil:
 		err = m.removeGroup(ctx, id, group)
 	case errors.Is(err, fs.ErrNotExist): // it never had a process
-		err = os.RemoveAll(m.shimDir(id))
+		err = errors.Join(os.RemoveAll(filepath.Join(m.libcontainerRoot(), id)), os.RemoveAll(m.shimDir(id)))
 	}
-	return errors.Join(err,
+	if err != nil {
+		return err // it may be alive: it keeps its files
+	}
+	return errors.Join(
 		cni.RemoveNetNS(m.netnsPath(id)),
 		m.unmountShm(id),
 		os.RemoveAll(m.podFiles(id)),

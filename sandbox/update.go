@@ -5,6 +5,8 @@ import (
 	"fmt"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -32,32 +34,35 @@ func (m *Manager) updateResources(c *container, res *runtimeapi.LinuxContainerRe
 	}
 	record := c.rec
 	record.Resources = encoded
-	if c.rec.Phase != containerRunning {
-		err = m.containerRecs.Write(c.id, record)
-	} else {
-		err = m.applyLimits(c, limits, func() error { return m.containerRecs.Write(c.id, record) })
+	if err := m.containerRecs.Write(c.id, record); err != nil {
+		return err
 	}
-	if err != nil {
-		return fmt.Errorf("update container %s: %w", c.id, err)
+	if c.rec.Phase == containerRunning {
+		if err := m.applyLimits(c, limits); err != nil {
+			return errors.Join(err, m.containerRecs.Write(c.id, c.rec))
+		}
 	}
 	c.rec.Resources, c.resources = encoded, merged
 	m.publishContainer(c)
 	return nil
 }
 
-// applyLimits sets limits and then does what makes them last. If either fails the
-// limits before are set again: the kernel may have taken some of the new ones.
-func (m *Manager) applyLimits(c *container, limits *specs.LinuxResources, keep func() error) error {
+// applyLimits sets limits. If the kernel refuses one, the limits before are set
+// again: it may have taken others.
+func (m *Manager) applyLimits(c *container, limits *specs.LinuxResources) error {
 	group, err := cgroup.Open(c.rec.CgroupsPath, m.cfg.SystemdCgroup)
 	if err != nil {
 		return err
 	}
-	if err = group.Update(limits); err == nil {
-		err = keep()
-	}
+	err = group.Update(limits)
 	if err == nil {
 		return nil
 	}
+	code := codes.Internal
+	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ERANGE) || errors.Is(err, unix.EBUSY) {
+		code = codes.InvalidArgument // EBUSY: cgroup v1 holds more memory than the new limit
+	}
+	err = errdefs.New(code, "update container %s: %w", c.id, err)
 	before, e := oci.LinuxResources(c.resources, *m.cfg.Host)
 	if e == nil {
 		e = group.Update(before)

@@ -62,6 +62,9 @@ func newTurn() turn { return make(chan struct{}, 1) }
 // take waits for the object's turn and returns the function that passes it on.
 func (m *Manager) take(ctx context.Context, t turn, what, object string) (pass func(), err error) {
 	pass = func() { <-t }
+	if err := ctx.Err(); err != nil {
+		return nil, fmt.Errorf("%s %s: %w", what, object, err)
+	}
 	select {
 	case t <- struct{}{}:
 		return pass, nil

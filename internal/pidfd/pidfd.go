@@ -113,15 +113,25 @@ func Wait(ctx context.Context, f *os.File) error {
 	return reap(own)
 }
 
-// Exited reports whether the process has ended, and reaps it if it is a child.
-func Exited(f *os.File) (bool, error) {
+// control is f's Control with an error that wraps os.ErrClosed if f is closed:
+// the poller's own does not.
+func control(f *os.File, do func(fd uintptr)) error {
 	conn, err := f.SyscallConn()
 	if err != nil {
-		return false, fmt.Errorf("poll %s: %w", f.Name(), err)
+		return err
 	}
+	if err := conn.Control(do); err != nil { // fails for nothing else
+		return fmt.Errorf("%w: %w", os.ErrClosed, err)
+	}
+	return nil
+}
+
+// Exited reports whether the process has ended, and reaps it if it is a child. The
+// error wraps os.ErrClosed if f is closed.
+func Exited(f *os.File) (bool, error) {
 	var done bool
 	var pollErr error
-	if err := conn.Control(func(fd uintptr) { done, pollErr = ended(int(fd)) }); err != nil {
+	if err := control(f, func(fd uintptr) { done, pollErr = ended(int(fd)) }); err != nil {
 		return false, fmt.Errorf("poll %s: %w", f.Name(), err)
 	}
 	if pollErr != nil || !done {
@@ -130,14 +140,11 @@ func Exited(f *os.File) (bool, error) {
 	return true, reap(f)
 }
 
-// Signal sends sig to the process. The error wraps os.ErrProcessDone if it is gone.
+// Signal sends sig to the process. The error wraps os.ErrProcessDone if it is
+// gone, os.ErrClosed if f is closed.
 func Signal(f *os.File, sig unix.Signal) error {
-	conn, err := f.SyscallConn()
-	if err != nil {
-		return fmt.Errorf("signal %s: %w", f.Name(), err)
-	}
 	var sendErr error
-	if err := conn.Control(func(fd uintptr) { sendErr = unix.PidfdSendSignal(int(fd), sig, nil, 0) }); err != nil {
+	if err := control(f, func(fd uintptr) { sendErr = unix.PidfdSendSignal(int(fd), sig, nil, 0) }); err != nil {
 		return fmt.Errorf("signal %s: %w", f.Name(), err)
 	}
 	switch {

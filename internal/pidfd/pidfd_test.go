@@ -159,3 +159,19 @@ func readPID(t *testing.T, r interface{ Read([]byte) (int, error) }) int {
 	}
 	return pid
 }
+
+func TestClosedFile(t *testing.T) {
+	f, err := Open(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Exited(f); !errors.Is(err, os.ErrClosed) {
+		t.Errorf("Exited: %v", err)
+	}
+	if err := Signal(f, 0); !errors.Is(err, os.ErrClosed) {
+		t.Errorf("Signal: %v", err)
+	}
+}
