@@ -42,8 +42,10 @@ func (l *Launchers) Exec(ctx context.Context, req ExecRequest) (*Exec, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, fmt.Errorf("exec in container %s: %w", req.ID, err)
 	}
+	l.lend(1)
 	p, err := l.take(true)
 	if err != nil {
+		l.lend(-1)
 		return nil, err
 	}
 	e := &Exec{l: l, p: p, id: req.ID}
@@ -51,11 +53,7 @@ func (l *Launchers) Exec(ctx context.Context, req ExecRequest) (*Exec, error) {
 	if err == nil {
 		return e, nil
 	}
-	if again {
-		l.put(p)
-	} else {
-		l.retire(p)
-	}
+	l.giveBack(p, again)
 	return nil, err
 }
 
@@ -83,6 +81,8 @@ func (e *Exec) start(ctx context.Context, req ExecRequest) (again bool, err erro
 	got, err := e.l.receive(ctx, e.p, &reply)
 	e.l.logWarnings(req.ID, reply.Warnings)
 	switch {
+	case err != nil && ctx.Err() != nil:
+		return false, fmt.Errorf("exec in container %s: %w", req.ID, ctx.Err())
 	case err != nil:
 		return false, errdefs.Internal("exec in container %s: the launcher is lost: %w", req.ID, err)
 	case reply.Error != nil:
@@ -194,6 +194,9 @@ func (e *Exec) finish(reply *control.Reply, err error) (int32, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.ended, e.err = true, err
+	if err != nil { // the launcher is gone: nobody else is left to end the process
+		_ = pidfd.Signal(e.proc, unix.SIGKILL) // it may have ended
+	}
 	if err == nil {
 		e.code = reply.Exited.Code
 	}
@@ -203,11 +206,8 @@ func (e *Exec) finish(reply *control.Reply, err error) (int32, error) {
 // Close gives up the exec. A process that has not ended is killed with everything
 // it has started; a launcher that did its work serves again.
 func (e *Exec) Close() error {
-	if ended, _, err := e.result(); ended && err == nil {
-		e.l.put(e.p)
-	} else {
-		e.l.retire(e.p)
-	}
+	ended, _, err := e.result()
+	e.l.giveBack(e.p, ended && err == nil)
 	return e.closeFiles()
 }
 

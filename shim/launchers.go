@@ -46,6 +46,7 @@ type Launchers struct {
 	expectUntil atomic.Int64 // unix nanoseconds
 
 	mu     sync.Mutex // guards what follows
+	lent   int        // launchers that serve execs
 	idle   []*launcher
 	closed bool
 }
@@ -123,7 +124,26 @@ func (l *Launchers) missing() int {
 	if l.closed || !l.cfg.Warm {
 		return 0
 	}
-	return l.cfg.Idle - len(l.idle)
+	// What serves an exec comes back; but one is to be there for the next launch.
+	return max(l.cfg.Idle-len(l.idle)-l.lent, min(l.cfg.Idle, 1)-len(l.idle))
+}
+
+// lend counts the launchers that serve execs.
+func (l *Launchers) lend(n int) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.lent += n
+}
+
+// giveBack ends the use of a launcher for an exec.
+func (l *Launchers) giveBack(p *launcher, again bool) {
+	l.lend(-1)
+	if again {
+		l.put(p)
+		return
+	}
+	l.retire(p)
+	l.wantMore()
 }
 
 // put makes p available, or retires it if there are enough.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -42,7 +43,7 @@ func (l *launcher) serveExec(order *control.Exec, files []*os.File) error {
 		err = closeErr
 	}
 	if err != nil {
-		e.removeCgroup()
+		e.abandon()
 		return l.reply(control.Reply{Error: describe(err)})
 	}
 	defer e.pidfd.Close()
@@ -167,8 +168,13 @@ func (e *execution) makeCgroup() error {
 		if dir == "" {
 			continue
 		}
+		removeEmptyExecs(dir)
 		dir = filepath.Join(dir, name)
 		if os.Mkdir(dir, 0o755) != nil {
+			continue
+		}
+		if !isDomain(dir) {
+			_ = unix.Rmdir(dir)
 			continue
 		}
 		e.cgroup = dir
@@ -176,6 +182,42 @@ func (e *execution) makeCgroup() error {
 		return nil
 	}
 	return nil
+}
+
+// staleExec is the age from which an exec's cgroup that is empty will stay so: a
+// younger one may be waiting for its process.
+const staleExec = time.Minute
+
+// removeEmptyExecs removes the cgroups of earlier execs whose last process ended
+// after the exec itself. The kernel keeps those that have processes.
+func removeEmptyExecs(dir string) {
+	old, _ := filepath.Glob(filepath.Join(dir, "exec-*")) // fails only for bad patterns
+	for _, d := range old {
+		if info, err := os.Stat(d); err == nil && time.Since(info.ModTime()) > staleExec {
+			_ = unix.Rmdir(d)
+		}
+	}
+}
+
+// isDomain is false for a cgroup below a threaded domain (v2): it takes no process.
+func isDomain(dir string) bool {
+	kind, err := os.ReadFile(filepath.Join(dir, "cgroup.type"))
+	return err != nil || strings.TrimSpace(string(kind)) == "domain"
+}
+
+// abandon leaves nothing of an exec that could not be started.
+func (e *execution) abandon() {
+	if e.pid > 0 {
+		if e.pidfd != nil {
+			_ = e.kill()
+			_ = e.pidfd.Close()
+		} else {
+			_ = e.process.Signal(unix.SIGKILL)
+		}
+		_, _ = e.process.Wait() // it was killed: how it ended is of no interest
+	}
+	e.io.abandon()
+	e.removeCgroup()
 }
 
 // removeCgroup removes the exec's cgroup unless there are processes in it: those

@@ -57,8 +57,8 @@ func (c *launch) prepareMonitor() error {
 	if !c.config.Namespaces.IsPrivate(configs.NEWPID) {
 		c.monitor.KillDir = killDir(state.CgroupPaths)
 	}
-	oom, notify := openOOM(state.CgroupPaths)
-	c.monitor.OOM, c.monitor.OOMNotify = fd(oom), fd(notify)
+	c.io.oom, c.io.oomNotify = openOOM(state.CgroupPaths)
+	c.monitor.OOM, c.monitor.OOMNotify = fd(c.io.oom), fd(c.io.oomNotify)
 	return nil
 }
 
@@ -142,8 +142,10 @@ func (l *launcher) enterHost() error {
 // 4 MiB.
 var monitorEnv = []string{"GOMAXPROCS=1", "GOGC=20", "GODEBUG=containermaxprocs=0,updatemaxprocs=0"}
 
-// becomeMonitor executes the monitor. It only returns an error.
-func (l *launcher) becomeMonitor(path string, p *handoff.Params) error {
+// becomeMonitor executes the monitor. It only returns an error. The launch is kept
+// until then: a file that is collected closes the descriptor that was handed over.
+func (l *launcher) becomeMonitor(path string, p *handoff.Params, keep *launch) error {
+	defer runtime.KeepAlive(keep)
 	null, err := unix.Open("/dev/null", unix.O_RDWR|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return os.NewSyscallError("open /dev/null", err)

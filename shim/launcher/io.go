@@ -22,6 +22,7 @@ type stdio struct {
 	console               *os.File // or the master of a terminal
 	log                   *os.File
 	listener              *os.File
+	oom, oomNotify        *os.File // where the kernel counts and tells of OOM kills
 
 	children []*os.File // the container's ends, closed when it has them
 	socket   *os.File   // where libcontainer sends the terminal's master
@@ -105,6 +106,15 @@ func (s *stdio) started() (err error) {
 		err = errors.Join(err, f.Close())
 	}
 	return err
+}
+
+// abandon closes what started has not.
+func (s *stdio) abandon() {
+	for _, f := range append(s.children, s.socket, s.console) {
+		if f != nil {
+			_ = f.Close() // twice is harmless
+		}
+	}
 }
 
 // pipe returns the write end first. Blocking ends: one is the container's, and the

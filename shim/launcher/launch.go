@@ -58,7 +58,7 @@ func (l *launcher) serveLaunch(order *control.Launch) error {
 	if c.Pause {
 		return nil // pause goes to init or the next subreaper
 	}
-	err = l.becomeMonitor(c.MonitorPath, &c.monitor)
+	err = l.becomeMonitor(c.MonitorPath, &c.monitor, c)
 	// The daemon believes that the container runs. It will see this process end
 	// without an exit record.
 	return errors.Join(fmt.Errorf("execute monitor of %s: %w", c.ID, err), c.destroy())

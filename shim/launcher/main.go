@@ -16,6 +16,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"os/signal"
 	"runtime/debug"
 
 	_ "github.com/opencontainers/cgroups/devices" // without it the cgroup managers refuse device rules
@@ -26,11 +27,15 @@ import (
 
 // memoryLimit is when the garbage collector begins to work. A launch allocates far
 // less; a launcher that serves many execs would grow without it.
-const memoryLimit = 64 << 20
+const memoryLimit = 24 << 20
 
 // Main serves orders until the daemon closes the control socket, and returns the
 // exit status. A successful launch does not return.
 func Main() int {
+	// A daemon started by nohup, or in the background by a script, ignores these, and
+	// so would every workload. signal.Reset does not help; a handler of Go's, unlike
+	// SIG_IGN, does not outlive execve.
+	signal.Notify(make(chan os.Signal, 1), unix.SIGHUP, unix.SIGINT)
 	// libcontainer gives it to the container's init, whose start it shortens. Ours
 	// has been read already. It cannot fail for such a name.
 	_ = os.Setenv("GOMAXPROCS", "1")

@@ -32,6 +32,7 @@ type client struct {
 	wants    wire.Streams
 	attached bool
 	ended    bool // it sends nothing any more
+	gone     bool // it has hung up
 	dead     bool // to be swept away
 }
 
@@ -43,11 +44,28 @@ func (m *monitor) accept() {
 	}
 	peer, err := unix.GetsockoptUcred(fd, unix.SOL_SOCKET, unix.SO_PEERCRED)
 	allowed := err == nil && (peer.Uid == 0 || int(peer.Uid) == os.Geteuid())
+	if allowed && len(m.clients) >= maxClients {
+		m.evict()
+	}
 	if !allowed || len(m.clients) >= maxClients || m.watch(fd, unix.EPOLLIN) != nil {
 		_ = unix.Close(fd)
 		return
 	}
 	m.clients = append(m.clients, &client{fd: fd})
+}
+
+// evict makes room, or a container that never reads its stdin would keep its log
+// from being rotated: the oldest client that has hung up, else the oldest of all.
+func (m *monitor) evict() {
+	victim := m.clients[0]
+	for _, c := range m.clients {
+		if c.gone {
+			victim = c
+			break
+		}
+	}
+	victim.dead = true
+	m.sweep()
 }
 
 // serve handles what epoll says about a client.
@@ -57,6 +75,7 @@ func (m *monitor) serve(c *client, events uint32) {
 	}
 	if events&(unix.EPOLLHUP|unix.EPOLLERR) != 0 {
 		c.lost()
+		c.gone = true
 	}
 	if !c.ended && events&(unix.EPOLLIN|unix.EPOLLHUP|unix.EPOLLERR) != 0 {
 		m.receive(c)

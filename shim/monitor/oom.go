@@ -44,6 +44,9 @@ func (m *monitor) readOOM() {
 		if err != unix.EINTR {
 			m.forget(m.oom.file)
 			m.oom.file = -1
+			if m.oom.notify >= 0 {
+				m.forget(m.oom.notify) // nobody would reset it any more
+			}
 		}
 		return
 	}

@@ -1,0 +1,22 @@
+package shim
+
+import (
+	"os/signal"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// A daemon started by nohup, or in the background by a script, ignores signals that
+// workloads must get: STOPSIGNAL SIGINT, reload by SIGHUP.
+func TestWorkloadsIgnoreNoSignal(t *testing.T) {
+	signal.Ignore(unix.SIGHUP, unix.SIGINT)
+	defer signal.Reset(unix.SIGHUP, unix.SIGINT)
+	e := newEnv(t)
+	c := e.run("signals", "grep SigIgn /proc/self/status")
+	c.wait()
+	if log := c.log(); !strings.Contains(log, "SigIgn:\t0000000000000000\n") {
+		t.Errorf("the container ignores signals: %q", log)
+	}
+}
