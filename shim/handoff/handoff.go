@@ -41,6 +41,7 @@ type Params struct {
 	Console   int // pty master, instead of Stdout and Stderr
 	OOM       int // memory.events (v2) or memory.oom_control (v1)
 	OOMNotify int // v1: eventfd that tells when to read OOM
+	OOMParent int // v2: memory.events of the cgroup above, which counts this one's kills too and outlives it
 }
 
 // field is one parameter: how it is called on the command line, and where it is.
@@ -72,13 +73,14 @@ func (p *Params) fields() []field {
 		{name: "console-fd", number: &p.Console},
 		{name: "oom-fd", number: &p.OOM},
 		{name: "oom-notify-fd", number: &p.OOMNotify},
+		{name: "oom-parent-fd", number: &p.OOMParent},
 	}
 }
 
 // FDs returns the file descriptors that the monitor inherits.
 func (p *Params) FDs() []int {
 	var fds []int
-	for _, fd := range []int{p.Init, p.Listen, p.Log, p.Stdin, p.Stdout, p.Stderr, p.Console, p.OOM, p.OOMNotify} {
+	for _, fd := range []int{p.Init, p.Listen, p.Log, p.Stdin, p.Stdout, p.Stderr, p.Console, p.OOM, p.OOMNotify, p.OOMParent} {
 		if fd >= 0 {
 			fds = append(fds, fd)
 		}

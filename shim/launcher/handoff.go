@@ -58,7 +58,10 @@ func (c *launch) prepareMonitor() error {
 		c.monitor.KillDir = killDir(state.CgroupPaths)
 	}
 	c.io.oom, c.io.oomNotify = openOOM(state.CgroupPaths)
-	c.monitor.OOM, c.monitor.OOMNotify = fd(c.io.oom), fd(c.io.oomNotify)
+	if dir := state.CgroupPaths[""]; dir != "" && c.io.oom != nil && c.io.oomNotify == nil {
+		c.io.oomParent, _ = os.Open(filepath.Join(filepath.Dir(dir), "memory.events")) // the root has none
+	}
+	c.monitor.OOM, c.monitor.OOMNotify, c.monitor.OOMParent = fd(c.io.oom), fd(c.io.oomNotify), fd(c.io.oomParent)
 	return nil
 }
 

@@ -23,6 +23,7 @@ type stdio struct {
 	log                   *os.File
 	listener              *os.File
 	oom, oomNotify        *os.File // where the kernel counts and tells of OOM kills
+	oomParent             *os.File
 
 	children []*os.File // the container's ends, closed when it has them
 	socket   *os.File   // where libcontainer sends the terminal's master

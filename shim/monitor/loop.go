@@ -35,7 +35,7 @@ var (
 )
 
 func newMonitor(p handoff.Params) (*monitor, error) {
-	m := &monitor{params: p, log: p.Log, oom: oom{file: p.OOM, notify: p.OOMNotify}}
+	m := &monitor{params: p, log: p.Log, oom: oom{file: p.OOM, notify: p.OOMNotify, parent: p.OOMParent}}
 	var err error
 	if m.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err != nil {
 		return nil, os.NewSyscallError("epoll_create1", err)
@@ -126,7 +126,7 @@ func (m *monitor) handle(fd int, events uint32) {
 	case m.params.Listen:
 		m.accept()
 		return
-	case m.oom.file, m.oom.notify:
+	case m.oom.file, m.oom.notify, m.oom.parent:
 		m.readOOM()
 		return
 	}

@@ -15,6 +15,12 @@ type oom struct {
 	file   int // memory.events (v2) or memory.oom_control (v1); -1: unknown
 	notify int // v1: eventfd; v2 reports changes by EPOLLPRI on the file
 	kills  uint64
+
+	// The cgroup above counts kills of all below it. With the systemd driver ours may
+	// be gone before the kernel's report of its change has reached us; a kill above that
+	// no change of ours explains was ours then.
+	parent      int // its memory.events; -1: none
+	parentKills uint64
 }
 
 func (m *monitor) watchOOM() {
@@ -25,6 +31,9 @@ func (m *monitor) watchOOM() {
 		_ = m.watch(m.oom.notify, unix.EPOLLIN) // without, the count is read at the end
 	default:
 		_ = m.watch(m.oom.file, unix.EPOLLPRI)
+	}
+	if m.oom.parent >= 0 {
+		_ = m.watch(m.oom.parent, unix.EPOLLPRI)
 	}
 	m.readOOM() // kernfs reports changes since the last read
 }
@@ -38,21 +47,49 @@ func (m *monitor) readOOM() {
 		var count [8]byte
 		_, _ = unix.Read(m.oom.notify, count[:]) // resets it; it is non-blocking
 	}
-	var buf [512]byte
-	n, err := unix.Pread(m.oom.file, buf[:], 0)
-	if err != nil {
-		if err != unix.EINTR {
-			m.forget(m.oom.file)
-			m.oom.file = -1
-			if m.oom.notify >= 0 {
-				m.forget(m.oom.notify) // nobody would reset it any more
-			}
-		}
+	kills, err := readKills(m.oom.file)
+	above, parentErr := readKills(m.oom.parent)
+	switch {
+	case err == unix.EINTR:
 		return
-	}
-	if kills, ok := oomKills(buf[:n]); ok {
+	case err == nil:
 		m.oom.kills = kills
+	default:
+		m.oomGone(parentErr == nil && above > m.oom.parentKills)
 	}
+	if parentErr == nil {
+		m.oom.parentKills = above
+	}
+}
+
+// oomGone takes leave of a cgroup that has been removed.
+func (m *monitor) oomGone(killedAbove bool) {
+	if killedAbove {
+		m.oom.kills++
+	}
+	for _, fd := range []int{m.oom.file, m.oom.notify, m.oom.parent} {
+		if fd >= 0 {
+			m.forget(fd) // nobody would reset it any more
+		}
+	}
+	m.oom.file = -1
+}
+
+// readKills reads the count from a file that kernfs makes.
+func readKills(fd int) (uint64, error) {
+	if fd < 0 {
+		return 0, unix.EBADF
+	}
+	var buf [512]byte
+	n, err := unix.Pread(fd, buf[:], 0)
+	if err != nil {
+		return 0, err
+	}
+	kills, ok := oomKills(buf[:n])
+	if !ok {
+		return 0, unix.ENODATA
+	}
+	return kills, nil
 }
 
 // oomKills finds the line "oom_kill N", which both files have (v1 since Linux 4.13).
