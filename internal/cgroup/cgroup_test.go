@@ -12,7 +12,7 @@ import (
 )
 
 // group makes a cgroup of the test's own with a process tree in it.
-func group(t *testing.T) (*Group, *exec.Cmd) {
+func group(t *testing.T) *Group {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("needs root to make cgroups")
@@ -26,21 +26,25 @@ func group(t *testing.T) (*Group, *exec.Cmd) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	out, err := cmd.StdoutPipe()
+	out, childOut, err := os.Pipe()
 	if err != nil {
 		t.Fatal(err)
 	}
+	defer out.Close()
+	defer childOut.Close()
+	cmd.Stdout = childOut
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
+	reaped := make(chan struct{})
+	go func() { defer close(reaped); _ = cmd.Wait() }() // at once, or the group stays busy; it is killed
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 		defer cancel()
-		reaped := make(chan struct{})
-		go func() { _ = cmd.Wait(); close(reaped) }() // reports the kill, or that the test waited already
 		if err := g.Kill(ctx); err != nil {
 			t.Error(err)
 		}
+		_ = cmd.Process.Kill() // if it never got into the group
 		<-reaped
 		if err := g.Destroy(ctx); err != nil {
 			t.Error(err)
@@ -58,16 +62,15 @@ func group(t *testing.T) (*Group, *exec.Cmd) {
 	if _, err := out.Read(make([]byte, 3)); err != nil { // its children exist now
 		t.Fatal(err)
 	}
-	return g, cmd
+	return g
 }
 
 func TestKillAndDestroy(t *testing.T) {
-	g, cmd := group(t)
+	g := group(t)
 	pids, err := g.Procs()
 	if err != nil || len(pids) == 0 {
 		t.Fatalf("Procs: %v, %v", pids, err)
 	}
-	go func() { _ = cmd.Wait() }() // reap, or the group stays busy
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
 	for range 2 { // the second finds nothing: idempotent
@@ -86,7 +89,7 @@ func TestKillAndDestroy(t *testing.T) {
 }
 
 func TestUpdate(t *testing.T) {
-	g, _ := group(t)
+	g := group(t)
 	limit, shares := int64(64<<20), uint64(512)
 	r := &specs.LinuxResources{Memory: &specs.LinuxMemory{Limit: &limit}, CPU: &specs.LinuxCPU{Shares: &shares}}
 	if err := g.Update(r); err != nil {
