@@ -235,7 +235,7 @@ func (m *Manager) killLeftBehind(ctx context.Context, c *container) error {
 // needs the container's turn. An exit that can't be recorded is seen all the same;
 // the runtime state then stays, as the only record there is, until it can.
 func (m *Manager) exited(c *container, exit exitRecord) {
-	if c.removed {
+	if c.removed { // nothing of it is to come back; it had no shim then
 		return
 	}
 	c.rec.Phase, c.rec.Exit = containerExited, &exit
