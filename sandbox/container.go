@@ -16,7 +16,9 @@ import (
 	"berth/image"
 	"berth/internal/errdefs"
 	"berth/internal/host"
+	"berth/internal/join"
 	"berth/internal/rootfs"
+	"berth/internal/task"
 	"berth/oci"
 )
 
@@ -24,7 +26,7 @@ import (
 type container struct {
 	id, podID string
 	config    *runtimeapi.ContainerConfig // as in rec, decoded; never changed
-	turn      turn
+	turn      task.Turn
 
 	// These belong to the holder of turn.
 	rec       containerRecord
@@ -65,20 +67,20 @@ func (m *Manager) CreateContainer(ctx context.Context, podID string, config *run
 	if err := checkContainerConfig(config, p.config); err != nil {
 		return "", err
 	}
-	sum, err := fingerprintOf(config)
+	sum, err := join.Of(config)
 	if err != nil {
 		return "", err
 	}
 	identity := containerIdentity(p.id, config.Metadata)
 	m.launchers.Expect() // who creates a container starts it at once
-	id, err := m.containerIDs.create(ctx, identity, sum, maker{
-		spawn: m.operations.spawn,
-		make:  func() (string, error) { return m.newContainer(p, config, identity) },
-		unused: func(id string) bool {
+	id, err := m.containerIDs.Create(ctx, identity, sum, join.Maker{
+		Spawn: m.tasks.Operations.Spawn,
+		Make:  func() (string, error) { return m.newContainer(p, config, identity) },
+		Unused: func(id string) bool {
 			c, known := m.containers.get(id)
 			return known && c.visible() && c.info.Load().State == runtimeapi.ContainerState_CONTAINER_CREATED
 		},
-		remove: m.RemoveContainer,
+		Remove: m.RemoveContainer,
 	})
 	if err != nil {
 		return "", fmt.Errorf("create %s: %w", identity, err)
@@ -88,15 +90,15 @@ func (m *Manager) CreateContainer(ctx context.Context, podID string, config *run
 
 // newContainer runs in a goroutine of its own, whatever becomes of the caller.
 func (m *Manager) newContainer(p *pod, config *runtimeapi.ContainerConfig, identity string) (string, error) {
-	ctx, cancel := context.WithTimeout(m.operations.ctx, opLimit)
+	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), task.Limit)
 	defer cancel()
 	var c *container
-	err := m.guard("plan", identity, func() (err error) { c, err = m.planContainer(ctx, p, config); return err })
+	err := m.tasks.Guard("plan", identity, func() (err error) { c, err = m.planContainer(ctx, p, config); return err })
 	if err != nil {
 		return "", err
 	}
-	err = m.guard("create", identity, func() error {
-		return m.withTurn(ctx, c.turn, "create", c.String(), func() error { return m.makeContainer(p, c) })
+	err = m.tasks.Guard("create", identity, func() error {
+		return m.tasks.WithTurn(ctx, c.turn, "create", c.String(), func() error { return m.makeContainer(p, c) })
 	})
 	if err != nil {
 		m.abandonContainer(c)
@@ -112,7 +114,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	if err != nil {
 		return nil, err
 	}
-	c := &container{id: newID(), podID: p.id, config: config, turn: newTurn(), resources: config.GetLinux().GetResources()}
+	c := &container{id: newID(), podID: p.id, config: config, turn: task.NewTurn(), resources: config.GetLinux().GetResources()}
 	c.rec = containerRecord{ID: c.id, PodID: p.id, BootID: m.bootID, Phase: containerCreated, CreatedAt: time.Now(),
 		Image: imageRecord{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}}
 	if c.rec.Config, err = proto.Marshal(config); err != nil {
@@ -124,7 +126,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	if dir := p.config.GetLogDirectory(); dir != "" && config.GetLogPath() != "" {
 		c.rec.LogPath = filepath.Join(dir, config.GetLogPath())
 	}
-	err = m.withTurn(ctx, p.turn, "create a container in", p.String(), func() error { return m.enterContainer(p, c) })
+	err = m.tasks.WithTurn(ctx, p.turn, "create a container in", p.String(), func() error { return m.enterContainer(p, c) })
 	return c, err
 }
 
@@ -265,12 +267,12 @@ func (m *Manager) publishContainer(c *container) {
 // abandonContainer undoes a container that could not be created. What can't be
 // undone now is tried again and again.
 func (m *Manager) abandonContainer(c *container) {
-	ctx, cancel := context.WithTimeout(m.operations.ctx, time.Minute)
+	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), time.Minute)
 	defer cancel()
 	undo := func(ctx context.Context) error { return m.removeContainer(ctx, c) }
-	if err := m.guard("undo", c.String(), func() error { return undo(ctx) }); err != nil {
+	if err := m.tasks.Guard("undo", c.String(), func() error { return undo(ctx) }); err != nil {
 		m.log.Error("undo of a container that was not created", "container", c.id, "error", err)
-		m.inBackground("undo", c.String(), undo)
+		m.tasks.InBackground("undo", c.String(), undo)
 	}
 }
 
@@ -285,7 +287,7 @@ func (m *Manager) RemoveContainer(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	return m.detach(ctx, opLimit, "remove", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
+	return m.tasks.Detach(ctx, task.Limit, "remove", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
 }
 
 func (m *Manager) removeContainer(ctx context.Context, c *container) error {
@@ -293,7 +295,7 @@ func (m *Manager) removeContainer(ctx context.Context, c *container) error {
 		if err := m.killContainer(ctx, c); err != nil {
 			return err
 		}
-		pass, err := m.take(ctx, c.turn, "remove", c.String())
+		pass, err := m.tasks.Take(ctx, c.turn, "remove", c.String())
 		if err != nil {
 			return err
 		}
@@ -331,7 +333,7 @@ func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 	}
 	c.removed = true
 	m.containers.remove(c.id)
-	m.containerIDs.forget(containerIdentity(c.podID, c.config.Metadata), c.id)
+	m.containerIDs.Forget(containerIdentity(c.podID, c.config.Metadata), c.id)
 	return nil
 }
 

@@ -15,6 +15,7 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/errdefs"
 	"berth/internal/pidfd"
+	"berth/internal/task"
 	"berth/oci"
 	"berth/shim"
 )
@@ -45,8 +46,8 @@ func (m *Manager) StartContainer(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	return m.detach(ctx, opLimit, "start", c.String(), func(ctx context.Context) error {
-		return m.withTurn(ctx, c.turn, "start", c.String(), func() error { return m.startContainer(ctx, c) })
+	return m.tasks.Detach(ctx, task.Limit, "start", c.String(), func(ctx context.Context) error {
+		return m.tasks.WithTurn(ctx, c.turn, "start", c.String(), func() error { return m.startContainer(ctx, c) })
 	})
 }
 
@@ -75,7 +76,7 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	}
 	m.containerStarted(c, started)
 	if _, err := m.readyPod(c.podID); err != nil { // stopped meanwhile: its stop may have missed us
-		m.inBackground("kill", c.String(), func(ctx context.Context) error { return m.killContainer(ctx, c) })
+		m.tasks.InBackground("kill", c.String(), func(ctx context.Context) error { return m.killContainer(ctx, c) })
 		return err
 	}
 	return nil
@@ -115,7 +116,7 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 	if err := os.MkdirAll(filepath.Join(m.shimDir(c.id), "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of container %s: %w", c.id, err)
 	}
-	defer m.waits.begin("its launch", c.String())()
+	defer m.tasks.Begin("its launch", c.String())()
 	return m.launchers.Launch(ctx, shim.LaunchRequest{
 		ID: c.id, Dir: m.shimDir(c.id), Spec: spec, Rootfs: root, SystemdCgroup: m.cfg.SystemdCgroup,
 		LogPath: c.rec.LogPath, LogDir: p.config.GetLogDirectory(), MaxLogLine: m.cfg.MaxLogLine,
@@ -141,7 +142,7 @@ func (m *Manager) containerStarted(c *container, s *shim.Started) {
 
 // watchContainer owns run's files and publishes the exit.
 func (m *Manager) watchContainer(c *container, run *running) {
-	started := m.watchers.spawn(func() {
+	started := m.tasks.Watchers.Spawn(func() {
 		defer m.closeRunning(c, run)
 		if m.awaitEnd(run.shim, "shim of container "+c.id) {
 			m.settleExit(c, run)
@@ -165,17 +166,17 @@ func (m *Manager) closeRunning(c *container, run *running) {
 // settleExit turns the end of a shim into the exit of its container: by the exit
 // record, or, where the shim was lost, by ending what it left.
 func (m *Manager) settleExit(c *container, run *running) {
-	ctx := m.watchers.ctx
+	ctx := m.tasks.Watchers.Context()
 	exit, lost, err := m.readExit(ctx, c, run.startedAt)
 	for err == nil && lost && m.killLeftBehind(ctx, c) != nil {
-		if !m.sleep(ctx, time.Second, "another try to kill what its lost shim left", c.String()) {
+		if !m.tasks.Sleep(ctx, time.Second, "another try to kill what its lost shim left", c.String()) {
 			return
 		}
 	}
 	if err != nil || ctx.Err() != nil {
 		return // the daemon is ending; the next one finds out
 	}
-	_ = m.withTurn(ctx, c.turn, "note the exit of", c.String(), func() error {
+	_ = m.tasks.WithTurn(ctx, c.turn, "note the exit of", c.String(), func() error {
 		m.exited(c, exit)
 		return nil
 	}) // fails only when the daemon is ending; the next one finds the exit record
@@ -188,7 +189,7 @@ func (m *Manager) readExit(ctx context.Context, c *container, startedAt time.Tim
 	exit, err := shim.ReadExit(m.shimDir(c.id))
 	for isTransient(err) {
 		m.log.Error("read exit record", "container", c.id, "error", err)
-		if !m.sleep(ctx, time.Second, "its exit record", c.String()) {
+		if !m.tasks.Sleep(ctx, time.Second, "its exit record", c.String()) {
 			return record, false, err
 		}
 		exit, err = shim.ReadExit(m.shimDir(c.id))
@@ -223,7 +224,7 @@ func isTransient(err error) bool {
 func (m *Manager) killLeftBehind(ctx context.Context, c *container) error {
 	ctx, cancel := context.WithTimeout(ctx, killWait)
 	defer cancel()
-	defer m.waits.begin("the end of what its lost shim left", c.String())()
+	defer m.tasks.Begin("the end of what its lost shim left", c.String())()
 	group, err := cgroup.Open(c.rec.CgroupsPath, m.cfg.SystemdCgroup)
 	if err != nil {
 		return err
@@ -249,8 +250,8 @@ func (m *Manager) exited(c *container, exit exitRecord) {
 		return
 	}
 	m.log.Error("record the exit", "container", c.id, "error", err)
-	m.inBackground("record the exit of", c.String(), func(ctx context.Context) error {
-		return m.withTurn(ctx, c.turn, "record the exit of", c.String(), func() error {
+	m.tasks.InBackground("record the exit of", c.String(), func(ctx context.Context) error {
+		return m.tasks.WithTurn(ctx, c.turn, "record the exit of", c.String(), func() error {
 			if c.removed || c.rec.Phase != containerExited {
 				return nil
 			}
@@ -284,17 +285,17 @@ func (m *Manager) StopContainer(ctx context.Context, id string, timeout time.Dur
 	if err != nil {
 		return err
 	}
-	limit := opLimit
+	limit := task.Limit
 	if timeout < math.MaxInt64-limit {
 		limit += timeout
 	}
-	return m.detach(ctx, limit, "stop", c.String(), func(ctx context.Context) error { return m.stopContainer(ctx, c, timeout) })
+	return m.tasks.Detach(ctx, limit, "stop", c.String(), func(ctx context.Context) error { return m.stopContainer(ctx, c, timeout) })
 }
 
 // stopContainer holds no turn while it waits: the exit is published with it.
 func (m *Manager) stopContainer(ctx context.Context, c *container, timeout time.Duration) error {
 	var run *running
-	err := m.withTurn(ctx, c.turn, "stop", c.String(), func() error { run = c.running.Load(); return nil })
+	err := m.tasks.WithTurn(ctx, c.turn, "stop", c.String(), func() error { run = c.running.Load(); return nil })
 	if err != nil || run == nil {
 		return err
 	}
@@ -314,7 +315,7 @@ func (m *Manager) stopContainer(ctx context.Context, c *container, timeout time.
 
 // awaitExit waits for the exit to be published, for at most limit.
 func (m *Manager) awaitExit(ctx context.Context, c *container, run *running, limit time.Duration) bool {
-	defer m.waits.begin("exit", c.String())()
+	defer m.tasks.Begin("exit", c.String())()
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
 	select {
@@ -400,8 +401,8 @@ func (m *Manager) UpdateContainerResources(ctx context.Context, id string, res *
 	if err != nil {
 		return err
 	}
-	return m.detach(ctx, opLimit, "update", c.String(), func(ctx context.Context) error {
-		return m.withTurn(ctx, c.turn, "update", c.String(), func() error { return m.updateResources(c, res) })
+	return m.tasks.Detach(ctx, task.Limit, "update", c.String(), func(ctx context.Context) error {
+		return m.tasks.WithTurn(ctx, c.turn, "update", c.String(), func() error { return m.updateResources(c, res) })
 	})
 }
 

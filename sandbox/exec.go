@@ -71,7 +71,7 @@ func (m *Manager) exec(ctx context.Context, c *container, command []string) (*Ex
 		return nil, err
 	}
 	defer stderr.close()
-	defer m.waits.begin("the end of an exec", c.String())()
+	defer m.tasks.Begin("the end of an exec", c.String())()
 	process, err := m.launchers.Exec(ctx, shim.ExecRequest{ID: c.id, ExecID: newID()[:16],
 		Process: oci.ExecProcess(&specs.Spec{Process: c.info.Load().process}, command, false), Stdout: stdout.w, Stderr: stderr.w})
 	if err != nil {

@@ -18,6 +18,8 @@ import (
 	"berth/image"
 	"berth/internal/cgroup"
 	"berth/internal/host"
+	"berth/internal/join"
+	"berth/internal/task"
 	"berth/oci"
 	"berth/shim"
 	"berth/shim/payload"
@@ -51,20 +53,16 @@ type Manager struct {
 
 	pods          *index[*pod]
 	containers    *index[*container]
-	podIDs        joiner // by (namespace, name, uid, attempt)
-	containerIDs  joiner // by (pod, name, attempt)
+	podIDs        join.Joiner // by (namespace, name, uid, attempt)
+	containerIDs  join.Joiner // by (pod, name, attempt)
 	podRecords    *checkpoint.Dir
 	containerRecs *checkpoint.Dir
 	runtimeRecs   *checkpoint.Dir
-	runtimeTurn   turn
+	runtimeTurn   task.Turn
 	ipRanges      atomic.Pointer[[][]cni.IPRange] // from the node's pod CIDR
 	users         userFiles
 	unfinished    []func() // what recover found half done; started at its end
-	waits         waits
-
-	operations *lifetime // what clients asked for; ended last, when Close gives up waiting
-	background *lifetime // undoing and clearing away; the next daemon goes on with it
-	watchers   *lifetime // of pods and containers
+	tasks         *task.Runner
 }
 
 // Open prepares the state directories, reads all records, finds again what runs
@@ -73,7 +71,7 @@ type Manager struct {
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network,
 		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container"),
-		runtimeTurn: newTurn(), operations: newLifetime(), background: newLifetime(), watchers: newLifetime()}
+		runtimeTurn: task.NewTurn(), tasks: task.NewRunner(cfg.Log)}
 	for _, step := range []func() error{m.readBootID, m.prepareState, m.openRecords, m.startLaunchers} {
 		if err := step(); err != nil {
 			return nil, err
@@ -102,20 +100,20 @@ const (
 // running. Operations under way are waited for until ctx ends; the next daemon
 // goes on with those that did not, and with what was being undone.
 func (m *Manager) Close(ctx context.Context) error {
-	m.operations.close()
-	m.background.close()
-	m.background.cancel()
-	err := m.operations.wait(ctx)
+	m.tasks.Operations.Close()
+	m.tasks.Background.Close()
+	m.tasks.Background.Cancel()
+	err := m.tasks.Operations.Wait(ctx)
 	if err != nil {
 		err = fmt.Errorf("operations still under way: %w", err)
 	}
-	m.operations.cancel()
-	ended := m.operations.waitFor(operationsLimit)
+	m.tasks.Operations.Cancel()
+	ended := m.tasks.Operations.WaitFor(operationsLimit)
 	err = errors.Join(err, ended)
-	m.watchers.close() // operations wait for exits, so watchers end after them
-	m.watchers.cancel()
-	err = errors.Join(err, m.watchers.waitFor(closeLimit))
-	if m.background.waitFor(closeLimit) != nil {
+	m.tasks.Watchers.Close() // operations wait for exits, so watchers end after them
+	m.tasks.Watchers.Cancel()
+	err = errors.Join(err, m.tasks.Watchers.WaitFor(closeLimit))
+	if m.tasks.Background.WaitFor(closeLimit) != nil {
 		m.log.Info("clearing away goes on with the next start")
 	}
 	if ended == nil { // else they are in use
@@ -164,6 +162,9 @@ func (m *Manager) startLaunchers() (err error) {
 	})
 	return err
 }
+
+// Waits returns what operations are waiting for at the moment, oldest first.
+func (m *Manager) Waits() []task.Wait { return m.tasks.Waits() }
 
 // NetworkStatus tells why pods can't have a network at the moment, or nil.
 func (m *Manager) NetworkStatus(ctx context.Context) error { return m.network.Status(ctx) }

@@ -23,7 +23,7 @@ func (m *Manager) UpdatePodCIDR(ctx context.Context, cidr string) error {
 	if err != nil {
 		return err
 	}
-	return m.withTurn(ctx, m.runtimeTurn, "update", "runtime config", func() error {
+	return m.tasks.WithTurn(ctx, m.runtimeTurn, "update", "runtime config", func() error {
 		if err := m.runtimeRecs.Write("runtime", runtimeRecord{PodCIDR: cidr}); err != nil {
 			return err
 		}

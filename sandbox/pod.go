@@ -18,8 +18,10 @@ import (
 	"berth/cni"
 	"berth/internal/errdefs"
 	"berth/internal/host"
+	"berth/internal/join"
 	"berth/internal/pidfd"
 	"berth/internal/rootfs"
+	"berth/internal/task"
 	"berth/oci"
 	"berth/sandbox/dnsfiles"
 	"berth/shim"
@@ -29,7 +31,7 @@ import (
 type pod struct {
 	id     string
 	config *runtimeapi.PodSandboxConfig // as in rec, decoded; never changed
-	turn   turn
+	turn   task.Turn
 	rec    podRecord               // belongs to the holder of turn
 	info   atomic.Pointer[PodInfo] // nil until the pod is ready: nobody sees half a pod
 	pause  atomic.Pointer[os.File] // pidfd, owned by the pod's watcher
@@ -54,17 +56,17 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 	if err := m.checkPodConfig(config, handler); err != nil {
 		return "", err
 	}
-	sum, err := fingerprintOf(config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: handler})
+	sum, err := join.Of(config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: handler})
 	if err != nil {
 		return "", err
 	}
 	identity := podIdentity(config.Metadata)
 	m.launchers.Expect()
-	id, err := m.podIDs.create(ctx, identity, sum, maker{
-		spawn:  m.operations.spawn,
-		make:   func() (string, error) { return m.newPod(config, handler, identity) },
-		unused: func(id string) bool { return len(m.containersOf(id)) == 0 },
-		remove: m.RemovePodSandbox,
+	id, err := m.podIDs.Create(ctx, identity, sum, join.Maker{
+		Spawn:  m.tasks.Operations.Spawn,
+		Make:   func() (string, error) { return m.newPod(config, handler, identity) },
+		Unused: func(id string) bool { return len(m.containersOf(id)) == 0 },
+		Remove: m.RemovePodSandbox,
 	})
 	if err != nil {
 		return "", fmt.Errorf("run %s: %w", identity, err)
@@ -81,15 +83,15 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 
 // newPod runs in a goroutine of its own, whatever becomes of the caller.
 func (m *Manager) newPod(config *runtimeapi.PodSandboxConfig, handler, identity string) (string, error) {
-	ctx, cancel := context.WithTimeout(m.operations.ctx, opLimit)
+	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), task.Limit)
 	defer cancel()
 	var p *pod
-	err := m.guard("plan", identity, func() (err error) { p, err = m.planPod(ctx, config, handler); return err })
+	err := m.tasks.Guard("plan", identity, func() (err error) { p, err = m.planPod(ctx, config, handler); return err })
 	if err != nil {
 		return "", err
 	}
-	err = m.guard("run", identity, func() error {
-		return m.withTurn(ctx, p.turn, "run", p.String(), func() error { return m.bringUp(ctx, p) })
+	err = m.tasks.Guard("run", identity, func() error {
+		return m.tasks.WithTurn(ctx, p.turn, "run", p.String(), func() error { return m.bringUp(ctx, p) })
 	})
 	if err != nil {
 		m.abandonPod(p)
@@ -104,7 +106,7 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 	if err != nil {
 		return nil, errdefs.InvalidArgument("encode pod config: %w", err)
 	}
-	p := &pod{id: newID(), config: config, turn: newTurn()}
+	p := &pod{id: newID(), config: config, turn: task.NewTurn()}
 	p.rec = podRecord{ID: p.id, BootID: m.bootID, Phase: podStarting, CreatedAt: time.Now(), Config: data, Handler: handler}
 	p.rec.CgroupsPath, err = oci.CgroupsPath(config.GetLinux().GetCgroupParent(), p.id, m.cfg.SystemdCgroup)
 	if err != nil {
@@ -145,10 +147,10 @@ func (m *Manager) bringUp(ctx context.Context, p *pod) error {
 	group, gctx := errgroup.WithContext(ctx)
 	var started *shim.Started
 	group.Go(func() error {
-		return m.guard("launch pause", p.String(), func() (err error) { started, err = m.launchPause(gctx, p); return err })
+		return m.tasks.Guard("launch pause", p.String(), func() (err error) { started, err = m.launchPause(gctx, p); return err })
 	})
 	group.Go(func() error {
-		return m.guard("attach network", p.String(), func() error { return m.attachNetwork(gctx, p) })
+		return m.tasks.Guard("attach network", p.String(), func() error { return m.attachNetwork(gctx, p) })
 	})
 	if err := group.Wait(); err != nil {
 		if started != nil {
@@ -188,7 +190,7 @@ func (m *Manager) publishPod(p *pod) {
 // watchPause owns the pause's pidfd: the pod stops being ready when it ends.
 func (m *Manager) watchPause(p *pod, pause *os.File) {
 	p.pause.Store(pause)
-	started := m.watchers.spawn(func() {
+	started := m.tasks.Watchers.Spawn(func() {
 		ended := m.awaitEnd(pause, "pause of pod "+p.id)
 		p.pause.Store(nil)
 		if err := pause.Close(); err != nil {
@@ -208,15 +210,15 @@ func (m *Manager) watchPause(p *pod, pause *os.File) {
 // with the pidfd does not mean that the process has ended: it is waited for again.
 func (m *Manager) awaitEnd(process *os.File, object string) bool {
 	for {
-		err := pidfd.Wait(m.watchers.ctx, process)
-		if m.watchers.ctx.Err() != nil {
+		err := pidfd.Wait(m.tasks.Watchers.Context(), process)
+		if m.tasks.Watchers.Context().Err() != nil {
 			return false
 		}
 		if err == nil {
 			return true
 		}
 		m.log.Error("watch a process", "object", object, "error", err)
-		if !m.sleep(m.watchers.ctx, time.Second, "another try to watch", object) {
+		if !m.tasks.Sleep(m.tasks.Watchers.Context(), time.Second, "another try to watch", object) {
 			return false
 		}
 	}
@@ -225,7 +227,7 @@ func (m *Manager) awaitEnd(process *os.File, object string) bool {
 // pauseEnded publishes that a pod lost its pause. What it has on the host is taken
 // away by StopPodSandbox, which kubelet calls when it sees the pod NotReady.
 func (m *Manager) pauseEnded(p *pod) {
-	_ = m.withTurn(m.watchers.ctx, p.turn, "note the end of its pause", p.String(), func() error {
+	_ = m.tasks.WithTurn(m.tasks.Watchers.Context(), p.turn, "note the end of its pause", p.String(), func() error {
 		if p.rec.Phase == podReady { // else stopped on purpose
 			m.log.Warn("the pause process ended, the pod is not ready any more", "pod", p.id)
 			m.publishPauseless(p)
@@ -273,7 +275,7 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 	if err := os.MkdirAll(filepath.Join(m.shimDir(p.id), "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of pod %s: %w", p.id, err)
 	}
-	defer m.waits.begin("the launch of its pause", p.String())()
+	defer m.tasks.Begin("the launch of its pause", p.String())()
 	started, err := m.launchers.Launch(ctx, shim.LaunchRequest{ID: p.id, Dir: m.shimDir(p.id), Spec: spec,
 		Rootfs: root, SystemdCgroup: m.cfg.SystemdCgroup, Pause: true})
 	if err != nil {
@@ -291,7 +293,7 @@ func (m *Manager) attachNetwork(ctx context.Context, p *pod) error {
 	if err != nil {
 		return err
 	}
-	defer m.waits.begin("CNI ADD", p.String())()
+	defer m.tasks.Begin("CNI ADD", p.String())()
 	result, err := m.network.Add(ctx, *p.rec.Network, pod)
 	if err != nil {
 		return fmt.Errorf("attach pod %s to its network: %w", p.id, err)
@@ -312,13 +314,13 @@ func addressStrings(ips []netip.Addr) []string {
 // operation's may be used up. What can't be undone now is tried again and again.
 func (m *Manager) abandonPod(p *pod) {
 	undo := func(ctx context.Context) error {
-		return m.withTurn(ctx, p.turn, "undo", p.String(), func() error { return m.erasePod(ctx, p) })
+		return m.tasks.WithTurn(ctx, p.turn, "undo", p.String(), func() error { return m.erasePod(ctx, p) })
 	}
-	ctx, cancel := context.WithTimeout(m.operations.ctx, time.Minute)
+	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), time.Minute)
 	defer cancel()
-	if err := m.guard("undo", p.String(), func() error { return undo(ctx) }); err != nil {
+	if err := m.tasks.Guard("undo", p.String(), func() error { return undo(ctx) }); err != nil {
 		m.log.Error("undo of a pod that did not start", "pod", p.id, "error", err)
-		m.inBackground("undo", p.String(), undo)
+		m.tasks.InBackground("undo", p.String(), undo)
 	}
 }
 

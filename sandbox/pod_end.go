@@ -11,6 +11,7 @@ import (
 	"berth/cni"
 	"berth/internal/cgroup"
 	"berth/internal/errdefs"
+	"berth/internal/task"
 )
 
 // killWait bounds the wait for killed processes to be gone. What takes longer is
@@ -27,8 +28,8 @@ func (m *Manager) StopPodSandbox(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	return m.detach(ctx, opLimit, "stop", p.String(), func(ctx context.Context) error {
-		return m.withTurn(ctx, p.turn, "stop", p.String(), func() error { return m.stopPod(ctx, p) })
+	return m.tasks.Detach(ctx, task.Limit, "stop", p.String(), func(ctx context.Context) error {
+		return m.tasks.WithTurn(ctx, p.turn, "stop", p.String(), func() error { return m.stopPod(ctx, p) })
 	})
 }
 
@@ -55,7 +56,7 @@ func (m *Manager) killContainers(ctx context.Context, p *pod) error {
 	for _, c := range m.containersOf(p.id) {
 		kills = append(kills, func() error { return m.killContainer(ctx, c) })
 	}
-	return m.together("kill containers of", p.String(), kills...)
+	return m.tasks.Together("kill containers of", p.String(), kills...)
 }
 
 // containersOf returns the pod's containers, the invisible ones too.
@@ -73,7 +74,7 @@ func (m *Manager) containersOf(podID string) []*container {
 // shm. It needs the pod's turn, does every step, and may be repeated.
 func (m *Manager) takeDown(ctx context.Context, p *pod) error {
 	return errors.Join(
-		m.together("take down", p.String(),
+		m.tasks.Together("take down", p.String(),
 			func() error { return m.detachNetwork(ctx, p) },
 			func() error { return m.removePause(ctx, p) }),
 		m.unmountShm(p.id))
@@ -104,7 +105,7 @@ func (m *Manager) cniDel(ctx context.Context, p *pod) error {
 	if err != nil {
 		return err
 	}
-	defer m.waits.begin("CNI DEL", p.String())()
+	defer m.tasks.Begin("CNI DEL", p.String())()
 	return m.network.Del(ctx, *p.rec.Network, pod)
 }
 
@@ -118,7 +119,7 @@ func (m *Manager) removePause(ctx context.Context, p *pod) error {
 // removeRuntimeState kills and removes what a launch made for a container or
 // pause: its processes, cgroup, libcontainer state and shim directory.
 func (m *Manager) removeRuntimeState(ctx context.Context, id, cgroupsPath string) error {
-	defer m.waits.begin("the end of its processes", id)()
+	defer m.tasks.Begin("the end of its processes", id)()
 	group, err := cgroup.Open(cgroupsPath, m.cfg.SystemdCgroup)
 	if err != nil {
 		return err
@@ -151,8 +152,8 @@ func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
 	if err != nil {
 		return err
 	}
-	return m.detach(ctx, opLimit, "remove", p.String(), func(ctx context.Context) error {
-		return m.withTurn(ctx, p.turn, "remove", p.String(), func() error {
+	return m.tasks.Detach(ctx, task.Limit, "remove", p.String(), func(ctx context.Context) error {
+		return m.tasks.WithTurn(ctx, p.turn, "remove", p.String(), func() error {
 			if err := m.stopPod(ctx, p); err != nil {
 				m.log.Warn("stop before removal", "pod", p.id, "error", err) // removal does the same again
 			}
@@ -177,7 +178,7 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	for _, c := range m.containersOf(p.id) {
 		removals = append(removals, func() error { return m.removeContainer(ctx, c) })
 	}
-	if err := errors.Join(m.together("remove containers of", p.String(), removals...), m.takeDown(ctx, p)); err != nil {
+	if err := errors.Join(m.tasks.Together("remove containers of", p.String(), removals...), m.takeDown(ctx, p)); err != nil {
 		return err
 	}
 	if err := m.images.Release(p.id); err != nil {
@@ -193,6 +194,6 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 		return err
 	}
 	m.pods.remove(p.id)
-	m.podIDs.forget(podIdentity(p.config.Metadata), p.id)
+	m.podIDs.Forget(podIdentity(p.config.Metadata), p.id)
 	return nil
 }

@@ -15,7 +15,9 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint"
+	"berth/internal/join"
 	"berth/internal/pidfd"
+	"berth/internal/task"
 	"berth/shim"
 )
 
@@ -61,12 +63,12 @@ func (m *Manager) recover(ctx context.Context) error {
 // later does in the background what recover found half done, as soon as all
 // objects are found: it takes turns, and recover does not.
 func (m *Manager) later(what, object string, do func(context.Context) error) {
-	m.unfinished = append(m.unfinished, func() { m.inBackground(what, object, do) })
+	m.unfinished = append(m.unfinished, func() { m.tasks.InBackground(what, object, do) })
 }
 
 func (m *Manager) loadPods() error {
 	damaged, err := m.podRecords.Load(func(name string, _ int, body []byte) error {
-		p := &pod{id: name, turn: newTurn(), config: &runtimeapi.PodSandboxConfig{}}
+		p := &pod{id: name, turn: task.NewTurn(), config: &runtimeapi.PodSandboxConfig{}}
 		if err := json.Unmarshal(body, &p.rec); err != nil {
 			return err
 		}
@@ -85,7 +87,7 @@ func (m *Manager) loadPods() error {
 
 func (m *Manager) loadContainers() error {
 	damaged, err := m.containerRecs.Load(func(name string, _ int, body []byte) error {
-		c := &container{id: name, turn: newTurn(), config: &runtimeapi.ContainerConfig{}}
+		c := &container{id: name, turn: task.NewTurn(), config: &runtimeapi.ContainerConfig{}}
 		if err := json.Unmarshal(body, &c.rec); err != nil {
 			return err
 		}
@@ -120,15 +122,15 @@ func (m *Manager) logDamaged(kind string, damaged []checkpoint.Damaged) {
 func (m *Manager) recoverPod(p *pod) error {
 	if p.rec.Phase == podStarting || p.rec.Phase == removing { // never reported, or to go
 		m.later("undo", p.String(), func(ctx context.Context) error {
-			return m.withTurn(ctx, p.turn, "undo", p.String(), func() error { return m.erasePod(ctx, p) })
+			return m.tasks.WithTurn(ctx, p.turn, "undo", p.String(), func() error { return m.erasePod(ctx, p) })
 		})
 		return nil
 	}
-	sum, err := fingerprintOf(p.config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: p.rec.Handler})
+	sum, err := join.Of(p.config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: p.rec.Handler})
 	if err != nil {
 		return err
 	}
-	m.podIDs.adopt(podIdentity(p.config.Metadata), sum, p.id)
+	m.podIDs.Adopt(podIdentity(p.config.Metadata), sum, p.id)
 	if image := p.rec.PauseImage; image != nil {
 		if _, err := m.images.Hold(p.id, image.Layers); err != nil {
 			m.log.Error("pause image", "pod", p.id, "error", err)
@@ -144,7 +146,7 @@ func (m *Manager) recoverPod(p *pod) error {
 		return fmt.Errorf("its record has the unknown phase %q", p.rec.Phase)
 	}
 	m.later("stop", p.String(), func(ctx context.Context) error { // perhaps it was half done
-		return m.withTurn(ctx, p.turn, "stop", p.String(), func() error { return m.stopPod(ctx, p) })
+		return m.tasks.WithTurn(ctx, p.turn, "stop", p.String(), func() error { return m.stopPod(ctx, p) })
 	})
 	return nil
 }
@@ -173,11 +175,11 @@ func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
 		m.later("undo", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
 		return nil
 	}
-	sum, err := fingerprintOf(c.config)
+	sum, err := join.Of(c.config)
 	if err != nil {
 		return err
 	}
-	m.containerIDs.adopt(containerIdentity(c.podID, c.config.Metadata), sum, c.id)
+	m.containerIDs.Adopt(containerIdentity(c.podID, c.config.Metadata), sum, c.id)
 	if _, err := m.images.Hold(c.id, c.rec.Image.Layers); err != nil {
 		m.log.Error("layers of a container", "container", c.id, "image", c.rec.Image.ID, "error", err)
 	}
@@ -185,7 +187,7 @@ func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
 	case c.rec.Phase == containerExited:
 		m.publishContainer(c)
 		m.later("clean up after", c.String(), func(ctx context.Context) error { // perhaps it was not
-			return m.withTurn(ctx, c.turn, "clean up after", c.String(), func() error {
+			return m.tasks.WithTurn(ctx, c.turn, "clean up after", c.String(), func() error {
 				if c.removed {
 					return nil
 				}
@@ -260,7 +262,7 @@ func (m *Manager) openShim(ctx context.Context, c *container) (*os.File, shim.La
 		if err == nil && !strings.HasPrefix(exe, "/memfd:") && ids.InitPID != 0 {
 			return f, ids, nil
 		}
-		waiting := m.sleep(ctx, 5*time.Millisecond, "the launcher of an earlier daemon", c.String())
+		waiting := m.tasks.Sleep(ctx, 5*time.Millisecond, "the launcher of an earlier daemon", c.String())
 		if !waiting {
 			m.log.Error("the launcher of an earlier daemon does not end, it is killed", "container", c.id, "pid", ids.ShimPID)
 			err = pidfd.Signal(f, unix.SIGKILL)

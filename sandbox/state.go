@@ -98,7 +98,7 @@ func (m *Manager) discard(dir string) error {
 	if err != nil {
 		return fmt.Errorf("move %s to the trash: %w", dir, err)
 	}
-	m.background.spawn(func() { m.emptyTrash(trash) })
+	m.tasks.Background.Spawn(func() { m.emptyTrash(trash) })
 	return nil
 }
 
@@ -115,7 +115,7 @@ func (m *Manager) sweepTrash() error {
 		return fmt.Errorf("read the trash: %w", err)
 	}
 	for _, e := range entries {
-		m.background.spawn(func() { m.emptyTrash(filepath.Join(m.trashDir(), e.Name())) })
+		m.tasks.Background.Spawn(func() { m.emptyTrash(filepath.Join(m.trashDir(), e.Name())) })
 	}
 	return nil
 }

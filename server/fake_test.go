@@ -19,6 +19,7 @@ import (
 
 	"berth/image"
 	"berth/internal/errdefs"
+	"berth/internal/task"
 	"berth/sandbox"
 )
 
@@ -34,7 +35,7 @@ type fakePods struct {
 	calls      []string
 	exec       sandbox.ExecResult
 	network    error
-	waits      []sandbox.Wait
+	waits      []task.Wait
 }
 
 func (f *fakePods) call(ctx context.Context, method string, args ...any) error {
@@ -153,7 +154,7 @@ func (f *fakePods) UpdatePodCIDR(ctx context.Context, cidrs string) error {
 	return f.call(ctx, "UpdatePodCIDR", cidrs)
 }
 
-func (f *fakePods) Waits() []sandbox.Wait { return f.waits }
+func (f *fakePods) Waits() []task.Wait { return f.waits }
 
 const (
 	idA = "sha256:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"

@@ -15,6 +15,7 @@ import (
 
 	"berth/cni"
 	"berth/image"
+	"berth/internal/task"
 	"berth/sandbox"
 )
 
@@ -93,7 +94,7 @@ func TestStatus(t *testing.T) {
 }
 
 func TestStatusVerbose(t *testing.T) {
-	pods := &fakePods{waits: []sandbox.Wait{{What: "kill", Object: "container c1", Since: time.Now().Add(-time.Minute)}}}
+	pods := &fakePods{waits: []task.Wait{{What: "kill", Object: "container c1", Since: time.Now().Add(-time.Minute)}}}
 	images := &fakeImages{progress: []image.PullProgress{{Ref: "docker.io/library/busybox:latest"}}}
 	cfg := testConfig
 	cfg.Network = func() cni.Info { return cni.Info{File: "/etc/cni/net.d/10-net.conflist", Network: "net"} }

@@ -29,6 +29,7 @@ import (
 
 	"berth/cni"
 	"berth/image"
+	"berth/internal/task"
 	"berth/sandbox"
 )
 
@@ -62,7 +63,7 @@ type Sandboxes interface {
 
 	NetworkStatus(ctx context.Context) error
 	UpdatePodCIDR(ctx context.Context, cidrs string) error
-	Waits() []sandbox.Wait
+	Waits() []task.Wait
 }
 
 // Images is what the server needs of the image store.

@@ -1,4 +1,4 @@
-package sandbox
+package task
 
 import (
 	"context"
@@ -13,51 +13,50 @@ import (
 	"berth/internal/errdefs"
 )
 
-// testManager has no more than what turns and tasks need.
-func testManager(t *testing.T) *Manager {
-	m := &Manager{log: slog.New(slog.DiscardHandler), operations: newLifetime(), background: newLifetime(), watchers: newLifetime()}
+func testRunner(t *testing.T) *Runner {
+	r := NewRunner(slog.New(slog.DiscardHandler))
 	t.Cleanup(func() {
-		for _, l := range []*lifetime{m.operations, m.background, m.watchers} {
-			l.cancel()
-			if err := l.wait(context.Background()); err != nil {
+		for _, l := range []*Lifetime{r.Operations, r.Background, r.Watchers} {
+			l.Cancel()
+			if err := l.Wait(context.Background()); err != nil {
 				t.Error(err)
 			}
 		}
 	})
-	return m
+	return r
 }
 
 func TestTurnIsAwaitedAndNamed(t *testing.T) {
-	m, turn := testManager(t), newTurn()
-	pass, err := m.take(context.Background(), turn, "start", "container 1")
+	r, turn := testRunner(t), NewTurn()
+	pass, err := r.Take(context.Background(), turn, "start", "container 1")
 	if err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	second := make(chan error, 1)
 	go func() {
-		_, err := m.take(ctx, turn, "remove", "container 1")
+		_, err := r.Take(ctx, turn, "remove", "container 1")
 		second <- err
 	}()
-	for len(m.Waits()) == 0 { // until the second waits
+	for len(r.Waits()) == 0 { // until the second waits
 		select {
 		case err := <-second:
 			t.Fatalf("the second did not wait: %v", err)
 		default:
 		}
 	}
-	if w := m.Waits()[0]; w.What != "its turn to remove" || w.Object != "container 1" || w.Since.IsZero() {
+	if w := r.Waits()[0]; w.What != "its turn to remove" || w.Object != "container 1" || w.Since.IsZero() {
 		t.Errorf("wait: %+v", w)
 	}
 	cancel()
 	if err := <-second; !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "container 1") {
 		t.Errorf("given up: %v", err)
 	}
-	if w := m.Waits(); len(w) != 0 {
+	if w := r.Waits(); len(w) != 0 {
 		t.Errorf("waits left: %v", w)
 	}
 	pass()
-	pass, err = m.take(context.Background(), turn, "start", "container 1")
+	pass, err = r.Take(context.Background(), turn, "start", "container 1")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -65,14 +64,14 @@ func TestTurnIsAwaitedAndNamed(t *testing.T) {
 }
 
 func TestDetachGoesOnWithoutItsCaller(t *testing.T) {
-	m := testManager(t)
+	r := testRunner(t)
 	gone, cancel := context.WithCancel(context.Background())
 	entered, proceed, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
 	go func() {
 		<-entered
 		cancel()
 	}()
-	err := m.detach(gone, time.Minute, "stop", "pod 1", func(ctx context.Context) error {
+	err := r.Detach(gone, time.Minute, "stop", "pod 1", func(ctx context.Context) error {
 		close(entered)
 		<-proceed
 		ended <- ctx.Err()
@@ -88,40 +87,40 @@ func TestDetachGoesOnWithoutItsCaller(t *testing.T) {
 }
 
 func TestPanicIsAnError(t *testing.T) {
-	m := testManager(t)
-	err := m.detach(context.Background(), time.Minute, "stop", "pod 1", func(context.Context) error { panic("oh") })
+	r := testRunner(t)
+	err := r.Detach(context.Background(), time.Minute, "stop", "pod 1", func(context.Context) error { panic("oh") })
 	if errdefs.Code(err) != codes.Internal || !strings.Contains(err.Error(), "oh") {
 		t.Errorf("got %v", err)
 	}
 }
 
 func TestBackgroundEndsWithItsLifetime(t *testing.T) {
-	m := testManager(t)
+	r := testRunner(t)
 	failing := make(chan struct{}, 1)
-	m.inBackground("undo", "pod 1", func(context.Context) error {
+	r.InBackground("undo", "pod 1", func(context.Context) error {
 		failing <- struct{}{}
 		return errors.New("no")
 	})
 	<-failing
-	m.background.cancel() // while it waits for its next try, or before
-	if err := m.background.wait(context.Background()); err != nil {
+	r.Background.Cancel() // while it waits for its next try, or before
+	if err := r.Background.Wait(context.Background()); err != nil {
 		t.Error(err)
 	}
 }
 
 func TestTogetherJoinsErrorsAndPanics(t *testing.T) {
-	m := testManager(t)
+	r := testRunner(t)
 	no := errors.New("no")
-	err := m.together("take down", "pod 1", func() error { return no }, func() error { panic("oh") }, func() error { return nil })
+	err := r.Together("take down", "pod 1", func() error { return no }, func() error { panic("oh") }, func() error { return nil })
 	if !errors.Is(err, no) || !strings.Contains(err.Error(), "oh") {
 		t.Errorf("got %v", err)
 	}
 }
 
 func TestNothingStartsWhileClosing(t *testing.T) {
-	m := testManager(t)
-	m.operations.close()
-	err := m.detach(context.Background(), time.Minute, "stop", "pod 1", func(context.Context) error { t.Error("ran"); return nil })
+	r := testRunner(t)
+	r.Operations.Close()
+	err := r.Detach(context.Background(), time.Minute, "stop", "pod 1", func(context.Context) error { t.Error("ran"); return nil })
 	if errdefs.Code(err) != codes.Unavailable {
 		t.Errorf("got %v", err)
 	}

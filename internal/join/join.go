@@ -1,4 +1,6 @@
-package sandbox
+// Package join makes creating things idempotent: who asks again while the first
+// request is under way joins it, and who asks afterwards gets what was made.
+package join
 
 import (
 	"context"
@@ -11,30 +13,31 @@ import (
 	"berth/internal/errdefs"
 )
 
-// fingerprint tells whether two requests are the same.
-type fingerprint [sha256.Size]byte
+// Fingerprint tells whether two requests are the same.
+type Fingerprint [sha256.Size]byte
 
-func fingerprintOf(messages ...proto.Message) (fingerprint, error) {
+// Of is the fingerprint of a request; its messages are encoded deterministically.
+func Of(messages ...proto.Message) (Fingerprint, error) {
 	h := sha256.New()
 	for _, msg := range messages {
 		data, err := proto.MarshalOptions{Deterministic: true}.Marshal(msg)
 		if err != nil {
-			return fingerprint{}, errdefs.InvalidArgument("encode request: %w", err)
+			return Fingerprint{}, errdefs.InvalidArgument("encode request: %w", err)
 		}
 		fmt.Fprintf(h, "%d:", len(data))
 		h.Write(data)
 	}
-	return fingerprint(h.Sum(nil)), nil
+	return Fingerprint(h.Sum(nil)), nil
 }
 
 // creation is one object being made, or made.
 type creation struct {
-	sum  fingerprint
+	sum  Fingerprint
 	done chan struct{} // closed when id and err are final
 	id   string
 	err  error
 
-	// Under the joiner's lock:
+	// Under the Joiner's lock:
 	waiting   int      // callers that will be told the ID
 	delivered bool     // somebody was told
 	removal   *removal // not nil: it is being removed
@@ -46,7 +49,7 @@ type removal struct {
 	err  error
 }
 
-// joiner makes creating idempotent: for each identity there is at most one
+// Joiner makes creating idempotent: for each identity there is at most one
 // creation, which later calls with the same content join.
 //
 // A call with another content gets AlreadyExists, unless nobody was ever told of
@@ -55,30 +58,30 @@ type removal struct {
 // made up anew for each request.) Such an object is removed and made anew.
 //
 // The lock guards the map and the creations' own fields and is held for no more.
-type joiner struct {
+type Joiner struct {
 	mu sync.Mutex
 	by map[string]*creation
 }
 
-// maker makes objects of one kind for a joiner.
-type maker struct {
-	// spawn starts a goroutine; false: the manager is closing.
-	spawn func(func()) bool
-	// make makes the object.
-	make func() (id string, err error)
-	// unused tells whether nobody has found the object by other means and uses it.
-	unused func(id string) bool
-	// remove takes away an object that nobody was told of.
-	remove func(ctx context.Context, id string) error
+// Maker makes objects of one kind for a Joiner.
+type Maker struct {
+	// Spawn starts a goroutine; false: the manager is closing.
+	Spawn func(func()) bool
+	// Make makes the object.
+	Make func() (id string, err error)
+	// Unused tells whether nobody has found the object by other means and uses it.
+	Unused func(id string) bool
+	// Remove takes away an object that nobody was told of.
+	Remove func(ctx context.Context, id string) error
 }
 
-// create returns the ID of the object of that identity: of the existing one, of
+// Create returns the ID of the object of that identity: of the existing one, of
 // the one being made, or of the one that it makes. A creation that failed leaves
 // no trace.
-func (j *joiner) create(ctx context.Context, identity string, sum fingerprint, mk maker) (string, error) {
+func (j *Joiner) Create(ctx context.Context, identity string, sum Fingerprint, mk Maker) (string, error) {
 	for {
 		c, mine, going := j.enter(identity, sum)
-		if mine && !mk.spawn(func() { id, err := mk.make(); j.finish(identity, c, id, err) }) {
+		if mine && !mk.Spawn(func() { id, err := mk.Make(); j.finish(identity, c, id, err) }) {
 			j.finish(identity, c, "", errdefs.Unavailable("create %s: berth is stopping", identity))
 		}
 		if going == nil && c.sum == sum {
@@ -116,15 +119,15 @@ func waitDone(ctx context.Context, identity string, done <-chan struct{}) error 
 // replace begins to remove an object that nobody was told of and nobody uses; nil
 // if that is not so. It goes on without its caller; if it fails the object stays, to be
 // replaced by the next who asks.
-func (j *joiner) replace(c *creation, mk maker) *removal {
-	if !mk.unused(c.id) {
+func (j *Joiner) replace(c *creation, mk Maker) *removal {
+	if !mk.Unused(c.id) {
 		return nil
 	}
 	going := j.claim(c)
 	if going == nil {
 		return nil
 	}
-	if !mk.spawn(func() { j.release(c, mk.remove(context.Background(), c.id)) }) { // the operation has its own limit
+	if !mk.Spawn(func() { j.release(c, mk.Remove(context.Background(), c.id)) }) { // the operation has its own limit
 		j.release(c, errdefs.Unavailable("berth is stopping"))
 	}
 	return going
@@ -133,7 +136,7 @@ func (j *joiner) replace(c *creation, mk maker) *removal {
 // enter returns the creation of that identity, a new one if there is none, and
 // counts the caller in if it is to be told the ID. One that is being removed it
 // returns with what to wait for.
-func (j *joiner) enter(identity string, sum fingerprint) (c *creation, mine bool, going *removal) {
+func (j *Joiner) enter(identity string, sum Fingerprint) (c *creation, mine bool, going *removal) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	c = j.by[identity]
@@ -150,14 +153,14 @@ func (j *joiner) enter(identity string, sum fingerprint) (c *creation, mine bool
 	return c, mine, nil
 }
 
-func (j *joiner) put(identity string, c *creation) {
+func (j *Joiner) put(identity string, c *creation) {
 	if j.by == nil {
 		j.by = map[string]*creation{}
 	}
 	j.by[identity] = c
 }
 
-func (j *joiner) await(ctx context.Context, identity string, c *creation) (string, error) {
+func (j *Joiner) await(ctx context.Context, identity string, c *creation) (string, error) {
 	told := false
 	defer func() {
 		j.mu.Lock()
@@ -175,7 +178,7 @@ func (j *joiner) await(ctx context.Context, identity string, c *creation) (strin
 }
 
 // claim marks the object as being removed, if nobody knows of it; else it returns nil.
-func (j *joiner) claim(c *creation) *removal {
+func (j *Joiner) claim(c *creation) *removal {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if c.delivered || c.waiting > 0 || c.removal != nil {
@@ -185,7 +188,7 @@ func (j *joiner) claim(c *creation) *removal {
 	return c.removal
 }
 
-func (j *joiner) release(c *creation, err error) {
+func (j *Joiner) release(c *creation, err error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	c.removal.err = err
@@ -193,7 +196,7 @@ func (j *joiner) release(c *creation, err error) {
 	c.removal = nil
 }
 
-func (j *joiner) finish(identity string, c *creation, id string, err error) {
+func (j *Joiner) finish(identity string, c *creation, id string, err error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	c.id, c.err = id, err
@@ -203,8 +206,8 @@ func (j *joiner) finish(identity string, c *creation, id string, err error) {
 	close(c.done)
 }
 
-// adopt enters an object that exists already: at start, from its record.
-func (j *joiner) adopt(identity string, sum fingerprint, id string) {
+// Adopt enters an object that exists already: at start, from its record.
+func (j *Joiner) Adopt(identity string, sum Fingerprint, id string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	c := &creation{sum: sum, done: make(chan struct{}), id: id, delivered: true}
@@ -212,8 +215,8 @@ func (j *joiner) adopt(identity string, sum fingerprint, id string) {
 	j.put(identity, c)
 }
 
-// forget frees the identity when the object with that ID is removed.
-func (j *joiner) forget(identity, id string) {
+// Forget frees the identity when the object with that ID is removed.
+func (j *Joiner) Forget(identity, id string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	c := j.by[identity]

@@ -1,8 +1,6 @@
-package sandbox
+package task
 
 import (
-	"context"
-	"fmt"
 	"slices"
 	"sync"
 	"time"
@@ -51,30 +49,7 @@ func (w *waits) list() []Wait {
 }
 
 // Waits returns what operations are waiting for at the moment, oldest first.
-func (m *Manager) Waits() []Wait { return m.waits.list() }
+func (r *Runner) Waits() []Wait { return r.waits.list() }
 
-// turn is held by the one writer of an object. It is not a mutex: it is awaited
-// with a deadline and shows in Waits.
-type turn chan struct{}
-
-func newTurn() turn { return make(chan struct{}, 1) }
-
-// take waits for the object's turn and returns the function that passes it on.
-func (m *Manager) take(ctx context.Context, t turn, what, object string) (pass func(), err error) {
-	pass = func() { <-t }
-	if err := ctx.Err(); err != nil {
-		return nil, fmt.Errorf("%s %s: %w", what, object, err)
-	}
-	select {
-	case t <- struct{}{}:
-		return pass, nil
-	default:
-	}
-	defer m.waits.begin("its turn to "+what, object)()
-	select {
-	case t <- struct{}{}:
-		return pass, nil
-	case <-ctx.Done():
-		return nil, fmt.Errorf("%s %s: waiting for an operation on it to end: %w", what, object, ctx.Err())
-	}
-}
+// Begin notes a wait; the caller calls end when it is over.
+func (r *Runner) Begin(what, object string) (end func()) { return r.waits.begin(what, object) }

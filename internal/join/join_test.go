@@ -1,4 +1,4 @@
-package sandbox
+package join
 
 import (
 	"context"
@@ -12,12 +12,12 @@ import (
 )
 
 // testMaker makes objects that nobody uses and nobody may remove.
-func testMaker(make func() (string, error)) maker {
-	return maker{spawn: func(f func()) bool { go f(); return true }, make: make, unused: func(string) bool { return true }}
+func testMaker(make func() (string, error)) Maker {
+	return Maker{Spawn: func(f func()) bool { go f(); return true }, Make: make, Unused: func(string) bool { return true }}
 }
 
 func TestJoinRunningCreation(t *testing.T) {
-	var j joiner
+	var j Joiner
 	var made int
 	release := make(chan struct{})
 	entered := make(chan struct{})
@@ -30,7 +30,7 @@ func TestJoinRunningCreation(t *testing.T) {
 	var callers sync.WaitGroup
 	for range 8 {
 		callers.Go(func() {
-			id, err := j.create(context.Background(), "pod a", fingerprint{1}, mk)
+			id, err := j.Create(context.Background(), "pod a", Fingerprint{1}, mk)
 			if id != "id-1" || err != nil {
 				t.Errorf("create: %q, %v", id, err)
 			}
@@ -39,15 +39,15 @@ func TestJoinRunningCreation(t *testing.T) {
 	<-entered
 	gone, cancel := context.WithCancel(context.Background())
 	cancel()
-	if _, err := j.create(gone, "pod a", fingerprint{1}, mk); !errors.Is(err, context.Canceled) {
+	if _, err := j.Create(gone, "pod a", Fingerprint{1}, mk); !errors.Is(err, context.Canceled) {
 		t.Errorf("a caller that goes away: %v", err)
 	}
 	other := make(chan error, 1)
 	go func() {
-		_, err := j.create(context.Background(), "pod a", fingerprint{2}, mk)
+		_, err := j.Create(context.Background(), "pod a", Fingerprint{2}, mk)
 		other <- err
 	}()
-	if _, err := j.create(gone, "pod a", fingerprint{2}, mk); !errors.Is(err, context.Canceled) {
+	if _, err := j.Create(gone, "pod a", Fingerprint{2}, mk); !errors.Is(err, context.Canceled) {
 		t.Errorf("another content while running, given up: %v", err)
 	}
 	close(release)
@@ -58,22 +58,22 @@ func TestJoinRunningCreation(t *testing.T) {
 	if made != 1 {
 		t.Errorf("made %d times", made)
 	}
-	if _, err := j.create(context.Background(), "pod a", fingerprint{2}, mk); errdefs.Code(err) != codes.AlreadyExists {
+	if _, err := j.Create(context.Background(), "pod a", Fingerprint{2}, mk); errdefs.Code(err) != codes.AlreadyExists {
 		t.Errorf("another content afterwards: %v", err)
 	}
 }
 
 func TestFailedCreationLeavesNoTrace(t *testing.T) {
-	var j joiner
+	var j Joiner
 	fail := errors.New("no")
 	for _, want := range []error{fail, nil} {
-		_, err := j.create(context.Background(), "pod a", fingerprint{}, testMaker(func() (string, error) { return "id", want }))
+		_, err := j.Create(context.Background(), "pod a", Fingerprint{}, testMaker(func() (string, error) { return "id", want }))
 		if !errors.Is(err, want) {
 			t.Errorf("create: %v, want %v", err, want)
 		}
 	}
-	var closing joiner
-	if _, err := closing.create(context.Background(), "pod a", fingerprint{}, maker{spawn: func(func()) bool { return false }}); errdefs.Code(err) != codes.Unavailable {
+	var closing Joiner
+	if _, err := closing.Create(context.Background(), "pod a", Fingerprint{}, Maker{Spawn: func(func()) bool { return false }}); errdefs.Code(err) != codes.Unavailable {
 		t.Errorf("create while closing: %v", err)
 	}
 	if len(closing.by) != 0 {
@@ -84,70 +84,70 @@ func TestFailedCreationLeavesNoTrace(t *testing.T) {
 // kubelet gives up after two minutes and asks again, with another path for the
 // termination log.
 func TestObjectNobodyWasToldOfIsReplaced(t *testing.T) {
-	var j joiner
+	var j Joiner
 	proceed := make(chan struct{})
 	gone, cancel := context.WithCancel(context.Background())
 	cancel()
-	_, err := j.create(gone, "container a", fingerprint{1}, testMaker(func() (string, error) { <-proceed; return "first", nil }))
+	_, err := j.Create(gone, "container a", Fingerprint{1}, testMaker(func() (string, error) { <-proceed; return "first", nil }))
 	if !errors.Is(err, context.Canceled) {
 		t.Fatalf("the first caller: %v", err)
 	}
 	var removed []string
 	again := testMaker(func() (string, error) { return "second", nil })
-	again.remove = func(_ context.Context, id string) error {
+	again.Remove = func(_ context.Context, id string) error {
 		removed = append(removed, id)
-		j.forget("container a", id)
+		j.Forget("container a", id)
 		return nil
 	}
 	close(proceed)
-	id, err := j.create(context.Background(), "container a", fingerprint{2}, again)
+	id, err := j.Create(context.Background(), "container a", Fingerprint{2}, again)
 	if id != "second" || err != nil || len(removed) != 1 || removed[0] != "first" {
 		t.Fatalf("the retry got %q, %v; removed %v", id, err, removed)
 	}
-	if _, err := j.create(context.Background(), "container a", fingerprint{3}, again); errdefs.Code(err) != codes.AlreadyExists {
+	if _, err := j.Create(context.Background(), "container a", Fingerprint{3}, again); errdefs.Code(err) != codes.AlreadyExists {
 		t.Errorf("one that somebody was told of: %v", err)
 	}
 }
 
 func TestReplacementThatFailsIsTriedAgain(t *testing.T) {
-	var j joiner
-	j.adopt("container a", fingerprint{1}, "first")
+	var j Joiner
+	j.Adopt("container a", Fingerprint{1}, "first")
 	j.by["container a"].delivered = false
 	fail := errors.New("busy")
 	mk := testMaker(nil)
-	mk.remove = func(context.Context, string) error { return fail }
+	mk.Remove = func(context.Context, string) error { return fail }
 	for range 2 {
-		if _, err := j.create(context.Background(), "container a", fingerprint{2}, mk); !errors.Is(err, fail) {
+		if _, err := j.Create(context.Background(), "container a", Fingerprint{2}, mk); !errors.Is(err, fail) {
 			t.Errorf("got %v", err)
 		}
 	}
-	mk.unused = func(string) bool { return false }
-	if _, err := j.create(context.Background(), "container a", fingerprint{2}, mk); errdefs.Code(err) != codes.AlreadyExists {
+	mk.Unused = func(string) bool { return false }
+	if _, err := j.Create(context.Background(), "container a", Fingerprint{2}, mk); errdefs.Code(err) != codes.AlreadyExists {
 		t.Errorf("one that is in use: %v", err)
 	}
 }
 
 // Who asks for the old content while it is being removed must not be told its ID.
 func TestNobodyIsToldOfWhatIsBeingRemoved(t *testing.T) {
-	var j joiner
-	j.adopt("container a", fingerprint{1}, "first")
+	var j Joiner
+	j.Adopt("container a", Fingerprint{1}, "first")
 	j.by["container a"].delivered = false
 	removing, proceed := make(chan struct{}), make(chan struct{})
 	replacing := testMaker(func() (string, error) { return "second", nil })
-	replacing.remove = func(_ context.Context, id string) error {
+	replacing.Remove = func(_ context.Context, id string) error {
 		close(removing)
 		<-proceed
-		j.forget("container a", id)
+		j.Forget("container a", id)
 		return nil
 	}
 	gone, cancel := context.WithCancel(context.Background())
 	go func() { <-removing; cancel() }()
-	if _, err := j.create(gone, "container a", fingerprint{2}, replacing); !errors.Is(err, context.Canceled) {
+	if _, err := j.Create(gone, "container a", Fingerprint{2}, replacing); !errors.Is(err, context.Canceled) {
 		t.Errorf("the replacing caller gave up: %v", err)
 	}
 	got := make(chan string, 1)
 	go func() {
-		id, err := j.create(context.Background(), "container a", fingerprint{1}, testMaker(func() (string, error) { return "third", nil }))
+		id, err := j.Create(context.Background(), "container a", Fingerprint{1}, testMaker(func() (string, error) { return "third", nil }))
 		if err != nil {
 			t.Error(err)
 		}
@@ -160,13 +160,13 @@ func TestNobodyIsToldOfWhatIsBeingRemoved(t *testing.T) {
 }
 
 func TestForgetOnlyOwnID(t *testing.T) {
-	var j joiner
-	j.adopt("pod a", fingerprint{1}, "new")
-	j.forget("pod a", "old")
+	var j Joiner
+	j.Adopt("pod a", Fingerprint{1}, "new")
+	j.Forget("pod a", "old")
 	if j.by["pod a"] == nil {
 		t.Fatal("the removal of an older object freed the identity of the newer")
 	}
-	j.forget("pod a", "new")
+	j.Forget("pod a", "new")
 	if j.by["pod a"] != nil {
 		t.Fatal("the identity is not free")
 	}

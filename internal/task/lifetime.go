@@ -1,0 +1,71 @@
+package task
+
+import (
+	"context"
+	"sync"
+	"time"
+)
+
+// Lifetime is a kind of goroutine: all of a kind get the same context and end
+// with it. The lock guards closed against Spawn and is held for nothing else.
+type Lifetime struct {
+	ctx    context.Context
+	cancel context.CancelFunc
+	group  sync.WaitGroup
+	mu     sync.Mutex
+	closed bool
+}
+
+func newLifetime() *Lifetime {
+	l := &Lifetime{}
+	l.ctx, l.cancel = context.WithCancel(context.Background())
+	return l
+}
+
+// Context ends with Cancel. The goroutines of the lifetime work under it.
+func (l *Lifetime) Context() context.Context { return l.ctx }
+
+// Cancel tells all goroutines to end.
+func (l *Lifetime) Cancel() { l.cancel() }
+
+// Spawn starts a goroutine. It returns false, and starts nothing, after Close.
+func (l *Lifetime) Spawn(f func()) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed {
+		return false
+	}
+	l.group.Go(f)
+	return true
+}
+
+// Close lets nothing new start.
+func (l *Lifetime) Close() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.closed = true
+}
+
+// Wait returns when all goroutines have ended, or ctx has.
+func (l *Lifetime) Wait(ctx context.Context) error {
+	done := make(chan struct{})
+	go func() { l.group.Wait(); close(done) }() // ends with the goroutines it waits for
+	select {
+	case <-done:
+		return nil
+	case <-ctx.Done():
+	}
+	select {
+	case <-done: // both: what matters is that they have ended
+		return nil
+	default:
+		return ctx.Err()
+	}
+}
+
+// WaitFor is Wait with a limit.
+func (l *Lifetime) WaitFor(limit time.Duration) error {
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	return l.Wait(ctx)
+}
