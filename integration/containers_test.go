@@ -224,60 +224,6 @@ func TestContainerMounts(t *testing.T) {
 	}
 }
 
-// A mount below a read-only volume is read-only only if recursion is asked for.
-func TestContainerRecursiveReadOnly(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	host := t.TempDir()
-	sub := filepath.Join(host, "sub")
-	must(t, os.Mkdir(sub, 0o755))
-	must(t, syscall.Mount("sub", sub, "tmpfs", 0, ""))
-	t.Cleanup(func() { must(t, syscall.Unmount(sub, 0)) })
-	for _, recursive := range []bool{false, true} {
-		c := pod.run(t, mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Readonly: true, RecursiveReadOnly: recursive}))
-		_, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"touch", "/v/sub/file"}, 0)
-		equal(t, fmt.Sprintf("a file can be made below a volume with recursive_read_only %v", recursive), err == nil, !recursive)
-		equal(t, "reported recursive_read_only", c.status(t).Mounts[0].RecursiveReadOnly, recursive)
-		c.stop(t, 0)
-	}
-}
-
-// What propagates in which direction.
-func TestContainerMountPropagation(t *testing.T) {
-	d := startDaemon(t)
-	privilegedPod := podSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true })
-	pod := d.runPod(t, hostNetwork, privilegedPod)
-	for _, c := range []struct {
-		propagation       runtimeapi.MountPropagation
-		toContainer, back bool
-	}{
-		{runtimeapi.MountPropagation_PROPAGATION_PRIVATE, false, false},
-		{runtimeapi.MountPropagation_PROPAGATION_HOST_TO_CONTAINER, true, false},
-		{runtimeapi.MountPropagation_PROPAGATION_BIDIRECTIONAL, true, true},
-	} {
-		t.Run(c.propagation.String(), func(t *testing.T) {
-			host := t.TempDir()
-			for _, dir := range []string{"down", "up"} {
-				must(t, os.Mkdir(filepath.Join(host, dir), 0o755))
-			}
-			ctr := pod.run(t, security(privileged), mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Propagation: c.propagation}))
-			must(t, syscall.Mount("down", filepath.Join(host, "down"), "tmpfs", 0, ""))
-			t.Cleanup(func() { must(t, syscall.Unmount(filepath.Join(host, "down"), 0)) })
-			equal(t, "a mount of the host arrives", strings.Contains(ctr.exec(t, "cat", "/proc/mounts"), "/v/down"), c.toContainer)
-			ctr.exec(t, "mount", "-t", "tmpfs", "up", "/v/up")
-			seen := false
-			for _, m := range mountpoints(t, 1) {
-				if m == filepath.Join(host, "up") {
-					seen = true
-				}
-			}
-			equal(t, "a mount of the container arrives on the host", seen, c.back)
-			ctr.exec(t, "umount", "/v/up")
-			ctr.stop(t, 0)
-		})
-	}
-}
-
 func TestContainerDevices(t *testing.T) {
 	d := startDaemon(t)
 	pod := d.runPod(t, hostNetwork)

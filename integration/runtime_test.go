@@ -56,7 +56,7 @@ func TestVersionStatusAndRuntimeConfig(t *testing.T) {
 	if features, ok := handlers[""]; !ok || !features.GetRecursiveReadOnlyMounts() {
 		t.Errorf("runtime handlers are %v", status.RuntimeHandlers)
 	}
-	if !status.Features.GetSupplementalGroupsPolicy() {
+	if !status.Features.GetSupplementalGroupsPolicy() || !status.Features.GetMountOptions() {
 		t.Errorf("features are %v", status.Features)
 	}
 	if len(get(d.cri.Status(t.Context(), true))(t).Info) == 0 {

@@ -121,7 +121,7 @@ func ReleaseSELinuxLabel(spec *specs.Spec) {
 func RelabelSources(config *runtimeapi.ContainerConfig, files Files) ([]string, error) {
 	var sources []string
 	for _, m := range config.GetMounts() {
-		if !m.GetSelinuxRelabel() {
+		if !m.GetSelinuxRelabel() || IsImageVolume(m) { // other containers run on the same layers
 			continue
 		}
 		source, err := mountSource(m, files)

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"path"
 	"slices"
 	"strings"
@@ -21,8 +22,8 @@ import (
 // one at the same place, and the kernel's filesystems below it.
 func setMounts(in ContainerInput, spec *specs.Spec) error {
 	var given []specs.Mount
-	for _, m := range in.Config.GetMounts() {
-		mount, err := criMount(m, in.Host, in.Files)
+	for i, m := range in.Config.GetMounts() {
+		mount, err := givenMount(in, i)
 		if err != nil {
 			return err
 		}
@@ -125,8 +126,9 @@ func raiseRootPropagation(p runtimeapi.MountPropagation, spec *specs.Spec) {
 	}
 }
 
-// criMount converts one mount of the CRI config.
-func criMount(m *runtimeapi.Mount, host Host, files Files) (specs.Mount, error) {
+// givenMount converts the i-th mount of the CRI config: of a host path or of an image.
+func givenMount(in ContainerInput, i int) (specs.Mount, error) {
+	m := in.Config.GetMounts()[i]
 	dest, err := mountDestination(m)
 	if err != nil {
 		return specs.Mount{}, err
@@ -134,30 +136,52 @@ func criMount(m *runtimeapi.Mount, host Host, files Files) (specs.Mount, error) 
 	if err := refuseUnimplementedMount(m); err != nil {
 		return specs.Mount{}, err
 	}
-	source, err := mountSource(m, files)
+	find := hostSource
+	if IsImageVolume(m) {
+		find = imageSource
+	}
+	source, propagation, err := find(in, i)
 	if err != nil {
 		return specs.Mount{}, err
 	}
-	propagation, err := propagationOption(m, source, files)
+	access, err := accessOption(m, in.Host)
 	if err != nil {
 		return specs.Mount{}, err
 	}
-	access, err := accessOption(m, host)
-	if err != nil {
+	if err := checkMountOptions(m); err != nil {
 		return specs.Mount{}, err
 	}
-	options := []string{"rbind", propagation, access}
-	for _, o := range m.GetMountOptions() {
-		if !mountOptions[o] {
-			return specs.Mount{}, errdefs.InvalidArgument("mount of %s: unknown mount option %q", dest, o)
-		}
-		options = append(options, o)
-	}
+	options := append([]string{"rbind", propagation, access}, m.GetMountOptions()...)
 	return specs.Mount{Destination: dest, Type: "bind", Source: source, Options: options}, nil
 }
 
-// mountOptions are the per-mount flags that mount_options may set. Those with meaning
-// for berth itself (bind, ro, propagation) have fields of their own.
+// hostSource is the path on the host that the i-th mount is of, and the option for its propagation.
+func hostSource(in ContainerInput, i int) (source, propagation string, err error) {
+	m := in.Config.GetMounts()[i]
+	if m.GetImageSubPath() != "" {
+		return "", "", errdefs.InvalidArgument("mount of %s: image_sub_path without image", m.GetContainerPath())
+	}
+	if source, err = mountSource(m, in.Files); err != nil {
+		return "", "", err
+	}
+	propagation, err = propagationOption(m, source, in.Files)
+	return source, propagation, err
+}
+
+func checkMountOptions(m *runtimeapi.Mount) error {
+	for _, o := range m.GetMountOptions() {
+		if !mountOptions[o] {
+			return errdefs.InvalidArgument("mount of %s: unknown mount option %q, known are %s",
+				m.GetContainerPath(), o, strings.Join(slices.Sorted(maps.Keys(mountOptions)), ", "))
+		}
+	}
+	return nil
+}
+
+// mountOptions are the per-mount flags that mount_options may set (KEP-5855; kubelet sends
+// the first three). They apply to the volume itself and not to what is mounted below it,
+// as the same options of the runtime-spec do. Those with meaning for berth itself (bind,
+// ro, propagation) have fields of their own, and what takes a protection away is refused.
 var mountOptions = map[string]bool{
 	"nodev": true, "noexec": true, "nosuid": true, "nosymfollow": true,
 	"noatime": true, "nodiratime": true, "relatime": true, "strictatime": true,
@@ -176,9 +200,6 @@ func mountDestination(m *runtimeapi.Mount) (string, error) {
 }
 
 func refuseUnimplementedMount(m *runtimeapi.Mount) error {
-	if m.GetImage().GetImage() != "" || m.GetImageSubPath() != "" {
-		return errdefs.New(codes.Unimplemented, "mount of %s: image volumes are not supported", m.GetContainerPath())
-	}
 	if len(m.GetUidMappings()) > 0 || len(m.GetGidMappings()) > 0 {
 		return errdefs.New(codes.Unimplemented, "mount of %s: ID mappings are not supported", m.GetContainerPath())
 	}
@@ -222,8 +243,13 @@ func propagationOption(m *runtimeapi.Mount, source string, files Files) (string,
 	if at.Shared || at.Slave && option == "rslave" {
 		return option, nil
 	}
-	return "", errdefs.FailedPrecondition("mount of %s: %s wanted, but host_path %s is on %s, which is not a shared mount",
-		m.GetContainerPath(), m.GetPropagation(), source, at.Mountpoint)
+	needed := "shared mount"
+	if option == "rslave" {
+		needed = "shared or slave mount"
+	}
+	// The words are containerd's: people search for them.
+	return "", errdefs.FailedPrecondition("mount of %s with %s: path %q is mounted on %q but it is not a %s",
+		m.GetContainerPath(), m.GetPropagation(), source, at.Mountpoint, needed)
 }
 
 // accessOption is ro, rw or, recursively read-only (KEP-3857), rro.

@@ -13,7 +13,7 @@
 //     read some of them as commands (CVE-2024-3154, CVE-2026-53488). So the annotations
 //     for block I/O and RDT classes, which containerd reads, do nothing.
 //   - What berth cannot honour it refuses by name. Refused for now with Unimplemented:
-//     user namespaces, ID-mapped mounts, image volumes (mounts with image_spec), CDI
+//     user namespaces, ID-mapped mounts, CDI
 //     devices. Passed over, as containerd and CRI-O do, because kubelet sends them to
 //     every host: limits of swap and hugepages, SELinux options and the default
 //     AppArmor profile where the kernel has no such thing.
@@ -28,7 +28,8 @@
 // # Errors of kubelet's interest
 //
 // A recursive read-only mount that the kernel can't make is an error whose text
-// begins with RROUnsupported (k8s.io/cri-api/pkg/errors, KEP-3857).
+// begins with RROUnsupported (k8s.io/cri-api/pkg/errors, KEP-3857), an image volume that
+// can't be had one that begins with ImageVolumeMountFailed (KEP-4639).
 package oci
 
 import (
@@ -93,6 +94,10 @@ type ContainerInput struct {
 	// TargetPIDNS is the path of the PID namespace to join if the CRI config asks for
 	// one by NamespaceMode_TARGET.
 	TargetPIDNS string
+	// ImageVolumes are the places where the launcher mounts the images that the config's mounts
+	// name (KEP-4639), by their index in Config.Mounts. A file or directory of the image
+	// (image_sub_path) the launcher puts in.
+	ImageVolumes map[int]string
 }
 
 // SandboxInput is what SandboxSpec builds the spec of a pod's pause from.

@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -12,6 +13,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	crierrors "k8s.io/cri-api/pkg/errors"
 
 	"berth/image"
 	"berth/internal/errdefs"
@@ -83,9 +85,18 @@ func (m *Manager) CreateContainer(ctx context.Context, podID string, config *run
 		Remove: m.RemoveContainer,
 	})
 	if err != nil {
-		return "", fmt.Errorf("create %s: %w", identity, err)
+		return "", createFailed(identity, err)
 	}
 	return id, nil
+}
+
+// createFailed names what could not be created: first, or, where kubelet looks at how the
+// text begins, last.
+func createFailed(identity string, err error) error {
+	if errors.Is(err, crierrors.ErrImageVolumeMountFailed) || errors.Is(err, crierrors.ErrRROUnsupported) {
+		return fmt.Errorf("%w (create %s)", err, identity)
+	}
+	return fmt.Errorf("create %s: %w", identity, err)
 }
 
 // newContainer runs in a goroutine of its own, whatever becomes of the caller.
@@ -117,6 +128,9 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	c := &container{id: newID(), podID: p.id, config: config, turn: task.NewTurn(), resources: config.GetLinux().GetResources()}
 	c.rec = containerRecord{ID: c.id, PodID: p.id, BootID: m.bootID, Phase: containerCreated, CreatedAt: time.Now(),
 		Image: imageRecord{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}}
+	if c.rec.Volumes, err = m.imageVolumes(config); err != nil {
+		return nil, err
+	}
 	if c.rec.Config, err = proto.Marshal(config); err != nil {
 		return nil, errdefs.InvalidArgument("encode container config: %w", err)
 	}
@@ -171,6 +185,9 @@ func (m *Manager) makeContainer(p *pod, c *container) error {
 	if err != nil {
 		return err
 	}
+	if err := m.checkVolumes(c); err != nil {
+		return err
+	}
 	c.rec.Process = spec.Process
 	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
 		return err
@@ -220,6 +237,7 @@ func (m *Manager) containerSpec(p *pod, c *container, resources *runtimeapi.Linu
 	return oci.ContainerSpec(oci.ContainerInput{
 		ID: c.id, Pod: m.ociPod(p), Config: c.config, Image: &c.rec.Image.Config, User: c.rec.User, Host: *m.cfg.Host,
 		SystemdCgroup: m.cfg.SystemdCgroup, TargetPIDNS: target, Resources: resources, Files: host.Files{},
+		ImageVolumes: m.volumePlaces(c),
 	})
 }
 
@@ -247,7 +265,7 @@ func (m *Manager) targetPIDNS(c *container) (string, error) {
 func (m *Manager) publishContainer(c *container) {
 	info := &ContainerInfo{ID: c.id, PodID: c.podID, Config: c.config, ImageID: c.rec.Image.ID, CreatedAt: c.rec.CreatedAt,
 		LogPath: c.rec.LogPath, User: c.rec.User.CRI(), Resources: c.resources, process: c.rec.Process}
-	info.StopSignal = oci.CRISignal(stopSignal(c))
+	info.StopSignal, info.Mounts = oci.CRISignal(stopSignal(c)), statusMounts(c)
 	switch c.rec.Phase {
 	case containerCreated, containerStarting:
 		info.State = runtimeapi.ContainerState_CONTAINER_CREATED
@@ -323,6 +341,7 @@ func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 	steps := []func() error{
 		func() error { return m.removeRuntimeState(ctx, c.id, c.rec.CgroupsPath) },
 		func() error { return m.images.Release(c.id) },
+		func() error { return m.releaseVolumes(c) },
 		func() error { return m.discard(m.writableDir(c.id)) },
 		func() error { return m.containerRecs.Remove(c.id) },
 	}

@@ -109,6 +109,10 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 	if err != nil {
 		return nil, err
 	}
+	volumes, err := m.holdVolumes(c)
+	if err != nil {
+		return nil, err
+	}
 	spec, err := m.containerSpec(p, c, c.resources)
 	if err != nil {
 		return nil, err
@@ -118,7 +122,7 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 	}
 	defer m.tasks.Begin("its launch", c.String())()
 	return m.launchers.Launch(ctx, shim.LaunchRequest{
-		ID: c.id, Dir: m.shimDir(c.id), Spec: spec, Rootfs: root, SystemdCgroup: m.cfg.SystemdCgroup,
+		ID: c.id, Dir: m.shimDir(c.id), Spec: spec, Rootfs: root, Volumes: volumes, SystemdCgroup: m.cfg.SystemdCgroup,
 		LogPath: c.rec.LogPath, LogDir: p.config.GetLogDirectory(), MaxLogLine: m.cfg.MaxLogLine,
 		Stdin: c.config.GetStdin(), StdinOnce: c.config.GetStdinOnce(), Terminal: c.config.GetTty(),
 	})

@@ -38,6 +38,7 @@ type ContainerInfo struct {
 	User       *runtimeapi.ContainerUser
 	Resources  *runtimeapi.LinuxContainerResources
 	StopSignal runtimeapi.Signal
+	Mounts     []*runtimeapi.Mount // the config's, with the IDs of images
 
 	process *specs.Process // what execs derive from
 }

@@ -71,6 +71,7 @@ type containerRecord struct {
 	Resources []byte    `json:"resources,omitempty"` // runtime.v1.LinuxContainerResources in force, as protobuf
 
 	Image       imageRecord    `json:"image"`
+	Volumes     []volumeRecord `json:"volumes,omitempty"` // images mounted as volumes
 	User        oci.User       `json:"user"`
 	CgroupsPath string         `json:"cgroupsPath"`
 	LogPath     string         `json:"logPath,omitempty"`

@@ -183,6 +183,9 @@ func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
 	if _, err := m.images.Hold(c.id, c.rec.Image.Layers); err != nil {
 		m.log.Error("layers of a container", "container", c.id, "image", c.rec.Image.ID, "error", err)
 	}
+	if _, err := m.holdVolumes(c); err != nil {
+		m.log.Error("layers of a container's image volumes", "container", c.id, "error", err)
+	}
 	switch {
 	case c.rec.Phase == containerExited:
 		m.publishContainer(c)

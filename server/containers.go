@@ -246,7 +246,7 @@ func (s *runtimeService) containerStatus(c *sandbox.ContainerInfo) *runtimeapi.C
 		Message:     c.Message,
 		Labels:      c.Config.GetLabels(),
 		Annotations: c.Config.GetAnnotations(),
-		Mounts:      c.Config.GetMounts(),
+		Mounts:      c.Mounts,
 		LogPath:     c.LogPath,
 		User:        c.User,
 		StopSignal:  c.StopSignal,

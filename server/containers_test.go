@@ -151,6 +151,7 @@ func exited() *sandbox.ContainerInfo {
 		User:       &runtimeapi.ContainerUser{Linux: &runtimeapi.LinuxContainerUser{Uid: 5, Gid: 6, SupplementalGroups: []int64{6, 7}}},
 		Resources:  &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20},
 		StopSignal: runtimeapi.Signal_SIGNAL_SIGUSR1,
+		Mounts:     cfg.Mounts,
 	}
 }
 

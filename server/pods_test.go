@@ -77,7 +77,7 @@ func TestStatus(t *testing.T) {
 			{Type: "NetworkReady", Reason: "NetworkPluginNotReady", Message: "no network configuration in /etc/cni/net.d"},
 		}},
 		RuntimeHandlers: []*runtimeapi.RuntimeHandler{{Name: "", Features: features}, {Name: "berth", Features: features}},
-		Features:        &runtimeapi.RuntimeFeatures{SupplementalGroupsPolicy: true},
+		Features:        &runtimeapi.RuntimeFeatures{SupplementalGroupsPolicy: true, MountOptions: true},
 	}
 	if !proto.Equal(got, want) {
 		t.Errorf("got  %v\nwant %v", got, want)

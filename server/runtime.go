@@ -40,7 +40,7 @@ func (s *runtimeService) Status(ctx context.Context, req *runtimeapi.StatusReque
 			{Type: runtimeapi.RuntimeReady, Status: true}, network,
 		}},
 		RuntimeHandlers: s.handlers(),
-		Features:        &runtimeapi.RuntimeFeatures{SupplementalGroupsPolicy: true},
+		Features:        &runtimeapi.RuntimeFeatures{SupplementalGroupsPolicy: true, MountOptions: true},
 	}
 	if req.GetVerbose() {
 		info, err := s.verboseStatus()

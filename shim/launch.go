@@ -77,6 +77,7 @@ func (l *Launchers) order(req LaunchRequest) *control.Launch {
 		Dir:           req.Dir,
 		Spec:          req.Spec,
 		Rootfs:        req.Rootfs,
+		Volumes:       req.Volumes,
 		SystemdCgroup: req.SystemdCgroup,
 		Pause:         req.Pause,
 		LogDir:        req.LogDir,
@@ -146,7 +147,11 @@ func (l *Launchers) scrub(p *launcher, req LaunchRequest) error {
 	if err != nil {
 		return err
 	}
+	for _, v := range req.Volumes { // its mount went with the launcher's mount namespace
+		err = errors.Join(err, remove(v.Path))
+	}
 	return errors.Join(
+		err,
 		group.Kill(ctx),
 		group.Destroy(ctx),
 		os.RemoveAll(filepath.Join(l.cfg.StateRoot, req.ID)),

@@ -29,6 +29,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"berth/internal/rootfs"
+	"berth/shim/control"
 )
 
 // LaunchRequest asks for one container (or pause) to be created and started.
@@ -37,6 +38,7 @@ type LaunchRequest struct {
 	Dir           string      // the shim directory, exists, 0700, below the private state mount
 	Spec          *specs.Spec // runtime-spec; Root.Path is set by the launcher
 	Rootfs        rootfs.Spec // mounted by the launcher in its own mount namespace at Dir/rootfs
+	Volumes       []Volume    // images mounted as volumes
 	SystemdCgroup bool        // cgroup driver
 	Pause         bool        // a sandbox's pause: no monitor, no log, no socket; the launcher ends after the reply
 
@@ -48,6 +50,9 @@ type LaunchRequest struct {
 	StdinOnce  bool   // close stdin when the first attached client that had stdin goes
 	Terminal   bool   // a pty instead of pipes
 }
+
+// Volume is an image that the launcher mounts, in its own mount namespace, for mounts of the spec.
+type Volume = control.Volume
 
 // Started is what a successful launch returns. The caller owns the files.
 type Started struct {

@@ -42,6 +42,7 @@ type Launch struct {
 	Dir           string      `json:"dir"`
 	Spec          *specs.Spec `json:"spec"`
 	Rootfs        rootfs.Spec `json:"rootfs"`
+	Volumes       []Volume    `json:"volumes,omitempty"`
 	SystemdCgroup bool        `json:"systemdCgroup,omitempty"`
 	Pause         bool        `json:"pause,omitempty"`
 	LogPath       string      `json:"logPath,omitempty"`
@@ -50,6 +51,14 @@ type Launch struct {
 	Stdin         bool        `json:"stdin,omitempty"`
 	StdinOnce     bool        `json:"stdinOnce,omitempty"`
 	Terminal      bool        `json:"terminal,omitempty"`
+}
+
+// Volume is an image for the container to have as a volume (KEP-4639): like the root
+// filesystem it is mounted in the launcher's mount namespace, and goes with the container.
+type Volume struct {
+	Path    string      `json:"path"`              // where it is mounted, below Dir; Source of its mounts in the spec
+	Rootfs  rootfs.Spec `json:"rootfs"`            // without Upper: read-only
+	SubPath string      `json:"subPath,omitempty"` // the file or directory of it that the container gets; empty: all
 }
 
 // Exec is shim.ExecRequest with the pool's settings. The files that come with it

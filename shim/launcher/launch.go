@@ -19,6 +19,7 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/cleanup"
 	"berth/internal/pidfd"
+	"berth/internal/rootfs"
 	"berth/shim/control"
 	"berth/shim/handoff"
 	"berth/shim/record"
@@ -75,6 +76,7 @@ func (c *launch) run() (err error) {
 	defer stop()
 	for _, step := range []func() error{
 		c.mountRootfs,
+		c.mountVolumes,
 		c.makeConfig,
 		c.openIO,
 		c.recordLauncher,
@@ -148,15 +150,23 @@ func (c *launch) cancel() bool {
 
 func (c *launch) mountRootfs() error {
 	dir := filepath.Join(c.Dir, "rootfs")
+	if err := c.mountAt(c.Rootfs, dir); err != nil {
+		return err
+	}
+	c.Spec.Root = &specs.Root{Path: dir, Readonly: c.Rootfs.Upper == "" || c.Spec.Root != nil && c.Spec.Root.Readonly}
+	return nil
+}
+
+// mountAt mounts layers on dir, which it makes, here and nowhere else.
+func (c *launch) mountAt(layers rootfs.Spec, dir string) error {
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return fmt.Errorf("mount point of %s: %w", c.ID, err)
 	}
 	c.undo.Add("remove "+dir, func() error { return ignore(unix.Rmdir(dir), unix.ENOENT) })
-	if err := c.Rootfs.MountAt(dir); err != nil {
+	if err := layers.MountAt(dir); err != nil {
 		return err
 	}
 	c.undo.Add("unmount "+dir, func() error { return ignore(unix.Unmount(dir, unix.MNT_DETACH), unix.EINVAL) })
-	c.Spec.Root = &specs.Root{Path: dir, Readonly: c.Rootfs.Upper == "" || c.Spec.Root != nil && c.Spec.Root.Readonly}
 	return nil
 }
 

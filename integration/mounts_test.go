@@ -1,0 +1,328 @@
+package integration
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/fixture"
+)
+
+const (
+	privateMount  = runtimeapi.MountPropagation_PROPAGATION_PRIVATE
+	hostToCtr     = runtimeapi.MountPropagation_PROPAGATION_HOST_TO_CONTAINER
+	bidirectional = runtimeapi.MountPropagation_PROPAGATION_BIDIRECTIONAL
+)
+
+// privilegedPod may have privileged containers, which may mount.
+var privilegedPod = podSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true })
+
+// hostDir makes a directory of the host with the given directories in it.
+func hostDir(t *testing.T, names ...string) string {
+	t.Helper()
+	dir := t.TempDir()
+	for _, name := range names {
+		must(t, os.MkdirAll(filepath.Join(dir, name), 0o755))
+	}
+	return dir
+}
+
+// mountTmpfs mounts a tmpfs on the host with the given propagation until the test ends.
+func mountTmpfs(t *testing.T, path string, propagation uintptr) {
+	t.Helper()
+	must(t, syscall.Mount("test", path, "tmpfs", 0, ""))
+	t.Cleanup(func() { must(t, ignoreErrno(syscall.Unmount(path, syscall.MNT_DETACH), syscall.EINVAL)) })
+	must(t, syscall.Mount("", path, "", propagation, ""))
+}
+
+func ignoreErrno(err error, except syscall.Errno) error {
+	if errors.Is(err, except) {
+		return nil
+	}
+	return err
+}
+
+func isMountpoint(t *testing.T, path string) bool {
+	t.Helper()
+	return slices.Contains(mountpoints(t, os.Getpid()), path)
+}
+
+// sees tells whether a running container has a mount at a path.
+func (c *container) sees(t *testing.T, path string) bool {
+	t.Helper()
+	return slices.Contains(mountpoints(t, c.pid(t)), path)
+}
+
+// A mount below a read-only volume is read-only only if recursion is asked for.
+func TestContainerRecursiveReadOnly(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	host := t.TempDir()
+	sub := filepath.Join(host, "sub")
+	must(t, os.Mkdir(sub, 0o755))
+	must(t, syscall.Mount("sub", sub, "tmpfs", 0, ""))
+	t.Cleanup(func() { must(t, syscall.Unmount(sub, 0)) })
+	for _, recursive := range []bool{false, true} {
+		c := pod.run(t, mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Readonly: true, RecursiveReadOnly: recursive}))
+		_, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"touch", "/v/sub/file"}, 0)
+		equal(t, fmt.Sprintf("a file can be made below a volume with recursive_read_only %v", recursive), err == nil, !recursive)
+		equal(t, "reported recursive_read_only", c.status(t).Mounts[0].RecursiveReadOnly, recursive)
+		c.stop(t, 0)
+	}
+}
+
+// What propagates in which direction. The mounts of a container stay on the host when it
+// ends, as drivers of storage need it, and go when somebody unmounts them, here or there.
+func TestMountPropagation(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork, privilegedPod)
+	for _, c := range []struct {
+		propagation       runtimeapi.MountPropagation
+		toContainer, back bool
+	}{
+		{privateMount, false, false},
+		{hostToCtr, true, false},
+		{bidirectional, true, true},
+	} {
+		t.Run(c.propagation.String(), func(t *testing.T) {
+			host := hostDir(t, "down", "up", "stays")
+			down, up, stays := filepath.Join(host, "down"), filepath.Join(host, "up"), filepath.Join(host, "stays")
+			ctr := pod.run(t, security(privileged), mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Propagation: c.propagation}))
+			mountTmpfs(t, down, syscall.MS_SHARED)
+			equal(t, "a mount of the host arrives", ctr.sees(t, "/v/down"), c.toContainer)
+			must(t, syscall.Unmount(down, 0))
+			equal(t, "it is there after it was unmounted on the host", ctr.sees(t, "/v/down"), false)
+
+			ctr.exec(t, "mount", "-t", "tmpfs", "up", "/v/up")
+			equal(t, "a mount of the container arrives on the host", isMountpoint(t, up), c.back)
+			ctr.exec(t, "umount", "/v/up")
+			equal(t, "it is there after it was unmounted in the container", isMountpoint(t, up), false)
+
+			ctr.exec(t, "mount", "-t", "tmpfs", "stays", "/v/stays")
+			must(t, syscall.Kill(ctr.pid(t), syscall.SIGKILL))
+			ctr.waitExited(t)
+			equal(t, "it stays when the container ends", isMountpoint(t, stays), c.back)
+			if c.back {
+				must(t, syscall.Unmount(stays, 0))
+			}
+		})
+	}
+}
+
+// Containers of two daemons, the first of which was killed, share what they mount.
+func TestBidirectionalMountAcrossKilledDaemon(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork, privilegedPod)
+	host := hostDir(t, "one", "two")
+	volume := mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Propagation: bidirectional})
+	first := pod.run(t, security(privileged), volume)
+	first.exec(t, "mount", "-t", "tmpfs", "one", "/v/one")
+	d.kill(t)
+	equal(t, "mount without a daemon", isMountpoint(t, filepath.Join(host, "one")), true)
+	d.start(t)
+	d.waitIdle(t)
+	second := pod.run(t, security(privileged), volume)
+	equal(t, "the second container sees the first's mount", second.sees(t, "/v/one"), true)
+	first.exec(t, "mount", "-t", "tmpfs", "two", "/v/two")
+	equal(t, "the second container sees a later one", second.sees(t, "/v/two"), true)
+	second.exec(t, "umount", "/v/one")
+	equal(t, "the host still has it", isMountpoint(t, filepath.Join(host, "one")), false)
+	equal(t, "the first container still has it", first.sees(t, "/v/one"), false)
+	first.exec(t, "umount", "/v/two")
+	equal(t, "the host has the later one", isMountpoint(t, filepath.Join(host, "two")), false)
+}
+
+// What kubelet mounts reaches containers of launchers that were started before.
+func TestVolumeMountedAfterLaunchersStarted(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	d.waitIdle(t)
+	host := hostDir(t, "volume")
+	volume := filepath.Join(host, "volume")
+	mountTmpfs(t, volume, syscall.MS_SHARED)
+	must(t, os.WriteFile(filepath.Join(volume, "file"), []byte("late\n"), 0o600))
+	for _, propagation := range []runtimeapi.MountPropagation{privateMount, hostToCtr, bidirectional} {
+		equal(t, "content with "+propagation.String(),
+			pod.sh(t, "cat /v/file", mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume, Propagation: propagation})), "late\n")
+	}
+}
+
+func TestMountPropagationRefused(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	host := hostDir(t, "private", "slave")
+	private, slave := filepath.Join(host, "private"), filepath.Join(host, "slave")
+	mountTmpfs(t, private, syscall.MS_PRIVATE)
+	mountTmpfs(t, slave, syscall.MS_SLAVE)
+	for _, c := range []struct {
+		source      string
+		propagation runtimeapi.MountPropagation
+		says        string
+	}{
+		{private, privateMount, ""},
+		{private, hostToCtr, "is not a shared or slave mount"},
+		{private, bidirectional, "is not a shared mount"},
+		{slave, hostToCtr, ""},
+		{slave, bidirectional, "is not a shared mount"},
+	} {
+		ctr, err := pod.tryCreate(t, mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: c.source, Propagation: c.propagation}))
+		if c.says == "" {
+			must(t, err)
+			ctr.start(t)
+			continue
+		}
+		wantCode(t, err, codes.FailedPrecondition, fmt.Sprintf("path %q is mounted on %q but it %s", c.source, c.source, c.says))
+	}
+}
+
+// recursive_read_only needs readonly and PRIVATE (KEP-3857).
+func TestRecursiveReadOnlyRules(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	host := hostDir(t)
+	for _, m := range []*runtimeapi.Mount{
+		{RecursiveReadOnly: true},
+		{RecursiveReadOnly: true, Readonly: true, Propagation: hostToCtr},
+		{RecursiveReadOnly: true, Readonly: true, Propagation: bidirectional},
+	} {
+		m.ContainerPath, m.HostPath = "/v", host
+		_, err := pod.tryCreate(t, mount(m))
+		wantCode(t, err, codes.InvalidArgument, "/v", "recursive_read_only")
+	}
+}
+
+// mount_options (KEP-5855), looked at from inside.
+func TestMountOptions(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork, privilegedPod)
+	host := hostDir(t)
+	must(t, os.WriteFile(filepath.Join(host, "run"), []byte("#!/bin/sh\necho ran\n"), 0o700)) //nolint:gosec // is to be run
+	must(t, unix.Mknod(filepath.Join(host, "null"), unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))))
+	try := `/v/run 2>/dev/null || echo no exec; cat /v/null 2>/dev/null || echo no dev; touch /v/new 2>/dev/null || echo no write`
+	for _, c := range []struct {
+		options  []string
+		readonly bool
+		want     string
+	}{
+		{nil, false, "ran\n"},
+		{[]string{"noexec"}, false, "no exec\n"},
+		{[]string{"nodev"}, false, "ran\nno dev\n"},
+		{[]string{"noexec", "nodev", "nosuid"}, true, "no exec\nno dev\nno write\n"},
+	} {
+		t.Run(fmt.Sprint(c.options, c.readonly), func(t *testing.T) {
+			m := &runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Readonly: c.readonly, MountOptions: c.options}
+			ctr := pod.run(t, mount(m), security(privileged))
+			stdout, _, err := d.cri.ExecSync(t.Context(), ctr.id, []string{"sh", "-c", try}, 0)
+			if err != nil && exitCode(err) < 0 {
+				t.Fatal(err)
+			}
+			equal(t, "what the container can do", string(stdout), c.want)
+			flags := ctr.exec(t, "sh", "-c", "grep ' /v ' /proc/mounts | cut -d' ' -f4")
+			for _, o := range []string{"noexec", "nodev", "nosuid"} {
+				equal(t, o+" in "+flags, slices.Contains(strings.Split(flags, ","), o), slices.Contains(c.options, o))
+			}
+			equal(t, "reported options", fmt.Sprint(ctr.status(t).Mounts[0].MountOptions), fmt.Sprint(c.options))
+		})
+	}
+	for _, o := range []string{"exec", "remount", "bind", "rshared", "size=1", "noexec,nodev", ""} {
+		_, err := pod.tryCreate(t, mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, MountOptions: []string{o}}))
+		wantCode(t, err, codes.InvalidArgument, "/v", fmt.Sprintf("unknown mount option %q", o))
+	}
+}
+
+// Links of a host_path are followed on the host; a path that does not exist is refused and
+// not made, as the CRI asks for.
+func TestMountSources(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	host := hostDir(t, "real")
+	must(t, os.WriteFile(filepath.Join(host, "real/file"), []byte("content\n"), 0o600))
+	for link, target := range map[string]string{"link": "real", "twice": host + "/link", "tofile": "twice/file", "dangling": "nothing"} {
+		must(t, os.Symlink(target, filepath.Join(host, link)))
+	}
+	for source, file := range map[string]string{"real": "/v/file", "link": "/v/file", "twice": "/v/file", "link/file": "/v", "tofile": "/v"} {
+		equal(t, source, pod.sh(t, "cat "+file, mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: filepath.Join(host, source)})), "content\n")
+	}
+	for _, source := range []string{"missing", "dangling"} {
+		_, err := pod.tryCreate(t, mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: filepath.Join(host, source)}))
+		wantCode(t, err, codes.InvalidArgument, source, "does not exist")
+		if _, err := os.Stat(filepath.Join(host, source)); !os.IsNotExist(err) {
+			t.Errorf("%s was made: %v", source, err)
+		}
+	}
+}
+
+// Links of an image at the places of mounts stay inside of the container, and those in the
+// place of /dev and /proc lead nowhere (CVE-2026-41579, CVE-2023-27561).
+func TestMountTargetsThatAreLinks(t *testing.T) {
+	host := hostDir(t, "volume", "escape")
+	escape := filepath.Join(host, "escape")
+	must(t, os.WriteFile(filepath.Join(host, "volume/file"), []byte("content\n"), 0o600))
+	outside := func(tree ...fixture.Entry) string {
+		t.Helper()
+		name, _ := push(t, registry, "links:"+fmt.Sprint(len(tree), tree[0].Name), buildImage(t, v1.Config{}, tree))
+		return name
+	}
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	volume := func(at string) containerOption {
+		return mount(&runtimeapi.Mount{ContainerPath: at, HostPath: filepath.Join(host, "volume")})
+	}
+	linked := outside(fixture.Symlink("data", escape), fixture.Symlink("up", "../../../../.."+escape))
+	equal(t, "mount at a link", pod.sh(t, "cat /data/file "+escape+"/file", image(linked), volume("/data")), "content\ncontent\n")
+	equal(t, "mount below a link", pod.sh(t, "cat /up/below/file", image(linked), volume("/up/below")), "content\n")
+
+	for _, name := range []string{outside(fixture.Symlink("dev", escape)), outside(fixture.Symlink("proc", escape))} {
+		ctr := pod.create(t, image(name))
+		if err := d.cri.StartContainer(t.Context(), ctr.id); err == nil {
+			ctr.exec(t, "true")
+		}
+	}
+	equal(t, "what was made on the host", fmt.Sprint(readDir(escape)), "[]")
+}
+
+// A target that another container of the pod changes between a directory and a link while
+// it is mounted on never leads out of the container (CVE-2021-30465).
+func TestMountTargetSwapped(t *testing.T) {
+	host := hostDir(t, "shared/target", "volume", "escape")
+	target, escape := filepath.Join(host, "shared/target"), filepath.Join(host, "escape")
+	other := filepath.Join(host, "shared/other")
+	must(t, os.Symlink(escape, other))
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	done := make(chan error, 1)
+	stop := make(chan struct{})
+	go func() {
+		for {
+			select {
+			case <-stop:
+				done <- nil
+				return
+			default:
+			}
+			if err := unix.Renameat2(unix.AT_FDCWD, target, unix.AT_FDCWD, other, unix.RENAME_EXCHANGE); err != nil {
+				done <- err
+				return
+			}
+		}
+	}()
+	for range 10 {
+		ctr := pod.create(t, mount(&runtimeapi.Mount{ContainerPath: "/s", HostPath: filepath.Join(host, "shared")}),
+			mount(&runtimeapi.Mount{ContainerPath: "/s/target/in", HostPath: filepath.Join(host, "volume")}))
+		_ = d.cri.StartContainer(t.Context(), ctr.id) // may fail, for the target is another one than it was
+		must(t, d.cri.RemoveContainer(t.Context(), ctr.id))
+	}
+	close(stop)
+	must(t, <-done)
+	equal(t, "what was made outside of the container", fmt.Sprint(readDir(escape)), "[]")
+}

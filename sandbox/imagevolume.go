@@ -1,0 +1,148 @@
+package sandbox
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"path/filepath"
+	"slices"
+
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	crierrors "k8s.io/cri-api/pkg/errors"
+
+	"berth/internal/errdefs"
+	"berth/internal/rootfs"
+	"berth/internal/safefs"
+	"berth/oci"
+	"berth/shim"
+)
+
+// volumeRecord is what a container keeps of an image that it has as a volume
+// (KEP-4639). The image may be removed before the container; its layers stay.
+type volumeRecord struct {
+	Mount   int             `json:"mount"` // index in the config's mounts
+	ImageID string          `json:"imageID"`
+	Layers  []digest.Digest `json:"layers"`
+}
+
+// holder is the name under which the layers are held for a container. Each volume has one
+// of its own, since a holder has one image's layers.
+func (v volumeRecord) holder(containerID string) string {
+	return fmt.Sprintf("%s volume %d", containerID, v.Mount)
+}
+
+// imageVolumes finds the images that a config's mounts name, by the ID that kubelet got
+// from PullImage or any other reference.
+func (m *Manager) imageVolumes(config *runtimeapi.ContainerConfig) ([]volumeRecord, error) {
+	var volumes []volumeRecord
+	for i, mount := range config.GetMounts() {
+		if !oci.IsImageVolume(mount) {
+			continue
+		}
+		img, err := m.images.Get(mount.Image.Image)
+		if err != nil {
+			return nil, volumeFailed(mount, err)
+		}
+		volumes = append(volumes, volumeRecord{Mount: i, ImageID: img.ID, Layers: img.Layers})
+	}
+	return volumes, nil
+}
+
+// volumeFailed makes an error that kubelet recognizes by how it begins.
+func volumeFailed(m *runtimeapi.Mount, err error) error {
+	return fmt.Errorf("%w: mount of %s: %w", crierrors.ErrImageVolumeMountFailed, m.ContainerPath, err)
+}
+
+// volumePlaces tells where the launcher mounts a container's image volumes, by index of the mount.
+func (m *Manager) volumePlaces(c *container) map[int]string {
+	places := make(map[int]string, len(c.rec.Volumes))
+	for _, v := range c.rec.Volumes {
+		places[v.Mount] = filepath.Join(m.shimDir(c.id), fmt.Sprintf("volume-%d", v.Mount))
+	}
+	return places
+}
+
+// holdVolumes keeps the layers of a container's image volumes alive and returns what to mount.
+func (m *Manager) holdVolumes(c *container) ([]shim.Volume, error) {
+	places := m.volumePlaces(c)
+	var volumes []shim.Volume
+	var failed error
+	for _, v := range c.rec.Volumes {
+		mount := c.config.Mounts[v.Mount]
+		layers, err := m.images.Hold(v.holder(c.id), v.Layers)
+		if err != nil {
+			failed = errors.Join(failed, volumeFailed(mount, fmt.Errorf("layers of image %s: %w", v.ImageID, err)))
+			continue // after a restart the others are to be held all the same
+		}
+		volumes = append(volumes, shim.Volume{Path: places[v.Mount], Rootfs: layers, SubPath: mount.ImageSubPath})
+	}
+	return volumes, failed
+}
+
+// releaseVolumes ends what holdVolumes began. It may be repeated.
+func (m *Manager) releaseVolumes(c *container) error {
+	var failed error
+	for _, v := range c.rec.Volumes {
+		failed = errors.Join(failed, m.images.Release(v.holder(c.id)))
+	}
+	return failed
+}
+
+// checkVolumes proves that a container's image volumes can be had: that their layers are
+// there, and in them what the mounts are of.
+func (m *Manager) checkVolumes(c *container) error {
+	volumes, err := m.holdVolumes(c)
+	if err != nil {
+		return err
+	}
+	for i, v := range volumes {
+		if v.SubPath == "" {
+			continue
+		}
+		if err := checkSubPath(v.Rootfs, v.SubPath); err != nil {
+			return volumeFailed(c.config.Mounts[c.rec.Volumes[i].Mount], err)
+		}
+	}
+	return nil
+}
+
+// checkSubPath looks into an image through a mount that is in no mount namespace. The
+// path is resolved with the image as the root.
+func checkSubPath(layers rootfs.Spec, path string) error {
+	root, err := layers.Mount()
+	if err != nil {
+		return fmt.Errorf("look into the image: %w", err)
+	}
+	defer root.Close() // takes the mount away
+	f, err := safefs.Open(root, path, unix.O_PATH, 0)
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) {
+		return errdefs.InvalidArgument("image_sub_path %q does not exist in the image: %w", path, err)
+	}
+	if err != nil {
+		return fmt.Errorf("look for image_sub_path %q: %w", path, err)
+	}
+	defer f.Close()
+	st, err := f.Stat()
+	if err != nil {
+		return fmt.Errorf("look at image_sub_path %q: %w", path, err)
+	}
+	if !st.IsDir() && !st.Mode().IsRegular() {
+		return errdefs.InvalidArgument("image_sub_path %q is neither a directory nor a regular file of the image", path)
+	}
+	return nil
+}
+
+// statusMounts are the config's mounts with the IDs of the images they are of, which kubelet
+// shows in the pod's status (KEP-5365).
+func statusMounts(c *container) []*runtimeapi.Mount {
+	mounts := slices.Clone(c.config.GetMounts())
+	for _, v := range c.rec.Volumes {
+		mount := proto.CloneOf(mounts[v.Mount])
+		mount.Image.ImageRef = v.ImageID
+		mounts[v.Mount] = mount
+	}
+	return mounts
+}
