@@ -1,0 +1,337 @@
+package cgstats
+
+import (
+	"bytes"
+	"math"
+)
+
+// Unlimited is the value of a limit that is not set. The kernel writes "max"
+// (cgroup v2) or the largest number of whole pages (v1).
+const Unlimited = math.MaxUint64
+
+// unlimitedFrom is the least number that stands for no limit on v1, where it
+// depends on the page size. cAdvisor and kubelet draw the line at the same place.
+const unlimitedFrom = 1 << 62
+
+// parseUint reads a decimal number, which may end with a newline.
+func parseUint(b []byte) (v uint64, ok bool) {
+	b = bytes.TrimSuffix(b, newline)
+	if len(b) == 0 {
+		return 0, false
+	}
+	for _, c := range b {
+		if c < '0' || c > '9' || v > (math.MaxUint64-uint64(c-'0'))/10 {
+			return 0, false
+		}
+		v = v*10 + uint64(c-'0')
+	}
+	return v, true
+}
+
+// parseLimit reads a limit: a number, or one of the kernel's words for none.
+func parseLimit(b []byte) (v uint64, ok bool) {
+	b = bytes.TrimSuffix(b, newline)
+	if string(b) == "max" || string(b) == "-1" {
+		return Unlimited, true
+	}
+	if v, ok = parseUint(b); ok && v >= unlimitedFrom {
+		return Unlimited, true
+	}
+	return v, ok
+}
+
+var newline = []byte("\n")
+
+// nextLine cuts the first line off b.
+func nextLine(b []byte) (line, rest []byte) {
+	line, rest, _ = bytes.Cut(b, newline)
+	return line, rest
+}
+
+// nextField cuts the first field off a line; blanks separate fields.
+func nextField(line []byte) (field, rest []byte) {
+	for len(line) > 0 && (line[0] == ' ' || line[0] == '\t') {
+		line = line[1:]
+	}
+	end := bytes.IndexAny(line, " \t")
+	if end < 0 {
+		return line, nil
+	}
+	return line[:end], line[end:]
+}
+
+// flatKeyed hands each "key value" line to set. Lines of another form are left
+// out: newer kernels add what they like.
+func flatKeyed(b []byte, set func(key []byte, v uint64)) {
+	for len(b) > 0 {
+		var line []byte
+		line, b = nextLine(b)
+		key, rest := nextField(line)
+		value, _ := nextField(rest)
+		if v, ok := parseUint(value); ok && len(key) > 0 {
+			set(key, v)
+		}
+	}
+}
+
+// parseCPUStat reads cpu.stat: all of cgroup v2's, or the throttling of v1's.
+func parseCPUStat(b []byte, cpu *CPU) {
+	flatKeyed(b, func(key []byte, v uint64) {
+		switch string(key) {
+		case "usage_usec":
+			cpu.Usage = v * 1000
+		case "user_usec":
+			cpu.User = v * 1000
+		case "system_usec":
+			cpu.System = v * 1000
+		case "nr_periods":
+			cpu.Periods = v
+		case "nr_throttled":
+			cpu.ThrottledPeriods = v
+		case "throttled_usec":
+			cpu.Throttled = v * 1000
+		case "throttled_time": // v1, in nanoseconds
+			cpu.Throttled = v
+		}
+	})
+}
+
+// parseMemoryStatV2 reads cgroup v2's memory.stat, which counts groups below too.
+func parseMemoryStatV2(b []byte, m *Memory) {
+	flatKeyed(b, func(key []byte, v uint64) {
+		switch string(key) {
+		case "anon":
+			m.RSS = v
+		case "file":
+			m.Cache = v
+		case "kernel": // Linux 5.18
+			m.Kernel = v
+		case "file_mapped":
+			m.MappedFile = v
+		case "active_file":
+			m.ActiveFile = v
+		case "inactive_file":
+			m.InactiveFile = v
+		case "pgfault":
+			m.PageFaults = v
+		case "pgmajfault":
+			m.MajorPageFaults = v
+		}
+	})
+}
+
+// parseMemoryStatV1 reads cgroup v1's memory.stat: its totals, which count groups below too.
+func parseMemoryStatV1(b []byte, m *Memory) {
+	flatKeyed(b, func(key []byte, v uint64) {
+		switch string(key) {
+		case "total_rss":
+			m.RSS = v
+		case "total_cache":
+			m.Cache = v
+		case "total_mapped_file":
+			m.MappedFile = v
+		case "total_active_file":
+			m.ActiveFile = v
+		case "total_inactive_file":
+			m.InactiveFile = v
+		case "total_pgfault":
+			m.PageFaults = v
+		case "total_pgmajfault":
+			m.MajorPageFaults = v
+		case "total_swap":
+			m.Swap, m.SwapKnown = v, true
+		}
+	})
+}
+
+// parsePressure reads a pressure file (Linux 4.20, Documentation/accounting/psi.rst).
+func parsePressure(b []byte) (p Pressure) {
+	for len(b) > 0 {
+		var line []byte
+		line, b = nextLine(b)
+		kind, rest := nextField(line)
+		switch string(kind) {
+		case "some":
+			p.Some, p.Known = parseStall(rest), true
+		case "full":
+			p.Full, p.Known = parseStall(rest), true
+		}
+	}
+	return p
+}
+
+func parseStall(line []byte) (s Stall) {
+	for len(line) > 0 {
+		var field []byte
+		field, line = nextField(line)
+		key, value, _ := bytes.Cut(field, equals)
+		switch string(key) {
+		case "avg10":
+			s.Avg10 = parsePercent(value)
+		case "avg60":
+			s.Avg60 = parsePercent(value)
+		case "avg300":
+			s.Avg300 = parsePercent(value)
+		case "total":
+			usec, _ := parseUint(value)
+			s.Total = usec * 1000
+		}
+	}
+	return s
+}
+
+var equals, point, colon = []byte("="), []byte("."), []byte(":")
+
+// parsePercent reads "12.34", the only form the kernel writes averages in.
+func parsePercent(b []byte) float64 {
+	whole, fraction, _ := bytes.Cut(b, point)
+	w, _ := parseUint(whole)
+	f, _ := parseUint(fraction)
+	scale := 1.0
+	for range fraction {
+		scale *= 10
+	}
+	return float64(w) + float64(f)/scale
+}
+
+// parseEvents reads memory.events of cgroup v2, or memory.oom_control of v1.
+func parseEvents(b []byte, d *Detail) {
+	flatKeyed(b, func(key []byte, v uint64) {
+		switch string(key) {
+		case "max":
+			d.LimitHits = v
+		case "oom_kill": // v1: Linux 4.13
+			d.OOMKills = v
+		}
+	})
+}
+
+// parseIOStat reads io.stat of cgroup v2.
+func parseIOStat(b []byte, devices []Device) []Device {
+	for len(b) > 0 {
+		var line []byte
+		line, b = nextLine(b)
+		number, rest := nextField(line)
+		d, ok := parseDevice(number)
+		if !ok {
+			continue
+		}
+		for len(rest) > 0 {
+			var field []byte
+			field, rest = nextField(rest)
+			key, value, _ := bytes.Cut(field, equals)
+			v, _ := parseUint(value)
+			switch string(key) {
+			case "rbytes":
+				d.ReadBytes = v
+			case "wbytes":
+				d.WriteBytes = v
+			case "rios":
+				d.Reads = v
+			case "wios":
+				d.Writes = v
+			}
+		}
+		devices = append(devices, d)
+	}
+	return devices
+}
+
+// parseBlkio reads one of cgroup v1's blkio files, "8:0 Read 4096" on each line, and
+// adds what set says to the devices.
+func parseBlkio(b []byte, devices []Device, set func(d *Device, operation []byte, v uint64)) []Device {
+	for len(b) > 0 {
+		var line []byte
+		line, b = nextLine(b)
+		number, rest := nextField(line)
+		operation, rest := nextField(rest)
+		value, _ := nextField(rest)
+		device, ok := parseDevice(number)
+		v, isNumber := parseUint(value)
+		if !ok || !isNumber {
+			continue // "Total 4096", at the end
+		}
+		i := 0
+		for i < len(devices) && (devices[i].Major != device.Major || devices[i].Minor != device.Minor) {
+			i++
+		}
+		if i == len(devices) {
+			devices = append(devices, device)
+		}
+		set(&devices[i], operation, v)
+	}
+	return devices
+}
+
+func setBytes(d *Device, operation []byte, v uint64) {
+	switch string(operation) {
+	case "Read":
+		d.ReadBytes = v
+	case "Write":
+		d.WriteBytes = v
+	}
+}
+
+func setOperations(d *Device, operation []byte, v uint64) {
+	switch string(operation) {
+	case "Read":
+		d.Reads = v
+	case "Write":
+		d.Writes = v
+	}
+}
+
+// parseDevice reads "8:0".
+func parseDevice(b []byte) (d Device, ok bool) {
+	major, minor, _ := bytes.Cut(b, colon)
+	x, ok1 := parseUint(major)
+	y, ok2 := parseUint(minor)
+	if !ok1 || !ok2 || x > math.MaxUint32 || y > math.MaxUint32 {
+		return d, false
+	}
+	return Device{Major: uint32(x), Minor: uint32(y)}, true
+}
+
+// parseInterfaces reads /proc/PID/net/dev (proc_pid_net(5)). The loopback device is
+// left out, as everywhere in the field: nothing that it counts leaves the pod.
+func parseInterfaces(b []byte, interfaces []Interface) []Interface {
+	for len(b) > 0 {
+		var line []byte
+		line, b = nextLine(b)
+		name, rest, isInterface := cutLast(line)
+		if !isInterface || string(name) == "lo" {
+			continue
+		}
+		var columns [16]uint64 // eight of receiving, eight of sending
+		count := 0
+		for count < len(columns) {
+			var field []byte
+			if field, rest = nextField(rest); len(field) == 0 {
+				break
+			}
+			v, ok := parseUint(field)
+			if !ok {
+				break
+			}
+			columns[count] = v
+			count++
+		}
+		if count < len(columns) {
+			continue // one of the two lines of headings
+		}
+		interfaces = append(interfaces, Interface{Name: string(name),
+			Rx: Traffic{Bytes: columns[0], Packets: columns[1], Errors: columns[2], Dropped: columns[3]},
+			Tx: Traffic{Bytes: columns[8], Packets: columns[9], Errors: columns[10], Dropped: columns[11]}})
+	}
+	return interfaces
+}
+
+// cutLast splits "  eth0: 1 2" at its last colon: an alias has one in its name.
+func cutLast(line []byte) (name, rest []byte, ok bool) {
+	i := bytes.LastIndexByte(line, ':')
+	if i < 0 {
+		return nil, nil, false
+	}
+	name = bytes.TrimLeft(line[:i], " \t")
+	return name, line[i+1:], len(name) > 0
+}

@@ -1,0 +1,332 @@
+package cgstats
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"sync"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+func at(dir string, v2 bool) Group {
+	return Group{V2: v2, Dir: func(string) string { return dir }}
+}
+
+func read(t *testing.T, r *Reader) Sample {
+	t.Helper()
+	t.Cleanup(func() {
+		if err := r.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	var s Sample
+	if err := r.Read(&s); err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// The files in testdata have the same meaning in both versions as far as both can say it.
+func TestReadCapturedFiles(t *testing.T) {
+	memory := Memory{Known: true, Usage: 23171072, Limit: 64 << 20, RSS: 8515584, Cache: 12288000, MappedFile: 5406720,
+		ActiveFile: 2596864, InactiveFile: 9691136, PageFaults: 12345, MajorPageFaults: 67, SwapKnown: true, Swap: 4096}
+	memory1, memory2 := memory, memory
+	memory1.SwapLimit = 64 << 20
+	memory2.SwapLimit, memory2.Kernel = Unlimited, 2367488
+	memory2.Pressure = Pressure{Known: true, Some: Stall{2.59, 1.67, 0.76, 7008558000}, Full: Stall{0.85, 0.76, 0.41, 4884498000}}
+	devices := []Device{{8, 0, 90430464, 299008000, 8950, 1252}, {8, 16, 1459200, 314773504, 192, 353}}
+	for name, want := range map[string]struct {
+		Sample
+		Detail
+	}{
+		"v1": {
+			Sample{CPU: CPU{Known: true, Usage: 5372140211}, Memory: memory1, Tasks: 4},
+			Detail{CPU: CPU{Usage: 5372140211, User: 5000000000, System: 372140211, Periods: 41, ThrottledPeriods: 17, Throttled: 1282339000},
+				MaxUsage: 25001984, KernelMemory: 2367488, LimitHits: 29, OOMKills: 1, Tasks: 4, TasksMax: 100, Processes: 3,
+				Devices: devices, HugePages: []HugePages{{"2MB", 2097152, 4194304}}},
+		},
+		"v2": {
+			Sample{CPU: CPU{Known: true, Usage: 367245000, User: 360365000, System: 6879000, Periods: 41, ThrottledPeriods: 17, Throttled: 1282339000,
+				Pressure: Pressure{Known: true, Some: Stall{51.5, 34.33, 22.67, 188490071000}, Full: Stall{0, 0.05, 100, 1024880000}}},
+				Memory: memory2, IO: Pressure{Known: true}, Tasks: 4},
+			Detail{CPU: CPU{Usage: 367245000, User: 360365000, System: 6879000, Periods: 41, ThrottledPeriods: 17, Throttled: 1282339000},
+				MaxUsage: 25001984, LimitHits: 29, OOMKills: 1, Tasks: 4, TasksMax: Unlimited, Processes: 3,
+				Devices:   []Device{devices[1], devices[0], {Major: 253}},
+				HugePages: []HugePages{{"1GB", 0, 0}, {"2MB", 2097152, 0}}},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := New(at(filepath.Join("testdata", name), name == "v2"), true)
+			s := read(t, r)
+			if s.At.IsZero() {
+				t.Error("no time")
+			}
+			s.At = want.At
+			if s != want.Sample {
+				t.Errorf("\n got %+v\nwant %+v", s, want.Sample)
+			}
+			var d Detail
+			if err := r.ReadDetail(&d); err != nil {
+				t.Fatal(err)
+			}
+			if !reflect.DeepEqual(d, want.Detail) {
+				t.Errorf("\n got %+v\nwant %+v", d, want.Detail)
+			}
+		})
+	}
+}
+
+func TestDerivedMemory(t *testing.T) {
+	m := Memory{Usage: 100, InactiveFile: 30, Limit: 200, Swap: 5, SwapLimit: 20}
+	if m.WorkingSet() != 70 {
+		t.Error("working set", m.WorkingSet())
+	}
+	if v, ok := m.Available(); !ok || v != 130 {
+		t.Error("available", v, ok)
+	}
+	if v, ok := m.SwapAvailable(); !ok || v != 15 {
+		t.Error("swap available", v, ok)
+	}
+	m = Memory{Usage: 100, InactiveFile: 130, Limit: Unlimited, SwapLimit: Unlimited} // read a moment apart
+	if _, ok := m.Available(); ok || m.WorkingSet() != 0 {
+		t.Error("working set", m.WorkingSet())
+	}
+	if _, ok := m.SwapAvailable(); ok {
+		t.Error("available of no limit")
+	}
+}
+
+// A folder with nothing but the CPU's files is a node whose memory controller is off.
+func TestMissingControllers(t *testing.T) {
+	dir := t.TempDir()
+	write(t, dir, "cpu.stat", "usage_usec 5\n")
+	s := read(t, New(at(dir, true), true))
+	want := Sample{At: s.At, CPU: CPU{Known: true, Usage: 5000}}
+	if s != want {
+		t.Errorf("got %+v", s)
+	}
+}
+
+func TestBrokenFileIsNamed(t *testing.T) {
+	dir := t.TempDir()
+	write(t, dir, "cpu.stat", "usage_usec 5\n")
+	write(t, dir, "memory.current", "many\n")
+	r := New(at(dir, true), false)
+	defer r.Close()
+	var s Sample
+	err := r.Read(&s)
+	if err == nil || !strings.Contains(err.Error(), "memory.current") || !strings.Contains(err.Error(), "many") {
+		t.Errorf("got %v", err)
+	}
+}
+
+func write(t *testing.T, dir, name, content string) {
+	t.Helper()
+	if err := os.WriteFile(filepath.Join(dir, name), []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestGoneAndClosed(t *testing.T) {
+	var s Sample
+	if err := New(at(t.TempDir(), true), false).Read(&s); !errors.Is(err, ErrGone) {
+		t.Errorf("a group that never was: %v", err)
+	}
+	before := openFiles(t)
+	r := New(at("testdata/v1", false), false)
+	read(t, r)
+	if openFiles(t) != before+5 {
+		t.Errorf("%d files are open, before %d", openFiles(t), before)
+	}
+	for range 2 {
+		if err := r.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	if err := r.Read(&s); !errors.Is(err, ErrGone) {
+		t.Errorf("closed: %v", err)
+	}
+	if openFiles(t) != before {
+		t.Errorf("%d files are open, before %d", openFiles(t), before)
+	}
+}
+
+// Many read while one closes: some get figures, the others ErrGone, and no file stays open.
+func TestReadersAndACloser(t *testing.T) {
+	before := openFiles(t)
+	for range 50 {
+		r := New(at("testdata/v2", true), false)
+		var group sync.WaitGroup
+		for range 4 {
+			group.Go(func() {
+				var s Sample
+				for {
+					if err := r.Read(&s); errors.Is(err, ErrGone) {
+						return
+					} else if err != nil {
+						t.Error(err)
+						return
+					}
+				}
+			})
+		}
+		group.Go(func() {
+			if err := r.Close(); err != nil {
+				t.Error(err)
+			}
+		})
+		group.Wait()
+	}
+	if n := openFiles(t); n != before {
+		t.Errorf("%d files are open, before %d", n, before)
+	}
+}
+
+func openFiles(t *testing.T) int {
+	t.Helper()
+	entries, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(entries)
+}
+
+// cgroups makes a group in every mounted hierarchy, removed with the test.
+func cgroups(t testing.TB, name string) Group {
+	t.Helper()
+	machine := os.Getenv("BERTH_MACHINE")
+	if os.Geteuid() != 0 || machine == "" {
+		t.Skip("needs contrib/machine to make cgroups")
+	}
+	var st unix.Statfs_t
+	if err := unix.Statfs("/sys/fs/cgroup", &st); err != nil {
+		t.Fatal(err)
+	}
+	v2 := st.Type == unix.CGROUP2_SUPER_MAGIC
+	dir := func(controller string) string {
+		if v2 {
+			return filepath.Join("/sys/fs/cgroup", machine, name)
+		}
+		if _, err := os.Stat("/sys/fs/cgroup/" + controller); err != nil {
+			return ""
+		}
+		return filepath.Join("/sys/fs/cgroup", controller, machine, name)
+	}
+	for _, controller := range []string{"cpu", "cpuacct", "memory", "pids"} {
+		path := dir(controller)
+		if err := os.MkdirAll(path, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := os.Remove(path); err != nil && !os.IsNotExist(err) {
+				t.Error(err)
+			}
+		})
+	}
+	return Group{V2: v2, Dir: dir}
+}
+
+// The real kernel: what a process in the group uses is seen, and its removal too.
+// memory.stat may be two seconds old (mm/memcontrol.c, FLUSH_TIME), so none of it is asked for.
+func TestRealCgroup(t *testing.T) {
+	group := cgroups(t, "real")
+	enter := "for d in " + strings.Join([]string{group.Dir("cpuacct"), group.Dir("memory"), group.Dir("pids")}, " ") + "; do echo $$ >$d/cgroup.procs; done; "
+	cmd := exec.Command("sh", "-c", enter+"i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done; echo done; read stop")
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := out.Read(make([]byte, 5)); err != nil {
+		t.Fatal(err)
+	}
+	r := New(group, true)
+	s := read(t, r)
+	if !s.CPU.Known || s.CPU.Usage == 0 || !s.Memory.Known || s.Memory.Usage == 0 || s.Memory.Limit != Unlimited || s.Tasks != 1 {
+		t.Errorf("%+v", s)
+	}
+	var d Detail
+	if err := r.ReadDetail(&d); err != nil || d.Processes != 1 || d.CPU.User == 0 || d.CPU.Usage < s.CPU.Usage {
+		t.Errorf("%+v, %v", d, err)
+	}
+	if err := in.Close(); err != nil {
+		t.Error(err)
+	}
+	_ = cmd.Wait() // read at end of file is its end
+	for _, controller := range []string{"cpu", "cpuacct", "memory", "pids"} {
+		if err := os.Remove(group.Dir(controller)); err != nil && !os.IsNotExist(err) {
+			t.Fatal(err)
+		}
+	}
+	if err := r.Read(&s); !errors.Is(err, ErrGone) {
+		t.Errorf("removed: %v", err)
+	}
+}
+
+// A hybrid node has pressure files, in the second hierarchy.
+func TestRealPressure(t *testing.T) {
+	machine := os.Getenv("BERTH_MACHINE")
+	dir := filepath.Join("/sys/fs/cgroup/unified", machine)
+	if _, err := os.Stat("/sys/fs/cgroup/unified/cpu.pressure"); err != nil || machine == "" {
+		t.Skip("needs contrib/machine on a hybrid node")
+	}
+	if err := os.Mkdir(dir, 0o755); err != nil && !os.IsExist(err) {
+		t.Fatal(err)
+	}
+	defer os.Remove(dir)
+	r := New(at(dir, true), false)
+	if s := read(t, r); !s.CPU.Known || !s.CPU.Pressure.Known || !s.Memory.Pressure.Known || !s.IO.Known {
+		t.Errorf("%+v", s)
+	}
+}
+
+func TestNetDev(t *testing.T) {
+	d, err := OpenNetDev(os.Getpid())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	found, err := d.Read()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, i := range found {
+		if _, err := os.Stat("/sys/class/net/" + i.Name); err != nil {
+			t.Error(err)
+		}
+	}
+	if _, err := OpenNetDev(1 << 30); !errors.Is(err, ErrGone) {
+		t.Errorf("no such process: %v", err)
+	}
+}
+
+// 500 containers, of real cgroups, in the order that a list has.
+func BenchmarkRead500(b *testing.B) {
+	var readers []*Reader
+	for i := range 500 {
+		r := New(cgroups(b, fmt.Sprintf("bench-%d", i)), false)
+		defer r.Close()
+		readers = append(readers, r)
+	}
+	var s Sample
+	b.ReportAllocs()
+	for b.Loop() {
+		for _, r := range readers {
+			if err := r.Read(&s); err != nil {
+				b.Fatal(err)
+			}
+		}
+	}
+}

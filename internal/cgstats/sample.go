@@ -1,0 +1,116 @@
+package cgstats
+
+import "time"
+
+// Sample is what a cgroup used up to one moment. Times are in nanoseconds, sizes
+// in bytes.
+type Sample struct {
+	At     time.Time
+	CPU    CPU
+	Memory Memory
+	IO     Pressure
+	// Tasks is pids.current: processes and their threads, of the groups below too.
+	// Zero if the reader does not read it.
+	Tasks uint64
+}
+
+// CPU time is a sum over all cores since the cgroup was made. A Sample has Usage;
+// on cgroup v2 the rest as well, on v1 it is part of Detail.
+type CPU struct {
+	Known            bool // the controller is there
+	Usage            uint64
+	User, System     uint64
+	Periods          uint64 // of the quota
+	ThrottledPeriods uint64
+	Throttled        uint64
+	Pressure         Pressure
+}
+
+// Memory is that of the cgroup and the groups below it.
+type Memory struct {
+	Known           bool // the controller is there
+	Usage           uint64
+	Limit           uint64 // or Unlimited; the group's own, whatever its ancestors have
+	RSS             uint64 // anonymous memory
+	Cache           uint64
+	Kernel          uint64 // 0 where the kernel does not tell; on v1 part of Detail
+	MappedFile      uint64
+	ActiveFile      uint64
+	InactiveFile    uint64
+	PageFaults      uint64
+	MajorPageFaults uint64
+	SwapKnown       bool // swap is counted
+	Swap            uint64
+	SwapLimit       uint64 // or Unlimited; of swap alone
+	Pressure        Pressure
+}
+
+// WorkingSet is the memory that can't be had back easily: what kubelet evicts by.
+func (m *Memory) WorkingSet() uint64 { return less(m.Usage, m.InactiveFile) }
+
+// Available is what is left of the limit, and false without one.
+func (m *Memory) Available() (uint64, bool) {
+	return less(m.Limit, m.WorkingSet()), m.Limit != Unlimited
+}
+
+// SwapAvailable is what is left of the swap limit, and false without one.
+func (m *Memory) SwapAvailable() (uint64, bool) {
+	return less(m.SwapLimit, m.Swap), m.SwapLimit != Unlimited
+}
+
+// less is a-b, or 0: files are read one after the other and need not agree.
+func less(a, b uint64) uint64 {
+	if a < b {
+		return 0
+	}
+	return a - b
+}
+
+// Pressure tells for how long tasks were stalled by the lack of a resource. It is
+// not known on cgroup v1, where the kernel keeps none per group.
+type Pressure struct {
+	Known      bool
+	Some, Full Stall
+}
+
+// Stall is one line of a pressure file: averages in percent, and a sum.
+type Stall struct {
+	Avg10, Avg60, Avg300 float64
+	Total                uint64
+}
+
+// Detail is what only metrics need: its files are not kept open.
+type Detail struct {
+	CPU          CPU    // complete, on v1 too
+	MaxUsage     uint64 // most memory ever used
+	KernelMemory uint64
+	LimitHits    uint64 // how often the memory limit was reached
+	OOMKills     uint64
+	Tasks        uint64
+	TasksMax     uint64 // or Unlimited
+	Processes    uint64 // in the group itself
+	Devices      []Device
+	HugePages    []HugePages
+}
+
+// Device is the group's traffic with one block device.
+type Device struct {
+	Major, Minor          uint32
+	ReadBytes, WriteBytes uint64
+	Reads, Writes         uint64
+}
+
+// HugePages is the group's use of huge pages of one size.
+type HugePages struct {
+	Size       string // as in the files' names: "2MB"
+	Usage, Max uint64 // Max is the most ever used, 0 where the kernel does not tell (v2)
+}
+
+// Interface is what one network interface counted.
+type Interface struct {
+	Name   string
+	Rx, Tx Traffic
+}
+
+// Traffic of one direction.
+type Traffic struct{ Bytes, Packets, Errors, Dropped uint64 }
