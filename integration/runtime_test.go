@@ -123,20 +123,16 @@ func TestUnimplementedRPCs(t *testing.T) {
 	runtime := rawRuntime(t, d)
 	ctx := t.Context()
 	for name, call := range map[string]func() error{
-		"PodSandboxStats": func() error {
-			_, err := runtime.PodSandboxStats(ctx, &runtimeapi.PodSandboxStatsRequest{PodSandboxId: "x"})
-			return err
-		},
 		"CheckpointContainer": func() error {
 			_, err := runtime.CheckpointContainer(ctx, &runtimeapi.CheckpointContainerRequest{ContainerId: "x"})
 			return err
 		},
-		"ListMetricDescriptors": func() error {
-			_, err := runtime.ListMetricDescriptors(ctx, &runtimeapi.ListMetricDescriptorsRequest{})
+		"CheckpointPod": func() error {
+			_, err := runtime.CheckpointPod(ctx, &runtimeapi.CheckpointPodRequest{PodSandboxId: "x"})
 			return err
 		},
-		"PortForward": func() error {
-			_, err := runtime.PortForward(ctx, &runtimeapi.PortForwardRequest{PodSandboxId: "x"})
+		"RestorePod": func() error {
+			_, err := runtime.RestorePod(ctx, &runtimeapi.RestorePodRequest{})
 			return err
 		},
 	} {

@@ -279,7 +279,7 @@ func (m *Manager) publishContainer(c *container) {
 		info.ExitCode, info.Reason, info.Message = exit.Code, exit.Reason, exit.Message
 		info.StartedAt, info.FinishedAt = exit.StartedAt, exit.FinishedAt
 	}
-	c.info.Store(info)
+	m.containerChanged(c.info.Swap(info), info)
 }
 
 // abandonContainer undoes a container that could not be created. What can't be
@@ -352,6 +352,7 @@ func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 	}
 	c.removed = true
 	m.containers.remove(c.id)
+	m.containerDeleted(c)
 	m.containerIDs.Forget(containerIdentity(c.podID, c.config.Metadata), c.id)
 	return nil
 }

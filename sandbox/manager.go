@@ -17,6 +17,7 @@ import (
 	"berth/cni"
 	"berth/image"
 	"berth/internal/cgroup"
+	"berth/internal/feed"
 	"berth/internal/host"
 	"berth/internal/join"
 	"berth/internal/task"
@@ -62,6 +63,7 @@ type Manager struct {
 	ipRanges      atomic.Pointer[[][]cni.IPRange] // from the node's pod CIDR
 	users         userFiles
 	unfinished    []func() // what recover found half done; started at its end
+	events        *feed.Feed[Event]
 	tasks         *task.Runner
 }
 
@@ -71,7 +73,7 @@ type Manager struct {
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network,
 		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container"),
-		runtimeTurn: task.NewTurn(), tasks: task.NewRunner(cfg.Log)}
+		runtimeTurn: task.NewTurn(), events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
 	for _, step := range []func() error{m.readBootID, m.prepareState, m.openRecords, m.startLaunchers} {
 		if err := step(); err != nil {
 			return nil, err

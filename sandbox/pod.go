@@ -184,7 +184,7 @@ func (m *Manager) publishPod(p *pod) {
 	if info.Ready {
 		info.PausePID = p.rec.PausePID
 	}
-	p.info.Store(info)
+	m.podChanged(p.info.Swap(info), info)
 }
 
 // watchPause owns the pause's pidfd: the pod stops being ready when it ends.
@@ -241,7 +241,7 @@ func (m *Manager) publishPauseless(p *pod) {
 	p.rec.PausePID, p.rec.PauseStart = 0, 0
 	info := *p.info.Load()
 	info.Ready, info.PausePID = false, 0
-	p.info.Store(&info)
+	m.podChanged(p.info.Swap(&info), &info)
 }
 
 // launchPause starts the process that holds the pod's namespaces.

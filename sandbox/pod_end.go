@@ -194,6 +194,7 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 		return err
 	}
 	m.pods.remove(p.id)
+	m.podDeleted(p)
 	m.podIDs.Forget(podIdentity(p.config.Metadata), p.id)
 	return nil
 }

@@ -36,6 +36,7 @@ type fakePods struct {
 	exec       sandbox.ExecResult
 	network    error
 	waits      []task.Wait
+	events     eventsFake
 }
 
 func (f *fakePods) call(ctx context.Context, method string, args ...any) error {

@@ -37,6 +37,8 @@ type rpc struct {
 
 func allRPCs(pods Sandboxes, images Images) []rpc {
 	var all []rpc
+	gone, cancel := context.WithCancel(context.Background())
+	cancel() // streams without end end at once
 	add := func(desc *grpc.ServiceDesc, impl any) {
 		for _, m := range desc.Methods {
 			all = append(all, rpc{m.MethodName, func(decode func(any) error) error {
@@ -46,11 +48,11 @@ func allRPCs(pods Sandboxes, images Images) []rpc {
 		}
 		for _, s := range desc.Streams {
 			all = append(all, rpc{s.StreamName, func(decode func(any) error) error {
-				return s.Handler(impl, fuzzStream{decode, context.Background()})
+				return s.Handler(impl, fuzzStream{decode, gone})
 			}})
 		}
 	}
-	add(&runtimeapi.RuntimeService_ServiceDesc, &runtimeService{cfg: testConfig, pods: pods, images: images})
+	add(&runtimeapi.RuntimeService_ServiceDesc, &runtimeService{cfg: testConfig, stopping: context.Background(), pods: pods, images: images})
 	add(&runtimeapi.ImageService_ServiceDesc, &imageService{images: images})
 	return all
 }
@@ -92,7 +94,7 @@ func FuzzRPC(f *testing.F) {
 			}
 			return nil
 		}))
-		readBack(t, &runtimeService{cfg: testConfig, pods: pods, images: images})
+		readBack(t, &runtimeService{cfg: testConfig, stopping: context.Background(), pods: pods, images: images})
 	})
 }
 

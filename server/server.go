@@ -44,6 +44,8 @@ const stopGrace = 10 * time.Second
 // Sandboxes is what the server needs of the sandbox manager.
 // See package sandbox for the methods' contracts.
 type Sandboxes interface {
+	Events
+
 	RunPodSandbox(ctx context.Context, cfg *runtimeapi.PodSandboxConfig, handler string) (string, error)
 	StopPodSandbox(ctx context.Context, id string) error
 	RemovePodSandbox(ctx context.Context, id string) error
@@ -95,11 +97,15 @@ type Server struct {
 	log   *slog.Logger
 	grpc  *grpc.Server
 	grace time.Duration // stopGrace, shorter in tests
+
+	stopping   context.Context // ends when Serve was told to stop: streams without end end with it
+	endStreams context.CancelFunc
 }
 
 // New returns a server that passes requests on to pods and images.
 func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 	s := &Server{log: log, grace: stopGrace}
+	s.stopping, s.endStreams = context.WithCancel(context.Background())
 	s.grpc = grpc.NewServer(
 		grpc.MaxRecvMsgSize(MaxMessage),
 		grpc.MaxSendMsgSize(MaxMessage),
@@ -109,7 +115,7 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 		grpc.UnaryInterceptor(s.unary),
 		grpc.StreamInterceptor(s.stream),
 	)
-	runtimeapi.RegisterRuntimeServiceServer(s.grpc, &runtimeService{cfg: cfg, pods: pods, images: images})
+	runtimeapi.RegisterRuntimeServiceServer(s.grpc, &runtimeService{cfg: cfg, stopping: s.stopping, pods: pods, images: images})
 	runtimeapi.RegisterImageServiceServer(s.grpc, &imageService{images: images})
 	return s
 }
@@ -137,6 +143,7 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 // stop ends the gRPC server: politely, then by cancelling what still runs, and
 // finally without the handlers that do not end even then.
 func (s *Server) stop() {
+	s.endStreams()
 	if within(s.grace, s.grpc.GracefulStop) {
 		return
 	}
@@ -167,9 +174,10 @@ func within(limit time.Duration, f func()) bool {
 // runtimeService implements CRI's RuntimeService.
 type runtimeService struct {
 	runtimeapi.UnimplementedRuntimeServiceServer
-	cfg    Config
-	pods   Sandboxes
-	images Images
+	cfg      Config
+	stopping context.Context
+	pods     Sandboxes
+	images   Images
 }
 
 // imageService implements CRI's ImageService.

@@ -1,0 +1,64 @@
+package server
+
+import (
+	"context"
+	"errors"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/internal/feed"
+	"berth/sandbox"
+)
+
+// Events is what GetContainerEvents needs of the sandbox manager.
+type Events interface {
+	Events() *feed.Reader[sandbox.Event]
+}
+
+// GetContainerEvents implements RuntimeService (KEP-3386). The client gets all that
+// happens after it has received the stream's header. The stream ends with
+// ResourceExhausted if the client reads so slowly that events had to be dropped, and
+// with Unavailable if berth stops: in both cases it has to list anew.
+func (s *runtimeService) GetContainerEvents(_ *runtimeapi.GetEventsRequest, stream grpc.ServerStreamingServer[runtimeapi.ContainerEventResponse]) error {
+	reader := s.pods.Events()
+	defer reader.Close()
+	ctx, cancel := context.WithCancel(stream.Context())
+	defer cancel()
+	defer context.AfterFunc(s.stopping, cancel)()
+	if err := stream.SendHeader(metadata.MD{}); err != nil {
+		return err
+	}
+	for {
+		event, err := reader.Next(ctx)
+		switch {
+		case s.stopping.Err() != nil:
+			return errdefs.Unavailable("container events: berth is stopping")
+		case errors.Is(err, feed.ErrBehind):
+			return errdefs.New(codes.ResourceExhausted, "container events: %w", err)
+		case err != nil:
+			return err
+		}
+		if err := stream.Send(s.eventResponse(event)); err != nil {
+			return err
+		}
+	}
+}
+
+func (s *runtimeService) eventResponse(event sandbox.Event) *runtimeapi.ContainerEventResponse {
+	resp := &runtimeapi.ContainerEventResponse{
+		ContainerId:        event.ID,
+		ContainerEventType: event.Type,
+		CreatedAt:          event.At.UnixNano(),
+	}
+	if event.Pod != nil {
+		resp.PodSandboxStatus = podStatus(event.Pod)
+	}
+	for _, c := range event.Containers {
+		resp.ContainersStatuses = append(resp.ContainersStatuses, s.containerStatus(c))
+	}
+	return resp
+}

@@ -1,0 +1,178 @@
+package server
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/image"
+	"berth/internal/feed"
+	"berth/sandbox"
+)
+
+// eventsFake is a feed with room for two unread events.
+type eventsFake struct {
+	once sync.Once
+	feed *feed.Feed[sandbox.Event]
+}
+
+func (e *eventsFake) get() *feed.Feed[sandbox.Event] {
+	e.once.Do(func() { e.feed = feed.New[sandbox.Event](2) })
+	return e.feed
+}
+
+func (f *fakePods) Events() *feed.Reader[sandbox.Event] { return f.events.get().Subscribe() }
+
+func (f *fakePods) publish(event sandbox.Event) {
+	f.events.get().Publish(func() sandbox.Event { return event })
+}
+
+// subscribe returns when the server has subscribed.
+func subscribe(t *testing.T, h *harness) runtimeapi.RuntimeService_GetContainerEventsClient {
+	t.Helper()
+	stream, err := h.runtime.GetContainerEvents(t.Context(), &runtimeapi.GetEventsRequest{})
+	if err == nil {
+		_, err = stream.Header()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return stream
+}
+
+func TestEventsReachAllClients(t *testing.T) {
+	pods := &fakePods{}
+	h := start(t, testConfig, pods, &fakeImages{})
+	streams := []runtimeapi.RuntimeService_GetContainerEventsClient{subscribe(t, h), subscribe(t, h)}
+	at := time.Unix(3, 4)
+	pods.publish(sandbox.Event{Type: runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT, ID: "c1", At: at,
+		Pod: &sandbox.PodInfo{ID: "p1", Config: podConfig("a", nil)}, Containers: []*sandbox.ContainerInfo{exited()}})
+	for _, stream := range streams {
+		event, err := stream.Recv()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if event.ContainerId != "c1" || event.ContainerEventType != runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT ||
+			event.CreatedAt != at.UnixNano() || event.PodSandboxStatus.GetId() != "p1" ||
+			len(event.ContainersStatuses) != 1 || event.ContainersStatuses[0].ExitCode != exited().ExitCode {
+			t.Errorf("event: %v", event)
+		}
+	}
+}
+
+// A client that does not read must be told that it has missed something.
+func TestClientThatDoesNotReadIsToldSo(t *testing.T) {
+	pods := &fakePods{}
+	h := start(t, testConfig, pods, &fakeImages{})
+	slow := subscribe(t, h)
+	// More than the windows of HTTP/2 hold, so that the server's Send blocks.
+	large := exited()
+	large.Message = strings.Repeat("x", 1<<20)
+	for n := range 100 {
+		pods.publish(sandbox.Event{ID: fmt.Sprint(n), Containers: []*sandbox.ContainerInfo{large}})
+	}
+	for n := 0; ; n++ {
+		event, err := slow.Recv()
+		if err != nil {
+			if status.Code(err) != codes.ResourceExhausted {
+				t.Errorf("after %d events: %v", n, err)
+			}
+			return
+		}
+		if event.ContainerId != fmt.Sprint(n) {
+			t.Errorf("event %d is %s: a gap", n, event.ContainerId)
+		}
+	}
+}
+
+func TestEventStreamsEndWithTheServer(t *testing.T) {
+	h := start(t, testConfig, &fakePods{}, &fakeImages{})
+	h.server.grace = time.Hour // must not be needed
+	stream := subscribe(t, h)
+	if err := h.stop(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := stream.Recv(); status.Code(err) != codes.Unavailable {
+		t.Errorf("got %v", err)
+	}
+}
+
+func TestStreamingListsAnswerWhatTheListsDo(t *testing.T) {
+	pods := &fakePods{}
+	images := &fakeImages{images: []*image.Image{{ID: idA, RepoTags: []string{"x"}}, {ID: idB, RepoTags: []string{"y"}}}}
+	h := start(t, testConfig, pods, images)
+	ctx := context.Background()
+	const count = 300
+	for n := range count { // with labels that make them more than one message
+		pod, err := pods.RunPodSandbox(ctx, podConfig(fmt.Sprint(n), map[string]string{"l": strings.Repeat("x", 16<<10)}), "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := pods.CreateContainer(ctx, pod, exited().Config); err != nil {
+			t.Fatal(err)
+		}
+	}
+	podStream, err := h.runtime.StreamPodSandboxes(ctx, &runtimeapi.StreamPodSandboxesRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	messages := 0
+	var ids []string
+	for {
+		m, err := podStream.Recv()
+		if err == io.EOF {
+			break
+		}
+		if err != nil || len(m.PodSandboxes) == 0 {
+			t.Fatalf("message %d: %d items, %v", messages, len(m.GetPodSandboxes()), err)
+		}
+		messages++
+		for _, p := range m.PodSandboxes {
+			ids = append(ids, p.Id)
+		}
+	}
+	if messages < 2 || len(ids) != count {
+		t.Errorf("%d pods in %d messages", len(ids), messages)
+	}
+	for n, id := range ids {
+		if id != fmt.Sprintf("pod%d", n) {
+			t.Fatalf("pod %d is %s", n, id)
+		}
+	}
+	containerStream, err := h.runtime.StreamContainers(ctx, &runtimeapi.StreamContainersRequest{Filter: &runtimeapi.ContainerFilter{PodSandboxId: "pod7"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	one, err := containerStream.Recv()
+	if err != nil || len(one.Containers) != 1 || one.Containers[0].PodSandboxId != "pod7" {
+		t.Errorf("filtered containers: %v, %v", one, err)
+	}
+	if _, err := containerStream.Recv(); err != io.EOF {
+		t.Errorf("end of the containers: %v", err)
+	}
+	imageStream, err := h.images.StreamImages(ctx, &runtimeapi.StreamImagesRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if all, err := imageStream.Recv(); err != nil || len(all.Images) != 2 {
+		t.Errorf("images: %v, %v", all, err)
+	}
+	if _, err := imageStream.Recv(); err != io.EOF {
+		t.Errorf("end of the images: %v", err)
+	}
+	none, err := h.runtime.StreamPodSandboxes(ctx, &runtimeapi.StreamPodSandboxesRequest{Filter: &runtimeapi.PodSandboxFilter{Id: "nobody"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if m, err := none.Recv(); err != io.EOF {
+		t.Errorf("an empty list: %v, %v", m, err)
+	}
+}
