@@ -105,11 +105,11 @@ func (m *Manager) readyPod(id string) (*pod, error) {
 
 // launch hands the container to a launcher.
 func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Started, error) {
-	root, err := m.writableRoot(c.id, &c.rec.Image)
+	root, err := m.containerRoot(p, c)
 	if err != nil {
 		return nil, err
 	}
-	volumes, err := m.holdVolumes(c)
+	volumes, err := m.volumesFor(root.IDMap, c)
 	if err != nil {
 		return nil, err
 	}
@@ -122,7 +122,7 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 	}
 	defer m.tasks.Begin("its launch", c.String())()
 	return m.launchers.Launch(ctx, shim.LaunchRequest{
-		ID: c.id, Dir: m.shimDir(c.id), Spec: spec, Rootfs: root, Volumes: volumes, SystemdCgroup: m.cfg.SystemdCgroup,
+		ID: c.id, Dir: m.shimDir(c.id), Spec: spec, Rootfs: root, RootPlace: m.rootPlaceOf(root), Volumes: volumes, SystemdCgroup: m.cfg.SystemdCgroup,
 		LogPath: c.rec.LogPath, LogDir: p.config.GetLogDirectory(), MaxLogLine: m.cfg.MaxLogLine,
 		Stdin: c.config.GetStdin(), StdinOnce: c.config.GetStdinOnce(), Terminal: c.config.GetTty(),
 	})

@@ -85,6 +85,7 @@ type Config struct {
 	SystemdCgroup           bool   // the cgroup driver in use, else cgroupfs
 	Handler                 string // name of the default runtime handler, which the empty name means as well
 	RecursiveReadOnlyMounts bool   // the kernel can make a mount and all below it read-only (Linux 5.12)
+	UserNamespaces          bool   // pods can have user namespaces, on the node's network too
 	Settings                any    // the configuration in use, for verbose Status; encodes as JSON
 
 	// Network tells, for verbose Status, which network pods join, or why none. It
