@@ -3,6 +3,7 @@ package oci
 import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
@@ -37,13 +38,20 @@ func ContainerSpec(in ContainerInput) (*specs.Spec, error) {
 
 // checkRequest refuses what the container may not have, and what berth does not do yet.
 func checkRequest(in ContainerInput) error {
+	if devices := in.Config.GetCDIDevices(); len(devices) > 0 {
+		return errdefs.New(codes.Unimplemented, "CDI device %q: CDI devices are not supported", devices[0].GetName())
+	}
 	if in.security().GetPrivileged() && !in.Pod.privileged() {
 		return errdefs.InvalidArgument("privileged container in pod %s, which is not privileged", in.Pod.ID)
 	}
-	if err := checkContainerUserNamespace(in); err != nil {
-		return err
+	return refuseUserNamespace(in.security().GetNamespaceOptions())
+}
+
+func refuseUserNamespace(o *runtimeapi.NamespaceOption) error {
+	if u := o.GetUsernsOptions(); u != nil && u.GetMode() != runtimeapi.NamespaceMode_NODE {
+		return errdefs.New(codes.Unimplemented, "userns_options: user namespaces (mode %s) are not supported", u.GetMode())
 	}
-	return checkMapped(in.Pod, in.User)
+	return nil
 }
 
 func setProcess(in ContainerInput, spec *specs.Spec) error {

@@ -81,7 +81,7 @@ func TestNamespacesRefused(t *testing.T) {
 		{&o{Pid: nsNode}, codes.InvalidArgument, "namespace_options.pid"},
 		{&o{Pid: nsTarget, TargetId: "ghost"}, codes.InvalidArgument, `"ghost"`},
 		{&o{Pid: 9}, codes.InvalidArgument, "mode 9"},
-		{&o{UsernsOptions: &runtimeapi.UserNamespace{Mode: nsPod}}, codes.InvalidArgument, "userns_options"},
+		{&o{UsernsOptions: &runtimeapi.UserNamespace{Mode: nsPod}}, codes.Unimplemented, "userns_options"},
 	} {
 		refused(t, func(in *ContainerInput) { in.sc().NamespaceOptions = test.ctr }, test.code, test.err)
 	}
@@ -107,4 +107,9 @@ func TestNamespacesNeverMissing(t *testing.T) {
 
 func TestPrivilegedNeedsPrivilegedPod(t *testing.T) {
 	refused(t, func(in *ContainerInput) { in.sc().Privileged = true }, codes.InvalidArgument, "privileged")
+}
+
+func TestCDIRefused(t *testing.T) {
+	refused(t, func(in *ContainerInput) { in.Config.CDIDevices = []*runtimeapi.CDIDevice{{Name: "vendor.com/gpu=0"}} },
+		codes.Unimplemented, "vendor.com/gpu=0")
 }

@@ -23,7 +23,8 @@ const (
 //
 // The root directory must have /proc and /dev to mount on.
 func SandboxSpec(in SandboxInput) (*specs.Spec, error) {
-	if err := checkMapped(in.Pod, in.User); err != nil {
+	sc := in.Pod.Config.GetLinux().GetSecurityContext()
+	if err := refuseUserNamespace(sc.GetNamespaceOptions()); err != nil {
 		return nil, err
 	}
 	process, err := sandboxProcess(in)
@@ -84,10 +85,7 @@ func setSandboxNamespaces(in SandboxInput, spec *specs.Spec) error {
 	if err := checkSandboxModes(in.Pod.options()); err != nil {
 		return err
 	}
-	var err error
-	if spec.Linux.Namespaces, err = firstNamespaces(in.Pod); err != nil {
-		return err
-	}
+	spec.Linux.Namespaces = []specs.LinuxNamespace{{Type: specs.MountNamespace}}
 	add := func(t specs.LinuxNamespaceType, path string) {
 		spec.Linux.Namespaces = append(spec.Linux.Namespaces, specs.LinuxNamespace{Type: t, Path: path})
 	}

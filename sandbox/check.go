@@ -36,5 +36,5 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 			return err
 		}
 	}
-	return m.checkUserNamespace(config)
+	return nil
 }

@@ -16,7 +16,6 @@ import (
 	"berth/checkpoint"
 	"berth/cni"
 	"berth/image"
-	"berth/internal/cdi"
 	"berth/internal/cgroup"
 	"berth/internal/feed"
 	"berth/internal/host"
@@ -40,8 +39,6 @@ type Config struct {
 	IdleLaunchers  int    // launchers kept ready
 	MaxLogLine     int    // bytes before a log line is split as partial
 	Host           *host.Facts
-	CDI            cdi.Dirs // where CDI devices are described
-	OwnDevices     bool     // devices belong to the user and group of the security context
 	Log            *slog.Logger
 }
 
@@ -77,7 +74,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network,
 		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container"),
 		runtimeTurn: task.NewTurn(), events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
-	for _, step := range []func() error{m.readBootID, m.prepareState, m.prepareRootPlace, m.openRecords, m.startLaunchers, m.probeUserNamespaces} {
+	for _, step := range []func() error{m.readBootID, m.prepareState, m.openRecords, m.startLaunchers} {
 		if err := step(); err != nil {
 			return nil, err
 		}

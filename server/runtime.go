@@ -40,11 +40,7 @@ func (s *runtimeService) Status(ctx context.Context, req *runtimeapi.StatusReque
 			{Type: runtimeapi.RuntimeReady, Status: true}, network,
 		}},
 		RuntimeHandlers: s.handlers(),
-		Features: &runtimeapi.RuntimeFeatures{
-			SupplementalGroupsPolicy:  true,
-			MountOptions:              true,
-			UserNamespacesHostNetwork: s.cfg.UserNamespaces,
-		},
+		Features:        &runtimeapi.RuntimeFeatures{SupplementalGroupsPolicy: true, MountOptions: true},
 	}
 	if req.GetVerbose() {
 		info, err := s.verboseStatus()
@@ -59,7 +55,7 @@ func (s *runtimeService) Status(ctx context.Context, req *runtimeapi.StatusReque
 // handlers lists the one handler berth has under both of its names, the empty one
 // first (KEP-585, KEP-3857).
 func (s *runtimeService) handlers() []*runtimeapi.RuntimeHandler {
-	features := &runtimeapi.RuntimeHandlerFeatures{RecursiveReadOnlyMounts: s.cfg.RecursiveReadOnlyMounts, UserNamespaces: s.cfg.UserNamespaces}
+	features := &runtimeapi.RuntimeHandlerFeatures{RecursiveReadOnlyMounts: s.cfg.RecursiveReadOnlyMounts}
 	return []*runtimeapi.RuntimeHandler{
 		{Name: "", Features: features},
 		{Name: s.cfg.Handler, Features: features},

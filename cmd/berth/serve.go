@@ -235,8 +235,6 @@ func sandboxConfig(cfg *config.Config, node *node, log *slog.Logger) sandbox.Con
 		IdleLaunchers:  cfg.IdleLaunchers,
 		MaxLogLine:     cfg.MaxLogLine,
 		Host:           &node.facts,
-		CDI:            cfg.CDISpecDirs,
-		OwnDevices:     cfg.DeviceOwnership,
 		Log:            log,
 	}
 }
@@ -247,7 +245,6 @@ func serverConfig(cfg *config.Config, node *node, network *cni.Network) server.C
 		SystemdCgroup:           node.systemdCgroup,
 		Handler:                 defaultHandler,
 		RecursiveReadOnlyMounts: node.facts.RecursiveReadOnly,
-		UserNamespaces:          node.facts.UserNamespaces,
 		Settings:                cfg,
 		Network:                 network.Info,
 	}

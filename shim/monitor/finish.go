@@ -1,7 +1,6 @@
 package main
 
 import (
-	"bytes"
 	"errors"
 	"os"
 	"time"
@@ -16,6 +15,8 @@ const (
 	// killPatience is how long processes may take to die that a shared PID
 	// namespace let outlive init. Whoever removes the container tries again.
 	killPatience = 2 * time.Second
+	// farewell is how long clients may take for what is queued for them.
+	farewell = 500 * time.Millisecond
 )
 
 // reap collects the children that have ended: init, and orphans.
@@ -74,18 +75,21 @@ func (m *monitor) writeRecord(exit record.Exit) error {
 	}
 }
 
-// sayFarewell hands what is queued for clients to the kernel, which keeps it for
-// them: the monitor's end is the container's, and nobody who reads slowly may delay it.
+// sayFarewell sends clients what is queued for them.
 func (m *monitor) sayFarewell() {
-	for _, c := range m.clients {
-		if c.dead || len(c.queue) == 0 {
-			continue
+	deadline := time.Now().Add(farewell)
+	for {
+		var waiting []unix.PollFd
+		for _, c := range m.clients {
+			m.sendQueue(c)
+			if len(c.queue) > 0 && !c.dead {
+				waiting = append(waiting, unix.PollFd{Fd: int32(c.fd), Events: unix.POLLOUT})
+			}
 		}
-		rest := bytes.Join(c.queue, nil) // one message costs the least beyond its bytes
-		// Without CAP_NET_ADMIN the limit is net.core.wmem_max, and the rest is lost.
-		if unix.SetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, maxQueued) != nil {
-			_ = unix.SetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_SNDBUF, maxQueued)
+		left := time.Until(deadline).Milliseconds()
+		if len(waiting) == 0 || left <= 0 {
+			return
 		}
-		_, _ = write(c.fd, rest)
+		_, _ = unix.Poll(waiting, int(left)) // an interrupted wait is another round
 	}
 }
