@@ -203,30 +203,3 @@ func TestLogPathThroughSymlink(t *testing.T) {
 		t.Errorf("files were made outside: %v", files)
 	}
 }
-
-// Files of an image that steer the runtime: a huge passwd, a FIFO, a device.
-func TestHostilePasswd(t *testing.T) {
-	fifo := fixture.Entry{}
-	fifo.Name, fifo.Typeflag, fifo.Mode = "etc/passwd", '6', 0o644
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	for _, c := range []struct {
-		name   string
-		passwd fixture.Entry
-	}{
-		{"fifo", fifo},
-		{"device", fixture.CharDevice("etc/passwd", 0o644, 1, 5)},
-		{"link to the host", fixture.Symlink("etc/passwd", "/proc/1/root/etc/passwd")},
-		{"huge", fixture.File("etc/passwd", 0o644, strings.Repeat("#", 20<<20))},
-	} {
-		t.Run(c.name, func(t *testing.T) {
-			name, _ := push(t, registry, "hostile/"+strings.ReplaceAll(c.name, " ", "-")+":latest", buildImage(t, v1.Config{User: "daemon"}, fixture.Tree{c.passwd}))
-			d.pull(t, name)
-			id, err := d.cri.CreateContainer(t.Context(), pod.id, pod.containerConfig(image(name)), pod.config)
-			if err == nil {
-				d.objects = append(d.objects, id)
-			}
-			wantCode(t, err, codes.InvalidArgument, "/etc/passwd")
-		})
-	}
-}

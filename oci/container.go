@@ -38,9 +38,6 @@ func ContainerSpec(in ContainerInput) (*specs.Spec, error) {
 
 // checkRequest refuses what the container may not have, and what berth does not do yet.
 func checkRequest(in ContainerInput) error {
-	if devices := in.Config.GetCDIDevices(); len(devices) > 0 {
-		return errdefs.New(codes.Unimplemented, "CDI device %q: CDI devices are not supported", devices[0].GetName())
-	}
 	if in.security().GetPrivileged() && !in.Pod.privileged() {
 		return errdefs.InvalidArgument("privileged container in pod %s, which is not privileged", in.Pod.ID)
 	}

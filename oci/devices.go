@@ -40,6 +40,9 @@ func setDevices(in ContainerInput, spec *specs.Spec) error {
 			return err
 		}
 		for _, g := range granted {
+			if in.DeviceOwnership {
+				g.device = ownedBy(g.device, in.security())
+			}
 			addDevice(spec, g.device, g.path)
 			rules = append(rules, specs.LinuxDeviceCgroup{Allow: true, Type: g.device.Type,
 				Major: &g.device.Major, Minor: &g.device.Minor, Access: access})
@@ -59,6 +62,17 @@ func addDevice(spec *specs.Spec, d host.Device, at string) {
 		return
 	}
 	spec.Linux.Devices = append(spec.Linux.Devices, node)
+}
+
+// ownedBy is d with the user and group that the security context names, if it does.
+func ownedBy(d host.Device, sc *runtimeapi.LinuxContainerSecurityContext) host.Device {
+	if user := sc.GetRunAsUser(); user != nil {
+		d.UID = uint32(user.GetValue()) // ResolveUser has checked the range
+	}
+	if group := sc.GetRunAsGroup(); group != nil {
+		d.GID = uint32(group.GetValue())
+	}
+	return d
 }
 
 // grantedDevice is a device of the host and its path in the container.

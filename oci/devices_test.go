@@ -48,6 +48,41 @@ func TestDevices(t *testing.T) {
 	}
 }
 
+func TestDeviceOwnership(t *testing.T) {
+	for _, test := range []struct {
+		name        string
+		enabled     bool
+		user, group *runtimeapi.Int64Value
+		uid, gid    uint32
+	}{
+		{"disabled", false, &runtimeapi.Int64Value{Value: 1000}, &runtimeapi.Int64Value{Value: 2000}, 0, 6},
+		{"both", true, &runtimeapi.Int64Value{Value: 1000}, &runtimeapi.Int64Value{Value: 2000}, 1000, 2000},
+		{"user", true, &runtimeapi.Int64Value{Value: 1000}, nil, 1000, 6},
+		{"neither", true, nil, nil, 0, 6},
+		{"root", true, &runtimeapi.Int64Value{}, &runtimeapi.Int64Value{}, 0, 0},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			in := testInput()
+			in.DeviceOwnership = test.enabled
+			in.sc().RunAsUser, in.sc().RunAsGroup = test.user, test.group
+			in.Config.Devices = []*runtimeapi.Device{{HostPath: "/dev/sda"}}
+			d := mustSpec(t, in).Linux.Devices[0]
+			if *d.UID != test.uid || *d.GID != test.gid {
+				t.Errorf("owner %d:%d, want %d:%d", *d.UID, *d.GID, test.uid, test.gid)
+			}
+		})
+	}
+	in := testInput()
+	in.DeviceOwnership = true
+	in.privilege()
+	in.sc().RunAsUser = &runtimeapi.Int64Value{Value: 1000}
+	for _, d := range mustSpec(t, in).Linux.Devices { // nobody asked for these one by one
+		if *d.UID != 0 {
+			t.Errorf("%s of a privileged container belongs to %d", d.Path, *d.UID)
+		}
+	}
+}
+
 func TestDevicesPrivileged(t *testing.T) {
 	in := testInput()
 	in.privilege()

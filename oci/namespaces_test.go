@@ -108,8 +108,3 @@ func TestNamespacesNeverMissing(t *testing.T) {
 func TestPrivilegedNeedsPrivilegedPod(t *testing.T) {
 	refused(t, func(in *ContainerInput) { in.sc().Privileged = true }, codes.InvalidArgument, "privileged")
 }
-
-func TestCDIRefused(t *testing.T) {
-	refused(t, func(in *ContainerInput) { in.Config.CDIDevices = []*runtimeapi.CDIDevice{{Name: "vendor.com/gpu=0"}} },
-		codes.Unimplemented, "vendor.com/gpu=0")
-}

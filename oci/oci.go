@@ -13,12 +13,13 @@
 //     read some of them as commands (CVE-2024-3154, CVE-2026-53488). So the annotations
 //     for block I/O and RDT classes, which containerd reads, do nothing.
 //   - What berth cannot honour it refuses by name. Refused for now with Unimplemented:
-//     user namespaces, ID-mapped mounts, CDI
-//     devices. Passed over, as containerd and CRI-O do, because kubelet sends them to
+//     user namespaces, ID-mapped mounts. Passed over, as containerd and CRI-O do, because kubelet sends them to
 //     every host: limits of swap and hugepages, SELinux options and the default
 //     AppArmor profile where the kernel has no such thing.
 //   - Bad input is InvalidArgument and names the field or value. What the host lacks is
 //     FailedPrecondition. Internal means that the caller left out something.
+//   - CDI devices are left to the caller: what they are stands in files of the host, and
+//     they are put into a spec that is complete (internal/cdi).
 //   - HOME is always set here, from the user that ResolveUser found, so that libcontainer
 //     never parses the container's own /etc/passwd.
 //   - A VOLUME of an image is a plain directory of the container's writable layer, with
@@ -98,6 +99,9 @@ type ContainerInput struct {
 	// name (KEP-4639), by their index in Config.Mounts. A file or directory of the image
 	// (image_sub_path) the launcher puts in.
 	ImageVolumes map[int]string
+	// DeviceOwnership gives the devices of Config to run_as_user and run_as_group, where these
+	// are set, so that a process that is not root can use them.
+	DeviceOwnership bool
 }
 
 // SandboxInput is what SandboxSpec builds the spec of a pod's pause from.

@@ -45,7 +45,6 @@ type running struct {
 	pid        int      // of init
 	startedAt  time.Time
 	exited     chan struct{} // closed when the exit is published
-	meter      *meter
 }
 
 func (c *container) String() string { return "container " + c.id }
@@ -235,11 +234,15 @@ func (m *Manager) containerSpec(p *pod, c *container, resources *runtimeapi.Linu
 	if err != nil {
 		return nil, err
 	}
-	return oci.ContainerSpec(oci.ContainerInput{
+	spec, err := oci.ContainerSpec(oci.ContainerInput{
 		ID: c.id, Pod: m.ociPod(p), Config: c.config, Image: &c.rec.Image.Config, User: c.rec.User, Host: *m.cfg.Host,
 		SystemdCgroup: m.cfg.SystemdCgroup, TargetPIDNS: target, Resources: resources, Files: host.Files{},
-		ImageVolumes: m.volumePlaces(c),
+		ImageVolumes: m.volumePlaces(c), DeviceOwnership: m.cfg.OwnDevices,
 	})
+	if err != nil {
+		return nil, err
+	}
+	return spec, m.cfg.CDI.Inject(spec, cdiDevices(c.config))
 }
 
 // targetPIDNS is the PID namespace of the container that an ephemeral container is to join.

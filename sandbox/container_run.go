@@ -137,8 +137,7 @@ func (m *Manager) startFailed(c *container, cause error) error {
 // containerStarted publishes a running container and watches its shim. The record
 // on disk still says "starting": the shim directory knows the rest.
 func (m *Manager) containerStarted(c *container, s *shim.Started) {
-	run := &running{init: s.Init, shim: s.Shim, pid: s.InitPID, startedAt: s.StartedAt, exited: make(chan struct{}),
-		meter: m.containerMeter(c)}
+	run := &running{init: s.Init, shim: s.Shim, pid: s.InitPID, startedAt: s.StartedAt, exited: make(chan struct{})}
 	c.running.Store(run)
 	c.rec.Phase = containerRunning
 	m.publishContainer(c)
@@ -159,12 +158,12 @@ func (m *Manager) watchContainer(c *container, run *running) {
 }
 
 func (m *Manager) closeRunning(c *container, run *running) {
-	err := errors.Join(run.shim.Close(), run.meter.Close())
+	err := run.shim.Close()
 	if run.init != nil {
 		err = errors.Join(err, run.init.Close())
 	}
 	if err != nil {
-		m.log.Warn("close pidfds and statistics", "container", c.id, "error", err)
+		m.log.Warn("close pidfds", "container", c.id, "error", err)
 	}
 }
 

@@ -16,6 +16,7 @@ import (
 	"berth/checkpoint"
 	"berth/cni"
 	"berth/image"
+	"berth/internal/cdi"
 	"berth/internal/cgroup"
 	"berth/internal/feed"
 	"berth/internal/host"
@@ -39,6 +40,8 @@ type Config struct {
 	IdleLaunchers  int    // launchers kept ready
 	MaxLogLine     int    // bytes before a log line is split as partial
 	Host           *host.Facts
+	CDI            cdi.Dirs // where CDI devices are described
+	OwnDevices     bool     // devices belong to the user and group of the security context
 	Log            *slog.Logger
 }
 

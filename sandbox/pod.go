@@ -32,10 +32,9 @@ type pod struct {
 	id     string
 	config *runtimeapi.PodSandboxConfig // as in rec, decoded; never changed
 	turn   task.Turn
-	rec    podRecord                // belongs to the holder of turn
-	info   atomic.Pointer[PodInfo]  // nil until the pod is ready: nobody sees half a pod
-	pause  atomic.Pointer[os.File]  // pidfd, owned by the pod's watcher
-	meter  atomic.Pointer[podMeter] // nil without a pause; owned by the pod's watcher
+	rec    podRecord               // belongs to the holder of turn
+	info   atomic.Pointer[PodInfo] // nil until the pod is ready: nobody sees half a pod
+	pause  atomic.Pointer[os.File] // pidfd, owned by the pod's watcher
 }
 
 func (p *pod) String() string { return "pod " + p.id }
@@ -191,25 +190,19 @@ func (m *Manager) publishPod(p *pod) {
 // watchPause owns the pause's pidfd: the pod stops being ready when it ends.
 func (m *Manager) watchPause(p *pod, pause *os.File) {
 	p.pause.Store(pause)
-	meter := m.newPodMeter(p, pause)
-	p.meter.Store(meter)
 	started := m.tasks.Watchers.Spawn(func() {
 		ended := m.awaitEnd(pause, "pause of pod "+p.id)
-		m.closePause(p, pause, meter)
+		p.pause.Store(nil)
+		if err := pause.Close(); err != nil {
+			m.log.Warn("close pidfd of pause", "pod", p.id, "error", err)
+		}
 		if ended {
 			m.pauseEnded(p)
 		}
 	})
 	if !started {
-		m.closePause(p, pause, meter)
-	}
-}
-
-func (m *Manager) closePause(p *pod, pause *os.File, meter *podMeter) {
-	p.pause.Store(nil)
-	p.meter.Store(nil)
-	if err := errors.Join(pause.Close(), meter.Close()); err != nil {
-		m.log.Warn("close pidfd and statistics of pause", "pod", p.id, "error", err)
+		p.pause.Store(nil)
+		_ = pause.Close() // the daemon is ending; the next one opens its own
 	}
 }
 

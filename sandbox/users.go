@@ -7,6 +7,7 @@ import (
 	"os"
 	"sync"
 
+	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
@@ -97,11 +98,23 @@ func readUserFile(root *os.File, path string) ([]byte, error) {
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
-	if errors.Is(err, safefs.ErrNotRegular) || errors.Is(err, safefs.ErrTooLarge) {
+	if isImagesFault(err) {
 		return nil, errdefs.InvalidArgument("read %s of the image: %w", path, err)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("read %s of the image: %w", path, err)
 	}
 	return data, nil
+}
+
+// isImagesFault tells whether a file cannot be read because of what the image has
+// in its place: no file, too large a one, links that lead round and round, a file where
+// a directory should be.
+func isImagesFault(err error) bool {
+	for _, e := range []error{safefs.ErrNotRegular, safefs.ErrTooLarge, unix.ELOOP, unix.ENOTDIR} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
 }

@@ -45,7 +45,6 @@ const stopGrace = 10 * time.Second
 // See package sandbox for the methods' contracts.
 type Sandboxes interface {
 	Events
-	Statistics
 
 	RunPodSandbox(ctx context.Context, cfg *runtimeapi.PodSandboxConfig, handler string) (string, error)
 	StopPodSandbox(ctx context.Context, id string) error
@@ -116,7 +115,7 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 		grpc.UnaryInterceptor(s.unary),
 		grpc.StreamInterceptor(s.stream),
 	)
-	runtimeapi.RegisterRuntimeServiceServer(s.grpc, &runtimeService{cfg: cfg, stopping: s.stopping, pods: pods, images: images, log: log})
+	runtimeapi.RegisterRuntimeServiceServer(s.grpc, &runtimeService{cfg: cfg, stopping: s.stopping, pods: pods, images: images})
 	runtimeapi.RegisterImageServiceServer(s.grpc, &imageService{images: images})
 	return s
 }
@@ -179,7 +178,6 @@ type runtimeService struct {
 	stopping context.Context
 	pods     Sandboxes
 	images   Images
-	log      *slog.Logger
 }
 
 // imageService implements CRI's ImageService.

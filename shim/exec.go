@@ -20,7 +20,8 @@ import (
 type Exec struct {
 	l       *Launchers
 	p       *launcher
-	id      string
+	id      string // of the container
+	execID  string
 	pid     int
 	proc    *os.File // pidfd
 	console *os.File
@@ -48,7 +49,7 @@ func (l *Launchers) Exec(ctx context.Context, req ExecRequest) (*Exec, error) {
 		l.lend(-1)
 		return nil, err
 	}
-	e := &Exec{l: l, p: p, id: req.ID}
+	e := &Exec{l: l, p: p, id: req.ID, execID: req.ExecID}
 	again, err := e.start(ctx, req)
 	if err == nil {
 		return e, nil
@@ -78,29 +79,40 @@ func (e *Exec) start(ctx context.Context, req ExecRequest) (again bool, err erro
 		return false, errdefs.Internal("exec in container %s: %w", req.ID, err)
 	}
 	var reply control.Reply
-	got, err := e.l.receive(ctx, e.p, &reply)
+	got, err := e.receive(ctx, &reply)
 	e.l.logWarnings(req.ID, reply.Warnings)
 	switch {
-	case err != nil && ctx.Err() != nil:
-		return false, fmt.Errorf("exec in container %s: %w", req.ID, ctx.Err())
+	case errors.Is(err, os.ErrDeadlineExceeded): // not waited for: the launcher kills what it has started when it is retired
+		return false, fmt.Errorf("exec in container %s: %w", req.ID, context.Cause(ctx))
 	case err != nil:
 		return false, errdefs.Internal("exec in container %s: the launcher is lost: %w", req.ID, err)
 	case reply.Error != nil:
-		return ctx.Err() == nil, failure(ctx, reply.Error)
+		return true, failure(ctx, reply.Error)
 	case reply.Exec == nil || len(got) < 1 || len(got) > 2:
 		return false, errors.Join(errdefs.Internal("exec in container %s: the launcher's reply makes no sense", req.ID), closeFiles(got))
 	}
 	e.pid = reply.Exec.PID
-	if len(got) == 2 {
-		e.console = got[1]
-	}
 	if e.proc, err = asPidfd(got[0]); err != nil {
-		return false, err
+		return false, errors.Join(err, closeFiles(got[1:]))
 	}
-	if err := ctx.Err(); err != nil { // the launcher was told, and kills it
-		return false, errors.Join(fmt.Errorf("exec in container %s: %w", req.ID, err), e.closeFiles())
+	if len(got) == 2 {
+		if e.console, err = asConsole(got[1]); err != nil {
+			return false, errors.Join(err, e.proc.Close())
+		}
 	}
 	return true, nil
+}
+
+// asConsole makes a received terminal fit for reads and writes with a deadline.
+func asConsole(f *os.File) (*os.File, error) {
+	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err := errors.Join(err, f.Close()); err != nil {
+		return nil, fmt.Errorf("take over terminal: %w", err)
+	}
+	if err := unix.SetNonblock(fd, true); err != nil {
+		return nil, errors.Join(fmt.Errorf("take over terminal: %w", err), unix.Close(fd))
+	}
+	return os.NewFile(uintptr(fd), "terminal"), nil
 }
 
 // PID returns the process's ID on the host.
@@ -138,7 +150,7 @@ func (e *Exec) Kill() error {
 	if ended {
 		return nil
 	}
-	if err := e.p.conn.Send(control.Request{Kill: true}); err != nil {
+	if err := e.p.conn.Send(control.Request{Kill: e.execID}); err != nil {
 		return errors.Join(fmt.Errorf("kill exec in container %s: %w", e.id, err), pidfd.Signal(e.proc, unix.SIGKILL))
 	}
 	return nil
@@ -153,7 +165,7 @@ func (e *Exec) Wait(ctx context.Context) (int32, error) {
 		return code, err
 	}
 	var reply control.Reply
-	err := e.receive(ctx, &reply)
+	_, err := e.receive(ctx, &reply)
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		return 0, fmt.Errorf("exec in container %s: %w", e.id, context.Cause(ctx))
 	}
@@ -162,20 +174,20 @@ func (e *Exec) Wait(ctx context.Context) (int32, error) {
 }
 
 // receive is Receive until ctx ends, which leaves the connection as it was.
-func (e *Exec) receive(ctx context.Context, reply *control.Reply) error {
+func (e *Exec) receive(ctx context.Context, reply *control.Reply) ([]*os.File, error) {
 	interrupted := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
 		defer close(interrupted)
 		_ = e.p.conn.SetDeadline(time.Unix(1, 0)) // it can only fail on a closed connection
 	})
-	_, err := e.p.conn.Receive(reply)
+	files, err := e.p.conn.Receive(reply)
 	if !stop() {
 		<-interrupted // or it would hit whoever uses the connection next
 		if resetErr := e.p.conn.SetDeadline(time.Time{}); resetErr != nil {
-			return resetErr
+			return nil, errors.Join(resetErr, closeFiles(files))
 		}
 	}
-	return err
+	return files, err
 }
 
 func (e *Exec) result() (ended bool, code int32, err error) {

@@ -67,8 +67,8 @@ func (m *Monitor) call(ctx context.Context, what string, t wire.Type, payload []
 
 // AttachIO is what an attached client has of the container's. Any of it may be nil.
 type AttachIO struct {
-	Stdin          io.Reader
-	Stdout, Stderr io.Writer // a container with a terminal has only Stdout
+	Stdin          io.ReadCloser // closed by Attach; that must end a Read
+	Stdout, Stderr io.Writer     // a container with a terminal has only Stdout
 	Resize         <-chan Size
 }
 
@@ -80,16 +80,18 @@ type Size = wire.Size
 // container's stdin if that is open for once only (LaunchRequest.StdinOnce).
 //
 // A client that does not take output for a while is dropped by the monitor, which
-// looks like the container's end. A goroutine that reads Stdin ends when that read
-// returns, which may be after Attach: close what is behind Stdin.
+// looks like the container's end.
 func (m *Monitor) Attach(ctx context.Context, streams AttachIO) error {
+	var sending sync.WaitGroup
+	defer sending.Wait()
+	if streams.Stdin != nil {
+		defer streams.Stdin.Close()
+	}
 	c, err := m.dial()
 	if err != nil {
 		return fmt.Errorf("attach: %w", err)
 	}
 	ctx, cancel := context.WithCancel(ctx)
-	var sending sync.WaitGroup
-	defer sending.Wait()
 	defer c.conn.Close()
 	defer cancel()
 	defer context.AfterFunc(ctx, c.interrupt)()
@@ -103,7 +105,7 @@ func (m *Monitor) Attach(ctx context.Context, streams AttachIO) error {
 			sending.Go(func() { c.sendSizes(ctx, streams.Resize) })
 		}
 		if streams.Stdin != nil {
-			go c.sendStdin(streams.Stdin) // see above for its end
+			sending.Go(func() { c.sendStdin(streams.Stdin) })
 		}
 		err = c.output(streams)
 	}

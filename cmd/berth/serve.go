@@ -235,6 +235,8 @@ func sandboxConfig(cfg *config.Config, node *node, log *slog.Logger) sandbox.Con
 		IdleLaunchers:  cfg.IdleLaunchers,
 		MaxLogLine:     cfg.MaxLogLine,
 		Host:           &node.facts,
+		CDI:            cfg.CDISpecDirs,
+		OwnDevices:     cfg.DeviceOwnership,
 		Log:            log,
 	}
 }

@@ -58,6 +58,9 @@ type Config struct {
 	IdleLaunchers int    `toml:"idle_launchers" default:"2" min:"0" doc:"How many processes wait ready to launch a container. Each saves about 20 ms of a container's start and costs a few MB of memory."`
 	ShimPath      string `toml:"shim_path" path:"optional" doc:"The berth-shim program. Empty: beside the berth program, or else in PATH."`
 
+	CDISpecDirs     []string `toml:"cdi_spec_dirs" default:"/etc/cdi,/var/run/cdi" path:"abs" doc:"Directories with descriptions of CDI devices. If two describe the same device the last directory wins. They are read for each container that asks for a device. What they say is trusted: hooks run as root."`
+	DeviceOwnership bool     `toml:"device_ownership_from_security_context" default:"false" doc:"Whether the devices of a container belong, in it, to the runAsUser and runAsGroup of its security context, so that it need not be root to use them."`
+
 	LogLevel  string `toml:"log_level" flag:"log-level" default:"info" oneof:"debug,info,warn,error" doc:"The least severe messages that are logged."`
 	LogFormat string `toml:"log_format" flag:"log-format" default:"text" oneof:"text,json" doc:"Form of the log on standard error."`
 }

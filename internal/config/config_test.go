@@ -23,7 +23,7 @@ func TestDefaults(t *testing.T) {
 		CNIConfDir:   "/etc/cni/net.d", CNIBinDirs: []string{"/opt/cni/bin", "/usr/lib/cni"}, NetNSDir: "/run/netns",
 		DockerConfig: "", RegistryDirs: []string{"/etc/berth/certs.d", "/etc/containerd/certs.d"}, PinnedImages: []string{},
 		MaxParallelDownloads: 8, StallTimeout: Duration{time.Minute},
-		MaxLogLine: 16384, IdleLaunchers: 2,
+		MaxLogLine: 16384, IdleLaunchers: 2, CDISpecDirs: []string{"/etc/cdi", "/var/run/cdi"},
 		LogLevel: "info", LogFormat: "text",
 	}
 	if !reflect.DeepEqual(*c, want) {

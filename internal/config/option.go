@@ -99,6 +99,11 @@ func (o option) set(c *Config, texts []string) error {
 		*p = last
 	case *[]string:
 		*p = slices.Clone(texts)
+	case *bool:
+		if last != "true" && last != "false" {
+			return fmt.Errorf("%q is neither true nor false", last)
+		}
+		*p = last == "true"
 	case *int:
 		n, err := strconv.Atoi(last)
 		if err != nil {
@@ -118,6 +123,8 @@ func (o option) typeName() string {
 	switch reflect.New(reflect.TypeFor[Config]().Field(o.field).Type).Interface().(type) {
 	case *[]string:
 		return "list of strings"
+	case *bool:
+		return "boolean"
 	case *int:
 		return "number"
 	case *Duration:
@@ -132,6 +139,8 @@ func (o option) kind() unstable.Kind {
 	switch o.typeName() {
 	case "list of strings":
 		return unstable.Array
+	case "boolean":
+		return unstable.Bool
 	case "number":
 		return unstable.Integer
 	default:

@@ -2,8 +2,8 @@
 // stream socket pair that the launcher is born with.
 //
 // The daemon sends one Request at a time; the launcher answers with one Reply, for
-// an exec with two: Exec when it runs, Exited when it has ended. Between the two
-// the daemon may send Kill.
+// an exec with two: Exec when it runs, Exited when it has ended. Until it reads
+// the second the daemon may send Kill.
 //
 // End of file is an order as well. A launcher that reads it while idle exits; while
 // it launches, it destroys what there is of the container; while it execs, it kills
@@ -30,7 +30,7 @@ const (
 type Request struct {
 	Launch *Launch `json:"launch,omitempty"`
 	Exec   *Exec   `json:"exec,omitempty"`
-	Kill   bool    `json:"kill,omitempty"` // kill everything the running exec has started
+	Kill   string  `json:"kill,omitempty"` // the ExecID of the exec whose processes are to be killed; nothing happens if it has ended
 }
 
 // Launch is shim.LaunchRequest with the pool's settings.

@@ -15,6 +15,9 @@ const (
 	// Making the working directory below something that is no directory.
 	makeCwd      = "mkdir "
 	notDirectory = ": not a directory"
+	// A sysctl whose value the kernel refuses.
+	badSysctl = "failed to write sysctl "
+	badValue  = ": invalid argument"
 )
 
 // noise is text of libcontainer's that says nothing to who reads the message.
@@ -35,7 +38,8 @@ func describe(err error) *control.Error {
 	case errors.As(err, &own):
 		code = own.Code
 	case strings.Contains(text, badCommand), strings.Contains(text, badCwd),
-		strings.Contains(text, makeCwd) && strings.HasSuffix(text, notDirectory):
+		strings.Contains(text, makeCwd) && strings.HasSuffix(text, notDirectory),
+		strings.Contains(text, badSysctl) && strings.HasSuffix(text, badValue):
 		code = control.InvalidArgument
 	}
 	return &control.Error{Code: code, Message: noise.Replace(text)}

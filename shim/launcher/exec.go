@@ -29,36 +29,62 @@ type execution struct {
 	container *libcontainer.Container
 	process   *libcontainer.Process
 	io        *stdio
-	cgroup    string // its own cgroup's directory; empty: it has none
-	pid       int
-	pidfd     *os.File
+	starting  chan struct{} // closed when start has returned
+
+	mu     sync.Mutex // guards what follows, which start sets and the listener needs to kill
+	cgroup string     // its own cgroup's directory; empty: it has none
+	pid    int
+	pidfd  *os.File
 }
 
 // serveExec carries out an exec order. An error means that the daemon is gone.
 func (l *launcher) serveExec(order *control.Exec, files []*os.File) error {
-	e := &execution{Exec: order, l: l, files: files, io: &stdio{}}
+	e := &execution{Exec: order, l: l, files: files, io: &stdio{}, starting: make(chan struct{})}
+	stopListening := e.listen()
 	err := e.start()
 	closeErr := e.closeFiles() // the process has its own by now
 	if err == nil {
 		err = closeErr
 	}
+	close(e.starting)
 	if err != nil {
+		gone := stopListening()
 		e.abandon()
+		if gone != nil {
+			return gone
+		}
 		return l.reply(control.Reply{Error: describe(err)})
 	}
-	defer e.pidfd.Close()
-	reply := []*os.File{e.pidfd}
-	if e.io.console != nil {
-		reply = append(reply, e.io.console)
+	if err := e.announce(); err != nil {
+		gone := stopListening()
+		e.abandon()
+		if gone != nil {
+			return gone
+		}
+		return err
 	}
-	err = l.reply(control.Reply{Exec: &control.ExecStarted{PID: e.pid}}, reply...)
+	defer e.pidfd.Close()
+	code := exitCode(e.process.Wait())
+	// The daemon speaks next when it has the reply, so the listener is stopped
+	// before: what it has read by then belongs to this exec.
+	if err := stopListening(); err != nil {
+		return err
+	}
+	e.removeCgroup()
+	return l.reply(control.Reply{Exited: &control.Exited{Code: code}})
+}
+
+// announce tells the daemon that the process runs.
+func (e *execution) announce() error {
+	files := []*os.File{e.pidfd}
+	if e.io.console != nil {
+		files = append(files, e.io.console)
+	}
+	err := e.l.reply(control.Reply{Exec: &control.ExecStarted{PID: e.pid}}, files...)
 	if e.io.console != nil {
 		err = errors.Join(err, e.io.console.Close())
 	}
-	if err != nil {
-		return errors.Join(err, e.kill())
-	}
-	return e.wait()
+	return err
 }
 
 func (e *execution) start() (err error) {
@@ -80,13 +106,20 @@ func (e *execution) start() (err error) {
 		}
 		return fmt.Errorf("exec in container %s: %w", e.ID, err)
 	}
-	if e.pid, err = e.process.Pid(); err != nil {
-		return fmt.Errorf("exec in container %s: %w", e.ID, err)
-	}
-	if e.pidfd, err = pidfd.Open(e.pid); err != nil {
+	if err := e.setPID(); err != nil {
 		return err
 	}
 	return e.io.started()
+}
+
+func (e *execution) setPID() (err error) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.pid, err = e.process.Pid(); err != nil {
+		return fmt.Errorf("exec in container %s: %w", e.ID, err)
+	}
+	e.pidfd, err = pidfd.Open(e.pid)
+	return err
 }
 
 func (e *execution) load() (err error) {
@@ -177,7 +210,9 @@ func (e *execution) makeCgroup() error {
 			_ = unix.Rmdir(dir)
 			continue
 		}
+		e.mu.Lock()
 		e.cgroup = dir
+		e.mu.Unlock()
 		e.process.SubCgroupPaths = map[string]string{hierarchy: name}
 		return nil
 	}
@@ -228,35 +263,26 @@ func (e *execution) removeCgroup() {
 	}
 }
 
-// wait reports the end of the exec. The daemon may order the kill meanwhile.
-func (e *execution) wait() error {
+// listen begins to take the daemon's orders, before the exec starts: that may take
+// long in a container that is frozen or short of memory. stop ends it; its error is
+// that the daemon is gone, upon which the exec was killed.
+func (e *execution) listen() (stop func() error) {
 	ctx, cancel := context.WithCancel(context.Background())
-	defer cancel()
-	var listening sync.WaitGroup
-	var gone error
-	listening.Go(func() { gone = e.listen(ctx) })
-
-	state, err := e.process.Wait()
-	code := exitCode(state, err)
-	// The daemon speaks next when it has the reply, so the listener is stopped
-	// before: what it has read by then belongs to this exec.
-	cancel()
-	if err := e.l.conn.SetDeadline(time.Unix(1, 0)); err != nil {
-		return err
+	ended := make(chan error, 1)
+	go func() { ended <- e.obey(ctx) }()
+	return func() error {
+		cancel()
+		if err := e.l.conn.SetDeadline(time.Unix(1, 0)); err != nil {
+			return err
+		}
+		if gone := <-ended; gone != nil {
+			return gone
+		}
+		return e.l.conn.SetDeadline(time.Time{})
 	}
-	listening.Wait()
-	if err := e.l.conn.SetDeadline(time.Time{}); err != nil {
-		return err
-	}
-	e.removeCgroup()
-	if gone != nil {
-		return gone
-	}
-	return e.l.reply(control.Reply{Exited: &control.Exited{Code: code}})
 }
 
-// listen kills the exec when the daemon says so or is gone, which is the error.
-func (e *execution) listen(ctx context.Context) error {
+func (e *execution) obey(ctx context.Context) error {
 	for {
 		var r control.Request
 		_, err := e.l.conn.Receive(&r)
@@ -264,14 +290,30 @@ func (e *execution) listen(ctx context.Context) error {
 		case errors.Is(err, os.ErrDeadlineExceeded) && ctx.Err() != nil:
 			return nil
 		case err != nil:
-			if killErr := e.kill(); killErr != nil {
+			if killErr := e.killStarting(); killErr != nil {
 				return fmt.Errorf("exec %s in %s: %w, %w", e.ExecID, e.ID, err, killErr)
 			}
 			return err
-		case r.Kill:
-			if err := e.kill(); err != nil {
+		case r.Kill == e.ExecID: // else it was for one that has ended
+			if err := e.killStarting(); err != nil {
 				e.l.warnings.add(fmt.Sprintf("kill exec %s in %s: %v", e.ExecID, e.ID, err))
 			}
+		}
+	}
+}
+
+// killInterval is how often an exec is killed that is being started.
+const killInterval = 10 * time.Millisecond
+
+// killStarting is kill, also while the process is being started: again and again
+// then, for there is a moment before it is in its cgroup.
+func (e *execution) killStarting() error {
+	for {
+		select {
+		case <-e.starting:
+			return e.kill()
+		case <-time.After(killInterval):
+			_ = e.kill() // what counts is the one after the start
 		}
 	}
 }
@@ -282,13 +324,19 @@ const killTime = 10 * time.Second
 
 // kill ends the exec's processes, all of them, also those that init has adopted.
 func (e *execution) kill() error {
-	if e.cgroup != "" {
-		return killtree.Kill(e.cgroup, killTime)
+	e.mu.Lock()
+	cgroup, pid, proc := e.cgroup, e.pid, e.pidfd
+	e.mu.Unlock()
+	switch {
+	case cgroup != "":
+		return killtree.Kill(cgroup, killTime)
+	case proc != nil:
+		return killDescendants(pid, proc)
 	}
-	return killDescendants(e.pid, e.pidfd)
+	return nil // nothing runs
 }
 
-func exitCode(state *os.ProcessState, err error) int32 {
+func exitCode(state *os.ProcessState, _ error) int32 {
 	if state == nil {
 		return 255
 	}

@@ -180,6 +180,11 @@ func (c *launch) makeConfig() (err error) {
 	if err != nil {
 		return control.Errorf(control.InvalidArgument, "runtime spec of %s: %v", c.ID, err)
 	}
+	if c.Spec.Hooks != nil {
+		if err := c.writeBundle(); err != nil {
+			return err
+		}
+	}
 	c.process, err = newProcess(c.Spec.Process)
 	if err != nil {
 		return err

@@ -95,7 +95,7 @@ func (l *launcher) serve() error {
 			return l.serveLaunch(r.Launch)
 		case r.Exec != nil:
 			err = l.serveExec(r.Exec, files)
-		case r.Kill:
+		case r.Kill != "":
 			// The exec that it was for has ended in the meantime.
 		default:
 			err = errors.New("an order of an unknown kind; berth and berth-shim are of different versions")

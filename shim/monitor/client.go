@@ -4,6 +4,7 @@ import (
 	"errors"
 	"os"
 	"runtime"
+	"runtime/debug"
 
 	"golang.org/x/sys/unix"
 
@@ -16,9 +17,13 @@ var (
 )
 
 const (
-	// maxQueue is how many bytes may wait for one client before it is dropped.
-	// A burst of output is faster than any reader; a dead one must not cost more.
-	maxQueue = 4 << 20
+	// maxQueued is how many bytes may wait for all clients together; then the one that
+	// most of them wait for is dropped. A burst of output is faster than any reader,
+	// but those that do not read must not cost more, however many they are.
+	maxQueued = 4 << 20
+	// muchQueued is from when on memory that clients have used is given back to the
+	// kernel at once, and not when the runtime comes to it.
+	muchQueued = 256 << 10
 	// maxClients bounds what connections can cost.
 	maxClients = 64
 )
@@ -206,13 +211,38 @@ func (m *monitor) send(c *client, data []byte) {
 	if len(data) == 0 {
 		return
 	}
-	if c.queued+len(data) > maxQueue {
-		c.dead = true
-		return
+	for m.queued()+len(data) > maxQueued {
+		slowest := m.slowest()
+		slowest.lost()
+		slowest.dead = true
+		if slowest == c || c.dead {
+			return
+		}
 	}
 	c.queue = append(c.queue, append([]byte(nil), data...))
 	c.queued += len(data)
+	m.mostQueued = max(m.mostQueued, m.queued())
 	m.watchClient(c)
+}
+
+// queued is how many bytes wait for clients.
+func (m *monitor) queued() int {
+	n := 0
+	for _, c := range m.clients {
+		n += c.queued
+	}
+	return n
+}
+
+// slowest returns the client for which most bytes wait.
+func (m *monitor) slowest() *client {
+	slowest := m.clients[0]
+	for _, c := range m.clients {
+		if c.queued > slowest.queued {
+			slowest = c
+		}
+	}
+	return slowest
 }
 
 func (m *monitor) sendQueue(c *client) {
@@ -292,5 +322,9 @@ func (m *monitor) sweep() {
 			m.clients = nil
 			runtime.GC() // back to what a monitor costs that nobody is attached to
 		}
+	}
+	if m.mostQueued > muchQueued && m.queued() == 0 {
+		m.mostQueued = 0
+		debug.FreeOSMemory()
 	}
 }

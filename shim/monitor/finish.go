@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"errors"
 	"os"
 	"time"
@@ -15,8 +16,6 @@ const (
 	// killPatience is how long processes may take to die that a shared PID
 	// namespace let outlive init. Whoever removes the container tries again.
 	killPatience = 2 * time.Second
-	// farewell is how long clients may take for what is queued for them.
-	farewell = 500 * time.Millisecond
 )
 
 // reap collects the children that have ended: init, and orphans.
@@ -75,21 +74,18 @@ func (m *monitor) writeRecord(exit record.Exit) error {
 	}
 }
 
-// sayFarewell sends clients what is queued for them.
+// sayFarewell hands what is queued for clients to the kernel, which keeps it for
+// them: the monitor's end is the container's, and nobody who reads slowly may delay it.
 func (m *monitor) sayFarewell() {
-	deadline := time.Now().Add(farewell)
-	for {
-		var waiting []unix.PollFd
-		for _, c := range m.clients {
-			m.sendQueue(c)
-			if len(c.queue) > 0 && !c.dead {
-				waiting = append(waiting, unix.PollFd{Fd: int32(c.fd), Events: unix.POLLOUT})
-			}
+	for _, c := range m.clients {
+		if c.dead || len(c.queue) == 0 {
+			continue
 		}
-		left := time.Until(deadline).Milliseconds()
-		if len(waiting) == 0 || left <= 0 {
-			return
+		rest := bytes.Join(c.queue, nil) // one message costs the least beyond its bytes
+		// Without CAP_NET_ADMIN the limit is net.core.wmem_max, and the rest is lost.
+		if unix.SetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_SNDBUFFORCE, maxQueued) != nil {
+			_ = unix.SetsockoptInt(c.fd, unix.SOL_SOCKET, unix.SO_SNDBUF, maxQueued)
 		}
-		_, _ = unix.Poll(waiting, int(left)) // an interrupted wait is another round
+		_, _ = write(c.fd, rest)
 	}
 }

@@ -21,7 +21,10 @@ type monitor struct {
 	streams []*stream
 	stdin   stdin
 	clients []*client
-	oom     oom
+
+	mostQueued int // bytes that waited for clients, since memory was last given back
+
+	oom oom
 
 	initStatus *unix.WaitStatus // set when init has been reaped
 	initEnd    time.Time
@@ -58,7 +61,7 @@ func (m *monitor) openStreams() error {
 	if p.Console >= 0 {
 		// With the other side open here, too, the terminal does not end when the
 		// container closes it for a moment (Linux 4.13; without it, it does).
-		_, _ = unix.IoctlRetInt(p.Console, unix.TIOCGPTPEER)
+		_ = unix.IoctlSetInt(p.Console, unix.TIOCGPTPEER, unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC)
 		m.addStream(p.Console, "stdout", wire.Stdout)
 	} else {
 		m.addStream(p.Stdout, "stdout", wire.Stdout)

@@ -1,0 +1,435 @@
+package integration
+
+import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/empty"
+	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/types"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/fixture"
+)
+
+// hostileImages counts them, for their names.
+var hostileImages atomic.Int32
+
+// hostileImage pushes an image to the shared registry: busybox, and these layers
+// on top.
+func hostileImage(t *testing.T, config v1.Config, trees ...fixture.Tree) string {
+	t.Helper()
+	n := hostileImages.Add(1)
+	name, _ := push(t, registry, fmt.Sprintf("hostile/%d:latest", n), buildImage(t, config, trees...))
+	return name
+}
+
+// canary is a file of the host that no image may read or change.
+func canary(t *testing.T) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "canary")
+	must(t, os.WriteFile(path, []byte("the host's own"), 0o600))
+	t.Cleanup(func() {
+		content, err := os.ReadFile(path)
+		must(t, err)
+		equal(t, "a file of the host", string(content), "the host's own")
+	})
+	return path
+}
+
+// A symbolic link in one layer and a file beneath it in the next: unpacked by path,
+// the file lands on the host. The link stays a link into the container's own root.
+func TestCVE_2025_47290_SymlinkDuringUnpack(t *testing.T) {
+	d := startDaemon(t)
+	host := canary(t)
+	dir := filepath.Dir(host)
+	name := hostileImage(t, v1.Config{},
+		fixture.Tree{fixture.Symlink("escape", dir), fixture.Symlink("up", "../../../../.."+dir)},
+		fixture.Tree{fixture.File("escape/canary", 0o644, "overwritten"), fixture.File("up/canary", 0o644, "overwritten")},
+		fixture.Tree{fixture.Dir("swap", 0o755), fixture.File("swap/a", 0o644, "x"), fixture.Symlink("swap", dir), fixture.File("swap/canary", 0o644, "overwritten")})
+	if _, err := d.tryPull(t, name, nil); err != nil {
+		wantCode(t, err, codes.DataLoss) // refused as a whole is as good
+		return
+	}
+	d.runPod(t, hostNetwork).sh(t, "ls -ld /escape /up /swap", image(name))
+}
+
+// A hard link to a file outside of the layer.
+func TestHardLinkOutOfTheLayer(t *testing.T) {
+	d := startDaemon(t)
+	for _, target := range []string{canary(t), "../../../../../../../../etc/passwd", "/proc/self/environ"} {
+		img := buildImage(t, v1.Config{}, fixture.Tree{fixture.Hardlink("stolen", target)})
+		name, _ := push(t, registry, "hardlink:latest", img)
+		if _, err := d.tryPull(t, name, nil); err == nil {
+			out := d.runPod(t, hostNetwork).sh(t, "cat /stolen 2>&1 || true", image(name))
+			if strings.Contains(out, "the host's own") {
+				t.Errorf("a hard link to %s shows the host's file", target)
+			}
+			must(t, d.images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: name}))
+		}
+	}
+}
+
+// A digest is part of a path in the store: one that is none must be refused before.
+func TestCVE_2024_3727_DigestAsPath(t *testing.T) {
+	d := startDaemon(t)
+	r := newRegistry(t)
+	name, _ := push(t, r, "app:latest", buildImage(t, v1.Config{}))
+	for _, digest := range []string{
+		"sha256:../../../../../../../run/escape", "../../../escape", "sha256:", "sha256:" + strings.Repeat("A", 64), "sha256/" + strings.Repeat("a", 64),
+		"md5:" + strings.Repeat("a", 32),
+	} {
+		r.Hook(rewriteManifest(t, func(m map[string]any) {
+			m["layers"].([]any)[0].(map[string]any)["digest"] = digest
+		}))
+		if _, err := d.tryPull(t, name, nil); err == nil {
+			t.Errorf("a layer with the digest %q is accepted", digest)
+		}
+		r.Hook(rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["digest"] = digest }))
+		if _, err := d.tryPull(t, name, nil); err == nil {
+			t.Errorf("a config with the digest %q is accepted", digest)
+		}
+	}
+	noTraceOf(t, d, name)
+}
+
+// rewriteManifest answers requests for a manifest by tag with a changed one.
+func rewriteManifest(t *testing.T, change func(map[string]any)) func(http.ResponseWriter, *http.Request) bool {
+	img, err := buildImage(t, v1.Config{}).RawManifest()
+	must(t, err)
+	var manifest map[string]any
+	must(t, json.Unmarshal(img, &manifest))
+	change(manifest)
+	body, err := json.Marshal(manifest)
+	must(t, err)
+	return func(w http.ResponseWriter, r *http.Request) bool {
+		if !strings.Contains(r.URL.Path, "/manifests/") {
+			return false
+		}
+		w.Header().Set("Content-Type", string(types.OCIManifestSchema1))
+		_, _ = w.Write(body) // to a client that may have hung up
+		return true
+	}
+}
+
+// Manifests, indexes and configs are read into memory: they need a limit, and so
+// does the number of layers.
+func TestCVE_2023_25153_SizesWithoutLimit(t *testing.T) {
+	d := startDaemon(t)
+	r := newRegistry(t)
+	name, _ := push(t, r, "app:latest", buildImage(t, v1.Config{}))
+	endless := func(part string) func(http.ResponseWriter, *http.Request) bool {
+		return func(w http.ResponseWriter, req *http.Request) bool {
+			if !strings.Contains(req.URL.Path, part) {
+				return false
+			}
+			w.Header().Set("Content-Type", string(types.OCIManifestSchema1))
+			for line := bytes.Repeat([]byte(" "), 1<<20); ; {
+				if _, err := w.Write(line); err != nil {
+					return true
+				}
+			}
+		}
+	}
+	refused := func(what string, hook func(http.ResponseWriter, *http.Request) bool) {
+		t.Helper()
+		r.Hook(hook)
+		if _, err := d.tryPull(t, name, nil); err == nil {
+			t.Errorf("%s: pulled", what)
+		}
+		noTraceOf(t, d, name)
+	}
+	refused("a manifest without end", endless("/manifests/"))
+	refused("blobs without end", endless("/blobs/"))
+	refused("10,000 layers", rewriteManifest(t, func(m map[string]any) {
+		layer := m["layers"].([]any)[0]
+		layers := make([]any, 10_000)
+		for i := range layers {
+			layers[i] = layer
+		}
+		m["layers"] = layers
+	}))
+	refused("a layer of 2^62 bytes", rewriteManifest(t, func(m map[string]any) {
+		m["layers"].([]any)[0].(map[string]any)["size"] = int64(1) << 62
+	}))
+	refused("a config of 1 GiB", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = 1 << 30 }))
+	refused("a negative size", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = -1 }))
+}
+
+// Indexes in indexes in indexes.
+func TestCVE_2023_25153_DeepIndex(t *testing.T) {
+	d := startDaemon(t)
+	r := newRegistry(t)
+	index := mutate.AppendManifests(empty.Index, mutate.IndexAddendum{Add: buildImage(t, v1.Config{})})
+	for range 100 {
+		index = mutate.AppendManifests(empty.Index, mutate.IndexAddendum{Add: index})
+	}
+	name, err := r.PushIndex("deep:latest", index)
+	must(t, err)
+	if _, err := d.tryPull(t, name, nil); err == nil {
+		t.Error("an index 100 levels deep is followed")
+	}
+	if got := r.Count(http.MethodGet, ""); got > 20 {
+		t.Errorf("%d requests were made for it", got)
+	}
+	noTraceOf(t, d, name)
+}
+
+// A small blob that inflates to far more than its image says. diffID is checked at the
+// end only, so what is written until then must not be kept.
+func TestCVE_2023_25153_DecompressionBomb(t *testing.T) {
+	d := startDaemon(t)
+	r := newRegistry(t)
+	img := buildImage(t, v1.Config{}, fixture.Tree{fixture.File("small", 0o644, "small")})
+	name, _ := push(t, r, "bomb:latest", img)
+	layers, err := img.Layers()
+	must(t, err)
+	digest := digestOf(t, layers[len(layers)-1])
+	var bomb bytes.Buffer
+	z := gzip.NewWriter(&bomb)
+	_, err = io.CopyN(z, zeros{}, 1<<30)
+	must(t, err)
+	must(t, z.Close())
+	r.Hook(swapBlob(digest, bomb.Bytes()))
+	_, err = d.tryPull(t, name, nil)
+	if err == nil {
+		t.Fatal("the bomb was taken for the layer")
+	}
+	noTraceOf(t, d, name)
+}
+
+type zeros struct{}
+
+func (zeros) Read(b []byte) (int, error) { clear(b); return len(b), nil }
+
+// Credentials are for the registry they are meant for: not for whom it redirects to,
+// not for the URL that a foreign layer names.
+func TestCVE_2020_15157_CredentialsGoToNobodyElse(t *testing.T) {
+	d := startDaemon(t)
+	thief, r := newRegistry(t), newRegistry(t)
+	var stolen []string
+	thief.Hook(func(w http.ResponseWriter, req *http.Request) bool {
+		if auth := req.Header.Get("Authorization"); auth != "" {
+			stolen = append(stolen, auth)
+		}
+		w.WriteHeader(http.StatusUnauthorized)
+		return true
+	})
+	name, _ := push(t, r, "app:latest", buildImage(t, v1.Config{}))
+	r.Hook(func(w http.ResponseWriter, req *http.Request) bool {
+		if !basicAuth(w, req) && strings.Contains(req.URL.Path, "/blobs/") {
+			http.Redirect(w, req, "http://"+thief.Host+req.URL.Path, http.StatusTemporaryRedirect)
+		}
+		return req.Header.Get("Authorization") == "" || strings.Contains(req.URL.Path, "/blobs/")
+	})
+	auth := &runtimeapi.AuthConfig{Username: "user", Password: "secret-of-the-user", ServerAddress: r.Host}
+	_, err := d.tryPull(t, name, auth)
+	if err == nil {
+		t.Error("the pull succeeded without its blobs")
+	} else if strings.Contains(err.Error(), "secret-of-the-user") {
+		t.Errorf("the password is in the error: %v", err)
+	}
+	foreign := rewriteManifest(t, func(m map[string]any) {
+		layer := m["layers"].([]any)[0].(map[string]any)
+		layer["urls"] = []string{"http://" + thief.Host + "/stolen"}
+		layer["mediaType"] = string(types.OCIRestrictedLayer)
+	})
+	r.Hook(func(w http.ResponseWriter, req *http.Request) bool { return basicAuth(w, req) || foreign(w, req) })
+	_, _ = d.tryPull(t, name, auth) // foreign layers may be refused; what counts is who hears the password
+	if len(stolen) > 0 {
+		t.Errorf("credentials were sent to another host: %d times", len(stolen))
+	}
+	log, err := os.ReadFile(d.logFile())
+	must(t, err)
+	if bytes.Contains(log, []byte("secret-of-the-user")) {
+		t.Error("the password is in the log")
+	}
+}
+
+// A signed URL that a registry redirects to holds a token: neither errors nor the
+// log may show it (containerd issue 5453).
+func TestCtrd5453_TokenOfAURLInErrors(t *testing.T) {
+	d := startDaemon(t)
+	r := newRegistry(t)
+	name, _ := push(t, r, "app:latest", buildImage(t, v1.Config{}))
+	gone := unusedAddress(t)
+	r.Hook(func(w http.ResponseWriter, req *http.Request) bool {
+		if !strings.Contains(req.URL.Path, "/blobs/") {
+			return false
+		}
+		http.Redirect(w, req, "http://"+gone+"/blob?X-Amz-Signature=sesame-open&sig=sesame-too", http.StatusTemporaryRedirect)
+		return true
+	})
+	_, err := d.tryPull(t, name, nil)
+	if err == nil {
+		t.Fatal("pulled from nowhere")
+	}
+	log, readErr := os.ReadFile(d.logFile())
+	must(t, readErr)
+	if text := err.Error() + string(log); strings.Contains(text, "sesame") {
+		t.Errorf("the token of the URL is shown: %v", err)
+	}
+}
+
+// Labels and annotations of an image reach nobody who acts by them.
+func TestCVE_2026_53488_ImageLabelSteers(t *testing.T) {
+	d := startDaemon(t)
+	host := canary(t)
+	name := hostileImage(t, v1.Config{Labels: map[string]string{
+		"io.kubernetes.cri.container-type":                              "sandbox",
+		"io.containerd.runc.v2.group":                                   "escape",
+		"io.katacontainers.config.hypervisor.path":                      host,
+		"org.systemd.property.ExecStartPost":                            `["/bin/rm", "` + host + `"]`,
+		"run.oci.hooks.stderr":                                          host,
+		"org.criu.config":                                               host,
+		"cdi.k8s.io/steal":                                              "vendor.com/device=all",
+		"io.kubernetes.cri-o.TrySkipVolumeSELinuxLabel":                 "true",
+		"io.kubernetes.cri-o.userns-mode":                               "auto:size=65536",
+		"io.kubernetes.cri-o.Devices":                                   "/dev/mem:/dev/mem:rwm",
+		"devices.nri.io/container.x":                                    "- path: /dev/mem",
+		"io.container.manager":                                          "escape",
+		"org.opencontainers.runc.exec.isolated-cpu-affinity-transition": "temporary",
+	}})
+	pod := d.runPod(t, hostNetwork)
+	c := pod.run(t, image(name))
+	info := get(d.cri.ContainerStatus(t.Context(), c.id, true))(t).Info["info"]
+	var detail struct {
+		RuntimeSpec struct {
+			Annotations map[string]string `json:"annotations"`
+		} `json:"runtimeSpec"`
+	}
+	must(t, json.Unmarshal([]byte(info), &detail))
+	equal(t, "annotations of the runtime spec", len(detail.RuntimeSpec.Annotations), 0)
+	equal(t, "device of the host", c.exec(t, "sh", "-c", "ls /dev/mem 2>/dev/null || echo none"), "none")
+}
+
+// ENV of one image is not seen in another container, nor what another container
+// was given (CVE-2021-21334: both had the same image).
+func TestCVE_2021_21334_EnvironmentOfAnother(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	pod.run(t, env("SECRET", "of-the-first"))
+	if out := pod.sh(t, "env"); strings.Contains(out, "of-the-first") {
+		t.Errorf("the environment of another container:\n%s", out)
+	}
+	name := hostileImage(t, v1.Config{Env: []string{"PATH=/bin", "FROM=image"}})
+	pod.run(t, image(name), env("SECRET", "of-the-second"))
+	out := pod.sh(t, "env", image(name))
+	if strings.Contains(out, "of-the-second") || !strings.Contains(out, "FROM=image") {
+		t.Errorf("the environment of a second container of that image:\n%s", out)
+	}
+}
+
+// VOLUME of an image through a symbolic link: content of the host would be copied
+// into the volume.
+func TestCVE_2022_23648_VolumeThroughSymlink(t *testing.T) {
+	d := startDaemon(t)
+	host := canary(t)
+	dir := filepath.Dir(host)
+	volumes := map[string]struct{}{"/volume": {}, "/up/../../../../.." + dir: {}, "/link/inner": {}}
+	name := hostileImage(t, v1.Config{Volumes: volumes},
+		fixture.Tree{fixture.Symlink("volume", "../../../../../.."+dir), fixture.Symlink("link", dir)})
+	pod := d.runPod(t, hostNetwork)
+	c, err := pod.tryCreate(t, image(name), script("cat /volume/canary /link/canary "+host+" 2>&1; true"))
+	if err != nil {
+		wantCode(t, err, codes.InvalidArgument)
+		return
+	}
+	if err := d.cri.StartContainer(t.Context(), c.id); err != nil {
+		return // refused by the launcher
+	}
+	c.waitExited(t)
+	if out := c.output(t); strings.Contains(out, "the host's own") {
+		t.Errorf("the container sees the host's file:\n%s", out)
+	}
+}
+
+// USER and HOME come from files of the image: large, special, or full of tricks.
+func TestCVE_2026_47262_PasswdThatIsNoFile(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	fifo := fixture.Entry{}
+	fifo.Name, fifo.Typeflag, fifo.Mode = "etc/passwd", tar.TypeFifo, 0o644
+	huge := fixture.File("etc/passwd", 0o644, strings.Repeat("x:x:1:1::/:/bin/sh\n", 4<<20))
+	for what, entry := range map[string]fixture.Entry{
+		"a device that never ends": fixture.CharDevice("etc/passwd", 0o644, 1, 5),
+		"a link to the host":       fixture.Symlink("etc/passwd", "/proc/1/root/etc/passwd"),
+		"a link to itself":         fixture.Symlink("etc/passwd", "passwd"),
+		"a FIFO":                   fifo,
+		"below a file":             fixture.Symlink("etc/passwd", "/bin/busybox/passwd"),
+		"80 MB":                    huge,
+	} {
+		t.Run(what, func(t *testing.T) {
+			name := hostileImage(t, v1.Config{User: "app"}, fixture.Tree{entry})
+			if _, err := pod.tryCreate(t, image(name)); err == nil {
+				t.Error("the user was found in it")
+			} else {
+				wantCode(t, err, codes.InvalidArgument)
+			}
+		})
+	}
+}
+
+func TestCVE_2022_4318_NewlineInHome(t *testing.T) { newlineInHome(t) }
+
+func TestCVE_2026_15809_NewlineInHome(t *testing.T) { newlineInHome(t) }
+
+// newlineInHome: HOME with a newline would be a second line of /etc/passwd, or a
+// second variable.
+func newlineInHome(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	name := hostileImage(t, v1.Config{User: "1000", Env: []string{"PATH=/bin", "HOME=/x\nroot::0:0::/:/bin/sh"}, WorkingDir: "/w\nroot::0:0::/:/bin/sh"})
+	c, err := pod.tryCreate(t, image(name), script("grep -c '^root:' /etc/passwd; env | grep -c ^root"))
+	if err != nil {
+		wantCode(t, err, codes.InvalidArgument)
+		return
+	}
+	c.start(t)
+	c.waitExited(t)
+	if first, _, _ := strings.Cut(c.output(t), "\n"); first != "1" {
+		t.Errorf("/etc/passwd has %s entries of root", first)
+	}
+}
+
+// A numeric USER is a number of 32 bits, or refused: neither cut off nor read as 0.
+func TestCVE_2024_40635_UserOutOfRange(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	for _, user := range []string{"4294967296", "4294967295", "4294967296:0", "0:4294967296", "1000:99999999999999999999", "-1", "1000:-1"} {
+		t.Run(user, func(t *testing.T) {
+			name := hostileImage(t, v1.Config{User: user})
+			_, err := pod.tryCreate(t, image(name))
+			wantCode(t, err, codes.InvalidArgument)
+		})
+	}
+}
+
+// "1" is the user 1, also if a line of /etc/passwd bears that name and says 0.
+func TestCVE_2026_30892_TextualUserReadAsZero(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	for _, user := range []string{"1", "01", "+1", " 1"} {
+		name := hostileImage(t, v1.Config{User: user}, fixture.Tree{fixture.File("etc/passwd", 0o644, "root:x:0:0::/:/bin/sh\n")})
+		c, err := pod.tryCreate(t, image(name), script("id -u"))
+		if err != nil {
+			wantCode(t, err, codes.InvalidArgument)
+			continue
+		}
+		c.start(t)
+		c.waitExited(t)
+		equal(t, fmt.Sprintf("uid of USER %q", user), strings.TrimSpace(c.output(t)), "1")
+	}
+}

@@ -1,0 +1,33 @@
+package launcher
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// bundleConfig is the name of a spec in a bundle (runtime-spec, bundle.md).
+const bundleConfig = "config.json"
+
+// writeBundle makes Dir the bundle that hooks are told of: many read the spec in it, for
+// the place of the root filesystem. It may hold secrets in the environment and goes with Dir.
+func (c *launch) writeBundle() error {
+	data, err := json.Marshal(c.Spec)
+	if err != nil {
+		return fmt.Errorf("encode the spec of %s for its hooks: %w", c.ID, err)
+	}
+	path := filepath.Join(c.Dir, bundleConfig)
+	c.undo.Add("remove "+path, func() error { return ignore(unix.Unlink(path), unix.ENOENT) })
+	if err := os.WriteFile(path, data, 0o600); err != nil {
+		return fmt.Errorf("write the spec of %s for its hooks: %w", c.ID, err)
+	}
+	// libcontainer takes the working directory for the bundle.
+	c.config.Labels = slices.DeleteFunc(c.config.Labels, func(l string) bool { return strings.HasPrefix(l, "bundle=") })
+	c.config.Labels = append(c.config.Labels, "bundle="+c.Dir)
+	return nil
+}

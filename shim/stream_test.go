@@ -1,0 +1,272 @@
+package shim
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/pidfd"
+	"berth/shim/control"
+	"berth/shim/wire"
+)
+
+// A Kill that arrives when its exec has ended must not hit the next one on the
+// same launcher.
+func TestKillNamesItsExec(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("names", "exec sleep 1000")
+	x, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: "second", Process: testProcess("sh", "-c", "read x; exit 4"), Stdin: closedBy(t)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer x.Close()
+	if err := x.p.conn.Send(control.Request{Kill: "first"}); err != nil {
+		t.Fatal(err)
+	}
+	// A Kill of its own comes after it on the same connection.
+	if gone, err := pidfd.Exited(x.proc); gone || err != nil {
+		t.Fatalf("the exec has ended: %v, %v", gone, err)
+	}
+	if stdout, _, code := c.execIn("other", "echo alive"); stdout != "alive\n" || code != 0 {
+		t.Errorf("another exec: %q, %d", stdout, code)
+	}
+	if err := x.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	if code, err := x.Wait(e.ctx); code != 137 || err != nil {
+		t.Errorf("Wait = %d, %v, want 137", code, err)
+	}
+}
+
+// closedBy returns the reading end of a pipe whose other end is closed at the
+// test's end.
+func closedBy(t *testing.T) *os.File {
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { r.Close(); w.Close() })
+	return r
+}
+
+// An exec that cannot start, because its container is frozen, ends in time and
+// leaves nothing.
+func TestExecGivenUpWhileItStarts(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("frozen", "sleep 1000 & echo up; wait")
+	// Not earlier: cgroup v1 can freeze half of a process in execve for ever.
+	e.until("it is up", func() bool { return c.log() != "" && c.countProcesses() == 2 })
+	e.until("its sleep is up", func() bool { return len(c.processesNamed("sleep")) == 1 })
+	before := c.countProcesses()
+	thaw := c.freeze()
+	ctx, cancel := context.WithCancel(e.ctx)
+	given := make(chan error, 1)
+	go func() {
+		x, err := e.Exec(ctx, ExecRequest{ID: c.ID, ExecID: "1", Process: testProcess("sleep", "1001")})
+		if err == nil {
+			err = x.Close()
+		}
+		given <- err
+	}()
+	e.until("the exec's process is in the container", func() bool { return c.countProcesses() > before })
+	cancel()
+	if err := <-given; !errors.Is(err, context.Canceled) { // still frozen
+		t.Errorf("Exec = %v, want canceled", err)
+	}
+	thaw()
+	e.until("the exec's process is gone", func() bool { return c.countProcesses() == before })
+	e.until("its cgroup is gone", func() bool {
+		for _, dir := range cgroupDirs() {
+			if _, err := os.Stat(dir + "/" + c.ID + "/exec-1"); err == nil {
+				return false
+			}
+		}
+		return true
+	})
+	if stdout, _, code := c.execIn("2", "echo alive"); stdout != "alive\n" || code != 0 {
+		t.Errorf("the next exec: %q, %d", stdout, code)
+	}
+}
+
+// processesNamed returns the container's processes that run a program of that name.
+func (c *container) processesNamed(name string) []int {
+	c.Helper()
+	pids, err := c.group().Procs()
+	if err != nil {
+		c.Fatal(err)
+	}
+	return slices.DeleteFunc(pids, func(pid int) bool {
+		comm, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
+		return err != nil || strings.TrimSpace(string(comm)) != name
+	})
+}
+
+// freeze stops all processes of the container until thaw.
+func (c *container) freeze() (thaw func()) {
+	c.Helper()
+	for _, dir := range cgroupDirs() {
+		for file, values := range map[string][2]string{"freezer.state": {"FROZEN", "THAWED"}, "cgroup.freeze": {"1", "0"}} {
+			path := dir + "/" + c.ID + "/" + file
+			if os.WriteFile(path, []byte(values[0]), 0) != nil {
+				continue
+			}
+			thaw = func() {
+				if err := os.WriteFile(path, []byte(values[1]), 0); err != nil {
+					c.Error(err)
+				}
+			}
+			c.Cleanup(thaw)
+			return thaw
+		}
+	}
+	c.Skip("there is no freezer")
+	return nil
+}
+
+// deaf attaches a client that never reads.
+func (c *container) deaf() *client {
+	c.Helper()
+	deaf, err := OpenMonitor(c.Dir).dial()
+	if err != nil {
+		c.Fatal(err)
+	}
+	c.Cleanup(func() { deaf.conn.Close() })
+	if err := deaf.send(wire.Attach, []byte{byte(wire.WantStdout)}); err != nil {
+		c.Fatal(err)
+	}
+	if err := deaf.answer(); err != nil {
+		c.Fatal(err)
+	}
+	return deaf
+}
+
+// All clients that do not read together cost no more than one may, and what they
+// cost is given back.
+func TestDeafClientsShareOneLimit(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("deaf", "read x; seq 2000000; echo end >&2; read x", func(r *LaunchRequest) { r.Stdin, r.LogPath = true, "" })
+	if err := OpenMonitor(c.Dir).ReopenLog(e.ctx); err != nil { // the monitor is up when it answers
+		t.Fatal(err)
+	}
+	idle := c.monitorMemory()
+	const clients = 20
+	var deaf []*client
+	for range clients {
+		deaf = append(deaf, c.deaf())
+	}
+	live := c.attach(func(s *AttachIO) { s.Stdout = nil })
+	live.send("go\n")
+	e.until("all is said", func() bool { return live.stderr.String() == "end\n" })
+	var total int64
+	for _, d := range deaf {
+		if err := d.conn.SetReadDeadline(time.Now().Add(patience)); err != nil {
+			t.Fatal(err)
+		}
+		n, err := io.Copy(io.Discard, d.conn)
+		if err != nil {
+			t.Errorf("a deaf client was not dropped: %v", err)
+		}
+		total += n
+	}
+	if total > 6<<20 { // the limit, and what fits into sockets
+		t.Errorf("%d bytes waited for clients that did not read", total)
+	}
+	e.until("the memory is given back", func() bool { return c.monitorMemory() < idle+2<<20 })
+	t.Logf("%d deaf clients could read %d bytes; the monitor has %d KB, %d before", clients, total, c.monitorMemory()>>10, idle>>10)
+	live.send("go\n")
+	if err := live.wait(); err != nil {
+		t.Error(err)
+	}
+	c.wait()
+}
+
+// monitorMemory is the private memory of the container's monitor, in bytes.
+func (c *container) monitorMemory() int {
+	c.Helper()
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps_rollup", c.ShimPID))
+	if err != nil {
+		c.Fatal(err)
+	}
+	total := 0
+	for line := range strings.Lines(string(data)) {
+		var kb int
+		if n, _ := fmt.Sscanf(line, "Private_Dirty: %d kB", &kb); n == 1 {
+			total += kb << 10
+		}
+	}
+	return total
+}
+
+// A client that reads slowly gets all output, though the monitor ends without
+// waiting for it.
+func TestOutputOutlivesTheMonitor(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("farewell", "read x; seq 300000; exit 6", func(r *LaunchRequest) { r.Stdin, r.LogPath = true, "" })
+	slow := c.deaf()
+	feed := c.attach(func(s *AttachIO) { s.Stdout, s.Stderr = nil, nil })
+	feed.send("go\n")
+	if got := c.wait(); got.Code != 6 { // nobody has read anything
+		t.Errorf("exit = %+v", got)
+	}
+	var out buffer
+	if err := slow.output(AttachIO{Stdout: &out}); err != nil {
+		t.Fatal(err)
+	}
+	if text := out.String(); strings.Count(text, "\n") != 300000 || !strings.HasSuffix(text, "\n300000\n") {
+		t.Errorf("got %d lines", strings.Count(text, "\n"))
+	}
+	if err := feed.wait(); err != nil {
+		t.Error(err)
+	}
+}
+
+// The monitor's own descriptor of a terminal's other side must not reach execs or
+// become anybody's controlling terminal.
+func TestMonitorsTerminalIsCloseOnExec(t *testing.T) {
+	e := newEnv(t)
+	c := e.run("peer", "read x", func(r *LaunchRequest) { r.Stdin, r.Terminal, r.Spec.Process.Terminal = true, true, true })
+	a := c.attach(func(s *AttachIO) { s.Stderr = nil })
+	if err := OpenMonitor(c.Dir).Resize(e.ctx, 80, 24); err != nil { // the monitor is up when it answers
+		t.Fatal(err)
+	}
+	dir := fmt.Sprintf("/proc/%d/fdinfo/", c.ShimPID)
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	terminals := 0
+	for _, entry := range entries {
+		target, _ := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", c.ShimPID, entry.Name()))
+		if target != "/dev/pts/0" { // the master, /dev/pts/ptmx, came with the launcher
+			continue
+		}
+		terminals++
+		data, err := os.ReadFile(dir + entry.Name())
+		if err != nil {
+			t.Fatal(err)
+		}
+		var flags uint64
+		for line := range strings.Lines(string(data)) {
+			_, _ = fmt.Sscanf(line, "flags: %o", &flags)
+		}
+		if flags&unix.O_CLOEXEC == 0 {
+			t.Errorf("descriptor %s (%s) is not close-on-exec: %o", entry.Name(), target, flags)
+		}
+	}
+	if terminals == 0 {
+		t.Error("the monitor does not hold the terminal open")
+	}
+	a.send("x\n")
+	if err := a.wait(); err != nil {
+		t.Error(err)
+	}
+	c.wait()
+}
