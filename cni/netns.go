@@ -19,7 +19,41 @@ import (
 // as long as the bind mount that pins it at path. Directories on the way are made.
 // IPv6 router advertisements are not accepted in it (CVE-2020-10749: a pod could
 // make itself another pod's router). AlreadyExists if there is a file at path.
-func NewNetNS(path string) (err error) {
+func NewNetNS(path string) error {
+	return pinNetNS(path, func() error {
+		return onThread(func() error {
+			if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+				return fmt.Errorf("unshare: %w", err)
+			}
+			if err := setUpNetNS(); err != nil {
+				return err
+			}
+			return bindNetNS("/proc/thread-self/ns/net", path)
+		})
+	})
+}
+
+// PinNetNS does for the new network namespace at source, such as /proc/PID/ns/net,
+// what NewNetNS does for one of its own: that of a pod with a user namespace has to be made
+// by a process in it, so that it belongs to it.
+func PinNetNS(source, path string) error {
+	return pinNetNS(path, func() error {
+		if err := InNetNS(source, setUpNetNS); err != nil {
+			return err
+		}
+		return bindNetNS(source, path)
+	})
+}
+
+func bindNetNS(source, path string) error {
+	if err := unix.Mount(source, path, "", unix.MS_BIND, ""); err != nil {
+		return fmt.Errorf("bind mount: %w", err)
+	}
+	return nil
+}
+
+// pinNetNS makes the file at path and undoes that if pin fails.
+func pinNetNS(path string, pin func() error) (err error) {
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -29,19 +63,7 @@ func NewNetNS(path string) (err error) {
 		return err
 	}
 	undo.Add("remove network namespace "+path, func() error { return RemoveNetNS(path) })
-	err = onThread(func() error {
-		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-			return fmt.Errorf("unshare: %w", err)
-		}
-		if err := setUpNetNS(); err != nil {
-			return err
-		}
-		if err := unix.Mount("/proc/thread-self/ns/net", path, "", unix.MS_BIND, ""); err != nil {
-			return fmt.Errorf("bind mount: %w", err)
-		}
-		return nil
-	})
-	if err != nil {
+	if err := pin(); err != nil {
 		return errdefs.Internal("network namespace %s: %w", path, err)
 	}
 	undo.Release()

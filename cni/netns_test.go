@@ -185,3 +185,30 @@ func BenchmarkNetNS(b *testing.B) {
 		must(b, RemoveNetNS(path))
 	}
 }
+
+// A namespace that another process made is pinned as one of our own.
+func TestPinNetNS(t *testing.T) {
+	source, path := t.TempDir()+"/source", t.TempDir()+"/ns"
+	must(t, onThread(func() error { // as in a process that was started in a new namespace
+		must(t, unix.Unshare(unix.CLONE_NEWNET))
+		must(t, os.WriteFile(source, nil, 0o600))
+		return unix.Mount("/proc/thread-self/ns/net", source, "", unix.MS_BIND, "")
+	}))
+	must(t, PinNetNS(source, path))
+	must(t, unix.Unmount(source, 0))
+	must(t, InNetNS(path, func() error {
+		lo, err := netlink.LinkByIndex(1)
+		must(t, err)
+		if lo.Attrs().Flags&net.FlagUp == 0 {
+			t.Error("lo is down")
+		}
+		return nil
+	}))
+	must(t, RemoveNetNS(path))
+	if err := PinNetNS("/proc/self/ns/uts", path); errdefs.Code(err) != codes.Internal {
+		t.Errorf("no network namespace: %v", err)
+	}
+	if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("what failed left a file: %v", err)
+	}
+}

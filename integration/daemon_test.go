@@ -126,7 +126,8 @@ func newDaemon(t *testing.T, opts ...daemonOption) *daemon {
 		confDir: dir + "/net.d", dataDir: dir + "/addresses", logDir: dir + "/logs", certs: dir + "/certs.d",
 		binDirs: []string{pluginDir},
 	}
-	for _, path := range []string{dir, d.confDir, d.logDir, d.certs} {
+	must(t, os.Mkdir(dir, 0o711)) // to be passed on the way to the root filesystems of user namespaces
+	for _, path := range []string{d.confDir, d.logDir, d.certs} {
 		must(t, os.Mkdir(path, 0o700))
 	}
 	t.Cleanup(func() { must(t, os.RemoveAll(dir)) })

@@ -122,6 +122,15 @@ func machineSnapshot(d *daemon) snapshot {
 	for _, name := range readDir("/run/netns") {
 		s.add("network namespace", name)
 	}
+	for _, pin := range namespacePins("user:") {
+		s.add("pinned user namespace", pin)
+	}
+	for _, pid := range processes() {
+		if link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/user", pid)); err == nil {
+			s.add("user namespace of processes", link)
+			s["user namespace of processes"][link] = 1
+		}
+	}
 	addLinks(s)
 	addRules(s, "iptables-save")
 	addRules(s, "ip6tables-save")

@@ -3,7 +3,6 @@ package oci
 import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"github.com/opencontainers/runtime-spec/specs-go"
-	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
@@ -41,14 +40,10 @@ func checkRequest(in ContainerInput) error {
 	if in.security().GetPrivileged() && !in.Pod.privileged() {
 		return errdefs.InvalidArgument("privileged container in pod %s, which is not privileged", in.Pod.ID)
 	}
-	return refuseUserNamespace(in.security().GetNamespaceOptions())
-}
-
-func refuseUserNamespace(o *runtimeapi.NamespaceOption) error {
-	if u := o.GetUsernsOptions(); u != nil && u.GetMode() != runtimeapi.NamespaceMode_NODE {
-		return errdefs.New(codes.Unimplemented, "userns_options: user namespaces (mode %s) are not supported", u.GetMode())
+	if err := checkContainerUserNamespace(in); err != nil {
+		return err
 	}
-	return nil
+	return checkMapped(in.Pod, in.User)
 }
 
 func setProcess(in ContainerInput, spec *specs.Spec) error {

@@ -87,6 +87,9 @@ func checkCommon(t *testing.T, pod Pod, spec *specs.Spec) {
 			t.Errorf("%s namespace listed: %v", ns.t, listed)
 		}
 	}
+	if _, listed := findNamespace(spec, specs.UserNamespace); listed != (pod.mappings() != nil) {
+		t.Errorf("user namespace listed: %v", listed)
+	}
 	if strings.Contains(spec.Linux.CgroupsPath, "..") {
 		t.Errorf("cgroup %q", spec.Linux.CgroupsPath)
 	}

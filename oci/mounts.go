@@ -10,7 +10,6 @@ import (
 	"strings"
 
 	"github.com/opencontainers/runtime-spec/specs-go"
-	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
@@ -69,7 +68,7 @@ func kernelMounts(in ContainerInput) []specs.Mount {
 			// Group 5 is tty, everywhere.
 			Options: []string{"nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"}},
 		{Destination: "/dev/mqueue", Type: "mqueue", Source: "mqueue", Options: []string{"nosuid", "noexec", "nodev"}},
-		{Destination: "/sys", Type: "sysfs", Source: "sysfs", Options: []string{"nosuid", "noexec", "nodev", access}},
+		sysMount(in.Pod, access),
 		{Destination: "/sys/fs/cgroup", Type: "cgroup", Source: "cgroup",
 			Options: []string{"nosuid", "noexec", "nodev", "relatime", access}},
 	}
@@ -97,8 +96,12 @@ func podFiles(in ContainerInput) ([]specs.Mount, error) {
 		{"/etc/resolv.conf", in.Pod.ResolvConf},
 	} {
 		if f.source != "" {
-			mounts = append(mounts, specs.Mount{Destination: f.dest, Type: "bind", Source: f.source,
-				Options: []string{"rbind", "rprivate", "nosuid", "nodev", "noexec", access}})
+			mount := specs.Mount{Destination: f.dest, Type: "bind", Source: f.source,
+				Options: []string{"rbind", "rprivate", "nosuid", "nodev", "noexec", access}}
+			if in.Pod.UserNS != "" { // the pod's root owns them, as in other pods
+				mount.Options = append(mount.Options, idMapOption)
+			}
+			mounts = append(mounts, mount)
 		}
 	}
 	shm := specs.Mount{Destination: "/dev/shm", Type: "bind", Source: in.Pod.Shm,
@@ -133,9 +136,6 @@ func givenMount(in ContainerInput, i int) (specs.Mount, error) {
 	if err != nil {
 		return specs.Mount{}, err
 	}
-	if err := refuseUnimplementedMount(m); err != nil {
-		return specs.Mount{}, err
-	}
 	find := hostSource
 	if IsImageVolume(m) {
 		find = imageSource
@@ -152,7 +152,8 @@ func givenMount(in ContainerInput, i int) (specs.Mount, error) {
 		return specs.Mount{}, err
 	}
 	options := append([]string{"rbind", propagation, access}, m.GetMountOptions()...)
-	return specs.Mount{Destination: dest, Type: "bind", Source: source, Options: options}, nil
+	mount := specs.Mount{Destination: dest, Type: "bind", Source: source, Options: options}
+	return mount, mapMount(m, in.Pod, &mount)
 }
 
 // hostSource is the path on the host that the i-th mount is of, and the option for its propagation.
@@ -197,13 +198,6 @@ func mountDestination(m *runtimeapi.Mount) (string, error) {
 		return "", errdefs.InvalidArgument("mount: container_path %q is the root", dest)
 	}
 	return clean, nil
-}
-
-func refuseUnimplementedMount(m *runtimeapi.Mount) error {
-	if len(m.GetUidMappings()) > 0 || len(m.GetGidMappings()) > 0 {
-		return errdefs.New(codes.Unimplemented, "mount of %s: ID mappings are not supported", m.GetContainerPath())
-	}
-	return nil
 }
 
 // mountSource follows the links of host_path, as the CRI demands; they are the host's

@@ -210,7 +210,7 @@ func TestMountsRefused(t *testing.T) {
 		{&runtimeapi.Mount{ContainerPath: "/a", HostPath: "/srv/data", MountOptions: []string{"exec"}}, codes.InvalidArgument, "known are noatime, nodev"},
 		{&runtimeapi.Mount{ContainerPath: "/a", HostPath: "/srv/data", MountOptions: []string{""}}, codes.InvalidArgument, `option ""`},
 		{&runtimeapi.Mount{ContainerPath: "/a", HostPath: "/srv/data", ImageSubPath: "x"}, codes.InvalidArgument, "image_sub_path without image"},
-		{&runtimeapi.Mount{ContainerPath: "/a", HostPath: "/srv/data", UidMappings: []*runtimeapi.IDMapping{{Length: 1}}}, codes.Unimplemented, "ID mappings"},
+		{&runtimeapi.Mount{ContainerPath: "/a", HostPath: "/srv/data", UidMappings: []*runtimeapi.IDMapping{{Length: 1}}}, codes.InvalidArgument, "only one of"},
 	} {
 		refused(t, func(in *ContainerInput) { in.Config.Mounts = []*runtimeapi.Mount{test.mount} }, test.code, test.err)
 	}

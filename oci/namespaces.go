@@ -23,7 +23,10 @@ func setNamespaces(in ContainerInput, spec *specs.Spec) error {
 	if err := refuseEscape(in); err != nil {
 		return err
 	}
-	spec.Linux.Namespaces = []specs.LinuxNamespace{{Type: specs.MountNamespace}}
+	var err error
+	if spec.Linux.Namespaces, err = firstNamespaces(in.Pod); err != nil {
+		return err
+	}
 	join := func(t specs.LinuxNamespaceType, path string) error {
 		if path == "" {
 			return errdefs.Internal("pod %s: path of its %s namespace is missing", in.Pod.ID, t)

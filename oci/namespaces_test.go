@@ -81,7 +81,7 @@ func TestNamespacesRefused(t *testing.T) {
 		{&o{Pid: nsNode}, codes.InvalidArgument, "namespace_options.pid"},
 		{&o{Pid: nsTarget, TargetId: "ghost"}, codes.InvalidArgument, `"ghost"`},
 		{&o{Pid: 9}, codes.InvalidArgument, "mode 9"},
-		{&o{UsernsOptions: &runtimeapi.UserNamespace{Mode: nsPod}}, codes.Unimplemented, "userns_options"},
+		{&o{UsernsOptions: &runtimeapi.UserNamespace{Mode: nsPod}}, codes.InvalidArgument, "userns_options"},
 	} {
 		refused(t, func(in *ContainerInput) { in.sc().NamespaceOptions = test.ctr }, test.code, test.err)
 	}

@@ -12,10 +12,9 @@
 //   - Annotations and image labels never reach a spec: libcontainer and systemd
 //     read some of them as commands (CVE-2024-3154, CVE-2026-53488). So the annotations
 //     for block I/O and RDT classes, which containerd reads, do nothing.
-//   - What berth cannot honour it refuses by name. Refused for now with Unimplemented:
-//     user namespaces, ID-mapped mounts. Passed over, as containerd and CRI-O do, because kubelet sends them to
-//     every host: limits of swap and hugepages, SELinux options and the default
-//     AppArmor profile where the kernel has no such thing.
+//   - What berth cannot honour it refuses by name. Passed over, as containerd and CRI-O do,
+//     because kubelet sends them to every host: limits of swap and hugepages, SELinux
+//     options and the default AppArmor profile where the kernel has no such thing.
 //   - Bad input is InvalidArgument and names the field or value. What the host lacks is
 //     FailedPrecondition. Internal means that the caller left out something.
 //   - CDI devices are left to the caller: what they are stands in files of the host, and
@@ -69,6 +68,9 @@ type Pod struct {
 	// PausePID (not for NetNS, which is required), and for pause a new namespace.
 	NetNS, IPCNS, UTSNS, PIDNS string
 	PausePID                   int
+
+	// UserNS is the path of the pod's user namespace, required if UserNamespace returns mappings.
+	UserNS string
 
 	// Host paths of the pod's files, mounted into its containers at /etc/resolv.conf,
 	// /etc/hostname, /etc/hosts, /dev/shm. Empty: not mounted; Shm is required unless

@@ -23,8 +23,7 @@ const (
 //
 // The root directory must have /proc and /dev to mount on.
 func SandboxSpec(in SandboxInput) (*specs.Spec, error) {
-	sc := in.Pod.Config.GetLinux().GetSecurityContext()
-	if err := refuseUserNamespace(sc.GetNamespaceOptions()); err != nil {
+	if err := checkMapped(in.Pod, in.User); err != nil {
 		return nil, err
 	}
 	process, err := sandboxProcess(in)
@@ -85,7 +84,10 @@ func setSandboxNamespaces(in SandboxInput, spec *specs.Spec) error {
 	if err := checkSandboxModes(in.Pod.options()); err != nil {
 		return err
 	}
-	spec.Linux.Namespaces = []specs.LinuxNamespace{{Type: specs.MountNamespace}}
+	var err error
+	if spec.Linux.Namespaces, err = firstNamespaces(in.Pod); err != nil {
+		return err
+	}
 	add := func(t specs.LinuxNamespaceType, path string) {
 		spec.Linux.Namespaces = append(spec.Linux.Namespaces, specs.LinuxNamespace{Type: t, Path: path})
 	}

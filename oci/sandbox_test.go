@@ -92,7 +92,7 @@ func TestSandboxRefused(t *testing.T) {
 	sandboxRefused(t, func(in *SandboxInput) { in.Image = &ocispec.ImageConfig{} }, codes.InvalidArgument, "no command")
 	sandboxRefused(t, func(in *SandboxInput) {
 		in.sc().NamespaceOptions = &runtimeapi.NamespaceOption{UsernsOptions: &runtimeapi.UserNamespace{}}
-	}, codes.Unimplemented, "userns_options")
+	}, codes.InvalidArgument, "userns_options")
 	sandboxRefused(t, func(in *SandboxInput) { in.sc().NamespaceOptions = &runtimeapi.NamespaceOption{Pid: nsTarget} },
 		codes.InvalidArgument, "namespace_options.pid")
 	sandboxRefused(t, func(in *SandboxInput) { in.sc().Seccomp = profile(localhost, "/no") }, codes.InvalidArgument, "/no")
@@ -123,7 +123,7 @@ func TestSysctls(t *testing.T) {
 	want := maps.Clone(in.Pod.Config.Linux.Sysctls)
 	delete(want, "net/core/somaxconn")
 	want["net.core.somaxconn"] = "4096"
-	for key, value := range defaultSysctls {
+	for key, value := range defaultSysctls(testPod()) {
 		want[key] = value
 	}
 	if !maps.Equal(spec.Linux.Sysctl, want) {

@@ -1,7 +1,9 @@
 package oci
 
 import (
+	"math"
 	"regexp"
+	"strconv"
 	"strings"
 
 	"berth/internal/errdefs"
@@ -39,7 +41,7 @@ func sysctls(pod Pod) (map[string]string, error) {
 		out[key] = value
 	}
 	if !pod.hostNetwork() {
-		for key, value := range defaultSysctls {
+		for key, value := range defaultSysctls(pod) {
 			if _, set := out[key]; !set {
 				out[key] = value
 			}
@@ -54,9 +56,16 @@ func sysctls(pod Pod) (map[string]string, error) {
 // defaultSysctls hold in a pod with a network of its own unless its config sets them:
 // what needs privileges for the node's sake needs none there. Users of containerd and
 // Docker rely on both: a server that is not root listens on port 80, ping works.
-var defaultSysctls = map[string]string{
-	"net.ipv4.ip_unprivileged_port_start": "0",
-	"net.ipv4.ping_group_range":           "0 2147483647",
+// In a user namespace only groups that it has can be named.
+func defaultSysctls(pod Pod) map[string]string {
+	last := uint32(math.MaxInt32)
+	if m := pod.mappings(); m != nil {
+		last = min(last, m.GIDs[0].Size-1)
+	}
+	return map[string]string{
+		"net.ipv4.ip_unprivileged_port_start": "0",
+		"net.ipv4.ping_group_range":           "0 " + strconv.FormatUint(uint64(last), 10),
+	}
 }
 
 func isOddInSysctl(r rune) bool { return r != '\t' && r < ' ' || r > '~' || r == '+' }

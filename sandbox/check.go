@@ -36,5 +36,5 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 			return err
 		}
 	}
-	return nil
+	return m.checkUserNamespace(config)
 }

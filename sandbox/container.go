@@ -45,6 +45,7 @@ type running struct {
 	pid        int      // of init
 	startedAt  time.Time
 	exited     chan struct{} // closed when the exit is published
+	meter      *meter
 }
 
 func (c *container) String() string { return "container " + c.id }
@@ -174,7 +175,7 @@ func (m *Manager) makeContainer(p *pod, c *container) error {
 	if c.removed { // with its pod, before we had the turn
 		return errdefs.FailedPrecondition("pod sandbox %s was removed", p.id)
 	}
-	root, err := m.writableRoot(c.id, &c.rec.Image)
+	root, err := m.containerRoot(p, c)
 	if err != nil {
 		return err
 	}
@@ -188,6 +189,9 @@ func (m *Manager) makeContainer(p *pod, c *container) error {
 	if err := m.checkVolumes(c); err != nil {
 		return err
 	}
+	if err := m.checkIDMappedMounts(p, spec); err != nil {
+		return err
+	}
 	c.rec.Process = spec.Process
 	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
 		return err
@@ -196,9 +200,18 @@ func (m *Manager) makeContainer(p *pod, c *container) error {
 	return nil
 }
 
+// containerRoot is the writable root filesystem of a container.
+func (m *Manager) containerRoot(p *pod, c *container) (rootfs.Spec, error) {
+	idMap, err := m.rootIDMap(p)
+	if err != nil {
+		return rootfs.Spec{}, err
+	}
+	return m.writableRoot(c.id, &c.rec.Image, idMap)
+}
+
 // writableRoot holds the layers of an image for a container or pause with that ID
 // and makes the folders of its writable layer.
-func (m *Manager) writableRoot(id string, image *imageRecord) (rootfs.Spec, error) {
+func (m *Manager) writableRoot(id string, image *imageRecord, idMap *rootfs.IDMap) (rootfs.Spec, error) {
 	root, err := m.images.Hold(id, image.Layers)
 	if err != nil {
 		return root, fmt.Errorf("layers of image %s: %w", image.ID, err)
@@ -207,6 +220,7 @@ func (m *Manager) writableRoot(id string, image *imageRecord) (rootfs.Spec, erro
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return root, fmt.Errorf("make writable layer of %s: %w", id, err)
 	}
+	root.IDMap = idMap
 	root.Upper, root.Work = filepath.Join(dir, "upper"), filepath.Join(dir, "work")
 	if err := root.MakeUpper(); err != nil {
 		return root, fmt.Errorf("make writable layer of %s: %w", id, err)

@@ -105,11 +105,11 @@ func (m *Manager) readyPod(id string) (*pod, error) {
 
 // launch hands the container to a launcher.
 func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Started, error) {
-	root, err := m.writableRoot(c.id, &c.rec.Image)
+	root, err := m.containerRoot(p, c)
 	if err != nil {
 		return nil, err
 	}
-	volumes, err := m.holdVolumes(c)
+	volumes, err := m.volumesFor(root.IDMap, c)
 	if err != nil {
 		return nil, err
 	}
@@ -122,7 +122,7 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 	}
 	defer m.tasks.Begin("its launch", c.String())()
 	return m.launchers.Launch(ctx, shim.LaunchRequest{
-		ID: c.id, Dir: m.shimDir(c.id), Spec: spec, Rootfs: root, Volumes: volumes, SystemdCgroup: m.cfg.SystemdCgroup,
+		ID: c.id, Dir: m.shimDir(c.id), Spec: spec, Rootfs: root, RootPlace: m.rootPlaceOf(root), Volumes: volumes, SystemdCgroup: m.cfg.SystemdCgroup,
 		LogPath: c.rec.LogPath, LogDir: p.config.GetLogDirectory(), MaxLogLine: m.cfg.MaxLogLine,
 		Stdin: c.config.GetStdin(), StdinOnce: c.config.GetStdinOnce(), Terminal: c.config.GetTty(),
 	})
@@ -137,7 +137,8 @@ func (m *Manager) startFailed(c *container, cause error) error {
 // containerStarted publishes a running container and watches its shim. The record
 // on disk still says "starting": the shim directory knows the rest.
 func (m *Manager) containerStarted(c *container, s *shim.Started) {
-	run := &running{init: s.Init, shim: s.Shim, pid: s.InitPID, startedAt: s.StartedAt, exited: make(chan struct{})}
+	run := &running{init: s.Init, shim: s.Shim, pid: s.InitPID, startedAt: s.StartedAt, exited: make(chan struct{}),
+		meter: m.containerMeter(c)}
 	c.running.Store(run)
 	c.rec.Phase = containerRunning
 	m.publishContainer(c)
@@ -158,12 +159,12 @@ func (m *Manager) watchContainer(c *container, run *running) {
 }
 
 func (m *Manager) closeRunning(c *container, run *running) {
-	err := run.shim.Close()
+	err := errors.Join(run.shim.Close(), run.meter.Close())
 	if run.init != nil {
 		err = errors.Join(err, run.init.Close())
 	}
 	if err != nil {
-		m.log.Warn("close pidfds", "container", c.id, "error", err)
+		m.log.Warn("close pidfds and statistics", "container", c.id, "error", err)
 	}
 }
 

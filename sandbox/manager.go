@@ -77,7 +77,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network,
 		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container"),
 		runtimeTurn: task.NewTurn(), events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
-	for _, step := range []func() error{m.readBootID, m.prepareState, m.openRecords, m.startLaunchers} {
+	for _, step := range []func() error{m.readBootID, m.prepareState, m.prepareRootPlace, m.openRecords, m.startLaunchers, m.probeUserNamespaces} {
 		if err := step(); err != nil {
 			return nil, err
 		}

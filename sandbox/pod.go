@@ -15,7 +15,6 @@ import (
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/cni"
 	"berth/internal/errdefs"
 	"berth/internal/host"
 	"berth/internal/join"
@@ -32,9 +31,10 @@ type pod struct {
 	id     string
 	config *runtimeapi.PodSandboxConfig // as in rec, decoded; never changed
 	turn   task.Turn
-	rec    podRecord               // belongs to the holder of turn
-	info   atomic.Pointer[PodInfo] // nil until the pod is ready: nobody sees half a pod
-	pause  atomic.Pointer[os.File] // pidfd, owned by the pod's watcher
+	rec    podRecord                // belongs to the holder of turn
+	info   atomic.Pointer[PodInfo]  // nil until the pod is ready: nobody sees half a pod
+	pause  atomic.Pointer[os.File]  // pidfd, owned by the pod's watcher
+	meter  atomic.Pointer[podMeter] // nil without a pause; owned by the pod's watcher
 }
 
 func (p *pod) String() string { return "pod " + p.id }
@@ -139,10 +139,8 @@ func (m *Manager) bringUp(ctx context.Context, p *pod) error {
 	if err := m.makePodFiles(p); err != nil {
 		return err
 	}
-	if p.rec.NetNS != "" {
-		if err := cni.NewNetNS(p.rec.NetNS); err != nil {
-			return err
-		}
+	if err := m.makeNamespaces(p); err != nil {
+		return err
 	}
 	group, gctx := errgroup.WithContext(ctx)
 	var started *shim.Started
@@ -190,19 +188,25 @@ func (m *Manager) publishPod(p *pod) {
 // watchPause owns the pause's pidfd: the pod stops being ready when it ends.
 func (m *Manager) watchPause(p *pod, pause *os.File) {
 	p.pause.Store(pause)
+	meter := m.newPodMeter(p, pause)
+	p.meter.Store(meter)
 	started := m.tasks.Watchers.Spawn(func() {
 		ended := m.awaitEnd(pause, "pause of pod "+p.id)
-		p.pause.Store(nil)
-		if err := pause.Close(); err != nil {
-			m.log.Warn("close pidfd of pause", "pod", p.id, "error", err)
-		}
+		m.closePause(p, pause, meter)
 		if ended {
 			m.pauseEnded(p)
 		}
 	})
 	if !started {
-		p.pause.Store(nil)
-		_ = pause.Close() // the daemon is ending; the next one opens its own
+		m.closePause(p, pause, meter)
+	}
+}
+
+func (m *Manager) closePause(p *pod, pause *os.File, meter *podMeter) {
+	p.pause.Store(nil)
+	p.meter.Store(nil)
+	if err := errors.Join(pause.Close(), meter.Close()); err != nil {
+		m.log.Warn("close pidfd and statistics of pause", "pod", p.id, "error", err)
 	}
 }
 
@@ -246,15 +250,18 @@ func (m *Manager) publishPauseless(p *pod) {
 
 // launchPause starts the process that holds the pod's namespaces.
 func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error) {
-	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: m.payload.Pause}}}
+	idMap, err := m.rootIDMap(p)
+	if err != nil {
+		return nil, err
+	}
+	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: m.payload.Pause}}, IDMap: idMap}
 	input := oci.SandboxInput{Pod: m.ociPod(p), Host: *m.cfg.Host, Files: host.Files{}, SystemdCgroup: m.cfg.SystemdCgroup}
 	var users userFilesOf
 	var imageUser string
 	if image := p.rec.PauseImage; image != nil {
-		var err error
 		// Writable, because the usual pause image is nothing but its program: the
 		// folders to mount on have to be made.
-		if root, err = m.writableRoot(p.id, image); err != nil {
+		if root, err = m.writableRoot(p.id, image, idMap); err != nil {
 			return nil, fmt.Errorf("pause image: %w", err)
 		}
 		if users, err = m.userFilesOf(image.ID, root); err != nil {
@@ -262,7 +269,6 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 		}
 		input.Image, imageUser = &image.Config, image.Config.User
 	}
-	var err error
 	request := oci.SandboxUserRequest(p.config.GetLinux().GetSecurityContext(), imageUser)
 	if input.User, err = oci.ResolveUser(users.passwd, users.group, request); err != nil {
 		return nil, err
@@ -277,7 +283,7 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 	}
 	defer m.tasks.Begin("the launch of its pause", p.String())()
 	started, err := m.launchers.Launch(ctx, shim.LaunchRequest{ID: p.id, Dir: m.shimDir(p.id), Spec: spec,
-		Rootfs: root, SystemdCgroup: m.cfg.SystemdCgroup, Pause: true})
+		Rootfs: root, RootPlace: m.rootPlaceOf(root), SystemdCgroup: m.cfg.SystemdCgroup, Pause: true})
 	if err != nil {
 		return nil, fmt.Errorf("start pause of pod %s: %w", p.id, err)
 	}
@@ -357,7 +363,7 @@ func (m *Manager) makePodFiles(p *pod) error {
 	if hostIPC(p.config) {
 		return nil
 	}
-	return m.mountShm(p.id)
+	return m.mountShm(p)
 }
 
 // writeHosts makes the default /etc/hosts; kubelet mounts its own over it.
@@ -419,6 +425,9 @@ func (m *Manager) ociPod(p *pod) oci.Pod {
 		Shm: m.shmDir(p.id), SELinuxLabel: p.rec.SELinuxLabel}
 	if hostIPC(p.config) {
 		pod.Shm = "/dev/shm"
+	}
+	if m.hasUserNamespace(p) {
+		pod.UserNS = m.usernsPath(p.id)
 	}
 	if info := p.info.Load(); info != nil {
 		pod.PausePID = info.PausePID

@@ -77,7 +77,7 @@ func (m *Manager) takeDown(ctx context.Context, p *pod) error {
 		m.tasks.Together("take down", p.String(),
 			func() error { return m.detachNetwork(ctx, p) },
 			func() error { return m.removePause(ctx, p) }),
-		m.unmountShm(p.id))
+		m.removePodMounts(p.id))
 }
 
 // detachNetwork runs CNI DEL with the configuration that ADD had, and removes

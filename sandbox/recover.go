@@ -220,7 +220,8 @@ func (m *Manager) findShim(ctx context.Context, c *container) error {
 	if shimFile == nil {
 		return m.publishLost(ctx, c, ids)
 	}
-	run := &running{shim: shimFile, pid: ids.InitPID, startedAt: ids.StartedAt, exited: make(chan struct{})}
+	run := &running{shim: shimFile, pid: ids.InitPID, startedAt: ids.StartedAt, exited: make(chan struct{}),
+		meter: m.containerMeter(c)}
 	// An init that has ended is no trouble: the shim is about to tell.
 	run.init, err = pidfd.OpenVerified(ids.InitPID, ids.InitStartTime)
 	if err != nil && !errors.Is(err, os.ErrProcessDone) {

@@ -9,6 +9,9 @@ import (
 
 	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/userns"
+	"berth/oci"
 )
 
 // prepareState makes the directories that pods and containers live in.
@@ -61,20 +64,32 @@ func bindOnItself(dir string, propagation uintptr) error {
 }
 
 // mountShm gives a pod its /dev/shm, 64 MiB as everywhere in the field.
-func (m *Manager) mountShm(podID string) error {
-	dir := m.shmDir(podID)
+func (m *Manager) mountShm(p *pod) error {
+	dir := m.shmDir(p.id)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return fmt.Errorf("make shm of pod %s: %w", podID, err)
+		return fmt.Errorf("make shm of pod %s: %w", p.id, err)
 	}
-	err := unix.Mount("shm", dir, "tmpfs", unix.MS_NOEXEC|unix.MS_NOSUID|unix.MS_NODEV, "mode=1777,size=67108864")
+	mappings, err := oci.UserNamespace(p.config)
 	if err != nil {
-		return fmt.Errorf("mount shm of pod %s: %w", podID, err)
+		return err
+	}
+	options := "mode=1777,size=67108864"
+	if mappings != nil { // the pod's root owns it, as in other pods
+		options += fmt.Sprintf(",uid=%d,gid=%d", mappings.HostUID(0), mappings.HostGID(0))
+	}
+	err = unix.Mount("shm", dir, "tmpfs", unix.MS_NOEXEC|unix.MS_NOSUID|unix.MS_NODEV, options)
+	if err != nil {
+		return fmt.Errorf("mount shm of pod %s: %w", p.id, err)
 	}
 	return nil
 }
 
-// unmountShm takes it away again. Containers that still have it keep their view.
-func (m *Manager) unmountShm(podID string) error {
+// removePodMounts takes away the pod's shm and the pin of its user namespace.
+// Containers that still have them keep their view.
+func (m *Manager) removePodMounts(podID string) error {
+	if err := userns.Unpin(m.usernsPath(podID)); err != nil {
+		return fmt.Errorf("pod %s: %w", podID, err)
+	}
 	err := unix.Unmount(m.shmDir(podID), unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
 	if err != nil && err != unix.EINVAL && err != unix.ENOENT { // not mounted, no such folder
 		return fmt.Errorf("unmount shm of pod %s: %w", podID, err)

@@ -63,7 +63,7 @@ func (m *Manager) removeByID(ctx context.Context, id string) error {
 	}
 	return errors.Join(
 		cni.RemoveNetNS(m.netnsPath(id)),
-		m.unmountShm(id),
+		m.removePodMounts(id),
 		os.RemoveAll(m.podFiles(id)),
 		m.discard(m.writableDir(id)))
 }

@@ -75,7 +75,7 @@ func (m *Manager) userFilesOf(imageID string, root rootfs.Spec) (userFilesOf, er
 	if files, ok := m.users.get(imageID); ok {
 		return files, nil
 	}
-	root.Upper, root.Work = "", ""
+	root.Upper, root.Work, root.IDMap = "", "", nil
 	mount, err := root.Mount()
 	if err != nil {
 		return userFilesOf{}, fmt.Errorf("look into image %s: %w", imageID, err)

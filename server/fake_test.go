@@ -37,6 +37,7 @@ type fakePods struct {
 	network    error
 	waits      []task.Wait
 	events     eventsFake
+	stats      statsFake
 }
 
 func (f *fakePods) call(ctx context.Context, method string, args ...any) error {

@@ -40,7 +40,11 @@ func (s *runtimeService) Status(ctx context.Context, req *runtimeapi.StatusReque
 			{Type: runtimeapi.RuntimeReady, Status: true}, network,
 		}},
 		RuntimeHandlers: s.handlers(),
-		Features:        &runtimeapi.RuntimeFeatures{SupplementalGroupsPolicy: true, MountOptions: true},
+		Features: &runtimeapi.RuntimeFeatures{
+			SupplementalGroupsPolicy:  true,
+			MountOptions:              true,
+			UserNamespacesHostNetwork: s.cfg.UserNamespaces,
+		},
 	}
 	if req.GetVerbose() {
 		info, err := s.verboseStatus()
@@ -55,7 +59,7 @@ func (s *runtimeService) Status(ctx context.Context, req *runtimeapi.StatusReque
 // handlers lists the one handler berth has under both of its names, the empty one
 // first (KEP-585, KEP-3857).
 func (s *runtimeService) handlers() []*runtimeapi.RuntimeHandler {
-	features := &runtimeapi.RuntimeHandlerFeatures{RecursiveReadOnlyMounts: s.cfg.RecursiveReadOnlyMounts}
+	features := &runtimeapi.RuntimeHandlerFeatures{RecursiveReadOnlyMounts: s.cfg.RecursiveReadOnlyMounts, UserNamespaces: s.cfg.UserNamespaces}
 	return []*runtimeapi.RuntimeHandler{
 		{Name: "", Features: features},
 		{Name: s.cfg.Handler, Features: features},

@@ -45,6 +45,7 @@ const stopGrace = 10 * time.Second
 // See package sandbox for the methods' contracts.
 type Sandboxes interface {
 	Events
+	Statistics
 
 	RunPodSandbox(ctx context.Context, cfg *runtimeapi.PodSandboxConfig, handler string) (string, error)
 	StopPodSandbox(ctx context.Context, id string) error
@@ -85,6 +86,7 @@ type Config struct {
 	SystemdCgroup           bool   // the cgroup driver in use, else cgroupfs
 	Handler                 string // name of the default runtime handler, which the empty name means as well
 	RecursiveReadOnlyMounts bool   // the kernel can make a mount and all below it read-only (Linux 5.12)
+	UserNamespaces          bool   // pods can have user namespaces, on the node's network too
 	Settings                any    // the configuration in use, for verbose Status; encodes as JSON
 
 	// Network tells, for verbose Status, which network pods join, or why none. It
@@ -115,7 +117,7 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 		grpc.UnaryInterceptor(s.unary),
 		grpc.StreamInterceptor(s.stream),
 	)
-	runtimeapi.RegisterRuntimeServiceServer(s.grpc, &runtimeService{cfg: cfg, stopping: s.stopping, pods: pods, images: images})
+	runtimeapi.RegisterRuntimeServiceServer(s.grpc, &runtimeService{cfg: cfg, stopping: s.stopping, pods: pods, images: images, log: log})
 	runtimeapi.RegisterImageServiceServer(s.grpc, &imageService{images: images})
 	return s
 }
@@ -178,6 +180,7 @@ type runtimeService struct {
 	stopping context.Context
 	pods     Sandboxes
 	images   Images
+	log      *slog.Logger
 }
 
 // imageService implements CRI's ImageService.

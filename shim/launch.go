@@ -78,6 +78,7 @@ func (l *Launchers) order(req LaunchRequest) *control.Launch {
 		Spec:          req.Spec,
 		Rootfs:        req.Rootfs,
 		Volumes:       req.Volumes,
+		RootPlace:     req.RootPlace,
 		SystemdCgroup: req.SystemdCgroup,
 		Pause:         req.Pause,
 		LogDir:        req.LogDir,

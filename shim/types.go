@@ -39,6 +39,7 @@ type LaunchRequest struct {
 	Spec          *specs.Spec // runtime-spec; Root.Path is set by the launcher
 	Rootfs        rootfs.Spec // mounted by the launcher in its own mount namespace at Dir/rootfs
 	Volumes       []Volume    // images mounted as volumes
+	RootPlace     string      // an empty directory to mount it on instead, on a private mount; a container's root that is not the host's must be able to reach it
 	SystemdCgroup bool        // cgroup driver
 	Pause         bool        // a sandbox's pause: no monitor, no log, no socket; the launcher ends after the reply
 

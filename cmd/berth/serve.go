@@ -247,6 +247,7 @@ func serverConfig(cfg *config.Config, node *node, network *cni.Network) server.C
 		SystemdCgroup:           node.systemdCgroup,
 		Handler:                 defaultHandler,
 		RecursiveReadOnlyMounts: node.facts.RecursiveReadOnly,
+		UserNamespaces:          node.facts.UserNamespaces,
 		Settings:                cfg,
 		Network:                 network.Info,
 	}

@@ -88,6 +88,10 @@ func (g *Group) dirs() []string {
 	return dirs
 }
 
+// Dir returns the group's folder in the hierarchy of a v1 controller, "" if that is
+// not mounted. On v2 it is the same for all.
+func (g *Group) Dir(controller string) string { return g.mgr.Path(controller) }
+
 // Procs returns the processes of the group and of groups below it.
 func (g *Group) Procs() ([]int, error) {
 	seen := map[int]bool{}

@@ -3,8 +3,8 @@
 //
 // # Contract
 //
-// A Reader belongs to one cgroup. It opens its files with the first Read and keeps
-// them open until Close, so that a Read is one pread(2) a file: five files on cgroup
+// A Reader belongs to one cgroup. It finds and opens its files with the first Read and
+// keeps them open until Close, so that a Read is one pread(2) a file: five files on cgroup
 // v1 (none where a controller is missing), nine on v2, one more for tasks. A node
 // with 500 containers holds 2,500 or 4,500 descriptors for them, and only if
 // somebody asks for statistics. What metrics alone need is opened when it is read.
@@ -25,7 +25,6 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -44,54 +43,47 @@ type Group struct {
 
 // Reader reads one cgroup.
 type Reader struct {
-	group Group
+	find  func() (Group, error)
 	tasks bool
-	open  atomic.Pointer[files]
+	files kept[*files]
 }
 
 // files are those of a Sample. A nil file is not there.
 type files struct {
+	group Group
+
 	cpu, usage, stat, limit, swap, swapLimit *os.File
 	cpuPSI, memoryPSI, ioPSI, tasks          *os.File
 }
 
-// closed marks a Reader that was closed.
-var closed = &files{}
-
-// New returns a reader; nothing is opened yet. With tasks, samples count the group's tasks.
-func New(group Group, tasks bool) *Reader { return &Reader{group: group, tasks: tasks} }
+// New returns a reader of the group that find finds; nothing is done yet. With
+// tasks, samples count the group's tasks.
+func New(find func() (Group, error), tasks bool) *Reader { return &Reader{find: find, tasks: tasks} }
 
 // Close closes the files. Reads fail with ErrGone from then on.
-func (r *Reader) Close() error {
-	f := r.open.Swap(closed)
-	if f == nil || f == closed {
-		return nil
-	}
-	return f.close()
-}
+func (r *Reader) Close() error { return r.files.close() }
 
-func (f *files) each(do func(*os.File) error) error {
+// Close closes the files that are there.
+func (f *files) Close() error {
 	var errs []error
 	for _, file := range []*os.File{f.cpu, f.usage, f.stat, f.limit, f.swap, f.swapLimit, f.cpuPSI, f.memoryPSI, f.ioPSI, f.tasks} {
 		if file != nil {
-			errs = append(errs, do(file))
+			errs = append(errs, file.Close())
 		}
 	}
 	return errors.Join(errs...)
 }
 
-func (f *files) close() error { return f.each((*os.File).Close) }
-
 // Read fills s. The error is ErrGone, or what kept a file from being opened or read.
 func (r *Reader) Read(s *Sample) error {
-	f, err := r.files()
+	f, err := r.files.get(r.open)
 	if err != nil {
-		return err
+		return fmt.Errorf("open cgroup statistics: %w", gone(err))
 	}
 	*s = Sample{}
 	buf := buffers.Get().(*[]byte)
 	defer buffers.Put(buf)
-	if r.group.V2 {
+	if f.group.V2 {
 		err = f.readV2(s, *buf)
 	} else {
 		err = f.readV1(s, *buf)
@@ -107,31 +99,14 @@ const bufferSize = 16 << 10
 
 var buffers = sync.Pool{New: func() any { b := make([]byte, bufferSize); return &b }}
 
-// files returns the open files, and opens them if nobody has yet. Of two who do, one
-// closes its own again.
-func (r *Reader) files() (*files, error) {
-	if f := r.open.Load(); f == closed {
-		return nil, ErrGone
-	} else if f != nil {
-		return f, nil
-	}
-	opened, err := r.openAll()
+func (r *Reader) open() (*files, error) {
+	group, err := r.find()
 	if err != nil {
-		return nil, fmt.Errorf("open cgroup statistics: %w", gone(err))
+		return nil, err
 	}
-	if r.open.CompareAndSwap(nil, opened) {
-		return opened, nil
-	}
-	if err := opened.close(); err != nil {
-		return nil, fmt.Errorf("close cgroup statistics: %w", err)
-	}
-	return r.files()
-}
-
-func (r *Reader) openAll() (*files, error) {
-	f := &files{}
-	o := opener{group: r.group}
-	if r.group.V2 {
+	f := &files{group: group}
+	o := opener{group: group}
+	if group.V2 {
 		f.cpu = o.open("cpu", "cpu.stat")
 		f.usage, f.stat, f.limit = o.open("memory", "memory.current"), o.open("memory", "memory.stat"), o.open("memory", "memory.max")
 		f.swap, f.swapLimit = o.open("memory", "memory.swap.current"), o.open("memory", "memory.swap.max")
@@ -148,7 +123,7 @@ func (r *Reader) openAll() (*files, error) {
 		o.err = ErrGone // without any of the two it is no group of ours
 	}
 	if o.err != nil {
-		return nil, errors.Join(o.err, f.close())
+		return nil, errors.Join(o.err, f.Close())
 	}
 	return f, nil
 }
@@ -159,23 +134,27 @@ type opener struct {
 	err   error
 }
 
-// open returns a file of the group, nil if there is none. os.Open would
-// have the poller watch it, which cgroup files allow, and wake up for their events.
+// open returns a file of the group, nil if there is none.
 func (o *opener) open(controller, name string) *os.File {
 	dir := o.group.Dir(controller)
 	if o.err != nil || dir == "" {
 		return nil
 	}
-	path := filepath.Join(dir, name)
-	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
-	switch err {
-	case nil:
-		return os.NewFile(uintptr(fd), path)
-	case unix.ENOENT:
-	default:
-		o.err = &fs.PathError{Op: "open", Path: path, Err: err}
+	f, err := openFile(filepath.Join(dir, name))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		o.err = err
 	}
-	return nil
+	return f
+}
+
+// openFile opens a file of the kernel's. os.Open would have the poller watch it,
+// which cgroup files allow, and wake up for their events.
+func openFile(path string) (*os.File, error) {
+	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, &fs.PathError{Op: "open", Path: path, Err: err}
+	}
+	return os.NewFile(uintptr(fd), path), nil
 }
 
 func (f *files) readV2(s *Sample, buf []byte) error {
@@ -284,34 +263,44 @@ func gone(err error) error {
 	return err
 }
 
-// NetDev reads the interfaces of the network namespace that a process is in. Its
-// file is opened at once, and keeps the namespace in existence until Close.
-type NetDev struct{ file *os.File }
-
-// OpenNetDev opens the interfaces of a process' network namespace. The caller makes
-// sure afterwards that the process ID still meant the same process.
-func OpenNetDev(pid int) (*NetDev, error) {
-	path := fmt.Sprintf("/proc/%d/net/dev", pid)
-	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil, fmt.Errorf("open network statistics of process %d: %w", pid, gone(err))
-	}
-	return &NetDev{os.NewFile(uintptr(fd), path)}, nil
+// NetDev reads the interfaces of the network namespace that a process is in. It opens
+// its file with the first Read, which keeps the namespace in existence until Close.
+type NetDev struct {
+	pid   int
+	alive func() bool
+	file  kept[*os.File]
 }
 
-// Read returns all interfaces but the loopback device.
+// NewNetDev returns a reader for the network namespace of a process. alive tells
+// whether the ID still means that process.
+func NewNetDev(pid int, alive func() bool) *NetDev { return &NetDev{pid: pid, alive: alive} }
+
+// Read returns all interfaces but the loopback device. The error is ErrGone, or what
+// kept the file from being opened or read.
 func (d *NetDev) Read() ([]Interface, error) {
+	f, err := d.file.get(d.open)
+	if err != nil {
+		return nil, fmt.Errorf("open network statistics: %w", gone(err))
+	}
 	buf := buffers.Get().(*[]byte)
 	defer buffers.Put(buf)
-	b, err := readAll(d.file, *buf)
+	b, err := readAll(f, *buf)
 	if err != nil {
 		return nil, fmt.Errorf("read network statistics: %w", gone(err))
 	}
 	return parseInterfaces(b, nil), nil
 }
 
-// Close gives the namespace back.
-func (d *NetDev) Close() error { return d.file.Close() }
+// Close gives the namespace back. Reads fail with ErrGone from then on.
+func (d *NetDev) Close() error { return d.file.close() }
+
+func (d *NetDev) open() (*os.File, error) {
+	f, err := openFile(fmt.Sprintf("/proc/%d/net/dev", d.pid))
+	if err == nil && !d.alive() { // it may be another's file
+		err = errors.Join(ErrGone, f.Close())
+	}
+	return f, err
+}
 
 // readAll reads a file that the kernel writes record by record: each read returns
 // whole records. It uses buf while that is large enough.
@@ -332,13 +321,17 @@ func readAll(f *os.File, buf []byte) ([]byte, error) {
 	}
 }
 
-// ReadDetail fills what only metrics need. It opens and closes its files.
+// ReadDetail fills what only metrics need. It opens and closes the files for that.
 func (r *Reader) ReadDetail(d *Detail) error {
+	f, err := r.files.get(r.open)
+	if err != nil {
+		return fmt.Errorf("open cgroup statistics: %w", gone(err))
+	}
 	*d = Detail{TasksMax: Unlimited}
 	buf := buffers.Get().(*[]byte)
 	defer buffers.Put(buf)
-	v := detailReader{opener: opener{group: r.group}, buf: *buf}
-	if r.group.V2 {
+	v := detailReader{opener: opener{group: f.group}, buf: *buf}
+	if f.group.V2 {
 		v.readV2(d)
 	} else {
 		v.readV1(d)

@@ -3,6 +3,7 @@ package cgstats
 import (
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -14,9 +15,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-func at(dir string, v2 bool) Group {
-	return Group{V2: v2, Dir: func(string) string { return dir }}
+func at(dir string, v2 bool) func() (Group, error) {
+	return find(Group{V2: v2, Dir: func(string) string { return dir }})
 }
+
+func find(g Group) func() (Group, error) { return func() (Group, error) { return g, nil } }
 
 func read(t *testing.T, r *Reader) Sample {
 	t.Helper()
@@ -252,7 +255,7 @@ func TestRealCgroup(t *testing.T) {
 	if _, err := out.Read(make([]byte, 5)); err != nil {
 		t.Fatal(err)
 	}
-	r := New(group, true)
+	r := New(find(group), true)
 	s := read(t, r)
 	if !s.CPU.Known || s.CPU.Usage == 0 || !s.Memory.Known || s.Memory.Usage == 0 || s.Memory.Limit != Unlimited || s.Tasks != 1 {
 		t.Errorf("%+v", s)
@@ -293,22 +296,36 @@ func TestRealPressure(t *testing.T) {
 }
 
 func TestNetDev(t *testing.T) {
-	d, err := OpenNetDev(os.Getpid())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer d.Close()
-	found, err := d.Read()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, i := range found {
-		if _, err := os.Stat("/sys/class/net/" + i.Name); err != nil {
-			t.Error(err)
+	d := NewNetDev(os.Getpid(), func() bool { return true })
+	before := openFiles(t)
+	for range 2 {
+		found, err := d.Read()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, i := range found {
+			if _, err := net.InterfaceByName(i.Name); err != nil {
+				t.Error(err)
+			}
 		}
 	}
-	if _, err := OpenNetDev(1 << 30); !errors.Is(err, ErrGone) {
-		t.Errorf("no such process: %v", err)
+	if n := openFiles(t); n != before+1 {
+		t.Errorf("%d files are open, before %d", n, before)
+	}
+	gone := NewNetDev(1<<30, func() bool { return true })
+	replaced := NewNetDev(os.Getpid(), func() bool { return false })
+	for name, d := range map[string]*NetDev{"no such process": gone, "another process": replaced, "closed": d} {
+		if name == "closed" {
+			if err := d.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+		if _, err := d.Read(); !errors.Is(err, ErrGone) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if n := openFiles(t); n != before {
+		t.Errorf("%d files are open, before %d", n, before)
 	}
 }
 
@@ -316,7 +333,7 @@ func TestNetDev(t *testing.T) {
 func BenchmarkRead500(b *testing.B) {
 	var readers []*Reader
 	for i := range 500 {
-		r := New(cgroups(b, fmt.Sprintf("bench-%d", i)), false)
+		r := New(find(cgroups(b, fmt.Sprintf("bench-%d", i))), false)
 		defer r.Close()
 		readers = append(readers, r)
 	}

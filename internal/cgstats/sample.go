@@ -114,3 +114,24 @@ type Interface struct {
 
 // Traffic of one direction.
 type Traffic struct{ Bytes, Packets, Errors, Dropped uint64 }
+
+// Add adds what another cgroup used. Limits and pressures stay: they have no sum.
+func (s *Sample) Add(other *Sample) {
+	s.CPU.Usage += other.CPU.Usage
+	s.CPU.User += other.CPU.User
+	s.CPU.System += other.CPU.System
+	s.CPU.Periods += other.CPU.Periods
+	s.CPU.ThrottledPeriods += other.CPU.ThrottledPeriods
+	s.CPU.Throttled += other.CPU.Throttled
+	s.Memory.Usage += other.Memory.Usage
+	s.Memory.RSS += other.Memory.RSS
+	s.Memory.Cache += other.Memory.Cache
+	s.Memory.Kernel += other.Memory.Kernel
+	s.Memory.MappedFile += other.Memory.MappedFile
+	s.Memory.ActiveFile += other.Memory.ActiveFile
+	s.Memory.InactiveFile += other.Memory.InactiveFile
+	s.Memory.PageFaults += other.Memory.PageFaults
+	s.Memory.MajorPageFaults += other.Memory.MajorPageFaults
+	s.Memory.Swap += other.Memory.Swap
+	s.Tasks += other.Tasks
+}

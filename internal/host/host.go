@@ -46,7 +46,13 @@ type Facts struct {
 
 	SwapAccounting    bool // a container's cgroup has a swap limit
 	RecursiveReadOnly bool // mount_setattr(2) with AT_RECURSIVE, Linux 5.12
-	RootShared        bool // "/" is a shared mount: what kubelet mounts later reaches namespaces made earlier
+	// UserNamespaces: pods can have them, with ID-mapped root filesystems and volumes. Not
+	// from Detect but from who has the directories to try it in (package sandbox), which
+	// says in NoUserNamespaces why not.
+	UserNamespaces   bool
+	NoUserNamespaces string
+
+	RootShared bool // "/" is a shared mount: what kubelet mounts later reaches namespaces made earlier
 }
 
 // Detect reads the facts. The root argument is the directory that holds proc

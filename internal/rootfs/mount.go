@@ -92,8 +92,12 @@ func Attach(mount *os.File, target string) error {
 	return nil
 }
 
-// MountAt mounts the root filesystem on target: Mount and Attach.
+// MountAt mounts the root filesystem on target: Mount and Attach. With an IDMap the
+// mount that target is in must be private.
 func (s Spec) MountAt(target string) error {
+	if s.IDMap != nil {
+		return s.mountMapped(target)
+	}
 	mount, err := s.Mount()
 	if err != nil {
 		return err
@@ -121,7 +125,11 @@ func (s Spec) MakeUpper() error {
 	if err := mkdir(s.Work, 0o700, 0, 0); err != nil {
 		return err
 	}
-	return mkdir(s.Upper, st.Mode&0o7777, int(st.Uid), int(st.Gid))
+	uid, gid := int(st.Uid), int(st.Gid)
+	if s.IDMap != nil {
+		uid, gid = s.IDMap.HostUID(st.Uid), s.IDMap.HostGID(st.Gid)
+	}
+	return mkdir(s.Upper, st.Mode&0o7777, uid, gid)
 }
 
 // mkdir makes the directory under a temporary name, so that it is never seen
@@ -185,8 +193,6 @@ func cloneReadOnly(path string) (*os.File, error) {
 	return os.NewFile(uintptr(fd), path), nil
 }
 
-// mountOverlay needs "lowerdir+", which takes one layer a call and has no
-// separator to escape and no page to fit in (Linux 6.7).
 func (s Spec) mountOverlay() (*os.File, error) {
 	dirs, err := s.open()
 	if err != nil {
@@ -196,6 +202,12 @@ func (s Spec) mountOverlay() (*os.File, error) {
 	if err := s.clearVolatile(); err != nil {
 		return nil, err
 	}
+	return overlayOf(dirs)
+}
+
+// overlayOf needs "lowerdir+", which takes one layer a call and has no
+// separator to escape and no page to fit in (Linux 6.7).
+func overlayOf(dirs *dirs) (*os.File, error) {
 	fsfd, err := unix.Fsopen("overlay", unix.FSOPEN_CLOEXEC)
 	if err != nil {
 		return nil, fmt.Errorf("open overlay filesystem: %w", orUnsupported(err))

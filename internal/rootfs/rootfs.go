@@ -26,4 +26,5 @@ type Spec struct {
 	Layers []Layer `json:"layers"`          // bottom first, at least one
 	Upper  string  `json:"upper,omitempty"` // writable layer; empty: the root is read-only
 	Work   string  `json:"work,omitempty"`  // overlayfs' work directory, same filesystem as Upper
+	IDMap  *IDMap  `json:"idMap,omitempty"` // for MountAt and MakeUpper: whose user namespace it is for; nil: the host's
 }

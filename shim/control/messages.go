@@ -43,6 +43,7 @@ type Launch struct {
 	Spec          *specs.Spec `json:"spec"`
 	Rootfs        rootfs.Spec `json:"rootfs"`
 	Volumes       []Volume    `json:"volumes,omitempty"`
+	RootPlace     string      `json:"rootPlace,omitempty"`
 	SystemdCgroup bool        `json:"systemdCgroup,omitempty"`
 	Pause         bool        `json:"pause,omitempty"`
 	LogPath       string      `json:"logPath,omitempty"`

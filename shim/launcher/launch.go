@@ -149,8 +149,11 @@ func (c *launch) cancel() bool {
 }
 
 func (c *launch) mountRootfs() error {
-	dir := filepath.Join(c.Dir, "rootfs")
-	if err := c.mountAt(c.Rootfs, dir); err != nil {
+	dir, err := c.rootPlace()
+	if err != nil {
+		return err
+	}
+	if err := c.mountOn(c.Rootfs, dir); err != nil {
 		return err
 	}
 	c.Spec.Root = &specs.Root{Path: dir, Readonly: c.Rootfs.Upper == "" || c.Spec.Root != nil && c.Spec.Root.Readonly}
@@ -159,15 +162,37 @@ func (c *launch) mountRootfs() error {
 
 // mountAt mounts layers on dir, which it makes, here and nowhere else.
 func (c *launch) mountAt(layers rootfs.Spec, dir string) error {
+	if err := c.makeDir(dir); err != nil {
+		return err
+	}
+	return c.mountOn(layers, dir)
+}
+
+func (c *launch) makeDir(dir string) error {
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return fmt.Errorf("mount point of %s: %w", c.ID, err)
 	}
 	c.undo.Add("remove "+dir, func() error { return ignore(unix.Rmdir(dir), unix.ENOENT) })
+	return nil
+}
+
+func (c *launch) mountOn(layers rootfs.Spec, dir string) error {
 	if err := layers.MountAt(dir); err != nil {
 		return err
 	}
 	c.undo.Add("unmount "+dir, func() error { return ignore(unix.Unmount(dir, unix.MNT_DETACH), unix.EINVAL) })
 	return nil
+}
+
+// rootPlace is the directory that the root filesystem is mounted on: one of its own,
+// unless the order names one that any user can reach. All containers may have the same
+// there, each launcher in its own mount namespace.
+func (c *launch) rootPlace() (string, error) {
+	if c.RootPlace != "" {
+		return c.RootPlace, nil
+	}
+	dir := filepath.Join(c.Dir, "rootfs")
+	return dir, c.makeDir(dir)
 }
 
 func (c *launch) makeConfig() (err error) {

@@ -1,0 +1,145 @@
+package rootfs
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/cleanup"
+	"berth/internal/userns"
+)
+
+// IDMap shows a root filesystem to a user namespace: what belongs to user 0 in the
+// layers belongs to user 0 of the namespace. The layers are shared with containers of
+// other mappings; nothing on disk changes. Only the writable layer has the
+// host's IDs of the namespace's users on disk: overlayfs writes there as the
+// container does, and in its work directory as the host's root, for whom an
+// ID-mapped mount would have no ID.
+//
+// Linux 5.19: overlayfs on ID-mapped layers.
+type IDMap struct {
+	UserNS string `json:"userns"` // path of the namespace
+	userns.Mappings
+}
+
+// mountMapped mounts on place, a directory whose mount is private. Clones of the
+// layers' mounts get the mapping. overlayfs takes only mounts that are in a mount
+// namespace (before Linux 6.15 a mount without a place does not count), so they
+// are stacked on place until the overlay has taken what it needs of them.
+func (s Spec) mountMapped(place string) (err error) {
+	if err := s.check(); err != nil {
+		return err
+	}
+	ns, err := os.Open(s.IDMap.UserNS)
+	if err != nil {
+		return fmt.Errorf("user namespace of root filesystem: %w", err)
+	}
+	defer ns.Close()
+	if s.isDirectory() {
+		mount, err := cloneMapped(s.Layers[0].Path, ns, unix.MOUNT_ATTR_RDONLY)
+		if err != nil {
+			return err
+		}
+		defer mount.Close()
+		return Attach(mount, place)
+	}
+	mount, err := s.overlayMapped(ns, place, overlayAt)
+	if err != nil {
+		return err
+	}
+	defer mount.Close()
+	return Attach(mount, place)
+}
+
+// overlayMapped makes the overlay with newOverlay, and leaves place as it was.
+func (s Spec) overlayMapped(ns *os.File, place string, newOverlay func(*dirs, string) (*os.File, error)) (mount *os.File, err error) {
+	dirs, err := s.open()
+	if err != nil {
+		return nil, err
+	}
+	defer dirs.close()
+	stack := cleanup.New()
+	defer stack.Run(&err)
+	for i, dir := range dirs.lower {
+		mapped, err := cloneMapped(dir.Name(), ns, 0)
+		if err != nil {
+			return nil, err
+		}
+		dirs.lower[i] = mapped
+		dir.Close() // O_PATH: nothing to lose
+		if err := Attach(mapped, place); err != nil {
+			return nil, err
+		}
+		stack.Add("unmount layer", func() error { return unix.Unmount(place, unix.MNT_DETACH) })
+	}
+	if err := s.clearVolatile(); err != nil {
+		return nil, err
+	}
+	return newOverlay(dirs, place)
+}
+
+func overlayAt(dirs *dirs, place string) (*os.File, error) {
+	mount, err := overlayOf(dirs)
+	if errors.Is(err, errors.ErrUnsupported) {
+		return overlayOnStack(dirs, place)
+	}
+	return mount, err
+}
+
+// overlayOnStack is overlayOf by mount(2), for kernels before 6.7.
+func overlayOnStack(dirs *dirs, place string) (mount *os.File, err error) {
+	if err := onThread(unix.CLONE_FS, func() error { return mountInFDs(dirs, place) }); err != nil {
+		return nil, err
+	}
+	undo := cleanup.New()
+	defer undo.Run(&err)
+	undo.Add("unmount overlay", func() error { return unix.Unmount(place, unix.MNT_DETACH) })
+	fd, err := unix.OpenTree(unix.AT_FDCWD, place, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("clone mount of %s: %w", place, err)
+	}
+	return os.NewFile(uintptr(fd), "overlay"), nil
+}
+
+// cloneMapped is a detached bind mount of path, private, with the mapping of ns. Its
+// name is no path, see optionName: the path leads to the mount it is a clone of.
+func cloneMapped(path string, ns *os.File, attributes uint64) (*os.File, error) {
+	fd, err := unix.OpenTree(unix.AT_FDCWD, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("clone mount of %s: %w", path, err)
+	}
+	mount := os.NewFile(uintptr(fd), "ID-mapped "+path)
+	attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_IDMAP | attributes, Propagation: unix.MS_PRIVATE, Userns_fd: uint64(ns.Fd())}
+	err = unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH, &attr)
+	runtime.KeepAlive(ns)
+	if err != nil {
+		return nil, errors.Join(idMapError(path, err), mount.Close())
+	}
+	return mount, nil
+}
+
+// idMapError is errors.ErrUnsupported where it is the filesystem that has no ID-mapped mounts.
+func idMapError(path string, err error) error {
+	if err == unix.EINVAL || err == unix.ENOSYS {
+		return fmt.Errorf("the filesystem of %s has no ID-mapped mounts on this kernel: %w (%w)", path, errors.ErrUnsupported, err)
+	}
+	return fmt.Errorf("map the IDs of %s: %w", path, err)
+}
+
+// CheckIDMap tries whether path can be mounted with the mapping of the user
+// namespace at ns. errors.ErrUnsupported if its filesystem, or the kernel, cannot.
+func CheckIDMap(path, ns string) error {
+	f, err := os.Open(ns)
+	if err != nil {
+		return fmt.Errorf("user namespace: %w", err)
+	}
+	defer f.Close()
+	mount, err := cloneMapped(path, f, 0)
+	if err != nil {
+		return err
+	}
+	return mount.Close()
+}

@@ -1,0 +1,89 @@
+package rootfs
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/cleanup"
+	"berth/internal/userns"
+)
+
+// ProbeIDMap finds out whether root filesystems can be shown to user namespaces: it makes an
+// overlay with an ID-mapped layer below dir, in a mount namespace that ends
+// with it, and looks who owns a file there. Then it maps a tmpfs, which kubelet's secrets
+// are on (Linux 6.3). The namespace at ns must have the mappings m, with a host's user for 0
+// other than 0. What is made below dir is removed again.
+func ProbeIDMap(dir, ns string, m userns.Mappings) (err error) {
+	tmp, err := os.MkdirTemp(dir, ".probe-")
+	if err != nil {
+		return fmt.Errorf("probe ID-mapped mounts: %w", err)
+	}
+	undo := cleanup.New()
+	defer undo.Run(&err)
+	undo.Add("remove "+tmp, func() error { return os.RemoveAll(tmp) })
+	layer, place := filepath.Join(tmp, "layer"), filepath.Join(tmp, "place")
+	for _, d := range []string{layer, place} {
+		if err := os.Mkdir(d, 0o755); err != nil {
+			return fmt.Errorf("probe ID-mapped mounts: %w", err)
+		}
+	}
+	if err := os.WriteFile(filepath.Join(layer, "file"), nil, 0o644); err != nil {
+		return fmt.Errorf("probe ID-mapped mounts: %w", err)
+	}
+	spec := Spec{Layers: []Layer{{Kind: Directory, Path: layer}}, Upper: filepath.Join(tmp, "upper"), Work: filepath.Join(tmp, "work"),
+		IDMap: &IDMap{UserNS: ns, Mappings: m}}
+	if err := spec.MakeUpper(); err != nil {
+		return err
+	}
+	return errors.Join(probeOverlay(spec, place), probeTmpfs(ns))
+}
+
+func probeOverlay(spec Spec, place string) error {
+	return onThread(unix.CLONE_NEWNS|unix.CLONE_FS, func() error {
+		if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+			return fmt.Errorf("make mount namespace private: %w", err)
+		}
+		if err := spec.MountAt(place); err != nil {
+			return err
+		}
+		var st unix.Stat_t
+		if err := unix.Stat(filepath.Join(place, "file"), &st); err != nil {
+			return fmt.Errorf("look into ID-mapped overlay: %w", err)
+		}
+		if want := spec.IDMap.HostUID(0); int(st.Uid) != want {
+			return fmt.Errorf("an overlay does not show the mapping of its layers (user %d, not %d): %w", st.Uid, want, errors.ErrUnsupported)
+		}
+		return nil
+	})
+}
+
+func probeTmpfs(ns string) error {
+	fsfd, err := unix.Fsopen("tmpfs", unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		return fmt.Errorf("open tmpfs: %w", err)
+	}
+	defer unix.Close(fsfd)
+	if err := unix.FsconfigCreate(fsfd); err != nil {
+		return fmt.Errorf("create tmpfs: %w", err)
+	}
+	fd, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("mount tmpfs: %w", err)
+	}
+	mount := os.NewFile(uintptr(fd), "tmpfs")
+	defer mount.Close()
+	user, err := os.Open(ns)
+	if err != nil {
+		return fmt.Errorf("user namespace: %w", err)
+	}
+	defer user.Close()
+	attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_IDMAP, Userns_fd: uint64(user.Fd())}
+	if err := unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH, &attr); err != nil {
+		return idMapError("a tmpfs", err)
+	}
+	return nil
+}

@@ -1,0 +1,189 @@
+package rootfs
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"syscall"
+	"testing"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/userns"
+)
+
+const mappedRoot = 3 << 16
+
+// inUserNamespace calls use with an IDMap that holds while it runs.
+func inUserNamespace(t *testing.T, use func(*IDMap)) {
+	t.Helper()
+	ids := []specs.LinuxIDMapping{{ContainerID: 0, HostID: mappedRoot, Size: 1 << 16}}
+	m := userns.Mappings{UIDs: ids, GIDs: ids}
+	sleeper := filepath.Join(t.TempDir(), "sleeper")
+	if err := os.WriteFile(sleeper, []byte("#!/bin/sh\nexec sleep 1000\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	err := userns.With(sleeper, m, false, func(ns userns.Namespaces) error {
+		use(&IDMap{UserNS: ns.User(), Mappings: m})
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func ownerOf(t *testing.T, path string) (uid, gid uint32) {
+	t.Helper()
+	info, err := os.Lstat(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	st := info.Sys().(*syscall.Stat_t)
+	return st.Uid, st.Gid
+}
+
+func wantOwner(t *testing.T, path string, uid, gid uint32) {
+	t.Helper()
+	if u, g := ownerOf(t, path); u != uid || g != gid {
+		t.Errorf("%s belongs to %d:%d, want %d:%d", path, u, g, uid, gid)
+	}
+}
+
+// privatePlace is a directory on a private mount of its own.
+func privatePlace(t *testing.T) string {
+	t.Helper()
+	dir := t.TempDir()
+	if err := errors.Join(unix.Mount(dir, dir, "", unix.MS_BIND, ""), unix.Mount("", dir, "", unix.MS_PRIVATE, "")); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, 0); err != nil { // EBUSY if anything is left on it
+			t.Error(err)
+		}
+	})
+	return dir
+}
+
+// mappedFuncs are the ways to mount an overlay with mapped layers.
+var mappedFuncs = []mountFunc{
+	{"MountAt", Spec.MountAt},
+	{"old kernel", func(s Spec, place string) error {
+		ns, err := os.Open(s.IDMap.UserNS)
+		if err != nil {
+			return err
+		}
+		defer ns.Close()
+		mount, err := s.overlayMapped(ns, place, overlayOnStack)
+		if err != nil {
+			return err
+		}
+		defer mount.Close()
+		return Attach(mount, place)
+	}},
+}
+
+func TestIDMappedOverlay(t *testing.T) {
+	for _, f := range mappedFuncs {
+		for _, name := range awkward {
+			t.Run(f.name+"/"+name[:min(len(name), 8)], func(t *testing.T) {
+				dir := filepath.Join(t.TempDir(), name)
+				s := Spec{Layers: []Layer{
+					write(t, dir+"/1", map[string]string{"a": "1", "b": "1"}),
+					write(t, dir+"/2", map[string]string{"b": "2", "dir/user": "2"}),
+				}, Upper: dir + "/upper", Work: dir + "/work"}
+				if err := errors.Join(os.Chown(dir+"/2", 5, 6), os.Chown(dir+"/2/dir/user", 7, 8)); err != nil {
+					t.Fatal(err)
+				}
+				place := privatePlace(t)
+				inUserNamespace(t, func(m *IDMap) {
+					s.IDMap = m
+					if err := errors.Join(s.MakeUpper(), f.mount(s, place)); err != nil {
+						t.Fatal(err)
+					}
+				}) // the mount holds the mapping from here on
+				expect(t, place+"/a", "1")
+				expect(t, place+"/b", "2")
+				wantOwner(t, place, mappedRoot+5, mappedRoot+6)
+				wantOwner(t, place+"/a", mappedRoot, mappedRoot)
+				wantOwner(t, place+"/dir/user", mappedRoot+7, mappedRoot+8)
+				if err := os.Chmod(place+"/dir/user", 0o600); err != nil { // copies it up
+					t.Fatal(err)
+				}
+				wantOwner(t, place+"/dir/user", mappedRoot+7, mappedRoot+8)
+				wantOwner(t, s.Upper+"/dir/user", mappedRoot+7, mappedRoot+8)
+				wantOwner(t, dir+"/2/dir/user", 7, 8)
+				if err := unix.Unmount(place, 0); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+	}
+}
+
+func TestIDMappedDirectory(t *testing.T) {
+	s := Spec{Layers: []Layer{write(t, t.TempDir()+"/only", map[string]string{"f": "x"})}}
+	place := privatePlace(t)
+	inUserNamespace(t, func(m *IDMap) {
+		s.IDMap = m
+		if err := s.MountAt(place); err != nil {
+			t.Fatal(err)
+		}
+	})
+	wantOwner(t, place+"/f", mappedRoot, mappedRoot)
+	if err := os.WriteFile(place+"/g", nil, 0o600); !errors.Is(err, unix.EROFS) {
+		t.Errorf("a root without writable layer is writable: %v", err)
+	}
+	if err := unix.Unmount(place, 0); err != nil {
+		t.Error(err)
+	}
+}
+
+// What fails half-way leaves nothing on the place.
+func TestIDMappedOverlayFails(t *testing.T) {
+	dir := t.TempDir()
+	good := write(t, dir+"/1", map[string]string{"a": "1"})
+	place := privatePlace(t)
+	inUserNamespace(t, func(m *IDMap) {
+		for name, s := range map[string]Spec{
+			"layer is missing":               {Layers: []Layer{good, {Kind: Directory, Path: dir + "/no"}}, IDMap: m},
+			"layer is not mappable":          {Layers: []Layer{{Kind: Directory, Path: "/proc/self"}, good}, IDMap: m},
+			"work is on another file system": {Layers: []Layer{good}, Upper: dir + "/1", Work: "/proc/self", IDMap: m},
+			"no namespace":                   {Layers: []Layer{good}, IDMap: &IDMap{UserNS: dir + "/no"}},
+		} {
+			if err := s.MountAt(place); err == nil {
+				t.Errorf("%s: no error", name)
+			}
+		}
+	})
+}
+
+func TestCheckIDMap(t *testing.T) {
+	inUserNamespace(t, func(m *IDMap) {
+		if err := CheckIDMap(t.TempDir(), m.UserNS); err != nil {
+			t.Error(err)
+		}
+		if err := CheckIDMap("/proc/sys", m.UserNS); !errors.Is(err, errors.ErrUnsupported) {
+			t.Errorf("proc can't be mapped, got %v", err)
+		}
+		if err := CheckIDMap("/does/not/exist", m.UserNS); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("got %v", err)
+		}
+	})
+}
+
+func TestProbeIDMap(t *testing.T) {
+	dir := t.TempDir()
+	inUserNamespace(t, func(m *IDMap) {
+		if err := ProbeIDMap(dir, m.UserNS, m.Mappings); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := ProbeIDMap(dir, "/proc/self/ns/user", userns.Mappings{}); err == nil {
+		t.Error("the host's own namespace maps nothing, and yet no error")
+	}
+	left, err := os.ReadDir(dir)
+	if err != nil || len(left) > 0 {
+		t.Errorf("left: %v, %v", left, err)
+	}
+}

@@ -1,0 +1,148 @@
+// Package userns makes user namespaces for pods (KEP-127): a process is started in
+// a new one, the namespaces it is in are pinned by bind mounts, and the process
+// ends. No thread of a Go program can make one for itself: unshare(CLONE_NEWUSER)
+// refuses processes of several threads.
+package userns
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"runtime"
+	"strconv"
+	"syscall"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+)
+
+// overflowID is what the kernel shows for an ID that has no mapping (/proc/sys/kernel/overflowuid).
+const overflowID = 65534
+
+// Mappings tell which IDs of the host those in the namespace stand for.
+type Mappings struct {
+	UIDs []specs.LinuxIDMapping `json:"uids"`
+	GIDs []specs.LinuxIDMapping `json:"gids"`
+}
+
+// HostUID is the host's user for one in the namespace; overflowID if it has none.
+func (m Mappings) HostUID(uid uint32) int { return toHost(m.UIDs, uid) }
+
+// HostGID is the host's group for one in the namespace; overflowID if it has none.
+func (m Mappings) HostGID(gid uint32) int { return toHost(m.GIDs, gid) }
+
+// HasUID reports whether a user exists in the namespace.
+func (m Mappings) HasUID(uid uint32) bool { return find(m.UIDs, uid) != nil }
+
+// HasGID reports whether a group exists in the namespace.
+func (m Mappings) HasGID(gid uint32) bool { return find(m.GIDs, gid) != nil }
+
+func toHost(mappings []specs.LinuxIDMapping, id uint32) int {
+	r := find(mappings, id)
+	if r == nil {
+		return overflowID
+	}
+	return int(r.HostID + (id - r.ContainerID))
+}
+
+func find(mappings []specs.LinuxIDMapping, id uint32) *specs.LinuxIDMapping {
+	for i := range mappings {
+		if r := &mappings[i]; id >= r.ContainerID && id-r.ContainerID < r.Size {
+			return r
+		}
+	}
+	return nil
+}
+
+// Namespaces are those of a process that lives until With returns.
+type Namespaces struct{ pid int }
+
+// User is the path of the new user namespace.
+func (n Namespaces) User() string { return n.path("user") }
+
+// Net is the path of the new network namespace, which the user namespace owns. If With was
+// not asked for one it is the host's.
+func (n Namespaces) Net() string { return n.path("net") }
+
+func (n Namespaces) path(kind string) string {
+	return "/proc/" + strconv.Itoa(n.pid) + "/ns/" + kind
+}
+
+// With makes a user namespace with these mappings and, if network is true, a network
+// namespace that belongs to it, and calls use with them. They go away after that unless
+// use has pinned them. program is executed in them: one that does nothing until it is
+// killed, and needs no arguments. Nothing of it is left when With returns, nor when
+// the caller is killed.
+func With(program string, m Mappings, network bool, use func(Namespaces) error) (err error) {
+	runtime.LockOSThread() // Pdeathsig is about the thread that started the process
+	defer runtime.UnlockOSThread()
+	flags := uintptr(unix.CLONE_NEWUSER)
+	if network {
+		flags |= unix.CLONE_NEWNET
+	}
+	cmd := exec.Command(program)
+	cmd.Dir, cmd.Env = "/", []string{}
+	cmd.SysProcAttr = &syscall.SysProcAttr{
+		Cloneflags:                 flags,
+		UidMappings:                sysMappings(m.UIDs),
+		GidMappings:                sysMappings(m.GIDs),
+		GidMappingsEnableSetgroups: true,
+		Pdeathsig:                  syscall.SIGKILL,
+	}
+	if err := cmd.Start(); err != nil {
+		return fmt.Errorf("make user namespace: %w", err)
+	}
+	defer func() {
+		if e := cmd.Process.Kill(); e != nil && !errors.Is(e, os.ErrProcessDone) {
+			err = errors.Join(err, fmt.Errorf("end the process that holds a user namespace: %w", e))
+		}
+		_ = cmd.Wait() // it was killed: how it ended is of no interest
+	}()
+	return use(Namespaces{pid: cmd.Process.Pid})
+}
+
+func sysMappings(mappings []specs.LinuxIDMapping) []syscall.SysProcIDMap {
+	out := make([]syscall.SysProcIDMap, 0, len(mappings))
+	for _, r := range mappings {
+		out = append(out, syscall.SysProcIDMap{ContainerID: int(r.ContainerID), HostID: int(r.HostID), Size: int(r.Size)})
+	}
+	return out
+}
+
+// Pin keeps the namespace at source alive by a bind mount at path, a file that is
+// made. What is there already is replaced: it is an earlier try's.
+func Pin(source, path string) error {
+	if err := Unpin(path); err != nil {
+		return err
+	}
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_RDONLY, 0o400)
+	if err != nil {
+		return fmt.Errorf("pin namespace: %w", err)
+	}
+	if err := f.Close(); err != nil {
+		return fmt.Errorf("pin namespace: %w", err)
+	}
+	if err := unix.Mount(source, path, "", unix.MS_BIND, ""); err != nil {
+		return errors.Join(fmt.Errorf("pin namespace at %s: %w", path, err), Unpin(path))
+	}
+	return nil
+}
+
+// Unpin undoes Pin, whatever is left of it.
+func Unpin(path string) error {
+	for {
+		err := unix.Unmount(path, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
+		if err == unix.EINVAL || err == unix.ENOENT { // no mount, no file
+			break
+		}
+		if err != nil {
+			return fmt.Errorf("unpin namespace at %s: %w", path, err)
+		}
+	}
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("unpin namespace: %w", err)
+	}
+	return nil
+}

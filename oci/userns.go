@@ -1,0 +1,214 @@
+package oci
+
+import (
+	"math"
+	"slices"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/internal/userns"
+)
+
+// idMapOption makes libcontainer mount with the mappings of the container's user
+// namespace, or with those that the mount has. It is about the mount itself and not what
+// is mounted below it, which may be a filesystem that cannot be mapped.
+const idMapOption = "idmap"
+
+// UserNamespace returns the ID mappings of the user namespace that a pod asks for, nil
+// if it is to be on the node's: by mode NODE, or without userns_options, which
+// kubelets did not know before KEP-127.
+//
+// InvalidArgument for what makes no sense or what no kubelet sends: a mode other than
+// POD and NODE, mappings with NODE, other than one mapping for users and one for groups,
+// one that does not begin with root, and the node's PID or IPC namespace together with a
+// user namespace. The node's network is allowed (KEP-5607).
+func UserNamespace(config *runtimeapi.PodSandboxConfig) (*userns.Mappings, error) {
+	options := config.GetLinux().GetSecurityContext().GetNamespaceOptions()
+	m, err := mappingsOf(options.GetUsernsOptions())
+	if err != nil || m == nil {
+		return nil, err
+	}
+	if options.GetPid() == runtimeapi.NamespaceMode_NODE {
+		return nil, errdefs.InvalidArgument("namespace_options.pid: NODE is not possible with a user namespace")
+	}
+	if options.GetIpc() == runtimeapi.NamespaceMode_NODE {
+		return nil, errdefs.InvalidArgument("namespace_options.ipc: NODE is not possible with a user namespace")
+	}
+	return m, nil
+}
+
+// mappings are those that UserNamespace returns, nil if it fails: the pod was checked.
+func (p Pod) mappings() *userns.Mappings {
+	m, err := UserNamespace(p.Config)
+	if err != nil {
+		return nil
+	}
+	return m
+}
+
+func mappingsOf(u *runtimeapi.UserNamespace) (*userns.Mappings, error) {
+	if u == nil {
+		return nil, nil
+	}
+	switch u.GetMode() {
+	case runtimeapi.NamespaceMode_NODE:
+		if len(u.GetUids()) > 0 || len(u.GetGids()) > 0 {
+			return nil, errdefs.InvalidArgument("userns_options: mode NODE has no mappings")
+		}
+		return nil, nil
+	case runtimeapi.NamespaceMode_POD:
+	default:
+		return nil, errdefs.InvalidArgument("userns_options: mode %s is not possible, only POD and NODE", u.GetMode())
+	}
+	uids, err := podMapping("uids", u.GetUids())
+	if err != nil {
+		return nil, err
+	}
+	gids, err := podMapping("gids", u.GetGids())
+	if err != nil {
+		return nil, err
+	}
+	return &userns.Mappings{UIDs: uids, GIDs: gids}, nil
+}
+
+func podMapping(field string, mappings []*runtimeapi.IDMapping) ([]specs.LinuxIDMapping, error) {
+	if len(mappings) != 1 {
+		return nil, errdefs.InvalidArgument("userns_options.%s: %d mappings, a pod needs exactly one", field, len(mappings))
+	}
+	if first := mappings[0].GetContainerId(); first != 0 {
+		return nil, errdefs.InvalidArgument("userns_options.%s: the mapping begins with ID %d in the container, not with 0", field, first)
+	}
+	return idMappings("userns_options."+field, mappings)
+}
+
+// idMappings converts mappings. No range may be empty or go beyond the IDs that
+// there are: 4294967295 is none, it means "no change" to system calls.
+func idMappings(field string, mappings []*runtimeapi.IDMapping) ([]specs.LinuxIDMapping, error) {
+	var out []specs.LinuxIDMapping
+	for _, m := range mappings {
+		if m.GetLength() == 0 {
+			return nil, errdefs.InvalidArgument("%s: a mapping of length 0", field)
+		}
+		end := uint64(max(m.GetHostId(), m.GetContainerId())) + uint64(m.GetLength())
+		if end > math.MaxUint32 {
+			return nil, errdefs.InvalidArgument("%s: the mapping of %d IDs from %d (host %d) goes beyond %d",
+				field, m.GetLength(), m.GetContainerId(), m.GetHostId(), uint32(math.MaxUint32-1))
+		}
+		out = append(out, specs.LinuxIDMapping{ContainerID: m.GetContainerId(), HostID: m.GetHostId(), Size: m.GetLength()})
+	}
+	return out, nil
+}
+
+// checkContainerUserNamespace refuses a container that asks for another user namespace
+// than its pod's. One that does not ask is in its pod's.
+func checkContainerUserNamespace(in ContainerInput) error {
+	pod, err := UserNamespace(in.Pod.Config)
+	if err != nil {
+		return err
+	}
+	asked := in.security().GetNamespaceOptions().GetUsernsOptions()
+	own, err := mappingsOf(asked)
+	switch {
+	case err != nil:
+		return err
+	case asked == nil:
+		return nil
+	case (own == nil) != (pod == nil),
+		own != nil && (own.UIDs[0] != pod.UIDs[0] || own.GIDs[0] != pod.GIDs[0]):
+		return errdefs.InvalidArgument("userns_options: not those of pod %s", in.Pod.ID)
+	}
+	return nil
+}
+
+// checkMapped refuses an identity that the pod's user namespace does not have: the kernel
+// would, with an error that tells less.
+func checkMapped(pod Pod, u User) error {
+	m, err := UserNamespace(pod.Config)
+	if err != nil || m == nil {
+		return err
+	}
+	if !m.HasUID(u.UID) {
+		return errdefs.InvalidArgument("user %d is not in the pod's user namespace, which has %d users", u.UID, m.UIDs[0].Size)
+	}
+	for _, g := range append([]uint32{u.GID}, u.Groups...) {
+		if !m.HasGID(g) {
+			return errdefs.InvalidArgument("group %d is not in the pod's user namespace, which has %d groups", g, m.GIDs[0].Size)
+		}
+	}
+	return nil
+}
+
+// firstNamespaces are the pod's user namespace, if it has one, and a new mount
+// namespace. The spec names the user namespace by its path alone; its mappings
+// are what the path leads to.
+func firstNamespaces(pod Pod) ([]specs.LinuxNamespace, error) {
+	m, err := UserNamespace(pod.Config)
+	if err != nil {
+		return nil, err
+	}
+	mount := specs.LinuxNamespace{Type: specs.MountNamespace}
+	if m == nil {
+		return []specs.LinuxNamespace{mount}, nil
+	}
+	if pod.UserNS == "" {
+		return nil, errdefs.Internal("pod %s: path of its user namespace is missing", pod.ID)
+	}
+	return []specs.LinuxNamespace{{Type: specs.UserNamespace, Path: pod.UserNS}, mount}, nil
+}
+
+// sysMount is the container's /sys. It shows a network namespace and can only be
+// mounted by who that belongs to: a pod on the node's network that has a user
+// namespace sees the node's /sys.
+func sysMount(pod Pod, access string) specs.Mount {
+	if pod.UserNS != "" && pod.hostNetwork() {
+		return specs.Mount{Destination: "/sys", Type: "bind", Source: "/sys",
+			Options: []string{"rbind", "rslave", "nosuid", "noexec", "nodev", access}}
+	}
+	return specs.Mount{Destination: "/sys", Type: "sysfs", Source: "sysfs",
+		Options: []string{"nosuid", "noexec", "nodev", access}}
+}
+
+// mapMount gives a mount the ID mappings that its CRI config has. Mostly they are the
+// pod's, whose namespace serves then; libcontainer makes one for others. An image volume
+// is made for the pod's namespace in the first place.
+func mapMount(m *runtimeapi.Mount, pod Pod, mount *specs.Mount) error {
+	if IsImageVolume(m) {
+		return nil
+	}
+	if len(m.GetUidMappings()) == 0 && len(m.GetGidMappings()) == 0 {
+		return nil
+	}
+	field := "mount of " + m.GetContainerPath()
+	uids, err := idMappings(field+": uidMappings", m.GetUidMappings())
+	if err != nil {
+		return err
+	}
+	gids, err := idMappings(field+": gidMappings", m.GetGidMappings())
+	if err != nil {
+		return err
+	}
+	if len(uids) == 0 || len(gids) == 0 {
+		return errdefs.InvalidArgument("%s: only one of uidMappings and gidMappings", field)
+	}
+	mount.Options = append(mount.Options, idMapOption)
+	own := pod.mappings()
+	if own != nil && len(uids) == 1 && uids[0] == own.UIDs[0] && len(gids) == 1 && gids[0] == own.GIDs[0] {
+		return nil
+	}
+	mount.UIDMappings, mount.GIDMappings = uids, gids
+	return nil
+}
+
+// bindDevice gives a device a place other than the host's. In a user namespace nobody
+// can make device nodes; libcontainer binds the host's, and only to the same path.
+func bindDevice(spec *specs.Spec, g grantedDevice) {
+	spec.Mounts = append(spec.Mounts, specs.Mount{Destination: g.path, Type: "bind", Source: g.device.Path,
+		Options: []string{"bind", "rprivate", "nosuid", "noexec", "rw"}})
+}
+
+// IsIDMapped tells whether a mount of a spec shows other owners than its source has.
+func IsIDMapped(m specs.Mount) bool {
+	return slices.Contains(m.Options, idMapOption) || len(m.UIDMappings) > 0
+}

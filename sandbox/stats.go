@@ -1,0 +1,279 @@
+package sandbox
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"sync/atomic"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/cgroup"
+	"berth/internal/cgstats"
+	"berth/internal/pidfd"
+)
+
+// Usage is what a container or pod has used up to now.
+type Usage struct {
+	cgstats.Sample
+	NanoCores      uint64 // CPU time a second, recently; see rate
+	NanoCoresKnown bool   // two samples are needed
+}
+
+// ContainerStats is what a container uses.
+type ContainerStats struct {
+	Info    *ContainerInfo
+	Running bool  // else Usage is empty
+	Usage   Usage // Tasks is counted only where the pod has no cgroup
+}
+
+// PodStats is what a pod uses.
+type PodStats struct {
+	Info       *PodInfo
+	Running    bool // else all but Containers is empty
+	Usage      Usage
+	Interfaces []cgstats.Interface // the default one first; none with the host's network
+	Containers []ContainerStats    // those that run
+}
+
+// ContainerStats measures a container. One that does not run, or ends meanwhile,
+// is no error. It reads the kernel's files and waits for nobody.
+func (m *Manager) ContainerStats(info *ContainerInfo) (ContainerStats, error) {
+	stats := ContainerStats{Info: info}
+	c, known := m.containers.get(info.ID)
+	if !known {
+		return stats, nil
+	}
+	run := c.running.Load()
+	if run == nil {
+		return stats, nil
+	}
+	err := run.meter.read(&stats.Usage)
+	if errors.Is(err, cgstats.ErrGone) {
+		return stats, nil
+	}
+	stats.Running = err == nil
+	return stats, err
+}
+
+// PodStats measures a pod; containers are its containers. A pod that is not ready,
+// or ends meanwhile, is no error. It reads the kernel's files and waits for nobody.
+//
+// The pod's figures are those of the cgroup its config names, which kubelet makes
+// for each pod. Without one they are the sum of pause and containers.
+func (m *Manager) PodStats(info *PodInfo, containers []*ContainerInfo) (PodStats, error) {
+	stats := PodStats{Info: info}
+	for _, c := range containers {
+		if c.State != runtimeapi.ContainerState_CONTAINER_RUNNING {
+			continue
+		}
+		one, err := m.ContainerStats(c)
+		if err != nil {
+			return stats, err
+		}
+		if one.Running {
+			stats.Containers = append(stats.Containers, one)
+		}
+	}
+	p, known := m.pods.get(info.ID)
+	if !known {
+		return stats, nil
+	}
+	meter := p.meter.Load()
+	if meter == nil {
+		return stats, nil
+	}
+	err := meter.read(&stats)
+	if errors.Is(err, cgstats.ErrGone) {
+		return PodStats{Info: info, Containers: stats.Containers}, nil
+	}
+	stats.Running = err == nil
+	return stats, err
+}
+
+// meter measures one cgroup. Its owner closes it when the processes in it have ended.
+type meter struct {
+	reader *cgstats.Reader
+	rate   rate
+}
+
+func (m *meter) read(u *Usage) error {
+	if err := m.reader.Read(&u.Sample); err != nil {
+		return err
+	}
+	u.NanoCores, u.NanoCoresKnown = m.rate.add(u.At, u.CPU.Usage)
+	return nil
+}
+
+func (m *meter) Close() error { return m.reader.Close() }
+
+// containerMeter measures a container's cgroup.
+func (m *Manager) containerMeter(c *container) *meter {
+	p, known := m.pods.get(c.podID)
+	return m.cgroupMeter(c.rec.CgroupsPath, known && !p.hasCgroup())
+}
+
+// hasCgroup tells whether the pod has a cgroup, to be its containers' parent.
+func (p *pod) hasCgroup() bool { return p.config.GetLinux().GetCgroupParent() != "" }
+
+// cgroupMeter measures the cgroup of a container or pause.
+func (m *Manager) cgroupMeter(cgroupsPath string, tasks bool) *meter {
+	return &meter{reader: cgstats.New(func() (cgstats.Group, error) {
+		group, err := cgroup.Open(cgroupsPath, m.cfg.SystemdCgroup)
+		if err != nil {
+			return cgstats.Group{}, err
+		}
+		return cgstats.Group{V2: m.cfg.Host.CgroupV2, Dir: group.Dir}, nil
+	}, tasks)}
+}
+
+// podMeter measures a pod while its pause runs.
+type podMeter struct {
+	group *meter // the pod's own cgroup, or else
+	pause *meter // that of its pause, to which its containers are added
+	rate  rate   // of the sum
+	net   *cgstats.NetDev
+}
+
+// newPodMeter returns the meter of a pod whose pause is watched by a pidfd.
+func (m *Manager) newPodMeter(p *pod, pause *os.File) *podMeter {
+	pm := &podMeter{}
+	if p.hasCgroup() {
+		pm.group = m.parentMeter(p.rec.CgroupsPath)
+	} else {
+		pm.pause = m.cgroupMeter(p.rec.CgroupsPath, true)
+	}
+	if !hostNetwork(p.config) {
+		pm.net = cgstats.NewNetDev(p.rec.PausePID, func() bool {
+			ended, err := pidfd.Exited(pause)
+			return err == nil && !ended
+		})
+	}
+	return pm
+}
+
+// parentMeter measures the cgroup that a pause is in, with all its containers.
+func (m *Manager) parentMeter(cgroupsPath string) *meter {
+	return &meter{reader: cgstats.New(func() (cgstats.Group, error) {
+		group, err := cgroup.Open(cgroupsPath, m.cfg.SystemdCgroup)
+		if err != nil {
+			return cgstats.Group{}, err
+		}
+		dir := func(controller string) string {
+			if below := group.Dir(controller); below != "" {
+				return filepath.Dir(below)
+			}
+			return ""
+		}
+		return cgstats.Group{V2: m.cfg.Host.CgroupV2, Dir: dir}, nil
+	}, true)}
+}
+
+// read fills in what is the pod's; its containers are there already.
+func (pm *podMeter) read(stats *PodStats) error {
+	if pm.net != nil {
+		interfaces, err := pm.net.Read()
+		if err != nil {
+			return err
+		}
+		stats.Interfaces = defaultFirst(interfaces)
+	}
+	if pm.group != nil {
+		return pm.group.read(&stats.Usage)
+	}
+	return pm.readSum(stats)
+}
+
+// readSum adds up what pause and containers use. Pressure can't be added up.
+func (pm *podMeter) readSum(stats *PodStats) error {
+	u := &stats.Usage
+	if err := pm.pause.reader.Read(&u.Sample); err != nil {
+		return err
+	}
+	u.Memory.Limit, u.Memory.SwapLimit = cgstats.Unlimited, cgstats.Unlimited
+	u.CPU.Pressure, u.Memory.Pressure, u.IO = cgstats.Pressure{}, cgstats.Pressure{}, cgstats.Pressure{}
+	for _, c := range stats.Containers {
+		u.Add(&c.Usage.Sample)
+	}
+	u.NanoCores, u.NanoCoresKnown = pm.rate.add(u.At, u.CPU.Usage)
+	return nil
+}
+
+// Close lets go of the pod's cgroup and network namespace.
+func (pm *podMeter) Close() error {
+	var err error
+	for _, m := range []*meter{pm.group, pm.pause} {
+		if m != nil {
+			err = errors.Join(err, m.Close())
+		}
+	}
+	if pm.net != nil {
+		err = errors.Join(err, pm.net.Close())
+	}
+	return err
+}
+
+// defaultInterface is the name that CNI plugins are told to give to the pod's
+// first interface.
+const defaultInterface = "eth0"
+
+// defaultFirst moves the default interface to the front. Where a network calls it
+// something else, it is the first one.
+func defaultFirst(interfaces []cgstats.Interface) []cgstats.Interface {
+	for i, in := range interfaces {
+		if in.Name == defaultInterface {
+			interfaces[0], interfaces[i] = interfaces[i], interfaces[0]
+		}
+	}
+	return interfaces
+}
+
+// rate computes how much CPU time a second something uses, from the samples that
+// all clients together take. A value covers the time since the last sample that is
+// at least minWindow old: two clients, one every second and one every ten, both get
+// the average of the last one to two seconds; one alone gets that since its own last.
+// A window far shorter would tell more about the scheduler's clock than about the
+// container. There is no lock; of two samples at the same moment one is forgotten.
+type rate struct{ last atomic.Pointer[window] }
+
+// window lies between two samples. It never changes.
+type window struct{ from, to sample }
+
+type sample struct {
+	at    time.Time
+	usage uint64
+}
+
+const (
+	// minWindow lies between two samples that are remembered.
+	minWindow = time.Second
+	// minFirst must lie between the first two for a value. The CPU time of what runs is
+	// brought up to date with the clock tick, every 4 or 10 ms.
+	minFirst = 100 * time.Millisecond
+)
+
+// add takes a sample and returns the value, if one is known: that takes two samples,
+// with the first usage not higher than the second.
+func (r *rate) add(at time.Time, usage uint64) (nanoCores uint64, known bool) {
+	now := sample{at, usage}
+	last := r.last.Load()
+	if last == nil || usage < last.to.usage {
+		r.last.CompareAndSwap(last, &window{to: now})
+		return 0, false
+	}
+	from := last.to
+	switch since := at.Sub(last.to.at); {
+	case since >= minWindow:
+		r.last.CompareAndSwap(last, &window{from: last.to, to: now})
+	case !last.from.at.IsZero():
+		from = last.from
+	case since < minFirst:
+		return 0, false
+	}
+	elapsed := at.Sub(from.at).Nanoseconds()
+	if elapsed <= 0 || usage < from.usage {
+		return 0, false
+	}
+	return uint64(float64(usage-from.usage) / float64(elapsed) * float64(time.Second)), true
+}

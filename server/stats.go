@@ -1,0 +1,266 @@
+package server
+
+import (
+	"context"
+	"iter"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/cgstats"
+	"berth/sandbox"
+)
+
+// Statistics is what the server needs of the sandbox manager to tell what
+// containers and pods use.
+type Statistics interface {
+	ContainerStats(info *sandbox.ContainerInfo) (sandbox.ContainerStats, error)
+	PodStats(info *sandbox.PodInfo, containers []*sandbox.ContainerInfo) (sandbox.PodStats, error)
+}
+
+// ContainerStats implements RuntimeService. A container that does not run has no
+// CPU and no memory.
+func (s *runtimeService) ContainerStats(_ context.Context, req *runtimeapi.ContainerStatsRequest) (*runtimeapi.ContainerStatsResponse, error) {
+	if err := need(field{"container_id", req.GetContainerId() != ""}); err != nil {
+		return nil, err
+	}
+	c, err := s.pods.Container(req.GetContainerId())
+	if err != nil {
+		return nil, err
+	}
+	stats, err := s.pods.ContainerStats(c)
+	if err != nil {
+		return nil, err
+	}
+	return &runtimeapi.ContainerStatsResponse{Stats: containerStats(&stats)}, nil
+}
+
+// ListContainerStats implements RuntimeService.
+func (s *runtimeService) ListContainerStats(_ context.Context, req *runtimeapi.ListContainerStatsRequest) (*runtimeapi.ListContainerStatsResponse, error) {
+	resp := &runtimeapi.ListContainerStatsResponse{}
+	for stats := range s.allContainerStats(req.GetFilter()) {
+		resp.Stats = append(resp.Stats, stats)
+	}
+	return resp, nil
+}
+
+// StreamContainerStats implements RuntimeService.
+func (s *runtimeService) StreamContainerStats(req *runtimeapi.StreamContainerStatsRequest, stream runtimeapi.RuntimeService_StreamContainerStatsServer) error {
+	return sendBatches(s.allContainerStats(req.GetFilter()), func(batch []*runtimeapi.ContainerStats) error {
+		return stream.Send(&runtimeapi.StreamContainerStatsResponse{ContainerStats: batch})
+	})
+}
+
+// allContainerStats measures the running containers that match, one after the
+// other. One that can't be measured is left out, for it says nothing of the others.
+func (s *runtimeService) allContainerStats(filter *runtimeapi.ContainerStatsFilter) iter.Seq[*runtimeapi.ContainerStats] {
+	return func(yield func(*runtimeapi.ContainerStats) bool) {
+		containers := s.pods.Containers()
+		id, known := resolve(filter.GetId(), containers, func(c *sandbox.ContainerInfo) string { return c.ID })
+		pod, podKnown := resolve(filter.GetPodSandboxId(), s.pods.Pods(), func(p *sandbox.PodInfo) string { return p.ID })
+		if !known || !podKnown {
+			return
+		}
+		for _, c := range containers {
+			if c.State != runtimeapi.ContainerState_CONTAINER_RUNNING || id != "" && c.ID != id || pod != "" && c.PodID != pod ||
+				!selected(filter.GetLabelSelector(), c.Config.GetLabels()) {
+				continue
+			}
+			stats, err := s.pods.ContainerStats(c)
+			if err != nil {
+				s.log.Warn("statistics of a container", "container", c.ID, "error", err)
+			}
+			if stats.Running && !yield(containerStats(&stats)) {
+				return
+			}
+		}
+	}
+}
+
+// PodSandboxStats implements RuntimeService. A pod that is not ready has no CPU,
+// memory, network and processes.
+func (s *runtimeService) PodSandboxStats(_ context.Context, req *runtimeapi.PodSandboxStatsRequest) (*runtimeapi.PodSandboxStatsResponse, error) {
+	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
+		return nil, err
+	}
+	pod, err := s.pods.Pod(req.GetPodSandboxId())
+	if err != nil {
+		return nil, err
+	}
+	stats, err := s.pods.PodStats(pod, s.containersByPod()[pod.ID])
+	if err != nil {
+		return nil, err
+	}
+	return &runtimeapi.PodSandboxStatsResponse{Stats: podStats(&stats)}, nil
+}
+
+// ListPodSandboxStats implements RuntimeService.
+func (s *runtimeService) ListPodSandboxStats(_ context.Context, req *runtimeapi.ListPodSandboxStatsRequest) (*runtimeapi.ListPodSandboxStatsResponse, error) {
+	resp := &runtimeapi.ListPodSandboxStatsResponse{}
+	for stats := range s.allPodStats(req.GetFilter()) {
+		resp.Stats = append(resp.Stats, podStats(&stats))
+	}
+	return resp, nil
+}
+
+// StreamPodSandboxStats implements RuntimeService.
+func (s *runtimeService) StreamPodSandboxStats(req *runtimeapi.StreamPodSandboxStatsRequest, stream runtimeapi.RuntimeService_StreamPodSandboxStatsServer) error {
+	items := func(yield func(*runtimeapi.PodSandboxStats) bool) {
+		for stats := range s.allPodStats(req.GetFilter()) {
+			if !yield(podStats(&stats)) {
+				return
+			}
+		}
+	}
+	return sendBatches(items, func(batch []*runtimeapi.PodSandboxStats) error {
+		return stream.Send(&runtimeapi.StreamPodSandboxStatsResponse{PodSandboxStats: batch})
+	})
+}
+
+// allPodStats measures the ready pods that match, one after the other. One that
+// can't be measured is left out, for it says nothing of the others.
+func (s *runtimeService) allPodStats(filter *runtimeapi.PodSandboxStatsFilter) iter.Seq[sandbox.PodStats] {
+	return func(yield func(sandbox.PodStats) bool) {
+		pods := s.pods.Pods()
+		id, known := resolve(filter.GetId(), pods, func(p *sandbox.PodInfo) string { return p.ID })
+		if !known {
+			return
+		}
+		containers := s.containersByPod()
+		for _, pod := range pods {
+			if !pod.Ready || id != "" && pod.ID != id || !selected(filter.GetLabelSelector(), pod.Config.GetLabels()) {
+				continue
+			}
+			stats, err := s.pods.PodStats(pod, containers[pod.ID])
+			if err != nil {
+				s.log.Warn("statistics of a pod", "pod", pod.ID, "error", err)
+			}
+			if stats.Running && !yield(stats) {
+				return
+			}
+		}
+	}
+}
+
+// containersByPod returns all containers by the ID of their pod, oldest first.
+func (s *runtimeService) containersByPod() map[string][]*sandbox.ContainerInfo {
+	byPod := map[string][]*sandbox.ContainerInfo{}
+	for _, c := range s.pods.Containers() {
+		byPod[c.PodID] = append(byPod[c.PodID], c)
+	}
+	return byPod
+}
+
+func containerStats(stats *sandbox.ContainerStats) *runtimeapi.ContainerStats {
+	item := &runtimeapi.ContainerStats{Attributes: &runtimeapi.ContainerAttributes{
+		Id:          stats.Info.ID,
+		Metadata:    stats.Info.Config.GetMetadata(),
+		Labels:      stats.Info.Config.GetLabels(),
+		Annotations: stats.Info.Config.GetAnnotations(),
+	}}
+	if u := &stats.Usage; stats.Running {
+		item.Cpu, item.Memory, item.Swap, item.Io = cpuUsage(u), memoryUsage(u), swapUsage(u), ioUsage(u)
+	}
+	return item
+}
+
+func podStats(stats *sandbox.PodStats) *runtimeapi.PodSandboxStats {
+	item := &runtimeapi.PodSandboxStats{
+		Attributes: &runtimeapi.PodSandboxAttributes{
+			Id:          stats.Info.ID,
+			Metadata:    stats.Info.Config.GetMetadata(),
+			Labels:      stats.Info.Config.GetLabels(),
+			Annotations: stats.Info.Config.GetAnnotations(),
+		},
+		Linux: &runtimeapi.LinuxPodSandboxStats{},
+	}
+	for _, c := range stats.Containers {
+		item.Linux.Containers = append(item.Linux.Containers, containerStats(&c))
+	}
+	if u := &stats.Usage; stats.Running {
+		item.Linux.Cpu, item.Linux.Memory, item.Linux.Io = cpuUsage(u), memoryUsage(u), ioUsage(u)
+		item.Linux.Process = &runtimeapi.ProcessUsage{Timestamp: u.At.UnixNano(), ProcessCount: value(u.Tasks)}
+		item.Linux.Network = networkUsage(stats)
+	}
+	return item
+}
+
+// cpuUsage is nil where the kernel does not count CPU time per cgroup. So are the
+// others where they are not known: kubelet takes a value for a measured one.
+func cpuUsage(u *sandbox.Usage) *runtimeapi.CpuUsage {
+	if !u.CPU.Known {
+		return nil
+	}
+	cpu := &runtimeapi.CpuUsage{Timestamp: u.At.UnixNano(), UsageCoreNanoSeconds: value(u.CPU.Usage), Psi: psi(&u.CPU.Pressure)}
+	if u.NanoCoresKnown {
+		cpu.UsageNanoCores = value(u.NanoCores)
+	}
+	return cpu
+}
+
+func memoryUsage(u *sandbox.Usage) *runtimeapi.MemoryUsage {
+	if !u.Memory.Known {
+		return nil
+	}
+	memory := &runtimeapi.MemoryUsage{
+		Timestamp:       u.At.UnixNano(),
+		WorkingSetBytes: value(u.Memory.WorkingSet()),
+		UsageBytes:      value(u.Memory.Usage),
+		RssBytes:        value(u.Memory.RSS),
+		PageFaults:      value(u.Memory.PageFaults),
+		MajorPageFaults: value(u.Memory.MajorPageFaults),
+		Psi:             psi(&u.Memory.Pressure),
+	}
+	if available, limited := u.Memory.Available(); limited {
+		memory.AvailableBytes = value(available)
+	}
+	return memory
+}
+
+func swapUsage(u *sandbox.Usage) *runtimeapi.SwapUsage {
+	if !u.Memory.SwapKnown {
+		return nil
+	}
+	swap := &runtimeapi.SwapUsage{Timestamp: u.At.UnixNano(), SwapUsageBytes: value(u.Memory.Swap)}
+	if available, limited := u.Memory.SwapAvailable(); limited {
+		swap.SwapAvailableBytes = value(available)
+	}
+	return swap
+}
+
+func ioUsage(u *sandbox.Usage) *runtimeapi.IoUsage {
+	if !u.IO.Known {
+		return nil
+	}
+	return &runtimeapi.IoUsage{Timestamp: u.At.UnixNano(), Psi: psi(&u.IO)}
+}
+
+func psi(p *cgstats.Pressure) *runtimeapi.PsiStats {
+	if !p.Known {
+		return nil
+	}
+	return &runtimeapi.PsiStats{Some: psiData(&p.Some), Full: psiData(&p.Full)}
+}
+
+func psiData(s *cgstats.Stall) *runtimeapi.PsiData {
+	return &runtimeapi.PsiData{Total: s.Total, Avg10: s.Avg10, Avg60: s.Avg60, Avg300: s.Avg300}
+}
+
+// networkUsage is nil for pods without a network of their own: kubelet reads the
+// default interface without looking whether there is one.
+func networkUsage(stats *sandbox.PodStats) *runtimeapi.NetworkUsage {
+	if len(stats.Interfaces) == 0 {
+		return nil
+	}
+	network := &runtimeapi.NetworkUsage{Timestamp: stats.Usage.At.UnixNano(), DefaultInterface: interfaceUsage(&stats.Interfaces[0])}
+	for _, in := range stats.Interfaces[1:] {
+		network.Interfaces = append(network.Interfaces, interfaceUsage(&in))
+	}
+	return network
+}
+
+func interfaceUsage(in *cgstats.Interface) *runtimeapi.NetworkInterfaceUsage {
+	return &runtimeapi.NetworkInterfaceUsage{Name: in.Name, RxBytes: value(in.Rx.Bytes), RxErrors: value(in.Rx.Errors),
+		TxBytes: value(in.Tx.Bytes), TxErrors: value(in.Tx.Errors)}
+}
+
+func value(v uint64) *runtimeapi.UInt64Value { return &runtimeapi.UInt64Value{Value: v} }

@@ -1,0 +1,246 @@
+package server
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/cgstats"
+	"berth/internal/errdefs"
+	"berth/sandbox"
+)
+
+// statsFake measures what runs, and fails for the IDs in broken.
+type statsFake struct {
+	usage      sandbox.Usage
+	interfaces []cgstats.Interface
+	broken     []string
+}
+
+func (f *fakePods) ContainerStats(c *sandbox.ContainerInfo) (sandbox.ContainerStats, error) {
+	stats := sandbox.ContainerStats{Info: c}
+	if slices.Contains(f.stats.broken, c.ID) {
+		return stats, errdefs.Internal("read cgroup of %s", c.ID)
+	}
+	if c.State == runtimeapi.ContainerState_CONTAINER_RUNNING {
+		stats.Running, stats.Usage = true, f.stats.usage
+	}
+	return stats, nil
+}
+
+func (f *fakePods) PodStats(p *sandbox.PodInfo, containers []*sandbox.ContainerInfo) (sandbox.PodStats, error) {
+	stats := sandbox.PodStats{Info: p}
+	if slices.Contains(f.stats.broken, p.ID) {
+		return stats, errdefs.Internal("read cgroup of %s", p.ID)
+	}
+	for _, c := range containers {
+		if one, err := f.ContainerStats(c); err == nil && one.Running {
+			stats.Containers = append(stats.Containers, one)
+		}
+	}
+	if p.Ready {
+		stats.Running, stats.Usage, stats.Interfaces = true, f.stats.usage, f.stats.interfaces
+	}
+	return stats, nil
+}
+
+// someUsage has another value in each field.
+func someUsage() sandbox.Usage {
+	return sandbox.Usage{NanoCores: 11, NanoCoresKnown: true, Sample: cgstats.Sample{At: time.Unix(5, 6), Tasks: 12,
+		CPU: cgstats.CPU{Known: true, Usage: 13, User: 113, System: 114, Periods: 115, ThrottledPeriods: 116, Throttled: 117,
+			Pressure: cgstats.Pressure{Known: true, Some: cgstats.Stall{Total: 14, Avg10: 1.5, Avg60: 2.5, Avg300: 3.5}, Full: cgstats.Stall{Total: 15}}},
+		Memory: cgstats.Memory{Known: true, Usage: 1000, Limit: 5000, RSS: 16, Cache: 17, MappedFile: 18, InactiveFile: 100, ActiveFile: 118, PageFaults: 19,
+			MajorPageFaults: 20, SwapKnown: true, Swap: 21, SwapLimit: 31, Pressure: cgstats.Pressure{Known: true, Full: cgstats.Stall{Total: 22}}},
+		IO: cgstats.Pressure{Known: true, Full: cgstats.Stall{Total: 23}},
+	}}
+}
+
+func runningContainer(id, pod string, labels map[string]string) *sandbox.ContainerInfo {
+	cfg := containerConfig(id, idA)
+	cfg.Labels, cfg.Annotations = labels, map[string]string{"n": " kept\n"}
+	return &sandbox.ContainerInfo{ID: id, PodID: pod, Config: cfg, State: runtimeapi.ContainerState_CONTAINER_RUNNING, ImageID: idA, StartedAt: time.Unix(2, 0)}
+}
+
+func TestStatsAreTranslated(t *testing.T) {
+	u := someUsage()
+	pods := &fakePods{containers: []*sandbox.ContainerInfo{runningContainer("c1", "p1", nil)},
+		pods: []*sandbox.PodInfo{{ID: "p1", Config: podConfig("a", nil), Ready: true}},
+		stats: statsFake{usage: u, interfaces: []cgstats.Interface{
+			{Name: "eth0", Rx: cgstats.Traffic{Bytes: 1, Packets: 2, Errors: 3, Dropped: 4}, Tx: cgstats.Traffic{Bytes: 5, Packets: 6, Errors: 7, Dropped: 8}}, {Name: "net1"}}}}
+	h := start(t, testConfig, pods, &fakeImages{})
+	at := u.At.UnixNano()
+	v := value
+	none := &runtimeapi.PsiData{}
+	cpu := &runtimeapi.CpuUsage{Timestamp: at, UsageCoreNanoSeconds: v(13), UsageNanoCores: v(11), Psi: &runtimeapi.PsiStats{
+		Some: &runtimeapi.PsiData{Total: 14, Avg10: 1.5, Avg60: 2.5, Avg300: 3.5}, Full: &runtimeapi.PsiData{Total: 15}}}
+	memory := &runtimeapi.MemoryUsage{Timestamp: at, WorkingSetBytes: v(900), AvailableBytes: v(4100), UsageBytes: v(1000), RssBytes: v(16), PageFaults: v(19),
+		MajorPageFaults: v(20), Psi: &runtimeapi.PsiStats{Some: none, Full: &runtimeapi.PsiData{Total: 22}}}
+	disk := &runtimeapi.IoUsage{Timestamp: at, Psi: &runtimeapi.PsiStats{Some: none, Full: &runtimeapi.PsiData{Total: 23}}}
+	want := &runtimeapi.ContainerStats{Cpu: cpu, Memory: memory, Io: disk,
+		Attributes: &runtimeapi.ContainerAttributes{Id: "c1", Metadata: &runtimeapi.ContainerMetadata{Name: "c1", Attempt: 2}, Annotations: map[string]string{"n": " kept\n"}},
+		Swap:       &runtimeapi.SwapUsage{Timestamp: at, SwapUsageBytes: v(21), SwapAvailableBytes: v(10)}}
+	one, err := h.runtime.ContainerStats(t.Context(), &runtimeapi.ContainerStatsRequest{ContainerId: "c1"})
+	if err != nil || !proto.Equal(one.Stats, want) {
+		t.Errorf("error %v\n got %v\nwant %v", err, one.GetStats(), want)
+	}
+	cfg := podConfig("a", nil)
+	wantPod := &runtimeapi.PodSandboxStats{Attributes: &runtimeapi.PodSandboxAttributes{Id: "p1", Metadata: cfg.Metadata, Annotations: cfg.Annotations},
+		Linux: &runtimeapi.LinuxPodSandboxStats{Cpu: cpu, Memory: memory, Io: disk, Containers: []*runtimeapi.ContainerStats{want},
+			Process: &runtimeapi.ProcessUsage{Timestamp: at, ProcessCount: v(12)},
+			Network: &runtimeapi.NetworkUsage{Timestamp: at,
+				DefaultInterface: &runtimeapi.NetworkInterfaceUsage{Name: "eth0", RxBytes: v(1), RxErrors: v(3), TxBytes: v(5), TxErrors: v(7)},
+				Interfaces:       []*runtimeapi.NetworkInterfaceUsage{{Name: "net1", RxBytes: v(0), RxErrors: v(0), TxBytes: v(0), TxErrors: v(0)}}}}}
+	pod, err := h.runtime.PodSandboxStats(t.Context(), &runtimeapi.PodSandboxStatsRequest{PodSandboxId: "p1"})
+	if err != nil || !proto.Equal(pod.Stats, wantPod) {
+		t.Errorf("error %v\n got %v\nwant %v", err, pod.GetStats(), wantPod)
+	}
+}
+
+// What the kernel does not tell is left out: kubelet takes a zero for a measured one.
+func TestStatsLeaveOutWhatIsUnknown(t *testing.T) {
+	u := sandbox.Usage{Sample: cgstats.Sample{At: time.Unix(1, 0), CPU: cgstats.CPU{Known: true}, Memory: cgstats.Memory{Known: true, Limit: cgstats.Unlimited, SwapKnown: true, SwapLimit: cgstats.Unlimited}}}
+	pods := &fakePods{containers: []*sandbox.ContainerInfo{runningContainer("c1", "p1", nil), exited()},
+		pods:  []*sandbox.PodInfo{{ID: "p1", Config: podConfig("a", nil), Ready: true}, {ID: "p2", Config: podConfig("b", nil)}},
+		stats: statsFake{usage: u}}
+	pods.containers[1].ID = "c2"
+	h := start(t, testConfig, pods, &fakeImages{})
+	one, err := h.runtime.ContainerStats(t.Context(), &runtimeapi.ContainerStatsRequest{ContainerId: "c1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := one.Stats
+	if s.Cpu.UsageNanoCores != nil || s.Cpu.Psi != nil || s.Memory.AvailableBytes != nil || s.Memory.Psi != nil || s.Swap.SwapAvailableBytes != nil || s.Io != nil {
+		t.Errorf("got %v", s)
+	}
+	pods.stats.usage = sandbox.Usage{Sample: cgstats.Sample{At: time.Unix(1, 0)}}
+	one, err = h.runtime.ContainerStats(t.Context(), &runtimeapi.ContainerStatsRequest{ContainerId: "c1"})
+	if s := one.GetStats(); err != nil || s.Cpu != nil || s.Memory != nil || s.Swap != nil || s.Io != nil {
+		t.Errorf("%v, %v", s, err)
+	}
+	one, err = h.runtime.ContainerStats(t.Context(), &runtimeapi.ContainerStatsRequest{ContainerId: "c2"})
+	if s := one.GetStats(); err != nil || s.Attributes.Id != "c2" || s.Cpu != nil || s.Memory != nil {
+		t.Errorf("exited: %v, %v", s, err)
+	}
+	for id, ready := range map[string]bool{"p1": true, "p2": false} {
+		pod, err := h.runtime.PodSandboxStats(t.Context(), &runtimeapi.PodSandboxStatsRequest{PodSandboxId: id})
+		if s := pod.GetStats().GetLinux(); err != nil || s == nil || s.Network != nil || (s.Process != nil) != ready {
+			t.Errorf("%s: %v, %v", id, s, err)
+		}
+	}
+}
+
+func TestStatsErrors(t *testing.T) {
+	pods := &fakePods{containers: []*sandbox.ContainerInfo{runningContainer("c1", "p1", nil)}, stats: statsFake{broken: []string{"c1", "p1"}},
+		pods: []*sandbox.PodInfo{{ID: "p1", Config: podConfig("a", nil), Ready: true}}}
+	h := start(t, testConfig, pods, &fakeImages{})
+	for id, code := range map[string]codes.Code{"": codes.InvalidArgument, "x": codes.NotFound} {
+		if _, err := h.runtime.ContainerStats(t.Context(), &runtimeapi.ContainerStatsRequest{ContainerId: id}); status.Code(err) != code {
+			t.Errorf("container %q: %v", id, err)
+		}
+		if _, err := h.runtime.PodSandboxStats(t.Context(), &runtimeapi.PodSandboxStatsRequest{PodSandboxId: id}); status.Code(err) != code {
+			t.Errorf("pod %q: %v", id, err)
+		}
+	}
+	if _, err := h.runtime.ContainerStats(t.Context(), &runtimeapi.ContainerStatsRequest{ContainerId: "c1"}); status.Code(err) != codes.Internal {
+		t.Errorf("broken container: %v", err)
+	}
+	if _, err := h.runtime.PodSandboxStats(t.Context(), &runtimeapi.PodSandboxStatsRequest{PodSandboxId: "p1"}); status.Code(err) != codes.Internal {
+		t.Errorf("broken pod: %v", err)
+	}
+}
+
+// The lists tell of everything that runs and matches; what can't be measured is in
+// the log and keeps nothing else from being told. The streams tell the same.
+func TestStatsListsAndStreams(t *testing.T) {
+	app := map[string]string{"app": "x"}
+	stopped := runningContainer("c4", "p2", app)
+	stopped.State = runtimeapi.ContainerState_CONTAINER_EXITED
+	pods := &fakePods{
+		containers: []*sandbox.ContainerInfo{runningContainer("c1", "p1", app), runningContainer("c2", "p2", nil), runningContainer("c3", "p2", app), stopped, runningContainer("c5", "p2", app)},
+		pods: []*sandbox.PodInfo{{ID: "p1", Config: podConfig("a", app), Ready: true}, {ID: "p2", Config: podConfig("b", nil), Ready: true},
+			{ID: "p3", Config: podConfig("c", app)}, {ID: "p4", Config: podConfig("d", app), Ready: true}},
+		stats: statsFake{usage: someUsage(), broken: []string{"c5", "p4"}}}
+	h := start(t, testConfig, pods, &fakeImages{})
+	for want, filter := range map[string]*runtimeapi.ContainerStatsFilter{
+		"c1 c2 c3": nil, "c1": {Id: "c1"}, "c1 ": {Id: "c1", LabelSelector: app}, "c2 c3": {PodSandboxId: "p2"},
+		"c1 c3": {LabelSelector: app}, "c3": {LabelSelector: app, PodSandboxId: "p2"},
+		"": {Id: "c4"}, " ": {Id: "c1", PodSandboxId: "p2"}, "  ": {Id: "unknown"}, "   ": {PodSandboxId: "unknown"},
+	} {
+		list, err := h.runtime.ListContainerStats(t.Context(), &runtimeapi.ListContainerStatsRequest{Filter: filter})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var ids []string
+		for _, s := range list.Stats {
+			ids = append(ids, s.Attributes.Id)
+		}
+		if strings.Join(ids, " ") != strings.TrimSpace(want) {
+			t.Errorf("%v: %v", filter, ids)
+		}
+		stream, err := h.runtime.StreamContainerStats(t.Context(), &runtimeapi.StreamContainerStatsRequest{Filter: filter})
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := drain(t, stream.Recv, (*runtimeapi.StreamContainerStatsResponse).GetContainerStats)
+		if !slices.EqualFunc(got, list.Stats, func(a, b *runtimeapi.ContainerStats) bool { return proto.Equal(a, b) }) {
+			t.Errorf("%v: the stream tells %v", filter, got)
+		}
+	}
+	for want, filter := range map[string]*runtimeapi.PodSandboxStatsFilter{
+		"p1[c1] p2[c2 c3]": nil, "p1[c1]": {LabelSelector: app}, "p2[c2 c3]": {Id: "p2"}, "": {Id: "p3"}, " ": {Id: "p2", LabelSelector: app},
+	} {
+		list, err := h.runtime.ListPodSandboxStats(t.Context(), &runtimeapi.ListPodSandboxStatsRequest{Filter: filter})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var found []string
+		for _, s := range list.Stats {
+			var ids []string
+			for _, c := range s.Linux.Containers {
+				ids = append(ids, c.Attributes.Id)
+			}
+			found = append(found, s.Attributes.Id+fmt.Sprint(ids))
+		}
+		if strings.Join(found, " ") != strings.TrimSpace(want) {
+			t.Errorf("%v: %v", filter, found)
+		}
+		stream, err := h.runtime.StreamPodSandboxStats(t.Context(), &runtimeapi.StreamPodSandboxStatsRequest{Filter: filter})
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := drain(t, stream.Recv, (*runtimeapi.StreamPodSandboxStatsResponse).GetPodSandboxStats)
+		if !slices.EqualFunc(got, list.Stats, func(a, b *runtimeapi.PodSandboxStats) bool { return proto.Equal(a, b) }) {
+			t.Errorf("%v: the stream tells %v", filter, got)
+		}
+	}
+	if log := h.log.String(); !strings.Contains(log, "read cgroup of c5") || !strings.Contains(log, "read cgroup of p4") {
+		t.Errorf("the log does not tell what could not be measured:\n%s", log)
+	}
+}
+
+// drain reads a stream to its end.
+func drain[M, T any](t *testing.T, recv func() (M, error), items func(M) []T) (all []T) {
+	t.Helper()
+	for {
+		m, err := recv()
+		if errors.Is(err, io.EOF) {
+			return all
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if len(items(m)) == 0 {
+			t.Error("a message without items")
+		}
+		all = append(all, items(m)...)
+	}
+}
