@@ -125,6 +125,9 @@ func newDaemon(t *testing.T, opts ...daemonOption) *daemon {
 		dir: dir, root: dir + "/root", state: dir + "/state", socket: dir + "/berth.sock",
 		confDir: dir + "/net.d", dataDir: dir + "/addresses", logDir: dir + "/logs", certs: dir + "/certs.d",
 		binDirs: []string{pluginDir},
+		extra: []string{ // this daemon's own, beside others
+			fmt.Sprintf("nri_socket = %q", dir+"/nri/nri.sock"), fmt.Sprintf("nri_plugin_dir = %q", dir+"/plugins"),
+			fmt.Sprintf("nri_plugin_config_dir = %q", dir+"/plugins.d")},
 	}
 	must(t, os.Mkdir(dir, 0o711)) // to be passed on the way to the root filesystems of user namespaces
 	for _, path := range []string{d.confDir, d.logDir, d.certs} {

@@ -18,22 +18,31 @@ var ipcSysctls = map[string]bool{
 	"kernel.shmall": true, "kernel.shmmax": true, "kernel.shmmni": true, "kernel.shm_rmid_forced": true,
 }
 
-// sysctls checks a pod's sysctls and returns them with dots as separators. Only those are
+// Sysctl returns the name of a sysctl with dots as separators. Only those are
 // allowed that belong to a namespace the pod has for itself: a sysctl of the node is
 // never set. Values of odd characters are refused: with "+" one became several in
-// CRI-O (CVE-2022-0811).
+// CRI-O (CVE-2022-0811). Errors are InvalidArgument.
+func Sysctl(pod Pod, name, value string) (string, error) {
+	key, err := dottedSysctl(name)
+	if err != nil {
+		return "", err
+	}
+	if err := checkSysctlNamespace(key, pod); err != nil {
+		return "", err
+	}
+	if value == "" || strings.ContainsFunc(value, isOddInSysctl) {
+		return "", errdefs.InvalidArgument("sysctl %s: value %q is empty or has characters that no sysctl has", name, value)
+	}
+	return key, nil
+}
+
+// sysctls checks a pod's sysctls and adds defaultSysctls.
 func sysctls(pod Pod) (map[string]string, error) {
 	out := make(map[string]string)
 	for name, value := range pod.Config.GetLinux().GetSysctls() {
-		key, err := dottedSysctl(name)
+		key, err := Sysctl(pod, name, value)
 		if err != nil {
 			return nil, err
-		}
-		if err := checkSysctlNamespace(key, pod); err != nil {
-			return nil, err
-		}
-		if value == "" || strings.ContainsFunc(value, isOddInSysctl) {
-			return nil, errdefs.InvalidArgument("sysctl %s: value %q is empty or has characters that no sysctl has", name, value)
 		}
 		if _, twice := out[key]; twice {
 			return nil, errdefs.InvalidArgument("sysctl %s is given twice, with dots and with slashes", key)

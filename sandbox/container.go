@@ -19,6 +19,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/host"
 	"berth/internal/join"
+	"berth/internal/nri"
 	"berth/internal/rootfs"
 	"berth/internal/task"
 	"berth/oci"
@@ -33,6 +34,7 @@ type container struct {
 	// These belong to the holder of turn.
 	rec       containerRecord
 	resources *runtimeapi.LinuxContainerResources // as in rec, decoded; replaced, never changed
+	presented bool                                // plugins were asked about it
 	removed   bool
 
 	running atomic.Pointer[running]       // nil without a shim
@@ -110,7 +112,7 @@ func (m *Manager) newContainer(p *pod, config *runtimeapi.ContainerConfig, ident
 		return "", err
 	}
 	err = m.tasks.Guard("create", identity, func() error {
-		return m.tasks.WithTurn(ctx, c.turn, "create", c.String(), func() error { return m.makeContainer(p, c) })
+		return m.tasks.WithTurn(ctx, c.turn, "create", c.String(), func() error { return m.makeContainer(ctx, p, c) })
 	})
 	if err != nil {
 		m.abandonContainer(c)
@@ -169,9 +171,9 @@ func (m *Manager) enterContainer(p *pod, c *container) error {
 	return nil
 }
 
-// makeContainer makes the writable layer, proves that the container can be
+// makeContainer makes the writable layer, lets plugins adjust the container, proves that it can be
 // described to the launcher, and publishes it. It needs the container's turn.
-func (m *Manager) makeContainer(p *pod, c *container) error {
+func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error {
 	if c.removed { // with its pod, before we had the turn
 		return errdefs.FailedPrecondition("pod sandbox %s was removed", p.id)
 	}
@@ -182,7 +184,17 @@ func (m *Manager) makeContainer(p *pod, c *container) error {
 	if c.rec.User, err = m.resolveUser(c.config, c.rec.Image, root); err != nil {
 		return err
 	}
-	spec, err := m.containerSpec(p, c, c.resources)
+	if err := m.describeContainer(ctx, p, c); err != nil {
+		return err
+	}
+	m.tellOfContainer(ctx, nri.ContainerCreated, c)
+	return nil
+}
+
+// describeContainer publishes a container that can be described, with what plugins want of it. It needs
+// the container's turn.
+func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) error {
+	spec, err := m.containerSpec(p, c, c.resources, nil) // plugins see no container that can't be
 	if err != nil {
 		return err
 	}
@@ -193,6 +205,17 @@ func (m *Manager) makeContainer(p *pod, c *container) error {
 		return err
 	}
 	c.rec.Process = spec.Process
+	release, err := m.presentContainer(ctx, p, c)
+	defer release()
+	if err != nil {
+		return err
+	}
+	if c.presented {
+		if spec, err = m.containerSpec(p, c, c.resources, c.rec.Limits); err != nil {
+			return err
+		}
+		c.rec.Process = spec.Process
+	}
 	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
 		return err
 	}
@@ -238,12 +261,13 @@ func (m *Manager) RuntimeSpec(id string) (*specs.Spec, error) {
 	if err != nil {
 		return nil, err
 	}
-	return m.containerSpec(p, c, c.info.Load().Resources)
+	info := c.info.Load()
+	return m.containerSpec(p, c, info.Resources, info.limits)
 }
 
 // containerSpec describes the container to the launcher. It reads of the record only what
 // does not change after the container was published.
-func (m *Manager) containerSpec(p *pod, c *container, resources *runtimeapi.LinuxContainerResources) (*specs.Spec, error) {
+func (m *Manager) containerSpec(p *pod, c *container, resources *runtimeapi.LinuxContainerResources, limits *nri.Limits) (*specs.Spec, error) {
 	target, err := m.targetPIDNS(c)
 	if err != nil {
 		return nil, err
@@ -256,7 +280,11 @@ func (m *Manager) containerSpec(p *pod, c *container, resources *runtimeapi.Linu
 	if err != nil {
 		return nil, err
 	}
-	return spec, m.cfg.CDI.Inject(spec, cdiDevices(c.config))
+	limits.AddTo(spec.Linux.Resources)
+	if err := m.cfg.CDI.Inject(spec, cdiDevices(c.config)); err != nil {
+		return nil, err
+	}
+	return spec, c.rec.Adjustment.Apply(spec, m.nodeFor(p))
 }
 
 // targetPIDNS is the PID namespace of the container that an ephemeral container is to join.
@@ -281,8 +309,14 @@ func (m *Manager) targetPIDNS(c *container) (string, error) {
 
 // publishContainer makes the record visible. The caller has the container's turn.
 func (m *Manager) publishContainer(c *container) {
+	info := containerInfo(c)
+	m.containerChanged(c.info.Swap(info), info)
+}
+
+// containerInfo is what the record says. The caller has the container's turn.
+func containerInfo(c *container) *ContainerInfo {
 	info := &ContainerInfo{ID: c.id, PodID: c.podID, Config: c.config, ImageID: c.rec.Image.ID, CreatedAt: c.rec.CreatedAt,
-		LogPath: c.rec.LogPath, User: c.rec.User.CRI(), Resources: c.resources, process: c.rec.Process}
+		LogPath: c.rec.LogPath, User: c.rec.User.CRI(), Resources: c.resources, process: c.rec.Process, limits: c.rec.Limits}
 	info.StopSignal, info.Mounts = oci.CRISignal(stopSignal(c)), statusMounts(c)
 	switch c.rec.Phase {
 	case containerCreated, containerStarting:
@@ -297,7 +331,7 @@ func (m *Manager) publishContainer(c *container) {
 		info.ExitCode, info.Reason, info.Message = exit.Code, exit.Reason, exit.Message
 		info.StartedAt, info.FinishedAt = exit.StartedAt, exit.FinishedAt
 	}
-	m.containerChanged(c.info.Swap(info), info)
+	return info
 }
 
 // abandonContainer undoes a container that could not be created. What can't be
@@ -372,6 +406,9 @@ func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 	m.containers.remove(c.id)
 	m.containerDeleted(c)
 	m.containerIDs.Forget(containerIdentity(c.podID, c.config.Metadata), c.id)
+	if c.presented || c.visible() {
+		m.tellOfContainer(ctx, nri.ContainerRemoved, c)
+	}
 	return nil
 }
 

@@ -14,6 +14,7 @@ import (
 
 	"berth/internal/cgroup"
 	"berth/internal/errdefs"
+	"berth/internal/nri"
 	"berth/internal/pidfd"
 	"berth/internal/task"
 	"berth/oci"
@@ -75,6 +76,7 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 		return m.startFailed(c, err)
 	}
 	m.containerStarted(c, started)
+	m.tellOfContainer(ctx, nri.ContainerStarted, c)
 	if _, err := m.readyPod(c.podID); err != nil { // stopped meanwhile: its stop may have missed us
 		m.tasks.InBackground("kill", c.String(), func(ctx context.Context) error { return m.killContainer(ctx, c) })
 		return err
@@ -103,8 +105,11 @@ func (m *Manager) readyPod(id string) (*pod, error) {
 	return p, nil
 }
 
-// launch hands the container to a launcher.
+// launch hands the container to a launcher, unless a plugin is against it.
 func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Started, error) {
+	if err := m.askToStart(ctx, c); err != nil {
+		return nil, err
+	}
 	root, err := m.containerRoot(p, c)
 	if err != nil {
 		return nil, err
@@ -113,7 +118,7 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 	if err != nil {
 		return nil, err
 	}
-	spec, err := m.containerSpec(p, c, c.resources)
+	spec, err := m.containerSpec(p, c, c.resources, c.rec.Limits)
 	if err != nil {
 		return nil, err
 	}
@@ -247,6 +252,7 @@ func (m *Manager) exited(c *container, exit exitRecord) {
 	c.rec.Phase, c.rec.Exit = containerExited, &exit
 	err := m.containerRecs.Write(c.id, c.rec)
 	m.publishContainer(c)
+	m.tellOfContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)
 	if run := c.running.Swap(nil); run != nil {
 		close(run.exited)
 	}
@@ -407,7 +413,7 @@ func (m *Manager) UpdateContainerResources(ctx context.Context, id string, res *
 		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "update", c.String(), func(ctx context.Context) error {
-		return m.tasks.WithTurn(ctx, c.turn, "update", c.String(), func() error { return m.updateResources(c, res) })
+		return m.tasks.WithTurn(ctx, c.turn, "update", c.String(), func() error { return m.updateResources(ctx, c, res) })
 	})
 }
 

@@ -7,6 +7,8 @@ import (
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/nri"
 )
 
 // PodInfo is a snapshot of a pod. It is never changed.
@@ -41,7 +43,11 @@ type ContainerInfo struct {
 	Mounts     []*runtimeapi.Mount // the config's, with the IDs of images
 
 	process *specs.Process // what execs derive from
+	limits  *nri.Limits    // set by plugins
 }
+
+// describedSpec is the part of the spec that is always known.
+func (i *ContainerInfo) describedSpec() *specs.Spec { return &specs.Spec{Process: i.process} }
 
 // Pod returns the pod with that ID or unique ID prefix; NotFound, or
 // InvalidArgument where the prefix fits several.

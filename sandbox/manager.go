@@ -29,16 +29,17 @@ import (
 
 // Config is what the daemon decides for all pods.
 type Config struct {
-	Root           string // durable state: records, pod files, writable layers; survives a reboot
-	State          string // what dies with the boot: shim directories, the pods' shm
-	NetNSDir       string // where network namespaces are pinned, /run/netns
-	HostResolvConf string // what pods with the Default DNS policy get, /etc/resolv.conf
-	SystemdCgroup  bool   // cgroup driver: systemd, else cgroupfs
-	Handler        string // name of the default runtime handler; "" means it too
-	PauseImage     string // image to use instead of the embedded pause; empty: none
-	ShimPath       string // the berth-shim binary
-	IdleLaunchers  int    // launchers kept ready
-	MaxLogLine     int    // bytes before a log line is split as partial
+	Root           string  // durable state: records, pod files, writable layers; survives a reboot
+	State          string  // what dies with the boot: shim directories, the pods' shm
+	NetNSDir       string  // where network namespaces are pinned, /run/netns
+	HostResolvConf string  // what pods with the Default DNS policy get, /etc/resolv.conf
+	SystemdCgroup  bool    // cgroup driver: systemd, else cgroupfs
+	Handler        string  // name of the default runtime handler; "" means it too
+	PauseImage     string  // image to use instead of the embedded pause; empty: none
+	ShimPath       string  // the berth-shim binary
+	IdleLaunchers  int     // launchers kept ready
+	MaxLogLine     int     // bytes before a log line is split as partial
+	Plugins        Plugins // nil: none
 	Host           *host.Facts
 	CDI            cdi.Dirs // where CDI devices are described
 	OwnDevices     bool     // devices belong to the user and group of the security context
@@ -52,6 +53,7 @@ type Manager struct {
 	images    *image.Store
 	network   *cni.Network
 	launchers *shim.Launchers
+	plugins   Plugins
 	payload   payload.Paths
 	bootID    string
 
@@ -74,9 +76,12 @@ type Manager struct {
 // and goes on with what an earlier daemon left half done. The daemon holds the
 // lock of root and state.
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
-	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network,
+	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network, plugins: cfg.Plugins,
 		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container"),
 		runtimeTurn: task.NewTurn(), events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
+	if m.plugins == nil {
+		m.plugins = noPlugins{}
+	}
 	for _, step := range []func() error{m.readBootID, m.prepareState, m.prepareRootPlace, m.openRecords, m.startLaunchers, m.probeUserNamespaces} {
 		if err := step(); err != nil {
 			return nil, err
@@ -121,6 +126,7 @@ func (m *Manager) Close(ctx context.Context) error {
 	if m.tasks.Background.WaitFor(closeLimit) != nil {
 		m.log.Info("clearing away goes on with the next start")
 	}
+	m.plugins.Close()
 	if ended == nil { // else they are in use
 		err = errors.Join(err, m.launchers.Close())
 	}

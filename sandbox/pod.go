@@ -35,6 +35,8 @@ type pod struct {
 	info   atomic.Pointer[PodInfo]  // nil until the pod is ready: nobody sees half a pod
 	pause  atomic.Pointer[os.File]  // pidfd, owned by the pod's watcher
 	meter  atomic.Pointer[podMeter] // nil without a pause; owned by the pod's watcher
+
+	presented bool // plugins were asked about it; belongs to the holder of turn
 }
 
 func (p *pod) String() string { return "pod " + p.id }
@@ -156,14 +158,18 @@ func (m *Manager) bringUp(ctx context.Context, p *pod) error {
 		}
 		return err
 	}
-	return m.finishPod(p, started)
+	return m.finishPod(ctx, p, started)
 }
 
-// finishPod records that the pod is ready, publishes it and watches its pause.
-func (m *Manager) finishPod(p *pod, started *shim.Started) error {
+// finishPod presents the pod to plugins, records that it is ready, publishes it and watches its pause.
+func (m *Manager) finishPod(ctx context.Context, p *pod, started *shim.Started) error {
 	p.rec.PausePID, p.rec.PauseStart = started.InitPID, started.InitStartTime
 	p.rec.Phase = podReady
-	err := m.writeHosts(p)
+	release, err := m.presentPod(ctx, p)
+	defer release()
+	if err == nil {
+		err = m.writeHosts(p)
+	}
 	if err == nil {
 		err = m.podRecords.Write(p.id, p.rec)
 	}
@@ -177,12 +183,18 @@ func (m *Manager) finishPod(p *pod, started *shim.Started) error {
 
 // publishPod makes the record visible. The caller has the pod's turn.
 func (m *Manager) publishPod(p *pod) {
+	info := podInfo(p)
+	m.podChanged(p.info.Swap(info), info)
+}
+
+// podInfo is what the record says. The caller has the pod's turn.
+func podInfo(p *pod) *PodInfo {
 	info := &PodInfo{ID: p.id, Config: p.config, Handler: p.rec.Handler, CreatedAt: p.rec.CreatedAt,
 		Ready: p.rec.Phase == podReady, IPs: p.rec.IPs, NetNS: p.rec.NetNS}
 	if info.Ready {
 		info.PausePID = p.rec.PausePID
 	}
-	m.podChanged(p.info.Swap(info), info)
+	return info
 }
 
 // watchPause owns the pause's pidfd: the pod stops being ready when it ends.

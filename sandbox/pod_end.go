@@ -11,6 +11,7 @@ import (
 	"berth/cni"
 	"berth/internal/cgroup"
 	"berth/internal/errdefs"
+	"berth/internal/nri"
 	"berth/internal/task"
 )
 
@@ -40,12 +41,17 @@ func (m *Manager) stopPod(ctx context.Context, p *pod) error {
 	if _, known := m.pods.get(p.id); !known || p.rec.Phase == removing {
 		return nil
 	}
+	first := p.rec.Phase != podStopped
 	p.rec.Phase = podStopped
 	if err := m.podRecords.Write(p.id, p.rec); err != nil {
 		m.log.Warn("record that a pod is stopped; the next daemon finds its pause gone", "pod", p.id, "error", err)
 	}
 	m.publishPod(p)
-	return errors.Join(m.killContainers(ctx, p), m.takeDown(ctx, p))
+	err := errors.Join(m.killContainers(ctx, p), m.takeDown(ctx, p))
+	if first {
+		m.tellOfPod(ctx, nri.PodStopped, p)
+	}
+	return err
 }
 
 // killContainers ends the pod's containers, side by side.
@@ -196,5 +202,11 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	m.pods.remove(p.id)
 	m.podDeleted(p)
 	m.podIDs.Forget(podIdentity(p.config.Metadata), p.id)
+	if p.presented && !p.visible() {
+		m.tellOfPod(ctx, nri.PodStopped, p)
+	}
+	if p.presented || p.visible() {
+		m.tellOfPod(ctx, nri.PodRemoved, p)
+	}
 	return nil
 }

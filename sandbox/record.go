@@ -8,6 +8,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"berth/cni"
+	"berth/internal/nri"
 	"berth/oci"
 )
 
@@ -69,6 +70,9 @@ type containerRecord struct {
 	CreatedAt time.Time `json:"createdAt"`
 	Config    []byte    `json:"config"`              // runtime.v1.ContainerConfig, as protobuf
 	Resources []byte    `json:"resources,omitempty"` // runtime.v1.LinuxContainerResources in force, as protobuf
+
+	Adjustment *nri.Adjustment `json:"adjustment,omitempty"` // what plugins changed at its creation
+	Limits     *nri.Limits     `json:"limits,omitempty"`     // in force, set by plugins
 
 	Image       imageRecord    `json:"image"`
 	Volumes     []volumeRecord `json:"volumes,omitempty"` // images mounted as volumes

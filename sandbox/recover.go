@@ -23,7 +23,7 @@ import (
 
 // recover makes the objects of an earlier daemon this one's: what runs is watched
 // again, what ended is published as ended, what was half made is undone, what was half
-// removed is removed. Undoing goes on in the background: it may need
+// removed is removed. Plugins are started when everything is known. Undoing goes on in the background: it may need
 // plugins that take their time. When recover returns, every layer that a container needs is held.
 //
 // Only what is certainly gone counts as gone. Anything else that can't be found
@@ -51,6 +51,9 @@ func (m *Manager) recover(ctx context.Context) error {
 		return err
 	}
 	if err := m.sweepTrash(); err != nil {
+		return err
+	}
+	if err := m.plugins.Start(managerForPlugins{m}); err != nil {
 		return err
 	}
 	for _, start := range m.unfinished {

@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"context"
 	"errors"
 	"fmt"
 
@@ -12,44 +13,85 @@ import (
 
 	"berth/internal/cgroup"
 	"berth/internal/errdefs"
+	"berth/internal/nri"
 	"berth/oci"
 )
 
-// updateResources needs the container's turn.
-func (m *Manager) updateResources(c *container, res *runtimeapi.LinuxContainerResources) error {
+// updateResources makes an update as plugins want it. It needs the container's turn.
+func (m *Manager) updateResources(ctx context.Context, c *container, res *runtimeapi.LinuxContainerResources) error {
+	if err := checkUpdatable(c); err != nil {
+		return err
+	}
+	own, others, err := m.askToUpdate(ctx, c, res)
+	if err != nil {
+		return fmt.Errorf("update container %s: %w", c.id, err)
+	}
+	if err := m.changeResources(c, own); err != nil {
+		return err
+	}
+	m.tellOfContainer(ctx, nri.ContainerUpdated, c)
+	m.updateLater(others)
+	return nil
+}
+
+func checkUpdatable(c *container) error {
 	if c.removed {
 		return errdefs.NotFound("container %q does not exist", c.id)
 	}
 	if c.rec.Phase != containerCreated && c.rec.Phase != containerRunning {
 		return errdefs.FailedPrecondition("container %s has exited", c.id)
 	}
-	merged := mergeResources(c.resources, res)
-	limits, err := oci.LinuxResources(merged, *m.cfg.Host)
-	if err != nil {
+	return nil
+}
+
+// changeResources records, applies and publishes new limits, or leaves all as it was. It needs the
+// container's turn.
+func (m *Manager) changeResources(c *container, change nri.Update) error {
+	recorded, limitsBefore, resourcesBefore := c.rec.Resources, c.rec.Limits, c.resources
+	if err := m.setResources(c, mergeResources(c.resources, change.Resources), c.rec.Limits.Merge(change.Limits)); err != nil {
 		return err
 	}
-	encoded, err := proto.Marshal(merged)
+	err := m.containerRecs.Write(c.id, c.rec)
+	if err == nil && c.rec.Phase == containerRunning {
+		err = m.applyLimits(c, resourcesBefore, limitsBefore)
+	}
 	if err != nil {
-		return errdefs.InvalidArgument("encode resources: %w", err)
+		c.rec.Resources, c.rec.Limits, c.resources = recorded, limitsBefore, resourcesBefore
+		return errors.Join(err, m.containerRecs.Write(c.id, c.rec))
 	}
-	record := c.rec
-	record.Resources = encoded
-	if err := m.containerRecs.Write(c.id, record); err != nil {
-		return err
-	}
-	if c.rec.Phase == containerRunning {
-		if err := m.applyLimits(c, limits); err != nil {
-			return errors.Join(err, m.containerRecs.Write(c.id, c.rec))
-		}
-	}
-	c.rec.Resources, c.resources = encoded, merged
 	m.publishContainer(c)
 	return nil
 }
 
-// applyLimits sets limits. If the kernel refuses one, the limits before are set
+// setResources notes limits that can be, without recording them.
+func (m *Manager) setResources(c *container, resources *runtimeapi.LinuxContainerResources, limits *nri.Limits) error {
+	if _, err := m.cgroupLimits(resources, limits); err != nil {
+		return err
+	}
+	encoded, err := proto.Marshal(resources)
+	if err != nil {
+		return errdefs.InvalidArgument("encode resources: %w", err)
+	}
+	c.rec.Resources, c.rec.Limits, c.resources = encoded, limits, resources
+	return nil
+}
+
+// cgroupLimits is what the kernel is told of limits.
+func (m *Manager) cgroupLimits(resources *runtimeapi.LinuxContainerResources, limits *nri.Limits) (*specs.LinuxResources, error) {
+	all, err := oci.LinuxResources(resources, *m.cfg.Host)
+	if err == nil {
+		limits.AddTo(all)
+	}
+	return all, err
+}
+
+// applyLimits sets the container's limits. If the kernel refuses one, the limits before are set
 // again: it may have taken others.
-func (m *Manager) applyLimits(c *container, limits *specs.LinuxResources) error {
+func (m *Manager) applyLimits(c *container, resourcesBefore *runtimeapi.LinuxContainerResources, limitsBefore *nri.Limits) error {
+	limits, err := m.cgroupLimits(c.resources, c.rec.Limits)
+	if err != nil {
+		return err
+	}
 	group, err := cgroup.Open(c.rec.CgroupsPath, m.cfg.SystemdCgroup)
 	if err != nil {
 		return err
@@ -63,7 +105,7 @@ func (m *Manager) applyLimits(c *container, limits *specs.LinuxResources) error 
 		code = codes.InvalidArgument // EBUSY: cgroup v1 holds more memory than the new limit
 	}
 	err = errdefs.New(code, "update container %s: %w", c.id, err)
-	before, e := oci.LinuxResources(c.resources, *m.cfg.Host)
+	before, e := m.cgroupLimits(resourcesBefore, limitsBefore)
 	if e == nil {
 		e = group.Update(before)
 	}

@@ -23,6 +23,7 @@ import (
 	"berth/internal/cleanup"
 	"berth/internal/config"
 	"berth/internal/lockfile"
+	"berth/internal/nri"
 	"berth/sandbox"
 	"berth/server"
 )
@@ -115,7 +116,11 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 		return err
 	}
 	closing.Add("close network", func() error { network.Close(); return nil })
-	pods, err := sandbox.Open(ctx, sandboxConfig(cfg, node, log), images, network)
+	plugins, err := newPlugins(cfg, log)
+	if err != nil {
+		return err
+	}
+	pods, err := sandbox.Open(ctx, sandboxConfig(cfg, node, plugins, log), images, network)
 	if err != nil {
 		return err
 	}
@@ -222,7 +227,25 @@ func networkConfig(cfg *config.Config) cni.Config {
 	return cni.Config{ConfDir: cfg.CNIConfDir, BinDirs: cfg.CNIBinDirs, CacheDir: cache}
 }
 
-func sandboxConfig(cfg *config.Config, node *node, log *slog.Logger) sandbox.Config {
+// newPlugins returns nil where NRI is off.
+func newPlugins(cfg *config.Config, log *slog.Logger) (sandbox.Plugins, error) {
+	if !cfg.NRI {
+		return nil, nil
+	}
+	return nri.New(nri.Config{
+		Version:             version(),
+		Socket:              cfg.NRISocket,
+		PluginDir:           cfg.NRIPluginDir,
+		PluginConfigDir:     cfg.NRIPluginConfigDir,
+		RegistrationTimeout: cfg.NRIRegistrationTimeout.Duration,
+		RequestTimeout:      cfg.NRIRequestTimeout.Duration,
+		Reject:              cfg.NRIReject,
+		RequiredPlugins:     cfg.NRIRequiredPlugins,
+		Log:                 log,
+	})
+}
+
+func sandboxConfig(cfg *config.Config, node *node, plugins sandbox.Plugins, log *slog.Logger) sandbox.Config {
 	return sandbox.Config{
 		Root:           cfg.Root,
 		State:          cfg.State,
@@ -234,6 +257,7 @@ func sandboxConfig(cfg *config.Config, node *node, log *slog.Logger) sandbox.Con
 		ShimPath:       node.shim,
 		IdleLaunchers:  cfg.IdleLaunchers,
 		MaxLogLine:     cfg.MaxLogLine,
+		Plugins:        plugins,
 		Host:           &node.facts,
 		CDI:            cfg.CDISpecDirs,
 		OwnDevices:     cfg.DeviceOwnership,

@@ -58,8 +58,16 @@ type Config struct {
 	IdleLaunchers int    `toml:"idle_launchers" default:"2" min:"0" doc:"How many processes wait ready to launch a container. Each saves about 20 ms of a container's start and costs a few MB of memory."`
 	ShimPath      string `toml:"shim_path" path:"optional" doc:"The berth-shim program. Empty: beside the berth program, or else in PATH."`
 
-	CDISpecDirs     []string `toml:"cdi_spec_dirs" default:"/etc/cdi,/var/run/cdi" path:"abs" doc:"Directories with descriptions of CDI devices. If two describe the same device the last directory wins. They are read for each container that asks for a device. What they say is trusted: hooks run as root."`
-	DeviceOwnership bool     `toml:"device_ownership_from_security_context" default:"false" doc:"Whether the devices of a container belong, in it, to the runAsUser and runAsGroup of its security context, so that it need not be root to use them."`
+	CDISpecDirs            []string `toml:"cdi_spec_dirs" default:"/etc/cdi,/var/run/cdi" path:"abs" doc:"Directories with descriptions of CDI devices. If two describe the same device the last directory wins. They are read for each container that asks for a device. What they say is trusted: hooks run as root."`
+	DeviceOwnership        bool     `toml:"device_ownership_from_security_context" default:"false" doc:"Whether the devices of a container belong, in it, to the runAsUser and runAsGroup of its security context, so that it need not be root to use them."`
+	NRI                    bool     `toml:"nri" default:"true" doc:"Let plugins of the Node Resource Interface see pods and containers and change them. Without plugins it costs nothing."`
+	NRISocket              string   `toml:"nri_socket" default:"/var/run/nri/nri.sock" path:"optional" doc:"Unix socket at which plugins connect that berth has not started. Empty: none may. It must not be another runtime's."`
+	NRIPluginDir           string   `toml:"nri_plugin_dir" default:"/opt/nri/plugins" path:"abs" doc:"Directory of plugins that are started with the daemon: every program in it whose name is NN-name. It need not exist."`
+	NRIPluginConfigDir     string   `toml:"nri_plugin_config_dir" default:"/etc/nri/conf.d" path:"abs" doc:"Directory of these plugins' configuration: NN-name.conf or name.conf is handed to the plugin."`
+	NRIRegistrationTimeout Duration `toml:"nri_registration_timeout" default:"5s" min:"10ms" doc:"A plugin that has not registered so long after it was started, or has connected, is dropped."`
+	NRIRequestTimeout      Duration `toml:"nri_request_timeout" default:"2s" min:"10ms" doc:"A plugin that does not answer within this time is dropped, and pods go on without it, unless it registered with another failure policy."`
+	NRIReject              []string `toml:"nri_reject" oneof:"hooks,namespaces,sysctl,seccomp-default,seccomp-custom,seccomp-unconfined" doc:"Adjustments that no plugin may make; a container for which one does is not created. The kinds of seccomp are those that the container asks for."`
+	NRIRequiredPlugins     []string `toml:"nri_required_plugins" doc:"Names of plugins without which no container is created. This holds for static pods too."`
 
 	LogLevel  string `toml:"log_level" flag:"log-level" default:"info" oneof:"debug,info,warn,error" doc:"The least severe messages that are logged."`
 	LogFormat string `toml:"log_format" flag:"log-format" default:"text" oneof:"text,json" doc:"Form of the log on standard error."`

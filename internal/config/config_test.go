@@ -24,6 +24,8 @@ func TestDefaults(t *testing.T) {
 		DockerConfig: "", RegistryDirs: []string{"/etc/berth/certs.d", "/etc/containerd/certs.d"}, PinnedImages: []string{},
 		MaxParallelDownloads: 8, StallTimeout: Duration{time.Minute},
 		MaxLogLine: 16384, IdleLaunchers: 2, CDISpecDirs: []string{"/etc/cdi", "/var/run/cdi"},
+		NRI: true, NRISocket: "/var/run/nri/nri.sock", NRIPluginDir: "/opt/nri/plugins", NRIPluginConfigDir: "/etc/nri/conf.d",
+		NRIRegistrationTimeout: Duration{5 * time.Second}, NRIRequestTimeout: Duration{2 * time.Second}, NRIReject: []string{}, NRIRequiredPlugins: []string{},
 		LogLevel: "info", LogFormat: "text",
 	}
 	if !reflect.DeepEqual(*c, want) {

@@ -1,0 +1,219 @@
+package integration
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/containerd/nri/pkg/api"
+	nrilog "github.com/containerd/nri/pkg/log"
+	"github.com/containerd/nri/pkg/stub"
+)
+
+// nriPlugin is an NRI plugin made with the library's stub, which real plugins are made with. It notes
+// what it is told, as "event name". Its functions, where set, decide.
+type nriPlugin struct {
+	stub   stub.Stub
+	closed chan struct{} // when its connection to the runtime is
+
+	create      func(pod *api.PodSandbox, c *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error)
+	update      func(c *api.Container, r *api.LinuxResources) ([]*api.ContainerUpdate, error)
+	stopped     func(c *api.Container) []*api.ContainerUpdate
+	synchronize func(pods []*api.PodSandbox, containers []*api.Container)
+	before      func(event string) error // called with each event before it is noted
+
+	mu     sync.Mutex
+	events []string
+}
+
+func (p *nriPlugin) note(event, name string) error {
+	var err error
+	if p.before != nil {
+		err = p.before(event)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.events = append(p.events, event+" "+name)
+	return err
+}
+
+func (p *nriPlugin) noted() []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return slices.Clone(p.events)
+}
+
+// waitEvents waits until the plugin has been told of exactly these events, in this order.
+func (p *nriPlugin) waitEvents(t *testing.T, want ...string) {
+	t.Helper()
+	eventually(t, "events", func() error {
+		if got := p.noted(); !slices.Equal(got, want) {
+			return fmt.Errorf("they are\n  %s\nwant\n  %s", strings.Join(got, "\n  "), strings.Join(want, "\n  "))
+		}
+		return nil
+	})
+}
+
+// forget empties the list of events.
+func (p *nriPlugin) forget() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.events = nil
+}
+
+func (p *nriPlugin) Synchronize(_ context.Context, pods []*api.PodSandbox, containers []*api.Container) ([]*api.ContainerUpdate, error) {
+	if p.synchronize != nil {
+		p.synchronize(pods, containers)
+	}
+	return nil, p.note("Synchronize", fmt.Sprint(len(pods), " ", len(containers)))
+}
+
+func (p *nriPlugin) RunPodSandbox(_ context.Context, pod *api.PodSandbox) error {
+	return p.note("RunPodSandbox", pod.Name)
+}
+
+func (p *nriPlugin) StopPodSandbox(_ context.Context, pod *api.PodSandbox) error {
+	return p.note("StopPodSandbox", pod.Name)
+}
+
+func (p *nriPlugin) RemovePodSandbox(_ context.Context, pod *api.PodSandbox) error {
+	return p.note("RemovePodSandbox", pod.Name)
+}
+
+func (p *nriPlugin) CreateContainer(_ context.Context, pod *api.PodSandbox, c *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
+	if err := p.note("CreateContainer", c.Name); err != nil || p.create == nil {
+		return nil, nil, err
+	}
+	return p.create(pod, c)
+}
+
+func (p *nriPlugin) PostCreateContainer(_ context.Context, _ *api.PodSandbox, c *api.Container) error {
+	return p.note("PostCreateContainer", c.Name)
+}
+
+func (p *nriPlugin) StartContainer(_ context.Context, _ *api.PodSandbox, c *api.Container) error {
+	return p.note("StartContainer", c.Name)
+}
+
+func (p *nriPlugin) PostStartContainer(_ context.Context, _ *api.PodSandbox, c *api.Container) error {
+	return p.note("PostStartContainer", c.Name)
+}
+
+func (p *nriPlugin) UpdateContainer(_ context.Context, _ *api.PodSandbox, c *api.Container, r *api.LinuxResources) ([]*api.ContainerUpdate, error) {
+	if err := p.note("UpdateContainer", c.Name); err != nil || p.update == nil {
+		return nil, err
+	}
+	return p.update(c, r)
+}
+
+func (p *nriPlugin) PostUpdateContainer(_ context.Context, _ *api.PodSandbox, c *api.Container) error {
+	return p.note("PostUpdateContainer", c.Name)
+}
+
+func (p *nriPlugin) StopContainer(_ context.Context, _ *api.PodSandbox, c *api.Container) ([]*api.ContainerUpdate, error) {
+	if err := p.note("StopContainer", c.Name); err != nil || p.stopped == nil {
+		return nil, err
+	}
+	return p.stopped(c), nil
+}
+
+func (p *nriPlugin) RemoveContainer(_ context.Context, _ *api.PodSandbox, c *api.Container) error {
+	return p.note("RemoveContainer", c.Name)
+}
+
+func (d *daemon) nriSocket() string { return filepath.Join(d.dir, "nri", "nri.sock") }
+
+// connectPlugin connects a plugin to the daemon's NRI socket, and waits until it is registered. It is disconnected when
+// the test ends, or before by Stop.
+func (d *daemon) connectPlugin(t *testing.T, index, name string, p *nriPlugin) *nriPlugin {
+	t.Helper()
+	p.closed = make(chan struct{})
+	var err error
+	p.stub, err = stub.New(p, stub.WithSocketPath(d.nriSocket()), stub.WithPluginIdx(index), stub.WithPluginName(name),
+		stub.WithOnClose(func() { close(p.closed) }), stub.WithLogger(quiet{}))
+	must(t, err)
+	must(t, p.stub.Start(t.Context()))
+	t.Cleanup(func() { p.stub.Stop(); <-p.closed })
+	eventually(t, "synchronisation of plugin "+name, func() error {
+		if len(p.noted()) == 0 {
+			return errors.New("it was told nothing")
+		}
+		return nil
+	})
+	// It is among the plugins a moment after it has answered; the daemon's log tells.
+	eventually(t, "registration of plugin "+name, func() error {
+		if want := fmt.Sprintf("plugin \\\"%s-%s\\\" connected and synchronized", index, name); !slices.ContainsFunc(readLines(d.logFile()), func(line string) bool { return strings.Contains(line, want) }) {
+			return fmt.Errorf("the log does not have %s", want)
+		}
+		return nil
+	})
+	p.forget()
+	return p
+}
+
+// quiet drops what the library logs.
+type quiet struct{}
+
+func (quiet) Debugf(context.Context, string, ...any) {}
+func (quiet) Infof(context.Context, string, ...any)  {}
+func (quiet) Warnf(context.Context, string, ...any)  {}
+func (quiet) Errorf(context.Context, string, ...any) {}
+
+// installPlugin installs this program as a plugin that the daemon starts. It appends "PID event name" to a file, and
+// hangs at the event named, if any.
+func installPlugin(name, hangAt string) daemonOption {
+	return func(t *testing.T, d *daemon) {
+		t.Helper()
+		self := get(os.Executable())(t)
+		for _, dir := range []string{"plugins", "plugins.d"} {
+			must(t, os.MkdirAll(filepath.Join(d.dir, dir), 0o755))
+		}
+		must(t, os.Symlink(self, filepath.Join(d.dir, "plugins", name)))
+		must(t, os.WriteFile(filepath.Join(d.dir, "plugins.d", name+".conf"), []byte(d.installedEvents()+" "+hangAt), 0o600))
+	}
+}
+
+// installedEvents is where installed plugins note what they are told.
+func (d *daemon) installedEvents() string { return filepath.Join(d.dir, "plugin-events") }
+
+// isInstalledPlugin tells whether this process was started by a daemon as an NRI plugin.
+func isInstalledPlugin() bool { return os.Getenv(api.PluginSocketEnvVar) != "" }
+
+// installedPlugin is an nriPlugin in a process of its own.
+type installedPlugin struct {
+	nriPlugin
+	file, hangAt string
+}
+
+// Configure takes what installPlugin wrote.
+func (p *installedPlugin) Configure(_ context.Context, config, _, _ string) (stub.EventMask, error) {
+	p.file, p.hangAt, _ = strings.Cut(config, " ")
+	return 0, nil
+}
+
+func runInstalledPlugin() error {
+	nrilog.Set(quiet{})
+	p := &installedPlugin{}
+	p.before = func(event string) error {
+		f, err := os.OpenFile(p.file, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+		if err != nil {
+			return err
+		}
+		_, err = fmt.Fprintln(f, os.Getpid(), event)
+		if err = errors.Join(err, f.Close()); err == nil && event == p.hangAt {
+			select {}
+		}
+		return err
+	}
+	s, err := stub.New(p, stub.WithLogger(quiet{}))
+	if err != nil {
+		return err
+	}
+	return s.Run(context.Background())
+}

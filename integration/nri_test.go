@@ -1,0 +1,401 @@
+package integration
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/containerd/nri/pkg/api"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+// adjusting makes a CreateContainer that fills in an adjustment.
+func adjusting(change func(a *api.ContainerAdjustment)) func(*api.PodSandbox, *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
+	return func(*api.PodSandbox, *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
+		a := &api.ContainerAdjustment{}
+		change(a)
+		return a, nil, nil
+	}
+}
+
+func memoryUpdate(id string, limit int64) *api.ContainerUpdate {
+	u := &api.ContainerUpdate{ContainerId: id}
+	u.SetLinuxMemoryLimit(limit)
+	return u
+}
+
+// Every event of a life comes once and in order, however often kubelet repeats itself.
+func TestNRIEvents(t *testing.T) {
+	d := startDaemon(t)
+	p := d.connectPlugin(t, "10", "events", &nriPlugin{})
+	pod := d.runPod(t, hostNetwork)
+	c := pod.run(t)
+	must(t, d.cri.UpdateContainerResources(t.Context(), c.id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{CpuShares: 512}}))
+	c.stop(t, 0)
+	c.stop(t, 0)
+	never := pod.create(t)
+	short, _ := pod.runToEnd(t, command("true"))
+	pod.stop(t)
+	pod.stop(t)
+	must(t, d.cri.RemoveContainer(t.Context(), c.id))
+	must(t, d.cri.RemoveContainer(t.Context(), c.id))
+	must(t, d.cri.RemoveContainer(t.Context(), never.id))
+	must(t, d.cri.RemoveContainer(t.Context(), short.id))
+	pod.remove(t)
+	pod.remove(t)
+	podName, name, neverName, shortName := pod.config.Metadata.Name, c.config.Metadata.Name, never.config.Metadata.Name, short.config.Metadata.Name
+	p.waitEvents(t,
+		"RunPodSandbox "+podName,
+		"CreateContainer "+name, "PostCreateContainer "+name, "StartContainer "+name, "PostStartContainer "+name,
+		"UpdateContainer "+name, "PostUpdateContainer "+name, "StopContainer "+name,
+		"CreateContainer "+neverName, "PostCreateContainer "+neverName,
+		"CreateContainer "+shortName, "PostCreateContainer "+shortName, "StartContainer "+shortName, "PostStartContainer "+shortName, "StopContainer "+shortName,
+		"StopPodSandbox "+podName,
+		"RemoveContainer "+name, "RemoveContainer "+neverName, "RemoveContainer "+shortName,
+		"RemovePodSandbox "+podName)
+}
+
+// Plugins are asked in the order of their index, and each sees what those before it changed. The changes hold in the
+// container, in what is executed in it, in its status, and for the next daemon.
+func TestNRIOrderAndAdjustments(t *testing.T) {
+	d := startDaemon(t)
+	volume := filepath.Join(d.dir, "volume")
+	must(t, os.Mkdir(volume, 0o755))
+	must(t, os.WriteFile(filepath.Join(volume, "file"), []byte("from a plugin"), 0o644))
+	var seen []string
+	second := &nriPlugin{create: func(_ *api.PodSandbox, c *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
+		seen = c.Env
+		a := &api.ContainerAdjustment{}
+		a.AddEnv("SECOND", c.Annotations["first"])
+		return a, nil, nil
+	}}
+	first := &nriPlugin{create: adjusting(func(a *api.ContainerAdjustment) {
+		a.AddEnv("FIRST", "1")
+		a.RemoveEnv("GONE")
+		a.AddAnnotation("first", "was here")
+		a.AddMount(&api.Mount{Destination: "/volume", Source: volume, Type: "bind", Options: []string{"rbind", "ro", "rprivate"}})
+		a.AddMount(&api.Mount{Destination: "/volume/tmp", Source: "tmpfs", Type: "tmpfs", Options: []string{"size=65536"}})
+		a.SetLinuxMemoryLimit(48 << 20)
+		a.SetLinuxCPUQuota(30000)
+		a.SetLinuxCPUPeriod(100000)
+		a.SetLinuxPidLimits(77)
+		a.AddRlimit("RLIMIT_NOFILE", 333, 222)
+		score := 555
+		a.SetLinuxOomScoreAdj(&score)
+	})}
+	must(t, os.Mkdir(filepath.Join(volume, "tmp"), 0o755))
+	d.connectPlugin(t, "20", "second", second) // before the other: the index decides
+	d.connectPlugin(t, "10", "first", first)
+
+	pod := d.runPod(t, hostNetwork)
+	c := pod.create(t, env("GONE", "x"))
+	d.restart(t) // between creation and start: the record knows
+	c.start(t)
+	if !strings.Contains(strings.Join(seen, " "), "FIRST=1") {
+		t.Errorf("the second plugin saw the environment %v", seen)
+	}
+	check := func(t *testing.T) {
+		t.Helper()
+		equal(t, "environment of an exec", c.exec(t, "sh", "-c", "echo $FIRST/$SECOND/${GONE-none}"), "1/was here/none")
+		equal(t, "environment", c.exec(t, "sh", "-c", "tr '\\0' '\\n' </proc/1/environ | grep -E 'FIRST|SECOND|GONE'"), "FIRST=1\nSECOND=was here")
+		equal(t, "mount", c.exec(t, "sh", "-c", "cat /volume/file; touch /volume/x 2>/dev/null || echo ' ro'; touch /volume/tmp/x && echo rw"), "from a plugin ro\nrw")
+		memory, quota := c.limits(t)
+		equal(t, "memory limit", memory, strconv.Itoa(48<<20))
+		equal(t, "CPU quota", quota, "30000")
+		equal(t, "limit of processes", cgroupFile(t, c.pid(t), "pids", "pids.max", "pids.max"), "77")
+		equal(t, "open files of an exec", c.exec(t, "sh", "-c", "ulimit -n"), "222")
+		equal(t, "oom_score_adj", c.exec(t, "cat", "/proc/1/oom_score_adj"), "555")
+		status := c.status(t)
+		equal(t, "reported memory limit", status.Resources.GetLinux().GetMemoryLimitInBytes(), int64(48<<20))
+		if len(status.Annotations) != 0 {
+			t.Errorf("the annotations that plugins leave each other are in the status: %v", status.Annotations)
+		}
+	}
+	check(t)
+	d.restart(t)
+	check(t)
+}
+
+// What changes a container's processes and its place in the kernel.
+func TestNRIAdjustsMore(t *testing.T) {
+	d := startDaemon(t)
+	hooks := filepath.Join(d.dir, "hooks")
+	d.connectPlugin(t, "10", "more", &nriPlugin{create: adjusting(func(a *api.ContainerAdjustment) {
+		a.SetArgs([]string{"sh", "-c", "echo replaced; exec sleep 100000"})
+		a.AddDevice(&api.LinuxDevice{Path: "/dev/zero2", Type: "c", Major: 1, Minor: 5, FileMode: api.FileMode(os.FileMode(0o666))})
+		a.SetLinuxSysctl("net.ipv4.ip_unprivileged_port_start", "99")
+		a.AddHooks(&api.Hooks{
+			CreateRuntime: []*api.Hook{{Path: "/bin/sh", Args: []string{"sh", "-c", "echo createRuntime >>" + hooks}}},
+			Poststart:     []*api.Hook{{Path: "/bin/sh", Args: []string{"sh", "-c", "echo poststart >>" + hooks}}},
+		})
+		a.SetLinuxIOPriority(&api.LinuxIOPriority{Class: api.IOPrioClass_IOPRIO_CLASS_BE, Priority: 6})
+		a.SetLinuxScheduler(&api.LinuxScheduler{Policy: api.LinuxSchedulerPolicy_SCHED_BATCH})
+		a.SetLinuxSeccompPolicy(&api.LinuxSeccomp{DefaultAction: "SCMP_ACT_ALLOW",
+			Syscalls: []*api.LinuxSyscall{{Names: []string{"mkdir", "mkdirat"}, Action: "SCMP_ACT_ERRNO", ErrnoRet: api.UInt32(uint32(syscall.EXDEV))}}})
+	})})
+	pod := d.runPod(t)
+	c := pod.run(t)
+	c.waitOutput(t, "replaced")
+	equal(t, "device", c.exec(t, "sh", "-c", "head -c 3 /dev/zero2 | wc -c"), "3")
+	equal(t, "sysctl", c.exec(t, "cat", "/proc/sys/net/ipv4/ip_unprivileged_port_start"), "99")
+	equal(t, "scheduling policy", c.exec(t, "sh", "-c", "grep ^policy /proc/1/sched | tr -d ' '"), "policy:3")
+	if out := c.exec(t, "sh", "-c", "mkdir /tmp/x 2>&1 || true"); !strings.Contains(out, "Invalid cross-device link") {
+		t.Errorf("mkdir says %q, the plugin's seccomp policy does not hold", out)
+	}
+	equal(t, "hooks", strings.Join(readLines(hooks), " "), "createRuntime poststart")
+}
+
+// What berth can't do is refused by name, and the container is not there.
+func TestNRIRefusals(t *testing.T) {
+	d := startDaemon(t)
+	p := &nriPlugin{}
+	d.connectPlugin(t, "10", "wild", p)
+	pod := d.runPod(t, hostNetwork)
+	for name, test := range map[string]struct {
+		change func(a *api.ContainerAdjustment)
+		code   codes.Code
+		text   string
+	}{
+		"cgroups path": {func(a *api.ContainerAdjustment) { a.SetLinuxCgroupsPath("/elsewhere") }, codes.Unimplemented, "/elsewhere"},
+		"block I/O":    {func(a *api.ContainerAdjustment) { a.SetLinuxBlockIOClass("fast") }, codes.Unimplemented, "fast"},
+		"RDT":          {func(a *api.ContainerAdjustment) { a.SetLinuxRDTClass("gold") }, codes.Unimplemented, "gold"},
+		"poststop":     {func(a *api.ContainerAdjustment) { a.AddHooks(&api.Hooks{Poststop: []*api.Hook{{Path: "/bin/x"}}}) }, codes.Unimplemented, "/bin/x"},
+		"swappiness":   {func(a *api.ContainerAdjustment) { a.SetLinuxMemorySwappiness(1) }, codes.Unimplemented, "swappiness"},
+		"namespace":    {func(a *api.ContainerAdjustment) { a.AddOrReplaceNamespace(&api.LinuxNamespace{Type: "user"}) }, codes.Unimplemented, "user"},
+		"sysctl":       {func(a *api.ContainerAdjustment) { a.SetLinuxSysctl("kernel.panic", "1") }, codes.InvalidArgument, "kernel.panic"},
+		"mount":        {func(a *api.ContainerAdjustment) { a.AddMount(&api.Mount{Destination: "/", Type: "tmpfs"}) }, codes.InvalidArgument, "below the root"},
+		"cpuset":       {func(a *api.ContainerAdjustment) { a.SetLinuxCPUSetCPUs("all") }, codes.InvalidArgument, "all"},
+	} {
+		p.create = adjusting(test.change)
+		_, err := pod.tryCreate(t)
+		t.Run(name, func(t *testing.T) { wantCode(t, err, test.code, test.text) })
+	}
+	equal(t, "number of containers", len(get(d.cri.ListContainers(t.Context(), nil))(t)), 0)
+}
+
+// A plugin's error fails the container it is about, which the plugins then see removed, and no other.
+func TestNRIErrorFailsOneContainer(t *testing.T) {
+	d := startDaemon(t)
+	other := d.connectPlugin(t, "10", "other", &nriPlugin{})
+	d.connectPlugin(t, "20", "refuser", &nriPlugin{create: func(_ *api.PodSandbox, c *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
+		if c.Labels["refuse"] != "" {
+			return nil, nil, errors.New("not this one")
+		}
+		return nil, nil, nil
+	}})
+	pod := d.runPod(t, hostNetwork)
+	other.forget()
+	refused, err := pod.tryCreate(t, func(c *runtimeapi.ContainerConfig) { c.Labels["refuse"] = "yes" })
+	wantCode(t, err, codes.Aborted, "not this one")
+	name := refused.config.Metadata.Name
+	other.waitEvents(t, "CreateContainer "+name, "RemoveContainer "+name)
+	pod.run(t)
+}
+
+// A plugin that registers late is told of what there is; so is one that a new daemon starts, and one
+// that connects to it.
+func TestNRISynchronisation(t *testing.T) {
+	d := startDaemon(t, installPlugin("05-installed", ""))
+	pod := d.runPod(t)
+	c := pod.run(t, env("KEY", "value"))
+	pod.runToEnd(t, command("true")) // has ended: of no interest to plugins
+	check := func(name string) {
+		t.Helper()
+		var pods []*api.PodSandbox
+		var containers []*api.Container
+		d.connectPlugin(t, "10", name, &nriPlugin{synchronize: func(p []*api.PodSandbox, c []*api.Container) { pods, containers = p, c }})
+		if len(pods) != 1 || len(containers) != 1 {
+			t.Fatalf("it was told of pods %v and containers %v", pods, containers)
+		}
+		equal(t, "pod", pods[0].Id+" "+pods[0].Ips[0], pod.id+" "+pod.ip(t))
+		equal(t, "pid of the pod", int(pods[0].Pid), pod.pausePID(t))
+		equal(t, "container", containers[0].Id+" "+containers[0].PodSandboxId, c.id+" "+pod.id)
+		equal(t, "state", containers[0].State, api.ContainerState_CONTAINER_RUNNING)
+		equal(t, "pid of the container", int(containers[0].Pid), c.pid(t))
+		if !strings.Contains(strings.Join(containers[0].Env, " "), "KEY=value") || len(containers[0].Mounts) == 0 {
+			t.Errorf("it was told of the environment %v and mounts %v", containers[0].Env, containers[0].Mounts)
+		}
+	}
+	check("late")
+	d.restart(t)
+	check("new")
+	var synced []string
+	for _, line := range readLines(d.installedEvents()) {
+		if strings.HasSuffix(line, " Synchronize") {
+			synced = append(synced, line)
+		}
+	}
+	equal(t, "synchronisations of the installed plugin", len(synced), 2)
+}
+
+// A plugin that does not answer is dropped, and nothing but the time it was given is lost; the others
+// are asked as ever.
+func TestNRIHangingPlugin(t *testing.T) {
+	d := startDaemon(t, withConfig(`nri_request_timeout = "300ms"`))
+	for _, event := range []string{"RunPodSandbox", "CreateContainer", "StartContainer", "UpdateContainer", "StopContainer", "RemoveContainer", "StopPodSandbox", "RemovePodSandbox"} {
+		t.Run(event, func(t *testing.T) {
+			end := make(chan struct{})
+			hanging := &nriPlugin{before: func(e string) error {
+				if e == event {
+					<-end
+				}
+				return nil
+			}}
+			d.connectPlugin(t, "10", "hanging-"+strings.ToLower(event), hanging)
+			t.Cleanup(func() { close(end) })
+			after := d.connectPlugin(t, "20", "after-"+strings.ToLower(event), &nriPlugin{})
+			pod := d.runPod(t, hostNetwork)
+			c := pod.run(t)
+			must(t, d.cri.UpdateContainerResources(t.Context(), c.id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{CpuShares: 512}}))
+			c.stop(t, 0)
+			must(t, d.cri.RemoveContainer(t.Context(), c.id))
+			pod.remove(t)
+			<-hanging.closed
+			eventually(t, "events of the other plugin", func() error {
+				if events := after.noted(); len(events) != 11 {
+					return fmt.Errorf("there are %d: %v", len(events), events)
+				}
+				return nil
+			})
+		})
+	}
+}
+
+// A plugin that is killed while it is asked is dropped.
+func TestNRIKilledPlugin(t *testing.T) {
+	d := startDaemon(t, installPlugin("10-installed", "CreateContainer"), withConfig(`nri_request_timeout = "20s"`))
+	pod := d.runPod(t, hostNetwork)
+	killed := make(chan error, 1)
+	go func() {
+		killed <- waitFor(func() error {
+			for _, line := range readLines(d.installedEvents()) {
+				if pid, ok := strings.CutSuffix(line, " CreateContainer"); ok {
+					pid, err := strconv.Atoi(pid)
+					if err != nil {
+						return err
+					}
+					return syscall.Kill(pid, syscall.SIGKILL)
+				}
+			}
+			return errors.New("the plugin was not asked")
+		})
+	}()
+	c := pod.run(t)
+	must(t, <-killed)
+	c.exec(t, "true")
+	pod.run(t)
+}
+
+// A plugin may change the limits of containers whenever it likes.
+func TestNRIUnsolicitedUpdate(t *testing.T) {
+	d := startDaemon(t)
+	p := d.connectPlugin(t, "10", "updater", &nriPlugin{})
+	pod := d.runPod(t, hostNetwork)
+	c := pod.run(t, resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
+	update := memoryUpdate(c.id, 96<<20)
+	update.SetLinuxPidLimits(55)
+	unknown := memoryUpdate("0123456789", 96<<20)
+	refused := memoryUpdate(c.id, 96<<20)
+	refused.SetLinuxBlockIOClass("fast")
+	failed := get(p.stub.UpdateContainers([]*api.ContainerUpdate{update, unknown, refused}))(t)
+	if len(failed) != 2 || failed[0].ContainerId != unknown.ContainerId || failed[1].Linux.Resources.BlockioClass == nil {
+		t.Errorf("failed are %v", failed)
+	}
+	check := func() {
+		t.Helper()
+		memory, _ := c.limits(t)
+		equal(t, "memory limit", memory, strconv.Itoa(96<<20))
+		equal(t, "limit of processes", cgroupFile(t, c.pid(t), "pids", "pids.max", "pids.max"), "55")
+		equal(t, "reported memory limit", c.status(t).Resources.GetLinux().GetMemoryLimitInBytes(), int64(96<<20))
+	}
+	check()
+	d.restart(t)
+	check()
+}
+
+// A plugin changes an update, and another container because of it or because one has stopped.
+func TestNRIUpdates(t *testing.T) {
+	d := startDaemon(t)
+	p := &nriPlugin{}
+	d.connectPlugin(t, "10", "balancer", p)
+	pod := d.runPod(t, hostNetwork)
+	limit := resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 })
+	a, b := pod.run(t, limit), pod.run(t, limit)
+	memoryOf := func(c *container, want int64) {
+		t.Helper()
+		eventually(t, "memory limit", func() error {
+			if got, _ := c.limits(t); got != strconv.FormatInt(want, 10) {
+				return unexpected("it", got, want)
+			}
+			return nil
+		})
+	}
+	p.update = func(c *api.Container, r *api.LinuxResources) ([]*api.ContainerUpdate, error) {
+		if got := r.GetMemory().GetLimit().GetValue(); got != 128<<20 {
+			return nil, fmt.Errorf("the limit wanted is %d", got)
+		}
+		return []*api.ContainerUpdate{memoryUpdate(c.Id, 100<<20), memoryUpdate(b.id, 80<<20)}, nil
+	}
+	change := &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20}}
+	must(t, d.cri.UpdateContainerResources(t.Context(), a.id, change))
+	memoryOf(a, 100<<20)
+	memoryOf(b, 80<<20)
+	equal(t, "reported memory limit", a.status(t).Resources.GetLinux().GetMemoryLimitInBytes(), int64(100<<20))
+
+	p.update = func(*api.Container, *api.LinuxResources) ([]*api.ContainerUpdate, error) {
+		return nil, errors.New("no more")
+	}
+	wantCode(t, d.cri.UpdateContainerResources(t.Context(), a.id, change), codes.Aborted, "no more")
+	memoryOf(a, 100<<20)
+
+	p.create = func(*api.PodSandbox, *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
+		return nil, []*api.ContainerUpdate{memoryUpdate(b.id, 72<<20)}, nil
+	}
+	pod.create(t)
+	memoryOf(b, 72<<20)
+
+	p.stopped = func(*api.Container) []*api.ContainerUpdate {
+		return []*api.ContainerUpdate{memoryUpdate(b.id, 88<<20)}
+	}
+	a.stop(t, 0)
+	memoryOf(b, 88<<20)
+}
+
+// The operator decides what plugins may not do, and which there must be.
+func TestNRIValidation(t *testing.T) {
+	d := startDaemon(t, withConfig(`nri_reject = ["hooks"]`, `nri_required_plugins = ["needed"]`))
+	pod := d.runPod(t, hostNetwork)
+	_, err := pod.tryCreate(t)
+	wantCode(t, err, codes.Aborted, "needed")
+	p := &nriPlugin{}
+	d.connectPlugin(t, "10", "needed", p)
+	pod.create(t)
+	p.create = adjusting(func(a *api.ContainerAdjustment) {
+		a.AddHooks(&api.Hooks{CreateRuntime: []*api.Hook{{Path: "/bin/true"}}})
+	})
+	_, err = pod.tryCreate(t)
+	wantCode(t, err, codes.Aborted, "hook")
+}
+
+// Without NRI there is no socket; without a socket none may connect.
+func TestNRIOff(t *testing.T) {
+	for _, line := range []string{"nri = false", `nri_socket = ""`} {
+		t.Run(line, func(t *testing.T) {
+			key, _, _ := strings.Cut(line, " ")
+			d := startDaemon(t, func(_ *testing.T, d *daemon) {
+				d.extra = append(slices.DeleteFunc(d.extra, func(have string) bool { return strings.HasPrefix(have, key+" ") }), line)
+			})
+			d.runPod(t, hostNetwork).run(t)
+			if _, err := os.Stat(d.nriSocket()); !os.IsNotExist(err) {
+				t.Errorf("there is a socket: %v", err)
+			}
+		})
+	}
+}

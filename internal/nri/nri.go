@@ -1,0 +1,430 @@
+// Package nri lets plugins of the Node Resource Interface see pods and containers and
+// change them: https://github.com/containerd/nri, version 0.12. It wraps the library's
+// adaptation, which finds, starts, orders and calls the plugins.
+//
+// # Contract
+//
+// Plugins are called one after the other in the order of their index, for one request at a
+// time: so the library serialises them. A plugin that does not answer within the request
+// timeout, or whose connection breaks, is dropped and the request goes on without it, unless
+// it asked to be kept, or to fail requests, when it registered (FailurePolicy). What a plugin
+// answers with an error fails the request that it was asked about, and nothing else.
+//
+// A caller that changes what plugins may see does so in one of two ways, so that a plugin that
+// registers meanwhile misses nothing:
+//
+//   - what is new is announced and then published, under one Hold;
+//   - everything else is published and then announced under a Hold.
+//
+// Without plugins Hold tells so, and nothing else of this package runs.
+//
+// Adjustments that plugins ask for are honoured or refused by name (see Check), never dropped in
+// silence. Their annotations are shown to other plugins and reach nothing else: libcontainer
+// and systemd read some annotations as commands (CVE-2024-3154). Evictions do not reach the
+// runtime in version 0.12 of the library; it drops them, and the log tells so.
+package nri
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"runtime/debug"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/containerd/nri/pkg/adaptation"
+	"github.com/containerd/nri/pkg/api"
+	nrilog "github.com/containerd/nri/pkg/log"
+	validator "github.com/containerd/nri/plugins/default-validator/builtin"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+// Config says where plugins come from and what they may do.
+type Config struct {
+	Version             string        // of the runtime, told to plugins
+	Socket              string        // where external plugins connect; empty: they may not
+	PluginDir           string        // programs that are started with the daemon
+	PluginConfigDir     string        // their configuration: NN-name.conf or name.conf
+	RegistrationTimeout time.Duration // from connection to registration
+	RequestTimeout      time.Duration // for each answer of a plugin
+	Reject              []string      // kinds of adjustments that fail the container, as the option nri_reject names them
+	RequiredPlugins     []string      // names of plugins without which no container is created
+	Log                 *slog.Logger
+}
+
+// Runtime is what plugins see of the runtime, and how they change it.
+type Runtime interface {
+	// Objects returns all pods and containers.
+	Objects() ([]*Pod, []*Container)
+	// Update changes the resources of a container. It waits for its turn until ctx ends.
+	Update(ctx context.Context, u Update) error
+}
+
+// Update is a change of a container's resources that a plugin asks for.
+type Update struct {
+	ContainerID   string
+	Resources     *runtimeapi.LinuxContainerResources // what is zero stays as it is
+	Limits        *Limits                             // what CRI has no field for
+	IgnoreFailure bool                                // the request that this is part of goes on if it fails
+}
+
+// Empty tells whether the update changes nothing.
+func (u Update) Empty() bool { return proto.Size(u.Resources) == 0 && u.Limits == nil }
+
+// Plugins is the set of plugins. Its methods may be called from several goroutines.
+type Plugins struct {
+	cfg        Config
+	adaptation *adaptation.Adaptation
+	runtime    Runtime
+	count      atomic.Int32 // of plugins that are registered
+
+	// What follows a synchronisation; Close waits for it.
+	ctx     context.Context
+	cancel  context.CancelFunc
+	updates sync.WaitGroup
+}
+
+// New prepares plugins without starting any. Timeouts and the log belong to the library's
+// package, so there is one set of plugins per process.
+func New(cfg Config) (*Plugins, error) {
+	p := &Plugins{cfg: cfg}
+	p.ctx, p.cancel = context.WithCancel(context.Background())
+	nrilog.Set(logger{cfg.Log})
+	adaptation.SetPluginRegistrationTimeout(cfg.RegistrationTimeout)
+	adaptation.SetPluginRequestTimeout(cfg.RequestTimeout)
+	options := []adaptation.Option{
+		adaptation.WithPluginPath(cfg.PluginDir),
+		adaptation.WithPluginConfigPath(cfg.PluginConfigDir),
+		adaptation.WithSocketPath(cfg.Socket),
+		adaptation.WithMetrics(metrics{p}),
+		adaptation.WithDefaultValidator(validatorConfig(cfg)),
+	}
+	if cfg.Socket == "" {
+		options = append(options, adaptation.WithDisabledExternalConnections())
+	}
+	var err error
+	if p.adaptation, err = adaptation.New("berth", cfg.Version, p.synchronize, p.unsolicited, options...); err != nil {
+		return nil, fmt.Errorf("prepare NRI: %w", err)
+	}
+	return p, nil
+}
+
+func validatorConfig(cfg Config) *validator.DefaultValidatorConfig {
+	rejects := map[string]bool{}
+	for _, kind := range cfg.Reject {
+		rejects[kind] = true
+	}
+	return &validator.DefaultValidatorConfig{
+		Enable:                                len(cfg.Reject)+len(cfg.RequiredPlugins) > 0,
+		RejectOCIHookAdjustment:               rejects["hooks"],
+		RejectNamespaceAdjustment:             rejects["namespaces"],
+		RejectSysctlAdjustment:                rejects["sysctl"],
+		RejectRuntimeDefaultSeccompAdjustment: rejects["seccomp-default"],
+		RejectCustomSeccompAdjustment:         rejects["seccomp-custom"],
+		RejectUnconfinedSeccompAdjustment:     rejects["seccomp-unconfined"],
+		RequiredPlugins:                       cfg.RequiredPlugins,
+	}
+}
+
+// Start starts the plugins of PluginDir, tells them of everything that rt has, and then accepts
+// external ones. A plugin that does not start is passed over and named in the log. The error is about
+// the directory or the socket, which another runtime may own.
+func (p *Plugins) Start(rt Runtime) error {
+	p.runtime = rt
+	if err := p.checkSocket(); err != nil {
+		return err
+	}
+	if err := p.adaptation.Start(); err != nil {
+		return fmt.Errorf("start NRI: %w", err)
+	}
+	return nil
+}
+
+// checkSocket refuses a socket on which somebody answers: the library would put its own in the
+// place of, say, containerd's.
+func (p *Plugins) checkSocket() error {
+	if p.cfg.Socket == "" {
+		return nil
+	}
+	conn, err := net.DialTimeout("unix", p.cfg.Socket, time.Second)
+	if err != nil {
+		return nil //nolint:nilerr // nobody is there, which is what is asked for
+	}
+	_ = conn.Close() // nothing was sent
+	return errdefs.New(codes.FailedPrecondition, "NRI socket %s is another runtime's: set nri_socket, or nri to false", p.cfg.Socket)
+}
+
+// Close stops the plugins that Start started, and accepts no more.
+func (p *Plugins) Close() {
+	p.cancel()
+	p.adaptation.Stop()
+	p.updates.Wait()
+}
+
+// Hold keeps plugins that register from being told the state of things until release is called. Active
+// tells whether there is a plugin at all; if not, there is nothing to release and nobody to
+// tell. It waits for a registration under way, which the request timeout bounds. A goroutine must not hold twice.
+func (p *Plugins) Hold() (release func(), active bool) {
+	block := p.adaptation.BlockPluginSync()
+	return block.Unblock, p.count.Load() > 0
+}
+
+// synchronize tells a new plugin of everything there is. What it asks for in return is done after it
+// is registered, for that may need the turn of one who waits for the registration to end.
+func (p *Plugins) synchronize(ctx context.Context, tell adaptation.SyncCB) error {
+	pods, containers := p.runtime.Objects()
+	var apiPods []*api.PodSandbox
+	for _, pod := range pods {
+		apiPods = append(apiPods, pod.api())
+	}
+	var apiContainers []*api.Container
+	for _, c := range containers {
+		apiContainers = append(apiContainers, c.api())
+	}
+	updates, err := tell(ctx, apiPods, apiContainers)
+	if err != nil {
+		return err
+	}
+	if len(updates) > 0 && p.ctx.Err() == nil {
+		p.updates.Go(func() {
+			if _, err := p.unsolicited(p.ctx, updates); err != nil {
+				p.cfg.Log.Warn("NRI: updates that a plugin asked for when it registered", "error", err)
+			}
+		})
+	}
+	return nil
+}
+
+// unsolicited makes changes that a plugin asks for on its own account and returns those that failed.
+// One that waits for its turn for longer than a plugin may take to answer has failed.
+func (p *Plugins) unsolicited(ctx context.Context, updates []*api.ContainerUpdate) (failed []*api.ContainerUpdate, err error) {
+	ctx, cancel := context.WithTimeout(ctx, p.cfg.RequestTimeout/2)
+	defer cancel()
+	for _, u := range updates {
+		change, err := newUpdate(u)
+		if err == nil {
+			err = p.runtime.Update(ctx, change)
+		}
+		if err != nil {
+			p.cfg.Log.Warn("NRI: an update failed that a plugin asked for", "container", u.GetContainerId(), "error", err)
+			if !u.GetIgnoreFailure() {
+				failed = append(failed, u)
+			}
+		}
+	}
+	return failed, nil
+}
+
+// PodEvent is something that happened, or is about to happen, to a pod.
+type PodEvent string
+
+// Events of pods. An error of a plugin about RunPod or UpdatePod fails the request.
+const (
+	RunPod     PodEvent = "RunPodSandbox"
+	UpdatePod  PodEvent = "UpdatePodSandbox"
+	PodUpdated PodEvent = "PostUpdatePodSandbox"
+	PodStopped PodEvent = "StopPodSandbox"
+	PodRemoved PodEvent = "RemovePodSandbox"
+)
+
+// Pod tells the plugins of an event. For UpdatePod pod has the resources wanted.
+func (p *Plugins) Pod(ctx context.Context, event PodEvent, pod *Pod) error {
+	sandbox := pod.api()
+	return p.relay(string(event), pod.ID, func() error {
+		switch event {
+		case RunPod:
+			return p.adaptation.RunPodSandbox(ctx, &api.RunPodSandboxRequest{Pod: sandbox})
+		case UpdatePod:
+			_, err := p.adaptation.UpdatePodSandbox(ctx, &api.UpdatePodSandboxRequest{Pod: sandbox,
+				OverheadLinuxResources: sandbox.Linux.PodOverhead, LinuxResources: sandbox.Linux.PodResources})
+			return err
+		case PodUpdated:
+			return p.adaptation.PostUpdatePodSandbox(ctx, &api.PostUpdatePodSandboxRequest{Pod: sandbox})
+		case PodStopped:
+			return p.adaptation.StopPodSandbox(ctx, &api.StopPodSandboxRequest{Pod: sandbox})
+		case PodRemoved:
+			return p.adaptation.RemovePodSandbox(ctx, &api.RemovePodSandboxRequest{Pod: sandbox})
+		}
+		return errdefs.Internal("NRI: unknown event %q", event)
+	})
+}
+
+// ContainerEvent is something that happened, or is about to happen, to a container.
+type ContainerEvent string
+
+// Events of containers. An error of a plugin about StartContainer fails the start.
+const (
+	ContainerCreated ContainerEvent = "PostCreateContainer"
+	StartContainer   ContainerEvent = "StartContainer"
+	ContainerStarted ContainerEvent = "PostStartContainer"
+	ContainerUpdated ContainerEvent = "PostUpdateContainer"
+	ContainerStopped ContainerEvent = "StopContainer"
+	ContainerRemoved ContainerEvent = "RemoveContainer"
+)
+
+// Container tells the plugins of an event. When a container has stopped they may ask for updates of others.
+func (p *Plugins) Container(ctx context.Context, event ContainerEvent, pod *Pod, c *Container) ([]Update, error) {
+	sandbox, container := pod.api(), c.api()
+	var updates []*api.ContainerUpdate
+	err := p.relay(string(event), c.ID, func() error {
+		switch event {
+		case ContainerCreated:
+			return p.adaptation.PostCreateContainer(ctx, &api.PostCreateContainerRequest{Pod: sandbox, Container: container})
+		case StartContainer:
+			return p.adaptation.StartContainer(ctx, &api.StartContainerRequest{Pod: sandbox, Container: container})
+		case ContainerStarted:
+			return p.adaptation.PostStartContainer(ctx, &api.PostStartContainerRequest{Pod: sandbox, Container: container})
+		case ContainerUpdated:
+			return p.adaptation.PostUpdateContainer(ctx, &api.PostUpdateContainerRequest{Pod: sandbox, Container: container})
+		case ContainerStopped:
+			response, err := p.adaptation.StopContainer(ctx, &api.StopContainerRequest{Pod: sandbox, Container: container})
+			updates = response.GetUpdate()
+			return err
+		case ContainerRemoved:
+			return p.adaptation.RemoveContainer(ctx, &api.RemoveContainerRequest{Pod: sandbox, Container: container})
+		}
+		return errdefs.Internal("NRI: unknown event %q", event)
+	})
+	if err != nil {
+		return nil, err
+	}
+	return newUpdates(updates)
+}
+
+// CreateContainer asks the plugins how a container that is being made is to be changed, its limits
+// included, and which others with it.
+//
+// Errors: Aborted for a plugin's refusal, or plugins that contradict each other; Unimplemented and
+// InvalidArgument as Check tells.
+func (p *Plugins) CreateContainer(ctx context.Context, pod *Pod, c *Container) (*Adjustment, Update, []Update, error) {
+	container := c.api()
+	env := container.Env
+	var response *api.CreateContainerResponse
+	err := p.relay("CreateContainer", c.ID, func() (err error) {
+		response, err = p.adaptation.CreateContainer(ctx, &api.CreateContainerRequest{Pod: pod.api(), Container: container})
+		return err
+	})
+	if err != nil {
+		return nil, Update{}, nil, err
+	}
+	addRemovals(response.GetAdjust(), env, container.Env)
+	adjustment, limits, err := newAdjustment(response.GetAdjust())
+	if err != nil {
+		return nil, Update{}, nil, err
+	}
+	others, err := newUpdates(response.GetUpdate())
+	return adjustment, limits, others, err
+}
+
+// addRemovals adds to an adjustment that plugins removed variables, which the library (0.12.5) leaves out. It
+// does note what it shows to the plugin after the last one.
+func addRemovals(adjust *api.ContainerAdjustment, before, after []string) {
+	left := map[string]bool{}
+	for _, kv := range after {
+		key, _, _ := strings.Cut(kv, "=")
+		left[key] = true
+	}
+	for _, kv := range before {
+		if key, _, _ := strings.Cut(kv, "="); !left[key] {
+			adjust.RemoveEnv(key)
+		}
+	}
+}
+
+// UpdateContainer asks the plugins how an update of a container is to be changed, and which
+// others with it. It returns what is to be changed of the container now.
+func (p *Plugins) UpdateContainer(ctx context.Context, pod *Pod, c *Container, wanted *runtimeapi.LinuxContainerResources) (Update, []Update, error) {
+	own := Update{ContainerID: c.ID, Resources: wanted}
+	var response *api.UpdateContainerResponse
+	err := p.relay("UpdateContainer", c.ID, func() (err error) {
+		response, err = p.adaptation.UpdateContainer(ctx, &api.UpdateContainerRequest{Pod: pod.api(), Container: c.api(), LinuxResources: fromCRI(wanted)})
+		return err
+	})
+	if err != nil {
+		return own, nil, err
+	}
+	var others []Update
+	for _, u := range response.GetUpdate() {
+		if u == nil { // the container's own, where no plugin changed it
+			continue
+		}
+		update, err := newUpdate(u)
+		if err != nil {
+			return own, nil, err
+		}
+		if u.ContainerId == c.ID {
+			own = update
+		} else {
+			others = append(others, update)
+		}
+	}
+	return own, others, nil
+}
+
+// relay makes one request to the plugins. A panic of the library, which works on what plugins
+// answer, is an error of this request.
+func (p *Plugins) relay(request, object string, do func() error) (err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			p.cfg.Log.Error("panic", "operation", "NRI "+request, "object", object, "panic", r, "stack", string(debug.Stack()))
+			err = errdefs.Internal("NRI %s: internal error: %v", request, r)
+		}
+	}()
+	if err = do(); err == nil || errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
+		return err
+	}
+	// Not the plugin's own code: to kubelet a NotFound, say, would be the container's.
+	return errdefs.New(codes.Aborted, "NRI %s of %s: %w", request, object, err)
+}
+
+// metrics keeps the number of plugins, which the library tells nobody else.
+type metrics struct{ p *Plugins }
+
+func (m metrics) UpdatePluginCount(n int) {
+	if before := m.p.count.Swap(int32(n)); int(before) != n {
+		m.p.cfg.Log.Info("NRI: plugins came or went", "plugins", n, "before", before)
+	}
+}
+
+func (metrics) RecordPluginInvocation(string, string, error)      {}
+func (metrics) RecordPluginLatency(string, string, time.Duration) {}
+func (m metrics) RecordPluginAdjustments(plugin, request string, _ *api.ContainerAdjustment, _, evictions int) {
+	if evictions > 0 {
+		m.p.cfg.Log.Warn("NRI: the evictions that a plugin asks for are not carried out", "plugin", plugin, "request", request, "evictions", evictions)
+	}
+}
+
+// logger passes on what the library logs. Its steps are of interest to who looks for trouble.
+type logger struct{ log *slog.Logger }
+
+func (l logger) Debugf(ctx context.Context, format string, args ...any) {
+	l.write(ctx, slog.LevelDebug, format, args)
+}
+func (l logger) Infof(ctx context.Context, format string, args ...any) {
+	l.write(ctx, slog.LevelDebug, format, args)
+}
+func (l logger) Warnf(ctx context.Context, format string, args ...any) {
+	l.write(ctx, slog.LevelWarn, format, args)
+}
+func (l logger) Errorf(ctx context.Context, format string, args ...any) {
+	l.write(ctx, slog.LevelError, format, args)
+}
+
+func (l logger) write(ctx context.Context, level slog.Level, format string, args []any) {
+	for _, arg := range args {
+		if err, ok := arg.(error); ok && errors.Is(err, adaptation.ErrWasmDisabled) {
+			level = slog.LevelDebug // left out on purpose, see contrib/build
+		}
+	}
+	if l.log.Enabled(ctx, level) {
+		l.log.Log(ctx, level, "NRI: "+fmt.Sprintf(format, args...))
+	}
+}

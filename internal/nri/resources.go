@@ -1,0 +1,151 @@
+package nri
+
+import (
+	"maps"
+
+	"github.com/containerd/nri/pkg/api"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+// Limits are those that plugins may set and CRI has no field for. nil: not set.
+type Limits struct {
+	Pids              *int64 `json:"pids,omitempty"` // -1: no limit
+	MemoryReservation *int64 `json:"memoryReservation,omitempty"`
+}
+
+// Merge returns l with what is set in change. Neither is changed; both may be nil.
+func (l *Limits) Merge(change *Limits) *Limits {
+	if l == nil || change == nil {
+		if change == nil {
+			return l
+		}
+		return change
+	}
+	merged := *l
+	if change.Pids != nil {
+		merged.Pids = change.Pids
+	}
+	if change.MemoryReservation != nil {
+		merged.MemoryReservation = change.MemoryReservation
+	}
+	return &merged
+}
+
+// AddTo sets the limits in resources.
+func (l *Limits) AddTo(resources *specs.LinuxResources) {
+	if l == nil {
+		return
+	}
+	if l.Pids != nil {
+		resources.Pids = &specs.LinuxPids{Limit: l.Pids}
+	}
+	if l.MemoryReservation != nil {
+		if resources.Memory == nil {
+			resources.Memory = &specs.LinuxMemory{}
+		}
+		resources.Memory.Reservation = l.MemoryReservation
+	}
+}
+
+func newUpdates(list []*api.ContainerUpdate) ([]Update, error) {
+	var updates []Update
+	for _, u := range list {
+		update, err := newUpdate(u)
+		if err != nil && !u.GetIgnoreFailure() {
+			return nil, err
+		}
+		if err == nil {
+			updates = append(updates, update)
+		}
+	}
+	return updates, nil
+}
+
+func newUpdate(u *api.ContainerUpdate) (Update, error) {
+	resources, limits, err := toCRI(u.GetLinux().GetResources())
+	return Update{ContainerID: u.GetContainerId(), Resources: resources, Limits: limits, IgnoreFailure: u.GetIgnoreFailure()}, err
+}
+
+// toCRI splits resources into what CRI has fields for and what it has not. Zero is "not set" in
+// both. What neither has, because cgroup v2 has no such limit or berth no such classes, is refused by name.
+func toCRI(r *api.LinuxResources) (*runtimeapi.LinuxContainerResources, *Limits, error) {
+	if err := refuseLimits(r); err != nil {
+		return nil, nil, err
+	}
+	cpu, memory := r.GetCpu(), r.GetMemory()
+	resources := &runtimeapi.LinuxContainerResources{
+		CpuPeriod: int64(cpu.GetPeriod().GetValue()), CpuQuota: cpu.GetQuota().GetValue(), CpuShares: int64(cpu.GetShares().GetValue()),
+		CpusetCpus: cpu.GetCpus(), CpusetMems: cpu.GetMems(),
+		MemoryLimitInBytes: memory.GetLimit().GetValue(), MemorySwapLimitInBytes: memory.GetSwap().GetValue(),
+		Unified: maps.Clone(r.GetUnified()),
+	}
+	for _, l := range r.GetHugepageLimits() {
+		resources.HugepageLimits = append(resources.HugepageLimits, &runtimeapi.HugepageLimit{PageSize: l.GetPageSize(), Limit: l.GetLimit()})
+	}
+	limits := &Limits{}
+	if r.GetPids() != nil {
+		pids := r.GetPids().GetLimit()
+		if pids < api.UnlimitedPidsLimit {
+			return nil, nil, invalid("limit of %d processes", pids)
+		}
+		limits.Pids = &pids
+	}
+	if reservation := memory.GetReservation(); reservation.GetValue() != 0 {
+		limits.MemoryReservation = reservation.Get()
+	}
+	if *limits == (Limits{}) {
+		limits = nil
+	}
+	return resources, limits, nil
+}
+
+func refuseLimits(r *api.LinuxResources) error {
+	memory := r.GetMemory()
+	switch {
+	case r.GetBlockioClass() != nil:
+		return refusal("block I/O class %q", r.GetBlockioClass().GetValue())
+	case r.GetRdtClass() != nil:
+		return refusal("RDT class %q", r.GetRdtClass().GetValue())
+	case memory.GetKernel().GetValue() != 0:
+		return refusal("limit of kernel memory")
+	case memory.GetKernelTcp().GetValue() != 0:
+		return refusal("limit of TCP memory")
+	case memory.GetSwappiness() != nil:
+		return refusal("swappiness")
+	case memory.GetDisableOomKiller().GetValue():
+		return refusal("disabling the OOM killer")
+	case memory.GetUseHierarchy().GetValue():
+		return refusal("memory hierarchy")
+	case r.GetCpu().GetRealtimeRuntime().GetValue() != 0 || r.GetCpu().GetRealtimePeriod().GetValue() != 0:
+		return refusal("realtime CPU time")
+	}
+	return nil
+}
+
+func fromCRI(r *runtimeapi.LinuxContainerResources) *api.LinuxResources {
+	if r == nil {
+		return nil
+	}
+	resources := &api.LinuxResources{Cpu: &api.LinuxCPU{Cpus: r.GetCpusetCpus(), Mems: r.GetCpusetMems()},
+		Memory: &api.LinuxMemory{}, Unified: maps.Clone(r.GetUnified())}
+	if n := r.GetCpuPeriod(); n != 0 {
+		resources.Cpu.Period = api.UInt64(uint64(n))
+	}
+	if n := r.GetCpuQuota(); n != 0 {
+		resources.Cpu.Quota = api.Int64(n)
+	}
+	if n := r.GetCpuShares(); n != 0 {
+		resources.Cpu.Shares = api.UInt64(uint64(n))
+	}
+	if n := r.GetMemoryLimitInBytes(); n != 0 {
+		resources.Memory.Limit = api.Int64(n)
+	}
+	if n := r.GetMemorySwapLimitInBytes(); n != 0 {
+		resources.Memory.Swap = api.Int64(n)
+	}
+	for _, l := range r.GetHugepageLimits() {
+		resources.HugepageLimits = append(resources.HugepageLimits, &api.HugepageLimit{PageSize: l.GetPageSize(), Limit: l.GetLimit()})
+	}
+	return resources
+}

@@ -1,0 +1,240 @@
+package sandbox
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/nri"
+	"berth/oci"
+)
+
+// Plugins see pods and containers and change them; *nri.Plugins is the real one, and has the
+// documentation. Nothing but Start, Close and Hold is called while Hold says that there are none.
+//
+// They are called with the turn of the object that the call is about, so that they see what happens to it
+// in its order, and with no lock. How long they may take is bounded by the request timeout.
+type Plugins interface {
+	Start(nri.Runtime) error
+	Close()
+	Hold() (release func(), active bool)
+	Pod(ctx context.Context, event nri.PodEvent, pod *nri.Pod) error
+	Container(ctx context.Context, event nri.ContainerEvent, pod *nri.Pod, c *nri.Container) ([]nri.Update, error)
+	CreateContainer(ctx context.Context, pod *nri.Pod, c *nri.Container) (*nri.Adjustment, nri.Update, []nri.Update, error)
+	UpdateContainer(ctx context.Context, pod *nri.Pod, c *nri.Container, wanted *runtimeapi.LinuxContainerResources) (nri.Update, []nri.Update, error)
+}
+
+// noPlugins is what a manager has where NRI is off.
+type noPlugins struct{ Plugins }
+
+func (noPlugins) Start(nri.Runtime) error             { return nil }
+func (noPlugins) Close()                              {}
+func (noPlugins) Hold() (release func(), active bool) { return func() {}, false }
+
+// pluginUpdateLimit is how long an update that a plugin asked for waits for its container's turn.
+const pluginUpdateLimit = 10 * time.Second
+
+// presentPod asks the plugins about a pod that is about to be published. No plugin is told of the
+// state of things until release is called, which is never nil. It needs the pod's turn.
+func (m *Manager) presentPod(ctx context.Context, p *pod) (release func(), err error) {
+	release, active := m.plugins.Hold()
+	if !active {
+		return release, nil
+	}
+	p.presented = true
+	if err := m.plugins.Pod(ctx, nri.RunPod, m.podForPlugins(p, podInfo(p))); err != nil {
+		return release, fmt.Errorf("run pod %s: %w", p.id, err)
+	}
+	return release, nil
+}
+
+// tellOfPod tells plugins what happened to a pod. What they answer changes nothing about it.
+func (m *Manager) tellOfPod(ctx context.Context, event nri.PodEvent, p *pod) {
+	release, active := m.plugins.Hold()
+	defer release()
+	if !active {
+		return
+	}
+	info := p.info.Load()
+	if info == nil { // it was presented and then came to nothing
+		info = podInfo(p)
+	}
+	if err := m.plugins.Pod(ctx, event, m.podForPlugins(p, info)); err != nil {
+		m.log.Warn("an NRI plugin failed", "pod", p.id, "event", event, "error", err)
+	}
+}
+
+// presentContainer lets the plugins change a container that is about to be published, and others with
+// it. No plugin is told of the state of things until release is called, which is never nil. It needs
+// the container's turn.
+func (m *Manager) presentContainer(ctx context.Context, p *pod, c *container) (release func(), err error) {
+	release, active := m.plugins.Hold()
+	if !active {
+		return release, nil
+	}
+	c.presented = true
+	adjustment, own, others, err := m.plugins.CreateContainer(ctx, m.podForPlugins(p, p.info.Load()), m.containerForPlugins(c, containerInfo(c)))
+	if err != nil {
+		return release, err
+	}
+	c.rec.Adjustment = adjustment
+	if !own.Empty() {
+		if err := m.setResources(c, mergeResources(c.resources, own.Resources), own.Limits); err != nil {
+			return release, err
+		}
+	}
+	for _, u := range others {
+		if err := m.updateForPlugin(ctx, u); err != nil && !u.IgnoreFailure {
+			return release, fmt.Errorf("update container %s for an NRI plugin: %w", u.ContainerID, err)
+		}
+	}
+	return release, nil
+}
+
+// askToStart asks the plugins about a container that is about to be started. It needs the container's turn.
+func (m *Manager) askToStart(ctx context.Context, c *container) error {
+	release, active := m.plugins.Hold()
+	defer release()
+	if !active {
+		return nil
+	}
+	pod, container, err := m.forPlugins(c)
+	if err != nil {
+		return err
+	}
+	_, err = m.plugins.Container(ctx, nri.StartContainer, pod, container)
+	return err
+}
+
+// askToUpdate asks the plugins about an update of a container, and returns the update to be made and
+// what is to be done to others. It needs the container's turn.
+func (m *Manager) askToUpdate(ctx context.Context, c *container, wanted *runtimeapi.LinuxContainerResources) (nri.Update, []nri.Update, error) {
+	release, active := m.plugins.Hold()
+	defer release()
+	if !active {
+		return nri.Update{ContainerID: c.id, Resources: wanted}, nil, nil
+	}
+	pod, container, err := m.forPlugins(c)
+	if err != nil {
+		return nri.Update{}, nil, err
+	}
+	return m.plugins.UpdateContainer(ctx, pod, container, wanted)
+}
+
+// tellOfContainer tells plugins what happened to a container. What they answer changes nothing
+// about it; others that they want updated are updated afterwards. It needs the container's turn.
+func (m *Manager) tellOfContainer(ctx context.Context, event nri.ContainerEvent, c *container) {
+	release, active := m.plugins.Hold()
+	defer release()
+	if !active {
+		return
+	}
+	pod, container, err := m.forPlugins(c)
+	var updates []nri.Update
+	if err == nil {
+		updates, err = m.plugins.Container(ctx, event, pod, container)
+	}
+	if err != nil {
+		m.log.Warn("an NRI plugin failed", "container", c.id, "event", event, "error", err)
+	}
+	m.updateLater(updates)
+}
+
+// updateLater updates containers for a plugin when the caller has passed on its turn: whose turn the updates
+// need may wait for the caller's.
+func (m *Manager) updateLater(updates []nri.Update) {
+	if len(updates) == 0 {
+		return
+	}
+	m.tasks.Operations.Spawn(func() {
+		for _, u := range updates {
+			err := m.tasks.Guard("update", "container "+u.ContainerID, func() error {
+				return m.updateForPlugin(m.tasks.Operations.Context(), u)
+			})
+			if err != nil {
+				m.log.Warn("update for an NRI plugin", "container", u.ContainerID, "error", err)
+			}
+		}
+	}) // else the daemon is ending: plugins are told of everything anew by the next one
+}
+
+// updateForPlugin changes a container's limits without asking plugins about it again.
+func (m *Manager) updateForPlugin(ctx context.Context, u nri.Update) error {
+	c, err := m.containers.find(u.ContainerID)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(ctx, pluginUpdateLimit)
+	defer cancel()
+	return m.tasks.WithTurn(ctx, c.turn, "update for a plugin", c.String(), func() error {
+		if err := checkUpdatable(c); err != nil {
+			return err
+		}
+		return m.changeResources(c, u)
+	})
+}
+
+// managerForPlugins is the manager as plugins see it.
+type managerForPlugins struct{ m *Manager }
+
+// Objects implements nri.Runtime: all pods, and the containers that have not ended.
+func (r managerForPlugins) Objects() ([]*nri.Pod, []*nri.Container) {
+	var pods []*nri.Pod
+	for _, p := range r.m.pods.snapshot() {
+		if info := p.info.Load(); info != nil {
+			pods = append(pods, r.m.podForPlugins(p, info))
+		}
+	}
+	var containers []*nri.Container
+	for _, c := range r.m.containers.snapshot() {
+		if info := c.info.Load(); info != nil && info.State != runtimeapi.ContainerState_CONTAINER_EXITED {
+			containers = append(containers, r.m.containerForPlugins(c, info))
+		}
+	}
+	return pods, containers
+}
+
+// Update implements nri.Runtime.
+func (r managerForPlugins) Update(ctx context.Context, u nri.Update) error {
+	return r.m.tasks.Detach(ctx, pluginUpdateLimit, "update for a plugin", "container "+u.ContainerID,
+		func(context.Context) error { return r.m.updateForPlugin(ctx, u) })
+}
+
+func (m *Manager) forPlugins(c *container) (*nri.Pod, *nri.Container, error) {
+	p, err := m.pods.find(c.podID)
+	if err != nil {
+		return nil, nil, err
+	}
+	info := c.info.Load()
+	if info == nil { // it was presented and then came to nothing
+		info = containerInfo(c)
+	}
+	return m.podForPlugins(p, p.info.Load()), m.containerForPlugins(c, info), nil
+}
+
+func (m *Manager) podForPlugins(p *pod, info *PodInfo) *nri.Pod {
+	return &nri.Pod{ID: p.id, Handler: info.Handler, Config: p.config, IPs: info.IPs, PID: info.PausePID, NetNS: info.NetNS, CgroupsPath: p.rec.CgroupsPath}
+}
+
+// containerForPlugins describes a container. Where its spec can't be built any more, because a volume is gone,
+// plugins are told of its process alone.
+func (m *Manager) containerForPlugins(c *container, info *ContainerInfo) *nri.Container {
+	described := &nri.Container{ID: c.id, PodID: c.podID, ImageID: info.ImageID, Config: c.config, State: info.State,
+		CreatedAt: info.CreatedAt, StartedAt: info.StartedAt, FinishedAt: info.FinishedAt, ExitCode: info.ExitCode,
+		Reason: info.Reason, Message: info.Message, PID: info.PID, Resources: info.Resources, Adjustment: c.rec.Adjustment}
+	described.Spec = info.describedSpec()
+	if p, err := m.pods.find(c.podID); err == nil {
+		if spec, err := m.containerSpec(p, c, info.Resources, info.limits); err == nil {
+			described.Spec = spec
+		}
+	}
+	return described
+}
+
+// node is what applying a plugin's adjustment to a container of the pod needs to know.
+func (m *Manager) nodeFor(p *pod) nri.Node {
+	return nri.Node{OOMScoreAdjMin: m.cfg.Host.OOMScoreAdjMin, CDI: m.cfg.CDI.Inject,
+		Sysctl: func(name, value string) (string, error) { return oci.Sysctl(m.ociPod(p), name, value) }}
+}
