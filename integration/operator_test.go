@@ -217,3 +217,23 @@ func TestOperatorContainers(t *testing.T) {
 		t.Errorf("logs of an unknown container: %v\n%s", err, out)
 	}
 }
+
+// `berth check` finds nothing that keeps pods from running where they run, and fails
+// where they cannot: without a network configuration.
+func TestCheck(t *testing.T) {
+	d := startDaemon(t)
+	flags := []string{"check", "--config", d.configFile(), "--root", d.root, "--state", d.state, "--cni-conf-dir", d.confDir, "--cni-bin-dir", pluginDir}
+	out, err := d.command(flags...).Output()
+	if err != nil {
+		t.Errorf("check: %v\n%s", err, out)
+	}
+	if !strings.Contains(string(out), "CNI network: ") || strings.Contains(string(out), "failure") {
+		t.Errorf("check says\n%s", out)
+	}
+	must(t, os.Rename(d.networkFile(), d.networkFile()+".away"))
+	out, err = d.command(append(flags, "--json")...).Output()
+	must(t, os.Rename(d.networkFile()+".away", d.networkFile()))
+	if err == nil || !strings.Contains(string(out), `"failure"`) || !strings.Contains(string(out), "no CNI network configured") {
+		t.Errorf("check without a network: %v\n%s", err, out)
+	}
+}

@@ -21,7 +21,7 @@ func newRootCommand() *cobra.Command {
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
-	root.AddCommand(newServeCommand(), newConfigCommand())
+	root.AddCommand(newServeCommand(), newConfigCommand(), newCheckCommand())
 	addOperatorCommands(root)
 	return root
 }

@@ -1,0 +1,178 @@
+package nodecheck
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+func (n *Node) path(p string) string { return filepath.Join(n.root, p) }
+
+func (n *Node) exists(p string) bool {
+	_, err := os.Stat(n.path(p))
+	return err == nil
+}
+
+// value is the trimmed content of a small file, and why it can't be had.
+func (n *Node) value(p string) (string, error) {
+	b, err := os.ReadFile(n.path(p))
+	return strings.TrimSpace(string(b)), err
+}
+
+// checkProcess asks what this process may do, as the daemon would be started.
+func checkProcess(_ context.Context, n *Node) []Finding {
+	if os.Geteuid() != 0 {
+		return []Finding{lacking(Failure, "user", "not root", "run berth as root")}
+	}
+	findings := []Finding{ok("user", "root")}
+	if n.Facts.OOMScoreAdjMin > -998 {
+		findings = append(findings, lacking(Warning, "oom_score_adj",
+			fmt.Sprintf("cannot be set below %d", n.Facts.OOMScoreAdjMin),
+			"give berth CAP_SYS_RESOURCE; without it critical pods are not protected from the OOM killer"))
+	}
+	var files unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &files); err == nil && files.Max < 65536 {
+		findings = append(findings, lacking(Warning, "open files", fmt.Sprintf("limit %d", files.Max),
+			"raise it to 65536 or more (LimitNOFILE= of the unit): each container needs some"))
+	}
+	return findings
+}
+
+// The oldest kernel that has all that berth cannot do without: overlayfs' volatile
+// mounts. openat2 (5.6), pidfds and clone into a cgroup (5.7) are older.
+const oldestMajor, oldestMinor = 5, 10
+
+// features are what newer kernels bring, and what is missing before.
+var features = []struct {
+	major, minor int
+	name, brings string
+}{
+	{5, 12, "mount_setattr", "recursive read-only mounts and ID-mapped mounts"},
+	{5, 14, "cgroup.kill", "killing a whole container at once (cgroup v2)"},
+	{6, 3, "tmpfs ID-mapped mounts", "user namespaces with all kinds of volumes"},
+	{6, 7, "lowerdir+", "images with more than about 60 layers"},
+}
+
+func checkKernel(_ context.Context, n *Node) []Finding {
+	newerThan := func(major, minor int) bool {
+		return n.Facts.KernelMajor > major || n.Facts.KernelMajor == major && n.Facts.KernelMinor >= minor
+	}
+	if !newerThan(oldestMajor, oldestMinor) {
+		return []Finding{lacking(Failure, "kernel", n.Facts.Kernel, fmt.Sprintf("install Linux %d.%d or later", oldestMajor, oldestMinor))}
+	}
+	findings := []Finding{ok("kernel", "Linux %s", n.Facts.Kernel)}
+	for _, f := range features {
+		if !newerThan(f.major, f.minor) {
+			findings = append(findings, lacking(Warning, "kernel", "no "+f.name, fmt.Sprintf("Linux %d.%d has it, for %s", f.major, f.minor, f.brings)))
+		}
+	}
+	if n.Facts.Seccomp {
+		findings = append(findings, ok("seccomp", "available"))
+	} else {
+		findings = append(findings, lacking(Warning, "seccomp", "not available", "use a kernel with CONFIG_SECCOMP_FILTER: pods with a seccomp profile fail without"))
+	}
+	if limit, err := n.value("/proc/sys/user/max_user_namespaces"); err != nil || limit == "0" {
+		findings = append(findings, lacking(Warning, "user namespaces", "not allowed", "set the sysctl user.max_user_namespaces: pods with hostUsers: false fail without"))
+	}
+	return findings
+}
+
+// checkModules asks for file systems and modules. A module may be loaded when it is
+// needed; what the running kernel can still load is told from its module directory.
+func checkModules(_ context.Context, n *Node) []Finding {
+	filesystems, err := n.value("/proc/filesystems")
+	if err != nil {
+		return []Finding{lacking(Failure, "file systems", err.Error(), "mount /proc")}
+	}
+	var findings []Finding
+	if slices.Contains(strings.Fields(filesystems), "overlay") || n.loadable("overlay") {
+		findings = append(findings, ok("overlayfs", "available"))
+	} else {
+		findings = append(findings, lacking(Failure, "overlayfs", "not available", "load the module: modprobe overlay, and name it in /etc/modules-load.d"))
+	}
+	for _, m := range []struct{ name, marker, purpose string }{
+		{"veth", "", "the pods' network interfaces"},
+		{"bridge", "", "networks of the bridge plugin"},
+		{"nf_tables", "/proc/net/netfilter", "host ports and masquerading"},
+	} {
+		loaded := n.exists("/sys/module/"+m.name) || m.marker != "" && n.exists(m.marker)
+		if !loaded && !n.loadable(m.name) {
+			findings = append(findings, lacking(Warning, "module "+m.name, "neither in the kernel nor loadable", "needed for "+m.purpose))
+		}
+	}
+	return findings
+}
+
+// loadable tells whether modprobe would find a module, or it is in the kernel.
+func (n *Node) loadable(module string) bool {
+	dir := "/lib/modules/" + n.Facts.Kernel
+	for _, list := range []string{dir + "/modules.builtin", dir + "/modules.dep"} {
+		if n.listsModule(list, module) {
+			return true
+		}
+	}
+	return false
+}
+
+func (n *Node) listsModule(list, module string) bool {
+	f, err := os.Open(n.path(list))
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	lines := bufio.NewScanner(f)
+	lines.Buffer(nil, 1<<20) // modules.dep has long ones
+	for lines.Scan() {
+		file, _, _ := strings.Cut(lines.Text(), ":")
+		name, _, _ := strings.Cut(filepath.Base(file), ".ko")
+		if strings.ReplaceAll(name, "-", "_") == module {
+			return true
+		}
+	}
+	return false
+}
+
+// sysctls that kubelet, networks and many containers rely on.
+var sysctls = []struct {
+	name   string
+	least  int
+	level  Level
+	reason string
+}{
+	{"net.ipv4.ip_forward", 1, Warning, "pods reach nothing beyond the node without it"},
+	{"net.bridge.bridge-nf-call-iptables", 1, Warning, "services are not reached through a bridge without it (module br_netfilter)"},
+	{"fs.inotify.max_user_instances", 512, Warning, "with the kernel's 128, pods that watch files fail on a full node"},
+	{"fs.inotify.max_user_watches", 65536, Warning, "pods that watch files fail on a full node"},
+	{"kernel.pid_max", 131072, Warning, "110 pods may have more processes than that"},
+}
+
+func checkSysctls(_ context.Context, n *Node) []Finding {
+	var findings []Finding
+	for _, s := range sysctls {
+		text, err := n.value("/proc/sys/" + strings.ReplaceAll(s.name, ".", "/"))
+		if errors.Is(err, fs.ErrNotExist) {
+			findings = append(findings, lacking(s.level, s.name, "there is no such sysctl", s.reason))
+			continue
+		}
+		value, parseErr := strconv.Atoi(text)
+		if err := errors.Join(err, parseErr); err != nil {
+			findings = append(findings, lacking(s.level, s.name, err.Error(), "have it readable"))
+			continue
+		}
+		if value < s.least {
+			findings = append(findings, lacking(s.level, s.name, text, fmt.Sprintf("set it to %d: %s", s.least, s.reason)))
+			continue
+		}
+		findings = append(findings, ok(s.name, "%s", text))
+	}
+	return findings
+}

@@ -1,0 +1,32 @@
+package nodecheck
+
+import (
+	"context"
+	"fmt"
+	"path/filepath"
+	"strings"
+
+	"berth/cni"
+)
+
+// checkNetwork asks package cni, which is who decides for the daemon, and the plugins
+// themselves (STATUS).
+func checkNetwork(ctx context.Context, n *Node) []Finding {
+	const subject = "CNI network"
+	network, err := cni.New(cni.Config{ConfDir: n.Config.CNIConfDir, BinDirs: n.Config.CNIBinDirs, CacheDir: filepath.Join(n.Config.Root, "cni")}, quiet())
+	if err != nil {
+		return []Finding{lacking(Failure, subject, err.Error(), "mend cni_conf_dir and cni_bin_dirs")}
+	}
+	defer network.Close()
+	var findings []Finding
+	statusErr := network.Status(ctx)
+	info := network.Info()
+	for _, s := range info.Skipped {
+		findings = append(findings, lacking(Warning, "CNI configuration", fmt.Sprintf("%s: %s", s.File, s.Error), "mend or remove it"))
+	}
+	if statusErr != nil {
+		return append(findings, lacking(Failure, subject, statusErr.Error(),
+			fmt.Sprintf("install a CNI network (configuration in %s, plugins in %s); until then only pods with the host's network run", info.ConfDir, strings.Join(info.BinDirs, " or "))))
+	}
+	return append(findings, ok(subject, "%s from %s: %s", info.Network, info.File, strings.Join(info.Plugins, ", ")))
+}

@@ -1,0 +1,124 @@
+package nodecheck
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"berth/internal/config"
+	"berth/internal/host"
+)
+
+// machine is a node with proc, sys and run of its own.
+func machine(t *testing.T, facts host.Facts, files map[string]string) *Node {
+	t.Helper()
+	n := &Node{Config: config.Default(), Facts: facts, root: t.TempDir()}
+	n.Config.Root, n.Config.State, n.Config.CNIConfDir = t.TempDir(), t.TempDir(), t.TempDir()
+	for name, content := range files {
+		path := n.path(name)
+		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(path, []byte(content), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return n
+}
+
+// find returns the finding about a subject.
+func find(t *testing.T, findings []Finding, subject, part string) Finding {
+	t.Helper()
+	for _, f := range findings {
+		if f.Subject == subject && strings.Contains(f.Found, part) {
+			if (f.Level == OK) != (f.Mend == "") {
+				t.Errorf("%s is %s, and the mend is %q", subject, f.Level, f.Mend)
+			}
+			return f
+		}
+	}
+	t.Fatalf("nothing about %s that says %q: %v", subject, part, findings)
+	return Finding{}
+}
+
+func kernel(major, minor int) host.Facts {
+	return host.Facts{Kernel: "test", KernelMajor: major, KernelMinor: minor, Seccomp: true, RootShared: true}
+}
+
+func TestFindings(t *testing.T) {
+	v2 := kernel(6, 12)
+	v2.CgroupV2 = true
+	for _, tc := range []struct {
+		name    string
+		check   check
+		facts   host.Facts
+		files   map[string]string
+		systemd bool
+		subject string
+		level   Level
+		found   string
+	}{
+		{"old kernel", checkKernel, kernel(5, 4), nil, false, "kernel", Failure, "test"},
+		{"kernel without newer features", checkKernel, kernel(5, 10), nil, false, "kernel", Warning, "mount_setattr"},
+		{"new kernel", checkKernel, kernel(6, 12), nil, false, "kernel", OK, "Linux test"},
+		{"no seccomp", checkKernel, host.Facts{KernelMajor: 6, KernelMinor: 12}, nil, false, "seccomp", Warning, "not available"},
+		{"user namespaces forbidden", checkKernel, kernel(6, 12), map[string]string{"/proc/sys/user/max_user_namespaces": "0\n"}, false, "user namespaces", Warning, "not allowed"},
+		{"overlayfs in the kernel", checkModules, kernel(6, 12), map[string]string{"/proc/filesystems": "nodev\toverlay\n\text4\n"}, false, "overlayfs", OK, ""},
+		{"overlayfs loadable", checkModules, kernel(6, 12), map[string]string{"/proc/filesystems": "\text4\n",
+			"/lib/modules/test/modules.dep": "kernel/fs/overlayfs/overlay.ko.xz: kernel/fs/x.ko\n"}, false, "overlayfs", OK, ""},
+		{"no overlayfs", checkModules, kernel(6, 12), map[string]string{"/proc/filesystems": "\text4\n"}, false, "overlayfs", Failure, ""},
+		{"module with a dash", checkModules, kernel(6, 12), map[string]string{"/proc/filesystems": "overlay",
+			"/lib/modules/test/modules.builtin": "kernel/net/netfilter/nf-tables.ko\n"}, false, "module veth", Warning, "neither"},
+		{"sysctl too low", checkSysctls, kernel(6, 12), map[string]string{"/proc/sys/net/ipv4/ip_forward": "0\n"}, false, "net.ipv4.ip_forward", Warning, "0"},
+		{"sysctl high enough", checkSysctls, kernel(6, 12), map[string]string{"/proc/sys/kernel/pid_max": "4194304\n"}, false, "kernel.pid_max", OK, "4194304"},
+		{"sysctl that makes no sense", checkSysctls, kernel(6, 12), map[string]string{"/proc/sys/kernel/pid_max": "many\n"}, false, "kernel.pid_max", Warning, "many"},
+		{"no such sysctl", checkSysctls, kernel(6, 12), nil, false, "net.bridge.bridge-nf-call-iptables", Warning, "no such"},
+		{"systemd driver without systemd", checkCgroups, v2, nil, true, "cgroup driver", Failure, "systemd"},
+		{"cgroupfs beside systemd", checkCgroups, v2, map[string]string{"/run/systemd/system/x": ""}, false, "cgroup driver", Warning, "cgroupfs"},
+		{"controllers of version 2", checkCgroups, v2, map[string]string{"/sys/fs/cgroup/cgroup.controllers": "cpuset cpu io memory pids\n"}, false, "cgroup controllers", OK, "io"},
+		{"memory controller missing", checkCgroups, v2, map[string]string{"/sys/fs/cgroup/cgroup.controllers": "cpuset cpu io pids\n"}, false, "cgroup controllers", Failure, "memory"},
+		{"controllers of version 1", checkCgroups, kernel(6, 12), map[string]string{
+			"/proc/cgroups": "#subsys_name\thierarchy\tnum_cgroups\tenabled\ncpu\t1\t2\t1\nmemory\t2\t2\t1\npids\t3\t2\t1\ncpuset\t0\t2\t1\n"}, false, "cgroup controllers", Failure, "cpuset"},
+		{"private root", checkPropagation, host.Facts{}, nil, false, "mount propagation", Warning, "private"},
+		{"AppArmor without its parser", checkSecurityModules, host.Facts{AppArmor: true}, nil, false, "AppArmor", Warning, "apparmor_parser"},
+		{"AppArmor", checkSecurityModules, host.Facts{AppArmor: true}, map[string]string{"/sbin/apparmor_parser": ""}, false, "AppArmor", OK, ""},
+		{"SELinux without policy", checkSecurityModules, host.Facts{SELinux: true}, nil, false, "SELinux", Warning, "policy"},
+		{"no security module", checkSecurityModules, host.Facts{}, nil, false, "security module", Warning, ""},
+		{"no shim", checkPrograms, host.Facts{}, nil, false, "berth-shim", Failure, "no such file"},
+		{"no network", checkNetwork, host.Facts{}, nil, false, "CNI network", Failure, "no CNI network configured"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			n := machine(t, tc.facts, tc.files)
+			n.SystemdCgroup, n.Shim = tc.systemd, n.path("/no/such/shim")
+			f := find(t, tc.check(context.Background(), n), tc.subject, tc.found)
+			if f.Level != tc.level {
+				t.Errorf("%s is %s, want %s: %s", f.Subject, f.Level, tc.level, f.Found)
+			}
+		})
+	}
+}
+
+// The real machine: an overlay can be tried, and nothing stays of it.
+func TestRunLeavesNothing(t *testing.T) {
+	facts, err := host.Detect("/")
+	if err != nil {
+		t.Fatal(err)
+	}
+	n := machine(t, facts, nil)
+	n.root = ""
+	n.Shim = filepath.Join(n.Config.Root, "shim")
+	findings := Run(t.Context(), n)
+	if f := find(t, findings, "container root filesystems", ""); f.Level != OK {
+		t.Errorf("overlayfs: %s", f.Found)
+	}
+	if Worst(findings) != Failure { // there is no shim
+		t.Errorf("the worst finding is %s", Worst(findings))
+	}
+	for _, dir := range []string{n.Config.Root, n.Config.State} {
+		if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
+			t.Errorf("%s has %v, %v", dir, left, err)
+		}
+	}
+}

@@ -1,0 +1,158 @@
+package nodecheck
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/rootfs"
+)
+
+// Less than this much room makes kubelet evict pods at once (imagefs.available 15 %,
+// nodefs.inodesFree 5 %), or pulls fail.
+const (
+	leastRoom   = 15 // percent
+	leastInodes = 5  // percent
+)
+
+func checkDirectories(_ context.Context, n *Node) []Finding {
+	findings := []Finding{n.checkRoom(), n.checkOverlay()}
+	dir := nearest(n.Config.State)
+	var st unix.Statfs_t
+	if err := unix.Statfs(dir, &st); err == nil && st.Type != unix.TMPFS_MAGIC && st.Type != unix.RAMFS_MAGIC {
+		findings = append(findings, lacking(Warning, "state directory", n.Config.State+" is not on a tmpfs",
+			"put state below /run: what is in it must be gone after a reboot"))
+	}
+	return findings
+}
+
+// nearest is the directory itself, or the nearest one above that exists.
+func nearest(dir string) string {
+	for {
+		if _, err := os.Stat(dir); err == nil || dir == "/" {
+			return dir
+		}
+		dir = filepath.Dir(dir)
+	}
+}
+
+func (n *Node) checkRoom() Finding {
+	subject := "room in " + n.Config.Root
+	var st unix.Statfs_t
+	if err := unix.Statfs(nearest(n.Config.Root), &st); err != nil {
+		return lacking(Failure, subject, err.Error(), "make the directory")
+	}
+	room, inodes := percent(st.Bavail, st.Blocks), percent(st.Ffree, st.Files)
+	found := fmt.Sprintf("%d %% of space and %d %% of inodes free", room, inodes)
+	if room < leastRoom || inodes < leastInodes {
+		return lacking(Warning, subject, found, fmt.Sprintf("free some: kubelet evicts pods below %d %% of space, %d %% of inodes", leastRoom, leastInodes))
+	}
+	return ok(subject, "%s", found)
+}
+
+// percent is 100 for file systems that do not count, such as btrfs its inodes.
+func percent(part, whole uint64) uint64 {
+	if whole == 0 {
+		return 100
+	}
+	return part * 100 / whole
+}
+
+// checkOverlay mounts a root filesystem as a container's would be, where it would be,
+// without a place in the mount table.
+func (n *Node) checkOverlay() Finding {
+	const subject = "container root filesystems"
+	err := tryOverlay(nearest(n.Config.Root))
+	if err != nil {
+		return lacking(Failure, subject, err.Error(), "put root on a file system that can be overlayfs' upper layer: ext4, or XFS with ftype=1; not on an overlay")
+	}
+	return ok(subject, "overlayfs works on %s", nearest(n.Config.Root))
+}
+
+func tryOverlay(dir string) (err error) {
+	dir, err = os.MkdirTemp(dir, ".berth-check-")
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	spec := rootfs.Spec{Upper: filepath.Join(dir, "upper"), Work: filepath.Join(dir, "work")}
+	for _, layer := range []string{"lower", "upper", "work"} {
+		if err := os.Mkdir(filepath.Join(dir, layer), 0o755); err != nil {
+			return err
+		}
+	}
+	spec.Layers = []rootfs.Layer{{Kind: rootfs.Directory, Path: filepath.Join(dir, "lower")}}
+	mount, err := spec.Mount()
+	if err != nil {
+		return err
+	}
+	return mount.Close()
+}
+
+func checkPropagation(_ context.Context, n *Node) []Finding {
+	if n.Facts.RootShared {
+		return []Finding{ok("mount propagation", "/ is shared")}
+	}
+	return []Finding{lacking(Warning, "mount propagation", "/ is a private mount",
+		"mount --make-rshared / at boot, as systemd does: without it volumes with mount propagation fail, and containers start slower")}
+}
+
+func checkSecurityModules(_ context.Context, n *Node) []Finding {
+	var findings []Finding
+	if n.Facts.AppArmor {
+		findings = append(findings, n.checkAppArmor())
+	}
+	if n.Facts.SELinux {
+		findings = append(findings, n.checkSELinux())
+	}
+	if len(findings) == 0 {
+		findings = append(findings, lacking(Warning, "security module", "neither AppArmor nor SELinux", "boot a kernel with lsm=apparmor or SELinux: a second wall around containers"))
+	}
+	return findings
+}
+
+func (n *Node) checkAppArmor() Finding {
+	for _, path := range []string{"/sbin/apparmor_parser", "/usr/sbin/apparmor_parser", "/usr/bin/apparmor_parser"} {
+		if n.exists(path) {
+			return ok("AppArmor", "enabled")
+		}
+	}
+	return lacking(Warning, "AppArmor", "enabled, but there is no apparmor_parser", "install the package apparmor: the default profile cannot be loaded without")
+}
+
+func (n *Node) checkSELinux() Finding {
+	for _, path := range []string{"/etc/selinux/targeted/contexts/lxc_contexts", "/etc/selinux/default/contexts/lxc_contexts", "/usr/share/containers/selinux/contexts"} {
+		if n.exists(path) {
+			return ok("SELinux", "enabled")
+		}
+	}
+	return lacking(Warning, "SELinux", "enabled, but there is no policy for containers", "install container-selinux")
+}
+
+// programAt tells why a program can't be executed, or nil.
+func programAt(path string) error {
+	info, err := os.Stat(path)
+	if err != nil {
+		return err
+	}
+	if !info.Mode().IsRegular() || info.Mode().Perm()&0o111 == 0 {
+		return &fs.PathError{Op: "execute", Path: path, Err: fs.ErrPermission}
+	}
+	return nil
+}
+
+func checkPrograms(_ context.Context, n *Node) []Finding {
+	err := n.ShimError
+	if err == nil {
+		err = programAt(n.Shim)
+	}
+	if err != nil {
+		return []Finding{lacking(Failure, "berth-shim", err.Error(), "install berth-shim beside berth, or name it by shim_path")}
+	}
+	return []Finding{ok("berth-shim", "%s", n.Shim)}
+}
