@@ -151,10 +151,46 @@ func TestVolumeMountedAfterLaunchersStarted(t *testing.T) {
 	volume := filepath.Join(host, "volume")
 	mountTmpfs(t, volume, syscall.MS_SHARED)
 	must(t, os.WriteFile(filepath.Join(volume, "file"), []byte("late\n"), 0o600))
+	idle := childrenOf(d.cmd.Process.Pid)
+	ctr := pod.run(t, mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume}))
+	var parent int
+	_, err := fmt.Sscan(statusField(t, ctr.pid(t), "PPid"), &parent)
+	must(t, err)
+	equal(t, "the container is of such a launcher", slices.Contains(idle, parent), true)
 	for _, propagation := range []runtimeapi.MountPropagation{privateMount, hostToCtr, bidirectional} {
 		equal(t, "content with "+propagation.String(),
 			pod.sh(t, "cat /v/file", mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume, Propagation: propagation})), "late\n")
 	}
+}
+
+// A mount of the host that never reached the launchers, since what it is mounted on is
+// private, or to whose changes they are deaf, since it became shared later, is the same to
+// containers as any other.
+func TestVolumeOnPrivateMount(t *testing.T) {
+	host := hostDir(t, "private", "later")
+	private, later := filepath.Join(host, "private"), filepath.Join(host, "later")
+	mountTmpfs(t, private, syscall.MS_PRIVATE)
+	mountTmpfs(t, later, syscall.MS_PRIVATE)
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork, privilegedPod)
+	d.waitIdle(t)
+
+	volume := filepath.Join(private, "a/volume")
+	must(t, os.MkdirAll(volume, 0o755))
+	mountTmpfs(t, volume, syscall.MS_PRIVATE)
+	must(t, os.WriteFile(filepath.Join(volume, "file"), []byte("late\n"), 0o600))
+	equal(t, "content of a volume", pod.sh(t, "cat /v/file", mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume})), "late\n")
+	equal(t, "content of a directory that holds one",
+		pod.sh(t, "cat /v/volume/file", mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: filepath.Dir(volume)})), "late\n")
+	must(t, syscall.Unmount(volume, 0))
+	equal(t, "content after it was unmounted", pod.sh(t, "ls -A /v", mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume})), "")
+
+	must(t, os.Mkdir(filepath.Join(later, "up"), 0o755))
+	must(t, syscall.Mount("", later, "", syscall.MS_SHARED, ""))
+	ctr := pod.run(t, security(privileged), mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: later, Propagation: bidirectional}))
+	ctr.exec(t, "mount", "-t", "tmpfs", "up", "/v/up")
+	equal(t, "a mount of the container arrives on the host", isMountpoint(t, filepath.Join(later, "up")), true)
+	ctr.exec(t, "umount", "/v/up")
 }
 
 func TestMountPropagationRefused(t *testing.T) {

@@ -36,7 +36,7 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 		return nil, fmt.Errorf("launch %s: %w", req.ID, err)
 	}
 	l.Expect()
-	p, err := l.take(l.cfg.Warm)
+	p, err := l.takeFor(req.Spec)
 	if err != nil {
 		return nil, err
 	}

@@ -1,0 +1,137 @@
+package shim
+
+import (
+	"bytes"
+	"fmt"
+	"maps"
+	"os"
+	"strconv"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+)
+
+// takeFor returns a launcher for a launch: an idle one, unless it would give the container
+// something else than the host has now at the sources of its mounts.
+//
+// A launcher has its mount namespace since birth. Later mounts reach it where they are
+// made on shared mounts. They do not reach it on a private one; a mount that was made shared
+// later is no peer of the launcher's; and a remount (to read-only, in the second of the two
+// steps in which such bind mounts are made) never propagates.
+func (l *Launchers) takeFor(spec *specs.Spec) (*launcher, error) {
+	p, err := l.take(l.cfg.Warm)
+	sources := bindSources(spec)
+	if err != nil || !l.cfg.Warm || len(sources) == 0 {
+		return p, err
+	}
+	same, err := sameView(p.pid, sources)
+	if err != nil {
+		l.cfg.Log.Warn("a launcher's mounts cannot be compared with the host's; starting another", "pid", p.pid, "error", err)
+	}
+	if same {
+		return p, nil
+	}
+	l.retire(p) // its successor in the pool sees what it did not
+	return l.start()
+}
+
+// bindSources are the paths of the host that a spec's mounts are of.
+func bindSources(spec *specs.Spec) []string {
+	if spec == nil {
+		return nil
+	}
+	var sources []string
+	for _, m := range spec.Mounts {
+		if m.Type == "bind" {
+			sources = append(sources, m.Source)
+		}
+	}
+	return sources
+}
+
+// sameView tells whether a process sees the same mounts at, above and below the sources as we do.
+func sameView(pid int, sources []string) (bool, error) {
+	ours, err := viewOf("self", sources)
+	if err != nil {
+		return false, err
+	}
+	theirs, err := viewOf(strconv.Itoa(pid), sources)
+	if err != nil {
+		return false, err
+	}
+	return maps.Equal(ours, theirs), nil
+}
+
+// view is the mounts around some paths, each with how often it is there.
+type view map[string]int
+
+func viewOf(process string, sources []string) (view, error) {
+	table, err := os.ReadFile("/proc/" + process + "/mountinfo")
+	if err != nil {
+		return nil, fmt.Errorf("read mounts: %w", err)
+	}
+	return viewIn(table, sources), nil
+}
+
+// viewIn picks the mounts around the sources from a mountinfo table (proc_pid_mountinfo(5)).
+// Of each line that is about another mount it looks at the mount point only: a full
+// node has some five hundred.
+func viewIn(table []byte, sources []string) view {
+	v := view{}
+	for line := range bytes.Lines(table) {
+		// ID, parent, device, root, mount point, options, optional fields, "-" and more
+		_, line, _ = bytes.Cut(line, space)
+		_, line, _ = bytes.Cut(line, space)
+		device, rest, _ := bytes.Cut(line, space)
+		root, rest, _ := bytes.Cut(rest, space)
+		point, rest, _ := bytes.Cut(rest, space)
+		above, below := around(unescape(point), sources)
+		if !above && !below {
+			continue
+		}
+		options, rest, _ := bytes.Cut(rest, space)
+		peers, _, _ := bytes.Cut(rest, []byte("- "))
+		key := fmt.Sprintf("%s %s %s %s", device, root, point, peers)
+		if below { // those of the mount that holds a source are set by the spec
+			key += string(options)
+		}
+		v[key]++
+	}
+	return v
+}
+
+var space = []byte(" ")
+
+// around tells whether a mount point holds one of the sources, and whether it is below one.
+func around(point []byte, sources []string) (above, below bool) {
+	for _, s := range sources {
+		n := len(s)
+		switch {
+		case len(point) == n:
+			above = above || string(point) == s
+		case len(point) < n:
+			above = above || (s[len(point)] == '/' || len(point) == 1) && s[:len(point)] == string(point)
+		default:
+			below = below || (point[n] == '/' || n == 1) && string(point[:n]) == s
+		}
+	}
+	return above, below
+}
+
+// unescape undoes the kernel's octal escapes of space, tab, newline and backslash.
+func unescape(path []byte) []byte {
+	if bytes.IndexByte(path, '\\') < 0 {
+		return path
+	}
+	var out []byte
+	for i := 0; i < len(path); i++ {
+		if path[i] == '\\' && i+3 < len(path) {
+			if n, err := strconv.ParseUint(string(path[i+1:i+4]), 8, 8); err == nil {
+				out = append(out, byte(n))
+				i += 3
+				continue
+			}
+		}
+		out = append(out, path[i])
+	}
+	return out
+}
