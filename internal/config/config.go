@@ -17,11 +17,10 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"slices"
+	"reflect"
 	"strings"
 
 	"github.com/pelletier/go-toml/v2"
-	"github.com/pelletier/go-toml/v2/unstable"
 	"github.com/spf13/pflag"
 )
 
@@ -35,6 +34,10 @@ const DefaultPath = "/etc/berth/config.toml"
 // commas; path:"abs" asks for absolute paths and path:"optional" also allows
 // none; oneof lists the only values allowed; min is the smallest number or
 // duration; doc is the documentation.
+//
+// A field that is a map of structs stands for tables that users name: the key
+// "handlers" for [handlers.NAME]. The fields of the struct have the same tags;
+// example is a name that the documentation uses.
 type Config struct {
 	Listen string `toml:"listen" flag:"listen" default:"/run/berth/berth.sock" path:"socket" doc:"Unix socket on which CRI is served, as an absolute path or a unix:// URL. Not used when systemd hands over a socket."`
 	Root   string `toml:"root" flag:"root" default:"/var/lib/berth" path:"abs" doc:"Directory of what outlives a reboot: images, writable layers, records of pods and containers. One daemon per directory."`
@@ -69,15 +72,28 @@ type Config struct {
 	NRIReject              []string `toml:"nri_reject" oneof:"hooks,namespaces,sysctl,seccomp-default,seccomp-custom,seccomp-unconfined" doc:"Adjustments that no plugin may make; a container for which one does is not created. The kinds of seccomp are those that the container asks for."`
 	NRIRequiredPlugins     []string `toml:"nri_required_plugins" doc:"Names of plugins without which no container is created. This holds for static pods too."`
 
+	DefaultHandler string `toml:"default_handler" default:"berth" doc:"Runtime handler of pods that name none: berth, which is built in, or one of handlers."`
+
 	LogLevel  string `toml:"log_level" flag:"log-level" default:"info" oneof:"debug,info,warn,error" doc:"The least severe messages that are logged."`
 	LogFormat string `toml:"log_format" flag:"log-format" default:"text" oneof:"text,json" doc:"Form of the log on standard error."`
+
+	Handlers map[string]Handler `toml:"handlers" example:"crun" doc:"A runtime handler: what a RuntimeClass names as its handler. Without a path it is another name of the built-in one, which is called berth as well. A program that is missing does not keep the daemon from starting: pods that ask for its handler are refused until it is there."`
 }
+
+// Handler is one of the tables [handlers.NAME].
+type Handler struct {
+	Path string   `toml:"path" path:"optional" example:"\"/usr/bin/crun\"" doc:"An OCI runtime with runc's command line, such as crun, or gVisor's runsc. What it can do is asked with its features command. Empty: the built-in runtime."`
+	Args []string `toml:"args" example:"[\"--debug\"]" doc:"Options to give it before every command. --root, --log, --log-format and --systemd-cgroup are given by berth."`
+}
+
+// BuiltinHandler is the name of the runtime handler that is always there.
+const BuiltinHandler = "berth"
 
 // Default returns the configuration of a daemon without flags and file.
 func Default() *Config {
 	c := new(Config)
 	for _, o := range options() {
-		if err := o.set(c, o.defaults()); err != nil {
+		if err := o.set(fields(c), o.defaults()); err != nil {
 			panic(fmt.Sprintf("config: default of %s: %v", o.Key, err)) // a mistake in the tags above, found by any test
 		}
 	}
@@ -98,6 +114,9 @@ func Parse(name string, content []byte) (*Config, error) {
 	}
 	return c, nil
 }
+
+// fields are the values that options of the top level are about.
+func fields(c *Config) reflect.Value { return reflect.ValueOf(c).Elem() }
 
 // AddFlags registers --config and the flags of all options that have one.
 func AddFlags(flags *pflag.FlagSet) {
@@ -133,11 +152,11 @@ func Load(flags *pflag.FlagSet) (*Config, error) {
 	if err != nil {
 		return nil, err
 	}
-	err = c.validate(func(o option) string {
-		if fromFlag[o.Key] {
-			return "--" + o.Flag
+	err = c.validate(func(key string) string {
+		if flag, ok := fromFlag[key]; ok {
+			return "--" + flag
 		}
-		return lines.where(o)
+		return lines.where(key)
 	})
 	if err != nil {
 		return nil, err
@@ -145,18 +164,18 @@ func Load(flags *pflag.FlagSet) (*Config, error) {
 	return c, nil
 }
 
-// applyFlags sets the options whose flags were given and tells which these are.
-func applyFlags(flags *pflag.FlagSet, c *Config) (map[string]bool, error) {
-	given := make(map[string]bool)
+// applyFlags sets the options whose flags were given and returns these, by key.
+func applyFlags(flags *pflag.FlagSet, c *Config) (map[string]string, error) {
+	given := make(map[string]string)
 	for _, o := range options() {
 		f := flags.Lookup(o.Flag)
 		if o.Flag == "" || f == nil || !f.Changed {
 			continue
 		}
-		if err := o.set(c, f.Value.(*flagValue).texts); err != nil {
+		if err := o.set(fields(c), f.Value.(*flagValue).texts); err != nil {
 			return nil, fmt.Errorf("--%s: %w", o.Flag, err)
 		}
-		given[o.Key] = true
+		given[o.Key] = o.Flag
 	}
 	return given, nil
 }
@@ -168,11 +187,11 @@ type places struct {
 }
 
 // where names an option's place: "config.toml: line 3: root".
-func (p places) where(o option) string {
-	if line, ok := p.lines[o.Key]; ok {
-		return fmt.Sprintf("%s: line %d: %s", p.name, line, o.Key)
+func (p places) where(key string) string {
+	if line, ok := p.lines[key]; ok {
+		return fmt.Sprintf("%s: line %d: %s", p.name, line, key)
 	}
-	return p.name + ": " + o.Key
+	return p.name + ": " + key
 }
 
 // decode parses content into c and explains what is wrong with it by file, line
@@ -196,39 +215,4 @@ func decode(name string, content []byte, c *Config) (places, error) {
 	default:
 		return found, fmt.Errorf("%s: %w", name, err)
 	}
-}
-
-// read notes the lines of all keys, and refuses keys that are no option and values
-// of another type than their option's. The decoder could do it too, but it takes
-// keys in any case, would let "Root" pass beside "root", and words a wrong type for
-// Go programmers. Errors of syntax are left to the decoder.
-func (p places) read(content []byte) error {
-	var all []error
-	var parser unstable.Parser
-	parser.Reset(content)
-	for parser.NextExpression() {
-		e := parser.Expression()
-		if e.Kind != unstable.KeyValue && e.Kind != unstable.Table && e.Kind != unstable.ArrayTable {
-			continue
-		}
-		key := e.Key()
-		key.Next()
-		text, line := string(key.Node().Data), parser.Shape(key.Node().Raw).Start.Line
-		i := slices.IndexFunc(options(), func(o option) bool { return o.Key == text })
-		switch {
-		case i < 0:
-			all = append(all, fmt.Errorf("%s: line %d: unknown key %q, the nearest option is %q", p.name, line, text, nearest(text)))
-		case e.Kind != unstable.KeyValue || key.Next():
-			all = append(all, fmt.Errorf("%s: line %d: %s takes a value and is no table", p.name, line, text))
-		case e.Value().Kind != options()[i].kind():
-			all = append(all, fmt.Errorf("%s: line %d: %s takes a %s, found %s",
-				p.name, line, text, options()[i].wants(), strings.ToLower(e.Value().Kind.String())))
-		default:
-			p.lines[text] = line
-		}
-		if e.Kind != unstable.KeyValue {
-			break // what follows belongs to the table
-		}
-	}
-	return errors.Join(all...)
 }

@@ -23,7 +23,7 @@ func TestDefaults(t *testing.T) {
 		CNIConfDir:   "/etc/cni/net.d", CNIBinDirs: []string{"/opt/cni/bin", "/usr/lib/cni"}, NetNSDir: "/run/netns",
 		DockerConfig: "", RegistryDirs: []string{"/etc/berth/certs.d", "/etc/containerd/certs.d"}, PinnedImages: []string{},
 		MaxParallelDownloads: 8, StallTimeout: Duration{time.Minute},
-		MaxLogLine: 16384, IdleLaunchers: 2, CDISpecDirs: []string{"/etc/cdi", "/var/run/cdi"},
+		MaxLogLine: 16384, IdleLaunchers: 2, CDISpecDirs: []string{"/etc/cdi", "/var/run/cdi"}, DefaultHandler: "berth",
 		NRI: true, NRISocket: "/var/run/nri/nri.sock", NRIPluginDir: "/opt/nri/plugins", NRIPluginConfigDir: "/etc/nri/conf.d",
 		NRIRegistrationTimeout: Duration{5 * time.Second}, NRIRequestTimeout: Duration{2 * time.Second}, NRIReject: []string{}, NRIRequiredPlugins: []string{},
 		LogLevel: "info", LogFormat: "text",
@@ -31,14 +31,28 @@ func TestDefaults(t *testing.T) {
 	if !reflect.DeepEqual(*c, want) {
 		t.Errorf("Default() = %+v\nwant %+v", *c, want)
 	}
-	if err := c.validate(func(o option) string { return o.Key }); err != nil {
+	if err := c.validate(func(key string) string { return key }); err != nil {
 		t.Errorf("the defaults are refused: %v", err)
 	}
 }
 
 func TestEveryOptionIsDeclared(t *testing.T) {
 	keys := map[string]bool{}
-	for _, o := range options() {
+	all := options()
+	for _, table := range tables() {
+		if table.Example == "" {
+			t.Errorf("table %s has no example", table.Key)
+		}
+		all = append(all, option{Key: table.Key, Doc: table.Doc})
+		for _, o := range table.Options {
+			if o.field.Tag.Get("example") == "" {
+				t.Errorf("option %s of %s has no example", o.Key, table.Key)
+			}
+			o.Key = table.Key + "." + o.Key
+			all = append(all, o)
+		}
+	}
+	for _, o := range all {
 		if o.Key == "" || o.Doc == "" || !strings.HasSuffix(o.Doc, ".") {
 			t.Errorf("option %+v lacks a key or a documentation that is a sentence", o)
 		}
@@ -100,6 +114,33 @@ func TestExampleFile(t *testing.T) {
 	}
 }
 
+func TestHandlers(t *testing.T) {
+	c, err := Parse("f.toml", []byte("default_handler = 'crun'\n[handlers.crun]\npath = '/usr//bin/crun'\nargs = ['--debug']\n[handlers.test-handler]\n"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := map[string]Handler{"crun": {Path: "/usr/bin/crun", Args: []string{"--debug"}}, "test-handler": {}}
+	if !reflect.DeepEqual(c.Handlers, want) || c.DefaultHandler != "crun" {
+		t.Errorf("handlers are %+v, by default %q", c.Handlers, c.DefaultHandler)
+	}
+}
+
+// TestExamplesOfTables takes the comment signs from what "berth config default" shows.
+func TestExamplesOfTables(t *testing.T) {
+	_, text, found := strings.Cut(DefaultTOML(), "#\n# [handlers.crun]")
+	if !found {
+		t.Fatal("no example is printed")
+	}
+	text = "[handlers.crun]" + strings.ReplaceAll(text, "\n#", "\n")
+	c, err := Parse("default", []byte(text))
+	if err != nil {
+		t.Fatalf("%v in\n%s", err, text)
+	}
+	if h := c.Handlers["crun"]; h.Path == "" || len(h.Args) == 0 {
+		t.Errorf("the example is parsed as %+v", c.Handlers)
+	}
+}
+
 func TestParseErrors(t *testing.T) {
 	for name, tc := range map[string]struct {
 		file string
@@ -124,18 +165,32 @@ func TestParseErrors(t *testing.T) {
 		"relative":        {"root = 'var/lib'", []string{`f.toml: line 1: root: "var/lib" is not an absolute path`}},
 		"relative in list": {"cni_bin_dirs = ['/opt/cni/bin', 'bin']",
 			[]string{`f.toml: line 1: cni_bin_dirs: "bin" is not an absolute path`}},
-		"empty path":     {"root = ''", []string{"f.toml: line 1: root: the path is empty"}},
-		"root directory": {"state = '/tmp/..'", []string{"f.toml: line 1: state: the path is the root directory"}},
-		"empty element":  {"pinned_images = ['a', '']", []string{"f.toml: line 1: pinned_images: element 2 of the list is empty"}},
-		"control":        {`root = "/a\nb"`, []string{"f.toml: line 1: root:", "control character"}},
-		"not one of":     {"log_level = 'loud'", []string{`f.toml: line 1: log_level: "loud" is not one of debug, info, warn, error`}},
-		"too small":      {"max_log_line = 1", []string{"f.toml: line 1: max_log_line: 1 is less than 256"}},
-		"negative":       {"idle_launchers = -1", []string{"f.toml: line 1: idle_launchers: -1 is less than 0"}},
-		"tcp":            {"listen = 'tcp://0.0.0.0:1'", []string{`f.toml: line 1: listen: "tcp://0.0.0.0:1": only unix sockets are served`}},
-		"long socket":    {"listen = '/" + strings.Repeat("x", 107) + "'", []string{"longer than the 107 bytes"}},
-		"same":           {"root = '/x'\nstate = '/x/'", []string{"must be separate directories"}},
-		"nested":         {"root = '/x/root'\nstate = '/x'", []string{"must be separate directories"}},
-		"two values":     {"root = 'a'\nstate = 'b'", []string{"f.toml: line 1: root:", "f.toml: line 2: state:"}},
+		"empty path":       {"root = ''", []string{"f.toml: line 1: root: the path is empty"}},
+		"root directory":   {"state = '/tmp/..'", []string{"f.toml: line 1: state: the path is the root directory"}},
+		"empty element":    {"pinned_images = ['a', '']", []string{"f.toml: line 1: pinned_images: element 2 of the list is empty"}},
+		"control":          {`root = "/a\nb"`, []string{"f.toml: line 1: root:", "control character"}},
+		"not one of":       {"log_level = 'loud'", []string{`f.toml: line 1: log_level: "loud" is not one of debug, info, warn, error`}},
+		"too small":        {"max_log_line = 1", []string{"f.toml: line 1: max_log_line: 1 is less than 256"}},
+		"negative":         {"idle_launchers = -1", []string{"f.toml: line 1: idle_launchers: -1 is less than 0"}},
+		"tcp":              {"listen = 'tcp://0.0.0.0:1'", []string{`f.toml: line 1: listen: "tcp://0.0.0.0:1": only unix sockets are served`}},
+		"long socket":      {"listen = '/" + strings.Repeat("x", 107) + "'", []string{"longer than the 107 bytes"}},
+		"same":             {"root = '/x'\nstate = '/x/'", []string{"must be separate directories"}},
+		"nested":           {"root = '/x/root'\nstate = '/x'", []string{"must be separate directories"}},
+		"handler path":     {"[handlers.x]\n\npath = 'crun'", []string{`f.toml: line 3: handlers.x.path: "crun" is not an absolute path`}},
+		"handler key":      {"[handlers.x]\npaht = '/crun'\nargs = 1", []string{`f.toml: line 2: unknown key "handlers.x.paht", the nearest option is "path"`, "line 3: handlers.x.args takes a list of strings, found integer"}},
+		"handler dotted":   {"handlers.x.path = 3", []string{`f.toml: line 1: handlers.x.path takes a string, found integer`}},
+		"handler inline":   {"handlers = {x = {path = '/crun'}}", []string{`f.toml: line 1: handlers: it takes tables of the form [handlers.NAME]`}},
+		"handler no name":  {"[handlers]\nx = 1", []string{`f.toml: line 1: handlers: it takes tables of the form [handlers.NAME]`}},
+		"handler below":    {"[handlers.x.y]\npath = '/crun'", []string{`f.toml: line 1: handlers.x.y: it takes tables`}},
+		"handler array":    {"[[handlers.x]]\npath = '/crun'", []string{`f.toml: line 1: handlers.x: it takes tables`}},
+		"handler twice":    {"[handlers.x]\n[handlers.x]", []string{"f.toml: line 2"}},
+		"handler name":     {"\n[handlers.Crun_1]\npath = '/crun'", []string{`f.toml: line 2: handlers.Crun_1: "Crun_1" is not a name that a RuntimeClass may have`}},
+		"handler built in": {"[handlers.berth]", []string{`f.toml: line 1: handlers.berth: berth is the handler that is built in`}},
+		"handler args":     {"[handlers.x]\nargs = ['--debug']", []string{`f.toml: line 2: handlers.x.args: the built-in runtime takes no options`}},
+		"handler arg":      {"[handlers.x]\npath = '/crun'\nargs = ['']", []string{`f.toml: line 3: handlers.x.args: element 1 of the list is empty`}},
+		"after a table":    {"[handlers.x]\npath = '/crun'\n[cni]\na = 1\n[handlers.y]\nz = 1", []string{`f.toml: line 3: unknown key "cni"`, `line 6: unknown key "handlers.y.z"`}},
+		"default handler":  {"default_handler = 'crun'", []string{`f.toml: line 1: default_handler: there is no handler "crun"`}},
+		"two values":       {"root = 'a'\nstate = 'b'", []string{"f.toml: line 1: root:", "f.toml: line 2: state:"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c, err := Parse("f.toml", []byte(tc.file))
@@ -257,7 +312,7 @@ func TestFlagsOfTheIssue(t *testing.T) {
 
 func TestNearest(t *testing.T) {
 	for key, want := range map[string]string{"rot": "root", "statte": "state", "cni_bin_dir": "cni_bin_dirs", "idle": "listen"} {
-		if got := nearest(key); got != want {
+		if got := nearest(key, keys()); got != want {
 			t.Errorf("nearest(%q) = %q, want %q", key, got, want)
 		}
 	}

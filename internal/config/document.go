@@ -20,6 +20,19 @@ func DefaultTOML() string {
 		}
 		b.WriteString(o.assignment(c) + "\n")
 	}
+	for _, t := range tables() {
+		b.WriteString("\n")
+		for _, line := range wrap("["+t.Key+".NAME]: "+t.Doc, 98) {
+			b.WriteString("# " + line + "\n")
+		}
+		fmt.Fprintf(&b, "#\n# [%s.%s]\n", t.Key, t.Example)
+		for _, o := range t.Options {
+			for _, line := range wrap(o.summary(), 96) {
+				b.WriteString("#   # " + line + "\n")
+			}
+			b.WriteString("#   " + o.example() + "\n")
+		}
+	}
 	return b.String()
 }
 
@@ -37,23 +50,36 @@ file, the file wins over the default. Keys that are no option are refused.
 
 `)
 	for _, o := range options() {
-		fmt.Fprintf(&b, "## %s\n\n", o.Key)
-		fmt.Fprintf(&b, "%s\n\n", o.Doc)
-		fmt.Fprintf(&b, "- type: %s\n", o.typeName())
-		if len(o.oneof) > 0 {
-			fmt.Fprintf(&b, "- values: %s\n", strings.Join(o.oneof, ", "))
-		}
-		if o.min != "" {
-			fmt.Fprintf(&b, "- at least: %s\n", o.min)
-		}
+		o.describe(&b, "##", o.Key)
 		fmt.Fprintf(&b, "- default: `%s`\n", o.assignment(c))
 		if o.Flag != "" {
 			fmt.Fprintf(&b, "- flag: `--%s`%s\n", o.Flag, o.repeatable())
 		}
 		b.WriteString("\n")
 	}
+	for _, t := range tables() {
+		fmt.Fprintf(&b, "## [%s.NAME]\n\n%s\n\n", t.Key, t.Doc)
+		for _, o := range t.Options {
+			o.describe(&b, "###", t.Key+".NAME."+o.Key)
+			fmt.Fprintf(&b, "- example: `%s`\n\n", o.example())
+		}
+	}
 	return strings.TrimSuffix(b.String(), "\n")
 }
+
+// describe writes what the reference has of every option.
+func (o option) describe(b *strings.Builder, heading, key string) {
+	fmt.Fprintf(b, "%s %s\n\n%s\n\n- type: %s\n", heading, key, o.Doc, o.typeName())
+	if len(o.oneof) > 0 {
+		fmt.Fprintf(b, "- values: %s\n", strings.Join(o.oneof, ", "))
+	}
+	if o.min != "" {
+		fmt.Fprintf(b, "- at least: %s\n", o.min)
+	}
+}
+
+// example is an option of a table with the value that the documentation shows.
+func (o option) example() string { return o.Key + " = " + o.field.Tag.Get("example") }
 
 func (o option) repeatable() string {
 	if o.isList() {
@@ -79,7 +105,7 @@ func (o option) summary() string {
 
 // assignment is the option with its value in c as a line of TOML.
 func (o option) assignment(c *Config) string {
-	text, err := toml.Marshal(map[string]any{o.Key: o.value(c).Interface()})
+	text, err := toml.Marshal(map[string]any{o.Key: o.value(fields(c)).Interface()})
 	if err != nil {
 		panic(fmt.Sprintf("config: %s as TOML: %v", o.Key, err)) // strings, numbers and lists of strings always encode
 	}

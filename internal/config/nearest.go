@@ -1,11 +1,28 @@
 package config
 
-// nearest returns the option whose key takes the fewest edits to get from key.
-func nearest(key string) string {
+// keys are those of all options and tables of the top level.
+func keys() []string {
+	all := keysOf(options())
+	for _, t := range tables() {
+		all = append(all, t.Key)
+	}
+	return all
+}
+
+func keysOf(options []option) []string {
+	var all []string
+	for _, o := range options {
+		all = append(all, o.Key)
+	}
+	return all
+}
+
+// nearest returns which of the known keys takes the fewest edits to get from key.
+func nearest(key string, known []string) string {
 	best, least := "", -1
-	for _, o := range options() {
-		if d := distance(key, o.Key); least < 0 || d < least {
-			best, least = o.Key, d
+	for _, k := range known {
+		if d := distance(key, k); least < 0 || d < least {
+			best, least = k, d
 		}
 	}
 	return best

@@ -41,39 +41,48 @@ func (d Duration) String() string {
 	return s
 }
 
-// option is what the tags of one field of Config say.
+// option is what the tags of one field of Config, or of the tables in it, say.
 type option struct {
 	Key, Flag, Doc string
 	Default        string // as a flag would take it, lists separated by commas
 
-	field int      // index in Config
+	field reflect.StructField
 	path  string   // "", "abs", "optional" or "socket"
 	oneof []string // allowed values, if not empty
 	min   string   // smallest number or duration, if not empty
 }
 
-// options reads the tags of Config, in the order of its fields.
+// options are those of Config itself, in the order of its fields.
 var options = sync.OnceValue(func() []option {
-	t := reflect.TypeFor[Config]()
-	all := make([]option, 0, t.NumField())
-	for i := range t.NumField() {
-		tag := t.Field(i).Tag
-		o := option{
-			Key: tag.Get("toml"), Flag: tag.Get("flag"), Doc: tag.Get("doc"), Default: tag.Get("default"),
-			field: i, path: tag.Get("path"), min: tag.Get("min"),
+	var all []option
+	for field := range reflect.TypeFor[Config]().Fields() {
+		if !isTables(field) {
+			all = append(all, newOption(field))
 		}
-		if s := tag.Get("oneof"); s != "" {
-			o.oneof = strings.Split(s, ",")
-		}
-		all = append(all, o)
 	}
 	return all
 })
 
-func (o option) value(c *Config) reflect.Value { return reflect.ValueOf(c).Elem().Field(o.field) }
+func newOption(field reflect.StructField) option {
+	tag := field.Tag
+	o := option{
+		Key: tag.Get("toml"), Flag: tag.Get("flag"), Doc: tag.Get("doc"), Default: tag.Get("default"),
+		field: field, path: tag.Get("path"), min: tag.Get("min"),
+	}
+	if s := tag.Get("oneof"); s != "" {
+		o.oneof = strings.Split(s, ",")
+	}
+	return o
+}
+
+// value is the option's in the struct it is a field of: a Config, or an entry of a table.
+func (o option) value(of reflect.Value) reflect.Value { return of.FieldByIndex(o.field.Index) }
+
+// pointer is value for a type switch.
+func (o option) pointer(of reflect.Value) any { return o.value(of).Addr().Interface() }
 
 func (o option) isList() bool {
-	return reflect.TypeFor[Config]().Field(o.field).Type.Kind() == reflect.Slice
+	return o.field.Type.Kind() == reflect.Slice
 }
 
 // defaults returns the default in the form that set takes.
@@ -89,12 +98,12 @@ func (o option) defaults() []string {
 
 // set gives the option a value written as text: the elements of a list, or the
 // last of texts.
-func (o option) set(c *Config, texts []string) error {
+func (o option) set(of reflect.Value, texts []string) error {
 	last := ""
 	if len(texts) > 0 {
 		last = texts[len(texts)-1]
 	}
-	switch p := o.value(c).Addr().Interface().(type) {
+	switch p := o.pointer(of).(type) {
 	case *string:
 		*p = last
 	case *[]string:
@@ -120,7 +129,7 @@ func (o option) set(c *Config, texts []string) error {
 
 // typeName is what the value is called in the documentation.
 func (o option) typeName() string {
-	switch reflect.New(reflect.TypeFor[Config]().Field(o.field).Type).Interface().(type) {
+	switch reflect.New(o.field.Type).Interface().(type) {
 	case *[]string:
 		return "list of strings"
 	case *bool:
@@ -186,7 +195,7 @@ func (f *flagValue) Set(text string) error {
 	if f.option.isList() {
 		texts = strings.Split(text, ",")
 	}
-	if err := f.option.set(new(Config), texts); err != nil {
+	if err := f.option.set(fields(new(Config)), texts); err != nil {
 		return err
 	}
 	f.texts = append(f.texts, texts...)

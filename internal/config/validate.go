@@ -3,31 +3,62 @@ package config
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"path/filepath"
+	"reflect"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
 	"unicode"
 )
 
-// validate checks every value and cleans paths. where names the place an
-// option's value comes from.
-func (c *Config) validate(where func(option) string) error {
+// validate checks every value and cleans paths. where names the place that the
+// value of a key comes from.
+func (c *Config) validate(where func(key string) string) error {
 	var all []error
 	for _, o := range options() {
-		if err := o.check(c); err != nil {
-			all = append(all, fmt.Errorf("%s: %w", where(o), err))
+		if err := o.check(fields(c)); err != nil {
+			all = append(all, fmt.Errorf("%s: %w", where(o.Key), err))
 		}
 	}
+	for _, t := range tables() {
+		all = append(all, t.check(c, where)...)
+	}
+	all = append(all, c.checkHandlers(where)...)
 	if len(all) == 0 && overlap(c.Root, c.State) {
 		all = append(all, fmt.Errorf("root %s and state %s must be separate directories, neither inside the other", c.Root, c.State))
 	}
 	return errors.Join(all...)
 }
 
-// check validates the option's value in c, and cleans it if it is a path.
-func (o option) check(c *Config) error {
-	switch p := o.value(c).Addr().Interface().(type) {
+// handlerName is what a RuntimeClass may name as its handler, a DNS label
+// (k8s.io/api/node/v1, RuntimeClass.handler).
+var handlerName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$`)
+
+// checkHandlers checks the handlers' names, and those that name them.
+func (c *Config) checkHandlers(where func(key string) string) []error {
+	var all []error
+	for _, name := range slices.Sorted(maps.Keys(c.Handlers)) {
+		key := "handlers." + name
+		switch h := c.Handlers[name]; {
+		case name == BuiltinHandler:
+			all = append(all, fmt.Errorf("%s: %s is the handler that is built in", where(key), name))
+		case !handlerName.MatchString(name):
+			all = append(all, fmt.Errorf("%s: %q is not a name that a RuntimeClass may have as its handler: lower case letters, digits and -, at most 63", where(key), name))
+		case h.Path == "" && len(h.Args) > 0:
+			all = append(all, fmt.Errorf("%s: the built-in runtime takes no options; is a path missing?", where(key+".args")))
+		}
+	}
+	if _, ok := c.Handlers[c.DefaultHandler]; !ok && c.DefaultHandler != BuiltinHandler {
+		all = append(all, fmt.Errorf("%s: there is no handler %q", where("default_handler"), c.DefaultHandler))
+	}
+	return all
+}
+
+// check validates the option's value in a struct, and cleans it if it is a path.
+func (o option) check(of reflect.Value) error {
+	switch p := o.pointer(of).(type) {
 	case *string:
 		return o.checkText(p)
 	case *[]string:

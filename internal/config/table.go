@@ -1,0 +1,54 @@
+package config
+
+import (
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+)
+
+// table is a field of Config that is a map of structs: tables that users name.
+type table struct {
+	Key, Doc, Example string
+	Options           []option // of each of them
+
+	field reflect.StructField
+}
+
+// tables are those of Config, in the order of its fields.
+var tables = sync.OnceValue(func() []table {
+	var all []table
+	for field := range reflect.TypeFor[Config]().Fields() {
+		if !isTables(field) {
+			continue
+		}
+		t := table{Key: field.Tag.Get("toml"), Doc: field.Tag.Get("doc"), Example: field.Tag.Get("example"), field: field}
+		for f := range field.Type.Elem().Fields() {
+			t.Options = append(t.Options, newOption(f))
+		}
+		all = append(all, t)
+	}
+	return all
+})
+
+func isTables(field reflect.StructField) bool { return field.Type.Kind() == reflect.Map }
+
+// check validates all tables of that kind in c, and cleans their paths.
+func (t table) check(c *Config, where func(key string) string) []error {
+	entries := fields(c).FieldByIndex(t.field.Index)
+	names := entries.MapKeys()
+	slices.SortFunc(names, func(a, b reflect.Value) int { return strings.Compare(a.String(), b.String()) })
+	var all []error
+	for _, name := range names {
+		entry := reflect.New(t.field.Type.Elem()).Elem() // what is in a map can't be set
+		entry.Set(entries.MapIndex(name))
+		for _, o := range t.Options {
+			if err := o.check(entry); err != nil {
+				all = append(all, fmt.Errorf("%s: %w", where(t.Key+"."+name.String()+"."+o.Key), err))
+			}
+		}
+		entries.SetMapIndex(name, entry)
+	}
+	return all
+}
