@@ -19,6 +19,7 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/pidfd"
 	"berth/internal/rootfs"
+	"berth/shim/ociruntime"
 )
 
 // patience is how long a test waits for what must happen. It is only ever used up
@@ -124,12 +125,28 @@ func (e *env) request(id, script string) LaunchRequest {
 		Dir:     dir,
 		Spec:    testSpec(id, "/bin/sh", "-c", script),
 		LogPath: filepath.Join(dir, "log"),
+		Runtime: e.runtime(),
 		Rootfs: rootfs.Spec{
 			Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: e.layer}},
 			Upper:  filepath.Join(dir, "upper"),
 			Work:   filepath.Join(dir, "work"),
 		},
 	}
+}
+
+// runtime is the one that the tests are to use, nil for libcontainer. It keeps its state
+// where libcontainer would.
+func (e *env) runtime() *ociruntime.Runtime {
+	if path := os.Getenv(runtimeEnv); path != "" {
+		return &ociruntime.Runtime{Path: path, Root: e.cfg.StateRoot, SubCgroups: true}
+	}
+	return nil
+}
+
+// Exec is that of Launchers, in a container of this env.
+func (e *env) Exec(ctx context.Context, req ExecRequest) (*Exec, error) {
+	req.Runtime, req.Dir = e.runtime(), filepath.Join(e.dir, req.ID)
+	return e.Launchers.Exec(ctx, req)
 }
 
 func testSpec(id string, args ...string) *specs.Spec {
@@ -191,7 +208,7 @@ func (c *container) remove() {
 			c.Error(err)
 		}
 	}
-	if err := errors.Join(group.Destroy(ctx), os.RemoveAll(filepath.Join(c.cfg.StateRoot, c.ID))); err != nil {
+	if err := errors.Join(KillAndDestroy(ctx, c.ID, c.Dir, group), os.RemoveAll(filepath.Join(c.cfg.StateRoot, c.ID))); err != nil {
 		c.Error(err)
 	}
 }

@@ -68,6 +68,8 @@ func (e *Exec) start(ctx context.Context, req ExecRequest) (again bool, err erro
 		Stdin:     req.Stdin != nil,
 		Stdout:    req.Stdout != nil,
 		Stderr:    req.Stderr != nil,
+		Runtime:   req.Runtime,
+		Dir:       req.Dir,
 	}
 	var files []*os.File
 	for _, f := range []*os.File{req.Stdin, req.Stdout, req.Stderr} {

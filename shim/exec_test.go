@@ -219,6 +219,9 @@ func TestExecInEndedContainer(t *testing.T) {
 // with the number of processes that the container had before.
 func (c *container) grandchildren() (x *Exec, before int) {
 	c.Helper()
+	if os.Getenv(runtimeEnv) != "" && os.Getenv(cgroupEnv) == "v1" {
+		c.Skip("crun puts an exec into the container's cgroup: with cgroup v1 it is moved to its own a moment later, and what it has left to init by then is missed")
+	}
 	before = c.countProcesses()
 	read, out, err := os.Pipe()
 	if err != nil {

@@ -15,6 +15,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/pidfd"
 	"berth/shim/control"
+	"berth/shim/ociruntime"
 	"berth/shim/record"
 )
 
@@ -87,6 +88,7 @@ func (l *Launchers) order(req LaunchRequest) *control.Launch {
 		Stdin:         req.Stdin,
 		StdinOnce:     req.StdinOnce,
 		Terminal:      req.Terminal,
+		Runtime:       req.Runtime,
 	}
 }
 
@@ -148,14 +150,17 @@ func (l *Launchers) scrub(p *launcher, req LaunchRequest) error {
 	if err != nil {
 		return err
 	}
+	if err := KillAndDestroy(ctx, req.ID, req.Dir, group); err != nil {
+		return err // the runtime's record is needed for another try
+	}
 	for _, v := range req.Volumes { // its mount went with the launcher's mount namespace
 		err = errors.Join(err, remove(v.Path))
 	}
 	return errors.Join(
 		err,
-		group.Kill(ctx),
-		group.Destroy(ctx),
 		os.RemoveAll(filepath.Join(l.cfg.StateRoot, req.ID)),
+		remove(filepath.Join(req.Dir, record.RuntimeFile)),
+		remove(filepath.Join(req.Dir, ociruntime.ConfigFile)),
 		remove(filepath.Join(req.Dir, record.ShimFile)),
 		remove(filepath.Join(req.Dir, socketFile)),
 		remove(filepath.Join(req.Dir, "rootfs")),

@@ -1,6 +1,7 @@
 package shim
 
 import (
+	"cmp"
 	"errors"
 	"flag"
 	"fmt"
@@ -34,8 +35,9 @@ var shimPath = flag.String("shim", "/proc/self/exe", "the berth-shim to test or 
 
 // What TestMain's outer process tells the inner one.
 const (
-	workEnv   = "BERTH_TEST_WORK"   // a private folder, with the programs in it
-	cgroupEnv = "BERTH_TEST_CGROUP" // the cgroup version to use
+	workEnv    = "BERTH_TEST_WORK"    // a private folder, with the programs in it
+	cgroupEnv  = "BERTH_TEST_CGROUP"  // the cgroup version to use
+	runtimeEnv = "BERTH_TEST_RUNTIME" // path of the OCI runtime to use; empty: libcontainer
 )
 
 // cgroupRoot is the cgroup of this run's containers.
@@ -44,7 +46,8 @@ var cgroupRoot = "/" + filepath.Base(os.Getenv(workEnv))
 // TestMain runs the tests as process 1 of a PID namespace, so that nothing can
 // leak out of it, in a mount namespace whose root is shared, as on a host with
 // systemd. On a host with cgroup v1 they run a second time with only a cgroup v2
-// hierarchy, which has no resource controllers then but all the rest.
+// hierarchy, which has no resource controllers then but all the rest. Where crun is
+// installed all of it is done once more with crun in libcontainer's place.
 func TestMain(m *testing.M) {
 	flag.Parse()
 	if os.Getenv(workEnv) != "" {
@@ -71,17 +74,29 @@ func outer() (code int, err error) {
 	if !onlyV2() {
 		versions = []string{"v1", "v2"}
 	}
-	for _, v := range versions {
-		c, err := runInner(work, v)
-		if err != nil {
-			return 1, err
-		}
-		if c != 0 {
-			fmt.Fprintf(os.Stderr, "(that was with cgroup %s)\n", v)
-			code = c
+	for _, runtime := range runtimes() {
+		for _, v := range versions {
+			c, err := runInner(work, v, runtime)
+			if err != nil {
+				return 1, err
+			}
+			if c != 0 {
+				fmt.Fprintf(os.Stderr, "(that was with cgroup %s and %s)\n", v, cmp.Or(runtime, "libcontainer"))
+				code = c
+			}
 		}
 	}
 	return code, nil
+}
+
+// runtimes returns what makes the containers: libcontainer, which is "", and crun.
+func runtimes() []string {
+	crun, err := exec.LookPath("crun")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "NOT TESTED with crun, which is not installed")
+		return []string{""}
+	}
+	return []string{"", crun}
 }
 
 func onlyV2() bool {
@@ -109,10 +124,10 @@ func buildPrograms(work string) error {
 	return nil
 }
 
-func runInner(work, cgroup string) (int, error) {
+func runInner(work, cgroup, runtime string) (int, error) {
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Args[0] = os.Args[0]
-	cmd.Env = append(os.Environ(), workEnv+"="+work, cgroupEnv+"="+cgroup)
+	cmd.Env = append(os.Environ(), workEnv+"="+work, cgroupEnv+"="+cgroup, runtimeEnv+"="+runtime)
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
 	cmd.SysProcAttr = &syscall.SysProcAttr{
 		Unshareflags: syscall.CLONE_NEWNS, // makes every mount private, too
@@ -153,6 +168,9 @@ func enter(work string) error {
 			return fmt.Errorf("mount cgroup v2: %w", err)
 		}
 	}
+	if err := hideUnifiedControllers(work); err != nil {
+		return err
+	}
 	if err := unix.Mount("", "/", "", unix.MS_SHARED|unix.MS_REC, ""); err != nil {
 		return fmt.Errorf("make mounts shared: %w", err)
 	}
@@ -160,6 +178,23 @@ func enter(work string) error {
 		return fmt.Errorf("bind %s: %w", work, err)
 	}
 	return unix.Mount("", work, "", unix.MS_PRIVATE, "")
+}
+
+// hideUnifiedControllers lets crun believe that a hybrid cgroup set-up, which it refuses
+// otherwise, has all controllers on version 1. Those that are not there nobody uses.
+func hideUnifiedControllers(work string) error {
+	const file = "/sys/fs/cgroup/unified/cgroup.controllers"
+	if _, err := os.Stat(file); err != nil {
+		return nil // it is not hybrid
+	}
+	empty := filepath.Join(work, "empty")
+	if err := os.WriteFile(empty, nil, 0o600); err != nil {
+		return err
+	}
+	if err := unix.Mount(empty, file, "", unix.MS_BIND, ""); err != nil {
+		return fmt.Errorf("hide %s: %w", file, err)
+	}
+	return nil
 }
 
 // cgroupDirs returns the tests' cgroup in every hierarchy.

@@ -15,6 +15,7 @@
 //	Dir/shim   "<shim pid> <shim starttime> <init pid> <init starttime> <started, unix ns>\n", init
 //	           fields 0 until the container's init exists; replaced by rename
 //	Dir/sock   the monitor's unix socket: attach, log reopen, resize, close stdin
+//	Dir/oci    how to call the runtime that made the container, if that was a program (JSON)
 //	Dir/exit   the exit record, written by rename when init has ended and its output
 //	           is on disk; after it the monitor exits
 //
@@ -30,6 +31,7 @@ import (
 
 	"berth/internal/rootfs"
 	"berth/shim/control"
+	"berth/shim/ociruntime"
 )
 
 // LaunchRequest asks for one container (or pause) to be created and started.
@@ -42,6 +44,10 @@ type LaunchRequest struct {
 	RootPlace     string      // an empty directory to mount it on instead, on a private mount; a container's root that is not the host's must be able to reach it
 	SystemdCgroup bool        // cgroup driver
 	Pause         bool        // a sandbox's pause: no monitor, no log, no socket; the launcher ends after the reply
+
+	// Runtime makes the container; nil: libcontainer, in the launcher itself. The launcher
+	// writes it down in Dir, see Destroy.
+	Runtime *ociruntime.Runtime
 
 	// For containers only.
 	LogPath    string // CRI log file; empty: output is discarded (attach still sees it)
@@ -84,4 +90,7 @@ type ExecRequest struct {
 	Stdin   *os.File       // nil: /dev/null; not used when Process.Terminal
 	Stdout  *os.File       // nil: /dev/null
 	Stderr  *os.File       // nil: /dev/null
+
+	Runtime *ociruntime.Runtime // that the container was launched with
+	Dir     string              // the container's shim directory; only needed with Runtime
 }

@@ -92,6 +92,10 @@ func (g *Group) dirs() []string {
 // not mounted. On v2 it is the same for all.
 func (g *Group) Dir(controller string) string { return g.mgr.Path(controller) }
 
+// Paths returns the group's folders by controller on v1; that of v2 is under "". They
+// need not exist.
+func (g *Group) Paths() map[string]string { return g.mgr.GetPaths() }
+
 // Procs returns the processes of the group and of groups below it.
 func (g *Group) Procs() ([]int, error) {
 	seen := map[int]bool{}

@@ -17,6 +17,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"berth/internal/rootfs"
+	"berth/shim/ociruntime"
 )
 
 // The file descriptors a launcher is born with, besides stdio.
@@ -52,6 +53,8 @@ type Launch struct {
 	Stdin         bool        `json:"stdin,omitempty"`
 	StdinOnce     bool        `json:"stdinOnce,omitempty"`
 	Terminal      bool        `json:"terminal,omitempty"`
+
+	Runtime *ociruntime.Runtime `json:"runtime,omitempty"` // nil: libcontainer
 }
 
 // Volume is an image for the container to have as a volume (KEP-4639): like the root
@@ -72,6 +75,9 @@ type Exec struct {
 	Stdin     bool           `json:"stdin,omitempty"`
 	Stdout    bool           `json:"stdout,omitempty"`
 	Stderr    bool           `json:"stderr,omitempty"`
+
+	Runtime *ociruntime.Runtime `json:"runtime,omitempty"` // of the container; nil: libcontainer
+	Dir     string              `json:"dir,omitempty"`     // the container's shim directory, for Runtime
 }
 
 // Reply is a message from the launcher. Exactly one of Started, Exec, Exited and

@@ -39,6 +39,7 @@ type Params struct {
 	Stdout    int // read ends of its output
 	Stderr    int
 	Console   int // pty master, instead of Stdout and Stderr
+	Verdict   int // pipe that Init writes to how the container ended, where its own end does not tell; see ociruntime.Waiter
 	OOM       int // memory.events (v2) or memory.oom_control (v1)
 	OOMNotify int // v1: eventfd that tells when to read OOM
 	OOMParent int // v2: memory.events of the cgroup above, which counts this one's kills too and outlives it
@@ -71,6 +72,7 @@ func (p *Params) fields() []field {
 		{name: "stdout-fd", number: &p.Stdout},
 		{name: "stderr-fd", number: &p.Stderr},
 		{name: "console-fd", number: &p.Console},
+		{name: "verdict-fd", number: &p.Verdict},
 		{name: "oom-fd", number: &p.OOM},
 		{name: "oom-notify-fd", number: &p.OOMNotify},
 		{name: "oom-parent-fd", number: &p.OOMParent},
@@ -80,7 +82,7 @@ func (p *Params) fields() []field {
 // FDs returns the file descriptors that the monitor inherits.
 func (p *Params) FDs() []int {
 	var fds []int
-	for _, fd := range []int{p.Init, p.Listen, p.Log, p.Stdin, p.Stdout, p.Stderr, p.Console, p.OOM, p.OOMNotify, p.OOMParent} {
+	for _, fd := range []int{p.Init, p.Listen, p.Log, p.Stdin, p.Stdout, p.Stderr, p.Console, p.Verdict, p.OOM, p.OOMNotify, p.OOMParent} {
 		if fd >= 0 {
 			fds = append(fds, fd)
 		}

@@ -9,19 +9,18 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
-)
 
-// bundleConfig is the name of a spec in a bundle (runtime-spec, bundle.md).
-const bundleConfig = "config.json"
+	"berth/shim/ociruntime"
+)
 
 // writeBundle makes Dir the bundle that hooks are told of: many read the spec in it, for
 // the place of the root filesystem. It may hold secrets in the environment and goes with Dir.
-func (c *launch) writeBundle() error {
+func (c *libraryMaker) writeBundle() error {
 	data, err := json.Marshal(c.Spec)
 	if err != nil {
 		return fmt.Errorf("encode the spec of %s for its hooks: %w", c.ID, err)
 	}
-	path := filepath.Join(c.Dir, bundleConfig)
+	path := filepath.Join(c.Dir, ociruntime.ConfigFile)
 	c.undo.Add("remove "+path, func() error { return ignore(unix.Unlink(path), unix.ENOENT) })
 	if err := os.WriteFile(path, data, 0o600); err != nil {
 		return fmt.Errorf("write the spec of %s for its hooks: %w", c.ID, err)

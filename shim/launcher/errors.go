@@ -2,9 +2,11 @@ package launcher
 
 import (
 	"errors"
+	"slices"
 	"strings"
 
 	"berth/shim/control"
+	"berth/shim/ociruntime"
 )
 
 // What happens in the container's init reaches us as text only.
@@ -19,6 +21,23 @@ const (
 	badSysctl = "failed to write sysctl "
 	badValue  = ": invalid argument"
 )
+
+// programComplaints are the same of runtimes that are programs, in their words.
+var programComplaints = []string{
+	"executable file `",                // crun: not found in $PATH
+	"open executable: ",                // crun: a folder, a file that nobody may execute
+	"chdir `",                          // crun: to the working directory
+	"error finding executable ",        // runsc
+	"failed to load ",                  // runsc: what is no program
+	"initial process failed to start ", // runsc
+	badCommand, badCwd,                 // runc
+}
+
+// badProgramRequest tells whether a runtime complains of what it was asked to run.
+func badProgramRequest(err error) bool {
+	var e *ociruntime.Error
+	return errors.As(err, &e) && slices.ContainsFunc(programComplaints, func(s string) bool { return strings.Contains(e.Message, s) })
+}
 
 // noise is text of libcontainer's that says nothing to who reads the message.
 var noise = strings.NewReplacer(
@@ -37,6 +56,8 @@ func describe(err error) *control.Error {
 	switch {
 	case errors.As(err, &own):
 		code = own.Code
+	case badProgramRequest(err):
+		code = control.InvalidArgument
 	case strings.Contains(text, badCommand), strings.Contains(text, badCwd),
 		strings.Contains(text, makeCwd) && strings.HasSuffix(text, notDirectory),
 		strings.Contains(text, badSysctl) && strings.HasSuffix(text, badValue):

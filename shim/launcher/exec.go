@@ -26,10 +26,9 @@ type execution struct {
 	l     *launcher
 	files []*os.File // stdin, stdout, stderr, as far as there are any
 
-	container *libcontainer.Container
-	process   *libcontainer.Process
-	io        *stdio
-	starting  chan struct{} // closed when start has returned
+	how      joiner
+	io       *stdio
+	starting chan struct{} // closed when start has returned
 
 	mu     sync.Mutex // guards what follows, which start sets and the listener needs to kill
 	cgroup string     // its own cgroup's directory; empty: it has none
@@ -37,15 +36,31 @@ type execution struct {
 	pidfd  *os.File
 }
 
+// joiner starts the process of an exec: libcontainer, or the program of an OCI runtime.
+type joiner interface {
+	// start starts the process, a child of ours, with the container's ends of the
+	// execution's io. It may give the execution a cgroup. A process that is returned
+	// with an error is to be abandoned.
+	start() (pid int, err error)
+	// wait waits for the process and reaps it.
+	wait() (*os.ProcessState, error)
+	// kill ends the process and what it has started, also while start is at it.
+	kill() error
+}
+
+func (e *execution) newJoiner() joiner {
+	if e.Runtime != nil {
+		return newProgramExec(e)
+	}
+	return &libraryExec{execution: e}
+}
+
 // serveExec carries out an exec order. An error means that the daemon is gone.
 func (l *launcher) serveExec(order *control.Exec, files []*os.File) error {
 	e := &execution{Exec: order, l: l, files: files, io: &stdio{}, starting: make(chan struct{})}
+	e.how = e.newJoiner()
 	stopListening := e.listen()
 	err := e.start()
-	closeErr := e.closeFiles() // the process has its own by now
-	if err == nil {
-		err = closeErr
-	}
 	close(e.starting)
 	if err != nil {
 		gone := stopListening()
@@ -64,7 +79,7 @@ func (l *launcher) serveExec(order *control.Exec, files []*os.File) error {
 		return err
 	}
 	defer e.pidfd.Close()
-	code := exitCode(e.process.Wait())
+	code := exitCode(e.how.wait())
 	// The daemon speaks next when it has the reply, so the listener is stopped
 	// before: what it has read by then belongs to this exec.
 	if err := stopListening(); err != nil {
@@ -87,42 +102,76 @@ func (e *execution) announce() error {
 	return err
 }
 
-func (e *execution) start() (err error) {
-	if err := e.load(); err != nil {
-		return err
-	}
-	if e.process, err = newProcess(e.Process); err != nil {
-		return err
-	}
+func (e *execution) start() error {
 	if err := e.setIO(); err != nil {
 		return err
 	}
-	if err := e.makeCgroup(); err != nil {
-		return err
+	pid, err := e.how.start()
+	if setErr := e.setPID(pid); err == nil {
+		err = setErr
 	}
-	if err := e.container.Run(e.process); err != nil {
-		if endErr := e.checkRunning(); endErr != nil { // that is why
-			return endErr
-		}
-		return fmt.Errorf("exec in container %s: %w", e.ID, err)
-	}
-	if err := e.setPID(); err != nil {
+	if err != nil {
 		return err
 	}
 	return e.io.started()
 }
 
-func (e *execution) setPID() (err error) {
+// setPID notes the process, if there is one: a child of ours that is not reaped.
+func (e *execution) setPID(pid int) (err error) {
+	if pid == 0 {
+		return nil
+	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if e.pid, err = e.process.Pid(); err != nil {
-		return fmt.Errorf("exec in container %s: %w", e.ID, err)
-	}
-	e.pidfd, err = pidfd.Open(e.pid)
+	e.pid = pid
+	e.pidfd, err = pidfd.Open(pid)
 	return err
 }
 
-func (e *execution) load() (err error) {
+func (e *execution) setCgroup(dir string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.cgroup = dir
+}
+
+// libraryExec is an exec by libcontainer.
+type libraryExec struct {
+	*execution
+	container *libcontainer.Container
+	process   *libcontainer.Process
+}
+
+func (e *libraryExec) start() (pid int, err error) {
+	if err := e.load(); err != nil {
+		return 0, err
+	}
+	if e.process, err = newProcess(e.Process); err != nil {
+		return 0, err
+	}
+	e.io.give(e.process)
+	if err := e.makeCgroup(); err != nil {
+		return 0, err
+	}
+	if err := e.container.Run(e.process); err != nil {
+		if endErr := e.checkRunning(); endErr != nil { // that is why
+			return 0, endErr
+		}
+		return 0, fmt.Errorf("exec in container %s: %w", e.ID, err)
+	}
+	if pid, err = e.process.Pid(); err != nil {
+		return 0, fmt.Errorf("exec in container %s: %w", e.ID, err)
+	}
+	if e.io.socket != nil {
+		err = e.io.receiveConsole()
+	}
+	return pid, err
+}
+
+func (e *libraryExec) wait() (*os.ProcessState, error) { return e.process.Wait() }
+
+func (e *libraryExec) kill() error { return e.killProcesses() }
+
+func (e *libraryExec) load() (err error) {
 	e.container, err = libcontainer.Load(e.StateRoot, e.ID)
 	if errors.Is(err, libcontainer.ErrNotExist) {
 		return control.Errorf(control.FailedPrecondition, "container %s is not running", e.ID)
@@ -134,7 +183,7 @@ func (e *execution) load() (err error) {
 }
 
 // checkRunning looks anew whether the container's init is there.
-func (e *execution) checkRunning() error {
+func (e *libraryExec) checkRunning() error {
 	status, err := e.container.Status()
 	if err != nil {
 		return fmt.Errorf("status of container %s: %w", e.ID, err)
@@ -145,11 +194,10 @@ func (e *execution) checkRunning() error {
 	return nil
 }
 
+// setIO makes the process's streams of the files that came with the order, or a terminal.
 func (e *execution) setIO() (err error) {
 	if e.Process.Terminal {
-		e.io.socket, e.process.ConsoleSocket, err = socketPair("console")
-		e.io.children = []*os.File{e.process.ConsoleSocket}
-		return err
+		return e.io.makeTerminal(e.Runtime == nil)
 	}
 	rest := e.files
 	take := func(there bool) *os.File {
@@ -160,36 +208,30 @@ func (e *execution) setIO() (err error) {
 		rest = rest[1:]
 		return f
 	}
-	// A nil *os.File in the interface would not be nil.
-	if f := take(e.Stdin); f != nil {
-		e.process.Stdin = f
-	}
-	if f := take(e.Stdout); f != nil {
-		e.process.Stdout = f
-	}
-	if f := take(e.Stderr); f != nil {
-		e.process.Stderr = f
-	}
+	e.io.theirs.stdin = take(e.Stdin)
+	e.io.theirs.stdout = take(e.Stdout)
+	e.io.theirs.stderr = take(e.Stderr)
 	return nil
 }
 
-func (e *execution) closeFiles() error {
-	var err error
-	for _, f := range e.files {
-		err = errors.Join(err, f.Close())
-	}
-	return err
-}
-
-// makeCgroup makes the exec's own cgroup, below the container's, so that all of
-// its processes can be found. Where that cannot be (a threaded cgroup, no freezer)
-// the exec runs in the container's.
-func (e *execution) makeCgroup() error {
+// makeCgroup makes the exec's own cgroup, which libcontainer puts the process into.
+func (e *libraryExec) makeCgroup() error {
 	state, err := e.container.State()
 	if err != nil {
 		return fmt.Errorf("state of %s: %w", e.ID, err)
 	}
-	name := "exec-" + e.ExecID
+	dir, hierarchy := makeExecCgroup(state.CgroupPaths, e.ExecID)
+	if dir != "" {
+		e.setCgroup(dir)
+		e.process.SubCgroupPaths = map[string]string{hierarchy: filepath.Base(dir)}
+	}
+	return nil
+}
+
+// makeExecCgroup makes an exec's own cgroup, below the container's, so that all of
+// its processes can be found. Where that cannot be (a threaded cgroup, no freezer) dir
+// is empty: the exec runs in the container's.
+func makeExecCgroup(paths map[string]string, execID string) (dir, hierarchy string) {
 	hierarchies := []string{""}
 	if !cgroups.IsCgroup2UnifiedMode() {
 		// In hybrid mode there is a path for "" too, but libcontainer takes that
@@ -197,12 +239,12 @@ func (e *execution) makeCgroup() error {
 		hierarchies = []string{"freezer", "pids"}
 	}
 	for _, hierarchy := range hierarchies {
-		dir := state.CgroupPaths[hierarchy]
+		dir := paths[hierarchy]
 		if dir == "" {
 			continue
 		}
 		removeEmptyExecs(dir)
-		dir = filepath.Join(dir, name)
+		dir = filepath.Join(dir, "exec-"+execID)
 		if os.Mkdir(dir, 0o755) != nil {
 			continue
 		}
@@ -210,13 +252,9 @@ func (e *execution) makeCgroup() error {
 			_ = unix.Rmdir(dir)
 			continue
 		}
-		e.mu.Lock()
-		e.cgroup = dir
-		e.mu.Unlock()
-		e.process.SubCgroupPaths = map[string]string{hierarchy: name}
-		return nil
+		return dir, hierarchy
 	}
-	return nil
+	return "", ""
 }
 
 // staleExec is the age from which an exec's cgroup that is empty will stay so: a
@@ -244,12 +282,12 @@ func isDomain(dir string) bool {
 func (e *execution) abandon() {
 	if e.pid > 0 {
 		if e.pidfd != nil {
-			_ = e.kill()
+			_ = e.how.kill()
 			_ = e.pidfd.Close()
 		} else {
-			_ = e.process.Signal(unix.SIGKILL)
+			_ = unix.Kill(e.pid, unix.SIGKILL) // our child, not reaped: it is this one
 		}
-		_, _ = e.process.Wait() // it was killed: how it ended is of no interest
+		_, _ = e.how.wait() // it was killed: how it ended is of no interest
 	}
 	e.io.abandon()
 	e.removeCgroup()
@@ -311,9 +349,9 @@ func (e *execution) killStarting() error {
 	for {
 		select {
 		case <-e.starting:
-			return e.kill()
+			return e.how.kill()
 		case <-time.After(killInterval):
-			_ = e.kill() // what counts is the one after the start
+			_ = e.how.kill() // what counts is the one after the start
 		}
 	}
 }
@@ -322,8 +360,9 @@ func (e *execution) killStarting() error {
 // to whoever removes the container.
 const killTime = 10 * time.Second
 
-// kill ends the exec's processes, all of them, also those that init has adopted.
-func (e *execution) kill() error {
+// killProcesses ends the exec's processes on the host, all of them, also those that
+// init has adopted.
+func (e *execution) killProcesses() error {
 	e.mu.Lock()
 	cgroup, pid, proc := e.cgroup, e.pid, e.pidfd
 	e.mu.Unlock()

@@ -1,15 +1,14 @@
 package launcher
 
 import (
-	"fmt"
 	"os"
 	"os/signal"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"syscall"
 
-	"github.com/opencontainers/runc/libcontainer/configs"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
@@ -22,10 +21,6 @@ import (
 func (c *launch) prepareMonitor() error {
 	if c.Pause {
 		return nil
-	}
-	state, err := c.container.State()
-	if err != nil {
-		return fmt.Errorf("state of %s: %w", c.ID, err)
 	}
 	signal.Ignore(handoff.Ignored...)
 	if err := c.l.enterHost(); err != nil {
@@ -50,19 +45,28 @@ func (c *launch) prepareMonitor() error {
 		Stdout:    fd(c.io.stdout),
 		Stderr:    fd(c.io.stderr),
 		Console:   fd(c.io.console),
+		Verdict:   -1,
 	}
 	if c.Stdin && c.Terminal {
 		c.monitor.Stdin = c.monitor.Console
 	}
-	if !c.config.Namespaces.IsPrivate(configs.NEWPID) {
-		c.monitor.KillDir = killDir(state.CgroupPaths)
+	paths := c.group.Paths()
+	if !c.privatePIDs() {
+		c.monitor.KillDir = killDir(paths)
 	}
-	c.io.oom, c.io.oomNotify = openOOM(state.CgroupPaths)
-	if dir := state.CgroupPaths[""]; dir != "" && c.io.oom != nil && c.io.oomNotify == nil {
+	c.io.oom, c.io.oomNotify = openOOM(paths)
+	if dir := paths[""]; dir != "" && c.io.oom != nil && c.io.oomNotify == nil {
 		c.io.oomParent, _ = os.Open(filepath.Join(filepath.Dir(dir), "memory.events")) // the root has none
 	}
 	c.monitor.OOM, c.monitor.OOMNotify, c.monitor.OOMParent = fd(c.io.oom), fd(c.io.oomNotify), fd(c.io.oomParent)
 	return nil
+}
+
+// privatePIDs tells whether the container's processes end with its init.
+func (c *launch) privatePIDs() bool {
+	return slices.ContainsFunc(c.Spec.Linux.Namespaces, func(ns specs.LinuxNamespace) bool {
+		return ns.Type == specs.PIDNamespace && ns.Path == ""
+	})
 }
 
 // openLog opens the log where the monitor will open it again: an open file keeps

@@ -5,10 +5,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 
-	"github.com/opencontainers/runc/libcontainer"
-	"github.com/opencontainers/runc/libcontainer/configs"
 	"golang.org/x/sys/unix"
 )
 
@@ -25,8 +24,17 @@ type stdio struct {
 	oom, oomNotify        *os.File // where the kernel counts and tells of OOM kills
 	oomParent             *os.File
 
-	children []*os.File // the container's ends, closed when it has them
-	socket   *os.File   // where libcontainer sends the terminal's master
+	terminal bool
+	theirs   ends     // the container's, closed when it has them
+	socket   *os.File // where libcontainer sends the terminal's master
+}
+
+// ends are what a container's process gets. console is where libcontainer's init sends
+// the terminal's master to.
+type ends struct{ stdin, stdout, stderr, console *os.File }
+
+func (e *ends) all() []*os.File {
+	return slices.DeleteFunc([]*os.File{e.stdin, e.stdout, e.stderr, e.console}, func(f *os.File) bool { return f == nil })
 }
 
 // openIO makes what the container's process and its monitor read and write.
@@ -42,76 +50,80 @@ func (c *launch) openIO() (err error) {
 		return ignore(unix.Unlink(filepath.Join(c.Dir, SocketFile)), unix.ENOENT)
 	})
 	if c.Terminal {
-		c.io.socket, c.process.ConsoleSocket, err = socketPair("console")
-		c.io.children = append(c.io.children, c.process.ConsoleSocket)
-		return err
+		return c.io.makeTerminal(c.Runtime == nil)
 	}
-	return c.io.makePipes(c.process, c.config, c.Stdin)
+	return c.io.makePipes(c.maker, c.Stdin)
+}
+
+// makeTerminal makes what the terminal's master comes through: libcontainer has a
+// socket for that, a runtime's program is told where to connect to.
+func (s *stdio) makeTerminal(library bool) (err error) {
+	s.terminal = true
+	if library {
+		s.socket, s.theirs.console, err = socketPair("console")
+	}
+	return err
 }
 
 // makePipes gives the process pipes; the container's root owns its ends of them,
 // also where that is another user on the host.
-func (s *stdio) makePipes(p *libcontainer.Process, config *configs.Config, withStdin bool) error {
-	stdout, ours, err := pipe("stdout")
-	if err != nil {
+func (s *stdio) makePipes(m maker, withStdin bool) (err error) {
+	if s.theirs.stdout, s.stdout, err = pipe("stdout"); err != nil {
 		return err
 	}
-	p.Stdout, s.stdout = stdout, ours
-	stderr, ours, err := pipe("stderr")
-	if err != nil {
+	if s.theirs.stderr, s.stderr, err = pipe("stderr"); err != nil {
 		return err
 	}
-	p.Stderr, s.stderr = stderr, ours
-	s.children = append(s.children, stdout, stderr)
 	if withStdin {
-		ours, stdin, err := pipe("stdin")
-		if err != nil {
+		if s.stdin, s.theirs.stdin, err = pipe("stdin"); err != nil {
 			return err
 		}
-		p.Stdin, s.stdin = stdin, ours
-		s.children = append(s.children, stdin)
 	}
-	return chown(s.children, config)
+	uid, gid, err := m.hostRoot()
+	if err == nil {
+		err = s.theirs.chown(uid, gid)
+	}
+	if err != nil {
+		return fmt.Errorf("owner of stdio: %w", err)
+	}
+	return nil
 }
 
-func chown(files []*os.File, config *configs.Config) error {
-	uid, err := config.HostRootUID()
-	if err != nil {
-		return fmt.Errorf("owner of stdio: %w", err)
-	}
-	gid, err := config.HostRootGID()
-	if err != nil {
-		return fmt.Errorf("owner of stdio: %w", err)
-	}
+func (e *ends) chown(uid, gid int) error {
 	if uid == os.Geteuid() && gid == os.Getegid() {
 		return nil
 	}
-	for _, f := range files {
+	for _, f := range e.all() {
 		if err := f.Chown(uid, gid); err != nil {
-			return fmt.Errorf("owner of stdio: %w", err)
+			return err
 		}
 	}
 	return nil
 }
 
-// started takes the terminal and closes the container's ends, so that there is no
-// writer of its output but the container.
-func (s *stdio) started() (err error) {
-	if s.socket != nil {
-		if s.console, err = receiveFile(s.socket); err != nil {
-			return fmt.Errorf("terminal: %w", err)
-		}
-		err = s.socket.Close()
+// receiveConsole takes the terminal that libcontainer's init has sent.
+func (s *stdio) receiveConsole() (err error) {
+	if s.console, err = receiveFile(s.socket); err != nil {
+		return fmt.Errorf("terminal: %w", err)
 	}
-	for _, f := range s.children {
+	err = s.socket.Close()
+	s.socket = nil
+	return err
+}
+
+// started closes the container's ends, so that there is no writer of its output but
+// the container.
+func (s *stdio) started() (err error) {
+	for _, f := range s.theirs.all() {
 		err = errors.Join(err, f.Close())
 	}
+	s.theirs = ends{}
 	return err
 }
 
 // abandon closes what started has not.
 func (s *stdio) abandon() {
-	for _, f := range append(s.children, s.socket, s.console) {
+	for _, f := range append(s.theirs.all(), s.socket, s.console) {
 		if f != nil {
 			_ = f.Close() // twice is harmless
 		}

@@ -7,12 +7,10 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 
-	"github.com/opencontainers/runc/libcontainer"
-	"github.com/opencontainers/runc/libcontainer/configs"
-	"github.com/opencontainers/runc/libcontainer/specconv"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
@@ -34,14 +32,16 @@ type launch struct {
 	l    *launcher
 	undo *cleanup.List
 
-	group     *cgroup.Group
-	config    *configs.Config
-	io        *stdio
-	container *libcontainer.Container
-	process   *libcontainer.Process
-	init      *os.File // pidfd
-	started   control.Started
-	monitor   handoff.Params
+	group   *cgroup.Group
+	maker   maker
+	io      *stdio
+	init    *os.File // pidfd
+	verdict *os.File // how the container ends, where init's end does not tell
+	started control.Started
+	monitor handoff.Params
+
+	ctx   context.Context // ends when the daemon does not want the container any more
+	abort context.CancelFunc
 
 	mu        sync.Mutex // guards the two below
 	committed bool       // the daemon has been told: too late to cancel
@@ -52,6 +52,8 @@ type launch struct {
 // succeeds; otherwise this process has no further use.
 func (l *launcher) serveLaunch(order *control.Launch) error {
 	c := &launch{Launch: order, l: l, undo: cleanup.New()}
+	c.maker = c.newMaker()
+	c.ctx, c.abort = context.WithCancel(context.Background())
 	err := c.run()
 	if err != nil {
 		return l.reply(control.Reply{Error: describe(err)})
@@ -62,7 +64,7 @@ func (l *launcher) serveLaunch(order *control.Launch) error {
 	err = l.becomeMonitor(c.MonitorPath, &c.monitor, c)
 	// The daemon believes that the container runs. It will see this process end
 	// without an exit record.
-	return errors.Join(fmt.Errorf("execute monitor of %s: %w", c.ID, err), c.destroy())
+	return errors.Join(fmt.Errorf("execute monitor of %s: %w", c.ID, err), c.maker.destroy())
 }
 
 // run brings the container up and tells the daemon. If it returns an error,
@@ -77,11 +79,10 @@ func (c *launch) run() (err error) {
 	for _, step := range []func() error{
 		c.mountRootfs,
 		c.mountVolumes,
-		c.makeConfig,
+		c.prepare,
 		c.openIO,
 		c.recordLauncher,
 		c.create,
-		c.startInit,
 		c.prepareMonitor,
 		c.recordInit,
 		c.execute,
@@ -121,6 +122,7 @@ func (c *launch) watchDaemon() (stop func()) {
 		if !c.cancel() {
 			return
 		}
+		c.abort()
 		for ctx.Err() == nil {
 			_ = c.group.Kill(ctx)
 			select {
@@ -195,27 +197,9 @@ func (c *launch) rootPlace() (string, error) {
 	return dir, c.makeDir(dir)
 }
 
-func (c *launch) makeConfig() (err error) {
+func (c *launch) prepare() error {
 	clampOOMScore(c.Spec.Process)
-	c.config, err = specconv.CreateLibcontainerConfig(&specconv.CreateOpts{
-		CgroupName:       c.ID,
-		UseSystemdCgroup: c.SystemdCgroup,
-		Spec:             c.Spec,
-	})
-	if err != nil {
-		return control.Errorf(control.InvalidArgument, "runtime spec of %s: %v", c.ID, err)
-	}
-	if c.Spec.Hooks != nil {
-		if err := c.writeBundle(); err != nil {
-			return err
-		}
-	}
-	c.process, err = newProcess(c.Spec.Process)
-	if err != nil {
-		return err
-	}
-	c.process.Init = true
-	return nil
+	return c.maker.prepare()
 }
 
 // recordLauncher says in Dir/shim that a container is being made here.
@@ -228,39 +212,39 @@ func (c *launch) recordLauncher() (err error) {
 	return record.Write(c.Dir, record.ShimFile, record.Shim{PID: c.started.ShimPID, Start: c.started.ShimStart}.Encode())
 }
 
-func (c *launch) create() (err error) {
+// create makes the container. Its init waits for the word to execute the command.
+func (c *launch) create() error {
 	if c.inheritsOrphans() {
-		if err := unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0); err != nil {
-			return fmt.Errorf("become subreaper: %w", err)
+		if err := becomeSubreaper(true); err != nil {
+			return err
 		}
 	}
-	c.container, err = libcontainer.Create(c.StateRoot, c.ID, c.config)
+	pid, err := c.maker.create()
 	if err != nil {
-		return fmt.Errorf("create container %s: %w", c.ID, err)
+		return err
 	}
-	c.undo.Add("destroy container "+c.ID, c.destroy)
-	return nil
+	if c.io.socket != nil {
+		if err := c.io.receiveConsole(); err != nil {
+			return err
+		}
+	}
+	if err := c.io.started(); err != nil {
+		return err
+	}
+	if pid == 0 {
+		return nil
+	}
+	return c.noteInit(pid)
 }
 
 // inheritsOrphans tells whether orphans of the container's processes shall come to
 // us: in a PID namespace other than the host's there is a process 1 that they go to.
 func (c *launch) inheritsOrphans() bool {
-	return !c.Pause && !c.config.Namespaces.Contains(configs.NEWPID)
+	return !c.Pause && !slices.ContainsFunc(c.Spec.Linux.Namespaces, func(ns specs.LinuxNamespace) bool { return ns.Type == specs.PIDNamespace })
 }
 
-// startInit runs libcontainer's part: when it returns, the container's init waits
-// in its namespaces for the word to execute the command.
-func (c *launch) startInit() error {
-	if err := c.container.Start(c.process); err != nil {
-		return fmt.Errorf("start container %s: %w", c.ID, err)
-	}
-	if err := c.io.started(); err != nil {
-		return err
-	}
-	pid, err := c.process.Pid()
-	if err != nil {
-		return fmt.Errorf("start container %s: %w", c.ID, err)
-	}
+// noteInit takes a child of ours for the container's init.
+func (c *launch) noteInit(pid int) (err error) {
 	c.started.InitPID = pid
 	if c.started.InitStart, err = pidfd.StartTime(pid); err != nil {
 		return err
@@ -272,6 +256,9 @@ func (c *launch) startInit() error {
 // recordInit says in Dir/shim who the container is, before it runs.
 func (c *launch) recordInit() error {
 	c.started.StartedAt = time.Now().UnixNano()
+	if c.init == nil {
+		return nil // there is nobody yet
+	}
 	s := record.Shim{
 		PID:       c.started.ShimPID,
 		Start:     c.started.ShimStart,
@@ -286,10 +273,28 @@ func (c *launch) recordInit() error {
 }
 
 func (c *launch) execute() error {
-	if err := c.container.Exec(); err != nil {
+	if err := c.maker.execute(); err != nil {
 		return fmt.Errorf("start container %s: %w", c.ID, err)
 	}
-	return nil
+	if c.init != nil {
+		return nil
+	}
+	return c.follow()
+}
+
+// follow finds, for a container that now runs and is no process of the host, one that
+// ends with it.
+func (c *launch) follow() error {
+	pid, verdict, err := c.maker.follow()
+	if err != nil {
+		return fmt.Errorf("follow container %s: %w", c.ID, err)
+	}
+	c.verdict = verdict
+	if err := c.noteInit(pid); err != nil {
+		return err
+	}
+	c.monitor.InitPID, c.monitor.Init, c.monitor.Verdict = pid, fd(c.init), fd(c.verdict)
+	return c.recordInit()
 }
 
 // commit tells the daemon. If the daemon has given up, or is not there to hear it,
@@ -303,21 +308,6 @@ func (c *launch) commit() error {
 		return control.Errorf(control.Canceled, "launch of %s was cancelled", c.ID)
 	}
 	return c.l.reply(control.Reply{Started: &c.started}, c.init)
-}
-
-// destroy removes everything that create and startInit have made.
-func (c *launch) destroy() error {
-	if c.process.Signal(unix.SIGKILL) == nil {
-		_, _ = c.process.Wait() // it was killed: how it ended is of no interest
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), destroyPatience)
-	defer cancel()
-	return errors.Join(
-		c.group.Kill(ctx),
-		c.container.Destroy(),
-		c.group.Destroy(ctx),
-		os.RemoveAll(filepath.Join(c.StateRoot, c.ID)),
-	)
 }
 
 // ignore returns err unless it is the given one.

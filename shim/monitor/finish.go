@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"os"
+	"strconv"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -37,7 +38,7 @@ func (m *monitor) reap() {
 // finish does what has to be done after init's end: the verdict first, while the
 // cgroup exists; then the output; the record last, since it says that all is done.
 func (m *monitor) finish() error {
-	exit := m.verdict()
+	exit, known := m.verdict()
 	if m.params.KillDir != "" {
 		_ = killtree.Kill(m.params.KillDir, killPatience)
 		m.reap()
@@ -46,21 +47,55 @@ func (m *monitor) finish() error {
 		m.drain(s)
 	}
 	m.flushLog()
+	if !known { // whoever reads no record sees to it that nothing is left
+		m.sayFarewell()
+		return errors.New("the process that waited for the container told nothing of it")
+	}
 	err := m.writeRecord(exit)
 	m.sayFarewell()
 	return err
 }
 
-func (m *monitor) verdict() record.Exit {
+func (m *monitor) verdict() (exit record.Exit, known bool) {
 	m.readOOM()
-	exit := record.Exit{OOMKilled: m.oom.kills > 0, At: m.initEnd.UnixNano()}
+	exit = record.Exit{OOMKilled: m.oom.kills > 0, At: m.initEnd.UnixNano()}
+	if m.params.Verdict >= 0 {
+		exit.Code, known = readVerdict(m.params.Verdict)
+		return exit, known
+	}
 	if s := *m.initStatus; s.Signaled() {
 		exit.Signal = int32(s.Signal())
 		exit.Code = 128 + exit.Signal
 	} else {
 		exit.Code = int32(s.ExitStatus())
 	}
-	return exit
+	return exit, true
+}
+
+// readVerdict reads what was written by a process that waited for the container and
+// has ended: {"id": ID, "exitStatus": N}. Only digits follow the name of the number.
+func readVerdict(fd int) (code int32, ok bool) {
+	if unix.SetNonblock(fd, true) != nil {
+		return 0, false
+	}
+	var buf [512]byte
+	n, err := unix.Read(fd, buf[:])
+	if err != nil || n <= 0 {
+		return 0, false
+	}
+	return exitStatus(buf[:n])
+}
+
+func exitStatus(text []byte) (code int32, ok bool) {
+	_, rest, found := bytes.Cut(text, []byte(`"exitStatus"`))
+	rest, colon := bytes.CutPrefix(bytes.TrimLeft(rest, " \t\r\n"), []byte(":"))
+	if !found || !colon {
+		return 0, false
+	}
+	number, _, end := bytes.Cut(rest, []byte("}"))
+	number, _, _ = bytes.Cut(number, []byte(","))
+	n, err := strconv.ParseUint(string(bytes.TrimSpace(number)), 10, 8)
+	return int32(n), err == nil && end
 }
 
 // writeRecord tries for a while: without the record the container counts as lost.

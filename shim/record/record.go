@@ -16,6 +16,10 @@ import (
 const (
 	ShimFile = "shim"
 	ExitFile = "exit"
+
+	// RuntimeFile is the ociruntime.Runtime, as JSON, of a container that a program made.
+	// The monitor has no use for it.
+	RuntimeFile = "oci"
 )
 
 // Shim is the content of Dir/shim. Start times are clock ticks since boot.

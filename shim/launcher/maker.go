@@ -1,0 +1,135 @@
+package launcher
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"github.com/opencontainers/runc/libcontainer"
+	"github.com/opencontainers/runc/libcontainer/configs"
+	"github.com/opencontainers/runc/libcontainer/specconv"
+	"golang.org/x/sys/unix"
+
+	"berth/shim/control"
+)
+
+// maker is what makes the container of a launch: libcontainer in this process, or
+// the program of an OCI runtime. Its methods are called in this order.
+type maker interface {
+	// prepare finds out whether the spec can be carried out, and makes no more than files in Dir.
+	// InvalidArgument if it can't.
+	prepare() error
+	// hostRoot returns who the container's root is on the host.
+	hostRoot() (uid, gid int, err error)
+	// create makes the container, with the container's ends of the launch's io. Its
+	// init waits for execute. What is made is entered in the launch's undo list. The
+	// process is a child of ours; 0: there is none that stands for the container until it runs.
+	create() (pid int, err error)
+	// execute lets init execute its command.
+	execute() error
+	// follow returns a child of ours that ends when the container, which runs, does,
+	// and writes to verdict how that ended. It is for containers that create returned no process of.
+	follow() (pid int, verdict *os.File, err error)
+	// destroy removes what create has made.
+	destroy() error
+}
+
+func (c *launch) newMaker() maker {
+	if c.Runtime != nil {
+		return &programMaker{launch: c}
+	}
+	return &libraryMaker{launch: c}
+}
+
+// libraryMaker is libcontainer.
+type libraryMaker struct {
+	*launch
+	config    *configs.Config
+	container *libcontainer.Container
+	process   *libcontainer.Process
+}
+
+func (m *libraryMaker) prepare() (err error) {
+	m.config, err = specconv.CreateLibcontainerConfig(&specconv.CreateOpts{
+		CgroupName:       m.ID,
+		UseSystemdCgroup: m.SystemdCgroup,
+		Spec:             m.Spec,
+	})
+	if err != nil {
+		return control.Errorf(control.InvalidArgument, "runtime spec of %s: %v", m.ID, err)
+	}
+	if m.Spec.Hooks != nil {
+		if err := m.writeBundle(); err != nil {
+			return err
+		}
+	}
+	m.process, err = newProcess(m.Spec.Process)
+	if err != nil {
+		return err
+	}
+	m.process.Init = true
+	return nil
+}
+
+func (m *libraryMaker) hostRoot() (uid, gid int, err error) {
+	if uid, err = m.config.HostRootUID(); err != nil {
+		return 0, 0, err
+	}
+	gid, err = m.config.HostRootGID()
+	return uid, gid, err
+}
+
+// create runs libcontainer's part: when it returns, the container's init waits
+// in its namespaces for the word to execute the command.
+func (m *libraryMaker) create() (pid int, err error) {
+	m.container, err = libcontainer.Create(m.StateRoot, m.ID, m.config)
+	if err != nil {
+		return 0, fmt.Errorf("create container %s: %w", m.ID, err)
+	}
+	m.undo.Add("destroy container "+m.ID, m.destroy)
+	m.io.give(m.process)
+	if err := m.container.Start(m.process); err != nil {
+		return 0, fmt.Errorf("start container %s: %w", m.ID, err)
+	}
+	if pid, err = m.process.Pid(); err != nil {
+		return 0, fmt.Errorf("start container %s: %w", m.ID, err)
+	}
+	return pid, nil
+}
+
+func (m *libraryMaker) execute() error { return m.container.Exec() }
+
+func (m *libraryMaker) follow() (int, *os.File, error) {
+	return 0, nil, errors.New("libcontainer's init is followed from the beginning")
+}
+
+func (m *libraryMaker) destroy() error {
+	if m.process.Signal(unix.SIGKILL) == nil {
+		_, _ = m.process.Wait() // it was killed: how it ended is of no interest
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), destroyPatience)
+	defer cancel()
+	return errors.Join(
+		m.group.Kill(ctx),
+		m.container.Destroy(),
+		m.group.Destroy(ctx),
+		os.RemoveAll(filepath.Join(m.StateRoot, m.ID)),
+	)
+}
+
+// give hands the container's ends to libcontainer.
+func (s *stdio) give(p *libcontainer.Process) {
+	// A nil *os.File in the interface would not be nil.
+	if s.theirs.stdin != nil {
+		p.Stdin = s.theirs.stdin
+	}
+	if s.theirs.stdout != nil {
+		p.Stdout = s.theirs.stdout
+	}
+	if s.theirs.stderr != nil {
+		p.Stderr = s.theirs.stderr
+	}
+	p.ConsoleSocket = s.theirs.console
+}

@@ -1,0 +1,321 @@
+// Package ociruntime speaks the command line that runc has and other OCI runtimes
+// share (crun, gVisor's runsc): one program, run anew for every step. Launchers
+// create, start and exec with it; the daemon signals and deletes, since containers
+// outlive whoever launched them. It is light enough for launchers.
+//
+// # Two kinds
+//
+// With most runtimes a container is processes of the host, in its cgroup. gVisor's are
+// processes of a sandbox, one per pod, that the host knows nothing of: such a runtime is
+// Sandboxed. It has commands of its own to wait for a container and to signal one
+// process of it. Probe finds out which kind a program is.
+package ociruntime
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// SpecVersion is the ociVersion of the specs that such runtimes get: some refuse
+// versions newer than themselves, and nothing that berth asks for is newer.
+const SpecVersion = "1.0.2"
+
+// Runtime is a runtime's program and how it is to be called. It is written down with
+// every container, so that a container can be removed when its runtime is not configured
+// any more.
+type Runtime struct {
+	Path          string   `json:"path"`
+	Args          []string `json:"args,omitempty"` // before every command
+	Root          string   `json:"root"`           // where the runtime keeps its state; the containers of a pod share it
+	SystemdCgroup bool     `json:"systemdCgroup,omitempty"`
+	Sandboxed     bool     `json:"sandboxed,omitempty"`  // see the package's comment
+	SubCgroups    bool     `json:"subCgroups,omitempty"` // it can put an exec into a cgroup below the container's
+}
+
+// Error is what a runtime had to say of a command that failed.
+type Error struct {
+	Command string // such as "create"
+	Message string
+	Err     error // how the program ended
+}
+
+func (e *Error) Error() string { return e.Command + ": " + e.Message }
+func (e *Error) Unwrap() error { return e.Err }
+
+// IO is what a container or an exec gets from the command that makes it. A nil
+// file is /dev/null.
+type IO struct {
+	Stdin, Stdout, Stderr *os.File
+	ConsoleSocket         string // for a terminal instead: where to send its master
+}
+
+// The files of a bundle, besides config.json.
+const (
+	logFile         = "runtime.log"
+	pidFile         = "pid"
+	internalPIDFile = "internal-pid"
+)
+
+// Create makes a container from the config.json in bundle, which is absolute. Its
+// init waits for Start. The result is the init's process, or, of a Sandboxed runtime, the
+// sandbox's.
+func (r *Runtime) Create(ctx context.Context, id, bundle string, streams IO) (pid int, err error) {
+	defer r.cleanBundle(bundle, &err)
+	args := []string{"create", "--bundle", bundle, "--pid-file", filepath.Join(bundle, pidFile)}
+	if err := r.runWith(ctx, bundle, streams, append(args, streams.args()...), id); err != nil {
+		return 0, err
+	}
+	return readPID(filepath.Join(bundle, pidFile))
+}
+
+// Start lets a created container's init execute its command.
+func (r *Runtime) Start(ctx context.Context, id string) error {
+	return r.run(ctx, "start", id)
+}
+
+// Exec starts a process in a running container, described by process.json in dir. It
+// returns the process, or, of a Sandboxed runtime, one of the host that ends as it does;
+// internal is what the process is called in the sandbox then. cgroup is the name of one
+// below the container's, for runtimes with SubCgroups and cgroup v2; empty: the container's.
+func (r *Runtime) Exec(ctx context.Context, id, dir, cgroup string, streams IO) (pid, internal int, err error) {
+	defer r.cleanBundle(dir, &err)
+	args := []string{"exec", "--detach", "--process", filepath.Join(dir, ProcessFile), "--pid-file", filepath.Join(dir, pidFile)}
+	if r.Sandboxed {
+		args = append(args, "--internal-pid-file", filepath.Join(dir, internalPIDFile))
+	}
+	if cgroup != "" {
+		args = append(args, "--cgroup", cgroup)
+	}
+	if err := r.runWith(ctx, dir, streams, append(args, streams.args()...), id); err != nil {
+		return 0, 0, err
+	}
+	if r.Sandboxed {
+		if internal, err = readPID(filepath.Join(dir, internalPIDFile)); err != nil {
+			return 0, 0, err
+		}
+	}
+	pid, err = readPID(filepath.Join(dir, pidFile))
+	return pid, internal, err
+}
+
+// The names of what Create and Exec read.
+const (
+	ConfigFile  = "config.json"
+	ProcessFile = "process.json"
+)
+
+func (s IO) args() []string {
+	if s.ConsoleSocket == "" {
+		return nil
+	}
+	return []string{"--console-socket", s.ConsoleSocket}
+}
+
+// Waiter returns the command that ends when a container of a Sandboxed runtime has
+// ended, and then has written {"id": ID, "exitStatus": N}, N being 128+signal for one
+// that was killed.
+func (r *Runtime) Waiter(id string, stdout *os.File) *exec.Cmd {
+	cmd := r.command(context.Background(), "", "wait", id) // it outlives who starts it
+	cmd.Stdout = stdout
+	return cmd
+}
+
+// Kill sends a signal to a container's init. A container that has ended is no error.
+func (r *Runtime) Kill(ctx context.Context, id string, sig unix.Signal) error {
+	err := r.run(ctx, "kill", id, strconv.Itoa(int(sig)))
+	if err != nil && r.ended(ctx, id) {
+		return nil
+	}
+	return err
+}
+
+// ended tells whether a container has certainly ended.
+func (r *Runtime) ended(ctx context.Context, id string) bool {
+	var out bytes.Buffer
+	cmd := r.command(ctx, "", "state", id)
+	cmd.Stdout = &out
+	if err := r.finish(cmd, "state"); err != nil {
+		return false
+	}
+	var state struct {
+		Status string `json:"status"`
+	}
+	return json.Unmarshal(out.Bytes(), &state) == nil && state.Status == "stopped"
+}
+
+// KillExec kills a process that Exec has started with a Sandboxed runtime, and its
+// process group.
+func (r *Runtime) KillExec(ctx context.Context, id string, internal int) error {
+	group := r.run(ctx, "kill", "--pgid", strconv.Itoa(internal), id, strconv.Itoa(int(unix.SIGKILL)))
+	if group == nil {
+		return nil
+	}
+	return r.run(ctx, "kill", "--pid", strconv.Itoa(internal), id, strconv.Itoa(int(unix.SIGKILL)))
+}
+
+// Delete removes a container, in whatever state it is; its processes are killed. One
+// that does not exist is no error.
+func (r *Runtime) Delete(ctx context.Context, id string) error {
+	return r.run(ctx, "delete", "--force", id)
+}
+
+// Has tells whether the runtime has, or has had and not deleted, a container of that ID.
+func (r *Runtime) Has(id string) bool {
+	if _, err := os.Lstat(filepath.Join(r.Root, id)); err == nil { // runc's and crun's directory
+		return true
+	}
+	found, err := filepath.Glob(filepath.Join(r.Root, id+"_sandbox:*")) // runsc's files
+	return err == nil && len(found) > 0
+}
+
+// maxMessage bounds what is kept of a runtime's output, in bytes.
+const maxMessage = 4 << 10
+
+// outputPatience is how long a command that has ended may leave its output open to others.
+const outputPatience = 2 * time.Second
+
+// command is one call of the program. log: a file for its messages, or none.
+func (r *Runtime) command(ctx context.Context, log string, args ...string) *exec.Cmd {
+	all := append([]string{}, r.Args...)
+	if r.Root != "" {
+		all = append(all, "--root", r.Root)
+	}
+	if r.SystemdCgroup {
+		all = append(all, "--systemd-cgroup")
+	}
+	if log != "" {
+		all = append(all, "--log", log, "--log-format", "json")
+	}
+	cmd := exec.CommandContext(ctx, r.Path, append(all, args...)...)
+	cmd.Dir = "/"
+	cmd.Env = []string{"PATH=" + os.Getenv("PATH")}
+	cmd.WaitDelay = outputPatience
+	return cmd
+}
+
+// run runs a command that concerns nobody's streams.
+func (r *Runtime) run(ctx context.Context, args ...string) error {
+	return r.finish(r.command(ctx, "", args...), args[0])
+}
+
+// finish runs cmd and words its failure by what it writes to standard error. That is
+// kept in memory and not read from a pipe, which processes that stay behind would hold open.
+func (r *Runtime) finish(cmd *exec.Cmd, what string) error {
+	fd, err := unix.MemfdCreate("runtime output", unix.MFD_CLOEXEC)
+	if err != nil {
+		return os.NewSyscallError("memfd_create", err)
+	}
+	said := os.NewFile(uintptr(fd), "runtime output")
+	defer said.Close()
+	cmd.Stderr = said
+	if cmd.Stdout == nil {
+		cmd.Stdout = said
+	}
+	if err := cmd.Run(); err != nil {
+		return r.failure(what, strings.TrimSpace(string(last(said))), err)
+	}
+	return nil
+}
+
+// runWith runs a command whose streams are the container's; so it tells in a file
+// what went wrong.
+func (r *Runtime) runWith(ctx context.Context, dir string, streams IO, args []string, id string) error {
+	log := filepath.Join(dir, logFile)
+	cmd := r.command(ctx, log, append(args, id)...)
+	// A nil *os.File in the interface would not be nil.
+	if streams.Stdin != nil {
+		cmd.Stdin = streams.Stdin
+	}
+	if streams.Stdout != nil {
+		cmd.Stdout = streams.Stdout
+	}
+	if streams.Stderr != nil {
+		cmd.Stderr = streams.Stderr
+	}
+	if err := cmd.Run(); err != nil {
+		return r.failure(args[0], lastError(log), err)
+	}
+	return nil
+}
+
+func (r *Runtime) failure(what, message string, err error) error {
+	if message == "" {
+		message = err.Error()
+	}
+	return &Error{Command: filepath.Base(r.Path) + " " + what, Message: message, Err: err}
+}
+
+// lastError returns the message of the last error in a log of JSON lines.
+func lastError(path string) string {
+	f, err := os.Open(path)
+	if err != nil {
+		return ""
+	}
+	defer f.Close()
+	message := ""
+	for line := range strings.Lines(string(last(f))) {
+		var entry struct{ Level, Msg string }
+		if json.Unmarshal([]byte(line), &entry) == nil && (entry.Level == "error" || entry.Level == "fatal") {
+			message = entry.Msg
+		}
+	}
+	return message
+}
+
+// last returns the last maxMessage bytes of a file.
+func last(f *os.File) []byte {
+	info, err := f.Stat()
+	if err != nil {
+		return nil
+	}
+	text := make([]byte, min(info.Size(), maxMessage))
+	n, _ := f.ReadAt(text, info.Size()-int64(len(text))) // what can't be read is not told
+	return text[:n]
+}
+
+// cleanBundle removes the files that a command made for us.
+func (r *Runtime) cleanBundle(dir string, err *error) {
+	for _, name := range []string{logFile, pidFile, internalPIDFile} {
+		if e := os.Remove(filepath.Join(dir, name)); e != nil && !errors.Is(e, os.ErrNotExist) {
+			*err = errors.Join(*err, e)
+		}
+	}
+}
+
+// CgroupsPath returns the cgroup of the container whose bundle it is, in the spec's form.
+func CgroupsPath(bundle string) (string, error) {
+	data, err := os.ReadFile(filepath.Join(bundle, ConfigFile))
+	if err != nil {
+		return "", fmt.Errorf("cgroup of a container: %w", err)
+	}
+	var spec struct {
+		Linux struct{ CgroupsPath string }
+	}
+	if err := json.Unmarshal(data, &spec); err != nil {
+		return "", fmt.Errorf("cgroup of the container in %s: %w", bundle, err)
+	}
+	return spec.Linux.CgroupsPath, nil
+}
+
+func readPID(path string) (int, error) {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return 0, fmt.Errorf("process ID from the runtime: %w", err)
+	}
+	pid, err := strconv.Atoi(strings.TrimSpace(string(data)))
+	if err != nil || pid <= 0 {
+		return 0, fmt.Errorf("process ID from the runtime: %q is none", data)
+	}
+	return pid, nil
+}

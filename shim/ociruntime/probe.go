@@ -1,0 +1,93 @@
+package ociruntime
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+
+	"github.com/opencontainers/runtime-spec/specs-go/features"
+)
+
+// Capabilities is what Probe finds out about a runtime.
+type Capabilities struct {
+	Version    string `json:"version"`              // the first line of its --version
+	SubCgroups bool   `json:"subCgroups,omitempty"` // exec has the option --cgroup
+	Features   bool   `json:"features"`             // it has the command features; without it the following are false
+	Sandboxed  bool   `json:"sandboxed,omitempty"`  // see the package's comment
+
+	RecursiveReadOnly bool `json:"recursiveReadOnly"` // the mount option rro
+	UserNamespaces    bool `json:"userNamespaces"`    // user namespaces and ID-mapped mounts, which pods with one need
+}
+
+// Probe asks a runtime what it can do. The error wraps fs.ErrNotExist, or fs.ErrPermission, if
+// there is no such program.
+func Probe(ctx context.Context, path string, args []string) (Capabilities, error) {
+	r := &Runtime{Path: path, Args: args}
+	version, err := r.output(ctx, "--version")
+	if err != nil {
+		return Capabilities{}, err
+	}
+	c := Capabilities{Version: firstLine(version)}
+	// runsc tells of its command wait; others have none, and do not know help or fail.
+	help, err := r.output(ctx, "help", "wait")
+	c.Sandboxed = err == nil && strings.HasPrefix(string(help), "wait ")
+	help, err = r.output(ctx, "exec", "--help")
+	c.SubCgroups = err == nil && strings.Contains(string(help), "--cgroup")
+	document, err := r.output(ctx, "features")
+	if err != nil {
+		// crun before 1.8.6, runc before 1.1: the command is unknown.
+		var exit *exec.ExitError
+		if errors.As(err, &exit) && ctx.Err() == nil {
+			return c, nil
+		}
+		return c, err
+	}
+	return c, c.parse(document)
+}
+
+// parse takes over what a document of the runtime-spec's features.md says.
+func (c *Capabilities) parse(document []byte) error {
+	var f features.Features
+	if err := json.Unmarshal(document, &f); err != nil {
+		return &Error{Command: "features", Message: "its answer is no features document: " + err.Error(), Err: err}
+	}
+	c.Features = true
+	c.RecursiveReadOnly = slices.Contains(f.MountOptions, "rro")
+	if l := f.Linux; l != nil && l.MountExtensions != nil && l.MountExtensions.IDMap != nil {
+		idmap := l.MountExtensions.IDMap.Enabled
+		c.UserNamespaces = idmap != nil && *idmap && slices.Contains(l.Namespaces, "user")
+	}
+	return nil
+}
+
+// output runs a command that only answers.
+func (r *Runtime) output(ctx context.Context, args ...string) ([]byte, error) {
+	var out bytes.Buffer
+	cmd := r.command(ctx, "", args...)
+	cmd.Stdout = &out
+	err := r.finish(cmd, args[0])
+	return out.Bytes(), err
+}
+
+func firstLine(text []byte) string {
+	line, _, _ := strings.Cut(string(text), "\n")
+	return strings.TrimSpace(line[:min(len(line), 128)])
+}
+
+// Executable returns the identity of a program's file, so that a change is noticed.
+// The error wraps fs.ErrNotExist, or fs.ErrPermission for what is no program.
+func Executable(path string) (os.FileInfo, error) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return nil, err
+	}
+	if !info.Mode().IsRegular() || info.Mode()&0o111 == 0 {
+		return nil, &os.PathError{Op: "execute", Path: path, Err: os.ErrPermission}
+	}
+	return info, nil
+}
