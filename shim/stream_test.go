@@ -60,6 +60,9 @@ func closedBy(t *testing.T) *os.File {
 // An exec that cannot start, because its container is frozen, ends in time and
 // leaves nothing.
 func TestExecGivenUpWhileItStarts(t *testing.T) {
+	if os.Getenv(runtimeEnv) != "" {
+		t.Skip("crun refuses at once to exec in a frozen container")
+	}
 	e := newEnv(t)
 	c := e.run("frozen", "sleep 1000 & echo up; wait")
 	// Not earlier: cgroup v1 can freeze half of a process in execve for ever.
