@@ -290,16 +290,28 @@ func (e *execution) abandon() {
 		_, _ = e.how.wait() // it was killed: how it ended is of no interest
 	}
 	e.io.abandon()
+	endChildren(killTime) // what a start that failed, or was killed, has left to us
 	e.removeCgroup()
 }
 
 // removeCgroup removes the exec's cgroup unless there are processes in it: those
 // of an exec that has ended well may live on, with the container.
 func (e *execution) removeCgroup() {
-	if e.cgroup != "" {
-		_ = unix.Rmdir(e.cgroup)
+	if e.cgroup == "" {
+		return
+	}
+	for deadline := time.Now().Add(busyTime); time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+		if unix.Rmdir(e.cgroup) != unix.EBUSY {
+			return
+		}
+		if pids, err := killtree.Procs(e.cgroup); err != nil || len(pids) > 0 {
+			return
+		}
 	}
 }
+
+// busyTime is how long the kernel may call a cgroup busy whose last process has ended.
+const busyTime = time.Second
 
 // listen begins to take the daemon's orders, before the exec starts: that may take
 // long in a container that is frozen or short of memory. stop ends it; its error is

@@ -194,8 +194,7 @@ func reapAll() (left bool) {
 	}
 }
 
-// endChildren kills what a failed command of a runtime's has left to us, and collects it:
-// even a zombie keeps its cgroup busy, and its PID namespace from ending.
+// endChildren kills what a start that failed has left to us, and collects it: even a zombie keeps its cgroup busy, and its PID namespace from ending.
 func endChildren(patience time.Duration) {
 	for deadline := time.Now().Add(patience); reapAll() && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
 		below, err := descendants(os.Getpid())
@@ -322,9 +321,6 @@ func (e *programExec) start() (pid int, err error) {
 		err = streams.receive(e.io)
 	}
 	if err != nil {
-		if pid == 0 {
-			endChildren(killTime)
-		}
 		return pid, e.explain(err)
 	}
 	if name == "" {
