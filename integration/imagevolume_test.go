@@ -144,6 +144,43 @@ func TestImageVolumeOutlivesImageAndDaemon(t *testing.T) {
 	wantCode(t, err, codes.NotFound, id)
 }
 
+// The layers are other containers' as well: not even a privileged container, which may
+// remount, can write to them.
+func TestImageVolumeOfPrivilegedContainer(t *testing.T) {
+	single, err := fixture.ImageOf(v1.Config{}, packLayer(t, fixture.Tree{fixture.File("file", 0o644, "content\n")}, fixture.Gzip))
+	must(t, err)
+	name, single1 := push(t, registry, "volume:single", single)
+	_, several := volumeImage(t, "several")
+	d := startDaemon(t)
+	d.pull(t, name)
+	d.pull(t, registry.Host+"/volume:several")
+	pod := d.runPod(t, hostNetwork, privilegedPod)
+	for _, id := range []string{single1, several} {
+		equal(t, "what a privileged container can do", pod.sh(t,
+			"for o in remount,rw remount,bind,rw; do mount -o $o /v 2>/dev/null; touch /v/new 2>/dev/null && echo written; done; true",
+			security(privileged), mount(imageVolume(id, ""))), "")
+	}
+	equal(t, "content", pod.sh(t, "ls -A /v; cat /v/file", mount(imageVolume(single1, ""))), "file\ncontent\n")
+}
+
+// A pod with a user namespace sees the owners that the image says, not those on the host.
+func TestImageVolumeInUserNamespace(t *testing.T) {
+	owned := fixture.Tree{fixture.Dir("dir", 0o700).Owned(1001, 2001), fixture.File("dir/file", 0o600, "content\n").Owned(1001, 2001)}
+	img, err := fixture.ImageOf(v1.Config{}, packLayer(t, owned, fixture.Gzip))
+	must(t, err)
+	name, id := push(t, registry, "volume:owned", img)
+	_, several := volumeImage(t, "mapped")
+	d := startDaemon(t)
+	d.pull(t, name)
+	d.pull(t, registry.Host+"/volume:mapped")
+	const hostID = 30 * usernsLength
+	pod := d.runPod(t, hostNetwork, userNamespace(hostID))
+	equal(t, "owners and content", pod.sh(t, "stat -c %u:%g /v /v/file; cat /v/file; touch /v/new 2>/dev/null || echo read-only",
+		inUserNamespace(hostID), mount(imageVolume(id, "dir"))), "1001:2001\n1001:2001\ncontent\nread-only\n")
+	equal(t, "owner in an image of several layers", pod.sh(t, "stat -c %u:%g /v/replaced; cat /v/replaced",
+		inUserNamespace(hostID), mount(imageVolume(several, ""))), "0:0\nnew\n")
+}
+
 // A launcher that is killed in the middle leaves no mount and no folder of a volume.
 func TestImageVolumeStartFails(t *testing.T) {
 	_, id := volumeImage(t, "startfails")

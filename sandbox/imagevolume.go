@@ -77,9 +77,20 @@ func (m *Manager) holdVolumes(c *container) ([]shim.Volume, error) {
 			failed = errors.Join(failed, volumeFailed(mount, fmt.Errorf("layers of image %s: %w", v.ImageID, err)))
 			continue // after a restart the others are to be held all the same
 		}
+		layers.Layers = m.notAlone(layers.Layers)
 		volumes = append(volumes, shim.Volume{Path: places[v.Mount], Rootfs: layers, SubPath: mount.ImageSubPath})
 	}
 	return volumes, failed
+}
+
+// notAlone puts an empty layer below a single one. An image of one layer would be a read-only
+// bind mount of it, which a container with CAP_SYS_ADMIN can make writable, and change the
+// layer for all who use it. An overlay that has no upper layer can't be made writable.
+func (m *Manager) notAlone(layers []rootfs.Layer) []rootfs.Layer {
+	if len(layers) > 1 {
+		return layers
+	}
+	return append([]rootfs.Layer{{Kind: rootfs.Directory, Path: m.emptyLayer()}}, layers...)
 }
 
 // releaseVolumes ends what holdVolumes began. It may be repeated.

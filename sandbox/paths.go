@@ -8,6 +8,7 @@ import "path/filepath"
 func (m *Manager) podFiles(podID string) string    { return filepath.Join(m.cfg.Root, "sandboxes", podID) }
 func (m *Manager) writableDir(ctrID string) string { return filepath.Join(m.cfg.Root, "rootfs", ctrID) }
 func (m *Manager) trashDir() string                { return filepath.Join(m.cfg.Root, "trash") }
+func (m *Manager) emptyLayer() string              { return filepath.Join(m.cfg.Root, "empty") }
 
 // Below state:
 func (m *Manager) shimDir(id string) string      { return filepath.Join(m.cfg.State, "c", id) }

@@ -29,7 +29,7 @@ func (m *Manager) prepareState() error {
 	}
 	for _, dir := range []string{
 		m.sharedMounts(), m.libcontainerRoot(), m.shimDir(""),
-		m.podFiles(""), m.writableDir(""), m.trashDir(),
+		m.podFiles(""), m.writableDir(""), m.trashDir(), m.emptyLayer(),
 	} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			return fmt.Errorf("make state directory: %w", err)
