@@ -14,6 +14,7 @@ import (
 	"github.com/containerd/nri/pkg/api"
 	nrilog "github.com/containerd/nri/pkg/log"
 	"github.com/containerd/nri/pkg/stub"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
 // nriPlugin is an NRI plugin made with the library's stub, which real plugins are made with. It notes
@@ -24,6 +25,7 @@ type nriPlugin struct {
 
 	create      func(pod *api.PodSandbox, c *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error)
 	update      func(c *api.Container, r *api.LinuxResources) ([]*api.ContainerUpdate, error)
+	ran         func(pod *api.PodSandbox)
 	stopped     func(c *api.Container) []*api.ContainerUpdate
 	synchronize func(pods []*api.PodSandbox, containers []*api.Container)
 	before      func(event string) error // called with each event before it is noted
@@ -60,6 +62,37 @@ func (p *nriPlugin) waitEvents(t *testing.T, want ...string) {
 	})
 }
 
+// awaitEvents waits until the plugin has been told of n events.
+func (p *nriPlugin) awaitEvents(t *testing.T, n int) {
+	t.Helper()
+	eventually(t, "events", func() error {
+		if got := len(p.noted()); got < n {
+			return fmt.Errorf("there are %d of %d", got, n)
+		}
+		return nil
+	})
+}
+
+// livePod runs a pod with a container that ends at once, and removes it. It fails no test, so that it may run beside one.
+func (d *daemon) livePod(ctx context.Context, config *runtimeapi.PodSandboxConfig) error {
+	id, err := d.cri.RunPodSandbox(ctx, config, "")
+	if err != nil {
+		return err
+	}
+	p := &pod{d: d, id: id, config: config}
+	c, err := d.cri.CreateContainer(ctx, id, p.containerConfig(command("true"), func(c *runtimeapi.ContainerConfig) { c.LogPath = "" }), config)
+	if err == nil {
+		err = d.cri.StartContainer(ctx, c)
+	}
+	if err == nil {
+		err = d.cri.StopContainer(ctx, c, 0)
+	}
+	if err == nil {
+		err = d.cri.RemoveContainer(ctx, c)
+	}
+	return errors.Join(err, d.cri.StopPodSandbox(ctx, id), d.cri.RemovePodSandbox(ctx, id))
+}
+
 // forget empties the list of events.
 func (p *nriPlugin) forget() {
 	p.mu.Lock()
@@ -75,6 +108,9 @@ func (p *nriPlugin) Synchronize(_ context.Context, pods []*api.PodSandbox, conta
 }
 
 func (p *nriPlugin) RunPodSandbox(_ context.Context, pod *api.PodSandbox) error {
+	if p.ran != nil {
+		p.ran(pod)
+	}
 	return p.note("RunPodSandbox", pod.Name)
 }
 

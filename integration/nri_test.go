@@ -3,15 +3,18 @@ package integration
 import (
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 
 	"github.com/containerd/nri/pkg/api"
+	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
@@ -397,5 +400,152 @@ func TestNRIOff(t *testing.T) {
 				t.Errorf("there is a socket: %v", err)
 			}
 		})
+	}
+}
+
+// Plugins that come and go while pods do know of every pod and container exactly once: from what they were told when they
+// registered, or from an event.
+func TestNRIPluginsComeAndGo(t *testing.T) {
+	d := startDaemon(t)
+	d.ensureImage(t, baseImage)
+	stop := make(chan struct{})
+	var churn errgroup.Group
+	for range 3 {
+		configs := []*runtimeapi.PodSandboxConfig{}
+		for range 6 {
+			configs = append(configs, d.podConfig(t, hostNetwork))
+		}
+		churn.Go(func() error {
+			for i := 0; ; i++ {
+				select {
+				case <-stop:
+					return nil
+				default:
+				}
+				if err := d.livePod(t.Context(), configs[i%len(configs)]); err != nil {
+					return err
+				}
+			}
+		})
+	}
+	for i := range 8 {
+		var mu sync.Mutex
+		known := map[string]bool{}
+		twice := ""
+		learn := func(id string) {
+			mu.Lock()
+			defer mu.Unlock()
+			if known[id] {
+				twice = id
+			}
+			known[id] = true
+		}
+		p := &nriPlugin{
+			synchronize: func(pods []*api.PodSandbox, containers []*api.Container) {
+				for _, pod := range pods {
+					learn(pod.Id)
+				}
+				for _, c := range containers {
+					learn(c.Id)
+				}
+			},
+			create: func(pod *api.PodSandbox, c *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
+				mu.Lock()
+				defer mu.Unlock()
+				if !known[pod.Id] {
+					return nil, nil, fmt.Errorf("a container in the unknown pod %s", pod.Id)
+				}
+				return nil, nil, nil
+			},
+		}
+		p.ran = func(pod *api.PodSandbox) { learn(pod.Id) }
+		p.stopped = func(c *api.Container) []*api.ContainerUpdate {
+			mu.Lock()
+			defer mu.Unlock()
+			if !known[c.Id] && !strings.Contains(strings.Join(p.events, "\n"), "CreateContainer "+c.Name) {
+				twice = "the unknown container " + c.Id
+			}
+			return nil
+		}
+		d.connectPlugin(t, "10", fmt.Sprintf("visitor%d", i), p)
+		p.awaitEvents(t, 20)
+		p.stub.Stop()
+		<-p.closed
+		mu.Lock()
+		if twice != "" {
+			t.Errorf("visitor %d was told wrongly of %s", i, twice)
+		}
+		mu.Unlock()
+	}
+	close(stop)
+	must(t, churn.Wait())
+}
+
+// A plugin may update containers while it is asked about one. One that is busy with that very question is not updated, and
+// nobody waits for the other.
+func TestNRIUpdateWhileAsked(t *testing.T) {
+	d := startDaemon(t)
+	p := &nriPlugin{}
+	d.connectPlugin(t, "10", "busy", p)
+	pod := d.runPod(t, hostNetwork)
+	limit := resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 })
+	a, b := pod.run(t, limit), pod.run(t, limit)
+	failed := make(chan []*api.ContainerUpdate, 1)
+	p.update = func(c *api.Container, _ *api.LinuxResources) ([]*api.ContainerUpdate, error) {
+		f, err := p.stub.UpdateContainers([]*api.ContainerUpdate{memoryUpdate(b.id, 96<<20), memoryUpdate(a.id, 96<<20)})
+		failed <- f
+		return nil, err
+	}
+	must(t, d.cri.UpdateContainerResources(t.Context(), a.id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20}}))
+	if f := <-failed; len(f) != 1 || f[0].ContainerId != a.id {
+		t.Errorf("failed are %v", f)
+	}
+	memory, _ := a.limits(t)
+	equal(t, "memory limit of the one asked about", memory, strconv.Itoa(128<<20))
+	memory, _ = b.limits(t)
+	equal(t, "memory limit of the other", memory, strconv.Itoa(96<<20))
+	p.update = nil
+	p.forget()
+	a.stop(t, 0)
+	p.waitEvents(t, "StopContainer "+a.config.Metadata.Name) // it was not dropped
+}
+
+// A socket at which another runtime listens is left to it; a plugin's name that is none is the operator's to mend.
+func TestNRIRefusesToStart(t *testing.T) {
+	for name, test := range map[string]struct {
+		prepare daemonOption
+		text    string
+	}{
+		"socket of another": {func(t *testing.T, d *daemon) {
+			must(t, os.Mkdir(filepath.Dir(d.nriSocket()), 0o700))
+			l := get(net.Listen("unix", d.nriSocket()))(t)
+			t.Cleanup(func() { must(t, l.Close()) })
+		}, "is another runtime's"},
+		"plugin without index": {func(t *testing.T, d *daemon) {
+			must(t, os.Mkdir(filepath.Join(d.dir, "plugins"), 0o755))
+			must(t, os.WriteFile(filepath.Join(d.dir, "plugins", "README"), nil, 0o755))
+		}, "README"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := newDaemon(t, test.prepare)
+			t.Cleanup(func() { d.forgetMounts(t) })
+			out, err := d.serveCommand().CombinedOutput()
+			if err == nil || !strings.Contains(string(out), test.text) {
+				t.Errorf("the daemon ended with %v and said %s", err, out)
+			}
+		})
+	}
+}
+
+// Installed plugins that do not start, or do not register, are passed over.
+func TestNRIBrokenPlugins(t *testing.T) {
+	d := startDaemon(t, installPlugin("20-good", ""), withConfig(`nri_registration_timeout = "300ms"`), func(t *testing.T, d *daemon) {
+		for name, script := range map[string]string{"05-ends": "#!/bin/sh\nexit 1\n", "06-silent": "#!/bin/sh\nexec sleep 1000\n", "07-nothing": "no program\n"} {
+			must(t, os.WriteFile(filepath.Join(d.dir, "plugins", name), []byte(script), 0o755))
+		}
+	})
+	d.runPod(t, hostNetwork).run(t)
+	if events := readLines(d.installedEvents()); len(events) != 6 || !strings.HasSuffix(events[1], " RunPodSandbox") {
+		t.Errorf("the good plugin was told of %v", events)
 	}
 }
