@@ -10,6 +10,8 @@
 //	pod := d.runPod(t, withLabel("app", "web"))
 //	c := pod.run(t, command("sleep", "1000"))
 //
+// TestKubelet… start a kubelet too (kubelet_node_test.go), built from the module in kubelet/.
+//
 // When a test ends, everything it left is removed through CRI, and then the leak
 // check of leak_test.go compares the machine and the daemon with what they were.
 package integration

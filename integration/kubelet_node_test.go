@@ -1,0 +1,462 @@
+package integration
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"io/fs"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	"sigs.k8s.io/yaml"
+)
+
+// kubernetesEnv names the directory of the programs that integration/kubelet/build
+// made. Unset, the tests that need them are skipped: they take ten minutes to build.
+const kubernetesEnv = "BERTH_KUBERNETES"
+
+const (
+	kubeletNode    = "node"
+	kubeletAddress = "192.0.2.10" // TEST-NET-1: an address that means nothing elsewhere
+
+	// kubeletPatience is how long kubelet may take for what it does in its own time:
+	// its back-off is ten seconds and more, it collects dead pods once a minute.
+	kubeletPatience = 3 * time.Minute
+)
+
+// node is a machine with a daemon and a kubelet.
+type node struct {
+	d   *daemon
+	dir string // everything of kubelet's that is not in /var/lib/kubelet
+
+	flags   []string // of kubelet, in addition
+	config  string   // of kubelet, in addition: YAML
+	kubelet *program
+}
+
+// kubernetesProgram returns the path of a program of Kubernetes, or skips the test.
+func kubernetesProgram(t *testing.T, name string) string {
+	t.Helper()
+	dir := os.Getenv(kubernetesEnv)
+	if dir == "" {
+		t.Skipf("%s is not set: export %[1]s=$(integration/kubelet/build all)", kubernetesEnv)
+	}
+	path := filepath.Join(dir, name)
+	if _, err := os.Stat(path); err != nil {
+		t.Fatalf("%s: %v; integration/kubelet/build %s makes it", kubernetesEnv, err, name)
+	}
+	return path
+}
+
+// startNode starts a daemon and a kubelet that takes its pods from a directory. When
+// the test ends kubelet must have removed what it made of its pods; then the daemon's own leak check follows.
+func startNode(t *testing.T, config string) *node {
+	t.Helper()
+	n := newNode(t, config)
+	n.start(t)
+	t.Cleanup(func() { n.stop(t) })
+	t.Cleanup(func() { n.awaitEmpty(t) })
+	return n
+}
+
+// newNode makes all of a node but its kubelet.
+func newNode(t *testing.T, config string) *node {
+	t.Helper()
+	kubernetesProgram(t, "kubelet")
+	// What has a fixed place in kubelet: device plugins, and links to logs.
+	hideBelowTmpfs(t, "/var/lib")
+	hideBelowTmpfs(t, "/var/log")
+	addNodeAddress(t)
+	d := startDaemon(t)
+	n := &node{d: d, dir: d.dir + "/kubelet", config: config}
+	for _, dir := range []string{n.manifests(), n.hostDir()} {
+		must(t, os.MkdirAll(dir, 0o755))
+	}
+	n.makeCgroups(t)
+	t.Cleanup(func() {
+		if n.kubelet != nil {
+			n.kubelet.finish(t)
+		}
+	})
+	return n
+}
+
+func (n *node) manifests() string { return n.dir + "/manifests" }
+func (n *node) hostDir() string   { return n.dir + "/host" } // what pods mount from the host is in it
+func (n *node) cgroup() string    { return "/" + machine + "/kubelet" }
+
+// kubeletCgroup is what kubelet itself lives in. It wants the same place in every hierarchy.
+func (n *node) kubeletCgroup() string { return "/" + machine + "/kubelet.service" }
+
+func hideBelowTmpfs(t *testing.T, dir string) {
+	t.Helper()
+	must(t, syscall.Mount("tmpfs", dir, "tmpfs", 0, "mode=755"))
+	t.Cleanup(func() { must(t, syscall.Unmount(dir, 0)) })
+}
+
+// addNodeAddress gives the machine an address and a default route: kubelet takes the
+// node's address from there, and probes and host ports use it.
+func addNodeAddress(t *testing.T) {
+	t.Helper()
+	for _, args := range [][]string{
+		{"link", "add", "eth0", "type", "veth", "peer", "name", "eth0-peer"},
+		{"address", "add", kubeletAddress + "/24", "dev", "eth0"},
+		{"link", "set", "eth0", "up"},
+		{"link", "set", "eth0-peer", "up"},
+		{"route", "add", "default", "via", "192.0.2.1"},
+	} {
+		if out, err := exec.CommandContext(t.Context(), "ip", args...).CombinedOutput(); err != nil {
+			t.Fatalf("ip %s: %v: %s", strings.Join(args, " "), err, out)
+		}
+	}
+	t.Cleanup(func() { removeLink(t, "eth0") })
+}
+
+// makeCgroups makes the cgroup of kubelet, and that of its pods, in every hierarchy.
+func (n *node) makeCgroups(t *testing.T) {
+	t.Helper()
+	for _, dir := range hierarchies(t) {
+		for _, path := range []string{dir + n.cgroup(), dir + n.kubeletCgroup()} {
+			must(t, os.MkdirAll(path, 0o755))
+			t.Cleanup(func() { removeCgroupTree(t, path) })
+		}
+	}
+}
+
+// hierarchies returns the mount points of the cgroup hierarchies.
+func hierarchies(t *testing.T) []string {
+	t.Helper()
+	if cgroup2() {
+		return []string{"/sys/fs/cgroup"}
+	}
+	all, err := filepath.Glob("/sys/fs/cgroup/*")
+	must(t, err)
+	return slices.DeleteFunc(all, func(dir string) bool {
+		info, err := os.Lstat(dir) // cpu and cpuacct may be links to one that has both
+		return err != nil || !info.IsDir()
+	})
+}
+
+// removeCgroupTree removes cgroups that nothing lives in.
+func removeCgroupTree(t *testing.T, top string) {
+	t.Helper()
+	var dirs []string
+	must(t, filepath.WalkDir(top, func(path string, entry fs.DirEntry, err error) error {
+		if err == nil && entry.IsDir() {
+			dirs = append(dirs, path)
+		}
+		return err
+	}))
+	for _, dir := range slices.Backward(dirs) {
+		must(t, os.Remove(dir))
+	}
+}
+
+// start starts kubelet and waits until it answers.
+func (n *node) start(t *testing.T) {
+	t.Helper()
+	config := n.dir + "/config.yaml"
+	must(t, os.WriteFile(config, []byte(n.configuration()), 0o600))
+	args := append([]string{
+		kubernetesProgram(t, "kubelet"), "--config", config, "--hostname-override", kubeletNode, "--node-ip", kubeletAddress, "--v", "2",
+	}, n.flags...)
+	n.kubelet = startProgram(t, "kubelet", n.dir+"/kubelet.log", n.sheltered(t, args)...)
+	n.kubelet.waitFor(t, "it answers", func() error {
+		_, err := n.list()
+		return err
+	})
+}
+
+// configuration is kubelet's. It takes no account of memory and disk: the machine is shared.
+func (n *node) configuration() string {
+	return fmt.Sprintf(`apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+address: %s
+authentication: {anonymous: {enabled: true}, webhook: {enabled: false}}
+authorization: {mode: AlwaysAllow}
+readOnlyPort: 10255
+containerRuntimeEndpoint: unix://%s
+staticPodPath: %s
+podLogsDir: %s
+cgroupDriver: cgroupfs
+cgroupRoot: %s
+failCgroupV1: false
+failSwapOn: false
+oomScoreAdj: 0
+maxOpenFiles: 20000
+protectKernelDefaults: true
+evictionHard: {memory.available: 1Mi, nodefs.available: 1Mi, imagefs.available: 1Mi, pid.available: "10"}
+imageGCHighThresholdPercent: 100
+%s
+`, kubeletAddress, n.d.socket, n.manifests(), n.d.logDir, n.cgroup(), n.config)
+}
+
+// sheltered returns a command line that runs args in kubelet's cgroup, and where the
+// kernel's parameters are as kubelet wants them: otherwise it would change this machine's. They are files
+// mounted in a namespace of kubelet's own, for a container's user namespace
+// gets a proc only where one without such mounts is in sight. Other mounts of
+// kubelet's must reach the daemon.
+func (n *node) sheltered(t *testing.T, args []string) []string {
+	t.Helper()
+	const script = `set -e
+dir=$1 cgroup=$2; shift 2
+for procs in /sys/fs/cgroup"$cgroup"/cgroup.procs /sys/fs/cgroup/*"$cgroup"/cgroup.procs; do
+	case $procs in */cpuset/*) continue ;; esac # takes nobody before it has CPUs, and kubelet does not look there
+	[ ! -e "$procs" ] || echo $$ >"$procs"
+done
+mount --make-private /proc
+(cd "$dir" && find . -type f) | while read -r file; do mount --bind "$dir/$file" "/proc/sys/$file"; done
+exec "$@"`
+	dir := n.dir + "/sysctl"
+	for name, value := range map[string]string{
+		"vm/overcommit_memory": "1", "vm/panic_on_oom": "0", "kernel/panic": "10", "kernel/panic_on_oops": "1",
+		"kernel/keys/root_maxkeys": "1000000", "kernel/keys/root_maxbytes": "25000000",
+	} {
+		must(t, os.MkdirAll(filepath.Dir(filepath.Join(dir, name)), 0o755))
+		must(t, os.WriteFile(filepath.Join(dir, name), []byte(value+"\n"), 0o600))
+	}
+	return append([]string{"unshare", "--mount", "--propagation", "unchanged", "bash", "-c", script, "kubelet", dir, n.kubeletCgroup()}, args...)
+}
+
+func (n *node) stop(t *testing.T) {
+	t.Helper()
+	n.kubelet.stop(t)
+}
+
+// awaitEmpty waits until kubelet has removed everything of its pods: sandboxes,
+// volumes and cgroups.
+func (n *node) awaitEmpty(t *testing.T) {
+	t.Helper()
+	n.kubelet.waitFor(t, "all pods are removed", func() error {
+		sandboxes, err := n.d.cri.ListPodSandbox(context.Background(), nil) // the test's own context has ended
+		if err == nil && len(sandboxes) > 0 {
+			err = fmt.Errorf("%d sandboxes, one is %v", len(sandboxes), sandboxes[0])
+		}
+		if left := readDir("/var/lib/kubelet/pods"); err == nil && len(left) > 0 {
+			err = fmt.Errorf("volumes of pods %v", left)
+		}
+		if left := n.podCgroups(t); err == nil && len(left) > 0 {
+			err = fmt.Errorf("cgroups %v", left)
+		}
+		return err
+	})
+}
+
+// podCgroups returns the cgroups that kubelet made for pods.
+func (n *node) podCgroups(t *testing.T) []string {
+	t.Helper()
+	var all []string
+	for _, dir := range hierarchies(t) {
+		_ = filepath.WalkDir(dir+n.cgroup(), func(path string, _ fs.DirEntry, _ error) error {
+			if strings.HasPrefix(filepath.Base(path), "pod") {
+				all = append(all, path)
+			}
+			return nil // it may be gone already
+		})
+	}
+	return all
+}
+
+// list returns all pods as kubelet sees them.
+func (n *node) list() ([]corev1.Pod, error) {
+	var pods corev1.PodList
+	err := n.read("/pods", &pods)
+	return pods.Items, err
+}
+
+// read asks kubelet's read-only port for a document.
+func (n *node) read(path string, document any) error {
+	client := http.Client{Timeout: patience}
+	defer client.CloseIdleConnections()
+	answer, err := client.Get("http://" + kubeletAddress + ":10255" + path)
+	if err != nil {
+		return err
+	}
+	defer answer.Body.Close()
+	body, err := io.ReadAll(answer.Body)
+	if err != nil {
+		return err
+	}
+	if answer.StatusCode != http.StatusOK {
+		return fmt.Errorf("%s: %s: %s", path, answer.Status, body)
+	}
+	return json.Unmarshal(body, document)
+}
+
+// --- pods ---------------------------------------------------------------------
+
+// kubePod is a pod that kubelet runs on a node.
+type kubePod struct {
+	n    *node
+	name string // with the node's name, which kubelet appends to static pods
+}
+
+// apply gives kubelet a manifest, until the test ends. What is usual may be left out: kind, namespace,
+// images; HOSTDIR stands for a directory of the pod's own on the host.
+func (n *node) apply(t *testing.T, manifest string) *kubePod {
+	t.Helper()
+	var pod corev1.Pod
+	must(t, yaml.UnmarshalStrict([]byte(manifest), &pod))
+	name := pod.Name
+	must(t, os.MkdirAll(n.podDir(name), 0o755))
+	must(t, yaml.UnmarshalStrict([]byte(strings.ReplaceAll(manifest, "HOSTDIR", n.podDir(name))), &pod))
+	pod.APIVersion, pod.Kind, pod.Namespace = "v1", "Pod", "default"
+	for _, list := range [][]corev1.Container{pod.Spec.InitContainers, pod.Spec.Containers} {
+		for i := range list {
+			list[i].Image = cmp.Or(list[i].Image, baseImage)
+		}
+	}
+	if pod.Spec.TerminationGracePeriodSeconds == nil {
+		grace := int64(1) // a shell as process 1 ignores SIGTERM
+		pod.Spec.TerminationGracePeriodSeconds = &grace
+	}
+	document, err := yaml.Marshal(&pod)
+	must(t, err)
+	hidden := filepath.Join(n.manifests(), "."+name)
+	must(t, os.WriteFile(hidden, document, 0o600))
+	must(t, os.Rename(hidden, n.manifest(name)))
+	p := &kubePod{n: n, name: name + "-" + kubeletNode}
+	t.Cleanup(func() { p.withdraw(t) })
+	return p
+}
+
+func (n *node) manifest(name string) string { return filepath.Join(n.manifests(), name+".yaml") }
+func (n *node) podDir(name string) string   { return filepath.Join(n.hostDir(), name) }
+
+// base is the pod's name in its manifest.
+func (p *kubePod) base() string { return strings.TrimSuffix(p.name, "-"+kubeletNode) }
+
+// hostFile is a file in the pod's directory on the host.
+func (p *kubePod) hostFile(name string) string { return filepath.Join(p.n.podDir(p.base()), name) }
+
+// withdraw takes the pod's manifest away, if it is there: kubelet begins to delete the pod.
+func (p *kubePod) withdraw(t *testing.T) {
+	t.Helper()
+	if err := os.Remove(p.n.manifest(p.base())); err != nil && !os.IsNotExist(err) {
+		t.Error(err)
+	}
+}
+
+// find returns the pod as kubelet sees it, or nil.
+func (p *kubePod) find() (*corev1.Pod, error) {
+	pods, err := p.n.list()
+	for i := range pods {
+		if pods[i].Name == p.name {
+			return &pods[i], nil
+		}
+	}
+	return nil, err
+}
+
+// await waits until the pod fulfils a condition, and returns it.
+func (p *kubePod) await(t *testing.T, what string, condition func(*corev1.Pod) error) *corev1.Pod {
+	t.Helper()
+	var pod *corev1.Pod
+	p.n.kubelet.waitFor(t, p.name+": "+what, func() error {
+		var err error
+		if pod, err = p.find(); err != nil {
+			return err
+		}
+		if pod == nil {
+			return fmt.Errorf("kubelet does not know it")
+		}
+		if err = condition(pod); err != nil {
+			status, _ := json.Marshal(pod.Status)
+			err = fmt.Errorf("%w; its status: %s", err, status)
+		}
+		return err
+	})
+	return pod
+}
+
+func (p *kubePod) awaitReady(t *testing.T) *corev1.Pod {
+	t.Helper()
+	return p.await(t, "ready", ready)
+}
+
+func (p *kubePod) awaitPhase(t *testing.T, phase corev1.PodPhase) *corev1.Pod {
+	t.Helper()
+	return p.await(t, string(phase), func(pod *corev1.Pod) error {
+		if pod.Status.Phase != phase {
+			return unexpected("the phase", pod.Status.Phase, phase)
+		}
+		return nil
+	})
+}
+
+func ready(pod *corev1.Pod) error { return podCondition(pod, corev1.PodReady, corev1.ConditionTrue) }
+
+func notReady(pod *corev1.Pod) error {
+	return podCondition(pod, corev1.PodReady, corev1.ConditionFalse)
+}
+
+func podCondition(pod *corev1.Pod, kind corev1.PodConditionType, want corev1.ConditionStatus) error {
+	for _, c := range pod.Status.Conditions {
+		if c.Type == kind {
+			if c.Status != want {
+				return unexpected(string(kind), c.Status, want)
+			}
+			return nil
+		}
+	}
+	return fmt.Errorf("it has no condition %s", kind)
+}
+
+// containerStatus returns what kubelet says about a container of any kind; it may be empty.
+func containerStatus(pod *corev1.Pod, name string) corev1.ContainerStatus {
+	for _, s := range slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses, pod.Status.EphemeralContainerStatuses) {
+		if s.Name == name {
+			return s
+		}
+	}
+	return corev1.ContainerStatus{}
+}
+
+// terminated returns how a container ended: now, or else the last time; nil if it did not.
+func terminated(pod *corev1.Pod, name string) *corev1.ContainerStateTerminated {
+	s := containerStatus(pod, name)
+	return cmp.Or(s.State.Terminated, s.LastTerminationState.Terminated)
+}
+
+// container gives access to a running container of the pod through CRI.
+func (p *kubePod) container(t *testing.T, name string) *container {
+	t.Helper()
+	var id string
+	p.await(t, name+" runs", func(pod *corev1.Pod) error {
+		s := containerStatus(pod, name)
+		if s.State.Running == nil {
+			return fmt.Errorf("%s does not run", name)
+		}
+		id = strings.TrimPrefix(s.ContainerID, "berth://")
+		return nil
+	})
+	config := &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: name}}
+	return &container{pod: &pod{d: p.n.d}, id: id, config: config}
+}
+
+// awaitFile waits until a file has some content, and returns it.
+func awaitFile(t *testing.T, path string) string {
+	t.Helper()
+	var content []byte
+	if err := waitUpTo(kubeletPatience, func() error {
+		var err error
+		if content, err = os.ReadFile(path); err == nil && len(content) == 0 {
+			err = fmt.Errorf("it is empty")
+		}
+		return err
+	}); err != nil {
+		t.Fatalf("%s is written: %v", path, err)
+	}
+	return string(content)
+}

@@ -1,0 +1,711 @@
+package integration
+
+import (
+	"bufio"
+	"compress/gzip"
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+// A real kubelet runs static pods on berth. The pods live side by side on one node;
+// run these tests with -parallel 16, for they mostly wait.
+func TestKubelet(t *testing.T) {
+	n := startNode(t, quickKubelet)
+	t.Run("Pods", func(t *testing.T) {
+		for name, test := range kubeletPods {
+			t.Run(name, func(t *testing.T) {
+				t.Parallel()
+				test(t, n)
+			})
+		}
+	})
+	// These disturb every other pod.
+	t.Run("DaemonKilled", n.testDaemonKilled)
+	t.Run("KubeletRestarted", n.testKubeletRestarted)
+}
+
+// The optional RPCs that kubelet's feature gates ask for.
+func TestKubeletFeatureGates(t *testing.T) {
+	n := startNode(t, quickKubelet+"featureGates: {EventedPLEG: true, CRIListStreaming: true}\n")
+	t.Run("Pods", func(t *testing.T) {
+		for _, name := range []string{"InitAndSidecar", "Liveness", "BackOff", "Volumes"} {
+			t.Run(name, func(t *testing.T) {
+				t.Parallel()
+				kubeletPods[name](t, n)
+			})
+		}
+	})
+}
+
+// quickKubelet makes what kubelet does at leisure happen while a test watches.
+const quickKubelet = `containerLogMaxSize: 20Ki
+containerLogMaxFiles: 40
+containerLogMonitorInterval: 3s
+`
+
+var kubeletPods = map[string]func(*testing.T, *node){
+	"InitAndSidecar":      testKubeletInit,
+	"ExecReadiness":       testKubeletExecReadiness,
+	"HTTPProbe":           testKubeletHTTPProbe,
+	"TCPProbe":            testKubeletTCPProbe,
+	"Liveness":            testKubeletLiveness,
+	"BackOff":             testKubeletBackOff,
+	"Volumes":             testKubeletVolumes,
+	"HostNetwork":         testKubeletHostNetwork,
+	"HostPort":            testKubeletHostPort,
+	"UserNamespace":       testKubeletUserNamespace,
+	"SharedProcesses":     testKubeletSharedProcesses,
+	"TerminationMessage":  testKubeletTerminationMessage,
+	"OOM":                 testKubeletOOM,
+	"GracefulDeletion":    testKubeletGracefulDeletion,
+	"DeletionAfterGrace":  testKubeletDeletionAfterGrace,
+	"LogRotation":         testKubeletLogRotation,
+	"SecurityContext":     testKubeletSecurityContext,
+	"ImagePullFails":      testKubeletImagePullFails,
+	"CommandDoesNotExist": testKubeletCommandDoesNotExist,
+	"ManifestChanges":     testKubeletManifestChanges,
+}
+
+// Init containers run one after the other, a sidecar runs from its turn until the
+// others have ended.
+func testKubeletInit(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: init}
+spec:
+  restartPolicy: Never
+  initContainers:
+  - name: first
+    command: [sh, -c, 'echo first >> /work/order']
+    volumeMounts: [{name: work, mountPath: /work}]
+  - name: sidecar
+    restartPolicy: Always
+    command: [sh, -c, 'trap "echo sidecar ends >> /work/order; exit 0" TERM; echo sidecar >> /work/order; touch /started; while :; do sleep 0.1; done']
+    startupProbe: {exec: {command: [test, -e, /started]}, periodSeconds: 1}
+    volumeMounts: [{name: work, mountPath: /work}]
+  - name: second
+    command: [sh, -c, 'echo second >> /work/order']
+    volumeMounts: [{name: work, mountPath: /work}]
+  containers:
+  - name: main
+    command: [sh, -c, 'echo main >> /work/order; cat /work/order']
+    volumeMounts: [{name: work, mountPath: /work}]
+  terminationGracePeriodSeconds: 20
+  volumes:
+  - name: work
+    hostPath: {path: HOSTDIR}
+`)
+	pod := p.awaitPhase(t, corev1.PodSucceeded)
+	equal(t, "order", awaitFile(t, p.hostFile("order")), "first\nsidecar\nsecond\nmain\nsidecar ends\n")
+	for _, name := range []string{"first", "sidecar", "second", "main"} {
+		end := terminated(pod, name)
+		if end == nil {
+			t.Fatalf("kubelet knows no end of %s: %+v", name, containerStatus(pod, name))
+		}
+		if end.ExitCode != 0 || end.Reason != "Completed" {
+			t.Errorf("%s ended with %d, %s", name, end.ExitCode, end.Reason)
+		}
+		if end.StartedAt.IsZero() || end.FinishedAt.Before(&end.StartedAt) {
+			t.Errorf("%s ran from %v to %v", name, end.StartedAt, end.FinishedAt)
+		}
+	}
+}
+
+func testKubeletExecReadiness(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: readiness}
+spec:
+  containers:
+  - name: main
+    command: [sleep, "100000"]
+    readinessProbe: {exec: {command: [sh, -c, 'echo probed; test -e /host/ready']}, periodSeconds: 1}
+    volumeMounts: [{name: host, mountPath: /host}]
+  volumes:
+  - name: host
+    hostPath: {path: HOSTDIR}
+`)
+	p.container(t, "main")
+	p.await(t, "not ready before its file is there", notReady)
+	must(t, os.WriteFile(p.hostFile("ready"), nil, 0o600))
+	p.awaitReady(t)
+	must(t, os.Remove(p.hostFile("ready")))
+	p.await(t, "not ready after its file is gone", notReady)
+}
+
+func testKubeletHTTPProbe(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: http}
+spec:
+  containers:
+  - name: main
+    command: [sh, -c, 'mkdir -p /site/cgi-bin; echo ok > /site/healthy; exec httpd -f -p 8080 -h /site']
+    ports: [{containerPort: 8080, name: web}]
+    readinessProbe: {httpGet: {port: web, path: /healthy}, periodSeconds: 1}
+    livenessProbe: {httpGet: {port: web, path: /healthy}, periodSeconds: 1, failureThreshold: 1, initialDelaySeconds: 3}
+`)
+	p.awaitReady(t)
+	p.container(t, "main").exec(t, "rm", "/site/healthy")
+	p.await(t, "restarted by its liveness probe", func(pod *corev1.Pod) error { return restarts(pod, "main", 1) })
+	p.awaitReady(t)
+}
+
+func testKubeletTCPProbe(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: tcp}
+spec:
+  containers:
+  - name: main
+    command: [httpd, -f, -p, "9000", -h, /www]
+    readinessProbe: {tcpSocket: {port: 9000}, periodSeconds: 1}
+  - name: closed
+    command: [sleep, "100000"]
+    livenessProbe: {tcpSocket: {port: 9001}, periodSeconds: 1, failureThreshold: 1, initialDelaySeconds: 2}
+`)
+	p.await(t, "main is ready", func(pod *corev1.Pod) error {
+		if !containerStatus(pod, "main").Ready {
+			return fmt.Errorf("it is not")
+		}
+		return nil
+	})
+	p.await(t, "closed is restarted", func(pod *corev1.Pod) error { return restarts(pod, "closed", 1) })
+}
+
+// A container that fails its liveness probe gets SIGTERM, time, and a successor.
+func testKubeletLiveness(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: liveness}
+spec:
+  terminationGracePeriodSeconds: 20
+  containers:
+  - name: main
+    command: [sh, -c, 'trap "exit 7" TERM; touch /healthy; while :; do sleep 0.1; done']
+    startupProbe: {exec: {command: [test, -e, /healthy]}, periodSeconds: 1}
+    livenessProbe: {exec: {command: [test, -e, /healthy]}, periodSeconds: 1, failureThreshold: 1}
+`)
+	p.awaitReady(t)
+	p.container(t, "main").exec(t, "rm", "/healthy")
+	pod := p.await(t, "restarted", func(pod *corev1.Pod) error { return restarts(pod, "main", 1) })
+	end := containerStatus(pod, "main").LastTerminationState.Terminated
+	if end == nil || end.ExitCode != 7 {
+		t.Errorf("its first life ended with %+v, want exit code 7", end)
+	}
+	p.awaitReady(t)
+}
+
+func restarts(pod *corev1.Pod, name string, want int32) error {
+	if n := containerStatus(pod, name).RestartCount; n < want {
+		return unexpected("the number of its restarts", n, want)
+	}
+	return nil
+}
+
+// kubelet waits longer from restart to restart, and counts them.
+func testKubeletBackOff(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: backoff}
+spec:
+  containers:
+  - name: main
+    command: [sh, -c, 'echo once more >> /host/lives; exit 3']
+    volumeMounts: [{name: host, mountPath: /host}]
+  volumes:
+  - name: host
+    hostPath: {path: HOSTDIR}
+`)
+	pod := p.await(t, "in back-off after two lives", func(pod *corev1.Pod) error {
+		if err := restarts(pod, "main", 1); err != nil {
+			return err
+		}
+		if w := containerStatus(pod, "main").State.Waiting; w == nil || w.Reason != "CrashLoopBackOff" {
+			return fmt.Errorf("it waits for %+v", w)
+		}
+		return nil
+	})
+	equal(t, "lives", strings.Count(awaitFile(t, p.hostFile("lives")), "\n"), int(containerStatus(pod, "main").RestartCount)+1)
+	if end := terminated(pod, "main"); end == nil || end.ExitCode != 3 || end.Reason != "Error" {
+		t.Errorf("its end is %+v, want exit code 3 and reason Error", end)
+	}
+	p.await(t, "lives again after the back-off", func(pod *corev1.Pod) error { return restarts(pod, "main", 2) })
+}
+
+func testKubeletVolumes(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: volumes, labels: {colour: blue}}
+spec:
+  containers:
+  - name: writer
+    command: [sh, -c, 'echo disk > /disk/f; echo memory > /memory/f; echo host > /host/f; mkdir /disk/sub; echo deep > /disk/sub/f; exec sleep 100000']
+    volumeMounts:
+    - {name: disk, mountPath: /disk}
+    - {name: memory, mountPath: /memory}
+    - {name: host, mountPath: /host}
+  - name: reader
+    command: [sleep, "100000"]
+    volumeMounts:
+    - {name: disk, mountPath: /disk, readOnly: true}
+    - {name: memory, mountPath: /memory}
+    - {name: disk, mountPath: /sub, subPath: part}
+    - {name: about, mountPath: /about}
+    - {name: host, mountPath: /file, subPath: seed}
+  volumes:
+  - name: disk
+    emptyDir: {}
+  - name: memory
+    emptyDir: {medium: Memory, sizeLimit: 1Mi}
+  - name: host
+    hostPath: {path: HOSTDIR}
+  - name: about
+    downwardAPI:
+      items: [{path: labels, fieldRef: {fieldPath: metadata.labels}}]
+`)
+	must(t, os.WriteFile(p.hostFile("seed"), []byte("from the host"), 0o600))
+	pod := p.awaitReady(t)
+	equal(t, "the host's file", awaitFile(t, p.hostFile("f")), "host\n")
+	reader := p.container(t, "reader")
+	equal(t, "emptyDir", reader.exec(t, "cat", "/disk/f"), "disk")
+	equal(t, "emptyDir in memory", reader.exec(t, "cat", "/memory/f"), "memory")
+	equal(t, "its file system", reader.exec(t, "stat", "-f", "-c", "%T", "/memory"), "tmpfs")
+	equal(t, "downward API", reader.exec(t, "cat", "/about/labels"), `colour="blue"`)
+	equal(t, "a file as sub path", reader.exec(t, "cat", "/file"), "from the host")
+	if out := reader.exec(t, "sh", "-c", "touch /disk/g 2>&1 || true"); !strings.Contains(out, "Read-only") {
+		t.Errorf("writing to a read-only volume: %q", out)
+	}
+	reader.exec(t, "touch", "/sub/mine")
+	p.container(t, "writer").exec(t, "test", "-e", "/disk/part/mine")
+
+	// A kubelet that is started anew does not find sub paths of the host's (it keeps no
+	// directory for such volumes), so they must be gone before that is tried.
+	p.withdraw(t)
+	p.awaitGone(t)
+	p.n.kubelet.waitFor(t, "its volumes are removed", func() error {
+		if left := readDir("/var/lib/kubelet/pods/" + string(pod.UID)); len(left) > 0 {
+			return fmt.Errorf("there are %v", left)
+		}
+		return nil
+	})
+}
+
+func testKubeletHostNetwork(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: hostnet}
+spec:
+  hostNetwork: true
+  containers:
+  - name: main
+    command: [httpd, -f, -p, "18080", -h, /www]
+    ports: [{containerPort: 18080, hostPort: 18080}]
+    readinessProbe: {httpGet: {port: 18080}, periodSeconds: 1}
+`)
+	p.awaitReady(t)
+	main := p.container(t, "main")
+	if out := main.exec(t, "ip", "-o", "address", "show", "eth0"); !strings.Contains(out, kubeletAddress) {
+		t.Errorf("the pod does not see the node's address: %s", out)
+	}
+	host, err := os.Hostname()
+	must(t, err)
+	equal(t, "hostname", main.exec(t, "hostname"), host)
+	equal(t, "answer", httpGet(t, "http://127.0.0.1:18080/"), "hello from a pod\n")
+}
+
+func testKubeletHostPort(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: hostport}
+spec:
+  containers:
+  - name: main
+    command: [httpd, -f, -p, "80", -h, /www]
+    ports: [{containerPort: 80, hostPort: 18081}]
+    readinessProbe: {httpGet: {port: 80}, periodSeconds: 1}
+`)
+	pod := p.awaitReady(t)
+	for _, host := range []string{pod.Status.PodIP + ":80", kubeletAddress + ":18081", "127.0.0.1:18081"} {
+		equal(t, "answer of "+host, httpGet(t, "http://"+host+"/"), "hello from a pod\n")
+	}
+}
+
+// hostUsers: false. The pod's root is nobody on the host, and owns its volumes all the same.
+func testKubeletUserNamespace(t *testing.T, n *node) {
+	status, err := n.d.cri.Status(t.Context(), false)
+	must(t, err)
+	if !slices.ContainsFunc(status.RuntimeHandlers, func(h *runtimeapi.RuntimeHandler) bool { return h.GetFeatures().GetUserNamespaces() }) {
+		t.Skip("the runtime says that this machine has no user namespaces for pods")
+	}
+	p := n.apply(t, `
+metadata: {name: userns}
+spec:
+  hostUsers: false
+  containers:
+  - name: main
+    command: [sh, -c, 'id -u > /disk/id; exec httpd -f -p 8080 -h /disk']
+    readinessProbe: {httpGet: {port: 8080, path: /id}, periodSeconds: 1}
+    volumeMounts: [{name: disk, mountPath: /disk}, {name: about, mountPath: /about}]
+  volumes:
+  - name: disk
+    emptyDir: {}
+  - name: about
+    downwardAPI:
+      items: [{path: name, mode: 0400, fieldRef: {fieldPath: metadata.name}}]
+`)
+	p.awaitReady(t)
+	main := p.container(t, "main")
+	fields := strings.Fields(main.exec(t, "cat", "/proc/self/uid_map"))
+	if len(fields) != 3 || fields[0] != "0" || fields[1] == "0" || fields[2] != "65536" {
+		t.Errorf("uid_map is %v, want 65536 users that are not the host's first", fields)
+	}
+	equal(t, "the user inside", main.exec(t, "cat", "/disk/id"), "0")
+	equal(t, "owner of a file it made", main.exec(t, "stat", "-c", "%u", "/disk/id"), "0")
+	equal(t, "a file that only root may read", main.exec(t, "cat", "/about/name"), p.name)
+	equal(t, "the user outside", strings.Fields(statusField(t, main.pid(t), "Uid"))[0], fields[1])
+}
+
+func testKubeletSharedProcesses(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: shared}
+spec:
+  shareProcessNamespace: true
+  containers:
+  - name: main
+    command: [sleep, "100001"]
+  - name: other
+    command: [httpd, -f, -h, /www]
+`)
+	p.awaitReady(t)
+	out := p.container(t, "main").exec(t, "ps", "-o", "pid,args")
+	for _, want := range []string{"sleep 100001", "httpd -f", "pause"} {
+		if !strings.Contains(out, want) {
+			t.Errorf("main does not see %q:\n%s", want, out)
+		}
+	}
+	p.container(t, "main").exec(t, "killall", "httpd")
+	p.await(t, "the other is restarted", func(pod *corev1.Pod) error { return restarts(pod, "other", 1) })
+}
+
+func testKubeletTerminationMessage(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: messages}
+spec:
+  restartPolicy: Never
+  containers:
+  - name: file
+    command: [sh, -c, 'echo in the log; printf "in the file" > /dev/termination-log; exit 1']
+    terminationMessagePolicy: FallbackToLogsOnError
+  - name: elsewhere
+    command: [sh, -c, 'printf elsewhere > /tmp/message']
+    terminationMessagePath: /tmp/message
+  - name: log
+    command: [sh, -c, 'echo in the log; exit 1']
+    terminationMessagePolicy: FallbackToLogsOnError
+  - name: none
+    command: [sh, -c, 'echo in the log; exit 1']
+`)
+	pod := p.awaitPhase(t, corev1.PodFailed)
+	for name, want := range map[string]string{"file": "in the file", "elsewhere": "elsewhere", "log": "in the log\n", "none": ""} {
+		if end := terminated(pod, name); end == nil || end.Message != want {
+			t.Errorf("%s ended with %+v, want message %q", name, end, want)
+		}
+	}
+}
+
+func testKubeletOOM(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: oom}
+spec:
+  restartPolicy: Never
+  containers:
+  - name: main
+    command: [sh, -c, 'tail /dev/zero']
+    resources: {limits: {memory: 20Mi, cpu: 500m}}
+`)
+	pod := p.awaitPhase(t, corev1.PodFailed)
+	if end := terminated(pod, "main"); end == nil || end.Reason != "OOMKilled" || end.ExitCode != 137 {
+		t.Errorf("it ended with %+v, want OOMKilled and 137", end)
+	}
+}
+
+// preStop runs first, then SIGTERM comes, and who obeys is not killed.
+func testKubeletGracefulDeletion(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: graceful}
+spec:
+  terminationGracePeriodSeconds: 60
+  containers:
+  - name: main
+    command: [sh, -c, 'trap "echo asked to end >> /host/end; sleep 1; echo ended >> /host/end; exit 0" TERM; touch /ready; while :; do sleep 0.1; done']
+    readinessProbe: {exec: {command: [test, -e, /ready]}, periodSeconds: 1}
+    lifecycle: {preStop: {exec: {command: [sh, -c, 'sleep 1; echo prepared >> /host/end']}}}
+    volumeMounts: [{name: host, mountPath: /host}]
+  volumes:
+  - name: host
+    hostPath: {path: HOSTDIR}
+`)
+	p.awaitReady(t)
+	p.withdraw(t)
+	p.awaitGone(t)
+	equal(t, "its last words", awaitFile(t, p.hostFile("end")), "prepared\nasked to end\nended\n")
+}
+
+// Who does not obey SIGTERM is killed when the grace period is over.
+func testKubeletDeletionAfterGrace(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: stubborn}
+spec:
+  terminationGracePeriodSeconds: 2
+  containers:
+  - name: main
+    command: [sh, -c, 'trap "echo heard >> /host/end" TERM; touch /ready; while :; do sleep 0.1; done']
+    readinessProbe: {exec: {command: [test, -e, /ready]}, periodSeconds: 1}
+    volumeMounts: [{name: host, mountPath: /host}]
+  volumes:
+  - name: host
+    hostPath: {path: HOSTDIR}
+`)
+	p.awaitReady(t)
+	p.withdraw(t)
+	equal(t, "what it heard", awaitFile(t, p.hostFile("end")), "heard\n")
+	p.awaitGone(t)
+}
+
+// awaitGone waits until kubelet has forgotten the pod and CRI knows no running container of it.
+func (p *kubePod) awaitGone(t *testing.T) {
+	t.Helper()
+	p.n.kubelet.waitFor(t, p.name+" is gone", func() error {
+		if pod, err := p.find(); pod != nil || err != nil {
+			return fmt.Errorf("kubelet still lists it: %v", err)
+		}
+		running, err := p.n.d.cri.ListContainers(t.Context(), &runtimeapi.ContainerFilter{
+			LabelSelector: map[string]string{"io.kubernetes.pod.name": p.name},
+			State:         &runtimeapi.ContainerStateValue{State: runtimeapi.ContainerState_CONTAINER_RUNNING},
+		})
+		if err == nil && len(running) > 0 {
+			err = fmt.Errorf("%d containers run", len(running))
+		}
+		return err
+	})
+}
+
+// kubelet rotates the log while the container writes; every line is in one of the files.
+func testKubeletLogRotation(t *testing.T, n *node) {
+	const lines = 4000
+	p := n.apply(t, fmt.Sprintf(`
+metadata: {name: logs}
+spec:
+  containers:
+  - name: main
+    command: [sh, -c, 'i=0; while [ $i -lt %d ]; do i=$((i+1)); echo line $i; usleep 4000; done; exec sleep 100000']
+`, lines))
+	main := p.container(t, "main")
+	status := main.status(t)
+	p.n.kubelet.waitFor(t, "the last line is written", func() error {
+		content, err := os.ReadFile(status.LogPath)
+		if err == nil && !strings.Contains(string(content), fmt.Sprintf("line %d\n", lines)) {
+			err = fmt.Errorf("it is not there yet")
+		}
+		return err
+	})
+	files, err := filepath.Glob(status.LogPath + ".*")
+	must(t, err)
+	if len(files) < 3 {
+		t.Errorf("the log was rotated %d times, want 3 at least: %v", len(files), files)
+	}
+	slices.Sort(files) // their names end in the time of rotation
+	next := 1
+	for _, file := range append(files, status.LogPath) {
+		for _, text := range logText(t, file) {
+			if want := fmt.Sprintf("line %d", next); text != want {
+				t.Fatalf("%s: got %q, want %q", file, text, want)
+			}
+			next++
+		}
+	}
+	equal(t, "number of lines", next-1, lines)
+}
+
+// logText returns the lines in a log that kubelet may have compressed.
+func logText(t *testing.T, path string) []string {
+	t.Helper()
+	file, err := os.Open(path)
+	must(t, err)
+	defer file.Close()
+	var in io.Reader = file
+	if strings.HasSuffix(path, ".gz") {
+		in, err = gzip.NewReader(file)
+		must(t, err)
+	}
+	var out []string
+	lines := bufio.NewScanner(in)
+	for lines.Scan() {
+		fields := strings.SplitN(lines.Text(), " ", 4)
+		if len(fields) != 4 {
+			t.Fatalf("%s: not a CRI log record: %q", path, lines.Text())
+		}
+		out = append(out, fields[3])
+	}
+	must(t, lines.Err())
+	return out
+}
+
+func testKubeletSecurityContext(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: security}
+spec:
+  securityContext: {runAsUser: 1001, runAsGroup: 2001, fsGroup: 3001, supplementalGroups: [4001], supplementalGroupsPolicy: Strict, seccompProfile: {type: RuntimeDefault}, sysctls: [{name: net.ipv4.ip_unprivileged_port_start, value: "80"}]}
+  containers:
+  - name: main
+    command: [httpd, -f, -p, "80", -h, /disk]
+    securityContext: {readOnlyRootFilesystem: true, allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
+    volumeMounts: [{name: disk, mountPath: /disk}]
+  - name: privileged
+    command: [sleep, "100000"]
+    securityContext: {privileged: true, runAsUser: 0}
+  volumes:
+  - name: disk
+    emptyDir: {}
+`)
+	pod := p.awaitReady(t)
+	main := p.container(t, "main")
+	equal(t, "user", main.exec(t, "sh", "-c", "id -u; id -g; id -G"), "1001\n2001\n2001 3001 4001")
+	equal(t, "group of the volume", main.exec(t, "stat", "-c", "%g", "/disk"), "3001")
+	if out := main.exec(t, "sh", "-c", "touch /tmp/x 2>&1 || true"); !strings.Contains(out, "Read-only") {
+		t.Errorf("writing to the root filesystem: %q", out)
+	}
+	pid := main.pid(t)
+	equal(t, "seccomp mode", statusField(t, pid, "Seccomp"), "2")
+	equal(t, "no_new_privs", statusField(t, pid, "NoNewPrivs"), "1")
+	equal(t, "capabilities", statusField(t, pid, "CapBnd"), "0000000000000000")
+	equal(t, "capabilities of the privileged", statusField(t, p.container(t, "privileged").pid(t), "CapBnd"), statusField(t, os.Getpid(), "CapBnd"))
+	user := containerStatus(pod, "main").User
+	if user == nil || user.Linux == nil || user.Linux.UID != 1001 || user.Linux.GID != 2001 {
+		t.Errorf("kubelet says the user is %+v", user)
+	}
+}
+
+func testKubeletImagePullFails(t *testing.T, n *node) {
+	p := n.apply(t, fmt.Sprintf(`
+metadata: {name: noimage}
+spec:
+  containers:
+  - name: main
+    image: %s/no/such:image
+`, registry.Host))
+	p.await(t, "its image cannot be pulled", func(pod *corev1.Pod) error {
+		if w := containerStatus(pod, "main").State.Waiting; w == nil || w.Reason != "ErrImagePull" && w.Reason != "ImagePullBackOff" {
+			return fmt.Errorf("it waits for %+v", w)
+		}
+		return nil
+	})
+}
+
+func testKubeletCommandDoesNotExist(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: nocommand}
+spec:
+  restartPolicy: Never
+  containers:
+  - name: main
+    command: [/no/such/command]
+`)
+	pod := p.awaitPhase(t, corev1.PodFailed)
+	if end := terminated(pod, "main"); end == nil || end.Reason != "StartError" && end.Reason != "ContainerCannotRun" || !strings.Contains(end.Message, "/no/such/command") {
+		t.Errorf("it ended with %+v", end)
+	}
+}
+
+// A changed manifest is another pod: the old one ends first.
+func testKubeletManifestChanges(t *testing.T, n *node) {
+	const manifest = `
+metadata: {name: changes}
+spec:
+  containers:
+  - name: main
+    command: [sleep, "100000"]
+    env: [{name: VERSION, value: "%d"}]
+`
+	p := n.apply(t, fmt.Sprintf(manifest, 1))
+	equal(t, "version", p.container(t, "main").exec(t, "sh", "-c", "echo $VERSION"), "1")
+	old := p.awaitReady(t).UID
+	n.apply(t, fmt.Sprintf(manifest, 2))
+	p.await(t, "replaced", func(pod *corev1.Pod) error {
+		if pod.UID == old {
+			return fmt.Errorf("it is still the old one")
+		}
+		return ready(pod)
+	})
+	equal(t, "version", p.container(t, "main").exec(t, "sh", "-c", "echo $VERSION"), "2")
+}
+
+// While the daemon is dead one container exits and another runs on. kubelet learns
+// the real exit code from the next daemon, and restarts only what has ended.
+func (n *node) testDaemonKilled(t *testing.T) {
+	p := n.apply(t, `
+metadata: {name: survivor}
+spec:
+  containers:
+  - name: runs
+    command: [sleep, "100000"]
+  - name: exits
+    command: [sh, -c, 'while [ ! -e /host/exit ]; do sleep 0.1; done; rm /host/exit; exit 42']
+    volumeMounts: [{name: host, mountPath: /host}]
+  volumes:
+  - name: host
+    hostPath: {path: HOSTDIR}
+`)
+	before := p.awaitReady(t)
+	exits := p.container(t, "exits").pid(t)
+	n.d.kill(t)
+	must(t, os.WriteFile(p.hostFile("exit"), nil, 0o600))
+	n.kubelet.waitFor(t, "the container has ended", func() error {
+		if err := syscall.Kill(exits, 0); err == nil {
+			return fmt.Errorf("process %d is there", exits)
+		}
+		return nil
+	})
+	n.apply(t, `
+metadata: {name: meanwhile}
+spec:
+  containers:
+  - name: main
+    command: [sleep, "100000"]
+`)
+	n.d.start(t)
+	after := p.await(t, "restarted", func(pod *corev1.Pod) error {
+		if err := restarts(pod, "exits", 1); err != nil {
+			return err
+		}
+		return ready(pod)
+	})
+	if end := terminated(after, "exits"); end == nil || end.ExitCode != 42 {
+		t.Errorf("the container that ended while the daemon was dead ended with %+v, want exit code 42", end)
+	}
+	equal(t, "the other's ID", containerStatus(after, "runs").ContainerID, containerStatus(before, "runs").ContainerID)
+	equal(t, "the other's restarts", containerStatus(after, "runs").RestartCount, 0)
+	(&kubePod{n: n, name: "meanwhile-" + kubeletNode}).awaitReady(t)
+}
+
+// A new kubelet finds the pods of the old one and leaves them alone.
+func (n *node) testKubeletRestarted(t *testing.T) {
+	p := n.apply(t, `
+metadata: {name: steady}
+spec:
+  containers:
+  - name: main
+    command: [sleep, "100000"]
+`)
+	before := containerStatus(p.awaitReady(t), "main")
+	n.stop(t)
+	n.start(t)
+	after := containerStatus(p.awaitReady(t), "main")
+	equal(t, "container", after.ContainerID, before.ContainerID)
+	equal(t, "restarts", after.RestartCount, before.RestartCount)
+	sandboxes, err := n.d.cri.ListPodSandbox(context.Background(), &runtimeapi.PodSandboxFilter{LabelSelector: map[string]string{"io.kubernetes.pod.name": p.name}})
+	must(t, err)
+	equal(t, "number of its sandboxes", len(sandboxes), 1)
+}

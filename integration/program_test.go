@@ -1,0 +1,90 @@
+package integration
+
+import (
+	"os"
+	"os/exec"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// program is what runs beside the daemon, such as kubelet, and ends with its test.
+type program struct {
+	name    string
+	logFile string
+	cmd     *exec.Cmd
+	exited  chan struct{} // closed when cmd has been waited for
+}
+
+// startProgram starts a program whose output goes to a file, appended. The caller sees to its end.
+func startProgram(t *testing.T, name, logFile string, args ...string) *program {
+	t.Helper()
+	log, err := os.OpenFile(logFile, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	must(t, err)
+	defer log.Close()
+	p := &program{name: name, logFile: logFile, cmd: exec.Command(args[0], args[1:]...), exited: make(chan struct{})}
+	p.cmd.Stdout, p.cmd.Stderr = log, log
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	must(t, p.cmd.Start())
+	go func() {
+		_ = p.cmd.Wait() // its result is in cmd.ProcessState
+		close(p.exited)
+	}()
+	return p
+}
+
+// finish ends a program that should have been stopped before. A failed test shows its log.
+func (p *program) finish(t *testing.T) {
+	t.Helper()
+	p.end(t, syscall.SIGKILL)
+	if t.Failed() {
+		t.Logf("the log of %s:\n%s", p.name, p.tail())
+	}
+}
+
+// waitFor waits until a condition that the program brings about is fulfilled.
+func (p *program) waitFor(t *testing.T, what string, condition func() error) {
+	t.Helper()
+	err := waitUpTo(kubeletPatience, func() error {
+		select {
+		case <-p.exited:
+			t.Fatalf("%s has ended: %v\n%s", p.name, p.cmd.ProcessState, p.tail())
+		default:
+		}
+		return condition()
+	})
+	if err != nil {
+		t.Fatalf("%s: still not after %v: %v", what, kubeletPatience, err)
+	}
+}
+
+// stop ends the program as systemd does.
+func (p *program) stop(t *testing.T) {
+	t.Helper()
+	p.end(t, syscall.SIGTERM)
+}
+
+func (p *program) end(t *testing.T, signal syscall.Signal) {
+	t.Helper()
+	select {
+	case <-p.exited:
+		return
+	default:
+	}
+	must(t, p.cmd.Process.Signal(signal))
+	select {
+	case <-p.exited:
+	case <-time.After(time.Minute):
+		must(t, p.cmd.Process.Kill())
+		<-p.exited
+		t.Errorf("%s did not end within a minute of %s", p.name, signal)
+	}
+}
+
+// tail returns the end of the program's log.
+func (p *program) tail() string {
+	const limit = 60
+	lines := readLines(p.logFile)
+	return strings.Join(lines[max(0, len(lines)-limit):], "\n")
+}
