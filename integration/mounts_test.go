@@ -193,6 +193,15 @@ func TestVolumeOnPrivateMount(t *testing.T) {
 	ctr.exec(t, "umount", "/v/up")
 }
 
+// The same for network namespaces, which are pinned by mounts.
+func TestNetNSOnPrivateMount(t *testing.T) {
+	host := hostDir(t, "private")
+	private := filepath.Join(host, "private")
+	mountTmpfs(t, private, syscall.MS_PRIVATE)
+	d := startDaemon(t, withConfig(fmt.Sprintf("netns_dir = %q", private)))
+	equal(t, "a container of a pod runs", d.runPod(t).sh(t, "ls /sys/class/net"), "eth0\nlo\n")
+}
+
 func TestMountPropagationRefused(t *testing.T) {
 	d := startDaemon(t)
 	pod := d.runPod(t, hostNetwork)

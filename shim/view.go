@@ -11,7 +11,8 @@ import (
 )
 
 // takeFor returns a launcher for a launch: an idle one, unless it would give the container
-// something else than the host has now at the sources of its mounts.
+// something else than the host has now at the sources of its mounts and the places where its
+// namespaces are pinned.
 //
 // A launcher has its mount namespace since birth. Later mounts reach it where they are
 // made on shared mounts. They do not reach it on a private one; a mount that was made shared
@@ -19,7 +20,7 @@ import (
 // steps in which such bind mounts are made) never propagates.
 func (l *Launchers) takeFor(spec *specs.Spec) (*launcher, error) {
 	p, err := l.take(l.cfg.Warm)
-	sources := bindSources(spec)
+	sources := hostPaths(spec)
 	if err != nil || !l.cfg.Warm || len(sources) == 0 {
 		return p, err
 	}
@@ -34,8 +35,9 @@ func (l *Launchers) takeFor(spec *specs.Spec) (*launcher, error) {
 	return l.start()
 }
 
-// bindSources are the paths of the host that a spec's mounts are of.
-func bindSources(spec *specs.Spec) []string {
+// hostPaths are the paths of the host that a spec's mounts are of, and those of its
+// namespaces, which are pinned by mounts.
+func hostPaths(spec *specs.Spec) []string {
 	if spec == nil {
 		return nil
 	}
@@ -43,6 +45,14 @@ func bindSources(spec *specs.Spec) []string {
 	for _, m := range spec.Mounts {
 		if m.Type == "bind" {
 			sources = append(sources, m.Source)
+		}
+	}
+	if spec.Linux == nil {
+		return sources
+	}
+	for _, ns := range spec.Linux.Namespaces {
+		if ns.Path != "" {
+			sources = append(sources, ns.Path)
 		}
 	}
 	return sources

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 )
 
 const mountTable = `20 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -33,6 +35,19 @@ func TestViewIn(t *testing.T) {
 	}
 	if got := viewIn([]byte(mountTable), []string{"/"}); len(got) != 6 {
 		t.Errorf("around the root: %v", got)
+	}
+}
+
+func TestHostPaths(t *testing.T) {
+	spec := &specs.Spec{
+		Mounts: []specs.Mount{{Type: "proc", Source: "proc", Destination: "/proc"}, {Type: "bind", Source: "/srv", Destination: "/data"}},
+		Linux:  &specs.Linux{Namespaces: []specs.LinuxNamespace{{Type: specs.PIDNamespace}, {Type: specs.NetworkNamespace, Path: "/run/netns/x"}}},
+	}
+	if got := hostPaths(spec); !slices.Equal(got, []string{"/srv", "/run/netns/x"}) {
+		t.Errorf("got %q", got)
+	}
+	if got := hostPaths(nil); len(got) > 0 {
+		t.Errorf("got %q", got)
 	}
 }
 
