@@ -9,8 +9,7 @@ import (
 )
 
 // ContainerSpec builds the spec of a container. The same input gives the same
-// spec, except that the categories of a new SELinux label are drawn at random
-// (give them back with ReleaseSELinuxLabel). Errors have the codes that the
+// spec. Errors have the codes that the
 // package comment tells.
 func ContainerSpec(in ContainerInput) (*specs.Spec, error) {
 	if in.Image == nil {
@@ -107,7 +106,8 @@ func setSecurity(in ContainerInput, spec *specs.Spec) error {
 	if err := setAppArmor(apparmor, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
 		return err
 	}
-	return setSELinux(sc.GetSelinuxOptions(), in.Pod.SELinuxLabel, sc.GetPrivileged(), in.Host, spec)
+	setSELinux(in.Labels, sc.GetPrivileged(), spec)
+	return nil
 }
 
 func setPaths(sc *runtimeapi.LinuxContainerSecurityContext, spec *specs.Spec) (err error) {

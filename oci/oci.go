@@ -76,10 +76,6 @@ type Pod struct {
 	// /etc/hostname, /etc/hosts, /dev/shm. Empty: not mounted; Shm is required unless
 	// the pod is on the node's IPC namespace.
 	ResolvConf, Hostname, Hosts, Shm string
-
-	// SELinuxLabel is the process label of pause's spec: containers without SELinux
-	// options of their own run with its.
-	SELinuxLabel string
 }
 
 // ContainerInput is what ContainerSpec builds a spec from.
@@ -91,6 +87,7 @@ type ContainerInput struct {
 	Resources     *runtimeapi.LinuxContainerResources
 	Image         *ocispec.ImageConfig // nil: an image that configures nothing
 	User          User                 // from ResolveUser with ContainerUserRequest
+	Labels        Labels               // from NewLabels
 	Host          Host
 	Files         Files
 	SystemdCgroup bool
@@ -111,6 +108,7 @@ type SandboxInput struct {
 	Pod           Pod
 	Image         *ocispec.ImageConfig // of pause_image; nil: the embedded pause, at PausePath of its root
 	User          User                 // from ResolveUser with SandboxUserRequest
+	Labels        Labels               // from NewLabels
 	Host          Host
 	Files         Files
 	SystemdCgroup bool

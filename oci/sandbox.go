@@ -156,5 +156,6 @@ func setSandboxSecurity(in SandboxInput, spec *specs.Spec) (err error) {
 	if err := setAppArmor(apparmorRequest(sc.GetApparmor(), ""), sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
 		return err
 	}
-	return setSELinux(sc.GetSelinuxOptions(), "", sc.GetPrivileged(), in.Host, spec)
+	setSELinux(in.Labels, sc.GetPrivileged(), spec)
+	return nil
 }

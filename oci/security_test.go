@@ -213,45 +213,51 @@ func TestSELinuxOptions(t *testing.T) {
 		t.Errorf("got %q, %v", got, err)
 	}
 	for _, o := range []*runtimeapi.SELinuxOption{{User: "a:b"}, {Role: "a b"}, {Type: "a\n"}, {Level: "c1"}, {Level: "s0:x"}} {
-		refused(t, func(in *ContainerInput) { in.sc().SelinuxOptions = o }, codes.InvalidArgument, "selinux_options")
+		_, err := NewLabels(o, Labels{}, testHost()) // also on a host without SELinux
+		wantError(t, err, codes.InvalidArgument, "selinux_options")
 	}
 }
 
-// Options for SELinux mean nothing on a host without it, as with containerd and CRI-O.
-func TestSELinuxAbsent(t *testing.T) {
+var podLabels = Labels{Process: "system_u:system_r:container_t:s0:c1,c2", Mount: "system_u:object_r:container_file_t:s0:c1,c2"}
+
+func TestNewLabels(t *testing.T) {
+	without, with := testHost(), testHost()
+	with.SELinux = true
+	own := &runtimeapi.SELinuxOption{Type: "spc_t", Level: "s0:c3,c4"}
+	// Options for SELinux mean nothing on a host without it, as with containerd and CRI-O.
+	for _, o := range []*runtimeapi.SELinuxOption{nil, own} {
+		if got, err := NewLabels(o, podLabels, without); err != nil || got != (Labels{}) {
+			t.Errorf("host without SELinux: %v, %v", got, err)
+		}
+	}
+	if got, err := NewLabels(nil, podLabels, with); err != nil || got != podLabels {
+		t.Errorf("a container without options has not its pod's labels: %v, %v", got, err)
+	}
+	// Where Facts say that there is SELinux, the library has the last word: it knows the policy.
+	got, err := NewLabels(own, podLabels, with)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if selinux.GetEnabled() != strings.HasSuffix(got.Process, ":spc_t:s0:c3,c4") {
+		t.Errorf("options of its own: %v", got)
+	}
+	selinux.ReleaseLabel(got.Process)
+}
+
+func TestSELinuxLabelsInSpec(t *testing.T) {
 	in := testInput()
-	in.sc().SelinuxOptions = &runtimeapi.SELinuxOption{Type: "spc_t"}
-	in.Pod.SELinuxLabel = "system_u:system_r:container_t:s0:c1,c2"
-	if spec := mustSpec(t, in); spec.Process.SelinuxLabel != "" || spec.Linux.MountLabel != "" {
+	in.Labels = podLabels
+	if spec := mustSpec(t, in); spec.Process.SelinuxLabel != podLabels.Process || spec.Linux.MountLabel != podLabels.Mount {
 		t.Errorf("labels %q, %q", spec.Process.SelinuxLabel, spec.Linux.MountLabel)
 	}
-}
-
-// Where Facts say that there is SELinux, the library has the last word: it knows the policy.
-func TestSELinuxLabels(t *testing.T) {
-	in := testInput()
-	in.Host.SELinux = true
-	in.Pod.SELinuxLabel = "system_u:system_r:container_t:s0:c1,c2"
-	for _, own := range []*runtimeapi.SELinuxOption{nil, {Type: "spc_t", Level: "s0:c3,c4"}} {
-		in.sc().SelinuxOptions = own
-		spec := mustSpec(t, in)
-		want := ""
-		if selinux.GetEnabled() {
-			want = "c1,c2"
-			if own != nil {
-				want = "c3,c4"
-			}
-		}
-		if got := spec.Process.SelinuxLabel; !strings.HasSuffix(got, want) || want == "" && got != "" {
-			t.Errorf("label %q, want one with %q", got, want)
-		}
-		ReleaseSELinuxLabel(spec)
-	}
 	in.privilege()
-	if got := mustSpec(t, in).Process.SelinuxLabel; got != "" {
-		t.Errorf("privileged: label %q", got)
+	if spec := mustSpec(t, in); spec.Process.SelinuxLabel != "" || spec.Linux.MountLabel != podLabels.Mount {
+		t.Errorf("privileged: labels %q, %q", spec.Process.SelinuxLabel, spec.Linux.MountLabel)
 	}
-	refused(t, func(in *ContainerInput) { in.Host.SELinux, in.Pod.SELinuxLabel = true, "odd" }, codes.Internal, `"odd"`)
+	pause := sandboxSpec(t, func(in *SandboxInput) { in.Labels = podLabels })
+	if pause.Process.SelinuxLabel != podLabels.Process {
+		t.Errorf("pause: label %q", pause.Process.SelinuxLabel)
+	}
 }
 
 func TestPathsAndFlags(t *testing.T) {

@@ -184,6 +184,10 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	if c.rec.User, err = m.resolveUser(c.config, c.rec.Image, root); err != nil {
 		return err
 	}
+	if err := m.labelContainer(p, c); err != nil {
+		return err
+	}
+	m.ensureAppArmor()
 	if err := m.describeContainer(ctx, p, c); err != nil {
 		return err
 	}
@@ -202,6 +206,9 @@ func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) e
 		return err
 	}
 	if err := m.checkIDMappedMounts(p, spec); err != nil {
+		return err
+	}
+	if err := m.relabelMounts(c); err != nil {
 		return err
 	}
 	c.rec.Process = spec.Process
@@ -229,7 +236,9 @@ func (m *Manager) containerRoot(p *pod, c *container) (rootfs.Spec, error) {
 	if err != nil {
 		return rootfs.Spec{}, err
 	}
-	return m.writableRoot(c.id, &c.rec.Image, idMap)
+	root, err := m.writableRoot(c.id, &c.rec.Image, idMap)
+	root.Label = c.rec.SELinux.Mount
+	return root, err
 }
 
 // writableRoot holds the layers of an image for a container or pause with that ID
@@ -273,7 +282,7 @@ func (m *Manager) containerSpec(p *pod, c *container, resources *runtimeapi.Linu
 		return nil, err
 	}
 	spec, err := oci.ContainerSpec(oci.ContainerInput{
-		ID: c.id, Pod: m.ociPod(p), Config: c.config, Image: &c.rec.Image.Config, User: c.rec.User, Host: *m.cfg.Host,
+		ID: c.id, Pod: m.ociPod(p), Config: c.config, Image: &c.rec.Image.Config, User: c.rec.User, Labels: c.rec.SELinux, Host: *m.cfg.Host,
 		SystemdCgroup: m.cfg.SystemdCgroup, TargetPIDNS: target, Resources: resources, Files: host.Files{},
 		ImageVolumes: m.volumePlaces(c), DeviceOwnership: m.cfg.OwnDevices,
 	})
@@ -402,6 +411,7 @@ func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 			return fmt.Errorf("remove container %s: %w", c.id, err)
 		}
 	}
+	m.releaseContainerLabels(c)
 	c.removed = true
 	m.containers.remove(c.id)
 	m.containerDeleted(c)

@@ -67,6 +67,7 @@ type Manager struct {
 	runtimeTurn   task.Turn
 	ipRanges      atomic.Pointer[[][]cni.IPRange] // from the node's pod CIDR
 	users         userFiles
+	labels        labeller
 	unfinished    []func() // what recover found half done; started at its end
 	events        *feed.Feed[Event]
 	tasks         *task.Runner
@@ -78,7 +79,7 @@ type Manager struct {
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network, plugins: cfg.Plugins,
 		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container"),
-		runtimeTurn: task.NewTurn(), events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
+		runtimeTurn: task.NewTurn(), labels: hostLabeller, events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
 	if m.plugins == nil {
 		m.plugins = noPlugins{}
 	}
@@ -91,6 +92,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		m.log.Warn("the kernel refuses to lower oom_score_adj (CAP_SYS_RESOURCE is missing): pods and containers get the lowest value allowed",
 			"wanted", pauseOOMScore, "lowest", m.cfg.Host.OOMScoreAdjMin)
 	}
+	m.ensureAppArmor()
 	if err := m.recover(ctx); err != nil {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), closeLimit)
 		defer cancel()

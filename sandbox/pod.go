@@ -127,7 +127,11 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 			return nil, err
 		}
 	}
+	if err := m.labelPod(p); err != nil {
+		return nil, err
+	}
 	if err := m.podRecords.Write(p.id, p.rec); err != nil {
+		m.releasePodLabels(p)
 		return nil, err
 	}
 	m.pods.put(p.id, p)
@@ -169,6 +173,9 @@ func (m *Manager) finishPod(ctx context.Context, p *pod, started *shim.Started) 
 	defer release()
 	if err == nil {
 		err = m.writeHosts(p)
+	}
+	if err == nil {
+		err = m.labelPodFiles(p)
 	}
 	if err == nil {
 		err = m.podRecords.Write(p.id, p.rec)
@@ -267,7 +274,8 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 		return nil, err
 	}
 	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: m.payload.Pause}}, IDMap: idMap}
-	input := oci.SandboxInput{Pod: m.ociPod(p), Host: *m.cfg.Host, Files: host.Files{}, SystemdCgroup: m.cfg.SystemdCgroup}
+	m.ensureAppArmor()
+	input := oci.SandboxInput{Pod: m.ociPod(p), Labels: p.rec.SELinux, Host: *m.cfg.Host, Files: host.Files{}, SystemdCgroup: m.cfg.SystemdCgroup}
 	var users userFilesOf
 	var imageUser string
 	if image := p.rec.PauseImage; image != nil {
@@ -289,7 +297,6 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 	if err != nil {
 		return nil, err
 	}
-	p.rec.SELinuxLabel = spec.Process.SelinuxLabel
 	if err := os.MkdirAll(filepath.Join(m.shimDir(p.id), "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of pod %s: %w", p.id, err)
 	}
@@ -434,7 +441,7 @@ func (m *Manager) ociPod(p *pod) oci.Pod {
 	dir := m.podFiles(p.id)
 	pod := oci.Pod{ID: p.id, Config: p.config, CgroupParent: p.config.GetLinux().GetCgroupParent(), NetNS: p.rec.NetNS,
 		ResolvConf: filepath.Join(dir, "resolv.conf"), Hostname: filepath.Join(dir, "hostname"), Hosts: filepath.Join(dir, "hosts"),
-		Shm: m.shmDir(p.id), SELinuxLabel: p.rec.SELinuxLabel}
+		Shm: m.shmDir(p.id)}
 	if hostIPC(p.config) {
 		pod.Shm = "/dev/shm"
 	}

@@ -199,6 +199,7 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	if err := m.podRecords.Remove(p.id); err != nil {
 		return err
 	}
+	m.releasePodLabels(p)
 	m.pods.remove(p.id)
 	m.podDeleted(p)
 	m.podIDs.Forget(podIdentity(p.config.Metadata), p.id)

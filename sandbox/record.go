@@ -48,10 +48,10 @@ type podRecord struct {
 	IPRanges    [][]cni.IPRange `json:"ipRanges,omitempty"`
 	IPs         []string        `json:"ips,omitempty"`
 
-	SELinuxLabel string       `json:"selinuxLabel,omitempty"` // of the pause; containers without their own get it
-	PauseImage   *imageRecord `json:"pauseImage,omitempty"`   // nil: the embedded pause
-	PausePID     int          `json:"pausePID,omitempty"`
-	PauseStart   uint64       `json:"pauseStart,omitempty"` // start time, clock ticks
+	SELinux    oci.Labels   `json:"selinux,omitzero"`     // containers without options of their own share them
+	PauseImage *imageRecord `json:"pauseImage,omitempty"` // nil: the embedded pause
+	PausePID   int          `json:"pausePID,omitempty"`
+	PauseStart uint64       `json:"pauseStart,omitempty"` // start time, clock ticks
 }
 
 // imageRecord is what a container keeps of its image, which may be removed before it.
@@ -79,6 +79,7 @@ type containerRecord struct {
 	User        oci.User       `json:"user"`
 	CgroupsPath string         `json:"cgroupsPath"`
 	LogPath     string         `json:"logPath,omitempty"`
+	SELinux     oci.Labels     `json:"selinux,omitzero"`
 	Process     *specs.Process `json:"process,omitempty"` // what execs derive from
 
 	StartedAt time.Time   `json:"startedAt,omitzero"` // when the start began; the shim directory has the moment

@@ -29,7 +29,7 @@ import (
 // Only what is certainly gone counts as gone. Anything else that can't be found
 // out is an error, and the daemon does not start: that kills nobody.
 func (m *Manager) recover(ctx context.Context) error {
-	for _, step := range []func() error{m.loadPodCIDR, m.loadPods, m.loadContainers} {
+	for _, step := range []func() error{m.loadPodCIDR, m.loadPods, m.loadContainers, m.reserveLabels} {
 		if err := step(); err != nil {
 			return err
 		}

@@ -77,6 +77,9 @@ func (m *Manager) mountShm(p *pod) error {
 	if mappings != nil { // the pod's root owns it, as in other pods
 		options += fmt.Sprintf(",uid=%d,gid=%d", mappings.HostUID(0), mappings.HostGID(0))
 	}
+	if l := p.rec.SELinux.Mount; l != "" {
+		options += fmt.Sprintf(",context=%q", l)
+	}
 	err = unix.Mount("shm", dir, "tmpfs", unix.MS_NOEXEC|unix.MS_NOSUID|unix.MS_NODEV, options)
 	if err != nil {
 		return fmt.Errorf("mount shm of pod %s: %w", p.id, err)

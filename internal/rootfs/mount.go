@@ -46,11 +46,17 @@ var options = []option{
 // volatileOption goes with an upper layer only.
 var volatileOption = option{key: "volatile"}
 
+// contextOption gives all files of a mount an SELinux label.
+const contextOption = "context"
+
 type option struct{ key, value string }
 
 func (o option) String() string {
-	if o.value == "" {
+	switch {
+	case o.value == "":
 		return o.key
+	case o.key == contextOption: // a label may have commas
+		return o.key + `="` + o.value + `"`
 	}
 	return o.key + "=" + o.value
 }
@@ -267,10 +273,11 @@ func optionName(dir *os.File) string {
 type dirs struct {
 	lower       []*os.File // topmost first, as overlayfs counts
 	upper, work *os.File
+	label       string
 }
 
 func (s Spec) open() (*dirs, error) {
-	d := &dirs{}
+	d := &dirs{label: s.Label}
 	for i := len(s.Layers) - 1; i >= 0; i-- {
 		f, err := openDir(s.Layers[i].Path)
 		if err != nil {
@@ -306,6 +313,9 @@ func (d *dirs) options(name func(*os.File) string) []option {
 	all := options
 	if d.upper != nil {
 		all = append([]option{{"upperdir", name(d.upper)}, {"workdir", name(d.work)}, volatileOption}, all...)
+	}
+	if d.label != "" {
+		all = append([]option{{contextOption, d.label}}, all...)
 	}
 	return all
 }

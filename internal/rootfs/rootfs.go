@@ -26,5 +26,6 @@ type Spec struct {
 	Layers []Layer `json:"layers"`          // bottom first, at least one
 	Upper  string  `json:"upper,omitempty"` // writable layer; empty: the root is read-only
 	Work   string  `json:"work,omitempty"`  // overlayfs' work directory, same filesystem as Upper
+	Label  string  `json:"label,omitempty"` // SELinux label of all its files, for overlays; empty: each has its own
 	IDMap  *IDMap  `json:"idMap,omitempty"` // for MountAt and MakeUpper: whose user namespace it is for; nil: the host's
 }

@@ -371,3 +371,19 @@ func TestOptions(t *testing.T) {
 	}
 	t.Errorf("%s is not in the mount table", root)
 }
+
+// A label has commas, and mount(2) options are separated by them.
+func TestLabelOption(t *testing.T) {
+	s := Spec{Layers: []Layer{write(t, t.TempDir()+"/1", nil), write(t, t.TempDir()+"/2", nil)}, Label: "u:r:t:s0:c1,c2"}
+	dirs, err := s.open()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer dirs.close()
+	if data := dirs.data(); !strings.Contains(data, `,context="u:r:t:s0:c1,c2",`) {
+		t.Errorf("options %s", data)
+	}
+	if i := slices.IndexFunc(dirs.options(optionName), func(o option) bool { return o.key == contextOption }); i < 0 {
+		t.Error("no option context")
+	}
+}

@@ -1,0 +1,94 @@
+package oci
+
+import (
+	"regexp"
+
+	"github.com/opencontainers/runtime-spec/specs-go"
+	"github.com/opencontainers/selinux/go-selinux/label"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+// Labels are what SELinux knows a pod or container by. Both are empty on a host
+// without SELinux.
+type Labels struct {
+	Process string `json:"process,omitempty"`
+	Mount   string `json:"mount,omitempty"` // of its root filesystem, and of what else is its own
+}
+
+// NewLabels decides the labels of a container, or of a pod for which the pod argument
+// is empty. Without options of its own a container has its pod's labels. Else, as far as
+// the options leave the categories open, they are drawn at random and belong to
+// this container until selinux.ReleaseLabel: so this is done once, and written
+// down. Hosts without SELinux ignore all of it, as do containerd and CRI-O.
+//
+// InvalidArgument for options that are no part of a label.
+func NewLabels(o *runtimeapi.SELinuxOption, pod Labels, host Host) (Labels, error) {
+	options, err := labelOptions(o)
+	if err != nil || !host.SELinux {
+		return Labels{}, err
+	}
+	if len(options) == 0 && pod.Process != "" {
+		return pod, nil
+	}
+	process, mount, err := label.InitLabels(options)
+	if err != nil {
+		return Labels{}, errdefs.InvalidArgument("selinux_options: %w", err)
+	}
+	return Labels{Process: process, Mount: mount}, nil
+}
+
+// setSELinux labels the process and the mounts. A privileged container's process has no label
+// of its own: restrictions are not applied to it (LinuxContainerSecurityContext.privileged).
+func setSELinux(labels Labels, privileged bool, spec *specs.Spec) {
+	spec.Linux.MountLabel = labels.Mount
+	if !privileged {
+		spec.Process.SelinuxLabel = labels.Process
+	}
+}
+
+var (
+	labelWord  = regexp.MustCompile(`^[a-zA-Z0-9_.]+$`)
+	labelLevel = regexp.MustCompile(`^s[0-9]{1,2}(-s[0-9]{1,2})?(:c[0-9]{1,4}([.,]c[0-9]{1,4})*)?$`)
+)
+
+func labelOptions(o *runtimeapi.SELinuxOption) ([]string, error) {
+	var options []string
+	for _, part := range []struct {
+		name, value string
+		valid       *regexp.Regexp
+	}{
+		{"user", o.GetUser(), labelWord},
+		{"role", o.GetRole(), labelWord},
+		{"type", o.GetType(), labelWord},
+		{"level", o.GetLevel(), labelLevel},
+	} {
+		if part.value == "" {
+			continue
+		}
+		if !part.valid.MatchString(part.value) {
+			return nil, errdefs.InvalidArgument("selinux_options: %s %q is not valid", part.name, part.value)
+		}
+		options = append(options, part.name+":"+part.value)
+	}
+	return options, nil
+}
+
+// RelabelSources returns the host paths that a container's CRI mounts ask to have labelled with
+// their Labels.Mount; the caller does it before launch. Never the pod's own
+// files or anything the config does not name (CVE-2021-43816).
+func RelabelSources(config *runtimeapi.ContainerConfig, files Files) ([]string, error) {
+	var sources []string
+	for _, m := range config.GetMounts() {
+		if !m.GetSelinuxRelabel() || IsImageVolume(m) { // other containers run on the same layers
+			continue
+		}
+		source, err := mountSource(m, files)
+		if err != nil {
+			return nil, err
+		}
+		sources = append(sources, source)
+	}
+	return sources, nil
+}
