@@ -212,6 +212,9 @@ func (s *Store) Get(ref string) (*Image, error) { return s.index.Load().find(ref
 // Progress returns the pulls under way, oldest first.
 func (s *Store) Progress() []PullProgress { return s.pulls.snapshot() }
 
+// Root returns the directory of images.
+func (s *Store) Root() string { return s.cfg.Root }
+
 // Usage is what the store takes on disk.
 type Usage struct {
 	Mountpoint    string // a path on the filesystem

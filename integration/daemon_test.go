@@ -48,6 +48,7 @@ type daemon struct {
 	images  internalapi.ImageManagerService
 	objects []string // IDs of all pods and containers made, for the leak check
 	parents []string // the pods' cgroups
+	mounts  []string // made for the daemon by options
 	empty   snapshot // the daemon and the machine before the first pod
 	pods    atomic.Int32
 }
@@ -352,6 +353,9 @@ func removeLink(t *testing.T, name string) {
 // forgetMounts removes the two mounts a stopped daemon leaves for its running containers.
 func (d *daemon) forgetMounts(t *testing.T) {
 	t.Helper()
+	for _, path := range d.mounts {
+		must(t, syscall.Unmount(path, 0))
+	}
 	mounts := mountpoints(t, os.Getpid())
 	for i := len(mounts) - 1; i >= 0; i-- {
 		if strings.HasPrefix(mounts[i], d.state) {

@@ -4,9 +4,11 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
@@ -240,6 +242,67 @@ func TestStatsFilesAreClosed(t *testing.T) {
 					return fmt.Errorf("%s", line)
 				}
 			}
+		}
+		return nil
+	})
+}
+
+// What a container writes is counted in the background, and kubelet hears of it by
+// container and by filesystem.
+func TestStatsWritableLayer(t *testing.T) {
+	d := startDaemon(t, withConfig(`stats_period = "100ms"`))
+	pod := d.runPod(t, hostNetwork)
+	c := pod.run(t)
+	const size = 3 << 20
+	c.exec(t, "sh", "-c", fmt.Sprintf("mkdir -p /data && head -c %d /dev/zero >/data/file && ln /data/file /data/again && ln -s /proc /data/link", size))
+	counted := func(least uint64) *runtimeapi.FilesystemUsage {
+		t.Helper()
+		var layer *runtimeapi.FilesystemUsage
+		eventually(t, "the writable layer is counted", func() error {
+			layer = c.stats(t).WritableLayer
+			if layer.GetUsedBytes().GetValue() < least {
+				return fmt.Errorf("it is %v", layer)
+			}
+			return nil
+		})
+		return layer
+	}
+	layer := counted(size)
+	if layer.UsedBytes.Value > size+1<<20 || layer.InodesUsed.Value < 4 || layer.Timestamp <= 0 {
+		t.Errorf("writable layer: %v", layer)
+	}
+	info := get(d.images.ImageFsInfo(t.Context()))(t)
+	images, containers := info.ImageFilesystems[0], info.ContainerFilesystems[0]
+	if containers.UsedBytes.Value < size || images.UsedBytes.Value == 0 || containers.InodesUsed.Value < 4 {
+		t.Errorf("filesystems: %v", info)
+	}
+	equal(t, "one filesystem has one name", containers.FsId.Mountpoint, images.FsId.Mountpoint)
+	equal(t, "the writable layer's filesystem", layer.FsId.Mountpoint, containers.FsId.Mountpoint)
+
+	c.stop(t, 0) // what it wrote is there until it is removed
+	counted(size)
+	d.restart(t)
+	counted(size)
+	must(t, d.cri.RemoveContainer(t.Context(), c.id))
+	equal(t, "bytes of no container", get(d.images.ImageFsInfo(t.Context()))(t).ContainerFilesystems[0].UsedBytes.Value, 0)
+}
+
+// Writable layers on a filesystem of their own have another name than the images',
+// which is how kubelet knows (KEP-4191).
+func TestStatsSplitFilesystem(t *testing.T) {
+	onItsOwn := func(t *testing.T, d *daemon) {
+		must(t, os.MkdirAll(d.root+"/rootfs", 0o700))
+		must(t, unix.Mount("writable", d.root+"/rootfs", "tmpfs", 0, "size=64m"))
+		d.mounts = append(d.mounts, d.root+"/rootfs")
+	}
+	d := startDaemon(t, onItsOwn)
+	c := d.runPod(t, hostNetwork).run(t)
+	info := get(d.images.ImageFsInfo(t.Context()))(t)
+	equal(t, "the images' filesystem", info.ImageFilesystems[0].FsId.Mountpoint, d.root+"/images")
+	equal(t, "the containers' filesystem", info.ContainerFilesystems[0].FsId.Mountpoint, d.root+"/rootfs")
+	eventually(t, "the writable layer is counted", func() error {
+		if layer := c.stats(t).WritableLayer; layer.GetFsId().GetMountpoint() != d.root+"/rootfs" {
+			return fmt.Errorf("it is %v", layer)
 		}
 		return nil
 	})

@@ -39,6 +39,7 @@ type container struct {
 
 	running atomic.Pointer[running]       // nil without a shim
 	info    atomic.Pointer[ContainerInfo] // nil until created: nobody sees half a container
+	census  atomic.Pointer[Census]        // nil until counted
 }
 
 // running is a container that has a shim.

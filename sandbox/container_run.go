@@ -149,6 +149,7 @@ func (m *Manager) containerStarted(c *container, s *shim.Started) {
 	c.rec.Phase = containerRunning
 	m.publishContainer(c)
 	m.watchContainer(c, run)
+	m.countSoon()
 }
 
 // watchContainer owns run's files and publishes the exit.
@@ -256,6 +257,7 @@ func (m *Manager) exited(c *container, exit exitRecord) {
 	m.tellOfContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)
 	if run := c.running.Swap(nil); run != nil {
 		close(run.exited)
+		m.countSoon()
 	}
 	if err == nil {
 		m.cleanExited(c)

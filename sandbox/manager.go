@@ -29,17 +29,18 @@ import (
 
 // Config is what the daemon decides for all pods.
 type Config struct {
-	Root           string  // durable state: records, pod files, writable layers; survives a reboot
-	State          string  // what dies with the boot: shim directories, the pods' shm
-	NetNSDir       string  // where network namespaces are pinned, /run/netns
-	HostResolvConf string  // what pods with the Default DNS policy get, /etc/resolv.conf
-	SystemdCgroup  bool    // cgroup driver: systemd, else cgroupfs
-	Handler        string  // name of the default runtime handler; "" means it too
-	PauseImage     string  // image to use instead of the embedded pause; empty: none
-	ShimPath       string  // the berth-shim binary
-	IdleLaunchers  int     // launchers kept ready
-	MaxLogLine     int     // bytes before a log line is split as partial
-	Plugins        Plugins // nil: none
+	Root           string        // durable state: records, pod files, writable layers; survives a reboot
+	State          string        // what dies with the boot: shim directories, the pods' shm
+	NetNSDir       string        // where network namespaces are pinned, /run/netns
+	HostResolvConf string        // what pods with the Default DNS policy get, /etc/resolv.conf
+	SystemdCgroup  bool          // cgroup driver: systemd, else cgroupfs
+	Handler        string        // name of the default runtime handler; "" means it too
+	PauseImage     string        // image to use instead of the embedded pause; empty: none
+	ShimPath       string        // the berth-shim binary
+	IdleLaunchers  int           // launchers kept ready
+	MaxLogLine     int           // bytes before a log line is split as partial
+	Plugins        Plugins       // nil: none
+	CensusPeriod   time.Duration // between two counts of what a container has written
 	Host           *host.Facts
 	CDI            cdi.Dirs // where CDI devices are described
 	OwnDevices     bool     // devices belong to the user and group of the security context
@@ -70,6 +71,7 @@ type Manager struct {
 	labels        labeller
 	unfinished    []func() // what recover found half done; started at its end
 	events        *feed.Feed[Event]
+	census        *census
 	tasks         *task.Runner
 }
 
@@ -79,7 +81,7 @@ type Manager struct {
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network, plugins: cfg.Plugins,
 		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container"),
-		runtimeTurn: task.NewTurn(), labels: hostLabeller, events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
+		runtimeTurn: task.NewTurn(), labels: hostLabeller, events: feed.New[Event](maxUnread), census: newCensus(cfg.CensusPeriod), tasks: task.NewRunner(cfg.Log)}
 	if m.plugins == nil {
 		m.plugins = noPlugins{}
 	}
@@ -93,7 +95,11 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 			"wanted", pauseOOMScore, "lowest", m.cfg.Host.OOMScoreAdjMin)
 	}
 	m.ensureAppArmor()
-	if err := m.recover(ctx); err != nil {
+	err := m.recover(ctx)
+	if err == nil {
+		err = m.openCensus()
+	}
+	if err != nil {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), closeLimit)
 		defer cancel()
 		return nil, errors.Join(err, m.Close(ctx))

@@ -7,7 +7,7 @@ import "path/filepath"
 // Below root:
 func (m *Manager) podFiles(podID string) string    { return filepath.Join(m.cfg.Root, "sandboxes", podID) }
 func (m *Manager) writableDir(ctrID string) string { return filepath.Join(m.cfg.Root, "rootfs", ctrID) }
-func (m *Manager) trashDir() string                { return filepath.Join(m.cfg.Root, "trash") }
+func (m *Manager) trashDir() string                { return m.writableDir("trash") } // on the filesystem of what goes there
 func (m *Manager) emptyLayer() string              { return filepath.Join(m.cfg.Root, "empty") }
 
 // Below state:

@@ -24,8 +24,9 @@ type Usage struct {
 // ContainerStats is what a container uses.
 type ContainerStats struct {
 	Info    *ContainerInfo
-	Running bool  // else Usage is empty
-	Usage   Usage // Tasks is counted only where the pod has no cgroup
+	Running bool    // else Usage is empty
+	Usage   Usage   // Tasks is counted only where the pod has no cgroup
+	Census  *Census // nil until the first one
 }
 
 // PodStats is what a pod uses.
@@ -45,6 +46,7 @@ func (m *Manager) ContainerStats(info *ContainerInfo) (ContainerStats, error) {
 	if !known {
 		return stats, nil
 	}
+	stats.Census = c.census.Load()
 	run := c.running.Load()
 	if run == nil {
 		return stats, nil

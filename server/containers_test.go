@@ -288,6 +288,12 @@ func TestImages(t *testing.T) {
 	if u := fs.ImageFilesystems[0]; u.Timestamp <= 0 || u.FsId.Mountpoint != "/var/lib/berth/images" || u.UsedBytes.Value != 7 || u.InodesUsed.Value != 3 {
 		t.Errorf("ImageFsInfo: %v", u)
 	}
+	if len(fs.ContainerFilesystems) != 1 {
+		t.Fatalf("ImageFsInfo: %v", fs)
+	}
+	if u := fs.ContainerFilesystems[0]; u.FsId.Mountpoint != "/writable" || u.UsedBytes.Value != 41 || u.InodesUsed.Value != 42 || u.Timestamp <= 0 {
+		t.Errorf("ImageFsInfo: %v", u)
+	}
 }
 
 func TestImageErrors(t *testing.T) {

@@ -53,7 +53,7 @@ func allRPCs(pods Sandboxes, images Images) []rpc {
 		}
 	}
 	add(&runtimeapi.RuntimeService_ServiceDesc, &runtimeService{cfg: testConfig, stopping: context.Background(), pods: pods, images: images})
-	add(&runtimeapi.ImageService_ServiceDesc, &imageService{images: images})
+	add(&runtimeapi.ImageService_ServiceDesc, &imageService{images: images, pods: pods})
 	return all
 }
 

@@ -10,6 +10,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/image"
+	"berth/internal/diskusage"
 	"berth/internal/errdefs"
 )
 
@@ -86,19 +87,20 @@ func (s *imageService) RemoveImage(ctx context.Context, req *runtimeapi.RemoveIm
 	return &runtimeapi.RemoveImageResponse{}, nil
 }
 
-// ImageFsInfo implements ImageService. Writable layers are on the images'
-// filesystem, which is what kubelet assumes when no container filesystem is named.
+// ImageFsInfo implements ImageService. Both filesystems are always named, as kubelet
+// wants since KEP-4191: with the same mountpoint where writable layers and images
+// share one.
 func (s *imageService) ImageFsInfo(ctx context.Context, _ *runtimeapi.ImageFsInfoRequest) (*runtimeapi.ImageFsInfoResponse, error) {
 	usage, err := s.images.Usage(ctx)
 	if err != nil {
 		return nil, err
 	}
-	return &runtimeapi.ImageFsInfoResponse{ImageFilesystems: []*runtimeapi.FilesystemUsage{{
-		Timestamp:  time.Now().UnixNano(),
-		FsId:       &runtimeapi.FilesystemIdentifier{Mountpoint: usage.Mountpoint},
-		UsedBytes:  &runtimeapi.UInt64Value{Value: usage.Bytes},
-		InodesUsed: &runtimeapi.UInt64Value{Value: usage.Inodes},
-	}}}, nil
+	writable := s.pods.WritableFilesystem()
+	return &runtimeapi.ImageFsInfoResponse{
+		ImageFilesystems: []*runtimeapi.FilesystemUsage{
+			filesystemUsage(usage.Mountpoint, time.Now(), diskusage.Usage{Bytes: usage.Bytes, Inodes: usage.Inodes})},
+		ContainerFilesystems: []*runtimeapi.FilesystemUsage{filesystemUsage(writable.Mountpoint, time.Now(), writable.Used)},
+	}, nil
 }
 
 func imageItem(img *image.Image) *runtimeapi.Image {

@@ -118,7 +118,7 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 		grpc.StreamInterceptor(s.stream),
 	)
 	runtimeapi.RegisterRuntimeServiceServer(s.grpc, &runtimeService{cfg: cfg, stopping: s.stopping, pods: pods, images: images, log: log})
-	runtimeapi.RegisterImageServiceServer(s.grpc, &imageService{images: images})
+	runtimeapi.RegisterImageServiceServer(s.grpc, &imageService{images: images, pods: pods})
 	return s
 }
 
@@ -187,4 +187,5 @@ type runtimeService struct {
 type imageService struct {
 	runtimeapi.UnimplementedImageServiceServer
 	images Images
+	pods   Statistics
 }

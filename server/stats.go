@@ -3,10 +3,12 @@ package server
 import (
 	"context"
 	"iter"
+	"time"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/cgstats"
+	"berth/internal/diskusage"
 	"berth/sandbox"
 )
 
@@ -15,6 +17,7 @@ import (
 type Statistics interface {
 	ContainerStats(info *sandbox.ContainerInfo) (sandbox.ContainerStats, error)
 	PodStats(info *sandbox.PodInfo, containers []*sandbox.ContainerInfo) (sandbox.PodStats, error)
+	WritableFilesystem() sandbox.Filesystem
 }
 
 // ContainerStats implements RuntimeService. A container that does not run has no
@@ -160,7 +163,15 @@ func containerStats(stats *sandbox.ContainerStats) *runtimeapi.ContainerStats {
 	if u := &stats.Usage; stats.Running {
 		item.Cpu, item.Memory, item.Swap, item.Io = cpuUsage(u), memoryUsage(u), swapUsage(u), ioUsage(u)
 	}
+	if c := stats.Census; c != nil {
+		item.WritableLayer = filesystemUsage(c.Mountpoint, c.At, c.Layer)
+	}
 	return item
+}
+
+func filesystemUsage(mountpoint string, at time.Time, used diskusage.Usage) *runtimeapi.FilesystemUsage {
+	return &runtimeapi.FilesystemUsage{Timestamp: at.UnixNano(), FsId: &runtimeapi.FilesystemIdentifier{Mountpoint: mountpoint},
+		UsedBytes: value(used.Bytes), InodesUsed: value(used.Inodes)}
 }
 
 func podStats(stats *sandbox.PodStats) *runtimeapi.PodSandboxStats {

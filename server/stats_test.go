@@ -15,6 +15,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/cgstats"
+	"berth/internal/diskusage"
 	"berth/internal/errdefs"
 	"berth/sandbox"
 )
@@ -23,6 +24,7 @@ import (
 type statsFake struct {
 	usage      sandbox.Usage
 	interfaces []cgstats.Interface
+	census     *sandbox.Census
 	broken     []string
 }
 
@@ -34,6 +36,7 @@ func (f *fakePods) ContainerStats(c *sandbox.ContainerInfo) (sandbox.ContainerSt
 	if c.State == runtimeapi.ContainerState_CONTAINER_RUNNING {
 		stats.Running, stats.Usage = true, f.stats.usage
 	}
+	stats.Census = f.stats.census
 	return stats, nil
 }
 
@@ -51,6 +54,11 @@ func (f *fakePods) PodStats(p *sandbox.PodInfo, containers []*sandbox.ContainerI
 		stats.Running, stats.Usage, stats.Interfaces = true, f.stats.usage, f.stats.interfaces
 	}
 	return stats, nil
+}
+
+func (f *fakePods) WritableFilesystem() sandbox.Filesystem {
+	return sandbox.Filesystem{At: time.Unix(7, 8), Mountpoint: "/writable", Device: "/dev/vdb", Used: diskusage.Usage{Bytes: 41, Inodes: 42},
+		Bytes: 43, Inodes: 44, FreeInodes: 45}
 }
 
 // someUsage has another value in each field.
@@ -74,7 +82,7 @@ func TestStatsAreTranslated(t *testing.T) {
 	u := someUsage()
 	pods := &fakePods{containers: []*sandbox.ContainerInfo{runningContainer("c1", "p1", nil)},
 		pods: []*sandbox.PodInfo{{ID: "p1", Config: podConfig("a", nil), Ready: true}},
-		stats: statsFake{usage: u, interfaces: []cgstats.Interface{
+		stats: statsFake{usage: u, census: &sandbox.Census{At: time.Unix(9, 0), Mountpoint: "/writable", Layer: diskusage.Usage{Bytes: 51, Inodes: 52}}, interfaces: []cgstats.Interface{
 			{Name: "eth0", Rx: cgstats.Traffic{Bytes: 1, Packets: 2, Errors: 3, Dropped: 4}, Tx: cgstats.Traffic{Bytes: 5, Packets: 6, Errors: 7, Dropped: 8}}, {Name: "net1"}}}}
 	h := start(t, testConfig, pods, &fakeImages{})
 	at := u.At.UnixNano()
@@ -86,8 +94,9 @@ func TestStatsAreTranslated(t *testing.T) {
 		MajorPageFaults: v(20), Psi: &runtimeapi.PsiStats{Some: none, Full: &runtimeapi.PsiData{Total: 22}}}
 	disk := &runtimeapi.IoUsage{Timestamp: at, Psi: &runtimeapi.PsiStats{Some: none, Full: &runtimeapi.PsiData{Total: 23}}}
 	want := &runtimeapi.ContainerStats{Cpu: cpu, Memory: memory, Io: disk,
-		Attributes: &runtimeapi.ContainerAttributes{Id: "c1", Metadata: &runtimeapi.ContainerMetadata{Name: "c1", Attempt: 2}, Annotations: map[string]string{"n": " kept\n"}},
-		Swap:       &runtimeapi.SwapUsage{Timestamp: at, SwapUsageBytes: v(21), SwapAvailableBytes: v(10)}}
+		Attributes:    &runtimeapi.ContainerAttributes{Id: "c1", Metadata: &runtimeapi.ContainerMetadata{Name: "c1", Attempt: 2}, Annotations: map[string]string{"n": " kept\n"}},
+		Swap:          &runtimeapi.SwapUsage{Timestamp: at, SwapUsageBytes: v(21), SwapAvailableBytes: v(10)},
+		WritableLayer: &runtimeapi.FilesystemUsage{Timestamp: 9e9, FsId: &runtimeapi.FilesystemIdentifier{Mountpoint: "/writable"}, UsedBytes: v(51), InodesUsed: v(52)}}
 	one, err := h.runtime.ContainerStats(t.Context(), &runtimeapi.ContainerStatsRequest{ContainerId: "c1"})
 	if err != nil || !proto.Equal(one.Stats, want) {
 		t.Errorf("error %v\n got %v\nwant %v", err, one.GetStats(), want)
@@ -118,7 +127,7 @@ func TestStatsLeaveOutWhatIsUnknown(t *testing.T) {
 		t.Fatal(err)
 	}
 	s := one.Stats
-	if s.Cpu.UsageNanoCores != nil || s.Cpu.Psi != nil || s.Memory.AvailableBytes != nil || s.Memory.Psi != nil || s.Swap.SwapAvailableBytes != nil || s.Io != nil {
+	if s.Cpu.UsageNanoCores != nil || s.Cpu.Psi != nil || s.Memory.AvailableBytes != nil || s.Memory.Psi != nil || s.Swap.SwapAvailableBytes != nil || s.Io != nil || s.WritableLayer != nil {
 		t.Errorf("got %v", s)
 	}
 	pods.stats.usage = sandbox.Usage{Sample: cgstats.Sample{At: time.Unix(1, 0)}}

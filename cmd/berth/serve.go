@@ -257,6 +257,7 @@ func sandboxConfig(cfg *config.Config, node *node, plugins sandbox.Plugins, log 
 		ShimPath:       node.shim,
 		IdleLaunchers:  cfg.IdleLaunchers,
 		MaxLogLine:     cfg.MaxLogLine,
+		CensusPeriod:   cfg.StatsPeriod.Duration,
 		Plugins:        plugins,
 		Host:           &node.facts,
 		CDI:            cfg.CDISpecDirs,

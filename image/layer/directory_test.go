@@ -16,6 +16,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/opencontainers/go-digest"
+
+	"berth/internal/diskusage"
 )
 
 func unmount(path string) error { return unix.Unmount(path, 0) }
@@ -250,7 +252,7 @@ func checkTree(t testing.TB, dir string, counted Usage) {
 	root, err := os.Open(dir)
 	must(t, err)
 	defer root.Close()
-	block, err := blockSize(root)
+	block, err := diskusage.BlockSize(root)
 	must(t, err)
 	walked, err := countTree(root, block)
 	must(t, err)

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/internal/diskusage"
 	"berth/internal/errdefs"
 	"berth/internal/safefs"
 )
@@ -75,7 +76,7 @@ func (j *joiner) makeRoot(dir string) (err error) {
 	if j.root, err = makeTree(dir); err != nil {
 		return err
 	}
-	j.block, err = blockSize(j.root)
+	j.block, err = diskusage.BlockSize(j.root)
 	return err
 }
 

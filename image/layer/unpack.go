@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"berth/internal/diskusage"
 	"berth/internal/errdefs"
 	"berth/internal/safefs"
 )
@@ -60,7 +61,7 @@ type unpacker struct {
 }
 
 func newUnpacker(root *os.File, limits Limits) (*unpacker, error) {
-	block, err := blockSize(root)
+	block, err := diskusage.BlockSize(root)
 	if err != nil {
 		return nil, err
 	}

@@ -61,6 +61,8 @@ type Config struct {
 	IdleLaunchers int    `toml:"idle_launchers" default:"2" min:"0" doc:"How many processes wait ready to launch a container. Each saves about 20 ms of a container's start and costs a few MB of memory."`
 	ShimPath      string `toml:"shim_path" path:"optional" doc:"The berth-shim program. Empty: beside the berth program, or else in PATH."`
 
+	StatsPeriod Duration `toml:"stats_period" default:"10s" min:"100ms" doc:"How often it is counted what a container has written into its own filesystem and how many files it has open. What takes long to count is counted less often. Everything else in statistics is measured when somebody asks."`
+
 	CDISpecDirs            []string `toml:"cdi_spec_dirs" default:"/etc/cdi,/var/run/cdi" path:"abs" doc:"Directories with descriptions of CDI devices. If two describe the same device the last directory wins. They are read for each container that asks for a device. What they say is trusted: hooks run as root."`
 	DeviceOwnership        bool     `toml:"device_ownership_from_security_context" default:"false" doc:"Whether the devices of a container belong, in it, to the runAsUser and runAsGroup of its security context, so that it need not be root to use them."`
 	NRI                    bool     `toml:"nri" default:"true" doc:"Let plugins of the Node Resource Interface see pods and containers and change them. Without plugins it costs nothing."`

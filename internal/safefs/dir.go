@@ -1,6 +1,7 @@
 package safefs
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"io/fs"
@@ -279,6 +280,31 @@ func (d *Dir) Names() ([]string, error) {
 		return nil, d.err("read directory", "", err)
 	}
 	return names, nil
+}
+
+// EachName calls do with the names in the directory, in no order, until it fails. It
+// keeps few of them in memory, however large the directory is.
+func (d *Dir) EachName(do func(name string) error) error {
+	fd, err := openat2(d.fd, ".", unix.O_RDONLY|unix.O_DIRECTORY, 0, 0)
+	if err != nil {
+		return d.err("open directory", "", err)
+	}
+	f := os.NewFile(uintptr(fd), d.path)
+	defer f.Close()
+	for {
+		names, err := f.Readdirnames(256)
+		for _, name := range names {
+			if err := do(name); err != nil {
+				return err
+			}
+		}
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return d.err("read directory", "", err)
+		}
+	}
 }
 
 // Mkdir makes the directory name with mode perm less the umask.
