@@ -36,6 +36,11 @@ func FuzzContainerSpec(f *testing.F) {
 		}
 		f.Add(config, pod)
 	}
+	withImage, err := proto.Marshal(&runtimeapi.ContainerConfig{Command: []string{"x"}, Mounts: []*runtimeapi.Mount{imageMount(nil)}})
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(withImage, []byte{})
 	f.Add([]byte{}, []byte{})
 	f.Fuzz(func(t *testing.T, config, pod []byte) {
 		in := testInput()
@@ -44,6 +49,10 @@ func FuzzContainerSpec(f *testing.F) {
 			return
 		}
 		in.Pod.CgroupParent = in.Pod.Config.GetLinux().GetCgroupParent()
+		in.ImageVolumes = map[int]string{}
+		for i := range in.Config.GetMounts() {
+			in.ImageVolumes[i] = imagePlace
+		}
 		spec, err := ContainerSpec(in)
 		if err != nil {
 			checkRefusal(t, err)
@@ -59,6 +68,9 @@ func FuzzContainerSpec(f *testing.F) {
 		}
 	})
 }
+
+// imagePlace is where the launcher mounts images of fuzzed containers.
+const imagePlace = "/run/berth/c/ctr1/volume"
 
 // checkRefusal wants an error that blames the request, and not berth.
 func checkRefusal(t *testing.T, err error) {
@@ -116,6 +128,9 @@ func checkContainer(t *testing.T, in ContainerInput, spec *specs.Spec) {
 	for _, m := range spec.Mounts {
 		if m.Destination != path.Clean(m.Destination) || !path.IsAbs(m.Destination) || m.Destination == "/" {
 			t.Errorf("mount at %q", m.Destination)
+		}
+		if m.Source == imagePlace && (slices.Contains(m.Options, "rw") || slices.Contains(m.Options, "rshared")) {
+			t.Errorf("image mounted with %q", m.Options)
 		}
 	}
 	if cwd := spec.Process.Cwd; cwd != path.Clean(cwd) || isProcessDir(cwd) {
