@@ -1,0 +1,63 @@
+package integration
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"golang.org/x/sys/unix"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/fixture"
+)
+
+// An image whose /proc is a link: the proc that masking and labelling rely on would be
+// mounted elsewhere. It is refused.
+func TestCVE_2023_27561_ProcIsASymlink(t *testing.T) {
+	escape := hostDir(t)
+	name, _ := push(t, registry, "targets:proc", buildImage(t, v1.Config{}, fixture.Tree{fixture.Symlink("proc", escape)}))
+	d := startDaemon(t)
+	c := d.runPod(t, hostNetwork).create(t, image(name))
+	if err := d.cri.StartContainer(t.Context(), c.id); err == nil || !contains(err.Error(), "/proc") {
+		t.Errorf("the start of such a container: %v", err)
+	}
+	equal(t, "what was made on the host", fmt.Sprint(readDir(escape)), "[]")
+}
+
+// A target that another container of the pod changes between a directory and a link while
+// it is mounted on never leads out of the container (CVE-2021-30465).
+func TestCVE_2021_30465_MountTargetSwapped(t *testing.T) {
+	host := hostDir(t, "shared/target", "volume", "escape")
+	target, escape := filepath.Join(host, "shared/target"), filepath.Join(host, "escape")
+	other := filepath.Join(host, "shared/other")
+	must(t, os.Symlink(escape, other))
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	done := make(chan error, 1)
+	stop := make(chan struct{})
+	go func() {
+		for {
+			select {
+			case <-stop:
+				done <- nil
+				return
+			default:
+			}
+			if err := unix.Renameat2(unix.AT_FDCWD, target, unix.AT_FDCWD, other, unix.RENAME_EXCHANGE); err != nil {
+				done <- err
+				return
+			}
+		}
+	}()
+	for range 10 {
+		ctr := pod.create(t, mount(&runtimeapi.Mount{ContainerPath: "/s", HostPath: filepath.Join(host, "shared")}),
+			mount(&runtimeapi.Mount{ContainerPath: "/s/target/in", HostPath: filepath.Join(host, "volume")}))
+		_ = d.cri.StartContainer(t.Context(), ctr.id) // may fail, for the target is another one than it was
+		must(t, d.cri.RemoveContainer(t.Context(), ctr.id))
+	}
+	close(stop)
+	must(t, <-done)
+	equal(t, "what was made outside of the container", fmt.Sprint(readDir(escape)), "[]")
+}
