@@ -132,6 +132,35 @@ func TestUserNamespace(t *testing.T) {
 		equal(t, "output by path", pod.sh(t, "echo by path >/dev/stdout", runAs(1234)), "by path\n")
 		equal(t, "status", other.status(t).User.Linux.Uid, 1234)
 	})
+	t.Run("terminal", func(t *testing.T) {
+		_, status := pod.runToEnd(t, runAs(1234), script("test -t 0 && test -t 1 && echo x >/dev/tty && test -O $(tty)"),
+			func(c *runtimeapi.ContainerConfig) { c.Tty = true })
+		equal(t, "exit code", status.ExitCode, 0)
+	})
+	t.Run("ephemeral container", func(t *testing.T) {
+		debug := pod.run(t, inUserNamespace(base), security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+			s.NamespaceOptions.Pid, s.NamespaceOptions.TargetId = runtimeapi.NamespaceMode_TARGET, c.id
+		}))
+		equal(t, "PID namespace", namespace(t, debug.pid(t), "pid"), namespace(t, c.pid(t), "pid"))
+		debug.exec(t, "sh", "-c", "ls /proc/1/root/ >/dev/null && kill -0 1")
+	})
+	t.Run("read-only root", func(t *testing.T) {
+		ro := security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.ReadonlyRootfs = true })
+		pod.sh(t, "! touch /x 2>/dev/null && touch /dev/shm/y && ! touch /etc/hosts 2>/dev/null", ro)
+	})
+	t.Run("seccomp", func(t *testing.T) {
+		confined := pod.run(t, security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+			s.Seccomp = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_RuntimeDefault}
+			s.NoNewPrivs = true
+		}))
+		equal(t, "mode", statusField(t, confined.pid(t), "Seccomp"), "2")
+		equal(t, "NoNewPrivs", statusField(t, confined.pid(t), "NoNewPrivs"), "1")
+	})
+	t.Run("device", func(t *testing.T) {
+		pod.sh(t, "head -c 1 /dev/elsewhere >/dev/null && head -c 1 /dev/urandom >/dev/null", func(c *runtimeapi.ContainerConfig) {
+			c.Devices = []*runtimeapi.Device{{HostPath: "/dev/zero", ContainerPath: "/dev/elsewhere", Permissions: "rw"}}
+		})
+	})
 	t.Run("in its cgroup", func(t *testing.T) { // CVE-2025-47291
 		for _, pid := range []int{c.pid(t), pod.pausePID(t)} {
 			for _, line := range readLines(fmt.Sprintf("/proc/%d/cgroup", pid)) {
@@ -176,7 +205,9 @@ func TestVolumesInUserNamespace(t *testing.T) {
 	c := pod.run(t, inUserNamespace(base),
 		mount(&runtimeapi.Mount{HostPath: mapped, ContainerPath: "/mapped", UidMappings: idMapping(base), GidMappings: idMapping(base)}),
 		mount(&runtimeapi.Mount{HostPath: plain, ContainerPath: "/plain"}),
-		mount(&runtimeapi.Mount{HostPath: mapped, ContainerPath: "/other", Readonly: true, UidMappings: idMapping(base + 100), GidMappings: idMapping(base + 200)}))
+		mount(&runtimeapi.Mount{HostPath: mapped, ContainerPath: "/other", Readonly: true, UidMappings: idMapping(base + 100), GidMappings: idMapping(base + 200)}),
+		mount(&runtimeapi.Mount{HostPath: mapped, ContainerPath: "/rro", Readonly: true, RecursiveReadOnly: true, UidMappings: idMapping(base), GidMappings: idMapping(base)}),
+		mount(&runtimeapi.Mount{HostPath: mapped + "/roots", ContainerPath: "/file", UidMappings: idMapping(base), GidMappings: idMapping(base)}))
 
 	equal(t, "owners with mappings", c.exec(t, "stat", "-c", "%u:%g", "/mapped/roots", "/mapped/users"), "0:0\n7:8")
 	equal(t, "content", c.exec(t, "cat", "/mapped/roots"), "secret")
@@ -187,6 +218,8 @@ func TestVolumesInUserNamespace(t *testing.T) {
 	if _, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"cat", "/plain/roots"}, 0); err == nil {
 		t.Error("the container reads a file of the host's root")
 	}
+	equal(t, "a mapped file", c.exec(t, "cat", "/file", "/rro/roots"), "secretsecret")
+	c.exec(t, "sh", "-c", "! touch /rro/new 2>/dev/null && ! touch /other/new 2>/dev/null")
 	c.exec(t, "touch", "/plain/new")
 	equal(t, "owner of a new file without", owner(t, plain+"/new"), fmt.Sprintf("%d:%d", base, base))
 
@@ -212,6 +245,24 @@ func TestVolumesInUserNamespace(t *testing.T) {
 			mount(&runtimeapi.Mount{HostPath: mapped, ContainerPath: "/mapped", UidMappings: idMapping(base), GidMappings: idMapping(base)}))
 		equal(t, "owners", out, fmt.Sprintf("%d:%d\n", base+7, base+8))
 	})
+}
+
+// The sysctls of a pod's namespaces belong to it, and so can be set in its user namespace.
+func TestSysctlsInUserNamespace(t *testing.T) {
+	d := startDaemon(t)
+	c := d.runPod(t, userNamespace(11*usernsLength), sharedPID, sysctl("net.ipv4.ip_local_port_range", "2000\t3000"),
+		sysctl("net.core.somaxconn", "77"), sysctl("kernel.shm_rmid_forced", "1"), sysctl("fs.mqueue.msg_max", "20")).run(t)
+	equal(t, "values", c.exec(t, "cat", "/proc/sys/net/ipv4/ip_local_port_range", "/proc/sys/net/core/somaxconn",
+		"/proc/sys/kernel/shm_rmid_forced", "/proc/sys/fs/mqueue/msg_max"), "2000\t3000\n77\n1\n20")
+	equal(t, "process 1 of the shared PID namespace", c.exec(t, "cat", "/proc/1/comm"), "pause")
+}
+
+// An image instead of the embedded pause has a writable layer of its own.
+func TestPauseImageInUserNamespace(t *testing.T) {
+	d := startDaemon(t, withConfig(fmt.Sprintf("pause_image = %q", pauseImage(t))))
+	pod := d.runPod(t, userNamespace(12*usernsLength))
+	equal(t, "uid of pause on the host", strings.Fields(statusField(t, pod.pausePID(t), "Uid"))[0], strconv.Itoa(12*usernsLength))
+	equal(t, "output", pod.sh(t, "echo works"), "works\n")
 }
 
 // KEP-5607.

@@ -39,6 +39,9 @@ func checkRequest(in ContainerInput) error {
 	if in.security().GetPrivileged() && !in.Pod.privileged() {
 		return errdefs.InvalidArgument("privileged container in pod %s, which is not privileged", in.Pod.ID)
 	}
+	if err := checkHostname(in.Pod.Config.GetHostname()); err != nil { // it is in the environment
+		return err
+	}
 	if err := checkContainerUserNamespace(in); err != nil {
 		return err
 	}

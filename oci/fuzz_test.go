@@ -25,7 +25,11 @@ func FuzzContainerSpec(f *testing.F) {
 	hostNet.Pod.Config.Linux.SecurityContext.NamespaceOptions = &runtimeapi.NamespaceOption{Network: nsNode}
 	hostNet.sc().Seccomp = profile(runtimeDefault, "")
 	hostNet.Config.Mounts = []*runtimeapi.Mount{{ContainerPath: "/dev", HostPath: "/dev", Readonly: true}}
-	for _, in := range []ContainerInput{testInput(), kubeletInput(), privileged, hostNet} {
+	users := testInput()
+	users.Pod.giveUserNamespace(usernsOptions(65536, 65536))
+	users.sc().NamespaceOptions.UsernsOptions = usernsOptions(65536, 65536)
+	users.Config.Mounts = []*runtimeapi.Mount{{ContainerPath: "/data", HostPath: "/srv/data", UidMappings: mapping(0, 65536, 65536), GidMappings: mapping(0, 7, 8)}}
+	for _, in := range []ContainerInput{testInput(), kubeletInput(), privileged, hostNet, users} {
 		config, err := proto.Marshal(in.Config)
 		if err != nil {
 			f.Fatal(err)
@@ -52,6 +56,9 @@ func FuzzContainerSpec(f *testing.F) {
 		in.ImageVolumes = map[int]string{}
 		for i := range in.Config.GetMounts() {
 			in.ImageVolumes[i] = imagePlace
+		}
+		if in.Pod.mappings() != nil {
+			in.Pod.UserNS = testUserNS
 		}
 		spec, err := ContainerSpec(in)
 		if err != nil {

@@ -123,11 +123,18 @@ func checkSandboxModes(o *runtimeapi.NamespaceOption) error {
 
 func setSandboxHostname(in SandboxInput, spec *specs.Spec) error {
 	name := in.Pod.Config.GetHostname()
-	if len(name) > maxHostname || strings.ContainsFunc(name, isControl) || strings.ContainsAny(name, "/ ") {
-		return errdefs.InvalidArgument("hostname %q is longer than %d bytes or has characters that no hostname has", name, maxHostname)
+	if err := checkHostname(name); err != nil {
+		return err
 	}
 	if !in.Pod.hostNetwork() { // else the UTS namespace is the node's
 		spec.Hostname = name
+	}
+	return nil
+}
+
+func checkHostname(name string) error {
+	if len(name) > maxHostname || strings.ContainsFunc(name, isControl) || strings.ContainsAny(name, "/ ") {
+		return errdefs.InvalidArgument("hostname %q is longer than %d bytes or has characters that no hostname has", name, maxHostname)
 	}
 	return nil
 }

@@ -14,6 +14,7 @@ import (
 	"fmt"
 	"os"
 	"strconv"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -23,14 +24,18 @@ import (
 // Lock is a lock that is held.
 type Lock struct{ file *os.File }
 
-// Acquire takes the lock at path without waiting. If another process has it, the
-// error has code FailedPrecondition and names that process.
+// patience is how long Acquire waits. A child of a holder that was killed, between fork
+// and exec, has the lock for a moment longer than its parent lives.
+const patience = 500 * time.Millisecond
+
+// Acquire takes the lock at path. If another process has it and does not give it up
+// within patience, the error has code FailedPrecondition and names that process.
 func Acquire(path string) (*Lock, error) {
 	file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
 	if err != nil {
 		return nil, fmt.Errorf("open lock: %w", err)
 	}
-	err = unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	err = lock(file)
 	if errors.Is(err, unix.EWOULDBLOCK) {
 		err = errdefs.FailedPrecondition("lock %s: %s holds it", path, holder(file))
 	}
@@ -41,6 +46,15 @@ func Acquire(path string) (*Lock, error) {
 		return nil, errors.Join(fmt.Errorf("write pid into lock %s: %w", path, err), file.Close())
 	}
 	return &Lock{file}, nil
+}
+
+func lock(file *os.File) error {
+	for deadline := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
+		err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if !errors.Is(err, unix.EWOULDBLOCK) || time.Now().After(deadline) {
+			return err
+		}
+	}
 }
 
 // Release gives the lock up.

@@ -81,7 +81,7 @@ func (c *checker) spec() {
 		oneOf(c, "spec.os.name", spec.OS.Name, corev1.Linux)
 	}
 	if spec.HostUsers != nil && !*spec.HostUsers {
-		c.add("spec.hostUsers", "false: user namespaces are not supported")
+		c.add("spec.hostUsers", "false: user namespaces need a range of IDs, which only kubelet keeps account of")
 	}
 	if value(spec.AutomountServiceAccountToken) {
 		c.add("spec.automountServiceAccountToken", "true: there is no API server to get a token from")
