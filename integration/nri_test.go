@@ -14,6 +14,8 @@ import (
 	"testing"
 
 	"github.com/containerd/nri/pkg/api"
+	"github.com/containerd/nri/pkg/stub"
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -130,6 +132,7 @@ func TestNRIOrderAndAdjustments(t *testing.T) {
 func TestNRIAdjustsMore(t *testing.T) {
 	d := startDaemon(t)
 	hooks := filepath.Join(d.dir, "hooks")
+	must(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "nri0"}, PeerName: "nri1"})) // gone with the pod's network
 	d.connectPlugin(t, "10", "more", &nriPlugin{create: adjusting(func(a *api.ContainerAdjustment) {
 		a.SetArgs([]string{"sh", "-c", "echo replaced; exec sleep 100000"})
 		a.AddDevice(&api.LinuxDevice{Path: "/dev/zero2", Type: "c", Major: 1, Minor: 5, FileMode: api.FileMode(os.FileMode(0o666))})
@@ -138,6 +141,7 @@ func TestNRIAdjustsMore(t *testing.T) {
 			CreateRuntime: []*api.Hook{{Path: "/bin/sh", Args: []string{"sh", "-c", "echo createRuntime >>" + hooks}}},
 			Poststart:     []*api.Hook{{Path: "/bin/sh", Args: []string{"sh", "-c", "echo poststart >>" + hooks}}},
 		})
+		a.AddLinuxNetDevice("nri1", &api.LinuxNetDevice{Name: "eth7"})
 		a.SetLinuxIOPriority(&api.LinuxIOPriority{Class: api.IOPrioClass_IOPRIO_CLASS_BE, Priority: 6})
 		a.SetLinuxScheduler(&api.LinuxScheduler{Policy: api.LinuxSchedulerPolicy_SCHED_BATCH})
 		a.SetLinuxSeccompPolicy(&api.LinuxSeccomp{DefaultAction: "SCMP_ACT_ALLOW",
@@ -147,6 +151,7 @@ func TestNRIAdjustsMore(t *testing.T) {
 	c := pod.run(t)
 	c.waitOutput(t, "replaced")
 	equal(t, "device", c.exec(t, "sh", "-c", "head -c 3 /dev/zero2 | wc -c"), "3")
+	equal(t, "network device", c.exec(t, "sh", "-c", "ls -d /sys/class/net/eth7"), "/sys/class/net/eth7")
 	equal(t, "sysctl", c.exec(t, "cat", "/proc/sys/net/ipv4/ip_unprivileged_port_start"), "99")
 	equal(t, "scheduling policy", c.exec(t, "sh", "-c", "grep ^policy /proc/1/sched | tr -d ' '"), "policy:3")
 	if out := c.exec(t, "sh", "-c", "mkdir /tmp/x 2>&1 || true"); !strings.Contains(out, "Invalid cross-device link") {
@@ -269,6 +274,21 @@ func TestNRIHangingPlugin(t *testing.T) {
 			})
 		})
 	}
+}
+
+// One that does not answer when it registers is not registered.
+func TestNRIHangingRegistration(t *testing.T) {
+	d := startDaemon(t, withConfig(`nri_request_timeout = "300ms"`))
+	asked, end := make(chan struct{}), make(chan struct{})
+	p := &nriPlugin{closed: make(chan struct{}), before: func(string) error { close(asked); <-end; return nil }}
+	p.stub = get(stub.New(p, stub.WithSocketPath(d.nriSocket()), stub.WithPluginIdx("10"), stub.WithPluginName("mute"),
+		stub.WithOnClose(func() { close(p.closed) }), stub.WithLogger(quiet{})))(t)
+	must(t, p.stub.Start(t.Context()))
+	<-asked
+	d.runPod(t, hostNetwork).run(t)
+	<-p.closed
+	close(end)
+	p.waitEvents(t, "Synchronize 0 0")
 }
 
 // A plugin that is killed while it is asked is dropped.

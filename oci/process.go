@@ -172,5 +172,14 @@ func ExecProcess(spec *specs.Spec, cmd []string, tty bool) *specs.Process {
 		score := *p.OOMScoreAdj
 		p.OOMScoreAdj = &score
 	}
+	if p.Scheduler != nil { // of a plugin's making, as is the other
+		scheduler := *p.Scheduler
+		scheduler.Flags = slices.Clone(scheduler.Flags)
+		p.Scheduler = &scheduler
+	}
+	if p.IOPriority != nil {
+		priority := *p.IOPriority
+		p.IOPriority = &priority
+	}
 	return &p
 }

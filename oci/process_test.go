@@ -6,6 +6,7 @@ import (
 	"testing"
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
@@ -126,6 +127,10 @@ func TestExecProcess(t *testing.T) {
 	spec := mustSpec(t, in)
 	before := mustSpec(t, in)
 
+	for _, s := range []*specs.Spec{spec, before} { // as a plugin may set them
+		s.Process.Scheduler = &specs.Scheduler{Policy: specs.SchedBatch, Flags: []specs.LinuxSchedulerFlag{specs.SchedFlagResetOnFork}}
+		s.Process.IOPriority = &specs.LinuxIOPriority{Class: specs.IOPRIO_CLASS_IDLE}
+	}
 	p := ExecProcess(spec, []string{"ls", "-l"}, true)
 	want := *before.Process
 	want.Args = []string{"ls", "-l"}
@@ -136,6 +141,7 @@ func TestExecProcess(t *testing.T) {
 	}
 
 	p.Env[0], p.User.AdditionalGids[0], p.Capabilities.Bounding[0], *p.OOMScoreAdj = "X", 7, "CAP_X", 9
+	p.Scheduler.Flags[0], p.Scheduler.Nice, p.IOPriority.Priority = "X", 5, 5
 	if !reflect.DeepEqual(spec, before) {
 		t.Error("a change of the exec's process changed the container's spec")
 	}

@@ -215,7 +215,7 @@ func (m *Manager) forPlugins(c *container) (*nri.Pod, *nri.Container, error) {
 }
 
 func (m *Manager) podForPlugins(p *pod, info *PodInfo) *nri.Pod {
-	return &nri.Pod{ID: p.id, Handler: info.Handler, Config: p.config, IPs: info.IPs, PID: info.PausePID, NetNS: info.NetNS, CgroupsPath: p.rec.CgroupsPath}
+	return &nri.Pod{ID: p.id, Handler: info.Handler, Config: info.Config, IPs: info.IPs, PID: info.PausePID, NetNS: info.NetNS, CgroupsPath: p.rec.CgroupsPath}
 }
 
 // containerForPlugins describes a container. Where its spec can't be built any more, because a volume is gone,

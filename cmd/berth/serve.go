@@ -53,7 +53,9 @@ SIGTERM and SIGINT stop the daemon and leave all containers running; the next
 			ctx, stop := signal.NotifyContext(cmd.Context(), unix.SIGTERM, unix.SIGINT)
 			context.AfterFunc(ctx, stop) // a second signal ends the process at once
 			setUpProcess()
-			return serve(ctx, cfg, newLogger(cfg, os.Stderr))
+			log := newLogger(cfg, os.Stderr)
+			captureLibraryLog(log)
+			return serve(ctx, cfg, log)
 		},
 	}
 	config.AddFlags(cmd.Flags())

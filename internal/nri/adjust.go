@@ -102,6 +102,7 @@ func (a *Adjustment) Apply(spec *specs.Spec, node Node) error {
 	applyProcess(spec, linux, node)
 	applyDevices(spec, linux.GetDevices())
 	applyDeviceRules(spec, linux.GetResources().GetDevices())
+	applyNetDevices(spec, linux.GetNetDevices())
 	applyNamespaces(spec, linux.GetNamespaces())
 	applySeccomp(spec, linux.GetSeccompPolicy())
 	if policy := linux.GetMemoryPolicy(); policy != nil {
@@ -205,6 +206,24 @@ func applyDeviceRules(spec *specs.Spec, rules []*api.LinuxDeviceCgroup) {
 		}
 		spec.Linux.Resources.Devices = append(spec.Linux.Resources.Devices, specs.LinuxDeviceCgroup{
 			Allow: r.GetAllow(), Type: r.GetType(), Major: r.GetMajor().Get(), Minor: r.GetMinor().Get(), Access: r.GetAccess()})
+	}
+}
+
+// applyNetDevices moves network devices of the host into the container's network, which must not be the host's.
+func applyNetDevices(spec *specs.Spec, devices map[string]*api.LinuxNetDevice) {
+	for name := range devices { // first: a plugin may have added it anew
+		if key, removed := api.IsMarkedForRemoval(name); removed {
+			delete(spec.Linux.NetDevices, key)
+		}
+	}
+	for name, d := range devices {
+		if _, removed := api.IsMarkedForRemoval(name); removed {
+			continue
+		}
+		if spec.Linux.NetDevices == nil {
+			spec.Linux.NetDevices = make(map[string]specs.LinuxNetDevice)
+		}
+		spec.Linux.NetDevices[name] = d.ToOCI()
 	}
 }
 

@@ -25,7 +25,6 @@ func invalid(format string, args ...any) error {
 //
 //   - the cgroup's path: it is where kubelet looks for the container;
 //   - block I/O and RDT classes and RDT groups, which berth has no configuration of;
-//   - network devices;
 //   - poststop hooks: no process of libcontainer is left when a container has ended;
 //   - seccomp listeners;
 //   - user, mount and time namespaces;
@@ -48,8 +47,6 @@ func checkUnsupported(adjust *api.ContainerAdjustment) error {
 		return refusal("cgroups path %q", linux.GetCgroupsPath())
 	case linux.GetRdt() != nil:
 		return refusal("RDT")
-	case len(linux.GetNetDevices()) > 0:
-		return refusal("network devices")
 	case len(adjust.GetHooks().GetPoststop()) > 0:
 		return refusal("poststop hook %q", adjust.GetHooks().GetPoststop()[0].GetPath())
 	case linux.GetSeccompPolicy().GetListenerPath() != "" || linux.GetSeccompPolicy().GetListenerMetadata() != "":
@@ -132,8 +129,18 @@ func checkLinux(adjust *api.ContainerAdjustment) error {
 			return invalid("device %s: unknown type %q", name, kind)
 		}
 	}
+	for name, d := range adjust.GetLinux().GetNetDevices() {
+		if key, _ := api.IsMarkedForRemoval(name); !isInterface(key) || d.GetName() != "" && !isInterface(d.GetName()) {
+			return invalid("network device %q as %q: not a name of an interface", key, d.GetName())
+		}
+	}
 	if score := adjust.GetLinux().GetOomScoreAdj(); score != nil && (score.GetValue() < -1000 || score.GetValue() > 1000) {
 		return invalid("oom_score_adj %d is not between -1000 and 1000", score.GetValue())
 	}
 	return nil
+}
+
+// isInterface is the kernel's rule for names of interfaces (dev_valid_name).
+func isInterface(name string) bool {
+	return name != "" && len(name) < 16 && name != "." && name != ".." && !strings.ContainsAny(name, "/: \t\n\v\f\r\x00")
 }

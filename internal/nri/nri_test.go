@@ -85,6 +85,7 @@ func TestAdjustmentsAreApplied(t *testing.T) {
 	a.AddHooks(&api.Hooks{Prestart: []*api.Hook{{Path: "/p"}}, StartContainer: []*api.Hook{{Path: "/s", Timeout: api.Int(3)}}})
 	a.SetLinuxSeccompPolicy(&api.LinuxSeccomp{DefaultAction: "SCMP_ACT_ERRNO", DefaultErrno: api.UInt32(uint32(38)), Architectures: []string{"SCMP_ARCH_X86_64"}, Flags: []string{"SECCOMP_FILTER_FLAG_LOG"}})
 	a.SetLinuxMemoryPolicy(api.MpolMode_MPOL_BIND, "0")
+	a.Linux.NetDevices = map[string]*api.LinuxNetDevice{"host0": {Name: "eth1"}, "-gone": nil}
 	a.AddAnnotation("run.oci.keep_original_groups", "1")
 	spec, own, err := apply(t, a)
 	if err != nil {
@@ -109,6 +110,7 @@ func TestAdjustmentsAreApplied(t *testing.T) {
 		"errno":      {*spec.Linux.Seccomp.DefaultErrnoRet, uint(38)},
 		"flags":      {spec.Linux.Seccomp.Flags, []specs.LinuxSeccompFlag{specs.LinuxSeccompFlagLog}},
 		"numa":       {string(spec.Linux.MemoryPolicy.Mode), "MPOL_BIND"},
+		"network":    {spec.Linux.NetDevices, map[string]specs.LinuxNetDevice{"host0": {Name: "eth1"}}},
 		"annotation": {len(spec.Annotations), 0}, // libcontainer and systemd would obey them
 	} {
 		if !reflect.DeepEqual(c.got, c.want) {
@@ -152,7 +154,7 @@ func TestAdjustmentsAreRefusedByName(t *testing.T) {
 		{codes.Unimplemented, "RDT", linux(&api.LinuxContainerAdjustment{Rdt: &api.LinuxRdt{ClosId: api.String("x")}})},
 		{codes.Unimplemented, "RDT class", linux(&api.LinuxContainerAdjustment{Resources: &api.LinuxResources{RdtClass: api.String("x")}})},
 		{codes.Unimplemented, "block I/O class", linux(&api.LinuxContainerAdjustment{Resources: &api.LinuxResources{BlockioClass: api.String("x")}})},
-		{codes.Unimplemented, "network devices", linux(&api.LinuxContainerAdjustment{NetDevices: map[string]*api.LinuxNetDevice{"eth1": {}}})},
+		{codes.InvalidArgument, "network device", linux(&api.LinuxContainerAdjustment{NetDevices: map[string]*api.LinuxNetDevice{"a/b": {}}})},
 		{codes.Unimplemented, "poststop", &api.ContainerAdjustment{Hooks: &api.Hooks{Poststop: []*api.Hook{{Path: "/x"}}}}},
 		{codes.Unimplemented, "seccomp listener", linux(&api.LinuxContainerAdjustment{SeccompPolicy: &api.LinuxSeccomp{ListenerPath: "/x"}})},
 		{codes.Unimplemented, "namespace of type \"mount\"", linux(&api.LinuxContainerAdjustment{Namespaces: []*api.LinuxNamespace{{Type: "mount"}}})},
