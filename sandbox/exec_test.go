@@ -2,40 +2,75 @@ package sandbox
 
 import (
 	"bytes"
+	"context"
+	"errors"
 	"testing"
 )
 
-func TestCollectorReturnsWhatWasWritten(t *testing.T) {
-	c, err := newCollector()
+// startOutput returns an output, and what writes into it as a command would.
+func startOutput(t *testing.T, to *capped) (*output, func([]byte)) {
+	t.Helper()
+	r, w, err := pipe(reading)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer c.close()
-	want := bytes.Repeat([]byte("0123456789abcdef"), 64<<10/16) // fills the pipe
-	if _, err := c.w.Write(want); err != nil {
-		t.Fatal(err)
-	}
-	// The writing end stays open, as a background process would keep it.
-	got, err := c.finish()
-	if err != nil || !bytes.Equal(got, want) {
-		t.Fatalf("%d bytes of %d, %v", len(got), len(want), err)
-	}
-}
-
-func TestCollectorDiscardsBeyondTheCap(t *testing.T) {
-	c, err := newCollector()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.close()
-	chunk := bytes.Repeat([]byte("x"), 1<<20)
-	for range maxExecOutput>>20 + 3 { // blocks if nobody reads on
-		if _, err := c.w.Write(chunk); err != nil {
+	o := copyOutput(r, to, func(err error) { t.Errorf("the output broke: %v", err) })
+	t.Cleanup(func() { o.close(); w.Close() })
+	return o, func(data []byte) {
+		if _, err := w.Write(data); err != nil {
 			t.Fatal(err)
 		}
 	}
-	got, err := c.finish()
-	if err != nil || len(got) != maxExecOutput {
-		t.Fatalf("%d bytes kept, %v; want %d", len(got), err, maxExecOutput)
+}
+
+func TestOutputIsWhatWasWritten(t *testing.T) {
+	kept := capped{limit: maxExecOutput}
+	o, write := startOutput(t, &kept)
+	want := bytes.Repeat([]byte("0123456789abcdef"), 64<<10/16) // fills the pipe
+	write(want)
+	// The writing end stays open, as a background process would keep it.
+	if err := o.finish(); err != nil || !bytes.Equal(kept.data, want) {
+		t.Fatalf("%d bytes of %d, %v", len(kept.data), len(want), err)
+	}
+}
+
+func TestOutputBeyondTheCapIsDiscarded(t *testing.T) {
+	kept := capped{limit: maxExecOutput}
+	o, write := startOutput(t, &kept)
+	chunk := bytes.Repeat([]byte("x"), 1<<20)
+	for range maxExecOutput>>20 + 3 { // blocks if nobody reads on
+		write(chunk)
+	}
+	if err := o.finish(); err != nil || len(kept.data) != maxExecOutput {
+		t.Fatalf("%d bytes kept, %v; want %d", len(kept.data), err, maxExecOutput)
+	}
+}
+
+type brokenWriter struct{}
+
+var errBroken = errors.New("broken")
+
+func (brokenWriter) Write([]byte) (int, error) { return 0, errBroken }
+
+// A client that takes no more output ends the session.
+func TestBrokenOutputIsTold(t *testing.T) {
+	r, w, err := pipe(reading)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer w.Close()
+	ctx, broken := context.WithCancelCause(context.Background())
+	defer broken(nil)
+	o := copyOutput(r, brokenWriter{}, broken)
+	defer o.close()
+	if _, err := w.Write([]byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	<-ctx.Done()
+	if cause := context.Cause(ctx); !errors.Is(cause, errBroken) {
+		t.Errorf("the cause is %v", cause)
+	}
+	if err := o.finish(); !errors.Is(err, errBroken) {
+		t.Errorf("finish = %v", err)
 	}
 }

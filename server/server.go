@@ -64,6 +64,8 @@ type Sandboxes interface {
 	UpdateContainerResources(ctx context.Context, id string, resources *runtimeapi.LinuxContainerResources) error
 	ReopenContainerLog(ctx context.Context, id string) error
 
+	Reachable
+
 	NetworkStatus(ctx context.Context) error
 	UpdatePodCIDR(ctx context.Context, cidrs string) error
 	Waits() []task.Wait
@@ -92,6 +94,8 @@ type Config struct {
 	// Network tells, for verbose Status, which network pods join, or why none. It
 	// answers from memory; nil: not told.
 	Network func() cni.Info
+
+	Sessions Sessions // of Exec, Attach and PortForward
 }
 
 // Server serves CRI. Make one with New.

@@ -130,7 +130,12 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	if err := images.CollectGarbage(ctx); err != nil {
 		return fmt.Errorf("collect layers nobody needs: %w", err)
 	}
-	return announce(ctx, listener, server.New(serverConfig(cfg, node, network), pods, images, log), log)
+	sessions, err := listenStreaming(cfg, pods, log)
+	if err != nil {
+		return err
+	}
+	closing.Add("end streaming sessions", serveStreaming(sessions, log))
+	return announce(ctx, listener, server.New(serverConfig(cfg, node, network, sessions), pods, images, log), log)
 }
 
 // announce serves and tells systemd when that starts and ends.
@@ -268,7 +273,7 @@ func sandboxConfig(cfg *config.Config, node *node, plugins sandbox.Plugins, log 
 	}
 }
 
-func serverConfig(cfg *config.Config, node *node, network *cni.Network) server.Config {
+func serverConfig(cfg *config.Config, node *node, network *cni.Network, sessions server.Sessions) server.Config {
 	return server.Config{
 		Version:                 version(),
 		SystemdCgroup:           node.systemdCgroup,
@@ -277,6 +282,7 @@ func serverConfig(cfg *config.Config, node *node, network *cni.Network) server.C
 		UserNamespaces:          node.facts.UserNamespaces,
 		Settings:                cfg,
 		Network:                 network.Info,
+		Sessions:                sessions,
 	}
 }
 

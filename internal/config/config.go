@@ -76,6 +76,12 @@ type Config struct {
 
 	DefaultHandler string `toml:"default_handler" default:"berth" doc:"Runtime handler of pods that name none: berth, which is built in, or one of handlers."`
 
+	StreamAddress     string   `toml:"stream_address" flag:"stream-address" default:"127.0.0.1:0" doc:"IP address and port on which exec, attach and port-forward sessions are served; kubelet on this node connects to it. Port 0: any. Other addresses than loopback need stream_tls_cert."`
+	StreamTLSCert     string   `toml:"stream_tls_cert" path:"optional" doc:"File with the certificate, in PEM, that sessions are served with. Empty: plain HTTP."`
+	StreamTLSKey      string   `toml:"stream_tls_key" path:"optional" doc:"File with the private key of stream_tls_cert, in PEM."`
+	StreamClientCA    string   `toml:"stream_client_ca" path:"optional" doc:"File with the CA certificates, in PEM, one of which must have signed a client's certificate. Empty: clients show none; they have a URL that is good for one session."`
+	StreamIdleTimeout Duration `toml:"stream_idle_timeout" default:"4h" min:"1s" doc:"A session in which nothing is sent for so long is ended."`
+
 	LogLevel  string `toml:"log_level" flag:"log-level" default:"info" oneof:"debug,info,warn,error" doc:"The least severe messages that are logged."`
 	LogFormat string `toml:"log_format" flag:"log-format" default:"text" oneof:"text,json" doc:"Form of the log on standard error."`
 

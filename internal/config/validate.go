@@ -29,6 +29,9 @@ func (c *Config) validate(where func(key string) string) error {
 	if len(all) == 0 && overlap(c.Root, c.State) {
 		all = append(all, fmt.Errorf("root %s and state %s must be separate directories, neither inside the other", c.Root, c.State))
 	}
+	if len(all) == 0 {
+		all = append(all, c.checkStream())
+	}
 	return errors.Join(all...)
 }
 

@@ -1,0 +1,83 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+
+	"k8s.io/klog/v2"
+
+	"berth/internal/config"
+	"berth/server/streaming"
+)
+
+// listenStreaming opens the port of exec, attach and port-forward sessions.
+func listenStreaming(cfg *config.Config, runtime streaming.Runtime, log *slog.Logger) (*streaming.Server, error) {
+	tlsConfig, err := streamTLS(cfg)
+	if err != nil {
+		return nil, err
+	}
+	// The library logs how each client's connection ended.
+	klog.SetSlogLogger(slog.New(quiet{log.Handler()}))
+	return streaming.Listen(streaming.Config{Address: cfg.StreamAddress, TLS: tlsConfig, IdleTimeout: cfg.StreamIdleTimeout.Duration, Log: log}, runtime)
+}
+
+// streamTLS reads certificates and key; nil without any.
+func streamTLS(cfg *config.Config) (*tls.Config, error) {
+	if cfg.StreamTLSCert == "" {
+		return nil, nil
+	}
+	certificate, err := tls.LoadX509KeyPair(cfg.StreamTLSCert, cfg.StreamTLSKey)
+	if err != nil {
+		return nil, fmt.Errorf("stream_tls_cert and stream_tls_key: %w", err)
+	}
+	t := &tls.Config{Certificates: []tls.Certificate{certificate}, MinVersion: tls.VersionTLS12}
+	if cfg.StreamClientCA == "" {
+		return t, nil
+	}
+	data, err := os.ReadFile(cfg.StreamClientCA)
+	if err != nil {
+		return nil, fmt.Errorf("stream_client_ca: %w", err)
+	}
+	t.ClientCAs, t.ClientAuth = x509.NewCertPool(), tls.RequireAndVerifyClientCert
+	if !t.ClientCAs.AppendCertsFromPEM(data) {
+		return nil, errors.New("stream_client_ca: there is no certificate in " + cfg.StreamClientCA)
+	}
+	return t, nil
+}
+
+// quiet logs everything as debug.
+type quiet struct{ slog.Handler }
+
+func (q quiet) Enabled(ctx context.Context, _ slog.Level) bool {
+	return q.Handler.Enabled(ctx, slog.LevelDebug)
+}
+
+func (q quiet) Handle(ctx context.Context, r slog.Record) error {
+	r.Level = slog.LevelDebug
+	return q.Handler.Handle(ctx, r)
+}
+
+func (q quiet) WithAttrs(attrs []slog.Attr) slog.Handler { return quiet{q.Handler.WithAttrs(attrs)} }
+func (q quiet) WithGroup(name string) slog.Handler       { return quiet{q.Handler.WithGroup(name)} }
+
+// serveStreaming serves sessions in the background. stop ends them all and waits.
+func serveStreaming(s *streaming.Server, log *slog.Logger) (stop func() error) {
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() {
+		err := s.Serve(ctx)
+		if err != nil && ctx.Err() == nil {
+			log.Error("exec, attach and port-forward are served no more", "error", err)
+		}
+		ended <- err
+	}()
+	return func() error {
+		cancel()
+		return <-ended
+	}
+}

@@ -1,0 +1,112 @@
+package server
+
+import (
+	"context"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+// Reachable tells what sessions can be had. See package sandbox for the methods'
+// contracts.
+type Reachable interface {
+	CheckExec(id string, command []string) (string, error)
+	CheckAttach(id string, terminal bool) (string, error)
+	CheckPortForward(podID string) (string, error)
+}
+
+// Sessions gives out URLs. See package server/streaming for the methods' contracts.
+type Sessions interface {
+	Exec(req *runtimeapi.ExecRequest) (string, error)
+	Attach(req *runtimeapi.AttachRequest) (string, error)
+	PortForward(req *runtimeapi.PortForwardRequest) (string, error)
+}
+
+// Exec implements RuntimeService.
+func (s *runtimeService) Exec(_ context.Context, req *runtimeapi.ExecRequest) (*runtimeapi.ExecResponse, error) {
+	if err := need(
+		field{"container_id", req.GetContainerId() != ""},
+		field{"cmd", len(req.GetCmd()) > 0},
+	); err != nil {
+		return nil, err
+	}
+	if err := checkStreams(req); err != nil {
+		return nil, err
+	}
+	id, err := s.pods.CheckExec(req.GetContainerId(), req.GetCmd())
+	if err != nil {
+		return nil, err
+	}
+	url, err := s.cfg.Sessions.Exec(&runtimeapi.ExecRequest{ContainerId: id, Cmd: req.GetCmd(),
+		Tty: req.GetTty(), Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr()})
+	if err != nil {
+		return nil, err
+	}
+	return &runtimeapi.ExecResponse{Url: url}, nil
+}
+
+// Attach implements RuntimeService.
+func (s *runtimeService) Attach(_ context.Context, req *runtimeapi.AttachRequest) (*runtimeapi.AttachResponse, error) {
+	if err := need(field{"container_id", req.GetContainerId() != ""}); err != nil {
+		return nil, err
+	}
+	if err := checkStreams(req); err != nil {
+		return nil, err
+	}
+	id, err := s.pods.CheckAttach(req.GetContainerId(), req.GetTty())
+	if err != nil {
+		return nil, err
+	}
+	url, err := s.cfg.Sessions.Attach(&runtimeapi.AttachRequest{ContainerId: id,
+		Tty: req.GetTty(), Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr()})
+	if err != nil {
+		return nil, err
+	}
+	return &runtimeapi.AttachResponse{Url: url}, nil
+}
+
+// checkStreams refuses what the API says can't be.
+func checkStreams(req interface {
+	GetTty() bool
+	GetStdin() bool
+	GetStdout() bool
+	GetStderr() bool
+}) error {
+	if !req.GetStdin() && !req.GetStdout() && !req.GetStderr() {
+		return errdefs.InvalidArgument("one of stdin, stdout and stderr must be true")
+	}
+	if req.GetTty() && req.GetStderr() {
+		return errdefs.InvalidArgument("tty and stderr can't both be true: a terminal has one output")
+	}
+	return nil
+}
+
+// PortForward implements RuntimeService. SPDY clients name the ports as they go;
+// those of the request are WebSocket's.
+func (s *runtimeService) PortForward(_ context.Context, req *runtimeapi.PortForwardRequest) (*runtimeapi.PortForwardResponse, error) {
+	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
+		return nil, err
+	}
+	if len(req.GetPort()) > maxPorts {
+		return nil, errdefs.InvalidArgument("port: %d are too many for one session", len(req.GetPort()))
+	}
+	for _, port := range req.GetPort() {
+		if port < 1 || port > 65535 {
+			return nil, errdefs.InvalidArgument("port: %d is not between 1 and 65535", port)
+		}
+	}
+	id, err := s.pods.CheckPortForward(req.GetPodSandboxId())
+	if err != nil {
+		return nil, err
+	}
+	url, err := s.cfg.Sessions.PortForward(&runtimeapi.PortForwardRequest{PodSandboxId: id, Port: req.GetPort()})
+	if err != nil {
+		return nil, err
+	}
+	return &runtimeapi.PortForwardResponse{Url: url}, nil
+}
+
+// maxPorts is how many ports one WebSocket can carry: it numbers two channels for each
+// with one byte.
+const maxPorts = 127

@@ -1,0 +1,112 @@
+package streaming
+
+import (
+	"bytes"
+	"net"
+	"testing"
+)
+
+// connected returns both ends of a TCP connection.
+func connected(t *testing.T) (ours *connection, theirs *net.TCPConn) {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	client, err := net.Dial("tcp", l.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	server, err := connections{l}.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { client.Close(); server.Close() })
+	return server.(*connection), client.(*net.TCPConn)
+}
+
+func watching(t *testing.T) *hangups {
+	t.Helper()
+	h, err := watchHangups()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := h.Close(); err != nil {
+			t.Error(err)
+		}
+		if len(h.waiting) > 0 {
+			t.Errorf("%d connections are still waited for", len(h.waiting))
+		}
+	})
+	return h
+}
+
+// A hang-up is told though much that came before it has not been read.
+func TestHangupIsToldOfUnreadConnections(t *testing.T) {
+	h := watching(t)
+	for range 40 { // more than are told at once
+		ours, theirs := connected(t)
+		gone := make(chan struct{})
+		forget, err := h.add(ours, func() { close(gone) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := theirs.Write(bytes.Repeat([]byte("x"), 1<<16)); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case <-gone:
+			t.Fatal("told of a client that is there")
+		default:
+		}
+		if err := theirs.Close(); err != nil {
+			t.Fatal(err)
+		}
+		<-gone
+		forget()
+	}
+}
+
+func TestForgottenConnectionsAreNotTold(t *testing.T) {
+	h := watching(t)
+	first, firstTheirs := connected(t)
+	second, secondTheirs := connected(t)
+	forget, err := h.add(first, func() { t.Error("told of a forgotten connection") })
+	if err != nil {
+		t.Fatal(err)
+	}
+	gone := make(chan struct{})
+	forgetSecond, err := h.add(second, func() { close(gone) })
+	if err != nil {
+		t.Fatal(err)
+	}
+	forget()
+	firstTheirs.Close()
+	secondTheirs.Close()
+	<-gone
+	forgetSecond()
+}
+
+// A connection that is closed here first is gone as well.
+func TestClosingHereIsTold(t *testing.T) {
+	h := watching(t)
+	ours, _ := connected(t)
+	told := 0
+	forget, err := h.add(ours, func() { told++ })
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := ours.Close(); err != nil {
+		t.Fatal(err)
+	}
+	_ = ours.Close() // again
+	forget()
+	if told != 1 {
+		t.Errorf("told %d times", told)
+	}
+	if _, err := h.add(ours, func() { told++ }); err == nil {
+		t.Error("a closed connection is watched")
+	}
+}

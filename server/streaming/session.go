@@ -1,0 +1,130 @@
+package streaming
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"sync"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	"k8s.io/cri-streaming/pkg/streaming/portforward"
+	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
+	"k8s.io/streaming/pkg/httpstream/wsstream"
+	utilexec "k8s.io/utils/exec"
+
+	"berth/sandbox"
+)
+
+// killedCode is the exit code of a command whose session was cut off: it was killed.
+const killedCode = 128 + 9
+
+func (s *Server) serveExec(w http.ResponseWriter, r *http.Request, req *runtimeapi.ExecRequest) {
+	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(), TTY: req.GetTty()}
+	s.serveCommand(w, r, options, func(ctx context.Context, streams sandbox.Streams) error {
+		code, err := s.runtime.Exec(ctx, req.GetContainerId(), req.GetCmd(), req.GetTty(), streams)
+		switch {
+		case ctx.Err() != nil:
+			return exitError(killedCode)
+		case err != nil:
+			return err
+		case code != 0:
+			return exitError(int(code))
+		}
+		return nil
+	})
+}
+
+func exitError(code int) error {
+	return utilexec.CodeExitError{Err: errors.New("command terminated with a non-zero exit code"), Code: code}
+}
+
+func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtimeapi.AttachRequest) {
+	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(), TTY: req.GetTty()}
+	s.serveCommand(w, r, options, func(ctx context.Context, streams sandbox.Streams) error {
+		err := s.runtime.Attach(ctx, req.GetContainerId(), req.GetTty(), streams)
+		switch cause := context.Cause(ctx); {
+		case errors.Is(cause, errGone): // nobody is there to be told
+			return nil
+		case cause != nil:
+			return cause
+		}
+		return err
+	})
+}
+
+// serveCommand serves an exec or attach in whatever protocol the client asks for.
+func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, options remotecommand.Options, run func(context.Context, sandbox.Streams) error) {
+	c := &command{options: options, run: run}
+	defer c.sizes.Wait()
+	ctx, cancel := context.WithCancel(r.Context())
+	defer cancel()
+	r = r.WithContext(ctx)
+	if wsstream.IsWebSocketRequestWithStreamCloseProtocol(r) {
+		serveWebSocketV5(w, r, c, s.cfg.IdleTimeout)
+		return
+	}
+	remotecommand.ServeExec(w, r, c, "", "", "", nil, &options, s.cfg.IdleTimeout, headerTimeout, remotecommand.SupportedStreamingProtocols)
+}
+
+// command is the session of an exec or attach, as a remotecommand.Executor.
+type command struct {
+	options remotecommand.Options
+	run     func(context.Context, sandbox.Streams) error
+	sizes   sync.WaitGroup // what passes on the terminal's sizes, until the request's context ends
+}
+
+// ExecInContainer implements remotecommand.Executor. What it is to be done, and where,
+// the request has said.
+func (c *command) ExecInContainer(ctx context.Context, _, _, _ string, _ []string, in io.Reader, out, err io.WriteCloser, _ bool, resize <-chan remotecommand.TerminalSize, _ time.Duration) error {
+	var streams sandbox.Streams
+	// WebSocket has all streams, whatever was asked for.
+	if c.options.Stdin {
+		streams.Stdin = in
+	}
+	if c.options.Stdout {
+		streams.Stdout = out
+	}
+	if c.options.Stderr {
+		streams.Stderr = err
+	}
+	if c.options.TTY && resize != nil {
+		streams.Resize = c.passSizes(ctx, resize)
+	}
+	return c.run(ctx, streams)
+}
+
+// passSizes converts terminal sizes until ctx or the client's stream ends.
+func (c *command) passSizes(ctx context.Context, from <-chan remotecommand.TerminalSize) <-chan sandbox.TerminalSize {
+	to := make(chan sandbox.TerminalSize)
+	c.sizes.Go(func() {
+		defer close(to)
+		for size := range from {
+			select {
+			case to <- sandbox.TerminalSize{Width: size.Width, Height: size.Height}:
+			case <-ctx.Done():
+				return
+			}
+		}
+	})
+	return to
+}
+
+func (s *Server) servePortForward(w http.ResponseWriter, r *http.Request, req *runtimeapi.PortForwardRequest) {
+	f := forwarder{ctx: r.Context(), runtime: s.runtime, pod: req.GetPodSandboxId()}
+	portforward.ServePortForward(w, r, f, f.pod, "", &portforward.V4Options{Ports: req.GetPort()}, s.cfg.IdleTimeout, headerTimeout, portforward.SupportedProtocols)
+}
+
+// forwarder is a portforward.PortForwarder with the session's context, which the
+// library does not pass on.
+type forwarder struct {
+	ctx     context.Context
+	runtime Runtime
+	pod     string
+}
+
+// PortForward implements portforward.PortForwarder.
+func (f forwarder) PortForward(_ context.Context, _, _ string, port int32, stream io.ReadWriteCloser) error {
+	return f.runtime.PortForward(f.ctx, f.pod, port, stream)
+}

@@ -1,0 +1,73 @@
+package streaming
+
+import (
+	"crypto/rand"
+	"net/http"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+const (
+	// tokenTime is how long a URL may be used, as with cri-streaming's server.
+	tokenTime = time.Minute
+	// maxTokens bounds the URLs that nobody has used yet.
+	maxTokens = 1000
+)
+
+// tokens are the sessions that have not begun. Its zero value is empty. The lock
+// guards the map, and is held for map operations only.
+type tokens struct {
+	mu      sync.Mutex
+	waiting map[string]offer
+}
+
+type offer struct {
+	kind    string // of the URL
+	serve   http.HandlerFunc
+	expires time.Time
+}
+
+// add returns a new token. ResourceExhausted if too many are unused.
+func (t *tokens) add(kind string, serve http.HandlerFunc) (string, error) {
+	token := rand.Text() // 128 bits
+	now := time.Now()
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.waiting == nil {
+		t.waiting = map[string]offer{}
+	}
+	if len(t.waiting) >= maxTokens {
+		t.dropExpired(now)
+	}
+	if len(t.waiting) >= maxTokens {
+		return "", errdefs.New(codes.ResourceExhausted, "%s: %d sessions have been asked for and not begun", kind, maxTokens)
+	}
+	t.waiting[token] = offer{kind: kind, serve: serve, expires: now.Add(tokenTime)}
+	return token, nil
+}
+
+// take uses a token up.
+func (t *tokens) take(kind, token string) (http.HandlerFunc, bool) {
+	now := time.Now()
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	o, ok := t.waiting[token]
+	if !ok {
+		return nil, false
+	}
+	delete(t.waiting, token)
+	return o.serve, o.kind == kind && now.Before(o.expires)
+}
+
+// dropExpired needs the lock.
+func (t *tokens) dropExpired(now time.Time) {
+	for token, o := range t.waiting {
+		if !now.Before(o.expires) {
+			delete(t.waiting, token)
+		}
+	}
+}
