@@ -307,3 +307,59 @@ func TestStatsSplitFilesystem(t *testing.T) {
 		return nil
 	})
 }
+
+// The metrics of a real container agree with their descriptors and with what it does.
+func TestStatsMetrics(t *testing.T) {
+	d := startDaemon(t, withConfig(`stats_period = "100ms"`))
+	pod := d.runPod(t)
+	c := pod.run(t, script("exec 5</dev/null 6</dev/null; while :; do :; done"), resources(func(r *runtimeapi.LinuxContainerResources) {
+		r.CpuQuota, r.MemoryLimitInBytes, r.MemorySwapLimitInBytes = 50000, 64<<20, 64<<20
+	}))
+	pod.runToEnd(t, command("true"))
+	labels := map[string]int{}
+	for _, m := range get(d.cri.ListMetricDescriptors(t.Context()))(t) {
+		labels[m.Name] = len(m.LabelKeys)
+	}
+	var values map[string]uint64
+	eventually(t, "the container works and is counted", func() error {
+		list := get(d.cri.ListPodSandboxMetrics(t.Context()))(t)
+		if len(list) != 1 || list[0].PodSandboxId != pod.id || len(list[0].ContainerMetrics) != 1 || list[0].ContainerMetrics[0].ContainerId != c.id {
+			return fmt.Errorf("metrics: %v", list)
+		}
+		values = map[string]uint64{}
+		for _, m := range append(list[0].Metrics, list[0].ContainerMetrics[0].Metrics...) {
+			if n, described := labels[m.Name]; !described || n != len(m.LabelValues) {
+				t.Errorf("the descriptor of %v has %d labels", m, n)
+			}
+			values[m.Name] = m.Value.Value
+		}
+		for _, name := range []string{"container_cpu_usage_seconds_total", "container_cpu_user_seconds_total", "container_cpu_cfs_periods_total",
+			"container_memory_usage_bytes", "container_memory_max_usage_bytes", "container_fs_limit_bytes", "container_fs_usage_bytes", "container_start_time_seconds"} {
+			if values[name] == 0 {
+				return fmt.Errorf("%s is 0 or not there", name)
+			}
+		}
+		return nil
+	})
+	for name, want := range map[string]uint64{"container_spec_cpu_quota": 50000, "container_spec_cpu_period": 100000, "container_spec_cpu_shares": 2,
+		"container_spec_memory_limit_bytes": 64 << 20, "container_processes": 1, "container_threads": 1, "container_oom_events_total": 0, "container_sockets": 0} {
+		if got, there := values[name]; !there || got != want {
+			t.Errorf("%s is %d (%v), want %d", name, got, there, want)
+		}
+	}
+	if n := values["container_file_descriptors"]; n < 5 || n > 20 {
+		t.Errorf("%d file descriptors", n)
+	}
+	for _, name := range []string{"container_network_transmit_bytes_total", "container_sockets", "container_last_seen", "container_memory_failures_total"} {
+		if _, there := values[name]; !there {
+			t.Errorf("%s is not there", name)
+		}
+	}
+	stream := get(rawRuntime(t, d).StreamPodSandboxMetrics(t.Context(), &runtimeapi.StreamPodSandboxMetricsRequest{}))(t)
+	if m := get(stream.Recv())(t); len(m.PodSandboxMetrics) != 1 || m.PodSandboxMetrics[0].PodSandboxId != pod.id {
+		t.Errorf("streamed: %v", m)
+	}
+	if _, err := stream.Recv(); err != io.EOF {
+		t.Errorf("the stream does not end: %v", err)
+	}
+}

@@ -81,6 +81,17 @@ func systemdPath(parent, id string) (string, error) {
 	return slice + ":" + scopePrefix + ":" + id, nil
 }
 
+// CgroupPath returns where a cgroup that CgroupsPath named is, below the mounts of the
+// hierarchies.
+func CgroupPath(cgroupsPath string) string {
+	parts := strings.Split(cgroupsPath, ":")
+	if len(parts) != 3 {
+		return cgroupsPath
+	}
+	expanded, _ := expandSlice(parts[0]) // checked by CgroupsPath
+	return path.Join(expanded, parts[1]+"-"+parts[2]+".scope")
+}
+
 // expandSlice returns the cgroup path of a slice: dashes in its name separate its
 // ancestors (systemd.slice(5)), so a-b.slice is at /a.slice/a-b.slice.
 func expandSlice(slice string) (string, bool) {

@@ -10,6 +10,18 @@ import (
 	"berth/internal/errdefs"
 )
 
+func TestCgroupPath(t *testing.T) {
+	for in, want := range map[string]string{
+		"/kubepods/besteffort/pod1-2/abc":            "/kubepods/besteffort/pod1-2/abc",
+		"kubepods-besteffort-pod1_2.slice:berth:abc": "/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod1_2.slice/berth-abc.scope",
+		"-.slice:berth:abc":                          "/-.slice/berth-abc.scope",
+	} {
+		if got := CgroupPath(in); got != want {
+			t.Errorf("%s is %s, want %s", in, got, want)
+		}
+	}
+}
+
 func TestCgroupsPath(t *testing.T) {
 	const pod = "kubepods-besteffort-pod1_2.slice"
 	for _, test := range []struct {

@@ -3,6 +3,7 @@ package sandbox
 import (
 	"errors"
 	"os"
+	"path"
 	"path/filepath"
 	"sync/atomic"
 	"time"
@@ -12,6 +13,7 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/cgstats"
 	"berth/internal/pidfd"
+	"berth/oci"
 )
 
 // Usage is what a container or pod has used up to now.
@@ -25,6 +27,7 @@ type Usage struct {
 type ContainerStats struct {
 	Info    *ContainerInfo
 	Running bool    // else Usage is empty
+	Cgroup  string  // its path below the cgroup mounts
 	Usage   Usage   // Tasks is counted only where the pod has no cgroup
 	Census  *Census // nil until the first one
 }
@@ -34,6 +37,7 @@ type PodStats struct {
 	Info       *PodInfo
 	Running    bool // else all but Containers is empty
 	Usage      Usage
+	Cgroup     string              // its path below the cgroup mounts; of its pause where it has none
 	Interfaces []cgstats.Interface // the default one first; none with the host's network
 	Containers []ContainerStats    // those that run
 }
@@ -55,8 +59,27 @@ func (m *Manager) ContainerStats(info *ContainerInfo) (ContainerStats, error) {
 	if errors.Is(err, cgstats.ErrGone) {
 		return stats, nil
 	}
-	stats.Running = err == nil
+	stats.Running, stats.Cgroup = err == nil, oci.CgroupPath(c.rec.CgroupsPath)
 	return stats, err
+}
+
+// ContainerDetail reads what only metrics need of a container that runs. One that
+// does not, or ends meanwhile, has none: nil.
+func (m *Manager) ContainerDetail(id string) (*cgstats.Detail, error) {
+	c, known := m.containers.get(id)
+	if !known {
+		return nil, nil
+	}
+	run := c.running.Load()
+	if run == nil {
+		return nil, nil
+	}
+	detail := &cgstats.Detail{}
+	err := run.meter.reader.ReadDetail(detail)
+	if errors.Is(err, cgstats.ErrGone) {
+		return nil, nil
+	}
+	return detail, err
 }
 
 // PodStats measures a pod; containers are its containers. A pod that is not ready,
@@ -90,7 +113,10 @@ func (m *Manager) PodStats(info *PodInfo, containers []*ContainerInfo) (PodStats
 	if errors.Is(err, cgstats.ErrGone) {
 		return PodStats{Info: info, Containers: stats.Containers}, nil
 	}
-	stats.Running = err == nil
+	stats.Running, stats.Cgroup = err == nil, oci.CgroupPath(p.rec.CgroupsPath)
+	if p.hasCgroup() {
+		stats.Cgroup = path.Dir(stats.Cgroup)
+	}
 	return stats, err
 }
 

@@ -17,6 +17,7 @@ import (
 type Statistics interface {
 	ContainerStats(info *sandbox.ContainerInfo) (sandbox.ContainerStats, error)
 	PodStats(info *sandbox.PodInfo, containers []*sandbox.ContainerInfo) (sandbox.PodStats, error)
+	ContainerDetail(id string) (*cgstats.Detail, error)
 	WritableFilesystem() sandbox.Filesystem
 }
 

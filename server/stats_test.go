@@ -25,11 +25,12 @@ type statsFake struct {
 	usage      sandbox.Usage
 	interfaces []cgstats.Interface
 	census     *sandbox.Census
+	detail     *cgstats.Detail
 	broken     []string
 }
 
 func (f *fakePods) ContainerStats(c *sandbox.ContainerInfo) (sandbox.ContainerStats, error) {
-	stats := sandbox.ContainerStats{Info: c}
+	stats := sandbox.ContainerStats{Info: c, Cgroup: "/cgroup/" + c.ID}
 	if slices.Contains(f.stats.broken, c.ID) {
 		return stats, errdefs.Internal("read cgroup of %s", c.ID)
 	}
@@ -41,7 +42,7 @@ func (f *fakePods) ContainerStats(c *sandbox.ContainerInfo) (sandbox.ContainerSt
 }
 
 func (f *fakePods) PodStats(p *sandbox.PodInfo, containers []*sandbox.ContainerInfo) (sandbox.PodStats, error) {
-	stats := sandbox.PodStats{Info: p}
+	stats := sandbox.PodStats{Info: p, Cgroup: "/cgroup/" + p.ID}
 	if slices.Contains(f.stats.broken, p.ID) {
 		return stats, errdefs.Internal("read cgroup of %s", p.ID)
 	}

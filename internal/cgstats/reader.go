@@ -337,6 +337,7 @@ func (r *Reader) ReadDetail(d *Detail) error {
 		v.readV1(d)
 	}
 	v.readTasks(d)
+	nameDevices(d.Devices)
 	if v.err != nil {
 		return fmt.Errorf("read cgroup details: %w", gone(v.err))
 	}
@@ -370,6 +371,7 @@ func (v *detailReader) number(controller, name string, parse func([]byte) (uint6
 func (v *detailReader) readV2(d *Detail) {
 	parseCPUStat(v.content("cpu", "cpu.stat"), &d.CPU)
 	d.MaxUsage = v.number("memory", "memory.peak", parseUint) // Linux 5.19
+	d.Reservation = v.number("memory", "memory.low", parseLimit)
 	parseEvents(v.content("memory", "memory.events"), d)
 	d.Devices = parseIOStat(v.content("io", "io.stat"), nil)
 	v.readHugePages(d, "hugetlb.*.current", ".current", "")
@@ -381,6 +383,7 @@ func (v *detailReader) readV1(d *Detail) {
 	d.CPU.System = v.number("cpuacct", "cpuacct.usage_sys", parseUint)
 	parseCPUStat(v.content("cpu", "cpu.stat"), &d.CPU)
 	d.MaxUsage = v.number("memory", "memory.max_usage_in_bytes", parseUint)
+	d.Reservation = v.number("memory", "memory.soft_limit_in_bytes", parseLimit)
 	d.KernelMemory = v.number("memory", "memory.kmem.usage_in_bytes", parseUint)
 	d.LimitHits = v.number("memory", "memory.failcnt", parseUint)
 	parseEvents(v.content("memory", "memory.oom_control"), d)
@@ -397,6 +400,16 @@ func (v *detailReader) readTasks(d *Detail) {
 	for _, c := range v.content("pids", "cgroup.procs") {
 		if c == '\n' {
 			d.Processes++
+		}
+	}
+}
+
+// nameDevices looks the devices' names up. One that is gone keeps its numbers.
+func nameDevices(devices []Device) {
+	for i := range devices {
+		d := &devices[i]
+		if target, err := os.Readlink(fmt.Sprintf("/sys/dev/block/%d:%d", d.Major, d.Minor)); err == nil {
+			d.Name = filepath.Base(target)
 		}
 	}
 }

@@ -43,7 +43,7 @@ func TestReadCapturedFiles(t *testing.T) {
 	memory1.SwapLimit = 64 << 20
 	memory2.SwapLimit, memory2.Kernel = Unlimited, 2367488
 	memory2.Pressure = Pressure{Known: true, Some: Stall{2.59, 1.67, 0.76, 7008558000}, Full: Stall{0.85, 0.76, 0.41, 4884498000}}
-	devices := []Device{{8, 0, 90430464, 299008000, 8950, 1252}, {8, 16, 1459200, 314773504, 192, 353}}
+	devices := []Device{{"", 8, 0, 90430464, 299008000, 8950, 1252}, {"", 8, 16, 1459200, 314773504, 192, 353}}
 	for name, want := range map[string]struct {
 		Sample
 		Detail
@@ -51,7 +51,7 @@ func TestReadCapturedFiles(t *testing.T) {
 		"v1": {
 			Sample{CPU: CPU{Known: true, Usage: 5372140211}, Memory: memory1, Tasks: 4},
 			Detail{CPU: CPU{Usage: 5372140211, User: 5000000000, System: 372140211, Periods: 41, ThrottledPeriods: 17, Throttled: 1282339000},
-				MaxUsage: 25001984, KernelMemory: 2367488, LimitHits: 29, OOMKills: 1, Tasks: 4, TasksMax: 100, Processes: 3,
+				MaxUsage: 25001984, KernelMemory: 2367488, LimitHits: 29, OOMKills: 1, Tasks: 4, TasksMax: 100, Processes: 3, Reservation: Unlimited,
 				Devices: devices, HugePages: []HugePages{{"2MB", 2097152, 4194304}}},
 		},
 		"v2": {
@@ -59,7 +59,7 @@ func TestReadCapturedFiles(t *testing.T) {
 				Pressure: Pressure{Known: true, Some: Stall{51.5, 34.33, 22.67, 188490071000}, Full: Stall{0, 0.05, 100, 1024880000}}},
 				Memory: memory2, IO: Pressure{Known: true}, Tasks: 4},
 			Detail{CPU: CPU{Usage: 367245000, User: 360365000, System: 6879000, Periods: 41, ThrottledPeriods: 17, Throttled: 1282339000},
-				MaxUsage: 25001984, LimitHits: 29, OOMKills: 1, Tasks: 4, TasksMax: Unlimited, Processes: 3,
+				MaxUsage: 25001984, LimitHits: 29, OOMKills: 1, Tasks: 4, TasksMax: Unlimited, Processes: 3, Reservation: 1 << 20,
 				Devices:   []Device{devices[1], devices[0], {Major: 253}},
 				HugePages: []HugePages{{"1GB", 0, 0}, {"2MB", 2097152, 0}}},
 		},
@@ -77,6 +77,9 @@ func TestReadCapturedFiles(t *testing.T) {
 			var d Detail
 			if err := r.ReadDetail(&d); err != nil {
 				t.Fatal(err)
+			}
+			for i := range d.Devices {
+				d.Devices[i].Name = "" // this machine's
 			}
 			if !reflect.DeepEqual(d, want.Detail) {
 				t.Errorf("\n got %+v\nwant %+v", d, want.Detail)

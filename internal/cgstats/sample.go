@@ -89,12 +89,14 @@ type Detail struct {
 	Tasks        uint64
 	TasksMax     uint64 // or Unlimited
 	Processes    uint64 // in the group itself
+	Reservation  uint64 // memory.low of cgroup v2, the soft limit of v1; or Unlimited
 	Devices      []Device
 	HugePages    []HugePages
 }
 
 // Device is the group's traffic with one block device.
 type Device struct {
+	Name                  string // "sda"; empty if the device is gone
 	Major, Minor          uint32
 	ReadBytes, WriteBytes uint64
 	Reads, Writes         uint64

@@ -1,0 +1,414 @@
+package server
+
+import (
+	"context"
+	"fmt"
+	"iter"
+	"math"
+	"slices"
+	"strconv"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/cgstats"
+	"berth/sandbox"
+)
+
+// The metrics that kubelet gives to Prometheus at /metrics/cadvisor when it asks the
+// runtime instead of cAdvisor (KEP-2371): with cAdvisor's names, labels, types and
+// meanings, so that dashboards need no change. Values are whole numbers in CRI, so seconds
+// lose their fraction.
+
+// baseLabels are the labels of every metric, as kubelet has cAdvisor set them: id is the
+// cgroup, name the ID of the container or pod.
+var baseLabels = []string{"container", "id", "image", "name", "namespace", "pod"}
+
+// podContainer stands for the pod itself where metrics are the pod's network.
+const podContainer = "POD"
+
+// measured is what metrics are taken from. Parts that are nil are not there.
+type measured struct {
+	usage      *sandbox.Usage
+	detail     *cgstats.Detail
+	container  *sandbox.ContainerInfo
+	census     *sandbox.Census
+	filesystem *sandbox.Filesystem
+	interfaces []cgstats.Interface
+}
+
+// emit gives one value with the values of the metric's own labels.
+type emit func(v uint64, labels ...string)
+
+// metric describes one metric and tells how it is taken.
+type metric struct {
+	name, help string
+	kind       runtimeapi.MetricType
+	labels     []string // beside baseLabels
+	counted    bool     // in the background, when the census was taken
+	values     func(m *measured, emit emit)
+}
+
+const (
+	counter = runtimeapi.MetricType_COUNTER
+	gauge   = runtimeapi.MetricType_GAUGE
+)
+
+// metrics are in the order in which they are answered.
+var metrics = slices.Concat(cpuMetrics, memoryMetrics, diskMetrics, networkMetrics, processMetrics, specMetrics, pressureMetrics)
+
+var cpuMetrics = []metric{
+	{name: "container_cpu_usage_seconds_total", help: "Cumulative cpu time consumed in seconds.", kind: counter, labels: []string{"cpu"},
+		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(seconds64(d.CPU.Usage), "total") })},
+	{name: "container_cpu_user_seconds_total", help: "Cumulative user cpu time consumed in seconds.", kind: counter,
+		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(seconds64(d.CPU.User)) })},
+	{name: "container_cpu_system_seconds_total", help: "Cumulative system cpu time consumed in seconds.", kind: counter,
+		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(seconds64(d.CPU.System)) })},
+	{name: "container_cpu_cfs_periods_total", help: "Number of elapsed enforcement period intervals.", kind: counter,
+		values: ofQuota(func(c *cgstats.CPU) uint64 { return c.Periods })},
+	{name: "container_cpu_cfs_throttled_periods_total", help: "Number of throttled period intervals.", kind: counter,
+		values: ofQuota(func(c *cgstats.CPU) uint64 { return c.ThrottledPeriods })},
+	{name: "container_cpu_cfs_throttled_seconds_total", help: "Total time duration the container has been throttled.", kind: counter,
+		values: ofQuota(func(c *cgstats.CPU) uint64 { return seconds64(c.Throttled) })},
+}
+
+var memoryMetrics = []metric{
+	{name: "container_memory_cache", help: "Number of bytes of page cache memory.", kind: gauge,
+		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.Cache })},
+	{name: "container_memory_rss", help: "Size of RSS in bytes.", kind: gauge,
+		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.RSS })},
+	{name: "container_memory_kernel_usage", help: "Size of kernel memory allocated in bytes.", kind: gauge,
+		values: func(m *measured, emit emit) { // which version of cgroups tells, and where, differs
+			if m.usage != nil && m.detail != nil {
+				emit(max(m.usage.Memory.Kernel, m.detail.KernelMemory))
+			}
+		}},
+	{name: "container_memory_mapped_file", help: "Size of memory mapped files in bytes.", kind: gauge,
+		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.MappedFile })},
+	{name: "container_memory_swap", help: "Container swap usage in bytes.", kind: gauge,
+		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.Swap })},
+	{name: "container_memory_failcnt", help: "Number of memory usage hits limits", kind: counter,
+		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(d.LimitHits) })},
+	{name: "container_memory_usage_bytes", help: "Current memory usage in bytes, including all memory regardless of when it was accessed", kind: gauge,
+		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.Usage })},
+	{name: "container_memory_max_usage_bytes", help: "Maximum memory usage recorded in bytes", kind: gauge,
+		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(d.MaxUsage) })},
+	{name: "container_memory_working_set_bytes", help: "Current working set in bytes.", kind: gauge,
+		values: ofMemory((*cgstats.Memory).WorkingSet)},
+	{name: "container_memory_total_active_file_bytes", help: "Current total active file in bytes.", kind: gauge,
+		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.ActiveFile })},
+	{name: "container_memory_total_inactive_file_bytes", help: "Current total inactive file in bytes.", kind: gauge,
+		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.InactiveFile })},
+	{name: "container_memory_failures_total", help: "Cumulative count of memory allocation failures.", kind: counter, labels: []string{"failure_type", "scope"},
+		values: func(m *measured, emit emit) {
+			if m.usage == nil || !m.usage.Memory.Known {
+				return
+			}
+			for _, scope := range []string{"container", "hierarchy"} { // one and the same, as with cAdvisor
+				emit(m.usage.Memory.PageFaults, "pgfault", scope)
+				emit(m.usage.Memory.MajorPageFaults, "pgmajfault", scope)
+			}
+		}},
+	{name: "container_oom_events_total", help: "Count of out of memory events observed for the container", kind: counter,
+		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(d.OOMKills) })},
+	{name: "container_hugetlb_usage_bytes", help: "Current hugepage usage in bytes", kind: gauge, labels: []string{"pagesize"},
+		values: ofHugePages(func(p *cgstats.HugePages) uint64 { return p.Usage })},
+	{name: "container_hugetlb_max_usage_bytes", help: "Maximum hugepage usage recorded in bytes", kind: gauge, labels: []string{"pagesize"},
+		values: ofHugePages(func(p *cgstats.HugePages) uint64 { return p.Max })},
+}
+
+var diskMetrics = []metric{
+	{name: "container_fs_inodes_free", help: "Number of available Inodes", kind: gauge, labels: []string{"device"}, counted: true,
+		values: ofFilesystem(func(f *sandbox.Filesystem, _ *sandbox.Census) uint64 { return f.FreeInodes })},
+	{name: "container_fs_inodes_total", help: "Number of Inodes", kind: gauge, labels: []string{"device"}, counted: true,
+		values: ofFilesystem(func(f *sandbox.Filesystem, _ *sandbox.Census) uint64 { return f.Inodes })},
+	{name: "container_fs_limit_bytes", help: "Number of bytes that can be consumed by the container on this filesystem.", kind: gauge, labels: []string{"device"}, counted: true,
+		values: ofFilesystem(func(f *sandbox.Filesystem, _ *sandbox.Census) uint64 { return f.Bytes })},
+	{name: "container_fs_usage_bytes", help: "Number of bytes that are consumed by the container on this filesystem.", kind: gauge, labels: []string{"device"}, counted: true,
+		values: ofFilesystem(func(_ *sandbox.Filesystem, c *sandbox.Census) uint64 { return c.Layer.Bytes })},
+	{name: "container_fs_reads_bytes_total", help: "Cumulative count of bytes read", kind: counter, labels: []string{"device"},
+		values: ofDevices(func(d *cgstats.Device) uint64 { return d.ReadBytes })},
+	{name: "container_fs_reads_total", help: "Cumulative count of reads completed", kind: counter, labels: []string{"device"},
+		values: ofDevices(func(d *cgstats.Device) uint64 { return d.Reads })},
+	{name: "container_fs_writes_bytes_total", help: "Cumulative count of bytes written", kind: counter, labels: []string{"device"},
+		values: ofDevices(func(d *cgstats.Device) uint64 { return d.WriteBytes })},
+	{name: "container_fs_writes_total", help: "Cumulative count of writes completed", kind: counter, labels: []string{"device"},
+		values: ofDevices(func(d *cgstats.Device) uint64 { return d.Writes })},
+	{name: "container_blkio_device_usage_total", help: "Blkio Device bytes usage", kind: counter, labels: []string{"device", "major", "minor", "operation"},
+		values: ofDetail(func(d *cgstats.Detail, emit emit) {
+			for _, dev := range d.Devices {
+				major, minor := strconv.Itoa(int(dev.Major)), strconv.Itoa(int(dev.Minor))
+				emit(dev.ReadBytes, deviceName(&dev), major, minor, "Read")
+				emit(dev.WriteBytes, deviceName(&dev), major, minor, "Write")
+			}
+		})},
+}
+
+var networkMetrics = []metric{
+	{name: "container_network_receive_bytes_total", help: "Cumulative count of bytes received", kind: counter, labels: []string{"interface"},
+		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Rx.Bytes })},
+	{name: "container_network_receive_packets_total", help: "Cumulative count of packets received", kind: counter, labels: []string{"interface"},
+		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Rx.Packets })},
+	{name: "container_network_receive_packets_dropped_total", help: "Cumulative count of packets dropped while receiving", kind: counter, labels: []string{"interface"},
+		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Rx.Dropped })},
+	{name: "container_network_receive_errors_total", help: "Cumulative count of errors encountered while receiving", kind: counter, labels: []string{"interface"},
+		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Rx.Errors })},
+	{name: "container_network_transmit_bytes_total", help: "Cumulative count of bytes transmitted", kind: counter, labels: []string{"interface"},
+		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Tx.Bytes })},
+	{name: "container_network_transmit_packets_total", help: "Cumulative count of packets transmitted", kind: counter, labels: []string{"interface"},
+		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Tx.Packets })},
+	{name: "container_network_transmit_packets_dropped_total", help: "Cumulative count of packets dropped while transmitting", kind: counter, labels: []string{"interface"},
+		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Tx.Dropped })},
+	{name: "container_network_transmit_errors_total", help: "Cumulative count of errors encountered while transmitting", kind: counter, labels: []string{"interface"},
+		values: ofInterfaces(func(i *cgstats.Interface) uint64 { return i.Tx.Errors })},
+}
+
+var processMetrics = []metric{
+	{name: "container_processes", help: "Number of processes running inside the container.", kind: gauge,
+		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(d.Processes) })},
+	{name: "container_threads", help: "Number of threads running inside the container", kind: gauge,
+		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(d.Tasks) })},
+	{name: "container_threads_max", help: "Maximum number of threads allowed inside the container, infinity if value is zero", kind: gauge,
+		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(limit(d.TasksMax)) })},
+	{name: "container_file_descriptors", help: "Number of open file descriptors for the container.", kind: gauge, counted: true,
+		values: ofProcesses(func(p *sandbox.ProcessCensus, emit emit) { emit(p.Files) })},
+	{name: "container_sockets", help: "Number of open sockets for the container.", kind: gauge, counted: true,
+		values: ofProcesses(func(p *sandbox.ProcessCensus, emit emit) { emit(p.Sockets) })},
+	{name: "container_ulimits_soft", help: "Soft ulimit values for the container root process. Unlimited if -1, except priority and nice", kind: gauge,
+		labels: []string{"ulimit"}, counted: true,
+		values: ofProcesses(func(p *sandbox.ProcessCensus, emit emit) {
+			if p.MaxFiles != math.MaxUint64 { // CRI has no -1
+				emit(p.MaxFiles, "max_open_files")
+			}
+		})},
+	{name: "container_last_seen", help: "Last time a container was seen by the exporter", kind: gauge,
+		values: func(m *measured, emit emit) {
+			if m.usage != nil {
+				emit(uint64(m.usage.At.Unix()))
+			}
+		}},
+}
+
+var specMetrics = []metric{
+	{name: "container_start_time_seconds", help: "Start time of the container since unix epoch in seconds.", kind: gauge,
+		values: ofContainer(func(c *sandbox.ContainerInfo, emit emit) { emit(uint64(c.StartedAt.Unix())) })},
+	{name: "container_spec_cpu_period", help: "CPU period of the container.", kind: gauge,
+		values: ofContainer(func(c *sandbox.ContainerInfo, emit emit) { emit(orDefault(c.Resources.GetCpuPeriod(), 100000)) })},
+	{name: "container_spec_cpu_quota", help: "CPU quota of the container.", kind: gauge,
+		values: ofContainer(func(c *sandbox.ContainerInfo, emit emit) {
+			if quota := c.Resources.GetCpuQuota(); quota > 0 {
+				emit(uint64(quota))
+			}
+		})},
+	{name: "container_spec_cpu_shares", help: "CPU share of the container.", kind: gauge,
+		values: ofContainer(func(c *sandbox.ContainerInfo, emit emit) { emit(orDefault(c.Resources.GetCpuShares(), 1024)) })},
+	{name: "container_spec_memory_limit_bytes", help: "Memory limit for the container.", kind: gauge,
+		values: ofMemory(func(m *cgstats.Memory) uint64 { return limit(m.Limit) })},
+	{name: "container_spec_memory_swap_limit_bytes", help: "Memory swap limit for the container.", kind: gauge,
+		values: ofMemory(func(m *cgstats.Memory) uint64 { return limit(m.SwapLimit) })},
+	{name: "container_spec_memory_reservation_limit_bytes", help: "Memory reservation limit for the container.", kind: gauge,
+		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(limit(d.Reservation)) })},
+}
+
+var pressureMetrics = []metric{
+	{name: "container_pressure_cpu_stalled_seconds_total", help: "Total time duration no tasks in the container could make progress due to CPU congestion.", kind: counter,
+		values: ofPressure(func(u *sandbox.Usage) (*cgstats.Pressure, *cgstats.Stall) {
+			return &u.CPU.Pressure, &u.CPU.Pressure.Full
+		})},
+	{name: "container_pressure_cpu_waiting_seconds_total", help: "Total time duration tasks in the container have waited due to CPU congestion.", kind: counter,
+		values: ofPressure(func(u *sandbox.Usage) (*cgstats.Pressure, *cgstats.Stall) {
+			return &u.CPU.Pressure, &u.CPU.Pressure.Some
+		})},
+	{name: "container_pressure_memory_stalled_seconds_total", help: "Total time duration no tasks in the container could make progress due to memory congestion.", kind: counter,
+		values: ofPressure(func(u *sandbox.Usage) (*cgstats.Pressure, *cgstats.Stall) {
+			return &u.Memory.Pressure, &u.Memory.Pressure.Full
+		})},
+	{name: "container_pressure_memory_waiting_seconds_total", help: "Total time duration tasks in the container have waited due to memory congestion.", kind: counter,
+		values: ofPressure(func(u *sandbox.Usage) (*cgstats.Pressure, *cgstats.Stall) {
+			return &u.Memory.Pressure, &u.Memory.Pressure.Some
+		})},
+	{name: "container_pressure_io_stalled_seconds_total", help: "Total time duration no tasks in the container could make progress due to IO congestion.", kind: counter,
+		values: ofPressure(func(u *sandbox.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Full })},
+	{name: "container_pressure_io_waiting_seconds_total", help: "Total time duration tasks in the container have waited due to IO congestion.", kind: counter,
+		values: ofPressure(func(u *sandbox.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Some })},
+}
+
+func seconds64(nanoseconds uint64) uint64 { return nanoseconds / uint64(time.Second) }
+
+// limit is a limit as cAdvisor has it: 0 is none.
+func limit(v uint64) uint64 {
+	if v == cgstats.Unlimited {
+		return 0
+	}
+	return v
+}
+
+// orDefault is a setting, or what the kernel takes where it was not made.
+func orDefault(v, unset int64) uint64 {
+	if v <= 0 {
+		v = unset
+	}
+	return uint64(v)
+}
+
+// deviceName is the device's in /dev, or its numbers.
+func deviceName(d *cgstats.Device) string {
+	if d.Name == "" {
+		return fmt.Sprintf("%d:%d", d.Major, d.Minor)
+	}
+	return "/dev/" + d.Name
+}
+
+func ofDetail(values func(*cgstats.Detail, emit)) func(*measured, emit) {
+	return func(m *measured, emit emit) {
+		if m.detail != nil {
+			values(m.detail, emit)
+		}
+	}
+}
+
+// ofQuota is for containers with a CPU quota only, as with cAdvisor.
+func ofQuota(value func(*cgstats.CPU) uint64) func(*measured, emit) {
+	return func(m *measured, emit emit) {
+		if m.detail != nil && m.container != nil && m.container.Resources.GetCpuQuota() > 0 {
+			emit(value(&m.detail.CPU))
+		}
+	}
+}
+
+func ofMemory(value func(*cgstats.Memory) uint64) func(*measured, emit) {
+	return func(m *measured, emit emit) {
+		if m.usage != nil && m.usage.Memory.Known {
+			emit(value(&m.usage.Memory))
+		}
+	}
+}
+
+func ofHugePages(value func(*cgstats.HugePages) uint64) func(*measured, emit) {
+	return ofDetail(func(d *cgstats.Detail, emit emit) {
+		for _, p := range d.HugePages {
+			emit(value(&p), p.Size)
+		}
+	})
+}
+
+func ofDevices(value func(*cgstats.Device) uint64) func(*measured, emit) {
+	return ofDetail(func(d *cgstats.Detail, emit emit) {
+		for _, dev := range d.Devices {
+			emit(value(&dev), deviceName(&dev))
+		}
+	})
+}
+
+func ofFilesystem(value func(*sandbox.Filesystem, *sandbox.Census) uint64) func(*measured, emit) {
+	return func(m *measured, emit emit) {
+		if m.census != nil && m.filesystem != nil {
+			emit(value(m.filesystem, m.census), m.filesystem.Device)
+		}
+	}
+}
+
+func ofProcesses(values func(*sandbox.ProcessCensus, emit)) func(*measured, emit) {
+	return func(m *measured, emit emit) {
+		if m.census != nil && m.census.Processes != nil {
+			values(m.census.Processes, emit)
+		}
+	}
+}
+
+func ofInterfaces(value func(*cgstats.Interface) uint64) func(*measured, emit) {
+	return func(m *measured, emit emit) {
+		for _, i := range m.interfaces {
+			emit(value(&i), i.Name)
+		}
+	}
+}
+
+func ofContainer(values func(*sandbox.ContainerInfo, emit)) func(*measured, emit) {
+	return func(m *measured, emit emit) {
+		if m.container != nil {
+			values(m.container, emit)
+		}
+	}
+}
+
+func ofPressure(of func(*sandbox.Usage) (*cgstats.Pressure, *cgstats.Stall)) func(*measured, emit) {
+	return func(m *measured, emit emit) {
+		if m.usage == nil {
+			return
+		}
+		if p, stall := of(m.usage); p.Known {
+			emit(seconds64(stall.Total))
+		}
+	}
+}
+
+// ListMetricDescriptors implements RuntimeService.
+func (s *runtimeService) ListMetricDescriptors(context.Context, *runtimeapi.ListMetricDescriptorsRequest) (*runtimeapi.ListMetricDescriptorsResponse, error) {
+	resp := &runtimeapi.ListMetricDescriptorsResponse{}
+	for _, m := range metrics {
+		resp.Descriptors = append(resp.Descriptors, &runtimeapi.MetricDescriptor{Name: m.name, Help: m.help, LabelKeys: slices.Concat(baseLabels, m.labels)})
+	}
+	return resp, nil
+}
+
+// ListPodSandboxMetrics implements RuntimeService.
+func (s *runtimeService) ListPodSandboxMetrics(context.Context, *runtimeapi.ListPodSandboxMetricsRequest) (*runtimeapi.ListPodSandboxMetricsResponse, error) {
+	resp := &runtimeapi.ListPodSandboxMetricsResponse{}
+	for pod := range s.allPodMetrics() {
+		resp.PodMetrics = append(resp.PodMetrics, pod)
+	}
+	return resp, nil
+}
+
+// StreamPodSandboxMetrics implements RuntimeService.
+func (s *runtimeService) StreamPodSandboxMetrics(_ *runtimeapi.StreamPodSandboxMetricsRequest, stream runtimeapi.RuntimeService_StreamPodSandboxMetricsServer) error {
+	return sendBatches(s.allPodMetrics(), func(batch []*runtimeapi.PodSandboxMetrics) error {
+		return stream.Send(&runtimeapi.StreamPodSandboxMetricsResponse{PodSandboxMetrics: batch})
+	})
+}
+
+// allPodMetrics takes the metrics of the ready pods, one after the other.
+func (s *runtimeService) allPodMetrics() iter.Seq[*runtimeapi.PodSandboxMetrics] {
+	return func(yield func(*runtimeapi.PodSandboxMetrics) bool) {
+		filesystem := s.pods.WritableFilesystem()
+		for stats := range s.allPodStats(nil) {
+			pod := &runtimeapi.PodSandboxMetrics{PodSandboxId: stats.Info.ID, Metrics: s.podMetrics(&stats)}
+			for _, c := range stats.Containers {
+				detail, err := s.pods.ContainerDetail(c.Info.ID)
+				if err != nil {
+					s.log.Warn("metrics of a container", "container", c.Info.ID, "error", err)
+					continue
+				}
+				md := stats.Info.Config.GetMetadata()
+				labels := []string{c.Info.Config.GetMetadata().GetName(), c.Cgroup, s.containerImage(c.Info).GetImage(), c.Info.ID, md.GetNamespace(), md.GetName()}
+				pod.ContainerMetrics = append(pod.ContainerMetrics, &runtimeapi.ContainerMetrics{ContainerId: c.Info.ID, Metrics: take(labels,
+					&measured{usage: &c.Usage, detail: detail, container: c.Info, census: c.Census, filesystem: &filesystem})})
+			}
+			if !yield(pod) {
+				return
+			}
+		}
+	}
+}
+
+// podMetrics are those of the pod's network, which all its containers share.
+func (s *runtimeService) podMetrics(stats *sandbox.PodStats) []*runtimeapi.Metric {
+	md := stats.Info.Config.GetMetadata()
+	return take([]string{podContainer, stats.Cgroup, "", stats.Info.ID, md.GetNamespace(), md.GetName()}, &measured{interfaces: stats.Interfaces})
+}
+
+// take returns the metrics that m has values for.
+func take(labels []string, m *measured) []*runtimeapi.Metric {
+	var all []*runtimeapi.Metric
+	for _, one := range metrics {
+		one.values(m, func(v uint64, own ...string) {
+			taken := &runtimeapi.Metric{Name: one.name, MetricType: one.kind, LabelValues: slices.Concat(labels, own), Value: value(v)}
+			if one.counted {
+				taken.Timestamp = m.census.At.UnixNano()
+			}
+			all = append(all, taken)
+		})
+	}
+	return all
+}
