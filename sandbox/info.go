@@ -46,9 +46,6 @@ type ContainerInfo struct {
 	limits  *nri.Limits    // set by plugins
 }
 
-// describedSpec is the part of the spec that is always known.
-func (i *ContainerInfo) describedSpec() *specs.Spec { return &specs.Spec{Process: i.process} }
-
 // Pod returns the pod with that ID or unique ID prefix; NotFound, or
 // InvalidArgument where the prefix fits several.
 func (m *Manager) Pod(id string) (*PodInfo, error) {

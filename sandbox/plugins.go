@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"time"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/nri"
@@ -224,7 +225,7 @@ func (m *Manager) containerForPlugins(c *container, info *ContainerInfo) *nri.Co
 	described := &nri.Container{ID: c.id, PodID: c.podID, ImageID: info.ImageID, Config: c.config, State: info.State,
 		CreatedAt: info.CreatedAt, StartedAt: info.StartedAt, FinishedAt: info.FinishedAt, ExitCode: info.ExitCode,
 		Reason: info.Reason, Message: info.Message, PID: info.PID, Resources: info.Resources, Adjustment: c.rec.Adjustment}
-	described.Spec = info.describedSpec()
+	described.Spec = &specs.Spec{Process: info.process}
 	if p, err := m.pods.find(c.podID); err == nil {
 		if spec, err := m.containerSpec(p, c, info.Resources, info.limits); err == nil {
 			described.Spec = spec
@@ -233,7 +234,7 @@ func (m *Manager) containerForPlugins(c *container, info *ContainerInfo) *nri.Co
 	return described
 }
 
-// node is what applying a plugin's adjustment to a container of the pod needs to know.
+// nodeFor is what applying a plugin's adjustment to a container of the pod needs to know.
 func (m *Manager) nodeFor(p *pod) nri.Node {
 	return nri.Node{OOMScoreAdjMin: m.cfg.Host.OOMScoreAdjMin, CDI: m.cfg.CDI.Inject,
 		Sysctl: func(name, value string) (string, error) { return oci.Sysctl(m.ociPod(p), name, value) }}
