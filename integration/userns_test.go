@@ -161,15 +161,25 @@ func TestUserNamespace(t *testing.T) {
 			c.Devices = []*runtimeapi.Device{{HostPath: "/dev/zero", ContainerPath: "/dev/elsewhere", Permissions: "rw"}}
 		})
 	})
-	t.Run("in its cgroup", func(t *testing.T) { // CVE-2025-47291
-		for _, pid := range []int{c.pid(t), pod.pausePID(t)} {
-			for _, line := range readLines(fmt.Sprintf("/proc/%d/cgroup", pid)) {
-				if strings.Contains(line, ":memory:") && !contains(line, pod.config.Linux.CgroupParent) {
-					t.Errorf("process %d is in %s", pid, line)
-				}
+}
+
+// containerd started containers in user namespaces outside the pod's cgroup: no limit held.
+func TestCVE_2025_47291_UserNamespaceOutsideItsCgroup(t *testing.T) {
+	const base = 13 * usernsLength
+	d := startDaemon(t)
+	pod := d.runPod(t, userNamespace(base))
+	limit := resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 16 << 20 })
+	c := pod.run(t, inUserNamespace(base), limit)
+	for _, controller := range []string{"memory", "cpu", "pids"} {
+		parent := pod.config.Linux.CgroupParent + "/"
+		for what, pid := range map[string]int{"the container": c.pid(t), "pause": pod.pausePID(t)} {
+			if dir := cgroupDir(t, pid, controller); !contains(dir+"/", parent) {
+				t.Errorf("%s is in %s, and not below %s", what, dir, parent)
 			}
 		}
-	})
+	}
+	_, status := pod.runToEnd(t, inUserNamespace(base), limit, command("tail", "/dev/zero"))
+	equal(t, "reason", status.Reason, "OOMKilled")
 }
 
 // Containers of one image, whose layers are on disk once, run with different mappings.

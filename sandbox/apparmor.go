@@ -2,6 +2,8 @@ package sandbox
 
 import (
 	"fmt"
+	"sync/atomic"
+	"time"
 
 	"github.com/moby/profiles/apparmor"
 
@@ -34,6 +36,16 @@ func (l profileLoader) ensure(name string) (fresh bool, err error) {
 	return err == nil, err
 }
 
+// appArmorRetry is how long nothing is tried after a failure: a host without
+// apparmor_parser would have it told at each launch.
+const appArmorRetry = time.Minute
+
+// appArmor is the manager's loader, and when it last failed.
+type appArmor struct {
+	profileLoader
+	failed atomic.Pointer[time.Time]
+}
+
 // ensureAppArmor sees to it that the profile that RuntimeDefault stands for is
 // loaded. It is called before each launch as well: reloading AppArmor on a host takes away
 // all profiles that are not in /etc/apparmor.d. Where it can't be loaded, containers that
@@ -42,10 +54,15 @@ func (m *Manager) ensureAppArmor() {
 	if !m.cfg.Host.AppArmor {
 		return
 	}
+	if failed := m.appArmor.failed.Load(); failed != nil && time.Since(*failed) < appArmorRetry {
+		return
+	}
 	defer m.tasks.Begin("its AppArmor profile", oci.DefaultAppArmorProfile)()
-	fresh, err := hostProfiles.ensure(oci.DefaultAppArmorProfile)
+	fresh, err := m.appArmor.ensure(oci.DefaultAppArmorProfile)
 	switch {
 	case err != nil:
+		now := time.Now()
+		m.appArmor.failed.Store(&now)
 		m.log.Error("the default AppArmor profile can't be had: containers run without one unless they name one", "error", err)
 	case fresh:
 		m.log.Info("loaded the default AppArmor profile", "profile", oci.DefaultAppArmorProfile)

@@ -1,9 +1,15 @@
 package sandbox
 
 import (
+	"bytes"
 	"errors"
+	"log/slog"
 	"slices"
+	"strings"
 	"testing"
+
+	"berth/internal/host"
+	"berth/internal/task"
 )
 
 // fakeProfiles is a kernel with a list of profiles, and a parser that adds to it.
@@ -61,5 +67,25 @@ func TestEnsureAppArmorProfileAgain(t *testing.T) {
 			}
 		}
 		kernel.names = nil
+	}
+}
+
+// Without apparmor_parser containers start all the same, and the log tells of it once.
+func TestAppArmorThatCannotBeLoaded(t *testing.T) {
+	kernel := fakeProfiles{parseErr: errors.New("no parser")}
+	var log bytes.Buffer
+	m := &Manager{cfg: Config{Host: &host.Facts{AppArmor: true}}, log: slog.New(slog.NewTextHandler(&log, nil))}
+	m.tasks = task.NewRunner(m.log)
+	m.appArmor.profileLoader = kernel.loader()
+	for range 3 {
+		m.ensureAppArmor()
+	}
+	if kernel.loads != 1 || strings.Count(log.String(), "no parser") != 1 {
+		t.Errorf("%d loads, log:\n%s", kernel.loads, log.String())
+	}
+	m.cfg.Host.AppArmor = false
+	m.appArmor.failed.Store(nil)
+	if m.ensureAppArmor(); kernel.loads != 1 {
+		t.Error("loaded on a host without AppArmor")
 	}
 }
