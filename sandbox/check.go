@@ -25,8 +25,8 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 			return err
 		}
 	}
-	if handler != "" && handler != m.cfg.Handler {
-		return errdefs.NotFound("runtime handler %q is not configured", handler)
+	if _, err := m.handler(handler); err != nil {
+		return err
 	}
 	if dir := config.GetLogDirectory(); dir != "" && !filepath.IsAbs(dir) {
 		return errdefs.InvalidArgument("log_directory %q is not an absolute path", dir)

@@ -283,13 +283,14 @@ func (m *Manager) containerSpec(p *pod, c *container, resources *runtimeapi.Linu
 		return nil, err
 	}
 	spec, err := oci.ContainerSpec(oci.ContainerInput{
-		ID: c.id, Pod: m.ociPod(p), Config: c.config, Image: &c.rec.Image.Config, User: c.rec.User, Labels: c.rec.SELinux, Host: *m.cfg.Host,
+		ID: c.id, Pod: m.ociPod(p), Config: c.config, Image: &c.rec.Image.Config, User: c.rec.User, Labels: c.rec.SELinux, Host: m.hostOf(p),
 		SystemdCgroup: m.cfg.SystemdCgroup, TargetPIDNS: target, Resources: resources, Files: host.Files{},
 		ImageVolumes: m.volumePlaces(c), DeviceOwnership: m.cfg.OwnDevices,
 	})
 	if err != nil {
 		return nil, err
 	}
+	p.annotate(spec, "container")
 	limits.AddTo(spec.Linux.Resources)
 	if err := m.cfg.CDI.Inject(spec, cdiDevices(c.config)); err != nil {
 		return nil, err

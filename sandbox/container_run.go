@@ -130,7 +130,7 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 	return m.launchers.Launch(ctx, shim.LaunchRequest{
 		ID: c.id, Dir: m.shimDir(c.id), Spec: spec, Rootfs: root, RootPlace: m.rootPlaceOf(root), Volumes: volumes, SystemdCgroup: m.cfg.SystemdCgroup,
 		LogPath: c.rec.LogPath, LogDir: p.config.GetLogDirectory(), MaxLogLine: m.cfg.MaxLogLine,
-		Stdin: c.config.GetStdin(), StdinOnce: c.config.GetStdinOnce(), Terminal: c.config.GetTty(),
+		Stdin: c.config.GetStdin(), StdinOnce: c.config.GetStdinOnce(), Terminal: c.config.GetTty(), Runtime: p.runtime(),
 	})
 }
 
@@ -241,7 +241,7 @@ func (m *Manager) killLeftBehind(ctx context.Context, c *container) error {
 	if err != nil {
 		return err
 	}
-	return group.Kill(ctx)
+	return shim.KillAndDestroy(ctx, c.id, m.shimDir(c.id), group)
 }
 
 // exited records and publishes an exit, and then removes the runtime state. It
@@ -314,7 +314,7 @@ func (m *Manager) stopContainer(ctx context.Context, c *container, timeout time.
 		return err
 	}
 	if timeout > 0 {
-		if err := run.signal(stopSignal(c)); err != nil {
+		if err := m.signal(ctx, c, run, stopSignal(c)); err != nil {
 			return fmt.Errorf("signal container %s: %w", c.id, err)
 		}
 		if m.awaitExit(ctx, c, run, timeout) {
@@ -351,7 +351,7 @@ func (m *Manager) killContainer(ctx context.Context, c *container) error {
 		if run == nil {
 			return nil
 		}
-		err := m.signalAll(c, run)
+		err := m.signalAll(ctx, c, run)
 		if time.Since(begin) > killWait/2 && run.hasEnded() {
 			// Only its shim is left, and hangs: on a log that can't be written, for one.
 			err = errors.Join(err, ignoreDone(pidfd.Signal(run.shim, unix.SIGKILL)))
@@ -366,8 +366,8 @@ func (m *Manager) killContainer(ctx context.Context, c *container) error {
 }
 
 // signalAll sends SIGKILL to the container's init and to whatever else is in its cgroup.
-func (m *Manager) signalAll(c *container, run *running) error {
-	if err := run.signal(unix.SIGKILL); err != nil {
+func (m *Manager) signalAll(ctx context.Context, c *container, run *running) error {
+	if err := m.signal(ctx, c, run, unix.SIGKILL); err != nil {
 		return fmt.Errorf("kill container %s: %w", c.id, err)
 	}
 	group, err := cgroup.Open(c.rec.CgroupsPath, m.cfg.SystemdCgroup)

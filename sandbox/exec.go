@@ -60,6 +60,6 @@ func (m *Manager) exec(ctx context.Context, c *container, command []string) (*Ex
 }
 
 func (m *Manager) execRequest(c *container, command []string, terminal bool) shim.ExecRequest {
-	return shim.ExecRequest{ID: c.id, ExecID: newID()[:16],
+	return shim.ExecRequest{ID: c.id, Runtime: m.runtimeOf(c), Dir: m.shimDir(c.id), ExecID: newID()[:16],
 		Process: oci.ExecProcess(&specs.Spec{Process: c.info.Load().process}, command, terminal)}
 }

@@ -29,18 +29,20 @@ import (
 
 // Config is what the daemon decides for all pods.
 type Config struct {
-	Root           string        // durable state: records, pod files, writable layers; survives a reboot
-	State          string        // what dies with the boot: shim directories, the pods' shm
-	NetNSDir       string        // where network namespaces are pinned, /run/netns
-	HostResolvConf string        // what pods with the Default DNS policy get, /etc/resolv.conf
-	SystemdCgroup  bool          // cgroup driver: systemd, else cgroupfs
-	Handler        string        // name of the default runtime handler; "" means it too
-	PauseImage     string        // image to use instead of the embedded pause; empty: none
-	ShimPath       string        // the berth-shim binary
-	IdleLaunchers  int           // launchers kept ready
-	MaxLogLine     int           // bytes before a log line is split as partial
-	Plugins        Plugins       // nil: none
-	CensusPeriod   time.Duration // between two counts of what a container has written
+	Root           string                   // durable state: records, pod files, writable layers; survives a reboot
+	State          string                   // what dies with the boot: shim directories, the pods' shm
+	NetNSDir       string                   // where network namespaces are pinned, /run/netns
+	HostResolvConf string                   // what pods with the Default DNS policy get, /etc/resolv.conf
+	SystemdCgroup  bool                     // cgroup driver: systemd, else cgroupfs
+	Handler        string                   // name of the built-in runtime handler
+	Handlers       map[string]HandlerConfig // the others
+	DefaultHandler string                   // the one that "" means; empty: Handler
+	PauseImage     string                   // image to use instead of the embedded pause; empty: none
+	ShimPath       string                   // the berth-shim binary
+	IdleLaunchers  int                      // launchers kept ready
+	MaxLogLine     int                      // bytes before a log line is split as partial
+	Plugins        Plugins                  // nil: none
+	CensusPeriod   time.Duration            // between two counts of what a container has written
 	Host           *host.Facts
 	CDI            cdi.Dirs // where CDI devices are described
 	OwnDevices     bool     // devices belong to the user and group of the security context
@@ -74,6 +76,7 @@ type Manager struct {
 	events        *feed.Feed[Event]
 	census        *census
 	tasks         *task.Runner
+	handlers      map[string]*handler // with the built-in one; never changed
 }
 
 // Open prepares the state directories, reads all records, finds again what runs
@@ -86,7 +89,8 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	if m.plugins == nil {
 		m.plugins = noPlugins{}
 	}
-	for _, step := range []func() error{m.readBootID, m.prepareState, m.prepareRootPlace, m.openRecords, m.startLaunchers, m.probeUserNamespaces} {
+	for _, step := range []func() error{m.readBootID, m.prepareState, m.prepareRootPlace, m.openRecords, m.startLaunchers, m.probeUserNamespaces,
+		func() error { return m.openHandlers(ctx) }} {
 		if err := step(); err != nil {
 			return nil, err
 		}

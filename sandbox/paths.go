@@ -13,6 +13,7 @@ func (m *Manager) emptyLayer() string              { return filepath.Join(m.cfg.
 // Below state:
 func (m *Manager) shimDir(id string) string      { return filepath.Join(m.cfg.State, "c", id) }
 func (m *Manager) libcontainerRoot() string      { return filepath.Join(m.cfg.State, "libcontainer") }
+func (m *Manager) ociRoot(podID string) string   { return filepath.Join(m.cfg.State, "oci", podID) }
 func (m *Manager) sharedMounts() string          { return filepath.Join(m.cfg.State, "pods") }
 func (m *Manager) podMounts(podID string) string { return filepath.Join(m.sharedMounts(), podID) }
 func (m *Manager) shmDir(podID string) string    { return filepath.Join(m.podMounts(podID), "shm") }

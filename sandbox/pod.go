@@ -114,6 +114,9 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 	if err != nil {
 		return nil, err
 	}
+	if p.rec.Runtime, err = m.planRuntime(ctx, p, handler); err != nil {
+		return nil, err
+	}
 	if !hostNetwork(config) {
 		p.rec.NetNS = m.netnsPath(p.id)
 		attachment, err := m.network.Plan()
@@ -149,12 +152,15 @@ func (m *Manager) bringUp(ctx context.Context, p *pod) error {
 		return err
 	}
 	group, gctx := errgroup.WithContext(ctx)
+	if r := p.runtime(); r != nil && r.Sandboxed {
+		group.SetLimit(1) // a sandbox takes over the addresses that it finds when it is made
+	}
 	var started *shim.Started
 	group.Go(func() error {
-		return m.tasks.Guard("launch pause", p.String(), func() (err error) { started, err = m.launchPause(gctx, p); return err })
+		return m.tasks.Guard("attach network", p.String(), func() error { return m.attachNetwork(gctx, p) })
 	})
 	group.Go(func() error {
-		return m.tasks.Guard("attach network", p.String(), func() error { return m.attachNetwork(gctx, p) })
+		return m.tasks.Guard("launch pause", p.String(), func() (err error) { started, err = m.launchPause(gctx, p); return err })
 	})
 	if err := group.Wait(); err != nil {
 		if started != nil {
@@ -275,7 +281,7 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 	}
 	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: m.payload.Pause}}, IDMap: idMap}
 	m.ensureAppArmor()
-	input := oci.SandboxInput{Pod: m.ociPod(p), Labels: p.rec.SELinux, Host: *m.cfg.Host, Files: host.Files{}, SystemdCgroup: m.cfg.SystemdCgroup}
+	input := oci.SandboxInput{Pod: m.ociPod(p), Labels: p.rec.SELinux, Host: m.hostOf(p), Files: host.Files{}, SystemdCgroup: m.cfg.SystemdCgroup}
 	var users userFilesOf
 	var imageUser string
 	if image := p.rec.PauseImage; image != nil {
@@ -297,12 +303,13 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 	if err != nil {
 		return nil, err
 	}
+	p.annotate(spec, "sandbox")
 	if err := os.MkdirAll(filepath.Join(m.shimDir(p.id), "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of pod %s: %w", p.id, err)
 	}
 	defer m.tasks.Begin("the launch of its pause", p.String())()
 	started, err := m.launchers.Launch(ctx, shim.LaunchRequest{ID: p.id, Dir: m.shimDir(p.id), Spec: spec,
-		Rootfs: root, RootPlace: m.rootPlaceOf(root), SystemdCgroup: m.cfg.SystemdCgroup, Pause: true})
+		Rootfs: root, RootPlace: m.rootPlaceOf(root), SystemdCgroup: m.cfg.SystemdCgroup, Pause: true, Runtime: p.runtime()})
 	if err != nil {
 		return nil, fmt.Errorf("start pause of pod %s: %w", p.id, err)
 	}

@@ -13,6 +13,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/nri"
 	"berth/internal/task"
+	"berth/shim"
 )
 
 // killWait bounds the wait for killed processes to be gone. What takes longer is
@@ -134,10 +135,7 @@ func (m *Manager) removeRuntimeState(ctx context.Context, id, cgroupsPath string
 }
 
 func (m *Manager) removeGroup(ctx context.Context, id string, group *cgroup.Group) error {
-	if err := group.Kill(ctx); err != nil {
-		return err
-	}
-	if err := group.Destroy(ctx); err != nil {
+	if err := shim.KillAndDestroy(ctx, id, m.shimDir(id), group); err != nil {
 		return err
 	}
 	for _, dir := range []string{filepath.Join(m.libcontainerRoot(), id), m.shimDir(id)} {
@@ -185,6 +183,9 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 		removals = append(removals, func() error { return m.removeContainer(ctx, c) })
 	}
 	if err := errors.Join(m.tasks.Together("remove containers of", p.String(), removals...), m.takeDown(ctx, p)); err != nil {
+		return err
+	}
+	if err := m.removeRuntimeRoot(p.id); err != nil {
 		return err
 	}
 	if err := m.images.Release(p.id); err != nil {

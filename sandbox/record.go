@@ -42,6 +42,8 @@ type podRecord struct {
 	Config    []byte    `json:"config"` // runtime.v1.PodSandboxConfig, as protobuf
 	Handler   string    `json:"handler,omitempty"`
 
+	Runtime *podRuntime `json:"runtime,omitempty"` // nil: libcontainer
+
 	CgroupsPath string          `json:"cgroupsPath"`
 	NetNS       string          `json:"netns,omitempty"`   // empty: the host's
 	Network     *cni.Attachment `json:"network,omitempty"` // set before ADD, cleared after DEL

@@ -28,7 +28,7 @@ func (m *Manager) prepareState() error {
 		return err
 	}
 	for _, dir := range []string{
-		m.sharedMounts(), m.libcontainerRoot(), m.shimDir(""),
+		m.sharedMounts(), m.libcontainerRoot(), m.ociRoot(""), m.shimDir(""),
 		m.podFiles(""), m.writableDir(""), m.trashDir(), m.emptyLayer(),
 	} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {

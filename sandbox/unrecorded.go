@@ -11,13 +11,14 @@ import (
 
 	"berth/cni"
 	"berth/internal/cgroup"
+	"berth/shim"
 )
 
 // removeUnrecorded removes what bears the ID of a pod or container that has no
 // record: its record was damaged and set aside. Networks were asked to collect theirs before.
 func (m *Manager) removeUnrecorded() error {
 	ids := map[string]bool{}
-	for _, dir := range []string{m.shimDir(""), m.libcontainerRoot(), m.sharedMounts(), m.podFiles(""), m.writableDir("")} {
+	for _, dir := range []string{m.shimDir(""), m.libcontainerRoot(), m.ociRoot(""), m.sharedMounts(), m.podFiles(""), m.writableDir("")} {
 		entries, err := os.ReadDir(dir)
 		if err != nil {
 			return fmt.Errorf("look for what has no record: %w", err)
@@ -47,11 +48,24 @@ func (m *Manager) hasRecord(id string) bool {
 	return pod || ctr
 }
 
+// groupByID is the cgroup of what was launched with that ID, from what was left by who
+// made it: a runtime's program or libcontainer. The error wraps fs.ErrNotExist if nothing was.
+func (m *Manager) groupByID(id string) (*cgroup.Group, error) {
+	r, err := shim.RuntimeOf(m.shimDir(id))
+	if err != nil {
+		return nil, err
+	}
+	if r != nil {
+		return shim.GroupOf(m.shimDir(id), r)
+	}
+	return cgroup.FromState(filepath.Join(m.libcontainerRoot(), id, "state.json"))
+}
+
 // removeByID removes everything that an object of that ID can have.
 func (m *Manager) removeByID(ctx context.Context, id string) error {
 	ctx, cancel := context.WithTimeout(ctx, killWait)
 	defer cancel()
-	group, err := cgroup.FromState(filepath.Join(m.libcontainerRoot(), id, "state.json"))
+	group, err := m.groupByID(id)
 	switch {
 	case err == nil:
 		err = m.removeGroup(ctx, id, group)
@@ -62,6 +76,7 @@ func (m *Manager) removeByID(ctx context.Context, id string) error {
 		return err // it may be alive: it keeps its files
 	}
 	return errors.Join(
+		m.removeRuntimeRoot(id),
 		cni.RemoveNetNS(m.netnsPath(id)),
 		m.removePodMounts(id),
 		os.RemoveAll(m.podFiles(id)),

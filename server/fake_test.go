@@ -231,7 +231,7 @@ type harness struct {
 	stop    func() error // tells Serve to stop and returns what it returned
 }
 
-var testConfig = Config{Version: "1.2.3", Handler: "berth", RecursiveReadOnlyMounts: true, Settings: map[string]int{"max_log_line": 42}, Sessions: &fakeSessions{}}
+var testConfig = Config{Version: "1.2.3", Settings: map[string]int{"max_log_line": 42}, Sessions: &fakeSessions{}}
 
 // start serves pods and images on a socket in a temporary directory.
 func start(t *testing.T, cfg Config, pods Sandboxes, images Images) *harness {

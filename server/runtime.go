@@ -39,7 +39,7 @@ func (s *runtimeService) Status(ctx context.Context, req *runtimeapi.StatusReque
 		Status: &runtimeapi.RuntimeStatus{Conditions: []*runtimeapi.RuntimeCondition{
 			{Type: runtimeapi.RuntimeReady, Status: true}, network,
 		}},
-		RuntimeHandlers: s.handlers(),
+		RuntimeHandlers: s.runtimeHandlers(),
 		Features: &runtimeapi.RuntimeFeatures{
 			SupplementalGroupsPolicy:  true,
 			MountOptions:              true,
@@ -56,16 +56,6 @@ func (s *runtimeService) Status(ctx context.Context, req *runtimeapi.StatusReque
 	return resp, nil
 }
 
-// handlers lists the one handler berth has under both of its names, the empty one
-// first (KEP-585, KEP-3857).
-func (s *runtimeService) handlers() []*runtimeapi.RuntimeHandler {
-	features := &runtimeapi.RuntimeHandlerFeatures{RecursiveReadOnlyMounts: s.cfg.RecursiveReadOnlyMounts, UserNamespaces: s.cfg.UserNamespaces}
-	return []*runtimeapi.RuntimeHandler{
-		{Name: "", Features: features},
-		{Name: s.cfg.Handler, Features: features},
-	}
-}
-
 func (s *runtimeService) cgroupDriver() runtimeapi.CgroupDriver {
 	if s.cfg.SystemdCgroup {
 		return runtimeapi.CgroupDriver_SYSTEMD
@@ -78,6 +68,7 @@ func (s *runtimeService) verboseStatus() (map[string]string, error) {
 	values := map[string]any{
 		"config":       s.cfg.Settings,
 		"pulls":        s.images.Progress(),
+		"handlers":     s.pods.Handlers(),
 		"waits":        s.waits(),
 		"goroutines":   runtime.NumGoroutine(), // the integration tests' leak check compares it
 		"cgroupDriver": strings.ToLower(s.cgroupDriver().String()),

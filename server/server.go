@@ -46,6 +46,7 @@ const stopGrace = 10 * time.Second
 type Sandboxes interface {
 	Events
 	Statistics
+	RuntimeHandlers
 
 	RunPodSandbox(ctx context.Context, cfg *runtimeapi.PodSandboxConfig, handler string) (string, error)
 	StopPodSandbox(ctx context.Context, id string) error
@@ -86,8 +87,6 @@ type Images interface {
 type Config struct {
 	Version                 string // runtime_version, semver
 	SystemdCgroup           bool   // the cgroup driver in use, else cgroupfs
-	Handler                 string // name of the default runtime handler, which the empty name means as well
-	RecursiveReadOnlyMounts bool   // the kernel can make a mount and all below it read-only (Linux 5.12)
 	UserNamespaces          bool   // pods can have user namespaces, on the node's network too
 	Settings                any    // the configuration in use, for verbose Status; encodes as JSON
 

@@ -29,7 +29,6 @@ import (
 )
 
 const (
-	defaultHandler = "berth"          // name of the runtime handler, for a RuntimeClass
 	closeTimeout   = 10 * time.Second // for operations under way when the daemon stops
 )
 
@@ -259,7 +258,9 @@ func sandboxConfig(cfg *config.Config, node *node, plugins sandbox.Plugins, log 
 		NetNSDir:       cfg.NetNSDir,
 		HostResolvConf: node.resolvConf,
 		SystemdCgroup:  node.systemdCgroup,
-		Handler:        defaultHandler,
+		Handler:        config.BuiltinHandler,
+		Handlers:       handlers(cfg),
+		DefaultHandler: cfg.DefaultHandler,
 		PauseImage:     cfg.PauseImage,
 		ShimPath:       node.shim,
 		IdleLaunchers:  cfg.IdleLaunchers,
@@ -273,12 +274,18 @@ func sandboxConfig(cfg *config.Config, node *node, plugins sandbox.Plugins, log 
 	}
 }
 
+func handlers(cfg *config.Config) map[string]sandbox.HandlerConfig {
+	all := map[string]sandbox.HandlerConfig{}
+	for name, h := range cfg.Handlers {
+		all[name] = sandbox.HandlerConfig{Path: h.Path, Args: h.Args}
+	}
+	return all
+}
+
 func serverConfig(cfg *config.Config, node *node, network *cni.Network, sessions server.Sessions) server.Config {
 	return server.Config{
 		Version:                 version(),
 		SystemdCgroup:           node.systemdCgroup,
-		Handler:                 defaultHandler,
-		RecursiveReadOnlyMounts: node.facts.RecursiveReadOnly,
 		UserNamespaces:          node.facts.UserNamespaces,
 		Settings:                cfg,
 		Network:                 network.Info,

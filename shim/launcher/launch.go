@@ -223,6 +223,9 @@ func (c *launch) create() error {
 	if err != nil {
 		return err
 	}
+	if pid == 0 {
+		return nil // it gets its streams when it is executed
+	}
 	if c.io.socket != nil {
 		if err := c.io.receiveConsole(); err != nil {
 			return err
@@ -230,9 +233,6 @@ func (c *launch) create() error {
 	}
 	if err := c.io.started(); err != nil {
 		return err
-	}
-	if pid == 0 {
-		return nil
 	}
 	return c.noteInit(pid)
 }
@@ -290,10 +290,14 @@ func (c *launch) follow() error {
 		return fmt.Errorf("follow container %s: %w", c.ID, err)
 	}
 	c.verdict = verdict
-	if err := c.noteInit(pid); err != nil {
+	if err := errors.Join(c.noteInit(pid), c.io.started()); err != nil {
 		return err
 	}
 	c.monitor.InitPID, c.monitor.Init, c.monitor.Verdict = pid, fd(c.init), fd(c.verdict)
+	c.monitor.Console = fd(c.io.console)
+	if c.Stdin && c.Terminal {
+		c.monitor.Stdin = c.monitor.Console
+	}
 	return c.recordInit()
 }
 

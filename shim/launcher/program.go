@@ -28,7 +28,11 @@ import (
 // container's init. The rest of a launch is the same.
 type programMaker struct {
 	*launch
+	streams *programStreams // of a container that joins a sandbox, until it runs
 }
+
+// joinsSandbox tells whether the container is to be part of a sandbox that pause has made.
+func (m *programMaker) joinsSandbox() bool { return m.Runtime.Sandboxed && !m.Pause }
 
 func (m *programMaker) prepare() error {
 	if len(m.Spec.Process.Args) == 0 {
@@ -77,17 +81,21 @@ func (m *programMaker) create() (pid int, err error) {
 	if err != nil {
 		return 0, err
 	}
-	defer streams.close()
 	m.undo.Add("destroy container "+m.ID, m.destroy)
+	if m.joinsSandbox() {
+		m.streams = streams
+		streams = &programStreams{IO: ociruntime.IO{ConsoleSocket: streams.ConsoleSocket}}
+	}
+	defer streams.close()
 	err = adopting(m.inheritsOrphans(), func() (err error) {
 		pid, err = m.Runtime.Create(m.ctx, m.ID, m.Dir, streams.IO)
 		return err
 	})
+	if err == nil && m.joinsSandbox() {
+		return 0, nil // the process is the sandbox's, and no child of ours
+	}
 	if err == nil {
 		err = streams.receive(m.io)
-	}
-	if err == nil && m.Runtime.Sandboxed && !m.Pause {
-		return 0, nil // the process is the sandbox's, and no child of ours
 	}
 	if err != nil {
 		return 0, fmt.Errorf("create container %s: %w", m.ID, nameCommand(m.Spec.Process, err))
@@ -123,10 +131,22 @@ func (m *programMaker) writeBundle() error {
 func (m *programMaker) execute() error {
 	done := make(chan error)
 	go func() {
-		err := adopting(m.inheritsOrphans(), func() error { return m.Runtime.Start(m.ctx, m.ID) })
+		var streams ociruntime.IO
+		if m.streams != nil {
+			streams = m.streams.IO
+		}
+		err := adopting(m.inheritsOrphans(), func() error { return m.Runtime.Start(m.ctx, m.ID, m.Dir, streams) })
 		done <- nameCommand(m.Spec.Process, err)
 	}()
-	return <-done
+	err := <-done
+	if m.streams == nil {
+		return err
+	}
+	defer m.streams.close()
+	if err != nil {
+		return err
+	}
+	return m.streams.receive(m.io)
 }
 
 func (m *programMaker) follow() (pid int, verdict *os.File, err error) {

@@ -79,9 +79,14 @@ func (r *Runtime) Create(ctx context.Context, id, bundle string, streams IO) (pi
 	return readPID(filepath.Join(bundle, pidFile))
 }
 
-// Start lets a created container's init execute its command.
-func (r *Runtime) Start(ctx context.Context, id string) error {
-	return r.run(ctx, "start", id)
+// Start lets a created container's init execute its command. A container that joins a
+// sandbox takes its streams only now; for others they are empty.
+func (r *Runtime) Start(ctx context.Context, id, bundle string, streams IO) (err error) {
+	if streams == (IO{}) {
+		return r.run(ctx, "start", id)
+	}
+	defer r.cleanBundle(bundle, &err)
+	return r.runWith(ctx, bundle, streams, []string{"start"}, id)
 }
 
 // Exec starts a process in a running container, described by process.json in dir. It

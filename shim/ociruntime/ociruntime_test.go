@@ -1,0 +1,171 @@
+package ociruntime
+
+import (
+	"context"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// program writes a runtime that is a shell script; $cmd is its command, "$@" all of its
+// arguments.
+func program(t *testing.T, script string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "runtime")
+	text := `#!/bin/sh
+for cmd; do case $cmd in create|start|exec|kill|delete|state|features|help|--version) break;; esac; done
+` + script
+	if err := os.WriteFile(path, []byte(text), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestProbe(t *testing.T) {
+	for _, tt := range []struct {
+		name, script string
+		want         Capabilities
+	}{
+		{"crun 1.8", `case $cmd in
+			--version) echo "crun version 1.8.1"; echo spec: 1.0.0;;
+			exec) echo "      --cgroup=PATH          sub-cgroup in the container";;
+			*) echo "unknown command $cmd" >&2; exit 1;; esac`,
+			Capabilities{Version: "crun version 1.8.1", SubCgroups: true}},
+		{"runc 1.2", `case $cmd in
+			--version) echo "runc version 1.2.0";;
+			help) echo "No help topic for 'wait'" >&2; exit 3;;
+			exec) echo "   --cgroup value";;
+			features) echo '{"ociVersionMin":"1.0.0","mountOptions":["ro","rro"],
+				"linux":{"namespaces":["user"],"mountExtensions":{"idmap":{"enabled":true}}}}';; esac`,
+			Capabilities{Version: "runc version 1.2.0", SubCgroups: true, Features: true, RecursiveReadOnly: true, UserNamespaces: true}},
+		{"runsc", `case $cmd in
+			--version) echo "runsc version release-1";;
+			help) echo "wait [flags] <container id>";;
+			exec) echo "exec [command options]";;
+			features) echo '{"mountOptions":["ro"],"linux":{"namespaces":["user"]}}';; esac`,
+			Capabilities{Version: "runsc version release-1", Sandboxed: true, Features: true}},
+		{"no idmap", `case $cmd in
+			features) echo '{"mountOptions":[],"linux":{"namespaces":["user"],"mountExtensions":{"idmap":{}}}}';; esac`,
+			Capabilities{Features: true}},
+	} {
+		got, err := Probe(t.Context(), program(t, tt.script), nil)
+		if err != nil || got != tt.want {
+			t.Errorf("%s: %+v, %v, want %+v", tt.name, got, err, tt.want)
+		}
+	}
+}
+
+func TestProbeRefuses(t *testing.T) {
+	if _, err := Probe(t.Context(), "/no/such/runtime", nil); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("a missing program: %v", err)
+	}
+	for name, script := range map[string]string{
+		"fails":        "echo no reason >&2; exit 1",
+		"no document":  `[ "$cmd" != features ] || echo '<html>'`,
+		"wrong values": `[ "$cmd" != features ] || echo '{"mountOptions": 5}'`,
+	} {
+		if got, err := Probe(t.Context(), program(t, script), nil); err == nil {
+			t.Errorf("%s: %+v", name, got)
+		}
+	}
+}
+
+// FuzzFeatures: what a program answers can't do more than be refused.
+func FuzzFeatures(f *testing.F) {
+	f.Add([]byte(`{"mountOptions":["rro"],"linux":{"namespaces":["user"],"mountExtensions":{"idmap":{"enabled":true}}}}`))
+	f.Add([]byte(`{"linux":null}`))
+	f.Fuzz(func(t *testing.T, document []byte) {
+		var c Capabilities
+		if err := c.parse(document); err != nil && (c.Features || c.RecursiveReadOnly || c.UserNamespaces) {
+			t.Errorf("refused, and yet %+v", c)
+		}
+	})
+}
+
+func TestCommandLine(t *testing.T) {
+	out := filepath.Join(t.TempDir(), "args")
+	r := &Runtime{Path: program(t, `echo "$@" >>`+out), Args: []string{"--debug"}, Root: "/root", SystemdCgroup: true}
+	ctx := t.Context()
+	for _, err := range []error{r.Start(ctx, "id", "/b", IO{}), r.Kill(ctx, "id", unix.SIGTERM), r.Delete(ctx, "id")} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	got, err := os.ReadFile(out)
+	const global = "--debug --root /root --systemd-cgroup "
+	if want := global + "start id\n" + global + "kill id 15\n" + global + "delete --force id\n"; string(got) != want || err != nil {
+		t.Errorf("calls are\n%s, want\n%s", got, want)
+	}
+}
+
+func TestCreate(t *testing.T) {
+	bundle := t.TempDir()
+	r := &Runtime{Path: program(t, `
+		while [ $# -gt 0 ]; do case $1 in --pid-file) pid=$2;; --log) log=$2;; esac; shift; done
+		echo "into the container's log"
+		if [ -e `+bundle+`/fail ]; then
+			echo '{"level":"warning","msg":"odd"}' >>$log; echo '{"level":"error","msg":"it is broken"}' >>$log; exit 1
+		fi
+		echo 4711 >$pid`)}
+	if pid, err := r.Create(t.Context(), "id", bundle, IO{}); pid != 4711 || err != nil {
+		t.Errorf("Create = %d, %v", pid, err)
+	}
+	if err := os.WriteFile(filepath.Join(bundle, "fail"), nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, err := r.Create(t.Context(), "id", bundle, IO{})
+	var said *Error
+	if !errors.As(err, &said) || said.Message != "it is broken" || !strings.Contains(err.Error(), "runtime create") {
+		t.Errorf("Create = %v", err)
+	}
+	if left, err := os.ReadDir(bundle); len(left) != 1 || err != nil {
+		t.Errorf("left: %v, %v", left, err)
+	}
+}
+
+// A signal for what has ended is no error, any other failure is.
+func TestKill(t *testing.T) {
+	for status, wantErr := range map[string]bool{"stopped": false, "running": true, "": true} {
+		r := &Runtime{Path: program(t, `[ "$cmd" = state ] || { echo "no such process" >&2; exit 1; }; echo '{"status": "`+status+`"}'`)}
+		if err := r.Kill(t.Context(), "id", unix.SIGKILL); (err != nil) != wantErr {
+			t.Errorf("%q: %v", status, err)
+		}
+	}
+}
+
+// A program that hangs is given up with its context.
+func TestHangingProgram(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	path := filepath.Join(t.TempDir(), "up")
+	done := make(chan error)
+	r := &Runtime{Path: program(t, "echo up >"+path+"; exec sleep 1000")}
+	go func() { done <- r.Delete(ctx, "id") }()
+	for _, err := os.Stat(path); err != nil; _, err = os.Stat(path) {
+		if t.Context().Err() != nil {
+			t.Fatal("it does not start")
+		}
+	}
+	cancel()
+	if err := <-done; err == nil {
+		t.Error("no error")
+	}
+}
+
+func TestHas(t *testing.T) {
+	r := &Runtime{Root: t.TempDir()}
+	for _, name := range []string{"abc", "def_sandbox:abc.state"} {
+		if err := os.Mkdir(filepath.Join(r.Root, name), 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for id, want := range map[string]bool{"abc": true, "def": true, "ab": false, "de": false} {
+		if r.Has(id) != want {
+			t.Errorf("Has(%s) is %v", id, !want)
+		}
+	}
+}
