@@ -85,10 +85,10 @@ type Images interface {
 
 // Config is what the server tells about the runtime it fronts.
 type Config struct {
-	Version                 string // runtime_version, semver
-	SystemdCgroup           bool   // the cgroup driver in use, else cgroupfs
-	UserNamespaces          bool   // pods can have user namespaces, on the node's network too
-	Settings                any    // the configuration in use, for verbose Status; encodes as JSON
+	Version        string // runtime_version, semver
+	SystemdCgroup  bool   // the cgroup driver in use, else cgroupfs
+	UserNamespaces bool   // pods can have user namespaces, on the node's network too
+	Settings       any    // the configuration in use, for verbose Status; encodes as JSON
 
 	// Network tells, for verbose Status, which network pods join, or why none. It
 	// answers from memory; nil: not told.

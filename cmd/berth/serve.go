@@ -29,7 +29,7 @@ import (
 )
 
 const (
-	closeTimeout   = 10 * time.Second // for operations under way when the daemon stops
+	closeTimeout = 10 * time.Second // for operations under way when the daemon stops
 )
 
 func newServeCommand() *cobra.Command {
@@ -284,12 +284,12 @@ func handlers(cfg *config.Config) map[string]sandbox.HandlerConfig {
 
 func serverConfig(cfg *config.Config, node *node, network *cni.Network, sessions server.Sessions) server.Config {
 	return server.Config{
-		Version:                 version(),
-		SystemdCgroup:           node.systemdCgroup,
-		UserNamespaces:          node.facts.UserNamespaces,
-		Settings:                cfg,
-		Network:                 network.Info,
-		Sessions:                sessions,
+		Version:        version(),
+		SystemdCgroup:  node.systemdCgroup,
+		UserNamespaces: node.facts.UserNamespaces,
+		Settings:       cfg,
+		Network:        network.Info,
+		Sessions:       sessions,
 	}
 }
 
