@@ -40,9 +40,7 @@ func (t *tokens) add(kind string, serve http.HandlerFunc) (string, error) {
 	if t.waiting == nil {
 		t.waiting = map[string]offer{}
 	}
-	if len(t.waiting) >= maxTokens {
-		t.dropExpired(now)
-	}
+	t.dropExpired(now)
 	if len(t.waiting) >= maxTokens {
 		return "", errdefs.New(codes.ResourceExhausted, "%s: %d sessions have been asked for and not begun", kind, maxTokens)
 	}
