@@ -37,9 +37,10 @@ type container struct {
 	presented bool                                // plugins were asked about it
 	removed   bool
 
-	running atomic.Pointer[running]       // nil without a shim
-	info    atomic.Pointer[ContainerInfo] // nil until created: nobody sees half a container
-	census  atomic.Pointer[Census]        // nil until counted
+	stopUntold atomic.Bool                   // its exit is published, and plugins are about to be told of it
+	running    atomic.Pointer[running]       // nil without a shim
+	info       atomic.Pointer[ContainerInfo] // nil until created: nobody sees half a container
+	census     atomic.Pointer[Census]        // nil until counted
 }
 
 // running is a container that has a shim.

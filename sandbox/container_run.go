@@ -253,6 +253,7 @@ func (m *Manager) exited(c *container, exit exitRecord) {
 	}
 	c.rec.Phase, c.rec.Exit = containerExited, &exit
 	err := m.containerRecs.Write(c.id, c.rec)
+	c.stopUntold.Store(true)
 	m.publishContainer(c)
 	m.tellOfContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)
 	if run := c.running.Swap(nil); run != nil {

@@ -129,6 +129,9 @@ func (m *Manager) askToUpdate(ctx context.Context, c *container, wanted *runtime
 func (m *Manager) tellOfContainer(ctx context.Context, event nri.ContainerEvent, c *container) {
 	release, active := m.plugins.Hold()
 	defer release()
+	if event == nri.ContainerStopped {
+		defer c.stopUntold.Store(false)
+	}
 	if !active {
 		return
 	}
@@ -180,7 +183,7 @@ func (m *Manager) updateForPlugin(ctx context.Context, u nri.Update) error {
 // managerForPlugins is the manager as plugins see it.
 type managerForPlugins struct{ m *Manager }
 
-// Objects implements nri.Runtime: all pods, and the containers that have not ended.
+// Objects implements nri.Runtime: all pods, and the containers whose end plugins have not been told of.
 func (r managerForPlugins) Objects() ([]*nri.Pod, []*nri.Container) {
 	var pods []*nri.Pod
 	for _, p := range r.m.pods.snapshot() {
@@ -190,7 +193,7 @@ func (r managerForPlugins) Objects() ([]*nri.Pod, []*nri.Container) {
 	}
 	var containers []*nri.Container
 	for _, c := range r.m.containers.snapshot() {
-		if info := c.info.Load(); info != nil && info.State != runtimeapi.ContainerState_CONTAINER_EXITED {
+		if info := c.info.Load(); info != nil && (info.State != runtimeapi.ContainerState_CONTAINER_EXITED || c.stopUntold.Load()) {
 			containers = append(containers, r.m.containerForPlugins(c, info))
 		}
 	}
