@@ -180,11 +180,17 @@ func TestStatsListsAndStreams(t *testing.T) {
 			{ID: "p3", Config: podConfig("c", app)}, {ID: "p4", Config: podConfig("d", app), Ready: true}},
 		stats: statsFake{usage: someUsage(), broken: []string{"c5", "p4"}}}
 	h := start(t, testConfig, pods, &fakeImages{})
-	for want, filter := range map[string]*runtimeapi.ContainerStatsFilter{
-		"c1 c2 c3": nil, "c1": {Id: "c1"}, "c1 ": {Id: "c1", LabelSelector: app}, "c2 c3": {PodSandboxId: "p2"},
-		"c1 c3": {LabelSelector: app}, "c3": {LabelSelector: app, PodSandboxId: "p2"},
-		"": {Id: "c4"}, " ": {Id: "c1", PodSandboxId: "p2"}, "  ": {Id: "unknown"}, "   ": {PodSandboxId: "unknown"},
+	for _, c := range []struct {
+		want   string
+		filter *runtimeapi.ContainerStatsFilter
+	}{
+		{"c1 c2 c3", nil}, {"c1", &runtimeapi.ContainerStatsFilter{Id: "c1"}}, {"c1", &runtimeapi.ContainerStatsFilter{Id: "c1", LabelSelector: app}},
+		{"c2 c3", &runtimeapi.ContainerStatsFilter{PodSandboxId: "p2"}}, {"c1 c3", &runtimeapi.ContainerStatsFilter{LabelSelector: app}},
+		{"c3", &runtimeapi.ContainerStatsFilter{LabelSelector: app, PodSandboxId: "p2"}}, {"", &runtimeapi.ContainerStatsFilter{Id: "c4"}},
+		{"", &runtimeapi.ContainerStatsFilter{Id: "c1", PodSandboxId: "p2"}}, {"", &runtimeapi.ContainerStatsFilter{Id: "unknown"}},
+		{"", &runtimeapi.ContainerStatsFilter{PodSandboxId: "unknown"}},
 	} {
+		want, filter := c.want, c.filter
 		list, err := h.runtime.ListContainerStats(t.Context(), &runtimeapi.ListContainerStatsRequest{Filter: filter})
 		if err != nil {
 			t.Fatal(err)
@@ -193,7 +199,7 @@ func TestStatsListsAndStreams(t *testing.T) {
 		for _, s := range list.Stats {
 			ids = append(ids, s.Attributes.Id)
 		}
-		if strings.Join(ids, " ") != strings.TrimSpace(want) {
+		if strings.Join(ids, " ") != want {
 			t.Errorf("%v: %v", filter, ids)
 		}
 		stream, err := h.runtime.StreamContainerStats(t.Context(), &runtimeapi.StreamContainerStatsRequest{Filter: filter})
@@ -205,9 +211,14 @@ func TestStatsListsAndStreams(t *testing.T) {
 			t.Errorf("%v: the stream tells %v", filter, got)
 		}
 	}
-	for want, filter := range map[string]*runtimeapi.PodSandboxStatsFilter{
-		"p1[c1] p2[c2 c3]": nil, "p1[c1]": {LabelSelector: app}, "p2[c2 c3]": {Id: "p2"}, "": {Id: "p3"}, " ": {Id: "p2", LabelSelector: app},
+	for _, c := range []struct {
+		want   string
+		filter *runtimeapi.PodSandboxStatsFilter
+	}{
+		{"p1[c1] p2[c2 c3]", nil}, {"p1[c1]", &runtimeapi.PodSandboxStatsFilter{LabelSelector: app}}, {"p2[c2 c3]", &runtimeapi.PodSandboxStatsFilter{Id: "p2"}},
+		{"", &runtimeapi.PodSandboxStatsFilter{Id: "p3"}}, {"", &runtimeapi.PodSandboxStatsFilter{Id: "p2", LabelSelector: app}},
 	} {
+		want, filter := c.want, c.filter
 		list, err := h.runtime.ListPodSandboxStats(t.Context(), &runtimeapi.ListPodSandboxStatsRequest{Filter: filter})
 		if err != nil {
 			t.Fatal(err)
@@ -220,7 +231,7 @@ func TestStatsListsAndStreams(t *testing.T) {
 			}
 			found = append(found, s.Attributes.Id+fmt.Sprint(ids))
 		}
-		if strings.Join(found, " ") != strings.TrimSpace(want) {
+		if strings.Join(found, " ") != want {
 			t.Errorf("%v: %v", filter, found)
 		}
 		stream, err := h.runtime.StreamPodSandboxStats(t.Context(), &runtimeapi.StreamPodSandboxStatsRequest{Filter: filter})
