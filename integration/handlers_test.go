@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -158,6 +159,17 @@ func TestCrun(t *testing.T) {
 		must(t, d.cri.UpdateContainerResources(t.Context(), c.id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20}}))
 		memory, _ := c.limits(t)
 		equal(t, "memory limit", memory, "134217728")
+	})
+	t.Run("annotations", func(t *testing.T) {
+		c := pod.run(t, func(c *runtimeapi.ContainerConfig) {
+			c.Annotations = map[string]string{"run.oci.keep_original_groups": "1", "io.kubernetes.cri.container-type": "sandbox", "io.kubernetes.cri.sandbox-id": "other"}
+		})
+		var spec struct{ Annotations map[string]string }
+		must(t, json.Unmarshal(get(os.ReadFile(filepath.Join(d.state, "c", c.id, "config.json")))(t), &spec))
+		want := map[string]string{"io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": pod.id}
+		if !maps.Equal(spec.Annotations, want) {
+			t.Errorf("the runtime got %v, want %v", spec.Annotations, want)
+		}
 	})
 	t.Run("what it can't do", func(t *testing.T) {
 		announced, _ := handlersOf(t, d)
