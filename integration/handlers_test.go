@@ -271,3 +271,27 @@ func TestRunsc(t *testing.T) {
 		equal(t, "exit code", running.waitExited(t).ExitCode, 137)
 	})
 }
+
+// What a runtime's program made for a pod whose records are lost is removed.
+func TestCrunWithoutRecords(t *testing.T) {
+	d := startDaemon(t, withHandler("crun", crun(t)))
+	pod := d.runPodWith(t, "crun", hostNetwork)
+	c := pod.run(t)
+	pid := c.pid(t)
+	d.kill(t)
+	for _, dir := range []string{"pods", "containers"} {
+		must(t, os.RemoveAll(filepath.Join(d.root, dir)))
+	}
+	d.start(t)
+	eventually(t, "nothing of the pod is left", func() error {
+		for _, dir := range []string{"c", "oci"} {
+			if left, err := os.ReadDir(filepath.Join(d.state, dir)); err != nil || len(left) > 0 {
+				return fmt.Errorf("%s has %v, %w", dir, left, err)
+			}
+		}
+		if alive(pid) {
+			return errors.New("the container runs")
+		}
+		return nil
+	})
+}
