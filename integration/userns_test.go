@@ -12,6 +12,7 @@ import (
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"google.golang.org/grpc/codes"
+	"k8s.io/client-go/tools/remotecommand"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/fixture"
@@ -254,6 +255,37 @@ func TestVolumesInUserNamespace(t *testing.T) {
 		out := d.runPod(t).sh(t, "stat -c %u:%g /mapped/users",
 			mount(&runtimeapi.Mount{HostPath: mapped, ContainerPath: "/mapped", UidMappings: idMapping(base), GidMappings: idMapping(base)}))
 		equal(t, "owners", out, fmt.Sprintf("%d:%d\n", base+7, base+8))
+	})
+}
+
+// Pipes and terminals are made outside of the namespace, and a user in it who is not root opens them by path.
+func TestSessionsInUserNamespace(t *testing.T) {
+	const base = 14 * usernsLength
+	d := startDaemon(t)
+	pod := d.runPod(t, userNamespace(base))
+	c := pod.run(t, inUserNamespace(base), runAs(1234), script(echoScript), withStdin(false))
+	t.Run("exec", func(t *testing.T) {
+		var out screen
+		o := remotecommand.StreamOptions{Stdin: strings.NewReader("hello"), Stdout: &out}
+		code, err := spdy.stream(t.Context(), plain(), c.execURL(t, o, "sh", "-c", "id -u && cat >/dev/stdout && exit 3"), o)
+		must(t, err)
+		equal(t, "exit code", code, 3)
+		equal(t, "output", out.String(), "1234\nhello")
+	})
+	t.Run("exec with a terminal", func(t *testing.T) {
+		var out screen
+		o := remotecommand.StreamOptions{Stdin: strings.NewReader(""), Stdout: &out, Tty: true}
+		code, err := spdy.stream(t.Context(), plain(), c.execURL(t, o, "sh", "-c", "test -O $(tty) && echo mine >/dev/tty"), o)
+		must(t, err)
+		equal(t, "exit code", code, 0)
+		equal(t, "output", out.String(), "mine\r\n")
+	})
+	t.Run("attach", func(t *testing.T) {
+		a := c.attach(t, spdy)
+		a.send(t, "bye\n")
+		must(t, <-a.ended)
+		equal(t, "output", a.stdout.String(), "you said bye\n")
+		equal(t, "exit code", c.waitExited(t).ExitCode, 8)
 	})
 }
 

@@ -23,8 +23,7 @@ func setNamespaces(in ContainerInput, spec *specs.Spec) error {
 	if err := refuseEscape(in); err != nil {
 		return err
 	}
-	var err error
-	if spec.Linux.Namespaces, err = firstNamespaces(in.Pod); err != nil {
+	if err := setFirstNamespaces(in.Pod, spec); err != nil {
 		return err
 	}
 	join := func(t specs.LinuxNamespaceType, path string) error {

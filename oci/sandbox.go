@@ -84,8 +84,7 @@ func setSandboxNamespaces(in SandboxInput, spec *specs.Spec) error {
 	if err := checkSandboxModes(in.Pod.options()); err != nil {
 		return err
 	}
-	var err error
-	if spec.Linux.Namespaces, err = firstNamespaces(in.Pod); err != nil {
+	if err := setFirstNamespaces(in.Pod, spec); err != nil {
 		return err
 	}
 	add := func(t specs.LinuxNamespaceType, path string) {

@@ -140,22 +140,22 @@ func checkMapped(pod Pod, u User) error {
 	return nil
 }
 
-// firstNamespaces are the pod's user namespace, if it has one, and a new mount
-// namespace. The spec names the user namespace by its path alone; its mappings
-// are what the path leads to.
-func firstNamespaces(pod Pod) ([]specs.LinuxNamespace, error) {
-	m, err := UserNamespace(pod.Config)
-	if err != nil {
-		return nil, err
-	}
+// setFirstNamespaces puts down the pod's user namespace, if it has one, and a new mount
+// namespace. Besides the path of the user namespace the spec has its mappings: OCI runtimes
+// expect both, as containerd and CRI-O send them.
+func setFirstNamespaces(pod Pod, spec *specs.Spec) error {
 	mount := specs.LinuxNamespace{Type: specs.MountNamespace}
-	if m == nil {
-		return []specs.LinuxNamespace{mount}, nil
+	spec.Linux.Namespaces = []specs.LinuxNamespace{mount}
+	m, err := UserNamespace(pod.Config)
+	if err != nil || m == nil {
+		return err
 	}
 	if pod.UserNS == "" {
-		return nil, errdefs.Internal("pod %s: path of its user namespace is missing", pod.ID)
+		return errdefs.Internal("pod %s: path of its user namespace is missing", pod.ID)
 	}
-	return []specs.LinuxNamespace{{Type: specs.UserNamespace, Path: pod.UserNS}, mount}, nil
+	spec.Linux.Namespaces = []specs.LinuxNamespace{{Type: specs.UserNamespace, Path: pod.UserNS}, mount}
+	spec.Linux.UIDMappings, spec.Linux.GIDMappings = m.UIDs, m.GIDs
+	return nil
 }
 
 // sysMount is the container's /sys. It shows a network namespace and can only be

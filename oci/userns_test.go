@@ -83,8 +83,9 @@ func TestContainerInUserNamespace(t *testing.T) {
 	if first := spec.Linux.Namespaces[0]; first != (specs.LinuxNamespace{Type: specs.UserNamespace, Path: testUserNS}) {
 		t.Errorf("the first namespace is %v: the others are joined with its rights", first)
 	}
-	if spec.Linux.UIDMappings != nil || spec.Linux.GIDMappings != nil {
-		t.Error("mappings beside the path of a namespace")
+	ids := []specs.LinuxIDMapping{{HostID: 65536, Size: 1000}}
+	if !slices.Equal(spec.Linux.UIDMappings, ids) || !slices.Equal(spec.Linux.GIDMappings, ids) {
+		t.Errorf("mappings %v, %v", spec.Linux.UIDMappings, spec.Linux.GIDMappings)
 	}
 	for _, file := range []string{"/etc/hosts", "/etc/hostname", "/etc/resolv.conf"} {
 		if m := findMount(spec, file); !slices.Contains(m.Options, idMapOption) {

@@ -148,6 +148,9 @@ func (e *libraryExec) start() (pid int, err error) {
 	if e.process, err = newProcess(e.Process); err != nil {
 		return 0, err
 	}
+	if err := e.ownPipes(); err != nil {
+		return 0, fmt.Errorf("exec in container %s: %w", e.ID, err)
+	}
 	e.io.give(e.process)
 	if err := e.makeCgroup(); err != nil {
 		return 0, err
@@ -180,6 +183,17 @@ func (e *libraryExec) load() (err error) {
 		return fmt.Errorf("load container %s: %w", e.ID, err)
 	}
 	return e.checkRunning()
+}
+
+// ownPipes gives the pipes that the daemon has made to the container's root, as those of a
+// container are: in a user namespace nobody could open /dev/stdout otherwise.
+func (e *libraryExec) ownPipes() error {
+	config := e.container.Config()
+	uid, gid, err := hostRootOf(&config)
+	if err != nil {
+		return fmt.Errorf("owner of stdio: %w", err)
+	}
+	return e.io.theirs.pipes().chown(uid, gid)
 }
 
 // checkRunning looks anew whether the container's init is there.

@@ -89,6 +89,18 @@ func (s *stdio) makePipes(m maker, withStdin bool) (err error) {
 	return nil
 }
 
+// pipes are those ends that are pipes: another file may be the host's /dev/null.
+func (e *ends) pipes() *ends {
+	only := func(f *os.File) *os.File {
+		var st unix.Stat_t
+		if f == nil || unix.Fstat(int(f.Fd()), &st) != nil || st.Mode&unix.S_IFMT != unix.S_IFIFO {
+			return nil
+		}
+		return f
+	}
+	return &ends{stdin: only(e.stdin), stdout: only(e.stdout), stderr: only(e.stderr)}
+}
+
 func (e *ends) chown(uid, gid int) error {
 	if uid == os.Geteuid() && gid == os.Getegid() {
 		return nil

@@ -6,10 +6,12 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"github.com/opencontainers/runc/libcontainer"
 	"github.com/opencontainers/runc/libcontainer/configs"
 	"github.com/opencontainers/runc/libcontainer/specconv"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
 	"berth/shim/control"
@@ -55,7 +57,7 @@ func (m *libraryMaker) prepare() (err error) {
 	m.config, err = specconv.CreateLibcontainerConfig(&specconv.CreateOpts{
 		CgroupName:       m.ID,
 		UseSystemdCgroup: m.SystemdCgroup,
-		Spec:             m.Spec,
+		Spec:             withoutMappings(m.Spec),
 	})
 	if err != nil {
 		return control.Errorf(control.InvalidArgument, "runtime spec of %s: %v", m.ID, err)
@@ -73,11 +75,26 @@ func (m *libraryMaker) prepare() (err error) {
 	return nil
 }
 
-func (m *libraryMaker) hostRoot() (uid, gid int, err error) {
-	if uid, err = m.config.HostRootUID(); err != nil {
+// withoutMappings is the spec without the mappings of a user namespace that is joined:
+// libcontainer reads them there, and warns each time they are given as well.
+func withoutMappings(spec *specs.Spec) *specs.Spec {
+	joins := func(ns specs.LinuxNamespace) bool { return ns.Type == specs.UserNamespace && ns.Path != "" }
+	if !slices.ContainsFunc(spec.Linux.Namespaces, joins) {
+		return spec
+	}
+	changed, linux := *spec, *spec.Linux
+	linux.UIDMappings, linux.GIDMappings = nil, nil
+	changed.Linux = &linux
+	return &changed
+}
+
+func (m *libraryMaker) hostRoot() (uid, gid int, err error) { return hostRootOf(m.config) }
+
+func hostRootOf(config *configs.Config) (uid, gid int, err error) {
+	if uid, err = config.HostRootUID(); err != nil {
 		return 0, 0, err
 	}
-	gid, err = m.config.HostRootGID()
+	gid, err = config.HostRootGID()
 	return uid, gid, err
 }
 
