@@ -9,9 +9,12 @@ import (
 	"os"
 	"path/filepath"
 
+	"golang.org/x/sys/unix"
+
 	"berth/cni"
 	"berth/internal/cgroup"
 	"berth/shim"
+	"berth/shim/ociruntime"
 )
 
 // removeUnrecorded removes what bears the ID of a pod or container that has no
@@ -50,22 +53,30 @@ func (m *Manager) hasRecord(id string) bool {
 
 // groupByID is the cgroup of what was launched with that ID, from what was left by who
 // made it: a runtime's program or libcontainer. The error wraps fs.ErrNotExist if nothing was.
-func (m *Manager) groupByID(id string) (*cgroup.Group, error) {
-	r, err := shim.RuntimeOf(m.shimDir(id))
-	if err != nil {
-		return nil, err
-	}
+func (m *Manager) groupByID(id string, r *ociruntime.Runtime) (*cgroup.Group, error) {
 	if r != nil {
 		return shim.GroupOf(m.shimDir(id), r)
 	}
 	return cgroup.FromState(filepath.Join(m.libcontainerRoot(), id, "state.json"))
 }
 
+// ignoreExisting drops the error of removing a directory that is gone, or in use.
+func ignoreExisting(err error) error {
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTEMPTY) {
+		return nil
+	}
+	return err
+}
+
 // removeByID removes everything that an object of that ID can have.
 func (m *Manager) removeByID(ctx context.Context, id string) error {
 	ctx, cancel := context.WithTimeout(ctx, killWait)
 	defer cancel()
-	group, err := m.groupByID(id)
+	r, err := shim.RuntimeOf(m.shimDir(id))
+	if err != nil {
+		return err
+	}
+	group, err := m.groupByID(id, r)
 	switch {
 	case err == nil:
 		err = m.removeGroup(ctx, id, group)
@@ -74,6 +85,11 @@ func (m *Manager) removeByID(ctx context.Context, id string) error {
 	}
 	if err != nil {
 		return err // it may be alive: it keeps its files
+	}
+	if r != nil { // its call to delete makes the directory anew that its pod may have removed meanwhile
+		if err := ignoreExisting(os.Remove(r.Root)); err != nil {
+			return fmt.Errorf("remove runtime state of %s: %w", id, err)
+		}
 	}
 	return errors.Join(
 		m.removeRuntimeRoot(id),
