@@ -3,14 +3,15 @@ package integration
 import (
 	"bufio"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -85,7 +86,7 @@ func testControlPlaneLogs(t *testing.T, c *cluster) {
 }
 
 func testControlPlaneAttach(t *testing.T, c *cluster) {
-	c.kubectl(t, "run", "attach", "--image", baseImage, "--restart", "Never", "--stdin", "--command", "--",
+	c.kubectl(t, "run", "attach", "--image", baseImage, "--restart", "Never", "--stdin", "--attach=false", "--command", "--",
 		"sh", "-c", "read a; echo got $a; exit 4")
 	c.wait(t, "pod/attach", "condition=Ready")
 	out := c.kubectlInput(t, "words\n", "attach", "-i", "attach")
@@ -313,7 +314,7 @@ func testControlPlaneStatistics(t *testing.T, c *cluster) {
 		if err != nil {
 			return fmt.Errorf("%w: %s", err, stderr)
 		}
-		if err := jsonUnmarshal(stdout, &summary); err != nil {
+		if err := json.Unmarshal([]byte(stdout), &summary); err != nil {
 			return err
 		}
 		for _, p := range summary.Pods {
@@ -370,7 +371,7 @@ spec:
 	c.kubectl(t, "delete", "deployment", "burst", "--cascade=foreground")
 	c.kubectl(t, "wait", "--for=delete", "pod", "-l", "app=burst", fmt.Sprintf("--timeout=%v", kubeletPatience))
 	t.Logf("%d pods deleted after %.1f s; CPU seconds: %.1f", pods, time.Since(start).Seconds(), cpu.seconds(t)-spent)
-	if failed := c.d.failures(t); len(failed) > 0 {
+	if failed := c.d.failures(); len(failed) > 0 {
 		t.Errorf("calls failed:\n%s", strings.Join(summary(failed), "\n"))
 	}
 }
@@ -384,18 +385,27 @@ func newCPUMeter(t *testing.T, d *daemon) cpuMeter {
 	if cgroup2() {
 		controller, file = "", "cpu.stat"
 	}
+	home := cgroupDir(t, d.cmd.Process.Pid, "cpuacct")
 	dir := "/sys/fs/cgroup" + controller + "/" + machine + "/berth.service"
 	must(t, os.MkdirAll(dir, 0o755))
 	for _, pid := range append(childrenOf(d.cmd.Process.Pid), d.cmd.Process.Pid) {
-		err := os.WriteFile(dir+"/cgroup.procs", fmt.Append(nil, pid), 0o600)
-		if err != nil && !errors.Is(err, syscall.ESRCH) { // it may have ended
-			t.Fatal(err)
-		}
+		moveToCgroup(t, pid, dir)
 	}
 	t.Cleanup(func() {
+		for _, pid := range readLines(dir + "/cgroup.procs") {
+			moveToCgroup(t, get(strconv.Atoi(pid))(t), home)
+		}
 		eventually(t, "the daemon's cgroup is empty", func() error { return os.Remove(dir) })
 	})
 	return cpuMeter{dir + "/" + file}
+}
+
+// moveToCgroup moves a process, which may have ended, to a cgroup.
+func moveToCgroup(t *testing.T, pid int, dir string) {
+	t.Helper()
+	if err := os.WriteFile(dir+"/cgroup.procs", fmt.Append(nil, pid), 0o600); !errors.Is(err, syscall.ESRCH) {
+		must(t, err)
+	}
 }
 
 func (m cpuMeter) seconds(t *testing.T) float64 {
@@ -411,4 +421,35 @@ func (m cpuMeter) seconds(t *testing.T) float64 {
 	}
 	must(t, err)
 	return n / unit
+}
+
+// calledMatch finds method, time taken and code in the daemon's log of a call.
+var calledMatch = regexp.MustCompile(`msg=(\w+) .*took=(\S+) code=(\w+)`)
+
+// durations returns how long all calls of a method took so far, sorted.
+func (d *daemon) durations(t *testing.T, method string) []time.Duration {
+	t.Helper()
+	var all []time.Duration
+	for _, line := range readLines(d.logFile()) {
+		if m := calledMatch.FindStringSubmatch(line); m != nil && m[1] == method {
+			all = append(all, get(time.ParseDuration(m[2]))(t))
+		}
+	}
+	if len(all) == 0 {
+		t.Fatalf("the daemon's log tells of no %s", method)
+	}
+	slices.Sort(all)
+	return all
+}
+
+// failures returns the calls in the daemon's log that failed. kubelet asks for the status of
+// what it has removed itself, so NotFound is no failure.
+func (d *daemon) failures() []string {
+	var all []string
+	for _, line := range readLines(d.logFile()) {
+		if m := calledMatch.FindStringSubmatch(line); m != nil && m[3] != "OK" && m[3] != "NotFound" {
+			all = append(all, line)
+		}
+	}
+	return all
 }

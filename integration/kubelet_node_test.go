@@ -294,6 +294,16 @@ func (n *node) read(path string, document any) error {
 	return json.Unmarshal(body, document)
 }
 
+// userNamespaces tells whether the runtime offers pods user namespaces here.
+func (n *node) userNamespaces(t *testing.T) bool {
+	t.Helper()
+	status, err := n.d.cri.Status(t.Context(), false)
+	must(t, err)
+	return slices.ContainsFunc(status.RuntimeHandlers, func(h *runtimeapi.RuntimeHandler) bool {
+		return h.GetFeatures().GetUserNamespaces()
+	})
+}
+
 // --- pods ---------------------------------------------------------------------
 
 // kubePod is a pod that kubelet runs on a node.

@@ -334,9 +334,7 @@ spec:
 
 // hostUsers: false. The pod's root is nobody on the host, and owns its volumes all the same.
 func testKubeletUserNamespace(t *testing.T, n *node) {
-	status, err := n.d.cri.Status(t.Context(), false)
-	must(t, err)
-	if !slices.ContainsFunc(status.RuntimeHandlers, func(h *runtimeapi.RuntimeHandler) bool { return h.GetFeatures().GetUserNamespaces() }) {
+	if !n.userNamespaces(t) {
 		t.Skip("the runtime says that this machine has no user namespaces for pods")
 	}
 	p := n.apply(t, `
