@@ -3,7 +3,6 @@ package integration
 import (
 	"bufio"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -45,7 +44,7 @@ var controlPlane = map[string]func(*testing.T, *cluster){
 	"ImageVolume":   testControlPlaneImageVolume,
 	"UserNamespace": testControlPlaneUserNamespace,
 	"HostNetwork":   testControlPlaneHostNetwork,
-	"Statistics":    testControlPlaneStatistics,
+	"NodeStatus":    testControlPlaneNodeStatus,
 }
 
 // run starts a pod by kubectl run and waits until it is ready.
@@ -292,44 +291,28 @@ spec:
 	equal(t, "the pod's address", c.pod(t, "hostnet").Status.PodIP, kubeletAddress)
 }
 
-// kubelet's summary, from which autoscalers and kubectl top live.
-func testControlPlaneStatistics(t *testing.T, c *cluster) {
-	c.run(t, "busy", "--command", "--", "sh", "-c", "while :; do :; done")
-	c.kubelet.waitFor(t, "the summary tells about the pod", func() error {
-		var summary struct {
-			Pods []struct {
-				PodRef     struct{ Name string }
-				CPU        struct{ UsageNanoCores, UsageCoreNanoSeconds uint64 }
-				Memory     struct{ WorkingSetBytes uint64 }
-				Network    struct{ RxBytes *uint64 }
-				Containers []struct {
-					Name   string
-					CPU    struct{ UsageNanoCores uint64 }
-					Memory struct{ WorkingSetBytes uint64 }
-					Rootfs struct{ UsedBytes *uint64 }
-				}
-			}
+// What the runtime says about itself arrives at the API.
+func testControlPlaneNodeStatus(t *testing.T, c *cluster) {
+	var n corev1.Node
+	c.readObject(t, &n, "node", kubeletNode)
+	if version := n.Status.NodeInfo.ContainerRuntimeVersion; !strings.HasPrefix(version, "berth://") {
+		t.Errorf("the runtime's version is %q", version)
+	}
+	names := map[string]corev1.NodeRuntimeHandler{}
+	for _, h := range n.Status.RuntimeHandlers {
+		names[h.Name] = h
+	}
+	for _, name := range []string{"", "berth"} {
+		h, ok := names[name]
+		if !ok || h.Features == nil || h.Features.UserNamespaces == nil || h.Features.RecursiveReadOnlyMounts == nil {
+			t.Errorf("handler %q is %+v", name, h)
+			continue
 		}
-		stdout, stderr, err := c.try("", "get", "--raw", "/api/v1/nodes/"+kubeletNode+"/proxy/stats/summary")
-		if err != nil {
-			return fmt.Errorf("%w: %s", err, stderr)
-		}
-		if err := json.Unmarshal([]byte(stdout), &summary); err != nil {
-			return err
-		}
-		for _, p := range summary.Pods {
-			if p.PodRef.Name != "busy" {
-				continue
-			}
-			if len(p.Containers) != 1 || p.Containers[0].CPU.UsageNanoCores == 0 || p.Containers[0].Memory.WorkingSetBytes == 0 ||
-				p.Containers[0].Rootfs.UsedBytes == nil || p.CPU.UsageCoreNanoSeconds == 0 || p.Memory.WorkingSetBytes == 0 {
-				return fmt.Errorf("it says %+v", p)
-			}
-			return nil
-		}
-		return fmt.Errorf("it is not among %d pods", len(summary.Pods))
-	})
-	c.kubectl(t, "delete", "pod", "busy", "--grace-period=1")
+		equal(t, "user namespaces", *h.Features.UserNamespaces, c.userNamespaces(t))
+	}
+	if f := n.Status.Features; f == nil || f.SupplementalGroupsPolicy == nil || !*f.SupplementalGroupsPolicy {
+		t.Errorf("the node's features are %+v", f)
+	}
 }
 
 // --- many pods --------------------------------------------------------------------
@@ -421,35 +404,4 @@ func (m cpuMeter) seconds(t *testing.T) float64 {
 	}
 	must(t, err)
 	return n / unit
-}
-
-// calledMatch finds method, time taken and code in the daemon's log of a call.
-var calledMatch = regexp.MustCompile(`msg=(\w+) .*took=(\S+) code=(\w+)`)
-
-// durations returns how long all calls of a method took so far, sorted.
-func (d *daemon) durations(t *testing.T, method string) []time.Duration {
-	t.Helper()
-	var all []time.Duration
-	for _, line := range readLines(d.logFile()) {
-		if m := calledMatch.FindStringSubmatch(line); m != nil && m[1] == method {
-			all = append(all, get(time.ParseDuration(m[2]))(t))
-		}
-	}
-	if len(all) == 0 {
-		t.Fatalf("the daemon's log tells of no %s", method)
-	}
-	slices.Sort(all)
-	return all
-}
-
-// failures returns the calls in the daemon's log that failed. kubelet asks for the status of
-// what it has removed itself, so NotFound is no failure.
-func (d *daemon) failures() []string {
-	var all []string
-	for _, line := range readLines(d.logFile()) {
-		if m := calledMatch.FindStringSubmatch(line); m != nil && m[3] != "OK" && m[3] != "NotFound" {
-			all = append(all, line)
-		}
-	}
-	return all
 }

@@ -43,6 +43,8 @@ type node struct {
 	flags   []string // of kubelet, in addition
 	config  string   // of kubelet, in addition: YAML
 	kubelet *program
+
+	statsFromCRI bool // PodAndContainerStatsFromCRI is on
 }
 
 // kubernetesProgram returns the path of a program of Kubernetes, or skips the test.

@@ -36,15 +36,21 @@ func TestKubelet(t *testing.T) {
 
 // The optional RPCs that kubelet's feature gates ask for.
 func TestKubeletFeatureGates(t *testing.T) {
-	n := startNode(t, quickKubelet+"featureGates: {EventedPLEG: true, CRIListStreaming: true}\n")
+	n := startNode(t, quickKubelet+"featureGates: {EventedPLEG: true, PodAndContainerStatsFromCRI: true, CRIListStreaming: true}\n")
+	n.statsFromCRI = true
 	t.Run("Pods", func(t *testing.T) {
-		for _, name := range []string{"InitAndSidecar", "Liveness", "BackOff", "Volumes"} {
+		for _, name := range []string{"InitAndSidecar", "Liveness", "BackOff", "Volumes", "Statistics"} {
 			t.Run(name, func(t *testing.T) {
 				t.Parallel()
 				kubeletPods[name](t, n)
 			})
 		}
 	})
+	for _, method := range []string{"GetContainerEvents", "ListPodSandboxStats", "StreamContainers", "StreamPodSandboxes"} {
+		if !n.d.wasAsked(method) {
+			t.Errorf("kubelet did not call %s", method)
+		}
+	}
 }
 
 // quickKubelet makes what kubelet does at leisure happen while a test watches.
@@ -71,6 +77,8 @@ var kubeletPods = map[string]func(*testing.T, *node){
 	"DeletionAfterGrace":  testKubeletDeletionAfterGrace,
 	"LogRotation":         testKubeletLogRotation,
 	"SecurityContext":     testKubeletSecurityContext,
+	"ExecTimeout":         testKubeletExecTimeout,
+	"Statistics":          testKubeletStatistics,
 	"ImagePullFails":      testKubeletImagePullFails,
 	"CommandDoesNotExist": testKubeletCommandDoesNotExist,
 	"ManifestChanges":     testKubeletManifestChanges,
@@ -569,6 +577,8 @@ spec:
     emptyDir: {}
 `)
 	pod := p.awaitReady(t)
+	equal(t, "image", containerStatus(pod, "main").Image, baseImage)
+	equal(t, "image ID", containerStatus(pod, "main").ImageID, n.d.imageStatus(t, baseImage).Id)
 	main := p.container(t, "main")
 	equal(t, "user", main.exec(t, "sh", "-c", "id -u; id -g; id -G"), "1001\n2001\n2001 3001 4001")
 	equal(t, "group of the volume", main.exec(t, "stat", "-c", "%g", "/disk"), "3001")
@@ -584,6 +594,83 @@ spec:
 	if user == nil || user.Linux == nil || user.Linux.UID != 1001 || user.Linux.GID != 2001 {
 		t.Errorf("kubelet says the user is %+v", user)
 	}
+}
+
+// A probe that takes too long has failed.
+func testKubeletExecTimeout(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: slowprobe}
+spec:
+  containers:
+  - name: main
+    command: [sleep, "100000"]
+    livenessProbe: {exec: {command: [sleep, "100000"]}, timeoutSeconds: 1, periodSeconds: 1, failureThreshold: 1}
+`)
+	p.await(t, "restarted", func(pod *corev1.Pod) error { return restarts(pod, "main", 1) })
+}
+
+// kubelet's summary, from which autoscalers and kubectl top live.
+func testKubeletStatistics(t *testing.T, n *node) {
+	p := n.apply(t, `
+metadata: {name: busy}
+spec:
+  containers:
+  - name: main
+    command: [sh, -c, 'while :; do usleep 10000; done']
+`)
+	p.n.kubelet.waitFor(t, "the summary tells about the pod", func() error {
+		var all kubeSummary
+		if err := n.read("/stats/summary", &all); err != nil {
+			return err
+		}
+		for _, pod := range all.Pods {
+			if pod.PodRef.Name == p.name {
+				return n.complete(pod)
+			}
+		}
+		return fmt.Errorf("it is not among %d pods", len(all.Pods))
+	})
+}
+
+// kubeSummary is what we want of kubelet's /stats/summary.
+type kubeSummary struct{ Pods []podSummary }
+
+type podSummary struct {
+	PodRef  struct{ Name string }
+	CPU     struct{ UsageNanoCores, UsageCoreNanoSeconds *uint64 }
+	Memory  struct{ WorkingSetBytes *uint64 }
+	Network struct{ RxBytes, TxBytes *uint64 }
+
+	ProcessStats map[string]uint64 `json:"process_stats"`
+	Containers   []struct {
+		Name   string
+		CPU    struct{ UsageNanoCores, UsageCoreNanoSeconds *uint64 }
+		Memory struct{ WorkingSetBytes *uint64 }
+		Rootfs struct{ UsedBytes *uint64 }
+	}
+}
+
+// complete tells what is missing in the statistics of a pod with one container.
+func (n *node) complete(pod podSummary) error {
+	if len(pod.Containers) != 1 {
+		return fmt.Errorf("it has %d containers", len(pod.Containers))
+	}
+	c := pod.Containers[0]
+	values := map[string]*uint64{
+		"CPU of the pod": pod.CPU.UsageNanoCores, "CPU time of the pod": pod.CPU.UsageCoreNanoSeconds,
+		"memory of the pod": pod.Memory.WorkingSetBytes,
+		"CPU":               c.CPU.UsageNanoCores, "CPU time": c.CPU.UsageCoreNanoSeconds,
+		"memory": c.Memory.WorkingSetBytes, "writable layer": c.Rootfs.UsedBytes,
+	}
+	if n.statsFromCRI { // cAdvisor finds the interfaces of known runtimes' pods only
+		values["bytes received"], values["bytes sent"] = pod.Network.RxBytes, pod.Network.TxBytes
+	}
+	for name, value := range values {
+		if value == nil || *value == 0 {
+			return fmt.Errorf("%s is missing in %+v", name, pod)
+		}
+	}
+	return nil
 }
 
 func testKubeletImagePullFails(t *testing.T, n *node) {
