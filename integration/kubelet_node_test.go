@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -277,23 +278,38 @@ func (n *node) list() ([]corev1.Pod, error) {
 	return pods.Items, err
 }
 
-// read asks kubelet's read-only port for a document.
+// read asks kubelet's read-only port for a document in JSON.
 func (n *node) read(path string, document any) error {
-	client := http.Client{Timeout: patience}
-	defer client.CloseIdleConnections()
-	answer, err := client.Get("http://" + kubeletAddress + ":10255" + path)
+	body, err := n.readAll(path)
 	if err != nil {
 		return err
+	}
+	return json.Unmarshal(body, document)
+}
+
+func (n *node) readAll(path string) ([]byte, error) {
+	client := http.Client{Timeout: patience, Transport: &http.Transport{DisableKeepAlives: true}}
+	answer, err := client.Get("http://" + kubeletAddress + ":10255" + path)
+	if err != nil {
+		return nil, err
 	}
 	defer answer.Body.Close()
 	body, err := io.ReadAll(answer.Body)
-	if err != nil {
-		return err
+	if err == nil && answer.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s: %s: %s", path, answer.Status, body)
 	}
-	if answer.StatusCode != http.StatusOK {
-		return fmt.Errorf("%s: %s: %s", path, answer.Status, body)
+	return body, err
+}
+
+// metric returns the value of one of kubelet's own metrics without labels.
+func (n *node) metric(t *testing.T, name string) float64 {
+	t.Helper()
+	for line := range strings.Lines(string(get(n.readAll("/metrics"))(t))) {
+		if value, ok := strings.CutPrefix(line, name+" "); ok {
+			return get(strconv.ParseFloat(strings.TrimSpace(value), 64))(t)
+		}
 	}
-	return json.Unmarshal(body, document)
+	return 0 // a counter is there when it has counted
 }
 
 // userNamespaces tells whether the runtime offers pods user namespaces here.

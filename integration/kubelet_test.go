@@ -46,10 +46,16 @@ func TestKubeletFeatureGates(t *testing.T) {
 			})
 		}
 	})
-	for _, method := range []string{"GetContainerEvents", "ListPodSandboxStats", "StreamContainers", "StreamPodSandboxes"} {
+	for _, method := range []string{"StreamContainers", "StreamPodSandboxes", "StreamPodSandboxStats"} {
 		if !n.d.wasAsked(method) {
 			t.Errorf("kubelet did not call %s", method)
 		}
+	}
+	if n.metric(t, "kubelet_evented_pleg_connection_success_count") == 0 {
+		t.Error("kubelet receives no events")
+	}
+	if n.metric(t, "kubelet_evented_pleg_connection_error_count") != 0 {
+		t.Error("kubelet lost the stream of events")
 	}
 }
 
@@ -508,55 +514,59 @@ spec:
   - name: main
     command: [sh, -c, 'i=0; while [ $i -lt %d ]; do i=$((i+1)); echo line $i; usleep 4000; done; exec sleep 100000']
 `, lines))
-	main := p.container(t, "main")
-	status := main.status(t)
-	p.n.kubelet.waitFor(t, "the last line is written", func() error {
-		content, err := os.ReadFile(status.LogPath)
-		if err == nil && !strings.Contains(string(content), fmt.Sprintf("line %d\n", lines)) {
-			err = fmt.Errorf("it is not there yet")
+	log := p.container(t, "main").status(t).LogPath
+	p.n.kubelet.waitFor(t, "all lines are in the log's files", func() error {
+		files, err := filepath.Glob(log + ".*")
+		if err != nil {
+			return err
 		}
-		return err
-	})
-	files, err := filepath.Glob(status.LogPath + ".*")
-	must(t, err)
-	if len(files) < 3 {
-		t.Errorf("the log was rotated %d times, want 3 at least: %v", len(files), files)
-	}
-	slices.Sort(files) // their names end in the time of rotation
-	next := 1
-	for _, file := range append(files, status.LogPath) {
-		for _, text := range logText(t, file) {
-			if want := fmt.Sprintf("line %d", next); text != want {
-				t.Fatalf("%s: got %q, want %q", file, text, want)
+		if len(files) < 3 {
+			return fmt.Errorf("the log was rotated %d times, want 3 at least", len(files))
+		}
+		slices.Sort(files) // their names end in the time of rotation
+		next := 1
+		for _, file := range append(files, log) {
+			found, err := logText(file)
+			if err != nil {
+				return err // kubelet compresses it just now
 			}
-			next++
+			for _, text := range found {
+				if want := fmt.Sprintf("line %d", next); text != want {
+					return fmt.Errorf("%s: got %q, want %q", file, text, want)
+				}
+				next++
+			}
 		}
-	}
-	equal(t, "number of lines", next-1, lines)
+		if next != lines+1 {
+			return unexpected("the number of lines", next-1, lines)
+		}
+		return nil
+	})
 }
 
 // logText returns the lines in a log that kubelet may have compressed.
-func logText(t *testing.T, path string) []string {
-	t.Helper()
+func logText(path string) ([]string, error) {
 	file, err := os.Open(path)
-	must(t, err)
+	if err != nil {
+		return nil, err
+	}
 	defer file.Close()
 	var in io.Reader = file
 	if strings.HasSuffix(path, ".gz") {
-		in, err = gzip.NewReader(file)
-		must(t, err)
+		if in, err = gzip.NewReader(file); err != nil {
+			return nil, err
+		}
 	}
 	var out []string
 	lines := bufio.NewScanner(in)
 	for lines.Scan() {
 		fields := strings.SplitN(lines.Text(), " ", 4)
 		if len(fields) != 4 {
-			t.Fatalf("%s: not a CRI log record: %q", path, lines.Text())
+			return nil, fmt.Errorf("%s: not a CRI log record: %q", path, lines.Text())
 		}
 		out = append(out, fields[3])
 	}
-	must(t, lines.Err())
-	return out
+	return out, lines.Err()
 }
 
 func testKubeletSecurityContext(t *testing.T, n *node) {
