@@ -83,17 +83,29 @@ func createMountpoint(path string) error {
 
 // setUpNetNS prepares the thread's own, new namespace.
 func setUpNetNS() error {
-	// /proc/sys/net shows the namespace of the thread that opens it.
-	for _, name := range []string{"all", "default"} {
-		err := os.WriteFile("/proc/sys/net/ipv6/conf/"+name+"/accept_ra", []byte("0"), 0)
-		if err != nil && !errors.Is(err, fs.ErrNotExist) { // no IPv6 in this kernel
-			return fmt.Errorf("refuse router advertisements: %w", err)
-		}
+	if err := refuseRouters(); err != nil {
+		return err
 	}
 	// The loopback interface has index 1 in every namespace (LOOPBACK_IFINDEX).
 	lo := &netlink.Device{LinkAttrs: netlink.LinkAttrs{Index: 1}}
 	if err := netlink.LinkSetUp(lo); err != nil {
 		return fmt.Errorf("set lo up: %w", err)
+	}
+	return nil
+}
+
+// refuseRouters turns off router advertisements for interfaces to come, and for those that
+// the kernel puts into every new namespace (sit0, with IPv6 in IPv4 built in).
+func refuseRouters() error {
+	const dir = "/proc/sys/net/ipv6/conf" // it shows the namespace of the thread that opens it
+	names, err := os.ReadDir(dir)
+	for _, name := range names {
+		if err == nil {
+			err = os.WriteFile(filepath.Join(dir, name.Name(), "accept_ra"), []byte("0"), 0)
+		}
+	}
+	if err != nil && !errors.Is(err, fs.ErrNotExist) { // no IPv6 in this kernel
+		return fmt.Errorf("refuse router advertisements: %w", err)
 	}
 	return nil
 }

@@ -4,6 +4,7 @@ import (
 	"maps"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 
 	"github.com/opencontainers/runtime-spec/specs-go"
@@ -30,6 +31,9 @@ func LinuxResources(r *runtimeapi.LinuxContainerResources, host Host) (*specs.Li
 	}
 	unified, err := unifiedLimits(r.GetUnified(), host)
 	if err != nil {
+		return nil, err
+	}
+	if err := takeIdle(unified, cpu); err != nil {
 		return nil, err
 	}
 	return &specs.LinuxResources{
@@ -81,7 +85,7 @@ func memoryLimits(r *runtimeapi.LinuxContainerResources, host Host) (*specs.Linu
 	if swap < -1 {
 		return nil, errdefs.InvalidArgument("memory_swap_limit_in_bytes %d is negative", swap)
 	}
-	if swap > 0 && limit == 0 {
+	if swap > 0 && limit <= 0 {
 		return nil, errdefs.InvalidArgument("memory_swap_limit_in_bytes %d needs memory_limit_in_bytes", swap)
 	}
 	if swap > 0 && swap < limit {
@@ -135,6 +139,27 @@ func unifiedLimits(unified map[string]string, host Host) (map[string]string, err
 		maps.DeleteFunc(out, func(key, _ string) bool { return strings.HasPrefix(key, "memory.swap.") })
 	}
 	return out, nil
+}
+
+// takeIdle makes a field of the unified setting cpu.idle, for order counts: while a cgroup is idle the
+// kernel refuses it a weight (EINVAL), and settings by name are written last.
+func takeIdle(unified map[string]string, cpu *specs.LinuxCPU) error {
+	value, set := unified["cpu.idle"]
+	if !set {
+		return nil
+	}
+	idle, err := strconv.ParseInt(strings.TrimSpace(value), 10, 64)
+	if err != nil || idle < 0 || idle > 1 {
+		return errdefs.InvalidArgument("unified: cpu.idle is %q, not 0 or 1", value)
+	}
+	delete(unified, "cpu.idle")
+	cpu.Idle = &idle
+	if idle == 1 {
+		cpu.Shares = nil
+		delete(unified, "cpu.weight")
+		delete(unified, "cpu.weight.nice")
+	}
+	return nil
 }
 
 // oomScoreAdj raises a wanted oom_score_adj to the lowest the host lets us set.

@@ -41,6 +41,10 @@ func TestLinuxResources(t *testing.T) {
 			`{"memory":{},"cpu":{},"unified":{"hugetlb.2MB.max":"0","memory.oom.group":"1","memory.swap.max":"0","pids.max":"100"}}`},
 		{"unified swap without accounting", Host{CgroupV2: true}, &runtimeapi.LinuxContainerResources{Unified: map[string]string{
 			"pids.max": "100", "memory.swap.max": "0"}}, `{"memory":{},"cpu":{},"unified":{"pids.max":"100"}}`},
+		{"idle, without a weight", full, &runtimeapi.LinuxContainerResources{CpuShares: 2, Unified: map[string]string{
+			"cpu.idle": "1", "cpu.weight": "5"}}, `{"memory":{},"cpu":{"idle":1}}`},
+		{"not idle any more", full, &runtimeapi.LinuxContainerResources{CpuShares: 1024, Unified: map[string]string{"cpu.idle": "0\n"}},
+			`{"memory":{},"cpu":{"shares":1024,"idle":0}}`},
 		{"unified but empty on v1", poor, &runtimeapi.LinuxContainerResources{Unified: map[string]string{}}, `{"memory":{},"cpu":{}}`},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -79,6 +83,9 @@ func TestLinuxResourcesRefused(t *testing.T) {
 		{testHost(), &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: -2}, "memory_limit_in_bytes -2"},
 		{testHost(), &runtimeapi.LinuxContainerResources{MemorySwapLimitInBytes: -2}, "memory_swap_limit_in_bytes -2"},
 		{testHost(), &runtimeapi.LinuxContainerResources{MemorySwapLimitInBytes: 5}, "needs memory_limit_in_bytes"},
+		{testHost(), &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: -1, MemorySwapLimitInBytes: 5}, "needs memory_limit_in_bytes"},
+		{testHost(), unified("cpu.idle", "2"), "cpu.idle"},
+		{testHost(), unified("cpu.idle", "yes"), "cpu.idle"},
 		{testHost(), &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 6, MemorySwapLimitInBytes: 5}, "below memory_limit_in_bytes 6"},
 		{testHost(), unified("cgroup.kill", "1"), `"cgroup.kill"`},
 		{testHost(), unified("cgroup.procs", "1"), `"cgroup.procs"`},

@@ -28,13 +28,14 @@ import (
 
 // pod is the one owner of a pod's state.
 type pod struct {
-	id     string
-	config *runtimeapi.PodSandboxConfig // as in rec, decoded; never changed
-	turn   task.Turn
-	rec    podRecord                // belongs to the holder of turn
-	info   atomic.Pointer[PodInfo]  // nil until the pod is ready: nobody sees half a pod
-	pause  atomic.Pointer[os.File]  // pidfd, owned by the pod's watcher
-	meter  atomic.Pointer[podMeter] // nil without a pause; owned by the pod's watcher
+	id      string
+	config  *runtimeapi.PodSandboxConfig // as in rec, decoded; never changed
+	updated *runtimeapi.PodSandboxConfig // config with the resources of the last update, nil without one; belongs to the holder of turn
+	turn    task.Turn
+	rec     podRecord                // belongs to the holder of turn
+	info    atomic.Pointer[PodInfo]  // nil until the pod is ready: nobody sees half a pod
+	pause   atomic.Pointer[os.File]  // pidfd, owned by the pod's watcher
+	meter   atomic.Pointer[podMeter] // nil without a pause; owned by the pod's watcher
 
 	presented bool // plugins were asked about it; belongs to the holder of turn
 }
@@ -202,7 +203,7 @@ func (m *Manager) publishPod(p *pod) {
 
 // podInfo is what the record says. The caller has the pod's turn.
 func podInfo(p *pod) *PodInfo {
-	info := &PodInfo{ID: p.id, Config: p.config, Handler: p.rec.Handler, CreatedAt: p.rec.CreatedAt,
+	info := &PodInfo{ID: p.id, Config: p.shownConfig(), Handler: p.rec.Handler, CreatedAt: p.rec.CreatedAt,
 		Ready: p.rec.Phase == podReady, IPs: p.rec.IPs, NetNS: p.rec.NetNS}
 	if info.Ready {
 		info.PausePID = p.rec.PausePID

@@ -41,6 +41,7 @@ type podRecord struct {
 	CreatedAt time.Time `json:"createdAt"`
 	Config    []byte    `json:"config"` // runtime.v1.PodSandboxConfig, as protobuf
 	Handler   string    `json:"handler,omitempty"`
+	Resources []byte    `json:"resources,omitempty"` // runtime.v1.UpdatePodSandboxResourcesRequest, as protobuf; nil: as in Config
 
 	Runtime *podRuntime `json:"runtime,omitempty"` // nil: libcontainer
 

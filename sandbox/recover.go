@@ -81,6 +81,9 @@ func (m *Manager) loadPods() error {
 		if p.rec.ID != name || p.config.Metadata == nil {
 			return errors.New("not the record of this pod")
 		}
+		if err := p.loadResources(); err != nil {
+			return err
+		}
 		m.pods.put(p.id, p)
 		return nil
 	})

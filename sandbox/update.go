@@ -44,20 +44,26 @@ func checkUpdatable(c *container) error {
 	return nil
 }
 
-// changeResources records, applies and publishes new limits, or leaves all as it was. It needs the
-// container's turn.
-func (m *Manager) changeResources(c *container, change nri.Update) error {
+// changeResources applies, records and publishes new limits, or leaves all as it was. It needs the
+// container's turn. The kernel comes first: a daemon that dies in between leaves a container whose
+// status shows the limits before, and kubelet asks again.
+func (m *Manager) changeResources(c *container, change nri.Update) (err error) {
 	recorded, limitsBefore, resourcesBefore := c.rec.Resources, c.rec.Limits, c.resources
 	if err := m.setResources(c, mergeResources(c.resources, change.Resources), c.rec.Limits.Merge(change.Limits)); err != nil {
 		return err
 	}
-	err := m.containerRecs.Write(c.id, c.rec)
-	if err == nil && c.rec.Phase == containerRunning {
-		err = m.applyLimits(c, resourcesBefore, limitsBefore)
+	restore := func() error { return nil }
+	if c.rec.Phase == containerRunning {
+		restore, err = m.applyLimits(c)
+	}
+	if err == nil {
+		if err = m.containerRecs.Write(c.id, c.rec); err != nil {
+			err = errors.Join(err, restore())
+		}
 	}
 	if err != nil {
 		c.rec.Resources, c.rec.Limits, c.resources = recorded, limitsBefore, resourcesBefore
-		return errors.Join(err, m.containerRecs.Write(c.id, c.rec))
+		return err
 	}
 	m.publishContainer(c)
 	return nil
@@ -85,34 +91,40 @@ func (m *Manager) cgroupLimits(resources *runtimeapi.LinuxContainerResources, li
 	return all, err
 }
 
-// applyLimits sets the container's limits. If the kernel refuses one, the limits before are set
-// again: it may have taken others.
-func (m *Manager) applyLimits(c *container, resourcesBefore *runtimeapi.LinuxContainerResources, limitsBefore *nri.Limits) error {
+// applyLimits sets all the container's limits, or none. restore sets back those before.
+func (m *Manager) applyLimits(c *container) (restore func() error, err error) {
 	limits, err := m.cgroupLimits(c.resources, c.rec.Limits)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	group, err := cgroup.Open(c.rec.CgroupsPath, m.cfg.SystemdCgroup)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	err = group.Update(limits)
-	if err == nil {
-		return nil
+	restore, err = group.Update(limits)
+	if err != nil {
+		return nil, errdefs.New(updateCode(err), "update container %s: %w", c.id, err)
 	}
-	code := codes.Internal
-	if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ERANGE) || errors.Is(err, unix.EBUSY) {
-		code = codes.InvalidArgument // EBUSY: cgroup v1 holds more memory than the new limit
+	return restore, nil
+}
+
+// updateCode is the gRPC code for a refused update.
+func updateCode(err error) codes.Code {
+	for _, refused := range []struct {
+		err  error
+		code codes.Code
+	}{
+		{cgroup.ErrMemoryInUse, codes.FailedPrecondition},
+		{cgroup.ErrNoSuchSetting, codes.InvalidArgument},
+		{unix.EBUSY, codes.FailedPrecondition}, // v1: memory and swap in use, or CPUs of groups below
+		{unix.EINVAL, codes.InvalidArgument},
+		{unix.ERANGE, codes.InvalidArgument},
+	} {
+		if errors.Is(err, refused.err) {
+			return refused.code
+		}
 	}
-	err = errdefs.New(code, "update container %s: %w", c.id, err)
-	before, e := m.cgroupLimits(resourcesBefore, limitsBefore)
-	if e == nil {
-		e = group.Update(before)
-	}
-	if e != nil {
-		e = fmt.Errorf("set the limits before again: %w", e)
-	}
-	return errors.Join(err, e)
+	return codes.Internal
 }
 
 // mergeResources returns old with the fields that are set in change. Zero means

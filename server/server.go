@@ -44,6 +44,7 @@ const stopGrace = 10 * time.Second
 // Sandboxes is what the server needs of the sandbox manager.
 // See package sandbox for the methods' contracts.
 type Sandboxes interface {
+	PodResources
 	Events
 	Statistics
 	RuntimeHandlers

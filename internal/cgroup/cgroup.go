@@ -19,8 +19,9 @@ import (
 
 	"github.com/opencontainers/cgroups"
 	"github.com/opencontainers/cgroups/manager"
-	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/killtree"
 )
 
 // FromState returns the group of a container whose libcontainer state file is at
@@ -50,8 +51,9 @@ func FromState(path string) (*Group, error) {
 
 // Group is one container's cgroup, in all hierarchies it has.
 type Group struct {
-	path string // as in the runtime-spec, for messages
-	mgr  cgroups.Manager
+	path    string // as in the runtime-spec, for messages
+	systemd bool   // a scope of systemd's
+	mgr     cgroups.Manager
 }
 
 // Open returns the group at a runtime-spec cgroupsPath: an absolute path for the
@@ -74,7 +76,7 @@ func Open(cgroupsPath string, systemd bool) (*Group, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open cgroup %s: %w", cgroupsPath, err)
 	}
-	return &Group{path: cgroupsPath, mgr: mgr}, nil
+	return &Group{path: cgroupsPath, systemd: systemd, mgr: mgr}, nil
 }
 
 // dirs returns the group's folders: one on v2, one per hierarchy on v1.
@@ -101,12 +103,12 @@ func (g *Group) Procs() ([]int, error) {
 	seen := map[int]bool{}
 	var pids []int
 	for _, dir := range g.dirs() {
-		in, err := cgroups.GetAllPids(dir)
-		if err != nil && !gone(err) {
+		in, err := killtree.Procs(dir)
+		if err != nil {
 			return nil, fmt.Errorf("list processes of cgroup %s: %w", g.path, err)
 		}
 		for _, pid := range in {
-			if pid > 0 && !seen[pid] {
+			if !seen[pid] {
 				seen[pid] = true
 				pids = append(pids, pid)
 			}
@@ -221,50 +223,6 @@ func (g *Group) Destroy(ctx context.Context) error {
 		case <-time.After(delay):
 		}
 	}
-}
-
-// Update sets resource limits. Fields that r leaves out keep their value.
-func (g *Group) Update(r *specs.LinuxResources) error {
-	if err := g.mgr.Set(convert(r)); err != nil {
-		return fmt.Errorf("set limits of cgroup %s: %w", g.path, err)
-	}
-	return nil
-}
-
-// convert translates runtime-spec resources; devices are not touched by updates.
-func convert(r *specs.LinuxResources) *cgroups.Resources {
-	c := &cgroups.Resources{SkipDevices: true, SkipFreezeOnSet: true, Unified: r.Unified}
-	if m := r.Memory; m != nil {
-		c.Memory = value(m.Limit)
-		c.MemoryReservation = value(m.Reservation)
-		c.MemorySwap = value(m.Swap)
-		c.MemorySwappiness = m.Swappiness
-	}
-	if p := r.CPU; p != nil {
-		c.CpuShares = value(p.Shares)
-		c.CpuWeight = cgroups.ConvertCPUSharesToCgroupV2Value(c.CpuShares)
-		c.CpuQuota = value(p.Quota)
-		c.CpuPeriod = value(p.Period)
-		c.CpuBurst = p.Burst
-		c.CpusetCpus = p.Cpus
-		c.CpusetMems = p.Mems
-		c.CPUIdle = p.Idle
-	}
-	if r.Pids != nil {
-		c.PidsLimit = r.Pids.Limit
-	}
-	for _, h := range r.HugepageLimits {
-		c.HugetlbLimit = append(c.HugetlbLimit, &cgroups.HugepageLimit{Pagesize: h.Pagesize, Limit: h.Limit})
-	}
-	return c
-}
-
-func value[T any](p *T) T {
-	if p == nil {
-		var zero T
-		return zero
-	}
-	return *p
 }
 
 // RemoveIfEmpty removes the cgroupfs group at path in every hierarchy where it

@@ -92,7 +92,7 @@ func TestUpdate(t *testing.T) {
 	g := group(t)
 	limit, shares := int64(64<<20), uint64(512)
 	r := &specs.LinuxResources{Memory: &specs.LinuxMemory{Limit: &limit}, CPU: &specs.LinuxCPU{Shares: &shares}}
-	if err := g.Update(r); err != nil {
+	if _, err := g.Update(r); err != nil {
 		t.Fatal(err)
 	}
 	stats, err := g.mgr.GetStats()

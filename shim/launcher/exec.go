@@ -15,9 +15,9 @@ import (
 	"github.com/opencontainers/runc/libcontainer"
 	"golang.org/x/sys/unix"
 
+	"berth/internal/killtree"
 	"berth/internal/pidfd"
 	"berth/shim/control"
-	"berth/shim/killtree"
 )
 
 // execution is one exec on its way.

@@ -9,7 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/shim/killtree"
+	"berth/internal/killtree"
 	"berth/shim/record"
 )
 

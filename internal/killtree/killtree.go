@@ -64,6 +64,10 @@ func signal(dir string) error {
 // Procs lists the processes in dir and below.
 func Procs(dir string) ([]int, error) {
 	data, err := os.ReadFile(dir + "/cgroup.procs")
+	if errors.Is(err, unix.EOPNOTSUPP) {
+		// A threaded cgroup (v2) lists its processes by their threads; a signal to one reaches the process.
+		data, err = os.ReadFile(dir + "/cgroup.threads")
+	}
 	if gone(err) {
 		return nil, nil
 	}

@@ -1,0 +1,143 @@
+package cgroup
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"github.com/opencontainers/cgroups"
+	"github.com/opencontainers/cgroups/fs2"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+)
+
+// ErrMemoryInUse says that a group holds more memory than its new limit allows, also
+// after the kernel has taken back what it could.
+var ErrMemoryInUse = errors.New("more memory in use than the new limit allows")
+
+// ErrNoSuchSetting says that a setting of v2 by name is none of this kernel's, or not of this group's controllers.
+var ErrNoSuchSetting = errors.New("no such setting")
+
+// Update sets resource limits, all of them or, if it returns an error, none. Fields that
+// r leaves out keep their value. The function it returns sets back what was before.
+//
+// Errors: ErrMemoryInUse, ErrNoSuchSetting; else the kernel's (EINVAL, ERANGE for values it does not take) or systemd's.
+func (g *Group) Update(r *specs.LinuxResources) (restore func() error, err error) {
+	before, err := g.limits(r.Unified)
+	if err != nil {
+		return nil, fmt.Errorf("set limits of cgroup %s: %w", g.path, err)
+	}
+	restore = func() error { return g.restore(before) }
+	if err := g.makeRoom(r.Memory); err != nil {
+		return nil, fmt.Errorf("set limits of cgroup %s: %w", g.path, err)
+	}
+	if err := g.set(convert(r)); err != nil {
+		return nil, errors.Join(fmt.Errorf("set limits of cgroup %s: %w", g.path, err), g.restoreFiles(before))
+	}
+	return restore, nil
+}
+
+// set writes the files first, also with the systemd driver: what the kernel refuses systemd is not
+// told, for it takes nearly everything, and would try it again at every reload.
+func (g *Group) set(r *cgroups.Resources) error {
+	if g.systemd && cgroups.IsCgroup2UnifiedMode() {
+		files, err := fs2.NewManager(&cgroups.Cgroup{}, g.mgr.Path(""))
+		if err != nil {
+			return err
+		}
+		if err := files.Set(r); err != nil {
+			return err
+		}
+	}
+	return g.mgr.Set(r)
+}
+
+// makeRoom makes v2 refuse a limit below what is in use, as v1 does: its kernel would kill
+// processes until the limit holds. What can be taken back, page cache above all, is taken back first.
+func (g *Group) makeRoom(memory *specs.LinuxMemory) error {
+	if memory == nil || memory.Limit == nil || *memory.Limit <= 0 {
+		return nil
+	}
+	if !cgroups.IsCgroup2UnifiedMode() {
+		return g.tryMemory(*memory.Limit)
+	}
+	for try := 0; ; try++ {
+		used, err := readNumber(filepath.Join(g.mgr.Path(""), "memory.current"))
+		if err != nil {
+			return ignoreGone(err) // without the controller, setting the limit tells
+		}
+		excess := used - *memory.Limit
+		if excess <= 0 {
+			return nil
+		}
+		// EAGAIN: less than that could be taken back; ENOENT: Linux before 5.19.
+		err = writeFile(filepath.Join(g.mgr.Path(""), "memory.reclaim"), strconv.FormatInt(excess, 10))
+		if try == 2 || err != nil {
+			return fmt.Errorf("%w: %d bytes, limit %d", ErrMemoryInUse, used, *memory.Limit)
+		}
+	}
+}
+
+// tryMemory asks v1's kernel whether a lower limit can be. libcontainer hides its EBUSY.
+func (g *Group) tryMemory(limit int64) error {
+	file := filepath.Join(g.mgr.Path("memory"), "memory.limit_in_bytes")
+	now, err := readNumber(file)
+	if err != nil || now <= limit {
+		return ignoreGone(err)
+	}
+	if err := writeFile(file, strconv.FormatInt(limit, 10)); errors.Is(err, unix.EBUSY) {
+		return fmt.Errorf("%w: limit %d", ErrMemoryInUse, limit)
+	}
+	return nil // any other error comes again from Set
+}
+
+func readNumber(path string) (int64, error) {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return 0, err
+	}
+	n, err := strconv.ParseInt(strings.TrimSpace(string(data)), 10, 64)
+	if err != nil {
+		return 0, fmt.Errorf("%s: %w", path, err)
+	}
+	return n, nil
+}
+
+// convert translates runtime-spec resources; devices are not touched by updates.
+func convert(r *specs.LinuxResources) *cgroups.Resources {
+	c := &cgroups.Resources{SkipDevices: true, SkipFreezeOnSet: true, Unified: r.Unified}
+	if m := r.Memory; m != nil {
+		c.Memory = value(m.Limit)
+		c.MemoryReservation = value(m.Reservation)
+		c.MemorySwap = value(m.Swap)
+		c.MemorySwappiness = m.Swappiness
+	}
+	if p := r.CPU; p != nil {
+		c.CpuShares = value(p.Shares)
+		c.CpuWeight = cgroups.ConvertCPUSharesToCgroupV2Value(c.CpuShares)
+		c.CpuQuota = value(p.Quota)
+		c.CpuPeriod = value(p.Period)
+		c.CpuBurst = p.Burst
+		c.CpusetCpus = p.Cpus
+		c.CpusetMems = p.Mems
+		c.CPUIdle = p.Idle
+	}
+	if r.Pids != nil {
+		c.PidsLimit = r.Pids.Limit
+	}
+	for _, h := range r.HugepageLimits {
+		c.HugetlbLimit = append(c.HugetlbLimit, &cgroups.HugepageLimit{Pagesize: h.Pagesize, Limit: h.Limit})
+	}
+	return c
+}
+
+func value[T any](p *T) T {
+	if p == nil {
+		var zero T
+		return zero
+	}
+	return *p
+}
