@@ -36,7 +36,7 @@ func (d *daemon) podConfig(t *testing.T, opts ...podOption) *runtimeapi.PodSandb
 		Labels:       map[string]string{},
 		Annotations:  map[string]string{},
 		Linux: &runtimeapi.LinuxPodSandboxConfig{
-			CgroupParent: fmt.Sprintf("/%s/pod%s-%s", machine, filepath.Base(d.dir), uid),
+			CgroupParent: d.cgroupParent(uid),
 			SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{
 				NamespaceOptions: &runtimeapi.NamespaceOption{Pid: runtimeapi.NamespaceMode_CONTAINER},
 			},
@@ -46,7 +46,6 @@ func (d *daemon) podConfig(t *testing.T, opts ...podOption) *runtimeapi.PodSandb
 		opt(config)
 	}
 	must(t, os.MkdirAll(config.LogDirectory, 0o755))
-	d.parents = append(d.parents, config.Linux.CgroupParent)
 	return config
 }
 

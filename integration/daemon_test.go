@@ -110,6 +110,9 @@ func startDaemon(t *testing.T, opts ...daemonOption) *daemon {
 	t.Cleanup(func() { d.removeNetwork(t) })
 	d.start(t)
 	t.Cleanup(func() { d.stop(t) })
+	if systemdDriver() {
+		d.meetSystemd(t)
+	}
 	d.waitIdle(t)
 	d.empty = d.snapshot(t)
 	t.Cleanup(func() { d.removePodCgroups(t) })
@@ -157,7 +160,7 @@ func (d *daemon) command(args ...string) *exec.Cmd {
 
 func (d *daemon) serveCommand() *exec.Cmd {
 	return d.command("serve", "--config", d.configFile(), "--listen", d.socket, "--root", d.root, "--state", d.state,
-		"--cni-conf-dir", d.confDir, "--cni-bin-dir", strings.Join(d.binDirs, ","), "--registry-dir", d.certs, "--cgroup-driver", "cgroupfs", "--log-level", "debug")
+		"--cni-conf-dir", d.confDir, "--cni-bin-dir", strings.Join(d.binDirs, ","), "--registry-dir", d.certs, "--cgroup-driver", cgroupDriver(), "--log-level", "debug")
 }
 
 // start starts the daemon and waits until it answers.

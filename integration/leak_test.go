@@ -153,12 +153,20 @@ func addProcesses(s snapshot) {
 		if end < 0 {
 			continue
 		}
-		if state := stat[end+2]; state == 'Z' {
+		switch fields := strings.Fields(stat[end+1:]); {
+		case fields[0] == "Z":
 			s.add("zombie", stat[strings.IndexByte(stat, '('):end+1])
-		} else {
+		case !isKernelThread(fields[6]):
 			s.add("process", idPattern.ReplaceAllString(commandLine(pid), "#"))
 		}
 	}
+}
+
+// isKernelThread reads the flags of /proc/PID/stat (PF_KTHREAD). A guest's PID namespace
+// holds kernel threads, which come and go as the kernel likes.
+func isKernelThread(flags string) bool {
+	n, err := strconv.ParseUint(flags, 10, 64)
+	return err == nil && n&0x00200000 != 0
 }
 
 // addLinks adds the network devices, but for bridges, which their plugin leaves.
@@ -197,9 +205,9 @@ func addCgroups(s snapshot, d *daemon) {
 		if err != nil || !entry.IsDir() {
 			return nil // gone already, or a file
 		}
-		_, below, ours := strings.Cut(path, "/"+machine+"/")
+		_, below, ours := strings.Cut(path, machineGroup()+"/")
 		switch {
-		case ours && (strings.Contains(below, "/") || !strings.HasPrefix(below, "pod")):
+		case ours && (strings.Contains(below, "/") || !strings.HasPrefix(below, podPrefix())):
 			s.add("cgroup", path)
 		case !ours && d != nil && slices.ContainsFunc(d.objects, func(id string) bool { return strings.Contains(path, id) }):
 			s.add("cgroup", path)
@@ -263,20 +271,6 @@ func mountpoints(t *testing.T, pid int) []string {
 		t.Fatalf("process %d has no mounts", pid)
 	}
 	return out
-}
-
-// removePodCgroups does what kubelet does when pods are gone.
-func (d *daemon) removePodCgroups(t *testing.T) {
-	t.Helper()
-	for _, parent := range d.parents {
-		dirs, err := filepath.Glob("/sys/fs/cgroup/*" + parent)
-		must(t, err)
-		for _, dir := range append(dirs, "/sys/fs/cgroup"+parent) {
-			if err := os.Remove(dir); err != nil && !os.IsNotExist(err) {
-				t.Errorf("the pod's cgroup is not empty: %v", err)
-			}
-		}
-	}
 }
 
 func readLines(path string) []string {

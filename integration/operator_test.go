@@ -35,9 +35,7 @@ func (d *daemon) operatorCommand(args ...string) *exec.Cmd {
 
 // runArgs keep what `berth run` makes below the test's directory and cgroup.
 func (d *daemon) runArgs(manifest string, more ...string) []string {
-	parent := fmt.Sprintf("/%s/pod%s-run", machine, filepath.Base(d.dir))
-	d.parents = append(d.parents, parent)
-	return append([]string{"run", "--run-dir", d.dir + "/run", "--cgroup-parent", parent}, append(more, manifest)...)
+	return append([]string{"run", "--run-dir", d.dir + "/run", "--cgroup-parent", d.cgroupParent("run")}, append(more, manifest)...)
 }
 
 // writeManifest writes a pod manifest in which IMAGE stands for the base image.

@@ -1,0 +1,102 @@
+package integration
+
+import (
+	"context"
+	"os"
+	"os/exec"
+	"path"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// driverEnv names the cgroup driver that the suite is run with: cgroupfs, which is
+// the default, or systemd, where that is PID 1.
+const driverEnv = "BERTH_TEST_CGROUP_DRIVER"
+
+func cgroupDriver() string {
+	if driver := os.Getenv(driverEnv); driver != "" {
+		return driver
+	}
+	return "cgroupfs"
+}
+
+func systemdDriver() bool { return cgroupDriver() == "systemd" }
+
+// machineGroup is the cgroup that holds all pods' cgroups.
+func machineGroup() string {
+	if systemdDriver() {
+		return "/" + machine + ".slice"
+	}
+	return "/" + machine
+}
+
+// podPrefix begins the names of the pods' cgroups.
+func podPrefix() string {
+	if systemdDriver() {
+		return machine + "-pod"
+	}
+	return "pod"
+}
+
+// cgroupParent names a pod's cgroup as kubelet would, and has it removed with the
+// daemon's pods. A dash in a slice's name stands for a slice above.
+func (d *daemon) cgroupParent(name string) string {
+	parent := path.Join(machineGroup(), podPrefix()+filepath.Base(d.dir)+"-"+name)
+	if systemdDriver() {
+		name = strings.ReplaceAll(filepath.Base(d.dir)+"_"+name, "-", "_")
+		parent = path.Join(machineGroup(), podPrefix()+name+".slice")
+	}
+	d.parents = append(d.parents, parent)
+	return parent
+}
+
+// meetSystemd has a pod made and removed, for with the first one the daemon opens
+// connections to D-Bus that it keeps.
+func (d *daemon) meetSystemd(t *testing.T) {
+	t.Helper()
+	d.runPod(t, hostNetwork).remove(t)
+	d.removePodCgroups(t)
+	d.objects, d.parents = nil, nil
+}
+
+// removePodCgroups does what kubelet does when pods are gone.
+func (d *daemon) removePodCgroups(t *testing.T) {
+	t.Helper()
+	for _, parent := range d.parents {
+		if systemdDriver() {
+			stopSlice(t, path.Base(parent))
+		}
+		for _, dir := range cgroupDirs(t, parent) {
+			if err := os.Remove(dir); err != nil && !os.IsNotExist(err) {
+				t.Errorf("the pod's cgroup is not empty: %v", err)
+			}
+		}
+	}
+}
+
+// stopSlice waits for systemd to forget a slice. It must be empty: systemd would kill what is in it.
+func stopSlice(t *testing.T, slice string) {
+	t.Helper()
+	scopes, err := exec.CommandContext(context.Background(), "systemctl", "show", "--property", "ControlGroup", "--value", slice).Output()
+	must(t, err)
+	for _, dir := range readDir("/sys/fs/cgroup" + strings.TrimSpace(string(scopes))) {
+		if strings.HasSuffix(dir, ".scope") {
+			t.Errorf("the pod's cgroup is not empty: %s is in %s", dir, slice)
+		}
+	}
+	if out, err := exec.CommandContext(context.Background(), "systemctl", "stop", slice).CombinedOutput(); err != nil {
+		t.Errorf("stop %s: %v: %s", slice, err, out)
+	}
+}
+
+// cgroupDirs returns the existing directories of a cgroup, in every hierarchy.
+func cgroupDirs(t *testing.T, group string) (dirs []string) {
+	t.Helper()
+	for _, pattern := range []string{"/sys/fs/cgroup" + group, "/sys/fs/cgroup/*" + group} {
+		found, err := filepath.Glob(pattern)
+		must(t, err)
+		dirs = append(dirs, found...)
+	}
+	return dirs
+}

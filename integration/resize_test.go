@@ -1,0 +1,315 @@
+package integration
+
+import (
+	"encoding/json"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+// limitFiles are the limits that an update may change, on v1 and v2.
+var limitFiles = []string{
+	"memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "cpu.shares", "cpu.cfs_quota_us", "cpu.cfs_period_us",
+	"memory.max", "memory.swap.max", "memory.high", "memory.min", "cpu.weight", "cpu.max", "cpu.idle",
+	"cpuset.cpus", "cpuset.mems", "pids.max",
+}
+
+// allLimits reads what the kernel has of limits for a container, by file.
+func (c *container) allLimits(t *testing.T) map[string]string {
+	t.Helper()
+	pid, limits := c.pid(t), map[string]string{}
+	for _, controller := range []string{"memory", "cpu", "cpuset", "pids"} {
+		dir := cgroupDir(t, pid, controller)
+		for _, name := range limitFiles {
+			if content, err := os.ReadFile(filepath.Join(dir, name)); err == nil {
+				limits[name] = strings.TrimSpace(string(content))
+			}
+		}
+	}
+	if len(limits) < 6 {
+		t.Fatalf("the container has only the limits %v", limits)
+	}
+	return limits
+}
+
+func (c *container) update(t *testing.T, change *runtimeapi.LinuxContainerResources) error {
+	t.Helper()
+	return c.pod.d.cri.UpdateContainerResources(t.Context(), c.id, &runtimeapi.ContainerResources{Linux: change})
+}
+
+func (c *container) resize(t *testing.T, change *runtimeapi.LinuxContainerResources) {
+	t.Helper()
+	must(t, c.update(t, change))
+}
+
+func (c *container) wantLimits(t *testing.T, want map[string]string) {
+	t.Helper()
+	got := c.allLimits(t)
+	for name, value := range want {
+		equal(t, name, got[name], value)
+	}
+}
+
+func needController(t *testing.T, name string) {
+	t.Helper()
+	for _, line := range readLines("/proc/self/cgroup") {
+		if strings.Contains(","+strings.Split(line, ":")[1]+",", ","+name+",") {
+			return
+		}
+	}
+	for _, controller := range strings.Fields(strings.Join(readLines("/sys/fs/cgroup/cgroup.controllers"), " ")) {
+		if controller == name {
+			return
+		}
+	}
+	t.Skipf("this machine has no cgroup controller %s", name)
+}
+
+func needCgroup2(t *testing.T) {
+	t.Helper()
+	if !cgroup2() {
+		t.Skip("this machine has cgroup v1")
+	}
+}
+
+// An update that the kernel refuses in the end leaves nothing of what it took before: limits that were
+// none are none again.
+func TestUpdateIsAllOrNothing(t *testing.T) {
+	needController(t, "cpuset")
+	d := startDaemon(t)
+	c := d.runPod(t, hostNetwork).run(t)
+	before, reported := c.allLimits(t), c.status(t).Resources
+	for _, tt := range []struct {
+		name   string
+		change *runtimeapi.LinuxContainerResources
+		v2     bool
+	}{
+		{"CPU that does not exist", &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpuShares: 512, CpuQuota: 20000, CpuPeriod: 50000, CpusetCpus: "4000"}, false},
+		{"memory node that does not exist", &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpusetCpus: "0", CpusetMems: "900"}, false},
+		{"quota below the kernel's least", &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpuShares: 512, CpuQuota: 5, CpuPeriod: 100000}, false},
+		{"unknown setting", &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpuShares: 512,
+			Unified: map[string]string{"memory.high": "33554432", "memory.nonsense": "1"}}, true},
+		{"bad setting", &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpuShares: 512,
+			Unified: map[string]string{"memory.high": "33554432", "memory.min": "4096", "pids.max": "many"}}, true},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			if tt.v2 {
+				needCgroup2(t)
+			}
+			if err := c.update(t, tt.change); err == nil {
+				t.Fatal("accepted")
+			}
+			if after := c.allLimits(t); !maps.Equal(before, after) {
+				t.Errorf("limits changed\nfrom %v\nto   %v", before, after)
+			}
+			if after := c.status(t).Resources; !proto.Equal(reported, after) {
+				t.Errorf("reported resources changed from %v to %v", reported, after)
+			}
+		})
+	}
+	c.resize(t, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpusetCpus: "0"})
+	memory, _ := c.limits(t)
+	equal(t, "memory limit of a good update", memory, "67108864")
+}
+
+// A limit below what is in use is refused: on v2 the kernel would kill processes to enforce it.
+func TestMemoryShrinkBelowUsage(t *testing.T) {
+	d := startDaemon(t)
+	c := d.runPod(t, hostNetwork).run(t, script("dd if=/dev/zero of=/dev/shm/full bs=1M count=40 2>/dev/null; echo full; sleep 100000"),
+		resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 128 << 20 }))
+	c.waitOutput(t, "full")
+	before := c.allLimits(t)
+	wantCode(t, c.update(t, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 16 << 20, CpuShares: 512}), codes.FailedPrecondition, c.id, "in use")
+	if after := c.allLimits(t); !maps.Equal(before, after) {
+		t.Errorf("limits changed\nfrom %v\nto   %v", before, after)
+	}
+	equal(t, "state", c.status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+	equal(t, "reported memory limit", c.status(t).Resources.GetLinux().GetMemoryLimitInBytes(), 128<<20)
+	c.exec(t, "rm", "/dev/shm/full")
+	c.resize(t, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 16 << 20})
+	memory, _ := c.limits(t)
+	equal(t, "memory limit when there is room", memory, "16777216")
+}
+
+// The limits of memory and of memory with swap change together in any direction. v1 has the second never
+// below the first; v2 counts swap alone.
+func TestMemoryAndSwap(t *testing.T) {
+	d := startDaemon(t)
+	c := d.runPod(t, hostNetwork).run(t, resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
+	limits := c.allLimits(t)
+	if limits["memory.memsw.limit_in_bytes"] == "" && limits["memory.swap.max"] == "" {
+		t.Skip("this kernel does not account for swap")
+	}
+	const mb = 1 << 20
+	for _, step := range []struct{ memory, swap, wantMemory, wantBoth int64 }{
+		{0, 0, 64 * mb, 64 * mb}, // as created: no swap
+		{128 * mb, 0, 128 * mb, 128 * mb},
+		{128 * mb, 256 * mb, 128 * mb, 256 * mb},
+		{32 * mb, 32 * mb, 32 * mb, 32 * mb},
+		{512 * mb, 1024 * mb, 512 * mb, 1024 * mb},
+		{64 * mb, 96 * mb, 64 * mb, 96 * mb},
+	} {
+		if step.memory != 0 {
+			c.resize(t, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: step.memory, MemorySwapLimitInBytes: step.swap})
+		}
+		if cgroup2() {
+			c.wantLimits(t, map[string]string{"memory.max": fmt.Sprint(step.wantMemory), "memory.swap.max": fmt.Sprint(step.wantBoth - step.wantMemory)})
+		} else {
+			c.wantLimits(t, map[string]string{"memory.limit_in_bytes": fmt.Sprint(step.wantMemory), "memory.memsw.limit_in_bytes": fmt.Sprint(step.wantBoth)})
+		}
+	}
+	c.resize(t, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 * mb, MemorySwapLimitInBytes: -1})
+	if cgroup2() {
+		c.wantLimits(t, map[string]string{"memory.max": fmt.Sprint(64 * mb), "memory.swap.max": "max"})
+	}
+	wantCode(t, c.update(t, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 * mb, MemorySwapLimitInBytes: 32 * mb}), codes.InvalidArgument, "memory_swap_limit_in_bytes")
+}
+
+// Memory QoS (KEP-2570) comes as settings of v2 by name, and changes with a resize.
+func TestMemoryQoS(t *testing.T) {
+	needCgroup2(t)
+	d := startDaemon(t)
+	c := d.runPod(t, hostNetwork).run(t, resources(func(r *runtimeapi.LinuxContainerResources) {
+		r.MemoryLimitInBytes = 64 << 20
+		r.Unified = map[string]string{"memory.min": "16777216", "memory.high": "50331648"}
+	}))
+	c.wantLimits(t, map[string]string{"memory.min": "16777216", "memory.high": "50331648", "memory.max": "67108864"})
+	c.resize(t, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20, Unified: map[string]string{"memory.min": "33554432", "memory.high": "max"}})
+	c.wantLimits(t, map[string]string{"memory.min": "33554432", "memory.high": "max", "memory.max": "134217728"})
+	d.restart(t)
+	equal(t, "reported memory.min", c.status(t).Resources.GetLinux().GetUnified()["memory.min"], "33554432")
+}
+
+// CPU shares become a weight; an idle cgroup has none until it is idle no more.
+func TestCPUWeight(t *testing.T) {
+	needCgroup2(t)
+	d := startDaemon(t)
+	c := d.runPod(t, hostNetwork).run(t, resources(func(r *runtimeapi.LinuxContainerResources) { r.CpuShares = 1024 }))
+	c.wantLimits(t, map[string]string{"cpu.weight": "100"})
+	c.resize(t, &runtimeapi.LinuxContainerResources{CpuShares: 512, Unified: map[string]string{"cpu.idle": "1"}})
+	c.wantLimits(t, map[string]string{"cpu.idle": "1"})
+	c.resize(t, &runtimeapi.LinuxContainerResources{CpuShares: 256, Unified: map[string]string{"cpu.idle": "0"}})
+	c.wantLimits(t, map[string]string{"cpu.idle": "0", "cpu.weight": "35"})
+}
+
+// kubelet sends a limit for every size of huge pages that the kernel has; where nothing limits
+// them they are passed over.
+func TestHugepageLimits(t *testing.T) {
+	d := startDaemon(t)
+	c := d.runPod(t, hostNetwork).run(t, resources(func(r *runtimeapi.LinuxContainerResources) {
+		r.HugepageLimits = []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 4 << 20}, {PageSize: "1GB"}}
+	}))
+	limit := func() string {
+		dirs := []string{"/sys/fs/cgroup"}
+		if cgroup2() {
+			dirs = []string{cgroupDir(t, c.pid(t), "memory")}
+		} else if strings.Contains(strings.Join(readLines("/proc/self/cgroup"), " "), ":hugetlb:") {
+			dirs = []string{cgroupDir(t, c.pid(t), "hugetlb")}
+		}
+		for _, name := range []string{"hugetlb.2MB.max", "hugetlb.2MB.limit_in_bytes"} {
+			if content, err := os.ReadFile(filepath.Join(dirs[0], name)); err == nil {
+				return strings.TrimSpace(string(content))
+			}
+		}
+		return ""
+	}
+	if limit() == "" {
+		t.Log("this machine has no limits for huge pages: those asked for are passed over")
+		c.resize(t, &runtimeapi.LinuxContainerResources{HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB"}}})
+		return
+	}
+	equal(t, "limit for pages of 2 MB", limit(), "4194304")
+	c.resize(t, &runtimeapi.LinuxContainerResources{HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 2 << 20}}})
+	equal(t, "limit for pages of 2 MB after a resize", limit(), "2097152")
+}
+
+// shownConfig is the pod's config as verbose PodSandboxStatus shows it.
+func (p *pod) shownConfig(t *testing.T) *runtimeapi.PodSandboxConfig {
+	t.Helper()
+	response, err := p.d.cri.PodSandboxStatus(t.Context(), p.id, true)
+	must(t, err)
+	var info struct {
+		Config *runtimeapi.PodSandboxConfig `json:"config"`
+	}
+	must(t, json.Unmarshal([]byte(response.Info["info"]), &info))
+	return info.Config
+}
+
+// kubelet tells what it made of the pod's own cgroup; the config shows it, over a restart too,
+// and the pod stays the one that was asked for.
+func TestUpdatePodSandboxResources(t *testing.T) {
+	d := startDaemon(t)
+	config := d.podConfig(t, hostNetwork)
+	config.Linux.Resources = &runtimeapi.LinuxContainerResources{CpuShares: 512, MemoryLimitInBytes: 64 << 20}
+	config.Linux.Overhead = &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20}
+	pod := d.runPodConfig(t, config)
+	client := rawRuntime(t, d)
+	update := func(change *runtimeapi.UpdatePodSandboxResourcesRequest) error {
+		_, err := client.UpdatePodSandboxResources(t.Context(), change)
+		return err
+	}
+	resized := &runtimeapi.LinuxContainerResources{CpuShares: 1024, MemoryLimitInBytes: 128 << 20}
+	must(t, update(&runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: pod.id, Resources: resized}))
+	check := func(t *testing.T) {
+		t.Helper()
+		shown := pod.shownConfig(t)
+		if !proto.Equal(shown.GetLinux().GetResources(), resized) || !proto.Equal(shown.GetLinux().GetOverhead(), config.Linux.Overhead) {
+			t.Errorf("the config shows resources %v, overhead %v", shown.GetLinux().GetResources(), shown.GetLinux().GetOverhead())
+		}
+	}
+	check(t)
+	d.restart(t)
+	check(t)
+	again, err := d.cri.RunPodSandbox(t.Context(), config, "")
+	must(t, err)
+	equal(t, "pod of a repeated request", again, pod.id)
+
+	client = rawRuntime(t, d)
+	wantCode(t, update(&runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: pod.id, Overhead: &runtimeapi.LinuxContainerResources{CpuQuota: -5}}), codes.InvalidArgument, "cpu_quota")
+	wantCode(t, update(&runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: "feedfacefeed"}), codes.NotFound, "feedfacefeed")
+	check(t)
+	pod.stop(t)
+	wantCode(t, update(&runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: pod.id, Resources: resized}), codes.FailedPrecondition, pod.id)
+}
+
+// A container may make cgroups of its own, threaded ones too, in which the kernel lists no processes and
+// which it kills only as a whole. Execs work beside them, and nothing outlives the container.
+func TestThreadedCgroups(t *testing.T) {
+	needCgroup2(t)
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork, podSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true }))
+	c := pod.run(t, security(privileged), script(`
+		mkdir /sys/fs/cgroup/threads && echo threaded >/sys/fs/cgroup/threads/cgroup.type || exit 1
+		sleep 77777 &
+		echo $! >/sys/fs/cgroup/threads/cgroup.threads && echo moved
+		sleep 100000`))
+	c.waitOutput(t, "moved")
+	equal(t, "exec", c.exec(t, "echo", "hello"), "hello")
+	equal(t, "processes in the threaded cgroup", len(commandLines("sleep 77777")), 1)
+	_, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"sleep", "1000"}, time.Second)
+	wantCode(t, err, codes.DeadlineExceeded)
+	c.stop(t, 0)
+	c.waitExited(t)
+	equal(t, "processes left in the threaded cgroup", len(commandLines("sleep 77777")), 0)
+}
+
+// With memory.oom.group the kernel kills all of a container for one process's sake.
+func TestOOMKilledAsAGroup(t *testing.T) {
+	needCgroup2(t)
+	d := startDaemon(t)
+	c, status := d.runPod(t, hostNetwork).runToEnd(t, script("tail /dev/zero & sleep 100000"),
+		resources(func(r *runtimeapi.LinuxContainerResources) {
+			r.MemoryLimitInBytes = 16 << 20
+			r.Unified = map[string]string{"memory.oom.group": "1"}
+		}))
+	equal(t, "reason", status.Reason, "OOMKilled")
+	equal(t, "exit code of "+c.id, status.ExitCode, 137)
+}
