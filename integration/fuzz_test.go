@@ -1,0 +1,183 @@
+package integration
+
+import (
+	"context"
+	"math/rand/v2"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+// The server's own fuzzing sends arbitrary bytes to a made-up manager. These send
+// requests with odd fields to a real daemon, each to a new one: what is accepted is carried out, and
+// the leak check at the end of the test sees what it left. Paths are brought below the
+// test's directories, since a CRI client may name any of the node's.
+//
+//	go test -tags seccomp -exec contrib/machine ./integration -run '^$' -fuzz FuzzCreateContainer
+
+// fits fails the test for an answer that no client could make sense of.
+func fits(t *testing.T, what string, err error) {
+	t.Helper()
+	if err == nil {
+		return
+	}
+	switch code := codeOf(err); code {
+	case codes.InvalidArgument, codes.NotFound, codes.AlreadyExists, codes.FailedPrecondition, codes.Unimplemented, codes.ResourceExhausted, codes.DeadlineExceeded:
+	default:
+		t.Errorf("%s: code %s does not fit: %v", what, code, err)
+	}
+}
+
+// below returns a path inside dir that resembles the one given.
+func below(dir, path string) string {
+	if path == "" {
+		return ""
+	}
+	return filepath.Join(dir, filepath.Join("/", strings.ReplaceAll(path, "\x00", "0")))
+}
+
+// tamePod keeps a pod within the test's directories and cgroups.
+func tamePod(d *daemon, config *runtimeapi.PodSandboxConfig) {
+	config.LogDirectory = below(d.logDir, config.LogDirectory)
+	if len(config.LogDirectory) > 1024 {
+		config.LogDirectory = ""
+	}
+	if linux := config.Linux; linux != nil && linux.CgroupParent != "" {
+		// One level, as the fixture removes what kubelet would: the pod's own.
+		name := strings.NewReplacer("/", "-", "\x00", "-").Replace(linux.CgroupParent)
+		linux.CgroupParent = "/" + machine + "/pod" + filepath.Base(d.dir) + name[:min(len(name), 200)]
+		d.parents = append(d.parents, linux.CgroupParent)
+	}
+}
+
+// tameContainer does the same for a container, and gives it an image that is there.
+func tameContainer(d *daemon, config *runtimeapi.ContainerConfig) {
+	if config.Image != nil {
+		config.Image.Image = baseImage
+	}
+	for _, m := range config.Mounts {
+		m.HostPath = below(d.logDir, m.HostPath)
+	}
+	for _, dev := range config.Devices {
+		dev.HostPath = "/dev/null"
+	}
+}
+
+// addSeeds adds the message at rest of each form, and some scrambled ones.
+func addSeeds(f *testing.F, forms int) {
+	for form := range forms {
+		for seed := range uint64(8) {
+			f.Add(uint8(form), seed)
+		}
+	}
+}
+
+// scrambled is a copy of one of the forms, scrambled unless seed is 0.
+func scrambled[T proto.Message](forms []T, form uint8, seed uint64) T {
+	m := proto.Clone(forms[int(form)%len(forms)]).(T)
+	if seed != 0 {
+		scramble(m.ProtoReflect(), rand.New(rand.NewPCG(seed, 0)))
+	}
+	return m
+}
+
+func FuzzRunPodSandbox(f *testing.F) {
+	metadata := &runtimeapi.PodSandboxMetadata{Name: "n", Namespace: "s", Uid: "u", Attempt: 1}
+	forms := []*runtimeapi.PodSandboxConfig{
+		{Metadata: metadata, Hostname: "h", LogDirectory: "/logs", Linux: &runtimeapi.LinuxPodSandboxConfig{CgroupParent: "/p"},
+			DnsConfig:    &runtimeapi.DNSConfig{Servers: []string{"10.0.0.1"}, Searches: []string{"a.b"}, Options: []string{"ndots:5"}},
+			PortMappings: []*runtimeapi.PortMapping{{HostPort: 4000, ContainerPort: 80, HostIp: "127.0.0.1"}}},
+		{Metadata: metadata, Linux: &runtimeapi.LinuxPodSandboxConfig{CgroupParent: "/p", Sysctls: map[string]string{"net.ipv4.ip_forward": "1"},
+			SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{RunAsUser: &runtimeapi.Int64Value{Value: 5}, SupplementalGroups: []int64{7},
+				NamespaceOptions: &runtimeapi.NamespaceOption{Network: runtimeapi.NamespaceMode_NODE}},
+			Overhead: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20}}},
+	}
+	addSeeds(f, len(forms))
+	f.Fuzz(func(t *testing.T, form uint8, seed uint64) {
+		config := scrambled(forms, form, seed)
+		d := startDaemon(t)
+		tamePod(d, config)
+		id, err := rawRuntime(t, d).RunPodSandbox(t.Context(), &runtimeapi.RunPodSandboxRequest{Config: config})
+		fits(t, "RunPodSandbox", err)
+		if err == nil {
+			d.objects = append(d.objects, id.PodSandboxId)
+			get(d.cri.PodSandboxStatus(t.Context(), id.PodSandboxId, true))(t)
+		}
+	})
+}
+
+func FuzzCreateContainer(f *testing.F) {
+	metadata := &runtimeapi.ContainerMetadata{Name: "n", Attempt: 1}
+	image := &runtimeapi.ImageSpec{Image: baseImage}
+	forms := []*runtimeapi.ContainerConfig{
+		{Metadata: metadata, Image: image, Command: []string{"true"}, LogPath: "l", WorkingDir: "/w", StopSignal: 9,
+			Envs:   []*runtimeapi.KeyValue{{Key: "K", Value: []byte("v")}},
+			Mounts: []*runtimeapi.Mount{{ContainerPath: "/m", HostPath: "/", Readonly: true}}},
+		{Metadata: metadata, Image: image, Command: []string{"sh", "-c", "exit 3"}, Tty: true, Stdin: true, StdinOnce: true,
+			Linux: &runtimeapi.LinuxContainerConfig{
+				Resources: &runtimeapi.LinuxContainerResources{CpuShares: 10, MemoryLimitInBytes: 32 << 20, HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 1}}},
+				SecurityContext: &runtimeapi.LinuxContainerSecurityContext{RunAsUsername: "root", Capabilities: &runtimeapi.Capability{AddCapabilities: []string{"NET_ADMIN"}},
+					NamespaceOptions: &runtimeapi.NamespaceOption{Network: runtimeapi.NamespaceMode_NODE, Pid: runtimeapi.NamespaceMode_CONTAINER}, MaskedPaths: []string{"/proc/keys"}}}},
+	}
+	addSeeds(f, len(forms))
+	f.Fuzz(func(t *testing.T, form uint8, seed uint64) {
+		config := scrambled(forms, form, seed)
+		d := startDaemon(t)
+		tameContainer(d, config)
+		d.pull(t, baseImage)
+		pod := d.runPod(t, hostNetwork)
+		runtime := rawRuntime(t, d)
+		created, err := runtime.CreateContainer(t.Context(), &runtimeapi.CreateContainerRequest{PodSandboxId: pod.id, Config: config, SandboxConfig: pod.config})
+		fits(t, "CreateContainer", err)
+		if err != nil {
+			return
+		}
+		d.objects = append(d.objects, created.ContainerId)
+		_, err = runtime.StartContainer(t.Context(), &runtimeapi.StartContainerRequest{ContainerId: created.ContainerId})
+		fits(t, "StartContainer", err)
+		get(d.cri.ContainerStatus(t.Context(), created.ContainerId, true))(t)
+	})
+}
+
+// FuzzRunning sends requests to a container that runs: resources, execs, signals' times.
+func FuzzRunning(f *testing.F) {
+	f.Add([]byte{}, int64(0), "true", "x")
+	f.Add([]byte{}, int64(-1), "", "")
+	addResources := func(r *runtimeapi.LinuxContainerResources) {
+		data, err := proto.Marshal(r)
+		if err != nil {
+			f.Fatal(err)
+		}
+		f.Add(data, int64(1), "sh", "-c")
+	}
+	addResources(&runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1, CpuQuota: 1000, CpuPeriod: 1})
+	addResources(&runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, MemorySwapLimitInBytes: 1, CpuShares: 1 << 40})
+	addResources(&runtimeapi.LinuxContainerResources{CpusetCpus: "99999", CpusetMems: "-", Unified: map[string]string{"../x": "y"}})
+	f.Fuzz(func(t *testing.T, resources []byte, seconds int64, command, argument string) {
+		update := &runtimeapi.LinuxContainerResources{}
+		if proto.Unmarshal(resources, update) != nil {
+			t.Skip("no message")
+		}
+		d := startDaemon(t)
+		c := d.runPod(t, hostNetwork).run(t)
+		runtime := rawRuntime(t, d)
+		_, err := runtime.UpdateContainerResources(t.Context(), &runtimeapi.UpdateContainerResourcesRequest{ContainerId: c.id, Linux: update})
+		fits(t, "UpdateContainerResources", err)
+		_, err = runtime.UpdatePodSandboxResources(t.Context(), &runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: c.pod.id, Resources: update, Overhead: update})
+		fits(t, "UpdatePodSandboxResources", err)
+		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+		defer cancel()
+		_, err = runtime.ExecSync(ctx, &runtimeapi.ExecSyncRequest{ContainerId: c.id, Cmd: []string{command, argument}, Timeout: 1})
+		fits(t, "ExecSync", err)
+		if seconds > 1 {
+			seconds = 1
+		}
+		_, err = runtime.StopContainer(t.Context(), &runtimeapi.StopContainerRequest{ContainerId: c.id, Timeout: seconds})
+		fits(t, "StopContainer", err)
+	})
+}
