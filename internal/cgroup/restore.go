@@ -100,7 +100,7 @@ func (l limit) restore() error {
 		return nil
 	}
 	for _, line := range l.lines(string(now)) {
-		if err := writeFile(l.path, line); err != nil {
+		if err := writeFile(l.path, line+"\n"); err != nil { // an empty write would not reach the kernel
 			return ignoreGone(err)
 		}
 	}
@@ -120,7 +120,7 @@ func (l limit) lines(now string) []string {
 	lines := strings.Split(strings.TrimSuffix(l.content, "\n"), "\n")
 	reset, keyed := noLimit[filepath.Base(l.path)]
 	if !keyed {
-		return lines // a cpuset that was empty: "" empties it
+		return lines // a cpuset that was empty: an empty line empties it
 	}
 	was := map[string]bool{"": true}
 	for _, line := range lines {
