@@ -15,7 +15,7 @@ import (
 )
 
 // ErrMemoryInUse says that a group holds more memory than its new limit allows, also
-// after the kernel has taken back what it could.
+// without what the kernel could take back.
 var ErrMemoryInUse = errors.New("more memory in use than the new limit allows")
 
 // ErrNoSuchSetting says that a setting of v2 by name is none of this kernel's, or not of this group's controllers.
@@ -56,7 +56,7 @@ func (g *Group) set(r *cgroups.Resources) error {
 }
 
 // makeRoom makes v2 refuse a limit below what is in use, as v1 does: its kernel would kill
-// processes until the limit holds. What can be taken back, page cache above all, is taken back first.
+// processes until the limit holds. Page cache does not count, which the kernel takes back first.
 func (g *Group) makeRoom(memory *specs.LinuxMemory) error {
 	if memory == nil || memory.Limit == nil || *memory.Limit <= 0 {
 		return nil
@@ -64,21 +64,31 @@ func (g *Group) makeRoom(memory *specs.LinuxMemory) error {
 	if !cgroups.IsCgroup2UnifiedMode() {
 		return g.tryMemory(*memory.Limit)
 	}
-	for try := 0; ; try++ {
-		used, err := readNumber(filepath.Join(g.mgr.Path(""), "memory.current"))
-		if err != nil {
-			return ignoreGone(err) // without the controller, setting the limit tells
-		}
-		excess := used - *memory.Limit
-		if excess <= 0 {
-			return nil
-		}
-		// EAGAIN: less than that could be taken back; ENOENT: Linux before 5.19.
-		err = writeFile(filepath.Join(g.mgr.Path(""), "memory.reclaim"), strconv.FormatInt(excess, 10))
-		if try == 2 || err != nil {
-			return fmt.Errorf("%w: %d bytes, limit %d", ErrMemoryInUse, used, *memory.Limit)
+	dir := g.mgr.Path("")
+	used, err := readNumber(filepath.Join(dir, "memory.current"))
+	if err != nil {
+		return ignoreGone(err) // without the controller, setting the limit tells
+	}
+	stat, err := os.ReadFile(filepath.Join(dir, "memory.stat"))
+	if err != nil {
+		return ignoreGone(err)
+	}
+	if held := used - reclaimable(string(stat)); held > *memory.Limit {
+		return fmt.Errorf("%w: %d bytes, limit %d", ErrMemoryInUse, held, *memory.Limit)
+	}
+	return nil
+}
+
+// reclaimable sums up what memory.stat has of page cache and caches of the kernel. Asking the kernel to take it back
+// (memory.reclaim) would be exact, but where little can be had it tries for longer than a request may take.
+func reclaimable(stat string) (sum int64) {
+	for line := range strings.Lines(stat) {
+		switch key, value, _ := strings.Cut(strings.TrimSpace(line), " "); key {
+		case "active_file", "inactive_file", "slab_reclaimable":
+			sum += number(value)
 		}
 	}
+	return sum
 }
 
 // tryMemory asks v1's kernel whether a lower limit can be. libcontainer hides its EBUSY.

@@ -134,6 +134,13 @@ func TestConvert(t *testing.T) {
 	}
 }
 
+func TestReclaimable(t *testing.T) {
+	const stat = "anon 100\nfile 60\nshmem 20\ninactive_anon 5\nactive_file 30\ninactive_file 10\nslab_reclaimable 7\nslab_unreclaimable 1\n"
+	if got := reclaimable(stat); got != 47 {
+		t.Errorf("%d bytes, want 47: shared memory is no page cache that can be taken back", got)
+	}
+}
+
 // A file that is gone is no trouble: the container has ended.
 func TestRestoreOfWhatIsGone(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "memory.max")
