@@ -1,6 +1,8 @@
 package oci
 
 import (
+	"cmp"
+
 	"github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -20,8 +22,9 @@ func apparmorRequest(p *runtimeapi.SecurityProfile, deprecated string) profileRe
 	return r
 }
 
-// setAppArmor confines the process. The default profile is applied where the kernel has
-// it loaded; a localhost profile must be there, also for a privileged container.
+// setAppArmor confines the process. A profile that is asked for must be there, a localhost
+// profile also for a privileged container. A container that asks for none gets the default profile
+// where the kernel has it loaded, as with containerd.
 func setAppArmor(r profileRequest, privileged bool, host Host, files Files, spec *specs.Spec) error {
 	if err := r.check("apparmor"); err != nil {
 		return err
@@ -46,8 +49,12 @@ func setAppArmor(r profileRequest, privileged bool, host Host, files Files, spec
 		spec.Process.ApparmorProfile = name
 		return nil
 	}
-	if r.kind == runtimeapi.SecurityProfile_Localhost {
+	switch {
+	case r.kind == runtimeapi.SecurityProfile_Localhost:
 		return errdefs.FailedPrecondition("apparmor: profile %q is not loaded", name)
+	case r.set:
+		return errdefs.FailedPrecondition("apparmor: RuntimeDefault wanted, but its profile %q is not loaded: %s",
+			name, cmp.Or(host.NoAppArmorProfile, "somebody has unloaded it"))
 	}
 	return nil
 }

@@ -172,7 +172,8 @@ func TestAppArmor(t *testing.T) {
 		{name: "host without, unconfined", profile: profile(unconfined, "")},
 		{name: "not asked for means default", host: true, loaded: []string{DefaultAppArmorProfile}, want: DefaultAppArmorProfile},
 		{name: "default", host: true, profile: profile(runtimeDefault, ""), loaded: []string{DefaultAppArmorProfile}, want: DefaultAppArmorProfile},
-		{name: "default not loaded", host: true, profile: profile(runtimeDefault, "")},
+		{name: "not asked for, not loaded", host: true},
+		{name: "default not loaded, privileged", host: true, privileged: true, profile: profile(runtimeDefault, "")},
 		{name: "default, privileged", host: true, privileged: true, loaded: []string{DefaultAppArmorProfile}},
 		{name: "unconfined", host: true, profile: profile(unconfined, ""), loaded: []string{DefaultAppArmorProfile}},
 		{name: "localhost", host: true, profile: profile(localhost, "custom"), loaded: []string{"custom"}, want: "custom"},
@@ -203,6 +204,14 @@ func TestAppArmorRefused(t *testing.T) {
 		in.Host.AppArmor = true
 		in.sc().Apparmor = profile(localhost, "ghost")
 	}, codes.FailedPrecondition, `"ghost" is not loaded`)
+	refused(t, func(in *ContainerInput) {
+		in.Host.AppArmor, in.Host.NoAppArmorProfile = true, "install apparmor_parser"
+		in.sc().Apparmor = profile(runtimeDefault, "")
+	}, codes.FailedPrecondition, DefaultAppArmorProfile, "not loaded", "install apparmor_parser")
+	refused(t, func(in *ContainerInput) {
+		in.Host.AppArmor = true
+		in.sc().ApparmorProfile = "runtime/default" //nolint:staticcheck // on purpose
+	}, codes.FailedPrecondition, DefaultAppArmorProfile, "not loaded")
 	refused(t, func(in *ContainerInput) { in.sc().Apparmor = profile(localhost, "") }, codes.InvalidArgument, "localhost_ref")
 	refused(t, func(in *ContainerInput) { in.sc().ApparmorProfile = "custom" }, codes.InvalidArgument, `"custom"`) //nolint:staticcheck // on purpose
 }

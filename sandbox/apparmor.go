@@ -1,13 +1,17 @@
 package sandbox
 
 import (
+	"context"
 	"fmt"
+	"os/exec"
 	"sync/atomic"
 	"time"
 
 	"github.com/moby/profiles/apparmor"
 
+	"berth/internal/errdefs"
 	"berth/internal/host"
+	"berth/internal/task"
 	"berth/oci"
 )
 
@@ -19,7 +23,14 @@ type profileLoader struct {
 
 // hostProfiles are the host's: apparmor_parser loads what moby/profiles has written, which
 // is the default profile of Docker, containerd and Podman too.
-var hostProfiles = profileLoader{loaded: host.Files{}.AppArmorLoaded, load: apparmor.InstallDefault}
+var hostProfiles = profileLoader{loaded: host.Files{}.AppArmorLoaded, load: installProfile}
+
+func installProfile(name string) error {
+	if _, err := exec.LookPath("apparmor_parser"); err != nil {
+		return fmt.Errorf("install apparmor_parser (package apparmor): %w", err)
+	}
+	return apparmor.InstallDefault(name)
+}
 
 // ensure loads the profile if the kernel does not have it. fresh tells that it was loaded now.
 func (l profileLoader) ensure(name string) (fresh bool, err error) {
@@ -40,31 +51,88 @@ func (l profileLoader) ensure(name string) (fresh bool, err error) {
 // apparmor_parser would have it told at each launch.
 const appArmorRetry = time.Minute
 
-// appArmor is the manager's loader, and when it last failed.
+// appArmorLimit is how long a launch waits for the profile. The parser compiles it within a second.
+const appArmorLimit = 15 * time.Second
+
+// appArmor is the manager's loader, and why it last failed.
 type appArmor struct {
 	profileLoader
-	failed atomic.Pointer[time.Time]
+	turn   task.Turn // of the one load under way
+	failed atomic.Pointer[profileFailure]
+}
+
+type profileFailure struct {
+	at  time.Time
+	err error
+}
+
+func newAppArmor(l profileLoader) *appArmor { return &appArmor{profileLoader: l, turn: task.NewTurn()} }
+
+// problem is why the default profile can't be had; empty if it can, or that is not known.
+func (a *appArmor) problem() string {
+	if f := a.failed.Load(); f != nil {
+		return f.err.Error()
+	}
+	return ""
 }
 
 // ensureAppArmor sees to it that the profile that RuntimeDefault stands for is
 // loaded. It is called before each launch as well: reloading AppArmor on a host takes away
 // all profiles that are not in /etc/apparmor.d. Where it can't be loaded, containers that
-// did not ask for another run without, as on a host without AppArmor, and the log says so.
-func (m *Manager) ensureAppArmor() {
+// ask for it are refused (package oci), those that ask for nothing run without, as on a host
+// without AppArmor, and the log says so.
+func (m *Manager) ensureAppArmor(ctx context.Context) {
 	if !m.cfg.Host.AppArmor {
 		return
 	}
-	if failed := m.appArmor.failed.Load(); failed != nil && time.Since(*failed) < appArmorRetry {
+	if f := m.appArmor.failed.Load(); f != nil && time.Since(f.at) < appArmorRetry {
 		return
 	}
-	defer m.tasks.Begin("its AppArmor profile", oci.DefaultAppArmorProfile)()
-	fresh, err := m.appArmor.ensure(oci.DefaultAppArmorProfile)
-	switch {
-	case err != nil:
-		now := time.Now()
-		m.appArmor.failed.Store(&now)
-		m.log.Error("the default AppArmor profile can't be had: containers run without one unless they name one", "error", err)
-	case fresh:
-		m.log.Info("loaded the default AppArmor profile", "profile", oci.DefaultAppArmorProfile)
+	there, err := m.appArmor.loaded(oci.DefaultAppArmorProfile)
+	if err == nil && !there {
+		err = m.loadAppArmor(ctx)
+	}
+	if err == nil {
+		m.appArmor.failed.Store(nil)
+		return
+	}
+	if ctx.Err() != nil {
+		return // it says nothing about the profile that the caller has no time left
+	}
+	m.appArmor.failed.Store(&profileFailure{at: time.Now(), err: err})
+	m.log.Error("the default AppArmor profile can't be had: containers that ask for it are refused, those that name none run without one", "error", err)
+}
+
+// loadAppArmor loads the default profile, once for all who want it at the same time. What
+// takes longer than appArmorLimit goes on in the background, and nothing else is loaded meanwhile: the
+// library has no way to end the parser.
+func (m *Manager) loadAppArmor(ctx context.Context) error {
+	const what, profile = "load AppArmor profile", oci.DefaultAppArmorProfile
+	ctx, cancel := context.WithTimeout(ctx, appArmorLimit)
+	defer cancel()
+	pass, err := m.tasks.Take(ctx, m.appArmor.turn, what, profile)
+	if err != nil {
+		return err
+	}
+	done := make(chan error, 1)
+	if !m.tasks.Background.Spawn(func() {
+		defer pass()
+		done <- m.tasks.Guard(what, profile, func() error {
+			fresh, err := m.appArmor.ensure(profile)
+			if fresh {
+				m.log.Info("loaded the default AppArmor profile", "profile", profile)
+			}
+			return err
+		})
+	}) {
+		pass()
+		return errdefs.Unavailable("%s %s: berth is stopping", what, profile)
+	}
+	defer m.tasks.Begin("apparmor_parser", profile)()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return fmt.Errorf("%s %s: apparmor_parser does not end: %w", what, profile, ctx.Err())
 	}
 }

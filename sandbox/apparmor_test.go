@@ -2,11 +2,16 @@ package sandbox
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"log/slog"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"berth/internal/host"
 	"berth/internal/task"
@@ -70,22 +75,113 @@ func TestEnsureAppArmorProfileAgain(t *testing.T) {
 	}
 }
 
-// Without apparmor_parser containers start all the same, and the log tells of it once.
+// profileManager is a manager on a host with AppArmor.
+func profileManager(t *testing.T, loader profileLoader, log *bytes.Buffer) *Manager {
+	m := &Manager{cfg: Config{Host: &host.Facts{AppArmor: true}}, log: slog.New(slog.NewTextHandler(log, nil))}
+	m.tasks = task.NewRunner(m.log)
+	m.appArmor = newAppArmor(loader)
+	t.Cleanup(func() {
+		if err := m.tasks.Background.WaitFor(time.Minute); err != nil {
+			t.Error(err)
+		}
+	})
+	return m
+}
+
+// Without apparmor_parser the log tells of it once, and containers learn why there is no profile.
 func TestAppArmorThatCannotBeLoaded(t *testing.T) {
 	kernel := fakeProfiles{parseErr: errors.New("no parser")}
 	var log bytes.Buffer
-	m := &Manager{cfg: Config{Host: &host.Facts{AppArmor: true}}, log: slog.New(slog.NewTextHandler(&log, nil))}
-	m.tasks = task.NewRunner(m.log)
-	m.appArmor.profileLoader = kernel.loader()
+	m := profileManager(t, kernel.loader(), &log)
 	for range 3 {
-		m.ensureAppArmor()
+		m.ensureAppArmor(t.Context())
 	}
 	if kernel.loads != 1 || strings.Count(log.String(), "no parser") != 1 {
 		t.Errorf("%d loads, log:\n%s", kernel.loads, log.String())
 	}
+	if got := m.hostOf(&pod{}).NoAppArmorProfile; !strings.Contains(got, "no parser") {
+		t.Errorf("the reason is %q", got)
+	}
+
+	later := time.Now().Add(-2 * appArmorRetry)
+	m.appArmor.failed.Store(&profileFailure{at: later, err: kernel.parseErr})
+	kernel.parseErr = nil // it was installed
+	if m.ensureAppArmor(t.Context()); kernel.loads != 2 || m.appArmor.problem() != "" {
+		t.Errorf("%d loads, problem %q", kernel.loads, m.appArmor.problem())
+	}
+
+	kernel.names = nil
 	m.cfg.Host.AppArmor = false
-	m.appArmor.failed.Store(nil)
-	if m.ensureAppArmor(); kernel.loads != 1 {
+	if m.ensureAppArmor(t.Context()); kernel.loads != 2 {
 		t.Error("loaded on a host without AppArmor")
+	}
+}
+
+// Of launches at the same time one loads the profile, and all have it then.
+func TestAppArmorIsLoadedOnceForAll(t *testing.T) {
+	var mu sync.Mutex
+	var kernel fakeProfiles
+	inner := kernel.loader()
+	var log bytes.Buffer
+	m := profileManager(t, profileLoader{
+		loaded: func(name string) (bool, error) { mu.Lock(); defer mu.Unlock(); return inner.loaded(name) },
+		load:   func(name string) error { mu.Lock(); defer mu.Unlock(); return inner.load(name) },
+	}, &log)
+	var launches sync.WaitGroup
+	for range 20 {
+		launches.Go(func() {
+			m.ensureAppArmor(t.Context())
+			mu.Lock()
+			defer mu.Unlock()
+			if len(kernel.names) == 0 {
+				t.Error("a launch goes on without the profile")
+			}
+		})
+	}
+	launches.Wait()
+	if kernel.loads != 1 || m.appArmor.problem() != "" {
+		t.Errorf("%d loads, problem %q", kernel.loads, m.appArmor.problem())
+	}
+}
+
+// A parser that hangs holds up nobody beyond the deadline, and is not started a second time.
+func TestAppArmorParserHangs(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		end := make(chan struct{})
+		var loads atomic.Int32
+		var log bytes.Buffer
+		m := profileManager(t, profileLoader{
+			loaded: func(string) (bool, error) { return false, nil },
+			load:   func(string) error { loads.Add(1); <-end; return errors.New("ended at last") },
+		}, &log)
+		for range 2 {
+			begin := time.Now()
+			m.ensureAppArmor(t.Context())
+			if waited := time.Since(begin); waited != appArmorLimit {
+				t.Errorf("waited %v", waited)
+			}
+			if !strings.Contains(m.appArmor.problem(), context.DeadlineExceeded.Error()) {
+				t.Errorf("problem %q", m.appArmor.problem())
+			}
+			time.Sleep(2 * appArmorRetry) // of the bubble's clock
+		}
+		if loads.Load() != 1 {
+			t.Errorf("%d parsers", loads.Load())
+		}
+		close(end)
+	})
+}
+
+// A caller without time left learns nothing of the profile, so nothing is noted.
+func TestAppArmorGivenUpByItsCaller(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	var log bytes.Buffer
+	m := profileManager(t, profileLoader{
+		loaded: func(string) (bool, error) { return false, nil },
+		load:   func(string) error { cancel(); return errors.New("broken") },
+	}, &log)
+	m.ensureAppArmor(ctx)
+	if p := m.appArmor.problem(); p != "" {
+		t.Errorf("problem %q", p)
 	}
 }

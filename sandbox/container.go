@@ -189,7 +189,7 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	if err := m.labelContainer(p, c); err != nil {
 		return err
 	}
-	m.ensureAppArmor()
+	m.ensureAppArmor(ctx)
 	if err := m.describeContainer(ctx, p, c); err != nil {
 		return err
 	}

@@ -114,11 +114,11 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 	if err != nil {
 		return nil, err
 	}
-	volumes, err := m.volumesFor(root.IDMap, c)
+	volumes, err := m.volumesFor(root, c)
 	if err != nil {
 		return nil, err
 	}
-	m.ensureAppArmor()
+	m.ensureAppArmor(ctx)
 	spec, err := m.containerSpec(p, c, c.resources, c.rec.Limits)
 	if err != nil {
 		return nil, err

@@ -83,6 +83,20 @@ func (m *Manager) holdVolumes(c *container) ([]shim.Volume, error) {
 	return volumes, failed
 }
 
+// volumesFor is what to mount of a container's image volumes, shown as its root filesystem is: to
+// the same user namespace, with the same SELinux label.
+func (m *Manager) volumesFor(root rootfs.Spec, c *container) ([]shim.Volume, error) {
+	volumes, err := m.holdVolumes(c)
+	return shownAs(root, volumes), err
+}
+
+func shownAs(root rootfs.Spec, volumes []shim.Volume) []shim.Volume {
+	for i := range volumes {
+		volumes[i].Rootfs.IDMap, volumes[i].Rootfs.Label = root.IDMap, root.Label
+	}
+	return volumes
+}
+
 // notAlone puts an empty layer below a single one. An image of one layer would be a read-only
 // bind mount of it, which a container with CAP_SYS_ADMIN can make writable, and change the
 // layer for all who use it. An overlay that has no upper layer can't be made writable.

@@ -70,7 +70,7 @@ type Manager struct {
 	runtimeTurn   task.Turn
 	ipRanges      atomic.Pointer[[][]cni.IPRange] // from the node's pod CIDR
 	users         userFiles
-	appArmor      appArmor
+	appArmor      *appArmor
 	labels        labeller
 	unfinished    []func() // what recover found half done; started at its end
 	events        *feed.Feed[Event]
@@ -85,7 +85,7 @@ type Manager struct {
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network, plugins: cfg.Plugins,
 		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container"),
-		runtimeTurn: task.NewTurn(), labels: hostLabeller, appArmor: appArmor{profileLoader: hostProfiles}, events: feed.New[Event](maxUnread), census: newCensus(cfg.CensusPeriod), tasks: task.NewRunner(cfg.Log)}
+		runtimeTurn: task.NewTurn(), labels: hostLabeller, appArmor: newAppArmor(hostProfiles), events: feed.New[Event](maxUnread), census: newCensus(cfg.CensusPeriod), tasks: task.NewRunner(cfg.Log)}
 	if m.plugins == nil {
 		m.plugins = noPlugins{}
 	}
@@ -99,7 +99,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		m.log.Warn("the kernel refuses to lower oom_score_adj (CAP_SYS_RESOURCE is missing): pods and containers get the lowest value allowed",
 			"wanted", pauseOOMScore, "lowest", m.cfg.Host.OOMScoreAdjMin)
 	}
-	m.ensureAppArmor()
+	m.ensureAppArmor(ctx)
 	err := m.recover(ctx)
 	if err == nil {
 		err = m.openCensus()

@@ -280,8 +280,8 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 	if err != nil {
 		return nil, err
 	}
-	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: m.payload.Pause}}, IDMap: idMap}
-	m.ensureAppArmor()
+	root := m.pauseRoot(p, idMap)
+	m.ensureAppArmor(ctx)
 	input := oci.SandboxInput{Pod: m.ociPod(p), Labels: p.rec.SELinux, Host: m.hostOf(p), Files: host.Files{}, SystemdCgroup: m.cfg.SystemdCgroup}
 	var users userFilesOf
 	var imageUser string
@@ -291,6 +291,7 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 		if root, err = m.writableRoot(p.id, image, idMap); err != nil {
 			return nil, fmt.Errorf("pause image: %w", err)
 		}
+		root.Label = p.rec.SELinux.Mount
 		if users, err = m.userFilesOf(image.ID, root); err != nil {
 			return nil, err
 		}
@@ -315,6 +316,16 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 		return nil, fmt.Errorf("start pause of pod %s: %w", p.id, err)
 	}
 	return started, nil
+}
+
+// pauseRoot is the root filesystem of the embedded pause, a directory of berth's. Only an
+// overlay shows files with another SELinux label than they have.
+func (m *Manager) pauseRoot(p *pod, idMap *rootfs.IDMap) rootfs.Spec {
+	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: m.payload.Pause}}, IDMap: idMap}
+	if label := p.rec.SELinux.Mount; label != "" {
+		root.Layers, root.Label = m.notAlone(root.Layers), label
+	}
+	return root
 }
 
 // attachNetwork runs CNI ADD; the record that a DEL is due was written before.

@@ -15,7 +15,9 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/rootfs"
 	"berth/oci"
+	"berth/shim"
 )
 
 // fakeSELinux is a host with SELinux: labels that are in use, and those of files.
@@ -137,5 +139,27 @@ func TestPodFilesGetThePodsLabel(t *testing.T) {
 	}
 	if want := map[string]string{"/root/sandboxes/p": "pod-files"}; !maps.Equal(host.files, want) {
 		t.Errorf("labelled %v, want %v", host.files, want)
+	}
+}
+
+// Everything that is mounted for a pod shows its label, not the files' own: image volumes and
+// pause's directory too. Without SELinux pause needs no overlay.
+func TestMountsGetTheirLabel(t *testing.T) {
+	host := newFakeSELinux()
+	m, p, _, _ := labelledManager(host)
+	m.payload.Pause = "/pause"
+	root := m.pauseRoot(p, nil)
+	if root.Label != "pod-files" || len(root.Layers) < 2 || root.Layers[len(root.Layers)-1].Path != "/pause" {
+		t.Errorf("pause's root is %+v: only overlays are labelled", root)
+	}
+	p.rec.SELinux = oci.Labels{}
+	if root = m.pauseRoot(p, nil); root.Label != "" || len(root.Layers) != 1 {
+		t.Errorf("without SELinux pause's root is %+v", root)
+	}
+
+	like := rootfs.Spec{Label: "own-files", IDMap: &rootfs.IDMap{UserNS: "ns"}}
+	volumes := shownAs(like, []shim.Volume{{Path: "/v", Rootfs: rootfs.Spec{Upper: "u"}}})
+	if v := volumes[0]; v.Rootfs.Label != like.Label || v.Rootfs.IDMap != like.IDMap || v.Rootfs.Upper != "u" || v.Path != "/v" {
+		t.Errorf("an image volume is %+v", v)
 	}
 }

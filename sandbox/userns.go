@@ -16,7 +16,6 @@ import (
 	"berth/internal/rootfs"
 	"berth/internal/userns"
 	"berth/oci"
-	"berth/shim"
 	"berth/shim/payload"
 )
 
@@ -156,13 +155,4 @@ func checkPassable(path string) error {
 func (m *Manager) hasUserNamespace(p *pod) bool {
 	mappings, err := oci.UserNamespace(p.config)
 	return err == nil && mappings != nil
-}
-
-// volumesFor is what to mount of a container's image volumes, shown as its root filesystem is.
-func (m *Manager) volumesFor(idMap *rootfs.IDMap, c *container) ([]shim.Volume, error) {
-	volumes, err := m.holdVolumes(c)
-	for i := range volumes {
-		volumes[i].Rootfs.IDMap = idMap
-	}
-	return volumes, err
 }

@@ -30,6 +30,9 @@ type Facts struct {
 	Seccomp  bool // seccomp filters
 	AppArmor bool // the AppArmor module is enabled
 	SELinux  bool // selinuxfs is mounted
+	// NoAppArmorProfile is why the default profile can't be had, as far as that is known. Not
+	// from Detect but from who loads it (package sandbox).
+	NoAppArmorProfile string
 
 	// Capabilities are those that this process can hand on: both in its bounding
 	// and its permitted set. Upper case with CAP_ prefix, ordered by number.
