@@ -222,9 +222,14 @@ func TestImageListStatusRemove(t *testing.T) {
 	equal(t, "its user", filtered[0].Uid.GetValue(), 1001)
 
 	hex := strings.TrimPrefix(id, "sha256:")
-	for _, query := range []string{id, hex, hex[:12], first, repository(first) + "@" + digestOf(t, img)} {
+	byDigest := "@" + digestOf(t, img)
+	for _, query := range []string{id, hex, hex[:12], id[:len("sha256:")+12], first, repository(first) + byDigest, second + byDigest} {
 		if status := d.imageStatus(t, query); status == nil || status.Id != id {
 			t.Errorf("ImageStatus(%q) is %v, want %s", query, status, id)
+		}
+		listed := get(d.images.ListImages(t.Context(), &runtimeapi.ImageFilter{Image: &runtimeapi.ImageSpec{Image: query}}))(t)
+		if len(listed) != 1 || listed[0].Id != id {
+			t.Errorf("ListImages(%q) is %v, want %s", query, listed, id)
 		}
 	}
 	for _, query := range []string{registry.Host + "/no-such:tag", strings.Repeat("0", 64), "ffffffffffff"} {
@@ -279,6 +284,14 @@ func TestImageFsInfo(t *testing.T) {
 	if inodesAfter <= inodesBefore {
 		t.Errorf("used inodes went from %d to %d", inodesBefore, inodesAfter)
 	}
+	// kubelet's garbage collection counts what a removal has freed.
+	must(t, d.images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: name}))
+	eventually(t, "what the image took is free", func() error { // files are deleted in the background, and count until then
+		if bytes, inodes := used(); bytes != bytesBefore || inodes != inodesBefore {
+			return fmt.Errorf("used are %d bytes in %d inodes, before the pull %d in %d", bytes, inodes, bytesBefore, inodesBefore)
+		}
+		return nil
+	})
 }
 
 func TestPinnedImages(t *testing.T) {
@@ -291,6 +304,10 @@ func TestPinnedImages(t *testing.T) {
 	d.pull(t, other)
 	if d.imageStatus(t, other).Pinned {
 		t.Error("another image is reported as pinned")
+	}
+	must(t, d.images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: baseImage})) // pinned is advice
+	if d.imageStatus(t, baseImage) != nil {
+		t.Error("a pinned image cannot be removed")
 	}
 }
 
@@ -312,21 +329,79 @@ func TestRemoveImageUnderContainer(t *testing.T) {
 	wantCode(t, err, codes.NotFound, name)
 }
 
-// The same value everywhere: PullImage, ImageStatus, ContainerStatus, ListContainers.
+// Whatever names an image does so by the same value (strict since v1.36): PullImage, ImageStatus, ListImages, the
+// status and the list of containers, image volumes, and events.
 func TestImageIDIsTheSameEverywhere(t *testing.T) {
 	d := startDaemon(t)
+	stream := events(t, d)
 	id := d.pull(t, baseImage)
+	equal(t, "ID of ImageStatus", d.imageStatus(t, baseImage).Id, id)
+	listed := get(d.images.ListImages(t.Context(), nil))(t)
+	equal(t, "number of images", len(listed), 1)
+	equal(t, "listed ID", listed[0].Id, id)
+	equal(t, "image of the listed spec", listed[0].Spec.Image, id)
 	pod := d.runPod(t, hostNetwork)
-	byName, byID := pod.run(t), pod.run(t, image(id))
-	for _, c := range []*container{byName, byID} {
-		status := c.status(t)
-		equal(t, "image_id", status.ImageId, id)
-		equal(t, "image_ref", status.ImageRef, id)
+	byName := pod.run(t, mount(&runtimeapi.Mount{ContainerPath: "/volume", Readonly: true, Image: &runtimeapi.ImageSpec{Image: baseImage}}))
+	byID := pod.run(t, image(id))
+	check := func(where string, status *runtimeapi.ContainerStatus) {
+		equal(t, "image_id in "+where, status.ImageId, id)
+		equal(t, "image_ref in "+where, status.ImageRef, id)
 	}
+	for _, c := range []*container{byName, byID} {
+		check("status", c.status(t))
+		check("verbose status", get(d.cri.ContainerStatus(t.Context(), c.id, true))(t).Status)
+	}
+	equal(t, "image_ref of the volume", byName.status(t).Mounts[0].Image.ImageRef, id)
 	for _, c := range get(d.cri.ListContainers(t.Context(), nil))(t) {
 		equal(t, "listed image_id", c.ImageId, id)
 		equal(t, "listed image_ref", c.ImageRef, id)
 	}
+	for _, status := range get(d.cri.PodSandboxStatus(t.Context(), pod.id, false))(t).ContainersStatuses {
+		check("the pod's status", status)
+	}
+	for told := 0; told < 2; { // until both containers were seen started
+		event := get(stream.Recv())(t)
+		for _, status := range event.ContainersStatuses {
+			check("event "+event.ContainerEventType.String(), status)
+		}
+		if event.ContainerEventType == runtimeapi.ContainerEventType_CONTAINER_STARTED_EVENT && event.ContainerId != pod.id {
+			told++
+		}
+	}
+}
+
+// Removing an image by one name removes all its names, also those in other repositories.
+func TestRemoveImageOfManyNames(t *testing.T) {
+	d := startDaemon(t)
+	img := buildImage(t, v1.Config{}, fixture.Tree{fixture.File("many", 0o644, "x")})
+	one, id := push(t, registry, "many-a:one", img)
+	two, _ := push(t, registry, "many-b:two", img)
+	d.pull(t, one)
+	d.pull(t, two)
+	equal(t, "number of tags", len(d.imageStatus(t, id).RepoTags), 2)
+	equal(t, "number of digests", len(d.imageStatus(t, id).RepoDigests), 2)
+	must(t, d.images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: repository(one) + "@" + digestOf(t, img)}))
+	for _, query := range []string{one, two, id} {
+		if status := d.imageStatus(t, query); status != nil {
+			t.Errorf("ImageStatus(%q) is still %v", query, status)
+		}
+		must(t, d.images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: query}))
+	}
+}
+
+// The API wants an image for an unknown runtime handler refused.
+func TestPullForRuntimeHandler(t *testing.T) {
+	d := startDaemon(t)
+	pull := func(handler string) error {
+		_, err := d.images.PullImage(t.Context(), &runtimeapi.ImageSpec{Image: baseImage, RuntimeHandler: handler}, nil, nil)
+		return err
+	}
+	wantCode(t, pull("unknown"), codes.NotFound, "unknown")
+	if d.imageStatus(t, baseImage) != nil {
+		t.Error("the image was pulled nevertheless")
+	}
+	must(t, pull("berth"))
+	must(t, pull(""))
 }
 
 // pauseImage pushes an image that can stand in for pause.

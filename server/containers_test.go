@@ -277,6 +277,12 @@ func TestImages(t *testing.T) {
 	if err != nil || pulled.ImageRef != idA {
 		t.Errorf("pull: %v, %v", pulled, err)
 	}
+	for handler, want := range map[string]codes.Code{"berth": codes.OK, "gone": codes.OK, "unknown": codes.NotFound} {
+		spec := &runtimeapi.ImageSpec{Image: idA, RuntimeHandler: handler}
+		if _, err := h.images.PullImage(ctx, &runtimeapi.PullImageRequest{Image: spec}); status.Code(err) != want {
+			t.Errorf("pull for the runtime handler %q: %v", handler, err)
+		}
+	}
 	if _, err := h.images.RemoveImage(ctx, &runtimeapi.RemoveImageRequest{Image: &runtimeapi.ImageSpec{Image: "unknown"}}); err != nil || !slices.Equal(images.removed, []string{"unknown"}) {
 		t.Errorf("remove: %v, %q", err, images.removed)
 	}

@@ -3,6 +3,7 @@ package server
 import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/internal/errdefs"
 	"berth/sandbox"
 )
 
@@ -26,4 +27,15 @@ func (s *runtimeService) runtimeHandlers() []*runtimeapi.RuntimeHandler {
 		}})
 	}
 	return all
+}
+
+// checkHandler refuses what names a runtime handler that is not configured, with the code
+// that RunPodSandbox has for it. Empty is the default one.
+func (s *imageService) checkHandler(name string) error {
+	for _, h := range s.pods.Handlers() {
+		if h.Name == name {
+			return nil
+		}
+	}
+	return errdefs.NotFound("runtime handler %q is not configured", name)
 }

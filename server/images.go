@@ -64,9 +64,14 @@ type imageDetail struct {
 }
 
 // PullImage implements ImageService. The reference it returns is the image's ID,
-// the same value as in every other message of the API.
+// the same value as in every other message of the API. All runtime handlers use the
+// same images, so one that is known changes nothing. The pod's config and the image's
+// annotations are not used.
 func (s *imageService) PullImage(ctx context.Context, req *runtimeapi.PullImageRequest) (*runtimeapi.PullImageResponse, error) {
 	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
+		return nil, err
+	}
+	if err := s.checkHandler(req.GetImage().GetRuntimeHandler()); err != nil {
 		return nil, err
 	}
 	img, err := s.images.Pull(ctx, req.GetImage().GetImage(), req.GetAuth())

@@ -191,5 +191,8 @@ type runtimeService struct {
 type imageService struct {
 	runtimeapi.UnimplementedImageServiceServer
 	images Images
-	pods   Statistics
+	pods   interface {
+		Statistics
+		RuntimeHandlers
+	}
 }
