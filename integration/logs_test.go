@@ -6,7 +6,9 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
@@ -91,15 +93,112 @@ func TestReopenContainerLog(t *testing.T) {
 	}
 }
 
+// The log is rotated again and again while the container writes as fast as it can: each line is in one of the
+// files, once and in order.
+func TestRotationAtFullSpeed(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	const lines = 300_000
+	c := pod.run(t, script(fmt.Sprintf("seq 1 %d", lines)))
+	var files []string
+	for c.status(t).State == runtimeapi.ContainerState_CONTAINER_RUNNING {
+		rotated := fmt.Sprintf("%s.%d", c.logPath(), len(files))
+		must(t, os.Rename(c.logPath(), rotated))
+		files = append(files, rotated)
+		if err := d.cri.ReopenContainerLog(t.Context(), c.id); err != nil {
+			equal(t, "state after a reopening that failed", c.waitExited(t).ExitCode, 0)
+			break
+		}
+	}
+	c.waitExited(t)
+	if _, err := os.Stat(c.logPath()); err == nil {
+		files = append(files, c.logPath())
+	}
+	if len(files) < 3 {
+		t.Errorf("%d files only: the log was hardly rotated while it was written", len(files))
+	}
+	n := 0
+	for _, file := range files {
+		for _, l := range readLog(t, file) {
+			if n++; l.text != fmt.Sprint(n) {
+				t.Fatalf("%s: line %d is %q", file, n, l.text)
+			}
+		}
+	}
+	equal(t, "number of lines", n, lines)
+}
+
+func TestMaxLogLine(t *testing.T) {
+	const limit = 300
+	d := startDaemon(t, withConfig(fmt.Sprintf("max_log_line = %d", limit)))
+	long := strings.Repeat("0123456789", 100)
+	c, _ := d.runPod(t, hostNetwork).runToEnd(t, script("echo "+long+"; echo short"))
+	lines := c.log(t)
+	equal(t, "number of records", len(lines), len(long)/limit+2)
+	for i, l := range lines[:len(long)/limit] {
+		equal(t, fmt.Sprintf("length of record %d", i), len(l.text), limit)
+		equal(t, fmt.Sprintf("partial of record %d", i), l.partial, true)
+	}
+	equal(t, "text", c.output(t), long+"\nshort\n")
+}
+
+// A full disk costs log lines and nothing else: the container runs on and ends by itself, no record is torn, and
+// when there is room again the log goes on. Reopening fails, without a new file, where no file can be made.
+func TestLogDiskFull(t *testing.T) {
+	d := startDaemon(t)
+	config := d.podConfig(t, hostNetwork)
+	must(t, unix.Mount("tmpfs", config.LogDirectory, "tmpfs", 0, "size=256k,nr_inodes=5"))
+	t.Cleanup(func() { must(t, unix.Unmount(config.LogDirectory, 0)) })
+	pod := d.runPodConfig(t, config)
+	ballast := filepath.Join(config.LogDirectory, "ballast")
+	must(t, os.WriteFile(ballast, make([]byte, 128<<10), 0o600))
+
+	const lines = 50_000 // many times what the disk has room for
+	c := pod.run(t, script(fmt.Sprintf("seq 1 %d; echo all >/tmp/written; while [ ! -e /tmp/go ]; do sleep 0.02; done; echo there is room; exit 7", lines)))
+	eventually(t, "everything is written", func() error {
+		_, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"cat", "/tmp/written"}, time.Minute)
+		return err
+	})
+	kept := c.log(t)
+	if len(kept) == 0 || len(kept) >= lines {
+		t.Errorf("the log has %d of %d lines", len(kept), lines)
+	}
+	for i, l := range kept {
+		if l.text != fmt.Sprint(i+1) {
+			t.Fatalf("line %d is %q", i+1, l.text)
+		}
+	}
+
+	must(t, os.WriteFile(ballast+"2", nil, 0o600)) // the last inode
+	rotated := filepath.Join(config.LogDirectory, "rotated")
+	must(t, os.Rename(c.logPath(), rotated))
+	if err := d.cri.ReopenContainerLog(t.Context(), c.id); err == nil {
+		t.Error("reopening the log succeeds where no file can be made")
+	}
+	if _, err := os.Stat(c.logPath()); err == nil {
+		t.Error("there is a new log file although reopening failed")
+	}
+	must(t, os.Remove(ballast))
+	must(t, os.Remove(ballast+"2"))
+	must(t, d.cri.ReopenContainerLog(t.Context(), c.id))
+	c.exec(t, "touch", "/tmp/go")
+	equal(t, "exit code", c.waitExited(t).ExitCode, 7)
+	equal(t, "the new file", c.output(t), "there is room\n")
+	equal(t, "the old file", len(readLog(t, rotated)), len(kept))
+}
+
 // When reopening fails no new file may exist, and the old one is still written.
 func TestReopenContainerLogFailures(t *testing.T) {
 	d := startDaemon(t)
 	pod := d.runPod(t, hostNetwork)
 	exited, _ := pod.runToEnd(t, command("true"))
 	must(t, os.Remove(exited.logPath()))
-	wantCode(t, d.cri.ReopenContainerLog(t.Context(), exited.id), codes.FailedPrecondition, exited.id)
-	if _, err := os.Stat(exited.logPath()); err == nil {
-		t.Error("there is a new log file for an exited container")
+	created := pod.create(t)
+	for _, c := range []*container{exited, created} {
+		wantCode(t, d.cri.ReopenContainerLog(t.Context(), c.id), codes.FailedPrecondition, c.id)
+		if _, err := os.Stat(c.logPath()); err == nil {
+			t.Errorf("there is a new log file for container %s, which does not run", c.config.Metadata.Name)
+		}
 	}
 
 	c := pod.run(t, script("echo before; while [ ! -e /tmp/go ]; do sleep 0.02; done; echo after; sleep 1000"))

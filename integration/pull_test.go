@@ -5,12 +5,14 @@ import (
 	"context"
 	"crypto/tls"
 	"encoding/base64"
+	"encoding/json"
 	"fmt"
 	"math/rand/v2"
 	"net"
 	"net/http"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -248,6 +250,56 @@ func TestConcurrentPullsShareLayer(t *testing.T) {
 		must(t, err)
 	}
 	equal(t, "downloads of the shared layer", r.Count(http.MethodGet, digest), 1)
+}
+
+// What a pull has come to is in the verbose status.
+func TestPullProgress(t *testing.T) {
+	r := newRegistry(t)
+	blob := packLayer(t, fixture.Tree{fixture.File("slow", 0o644, noise(1<<20))}, fixture.Gzip)
+	img, err := fixture.ImageOf(v1.Config{}, packLayer(t, fixture.Tree{fixture.File("quick", 0o644, "x")}, fixture.Gzip), blob)
+	must(t, err)
+	name, _ := push(t, r, "progress:latest", img)
+	content := blobOf(t, blob)
+	end := make(chan struct{})
+	r.Hook(func(w http.ResponseWriter, req *http.Request) bool {
+		if req.Method != http.MethodGet || !strings.HasSuffix(req.URL.Path, digestOf(t, blob)) {
+			return false
+		}
+		w.Header().Set("Content-Length", strconv.Itoa(len(content)))
+		half := len(content) / 2
+		_, _ = w.Write(content[:half])
+		w.(http.Flusher).Flush()
+		<-end
+		_, _ = w.Write(content[half:])
+		return true
+	})
+	d := startDaemon(t)
+	type layer struct {
+		Digest, State string
+		Done, Total   int
+	}
+	var pulls []struct {
+		Ref    string
+		Layers []layer
+	}
+	progress := func() string { return get(d.cri.Status(t.Context(), true))(t).Info["pulls"] }
+	equal(t, "pulls before", progress(), "[]")
+	done := make(chan error, 1)
+	go func() { _, err := d.tryPull(t, name, nil); done <- err }()
+	eventually(t, "half of the slow layer is here", func() error {
+		text := progress()
+		if err := json.Unmarshal([]byte(text), &pulls); err != nil {
+			return err
+		}
+		if len(pulls) != 1 || pulls[0].Ref != name || len(pulls[0].Layers) != 2 || pulls[0].Layers[0].State != "done" ||
+			pulls[0].Layers[1] != (layer{digestOf(t, blob), "downloading", len(content) / 2, len(content)}) {
+			return fmt.Errorf("pulls: %s", text)
+		}
+		return nil
+	})
+	close(end)
+	must(t, <-done)
+	equal(t, "pulls afterwards", progress(), "[]")
 }
 
 // interrupt serves a blob in parts: each answer breaks off after so many bytes.
