@@ -6,6 +6,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -158,6 +160,37 @@ spec:
 	}
 	if !strings.Contains(out, "done") {
 		t.Errorf("the output is not streamed:\n%s", out)
+	}
+}
+
+// hostUsers: false gives the pod IDs that no other pod has; its volumes have the owners that they
+// would have without.
+func TestOperatorRunInUserNamespace(t *testing.T) {
+	d := startDaemon(t)
+	manifest := d.writeManifest(t, `
+apiVersion: v1
+kind: Pod
+metadata: {name: mapped}
+spec:
+  restartPolicy: Never
+  hostUsers: false
+  hostNetwork: true
+  securityContext: {fsGroup: 2000}
+  containers:
+  - name: c
+    image: IMAGE
+    command: [sh, -c, "set -e; cat /proc/self/uid_map; touch /data/f; stat -c '%u:%g' /data/f /etc/hosts"]
+    volumeMounts: [{name: data, mountPath: /data}]
+  volumes:
+  - {name: data, emptyDir: {}}
+`)
+	out := strings.Fields(d.berth(t, d.runArgs(manifest)...))
+	i := slices.Index(out, "65536")
+	if i < 2 || out[i-2] != "0" || !slices.Contains(out, "0:2000") || !slices.Contains(out, "0:0") {
+		t.Fatalf("its output is %q", out)
+	}
+	if first, err := strconv.Atoi(out[i-1]); err != nil || first < 0x70000000 {
+		t.Errorf("its IDs begin at %s, %v", out[i-1], err)
 	}
 }
 

@@ -80,9 +80,7 @@ func (c *checker) spec() {
 	if spec.OS != nil {
 		oneOf(c, "spec.os.name", spec.OS.Name, corev1.Linux)
 	}
-	if spec.HostUsers != nil && !*spec.HostUsers {
-		c.add("spec.hostUsers", "false: user namespaces need a range of IDs, which only kubelet keeps account of")
-	}
+	c.userNamespace()
 	if value(spec.AutomountServiceAccountToken) {
 		c.add("spec.automountServiceAccountToken", "true: there is no API server to get a token from")
 	}

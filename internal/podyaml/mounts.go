@@ -29,10 +29,10 @@ func (p *Plan) mounts(c Container, env *environment, run Run) ([]*runtimeapi.Mou
 			return nil, fmt.Errorf("%s: %w", at, err)
 		}
 		ownHosts = ownHosts || path.Clean(m.MountPath) == etcHosts
-		out = append(out, p.mount(m, source))
+		out = append(out, p.mapped(p.mount(m, source)))
 	}
 	if !ownHosts && run.EtcHosts != "" {
-		out = append(out, &runtimeapi.Mount{ContainerPath: etcHosts, HostPath: run.EtcHosts, SelinuxRelabel: true})
+		out = append(out, p.mapped(&runtimeapi.Mount{ContainerPath: etcHosts, HostPath: run.EtcHosts, SelinuxRelabel: true}))
 	}
 	return out, nil
 }

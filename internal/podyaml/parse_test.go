@@ -86,7 +86,9 @@ containers:
 		{"ephemeral containers", "ephemeralContainers: [{name: d, image: b}]\n" + one(""), []string{"spec.ephemeralContainers: not supported"}},
 		{"restart policy of an ordinary container", one("restartPolicy: Always"), []string{"spec.containers[0].restartPolicy: not supported"}},
 		{"service account token", "automountServiceAccountToken: true\n" + one(""), []string{"spec.automountServiceAccountToken: true"}},
-		{"user namespace", "hostUsers: false\n" + one(""), []string{"spec.hostUsers: false: user namespaces"}},
+		{"user namespace", "hostUsers: false\nhostNetwork: true\n" + one(""), nil},
+		{"user namespace beside the host's", "hostUsers: false\nhostPID: true\nhostIPC: true\n" + one(""), []string{
+			"spec.hostUsers: false: not possible with hostPID", "spec.hostUsers: false: not possible with hostIPC"}},
 		{"dns", "dnsPolicy: ClusterFirst\n" + one(""), []string{`spec.dnsPolicy: "ClusterFirst" is not possible here, want Default or None`}},
 		{"dns none", "dnsPolicy: None\n" + one(""), []string{"spec.dnsConfig.nameservers: at least one"}},
 		{"dns words", "dnsConfig: {nameservers: [x], searches: ['a b'], options: [{name: \"a\\nb\"}]}\n" + one(""), []string{

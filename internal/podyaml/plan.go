@@ -49,6 +49,7 @@ type Plan struct {
 	Host         Host
 	LogDir       string // where the runtime puts the containers' logs
 	CgroupParent string // empty: the runtime's own default
+	FirstHostID  uint32 // of the UserNamespaceIDs users and groups of a pod that WantsUserNamespace
 }
 
 // Containers returns the pod's containers, init containers first, in order.

@@ -101,6 +101,25 @@ func TestSandboxOfTheHostNetwork(t *testing.T) {
 		Network: runtimeapi.NamespaceMode_NODE, Pid: runtimeapi.NamespaceMode_NODE})
 }
 
+func TestUserNamespace(t *testing.T) {
+	p := plan(t, "hostUsers: false\nvolumes: [{name: v, emptyDir: {}}]\n"+one("volumeMounts: [{name: v, mountPath: /v}]"))
+	p.FirstHostID = 1 << 20
+	ids := []*runtimeapi.IDMapping{{HostId: 1 << 20, ContainerId: 0, Length: 65536}}
+	want := &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_POD, Uids: ids, Gids: ids}
+	same(t, "pod", p.Sandbox().Linux.SecurityContext.NamespaceOptions.UsernsOptions, want)
+	c := config(t, p)
+	same(t, "container", c.Linux.SecurityContext.NamespaceOptions.UsernsOptions, want)
+	for _, m := range c.Mounts {
+		same(t, m.ContainerPath+" users", m.UidMappings, ids)
+		same(t, m.ContainerPath+" groups", m.GidMappings, ids)
+	}
+	same(t, "mounts", len(c.Mounts), 2)
+
+	p = plan(t, "hostUsers: true\n"+one("volumeMounts: []"))
+	same(t, "pod on the host's users", p.Sandbox().Linux.SecurityContext.NamespaceOptions.UsernsOptions, (*runtimeapi.UserNamespace)(nil))
+	same(t, "its hosts file", config(t, p).Mounts[0].UidMappings, []*runtimeapi.IDMapping(nil))
+}
+
 func TestHostnameIsCut(t *testing.T) {
 	p := plan(t, one(""))
 	p.Pod.Name = strings.Repeat("a", 62) + ".b"

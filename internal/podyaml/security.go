@@ -22,7 +22,7 @@ var (
 
 func (p *Plan) namespaces() *runtimeapi.NamespaceOption {
 	spec := &p.Pod.Spec
-	out := &runtimeapi.NamespaceOption{Pid: runtimeapi.NamespaceMode_CONTAINER}
+	out := &runtimeapi.NamespaceOption{Pid: runtimeapi.NamespaceMode_CONTAINER, UsernsOptions: p.usernsOptions()}
 	if spec.HostNetwork {
 		out.Network = runtimeapi.NamespaceMode_NODE
 	}

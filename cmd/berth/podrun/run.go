@@ -122,7 +122,7 @@ func Run(ctx, now context.Context, c *client.Client, pod *corev1.Pod, config Con
 		return Result{}, err
 	}
 	undo.Add("remove the files of the pod", r.files.remove)
-	if err := r.makePlan(pod, uid); err != nil {
+	if err := r.makePlan(ctx, pod, uid); err != nil {
 		return Result{}, err
 	}
 	if err := r.files.makeVolumes(); err != nil {
@@ -161,7 +161,7 @@ func interruptedOr(ctx context.Context, err error) error {
 	return err
 }
 
-func (r *podRun) makePlan(pod *corev1.Pod, uid string) error {
+func (r *podRun) makePlan(ctx context.Context, pod *corev1.Pod, uid string) error {
 	logs, err := r.files.makeLogDir(r.config.LogDir)
 	if err != nil {
 		return err
@@ -169,7 +169,10 @@ func (r *podRun) makePlan(pod *corev1.Pod, uid string) error {
 	r.plan = &podyaml.Plan{
 		Pod: pod, UID: uid, Host: r.config.Host, LogDir: logs, CgroupParent: r.config.CgroupParent,
 	}
-	return nil
+	if podyaml.WantsUserNamespace(pod) {
+		r.plan.FirstHostID, err = r.chooseHostIDs(ctx)
+	}
+	return err
 }
 
 // startSandbox runs the pod sandbox. An interrupt does not cancel it: it takes

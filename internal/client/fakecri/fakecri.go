@@ -110,6 +110,17 @@ func (s *Server) Calls() []string {
 	return slices.Clone(s.calls)
 }
 
+// PodConfigs returns what the pods that exist were made from.
+func (s *Server) PodConfigs() []*runtimeapi.PodSandboxConfig {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var configs []*runtimeapi.PodSandboxConfig
+	for _, p := range s.pods {
+		configs = append(configs, p.config)
+	}
+	return configs
+}
+
 // Left returns the IDs of pods and containers that exist.
 func (s *Server) Left() []string {
 	s.mu.Lock()
@@ -236,6 +247,8 @@ func (s *Server) PodSandboxStatus(_ context.Context, r *runtimeapi.PodSandboxSta
 	return &runtimeapi.PodSandboxStatusResponse{Status: &runtimeapi.PodSandboxStatus{
 		Id: p.id, Metadata: p.config.GetMetadata(), State: p.state, CreatedAt: p.created.UnixNano(),
 		Network: &runtimeapi.PodSandboxNetworkStatus{Ip: "10.0.0.2", AdditionalIps: []*runtimeapi.PodIP{{Ip: "fd00::2"}}},
+		Linux: &runtimeapi.LinuxPodSandboxStatus{Namespaces: &runtimeapi.Namespace{
+			Options: p.config.GetLinux().GetSecurityContext().GetNamespaceOptions()}},
 	}}, nil
 }
 
