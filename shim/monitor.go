@@ -12,6 +12,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"berth/internal/errdefs"
 	"berth/shim/wire"
 )
@@ -46,7 +48,7 @@ func (m *Monitor) CloseStdin(ctx context.Context) error {
 
 // call makes one request and waits for its answer.
 func (m *Monitor) call(ctx context.Context, what string, t wire.Type, payload []byte) error {
-	c, err := m.dial()
+	c, err := m.dial(ctx)
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
 	}
@@ -87,7 +89,7 @@ func (m *Monitor) Attach(ctx context.Context, streams AttachIO) error {
 	if streams.Stdin != nil {
 		defer streams.Stdin.Close()
 	}
-	c, err := m.dial()
+	c, err := m.dial(ctx)
 	if err != nil {
 		return fmt.Errorf("attach: %w", err)
 	}
@@ -140,20 +142,33 @@ type client struct {
 	sending sync.Mutex // held for one frame, so that frames do not mix
 }
 
+// dialAgain is the pause between two tries to connect to a monitor that is busy.
+const dialAgain = 5 * time.Millisecond
+
 // dial connects through a descriptor of the directory, since a socket's path is
-// limited to 107 bytes.
-func (m *Monitor) dial() (*client, error) {
+// limited to 107 bytes. More clients at once than the socket's backlog holds are told
+// EAGAIN by the kernel (unix_stream_connect, non-blocking): they come again until ctx ends.
+func (m *Monitor) dial(ctx context.Context) (*client, error) {
 	dir, err := os.Open(m.dir)
 	if err != nil {
 		return nil, notRunning(err)
 	}
 	defer dir.Close()
-	path := "/proc/self/fd/" + strconv.Itoa(int(dir.Fd())) + "/" + socketFile
-	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: path, Net: "unix"})
-	if err != nil {
-		return nil, notRunning(err)
+	address := &net.UnixAddr{Name: "/proc/self/fd/" + strconv.Itoa(int(dir.Fd())) + "/" + socketFile, Net: "unix"}
+	for {
+		conn, err := net.DialUnix("unix", nil, address)
+		if err == nil {
+			return &client{conn: conn}, nil
+		}
+		if !errors.Is(err, unix.EAGAIN) {
+			return nil, notRunning(err)
+		}
+		select {
+		case <-time.After(dialAgain):
+		case <-ctx.Done():
+			return nil, errors.Join(ctx.Err(), err)
+		}
 	}
-	return &client{conn: conn}, nil
 }
 
 // notRunning gives the errors that mean that nobody is there their code.

@@ -401,7 +401,7 @@ func TestResizeWithoutTerminal(t *testing.T) {
 func TestDeadClientIsDropped(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("chatty", "read x; seq 2000000; echo end >&2; read x", func(r *LaunchRequest) { r.Stdin, r.LogPath = true, "" })
-	dead, err := OpenMonitor(c.Dir).dial()
+	dead, err := OpenMonitor(c.Dir).dial(e.ctx)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -438,7 +438,7 @@ func TestBadRequests(t *testing.T) {
 		wire.Append(nil, wire.Resize, []byte("x")),
 		wire.Header(nil, wire.Stdin, 100), // and no more
 	} {
-		conn, err := OpenMonitor(c.Dir).dial()
+		conn, err := OpenMonitor(c.Dir).dial(e.ctx)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -137,7 +137,7 @@ func (c *container) freeze() (thaw func()) {
 // deaf attaches a client that never reads.
 func (c *container) deaf() *client {
 	c.Helper()
-	deaf, err := OpenMonitor(c.Dir).dial()
+	deaf, err := OpenMonitor(c.Dir).dial(c.ctx)
 	if err != nil {
 		c.Fatal(err)
 	}
