@@ -3,6 +3,7 @@ package server
 import (
 	"context"
 	"math"
+	"slices"
 	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -205,9 +206,11 @@ func seconds(name string, n int64) (time.Duration, error) {
 	return time.Duration(n) * time.Second, nil
 }
 
+// containerStatuses are those of a pod's containers, newest first: of containers with
+// the same name kubelet takes the first for the current one (EventedPLEG, 1.36).
 func (s *runtimeService) containerStatuses(pod string) []*runtimeapi.ContainerStatus {
 	var all []*runtimeapi.ContainerStatus
-	for _, c := range s.pods.Containers() {
+	for _, c := range slices.Backward(s.pods.Containers()) {
 		if c.PodID == pod {
 			all = append(all, s.containerStatus(c))
 		}

@@ -3,6 +3,7 @@ package server
 import (
 	"context"
 	"errors"
+	"slices"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -57,7 +58,7 @@ func (s *runtimeService) eventResponse(event sandbox.Event) *runtimeapi.Containe
 	if event.Pod != nil {
 		resp.PodSandboxStatus = podStatus(event.Pod)
 	}
-	for _, c := range event.Containers {
+	for _, c := range slices.Backward(event.Containers) { // as containerStatuses
 		resp.ContainersStatuses = append(resp.ContainersStatuses, s.containerStatus(c))
 	}
 	return resp

@@ -55,6 +55,9 @@ func (s *runtimeService) PodSandboxStatus(_ context.Context, req *runtimeapi.Pod
 	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
 		return nil, err
 	}
+	// Of a status and an event kubelet believes the later one (KEP-3386): what happens
+	// while we look must not seem older than what we have seen.
+	timestamp := time.Now().UnixNano()
 	pod, err := s.pods.Pod(req.GetPodSandboxId())
 	if err != nil {
 		return nil, err
@@ -62,7 +65,7 @@ func (s *runtimeService) PodSandboxStatus(_ context.Context, req *runtimeapi.Pod
 	resp := &runtimeapi.PodSandboxStatusResponse{
 		Status:             podStatus(pod),
 		ContainersStatuses: s.containerStatuses(pod.ID),
-		Timestamp:          time.Now().UnixNano(),
+		Timestamp:          timestamp,
 	}
 	if req.GetVerbose() {
 		resp.Info, err = infoMap(map[string]any{"info": podDetail{

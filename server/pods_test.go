@@ -296,7 +296,11 @@ func TestPodSandboxStatus(t *testing.T) {
 			{ID: "p1", Config: cfg, Handler: "berth", CreatedAt: time.Unix(5, 6), Ready: true, IPs: []string{"10.0.0.2", "fd00::2", "fd00::3"}, NetNS: "/run/netns/berth-p1", PausePID: 77},
 			{ID: "p2", Config: podConfig("b", nil)},
 		},
-		containers: []*sandbox.ContainerInfo{{ID: "c1", PodID: "p1", Config: containerConfig("c", "i"), ImageID: idA}, {ID: "c2", PodID: "p2", Config: containerConfig("c", "i")}},
+		containers: []*sandbox.ContainerInfo{
+			{ID: "c0", PodID: "p1", Config: containerConfig("c", "i"), ImageID: idA},
+			{ID: "c1", PodID: "p1", Config: containerConfig("c", "i"), ImageID: idA},
+			{ID: "c2", PodID: "p2", Config: containerConfig("c", "i")},
+		},
 	}
 	h := start(t, testConfig, pods, &fakeImages{})
 
@@ -314,7 +318,7 @@ func TestPodSandboxStatus(t *testing.T) {
 	if !proto.Equal(got.Status, want) {
 		t.Errorf("got  %v\nwant %v", got.Status, want)
 	}
-	if len(got.ContainersStatuses) != 1 || got.ContainersStatuses[0].Id != "c1" || got.Timestamp < before || len(got.Info) != 0 {
+	if s := got.ContainersStatuses; len(s) != 2 || s[0].Id != "c1" || s[1].Id != "c0" || got.Timestamp < before || len(got.Info) != 0 {
 		t.Errorf("containers %v, timestamp %d, info %v", got.ContainersStatuses, got.Timestamp, got.Info)
 	}
 
