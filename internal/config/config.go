@@ -33,7 +33,7 @@ const DefaultPath = "/etc/berth/config.toml"
 // default the default in the form a flag would take it, lists separated by
 // commas; path:"abs" asks for absolute paths and path:"optional" also allows
 // none; oneof lists the only values allowed; min is the smallest number or
-// duration; doc is the documentation.
+// duration, max the largest number; doc is the documentation.
 //
 // A field that is a map of structs stands for tables that users name: the key
 // "handlers" for [handlers.NAME]. The fields of the struct have the same tags;
@@ -57,7 +57,7 @@ type Config struct {
 	MaxParallelDownloads int      `toml:"max_parallel_downloads" default:"8" min:"1" doc:"How many layers of one image are transferred at the same time."`
 	StallTimeout         Duration `toml:"stall_timeout" default:"1m" min:"1s" doc:"A transfer from a registry that delivers no byte for so long is given up."`
 
-	MaxLogLine    int    `toml:"max_log_line" default:"16384" min:"256" doc:"Bytes of one line in a container's log. Longer lines are split and tagged as partial."`
+	MaxLogLine    int    `toml:"max_log_line" default:"16384" min:"256" max:"1048576" doc:"Bytes of one line in a container's log. Longer lines are split and tagged as partial. A container's monitor keeps so much of an unfinished line in memory."`
 	IdleLaunchers int    `toml:"idle_launchers" default:"2" min:"0" doc:"How many processes wait ready to launch a container. Each saves about 20 ms of a container's start and costs a few MB of memory."`
 	ShimPath      string `toml:"shim_path" path:"optional" doc:"The berth-shim program. Empty: beside the berth program, or else in PATH."`
 

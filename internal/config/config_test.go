@@ -172,6 +172,7 @@ func TestParseErrors(t *testing.T) {
 		"control":          {`root = "/a\nb"`, []string{"f.toml: line 1: root:", "control character"}},
 		"not one of":       {"log_level = 'loud'", []string{`f.toml: line 1: log_level: "loud" is not one of debug, info, warn, error`}},
 		"too small":        {"max_log_line = 1", []string{"f.toml: line 1: max_log_line: 1 is less than 256"}},
+		"too large":        {"max_log_line = 1048577", []string{"f.toml: line 1: max_log_line: 1048577 is more than 1048576"}},
 		"negative":         {"idle_launchers = -1", []string{"f.toml: line 1: idle_launchers: -1 is less than 0"}},
 		"tcp":              {"listen = 'tcp://0.0.0.0:1'", []string{`f.toml: line 1: listen: "tcp://0.0.0.0:1": only unix sockets are served`}},
 		"long socket":      {"listen = '/" + strings.Repeat("x", 107) + "'", []string{"longer than the 107 bytes"}},

@@ -76,6 +76,9 @@ func (o option) describe(b *strings.Builder, heading, key string) {
 	if o.min != "" {
 		fmt.Fprintf(b, "- at least: %s\n", o.min)
 	}
+	if o.max != "" {
+		fmt.Fprintf(b, "- at most: %s\n", o.max)
+	}
 }
 
 // example is an option of a table with the value that the documentation shows.
@@ -96,6 +99,9 @@ func (o option) summary() string {
 	}
 	if o.min != "" {
 		s += " At least " + o.min + "."
+	}
+	if o.max != "" {
+		s += " At most " + o.max + "."
 	}
 	if o.Flag != "" {
 		s += " Flag: --" + o.Flag + o.repeatable() + "."

@@ -50,6 +50,7 @@ type option struct {
 	path  string   // "", "abs", "optional" or "socket"
 	oneof []string // allowed values, if not empty
 	min   string   // smallest number or duration, if not empty
+	max   string   // largest number, if not empty
 }
 
 // options are those of Config itself, in the order of its fields.
@@ -67,7 +68,7 @@ func newOption(field reflect.StructField) option {
 	tag := field.Tag
 	o := option{
 		Key: tag.Get("toml"), Flag: tag.Get("flag"), Doc: tag.Get("doc"), Default: tag.Get("default"),
-		field: field, path: tag.Get("path"), min: tag.Get("min"),
+		field: field, path: tag.Get("path"), min: tag.Get("min"), max: tag.Get("max"),
 	}
 	if s := tag.Get("oneof"); s != "" {
 		o.oneof = strings.Split(s, ",")

@@ -74,9 +74,12 @@ func (o option) check(of reflect.Value) error {
 			}
 		}
 	case *int:
-		var least int
+		var least, most int
 		if _, err := fmt.Sscan(o.min, &least); err == nil && *p < least {
 			return fmt.Errorf("%d is less than %d", *p, least)
+		}
+		if _, err := fmt.Sscan(o.max, &most); err == nil && *p > most {
+			return fmt.Errorf("%d is more than %d", *p, most)
 		}
 	case *Duration:
 		if least, err := time.ParseDuration(o.min); err == nil && p.Duration < least {

@@ -77,42 +77,42 @@ type Maker struct {
 
 // Create returns the ID of the object of that identity: of the existing one, of
 // the one being made, or of the one that it makes. A creation that failed leaves
-// no trace.
+// no trace. Errors do not name the identity: the caller does.
 func (j *Joiner) Create(ctx context.Context, identity string, sum Fingerprint, mk Maker) (string, error) {
 	for {
 		c, mine, going := j.enter(identity, sum)
 		if mine && !mk.Spawn(func() { id, err := mk.Make(); j.finish(identity, c, id, err) }) {
-			j.finish(identity, c, "", errdefs.Unavailable("create %s: berth is stopping", identity))
+			j.finish(identity, c, "", errdefs.Unavailable("berth is stopping"))
 		}
 		if going == nil && c.sum == sum {
-			return j.await(ctx, identity, c)
+			return j.await(ctx, c)
 		}
 		if going == nil {
-			if err := waitDone(ctx, identity, c.done); err != nil {
+			if err := waitDone(ctx, c.done); err != nil {
 				return "", err
 			}
 			if c.err != nil {
 				continue // it left no trace
 			}
 			if going = j.replace(c, mk); going == nil {
-				return "", errdefs.AlreadyExists("%s exists (%s) with another configuration", identity, c.id)
+				return "", errdefs.AlreadyExists("it exists (%s) with another configuration", c.id)
 			}
 		}
-		if err := waitDone(ctx, identity, going.done); err != nil {
+		if err := waitDone(ctx, going.done); err != nil {
 			return "", err
 		}
 		if going.err != nil {
-			return "", fmt.Errorf("replace %s (%s), which nobody was told of: %w", identity, c.id, going.err)
+			return "", fmt.Errorf("replace %s, which nobody was told of: %w", c.id, going.err)
 		}
 	}
 }
 
-func waitDone(ctx context.Context, identity string, done <-chan struct{}) error {
+func waitDone(ctx context.Context, done <-chan struct{}) error {
 	select {
 	case <-done:
 		return nil
 	case <-ctx.Done():
-		return fmt.Errorf("create %s: waiting for an earlier request to end: %w", identity, ctx.Err())
+		return fmt.Errorf("waiting for an earlier request to end: %w", ctx.Err())
 	}
 }
 
@@ -160,7 +160,7 @@ func (j *Joiner) put(identity string, c *creation) {
 	j.by[identity] = c
 }
 
-func (j *Joiner) await(ctx context.Context, identity string, c *creation) (string, error) {
+func (j *Joiner) await(ctx context.Context, c *creation) (string, error) {
 	told := false
 	defer func() {
 		j.mu.Lock()
@@ -173,7 +173,7 @@ func (j *Joiner) await(ctx context.Context, identity string, c *creation) (strin
 		told = c.err == nil && ctx.Err() == nil
 		return c.id, c.err
 	case <-ctx.Done():
-		return "", fmt.Errorf("create %s: goes on without its caller: %w", identity, ctx.Err())
+		return "", fmt.Errorf("goes on without its caller: %w", ctx.Err())
 	}
 }
 
