@@ -140,6 +140,7 @@ func (m *Manager) handlerInfo(name string) HandlerInfo {
 	default:
 		info.Runtime = &found.can
 		info.RecursiveReadOnly = m.cfg.Host.RecursiveReadOnly && found.can.RecursiveReadOnly
+		info.UserNamespaces = m.cfg.Host.UserNamespaces && found.can.UserNamespaces
 	}
 	return info
 }
@@ -149,6 +150,7 @@ func (m *Manager) handlerInfo(name string) HandlerInfo {
 type podRuntime struct {
 	ociruntime.Runtime
 	RecursiveReadOnly bool `json:"recursiveReadOnly,omitempty"`
+	IDMappedMounts    bool `json:"idMappedMounts,omitempty"`
 }
 
 // planRuntime returns what a pod of that handler is to be run with, nil for libcontainer.
@@ -161,17 +163,17 @@ func (m *Manager) planRuntime(ctx context.Context, p *pod, name string) (*podRun
 	if err != nil {
 		return nil, err
 	}
-	if mappings != nil {
-		return nil, errdefs.FailedPrecondition("runtime handler %q: pods in user namespaces are run by the built-in runtime only", h.name)
-	}
 	can, err := h.look(ctx)
 	if err != nil {
 		return nil, err
 	}
+	if mappings != nil && !can.UserNamespaces {
+		return nil, errdefs.FailedPrecondition("runtime handler %q: %s can't run pods in user namespaces, or does not say that it can", h.name, h.config.Path)
+	}
 	return &podRuntime{
 		Runtime: ociruntime.Runtime{Path: h.config.Path, Args: h.config.Args, Root: m.ociRoot(p.id),
 			SystemdCgroup: m.cfg.SystemdCgroup, Sandboxed: can.Sandboxed, SubCgroups: can.SubCgroups},
-		RecursiveReadOnly: can.RecursiveReadOnly,
+		RecursiveReadOnly: can.RecursiveReadOnly, IDMappedMounts: can.UserNamespaces,
 	}, nil
 }
 

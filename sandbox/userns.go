@@ -99,6 +99,9 @@ func (m *Manager) checkUserNamespace(config *runtimeapi.PodSandboxConfig) error 
 func (m *Manager) checkIDMappedMounts(p *pod, spec *specs.Spec) error {
 	ns := m.usernsPath(p.id)
 	for _, mount := range spec.Mounts {
+		if r := p.rec.Runtime; oci.IsIDMapped(mount) && r != nil && !r.IDMappedMounts { // it would show wrong owners
+			return errdefs.FailedPrecondition("mount of %s: %s has no ID-mapped mounts, or does not say so", mount.Destination, r.Path)
+		}
 		if !oci.IsIDMapped(mount) || len(mount.UIDMappings) > 0 { // those libcontainer makes a namespace for
 			continue
 		}

@@ -34,11 +34,11 @@ func RuntimeOf(dir string) (*ociruntime.Runtime, error) {
 // GroupOf returns the cgroup of a container that a runtime's program made, according
 // to its bundle. The error wraps fs.ErrNotExist if there is none.
 func GroupOf(dir string, r *ociruntime.Runtime) (*cgroup.Group, error) {
-	path, err := ociruntime.CgroupsPath(dir)
+	bundle, err := ociruntime.ReadBundle(dir)
 	if err != nil {
 		return nil, err
 	}
-	return cgroup.Open(path, r.SystemdCgroup)
+	return cgroup.Open(bundle.CgroupsPath, r.SystemdCgroup)
 }
 
 // KillAndDestroy ends the processes of a launch and removes its cgroup; of a container

@@ -48,10 +48,14 @@ func (m *programMaker) prepare() error {
 }
 
 func (m *programMaker) hostRoot() (uid, gid int, err error) {
-	if uid, err = hostID(m.Spec.Linux.UIDMappings); err != nil {
+	return hostRootIn(m.Spec.Linux.UIDMappings, m.Spec.Linux.GIDMappings)
+}
+
+func hostRootIn(uids, gids []specs.LinuxIDMapping) (uid, gid int, err error) {
+	if uid, err = hostID(uids); err != nil {
 		return 0, 0, err
 	}
-	gid, err = hostID(m.Spec.Linux.GIDMappings)
+	gid, err = hostID(gids)
 	return uid, gid, err
 }
 
@@ -325,12 +329,19 @@ func (e *programExec) start() (pid int, err error) {
 	if err := record.Write(e.dir, ociruntime.ProcessFile, data); err != nil {
 		return 0, err
 	}
+	bundle, err := ociruntime.ReadBundle(e.Dir)
+	if err != nil {
+		return 0, e.explain(err)
+	}
+	if err := e.ownPipes(bundle); err != nil {
+		return 0, fmt.Errorf("exec in container %s: %w", e.ID, err)
+	}
 	streams, err := e.io.forProgram(e.dir)
 	if err != nil {
 		return 0, err
 	}
 	defer streams.close()
-	name := e.makeCgroup()
+	name := e.makeCgroup(bundle)
 	err = adopting(false, func() (err error) {
 		var internal int
 		pid, internal, err = e.Runtime.Exec(e.ctx, e.ID, e.dir, name, streams.IO)
@@ -349,6 +360,15 @@ func (e *programExec) start() (pid int, err error) {
 	return pid, nil
 }
 
+// ownPipes is libraryExec's, for the container's root as the runtime was told of it.
+func (e *programExec) ownPipes(bundle ociruntime.Bundle) error {
+	uid, gid, err := hostRootIn(bundle.UIDMappings, bundle.GIDMappings)
+	if err != nil {
+		return fmt.Errorf("owner of stdio: %w", err)
+	}
+	return e.io.theirs.pipes().chown(uid, gid)
+}
+
 // explain gives an error the code that fits if the container has ended.
 func (e *programExec) explain(err error) error {
 	if data, readErr := os.ReadFile(filepath.Join(e.Dir, record.ShimFile)); readErr == nil {
@@ -365,17 +385,13 @@ func (e *programExec) explain(err error) error {
 
 // makeCgroup makes the exec's own cgroup and returns its name if the runtime can put
 // the process there. A sandbox's processes are in none of their own.
-func (e *programExec) makeCgroup() (name string) {
+func (e *programExec) makeCgroup(bundle ociruntime.Bundle) (name string) {
 	if e.Runtime.Sandboxed {
 		return ""
 	}
-	path, err := ociruntime.CgroupsPath(e.Dir)
+	group, err := cgroup.Open(bundle.CgroupsPath, e.Runtime.SystemdCgroup)
 	if err != nil {
 		return "" // it is killed by its place in the process tree then
-	}
-	group, err := cgroup.Open(path, e.Runtime.SystemdCgroup)
-	if err != nil {
-		return ""
 	}
 	dir, hierarchy := makeExecCgroup(group.Paths(), e.ExecID)
 	e.setCgroup(dir)

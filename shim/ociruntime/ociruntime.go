@@ -24,6 +24,7 @@ import (
 	"strings"
 	"time"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 )
 
@@ -298,19 +299,25 @@ func (r *Runtime) cleanBundle(dir string, err *error) {
 	}
 }
 
-// CgroupsPath returns the cgroup of the container whose bundle it is, in the spec's form.
-func CgroupsPath(bundle string) (string, error) {
-	data, err := os.ReadFile(filepath.Join(bundle, ConfigFile))
+// Bundle is what is needed of a container's spec as long as it exists.
+type Bundle struct {
+	CgroupsPath string                 // in the spec's form
+	UIDMappings []specs.LinuxIDMapping // of its user namespace; none: the host's
+	GIDMappings []specs.LinuxIDMapping
+}
+
+// ReadBundle reads the spec of the container whose bundle it is. The error wraps
+// fs.ErrNotExist if there is none.
+func ReadBundle(dir string) (Bundle, error) {
+	data, err := os.ReadFile(filepath.Join(dir, ConfigFile))
 	if err != nil {
-		return "", fmt.Errorf("cgroup of a container: %w", err)
+		return Bundle{}, fmt.Errorf("spec of a container: %w", err)
 	}
-	var spec struct {
-		Linux struct{ CgroupsPath string }
-	}
+	var spec struct{ Linux Bundle }
 	if err := json.Unmarshal(data, &spec); err != nil {
-		return "", fmt.Errorf("cgroup of the container in %s: %w", bundle, err)
+		return Bundle{}, fmt.Errorf("spec of the container in %s: %w", dir, err)
 	}
-	return spec.Linux.CgroupsPath, nil
+	return spec.Linux, nil
 }
 
 func readPID(path string) (int, error) {

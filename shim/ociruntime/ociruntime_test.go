@@ -2,13 +2,16 @@ package ociruntime
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 )
 
@@ -47,7 +50,7 @@ func TestProbe(t *testing.T) {
 			--version) echo "runsc version release-1";;
 			help) echo "wait [flags] <container id>";;
 			exec) echo "exec [command options]";;
-			features) echo '{"mountOptions":["ro"],"linux":{"namespaces":["user"]}}';; esac`,
+			features) echo '{"mountOptions":["ro"],"linux":{"namespaces":["user"],"mountExtensions":{"idmap":{"enabled":true}}}}';; esac`,
 			Capabilities{Version: "runsc version release-1", Sandboxed: true, Features: true}},
 		{"no idmap", `case $cmd in
 			features) echo '{"mountOptions":[],"linux":{"namespaces":["user"],"mountExtensions":{"idmap":{}}}}';; esac`,
@@ -57,6 +60,31 @@ func TestProbe(t *testing.T) {
 		if err != nil || got != tt.want {
 			t.Errorf("%s: %+v, %v, want %+v", tt.name, got, err, tt.want)
 		}
+	}
+}
+
+func TestReadBundle(t *testing.T) {
+	dir := t.TempDir()
+	if _, err := ReadBundle(dir); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("no bundle: %v", err)
+	}
+	ids := []specs.LinuxIDMapping{{ContainerID: 0, HostID: 65536, Size: 10}}
+	data, err := json.Marshal(specs.Spec{Linux: &specs.Linux{CgroupsPath: "/a/b", UIDMappings: ids, GIDMappings: ids}})
+	if err == nil {
+		err = os.WriteFile(filepath.Join(dir, ConfigFile), data, 0o600)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := ReadBundle(dir)
+	if err != nil || b.CgroupsPath != "/a/b" || !slices.Equal(b.UIDMappings, ids) || !slices.Equal(b.GIDMappings, ids) {
+		t.Errorf("got %+v, %v", b, err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, ConfigFile), data[:9], 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := ReadBundle(dir); err == nil {
+		t.Error("half a spec is no error")
 	}
 }
 

@@ -60,7 +60,8 @@ func (c *Capabilities) parse(document []byte) error {
 	c.RecursiveReadOnly = slices.Contains(f.MountOptions, "rro")
 	if l := f.Linux; l != nil && l.MountExtensions != nil && l.MountExtensions.IDMap != nil {
 		idmap := l.MountExtensions.IDMap.Enabled
-		c.UserNamespaces = idmap != nil && *idmap && slices.Contains(l.Namespaces, "user")
+		// A sandbox is in namespaces of its own, whatever else its runtime can do with them.
+		c.UserNamespaces = idmap != nil && *idmap && slices.Contains(l.Namespaces, "user") && !c.Sandboxed
 	}
 	return nil
 }
