@@ -33,6 +33,8 @@ func init() {
 
 var shimPath = flag.String("shim", "/proc/self/exe", "the berth-shim to test or measure; default: the test binary")
 
+var programs = flag.String("programs", "", "folder with pause and monitor, where there is no compiler; default: they are built")
+
 // What TestMain's outer process tells the inner one.
 const (
 	workEnv    = "BERTH_TEST_WORK"    // a private folder, with the programs in it
@@ -67,7 +69,12 @@ func outer() (code int, err error) {
 		return 1, err
 	}
 	defer os.RemoveAll(work)
-	if err := buildPrograms(work); err != nil {
+	if *programs != "" {
+		err = takePrograms(work)
+	} else {
+		err = buildPrograms(work)
+	}
+	if err != nil {
 		return 1, err
 	}
 	versions := []string{"v2"}
@@ -104,13 +111,40 @@ func onlyV2() bool {
 	return unix.Statfs("/sys/fs/cgroup", &st) == nil && st.Type == unix.CGROUP2_SUPER_MAGIC
 }
 
-// buildPrograms makes what contrib/build makes, so that the tests never run old ones.
-func buildPrograms(work string) error {
+// makePauseRoot makes the folders of pause's root and returns its path.
+func makePauseRoot(work string) (string, error) {
 	root := filepath.Join(work, "pause-root")
 	for _, d := range []string{"proc", "dev", "sys"} {
 		if err := os.MkdirAll(filepath.Join(root, d), 0o755); err != nil {
+			return "", err
+		}
+	}
+	return root, nil
+}
+
+// takePrograms copies what contrib/build has made.
+func takePrograms(work string) error {
+	root, err := makePauseRoot(work)
+	if err != nil {
+		return err
+	}
+	for from, to := range map[string]string{"pause": filepath.Join(root, "pause"), "monitor": filepath.Join(work, "berth-monitor")} {
+		content, err := os.ReadFile(filepath.Join(*programs, from))
+		if err != nil {
 			return err
 		}
+		if err := os.WriteFile(to, content, 0o755); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// buildPrograms makes what contrib/build makes, so that the tests never run old ones.
+func buildPrograms(work string) error {
+	root, err := makePauseRoot(work)
+	if err != nil {
+		return err
 	}
 	pause := exec.Command("cc", "-Os", "-static", "-nostdlib", "-ffreestanding", "-fno-stack-protector", "-fno-pie", "-no-pie",
 		"-o", filepath.Join(root, "pause"), "pause/pause.c")
