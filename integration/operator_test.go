@@ -3,6 +3,7 @@ package integration
 import (
 	"bytes"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -11,6 +12,9 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+
+	"github.com/moby/term"
+	"golang.org/x/sys/unix"
 )
 
 // berth runs an operator command against this daemon, which must succeed.
@@ -267,4 +271,83 @@ func TestCheck(t *testing.T) {
 	if err == nil || !strings.Contains(string(out), `"failure"`) || !strings.Contains(string(out), "no CNI network configured") {
 		t.Errorf("check without a network: %v\n%s", err, out)
 	}
+}
+
+// `berth exec` and `berth attach` in a terminal: keys and sizes arrive, and the exit
+// code comes back.
+func TestOperatorTerminal(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	const program = "tty; while read x; do stty size; [ $x = bye ] && exit 5; done"
+	c := pod.run(t, script(program), withTerminal)
+	for _, tt := range []struct {
+		args []string
+		code int
+	}{
+		{[]string{"exec", "-it", c.id, "sh", "-c", program}, 5},
+		{[]string{"attach", "-it", c.id}, 0},
+	} {
+		t.Run(tt.args[0], func(t *testing.T) {
+			cmd := d.operatorCommand(tt.args...)
+			master, shown := runInTerminal(t, cmd)
+			must(t, term.SetWinsize(master.Fd(), &term.Winsize{Width: 111, Height: 44}))
+			eventually(t, "the size arrives", func() error {
+				if _, err := master.WriteString("x\n"); err != nil {
+					return err
+				}
+				if !strings.Contains(shown.String(), "44 111") {
+					return fmt.Errorf("the terminal shows %q", shown.String())
+				}
+				return nil
+			})
+			_, err := master.WriteString("bye\n")
+			must(t, err)
+			_ = cmd.Wait()
+			equal(t, "exit code", cmd.ProcessState.ExitCode(), tt.code)
+		})
+	}
+	equal(t, "the container's exit code", c.waitExited(t).ExitCode, 5)
+}
+
+// runInTerminal starts a command in a pseudo-terminal of its own.
+func runInTerminal(t *testing.T, cmd *exec.Cmd) (master *os.File, shown *screen) {
+	t.Helper()
+	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR|syscall.O_NOCTTY, 0)
+	must(t, err)
+	t.Cleanup(func() { master.Close() })
+	must(t, unix.IoctlSetPointerInt(int(master.Fd()), unix.TIOCSPTLCK, 0))
+	number, err := unix.IoctlGetInt(int(master.Fd()), unix.TIOCGPTN)
+	must(t, err)
+	slave, err := os.OpenFile(fmt.Sprintf("/dev/pts/%d", number), os.O_RDWR|syscall.O_NOCTTY, 0)
+	must(t, err)
+	defer slave.Close()
+	cmd.Stdin, cmd.Stdout, cmd.Stderr = slave, slave, slave
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Setctty: true}
+	must(t, cmd.Start())
+	shown = &screen{}
+	go func() { _, _ = io.Copy(shown, master) }() // until nobody has the terminal open (EIO)
+	return master, shown
+}
+
+func TestOperatorPortForward(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t)
+	c := pod.run(t, script("mkdir /srv && echo the page >/srv/index.html && exec httpd -f -p [::1]:8392 -h /srv")) // IPv6 only
+	eventually(t, "the server listens", func() error {
+		_, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"wget", "-q", "-O-", "http://[::1]:8392/"}, 0)
+		return err
+	})
+	cmd := d.operatorCommand("port-forward", pod.id, ":8392")
+	var out screen
+	cmd.Stdout, cmd.Stderr = &out, &out
+	must(t, cmd.Start())
+	out.waitFor(t, "Forwarding from ")
+	out.waitFor(t, " -> 8392")
+	var address string
+	_, err := fmt.Sscanf(out.String(), "Forwarding from %s", &address)
+	must(t, err)
+	equal(t, "page", httpGet(t, "http://"+address+"/"), "the page\n")
+	must(t, cmd.Process.Signal(syscall.SIGINT))
+	_ = cmd.Wait()
+	equal(t, "exit code after Ctrl-C", cmd.ProcessState.ExitCode(), 130)
 }

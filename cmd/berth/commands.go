@@ -22,7 +22,7 @@ type operator struct{ socket string }
 func addOperatorCommands(root *cobra.Command) {
 	o := &operator{}
 	for _, cmd := range []*cobra.Command{
-		runCommand(o), psCommand(o), logsCommand(o), execCommand(o), stopCommand(o), rmCommand(o),
+		runCommand(o), psCommand(o), logsCommand(o), execCommand(o), attachCommand(o), portForwardCommand(o), stopCommand(o), rmCommand(o),
 		imagesCommand(o), pullCommand(o),
 	} {
 		cmd.Flags().StringVarP(&o.socket, "socket", "s", defaultSocket(), "the runtime's CRI socket (environment: BERTH_SOCKET)")

@@ -1,7 +1,9 @@
 package main
 
 import (
+	"context"
 	"errors"
+	"fmt"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -12,14 +14,17 @@ import (
 
 func execCommand(o *operator) *cobra.Command {
 	var timeout time.Duration
+	var s session
 	cmd := &cobra.Command{
 		Use:   "exec CONTAINER COMMAND [ARG…]",
 		Short: "Run a command in a container and exit with its code",
-		Long: "Run a command in a container, without stdin and without a terminal. Its output\n" +
-			"(at most 16 MiB) is printed when it has ended, and berth exits with its code.",
-		Args: cobra.MinimumNArgs(2),
+		Long: "Run a command in a container and exit with its code. Its output is printed as it\n" +
+			"comes. With berth the command ends, and what it has started.",
+		Example: "  berth exec -it web sh\n  berth exec web ls -l /\n  tar c . | berth exec -i web tar x -C /data",
+		Args:    cobra.MinimumNArgs(2),
 	}
-	cmd.Flags().DurationVar(&timeout, "timeout", 0, "kill the command after this time, in whole seconds; 0: never")
+	cmd.Flags().DurationVar(&timeout, "timeout", 0, "kill the command after this time; 0: never")
+	s.addFlags(cmd)
 	cmd.Flags().SetInterspersed(false) // flags after the container are the command's
 	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
 		container, err := c.FindContainer(cmd.Context(), args[0])
@@ -28,21 +33,37 @@ func execCommand(o *operator) *cobra.Command {
 		}
 		ctx, stop := interruptible(cmd.Context())
 		defer stop()
-		reply, err := c.ExecSync(ctx, &runtimeapi.ExecSyncRequest{
-			ContainerId: container.GetId(), Cmd: args[1:], Timeout: int64((timeout + time.Second - 1) / time.Second),
+		limited, cancel := limitTime(ctx, timeout)
+		defer cancel()
+		err = s.run(limited, cmd, func(ctx context.Context) (string, error) {
+			reply, err := c.Exec(ctx, &runtimeapi.ExecRequest{ContainerId: container.GetId(), Cmd: args[1:],
+				Tty: s.terminal, Stdin: s.stdin, Stdout: true, Stderr: !s.terminal})
+			return reply.GetUrl(), err
 		})
-		if err != nil {
-			return interruptStatus(ctx, client.Explain("exec in container "+client.ShortID(container.GetId()), err))
+		if cause := context.Cause(limited); errors.Is(cause, errTimeout) && errors.Is(err, context.DeadlineExceeded) {
+			err = fmt.Errorf("%w after %v", cause, timeout)
 		}
-		_, outErr := cmd.OutOrStdout().Write(reply.GetStdout())
-		_, errErr := cmd.ErrOrStderr().Write(reply.GetStderr())
-		if err := errors.Join(outErr, errErr); err != nil {
-			return err
-		}
-		if code := reply.GetExitCode(); code != 0 {
-			return &exitStatus{code: int(code)}
-		}
-		return nil
+		return sessionStatus(ctx, "exec in container "+client.ShortID(container.GetId()), err)
 	})
 	return cmd
+}
+
+var errTimeout = errors.New("command timed out")
+
+// limitTime returns a context that ends after a time, unless that is 0, with the cause
+// errTimeout.
+func limitTime(parent context.Context, timeout time.Duration) (context.Context, context.CancelFunc) {
+	if timeout == 0 {
+		return context.WithCancel(parent)
+	}
+	return context.WithTimeoutCause(parent, timeout, errTimeout)
+}
+
+// sessionStatus gives an error its words; a command's exit code needs none.
+func sessionStatus(ctx context.Context, what string, err error) error {
+	var exit *exitStatus
+	if err == nil || errors.As(err, &exit) {
+		return err
+	}
+	return interruptStatus(ctx, client.Explain(what, err))
 }

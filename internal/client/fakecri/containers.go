@@ -182,8 +182,32 @@ func (s *Server) ExecSync(ctx context.Context, r *runtimeapi.ExecSyncRequest) (*
 		return nil, err
 	}
 	return &runtimeapi.ExecSyncResponse{
-		ExitCode: s.ExecCode, Stdout: []byte(s.ExecOutput), Stderr: []byte(strings.Join(r.GetCmd(), "\n") + "\n"),
+		ExitCode: s.ExecCode, Stderr: []byte(strings.Join(r.GetCmd(), "\n") + "\n"),
 	}, nil
+}
+
+func (s *Server) Exec(ctx context.Context, r *runtimeapi.ExecRequest) (*runtimeapi.ExecResponse, error) {
+	c, err := s.find(r.GetContainerId())
+	if err != nil {
+		return nil, err
+	}
+	if err := s.note(ctx, "Exec %s %s", c.name(), strings.Join(r.GetCmd(), " ")); err != nil {
+		return nil, err
+	}
+	url, err := s.Sessions.Exec(r)
+	return &runtimeapi.ExecResponse{Url: url}, err
+}
+
+func (s *Server) Attach(ctx context.Context, r *runtimeapi.AttachRequest) (*runtimeapi.AttachResponse, error) {
+	c, err := s.find(r.GetContainerId())
+	if err != nil {
+		return nil, err
+	}
+	if err := s.note(ctx, "Attach %s", c.name()); err != nil {
+		return nil, err
+	}
+	url, err := s.Sessions.Attach(r)
+	return &runtimeapi.AttachResponse{Url: url}, err
 }
 
 func (s *Server) PullImage(ctx context.Context, r *runtimeapi.PullImageRequest) (*runtimeapi.PullImageResponse, error) {

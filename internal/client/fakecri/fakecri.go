@@ -43,10 +43,14 @@ type Server struct {
 	Hook func(ctx context.Context, call string) error
 	// LoseSandbox makes RunPodSandbox succeed and tell the caller it did not.
 	LoseSandbox bool
-	ExecCode    int32
-	ExecOutput  string // stdout; stderr is the command, one word a line
-	PullsInfo   string // the JSON that a verbose Status has under "pulls"
-	Registry    map[string]*runtimeapi.Image
+	ExecCode    int32 // of ExecSync; its stderr is the command, one word a line
+	// Sessions gives out the URLs of exec and attach sessions.
+	Sessions interface {
+		Exec(*runtimeapi.ExecRequest) (string, error)
+		Attach(*runtimeapi.AttachRequest) (string, error)
+	}
+	PullsInfo string // the JSON that a verbose Status has under "pulls"
+	Registry  map[string]*runtimeapi.Image
 
 	missed chan struct{} // a ContainerStatus that failed because of away
 
