@@ -1,0 +1,91 @@
+package server
+
+import (
+	"flag"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"google.golang.org/protobuf/reflect/protoreflect"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+var update = flag.Bool("update", false, "write testdata/fields.txt anew")
+
+// apiFields lists the fields of all messages that the services of the API take or give, as
+// "Message.field", sorted.
+func apiFields() []string {
+	var fields []string
+	seen := map[protoreflect.FullName]bool{}
+	var add func(m protoreflect.MessageDescriptor)
+	add = func(m protoreflect.MessageDescriptor) {
+		if m == nil || seen[m.FullName()] {
+			return
+		}
+		seen[m.FullName()] = true
+		for i := range m.Fields().Len() {
+			f := m.Fields().Get(i)
+			if !m.IsMapEntry() {
+				fields = append(fields, string(m.Name())+"."+string(f.Name()))
+			}
+			add(f.Message())
+		}
+	}
+	services := (&runtimeapi.VersionRequest{}).ProtoReflect().Descriptor().ParentFile().Services()
+	for i := range services.Len() {
+		for j := range services.Get(i).Methods().Len() {
+			method := services.Get(i).Methods().Get(j)
+			add(method.Input())
+			add(method.Output())
+		}
+	}
+	slices.Sort(fields)
+	return fields
+}
+
+// docs/conformance.md tells what berth does with each field. Who raises the version of the API
+// learns here which fields are new, and has to decide about them.
+func TestFieldsAreDecidedAbout(t *testing.T) {
+	const golden = "testdata/fields.txt"
+	fields := apiFields()
+	if *update {
+		if err := os.WriteFile(golden, []byte(strings.Join(fields, "\n")+"\n"), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	text, err := os.ReadFile(golden)
+	if err != nil {
+		t.Fatal(err)
+	}
+	decided := strings.Fields(string(text))
+	for _, f := range fields {
+		if !slices.Contains(decided, f) {
+			t.Errorf("the API has a new field %s: use it, or say in docs/conformance.md why not; then run this test with -update", f)
+		}
+	}
+	for _, f := range decided {
+		if !slices.Contains(fields, f) {
+			t.Errorf("the API does not have the field %s any more: see docs/conformance.md; then run this test with -update", f)
+		}
+	}
+}
+
+// What docs/conformance.md names of the API exists.
+func TestConformanceNamesRealFields(t *testing.T) {
+	text, err := os.ReadFile("../docs/conformance.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	fields := apiFields()
+	names := regexp.MustCompile("`([A-Z][A-Za-z]+\\.[a-z_]+)").FindAllStringSubmatch(string(text), -1)
+	if len(names) < 20 {
+		t.Errorf("only %d fields found in it", len(names))
+	}
+	for _, name := range names {
+		if !slices.Contains(fields, name[1]) {
+			t.Errorf("the API has no field %s", name[1])
+		}
+	}
+}
