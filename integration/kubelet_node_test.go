@@ -34,6 +34,8 @@ const (
 	// kubeletPatience is how long kubelet may take for what it does in its own time:
 	// its back-off is ten seconds and more, it collects dead pods once a minute.
 	kubeletPatience = 3 * time.Minute
+	// kubeletPause is between two questions to kubelet, which many tests ask at once.
+	kubeletPause = 200 * time.Millisecond
 )
 
 // node is a machine with a daemon and a kubelet.

@@ -104,7 +104,7 @@ spec:
   - name: sidecar
     restartPolicy: Always
     command: [sh, -c, 'trap "echo sidecar ends >> /work/order; exit 0" TERM; echo sidecar >> /work/order; touch /started; while :; do sleep 0.1; done']
-    startupProbe: {exec: {command: [test, -e, /started]}, periodSeconds: 1}
+    startupProbe: {exec: {command: [test, -e, /started]}, periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 60}
     volumeMounts: [{name: work, mountPath: /work}]
   - name: second
     command: [sh, -c, 'echo second >> /work/order']
@@ -164,7 +164,7 @@ spec:
     command: [sh, -c, 'mkdir -p /site/cgi-bin; echo ok > /site/healthy; exec httpd -f -p 8080 -h /site']
     ports: [{containerPort: 8080, name: web}]
     readinessProbe: {httpGet: {port: web, path: /healthy}, periodSeconds: 1}
-    livenessProbe: {httpGet: {port: web, path: /healthy}, periodSeconds: 1, failureThreshold: 1, initialDelaySeconds: 3}
+    livenessProbe: {httpGet: {port: web, path: /healthy}, periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 1, initialDelaySeconds: 3}
 `)
 	p.awaitReady(t)
 	p.container(t, "main").exec(t, "rm", "/site/healthy")
@@ -202,8 +202,8 @@ spec:
   containers:
   - name: main
     command: [sh, -c, 'trap "exit 7" TERM; touch /healthy; while :; do sleep 0.1; done']
-    startupProbe: {exec: {command: [test, -e, /healthy]}, periodSeconds: 1}
-    livenessProbe: {exec: {command: [test, -e, /healthy]}, periodSeconds: 1, failureThreshold: 1}
+    startupProbe: {exec: {command: [test, -e, /healthy]}, periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 60}
+    livenessProbe: {exec: {command: [test, -e, /healthy]}, periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 1}
 `)
 	p.awaitReady(t)
 	p.container(t, "main").exec(t, "rm", "/healthy")

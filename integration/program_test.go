@@ -46,7 +46,7 @@ func (p *program) finish(t *testing.T) {
 // waitFor waits until a condition that the program brings about is fulfilled.
 func (p *program) waitFor(t *testing.T, what string, condition func() error) {
 	t.Helper()
-	err := waitUpTo(kubeletPatience, func() error {
+	err := pollUpTo(kubeletPatience, kubeletPause, func() error {
 		select {
 		case <-p.exited:
 			t.Fatalf("%s has ended: %v\n%s", p.name, p.cmd.ProcessState, p.tail())

@@ -26,13 +26,18 @@ func eventually(t *testing.T, what string, condition func() error) {
 func waitFor(condition func() error) error { return waitUpTo(patience, condition) }
 
 func waitUpTo(limit time.Duration, condition func() error) error {
+	return pollUpTo(limit, 20*time.Millisecond, condition)
+}
+
+// pollUpTo is waitUpTo for conditions that are expensive to look at.
+func pollUpTo(limit, pause time.Duration, condition func() error) error {
 	deadline := time.Now().Add(limit)
 	for {
 		err := condition()
 		if err == nil || time.Now().After(deadline) {
 			return err
 		}
-		time.Sleep(20 * time.Millisecond)
+		time.Sleep(pause)
 	}
 }
 
