@@ -244,7 +244,7 @@ func (m *Manager) countContainer(ctx context.Context, c *container) error {
 	if counted.Layer, err = diskusage.Tree(ctx, upper, block); err != nil {
 		return fmt.Errorf("count writable layer: %w", err)
 	}
-	if run != nil {
+	if p, known := m.pods.get(c.podID); run != nil && known && !p.sandboxed() {
 		counted.Processes, err = m.countProcesses(c.rec.CgroupsPath, run.pid)
 	}
 	c.census.Store(counted)

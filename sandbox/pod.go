@@ -153,7 +153,7 @@ func (m *Manager) bringUp(ctx context.Context, p *pod) error {
 		return err
 	}
 	group, gctx := errgroup.WithContext(ctx)
-	if r := p.runtime(); r != nil && r.Sandboxed {
+	if p.sandboxed() {
 		group.SetLimit(1) // a sandbox takes over the addresses that it finds when it is made
 	}
 	var started *shim.Started
@@ -214,7 +214,7 @@ func podInfo(p *pod) *PodInfo {
 // watchPause owns the pause's pidfd: the pod stops being ready when it ends.
 func (m *Manager) watchPause(p *pod, pause *os.File) {
 	p.pause.Store(pause)
-	meter := m.newPodMeter(p, pause)
+	meter := m.newPodMeter(p)
 	p.meter.Store(meter)
 	started := m.tasks.Watchers.Spawn(func() {
 		ended := m.awaitEnd(pause, "pause of pod "+p.id)

@@ -2,7 +2,6 @@ package sandbox
 
 import (
 	"errors"
-	"os"
 	"path"
 	"path/filepath"
 	"sync/atomic"
@@ -10,9 +9,10 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/cni"
 	"berth/internal/cgroup"
 	"berth/internal/cgstats"
-	"berth/internal/pidfd"
+	"berth/internal/errdefs"
 	"berth/oci"
 )
 
@@ -38,7 +38,7 @@ type PodStats struct {
 	Running    bool // else all but Containers is empty
 	Usage      Usage
 	Cgroup     string              // its path below the cgroup mounts; of its pause where it has none
-	Interfaces []cgstats.Interface // the default one first; none with the host's network
+	Interfaces []cgstats.Interface // the default one first, maxInterfaces at most; none with the host's network
 	Containers []ContainerStats    // those that run
 }
 
@@ -71,7 +71,7 @@ func (m *Manager) ContainerDetail(id string) (*cgstats.Detail, error) {
 		return nil, nil
 	}
 	run := c.running.Load()
-	if run == nil {
+	if run == nil || run.meter.reader == nil {
 		return nil, nil
 	}
 	detail := &cgstats.Detail{}
@@ -122,11 +122,15 @@ func (m *Manager) PodStats(info *PodInfo, containers []*ContainerInfo) (PodStats
 
 // meter measures one cgroup. Its owner closes it when the processes in it have ended.
 type meter struct {
-	reader *cgstats.Reader
+	reader *cgstats.Reader // nil for a container that has no process in its cgroup: nothing is known
 	rate   rate
 }
 
 func (m *meter) read(u *Usage) error {
+	if m.reader == nil {
+		*u = Usage{Sample: cgstats.Sample{At: time.Now()}}
+		return nil
+	}
 	if err := m.reader.Read(&u.Sample); err != nil {
 		return err
 	}
@@ -134,12 +138,27 @@ func (m *meter) read(u *Usage) error {
 	return nil
 }
 
-func (m *meter) Close() error { return m.reader.Close() }
+func (m *meter) Close() error {
+	if m.reader == nil {
+		return nil
+	}
+	return m.reader.Close()
+}
 
-// containerMeter measures a container's cgroup.
+// containerMeter measures a container's cgroup. That of a Sandboxed runtime's is empty:
+// all its containers are in the cgroup of the pause, and their zeros would look measured.
 func (m *Manager) containerMeter(c *container) *meter {
 	p, known := m.pods.get(c.podID)
+	if known && p.sandboxed() {
+		return &meter{}
+	}
 	return m.cgroupMeter(c.rec.CgroupsPath, known && !p.hasCgroup())
+}
+
+// sandboxed tells whether the pod's containers run where the node can't see them.
+func (p *pod) sandboxed() bool {
+	r := p.runtime()
+	return r != nil && r.Sandboxed
 }
 
 // hasCgroup tells whether the pod has a cgroup, to be its containers' parent.
@@ -164,21 +183,30 @@ type podMeter struct {
 	net   *cgstats.NetDev
 }
 
-// newPodMeter returns the meter of a pod whose pause is watched by a pidfd.
-func (m *Manager) newPodMeter(p *pod, pause *os.File) *podMeter {
+// newPodMeter returns the meter of a pod whose pause runs.
+func (m *Manager) newPodMeter(p *pod) *podMeter {
 	pm := &podMeter{}
 	if p.hasCgroup() {
 		pm.group = m.parentMeter(p.rec.CgroupsPath)
 	} else {
 		pm.pause = m.cgroupMeter(p.rec.CgroupsPath, true)
 	}
-	if !hostNetwork(p.config) {
-		pm.net = cgstats.NewNetDev(p.rec.PausePID, func() bool {
-			ended, err := pidfd.Exited(pause)
-			return err == nil && !ended
-		})
+	if p.rec.NetNS != "" {
+		pm.net = netMeter(p.rec.NetNS)
 	}
 	return pm
+}
+
+// netMeter measures the network namespace that is pinned at path. The pause's process
+// would not do: that of a Sandboxed runtime is in the node's.
+func netMeter(path string) *cgstats.NetDev {
+	return cgstats.NewNetDev(func(open func() error) error {
+		err := cni.InNetNS(path, open)
+		if errdefs.IsNotFound(err) { // the pod is being stopped
+			return cgstats.ErrGone
+		}
+		return err
+	})
 }
 
 // parentMeter measures the cgroup that a pause is in, with all its containers.
@@ -246,15 +274,20 @@ func (pm *podMeter) Close() error {
 // first interface.
 const defaultInterface = "eth0"
 
-// defaultFirst moves the default interface to the front. Where a network calls it
-// something else, it is the first one.
+// maxInterfaces is how many of a pod's interfaces are told of. What a list tells of all
+// pods must stay below the 16 MB that clients take, whatever containers with
+// CAP_NET_ADMIN make: an interface takes 2 KiB of metrics.
+const maxInterfaces = 100
+
+// defaultFirst moves the default interface to the front and cuts off those above
+// maxInterfaces. Where a network calls the default one something else, it is the first.
 func defaultFirst(interfaces []cgstats.Interface) []cgstats.Interface {
 	for i, in := range interfaces {
 		if in.Name == defaultInterface {
 			interfaces[0], interfaces[i] = interfaces[i], interfaces[0]
 		}
 	}
-	return interfaces
+	return interfaces[:min(len(interfaces), maxInterfaces)]
 }
 
 // rate computes how much CPU time a second something uses, from the samples that

@@ -56,12 +56,20 @@ func TestDefaultInterfaceIsFirst(t *testing.T) {
 		for _, name := range c.in {
 			in = append(in, cgstats.Interface{Name: name})
 		}
-		var got []string
-		for _, i := range defaultFirst(in) {
-			got = append(got, i.Name)
-		}
-		if !slices.Equal(got, c.want) {
+		if got := interfaceNames(defaultFirst(in)); !slices.Equal(got, c.want) {
 			t.Errorf("%v: %v", c.in, got)
 		}
 	}
+	many := make([]cgstats.Interface, 10*maxInterfaces)
+	many[len(many)-1].Name = defaultInterface
+	if got := interfaceNames(defaultFirst(many)); len(got) != maxInterfaces || got[0] != defaultInterface {
+		t.Errorf("%d of many interfaces: %v", len(got), got)
+	}
+}
+
+func interfaceNames(interfaces []cgstats.Interface) (names []string) {
+	for _, i := range interfaces {
+		names = append(names, i.Name)
+	}
+	return names
 }

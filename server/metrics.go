@@ -59,11 +59,15 @@ var metrics = slices.Concat(cpuMetrics, memoryMetrics, diskMetrics, networkMetri
 
 var cpuMetrics = []metric{
 	{name: "container_cpu_usage_seconds_total", help: "Cumulative cpu time consumed in seconds.", kind: counter, labels: []string{"cpu"},
-		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(seconds64(d.CPU.Usage), "total") })},
+		values: ofDetail(func(d *cgstats.Detail, emit emit) {
+			if d.CPU.Known {
+				emit(seconds64(d.CPU.Usage), "total")
+			}
+		})},
 	{name: "container_cpu_user_seconds_total", help: "Cumulative user cpu time consumed in seconds.", kind: counter,
-		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(seconds64(d.CPU.User)) })},
+		values: ofTimes(func(c *cgstats.CPU) uint64 { return c.User })},
 	{name: "container_cpu_system_seconds_total", help: "Cumulative system cpu time consumed in seconds.", kind: counter,
-		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(seconds64(d.CPU.System)) })},
+		values: ofTimes(func(c *cgstats.CPU) uint64 { return c.System })},
 	{name: "container_cpu_cfs_periods_total", help: "Number of elapsed enforcement period intervals.", kind: counter,
 		values: ofQuota(func(c *cgstats.CPU) uint64 { return c.Periods })},
 	{name: "container_cpu_cfs_throttled_periods_total", help: "Number of throttled period intervals.", kind: counter,
@@ -79,8 +83,11 @@ var memoryMetrics = []metric{
 		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.RSS })},
 	{name: "container_memory_kernel_usage", help: "Size of kernel memory allocated in bytes.", kind: gauge,
 		values: func(m *measured, emit emit) { // which version of cgroups tells, and where, differs
-			if m.usage != nil && m.detail != nil {
-				emit(max(m.usage.Memory.Kernel, m.detail.KernelMemory))
+			switch {
+			case m.detail != nil && m.detail.KernelMemory.Known:
+				emit(m.detail.KernelMemory.Value)
+			case m.usage != nil && m.usage.Memory.Kernel > 0:
+				emit(m.usage.Memory.Kernel)
 			}
 		}},
 	{name: "container_memory_mapped_file", help: "Size of memory mapped files in bytes.", kind: gauge,
@@ -88,11 +95,11 @@ var memoryMetrics = []metric{
 	{name: "container_memory_swap", help: "Container swap usage in bytes.", kind: gauge,
 		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.Swap })},
 	{name: "container_memory_failcnt", help: "Number of memory usage hits limits", kind: counter,
-		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(d.LimitHits) })},
+		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return d.LimitHits })},
 	{name: "container_memory_usage_bytes", help: "Current memory usage in bytes, including all memory regardless of when it was accessed", kind: gauge,
 		values: ofMemory(func(m *cgstats.Memory) uint64 { return m.Usage })},
 	{name: "container_memory_max_usage_bytes", help: "Maximum memory usage recorded in bytes", kind: gauge,
-		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(d.MaxUsage) })},
+		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return d.MaxUsage })},
 	{name: "container_memory_working_set_bytes", help: "Current working set in bytes.", kind: gauge,
 		values: ofMemory((*cgstats.Memory).WorkingSet)},
 	{name: "container_memory_total_active_file_bytes", help: "Current total active file in bytes.", kind: gauge,
@@ -110,11 +117,11 @@ var memoryMetrics = []metric{
 			}
 		}},
 	{name: "container_oom_events_total", help: "Count of out of memory events observed for the container", kind: counter,
-		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(d.OOMKills) })},
+		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return d.OOMKills })},
 	{name: "container_hugetlb_usage_bytes", help: "Current hugepage usage in bytes", kind: gauge, labels: []string{"pagesize"},
-		values: ofHugePages(func(p *cgstats.HugePages) uint64 { return p.Usage })},
+		values: ofHugePages(func(p *cgstats.HugePages) cgstats.Figure { return p.Usage })},
 	{name: "container_hugetlb_max_usage_bytes", help: "Maximum hugepage usage recorded in bytes", kind: gauge, labels: []string{"pagesize"},
-		values: ofHugePages(func(p *cgstats.HugePages) uint64 { return p.Max })},
+		values: ofHugePages(func(p *cgstats.HugePages) cgstats.Figure { return p.Max })},
 }
 
 var diskMetrics = []metric{
@@ -165,11 +172,11 @@ var networkMetrics = []metric{
 
 var processMetrics = []metric{
 	{name: "container_processes", help: "Number of processes running inside the container.", kind: gauge,
-		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(d.Processes) })},
+		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return d.Processes })},
 	{name: "container_threads", help: "Number of threads running inside the container", kind: gauge,
-		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(d.Tasks) })},
+		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return d.Tasks })},
 	{name: "container_threads_max", help: "Maximum number of threads allowed inside the container, infinity if value is zero", kind: gauge,
-		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(limit(d.TasksMax)) })},
+		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return limitFigure(d.TasksMax) })},
 	{name: "container_file_descriptors", help: "Number of open file descriptors for the container.", kind: gauge, counted: true,
 		values: ofProcesses(func(p *sandbox.ProcessCensus, emit emit) { emit(p.Files) })},
 	{name: "container_sockets", help: "Number of open sockets for the container.", kind: gauge, counted: true,
@@ -207,7 +214,7 @@ var specMetrics = []metric{
 	{name: "container_spec_memory_swap_limit_bytes", help: "Memory swap limit for the container.", kind: gauge,
 		values: ofMemory(func(m *cgstats.Memory) uint64 { return limit(m.SwapLimit) })},
 	{name: "container_spec_memory_reservation_limit_bytes", help: "Memory reservation limit for the container.", kind: gauge,
-		values: ofDetail(func(d *cgstats.Detail, emit emit) { emit(limit(d.Reservation)) })},
+		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return limitFigure(d.Reservation) })},
 }
 
 var pressureMetrics = []metric{
@@ -267,10 +274,31 @@ func ofDetail(values func(*cgstats.Detail, emit)) func(*measured, emit) {
 	}
 }
 
+// ofFigure is for numbers that not every kernel tells.
+func ofFigure(figure func(*cgstats.Detail) cgstats.Figure) func(*measured, emit) {
+	return ofDetail(func(d *cgstats.Detail, emit emit) {
+		if f := figure(d); f.Known {
+			emit(f.Value)
+		}
+	})
+}
+
+func limitFigure(f cgstats.Figure) cgstats.Figure {
+	return cgstats.Figure{Value: limit(f.Value), Known: f.Known}
+}
+
+func ofTimes(value func(*cgstats.CPU) uint64) func(*measured, emit) {
+	return ofDetail(func(d *cgstats.Detail, emit emit) {
+		if d.CPU.TimesKnown {
+			emit(seconds64(value(&d.CPU)))
+		}
+	})
+}
+
 // ofQuota is for containers with a CPU quota only, as with cAdvisor.
 func ofQuota(value func(*cgstats.CPU) uint64) func(*measured, emit) {
 	return func(m *measured, emit emit) {
-		if m.detail != nil && m.container != nil && m.container.Resources.GetCpuQuota() > 0 {
+		if m.detail != nil && m.detail.CPU.QuotaKnown && m.container != nil && m.container.Resources.GetCpuQuota() > 0 {
 			emit(value(&m.detail.CPU))
 		}
 	}
@@ -284,10 +312,12 @@ func ofMemory(value func(*cgstats.Memory) uint64) func(*measured, emit) {
 	}
 }
 
-func ofHugePages(value func(*cgstats.HugePages) uint64) func(*measured, emit) {
+func ofHugePages(figure func(*cgstats.HugePages) cgstats.Figure) func(*measured, emit) {
 	return ofDetail(func(d *cgstats.Detail, emit emit) {
 		for _, p := range d.HugePages {
-			emit(value(&p), p.Size)
+			if f := figure(&p); f.Known {
+				emit(f.Value, p.Size)
+			}
 		}
 	})
 }

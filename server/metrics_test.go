@@ -35,6 +35,8 @@ container_start_time_seconds container_threads container_threads_max container_u
 
 func (f *fakePods) ContainerDetail(string) (*cgstats.Detail, error) { return f.stats.detail, nil }
 
+func known(v uint64) cgstats.Figure { return cgstats.Figure{Value: v, Known: true} }
+
 // metricsFake is a pod of one container that has a value for every metric.
 func metricsFake() *fakePods {
 	const second = uint64(time.Second)
@@ -48,10 +50,11 @@ func metricsFake() *fakePods {
 			interfaces: []cgstats.Interface{{Name: "eth0", Rx: cgstats.Traffic{Bytes: 1, Packets: 2, Errors: 3, Dropped: 4}, Tx: cgstats.Traffic{Bytes: 5, Packets: 6, Errors: 7, Dropped: 8}}},
 			census: &sandbox.Census{At: time.Unix(9, 0), Mountpoint: "/writable", Layer: diskusage.Usage{Bytes: 51, Inodes: 52},
 				Processes: &sandbox.ProcessCensus{Files: 53, Sockets: 54, MaxFiles: 55}},
-			detail: &cgstats.Detail{CPU: cgstats.CPU{Usage: 61*second + second/2, User: 62 * second, System: 63 * second, Periods: 64, ThrottledPeriods: 65, Throttled: 66 * second},
-				MaxUsage: 67, KernelMemory: 68, LimitHits: 69, OOMKills: 70, Tasks: 71, TasksMax: cgstats.Unlimited, Processes: 72, Reservation: cgstats.Unlimited,
+			detail: &cgstats.Detail{CPU: cgstats.CPU{Known: true, TimesKnown: true, QuotaKnown: true, Usage: 61*second + second/2, User: 62 * second, System: 63 * second, Periods: 64, ThrottledPeriods: 65, Throttled: 66 * second},
+				MaxUsage: known(67), KernelMemory: known(68), LimitHits: known(69), OOMKills: known(70), Tasks: known(71), TasksMax: known(cgstats.Unlimited),
+				Processes: known(72), Reservation: known(cgstats.Unlimited),
 				Devices:   []cgstats.Device{{Name: "sda", Major: 8, ReadBytes: 73, WriteBytes: 74, Reads: 75, Writes: 76}, {Major: 9, Minor: 1}},
-				HugePages: []cgstats.HugePages{{Size: "2MB", Usage: 77, Max: 78}}}}}
+				HugePages: []cgstats.HugePages{{Size: "2MB", Usage: known(77), Max: known(78)}}}}}
 }
 
 // Every descriptor is used and every metric described, with as many labels; and all

@@ -190,7 +190,9 @@ func podStats(stats *sandbox.PodStats) *runtimeapi.PodSandboxStats {
 	}
 	if u := &stats.Usage; stats.Running {
 		item.Linux.Cpu, item.Linux.Memory, item.Linux.Io = cpuUsage(u), memoryUsage(u), ioUsage(u)
-		item.Linux.Process = &runtimeapi.ProcessUsage{Timestamp: u.At.UnixNano(), ProcessCount: value(u.Tasks)}
+		if u.TasksKnown { // tasks, and so threads too, as with cAdvisor's process count
+			item.Linux.Process = &runtimeapi.ProcessUsage{Timestamp: u.At.UnixNano(), ProcessCount: value(u.Tasks)}
+		}
 		item.Linux.Network = networkUsage(stats)
 	}
 	return item

@@ -3,6 +3,7 @@ package cgstats
 import (
 	"bytes"
 	"math"
+	"unicode/utf8"
 )
 
 // Unlimited is the value of a limit that is not set. The kernel writes "max"
@@ -81,11 +82,11 @@ func parseCPUStat(b []byte, cpu *CPU) {
 		case "usage_usec":
 			cpu.Usage = v * 1000
 		case "user_usec":
-			cpu.User = v * 1000
+			cpu.User, cpu.TimesKnown = v*1000, true
 		case "system_usec":
 			cpu.System = v * 1000
 		case "nr_periods":
-			cpu.Periods = v
+			cpu.Periods, cpu.QuotaKnown = v, true
 		case "nr_throttled":
 			cpu.ThrottledPeriods = v
 		case "throttled_usec":
@@ -199,9 +200,9 @@ func parseEvents(b []byte, d *Detail) {
 	flatKeyed(b, func(key []byte, v uint64) {
 		switch string(key) {
 		case "max":
-			d.LimitHits = v
+			d.LimitHits = Figure{v, true}
 		case "oom_kill": // v1: Linux 4.13
-			d.OOMKills = v
+			d.OOMKills = Figure{v, true}
 		}
 	})
 }
@@ -293,13 +294,16 @@ func parseDevice(b []byte) (d Device, ok bool) {
 }
 
 // parseInterfaces reads /proc/PID/net/dev (proc_pid_net(5)). The loopback device is
-// left out, as everywhere in the field: nothing that it counts leaves the pod.
+// left out, as everywhere in the field: nothing that it counts leaves the pod. The kernel
+// takes nearly any byte in a name (dev_valid_name in net/core/dev.c), protocol buffers take
+// only UTF-8: an interface with another name is left out, for it would take away the
+// whole message, with all other pods' figures.
 func parseInterfaces(b []byte, interfaces []Interface) []Interface {
 	for len(b) > 0 {
 		var line []byte
 		line, b = nextLine(b)
 		name, rest, isInterface := cutLast(line)
-		if !isInterface || string(name) == "lo" {
+		if !isInterface || string(name) == "lo" || !utf8.Valid(name) {
 			continue
 		}
 		var columns [16]uint64 // eight of receiving, eight of sending

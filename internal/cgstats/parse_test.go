@@ -7,6 +7,9 @@ import (
 	"path/filepath"
 	"slices"
 	"testing"
+
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
 func TestParseNumbers(t *testing.T) {
@@ -63,6 +66,7 @@ func FuzzParsers(f *testing.F) {
 	if err != nil {
 		f.Fatal(err)
 	}
+	f.Add([]byte("a\xff\xfe: 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0 0\n"))
 	for _, name := range append(files, "testdata/net-dev") {
 		b, err := os.ReadFile(name)
 		if err != nil {
@@ -95,6 +99,9 @@ func FuzzParsers(f *testing.F) {
 		for _, i := range parseInterfaces(b, nil) {
 			if i.Name == "" || i.Name == "lo" {
 				t.Errorf("interface %q", i.Name)
+			}
+			if _, err := proto.Marshal(&runtimeapi.NetworkInterfaceUsage{Name: i.Name}); err != nil {
+				t.Error(err)
 			}
 		}
 	})

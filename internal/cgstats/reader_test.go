@@ -8,9 +8,12 @@ import (
 	"os/exec"
 	"path/filepath"
 	"reflect"
+	"runtime"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -49,19 +52,21 @@ func TestReadCapturedFiles(t *testing.T) {
 		Detail
 	}{
 		"v1": {
-			Sample{CPU: CPU{Known: true, Usage: 5372140211}, Memory: memory1, Tasks: 4},
-			Detail{CPU: CPU{Usage: 5372140211, User: 5000000000, System: 372140211, Periods: 41, ThrottledPeriods: 17, Throttled: 1282339000},
-				MaxUsage: 25001984, KernelMemory: 2367488, LimitHits: 29, OOMKills: 1, Tasks: 4, TasksMax: 100, Processes: 3, Reservation: Unlimited,
-				Devices: devices, HugePages: []HugePages{{"2MB", 2097152, 4194304}}},
+			Sample{CPU: CPU{Known: true, Usage: 5372140211}, Memory: memory1, Tasks: 4, TasksKnown: true},
+			Detail{CPU: CPU{Known: true, Usage: 5372140211, TimesKnown: true, User: 5000000000, System: 372140211, QuotaKnown: true, Periods: 41, ThrottledPeriods: 17, Throttled: 1282339000},
+				MaxUsage: Figure{25001984, true}, KernelMemory: Figure{2367488, true}, LimitHits: Figure{29, true}, OOMKills: Figure{1, true},
+				Tasks: Figure{4, true}, TasksMax: Figure{100, true}, Processes: Figure{3, true}, Reservation: Figure{Unlimited, true},
+				Devices: devices, HugePages: []HugePages{{"2MB", Figure{2097152, true}, Figure{4194304, true}}}},
 		},
 		"v2": {
-			Sample{CPU: CPU{Known: true, Usage: 367245000, User: 360365000, System: 6879000, Periods: 41, ThrottledPeriods: 17, Throttled: 1282339000,
+			Sample{CPU: CPU{Known: true, Usage: 367245000, TimesKnown: true, User: 360365000, System: 6879000, QuotaKnown: true, Periods: 41, ThrottledPeriods: 17, Throttled: 1282339000,
 				Pressure: Pressure{Known: true, Some: Stall{51.5, 34.33, 22.67, 188490071000}, Full: Stall{0, 0.05, 100, 1024880000}}},
-				Memory: memory2, IO: Pressure{Known: true}, Tasks: 4},
-			Detail{CPU: CPU{Usage: 367245000, User: 360365000, System: 6879000, Periods: 41, ThrottledPeriods: 17, Throttled: 1282339000},
-				MaxUsage: 25001984, LimitHits: 29, OOMKills: 1, Tasks: 4, TasksMax: Unlimited, Processes: 3, Reservation: 1 << 20,
+				Memory: memory2, IO: Pressure{Known: true}, Tasks: 4, TasksKnown: true},
+			Detail{CPU: CPU{Known: true, Usage: 367245000, TimesKnown: true, User: 360365000, System: 6879000, QuotaKnown: true, Periods: 41, ThrottledPeriods: 17, Throttled: 1282339000},
+				MaxUsage: Figure{25001984, true}, LimitHits: Figure{29, true}, OOMKills: Figure{1, true},
+				Tasks: Figure{4, true}, TasksMax: Figure{Unlimited, true}, Processes: Figure{3, true}, Reservation: Figure{1 << 20, true},
 				Devices:   []Device{devices[1], devices[0], {Major: 253}},
-				HugePages: []HugePages{{"1GB", 0, 0}, {"2MB", 2097152, 0}}},
+				HugePages: []HugePages{{"1GB", Figure{0, true}, Figure{}}, {"2MB", Figure{2097152, true}, Figure{}}}},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -264,7 +269,7 @@ func TestRealCgroup(t *testing.T) {
 		t.Errorf("%+v", s)
 	}
 	var d Detail
-	if err := r.ReadDetail(&d); err != nil || d.Processes != 1 || d.CPU.User == 0 || d.CPU.Usage < s.CPU.Usage {
+	if err := r.ReadDetail(&d); err != nil || d.Processes != (Figure{1, true}) || d.CPU.User == 0 || d.CPU.Usage < s.CPU.Usage {
 		t.Errorf("%+v, %v", d, err)
 	}
 	if err := in.Close(); err != nil {
@@ -298,8 +303,11 @@ func TestRealPressure(t *testing.T) {
 	}
 }
 
+// here calls open in the network namespace of the test.
+func here(open func() error) error { return open() }
+
 func TestNetDev(t *testing.T) {
-	d := NewNetDev(os.Getpid(), func() bool { return true })
+	d := NewNetDev(here)
 	before := openFiles(t)
 	for range 2 {
 		found, err := d.Read()
@@ -315,9 +323,8 @@ func TestNetDev(t *testing.T) {
 	if n := openFiles(t); n != before+1 {
 		t.Errorf("%d files are open, before %d", n, before)
 	}
-	gone := NewNetDev(1<<30, func() bool { return true })
-	replaced := NewNetDev(os.Getpid(), func() bool { return false })
-	for name, d := range map[string]*NetDev{"no such process": gone, "another process": replaced, "closed": d} {
+	gone := NewNetDev(func(func() error) error { return ErrGone })
+	for name, d := range map[string]*NetDev{"no namespace": gone, "closed": d} {
 		if name == "closed" {
 			if err := d.Close(); err != nil {
 				t.Error(err)
@@ -330,6 +337,112 @@ func TestNetDev(t *testing.T) {
 	if n := openFiles(t); n != before {
 		t.Errorf("%d files are open, before %d", n, before)
 	}
+}
+
+// newNetNS calls open in a network namespace of its own, which set has prepared.
+func newNetNS(t *testing.T, set func()) func(open func() error) error {
+	t.Helper()
+	if os.Geteuid() != 0 || os.Getenv("BERTH_MACHINE") == "" {
+		t.Skip("needs contrib/machine to make a network namespace")
+	}
+	return func(open func() error) error {
+		done := make(chan error, 1)
+		go func() {
+			runtime.LockOSThread() // for good: the thread ends with the goroutine
+			err := unix.Unshare(unix.CLONE_NEWNET)
+			if err == nil {
+				set()
+				err = open()
+			}
+			done <- err
+		}()
+		return <-done
+	}
+}
+
+// A container with a network of its own may call its interfaces what it likes, and have
+// as many as it likes. The file is that of the namespace, whoever reads it.
+func TestNetDevOfHostileNamespace(t *testing.T) {
+	const pairs = 300
+	d := NewNetDev(newNetNS(t, func() {
+		var batch strings.Builder
+		batch.WriteString("link set lo name a\xff\xfe\nlink add eth0 type veth peer name b\xff\n")
+		for i := range pairs {
+			fmt.Fprintf(&batch, "link add many%da type veth peer name many%db\n", i, i)
+		}
+		cmd := exec.Command("ip", "-batch", "-")
+		cmd.Stdin = strings.NewReader(batch.String())
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("%v: %s", err, out)
+		}
+	}))
+	defer d.Close()
+	if _, err := d.Read(); err != nil { // opens the file
+		t.Fatal(err)
+	}
+	var readers sync.WaitGroup
+	for range 4 {
+		readers.Go(func() {
+			found, err := d.Read()
+			if err != nil || len(found) < 100 || len(found) >= 2*pairs {
+				t.Errorf("%d interfaces, %v", len(found), err)
+				return
+			}
+			for _, i := range found {
+				if i.Name != "eth0" && !strings.HasPrefix(i.Name, "many") {
+					t.Errorf("interface %q", i.Name)
+				}
+			}
+		})
+	}
+	readers.Wait()
+}
+
+// The kernel writes pids.current anew for each reader, but all who share an open file share
+// the position in it: a reader that asked twice would get the end of another number.
+func TestReadersOfAChangingNumber(t *testing.T) {
+	dir := cgroups(t, "changing").Dir("pids")
+	// Nine processes, one of which forks a tenth again and again.
+	cmd := exec.Command("sh", "-c", "echo $$ >"+dir+`/cgroup.procs; for i in 1 2 3 4 5 6 7 8; do sleep 1000 & done; echo in
+		while :; do (:); done`)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Kill(-cmd.Process.Pid, unix.SIGKILL); err != nil {
+			t.Error(err)
+		}
+		_ = cmd.Wait()                      // killed
+		for unix.Rmdir(dir) == unix.EBUSY { // until all of them have ended, and init has waited for them
+			time.Sleep(time.Millisecond)
+		}
+	})
+	if _, err := out.Read(make([]byte, 3)); err != nil {
+		t.Fatal(err)
+	}
+	f, err := openFile(dir + "/pids.current")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	var readers sync.WaitGroup
+	for range 4 {
+		readers.Go(func() {
+			buf := buffers.New().(*buffer)
+			for range 150_000 {
+				if v, known, err := number(f, buf, parseUint); err != nil || !known || v < 9 || v > 10 {
+					t.Errorf("%d, %v, %v", v, known, err)
+					return
+				}
+			}
+		})
+	}
+	readers.Wait()
 }
 
 // 500 containers, of real cgroups, in the order that a list has.

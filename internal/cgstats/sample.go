@@ -10,8 +10,9 @@ type Sample struct {
 	Memory Memory
 	IO     Pressure
 	// Tasks is pids.current: processes and their threads, of the groups below too.
-	// Zero if the reader does not read it.
-	Tasks uint64
+	// Not known if the reader does not read it.
+	Tasks      uint64
+	TasksKnown bool
 }
 
 // CPU time is a sum over all cores since the cgroup was made. A Sample has Usage;
@@ -19,7 +20,9 @@ type Sample struct {
 type CPU struct {
 	Known            bool // the controller is there
 	Usage            uint64
+	TimesKnown       bool // User and System
 	User, System     uint64
+	QuotaKnown       bool   // the next three
 	Periods          uint64 // of the quota
 	ThrottledPeriods uint64
 	Throttled        uint64
@@ -79,17 +82,23 @@ type Stall struct {
 	Total                uint64
 }
 
+// Figure is a number that not every kernel tells.
+type Figure struct {
+	Value uint64
+	Known bool
+}
+
 // Detail is what only metrics need: its files are not kept open.
 type Detail struct {
 	CPU          CPU    // complete, on v1 too
-	MaxUsage     uint64 // most memory ever used
-	KernelMemory uint64
-	LimitHits    uint64 // how often the memory limit was reached
-	OOMKills     uint64
-	Tasks        uint64
-	TasksMax     uint64 // or Unlimited
-	Processes    uint64 // in the group itself
-	Reservation  uint64 // memory.low of cgroup v2, the soft limit of v1; or Unlimited
+	MaxUsage     Figure // most memory ever used
+	KernelMemory Figure
+	LimitHits    Figure // how often the memory limit was reached
+	OOMKills     Figure
+	Tasks        Figure
+	TasksMax     Figure // or Unlimited
+	Processes    Figure // in the group itself
+	Reservation  Figure // memory.low of cgroup v2, the soft limit of v1; or Unlimited
 	Devices      []Device
 	HugePages    []HugePages
 }
@@ -105,7 +114,7 @@ type Device struct {
 // HugePages is the group's use of huge pages of one size.
 type HugePages struct {
 	Size       string // as in the files' names: "2MB"
-	Usage, Max uint64 // Max is the most ever used, 0 where the kernel does not tell (v2)
+	Usage, Max Figure // Max is the most ever used, which v2 does not tell
 }
 
 // Interface is what one network interface counted.
