@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"strings"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
@@ -129,30 +128,10 @@ func (m *Manager) probeUserNamespaces() error {
 }
 
 func (m *Manager) tryUserNamespace() error {
-	if err := checkPassable(m.rootPlace()); err != nil {
+	if err := userns.CheckPassable(m.rootPlace()); err != nil {
 		return err
 	}
-	ids := []specs.LinuxIDMapping{{ContainerID: 0, HostID: 1 << 16, Size: 1 << 16}} // kubelet's first range
-	mappings := userns.Mappings{UIDs: ids, GIDs: ids}
-	return userns.With(m.holder(), mappings, false, func(ns userns.Namespaces) error {
-		return rootfs.ProbeIDMap(m.trashDir(), ns.User(), mappings)
-	})
-}
-
-// checkPassable tells whether every user can get to path.
-func checkPassable(path string) error {
-	for dir := filepath.Clean(path); ; dir = filepath.Dir(dir) {
-		var st unix.Stat_t
-		if err := unix.Stat(dir, &st); err != nil {
-			return fmt.Errorf("look at %s: %w", dir, err)
-		}
-		if st.Mode&0o001 == 0 {
-			return fmt.Errorf("users other than root can't pass through %s (mode %04o): %s must be reachable for all", dir, st.Mode&0o7777, path)
-		}
-		if dir == "/" || !strings.HasPrefix(dir, "/") {
-			return nil
-		}
-	}
+	return rootfs.ProbeUserNamespace(m.holder(), m.trashDir())
 }
 
 func (m *Manager) hasUserNamespace(p *pod) bool {

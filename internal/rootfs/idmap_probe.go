@@ -6,11 +6,22 @@ import (
 	"os"
 	"path/filepath"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
 	"berth/internal/cleanup"
 	"berth/internal/userns"
 )
+
+// ProbeUserNamespace finds out whether containers can be in user namespaces: that the kernel
+// makes one, and ProbeIDMap. holder is as userns.With takes it.
+func ProbeUserNamespace(holder, dir string) error {
+	ids := []specs.LinuxIDMapping{{ContainerID: 0, HostID: 1 << 16, Size: 1 << 16}} // kubelet's first range
+	mappings := userns.Mappings{UIDs: ids, GIDs: ids}
+	return userns.With(holder, mappings, false, func(ns userns.Namespaces) error {
+		return ProbeIDMap(dir, ns.User(), mappings)
+	})
+}
 
 // ProbeIDMap finds out whether root filesystems can be shown to user namespaces: it makes an
 // overlay with an ID-mapped layer below dir, in a mount namespace that ends

@@ -80,9 +80,6 @@ func checkKernel(_ context.Context, n *Node) []Finding {
 	} else {
 		findings = append(findings, lacking(Warning, "seccomp", "not available", "use a kernel with CONFIG_SECCOMP_FILTER: pods with a seccomp profile fail without"))
 	}
-	if limit, err := n.value("/proc/sys/user/max_user_namespaces"); err != nil || limit == "0" {
-		findings = append(findings, lacking(Warning, "user namespaces", "not allowed", "set the sysctl user.max_user_namespaces: pods with hostUsers: false fail without"))
-	}
 	return findings
 }
 

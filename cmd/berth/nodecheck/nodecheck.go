@@ -56,7 +56,7 @@ func Run(ctx context.Context, n *Node) []Finding {
 	var all []Finding
 	for _, c := range []check{
 		checkProcess, checkKernel, checkModules, checkSysctls, checkCgroups, checkDirectories, checkPropagation,
-		checkSecurityModules, checkPrograms, checkNetwork,
+		checkUserNamespaces, checkSecurityModules, checkPrograms, checkHandlers, checkNetwork,
 	} {
 		all = append(all, c(ctx, n)...)
 	}

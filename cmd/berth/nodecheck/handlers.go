@@ -1,0 +1,81 @@
+package nodecheck
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	"berth/shim/ociruntime"
+)
+
+// handlerLimit is how long a runtime's program may take to tell what it can do.
+const handlerLimit = 20 * time.Second
+
+// checkHandlers asks the programs of the configured runtime handlers what the daemon asks them.
+func checkHandlers(ctx context.Context, n *Node) []Finding {
+	var findings []Finding
+	for _, name := range slices.Sorted(maps.Keys(n.Config.Handlers)) {
+		if n.Config.Handlers[name].Path != "" {
+			findings = append(findings, n.checkHandler(ctx, name))
+		}
+	}
+	return findings
+}
+
+func (n *Node) checkHandler(ctx context.Context, name string) Finding {
+	handler, subject := n.Config.Handlers[name], "handler "+name
+	level, whose := Warning, "pods that ask for it"
+	if name == n.Config.DefaultHandler {
+		level, whose = Failure, "pods that name none"
+	}
+	can, err := probeHandler(ctx, handler.Path, handler.Args)
+	if err != nil {
+		return lacking(level, subject, err.Error(), fmt.Sprintf("install the program, or mend handlers.%s.path: %s are refused until then", name, whose))
+	}
+	if mixed := n.hybridControllers(); mixed != "" && strings.HasPrefix(can.Version, "crun ") {
+		return lacking(level, subject, "crun refuses cgroups of both versions: version 2 has "+mixed,
+			fmt.Sprintf("boot with systemd.unified_cgroup_hierarchy=1, or have all controllers on version 1: %s fail until then", whose))
+	}
+	if missing := missingFeatures(can); missing != "" {
+		return lacking(Warning, subject, fmt.Sprintf("%s (%s) has no %s", handler.Path, can.Version, missing),
+			"a newer version may have it: pods that need it are refused")
+	}
+	return ok(subject, "%s (%s)", handler.Path, can.Version)
+}
+
+func probeHandler(ctx context.Context, path string, args []string) (ociruntime.Capabilities, error) {
+	if _, err := ociruntime.Executable(path); err != nil {
+		return ociruntime.Capabilities{}, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, handlerLimit)
+	defer cancel()
+	return ociruntime.Probe(ctx, path, args)
+}
+
+func missingFeatures(can ociruntime.Capabilities) string {
+	var missing []string
+	for _, f := range []struct {
+		name  string
+		there bool
+	}{{"recursive read-only mounts", can.RecursiveReadOnly}, {"user namespaces", can.UserNamespaces}} {
+		if !f.there {
+			missing = append(missing, f.name)
+		}
+	}
+	return strings.Join(missing, ", no ")
+}
+
+// hybridControllers are those that version 2 has on a machine that uses version 1.
+func (n *Node) hybridControllers() string {
+	if n.Facts.CgroupV2 {
+		return ""
+	}
+	controllers, err := n.value("/sys/fs/cgroup/unified/cgroup.controllers")
+	if err != nil { // nothing is mounted there
+		return ""
+	}
+	return controllers
+}

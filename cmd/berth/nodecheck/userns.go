@@ -1,0 +1,42 @@
+package nodecheck
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+
+	"berth/internal/rootfs"
+	"berth/internal/userns"
+	"berth/shim/payload"
+)
+
+// checkUserNamespaces does what the daemon does at its start to find out whether pods can
+// have user namespaces, where the daemon would.
+func checkUserNamespaces(_ context.Context, n *Node) []Finding {
+	const subject = "user namespaces"
+	if limit, err := n.value("/proc/sys/user/max_user_namespaces"); err != nil || limit == "0" {
+		return []Finding{lacking(Warning, subject, "not allowed", "set the sysctl user.max_user_namespaces: pods with hostUsers: false fail without")}
+	}
+	if err := userns.CheckPassable(nearest(n.Config.State)); err != nil {
+		return []Finding{lacking(Warning, subject, err.Error(), "chmod o+x: pods with hostUsers: false are refused without")}
+	}
+	if err := tryUserNamespace(nearest(n.Config.Root)); err != nil {
+		return []Finding{lacking(Warning, subject, err.Error(),
+			"they need Linux 6.3, and root on a file system that has ID-mapped mounts: pods with hostUsers: false are refused without")}
+	}
+	return []Finding{ok(subject, "they work, with ID-mapped mounts on %s", nearest(n.Config.Root))}
+}
+
+func tryUserNamespace(dir string) (err error) {
+	dir, err = os.MkdirTemp(dir, ".berth-check-")
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	programs, err := payload.Install(filepath.Join(dir, "bin"))
+	if err != nil {
+		return err
+	}
+	return rootfs.ProbeUserNamespace(programs.Pause+payload.PauseProgram, dir)
+}
