@@ -299,6 +299,43 @@ func TestSessionRefusals(t *testing.T) {
 	wantCode(t, forward(&runtimeapi.PortForwardRequest{PodSandboxId: pod.id}), codes.FailedPrecondition, pod.id)
 }
 
+// A container may end between the URL and the session. The texts name what was asked
+// for, and the container once.
+func TestSessionOfAContainerThatHasEnded(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	for _, p := range protocols {
+		c := pod.run(t)
+		o := remotecommand.StreamOptions{Stdout: io.Discard}
+		attach, exec := c.attachURL(t, o), c.execURL(t, o, "true")
+		c.stop(t, 0)
+		for address, other := range map[string]string{attach: "exec", exec: "attach"} {
+			_, err := p.stream(t.Context(), plain(), address, o)
+			if err == nil || !strings.Contains(err.Error(), "not running") || strings.Contains(err.Error(), other) || strings.Count(err.Error(), c.id) != 1 {
+				t.Errorf("%s: %v", p.name, err)
+			}
+		}
+	}
+}
+
+// A session in which nothing is sent for stream_idle_timeout is ended, and its command.
+func TestIdleSessionIsEnded(t *testing.T) {
+	d := startDaemon(t, withConfig(`stream_idle_timeout = "1s"`))
+	c := d.runPod(t, hostNetwork).run(t)
+	for _, p := range protocols {
+		var out screen
+		o := remotecommand.StreamOptions{Stdout: &out}
+		_, _ = p.stream(t.Context(), plain(), c.execURL(t, o, "sh", "-c", "echo up; exec sleep 7779"), o) // SPDY clients take the end of the connection for a good end
+		equal(t, "output", out.String(), "up\n")
+		eventually(t, "the command is gone", func() error {
+			if left := commandLines("sleep 7779"); len(left) > 0 {
+				return fmt.Errorf("still running: %q", left)
+			}
+			return nil
+		})
+	}
+}
+
 // A URL is good for one session, and is in no log and no error.
 func TestTokenIsUsedOnce(t *testing.T) {
 	d := startDaemon(t)

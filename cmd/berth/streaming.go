@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"sync/atomic"
 
 	"k8s.io/klog/v2"
 
@@ -17,7 +18,7 @@ import (
 
 // listenStreaming opens the port of exec, attach and port-forward sessions.
 func listenStreaming(cfg *config.Config, runtime streaming.Runtime, log *slog.Logger) (*streaming.Server, error) {
-	tlsConfig, err := streamTLS(cfg)
+	tlsConfig, err := streamTLS(cfg, log)
 	if err != nil {
 		return nil, err
 	}
@@ -26,16 +27,39 @@ func listenStreaming(cfg *config.Config, runtime streaming.Runtime, log *slog.Lo
 	return streaming.Listen(streaming.Config{Address: cfg.StreamAddress, TLS: tlsConfig, IdleTimeout: cfg.StreamIdleTimeout.Duration, Log: log}, runtime)
 }
 
-// streamTLS reads certificates and key; nil without any.
-func streamTLS(cfg *config.Config) (*tls.Config, error) {
+// streamTLS returns the configuration of the streaming server's TLS; nil without
+// certificates. They are read anew for each connection, which are few, so that a
+// rotation needs no restart. While they can't be used, say in the middle of a rotation,
+// the last ones that could are.
+func streamTLS(cfg *config.Config, log *slog.Logger) (*tls.Config, error) {
 	if cfg.StreamTLSCert == "" {
 		return nil, nil
 	}
+	first, err := readStreamTLS(cfg)
+	if err != nil {
+		return nil, err
+	}
+	var last atomic.Pointer[tls.Config]
+	last.Store(first)
+	return &tls.Config{MinVersion: tls.VersionTLS12, GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) {
+		current, err := readStreamTLS(cfg)
+		if err != nil {
+			log.Warn("the certificates of the streaming server can't be used: it goes on with those it had", "error", err)
+			return last.Load(), nil
+		}
+		last.Store(current)
+		return current, nil
+	}}, nil
+}
+
+// readStreamTLS reads certificates and key.
+func readStreamTLS(cfg *config.Config) (*tls.Config, error) {
 	certificate, err := tls.LoadX509KeyPair(cfg.StreamTLSCert, cfg.StreamTLSKey)
 	if err != nil {
 		return nil, fmt.Errorf("stream_tls_cert and stream_tls_key: %w", err)
 	}
-	t := &tls.Config{Certificates: []tls.Certificate{certificate}, MinVersion: tls.VersionTLS12}
+	// No tickets: they would let in whom an authority that is gone has vouched for.
+	t := &tls.Config{Certificates: []tls.Certificate{certificate}, MinVersion: tls.VersionTLS12, SessionTicketsDisabled: true}
 	if cfg.StreamClientCA == "" {
 		return t, nil
 	}

@@ -22,7 +22,7 @@ const killedCode = 128 + 9
 
 func (s *Server) serveExec(w http.ResponseWriter, r *http.Request, req *runtimeapi.ExecRequest) {
 	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(), TTY: req.GetTty()}
-	s.serveCommand(w, r, options, func(ctx context.Context, streams sandbox.Streams) error {
+	s.serveCommand(w, r, "exec", options, func(ctx context.Context, streams sandbox.Streams) error {
 		code, err := s.runtime.Exec(ctx, req.GetContainerId(), req.GetCmd(), req.GetTty(), streams)
 		switch {
 		case ctx.Err() != nil:
@@ -42,7 +42,7 @@ func exitError(code int) error {
 
 func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtimeapi.AttachRequest) {
 	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(), TTY: req.GetTty()}
-	s.serveCommand(w, r, options, func(ctx context.Context, streams sandbox.Streams) error {
+	s.serveCommand(w, r, "attach", options, func(ctx context.Context, streams sandbox.Streams) error {
 		err := s.runtime.Attach(ctx, req.GetContainerId(), req.GetTty(), streams)
 		switch cause := context.Cause(ctx); {
 		case errors.Is(cause, errGone): // nobody is there to be told
@@ -55,7 +55,7 @@ func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtim
 }
 
 // serveCommand serves an exec or attach in whatever protocol the client asks for.
-func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, options remotecommand.Options, run func(context.Context, sandbox.Streams) error) {
+func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, kind string, options remotecommand.Options, run func(context.Context, sandbox.Streams) error) {
 	c := &command{options: options, run: run}
 	defer c.sizes.Wait()
 	ctx, cancel := context.WithCancel(r.Context())
@@ -65,10 +65,15 @@ func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, options re
 		serveWebSocketV5(w, r, c, s.cfg.IdleTimeout)
 		return
 	}
+	if kind == "attach" { // which differs from the other by what it says of errors
+		remotecommand.ServeAttach(w, r, c, "", "", "", &options, s.cfg.IdleTimeout, headerTimeout, remotecommand.SupportedStreamingProtocols)
+		return
+	}
 	remotecommand.ServeExec(w, r, c, "", "", "", nil, &options, s.cfg.IdleTimeout, headerTimeout, remotecommand.SupportedStreamingProtocols)
 }
 
-// command is the session of an exec or attach, as a remotecommand.Executor.
+// command is the session of an exec or attach, as a
+// remotecommand.Executor and Attacher.
 type command struct {
 	options remotecommand.Options
 	run     func(context.Context, sandbox.Streams) error
@@ -93,6 +98,11 @@ func (c *command) ExecInContainer(ctx context.Context, _, _, _ string, _ []strin
 		streams.Resize = c.passSizes(ctx, resize)
 	}
 	return c.run(ctx, streams)
+}
+
+// AttachContainer implements remotecommand.Attacher. See ExecInContainer.
+func (c *command) AttachContainer(ctx context.Context, _, _, _ string, in io.Reader, out, err io.WriteCloser, terminal bool, resize <-chan remotecommand.TerminalSize) error {
+	return c.ExecInContainer(ctx, "", "", "", nil, in, out, err, terminal, resize, 0)
 }
 
 // passSizes converts terminal sizes until ctx or the client's stream ends.
