@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/containerd/nri/pkg/api"
 	nrilog "github.com/containerd/nri/pkg/log"
@@ -202,7 +203,7 @@ func (quiet) Warnf(context.Context, string, ...any)  {}
 func (quiet) Errorf(context.Context, string, ...any) {}
 
 // installPlugin installs this program as a plugin that the daemon starts. It appends "PID event name" to a file, and
-// hangs at the event named, if any.
+// hangs at the event named, if any, until there is the goOnFile.
 func installPlugin(name, hangAt string) daemonOption {
 	return func(t *testing.T, d *daemon) {
 		t.Helper()
@@ -243,7 +244,7 @@ func runInstalledPlugin() error {
 		}
 		_, err = fmt.Fprintln(f, os.Getpid(), event)
 		if err = errors.Join(err, f.Close()); err == nil && event == p.hangAt {
-			select {}
+			return waitUpTo(time.Hour, func() error { _, err := os.Stat(p.file + goOnSuffix); return err })
 		}
 		return err
 	}

@@ -37,7 +37,7 @@ type container struct {
 	presented bool                                // plugins were asked about it
 	removed   bool
 
-	stopUntold atomic.Bool                   // its exit is published, and plugins are about to be told of it
+	stopUntold atomic.Pointer[chan struct{}] // closed when plugins were told of its exit; nil: nothing is to be told
 	running    atomic.Pointer[running]       // nil without a shim
 	info       atomic.Pointer[ContainerInfo] // nil until created: nobody sees half a container
 	census     atomic.Pointer[Census]        // nil until counted
@@ -190,46 +190,49 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 		return err
 	}
 	m.ensureAppArmor(ctx)
-	if err := m.describeContainer(ctx, p, c); err != nil {
+	others, err := m.describeContainer(ctx, p, c)
+	if err != nil {
+		return err
+	}
+	if err := m.updateWith(ctx, others); err != nil {
 		return err
 	}
 	m.tellOfContainer(ctx, nri.ContainerCreated, c)
 	return nil
 }
 
-// describeContainer publishes a container that can be described, with what plugins want of it. It needs
-// the container's turn.
-func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) error {
+// describeContainer publishes a container that can be described, with what plugins want of it, and returns
+// what they want of others. It needs the container's turn.
+func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) (others []nri.Update, err error) {
 	spec, err := m.containerSpec(p, c, c.resources, nil) // plugins see no container that can't be
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if err := m.checkVolumes(c); err != nil {
-		return err
+		return nil, err
 	}
 	if err := m.checkIDMappedMounts(p, spec); err != nil {
-		return err
+		return nil, err
 	}
 	if err := m.relabelMounts(c); err != nil {
-		return err
+		return nil, err
 	}
-	c.rec.Process = spec.Process
-	release, err := m.presentContainer(ctx, p, c)
+	release, others, err := m.presentContainer(ctx, p, c, spec)
 	defer release()
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if c.presented {
 		if spec, err = m.containerSpec(p, c, c.resources, c.rec.Limits); err != nil {
-			return err
+			return nil, err
 		}
-		c.rec.Process = spec.Process
 	}
+	c.rec.Process, c.rec.Described = spec.Process, describedSpec(spec)
 	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
-		return err
+		return nil, err
 	}
 	m.publishContainer(c)
-	return nil
+	return others, nil
 }
 
 // containerRoot is the writable root filesystem of a container.
@@ -328,7 +331,8 @@ func (m *Manager) publishContainer(c *container) {
 // containerInfo is what the record says. The caller has the container's turn.
 func containerInfo(c *container) *ContainerInfo {
 	info := &ContainerInfo{ID: c.id, PodID: c.podID, Config: c.config, ImageID: c.rec.Image.ID, CreatedAt: c.rec.CreatedAt,
-		LogPath: c.rec.LogPath, User: c.rec.User.CRI(), Resources: c.resources, process: c.rec.Process, limits: c.rec.Limits}
+		LogPath: c.rec.LogPath, User: c.rec.User.CRI(), Resources: c.resources,
+		process: c.rec.Process, described: c.rec.Described, limits: c.rec.Limits}
 	info.StopSignal, info.Mounts = oci.CRISignal(stopSignal(c)), statusMounts(c)
 	switch c.rec.Phase {
 	case containerCreated, containerStarting:

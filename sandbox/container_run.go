@@ -244,7 +244,7 @@ func (m *Manager) killLeftBehind(ctx context.Context, c *container) error {
 	return shim.KillAndDestroy(ctx, c.id, m.shimDir(c.id), group)
 }
 
-// exited records and publishes an exit, and then removes the runtime state. It
+// exited records and publishes an exit, tells plugins of it, and then removes the runtime state. It
 // needs the container's turn. An exit that can't be recorded is seen all the same;
 // the runtime state then stays, as the only record there is, until it can.
 func (m *Manager) exited(c *container, exit exitRecord) {
@@ -253,13 +253,14 @@ func (m *Manager) exited(c *container, exit exitRecord) {
 	}
 	c.rec.Phase, c.rec.Exit = containerExited, &exit
 	err := m.containerRecs.Write(c.id, c.rec)
-	c.stopUntold.Store(true)
+	told := make(chan struct{})
+	c.stopUntold.Store(&told)
 	m.publishContainer(c)
-	m.tellOfContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)
 	if run := c.running.Swap(nil); run != nil {
-		close(run.exited)
+		close(run.exited) // first: the wait for a kill is short, and plugins take their time
 		m.countSoon()
 	}
+	m.tellOfContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)
 	if err == nil {
 		m.cleanExited(c)
 		return
@@ -307,8 +308,16 @@ func (m *Manager) StopContainer(ctx context.Context, id string, timeout time.Dur
 	return m.tasks.Detach(ctx, limit, "stop", c.String(), func(ctx context.Context) error { return m.stopContainer(ctx, c, timeout) })
 }
 
-// stopContainer holds no turn while it waits: the exit is published with it.
+// stopContainer returns when the container has ended and plugins were told.
 func (m *Manager) stopContainer(ctx context.Context, c *container, timeout time.Duration) error {
+	if err := m.endContainer(ctx, c, timeout); err != nil {
+		return err
+	}
+	return m.awaitTold(ctx, c)
+}
+
+// endContainer holds no turn while it waits: the exit is published with it.
+func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.Duration) error {
 	var run *running
 	err := m.tasks.WithTurn(ctx, c.turn, "stop", c.String(), func() error { run = c.running.Load(); return nil })
 	if err != nil || run == nil {

@@ -42,8 +42,9 @@ type ContainerInfo struct {
 	StopSignal runtimeapi.Signal
 	Mounts     []*runtimeapi.Mount // the config's, with the IDs of images
 
-	process *specs.Process // what execs derive from
-	limits  *nri.Limits    // set by plugins
+	process   *specs.Process // what execs derive from
+	described *specs.Spec    // what plugins are told, see describedSpec
+	limits    *nri.Limits    // set by plugins
 }
 
 // Pod returns the pod with that ID or unique ID prefix; NotFound, or

@@ -16,9 +16,10 @@ import (
 // documentation. Nothing but Start, Close and Hold is called while Hold says that there are none.
 //
 // They are called with the turn of the object that the call is about, so that they see what happens to it
-// in its order, and with no lock. How long they may take is bounded by the request timeout.
+// in its order, and under a Hold, which is a lock: who has one takes no turn and looks at no file that a user named.
+// How long each plugin may take is bounded by the request timeout.
 type Plugins interface {
-	Start(nri.Runtime) error
+	Start(context.Context, nri.Runtime) error
 	Close()
 	Hold() (release func(), active bool)
 	Pod(ctx context.Context, event nri.PodEvent, pod *nri.Pod) error
@@ -30,9 +31,9 @@ type Plugins interface {
 // noPlugins is what a manager has where NRI is off.
 type noPlugins struct{ Plugins }
 
-func (noPlugins) Start(nri.Runtime) error             { return nil }
-func (noPlugins) Close()                              {}
-func (noPlugins) Hold() (release func(), active bool) { return func() {}, false }
+func (noPlugins) Start(context.Context, nri.Runtime) error { return nil }
+func (noPlugins) Close()                                   {}
+func (noPlugins) Hold() (release func(), active bool)      { return func() {}, false }
 
 // pluginUpdateLimit is how long an update that a plugin asked for waits for its container's turn.
 const pluginUpdateLimit = 10 * time.Second
@@ -67,31 +68,42 @@ func (m *Manager) tellOfPod(ctx context.Context, event nri.PodEvent, p *pod) {
 	}
 }
 
-// presentContainer lets the plugins change a container that is about to be published, and others with
-// it. No plugin is told of the state of things until release is called, which is never nil. It needs
-// the container's turn.
-func (m *Manager) presentContainer(ctx context.Context, p *pod, c *container) (release func(), err error) {
+// presentContainer lets the plugins change a container that is about to be published and has this spec so far.
+// others is what they want changed of others, once release was called: who has the turn of one of these may be
+// waiting for a registration, and that for release. No plugin is told of the state of things until then. release is
+// never nil. It needs the container's turn.
+func (m *Manager) presentContainer(ctx context.Context, p *pod, c *container, spec *specs.Spec) (release func(), others []nri.Update, err error) {
 	release, active := m.plugins.Hold()
 	if !active {
-		return release, nil
+		return release, nil, nil
 	}
 	c.presented = true
-	adjustment, own, others, err := m.plugins.CreateContainer(ctx, m.podForPlugins(p, p.info.Load()), m.containerForPlugins(c, containerInfo(c)))
+	described := m.containerForPlugins(c, containerInfo(c))
+	described.Spec = spec
+	adjustment, own, others, err := m.plugins.CreateContainer(ctx, m.podForPlugins(p, p.info.Load()), described)
 	if err != nil {
-		return release, err
+		return release, nil, err
 	}
 	c.rec.Adjustment = adjustment
 	if !own.Empty() {
-		if err := m.setResources(c, mergeResources(c.resources, own.Resources), own.Limits); err != nil {
-			return release, err
-		}
+		err = m.setResources(c, mergeResources(c.resources, own.Resources), own.Limits)
 	}
+	return release, others, err
+}
+
+// updateWith makes the updates of others that belong to the creation of a container. The first that fails, and may
+// not, fails the creation.
+func (m *Manager) updateWith(ctx context.Context, others []nri.Update) error {
 	for _, u := range others {
-		if err := m.updateForPlugin(ctx, u); err != nil && !u.IgnoreFailure {
-			return release, fmt.Errorf("update container %s for an NRI plugin: %w", u.ContainerID, err)
+		err := m.updateForPlugin(ctx, u)
+		if err != nil && !u.IgnoreFailure {
+			return fmt.Errorf("update container %s for an NRI plugin: %w", u.ContainerID, err)
+		}
+		if err != nil {
+			m.log.Warn("update for an NRI plugin", "container", u.ContainerID, "error", err)
 		}
 	}
-	return release, nil
+	return nil
 }
 
 // askToStart asks the plugins about a container that is about to be started. It needs the container's turn.
@@ -130,7 +142,7 @@ func (m *Manager) tellOfContainer(ctx context.Context, event nri.ContainerEvent,
 	release, active := m.plugins.Hold()
 	defer release()
 	if event == nri.ContainerStopped {
-		defer c.stopUntold.Store(false)
+		defer func() { close(*c.stopUntold.Swap(nil)) }()
 	}
 	if !active {
 		return
@@ -193,7 +205,7 @@ func (r managerForPlugins) Objects() ([]*nri.Pod, []*nri.Container) {
 	}
 	var containers []*nri.Container
 	for _, c := range r.m.containers.snapshot() {
-		if info := c.info.Load(); info != nil && (info.State != runtimeapi.ContainerState_CONTAINER_EXITED || c.stopUntold.Load()) {
+		if info := c.info.Load(); info != nil && (info.State != runtimeapi.ContainerState_CONTAINER_EXITED || c.stopUntold.Load() != nil) {
 			containers = append(containers, r.m.containerForPlugins(c, info))
 		}
 	}
@@ -222,18 +234,45 @@ func (m *Manager) podForPlugins(p *pod, info *PodInfo) *nri.Pod {
 	return &nri.Pod{ID: p.id, Handler: info.Handler, Config: info.Config, IPs: info.IPs, PID: info.PausePID, NetNS: info.NetNS, CgroupsPath: p.rec.CgroupsPath}
 }
 
-// containerForPlugins describes a container. Where its spec can't be built any more, because a volume is gone,
-// plugins are told of its process alone.
+// describedSpec is what a record keeps of a container's spec for the plugins. They are told of it under a hold
+// and with turns, so it must be at hand: making a spec anew would look at the container's volumes, and one
+// that does not answer would hold up everything. The seccomp filter, the largest part, plugins see at the creation only.
+func describedSpec(spec *specs.Spec) *specs.Spec {
+	linux := *spec.Linux
+	linux.Seccomp = nil
+	return &specs.Spec{Mounts: spec.Mounts, Hooks: spec.Hooks, Linux: &linux}
+}
+
+// awaitTold waits until plugins were told of a published exit.
+func (m *Manager) awaitTold(ctx context.Context, c *container) error {
+	told := c.stopUntold.Load()
+	if told == nil {
+		return nil
+	}
+	defer m.tasks.Begin("plugins to be told of the exit", c.String())()
+	select {
+	case <-*told:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("tell plugins of the exit of container %s: %w", c.id, ctx.Err())
+	}
+}
+
+// containerForPlugins describes a container. It looks at no file.
 func (m *Manager) containerForPlugins(c *container, info *ContainerInfo) *nri.Container {
 	described := &nri.Container{ID: c.id, PodID: c.podID, ImageID: info.ImageID, Config: c.config, State: info.State,
 		CreatedAt: info.CreatedAt, StartedAt: info.StartedAt, FinishedAt: info.FinishedAt, ExitCode: info.ExitCode,
 		Reason: info.Reason, Message: info.Message, PID: info.PID, Resources: info.Resources, Adjustment: c.rec.Adjustment}
 	described.Spec = &specs.Spec{Process: info.process}
-	if p, err := m.pods.find(c.podID); err == nil {
-		if spec, err := m.containerSpec(p, c, info.Resources, info.limits); err == nil {
-			described.Spec = spec
-		}
+	if info.described == nil { // its record is of an earlier version, or it came to nothing
+		return described
 	}
+	linux := *info.described.Linux
+	if limits, err := m.cgroupLimits(info.Resources, info.limits); err == nil { // else it would have those of its creation
+		limits.Devices = linux.Resources.Devices
+		linux.Resources = limits
+	}
+	described.Spec.Mounts, described.Spec.Hooks, described.Spec.Linux = info.described.Mounts, info.described.Hooks, &linux
 	return described
 }
 

@@ -49,6 +49,9 @@ func (m *Manager) stopPod(ctx context.Context, p *pod) error {
 	}
 	m.publishPod(p)
 	err := errors.Join(m.killContainers(ctx, p), m.takeDown(ctx, p))
+	for _, c := range m.containersOf(p.id) { // whose stop comes before the pod's
+		err = errors.Join(err, m.awaitTold(ctx, c))
+	}
 	if first {
 		m.tellOfPod(ctx, nri.PodStopped, p)
 	}

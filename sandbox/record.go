@@ -83,7 +83,8 @@ type containerRecord struct {
 	CgroupsPath string         `json:"cgroupsPath"`
 	LogPath     string         `json:"logPath,omitempty"`
 	SELinux     oci.Labels     `json:"selinux,omitzero"`
-	Process     *specs.Process `json:"process,omitempty"` // what execs derive from
+	Process     *specs.Process `json:"process,omitempty"`   // what execs derive from
+	Described   *specs.Spec    `json:"described,omitempty"` // what plugins are told of it besides Process
 
 	StartedAt time.Time   `json:"startedAt,omitzero"` // when the start began; the shim directory has the moment
 	Exit      *exitRecord `json:"exit,omitempty"`

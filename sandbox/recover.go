@@ -53,7 +53,7 @@ func (m *Manager) recover(ctx context.Context) error {
 	if err := m.sweepTrash(); err != nil {
 		return err
 	}
-	if err := m.plugins.Start(managerForPlugins{m}); err != nil {
+	if err := m.plugins.Start(ctx, managerForPlugins{m}); err != nil {
 		return err
 	}
 	for _, start := range m.unfinished {

@@ -85,6 +85,7 @@ type Plugins struct {
 	adaptation *adaptation.Adaptation
 	runtime    Runtime
 	count      atomic.Int32 // of plugins that are registered
+	starting   atomic.Bool  // Start has not ended: there may be plugins that are not counted yet
 
 	// What follows a synchronisation; Close waits for it.
 	ctx     context.Context
@@ -96,6 +97,7 @@ type Plugins struct {
 // package, so there is one set of plugins per process.
 func New(cfg Config) (*Plugins, error) {
 	p := &Plugins{cfg: cfg}
+	p.starting.Store(true)
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	nrilog.Set(logger{cfg.Log})
 	adaptation.SetPluginRegistrationTimeout(cfg.RegistrationTimeout)
@@ -137,7 +139,8 @@ func validatorConfig(cfg Config) *validator.DefaultValidatorConfig {
 // Start starts the plugins of PluginDir, tells them of everything that rt has, and then accepts
 // external ones. A plugin that does not start is passed over and named in the log. The error is about
 // the directory or the socket, which another runtime may own.
-func (p *Plugins) Start(rt Runtime) error {
+func (p *Plugins) Start(_ context.Context, rt Runtime) error {
+	defer p.starting.Store(false)
 	p.runtime = rt
 	if err := p.checkSocket(); err != nil {
 		return err
@@ -174,7 +177,7 @@ func (p *Plugins) Close() {
 // tell. It waits for a registration under way, which the request timeout bounds. A goroutine must not hold twice.
 func (p *Plugins) Hold() (release func(), active bool) {
 	block := p.adaptation.BlockPluginSync()
-	return block.Unblock, p.count.Load() > 0
+	return block.Unblock, p.starting.Load() || p.count.Load() > 0
 }
 
 // synchronize tells a new plugin of everything there is. What it asks for in return is done after it
