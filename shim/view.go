@@ -8,6 +8,8 @@ import (
 	"strconv"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+
+	"berth/internal/bindmount"
 )
 
 // takeFor returns a launcher for a launch: an idle one, unless it would give the container
@@ -43,7 +45,7 @@ func hostPaths(spec *specs.Spec) []string {
 	}
 	var sources []string
 	for _, m := range spec.Mounts {
-		if m.Type == "bind" {
+		if bindmount.Is(m.Type, m.Options) {
 			sources = append(sources, m.Source)
 		}
 	}

@@ -40,10 +40,11 @@ func TestViewIn(t *testing.T) {
 
 func TestHostPaths(t *testing.T) {
 	spec := &specs.Spec{
-		Mounts: []specs.Mount{{Type: "proc", Source: "proc", Destination: "/proc"}, {Type: "bind", Source: "/srv", Destination: "/data"}},
-		Linux:  &specs.Linux{Namespaces: []specs.LinuxNamespace{{Type: specs.PIDNamespace}, {Type: specs.NetworkNamespace, Path: "/run/netns/x"}}},
+		Mounts: []specs.Mount{{Type: "proc", Source: "proc", Destination: "/proc"}, {Type: "bind", Source: "/srv", Destination: "/data"},
+			{Source: "/opt/vendor", Destination: "/vendor", Options: []string{"ro", "rbind"}}}, // as CDI vendors write it
+		Linux: &specs.Linux{Namespaces: []specs.LinuxNamespace{{Type: specs.PIDNamespace}, {Type: specs.NetworkNamespace, Path: "/run/netns/x"}}},
 	}
-	if got := hostPaths(spec); !slices.Equal(got, []string{"/srv", "/run/netns/x"}) {
+	if got := hostPaths(spec); !slices.Equal(got, []string{"/srv", "/opt/vendor", "/run/netns/x"}) {
 		t.Errorf("got %q", got)
 	}
 	if got := hostPaths(nil); len(got) > 0 {

@@ -1,0 +1,23 @@
+package bindmount
+
+import "testing"
+
+func TestIs(t *testing.T) {
+	for _, test := range []struct {
+		kind    string
+		options []string
+		want    bool
+	}{
+		{"bind", nil, true},
+		{"", []string{"ro", "bind"}, true},
+		{"", []string{"rbind", "rslave"}, true},
+		{"none", []string{"rbind"}, true},
+		{"", []string{"ro"}, false},
+		{"tmpfs", []string{"nodev"}, false},
+		{"proc", nil, false},
+	} {
+		if got := Is(test.kind, test.options); got != test.want {
+			t.Errorf("type %q, options %q: %t", test.kind, test.options, got)
+		}
+	}
+}
