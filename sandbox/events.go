@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"slices"
 	"time"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -78,13 +79,15 @@ func (m *Manager) happened(kind runtimeapi.ContainerEventType, id, podID string)
 	})
 }
 
-// containerInfos are the pod's containers, oldest first.
+// containerInfos are the pod's containers, oldest first. Events are made of it under the
+// feed's lock: only the pod's own are copied and sorted.
 func (m *Manager) containerInfos(podID string) []*ContainerInfo {
 	var of []*ContainerInfo
-	for _, info := range m.Containers() {
-		if info.PodID == podID {
+	for _, c := range m.containers.snapshot() {
+		if info := c.info.Load(); info != nil && c.podID == podID {
 			of = append(of, info)
 		}
 	}
+	slices.SortFunc(of, byAge)
 	return of
 }

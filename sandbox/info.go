@@ -91,8 +91,11 @@ func (m *Manager) Containers() []*ContainerInfo {
 			infos = append(infos, info)
 		}
 	}
-	slices.SortFunc(infos, func(a, b *ContainerInfo) int {
-		return cmp.Or(a.CreatedAt.Compare(b.CreatedAt), cmp.Compare(a.ID, b.ID))
-	})
+	slices.SortFunc(infos, byAge)
 	return infos
+}
+
+// byAge orders containers, the oldest first.
+func byAge(a, b *ContainerInfo) int {
+	return cmp.Or(a.CreatedAt.Compare(b.CreatedAt), cmp.Compare(a.ID, b.ID))
 }

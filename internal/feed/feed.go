@@ -23,7 +23,7 @@ var ErrBehind = errors.New("the reader is too far behind: items were dropped")
 type Feed[T any] struct {
 	limit int // items kept for each reader
 
-	mu      sync.Mutex // guards what follows and all readers' queues; held for list operations only
+	mu      sync.Mutex // guards what follows and all readers' queues; held for list operations and for making an item
 	readers map[*Reader[T]]struct{}
 }
 
@@ -32,8 +32,10 @@ func New[T any](limit int) *Feed[T] {
 	return &Feed[T]{limit: limit, readers: map[*Reader[T]]struct{}{}}
 }
 
-// Publish gives an item to all readers. Without readers it costs next to nothing;
-// make is called only if there are some, and must not call the feed.
+// Publish gives an item to all readers. Without readers it costs next to nothing; make is
+// called only if there are some. It is called under the lock, so that items which show the
+// state of things come in the order of their states: it must be quick, wait for nothing and
+// not call the feed.
 func (f *Feed[T]) Publish(make func() T) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
