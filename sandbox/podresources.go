@@ -58,12 +58,14 @@ func (m *Manager) updatePodResources(ctx context.Context, p *pod, overhead, reso
 	if err := m.askAboutPod(ctx, p, config); err != nil {
 		return err
 	}
-	record := p.rec
-	record.Resources = encoded
-	if err := m.podRecords.Write(p.id, record); err != nil {
+	// Nothing but this field: others are read without the turn, by who may since they do not change.
+	before := p.rec.Resources
+	p.rec.Resources = encoded
+	if err := m.podRecords.Write(p.id, p.rec); err != nil {
+		p.rec.Resources = before
 		return err
 	}
-	p.rec, p.updated = record, config
+	p.updated = config
 	m.publishPod(p)
 	m.tellOfPod(ctx, nri.PodUpdated, p)
 	return nil
