@@ -81,13 +81,9 @@ func (m *Manager) CreateContainer(ctx context.Context, podID string, config *run
 	identity := containerIdentity(p.id, config.Metadata)
 	m.launchers.Expect() // who creates a container starts it at once
 	id, err := m.containerIDs.Create(ctx, identity, sum, join.Maker{
-		Spawn: m.tasks.Operations.Spawn,
-		Make:  func() (string, error) { return m.newContainer(p, config, identity) },
-		Unused: func(id string) bool {
-			c, known := m.containers.get(id)
-			return known && c.visible() && c.info.Load().State == runtimeapi.ContainerState_CONTAINER_CREATED
-		},
-		Remove: m.RemoveContainer,
+		Spawn:  m.tasks.Operations.Spawn,
+		Make:   func() (string, error) { return m.newContainer(p, config, identity) },
+		Remove: m.replaceContainer,
 	})
 	if err != nil {
 		return "", createFailed(identity, err)
@@ -397,11 +393,32 @@ func (m *Manager) removeContainer(ctx context.Context, c *container) error {
 	}
 }
 
+// replaceContainer removes a container that was not started, or goes on with its removal.
+// join.ErrInUse for any other.
+func (m *Manager) replaceContainer(ctx context.Context, id string) error {
+	c, known := m.containers.get(id)
+	if !known {
+		return nil
+	}
+	return m.tasks.Detach(ctx, task.Limit, "replace", c.String(), func(ctx context.Context) error {
+		return m.tasks.WithTurn(ctx, c.turn, "replace", c.String(), func() error {
+			if c.removed {
+				return nil
+			}
+			if c.rec.Phase != containerCreated && c.rec.Phase != removing {
+				return fmt.Errorf("container %s was started: %w", id, join.ErrInUse)
+			}
+			return m.eraseContainer(ctx, c)
+		})
+	})
+}
+
 // eraseContainer removes what exists for the container, its record last. It needs
 // the container's turn and may be repeated.
 func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 	if c.rec.Phase != removing {
 		c.rec.Phase = removing
+		m.containerIDs.Going(containerIdentity(c.podID, c.config.Metadata), c.id)
 		if err := m.containerRecs.Write(c.id, c.rec); err != nil {
 			m.log.Warn("record a removal, which goes on", "container", c.id, "error", err) // a full disk must not keep what fills it
 		}

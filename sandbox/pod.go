@@ -68,8 +68,7 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 	id, err := m.podIDs.Create(ctx, identity, sum, join.Maker{
 		Spawn:  m.tasks.Operations.Spawn,
 		Make:   func() (string, error) { return m.newPod(config, handler, identity) },
-		Unused: func(id string) bool { return len(m.containersOf(id)) == 0 },
-		Remove: m.RemovePodSandbox,
+		Remove: m.replacePod,
 	})
 	if err != nil {
 		return "", fmt.Errorf("run %s: %w", identity, err)

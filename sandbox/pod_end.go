@@ -11,6 +11,7 @@ import (
 	"berth/cni"
 	"berth/internal/cgroup"
 	"berth/internal/errdefs"
+	"berth/internal/join"
 	"berth/internal/nri"
 	"berth/internal/task"
 	"berth/shim"
@@ -160,13 +161,33 @@ func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
 		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "remove", p.String(), func(ctx context.Context) error {
-		return m.tasks.WithTurn(ctx, p.turn, "remove", p.String(), func() error {
-			if err := m.stopPod(ctx, p); err != nil {
-				m.log.Warn("stop before removal", "pod", p.id, "error", err) // removal does the same again
+		return m.tasks.WithTurn(ctx, p.turn, "remove", p.String(), func() error { return m.endPod(ctx, p) })
+	})
+}
+
+// replacePod removes a pod without containers, or goes on with its removal. join.ErrInUse for
+// any other; who creates a container enters it with the pod's turn.
+func (m *Manager) replacePod(ctx context.Context, id string) error {
+	p, known := m.pods.get(id)
+	if !known {
+		return nil
+	}
+	return m.tasks.Detach(ctx, task.Limit, "replace", p.String(), func(ctx context.Context) error {
+		return m.tasks.WithTurn(ctx, p.turn, "replace", p.String(), func() error {
+			if p.rec.Phase != removing && len(m.containersOf(id)) > 0 {
+				return fmt.Errorf("pod sandbox %s has containers: %w", id, join.ErrInUse)
 			}
-			return m.erasePod(ctx, p)
+			return m.endPod(ctx, p)
 		})
 	})
+}
+
+// endPod stops and removes the pod. It needs the pod's turn.
+func (m *Manager) endPod(ctx context.Context, p *pod) error {
+	if err := m.stopPod(ctx, p); err != nil {
+		m.log.Warn("stop before removal", "pod", p.id, "error", err) // removal does the same again
+	}
+	return m.erasePod(ctx, p)
 }
 
 // erasePod removes the pod, its containers first, and its record last. It needs
@@ -177,6 +198,7 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	}
 	if p.rec.Phase != removing {
 		p.rec.Phase = removing
+		m.podIDs.Going(podIdentity(p.config.Metadata), p.id)
 		if err := m.podRecords.Write(p.id, p.rec); err != nil {
 			m.log.Warn("record a removal, which goes on", "pod", p.id, "error", err) // a full disk must not keep what fills it
 		}

@@ -5,6 +5,7 @@ package join
 import (
 	"context"
 	"crypto/sha256"
+	"errors"
 	"fmt"
 	"sync"
 
@@ -40,14 +41,18 @@ type creation struct {
 	// Under the Joiner's lock:
 	waiting   int      // callers that will be told the ID
 	delivered bool     // somebody was told
-	removal   *removal // not nil: it is being removed
+	going     bool     // its removal has begun and can't be taken back
+	removal   *removal // not nil: a caller who wants its place is having it removed
 }
 
-// removal is the end of an object that nobody was told of.
+// removal is one try to end an object, for a caller who wants its place.
 type removal struct {
 	done chan struct{} // closed when err is final
 	err  error
 }
+
+// ErrInUse is what Maker.Remove returns for an object that somebody uses.
+var ErrInUse = errors.New("in use")
 
 // Joiner makes creating idempotent: for each identity there is at most one
 // creation, which later calls with the same content join.
@@ -56,6 +61,9 @@ type removal struct {
 // the object and nobody uses it: then its caller has given up, and asks again.
 // (kubelet never sends the same container twice: the path of the termination log is
 // made up anew for each request.) Such an object is removed and made anew.
+//
+// Nobody is told of an object whose removal has begun (Going): who asks waits until it is
+// gone, and gets a new one.
 //
 // The lock guards the map and the creations' own fields and is held for no more.
 type Joiner struct {
@@ -69,9 +77,9 @@ type Maker struct {
 	Spawn func(func()) bool
 	// Make makes the object.
 	Make func() (id string, err error)
-	// Unused tells whether nobody has found the object by other means and uses it.
-	Unused func(id string) bool
-	// Remove takes away an object that nobody was told of.
+	// Remove takes away an object that nobody was told of, or goes on with a removal that
+	// has begun; it returns when the object is gone. ErrInUse, and nothing is removed, if somebody has found the
+	// object by other means and uses it: that is decided where nobody can begin to meanwhile.
 	Remove func(ctx context.Context, id string) error
 }
 
@@ -80,11 +88,11 @@ type Maker struct {
 // no trace. Errors do not name the identity: the caller does.
 func (j *Joiner) Create(ctx context.Context, identity string, sum Fingerprint, mk Maker) (string, error) {
 	for {
-		c, mine, going := j.enter(identity, sum)
+		c, mine, joined, going := j.enter(identity, sum)
 		if mine && !mk.Spawn(func() { id, err := mk.Make(); j.finish(identity, c, id, err) }) {
 			j.finish(identity, c, "", errdefs.Unavailable("berth is stopping"))
 		}
-		if going == nil && c.sum == sum {
+		if joined {
 			return j.await(ctx, c)
 		}
 		if going == nil {
@@ -95,16 +103,24 @@ func (j *Joiner) Create(ctx context.Context, identity string, sum Fingerprint, m
 				continue // it left no trace
 			}
 			if going = j.replace(c, mk); going == nil {
-				return "", errdefs.AlreadyExists("it exists (%s) with another configuration", c.id)
+				return "", inUse(c)
 			}
 		}
 		if err := waitDone(ctx, going.done); err != nil {
 			return "", err
 		}
-		if going.err != nil {
-			return "", fmt.Errorf("replace %s, which nobody was told of: %w", c.id, going.err)
+		switch {
+		case going.err == nil:
+		case !errors.Is(going.err, ErrInUse):
+			return "", fmt.Errorf("replace %s: %w", c.id, going.err)
+		case c.sum != sum:
+			return "", inUse(c)
 		}
 	}
+}
+
+func inUse(c *creation) error {
+	return errdefs.AlreadyExists("it exists (%s) with another configuration", c.id)
 }
 
 func waitDone(ctx context.Context, done <-chan struct{}) error {
@@ -116,16 +132,13 @@ func waitDone(ctx context.Context, done <-chan struct{}) error {
 	}
 }
 
-// replace begins to remove an object that nobody was told of and nobody uses; nil
-// if that is not so. It goes on without its caller; if it fails the object stays, to be
-// replaced by the next who asks.
+// replace begins to remove an object that nobody was told of, or goes on with the removal of
+// one that is going; nil if it is neither. It goes on without its caller; if it fails the object
+// stays, to be replaced by the next who asks.
 func (j *Joiner) replace(c *creation, mk Maker) *removal {
-	if !mk.Unused(c.id) {
-		return nil
-	}
-	going := j.claim(c)
-	if going == nil {
-		return nil
+	going, mine := j.claim(c)
+	if !mine {
+		return going
 	}
 	if !mk.Spawn(func() { j.release(c, mk.Remove(context.Background(), c.id)) }) { // the operation has its own limit
 		j.release(c, errdefs.Unavailable("berth is stopping"))
@@ -133,10 +146,10 @@ func (j *Joiner) replace(c *creation, mk Maker) *removal {
 	return going
 }
 
-// enter returns the creation of that identity, a new one if there is none, and
-// counts the caller in if it is to be told the ID. One that is being removed it
-// returns with what to wait for.
-func (j *Joiner) enter(identity string, sum Fingerprint) (c *creation, mine bool, going *removal) {
+// enter returns the creation of that identity, a new one if there is none; joined: the caller is
+// counted in, to be told the ID. One that is being removed it returns with what to wait for, if
+// there is something.
+func (j *Joiner) enter(identity string, sum Fingerprint) (c *creation, mine, joined bool, going *removal) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	c = j.by[identity]
@@ -145,12 +158,12 @@ func (j *Joiner) enter(identity string, sum Fingerprint) (c *creation, mine bool
 		j.put(identity, c)
 	}
 	if c.removal != nil {
-		return c, false, c.removal
+		return c, false, false, c.removal
 	}
-	if c.sum == sum {
+	if joined = c.sum == sum && !c.going; joined {
 		c.waiting++
 	}
-	return c, mine, nil
+	return c, mine, joined, nil
 }
 
 func (j *Joiner) put(identity string, c *creation) {
@@ -177,15 +190,19 @@ func (j *Joiner) await(ctx context.Context, c *creation) (string, error) {
 	}
 }
 
-// claim marks the object as being removed, if nobody knows of it; else it returns nil.
-func (j *Joiner) claim(c *creation) *removal {
+// claim marks the object as being removed by the caller (mine), if it is going or nobody knows
+// of it. If another caller was faster it returns what that one does, and else nil.
+func (j *Joiner) claim(c *creation) (going *removal, mine bool) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if c.delivered || c.waiting > 0 || c.removal != nil {
-		return nil
+	if c.removal != nil {
+		return c.removal, false
+	}
+	if !c.going && (c.delivered || c.waiting > 0) {
+		return nil, false
 	}
 	c.removal = &removal{done: make(chan struct{})}
-	return c.removal
+	return c.removal, true
 }
 
 func (j *Joiner) release(c *creation, err error) {
@@ -215,19 +232,38 @@ func (j *Joiner) Adopt(identity string, sum Fingerprint, id string) {
 	j.put(identity, c)
 }
 
+// Going says that the removal of the object with that ID has begun and can't be taken back:
+// nobody will be told of it any more. Its identity is free after Forget.
+func (j *Joiner) Going(identity, id string) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if c := j.made(identity, id); c != nil {
+		c.going = true
+	}
+}
+
 // Forget frees the identity when the object with that ID is removed.
 func (j *Joiner) Forget(identity, id string) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
+	if j.made(identity, id) != nil {
+		delete(j.by, identity)
+	}
+}
+
+// made is the creation of the object with that identity and ID, nil if the identity is another
+// object's, which may still be being made. It needs the lock.
+func (j *Joiner) made(identity, id string) *creation {
 	c := j.by[identity]
 	if c == nil {
-		return
+		return nil
 	}
 	select {
 	case <-c.done:
-		if c.id == id {
-			delete(j.by, identity)
+		if c.id == id && c.err == nil {
+			return c
 		}
-	default: // being made: another object
+	default:
 	}
+	return nil
 }

@@ -3,6 +3,7 @@ package join
 import (
 	"context"
 	"errors"
+	"fmt"
 	"sync"
 	"testing"
 
@@ -11,9 +12,9 @@ import (
 	"berth/internal/errdefs"
 )
 
-// testMaker makes objects that nobody uses and nobody may remove.
+// testMaker makes objects that nobody may remove.
 func testMaker(make func() (string, error)) Maker {
-	return Maker{Spawn: func(f func()) bool { go f(); return true }, Make: make, Unused: func(string) bool { return true }}
+	return Maker{Spawn: func(f func()) bool { go f(); return true }, Make: make}
 }
 
 func TestJoinRunningCreation(t *testing.T) {
@@ -121,9 +122,45 @@ func TestReplacementThatFailsIsTriedAgain(t *testing.T) {
 			t.Errorf("got %v", err)
 		}
 	}
-	mk.Unused = func(string) bool { return false }
+	mk.Remove = func(context.Context, string) error { return fmt.Errorf("container first: %w", ErrInUse) }
 	if _, err := j.Create(context.Background(), "container a", Fingerprint{2}, mk); errdefs.Code(err) != codes.AlreadyExists {
 		t.Errorf("one that is in use: %v", err)
+	}
+	if id, err := j.Create(context.Background(), "container a", Fingerprint{1}, mk); id != "first" || err != nil {
+		t.Errorf("one that is in use, and the same: %q, %v", id, err)
+	}
+}
+
+// A client that asks for the same container while its removal is under way must not be told an
+// ID that is going away.
+func TestNobodyJoinsWhatIsGoing(t *testing.T) {
+	var j Joiner
+	j.Adopt("container a", Fingerprint{1}, "first")
+	j.Going("container a", "another") // of an older object: nothing
+	if id, err := j.Create(t.Context(), "container a", Fingerprint{1}, testMaker(nil)); id != "first" || err != nil {
+		t.Fatalf("before its removal: %q, %v", id, err)
+	}
+	j.Going("container a", "first")
+	fail := errors.New("the disk is full")
+	tries := 0
+	mk := testMaker(func() (string, error) { return "second", nil })
+	mk.Remove = func(_ context.Context, id string) error {
+		if tries++; tries == 1 {
+			return fail
+		}
+		j.Forget("container a", id)
+		return nil
+	}
+	if id, err := j.Create(t.Context(), "container a", Fingerprint{1}, mk); !errors.Is(err, fail) {
+		t.Errorf("a removal that can't go on: %q, %v", id, err)
+	}
+	for range 2 {
+		if id, err := j.Create(t.Context(), "container a", Fingerprint{1}, mk); id != "second" || err != nil {
+			t.Errorf("after the removal: %q, %v", id, err)
+		}
+	}
+	if tries != 2 {
+		t.Errorf("removed in %d tries", tries)
 	}
 }
 
