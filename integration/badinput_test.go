@@ -75,6 +75,10 @@ func TestBadContainers(t *testing.T) {
 	empty := d.empty
 	d.empty = d.snapshot(t) // each case must leave what there was: the pod
 	t.Cleanup(func() { d.empty = empty })
+	loop := filepath.Join(t.TempDir(), "loop")
+	if err := os.Symlink("loop", loop); err != nil {
+		t.Fatal(err)
+	}
 	for _, c := range []struct {
 		name   string
 		change containerOption
@@ -90,6 +94,11 @@ func TestBadContainers(t *testing.T) {
 		{"unknown user", security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.RunAsUsername = "nobody-knows" }), codes.InvalidArgument, "nobody-knows"},
 		{"group without user", security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.RunAsGroup = &runtimeapi.Int64Value{Value: 5} }), codes.InvalidArgument, "run_as_group"},
 		{"missing mount source", mount(&runtimeapi.Mount{ContainerPath: "/m", HostPath: "/no/such/source"}), codes.InvalidArgument, "/no/such/source"},
+		{"mount source below a file", mount(&runtimeapi.Mount{ContainerPath: "/m", HostPath: "/etc/passwd/x"}), codes.InvalidArgument, "/etc/passwd/x"},
+		{"mount source of links round and round", mount(&runtimeapi.Mount{ContainerPath: "/m", HostPath: loop}), codes.InvalidArgument, loop},
+		{"mount source with a long name", mount(&runtimeapi.Mount{ContainerPath: "/m", HostPath: "/" + strings.Repeat("x", 256)}), codes.InvalidArgument, "xxx"},
+		{"device below a file", device(&runtimeapi.Device{HostPath: "/etc/passwd/x"}), codes.InvalidArgument, "/etc/passwd/x"},
+		{"device of links round and round", device(&runtimeapi.Device{HostPath: loop}), codes.InvalidArgument, loop},
 		{"relative mount target", mount(&runtimeapi.Mount{ContainerPath: "m", HostPath: "/tmp"}), codes.InvalidArgument, "\"m\""},
 		{"missing device", func(c *runtimeapi.ContainerConfig) {
 			c.Devices = []*runtimeapi.Device{{HostPath: "/dev/no-such", ContainerPath: "/dev/x", Permissions: "rwm"}}

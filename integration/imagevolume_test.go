@@ -78,7 +78,7 @@ func TestImageVolumeSubPath(t *testing.T) {
 	} {
 		equal(t, "content of "+c.path, pod.sh(t, "cat "+c.file+"; test ! -e /v/replaced", mount(imageVolume(id, c.path))), "42 subpath\n")
 	}
-	for _, path := range []string{"missing", "model/missing", "replaced/below", "outside", "loop", "null"} {
+	for _, path := range []string{"missing", "model/missing", "replaced/below", "outside", "loop", "null", strings.Repeat("x", 256)} {
 		_, err := pod.tryCreate(t, mount(imageVolume(id, path)))
 		wantCode(t, err, codes.InvalidArgument, "/v", path)
 		wantReason(t, err, "ImageVolumeMountFailed: ")

@@ -108,6 +108,8 @@ func criDevices(d *runtimeapi.Device, files Files) ([]grantedDevice, error) {
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return nil, errdefs.InvalidArgument("device %s does not exist", source)
+	case errdefs.IsBadPath(err):
+		return nil, errdefs.InvalidArgument("device %.300q: %w", source, err)
 	case errors.Is(err, host.ErrNotDevice):
 		return nil, errdefs.InvalidArgument("device %s is not a device", source)
 	case err != nil:

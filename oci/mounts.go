@@ -211,6 +211,9 @@ func mountSource(m *runtimeapi.Mount, files Files) (string, error) {
 	if errors.Is(err, fs.ErrNotExist) {
 		return "", errdefs.InvalidArgument("mount of %s: host_path %s does not exist", m.GetContainerPath(), source)
 	}
+	if errdefs.IsBadPath(err) {
+		return "", errdefs.InvalidArgument("mount of %s: host_path %.300q: %w", m.GetContainerPath(), source, err)
+	}
 	if err != nil {
 		return "", fmt.Errorf("mount of %s: resolve host_path %s: %w", m.GetContainerPath(), source, err)
 	}

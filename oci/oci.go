@@ -44,7 +44,7 @@ type Host = host.Facts
 
 // Files answers questions about host paths; host.Files is the real one.
 type Files interface {
-	// Resolve follows all symbolic links. fs.ErrNotExist if the path does not exist.
+	// Resolve follows all symbolic links. Errors that are the path's fault are known to errdefs.IsBadPath.
 	Resolve(path string) (string, error)
 	// Propagation looks up the mount that holds a path free of symbolic links.
 	Propagation(path string) (host.Propagation, error)

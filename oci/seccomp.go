@@ -95,6 +95,9 @@ func localhostProfile(ref string, files Files, spec *specs.Spec) (*specs.LinuxSe
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, errdefs.InvalidArgument("seccomp: localhost profile %s does not exist", ref)
 	}
+	if errdefs.IsBadPath(err) {
+		return nil, errdefs.InvalidArgument("seccomp: localhost profile %.300q: %w", ref, err)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("seccomp: read localhost profile %s: %w", ref, err)
 	}

@@ -3,7 +3,6 @@ package sandbox
 import (
 	"errors"
 	"fmt"
-	"io/fs"
 	"path/filepath"
 	"slices"
 
@@ -143,8 +142,8 @@ func checkSubPath(layers rootfs.Spec, path string) error {
 	}
 	defer root.Close() // takes the mount away
 	f, err := safefs.Open(root, path, unix.O_PATH, 0)
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) {
-		return errdefs.InvalidArgument("image_sub_path %q does not exist in the image: %w", path, err)
+	if errdefs.IsBadPath(err) {
+		return errdefs.InvalidArgument("image_sub_path %.300q does not exist in the image: %w", path, err)
 	}
 	if err != nil {
 		return fmt.Errorf("look for image_sub_path %q: %w", path, err)

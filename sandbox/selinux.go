@@ -3,6 +3,7 @@ package sandbox
 import (
 	"errors"
 	"fmt"
+	"strings"
 
 	"github.com/opencontainers/selinux/go-selinux"
 	"github.com/opencontainers/selinux/go-selinux/label"
@@ -25,7 +26,18 @@ type labeller struct {
 var hostLabeller = labeller{
 	reserve: selinux.ReserveLabelV2,
 	release: func(l string) { selinux.ReleaseLabel(l) },
-	relabel: func(path, l string) error { return label.Relabel(path, l, false) },
+	relabel: func(path, l string) error { return refused(label.Relabel(path, l, false)) },
+}
+
+// errSystemPath is what relabel returns for paths that are never labelled anew, such as /usr.
+var errSystemPath = errors.New("a path of the system keeps its label")
+
+// refused gives the library's refusal of such a path, which is nothing but a text, an error of its own.
+func refused(err error) error {
+	if err != nil && strings.HasPrefix(err.Error(), "SELinux relabeling of ") && strings.HasSuffix(err.Error(), " is not allowed") {
+		return fmt.Errorf("%w: %w", errSystemPath, err)
+	}
+	return err
 }
 
 // labelPod decides the pod's labels, which its containers share unless they have options
@@ -69,6 +81,8 @@ func (m *Manager) relabelMounts(c *container) error {
 		err := m.labels.relabel(source, c.rec.SELinux.Mount)
 		switch {
 		case errors.Is(err, unix.ENOTSUP): // a filesystem without labels
+		case errors.Is(err, errSystemPath):
+			return errdefs.InvalidArgument("selinux: label %s: %w", source, err)
 		case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES), errors.Is(err, unix.EROFS):
 			return errdefs.FailedPrecondition("selinux: label %s: %w", source, err)
 		case err != nil:

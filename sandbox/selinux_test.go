@@ -116,7 +116,8 @@ func TestRelabelMounts(t *testing.T) {
 		t.Errorf("labelled %v, want %v", host.files, want)
 	}
 
-	for err, want := range map[error]codes.Code{unix.ENOTSUP: codes.OK, unix.EROFS: codes.FailedPrecondition, unix.EPERM: codes.FailedPrecondition} {
+	for err, want := range map[error]codes.Code{unix.ENOTSUP: codes.OK, unix.EROFS: codes.FailedPrecondition, unix.EPERM: codes.FailedPrecondition,
+		errSystemPath: codes.InvalidArgument, unix.EIO: codes.Unknown} {
 		host.fail = fmt.Errorf("lsetxattr: %w", err)
 		if got := errdefs.Code(m.relabelMounts(c)); got != want {
 			t.Errorf("%v: code %v, want %v", err, got, want)
@@ -161,5 +162,17 @@ func TestMountsGetTheirLabel(t *testing.T) {
 	volumes := shownAs(like, []shim.Volume{{Path: "/v", Rootfs: rootfs.Spec{Upper: "u"}}})
 	if v := volumes[0]; v.Rootfs.Label != like.Label || v.Rootfs.IDMap != like.IDMap || v.Rootfs.Upper != "u" || v.Path != "/v" {
 		t.Errorf("an image volume is %+v", v)
+	}
+}
+
+// The library's refusal is known by its text.
+func TestSystemPathsKeepTheirLabels(t *testing.T) {
+	for _, path := range []string{"/", "/usr", "/etc/", "/var/lib"} {
+		if err := refused(selinux.Chcon(path, "system_u:object_r:container_file_t:s0:c1,c2", false)); !errors.Is(err, errSystemPath) {
+			t.Errorf("label %s: %v", path, err)
+		}
+	}
+	if err := refused(unix.EIO); errors.Is(err, errSystemPath) || refused(nil) != nil {
+		t.Errorf("another error: %v", err)
 	}
 }

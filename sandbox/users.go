@@ -7,7 +7,6 @@ import (
 	"os"
 	"sync"
 
-	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
@@ -111,10 +110,5 @@ func readUserFile(root *os.File, path string) ([]byte, error) {
 // in its place: no file, too large a one, links that lead round and round, a file where
 // a directory should be.
 func isImagesFault(err error) bool {
-	for _, e := range []error{safefs.ErrNotRegular, safefs.ErrTooLarge, unix.ELOOP, unix.ENOTDIR} {
-		if errors.Is(err, e) {
-			return true
-		}
-	}
-	return false
+	return errors.Is(err, safefs.ErrNotRegular) || errors.Is(err, safefs.ErrTooLarge) || errdefs.IsBadPath(err)
 }

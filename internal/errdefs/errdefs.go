@@ -10,7 +10,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 )
@@ -75,4 +77,16 @@ func IsNotFound(err error) bool { return Code(err) == codes.NotFound }
 // DeadlineExceeded is New with codes.DeadlineExceeded.
 func DeadlineExceeded(format string, args ...any) error {
 	return New(codes.DeadlineExceeded, format, args...)
+}
+
+// IsBadPath tells whether a system call failed because of the path it was given, so that who gave
+// it is at fault: there is nothing, it leads through something that is no directory or by links
+// round and round, or it is too long.
+func IsBadPath(err error) bool {
+	for _, e := range []error{fs.ErrNotExist, unix.ENOTDIR, unix.ELOOP, unix.ENAMETOOLONG} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
 }

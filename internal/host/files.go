@@ -34,8 +34,17 @@ type Propagation struct {
 type Files struct{}
 
 // Resolve follows all symbolic links of a host path. A path that does not exist
-// is fs.ErrNotExist for errors.Is.
-func (Files) Resolve(path string) (string, error) { return filepath.EvalSymlinks(path) }
+// is fs.ErrNotExist for errors.Is, one whose links lead round and round unix.ELOOP.
+func (Files) Resolve(path string) (string, error) {
+	resolved, err := filepath.EvalSymlinks(path)
+	if err == nil {
+		return resolved, nil
+	}
+	if _, statErr := os.Stat(path); errors.Is(statErr, unix.ELOOP) { // the library's error has no errno
+		return "", statErr
+	}
+	return "", err
+}
 
 // maxProfile is more than any seccomp profile has; the default one takes 20 KiB.
 const maxProfile = 1 << 20

@@ -147,3 +147,13 @@ func TestDevices(t *testing.T) {
 		t.Errorf("missing: got %v", err)
 	}
 }
+
+func TestResolveLinksRoundAndRound(t *testing.T) {
+	loop := filepath.Join(t.TempDir(), "loop")
+	if err := os.Symlink("loop", loop); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := (Files{}).Resolve(loop); !errors.Is(err, unix.ELOOP) {
+		t.Errorf("got %v", err)
+	}
+}
