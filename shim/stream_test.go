@@ -79,7 +79,14 @@ func TestExecGivenUpWhileItStarts(t *testing.T) {
 		}
 		given <- err
 	}()
-	e.until("the exec's process is in the container", func() bool { return c.countProcesses() > before })
+	e.until("the exec's process is in the container", func() bool {
+		select {
+		case err := <-given: // it would never come
+			t.Fatalf("Exec = %v before it was given up", err)
+		default:
+		}
+		return c.countProcesses() > before
+	})
 	cancel()
 	if err := <-given; !errors.Is(err, context.Canceled) { // still frozen
 		t.Errorf("Exec = %v, want canceled", err)
@@ -112,21 +119,30 @@ func (c *container) processesNamed(name string) []int {
 	})
 }
 
-// freeze stops all processes of the container until thaw.
+// freeze stops all processes of the container until thaw. When it returns they have
+// stopped: on a busy machine that takes a while, and libcontainer, which waits for it too,
+// takes one of version 2 that does not within 10 s for an error.
 func (c *container) freeze() (thaw func()) {
 	c.Helper()
 	for _, dir := range cgroupDirs() {
-		for file, values := range map[string][2]string{"freezer.state": {"FROZEN", "THAWED"}, "cgroup.freeze": {"1", "0"}} {
-			path := dir + "/" + c.ID + "/" + file
-			if os.WriteFile(path, []byte(values[0]), 0) != nil {
+		for _, f := range []struct{ file, on, off, state, frozen string }{
+			{"freezer.state", "FROZEN", "THAWED", "freezer.state", "FROZEN\n"},
+			{"cgroup.freeze", "1", "0", "cgroup.events", "frozen 1\n"},
+		} {
+			dir := dir + "/" + c.ID + "/"
+			if os.WriteFile(dir+f.file, []byte(f.on), 0) != nil {
 				continue
 			}
 			thaw = func() {
-				if err := os.WriteFile(path, []byte(values[1]), 0); err != nil {
+				if err := os.WriteFile(dir+f.file, []byte(f.off), 0); err != nil {
 					c.Error(err)
 				}
 			}
 			c.Cleanup(thaw)
+			c.until("its processes have stopped", func() bool {
+				state, err := os.ReadFile(dir + f.state)
+				return err == nil && strings.Contains(string(state), f.frozen)
+			})
 			return thaw
 		}
 	}
