@@ -171,6 +171,9 @@ func TestCrun(t *testing.T) {
 		var spec struct{ Annotations map[string]string }
 		must(t, json.Unmarshal(get(os.ReadFile(filepath.Join(d.state, "c", c.id, "config.json")))(t), &spec))
 		want := map[string]string{"io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": pod.id}
+		if systemdDriver() {
+			want["run.oci.systemd.subgroup"] = ""
+		}
 		if !maps.Equal(spec.Annotations, want) {
 			t.Errorf("the runtime got %v, want %v", spec.Annotations, want)
 		}

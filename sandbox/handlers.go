@@ -210,12 +210,18 @@ func (m *Manager) hostOf(p *pod) host.Facts {
 const (
 	containerTypeAnnotation = "io.kubernetes.cri.container-type"
 	sandboxIDAnnotation     = "io.kubernetes.cri.sandbox-id"
+	// crun would put the processes into a cgroup below systemd's scope, and not find those of
+	// execs, which are beside that. Empty: as libcontainer does.
+	crunSubgroupAnnotation = "run.oci.systemd.subgroup"
 )
 
 // annotate tells a runtime that is a program how a spec belongs to its pod.
 func (p *pod) annotate(spec *specs.Spec, kind string) {
-	if p.rec.Runtime != nil {
+	if r := p.rec.Runtime; r != nil {
 		spec.Annotations = map[string]string{containerTypeAnnotation: kind, sandboxIDAnnotation: p.id}
+		if r.SystemdCgroup {
+			spec.Annotations[crunSubgroupAnnotation] = ""
+		}
 	}
 }
 

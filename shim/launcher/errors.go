@@ -26,7 +26,9 @@ const (
 var programComplaints = []string{
 	"executable file `",                // crun: not found in $PATH
 	"open executable: ",                // crun: a folder, a file that nobody may execute
+	"` is not a regular file",          // the same, crun 1.21
 	"chdir `",                          // crun: to the working directory
+	"chdir to `",                       // the same, crun 1.21
 	"error finding executable ",        // runsc
 	"failed to load ",                  // runsc: what is no program
 	"initial process failed to start ", // runsc
