@@ -249,7 +249,7 @@ func TestCVE_2022_0811_SysctlValue(t *testing.T) {
 func TestCVE_2022_1708_ExecOutputWithoutEnd(t *testing.T) {
 	d := startDaemon(t)
 	c := d.runPod(t, hostNetwork).run(t)
-	stdout, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"sh", "-c", "head -c 1073741824 /dev/zero; exit 0"}, 2*time.Minute)
+	stdout, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"sh", "-c", "dd if=/dev/zero bs=1M count=1024 2>/dev/null"}, 2*time.Minute)
 	must(t, err)
 	if len(stdout) > 16<<20 {
 		t.Errorf("%d bytes of output", len(stdout))
@@ -302,7 +302,14 @@ func TestCVE_2020_15257_SocketsOfTheRuntime(t *testing.T) {
 	other := pod.run(t)
 	other.exec(t, "true")
 	for line := range strings.Lines(pod.sh(t, "cat /proc/net/unix")) {
-		if fields := strings.Fields(line); len(fields) == 8 && strings.HasPrefix(fields[7], "@") {
+		fields := strings.Fields(line)
+		if len(fields) != 8 || !strings.HasPrefix(fields[7], "@") {
+			continue
+		}
+		// Nobody can connect to one that neither listens nor takes datagrams: clients of D-Bus, as
+		// systemd is one, give theirs a name.
+		const listens, datagram = "00010000", "0002"
+		if fields[3] == listens || fields[4] == datagram {
 			t.Errorf("an abstract socket can be reached from the pod: %s", fields[7])
 		}
 	}
