@@ -8,6 +8,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/containerd/nri/pkg/api"
 	"github.com/containerd/nri/pkg/stub"
@@ -168,4 +169,36 @@ func TestNRISlowPluginWhilePodStops(t *testing.T) {
 	close(answer)
 	must(t, <-stopped)
 	p.waitEvents(t, "StopContainer "+c.config.Metadata.Name, "StopPodSandbox "+pod.config.Metadata.Name)
+}
+
+// A daemon that is told to end while it waits for a plugin that it starts does so.
+func TestNRITermWhilePluginHangs(t *testing.T) {
+	d := newDaemon(t, installPlugin("10-installed", "Synchronize"), withConfig(`nri_request_timeout = "5m"`))
+	t.Cleanup(func() { d.forgetMounts(t) })
+	cmd := d.serveCommand()
+	must(t, cmd.Start())
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	eventually(t, "synchronisation", func() error {
+		if n := d.installedTold("Synchronize"); n != 1 {
+			return unexpected("number of synchronisations", n, 1)
+		}
+		return nil
+	})
+	must(t, cmd.Process.Signal(syscall.SIGTERM))
+	select {
+	case <-ended:
+	case <-time.After(patience):
+		must(t, cmd.Process.Kill())
+		<-ended
+		t.Error("it did not end")
+	}
+	eventually(t, "the plugin's end", func() error {
+		pid, _, _ := strings.Cut(readLines(d.installedEvents())[0], " ")
+		stat, err := os.ReadFile(filepath.Join("/proc", pid, "stat"))
+		if err == nil && !strings.Contains(string(stat), ") Z ") {
+			return fmt.Errorf("process %s is there: %s", pid, stat)
+		}
+		return nil
+	})
 }

@@ -246,7 +246,7 @@ func TestNRISynchronisation(t *testing.T) {
 // A plugin that does not answer is dropped, and nothing but the time it was given is lost; the others
 // are asked as ever.
 func TestNRIHangingPlugin(t *testing.T) {
-	d := startDaemon(t, withConfig(`nri_request_timeout = "300ms"`))
+	d := startDaemon(t, withConfig(`nri_request_timeout = "3s"`)) // for the other plugin, on a loaded machine
 	for _, event := range []string{"RunPodSandbox", "CreateContainer", "StartContainer", "UpdateContainer", "StopContainer", "RemoveContainer", "StopPodSandbox", "RemovePodSandbox"} {
 		t.Run(event, func(t *testing.T) {
 			end := make(chan struct{})
@@ -278,7 +278,7 @@ func TestNRIHangingPlugin(t *testing.T) {
 
 // One that does not answer when it registers is not registered.
 func TestNRIHangingRegistration(t *testing.T) {
-	d := startDaemon(t, withConfig(`nri_request_timeout = "300ms"`))
+	d := startDaemon(t, withConfig(`nri_request_timeout = "3s"`))
 	asked, end := make(chan struct{}), make(chan struct{})
 	p := &nriPlugin{closed: make(chan struct{}), before: func(string) error { close(asked); <-end; return nil }}
 	p.stub = get(stub.New(p, stub.WithSocketPath(d.nriSocket()), stub.WithPluginIdx("10"), stub.WithPluginName("mute"),
@@ -327,8 +327,9 @@ func TestNRIUnsolicitedUpdate(t *testing.T) {
 	unknown := memoryUpdate("0123456789", 96<<20)
 	refused := memoryUpdate(c.id, 96<<20)
 	refused.SetLinuxBlockIOClass("fast")
-	failed := get(p.stub.UpdateContainers([]*api.ContainerUpdate{update, unknown, refused}))(t)
-	if len(failed) != 2 || failed[0].ContainerId != unknown.ContainerId || failed[1].Linux.Resources.BlockioClass == nil {
+	prefix := memoryUpdate(c.id[:12], 80<<20) // is no ID
+	failed := get(p.stub.UpdateContainers([]*api.ContainerUpdate{update, unknown, refused, prefix}))(t)
+	if len(failed) != 3 || failed[0].ContainerId != unknown.ContainerId || failed[1].Linux.Resources.BlockioClass == nil || failed[2].ContainerId != prefix.ContainerId {
 		t.Errorf("failed are %v", failed)
 	}
 	check := func() {
@@ -560,7 +561,7 @@ func TestNRIRefusesToStart(t *testing.T) {
 
 // Installed plugins that do not start, or do not register, are passed over.
 func TestNRIBrokenPlugins(t *testing.T) {
-	d := startDaemon(t, installPlugin("20-good", ""), withConfig(`nri_registration_timeout = "300ms"`), func(t *testing.T, d *daemon) {
+	d := startDaemon(t, installPlugin("20-good", ""), withConfig(`nri_registration_timeout = "3s"`), func(t *testing.T, d *daemon) {
 		for name, script := range map[string]string{"05-ends": "#!/bin/sh\nexit 1\n", "06-silent": "#!/bin/sh\nexec sleep 1000\n", "07-nothing": "no program\n"} {
 			must(t, os.WriteFile(filepath.Join(d.dir, "plugins", name), []byte(script), 0o755))
 		}

@@ -8,6 +8,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/internal/errdefs"
 	"berth/internal/nri"
 	"berth/oci"
 )
@@ -178,9 +179,9 @@ func (m *Manager) updateLater(updates []nri.Update) {
 
 // updateForPlugin changes a container's limits without asking plugins about it again.
 func (m *Manager) updateForPlugin(ctx context.Context, u nri.Update) error {
-	c, err := m.containers.find(u.ContainerID)
-	if err != nil {
-		return err
+	c, known := m.containers.get(u.ContainerID)
+	if !known || !c.visible() {
+		return errdefs.NotFound("container %q does not exist", u.ContainerID)
 	}
 	ctx, cancel := context.WithTimeout(ctx, pluginUpdateLimit)
 	defer cancel()
@@ -212,10 +213,15 @@ func (r managerForPlugins) Objects() ([]*nri.Pod, []*nri.Container) {
 	return pods, containers
 }
 
-// Update implements nri.Runtime.
+// Update implements nri.Runtime. An update that has its turn when ctx ends is waited for: the plugin is told what became of it.
 func (r managerForPlugins) Update(ctx context.Context, u nri.Update) error {
-	return r.m.tasks.Detach(ctx, pluginUpdateLimit, "update for a plugin", "container "+u.ContainerID,
-		func(context.Context) error { return r.m.updateForPlugin(ctx, u) })
+	return r.m.tasks.Detach(context.WithoutCancel(ctx), pluginUpdateLimit, "update for a plugin", "container "+u.ContainerID,
+		func(operation context.Context) error {
+			turn, cancel := context.WithCancel(operation)
+			defer cancel()
+			defer context.AfterFunc(ctx, cancel)()
+			return r.m.updateForPlugin(turn, u)
+		})
 }
 
 func (m *Manager) forPlugins(c *container) (*nri.Pod, *nri.Container, error) {

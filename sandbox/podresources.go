@@ -78,9 +78,9 @@ func (m *Manager) askAboutPod(ctx context.Context, p *pod, wanted *runtimeapi.Po
 	if !active {
 		return nil
 	}
-	info := *p.info.Load()
-	info.Config = wanted
-	if err := m.plugins.Pod(ctx, nri.UpdatePod, m.podForPlugins(p, &info)); err != nil {
+	pod := m.podForPlugins(p, p.info.Load())
+	pod.WantedOverhead, pod.WantedResources = wanted.GetLinux().GetOverhead(), wanted.GetLinux().GetResources()
+	if err := m.plugins.Pod(ctx, nri.UpdatePod, pod); err != nil {
 		return fmt.Errorf("update pod sandbox %s: %w", p.id, err)
 	}
 	return nil

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
@@ -137,10 +138,11 @@ func mergeResources(old, change *runtimeapi.LinuxContainerResources) *runtimeapi
 	if change == nil {
 		return merged
 	}
-	if len(change.HugepageLimits) > 0 {
-		merged.HugepageLimits = nil // a list is replaced, not appended to
-	}
-	proto.Merge(merged, change) // sets what is not zero; maps are merged by key
+	kept := slices.DeleteFunc(merged.HugepageLimits, func(have *runtimeapi.HugepageLimit) bool {
+		return slices.ContainsFunc(change.HugepageLimits, func(l *runtimeapi.HugepageLimit) bool { return l.GetPageSize() == have.GetPageSize() })
+	})
+	merged.HugepageLimits = kept // a plugin changes the limit of one page size; kubelet sends all
+	proto.Merge(merged, change)  // sets what is not zero; maps are merged by key, lists appended to
 	if old != nil && change.MemoryLimitInBytes != 0 && change.MemorySwapLimitInBytes == 0 &&
 		old.MemorySwapLimitInBytes == old.MemoryLimitInBytes {
 		merged.MemorySwapLimitInBytes = change.MemoryLimitInBytes // "no swap" stays so

@@ -9,13 +9,13 @@ import (
 
 func TestMergeResources(t *testing.T) {
 	old := &runtimeapi.LinuxContainerResources{CpuShares: 100, MemoryLimitInBytes: 1 << 20, OomScoreAdj: 5,
-		HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 1}},
+		HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 1}, {PageSize: "1GB", Limit: 1}},
 		Unified:        map[string]string{"memory.high": "1", "pids.max": "5"}}
 	change := &runtimeapi.LinuxContainerResources{CpuShares: 200, CpuQuota: -1, OomScoreAdj: 7,
 		HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "1GB", Limit: 2}},
 		Unified:        map[string]string{"memory.high": "2"}}
 	want := &runtimeapi.LinuxContainerResources{CpuShares: 200, CpuQuota: -1, MemoryLimitInBytes: 1 << 20, OomScoreAdj: 5,
-		HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "1GB", Limit: 2}},
+		HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 1}, {PageSize: "1GB", Limit: 2}},
 		Unified:        map[string]string{"memory.high": "2", "pids.max": "5"}}
 	before := proto.Clone(old)
 	if got := mergeResources(old, change); !proto.Equal(got, want) {

@@ -321,7 +321,7 @@ func newMount(m *api.Mount, destination string, spec *specs.Spec) (specs.Mount, 
 	var propagation string
 	mount := m.ToOCI(&propagation)
 	mount.Destination = destination
-	if mount.Type != "bind" && !slices.Contains(mount.Options, "bind") && !slices.Contains(mount.Options, "rbind") {
+	if !isBind(m) {
 		return mount, nil
 	}
 	source, err := host.Files{}.Resolve(mount.Source)

@@ -2,6 +2,7 @@ package nri
 
 import (
 	"path"
+	"slices"
 	"strings"
 
 	"github.com/containerd/nri/pkg/api"
@@ -100,12 +101,16 @@ func checkMounts(adjust *api.ContainerAdjustment) error {
 		if !path.IsAbs(destination) || path.Clean(destination) == "/" || strings.IndexByte(destination, 0) >= 0 {
 			return invalid("mount of %q: not an absolute path below the root", destination)
 		}
-		bind := m.GetType() == "bind"
-		if !removed && bind && !path.IsAbs(m.GetSource()) {
+		if !removed && isBind(m) && !path.IsAbs(m.GetSource()) {
 			return invalid("mount of %s: source %q is not an absolute path", destination, m.GetSource())
 		}
 	}
 	return nil
+}
+
+// isBind tells whether a mount is of a path on the host: libcontainer goes by the options, too.
+func isBind(m *api.Mount) bool {
+	return m.GetType() == "bind" || slices.Contains(m.GetOptions(), "bind") || slices.Contains(m.GetOptions(), "rbind")
 }
 
 func checkLinux(adjust *api.ContainerAdjustment) error {

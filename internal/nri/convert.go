@@ -18,7 +18,7 @@ type Pod struct {
 	NetNS       string // path; empty with the host's network
 	CgroupsPath string
 
-	Overhead, Resources *runtimeapi.LinuxContainerResources // nil: as in Config
+	WantedOverhead, WantedResources *runtimeapi.LinuxContainerResources // for UpdatePod; Config has those in force
 }
 
 // Container is what plugins are told of a container.
@@ -37,19 +37,12 @@ type Container struct {
 
 func (p *Pod) api() *api.PodSandbox {
 	md, linux := p.Config.GetMetadata(), p.Config.GetLinux()
-	overhead, resources := linux.GetOverhead(), linux.GetResources()
-	if p.Overhead != nil {
-		overhead = p.Overhead
-	}
-	if p.Resources != nil {
-		resources = p.Resources
-	}
 	sandbox := &api.PodSandbox{
 		Id: p.ID, Name: md.GetName(), Uid: md.GetUid(), Namespace: md.GetNamespace(),
 		Labels: maps.Clone(p.Config.GetLabels()), Annotations: maps.Clone(p.Config.GetAnnotations()),
 		RuntimeHandler: p.Handler, Pid: uint32(p.PID), Ips: p.IPs,
 		Linux: &api.LinuxPodSandbox{CgroupParent: linux.GetCgroupParent(), CgroupsPath: p.CgroupsPath,
-			PodOverhead: fromCRI(overhead), PodResources: fromCRI(resources)},
+			PodOverhead: fromCRI(linux.GetOverhead()), PodResources: fromCRI(linux.GetResources())},
 	}
 	if p.NetNS != "" {
 		sandbox.Linux.Namespaces = []*api.LinuxNamespace{{Type: string(specs.NetworkNamespace), Path: p.NetNS}}

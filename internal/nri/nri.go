@@ -8,7 +8,8 @@
 // time: so the library serialises them. A plugin that does not answer within the request
 // timeout, or whose connection breaks, is dropped and the request goes on without it, unless
 // it asked to be kept, or to fail requests, when it registered (FailurePolicy). What a plugin
-// answers with an error fails the request that it was asked about, and nothing else.
+// answers with an error fails the request that it was asked about, and the plugins after it are not told of
+// that one: neither is a stop, a removal or a Post event.
 //
 // A caller that changes what plugins may see does so in one of two ways, so that a plugin that
 // registers meanwhile misses nothing:
@@ -16,24 +17,32 @@
 //   - what is new is announced and then published, under one Hold;
 //   - everything else is published and then announced under a Hold.
 //
-// Without plugins Hold tells so, and nothing else of this package runs.
+// A Hold is a read lock, and a registration waits for all of them with the write lock: who has one must
+// not wait for anybody who may take one. Without plugins Hold tells so, and nothing else of this package runs.
 //
 // Adjustments that plugins ask for are honoured or refused by name (see Check), never dropped in
 // silence. Their annotations are shown to other plugins and reach nothing else: libcontainer
 // and systemd read some annotations as commands (CVE-2024-3154). Evictions do not reach the
-// runtime in version 0.12 of the library; it drops them, and the log tells so.
+// runtime in version 0.12 of the library; it drops them, and the log tells so. It drops, too, the limit of
+// processes from updates of other containers that are answers to a request (TestLibraryDropsPidsOfOthers); in
+// adjustments, and in updates that a plugin asks for by itself, it arrives.
+//
+// The library owns the programs that it starts. It kills and reaps those that registered; one that ends or closes its
+// connection before stays, as a zombie or as a process, until the daemon ends. One that hangs outlives a daemon that is killed.
 package nri
 
 import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"net"
 	"runtime/debug"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/containerd/nri/pkg/adaptation"
@@ -45,6 +54,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/task"
 )
 
 // Config says where plugins come from and what they may do.
@@ -73,7 +83,7 @@ type Update struct {
 	ContainerID   string
 	Resources     *runtimeapi.LinuxContainerResources // what is zero stays as it is
 	Limits        *Limits                             // what CRI has no field for
-	IgnoreFailure bool                                // the request that this is part of goes on if it fails
+	IgnoreFailure bool                                // the container that is being created with it is created even if it fails
 }
 
 // Empty tells whether the update changes nothing.
@@ -87,18 +97,14 @@ type Plugins struct {
 	count      atomic.Int32 // of plugins that are registered
 	starting   atomic.Bool  // Start has not ended: there may be plugins that are not counted yet
 
-	// What follows a synchronisation; Close waits for it.
-	ctx     context.Context
-	cancel  context.CancelFunc
-	updates sync.WaitGroup
+	own *task.Lifetime // of what follows a synchronisation, and of Start's work; Close waits for it
 }
 
 // New prepares plugins without starting any. Timeouts and the log belong to the library's
 // package, so there is one set of plugins per process.
 func New(cfg Config) (*Plugins, error) {
-	p := &Plugins{cfg: cfg}
+	p := &Plugins{cfg: cfg, own: task.NewLifetime()}
 	p.starting.Store(true)
-	p.ctx, p.cancel = context.WithCancel(context.Background())
 	nrilog.Set(logger{cfg.Log})
 	adaptation.SetPluginRegistrationTimeout(cfg.RegistrationTimeout)
 	adaptation.SetPluginRequestTimeout(cfg.RequestTimeout)
@@ -137,18 +143,29 @@ func validatorConfig(cfg Config) *validator.DefaultValidatorConfig {
 }
 
 // Start starts the plugins of PluginDir, tells them of everything that rt has, and then accepts
-// external ones. A plugin that does not start is passed over and named in the log. The error is about
-// the directory or the socket, which another runtime may own.
-func (p *Plugins) Start(_ context.Context, rt Runtime) error {
-	defer p.starting.Store(false)
+// external ones. A plugin that does not start is passed over and named in the log; each may take the
+// registration timeout and two request timeouts. The error is about the directory or the socket, which another runtime
+// may own, or that ctx ended; Close must follow then.
+func (p *Plugins) Start(ctx context.Context, rt Runtime) error {
 	p.runtime = rt
 	if err := p.checkSocket(); err != nil {
 		return err
 	}
-	if err := p.adaptation.Start(); err != nil {
-		return fmt.Errorf("start NRI: %w", err)
+	started := make(chan error, 1)
+	p.own.Spawn(func() {
+		err := p.adaptation.Start()
+		p.starting.Store(false)
+		started <- err
+	})
+	select {
+	case err := <-started:
+		if err != nil {
+			return fmt.Errorf("start NRI: %w", err)
+		}
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("start NRI plugins: %w", ctx.Err())
 	}
-	return nil
 }
 
 // checkSocket refuses a socket on which somebody answers: the library would put its own in the
@@ -158,23 +175,31 @@ func (p *Plugins) checkSocket() error {
 		return nil
 	}
 	conn, err := net.DialTimeout("unix", p.cfg.Socket, time.Second)
-	if err != nil {
-		return nil //nolint:nilerr // nobody is there, which is what is asked for
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ECONNREFUSED) {
+		return nil // nobody is there
+	}
+	if err != nil { // somebody may be: one who is busy, for instance
+		return errdefs.New(codes.FailedPrecondition, "NRI socket %s may be another runtime's: %w", p.cfg.Socket, err)
 	}
 	_ = conn.Close() // nothing was sent
 	return errdefs.New(codes.FailedPrecondition, "NRI socket %s is another runtime's: set nri_socket, or nri to false", p.cfg.Socket)
 }
 
-// Close stops the plugins that Start started, and accepts no more.
+// Close stops the plugins that Start started, accepts no more, and waits for updates that plugins asked for when
+// they registered. Where Start gave up, its work under way ends with the process.
 func (p *Plugins) Close() {
-	p.cancel()
+	p.own.Close()
+	p.own.Cancel()
+	if p.starting.Load() {
+		return // the library stops nothing before it has started everything
+	}
 	p.adaptation.Stop()
-	p.updates.Wait()
+	_ = p.own.Wait(context.Background()) // which never ends
 }
 
-// Hold keeps plugins that register from being told the state of things until release is called. Active
-// tells whether there is a plugin at all; if not, there is nothing to release and nobody to
-// tell. It waits for a registration under way, which the request timeout bounds. A goroutine must not hold twice.
+// Hold keeps plugins that register from being told the state of things until release is called, which must always be.
+// Active tells whether there is a plugin at all; if not, there is nobody to tell. It waits
+// for a registration under way, which the request timeout bounds. A goroutine must not hold twice.
 func (p *Plugins) Hold() (release func(), active bool) {
 	block := p.adaptation.BlockPluginSync()
 	return block.Unblock, p.starting.Load() || p.count.Load() > 0
@@ -182,7 +207,8 @@ func (p *Plugins) Hold() (release func(), active bool) {
 
 // synchronize tells a new plugin of everything there is. What it asks for in return is done after it
 // is registered, for that may need the turn of one who waits for the registration to end.
-func (p *Plugins) synchronize(ctx context.Context, tell adaptation.SyncCB) error {
+func (p *Plugins) synchronize(ctx context.Context, tell adaptation.SyncCB) (err error) {
+	defer p.recovered("Synchronize", "a new plugin", &err) // the library's goroutine would end the daemon
 	pods, containers := p.runtime.Objects()
 	var apiPods []*api.PodSandbox
 	for _, pod := range pods {
@@ -196,34 +222,57 @@ func (p *Plugins) synchronize(ctx context.Context, tell adaptation.SyncCB) error
 	if err != nil {
 		return err
 	}
-	if len(updates) > 0 && p.ctx.Err() == nil {
-		p.updates.Go(func() {
-			if _, err := p.unsolicited(p.ctx, updates); err != nil {
-				p.cfg.Log.Warn("NRI: updates that a plugin asked for when it registered", "error", err)
-			}
-		})
+	if len(updates) > 0 {
+		p.own.Spawn(func() { p.update(p.own.Context(), updates) }) // else the daemon is ending
 	}
 	return nil
 }
 
 // unsolicited makes changes that a plugin asks for on its own account and returns those that failed.
-// One that waits for its turn for longer than a plugin may take to answer has failed.
+// One that waits for its turn for half of what a plugin may take to answer has failed: the turn's holder may be waiting
+// for that plugin.
 func (p *Plugins) unsolicited(ctx context.Context, updates []*api.ContainerUpdate) (failed []*api.ContainerUpdate, err error) {
 	ctx, cancel := context.WithTimeout(ctx, p.cfg.RequestTimeout/2)
 	defer cancel()
-	for _, u := range updates {
-		change, err := newUpdate(u)
-		if err == nil {
-			err = p.runtime.Update(ctx, change)
-		}
-		if err != nil {
-			p.cfg.Log.Warn("NRI: an update failed that a plugin asked for", "container", u.GetContainerId(), "error", err)
-			if !u.GetIgnoreFailure() {
-				failed = append(failed, u)
+	return p.update(ctx, updates), nil
+}
+
+// update makes changes and returns those that failed. Containers are changed side by side, so that one whose turn does not
+// come keeps no other from its own; what is asked of one container is done in order.
+func (p *Plugins) update(ctx context.Context, updates []*api.ContainerUpdate) (failed []*api.ContainerUpdate) {
+	byContainer := map[string][]int{}
+	for i, u := range updates {
+		byContainer[u.GetContainerId()] = append(byContainer[u.GetContainerId()], i)
+	}
+	errs := make([]error, len(updates))
+	var group sync.WaitGroup
+	for _, indices := range byContainer {
+		group.Go(func() {
+			for _, i := range indices {
+				errs[i] = p.updateOne(ctx, updates[i])
 			}
+		})
+	}
+	group.Wait()
+	for i, u := range updates {
+		if errs[i] == nil {
+			continue
+		}
+		p.cfg.Log.Warn("NRI: an update failed that a plugin asked for", "container", u.GetContainerId(), "error", errs[i])
+		if !u.GetIgnoreFailure() {
+			failed = append(failed, u)
 		}
 	}
-	return failed, nil
+	return failed
+}
+
+func (p *Plugins) updateOne(ctx context.Context, u *api.ContainerUpdate) (err error) {
+	defer p.recovered("UpdateContainers", u.GetContainerId(), &err)
+	change, err := newUpdate(u)
+	if err != nil {
+		return err
+	}
+	return p.runtime.Update(ctx, change)
 }
 
 // PodEvent is something that happened, or is about to happen, to a pod.
@@ -238,16 +287,16 @@ const (
 	PodRemoved PodEvent = "RemovePodSandbox"
 )
 
-// Pod tells the plugins of an event. For UpdatePod pod has the resources wanted.
+// Pod tells the plugins of an event.
 func (p *Plugins) Pod(ctx context.Context, event PodEvent, pod *Pod) error {
 	sandbox := pod.api()
-	return p.relay(string(event), pod.ID, func() error {
+	return p.relay(ctx, string(event), pod.ID, func() error {
 		switch event {
 		case RunPod:
 			return p.adaptation.RunPodSandbox(ctx, &api.RunPodSandboxRequest{Pod: sandbox})
 		case UpdatePod:
 			_, err := p.adaptation.UpdatePodSandbox(ctx, &api.UpdatePodSandboxRequest{Pod: sandbox,
-				OverheadLinuxResources: sandbox.Linux.PodOverhead, LinuxResources: sandbox.Linux.PodResources})
+				OverheadLinuxResources: fromCRI(pod.WantedOverhead), LinuxResources: fromCRI(pod.WantedResources)})
 			return err
 		case PodUpdated:
 			return p.adaptation.PostUpdatePodSandbox(ctx, &api.PostUpdatePodSandboxRequest{Pod: sandbox})
@@ -277,7 +326,7 @@ const (
 func (p *Plugins) Container(ctx context.Context, event ContainerEvent, pod *Pod, c *Container) ([]Update, error) {
 	sandbox, container := pod.api(), c.api()
 	var updates []*api.ContainerUpdate
-	err := p.relay(string(event), c.ID, func() error {
+	err := p.relay(ctx, string(event), c.ID, func() error {
 		switch event {
 		case ContainerCreated:
 			return p.adaptation.PostCreateContainer(ctx, &api.PostCreateContainerRequest{Pod: sandbox, Container: container})
@@ -299,7 +348,7 @@ func (p *Plugins) Container(ctx context.Context, event ContainerEvent, pod *Pod,
 	if err != nil {
 		return nil, err
 	}
-	return newUpdates(updates)
+	return p.newUpdates(updates)
 }
 
 // CreateContainer asks the plugins how a container that is being made is to be changed, its limits
@@ -311,7 +360,7 @@ func (p *Plugins) CreateContainer(ctx context.Context, pod *Pod, c *Container) (
 	container := c.api()
 	env := container.Env
 	var response *api.CreateContainerResponse
-	err := p.relay("CreateContainer", c.ID, func() (err error) {
+	err := p.relay(ctx, "CreateContainer", c.ID, func() (err error) {
 		response, err = p.adaptation.CreateContainer(ctx, &api.CreateContainerRequest{Pod: pod.api(), Container: container})
 		return err
 	})
@@ -323,7 +372,7 @@ func (p *Plugins) CreateContainer(ctx context.Context, pod *Pod, c *Container) (
 	if err != nil {
 		return nil, Update{}, nil, err
 	}
-	others, err := newUpdates(response.GetUpdate())
+	others, err := p.newUpdates(response.GetUpdate())
 	return adjustment, limits, others, err
 }
 
@@ -347,26 +396,23 @@ func addRemovals(adjust *api.ContainerAdjustment, before, after []string) {
 func (p *Plugins) UpdateContainer(ctx context.Context, pod *Pod, c *Container, wanted *runtimeapi.LinuxContainerResources) (Update, []Update, error) {
 	own := Update{ContainerID: c.ID, Resources: wanted}
 	var response *api.UpdateContainerResponse
-	err := p.relay("UpdateContainer", c.ID, func() (err error) {
+	err := p.relay(ctx, "UpdateContainer", c.ID, func() (err error) {
 		response, err = p.adaptation.UpdateContainer(ctx, &api.UpdateContainerRequest{Pod: pod.api(), Container: c.api(), LinuxResources: fromCRI(wanted)})
 		return err
 	})
 	if err != nil {
 		return own, nil, err
 	}
+	updates, err := p.newUpdates(response.GetUpdate())
+	if err != nil {
+		return own, nil, err
+	}
 	var others []Update
-	for _, u := range response.GetUpdate() {
-		if u == nil { // the container's own, where no plugin changed it
-			continue
-		}
-		update, err := newUpdate(u)
-		if err != nil {
-			return own, nil, err
-		}
-		if u.ContainerId == c.ID {
-			own = update
+	for _, u := range updates {
+		if u.ContainerID == c.ID {
+			own = u
 		} else {
-			others = append(others, update)
+			others = append(others, u)
 		}
 	}
 	return own, others, nil
@@ -374,18 +420,24 @@ func (p *Plugins) UpdateContainer(ctx context.Context, pod *Pod, c *Container, w
 
 // relay makes one request to the plugins. A panic of the library, which works on what plugins
 // answer, is an error of this request.
-func (p *Plugins) relay(request, object string, do func() error) (err error) {
-	defer func() {
-		if r := recover(); r != nil {
-			p.cfg.Log.Error("panic", "operation", "NRI "+request, "object", object, "panic", r, "stack", string(debug.Stack()))
-			err = errdefs.Internal("NRI %s: internal error: %v", request, r)
-		}
-	}()
-	if err = do(); err == nil || errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
-		return err
+func (p *Plugins) relay(ctx context.Context, request, object string, do func() error) (err error) {
+	defer p.recovered(request, object, &err)
+	if err = do(); err == nil {
+		return nil
 	}
-	// Not the plugin's own code: to kubelet a NotFound, say, would be the container's.
+	if ctx.Err() != nil {
+		return fmt.Errorf("NRI %s of %s: %w", request, object, err)
+	}
+	// Not the plugin's own code, nor that of its timeout: to kubelet a NotFound, say, would be the container's.
 	return errdefs.New(codes.Aborted, "NRI %s of %s: %w", request, object, err)
+}
+
+// recovered, when deferred, turns a panic into an error.
+func (p *Plugins) recovered(request, object string, err *error) {
+	if r := recover(); r != nil {
+		p.cfg.Log.Error("panic", "operation", "NRI "+request, "object", object, "panic", r, "stack", string(debug.Stack()))
+		*err = errdefs.Internal("NRI %s of %s: internal error: %v", request, object, r)
+	}
 }
 
 // metrics keeps the number of plugins, which the library tells nobody else.

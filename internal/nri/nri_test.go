@@ -175,6 +175,7 @@ func TestAdjustmentsAreRefusedByName(t *testing.T) {
 		{codes.InvalidArgument, "hook", &api.ContainerAdjustment{Hooks: &api.Hooks{Poststart: []*api.Hook{{Path: "x"}}}}},
 		{codes.InvalidArgument, "below the root", &api.ContainerAdjustment{Mounts: []*api.Mount{{Destination: "/x/.."}}}},
 		{codes.InvalidArgument, "source", &api.ContainerAdjustment{Mounts: []*api.Mount{{Destination: "/x", Type: "bind", Source: "y"}}}},
+		{codes.InvalidArgument, "source", &api.ContainerAdjustment{Mounts: []*api.Mount{{Destination: "/x", Type: "none", Source: "y", Options: []string{"rbind"}}}}},
 		{codes.InvalidArgument, "does not exist", &api.ContainerAdjustment{Mounts: []*api.Mount{{Destination: "/x", Type: "bind", Source: "/no/such/file"}}}},
 		{codes.InvalidArgument, "/dev/../etc", linux(&api.LinuxContainerAdjustment{Devices: []*api.LinuxDevice{{Path: "/dev/../etc", Type: "c"}}})},
 		{codes.InvalidArgument, "unknown type", linux(&api.LinuxContainerAdjustment{Devices: []*api.LinuxDevice{{Path: "/dev/x", Type: "z"}}})},

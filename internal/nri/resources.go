@@ -48,21 +48,30 @@ func (l *Limits) AddTo(resources *specs.LinuxResources) {
 	}
 }
 
-func newUpdates(list []*api.ContainerUpdate) ([]Update, error) {
+// newUpdates converts what plugins answer. An update that can't be, and may fail, is left out.
+func (p *Plugins) newUpdates(list []*api.ContainerUpdate) ([]Update, error) {
 	var updates []Update
 	for _, u := range list {
-		update, err := newUpdate(u)
-		if err != nil && !u.GetIgnoreFailure() {
-			return nil, err
+		if u == nil { // the library's for a container that is updated and no plugin changed
+			continue
 		}
-		if err == nil {
+		update, err := newUpdate(u)
+		switch {
+		case err == nil:
 			updates = append(updates, update)
+		case u.GetIgnoreFailure():
+			p.cfg.Log.Warn("NRI: an update is passed over that a plugin asked for", "container", u.GetContainerId(), "error", err)
+		default:
+			return nil, err
 		}
 	}
 	return updates, nil
 }
 
 func newUpdate(u *api.ContainerUpdate) (Update, error) {
+	if len(u.GetLinux().GetResources().GetDevices()) > 0 {
+		return Update{ContainerID: u.GetContainerId()}, refusal("update of the device rules of container %s", u.GetContainerId())
+	}
 	resources, limits, err := toCRI(u.GetLinux().GetResources())
 	return Update{ContainerID: u.GetContainerId(), Resources: resources, Limits: limits, IgnoreFailure: u.GetIgnoreFailure()}, err
 }

@@ -16,7 +16,8 @@ type Lifetime struct {
 	closed bool
 }
 
-func newLifetime() *Lifetime {
+// NewLifetime returns a lifetime without goroutines.
+func NewLifetime() *Lifetime {
 	l := &Lifetime{}
 	l.ctx, l.cancel = context.WithCancel(context.Background())
 	return l

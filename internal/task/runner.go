@@ -32,7 +32,7 @@ type Runner struct {
 
 // NewRunner returns a runner without goroutines.
 func NewRunner(log *slog.Logger) *Runner {
-	return &Runner{Operations: newLifetime(), Background: newLifetime(), Watchers: newLifetime(), Log: log}
+	return &Runner{Operations: NewLifetime(), Background: NewLifetime(), Watchers: NewLifetime(), Log: log}
 }
 
 // Detach runs op to its end in a goroutine of Operations, so that a caller that

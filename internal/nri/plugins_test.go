@@ -1,0 +1,257 @@
+package nri
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/containerd/nri/pkg/api"
+	"github.com/containerd/nri/pkg/stub"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+// testRuntime is a Runtime without objects. Updates are done by update.
+type testRuntime struct {
+	objects func()
+	update  func(ctx context.Context, u Update) error
+}
+
+func (r testRuntime) Objects() ([]*Pod, []*Container) {
+	if r.objects != nil {
+		r.objects()
+	}
+	return nil, nil
+}
+
+func (r testRuntime) Update(ctx context.Context, u Update) error { return r.update(ctx, u) }
+
+// testPlugins are plugins that nobody has started, of a runtime.
+func testPlugins(t *testing.T, rt Runtime) *Plugins {
+	t.Helper()
+	dir := t.TempDir()
+	p, err := New(Config{Version: "1", Socket: filepath.Join(dir, "s"), PluginDir: filepath.Join(dir, "none"), PluginConfigDir: dir,
+		RegistrationTimeout: 20 * time.Second, RequestTimeout: time.Second, Log: slog.New(slog.DiscardHandler)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.runtime = rt
+	return p
+}
+
+// answering is a plugin that answers with updates.
+type answering struct {
+	updates []*api.ContainerUpdate
+	pod     *api.PodSandbox // of the last UpdatePodSandbox, with what was wanted
+	wanted  [2]*api.LinuxResources
+}
+
+func (a *answering) UpdateContainer(context.Context, *api.PodSandbox, *api.Container, *api.LinuxResources) ([]*api.ContainerUpdate, error) {
+	return a.updates, nil
+}
+
+func (a *answering) StopContainer(context.Context, *api.PodSandbox, *api.Container) ([]*api.ContainerUpdate, error) {
+	return a.updates, nil
+}
+
+func (a *answering) UpdatePodSandbox(_ context.Context, pod *api.PodSandbox, overhead, resources *api.LinuxResources) error {
+	a.pod, a.wanted = pod, [2]*api.LinuxResources{overhead, resources}
+	return nil
+}
+
+// connect starts plugins and connects one. It returns when that is registered.
+func connect(t *testing.T, plugin any) *Plugins {
+	t.Helper()
+	p := testPlugins(t, testRuntime{})
+	p.cfg.RequestTimeout = time.Minute
+	if err := p.Start(t.Context(), testRuntime{}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(p.Close)
+	s, err := stub.New(plugin, stub.WithSocketPath(p.cfg.Socket), stub.WithPluginIdx("10"), stub.WithPluginName("answering"), stub.WithOnClose(func() {}))
+	if err == nil {
+		err = s.Start(t.Context())
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(s.Stop)
+	for p.count.Load() == 0 { // it is told a moment after
+		time.Sleep(time.Millisecond)
+	}
+	return p
+}
+
+func refusedUpdate(id string, ignore bool) *api.ContainerUpdate {
+	u := &api.ContainerUpdate{ContainerId: id, IgnoreFailure: ignore}
+	u.SetLinuxMemorySwappiness(1)
+	return u
+}
+
+func TestIgnoreFailureInAnswers(t *testing.T) {
+	plugin := &answering{}
+	p := connect(t, plugin)
+	wanted := &runtimeapi.LinuxContainerResources{CpuShares: 5}
+	good := &api.ContainerUpdate{ContainerId: "good"}
+	good.SetLinuxMemoryLimit(7)
+	plugin.updates = []*api.ContainerUpdate{refusedUpdate("bad", true), good}
+	own, others, err := p.UpdateContainer(t.Context(), &Pod{}, &Container{ID: "c"}, wanted)
+	if err != nil || !proto.Equal(own.Resources, wanted) || len(others) != 1 || others[0].ContainerID != "good" {
+		t.Errorf("own %v, others %v, error %v", own, others, err)
+	}
+	plugin.updates = []*api.ContainerUpdate{refusedUpdate("bad", false)}
+	if _, _, err := p.UpdateContainer(t.Context(), &Pod{}, &Container{ID: "c"}, wanted); errdefs.Code(err) != codes.Unimplemented {
+		t.Errorf("one that must not fail: %v", err)
+	}
+}
+
+// The package's documentation tells of it. When this fails the library is mended, and the documentation is to be.
+func TestLibraryDropsPidsOfOthers(t *testing.T) {
+	u := &api.ContainerUpdate{ContainerId: "other"}
+	u.SetLinuxMemoryLimit(7)
+	u.SetLinuxPidLimits(9)
+	p := connect(t, &answering{updates: []*api.ContainerUpdate{u}})
+	updates, err := p.Container(t.Context(), ContainerStopped, &Pod{}, &Container{ID: "c"})
+	if err != nil || len(updates) != 1 || updates[0].Resources.MemoryLimitInBytes != 7 || updates[0].Limits != nil {
+		t.Errorf("updates %v, error %v", updates, err)
+	}
+	if own, err := newUpdate(u); err != nil || *own.Limits.Pids != 9 { // as it arrives when the plugin asks by itself
+		t.Errorf("update %v, error %v", own, err)
+	}
+}
+
+func TestDeviceRulesAreNotUpdated(t *testing.T) {
+	u := &api.ContainerUpdate{ContainerId: "c", Linux: &api.LinuxContainerUpdate{Resources: &api.LinuxResources{Devices: []*api.LinuxDeviceCgroup{{Allow: true}}}}}
+	if _, err := newUpdate(u); errdefs.Code(err) != codes.Unimplemented || !strings.Contains(err.Error(), "device rules") {
+		t.Error(err)
+	}
+}
+
+func TestUpdatePodShowsOldAndNew(t *testing.T) {
+	plugin := &answering{}
+	p := connect(t, plugin)
+	shares := func(n int64) *runtimeapi.LinuxContainerResources {
+		return &runtimeapi.LinuxContainerResources{CpuShares: n}
+	}
+	pod := &Pod{ID: "p", Config: &runtimeapi.PodSandboxConfig{Linux: &runtimeapi.LinuxPodSandboxConfig{Overhead: shares(2), Resources: shares(3)}},
+		WantedOverhead: shares(20), WantedResources: shares(30)}
+	if err := p.Pod(t.Context(), UpdatePod, pod); err != nil {
+		t.Fatal(err)
+	}
+	got := fmt.Sprint(plugin.pod.Linux.PodOverhead.Cpu.Shares.Value, plugin.pod.Linux.PodResources.Cpu.Shares.Value,
+		plugin.wanted[0].Cpu.Shares.Value, plugin.wanted[1].Cpu.Shares.Value)
+	if got != "2 3 20 30" {
+		t.Errorf("the plugin saw %s", got)
+	}
+}
+
+// A container whose turn does not come keeps no other from its update; those of one container are made in order.
+func TestUpdatesDoNotWaitForEachOther(t *testing.T) {
+	var order []int64
+	p := testPlugins(t, testRuntime{update: func(ctx context.Context, u Update) error {
+		if u.ContainerID == "busy" {
+			<-ctx.Done()
+			return ctx.Err()
+		}
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		order = append(order, u.Resources.MemoryLimitInBytes)
+		return nil
+	}})
+	var updates []*api.ContainerUpdate
+	for i, id := range []string{"busy", "free", "free", "busy"} {
+		u := &api.ContainerUpdate{ContainerId: id}
+		u.SetLinuxMemoryLimit(int64(i))
+		updates = append(updates, u)
+	}
+	failed, err := p.unsolicited(t.Context(), updates)
+	if err != nil || len(failed) != 2 || failed[0] != updates[0] || failed[1] != updates[3] || !slices.Equal(order, []int64{1, 2}) {
+		t.Errorf("failed are %v (%v), done %v", failed, err, order)
+	}
+}
+
+// What panics in a goroutine of the library's would end the daemon.
+func TestPanicsOfTheRuntimeAreErrors(t *testing.T) {
+	p := testPlugins(t, testRuntime{objects: func() { panic("oh") }, update: func(context.Context, Update) error { panic("ah") }})
+	if err := p.synchronize(t.Context(), nil); errdefs.Code(err) != codes.Internal || !strings.Contains(err.Error(), "oh") {
+		t.Errorf("synchronize: %v", err)
+	}
+	if failed, err := p.unsolicited(t.Context(), []*api.ContainerUpdate{{ContainerId: "c"}}); err != nil || len(failed) != 1 {
+		t.Errorf("failed are %v (%v)", failed, err)
+	}
+}
+
+// A plugin's timeout is not the caller's.
+func TestTimeoutsNameTheRequest(t *testing.T) {
+	p := testPlugins(t, testRuntime{})
+	late := func() error { return context.DeadlineExceeded }
+	if err := p.relay(t.Context(), "StartContainer", "c1", late); errdefs.Code(err) != codes.Aborted || !strings.Contains(err.Error(), "StartContainer of c1") {
+		t.Errorf("the plugin's: %v", err)
+	}
+	ended, cancel := context.WithDeadline(t.Context(), time.Unix(0, 0))
+	defer cancel()
+	if err := p.relay(ended, "StartContainer", "c1", late); errdefs.Code(err) != codes.DeadlineExceeded || !strings.Contains(err.Error(), "StartContainer of c1") {
+		t.Errorf("the caller's: %v", err)
+	}
+}
+
+func TestNothingIsUpdatedAfterClose(t *testing.T) {
+	p := testPlugins(t, testRuntime{update: func(context.Context, Update) error { t.Error("an update"); return nil }})
+	p.Close()
+	err := p.synchronize(t.Context(), func(context.Context, []*api.PodSandbox, []*api.Container) ([]*api.ContainerUpdate, error) {
+		return []*api.ContainerUpdate{{ContainerId: "c"}}, nil
+	})
+	if err := p.own.Wait(context.Background()); err != nil {
+		t.Error(err)
+	}
+	if err != nil {
+		t.Error(err)
+	}
+}
+
+// A socket that somebody listens on is not taken away because they are too busy to answer.
+func TestSocketOfABusyRuntime(t *testing.T) {
+	p := testPlugins(t, testRuntime{})
+	if err := p.checkSocket(); err != nil {
+		t.Errorf("no socket: %v", err)
+	}
+	socket := func() int {
+		fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() {
+			if err := unix.Close(fd); err != nil {
+				t.Error(err)
+			}
+		})
+		return fd
+	}
+	listener, address := socket(), &unix.SockaddrUnix{Name: p.cfg.Socket}
+	if err := unix.Bind(listener, address); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.checkSocket(); err != nil {
+		t.Errorf("a socket on which nobody listens: %v", err)
+	}
+	err := unix.Listen(listener, 0)
+	for err == nil { // until its queue is full
+		err = unix.Connect(socket(), address)
+	}
+	if err != unix.EAGAIN {
+		t.Fatal(err)
+	}
+	if err := p.checkSocket(); errdefs.Code(err) != codes.FailedPrecondition {
+		t.Errorf("a busy one: %v", err)
+	}
+}
