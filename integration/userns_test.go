@@ -258,6 +258,25 @@ func TestVolumesInUserNamespace(t *testing.T) {
 	})
 }
 
+// Nobody makes device nodes in a user namespace: they are bound, from where the vendor says that they are.
+func TestCDIInUserNamespace(t *testing.T) {
+	const base = 5 * usernsLength
+	dir, option := cdiDir(t)
+	devices := hostDevices(t)
+	writeCDI(t, filepath.Join(dir, "vendor.json"), map[string]any{
+		"elsewhere": map[string]any{"deviceNodes": []any{map[string]any{"path": "/dev/vendor0", "hostPath": devices + "/null"}}},
+		// The host has another device at that path.
+		"taken": map[string]any{"deviceNodes": []any{map[string]any{"path": "/dev/fuse", "hostPath": devices + "/null"}}},
+		"none":  map[string]any{"deviceNodes": []any{map[string]any{"path": "/dev/vendor1", "type": "b", "major": 4000, "minor": 1}}},
+	})
+	d := startDaemon(t, option)
+	pod := d.runPod(t, userNamespace(base))
+	c := pod.run(t, inUserNamespace(base), cdi("elsewhere", "taken"))
+	equal(t, "nodes", c.exec(t, "stat", "-c", "%n %t:%T", "/dev/vendor0", "/dev/fuse"), "/dev/vendor0 1:3\n/dev/fuse 1:3")
+	_, err := pod.tryCreate(t, inUserNamespace(base), cdi("none"))
+	wantCode(t, err, codes.FailedPrecondition, "/dev/vendor1", "user namespace")
+}
+
 // Pipes and terminals are made outside of the namespace, and a user in it who is not root opens them by path.
 func TestSessionsInUserNamespace(t *testing.T) {
 	const base = 14 * usernsLength

@@ -43,11 +43,7 @@ func setDevices(in ContainerInput, spec *specs.Spec) error {
 			if in.DeviceOwnership {
 				g.device = ownedBy(g.device, in.security())
 			}
-			if in.Pod.UserNS != "" && g.path != g.device.Path {
-				bindDevice(spec, g)
-			} else {
-				addDevice(spec, g.device, g.path)
-			}
+			addDevice(spec, g.device, g.path)
 			rules = append(rules, specs.LinuxDeviceCgroup{Allow: true, Type: g.device.Type,
 				Major: &g.device.Major, Minor: &g.device.Minor, Access: access})
 		}

@@ -1,6 +1,8 @@
 package oci
 
 import (
+	"errors"
+	"fmt"
 	"math"
 	"slices"
 
@@ -8,6 +10,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/host"
 	"berth/internal/userns"
 )
 
@@ -201,11 +204,79 @@ func mapMount(m *runtimeapi.Mount, pod Pod, mount *specs.Mount) error {
 	return nil
 }
 
-// bindDevice gives a device a place other than the host's. In a user namespace nobody
-// can make device nodes; libcontainer binds the host's, and only to the same path.
-func bindDevice(spec *specs.Spec, g grantedDevice) {
-	spec.Mounts = append(spec.Mounts, specs.Mount{Destination: g.path, Type: "bind", Source: g.device.Path,
-		Options: []string{"bind", "rprivate", "nosuid", "noexec", "rw"}})
+// BindDevices makes the device nodes of a spec with a user namespace, in which nobody can make any,
+// bind mounts of the host's. libcontainer would bind what the host has at the node's path in the
+// container, whatever that is; only nodes which the host has at the same path are left to it. The
+// others are looked for at the sources, which are host paths of devices or of directories of them, and then below
+// /dev. It is the last step: edits of vendors and plugins add nodes too. A bound device has the owner and mode that
+// it has on the host: those of the spec, which device_ownership_from_security_context or a CDI file may have set,
+// have no effect.
+//
+// FailedPrecondition for a device that the host has nowhere there.
+func BindDevices(spec *specs.Spec, sources []string, files Files) error {
+	var left []specs.LinuxDevice
+	var known []host.Device
+	for _, node := range spec.Linux.Devices {
+		at, err := devicesAt(node.Path, files)
+		if err != nil {
+			return err
+		}
+		if slices.ContainsFunc(at, func(d host.Device) bool { return d.Path == node.Path && isDevice(d, node) }) {
+			left = append(left, node)
+			continue
+		}
+		if known == nil {
+			if known, err = devicesOf(append(slices.Clone(sources), "/dev"), files); err != nil {
+				return err
+			}
+		}
+		i := slices.IndexFunc(known, func(d host.Device) bool { return isDevice(d, node) })
+		if i < 0 {
+			return errdefs.FailedPrecondition("device %s (%s %d:%d): the host has no such node, and in a user namespace none can be made",
+				node.Path, node.Type, node.Major, node.Minor)
+		}
+		spec.Mounts = append(spec.Mounts, specs.Mount{Destination: node.Path, Type: "bind", Source: known[i].Path,
+			Options: []string{"bind", "rprivate", "nosuid", "noexec", "rw"}})
+	}
+	spec.Linux.Devices = left
+	return nil
+}
+
+func devicesOf(paths []string, files Files) ([]host.Device, error) {
+	var all []host.Device
+	for _, path := range paths {
+		resolved, err := files.Resolve(path)
+		if errdefs.IsBadPath(err) {
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("look for devices: %w", err)
+		}
+		found, err := devicesAt(resolved, files)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, found...)
+	}
+	return all, nil
+}
+
+// devicesAt is files.Devices, where having none is no error.
+func devicesAt(path string, files Files) ([]host.Device, error) {
+	devices, err := files.Devices(path)
+	if err == nil || errors.Is(err, host.ErrNotDevice) || errdefs.IsBadPath(err) {
+		return devices, nil
+	}
+	return nil, fmt.Errorf("look for devices: %w", err)
+}
+
+// isDevice tells whether a node is of that device. In a spec "u" is another word for "c".
+func isDevice(d host.Device, node specs.LinuxDevice) bool {
+	kind := node.Type
+	if kind == "u" {
+		kind = "c"
+	}
+	return d.Type == kind && d.Major == node.Major && d.Minor == node.Minor
 }
 
 // IsIDMapped tells whether a mount of a spec shows other owners than its source has.

@@ -3,11 +3,14 @@ package oci
 import (
 	"math"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
 )
 
 const testUserNS = "/run/berth/pods/pod1/userns"
@@ -191,19 +194,34 @@ func TestIDMappedMounts(t *testing.T) {
 	}
 }
 
-// libcontainer binds a device to the host's path only; another place needs a mount.
-func TestDeviceElsewhereInUserNamespace(t *testing.T) {
+// libcontainer binds what the host has at the node's path; another place needs a mount, and a path at which the host
+// has another device too.
+func TestDevicesInUserNamespace(t *testing.T) {
 	in := testInput()
 	in.Pod.giveUserNamespace(usernsOptions(65536, 1000))
-	in.Config.Devices = []*runtimeapi.Device{{HostPath: "/dev/fuse", ContainerPath: "/dev/other"}, {HostPath: "/dev/sda", ContainerPath: "/dev/sda"}}
+	in.Config.Devices = []*runtimeapi.Device{{HostPath: "/dev/fuse", ContainerPath: "/dev/other"}, {HostPath: "/dev/sda", ContainerPath: "/dev/sda"},
+		{HostPath: "/dev/fuse", ContainerPath: "/dev/snd/pcm"}}
 	spec := mustSpec(t, in)
-	if m := findMount(spec, "/dev/other"); m == nil || m.Source != "/dev/fuse" || m.Type != "bind" {
-		t.Errorf("mount %v", m)
+	spec.Linux.Devices = append(spec.Linux.Devices, // as a CDI vendor's edits
+		specs.LinuxDevice{Path: "/dev/vendor", Type: "u", Major: pcm.Major, Minor: pcm.Minor})
+	if err := BindDevices(spec, []string{"/dev/missing", "/srv/data", "/dev/fuse", "/dev/snd"}, in.Files); err != nil {
+		t.Fatal(err)
+	}
+	for at, source := range map[string]string{"/dev/other": "/dev/fuse", "/dev/vendor": pcm.Path, "/dev/snd/pcm": "/dev/fuse"} {
+		if m := findMount(spec, at); m == nil || m.Source != source || m.Type != "bind" {
+			t.Errorf("mount at %s: %v", at, m)
+		}
 	}
 	if len(spec.Linux.Devices) != 1 || spec.Linux.Devices[0].Path != "/dev/sda" {
 		t.Errorf("devices %v", spec.Linux.Devices)
 	}
-	if rules := spec.Linux.Resources.Devices; len(rules) != 3 { // all denied, and these two
+	if rules := spec.Linux.Resources.Devices; len(rules) != 4 { // all denied, and these three
 		t.Errorf("rules %v", rules)
+	}
+	for _, node := range []specs.LinuxDevice{{Path: "/dev/sda", Type: "b", Major: 8, Minor: 1}, {Path: "/dev/sda", Type: "c", Major: 8}, {Path: "/dev/pipe", Type: "p"}} {
+		spec.Linux.Devices = []specs.LinuxDevice{node}
+		if err := BindDevices(spec, nil, in.Files); errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), node.Path) {
+			t.Errorf("%+v: %v", node, err)
+		}
 	}
 }

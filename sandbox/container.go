@@ -292,10 +292,19 @@ func (m *Manager) containerSpec(p *pod, c *container, resources *runtimeapi.Linu
 	}
 	p.annotate(spec, "container")
 	limits.AddTo(spec.Linux.Resources)
-	if err := m.cfg.CDI.Inject(spec, cdiDevices(c.config)); err != nil {
+	names := cdiDevices(c.config)
+	if err := m.cfg.CDI.Inject(spec, names); err != nil {
 		return nil, err
 	}
-	return spec, c.rec.Adjustment.Apply(spec, m.nodeFor(p))
+	node := m.nodeFor(p)
+	node.CDI = func(spec *specs.Spec, more []string) error {
+		names = append(names, more...)
+		return m.cfg.CDI.Inject(spec, more)
+	}
+	if err := c.rec.Adjustment.Apply(spec, node); err != nil {
+		return nil, err
+	}
+	return spec, m.bindDevices(p, c, names, spec)
 }
 
 // targetPIDNS is the PID namespace of the container that an ephemeral container is to join.

@@ -282,8 +282,8 @@ func (m *Manager) containerForPlugins(c *container, info *ContainerInfo) *nri.Co
 	return described
 }
 
-// nodeFor is what applying a plugin's adjustment to a container of the pod needs to know.
+// nodeFor is what applying a plugin's adjustment to a container of the pod needs to know, but for CDI.
 func (m *Manager) nodeFor(p *pod) nri.Node {
-	return nri.Node{OOMScoreAdjMin: m.cfg.Host.OOMScoreAdjMin, CDI: m.cfg.CDI.Inject,
+	return nri.Node{OOMScoreAdjMin: m.cfg.Host.OOMScoreAdjMin,
 		Sysctl: func(name, value string) (string, error) { return oci.Sysctl(m.ociPod(p), name, value) }}
 }

@@ -13,6 +13,7 @@
 package cdi
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -61,6 +62,29 @@ func (d Dirs) Inject(spec *specs.Spec, devices []string) error {
 		return errdefs.New(codes.Unimplemented, "CDI device %s: poststop hooks are not supported", strings.Join(names, ", "))
 	}
 	return nil
+}
+
+// HostPaths are the paths of the host of the devices' nodes, which specs do not have. Devices that are
+// not known have none.
+func (d Dirs) HostPaths(devices []string) ([]string, error) {
+	if len(devices) == 0 {
+		return nil, nil
+	}
+	cache, err := cdi.NewCache(cdi.WithSpecDirs(d...), cdi.WithAutoRefresh(false))
+	if err != nil {
+		return nil, fmt.Errorf("read CDI specs in %s: %w", strings.Join(d, ", "), err)
+	}
+	var paths []string
+	for _, name := range devices {
+		device := cache.GetDevice(name)
+		if device == nil {
+			continue
+		}
+		for _, node := range slices.Concat(device.ContainerEdits.DeviceNodes, device.GetSpec().ContainerEdits.DeviceNodes) {
+			paths = append(paths, cmp.Or(node.HostPath, node.Path))
+		}
+	}
+	return paths, nil
 }
 
 // distinct checks the names, vendor/class=device, and drops repetitions.

@@ -111,3 +111,13 @@ func TestInjectRefused(t *testing.T) {
 		t.Errorf("no devices: %v", err)
 	}
 }
+
+func TestHostPaths(t *testing.T) {
+	dirs := dirsWith(t, map[string]string{"vendor.json": `{"cdiVersion": "0.7.0", "kind": "vendor.example/dev",
+		"containerEdits": {"deviceNodes": [{"path": "/dev/control"}]},
+		"devices": [{"name": "a", "containerEdits": {"deviceNodes": [{"path": "/dev/vendor0", "hostPath": "/run/driver/dev/real0"}]}}]}`})
+	paths, err := dirs.HostPaths([]string{"vendor.example/dev=a", "vendor.example/dev=missing"})
+	if err != nil || !slices.Equal(paths, []string{"/run/driver/dev/real0", "/dev/control"}) {
+		t.Errorf("got %q, %v", paths, err)
+	}
+}
