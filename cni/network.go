@@ -146,6 +146,23 @@ func (n *Network) Status(context.Context) error {
 	return v.ready()
 }
 
+// AskStatus is Status for those who ask once and can wait: it asks the plugins itself, for at
+// most ten seconds or until ctx ends.
+func (n *Network) AskStatus(ctx context.Context) error {
+	v := n.view.Load()
+	switch {
+	case v.net == nil:
+		return v.loadErr
+	case v.missing != nil:
+		return v.missing
+	case !supports11(v.net.list):
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
+	defer cancel()
+	return n.askStatus(ctx, v.net.list)
+}
+
 func (n *Network) askRefresh() {
 	select {
 	case n.refresh <- struct{}{}:

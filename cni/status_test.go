@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc/codes"
 
@@ -44,6 +45,38 @@ func TestStatusVerb(t *testing.T) {
 	b.ready(true)
 	if s := b.saw("a.STATUS.stdin"); !strings.Contains(s, `"name":"n"`) || !strings.Contains(s, `"cniVersion":"1.1.0"`) {
 		t.Errorf("STATUS saw %s", s)
+	}
+}
+
+// Who asks once gets the plugins' own answer, not that it is waited for.
+func TestAskStatus(t *testing.T) {
+	for _, test := range []struct {
+		name, version, script string
+		patience              time.Duration
+		code                  codes.Code
+		says                  string
+	}{
+		{"1.1, ready", "1.1.0", `exit 0`, time.Minute, codes.OK, ""},
+		{"1.1, failing", "1.1.0", `echo '{"code":50,"msg":"no agent"}'; exit 1`, time.Minute, codes.Unavailable, "no agent"},
+		{"1.1, hanging", "1.1.0", `exec sleep 1000`, 50 * time.Millisecond, codes.Unavailable, "STATUS"},
+		{"1.0, never asked", "1.0.0", `exit 1`, time.Minute, codes.OK, ""},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			b := newBed(t)
+			b.plugin("a", test.script)
+			b.writeConf("1.conflist", conflist(test.version, "n", "a"))
+			n := b.start()
+			ctx, cancel := context.WithTimeout(t.Context(), test.patience)
+			defer cancel()
+			err := n.AskStatus(ctx)
+			if errdefs.Code(err) != test.code || err != nil && (!strings.Contains(err.Error(), test.says) || strings.Contains(err.Error(), "waiting")) {
+				t.Errorf("got %v", err)
+			}
+		})
+	}
+	empty := newBed(t).start()
+	if err := empty.AskStatus(t.Context()); errdefs.Code(err) != codes.FailedPrecondition {
+		t.Errorf("without a configuration: %v", err)
 	}
 }
 

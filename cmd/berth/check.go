@@ -19,7 +19,8 @@ func newCheckCommand() *cobra.Command {
 		Short: "Tell what the node lacks, and how to mend it",
 		Long: `Tell what the node lacks to run berth and kubelet's pods on it: kernel features,
 cgroups, directories, mount propagation, programs, the CNI network. It changes nothing
-and needs no daemon. It fails if no pod could run.`,
+and needs no daemon. It fails if no pod could run; a node whose CNI network
+is not installed yet runs those with the host's network.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, err := config.Load(cmd.Flags())
@@ -30,7 +31,12 @@ and needs no daemon. It fails if no pod could run.`,
 			if err != nil {
 				return err
 			}
-			findings := nodecheck.Run(cmd.Context(), node)
+			ctx, stop := interruptible(cmd.Context()) // what is tried is undone
+			defer stop()
+			findings := nodecheck.Run(ctx, node)
+			if ctx.Err() != nil {
+				return interruptStatus(ctx, ctx.Err())
+			}
 			if err := printFindings(cmd.OutOrStdout(), findings, asJSON); err != nil {
 				return err
 			}
@@ -45,8 +51,8 @@ and needs no daemon. It fails if no pod could run.`,
 	return cmd
 }
 
-// checkedNode is what the daemon would start with. What keeps the daemon from starting
-// is a finding here.
+// checkedNode is what the daemon would start with. What else keeps a daemon from starting it finds
+// when it takes it, and says so itself: sockets and directories that somebody else has.
 func checkedNode(cfg *config.Config) (*nodecheck.Node, error) {
 	facts, err := host.Detect("/")
 	if err != nil {
@@ -56,7 +62,7 @@ func checkedNode(cfg *config.Config) (*nodecheck.Node, error) {
 	if err != nil {
 		systemd = true // configured so, and a finding
 	}
-	n := &nodecheck.Node{Config: cfg, Facts: facts, SystemdCgroup: systemd}
+	n := &nodecheck.Node{Config: cfg, Facts: facts, SystemdCgroup: systemd, Network: networkConfig(cfg)}
 	n.Shim, n.ShimError = findShim(cfg.ShimPath)
 	return n, nil
 }

@@ -41,8 +41,8 @@ func checkProcess(_ context.Context, n *Node) []Finding {
 	}
 	var files unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &files); err == nil && files.Max < 65536 {
-		findings = append(findings, lacking(Warning, "open files", fmt.Sprintf("limit %d", files.Max),
-			"raise it to 65536 or more (LimitNOFILE= of the unit): each container needs some"))
+		findings = append(findings, lacking(Warning, "open files", fmt.Sprintf("the limit of this shell is %d", files.Max),
+			"see that the daemon has 65536 or more (LimitNOFILE= of its unit, which this command does not see): each container needs some"))
 	}
 	return findings
 }

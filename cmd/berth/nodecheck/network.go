@@ -3,7 +3,6 @@ package nodecheck
 import (
 	"context"
 	"fmt"
-	"path/filepath"
 	"strings"
 
 	"berth/cni"
@@ -13,19 +12,20 @@ import (
 // themselves (STATUS).
 func checkNetwork(ctx context.Context, n *Node) []Finding {
 	const subject = "CNI network"
-	network, err := cni.New(cni.Config{ConfDir: n.Config.CNIConfDir, BinDirs: n.Config.CNIBinDirs, CacheDir: filepath.Join(n.Config.Root, "cni")}, quiet())
+	network, err := cni.New(n.Network, quiet())
 	if err != nil {
 		return []Finding{lacking(Failure, subject, err.Error(), "mend cni_conf_dir and cni_bin_dirs")}
 	}
 	defer network.Close()
 	var findings []Finding
-	statusErr := network.Status(ctx)
+	statusErr := network.AskStatus(ctx)
 	info := network.Info()
 	for _, s := range info.Skipped {
 		findings = append(findings, lacking(Warning, "CNI configuration", fmt.Sprintf("%s: %s", s.File, s.Error), "mend or remove it"))
 	}
 	if statusErr != nil {
-		return append(findings, lacking(Failure, subject, statusErr.Error(),
+		// A warning: it is how each node is before its network is installed, and that is done by pods with the host's.
+		return append(findings, lacking(Warning, subject, statusErr.Error(),
 			fmt.Sprintf("install a CNI network (configuration in %s, plugins in %s); until then only pods with the host's network run", info.ConfDir, strings.Join(info.BinDirs, " or "))))
 	}
 	return append(findings, ok(subject, "%s from %s: %s", info.Network, info.File, strings.Join(info.Plugins, ", ")))

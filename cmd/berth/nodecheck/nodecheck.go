@@ -5,7 +5,8 @@
 //
 // Run changes nothing that stays: it reads files, asks the kernel by system calls, and
 // where only trying gives an answer it tries in a directory of its own below the
-// configured ones and removes that. It needs no daemon and disturbs none.
+// configured one, or below the nearest above that exists, and removes it. It needs no daemon and disturbs none.
+// When ctx ends it asks nothing more.
 package nodecheck
 
 import (
@@ -13,6 +14,7 @@ import (
 	"fmt"
 	"log/slog"
 
+	"berth/cni"
 	"berth/internal/config"
 	"berth/internal/host"
 )
@@ -41,6 +43,7 @@ type Node struct {
 	SystemdCgroup bool   // the cgroup driver, "auto" decided
 	Shim          string // the berth-shim program; empty if there is none
 	ShimError     error  // why there is none
+	Network       cni.Config
 
 	root string // where proc, sys and run are: "/"; another directory in tests
 }
@@ -58,6 +61,9 @@ func Run(ctx context.Context, n *Node) []Finding {
 		checkProcess, checkKernel, checkModules, checkSysctls, checkCgroups, checkDirectories, checkPropagation,
 		checkUserNamespaces, checkSecurityModules, checkPrograms, checkHandlers, checkNetwork,
 	} {
+		if ctx.Err() != nil {
+			break
+		}
 		all = append(all, c(ctx, n)...)
 	}
 	return all
