@@ -314,7 +314,7 @@ func TestStatsSplitFilesystem(t *testing.T) {
 func TestStatsMetrics(t *testing.T) {
 	d := startDaemon(t, withConfig(`stats_period = "100ms"`))
 	pod := d.runPod(t)
-	c := pod.run(t, script("exec 5</dev/null 6</dev/null; while :; do :; done"), resources(func(r *runtimeapi.LinuxContainerResources) {
+	c := pod.run(t, script("echo x >/written; exec 5</dev/null 6</dev/null; while :; do :; done"), resources(func(r *runtimeapi.LinuxContainerResources) {
 		r.CpuQuota, r.MemoryLimitInBytes, r.MemorySwapLimitInBytes = 50000, 64<<20, 64<<20
 	}))
 	pod.runToEnd(t, command("true"))

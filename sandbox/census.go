@@ -5,12 +5,12 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"math"
 	"os"
 	"path/filepath"
 	"runtime"
-	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -33,7 +33,7 @@ type Census struct {
 	Processes *ProcessCensus // nil when the container did not run
 }
 
-// ProcessCensus is what a container's processes have open.
+// ProcessCensus is what a container's processes have open, of maxFiles files at most.
 type ProcessCensus struct {
 	Files, Sockets uint64
 	MaxFiles       uint64 // soft limit of the init; math.MaxUint64: none
@@ -56,7 +56,7 @@ type census struct {
 	period     time.Duration // between two counts of a container, at least
 	wake       chan struct{}
 	mountpoint string
-	device     string
+	device     string                     // empty if it is not known
 	filesystem atomic.Pointer[Filesystem] // without Used
 }
 
@@ -64,9 +64,21 @@ func newCensus(period time.Duration) *census {
 	return &census{period: period, wake: make(chan struct{}, 1)}
 }
 
-// patience is how much longer than its last count took a container is left alone:
-// counting takes a tenth of one core's time at most, and that at the lowest priority.
-const patience = 9
+const (
+	// patience is how much longer than a count took nothing is counted after it: with it,
+	// counting takes a tenth of one core's time, and that at the lowest priority.
+	patience = 9
+	// maxRest bounds that. Prometheus drops what is older than five minutes, so that one
+	// container that is very slow to count must not silence the others.
+	maxRest = 2 * time.Minute
+	// maxIdle is the age that the filesystem's figures may have when nothing is to be counted.
+	maxIdle = time.Minute
+	// maxFiles is how many open files of a container are looked at.
+	maxFiles = 100_000
+)
+
+// restAfter is for how long nothing is counted after a count that took so long.
+func restAfter(took time.Duration) time.Duration { return min(patience*took, maxRest) }
 
 // openCensus finds out where writable layers are and starts to count.
 func (m *Manager) openCensus() error {
@@ -79,8 +91,8 @@ func (m *Manager) openCensus() error {
 	if shared {
 		m.census.mountpoint = images // kubelet tells by the name whether they share it (KEP-4191)
 	}
-	if m.census.device, err = deviceOf(m.writableDir("")); err != nil {
-		return err
+	if m.census.device, err = deviceOf(m.writableDir("")); err != nil { // it is a label of metrics, no more
+		m.log.Warn("metrics of writable layers name no device", "error", err)
 	}
 	if err := m.measureFilesystem(); err != nil {
 		return err
@@ -128,7 +140,7 @@ func (m *Manager) measureFilesystem() error {
 		return fmt.Errorf("size of the filesystem of writable layers: %w", err)
 	}
 	m.census.filesystem.Store(&Filesystem{At: time.Now(), Mountpoint: m.census.mountpoint, Device: m.census.device,
-		Bytes: st.Blocks * uint64(st.Bsize), Inodes: st.Files, FreeInodes: st.Ffree})
+		Bytes: st.Blocks * uint64(st.Frsize), Inodes: st.Files, FreeInodes: st.Ffree})
 	return nil
 }
 
@@ -163,52 +175,56 @@ func (m *Manager) takeCensus() {
 	ctx := m.tasks.Watchers.Context()
 	due := map[string]time.Time{}
 	for ctx.Err() == nil {
-		timer := time.NewTimer(m.countDue(ctx, due))
-		select {
-		case <-ctx.Done():
-		case <-m.census.wake:
-		case <-timer.C:
+		if err := m.measureFilesystem(); err != nil {
+			m.log.Warn("count writable layers", "error", err)
 		}
-		timer.Stop()
+		c, wait := m.nextToCount(due)
+		if c == nil {
+			rest(ctx, m.census.wake, min(wait, maxIdle))
+			continue
+		}
+		begin := time.Now()
+		if err := m.countContainer(ctx, c); err != nil && ctx.Err() == nil {
+			m.log.Warn("count the writable layer", "container", c.id, "error", err)
+		}
+		due[c.id] = time.Now().Add(m.census.period)
+		rest(ctx, nil, restAfter(time.Since(begin)))
 	}
 }
 
-// countDue counts all containers whose time has come, who waits longest first, and
-// returns after how long the next one is due. due is when each is to be counted again.
-func (m *Manager) countDue(ctx context.Context, due map[string]time.Time) time.Duration {
+// rest waits for so long, or until it is woken.
+func rest(ctx context.Context, wake <-chan struct{}, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+	case <-wake:
+	case <-timer.C:
+	}
+}
+
+// nextToCount returns the container that waits longest, or nil and after how long the
+// next one is due. due is when each is to be counted again.
+func (m *Manager) nextToCount(due map[string]time.Time) (*container, time.Duration) {
 	all := m.containers.snapshot()
-	var waiting []*container
 	for id := range due {
 		if all[id] == nil {
 			delete(due, id)
 		}
 	}
-	next := time.Duration(math.MaxInt64)
+	var first *container
 	for id, c := range all {
-		switch wait := time.Until(due[id]); {
-		case !c.needsCensus():
-		case wait <= 0:
-			waiting = append(waiting, c)
-		default:
-			next = min(next, wait)
+		if c.needsCensus() && (first == nil || cmp.Or(due[id].Compare(due[first.id]), cmp.Compare(id, first.id)) < 0) {
+			first = c
 		}
 	}
-	slices.SortFunc(waiting, func(a, b *container) int { return cmp.Or(due[a.id].Compare(due[b.id]), cmp.Compare(a.id, b.id)) })
-	if len(waiting) > 0 {
-		if err := m.measureFilesystem(); err != nil {
-			m.log.Warn("count writable layers", "error", err)
-		}
+	if first == nil {
+		return nil, math.MaxInt64
 	}
-	for _, c := range waiting {
-		begin := time.Now()
-		if err := m.countContainer(ctx, c); err != nil && ctx.Err() == nil {
-			m.log.Warn("count the writable layer", "container", c.id, "error", err)
-		}
-		wait := max(m.census.period, patience*time.Since(begin))
-		due[c.id] = time.Now().Add(wait)
-		next = min(next, wait)
+	if wait := time.Until(due[first.id]); wait > 0 {
+		return nil, wait
 	}
-	return next
+	return first, 0
 }
 
 // needsCensus is false for what can't have changed since it was counted.
@@ -235,17 +251,18 @@ func (m *Manager) countContainer(ctx context.Context, c *container) error {
 		return fmt.Errorf("open writable layer: %w", err)
 	}
 	defer upper.Close()
-	block, err := diskusage.BlockSize(upper)
-	if err != nil {
-		return err
-	}
 	counted := &Census{At: time.Now(), Mountpoint: m.census.mountpoint}
 	run := c.running.Load()
-	if counted.Layer, err = diskusage.Tree(ctx, upper, block); err != nil {
+	counted.Layer, err = diskusage.Tree(ctx, upper)
+	if errors.Is(err, diskusage.ErrTooDeep) { // kubelet takes nothing for 0: the rest is better
+		m.log.Warn("a writable layer takes more than was counted", "container", c.id, "counted", counted.Layer.Bytes, "error", err)
+		err = nil
+	}
+	if err != nil {
 		return fmt.Errorf("count writable layer: %w", err)
 	}
 	if p, known := m.pods.get(c.podID); run != nil && known && !p.sandboxed() {
-		counted.Processes, err = m.countProcesses(c.rec.CgroupsPath, run.pid)
+		counted.Processes, err = m.countProcesses(ctx, c.rec.CgroupsPath, run.pid)
 	}
 	c.census.Store(counted)
 	return err
@@ -253,7 +270,7 @@ func (m *Manager) countContainer(ctx context.Context, c *container) error {
 
 // countProcesses counts what the processes in a cgroup have open. Those that end
 // meanwhile count as far as they were seen.
-func (m *Manager) countProcesses(cgroupsPath string, init int) (*ProcessCensus, error) {
+func (m *Manager) countProcesses(ctx context.Context, cgroupsPath string, init int) (*ProcessCensus, error) {
 	group, err := cgroup.Open(cgroupsPath, m.cfg.SystemdCgroup)
 	if err != nil {
 		return nil, err
@@ -269,35 +286,46 @@ func (m *Manager) countProcesses(cgroupsPath string, init int) (*ProcessCensus, 
 	}
 	counted := &ProcessCensus{MaxFiles: limit.Cur}
 	for _, pid := range pids {
-		files, sockets, err := countFiles(fmt.Sprintf("/proc/%d/fd/", pid))
-		if err != nil {
-			return nil, err
+		if err := counted.addFiles(ctx, fmt.Sprintf("/proc/%d/fd/", pid)); err != nil {
+			return nil, fmt.Errorf("count open files: %w", err)
 		}
-		counted.Files += files
-		counted.Sockets += sockets
 	}
 	return counted, nil
 }
 
-// countFiles counts the descriptors in a folder /proc/PID/fd. A process that has ended has none.
-func countFiles(dir string) (files, sockets uint64, err error) {
-	entries, err := os.ReadDir(dir)
+// addFiles counts the descriptors in a folder /proc/PID/fd. A process that has ended has none.
+func (p *ProcessCensus) addFiles(ctx context.Context, dir string) error {
+	f, err := os.Open(dir)
 	if ended(err) {
-		return 0, 0, nil
+		return nil
 	}
 	if err != nil {
-		return 0, 0, fmt.Errorf("count open files: %w", err)
+		return err
 	}
-	for _, e := range entries {
-		target, err := os.Readlink(dir + e.Name())
-		if err != nil && !ended(err) {
-			return 0, 0, fmt.Errorf("count open files: %w", err)
+	defer f.Close()
+	for p.Files < maxFiles {
+		if err := ctx.Err(); err != nil {
+			return err
 		}
-		if strings.HasPrefix(target, "socket:") {
-			sockets++
+		names, err := f.Readdirnames(256)
+		for _, name := range names {
+			target, err := os.Readlink(dir + name)
+			if err != nil && !ended(err) {
+				return err
+			}
+			p.Files++
+			if strings.HasPrefix(target, "socket:") {
+				p.Sockets++
+			}
+		}
+		if err == io.EOF || ended(err) {
+			return nil
+		}
+		if err != nil {
+			return err
 		}
 	}
-	return uint64(len(entries)), sockets, nil
+	return nil
 }
 
 func ended(err error) bool { return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESRCH) }

@@ -21,6 +21,7 @@ import (
 	"berth/internal/feed"
 	"berth/internal/host"
 	"berth/internal/join"
+	"berth/internal/seldom"
 	"berth/internal/task"
 	"berth/oci"
 	"berth/shim"
@@ -75,6 +76,7 @@ type Manager struct {
 	unfinished    []func() // what recover found half done; started at its end
 	events        *feed.Feed[Event]
 	census        *census
+	unmeasured    seldom.Seldom // warnings of containers that can't be measured
 	tasks         *task.Runner
 	handlers      map[string]*handler // with the built-in one; never changed
 }

@@ -86,7 +86,9 @@ func (m *Manager) ContainerDetail(id string) (*cgstats.Detail, error) {
 // or ends meanwhile, is no error. It reads the kernel's files and waits for nobody.
 //
 // The pod's figures are those of the cgroup its config names, which kubelet makes
-// for each pod. Without one they are the sum of pause and containers.
+// for each pod. Without one they are the sum of pause and containers that run: the CPU
+// time of those that ended is not in it any more. A container that can't be measured
+// is left out.
 func (m *Manager) PodStats(info *PodInfo, containers []*ContainerInfo) (PodStats, error) {
 	stats := PodStats{Info: info}
 	for _, c := range containers {
@@ -95,7 +97,7 @@ func (m *Manager) PodStats(info *PodInfo, containers []*ContainerInfo) (PodStats
 		}
 		one, err := m.ContainerStats(c)
 		if err != nil {
-			return stats, err
+			m.unmeasured.Warn(m.log, "a container can't be measured", "container", c.ID, "error", err)
 		}
 		if one.Running {
 			stats.Containers = append(stats.Containers, one)
@@ -319,6 +321,9 @@ const (
 func (r *rate) add(at time.Time, usage uint64) (nanoCores uint64, known bool) {
 	now := sample{at, usage}
 	last := r.last.Load()
+	if last != nil && at.Before(last.to.at) { // one that was taken later came first
+		return now.rateSince(last.from)
+	}
 	if last == nil || usage < last.to.usage {
 		r.last.CompareAndSwap(last, &window{to: now})
 		return 0, false
@@ -332,9 +337,14 @@ func (r *rate) add(at time.Time, usage uint64) (nanoCores uint64, known bool) {
 	case since < minFirst:
 		return 0, false
 	}
-	elapsed := at.Sub(from.at).Nanoseconds()
-	if elapsed <= 0 || usage < from.usage {
+	return now.rateSince(from)
+}
+
+// rateSince is not known without an earlier sample.
+func (s sample) rateSince(from sample) (nanoCores uint64, known bool) {
+	elapsed := s.at.Sub(from.at)
+	if from.at.IsZero() || elapsed < minFirst || s.usage < from.usage {
 		return 0, false
 	}
-	return uint64(float64(usage-from.usage) / float64(elapsed) * float64(time.Second)), true
+	return uint64(float64(s.usage-from.usage) / float64(elapsed) * float64(time.Second)), true
 }

@@ -26,8 +26,11 @@ func TestRate(t *testing.T) {
 		// One looks every 400 ms and one every 2 s; both see about the last second.
 		"two clients": {{0, 0, unknown}, {400 * time.Millisecond, 0.4, 1}, {800 * time.Millisecond, 0.8, 1}, {1200 * time.Millisecond, 1.2, 1},
 			{1600 * time.Millisecond, 1.2, 0.75}, {2 * time.Second, 1.2, 0.6}, {2001 * time.Millisecond, 1.2, 1.2 / 2.001}, {2400 * time.Millisecond, 1.2, 0}},
-		"counts anew":     {{0, 5, unknown}, {10 * time.Second, 1, unknown}, {11 * time.Second, 2, 1}},
-		"no time between": {{0, 5, unknown}, {0, 5, unknown}, {2 * time.Second, 6, 0.5}, {2 * time.Second, 6, 0.5}},
+		"counts anew": {{0, 5, unknown}, {10 * time.Second, 1, unknown}, {11 * time.Second, 2, 1}},
+		// A later sample is told of first: what is known since the one before stays.
+		"a late one":                 {{0, 0, unknown}, {2 * time.Second, 2, 1}, {1900 * time.Millisecond, 1.9, 1}, {2100 * time.Millisecond, 2, 2 / 2.1}, {4 * time.Second, 2, 0}},
+		"a late one after the first": {{time.Second, 5, unknown}, {0, 4, unknown}, {3 * time.Second, 6, 0.5}},
+		"no time between":            {{0, 5, unknown}, {0, 5, unknown}, {2 * time.Second, 6, 0.5}, {2 * time.Second, 6, 0.5}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var r rate

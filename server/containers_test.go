@@ -297,7 +297,7 @@ func TestImages(t *testing.T) {
 	if len(fs.ContainerFilesystems) != 1 {
 		t.Fatalf("ImageFsInfo: %v", fs)
 	}
-	if u := fs.ContainerFilesystems[0]; u.FsId.Mountpoint != "/writable" || u.UsedBytes.Value != 41 || u.InodesUsed.Value != 42 || u.Timestamp <= 0 {
+	if u := fs.ContainerFilesystems[0]; u.FsId.Mountpoint != "/writable" || u.UsedBytes.Value != 41 || u.InodesUsed.Value != 42 || u.Timestamp != time.Unix(7, 8).UnixNano() {
 		t.Errorf("ImageFsInfo: %v", u)
 	}
 }

@@ -94,7 +94,8 @@ func (s *imageService) RemoveImage(ctx context.Context, req *runtimeapi.RemoveIm
 
 // ImageFsInfo implements ImageService. Both filesystems are always named, as kubelet
 // wants since KEP-4191: with the same mountpoint where writable layers and images
-// share one.
+// share one. The images' usage is that of now; the writable layers' was counted in the
+// background.
 func (s *imageService) ImageFsInfo(ctx context.Context, _ *runtimeapi.ImageFsInfoRequest) (*runtimeapi.ImageFsInfoResponse, error) {
 	usage, err := s.images.Usage(ctx)
 	if err != nil {
@@ -104,7 +105,7 @@ func (s *imageService) ImageFsInfo(ctx context.Context, _ *runtimeapi.ImageFsInf
 	return &runtimeapi.ImageFsInfoResponse{
 		ImageFilesystems: []*runtimeapi.FilesystemUsage{
 			filesystemUsage(usage.Mountpoint, time.Now(), diskusage.Usage{Bytes: usage.Bytes, Inodes: usage.Inodes})},
-		ContainerFilesystems: []*runtimeapi.FilesystemUsage{filesystemUsage(writable.Mountpoint, time.Now(), writable.Used)},
+		ContainerFilesystems: []*runtimeapi.FilesystemUsage{filesystemUsage(writable.Mountpoint, writable.At, writable.Used)},
 	}, nil
 }
 

@@ -44,10 +44,13 @@ type emit func(v uint64, labels ...string)
 type metric struct {
 	name, help string
 	kind       runtimeapi.MetricType
-	labels     []string // beside baseLabels
-	counted    bool     // in the background, when the census was taken
+	labels     []string                  // beside baseLabels
+	counted    func(*measured) time.Time // when that was done in the background; nil: values are of now
 	values     func(m *measured, emit emit)
 }
+
+func ofCensus(m *measured) time.Time { return m.census.At }
+func ofStatfs(m *measured) time.Time { return m.filesystem.At }
 
 const (
 	counter = runtimeapi.MetricType_COUNTER
@@ -59,11 +62,11 @@ var metrics = slices.Concat(cpuMetrics, memoryMetrics, diskMetrics, networkMetri
 
 var cpuMetrics = []metric{
 	{name: "container_cpu_usage_seconds_total", help: "Cumulative cpu time consumed in seconds.", kind: counter, labels: []string{"cpu"},
-		values: ofDetail(func(d *cgstats.Detail, emit emit) {
-			if d.CPU.Known {
-				emit(seconds64(d.CPU.Usage), "total")
+		values: func(m *measured, emit emit) {
+			if m.usage != nil && m.usage.CPU.Known {
+				emit(seconds64(m.usage.CPU.Usage), "total")
 			}
-		})},
+		}},
 	{name: "container_cpu_user_seconds_total", help: "Cumulative user cpu time consumed in seconds.", kind: counter,
 		values: ofTimes(func(c *cgstats.CPU) uint64 { return c.User })},
 	{name: "container_cpu_system_seconds_total", help: "Cumulative system cpu time consumed in seconds.", kind: counter,
@@ -125,13 +128,13 @@ var memoryMetrics = []metric{
 }
 
 var diskMetrics = []metric{
-	{name: "container_fs_inodes_free", help: "Number of available Inodes", kind: gauge, labels: []string{"device"}, counted: true,
+	{name: "container_fs_inodes_free", help: "Number of available Inodes", kind: gauge, labels: []string{"device"}, counted: ofStatfs,
 		values: ofFilesystem(func(f *sandbox.Filesystem, _ *sandbox.Census) uint64 { return f.FreeInodes })},
-	{name: "container_fs_inodes_total", help: "Number of Inodes", kind: gauge, labels: []string{"device"}, counted: true,
+	{name: "container_fs_inodes_total", help: "Number of Inodes", kind: gauge, labels: []string{"device"}, counted: ofStatfs,
 		values: ofFilesystem(func(f *sandbox.Filesystem, _ *sandbox.Census) uint64 { return f.Inodes })},
-	{name: "container_fs_limit_bytes", help: "Number of bytes that can be consumed by the container on this filesystem.", kind: gauge, labels: []string{"device"}, counted: true,
+	{name: "container_fs_limit_bytes", help: "Number of bytes that can be consumed by the container on this filesystem.", kind: gauge, labels: []string{"device"}, counted: ofStatfs,
 		values: ofFilesystem(func(f *sandbox.Filesystem, _ *sandbox.Census) uint64 { return f.Bytes })},
-	{name: "container_fs_usage_bytes", help: "Number of bytes that are consumed by the container on this filesystem.", kind: gauge, labels: []string{"device"}, counted: true,
+	{name: "container_fs_usage_bytes", help: "Number of bytes that are consumed by the container on this filesystem.", kind: gauge, labels: []string{"device"}, counted: ofCensus,
 		values: ofFilesystem(func(_ *sandbox.Filesystem, c *sandbox.Census) uint64 { return c.Layer.Bytes })},
 	{name: "container_fs_reads_bytes_total", help: "Cumulative count of bytes read", kind: counter, labels: []string{"device"},
 		values: ofDevices(func(d *cgstats.Device) uint64 { return d.ReadBytes })},
@@ -177,12 +180,12 @@ var processMetrics = []metric{
 		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return d.Tasks })},
 	{name: "container_threads_max", help: "Maximum number of threads allowed inside the container, infinity if value is zero", kind: gauge,
 		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return limitFigure(d.TasksMax) })},
-	{name: "container_file_descriptors", help: "Number of open file descriptors for the container.", kind: gauge, counted: true,
+	{name: "container_file_descriptors", help: "Number of open file descriptors for the container.", kind: gauge, counted: ofCensus,
 		values: ofProcesses(func(p *sandbox.ProcessCensus, emit emit) { emit(p.Files) })},
-	{name: "container_sockets", help: "Number of open sockets for the container.", kind: gauge, counted: true,
+	{name: "container_sockets", help: "Number of open sockets for the container.", kind: gauge, counted: ofCensus,
 		values: ofProcesses(func(p *sandbox.ProcessCensus, emit emit) { emit(p.Sockets) })},
 	{name: "container_ulimits_soft", help: "Soft ulimit values for the container root process. Unlimited if -1, except priority and nice", kind: gauge,
-		labels: []string{"ulimit"}, counted: true,
+		labels: []string{"ulimit"}, counted: ofCensus,
 		values: ofProcesses(func(p *sandbox.ProcessCensus, emit emit) {
 			if p.MaxFiles != math.MaxUint64 { // CRI has no -1
 				emit(p.MaxFiles, "max_open_files")
@@ -287,12 +290,16 @@ func limitFigure(f cgstats.Figure) cgstats.Figure {
 	return cgstats.Figure{Value: limit(f.Value), Known: f.Known}
 }
 
+// ofTimes is for what is part of the usage on cgroup v2, and of the details on both.
 func ofTimes(value func(*cgstats.CPU) uint64) func(*measured, emit) {
-	return ofDetail(func(d *cgstats.Detail, emit emit) {
-		if d.CPU.TimesKnown {
-			emit(seconds64(value(&d.CPU)))
+	return func(m *measured, emit emit) {
+		switch {
+		case m.detail != nil && m.detail.CPU.TimesKnown:
+			emit(seconds64(value(&m.detail.CPU)))
+		case m.usage != nil && m.usage.CPU.TimesKnown:
+			emit(seconds64(value(&m.usage.CPU)))
 		}
-	})
+	}
 }
 
 // ofQuota is for containers with a CPU quota only, as with cAdvisor.
@@ -383,31 +390,31 @@ func (s *runtimeService) ListMetricDescriptors(context.Context, *runtimeapi.List
 }
 
 // ListPodSandboxMetrics implements RuntimeService.
-func (s *runtimeService) ListPodSandboxMetrics(context.Context, *runtimeapi.ListPodSandboxMetricsRequest) (*runtimeapi.ListPodSandboxMetricsResponse, error) {
+func (s *runtimeService) ListPodSandboxMetrics(ctx context.Context, _ *runtimeapi.ListPodSandboxMetricsRequest) (*runtimeapi.ListPodSandboxMetricsResponse, error) {
 	resp := &runtimeapi.ListPodSandboxMetricsResponse{}
-	for pod := range s.allPodMetrics() {
+	for pod := range s.allPodMetrics(ctx) {
 		resp.PodMetrics = append(resp.PodMetrics, pod)
 	}
-	return resp, nil
+	return resp, ctx.Err()
 }
 
 // StreamPodSandboxMetrics implements RuntimeService.
 func (s *runtimeService) StreamPodSandboxMetrics(_ *runtimeapi.StreamPodSandboxMetricsRequest, stream runtimeapi.RuntimeService_StreamPodSandboxMetricsServer) error {
-	return sendBatches(s.allPodMetrics(), func(batch []*runtimeapi.PodSandboxMetrics) error {
+	return sendBatches(s.allPodMetrics(stream.Context()), func(batch []*runtimeapi.PodSandboxMetrics) error {
 		return stream.Send(&runtimeapi.StreamPodSandboxMetricsResponse{PodSandboxMetrics: batch})
 	})
 }
 
 // allPodMetrics takes the metrics of the ready pods, one after the other.
-func (s *runtimeService) allPodMetrics() iter.Seq[*runtimeapi.PodSandboxMetrics] {
+func (s *runtimeService) allPodMetrics(ctx context.Context) iter.Seq[*runtimeapi.PodSandboxMetrics] {
 	return func(yield func(*runtimeapi.PodSandboxMetrics) bool) {
 		filesystem := s.pods.WritableFilesystem()
-		for stats := range s.allPodStats(nil) {
+		for stats := range s.allPodStats(ctx, nil) {
 			pod := &runtimeapi.PodSandboxMetrics{PodSandboxId: stats.Info.ID, Metrics: s.podMetrics(&stats)}
 			for _, c := range stats.Containers {
 				detail, err := s.pods.ContainerDetail(c.Info.ID)
 				if err != nil {
-					s.log.Warn("metrics of a container", "container", c.Info.ID, "error", err)
+					s.unmeasured.details.Warn(s.log, "metrics of a container", "container", c.Info.ID, "error", err)
 					continue
 				}
 				md := stats.Info.Config.GetMetadata()
@@ -422,10 +429,14 @@ func (s *runtimeService) allPodMetrics() iter.Seq[*runtimeapi.PodSandboxMetrics]
 	}
 }
 
-// podMetrics are those of the pod's network, which all its containers share.
+// podMetrics are those of the pod's cgroup, which have no container's name as with
+// cAdvisor, and those of its network, which all its containers share.
 func (s *runtimeService) podMetrics(stats *sandbox.PodStats) []*runtimeapi.Metric {
 	md := stats.Info.Config.GetMetadata()
-	return take([]string{podContainer, stats.Cgroup, "", stats.Info.ID, md.GetNamespace(), md.GetName()}, &measured{interfaces: stats.Interfaces})
+	labels := func(container string) []string {
+		return []string{container, stats.Cgroup, "", stats.Info.ID, md.GetNamespace(), md.GetName()}
+	}
+	return append(take(labels(""), &measured{usage: &stats.Usage}), take(labels(podContainer), &measured{interfaces: stats.Interfaces})...)
 }
 
 // take returns the metrics that m has values for.
@@ -434,8 +445,8 @@ func take(labels []string, m *measured) []*runtimeapi.Metric {
 	for _, one := range metrics {
 		one.values(m, func(v uint64, own ...string) {
 			taken := &runtimeapi.Metric{Name: one.name, MetricType: one.kind, LabelValues: slices.Concat(labels, own), Value: value(v)}
-			if one.counted {
-				taken.Timestamp = m.census.At.UnixNano()
+			if one.counted != nil {
+				taken.Timestamp = one.counted(m).UnixNano()
 			}
 			all = append(all, taken)
 		})

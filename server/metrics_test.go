@@ -44,6 +44,7 @@ func metricsFake() *fakePods {
 	c.Config.Image.UserSpecifiedImage = "busybox:1"
 	c.Resources = &runtimeapi.LinuxContainerResources{CpuPeriod: 50000, CpuQuota: 25000, CpuShares: 512}
 	u := someUsage()
+	u.CPU.Usage = 61*second + second/2
 	u.CPU.Pressure.Some.Total, u.CPU.Pressure.Full.Total = 7*second+1, 8*second
 	return &fakePods{containers: []*sandbox.ContainerInfo{c}, pods: []*sandbox.PodInfo{{ID: "p1", Config: podConfig("a", nil), Ready: true}, {ID: "p2", Config: podConfig("b", nil)}},
 		stats: statsFake{usage: u,
@@ -122,26 +123,38 @@ func TestMetricValues(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	const ofContainer, ofPod = "[c1 /cgroup/c1 busybox:1 c1 ns a", "[POD /cgroup/p1  p1 ns a"
+	const ofContainer, ofPod, ofNetwork = "[c1 /cgroup/c1 busybox:1 c1 ns a", "[ /cgroup/p1  p1 ns a", "[POD /cgroup/p1  p1 ns a"
 	got := map[string]uint64{}
 	for _, m := range slices.Concat(list.PodMetrics[0].Metrics, list.PodMetrics[0].ContainerMetrics[0].Metrics) {
 		labels := fmt.Sprint(m.LabelValues)
 		own, found := strings.CutPrefix(labels, ofContainer)
 		if !found {
-			own, found = strings.CutPrefix(labels, ofPod)
+			own, found = strings.CutPrefix(labels, ofNetwork)
 		}
-		if !found || found && strings.HasPrefix(m.Name, "container_network_") != strings.HasPrefix(labels, ofPod) {
+		if whole, isPod := strings.CutPrefix(labels, ofPod); isPod {
+			got["pod "+strings.TrimPrefix(m.Name, "container_")+strings.TrimSuffix(whole, "]")] = m.Value.Value
+			continue
+		}
+		if !found || strings.HasPrefix(m.Name, "container_network_") != strings.HasPrefix(labels, ofNetwork) {
 			t.Errorf("%s has the labels %v", m.Name, labels)
 		}
 		counted := strings.HasPrefix(m.Name, "container_fs_") && !strings.HasSuffix(m.Name, "_total") || m.Name == "container_fs_inodes_total" ||
 			slices.Contains([]string{"container_file_descriptors", "container_sockets", "container_ulimits_soft"}, m.Name)
-		if counted != (m.Timestamp == 9e9) || !counted && m.Timestamp != 0 {
+		at := int64(0)
+		switch {
+		case counted && strings.HasPrefix(m.Name, "container_fs_") && m.Name != "container_fs_usage_bytes":
+			at = time.Unix(7, 8).UnixNano()
+		case counted:
+			at = 9e9
+		}
+		if m.Timestamp != at {
 			t.Errorf("%s is of the time %d", m.Name, m.Timestamp)
 		}
 		got[strings.TrimPrefix(m.Name, "container_")+strings.TrimSuffix(own, "]")] = m.Value.Value
 	}
 	for name, want := range map[string]uint64{
-		"cpu_usage_seconds_total total": 61, "cpu_user_seconds_total": 62, "cpu_system_seconds_total": 63, "cpu_cfs_periods_total": 64, "cpu_cfs_throttled_periods_total": 65,
+		"cpu_usage_seconds_total total": 61, "pod cpu_usage_seconds_total total": 61, "pod memory_working_set_bytes": 900, "pod memory_rss": 16,
+		"cpu_user_seconds_total": 62, "cpu_system_seconds_total": 63, "cpu_cfs_periods_total": 64, "cpu_cfs_throttled_periods_total": 65,
 		"cpu_cfs_throttled_seconds_total": 66, "memory_max_usage_bytes": 67, "memory_kernel_usage": 68, "memory_failcnt": 69, "oom_events_total": 70,
 		"memory_usage_bytes": 1000, "memory_working_set_bytes": 900, "memory_rss": 16, "memory_cache": 17, "memory_mapped_file": 18, "memory_swap": 21,
 		"memory_failures_total pgfault container": 19, "memory_failures_total pgmajfault hierarchy": 20, "spec_memory_limit_bytes": 5000, "spec_memory_swap_limit_bytes": 31,

@@ -29,6 +29,7 @@ import (
 
 	"berth/cni"
 	"berth/image"
+	"berth/internal/seldom"
 	"berth/internal/task"
 	"berth/sandbox"
 )
@@ -185,6 +186,8 @@ type runtimeService struct {
 	pods     Sandboxes
 	images   Images
 	log      *slog.Logger
+
+	unmeasured struct{ containers, pods, details seldom.Seldom } // warnings
 }
 
 // imageService implements CRI's ImageService.

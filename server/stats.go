@@ -39,24 +39,24 @@ func (s *runtimeService) ContainerStats(_ context.Context, req *runtimeapi.Conta
 }
 
 // ListContainerStats implements RuntimeService.
-func (s *runtimeService) ListContainerStats(_ context.Context, req *runtimeapi.ListContainerStatsRequest) (*runtimeapi.ListContainerStatsResponse, error) {
+func (s *runtimeService) ListContainerStats(ctx context.Context, req *runtimeapi.ListContainerStatsRequest) (*runtimeapi.ListContainerStatsResponse, error) {
 	resp := &runtimeapi.ListContainerStatsResponse{}
-	for stats := range s.allContainerStats(req.GetFilter()) {
+	for stats := range s.allContainerStats(ctx, req.GetFilter()) {
 		resp.Stats = append(resp.Stats, stats)
 	}
-	return resp, nil
+	return resp, ctx.Err()
 }
 
 // StreamContainerStats implements RuntimeService.
 func (s *runtimeService) StreamContainerStats(req *runtimeapi.StreamContainerStatsRequest, stream runtimeapi.RuntimeService_StreamContainerStatsServer) error {
-	return sendBatches(s.allContainerStats(req.GetFilter()), func(batch []*runtimeapi.ContainerStats) error {
+	return sendBatches(s.allContainerStats(stream.Context(), req.GetFilter()), func(batch []*runtimeapi.ContainerStats) error {
 		return stream.Send(&runtimeapi.StreamContainerStatsResponse{ContainerStats: batch})
 	})
 }
 
 // allContainerStats measures the running containers that match, one after the
-// other. One that can't be measured is left out, for it says nothing of the others.
-func (s *runtimeService) allContainerStats(filter *runtimeapi.ContainerStatsFilter) iter.Seq[*runtimeapi.ContainerStats] {
+// other, until ctx ends. One that can't be measured is left out, for it says nothing of the others.
+func (s *runtimeService) allContainerStats(ctx context.Context, filter *runtimeapi.ContainerStatsFilter) iter.Seq[*runtimeapi.ContainerStats] {
 	return func(yield func(*runtimeapi.ContainerStats) bool) {
 		containers := s.pods.Containers()
 		id, known := resolve(filter.GetId(), containers, func(c *sandbox.ContainerInfo) string { return c.ID })
@@ -65,13 +65,16 @@ func (s *runtimeService) allContainerStats(filter *runtimeapi.ContainerStatsFilt
 			return
 		}
 		for _, c := range containers {
+			if ctx.Err() != nil {
+				return
+			}
 			if c.State != runtimeapi.ContainerState_CONTAINER_RUNNING || id != "" && c.ID != id || pod != "" && c.PodID != pod ||
 				!selected(filter.GetLabelSelector(), c.Config.GetLabels()) {
 				continue
 			}
 			stats, err := s.pods.ContainerStats(c)
 			if err != nil {
-				s.log.Warn("statistics of a container", "container", c.ID, "error", err)
+				s.unmeasured.containers.Warn(s.log, "statistics of a container", "container", c.ID, "error", err)
 			}
 			if stats.Running && !yield(containerStats(&stats)) {
 				return
@@ -98,18 +101,18 @@ func (s *runtimeService) PodSandboxStats(_ context.Context, req *runtimeapi.PodS
 }
 
 // ListPodSandboxStats implements RuntimeService.
-func (s *runtimeService) ListPodSandboxStats(_ context.Context, req *runtimeapi.ListPodSandboxStatsRequest) (*runtimeapi.ListPodSandboxStatsResponse, error) {
+func (s *runtimeService) ListPodSandboxStats(ctx context.Context, req *runtimeapi.ListPodSandboxStatsRequest) (*runtimeapi.ListPodSandboxStatsResponse, error) {
 	resp := &runtimeapi.ListPodSandboxStatsResponse{}
-	for stats := range s.allPodStats(req.GetFilter()) {
+	for stats := range s.allPodStats(ctx, req.GetFilter()) {
 		resp.Stats = append(resp.Stats, podStats(&stats))
 	}
-	return resp, nil
+	return resp, ctx.Err()
 }
 
 // StreamPodSandboxStats implements RuntimeService.
 func (s *runtimeService) StreamPodSandboxStats(req *runtimeapi.StreamPodSandboxStatsRequest, stream runtimeapi.RuntimeService_StreamPodSandboxStatsServer) error {
 	items := func(yield func(*runtimeapi.PodSandboxStats) bool) {
-		for stats := range s.allPodStats(req.GetFilter()) {
+		for stats := range s.allPodStats(stream.Context(), req.GetFilter()) {
 			if !yield(podStats(&stats)) {
 				return
 			}
@@ -120,9 +123,9 @@ func (s *runtimeService) StreamPodSandboxStats(req *runtimeapi.StreamPodSandboxS
 	})
 }
 
-// allPodStats measures the ready pods that match, one after the other. One that
+// allPodStats measures the ready pods that match, one after the other, until ctx ends. One that
 // can't be measured is left out, for it says nothing of the others.
-func (s *runtimeService) allPodStats(filter *runtimeapi.PodSandboxStatsFilter) iter.Seq[sandbox.PodStats] {
+func (s *runtimeService) allPodStats(ctx context.Context, filter *runtimeapi.PodSandboxStatsFilter) iter.Seq[sandbox.PodStats] {
 	return func(yield func(sandbox.PodStats) bool) {
 		pods := s.pods.Pods()
 		id, known := resolve(filter.GetId(), pods, func(p *sandbox.PodInfo) string { return p.ID })
@@ -131,12 +134,15 @@ func (s *runtimeService) allPodStats(filter *runtimeapi.PodSandboxStatsFilter) i
 		}
 		containers := s.containersByPod()
 		for _, pod := range pods {
+			if ctx.Err() != nil {
+				return
+			}
 			if !pod.Ready || id != "" && pod.ID != id || !selected(filter.GetLabelSelector(), pod.Config.GetLabels()) {
 				continue
 			}
 			stats, err := s.pods.PodStats(pod, containers[pod.ID])
 			if err != nil {
-				s.log.Warn("statistics of a pod", "pod", pod.ID, "error", err)
+				s.unmeasured.pods.Warn(s.log, "statistics of a pod", "pod", pod.ID, "error", err)
 			}
 			if stats.Running && !yield(stats) {
 				return

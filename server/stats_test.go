@@ -1,9 +1,11 @@
 package server
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"slices"
 	"strings"
 	"testing"
@@ -14,6 +16,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/image"
 	"berth/internal/cgstats"
 	"berth/internal/diskusage"
 	"berth/internal/errdefs"
@@ -263,5 +266,23 @@ func drain[M, T any](t *testing.T, recv func() (M, error), items func(M) []T) (a
 			t.Error("a message without items")
 		}
 		all = append(all, items(m)...)
+	}
+}
+
+// A client that does not wait any more gets no work done.
+func TestStatsListsStop(t *testing.T) {
+	s := &runtimeService{pods: metricsFake(), images: &fakeImages{images: []*image.Image{{ID: idA}}}, log: slog.New(slog.DiscardHandler)}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	containers, err1 := s.ListContainerStats(ctx, nil)
+	pods, err2 := s.ListPodSandboxStats(ctx, nil)
+	metrics, err3 := s.ListPodSandboxMetrics(ctx, nil)
+	for _, err := range []error{err1, err2, err3} {
+		if !errors.Is(err, context.Canceled) {
+			t.Error(err)
+		}
+	}
+	if len(containers.GetStats())+len(pods.GetStats())+len(metrics.GetPodMetrics()) > 0 {
+		t.Errorf("measured: %v %v %v", containers, pods, metrics)
 	}
 }

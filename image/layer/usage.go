@@ -9,6 +9,6 @@ import (
 
 // countTree counts a tree as unpacker.count does while it is made.
 func countTree(root *os.File, block int64) (Usage, error) {
-	u, err := diskusage.Tree(context.Background(), root, block)
+	u, err := diskusage.Nominal(context.Background(), root, block)
 	return Usage{Bytes: u.Bytes, Inodes: u.Inodes}, err
 }

@@ -2,14 +2,16 @@
 //
 // # Contract
 //
-// File data counts in blocks of the filesystem, holes do not, and a directory is one
-// block, so that the same tree has the same figure on every filesystem with that
-// block size. A file with several names counts once.
+// Tree counts the blocks that are allocated, as du(1) does: those of preallocated
+// files, directories and long symlinks too. Nominal counts what the data needs, so that
+// the same tree has the same figure on every filesystem with that block size: file data in
+// whole blocks, holes not, one block for a directory. A file with several names
+// counts once.
 //
 // The tree may be changing and may belong to somebody hostile: nothing is followed out
 // of it, names that vanish are left out, and neither memory nor descriptors grow with
-// its size. What is nested deeper than MaxDepth is left out; of files with several
-// names, those beyond a large number count once for each name.
+// its size or depth. What can't be counted within these bounds is ErrTooDeep, with what was.
+// Of files with several names, those beyond a large number count once for each name.
 package diskusage
 
 import (
@@ -24,8 +26,16 @@ import (
 	"berth/internal/safefs"
 )
 
-// MaxDepth is how many directories a Tree may be deep: each is open while it is counted.
-const MaxDepth = 512
+const (
+	// levels is how deep a tree is walked at once: each directory on the way is open, twice.
+	levels = 256
+	// maxDeeper is how many directories at that depth are left open, to be walked later.
+	maxDeeper = 1024
+)
+
+// ErrTooDeep says that a tree has more than a thousand directories so deep in it that they
+// were not counted.
+var ErrTooDeep = errors.New("too many directories are nested too deep to be counted")
 
 // maxLinked is how many files with several names are remembered.
 const maxLinked = 100_000
@@ -48,61 +58,106 @@ func BlockSize(f *os.File) (int64, error) {
 	return int64(st.Bsize), nil
 }
 
-// Tree counts root, a directory on a filesystem with that block size, and all below it.
-func Tree(ctx context.Context, root *os.File, block int64) (Usage, error) {
+// Tree counts what root, a directory, and all below it has allocated. Beside
+// ErrTooDeep there is the usage of the rest.
+func Tree(ctx context.Context, root *os.File) (Usage, error) {
+	return tree(ctx, root, func(st *unix.Stat_t) int64 { return st.Blocks * 512 })
+}
+
+// Nominal counts what root, a directory on a filesystem with that block size, and all
+// below it needs. Beside ErrTooDeep there is the usage of the rest.
+func Nominal(ctx context.Context, root *os.File, block int64) (Usage, error) {
+	return tree(ctx, root, func(st *unix.Stat_t) int64 {
+		switch st.Mode & unix.S_IFMT {
+		case unix.S_IFDIR:
+			return block
+		case unix.S_IFREG:
+			return min(st.Blocks*512, (st.Size+block-1)/block*block)
+		default:
+			return 0
+		}
+	})
+}
+
+func tree(ctx context.Context, root *os.File, size func(*unix.Stat_t) int64) (usage Usage, err error) {
 	dir, err := safefs.OpenDir(root, "")
 	if err != nil {
 		return Usage{}, err
 	}
-	defer dir.Close()
-	c := counter{ctx: ctx, block: block, linked: map[uint64]bool{}}
-	if err := c.directory(dir, 1); err != nil {
+	c := counter{ctx: ctx, size: size, linked: map[uint64]bool{}, deeper: []*safefs.Dir{dir}}
+	defer func() { err = errors.Join(err, c.close()) }()
+	st, err := dir.Stat("")
+	if err != nil {
 		return Usage{}, err
 	}
-	return c.usage, nil
+	c.add(&st)
+	for len(c.deeper) > 0 && err == nil {
+		last := len(c.deeper) - 1
+		dir, c.deeper = c.deeper[last], c.deeper[:last]
+		err = errors.Join(c.content(dir, 1), dir.Close())
+	}
+	if err == nil && c.tooDeep {
+		err = ErrTooDeep
+	}
+	return c.usage, err
 }
 
 type counter struct {
-	ctx    context.Context
-	block  int64
-	linked map[uint64]bool // inodes with several names that have been counted
-	usage  Usage
+	ctx     context.Context
+	size    func(*unix.Stat_t) int64
+	linked  map[uint64]bool // inodes with several names that have been counted
+	deeper  []*safefs.Dir   // directories whose content is still to be counted
+	tooDeep bool            // and some that could not be kept for that
+	usage   Usage
 }
 
-func (c *counter) directory(dir *safefs.Dir, depth int) error {
-	c.add(c.block)
+func (c *counter) close() (err error) {
+	for _, dir := range c.deeper {
+		err = errors.Join(err, dir.Close())
+	}
+	return err
+}
+
+// content counts what is in a directory. level is its depth below one of c.deeper.
+func (c *counter) content(dir *safefs.Dir, level int) error {
 	if err := c.ctx.Err(); err != nil {
 		return err
 	}
-	return ignoreGone(dir.EachName(func(name string) error { return ignoreGone(c.entry(dir, name, depth)) }))
+	return ignoreGone(dir.EachName(func(name string) error { return ignoreGone(c.entry(dir, name, level)) }))
 }
 
-func (c *counter) entry(dir *safefs.Dir, name string, depth int) error {
+func (c *counter) entry(dir *safefs.Dir, name string, level int) error {
+	if err := c.ctx.Err(); err != nil {
+		return err
+	}
 	st, err := dir.Stat(name)
 	if err != nil {
 		return err
 	}
-	switch st.Mode & unix.S_IFMT {
-	case unix.S_IFDIR:
-		if depth == MaxDepth {
-			return nil
-		}
-		sub, err := dir.Open(name)
-		if err != nil {
-			return err
-		}
-		return errors.Join(c.directory(sub, depth+1), sub.Close())
-	case unix.S_IFREG:
-		if c.isAgain(&st) {
-			return nil
-		}
-		c.add(min(st.Blocks*512, (st.Size+c.block-1)/c.block*c.block))
-	default:
+	if st.Mode&unix.S_IFMT != unix.S_IFDIR {
 		if !c.isAgain(&st) {
-			c.add(0)
+			c.add(&st)
 		}
+		return nil
 	}
-	return nil
+	c.add(&st)
+	return c.directory(dir, name, level)
+}
+
+func (c *counter) directory(parent *safefs.Dir, name string, level int) error {
+	if level == levels && len(c.deeper) == maxDeeper {
+		c.tooDeep = true
+		return nil
+	}
+	dir, err := parent.Open(name)
+	if err != nil {
+		return err
+	}
+	if level == levels {
+		c.deeper = append(c.deeper, dir)
+		return nil
+	}
+	return errors.Join(c.content(dir, level+1), dir.Close())
 }
 
 func (c *counter) isAgain(st *unix.Stat_t) bool {
@@ -116,9 +171,9 @@ func (c *counter) isAgain(st *unix.Stat_t) bool {
 	return again
 }
 
-func (c *counter) add(bytes int64) {
+func (c *counter) add(st *unix.Stat_t) {
 	c.usage.Inodes++
-	c.usage.Bytes += uint64(bytes)
+	c.usage.Bytes += uint64(c.size(st))
 }
 
 // ignoreGone drops the errors of what vanished, or became something else, meanwhile.

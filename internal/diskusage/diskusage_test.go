@@ -5,7 +5,9 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -24,10 +26,10 @@ func count(t *testing.T, ctx context.Context, path string) (Usage, error) {
 	root, err := os.Open(path)
 	must(t, err)
 	defer root.Close()
-	return Tree(ctx, root, 4096)
+	return Tree(ctx, root)
 }
 
-func TestTree(t *testing.T) {
+func TestNominal(t *testing.T) {
 	dir, outside := t.TempDir(), t.TempDir()
 	must(t, os.WriteFile(filepath.Join(outside, "big"), make([]byte, 1<<20), 0o600))
 	must(t, os.MkdirAll(filepath.Join(dir, "a/b"), 0o700))
@@ -38,7 +40,10 @@ func TestTree(t *testing.T) {
 	must(t, unix.Mkfifo(filepath.Join(dir, "fifo"), 0o600))
 	must(t, os.WriteFile(filepath.Join(dir, "hole"), nil, 0o600))
 	must(t, os.Truncate(filepath.Join(dir, "hole"), 1<<30))
-	got, err := count(t, t.Context(), dir)
+	root, err := os.Open(dir)
+	must(t, err)
+	defer root.Close()
+	got, err := Nominal(t.Context(), root, 4096)
 	must(t, err)
 	// Three directories, files of one and two blocks, and what takes no data.
 	if want := (Usage{Bytes: 6 * 4096, Inodes: 8}); got != want {
@@ -46,12 +51,45 @@ func TestTree(t *testing.T) {
 	}
 }
 
-// A container can nest deeper than a path can say, and than there are descriptors.
-func TestTreeOfManyDirectories(t *testing.T) {
-	top := t.TempDir()
-	fd, err := unix.Open(top, unix.O_PATH, 0)
+// What takes no data, and what is hidden from a look at sizes, takes blocks. du is what
+// Tree is to agree with.
+func TestTreeCountsWhatIsAllocated(t *testing.T) {
+	dir := t.TempDir()
+	must(t, os.WriteFile(filepath.Join(dir, "written"), make([]byte, 10_000), 0o600))
+	must(t, os.Link(filepath.Join(dir, "written"), filepath.Join(dir, "again")))
+	must(t, os.Symlink(strings.Repeat("long/", 500), filepath.Join(dir, "link")))
+	must(t, unix.Mkfifo(filepath.Join(dir, "fifo"), 0o600))
+	must(t, os.WriteFile(filepath.Join(dir, "hole"), nil, 0o600))
+	must(t, os.Truncate(filepath.Join(dir, "hole"), 1<<30))
+	must(t, os.Mkdir(filepath.Join(dir, "large"), 0o700))
+	for i := range 2000 {
+		must(t, os.WriteFile(filepath.Join(dir, "large", fmt.Sprintf("%0200d", i)), nil, 0o600))
+	}
+	f, err := os.Create(filepath.Join(dir, "beyond its end"))
 	must(t, err)
-	for range MaxDepth + 50 {
+	defer f.Close()
+	const reserved = 64 << 20
+	err = unix.Fallocate(int(f.Fd()), unix.FALLOC_FL_KEEP_SIZE, 0, reserved)
+	if errors.Is(err, unix.EOPNOTSUPP) {
+		t.Skip("a filesystem without fallocate")
+	}
+	must(t, err)
+	must(t, f.Sync())
+	got, err := count(t, t.Context(), dir)
+	must(t, err)
+	du, err := exec.Command("du", "-s", "-B1", dir).Output()
+	must(t, err)
+	want, err := strconv.ParseUint(strings.Fields(string(du))[0], 10, 64)
+	must(t, err)
+	if got.Bytes != want || got.Bytes < reserved || got.Inodes != 2007 {
+		t.Errorf("got %+v, du %d", got, want)
+	}
+}
+
+// nest makes directories d in each other below fd, which it closes.
+func nest(t *testing.T, fd, depth int) {
+	t.Helper()
+	for range depth {
 		must(t, unix.Mkdirat(fd, "d", 0o700))
 		next, err := unix.Openat(fd, "d", unix.O_PATH, 0)
 		must(t, err)
@@ -59,13 +97,37 @@ func TestTreeOfManyDirectories(t *testing.T) {
 		fd = next
 	}
 	must(t, unix.Close(fd))
+}
+
+// A container can nest deeper than a path can say, and than there are descriptors.
+func TestTreeThatIsDeep(t *testing.T) {
+	top := t.TempDir()
+	fd, err := unix.Open(top, unix.O_PATH, 0)
+	must(t, err)
+	nest(t, fd, 10*levels)
 	for i := range 1000 {
 		must(t, os.WriteFile(filepath.Join(top, fmt.Sprint(i)), []byte(strings.Repeat("x", 1+i%2)), 0o600))
 	}
 	got, err := count(t, t.Context(), top)
 	must(t, err)
-	if got.Inodes != MaxDepth+1000 {
+	if got.Inodes != 1+10*levels+1000 {
 		t.Errorf("%d inodes", got.Inodes)
+	}
+}
+
+// A small number would be a lie.
+func TestTreeThatIsTooDeep(t *testing.T) {
+	top := t.TempDir()
+	deep := top + strings.Repeat("/d", levels-1)
+	must(t, os.MkdirAll(deep, 0o700))
+	const beyond = 10
+	for i := range maxDeeper + beyond {
+		must(t, os.Mkdir(filepath.Join(deep, fmt.Sprint(i)), 0o700))
+		must(t, os.Mkdir(filepath.Join(deep, fmt.Sprint(i), "sub"), 0o700))
+	}
+	got, err := count(t, t.Context(), top)
+	if !errors.Is(err, ErrTooDeep) || got.Inodes != levels+2*maxDeeper+beyond {
+		t.Errorf("%d inodes, %v", got.Inodes, err)
 	}
 }
 

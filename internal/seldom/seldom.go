@@ -1,0 +1,36 @@
+// Package seldom keeps what goes wrong with every call from filling the log.
+//
+// # Contract
+//
+// Of the warnings given to one Seldom the first of a minute is logged, with the number
+// of those that were not since the one before. Its methods may be called from any
+// number of goroutines; they do not wait.
+package seldom
+
+import (
+	"log/slog"
+	"sync/atomic"
+	"time"
+)
+
+const interval = time.Minute
+
+// Seldom is ready for use as it is.
+type Seldom struct {
+	next    atomic.Int64 // Unix time in nanoseconds
+	skipped atomic.Int64
+}
+
+// Warn logs a warning like log.Warn, or counts it.
+func (s *Seldom) Warn(log *slog.Logger, message string, args ...any) {
+	s.warn(time.Now(), log, message, args...)
+}
+
+func (s *Seldom) warn(now time.Time, log *slog.Logger, message string, args ...any) {
+	next := s.next.Load()
+	if now.UnixNano() < next || !s.next.CompareAndSwap(next, now.Add(interval).UnixNano()) {
+		s.skipped.Add(1)
+		return
+	}
+	log.Warn(message, append(args, "likeThisBefore", s.skipped.Swap(0))...)
+}
