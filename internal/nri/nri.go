@@ -24,7 +24,7 @@
 // silence. Their annotations are shown to other plugins and reach nothing else: libcontainer
 // and systemd read some annotations as commands (CVE-2024-3154). Evictions do not reach the
 // runtime in version 0.12 of the library; it drops them, and the log tells so. It drops, too, the limit of
-// processes from updates of other containers that are answers to a request (TestLibraryDropsPidsOfOthers); in
+// processes from updates of other containers that are answers to a request (TestAnswers); in
 // adjustments, and in updates that a plugin asks for by itself, it arrives.
 //
 // The library owns the programs that it starts. It kills and reaps those that registered; one that ends or closes its

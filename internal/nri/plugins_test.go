@@ -18,6 +18,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/task"
 )
 
 // testRuntime is a Runtime without objects. Updates are done by update.
@@ -35,16 +36,13 @@ func (r testRuntime) Objects() ([]*Pod, []*Container) {
 
 func (r testRuntime) Update(ctx context.Context, u Update) error { return r.update(ctx, u) }
 
-// testPlugins are plugins that nobody has started, of a runtime.
+// testPlugins are plugins without the library, of a runtime.
 func testPlugins(t *testing.T, rt Runtime) *Plugins {
 	t.Helper()
 	dir := t.TempDir()
-	p, err := New(Config{Version: "1", Socket: filepath.Join(dir, "s"), PluginDir: filepath.Join(dir, "none"), PluginConfigDir: dir,
-		RegistrationTimeout: 20 * time.Second, RequestTimeout: time.Second, Log: slog.New(slog.DiscardHandler)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	p.runtime = rt
+	p := &Plugins{runtime: rt, own: task.NewLifetime(), cfg: Config{Version: "1", Socket: filepath.Join(dir, "s"), PluginDir: filepath.Join(dir, "none"),
+		PluginConfigDir: dir, RegistrationTimeout: 20 * time.Second, RequestTimeout: time.Second, Log: slog.New(slog.DiscardHandler)}}
+	p.starting.Store(true)
 	return p
 }
 
@@ -71,8 +69,12 @@ func (a *answering) UpdatePodSandbox(_ context.Context, pod *api.PodSandbox, ove
 // connect starts plugins and connects one. It returns when that is registered.
 func connect(t *testing.T, plugin any) *Plugins {
 	t.Helper()
-	p := testPlugins(t, testRuntime{})
-	p.cfg.RequestTimeout = time.Minute
+	cfg := testPlugins(t, nil).cfg
+	cfg.RequestTimeout = time.Minute
+	p, err := New(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
 	if err := p.Start(t.Context(), testRuntime{}); err != nil {
 		t.Fatal(err)
 	}
@@ -97,9 +99,16 @@ func refusedUpdate(id string, ignore bool) *api.ContainerUpdate {
 	return u
 }
 
-func TestIgnoreFailureInAnswers(t *testing.T) {
+// There is one set of plugins per process, see New.
+func TestAnswers(t *testing.T) {
 	plugin := &answering{}
 	p := connect(t, plugin)
+	t.Run("IgnoreFailure", func(t *testing.T) { testIgnoreFailure(t, p, plugin) })
+	t.Run("LibraryDropsPidsOfOthers", func(t *testing.T) { testLibraryDropsPidsOfOthers(t, p, plugin) })
+	t.Run("UpdatePodShowsOldAndNew", func(t *testing.T) { testUpdatePodShowsOldAndNew(t, p, plugin) })
+}
+
+func testIgnoreFailure(t *testing.T, p *Plugins, plugin *answering) {
 	wanted := &runtimeapi.LinuxContainerResources{CpuShares: 5}
 	good := &api.ContainerUpdate{ContainerId: "good"}
 	good.SetLinuxMemoryLimit(7)
@@ -115,11 +124,11 @@ func TestIgnoreFailureInAnswers(t *testing.T) {
 }
 
 // The package's documentation tells of it. When this fails the library is mended, and the documentation is to be.
-func TestLibraryDropsPidsOfOthers(t *testing.T) {
+func testLibraryDropsPidsOfOthers(t *testing.T, p *Plugins, plugin *answering) {
 	u := &api.ContainerUpdate{ContainerId: "other"}
 	u.SetLinuxMemoryLimit(7)
 	u.SetLinuxPidLimits(9)
-	p := connect(t, &answering{updates: []*api.ContainerUpdate{u}})
+	plugin.updates = []*api.ContainerUpdate{u}
 	updates, err := p.Container(t.Context(), ContainerStopped, &Pod{}, &Container{ID: "c"})
 	if err != nil || len(updates) != 1 || updates[0].Resources.MemoryLimitInBytes != 7 || updates[0].Limits != nil {
 		t.Errorf("updates %v, error %v", updates, err)
@@ -136,9 +145,7 @@ func TestDeviceRulesAreNotUpdated(t *testing.T) {
 	}
 }
 
-func TestUpdatePodShowsOldAndNew(t *testing.T) {
-	plugin := &answering{}
-	p := connect(t, plugin)
+func testUpdatePodShowsOldAndNew(t *testing.T, p *Plugins, plugin *answering) {
 	shares := func(n int64) *runtimeapi.LinuxContainerResources {
 		return &runtimeapi.LinuxContainerResources{CpuShares: n}
 	}
