@@ -254,7 +254,7 @@ func TestOperatorContainers(t *testing.T) {
 }
 
 // `berth check` finds nothing that keeps pods from running where they run, and fails
-// where they cannot: without a shim. Without a network pods with the host's network run.
+// where they cannot: with a root that can't be written. Without a network pods with the host's network run.
 func TestCheck(t *testing.T) {
 	d := startDaemon(t)
 	flags := []string{"check", "--config", d.configFile(), "--root", d.root, "--state", d.state, "--cni-conf-dir", d.confDir, "--cni-bin-dir", pluginDir}
@@ -271,9 +271,9 @@ func TestCheck(t *testing.T) {
 	if err != nil || strings.Contains(string(out), `"failure"`) || !strings.Contains(string(out), "no CNI network configured") {
 		t.Errorf("check without a network: %v\n%s", err, out)
 	}
-	out, err = d.command(append(flags, "--json", "--shim-path", "/no/such/shim")...).Output()
-	if err == nil || !strings.Contains(string(out), `"failure"`) || !strings.Contains(string(out), "/no/such/shim") {
-		t.Errorf("check without a shim: %v\n%s", err, out)
+	out, err = d.command(append(flags, "--json", "--root", "/proc/berth")...).Output()
+	if err == nil || !strings.Contains(string(out), `"failure"`) || !strings.Contains(string(out), "container root filesystems") {
+		t.Errorf("check with a root below /proc: %v\n%s", err, out)
 	}
 }
 
