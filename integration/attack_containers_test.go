@@ -7,14 +7,18 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/containerd/nri/pkg/api"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/opencontainers/selinux/go-selinux"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
+	"k8s.io/client-go/tools/remotecommand"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/fixture"
@@ -33,8 +37,8 @@ func untouched(t *testing.T) string {
 	return dir
 }
 
-// tryRun runs a container to its end if it is let; false: it was refused.
-func tryRun(t *testing.T, p *pod, opts ...containerOption) (output string, ran bool) {
+// tryRun runs a container to its end if it is let; else it returns the refusal.
+func tryRun(t *testing.T, p *pod, opts ...containerOption) (output string, refusal error) {
 	t.Helper()
 	c, err := p.tryCreate(t, opts...)
 	if err == nil {
@@ -44,10 +48,19 @@ func tryRun(t *testing.T, p *pod, opts ...containerOption) (output string, ran b
 		if code := codeOf(err); code == codes.Unknown {
 			t.Errorf("refused with the code %s: %v", code, err)
 		}
-		return "", false
+		return "", err
 	}
 	c.waitExited(t)
-	return c.output(t), true
+	return c.output(t), nil
+}
+
+// wantRefusal fails the test unless the container was refused for what the text names: a refusal for
+// another reason would show nothing of the attack.
+func wantRefusal(t *testing.T, refusal error, text string) {
+	t.Helper()
+	if refusal == nil || !strings.Contains(refusal.Error(), text) {
+		t.Errorf("the refusal does not mention %q: %v", text, refusal)
+	}
 }
 
 // The image's /dev, /proc, /sys are symbolic links: what is mounted and made there
@@ -59,7 +72,7 @@ func TestCVE_2026_41579_DevIsASymlink(t *testing.T) {
 		img, err := fixture.ImageOf(v1.Config{Cmd: []string{"/bin/sh"}}, packLayer(t, fixture.Tree{fixture.Symlink("dev", target)}, fixture.Gzip))
 		must(t, err)
 		name, _ := push(t, registry, fmt.Sprintf("dev/%d:latest", hostileImages.Add(1)), img)
-		if out, ran := tryRun(t, d.runPod(t, hostNetwork), image(name), script("ls -l /dev/")); ran {
+		if out, refusal := tryRun(t, d.runPod(t, hostNetwork), image(name), script("ls -l /dev/")); refusal == nil {
 			t.Errorf("it ran with /dev -> %s:\n%s", target, out)
 		}
 	}
@@ -71,10 +84,18 @@ func TestCVE_2024_5154_EtcIsASymlink(t *testing.T) {
 	d := startDaemon(t)
 	dir := untouched(t)
 	pod := d.runPod(t)
-	for _, target := range []string{dir, "../../../.." + dir, "/proc/1/root" + dir} {
+	run := func(target string) (string, error) {
 		base := fixture.Tree{fixture.Whiteout("", "etc"), fixture.Symlink("etc", target)}
-		tryRun(t, pod, image(hostileImage(t, v1.Config{}, base)), script("cat /etc/resolv.conf; touch /etc/made"))
+		return tryRun(t, pod, image(hostileImage(t, v1.Config{}, base)), script("cat /etc/resolv.conf; touch /etc/made"))
 	}
+	for _, target := range []string{dir, "../../../.." + dir} { // stays a link into the container's own root
+		out, refusal := run(target)
+		if refusal != nil || !strings.Contains(out, "nameserver") {
+			t.Errorf("/etc -> %s: resolv.conf is %q (%v)", target, out, refusal)
+		}
+	}
+	_, refusal := run("/proc/1/root" + dir)
+	wantRefusal(t, refusal, "/etc/")
 }
 
 // A working directory that is a descriptor of the runtime leads out of the container.
@@ -91,6 +112,41 @@ func TestCVE_2024_21626_WorkingDirectoryInProc(t *testing.T) {
 		link := hostileImage(t, v1.Config{WorkingDir: "/work"}, fixture.Tree{fixture.Symlink("work", dir)})
 		if out, _ := tryRun(t, pod, look, image(link)); strings.Contains(out, "the host's own") {
 			t.Errorf("the container sees the host through a link to %s", dir)
+		}
+	}
+}
+
+// A container swaps the working directory that it was made with for such a link: the
+// next exec would start there.
+func TestCVE_2024_21626_WorkingDirectorySwapped(t *testing.T) {
+	d := startDaemon(t)
+	host := canary(t)
+	c := d.runPod(t, hostNetwork).run(t, func(c *runtimeapi.ContainerConfig) { c.WorkingDir = "/work" })
+	equal(t, "working directory of an exec", c.exec(t, "pwd"), "/work")
+	work := fmt.Sprintf("/proc/%d/root/work", c.pid(t))
+	swap := func(target string) {
+		t.Helper()
+		must(t, os.Remove(work))
+		must(t, os.Symlink(target, work))
+	}
+	swap("/tmp") // is followed
+	equal(t, "working directory of an exec", c.exec(t, "pwd", "-P"), "/tmp")
+	look := []string{"cat"}
+	for depth := range 16 { // however deep the directory is
+		look = append(look, strings.Repeat("../", depth)+host[1:])
+	}
+	for fd := range 24 {
+		dir := fmt.Sprintf("/proc/self/fd/%d", fd)
+		swap(dir)
+		response, err := rawRuntime(t, d).ExecSync(t.Context(), &runtimeapi.ExecSyncRequest{ContainerId: c.id, Cmd: look})
+		if out := string(response.GetStdout()); strings.Contains(out, "the host's own") {
+			t.Errorf("ExecSync sees the host through a link to %s (%v)", dir, err)
+		}
+		var out screen
+		o := remotecommand.StreamOptions{Stdout: &out}
+		_, err = spdy.stream(t.Context(), plain(), c.execURL(t, o, look...), o)
+		if strings.Contains(out.String(), "the host's own") {
+			t.Errorf("Exec sees the host through a link to %s (%v)", dir, err)
 		}
 	}
 }
@@ -153,27 +209,62 @@ func sums(t *testing.T, paths []string) map[string][sha256.Size]byte {
 	return all
 }
 
-// A volume at /dev whose null and console are links: masking a path by binding
-// /dev/null over it, or making the console, would bind what they lead to.
-func TestCVE_2025_31133_DevNullSwapped(t *testing.T) { devSwapped(t, "null", false) }
-
-func TestCVE_2025_52565_DevConsoleSwapped(t *testing.T) { devSwapped(t, "console", true) }
-
-func devSwapped(t *testing.T, device string, tty bool) {
+// A volume at /dev whose null is something else: masking a path by binding /dev/null over
+// it would bind that.
+func TestCVE_2025_31133_DevNullSwapped(t *testing.T) {
 	d := startDaemon(t)
 	pod := d.runPod(t, hostNetwork)
-	host := canary(t)
 	volume := t.TempDir()
-	for _, target := range []string{host, "/proc/self/environ", "/proc/sysrq-trigger"} {
-		must(t, os.RemoveAll(filepath.Join(volume, device)))
-		must(t, os.Symlink(target, filepath.Join(volume, device)))
-		out, _ := tryRun(t, pod, mount(&runtimeapi.Mount{ContainerPath: "/dev", HostPath: volume}),
-			func(c *runtimeapi.ContainerConfig) { c.Tty = tty },
-			script("cat /proc/kcore /proc/keys /dev/"+device+" 2>&1; grep -c ' /dev/console ' /proc/self/mountinfo; true"))
-		if strings.Contains(out, "the host's own") {
-			t.Errorf("%s -> %s shows the host's file", device, target)
+	null := filepath.Join(volume, "null")
+	must(t, os.WriteFile(filepath.Join(volume, "file"), nil, 0o600))
+	must(t, unix.Mknod(filepath.Join(volume, "full"), unix.S_IFCHR|0o600, fullDevice))
+	dev := mount(&runtimeapi.Mount{ContainerPath: "/dev", HostPath: volume})
+	for _, target := range []string{canary(t), "/proc/self/environ", "/proc/sys/kernel/core_pattern", "file", "full"} {
+		must(t, os.Symlink(target, null))
+		_, refusal := tryRun(t, pod, dev, script("true"))
+		wantRefusal(t, refusal, "can't mask paths")
+		must(t, os.Remove(null))
+	}
+	// And one that is the device when it is looked at, and a link when it is bound.
+	must(t, unix.Mknod(null, unix.S_IFCHR|0o600, nullDevice))
+	masked := script("stat -c %F:%t:%T /proc/keys")
+	out, refusal := tryRun(t, pod, dev, masked)
+	must(t, refusal)
+	equal(t, "what masks a path", out, "character special file:1:3\n")
+	link := filepath.Join(volume, "link")
+	must(t, os.Symlink("/proc/sys/kernel/core_pattern", link))
+	stop := exchanging(t, null, link)
+	for range 10 {
+		if out, refusal := tryRun(t, pod, dev, masked); refusal == nil {
+			equal(t, "what masks a path", out, "character special file:1:3\n")
 		}
 	}
+	stop()
+}
+
+// A volume at /dev whose console is a link: the terminal would be bound over what it leads
+// to, or what it leads to be made.
+func TestCVE_2025_52565_DevConsoleSwapped(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	dir := untouched(t)
+	volume := hostDir(t, "pts")
+	must(t, unix.Mknod(filepath.Join(volume, "null"), unix.S_IFCHR|0o600, nullDevice))
+	terminals := filepath.Join(volume, "pts")
+	must(t, unix.Mount("devpts", terminals, "devpts", 0, "newinstance,ptmxmode=0666"))
+	t.Cleanup(func() { must(t, unix.Unmount(terminals, unix.MNT_DETACH)) })
+	console := filepath.Join(volume, "console")
+	options := []containerOption{mount(&runtimeapi.Mount{ContainerPath: "/dev", HostPath: volume}),
+		func(c *runtimeapi.ContainerConfig) { c.Tty = true }, script("stat -c %F:%t /dev/console")}
+	for _, target := range []string{canary(t), dir + "/made", "/proc/self/environ", "/proc/sys/kernel/core_pattern", "/etc/passwd"} {
+		must(t, os.Symlink(target, console))
+		_, refusal := tryRun(t, pod, options...)
+		wantRefusal(t, refusal, "/dev/console mount target")
+		must(t, os.Remove(console))
+	}
+	out, refusal := tryRun(t, pod, options...)
+	must(t, refusal)
+	equal(t, "the console, where there is no link", out, "character special file:88\r\n")
 }
 
 // Writes of the runtime below /proc/self/attr and /proc/sys must not be led to another
@@ -188,7 +279,8 @@ func TestCVE_2025_52881_ProcReplacedByAVolume(t *testing.T) {
 	trap := filepath.Join(volume, "sys/net/ipv4/ping_group_range")
 	must(t, os.WriteFile(trap, []byte("untouched"), 0o666))
 	pod := d.runPod(t, sysctl("net.ipv4.ping_group_range", "0 1"))
-	tryRun(t, pod, mount(&runtimeapi.Mount{ContainerPath: "/proc", HostPath: volume}), script("true"))
+	_, refusal := tryRun(t, pod, mount(&runtimeapi.Mount{ContainerPath: "/proc", HostPath: volume}), script("true"))
+	wantRefusal(t, refusal, "/proc mount")
 	equal(t, "a file of the volume", strings.Join(readLines(trap), ""), "untouched")
 }
 
@@ -254,11 +346,7 @@ func TestCVE_2022_1708_ExecOutputWithoutEnd(t *testing.T) {
 	if len(stdout) > 16<<20 {
 		t.Errorf("%d bytes of output", len(stdout))
 	}
-	peak, err := strconv.Atoi(strings.Fields(statusField(t, d.cmd.Process.Pid, "VmHWM"))[0])
-	must(t, err)
-	if peak > 256<<10 {
-		t.Errorf("the daemon took %d KiB", peak)
-	}
+	d.tookLessThan(t, 256<<20)
 }
 
 // Inheritable capabilities would come to life in a program with file capabilities.
@@ -342,6 +430,99 @@ func TestCVE_2020_10749_RouterAdvertisement(t *testing.T) {
 	if out != "" {
 		t.Errorf("router advertisements are accepted by\n%s", out)
 	}
+}
+
+// What a pod mounts over the files that every container gets is the node's, and so are
+// their sources in a pod on the node's network: nobody asked for another label of theirs.
+// That only what a config asks for is labelled is shown on every machine by
+// TestRelabelMounts (sandbox/selinux_test.go).
+func TestCVE_2021_43816_RelabelOfDefaultFiles(t *testing.T) {
+	if !selinux.GetEnabled() {
+		t.Skip("NOT TESTED: this machine has no SELinux")
+	}
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	files := map[string]string{"/etc/hosts": canary(t), "/etc/resolv.conf": canary(t), "/etc/hostname": canary(t), "/dev/shm": hostDir(t)}
+	watched := []string{"/etc/hosts", "/etc/resolv.conf", "/etc/hostname", "/dev/shm"}
+	var mounts []containerOption
+	for inside, outside := range files {
+		mounts = append(mounts, mount(&runtimeapi.Mount{ContainerPath: inside, HostPath: outside}))
+		watched = append(watched, outside)
+	}
+	label := func(path string) string { return get(selinux.FileLabel(path))(t) }
+	before := map[string]string{}
+	for _, path := range watched {
+		before[path] = label(path)
+	}
+	pod.run(t, mounts...)
+	pod.run(t)
+	for _, path := range watched {
+		equal(t, "label of "+path, label(path), before[path])
+	}
+}
+
+// A name becomes part of a path: one with ../ in it must not lead out of the directory that
+// is meant. It is refused, by whatever way it comes, and nothing is made where it leads.
+func TestPathInNames(t *testing.T) {
+	d := startDaemon(t)
+	d.pull(t, baseImage)
+	name := strings.Repeat("../", 20) + untouched(t)[1:] + "/made"
+	refused := func(what string, err error, codes ...codes.Code) {
+		t.Helper()
+		if !slices.Contains(codes, codeOf(err)) || err == nil {
+			t.Errorf("%s: %v, want one of the codes %v", what, err, codes)
+		}
+	}
+	for what, change := range map[string]podOption{
+		"name":      func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Name = name },
+		"uid":       func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Uid = name },
+		"namespace": func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Namespace = name },
+		"hostname":  func(c *runtimeapi.PodSandboxConfig) { c.Hostname = name },
+		"sysctl":    sysctl("net."+name, "1"),
+		"cgroup":    func(c *runtimeapi.PodSandboxConfig) { c.Linux.CgroupParent = "/" + machine + "/" + name },
+	} {
+		_, err := d.cri.RunPodSandbox(t.Context(), d.podConfig(t, change), "")
+		refused("pod's "+what, err, codes.InvalidArgument)
+	}
+	_, err := d.cri.RunPodSandbox(t.Context(), d.podConfig(t), name)
+	refused("runtime handler", err, codes.NotFound, codes.InvalidArgument)
+
+	pod := d.runPod(t, hostNetwork)
+	create := func(what string, change containerOption, codes ...codes.Code) {
+		t.Helper()
+		_, err := d.cri.CreateContainer(t.Context(), pod.id, pod.containerConfig(change), pod.config)
+		refused(what, err, codes...)
+	}
+	create("container's name", containerNamed(name), codes.InvalidArgument)
+	create("log path", func(c *runtimeapi.ContainerConfig) { c.LogPath = name }, codes.InvalidArgument)
+	create("image", image(name), codes.InvalidArgument, codes.NotFound)
+	create("CDI device", cdi(name), codes.InvalidArgument, codes.FailedPrecondition)
+	create("CDI vendor", func(c *runtimeapi.ContainerConfig) {
+		c.CDIDevices = []*runtimeapi.CDIDevice{{Name: name + "/dev=x"}}
+	}, codes.InvalidArgument)
+	create("seccomp profile", security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+		s.Seccomp = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Localhost, LocalhostRef: name}
+	}), codes.InvalidArgument)
+	create("file of the cgroup", resources(func(r *runtimeapi.LinuxContainerResources) { r.Unified = map[string]string{name: "1"} }),
+		codes.InvalidArgument)
+	_, err = d.tryPull(t, registry.Host+"/"+name, nil)
+	refused("image to pull", err, codes.InvalidArgument)
+
+	plugin := &nriPlugin{}
+	d.connectPlugin(t, "10", "escape", plugin)
+	for what, change := range map[string]func(*api.ContainerAdjustment){
+		"sysctl":             func(a *api.ContainerAdjustment) { a.SetLinuxSysctl("net."+name, "1") },
+		"network device":     func(a *api.ContainerAdjustment) { a.AddLinuxNetDevice(name, &api.LinuxNetDevice{Name: "eth7"}) },
+		"name of the device": func(a *api.ContainerAdjustment) { a.AddLinuxNetDevice("lo", &api.LinuxNetDevice{Name: name}) },
+		"CDI device":         func(a *api.ContainerAdjustment) { a.AddCDIDevice(&api.CDIDevice{Name: "vendor.example/dev=" + name}) },
+		"file of the cgroup": func(a *api.ContainerAdjustment) { a.AddLinuxUnified(name, "1") },
+		"limit":              func(a *api.ContainerAdjustment) { a.AddRlimit(name, 1, 1) },
+	} {
+		plugin.create = adjusting(change)
+		create("plugin's "+what, func(*runtimeapi.ContainerConfig) {}, codes.InvalidArgument, codes.FailedPrecondition)
+	}
+	equal(t, "number of pods", len(get(d.cri.ListPodSandbox(t.Context(), nil))(t)), 1)
+	equal(t, "number of containers", len(get(d.cri.ListContainers(t.Context(), nil))(t)), 0)
 }
 
 // The attacks through checkpoint archives have nothing to attack yet: berth does not

@@ -9,7 +9,9 @@ import (
 	"io"
 	"net/http"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -356,29 +358,60 @@ func TestCVE_2022_23648_VolumeThroughSymlink(t *testing.T) {
 	}
 }
 
-// USER and HOME come from files of the image: large, special, or full of tricks.
-func TestCVE_2026_47262_PasswdThatIsNoFile(t *testing.T) {
+// USER is looked up in files of the image: large, special, or full of tricks. None of them
+// knows the user or the group, and none is read into memory.
+func TestCVE_2026_47262_PasswdThatIsNoFile(t *testing.T) { userFileThatIsNone(t, "etc/passwd", "app") }
+
+func TestCVE_2026_47262_GroupThatIsNoFile(t *testing.T) {
+	userFileThatIsNone(t, "etc/group", "root:games")
+}
+
+func userFileThatIsNone(t *testing.T, path, user string) {
 	d := startDaemon(t)
 	pod := d.runPod(t, hostNetwork)
 	fifo := fixture.Entry{}
-	fifo.Name, fifo.Typeflag, fifo.Mode = "etc/passwd", tar.TypeFifo, 0o644
-	huge := fixture.File("etc/passwd", 0o644, strings.Repeat("x:x:1:1::/:/bin/sh\n", 4<<20))
+	fifo.Name, fifo.Typeflag, fifo.Mode = path, tar.TypeFifo, 0o644
+	base := filepath.Base(path)
+	layers := map[string]v1.Layer{"1 GiB": hugeFile(t, path, 1<<30)}
 	for what, entry := range map[string]fixture.Entry{
-		"a device that never ends": fixture.CharDevice("etc/passwd", 0o644, 1, 5),
-		"a link to the host":       fixture.Symlink("etc/passwd", "/proc/1/root/etc/passwd"),
-		"a link to itself":         fixture.Symlink("etc/passwd", "passwd"),
+		"a device that never ends": fixture.CharDevice(path, 0o644, 1, 5),
+		"a link to the host":       fixture.Symlink(path, "/proc/1/root/"+path),
+		"a link to itself":         fixture.Symlink(path, base),
 		"a FIFO":                   fifo,
-		"below a file":             fixture.Symlink("etc/passwd", "/bin/busybox/passwd"),
-		"80 MB":                    huge,
+		"below a file":             fixture.Symlink(path, "/bin/busybox/"+base),
+		"many lines":               fixture.File(path, 0o644, strings.Repeat("x:x:1:1::/:/bin/sh\n", 1<<20)),
 	} {
+		layers[what] = packLayer(t, fixture.Tree{entry}, fixture.Gzip)
+	}
+	for what, layer := range layers {
 		t.Run(what, func(t *testing.T) {
-			name := hostileImage(t, v1.Config{User: "app"}, fixture.Tree{entry})
-			if _, err := pod.tryCreate(t, image(name)); err == nil {
-				t.Error("the user was found in it")
-			} else {
-				wantCode(t, err, codes.InvalidArgument)
-			}
+			name, _ := push(t, registry, fmt.Sprintf("hostile/%d:latest", hostileImages.Add(1)), get(fixture.Image(v1.Config{User: user}, layer))(t))
+			_, err := pod.tryCreate(t, image(name))
+			wantCode(t, err, codes.InvalidArgument, "/"+path)
 		})
+	}
+	d.tookLessThan(t, 256<<20)
+}
+
+// hugeFile packs a file of the given size that is nothing but a hole, so that neither the layer nor
+// what is unpacked of it takes space.
+func hugeFile(t *testing.T, path string, size int64) v1.Layer {
+	t.Helper()
+	dir := hostDir(t, filepath.Dir(path))
+	must(t, os.WriteFile(filepath.Join(dir, path), nil, 0o644))
+	must(t, os.Truncate(filepath.Join(dir, path), size))
+	packed, err := exec.Command("tar", "-C", dir, "--format=pax", "--sparse", "-c", path).Output()
+	must(t, err)
+	return get(fixture.NewLayer(packed, fixture.Gzip))(t)
+}
+
+// tookLessThan fails the test if the daemon's memory was ever larger than limit bytes.
+func (d *daemon) tookLessThan(t *testing.T, limit int) {
+	t.Helper()
+	peak, err := strconv.Atoi(strings.Fields(statusField(t, d.cmd.Process.Pid, "VmHWM"))[0])
+	must(t, err)
+	if peak > limit>>10 {
+		t.Errorf("the daemon took %d KiB, %d are enough", peak, limit>>10)
 	}
 }
 

@@ -35,29 +35,38 @@ func TestCVE_2021_30465_MountTargetSwapped(t *testing.T) {
 	must(t, os.Symlink(escape, other))
 	d := startDaemon(t)
 	pod := d.runPod(t, hostNetwork)
-	done := make(chan error, 1)
-	stop := make(chan struct{})
-	go func() {
-		for {
-			select {
-			case <-stop:
-				done <- nil
-				return
-			default:
-			}
-			if err := unix.Renameat2(unix.AT_FDCWD, target, unix.AT_FDCWD, other, unix.RENAME_EXCHANGE); err != nil {
-				done <- err
-				return
-			}
-		}
-	}()
+	stop := exchanging(t, target, other)
 	for range 10 {
 		ctr := pod.create(t, mount(&runtimeapi.Mount{ContainerPath: "/s", HostPath: filepath.Join(host, "shared")}),
 			mount(&runtimeapi.Mount{ContainerPath: "/s/target/in", HostPath: filepath.Join(host, "volume")}))
 		_ = d.cri.StartContainer(t.Context(), ctr.id) // may fail, for the target is another one than it was
 		must(t, d.cri.RemoveContainer(t.Context(), ctr.id))
 	}
-	close(stop)
-	must(t, <-done)
+	stop()
 	equal(t, "what was made outside of the container", fmt.Sprint(readDir(escape)), "[]")
+}
+
+// exchanging lets two files take each other's place, again and again, until it is stopped.
+func exchanging(t *testing.T, one, other string) (stop func()) {
+	t.Helper()
+	done, stopped := make(chan error, 1), make(chan struct{})
+	go func() {
+		for {
+			select {
+			case <-stopped:
+				done <- nil
+				return
+			default:
+			}
+			if err := unix.Renameat2(unix.AT_FDCWD, one, unix.AT_FDCWD, other, unix.RENAME_EXCHANGE); err != nil {
+				done <- err
+				return
+			}
+		}
+	}()
+	return func() {
+		t.Helper()
+		close(stopped)
+		must(t, <-done)
+	}
 }
