@@ -151,3 +151,21 @@ func TestExecSyncErrors(t *testing.T) {
 		t.Errorf("the error does not name the command: %v", err)
 	}
 }
+
+// A user other than root has no capability but the ambient ones: init, and what is executed later.
+func TestAmbientCapabilities(t *testing.T) {
+	d := startDaemon(t)
+	pod := d.runPod(t, hostNetwork)
+	for ambient, want := range map[string]string{"": "0000000000000000", "NET_BIND_SERVICE": "0000000000000400"} {
+		c := pod.run(t, runAs(1001), security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+			if ambient != "" {
+				s.Capabilities.AddAmbientCapabilities = []string{ambient}
+			}
+		}))
+		for _, set := range []string{"CapEff", "CapPrm", "CapAmb", "CapInh"} {
+			equal(t, fmt.Sprintf("init's %s with %q", set, ambient), statusField(t, c.pid(t), set), want)
+			equal(t, fmt.Sprintf("an exec's %s with %q", set, ambient),
+				strings.TrimSpace(strings.TrimPrefix(c.exec(t, "grep", set, "/proc/self/status"), set+":")), want)
+		}
+	}
+}

@@ -222,9 +222,8 @@ func TestHugepageLimits(t *testing.T) {
 		return ""
 	}
 	if limit() == "" {
-		t.Log("this machine has no limits for huge pages: those asked for are passed over")
 		c.resize(t, &runtimeapi.LinuxContainerResources{HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB"}}})
-		return
+		t.Skip("NOT TESTED: this machine has no limits for huge pages; only that those asked for are passed over")
 	}
 	equal(t, "limit for pages of 2 MB", limit(), "4194304")
 	c.resize(t, &runtimeapi.LinuxContainerResources{HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 2 << 20}}})

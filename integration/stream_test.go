@@ -498,7 +498,8 @@ func TestContainerSurvivesDaemonDuringAttach(t *testing.T) {
 	equal(t, "exit code", c.waitExited(t).ExitCode, 8)
 }
 
-// Sessions over TLS, with and without a certificate of the client's.
+// Sessions over TLS. A certificate of the client's is asked for where there is an authority for it,
+// and only there.
 func TestSessionsOverTLS(t *testing.T) {
 	ca := newAuthority(t)
 	server, client := ca.issue(t, "127.0.0.1"), ca.issue(t, "127.0.0.1")
@@ -514,28 +515,47 @@ func TestSessionsOverTLS(t *testing.T) {
 		return write(name, "PRIVATE KEY", der)
 	}
 	caFile := write("ca.pem", "CERTIFICATE", ca.cert.Raw)
-	d := startDaemon(t, withConfig(
+	serving := []string{
 		fmt.Sprintf("stream_tls_cert = %q", write("server.pem", "CERTIFICATE", server.Certificate[0])),
 		fmt.Sprintf("stream_tls_key = %q", key("server.key", server.PrivateKey)),
-		fmt.Sprintf("stream_client_ca = %q", caFile),
-	))
-	c := d.runPod(t, hostNetwork).run(t)
+	}
 	with := &rest.Config{TLSClientConfig: rest.TLSClientConfig{CAFile: caFile,
 		CertFile: write("client.pem", "CERTIFICATE", client.Certificate[0]), KeyFile: key("client.key", client.PrivateKey)}}
 	without := &rest.Config{TLSClientConfig: rest.TLSClientConfig{CAFile: caFile}}
-	for _, p := range protocols {
-		var out screen
-		o := remotecommand.StreamOptions{Stdin: strings.NewReader("secret"), Stdout: &out}
-		address := c.execURL(t, o, "cat")
-		if !strings.HasPrefix(address, "https://") {
-			t.Errorf("the URL is %s", address)
-		}
-		if _, err := p.stream(t.Context(), without, address, o); err == nil {
-			t.Errorf("%s: a client without a certificate had a session", p.name)
-		}
-		if _, err := p.stream(t.Context(), with, address, o); err != nil {
-			t.Errorf("%s: %v", p.name, err)
-		}
-		equal(t, "output", out.String(), "secret")
+	stranger := &rest.Config{} // does not know the server's authority
+	for _, test := range []struct {
+		name       string
+		config     []string
+		goes, fail []*rest.Config
+	}{
+		{"with the clients' authority", append(serving, fmt.Sprintf("stream_client_ca = %q", caFile)), []*rest.Config{with}, []*rest.Config{without, stranger}},
+		{"without", serving, []*rest.Config{without, with}, []*rest.Config{stranger}},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			c := startDaemon(t, withConfig(test.config...)).runPod(t, hostNetwork).run(t)
+			for _, p := range protocols {
+				session := func(client *rest.Config) (string, error) {
+					var out screen
+					o := remotecommand.StreamOptions{Stdin: strings.NewReader("secret"), Stdout: &out}
+					address := c.execURL(t, o, "cat")
+					if !strings.HasPrefix(address, "https://") {
+						t.Errorf("the URL is %s", address)
+					}
+					_, err := p.stream(t.Context(), client, address, o)
+					return out.String(), err
+				}
+				for i, client := range test.fail {
+					if out, err := session(client); err == nil || out != "" {
+						t.Errorf("%s: client %d had a session: %q, %v", p.name, i, out, err)
+					}
+				}
+				for i, client := range test.goes {
+					out, err := session(client)
+					if err != nil || out != "secret" {
+						t.Errorf("%s: client %d had no session: %q, %v", p.name, i, out, err)
+					}
+				}
+			}
+		})
 	}
 }
