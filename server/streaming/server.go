@@ -60,6 +60,7 @@ type Server struct {
 	listener net.Listener
 	http     *http.Server
 	hangups  *hangups
+	patience time.Duration // how long a client may take to open its streams; tests have less
 
 	mu       sync.Mutex // guards what follows
 	sessions map[*connection]context.CancelCauseFunc
@@ -77,7 +78,7 @@ func Listen(cfg Config, runtime Runtime) (*Server, error) {
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("serve streaming sessions: %w", err), listener.Close())
 	}
-	s := &Server{cfg: cfg, runtime: runtime, listener: connections{listener}, hangups: hangups, sessions: map[*connection]context.CancelCauseFunc{}}
+	s := &Server{cfg: cfg, runtime: runtime, listener: connections{listener}, hangups: hangups, patience: headerTimeout, sessions: map[*connection]context.CancelCauseFunc{}}
 	s.base = url.URL{Scheme: "http", Host: reachable(listener.Addr())}
 	if cfg.TLS != nil {
 		s.base.Scheme = "https"

@@ -65,12 +65,20 @@ func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, kind strin
 		serveWebSocketV5(w, r, c, s.cfg.IdleTimeout)
 		return
 	}
+	if !wsstream.IsWebSocketRequest(r) {
+		w = guardedWriter{ResponseWriter: w, log: s.cfg.Log, rules: func(protocol string) streamRules { return commandRules(options, protocol, s.patience) }}
+	}
 	if kind == "attach" { // which differs from the other by what it says of errors
-		remotecommand.ServeAttach(w, r, c, "", "", "", &options, s.cfg.IdleTimeout, headerTimeout, remotecommand.SupportedStreamingProtocols)
+		remotecommand.ServeAttach(w, r, c, "", "", "", &options, s.cfg.IdleTimeout, waiting(s.patience), remotecommand.SupportedStreamingProtocols)
 		return
 	}
-	remotecommand.ServeExec(w, r, c, "", "", "", nil, &options, s.cfg.IdleTimeout, headerTimeout, remotecommand.SupportedStreamingProtocols)
+	remotecommand.ServeExec(w, r, c, "", "", "", nil, &options, s.cfg.IdleTimeout, waiting(s.patience), remotecommand.SupportedStreamingProtocols)
 }
+
+// waiting is how long cri-streaming waits for streams that may come for so long. It
+// takes none afterwards, and one that came just then would never be taken: the guard
+// refuses them earlier.
+func waiting(patience time.Duration) time.Duration { return patience + patience/6 }
 
 // command is the session of an exec or attach, as a
 // remotecommand.Executor and Attacher.
@@ -122,8 +130,11 @@ func (c *command) passSizes(ctx context.Context, from <-chan remotecommand.Termi
 }
 
 func (s *Server) servePortForward(w http.ResponseWriter, r *http.Request, req *runtimeapi.PortForwardRequest) {
+	if !wsstream.IsWebSocketRequest(r) {
+		w = guardedWriter{ResponseWriter: w, log: s.cfg.Log, rules: func(string) streamRules { return forwardRules() }}
+	}
 	f := forwarder{ctx: r.Context(), runtime: s.runtime, pod: req.GetPodSandboxId()}
-	portforward.ServePortForward(w, r, f, f.pod, "", &portforward.V4Options{Ports: req.GetPort()}, s.cfg.IdleTimeout, headerTimeout, portforward.SupportedProtocols)
+	portforward.ServePortForward(w, r, f, f.pod, "", &portforward.V4Options{Ports: req.GetPort()}, s.cfg.IdleTimeout, s.patience, portforward.SupportedProtocols)
 }
 
 // forwarder is a portforward.PortForwarder with the session's context, which the
@@ -136,5 +147,11 @@ type forwarder struct {
 
 // PortForward implements portforward.PortForwarder.
 func (f forwarder) PortForward(_ context.Context, _, _ string, port int32, stream io.ReadWriteCloser) error {
-	return f.runtime.PortForward(f.ctx, f.pod, port, stream)
+	err := f.runtime.PortForward(f.ctx, f.pod, port, stream)
+	if s, ok := stream.(interface{ Reset() error }); ok && err == nil {
+		// Both sides have been told. What the client sends all the same would hold up
+		// its other connections, since nobody reads it.
+		_ = s.Reset() // it fails if the client is gone
+	}
+	return err
 }

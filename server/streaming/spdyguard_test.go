@@ -1,0 +1,370 @@
+package streaming
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/url"
+	"runtime"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/moby/spdystream/spdy"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	"k8s.io/cri-streaming/pkg/streaming/portforward"
+	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
+	"k8s.io/streaming/pkg/httpstream"
+
+	"berth/sandbox"
+)
+
+// doing is a Runtime whose sessions are what a test says.
+type doing struct {
+	exec    func(context.Context, sandbox.Streams) error
+	forward func(context.Context, io.ReadWriteCloser) error
+}
+
+func (d doing) Exec(ctx context.Context, _ string, _ []string, _ bool, s sandbox.Streams) (int32, error) {
+	return 0, d.exec(ctx, s)
+}
+
+func (d doing) Attach(ctx context.Context, _ string, _ bool, s sandbox.Streams) error {
+	return d.exec(ctx, s)
+}
+
+func (d doing) PortForward(ctx context.Context, _ string, _ int32, stream io.ReadWriteCloser) error {
+	return d.forward(ctx, stream)
+}
+
+// serving returns a server, and checks at the test's end that it stops and leaves
+// nothing running.
+func serving(t *testing.T, d doing) *Server {
+	t.Helper()
+	s, err := Listen(Config{Address: "127.0.0.1:0", IdleTimeout: time.Hour, Log: slog.New(slog.DiscardHandler)}, d)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	served := make(chan error)
+	go func() { served <- s.Serve(ctx) }()
+	t.Cleanup(func() {
+		stop()
+		if err := <-served; err != nil {
+			t.Error(err)
+		}
+		waitForNoneIn(t, "spdystream")
+	})
+	return s
+}
+
+// waitForNoneIn waits until no goroutine is in a package.
+func waitForNoneIn(t *testing.T, name string) {
+	t.Helper()
+	stacks := make([]byte, 1<<20)
+	deadline := time.Now().Add(20 * time.Second)
+	for {
+		n := runtime.Stack(stacks, true)
+		if !strings.Contains(string(stacks[:n]), name) {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("goroutines are left:\n%s", stacks[:n])
+		}
+		runtime.Gosched()
+	}
+}
+
+// spdyClient is one that says what a test wants.
+type spdyClient struct {
+	t      *testing.T
+	conn   net.Conn
+	framer *spdy.Framer
+	last   spdy.StreamId
+}
+
+func (s *Server) spdyClient(t *testing.T, address, protocol string) *spdyClient {
+	t.Helper()
+	u, err := url.Parse(address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn, err := net.Dial("tcp", u.Host)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: %s\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n%s: %s\r\n\r\n", u.Path, u.Host, httpstream.HeaderProtocolVersion, protocol)
+	r := bufio.NewReader(conn)
+	resp, err := http.ReadResponse(r, nil)
+	if err != nil || resp.StatusCode != http.StatusSwitchingProtocols {
+		t.Fatalf("%v %v", resp, err)
+	}
+	framer, err := spdy.NewFramer(conn, r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &spdyClient{t: t, conn: conn, framer: framer}
+}
+
+func (s *Server) execClient(t *testing.T, req *runtimeapi.ExecRequest) *spdyClient {
+	t.Helper()
+	address, err := s.Exec(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s.spdyClient(t, address, remotecommand.StreamProtocolV4Name)
+}
+
+func (s *Server) forwardClient(t *testing.T) *spdyClient {
+	t.Helper()
+	address, err := s.PortForward(&runtimeapi.PortForwardRequest{PodSandboxId: "pod"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s.spdyClient(t, address, portforward.ProtocolV1Name)
+}
+
+func (c *spdyClient) send(f spdy.Frame) {
+	c.t.Helper()
+	if err := c.framer.WriteFrame(f); err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+func (c *spdyClient) open(kind string, more ...string) spdy.StreamId {
+	c.t.Helper()
+	if c.last++; c.last%2 == 0 {
+		c.last++
+	}
+	headers := http.Header{remotecommand.StreamType: {kind}}
+	for i := 0; i < len(more); i += 2 {
+		headers.Set(more[i], more[i+1])
+	}
+	c.send(&spdy.SynStreamFrame{StreamId: c.last, Headers: headers})
+	return c.last
+}
+
+// forward opens the streams of one connection.
+func (c *spdyClient) forward(request int) (data spdy.StreamId) {
+	c.t.Helper()
+	more := []string{portforward.PortHeader, "80", portforward.PortForwardRequestIDHeader, fmt.Sprint(request)}
+	c.open(portforward.StreamTypeError, more...)
+	return c.open(portforward.StreamTypeData, more...)
+}
+
+// ended reads until the server has ended the connection.
+func (c *spdyClient) ended() {
+	c.t.Helper()
+	if _, err := io.Copy(io.Discard, c.conn); err != nil && !errors.Is(err, net.ErrClosed) && !strings.Contains(err.Error(), "reset by peer") {
+		c.t.Error(err)
+	}
+}
+
+// spdystream takes a frame as it is: a client could have it hold 250 of 16 MiB.
+func TestLongDataFramesAreSplit(t *testing.T) {
+	sent := make([]byte, 3*maxData+1)
+	_, _ = rand.Read(sent)
+	var got []byte
+	done := make(chan struct{})
+	s := serving(t, doing{exec: func(_ context.Context, streams sandbox.Streams) error {
+		defer close(done)
+		buffer := make([]byte, 2*len(sent))
+		for {
+			n, err := streams.Stdin.Read(buffer) // a frame's data at most
+			if n > maxData {
+				t.Errorf("a frame of %d bytes was queued", n)
+			}
+			got = append(got, buffer[:n]...)
+			if err != nil {
+				return nil
+			}
+		}
+	}})
+	c := s.execClient(t, &runtimeapi.ExecRequest{Stdin: true})
+	c.open(remotecommand.StreamTypeError)
+	c.send(&spdy.DataFrame{StreamId: c.open(remotecommand.StreamTypeStdin), Data: sent, Flags: spdy.DataFlagFin})
+	<-done
+	if !bytes.Equal(got, sent) {
+		t.Errorf("the command got %d bytes, which are not the %d that were sent", len(got), len(sent))
+	}
+	c.ended()
+}
+
+// cri-streaming takes the streams that it expects, and would never return from one more.
+func TestSessionsWithOtherStreamsEnd(t *testing.T) {
+	for name, kinds := range map[string][]string{
+		"one more":        {remotecommand.StreamTypeError, remotecommand.StreamTypeStdin, remotecommand.StreamTypeStdin},
+		"one unknown":     {remotecommand.StreamTypeError, "mystery"},
+		"none for errors": {remotecommand.StreamTypeStdin, remotecommand.StreamTypeStdin},
+		"an unwanted one": {remotecommand.StreamTypeError, remotecommand.StreamTypeResize},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := serving(t, doing{exec: func(_ context.Context, streams sandbox.Streams) error {
+				_, err := io.Copy(io.Discard, streams.Stdin)
+				return err
+			}})
+			s.patience = time.Second // the library waits for streams that won't come
+			c := s.execClient(t, &runtimeapi.ExecRequest{Stdin: true})
+			for _, kind := range kinds {
+				c.open(kind)
+			}
+			c.ended()
+		})
+	}
+}
+
+// A port-forward's handler takes no more streams once the client has hung up.
+func TestHangingUpWithNewForwardsLeavesNothing(t *testing.T) {
+	s := serving(t, doing{forward: func(_ context.Context, stream io.ReadWriteCloser) error {
+		_, err := io.Copy(io.Discard, stream)
+		return err
+	}})
+	s.patience = time.Second // a lone stream of a pair is waited for
+	for range 50 {
+		c := s.forwardClient(t)
+		for i := range maxForwards / 2 {
+			c.forward(i)
+		}
+		c.conn.Close()
+	}
+}
+
+// Finished connections make room for others; those that are open are limited.
+func TestForwardsAtATimeAreLimited(t *testing.T) {
+	s := serving(t, doing{forward: func(_ context.Context, stream io.ReadWriteCloser) error {
+		_, err := io.Copy(stream, stream)
+		return errors.Join(err, stream.Close())
+	}})
+	c := s.forwardClient(t)
+	for i := range 2 * maxForwards {
+		data := c.forward(i)
+		c.send(&spdy.DataFrame{StreamId: data - 2, Flags: spdy.DataFlagFin})
+		c.send(&spdy.DataFrame{StreamId: data, Flags: spdy.DataFlagFin})
+		for finished := 0; finished < 2; {
+			f, err := c.framer.ReadFrame()
+			if err != nil {
+				t.Fatalf("connection %d: %v", i, err)
+			}
+			if d, ok := f.(*spdy.DataFrame); ok && d.Flags&spdy.DataFlagFin != 0 {
+				finished++
+			}
+		}
+	}
+	for i := range maxForwards {
+		c.forward(2*maxForwards + i)
+	}
+	c.open(portforward.StreamTypeError, portforward.PortHeader, "80")
+	c.ended()
+}
+
+// Data for a stream that nobody reads must not hold up the others.
+func TestDataThatNobodyReadsHoldsNothingUp(t *testing.T) {
+	s := serving(t, doing{forward: func(_ context.Context, stream io.ReadWriteCloser) error {
+		_, err := io.Copy(stream, stream)
+		return errors.Join(err, stream.Close())
+	}})
+	c := s.forwardClient(t)
+	data := c.forward(1)
+	for range 1000 {
+		c.send(&spdy.DataFrame{StreamId: data - 2, Data: []byte("for the error stream")})
+	}
+	c.send(&spdy.DataFrame{StreamId: data, Data: []byte("hello")})
+	for {
+		f, err := c.framer.ReadFrame()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if d, ok := f.(*spdy.DataFrame); ok && string(d.Data) == "hello" {
+			return
+		}
+	}
+}
+
+func TestControlFramesAreBounded(t *testing.T) {
+	for name, frame := range map[string]spdy.Frame{
+		"a long header": &spdy.SynStreamFrame{StreamId: 1, Headers: http.Header{remotecommand.StreamType: {strings.Repeat("x", 1<<19)}}}, // 1 KiB when compressed
+		"headers later": &spdy.HeadersFrame{StreamId: 1, Headers: http.Header{}},
+		"a reply":       &spdy.SynReplyFrame{StreamId: 1, Headers: http.Header{}},
+		"many settings": &spdy.SettingsFrame{FlagIdValues: make([]spdy.SettingsFlagIdValue, maxControl/8)},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := serving(t, doing{}).forwardClient(t)
+			_ = c.framer.WriteFrame(frame) // the server may end it before it has all
+			c.ended()
+		})
+	}
+}
+
+// discarding is a connection to nobody.
+type discarding struct{ net.Conn }
+
+func (discarding) Write(p []byte) (int, error) { return len(p), nil }
+func (discarding) Close() error                { return nil }
+
+// spdystream's parser finds no more in a guarded connection than what is allowed,
+// whatever the client says.
+func FuzzSPDYGuard(f *testing.F) {
+	f.Add(said(f, &spdy.SynStreamFrame{StreamId: 1, Headers: http.Header{remotecommand.StreamType: {"stdin"}}},
+		&spdy.DataFrame{StreamId: 1, Data: make([]byte, 2*maxData+1), Flags: spdy.DataFlagFin},
+		&spdy.SynStreamFrame{StreamId: 3, Headers: http.Header{remotecommand.StreamType: {"error"}}},
+		&spdy.RstStreamFrame{StreamId: 3, Status: spdy.Cancel}))
+	f.Add(said(f, &spdy.PingFrame{Id: 1}, &spdy.SettingsFrame{FlagIdValues: make([]spdy.SettingsFlagIdValue, 2)}, &spdy.GoAwayFrame{}))
+	f.Add(append([]byte{0x80, 3, 0, 3, 0, 0, 0, 16, 0, 0, 0, 1, 0, 0, 0, 1}, 0, 0, 0, 1, 0, 255, 255, 255)) // a reset that has more than it ought to
+	f.Fuzz(func(t *testing.T, data []byte) {
+		rules := commandRules(remotecommand.Options{Stdin: true}, remotecommand.StreamProtocolV4Name, time.Hour)
+		allowed := len(rules.once)
+		g, err := newSPDYGuard(discarding{}, bufio.NewReader(bytes.NewReader(data)), rules, slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Fatal(err)
+		}
+		framer, err := spdy.NewFramer(g, g)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for {
+			frame, err := framer.ReadFrame()
+			if err != nil {
+				return
+			}
+			switch frame := frame.(type) {
+			case *spdy.SynStreamFrame:
+				if allowed--; allowed < 0 {
+					t.Fatal("more streams than expected")
+				}
+				if err := framer.WriteFrame(&spdy.SynReplyFrame{StreamId: frame.StreamId, Headers: http.Header{}}); err != nil {
+					t.Fatal(err)
+				}
+			case *spdy.DataFrame:
+				if len(frame.Data) > maxData {
+					t.Fatalf("a frame of %d bytes", len(frame.Data))
+				}
+			case *spdy.SynReplyFrame, *spdy.HeadersFrame:
+				t.Fatalf("%T got through", frame)
+			}
+		}
+	})
+}
+
+// said is what a client sends.
+func said(f *testing.F, frames ...spdy.Frame) []byte {
+	f.Helper()
+	var b bytes.Buffer
+	framer, err := spdy.NewFramer(&b, &b)
+	if err != nil {
+		f.Fatal(err)
+	}
+	for _, frame := range frames {
+		if err := framer.WriteFrame(frame); err != nil {
+			f.Fatal(err)
+		}
+	}
+	return b.Bytes()
+}
