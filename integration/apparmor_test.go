@@ -10,6 +10,8 @@ import (
 
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
 )
 
 // defaultProfile is the AppArmor profile that RuntimeDefault stands for, which the daemon loads.
@@ -17,7 +19,7 @@ const defaultProfile = "berth-default"
 
 func needAppArmor(t *testing.T) {
 	t.Helper()
-	if enabled := readLines("/sys/module/apparmor/parameters/enabled"); len(enabled) == 0 || enabled[0] != "Y" {
+	if enabled := harness.ReadLines("/sys/module/apparmor/parameters/enabled"); len(enabled) == 0 || enabled[0] != "Y" {
 		t.Skip("this machine's kernel has no AppArmor")
 	}
 	if _, err := os.Stat("/sys/kernel/security/apparmor/profiles"); err != nil {
@@ -42,28 +44,28 @@ func loadProfile(t *testing.T) (name string) {
 		}
 		return nil
 	}
-	must(t, parse("--replace"))
-	t.Cleanup(func() { must(t, parse("--remove")) })
+	harness.Must(t, parse("--replace"))
+	t.Cleanup(func() { harness.Must(t, parse("--remove")) })
 	return name
 }
 
 // appArmor asks for a profile as kubelet does.
-func appArmor(kind runtimeapi.SecurityProfile_ProfileType, ref string) containerOption {
-	return security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+func appArmor(kind runtimeapi.SecurityProfile_ProfileType, ref string) harness.ContainerOption {
+	return harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 		s.Apparmor = &runtimeapi.SecurityProfile{ProfileType: kind, LocalhostRef: ref}
 	})
 }
 
 // appArmorBefore1_30 asks for a profile in the field that kubelet used then.
-func appArmorBefore1_30(profile string) containerOption {
-	return security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.ApparmorProfile = profile }) //nolint:staticcheck // deprecated
+func appArmorBefore1_30(profile string) harness.ContainerOption {
+	return harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.ApparmorProfile = profile }) //nolint:staticcheck // deprecated
 }
 
 // confinement is what the kernel says that a process is confined with.
 func confinement(t *testing.T, pid int) string {
 	t.Helper()
 	label, err := os.ReadFile(fmt.Sprintf("/proc/%d/attr/current", pid))
-	must(t, err)
+	harness.Must(t, err)
 	return strings.TrimRight(string(label), "\n\x00")
 }
 
@@ -71,8 +73,8 @@ func confinement(t *testing.T, pid int) string {
 func TestAppArmor(t *testing.T) {
 	needAppArmor(t)
 	local := loadProfile(t)
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork, podSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true }))
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork, harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true }))
 	const (
 		runtimeDefault = runtimeapi.SecurityProfile_RuntimeDefault
 		unconfined     = runtimeapi.SecurityProfile_Unconfined
@@ -82,38 +84,38 @@ func TestAppArmor(t *testing.T) {
 	)
 	for _, tt := range []struct {
 		name            string
-		options         []containerOption
+		options         []harness.ContainerOption
 		want            string
 		denied, allowed []string
 	}{
 		{"nothing asked for", nil, defaultProfile + " (enforce)", []string{inDefault}, []string{inLocal}},
-		{"runtime default", []containerOption{appArmor(runtimeDefault, "")}, defaultProfile + " (enforce)", []string{inDefault}, []string{inLocal}},
-		{"runtime default before 1.30", []containerOption{appArmorBefore1_30("runtime/default")}, defaultProfile + " (enforce)", []string{inDefault}, []string{inLocal}},
-		{"unconfined", []containerOption{appArmor(unconfined, "")}, "unconfined", nil, []string{inDefault, inLocal}},
-		{"localhost", []containerOption{appArmor(localhost, local)}, local + " (enforce)", []string{inLocal}, []string{inDefault}},
-		{"localhost before 1.30", []containerOption{appArmorBefore1_30("localhost/" + local)}, local + " (enforce)", []string{inLocal}, []string{inDefault}},
-		{"privileged", []containerOption{security(privileged)}, "unconfined", nil, []string{inDefault, inLocal}},
-		{"privileged, runtime default", []containerOption{security(privileged), appArmor(runtimeDefault, "")}, "unconfined", nil, []string{inDefault, inLocal}},
-		{"privileged, localhost", []containerOption{security(privileged), appArmor(localhost, local)}, local + " (enforce)", []string{inLocal}, []string{inDefault}},
+		{"runtime default", []harness.ContainerOption{appArmor(runtimeDefault, "")}, defaultProfile + " (enforce)", []string{inDefault}, []string{inLocal}},
+		{"runtime default before 1.30", []harness.ContainerOption{appArmorBefore1_30("runtime/default")}, defaultProfile + " (enforce)", []string{inDefault}, []string{inLocal}},
+		{"unconfined", []harness.ContainerOption{appArmor(unconfined, "")}, "unconfined", nil, []string{inDefault, inLocal}},
+		{"localhost", []harness.ContainerOption{appArmor(localhost, local)}, local + " (enforce)", []string{inLocal}, []string{inDefault}},
+		{"localhost before 1.30", []harness.ContainerOption{appArmorBefore1_30("localhost/" + local)}, local + " (enforce)", []string{inLocal}, []string{inDefault}},
+		{"privileged", []harness.ContainerOption{harness.Security(harness.Privileged)}, "unconfined", nil, []string{inDefault, inLocal}},
+		{"privileged, runtime default", []harness.ContainerOption{harness.Security(harness.Privileged), appArmor(runtimeDefault, "")}, "unconfined", nil, []string{inDefault, inLocal}},
+		{"privileged, localhost", []harness.ContainerOption{harness.Security(harness.Privileged), appArmor(localhost, local)}, local + " (enforce)", []string{inLocal}, []string{inDefault}},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			c := pod.run(t, tt.options...)
-			equal(t, "the program's profile", confinement(t, c.pid(t)), tt.want)
-			equal(t, "profile of an exec", c.exec(t, "cat", "/proc/self/attr/current"), tt.want)
+			c := pod.Run(t, tt.options...)
+			harness.Equal(t, "the program's profile", confinement(t, c.Pid(t)), tt.want)
+			harness.Equal(t, "profile of an exec", c.Exec(t, "cat", "/proc/self/attr/current"), tt.want)
 			for _, file := range tt.denied {
-				equal(t, file+" is denied", c.denied(t, file), true)
+				harness.Equal(t, file+" is denied", isDenied(t, c, file), true)
 			}
 			for _, file := range tt.allowed {
-				equal(t, file+" is denied", c.denied(t, file), false)
+				harness.Equal(t, file+" is denied", isDenied(t, c, file), false)
 			}
 		})
 	}
 }
 
 // denied tells whether the container may not open a file to write. Nothing is written.
-func (c *container) denied(t *testing.T, file string) bool {
+func isDenied(t *testing.T, c *harness.Container, file string) bool {
 	t.Helper()
-	complaint := c.exec(t, "sh", "-c", "{ true >>"+file+"; } 2>&1; true")
+	complaint := c.Exec(t, "sh", "-c", "{ true >>"+file+"; } 2>&1; true")
 	if complaint != "" && !strings.HasSuffix(complaint, "Permission denied") {
 		t.Errorf("open %s: %s", file, complaint)
 	}
@@ -123,33 +125,33 @@ func (c *container) denied(t *testing.T, file string) bool {
 // The pod's own process is confined, too.
 func TestAppArmorOfPods(t *testing.T) {
 	needAppArmor(t)
-	d := startDaemon(t)
-	profile := func(kind runtimeapi.SecurityProfile_ProfileType) podOption {
-		return podSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) {
+	d := harness.StartDaemon(t)
+	profile := func(kind runtimeapi.SecurityProfile_ProfileType) harness.PodOption {
+		return harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) {
 			s.Apparmor = &runtimeapi.SecurityProfile{ProfileType: kind}
 		})
 	}
-	equal(t, "profile of a pod", confinement(t, d.runPod(t, hostNetwork).pausePID(t)), defaultProfile+" (enforce)")
-	equal(t, "profile of a pod with the default", confinement(t,
-		d.runPod(t, hostNetwork, profile(runtimeapi.SecurityProfile_RuntimeDefault)).pausePID(t)), defaultProfile+" (enforce)")
-	equal(t, "profile of an unconfined pod", confinement(t,
-		d.runPod(t, hostNetwork, profile(runtimeapi.SecurityProfile_Unconfined)).pausePID(t)), "unconfined")
+	harness.Equal(t, "profile of a pod", confinement(t, d.RunPod(t, harness.HostNetwork).PausePID(t)), defaultProfile+" (enforce)")
+	harness.Equal(t, "profile of a pod with the default", confinement(t,
+		d.RunPod(t, harness.HostNetwork, profile(runtimeapi.SecurityProfile_RuntimeDefault)).PausePID(t)), defaultProfile+" (enforce)")
+	harness.Equal(t, "profile of an unconfined pod", confinement(t,
+		d.RunPod(t, harness.HostNetwork, profile(runtimeapi.SecurityProfile_Unconfined)).PausePID(t)), "unconfined")
 }
 
 // A profile that the kernel does not have is never replaced by none.
 func TestUnknownAppArmorProfile(t *testing.T) {
 	needAppArmor(t)
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork, podSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true }))
-	for name, option := range map[string]containerOption{
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork, harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true }))
+	for name, option := range map[string]harness.ContainerOption{
 		"localhost":             appArmor(runtimeapi.SecurityProfile_Localhost, "berth-no-such-profile"),
 		"localhost before 1.30": appArmorBefore1_30("localhost/berth-no-such-profile"),
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, err := pod.tryCreate(t, option)
-			wantCode(t, err, codes.FailedPrecondition, "berth-no-such-profile", "not loaded")
-			_, err = pod.tryCreate(t, option, security(privileged))
-			wantCode(t, err, codes.FailedPrecondition, "berth-no-such-profile", "not loaded")
+			_, err := pod.TryCreate(t, option)
+			harness.WantCode(t, err, codes.FailedPrecondition, "berth-no-such-profile", "not loaded")
+			_, err = pod.TryCreate(t, option, harness.Security(harness.Privileged))
+			harness.WantCode(t, err, codes.FailedPrecondition, "berth-no-such-profile", "not loaded")
 		})
 	}
 }
@@ -159,13 +161,13 @@ func TestAppArmorWithCrun(t *testing.T) {
 	needAppArmor(t)
 	path := crun(t)
 	local := loadProfile(t)
-	d := startDaemon(t, withHandler("crun", path))
-	pod := d.runPodWith(t, "crun", hostNetwork)
-	for want, c := range map[string]*container{
-		defaultProfile: pod.run(t),
-		local:          pod.run(t, appArmor(runtimeapi.SecurityProfile_Localhost, local)),
+	d := harness.StartDaemon(t, withHandler("crun", path))
+	pod := runPodWith(t, d, "crun", harness.HostNetwork)
+	for want, c := range map[string]*harness.Container{
+		defaultProfile: pod.Run(t),
+		local:          pod.Run(t, appArmor(runtimeapi.SecurityProfile_Localhost, local)),
 	} {
-		equal(t, "the program's profile", confinement(t, c.pid(t)), want+" (enforce)")
-		equal(t, "profile of an exec", c.exec(t, "cat", "/proc/self/attr/current"), want+" (enforce)")
+		harness.Equal(t, "the program's profile", confinement(t, c.Pid(t)), want+" (enforce)")
+		harness.Equal(t, "profile of an exec", c.Exec(t, "cat", "/proc/self/attr/current"), want+" (enforce)")
 	}
 }

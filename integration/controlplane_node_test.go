@@ -15,6 +15,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"berth/integration/harness"
 )
 
 // cluster is a control plane with one node, whose kubelet runs pods on berth. There
@@ -39,7 +41,7 @@ func startCluster(t *testing.T) *cluster {
 	}
 	n := newNode(t, clusterKubelet)
 	c := &cluster{node: n, dir: n.dir + "/cluster"}
-	must(t, os.Mkdir(c.dir, 0o700))
+	harness.Must(t, os.Mkdir(c.dir, 0o700))
 	c.writeKeys(t)
 	c.startControlPlane(t)
 	n.flags = []string{"--kubeconfig", c.kubeconfig()}
@@ -65,12 +67,12 @@ kubeAPIBurst: 400
 func (c *cluster) writeKeys(t *testing.T) {
 	t.Helper()
 	key, err := rsa.GenerateKey(rand.Reader, 2048)
-	must(t, err)
+	harness.Must(t, err)
 	der, err := x509.MarshalPKCS8PrivateKey(key)
-	must(t, err)
-	must(t, os.WriteFile(c.accountKey(), pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: der}), 0o600))
-	must(t, os.WriteFile(c.dir+"/tokens", []byte(adminToken+",admin,admin,system:masters\n"), 0o600))
-	must(t, os.WriteFile(c.kubeconfig(), fmt.Appendf(nil, `apiVersion: v1
+	harness.Must(t, err)
+	harness.Must(t, os.WriteFile(c.accountKey(), pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: der}), 0o600))
+	harness.Must(t, os.WriteFile(c.dir+"/tokens", []byte(adminToken+",admin,admin,system:masters\n"), 0o600))
+	harness.Must(t, os.WriteFile(c.kubeconfig(), fmt.Appendf(nil, `apiVersion: v1
 kind: Config
 clusters: [{name: test, cluster: {server: "https://127.0.0.1:%s", insecure-skip-tls-verify: true}}]
 users: [{name: admin, user: {token: %s}}]
@@ -115,7 +117,7 @@ func (c *cluster) startPart(t *testing.T, name string, args ...string) *program 
 }
 
 func healthy(url string) error {
-	client := http.Client{Timeout: patience, Transport: &http.Transport{DisableKeepAlives: true}}
+	client := http.Client{Timeout: harness.Patience, Transport: &http.Transport{DisableKeepAlives: true}}
 	answer, err := client.Get(url)
 	if err != nil {
 		return err
@@ -175,7 +177,7 @@ func (c *cluster) check(args ...string) error {
 // create creates an object from a manifest, in which IMAGE stands for the base image.
 func (c *cluster) create(t *testing.T, manifest string) {
 	t.Helper()
-	c.kubectlInput(t, strings.ReplaceAll(manifest, "IMAGE", baseImage), "create", "-f", "-")
+	c.kubectlInput(t, strings.ReplaceAll(manifest, "IMAGE", harness.BaseImage), "create", "-f", "-")
 }
 
 // wait waits for a condition as in kubectl wait --for.
@@ -187,5 +189,5 @@ func (c *cluster) wait(t *testing.T, object, condition string) {
 // read asks the API for an object.
 func (c *cluster) readObject(t *testing.T, into any, args ...string) {
 	t.Helper()
-	must(t, json.Unmarshal([]byte(c.kubectl(t, append([]string{"get", "-o", "json"}, args...)...)), into))
+	harness.Must(t, json.Unmarshal([]byte(c.kubectl(t, append([]string{"get", "-o", "json"}, args...)...)), into))
 }

@@ -17,6 +17,8 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+
+	"berth/integration/harness"
 )
 
 // What users do with kubectl, on a cluster whose node runs berth. The parts live side
@@ -50,14 +52,14 @@ var controlPlane = map[string]func(*testing.T, *cluster){
 // run starts a pod by kubectl run and waits until it is ready.
 func (c *cluster) run(t *testing.T, name string, args ...string) {
 	t.Helper()
-	c.kubectl(t, append([]string{"run", name, "--image", baseImage}, args...)...)
+	c.kubectl(t, append([]string{"run", name, "--image", harness.BaseImage}, args...)...)
 	c.wait(t, "pod/"+name, "condition=Ready")
 }
 
 func testControlPlaneExec(t *testing.T, c *cluster) {
 	c.run(t, "exec", "--command", "--", "sleep", "100000")
-	equal(t, "output", c.kubectl(t, "exec", "exec", "--", "sh", "-c", "echo out; echo err >&2"), "out\n")
-	equal(t, "input that comes back", c.kubectlInput(t, "in\n", "exec", "-i", "exec", "--", "cat"), "in\n")
+	harness.Equal(t, "output", c.kubectl(t, "exec", "exec", "--", "sh", "-c", "echo out; echo err >&2"), "out\n")
+	harness.Equal(t, "input that comes back", c.kubectlInput(t, "in\n", "exec", "-i", "exec", "--", "cat"), "in\n")
 
 	_, stderr, err := c.try("", "exec", "exec", "--", "sh", "-c", "echo err >&2; exit 3")
 	if !strings.HasPrefix(stderr, "err\n") {
@@ -69,11 +71,11 @@ func testControlPlaneExec(t *testing.T, c *cluster) {
 	}
 
 	const size = 20 << 20
-	equal(t, "bytes of a long output", len(c.kubectl(t, "exec", "exec", "--", "head", "-c", fmt.Sprint(size), "/dev/zero")), size)
+	harness.Equal(t, "bytes of a long output", len(c.kubectl(t, "exec", "exec", "--", "head", "-c", fmt.Sprint(size), "/dev/zero")), size)
 }
 
 func testControlPlaneLogs(t *testing.T, c *cluster) {
-	c.kubectl(t, "run", "logs", "--image", baseImage, "--restart", "Never", "--command", "--",
+	c.kubectl(t, "run", "logs", "--image", harness.BaseImage, "--restart", "Never", "--command", "--",
 		"sh", "-c", "i=0; while [ $i -lt 50 ]; do i=$((i+1)); echo line $i; usleep 100000; done")
 	c.wait(t, "pod/logs", "jsonpath={.status.containerStatuses[0].state.running}")
 	out := c.kubectl(t, "logs", "-f", "logs") // ends with the container
@@ -81,11 +83,11 @@ func testControlPlaneLogs(t *testing.T, c *cluster) {
 	if len(lines) != 50 || lines[0] != "line 1" || lines[49] != "line 50" {
 		t.Errorf("the log is %q", out)
 	}
-	equal(t, "the last line", c.kubectl(t, "logs", "--tail=1", "logs"), "line 50\n")
+	harness.Equal(t, "the last line", c.kubectl(t, "logs", "--tail=1", "logs"), "line 50\n")
 }
 
 func testControlPlaneAttach(t *testing.T, c *cluster) {
-	c.kubectl(t, "run", "attach", "--image", baseImage, "--restart", "Never", "--stdin", "--attach=false", "--command", "--",
+	c.kubectl(t, "run", "attach", "--image", harness.BaseImage, "--restart", "Never", "--stdin", "--attach=false", "--command", "--",
 		"sh", "-c", "read a; echo got $a; exit 4")
 	c.wait(t, "pod/attach", "condition=Ready")
 	out := c.kubectlInput(t, "words\n", "attach", "-i", "attach")
@@ -93,19 +95,19 @@ func testControlPlaneAttach(t *testing.T, c *cluster) {
 		t.Errorf("attach printed %q", out)
 	}
 	c.wait(t, "pod/attach", "jsonpath={.status.phase}=Failed")
-	equal(t, "exit code", c.kubectl(t, "get", "pod", "attach", "-o", "jsonpath={.status.containerStatuses[0].state.terminated.exitCode}"), "4")
+	harness.Equal(t, "exit code", c.kubectl(t, "get", "pod", "attach", "-o", "jsonpath={.status.containerStatuses[0].state.terminated.exitCode}"), "4")
 }
 
 func testControlPlaneCopy(t *testing.T, c *cluster) {
 	c.run(t, "copy", "--command", "--", "sleep", "100000")
 	dir := t.TempDir()
 	content := strings.Repeat("all work and no play\n", 100_000)
-	must(t, os.MkdirAll(filepath.Join(dir, "there", "deep"), 0o755))
-	must(t, os.WriteFile(filepath.Join(dir, "there", "deep", "file"), []byte(content), 0o600))
+	harness.Must(t, os.MkdirAll(filepath.Join(dir, "there", "deep"), 0o755))
+	harness.Must(t, os.WriteFile(filepath.Join(dir, "there", "deep", "file"), []byte(content), 0o600))
 	c.kubectl(t, "cp", filepath.Join(dir, "there"), "copy:/tmp/there")
 	c.kubectl(t, "cp", "copy:/tmp/there", filepath.Join(dir, "back"))
 	back, err := os.ReadFile(filepath.Join(dir, "back", "deep", "file"))
-	must(t, err)
+	harness.Must(t, err)
 	if string(back) != content {
 		t.Errorf("%d bytes came back of %d", len(back), len(content))
 	}
@@ -117,24 +119,24 @@ func testControlPlanePortForward(t *testing.T, c *cluster) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cmd := c.command(ctx, "port-forward", "pod/forward", ":80")
 	stdout, err := cmd.StdoutPipe()
-	must(t, err)
-	must(t, cmd.Start())
+	harness.Must(t, err)
+	harness.Must(t, cmd.Start())
 	defer func() { cancel(); _ = cmd.Wait() }()
 	line, err := bufio.NewReader(stdout).ReadString('\n')
-	must(t, err)
+	harness.Must(t, err)
 	port := regexp.MustCompile(`127\.0\.0\.1:(\d+)`).FindStringSubmatch(line)
 	if port == nil {
 		t.Fatalf("kubectl port-forward says %q", line)
 	}
 	for range 20 {
-		equal(t, "answer", httpGet(t, "http://127.0.0.1:"+port[1]+"/"), "hello from a pod\n")
+		harness.Equal(t, "answer", httpGet(t, "http://127.0.0.1:"+port[1]+"/"), "hello from a pod\n")
 	}
 }
 
 // An ephemeral container joins the processes of the one that it looks at.
 func testControlPlaneDebug(t *testing.T, c *cluster) {
 	c.run(t, "debug", "--command", "--", "sleep", "123456")
-	c.kubectl(t, "debug", "debug", "--image", baseImage, "--target", "debug", "--container", "looker", "--", "ps", "-o", "pid,args")
+	c.kubectl(t, "debug", "debug", "--image", harness.BaseImage, "--target", "debug", "--container", "looker", "--", "ps", "-o", "pid,args")
 	c.wait(t, "pod/debug", "jsonpath={.status.ephemeralContainerStatuses[0].state.terminated.exitCode}=0")
 	if out := c.kubectl(t, "logs", "debug", "-c", "looker"); !strings.Contains(out, "1 sleep 123456") {
 		t.Errorf("the ephemeral container sees:\n%s", out)
@@ -164,7 +166,7 @@ spec:
 	c.kubectl(t, "rollout", "status", "deployment/web")
 	c.kubectl(t, "scale", "deployment/web", "--replicas", "1")
 	c.wait(t, "deployment/web", "jsonpath={.status.replicas}=1")
-	equal(t, "what the new pod has", c.kubectl(t, "exec", "deployment/web", "--", "sh", "-c", "echo $VERSION"), "2\n")
+	harness.Equal(t, "what the new pod has", c.kubectl(t, "exec", "deployment/web", "--", "sh", "-c", "echo $VERSION"), "2\n")
 }
 
 func testControlPlaneJob(t *testing.T, c *cluster) {
@@ -187,7 +189,7 @@ spec:
 	c.wait(t, "job/sums", "condition=Complete")
 	lines := strings.Fields(strings.ReplaceAll(c.kubectl(t, "logs", "-l", "job-name=sums", "--tail=-1"), "part ", "part"))
 	slices.Sort(lines)
-	equal(t, "logs of the parts", strings.Join(lines, " "), "part0 part1 part2 part3")
+	harness.Equal(t, "logs of the parts", strings.Join(lines, " "), "part0 part1 part2 part3")
 }
 
 // A container's resources change while it runs.
@@ -210,13 +212,13 @@ spec:
 	c.wait(t, "pod/resize", "jsonpath={.status.containerStatuses[0].resources.limits.memory}=96Mi")
 	c.wait(t, "pod/resize", "jsonpath={.status.containerStatuses[0].resources.limits.cpu}=300m")
 	after := c.pod(t, "resize").Status.ContainerStatuses[0]
-	equal(t, "container", after.ContainerID, before.ContainerID)
-	equal(t, "restarts", after.RestartCount, 0)
+	harness.Equal(t, "container", after.ContainerID, before.ContainerID)
+	harness.Equal(t, "restarts", after.RestartCount, 0)
 	limit := "/sys/fs/cgroup/memory/memory.limit_in_bytes"
-	if cgroup2() {
+	if harness.Cgroup2() {
 		limit = "/sys/fs/cgroup/memory.max"
 	}
-	equal(t, "limit in the container", c.kubectl(t, "exec", "resize", "--", "cat", limit), fmt.Sprintln(96<<20))
+	harness.Equal(t, "limit in the container", c.kubectl(t, "exec", "resize", "--", "cat", limit), fmt.Sprintln(96<<20))
 }
 
 func (c *cluster) pod(t *testing.T, name string) *corev1.Pod {
@@ -243,7 +245,7 @@ spec:
 `)
 	c.wait(t, "pod/imagevolume", "condition=Ready")
 	for _, file := range []string{"/data/www/index.html", "/page/index.html"} {
-		equal(t, file, c.kubectl(t, "exec", "imagevolume", "--", "cat", file), "hello from a pod\n")
+		harness.Equal(t, file, c.kubectl(t, "exec", "imagevolume", "--", "cat", file), "hello from a pod\n")
 	}
 	if out := c.kubectl(t, "exec", "imagevolume", "--", "sh", "-c", "touch /data/x 2>&1 || true"); !strings.Contains(out, "Read-only") {
 		t.Errorf("writing to an image: %q", out)
@@ -288,7 +290,7 @@ spec:
     readinessProbe: {httpGet: {port: 18082}, periodSeconds: 1}
 `)
 	c.wait(t, "pod/hostnet", "condition=Ready")
-	equal(t, "the pod's address", c.pod(t, "hostnet").Status.PodIP, kubeletAddress)
+	harness.Equal(t, "the pod's address", c.pod(t, "hostnet").Status.PodIP, kubeletAddress)
 }
 
 // What the runtime says about itself arrives at the API.
@@ -308,7 +310,7 @@ func testControlPlaneNodeStatus(t *testing.T, c *cluster) {
 			t.Errorf("handler %q is %+v", name, h)
 			continue
 		}
-		equal(t, "user namespaces", *h.Features.UserNamespaces, c.userNamespaces(t))
+		harness.Equal(t, "user namespaces", *h.Features.UserNamespaces, c.userNamespaces(t))
 	}
 	if f := n.Status.Features; f == nil || f.SupplementalGroupsPolicy == nil || !*f.SupplementalGroupsPolicy {
 		t.Errorf("the node's features are %+v", f)
@@ -346,7 +348,7 @@ spec:
 	c.wait(t, "deployment/burst", fmt.Sprintf("jsonpath={.status.readyReplicas}=%d", pods))
 	up := time.Since(start)
 	spent := cpu.seconds(t)
-	durations := c.d.durations(t, "RunPodSandbox")
+	durations := durations(t, c.d, "RunPodSandbox")
 	t.Logf("%d pods Ready after %.1f s; CPU seconds of berth, its shims and CNI plugins: %.1f; RunPodSandbox p50 %v, p99 %v",
 		pods, up.Seconds(), spent, durations[len(durations)/2], durations[len(durations)*99/100])
 
@@ -354,31 +356,31 @@ spec:
 	c.kubectl(t, "delete", "deployment", "burst", "--cascade=foreground")
 	c.kubectl(t, "wait", "--for=delete", "pod", "-l", "app=burst", fmt.Sprintf("--timeout=%v", kubeletPatience))
 	t.Logf("%d pods deleted after %.1f s; CPU seconds: %.1f", pods, time.Since(start).Seconds(), cpu.seconds(t)-spent)
-	if failed := c.d.failures(); len(failed) > 0 {
-		t.Errorf("calls failed:\n%s", strings.Join(summary(failed), "\n"))
+	if failed := failedCalls(c.d); len(failed) > 0 {
+		t.Errorf("calls failed:\n%s", strings.Join(harness.Summary(failed), "\n"))
 	}
 }
 
 // cpuMeter counts what the daemon and all it starts spend, by a cgroup of their own.
 type cpuMeter struct{ file string }
 
-func newCPUMeter(t *testing.T, d *daemon) cpuMeter {
+func newCPUMeter(t *testing.T, d *harness.Daemon) cpuMeter {
 	t.Helper()
 	controller, file := "/cpuacct", "cpuacct.usage"
-	if cgroup2() {
+	if harness.Cgroup2() {
 		controller, file = "", "cpu.stat"
 	}
-	home := cgroupDir(t, d.cmd.Process.Pid, "cpuacct")
-	dir := "/sys/fs/cgroup" + controller + "/" + machine + "/berth.service"
-	must(t, os.MkdirAll(dir, 0o755))
-	for _, pid := range append(childrenOf(d.cmd.Process.Pid), d.cmd.Process.Pid) {
+	home := harness.CgroupDir(t, d.Cmd.Process.Pid, "cpuacct")
+	dir := "/sys/fs/cgroup" + controller + "/" + harness.Machine + "/berth.service"
+	harness.Must(t, os.MkdirAll(dir, 0o755))
+	for _, pid := range append(harness.ChildrenOf(d.Cmd.Process.Pid), d.Cmd.Process.Pid) {
 		moveToCgroup(t, pid, dir)
 	}
 	t.Cleanup(func() {
-		for _, pid := range readLines(dir + "/cgroup.procs") {
-			moveToCgroup(t, get(strconv.Atoi(pid))(t), home)
+		for _, pid := range harness.ReadLines(dir + "/cgroup.procs") {
+			moveToCgroup(t, harness.Get(strconv.Atoi(pid))(t), home)
 		}
-		eventually(t, "the daemon's cgroup is empty", func() error { return os.Remove(dir) })
+		harness.Eventually(t, "the daemon's cgroup is empty", func() error { return os.Remove(dir) })
 	})
 	return cpuMeter{dir + "/" + file}
 }
@@ -387,14 +389,14 @@ func newCPUMeter(t *testing.T, d *daemon) cpuMeter {
 func moveToCgroup(t *testing.T, pid int, dir string) {
 	t.Helper()
 	if err := os.WriteFile(dir+"/cgroup.procs", fmt.Append(nil, pid), 0o600); !errors.Is(err, syscall.ESRCH) {
-		must(t, err)
+		harness.Must(t, err)
 	}
 }
 
 func (m cpuMeter) seconds(t *testing.T) float64 {
 	t.Helper()
 	content, err := os.ReadFile(m.file)
-	must(t, err)
+	harness.Must(t, err)
 	var n, unit float64 = 0, float64(time.Second)
 	if strings.HasPrefix(string(content), "usage_usec ") {
 		unit = float64(time.Second / time.Microsecond)
@@ -402,6 +404,6 @@ func (m cpuMeter) seconds(t *testing.T) float64 {
 	} else {
 		_, err = fmt.Sscan(string(content), &n)
 	}
-	must(t, err)
+	harness.Must(t, err)
 	return n / unit
 }

@@ -6,23 +6,25 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"berth/integration/harness"
 )
 
 // calledLine finds method, time taken and code in the daemon's log of a call.
 var calledLine = regexp.MustCompile(`msg=(\w+) .*took=(\S+) code=(\w+)`)
 
 // wasAsked reports whether somebody called a method.
-func (d *daemon) wasAsked(method string) bool {
-	return slices.ContainsFunc(readLines(d.logFile()), func(line string) bool { return strings.Contains(line, "msg="+method+" ") })
+func wasAsked(d *harness.Daemon, method string) bool {
+	return slices.ContainsFunc(harness.ReadLines(d.LogFile()), func(line string) bool { return strings.Contains(line, "msg="+method+" ") })
 }
 
 // durations returns how long all calls of a method took so far, sorted.
-func (d *daemon) durations(t *testing.T, method string) []time.Duration {
+func durations(t *testing.T, d *harness.Daemon, method string) []time.Duration {
 	t.Helper()
 	var all []time.Duration
-	for _, line := range readLines(d.logFile()) {
+	for _, line := range harness.ReadLines(d.LogFile()) {
 		if m := calledLine.FindStringSubmatch(line); m != nil && m[1] == method {
-			all = append(all, get(time.ParseDuration(m[2]))(t))
+			all = append(all, harness.Get(time.ParseDuration(m[2]))(t))
 		}
 	}
 	if len(all) == 0 {
@@ -34,9 +36,9 @@ func (d *daemon) durations(t *testing.T, method string) []time.Duration {
 
 // failures returns the calls in the daemon's log that failed. kubelet asks for the status of
 // what it has removed itself, so NotFound is no failure.
-func (d *daemon) failures() []string {
+func failedCalls(d *harness.Daemon) []string {
 	var all []string
-	for _, line := range readLines(d.logFile()) {
+	for _, line := range harness.ReadLines(d.LogFile()) {
 		if m := calledLine.FindStringSubmatch(line); m != nil && m[3] != "OK" && m[3] != "NotFound" {
 			all = append(all, line)
 		}

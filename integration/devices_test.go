@@ -12,6 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
 )
 
 // The devices that the tests give: null and full, under other names.
@@ -20,90 +22,90 @@ const (
 	fullDevice = 1<<8 | 7
 )
 
-func device(d *runtimeapi.Device) containerOption {
+func device(d *runtimeapi.Device) harness.ContainerOption {
 	return func(c *runtimeapi.ContainerConfig) { c.Devices = append(c.Devices, d) }
 }
 
 // hostDevices makes a directory of the host with device nodes, some of them in a directory.
 func hostDevices(t *testing.T) string {
 	t.Helper()
-	dir := hostDir(t, "many/below")
+	dir := harness.HostDir(t, "many/below")
 	for name, dev := range map[string]int{"null": nullDevice, "many/full": fullDevice, "many/below/null": nullDevice} {
-		must(t, unix.Mknod(filepath.Join(dir, name), unix.S_IFCHR|0o600, dev))
+		harness.Must(t, unix.Mknod(filepath.Join(dir, name), unix.S_IFCHR|0o600, dev))
 	}
-	must(t, os.Symlink("null", filepath.Join(dir, "link")))
-	must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
+	harness.Must(t, os.Symlink("null", filepath.Join(dir, "link")))
+	harness.Must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
 	return dir
 }
 
 func TestDevices(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	dir := hostDevices(t)
-	c := pod.run(t,
+	c := pod.Run(t,
 		device(&runtimeapi.Device{HostPath: dir + "/link", ContainerPath: "/dev/one", Permissions: "rw"}),
 		device(&runtimeapi.Device{HostPath: dir + "/many", ContainerPath: "/dev/many", Permissions: "rwm"}))
-	equal(t, "nodes", c.exec(t, "sh", "-c", "stat -c '%n %t:%T %a' /dev/one /dev/many/full /dev/many/below/null"),
+	harness.Equal(t, "nodes", c.Exec(t, "sh", "-c", "stat -c '%n %t:%T %a' /dev/one /dev/many/full /dev/many/below/null"),
 		"/dev/one 1:3 600\n/dev/many/full 1:7 600\n/dev/many/below/null 1:3 600")
-	c.exec(t, "sh", "-c", "echo x >/dev/one && head -c 1 /dev/many/full")
+	c.Exec(t, "sh", "-c", "echo x >/dev/one && head -c 1 /dev/many/full")
 	for _, test := range []struct{ path, says string }{
 		{dir + "/missing", "does not exist"}, {dir + "/file", "is not a device"}, {dir + "/many/below/../..", ""},
 	} {
-		_, err := pod.tryCreate(t, device(&runtimeapi.Device{HostPath: test.path, ContainerPath: "/dev/x"}))
+		_, err := pod.TryCreate(t, device(&runtimeapi.Device{HostPath: test.path, ContainerPath: "/dev/x"}))
 		if test.says == "" {
-			must(t, err) // a directory of devices
+			harness.Must(t, err) // a directory of devices
 			continue
 		}
-		wantCode(t, err, codes.InvalidArgument, test.path, test.says)
+		harness.WantCode(t, err, codes.InvalidArgument, test.path, test.says)
 	}
 }
 
 // Permissions are what the device cgroup allows of reading and writing. Making nodes it
 // allows everybody who has CAP_MKNOD, as with other runtimes.
 func TestDevicePermissions(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	dir := hostDir(t)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	dir := harness.HostDir(t)
 	const loop0 = 7 << 8 // which no container has by default
-	must(t, unix.Mknod(filepath.Join(dir, "loop"), unix.S_IFBLK|0o600, loop0))
+	harness.Must(t, unix.Mknod(filepath.Join(dir, "loop"), unix.S_IFBLK|0o600, loop0))
 	const try = "exec 2>/dev/null; dd if=/dev/x of=/dev/null count=0 && echo r; dd if=/dev/null of=/dev/x count=0 conv=notrunc && echo w; true"
 	for _, c := range []struct{ permissions, want string }{{"r", "r\n"}, {"w", "w\n"}, {"rw", "r\nw\n"}, {"m", ""}} {
-		equal(t, "allowed with "+c.permissions, pod.sh(t, try,
+		harness.Equal(t, "allowed with "+c.permissions, pod.Sh(t, try,
 			device(&runtimeapi.Device{HostPath: dir + "/loop", ContainerPath: "/dev/x", Permissions: c.permissions})), c.want)
 	}
 }
 
 // A privileged container has the host's devices.
 func TestDevicesPrivileged(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork, privilegedPod)
-	must(t, unix.Mknod("/dev/berth-test", unix.S_IFCHR|0o640, nullDevice))
-	t.Cleanup(func() { must(t, os.Remove("/dev/berth-test")) })
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)
+	harness.Must(t, unix.Mknod("/dev/berth-test", unix.S_IFCHR|0o640, nullDevice))
+	t.Cleanup(func() { harness.Must(t, os.Remove("/dev/berth-test")) })
 	const look = "stat -c '%t:%T %a' /dev/berth-test 2>/dev/null || echo none"
-	equal(t, "node in a privileged container", pod.sh(t, look, security(privileged)), "1:3 640\n")
-	equal(t, "node in another", pod.sh(t, look), "none\n")
+	harness.Equal(t, "node in a privileged container", pod.Sh(t, look, harness.Security(harness.Privileged)), "1:3 640\n")
+	harness.Equal(t, "node in another", pod.Sh(t, look), "none\n")
 }
 
 // With device_ownership_from_security_context a user who is not root can use a device.
 func TestDeviceOwnership(t *testing.T) {
 	dir := hostDevices(t)
-	who := security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+	who := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 		s.RunAsUser, s.RunAsGroup = &runtimeapi.Int64Value{Value: 1001}, &runtimeapi.Int64Value{Value: 2001}
 	})
 	for setting, want := range map[string]string{"true": "1001:2001\nwritten\n", "false": "0:0\nrefused\n"} {
 		t.Run(setting, func(t *testing.T) {
-			d := startDaemon(t, withConfig("device_ownership_from_security_context = "+setting))
-			equal(t, "owner and use", d.runPod(t, hostNetwork).sh(t, "stat -c %u:%g /dev/x; (echo x >/dev/x) 2>/dev/null && echo written || echo refused",
+			d := harness.StartDaemon(t, harness.WithConfig("device_ownership_from_security_context = "+setting))
+			harness.Equal(t, "owner and use", d.RunPod(t, harness.HostNetwork).Sh(t, "stat -c %u:%g /dev/x; (echo x >/dev/x) 2>/dev/null && echo written || echo refused",
 				who, device(&runtimeapi.Device{HostPath: dir + "/null", ContainerPath: "/dev/x", Permissions: "rw"})), want)
 		})
 	}
 }
 
 // cdiDir makes a directory of CDI specs and configures the daemon to read it.
-func cdiDir(t *testing.T) (dir string, option daemonOption) {
+func cdiDir(t *testing.T) (dir string, option harness.DaemonOption) {
 	t.Helper()
 	dir = t.TempDir()
-	return dir, withConfig(fmt.Sprintf("cdi_spec_dirs = [%q, %q]", dir, dir+"/missing"))
+	return dir, harness.WithConfig(fmt.Sprintf("cdi_spec_dirs = [%q, %q]", dir, dir+"/missing"))
 }
 
 // writeCDI writes a spec of vendor.example/dev.
@@ -114,23 +116,15 @@ func writeCDI(t *testing.T, file string, devices map[string]any) {
 		list = append(list, map[string]any{"name": name, "containerEdits": edits})
 	}
 	content, err := json.Marshal(map[string]any{"cdiVersion": "0.7.0", "kind": "vendor.example/dev", "devices": list})
-	must(t, err)
-	must(t, os.WriteFile(file, content, 0o600))
-}
-
-func cdi(names ...string) containerOption {
-	return func(c *runtimeapi.ContainerConfig) {
-		for _, name := range names {
-			c.CDIDevices = append(c.CDIDevices, &runtimeapi.CDIDevice{Name: "vendor.example/dev=" + name})
-		}
-	}
+	harness.Must(t, err)
+	harness.Must(t, os.WriteFile(file, content, 0o600))
 }
 
 func TestCDI(t *testing.T) {
 	dir, option := cdiDir(t)
 	devices := hostDevices(t)
-	lib := hostDir(t)
-	must(t, os.WriteFile(filepath.Join(lib, "lib.so"), []byte("library\n"), 0o600))
+	lib := harness.HostDir(t)
+	harness.Must(t, os.WriteFile(filepath.Join(lib, "lib.so"), []byte("library\n"), 0o600))
 	writeCDI(t, filepath.Join(dir, "vendor.json"), map[string]any{
 		"zero": map[string]any{
 			"env":            []string{"VENDOR_DEVICE=zero"},
@@ -140,40 +134,40 @@ func TestCDI(t *testing.T) {
 		},
 		"one": map[string]any{"deviceNodes": []any{map[string]any{"path": "/dev/vendor1", "type": "b", "major": 7, "minor": 1, "uid": 1001, "gid": 2001}}},
 	})
-	must(t, os.WriteFile(filepath.Join(dir, "broken.json"), []byte("{"), 0o600)) // concerns nobody
-	d := startDaemon(t, option)
-	pod := d.runPod(t, hostNetwork)
-	c := pod.run(t, cdi("zero", "one"))
-	equal(t, "nodes", c.exec(t, "stat", "-c", "%n %t:%T %u:%g", "/dev/vendor0", "/dev/vendor1"), "/dev/vendor0 1:3 0:0\n/dev/vendor1 7:1 1001:2001")
-	c.exec(t, "sh", "-c", "echo x >/dev/vendor0")
-	equal(t, "the device's library", c.exec(t, "cat", "/usr/lib/vendor/lib.so"), "library")
-	if _, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"touch", "/usr/lib/vendor/new"}, 0); err == nil {
+	harness.Must(t, os.WriteFile(filepath.Join(dir, "broken.json"), []byte("{"), 0o600)) // concerns nobody
+	d := harness.StartDaemon(t, option)
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t, harness.Cdi("zero", "one"))
+	harness.Equal(t, "nodes", c.Exec(t, "stat", "-c", "%n %t:%T %u:%g", "/dev/vendor0", "/dev/vendor1"), "/dev/vendor0 1:3 0:0\n/dev/vendor1 7:1 1001:2001")
+	c.Exec(t, "sh", "-c", "echo x >/dev/vendor0")
+	harness.Equal(t, "the device's library", c.Exec(t, "cat", "/usr/lib/vendor/lib.so"), "library")
+	if _, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"touch", "/usr/lib/vendor/new"}, 0); err == nil {
 		t.Error("the library's directory is writable")
 	}
-	equal(t, "environment of an exec", c.exec(t, "sh", "-c", "echo $VENDOR_DEVICE"), "zero")
-	equal(t, "environment", pod.sh(t, "echo $VENDOR_DEVICE", cdi("zero")), "zero\n")
-	if groups := strings.Fields(statusField(t, c.pid(t), "Groups")); !slices.Contains(groups, "4711") {
+	harness.Equal(t, "environment of an exec", c.Exec(t, "sh", "-c", "echo $VENDOR_DEVICE"), "zero")
+	harness.Equal(t, "environment", pod.Sh(t, "echo $VENDOR_DEVICE", harness.Cdi("zero")), "zero\n")
+	if groups := strings.Fields(harness.StatusField(t, c.Pid(t), "Groups")); !slices.Contains(groups, "4711") {
 		t.Errorf("groups are %q", groups)
 	}
-	equal(t, "devices of a container that asks for none", pod.sh(t, "ls /dev | grep vendor; true"), "")
+	harness.Equal(t, "devices of a container that asks for none", pod.Sh(t, "ls /dev | grep vendor; true"), "")
 	// Annotations steer nothing (CVE-2026-53492).
-	equal(t, "devices of one that asks by annotation", pod.sh(t, "ls /dev | grep vendor; true",
+	harness.Equal(t, "devices of one that asks by annotation", pod.Sh(t, "ls /dev | grep vendor; true",
 		func(c *runtimeapi.ContainerConfig) { c.Annotations["cdi.k8s.io/vendor"] = "vendor.example/dev=zero" }), "")
 
-	_, err := pod.tryCreate(t, cdi("zero", "missing"))
-	wantCode(t, err, codes.FailedPrecondition, "vendor.example/dev=missing", "broken.json")
-	_, err = pod.tryCreate(t, func(c *runtimeapi.ContainerConfig) { c.CDIDevices = []*runtimeapi.CDIDevice{{Name: "zero"}} })
-	wantCode(t, err, codes.InvalidArgument, `"zero"`)
+	_, err := pod.TryCreate(t, harness.Cdi("zero", "missing"))
+	harness.WantCode(t, err, codes.FailedPrecondition, "vendor.example/dev=missing", "broken.json")
+	_, err = pod.TryCreate(t, func(c *runtimeapi.ContainerConfig) { c.CDIDevices = []*runtimeapi.CDIDevice{{Name: "zero"}} })
+	harness.WantCode(t, err, codes.InvalidArgument, `"zero"`)
 	// Spec files are noticed when they come, without a restart.
 	writeCDI(t, filepath.Join(dir, "late.json"), map[string]any{"missing": map[string]any{"env": []string{"VENDOR_DEVICE=late"}}})
-	equal(t, "environment of the late device", pod.sh(t, "echo $VENDOR_DEVICE", cdi("missing")), "late\n")
+	harness.Equal(t, "environment of the late device", pod.Sh(t, "echo $VENDOR_DEVICE", harness.Cdi("missing")), "late\n")
 }
 
 // Hooks of a CDI spec are run where the runtime-spec says, with the bundle that they look
 // for in the state on their standard input.
 func TestCDIHooks(t *testing.T) {
 	dir, option := cdiDir(t)
-	trace := hostDir(t)
+	trace := harness.HostDir(t)
 	hook := func(name string) any {
 		script := fmt.Sprintf(`cat >%[1]s/%[2]s.state; bundle=$(sed 's/.*"bundle":"\([^"]*\)".*/\1/' %[1]s/%[2]s.state); `+
 			`cp $bundle/config.json %[1]s/%[2]s.config; readlink /proc/self/ns/mnt >%[1]s/%[2]s.ns; `+
@@ -185,27 +179,27 @@ func TestCDIHooks(t *testing.T) {
 		"bad":    map[string]any{"hooks": []any{map[string]any{"hookName": "createContainer", "path": "/bin/false"}}},
 		"after":  map[string]any{"hooks": []any{map[string]any{"hookName": "poststop", "path": "/bin/true"}}},
 	})
-	d := startDaemon(t, option)
-	pod := d.runPod(t, hostNetwork)
-	c := pod.run(t, cdi("hooked"))
-	equal(t, "what the hooks wrote into the root", c.exec(t, "cat", "/hooks"), "createRuntime\ncreateContainer")
+	d := harness.StartDaemon(t, option)
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t, harness.Cdi("hooked"))
+	harness.Equal(t, "what the hooks wrote into the root", c.Exec(t, "cat", "/hooks"), "createRuntime\ncreateContainer")
 	for _, name := range []string{"createRuntime", "createContainer"} {
 		var state struct{ ID, Status, Bundle string }
 		content, err := os.ReadFile(filepath.Join(trace, name+".state"))
-		must(t, err)
-		must(t, json.Unmarshal(content, &state))
-		equal(t, "container of "+name, state.ID, c.id)
-		equal(t, "bundle of "+name, state.Bundle, filepath.Join(d.state, "c", c.id))
+		harness.Must(t, err)
+		harness.Must(t, json.Unmarshal(content, &state))
+		harness.Equal(t, "container of "+name, state.ID, c.Id)
+		harness.Equal(t, "bundle of "+name, state.Bundle, filepath.Join(d.State, "c", c.Id))
 		if _, err := os.Stat(filepath.Join(trace, name+".config")); err != nil {
 			t.Errorf("%s found no config.json: %v", name, err)
 		}
 	}
 	ns, err := os.ReadFile(filepath.Join(trace, "createContainer.ns"))
-	must(t, err)
-	equal(t, "mount namespace of createContainer", strings.TrimSpace(string(ns)), namespace(t, c.pid(t), "mnt"))
+	harness.Must(t, err)
+	harness.Equal(t, "mount namespace of createContainer", strings.TrimSpace(string(ns)), harness.Namespace(t, c.Pid(t), "mnt"))
 
-	failing := pod.create(t, cdi("bad"))
-	wantCode(t, d.cri.StartContainer(t.Context(), failing.id), codes.Internal, "createContainer hook", "exit status 1")
-	_, err = pod.tryCreate(t, cdi("after"))
-	wantCode(t, err, codes.Unimplemented, "poststop", "vendor.example/dev=after")
+	failing := pod.Create(t, harness.Cdi("bad"))
+	harness.WantCode(t, d.Cri.StartContainer(t.Context(), failing.Id), codes.Internal, "createContainer hook", "exit status 1")
+	_, err = pod.TryCreate(t, harness.Cdi("after"))
+	harness.WantCode(t, err, codes.Unimplemented, "poststop", "vendor.example/dev=after")
 }

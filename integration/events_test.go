@@ -7,26 +7,28 @@ import (
 
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
 )
 
 // events subscribes to a daemon's events and returns when it has.
-func events(t *testing.T, d *daemon) runtimeapi.RuntimeService_GetContainerEventsClient {
+func events(t *testing.T, d *harness.Daemon) runtimeapi.RuntimeService_GetContainerEventsClient {
 	t.Helper()
-	stream := get(rawRuntime(t, d).GetContainerEvents(t.Context(), &runtimeapi.GetEventsRequest{}))(t)
-	get(stream.Header())(t)
+	stream := harness.Get(harness.RawRuntime(t, d).GetContainerEvents(t.Context(), &runtimeapi.GetEventsRequest{}))(t)
+	harness.Get(stream.Header())(t)
 	return stream
 }
 
 // Every step of a pod and its container is told once, in order and to everybody,
 // with the state that it led to.
 func TestContainerEvents(t *testing.T) {
-	d := startDaemon(t)
+	d := harness.StartDaemon(t)
 	streams := []runtimeapi.RuntimeService_GetContainerEventsClient{events(t, d), events(t, d)}
-	pod := d.runPod(t)
-	c := pod.run(t)
-	must(t, d.cri.StopContainer(t.Context(), c.id, 0))
-	must(t, d.cri.RemoveContainer(t.Context(), c.id))
-	pod.remove(t)
+	pod := d.RunPod(t)
+	c := pod.Run(t)
+	harness.Must(t, d.Cri.StopContainer(t.Context(), c.Id, 0))
+	harness.Must(t, d.Cri.RemoveContainer(t.Context(), c.Id))
+	pod.Remove(t)
 
 	const (
 		created = runtimeapi.ContainerEventType_CONTAINER_CREATED_EVENT
@@ -41,25 +43,25 @@ func TestContainerEvents(t *testing.T) {
 		pod        runtimeapi.PodSandboxState
 		containers string // the states of the pod's containers
 	}{
-		{pod.id, created, ready, "[]"},
-		{pod.id, started, ready, "[]"},
-		{c.id, created, ready, "[CONTAINER_CREATED]"},
-		{c.id, started, ready, "[CONTAINER_RUNNING]"},
-		{c.id, stopped, ready, "[CONTAINER_EXITED]"},
-		{c.id, deleted, ready, "[]"},
-		{pod.id, stopped, notReady, "[]"},
-		{pod.id, deleted, notReady, "[]"},
+		{pod.Id, created, ready, "[]"},
+		{pod.Id, started, ready, "[]"},
+		{c.Id, created, ready, "[CONTAINER_CREATED]"},
+		{c.Id, started, ready, "[CONTAINER_RUNNING]"},
+		{c.Id, stopped, ready, "[CONTAINER_EXITED]"},
+		{c.Id, deleted, ready, "[]"},
+		{pod.Id, stopped, notReady, "[]"},
+		{pod.Id, deleted, notReady, "[]"},
 	}
 	for _, stream := range streams {
 		var last int64
 		for n, w := range want {
 			event, err := stream.Recv()
-			must(t, err)
+			harness.Must(t, err)
 			states := []runtimeapi.ContainerState{}
 			for _, status := range event.ContainersStatuses {
 				states = append(states, status.State)
 			}
-			if event.ContainerId != w.id || event.ContainerEventType != w.kind || event.PodSandboxStatus.GetId() != pod.id ||
+			if event.ContainerId != w.id || event.ContainerEventType != w.kind || event.PodSandboxStatus.GetId() != pod.Id ||
 				event.PodSandboxStatus.GetState() != w.pod || fmt.Sprint(states) != w.containers {
 				t.Errorf("event %d is %v, want %+v", n, event, w)
 			}
@@ -74,26 +76,26 @@ func TestContainerEvents(t *testing.T) {
 // An exit that nobody asked for is told with its code; a client that goes away
 // leaves nothing behind (the leak check at the end sees its goroutine).
 func TestEventOfAnExit(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
-	gone := get(rawRuntime(t, d).GetContainerEvents(ctx, &runtimeapi.GetEventsRequest{}))(t)
-	get(gone.Header())(t)
+	gone := harness.Get(harness.RawRuntime(t, d).GetContainerEvents(ctx, &runtimeapi.GetEventsRequest{}))(t)
+	harness.Get(gone.Header())(t)
 	stream := events(t, d)
 	cancel()
-	c := pod.run(t, command("sh", "-c", "exit 7"))
+	c := pod.Run(t, harness.Command("sh", "-c", "exit 7"))
 	for {
 		event, err := stream.Recv()
-		must(t, err)
+		harness.Must(t, err)
 		if event.ContainerEventType == runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT {
-			equal(t, "container", event.ContainerId, c.id)
-			equal(t, "exit code", event.ContainersStatuses[0].ExitCode, 7)
+			harness.Equal(t, "container", event.ContainerId, c.Id)
+			harness.Equal(t, "exit code", event.ContainersStatuses[0].ExitCode, 7)
 			break
 		}
 	}
-	d.stop(t) // does not wait for its clients
+	d.Stop(t) // does not wait for its clients
 	_, err := stream.Recv()
-	wantCode(t, err, codes.Unavailable)
-	d.start(t)
+	harness.WantCode(t, err, codes.Unavailable)
+	d.Start(t)
 }

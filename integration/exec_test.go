@@ -10,106 +10,108 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	cri "k8s.io/cri-client/pkg"
+
+	"berth/integration/harness"
 )
 
 func TestExecSync(t *testing.T) {
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t, env("FROM", "config"), runAs(1001), func(c *runtimeapi.ContainerConfig) { c.WorkingDir = "/www" })
-	stdout, stderr, err := d.cri.ExecSync(t.Context(), c.id, []string{"sh", "-c", "echo out; echo err >&2; exit 7"}, 0)
-	equal(t, "exit code", exitCode(err), 7)
-	equal(t, "stdout", string(stdout), "out\n")
-	equal(t, "stderr", string(stderr), "err\n")
-	equal(t, "environment, directory and user", c.exec(t, "sh", "-c", "echo $FROM $(pwd) $(id -u)"), "config /www 1001")
-	equal(t, "stdin", c.exec(t, "cat"), "")
-	_, _, err = d.cri.ExecSync(t.Context(), c.id, []string{"sh", "-c", "kill -9 $$"}, 0)
-	if exitCode(err) != 137 {
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Env("FROM", "config"), harness.RunAs(1001), func(c *runtimeapi.ContainerConfig) { c.WorkingDir = "/www" })
+	stdout, stderr, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "echo out; echo err >&2; exit 7"}, 0)
+	harness.Equal(t, "exit code", harness.ExitCode(err), 7)
+	harness.Equal(t, "stdout", string(stdout), "out\n")
+	harness.Equal(t, "stderr", string(stderr), "err\n")
+	harness.Equal(t, "environment, directory and user", c.Exec(t, "sh", "-c", "echo $FROM $(pwd) $(id -u)"), "config /www 1001")
+	harness.Equal(t, "stdin", c.Exec(t, "cat"), "")
+	_, _, err = d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "kill -9 $$"}, 0)
+	if harness.ExitCode(err) != 137 {
 		t.Errorf("a command that was killed: %v, want exit code 137", err)
 	}
 }
 
 // kubelet runs postStart hooks the moment StartContainer returns.
 func TestExecRightAfterStart(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	for range 5 {
-		c := pod.run(t)
-		equal(t, "output", c.exec(t, "echo", "hook"), "hook")
-		c.stop(t, 0)
+		c := pod.Run(t)
+		harness.Equal(t, "output", c.Exec(t, "echo", "hook"), "hook")
+		c.Stop(t, 0)
 	}
 }
 
 // A timeout ends the command and everything it has started.
 func TestExecSyncTimeoutKillsGrandchildren(t *testing.T) {
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t)
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	const script = "trap '' TERM; sleep 7771 & (setsid sleep 7772 &) ; echo started; sleep 7773"
-	_, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"sh", "-c", script}, time.Second)
+	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", script}, time.Second)
 	if !errors.Is(err, cri.ErrCommandTimedOut) { // cri-client's word for DeadlineExceeded
 		t.Errorf("the error is %v, want DeadlineExceeded", err)
 	}
-	eventually(t, "everything it started is gone", func() error {
-		if left := append(commandLines("sleep 777"), commandLines("sh -c trap")...); len(left) > 0 {
+	harness.Eventually(t, "everything it started is gone", func() error {
+		if left := append(harness.CommandLines("sleep 777"), harness.CommandLines("sh -c trap")...); len(left) > 0 {
 			return fmt.Errorf("still running: %q", left)
 		}
 		return nil
 	})
-	equal(t, "the container goes on", c.exec(t, "echo", "alive"), "alive")
+	harness.Equal(t, "the container goes on", c.Exec(t, "echo", "alive"), "alive")
 }
 
 // A background process that holds stdout does not hold up the answer.
 func TestExecSyncReturnsWhileChildHoldsStdout(t *testing.T) {
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t)
-	equal(t, "output", c.exec(t, "sh", "-c", "sleep 8881 & echo done"), "done")
-	c.stop(t, 0)
-	if left := commandLines("sleep 8881"); len(left) > 0 {
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t)
+	harness.Equal(t, "output", c.Exec(t, "sh", "-c", "sleep 8881 & echo done"), "done")
+	c.Stop(t, 0)
+	if left := harness.CommandLines("sleep 8881"); len(left) > 0 {
 		t.Errorf("still running after the container's end: %q", left)
 	}
 }
 
 // Of each stream 16 MiB are returned, the rest is dropped without an error.
 func TestExecSyncOutputCap(t *testing.T) {
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t)
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	const limit = 16 << 20
-	response, err := rawRuntime(t, d).ExecSync(t.Context(), &runtimeapi.ExecSyncRequest{ContainerId: c.id, Cmd: []string{"sh", "-c", "head -c 20000000 /dev/zero; echo end >&2"}})
-	must(t, err)
+	response, err := harness.RawRuntime(t, d).ExecSync(t.Context(), &runtimeapi.ExecSyncRequest{ContainerId: c.Id, Cmd: []string{"sh", "-c", "head -c 20000000 /dev/zero; echo end >&2"}})
+	harness.Must(t, err)
 	if n := len(response.Stdout); n > limit || n < limit-1<<20 {
 		t.Errorf("got %d bytes of stdout, want 16 MiB or a little less", n)
 	}
-	equal(t, "stderr", string(response.Stderr), "end\n")
-	equal(t, "exit code", response.ExitCode, 0)
+	harness.Equal(t, "stderr", string(response.Stderr), "end\n")
+	harness.Equal(t, "exit code", response.ExitCode, 0)
 }
 
 // Processes of an exec are in a cgroup below the container's, and die with it.
 func TestExecSyncDiesWithContainer(t *testing.T) {
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t)
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	result := make(chan error, 1)
 	go func() {
-		_, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"sleep", "9991"}, 0)
+		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sleep", "9991"}, 0)
 		result <- err
 	}()
-	eventually(t, "the command runs", func() error {
-		if len(commandLines("sleep 9991")) == 0 {
+	harness.Eventually(t, "the command runs", func() error {
+		if len(harness.CommandLines("sleep 9991")) == 0 {
 			return errors.New("not yet")
 		}
 		return nil
 	})
-	c.stop(t, 0)
-	if err := <-result; exitCode(err) != 137 && codeOf(err) == codes.OK {
+	c.Stop(t, 0)
+	if err := <-result; harness.ExitCode(err) != 137 && harness.CodeOf(err) == codes.OK {
 		t.Errorf("ExecSync in a container that ended: %v", err)
 	}
 }
 
 func TestManyExecsAtOnce(t *testing.T) {
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t)
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	const n = 20
 	errs := make(chan error, n)
 	for i := range n {
 		go func() {
-			stdout, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"echo", fmt.Sprint(i)}, time.Minute)
+			stdout, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"echo", fmt.Sprint(i)}, time.Minute)
 			if err == nil && string(stdout) != fmt.Sprintf("%d\n", i) {
 				err = fmt.Errorf("command %d wrote %q", i, stdout)
 			}
@@ -124,11 +126,11 @@ func TestManyExecsAtOnce(t *testing.T) {
 }
 
 func TestExecSyncErrors(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	running, created := pod.run(t), pod.create(t)
-	exited, _ := pod.runToEnd(t, command("true"))
-	runtime := rawRuntime(t, d)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	running, created := pod.Run(t), pod.Create(t)
+	exited, _ := pod.RunToEnd(t, harness.Command("true"))
+	runtime := harness.RawRuntime(t, d)
 	for _, c := range []struct {
 		name string
 		req  *runtimeapi.ExecSyncRequest
@@ -136,17 +138,17 @@ func TestExecSyncErrors(t *testing.T) {
 		says string
 	}{
 		{"unknown container", &runtimeapi.ExecSyncRequest{ContainerId: "feedfacefeed", Cmd: []string{"true"}}, codes.NotFound, "feedfacefeed"},
-		{"created container", &runtimeapi.ExecSyncRequest{ContainerId: created.id, Cmd: []string{"true"}}, codes.FailedPrecondition, created.id},
-		{"exited container", &runtimeapi.ExecSyncRequest{ContainerId: exited.id, Cmd: []string{"true"}}, codes.FailedPrecondition, exited.id},
-		{"no command", &runtimeapi.ExecSyncRequest{ContainerId: running.id}, codes.InvalidArgument, "cmd"},
-		{"negative timeout", &runtimeapi.ExecSyncRequest{ContainerId: running.id, Cmd: []string{"true"}, Timeout: -1}, codes.InvalidArgument, "timeout"},
+		{"created container", &runtimeapi.ExecSyncRequest{ContainerId: created.Id, Cmd: []string{"true"}}, codes.FailedPrecondition, created.Id},
+		{"exited container", &runtimeapi.ExecSyncRequest{ContainerId: exited.Id, Cmd: []string{"true"}}, codes.FailedPrecondition, exited.Id},
+		{"no command", &runtimeapi.ExecSyncRequest{ContainerId: running.Id}, codes.InvalidArgument, "cmd"},
+		{"negative timeout", &runtimeapi.ExecSyncRequest{ContainerId: running.Id, Cmd: []string{"true"}, Timeout: -1}, codes.InvalidArgument, "timeout"},
 	} {
 		_, err := runtime.ExecSync(t.Context(), c.req)
-		t.Run(c.name, func(t *testing.T) { wantCode(t, err, c.code, c.says) })
+		t.Run(c.name, func(t *testing.T) { harness.WantCode(t, err, c.code, c.says) })
 	}
 	// A command that does not exist is a result, not a failure of the runtime, where the shell's
 	// convention is kept; or an error that names it.
-	_, _, err := d.cri.ExecSync(t.Context(), running.id, []string{"/no/such/command"}, 0)
+	_, _, err := d.Cri.ExecSync(t.Context(), running.Id, []string{"/no/such/command"}, 0)
 	if err == nil || !strings.Contains(err.Error(), "/no/such/command") {
 		t.Errorf("the error does not name the command: %v", err)
 	}
@@ -154,18 +156,18 @@ func TestExecSyncErrors(t *testing.T) {
 
 // A user other than root has no capability but the ambient ones: init, and what is executed later.
 func TestAmbientCapabilities(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	for ambient, want := range map[string]string{"": "0000000000000000", "NET_BIND_SERVICE": "0000000000000400"} {
-		c := pod.run(t, runAs(1001), security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+		c := pod.Run(t, harness.RunAs(1001), harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 			if ambient != "" {
 				s.Capabilities.AddAmbientCapabilities = []string{ambient}
 			}
 		}))
 		for _, set := range []string{"CapEff", "CapPrm", "CapAmb", "CapInh"} {
-			equal(t, fmt.Sprintf("init's %s with %q", set, ambient), statusField(t, c.pid(t), set), want)
-			equal(t, fmt.Sprintf("an exec's %s with %q", set, ambient),
-				strings.TrimSpace(strings.TrimPrefix(c.exec(t, "grep", set, "/proc/self/status"), set+":")), want)
+			harness.Equal(t, fmt.Sprintf("init's %s with %q", set, ambient), harness.StatusField(t, c.Pid(t), set), want)
+			harness.Equal(t, fmt.Sprintf("an exec's %s with %q", set, ambient),
+				strings.TrimSpace(strings.TrimPrefix(c.Exec(t, "grep", set, "/proc/self/status"), set+":")), want)
 		}
 	}
 }

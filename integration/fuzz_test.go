@@ -11,6 +11,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
 )
 
 // The server's own fuzzing sends arbitrary bytes to a made-up manager. These send
@@ -26,7 +28,7 @@ func fits(t *testing.T, what string, err error) {
 	if err == nil {
 		return
 	}
-	switch code := codeOf(err); code {
+	switch code := harness.CodeOf(err); code {
 	case codes.InvalidArgument, codes.NotFound, codes.AlreadyExists, codes.FailedPrecondition, codes.Unimplemented, codes.ResourceExhausted, codes.DeadlineExceeded:
 	default:
 		t.Errorf("%s: code %s does not fit: %v", what, code, err)
@@ -42,26 +44,26 @@ func below(dir, path string) string {
 }
 
 // tamePod keeps a pod within the test's directories and cgroups.
-func tamePod(d *daemon, config *runtimeapi.PodSandboxConfig) {
-	config.LogDirectory = below(d.logDir, config.LogDirectory)
+func tamePod(d *harness.Daemon, config *runtimeapi.PodSandboxConfig) {
+	config.LogDirectory = below(d.LogDir, config.LogDirectory)
 	if len(config.LogDirectory) > 1024 {
 		config.LogDirectory = ""
 	}
 	if linux := config.Linux; linux != nil && linux.CgroupParent != "" {
 		// One level, as the fixture removes what kubelet would: the pod's own.
 		name := strings.NewReplacer("/", "-", "\x00", "-").Replace(linux.CgroupParent)
-		linux.CgroupParent = "/" + machine + "/pod" + filepath.Base(d.dir) + name[:min(len(name), 200)]
-		d.parents = append(d.parents, linux.CgroupParent)
+		linux.CgroupParent = "/" + harness.Machine + "/pod" + filepath.Base(d.Dir) + name[:min(len(name), 200)]
+		d.Parents = append(d.Parents, linux.CgroupParent)
 	}
 }
 
 // tameContainer does the same for a container, and gives it an image that is there.
-func tameContainer(d *daemon, config *runtimeapi.ContainerConfig) {
+func tameContainer(d *harness.Daemon, config *runtimeapi.ContainerConfig) {
 	if config.Image != nil {
-		config.Image.Image = baseImage
+		config.Image.Image = harness.BaseImage
 	}
 	for _, m := range config.Mounts {
-		m.HostPath = below(d.logDir, m.HostPath)
+		m.HostPath = below(d.LogDir, m.HostPath)
 	}
 	for _, dev := range config.Devices {
 		dev.HostPath = "/dev/null"
@@ -100,20 +102,20 @@ func FuzzRunPodSandbox(f *testing.F) {
 	addSeeds(f, len(forms))
 	f.Fuzz(func(t *testing.T, form uint8, seed uint64) {
 		config := scrambled(forms, form, seed)
-		d := startDaemon(t)
+		d := harness.StartDaemon(t)
 		tamePod(d, config)
-		id, err := rawRuntime(t, d).RunPodSandbox(t.Context(), &runtimeapi.RunPodSandboxRequest{Config: config})
+		id, err := harness.RawRuntime(t, d).RunPodSandbox(t.Context(), &runtimeapi.RunPodSandboxRequest{Config: config})
 		fits(t, "RunPodSandbox", err)
 		if err == nil {
-			d.objects = append(d.objects, id.PodSandboxId)
-			get(d.cri.PodSandboxStatus(t.Context(), id.PodSandboxId, true))(t)
+			d.Objects = append(d.Objects, id.PodSandboxId)
+			harness.Get(d.Cri.PodSandboxStatus(t.Context(), id.PodSandboxId, true))(t)
 		}
 	})
 }
 
 func FuzzCreateContainer(f *testing.F) {
 	metadata := &runtimeapi.ContainerMetadata{Name: "n", Attempt: 1}
-	image := &runtimeapi.ImageSpec{Image: baseImage}
+	image := &runtimeapi.ImageSpec{Image: harness.BaseImage}
 	forms := []*runtimeapi.ContainerConfig{
 		{Metadata: metadata, Image: image, Command: []string{"true"}, LogPath: "l", WorkingDir: "/w", StopSignal: 9,
 			Envs:   []*runtimeapi.KeyValue{{Key: "K", Value: []byte("v")}},
@@ -127,20 +129,20 @@ func FuzzCreateContainer(f *testing.F) {
 	addSeeds(f, len(forms))
 	f.Fuzz(func(t *testing.T, form uint8, seed uint64) {
 		config := scrambled(forms, form, seed)
-		d := startDaemon(t)
+		d := harness.StartDaemon(t)
 		tameContainer(d, config)
-		d.pull(t, baseImage)
-		pod := d.runPod(t, hostNetwork)
-		runtime := rawRuntime(t, d)
-		created, err := runtime.CreateContainer(t.Context(), &runtimeapi.CreateContainerRequest{PodSandboxId: pod.id, Config: config, SandboxConfig: pod.config})
+		d.Pull(t, harness.BaseImage)
+		pod := d.RunPod(t, harness.HostNetwork)
+		runtime := harness.RawRuntime(t, d)
+		created, err := runtime.CreateContainer(t.Context(), &runtimeapi.CreateContainerRequest{PodSandboxId: pod.Id, Config: config, SandboxConfig: pod.Config})
 		fits(t, "CreateContainer", err)
 		if err != nil {
 			return
 		}
-		d.objects = append(d.objects, created.ContainerId)
+		d.Objects = append(d.Objects, created.ContainerId)
 		_, err = runtime.StartContainer(t.Context(), &runtimeapi.StartContainerRequest{ContainerId: created.ContainerId})
 		fits(t, "StartContainer", err)
-		get(d.cri.ContainerStatus(t.Context(), created.ContainerId, true))(t)
+		harness.Get(d.Cri.ContainerStatus(t.Context(), created.ContainerId, true))(t)
 	})
 }
 
@@ -163,21 +165,21 @@ func FuzzRunning(f *testing.F) {
 		if proto.Unmarshal(resources, update) != nil {
 			t.Skip("no message")
 		}
-		d := startDaemon(t)
-		c := d.runPod(t, hostNetwork).run(t)
-		runtime := rawRuntime(t, d)
-		_, err := runtime.UpdateContainerResources(t.Context(), &runtimeapi.UpdateContainerResourcesRequest{ContainerId: c.id, Linux: update})
+		d := harness.StartDaemon(t)
+		c := d.RunPod(t, harness.HostNetwork).Run(t)
+		runtime := harness.RawRuntime(t, d)
+		_, err := runtime.UpdateContainerResources(t.Context(), &runtimeapi.UpdateContainerResourcesRequest{ContainerId: c.Id, Linux: update})
 		fits(t, "UpdateContainerResources", err)
-		_, err = runtime.UpdatePodSandboxResources(t.Context(), &runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: c.pod.id, Resources: update, Overhead: update})
+		_, err = runtime.UpdatePodSandboxResources(t.Context(), &runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: c.Pod.Id, Resources: update, Overhead: update})
 		fits(t, "UpdatePodSandboxResources", err)
 		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
 		defer cancel()
-		_, err = runtime.ExecSync(ctx, &runtimeapi.ExecSyncRequest{ContainerId: c.id, Cmd: []string{command, argument}, Timeout: 1})
+		_, err = runtime.ExecSync(ctx, &runtimeapi.ExecSyncRequest{ContainerId: c.Id, Cmd: []string{command, argument}, Timeout: 1})
 		fits(t, "ExecSync", err)
 		if seconds > 1 {
 			seconds = 1
 		}
-		_, err = runtime.StopContainer(t.Context(), &runtimeapi.StopContainerRequest{ContainerId: c.id, Timeout: seconds})
+		_, err = runtime.StopContainer(t.Context(), &runtimeapi.StopContainerRequest{ContainerId: c.Id, Timeout: seconds})
 		fits(t, "StopContainer", err)
 	})
 }

@@ -19,10 +19,11 @@ import (
 	cri "k8s.io/cri-client/pkg"
 
 	"berth/integration/fixture"
+	"berth/integration/harness"
 )
 
 // withHandler configures a runtime handler.
-func withHandler(name, path string, args ...string) daemonOption {
+func withHandler(name, path string, args ...string) harness.DaemonOption {
 	lines := []string{"[handlers." + name + "]"}
 	if path != "" {
 		lines = append(lines, fmt.Sprintf("path = %q", path))
@@ -30,17 +31,17 @@ func withHandler(name, path string, args ...string) daemonOption {
 	if len(args) > 0 {
 		lines = append(lines, fmt.Sprintf(`args = ["%s"]`, strings.Join(args, `", "`)))
 	}
-	return withConfig(lines...)
+	return harness.WithConfig(lines...)
 }
 
 // runPodWith is runPod with a runtime handler.
-func (d *daemon) runPodWith(t *testing.T, handler string, opts ...podOption) *pod {
+func runPodWith(t *testing.T, d *harness.Daemon, handler string, opts ...harness.PodOption) *harness.Pod {
 	t.Helper()
-	config := d.podConfig(t, opts...)
-	id, err := d.cri.RunPodSandbox(t.Context(), config, handler)
-	must(t, err)
-	d.objects = append(d.objects, id)
-	return &pod{d: d, id: id, config: config}
+	config := d.PodConfig(t, opts...)
+	id, err := d.Cri.RunPodSandbox(t.Context(), config, handler)
+	harness.Must(t, err)
+	d.Objects = append(d.Objects, id)
+	return &harness.Pod{D: d, Id: id, Config: config}
 }
 
 // crun returns the path of crun, $BERTH_CRUN or the one in PATH, and lets it believe that no cgroup controller is on
@@ -57,9 +58,9 @@ func crun(t *testing.T) string {
 	const file = "/sys/fs/cgroup/unified/cgroup.controllers"
 	if _, err := os.Stat(file); err == nil {
 		empty := filepath.Join(t.TempDir(), "empty")
-		must(t, os.WriteFile(empty, nil, 0o600))
-		must(t, unix.Mount(empty, file, "", unix.MS_BIND, ""))
-		t.Cleanup(func() { must(t, unix.Unmount(file, 0)) })
+		harness.Must(t, os.WriteFile(empty, nil, 0o600))
+		harness.Must(t, unix.Mount(empty, file, "", unix.MS_BIND, ""))
+		t.Cleanup(func() { harness.Must(t, unix.Unmount(file, 0)) })
 	}
 	return path
 }
@@ -78,15 +79,15 @@ func runsc(t *testing.T) string {
 }
 
 // handlersOf returns what Status and verbose Status say of the runtime handlers.
-func handlersOf(t *testing.T, d *daemon) (announced map[string]*runtimeapi.RuntimeHandlerFeatures, problems map[string]string) {
+func handlersOf(t *testing.T, d *harness.Daemon) (announced map[string]*runtimeapi.RuntimeHandlerFeatures, problems map[string]string) {
 	t.Helper()
-	status := get(d.cri.Status(t.Context(), true))(t)
+	status := harness.Get(d.Cri.Status(t.Context(), true))(t)
 	announced, problems = map[string]*runtimeapi.RuntimeHandlerFeatures{}, map[string]string{}
 	for _, h := range status.RuntimeHandlers {
 		announced[h.Name] = h.Features
 	}
 	var all []struct{ Name, Problem string }
-	must(t, json.Unmarshal([]byte(status.Info["handlers"]), &all))
+	harness.Must(t, json.Unmarshal([]byte(status.Info["handlers"]), &all))
 	for _, h := range all {
 		problems[h.Name] = h.Problem
 	}
@@ -95,12 +96,12 @@ func handlersOf(t *testing.T, d *daemon) (announced map[string]*runtimeapi.Runti
 
 // A handler without a program is the built-in one by another name.
 func TestHandlerAlias(t *testing.T) {
-	d := startDaemon(t, withHandler("test-handler", ""))
+	d := harness.StartDaemon(t, withHandler("test-handler", ""))
 	announced, _ := handlersOf(t, d)
-	equal(t, "features", announced["test-handler"].String(), announced["berth"].String())
-	pod := d.runPodWith(t, "test-handler", hostNetwork)
-	equal(t, "handler", pod.status(t).RuntimeHandler, "test-handler")
-	equal(t, "exec", pod.run(t).exec(t, "echo", "hello"), "hello")
+	harness.Equal(t, "features", announced["test-handler"].String(), announced["berth"].String())
+	pod := runPodWith(t, d, "test-handler", harness.HostNetwork)
+	harness.Equal(t, "handler", pod.Status(t).RuntimeHandler, "test-handler")
+	harness.Equal(t, "exec", pod.Run(t).Exec(t, "echo", "hello"), "hello")
 }
 
 // A program that is missing keeps neither the daemon nor other handlers' pods from
@@ -108,70 +109,70 @@ func TestHandlerAlias(t *testing.T) {
 func TestHandlerProgramMissing(t *testing.T) {
 	path := crun(t)
 	link := filepath.Join(t.TempDir(), "crun")
-	d := startDaemon(t, withHandler("later", link), withHandler("broken", "/bin/false"))
+	d := harness.StartDaemon(t, withHandler("later", link), withHandler("broken", "/bin/false"))
 	announced, problems := handlersOf(t, d)
 	for _, name := range []string{"later", "broken"} {
 		if _, ok := announced[name]; ok || problems[name] == "" {
 			t.Errorf("handler %s is announced (%v), its problem is %q", name, ok, problems[name])
 		}
-		_, err := d.cri.RunPodSandbox(t.Context(), d.podConfig(t, hostNetwork), name)
-		wantCode(t, err, codes.FailedPrecondition, name)
+		_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t, harness.HostNetwork), name)
+		harness.WantCode(t, err, codes.FailedPrecondition, name)
 	}
-	d.runPod(t, hostNetwork)
-	must(t, os.Symlink(path, link))
-	d.runPodWith(t, "later", hostNetwork)
+	d.RunPod(t, harness.HostNetwork)
+	harness.Must(t, os.Symlink(path, link))
+	runPodWith(t, d, "later", harness.HostNetwork)
 	if announced, _ := handlersOf(t, d); announced["later"] == nil {
 		t.Error("the handler is not announced although a pod runs with it")
 	}
 }
 
 func TestCrun(t *testing.T) {
-	d := startDaemon(t, withHandler("crun", crun(t)))
-	pod := d.runPodWith(t, "crun")
-	equal(t, "handler", pod.status(t).RuntimeHandler, "crun")
+	d := harness.StartDaemon(t, withHandler("crun", crun(t)))
+	pod := runPodWith(t, d, "crun")
+	harness.Equal(t, "handler", pod.Status(t).RuntimeHandler, "crun")
 	t.Run("lifecycle", func(t *testing.T) {
-		c := pod.run(t, script("trap 'echo bye; exit 7' TERM; echo hello; echo oops >&2; while :; do sleep 0.02; done"))
-		c.waitOutput(t, "hello")
-		equal(t, "exec", c.exec(t, "sh", "-c", "echo in; exec echo $0", "x"), "in\nx")
-		_, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"sh", "-c", "exit 3"}, 0)
-		equal(t, "exit code of an exec", exitCode(err), 3)
-		_, _, err = d.cri.ExecSync(t.Context(), c.id, []string{"no-such-command"}, 0)
-		wantCode(t, err, codes.InvalidArgument, "no-such-command")
-		c.stop(t, 10)
-		status := c.waitExited(t)
-		equal(t, "exit code", status.ExitCode, 7)
-		if out := c.output(t); !contains(out, "bye") {
+		c := pod.Run(t, harness.Script("trap 'echo bye; exit 7' TERM; echo hello; echo oops >&2; while :; do sleep 0.02; done"))
+		c.WaitOutput(t, "hello")
+		harness.Equal(t, "exec", c.Exec(t, "sh", "-c", "echo in; exec echo $0", "x"), "in\nx")
+		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "exit 3"}, 0)
+		harness.Equal(t, "exit code of an exec", harness.ExitCode(err), 3)
+		_, _, err = d.Cri.ExecSync(t.Context(), c.Id, []string{"no-such-command"}, 0)
+		harness.WantCode(t, err, codes.InvalidArgument, "no-such-command")
+		c.Stop(t, 10)
+		status := c.WaitExited(t)
+		harness.Equal(t, "exit code", status.ExitCode, 7)
+		if out := c.Output(t); !harness.Contains(out, "bye") {
 			t.Errorf("the log is %q", out)
 		}
 	})
 	t.Run("kill", func(t *testing.T) {
-		c := pod.run(t, script("trap '' TERM; sleep 1000 & sleep 1000"))
-		c.stop(t, 0)
-		equal(t, "exit code", c.waitExited(t).ExitCode, 137)
+		c := pod.Run(t, harness.Script("trap '' TERM; sleep 1000 & sleep 1000"))
+		c.Stop(t, 0)
+		harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 137)
 	})
 	t.Run("bad command", func(t *testing.T) {
-		c := pod.create(t, command("/no/such/program"))
-		wantCode(t, d.cri.StartContainer(t.Context(), c.id), codes.InvalidArgument, "/no/such/program")
-		equal(t, "reason", c.status(t).Reason, "StartError")
+		c := pod.Create(t, harness.Command("/no/such/program"))
+		harness.WantCode(t, d.Cri.StartContainer(t.Context(), c.Id), codes.InvalidArgument, "/no/such/program")
+		harness.Equal(t, "reason", c.Status(t).Reason, "StartError")
 	})
 	t.Run("OOM", func(t *testing.T) {
-		_, status := pod.runToEnd(t, command("tail", "/dev/zero"), resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 16 << 20 }))
-		equal(t, "reason", status.Reason, "OOMKilled")
+		_, status := pod.RunToEnd(t, harness.Command("tail", "/dev/zero"), harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 16 << 20 }))
+		harness.Equal(t, "reason", status.Reason, "OOMKilled")
 	})
 	t.Run("update", func(t *testing.T) {
-		c := pod.run(t, resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
-		must(t, d.cri.UpdateContainerResources(t.Context(), c.id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20}}))
-		memory, _ := c.limits(t)
-		equal(t, "memory limit", memory, "134217728")
+		c := pod.Run(t, harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
+		harness.Must(t, d.Cri.UpdateContainerResources(t.Context(), c.Id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20}}))
+		memory, _ := limitsOf(t, c)
+		harness.Equal(t, "memory limit", memory, "134217728")
 	})
 	t.Run("annotations", func(t *testing.T) {
-		c := pod.run(t, func(c *runtimeapi.ContainerConfig) {
+		c := pod.Run(t, func(c *runtimeapi.ContainerConfig) {
 			c.Annotations = map[string]string{"run.oci.keep_original_groups": "1", "io.kubernetes.cri.container-type": "sandbox", "io.kubernetes.cri.sandbox-id": "other"}
 		})
 		var spec struct{ Annotations map[string]string }
-		must(t, json.Unmarshal(get(os.ReadFile(filepath.Join(d.state, "c", c.id, "config.json")))(t), &spec))
-		want := map[string]string{"io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": pod.id}
-		if systemdDriver() {
+		harness.Must(t, json.Unmarshal(harness.Get(os.ReadFile(filepath.Join(d.State, "c", c.Id, "config.json")))(t), &spec))
+		want := map[string]string{"io.kubernetes.cri.container-type": "container", "io.kubernetes.cri.sandbox-id": pod.Id}
+		if harness.SystemdDriver() {
 			want["run.oci.systemd.subgroup"] = ""
 		}
 		if !maps.Equal(spec.Annotations, want) {
@@ -183,8 +184,8 @@ func TestCrun(t *testing.T) {
 		if announced["crun"].GetRecursiveReadOnlyMounts() {
 			t.Skip("this crun can")
 		}
-		_, err := pod.tryCreate(t, mount(&runtimeapi.Mount{HostPath: t.TempDir(), ContainerPath: "/mnt", Readonly: true, RecursiveReadOnly: true}))
-		if err == nil || !contains(err.Error(), "RROUnsupported") {
+		_, err := pod.TryCreate(t, harness.Mount(&runtimeapi.Mount{HostPath: t.TempDir(), ContainerPath: "/mnt", Readonly: true, RecursiveReadOnly: true}))
+		if err == nil || !harness.Contains(err.Error(), "RROUnsupported") {
 			t.Errorf("a recursive read-only mount: %v, want RROUnsupported", err)
 		}
 	})
@@ -193,58 +194,58 @@ func TestCrun(t *testing.T) {
 // A pod's user namespace is made by berth; a runtime's program joins it, if it says that it can.
 func TestCrunUserNamespace(t *testing.T) {
 	const base = 5 * usernsLength
-	d := startDaemon(t, withHandler("crun", crun(t)))
+	d := harness.StartDaemon(t, withHandler("crun", crun(t)))
 	if announced, _ := handlersOf(t, d); !announced["crun"].GetUserNamespaces() {
-		_, err := d.cri.RunPodSandbox(t.Context(), d.podConfig(t, userNamespace(base)), "crun")
-		wantCode(t, err, codes.FailedPrecondition, "user namespaces")
+		_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t, userNamespace(base)), "crun")
+		harness.WantCode(t, err, codes.FailedPrecondition, "user namespaces")
 		mapped := &runtimeapi.Mount{HostPath: t.TempDir(), ContainerPath: "/mnt", UidMappings: idMapping(base), GidMappings: idMapping(base)}
-		_, err = d.runPodWith(t, "crun", hostNetwork).tryCreate(t, mount(mapped))
-		wantCode(t, err, codes.FailedPrecondition, "ID-mapped mounts")
+		_, err = runPodWith(t, d, "crun", harness.HostNetwork).TryCreate(t, harness.Mount(mapped))
+		harness.WantCode(t, err, codes.FailedPrecondition, "ID-mapped mounts")
 		t.Skip("NOT TESTED beyond its refusal: this crun can't run pods in user namespaces (1.21 can)")
 	}
 	volume := t.TempDir()
-	must(t, os.WriteFile(filepath.Join(volume, "file"), nil, 0o600))
-	must(t, os.Chown(filepath.Join(volume, "file"), 5, 6))
-	pod := d.runPodWith(t, "crun", userNamespace(base))
-	c := pod.run(t, inUserNamespace(base), mount(&runtimeapi.Mount{HostPath: volume, ContainerPath: "/mnt",
+	harness.Must(t, os.WriteFile(filepath.Join(volume, "file"), nil, 0o600))
+	harness.Must(t, os.Chown(filepath.Join(volume, "file"), 5, 6))
+	pod := runPodWith(t, d, "crun", userNamespace(base))
+	c := pod.Run(t, inUserNamespace(base), harness.Mount(&runtimeapi.Mount{HostPath: volume, ContainerPath: "/mnt",
 		UidMappings: idMapping(base), GidMappings: idMapping(base)}))
-	equal(t, "uid_map", strings.Join(strings.Fields(c.exec(t, "cat", "/proc/self/uid_map")), " "), fmt.Sprintf("0 %d 65536", base))
-	equal(t, "uid on the host", strings.Fields(statusField(t, c.pid(t), "Uid"))[0], strconv.Itoa(base))
+	harness.Equal(t, "uid_map", strings.Join(strings.Fields(c.Exec(t, "cat", "/proc/self/uid_map")), " "), fmt.Sprintf("0 %d 65536", base))
+	harness.Equal(t, "uid on the host", strings.Fields(harness.StatusField(t, c.Pid(t), "Uid"))[0], strconv.Itoa(base))
 	for _, kind := range []string{"user", "net", "ipc", "uts"} {
-		equal(t, kind+" namespace", namespace(t, c.pid(t), kind), namespace(t, pod.pausePID(t), kind))
+		harness.Equal(t, kind+" namespace", harness.Namespace(t, c.Pid(t), kind), harness.Namespace(t, pod.PausePID(t), kind))
 	}
-	equal(t, "owners", c.exec(t, "stat", "-c", "%u:%g", "/", "/bin/busybox", "/mnt/file", "/etc/hosts"), "0:0\n0:0\n5:6\n0:0")
-	c.exec(t, "sh", "-c", "touch /mnt/new /new && echo '# mine' >>/etc/hosts && echo x >/dev/shm/f && echo out >/dev/stdout")
-	equal(t, "new file of the volume", owner(t, filepath.Join(volume, "new")), "0:0")
-	equal(t, "new file of the writable layer", owner(t, filepath.Join(d.upper(c), "new")), fmt.Sprintf("%d:%d", base, base))
-	_, status := pod.runToEnd(t, inUserNamespace(base), script("echo to the log >/dev/stdout; exit 4"))
-	equal(t, "exit code", status.ExitCode, 4)
+	harness.Equal(t, "owners", c.Exec(t, "stat", "-c", "%u:%g", "/", "/bin/busybox", "/mnt/file", "/etc/hosts"), "0:0\n0:0\n5:6\n0:0")
+	c.Exec(t, "sh", "-c", "touch /mnt/new /new && echo '# mine' >>/etc/hosts && echo x >/dev/shm/f && echo out >/dev/stdout")
+	harness.Equal(t, "new file of the volume", owner(t, filepath.Join(volume, "new")), "0:0")
+	harness.Equal(t, "new file of the writable layer", owner(t, filepath.Join(upperDir(d, c), "new")), fmt.Sprintf("%d:%d", base, base))
+	_, status := pod.RunToEnd(t, inUserNamespace(base), harness.Script("echo to the log >/dev/stdout; exit 4"))
+	harness.Equal(t, "exit code", status.ExitCode, 4)
 }
 
 // What a runtime's program made, the next daemon finds, stops and removes, even if it
 // knows the handler no more.
 func TestCrunSurvivesDaemon(t *testing.T) {
-	d := startDaemon(t, withHandler("crun", crun(t)))
-	pod := d.runPodWith(t, "crun", hostNetwork)
-	running := pod.run(t)
-	ends := pod.run(t, script("trap 'exit 11' TERM; echo ready; while :; do sleep 0.02; done"))
-	ends.waitOutput(t, "ready")
-	pid := ends.pid(t)
-	d.kill(t)
-	must(t, syscall.Kill(pid, syscall.SIGTERM))
-	config := string(get(os.ReadFile(d.configFile()))(t))
-	must(t, os.WriteFile(d.configFile(), []byte(strings.ReplaceAll(config, "[handlers.crun]", "[handlers.other]")), 0o600))
-	d.start(t)
-	equal(t, "exit code", ends.waitExited(t).ExitCode, 11)
-	equal(t, "pod state", pod.status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
-	equal(t, "exec", running.exec(t, "echo", "still"), "still")
-	_, err := d.cri.RunPodSandbox(t.Context(), d.podConfig(t, hostNetwork), "crun")
-	wantCode(t, err, codes.NotFound, "crun")
-	pod.stop(t)
-	equal(t, "exit code", running.waitExited(t).ExitCode, 137)
-	pod.remove(t)
+	d := harness.StartDaemon(t, withHandler("crun", crun(t)))
+	pod := runPodWith(t, d, "crun", harness.HostNetwork)
+	running := pod.Run(t)
+	ends := pod.Run(t, harness.Script("trap 'exit 11' TERM; echo ready; while :; do sleep 0.02; done"))
+	ends.WaitOutput(t, "ready")
+	pid := ends.Pid(t)
+	d.Kill(t)
+	harness.Must(t, syscall.Kill(pid, syscall.SIGTERM))
+	config := string(harness.Get(os.ReadFile(d.ConfigFile()))(t))
+	harness.Must(t, os.WriteFile(d.ConfigFile(), []byte(strings.ReplaceAll(config, "[handlers.crun]", "[handlers.other]")), 0o600))
+	d.Start(t)
+	harness.Equal(t, "exit code", ends.WaitExited(t).ExitCode, 11)
+	harness.Equal(t, "pod state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
+	harness.Equal(t, "exec", running.Exec(t, "echo", "still"), "still")
+	_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t, harness.HostNetwork), "crun")
+	harness.WantCode(t, err, codes.NotFound, "crun")
+	pod.Stop(t)
+	harness.Equal(t, "exit code", running.WaitExited(t).ExitCode, 137)
+	pod.Remove(t)
 	for _, dir := range []string{"oci", "c"} {
-		if left := get(os.ReadDir(filepath.Join(d.state, dir)))(t); len(left) > 0 {
+		if left := harness.Get(os.ReadDir(filepath.Join(d.State, dir)))(t); len(left) > 0 {
 			t.Errorf("%s has %v left", dir, left)
 		}
 	}
@@ -255,79 +256,79 @@ func TestRunsc(t *testing.T) {
 	// gVisor takes the pod's addresses from its interface, and the bridge plugin then does
 	// not know any more what it masquerades.
 	network := strings.Replace(fixture.Conflist("test", "/run/runsc-network", fixture.Range4), `"ipMasq": true`, `"ipMasq": false`, 1)
-	d := startDaemon(t, withHandler("runsc", runsc(t)), withNetwork(network))
-	pod := d.runPodWith(t, "runsc")
+	d := harness.StartDaemon(t, withHandler("runsc", runsc(t)), harness.WithNetwork(network))
+	pod := runPodWith(t, d, "runsc")
 	t.Run("lifecycle", func(t *testing.T) {
-		c := pod.run(t, script("trap 'echo bye; exit 7' TERM; echo hello; dmesg | head -3; while :; do sleep 0.1; done"))
-		c.waitOutput(t, "gVisor")
-		equal(t, "exec", c.exec(t, "echo", "in"), "in")
-		_, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"sh", "-c", "exit 3"}, 0)
-		equal(t, "exit code of an exec", exitCode(err), 3)
-		c.stop(t, 20)
-		equal(t, "exit code", c.waitExited(t).ExitCode, 7)
-		if out := c.output(t); !contains(out, "bye") {
+		c := pod.Run(t, harness.Script("trap 'echo bye; exit 7' TERM; echo hello; dmesg | head -3; while :; do sleep 0.1; done"))
+		c.WaitOutput(t, "gVisor")
+		harness.Equal(t, "exec", c.Exec(t, "echo", "in"), "in")
+		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "exit 3"}, 0)
+		harness.Equal(t, "exit code of an exec", harness.ExitCode(err), 3)
+		c.Stop(t, 20)
+		harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 7)
+		if out := c.Output(t); !harness.Contains(out, "bye") {
 			t.Errorf("the log is %q", out)
 		}
 	})
 	t.Run("network", func(t *testing.T) {
-		c := pod.run(t)
-		if out := c.exec(t, "ip", "addr"); !contains(out, pod.ip(t)) {
-			t.Errorf("the pod's address %s is not in the sandbox:\n%s", pod.ip(t), out)
+		c := pod.Run(t)
+		if out := c.Exec(t, "ip", "addr"); !harness.Contains(out, pod.Ip(t)) {
+			t.Errorf("the pod's address %s is not in the sandbox:\n%s", pod.Ip(t), out)
 		}
 	})
 	t.Run("exec is killed inside", func(t *testing.T) {
-		c := pod.run(t)
-		_, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"sh", "-c", "sleep 4711 & sleep 4711"}, 2e9)
+		c := pod.Run(t)
+		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "sleep 4711 & sleep 4711"}, 2e9)
 		if !errors.Is(err, cri.ErrCommandTimedOut) { // cri-client's word for DeadlineExceeded
 			t.Errorf("the error is %v, want DeadlineExceeded", err)
 		}
-		eventually(t, "the processes inside are gone", func() error {
-			if out := c.exec(t, "ps"); contains(out, "4711") {
-				return unexpected("ps", out, "no sleep")
+		harness.Eventually(t, "the processes inside are gone", func() error {
+			if out := c.Exec(t, "ps"); harness.Contains(out, "4711") {
+				return harness.Unexpected("ps", out, "no sleep")
 			}
 			return nil
 		})
 	})
 	t.Run("bad command", func(t *testing.T) {
-		c := pod.create(t, command("/no/such/program"))
-		wantCode(t, d.cri.StartContainer(t.Context(), c.id), codes.InvalidArgument, "/no/such/program")
+		c := pod.Create(t, harness.Command("/no/such/program"))
+		harness.WantCode(t, d.Cri.StartContainer(t.Context(), c.Id), codes.InvalidArgument, "/no/such/program")
 	})
 	t.Run("terminal", func(t *testing.T) {
-		c := pod.run(t, script("[ -t 0 ] && echo terminal; exec sleep 1000"), func(c *runtimeapi.ContainerConfig) { c.Tty = true })
-		c.waitOutput(t, "terminal\r")
-		equal(t, "exec", c.exec(t, "echo", "in"), "in")
+		c := pod.Run(t, harness.Script("[ -t 0 ] && echo terminal; exec sleep 1000"), func(c *runtimeapi.ContainerConfig) { c.Tty = true })
+		c.WaitOutput(t, "terminal\r")
+		harness.Equal(t, "exec", c.Exec(t, "echo", "in"), "in")
 	})
 	t.Run("recovery", func(t *testing.T) {
-		running := pod.run(t)
-		ends := pod.run(t, script("while [ ! -e /tmp/stop ]; do sleep 0.1; done; exit 42"))
-		d.kill(t)
-		d.start(t)
-		equal(t, "pod state", pod.status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
-		ends.exec(t, "touch", "/tmp/stop")
-		equal(t, "exit code", ends.waitExited(t).ExitCode, 42)
-		running.stop(t, 0)
-		equal(t, "exit code", running.waitExited(t).ExitCode, 137)
+		running := pod.Run(t)
+		ends := pod.Run(t, harness.Script("while [ ! -e /tmp/stop ]; do sleep 0.1; done; exit 42"))
+		d.Kill(t)
+		d.Start(t)
+		harness.Equal(t, "pod state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
+		ends.Exec(t, "touch", "/tmp/stop")
+		harness.Equal(t, "exit code", ends.WaitExited(t).ExitCode, 42)
+		running.Stop(t, 0)
+		harness.Equal(t, "exit code", running.WaitExited(t).ExitCode, 137)
 	})
 }
 
 // What a runtime's program made for a pod whose records are lost is removed.
 func TestCrunWithoutRecords(t *testing.T) {
-	d := startDaemon(t, withHandler("crun", crun(t)))
-	pod := d.runPodWith(t, "crun", hostNetwork)
-	c := pod.run(t)
-	pid := c.pid(t)
-	d.kill(t)
+	d := harness.StartDaemon(t, withHandler("crun", crun(t)))
+	pod := runPodWith(t, d, "crun", harness.HostNetwork)
+	c := pod.Run(t)
+	pid := c.Pid(t)
+	d.Kill(t)
 	for _, dir := range []string{"pods", "containers"} {
-		must(t, os.RemoveAll(filepath.Join(d.root, dir)))
+		harness.Must(t, os.RemoveAll(filepath.Join(d.Root, dir)))
 	}
-	d.start(t)
-	eventually(t, "nothing of the pod is left", func() error {
+	d.Start(t)
+	harness.Eventually(t, "nothing of the pod is left", func() error {
 		for _, dir := range []string{"c", "oci"} {
-			if left, err := os.ReadDir(filepath.Join(d.state, dir)); err != nil || len(left) > 0 {
+			if left, err := os.ReadDir(filepath.Join(d.State, dir)); err != nil || len(left) > 0 {
 				return fmt.Errorf("%s has %v, %w", dir, left, err)
 			}
 		}
-		if alive(pid) {
+		if harness.Alive(pid) {
 			return errors.New("the container runs")
 		}
 		return nil

@@ -12,12 +12,14 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
 )
 
 // Requests with the same identity and config join, at once and afterwards.
 func TestRunPodSandboxIsIdempotent(t *testing.T) {
-	d := startDaemon(t)
-	config := d.podConfig(t)
+	d := harness.StartDaemon(t)
+	config := d.PodConfig(t)
 	const n = 5
 	type result struct {
 		id  string
@@ -26,59 +28,59 @@ func TestRunPodSandboxIsIdempotent(t *testing.T) {
 	results := make(chan result, n)
 	for range n {
 		go func() {
-			id, err := d.cri.RunPodSandbox(t.Context(), config, "")
+			id, err := d.Cri.RunPodSandbox(t.Context(), config, "")
 			results <- result{id, err}
 		}()
 	}
 	ids := map[string]bool{}
 	for range n {
 		r := <-results
-		must(t, r.err)
+		harness.Must(t, r.err)
 		ids[r.id] = true
 	}
-	pod := d.runPodConfig(t, config)
-	ids[pod.id] = true
-	equal(t, "number of pods made", len(ids), 1)
-	equal(t, "number of pods listed", len(get(d.cri.ListPodSandbox(t.Context(), nil))(t)), 1)
+	pod := d.RunPodConfig(t, config)
+	ids[pod.Id] = true
+	harness.Equal(t, "number of pods made", len(ids), 1)
+	harness.Equal(t, "number of pods listed", len(harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)), 1)
 
-	d.restart(t)
-	equal(t, "ID after a restart", d.runPodConfig(t, config).id, pod.id)
+	d.Restart(t)
+	harness.Equal(t, "ID after a restart", d.RunPodConfig(t, config).Id, pod.Id)
 
 	other := proto.Clone(config).(*runtimeapi.PodSandboxConfig)
 	other.Hostname = "another"
-	_, err := d.cri.RunPodSandbox(t.Context(), other, "")
-	wantCode(t, err, codes.AlreadyExists, pod.id)
+	_, err := d.Cri.RunPodSandbox(t.Context(), other, "")
+	harness.WantCode(t, err, codes.AlreadyExists, pod.Id)
 
 	next := proto.Clone(config).(*runtimeapi.PodSandboxConfig)
 	next.Metadata.Attempt = 1
-	if again := d.runPodConfig(t, next); again.id == pod.id {
+	if again := d.RunPodConfig(t, next); again.Id == pod.Id {
 		t.Error("another attempt got the same pod")
 	}
 }
 
 func TestCreateContainerIsIdempotent(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	c := pod.create(t, containerNamed("main"))
-	id, err := d.cri.CreateContainer(t.Context(), pod.id, c.config, pod.config)
-	must(t, err)
-	equal(t, "ID", id, c.id)
-	other := proto.Clone(c.config).(*runtimeapi.ContainerConfig)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Create(t, harness.ContainerNamed("main"))
+	id, err := d.Cri.CreateContainer(t.Context(), pod.Id, c.Config, pod.Config)
+	harness.Must(t, err)
+	harness.Equal(t, "ID", id, c.Id)
+	other := proto.Clone(c.Config).(*runtimeapi.ContainerConfig)
 	other.Command = []string{"sleep", "1"}
-	_, err = d.cri.CreateContainer(t.Context(), pod.id, other, pod.config)
-	wantCode(t, err, codes.AlreadyExists, c.id)
-	next := proto.Clone(c.config).(*runtimeapi.ContainerConfig)
+	_, err = d.Cri.CreateContainer(t.Context(), pod.Id, other, pod.Config)
+	harness.WantCode(t, err, codes.AlreadyExists, c.Id)
+	next := proto.Clone(c.Config).(*runtimeapi.ContainerConfig)
 	next.Metadata.Attempt = 1
-	id, err = d.cri.CreateContainer(t.Context(), pod.id, next, pod.config)
-	must(t, err)
-	if id == c.id {
+	id, err = d.Cri.CreateContainer(t.Context(), pod.Id, next, pod.Config)
+	harness.Must(t, err)
+	if id == c.Id {
 		t.Error("another attempt got the same container")
 	}
 	// Once removed, the identity is free.
-	must(t, d.cri.RemoveContainer(t.Context(), c.id))
-	id, err = d.cri.CreateContainer(t.Context(), pod.id, c.config, pod.config)
-	must(t, err)
-	if id == c.id {
+	harness.Must(t, d.Cri.RemoveContainer(t.Context(), c.Id))
+	id, err = d.Cri.CreateContainer(t.Context(), pod.Id, c.Config, pod.Config)
+	harness.Must(t, err)
+	if id == c.Id {
 		t.Error("a removed container came back under its ID")
 	}
 }
@@ -86,91 +88,91 @@ func TestCreateContainerIsIdempotent(t *testing.T) {
 // kubelet's deadline passes, and its retry gets the pod: "name is reserved" cannot happen.
 func TestRetryAfterClientsDeadline(t *testing.T) {
 	plugin := newFakePlugin(t, "slow", `while [ ! -e "`+"$(dirname \"$0\")"+`/go" ]; do sleep 0.02; done; `+fakeResult)
-	d := startDaemon(t, withBinDir(plugin.dir), withNetwork(`{"cniVersion": "1.0.0", "name": "slow", "plugins": [{"type": "slow"}]}`))
-	config := d.podConfig(t)
+	d := harness.StartDaemon(t, withBinDir(plugin.dir), harness.WithNetwork(`{"cniVersion": "1.0.0", "name": "slow", "plugins": [{"type": "slow"}]}`))
+	config := d.PodConfig(t)
 	ctx, cancel := context.WithCancel(t.Context())
 	first := make(chan error, 1)
 	go func() {
-		_, err := d.cri.RunPodSandbox(ctx, config, "")
+		_, err := d.Cri.RunPodSandbox(ctx, config, "")
 		first <- err
 	}()
-	eventually(t, "the plugin is called", func() error {
+	harness.Eventually(t, "the plugin is called", func() error {
 		if len(plugin.calls("ADD")) == 0 {
 			return context.DeadlineExceeded
 		}
 		return nil
 	})
 	cancel()
-	wantCode(t, <-first, codes.Canceled)
+	harness.WantCode(t, <-first, codes.Canceled)
 	plugin.release(t)
-	pod := d.runPodConfig(t, config)
-	equal(t, "state", pod.status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
-	equal(t, "times the plugin was called", len(plugin.calls("ADD")), 1)
+	pod := d.RunPodConfig(t, config)
+	harness.Equal(t, "state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
+	harness.Equal(t, "times the plugin was called", len(plugin.calls("ADD")), 1)
 }
 
 // kubelet's deadline passes again and again while an NRI plugin is slow: each retry joins the one creation.
 func TestCreateContainerJoins(t *testing.T) {
-	d := startDaemon(t, withConfig(`nri_request_timeout = "1m"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "1m"`))
 	plugin, asked, end := slowPlugin(t, d)
-	pod := d.runPod(t, hostNetwork)
-	d.ensureImage(t, baseImage)
-	config := pod.containerConfig()
+	pod := d.RunPod(t, harness.HostNetwork)
+	d.EnsureImage(t, harness.BaseImage)
+	config := pod.ContainerConfig()
 	create := func(ctx context.Context) (string, error) {
-		return d.cri.CreateContainer(ctx, pod.id, config, pod.config)
+		return d.Cri.CreateContainer(ctx, pod.Id, config, pod.Config)
 	}
 	giveUpWhile(t, asked, func(ctx context.Context) error { _, err := create(ctx); return err })
 	for range 3 {
 		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 		_, err := create(ctx)
 		cancel()
-		wantCode(t, err, codes.DeadlineExceeded)
+		harness.WantCode(t, err, codes.DeadlineExceeded)
 	}
-	equal(t, "number of containers listed", len(get(d.cri.ListContainers(t.Context(), nil))(t)), 0)
+	harness.Equal(t, "number of containers listed", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 0)
 	close(end)
 	id, err := create(t.Context())
-	must(t, err)
-	equal(t, "ID of a later retry", get(create(t.Context()))(t), id)
-	equal(t, "number of containers listed", len(get(d.cri.ListContainers(t.Context(), nil))(t)), 1)
-	plugin.waitEvents(t, "RunPodSandbox "+pod.config.Metadata.Name,
+	harness.Must(t, err)
+	harness.Equal(t, "ID of a later retry", harness.Get(create(t.Context()))(t), id)
+	harness.Equal(t, "number of containers listed", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 1)
+	plugin.waitEvents(t, "RunPodSandbox "+pod.Config.Metadata.Name,
 		"CreateContainer "+config.Metadata.Name, "PostCreateContainer "+config.Metadata.Name)
 	other := proto.Clone(config).(*runtimeapi.ContainerConfig)
 	other.Command = []string{"sleep", "1"}
-	_, err = d.cri.CreateContainer(t.Context(), pod.id, other, pod.config)
-	wantCode(t, err, codes.AlreadyExists, id)
+	_, err = d.Cri.CreateContainer(t.Context(), pod.Id, other, pod.Config)
+	harness.WantCode(t, err, codes.AlreadyExists, id)
 }
 
 // kubelet's retry is never the same request: it makes up the path of the termination log anew. It gets a
 // container of that content, in place of the one that nobody was told of.
 func TestCreateContainerRetriedWithAnotherContent(t *testing.T) {
-	d := startDaemon(t, withConfig(`nri_request_timeout = "1m"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "1m"`))
 	_, asked, end := slowPlugin(t, d)
-	pod := d.runPod(t, hostNetwork)
-	d.ensureImage(t, baseImage)
-	config := pod.containerConfig(func(c *runtimeapi.ContainerConfig) { c.LogPath = "" })
+	pod := d.RunPod(t, harness.HostNetwork)
+	d.EnsureImage(t, harness.BaseImage)
+	config := pod.ContainerConfig(func(c *runtimeapi.ContainerConfig) { c.LogPath = "" })
 	giveUpWhile(t, asked, func(ctx context.Context) error {
-		_, err := d.cri.CreateContainer(ctx, pod.id, config, pod.config)
+		_, err := d.Cri.CreateContainer(ctx, pod.Id, config, pod.Config)
 		return err
 	})
 	close(end)
 	config.Envs = append(config.Envs, &runtimeapi.KeyValue{Key: "RETRY", Value: []byte("1")})
-	id, err := d.cri.CreateContainer(t.Context(), pod.id, config, pod.config)
-	must(t, err)
-	listed := get(d.cri.ListContainers(t.Context(), nil))(t)
-	equal(t, "number of containers listed", len(listed), 1)
-	equal(t, "ID", listed[0].Id, id)
-	c := &container{pod: pod, id: id, config: config}
-	c.start(t)
-	equal(t, "content", c.exec(t, "sh", "-c", "echo $RETRY"), "1")
+	id, err := d.Cri.CreateContainer(t.Context(), pod.Id, config, pod.Config)
+	harness.Must(t, err)
+	listed := harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)
+	harness.Equal(t, "number of containers listed", len(listed), 1)
+	harness.Equal(t, "ID", listed[0].Id, id)
+	c := &harness.Container{Pod: pod, Id: id, Config: config}
+	c.Start(t)
+	harness.Equal(t, "content", c.Exec(t, "sh", "-c", "echo $RETRY"), "1")
 }
 
 // The image of pause comes from a slow registry: retries join the pod that waits for it, and it travels once.
 func TestRunPodSandboxJoinsSlowPull(t *testing.T) {
-	if systemdDriver() {
+	if harness.SystemdDriver() {
 		t.Skip("with the systemd driver the fixture runs a pod first, and that needs the image of pause")
 	}
-	r := newRegistry(t)
-	img := buildImage(t, v1.Config{Entrypoint: []string{"sleep", "99999"}})
-	name, _ := push(t, r, "pause:slow", img)
+	r := harness.NewRegistry(t)
+	img := harness.BuildImage(t, v1.Config{Entrypoint: []string{"sleep", "99999"}})
+	name, _ := harness.Push(t, r, "pause:slow", img)
 	asked, end := make(chan struct{}, 8), make(chan struct{})
 	r.Hook(func(_ http.ResponseWriter, req *http.Request) bool {
 		if strings.Contains(req.URL.Path, "/blobs/") {
@@ -179,29 +181,29 @@ func TestRunPodSandboxJoinsSlowPull(t *testing.T) {
 		}
 		return false
 	})
-	d := startDaemon(t, withConfig(fmt.Sprintf("pause_image = %q", name)))
-	config := d.podConfig(t, hostNetwork)
-	giveUpWhile(t, asked, func(ctx context.Context) error { _, err := d.cri.RunPodSandbox(ctx, config, ""); return err })
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("pause_image = %q", name)))
+	config := d.PodConfig(t, harness.HostNetwork)
+	giveUpWhile(t, asked, func(ctx context.Context) error { _, err := d.Cri.RunPodSandbox(ctx, config, ""); return err })
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
-	_, err := d.cri.RunPodSandbox(ctx, config, "")
-	wantCode(t, err, codes.DeadlineExceeded)
+	_, err := d.Cri.RunPodSandbox(ctx, config, "")
+	harness.WantCode(t, err, codes.DeadlineExceeded)
 	close(end)
-	pod := d.runPodConfig(t, config)
-	equal(t, "state", pod.status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
-	equal(t, "number of pods listed", len(get(d.cri.ListPodSandbox(t.Context(), nil))(t)), 1)
+	pod := d.RunPodConfig(t, config)
+	harness.Equal(t, "state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
+	harness.Equal(t, "number of pods listed", len(harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)), 1)
 	layers, err := img.Layers()
-	must(t, err)
+	harness.Must(t, err)
 	for _, l := range layers {
-		equal(t, "downloads of a layer", r.Count(http.MethodGet, digestOf(t, l)), 1)
+		harness.Equal(t, "downloads of a layer", r.Count(http.MethodGet, harness.DigestOf(t, l)), 1)
 	}
 }
 
 // slowPlugin connects an NRI plugin that answers CreateContainer only after end was closed.
-func slowPlugin(t *testing.T, d *daemon) (p *nriPlugin, asked <-chan struct{}, end chan<- struct{}) {
+func slowPlugin(t *testing.T, d *harness.Daemon) (p *nriPlugin, asked <-chan struct{}, end chan<- struct{}) {
 	t.Helper()
 	calls, release := make(chan struct{}, 8), make(chan struct{})
-	p = d.connectPlugin(t, "10", "slow", &nriPlugin{before: func(event string) error {
+	p = connectPlugin(t, d, "10", "slow", &nriPlugin{before: func(event string) error {
 		if event == "CreateContainer" {
 			calls <- struct{}{}
 			<-release
@@ -219,5 +221,5 @@ func giveUpWhile(t *testing.T, heldUp <-chan struct{}, call func(context.Context
 	go func() { result <- call(ctx) }()
 	<-heldUp
 	cancel()
-	wantCode(t, <-result, codes.Canceled)
+	harness.WantCode(t, <-result, codes.Canceled)
 }

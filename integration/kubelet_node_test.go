@@ -21,6 +21,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"sigs.k8s.io/yaml"
+
+	"berth/integration/harness"
 )
 
 // kubernetesEnv names the directory of the programs that integration/kubelet/build
@@ -40,7 +42,7 @@ const (
 
 // node is a machine with a daemon and a kubelet.
 type node struct {
-	d   *daemon
+	d   *harness.Daemon
 	dir string // everything of kubelet's that is not in /var/lib/kubelet
 
 	flags   []string // of kubelet, in addition
@@ -83,10 +85,10 @@ func newNode(t *testing.T, config string) *node {
 	hideBelowTmpfs(t, "/var/lib")
 	hideBelowTmpfs(t, "/var/log")
 	addNodeAddress(t)
-	d := startDaemon(t)
-	n := &node{d: d, dir: d.dir + "/kubelet", config: config}
+	d := harness.StartDaemon(t)
+	n := &node{d: d, dir: d.Dir + "/kubelet", config: config}
 	for _, dir := range []string{n.manifests(), n.hostDir()} {
-		must(t, os.MkdirAll(dir, 0o755))
+		harness.Must(t, os.MkdirAll(dir, 0o755))
 	}
 	n.makeCgroups(t)
 	t.Cleanup(func() {
@@ -99,15 +101,15 @@ func newNode(t *testing.T, config string) *node {
 
 func (n *node) manifests() string { return n.dir + "/manifests" }
 func (n *node) hostDir() string   { return n.dir + "/host" } // what pods mount from the host is in it
-func (n *node) cgroup() string    { return "/" + machine + "/kubelet" }
+func (n *node) cgroup() string    { return "/" + harness.Machine + "/kubelet" }
 
 // kubeletCgroup is what kubelet itself lives in. It wants the same place in every hierarchy.
-func (n *node) kubeletCgroup() string { return "/" + machine + "/kubelet.service" }
+func (n *node) kubeletCgroup() string { return "/" + harness.Machine + "/kubelet.service" }
 
 func hideBelowTmpfs(t *testing.T, dir string) {
 	t.Helper()
-	must(t, syscall.Mount("tmpfs", dir, "tmpfs", 0, "mode=755"))
-	t.Cleanup(func() { must(t, syscall.Unmount(dir, 0)) })
+	harness.Must(t, syscall.Mount("tmpfs", dir, "tmpfs", 0, "mode=755"))
+	t.Cleanup(func() { harness.Must(t, syscall.Unmount(dir, 0)) })
 }
 
 // addNodeAddress gives the machine an address and a default route: kubelet takes the
@@ -125,7 +127,7 @@ func addNodeAddress(t *testing.T) {
 			t.Fatalf("ip %s: %v: %s", strings.Join(args, " "), err, out)
 		}
 	}
-	t.Cleanup(func() { removeLink(t, "eth0") })
+	t.Cleanup(func() { harness.RemoveLink(t, "eth0") })
 }
 
 // makeCgroups makes the cgroup of kubelet, and that of its pods, in every hierarchy.
@@ -133,7 +135,7 @@ func (n *node) makeCgroups(t *testing.T) {
 	t.Helper()
 	for _, dir := range hierarchies(t) {
 		for _, path := range []string{dir + n.cgroup(), dir + n.kubeletCgroup()} {
-			must(t, os.MkdirAll(path, 0o755))
+			harness.Must(t, os.MkdirAll(path, 0o755))
 			t.Cleanup(func() { removeCgroupTree(t, path) })
 		}
 	}
@@ -142,11 +144,11 @@ func (n *node) makeCgroups(t *testing.T) {
 // hierarchies returns the mount points of the cgroup hierarchies.
 func hierarchies(t *testing.T) []string {
 	t.Helper()
-	if cgroup2() {
+	if harness.Cgroup2() {
 		return []string{"/sys/fs/cgroup"}
 	}
 	all, err := filepath.Glob("/sys/fs/cgroup/*")
-	must(t, err)
+	harness.Must(t, err)
 	return slices.DeleteFunc(all, func(dir string) bool {
 		info, err := os.Lstat(dir) // cpu and cpuacct may be links to one that has both
 		return err != nil || !info.IsDir()
@@ -157,14 +159,14 @@ func hierarchies(t *testing.T) []string {
 func removeCgroupTree(t *testing.T, top string) {
 	t.Helper()
 	var dirs []string
-	must(t, filepath.WalkDir(top, func(path string, entry fs.DirEntry, err error) error {
+	harness.Must(t, filepath.WalkDir(top, func(path string, entry fs.DirEntry, err error) error {
 		if err == nil && entry.IsDir() {
 			dirs = append(dirs, path)
 		}
 		return err
 	}))
 	for _, dir := range slices.Backward(dirs) {
-		must(t, os.Remove(dir))
+		harness.Must(t, os.Remove(dir))
 	}
 }
 
@@ -172,7 +174,7 @@ func removeCgroupTree(t *testing.T, top string) {
 func (n *node) start(t *testing.T) {
 	t.Helper()
 	config := n.dir + "/config.yaml"
-	must(t, os.WriteFile(config, []byte(n.configuration()), 0o600))
+	harness.Must(t, os.WriteFile(config, []byte(n.configuration()), 0o600))
 	args := append([]string{
 		kubernetesProgram(t, "kubelet"), "--config", config, "--hostname-override", kubeletNode, "--node-ip", kubeletAddress, "--v", "2",
 	}, n.flags...)
@@ -204,7 +206,7 @@ protectKernelDefaults: true
 evictionHard: {memory.available: 1Mi, nodefs.available: 1Mi, imagefs.available: 1Mi, pid.available: "10"}
 imageGCHighThresholdPercent: 100
 %s
-`, kubeletAddress, n.d.socket, n.manifests(), n.d.logDir, n.cgroup(), n.config)
+`, kubeletAddress, n.d.Socket, n.manifests(), n.d.LogDir, n.cgroup(), n.config)
 }
 
 // sheltered returns a command line that runs args in kubelet's cgroup, and where the
@@ -228,8 +230,8 @@ exec "$@"`
 		"vm/overcommit_memory": "1", "vm/panic_on_oom": "0", "kernel/panic": "10", "kernel/panic_on_oops": "1",
 		"kernel/keys/root_maxkeys": "1000000", "kernel/keys/root_maxbytes": "25000000",
 	} {
-		must(t, os.MkdirAll(filepath.Dir(filepath.Join(dir, name)), 0o755))
-		must(t, os.WriteFile(filepath.Join(dir, name), []byte(value+"\n"), 0o600))
+		harness.Must(t, os.MkdirAll(filepath.Dir(filepath.Join(dir, name)), 0o755))
+		harness.Must(t, os.WriteFile(filepath.Join(dir, name), []byte(value+"\n"), 0o600))
 	}
 	return append([]string{"unshare", "--mount", "--propagation", "unchanged", "bash", "-c", script, "kubelet", dir, n.kubeletCgroup()}, args...)
 }
@@ -244,11 +246,11 @@ func (n *node) stop(t *testing.T) {
 func (n *node) awaitEmpty(t *testing.T) {
 	t.Helper()
 	n.kubelet.waitFor(t, "all pods are removed", func() error {
-		sandboxes, err := n.d.cri.ListPodSandbox(context.Background(), nil) // the test's own context has ended
+		sandboxes, err := n.d.Cri.ListPodSandbox(context.Background(), nil) // the test's own context has ended
 		if err == nil && len(sandboxes) > 0 {
 			err = fmt.Errorf("%d sandboxes, one is %v", len(sandboxes), sandboxes[0])
 		}
-		if left := readDir("/var/lib/kubelet/pods"); err == nil && len(left) > 0 {
+		if left := harness.ReadDir("/var/lib/kubelet/pods"); err == nil && len(left) > 0 {
 			err = fmt.Errorf("volumes of pods %v", left)
 		}
 		if left := n.podCgroups(t); err == nil && len(left) > 0 {
@@ -290,7 +292,7 @@ func (n *node) read(path string, document any) error {
 }
 
 func (n *node) readAll(path string) ([]byte, error) {
-	client := http.Client{Timeout: patience, Transport: &http.Transport{DisableKeepAlives: true}}
+	client := http.Client{Timeout: harness.Patience, Transport: &http.Transport{DisableKeepAlives: true}}
 	answer, err := client.Get("http://" + kubeletAddress + ":10255" + path)
 	if err != nil {
 		return nil, err
@@ -306,9 +308,9 @@ func (n *node) readAll(path string) ([]byte, error) {
 // metric returns the value of one of kubelet's own metrics without labels.
 func (n *node) metric(t *testing.T, name string) float64 {
 	t.Helper()
-	for line := range strings.Lines(string(get(n.readAll("/metrics"))(t))) {
+	for line := range strings.Lines(string(harness.Get(n.readAll("/metrics"))(t))) {
 		if value, ok := strings.CutPrefix(line, name+" "); ok {
-			return get(strconv.ParseFloat(strings.TrimSpace(value), 64))(t)
+			return harness.Get(strconv.ParseFloat(strings.TrimSpace(value), 64))(t)
 		}
 	}
 	return 0 // a counter is there when it has counted
@@ -317,8 +319,8 @@ func (n *node) metric(t *testing.T, name string) float64 {
 // userNamespaces tells whether the runtime offers pods user namespaces here.
 func (n *node) userNamespaces(t *testing.T) bool {
 	t.Helper()
-	status, err := n.d.cri.Status(t.Context(), false)
-	must(t, err)
+	status, err := n.d.Cri.Status(t.Context(), false)
+	harness.Must(t, err)
 	return slices.ContainsFunc(status.RuntimeHandlers, func(h *runtimeapi.RuntimeHandler) bool {
 		return h.GetFeatures().GetUserNamespaces()
 	})
@@ -337,14 +339,14 @@ type kubePod struct {
 func (n *node) apply(t *testing.T, manifest string) *kubePod {
 	t.Helper()
 	var pod corev1.Pod
-	must(t, yaml.UnmarshalStrict([]byte(manifest), &pod))
+	harness.Must(t, yaml.UnmarshalStrict([]byte(manifest), &pod))
 	name := pod.Name
-	must(t, os.MkdirAll(n.podDir(name), 0o755))
-	must(t, yaml.UnmarshalStrict([]byte(strings.ReplaceAll(manifest, "HOSTDIR", n.podDir(name))), &pod))
+	harness.Must(t, os.MkdirAll(n.podDir(name), 0o755))
+	harness.Must(t, yaml.UnmarshalStrict([]byte(strings.ReplaceAll(manifest, "HOSTDIR", n.podDir(name))), &pod))
 	pod.APIVersion, pod.Kind, pod.Namespace = "v1", "Pod", "default"
 	for _, list := range [][]corev1.Container{pod.Spec.InitContainers, pod.Spec.Containers} {
 		for i := range list {
-			list[i].Image = cmp.Or(list[i].Image, baseImage)
+			list[i].Image = cmp.Or(list[i].Image, harness.BaseImage)
 		}
 	}
 	if pod.Spec.TerminationGracePeriodSeconds == nil {
@@ -352,10 +354,10 @@ func (n *node) apply(t *testing.T, manifest string) *kubePod {
 		pod.Spec.TerminationGracePeriodSeconds = &grace
 	}
 	document, err := yaml.Marshal(&pod)
-	must(t, err)
+	harness.Must(t, err)
 	hidden := filepath.Join(n.manifests(), "."+name)
-	must(t, os.WriteFile(hidden, document, 0o600))
-	must(t, os.Rename(hidden, n.manifest(name)))
+	harness.Must(t, os.WriteFile(hidden, document, 0o600))
+	harness.Must(t, os.Rename(hidden, n.manifest(name)))
 	p := &kubePod{n: n, name: name + "-" + kubeletNode}
 	t.Cleanup(func() { p.withdraw(t) })
 	return p
@@ -419,7 +421,7 @@ func (p *kubePod) awaitPhase(t *testing.T, phase corev1.PodPhase) *corev1.Pod {
 	t.Helper()
 	return p.await(t, string(phase), func(pod *corev1.Pod) error {
 		if pod.Status.Phase != phase {
-			return unexpected("the phase", pod.Status.Phase, phase)
+			return harness.Unexpected("the phase", pod.Status.Phase, phase)
 		}
 		return nil
 	})
@@ -435,7 +437,7 @@ func podCondition(pod *corev1.Pod, kind corev1.PodConditionType, want corev1.Con
 	for _, c := range pod.Status.Conditions {
 		if c.Type == kind {
 			if c.Status != want {
-				return unexpected(string(kind), c.Status, want)
+				return harness.Unexpected(string(kind), c.Status, want)
 			}
 			return nil
 		}
@@ -460,7 +462,7 @@ func terminated(pod *corev1.Pod, name string) *corev1.ContainerStateTerminated {
 }
 
 // container gives access to a running container of the pod through CRI.
-func (p *kubePod) container(t *testing.T, name string) *container {
+func (p *kubePod) container(t *testing.T, name string) *harness.Container {
 	t.Helper()
 	var id string
 	p.await(t, name+" runs", func(pod *corev1.Pod) error {
@@ -472,14 +474,14 @@ func (p *kubePod) container(t *testing.T, name string) *container {
 		return nil
 	})
 	config := &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: name}}
-	return &container{pod: &pod{d: p.n.d}, id: id, config: config}
+	return &harness.Container{Pod: &harness.Pod{D: p.n.d}, Id: id, Config: config}
 }
 
 // awaitFile waits until a file has some content, and returns it.
 func awaitFile(t *testing.T, path string) string {
 	t.Helper()
 	var content []byte
-	if err := waitUpTo(kubeletPatience, func() error {
+	if err := harness.WaitUpTo(kubeletPatience, func() error {
 		var err error
 		if content, err = os.ReadFile(path); err == nil && len(content) == 0 {
 			err = fmt.Errorf("it is empty")

@@ -15,6 +15,8 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
 )
 
 // A real kubelet runs static pods on berth. The pods live side by side on one node;
@@ -47,7 +49,7 @@ func TestKubeletFeatureGates(t *testing.T) {
 		}
 	})
 	for _, method := range []string{"StreamContainers", "StreamPodSandboxes", "StreamPodSandboxStats"} {
-		if !n.d.wasAsked(method) {
+		if !wasAsked(n.d, method) {
 			t.Errorf("kubelet did not call %s", method)
 		}
 	}
@@ -119,7 +121,7 @@ spec:
     hostPath: {path: HOSTDIR}
 `)
 	pod := p.awaitPhase(t, corev1.PodSucceeded)
-	equal(t, "order", awaitFile(t, p.hostFile("order")), "first\nsidecar\nsecond\nmain\nsidecar ends\n")
+	harness.Equal(t, "order", awaitFile(t, p.hostFile("order")), "first\nsidecar\nsecond\nmain\nsidecar ends\n")
 	for _, name := range []string{"first", "sidecar", "second", "main"} {
 		end := terminated(pod, name)
 		if end == nil {
@@ -149,9 +151,9 @@ spec:
 `)
 	p.container(t, "main")
 	p.await(t, "not ready before its file is there", notReady)
-	must(t, os.WriteFile(p.hostFile("ready"), nil, 0o600))
+	harness.Must(t, os.WriteFile(p.hostFile("ready"), nil, 0o600))
 	p.awaitReady(t)
-	must(t, os.Remove(p.hostFile("ready")))
+	harness.Must(t, os.Remove(p.hostFile("ready")))
 	p.await(t, "not ready after its file is gone", notReady)
 }
 
@@ -167,7 +169,7 @@ spec:
     livenessProbe: {httpGet: {port: web, path: /healthy}, periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 1, initialDelaySeconds: 3}
 `)
 	p.awaitReady(t)
-	p.container(t, "main").exec(t, "rm", "/site/healthy")
+	p.container(t, "main").Exec(t, "rm", "/site/healthy")
 	p.await(t, "restarted by its liveness probe", func(pod *corev1.Pod) error { return restarts(pod, "main", 1) })
 	p.awaitReady(t)
 }
@@ -206,7 +208,7 @@ spec:
     livenessProbe: {exec: {command: [test, -e, /healthy]}, periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 1}
 `)
 	p.awaitReady(t)
-	p.container(t, "main").exec(t, "rm", "/healthy")
+	p.container(t, "main").Exec(t, "rm", "/healthy")
 	pod := p.await(t, "restarted", func(pod *corev1.Pod) error { return restarts(pod, "main", 1) })
 	end := containerStatus(pod, "main").LastTerminationState.Terminated
 	if end == nil || end.ExitCode != 7 {
@@ -217,7 +219,7 @@ spec:
 
 func restarts(pod *corev1.Pod, name string, want int32) error {
 	if n := containerStatus(pod, name).RestartCount; n < want {
-		return unexpected("the number of its restarts", n, want)
+		return harness.Unexpected("the number of its restarts", n, want)
 	}
 	return nil
 }
@@ -244,7 +246,7 @@ spec:
 		}
 		return nil
 	})
-	equal(t, "lives", strings.Count(awaitFile(t, p.hostFile("lives")), "\n"), int(containerStatus(pod, "main").RestartCount)+1)
+	harness.Equal(t, "lives", strings.Count(awaitFile(t, p.hostFile("lives")), "\n"), int(containerStatus(pod, "main").RestartCount)+1)
 	if end := terminated(pod, "main"); end == nil || end.ExitCode != 3 || end.Reason != "Error" {
 		t.Errorf("its end is %+v, want exit code 3 and reason Error", end)
 	}
@@ -281,27 +283,27 @@ spec:
     downwardAPI:
       items: [{path: labels, fieldRef: {fieldPath: metadata.labels}}]
 `)
-	must(t, os.WriteFile(p.hostFile("seed"), []byte("from the host"), 0o600))
+	harness.Must(t, os.WriteFile(p.hostFile("seed"), []byte("from the host"), 0o600))
 	pod := p.awaitReady(t)
-	equal(t, "the host's file", awaitFile(t, p.hostFile("f")), "host\n")
+	harness.Equal(t, "the host's file", awaitFile(t, p.hostFile("f")), "host\n")
 	reader := p.container(t, "reader")
-	equal(t, "emptyDir", reader.exec(t, "cat", "/disk/f"), "disk")
-	equal(t, "emptyDir in memory", reader.exec(t, "cat", "/memory/f"), "memory")
-	equal(t, "its file system", reader.exec(t, "stat", "-f", "-c", "%T", "/memory"), "tmpfs")
-	equal(t, "downward API", reader.exec(t, "cat", "/about/labels"), `colour="blue"`)
-	equal(t, "a file as sub path", reader.exec(t, "cat", "/file"), "from the host")
-	if out := reader.exec(t, "sh", "-c", "touch /disk/g 2>&1 || true"); !strings.Contains(out, "Read-only") {
+	harness.Equal(t, "emptyDir", reader.Exec(t, "cat", "/disk/f"), "disk")
+	harness.Equal(t, "emptyDir in memory", reader.Exec(t, "cat", "/memory/f"), "memory")
+	harness.Equal(t, "its file system", reader.Exec(t, "stat", "-f", "-c", "%T", "/memory"), "tmpfs")
+	harness.Equal(t, "downward API", reader.Exec(t, "cat", "/about/labels"), `colour="blue"`)
+	harness.Equal(t, "a file as sub path", reader.Exec(t, "cat", "/file"), "from the host")
+	if out := reader.Exec(t, "sh", "-c", "touch /disk/g 2>&1 || true"); !strings.Contains(out, "Read-only") {
 		t.Errorf("writing to a read-only volume: %q", out)
 	}
-	reader.exec(t, "touch", "/sub/mine")
-	p.container(t, "writer").exec(t, "test", "-e", "/disk/part/mine")
+	reader.Exec(t, "touch", "/sub/mine")
+	p.container(t, "writer").Exec(t, "test", "-e", "/disk/part/mine")
 
 	// A kubelet that is started anew does not find sub paths of the host's (it keeps no
 	// directory for such volumes), so they must be gone before that is tried.
 	p.withdraw(t)
 	p.awaitGone(t)
 	p.n.kubelet.waitFor(t, "its volumes are removed", func() error {
-		if left := readDir("/var/lib/kubelet/pods/" + string(pod.UID)); len(left) > 0 {
+		if left := harness.ReadDir("/var/lib/kubelet/pods/" + string(pod.UID)); len(left) > 0 {
 			return fmt.Errorf("there are %v", left)
 		}
 		return nil
@@ -321,13 +323,13 @@ spec:
 `)
 	p.awaitReady(t)
 	main := p.container(t, "main")
-	if out := main.exec(t, "ip", "-o", "address", "show", "eth0"); !strings.Contains(out, kubeletAddress) {
+	if out := main.Exec(t, "ip", "-o", "address", "show", "eth0"); !strings.Contains(out, kubeletAddress) {
 		t.Errorf("the pod does not see the node's address: %s", out)
 	}
 	host, err := os.Hostname()
-	must(t, err)
-	equal(t, "hostname", main.exec(t, "hostname"), host)
-	equal(t, "answer", httpGet(t, "http://127.0.0.1:18080/"), "hello from a pod\n")
+	harness.Must(t, err)
+	harness.Equal(t, "hostname", main.Exec(t, "hostname"), host)
+	harness.Equal(t, "answer", httpGet(t, "http://127.0.0.1:18080/"), "hello from a pod\n")
 }
 
 func testKubeletHostPort(t *testing.T, n *node) {
@@ -342,7 +344,7 @@ spec:
 `)
 	pod := p.awaitReady(t)
 	for _, host := range []string{pod.Status.PodIP + ":80", kubeletAddress + ":18081", "127.0.0.1:18081"} {
-		equal(t, "answer of "+host, httpGet(t, "http://"+host+"/"), "hello from a pod\n")
+		harness.Equal(t, "answer of "+host, httpGet(t, "http://"+host+"/"), "hello from a pod\n")
 	}
 }
 
@@ -369,14 +371,14 @@ spec:
 `)
 	p.awaitReady(t)
 	main := p.container(t, "main")
-	fields := strings.Fields(main.exec(t, "cat", "/proc/self/uid_map"))
+	fields := strings.Fields(main.Exec(t, "cat", "/proc/self/uid_map"))
 	if len(fields) != 3 || fields[0] != "0" || fields[1] == "0" || fields[2] != "65536" {
 		t.Errorf("uid_map is %v, want 65536 users that are not the host's first", fields)
 	}
-	equal(t, "the user inside", main.exec(t, "cat", "/disk/id"), "0")
-	equal(t, "owner of a file it made", main.exec(t, "stat", "-c", "%u", "/disk/id"), "0")
-	equal(t, "a file that only root may read", main.exec(t, "cat", "/about/name"), p.name)
-	equal(t, "the user outside", strings.Fields(statusField(t, main.pid(t), "Uid"))[0], fields[1])
+	harness.Equal(t, "the user inside", main.Exec(t, "cat", "/disk/id"), "0")
+	harness.Equal(t, "owner of a file it made", main.Exec(t, "stat", "-c", "%u", "/disk/id"), "0")
+	harness.Equal(t, "a file that only root may read", main.Exec(t, "cat", "/about/name"), p.name)
+	harness.Equal(t, "the user outside", strings.Fields(harness.StatusField(t, main.Pid(t), "Uid"))[0], fields[1])
 }
 
 func testKubeletSharedProcesses(t *testing.T, n *node) {
@@ -391,13 +393,13 @@ spec:
     command: [httpd, -f, -h, /www]
 `)
 	p.awaitReady(t)
-	out := p.container(t, "main").exec(t, "ps", "-o", "pid,args")
+	out := p.container(t, "main").Exec(t, "ps", "-o", "pid,args")
 	for _, want := range []string{"sleep 100001", "httpd -f", "pause"} {
 		if !strings.Contains(out, want) {
 			t.Errorf("main does not see %q:\n%s", want, out)
 		}
 	}
-	p.container(t, "main").exec(t, "killall", "httpd")
+	p.container(t, "main").Exec(t, "killall", "httpd")
 	p.await(t, "the other is restarted", func(pod *corev1.Pod) error { return restarts(pod, "other", 1) })
 }
 
@@ -462,7 +464,7 @@ spec:
 	p.awaitReady(t)
 	p.withdraw(t)
 	p.awaitGone(t)
-	equal(t, "its last words", awaitFile(t, p.hostFile("end")), "prepared\nasked to end\nended\n")
+	harness.Equal(t, "its last words", awaitFile(t, p.hostFile("end")), "prepared\nasked to end\nended\n")
 }
 
 // Who does not obey SIGTERM is killed when the grace period is over.
@@ -482,7 +484,7 @@ spec:
 `)
 	p.awaitReady(t)
 	p.withdraw(t)
-	equal(t, "what it heard", awaitFile(t, p.hostFile("end")), "heard\n")
+	harness.Equal(t, "what it heard", awaitFile(t, p.hostFile("end")), "heard\n")
 	p.awaitGone(t)
 }
 
@@ -493,7 +495,7 @@ func (p *kubePod) awaitGone(t *testing.T) {
 		if pod, err := p.find(); pod != nil || err != nil {
 			return fmt.Errorf("kubelet still lists it: %v", err)
 		}
-		running, err := p.n.d.cri.ListContainers(t.Context(), &runtimeapi.ContainerFilter{
+		running, err := p.n.d.Cri.ListContainers(t.Context(), &runtimeapi.ContainerFilter{
 			LabelSelector: map[string]string{"io.kubernetes.pod.name": p.name},
 			State:         &runtimeapi.ContainerStateValue{State: runtimeapi.ContainerState_CONTAINER_RUNNING},
 		})
@@ -514,7 +516,7 @@ spec:
   - name: main
     command: [sh, -c, 'i=0; while [ $i -lt %d ]; do i=$((i+1)); echo line $i; usleep 4000; done; exec sleep 100000']
 `, lines))
-	log := p.container(t, "main").status(t).LogPath
+	log := p.container(t, "main").Status(t).LogPath
 	p.n.kubelet.waitFor(t, "all lines are in the log's files", func() error {
 		files, err := filepath.Glob(log + ".*")
 		if err != nil {
@@ -538,7 +540,7 @@ spec:
 			}
 		}
 		if next != lines+1 {
-			return unexpected("the number of lines", next-1, lines)
+			return harness.Unexpected("the number of lines", next-1, lines)
 		}
 		return nil
 	})
@@ -587,19 +589,19 @@ spec:
     emptyDir: {}
 `)
 	pod := p.awaitReady(t)
-	equal(t, "image", containerStatus(pod, "main").Image, baseImage)
-	equal(t, "image ID", containerStatus(pod, "main").ImageID, n.d.imageStatus(t, baseImage).Id)
+	harness.Equal(t, "image", containerStatus(pod, "main").Image, harness.BaseImage)
+	harness.Equal(t, "image ID", containerStatus(pod, "main").ImageID, n.d.ImageStatus(t, harness.BaseImage).Id)
 	main := p.container(t, "main")
-	equal(t, "user", main.exec(t, "sh", "-c", "id -u; id -g; id -G"), "1001\n2001\n2001 3001 4001")
-	equal(t, "group of the volume", main.exec(t, "stat", "-c", "%g", "/disk"), "3001")
-	if out := main.exec(t, "sh", "-c", "touch /tmp/x 2>&1 || true"); !strings.Contains(out, "Read-only") {
+	harness.Equal(t, "user", main.Exec(t, "sh", "-c", "id -u; id -g; id -G"), "1001\n2001\n2001 3001 4001")
+	harness.Equal(t, "group of the volume", main.Exec(t, "stat", "-c", "%g", "/disk"), "3001")
+	if out := main.Exec(t, "sh", "-c", "touch /tmp/x 2>&1 || true"); !strings.Contains(out, "Read-only") {
 		t.Errorf("writing to the root filesystem: %q", out)
 	}
-	pid := main.pid(t)
-	equal(t, "seccomp mode", statusField(t, pid, "Seccomp"), "2")
-	equal(t, "no_new_privs", statusField(t, pid, "NoNewPrivs"), "1")
-	equal(t, "capabilities", statusField(t, pid, "CapBnd"), "0000000000000000")
-	equal(t, "capabilities of the privileged", statusField(t, p.container(t, "privileged").pid(t), "CapBnd"), statusField(t, os.Getpid(), "CapBnd"))
+	pid := main.Pid(t)
+	harness.Equal(t, "seccomp mode", harness.StatusField(t, pid, "Seccomp"), "2")
+	harness.Equal(t, "no_new_privs", harness.StatusField(t, pid, "NoNewPrivs"), "1")
+	harness.Equal(t, "capabilities", harness.StatusField(t, pid, "CapBnd"), "0000000000000000")
+	harness.Equal(t, "capabilities of the privileged", harness.StatusField(t, p.container(t, "privileged").Pid(t), "CapBnd"), harness.StatusField(t, os.Getpid(), "CapBnd"))
 	user := containerStatus(pod, "main").User
 	if user == nil || user.Linux == nil || user.Linux.UID != 1001 || user.Linux.GID != 2001 {
 		t.Errorf("kubelet says the user is %+v", user)
@@ -690,7 +692,7 @@ spec:
   containers:
   - name: main
     image: %s/no/such:image
-`, registry.Host))
+`, harness.Registry.Host))
 	p.await(t, "its image cannot be pulled", func(pod *corev1.Pod) error {
 		if w := containerStatus(pod, "main").State.Waiting; w == nil || w.Reason != "ErrImagePull" && w.Reason != "ImagePullBackOff" {
 			return fmt.Errorf("it waits for %+v", w)
@@ -725,7 +727,7 @@ spec:
     env: [{name: VERSION, value: "%d"}]
 `
 	p := n.apply(t, fmt.Sprintf(manifest, 1))
-	equal(t, "version", p.container(t, "main").exec(t, "sh", "-c", "echo $VERSION"), "1")
+	harness.Equal(t, "version", p.container(t, "main").Exec(t, "sh", "-c", "echo $VERSION"), "1")
 	old := p.awaitReady(t).UID
 	n.apply(t, fmt.Sprintf(manifest, 2))
 	p.await(t, "replaced", func(pod *corev1.Pod) error {
@@ -734,7 +736,7 @@ spec:
 		}
 		return ready(pod)
 	})
-	equal(t, "version", p.container(t, "main").exec(t, "sh", "-c", "echo $VERSION"), "2")
+	harness.Equal(t, "version", p.container(t, "main").Exec(t, "sh", "-c", "echo $VERSION"), "2")
 }
 
 // While the daemon is dead one container exits and another runs on. kubelet learns
@@ -754,9 +756,9 @@ spec:
     hostPath: {path: HOSTDIR}
 `)
 	before := p.awaitReady(t)
-	exits := p.container(t, "exits").pid(t)
-	n.d.kill(t)
-	must(t, os.WriteFile(p.hostFile("exit"), nil, 0o600))
+	exits := p.container(t, "exits").Pid(t)
+	n.d.Kill(t)
+	harness.Must(t, os.WriteFile(p.hostFile("exit"), nil, 0o600))
 	n.kubelet.waitFor(t, "the container has ended", func() error {
 		if err := syscall.Kill(exits, 0); err == nil {
 			return fmt.Errorf("process %d is there", exits)
@@ -770,7 +772,7 @@ spec:
   - name: main
     command: [sleep, "100000"]
 `)
-	n.d.start(t)
+	n.d.Start(t)
 	after := p.await(t, "restarted", func(pod *corev1.Pod) error {
 		if err := restarts(pod, "exits", 1); err != nil {
 			return err
@@ -780,8 +782,8 @@ spec:
 	if end := terminated(after, "exits"); end == nil || end.ExitCode != 42 {
 		t.Errorf("the container that ended while the daemon was dead ended with %+v, want exit code 42", end)
 	}
-	equal(t, "the other's ID", containerStatus(after, "runs").ContainerID, containerStatus(before, "runs").ContainerID)
-	equal(t, "the other's restarts", containerStatus(after, "runs").RestartCount, 0)
+	harness.Equal(t, "the other's ID", containerStatus(after, "runs").ContainerID, containerStatus(before, "runs").ContainerID)
+	harness.Equal(t, "the other's restarts", containerStatus(after, "runs").RestartCount, 0)
 	(&kubePod{n: n, name: "meanwhile-" + kubeletNode}).awaitReady(t)
 }
 
@@ -798,9 +800,9 @@ spec:
 	n.stop(t)
 	n.start(t)
 	after := containerStatus(p.awaitReady(t), "main")
-	equal(t, "container", after.ContainerID, before.ContainerID)
-	equal(t, "restarts", after.RestartCount, before.RestartCount)
-	sandboxes, err := n.d.cri.ListPodSandbox(context.Background(), &runtimeapi.PodSandboxFilter{LabelSelector: map[string]string{"io.kubernetes.pod.name": p.name}})
-	must(t, err)
-	equal(t, "number of its sandboxes", len(sandboxes), 1)
+	harness.Equal(t, "container", after.ContainerID, before.ContainerID)
+	harness.Equal(t, "restarts", after.RestartCount, before.RestartCount)
+	sandboxes, err := n.d.Cri.ListPodSandbox(context.Background(), &runtimeapi.PodSandboxFilter{LabelSelector: map[string]string{"io.kubernetes.pod.name": p.name}})
+	harness.Must(t, err)
+	harness.Equal(t, "number of its sandboxes", len(sandboxes), 1)
 }

@@ -11,84 +11,86 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
 )
 
 func TestLogFormat(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	c, _ := pod.runToEnd(t, script(`echo one; sleep 0.05; echo two >&2; sleep 0.05; printf 'no newline'`))
-	lines := c.log(t)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	c, _ := pod.RunToEnd(t, harness.Script(`echo one; sleep 0.05; echo two >&2; sleep 0.05; printf 'no newline'`))
+	lines := c.Log(t)
 	if len(lines) != 3 {
 		t.Fatalf("the log has %d records: %v", len(lines), lines)
 	}
-	equal(t, "first", lines[0].stream+" "+lines[0].text, "stdout one")
-	equal(t, "second", lines[1].stream+" "+lines[1].text, "stderr two")
-	equal(t, "third", lines[2].stream+" "+lines[2].text, "stdout no newline")
+	harness.Equal(t, "first", lines[0].Stream+" "+lines[0].Text, "stdout one")
+	harness.Equal(t, "second", lines[1].Stream+" "+lines[1].Text, "stderr two")
+	harness.Equal(t, "third", lines[2].Stream+" "+lines[2].Text, "stdout no newline")
 	for i := 1; i < len(lines); i++ {
-		if lines[i].time.Before(lines[i-1].time) {
+		if lines[i].Time.Before(lines[i-1].Time) {
 			t.Errorf("record %d is older than the one before it", i)
 		}
 	}
-	info, err := os.Stat(c.logPath())
-	must(t, err)
-	equal(t, "mode", info.Mode().Perm(), os.FileMode(0o640))
+	info, err := os.Stat(c.LogPath())
+	harness.Must(t, err)
+	harness.Equal(t, "mode", info.Mode().Perm(), os.FileMode(0o640))
 }
 
 // Long lines are split into records tagged as partial; nothing is lost.
 func TestLogPartialLines(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	const long = 100_000
-	c, _ := pod.runToEnd(t, script(fmt.Sprintf("head -c %d /dev/zero | tr '\\0' x; echo; echo short", long)))
-	lines := c.log(t)
+	c, _ := pod.RunToEnd(t, harness.Script(fmt.Sprintf("head -c %d /dev/zero | tr '\\0' x; echo; echo short", long)))
+	lines := c.Log(t)
 	partial := 0
 	for _, l := range lines {
-		if len(l.text) > 16384 {
-			t.Errorf("a record has %d bytes", len(l.text))
+		if len(l.Text) > 16384 {
+			t.Errorf("a record has %d bytes", len(l.Text))
 		}
-		if l.partial {
+		if l.Partial {
 			partial++
 		}
 	}
 	if partial < long/16384 {
 		t.Errorf("%d partial records for a line of %d bytes", partial, long)
 	}
-	equal(t, "text", c.output(t), strings.Repeat("x", long)+"\nshort\n")
+	harness.Equal(t, "text", c.Output(t), strings.Repeat("x", long)+"\nshort\n")
 }
 
 func TestLogHighVolume(t *testing.T) {
-	d := startDaemon(t)
+	d := harness.StartDaemon(t)
 	const n = 50_000
-	c, _ := d.runPod(t, hostNetwork).runToEnd(t, script(fmt.Sprintf("seq 1 %d", n)))
-	lines := c.log(t)
-	equal(t, "number of lines", len(lines), n)
+	c, _ := d.RunPod(t, harness.HostNetwork).RunToEnd(t, harness.Script(fmt.Sprintf("seq 1 %d", n)))
+	lines := c.Log(t)
+	harness.Equal(t, "number of lines", len(lines), n)
 	for i, l := range lines {
-		if l.text != fmt.Sprint(i+1) {
-			t.Fatalf("line %d is %q", i+1, l.text)
+		if l.Text != fmt.Sprint(i+1) {
+			t.Fatalf("line %d is %q", i+1, l.Text)
 		}
 	}
 }
 
 // After a rotation by kubelet the new file is written, and no line is lost.
 func TestReopenContainerLog(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	c := pod.run(t, script("i=0; while :; do i=$((i+1)); echo $i; sleep 0.005; done"))
-	c.waitOutput(t, "3\n")
-	rotated := c.logPath() + ".1"
-	must(t, os.Rename(c.logPath(), rotated))
-	must(t, d.cri.ReopenContainerLog(t.Context(), c.id))
-	eventually(t, "the new file is written", func() error {
-		if info, err := os.Stat(c.logPath()); err != nil || info.Size() == 0 {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t, harness.Script("i=0; while :; do i=$((i+1)); echo $i; sleep 0.005; done"))
+	c.WaitOutput(t, "3\n")
+	rotated := c.LogPath() + ".1"
+	harness.Must(t, os.Rename(c.LogPath(), rotated))
+	harness.Must(t, d.Cri.ReopenContainerLog(t.Context(), c.Id))
+	harness.Eventually(t, "the new file is written", func() error {
+		if info, err := os.Stat(c.LogPath()); err != nil || info.Size() == 0 {
 			return fmt.Errorf("not yet: %w", err)
 		}
 		return nil
 	})
-	c.stop(t, 0)
-	lines := append(readLog(t, rotated), c.log(t)...)
+	c.Stop(t, 0)
+	lines := append(harness.ReadLog(t, rotated), c.Log(t)...)
 	for i, l := range lines {
-		if l.text != fmt.Sprint(i+1) {
-			t.Fatalf("record %d over both files is %q", i+1, l.text)
+		if l.Text != fmt.Sprint(i+1) {
+			t.Fatalf("record %d over both files is %q", i+1, l.Text)
 		}
 	}
 }
@@ -96,153 +98,153 @@ func TestReopenContainerLog(t *testing.T) {
 // The log is rotated again and again while the container writes as fast as it can: each line is in one of the
 // files, once and in order.
 func TestRotationAtFullSpeed(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	const lines = 300_000
-	c := pod.run(t, script(fmt.Sprintf("seq 1 %d", lines)))
+	c := pod.Run(t, harness.Script(fmt.Sprintf("seq 1 %d", lines)))
 	var files []string
-	for c.status(t).State == runtimeapi.ContainerState_CONTAINER_RUNNING {
-		rotated := fmt.Sprintf("%s.%d", c.logPath(), len(files))
-		must(t, os.Rename(c.logPath(), rotated))
+	for c.Status(t).State == runtimeapi.ContainerState_CONTAINER_RUNNING {
+		rotated := fmt.Sprintf("%s.%d", c.LogPath(), len(files))
+		harness.Must(t, os.Rename(c.LogPath(), rotated))
 		files = append(files, rotated)
-		if err := d.cri.ReopenContainerLog(t.Context(), c.id); err != nil {
-			equal(t, "state after a reopening that failed", c.waitExited(t).ExitCode, 0)
+		if err := d.Cri.ReopenContainerLog(t.Context(), c.Id); err != nil {
+			harness.Equal(t, "state after a reopening that failed", c.WaitExited(t).ExitCode, 0)
 			break
 		}
 	}
-	c.waitExited(t)
-	if _, err := os.Stat(c.logPath()); err == nil {
-		files = append(files, c.logPath())
+	c.WaitExited(t)
+	if _, err := os.Stat(c.LogPath()); err == nil {
+		files = append(files, c.LogPath())
 	}
 	if len(files) < 3 {
 		t.Errorf("%d files only: the log was hardly rotated while it was written", len(files))
 	}
 	n := 0
 	for _, file := range files {
-		for _, l := range readLog(t, file) {
-			if n++; l.text != fmt.Sprint(n) {
-				t.Fatalf("%s: line %d is %q", file, n, l.text)
+		for _, l := range harness.ReadLog(t, file) {
+			if n++; l.Text != fmt.Sprint(n) {
+				t.Fatalf("%s: line %d is %q", file, n, l.Text)
 			}
 		}
 	}
-	equal(t, "number of lines", n, lines)
+	harness.Equal(t, "number of lines", n, lines)
 }
 
 func TestMaxLogLine(t *testing.T) {
 	const limit = 300
-	d := startDaemon(t, withConfig(fmt.Sprintf("max_log_line = %d", limit)))
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("max_log_line = %d", limit)))
 	long := strings.Repeat("0123456789", 100)
-	c, _ := d.runPod(t, hostNetwork).runToEnd(t, script("echo "+long+"; echo short"))
-	lines := c.log(t)
-	equal(t, "number of records", len(lines), len(long)/limit+2)
+	c, _ := d.RunPod(t, harness.HostNetwork).RunToEnd(t, harness.Script("echo "+long+"; echo short"))
+	lines := c.Log(t)
+	harness.Equal(t, "number of records", len(lines), len(long)/limit+2)
 	for i, l := range lines[:len(long)/limit] {
-		equal(t, fmt.Sprintf("length of record %d", i), len(l.text), limit)
-		equal(t, fmt.Sprintf("partial of record %d", i), l.partial, true)
+		harness.Equal(t, fmt.Sprintf("length of record %d", i), len(l.Text), limit)
+		harness.Equal(t, fmt.Sprintf("partial of record %d", i), l.Partial, true)
 	}
-	equal(t, "text", c.output(t), long+"\nshort\n")
+	harness.Equal(t, "text", c.Output(t), long+"\nshort\n")
 }
 
 // A full disk costs log lines and nothing else: the container runs on and ends by itself, no record is torn, and
 // when there is room again the log goes on. Reopening fails, without a new file, where no file can be made.
 func TestLogDiskFull(t *testing.T) {
-	d := startDaemon(t)
-	config := d.podConfig(t, hostNetwork)
-	must(t, unix.Mount("tmpfs", config.LogDirectory, "tmpfs", 0, "size=256k,nr_inodes=5"))
-	t.Cleanup(func() { must(t, unix.Unmount(config.LogDirectory, 0)) })
-	pod := d.runPodConfig(t, config)
+	d := harness.StartDaemon(t)
+	config := d.PodConfig(t, harness.HostNetwork)
+	harness.Must(t, unix.Mount("tmpfs", config.LogDirectory, "tmpfs", 0, "size=256k,nr_inodes=5"))
+	t.Cleanup(func() { harness.Must(t, unix.Unmount(config.LogDirectory, 0)) })
+	pod := d.RunPodConfig(t, config)
 	ballast := filepath.Join(config.LogDirectory, "ballast")
-	must(t, os.WriteFile(ballast, make([]byte, 128<<10), 0o600))
+	harness.Must(t, os.WriteFile(ballast, make([]byte, 128<<10), 0o600))
 
 	const lines = 50_000 // many times what the disk has room for
-	c := pod.run(t, script(fmt.Sprintf("seq 1 %d; echo all >/tmp/written; while [ ! -e /tmp/go ]; do sleep 0.02; done; echo there is room; exit 7", lines)))
-	eventually(t, "everything is written", func() error {
-		_, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"cat", "/tmp/written"}, time.Minute)
+	c := pod.Run(t, harness.Script(fmt.Sprintf("seq 1 %d; echo all >/tmp/written; while [ ! -e /tmp/go ]; do sleep 0.02; done; echo there is room; exit 7", lines)))
+	harness.Eventually(t, "everything is written", func() error {
+		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"cat", "/tmp/written"}, time.Minute)
 		return err
 	})
-	kept := c.log(t)
+	kept := c.Log(t)
 	if len(kept) == 0 || len(kept) >= lines {
 		t.Errorf("the log has %d of %d lines", len(kept), lines)
 	}
 	for i, l := range kept {
-		if l.text != fmt.Sprint(i+1) {
-			t.Fatalf("line %d is %q", i+1, l.text)
+		if l.Text != fmt.Sprint(i+1) {
+			t.Fatalf("line %d is %q", i+1, l.Text)
 		}
 	}
 
-	must(t, os.WriteFile(ballast+"2", nil, 0o600)) // the last inode
+	harness.Must(t, os.WriteFile(ballast+"2", nil, 0o600)) // the last inode
 	rotated := filepath.Join(config.LogDirectory, "rotated")
-	must(t, os.Rename(c.logPath(), rotated))
-	if err := d.cri.ReopenContainerLog(t.Context(), c.id); err == nil {
+	harness.Must(t, os.Rename(c.LogPath(), rotated))
+	if err := d.Cri.ReopenContainerLog(t.Context(), c.Id); err == nil {
 		t.Error("reopening the log succeeds where no file can be made")
 	}
-	if _, err := os.Stat(c.logPath()); err == nil {
+	if _, err := os.Stat(c.LogPath()); err == nil {
 		t.Error("there is a new log file although reopening failed")
 	}
-	must(t, os.Remove(ballast))
-	must(t, os.Remove(ballast+"2"))
-	must(t, d.cri.ReopenContainerLog(t.Context(), c.id))
-	c.exec(t, "touch", "/tmp/go")
-	equal(t, "exit code", c.waitExited(t).ExitCode, 7)
-	equal(t, "the new file", c.output(t), "there is room\n")
-	equal(t, "the old file", len(readLog(t, rotated)), len(kept))
+	harness.Must(t, os.Remove(ballast))
+	harness.Must(t, os.Remove(ballast+"2"))
+	harness.Must(t, d.Cri.ReopenContainerLog(t.Context(), c.Id))
+	c.Exec(t, "touch", "/tmp/go")
+	harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 7)
+	harness.Equal(t, "the new file", c.Output(t), "there is room\n")
+	harness.Equal(t, "the old file", len(harness.ReadLog(t, rotated)), len(kept))
 }
 
 // When reopening fails no new file may exist, and the old one is still written.
 func TestReopenContainerLogFailures(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	exited, _ := pod.runToEnd(t, command("true"))
-	must(t, os.Remove(exited.logPath()))
-	created := pod.create(t)
-	for _, c := range []*container{exited, created} {
-		wantCode(t, d.cri.ReopenContainerLog(t.Context(), c.id), codes.FailedPrecondition, c.id)
-		if _, err := os.Stat(c.logPath()); err == nil {
-			t.Errorf("there is a new log file for container %s, which does not run", c.config.Metadata.Name)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	exited, _ := pod.RunToEnd(t, harness.Command("true"))
+	harness.Must(t, os.Remove(exited.LogPath()))
+	created := pod.Create(t)
+	for _, c := range []*harness.Container{exited, created} {
+		harness.WantCode(t, d.Cri.ReopenContainerLog(t.Context(), c.Id), codes.FailedPrecondition, c.Id)
+		if _, err := os.Stat(c.LogPath()); err == nil {
+			t.Errorf("there is a new log file for container %s, which does not run", c.Config.Metadata.Name)
 		}
 	}
 
-	c := pod.run(t, script("echo before; while [ ! -e /tmp/go ]; do sleep 0.02; done; echo after; sleep 1000"))
-	c.waitOutput(t, "before")
-	dir := filepath.Dir(c.logPath())
-	must(t, os.Rename(dir, dir+".moved"))
-	if err := d.cri.ReopenContainerLog(t.Context(), c.id); err == nil {
+	c := pod.Run(t, harness.Script("echo before; while [ ! -e /tmp/go ]; do sleep 0.02; done; echo after; sleep 1000"))
+	c.WaitOutput(t, "before")
+	dir := filepath.Dir(c.LogPath())
+	harness.Must(t, os.Rename(dir, dir+".moved"))
+	if err := d.Cri.ReopenContainerLog(t.Context(), c.Id); err == nil {
 		t.Error("reopening a log whose directory is gone succeeds")
 	}
-	if _, err := os.Stat(c.logPath()); err == nil {
+	if _, err := os.Stat(c.LogPath()); err == nil {
 		t.Error("there is a new log file although reopening failed")
 	}
-	must(t, os.Rename(dir+".moved", dir))
-	c.exec(t, "touch", "/tmp/go")
-	c.waitOutput(t, "after")
+	harness.Must(t, os.Rename(dir+".moved", dir))
+	c.Exec(t, "touch", "/tmp/go")
+	c.WaitOutput(t, "after")
 }
 
 // Without log_path nothing is written, and the container does not block on its output.
 func TestNoLogPath(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	_, status := pod.runToEnd(t, script("seq 1 100000"), func(c *runtimeapi.ContainerConfig) { c.LogPath = "" })
-	equal(t, "exit code", status.ExitCode, 0)
-	equal(t, "log files", fmt.Sprint(readDir(pod.config.LogDirectory)), "[]")
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	_, status := pod.RunToEnd(t, harness.Script("seq 1 100000"), func(c *runtimeapi.ContainerConfig) { c.LogPath = "" })
+	harness.Equal(t, "exit code", status.ExitCode, 0)
+	harness.Equal(t, "log files", fmt.Sprint(harness.ReadDir(pod.Config.LogDirectory)), "[]")
 }
 
 // The log goes on while there is no daemon.
 func TestLogWithoutDaemon(t *testing.T) {
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t, script("i=0; while :; do i=$((i+1)); echo $i; sleep 0.005; done"))
-	c.waitOutput(t, "3\n")
-	d.stop(t)
-	reached := len(c.log(t))
-	eventually(t, "the log grows", func() error {
-		if n := len(c.log(t)); n < reached+20 {
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Script("i=0; while :; do i=$((i+1)); echo $i; sleep 0.005; done"))
+	c.WaitOutput(t, "3\n")
+	d.Stop(t)
+	reached := len(c.Log(t))
+	harness.Eventually(t, "the log grows", func() error {
+		if n := len(c.Log(t)); n < reached+20 {
 			return fmt.Errorf("%d lines", n)
 		}
 		return nil
 	})
-	d.start(t)
-	c.stop(t, 0)
-	for i, l := range c.log(t) {
-		if l.text != fmt.Sprint(i+1) {
-			t.Fatalf("line %d is %q", i+1, l.text)
+	d.Start(t)
+	c.Stop(t, 0)
+	for i, l := range c.Log(t) {
+		if l.Text != fmt.Sprint(i+1) {
+			t.Fatalf("line %d is %q", i+1, l.Text)
 		}
 	}
 }

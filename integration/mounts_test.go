@@ -1,7 +1,6 @@
 package integration
 
 import (
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -16,6 +15,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/fixture"
+	"berth/integration/harness"
 )
 
 const (
@@ -25,67 +25,37 @@ const (
 )
 
 // privilegedPod may have privileged containers, which may mount.
-var privilegedPod = podSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true })
-
-// hostDir makes a directory of the host with the given directories in it.
-func hostDir(t *testing.T, names ...string) string {
-	t.Helper()
-	dir := t.TempDir()
-	for _, name := range names {
-		must(t, os.MkdirAll(filepath.Join(dir, name), 0o755))
-	}
-	return dir
-}
-
-// mountTmpfs mounts a tmpfs on the host with the given propagation until the test ends.
-func mountTmpfs(t *testing.T, path string, propagation uintptr) {
-	t.Helper()
-	must(t, syscall.Mount("test", path, "tmpfs", 0, ""))
-	t.Cleanup(func() { must(t, ignoreErrno(syscall.Unmount(path, syscall.MNT_DETACH), syscall.EINVAL)) })
-	must(t, syscall.Mount("", path, "", propagation, ""))
-}
-
-func ignoreErrno(err error, except syscall.Errno) error {
-	if errors.Is(err, except) {
-		return nil
-	}
-	return err
-}
-
-func isMountpoint(t *testing.T, path string) bool {
-	t.Helper()
-	return slices.Contains(mountpoints(t, os.Getpid()), path)
-}
+var privilegedPod = harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true })
 
 // sees tells whether a running container has a mount at a path.
-func (c *container) sees(t *testing.T, path string) bool {
+func sees(t *testing.T, c *harness.Container, path string) bool {
 	t.Helper()
-	return slices.Contains(mountpoints(t, c.pid(t)), path)
+	return slices.Contains(harness.Mountpoints(t, c.Pid(t)), path)
 }
 
 // A mount below a read-only volume is read-only only if recursion is asked for.
 func TestContainerRecursiveReadOnly(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	host := t.TempDir()
 	sub := filepath.Join(host, "sub")
-	must(t, os.Mkdir(sub, 0o755))
-	must(t, syscall.Mount("sub", sub, "tmpfs", 0, ""))
-	t.Cleanup(func() { must(t, syscall.Unmount(sub, 0)) })
+	harness.Must(t, os.Mkdir(sub, 0o755))
+	harness.Must(t, syscall.Mount("sub", sub, "tmpfs", 0, ""))
+	t.Cleanup(func() { harness.Must(t, syscall.Unmount(sub, 0)) })
 	for _, recursive := range []bool{false, true} {
-		c := pod.run(t, mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Readonly: true, RecursiveReadOnly: recursive}))
-		_, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"touch", "/v/sub/file"}, 0)
-		equal(t, fmt.Sprintf("a file can be made below a volume with recursive_read_only %v", recursive), err == nil, !recursive)
-		equal(t, "reported recursive_read_only", c.status(t).Mounts[0].RecursiveReadOnly, recursive)
-		c.stop(t, 0)
+		c := pod.Run(t, harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Readonly: true, RecursiveReadOnly: recursive}))
+		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"touch", "/v/sub/file"}, 0)
+		harness.Equal(t, fmt.Sprintf("a file can be made below a volume with recursive_read_only %v", recursive), err == nil, !recursive)
+		harness.Equal(t, "reported recursive_read_only", c.Status(t).Mounts[0].RecursiveReadOnly, recursive)
+		c.Stop(t, 0)
 	}
 }
 
 // What propagates in which direction. The mounts of a container stay on the host when it
 // ends, as drivers of storage need it, and go when somebody unmounts them, here or there.
 func TestMountPropagation(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork, privilegedPod)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)
 	for _, c := range []struct {
 		propagation       runtimeapi.MountPropagation
 		toContainer, back bool
@@ -95,25 +65,25 @@ func TestMountPropagation(t *testing.T) {
 		{bidirectional, true, true},
 	} {
 		t.Run(c.propagation.String(), func(t *testing.T) {
-			host := hostDir(t, "down", "up", "stays")
+			host := harness.HostDir(t, "down", "up", "stays")
 			down, up, stays := filepath.Join(host, "down"), filepath.Join(host, "up"), filepath.Join(host, "stays")
-			ctr := pod.run(t, security(privileged), mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Propagation: c.propagation}))
-			mountTmpfs(t, down, syscall.MS_SHARED)
-			equal(t, "a mount of the host arrives", ctr.sees(t, "/v/down"), c.toContainer)
-			must(t, syscall.Unmount(down, 0))
-			equal(t, "it is there after it was unmounted on the host", ctr.sees(t, "/v/down"), false)
+			ctr := pod.Run(t, harness.Security(harness.Privileged), harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Propagation: c.propagation}))
+			harness.MountTmpfs(t, down, syscall.MS_SHARED)
+			harness.Equal(t, "a mount of the host arrives", sees(t, ctr, "/v/down"), c.toContainer)
+			harness.Must(t, syscall.Unmount(down, 0))
+			harness.Equal(t, "it is there after it was unmounted on the host", sees(t, ctr, "/v/down"), false)
 
-			ctr.exec(t, "mount", "-t", "tmpfs", "up", "/v/up")
-			equal(t, "a mount of the container arrives on the host", isMountpoint(t, up), c.back)
-			ctr.exec(t, "umount", "/v/up")
-			equal(t, "it is there after it was unmounted in the container", isMountpoint(t, up), false)
+			ctr.Exec(t, "mount", "-t", "tmpfs", "up", "/v/up")
+			harness.Equal(t, "a mount of the container arrives on the host", harness.IsMountpoint(t, up), c.back)
+			ctr.Exec(t, "umount", "/v/up")
+			harness.Equal(t, "it is there after it was unmounted in the container", harness.IsMountpoint(t, up), false)
 
-			ctr.exec(t, "mount", "-t", "tmpfs", "stays", "/v/stays")
-			must(t, syscall.Kill(ctr.pid(t), syscall.SIGKILL))
-			ctr.waitExited(t)
-			equal(t, "it stays when the container ends", isMountpoint(t, stays), c.back)
+			ctr.Exec(t, "mount", "-t", "tmpfs", "stays", "/v/stays")
+			harness.Must(t, syscall.Kill(ctr.Pid(t), syscall.SIGKILL))
+			ctr.WaitExited(t)
+			harness.Equal(t, "it stays when the container ends", harness.IsMountpoint(t, stays), c.back)
 			if c.back {
-				must(t, syscall.Unmount(stays, 0))
+				harness.Must(t, syscall.Unmount(stays, 0))
 			}
 		})
 	}
@@ -121,45 +91,45 @@ func TestMountPropagation(t *testing.T) {
 
 // Containers of two daemons, the first of which was killed, share what they mount.
 func TestBidirectionalMountAcrossKilledDaemon(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork, privilegedPod)
-	host := hostDir(t, "one", "two")
-	volume := mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Propagation: bidirectional})
-	first := pod.run(t, security(privileged), volume)
-	first.exec(t, "mount", "-t", "tmpfs", "one", "/v/one")
-	d.kill(t)
-	equal(t, "mount without a daemon", isMountpoint(t, filepath.Join(host, "one")), true)
-	d.start(t)
-	d.waitIdle(t)
-	second := pod.run(t, security(privileged), volume)
-	equal(t, "the second container sees the first's mount", second.sees(t, "/v/one"), true)
-	first.exec(t, "mount", "-t", "tmpfs", "two", "/v/two")
-	equal(t, "the second container sees a later one", second.sees(t, "/v/two"), true)
-	second.exec(t, "umount", "/v/one")
-	equal(t, "the host still has it", isMountpoint(t, filepath.Join(host, "one")), false)
-	equal(t, "the first container still has it", first.sees(t, "/v/one"), false)
-	first.exec(t, "umount", "/v/two")
-	equal(t, "the host has the later one", isMountpoint(t, filepath.Join(host, "two")), false)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)
+	host := harness.HostDir(t, "one", "two")
+	volume := harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Propagation: bidirectional})
+	first := pod.Run(t, harness.Security(harness.Privileged), volume)
+	first.Exec(t, "mount", "-t", "tmpfs", "one", "/v/one")
+	d.Kill(t)
+	harness.Equal(t, "mount without a daemon", harness.IsMountpoint(t, filepath.Join(host, "one")), true)
+	d.Start(t)
+	d.WaitIdle(t)
+	second := pod.Run(t, harness.Security(harness.Privileged), volume)
+	harness.Equal(t, "the second container sees the first's mount", sees(t, second, "/v/one"), true)
+	first.Exec(t, "mount", "-t", "tmpfs", "two", "/v/two")
+	harness.Equal(t, "the second container sees a later one", sees(t, second, "/v/two"), true)
+	second.Exec(t, "umount", "/v/one")
+	harness.Equal(t, "the host still has it", harness.IsMountpoint(t, filepath.Join(host, "one")), false)
+	harness.Equal(t, "the first container still has it", sees(t, first, "/v/one"), false)
+	first.Exec(t, "umount", "/v/two")
+	harness.Equal(t, "the host has the later one", harness.IsMountpoint(t, filepath.Join(host, "two")), false)
 }
 
 // What kubelet mounts reaches containers of launchers that were started before.
 func TestVolumeMountedAfterLaunchersStarted(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	d.waitIdle(t)
-	host := hostDir(t, "volume")
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	d.WaitIdle(t)
+	host := harness.HostDir(t, "volume")
 	volume := filepath.Join(host, "volume")
-	mountTmpfs(t, volume, syscall.MS_SHARED)
-	must(t, os.WriteFile(filepath.Join(volume, "file"), []byte("late\n"), 0o600))
-	idle := childrenOf(d.cmd.Process.Pid)
-	ctr := pod.run(t, mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume}))
+	harness.MountTmpfs(t, volume, syscall.MS_SHARED)
+	harness.Must(t, os.WriteFile(filepath.Join(volume, "file"), []byte("late\n"), 0o600))
+	idle := harness.ChildrenOf(d.Cmd.Process.Pid)
+	ctr := pod.Run(t, harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume}))
 	var parent int
-	_, err := fmt.Sscan(statusField(t, ctr.pid(t), "PPid"), &parent)
-	must(t, err)
-	equal(t, "the container is of such a launcher", slices.Contains(idle, parent), true)
+	_, err := fmt.Sscan(harness.StatusField(t, ctr.Pid(t), "PPid"), &parent)
+	harness.Must(t, err)
+	harness.Equal(t, "the container is of such a launcher", slices.Contains(idle, parent), true)
 	for _, propagation := range []runtimeapi.MountPropagation{privateMount, hostToCtr, bidirectional} {
-		equal(t, "content with "+propagation.String(),
-			pod.sh(t, "cat /v/file", mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume, Propagation: propagation})), "late\n")
+		harness.Equal(t, "content with "+propagation.String(),
+			pod.Sh(t, "cat /v/file", harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume, Propagation: propagation})), "late\n")
 	}
 }
 
@@ -167,48 +137,48 @@ func TestVolumeMountedAfterLaunchersStarted(t *testing.T) {
 // private, or to whose changes they are deaf, since it became shared later, is the same to
 // containers as any other.
 func TestVolumeOnPrivateMount(t *testing.T) {
-	host := hostDir(t, "private", "later")
+	host := harness.HostDir(t, "private", "later")
 	private, later := filepath.Join(host, "private"), filepath.Join(host, "later")
-	mountTmpfs(t, private, syscall.MS_PRIVATE)
-	mountTmpfs(t, later, syscall.MS_PRIVATE)
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork, privilegedPod)
-	d.waitIdle(t)
+	harness.MountTmpfs(t, private, syscall.MS_PRIVATE)
+	harness.MountTmpfs(t, later, syscall.MS_PRIVATE)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)
+	d.WaitIdle(t)
 
 	volume := filepath.Join(private, "a/volume")
-	must(t, os.MkdirAll(volume, 0o755))
-	mountTmpfs(t, volume, syscall.MS_PRIVATE)
-	must(t, os.WriteFile(filepath.Join(volume, "file"), []byte("late\n"), 0o600))
-	equal(t, "content of a volume", pod.sh(t, "cat /v/file", mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume})), "late\n")
-	equal(t, "content of a directory that holds one",
-		pod.sh(t, "cat /v/volume/file", mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: filepath.Dir(volume)})), "late\n")
-	must(t, syscall.Unmount(volume, 0))
-	equal(t, "content after it was unmounted", pod.sh(t, "ls -A /v", mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume})), "")
+	harness.Must(t, os.MkdirAll(volume, 0o755))
+	harness.MountTmpfs(t, volume, syscall.MS_PRIVATE)
+	harness.Must(t, os.WriteFile(filepath.Join(volume, "file"), []byte("late\n"), 0o600))
+	harness.Equal(t, "content of a volume", pod.Sh(t, "cat /v/file", harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume})), "late\n")
+	harness.Equal(t, "content of a directory that holds one",
+		pod.Sh(t, "cat /v/volume/file", harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: filepath.Dir(volume)})), "late\n")
+	harness.Must(t, syscall.Unmount(volume, 0))
+	harness.Equal(t, "content after it was unmounted", pod.Sh(t, "ls -A /v", harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume})), "")
 
-	must(t, os.Mkdir(filepath.Join(later, "up"), 0o755))
-	must(t, syscall.Mount("", later, "", syscall.MS_SHARED, ""))
-	ctr := pod.run(t, security(privileged), mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: later, Propagation: bidirectional}))
-	ctr.exec(t, "mount", "-t", "tmpfs", "up", "/v/up")
-	equal(t, "a mount of the container arrives on the host", isMountpoint(t, filepath.Join(later, "up")), true)
-	ctr.exec(t, "umount", "/v/up")
+	harness.Must(t, os.Mkdir(filepath.Join(later, "up"), 0o755))
+	harness.Must(t, syscall.Mount("", later, "", syscall.MS_SHARED, ""))
+	ctr := pod.Run(t, harness.Security(harness.Privileged), harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: later, Propagation: bidirectional}))
+	ctr.Exec(t, "mount", "-t", "tmpfs", "up", "/v/up")
+	harness.Equal(t, "a mount of the container arrives on the host", harness.IsMountpoint(t, filepath.Join(later, "up")), true)
+	ctr.Exec(t, "umount", "/v/up")
 }
 
 // The same for network namespaces, which are pinned by mounts.
 func TestNetNSOnPrivateMount(t *testing.T) {
-	host := hostDir(t, "private")
+	host := harness.HostDir(t, "private")
 	private := filepath.Join(host, "private")
-	mountTmpfs(t, private, syscall.MS_PRIVATE)
-	d := startDaemon(t, withConfig(fmt.Sprintf("netns_dir = %q", private)))
-	equal(t, "a container of a pod runs", d.runPod(t).sh(t, "ls /sys/class/net"), "eth0\nlo\n")
+	harness.MountTmpfs(t, private, syscall.MS_PRIVATE)
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("netns_dir = %q", private)))
+	harness.Equal(t, "a container of a pod runs", d.RunPod(t).Sh(t, "ls /sys/class/net"), "eth0\nlo\n")
 }
 
 func TestMountPropagationRefused(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	host := hostDir(t, "private", "slave")
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	host := harness.HostDir(t, "private", "slave")
 	private, slave := filepath.Join(host, "private"), filepath.Join(host, "slave")
-	mountTmpfs(t, private, syscall.MS_PRIVATE)
-	mountTmpfs(t, slave, syscall.MS_SLAVE)
+	harness.MountTmpfs(t, private, syscall.MS_PRIVATE)
+	harness.MountTmpfs(t, slave, syscall.MS_SLAVE)
 	for _, c := range []struct {
 		source      string
 		propagation runtimeapi.MountPropagation
@@ -220,39 +190,39 @@ func TestMountPropagationRefused(t *testing.T) {
 		{slave, hostToCtr, ""},
 		{slave, bidirectional, "is not a shared mount"},
 	} {
-		ctr, err := pod.tryCreate(t, mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: c.source, Propagation: c.propagation}))
+		ctr, err := pod.TryCreate(t, harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: c.source, Propagation: c.propagation}))
 		if c.says == "" {
-			must(t, err)
-			ctr.start(t)
+			harness.Must(t, err)
+			ctr.Start(t)
 			continue
 		}
-		wantCode(t, err, codes.FailedPrecondition, fmt.Sprintf("path %q is mounted on %q but it %s", c.source, c.source, c.says))
+		harness.WantCode(t, err, codes.FailedPrecondition, fmt.Sprintf("path %q is mounted on %q but it %s", c.source, c.source, c.says))
 	}
 }
 
 // recursive_read_only needs readonly and PRIVATE (KEP-3857).
 func TestRecursiveReadOnlyRules(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	host := hostDir(t)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	host := harness.HostDir(t)
 	for _, m := range []*runtimeapi.Mount{
 		{RecursiveReadOnly: true},
 		{RecursiveReadOnly: true, Readonly: true, Propagation: hostToCtr},
 		{RecursiveReadOnly: true, Readonly: true, Propagation: bidirectional},
 	} {
 		m.ContainerPath, m.HostPath = "/v", host
-		_, err := pod.tryCreate(t, mount(m))
-		wantCode(t, err, codes.InvalidArgument, "/v", "recursive_read_only")
+		_, err := pod.TryCreate(t, harness.Mount(m))
+		harness.WantCode(t, err, codes.InvalidArgument, "/v", "recursive_read_only")
 	}
 }
 
 // mount_options (KEP-5855), looked at from inside.
 func TestMountOptions(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork, privilegedPod)
-	host := hostDir(t)
-	must(t, os.WriteFile(filepath.Join(host, "run"), []byte("#!/bin/sh\necho ran\n"), 0o700)) //nolint:gosec // is to be run
-	must(t, unix.Mknod(filepath.Join(host, "null"), unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))))
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)
+	host := harness.HostDir(t)
+	harness.Must(t, os.WriteFile(filepath.Join(host, "run"), []byte("#!/bin/sh\necho ran\n"), 0o700)) //nolint:gosec // is to be run
+	harness.Must(t, unix.Mknod(filepath.Join(host, "null"), unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))))
 	try := `/v/run 2>/dev/null || echo no exec; cat /v/null 2>/dev/null || echo no dev; touch /v/new 2>/dev/null || echo no write`
 	for _, c := range []struct {
 		options  []string
@@ -266,41 +236,41 @@ func TestMountOptions(t *testing.T) {
 	} {
 		t.Run(fmt.Sprint(c.options, c.readonly), func(t *testing.T) {
 			m := &runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Readonly: c.readonly, MountOptions: c.options}
-			ctr := pod.run(t, mount(m), security(privileged))
-			stdout, _, err := d.cri.ExecSync(t.Context(), ctr.id, []string{"sh", "-c", try}, 0)
-			if err != nil && exitCode(err) < 0 {
+			ctr := pod.Run(t, harness.Mount(m), harness.Security(harness.Privileged))
+			stdout, _, err := d.Cri.ExecSync(t.Context(), ctr.Id, []string{"sh", "-c", try}, 0)
+			if err != nil && harness.ExitCode(err) < 0 {
 				t.Fatal(err)
 			}
-			equal(t, "what the container can do", string(stdout), c.want)
-			flags := ctr.exec(t, "sh", "-c", "grep ' /v ' /proc/mounts | cut -d' ' -f4")
+			harness.Equal(t, "what the container can do", string(stdout), c.want)
+			flags := ctr.Exec(t, "sh", "-c", "grep ' /v ' /proc/mounts | cut -d' ' -f4")
 			for _, o := range []string{"noexec", "nodev", "nosuid"} {
-				equal(t, o+" in "+flags, slices.Contains(strings.Split(flags, ","), o), slices.Contains(c.options, o))
+				harness.Equal(t, o+" in "+flags, slices.Contains(strings.Split(flags, ","), o), slices.Contains(c.options, o))
 			}
-			equal(t, "reported options", fmt.Sprint(ctr.status(t).Mounts[0].MountOptions), fmt.Sprint(c.options))
+			harness.Equal(t, "reported options", fmt.Sprint(ctr.Status(t).Mounts[0].MountOptions), fmt.Sprint(c.options))
 		})
 	}
 	for _, o := range []string{"exec", "remount", "bind", "rshared", "size=1", "noexec,nodev", ""} {
-		_, err := pod.tryCreate(t, mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, MountOptions: []string{o}}))
-		wantCode(t, err, codes.InvalidArgument, "/v", fmt.Sprintf("unknown mount option %q", o))
+		_, err := pod.TryCreate(t, harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, MountOptions: []string{o}}))
+		harness.WantCode(t, err, codes.InvalidArgument, "/v", fmt.Sprintf("unknown mount option %q", o))
 	}
 }
 
 // Links of a host_path are followed on the host; a path that does not exist is refused and
 // not made, as the CRI asks for.
 func TestMountSources(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	host := hostDir(t, "real")
-	must(t, os.WriteFile(filepath.Join(host, "real/file"), []byte("content\n"), 0o600))
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	host := harness.HostDir(t, "real")
+	harness.Must(t, os.WriteFile(filepath.Join(host, "real/file"), []byte("content\n"), 0o600))
 	for link, target := range map[string]string{"link": "real", "twice": host + "/link", "tofile": "twice/file", "dangling": "nothing"} {
-		must(t, os.Symlink(target, filepath.Join(host, link)))
+		harness.Must(t, os.Symlink(target, filepath.Join(host, link)))
 	}
 	for source, file := range map[string]string{"real": "/v/file", "link": "/v/file", "twice": "/v/file", "link/file": "/v", "tofile": "/v"} {
-		equal(t, source, pod.sh(t, "cat "+file, mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: filepath.Join(host, source)})), "content\n")
+		harness.Equal(t, source, pod.Sh(t, "cat "+file, harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: filepath.Join(host, source)})), "content\n")
 	}
 	for _, source := range []string{"missing", "dangling"} {
-		_, err := pod.tryCreate(t, mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: filepath.Join(host, source)}))
-		wantCode(t, err, codes.InvalidArgument, source, "does not exist")
+		_, err := pod.TryCreate(t, harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: filepath.Join(host, source)}))
+		harness.WantCode(t, err, codes.InvalidArgument, source, "does not exist")
 		if _, err := os.Stat(filepath.Join(host, source)); !os.IsNotExist(err) {
 			t.Errorf("%s was made: %v", source, err)
 		}
@@ -309,17 +279,17 @@ func TestMountSources(t *testing.T) {
 
 // Links of an image at the places of mounts stay inside of the container.
 func TestMountTargetsThatAreLinks(t *testing.T) {
-	host := hostDir(t, "volume", "escape")
+	host := harness.HostDir(t, "volume", "escape")
 	escape := filepath.Join(host, "escape")
-	must(t, os.WriteFile(filepath.Join(host, "volume/file"), []byte("content\n"), 0o600))
-	name, _ := push(t, registry, "targets:links", buildImage(t, v1.Config{}, fixture.Tree{
+	harness.Must(t, os.WriteFile(filepath.Join(host, "volume/file"), []byte("content\n"), 0o600))
+	name, _ := harness.Push(t, harness.Registry, "targets:links", harness.BuildImage(t, v1.Config{}, fixture.Tree{
 		fixture.Symlink("data", escape), fixture.Symlink("up", "../../../../.."+escape)}))
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	volume := func(at string) containerOption {
-		return mount(&runtimeapi.Mount{ContainerPath: at, HostPath: filepath.Join(host, "volume")})
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	volume := func(at string) harness.ContainerOption {
+		return harness.Mount(&runtimeapi.Mount{ContainerPath: at, HostPath: filepath.Join(host, "volume")})
 	}
-	equal(t, "mount at a link", pod.sh(t, "cat /data/file "+escape+"/file", image(name), volume("/data")), "content\ncontent\n")
-	equal(t, "mount below a link", pod.sh(t, "cat /up/below/file", image(name), volume("/up/below")), "content\n")
-	equal(t, "what was made on the host", fmt.Sprint(readDir(escape)), "[]")
+	harness.Equal(t, "mount at a link", pod.Sh(t, "cat /data/file "+escape+"/file", harness.Image(name), volume("/data")), "content\ncontent\n")
+	harness.Equal(t, "mount below a link", pod.Sh(t, "cat /up/below/file", harness.Image(name), volume("/up/below")), "content\n")
+	harness.Equal(t, "what was made on the host", fmt.Sprint(harness.ReadDir(escape)), "[]")
 }

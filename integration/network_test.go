@@ -17,12 +17,13 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/fixture"
+	"berth/integration/harness"
 )
 
 // networkReady returns the NetworkReady condition.
-func (d *daemon) networkReady(t *testing.T) *runtimeapi.RuntimeCondition {
+func networkReady(t *testing.T, d *harness.Daemon) *runtimeapi.RuntimeCondition {
 	t.Helper()
-	status := get(d.cri.Status(t.Context(), false))(t)
+	status := harness.Get(d.Cri.Status(t.Context(), false))(t)
 	for _, c := range status.Status.Conditions {
 		if c.Type == runtimeapi.NetworkReady {
 			return c
@@ -32,12 +33,12 @@ func (d *daemon) networkReady(t *testing.T) *runtimeapi.RuntimeCondition {
 	return nil
 }
 
-func (d *daemon) waitNetworkReady(t *testing.T, want bool) *runtimeapi.RuntimeCondition {
+func waitNetworkReady(t *testing.T, d *harness.Daemon, want bool) *runtimeapi.RuntimeCondition {
 	t.Helper()
 	var condition *runtimeapi.RuntimeCondition
-	eventually(t, fmt.Sprintf("NetworkReady is %v", want), func() error {
-		if condition = d.networkReady(t); condition.Status != want {
-			return unexpected("NetworkReady", condition, want)
+	harness.Eventually(t, fmt.Sprintf("NetworkReady is %v", want), func() error {
+		if condition = networkReady(t, d); condition.Status != want {
+			return harness.Unexpected("NetworkReady", condition, want)
 		}
 		return nil
 	})
@@ -45,26 +46,26 @@ func (d *daemon) waitNetworkReady(t *testing.T, want bool) *runtimeapi.RuntimeCo
 }
 
 func TestPodNetwork(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t)
-	ip, err := netip.ParseAddr(pod.ip(t))
-	must(t, err)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t)
+	ip, err := netip.ParseAddr(pod.Ip(t))
+	harness.Must(t, err)
 	if !netip.MustParsePrefix("10.88.0.0/24").Contains(ip) {
 		t.Errorf("the pod's address is %s", ip)
 	}
-	c := pod.run(t)
-	if out := c.exec(t, "ip", "-o", "addr"); !strings.Contains(out, "eth0") || !strings.Contains(out, ip.String()) || !strings.Contains(out, "127.0.0.1/8") {
+	c := pod.Run(t)
+	if out := c.Exec(t, "ip", "-o", "addr"); !strings.Contains(out, "eth0") || !strings.Contains(out, ip.String()) || !strings.Contains(out, "127.0.0.1/8") {
 		t.Errorf("addresses in the pod:\n%s", out)
 	}
-	if out := c.exec(t, "ip", "link", "show", "lo"); !strings.Contains(out, ",UP") {
+	if out := c.Exec(t, "ip", "link", "show", "lo"); !strings.Contains(out, ",UP") {
 		t.Errorf("lo is not up: %s", out)
 	}
 }
 
 func TestPodDualStack(t *testing.T) {
-	d := startDaemon(t, withNetwork(fixture.Conflist("dual", "/run/dual-stack", fixture.Range4, fixture.Range6)))
-	t.Cleanup(func() { must(t, os.RemoveAll("/run/dual-stack")) })
-	network := d.runPod(t).status(t).Network
+	d := harness.StartDaemon(t, harness.WithNetwork(fixture.Conflist("dual", "/run/dual-stack", fixture.Range4, fixture.Range6)))
+	t.Cleanup(func() { harness.Must(t, os.RemoveAll("/run/dual-stack")) })
+	network := d.RunPod(t).Status(t).Network
 	if ip, err := netip.ParseAddr(network.Ip); err != nil || !ip.Is4() {
 		t.Errorf("the first address is %q", network.Ip)
 	}
@@ -74,11 +75,11 @@ func TestPodDualStack(t *testing.T) {
 }
 
 // serveHTTP is a container that serves its index page on port 80.
-func serveHTTP(t *testing.T, pod *pod, page string) *container {
+func serveHTTP(t *testing.T, pod *harness.Pod, page string) *harness.Container {
 	t.Helper()
-	c := pod.run(t, script("mkdir -p /srv && echo "+page+" >/srv/index.html && exec httpd -f -p 80 -h /srv"))
-	eventually(t, "the server listens", func() error {
-		_, _, err := pod.d.cri.ExecSync(t.Context(), c.id, []string{"wget", "-q", "-O-", "http://127.0.0.1/"}, 0)
+	c := pod.Run(t, harness.Script("mkdir -p /srv && echo "+page+" >/srv/index.html && exec httpd -f -p 80 -h /srv"))
+	harness.Eventually(t, "the server listens", func() error {
+		_, _, err := pod.D.Cri.ExecSync(t.Context(), c.Id, []string{"wget", "-q", "-O-", "http://127.0.0.1/"}, 0)
 		return err
 	})
 	return c
@@ -88,25 +89,25 @@ func httpGet(t *testing.T, url string) string {
 	t.Helper()
 	client := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
 	response, err := client.Get(url)
-	must(t, err)
+	harness.Must(t, err)
 	defer response.Body.Close()
 	body, err := io.ReadAll(response.Body)
-	must(t, err)
+	harness.Must(t, err)
 	return string(body)
 }
 
 func TestHTTPBetweenPodsAndThroughHostPort(t *testing.T) {
-	d := startDaemon(t)
-	server := d.runPod(t, hostPort(18080, 80, runtimeapi.Protocol_TCP))
+	d := harness.StartDaemon(t)
+	server := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
 	serveHTTP(t, server, "from-the-pod")
-	client := d.runPod(t).run(t)
-	equal(t, "page seen by another pod", client.exec(t, "wget", "-q", "-O-", "http://"+server.ip(t)+"/"), "from-the-pod")
-	equal(t, "page seen by the node", httpGet(t, "http://"+server.ip(t)+"/"), "from-the-pod\n")
-	equal(t, "page through the host port", httpGet(t, "http://"+nodeAddress(t)+":18080/"), "from-the-pod\n")
-	equal(t, "page through the host port on loopback", httpGet(t, "http://127.0.0.1:18080/"), "from-the-pod\n")
-	equal(t, "page through the host port, from another pod", client.exec(t, "wget", "-q", "-O-", "http://"+nodeAddress(t)+":18080/"), "from-the-pod")
+	client := d.RunPod(t).Run(t)
+	harness.Equal(t, "page seen by another pod", client.Exec(t, "wget", "-q", "-O-", "http://"+server.Ip(t)+"/"), "from-the-pod")
+	harness.Equal(t, "page seen by the node", httpGet(t, "http://"+server.Ip(t)+"/"), "from-the-pod\n")
+	harness.Equal(t, "page through the host port", httpGet(t, "http://"+nodeAddress(t)+":18080/"), "from-the-pod\n")
+	harness.Equal(t, "page through the host port on loopback", httpGet(t, "http://127.0.0.1:18080/"), "from-the-pod\n")
+	harness.Equal(t, "page through the host port, from another pod", client.Exec(t, "wget", "-q", "-O-", "http://"+nodeAddress(t)+":18080/"), "from-the-pod")
 
-	server.remove(t)
+	server.Remove(t)
 	if _, err := net.Dial("tcp", nodeAddress(t)+":18080"); err == nil {
 		t.Error("the host port is still open after the pod's removal")
 	}
@@ -116,9 +117,9 @@ func TestHTTPBetweenPodsAndThroughHostPort(t *testing.T) {
 func nodeAddress(t *testing.T) string {
 	t.Helper()
 	link, err := net.InterfaceByName("berth0")
-	must(t, err)
+	harness.Must(t, err)
 	addresses, err := link.Addrs()
-	must(t, err)
+	harness.Must(t, err)
 	for _, a := range addresses {
 		if prefix, err := netip.ParsePrefix(a.String()); err == nil && prefix.Addr().Is4() {
 			return prefix.Addr().String()
@@ -130,54 +131,54 @@ func nodeAddress(t *testing.T) string {
 
 // NetworkReady follows the configuration directory without a restart.
 func TestNetworkConfigHotPlug(t *testing.T) {
-	d := startDaemon(t, withNetwork(""))
-	condition := d.waitNetworkReady(t, false)
-	if condition.Reason == "" || !strings.Contains(condition.Message, d.confDir) {
+	d := harness.StartDaemon(t, harness.WithNetwork(""))
+	condition := waitNetworkReady(t, d, false)
+	if condition.Reason == "" || !strings.Contains(condition.Message, d.ConfDir) {
 		t.Errorf("the condition does not say what is missing where: %v", condition)
 	}
-	config := d.podConfig(t)
-	_, err := d.cri.RunPodSandbox(t.Context(), config, "")
+	config := d.PodConfig(t)
+	_, err := d.Cri.RunPodSandbox(t.Context(), config, "")
 	if err == nil {
 		t.Fatal("a pod runs without a network configuration")
 	}
-	if code := codeOf(err); code != codes.Unavailable && code != codes.FailedPrecondition {
+	if code := harness.CodeOf(err); code != codes.Unavailable && code != codes.FailedPrecondition {
 		t.Errorf("gRPC code is %s: %v", code, err)
 	}
-	d.runPod(t, hostNetwork).remove(t) // needs no network configuration
+	d.RunPod(t, harness.HostNetwork).Remove(t) // needs no network configuration
 
-	withNetwork(fixture.Conflist("test", d.dataDir, fixture.Range4))(t, d)
-	d.waitNetworkReady(t, true)
-	pod := d.runPodConfig(t, config) // the same identity, after the failure
-	if pod.ip(t) == "" {
+	harness.WithNetwork(fixture.Conflist("test", d.DataDir, fixture.Range4))(t, d)
+	waitNetworkReady(t, d, true)
+	pod := d.RunPodConfig(t, config) // the same identity, after the failure
+	if pod.Ip(t) == "" {
 		t.Error("the pod has no address")
 	}
 
 	// A broken file that comes first is named; an old pod is removed with the configuration it had.
-	withNetwork("")(t, d)
-	broken := filepath.Join(d.confDir, "05-broken.conflist")
-	must(t, os.WriteFile(broken, []byte("{not json"), 0o600))
-	eventually(t, "the broken file is named", func() error {
-		if c := d.networkReady(t); c.Status || !strings.Contains(c.Message, "05-broken.conflist") {
-			return unexpected("NetworkReady", c, "false, naming 05-broken.conflist")
+	harness.WithNetwork("")(t, d)
+	broken := filepath.Join(d.ConfDir, "05-broken.conflist")
+	harness.Must(t, os.WriteFile(broken, []byte("{not json"), 0o600))
+	harness.Eventually(t, "the broken file is named", func() error {
+		if c := networkReady(t, d); c.Status || !strings.Contains(c.Message, "05-broken.conflist") {
+			return harness.Unexpected("NetworkReady", c, "false, naming 05-broken.conflist")
 		}
 		return nil
 	})
-	pod.remove(t)
-	must(t, os.Remove(broken))
+	pod.Remove(t)
+	harness.Must(t, os.Remove(broken))
 }
 
 // The first valid file in lexical order wins, and a plain .conf works too.
 func TestNetworkConfigOrder(t *testing.T) {
-	d := startDaemon(t)
-	t.Cleanup(func() { removeLink(t, "berth1") })
+	d := harness.StartDaemon(t)
+	t.Cleanup(func() { harness.RemoveLink(t, "berth1") })
 	conf := fmt.Sprintf(`{"cniVersion": "0.4.0", "name": "first", "type": "bridge", "bridge": "berth1", "isGateway": true,
-		"ipam": {"type": "host-local", "dataDir": %q, "ranges": [[{"subnet": "10.99.0.0/24"}]]}}`, d.dataDir)
-	must(t, os.WriteFile(filepath.Join(d.confDir, "05-first.conf"), []byte(conf), 0o600))
-	eventually(t, "a pod gets an address of the first network", func() error {
-		pod := d.runPod(t)
-		defer pod.remove(t)
-		if ip := pod.ip(t); !strings.HasPrefix(ip, "10.99.0.") {
-			return unexpected("the address", ip, "one of 10.99.0.0/24")
+		"ipam": {"type": "host-local", "dataDir": %q, "ranges": [[{"subnet": "10.99.0.0/24"}]]}}`, d.DataDir)
+	harness.Must(t, os.WriteFile(filepath.Join(d.ConfDir, "05-first.conf"), []byte(conf), 0o600))
+	harness.Eventually(t, "a pod gets an address of the first network", func() error {
+		pod := d.RunPod(t)
+		defer pod.Remove(t)
+		if ip := pod.Ip(t); !strings.HasPrefix(ip, "10.99.0.") {
+			return harness.Unexpected("the address", ip, "one of 10.99.0.0/24")
 		}
 		return nil
 	})
@@ -194,7 +195,7 @@ type fakePlugin struct {
 func newFakePlugin(t *testing.T, name, script string) *fakePlugin {
 	t.Helper()
 	p := &fakePlugin{t: t, dir: t.TempDir()}
-	must(t, os.WriteFile(filepath.Join(p.dir, name), []byte(fmt.Sprintf(`#!/bin/bash
+	harness.Must(t, os.WriteFile(filepath.Join(p.dir, name), []byte(fmt.Sprintf(`#!/bin/bash
 stdin=$(cat)
 if [ "$CNI_COMMAND" = VERSION ]; then
 	echo '{"cniVersion": "1.0.0", "supportedVersions": ["0.4.0", "1.0.0", "1.1.0"]}'
@@ -217,7 +218,7 @@ type call struct{ command, id, netns, args, config string }
 
 func (p *fakePlugin) calls(command string) []call {
 	var out []call
-	for _, line := range readLines(filepath.Join(p.dir, "calls")) {
+	for _, line := range harness.ReadLines(filepath.Join(p.dir, "calls")) {
 		f := strings.SplitN(line, "\t", 5)
 		if len(f) == 5 && f[0] == command {
 			out = append(out, call{f[0], f[1], f[2], f[3], f[4]})
@@ -227,34 +228,34 @@ func (p *fakePlugin) calls(command string) []call {
 }
 
 // withBinDir makes the daemon look for plugins in dir first.
-func withBinDir(dir string) daemonOption {
-	return func(_ *testing.T, d *daemon) { d.binDirs = append([]string{dir}, d.binDirs...) }
+func withBinDir(dir string) harness.DaemonOption {
+	return func(_ *testing.T, d *harness.Daemon) { d.BinDirs = append([]string{dir}, d.BinDirs...) }
 }
 
 const fakeResult = `echo '{"cniVersion": "1.0.0", "interfaces": [], "ips": [{"address": "10.77.0.5/24"}], "dns": {}}'`
 
 func TestPluginArgumentsAndCapabilities(t *testing.T) {
 	plugin := newFakePlugin(t, "fake", fakeResult)
-	d := startDaemon(t, withBinDir(plugin.dir), withNetwork(`{"cniVersion": "1.0.0", "name": "fake", "plugins": [{"type": "fake",
+	d := harness.StartDaemon(t, withBinDir(plugin.dir), harness.WithNetwork(`{"cniVersion": "1.0.0", "name": "fake", "plugins": [{"type": "fake",
 		"capabilities": {"portMappings": true, "bandwidth": true, "dns": true, "ipRanges": true}}]}`))
-	must(t, d.cri.UpdateRuntimeConfig(t.Context(), &runtimeapi.RuntimeConfig{NetworkConfig: &runtimeapi.NetworkConfig{PodCidr: "10.77.0.0/24"}}))
-	pod := d.runPod(t, hostPort(18081, 80, runtimeapi.Protocol_UDP), func(c *runtimeapi.PodSandboxConfig) {
+	harness.Must(t, d.Cri.UpdateRuntimeConfig(t.Context(), &runtimeapi.RuntimeConfig{NetworkConfig: &runtimeapi.NetworkConfig{PodCidr: "10.77.0.0/24"}}))
+	pod := d.RunPod(t, harness.HostPort(18081, 80, runtimeapi.Protocol_UDP), func(c *runtimeapi.PodSandboxConfig) {
 		c.Annotations["kubernetes.io/ingress-bandwidth"] = "1M"
 		c.DnsConfig = &runtimeapi.DNSConfig{Servers: []string{"10.0.0.10"}, Searches: []string{"cluster.local"}}
 	})
-	equal(t, "pod IP", pod.ip(t), "10.77.0.5")
-	pod.remove(t)
+	harness.Equal(t, "pod IP", pod.Ip(t), "10.77.0.5")
+	pod.Remove(t)
 	adds, dels := plugin.calls("ADD"), plugin.calls("DEL")
 	if len(adds) != 1 || len(dels) == 0 {
 		t.Fatalf("ADD was called %d times and DEL %d times", len(adds), len(dels))
 	}
 	add := adds[0]
-	equal(t, "container ID", add.id, pod.id)
-	if !strings.Contains(add.netns, pod.id) {
+	harness.Equal(t, "container ID", add.id, pod.Id)
+	if !strings.Contains(add.netns, pod.Id) {
 		t.Errorf("the network namespace is %s", add.netns)
 	}
-	meta := pod.config.Metadata
-	for _, want := range []string{"K8S_POD_NAMESPACE=" + meta.Namespace, "K8S_POD_NAME=" + meta.Name, "K8S_POD_INFRA_CONTAINER_ID=" + pod.id, "K8S_POD_UID=" + meta.Uid} {
+	meta := pod.Config.Metadata
+	for _, want := range []string{"K8S_POD_NAMESPACE=" + meta.Namespace, "K8S_POD_NAME=" + meta.Name, "K8S_POD_INFRA_CONTAINER_ID=" + pod.Id, "K8S_POD_UID=" + meta.Uid} {
 		if !strings.Contains(add.args, want) {
 			t.Errorf("CNI_ARGS is %q and lacks %s", add.args, want)
 		}
@@ -270,8 +271,8 @@ func TestPluginArgumentsAndCapabilities(t *testing.T) {
 			IPRanges  [][]struct{ Subnet string }
 		}
 	}
-	must(t, json.Unmarshal([]byte(add.config), &config))
-	equal(t, "runtimeConfig", fmt.Sprintf("%+v", config.RuntimeConfig),
+	harness.Must(t, json.Unmarshal([]byte(add.config), &config))
+	harness.Equal(t, "runtimeConfig", fmt.Sprintf("%+v", config.RuntimeConfig),
 		"{PortMappings:[{HostPort:18081 ContainerPort:80 Protocol:udp}] Bandwidth:{IngressRate:1000000} DNS:{Servers:[10.0.0.10] Searches:[cluster.local]} IPRanges:[[{Subnet:10.77.0.0/24}]]}")
 }
 
@@ -279,13 +280,13 @@ func TestPluginArgumentsAndCapabilities(t *testing.T) {
 func TestPluginDelUsesConfigOfAdd(t *testing.T) {
 	plugin := newFakePlugin(t, "fake", fakeResult)
 	conflist := `{"cniVersion": "1.0.0", "name": "fake", "plugins": [{"type": "fake", "mark": "%s"}]}`
-	d := startDaemon(t, withBinDir(plugin.dir), withNetwork(fmt.Sprintf(conflist, "old")))
-	pod := d.runPod(t)
-	withNetwork(fmt.Sprintf(conflist, "new"))(t, d)
-	d.restart(t)
-	pod.remove(t)
+	d := harness.StartDaemon(t, withBinDir(plugin.dir), harness.WithNetwork(fmt.Sprintf(conflist, "old")))
+	pod := d.RunPod(t)
+	harness.WithNetwork(fmt.Sprintf(conflist, "new"))(t, d)
+	d.Restart(t)
+	pod.Remove(t)
 	for _, del := range plugin.calls("DEL") {
-		if del.id == pod.id && !strings.Contains(del.config, "old") {
+		if del.id == pod.Id && !strings.Contains(del.config, "old") {
 			t.Errorf("DEL was given %s", del.config)
 		}
 	}
@@ -297,25 +298,25 @@ func TestPluginDelUsesConfigOfAdd(t *testing.T) {
 // After a failing ADD the plugins are told to DEL, and nothing is left of the pod.
 func TestPluginFailure(t *testing.T) {
 	plugin := newFakePlugin(t, "failing", `echo '{"cniVersion": "1.0.0", "code": 100, "msg": "no room in the inn"}'; exit 1`)
-	d := startDaemon(t, withBinDir(plugin.dir), func(t *testing.T, d *daemon) {
+	d := harness.StartDaemon(t, withBinDir(plugin.dir), func(t *testing.T, d *harness.Daemon) {
 		// The failing plugin comes last, so that the bridge and an address are there when it fails.
 		var list struct {
 			CNIVersion string `json:"cniVersion"`
 			Name       string `json:"name"`
 			Plugins    []any  `json:"plugins"`
 		}
-		must(t, json.Unmarshal([]byte(fixture.Conflist("test", d.dataDir, fixture.Range4)), &list))
+		harness.Must(t, json.Unmarshal([]byte(fixture.Conflist("test", d.DataDir, fixture.Range4)), &list))
 		list.Plugins = append(list.Plugins, map[string]string{"type": "failing"})
 		var b bytes.Buffer
-		must(t, json.NewEncoder(&b).Encode(list))
-		withNetwork(b.String())(t, d)
+		harness.Must(t, json.NewEncoder(&b).Encode(list))
+		harness.WithNetwork(b.String())(t, d)
 	})
-	_, err := d.cri.RunPodSandbox(t.Context(), d.podConfig(t), "")
-	wantCode(t, err, codes.Internal, "no room in the inn", "failing")
+	_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t), "")
+	harness.WantCode(t, err, codes.Internal, "no room in the inn", "failing")
 	if len(plugin.calls("DEL")) == 0 {
 		t.Error("DEL was not called")
 	}
-	equal(t, "number of pods", len(get(d.cri.ListPodSandbox(t.Context(), nil))(t)), 0)
+	harness.Equal(t, "number of pods", len(harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)), 0)
 }
 
 // Networks of specification 1.1: STATUS decides whether the network is ready, and GC
@@ -323,26 +324,26 @@ func TestPluginFailure(t *testing.T) {
 func TestPluginStatusAndGC(t *testing.T) {
 	plugin := newFakePlugin(t, "fake", strings.Replace(fakeResult, "1.0.0", "1.1.0", 1))
 	network := `{"cniVersion": "1.1.0", "name": "fake", "plugins": [{"type": "fake"}]}`
-	d := startDaemon(t, withBinDir(plugin.dir), withNetwork(network))
-	d.waitNetworkReady(t, true)
-	pod := d.runPod(t)
+	d := harness.StartDaemon(t, withBinDir(plugin.dir), harness.WithNetwork(network))
+	waitNetworkReady(t, d, true)
+	pod := d.RunPod(t)
 	gone := len(plugin.calls("GC"))
-	d.restart(t)
-	eventually(t, "GC is called", func() error {
+	d.Restart(t)
+	harness.Eventually(t, "GC is called", func() error {
 		calls := plugin.calls("GC")
 		if len(calls) <= gone {
-			return unexpected("the number of its calls", len(calls), gone+1)
+			return harness.Unexpected("the number of its calls", len(calls), gone+1)
 		}
-		if last := calls[len(calls)-1]; !strings.Contains(last.config, pod.id) {
+		if last := calls[len(calls)-1]; !strings.Contains(last.config, pod.Id) {
 			return fmt.Errorf("it does not name the pod as valid: %s", last.config)
 		}
 		return nil
 	})
 	plugin.breakStatus(t)
-	withNetwork(network+" ")(t, d) // a change makes berth look again at once
-	eventually(t, "the condition tells what the plugin said", func() error {
-		if c := d.networkReady(t); c.Status || !strings.Contains(c.Message, "out of order") {
-			return unexpected("NetworkReady", c, "false, with the plugin's words")
+	harness.WithNetwork(network+" ")(t, d) // a change makes berth look again at once
+	harness.Eventually(t, "the condition tells what the plugin said", func() error {
+		if c := networkReady(t, d); c.Status || !strings.Contains(c.Message, "out of order") {
+			return harness.Unexpected("NetworkReady", c, "false, with the plugin's words")
 		}
 		return nil
 	})
@@ -350,40 +351,40 @@ func TestPluginStatusAndGC(t *testing.T) {
 
 // Pods start side by side, each with an address of its own.
 func TestManyPodsAtOnce(t *testing.T) {
-	d := startDaemon(t)
-	d.pull(t, baseImage)
+	d := harness.StartDaemon(t)
+	d.Pull(t, harness.BaseImage)
 	const n = 12
-	pods := make([]*pod, n)
+	pods := make([]*harness.Pod, n)
 	configs := make([]*runtimeapi.PodSandboxConfig, n)
 	errs := make(chan error, n)
 	for i := range n {
-		configs[i] = d.podConfig(t)
+		configs[i] = d.PodConfig(t)
 		go func() {
-			id, err := d.cri.RunPodSandbox(t.Context(), configs[i], "")
-			pods[i] = &pod{d: d, id: id, config: configs[i]}
+			id, err := d.Cri.RunPodSandbox(t.Context(), configs[i], "")
+			pods[i] = &harness.Pod{D: d, Id: id, Config: configs[i]}
 			errs <- err
 		}()
 	}
 	for range n {
-		must(t, <-errs)
+		harness.Must(t, <-errs)
 	}
 	ips := map[string]bool{}
 	for _, p := range pods {
-		d.objects = append(d.objects, p.id)
-		ips[p.ip(t)] = true
-		p.run(t)
+		d.Objects = append(d.Objects, p.Id)
+		ips[p.Ip(t)] = true
+		p.Run(t)
 	}
-	equal(t, "number of different addresses", len(ips), n)
+	harness.Equal(t, "number of different addresses", len(ips), n)
 }
 
 // release lets a plugin go on that waits for the file "go".
 func (p *fakePlugin) release(t *testing.T) {
 	t.Helper()
-	must(t, os.WriteFile(filepath.Join(p.dir, "go"), nil, 0o600))
+	harness.Must(t, os.WriteFile(filepath.Join(p.dir, "go"), nil, 0o600))
 }
 
 // breakStatus makes the plugin's STATUS fail.
 func (p *fakePlugin) breakStatus(t *testing.T) {
 	t.Helper()
-	must(t, os.WriteFile(filepath.Join(p.dir, "broken"), nil, 0o600))
+	harness.Must(t, os.WriteFile(filepath.Join(p.dir, "broken"), nil, 0o600))
 }

@@ -15,88 +15,93 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
 )
 
 // hang makes every look at a directory wait: a FUSE filesystem is mounted on it that nobody serves. It ends with the test.
 func hang(t *testing.T, dir string) {
 	t.Helper()
-	fd := get(unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC, 0))(t)
-	must(t, unix.Mount("hung", dir, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0", fd)))
+	fd := harness.Get(unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC, 0))(t)
+	harness.Must(t, unix.Mount("hung", dir, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0", fd)))
 	t.Cleanup(func() {
-		must(t, unix.Close(fd)) // whoever waits gets an error
-		must(t, unix.Unmount(dir, unix.MNT_DETACH))
+		harness.Must(t, unix.Close(fd)) // whoever waits gets an error
+		harness.Must(t, unix.Unmount(dir, unix.MNT_DETACH))
 	})
 }
 
 // A volume that does not answer any more, as of a dead NFS server, holds up neither what plugins are told nor the daemon's start.
 func TestNRIHungVolume(t *testing.T) {
-	d := startDaemon(t)
-	volume := filepath.Join(d.dir, "volume")
-	must(t, os.Mkdir(volume, 0o755))
-	p := d.connectPlugin(t, "10", "before", &nriPlugin{})
-	pod := d.runPod(t, hostNetwork)
-	withVolume := mount(&runtimeapi.Mount{ContainerPath: "/volume", HostPath: volume})
-	ends, stays := pod.run(t, withVolume), pod.run(t, withVolume)
+	d := harness.StartDaemon(t)
+	volume := filepath.Join(d.Dir, "volume")
+	harness.Must(t, os.Mkdir(volume, 0o755))
+	p := connectPlugin(t, d, "10", "before", &nriPlugin{})
+	pod := d.RunPod(t, harness.HostNetwork)
+	withVolume := harness.Mount(&runtimeapi.Mount{ContainerPath: "/volume", HostPath: volume})
+	ends, stays := pod.Run(t, withVolume), pod.Run(t, withVolume)
 	hang(t, volume)
 	p.forget()
-	ends.stop(t, 0)
-	p.waitEvents(t, "StopContainer "+ends.config.Metadata.Name)
-	d.restart(t)
+	ends.Stop(t, 0)
+	p.waitEvents(t, "StopContainer "+ends.Config.Metadata.Name)
+	d.Restart(t)
 	var told []*api.Container
-	d.connectPlugin(t, "10", "after", &nriPlugin{synchronize: func(_ []*api.PodSandbox, c []*api.Container) { told = c }})
-	if len(told) != 1 || told[0].Id != stays.id || !slices.ContainsFunc(told[0].Mounts, func(m *api.Mount) bool { return m.Destination == "/volume" && m.Source == volume }) {
+	connectPlugin(t, d, "10", "after", &nriPlugin{synchronize: func(_ []*api.PodSandbox, c []*api.Container) { told = c }})
+	if len(told) != 1 || told[0].Id != stays.Id || !slices.ContainsFunc(told[0].Mounts, func(m *api.Mount) bool { return m.Destination == "/volume" && m.Source == volume }) {
 		t.Errorf("the new daemon told of %v", told)
 	}
 }
 
 // A plugin that the daemon starts is told of a container that ends while it takes its time to start.
 func TestNRIExitWhileDaemonStarts(t *testing.T) {
-	d := startDaemon(t, installPlugin("10-installed", "Synchronize"), goOn, withConfig(`nri_request_timeout = "20s"`))
-	c := d.runPod(t, hostNetwork).run(t)
-	pid := c.pid(t)
-	d.stop(t)
-	must(t, os.Remove(d.goOnFile()))
+	d := harness.StartDaemon(t, installPlugin("10-installed", "Synchronize"), goOn, harness.WithConfig(`nri_request_timeout = "20s"`))
+	c := d.RunPod(t, harness.HostNetwork).Run(t)
+	pid := c.Pid(t)
+	d.Stop(t)
+	harness.Must(t, os.Remove(goOnFile(d)))
 	ended := make(chan error, 4)
 	go func() {
-		ended <- waitFor(func() error {
-			if n := d.installedTold("Synchronize"); n != 2 {
-				return unexpected("number of synchronisations", n, 2)
+		ended <- harness.WaitFor(func() error {
+			if n := installedTold(d, "Synchronize"); n != 2 {
+				return harness.Unexpected("number of synchronisations", n, 2)
 			}
 			return nil
 		})
 		ended <- syscall.Kill(pid, syscall.SIGKILL)
-		ended <- waitFor(func() error {
-			record, err := os.ReadFile(filepath.Join(d.root, "containers", c.id+".record"))
+		ended <- harness.WaitFor(func() error {
+			record, err := os.ReadFile(filepath.Join(d.Root, "containers", c.Id+".record"))
 			if err == nil && !strings.Contains(string(record), `"phase":"exited"`) {
-				err = unexpected("the record", string(record), "exited")
+				err = harness.Unexpected("the record", string(record), "exited")
 			}
 			return err
 		})
-		ended <- os.WriteFile(d.goOnFile(), nil, 0o600)
+		ended <- os.WriteFile(goOnFile(d), nil, 0o600)
 	}()
-	d.start(t)
+	d.Start(t)
 	for range 4 {
-		must(t, <-ended)
+		harness.Must(t, <-ended)
 	}
-	eventually(t, "StopContainer", func() error {
-		if n := d.installedTold("StopContainer"); n != 1 {
-			return unexpected("number of events", n, 1)
+	harness.Eventually(t, "StopContainer", func() error {
+		if n := installedTold(d, "StopContainer"); n != 1 {
+			return harness.Unexpected("number of events", n, 1)
 		}
 		return nil
 	})
 }
 
 // goOnFile lets installed plugins that hang go on, once it exists.
-func (d *daemon) goOnFile() string { return d.installedEvents() + goOnSuffix }
+func goOnFile(d *harness.Daemon) string { return installedEvents(d) + goOnSuffix }
 
 const goOnSuffix = ".go-on"
 
 // goOn makes the goOnFile.
-func goOn(t *testing.T, d *daemon) { t.Helper(); must(t, os.WriteFile(d.goOnFile(), nil, 0o600)) }
+func goOn(t *testing.T, d *harness.Daemon) {
+	t.Helper()
+	harness.Must(t, os.WriteFile(goOnFile(d), nil, 0o600))
+}
 
 // installedTold counts how often installed plugins were told of an event.
-func (d *daemon) installedTold(event string) (n int) {
-	for _, line := range readLines(d.installedEvents()) {
+func installedTold(d *harness.Daemon, event string) (n int) {
+	for _, line := range harness.ReadLines(installedEvents(d)) {
 		if strings.HasSuffix(line, " "+event) {
 			n++
 		}
@@ -119,82 +124,82 @@ func blocking(event string) (p *nriPlugin, asked, answer chan struct{}) {
 // A plugin wants a container updated together with one that is made. The other ends meanwhile, and a second plugin registers:
 // nobody waits for anybody, and the creation fails as the update does.
 func TestNRICreateBesideExitAndRegistration(t *testing.T) {
-	d := startDaemon(t, withConfig(`nri_request_timeout = "20s"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "20s"`))
 	p, asked, answer := blocking("CreateContainer")
-	pod := d.runPod(t, hostNetwork)
-	other := pod.run(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	other := pod.Run(t)
 	p.create = func(*api.PodSandbox, *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
-		return nil, []*api.ContainerUpdate{memoryUpdate(other.id, 64<<20)}, nil
+		return nil, []*api.ContainerUpdate{memoryUpdate(other.Id, 64<<20)}, nil
 	}
-	d.connectPlugin(t, "10", "first", p)
+	connectPlugin(t, d, "10", "first", p)
 	made := make(chan error, 1)
-	config := pod.containerConfig()
+	config := pod.ContainerConfig()
 	go func() {
-		_, err := d.cri.CreateContainer(t.Context(), pod.id, config, pod.config)
+		_, err := d.Cri.CreateContainer(t.Context(), pod.Id, config, pod.Config)
 		made <- err
 	}()
 	<-asked
 	second := &nriPlugin{closed: make(chan struct{})}
-	second.stub = get(stub.New(second, stub.WithSocketPath(d.nriSocket()), stub.WithPluginIdx("20"), stub.WithPluginName("second"),
+	second.stub = harness.Get(stub.New(second, stub.WithSocketPath(nriSocket(d)), stub.WithPluginIdx("20"), stub.WithPluginName("second"),
 		stub.WithOnClose(func() { close(second.closed) }), stub.WithLogger(quiet{})))(t)
-	must(t, second.stub.Start(t.Context())) // it is registered, and about to be told what there is
+	harness.Must(t, second.stub.Start(t.Context())) // it is registered, and about to be told what there is
 	t.Cleanup(func() { second.stub.Stop(); <-second.closed })
-	must(t, syscall.Kill(other.pid(t), syscall.SIGKILL))
-	other.waitExited(t)
+	harness.Must(t, syscall.Kill(other.Pid(t), syscall.SIGKILL))
+	other.WaitExited(t)
 	close(answer)
-	wantCode(t, <-made, codes.FailedPrecondition, "has exited")
+	harness.WantCode(t, <-made, codes.FailedPrecondition, "has exited")
 	second.awaitEvents(t, 1)
-	equal(t, "number of containers", len(get(d.cri.ListContainers(t.Context(), nil))(t)), 1)
+	harness.Equal(t, "number of containers", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 1)
 }
 
 // A pod is taken down however long plugins take to hear of its containers' ends, and they hear of those before they
 // hear of the pod's.
 func TestNRISlowPluginWhilePodStops(t *testing.T) {
-	d := startDaemon(t, withConfig(`nri_request_timeout = "60s"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "60s"`))
 	p, asked, answer := blocking("StopContainer")
-	d.connectPlugin(t, "10", "slow", p)
-	pod := d.runPod(t)
-	c := pod.run(t)
-	netns := filepath.Join("/run/netns", "berth-"+pod.id)
+	connectPlugin(t, d, "10", "slow", p)
+	pod := d.RunPod(t)
+	c := pod.Run(t)
+	netns := filepath.Join("/run/netns", "berth-"+pod.Id)
 	p.forget()
 	stopped := make(chan error, 1)
-	go func() { stopped <- d.cri.StopPodSandbox(t.Context(), pod.id) }()
+	go func() { stopped <- d.Cri.StopPodSandbox(t.Context(), pod.Id) }()
 	<-asked
-	eventually(t, "the end of the network namespace", func() error {
+	harness.Eventually(t, "the end of the network namespace", func() error {
 		if _, err := os.Lstat(netns); !os.IsNotExist(err) {
-			return unexpected("error", err, os.ErrNotExist)
+			return harness.Unexpected("error", err, os.ErrNotExist)
 		}
 		return nil
 	})
 	close(answer)
-	must(t, <-stopped)
-	p.waitEvents(t, "StopContainer "+c.config.Metadata.Name, "StopPodSandbox "+pod.config.Metadata.Name)
+	harness.Must(t, <-stopped)
+	p.waitEvents(t, "StopContainer "+c.Config.Metadata.Name, "StopPodSandbox "+pod.Config.Metadata.Name)
 }
 
 // A daemon that is told to end while it waits for a plugin that it starts does so.
 func TestNRITermWhilePluginHangs(t *testing.T) {
-	d := newDaemon(t, installPlugin("10-installed", "Synchronize"), withConfig(`nri_request_timeout = "5m"`))
-	t.Cleanup(func() { d.forgetMounts(t) })
-	cmd := d.serveCommand()
-	must(t, cmd.Start())
+	d := harness.NewDaemon(t, installPlugin("10-installed", "Synchronize"), harness.WithConfig(`nri_request_timeout = "5m"`))
+	t.Cleanup(func() { d.ForgetMounts(t) })
+	cmd := d.ServeCommand()
+	harness.Must(t, cmd.Start())
 	ended := make(chan error, 1)
 	go func() { ended <- cmd.Wait() }()
-	eventually(t, "synchronisation", func() error {
-		if n := d.installedTold("Synchronize"); n != 1 {
-			return unexpected("number of synchronisations", n, 1)
+	harness.Eventually(t, "synchronisation", func() error {
+		if n := installedTold(d, "Synchronize"); n != 1 {
+			return harness.Unexpected("number of synchronisations", n, 1)
 		}
 		return nil
 	})
-	must(t, cmd.Process.Signal(syscall.SIGTERM))
+	harness.Must(t, cmd.Process.Signal(syscall.SIGTERM))
 	select {
 	case <-ended:
-	case <-time.After(patience):
-		must(t, cmd.Process.Kill())
+	case <-time.After(harness.Patience):
+		harness.Must(t, cmd.Process.Kill())
 		<-ended
 		t.Error("it did not end")
 	}
-	eventually(t, "the plugin's end", func() error {
-		pid, _, _ := strings.Cut(readLines(d.installedEvents())[0], " ")
+	harness.Eventually(t, "the plugin's end", func() error {
+		pid, _, _ := strings.Cut(harness.ReadLines(installedEvents(d))[0], " ")
 		stat, err := os.ReadFile(filepath.Join("/proc", pid, "stat"))
 		if err == nil && !strings.Contains(string(stat), ") Z ") {
 			return fmt.Errorf("process %s is there: %s", pid, stat)

@@ -16,6 +16,8 @@ import (
 	nrilog "github.com/containerd/nri/pkg/log"
 	"github.com/containerd/nri/pkg/stub"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
 )
 
 // nriPlugin is an NRI plugin made with the library's stub, which real plugins are made with. It notes
@@ -55,7 +57,7 @@ func (p *nriPlugin) noted() []string {
 // waitEvents waits until the plugin has been told of exactly these events, in this order.
 func (p *nriPlugin) waitEvents(t *testing.T, want ...string) {
 	t.Helper()
-	eventually(t, "events", func() error {
+	harness.Eventually(t, "events", func() error {
 		if got := p.noted(); !slices.Equal(got, want) {
 			return fmt.Errorf("they are\n  %s\nwant\n  %s", strings.Join(got, "\n  "), strings.Join(want, "\n  "))
 		}
@@ -66,7 +68,7 @@ func (p *nriPlugin) waitEvents(t *testing.T, want ...string) {
 // awaitEvents waits until the plugin has been told of n events.
 func (p *nriPlugin) awaitEvents(t *testing.T, n int) {
 	t.Helper()
-	eventually(t, "events", func() error {
+	harness.Eventually(t, "events", func() error {
 		if got := len(p.noted()); got < n {
 			return fmt.Errorf("there are %d of %d", got, n)
 		}
@@ -75,23 +77,23 @@ func (p *nriPlugin) awaitEvents(t *testing.T, n int) {
 }
 
 // livePod runs a pod with a container that ends at once, and removes it. It fails no test, so that it may run beside one.
-func (d *daemon) livePod(ctx context.Context, config *runtimeapi.PodSandboxConfig) error {
-	id, err := d.cri.RunPodSandbox(ctx, config, "")
+func livePod(d *harness.Daemon, ctx context.Context, config *runtimeapi.PodSandboxConfig) error {
+	id, err := d.Cri.RunPodSandbox(ctx, config, "")
 	if err != nil {
 		return err
 	}
-	p := &pod{d: d, id: id, config: config}
-	c, err := d.cri.CreateContainer(ctx, id, p.containerConfig(command("true"), func(c *runtimeapi.ContainerConfig) { c.LogPath = "" }), config)
+	p := &harness.Pod{D: d, Id: id, Config: config}
+	c, err := d.Cri.CreateContainer(ctx, id, p.ContainerConfig(harness.Command("true"), func(c *runtimeapi.ContainerConfig) { c.LogPath = "" }), config)
 	if err == nil {
-		err = d.cri.StartContainer(ctx, c)
+		err = d.Cri.StartContainer(ctx, c)
 	}
 	if err == nil {
-		err = d.cri.StopContainer(ctx, c, 0)
+		err = d.Cri.StopContainer(ctx, c, 0)
 	}
 	if err == nil {
-		err = d.cri.RemoveContainer(ctx, c)
+		err = d.Cri.RemoveContainer(ctx, c)
 	}
-	return errors.Join(err, d.cri.StopPodSandbox(ctx, id), d.cri.RemovePodSandbox(ctx, id))
+	return errors.Join(err, d.Cri.StopPodSandbox(ctx, id), d.Cri.RemovePodSandbox(ctx, id))
 }
 
 // forget empties the list of events.
@@ -164,28 +166,28 @@ func (p *nriPlugin) RemoveContainer(_ context.Context, _ *api.PodSandbox, c *api
 	return p.note("RemoveContainer", c.Name)
 }
 
-func (d *daemon) nriSocket() string { return filepath.Join(d.dir, "nri", "nri.sock") }
+func nriSocket(d *harness.Daemon) string { return filepath.Join(d.Dir, "nri", "nri.sock") }
 
 // connectPlugin connects a plugin to the daemon's NRI socket, and waits until it is registered. It is disconnected when
 // the test ends, or before by Stop.
-func (d *daemon) connectPlugin(t *testing.T, index, name string, p *nriPlugin) *nriPlugin {
+func connectPlugin(t *testing.T, d *harness.Daemon, index, name string, p *nriPlugin) *nriPlugin {
 	t.Helper()
 	p.closed = make(chan struct{})
 	var err error
-	p.stub, err = stub.New(p, stub.WithSocketPath(d.nriSocket()), stub.WithPluginIdx(index), stub.WithPluginName(name),
+	p.stub, err = stub.New(p, stub.WithSocketPath(nriSocket(d)), stub.WithPluginIdx(index), stub.WithPluginName(name),
 		stub.WithOnClose(func() { close(p.closed) }), stub.WithLogger(quiet{}))
-	must(t, err)
-	must(t, p.stub.Start(t.Context()))
+	harness.Must(t, err)
+	harness.Must(t, p.stub.Start(t.Context()))
 	t.Cleanup(func() { p.stub.Stop(); <-p.closed })
-	eventually(t, "synchronisation of plugin "+name, func() error {
+	harness.Eventually(t, "synchronisation of plugin "+name, func() error {
 		if len(p.noted()) == 0 {
 			return errors.New("it was told nothing")
 		}
 		return nil
 	})
 	// It is among the plugins a moment after it has answered; the daemon's log tells.
-	eventually(t, "registration of plugin "+name, func() error {
-		if want := fmt.Sprintf("plugin \\\"%s-%s\\\" connected and synchronized", index, name); !slices.ContainsFunc(readLines(d.logFile()), func(line string) bool { return strings.Contains(line, want) }) {
+	harness.Eventually(t, "registration of plugin "+name, func() error {
+		if want := fmt.Sprintf("plugin \\\"%s-%s\\\" connected and synchronized", index, name); !slices.ContainsFunc(harness.ReadLines(d.LogFile()), func(line string) bool { return strings.Contains(line, want) }) {
 			return fmt.Errorf("the log does not have %s", want)
 		}
 		return nil
@@ -204,20 +206,20 @@ func (quiet) Errorf(context.Context, string, ...any) {}
 
 // installPlugin installs this program as a plugin that the daemon starts. It appends "PID event name" to a file, and
 // hangs at the event named, if any, until there is the goOnFile.
-func installPlugin(name, hangAt string) daemonOption {
-	return func(t *testing.T, d *daemon) {
+func installPlugin(name, hangAt string) harness.DaemonOption {
+	return func(t *testing.T, d *harness.Daemon) {
 		t.Helper()
-		self := get(os.Executable())(t)
+		self := harness.Get(os.Executable())(t)
 		for _, dir := range []string{"plugins", "plugins.d"} {
-			must(t, os.MkdirAll(filepath.Join(d.dir, dir), 0o755))
+			harness.Must(t, os.MkdirAll(filepath.Join(d.Dir, dir), 0o755))
 		}
-		must(t, os.Symlink(self, filepath.Join(d.dir, "plugins", name)))
-		must(t, os.WriteFile(filepath.Join(d.dir, "plugins.d", name+".conf"), []byte(d.installedEvents()+" "+hangAt), 0o600))
+		harness.Must(t, os.Symlink(self, filepath.Join(d.Dir, "plugins", name)))
+		harness.Must(t, os.WriteFile(filepath.Join(d.Dir, "plugins.d", name+".conf"), []byte(installedEvents(d)+" "+hangAt), 0o600))
 	}
 }
 
 // installedEvents is where installed plugins note what they are told.
-func (d *daemon) installedEvents() string { return filepath.Join(d.dir, "plugin-events") }
+func installedEvents(d *harness.Daemon) string { return filepath.Join(d.Dir, "plugin-events") }
 
 // isInstalledPlugin tells whether this process was started by a daemon as an NRI plugin.
 func isInstalledPlugin() bool { return os.Getenv(api.PluginSocketEnvVar) != "" }
@@ -244,7 +246,7 @@ func runInstalledPlugin() error {
 		}
 		_, err = fmt.Fprintln(f, os.Getpid(), event)
 		if err = errors.Join(err, f.Close()); err == nil && event == p.hangAt {
-			return waitUpTo(time.Hour, func() error { _, err := os.Stat(p.file + goOnSuffix); return err })
+			return harness.WaitUpTo(time.Hour, func() error { _, err := os.Stat(p.file + goOnSuffix); return err })
 		}
 		return err
 	}

@@ -19,6 +19,8 @@ import (
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
 )
 
 // adjusting makes a CreateContainer that fills in an adjustment.
@@ -38,24 +40,24 @@ func memoryUpdate(id string, limit int64) *api.ContainerUpdate {
 
 // Every event of a life comes once and in order, however often kubelet repeats itself.
 func TestNRIEvents(t *testing.T) {
-	d := startDaemon(t)
-	p := d.connectPlugin(t, "10", "events", &nriPlugin{})
-	pod := d.runPod(t, hostNetwork)
-	c := pod.run(t)
-	must(t, d.cri.UpdateContainerResources(t.Context(), c.id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{CpuShares: 512}}))
-	c.stop(t, 0)
-	c.stop(t, 0)
-	never := pod.create(t)
-	short, _ := pod.runToEnd(t, command("true"))
-	pod.stop(t)
-	pod.stop(t)
-	must(t, d.cri.RemoveContainer(t.Context(), c.id))
-	must(t, d.cri.RemoveContainer(t.Context(), c.id))
-	must(t, d.cri.RemoveContainer(t.Context(), never.id))
-	must(t, d.cri.RemoveContainer(t.Context(), short.id))
-	pod.remove(t)
-	pod.remove(t)
-	podName, name, neverName, shortName := pod.config.Metadata.Name, c.config.Metadata.Name, never.config.Metadata.Name, short.config.Metadata.Name
+	d := harness.StartDaemon(t)
+	p := connectPlugin(t, d, "10", "events", &nriPlugin{})
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t)
+	harness.Must(t, d.Cri.UpdateContainerResources(t.Context(), c.Id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{CpuShares: 512}}))
+	c.Stop(t, 0)
+	c.Stop(t, 0)
+	never := pod.Create(t)
+	short, _ := pod.RunToEnd(t, harness.Command("true"))
+	pod.Stop(t)
+	pod.Stop(t)
+	harness.Must(t, d.Cri.RemoveContainer(t.Context(), c.Id))
+	harness.Must(t, d.Cri.RemoveContainer(t.Context(), c.Id))
+	harness.Must(t, d.Cri.RemoveContainer(t.Context(), never.Id))
+	harness.Must(t, d.Cri.RemoveContainer(t.Context(), short.Id))
+	pod.Remove(t)
+	pod.Remove(t)
+	podName, name, neverName, shortName := pod.Config.Metadata.Name, c.Config.Metadata.Name, never.Config.Metadata.Name, short.Config.Metadata.Name
 	p.waitEvents(t,
 		"RunPodSandbox "+podName,
 		"CreateContainer "+name, "PostCreateContainer "+name, "StartContainer "+name, "PostStartContainer "+name,
@@ -70,10 +72,10 @@ func TestNRIEvents(t *testing.T) {
 // Plugins are asked in the order of their index, and each sees what those before it changed. The changes hold in the
 // container, in what is executed in it, in its status, and for the next daemon.
 func TestNRIOrderAndAdjustments(t *testing.T) {
-	d := startDaemon(t)
-	volume := filepath.Join(d.dir, "volume")
-	must(t, os.Mkdir(volume, 0o755))
-	must(t, os.WriteFile(filepath.Join(volume, "file"), []byte("from a plugin"), 0o644))
+	d := harness.StartDaemon(t)
+	volume := filepath.Join(d.Dir, "volume")
+	harness.Must(t, os.Mkdir(volume, 0o755))
+	harness.Must(t, os.WriteFile(filepath.Join(volume, "file"), []byte("from a plugin"), 0o644))
 	var seen []string
 	second := &nriPlugin{create: func(_ *api.PodSandbox, c *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
 		seen = c.Env
@@ -95,45 +97,45 @@ func TestNRIOrderAndAdjustments(t *testing.T) {
 		score := 555
 		a.SetLinuxOomScoreAdj(&score)
 	})}
-	must(t, os.Mkdir(filepath.Join(volume, "tmp"), 0o755))
-	d.connectPlugin(t, "20", "second", second) // before the other: the index decides
-	d.connectPlugin(t, "10", "first", first)
+	harness.Must(t, os.Mkdir(filepath.Join(volume, "tmp"), 0o755))
+	connectPlugin(t, d, "20", "second", second) // before the other: the index decides
+	connectPlugin(t, d, "10", "first", first)
 
-	pod := d.runPod(t, hostNetwork)
-	c := pod.create(t, env("GONE", "x"))
-	d.restart(t) // between creation and start: the record knows
-	c.start(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Create(t, harness.Env("GONE", "x"))
+	d.Restart(t) // between creation and start: the record knows
+	c.Start(t)
 	if !strings.Contains(strings.Join(seen, " "), "FIRST=1") {
 		t.Errorf("the second plugin saw the environment %v", seen)
 	}
 	check := func(t *testing.T) {
 		t.Helper()
-		equal(t, "environment of an exec", c.exec(t, "sh", "-c", "echo $FIRST/$SECOND/${GONE-none}"), "1/was here/none")
-		equal(t, "environment", c.exec(t, "sh", "-c", "tr '\\0' '\\n' </proc/1/environ | grep -E 'FIRST|SECOND|GONE'"), "FIRST=1\nSECOND=was here")
-		equal(t, "mount", c.exec(t, "sh", "-c", "cat /volume/file; touch /volume/x 2>/dev/null || echo ' ro'; touch /volume/tmp/x && echo rw"), "from a plugin ro\nrw")
-		memory, quota := c.limits(t)
-		equal(t, "memory limit", memory, strconv.Itoa(48<<20))
-		equal(t, "CPU quota", quota, "30000")
-		equal(t, "limit of processes", cgroupFile(t, c.pid(t), "pids", "pids.max", "pids.max"), "77")
-		equal(t, "open files of an exec", c.exec(t, "sh", "-c", "ulimit -n"), "222")
-		equal(t, "oom_score_adj", c.exec(t, "cat", "/proc/1/oom_score_adj"), "555")
-		status := c.status(t)
-		equal(t, "reported memory limit", status.Resources.GetLinux().GetMemoryLimitInBytes(), int64(48<<20))
+		harness.Equal(t, "environment of an exec", c.Exec(t, "sh", "-c", "echo $FIRST/$SECOND/${GONE-none}"), "1/was here/none")
+		harness.Equal(t, "environment", c.Exec(t, "sh", "-c", "tr '\\0' '\\n' </proc/1/environ | grep -E 'FIRST|SECOND|GONE'"), "FIRST=1\nSECOND=was here")
+		harness.Equal(t, "mount", c.Exec(t, "sh", "-c", "cat /volume/file; touch /volume/x 2>/dev/null || echo ' ro'; touch /volume/tmp/x && echo rw"), "from a plugin ro\nrw")
+		memory, quota := limitsOf(t, c)
+		harness.Equal(t, "memory limit", memory, strconv.Itoa(48<<20))
+		harness.Equal(t, "CPU quota", quota, "30000")
+		harness.Equal(t, "limit of processes", harness.CgroupFile(t, c.Pid(t), "pids", "pids.max", "pids.max"), "77")
+		harness.Equal(t, "open files of an exec", c.Exec(t, "sh", "-c", "ulimit -n"), "222")
+		harness.Equal(t, "oom_score_adj", c.Exec(t, "cat", "/proc/1/oom_score_adj"), "555")
+		status := c.Status(t)
+		harness.Equal(t, "reported memory limit", status.Resources.GetLinux().GetMemoryLimitInBytes(), int64(48<<20))
 		if len(status.Annotations) != 0 {
 			t.Errorf("the annotations that plugins leave each other are in the status: %v", status.Annotations)
 		}
 	}
 	check(t)
-	d.restart(t)
+	d.Restart(t)
 	check(t)
 }
 
 // What changes a container's processes and its place in the kernel.
 func TestNRIAdjustsMore(t *testing.T) {
-	d := startDaemon(t)
-	hooks := filepath.Join(d.dir, "hooks")
-	must(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "nri0"}, PeerName: "nri1"})) // gone with the pod's network
-	d.connectPlugin(t, "10", "more", &nriPlugin{create: adjusting(func(a *api.ContainerAdjustment) {
+	d := harness.StartDaemon(t)
+	hooks := filepath.Join(d.Dir, "hooks")
+	harness.Must(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "nri0"}, PeerName: "nri1"})) // gone with the pod's network
+	connectPlugin(t, d, "10", "more", &nriPlugin{create: adjusting(func(a *api.ContainerAdjustment) {
 		a.SetArgs([]string{"sh", "-c", "echo replaced; exec sleep 100000"})
 		a.AddDevice(&api.LinuxDevice{Path: "/dev/zero2", Type: "c", Major: 1, Minor: 5, FileMode: api.FileMode(os.FileMode(0o666))})
 		a.SetLinuxSysctl("net.ipv4.ip_unprivileged_port_start", "99")
@@ -147,25 +149,25 @@ func TestNRIAdjustsMore(t *testing.T) {
 		a.SetLinuxSeccompPolicy(&api.LinuxSeccomp{DefaultAction: "SCMP_ACT_ALLOW",
 			Syscalls: []*api.LinuxSyscall{{Names: []string{"mkdir", "mkdirat"}, Action: "SCMP_ACT_ERRNO", ErrnoRet: api.UInt32(uint32(syscall.EXDEV))}}})
 	})})
-	pod := d.runPod(t)
-	c := pod.run(t)
-	c.waitOutput(t, "replaced")
-	equal(t, "device", c.exec(t, "sh", "-c", "head -c 3 /dev/zero2 | wc -c"), "3")
-	equal(t, "network device", c.exec(t, "sh", "-c", "ls -d /sys/class/net/eth7"), "/sys/class/net/eth7")
-	equal(t, "sysctl", c.exec(t, "cat", "/proc/sys/net/ipv4/ip_unprivileged_port_start"), "99")
-	equal(t, "scheduling policy", c.exec(t, "sh", "-c", "grep ^policy /proc/1/sched | tr -d ' '"), "policy:3")
-	if out := c.exec(t, "sh", "-c", "mkdir /tmp/x 2>&1 || true"); !strings.Contains(out, "Invalid cross-device link") {
+	pod := d.RunPod(t)
+	c := pod.Run(t)
+	c.WaitOutput(t, "replaced")
+	harness.Equal(t, "device", c.Exec(t, "sh", "-c", "head -c 3 /dev/zero2 | wc -c"), "3")
+	harness.Equal(t, "network device", c.Exec(t, "sh", "-c", "ls -d /sys/class/net/eth7"), "/sys/class/net/eth7")
+	harness.Equal(t, "sysctl", c.Exec(t, "cat", "/proc/sys/net/ipv4/ip_unprivileged_port_start"), "99")
+	harness.Equal(t, "scheduling policy", c.Exec(t, "sh", "-c", "grep ^policy /proc/1/sched | tr -d ' '"), "policy:3")
+	if out := c.Exec(t, "sh", "-c", "mkdir /tmp/x 2>&1 || true"); !strings.Contains(out, "Invalid cross-device link") {
 		t.Errorf("mkdir says %q, the plugin's seccomp policy does not hold", out)
 	}
-	equal(t, "hooks", strings.Join(readLines(hooks), " "), "createRuntime poststart")
+	harness.Equal(t, "hooks", strings.Join(harness.ReadLines(hooks), " "), "createRuntime poststart")
 }
 
 // What berth can't do is refused by name, and the container is not there.
 func TestNRIRefusals(t *testing.T) {
-	d := startDaemon(t)
+	d := harness.StartDaemon(t)
 	p := &nriPlugin{}
-	d.connectPlugin(t, "10", "wild", p)
-	pod := d.runPod(t, hostNetwork)
+	connectPlugin(t, d, "10", "wild", p)
+	pod := d.RunPod(t, harness.HostNetwork)
 	for name, test := range map[string]struct {
 		change func(a *api.ContainerAdjustment)
 		code   codes.Code
@@ -182,71 +184,71 @@ func TestNRIRefusals(t *testing.T) {
 		"cpuset":       {func(a *api.ContainerAdjustment) { a.SetLinuxCPUSetCPUs("all") }, codes.InvalidArgument, "all"},
 	} {
 		p.create = adjusting(test.change)
-		_, err := pod.tryCreate(t)
-		t.Run(name, func(t *testing.T) { wantCode(t, err, test.code, test.text) })
+		_, err := pod.TryCreate(t)
+		t.Run(name, func(t *testing.T) { harness.WantCode(t, err, test.code, test.text) })
 	}
-	equal(t, "number of containers", len(get(d.cri.ListContainers(t.Context(), nil))(t)), 0)
+	harness.Equal(t, "number of containers", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 0)
 }
 
 // A plugin's error fails the container it is about, which the plugins then see removed, and no other.
 func TestNRIErrorFailsOneContainer(t *testing.T) {
-	d := startDaemon(t)
-	other := d.connectPlugin(t, "10", "other", &nriPlugin{})
-	d.connectPlugin(t, "20", "refuser", &nriPlugin{create: func(_ *api.PodSandbox, c *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
+	d := harness.StartDaemon(t)
+	other := connectPlugin(t, d, "10", "other", &nriPlugin{})
+	connectPlugin(t, d, "20", "refuser", &nriPlugin{create: func(_ *api.PodSandbox, c *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
 		if c.Labels["refuse"] != "" {
 			return nil, nil, errors.New("not this one")
 		}
 		return nil, nil, nil
 	}})
-	pod := d.runPod(t, hostNetwork)
+	pod := d.RunPod(t, harness.HostNetwork)
 	other.forget()
-	refused, err := pod.tryCreate(t, func(c *runtimeapi.ContainerConfig) { c.Labels["refuse"] = "yes" })
-	wantCode(t, err, codes.Aborted, "not this one")
-	name := refused.config.Metadata.Name
+	refused, err := pod.TryCreate(t, func(c *runtimeapi.ContainerConfig) { c.Labels["refuse"] = "yes" })
+	harness.WantCode(t, err, codes.Aborted, "not this one")
+	name := refused.Config.Metadata.Name
 	other.waitEvents(t, "CreateContainer "+name, "RemoveContainer "+name)
-	pod.run(t)
+	pod.Run(t)
 }
 
 // A plugin that registers late is told of what there is; so is one that a new daemon starts, and one
 // that connects to it.
 func TestNRISynchronisation(t *testing.T) {
-	d := startDaemon(t, installPlugin("05-installed", ""))
-	pod := d.runPod(t)
-	c := pod.run(t, env("KEY", "value"))
-	pod.runToEnd(t, command("true")) // has ended: of no interest to plugins
+	d := harness.StartDaemon(t, installPlugin("05-installed", ""))
+	pod := d.RunPod(t)
+	c := pod.Run(t, harness.Env("KEY", "value"))
+	pod.RunToEnd(t, harness.Command("true")) // has ended: of no interest to plugins
 	check := func(name string) {
 		t.Helper()
 		var pods []*api.PodSandbox
 		var containers []*api.Container
-		d.connectPlugin(t, "10", name, &nriPlugin{synchronize: func(p []*api.PodSandbox, c []*api.Container) { pods, containers = p, c }})
+		connectPlugin(t, d, "10", name, &nriPlugin{synchronize: func(p []*api.PodSandbox, c []*api.Container) { pods, containers = p, c }})
 		if len(pods) != 1 || len(containers) != 1 {
 			t.Fatalf("it was told of pods %v and containers %v", pods, containers)
 		}
-		equal(t, "pod", pods[0].Id+" "+pods[0].Ips[0], pod.id+" "+pod.ip(t))
-		equal(t, "pid of the pod", int(pods[0].Pid), pod.pausePID(t))
-		equal(t, "container", containers[0].Id+" "+containers[0].PodSandboxId, c.id+" "+pod.id)
-		equal(t, "state", containers[0].State, api.ContainerState_CONTAINER_RUNNING)
-		equal(t, "pid of the container", int(containers[0].Pid), c.pid(t))
+		harness.Equal(t, "pod", pods[0].Id+" "+pods[0].Ips[0], pod.Id+" "+pod.Ip(t))
+		harness.Equal(t, "pid of the pod", int(pods[0].Pid), pod.PausePID(t))
+		harness.Equal(t, "container", containers[0].Id+" "+containers[0].PodSandboxId, c.Id+" "+pod.Id)
+		harness.Equal(t, "state", containers[0].State, api.ContainerState_CONTAINER_RUNNING)
+		harness.Equal(t, "pid of the container", int(containers[0].Pid), c.Pid(t))
 		if !strings.Contains(strings.Join(containers[0].Env, " "), "KEY=value") || len(containers[0].Mounts) == 0 {
 			t.Errorf("it was told of the environment %v and mounts %v", containers[0].Env, containers[0].Mounts)
 		}
 	}
 	check("late")
-	d.restart(t)
+	d.Restart(t)
 	check("new")
 	var synced []string
-	for _, line := range readLines(d.installedEvents()) {
+	for _, line := range harness.ReadLines(installedEvents(d)) {
 		if strings.HasSuffix(line, " Synchronize") {
 			synced = append(synced, line)
 		}
 	}
-	equal(t, "synchronisations of the installed plugin", len(synced), 2)
+	harness.Equal(t, "synchronisations of the installed plugin", len(synced), 2)
 }
 
 // A plugin that does not answer is dropped, and nothing but the time it was given is lost; the others
 // are asked as ever.
 func TestNRIHangingPlugin(t *testing.T) {
-	d := startDaemon(t, withConfig(`nri_request_timeout = "3s"`)) // for the other plugin, on a loaded machine
+	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "3s"`)) // for the other plugin, on a loaded machine
 	for _, event := range []string{"RunPodSandbox", "CreateContainer", "StartContainer", "UpdateContainer", "StopContainer", "RemoveContainer", "StopPodSandbox", "RemovePodSandbox"} {
 		t.Run(event, func(t *testing.T) {
 			end := make(chan struct{})
@@ -256,17 +258,17 @@ func TestNRIHangingPlugin(t *testing.T) {
 				}
 				return nil
 			}}
-			d.connectPlugin(t, "10", "hanging-"+strings.ToLower(event), hanging)
+			connectPlugin(t, d, "10", "hanging-"+strings.ToLower(event), hanging)
 			t.Cleanup(func() { close(end) })
-			after := d.connectPlugin(t, "20", "after-"+strings.ToLower(event), &nriPlugin{})
-			pod := d.runPod(t, hostNetwork)
-			c := pod.run(t)
-			must(t, d.cri.UpdateContainerResources(t.Context(), c.id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{CpuShares: 512}}))
-			c.stop(t, 0)
-			must(t, d.cri.RemoveContainer(t.Context(), c.id))
-			pod.remove(t)
+			after := connectPlugin(t, d, "20", "after-"+strings.ToLower(event), &nriPlugin{})
+			pod := d.RunPod(t, harness.HostNetwork)
+			c := pod.Run(t)
+			harness.Must(t, d.Cri.UpdateContainerResources(t.Context(), c.Id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{CpuShares: 512}}))
+			c.Stop(t, 0)
+			harness.Must(t, d.Cri.RemoveContainer(t.Context(), c.Id))
+			pod.Remove(t)
 			<-hanging.closed
-			eventually(t, "events of the other plugin", func() error {
+			harness.Eventually(t, "events of the other plugin", func() error {
 				if events := after.noted(); len(events) != 11 {
 					return fmt.Errorf("there are %d: %v", len(events), events)
 				}
@@ -278,14 +280,14 @@ func TestNRIHangingPlugin(t *testing.T) {
 
 // One that does not answer when it registers is not registered.
 func TestNRIHangingRegistration(t *testing.T) {
-	d := startDaemon(t, withConfig(`nri_request_timeout = "3s"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "3s"`))
 	asked, end := make(chan struct{}), make(chan struct{})
 	p := &nriPlugin{closed: make(chan struct{}), before: func(string) error { close(asked); <-end; return nil }}
-	p.stub = get(stub.New(p, stub.WithSocketPath(d.nriSocket()), stub.WithPluginIdx("10"), stub.WithPluginName("mute"),
+	p.stub = harness.Get(stub.New(p, stub.WithSocketPath(nriSocket(d)), stub.WithPluginIdx("10"), stub.WithPluginName("mute"),
 		stub.WithOnClose(func() { close(p.closed) }), stub.WithLogger(quiet{})))(t)
-	must(t, p.stub.Start(t.Context()))
+	harness.Must(t, p.stub.Start(t.Context()))
 	<-asked
-	d.runPod(t, hostNetwork).run(t)
+	d.RunPod(t, harness.HostNetwork).Run(t)
 	<-p.closed
 	close(end)
 	p.waitEvents(t, "Synchronize 0 0")
@@ -293,12 +295,12 @@ func TestNRIHangingRegistration(t *testing.T) {
 
 // A plugin that is killed while it is asked is dropped.
 func TestNRIKilledPlugin(t *testing.T) {
-	d := startDaemon(t, installPlugin("10-installed", "CreateContainer"), withConfig(`nri_request_timeout = "20s"`))
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t, installPlugin("10-installed", "CreateContainer"), harness.WithConfig(`nri_request_timeout = "20s"`))
+	pod := d.RunPod(t, harness.HostNetwork)
 	killed := make(chan error, 1)
 	go func() {
-		killed <- waitFor(func() error {
-			for _, line := range readLines(d.installedEvents()) {
+		killed <- harness.WaitFor(func() error {
+			for _, line := range harness.ReadLines(installedEvents(d)) {
 				if pid, ok := strings.CutSuffix(line, " CreateContainer"); ok {
 					pid, err := strconv.Atoi(pid)
 					if err != nil {
@@ -310,53 +312,53 @@ func TestNRIKilledPlugin(t *testing.T) {
 			return errors.New("the plugin was not asked")
 		})
 	}()
-	c := pod.run(t)
-	must(t, <-killed)
-	c.exec(t, "true")
-	pod.run(t)
+	c := pod.Run(t)
+	harness.Must(t, <-killed)
+	c.Exec(t, "true")
+	pod.Run(t)
 }
 
 // A plugin may change the limits of containers whenever it likes.
 func TestNRIUnsolicitedUpdate(t *testing.T) {
-	d := startDaemon(t)
-	p := d.connectPlugin(t, "10", "updater", &nriPlugin{})
-	pod := d.runPod(t, hostNetwork)
-	c := pod.run(t, resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
-	update := memoryUpdate(c.id, 96<<20)
+	d := harness.StartDaemon(t)
+	p := connectPlugin(t, d, "10", "updater", &nriPlugin{})
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t, harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
+	update := memoryUpdate(c.Id, 96<<20)
 	update.SetLinuxPidLimits(55)
 	unknown := memoryUpdate("0123456789", 96<<20)
-	refused := memoryUpdate(c.id, 96<<20)
+	refused := memoryUpdate(c.Id, 96<<20)
 	refused.SetLinuxBlockIOClass("fast")
-	prefix := memoryUpdate(c.id[:12], 80<<20) // is no ID
-	failed := get(p.stub.UpdateContainers([]*api.ContainerUpdate{update, unknown, refused, prefix}))(t)
+	prefix := memoryUpdate(c.Id[:12], 80<<20) // is no ID
+	failed := harness.Get(p.stub.UpdateContainers([]*api.ContainerUpdate{update, unknown, refused, prefix}))(t)
 	if len(failed) != 3 || failed[0].ContainerId != unknown.ContainerId || failed[1].Linux.Resources.BlockioClass == nil || failed[2].ContainerId != prefix.ContainerId {
 		t.Errorf("failed are %v", failed)
 	}
 	check := func() {
 		t.Helper()
-		memory, _ := c.limits(t)
-		equal(t, "memory limit", memory, strconv.Itoa(96<<20))
-		equal(t, "limit of processes", cgroupFile(t, c.pid(t), "pids", "pids.max", "pids.max"), "55")
-		equal(t, "reported memory limit", c.status(t).Resources.GetLinux().GetMemoryLimitInBytes(), int64(96<<20))
+		memory, _ := limitsOf(t, c)
+		harness.Equal(t, "memory limit", memory, strconv.Itoa(96<<20))
+		harness.Equal(t, "limit of processes", harness.CgroupFile(t, c.Pid(t), "pids", "pids.max", "pids.max"), "55")
+		harness.Equal(t, "reported memory limit", c.Status(t).Resources.GetLinux().GetMemoryLimitInBytes(), int64(96<<20))
 	}
 	check()
-	d.restart(t)
+	d.Restart(t)
 	check()
 }
 
 // A plugin changes an update, and another container because of it or because one has stopped.
 func TestNRIUpdates(t *testing.T) {
-	d := startDaemon(t)
+	d := harness.StartDaemon(t)
 	p := &nriPlugin{}
-	d.connectPlugin(t, "10", "balancer", p)
-	pod := d.runPod(t, hostNetwork)
-	limit := resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 })
-	a, b := pod.run(t, limit), pod.run(t, limit)
-	memoryOf := func(c *container, want int64) {
+	connectPlugin(t, d, "10", "balancer", p)
+	pod := d.RunPod(t, harness.HostNetwork)
+	limit := harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 })
+	a, b := pod.Run(t, limit), pod.Run(t, limit)
+	memoryOf := func(c *harness.Container, want int64) {
 		t.Helper()
-		eventually(t, "memory limit", func() error {
-			if got, _ := c.limits(t); got != strconv.FormatInt(want, 10) {
-				return unexpected("it", got, want)
+		harness.Eventually(t, "memory limit", func() error {
+			if got, _ := limitsOf(t, c); got != strconv.FormatInt(want, 10) {
+				return harness.Unexpected("it", got, want)
 			}
 			return nil
 		})
@@ -365,47 +367,47 @@ func TestNRIUpdates(t *testing.T) {
 		if got := r.GetMemory().GetLimit().GetValue(); got != 128<<20 {
 			return nil, fmt.Errorf("the limit wanted is %d", got)
 		}
-		return []*api.ContainerUpdate{memoryUpdate(c.Id, 100<<20), memoryUpdate(b.id, 80<<20)}, nil
+		return []*api.ContainerUpdate{memoryUpdate(c.Id, 100<<20), memoryUpdate(b.Id, 80<<20)}, nil
 	}
 	change := &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20}}
-	must(t, d.cri.UpdateContainerResources(t.Context(), a.id, change))
+	harness.Must(t, d.Cri.UpdateContainerResources(t.Context(), a.Id, change))
 	memoryOf(a, 100<<20)
 	memoryOf(b, 80<<20)
-	equal(t, "reported memory limit", a.status(t).Resources.GetLinux().GetMemoryLimitInBytes(), int64(100<<20))
+	harness.Equal(t, "reported memory limit", a.Status(t).Resources.GetLinux().GetMemoryLimitInBytes(), int64(100<<20))
 
 	p.update = func(*api.Container, *api.LinuxResources) ([]*api.ContainerUpdate, error) {
 		return nil, errors.New("no more")
 	}
-	wantCode(t, d.cri.UpdateContainerResources(t.Context(), a.id, change), codes.Aborted, "no more")
+	harness.WantCode(t, d.Cri.UpdateContainerResources(t.Context(), a.Id, change), codes.Aborted, "no more")
 	memoryOf(a, 100<<20)
 
 	p.create = func(*api.PodSandbox, *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
-		return nil, []*api.ContainerUpdate{memoryUpdate(b.id, 72<<20)}, nil
+		return nil, []*api.ContainerUpdate{memoryUpdate(b.Id, 72<<20)}, nil
 	}
-	pod.create(t)
+	pod.Create(t)
 	memoryOf(b, 72<<20)
 
 	p.stopped = func(*api.Container) []*api.ContainerUpdate {
-		return []*api.ContainerUpdate{memoryUpdate(b.id, 88<<20)}
+		return []*api.ContainerUpdate{memoryUpdate(b.Id, 88<<20)}
 	}
-	a.stop(t, 0)
+	a.Stop(t, 0)
 	memoryOf(b, 88<<20)
 }
 
 // The operator decides what plugins may not do, and which there must be.
 func TestNRIValidation(t *testing.T) {
-	d := startDaemon(t, withConfig(`nri_reject = ["hooks"]`, `nri_required_plugins = ["needed"]`))
-	pod := d.runPod(t, hostNetwork)
-	_, err := pod.tryCreate(t)
-	wantCode(t, err, codes.Aborted, "needed")
+	d := harness.StartDaemon(t, harness.WithConfig(`nri_reject = ["hooks"]`, `nri_required_plugins = ["needed"]`))
+	pod := d.RunPod(t, harness.HostNetwork)
+	_, err := pod.TryCreate(t)
+	harness.WantCode(t, err, codes.Aborted, "needed")
 	p := &nriPlugin{}
-	d.connectPlugin(t, "10", "needed", p)
-	pod.create(t)
+	connectPlugin(t, d, "10", "needed", p)
+	pod.Create(t)
 	p.create = adjusting(func(a *api.ContainerAdjustment) {
 		a.AddHooks(&api.Hooks{CreateRuntime: []*api.Hook{{Path: "/bin/true"}}})
 	})
-	_, err = pod.tryCreate(t)
-	wantCode(t, err, codes.Aborted, "hook")
+	_, err = pod.TryCreate(t)
+	harness.WantCode(t, err, codes.Aborted, "hook")
 }
 
 // Without NRI there is no socket; without a socket none may connect.
@@ -413,11 +415,11 @@ func TestNRIOff(t *testing.T) {
 	for _, line := range []string{"nri = false", `nri_socket = ""`} {
 		t.Run(line, func(t *testing.T) {
 			key, _, _ := strings.Cut(line, " ")
-			d := startDaemon(t, func(_ *testing.T, d *daemon) {
-				d.extra = append(slices.DeleteFunc(d.extra, func(have string) bool { return strings.HasPrefix(have, key+" ") }), line)
+			d := harness.StartDaemon(t, func(_ *testing.T, d *harness.Daemon) {
+				d.Extra = append(slices.DeleteFunc(d.Extra, func(have string) bool { return strings.HasPrefix(have, key+" ") }), line)
 			})
-			d.runPod(t, hostNetwork).run(t)
-			if _, err := os.Stat(d.nriSocket()); !os.IsNotExist(err) {
+			d.RunPod(t, harness.HostNetwork).Run(t)
+			if _, err := os.Stat(nriSocket(d)); !os.IsNotExist(err) {
 				t.Errorf("there is a socket: %v", err)
 			}
 		})
@@ -427,14 +429,14 @@ func TestNRIOff(t *testing.T) {
 // Plugins that come and go while pods do know of every pod and container exactly once: from what they were told when they
 // registered, or from an event.
 func TestNRIPluginsComeAndGo(t *testing.T) {
-	d := startDaemon(t)
-	d.ensureImage(t, baseImage)
+	d := harness.StartDaemon(t)
+	d.EnsureImage(t, harness.BaseImage)
 	stop := make(chan struct{})
 	var churn errgroup.Group
 	for range 3 {
 		configs := []*runtimeapi.PodSandboxConfig{}
 		for range 6 {
-			configs = append(configs, d.podConfig(t, hostNetwork))
+			configs = append(configs, d.PodConfig(t, harness.HostNetwork))
 		}
 		churn.Go(func() error {
 			for i := 0; ; i++ {
@@ -443,7 +445,7 @@ func TestNRIPluginsComeAndGo(t *testing.T) {
 					return nil
 				default:
 				}
-				if err := d.livePod(t.Context(), configs[i%len(configs)]); err != nil {
+				if err := livePod(d, t.Context(), configs[i%len(configs)]); err != nil {
 					return err
 				}
 			}
@@ -489,7 +491,7 @@ func TestNRIPluginsComeAndGo(t *testing.T) {
 			}
 			return nil
 		}
-		d.connectPlugin(t, "10", fmt.Sprintf("visitor%d", i), p)
+		connectPlugin(t, d, "10", fmt.Sprintf("visitor%d", i), p)
 		p.awaitEvents(t, 20)
 		p.stub.Stop()
 		<-p.closed
@@ -500,58 +502,58 @@ func TestNRIPluginsComeAndGo(t *testing.T) {
 		mu.Unlock()
 	}
 	close(stop)
-	must(t, churn.Wait())
+	harness.Must(t, churn.Wait())
 }
 
 // A plugin may update containers while it is asked about one. One that is busy with that very question is not updated, and
 // nobody waits for the other.
 func TestNRIUpdateWhileAsked(t *testing.T) {
-	d := startDaemon(t)
+	d := harness.StartDaemon(t)
 	p := &nriPlugin{}
-	d.connectPlugin(t, "10", "busy", p)
-	pod := d.runPod(t, hostNetwork)
-	limit := resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 })
-	a, b := pod.run(t, limit), pod.run(t, limit)
+	connectPlugin(t, d, "10", "busy", p)
+	pod := d.RunPod(t, harness.HostNetwork)
+	limit := harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 })
+	a, b := pod.Run(t, limit), pod.Run(t, limit)
 	failed := make(chan []*api.ContainerUpdate, 1)
 	p.update = func(c *api.Container, _ *api.LinuxResources) ([]*api.ContainerUpdate, error) {
-		f, err := p.stub.UpdateContainers([]*api.ContainerUpdate{memoryUpdate(b.id, 96<<20), memoryUpdate(a.id, 96<<20)})
+		f, err := p.stub.UpdateContainers([]*api.ContainerUpdate{memoryUpdate(b.Id, 96<<20), memoryUpdate(a.Id, 96<<20)})
 		failed <- f
 		return nil, err
 	}
-	must(t, d.cri.UpdateContainerResources(t.Context(), a.id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20}}))
-	if f := <-failed; len(f) != 1 || f[0].ContainerId != a.id {
+	harness.Must(t, d.Cri.UpdateContainerResources(t.Context(), a.Id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20}}))
+	if f := <-failed; len(f) != 1 || f[0].ContainerId != a.Id {
 		t.Errorf("failed are %v", f)
 	}
-	memory, _ := a.limits(t)
-	equal(t, "memory limit of the one asked about", memory, strconv.Itoa(128<<20))
-	memory, _ = b.limits(t)
-	equal(t, "memory limit of the other", memory, strconv.Itoa(96<<20))
+	memory, _ := limitsOf(t, a)
+	harness.Equal(t, "memory limit of the one asked about", memory, strconv.Itoa(128<<20))
+	memory, _ = limitsOf(t, b)
+	harness.Equal(t, "memory limit of the other", memory, strconv.Itoa(96<<20))
 	p.update = nil
 	p.forget()
-	a.stop(t, 0)
-	p.waitEvents(t, "StopContainer "+a.config.Metadata.Name) // it was not dropped
+	a.Stop(t, 0)
+	p.waitEvents(t, "StopContainer "+a.Config.Metadata.Name) // it was not dropped
 }
 
 // A socket at which another runtime listens is left to it; a plugin's name that is none is the operator's to mend.
 func TestNRIRefusesToStart(t *testing.T) {
 	for name, test := range map[string]struct {
-		prepare daemonOption
+		prepare harness.DaemonOption
 		text    string
 	}{
-		"socket of another": {func(t *testing.T, d *daemon) {
-			must(t, os.Mkdir(filepath.Dir(d.nriSocket()), 0o700))
-			l := get(net.Listen("unix", d.nriSocket()))(t)
-			t.Cleanup(func() { must(t, l.Close()) })
+		"socket of another": {func(t *testing.T, d *harness.Daemon) {
+			harness.Must(t, os.Mkdir(filepath.Dir(nriSocket(d)), 0o700))
+			l := harness.Get(net.Listen("unix", nriSocket(d)))(t)
+			t.Cleanup(func() { harness.Must(t, l.Close()) })
 		}, "is another runtime's"},
-		"plugin without index": {func(t *testing.T, d *daemon) {
-			must(t, os.Mkdir(filepath.Join(d.dir, "plugins"), 0o755))
-			must(t, os.WriteFile(filepath.Join(d.dir, "plugins", "README"), nil, 0o755))
+		"plugin without index": {func(t *testing.T, d *harness.Daemon) {
+			harness.Must(t, os.Mkdir(filepath.Join(d.Dir, "plugins"), 0o755))
+			harness.Must(t, os.WriteFile(filepath.Join(d.Dir, "plugins", "README"), nil, 0o755))
 		}, "README"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			d := newDaemon(t, test.prepare)
-			t.Cleanup(func() { d.forgetMounts(t) })
-			out, err := d.serveCommand().CombinedOutput()
+			d := harness.NewDaemon(t, test.prepare)
+			t.Cleanup(func() { d.ForgetMounts(t) })
+			out, err := d.ServeCommand().CombinedOutput()
 			if err == nil || !strings.Contains(string(out), test.text) {
 				t.Errorf("the daemon ended with %v and said %s", err, out)
 			}
@@ -561,13 +563,39 @@ func TestNRIRefusesToStart(t *testing.T) {
 
 // Installed plugins that do not start, or do not register, are passed over.
 func TestNRIBrokenPlugins(t *testing.T) {
-	d := startDaemon(t, installPlugin("20-good", ""), withConfig(`nri_registration_timeout = "3s"`), func(t *testing.T, d *daemon) {
+	d := harness.StartDaemon(t, installPlugin("20-good", ""), harness.WithConfig(`nri_registration_timeout = "3s"`), func(t *testing.T, d *harness.Daemon) {
 		for name, script := range map[string]string{"05-ends": "#!/bin/sh\nexit 1\n", "06-silent": "#!/bin/sh\nexec sleep 1000\n", "07-nothing": "no program\n"} {
-			must(t, os.WriteFile(filepath.Join(d.dir, "plugins", name), []byte(script), 0o755))
+			harness.Must(t, os.WriteFile(filepath.Join(d.Dir, "plugins", name), []byte(script), 0o755))
 		}
 	})
-	d.runPod(t, hostNetwork).run(t)
-	if events := readLines(d.installedEvents()); len(events) != 6 || !strings.HasSuffix(events[1], " RunPodSandbox") {
+	d.RunPod(t, harness.HostNetwork).Run(t)
+	if events := harness.ReadLines(installedEvents(d)); len(events) != 6 || !strings.HasSuffix(events[1], " RunPodSandbox") {
 		t.Errorf("the good plugin was told of %v", events)
+	}
+}
+
+// Names that are paths get nowhere from a plugin either: the container is refused.
+func TestNRIPathInNames(t *testing.T) {
+	const name = "../../../../run/escape"
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	plugin := &nriPlugin{}
+	connectPlugin(t, d, "10", "escape", plugin)
+	for what, change := range map[string]func(*api.ContainerAdjustment){
+		"sysctl":             func(a *api.ContainerAdjustment) { a.SetLinuxSysctl("net."+name, "1") },
+		"network device":     func(a *api.ContainerAdjustment) { a.AddLinuxNetDevice(name, &api.LinuxNetDevice{Name: "eth7"}) },
+		"name of the device": func(a *api.ContainerAdjustment) { a.AddLinuxNetDevice("lo", &api.LinuxNetDevice{Name: name}) },
+		"CDI device":         func(a *api.ContainerAdjustment) { a.AddCDIDevice(&api.CDIDevice{Name: "vendor.example/dev=" + name}) },
+		"file of the cgroup": func(a *api.ContainerAdjustment) { a.AddLinuxUnified(name, "1") },
+		"limit":              func(a *api.ContainerAdjustment) { a.AddRlimit(name, 1, 1) },
+	} {
+		plugin.create = adjusting(change)
+		_, err := pod.TryCreate(t)
+		if code := harness.CodeOf(err); err == nil || code != codes.InvalidArgument && code != codes.FailedPrecondition {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if _, err := os.Lstat("/run/escape"); err == nil {
+		t.Error("something was made outside")
 	}
 }

@@ -15,40 +15,42 @@ import (
 
 	"github.com/moby/term"
 	"golang.org/x/sys/unix"
+
+	"berth/integration/harness"
 )
 
 // berth runs an operator command against this daemon, which must succeed.
-func (d *daemon) berth(t *testing.T, args ...string) string {
+func runBerth(t *testing.T, d *harness.Daemon, args ...string) string {
 	t.Helper()
-	out, err := d.tryBerth(args...)
+	out, err := tryBerth(d, args...)
 	if err != nil {
 		t.Fatalf("berth %q: %v\n%s", args, err, out)
 	}
 	return out
 }
 
-func (d *daemon) tryBerth(args ...string) (string, error) {
-	cmd := d.operatorCommand(args...)
+func tryBerth(d *harness.Daemon, args ...string) (string, error) {
+	cmd := operatorCommand(d, args...)
 	out, err := cmd.CombinedOutput()
 	return string(out), err
 }
 
-func (d *daemon) operatorCommand(args ...string) *exec.Cmd {
-	cmd := d.command(args...)
-	cmd.Env = append(cmd.Env, "BERTH_SOCKET=unix://"+d.socket)
+func operatorCommand(d *harness.Daemon, args ...string) *exec.Cmd {
+	cmd := d.Command(args...)
+	cmd.Env = append(cmd.Env, "BERTH_SOCKET=unix://"+d.Socket)
 	return cmd
 }
 
 // runArgs keep what `berth run` makes below the test's directory and cgroup.
-func (d *daemon) runArgs(manifest string, more ...string) []string {
-	return append([]string{"run", "--run-dir", d.dir + "/run", "--cgroup-parent", d.cgroupParent("run")}, append(more, manifest)...)
+func runArgs(d *harness.Daemon, manifest string, more ...string) []string {
+	return append([]string{"run", "--run-dir", d.Dir + "/run", "--cgroup-parent", d.CgroupParent("run")}, append(more, manifest)...)
 }
 
 // writeManifest writes a pod manifest in which IMAGE stands for the base image.
-func (d *daemon) writeManifest(t *testing.T, yaml string) string {
+func writeManifest(t *testing.T, d *harness.Daemon, yaml string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "pod.yaml")
-	must(t, os.WriteFile(path, []byte(strings.ReplaceAll(yaml, "IMAGE", baseImage)), 0o600))
+	harness.Must(t, os.WriteFile(path, []byte(strings.ReplaceAll(yaml, "IMAGE", harness.BaseImage)), 0o600))
 	return path
 }
 
@@ -83,71 +85,71 @@ spec:
 `
 
 func TestOperatorRunDetached(t *testing.T) {
-	d := startDaemon(t)
-	id := strings.TrimSpace(d.berth(t, d.runArgs(d.writeManifest(t, examplePod), "--detach")...))
+	d := harness.StartDaemon(t)
+	id := strings.TrimSpace(runBerth(t, d, runArgs(d, writeManifest(t, d, examplePod), "--detach")...))
 	lines := strings.Split(id, "\n")
 	id = lines[len(lines)-1] // progress comes first
-	d.objects = append(d.objects, id)
-	ps := d.berth(t, "ps")
+	d.Objects = append(d.Objects, id)
+	ps := runBerth(t, d, "ps")
 	for _, want := range []string{"web", "client"} {
 		if !strings.Contains(ps, want) {
 			t.Errorf("ps does not list %s:\n%s", want, ps)
 		}
 	}
-	if out := d.berth(t, "ps", "--pods"); !strings.Contains(out, "example") {
+	if out := runBerth(t, d, "ps", "--pods"); !strings.Contains(out, "example") {
 		t.Errorf("ps --pods does not list the pod:\n%s", out)
 	}
-	eventually(t, "the client has seen the page", func() error {
-		if out := d.berth(t, "logs", "client"); !strings.Contains(out, "prepared") {
+	harness.Eventually(t, "the client has seen the page", func() error {
+		if out := runBerth(t, d, "logs", "client"); !strings.Contains(out, "prepared") {
 			return fmt.Errorf("its log is %q", out)
 		}
 		return nil
 	})
-	equal(t, "page through the host port", httpGet(t, "http://"+nodeAddress(t)+":18090/"), "prepared\n")
-	equal(t, "exec", d.berth(t, "exec", "web", "cat", "/data/index.html"), "prepared\n")
-	if _, err := d.tryBerth("exec", "web", "sh", "-c", "exit 4"); err == nil || err.(*exec.ExitError).ExitCode() != 4 {
+	harness.Equal(t, "page through the host port", httpGet(t, "http://"+nodeAddress(t)+":18090/"), "prepared\n")
+	harness.Equal(t, "exec", runBerth(t, d, "exec", "web", "cat", "/data/index.html"), "prepared\n")
+	if _, err := tryBerth(d, "exec", "web", "sh", "-c", "exit 4"); err == nil || err.(*exec.ExitError).ExitCode() != 4 {
 		t.Errorf("exec of a failing command: %v", err)
 	}
-	if out := d.berth(t, "images"); !strings.Contains(out, strings.TrimSuffix(baseImage, ":latest")) {
+	if out := runBerth(t, d, "images"); !strings.Contains(out, strings.TrimSuffix(harness.BaseImage, ":latest")) {
 		t.Errorf("images does not list the image:\n%s", out)
 	}
-	d.berth(t, "rm", "--force", "--run-dir", d.dir+"/run", id)
-	if out := d.berth(t, "ps", "--all", "--pods"); strings.Contains(out, "example") {
+	runBerth(t, d, "rm", "--force", "--run-dir", d.Dir+"/run", id)
+	if out := runBerth(t, d, "ps", "--all", "--pods"); strings.Contains(out, "example") {
 		t.Errorf("after rm the pod is still listed:\n%s", out)
 	}
-	equal(t, "files of berth run", fmt.Sprint(readDir(d.dir+"/run")), "[]")
+	harness.Equal(t, "files of berth run", fmt.Sprint(harness.ReadDir(d.Dir+"/run")), "[]")
 }
 
 // In the foreground the output is streamed, and Ctrl-C stops and removes the pod.
 func TestOperatorRunForeground(t *testing.T) {
-	d := startDaemon(t)
-	cmd := d.operatorCommand(d.runArgs(d.writeManifest(t, examplePod))...)
+	d := harness.StartDaemon(t)
+	cmd := operatorCommand(d, runArgs(d, writeManifest(t, d, examplePod))...)
 	log, err := os.Create(filepath.Join(t.TempDir(), "out"))
-	must(t, err)
+	harness.Must(t, err)
 	defer log.Close()
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
-	must(t, cmd.Start())
-	eventually(t, "the output is streamed", func() error {
+	harness.Must(t, cmd.Start())
+	harness.Eventually(t, "the output is streamed", func() error {
 		out, err := os.ReadFile(log.Name())
 		if err == nil && !(bytes.Contains(out, []byte("web is up")) && bytes.Contains(out, []byte("prepared"))) {
 			err = fmt.Errorf("output so far: %s", out)
 		}
 		return err
 	})
-	must(t, cmd.Process.Signal(syscall.SIGINT))
+	harness.Must(t, cmd.Process.Signal(syscall.SIGINT))
 	err = cmd.Wait()
 	if err == nil || cmd.ProcessState.ExitCode() != 130 {
 		t.Errorf("after Ctrl-C it ended with %v, want exit code 130", err)
 	}
-	if out := d.berth(t, "ps", "--all", "--pods"); strings.Contains(out, "example") {
+	if out := runBerth(t, d, "ps", "--all", "--pods"); strings.Contains(out, "example") {
 		t.Errorf("after Ctrl-C the pod is still listed:\n%s", out)
 	}
 }
 
 func TestOperatorRunToCompletion(t *testing.T) {
-	d := startDaemon(t)
-	manifest := d.writeManifest(t, `
+	d := harness.StartDaemon(t)
+	manifest := writeManifest(t, d, `
 apiVersion: v1
 kind: Pod
 metadata: {name: job}
@@ -158,7 +160,7 @@ spec:
   - {name: fine, image: IMAGE, command: [echo, done]}
   - {name: bad, image: IMAGE, command: [sh, -c, "exit 3"]}
 `)
-	out, err := d.tryBerth(d.runArgs(manifest)...)
+	out, err := tryBerth(d, runArgs(d, manifest)...)
 	if err == nil || err.(*exec.ExitError).ExitCode() != 3 {
 		t.Errorf("it ended with %v, want the failed container's exit code 3:\n%s", err, out)
 	}
@@ -170,8 +172,8 @@ spec:
 // hostUsers: false gives the pod IDs that no other pod has; its volumes have the owners that they
 // would have without.
 func TestOperatorRunInUserNamespace(t *testing.T) {
-	d := startDaemon(t)
-	manifest := d.writeManifest(t, `
+	d := harness.StartDaemon(t)
+	manifest := writeManifest(t, d, `
 apiVersion: v1
 kind: Pod
 metadata: {name: mapped}
@@ -188,7 +190,7 @@ spec:
   volumes:
   - {name: data, emptyDir: {}}
 `)
-	out := strings.Fields(d.berth(t, d.runArgs(manifest)...))
+	out := strings.Fields(runBerth(t, d, runArgs(d, manifest)...))
 	i := slices.Index(out, "65536")
 	if i < 2 || out[i-2] != "0" || !slices.Contains(out, "0:2000") || !slices.Contains(out, "0:0") {
 		t.Fatalf("its output is %q", out)
@@ -200,8 +202,8 @@ spec:
 
 // What a manifest asks for and cannot be honoured is refused by name, and nothing starts.
 func TestOperatorRunRefuses(t *testing.T) {
-	d := startDaemon(t)
-	manifest := d.writeManifest(t, `
+	d := harness.StartDaemon(t)
+	manifest := writeManifest(t, d, `
 apiVersion: v1
 kind: Pod
 metadata: {name: refused}
@@ -212,43 +214,43 @@ spec:
   - name: secret
     secret: {secretName: s}
 `)
-	out, err := d.tryBerth(d.runArgs(manifest)...)
+	out, err := tryBerth(d, runArgs(d, manifest)...)
 	if err == nil || !strings.Contains(out, "secret") {
 		t.Errorf("a secret volume: %v\n%s", err, out)
 	}
-	if out := d.berth(t, "ps", "--all", "--pods"); strings.Contains(out, "refused") {
+	if out := runBerth(t, d, "ps", "--all", "--pods"); strings.Contains(out, "refused") {
 		t.Errorf("the pod exists:\n%s", out)
 	}
 }
 
 func TestOperatorPull(t *testing.T) {
-	d := startDaemon(t)
-	out := d.berth(t, "pull", baseImage)
-	if d.imageStatus(t, baseImage) == nil {
+	d := harness.StartDaemon(t)
+	out := runBerth(t, d, "pull", harness.BaseImage)
+	if d.ImageStatus(t, harness.BaseImage) == nil {
 		t.Errorf("the image is not there:\n%s", out)
 	}
-	out, err := d.tryBerth("pull", registry.Host+"/no/such:image")
+	out, err := tryBerth(d, "pull", harness.Registry.Host+"/no/such:image")
 	if err == nil || !strings.Contains(out, "no/such:image") {
 		t.Errorf("pull of an unknown image: %v\n%s", err, out)
 	}
 }
 
 func TestOperatorContainers(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	c := pod.run(t, containerNamed("logger"), script("seq 1 10; echo oops >&2; exec sleep 100000"))
-	c.waitOutput(t, "oops")
-	equal(t, "logs --tail", strings.Count(d.berth(t, "logs", "--tail", "3", c.id[:12]), "\n"), 3)
-	equal(t, "exec", d.berth(t, "exec", c.id[:12], "echo", "-n", "flag"), "flag")
-	if out, err := d.tryBerth("rm", c.id); err == nil {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t, harness.ContainerNamed("logger"), harness.Script("seq 1 10; echo oops >&2; exec sleep 100000"))
+	c.WaitOutput(t, "oops")
+	harness.Equal(t, "logs --tail", strings.Count(runBerth(t, d, "logs", "--tail", "3", c.Id[:12]), "\n"), 3)
+	harness.Equal(t, "exec", runBerth(t, d, "exec", c.Id[:12], "echo", "-n", "flag"), "flag")
+	if out, err := tryBerth(d, "rm", c.Id); err == nil {
 		t.Errorf("rm of a running container without --force succeeds:\n%s", out)
 	}
-	d.berth(t, "stop", "--timeout", "0s", c.id)
-	if out := d.berth(t, "ps", "--all"); !strings.Contains(out, "logger") {
+	runBerth(t, d, "stop", "--timeout", "0s", c.Id)
+	if out := runBerth(t, d, "ps", "--all"); !strings.Contains(out, "logger") {
 		t.Errorf("ps --all does not list the stopped container:\n%s", out)
 	}
-	d.berth(t, "rm", c.id)
-	if out, err := d.tryBerth("logs", "no-such-container"); err == nil || !strings.Contains(out, "no-such-container") {
+	runBerth(t, d, "rm", c.Id)
+	if out, err := tryBerth(d, "logs", "no-such-container"); err == nil || !strings.Contains(out, "no-such-container") {
 		t.Errorf("logs of an unknown container: %v\n%s", err, out)
 	}
 }
@@ -256,22 +258,22 @@ func TestOperatorContainers(t *testing.T) {
 // `berth check` finds nothing that keeps pods from running where they run, and fails
 // where they cannot: with a root that can't be written. Without a network pods with the host's network run.
 func TestCheck(t *testing.T) {
-	d := startDaemon(t)
-	flags := []string{"check", "--config", d.configFile(), "--root", d.root, "--state", d.state, "--cni-conf-dir", d.confDir, "--cni-bin-dir", pluginDir}
-	out, err := d.command(flags...).Output()
+	d := harness.StartDaemon(t)
+	flags := []string{"check", "--config", d.ConfigFile(), "--root", d.Root, "--state", d.State, "--cni-conf-dir", d.ConfDir, "--cni-bin-dir", harness.PluginDir}
+	out, err := d.Command(flags...).Output()
 	if err != nil {
 		t.Errorf("check: %v\n%s", err, out)
 	}
 	if !strings.Contains(string(out), "CNI network: ") || strings.Contains(string(out), "failure") {
 		t.Errorf("check says\n%s", out)
 	}
-	must(t, os.Rename(d.networkFile(), d.networkFile()+".away"))
-	out, err = d.command(append(flags, "--json")...).Output()
-	must(t, os.Rename(d.networkFile()+".away", d.networkFile()))
+	harness.Must(t, os.Rename(d.NetworkFile(), d.NetworkFile()+".away"))
+	out, err = d.Command(append(flags, "--json")...).Output()
+	harness.Must(t, os.Rename(d.NetworkFile()+".away", d.NetworkFile()))
 	if err != nil || strings.Contains(string(out), `"failure"`) || !strings.Contains(string(out), "no CNI network configured") {
 		t.Errorf("check without a network: %v\n%s", err, out)
 	}
-	out, err = d.command(append(flags, "--json", "--root", "/proc/berth")...).Output()
+	out, err = d.Command(append(flags, "--json", "--root", "/proc/berth")...).Output()
 	if err == nil || !strings.Contains(string(out), `"failure"`) || !strings.Contains(string(out), "container root filesystems") {
 		t.Errorf("check with a root below /proc: %v\n%s", err, out)
 	}
@@ -280,22 +282,22 @@ func TestCheck(t *testing.T) {
 // `berth exec` and `berth attach` in a terminal: keys and sizes arrive, and the exit
 // code comes back.
 func TestOperatorTerminal(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	const program = "tty; while read x; do stty size; [ $x = bye ] && exit 5; done"
-	c := pod.run(t, script(program), withTerminal)
+	c := pod.Run(t, harness.Script(program), harness.WithTerminal)
 	for _, tt := range []struct {
 		args []string
 		code int
 	}{
-		{[]string{"exec", "-it", c.id, "sh", "-c", program}, 5},
-		{[]string{"attach", "-it", c.id}, 0},
+		{[]string{"exec", "-it", c.Id, "sh", "-c", program}, 5},
+		{[]string{"attach", "-it", c.Id}, 0},
 	} {
 		t.Run(tt.args[0], func(t *testing.T) {
-			cmd := d.operatorCommand(tt.args...)
+			cmd := operatorCommand(d, tt.args...)
 			master, shown := runInTerminal(t, cmd)
-			must(t, term.SetWinsize(master.Fd(), &term.Winsize{Width: 111, Height: 44}))
-			eventually(t, "the size arrives", func() error {
+			harness.Must(t, term.SetWinsize(master.Fd(), &term.Winsize{Width: 111, Height: 44}))
+			harness.Eventually(t, "the size arrives", func() error {
 				if _, err := master.WriteString("x\n"); err != nil {
 					return err
 				}
@@ -305,53 +307,53 @@ func TestOperatorTerminal(t *testing.T) {
 				return nil
 			})
 			_, err := master.WriteString("bye\n")
-			must(t, err)
+			harness.Must(t, err)
 			_ = cmd.Wait()
-			equal(t, "exit code", cmd.ProcessState.ExitCode(), tt.code)
+			harness.Equal(t, "exit code", cmd.ProcessState.ExitCode(), tt.code)
 		})
 	}
-	equal(t, "the container's exit code", c.waitExited(t).ExitCode, 5)
+	harness.Equal(t, "the container's exit code", c.WaitExited(t).ExitCode, 5)
 }
 
 // runInTerminal starts a command in a pseudo-terminal of its own.
-func runInTerminal(t *testing.T, cmd *exec.Cmd) (master *os.File, shown *screen) {
+func runInTerminal(t *testing.T, cmd *exec.Cmd) (master *os.File, shown *harness.Screen) {
 	t.Helper()
 	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR|syscall.O_NOCTTY, 0)
-	must(t, err)
+	harness.Must(t, err)
 	t.Cleanup(func() { master.Close() })
-	must(t, unix.IoctlSetPointerInt(int(master.Fd()), unix.TIOCSPTLCK, 0))
+	harness.Must(t, unix.IoctlSetPointerInt(int(master.Fd()), unix.TIOCSPTLCK, 0))
 	number, err := unix.IoctlGetInt(int(master.Fd()), unix.TIOCGPTN)
-	must(t, err)
+	harness.Must(t, err)
 	slave, err := os.OpenFile(fmt.Sprintf("/dev/pts/%d", number), os.O_RDWR|syscall.O_NOCTTY, 0)
-	must(t, err)
+	harness.Must(t, err)
 	defer slave.Close()
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = slave, slave, slave
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Setctty: true}
-	must(t, cmd.Start())
-	shown = &screen{}
+	harness.Must(t, cmd.Start())
+	shown = &harness.Screen{}
 	go func() { _, _ = io.Copy(shown, master) }() // until nobody has the terminal open (EIO)
 	return master, shown
 }
 
 func TestOperatorPortForward(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t)
-	c := pod.run(t, script("mkdir /srv && echo the page >/srv/index.html && exec httpd -f -p [::1]:8392 -h /srv")) // IPv6 only
-	eventually(t, "the server listens", func() error {
-		_, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"wget", "-q", "-O-", "http://[::1]:8392/"}, 0)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t)
+	c := pod.Run(t, harness.Script("mkdir /srv && echo the page >/srv/index.html && exec httpd -f -p [::1]:8392 -h /srv")) // IPv6 only
+	harness.Eventually(t, "the server listens", func() error {
+		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"wget", "-q", "-O-", "http://[::1]:8392/"}, 0)
 		return err
 	})
-	cmd := d.operatorCommand("port-forward", pod.id, ":8392")
-	var out screen
+	cmd := operatorCommand(d, "port-forward", pod.Id, ":8392")
+	var out harness.Screen
 	cmd.Stdout, cmd.Stderr = &out, &out
-	must(t, cmd.Start())
-	out.waitFor(t, "Forwarding from ")
-	out.waitFor(t, " -> 8392")
+	harness.Must(t, cmd.Start())
+	out.WaitFor(t, "Forwarding from ")
+	out.WaitFor(t, " -> 8392")
 	var address string
 	_, err := fmt.Sscanf(out.String(), "Forwarding from %s", &address)
-	must(t, err)
-	equal(t, "page", httpGet(t, "http://"+address+"/"), "the page\n")
-	must(t, cmd.Process.Signal(syscall.SIGINT))
+	harness.Must(t, err)
+	harness.Equal(t, "page", httpGet(t, "http://"+address+"/"), "the page\n")
+	harness.Must(t, cmd.Process.Signal(syscall.SIGINT))
 	_ = cmd.Wait()
-	equal(t, "exit code after Ctrl-C", cmd.ProcessState.ExitCode(), 130)
+	harness.Equal(t, "exit code after Ctrl-C", cmd.ProcessState.ExitCode(), 130)
 }

@@ -7,6 +7,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"berth/integration/harness"
 )
 
 // program is what runs beside the daemon, such as kubelet, and ends with its test.
@@ -21,12 +23,12 @@ type program struct {
 func startProgram(t *testing.T, name, logFile string, args ...string) *program {
 	t.Helper()
 	log, err := os.OpenFile(logFile, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
-	must(t, err)
+	harness.Must(t, err)
 	defer log.Close()
 	p := &program{name: name, logFile: logFile, cmd: exec.Command(args[0], args[1:]...), exited: make(chan struct{})}
 	p.cmd.Stdout, p.cmd.Stderr = log, log
 	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
-	must(t, p.cmd.Start())
+	harness.Must(t, p.cmd.Start())
 	go func() {
 		_ = p.cmd.Wait() // its result is in cmd.ProcessState
 		close(p.exited)
@@ -46,7 +48,7 @@ func (p *program) finish(t *testing.T) {
 // waitFor waits until a condition that the program brings about is fulfilled.
 func (p *program) waitFor(t *testing.T, what string, condition func() error) {
 	t.Helper()
-	err := pollUpTo(kubeletPatience, kubeletPause, func() error {
+	err := harness.PollUpTo(kubeletPatience, kubeletPause, func() error {
 		select {
 		case <-p.exited:
 			t.Fatalf("%s has ended: %v\n%s", p.name, p.cmd.ProcessState, p.tail())
@@ -72,11 +74,11 @@ func (p *program) end(t *testing.T, signal syscall.Signal) {
 		return
 	default:
 	}
-	must(t, p.cmd.Process.Signal(signal))
+	harness.Must(t, p.cmd.Process.Signal(signal))
 	select {
 	case <-p.exited:
 	case <-time.After(time.Minute):
-		must(t, p.cmd.Process.Kill())
+		harness.Must(t, p.cmd.Process.Kill())
 		<-p.exited
 		t.Errorf("%s did not end within a minute of %s", p.name, signal)
 	}
@@ -85,6 +87,6 @@ func (p *program) end(t *testing.T, signal syscall.Signal) {
 // tail returns the end of the program's log.
 func (p *program) tail() string {
 	const limit = 60
-	lines := readLines(p.logFile)
+	lines := harness.ReadLines(p.logFile)
 	return strings.Join(lines[max(0, len(lines)-limit):], "\n")
 }

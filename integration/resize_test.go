@@ -13,6 +13,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
 )
 
 // limitFiles are the limits that an update may change, on v1 and v2.
@@ -23,11 +25,11 @@ var limitFiles = []string{
 }
 
 // allLimits reads what the kernel has of limits for a container, by file.
-func (c *container) allLimits(t *testing.T) map[string]string {
+func allLimits(t *testing.T, c *harness.Container) map[string]string {
 	t.Helper()
-	pid, limits := c.pid(t), map[string]string{}
+	pid, limits := c.Pid(t), map[string]string{}
 	for _, controller := range []string{"memory", "cpu", "cpuset", "pids"} {
-		dir := cgroupDir(t, pid, controller)
+		dir := harness.CgroupDir(t, pid, controller)
 		for _, name := range limitFiles {
 			if content, err := os.ReadFile(filepath.Join(dir, name)); err == nil {
 				limits[name] = strings.TrimSpace(string(content))
@@ -40,32 +42,32 @@ func (c *container) allLimits(t *testing.T) map[string]string {
 	return limits
 }
 
-func (c *container) update(t *testing.T, change *runtimeapi.LinuxContainerResources) error {
+func updateContainer(t *testing.T, c *harness.Container, change *runtimeapi.LinuxContainerResources) error {
 	t.Helper()
-	return c.pod.d.cri.UpdateContainerResources(t.Context(), c.id, &runtimeapi.ContainerResources{Linux: change})
+	return c.Pod.D.Cri.UpdateContainerResources(t.Context(), c.Id, &runtimeapi.ContainerResources{Linux: change})
 }
 
-func (c *container) resize(t *testing.T, change *runtimeapi.LinuxContainerResources) {
+func resizeContainer(t *testing.T, c *harness.Container, change *runtimeapi.LinuxContainerResources) {
 	t.Helper()
-	must(t, c.update(t, change))
+	harness.Must(t, updateContainer(t, c, change))
 }
 
-func (c *container) wantLimits(t *testing.T, want map[string]string) {
+func wantLimits(t *testing.T, c *harness.Container, want map[string]string) {
 	t.Helper()
-	got := c.allLimits(t)
+	got := allLimits(t, c)
 	for name, value := range want {
-		equal(t, name, got[name], value)
+		harness.Equal(t, name, got[name], value)
 	}
 }
 
 func needController(t *testing.T, name string) {
 	t.Helper()
-	for _, line := range readLines("/proc/self/cgroup") {
+	for _, line := range harness.ReadLines("/proc/self/cgroup") {
 		if strings.Contains(","+strings.Split(line, ":")[1]+",", ","+name+",") {
 			return
 		}
 	}
-	for _, controller := range strings.Fields(strings.Join(readLines("/sys/fs/cgroup/cgroup.controllers"), " ")) {
+	for _, controller := range strings.Fields(strings.Join(harness.ReadLines("/sys/fs/cgroup/cgroup.controllers"), " ")) {
 		if controller == name {
 			return
 		}
@@ -75,7 +77,7 @@ func needController(t *testing.T, name string) {
 
 func needCgroup2(t *testing.T) {
 	t.Helper()
-	if !cgroup2() {
+	if !harness.Cgroup2() {
 		t.Skip("this machine has cgroup v1")
 	}
 }
@@ -84,9 +86,9 @@ func needCgroup2(t *testing.T) {
 // none are none again.
 func TestUpdateIsAllOrNothing(t *testing.T) {
 	needController(t, "cpuset")
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t)
-	before, reported := c.allLimits(t), c.status(t).Resources
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t)
+	before, reported := allLimits(t, c), c.Status(t).Resources
 	for _, tt := range []struct {
 		name   string
 		change *runtimeapi.LinuxContainerResources
@@ -104,47 +106,47 @@ func TestUpdateIsAllOrNothing(t *testing.T) {
 			if tt.v2 {
 				needCgroup2(t)
 			}
-			if err := c.update(t, tt.change); err == nil {
+			if err := updateContainer(t, c, tt.change); err == nil {
 				t.Fatal("accepted")
 			}
-			if after := c.allLimits(t); !maps.Equal(before, after) {
+			if after := allLimits(t, c); !maps.Equal(before, after) {
 				t.Errorf("limits changed\nfrom %v\nto   %v", before, after)
 			}
-			if after := c.status(t).Resources; !proto.Equal(reported, after) {
+			if after := c.Status(t).Resources; !proto.Equal(reported, after) {
 				t.Errorf("reported resources changed from %v to %v", reported, after)
 			}
 		})
 	}
-	c.resize(t, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpusetCpus: "0"})
-	memory, _ := c.limits(t)
-	equal(t, "memory limit of a good update", memory, "67108864")
+	resizeContainer(t, c, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20, CpusetCpus: "0"})
+	memory, _ := limitsOf(t, c)
+	harness.Equal(t, "memory limit of a good update", memory, "67108864")
 }
 
 // A limit below what is in use is refused: on v2 the kernel would kill processes to enforce it.
 func TestMemoryShrinkBelowUsage(t *testing.T) {
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t, script("dd if=/dev/zero of=/dev/shm/full bs=1M count=40 2>/dev/null; echo full; sleep 100000"),
-		resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 128 << 20 }))
-	c.waitOutput(t, "full")
-	before := c.allLimits(t)
-	wantCode(t, c.update(t, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 16 << 20, CpuShares: 512}), codes.FailedPrecondition, c.id, "in use")
-	if after := c.allLimits(t); !maps.Equal(before, after) {
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Script("dd if=/dev/zero of=/dev/shm/full bs=1M count=40 2>/dev/null; echo full; sleep 100000"),
+		harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 128 << 20 }))
+	c.WaitOutput(t, "full")
+	before := allLimits(t, c)
+	harness.WantCode(t, updateContainer(t, c, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 16 << 20, CpuShares: 512}), codes.FailedPrecondition, c.Id, "in use")
+	if after := allLimits(t, c); !maps.Equal(before, after) {
 		t.Errorf("limits changed\nfrom %v\nto   %v", before, after)
 	}
-	equal(t, "state", c.status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
-	equal(t, "reported memory limit", c.status(t).Resources.GetLinux().GetMemoryLimitInBytes(), 128<<20)
-	c.exec(t, "rm", "/dev/shm/full")
-	c.resize(t, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 16 << 20})
-	memory, _ := c.limits(t)
-	equal(t, "memory limit when there is room", memory, "16777216")
+	harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+	harness.Equal(t, "reported memory limit", c.Status(t).Resources.GetLinux().GetMemoryLimitInBytes(), 128<<20)
+	c.Exec(t, "rm", "/dev/shm/full")
+	resizeContainer(t, c, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 16 << 20})
+	memory, _ := limitsOf(t, c)
+	harness.Equal(t, "memory limit when there is room", memory, "16777216")
 }
 
 // The limits of memory and of memory with swap change together in any direction. v1 has the second never
 // below the first; v2 counts swap alone.
 func TestMemoryAndSwap(t *testing.T) {
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t, resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
-	limits := c.allLimits(t)
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 64 << 20 }))
+	limits := allLimits(t, c)
 	if limits["memory.memsw.limit_in_bytes"] == "" && limits["memory.swap.max"] == "" {
 		t.Skip("this kernel does not account for swap")
 	}
@@ -158,61 +160,61 @@ func TestMemoryAndSwap(t *testing.T) {
 		{64 * mb, 96 * mb, 64 * mb, 96 * mb},
 	} {
 		if step.memory != 0 {
-			c.resize(t, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: step.memory, MemorySwapLimitInBytes: step.swap})
+			resizeContainer(t, c, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: step.memory, MemorySwapLimitInBytes: step.swap})
 		}
-		if cgroup2() {
-			c.wantLimits(t, map[string]string{"memory.max": fmt.Sprint(step.wantMemory), "memory.swap.max": fmt.Sprint(step.wantBoth - step.wantMemory)})
+		if harness.Cgroup2() {
+			wantLimits(t, c, map[string]string{"memory.max": fmt.Sprint(step.wantMemory), "memory.swap.max": fmt.Sprint(step.wantBoth - step.wantMemory)})
 		} else {
-			c.wantLimits(t, map[string]string{"memory.limit_in_bytes": fmt.Sprint(step.wantMemory), "memory.memsw.limit_in_bytes": fmt.Sprint(step.wantBoth)})
+			wantLimits(t, c, map[string]string{"memory.limit_in_bytes": fmt.Sprint(step.wantMemory), "memory.memsw.limit_in_bytes": fmt.Sprint(step.wantBoth)})
 		}
 	}
-	c.resize(t, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 * mb, MemorySwapLimitInBytes: -1})
-	if cgroup2() {
-		c.wantLimits(t, map[string]string{"memory.max": fmt.Sprint(64 * mb), "memory.swap.max": "max"})
+	resizeContainer(t, c, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 * mb, MemorySwapLimitInBytes: -1})
+	if harness.Cgroup2() {
+		wantLimits(t, c, map[string]string{"memory.max": fmt.Sprint(64 * mb), "memory.swap.max": "max"})
 	}
-	wantCode(t, c.update(t, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 * mb, MemorySwapLimitInBytes: 32 * mb}), codes.InvalidArgument, "memory_swap_limit_in_bytes")
+	harness.WantCode(t, updateContainer(t, c, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 * mb, MemorySwapLimitInBytes: 32 * mb}), codes.InvalidArgument, "memory_swap_limit_in_bytes")
 }
 
 // Memory QoS (KEP-2570) comes as settings of v2 by name, and changes with a resize.
 func TestMemoryQoS(t *testing.T) {
 	needCgroup2(t)
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t, resources(func(r *runtimeapi.LinuxContainerResources) {
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Resources(func(r *runtimeapi.LinuxContainerResources) {
 		r.MemoryLimitInBytes = 64 << 20
 		r.Unified = map[string]string{"memory.min": "16777216", "memory.high": "50331648"}
 	}))
-	c.wantLimits(t, map[string]string{"memory.min": "16777216", "memory.high": "50331648", "memory.max": "67108864"})
-	c.resize(t, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20, Unified: map[string]string{"memory.min": "33554432", "memory.high": "max"}})
-	c.wantLimits(t, map[string]string{"memory.min": "33554432", "memory.high": "max", "memory.max": "134217728"})
-	d.restart(t)
-	equal(t, "reported memory.min", c.status(t).Resources.GetLinux().GetUnified()["memory.min"], "33554432")
+	wantLimits(t, c, map[string]string{"memory.min": "16777216", "memory.high": "50331648", "memory.max": "67108864"})
+	resizeContainer(t, c, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 128 << 20, Unified: map[string]string{"memory.min": "33554432", "memory.high": "max"}})
+	wantLimits(t, c, map[string]string{"memory.min": "33554432", "memory.high": "max", "memory.max": "134217728"})
+	d.Restart(t)
+	harness.Equal(t, "reported memory.min", c.Status(t).Resources.GetLinux().GetUnified()["memory.min"], "33554432")
 }
 
 // CPU shares become a weight; an idle cgroup has none until it is idle no more.
 func TestCPUWeight(t *testing.T) {
 	needCgroup2(t)
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t, resources(func(r *runtimeapi.LinuxContainerResources) { r.CpuShares = 1024 }))
-	c.wantLimits(t, map[string]string{"cpu.weight": "100"})
-	c.resize(t, &runtimeapi.LinuxContainerResources{CpuShares: 512, Unified: map[string]string{"cpu.idle": "1"}})
-	c.wantLimits(t, map[string]string{"cpu.idle": "1"})
-	c.resize(t, &runtimeapi.LinuxContainerResources{CpuShares: 256, Unified: map[string]string{"cpu.idle": "0"}})
-	c.wantLimits(t, map[string]string{"cpu.idle": "0", "cpu.weight": "35"})
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.CpuShares = 1024 }))
+	wantLimits(t, c, map[string]string{"cpu.weight": "100"})
+	resizeContainer(t, c, &runtimeapi.LinuxContainerResources{CpuShares: 512, Unified: map[string]string{"cpu.idle": "1"}})
+	wantLimits(t, c, map[string]string{"cpu.idle": "1"})
+	resizeContainer(t, c, &runtimeapi.LinuxContainerResources{CpuShares: 256, Unified: map[string]string{"cpu.idle": "0"}})
+	wantLimits(t, c, map[string]string{"cpu.idle": "0", "cpu.weight": "35"})
 }
 
 // kubelet sends a limit for every size of huge pages that the kernel has; where nothing limits
 // them they are passed over.
 func TestHugepageLimits(t *testing.T) {
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t, resources(func(r *runtimeapi.LinuxContainerResources) {
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Resources(func(r *runtimeapi.LinuxContainerResources) {
 		r.HugepageLimits = []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 4 << 20}, {PageSize: "1GB"}}
 	}))
 	limit := func() string {
 		dirs := []string{"/sys/fs/cgroup"}
-		if cgroup2() {
-			dirs = []string{cgroupDir(t, c.pid(t), "memory")}
-		} else if strings.Contains(strings.Join(readLines("/proc/self/cgroup"), " "), ":hugetlb:") {
-			dirs = []string{cgroupDir(t, c.pid(t), "hugetlb")}
+		if harness.Cgroup2() {
+			dirs = []string{harness.CgroupDir(t, c.Pid(t), "memory")}
+		} else if strings.Contains(strings.Join(harness.ReadLines("/proc/self/cgroup"), " "), ":hugetlb:") {
+			dirs = []string{harness.CgroupDir(t, c.Pid(t), "hugetlb")}
 		}
 		for _, name := range []string{"hugetlb.2MB.max", "hugetlb.2MB.limit_in_bytes"} {
 			if content, err := os.ReadFile(filepath.Join(dirs[0], name)); err == nil {
@@ -222,96 +224,96 @@ func TestHugepageLimits(t *testing.T) {
 		return ""
 	}
 	if limit() == "" {
-		c.resize(t, &runtimeapi.LinuxContainerResources{HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB"}}})
+		resizeContainer(t, c, &runtimeapi.LinuxContainerResources{HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB"}}})
 		t.Skip("NOT TESTED: this machine has no limits for huge pages; only that those asked for are passed over")
 	}
-	equal(t, "limit for pages of 2 MB", limit(), "4194304")
-	c.resize(t, &runtimeapi.LinuxContainerResources{HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 2 << 20}}})
-	equal(t, "limit for pages of 2 MB after a resize", limit(), "2097152")
+	harness.Equal(t, "limit for pages of 2 MB", limit(), "4194304")
+	resizeContainer(t, c, &runtimeapi.LinuxContainerResources{HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 2 << 20}}})
+	harness.Equal(t, "limit for pages of 2 MB after a resize", limit(), "2097152")
 }
 
 // shownConfig is the pod's config as verbose PodSandboxStatus shows it.
-func (p *pod) shownConfig(t *testing.T) *runtimeapi.PodSandboxConfig {
+func shownConfig(t *testing.T, p *harness.Pod) *runtimeapi.PodSandboxConfig {
 	t.Helper()
-	response, err := p.d.cri.PodSandboxStatus(t.Context(), p.id, true)
-	must(t, err)
+	response, err := p.D.Cri.PodSandboxStatus(t.Context(), p.Id, true)
+	harness.Must(t, err)
 	var info struct {
 		Config *runtimeapi.PodSandboxConfig `json:"config"`
 	}
-	must(t, json.Unmarshal([]byte(response.Info["info"]), &info))
+	harness.Must(t, json.Unmarshal([]byte(response.Info["info"]), &info))
 	return info.Config
 }
 
 // kubelet tells what it made of the pod's own cgroup; the config shows it, over a restart too,
 // and the pod stays the one that was asked for.
 func TestUpdatePodSandboxResources(t *testing.T) {
-	d := startDaemon(t)
-	config := d.podConfig(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	config := d.PodConfig(t, harness.HostNetwork)
 	config.Linux.Resources = &runtimeapi.LinuxContainerResources{CpuShares: 512, MemoryLimitInBytes: 64 << 20}
 	config.Linux.Overhead = &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20}
-	pod := d.runPodConfig(t, config)
-	client := rawRuntime(t, d)
+	pod := d.RunPodConfig(t, config)
+	client := harness.RawRuntime(t, d)
 	update := func(change *runtimeapi.UpdatePodSandboxResourcesRequest) error {
 		_, err := client.UpdatePodSandboxResources(t.Context(), change)
 		return err
 	}
 	resized := &runtimeapi.LinuxContainerResources{CpuShares: 1024, MemoryLimitInBytes: 128 << 20}
-	must(t, update(&runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: pod.id, Resources: resized}))
+	harness.Must(t, update(&runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: pod.Id, Resources: resized}))
 	check := func(t *testing.T) {
 		t.Helper()
-		shown := pod.shownConfig(t)
+		shown := shownConfig(t, pod)
 		if !proto.Equal(shown.GetLinux().GetResources(), resized) || !proto.Equal(shown.GetLinux().GetOverhead(), config.Linux.Overhead) {
 			t.Errorf("the config shows resources %v, overhead %v", shown.GetLinux().GetResources(), shown.GetLinux().GetOverhead())
 		}
 	}
 	check(t)
-	d.restart(t)
+	d.Restart(t)
 	check(t)
-	again, err := d.cri.RunPodSandbox(t.Context(), config, "")
-	must(t, err)
-	equal(t, "pod of a repeated request", again, pod.id)
+	again, err := d.Cri.RunPodSandbox(t.Context(), config, "")
+	harness.Must(t, err)
+	harness.Equal(t, "pod of a repeated request", again, pod.Id)
 
-	client = rawRuntime(t, d)
-	wantCode(t, update(&runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: pod.id, Overhead: &runtimeapi.LinuxContainerResources{CpuQuota: -5}}), codes.InvalidArgument, "cpu_quota")
-	wantCode(t, update(&runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: "feedfacefeed"}), codes.NotFound, "feedfacefeed")
+	client = harness.RawRuntime(t, d)
+	harness.WantCode(t, update(&runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: pod.Id, Overhead: &runtimeapi.LinuxContainerResources{CpuQuota: -5}}), codes.InvalidArgument, "cpu_quota")
+	harness.WantCode(t, update(&runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: "feedfacefeed"}), codes.NotFound, "feedfacefeed")
 	check(t)
-	pod.stop(t)
-	wantCode(t, update(&runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: pod.id, Resources: resized}), codes.FailedPrecondition, pod.id)
+	pod.Stop(t)
+	harness.WantCode(t, update(&runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: pod.Id, Resources: resized}), codes.FailedPrecondition, pod.Id)
 }
 
 // A container may make cgroups of its own, threaded ones too, in which the kernel lists no processes and
 // which it kills only as a whole. Execs work beside them, and nothing outlives the container.
 func TestThreadedCgroups(t *testing.T) {
 	needCgroup2(t)
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork, podSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true }))
-	c := pod.run(t, security(privileged), script(`
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork, harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true }))
+	c := pod.Run(t, harness.Security(harness.Privileged), harness.Script(`
 		cd /sys/fs/cgroup$(sed s/0::// /proc/self/cgroup) # a privileged container may see all cgroups
 		mkdir threads && echo threaded >threads/cgroup.type || exit 1
 		sleep 77777 &
 		echo $! >threads/cgroup.threads && echo moved
 		sleep 100000`))
-	c.waitOutput(t, "moved")
-	equal(t, "exec", c.exec(t, "echo", "hello"), "hello")
-	equal(t, "processes in the threaded cgroup", len(commandLines("sleep 77777")), 1)
-	_, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"sleep", "1000"}, time.Second)
-	if err == nil || !contains(err.Error(), "timed out") {
+	c.WaitOutput(t, "moved")
+	harness.Equal(t, "exec", c.Exec(t, "echo", "hello"), "hello")
+	harness.Equal(t, "processes in the threaded cgroup", len(harness.CommandLines("sleep 77777")), 1)
+	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sleep", "1000"}, time.Second)
+	if err == nil || !harness.Contains(err.Error(), "timed out") {
 		t.Errorf("an exec that outlives its timeout: %v", err)
 	}
-	c.stop(t, 0)
-	c.waitExited(t)
-	equal(t, "processes left in the threaded cgroup", len(commandLines("sleep 77777")), 0)
+	c.Stop(t, 0)
+	c.WaitExited(t)
+	harness.Equal(t, "processes left in the threaded cgroup", len(harness.CommandLines("sleep 77777")), 0)
 }
 
 // With memory.oom.group the kernel kills all of a container for one process's sake.
 func TestOOMKilledAsAGroup(t *testing.T) {
 	needCgroup2(t)
-	d := startDaemon(t)
-	c, status := d.runPod(t, hostNetwork).runToEnd(t, script("tail /dev/zero & sleep 100000"),
-		resources(func(r *runtimeapi.LinuxContainerResources) {
+	d := harness.StartDaemon(t)
+	c, status := d.RunPod(t, harness.HostNetwork).RunToEnd(t, harness.Script("tail /dev/zero & sleep 100000"),
+		harness.Resources(func(r *runtimeapi.LinuxContainerResources) {
 			r.MemoryLimitInBytes = 16 << 20
 			r.Unified = map[string]string{"memory.oom.group": "1"}
 		}))
-	equal(t, "reason", status.Reason, "OOMKilled")
-	equal(t, "exit code of "+c.id, status.ExitCode, 137)
+	harness.Equal(t, "reason", status.Reason, "OOMKilled")
+	harness.Equal(t, "exit code of "+c.Id, status.ExitCode, 137)
 }

@@ -13,32 +13,19 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials/insecure"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
 )
 
-// rawConn connects without cri-client, which hides some fields and codes.
-func rawConn(t *testing.T, d *daemon) *grpc.ClientConn {
-	t.Helper()
-	conn, err := grpc.NewClient("unix://"+d.socket, grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(64<<20), grpc.MaxCallSendMsgSize(64<<20)))
-	must(t, err)
-	t.Cleanup(func() { must(t, conn.Close()) })
-	return conn
-}
-
-func rawRuntime(t *testing.T, d *daemon) runtimeapi.RuntimeServiceClient {
-	t.Helper()
-	return runtimeapi.NewRuntimeServiceClient(rawConn(t, d))
-}
-
 func TestVersionStatusAndRuntimeConfig(t *testing.T) {
-	d := startDaemon(t)
-	v := get(d.cri.Version(t.Context(), "v1"))(t)
-	equal(t, "runtime name", v.RuntimeName, "berth")
-	equal(t, "API version", v.RuntimeApiVersion, "v1")
+	d := harness.StartDaemon(t)
+	v := harness.Get(d.Cri.Version(t.Context(), "v1"))(t)
+	harness.Equal(t, "runtime name", v.RuntimeName, "berth")
+	harness.Equal(t, "API version", v.RuntimeApiVersion, "v1")
 	if v.RuntimeVersion == "" {
 		t.Error("the runtime's version is empty")
 	}
-	status := get(d.cri.Status(t.Context(), false))(t)
+	status := harness.Get(d.Cri.Status(t.Context(), false))(t)
 	ready := map[string]bool{}
 	for _, c := range status.Status.Conditions {
 		ready[c.Type] = c.Status
@@ -59,68 +46,68 @@ func TestVersionStatusAndRuntimeConfig(t *testing.T) {
 	if !status.Features.GetSupplementalGroupsPolicy() || !status.Features.GetMountOptions() {
 		t.Errorf("features are %v", status.Features)
 	}
-	if len(get(d.cri.Status(t.Context(), true))(t).Info) == 0 {
+	if len(harness.Get(d.Cri.Status(t.Context(), true))(t).Info) == 0 {
 		t.Error("verbose Status tells nothing more")
 	}
-	equal(t, "cgroup driver", get(d.cri.RuntimeConfig(t.Context()))(t).Linux.CgroupDriver, runtimeapi.CgroupDriver_CGROUPFS)
-	must(t, d.cri.UpdateRuntimeConfig(t.Context(), &runtimeapi.RuntimeConfig{NetworkConfig: &runtimeapi.NetworkConfig{PodCidr: "10.88.0.0/24"}}))
+	harness.Equal(t, "cgroup driver", harness.Get(d.Cri.RuntimeConfig(t.Context()))(t).Linux.CgroupDriver, runtimeapi.CgroupDriver_CGROUPFS)
+	harness.Must(t, d.Cri.UpdateRuntimeConfig(t.Context(), &runtimeapi.RuntimeConfig{NetworkConfig: &runtimeapi.NetworkConfig{PodCidr: "10.88.0.0/24"}}))
 }
 
 func TestRuntimeHandlers(t *testing.T) {
-	d := startDaemon(t)
+	d := harness.StartDaemon(t)
 	for _, handler := range []string{"", "berth"} {
-		config := d.podConfig(t, hostNetwork)
-		id, err := d.cri.RunPodSandbox(t.Context(), config, handler)
-		must(t, err)
-		d.objects = append(d.objects, id)
-		equal(t, "handler", (&pod{d: d, id: id}).status(t).RuntimeHandler, handler)
+		config := d.PodConfig(t, harness.HostNetwork)
+		id, err := d.Cri.RunPodSandbox(t.Context(), config, handler)
+		harness.Must(t, err)
+		d.Objects = append(d.Objects, id)
+		harness.Equal(t, "handler", (&harness.Pod{D: d, Id: id}).Status(t).RuntimeHandler, handler)
 	}
-	_, err := d.cri.RunPodSandbox(t.Context(), d.podConfig(t, hostNetwork), "no-such-handler")
-	wantCode(t, err, codes.NotFound, "no-such-handler")
+	_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t, harness.HostNetwork), "no-such-handler")
+	harness.WantCode(t, err, codes.NotFound, "no-such-handler")
 }
 
 func TestSocket(t *testing.T) {
-	d := startDaemon(t)
-	info, err := os.Stat(d.socket)
-	must(t, err)
-	equal(t, "mode", info.Mode().Perm(), os.FileMode(0o600))
-	for _, dir := range []string{d.root, d.state} {
+	d := harness.StartDaemon(t)
+	info, err := os.Stat(d.Socket)
+	harness.Must(t, err)
+	harness.Equal(t, "mode", info.Mode().Perm(), os.FileMode(0o600))
+	for _, dir := range []string{d.Root, d.State} {
 		info, err := os.Stat(dir)
-		must(t, err)
-		equal(t, "mode of "+dir, info.Mode().Perm(), os.FileMode(0o700))
+		harness.Must(t, err)
+		harness.Equal(t, "mode of "+dir, info.Mode().Perm(), os.FileMode(0o700))
 	}
 	// Garbage on the socket harms nobody.
-	conn, err := net.Dial("unix", d.socket)
-	must(t, err)
+	conn, err := net.Dial("unix", d.Socket)
+	harness.Must(t, err)
 	_, err = conn.Write([]byte(strings.Repeat("garbage\r\n", 1000)))
 	if err == nil {
 		_, _ = conn.Read(make([]byte, 1))
 	}
-	must(t, conn.Close())
-	get(d.cri.Version(t.Context(), "v1"))(t)
+	harness.Must(t, conn.Close())
+	harness.Get(d.Cri.Version(t.Context(), "v1"))(t)
 }
 
 // Messages up to 16 MiB are accepted; reflection is off.
 func TestMessageLimits(t *testing.T) {
-	d := startDaemon(t)
-	runtime := rawRuntime(t, d)
+	d := harness.StartDaemon(t)
+	runtime := harness.RawRuntime(t, d)
 	large := func(size int) error {
 		_, err := runtime.ListContainers(t.Context(), &runtimeapi.ListContainersRequest{Filter: &runtimeapi.ContainerFilter{
 			LabelSelector: map[string]string{"key": strings.Repeat("v", size)}}})
 		return err
 	}
-	must(t, large(15<<20))
-	wantCode(t, large(17<<20), codes.ResourceExhausted)
-	stream, err := rawConn(t, d).NewStream(t.Context(), &grpc.StreamDesc{ServerStreams: true, ClientStreams: true},
+	harness.Must(t, large(15<<20))
+	harness.WantCode(t, large(17<<20), codes.ResourceExhausted)
+	stream, err := harness.RawConn(t, d).NewStream(t.Context(), &grpc.StreamDesc{ServerStreams: true, ClientStreams: true},
 		"/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
-	must(t, err)
-	wantCode(t, stream.RecvMsg(&runtimeapi.VersionRequest{}), codes.Unimplemented)
+	harness.Must(t, err)
+	harness.WantCode(t, stream.RecvMsg(&runtimeapi.VersionRequest{}), codes.Unimplemented)
 }
 
 // RPCs of later issues say so.
 func TestUnimplementedRPCs(t *testing.T) {
-	d := startDaemon(t)
-	runtime := rawRuntime(t, d)
+	d := harness.StartDaemon(t)
+	runtime := harness.RawRuntime(t, d)
 	ctx := t.Context()
 	for name, call := range map[string]func() error{
 		"CheckpointContainer": func() error {
@@ -136,7 +123,7 @@ func TestUnimplementedRPCs(t *testing.T) {
 			return err
 		},
 	} {
-		if code := codeOf(call()); code != codes.Unimplemented {
+		if code := harness.CodeOf(call()); code != codes.Unimplemented {
 			t.Errorf("%s answers %s", name, code)
 		}
 	}
@@ -146,60 +133,60 @@ func TestUnimplementedRPCs(t *testing.T) {
 func TestSystemdNotify(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "notify")
 	notify, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
-	must(t, err)
-	t.Cleanup(func() { must(t, notify.Close()) })
-	d := startDaemon(t, withEnv("NOTIFY_SOCKET="+path))
+	harness.Must(t, err)
+	t.Cleanup(func() { harness.Must(t, notify.Close()) })
+	d := harness.StartDaemon(t, harness.WithEnv("NOTIFY_SOCKET="+path))
 	received := func() string {
 		b := make([]byte, 4096)
 		n, err := notify.Read(b)
-		must(t, err)
+		harness.Must(t, err)
 		return string(b[:n])
 	}
 	if m := received(); !strings.Contains(m, "READY=1") {
 		t.Errorf("the first message is %q", m)
 	}
-	d.stop(t)
+	d.Stop(t)
 	if m := received(); !strings.Contains(m, "STOPPING=1") {
 		t.Errorf("the second message is %q", m)
 	}
-	d.start(t)
+	d.Start(t)
 }
 
 // systemd hands over the socket it listens on.
 func TestSocketActivation(t *testing.T) {
-	d := newDaemon(t)
-	path := d.dir + "/activated.sock"
+	d := harness.NewDaemon(t)
+	path := d.Dir + "/activated.sock"
 	listener, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
-	must(t, err)
+	harness.Must(t, err)
 	defer listener.Close()
 	file, err := listener.File()
-	must(t, err)
+	harness.Must(t, err)
 	defer file.Close()
-	cmd := d.serveCommand()
+	cmd := d.ServeCommand()
 	// As systemd does: the socket is descriptor 3, and LISTEN_PID the daemon's own.
 	cmd.Args = append([]string{"sh", "-c", `LISTEN_PID=$$ LISTEN_FDS=1 exec "$@"`, "sh"}, append([]string{cmd.Path}, cmd.Args[1:]...)...)
 	cmd.Path = "/bin/sh"
 	cmd.ExtraFiles = []*os.File{file}
-	before := machineSnapshot(d)
-	must(t, cmd.Start())
+	before := harness.MachineSnapshot(d)
+	harness.Must(t, cmd.Start())
 	conn, err := grpc.NewClient("unix://"+path, grpc.WithTransportCredentials(insecure.NewCredentials()))
-	must(t, err)
+	harness.Must(t, err)
 	_, err = runtimeapi.NewRuntimeServiceClient(conn).Version(t.Context(), &runtimeapi.VersionRequest{}, grpc.WaitForReady(true))
-	must(t, err)
-	must(t, conn.Close())
-	must(t, cmd.Process.Signal(os.Interrupt))
-	must(t, cmd.Wait())
+	harness.Must(t, err)
+	harness.Must(t, conn.Close())
+	harness.Must(t, cmd.Process.Signal(os.Interrupt))
+	harness.Must(t, cmd.Wait())
 	if _, err := os.Stat(path); err != nil {
 		t.Errorf("the daemon removed systemd's socket: %v", err)
 	}
-	d.forgetMounts(t)
-	noMachineLeaks(t, before, d)
+	d.ForgetMounts(t)
+	harness.NoMachineLeaks(t, before, d)
 }
 
 func TestConfigFile(t *testing.T) {
-	d := newDaemon(t)
-	must(t, os.WriteFile(d.configFile(), []byte("log_level = \"info\"\nmax_log_lines = 3\n"), 0o600))
-	out, err := d.serveCommand().CombinedOutput()
+	d := harness.NewDaemon(t)
+	harness.Must(t, os.WriteFile(d.ConfigFile(), []byte("log_level = \"info\"\nmax_log_lines = 3\n"), 0o600))
+	out, err := d.ServeCommand().CombinedOutput()
 	if err == nil {
 		t.Fatal("an unknown key is accepted")
 	}
@@ -209,30 +196,30 @@ func TestConfigFile(t *testing.T) {
 		}
 	}
 	// What `config default` prints is a configuration, and has a comment for every option.
-	out, err = d.command("config", "default").Output()
-	must(t, err)
+	out, err = d.Command("config", "default").Output()
+	harness.Must(t, err)
 	for _, option := range []string{"listen", "root", "state", "cgroup_driver", "cni_conf_dir", "cni_bin_dirs", "registry_dirs", "pause_image"} {
 		if !strings.Contains(string(out), "\n"+option+" = ") {
 			t.Errorf("`berth config default` lacks %s", option)
 		}
 	}
-	must(t, os.WriteFile(d.configFile(), out, 0o600))
-	d.start(t)
-	d.stop(t)
-	d.forgetMounts(t)
+	harness.Must(t, os.WriteFile(d.ConfigFile(), out, 0o600))
+	d.Start(t)
+	d.Stop(t)
+	d.ForgetMounts(t)
 }
 
 // Every line of the log is JSON if that is asked for, with pods and containers as fields.
 func TestJSONLog(t *testing.T) {
-	d := startDaemon(t)
-	d.stop(t)
-	must(t, os.Remove(d.logFile()))
-	must(t, os.WriteFile(d.configFile(), []byte("log_format = \"json\"\n"), 0o600))
-	d.start(t)
-	pod := d.runPod(t, hostNetwork)
-	c := pod.run(t)
+	d := harness.StartDaemon(t)
+	d.Stop(t)
+	harness.Must(t, os.Remove(d.LogFile()))
+	harness.Must(t, os.WriteFile(d.ConfigFile(), []byte("log_format = \"json\"\n"), 0o600))
+	d.Start(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t)
 	seen := map[string]bool{}
-	for _, line := range readLines(d.logFile()) {
+	for _, line := range harness.ReadLines(d.LogFile()) {
 		var fields map[string]any
 		if err := json.Unmarshal([]byte(line), &fields); err != nil {
 			t.Errorf("not JSON: %s", line)
@@ -243,33 +230,33 @@ func TestJSONLog(t *testing.T) {
 			}
 		}
 	}
-	if !seen[pod.id] || !seen[c.id] {
-		t.Errorf("no line has the pod or the container as a field:\n%s", d.tail())
+	if !seen[pod.Id] || !seen[c.Id] {
+		t.Errorf("no line has the pod or the container as a field:\n%s", d.Tail())
 	}
 }
 
 // A client that goes away in the middle of a call leaves nothing.
 func TestCanceledCalls(t *testing.T) {
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t)
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	for range 20 {
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
 		go func() {
-			_, _, err := d.cri.ExecSync(ctx, c.id, []string{"sleep", "6661"}, 0)
+			_, _, err := d.Cri.ExecSync(ctx, c.Id, []string{"sleep", "6661"}, 0)
 			done <- err
 		}()
-		eventually(t, "the command runs", func() error {
-			if len(commandLines("sleep 6661")) == 0 {
+		harness.Eventually(t, "the command runs", func() error {
+			if len(harness.CommandLines("sleep 6661")) == 0 {
 				return context.DeadlineExceeded
 			}
 			return nil
 		})
 		cancel()
 		<-done
-		eventually(t, "the command ends", func() error {
-			if left := commandLines("sleep 6661"); len(left) > 0 {
-				return unexpected("the number of processes", len(left), 0)
+		harness.Eventually(t, "the command ends", func() error {
+			if left := harness.CommandLines("sleep 6661"); len(left) > 0 {
+				return harness.Unexpected("the number of processes", len(left), 0)
 			}
 			return nil
 		})

@@ -16,6 +16,8 @@ import (
 	"path/filepath"
 	"testing"
 	"time"
+
+	"berth/integration/harness"
 )
 
 func sha256Of(content string) string { return fmt.Sprintf("%x", sha256.Sum256([]byte(content))) }
@@ -29,16 +31,16 @@ type authority struct {
 func newAuthority(t *testing.T) *authority {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	must(t, err)
+	harness.Must(t, err)
 	template := &x509.Certificate{
 		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "test authority"},
 		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
 		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
 	}
 	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
-	must(t, err)
+	harness.Must(t, err)
 	cert, err := x509.ParseCertificate(der)
-	must(t, err)
+	harness.Must(t, err)
 	return &authority{cert: cert, key: key}
 }
 
@@ -46,14 +48,14 @@ func newAuthority(t *testing.T) *authority {
 func (a *authority) issue(t *testing.T, address string) tls.Certificate {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	must(t, err)
+	harness.Must(t, err)
 	template := &x509.Certificate{
 		SerialNumber: big.NewInt(2), Subject: pkix.Name{CommonName: address}, IPAddresses: []net.IP{net.ParseIP(address)},
 		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
 		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth},
 	}
 	der, err := x509.CreateCertificate(rand.Reader, template, a.cert, &key.PublicKey, a.key)
-	must(t, err)
+	harness.Must(t, err)
 	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}
 }
 
@@ -69,10 +71,10 @@ func (a *authority) writeFiles(t *testing.T, dir string) (ca, cert, key string) 
 	t.Helper()
 	client := a.issue(t, "127.0.0.1")
 	private, err := x509.MarshalPKCS8PrivateKey(client.PrivateKey)
-	must(t, err)
+	harness.Must(t, err)
 	write := func(name, kind string, der []byte) string {
 		path := filepath.Join(dir, name)
-		must(t, os.WriteFile(path, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600))
+		harness.Must(t, os.WriteFile(path, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600))
 		return path
 	}
 	return write("ca.crt", "CERTIFICATE", a.cert.Raw), write("client.cert", "CERTIFICATE", client.Certificate[0]), write("client.key", "PRIVATE KEY", private)

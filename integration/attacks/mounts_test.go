@@ -1,4 +1,4 @@
-package integration
+package attacks
 
 import (
 	"fmt"
@@ -11,39 +11,40 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/fixture"
+	"berth/integration/harness"
 )
 
 // An image whose /proc is a link: the proc that masking and labelling rely on would be
 // mounted elsewhere. It is refused.
 func TestCVE_2023_27561_ProcIsASymlink(t *testing.T) {
-	escape := hostDir(t)
-	name, _ := push(t, registry, "targets:proc", buildImage(t, v1.Config{}, fixture.Tree{fixture.Symlink("proc", escape)}))
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).create(t, image(name))
-	if err := d.cri.StartContainer(t.Context(), c.id); err == nil || !contains(err.Error(), "/proc") {
+	escape := harness.HostDir(t)
+	name, _ := harness.Push(t, harness.Registry, "targets:proc", harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.Symlink("proc", escape)}))
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Create(t, harness.Image(name))
+	if err := d.Cri.StartContainer(t.Context(), c.Id); err == nil || !harness.Contains(err.Error(), "/proc") {
 		t.Errorf("the start of such a container: %v", err)
 	}
-	equal(t, "what was made on the host", fmt.Sprint(readDir(escape)), "[]")
+	harness.Equal(t, "what was made on the host", fmt.Sprint(harness.ReadDir(escape)), "[]")
 }
 
 // A target that another container of the pod changes between a directory and a link while
 // it is mounted on never leads out of the container (CVE-2021-30465).
 func TestCVE_2021_30465_MountTargetSwapped(t *testing.T) {
-	host := hostDir(t, "shared/target", "volume", "escape")
+	host := harness.HostDir(t, "shared/target", "volume", "escape")
 	target, escape := filepath.Join(host, "shared/target"), filepath.Join(host, "escape")
 	other := filepath.Join(host, "shared/other")
-	must(t, os.Symlink(escape, other))
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	harness.Must(t, os.Symlink(escape, other))
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	stop := exchanging(t, target, other)
 	for range 10 {
-		ctr := pod.create(t, mount(&runtimeapi.Mount{ContainerPath: "/s", HostPath: filepath.Join(host, "shared")}),
-			mount(&runtimeapi.Mount{ContainerPath: "/s/target/in", HostPath: filepath.Join(host, "volume")}))
-		_ = d.cri.StartContainer(t.Context(), ctr.id) // may fail, for the target is another one than it was
-		must(t, d.cri.RemoveContainer(t.Context(), ctr.id))
+		ctr := pod.Create(t, harness.Mount(&runtimeapi.Mount{ContainerPath: "/s", HostPath: filepath.Join(host, "shared")}),
+			harness.Mount(&runtimeapi.Mount{ContainerPath: "/s/target/in", HostPath: filepath.Join(host, "volume")}))
+		_ = d.Cri.StartContainer(t.Context(), ctr.Id) // may fail, for the target is another one than it was
+		harness.Must(t, d.Cri.RemoveContainer(t.Context(), ctr.Id))
 	}
 	stop()
-	equal(t, "what was made outside of the container", fmt.Sprint(readDir(escape)), "[]")
+	harness.Equal(t, "what was made outside of the container", fmt.Sprint(harness.ReadDir(escape)), "[]")
 }
 
 // exchanging lets two files take each other's place, again and again, until it is stopped.
@@ -67,6 +68,6 @@ func exchanging(t *testing.T, one, other string) (stop func()) {
 	return func() {
 		t.Helper()
 		close(stopped)
-		must(t, <-done)
+		harness.Must(t, <-done)
 	}
 }

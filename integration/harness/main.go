@@ -1,4 +1,4 @@
-package integration
+package harness
 
 import (
 	"context"
@@ -25,14 +25,16 @@ const (
 
 // What all tests share.
 var (
-	binDir    string
-	machine   string            // name of the machine's cgroups
-	pluginDir string            // the CNI plugins
-	registry  *fixture.Registry // holds baseImage; tests that disturb a registry start their own
-	baseImage string            // busybox
+	BinDir    string
+	Machine   string            // name of the machine's cgroups
+	PluginDir string            // the CNI plugins
+	Registry  *fixture.Registry // holds baseImage; tests that disturb a registry start their own
+	BaseImage string            // busybox
 )
 
-func TestMain(m *testing.M) {
+// Main is a test package's TestMain: it finds or builds the binaries, enters a machine of
+// its own if this is none, starts the registry, and runs the tests.
+func Main(m *testing.M) {
 	flag.Parse()
 	code, err := run(m)
 	if err != nil {
@@ -43,52 +45,49 @@ func TestMain(m *testing.M) {
 }
 
 func run(m *testing.M) (int, error) {
-	if isInstalledPlugin() {
-		return 0, runInstalledPlugin()
-	}
 	if os.Geteuid() != 0 {
 		return 0, fmt.Errorf("needs root")
 	}
 	if err := findBinaries(); err != nil {
 		return 0, err
 	}
-	if machine = os.Getenv(machineEnv); machine == "" {
+	if Machine = os.Getenv(machineEnv); Machine == "" {
 		return 0, enterMachine()
 	}
 	klog.SetLogger(klog.Logger{}) // cri-client logs each error it returns
 
 	var err error
-	if pluginDir, err = fixture.PluginDir(); err != nil {
+	if PluginDir, err = fixture.PluginDir(); err != nil {
 		return 0, err
 	}
-	if registry, err = fixture.NewRegistry(); err != nil {
+	if Registry, err = fixture.NewRegistry(); err != nil {
 		return 0, err
 	}
 	img, err := fixture.Image(v1.Config{Cmd: []string{"sh"}})
 	if err != nil {
 		return 0, err
 	}
-	if baseImage, err = registry.Push("base:latest", img); err != nil {
+	if BaseImage, err = Registry.Push("base:latest", img); err != nil {
 		return 0, err
 	}
 	code := m.Run()
-	return code, registry.Close()
+	return code, Registry.Close()
 }
 
 // findBinaries sets binDir, and builds what is not there.
 func findBinaries() error {
-	if binDir = os.Getenv(binEnv); binDir != "" {
+	if BinDir = os.Getenv(binEnv); BinDir != "" {
 		return nil
 	}
-	build := exec.CommandContext(context.Background(), "../contrib/build")
+	build := exec.CommandContext(context.Background(), filepath.Join(source(), "contrib/build"))
 	if out, err := build.CombinedOutput(); err != nil {
 		return fmt.Errorf("contrib/build: %w\n%s", err, out)
 	}
 	var err error
-	if binDir, err = filepath.Abs("../bin"); err != nil {
+	if BinDir, err = filepath.Abs(filepath.Join(source(), "bin")); err != nil {
 		return err
 	}
-	return os.Setenv(binEnv, binDir)
+	return os.Setenv(binEnv, BinDir)
 }
 
 // enterMachine replaces this process by the same one in a private machine.
@@ -98,5 +97,17 @@ func enterMachine() error {
 		return err
 	}
 	args := append([]string{"machine", self}, os.Args[1:]...)
-	return fmt.Errorf("enter private machine: %w", syscall.Exec("../contrib/machine", args, os.Environ()))
+	return fmt.Errorf("enter private machine: %w", syscall.Exec(filepath.Join(source(), "contrib/machine"), args, os.Environ()))
+}
+
+// source is the root of the checkout: the nearest directory above the tests' with a go.mod.
+func source() string {
+	dir, err := os.Getwd()
+	for err == nil && dir != "/" {
+		if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
+			return dir
+		}
+		dir = filepath.Dir(dir)
+	}
+	return "."
 }

@@ -1,4 +1,4 @@
-package integration
+package attacks
 
 import (
 	"crypto/sha256"
@@ -13,7 +13,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/containerd/nri/pkg/api"
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/opencontainers/selinux/go-selinux"
 	"golang.org/x/sys/unix"
@@ -22,15 +21,16 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/fixture"
+	"berth/integration/harness"
 )
 
 // untouched returns a directory of the host that must stay as it is: nothing is made in it.
 func untouched(t *testing.T) string {
 	t.Helper()
 	dir := t.TempDir()
-	must(t, os.WriteFile(filepath.Join(dir, "kept"), []byte("kept"), 0o644))
+	harness.Must(t, os.WriteFile(filepath.Join(dir, "kept"), []byte("kept"), 0o644))
 	t.Cleanup(func() {
-		if names := readDir(dir); len(names) != 1 || names[0] != "kept" {
+		if names := harness.ReadDir(dir); len(names) != 1 || names[0] != "kept" {
 			t.Errorf("a directory of the host has %v", names)
 		}
 	})
@@ -38,20 +38,20 @@ func untouched(t *testing.T) string {
 }
 
 // tryRun runs a container to its end if it is let; else it returns the refusal.
-func tryRun(t *testing.T, p *pod, opts ...containerOption) (output string, refusal error) {
+func tryRun(t *testing.T, p *harness.Pod, opts ...harness.ContainerOption) (output string, refusal error) {
 	t.Helper()
-	c, err := p.tryCreate(t, opts...)
+	c, err := p.TryCreate(t, opts...)
 	if err == nil {
-		err = p.d.cri.StartContainer(t.Context(), c.id)
+		err = p.D.Cri.StartContainer(t.Context(), c.Id)
 	}
 	if err != nil {
-		if code := codeOf(err); code == codes.Unknown {
+		if code := harness.CodeOf(err); code == codes.Unknown {
 			t.Errorf("refused with the code %s: %v", code, err)
 		}
 		return "", err
 	}
-	c.waitExited(t)
-	return c.output(t), nil
+	c.WaitExited(t)
+	return c.Output(t), nil
 }
 
 // wantRefusal fails the test unless the container was refused for what the text names: a refusal for
@@ -66,13 +66,13 @@ func wantRefusal(t *testing.T, refusal error, text string) {
 // The image's /dev, /proc, /sys are symbolic links: what is mounted and made there
 // must not be mounted and made on the host.
 func TestCVE_2026_41579_DevIsASymlink(t *testing.T) {
-	d := startDaemon(t)
+	d := harness.StartDaemon(t)
 	dir := untouched(t)
 	for _, target := range []string{dir, "../../../../../.." + dir, "/proc/self/fd", "/proc/1/root" + dir} {
-		img, err := fixture.ImageOf(v1.Config{Cmd: []string{"/bin/sh"}}, packLayer(t, fixture.Tree{fixture.Symlink("dev", target)}, fixture.Gzip))
-		must(t, err)
-		name, _ := push(t, registry, fmt.Sprintf("dev/%d:latest", hostileImages.Add(1)), img)
-		if out, refusal := tryRun(t, d.runPod(t, hostNetwork), image(name), script("ls -l /dev/")); refusal == nil {
+		img, err := fixture.ImageOf(v1.Config{Cmd: []string{"/bin/sh"}}, harness.PackLayer(t, fixture.Tree{fixture.Symlink("dev", target)}, fixture.Gzip))
+		harness.Must(t, err)
+		name, _ := harness.Push(t, harness.Registry, fmt.Sprintf("dev/%d:latest", hostileImages.Add(1)), img)
+		if out, refusal := tryRun(t, d.RunPod(t, harness.HostNetwork), harness.Image(name), harness.Script("ls -l /dev/")); refusal == nil {
 			t.Errorf("it ran with /dev -> %s:\n%s", target, out)
 		}
 	}
@@ -81,12 +81,12 @@ func TestCVE_2026_41579_DevIsASymlink(t *testing.T) {
 // /etc is a link to a directory of the host: resolv.conf, hosts and hostname would be
 // made there.
 func TestCVE_2024_5154_EtcIsASymlink(t *testing.T) {
-	d := startDaemon(t)
+	d := harness.StartDaemon(t)
 	dir := untouched(t)
-	pod := d.runPod(t)
+	pod := d.RunPod(t)
 	run := func(target string) (string, error) {
 		base := fixture.Tree{fixture.Whiteout("", "etc"), fixture.Symlink("etc", target)}
-		return tryRun(t, pod, image(hostileImage(t, v1.Config{}, base)), script("cat /etc/resolv.conf; touch /etc/made"))
+		return tryRun(t, pod, harness.Image(hostileImage(t, v1.Config{}, base)), harness.Script("cat /etc/resolv.conf; touch /etc/made"))
 	}
 	for _, target := range []string{dir, "../../../.." + dir} { // stays a link into the container's own root
 		out, refusal := run(target)
@@ -100,17 +100,17 @@ func TestCVE_2024_5154_EtcIsASymlink(t *testing.T) {
 
 // A working directory that is a descriptor of the runtime leads out of the container.
 func TestCVE_2024_21626_WorkingDirectoryInProc(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	host := canary(t)
-	look := script("cat ../../../../../../../.." + host + " ../../../.." + host + " 2>/dev/null; true")
+	look := harness.Script("cat ../../../../../../../.." + host + " ../../../.." + host + " 2>/dev/null; true")
 	for fd := range 24 {
 		dir := fmt.Sprintf("/proc/self/fd/%d", fd)
 		if out, _ := tryRun(t, pod, look, func(c *runtimeapi.ContainerConfig) { c.WorkingDir = dir }); strings.Contains(out, "the host's own") {
 			t.Errorf("the container sees the host through %s", dir)
 		}
 		link := hostileImage(t, v1.Config{WorkingDir: "/work"}, fixture.Tree{fixture.Symlink("work", dir)})
-		if out, _ := tryRun(t, pod, look, image(link)); strings.Contains(out, "the host's own") {
+		if out, _ := tryRun(t, pod, look, harness.Image(link)); strings.Contains(out, "the host's own") {
 			t.Errorf("the container sees the host through a link to %s", dir)
 		}
 	}
@@ -119,18 +119,18 @@ func TestCVE_2024_21626_WorkingDirectoryInProc(t *testing.T) {
 // A container swaps the working directory that it was made with for such a link: the
 // next exec would start there.
 func TestCVE_2024_21626_WorkingDirectorySwapped(t *testing.T) {
-	d := startDaemon(t)
+	d := harness.StartDaemon(t)
 	host := canary(t)
-	c := d.runPod(t, hostNetwork).run(t, func(c *runtimeapi.ContainerConfig) { c.WorkingDir = "/work" })
-	equal(t, "working directory of an exec", c.exec(t, "pwd"), "/work")
-	work := fmt.Sprintf("/proc/%d/root/work", c.pid(t))
+	c := d.RunPod(t, harness.HostNetwork).Run(t, func(c *runtimeapi.ContainerConfig) { c.WorkingDir = "/work" })
+	harness.Equal(t, "working directory of an exec", c.Exec(t, "pwd"), "/work")
+	work := fmt.Sprintf("/proc/%d/root/work", c.Pid(t))
 	swap := func(target string) {
 		t.Helper()
-		must(t, os.Remove(work))
-		must(t, os.Symlink(target, work))
+		harness.Must(t, os.Remove(work))
+		harness.Must(t, os.Symlink(target, work))
 	}
 	swap("/tmp") // is followed
-	equal(t, "working directory of an exec", c.exec(t, "pwd", "-P"), "/tmp")
+	harness.Equal(t, "working directory of an exec", c.Exec(t, "pwd", "-P"), "/tmp")
 	look := []string{"cat"}
 	for depth := range 16 { // however deep the directory is
 		look = append(look, strings.Repeat("../", depth)+host[1:])
@@ -138,13 +138,13 @@ func TestCVE_2024_21626_WorkingDirectorySwapped(t *testing.T) {
 	for fd := range 24 {
 		dir := fmt.Sprintf("/proc/self/fd/%d", fd)
 		swap(dir)
-		response, err := rawRuntime(t, d).ExecSync(t.Context(), &runtimeapi.ExecSyncRequest{ContainerId: c.id, Cmd: look})
+		response, err := harness.RawRuntime(t, d).ExecSync(t.Context(), &runtimeapi.ExecSyncRequest{ContainerId: c.Id, Cmd: look})
 		if out := string(response.GetStdout()); strings.Contains(out, "the host's own") {
 			t.Errorf("ExecSync sees the host through a link to %s (%v)", dir, err)
 		}
-		var out screen
+		var out harness.Screen
 		o := remotecommand.StreamOptions{Stdout: &out}
-		_, err = spdy.stream(t.Context(), plain(), c.execURL(t, o, look...), o)
+		_, err = harness.Spdy.Stream(t.Context(), harness.Plain(), c.ExecURL(t, o, look...), o)
 		if strings.Contains(out.String(), "the host's own") {
 			t.Errorf("Exec sees the host through a link to %s (%v)", dir, err)
 		}
@@ -154,25 +154,25 @@ func TestCVE_2024_21626_WorkingDirectorySwapped(t *testing.T) {
 // The program that a container's init runs from is the runtime's own until it executes
 // the command: writing to it would change it for all (and the next exec).
 func TestCVE_2019_5736_RuntimeOverwritten(t *testing.T) {
-	programs := []string{filepath.Join(binDir, "berth-shim"), filepath.Join(binDir, "berth")}
+	programs := []string{filepath.Join(harness.BinDir, "berth-shim"), filepath.Join(harness.BinDir, "berth")}
 	before := sums(t, programs)
-	d := startDaemon(t)
-	installed := filepath.Join(d.root, "bin")
+	d := harness.StartDaemon(t)
+	installed := filepath.Join(d.Root, "bin")
 	inRoot := sums(t, filesBelow(t, installed))
-	pod := d.runPod(t, hostNetwork)
+	pod := d.RunPod(t, harness.HostNetwork)
 	// The command is the interpreter of itself.
 	evil := hostileImage(t, v1.Config{}, fixture.Tree{
 		fixture.File("evil", 0o755, "#!/proc/self/exe\n"), fixture.Symlink("link", "/proc/self/exe")})
-	tryRun(t, pod, image(evil), command("/evil"))
-	tryRun(t, pod, image(evil), command("/link"))
+	tryRun(t, pod, harness.Image(evil), harness.Command("/evil"))
+	tryRun(t, pod, harness.Image(evil), harness.Command("/link"))
 	// And a process that tries to write to every program that shows up, while execs come and go.
-	c := pod.run(t, image(evil), script(`while :; do for p in /proc/[0-9]*; do
+	c := pod.Run(t, harness.Image(evil), harness.Script(`while :; do for p in /proc/[0-9]*; do
 		case $(readlink $p/exe) in /bin/busybox) ;; *) echo x 2>/dev/null >>$p/exe && echo written ;; esac
 	done; done 2>/dev/null`))
 	for range 30 {
-		c.exec(t, "true")
+		c.Exec(t, "true")
 	}
-	if out := c.output(t); strings.Contains(out, "written") {
+	if out := c.Output(t); strings.Contains(out, "written") {
 		t.Error("a program of the runtime could be written to")
 	}
 	for path, sum := range sums(t, programs) {
@@ -189,7 +189,7 @@ func TestCVE_2019_5736_RuntimeOverwritten(t *testing.T) {
 
 func filesBelow(t *testing.T, dir string) (files []string) {
 	t.Helper()
-	must(t, filepath.WalkDir(dir, func(path string, e os.DirEntry, err error) error {
+	harness.Must(t, filepath.WalkDir(dir, func(path string, e os.DirEntry, err error) error {
 		if err == nil && e.Type().IsRegular() {
 			files = append(files, path)
 		}
@@ -203,7 +203,7 @@ func sums(t *testing.T, paths []string) map[string][sha256.Size]byte {
 	all := map[string][sha256.Size]byte{}
 	for _, path := range paths {
 		content, err := os.ReadFile(path)
-		must(t, err)
+		harness.Must(t, err)
 		all[path] = sha256.Sum256(content)
 	}
 	return all
@@ -212,31 +212,31 @@ func sums(t *testing.T, paths []string) map[string][sha256.Size]byte {
 // A volume at /dev whose null is something else: masking a path by binding /dev/null over
 // it would bind that.
 func TestCVE_2025_31133_DevNullSwapped(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	volume := t.TempDir()
 	null := filepath.Join(volume, "null")
-	must(t, os.WriteFile(filepath.Join(volume, "file"), nil, 0o600))
-	must(t, unix.Mknod(filepath.Join(volume, "full"), unix.S_IFCHR|0o600, fullDevice))
-	dev := mount(&runtimeapi.Mount{ContainerPath: "/dev", HostPath: volume})
+	harness.Must(t, os.WriteFile(filepath.Join(volume, "file"), nil, 0o600))
+	harness.Must(t, unix.Mknod(filepath.Join(volume, "full"), unix.S_IFCHR|0o600, int(unix.Mkdev(1, 7))))
+	dev := harness.Mount(&runtimeapi.Mount{ContainerPath: "/dev", HostPath: volume})
 	for _, target := range []string{canary(t), "/proc/self/environ", "/proc/sys/kernel/core_pattern", "file", "full"} {
-		must(t, os.Symlink(target, null))
-		_, refusal := tryRun(t, pod, dev, script("true"))
+		harness.Must(t, os.Symlink(target, null))
+		_, refusal := tryRun(t, pod, dev, harness.Script("true"))
 		wantRefusal(t, refusal, "can't mask paths")
-		must(t, os.Remove(null))
+		harness.Must(t, os.Remove(null))
 	}
 	// And one that is the device when it is looked at, and a link when it is bound.
-	must(t, unix.Mknod(null, unix.S_IFCHR|0o600, nullDevice))
-	masked := script("stat -c %F:%t:%T /proc/keys")
+	harness.Must(t, unix.Mknod(null, unix.S_IFCHR|0o600, int(unix.Mkdev(1, 3))))
+	masked := harness.Script("stat -c %F:%t:%T /proc/keys")
 	out, refusal := tryRun(t, pod, dev, masked)
-	must(t, refusal)
-	equal(t, "what masks a path", out, "character special file:1:3\n")
+	harness.Must(t, refusal)
+	harness.Equal(t, "what masks a path", out, "character special file:1:3\n")
 	link := filepath.Join(volume, "link")
-	must(t, os.Symlink("/proc/sys/kernel/core_pattern", link))
+	harness.Must(t, os.Symlink("/proc/sys/kernel/core_pattern", link))
 	stop := exchanging(t, null, link)
 	for range 10 {
 		if out, refusal := tryRun(t, pod, dev, masked); refusal == nil {
-			equal(t, "what masks a path", out, "character special file:1:3\n")
+			harness.Equal(t, "what masks a path", out, "character special file:1:3\n")
 		}
 	}
 	stop()
@@ -245,43 +245,43 @@ func TestCVE_2025_31133_DevNullSwapped(t *testing.T) {
 // A volume at /dev whose console is a link: the terminal would be bound over what it leads
 // to, or what it leads to be made.
 func TestCVE_2025_52565_DevConsoleSwapped(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	dir := untouched(t)
-	volume := hostDir(t, "pts")
-	must(t, unix.Mknod(filepath.Join(volume, "null"), unix.S_IFCHR|0o600, nullDevice))
+	volume := harness.HostDir(t, "pts")
+	harness.Must(t, unix.Mknod(filepath.Join(volume, "null"), unix.S_IFCHR|0o600, int(unix.Mkdev(1, 3))))
 	terminals := filepath.Join(volume, "pts")
-	must(t, unix.Mount("devpts", terminals, "devpts", 0, "newinstance,ptmxmode=0666"))
-	t.Cleanup(func() { must(t, unix.Unmount(terminals, unix.MNT_DETACH)) })
+	harness.Must(t, unix.Mount("devpts", terminals, "devpts", 0, "newinstance,ptmxmode=0666"))
+	t.Cleanup(func() { harness.Must(t, unix.Unmount(terminals, unix.MNT_DETACH)) })
 	console := filepath.Join(volume, "console")
-	options := []containerOption{mount(&runtimeapi.Mount{ContainerPath: "/dev", HostPath: volume}),
-		func(c *runtimeapi.ContainerConfig) { c.Tty = true }, script("stat -c %F:%t /dev/console")}
+	options := []harness.ContainerOption{harness.Mount(&runtimeapi.Mount{ContainerPath: "/dev", HostPath: volume}),
+		func(c *runtimeapi.ContainerConfig) { c.Tty = true }, harness.Script("stat -c %F:%t /dev/console")}
 	for _, target := range []string{canary(t), dir + "/made", "/proc/self/environ", "/proc/sys/kernel/core_pattern", "/etc/passwd"} {
-		must(t, os.Symlink(target, console))
+		harness.Must(t, os.Symlink(target, console))
 		_, refusal := tryRun(t, pod, options...)
 		wantRefusal(t, refusal, "/dev/console mount target")
-		must(t, os.Remove(console))
+		harness.Must(t, os.Remove(console))
 	}
 	out, refusal := tryRun(t, pod, options...)
-	must(t, refusal)
-	equal(t, "the console, where there is no link", out, "character special file:88\r\n")
+	harness.Must(t, refusal)
+	harness.Equal(t, "the console, where there is no link", out, "character special file:88\r\n")
 }
 
 // Writes of the runtime below /proc/self/attr and /proc/sys must not be led to another
 // file by a mount in the container (CVE-2025-52881): the container has a volume where
 // procfs is expected.
 func TestCVE_2025_52881_ProcReplacedByAVolume(t *testing.T) {
-	d := startDaemon(t)
+	d := harness.StartDaemon(t)
 	volume := t.TempDir()
 	for _, dir := range []string{"self/attr", "thread-self/attr", "sys/net/ipv4", "sys/kernel"} {
-		must(t, os.MkdirAll(filepath.Join(volume, dir), 0o755))
+		harness.Must(t, os.MkdirAll(filepath.Join(volume, dir), 0o755))
 	}
 	trap := filepath.Join(volume, "sys/net/ipv4/ping_group_range")
-	must(t, os.WriteFile(trap, []byte("untouched"), 0o666))
-	pod := d.runPod(t, sysctl("net.ipv4.ping_group_range", "0 1"))
-	_, refusal := tryRun(t, pod, mount(&runtimeapi.Mount{ContainerPath: "/proc", HostPath: volume}), script("true"))
+	harness.Must(t, os.WriteFile(trap, []byte("untouched"), 0o666))
+	pod := d.RunPod(t, harness.Sysctl("net.ipv4.ping_group_range", "0 1"))
+	_, refusal := tryRun(t, pod, harness.Mount(&runtimeapi.Mount{ContainerPath: "/proc", HostPath: volume}), harness.Script("true"))
 	wantRefusal(t, refusal, "/proc mount")
-	equal(t, "a file of the volume", strings.Join(readLines(trap), ""), "untouched")
+	harness.Equal(t, "a file of the volume", strings.Join(harness.ReadLines(trap), ""), "untouched")
 }
 
 // Annotations steer nothing: not systemd's properties (CVE-2024-3154), not CDI
@@ -309,56 +309,56 @@ func TestCVE_2026_53492_CDIAnnotation(t *testing.T) {
 func annotationsSteerNothing(t *testing.T, annotations map[string]string) {
 	t.Helper()
 	cdi := t.TempDir()
-	must(t, os.WriteFile(filepath.Join(cdi, "vendor.json"), []byte(`{"cdiVersion": "0.6.0", "kind": "vendor.com/device",
+	harness.Must(t, os.WriteFile(filepath.Join(cdi, "vendor.json"), []byte(`{"cdiVersion": "0.6.0", "kind": "vendor.com/device",
 		"devices": [{"name": "null", "containerEdits": {"env": ["STOLEN=1"], "deviceNodes": [{"path": "/dev/stolen", "hostPath": "/dev/null"}]}}]}`), 0o644))
-	d := startDaemon(t, withConfig(fmt.Sprintf("cdi_spec_dirs = [%q]", cdi)))
-	pod := d.runPod(t, hostNetwork, func(c *runtimeapi.PodSandboxConfig) { c.Annotations = annotations })
-	c := pod.run(t, func(c *runtimeapi.ContainerConfig) { c.Annotations = annotations })
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("cdi_spec_dirs = [%q]", cdi)))
+	pod := d.RunPod(t, harness.HostNetwork, func(c *runtimeapi.PodSandboxConfig) { c.Annotations = annotations })
+	c := pod.Run(t, func(c *runtimeapi.ContainerConfig) { c.Annotations = annotations })
 	var detail struct {
 		RuntimeSpec struct {
 			Annotations map[string]string `json:"annotations"`
 		} `json:"runtimeSpec"`
 	}
-	must(t, json.Unmarshal([]byte(get(d.cri.ContainerStatus(t.Context(), c.id, true))(t).Info["info"]), &detail))
-	equal(t, "annotations of the runtime spec", len(detail.RuntimeSpec.Annotations), 0)
-	equal(t, "the device", c.exec(t, "sh", "-c", "ls /dev/stolen 2>/dev/null; echo $STOLEN"), "")
+	harness.Must(t, json.Unmarshal([]byte(harness.Get(d.Cri.ContainerStatus(t.Context(), c.Id, true))(t).Info["info"]), &detail))
+	harness.Equal(t, "annotations of the runtime spec", len(detail.RuntimeSpec.Annotations), 0)
+	harness.Equal(t, "the device", c.Exec(t, "sh", "-c", "ls /dev/stolen 2>/dev/null; echo $STOLEN"), "")
 }
 
 // A value with a newline, or with a plus as CRI-O's own tool read it, sets a second
 // sysctl: one of the node.
 func TestCVE_2022_0811_SysctlValue(t *testing.T) {
-	d := startDaemon(t)
-	before := readLines("/proc/sys/kernel/core_pattern")
+	d := harness.StartDaemon(t)
+	before := harness.ReadLines("/proc/sys/kernel/core_pattern")
 	for _, value := range []string{"1+kernel.core_pattern=|/evil", "1\nkernel.core_pattern=|/evil", "1\x00", "1;kernel.core_pattern=|/evil"} {
-		config := d.podConfig(t, sysctl("kernel.shm_rmid_forced", value))
-		_, err := d.cri.RunPodSandbox(t.Context(), config, "")
-		wantCode(t, err, codes.InvalidArgument, "kernel.shm_rmid_forced")
+		config := d.PodConfig(t, harness.Sysctl("kernel.shm_rmid_forced", value))
+		_, err := d.Cri.RunPodSandbox(t.Context(), config, "")
+		harness.WantCode(t, err, codes.InvalidArgument, "kernel.shm_rmid_forced")
 	}
-	equal(t, "the node's core pattern", strings.Join(readLines("/proc/sys/kernel/core_pattern"), "\n"), strings.Join(before, "\n"))
+	harness.Equal(t, "the node's core pattern", strings.Join(harness.ReadLines("/proc/sys/kernel/core_pattern"), "\n"), strings.Join(before, "\n"))
 }
 
 // A command that writes without end must not fill the daemon's memory.
 func TestCVE_2022_1708_ExecOutputWithoutEnd(t *testing.T) {
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t)
-	stdout, _, err := d.cri.ExecSync(t.Context(), c.id, []string{"sh", "-c", "dd if=/dev/zero bs=1M count=1024 2>/dev/null"}, 2*time.Minute)
-	must(t, err)
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t)
+	stdout, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "dd if=/dev/zero bs=1M count=1024 2>/dev/null"}, 2*time.Minute)
+	harness.Must(t, err)
 	if len(stdout) > 16<<20 {
 		t.Errorf("%d bytes of output", len(stdout))
 	}
-	d.tookLessThan(t, 256<<20)
+	tookLessThan(t, d, 256<<20)
 }
 
 // Inheritable capabilities would come to life in a program with file capabilities.
 func TestCVE_2022_24769_InheritableCapabilities(t *testing.T) {
-	d := startDaemon(t)
-	c := d.runPod(t, hostNetwork).run(t, security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 		s.Capabilities.AddCapabilities = []string{"NET_ADMIN", "SYS_TIME"}
 	}))
 	for who, status := range map[string]string{
 		"init": "cat /proc/1/status", "an exec": "cat /proc/self/status",
 	} {
-		if out := c.exec(t, "sh", "-c", status+" | grep CapInh"); !strings.HasSuffix(out, "0000000000000000") {
+		if out := c.Exec(t, "sh", "-c", status+" | grep CapInh"); !strings.HasSuffix(out, "0000000000000000") {
 			t.Errorf("%s has %s", who, out)
 		}
 	}
@@ -372,24 +372,24 @@ func TestCVE_2022_2995_PrimaryGroupIsSupplementaryToo(t *testing.T) { supplement
 func TestCVE_2023_25173_GroupsOfTheImage(t *testing.T) { supplementaryGroups(t) }
 
 func supplementaryGroups(t *testing.T) {
-	d := startDaemon(t)
+	d := harness.StartDaemon(t)
 	name := hostileImage(t, v1.Config{User: "app"}, fixture.Tree{
 		fixture.File("etc/passwd", 0o644, "root:x:0:0::/:/bin/sh\napp:x:1000:1001::/:/bin/sh\n"),
 		fixture.File("etc/group", 0o644, "root:x:0:\napp:x:1001:\nextra:x:1002:app\nother:x:1003:root\n")})
-	c := d.runPod(t, hostNetwork).run(t, image(name))
-	for _, groups := range []string{statusField(t, c.pid(t), "Groups"), strings.TrimPrefix(c.exec(t, "grep", "Groups", "/proc/self/status"), "Groups:")} {
-		equal(t, "groups", strings.Join(strings.Fields(groups), " "), "1001 1002")
+	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Image(name))
+	for _, groups := range []string{harness.StatusField(t, c.Pid(t), "Groups"), strings.TrimPrefix(c.Exec(t, "grep", "Groups", "/proc/self/status"), "Groups:")} {
+		harness.Equal(t, "groups", strings.Join(strings.Fields(groups), " "), "1001 1002")
 	}
 }
 
 // Sockets in the abstract namespace belong to the network namespace: a pod on the
 // node's network could connect to them.
 func TestCVE_2020_15257_SocketsOfTheRuntime(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	other := pod.run(t)
-	other.exec(t, "true")
-	for line := range strings.Lines(pod.sh(t, "cat /proc/net/unix")) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	other := pod.Run(t)
+	other.Exec(t, "true")
+	for line := range strings.Lines(pod.Sh(t, "cat /proc/net/unix")) {
 		fields := strings.Fields(line)
 		if len(fields) != 8 || !strings.HasPrefix(fields[7], "@") {
 			continue
@@ -405,10 +405,10 @@ func TestCVE_2020_15257_SocketsOfTheRuntime(t *testing.T) {
 
 // Directories of state hold what other users must not read, or execute.
 func TestCVE_2024_25621_StateOfOthers(t *testing.T) {
-	d := startDaemon(t)
-	d.runPod(t).run(t)
-	for _, dir := range []string{d.root, d.state, filepath.Dir(d.socket)} {
-		for _, path := range []string{dir, d.socket} {
+	d := harness.StartDaemon(t)
+	d.RunPod(t).Run(t)
+	for _, dir := range []string{d.Root, d.State, filepath.Dir(d.Socket)} {
+		for _, path := range []string{dir, d.Socket} {
 			as := exec.Command("ls", path+"/")
 			as.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
 			if out, err := as.CombinedOutput(); err == nil {
@@ -416,17 +416,17 @@ func TestCVE_2024_25621_StateOfOthers(t *testing.T) {
 			}
 		}
 	}
-	info, err := os.Stat(d.socket)
-	must(t, err)
-	equal(t, "mode of the socket", info.Mode().Perm(), os.FileMode(0o600))
+	info, err := os.Stat(d.Socket)
+	harness.Must(t, err)
+	harness.Equal(t, "mode of the socket", info.Mode().Perm(), os.FileMode(0o600))
 }
 
 // A router advertisement of a neighbour pod must not change the pod's routes (lo has no
 // neighbours).
 func TestCVE_2020_10749_RouterAdvertisement(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t)
-	out := pod.sh(t, "cd /proc/sys/net/ipv6/conf; for f in [!l]*/accept_ra; do [ $(cat $f) = 0 ] || echo $f; done")
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t)
+	out := pod.Sh(t, "cd /proc/sys/net/ipv6/conf; for f in [!l]*/accept_ra; do [ $(cat $f) = 0 ] || echo $f; done")
 	if out != "" {
 		t.Errorf("router advertisements are accepted by\n%s", out)
 	}
@@ -440,89 +440,76 @@ func TestCVE_2021_43816_RelabelOfDefaultFiles(t *testing.T) {
 	if !selinux.GetEnabled() {
 		t.Skip("NOT TESTED: this machine has no SELinux")
 	}
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	files := map[string]string{"/etc/hosts": canary(t), "/etc/resolv.conf": canary(t), "/etc/hostname": canary(t), "/dev/shm": hostDir(t)}
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	files := map[string]string{"/etc/hosts": canary(t), "/etc/resolv.conf": canary(t), "/etc/hostname": canary(t), "/dev/shm": harness.HostDir(t)}
 	watched := []string{"/etc/hosts", "/etc/resolv.conf", "/etc/hostname", "/dev/shm"}
-	var mounts []containerOption
+	var mounts []harness.ContainerOption
 	for inside, outside := range files {
-		mounts = append(mounts, mount(&runtimeapi.Mount{ContainerPath: inside, HostPath: outside}))
+		mounts = append(mounts, harness.Mount(&runtimeapi.Mount{ContainerPath: inside, HostPath: outside}))
 		watched = append(watched, outside)
 	}
-	label := func(path string) string { return get(selinux.FileLabel(path))(t) }
+	label := func(path string) string { return harness.Get(selinux.FileLabel(path))(t) }
 	before := map[string]string{}
 	for _, path := range watched {
 		before[path] = label(path)
 	}
-	pod.run(t, mounts...)
-	pod.run(t)
+	pod.Run(t, mounts...)
+	pod.Run(t)
 	for _, path := range watched {
-		equal(t, "label of "+path, label(path), before[path])
+		harness.Equal(t, "label of "+path, label(path), before[path])
 	}
 }
 
 // A name becomes part of a path: one with ../ in it must not lead out of the directory that
 // is meant. It is refused, by whatever way it comes, and nothing is made where it leads.
 func TestPathInNames(t *testing.T) {
-	d := startDaemon(t)
-	d.pull(t, baseImage)
+	d := harness.StartDaemon(t)
+	d.Pull(t, harness.BaseImage)
 	name := strings.Repeat("../", 20) + untouched(t)[1:] + "/made"
 	refused := func(what string, err error, codes ...codes.Code) {
 		t.Helper()
-		if !slices.Contains(codes, codeOf(err)) || err == nil {
+		if !slices.Contains(codes, harness.CodeOf(err)) || err == nil {
 			t.Errorf("%s: %v, want one of the codes %v", what, err, codes)
 		}
 	}
-	for what, change := range map[string]podOption{
+	for what, change := range map[string]harness.PodOption{
 		"name":      func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Name = name },
 		"uid":       func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Uid = name },
 		"namespace": func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Namespace = name },
 		"hostname":  func(c *runtimeapi.PodSandboxConfig) { c.Hostname = name },
-		"sysctl":    sysctl("net."+name, "1"),
-		"cgroup":    func(c *runtimeapi.PodSandboxConfig) { c.Linux.CgroupParent = "/" + machine + "/" + name },
+		"sysctl":    harness.Sysctl("net."+name, "1"),
+		"cgroup":    func(c *runtimeapi.PodSandboxConfig) { c.Linux.CgroupParent = "/" + harness.Machine + "/" + name },
 	} {
-		_, err := d.cri.RunPodSandbox(t.Context(), d.podConfig(t, change), "")
+		_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t, change), "")
 		refused("pod's "+what, err, codes.InvalidArgument)
 	}
-	_, err := d.cri.RunPodSandbox(t.Context(), d.podConfig(t), name)
+	_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t), name)
 	refused("runtime handler", err, codes.NotFound, codes.InvalidArgument)
 
-	pod := d.runPod(t, hostNetwork)
-	create := func(what string, change containerOption, codes ...codes.Code) {
+	pod := d.RunPod(t, harness.HostNetwork)
+	create := func(what string, change harness.ContainerOption, codes ...codes.Code) {
 		t.Helper()
-		_, err := d.cri.CreateContainer(t.Context(), pod.id, pod.containerConfig(change), pod.config)
+		_, err := d.Cri.CreateContainer(t.Context(), pod.Id, pod.ContainerConfig(change), pod.Config)
 		refused(what, err, codes...)
 	}
-	create("container's name", containerNamed(name), codes.InvalidArgument)
+	create("container's name", harness.ContainerNamed(name), codes.InvalidArgument)
 	create("log path", func(c *runtimeapi.ContainerConfig) { c.LogPath = name }, codes.InvalidArgument)
-	create("image", image(name), codes.InvalidArgument, codes.NotFound)
-	create("CDI device", cdi(name), codes.InvalidArgument, codes.FailedPrecondition)
+	create("image", harness.Image(name), codes.InvalidArgument, codes.NotFound)
+	create("CDI device", harness.Cdi(name), codes.InvalidArgument, codes.FailedPrecondition)
 	create("CDI vendor", func(c *runtimeapi.ContainerConfig) {
 		c.CDIDevices = []*runtimeapi.CDIDevice{{Name: name + "/dev=x"}}
 	}, codes.InvalidArgument)
-	create("seccomp profile", security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+	create("seccomp profile", harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 		s.Seccomp = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Localhost, LocalhostRef: name}
 	}), codes.InvalidArgument)
-	create("file of the cgroup", resources(func(r *runtimeapi.LinuxContainerResources) { r.Unified = map[string]string{name: "1"} }),
+	create("file of the cgroup", harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.Unified = map[string]string{name: "1"} }),
 		codes.InvalidArgument)
-	_, err = d.tryPull(t, registry.Host+"/"+name, nil)
+	_, err = d.TryPull(t, harness.Registry.Host+"/"+name, nil)
 	refused("image to pull", err, codes.InvalidArgument)
 
-	plugin := &nriPlugin{}
-	d.connectPlugin(t, "10", "escape", plugin)
-	for what, change := range map[string]func(*api.ContainerAdjustment){
-		"sysctl":             func(a *api.ContainerAdjustment) { a.SetLinuxSysctl("net."+name, "1") },
-		"network device":     func(a *api.ContainerAdjustment) { a.AddLinuxNetDevice(name, &api.LinuxNetDevice{Name: "eth7"}) },
-		"name of the device": func(a *api.ContainerAdjustment) { a.AddLinuxNetDevice("lo", &api.LinuxNetDevice{Name: name}) },
-		"CDI device":         func(a *api.ContainerAdjustment) { a.AddCDIDevice(&api.CDIDevice{Name: "vendor.example/dev=" + name}) },
-		"file of the cgroup": func(a *api.ContainerAdjustment) { a.AddLinuxUnified(name, "1") },
-		"limit":              func(a *api.ContainerAdjustment) { a.AddRlimit(name, 1, 1) },
-	} {
-		plugin.create = adjusting(change)
-		create("plugin's "+what, func(*runtimeapi.ContainerConfig) {}, codes.InvalidArgument, codes.FailedPrecondition)
-	}
-	equal(t, "number of pods", len(get(d.cri.ListPodSandbox(t.Context(), nil))(t)), 1)
-	equal(t, "number of containers", len(get(d.cri.ListContainers(t.Context(), nil))(t)), 0)
+	harness.Equal(t, "number of pods", len(harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)), 1)
+	harness.Equal(t, "number of containers", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 0)
 }
 
 // The attacks through checkpoint archives have nothing to attack yet: berth does not
@@ -532,7 +519,7 @@ func TestCVE_2026_50195_RestoreRetagsAnImage(t *testing.T) { nothingIsRestored(t
 func TestCVE_2026_53489_LogOfACheckpointIsASymlink(t *testing.T) { nothingIsRestored(t) }
 
 func nothingIsRestored(t *testing.T) {
-	d := startDaemon(t)
-	_, err := rawRuntime(t, d).RestorePod(t.Context(), &runtimeapi.RestorePodRequest{})
-	wantCode(t, err, codes.Unimplemented)
+	d := harness.StartDaemon(t)
+	_, err := harness.RawRuntime(t, d).RestorePod(t.Context(), &runtimeapi.RestorePodRequest{})
+	harness.WantCode(t, err, codes.Unimplemented)
 }

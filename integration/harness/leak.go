@@ -1,4 +1,4 @@
-package integration
+package harness
 
 import (
 	"context"
@@ -37,8 +37,8 @@ var madeOnce = map[string]bool{
 	"file below root: /runtime/runtime.record": true, // what UpdateRuntimeConfig said
 }
 
-// grown names everything there is more of in s than in before.
-func (s snapshot) grown(before snapshot) []string {
+// Grown names everything there is more of in s than in before.
+func (s snapshot) Grown(before snapshot) []string {
 	var out []string
 	for _, kind := range slices.Sorted(maps.Keys(s)) {
 		for _, name := range slices.Sorted(maps.Keys(s[kind])) {
@@ -51,9 +51,9 @@ func (s snapshot) grown(before snapshot) []string {
 	return out
 }
 
-// summary shortens a list that is too long to be read: a layer that was not deleted
+// Summary shortens a list that is too long to be read: a layer that was not deleted
 // has hundreds of files.
-func summary(diff []string) []string {
+func Summary(diff []string) []string {
 	const limit = 40
 	if len(diff) > limit {
 		diff = append(diff[:limit:limit], fmt.Sprintf("… and %d more", len(diff)-limit))
@@ -61,29 +61,29 @@ func summary(diff []string) []string {
 	return diff
 }
 
-// noLeaks fails the test if the daemon, with its pods and images removed, holds
+// NoLeaks fails the test if the daemon, with its pods and images removed, holds
 // more than it did when it was new. Some things end a moment after the call that
 // asks for it (processes are reaped, connections close), so the check is repeated.
-func (d *daemon) noLeaks(t *testing.T) {
+func (d *Daemon) NoLeaks(t *testing.T) {
 	t.Helper()
-	d.leaks(t, d.empty, func() snapshot { return d.snapshot(t) })
+	d.leaks(t, d.Empty, func() snapshot { return d.Snapshot(t) })
 }
 
-// noMachineLeaks fails the test if the machine holds more than before the daemon.
-func noMachineLeaks(t *testing.T, before snapshot, d *daemon) {
+// NoMachineLeaks fails the test if the machine holds more than before the daemon.
+func NoMachineLeaks(t *testing.T, before snapshot, d *Daemon) {
 	t.Helper()
-	d.leaks(t, before, func() snapshot { return machineSnapshot(d) })
+	d.leaks(t, before, func() snapshot { return MachineSnapshot(d) })
 }
 
 // leakPatience is how long things may take to go away after the last call.
 const leakPatience = 15 * time.Second
 
-func (d *daemon) leaks(t *testing.T, before snapshot, now func() snapshot) {
+func (d *Daemon) leaks(t *testing.T, before snapshot, now func() snapshot) {
 	t.Helper()
-	registry.DropIdle()
-	err := waitUpTo(leakPatience, func() error {
-		if diff := now().grown(before); len(diff) > 0 {
-			return fmt.Errorf("%s", strings.Join(summary(diff), "\n  "))
+	Registry.DropIdle()
+	err := WaitUpTo(leakPatience, func() error {
+		if diff := now().Grown(before); len(diff) > 0 {
+			return fmt.Errorf("%s", strings.Join(Summary(diff), "\n  "))
 		}
 		return nil
 	})
@@ -92,40 +92,40 @@ func (d *daemon) leaks(t *testing.T, before snapshot, now func() snapshot) {
 	}
 }
 
-// snapshot takes everything the machine and the daemon hold.
-func (d *daemon) snapshot(t *testing.T) snapshot {
+// Snapshot takes everything the machine and the daemon hold.
+func (d *Daemon) Snapshot(t *testing.T) snapshot {
 	t.Helper()
-	s := machineSnapshot(d)
-	pid := d.cmd.Process.Pid
-	for _, m := range mountpoints(t, pid) {
+	s := MachineSnapshot(d)
+	pid := d.Cmd.Process.Pid
+	for _, m := range Mountpoints(t, pid) {
 		s.add("mount of the daemon", m)
 	}
-	for _, fd := range openFiles(pid) {
+	for _, fd := range OpenFiles(pid) {
 		s.add("fd of the daemon", fd)
 	}
-	for range d.goroutines(t) {
+	for range d.Goroutines(t) {
 		s.add("goroutine of the daemon", "any")
 	}
-	addTree(s, "file below root", d.root)
-	addTree(s, "file below state", d.state)
+	addTree(s, "file below root", d.Root)
+	addTree(s, "file below state", d.State)
 	return s
 }
 
-// machineSnapshot takes what exists outside of any daemon. d may be nil; it tells
+// MachineSnapshot takes what exists outside of any daemon. d may be nil; it tells
 // the addresses' directory and the objects whose cgroups may be anywhere.
-func machineSnapshot(d *daemon) snapshot {
+func MachineSnapshot(d *Daemon) snapshot {
 	s := snapshot{}
 	addProcesses(s)
-	for _, m := range readLines("/proc/1/mountinfo") {
+	for _, m := range ReadLines("/proc/1/mountinfo") {
 		s.add("mount", strings.Fields(m)[4])
 	}
-	for _, name := range readDir("/run/netns") {
+	for _, name := range ReadDir("/run/netns") {
 		s.add("network namespace", name)
 	}
-	for _, pin := range namespacePins("user:") {
+	for _, pin := range NamespacePins("user:") {
 		s.add("pinned user namespace", pin)
 	}
-	for _, pid := range processes() {
+	for _, pid := range Processes() {
 		if link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/user", pid)); err == nil {
 			s.add("user namespace of processes", link)
 			s["user namespace of processes"][link] = 1
@@ -136,7 +136,7 @@ func machineSnapshot(d *daemon) snapshot {
 	addRules(s, "ip6tables-save")
 	addCgroups(s, d)
 	if d != nil {
-		addAddresses(s, d.dataDir)
+		addAddresses(s, d.DataDir)
 	}
 	return s
 }
@@ -147,8 +147,8 @@ var idPattern = regexp.MustCompile(`[0-9a-f]{12,}|[0-9]+`)
 // addProcesses adds all processes by their command lines, and zombies by their
 // names. Between two looks a process may end; then there is nothing to add.
 func addProcesses(s snapshot) {
-	for _, pid := range processes() {
-		stat := strings.Join(readLines(fmt.Sprintf("/proc/%d/stat", pid)), "")
+	for _, pid := range Processes() {
+		stat := strings.Join(ReadLines(fmt.Sprintf("/proc/%d/stat", pid)), "")
 		end := strings.LastIndexByte(stat, ')')
 		if end < 0 {
 			continue
@@ -157,7 +157,7 @@ func addProcesses(s snapshot) {
 		case fields[0] == "Z":
 			s.add("zombie", stat[strings.IndexByte(stat, '('):end+1])
 		case !isKernelThread(fields[6]):
-			s.add("process", idPattern.ReplaceAllString(commandLine(pid), "#"))
+			s.add("process", idPattern.ReplaceAllString(CommandLine(pid), "#"))
 		}
 	}
 }
@@ -200,7 +200,7 @@ func addRules(s snapshot, tool string) {
 
 // addCgroups adds the cgroups below the machine's own, but for the pods' own,
 // which in this place of kubelet we made, and anywhere those named after one of the daemon's objects.
-func addCgroups(s snapshot, d *daemon) {
+func addCgroups(s snapshot, d *Daemon) {
 	_ = filepath.WalkDir("/sys/fs/cgroup", func(path string, entry fs.DirEntry, err error) error {
 		if err != nil || !entry.IsDir() {
 			return nil // gone already, or a file
@@ -209,7 +209,7 @@ func addCgroups(s snapshot, d *daemon) {
 		switch {
 		case ours && (strings.Contains(below, "/") || !strings.HasPrefix(below, podPrefix())):
 			s.add("cgroup", path)
-		case !ours && d != nil && slices.ContainsFunc(d.objects, func(id string) bool { return strings.Contains(path, id) }):
+		case !ours && d != nil && slices.ContainsFunc(d.Objects, func(id string) bool { return strings.Contains(path, id) }):
 			s.add("cgroup", path)
 		}
 		return nil
@@ -218,8 +218,8 @@ func addCgroups(s snapshot, d *daemon) {
 
 // addAddresses adds host-local's reservations: files whose name is an address.
 func addAddresses(s snapshot, dataDir string) {
-	for _, network := range readDir(dataDir) {
-		for _, name := range readDir(filepath.Join(dataDir, network)) {
+	for _, network := range ReadDir(dataDir) {
+		for _, name := range ReadDir(filepath.Join(dataDir, network)) {
 			if net.ParseIP(name) != nil {
 				s.add("CNI address", network+"/"+name)
 			}
@@ -236,11 +236,11 @@ func addTree(s snapshot, kind, root string) {
 	})
 }
 
-// openFiles describes what the process's file descriptors refer to.
-func openFiles(pid int) []string {
+// OpenFiles describes what the process's file descriptors refer to.
+func OpenFiles(pid int) []string {
 	dir := fmt.Sprintf("/proc/%d/fd", pid)
 	var out []string
-	for _, fd := range readDir(dir) {
+	for _, fd := range ReadDir(dir) {
 		if target, err := os.Readlink(filepath.Join(dir, fd)); err == nil {
 			out = append(out, idPattern.ReplaceAllString(target, "#"))
 		}
@@ -248,11 +248,11 @@ func openFiles(pid int) []string {
 	return out
 }
 
-// goroutines asks the daemon how many it has.
-func (d *daemon) goroutines(t *testing.T) int {
+// Goroutines asks the daemon how many it has.
+func (d *Daemon) Goroutines(t *testing.T) int {
 	t.Helper()
-	status, err := d.cri.Status(context.Background(), true)
-	must(t, err)
+	status, err := d.Cri.Status(context.Background(), true)
+	Must(t, err)
 	n, err := strconv.Atoi(status.Info["goroutines"])
 	if err != nil {
 		t.Fatalf("verbose Status does not tell the number of goroutines: info is %v", status.Info)
@@ -260,11 +260,11 @@ func (d *daemon) goroutines(t *testing.T) int {
 	return n
 }
 
-// mountpoints returns the mount points a process sees, in the order they were made.
-func mountpoints(t *testing.T, pid int) []string {
+// Mountpoints returns the mount points a process sees, in the order they were made.
+func Mountpoints(t *testing.T, pid int) []string {
 	t.Helper()
 	var out []string
-	for _, line := range readLines(fmt.Sprintf("/proc/%d/mountinfo", pid)) {
+	for _, line := range ReadLines(fmt.Sprintf("/proc/%d/mountinfo", pid)) {
 		out = append(out, strings.Fields(line)[4])
 	}
 	if len(out) == 0 {
@@ -273,7 +273,7 @@ func mountpoints(t *testing.T, pid int) []string {
 	return out
 }
 
-func readLines(path string) []string {
+func ReadLines(path string) []string {
 	content, err := os.ReadFile(path)
 	if err != nil {
 		return nil
@@ -281,7 +281,7 @@ func readLines(path string) []string {
 	return strings.Split(strings.TrimRight(string(content), "\n"), "\n")
 }
 
-func readDir(path string) []string {
+func ReadDir(path string) []string {
 	entries, err := os.ReadDir(path)
 	if err != nil {
 		return nil

@@ -1,4 +1,4 @@
-package integration
+package attacks
 
 import (
 	"archive/tar"
@@ -24,6 +24,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/fixture"
+	"berth/integration/harness"
 )
 
 // hostileImages counts them, for their names.
@@ -34,7 +35,7 @@ var hostileImages atomic.Int32
 func hostileImage(t *testing.T, config v1.Config, trees ...fixture.Tree) string {
 	t.Helper()
 	n := hostileImages.Add(1)
-	name, _ := push(t, registry, fmt.Sprintf("hostile/%d:latest", n), buildImage(t, config, trees...))
+	name, _ := harness.Push(t, harness.Registry, fmt.Sprintf("hostile/%d:latest", n), harness.BuildImage(t, config, trees...))
 	return name
 }
 
@@ -42,11 +43,11 @@ func hostileImage(t *testing.T, config v1.Config, trees ...fixture.Tree) string 
 func canary(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "canary")
-	must(t, os.WriteFile(path, []byte("the host's own"), 0o600))
+	harness.Must(t, os.WriteFile(path, []byte("the host's own"), 0o600))
 	t.Cleanup(func() {
 		content, err := os.ReadFile(path)
-		must(t, err)
-		equal(t, "a file of the host", string(content), "the host's own")
+		harness.Must(t, err)
+		harness.Equal(t, "a file of the host", string(content), "the host's own")
 	})
 	return path
 }
@@ -54,41 +55,41 @@ func canary(t *testing.T) string {
 // A symbolic link in one layer and a file beneath it in the next: unpacked by path,
 // the file lands on the host. The link stays a link into the container's own root.
 func TestCVE_2025_47290_SymlinkDuringUnpack(t *testing.T) {
-	d := startDaemon(t)
+	d := harness.StartDaemon(t)
 	host := canary(t)
 	dir := filepath.Dir(host)
 	name := hostileImage(t, v1.Config{},
 		fixture.Tree{fixture.Symlink("escape", dir), fixture.Symlink("up", "../../../../.."+dir)},
 		fixture.Tree{fixture.File("escape/canary", 0o644, "overwritten"), fixture.File("up/canary", 0o644, "overwritten")},
 		fixture.Tree{fixture.Dir("swap", 0o755), fixture.File("swap/a", 0o644, "x"), fixture.Symlink("swap", dir), fixture.File("swap/canary", 0o644, "overwritten")})
-	if _, err := d.tryPull(t, name, nil); err != nil {
-		wantCode(t, err, codes.DataLoss) // refused as a whole is as good
+	if _, err := d.TryPull(t, name, nil); err != nil {
+		harness.WantCode(t, err, codes.DataLoss) // refused as a whole is as good
 		return
 	}
-	d.runPod(t, hostNetwork).sh(t, "ls -ld /escape /up /swap", image(name))
+	d.RunPod(t, harness.HostNetwork).Sh(t, "ls -ld /escape /up /swap", harness.Image(name))
 }
 
 // A hard link to a file outside of the layer.
 func TestHardLinkOutOfTheLayer(t *testing.T) {
-	d := startDaemon(t)
+	d := harness.StartDaemon(t)
 	for _, target := range []string{canary(t), "../../../../../../../../etc/passwd", "/proc/self/environ"} {
-		img := buildImage(t, v1.Config{}, fixture.Tree{fixture.Hardlink("stolen", target)})
-		name, _ := push(t, registry, "hardlink:latest", img)
-		if _, err := d.tryPull(t, name, nil); err == nil {
-			out := d.runPod(t, hostNetwork).sh(t, "cat /stolen 2>&1 || true", image(name))
+		img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.Hardlink("stolen", target)})
+		name, _ := harness.Push(t, harness.Registry, "hardlink:latest", img)
+		if _, err := d.TryPull(t, name, nil); err == nil {
+			out := d.RunPod(t, harness.HostNetwork).Sh(t, "cat /stolen 2>&1 || true", harness.Image(name))
 			if strings.Contains(out, "the host's own") {
 				t.Errorf("a hard link to %s shows the host's file", target)
 			}
-			must(t, d.images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: name}))
+			harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: name}))
 		}
 	}
 }
 
 // A digest is part of a path in the store: one that is none must be refused before.
 func TestCVE_2024_3727_DigestAsPath(t *testing.T) {
-	d := startDaemon(t)
-	r := newRegistry(t)
-	name, _ := push(t, r, "app:latest", buildImage(t, v1.Config{}))
+	d := harness.StartDaemon(t)
+	r := harness.NewRegistry(t)
+	name, _ := harness.Push(t, r, "app:latest", harness.BuildImage(t, v1.Config{}))
 	for _, digest := range []string{
 		"sha256:../../../../../../../run/escape", "../../../escape", "sha256:", "sha256:" + strings.Repeat("A", 64), "sha256/" + strings.Repeat("a", 64),
 		"md5:" + strings.Repeat("a", 32),
@@ -96,26 +97,26 @@ func TestCVE_2024_3727_DigestAsPath(t *testing.T) {
 		r.Hook(rewriteManifest(t, func(m map[string]any) {
 			m["layers"].([]any)[0].(map[string]any)["digest"] = digest
 		}))
-		if _, err := d.tryPull(t, name, nil); err == nil {
+		if _, err := d.TryPull(t, name, nil); err == nil {
 			t.Errorf("a layer with the digest %q is accepted", digest)
 		}
 		r.Hook(rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["digest"] = digest }))
-		if _, err := d.tryPull(t, name, nil); err == nil {
+		if _, err := d.TryPull(t, name, nil); err == nil {
 			t.Errorf("a config with the digest %q is accepted", digest)
 		}
 	}
-	noTraceOf(t, d, name)
+	harness.NoTraceOf(t, d, name)
 }
 
 // rewriteManifest answers requests for a manifest by tag with a changed one.
 func rewriteManifest(t *testing.T, change func(map[string]any)) func(http.ResponseWriter, *http.Request) bool {
-	img, err := buildImage(t, v1.Config{}).RawManifest()
-	must(t, err)
+	img, err := harness.BuildImage(t, v1.Config{}).RawManifest()
+	harness.Must(t, err)
 	var manifest map[string]any
-	must(t, json.Unmarshal(img, &manifest))
+	harness.Must(t, json.Unmarshal(img, &manifest))
 	change(manifest)
 	body, err := json.Marshal(manifest)
-	must(t, err)
+	harness.Must(t, err)
 	return func(w http.ResponseWriter, r *http.Request) bool {
 		if !strings.Contains(r.URL.Path, "/manifests/") {
 			return false
@@ -129,9 +130,9 @@ func rewriteManifest(t *testing.T, change func(map[string]any)) func(http.Respon
 // Manifests, indexes and configs are read into memory: they need a limit, and so
 // does the number of layers.
 func TestCVE_2023_25153_SizesWithoutLimit(t *testing.T) {
-	d := startDaemon(t)
-	r := newRegistry(t)
-	name, _ := push(t, r, "app:latest", buildImage(t, v1.Config{}))
+	d := harness.StartDaemon(t)
+	r := harness.NewRegistry(t)
+	name, _ := harness.Push(t, r, "app:latest", harness.BuildImage(t, v1.Config{}))
 	endless := func(part string) func(http.ResponseWriter, *http.Request) bool {
 		return func(w http.ResponseWriter, req *http.Request) bool {
 			if !strings.Contains(req.URL.Path, part) {
@@ -148,10 +149,10 @@ func TestCVE_2023_25153_SizesWithoutLimit(t *testing.T) {
 	refused := func(what string, hook func(http.ResponseWriter, *http.Request) bool) {
 		t.Helper()
 		r.Hook(hook)
-		if _, err := d.tryPull(t, name, nil); err == nil {
+		if _, err := d.TryPull(t, name, nil); err == nil {
 			t.Errorf("%s: pulled", what)
 		}
-		noTraceOf(t, d, name)
+		harness.NoTraceOf(t, d, name)
 	}
 	refused("a manifest without end", endless("/manifests/"))
 	refused("blobs without end", endless("/blobs/"))
@@ -172,44 +173,44 @@ func TestCVE_2023_25153_SizesWithoutLimit(t *testing.T) {
 
 // Indexes in indexes in indexes.
 func TestCVE_2023_25153_DeepIndex(t *testing.T) {
-	d := startDaemon(t)
-	r := newRegistry(t)
-	index := mutate.AppendManifests(empty.Index, mutate.IndexAddendum{Add: buildImage(t, v1.Config{})})
+	d := harness.StartDaemon(t)
+	r := harness.NewRegistry(t)
+	index := mutate.AppendManifests(empty.Index, mutate.IndexAddendum{Add: harness.BuildImage(t, v1.Config{})})
 	for range 100 {
 		index = mutate.AppendManifests(empty.Index, mutate.IndexAddendum{Add: index})
 	}
 	name, err := r.PushIndex("deep:latest", index)
-	must(t, err)
-	if _, err := d.tryPull(t, name, nil); err == nil {
+	harness.Must(t, err)
+	if _, err := d.TryPull(t, name, nil); err == nil {
 		t.Error("an index 100 levels deep is followed")
 	}
 	if got := r.Count(http.MethodGet, ""); got > 20 {
 		t.Errorf("%d requests were made for it", got)
 	}
-	noTraceOf(t, d, name)
+	harness.NoTraceOf(t, d, name)
 }
 
 // A small blob that inflates to far more than its image says. diffID is checked at the
 // end only, so what is written until then must not be kept.
 func TestCVE_2023_25153_DecompressionBomb(t *testing.T) {
-	d := startDaemon(t)
-	r := newRegistry(t)
-	img := buildImage(t, v1.Config{}, fixture.Tree{fixture.File("small", 0o644, "small")})
-	name, _ := push(t, r, "bomb:latest", img)
+	d := harness.StartDaemon(t)
+	r := harness.NewRegistry(t)
+	img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("small", 0o644, "small")})
+	name, _ := harness.Push(t, r, "bomb:latest", img)
 	layers, err := img.Layers()
-	must(t, err)
-	digest := digestOf(t, layers[len(layers)-1])
+	harness.Must(t, err)
+	digest := harness.DigestOf(t, layers[len(layers)-1])
 	var bomb bytes.Buffer
 	z := gzip.NewWriter(&bomb)
 	_, err = io.CopyN(z, zeros{}, 1<<30)
-	must(t, err)
-	must(t, z.Close())
-	r.Hook(swapBlob(digest, bomb.Bytes()))
-	_, err = d.tryPull(t, name, nil)
+	harness.Must(t, err)
+	harness.Must(t, z.Close())
+	r.Hook(harness.SwapBlob(digest, bomb.Bytes()))
+	_, err = d.TryPull(t, name, nil)
 	if err == nil {
 		t.Fatal("the bomb was taken for the layer")
 	}
-	noTraceOf(t, d, name)
+	harness.NoTraceOf(t, d, name)
 }
 
 type zeros struct{}
@@ -219,8 +220,8 @@ func (zeros) Read(b []byte) (int, error) { clear(b); return len(b), nil }
 // Credentials are for the registry they are meant for: not for whom it redirects to,
 // not for the URL that a foreign layer names.
 func TestCVE_2020_15157_CredentialsGoToNobodyElse(t *testing.T) {
-	d := startDaemon(t)
-	thief, r := newRegistry(t), newRegistry(t)
+	d := harness.StartDaemon(t)
+	thief, r := harness.NewRegistry(t), harness.NewRegistry(t)
 	var stolen []string
 	thief.Hook(func(w http.ResponseWriter, req *http.Request) bool {
 		if auth := req.Header.Get("Authorization"); auth != "" {
@@ -229,15 +230,15 @@ func TestCVE_2020_15157_CredentialsGoToNobodyElse(t *testing.T) {
 		w.WriteHeader(http.StatusUnauthorized)
 		return true
 	})
-	name, _ := push(t, r, "app:latest", buildImage(t, v1.Config{}))
+	name, _ := harness.Push(t, r, "app:latest", harness.BuildImage(t, v1.Config{}))
 	r.Hook(func(w http.ResponseWriter, req *http.Request) bool {
-		if !basicAuth(w, req) && strings.Contains(req.URL.Path, "/blobs/") {
+		if !harness.BasicAuth(w, req) && strings.Contains(req.URL.Path, "/blobs/") {
 			http.Redirect(w, req, "http://"+thief.Host+req.URL.Path, http.StatusTemporaryRedirect)
 		}
 		return req.Header.Get("Authorization") == "" || strings.Contains(req.URL.Path, "/blobs/")
 	})
 	auth := &runtimeapi.AuthConfig{Username: "user", Password: "secret-of-the-user", ServerAddress: r.Host}
-	_, err := d.tryPull(t, name, auth)
+	_, err := d.TryPull(t, name, auth)
 	if err == nil {
 		t.Error("the pull succeeded without its blobs")
 	} else if strings.Contains(err.Error(), "secret-of-the-user") {
@@ -248,13 +249,15 @@ func TestCVE_2020_15157_CredentialsGoToNobodyElse(t *testing.T) {
 		layer["urls"] = []string{"http://" + thief.Host + "/stolen"}
 		layer["mediaType"] = string(types.OCIRestrictedLayer)
 	})
-	r.Hook(func(w http.ResponseWriter, req *http.Request) bool { return basicAuth(w, req) || foreign(w, req) })
-	_, _ = d.tryPull(t, name, auth) // foreign layers may be refused; what counts is who hears the password
+	r.Hook(func(w http.ResponseWriter, req *http.Request) bool {
+		return harness.BasicAuth(w, req) || foreign(w, req)
+	})
+	_, _ = d.TryPull(t, name, auth) // foreign layers may be refused; what counts is who hears the password
 	if len(stolen) > 0 {
 		t.Errorf("credentials were sent to another host: %d times", len(stolen))
 	}
-	log, err := os.ReadFile(d.logFile())
-	must(t, err)
+	log, err := os.ReadFile(d.LogFile())
+	harness.Must(t, err)
 	if bytes.Contains(log, []byte("secret-of-the-user")) {
 		t.Error("the password is in the log")
 	}
@@ -263,10 +266,10 @@ func TestCVE_2020_15157_CredentialsGoToNobodyElse(t *testing.T) {
 // A signed URL that a registry redirects to holds a token: neither errors nor the
 // log may show it (containerd issue 5453).
 func TestCtrd5453_TokenOfAURLInErrors(t *testing.T) {
-	d := startDaemon(t)
-	r := newRegistry(t)
-	name, _ := push(t, r, "app:latest", buildImage(t, v1.Config{}))
-	gone := unusedAddress(t)
+	d := harness.StartDaemon(t)
+	r := harness.NewRegistry(t)
+	name, _ := harness.Push(t, r, "app:latest", harness.BuildImage(t, v1.Config{}))
+	gone := harness.UnusedAddress(t)
 	r.Hook(func(w http.ResponseWriter, req *http.Request) bool {
 		if !strings.Contains(req.URL.Path, "/blobs/") {
 			return false
@@ -274,12 +277,12 @@ func TestCtrd5453_TokenOfAURLInErrors(t *testing.T) {
 		http.Redirect(w, req, "http://"+gone+"/blob?X-Amz-Signature=sesame-open&sig=sesame-too", http.StatusTemporaryRedirect)
 		return true
 	})
-	_, err := d.tryPull(t, name, nil)
+	_, err := d.TryPull(t, name, nil)
 	if err == nil {
 		t.Fatal("pulled from nowhere")
 	}
-	log, readErr := os.ReadFile(d.logFile())
-	must(t, readErr)
+	log, readErr := os.ReadFile(d.LogFile())
+	harness.Must(t, readErr)
 	if text := err.Error() + string(log); strings.Contains(text, "sesame") {
 		t.Errorf("the token of the URL is shown: %v", err)
 	}
@@ -287,7 +290,7 @@ func TestCtrd5453_TokenOfAURLInErrors(t *testing.T) {
 
 // Labels and annotations of an image reach nobody who acts by them.
 func TestCVE_2026_53488_ImageLabelSteers(t *testing.T) {
-	d := startDaemon(t)
+	d := harness.StartDaemon(t)
 	host := canary(t)
 	name := hostileImage(t, v1.Config{Labels: map[string]string{
 		"io.kubernetes.cri.container-type":                              "sandbox",
@@ -304,31 +307,31 @@ func TestCVE_2026_53488_ImageLabelSteers(t *testing.T) {
 		"io.container.manager":                                          "escape",
 		"org.opencontainers.runc.exec.isolated-cpu-affinity-transition": "temporary",
 	}})
-	pod := d.runPod(t, hostNetwork)
-	c := pod.run(t, image(name))
-	info := get(d.cri.ContainerStatus(t.Context(), c.id, true))(t).Info["info"]
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t, harness.Image(name))
+	info := harness.Get(d.Cri.ContainerStatus(t.Context(), c.Id, true))(t).Info["info"]
 	var detail struct {
 		RuntimeSpec struct {
 			Annotations map[string]string `json:"annotations"`
 		} `json:"runtimeSpec"`
 	}
-	must(t, json.Unmarshal([]byte(info), &detail))
-	equal(t, "annotations of the runtime spec", len(detail.RuntimeSpec.Annotations), 0)
-	equal(t, "device of the host", c.exec(t, "sh", "-c", "ls /dev/mem 2>/dev/null || echo none"), "none")
+	harness.Must(t, json.Unmarshal([]byte(info), &detail))
+	harness.Equal(t, "annotations of the runtime spec", len(detail.RuntimeSpec.Annotations), 0)
+	harness.Equal(t, "device of the host", c.Exec(t, "sh", "-c", "ls /dev/mem 2>/dev/null || echo none"), "none")
 }
 
 // ENV of one image is not seen in another container, nor what another container
 // was given (CVE-2021-21334: both had the same image).
 func TestCVE_2021_21334_EnvironmentOfAnother(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
-	pod.run(t, env("SECRET", "of-the-first"))
-	if out := pod.sh(t, "env"); strings.Contains(out, "of-the-first") {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	pod.Run(t, harness.Env("SECRET", "of-the-first"))
+	if out := pod.Sh(t, "env"); strings.Contains(out, "of-the-first") {
 		t.Errorf("the environment of another container:\n%s", out)
 	}
 	name := hostileImage(t, v1.Config{Env: []string{"PATH=/bin", "FROM=image"}})
-	pod.run(t, image(name), env("SECRET", "of-the-second"))
-	out := pod.sh(t, "env", image(name))
+	pod.Run(t, harness.Image(name), harness.Env("SECRET", "of-the-second"))
+	out := pod.Sh(t, "env", harness.Image(name))
 	if strings.Contains(out, "of-the-second") || !strings.Contains(out, "FROM=image") {
 		t.Errorf("the environment of a second container of that image:\n%s", out)
 	}
@@ -337,23 +340,23 @@ func TestCVE_2021_21334_EnvironmentOfAnother(t *testing.T) {
 // VOLUME of an image through a symbolic link: content of the host would be copied
 // into the volume.
 func TestCVE_2022_23648_VolumeThroughSymlink(t *testing.T) {
-	d := startDaemon(t)
+	d := harness.StartDaemon(t)
 	host := canary(t)
 	dir := filepath.Dir(host)
 	volumes := map[string]struct{}{"/volume": {}, "/up/../../../../.." + dir: {}, "/link/inner": {}}
 	name := hostileImage(t, v1.Config{Volumes: volumes},
 		fixture.Tree{fixture.Symlink("volume", "../../../../../.."+dir), fixture.Symlink("link", dir)})
-	pod := d.runPod(t, hostNetwork)
-	c, err := pod.tryCreate(t, image(name), script("cat /volume/canary /link/canary "+host+" 2>&1; true"))
+	pod := d.RunPod(t, harness.HostNetwork)
+	c, err := pod.TryCreate(t, harness.Image(name), harness.Script("cat /volume/canary /link/canary "+host+" 2>&1; true"))
 	if err != nil {
-		wantCode(t, err, codes.InvalidArgument)
+		harness.WantCode(t, err, codes.InvalidArgument)
 		return
 	}
-	if err := d.cri.StartContainer(t.Context(), c.id); err != nil {
+	if err := d.Cri.StartContainer(t.Context(), c.Id); err != nil {
 		return // refused by the launcher
 	}
-	c.waitExited(t)
-	if out := c.output(t); strings.Contains(out, "the host's own") {
+	c.WaitExited(t)
+	if out := c.Output(t); strings.Contains(out, "the host's own") {
 		t.Errorf("the container sees the host's file:\n%s", out)
 	}
 }
@@ -367,8 +370,8 @@ func TestCVE_2026_47262_GroupThatIsNoFile(t *testing.T) {
 }
 
 func userFileThatIsNone(t *testing.T, path, user string) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	fifo := fixture.Entry{}
 	fifo.Name, fifo.Typeflag, fifo.Mode = path, tar.TypeFifo, 0o644
 	base := filepath.Base(path)
@@ -381,35 +384,35 @@ func userFileThatIsNone(t *testing.T, path, user string) {
 		"below a file":             fixture.Symlink(path, "/bin/busybox/"+base),
 		"many lines":               fixture.File(path, 0o644, strings.Repeat("x:x:1:1::/:/bin/sh\n", 1<<20)),
 	} {
-		layers[what] = packLayer(t, fixture.Tree{entry}, fixture.Gzip)
+		layers[what] = harness.PackLayer(t, fixture.Tree{entry}, fixture.Gzip)
 	}
 	for what, layer := range layers {
 		t.Run(what, func(t *testing.T) {
-			name, _ := push(t, registry, fmt.Sprintf("hostile/%d:latest", hostileImages.Add(1)), get(fixture.Image(v1.Config{User: user}, layer))(t))
-			_, err := pod.tryCreate(t, image(name))
-			wantCode(t, err, codes.InvalidArgument, "/"+path)
+			name, _ := harness.Push(t, harness.Registry, fmt.Sprintf("hostile/%d:latest", hostileImages.Add(1)), harness.Get(fixture.Image(v1.Config{User: user}, layer))(t))
+			_, err := pod.TryCreate(t, harness.Image(name))
+			harness.WantCode(t, err, codes.InvalidArgument, "/"+path)
 		})
 	}
-	d.tookLessThan(t, 256<<20)
+	tookLessThan(t, d, 256<<20)
 }
 
 // hugeFile packs a file of the given size that is nothing but a hole, so that neither the layer nor
 // what is unpacked of it takes space.
 func hugeFile(t *testing.T, path string, size int64) v1.Layer {
 	t.Helper()
-	dir := hostDir(t, filepath.Dir(path))
-	must(t, os.WriteFile(filepath.Join(dir, path), nil, 0o644))
-	must(t, os.Truncate(filepath.Join(dir, path), size))
+	dir := harness.HostDir(t, filepath.Dir(path))
+	harness.Must(t, os.WriteFile(filepath.Join(dir, path), nil, 0o644))
+	harness.Must(t, os.Truncate(filepath.Join(dir, path), size))
 	packed, err := exec.Command("tar", "-C", dir, "--format=pax", "--sparse", "-c", path).Output()
-	must(t, err)
-	return get(fixture.NewLayer(packed, fixture.Gzip))(t)
+	harness.Must(t, err)
+	return harness.Get(fixture.NewLayer(packed, fixture.Gzip))(t)
 }
 
 // tookLessThan fails the test if the daemon's memory was ever larger than limit bytes.
-func (d *daemon) tookLessThan(t *testing.T, limit int) {
+func tookLessThan(t *testing.T, d *harness.Daemon, limit int) {
 	t.Helper()
-	peak, err := strconv.Atoi(strings.Fields(statusField(t, d.cmd.Process.Pid, "VmHWM"))[0])
-	must(t, err)
+	peak, err := strconv.Atoi(strings.Fields(harness.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
+	harness.Must(t, err)
 	if peak > limit>>10 {
 		t.Errorf("the daemon took %d KiB, %d are enough", peak, limit>>10)
 	}
@@ -422,47 +425,47 @@ func TestCVE_2026_15809_NewlineInHome(t *testing.T) { newlineInHome(t) }
 // newlineInHome: HOME with a newline would be a second line of /etc/passwd, or a
 // second variable.
 func newlineInHome(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	name := hostileImage(t, v1.Config{User: "1000", Env: []string{"PATH=/bin", "HOME=/x\nroot::0:0::/:/bin/sh"}, WorkingDir: "/w\nroot::0:0::/:/bin/sh"})
-	c, err := pod.tryCreate(t, image(name), script("grep -c '^root:' /etc/passwd; env | grep -c ^root"))
+	c, err := pod.TryCreate(t, harness.Image(name), harness.Script("grep -c '^root:' /etc/passwd; env | grep -c ^root"))
 	if err != nil {
-		wantCode(t, err, codes.InvalidArgument)
+		harness.WantCode(t, err, codes.InvalidArgument)
 		return
 	}
-	c.start(t)
-	c.waitExited(t)
-	if first, _, _ := strings.Cut(c.output(t), "\n"); first != "1" {
+	c.Start(t)
+	c.WaitExited(t)
+	if first, _, _ := strings.Cut(c.Output(t), "\n"); first != "1" {
 		t.Errorf("/etc/passwd has %s entries of root", first)
 	}
 }
 
 // A numeric USER is a number of 32 bits, or refused: neither cut off nor read as 0.
 func TestCVE_2024_40635_UserOutOfRange(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	for _, user := range []string{"4294967296", "4294967295", "4294967296:0", "0:4294967296", "1000:99999999999999999999", "-1", "1000:-1"} {
 		t.Run(user, func(t *testing.T) {
 			name := hostileImage(t, v1.Config{User: user})
-			_, err := pod.tryCreate(t, image(name))
-			wantCode(t, err, codes.InvalidArgument)
+			_, err := pod.TryCreate(t, harness.Image(name))
+			harness.WantCode(t, err, codes.InvalidArgument)
 		})
 	}
 }
 
 // "1" is the user 1, also if a line of /etc/passwd bears that name and says 0.
 func TestCVE_2026_30892_TextualUserReadAsZero(t *testing.T) {
-	d := startDaemon(t)
-	pod := d.runPod(t, hostNetwork)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
 	for _, user := range []string{"1", "01", "+1", " 1"} {
 		name := hostileImage(t, v1.Config{User: user}, fixture.Tree{fixture.File("etc/passwd", 0o644, "root:x:0:0::/:/bin/sh\n")})
-		c, err := pod.tryCreate(t, image(name), script("id -u"))
+		c, err := pod.TryCreate(t, harness.Image(name), harness.Script("id -u"))
 		if err != nil {
-			wantCode(t, err, codes.InvalidArgument)
+			harness.WantCode(t, err, codes.InvalidArgument)
 			continue
 		}
-		c.start(t)
-		c.waitExited(t)
-		equal(t, fmt.Sprintf("uid of USER %q", user), strings.TrimSpace(c.output(t)), "1")
+		c.Start(t)
+		c.WaitExited(t)
+		harness.Equal(t, fmt.Sprintf("uid of USER %q", user), strings.TrimSpace(c.Output(t)), "1")
 	}
 }

@@ -1,4 +1,4 @@
-package integration
+package harness
 
 import (
 	"context"
@@ -21,50 +21,50 @@ func cgroupDriver() string {
 	return "cgroupfs"
 }
 
-func systemdDriver() bool { return cgroupDriver() == "systemd" }
+func SystemdDriver() bool { return cgroupDriver() == "systemd" }
 
 // machineGroup is the cgroup that holds all pods' cgroups.
 func machineGroup() string {
-	if systemdDriver() {
-		return "/" + machine + ".slice"
+	if SystemdDriver() {
+		return "/" + Machine + ".slice"
 	}
-	return "/" + machine
+	return "/" + Machine
 }
 
 // podPrefix begins the names of the pods' cgroups.
 func podPrefix() string {
-	if systemdDriver() {
-		return machine + "-pod"
+	if SystemdDriver() {
+		return Machine + "-pod"
 	}
 	return "pod"
 }
 
-// cgroupParent names a pod's cgroup as kubelet would, and has it removed with the
+// CgroupParent names a pod's cgroup as kubelet would, and has it removed with the
 // daemon's pods. A dash in a slice's name stands for a slice above.
-func (d *daemon) cgroupParent(name string) string {
-	parent := path.Join(machineGroup(), podPrefix()+filepath.Base(d.dir)+"-"+name)
-	if systemdDriver() {
-		name = strings.ReplaceAll(filepath.Base(d.dir)+"_"+name, "-", "_")
+func (d *Daemon) CgroupParent(name string) string {
+	parent := path.Join(machineGroup(), podPrefix()+filepath.Base(d.Dir)+"-"+name)
+	if SystemdDriver() {
+		name = strings.ReplaceAll(filepath.Base(d.Dir)+"_"+name, "-", "_")
 		parent = path.Join(machineGroup(), podPrefix()+name+".slice")
 	}
-	d.parents = append(d.parents, parent)
+	d.Parents = append(d.Parents, parent)
 	return parent
 }
 
 // meetSystemd has a pod made and removed, for with the first one the daemon opens
 // connections to D-Bus that it keeps.
-func (d *daemon) meetSystemd(t *testing.T) {
+func (d *Daemon) meetSystemd(t *testing.T) {
 	t.Helper()
-	d.runPod(t, hostNetwork).remove(t)
+	d.RunPod(t, HostNetwork).Remove(t)
 	d.removePodCgroups(t)
-	d.objects, d.parents = nil, nil
+	d.Objects, d.Parents = nil, nil
 }
 
 // removePodCgroups does what kubelet does when pods are gone.
-func (d *daemon) removePodCgroups(t *testing.T) {
+func (d *Daemon) removePodCgroups(t *testing.T) {
 	t.Helper()
-	for _, parent := range d.parents {
-		if systemdDriver() {
+	for _, parent := range d.Parents {
+		if SystemdDriver() {
 			stopSlice(t, path.Base(parent))
 		}
 		for _, dir := range cgroupDirs(t, parent) {
@@ -79,12 +79,12 @@ func (d *daemon) removePodCgroups(t *testing.T) {
 func stopSlice(t *testing.T, slice string) {
 	t.Helper()
 	group, err := exec.CommandContext(context.Background(), "systemctl", "show", "--property", "ControlGroup", "--value", slice).Output()
-	must(t, err)
+	Must(t, err)
 	dir := strings.TrimSpace(string(group))
 	if dir == "" {
 		return // nothing was ever in it
 	}
-	for _, dir := range readDir("/sys/fs/cgroup" + dir) {
+	for _, dir := range ReadDir("/sys/fs/cgroup" + dir) {
 		if strings.HasSuffix(dir, ".scope") {
 			t.Errorf("the pod's cgroup is not empty: %s is in %s", dir, slice)
 		}
@@ -99,7 +99,7 @@ func cgroupDirs(t *testing.T, group string) (dirs []string) {
 	t.Helper()
 	for _, pattern := range []string{"/sys/fs/cgroup" + group, "/sys/fs/cgroup/*" + group} {
 		found, err := filepath.Glob(pattern)
-		must(t, err)
+		Must(t, err)
 		dirs = append(dirs, found...)
 	}
 	return dirs

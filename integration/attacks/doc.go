@@ -1,0 +1,4 @@
+// Package attacks tries the attacks of the past on a real berth, one test each, named by
+// CVE or by the issue of another runtime. Each has something of the host that must stay as
+// it is, and says whether the attack is to be refused or to come to nothing.
+package attacks

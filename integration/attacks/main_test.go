@@ -1,0 +1,9 @@
+package attacks
+
+import (
+	"testing"
+
+	"berth/integration/harness"
+)
+
+func TestMain(m *testing.M) { harness.Main(m) }

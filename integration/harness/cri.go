@@ -1,0 +1,421 @@
+package harness
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+// --- pods ---------------------------------------------------------------------
+
+// Pod is a sandbox made by a test.
+type Pod struct {
+	D      *Daemon
+	Id     string
+	Config *runtimeapi.PodSandboxConfig
+}
+
+type PodOption func(*runtimeapi.PodSandboxConfig)
+
+// PodConfig returns a pod's configuration as kubelet would send it.
+func (d *Daemon) PodConfig(t *testing.T, opts ...PodOption) *runtimeapi.PodSandboxConfig {
+	t.Helper()
+	n := d.pods.Add(1)
+	uid := fmt.Sprintf("uid-%d", n)
+	config := &runtimeapi.PodSandboxConfig{
+		Metadata:     &runtimeapi.PodSandboxMetadata{Name: fmt.Sprintf("pod-%d", n), Namespace: "default", Uid: uid},
+		Hostname:     fmt.Sprintf("pod-%d", n),
+		LogDirectory: filepath.Join(d.LogDir, uid),
+		Labels:       map[string]string{},
+		Annotations:  map[string]string{},
+		Linux: &runtimeapi.LinuxPodSandboxConfig{
+			CgroupParent: d.CgroupParent(uid),
+			SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{
+				NamespaceOptions: &runtimeapi.NamespaceOption{Pid: runtimeapi.NamespaceMode_CONTAINER},
+			},
+		},
+	}
+	for _, opt := range opts {
+		opt(config)
+	}
+	Must(t, os.MkdirAll(config.LogDirectory, 0o755))
+	return config
+}
+
+// RunPod runs a pod and expects success.
+func (d *Daemon) RunPod(t *testing.T, opts ...PodOption) *Pod {
+	t.Helper()
+	return d.RunPodConfig(t, d.PodConfig(t, opts...))
+}
+
+func (d *Daemon) RunPodConfig(t *testing.T, config *runtimeapi.PodSandboxConfig) *Pod {
+	t.Helper()
+	id, err := d.Cri.RunPodSandbox(t.Context(), config, "")
+	if err != nil {
+		t.Fatalf("run pod %s: %v", config.Metadata.Name, err)
+	}
+	d.Objects = append(d.Objects, id)
+	return &Pod{D: d, Id: id, Config: config}
+}
+
+func (p *Pod) Status(t *testing.T) *runtimeapi.PodSandboxStatus {
+	t.Helper()
+	response, err := p.D.Cri.PodSandboxStatus(t.Context(), p.Id, false)
+	Must(t, err)
+	return response.Status
+}
+
+func (p *Pod) Stop(t *testing.T) {
+	t.Helper()
+	Must(t, p.D.Cri.StopPodSandbox(context.WithoutCancel(t.Context()), p.Id))
+}
+
+func (p *Pod) Remove(t *testing.T) {
+	t.Helper()
+	p.Stop(t)
+	Must(t, p.D.Cri.RemovePodSandbox(context.WithoutCancel(t.Context()), p.Id))
+}
+
+func (p *Pod) Ip(t *testing.T) string { t.Helper(); return p.Status(t).Network.GetIp() }
+
+func PodLabel(key, value string) PodOption {
+	return func(c *runtimeapi.PodSandboxConfig) { c.Labels[key] = value }
+}
+
+func podNamed(name string) PodOption {
+	return func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Name = name }
+}
+
+func PodSecurity(change func(*runtimeapi.LinuxSandboxSecurityContext)) PodOption {
+	return func(c *runtimeapi.PodSandboxConfig) { change(c.Linux.SecurityContext) }
+}
+
+// HostNetwork puts the pod into the node's network namespace.
+func HostNetwork(c *runtimeapi.PodSandboxConfig) {
+	c.Linux.SecurityContext.NamespaceOptions.Network = runtimeapi.NamespaceMode_NODE
+	c.Hostname = "" // kubelet sends the node's
+}
+
+func HostPID(c *runtimeapi.PodSandboxConfig) {
+	c.Linux.SecurityContext.NamespaceOptions.Pid = runtimeapi.NamespaceMode_NODE
+}
+
+func HostIPC(c *runtimeapi.PodSandboxConfig) {
+	c.Linux.SecurityContext.NamespaceOptions.Ipc = runtimeapi.NamespaceMode_NODE
+}
+
+// SharedPID is a pod whose containers share one PID namespace.
+func SharedPID(c *runtimeapi.PodSandboxConfig) {
+	c.Linux.SecurityContext.NamespaceOptions.Pid = runtimeapi.NamespaceMode_POD
+}
+
+func Sysctl(name, value string) PodOption {
+	return func(c *runtimeapi.PodSandboxConfig) {
+		if c.Linux.Sysctls == nil {
+			c.Linux.Sysctls = map[string]string{}
+		}
+		c.Linux.Sysctls[name] = value
+	}
+}
+
+func HostPort(port, containerPort int32, protocol runtimeapi.Protocol) PodOption {
+	return func(c *runtimeapi.PodSandboxConfig) {
+		c.PortMappings = append(c.PortMappings, &runtimeapi.PortMapping{Protocol: protocol, ContainerPort: containerPort, HostPort: port})
+	}
+}
+
+// --- containers ---------------------------------------------------------------
+
+// Container is a container made by a test.
+type Container struct {
+	Pod    *Pod
+	Id     string
+	Config *runtimeapi.ContainerConfig
+}
+
+type ContainerOption func(*runtimeapi.ContainerConfig)
+
+// ContainerConfig returns the configuration of a container that sleeps.
+func (p *Pod) ContainerConfig(opts ...ContainerOption) *runtimeapi.ContainerConfig {
+	n := p.D.pods.Add(1)
+	name := fmt.Sprintf("c%d", n)
+	namespaces := p.Config.Linux.SecurityContext.NamespaceOptions
+	config := &runtimeapi.ContainerConfig{
+		Metadata:    &runtimeapi.ContainerMetadata{Name: name},
+		Image:       &runtimeapi.ImageSpec{Image: BaseImage, UserSpecifiedImage: BaseImage},
+		Command:     []string{"sleep", "100000"},
+		LogPath:     name + "/0.log",
+		Labels:      map[string]string{},
+		Annotations: map[string]string{},
+		Linux: &runtimeapi.LinuxContainerConfig{
+			Resources: &runtimeapi.LinuxContainerResources{CpuPeriod: 100000, CpuShares: 2, OomScoreAdj: 1000},
+			SecurityContext: &runtimeapi.LinuxContainerSecurityContext{
+				NamespaceOptions: &runtimeapi.NamespaceOption{Network: namespaces.Network, Pid: namespaces.Pid, Ipc: namespaces.Ipc},
+				Capabilities:     &runtimeapi.Capability{},
+				MaskedPaths:      []string{"/proc/kcore", "/proc/keys", "/sys/firmware"},
+				ReadonlyPaths:    []string{"/proc/sys", "/proc/bus"},
+			},
+		},
+	}
+	for _, opt := range opts {
+		opt(config)
+	}
+	return config
+}
+
+// Create creates a container and expects success. The image is pulled if need be.
+func (p *Pod) Create(t *testing.T, opts ...ContainerOption) *Container {
+	t.Helper()
+	c, err := p.TryCreate(t, opts...)
+	if err != nil {
+		t.Fatalf("create container %s: %v", c.Config.Metadata.Name, err)
+	}
+	return c
+}
+
+func (p *Pod) TryCreate(t *testing.T, opts ...ContainerOption) (*Container, error) {
+	t.Helper()
+	config := p.ContainerConfig(opts...)
+	p.D.EnsureImage(t, config.Image.Image)
+	if config.LogPath != "" && filepath.IsLocal(config.LogPath) {
+		Must(t, os.MkdirAll(filepath.Dir(filepath.Join(p.Config.LogDirectory, config.LogPath)), 0o755))
+	}
+	id, err := p.D.Cri.CreateContainer(t.Context(), p.Id, config, p.Config)
+	if err == nil {
+		p.D.Objects = append(p.D.Objects, id)
+	}
+	return &Container{Pod: p, Id: id, Config: config}, err
+}
+
+// Run creates and starts a container and expects success.
+func (p *Pod) Run(t *testing.T, opts ...ContainerOption) *Container {
+	t.Helper()
+	c := p.Create(t, opts...)
+	c.Start(t)
+	return c
+}
+
+// RunToEnd runs a container until it exits, and returns it and its final status.
+func (p *Pod) RunToEnd(t *testing.T, opts ...ContainerOption) (*Container, *runtimeapi.ContainerStatus) {
+	t.Helper()
+	c := p.Run(t, opts...)
+	return c, c.WaitExited(t)
+}
+
+// Sh runs a script to its end, which must be good, and returns its output.
+func (p *Pod) Sh(t *testing.T, script string, opts ...ContainerOption) string {
+	t.Helper()
+	c, status := p.RunToEnd(t, append([]ContainerOption{Command("sh", "-c", script)}, opts...)...)
+	out := c.Output(t)
+	if status.ExitCode != 0 {
+		t.Fatalf("%s: exit code %d, output:\n%s", script, status.ExitCode, out)
+	}
+	return out
+}
+
+func (c *Container) Start(t *testing.T) {
+	t.Helper()
+	if err := c.Pod.D.Cri.StartContainer(t.Context(), c.Id); err != nil {
+		t.Fatalf("start container %s: %v", c.Config.Metadata.Name, err)
+	}
+}
+
+func (c *Container) Stop(t *testing.T, grace int64) {
+	t.Helper()
+	Must(t, c.Pod.D.Cri.StopContainer(t.Context(), c.Id, grace))
+}
+
+func (c *Container) Status(t *testing.T) *runtimeapi.ContainerStatus {
+	t.Helper()
+	response, err := c.Pod.D.Cri.ContainerStatus(t.Context(), c.Id, false)
+	Must(t, err)
+	return response.Status
+}
+
+func (c *Container) waitState(t *testing.T, state runtimeapi.ContainerState) *runtimeapi.ContainerStatus {
+	t.Helper()
+	var status *runtimeapi.ContainerStatus
+	Eventually(t, c.Config.Metadata.Name+" is "+state.String(), func() error {
+		if status = c.Status(t); status.State != state {
+			return Unexpected("the state", status.State, state)
+		}
+		return nil
+	})
+	return status
+}
+
+func (c *Container) WaitExited(t *testing.T) *runtimeapi.ContainerStatus {
+	t.Helper()
+	return c.waitState(t, runtimeapi.ContainerState_CONTAINER_EXITED)
+}
+
+// Exec runs a command in the container, which must succeed, and returns its
+// standard output without the last newline.
+func (c *Container) Exec(t *testing.T, cmd ...string) string {
+	t.Helper()
+	stdout, stderr, err := c.Pod.D.Cri.ExecSync(t.Context(), c.Id, cmd, time.Minute)
+	if err != nil {
+		t.Fatalf("exec %q: %v\n%s%s", cmd, err, stdout, stderr)
+	}
+	return strings.TrimSuffix(string(stdout), "\n")
+}
+
+// ExitCode returns the exit code in an error of ExecSync, or -1.
+func ExitCode(err error) int {
+	var e interface{ ExitStatus() int }
+	if errors.As(err, &e) {
+		return e.ExitStatus()
+	}
+	return -1
+}
+
+func Command(args ...string) ContainerOption {
+	return func(c *runtimeapi.ContainerConfig) { c.Command, c.Args = args, nil }
+}
+
+func Script(s string) ContainerOption { return Command("sh", "-c", s) }
+
+func Image(name string) ContainerOption {
+	return func(c *runtimeapi.ContainerConfig) {
+		c.Image = &runtimeapi.ImageSpec{Image: name, UserSpecifiedImage: name}
+	}
+}
+
+// ImageDefaults leaves command and arguments to the image.
+func ImageDefaults(c *runtimeapi.ContainerConfig) { c.Command, c.Args = nil, nil }
+
+func ContainerNamed(name string) ContainerOption {
+	return func(c *runtimeapi.ContainerConfig) { c.Metadata.Name = name }
+}
+
+func Env(key, value string) ContainerOption {
+	return func(c *runtimeapi.ContainerConfig) {
+		c.Envs = append(c.Envs, &runtimeapi.KeyValue{Key: key, Value: []byte(value)})
+	}
+}
+
+func Mount(m *runtimeapi.Mount) ContainerOption {
+	return func(c *runtimeapi.ContainerConfig) { c.Mounts = append(c.Mounts, m) }
+}
+
+func Security(change func(*runtimeapi.LinuxContainerSecurityContext)) ContainerOption {
+	return func(c *runtimeapi.ContainerConfig) { change(c.Linux.SecurityContext) }
+}
+
+func Resources(change func(*runtimeapi.LinuxContainerResources)) ContainerOption {
+	return func(c *runtimeapi.ContainerConfig) { change(c.Linux.Resources) }
+}
+
+func RunAs(uid int64) ContainerOption {
+	return Security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.RunAsUser = &runtimeapi.Int64Value{Value: uid} })
+}
+
+func Privileged(s *runtimeapi.LinuxContainerSecurityContext) { s.Privileged = true }
+
+// --- images -------------------------------------------------------------------
+
+func (d *Daemon) Pull(t *testing.T, image string) string {
+	t.Helper()
+	ref, err := d.Images.PullImage(t.Context(), &runtimeapi.ImageSpec{Image: image}, nil, nil)
+	if err != nil {
+		t.Fatalf("pull %s: %v", image, err)
+	}
+	return ref
+}
+
+func (d *Daemon) TryPull(t *testing.T, image string, auth *runtimeapi.AuthConfig) (string, error) {
+	t.Helper()
+	return d.Images.PullImage(t.Context(), &runtimeapi.ImageSpec{Image: image}, auth, nil)
+}
+
+// ImageStatus returns nil for an image the daemon does not have.
+func (d *Daemon) ImageStatus(t *testing.T, image string) *runtimeapi.Image {
+	t.Helper()
+	response, err := d.Images.ImageStatus(t.Context(), &runtimeapi.ImageSpec{Image: image}, false)
+	Must(t, err)
+	return response.Image
+}
+
+func (d *Daemon) EnsureImage(t *testing.T, image string) {
+	t.Helper()
+	if strings.HasPrefix(image, Registry.Host) && d.ImageStatus(t, image) == nil {
+		d.Pull(t, image)
+	}
+}
+
+// --- logs ---------------------------------------------------------------------
+
+// logLine is one record of a CRI log.
+type logLine struct {
+	Time    time.Time
+	Stream  string
+	Partial bool
+	Text    string
+}
+
+func (c *Container) LogPath() string {
+	return filepath.Join(c.Pod.Config.LogDirectory, c.Config.LogPath)
+}
+
+// Log parses the container's log.
+func (c *Container) Log(t *testing.T) []logLine {
+	t.Helper()
+	return ReadLog(t, c.LogPath())
+}
+
+func ReadLog(t *testing.T, path string) []logLine {
+	t.Helper()
+	content, err := os.ReadFile(path)
+	Must(t, err)
+	var lines []logLine
+	for text := range strings.Lines(string(content)) {
+		fields := strings.SplitN(strings.TrimSuffix(text, "\n"), " ", 4)
+		if len(fields) != 4 || !strings.HasSuffix(text, "\n") {
+			t.Fatalf("%s: not a CRI log record: %q", path, text)
+		}
+		at, err := time.Parse(time.RFC3339Nano, fields[0])
+		Must(t, err)
+		if fields[2] != "F" && fields[2] != "P" {
+			t.Fatalf("%s: tag is neither F nor P: %q", path, text)
+		}
+		lines = append(lines, logLine{Time: at, Stream: fields[1], Partial: fields[2] == "P", Text: fields[3]})
+	}
+	return lines
+}
+
+// Output returns what the container wrote, from its log.
+func (c *Container) Output(t *testing.T) string {
+	t.Helper()
+	return joinLog(c.Log(t))
+}
+
+func joinLog(lines []logLine) string {
+	var out strings.Builder
+	for _, l := range lines {
+		out.WriteString(l.Text)
+		if !l.Partial {
+			out.WriteByte('\n')
+		}
+	}
+	return out.String()
+}
+
+// WaitOutput waits until the container has written text.
+func (c *Container) WaitOutput(t *testing.T, text string) {
+	t.Helper()
+	Eventually(t, fmt.Sprintf("%s writes %q", c.Config.Metadata.Name, text), func() error {
+		if out := c.Output(t); !strings.Contains(out, text) {
+			return fmt.Errorf("it wrote %q", out)
+		}
+		return nil
+	})
+}
+
+func Contains(s, part string) bool { return strings.Contains(s, part) }

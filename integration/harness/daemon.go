@@ -1,0 +1,368 @@
+package harness
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/credentials/insecure"
+	internalapi "k8s.io/cri-api/pkg/apis"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	cri "k8s.io/cri-client/pkg"
+
+	"berth/integration/fixture"
+)
+
+// callTimeout is kubelet's deadline for a call.
+const callTimeout = 2 * time.Minute
+
+// Daemon is one `berth serve` with directories of its own, and CRI clients to it.
+type Daemon struct {
+	Dir     string   // everything below is in it; short, because socket paths must be
+	Root    string   // --root
+	State   string   // --state
+	Socket  string   // --listen
+	ConfDir string   // --cni-conf-dir
+	DataDir string   // host-local's addresses
+	LogDir  string   // parent of the pods' log directories
+	certs   string   // --registry-dir
+	BinDirs []string // --cni-bin-dir
+
+	Extra []string // lines of the configuration file
+	env   []string
+
+	Cmd     *exec.Cmd
+	exited  chan struct{} // closed when cmd has been waited for
+	Cri     internalapi.RuntimeService
+	Images  internalapi.ImageManagerService
+	Objects []string // IDs of all pods and containers made, for the leak check
+	Parents []string // the pods' cgroups
+	Mounts  []string // made for the daemon by options
+	Empty   snapshot // the daemon and the machine before the first pod
+	pods    atomic.Int32
+}
+
+type DaemonOption func(*testing.T, *Daemon)
+
+// WithConfig adds lines to the configuration file.
+func WithConfig(lines ...string) DaemonOption {
+	return func(_ *testing.T, d *Daemon) { d.Extra = append(d.Extra, lines...) }
+}
+
+// WithEnv adds variables to the daemon's environment.
+func WithEnv(env ...string) DaemonOption {
+	return func(_ *testing.T, d *Daemon) { d.env = append(d.env, env...) }
+}
+
+// WithNetwork replaces the default network configuration; "" is none at all.
+func WithNetwork(conflist string) DaemonOption {
+	return func(t *testing.T, d *Daemon) {
+		if conflist == "" {
+			Must(t, os.Remove(d.NetworkFile()))
+			return
+		}
+		Must(t, os.WriteFile(d.NetworkFile(), []byte(conflist), 0o600))
+	}
+}
+
+// WithHosts writes a hosts.toml for a registry host.
+func WithHosts(host, content string) DaemonOption {
+	return func(t *testing.T, d *Daemon) { d.writeHosts(t, host, content) }
+}
+
+func (d *Daemon) writeHosts(t *testing.T, host, content string) {
+	t.Helper()
+	dir := filepath.Join(d.certs, host)
+	Must(t, os.MkdirAll(dir, 0o755))
+	Must(t, os.WriteFile(filepath.Join(dir, "hosts.toml"), []byte(content), 0o600))
+}
+
+func (d *Daemon) NetworkFile() string { return filepath.Join(d.ConfDir, "10-test.conflist") }
+
+var daemons atomic.Int32
+
+// StartDaemon starts a daemon for this test. When the test ends, its pods, images
+// and the daemon itself are removed, and the leak check is run.
+func StartDaemon(t *testing.T, opts ...DaemonOption) *Daemon {
+	t.Helper()
+	before := MachineSnapshot(nil)
+	d := NewDaemon(t, opts...)
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("the daemon's log:\n%s", d.Tail())
+		}
+	})
+	// Each is a clean-up of its own, so that a failing one does not keep the others
+	// from their work. They run from the last to the first.
+	t.Cleanup(func() { NoMachineLeaks(t, before, d) })
+	t.Cleanup(func() { d.ForgetMounts(t) })
+	t.Cleanup(func() { d.removeNetwork(t) })
+	d.Start(t)
+	t.Cleanup(func() { d.Stop(t) })
+	if SystemdDriver() {
+		d.meetSystemd(t)
+	}
+	d.WaitIdle(t)
+	d.Empty = d.Snapshot(t)
+	t.Cleanup(func() { d.removePodCgroups(t) })
+	t.Cleanup(func() { d.NoLeaks(t) })
+	t.Cleanup(func() { d.Clean(t) })
+	return d
+}
+
+// NewDaemon prepares a daemon without starting it.
+func NewDaemon(t *testing.T, opts ...DaemonOption) *Daemon {
+	t.Helper()
+	dir := fmt.Sprintf("/run/it%d", daemons.Add(1))
+	d := &Daemon{
+		Dir: dir, Root: dir + "/root", State: dir + "/state", Socket: dir + "/berth.sock",
+		ConfDir: dir + "/net.d", DataDir: dir + "/addresses", LogDir: dir + "/logs", certs: dir + "/certs.d",
+		BinDirs: []string{PluginDir},
+		Extra: []string{ // this daemon's own, beside others
+			fmt.Sprintf("nri_socket = %q", dir+"/nri/nri.sock"), fmt.Sprintf("nri_plugin_dir = %q", dir+"/plugins"),
+			fmt.Sprintf("nri_plugin_config_dir = %q", dir+"/plugins.d")},
+	}
+	Must(t, os.Mkdir(dir, 0o711)) // to be passed on the way to the root filesystems of user namespaces
+	for _, path := range []string{d.ConfDir, d.LogDir, d.certs} {
+		Must(t, os.Mkdir(path, 0o700))
+	}
+	t.Cleanup(func() { Must(t, os.RemoveAll(dir)) })
+	t.Cleanup(func() { d.end(t) })
+	network := fixture.Conflist("test", d.DataDir, fixture.Range4)
+	Must(t, os.WriteFile(d.NetworkFile(), []byte(network), 0o600))
+	for _, opt := range opts {
+		opt(t, d)
+	}
+	Must(t, os.WriteFile(d.ConfigFile(), []byte(strings.Join(d.Extra, "\n")+"\n"), 0o600))
+	return d
+}
+
+func (d *Daemon) ConfigFile() string { return filepath.Join(d.Dir, "config.toml") }
+func (d *Daemon) LogFile() string    { return filepath.Join(d.Dir, "log") }
+
+// Command returns a berth command line for this daemon's operator commands.
+func (d *Daemon) Command(args ...string) *exec.Cmd {
+	cmd := exec.CommandContext(context.Background(), filepath.Join(BinDir, "berth"), args...)
+	cmd.Env = append(os.Environ(), d.env...)
+	return cmd
+}
+
+func (d *Daemon) ServeCommand() *exec.Cmd {
+	return d.Command("serve", "--config", d.ConfigFile(), "--listen", d.Socket, "--root", d.Root, "--state", d.State,
+		"--cni-conf-dir", d.ConfDir, "--cni-bin-dir", strings.Join(d.BinDirs, ","), "--registry-dir", d.certs, "--cgroup-driver", cgroupDriver(), "--log-level", "debug")
+}
+
+// Start starts the daemon and waits until it answers.
+func (d *Daemon) Start(t *testing.T) {
+	t.Helper()
+	logFile, err := os.OpenFile(d.LogFile(), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	Must(t, err)
+	defer logFile.Close()
+	d.Cmd = d.ServeCommand()
+	d.Cmd.Stdout, d.Cmd.Stderr = logFile, logFile
+	// A group of its own: Ctrl-C at the terminal must not look like a stopped daemon.
+	d.Cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	Must(t, d.Cmd.Start())
+	cmd, exited := d.Cmd, make(chan struct{})
+	d.exited = exited
+	go func() {
+		_ = cmd.Wait() // its result is in cmd.ProcessState
+		close(exited)
+	}()
+	d.connect(t)
+}
+
+// idleLaunchers is the daemon's default.
+const idleLaunchers = 2
+
+// WaitIdle waits until the daemon has all its idle launchers.
+func (d *Daemon) WaitIdle(t *testing.T) {
+	t.Helper()
+	Eventually(t, "idle launchers are ready", func() error {
+		n := 0
+		for _, pid := range ChildrenOf(d.Cmd.Process.Pid) {
+			if strings.HasPrefix(CommandLine(pid), "berth-shim launcher") {
+				n++
+			}
+		}
+		if n < idleLaunchers {
+			return Unexpected("their number", n, idleLaunchers)
+		}
+		return nil
+	})
+}
+
+func (d *Daemon) connect(t *testing.T) {
+	t.Helper()
+	d.waitReady(t)
+	endpoint := "unix://" + d.Socket
+	var err error
+	d.Cri, err = cri.NewRemoteRuntimeServiceBuilder().WithEndpoint(endpoint).WithConnectionTimeout(callTimeout).Build(t.Context())
+	Must(t, err)
+	d.Images, err = cri.NewRemoteImageServiceBuilder().WithEndpoint(endpoint).WithConnectionTimeout(callTimeout).Build(t.Context())
+	Must(t, err)
+}
+
+// waitReady waits for the daemon's first answer. cri-client does not wait, and
+// leaves a connection behind when it fails.
+func (d *Daemon) waitReady(t *testing.T) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), Patience)
+	defer cancel()
+	go func() { // ends with ctx
+		select {
+		case <-d.exited:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	if err := answers(ctx, d.Socket); err != nil {
+		t.Fatalf("the daemon does not answer: %v; its end: %v\n%s", err, d.Cmd.ProcessState, d.Tail())
+	}
+}
+
+// answers returns nil when a runtime answers at the socket.
+func answers(ctx context.Context, socket string) error {
+	conn, err := grpc.NewClient("unix://"+socket, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: backoff.Config{BaseDelay: 20 * time.Millisecond, MaxDelay: 20 * time.Millisecond}, MinConnectTimeout: Patience}))
+	if err != nil {
+		return err
+	}
+	_, err = runtimeapi.NewRuntimeServiceClient(conn).Version(ctx, &runtimeapi.VersionRequest{}, grpc.WaitForReady(true))
+	return errors.Join(err, conn.Close())
+}
+
+func (d *Daemon) Disconnect(t *testing.T) {
+	t.Helper()
+	Must(t, d.Cri.Close(context.Background()))
+	Must(t, d.Images.Close(context.Background()))
+}
+
+// Stop ends the daemon as systemd does. It must exit with 0.
+func (d *Daemon) Stop(t *testing.T) {
+	t.Helper()
+	if d.gone() {
+		return
+	}
+	d.Disconnect(t)
+	d.Signal(t, syscall.SIGTERM)
+	if code := d.Cmd.ProcessState.ExitCode(); code != 0 {
+		t.Errorf("after SIGTERM the daemon ended with %v, want exit code 0", d.Cmd.ProcessState)
+	}
+}
+
+// Kill ends the daemon with SIGKILL.
+func (d *Daemon) Kill(t *testing.T) {
+	t.Helper()
+	d.Disconnect(t)
+	d.Signal(t, syscall.SIGKILL)
+}
+
+func (d *Daemon) Restart(t *testing.T) {
+	t.Helper()
+	d.Stop(t)
+	d.Start(t)
+}
+
+func (d *Daemon) gone() bool {
+	select {
+	case <-d.exited:
+		return true
+	default:
+		return false
+	}
+}
+
+// Signal sends a signal that ends the daemon, and waits for its end.
+func (d *Daemon) Signal(t *testing.T, sig syscall.Signal) {
+	t.Helper()
+	Must(t, d.Cmd.Process.Signal(sig))
+	select {
+	case <-d.exited:
+	case <-time.After(time.Minute):
+		Must(t, d.Cmd.Process.Signal(syscall.SIGQUIT)) // its goroutines, into the log
+		<-d.exited
+		t.Fatalf("the daemon did not end within a minute of %s", sig)
+	}
+}
+
+// quietCall matches log lines of calls that only read, of which tests make many.
+var quietCall = regexp.MustCompile(`level=DEBUG msg=(Version|ImageFsInfo|List\w+|\w*Status) .*code=OK`)
+
+// end kills a daemon that a test could not stop as it should.
+func (d *Daemon) end(t *testing.T) {
+	t.Helper()
+	if d.Cmd != nil && !d.gone() {
+		d.Signal(t, syscall.SIGKILL)
+		d.ForgetMounts(t)
+	}
+}
+
+// Tail returns the end of the daemon's log.
+func (d *Daemon) Tail() string {
+	const limit = 60
+	var lines []string
+	for _, line := range ReadLines(d.LogFile()) {
+		if !quietCall.MatchString(line) {
+			lines = append(lines, line)
+		}
+	}
+	return strings.Join(lines[max(0, len(lines)-limit):], "\n")
+}
+
+// Clean removes all pods and images, as kubelet would.
+func (d *Daemon) Clean(t *testing.T) {
+	t.Helper()
+	ctx := context.Background() // the test's own has ended
+	pods, err := d.Cri.ListPodSandbox(ctx, nil)
+	Must(t, err)
+	for _, p := range pods {
+		Must(t, d.Cri.StopPodSandbox(ctx, p.Id))
+		Must(t, d.Cri.RemovePodSandbox(ctx, p.Id))
+	}
+	images, err := d.Images.ListImages(ctx, nil)
+	Must(t, err)
+	for _, i := range images {
+		Must(t, d.Images.RemoveImage(ctx, &runtimeapi.ImageSpec{Image: i.Id}))
+	}
+}
+
+// removeNetwork removes the bridge, so that the next daemon's pods, which get the
+// same addresses, meet no old neighbour entries.
+func (d *Daemon) removeNetwork(t *testing.T) {
+	t.Helper()
+	RemoveLink(t, "berth0")
+}
+
+func RemoveLink(t *testing.T, name string) {
+	t.Helper()
+	if out, err := exec.Command("ip", "link", "delete", name).CombinedOutput(); err != nil &&
+		!strings.Contains(string(out), "Cannot find device") {
+		t.Errorf("delete %s: %v: %s", name, err, out)
+	}
+}
+
+// ForgetMounts removes the two mounts a stopped daemon leaves for its running containers.
+func (d *Daemon) ForgetMounts(t *testing.T) {
+	t.Helper()
+	for _, path := range d.Mounts {
+		Must(t, syscall.Unmount(path, 0))
+	}
+	mounts := Mountpoints(t, os.Getpid())
+	for i := len(mounts) - 1; i >= 0; i-- {
+		if strings.HasPrefix(mounts[i], d.State) {
+			Must(t, syscall.Unmount(mounts[i], 0))
+		}
+	}
+}
