@@ -148,7 +148,14 @@ type forwarder struct {
 // PortForward implements portforward.PortForwarder.
 func (f forwarder) PortForward(_ context.Context, _, _ string, port int32, stream io.ReadWriteCloser) error {
 	err := f.runtime.PortForward(f.ctx, f.pod, port, stream)
-	if s, ok := stream.(interface{ Reset() error }); ok && err == nil {
+	s, ok := stream.(interface{ Reset() error })
+	switch {
+	case !ok: // WebSocket
+	case err != nil:
+		// The library resets the stream, maybe before it answers it, and the client
+		// would not look for the reason. A write waits for the answer.
+		_, _ = stream.Write(nil) // it fails if the client is gone
+	default:
 		// Both sides have been told. What the client sends all the same would hold up
 		// its other connections, since nobody reads it.
 		_ = s.Reset() // it fails if the client is gone

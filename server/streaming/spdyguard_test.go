@@ -368,3 +368,29 @@ func said(f *testing.F, frames ...spdy.Frame) []byte {
 	}
 	return b.Bytes()
 }
+
+// A client that has not got the answer to its stream takes a reset for a refusal, and
+// does not look at the error.
+func TestFailedForwardsAreAnsweredFirst(t *testing.T) {
+	s := serving(t, doing{forward: func(context.Context, io.ReadWriteCloser) error { return errors.New("refused") }})
+	c := s.forwardClient(t)
+	for i := range 200 {
+		data := c.forward(i)
+		c.send(&spdy.DataFrame{StreamId: data - 2, Flags: spdy.DataFlagFin})
+		for answered := false; ; {
+			f, err := c.framer.ReadFrame()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if reply, ok := f.(*spdy.SynReplyFrame); ok && reply.StreamId == data {
+				answered = true
+			}
+			if reset, ok := f.(*spdy.RstStreamFrame); ok && reset.StreamId == data {
+				if !answered {
+					t.Fatalf("connection %d is reset before it is answered", i)
+				}
+				break
+			}
+		}
+	}
+}
