@@ -1,0 +1,121 @@
+package integration
+
+import (
+	"errors"
+	"fmt"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+)
+
+// Many clients read all events of many containers, in one order, while one of them never reads: it is
+// in nobody's way, loses its stream when more is kept for it than the daemon is willing to, and takes
+// no memory from then on.
+func TestEventsWithADeafClient(t *testing.T) {
+	const (
+		clients = 20
+		lives   = 60   // of containers that are started
+		kept    = 8192 // events that the daemon keeps for a client
+	)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	d.Pull(t, harness.BaseImage)
+	deaf := events(t, d)
+	streams := make([]runtimeapi.RuntimeService_GetContainerEventsClient, clients-1)
+	for i := range streams {
+		streams[i] = events(t, d)
+	}
+	live := func(start bool) error {
+		config := pod.ContainerConfig(harness.Command("true"), func(c *runtimeapi.ContainerConfig) { c.LogPath = "" })
+		id, err := d.Cri.CreateContainer(t.Context(), pod.Id, config, pod.Config)
+		if err == nil && start {
+			if err = d.Cri.StartContainer(t.Context(), id); err == nil {
+				err = d.Cri.StopContainer(t.Context(), id, 10)
+			}
+		}
+		if err != nil {
+			return err
+		}
+		return d.Cri.RemoveContainer(t.Context(), id)
+	}
+	// together runs n lives, some of them at the same time.
+	together := func(n int, start bool) {
+		t.Helper()
+		const workers = 6
+		errs := make(chan error, workers)
+		for w := range workers {
+			go func() {
+				var err error
+				for i := w; i < n && err == nil; i += workers {
+					err = live(start)
+				}
+				errs <- err
+			}()
+		}
+		for range workers {
+			harness.Must(t, <-errs)
+		}
+	}
+	// told reads what a stream tells of n events, and checks each container's order.
+	told := func(stream runtimeapi.RuntimeService_GetContainerEventsClient, n int) (string, error) {
+		var all strings.Builder
+		last := map[string]runtimeapi.ContainerEventType{}
+		for range n {
+			event, err := stream.Recv()
+			if err != nil {
+				return "", err
+			}
+			if before, known := last[event.ContainerId]; known && event.ContainerEventType <= before {
+				return "", fmt.Errorf("container %s: %s after %s", event.ContainerId, event.ContainerEventType, before)
+			}
+			last[event.ContainerId] = event.ContainerEventType
+			fmt.Fprintln(&all, event.ContainerId, event.ContainerEventType)
+		}
+		return all.String(), nil
+	}
+	// sameTold runs something that makes n events while all but the deaf one read, and returns what they were told.
+	sameTold := func(n int, run func()) string {
+		t.Helper()
+		all, errs := make([]string, len(streams)), make([]error, len(streams))
+		var reading sync.WaitGroup
+		for i, stream := range streams {
+			reading.Go(func() { all[i], errs[i] = told(stream, n) })
+		}
+		run()
+		reading.Wait()
+		harness.Must(t, errors.Join(errs...))
+		for _, one := range all {
+			if one != all[0] {
+				t.Fatalf("one client was told\n%s\nanother\n%s", all[0], one)
+			}
+		}
+		return all[0]
+	}
+	first := sameTold(4*lives, func() { together(lives, true) })
+	harness.Equal(t, "containers that stopped", strings.Count(first, "STOPPED"), lives)
+	harness.Equal(t, "containers that were removed", strings.Count(first, "DELETED"), lives)
+	if testing.Short() { // the deaf one is not that far behind yet
+		harness.Equal(t, "what the deaf one is told when it reads at last", harness.Get(told(deaf, 4*lives))(t), first)
+		return
+	}
+	const more = kept/2 + 500 // of two events each, some of which are on their way to it
+	sameTold(2*more, func() { together(more, false) })
+	n := 0
+	var err error
+	for ; err == nil; n++ {
+		_, err = deaf.Recv()
+	}
+	harness.WantCode(t, err, codes.ResourceExhausted)
+	t.Logf("the deaf client was told of %d of %d events", n-1, 4*lives+2*more)
+	peak, err := strconv.Atoi(strings.Fields(harness.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
+	harness.Must(t, err)
+	if peak > 256<<10 {
+		t.Errorf("the daemon took %d KiB", peak)
+	}
+}
