@@ -101,20 +101,20 @@ spec:
   restartPolicy: Never
   initContainers:
   - name: first
-    command: [sh, -c, 'echo first >> /work/order']
-    volumeMounts: [{name: work, mountPath: /work}]
+    command: [sh, -c, 'echo first >> /scratch/order']
+    volumeMounts: [{name: work, mountPath: /scratch}]
   - name: sidecar
     restartPolicy: Always
-    command: [sh, -c, 'trap "echo sidecar ends >> /work/order; exit 0" TERM; echo sidecar >> /work/order; touch /started; while :; do sleep 0.1; done']
+    command: [sh, -c, 'trap "echo sidecar ends >> /scratch/order; exit 0" TERM; echo sidecar >> /scratch/order; touch /started; while :; do sleep 0.1; done']
     startupProbe: {exec: {command: [test, -e, /started]}, periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 60}
-    volumeMounts: [{name: work, mountPath: /work}]
+    volumeMounts: [{name: work, mountPath: /scratch}]
   - name: second
-    command: [sh, -c, 'echo second >> /work/order']
-    volumeMounts: [{name: work, mountPath: /work}]
+    command: [sh, -c, 'echo second >> /scratch/order']
+    volumeMounts: [{name: work, mountPath: /scratch}]
   containers:
   - name: main
-    command: [sh, -c, 'echo main >> /work/order; cat /work/order']
-    volumeMounts: [{name: work, mountPath: /work}]
+    command: [sh, -c, 'echo main >> /scratch/order; cat /scratch/order']
+    volumeMounts: [{name: work, mountPath: /scratch}]
   terminationGracePeriodSeconds: 20
   volumes:
   - name: work

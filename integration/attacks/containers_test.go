@@ -109,7 +109,7 @@ func TestCVE_2024_21626_WorkingDirectoryInProc(t *testing.T) {
 		if out, _ := tryRun(t, pod, look, func(c *runtimeapi.ContainerConfig) { c.WorkingDir = dir }); strings.Contains(out, "the host's own") {
 			t.Errorf("the container sees the host through %s", dir)
 		}
-		link := hostileImage(t, v1.Config{WorkingDir: "/work"}, fixture.Tree{fixture.Symlink("work", dir)})
+		link := hostileImage(t, v1.Config{WorkingDir: "/app"}, fixture.Tree{fixture.Symlink("app", dir)})
 		if out, _ := tryRun(t, pod, look, harness.Image(link)); strings.Contains(out, "the host's own") {
 			t.Errorf("the container sees the host through a link to %s", dir)
 		}
@@ -121,9 +121,9 @@ func TestCVE_2024_21626_WorkingDirectoryInProc(t *testing.T) {
 func TestCVE_2024_21626_WorkingDirectorySwapped(t *testing.T) {
 	d := harness.StartDaemon(t)
 	host := canary(t)
-	c := d.RunPod(t, harness.HostNetwork).Run(t, func(c *runtimeapi.ContainerConfig) { c.WorkingDir = "/work" })
-	harness.Equal(t, "working directory of an exec", c.Exec(t, "pwd"), "/work")
-	work := fmt.Sprintf("/proc/%d/root/work", c.Pid(t))
+	c := d.RunPod(t, harness.HostNetwork).Run(t, func(c *runtimeapi.ContainerConfig) { c.WorkingDir = "/app" })
+	harness.Equal(t, "working directory of an exec", c.Exec(t, "pwd"), "/app")
+	work := fmt.Sprintf("/proc/%d/root/app", c.Pid(t))
 	swap := func(target string) {
 		t.Helper()
 		harness.Must(t, os.Remove(work))
