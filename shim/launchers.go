@@ -298,8 +298,26 @@ func sealedCopy(path string) (_ *os.File, err error) {
 	}
 	// These are what libcontainer looks for to know that it need not copy again.
 	const seals = unix.F_SEAL_SEAL | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_WRITE
-	if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals); err != nil {
-		return nil, errors.Join(os.NewSyscallError("seal", err), f.Close())
+	if err := addSeals(f, seals); err != nil {
+		return nil, errors.Join(err, f.Close())
 	}
 	return f, nil
 }
+
+// addSeals comes again for a while where the kernel says EBUSY: somebody else, such as
+// page migration, holds a reference to one of the pages (memfd_wait_for_pins).
+func addSeals(f *os.File, seals int) error {
+	for try := 1; ; try++ {
+		_, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals)
+		if !errors.Is(err, unix.EBUSY) || try == sealTries {
+			return os.NewSyscallError("seal", err)
+		}
+		time.Sleep(sealAgain)
+	}
+}
+
+// A page is held for milliseconds; the kernel has waited 150 ms itself each time.
+const (
+	sealTries = 20
+	sealAgain = 50 * time.Millisecond
+)
