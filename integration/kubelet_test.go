@@ -628,7 +628,7 @@ metadata: {name: busy}
 spec:
   containers:
   - name: main
-    command: [sh, -c, 'while :; do usleep 10000; done']
+    command: [sh, -c, 'head -c 65536 /dev/zero >/file; while :; do usleep 10000; done']
 `)
 	p.n.kubelet.waitFor(t, "the summary tells about the pod", func() error {
 		var all kubeSummary
