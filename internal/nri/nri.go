@@ -24,11 +24,11 @@
 // silence. Their annotations are shown to other plugins and reach nothing else: libcontainer
 // and systemd read some annotations as commands (CVE-2024-3154). Evictions do not reach the
 // runtime in version 0.12 of the library; it drops them, and the log tells so. It drops, too, the limit of
-// processes from updates of other containers that are answers to a request (TestAnswers); in
+// processes from updates of other containers that are answers to a request (TestPlugins); in
 // adjustments, and in updates that a plugin asks for by itself, it arrives.
 //
-// The library owns the programs that it starts. It kills and reaps those that registered; one that ends or closes its
-// connection before stays, as a zombie or as a process, until the daemon ends. One that hangs outlives a daemon that is killed.
+// The programs that were started are reaped when they end, whether they registered or not, and killed by Close. One that
+// hangs outlives a daemon that is killed; others end with their connection.
 package nri
 
 import (
@@ -153,7 +153,7 @@ func (p *Plugins) Start(ctx context.Context, rt Runtime) error {
 	}
 	started := make(chan error, 1)
 	p.own.Spawn(func() {
-		err := p.adaptation.Start()
+		err := p.startLibrary()
 		p.starting.Store(false)
 		started <- err
 	})
@@ -185,7 +185,7 @@ func (p *Plugins) checkSocket() error {
 	return errdefs.New(codes.FailedPrecondition, "NRI socket %s is another runtime's: set nri_socket, or nri to false", p.cfg.Socket)
 }
 
-// Close stops the plugins that Start started, accepts no more, and waits for updates that plugins asked for when
+// Close kills the plugins that Start started, accepts no more, and waits for updates that plugins asked for when
 // they registered. Where Start gave up, its work under way ends with the process.
 func (p *Plugins) Close() {
 	p.own.Close()

@@ -67,10 +67,8 @@ func (a *answering) UpdatePodSandbox(_ context.Context, pod *api.PodSandbox, ove
 }
 
 // connect starts plugins and connects one. It returns when that is registered.
-func connect(t *testing.T, plugin any) *Plugins {
+func connect(t *testing.T, cfg Config, plugin any) *Plugins {
 	t.Helper()
-	cfg := testPlugins(t, nil).cfg
-	cfg.RequestTimeout = time.Minute
 	p, err := New(cfg)
 	if err != nil {
 		t.Fatal(err)
@@ -100,12 +98,15 @@ func refusedUpdate(id string, ignore bool) *api.ContainerUpdate {
 }
 
 // There is one set of plugins per process, see New.
-func TestAnswers(t *testing.T) {
-	plugin := &answering{}
-	p := connect(t, plugin)
+func TestPlugins(t *testing.T) {
+	cfg := testPlugins(t, nil).cfg
+	cfg.RequestTimeout = time.Minute
+	programs, plugin := installPrograms(t, cfg), &answering{}
+	p := connect(t, cfg, plugin)
 	t.Run("IgnoreFailure", func(t *testing.T) { testIgnoreFailure(t, p, plugin) })
 	t.Run("LibraryDropsPidsOfOthers", func(t *testing.T) { testLibraryDropsPidsOfOthers(t, p, plugin) })
 	t.Run("UpdatePodShowsOldAndNew", func(t *testing.T) { testUpdatePodShowsOldAndNew(t, p, plugin) })
+	t.Run("ProgramsThatDoNotRegister", func(t *testing.T) { testProgramsThatDoNotRegister(t, p, programs) }) // closes p
 }
 
 func testIgnoreFailure(t *testing.T, p *Plugins, plugin *answering) {
