@@ -40,6 +40,8 @@ require (
 	tags.cncf.io/container-device-interface v1.1.1
 )
 
+require github.com/hanwen/go-fuse/v2 v2.12.1 // indirect
+
 require (
 	cyphar.com/go-pathrs v0.2.6 // indirect
 	github.com/Azure/go-ansiterm v0.0.0-20250102033503-faa5f7b0171c // indirect

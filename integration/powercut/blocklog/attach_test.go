@@ -1,0 +1,129 @@
+package blocklog
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io/fs"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+func attach(t *testing.T, d *Disk) *Attached {
+	t.Helper()
+	a, err := Attach(d, t.TempDir())
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, fs.ErrPermission) {
+		t.Skipf("no block devices can be made here: %v", err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return a
+}
+
+func run(t *testing.T, name string, args ...string) {
+	t.Helper()
+	if out, err := exec.Command(name, args...).CombinedOutput(); err != nil {
+		t.Fatalf("%s %q: %v\n%s", name, args, err, out)
+	}
+}
+
+// mounted runs do with the filesystem on a disk mounted.
+func mounted(t *testing.T, d *Disk, do func(dir string)) {
+	t.Helper()
+	a, dir := attach(t, d), t.TempDir()
+	defer func() {
+		if err := a.Detach(); err != nil {
+			t.Error(err)
+		}
+	}()
+	if err := unix.Mount(a.Path, dir, "ext4", 0, ""); err != nil {
+		t.Fatalf("mount: %v", err)
+	}
+	defer func() {
+		if err := unix.Unmount(dir, 0); err != nil {
+			t.Error(err)
+		}
+	}()
+	do(dir)
+}
+
+// The device is what a program that forgets to sync is found out with: a file that is written
+// beside its place and renamed there may be empty after a power cut if its content was not synced
+// before, and never if it was.
+func TestFoundOut(t *testing.T) {
+	d, err := New(t.TempDir(), 32<<20)
+	opened(t, d, err)
+	a := attach(t, d)
+	run(t, "mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", a.Path)
+	if err := a.Detach(); err != nil {
+		t.Fatal(err)
+	}
+	const files = 8
+	content := bytes.Repeat([]byte("content "), 1000)
+	ends := map[string]int{} // position when a file was said to be there
+	mounted(t, d, func(dir string) {
+		for i := range files {
+			for _, sync := range []bool{true, false} {
+				name := fmt.Sprintf("sync-%v-%d", sync, i)
+				replace(t, dir, name, content, sync)
+				ends[name] = d.Position()
+			}
+		}
+	})
+	random := rand.New(rand.NewPCG(5, 6))
+	flushes := d.Flushes()
+	lost := map[bool]int{}
+	const cuts = 8
+	for i := range cuts {
+		position := flushes[len(flushes)-1-i*2]
+		c, err := d.Cut(t.TempDir(), position, Loss{Kept: random.Float64(), Atomic: 4096}, random)
+		mounted(t, opened(t, c, err), func(dir string) {
+			for name, end := range ends {
+				got, err := os.ReadFile(filepath.Join(dir, name))
+				if end > position || bytes.Equal(got, content) {
+					continue
+				}
+				synced := name[:len("sync-true")] == "sync-true"
+				lost[synced]++
+				if synced {
+					t.Errorf("at %d: %s, there since %d, has %d bytes (%v)", position, name, end, len(got), err)
+				}
+			}
+		})
+	}
+	t.Logf("%d power cuts: %d times a file without sync was lost", cuts, lost[false])
+	if lost[false] == 0 {
+		t.Error("no file without sync was ever lost: this device finds nobody out")
+	}
+}
+
+// replace writes a file beside its place and renames it there. The directory is synced either way.
+func replace(t *testing.T, dir, name string, content []byte, sync bool) {
+	t.Helper()
+	f, err := os.Create(filepath.Join(dir, "."+name))
+	must(t, err)
+	_, err = f.Write(content)
+	must(t, err)
+	if sync {
+		must(t, f.Sync())
+	}
+	must(t, f.Close())
+	must(t, os.Rename(f.Name(), filepath.Join(dir, name)))
+	parent, err := os.Open(dir)
+	must(t, err)
+	must(t, parent.Sync())
+	must(t, parent.Close())
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
