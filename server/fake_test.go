@@ -21,6 +21,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/task"
 	"berth/sandbox"
+	"berth/sandbox/session"
 )
 
 // fakePods keeps pods and containers in memory: a Sandboxes whose every effect
@@ -33,7 +34,7 @@ type fakePods struct {
 	pods       []*sandbox.PodInfo
 	containers []*sandbox.ContainerInfo
 	calls      []string
-	exec       sandbox.ExecResult
+	exec       session.Result
 	network    error
 	waits      []task.Wait
 	events     eventsFake
@@ -135,7 +136,7 @@ func (f *fakePods) Containers() []*sandbox.ContainerInfo {
 	return slices.Clone(f.containers)
 }
 
-func (f *fakePods) ExecSync(ctx context.Context, id string, cmd []string, timeout time.Duration) (*sandbox.ExecResult, error) {
+func (f *fakePods) ExecSync(ctx context.Context, id string, cmd []string, timeout time.Duration) (*session.Result, error) {
 	if err := f.call(ctx, "ExecSync", id, " ", cmd, " ", timeout); err != nil {
 		return nil, err
 	}

@@ -32,6 +32,7 @@ import (
 	"berth/internal/seldom"
 	"berth/internal/task"
 	"berth/sandbox"
+	"berth/sandbox/session"
 )
 
 // MaxMessage is the largest gRPC message sent or taken, in bytes. kubelet's limit
@@ -63,7 +64,7 @@ type Sandboxes interface {
 	Container(id string) (*sandbox.ContainerInfo, error)
 	Containers() []*sandbox.ContainerInfo
 	RuntimeSpec(id string) (*specs.Spec, error)
-	ExecSync(ctx context.Context, id string, cmd []string, timeout time.Duration) (*sandbox.ExecResult, error)
+	ExecSync(ctx context.Context, id string, cmd []string, timeout time.Duration) (*session.Result, error)
 	UpdateContainerResources(ctx context.Context, id string, resources *runtimeapi.LinuxContainerResources) error
 	ReopenContainerLog(ctx context.Context, id string) error
 

@@ -14,7 +14,7 @@ import (
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 	utilexec "k8s.io/utils/exec"
 
-	"berth/sandbox"
+	"berth/sandbox/session"
 )
 
 // killedCode is the exit code of a command whose session was cut off: it was killed.
@@ -22,7 +22,7 @@ const killedCode = 128 + 9
 
 func (s *Server) serveExec(w http.ResponseWriter, r *http.Request, req *runtimeapi.ExecRequest) {
 	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(), TTY: req.GetTty()}
-	s.serveCommand(w, r, "exec", options, func(ctx context.Context, streams sandbox.Streams) error {
+	s.serveCommand(w, r, "exec", options, func(ctx context.Context, streams session.Streams) error {
 		code, err := s.runtime.Exec(ctx, req.GetContainerId(), req.GetCmd(), req.GetTty(), streams)
 		switch {
 		case ctx.Err() != nil:
@@ -42,7 +42,7 @@ func exitError(code int) error {
 
 func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtimeapi.AttachRequest) {
 	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(), TTY: req.GetTty()}
-	s.serveCommand(w, r, "attach", options, func(ctx context.Context, streams sandbox.Streams) error {
+	s.serveCommand(w, r, "attach", options, func(ctx context.Context, streams session.Streams) error {
 		err := s.runtime.Attach(ctx, req.GetContainerId(), req.GetTty(), streams)
 		switch cause := context.Cause(ctx); {
 		case errors.Is(cause, errGone): // nobody is there to be told
@@ -55,7 +55,7 @@ func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtim
 }
 
 // serveCommand serves an exec or attach in whatever protocol the client asks for.
-func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, kind string, options remotecommand.Options, run func(context.Context, sandbox.Streams) error) {
+func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, kind string, options remotecommand.Options, run func(context.Context, session.Streams) error) {
 	c := &command{options: options, run: run}
 	defer c.sizes.Wait()
 	ctx, cancel := context.WithCancel(r.Context())
@@ -84,14 +84,14 @@ func waiting(patience time.Duration) time.Duration { return patience + patience/
 // remotecommand.Executor and Attacher.
 type command struct {
 	options remotecommand.Options
-	run     func(context.Context, sandbox.Streams) error
+	run     func(context.Context, session.Streams) error
 	sizes   sync.WaitGroup // what passes on the terminal's sizes, until the request's context ends
 }
 
 // ExecInContainer implements remotecommand.Executor. What it is to be done, and where,
 // the request has said.
 func (c *command) ExecInContainer(ctx context.Context, _, _, _ string, _ []string, in io.Reader, out, err io.WriteCloser, _ bool, resize <-chan remotecommand.TerminalSize, _ time.Duration) error {
-	var streams sandbox.Streams
+	var streams session.Streams
 	// WebSocket has all streams, whatever was asked for.
 	if c.options.Stdin {
 		streams.Stdin = in
@@ -114,13 +114,13 @@ func (c *command) AttachContainer(ctx context.Context, _, _, _ string, in io.Rea
 }
 
 // passSizes converts terminal sizes until ctx or the client's stream ends.
-func (c *command) passSizes(ctx context.Context, from <-chan remotecommand.TerminalSize) <-chan sandbox.TerminalSize {
-	to := make(chan sandbox.TerminalSize)
+func (c *command) passSizes(ctx context.Context, from <-chan remotecommand.TerminalSize) <-chan session.TerminalSize {
+	to := make(chan session.TerminalSize)
 	c.sizes.Go(func() {
 		defer close(to)
 		for size := range from {
 			select {
-			case to <- sandbox.TerminalSize{Width: size.Width, Height: size.Height}:
+			case to <- session.TerminalSize{Width: size.Width, Height: size.Height}:
 			case <-ctx.Done():
 				return
 			}

@@ -23,20 +23,20 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 	"k8s.io/streaming/pkg/httpstream"
 
-	"berth/sandbox"
+	"berth/sandbox/session"
 )
 
 // doing is a Runtime whose sessions are what a test says.
 type doing struct {
-	exec    func(context.Context, sandbox.Streams) error
+	exec    func(context.Context, session.Streams) error
 	forward func(context.Context, io.ReadWriteCloser) error
 }
 
-func (d doing) Exec(ctx context.Context, _ string, _ []string, _ bool, s sandbox.Streams) (int32, error) {
+func (d doing) Exec(ctx context.Context, _ string, _ []string, _ bool, s session.Streams) (int32, error) {
 	return 0, d.exec(ctx, s)
 }
 
-func (d doing) Attach(ctx context.Context, _ string, _ bool, s sandbox.Streams) error {
+func (d doing) Attach(ctx context.Context, _ string, _ bool, s session.Streams) error {
 	return d.exec(ctx, s)
 }
 
@@ -174,7 +174,7 @@ func TestLongDataFramesAreSplit(t *testing.T) {
 	_, _ = rand.Read(sent)
 	var got []byte
 	done := make(chan struct{})
-	s := serving(t, doing{exec: func(_ context.Context, streams sandbox.Streams) error {
+	s := serving(t, doing{exec: func(_ context.Context, streams session.Streams) error {
 		defer close(done)
 		buffer := make([]byte, 2*len(sent))
 		for {
@@ -207,7 +207,7 @@ func TestSessionsWithOtherStreamsEnd(t *testing.T) {
 		"an unwanted one": {remotecommand.StreamTypeError, remotecommand.StreamTypeResize},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := serving(t, doing{exec: func(_ context.Context, streams sandbox.Streams) error {
+			s := serving(t, doing{exec: func(_ context.Context, streams session.Streams) error {
 				_, err := io.Copy(io.Discard, streams.Stdin)
 				return err
 			}})

@@ -1,4 +1,4 @@
-package sandbox
+package session
 
 import (
 	"bytes"
@@ -24,7 +24,7 @@ func startOutput(t *testing.T, to *capped) (*output, func([]byte)) {
 }
 
 func TestOutputIsWhatWasWritten(t *testing.T) {
-	kept := capped{limit: maxExecOutput}
+	kept := capped{limit: MaxOutput}
 	o, write := startOutput(t, &kept)
 	want := bytes.Repeat([]byte("0123456789abcdef"), 64<<10/16) // fills the pipe
 	write(want)
@@ -35,14 +35,14 @@ func TestOutputIsWhatWasWritten(t *testing.T) {
 }
 
 func TestOutputBeyondTheCapIsDiscarded(t *testing.T) {
-	kept := capped{limit: maxExecOutput}
+	kept := capped{limit: MaxOutput}
 	o, write := startOutput(t, &kept)
 	chunk := bytes.Repeat([]byte("x"), 1<<20)
-	for range maxExecOutput>>20 + 3 { // blocks if nobody reads on
+	for range MaxOutput>>20 + 3 { // blocks if nobody reads on
 		write(chunk)
 	}
-	if err := o.finish(); err != nil || len(kept.data) != maxExecOutput {
-		t.Fatalf("%d bytes kept, %v; want %d", len(kept.data), err, maxExecOutput)
+	if err := o.finish(); err != nil || len(kept.data) != MaxOutput {
+		t.Fatalf("%d bytes kept, %v; want %d", len(kept.data), err, MaxOutput)
 	}
 }
 
