@@ -30,6 +30,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 )
 
 // Durability says what a record must survive.
@@ -99,6 +100,7 @@ func (d *Dir) Write(name string, v any) error {
 func (d *Dir) replace(name string, data []byte) error {
 	final := filepath.Join(d.path, name+suffix)
 	tmp := filepath.Join(d.path, "."+name+".tmp")
+	failpoint.Reach("record.write")
 	f, err := os.OpenFile(tmp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {
 		return err
@@ -110,12 +112,14 @@ func (d *Dir) replace(name string, data []byte) error {
 	if e := f.Close(); err == nil {
 		err = e
 	}
+	failpoint.Reach("record.written")
 	if err == nil {
 		err = os.Rename(tmp, final)
 	}
 	if err != nil {
 		return errors.Join(err, removeIfExists(tmp))
 	}
+	failpoint.Reach("record.renamed")
 	return d.sync()
 }
 
@@ -137,9 +141,11 @@ func (d *Dir) Remove(name string) error {
 	if err := checkName(name); err != nil {
 		return err
 	}
+	failpoint.Reach("record.remove")
 	if err := removeIfExists(filepath.Join(d.path, name+suffix)); err != nil {
 		return fmt.Errorf("remove %s record %s: %w", d.kind, name, err)
 	}
+	failpoint.Reach("record.removed")
 	if err := d.sync(); err != nil {
 		return fmt.Errorf("remove %s record %s: %w", d.kind, name, err)
 	}

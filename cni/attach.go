@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 )
 
 // Attachment is how a pod is, or shall be, connected. Its zero value means not at
@@ -93,6 +94,7 @@ func (n *Network) operate(ctx context.Context, att Attachment, pod Pod, verb str
 	}
 	defer n.gate.Release(1)
 	err = op(ctx, list, pod.runtimeConf(att.IfName))
+	failpoint.Reach("cni.result-saved")
 	if errdefs.Code(err) == codes.Unknown { // libcni's own
 		return errdefs.Internal("%s: %w", what, err)
 	}

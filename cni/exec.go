@@ -23,6 +23,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 )
 
 const (
@@ -71,7 +72,9 @@ func (r *runner) FindInPath(plugin string, dirs []string) (string, error) {
 func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, environ []string) ([]byte, error) {
 	run := &pluginRun{path: path, verb: lookup(environ, "CNI_COMMAND"), stdin: stdin, env: withoutServiceVars(environ)}
 	for attempt := 0; ; attempt++ {
+		failpoint.Reach("cni.exec")
 		err := run.exec(ctx)
+		failpoint.Reach("cni.executed")
 		if !errors.Is(err, unix.ETXTBSY) || attempt == busyRetries {
 			r.logStderr(run)
 			return run.outcome(ctx, err)

@@ -13,6 +13,7 @@ import (
 
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 )
 
 // NewNetNS makes a network namespace with its loopback interface up, which lives
@@ -46,9 +47,11 @@ func PinNetNS(source, path string) error {
 }
 
 func bindNetNS(source, path string) error {
+	failpoint.Reach("netns.pin")
 	if err := unix.Mount(source, path, "", unix.MS_BIND, ""); err != nil {
 		return fmt.Errorf("bind mount: %w", err)
 	}
+	failpoint.Reach("netns.pinned")
 	return nil
 }
 
@@ -59,9 +62,11 @@ func pinNetNS(path string, pin func() error) (err error) {
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return errdefs.Internal("network namespace %s: %w", path, err)
 	}
+	failpoint.Reach("netns.make")
 	if err := createMountpoint(path); err != nil {
 		return err
 	}
+	failpoint.Reach("netns.place-made")
 	undo.Add("remove network namespace "+path, func() error { return RemoveNetNS(path) })
 	if err := pin(); err != nil {
 		return errdefs.Internal("network namespace %s: %w", path, err)
@@ -113,6 +118,7 @@ func refuseRouters() error {
 // RemoveNetNS undoes NewNetNS, whatever is left of it. The namespace itself goes
 // when its last process and socket do.
 func RemoveNetNS(path string) error {
+	failpoint.Reach("netns.unpin")
 	for {
 		err := unix.Unmount(path, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
 		if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENOENT) { // no mount, no file
@@ -122,9 +128,11 @@ func RemoveNetNS(path string) error {
 			return errdefs.Internal("unmount network namespace %s: %w", path, err)
 		}
 	}
+	failpoint.Reach("netns.unpinned")
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return errdefs.Internal("remove network namespace: %w", err)
 	}
+	failpoint.Reach("netns.removed")
 	return nil
 }
 

@@ -17,6 +17,7 @@ import (
 
 	"berth/image"
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 	"berth/internal/host"
 	"berth/internal/join"
 	"berth/internal/nri"
@@ -250,9 +251,11 @@ func (m *Manager) writableRoot(id string, image *imageRecord, idMap *rootfs.IDMa
 		return root, fmt.Errorf("layers of image %s: %w", image.ID, err)
 	}
 	dir := m.writableDir(id)
+	failpoint.Reach("container.make-rootfs")
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return root, fmt.Errorf("make writable layer of %s: %w", id, err)
 	}
+	failpoint.Reach("container.rootfs-made")
 	root.IDMap = idMap
 	root.Upper, root.Work = filepath.Join(dir, "upper"), filepath.Join(dir, "work")
 	if err := root.MakeUpper(); err != nil {

@@ -14,6 +14,7 @@ import (
 
 	"berth/internal/cgroup"
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 	"berth/internal/nri"
 	"berth/internal/pidfd"
 	"berth/internal/task"
@@ -123,9 +124,11 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 	if err != nil {
 		return nil, err
 	}
+	failpoint.Reach("container.make-directory")
 	if err := os.MkdirAll(filepath.Join(m.shimDir(c.id), "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of container %s: %w", c.id, err)
 	}
+	failpoint.Reach("container.directory-made")
 	defer m.tasks.Begin("its launch", c.String())()
 	return m.launchers.Launch(ctx, shim.LaunchRequest{
 		ID: c.id, Dir: m.shimDir(c.id), Spec: spec, Rootfs: root, RootPlace: m.rootPlaceOf(root), Volumes: volumes, SystemdCgroup: m.cfg.SystemdCgroup,
@@ -211,6 +214,7 @@ func (m *Manager) readExit(ctx context.Context, c *container, startedAt time.Tim
 		return exitRecord{Code: exitCodeUnknown, Reason: reasonShimLost, StartedAt: startedAt, FinishedAt: time.Now(),
 			Message: "the container's shim was lost, its exit code is unknown"}, true, nil
 	}
+	failpoint.Reach("container.exit-read")
 	record = exitRecord{Code: exit.Code, Reason: reasonCompleted, StartedAt: startedAt, FinishedAt: exit.At}
 	switch {
 	case exit.OOMKilled && exit.Code != 0:
@@ -324,9 +328,11 @@ func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.D
 		return err
 	}
 	if timeout > 0 {
+		failpoint.Reach("container.signal")
 		if err := m.signal(ctx, c, run, stopSignal(c)); err != nil {
 			return fmt.Errorf("signal container %s: %w", c.id, err)
 		}
+		failpoint.Reach("container.signalled")
 		if m.awaitExit(ctx, c, run, timeout) {
 			return nil
 		}
@@ -377,9 +383,11 @@ func (m *Manager) killContainer(ctx context.Context, c *container) error {
 
 // signalAll sends SIGKILL to the container's init and to whatever else is in its cgroup.
 func (m *Manager) signalAll(ctx context.Context, c *container, run *running) error {
+	failpoint.Reach("container.kill")
 	if err := m.signal(ctx, c, run, unix.SIGKILL); err != nil {
 		return fmt.Errorf("kill container %s: %w", c.id, err)
 	}
+	failpoint.Reach("container.killed")
 	group, err := cgroup.Open(c.rec.CgroupsPath, m.cfg.SystemdCgroup)
 	if err != nil {
 		return err

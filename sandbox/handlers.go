@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 	"berth/internal/host"
 	"berth/oci"
 	"berth/shim/ociruntime"
@@ -246,5 +247,6 @@ func (m *Manager) removeRuntimeRoot(podID string) error {
 	if err := os.RemoveAll(m.ociRoot(podID)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("remove runtime state of pod %s: %w", podID, err)
 	}
+	failpoint.Reach("runtime.root-removed")
 	return nil
 }

@@ -16,6 +16,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 	"berth/internal/host"
 	"berth/internal/join"
 	"berth/internal/pidfd"
@@ -305,9 +306,11 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 		return nil, err
 	}
 	p.annotate(spec, "sandbox")
+	failpoint.Reach("pause.make-directory")
 	if err := os.MkdirAll(filepath.Join(m.shimDir(p.id), "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of pod %s: %w", p.id, err)
 	}
+	failpoint.Reach("pause.directory-made")
 	defer m.tasks.Begin("the launch of its pause", p.String())()
 	started, err := m.launchers.Launch(ctx, shim.LaunchRequest{ID: p.id, Dir: m.shimDir(p.id), Spec: spec,
 		Rootfs: root, RootPlace: m.rootPlaceOf(root), SystemdCgroup: m.cfg.SystemdCgroup, Pause: true, Runtime: p.runtime()})
@@ -370,9 +373,11 @@ func (m *Manager) abandonPod(p *pod) {
 // makePodFiles makes what containers of the pod find in /etc and /dev/shm.
 func (m *Manager) makePodFiles(p *pod) error {
 	dir := m.podFiles(p.id)
+	failpoint.Reach("pod.make-files")
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return fmt.Errorf("make files of pod %s: %w", p.id, err)
 	}
+	failpoint.Reach("pod.directory-made")
 	hostConf, err := readCapped(m.cfg.HostResolvConf)
 	if err != nil {
 		return err
@@ -393,9 +398,11 @@ func (m *Manager) makePodFiles(p *pod) error {
 		return err
 	}
 	if logs := p.config.GetLogDirectory(); logs != "" {
+		failpoint.Reach("pod.make-logs")
 		if err := os.MkdirAll(logs, 0o755); err != nil {
 			return fmt.Errorf("make log directory of pod %s: %w", p.id, err)
 		}
+		failpoint.Reach("pod.logs-made")
 	}
 	if hostIPC(p.config) {
 		return nil
@@ -486,6 +493,7 @@ func writeFiles(dir string, files map[string][]byte) error {
 		if err := os.WriteFile(filepath.Join(dir, name), data, 0o644); err != nil {
 			return fmt.Errorf("write pod file: %w", err)
 		}
+		failpoint.Reach("pod.file-written")
 	}
 	return nil
 }

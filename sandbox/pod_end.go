@@ -11,6 +11,7 @@ import (
 	"berth/cni"
 	"berth/internal/cgroup"
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 	"berth/internal/join"
 	"berth/internal/nri"
 	"berth/internal/task"
@@ -143,9 +144,11 @@ func (m *Manager) removeGroup(ctx context.Context, id string, group *cgroup.Grou
 		return err
 	}
 	for _, dir := range []string{filepath.Join(m.libcontainerRoot(), id), m.shimDir(id)} {
+		failpoint.Reach("runtime.remove-directory")
 		if err := os.RemoveAll(dir); err != nil {
 			return fmt.Errorf("remove runtime state of %s: %w", id, err)
 		}
+		failpoint.Reach("runtime.directory-removed")
 	}
 	return nil
 }
@@ -219,9 +222,11 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	if err := m.discard(m.writableDir(p.id)); err != nil {
 		return err
 	}
+	failpoint.Reach("pod.remove-files")
 	if err := os.RemoveAll(m.podFiles(p.id)); err != nil {
 		return fmt.Errorf("remove files of pod %s: %w", p.id, err)
 	}
+	failpoint.Reach("pod.files-removed")
 	if err := m.podRecords.Remove(p.id); err != nil {
 		return err
 	}

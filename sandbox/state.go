@@ -10,6 +10,7 @@ import (
 	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 
+	"berth/internal/failpoint"
 	"berth/internal/userns"
 	"berth/oci"
 )
@@ -66,9 +67,11 @@ func bindOnItself(dir string, propagation uintptr) error {
 // mountShm gives a pod its /dev/shm, 64 MiB as everywhere in the field.
 func (m *Manager) mountShm(p *pod) error {
 	dir := m.shmDir(p.id)
+	failpoint.Reach("shm.make")
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return fmt.Errorf("make shm of pod %s: %w", p.id, err)
 	}
+	failpoint.Reach("shm.place-made")
 	mappings, err := oci.UserNamespace(p.config)
 	if err != nil {
 		return err
@@ -84,6 +87,7 @@ func (m *Manager) mountShm(p *pod) error {
 	if err != nil {
 		return fmt.Errorf("mount shm of pod %s: %w", p.id, err)
 	}
+	failpoint.Reach("shm.mounted")
 	return nil
 }
 
@@ -93,14 +97,17 @@ func (m *Manager) removePodMounts(podID string) error {
 	if err := userns.Unpin(m.usernsPath(podID)); err != nil {
 		return fmt.Errorf("pod %s: %w", podID, err)
 	}
+	failpoint.Reach("shm.unmount")
 	err := unix.Unmount(m.shmDir(podID), unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
 	if err != nil && err != unix.EINVAL && err != unix.ENOENT { // not mounted, no such folder
 		return fmt.Errorf("unmount shm of pod %s: %w", podID, err)
 	}
+	failpoint.Reach("shm.unmounted")
 	for _, dir := range []string{m.shmDir(podID), m.podMounts(podID)} {
 		if err := os.Remove(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("remove shm of pod %s: %w", podID, err)
 		}
+		failpoint.Reach("shm.directory-removed")
 	}
 	return nil
 }
@@ -109,7 +116,9 @@ func (m *Manager) removePodMounts(podID string) error {
 // in the background from the trash. What is left of it, the next daemon removes.
 func (m *Manager) discard(dir string) error {
 	trash := filepath.Join(m.trashDir(), newID())
+	failpoint.Reach("rootfs.discard")
 	err := os.Rename(dir, trash)
+	failpoint.Reach("rootfs.discarded")
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
@@ -121,9 +130,11 @@ func (m *Manager) discard(dir string) error {
 }
 
 func (m *Manager) emptyTrash(dir string) {
+	failpoint.Reach("rootfs.delete")
 	if err := os.RemoveAll(dir); err != nil {
 		m.log.Error("remove from the trash", "path", dir, "error", err)
 	}
+	failpoint.Reach("rootfs.deleted")
 }
 
 // sweepTrash removes what an earlier daemon had no time to.

@@ -12,6 +12,8 @@ import (
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/failpoint"
 )
 
 // unary surrounds every unary RPC.
@@ -24,7 +26,9 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 		err = coded(err)
 		s.logCall(ctx, info.FullMethod, time.Since(began), err, append(ids(req), ids(resp)...))
 	}()
-	return handler(ctx, req)
+	resp, err = handler(ctx, req)
+	failpoint.Reach("server.answer")
+	return resp, err
 }
 
 // stream surrounds every streaming RPC.

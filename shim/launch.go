@@ -13,6 +13,7 @@ import (
 
 	"berth/internal/cgroup"
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/shim/control"
 	"berth/shim/ociruntime"
@@ -50,7 +51,9 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 
 func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchRequest) (*Started, error) {
 	var reply control.Reply
+	failpoint.Reach("launch.send")
 	err := p.conn.Send(control.Request{Launch: l.order(req)})
+	failpoint.Reach("launch.sent")
 	var files []*os.File
 	if err == nil {
 		files, err = l.receive(ctx, p, &reply)
@@ -63,6 +66,7 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchReque
 	case reply.Started == nil || len(files) != 1:
 		err = errors.Join(errdefs.Internal("launch %s: the launcher's reply makes no sense", req.ID), l.scrub(p, req))
 	}
+	failpoint.Reach("launch.answered")
 	l.logWarnings(req.ID, reply.Warnings)
 	if err != nil {
 		return nil, errors.Join(err, closeFiles(files))

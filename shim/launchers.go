@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/shim/control"
 )
@@ -254,7 +255,7 @@ func (l *Launchers) startWith(socket *os.File) (*launcher, error) {
 	// With Unshareflags instead, package os would make all mounts private.
 	attr := &os.ProcAttr{
 		Files: []*os.File{null, null, os.Stderr, control.SocketFD: socket, control.MountNSFD: mnt, control.ExeFD: l.exe},
-		Env:   []string{"PATH=" + os.Getenv("PATH")},
+		Env:   append([]string{"PATH=" + os.Getenv("PATH")}, failpoint.Env()...),
 		Sys:   &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS, Setsid: true, PidFD: &fd},
 		Dir:   "/",
 	}

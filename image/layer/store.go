@@ -21,6 +21,7 @@ import (
 
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 	"berth/internal/rootfs"
 )
 
@@ -228,10 +229,12 @@ func (s *Store) publish(dir string, fill func(tmp string) (record any, err error
 // called on is older than the data, so that a failed writeback is reported
 // (Linux 5.8).
 func (s *Store) build(name string, fill func(tmp string) (record any, err error), place func(tmp string) error) (err error) {
+	failpoint.Reach("layer.make")
 	tmp, err := os.MkdirTemp(filepath.Join(s.root, "tmp"), name+"-")
 	if err != nil {
 		return err
 	}
+	failpoint.Reach("layer.place-made")
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	undo.Add("discard "+tmp, func() error { return s.trash.take(tmp, Usage{}) })
@@ -244,12 +247,15 @@ func (s *Store) build(name string, fill func(tmp string) (record any, err error)
 	if err != nil {
 		return err
 	}
+	failpoint.Reach("layer.filled")
 	if err := writeRecord(tmp, record); err != nil {
 		return err
 	}
+	failpoint.Reach("layer.recorded")
 	if err := unix.Syncfs(int(f.Fd())); err != nil {
 		return fmt.Errorf("sync %s: %w", tmp, err)
 	}
+	failpoint.Reach("layer.synced")
 	if err := place(tmp); err != nil {
 		return err
 	}
@@ -262,6 +268,7 @@ func (s *Store) show(tmp, dir string) (err error) {
 	if err := unix.Renameat2(unix.AT_FDCWD, tmp, unix.AT_FDCWD, dir, unix.RENAME_NOREPLACE); err != nil {
 		return fmt.Errorf("rename %s to %s: %w", tmp, dir, err)
 	}
+	failpoint.Reach("layer.renamed")
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	undo.Add("take back "+dir, func() error { return os.Rename(dir, tmp) })
@@ -269,6 +276,7 @@ func (s *Store) show(tmp, dir string) (err error) {
 		return err
 	}
 	undo.Release()
+	failpoint.Reach("layer.shown")
 	return nil
 }
 

@@ -9,6 +9,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"berth/internal/failpoint"
 )
 
 // trash deletes directories in the background. The directory trash is its
@@ -64,10 +66,12 @@ func (s *sizes) sum() Usage {
 func (t *trash) take(path string, size Usage) error {
 	name := fmt.Sprintf("%s-%d", t.prefix, t.count.Add(1))
 	t.sizes.set(name, size)
+	failpoint.Reach("layer.discard")
 	if err := os.Rename(path, filepath.Join(t.dir, name)); err != nil {
 		t.sizes.set(name, Usage{})
 		return fmt.Errorf("discard: %w", err)
 	}
+	failpoint.Reach("layer.discarded")
 	select {
 	case t.wake <- struct{}{}:
 	default: // it is going to look anyway
@@ -108,10 +112,12 @@ func (t *trash) empty() {
 			return
 		default:
 		}
+		failpoint.Reach("layer.delete")
 		if err := t.remove(filepath.Join(t.dir, e.Name())); err != nil {
 			t.log.Error("delete layer", "path", filepath.Join(t.dir, e.Name()), "err", err)
 			continue
 		}
+		failpoint.Reach("layer.deleted")
 		t.sizes.set(e.Name(), Usage{})
 	}
 }

@@ -18,6 +18,7 @@ import (
 
 	"berth/internal/diskusage"
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 	"berth/internal/safefs"
 )
 
@@ -101,6 +102,7 @@ func (u *unpacker) unpack(ctx context.Context, tr *tar.Reader) error {
 		if err := u.entry(hdr, tr); err != nil {
 			return invalid(fmt.Errorf("entry %q: %w", hdr.Name, err))
 		}
+		failpoint.Reach("layer.entry-made")
 	}
 }
 

@@ -21,6 +21,7 @@ import (
 	"github.com/opencontainers/cgroups/manager"
 	"golang.org/x/sys/unix"
 
+	"berth/internal/failpoint"
 	"berth/internal/killtree"
 )
 
@@ -121,6 +122,7 @@ func (g *Group) Procs() ([]int, error) {
 // looking again as long as ctx allows: processes may be forking, or frozen, or
 // in uninterruptible sleep.
 func (g *Group) Kill(ctx context.Context) error {
+	failpoint.Reach("cgroup.kill")
 	for delay := time.Millisecond; ; delay = min(2*delay, 200*time.Millisecond) {
 		if err := g.Signal(); err != nil {
 			return err
@@ -130,6 +132,7 @@ func (g *Group) Kill(ctx context.Context) error {
 			return err
 		}
 		if len(pids) == 0 {
+			failpoint.Reach("cgroup.killed")
 			return nil
 		}
 		select {
@@ -215,6 +218,7 @@ func (g *Group) Destroy(ctx context.Context) error {
 	for delay := time.Millisecond; ; delay = min(2*delay, 200*time.Millisecond) {
 		err := g.mgr.Destroy()
 		if err == nil {
+			failpoint.Reach("cgroup.removed")
 			return nil
 		}
 		select {

@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/cleanup"
+	"berth/internal/failpoint"
 )
 
 // MaxLayers is how many lower layers overlayfs takes (OVL_MAX_STACK).
@@ -144,10 +145,12 @@ func mkdir(path string, mode uint32, uid, gid int) (err error) {
 	if _, err := os.Lstat(path); err == nil {
 		return nil
 	}
+	failpoint.Reach("rootfs.make")
 	tmp, err := os.MkdirTemp(filepath.Dir(path), "."+filepath.Base(path)+"-")
 	if err != nil {
 		return fmt.Errorf("make directory %s: %w", path, err)
 	}
+	failpoint.Reach("rootfs.directory-made")
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	undo.Add("remove "+tmp, func() error { return os.Remove(tmp) })
@@ -157,6 +160,7 @@ func mkdir(path string, mode uint32, uid, gid int) (err error) {
 	if err := unix.Chmod(tmp, mode); err != nil {
 		return fmt.Errorf("chmod %s: %w", tmp, err)
 	}
+	failpoint.Reach("rootfs.owner-set")
 	if err := os.Rename(tmp, path); err != nil {
 		return err
 	}

@@ -16,6 +16,8 @@ import (
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
 )
 
 // overflowID is what the kernel shows for an ID that has no mapping (/proc/sys/kernel/overflowuid).
@@ -91,9 +93,11 @@ func With(program string, m Mappings, network bool, use func(Namespaces) error) 
 		GidMappingsEnableSetgroups: true,
 		Pdeathsig:                  syscall.SIGKILL,
 	}
+	failpoint.Reach("userns.make")
 	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("make user namespace: %w", err)
 	}
+	failpoint.Reach("userns.made")
 	defer func() {
 		if e := cmd.Process.Kill(); e != nil && !errors.Is(e, os.ErrProcessDone) {
 			err = errors.Join(err, fmt.Errorf("end the process that holds a user namespace: %w", e))
@@ -124,14 +128,17 @@ func Pin(source, path string) error {
 	if err := f.Close(); err != nil {
 		return fmt.Errorf("pin namespace: %w", err)
 	}
+	failpoint.Reach("userns.pin")
 	if err := unix.Mount(source, path, "", unix.MS_BIND, ""); err != nil {
 		return errors.Join(fmt.Errorf("pin namespace at %s: %w", path, err), Unpin(path))
 	}
+	failpoint.Reach("userns.pinned")
 	return nil
 }
 
 // Unpin undoes Pin, whatever is left of it.
 func Unpin(path string) error {
+	failpoint.Reach("userns.unpin")
 	for {
 		err := unix.Unmount(path, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
 		if err == unix.EINVAL || err == unix.ENOENT { // no mount, no file
@@ -141,8 +148,10 @@ func Unpin(path string) error {
 			return fmt.Errorf("unpin namespace at %s: %w", path, err)
 		}
 	}
+	failpoint.Reach("userns.unpinned")
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("unpin namespace: %w", err)
 	}
+	failpoint.Reach("userns.removed")
 	return nil
 }

@@ -12,6 +12,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
+	"berth/internal/failpoint"
 	"berth/shim/handoff"
 	"berth/shim/logfile"
 )
@@ -169,7 +170,7 @@ func (l *launcher) becomeMonitor(path string, p *handoff.Params, keep *launch) e
 	}
 	// Huge pages would make a monitor's heap 2 MiB. execve keeps the setting.
 	_ = unix.Prctl(unix.PR_SET_THP_DISABLE, 1, 0, 0, 0)
-	return syscall.Exec(path, append([]string{filepath.Base(path)}, p.Args()...), monitorEnv)
+	return syscall.Exec(path, append([]string{filepath.Base(path)}, p.Args()...), append(monitorEnv, failpoint.Env()...))
 }
 
 // clampOOMScore raises oom_score_adj to what this process may give: lowering it

@@ -1,0 +1,88 @@
+//go:build failpoints
+
+package failpoint
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"syscall"
+	"testing"
+)
+
+// TestMain is also the program that has failpoints.
+func TestMain(m *testing.M) {
+	if dir == "" {
+		os.Exit(m.Run())
+	}
+	for range 3 {
+		Reach("test.one")
+		Reach("test.two")
+	}
+}
+
+func TestReach(t *testing.T) {
+	for _, c := range []struct {
+		name, armed, trace string
+		killed             bool
+	}{
+		{"not armed", "", "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", false},
+		{"the first time", "test.one 1 kill", "test.one\n", true},
+		{"the third time", "test.two 3 kill", "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", true},
+		{"later than it is reached", "test.two 10 kill", "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			control := t.TempDir()
+			write(t, filepath.Join(control, "trace"), "")
+			if c.armed != "" {
+				write(t, filepath.Join(control, "armed"), c.armed+"\n")
+			}
+			state := run(t, control)
+			if killed := state.Sys().(syscall.WaitStatus).Signal() == syscall.SIGKILL; killed != c.killed {
+				t.Errorf("it ended with %v", state)
+			}
+			trace, err := os.ReadFile(filepath.Join(control, "trace"))
+			if err != nil || string(trace) != c.trace {
+				t.Errorf("the trace is %q (%v), want %q", trace, err, c.trace)
+			}
+			if _, err := os.Stat(filepath.Join(control, "armed")); c.killed && !os.IsNotExist(err) {
+				t.Errorf("the point is still armed: %v", err)
+			}
+		})
+	}
+}
+
+// The points count down together, whichever program reaches them.
+func TestCountsAcrossPrograms(t *testing.T) {
+	control := t.TempDir()
+	write(t, filepath.Join(control, "armed"), "test.one 4 kill\n")
+	if state := run(t, control); !state.Success() {
+		t.Fatalf("the first ended with %v", state)
+	}
+	if state := run(t, control); state.Sys().(syscall.WaitStatus).Signal() != syscall.SIGKILL {
+		t.Errorf("the second ended with %v", state)
+	}
+}
+
+func run(t *testing.T, control string) *os.ProcessState {
+	t.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command(self)
+	cmd.Env = append(os.Environ(), variable+"="+control)
+	out, err := cmd.CombinedOutput()
+	if cmd.ProcessState == nil {
+		t.Fatal(err)
+	}
+	t.Logf("%s", out)
+	return cmd.ProcessState
+}
+
+func write(t *testing.T, path, text string) {
+	t.Helper()
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
