@@ -30,6 +30,7 @@ type nriPlugin struct {
 	update      func(c *api.Container, r *api.LinuxResources) ([]*api.ContainerUpdate, error)
 	ran         func(pod *api.PodSandbox)
 	stopped     func(c *api.Container) []*api.ContainerUpdate
+	removed     func(c *api.Container)
 	synchronize func(pods []*api.PodSandbox, containers []*api.Container)
 	before      func(event string) error // called with each event before it is noted
 
@@ -163,6 +164,9 @@ func (p *nriPlugin) StopContainer(_ context.Context, _ *api.PodSandbox, c *api.C
 }
 
 func (p *nriPlugin) RemoveContainer(_ context.Context, _ *api.PodSandbox, c *api.Container) error {
+	if p.removed != nil {
+		p.removed(c)
+	}
 	return p.note("RemoveContainer", c.Name)
 }
 

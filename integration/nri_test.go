@@ -426,12 +426,103 @@ func TestNRIOff(t *testing.T) {
 	}
 }
 
-// Plugins that come and go while pods do know of every pod and container exactly once: from what they were told when they
-// registered, or from an event.
-func TestNRIPluginsComeAndGo(t *testing.T) {
-	d := harness.StartDaemon(t)
+// visitor is a plugin that checks what it is told while it is there: each object is announced once and before anything else
+// about it, and a container has stopped, once, before it is removed.
+type visitor struct {
+	mu         sync.Mutex
+	pods       map[string]bool
+	containers map[string]bool // that are not removed yet: whether their end was told
+	wrong      []string        // what it was told wrongly
+}
+
+func newVisitor() *visitor {
+	return &visitor{pods: map[string]bool{}, containers: map[string]bool{}}
+}
+
+func (v *visitor) plugin() *nriPlugin {
+	return &nriPlugin{synchronize: v.synchronize, ran: v.ran, create: v.created, stopped: v.stopped, removed: v.removed}
+}
+
+// expect notes what is wrong. It needs the lock.
+func (v *visitor) expect(ok bool, what, id string) {
+	if !ok {
+		v.wrong = append(v.wrong, what+" "+id)
+	}
+}
+
+func (v *visitor) synchronize(pods []*api.PodSandbox, containers []*api.Container) {
+	for _, pod := range pods {
+		v.ran(pod)
+	}
+	for _, c := range containers {
+		v.learn(c)
+	}
+}
+
+func (v *visitor) ran(pod *api.PodSandbox) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	v.expect(!v.pods[pod.Id], "told twice of pod", pod.Id)
+	v.pods[pod.Id] = true
+}
+
+func (v *visitor) learn(c *api.Container) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	_, known := v.containers[c.Id]
+	v.expect(!known, "told twice of container", c.Id)
+	v.expect(v.pods[c.PodSandboxId], "told of a container without its pod:", c.Id)
+	v.containers[c.Id] = false
+}
+
+func (v *visitor) created(_ *api.PodSandbox, c *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
+	v.learn(c)
+	return nil, nil, nil
+}
+
+func (v *visitor) stopped(c *api.Container) []*api.ContainerUpdate {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	ended, known := v.containers[c.Id]
+	v.expect(known, "told of the end of the unknown container", c.Id)
+	v.expect(!ended, "told twice of the end of container", c.Id)
+	v.containers[c.Id] = true
+	return nil
+}
+
+// removed is told also of containers that had ended before the plugin came, which it does not know.
+func (v *visitor) removed(c *api.Container) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	ended, known := v.containers[c.Id]
+	v.expect(ended || !known, "not told of the end of the removed container", c.Id)
+	delete(v.containers, c.Id)
+}
+
+// left returns an error if there are containers whose removal it was not told of.
+func (v *visitor) left() error {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if len(v.containers) > 0 {
+		return fmt.Errorf("it was not told of the removal of %v", v.containers)
+	}
+	return nil
+}
+
+func (v *visitor) check(t *testing.T, name string) {
+	t.Helper()
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for _, what := range v.wrong {
+		t.Errorf("%s was %s", name, what)
+	}
+}
+
+// churnPods makes and removes pods side by side until stop is called, which returns the first error.
+func churnPods(t *testing.T, d *harness.Daemon) (stop func() error) {
+	t.Helper()
 	d.EnsureImage(t, harness.BaseImage)
-	stop := make(chan struct{})
+	ended := make(chan struct{})
 	var churn errgroup.Group
 	for range 3 {
 		configs := []*runtimeapi.PodSandboxConfig{}
@@ -441,7 +532,7 @@ func TestNRIPluginsComeAndGo(t *testing.T) {
 		churn.Go(func() error {
 			for i := 0; ; i++ {
 				select {
-				case <-stop:
+				case <-ended:
 					return nil
 				default:
 				}
@@ -451,58 +542,27 @@ func TestNRIPluginsComeAndGo(t *testing.T) {
 			}
 		})
 	}
+	return func() error { close(ended); return churn.Wait() }
+}
+
+// Plugins that come and go while pods do know of every pod and container exactly once: from what they were told when they
+// registered, or from an event. They are told of every end of what they know, before its removal.
+func TestNRIPluginsComeAndGo(t *testing.T) {
+	d := harness.StartDaemon(t)
+	stop := churnPods(t, d)
 	for i := range 8 {
-		var mu sync.Mutex
-		known := map[string]bool{}
-		twice := ""
-		learn := func(id string) {
-			mu.Lock()
-			defer mu.Unlock()
-			if known[id] {
-				twice = id
-			}
-			known[id] = true
-		}
-		p := &nriPlugin{
-			synchronize: func(pods []*api.PodSandbox, containers []*api.Container) {
-				for _, pod := range pods {
-					learn(pod.Id)
-				}
-				for _, c := range containers {
-					learn(c.Id)
-				}
-			},
-			create: func(pod *api.PodSandbox, c *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
-				learn(c.Id)
-				mu.Lock()
-				defer mu.Unlock()
-				if !known[pod.Id] {
-					return nil, nil, fmt.Errorf("a container in the unknown pod %s", pod.Id)
-				}
-				return nil, nil, nil
-			},
-		}
-		p.ran = func(pod *api.PodSandbox) { learn(pod.Id) }
-		p.stopped = func(c *api.Container) []*api.ContainerUpdate {
-			mu.Lock()
-			defer mu.Unlock()
-			if !known[c.Id] {
-				twice = "the unknown container " + c.Id
-			}
-			return nil
-		}
-		connectPlugin(t, d, "10", fmt.Sprintf("visitor%d", i), p)
+		v, name := newVisitor(), fmt.Sprintf("visitor%d", i)
+		p := connectPlugin(t, d, "10", name, v.plugin())
 		p.awaitEvents(t, 20)
 		p.stub.Stop()
 		<-p.closed
-		mu.Lock()
-		if twice != "" {
-			t.Errorf("visitor %d was told wrongly of %s", i, twice)
-		}
-		mu.Unlock()
+		v.check(t, name)
 	}
-	close(stop)
-	harness.Must(t, churn.Wait())
+	last := newVisitor()
+	connectPlugin(t, d, "10", "last", last.plugin()).awaitEvents(t, 20)
+	harness.Must(t, stop())
+	harness.Must(t, last.left()) // all requests have been answered
+	last.check(t, "the last visitor")
 }
 
 // A plugin may update containers while it is asked about one. One that is busy with that very question is not updated, and
