@@ -13,6 +13,7 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"berth/image/registry/registrytest"
+	"berth/image/unpack"
 	"berth/internal/errdefs"
 )
 
@@ -123,7 +124,7 @@ func pullHoldRemove(ctx context.Context, s *Store, ref, holder string) error {
 // TestReadsNeverWait: Get and List answer while the writer is at its disk.
 func TestReadsNeverWait(t *testing.T) {
 	reg := registrytest.New(t)
-	s, err := Open(t.Context(), Config{Root: t.TempDir()}, slog.New(slog.DiscardHandler))
+	s, err := Open(t.Context(), Config{Root: t.TempDir(), Unpack: unpack.Layer}, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -13,8 +13,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
-	"berth/image/layer"
 	"berth/image/registry"
+	"berth/image/unpack"
 	"berth/internal/errdefs"
 )
 
@@ -166,12 +166,7 @@ func (s *Store) downloadFrom(ctx context.Context, repo *registry.Repository, l r
 		return err
 	}
 	defer blob.Close() // read to its end or given up
-	tar, err := newTarReader(blob)
-	if err != nil {
-		return err
-	}
-	defer tar.Close()
-	return s.layers.Create(ctx, l.DiffID, tar, limitsOf(l.Blob))
+	return s.layers.Create(ctx, l.DiffID, blob, limitsOf(l.Blob))
 }
 
 const (
@@ -184,8 +179,8 @@ const (
 
 // limitsOf ties what a layer may take to the size of its blob, so that whoever
 // wants to fill a node's disk has to send the bytes for it.
-func limitsOf(blob ocispec.Descriptor) layer.Limits {
-	limits := layer.DefaultLimits
+func limitsOf(blob ocispec.Descriptor) unpack.Limits {
+	limits := unpack.DefaultLimits
 	if blob.Size < limits.Tar/maxInflation {
 		limits.Tar = min(limits.Tar, blob.Size*maxInflation+freeInflation)
 	}

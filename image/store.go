@@ -28,6 +28,7 @@ import (
 type Config struct {
 	Root                 string           // directory of the store, on the filesystem the containers' upper layers are on
 	RegistryDirs         []string         // containerd's certs.d trees, the first with a directory for a host wins
+	Unpack               layer.Unpacker   // makes files of blobs
 	Driver               string           // form of layers, a rootfs.Kind; empty: directory
 	Pinned               []string         // references or IDs of images that kubelet must not collect
 	MaxParallelDownloads int              // layers of one pull fetched at a time; 0: DefaultParallelDownloads
@@ -70,7 +71,7 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 	if err != nil {
 		return nil, err
 	}
-	driver, err := newDriver(cfg.Driver)
+	driver, err := newDriver(cfg.Driver, cfg.Unpack)
 	if err != nil {
 		return nil, err
 	}
@@ -94,10 +95,10 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 }
 
 // newDriver returns the layer driver of a kind.
-func newDriver(kind string) (layer.Driver, error) {
+func newDriver(kind string, unpack layer.Unpacker) (layer.Driver, error) {
 	switch rootfs.Kind(kind) {
 	case "", rootfs.Directory:
-		return layer.NewDirectory(), nil
+		return layer.NewDirectory(unpack), nil
 	}
 	return nil, errdefs.InvalidArgument("layer driver %q is not known", kind)
 }

@@ -29,8 +29,8 @@ import (
 	crierrors "k8s.io/cri-api/pkg/errors"
 
 	"berth/checkpoint"
-	"berth/image/layer"
 	"berth/image/registry/registrytest"
+	"berth/image/unpack"
 	"berth/internal/errdefs"
 )
 
@@ -66,6 +66,9 @@ func openUnsettled(t *testing.T, cfg Config, log io.Writer) *Store {
 	t.Helper()
 	if cfg.Root == "" {
 		cfg.Root = t.TempDir()
+	}
+	if cfg.Unpack == nil {
+		cfg.Unpack = unpack.Layer
 	}
 	s, err := Open(t.Context(), cfg, slog.New(slog.NewTextHandler(log, nil)))
 	if err != nil {
@@ -844,7 +847,7 @@ func TestLastCancelledPullEndsTheDownload(t *testing.T) {
 
 func TestCloseEndsPulls(t *testing.T) {
 	reg := registrytest.New(t)
-	s, err := Open(t.Context(), Config{Root: t.TempDir()}, slog.New(slog.DiscardHandler))
+	s, err := Open(t.Context(), Config{Root: t.TempDir(), Unpack: unpack.Layer}, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -1008,13 +1011,13 @@ func TestDecompressionBomb(t *testing.T) {
 }
 
 func TestLimitsOf(t *testing.T) {
-	most := layer.DefaultLimits.Tar
+	most := unpack.DefaultLimits.Tar
 	for size, want := range map[int64]int64{
 		0: freeInflation, 1: freeInflation + maxInflation, 100 << 20: freeInflation + maxInflation*100<<20,
 		most / maxInflation: most, most: most, math.MaxInt64: most,
 	} {
 		got := limitsOf(ocispec.Descriptor{Size: size})
-		if got.Tar != want || got.Bytes != layer.DefaultLimits.Bytes || got.Entries != layer.DefaultLimits.Entries {
+		if got.Tar != want || got.Bytes != unpack.DefaultLimits.Bytes || got.Entries != unpack.DefaultLimits.Entries {
 			t.Errorf("a blob of %d bytes: %+v, want %d", size, got, want)
 		}
 	}

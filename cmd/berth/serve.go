@@ -20,6 +20,7 @@ import (
 
 	"berth/cni"
 	"berth/image"
+	"berth/image/unpack"
 	"berth/internal/cleanup"
 	"berth/internal/config"
 	"berth/internal/lockfile"
@@ -217,6 +218,7 @@ func imageConfig(cfg *config.Config) image.Config {
 	}
 	return image.Config{
 		Root:                 filepath.Join(cfg.Root, "images"),
+		Unpack:               unpack.Layer,
 		RegistryDirs:         cfg.RegistryDirs,
 		Pinned:               pinned,
 		MaxParallelDownloads: cfg.MaxParallelDownloads,

@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"github.com/opencontainers/go-digest"
+
+	"berth/image/unpack"
 )
 
 // benchTar is like a layer of a distribution: many directories, small files, links.
@@ -48,7 +50,7 @@ func BenchmarkCreate(b *testing.B) {
 	id := digest.FromBytes(data)
 	s := openStore(b, b.TempDir())
 	for b.Loop() {
-		must(b, s.Create(context.Background(), id, bytes.NewReader(data), Limits{}))
+		must(b, s.Create(context.Background(), id, bytes.NewReader(data), unpack.Limits{}))
 		b.StopTimer()
 		must(b, s.Remove(id))
 		b.StartTimer()
@@ -61,7 +63,7 @@ func BenchmarkApply(b *testing.B) {
 	b.SetBytes(int64(len(data)))
 	b.ReportAllocs()
 	for b.Loop() {
-		_, err := NewDirectory().Apply(context.Background(), b.TempDir(), bytes.NewReader(data), Limits{})
+		_, err := NewDirectory(unpack.Layer).Apply(context.Background(), b.TempDir(), bytes.NewReader(data), unpack.Job{Algorithm: digest.SHA256})
 		must(b, err)
 	}
 }
@@ -80,7 +82,7 @@ func BenchmarkCreateParallel(b *testing.B) {
 		var wg sync.WaitGroup
 		for _, data := range tars {
 			wg.Go(func() {
-				if err := s.Create(context.Background(), digest.FromBytes(data), bytes.NewReader(data), Limits{}); err != nil {
+				if err := s.Create(context.Background(), digest.FromBytes(data), bytes.NewReader(data), unpack.Limits{}); err != nil {
 					b.Error(err)
 				}
 			})

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
 )
@@ -35,7 +36,7 @@ func newFuzzStore(t testing.TB) *fuzzStore {
 	t.Cleanup(func() { must(t, unix.Unmount(outside, 0)) })
 	must(t, os.Mkdir(outside+"/dir", 0o700))
 	must(t, os.WriteFile(outside+"/secret", []byte("secret"), 0o600))
-	s, err := Open(outside+"/store", NewDirectory(), discardLog())
+	s, err := Open(outside+"/store", NewDirectory(unpack.Layer), discardLog())
 	must(t, err)
 	t.Cleanup(func() { must(t, s.Close()) })
 	f := &fuzzStore{Store: s, outside: outside}
@@ -71,7 +72,7 @@ func (f *fuzzStore) check(t testing.TB) {
 		must(t, filepath.WalkDir(path, func(path string, d fs.DirEntry, err error) error {
 			must(t, err)
 			for name, value := range xattrs(t, path) {
-				if strings.HasPrefix(name, "trusted.") && (name != opaqueXattr || value != "y" || !d.IsDir()) || strings.HasPrefix(name, "user.overlay") {
+				if strings.HasPrefix(name, "trusted.") && (name != unpack.OpaqueXattr || value != "y" || !d.IsDir()) || strings.HasPrefix(name, "user.overlay") {
 					t.Errorf("%s has %s=%q", path, name, value)
 				}
 			}
@@ -96,7 +97,7 @@ func FuzzApply(f *testing.F) {
 		s := newFuzzStore(t)
 		bottom := create(t, s.Store, makeTar(t, base()...))
 		id := digest.FromBytes(data)
-		err := s.Create(context.Background(), id, bytes.NewReader(data), Limits{Tar: 16 << 20, Bytes: 16 << 20, Entries: 1000})
+		err := s.Create(context.Background(), id, bytes.NewReader(data), unpack.Limits{Tar: 16 << 20, Bytes: 16 << 20, Entries: 1000})
 		if code := errdefs.Code(err); code != codes.OK && code != codes.InvalidArgument && code != codes.ResourceExhausted {
 			t.Fatalf("%v: %v", code, err)
 		}

@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/image/unpack"
 	"berth/internal/diskusage"
 	"berth/internal/errdefs"
 	"berth/internal/safefs"
@@ -42,7 +43,7 @@ func (d *Directory) Join(ctx context.Context, dir string, top Part, below []stri
 		return Usage{}, false, err
 	}
 	if err := j.build(top.Contents.Links); err != nil {
-		return Usage{}, false, invalid(err)
+		return Usage{}, false, blame(err)
 	}
 	return j.usage, true, nil
 }
@@ -113,7 +114,7 @@ func (j *joiner) source(name string) (layer int, ok bool, err error) {
 		layers := j.all.dirs[""].layers
 		return layers[min(1, len(layers)-1)], len(layers) > 1, nil
 	}
-	dir, base := splitPath(name)
+	dir, base := safefs.Split(name)
 	parent, err := j.all.directory(dir)
 	if err != nil {
 		return 0, false, err
@@ -177,7 +178,7 @@ func (j *joiner) attributes(layer int, name string) (dirAttributes, error) {
 		return a, err
 	}
 	for _, attr := range names {
-		if !keepXattr(attr) {
+		if !unpack.KeepXattr(attr) {
 			continue
 		}
 		value, err := d.Getxattr("", attr)
@@ -190,7 +191,7 @@ func (j *joiner) attributes(layer int, name string) (dirAttributes, error) {
 }
 
 // build makes the directories and links.
-func (j *joiner) build(links []Link) error {
+func (j *joiner) build(links []unpack.Link) error {
 	for name := range j.inherits {
 		d, err := j.directory(name)
 		if err != nil {
@@ -217,7 +218,7 @@ func (j *joiner) directory(name string) (*safefs.Dir, error) {
 		return safefs.OpenDir(j.root, name)
 	}
 	if name != "" {
-		dir, base := splitPath(name)
+		dir, base := safefs.Split(name)
 		parent, err := j.directory(dir)
 		if err != nil {
 			return nil, err
@@ -257,7 +258,7 @@ func (j *joiner) dress(d *safefs.Dir) error {
 		}
 	}
 	j.times = append(j.times, func() error { return j.setTimes(d.Path(), &a.st) })
-	return d.Chmod(a.st.Mode & modeBits)
+	return d.Chmod(a.st.Mode & unpack.ModeBits)
 }
 
 func (j *joiner) setTimes(name string, st *unix.Stat_t) error {
@@ -292,13 +293,13 @@ func (j *joiner) link(name, target string) error {
 }
 
 func (j *joiner) linkTo(f found, name string) error {
-	dir, base := splitPath(f.path)
+	dir, base := safefs.Split(f.path)
 	from, err := j.all.open(f.layers[0], dir)
 	if err != nil {
 		return err
 	}
 	defer from.Close()
-	dir, newBase := splitPath(name)
+	dir, newBase := safefs.Split(name)
 	to, err := j.directory(dir)
 	if err != nil {
 		return err

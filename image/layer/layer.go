@@ -3,7 +3,7 @@
 //
 // # Contract
 //
-// A layer is made from its tar stream alone, so all layers of an image can be
+// A layer is made from its blob alone, so all layers of an image can be
 // made at once, in any order, and are shared by every image that has them. It is
 // visible only when it is complete, its diffID was right, and its data is on
 // stable storage; a crash at any moment leaves a whole layer or none.
@@ -34,12 +34,11 @@ package layer
 
 import (
 	"context"
-	"fmt"
 	"io"
-	"net/url"
 
 	"github.com/opencontainers/go-digest"
 
+	"berth/image/unpack"
 	"berth/internal/rootfs"
 )
 
@@ -50,10 +49,12 @@ type Driver interface {
 	// Kind is the form.
 	Kind() rootfs.Kind
 
-	// Apply writes the layer whose tar is read from tar into dir, which is
-	// empty. It reads at least to the end of the archive. What it wrote need not
-	// be synced. After an error dir is removed.
-	Apply(ctx context.Context, dir string, tar io.Reader, limits Limits) (Contents, error)
+	// Apply writes the layer whose tar is in blob into dir, which is empty. It reads
+	// to the end of blob. What it wrote need not be synced. After an error dir is removed.
+	Apply(ctx context.Context, dir string, blob io.Reader, job unpack.Job) (unpack.Result, error)
+
+	// Empty writes a layer with nothing in it into dir, which is empty.
+	Empty(dir string) error
 
 	// Join writes into dir, which is empty, what top needs from what lies below it:
 	// the directories of layers and joins, lowest first. It reports false if that is
@@ -70,93 +71,18 @@ type Driver interface {
 // Part is a layer as Join sees it.
 type Part struct {
 	Dir      string
-	Contents Contents
+	Contents unpack.Contents
 }
 
-// Limits bound what a layer may take, against tars made to fill disk or memory.
-// A zero field means that of DefaultLimits.
-type Limits struct {
-	Tar     int64 // length of the tar, which bounds what its files take on disk
-	Bytes   int64 // length of all its files, with holes counted
-	Entries int64 // entries of the tar
-}
-
-// DefaultLimits are far above what is known of real images.
-var DefaultLimits = Limits{Tar: 256 << 30, Bytes: 256 << 30, Entries: 4 << 20}
-
-func (l Limits) withDefaults() Limits {
-	if l.Tar == 0 {
-		l.Tar = DefaultLimits.Tar
-	}
-	if l.Bytes == 0 {
-		l.Bytes = DefaultLimits.Bytes
-	}
-	if l.Entries == 0 {
-		l.Entries = DefaultLimits.Entries
-	}
-	return l
-}
-
-// Usage is what something takes on disk. It is counted when it is made: file
-// data in blocks of the filesystem, one block for each directory.
-type Usage struct {
-	Bytes  uint64 `json:"bytes"`
-	Inodes uint64 `json:"inodes"`
-}
-
-func (u Usage) add(v Usage) Usage { return Usage{u.Bytes + v.Bytes, u.Inodes + v.Inodes} }
-
-// Contents is what a driver found in a layer.
-type Contents struct {
-	Summary
-	// Links are hard links whose target is not in the layer.
-	Links []Link `json:"links,omitempty"`
-	// Implied are directories that entries lie in and the tar does not list:
-	// their attributes are those of the layers below, where they exist there.
-	Implied []Name `json:"implied,omitempty"`
-	// Unsupported is how many extended attributes the filesystem did not take.
-	Unsupported int `json:"-"`
-}
-
-// Summary is the part of Contents that a Store keeps in memory.
-type Summary struct {
-	Usage
-	// Opaque: nothing of the layers below is to be seen (an opaque whiteout in the root).
-	Opaque bool `json:"opaque,omitempty"`
-	// Whiteouts is how many whiteouts the layer has. One that has any shows them as
-	// devices if it is not mounted through overlayfs.
-	Whiteouts int `json:"whiteouts,omitempty"`
-}
-
-// Link is a hard link that is still to be made.
-type Link struct {
-	Name   Name `json:"name"`
-	Target Name `json:"target"`
-}
-
-// Name is a path in a layer, relative and clean; "" is the root. In JSON it is
-// percent-encoded: names are bytes, of which JSON keeps only UTF-8.
-type Name string
-
-// MarshalText implements encoding.TextMarshaler.
-func (n Name) MarshalText() ([]byte, error) { return []byte(url.PathEscape(string(n))), nil }
-
-// UnmarshalText implements encoding.TextUnmarshaler.
-func (n *Name) UnmarshalText(text []byte) error {
-	s, err := url.PathUnescape(string(text))
-	if err != nil {
-		return fmt.Errorf("name in a layer: %w", err)
-	}
-	*n = Name(s)
-	return nil
-}
+// Usage is what something takes on disk.
+type Usage = unpack.Usage
 
 // Info is what a Store knows of a layer.
 type Info struct {
 	DiffID   digest.Digest `json:"diffID"`
 	TarBytes int64         `json:"tarBytes"` // length of the tar
 	Kind     rootfs.Kind   `json:"kind"`
-	Summary
+	unpack.Summary
 	// How many Links and Implied its record has.
 	PendingLinks int `json:"pendingLinks,omitempty"`
 	ImpliedDirs  int `json:"impliedDirs,omitempty"`
@@ -170,8 +96,8 @@ func (i Info) mayNeedJoin(lowest bool) bool {
 // record is the file of a layer.
 type record struct {
 	Info
-	Links   []Link `json:"links,omitempty"`
-	Implied []Name `json:"implied,omitempty"`
+	Links   []unpack.Link `json:"links,omitempty"`
+	Implied []unpack.Name `json:"implied,omitempty"`
 }
 
 // join is what a Store knows of a join, and its file.

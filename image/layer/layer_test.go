@@ -14,6 +14,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 
+	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
 	"berth/internal/rootfs/mounttest"
@@ -33,7 +34,7 @@ func discardLog() *slog.Logger { return slog.New(slog.DiscardHandler) }
 // openStore opens a store in dir, which closes with the test.
 func openStore(t testing.TB, dir string) *Store {
 	t.Helper()
-	s, err := Open(dir, NewDirectory(), discardLog())
+	s, err := Open(dir, NewDirectory(unpack.Layer), discardLog())
 	must(t, err)
 	t.Cleanup(func() { must(t, s.Close()) })
 	return s
@@ -70,7 +71,7 @@ func device(typ byte, name string, major, minor int64) header {
 func (h header) owned(uid, gid int) header { h.Uid, h.Gid = uid, gid; return h }
 
 func (h header) xattr(name, value string) header {
-	records := map[string]string{xattrRecord + name: value}
+	records := map[string]string{unpack.XattrRecord + name: value}
 	for k, v := range h.PAXRecords {
 		records[k] = v
 	}
@@ -96,7 +97,7 @@ func makeTar(t testing.TB, entries ...header) []byte {
 func create(t testing.TB, s *Store, data []byte) digest.Digest {
 	t.Helper()
 	id := digest.FromBytes(data)
-	must(t, s.Create(context.Background(), id, bytes.NewReader(data), Limits{}))
+	must(t, s.Create(context.Background(), id, bytes.NewReader(data), unpack.Limits{}))
 	return id
 }
 
@@ -120,7 +121,7 @@ func chainOf(ids ...digest.Digest) []digest.Digest { return ids }
 func createMalicious(t testing.TB, s *Store, data []byte) digest.Digest {
 	t.Helper()
 	id := digest.FromBytes(data)
-	err := s.Create(context.Background(), id, bytes.NewReader(data), Limits{})
+	err := s.Create(context.Background(), id, bytes.NewReader(data), unpack.Limits{})
 	if err == nil {
 		return id
 	}

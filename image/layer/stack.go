@@ -11,6 +11,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/identity"
 
+	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
 )
@@ -123,7 +124,7 @@ func (s *Store) part(diffID digest.Digest) (Part, error) {
 	if err := json.Unmarshal(data, &r); err != nil {
 		return Part{}, fmt.Errorf("read record of layer %s: %w", diffID, err)
 	}
-	return Part{dir, Contents{Summary: r.Summary, Links: r.Links, Implied: r.Implied}}, nil
+	return Part{dir, unpack.Contents{Summary: r.Summary, Links: r.Links, Implied: r.Implied}}, nil
 }
 
 // removeJoins removes the joins that diffID takes part in.

@@ -6,12 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync/atomic"
 
 	"github.com/opencontainers/go-digest"
@@ -19,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/unpack"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
@@ -67,7 +66,7 @@ func (s *Store) makeEmpty() error {
 		return nil
 	}
 	return s.publish(s.emptyDir(), func(dir string) (any, error) {
-		return s.driver.Apply(context.Background(), dir, strings.NewReader(""), DefaultLimits)
+		return struct{}{}, s.driver.Empty(dir)
 	})
 }
 
@@ -109,24 +108,24 @@ func (s *Store) Usage() Usage {
 	sum := s.trash.sizes.sum()
 	sum.Bytes += uint64(s.making.Load())
 	for _, info := range s.layers.all() {
-		sum = sum.add(info.Usage)
+		sum = sum.Add(info.Usage)
 	}
 	for _, j := range s.joins.all() {
-		sum = sum.add(j.Usage)
+		sum = sum.Add(j.Usage)
 	}
 	return sum
 }
 
-// Create makes the layer diffID from its uncompressed tar, which it reads to the
-// end of the file (bytes behind the archive count for the diffID). When it
+// Create makes the layer diffID from the blob with its tar, in gzip, zstd or as it is,
+// which it reads to its end (bytes behind the archive count for the diffID). When it
 // returns nil the layer is visible and durable; on any error nothing of it is
-// left. If the layer is there already, tar is not read. tar is read from another
+// left. If the layer is there already, blob is not read. blob is read from another
 // goroutine, which has ended when Create returns; its Read must return when ctx is
 // done.
 //
-// Calls for the same layer do not wait for each other's tar, which may come from a
+// Calls for the same layer do not wait for each other's blob, which may come from a
 // host that never ends: each makes the layer, and the first to finish is kept.
-func (s *Store) Create(ctx context.Context, diffID digest.Digest, tar io.Reader, limits Limits) error {
+func (s *Store) Create(ctx context.Context, diffID digest.Digest, blob io.Reader, limits unpack.Limits) error {
 	if err := diffID.Validate(); err != nil {
 		return errdefs.InvalidArgument("layer %q: %w", diffID, err)
 	}
@@ -134,10 +133,11 @@ func (s *Store) Create(ctx context.Context, diffID digest.Digest, tar io.Reader,
 		return nil
 	}
 	var made record
-	count := &tally{Reader: tar, sum: &s.making}
+	count := &tally{sum: &s.making}
 	defer count.end()
+	job := unpack.Job{Limits: limits, Algorithm: diffID.Algorithm(), Progress: count.more}
 	err := s.build(diffID.Encoded(), func(tmp string) (_ any, err error) {
-		made, err = s.apply(ctx, tmp, diffID, count, limits.withDefaults())
+		made, err = s.apply(ctx, tmp, diffID, blob, job)
 		return made, err
 	}, func(tmp string) error { return s.admit(ctx, tmp, made.Info) })
 	if err == errThere {
@@ -149,22 +149,18 @@ func (s *Store) Create(ctx context.Context, diffID digest.Digest, tar io.Reader,
 	return nil
 }
 
-// tally adds what is read to a sum, and takes it off at the end.
+// tally adds to a sum, and takes it off at the end.
 type tally struct {
-	io.Reader
 	sum *atomic.Int64
-	n   int64
+	n   atomic.Int64
 }
 
-// Read implements io.Reader.
-func (t *tally) Read(p []byte) (int, error) {
-	n, err := t.Reader.Read(p)
-	t.n += int64(n)
+func (t *tally) more(n int) {
+	t.n.Add(int64(n))
 	t.sum.Add(int64(n))
-	return n, err
 }
 
-func (t *tally) end() { t.sum.Add(-t.n) }
+func (t *tally) end() { t.sum.Add(-t.n.Load()) }
 
 // errThere is returned by admit where another maker was faster.
 var errThere = errors.New("the layer is there")
@@ -187,26 +183,20 @@ func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
 }
 
 // apply lets the driver write the layer into dir and checks the diffID.
-func (s *Store) apply(ctx context.Context, dir string, diffID digest.Digest, tar io.Reader, limits Limits) (record, error) {
-	in := newStream(ctx, tar, diffID.Algorithm().Hash(), limits.Tar)
-	defer in.close()
-	contents, err := s.driver.Apply(ctx, dir, in, limits)
+func (s *Store) apply(ctx context.Context, dir string, diffID digest.Digest, blob io.Reader, job unpack.Job) (record, error) {
+	made, err := s.driver.Apply(ctx, dir, blob, job)
 	if err != nil {
 		return record{}, err
 	}
-	n, sum, err := in.finish()
-	if err != nil {
-		return record{}, err
+	if made.Digest != diffID {
+		return record{}, errdefs.New(codes.DataLoss, "its %d bytes have the digest %s", made.TarBytes, made.Digest)
 	}
-	if got := digest.NewDigestFromBytes(diffID.Algorithm(), sum); got != diffID {
-		return record{}, errdefs.New(codes.DataLoss, "its %d bytes have the digest %s", n, got)
+	if made.Unsupported > 0 {
+		s.log.Warn("extended attributes of a layer dropped: the filesystem does not support them", "layer", diffID, "count", made.Unsupported)
 	}
-	if contents.Unsupported > 0 {
-		s.log.Warn("extended attributes of a layer dropped: the filesystem does not support them", "layer", diffID, "count", contents.Unsupported)
-	}
-	info := Info{DiffID: diffID, TarBytes: n, Kind: s.driver.Kind(), Summary: contents.Summary}
-	info.PendingLinks, info.ImpliedDirs = len(contents.Links), len(contents.Implied)
-	return record{info, contents.Links, contents.Implied}, nil
+	info := Info{DiffID: diffID, TarBytes: made.TarBytes, Kind: s.driver.Kind(), Summary: made.Summary}
+	info.PendingLinks, info.ImpliedDirs = len(made.Links), len(made.Implied)
+	return record{info, made.Links, made.Implied}, nil
 }
 
 // errNothing is returned by the fill function of publish when there is nothing to show.
@@ -413,15 +403,14 @@ func syncDir(path string) error {
 	return nil
 }
 
-// coded gives the errors of the filesystem that mean something to a client their code.
+// coded gives the errors of package unpack, and those of the filesystem that mean something to a
+// client, their code.
 func coded(err error) error {
-	switch {
-	case errdefs.Code(err) != codes.Unknown:
+	if errdefs.Code(err) != codes.Unknown {
 		return err
-	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
-		return errdefs.New(codes.ResourceExhausted, "%w", err)
-	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EIO), errors.Is(err, unix.EROFS):
-		return errdefs.Internal("%w", err)
+	}
+	if code := unpack.Code(err); code != codes.Unknown {
+		return errdefs.New(code, "%w", err)
 	}
 	return err
 }

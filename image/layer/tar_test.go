@@ -18,17 +18,20 @@ import (
 	"testing"
 	"time"
 
+	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
+
+	"berth/image/unpack"
 )
 
 // apply unpacks a tar with the driver alone and returns where.
-func apply(t testing.TB, data []byte) (string, Contents) {
+func apply(t testing.TB, data []byte) (string, unpack.Contents) {
 	t.Helper()
 	work := t.TempDir()
-	c, err := NewDirectory().Apply(context.Background(), work, bytes.NewReader(data), Limits{})
+	c, err := NewDirectory(unpack.Layer).Apply(context.Background(), work, bytes.NewReader(data), unpack.Job{Algorithm: digest.SHA256})
 	must(t, err)
 	checkTree(t, filepath.Join(work, treeDir), c.Usage)
-	return filepath.Join(work, treeDir), c
+	return filepath.Join(work, treeDir), c.Contents
 }
 
 // attributes describes a file with all that a tar carries, inodes as numbers
@@ -389,29 +392,6 @@ func TestJoinTimes(t *testing.T) {
 	must(t, err)
 	if !info.ModTime().Equal(testTime) {
 		t.Errorf("mtime %v", info.ModTime())
-	}
-}
-
-// Names in records are bytes.
-func TestNames(t *testing.T) {
-	for _, want := range []Name{"", "a/b", "%2f", "\xff\xfe/\x00", "new\nline", "ü", `"\`, "a+b c"} {
-		text, err := want.MarshalText()
-		must(t, err)
-		var got Name
-		must(t, got.UnmarshalText(text))
-		if got != want {
-			t.Errorf("%q became %q by %s", want, got, text)
-		}
-		for _, c := range text {
-			if c < 0x20 || c > 0x7e {
-				t.Errorf("%q is stored as %q", want, text)
-				break
-			}
-		}
-	}
-	var n Name
-	if err := n.UnmarshalText([]byte("%zz")); err == nil {
-		t.Error("a broken name was taken")
 	}
 }
 

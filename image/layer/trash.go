@@ -56,7 +56,7 @@ func (s *sizes) sum() Usage {
 	defer s.mu.Unlock()
 	var sum Usage
 	for _, u := range s.of {
-		sum = sum.add(u)
+		sum = sum.Add(u)
 	}
 	return sum
 }

@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/image/unpack"
 	"berth/internal/safefs"
 )
 
@@ -73,7 +74,7 @@ func (v *view) directory(p string) (found, error) {
 	if f, ok := v.dirs[p]; ok {
 		return f, nil
 	}
-	dir, base := splitPath(p)
+	dir, base := safefs.Split(p)
 	parent, err := v.directory(dir)
 	if err != nil {
 		return found{}, err
@@ -91,7 +92,7 @@ func (v *view) directory(p string) (found, error) {
 
 // child looks a name up in a directory; ENOENT if there is none to be seen.
 func (v *view) child(dir found, name string) (found, error) {
-	f := found{path: joinPath(dir.path, name)}
+	f := found{path: safefs.Join(dir.path, name)}
 	for _, layer := range dir.layers {
 		st, opaque, err := v.look(layer, dir.path, name)
 		if errors.Is(err, unix.ENOENT) {
@@ -101,7 +102,7 @@ func (v *view) child(dir found, name string) (found, error) {
 			return found{}, err
 		}
 		isDir := st.Mode&unix.S_IFMT == unix.S_IFDIR
-		if isWhiteout(&st) || !isDir && len(f.layers) > 0 {
+		if unpack.IsWhiteout(&st) || !isDir && len(f.layers) > 0 {
 			break
 		}
 		if len(f.layers) == 0 {
@@ -127,7 +128,7 @@ func (v *view) look(layer int, dir, name string) (st unix.Stat_t, opaque bool, e
 	if st, err = d.Stat(name); err != nil || st.Mode&unix.S_IFMT != unix.S_IFDIR {
 		return st, false, err
 	}
-	value, err := d.Getxattr(name, opaqueXattr)
+	value, err := d.Getxattr(name, unpack.OpaqueXattr)
 	if errors.Is(err, unix.ENODATA) || errors.Is(err, unix.EOPNOTSUPP) {
 		err = nil
 	}
@@ -176,7 +177,7 @@ func (v *view) resolve(p string) (found, error) {
 }
 
 func (v *view) readlink(f found) (string, error) {
-	dir, base := splitPath(f.path)
+	dir, base := safefs.Split(f.path)
 	d, err := v.open(f.layers[0], dir)
 	if err != nil {
 		return "", err

@@ -81,6 +81,20 @@ func ResolveDir(root *os.File, path string) (*Dir, error) {
 // slash, never above the root; "" is the root.
 func Clean(p string) string { return path.Clean("/" + p)[1:] }
 
+// Split returns the directory of a clean path and its last component.
+func Split(clean string) (dir, base string) {
+	i := strings.LastIndexByte(clean, '/')
+	return clean[:max(i, 0)], clean[i+1:]
+}
+
+// Join is the clean path of a name in a directory; "" is the root.
+func Join(dir, name string) string {
+	if dir == "" {
+		return name
+	}
+	return dir + "/" + name
+}
+
 func split(p string) []string {
 	return strings.FieldsFunc(p, func(r rune) bool { return r == '/' })
 }

@@ -1,12 +1,12 @@
-package layer
+package unpack
 
 import (
 	"errors"
+	"os"
 	"strings"
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/errdefs"
 	"berth/internal/safefs"
 )
 
@@ -15,9 +15,10 @@ const (
 	opaqueWhiteout = ".wh..wh..opq"
 	aufsPrefix     = ".wh..wh."
 
-	// overlayfs' forms of the same.
-	whiteoutDev = 0
-	opaqueXattr = "trusted.overlay.opaque"
+	whiteoutDev = 0 // overlayfs' form of a whiteout
+
+	// OpaqueXattr is overlayfs' mark of an opaque directory.
+	OpaqueXattr = "trusted.overlay.opaque"
 )
 
 // isAUFS reports whether an entry is one of AUFS' own files, which lie in the
@@ -26,17 +27,39 @@ func isAUFS(name string) bool {
 	return strings.HasPrefix(name, aufsPrefix) && name != opaqueWhiteout
 }
 
-// isWhiteout reports whether st is overlayfs' mark for a name that is hidden.
-func isWhiteout(st *unix.Stat_t) bool {
+// IsWhiteout reports whether st is overlayfs' mark for a name that is hidden.
+func IsWhiteout(st *unix.Stat_t) bool {
 	return st.Mode&unix.S_IFMT == unix.S_IFCHR && st.Rdev == whiteoutDev
 }
 
-func setOpaque(dir *safefs.Dir) error { return dir.Setxattr("", opaqueXattr, []byte("y")) }
+// setOpaque notes that a directory is opaque. The mark is set by MarkOpaque.
+func (u *unpacker) setOpaque(path string) error {
+	if u.opaques[path] {
+		return nil
+	}
+	u.opaques[path] = true
+	return u.remember(len(path))
+}
+
+// MarkOpaque gives the directories of a tree overlayfs' mark. An attribute of that
+// name takes CAP_SYS_ADMIN to set, which nobody needs who unpacks.
+func MarkOpaque(tree *os.File, dirs []Name) error {
+	for _, name := range dirs {
+		dir, err := safefs.OpenDir(tree, string(name))
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(dir.Setxattr("", OpaqueXattr, []byte("y")), dir.Close()); err != nil {
+			return err
+		}
+	}
+	return nil
+}
 
 // whiteoutEntry is for an entry named base = ".wh." + hidden in dir.
 func (u *unpacker) whiteoutEntry(dir, base, hidden string) error {
 	if base != opaqueWhiteout && (hidden == "" || hidden == "." || hidden == "..") {
-		return errdefs.InvalidArgument("a whiteout of nothing")
+		return refuse("a whiteout of nothing")
 	}
 	parent, err := u.parent(dir)
 	if err != nil {
@@ -49,7 +72,7 @@ func (u *unpacker) whiteoutEntry(dir, base, hidden string) error {
 		u.opaque = true // Stack leaves the layers below out: overlayfs takes no such mark on a root
 		return nil
 	}
-	return setOpaque(parent)
+	return u.setOpaque(parent.Path())
 }
 
 // hide hides what the layers below have at a place; what this layer has stays.
@@ -66,13 +89,8 @@ func (u *unpacker) hide(at place) error {
 	case st.Mode&unix.S_IFMT != unix.S_IFDIR:
 		return nil
 	}
-	d, err := at.dir.Open(at.name)
-	if err != nil {
-		return err
-	}
-	defer d.Close()
 	delete(u.implied, at.path()) // the one below is gone, its attributes with it
-	return setOpaque(d)
+	return u.setOpaque(at.path())
 }
 
 func (u *unpacker) makeWhiteout(at place) error {
@@ -87,7 +105,7 @@ func (u *unpacker) makeWhiteout(at place) error {
 // blocked is called where a directory is implied in whose place is something
 // else. A whiteout gives way: the directory then hides what the whiteout hid.
 func (u *unpacker) blocked(dir *safefs.Dir, name string, st *unix.Stat_t) error {
-	if !isWhiteout(st) {
+	if !IsWhiteout(st) {
 		return unix.ENOTDIR
 	}
 	at := place{dir, name}

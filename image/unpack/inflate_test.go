@@ -1,7 +1,8 @@
-package image
+package unpack
 
 import (
 	"bytes"
+	"compress/gzip"
 	"errors"
 	"io"
 	"strings"
@@ -10,8 +11,6 @@ import (
 
 	"github.com/klauspost/compress/zstd"
 	"google.golang.org/grpc/codes"
-
-	"berth/internal/errdefs"
 )
 
 // inflate reads a blob's tar.
@@ -28,11 +27,11 @@ func TestInflate(t *testing.T) {
 	content := strings.Repeat("content ", 100_000)
 	want := tarOf(t, "f", content)
 	for name, blob := range map[string][]byte{
-		"gzip":          gzipped(t, "f", content).Blob,
-		"zstd":          zstandard(t, "f", content).Blob,
+		"gzip":          gzipped(t, tarOf(t, "f", content)),
+		"zstd":          zstdFrame(t, tarOf(t, "f", content)),
 		"zstd, frames":  append(zstdFrame(t, want[:1000]), zstdFrame(t, want[1000:])...),
 		"plain":         want,
-		"gzip, members": append(gzipped(t, "f", content).Blob, gzipped(t, "g", content).Blob...),
+		"gzip, members": append(gzipped(t, tarOf(t, "f", content)), gzipped(t, tarOf(t, "g", content))...),
 	} {
 		for kind, reader := range map[string]func(io.Reader) io.Reader{
 			"":                func(r io.Reader) io.Reader { return r },
@@ -56,6 +55,19 @@ func TestInflate(t *testing.T) {
 	}
 }
 
+func gzipped(t *testing.T, data []byte) []byte {
+	t.Helper()
+	var b bytes.Buffer
+	w := gzip.NewWriter(&b)
+	if _, err := w.Write(data); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return b.Bytes()
+}
+
 func zstdFrame(t *testing.T, data []byte, opts ...zstd.EOption) []byte {
 	t.Helper()
 	w, err := zstd.NewWriter(nil, opts...)
@@ -71,7 +83,7 @@ func TestInflateKeepsTheBlobsError(t *testing.T) {
 	broken := errors.New("broken")
 	content := strings.Repeat("content ", 100_000)
 	for name, blob := range map[string][]byte{
-		"gzip": gzipped(t, "f", content).Blob, "zstd": zstandard(t, "f", content).Blob, "plain": tarOf(t, "f", content),
+		"gzip": gzipped(t, tarOf(t, "f", content)), "zstd": zstdFrame(t, tarOf(t, "f", content)), "plain": tarOf(t, "f", content),
 	} {
 		for _, at := range []int{0, 2, 3, len(blob) / 2, len(blob) - 1, len(blob)} {
 			_, err := inflate(io.MultiReader(bytes.NewReader(blob[:at]), iotest.ErrReader(broken)))
@@ -85,7 +97,7 @@ func TestInflateKeepsTheBlobsError(t *testing.T) {
 func TestInflateRefuses(t *testing.T) {
 	content := strings.Repeat("content ", 100_000)
 	flip := func(b []byte, at int) []byte { b[at] ^= 0xff; return b }
-	gz, zs := gzipped(t, "f", content).Blob, zstandard(t, "f", content).Blob
+	gz, zs := gzipped(t, tarOf(t, "f", content)), zstdFrame(t, tarOf(t, "f", content))
 	for name, blob := range map[string][]byte{
 		"gzip, cut":             gz[:len(gz)/2],
 		"gzip, bad checksum":    flip(bytes.Clone(gz), len(gz)-5),
@@ -96,7 +108,7 @@ func TestInflateRefuses(t *testing.T) {
 		"zstd, window of 2 GiB": {0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xa8, 0x01, 0x00, 0x00},
 	} {
 		got, err := inflate(bytes.NewReader(blob))
-		if errdefs.Code(err) != codes.DataLoss {
+		if Code(err) != codes.DataLoss {
 			t.Errorf("%s: %d bytes, %v", name, len(got), err)
 		}
 	}

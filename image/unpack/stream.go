@@ -1,14 +1,10 @@
-package layer
+package unpack
 
 import (
 	"context"
 	"hash"
 	"io"
 	"sync"
-
-	"google.golang.org/grpc/codes"
-
-	"berth/internal/errdefs"
 )
 
 const (
@@ -34,6 +30,7 @@ type stream struct {
 	ctx   context.Context
 	hash  hash.Hash
 	limit int64
+	tell  func(n int)
 	n     int64
 	done  chan struct{}
 }
@@ -44,11 +41,11 @@ type chunk struct {
 	err error // after n bytes; the last chunk's is never nil
 }
 
-func newStream(ctx context.Context, src io.Reader, hash hash.Hash, limit int64) *stream {
+func newStream(ctx context.Context, src io.Reader, hash hash.Hash, limit int64, tell func(n int)) *stream {
 	s := &stream{
 		full: make(chan chunk, chunks), free: make(chan *[chunkSize]byte, chunks),
 		quit: make(chan struct{}), done: make(chan struct{}),
-		src: src, ctx: ctx, hash: hash, limit: limit,
+		src: src, ctx: ctx, hash: hash, limit: limit, tell: tell,
 	}
 	for range chunks {
 		s.free <- chunkPool.Get().(*[chunkSize]byte)
@@ -83,10 +80,11 @@ func (s *stream) fill(buf *[chunkSize]byte) chunk {
 		var m int
 		m, err = s.src.Read(buf[n:])
 		n += m
+		s.tell(m)
 	}
 	s.hash.Write(buf[:n])
 	if s.n += int64(n); s.n > s.limit {
-		err = errdefs.New(codes.ResourceExhausted, "it is longer than the %d bytes allowed", s.limit)
+		err = exceeds("it is longer than the %d bytes allowed", s.limit)
 	}
 	return chunk{buf, n, err}
 }

@@ -1,4 +1,4 @@
-package layer
+package unpack
 
 import (
 	"bytes"
@@ -11,8 +11,6 @@ import (
 	"testing/iotest"
 
 	"google.golang.org/grpc/codes"
-
-	"berth/internal/errdefs"
 )
 
 func TestStream(t *testing.T) {
@@ -21,7 +19,7 @@ func TestStream(t *testing.T) {
 		for name, src := range map[string]io.Reader{
 			"whole": bytes.NewReader(data), "half": iotest.HalfReader(bytes.NewReader(data)), "data with EOF": iotest.DataErrReader(bytes.NewReader(data)),
 		} {
-			s := newStream(context.Background(), src, sha256.New(), int64(size))
+			s := newStream(context.Background(), src, sha256.New(), int64(size), func(int) {})
 			got, err := io.ReadAll(io.LimitReader(s, int64(size/2)))
 			if err != nil || !bytes.Equal(got, data[:size/2]) {
 				t.Errorf("%s, %d: read %d bytes, %v", name, size, len(got), err)
@@ -39,7 +37,7 @@ func TestStream(t *testing.T) {
 func TestStreamErrors(t *testing.T) {
 	broken := errors.New("broken")
 	for _, want := range []error{broken, io.ErrUnexpectedEOF} {
-		s := newStream(context.Background(), io.MultiReader(strings.NewReader("some"), iotest.ErrReader(want)), sha256.New(), 100)
+		s := newStream(context.Background(), io.MultiReader(strings.NewReader("some"), iotest.ErrReader(want)), sha256.New(), 100, func(int) {})
 		got, err := io.ReadAll(s)
 		if string(got) != "some" || err != want {
 			t.Errorf("%q, %v; want %v", got, err, want)
@@ -49,8 +47,8 @@ func TestStreamErrors(t *testing.T) {
 		}
 		s.close()
 	}
-	s := newStream(context.Background(), strings.NewReader("12345"), sha256.New(), 4)
-	if _, err := io.ReadAll(s); errdefs.Code(err) != codes.ResourceExhausted {
+	s := newStream(context.Background(), strings.NewReader("12345"), sha256.New(), 4, func(int) {})
+	if _, err := io.ReadAll(s); Code(err) != codes.ResourceExhausted {
 		t.Errorf("beyond the limit: %v", err)
 	}
 	s.close()
@@ -58,7 +56,7 @@ func TestStreamErrors(t *testing.T) {
 
 // close ends a stream that nobody read, with all chunks full.
 func TestStreamClose(t *testing.T) {
-	s := newStream(context.Background(), zeros{}, sha256.New(), 1<<40)
+	s := newStream(context.Background(), zeros{}, sha256.New(), 1<<40, func(int) {})
 	if _, err := s.Read(make([]byte, 1)); err != nil {
 		t.Error(err)
 	}

@@ -1,4 +1,4 @@
-package layer
+package unpack
 
 import (
 	"archive/tar"
@@ -11,16 +11,15 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/errdefs"
 	"berth/internal/safefs"
 )
 
-// xattrRecord is the prefix of the PAX records for extended attributes (star,
+// XattrRecord is the prefix of the PAX records for extended attributes (star,
 // GNU tar, Go).
-const xattrRecord = "SCHILY.xattr."
+const XattrRecord = "SCHILY.xattr."
 
-// modeBits are the permissions with setuid, setgid and sticky.
-const modeBits = 0o7777
+// ModeBits are the permissions with setuid, setgid and sticky.
+const ModeBits = 0o7777
 
 // fileAttributes gives a regular file what its entry says. The order matters:
 // chown clears setuid, setgid and file capabilities.
@@ -37,7 +36,7 @@ func (u *unpacker) fileAttributes(at place, f *os.File, hdr *tar.Header) error {
 	if err != nil {
 		return err
 	}
-	if err := unix.Fchmod(fd, uint32(hdr.Mode&modeBits)); err != nil {
+	if err := unix.Fchmod(fd, uint32(hdr.Mode&ModeBits)); err != nil {
 		return fmt.Errorf("chmod: %w", err)
 	}
 	return nil
@@ -56,7 +55,7 @@ func (u *unpacker) directoryAttributes(dir *safefs.Dir, hdr *tar.Header) error {
 	if err != nil {
 		return err
 	}
-	return dir.Chmod(uint32(hdr.Mode & modeBits))
+	return dir.Chmod(uint32(hdr.Mode & ModeBits))
 }
 
 // nodeAttributes does the same for a symlink or a device, which cannot be opened.
@@ -73,7 +72,7 @@ func (u *unpacker) nodeAttributes(at place, hdr *tar.Header, mode bool) error {
 	if err != nil || !mode {
 		return err
 	}
-	return at.dir.ChmodNode(at.name, uint32(hdr.Mode&modeBits))
+	return at.dir.ChmodNode(at.name, uint32(hdr.Mode&ModeBits))
 }
 
 // owner returns the entry's owner. 2^32-1 means "no change" to chown(2): the
@@ -81,7 +80,7 @@ func (u *unpacker) nodeAttributes(at place, hdr *tar.Header, mode bool) error {
 func owner(hdr *tar.Header) (uid, gid uint32, err error) {
 	for _, id := range []int{hdr.Uid, hdr.Gid} {
 		if id < 0 || id >= math.MaxUint32 {
-			return 0, 0, errdefs.InvalidArgument("owner %d:%d is outside of 0 to %d", hdr.Uid, hdr.Gid, uint32(math.MaxUint32-1))
+			return 0, 0, refuse("owner %d:%d is outside of 0 to %d", hdr.Uid, hdr.Gid, uint32(math.MaxUint32-1))
 		}
 	}
 	return uint32(hdr.Uid), uint32(hdr.Gid), nil
@@ -90,8 +89,8 @@ func owner(hdr *tar.Header) (uid, gid uint32, err error) {
 // xattrs sets the extended attributes of an entry that an image may set.
 func (u *unpacker) xattrs(hdr *tar.Header, set func(attr string, value []byte) error) error {
 	for key, value := range hdr.PAXRecords {
-		attr, ok := strings.CutPrefix(key, xattrRecord)
-		if !ok || !keepXattr(attr) {
+		attr, ok := strings.CutPrefix(key, XattrRecord)
+		if !ok || !KeepXattr(attr) {
 			continue
 		}
 		err := set(attr, []byte(value))
@@ -108,8 +107,8 @@ func (u *unpacker) xattrs(hdr *tar.Header, set func(attr string, value []byte) e
 	return nil
 }
 
-// keepXattr reports whether an image may set the extended attribute, see Directory.
-func keepXattr(attr string) bool {
+// KeepXattr reports whether an image may set the extended attribute, see the package doc.
+func KeepXattr(attr string) bool {
 	switch {
 	case strings.HasPrefix(attr, "user.overlay."): // overlayfs' own, mounted with userxattr
 		return false

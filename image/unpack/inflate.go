@@ -1,4 +1,4 @@
-package image
+package unpack
 
 import (
 	"bufio"
@@ -7,9 +7,6 @@ import (
 
 	"github.com/klauspost/compress/gzip"
 	"github.com/klauspost/compress/zstd"
-	"google.golang.org/grpc/codes"
-
-	"berth/internal/errdefs"
 )
 
 var (
@@ -98,7 +95,7 @@ func (t *tarReader) failure(err error) error {
 	if t.source.err != nil {
 		return t.source.err
 	}
-	return errdefs.New(codes.DataLoss, "decompress: %w", err)
+	return corrupt("decompress: %w", err)
 }
 
 // Close frees the decompressor.

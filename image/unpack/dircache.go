@@ -1,4 +1,4 @@
-package layer
+package unpack
 
 import (
 	"container/list"

@@ -1,4 +1,4 @@
-package layer
+package unpack
 
 import (
 	"archive/tar"
@@ -14,10 +14,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-	"google.golang.org/grpc/codes"
 
 	"berth/internal/diskusage"
-	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/safefs"
 )
@@ -26,8 +24,7 @@ const (
 	// maxPath is the longest path in a layer (PATH_MAX less the zero). It bounds the
 	// depth of the tree too: symlinks cannot make it deeper.
 	maxPath = unix.PathMax - 1
-	// maxNames bounds the memory for names that are kept until the end of a layer
-	// and in its record.
+	// maxNames bounds the memory for names that are kept until the end of a layer.
 	maxNames = 64 << 20
 	// copySize is the size of one write.
 	copySize = 128 << 10
@@ -43,6 +40,7 @@ var copyPool = sync.Pool{New: func() any { return new([copySize]byte) }}
 type unpacker struct {
 	root    *os.File
 	limits  Limits
+	tick    func() // tells that there is progress
 	parents *dirCache
 	buf     *[copySize]byte
 	block   int64 // of the filesystem, for counting
@@ -50,6 +48,7 @@ type unpacker struct {
 	// Keys are paths in the tree, free of symlinks.
 	links   map[string]string    // hard links whose target is not in the layer
 	implied map[string]bool      // directories the tar has not listed so far
+	opaques map[string]bool      // directories that hide what the layers below have in them
 	times   map[string]time.Time // of directories: set last, filling them changes them
 	names   int                  // bytes left for the keys and targets above
 
@@ -61,14 +60,14 @@ type unpacker struct {
 	unsupported int    // extended attributes that the filesystem refused
 }
 
-func newUnpacker(root *os.File, limits Limits) (*unpacker, error) {
+func newUnpacker(root *os.File, limits Limits, tick func()) (*unpacker, error) {
 	block, err := diskusage.BlockSize(root)
 	if err != nil {
 		return nil, err
 	}
 	return &unpacker{
-		root: root, limits: limits.withDefaults(), parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), block: block,
-		links: map[string]string{}, implied: map[string]bool{"": true}, times: map[string]time.Time{"": impliedTime},
+		root: root, limits: limits.withDefaults(), tick: tick, parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), block: block,
+		links: map[string]string{}, implied: map[string]bool{"": true}, opaques: map[string]bool{}, times: map[string]time.Time{"": impliedTime},
 		names: maxNames,
 		usage: Usage{Bytes: uint64(block), Inodes: 1},
 	}, nil
@@ -88,19 +87,19 @@ func (u *unpacker) unpack(ctx context.Context, tr *tar.Reader) error {
 			return u.setTimes()
 		}
 		if err != nil && !errors.Is(err, tar.ErrInsecurePath) { // such paths are confined
-			return invalid(fmt.Errorf("read tar after %d entries: %w", entries, err))
+			return blame(fmt.Errorf("read tar after %d entries: %w", entries, err))
 		}
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
 		if entries++; entries > u.limits.Entries {
-			return errdefs.New(codes.ResourceExhausted, "it has more than the %d entries allowed", u.limits.Entries)
+			return exceeds("it has more than the %d entries allowed", u.limits.Entries)
 		}
 		if bytes += contentSize(hdr, u.limits.Bytes); bytes > u.limits.Bytes {
-			return errdefs.New(codes.ResourceExhausted, "its files are larger than the %d bytes allowed", u.limits.Bytes)
+			return exceeds("its files are larger than the %d bytes allowed", u.limits.Bytes)
 		}
 		if err := u.entry(hdr, tr); err != nil {
-			return invalid(fmt.Errorf("entry %q: %w", hdr.Name, err))
+			return blame(fmt.Errorf("entry %q: %w", hdr.Name, err))
 		}
 		failpoint.Reach("layer.entry-made")
 	}
@@ -129,7 +128,7 @@ func (u *unpacker) entry(hdr *tar.Header, content io.Reader) error {
 	if name == "" {
 		return u.rootEntry(hdr)
 	}
-	dir, base := splitPath(name)
+	dir, base := safefs.Split(name)
 	if hidden, ok := strings.CutPrefix(base, whiteoutPrefix); ok && !isAUFS(name) {
 		return u.whiteoutEntry(dir, base, hidden)
 	}
@@ -146,20 +145,6 @@ func (u *unpacker) entry(hdr *tar.Header, content io.Reader) error {
 	return u.make(place{parent, base}, hdr, content)
 }
 
-// splitPath is path.Split without the slash.
-func splitPath(name string) (dir, base string) {
-	i := strings.LastIndexByte(name, '/')
-	return name[:max(i, 0)], name[i+1:]
-}
-
-// joinPath is the path of a name in a directory; "" is the root.
-func joinPath(dir, name string) string {
-	if dir == "" {
-		return name
-	}
-	return dir + "/" + name
-}
-
 // place is where an entry goes.
 type place struct {
 	dir  *safefs.Dir
@@ -167,11 +152,11 @@ type place struct {
 }
 
 // path is free of symlinks.
-func (p place) path() string { return joinPath(p.dir.Path(), p.name) }
+func (p place) path() string { return safefs.Join(p.dir.Path(), p.name) }
 
 func (u *unpacker) rootEntry(hdr *tar.Header) error {
 	if hdr.Typeflag != tar.TypeDir {
-		return errdefs.InvalidArgument("the root is no directory")
+		return refuse("the root is no directory")
 	}
 	root, err := u.parent("")
 	if err != nil {
@@ -194,7 +179,7 @@ func (u *unpacker) make(at place, hdr *tar.Header, content io.Reader) error {
 	case tar.TypeChar, tar.TypeBlock, tar.TypeFifo:
 		return u.node(at, hdr)
 	}
-	return errdefs.InvalidArgument("unknown type %q", hdr.Typeflag)
+	return refuse("unknown type %q", hdr.Typeflag)
 }
 
 func (u *unpacker) file(at place, hdr *tar.Header, content io.Reader) error {
@@ -312,7 +297,7 @@ func (u *unpacker) newDirectory(at place, hdr *tar.Header, opaque bool) error {
 	}
 	defer dir.Close()
 	if opaque {
-		if err := setOpaque(dir); err != nil {
+		if err := u.setOpaque(at.path()); err != nil {
 			return err
 		}
 	}
@@ -331,7 +316,7 @@ func (u *unpacker) listed(dir *safefs.Dir, hdr *tar.Header) error {
 
 func (u *unpacker) symlink(at place, hdr *tar.Header) error {
 	if hdr.Linkname == "" {
-		return errdefs.InvalidArgument("a symlink without a target")
+		return refuse("a symlink without a target")
 	}
 	if err := u.replacing(at, func() error { return at.dir.Symlink(hdr.Linkname, at.name) }); err != nil {
 		return err
@@ -348,7 +333,7 @@ func (u *unpacker) symlink(at place, hdr *tar.Header) error {
 func (u *unpacker) link(at place, hdr *tar.Header) error {
 	target := safefs.Clean(hdr.Linkname)
 	if target == "" || len(target) > maxPath {
-		return errdefs.InvalidArgument("a hard link to %q", hdr.Linkname)
+		return refuse("a hard link to %q", hdr.Linkname)
 	}
 	old, ok, err := u.linkTarget(target)
 	if err != nil {
@@ -366,10 +351,10 @@ func (u *unpacker) link(at place, hdr *tar.Header) error {
 		return u.linkLater(at, old.path())
 	case err != nil:
 		return err
-	case isWhiteout(&st):
+	case IsWhiteout(&st):
 		return u.linkLater(at, old.path())
 	case st.Mode&unix.S_IFMT == unix.S_IFDIR:
-		return errdefs.InvalidArgument("a hard link to the directory %q", hdr.Linkname)
+		return refuse("a hard link to the directory %q", hdr.Linkname)
 	}
 	if now, err := at.dir.Stat(at.name); err == nil && now.Ino == st.Ino {
 		return nil // it is there already, perhaps as its own target
@@ -379,7 +364,7 @@ func (u *unpacker) link(at place, hdr *tar.Header) error {
 
 // linkTarget opens the directory of a hard link's target; false if it is not in the layer.
 func (u *unpacker) linkTarget(target string) (place, bool, error) {
-	dir, base := splitPath(target)
+	dir, base := safefs.Split(target)
 	d, err := u.lookup(dir)
 	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) {
 		return place{}, false, nil
@@ -400,7 +385,7 @@ func (u *unpacker) linkLater(at place, target string) error {
 
 func (u *unpacker) node(at place, hdr *tar.Header) error {
 	if hdr.Devmajor < 0 || hdr.Devmajor > 0xfff || hdr.Devminor < 0 || hdr.Devminor > 0xfffff {
-		return errdefs.InvalidArgument("device number %d:%d", hdr.Devmajor, hdr.Devminor) // MINORBITS is 20
+		return refuse("device number %d:%d", hdr.Devmajor, hdr.Devminor) // MINORBITS is 20
 	}
 	types := map[byte]uint32{tar.TypeChar: unix.S_IFCHR, tar.TypeBlock: unix.S_IFBLK, tar.TypeFifo: unix.S_IFIFO}
 	mode, dev := types[hdr.Typeflag], unix.Mkdev(uint32(hdr.Devmajor), uint32(hdr.Devminor))
@@ -443,7 +428,7 @@ func (u *unpacker) replacing(at place, make func() error) error {
 // clear removes what is at a place, and all that is known of it.
 func (u *unpacker) clear(at place, st *unix.Stat_t) error {
 	u.recount = true
-	if isWhiteout(st) {
+	if IsWhiteout(st) {
 		u.whiteouts--
 	}
 	if st.Mode&unix.S_IFMT == unix.S_IFDIR {
@@ -471,6 +456,7 @@ func (u *unpacker) forgetBelow(dir string) {
 	below := func(path string) bool { return path == dir || strings.HasPrefix(path, dir+"/") }
 	maps.DeleteFunc(u.links, func(path, _ string) bool { return below(path) })
 	maps.DeleteFunc(u.implied, func(path string, _ bool) bool { return below(path) })
+	maps.DeleteFunc(u.opaques, func(path string, _ bool) bool { return below(path) })
 	maps.DeleteFunc(u.times, func(path string, _ time.Time) bool { return below(path) })
 }
 
@@ -511,7 +497,7 @@ func (u *unpacker) impliedMade(dir *safefs.Dir) error {
 	u.times[dir.Path()] = impliedTime
 	if u.forgetLink(dir.Path()) || u.gone == dir.Path() {
 		u.gone = ""
-		return setOpaque(dir)
+		return u.setOpaque(dir.Path())
 	}
 	u.implied[dir.Path()] = true
 	return u.remember(2 * len(dir.Path()))
@@ -521,13 +507,14 @@ func (u *unpacker) impliedMade(dir *safefs.Dir) error {
 func (u *unpacker) remember(n int) error {
 	const perEntry = 64 // of a map
 	if u.names -= n + perEntry; u.names < 0 {
-		return errdefs.New(codes.ResourceExhausted, "the names of its directories and links take too much memory")
+		return exceeds("the names of its directories and links take too much memory")
 	}
 	return nil
 }
 
 func (u *unpacker) setTimes() error {
 	for name, t := range u.times {
+		u.tick()
 		dir, err := safefs.OpenDir(u.root, name)
 		if err != nil {
 			return err
@@ -553,10 +540,22 @@ func (u *unpacker) contents() (Contents, error) {
 	for _, name := range slices.Sorted(maps.Keys(u.links)) {
 		c.Links = append(c.Links, Link{Name(name), Name(u.links[name])})
 	}
-	for _, name := range slices.Sorted(maps.Keys(u.implied)) {
-		c.Implied = append(c.Implied, Name(name))
+	c.Implied = sortedNames(u.implied)
+	c.Opaques = sortedNames(u.opaques)
+	return c, c.Check()
+}
+
+func sortedNames(set map[string]bool) (list []Name) {
+	for _, name := range slices.Sorted(maps.Keys(set)) {
+		list = append(list, Name(name))
 	}
-	return c, nil
+	return list
+}
+
+// countTree counts a tree as count does while it is made.
+func countTree(root *os.File, block int64) (Usage, error) {
+	u, err := diskusage.Nominal(context.Background(), root, block)
+	return Usage{Bytes: u.Bytes, Inodes: u.Inodes}, err
 }
 
 // count adds a file with n bytes of data to the usage.

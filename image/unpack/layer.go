@@ -1,0 +1,184 @@
+package unpack
+
+import (
+	"archive/tar"
+	"context"
+	"fmt"
+	"io"
+	"net/url"
+	"os"
+
+	"github.com/opencontainers/go-digest"
+
+	"berth/internal/safefs"
+)
+
+// Limits bound what a layer may take, against tars made to fill disk or memory.
+// A zero field means that of DefaultLimits.
+type Limits struct {
+	Tar     int64 // length of the tar, which bounds what its files take on disk
+	Bytes   int64 // length of all its files, with holes counted
+	Entries int64 // entries of the tar
+}
+
+// DefaultLimits are far above what is known of real images.
+var DefaultLimits = Limits{Tar: 256 << 30, Bytes: 256 << 30, Entries: 4 << 20}
+
+func (l Limits) withDefaults() Limits {
+	if l.Tar == 0 {
+		l.Tar = DefaultLimits.Tar
+	}
+	if l.Bytes == 0 {
+		l.Bytes = DefaultLimits.Bytes
+	}
+	if l.Entries == 0 {
+		l.Entries = DefaultLimits.Entries
+	}
+	return l
+}
+
+// Job says how a layer is unpacked.
+type Job struct {
+	Limits    Limits
+	Algorithm digest.Algorithm // of Result.Digest
+	// Progress, if not nil, is called with each number of bytes of the tar that are read,
+	// and with 0 where something else takes time. Calls come from several goroutines.
+	Progress func(n int)
+}
+
+// Result is what came of a blob.
+type Result struct {
+	Digest   digest.Digest // of the tar
+	TarBytes int64         // length of the tar
+	Contents
+}
+
+// Usage is what something takes on disk. It is counted when it is made: file
+// data in blocks of the filesystem, one block for each directory.
+type Usage struct {
+	Bytes  uint64 `json:"bytes"`
+	Inodes uint64 `json:"inodes"`
+}
+
+// Add returns the sum.
+func (u Usage) Add(v Usage) Usage { return Usage{u.Bytes + v.Bytes, u.Inodes + v.Inodes} }
+
+// Contents is what was found in a layer.
+type Contents struct {
+	Summary
+	// Links are hard links whose target is not in the layer.
+	Links []Link
+	// Implied are directories that entries lie in and the tar does not list:
+	// their attributes are those of the layers below, where they exist there.
+	Implied []Name
+	// Opaques are directories, other than the root, that are still to be marked opaque.
+	Opaques []Name
+	// Unsupported is how many extended attributes the filesystem did not take.
+	Unsupported int
+}
+
+// Summary is the part of Contents that is small.
+type Summary struct {
+	Usage
+	// Opaque: nothing of the layers below is to be seen (an opaque whiteout in the root).
+	Opaque bool `json:"opaque,omitempty"`
+	// Whiteouts is how many whiteouts the layer has. One that has any shows them as
+	// devices if it is not mounted through overlayfs.
+	Whiteouts int `json:"whiteouts,omitempty"`
+}
+
+// Link is a hard link that is still to be made.
+type Link struct {
+	Name   Name `json:"name"`
+	Target Name `json:"target"`
+}
+
+// Name is a path in a layer, relative and clean; "" is the root. In JSON it is
+// percent-encoded: names are bytes, of which JSON keeps only UTF-8.
+type Name string
+
+// MarshalText implements encoding.TextMarshaler.
+func (n Name) MarshalText() ([]byte, error) { return []byte(url.PathEscape(string(n))), nil }
+
+// UnmarshalText implements encoding.TextUnmarshaler.
+func (n *Name) UnmarshalText(text []byte) error {
+	s, err := url.PathUnescape(string(text))
+	if err != nil {
+		return fmt.Errorf("name in a layer: %w", err)
+	}
+	*n = Name(s)
+	return nil
+}
+
+// MaxTold bounds the names in Contents, in bytes, with some for each: the daemon keeps
+// them in memory while it stores the layer.
+const MaxTold = 4 << 20
+
+const perName = 16
+
+// Check fails if the names in c are too many (ResourceExhausted), or are none
+// (InvalidArgument): too long, or not clean.
+func (c *Contents) Check() error {
+	told := 0
+	check := func(name Name) error {
+		if told += len(name) + perName; told > MaxTold {
+			return exceeds("the names of directories that it does not list or that hide others, and of links to other layers, are longer than %d bytes", MaxTold)
+		}
+		if len(name) > maxPath || safefs.Clean(string(name)) != string(name) {
+			return refuse("the name %.100q", name)
+		}
+		return nil
+	}
+	for _, l := range c.Links {
+		if err := check(l.Name); err != nil {
+			return err
+		}
+		if err := check(l.Target); err != nil {
+			return err
+		}
+	}
+	for _, list := range [][]Name{c.Implied, c.Opaques} {
+		for _, name := range list {
+			if err := check(name); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// Layer writes the layer whose tar is in blob, compressed or not, into tree, an empty
+// directory with the mode 0755 that nobody else changes. It reads to the end of
+// blob; bytes behind the archive count for the digest. blob is read from another
+// goroutine, which has ended when Layer returns; its Read must return when ctx is done.
+//
+// Nothing is synced, and the Opaques are not marked. After an error there may be anything in tree.
+func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result, error) {
+	in, err := newTarReader(blob)
+	if err != nil {
+		return Result{}, err
+	}
+	defer in.Close()
+	if job.Progress == nil {
+		job.Progress = func(int) {}
+	}
+	s := newStream(ctx, in, job.Algorithm.Hash(), job.Limits.withDefaults().Tar, job.Progress)
+	defer s.close()
+	u, err := newUnpacker(tree, job.Limits, func() { job.Progress(0) })
+	if err != nil {
+		return Result{}, err
+	}
+	defer u.close()
+	if err := u.unpack(ctx, tar.NewReader(s)); err != nil {
+		return Result{}, err
+	}
+	n, sum, err := s.finish()
+	if err != nil {
+		return Result{}, err
+	}
+	contents, err := u.contents()
+	if err != nil {
+		return Result{}, err
+	}
+	return Result{Digest: digest.NewDigestFromBytes(job.Algorithm, sum), TarBytes: n, Contents: contents}, nil
+}

@@ -1,0 +1,170 @@
+package unpack
+
+import (
+	"archive/tar"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/opencontainers/go-digest"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/safefs"
+)
+
+// tarOf returns a tar of one file.
+func tarOf(t *testing.T, name, content string) []byte {
+	t.Helper()
+	return makeTar(t, content, tar.Header{Name: name, Mode: 0o644, Size: int64(len(content)), Typeflag: tar.TypeReg})
+}
+
+// makeTar returns the tar of the entries, which have the content if they have a size.
+func makeTar(t *testing.T, content string, entries ...tar.Header) []byte {
+	t.Helper()
+	var b bytes.Buffer
+	w := tar.NewWriter(&b)
+	for _, e := range entries {
+		if err := w.WriteHeader(&e); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.WriteString(w, content[:e.Size]); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return b.Bytes()
+}
+
+// tree opens an empty directory.
+func tree(t *testing.T) *os.File {
+	t.Helper()
+	root, err := safefs.OpenRoot(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { root.Close() })
+	return root
+}
+
+// deep is the path of a directory in nine others.
+func deep(i int) string { return fmt.Sprint(i) + strings.Repeat("/"+strings.Repeat("x", 200), 9) }
+
+// awkward is what has to be remembered until the end of a layer: the i-th such entry.
+var awkward = map[string]func(i int) tar.Header{
+	"hard links": func(i int) tar.Header {
+		return tar.Header{Typeflag: tar.TypeLink, Name: fmt.Sprint(i), Linkname: deep(i)}
+	},
+	"implied": func(i int) tar.Header { return tar.Header{Typeflag: tar.TypeReg, Name: deep(i) + "/x"} },
+	"opaque":  func(i int) tar.Header { return tar.Header{Typeflag: tar.TypeReg, Name: deep(i) + "/.wh..wh..opq"} },
+}
+
+type zeros struct{}
+
+func (zeros) Read(p []byte) (int, error) { clear(p); return len(p), nil }
+
+func many(n int, entry func(i int) tar.Header) []tar.Header {
+	var list []tar.Header
+	for i := range n {
+		list = append(list, entry(i))
+	}
+	return list
+}
+
+// Hard links to nowhere and directories have to be remembered: not without end.
+func TestManyNames(t *testing.T) {
+	cases := map[string]func(i int) tar.Header{"directories": func(i int) tar.Header {
+		return tar.Header{Typeflag: tar.TypeDir, Name: deep(i) + "/", Mode: 0o755}
+	}}
+	for name, entry := range awkward {
+		cases[name] = entry
+	}
+	for name, entry := range cases {
+		t.Run(name, func(t *testing.T) {
+			u, err := newUnpacker(tree(t), Limits{}, func() {})
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer u.close()
+			u.names = 10_000
+			err = u.unpack(context.Background(), tar.NewReader(bytes.NewReader(makeTar(t, "", many(200, entry)...))))
+			if Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "names") {
+				t.Errorf("%v", err)
+			}
+		})
+	}
+}
+
+// The daemon is told few names, however many the worker could remember.
+func TestFewNamesAreTold(t *testing.T) {
+	for name, entry := range awkward {
+		t.Run(name, func(t *testing.T) {
+			per := 5 // times the length of the longest name that all directories of one entry have
+			if name == "hard links" {
+				per = 1
+			}
+			blob := makeTar(t, "", many(MaxTold/len(deep(0))/per+100, entry)...)
+			_, err := Layer(context.Background(), tree(t), bytes.NewReader(blob), Job{Algorithm: digest.SHA256})
+			if Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "names") {
+				t.Errorf("%v", err)
+			}
+		})
+	}
+}
+
+func TestCheckNames(t *testing.T) {
+	for _, bad := range []Name{"../x", "/x", "a//b", ".", "a/..", Name(strings.Repeat("x/", 3000) + "x")} {
+		for _, c := range []Contents{{Links: []Link{{bad, "x"}}}, {Links: []Link{{"x", bad}}}, {Implied: []Name{bad}}, {Opaques: []Name{bad}}} {
+			if err := c.Check(); Code(err) != codes.InvalidArgument {
+				t.Errorf("%+v: %v", c, err)
+			}
+		}
+	}
+	if err := (&Contents{Links: []Link{{"a/b", "c"}}, Implied: []Name{"", "x"}}).Check(); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestCode(t *testing.T) {
+	for want, err := range map[codes.Code]error{
+		codes.OK: nil, codes.Unknown: errors.New("x"), codes.Canceled: fmt.Errorf("x: %w", context.Canceled),
+		codes.InvalidArgument: fmt.Errorf("x: %w", refuse("x")), codes.Internal: os.ErrPermission,
+	} {
+		if got := Code(err); got != want {
+			t.Errorf("%v: %v, want %v", err, got, want)
+		}
+	}
+}
+
+// Names in records are bytes.
+func TestNames(t *testing.T) {
+	for _, want := range []Name{"", "a/b", "%2f", "\xff\xfe/\x00", "new\nline", "ü", `"\`, "a+b c"} {
+		text, err := want.MarshalText()
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got Name
+		if err := got.UnmarshalText(text); err != nil {
+			t.Fatal(err)
+		}
+		if got != want {
+			t.Errorf("%q became %q by %s", want, got, text)
+		}
+		for _, c := range text {
+			if c < 0x20 || c > 0x7e {
+				t.Errorf("%q is stored as %q", want, text)
+				break
+			}
+		}
+	}
+	var n Name
+	if err := n.UnmarshalText([]byte("%zz")); err == nil {
+		t.Error("a broken name was taken")
+	}
+}
