@@ -24,6 +24,8 @@ import (
 	"berth/internal/rootfs"
 	"berth/internal/task"
 	"berth/oci"
+	"berth/sandbox/census"
+	"berth/sandbox/meter"
 )
 
 // container is the one owner of a container's state.
@@ -41,7 +43,7 @@ type container struct {
 	stopUntold atomic.Pointer[chan struct{}] // closed when plugins were told of its exit; nil: nothing is to be told
 	running    atomic.Pointer[running]       // nil without a shim
 	info       atomic.Pointer[ContainerInfo] // nil until created: nobody sees half a container
-	census     atomic.Pointer[Census]        // nil until counted
+	census     census.Ledger                 // what it has written
 }
 
 // running is a container that has a shim.
@@ -50,7 +52,7 @@ type running struct {
 	pid        int      // of init
 	startedAt  time.Time
 	exited     chan struct{} // closed when the exit is published
-	meter      *meter
+	meter      *meter.Container
 }
 
 func (c *container) String() string { return "container " + c.id }

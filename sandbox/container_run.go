@@ -152,7 +152,7 @@ func (m *Manager) containerStarted(c *container, s *shim.Started) {
 	c.rec.Phase = containerRunning
 	m.publishContainer(c)
 	m.watchContainer(c, run)
-	m.countSoon()
+	m.census.Soon()
 }
 
 // watchContainer owns run's files and publishes the exit.
@@ -262,7 +262,7 @@ func (m *Manager) exited(c *container, exit exitRecord) {
 	m.publishContainer(c)
 	if run := c.running.Swap(nil); run != nil {
 		close(run.exited) // first: the wait for a kill is short, and plugins take their time
-		m.countSoon()
+		m.census.Soon()
 	}
 	m.tellOfContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)
 	if err == nil {

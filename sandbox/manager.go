@@ -24,6 +24,7 @@ import (
 	"berth/internal/seldom"
 	"berth/internal/task"
 	"berth/oci"
+	"berth/sandbox/census"
 	"berth/shim"
 	"berth/shim/payload"
 )
@@ -75,7 +76,7 @@ type Manager struct {
 	labels        labeller
 	unfinished    []func() // what recover found half done; started at its end
 	events        *feed.Feed[Event]
-	census        *census
+	census        *census.Counter
 	unmeasured    seldom.Seldom // warnings of containers that can't be measured
 	tasks         *task.Runner
 	handlers      map[string]*handler // with the built-in one; never changed
@@ -87,7 +88,8 @@ type Manager struct {
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network, plugins: cfg.Plugins,
 		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container"),
-		runtimeTurn: task.NewTurn(), labels: hostLabeller, appArmor: newAppArmor(hostProfiles), events: feed.New[Event](maxUnread), census: newCensus(cfg.CensusPeriod), tasks: task.NewRunner(cfg.Log)}
+		runtimeTurn: task.NewTurn(), labels: hostLabeller, appArmor: newAppArmor(hostProfiles), events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
+	m.census = m.newCensus()
 	if m.plugins == nil {
 		m.plugins = noPlugins{}
 	}

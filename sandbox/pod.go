@@ -24,6 +24,7 @@ import (
 	"berth/internal/task"
 	"berth/oci"
 	"berth/sandbox/dnsfiles"
+	"berth/sandbox/meter"
 	"berth/shim"
 )
 
@@ -33,10 +34,10 @@ type pod struct {
 	config  *runtimeapi.PodSandboxConfig // as in rec, decoded; never changed
 	updated *runtimeapi.PodSandboxConfig // config with the resources of the last update, nil without one; belongs to the holder of turn
 	turn    task.Turn
-	rec     podRecord                // belongs to the holder of turn
-	info    atomic.Pointer[PodInfo]  // nil until the pod is ready: nobody sees half a pod
-	pause   atomic.Pointer[os.File]  // pidfd, owned by the pod's watcher
-	meter   atomic.Pointer[podMeter] // nil without a pause; owned by the pod's watcher
+	rec     podRecord                 // belongs to the holder of turn
+	info    atomic.Pointer[PodInfo]   // nil until the pod is ready: nobody sees half a pod
+	pause   atomic.Pointer[os.File]   // pidfd, owned by the pod's watcher
+	meter   atomic.Pointer[meter.Pod] // nil without a pause; owned by the pod's watcher
 
 	presented bool // plugins were asked about it; belongs to the holder of turn
 }
@@ -214,24 +215,24 @@ func podInfo(p *pod) *PodInfo {
 // watchPause owns the pause's pidfd: the pod stops being ready when it ends.
 func (m *Manager) watchPause(p *pod, pause *os.File) {
 	p.pause.Store(pause)
-	meter := m.newPodMeter(p)
-	p.meter.Store(meter)
+	measured := m.podMeter(p)
+	p.meter.Store(measured)
 	started := m.tasks.Watchers.Spawn(func() {
 		ended := m.awaitEnd(pause, "pause of pod "+p.id)
-		m.closePause(p, pause, meter)
+		m.closePause(p, pause, measured)
 		if ended {
 			m.pauseEnded(p)
 		}
 	})
 	if !started {
-		m.closePause(p, pause, meter)
+		m.closePause(p, pause, measured)
 	}
 }
 
-func (m *Manager) closePause(p *pod, pause *os.File, meter *podMeter) {
+func (m *Manager) closePause(p *pod, pause *os.File, measured *meter.Pod) {
 	p.pause.Store(nil)
 	p.meter.Store(nil)
-	if err := errors.Join(pause.Close(), meter.Close()); err != nil {
+	if err := errors.Join(pause.Close(), measured.Close()); err != nil {
 		m.log.Warn("close pidfd and statistics of pause", "pod", p.id, "error", err)
 	}
 }

@@ -13,6 +13,8 @@ import (
 
 	"berth/internal/cgstats"
 	"berth/sandbox"
+	"berth/sandbox/census"
+	"berth/sandbox/meter"
 )
 
 // The metrics that kubelet gives to Prometheus at /metrics/cadvisor when it asks the
@@ -29,11 +31,11 @@ const podContainer = "POD"
 
 // measured is what metrics are taken from. Parts that are nil are not there.
 type measured struct {
-	usage      *sandbox.Usage
+	usage      *meter.Usage
 	detail     *cgstats.Detail
 	container  *sandbox.ContainerInfo
-	census     *sandbox.Census
-	filesystem *sandbox.Filesystem
+	census     *census.Count
+	filesystem *census.Filesystem
 	interfaces []cgstats.Interface
 }
 
@@ -129,13 +131,13 @@ var memoryMetrics = []metric{
 
 var diskMetrics = []metric{
 	{name: "container_fs_inodes_free", help: "Number of available Inodes", kind: gauge, labels: []string{"device"}, counted: ofStatfs,
-		values: ofFilesystem(func(f *sandbox.Filesystem, _ *sandbox.Census) uint64 { return f.FreeInodes })},
+		values: ofFilesystem(func(f *census.Filesystem, _ *census.Count) uint64 { return f.FreeInodes })},
 	{name: "container_fs_inodes_total", help: "Number of Inodes", kind: gauge, labels: []string{"device"}, counted: ofStatfs,
-		values: ofFilesystem(func(f *sandbox.Filesystem, _ *sandbox.Census) uint64 { return f.Inodes })},
+		values: ofFilesystem(func(f *census.Filesystem, _ *census.Count) uint64 { return f.Inodes })},
 	{name: "container_fs_limit_bytes", help: "Number of bytes that can be consumed by the container on this filesystem.", kind: gauge, labels: []string{"device"}, counted: ofStatfs,
-		values: ofFilesystem(func(f *sandbox.Filesystem, _ *sandbox.Census) uint64 { return f.Bytes })},
+		values: ofFilesystem(func(f *census.Filesystem, _ *census.Count) uint64 { return f.Bytes })},
 	{name: "container_fs_usage_bytes", help: "Number of bytes that are consumed by the container on this filesystem.", kind: gauge, labels: []string{"device"}, counted: ofCensus,
-		values: ofFilesystem(func(_ *sandbox.Filesystem, c *sandbox.Census) uint64 { return c.Layer.Bytes })},
+		values: ofFilesystem(func(_ *census.Filesystem, c *census.Count) uint64 { return c.Layer.Bytes })},
 	{name: "container_fs_reads_bytes_total", help: "Cumulative count of bytes read", kind: counter, labels: []string{"device"},
 		values: ofDevices(func(d *cgstats.Device) uint64 { return d.ReadBytes })},
 	{name: "container_fs_reads_total", help: "Cumulative count of reads completed", kind: counter, labels: []string{"device"},
@@ -181,12 +183,12 @@ var processMetrics = []metric{
 	{name: "container_threads_max", help: "Maximum number of threads allowed inside the container, infinity if value is zero", kind: gauge,
 		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return limitFigure(d.TasksMax) })},
 	{name: "container_file_descriptors", help: "Number of open file descriptors for the container.", kind: gauge, counted: ofCensus,
-		values: ofProcesses(func(p *sandbox.ProcessCensus, emit emit) { emit(p.Files) })},
+		values: ofProcesses(func(p *census.Processes, emit emit) { emit(p.Files) })},
 	{name: "container_sockets", help: "Number of open sockets for the container.", kind: gauge, counted: ofCensus,
-		values: ofProcesses(func(p *sandbox.ProcessCensus, emit emit) { emit(p.Sockets) })},
+		values: ofProcesses(func(p *census.Processes, emit emit) { emit(p.Sockets) })},
 	{name: "container_ulimits_soft", help: "Soft ulimit values for the container root process. Unlimited if -1, except priority and nice", kind: gauge,
 		labels: []string{"ulimit"}, counted: ofCensus,
-		values: ofProcesses(func(p *sandbox.ProcessCensus, emit emit) {
+		values: ofProcesses(func(p *census.Processes, emit emit) {
 			if p.MaxFiles != math.MaxUint64 { // CRI has no -1
 				emit(p.MaxFiles, "max_open_files")
 			}
@@ -222,25 +224,25 @@ var specMetrics = []metric{
 
 var pressureMetrics = []metric{
 	{name: "container_pressure_cpu_stalled_seconds_total", help: "Total time duration no tasks in the container could make progress due to CPU congestion.", kind: counter,
-		values: ofPressure(func(u *sandbox.Usage) (*cgstats.Pressure, *cgstats.Stall) {
+		values: ofPressure(func(u *meter.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.CPU.Pressure, &u.CPU.Pressure.Full
 		})},
 	{name: "container_pressure_cpu_waiting_seconds_total", help: "Total time duration tasks in the container have waited due to CPU congestion.", kind: counter,
-		values: ofPressure(func(u *sandbox.Usage) (*cgstats.Pressure, *cgstats.Stall) {
+		values: ofPressure(func(u *meter.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.CPU.Pressure, &u.CPU.Pressure.Some
 		})},
 	{name: "container_pressure_memory_stalled_seconds_total", help: "Total time duration no tasks in the container could make progress due to memory congestion.", kind: counter,
-		values: ofPressure(func(u *sandbox.Usage) (*cgstats.Pressure, *cgstats.Stall) {
+		values: ofPressure(func(u *meter.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.Memory.Pressure, &u.Memory.Pressure.Full
 		})},
 	{name: "container_pressure_memory_waiting_seconds_total", help: "Total time duration tasks in the container have waited due to memory congestion.", kind: counter,
-		values: ofPressure(func(u *sandbox.Usage) (*cgstats.Pressure, *cgstats.Stall) {
+		values: ofPressure(func(u *meter.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.Memory.Pressure, &u.Memory.Pressure.Some
 		})},
 	{name: "container_pressure_io_stalled_seconds_total", help: "Total time duration no tasks in the container could make progress due to IO congestion.", kind: counter,
-		values: ofPressure(func(u *sandbox.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Full })},
+		values: ofPressure(func(u *meter.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Full })},
 	{name: "container_pressure_io_waiting_seconds_total", help: "Total time duration tasks in the container have waited due to IO congestion.", kind: counter,
-		values: ofPressure(func(u *sandbox.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Some })},
+		values: ofPressure(func(u *meter.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Some })},
 }
 
 func seconds64(nanoseconds uint64) uint64 { return nanoseconds / uint64(time.Second) }
@@ -337,7 +339,7 @@ func ofDevices(value func(*cgstats.Device) uint64) func(*measured, emit) {
 	})
 }
 
-func ofFilesystem(value func(*sandbox.Filesystem, *sandbox.Census) uint64) func(*measured, emit) {
+func ofFilesystem(value func(*census.Filesystem, *census.Count) uint64) func(*measured, emit) {
 	return func(m *measured, emit emit) {
 		if m.census != nil && m.filesystem != nil {
 			emit(value(m.filesystem, m.census), m.filesystem.Device)
@@ -345,7 +347,7 @@ func ofFilesystem(value func(*sandbox.Filesystem, *sandbox.Census) uint64) func(
 	}
 }
 
-func ofProcesses(values func(*sandbox.ProcessCensus, emit)) func(*measured, emit) {
+func ofProcesses(values func(*census.Processes, emit)) func(*measured, emit) {
 	return func(m *measured, emit emit) {
 		if m.census != nil && m.census.Processes != nil {
 			values(m.census.Processes, emit)
@@ -369,7 +371,7 @@ func ofContainer(values func(*sandbox.ContainerInfo, emit)) func(*measured, emit
 	}
 }
 
-func ofPressure(of func(*sandbox.Usage) (*cgstats.Pressure, *cgstats.Stall)) func(*measured, emit) {
+func ofPressure(of func(*meter.Usage) (*cgstats.Pressure, *cgstats.Stall)) func(*measured, emit) {
 	return func(m *measured, emit emit) {
 		if m.usage == nil {
 			return

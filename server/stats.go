@@ -10,6 +10,8 @@ import (
 	"berth/internal/cgstats"
 	"berth/internal/diskusage"
 	"berth/sandbox"
+	"berth/sandbox/census"
+	"berth/sandbox/meter"
 )
 
 // Statistics is what the server needs of the sandbox manager to tell what
@@ -18,7 +20,7 @@ type Statistics interface {
 	ContainerStats(info *sandbox.ContainerInfo) (sandbox.ContainerStats, error)
 	PodStats(info *sandbox.PodInfo, containers []*sandbox.ContainerInfo) (sandbox.PodStats, error)
 	ContainerDetail(id string) (*cgstats.Detail, error)
-	WritableFilesystem() sandbox.Filesystem
+	WritableFilesystem() census.Filesystem
 }
 
 // ContainerStats implements RuntimeService. A container that does not run has no
@@ -206,7 +208,7 @@ func podStats(stats *sandbox.PodStats) *runtimeapi.PodSandboxStats {
 
 // cpuUsage is nil where the kernel does not count CPU time per cgroup. So are the
 // others where they are not known: kubelet takes a value for a measured one.
-func cpuUsage(u *sandbox.Usage) *runtimeapi.CpuUsage {
+func cpuUsage(u *meter.Usage) *runtimeapi.CpuUsage {
 	if !u.CPU.Known {
 		return nil
 	}
@@ -217,7 +219,7 @@ func cpuUsage(u *sandbox.Usage) *runtimeapi.CpuUsage {
 	return cpu
 }
 
-func memoryUsage(u *sandbox.Usage) *runtimeapi.MemoryUsage {
+func memoryUsage(u *meter.Usage) *runtimeapi.MemoryUsage {
 	if !u.Memory.Known {
 		return nil
 	}
@@ -236,7 +238,7 @@ func memoryUsage(u *sandbox.Usage) *runtimeapi.MemoryUsage {
 	return memory
 }
 
-func swapUsage(u *sandbox.Usage) *runtimeapi.SwapUsage {
+func swapUsage(u *meter.Usage) *runtimeapi.SwapUsage {
 	if !u.Memory.SwapKnown {
 		return nil
 	}
@@ -247,7 +249,7 @@ func swapUsage(u *sandbox.Usage) *runtimeapi.SwapUsage {
 	return swap
 }
 
-func ioUsage(u *sandbox.Usage) *runtimeapi.IoUsage {
+func ioUsage(u *meter.Usage) *runtimeapi.IoUsage {
 	if !u.IO.Known {
 		return nil
 	}

@@ -1,0 +1,183 @@
+package census
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"log/slog"
+	"math"
+	"os"
+	"path/filepath"
+	"runtime"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/diskusage"
+)
+
+// Count is what was counted of a container, at some time. It never changes.
+type Count struct {
+	At         time.Time
+	Mountpoint string          // of the filesystem that holds the writable layer
+	Layer      diskusage.Usage // the writable layer
+
+	Processes *Processes // nil when the container did not run
+}
+
+// Ledger is what is known of one container. Its zero value is of one that was never counted.
+type Ledger struct {
+	last atomic.Pointer[Count]
+	due  time.Time // when it is to be counted again; of the goroutine that counts
+}
+
+// Last returns the last count, nil before the first.
+func (l *Ledger) Last() *Count { return l.last.Load() }
+
+// Subject is a container as it is at the moment.
+type Subject struct {
+	ID         string
+	Ledger     *Ledger
+	Running    bool
+	FinishedAt time.Time // zero: it has not ended
+
+	// Where its processes are. Init is 0 if it has none, or none that the node can see.
+	CgroupsPath string
+	Init        int // process ID
+}
+
+// Config says what is to be counted, and where it is.
+type Config struct {
+	Period        time.Duration                          // between two counts of a container, at least
+	Subjects      iter.Seq[Subject]                      // all containers, as they are when it is called
+	Layers        string                                 // the folder of all writable layers: ID/upper is one
+	Images        string                                 // the folder of the images
+	SystemdCgroup bool                                   // paths name scopes of systemd's
+	Begin         func(what, object string) (end func()) // notes what is waited for
+	Log           *slog.Logger
+}
+
+// Counter counts.
+type Counter struct {
+	cfg        Config
+	wake       chan struct{}
+	mountpoint string
+	device     string                     // empty if it is not known
+	filesystem atomic.Pointer[Filesystem] // without Used
+}
+
+// New returns a counter. It touches nothing.
+func New(cfg Config) *Counter { return &Counter{cfg: cfg, wake: make(chan struct{}, 1)} }
+
+const (
+	// patience is how much longer than a count took nothing is counted after it: with it,
+	// counting takes a tenth of one core's time, and that at the lowest priority.
+	patience = 9
+	// maxRest bounds that. Prometheus drops what is older than five minutes, so that one
+	// container that is very slow to count must not silence the others.
+	maxRest = 2 * time.Minute
+	// maxIdle is the age that the filesystem's figures may have when nothing is to be counted.
+	maxIdle = time.Minute
+	// maxFiles is how many open files of a container are looked at.
+	maxFiles = 100_000
+)
+
+// restAfter is for how long nothing is counted after a count that took so long.
+func restAfter(took time.Duration) time.Duration { return min(patience*took, maxRest) }
+
+// Soon has a container counted that started or ended.
+func (c *Counter) Soon() {
+	select {
+	case c.wake <- struct{}{}:
+	default: // it is awake
+	}
+}
+
+// Run counts containers until ctx ends, after Locate. It has a thread of its own,
+// which ends with it, because a low priority can't be taken back.
+func (c *Counter) Run(ctx context.Context) {
+	runtime.LockOSThread()
+	if err := unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), 19); err != nil {
+		c.cfg.Log.Warn("count writable layers at a low priority", "error", err)
+	}
+	for ctx.Err() == nil {
+		if err := c.measureFilesystem(); err != nil {
+			c.cfg.Log.Warn("count writable layers", "error", err)
+		}
+		s, wait := c.next()
+		if s == nil {
+			rest(ctx, c.wake, min(wait, maxIdle))
+			continue
+		}
+		begin := time.Now()
+		if err := c.count(ctx, s); err != nil && ctx.Err() == nil {
+			c.cfg.Log.Warn("count the writable layer", "container", s.ID, "error", err)
+		}
+		s.Ledger.due = time.Now().Add(c.cfg.Period)
+		rest(ctx, nil, restAfter(time.Since(begin)))
+	}
+}
+
+// rest waits for so long, or until it is woken.
+func rest(ctx context.Context, wake <-chan struct{}, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+	case <-wake:
+	case <-timer.C:
+	}
+}
+
+// next returns the container that waits longest, or nil and after how long the next one is due.
+func (c *Counter) next() (*Subject, time.Duration) {
+	var first *Subject
+	for s := range c.cfg.Subjects {
+		if s.needsCount() && (first == nil || cmp.Or(s.Ledger.due.Compare(first.Ledger.due), cmp.Compare(s.ID, first.ID)) < 0) {
+			first = &s
+		}
+	}
+	if first == nil {
+		return nil, math.MaxInt64
+	}
+	if wait := time.Until(first.Ledger.due); wait > 0 {
+		return nil, wait
+	}
+	return first, 0
+}
+
+// needsCount is false for what can't have changed since it was counted.
+func (s *Subject) needsCount() bool {
+	counted := s.Ledger.Last()
+	return counted == nil || s.Running || counted.Processes != nil || s.FinishedAt.After(counted.At)
+}
+
+// count counts what a container has written and, if it runs, has open.
+func (c *Counter) count(ctx context.Context, s *Subject) error {
+	defer c.cfg.Begin("the count of its writable layer", "container "+s.ID)()
+	upper, err := os.Open(filepath.Join(c.cfg.Layers, s.ID, "upper"))
+	if os.IsNotExist(err) { // removed meanwhile
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("open writable layer: %w", err)
+	}
+	defer upper.Close()
+	counted := &Count{At: time.Now(), Mountpoint: c.mountpoint}
+	counted.Layer, err = diskusage.Tree(ctx, upper)
+	if errors.Is(err, diskusage.ErrTooDeep) { // kubelet takes nothing for 0: the rest is better
+		c.cfg.Log.Warn("a writable layer takes more than was counted", "container", s.ID, "counted", counted.Layer.Bytes, "error", err)
+		err = nil
+	}
+	if err != nil {
+		return fmt.Errorf("count writable layer: %w", err)
+	}
+	if s.Init != 0 {
+		counted.Processes, err = countProcesses(ctx, s.CgroupsPath, c.cfg.SystemdCgroup, s.Init)
+	}
+	s.Ledger.last.Store(counted)
+	return err
+}

@@ -1,0 +1,96 @@
+package census
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"testing"
+	"time"
+)
+
+// Whatever a count takes, and however many containers there are, nothing else is counted
+// for nine times as long.
+func TestRestAfterCount(t *testing.T) {
+	for took, want := range map[time.Duration]time.Duration{0: 0, time.Millisecond: 9 * time.Millisecond, time.Second: 9 * time.Second, time.Hour: maxRest} {
+		if got := restAfter(took); got != want {
+			t.Errorf("after %v: %v, want %v", took, got, want)
+		}
+	}
+}
+
+func TestNextToCount(t *testing.T) {
+	now := time.Now()
+	counted := &Count{At: now}
+	type state struct {
+		running, ended bool
+		count          *Count
+		due            time.Duration // from now; 0: since ever
+	}
+	for name, c := range map[string]struct {
+		containers map[string]state
+		want       string // empty: nothing is due
+		idle       bool   // and nothing will be
+	}{
+		"none":                {idle: true},
+		"never counted first": {containers: map[string]state{"a": {running: true, count: counted, due: -time.Hour}, "b": {ended: true}}, want: "b"},
+		"longest first": {containers: map[string]state{"a": {running: true, count: counted, due: -time.Minute}, "b": {running: true, count: counted, due: -time.Hour}},
+			want: "b"},
+		"by ID":             {containers: map[string]state{"b": {}, "a": {}}, want: "a"},
+		"not due":           {containers: map[string]state{"a": {running: true, count: counted, due: time.Hour}}},
+		"ended and known":   {containers: map[string]state{"a": {ended: true, count: counted}}, idle: true},
+		"ended with files":  {containers: map[string]state{"a": {ended: true, count: &Count{At: now, Processes: &Processes{}}}}, want: "a"},
+		"ended afterwards":  {containers: map[string]state{"a": {ended: true, count: &Count{At: now.Add(-time.Hour)}}}, want: "a"},
+		"created and known": {containers: map[string]state{"a": {count: counted}}, idle: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			counter := New(Config{Subjects: func(yield func(Subject) bool) {
+				for id, s := range c.containers {
+					one := Subject{ID: id, Running: s.running, Ledger: &Ledger{}}
+					one.Ledger.last.Store(s.count)
+					if s.ended {
+						one.FinishedAt = now.Add(-time.Minute)
+					}
+					if s.due != 0 {
+						one.Ledger.due = now.Add(s.due)
+					}
+					if !yield(one) {
+						return
+					}
+				}
+			}})
+			got, wait := counter.next()
+			if (got == nil) != (c.want == "") || got != nil && got.ID != c.want {
+				t.Errorf("got %v", got)
+			}
+			if got == nil && (wait > 2*time.Hour) != c.idle {
+				t.Errorf("the next is due after %v", wait)
+			}
+		})
+	}
+}
+
+func TestAddFiles(t *testing.T) {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	var own, gone Processes
+	if err := own.addFiles(t.Context(), fmt.Sprintf("/proc/%d/fd/", os.Getpid())); err != nil || own.Files < 4 || own.Sockets < 1 {
+		t.Errorf("%+v, %v", own, err)
+	}
+	if err := gone.addFiles(t.Context(), "/proc/1073741824/fd/"); err != nil || gone != (Processes{}) {
+		t.Errorf("%+v, %v", gone, err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := gone.addFiles(ctx, "/proc/self/fd/"); !errors.Is(err, context.Canceled) {
+		t.Errorf("interrupted: %v", err)
+	}
+	full := Processes{Files: maxFiles}
+	if err := full.addFiles(t.Context(), "/proc/self/fd/"); err != nil || full.Files != maxFiles {
+		t.Errorf("%+v, %v", full, err)
+	}
+}

@@ -1,0 +1,72 @@
+package meter
+
+import (
+	"time"
+
+	"berth/internal/cgroup"
+	"berth/internal/cgstats"
+)
+
+// Usage is what a container or pod has used up to now.
+type Usage struct {
+	cgstats.Sample
+	NanoCores      uint64 // CPU time a second, recently; see rate
+	NanoCoresKnown bool   // two samples are needed
+}
+
+// Cgroups says how the node has its cgroups.
+type Cgroups struct {
+	V2      bool
+	Systemd bool // paths name scopes of systemd's
+}
+
+// Container measures one cgroup. The zero value is for a container that has no process in its
+// cgroup: nothing is known of it.
+type Container struct {
+	reader *cgstats.Reader
+	rate   rate
+}
+
+// Container returns the meter of the cgroup at a runtime-spec cgroupsPath. With tasks they are
+// counted too.
+func (h Cgroups) Container(cgroupsPath string, tasks bool) *Container {
+	return &Container{reader: cgstats.New(func() (cgstats.Group, error) {
+		group, err := cgroup.Open(cgroupsPath, h.Systemd)
+		if err != nil {
+			return cgstats.Group{}, err
+		}
+		return cgstats.Group{V2: h.V2, Dir: group.Dir}, nil
+	}, tasks)}
+}
+
+// Read takes a sample. The error wraps cgstats.ErrGone if the cgroup has ended.
+func (c *Container) Read(u *Usage) error {
+	if c.reader == nil {
+		*u = Usage{Sample: cgstats.Sample{At: time.Now()}}
+		return nil
+	}
+	if err := c.reader.Read(&u.Sample); err != nil {
+		return err
+	}
+	u.NanoCores, u.NanoCoresKnown = c.rate.add(u.At, u.CPU.Usage)
+	return nil
+}
+
+// Detail reads what only metrics need; nil if nothing is known. The error wraps
+// cgstats.ErrGone if the cgroup has ended.
+func (c *Container) Detail() (*cgstats.Detail, error) {
+	if c.reader == nil {
+		return nil, nil
+	}
+	detail := &cgstats.Detail{}
+	err := c.reader.ReadDetail(detail)
+	return detail, err
+}
+
+// Close lets go of the cgroup. Reads fail with cgstats.ErrGone from then on.
+func (c *Container) Close() error {
+	if c.reader == nil {
+		return nil
+	}
+	return c.reader.Close()
+}

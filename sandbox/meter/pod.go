@@ -1,0 +1,129 @@
+package meter
+
+import (
+	"errors"
+	"iter"
+	"path/filepath"
+
+	"berth/cni"
+	"berth/internal/cgroup"
+	"berth/internal/cgstats"
+	"berth/internal/errdefs"
+)
+
+// Pod measures a pod while its pause runs.
+type Pod struct {
+	group *Container // the pod's own cgroup, or else
+	pause *Container // that of its pause, to which its containers are added
+	rate  rate       // of the sum
+	net   *cgstats.NetDev
+}
+
+// Pod returns the meter of a pod whose pause has the cgroup at a runtime-spec cgroupsPath. With
+// hasCgroup the parent of that is the pod's. netns is where its network namespace is pinned;
+// empty: it has the node's.
+func (h Cgroups) Pod(cgroupsPath string, hasCgroup bool, netns string) *Pod {
+	p := &Pod{}
+	if hasCgroup {
+		p.group = h.parent(cgroupsPath)
+	} else {
+		p.pause = h.Container(cgroupsPath, true)
+	}
+	if netns != "" {
+		p.net = netMeter(netns)
+	}
+	return p
+}
+
+// netMeter measures the network namespace that is pinned at path. The pause's process
+// would not do: that of a Sandboxed runtime is in the node's.
+func netMeter(path string) *cgstats.NetDev {
+	return cgstats.NewNetDev(func(open func() error) error {
+		err := cni.InNetNS(path, open)
+		if errdefs.IsNotFound(err) { // the pod is being stopped
+			return cgstats.ErrGone
+		}
+		return err
+	})
+}
+
+// parent measures the cgroup that a pause is in, with all its containers.
+func (h Cgroups) parent(cgroupsPath string) *Container {
+	return &Container{reader: cgstats.New(func() (cgstats.Group, error) {
+		group, err := cgroup.Open(cgroupsPath, h.Systemd)
+		if err != nil {
+			return cgstats.Group{}, err
+		}
+		dir := func(controller string) string {
+			if below := group.Dir(controller); below != "" {
+				return filepath.Dir(below)
+			}
+			return ""
+		}
+		return cgstats.Group{V2: h.V2, Dir: dir}, nil
+	}, true)}
+}
+
+// Read takes a sample of what is the pod's; containers are what its containers use, which is
+// added up where the pod has no cgroup. interfaces has the default one first, and
+// maxInterfaces at most; none with the node's network. The error wraps cgstats.ErrGone if the pod has ended.
+func (p *Pod) Read(u *Usage, containers iter.Seq[*Usage]) (interfaces []cgstats.Interface, err error) {
+	if p.net != nil {
+		if interfaces, err = p.net.Read(); err != nil {
+			return nil, err
+		}
+		interfaces = defaultFirst(interfaces)
+	}
+	if p.group != nil {
+		return interfaces, p.group.Read(u)
+	}
+	return interfaces, p.readSum(u, containers)
+}
+
+// readSum adds up what pause and containers use. Pressure can't be added up.
+func (p *Pod) readSum(u *Usage, containers iter.Seq[*Usage]) error {
+	if err := p.pause.reader.Read(&u.Sample); err != nil {
+		return err
+	}
+	u.Memory.Limit, u.Memory.SwapLimit = cgstats.Unlimited, cgstats.Unlimited
+	u.CPU.Pressure, u.Memory.Pressure, u.IO = cgstats.Pressure{}, cgstats.Pressure{}, cgstats.Pressure{}
+	for c := range containers {
+		u.Add(&c.Sample)
+	}
+	u.NanoCores, u.NanoCoresKnown = p.rate.add(u.At, u.CPU.Usage)
+	return nil
+}
+
+// Close lets go of the pod's cgroup and network namespace.
+func (p *Pod) Close() error {
+	var err error
+	for _, m := range []*Container{p.group, p.pause} {
+		if m != nil {
+			err = errors.Join(err, m.Close())
+		}
+	}
+	if p.net != nil {
+		err = errors.Join(err, p.net.Close())
+	}
+	return err
+}
+
+// defaultInterface is the name that CNI plugins are told to give to the pod's
+// first interface.
+const defaultInterface = "eth0"
+
+// maxInterfaces is how many of a pod's interfaces are told of. What a list tells of all
+// pods must stay below the 16 MB that clients take, whatever containers with
+// CAP_NET_ADMIN make: an interface takes 2 KiB of metrics.
+const maxInterfaces = 100
+
+// defaultFirst moves the default interface to the front and cuts off those above
+// maxInterfaces. Where a network calls the default one something else, it is the first.
+func defaultFirst(interfaces []cgstats.Interface) []cgstats.Interface {
+	for i, in := range interfaces {
+		if in.Name == defaultInterface {
+			interfaces[0], interfaces[i] = interfaces[i], interfaces[0]
+		}
+	}
+	return interfaces[:min(len(interfaces), maxInterfaces)]
+}
