@@ -66,6 +66,14 @@ func (p *nriPlugin) waitEvents(t *testing.T, want ...string) {
 	})
 }
 
+// toldOf returns an error unless the plugin has been told of an event.
+func (p *nriPlugin) toldOf(event string) error {
+	if got := p.noted(); !slices.Contains(got, event) {
+		return fmt.Errorf("it was told of %v", got)
+	}
+	return nil
+}
+
 // awaitEvents waits until the plugin has been told of n events.
 func (p *nriPlugin) awaitEvents(t *testing.T, n int) {
 	t.Helper()
@@ -174,12 +182,12 @@ func nriSocket(d *harness.Daemon) string { return filepath.Join(d.Dir, "nri", "n
 
 // connectPlugin connects a plugin to the daemon's NRI socket, and waits until it is registered. It is disconnected when
 // the test ends, or before by Stop.
-func connectPlugin(t *testing.T, d *harness.Daemon, index, name string, p *nriPlugin) *nriPlugin {
+func connectPlugin(t *testing.T, d *harness.Daemon, index, name string, p *nriPlugin, options ...stub.Option) *nriPlugin {
 	t.Helper()
 	p.closed = make(chan struct{})
 	var err error
-	p.stub, err = stub.New(p, stub.WithSocketPath(nriSocket(d)), stub.WithPluginIdx(index), stub.WithPluginName(name),
-		stub.WithOnClose(func() { close(p.closed) }), stub.WithLogger(quiet{}))
+	p.stub, err = stub.New(p, append(options, stub.WithSocketPath(nriSocket(d)), stub.WithPluginIdx(index), stub.WithPluginName(name),
+		stub.WithOnClose(func() { close(p.closed) }), stub.WithLogger(quiet{}))...)
 	harness.Must(t, err)
 	harness.Must(t, p.stub.Start(t.Context()))
 	t.Cleanup(func() { p.stub.Stop(); <-p.closed })

@@ -36,6 +36,9 @@ func (noPlugins) Start(context.Context, nri.Runtime) error { return nil }
 func (noPlugins) Close()                                   {}
 func (noPlugins) Hold() (release func(), active bool)      { return func() {}, false }
 
+// evictionGrace is how long a container that a plugin evicts has to end by itself: what Kubernetes gives pods that say nothing.
+const evictionGrace = 30 * time.Second
+
 // pluginUpdateLimit is how long an update that a plugin asked for waits for its container's turn.
 const pluginUpdateLimit = 10 * time.Second
 
@@ -183,6 +186,9 @@ func (m *Manager) updateForPlugin(ctx context.Context, u nri.Update) error {
 	if !known || !c.visible() {
 		return errdefs.NotFound("container %q does not exist", u.ContainerID)
 	}
+	if u.Evict {
+		return m.evictLater(c, u.Reason)
+	}
 	ctx, cancel := context.WithTimeout(ctx, pluginUpdateLimit)
 	defer cancel()
 	return m.tasks.WithTurn(ctx, c.turn, "update for a plugin", c.String(), func() error {
@@ -191,6 +197,21 @@ func (m *Manager) updateForPlugin(ctx context.Context, u nri.Update) error {
 		}
 		return m.changeResources(c, u)
 	})
+}
+
+// evictLater stops a container for a plugin. Nobody waits for that: it takes the turn that the caller may have, and as long
+// as the container wants.
+func (m *Manager) evictLater(c *container, reason string) error {
+	m.log.Info("an NRI plugin evicts a container", "container", c.id, "reason", reason)
+	spawned := m.tasks.Operations.Spawn(func() {
+		if err := m.StopContainer(m.tasks.Operations.Context(), c.id, evictionGrace); err != nil {
+			m.log.Warn("evict for an NRI plugin", "container", c.id, "error", err)
+		}
+	})
+	if !spawned {
+		return errdefs.Unavailable("evict container %s: berth is stopping", c.id)
+	}
+	return nil
 }
 
 // managerForPlugins is the manager as plugins see it.

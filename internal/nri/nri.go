@@ -22,9 +22,8 @@
 //
 // Adjustments that plugins ask for are honoured or refused by name (see Check), never dropped in
 // silence. Their annotations are shown to other plugins and reach nothing else: libcontainer
-// and systemd read some annotations as commands (CVE-2024-3154). Evictions do not reach the
-// runtime in version 0.12 of the library; it drops them, and the log tells so. It drops, too, the limit of
-// processes from updates of other containers that are answers to a request (TestPlugins); in
+// and systemd read some annotations as commands (CVE-2024-3154). Evictions, too, are carried out, though the library
+// knows of no such thing (evict.go). It drops the limit of processes from updates of other containers that are answers to a request (TestPlugins); in
 // adjustments, and in updates that a plugin asks for by itself, it arrives.
 //
 // The programs that were started are reaped when they end, whether they registered or not, and killed by Close. One that
@@ -74,7 +73,8 @@ type Config struct {
 type Runtime interface {
 	// Objects returns all pods and containers.
 	Objects() ([]*Pod, []*Container)
-	// Update changes the resources of a container. It waits for its turn until ctx ends.
+	// Update changes the resources of a container, for which it waits for its turn until ctx ends. Of a container to be
+	// evicted it begins the stop.
 	Update(ctx context.Context, u Update) error
 }
 
@@ -84,10 +84,13 @@ type Update struct {
 	Resources     *runtimeapi.LinuxContainerResources // what is zero stays as it is
 	Limits        *Limits                             // what CRI has no field for
 	IgnoreFailure bool                                // the container that is being created with it is created even if it fails
+
+	Evict  bool   // the container is to be stopped; nothing else is asked of it
+	Reason string // of the eviction, in the plugin's words
 }
 
 // Empty tells whether the update changes nothing.
-func (u Update) Empty() bool { return proto.Size(u.Resources) == 0 && u.Limits == nil }
+func (u Update) Empty() bool { return proto.Size(u.Resources) == 0 && u.Limits == nil && !u.Evict }
 
 // Plugins is the set of plugins. Its methods may be called from several goroutines.
 type Plugins struct {
@@ -114,6 +117,7 @@ func New(cfg Config) (*Plugins, error) {
 		adaptation.WithSocketPath(cfg.Socket),
 		adaptation.WithMetrics(metrics{p}),
 		adaptation.WithDefaultValidator(validatorConfig(cfg)),
+		adaptation.WithTTRPCOptions(interceptors()),
 	}
 	if cfg.Socket == "" {
 		options = append(options, adaptation.WithDisabledExternalConnections())
@@ -234,7 +238,22 @@ func (p *Plugins) synchronize(ctx context.Context, tell adaptation.SyncCB) (err 
 func (p *Plugins) unsolicited(ctx context.Context, updates []*api.ContainerUpdate) (failed []*api.ContainerUpdate, err error) {
 	ctx, cancel := context.WithTimeout(ctx, p.cfg.RequestTimeout/2)
 	defer cancel()
-	return p.update(ctx, updates), nil
+	failed = p.update(ctx, updates)
+	p.evict(ctx)
+	return failed, nil
+}
+
+// evict carries out the evictions of a plugin's own request. No field of its answer tells of those that fail.
+func (p *Plugins) evict(ctx context.Context) {
+	asked, collected := ctx.Value(evictionsKey{}).(*evictions)
+	if !collected {
+		return
+	}
+	for _, u := range asked.updates() {
+		if err := p.guardedUpdate(ctx, u); err != nil {
+			p.cfg.Log.Warn("NRI: an eviction failed that a plugin asked for", "container", u.ContainerID, "error", err)
+		}
+	}
 }
 
 // update makes changes and returns those that failed. Containers are changed side by side, so that one whose turn does not
@@ -267,12 +286,16 @@ func (p *Plugins) update(ctx context.Context, updates []*api.ContainerUpdate) (f
 }
 
 func (p *Plugins) updateOne(ctx context.Context, u *api.ContainerUpdate) (err error) {
-	defer p.recovered("UpdateContainers", u.GetContainerId(), &err)
 	change, err := newUpdate(u)
 	if err != nil {
 		return err
 	}
-	return p.runtime.Update(ctx, change)
+	return p.guardedUpdate(ctx, change)
+}
+
+func (p *Plugins) guardedUpdate(ctx context.Context, u Update) (err error) {
+	defer p.recovered("UpdateContainers", u.ContainerID, &err)
+	return p.runtime.Update(ctx, u)
 }
 
 // PodEvent is something that happened, or is about to happen, to a pod.
@@ -352,13 +375,14 @@ func (p *Plugins) Container(ctx context.Context, event ContainerEvent, pod *Pod,
 }
 
 // CreateContainer asks the plugins how a container that is being made is to be changed, its limits
-// included, and which others with it.
+// included, and which others are to be changed or evicted with it.
 //
 // Errors: Aborted for a plugin's refusal, or plugins that contradict each other; Unimplemented and
 // InvalidArgument as Check tells.
 func (p *Plugins) CreateContainer(ctx context.Context, pod *Pod, c *Container) (*Adjustment, Update, []Update, error) {
 	container := c.api()
 	env := container.Env
+	ctx, evicted := withEvictions(ctx)
 	var response *api.CreateContainerResponse
 	err := p.relay(ctx, "CreateContainer", c.ID, func() (err error) {
 		response, err = p.adaptation.CreateContainer(ctx, &api.CreateContainerRequest{Pod: pod.api(), Container: container})
@@ -373,7 +397,7 @@ func (p *Plugins) CreateContainer(ctx context.Context, pod *Pod, c *Container) (
 		return nil, Update{}, nil, err
 	}
 	others, err := p.newUpdates(response.GetUpdate())
-	return adjustment, limits, others, err
+	return adjustment, limits, append(others, evicted.updates()...), err
 }
 
 // addRemovals adds to an adjustment that plugins removed variables, which the library (0.12.5) leaves out. It
@@ -392,9 +416,10 @@ func addRemovals(adjust *api.ContainerAdjustment, before, after []string) {
 }
 
 // UpdateContainer asks the plugins how an update of a container is to be changed, and which
-// others with it. It returns what is to be changed of the container now.
+// others are to be changed or evicted with it. It returns what is to be changed of the container now.
 func (p *Plugins) UpdateContainer(ctx context.Context, pod *Pod, c *Container, wanted *runtimeapi.LinuxContainerResources) (Update, []Update, error) {
 	own := Update{ContainerID: c.ID, Resources: wanted}
+	ctx, evicted := withEvictions(ctx)
 	var response *api.UpdateContainerResponse
 	err := p.relay(ctx, "UpdateContainer", c.ID, func() (err error) {
 		response, err = p.adaptation.UpdateContainer(ctx, &api.UpdateContainerRequest{Pod: pod.api(), Container: c.api(), LinuxResources: fromCRI(wanted)})
@@ -415,7 +440,7 @@ func (p *Plugins) UpdateContainer(ctx context.Context, pod *Pod, c *Container, w
 			others = append(others, u)
 		}
 	}
-	return own, others, nil
+	return own, append(others, evicted.updates()...), nil
 }
 
 // relay makes one request to the plugins. A panic of the library, which works on what plugins
@@ -449,13 +474,9 @@ func (m metrics) UpdatePluginCount(n int) {
 	}
 }
 
-func (metrics) RecordPluginInvocation(string, string, error)      {}
-func (metrics) RecordPluginLatency(string, string, time.Duration) {}
-func (m metrics) RecordPluginAdjustments(plugin, request string, _ *api.ContainerAdjustment, _, evictions int) {
-	if evictions > 0 {
-		m.p.cfg.Log.Warn("NRI: the evictions that a plugin asks for are not carried out", "plugin", plugin, "request", request, "evictions", evictions)
-	}
-}
+func (metrics) RecordPluginInvocation(string, string, error)                               {}
+func (metrics) RecordPluginLatency(string, string, time.Duration)                          {}
+func (metrics) RecordPluginAdjustments(string, string, *api.ContainerAdjustment, int, int) {}
 
 // logger passes on what the library logs. Its steps are of interest to who looks for trouble.
 type logger struct{ log *slog.Logger }

@@ -2,9 +2,11 @@ package nri
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
@@ -12,6 +14,7 @@ import (
 
 	"github.com/containerd/nri/pkg/api"
 	"github.com/containerd/nri/pkg/stub"
+	"github.com/containerd/ttrpc"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
@@ -46,11 +49,40 @@ func testPlugins(t *testing.T, rt Runtime) *Plugins {
 	return p
 }
 
-// answering is a plugin that answers with updates.
+// answering is a plugin that answers with updates, and with evictions, which the library's stub knows nothing of.
 type answering struct {
+	stub    stub.Stub
+	refuse  error // of CreateContainer
 	updates []*api.ContainerUpdate
+	evict   []*api.ContainerEviction
 	pod     *api.PodSandbox // of the last UpdatePodSandbox, with what was wanted
 	wanted  [2]*api.LinuxResources
+}
+
+func (a *answering) addToAnswer(ctx context.Context, decode ttrpc.Unmarshaler, _ *ttrpc.UnaryServerInfo, handle ttrpc.Method) (any, error) {
+	answer, err := handle(ctx, decode)
+	switch answer := answer.(type) {
+	case *api.CreateContainerResponse:
+		answer.Evict = a.evict
+	case *api.UpdateContainerResponse:
+		answer.Evict = a.evict
+	}
+	return answer, err
+}
+
+func (a *answering) addToRequest(ctx context.Context, request *ttrpc.Request, response *ttrpc.Response, _ *ttrpc.UnaryClientInfo, call ttrpc.Invoker) error {
+	if request.Method == "UpdateContainers" {
+		more, err := proto.Marshal(&api.UpdateContainersRequest{Evict: a.evict}) // behind another, a message is merged with it
+		if err != nil {
+			return err
+		}
+		request.Payload = append(request.Payload, more...)
+	}
+	return call(ctx, request, response)
+}
+
+func (a *answering) CreateContainer(context.Context, *api.PodSandbox, *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
+	return nil, a.updates, a.refuse
 }
 
 func (a *answering) UpdateContainer(context.Context, *api.PodSandbox, *api.Container, *api.LinuxResources) ([]*api.ContainerUpdate, error) {
@@ -66,18 +98,19 @@ func (a *answering) UpdatePodSandbox(_ context.Context, pod *api.PodSandbox, ove
 	return nil
 }
 
-// connect starts plugins and connects one. It returns when that is registered.
-func connect(t *testing.T, cfg Config, plugin any) *Plugins {
+// connect starts plugins of a runtime and connects one. It returns when that is registered.
+func connect(t *testing.T, cfg Config, rt Runtime, plugin *answering) *Plugins {
 	t.Helper()
 	p, err := New(cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := p.Start(t.Context(), testRuntime{}); err != nil {
+	if err := p.Start(t.Context(), rt); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(p.Close)
-	s, err := stub.New(plugin, stub.WithSocketPath(p.cfg.Socket), stub.WithPluginIdx("10"), stub.WithPluginName("answering"), stub.WithOnClose(func() {}))
+	s, err := stub.New(plugin, stub.WithSocketPath(p.cfg.Socket), stub.WithPluginIdx("10"), stub.WithPluginName("answering"), stub.WithOnClose(func() {}),
+		stub.WithTTRPCOptions([]ttrpc.ClientOpts{ttrpc.WithUnaryClientInterceptor(plugin.addToRequest)}, []ttrpc.ServerOpt{ttrpc.WithUnaryServerInterceptor(plugin.addToAnswer)}))
 	if err == nil {
 		err = s.Start(t.Context())
 	}
@@ -85,6 +118,7 @@ func connect(t *testing.T, cfg Config, plugin any) *Plugins {
 		t.Fatal(err)
 	}
 	t.Cleanup(s.Stop)
+	plugin.stub = s
 	for p.count.Load() == 0 { // it is told a moment after
 		time.Sleep(time.Millisecond)
 	}
@@ -102,10 +136,12 @@ func TestPlugins(t *testing.T) {
 	cfg := testPlugins(t, nil).cfg
 	cfg.RequestTimeout = time.Minute
 	programs, plugin := installPrograms(t, cfg), &answering{}
-	p := connect(t, cfg, plugin)
+	var updated []Update
+	p := connect(t, cfg, testRuntime{update: func(_ context.Context, u Update) error { updated = append(updated, u); return nil }}, plugin)
 	t.Run("IgnoreFailure", func(t *testing.T) { testIgnoreFailure(t, p, plugin) })
 	t.Run("LibraryDropsPidsOfOthers", func(t *testing.T) { testLibraryDropsPidsOfOthers(t, p, plugin) })
 	t.Run("UpdatePodShowsOldAndNew", func(t *testing.T) { testUpdatePodShowsOldAndNew(t, p, plugin) })
+	t.Run("Evictions", func(t *testing.T) { testEvictions(t, p, plugin, &updated) })
 	t.Run("ProgramsThatDoNotRegister", func(t *testing.T) { testProgramsThatDoNotRegister(t, p, programs) }) // closes p
 }
 
@@ -137,6 +173,30 @@ func testLibraryDropsPidsOfOthers(t *testing.T, p *Plugins, plugin *answering) {
 	if own, err := newUpdate(u); err != nil || *own.Limits.Pids != 9 { // as it arrives when the plugin asks by itself
 		t.Errorf("update %v, error %v", own, err)
 	}
+}
+
+// Evictions follow the updates of others, whoever asks for them in what request, and one that plugins refuse has none.
+func testEvictions(t *testing.T, p *Plugins, plugin *answering, updated *[]Update) {
+	good := &api.ContainerUpdate{ContainerId: "good"}
+	good.SetLinuxMemoryLimit(7)
+	plugin.updates, plugin.evict = []*api.ContainerUpdate{good}, []*api.ContainerEviction{{ContainerId: "bad", Reason: "no room"}}
+	check := func(what string, got []Update, err error) {
+		t.Helper()
+		if want := (Update{ContainerID: "bad", Evict: true, Reason: "no room", IgnoreFailure: true}); err != nil || len(got) != 2 || got[0].Evict || !reflect.DeepEqual(got[1], want) {
+			t.Errorf("%s: %+v, error %v", what, got, err)
+		}
+	}
+	_, _, others, err := p.CreateContainer(t.Context(), &Pod{}, &Container{ID: "c"})
+	check("CreateContainer", others, err)
+	_, others, err = p.UpdateContainer(t.Context(), &Pod{}, &Container{ID: "c"}, &runtimeapi.LinuxContainerResources{})
+	check("UpdateContainer", others, err)
+	_, err = plugin.stub.UpdateContainers(plugin.updates)
+	check("UpdateContainers", *updated, err)
+	plugin.refuse = errors.New("no")
+	if _, _, others, err := p.CreateContainer(t.Context(), &Pod{}, &Container{ID: "c"}); err == nil || len(others) > 0 {
+		t.Errorf("refused: %v, error %v", others, err)
+	}
+	plugin.updates, plugin.evict, plugin.refuse = nil, nil, nil
 }
 
 func TestDeviceRulesAreNotUpdated(t *testing.T) {
