@@ -359,7 +359,11 @@ func checkTraces(tb testing.TB, before map[string]bool) {
 		}
 	}
 	for _, trace := range slices.Sorted(slices.Values(more)) {
-		tb.Errorf("leaked: %s", trace)
+		var stat []byte
+		if fields := strings.Fields(trace); fields[0] == "process" {
+			stat, _ = os.ReadFile(fields[1] + "/stat") // tells a zombie's name and parent
+		}
+		tb.Errorf("leaked: %s %s", trace, stat)
 	}
 }
 

@@ -19,8 +19,8 @@ const (
 	killPatience = 2 * time.Second
 )
 
-// reap collects the children that have ended: init, and orphans.
-func (m *monitor) reap() {
+// reap collects the children that have ended: init, and orphans. It tells whether there are others.
+func (m *monitor) reap() (more bool) {
 	for {
 		var status unix.WaitStatus
 		pid, err := unix.Wait4(-1, &status, unix.WNOHANG, nil)
@@ -28,7 +28,7 @@ func (m *monitor) reap() {
 		case err == unix.EINTR:
 			continue
 		case err != nil || pid == 0:
-			return
+			return err == nil
 		case pid == m.params.InitPID:
 			m.initStatus, m.initEnd = &status, time.Now()
 		}
@@ -40,8 +40,7 @@ func (m *monitor) reap() {
 func (m *monitor) finish() error {
 	exit, known := m.verdict()
 	if m.params.KillDir != "" {
-		_ = killtree.Kill(m.params.KillDir, killPatience)
-		m.reap()
+		m.endOrphans()
 	}
 	for _, s := range m.streams {
 		m.drain(s)
@@ -54,6 +53,16 @@ func (m *monitor) finish() error {
 	err := m.writeRecord(exit)
 	m.sayFarewell()
 	return err
+}
+
+// endOrphans kills what init has left and waits for it. On cgroup v2 a process is no member any more
+// a moment before it can be reaped.
+func (m *monitor) endOrphans() {
+	deadline := time.Now().Add(killPatience)
+	_ = killtree.Kill(m.params.KillDir, killPatience)
+	for m.reap() && time.Now().Before(deadline) {
+		time.Sleep(time.Millisecond)
+	}
 }
 
 func (m *monitor) verdict() (exit record.Exit, known bool) {
