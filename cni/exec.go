@@ -49,7 +49,8 @@ var errVerbUnknown = errors.New("verb not supported")
 // bounds what it reads.
 type runner struct {
 	version.PluginDecoder
-	log *slog.Logger
+	log  *slog.Logger
+	runs runs
 }
 
 var _ invoke.Exec = (*runner)(nil)
@@ -65,12 +66,21 @@ func (r *runner) FindInPath(plugin string, dirs []string) (string, error) {
 }
 
 // ExecPlugin runs a plugin to its end and returns what it printed. When ctx ends
-// first, the plugin's process group is killed: DeadlineExceeded or Canceled. A
+// first, the plugin and what it started are killed: DeadlineExceeded or Canceled. A
 // failure that the plugin reported is a *types.Error in the chain: Unavailable
 // where the specification says try again, FailedPrecondition where it blames the
 // configuration, else Internal.
 func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, environ []string) ([]byte, error) {
 	run := &pluginRun{path: path, verb: lookup(environ, "CNI_COMMAND"), stdin: stdin, env: withoutServiceVars(environ)}
+	id, err := r.runs.begin(run.verb + " " + path + " " + lookup(environ, "CNI_CONTAINERID"))
+	if err != nil && run.verb == "ADD" {
+		return nil, err
+	}
+	if err != nil { // a full disk must not keep what fills it
+		r.log.Warn("a CNI plugin runs all the same", "plugin", path, "verb", run.verb, "error", err)
+	}
+	defer func() { r.runs.end(id, !run.killed) }()
+	run.env = append(run.env, runVar+"="+id)
 	for attempt := 0; ; attempt++ {
 		failpoint.Reach("cni.exec")
 		err := run.exec(ctx)
@@ -100,6 +110,7 @@ type pluginRun struct {
 	stdin          []byte
 	env            []string
 	stdout, stderr capped
+	killed         bool // it did not end by itself
 }
 
 // exec starts the plugin and waits for it. The plugin is killed with the daemon
@@ -118,6 +129,9 @@ func (p *pluginRun) exec(ctx context.Context) error {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	err := cmd.Run()
+	if state := cmd.ProcessState; state != nil {
+		p.killed = state.Sys().(syscall.WaitStatus).Signaled()
+	}
 	if errors.Is(err, exec.ErrWaitDelay) && cmd.ProcessState.Success() {
 		return nil // a background child has the pipes
 	}

@@ -65,27 +65,31 @@ func TestPluginFailures(t *testing.T) {
 }
 
 // A hung plugin ends with the context, and its children with it, though they
-// hold its output open.
+// hold its output open, or have a session of their own.
 func TestHungPlugin(t *testing.T) {
 	b := newBed(t)
-	b.plugin("a", `sleep 1000 & echo $! >$record/child; echo $$ >$record/self; wait`)
+	b.plugin("a", `sleep 1000 & echo $! >$record/child; setsid sh -c 'echo $$ >$record/apart; exec sleep 1000' & echo $$ >$record/self; wait`)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
 	n := b.start()
 	for _, verb := range []string{"ADD", "DEL", "CHECK"} {
 		t.Run(verb, func(t *testing.T) {
 			must(t, os.RemoveAll(b.record+"/child"))
 			must(t, os.RemoveAll(b.record+"/self"))
+			must(t, os.RemoveAll(b.record+"/apart"))
 			ctx, cancel := context.WithCancel(context.Background())
 			defer cancel()
 			done := make(chan error, 1)
 			go func() { done <- runOperation(ctx, n, verb, b.plan(), testPod("p1")) }()
-			self, child := b.readPID("self"), b.readPID("child")
+			self, child, apart := b.readPID("self"), b.readPID("child"), b.readPID("apart")
 			cancel()
 			err := <-done
 			if errdefs.Code(err) != codes.Canceled || !strings.Contains(err.Error(), "CNI plugin a did not end in time and was killed") {
 				t.Errorf("error %v (%v)", err, errdefs.Code(err))
 			}
-			eventually(t, "plugin and child are gone", func() bool { return isGone(self) && isGone(child) })
+			eventually(t, "plugin and child are gone", func() bool { return isGone(self) && isGone(child) && isGone(apart) })
+			if left := readDir(t, b.runs); len(left) > 0 {
+				t.Errorf("still noted as running: %v", left)
+			}
 		})
 	}
 }
@@ -170,21 +174,58 @@ func (s sink) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// A plugin does not outlive the daemon: what it did after the next daemon's DEL
-// would never be undone.
+// A plugin does not outlive the daemon, nor do its children the next one's start: what they did
+// after the next daemon's DEL would never be undone.
 func TestPluginDiesWithDaemon(t *testing.T) {
 	b := newBed(t)
-	b.plugin("a", `echo $$ >$record/self; exec sleep 1000`)
+	b.plugin("a", `setsid sh -c 'echo $$ >$record/apart; exec sleep 1000' & sleep 1000 & echo $! >$record/child; echo $$ >$record/self; wait`)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
 	daemon := exec.Command("/proc/self/exe")
 	daemon.Env = append(os.Environ(), daemonVar+"="+filepath.Dir(b.conf))
 	must(t, daemon.Start())
-	plugin := b.readPID("self")
+	plugin, child, apart := b.readPID("self"), b.readPID("child"), b.readPID("apart")
 	must(t, daemon.Process.Kill())
 	if err := daemon.Wait(); err == nil {
 		t.Error("the daemon was not killed")
 	}
 	eventually(t, "the plugin is gone", func() bool { return isGone(plugin) })
+	if isGone(child) || isGone(apart) {
+		t.Error("its children are gone before anybody has looked for them")
+	}
+	b.start()
+	if !isGone(child) || !isGone(apart) {
+		t.Error("the next daemon started beside what the plugin left")
+	}
+	if left := readDir(t, b.runs); len(left) > 0 {
+		t.Errorf("still noted as running: %v", left)
+	}
+}
+
+// Without room to note the run there is no ADD, but a DEL, which gives room.
+func TestRunThatCannotBeNoted(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", okResult)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	n := b.start()
+	must(t, os.RemoveAll(b.runs))
+	must(t, os.WriteFile(b.runs, nil, 0o600)) // in place of the directory
+	if _, err := n.Add(context.Background(), b.plan(), testPod("p1")); err == nil || !strings.Contains(err.Error(), "note that a CNI plugin runs") {
+		t.Errorf("ADD: %v", err)
+	}
+	must(t, n.Del(context.Background(), b.plan(), testPod("p1")))
+	if calls := b.calls(); len(calls) != 1 || !strings.HasPrefix(calls[0], "a DEL") {
+		t.Errorf("calls: %v", calls)
+	}
+}
+
+func readDir(t *testing.T, dir string) (names []string) {
+	t.Helper()
+	entries, err := os.ReadDir(dir)
+	must(t, err)
+	for _, e := range entries {
+		names = append(names, e.Name())
+	}
+	return names
 }
 
 func TestPluginEnvironment(t *testing.T) {

@@ -63,7 +63,7 @@ func TestMain(m *testing.M) {
 const daemonVar = "BERTH_CNI_TEST_DAEMON"
 
 func addForever(dir string) error {
-	n, err := New(Config{ConfDir: dir + "/net.d", BinDirs: []string{dir + "/bin"}, CacheDir: dir + "/cache"}, slog.Default())
+	n, err := New(Config{ConfDir: dir + "/net.d", BinDirs: []string{dir + "/bin"}, CacheDir: dir + "/cache", RunDir: dir + "/runs"}, slog.Default())
 	if err != nil {
 		return err
 	}
@@ -119,12 +119,13 @@ type bed struct {
 	t             *testing.T
 	conf, bin     string
 	cache, record string // record: what the fake plugins saw
+	runs          string
 	n             *Network
 }
 
 func newBed(t *testing.T) *bed {
 	dir := t.TempDir()
-	b := &bed{t: t, conf: dir + "/net.d", bin: dir + "/bin", cache: dir + "/cache", record: dir + "/record"}
+	b := &bed{t: t, conf: dir + "/net.d", bin: dir + "/bin", cache: dir + "/cache", record: dir + "/record", runs: dir + "/runs"}
 	for _, d := range []string{b.conf, b.bin, b.record} {
 		must(t, os.Mkdir(d, 0o755))
 	}
@@ -135,7 +136,7 @@ func newBed(t *testing.T) *bed {
 // New, what they do after it by the watch.
 func (b *bed) start(extraBinDirs ...string) *Network {
 	b.t.Helper()
-	n, err := New(Config{ConfDir: b.conf, BinDirs: append([]string{b.bin}, extraBinDirs...), CacheDir: b.cache}, testLog(b.t))
+	n, err := New(Config{ConfDir: b.conf, BinDirs: append([]string{b.bin}, extraBinDirs...), CacheDir: b.cache, RunDir: b.runs}, testLog(b.t))
 	must(b.t, err)
 	b.t.Cleanup(n.Close)
 	b.n = n
@@ -147,7 +148,7 @@ func (b *bed) start(extraBinDirs ...string) *Network {
 func (b *bed) plugin(name, body string) {
 	b.t.Helper()
 	b.write(b.bin+"/"+name, fmt.Sprintf(`#!/bin/sh
-record=%[1]s; me=%[2]s
+export record=%[1]s; me=%[2]s
 cat >$record/$me.$CNI_COMMAND.stdin
 env >$record/$me.$CNI_COMMAND.env
 echo "$me $CNI_COMMAND $CNI_CONTAINERID" >>$record/calls

@@ -14,8 +14,8 @@
 // every Add, the failed ones too, until it returns nil, and never two operations
 // for one pod at the same time.
 //
-// Plugins run in process groups of their own; when the context ends, plugin and
-// children are killed. The pod's network namespace is made by NewNetNS, with its
+// When the context ends the plugin and all that it started are killed (strays.go). A daemon that
+// is killed takes its plugins with it; New of the next one ends their children. The pod's network namespace is made by NewNetNS, with its
 // loopback interface up, so no loopback plugin is needed.
 //
 // Specification: CNI 1.1.0; configurations from 0.1.0 to 1.1.0 are understood.
@@ -41,10 +41,10 @@ import (
 const IfName = "eth0"
 
 const (
-	// defaultTimeout bounds one ADD, DEL or CHECK where the caller's context does
-	// not. It is half of what kubelet grants RunPodSandbox, so that the undo of a
-	// hung ADD has time too.
-	defaultTimeout = 2 * time.Minute
+	// DefaultTimeout bounds one ADD, DEL or CHECK where the caller's context does not. It is less than
+	// half of what kubelet grants RunPodSandbox, so that the undo of a hung ADD has time too, and less than
+	// it grants StopPodSandbox, so that it is told which plugin hung.
+	DefaultTimeout = 110 * time.Second
 	// statusTimeout bounds one round of STATUS.
 	statusTimeout = 10 * time.Second
 	// maxViewAge is the age at which Status asks for a fresh view.
@@ -58,7 +58,8 @@ type Config struct {
 	ConfDir  string        // configuration files; need not exist
 	BinDirs  []string      // plugins, first match wins; also given to plugins as CNI_PATH
 	CacheDir string        // libcni's record of results, private to berth, survives a restart
-	Timeout  time.Duration // longest ADD, DEL or CHECK; 0: two minutes
+	RunDir   string        // where running plugins are noted, gone after a reboot; empty: nowhere, and their children can outlive a daemon that is killed
+	Timeout  time.Duration // longest ADD, DEL or CHECK; 0: DefaultTimeout
 }
 
 // Network runs plugins for the network configured in a directory. Its methods
@@ -80,8 +81,8 @@ type Network struct {
 	done sync.WaitGroup // the owner goroutine and its STATUS probes
 }
 
-// New reads the configuration and starts to follow it. It does not wait for
-// plugins. Errors: InvalidArgument for a Config that cannot work. Where the
+// New ends what plugins of an earlier daemon with the same RunDir left, reads the configuration
+// and starts to follow it. It does not wait for plugins. Errors: InvalidArgument for a Config that cannot work. Where the
 // kernel has no inotify instance left, the directory is followed by Status alone
 // and the log says so.
 func New(cfg Config, log *slog.Logger) (*Network, error) {
@@ -89,9 +90,9 @@ func New(cfg Config, log *slog.Logger) (*Network, error) {
 		return nil, err
 	}
 	if cfg.Timeout == 0 {
-		cfg.Timeout = defaultTimeout
+		cfg.Timeout = DefaultTimeout
 	}
-	plugins := &runner{log: log}
+	plugins := &runner{log: log, runs: runs{dir: cfg.RunDir, log: log}}
 	n := &Network{
 		cfg:     cfg,
 		log:     log,
@@ -102,6 +103,9 @@ func New(cfg Config, log *slog.Logger) (*Network, error) {
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	n.stop = stop
+	if err := plugins.runs.endAll(ctx); err != nil {
+		log.Error("end what CNI plugins of an earlier daemon left running", "error", err)
+	}
 	o := newOwner(ctx, n)
 	o.reload()
 	n.done.Go(o.run)

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 )
 
@@ -52,11 +53,12 @@ func (s *Server) panicked(method string, p any) error {
 }
 
 // coded turns err into a gRPC status with err's full text: the code it carries,
-// that of its context error, or Unknown.
+// that of its context error or of what the node lacks, or Unknown.
 func coded(err error) error {
 	if err == nil {
 		return nil
 	}
+	err = errdefs.Scarce(err)
 	st, ok := status.FromError(err)
 	if !ok {
 		st = status.FromContextError(err)

@@ -184,7 +184,7 @@ func failure(ctx context.Context, e *control.Error) error {
 	if err := ctx.Err(); err != nil {
 		return fmt.Errorf("%s: %w", e.Message, err)
 	}
-	return errdefs.New(codes.Code(e.Code), "%s", e.Message)
+	return errdefs.Reported(codes.Code(e.Code), e.Message)
 }
 
 func (l *Launchers) logWarnings(id string, warnings []string) {

@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
 	"berth/shim/wire"
@@ -221,7 +222,7 @@ func (c *client) answer() error {
 	case err != nil:
 		return err
 	case f.Type == wire.Error:
-		return errdefs.Internal("%s", f.Payload)
+		return errdefs.Reported(codes.Internal, string(f.Payload))
 	case f.Type != wire.OK:
 		return errdefs.Internal("unexpected answer of type %d", f.Type)
 	}

@@ -113,7 +113,9 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 		return err
 	}
 	closing.Add("close image store", images.Close)
-	network, err := cni.New(networkConfig(cfg), log)
+	networkCfg := networkConfig(cfg)
+	networkCfg.RunDir = filepath.Join(cfg.State, "cni")
+	network, err := cni.New(networkCfg, log)
 	if err != nil {
 		return err
 	}
@@ -232,7 +234,7 @@ func networkConfig(cfg *config.Config) cni.Config {
 	if cache == "" {
 		cache = filepath.Join(cfg.Root, "cni")
 	}
-	return cni.Config{ConfDir: cfg.CNIConfDir, BinDirs: cfg.CNIBinDirs, CacheDir: cache}
+	return cni.Config{ConfDir: cfg.CNIConfDir, BinDirs: cfg.CNIBinDirs, CacheDir: cache, Timeout: cfg.CNITimeout.Duration}
 }
 
 // newPlugins returns nil where NRI is off.

@@ -269,6 +269,16 @@ func (d *Daemon) Kill(t *testing.T) {
 	d.Signal(t, syscall.SIGKILL)
 }
 
+// End is Kill for a daemon that may have ended by itself.
+func (d *Daemon) End(t *testing.T) {
+	t.Helper()
+	d.Disconnect(t)
+	if err := d.Cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		t.Fatal(err)
+	}
+	<-d.exited
+}
+
 func (d *Daemon) Restart(t *testing.T) {
 	t.Helper()
 	d.Stop(t)

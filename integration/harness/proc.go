@@ -163,6 +163,21 @@ func CommandLines(prefix string) (found []string) {
 	return found
 }
 
+// ProcessesOf returns the processes with exactly that command line.
+func ProcessesOf(line string) (pids []int) {
+	for _, pid := range Processes() {
+		if strings.TrimRight(CommandLine(pid), " ") == line {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+func KillProcess(t *testing.T, pid int) {
+	t.Helper()
+	Must(t, unix.Kill(pid, unix.SIGKILL))
+}
+
 // ChildrenOf returns a process's children.
 func ChildrenOf(parent int) (pids []int) {
 	for _, pid := range Processes() {

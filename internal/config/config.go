@@ -48,6 +48,7 @@ type Config struct {
 	CNIConfDir  string   `toml:"cni_conf_dir" flag:"cni-conf-dir" default:"/etc/cni/net.d" path:"abs" doc:"Directory of CNI network configurations. The first valid one in lexical order is used; changes are noticed while running."`
 	CNIBinDirs  []string `toml:"cni_bin_dirs" flag:"cni-bin-dir" default:"/opt/cni/bin,/usr/lib/cni" path:"abs" doc:"Directories in which CNI plugins are looked for, in this order. Distributions that package the plugins use the second one."`
 	CNICacheDir string   `toml:"cni_cache_dir" path:"optional" doc:"Directory in which the CNI library keeps the results of plugins. Empty: cni below root."`
+	CNITimeout  Duration `toml:"cni_timeout" default:"110s" min:"100ms" doc:"The plugins of a network that have not attached or detached a pod within this time are killed, with all that they started. It is less than the two minutes that kubelet waits for a pod to be stopped, so that the pod's events tell which plugin hangs."`
 	NetNSDir    string   `toml:"netns_dir" default:"/run/netns" path:"abs" doc:"Directory in which network namespaces of pods are pinned as berth-<pod ID>. The ip tool lists those in /run/netns."`
 
 	RegistryDirs         []string `toml:"registry_dirs" flag:"registry-dir" default:"/etc/berth/certs.d,/etc/containerd/certs.d" path:"abs" doc:"Directories with one folder per registry host that holds a hosts.toml (mirrors, CA, client certificates, headers) in containerd's format. The first directory that knows the host is used."`

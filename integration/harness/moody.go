@@ -1,0 +1,113 @@
+package harness
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// MoodyPlugin stands before a CNI plugin of the distribution and misbehaves as it is told.
+type MoodyPlugin struct {
+	Name string
+	dir  string // of the program, its moods and what it notes
+}
+
+// Moods of a plugin. Those that begin with Work come after the real plugin has done its work.
+const (
+	Hang          = "hang" // with a child in its process group and one in a session of its own
+	WorkHang      = "work hang"
+	Die           = "die" // by SIGKILL
+	WorkDie       = "work die"
+	Crash         = "crash" // exit code 2, no CNI error
+	Garbage       = "garbage"
+	WorkGarbage   = "work garbage" // exit code 0
+	WorkNothing   = "work nothing" // exit code 0, prints nothing
+	WorkFlood     = "work flood"   // 2 MiB
+	WorkKill      = "work kill"    // kills the daemon with SIGKILL
+	WorkLeave     = "work leave"   // leaves a child and ends well
+	failMoodStart = "fail "        // an error of the plugin's own, a number of times
+)
+
+// Fail is the mood to fail n times with an error of the plugin's own, and to behave then.
+func Fail(n int) string { return fmt.Sprintf(failMoodStart+"%d", n) }
+
+const moodyScript = `#!/bin/bash
+# Does what the file NAME.VERB says, or else what the real plugin does.
+dir=%[1]q; real=%[2]q; name=%[3]q
+printf '%%s %%s\n' "$CNI_COMMAND" "$CNI_CONTAINERID" >>$dir/calls
+mood=$(cat $dir/$CNI_COMMAND 2>/dev/null)
+case $mood in
+work*)
+	result=$($real) || { echo "$result"; exit 1; }
+	mood=${mood#work } ;;
+'')
+	exec $real ;;
+esac
+leave() {
+	sleep 100000 >/dev/null 2>&1 &
+	setsid sleep 100001 >/dev/null 2>&1 &
+	echo "$CNI_CONTAINERID" >>$dir/left
+}
+case $mood in
+hang) leave; wait ;;
+die) leave; kill -KILL $$ ;;
+crash) echo "out of cheese" >&2; exit 2 ;;
+garbage) echo '<html>not found</html>' ;;
+nothing) ;;
+flood) head -c 2097152 /dev/zero ;;
+kill) leave; kill -KILL $PPID; wait ;;
+leave) leave; echo "$result" ;;
+fail*)
+	n=${mood#fail }
+	if [ $n -gt 1 ]; then echo "fail $((n - 1))" >$dir/$CNI_COMMAND; else rm $dir/$CNI_COMMAND; fi
+	echo '{"cniVersion": "1.0.0", "code": 11, "msg": "no room in the inn", "details": "come back later"}'
+	exit 1 ;;
+esac
+`
+
+// NewMoodyPlugin makes a plugin of that name that stands before the distribution's; it is
+// in a good mood.
+func NewMoodyPlugin(t *testing.T, name string) *MoodyPlugin {
+	t.Helper()
+	p := &MoodyPlugin{Name: name, dir: t.TempDir()}
+	Must(t, os.WriteFile(filepath.Join(p.dir, name), fmt.Appendf(nil, moodyScript, p.dir, filepath.Join(PluginDir, name), name), 0o700))
+	return p
+}
+
+// Option makes a daemon use the plugin.
+func (p *MoodyPlugin) Option(_ *testing.T, d *Daemon) {
+	d.BinDirs = append([]string{p.dir}, d.BinDirs...)
+}
+
+// Is sets the plugin's mood for a verb; "" is a good one.
+func (p *MoodyPlugin) Is(t *testing.T, verb, mood string) {
+	t.Helper()
+	Must(t, os.WriteFile(filepath.Join(p.dir, verb+".new"), []byte(mood), 0o600))
+	Must(t, os.Rename(filepath.Join(p.dir, verb+".new"), filepath.Join(p.dir, verb)))
+}
+
+// Calls returns for which pods the plugin was called with a verb.
+func (p *MoodyPlugin) Calls(verb string) (ids []string) {
+	for _, line := range ReadLines(filepath.Join(p.dir, "calls")) {
+		if id, ok := strings.CutPrefix(line, verb+" "); ok {
+			ids = append(ids, id)
+		}
+	}
+	return ids
+}
+
+// AwaitChildren waits until the plugin has left its children behind once more than n times.
+func (p *MoodyPlugin) AwaitChildren(t *testing.T, n int) {
+	t.Helper()
+	Eventually(t, "the plugin "+p.Name+" misbehaves", func() error {
+		if got := p.Left(); got <= n {
+			return Unexpected("how often it left children", got, n+1)
+		}
+		return nil
+	})
+}
+
+// Left is how often the plugin has left children behind.
+func (p *MoodyPlugin) Left() int { return len(ReadLines(filepath.Join(p.dir, "left"))) }

@@ -1,0 +1,311 @@
+package scarcity
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+)
+
+// shortTimeout is for plugins that hang; the others need tens of milliseconds.
+var shortTimeout = harness.WithConfig(`cni_timeout = "3s"`)
+
+// addCases are ways in which an ADD fails.
+var addCases = []struct {
+	mood  string
+	code  codes.Code
+	parts []string
+}{
+	{harness.Hang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
+	{harness.WorkHang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
+	{harness.Die, codes.Internal, []string{"signal: killed"}},
+	{harness.WorkDie, codes.Internal, []string{"signal: killed"}},
+	{harness.Crash, codes.Internal, []string{"exit status 2", "out of cheese"}},
+	{harness.Garbage, codes.Internal, []string{"its result is invalid", "<html>not found"}},
+	{harness.WorkGarbage, codes.Internal, []string{"its result is invalid", "<html>not found"}},
+	{harness.WorkNothing, codes.Internal, []string{"its result is invalid"}},
+	{harness.WorkFlood, codes.Internal, []string{"printed 2097152 bytes"}},
+	{harness.Fail(1), codes.Unavailable, []string{"no room in the inn", "come back later"}},
+}
+
+// An ADD that fails leaves nothing, whatever the plugin had done by then; the same pod runs when the
+// plugin has recovered. bridge is the first of the chain; when portmap fails there is an
+// address and a veth already.
+func TestFailedAdd(t *testing.T) {
+	for _, name := range []string{"bridge", "portmap"} {
+		t.Run(name, func(t *testing.T) {
+			plugin := harness.NewMoodyPlugin(t, name)
+			d := harness.StartDaemon(t, shortTimeout, plugin.Option)
+			for _, tt := range addCases {
+				t.Run(tt.mood, func(t *testing.T) {
+					plugin.Is(t, "ADD", tt.mood)
+					config := d.PodConfig(t, harness.HostPort(18090, 80, runtimeapi.Protocol_TCP))
+					_, err := d.Cri.RunPodSandbox(t.Context(), config, "")
+					harness.WantCode(t, err, tt.code, append(tt.parts, "CNI plugin "+name, "CNI ADD of pod", config.Metadata.Name)...)
+					harness.Equal(t, "number of pods", len(harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)), 0)
+					d.NoLeaks(t)
+					plugin.Is(t, "ADD", "")
+					d.RunPodConfig(t, config).Remove(t)
+				})
+			}
+		})
+	}
+}
+
+// delCases are ways in which a DEL fails, or seems to.
+var delCases = []struct {
+	mood  string
+	code  codes.Code // OK: what the plugin says does not matter if it ends well
+	parts []string
+}{
+	{harness.Hang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
+	{harness.WorkHang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
+	{harness.Die, codes.Internal, []string{"signal: killed"}},
+	{harness.WorkDie, codes.Internal, []string{"signal: killed"}},
+	{harness.Crash, codes.Internal, []string{"exit status 2", "out of cheese"}},
+	{harness.WorkGarbage, codes.OK, nil},
+	{harness.WorkFlood, codes.Internal, []string{"printed 2097152 bytes"}},
+	{harness.Fail(1), codes.Unavailable, []string{"no room in the inn"}},
+}
+
+// A DEL that fails is an error of StopPodSandbox. The pod is not ready all the same and its
+// processes are gone; the next call takes its network away.
+func TestFailedDel(t *testing.T) {
+	plugin := harness.NewMoodyPlugin(t, "bridge")
+	d := harness.StartDaemon(t, shortTimeout, plugin.Option)
+	for _, tt := range delCases {
+		t.Run(tt.mood, func(t *testing.T) {
+			pod := d.RunPod(t)
+			c := pod.Run(t)
+			plugin.Is(t, "DEL", tt.mood)
+			err := d.Cri.StopPodSandbox(t.Context(), pod.Id)
+			if tt.code == codes.OK {
+				harness.Must(t, err)
+			} else {
+				harness.WantCode(t, err, tt.code, append(tt.parts, "CNI plugin bridge", "CNI DEL of pod", pod.Id)...)
+			}
+			harness.Equal(t, "the pod's state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
+			harness.Equal(t, "the container's state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
+			plugin.Is(t, "DEL", "")
+			pod.Remove(t)
+			d.Clean(t)
+			d.NoLeaks(t)
+		})
+	}
+}
+
+// The pod of a DEL that fails ten times is stopped by the eleventh call, and keeps its address until then.
+func TestDelFailsTenTimes(t *testing.T) {
+	plugin := harness.NewMoodyPlugin(t, "bridge")
+	d := harness.StartDaemon(t, plugin.Option)
+	pod := d.RunPod(t)
+	address := filepath.Join(d.DataDir, "test", pod.Ip(t))
+	plugin.Is(t, "DEL", harness.Fail(10))
+	for i := range 10 {
+		harness.WantCode(t, d.Cri.StopPodSandbox(t.Context(), pod.Id), codes.Unavailable, "no room in the inn")
+		if _, err := os.Stat(address); err != nil {
+			t.Fatalf("after %d failures: %v", i+1, err)
+		}
+	}
+	pod.Stop(t)
+	if _, err := os.Stat(address); err == nil {
+		t.Error("the address is still there")
+	}
+	pod.Stop(t)
+	if n := len(plugin.Calls("DEL")); n != 11 {
+		t.Errorf("DEL was called %d times, want 11: not again after it succeeded", n)
+	}
+}
+
+// What a failed RunPodSandbox could not undo is undone in the background, with growing pauses that verbose
+// Status shows, until that succeeds. Meanwhile the pod's name is free.
+func TestUndoIsRetried(t *testing.T) {
+	failures := 4 // pauses of 1, 2 and 4 seconds
+	if thorough() {
+		failures = 10
+	}
+	plugin := harness.NewMoodyPlugin(t, "portmap")
+	d := harness.StartDaemon(t, plugin.Option)
+	plugin.Is(t, "ADD", harness.Fail(1))
+	plugin.Is(t, "DEL", harness.Fail(failures))
+	config := d.PodConfig(t)
+	_, err := d.Cri.RunPodSandbox(t.Context(), config, "")
+	harness.WantCode(t, err, codes.Unavailable, "no room in the inn")
+	abandoned := plugin.Calls("ADD")[0]
+	second := d.RunPodConfig(t, config)
+	harness.Eventually(t, "verbose Status shows the pause", func() error {
+		if waits := harness.Get(d.Cri.Status(t.Context(), true))(t).Info["waits"]; !harness.Contains(waits, "another try to undo") {
+			return harness.Unexpected("what is waited for", waits, "another try to undo")
+		}
+		return nil
+	})
+	harness.Must(t, harness.PollUpTo(10*time.Minute, 100*time.Millisecond, func() error {
+		if n := len(plugin.Calls("DEL")); n <= failures {
+			return harness.Unexpected("the number of DELs", n, failures+1)
+		}
+		return nil
+	}))
+	for _, id := range plugin.Calls("DEL") {
+		harness.Equal(t, "the pod of a DEL", id, abandoned)
+	}
+	second.Remove(t)
+}
+
+// The daemon dies while a plugin works. The next one ends what the plugin started, and the pod
+// that kubelet asks for again runs.
+func TestDaemonDiesWithPlugin(t *testing.T) {
+	for _, mood := range []string{harness.Hang, harness.WorkHang, harness.WorkKill} {
+		for _, name := range []string{"bridge", "portmap"} {
+			t.Run(name+" "+mood, func(t *testing.T) {
+				plugin := harness.NewMoodyPlugin(t, name)
+				d := harness.StartDaemon(t, plugin.Option)
+				config := d.PodConfig(t, harness.HostPort(18090, 80, runtimeapi.Protocol_TCP))
+				plugin.Is(t, "ADD", mood)
+				during(t, d, plugin, func() error { _, err := d.Cri.RunPodSandbox(t.Context(), config, ""); return err })
+				plugin.Is(t, "ADD", "")
+				d.Start(t)
+				pod := d.RunPodConfig(t, config)
+
+				plugin.Is(t, "DEL", mood)
+				during(t, d, plugin, func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) })
+				plugin.Is(t, "DEL", "")
+				d.Start(t)
+				harness.Equal(t, "the pod's state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
+				pod.Remove(t)
+			})
+		}
+	}
+}
+
+// during kills the daemon when the plugin is at work for a call, which must fail.
+func during(t *testing.T, d *harness.Daemon, plugin *harness.MoodyPlugin, call func() error) {
+	t.Helper()
+	before := plugin.Left()
+	ended := make(chan error, 1)
+	go func() { ended <- call() }()
+	plugin.AwaitChildren(t, before)
+	d.End(t)
+	if err := <-ended; err == nil {
+		t.Error("the call succeeded although the daemon was killed")
+	}
+}
+
+// Children of a plugin that ended well are what it wanted: they stay, also when the daemon is killed.
+func TestPluginsChildStays(t *testing.T) {
+	plugin := harness.NewMoodyPlugin(t, "bridge")
+	d := harness.StartDaemon(t, plugin.Option)
+	plugin.Is(t, "ADD", harness.WorkLeave)
+	pod := d.RunPod(t)
+	d.End(t)
+	d.Start(t)
+	for _, line := range []string{"sleep 100000", "sleep 100001"} {
+		pids := harness.ProcessesOf(line)
+		harness.Equal(t, "number of "+line, len(pids), 1)
+		for _, pid := range pids {
+			harness.KillProcess(t, pid)
+		}
+	}
+	pod.Remove(t)
+}
+
+// While a plugin hangs for one pod, others on the host's network and on another network come and
+// go, and everybody who asks is answered.
+func TestHungPluginHoldsNobodyUp(t *testing.T) {
+	plugin := harness.NewMoodyPlugin(t, "portmap")
+	d := harness.StartDaemon(t, plugin.Option)
+	victim := d.RunPod(t)
+	for _, verb := range []string{"ADD", "DEL"} {
+		t.Run(verb, func(t *testing.T) {
+			plugin.Is(t, verb, harness.Hang)
+			before := plugin.Left()
+			ctx, cancel := context.WithCancel(t.Context())
+			config, ended := d.PodConfig(t), make(chan error, 1)
+			go func() {
+				if verb == "ADD" {
+					_, err := d.Cri.RunPodSandbox(ctx, config, "")
+					ended <- err
+					return
+				}
+				ended <- d.Cri.StopPodSandbox(ctx, victim.Id)
+			}()
+			plugin.AwaitChildren(t, before)
+			plugin.Is(t, verb, "")
+			d.RunPod(t, harness.HostNetwork).Remove(t)
+			harness.WithNetwork(fmt.Sprintf(otherNetwork, d.DataDir))(t, d)
+			other := d.RunPod(t)
+			other.Run(t)
+			other.Remove(t)
+			harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)
+			waits := harness.Get(d.Cri.Status(t.Context(), true))(t).Info["waits"]
+			if !harness.Contains(waits, "CNI "+verb) {
+				t.Errorf("verbose Status does not show that a plugin is waited for: %s", waits)
+			}
+			select {
+			case err := <-ended:
+				t.Errorf("the plugin does not hang: %v", err)
+			default:
+			}
+			cancel()
+			<-ended
+		})
+	}
+	d.End(t) // or the plugins would have to be waited for
+	d.Start(t)
+}
+
+// otherNetwork has no plugin in common with the usual one but host-local; %q is its data directory.
+const otherNetwork = `{"cniVersion": "1.0.0", "name": "other", "plugins": [
+	{"type": "ptp", "ipam": {"type": "host-local", "dataDir": %q, "ranges": [[{"subnet": "10.89.0.0/24"}]]}}]}`
+
+// DEL needs neither the configuration that ADD had, nor what the CNI library keeps of results.
+func TestDelWithoutConfig(t *testing.T) {
+	for _, restart := range []bool{false, true} {
+		t.Run(fmt.Sprintf("restart %v", restart), func(t *testing.T) {
+			d := harness.StartDaemon(t)
+			pod := d.RunPod(t, harness.HostPort(18090, 80, runtimeapi.Protocol_TCP))
+			harness.Must(t, os.Remove(d.NetworkFile()))
+			harness.Must(t, os.RemoveAll(filepath.Join(d.Root, "cni")))
+			if restart {
+				d.Restart(t)
+			}
+			pod.Remove(t)
+		})
+	}
+}
+
+// A record that is lost takes what its pod has with it: the address by a DEL from the CNI library's record
+// of it, the rest because it bears the pod's ID.
+func TestLostRecord(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod, other := d.RunPod(t), d.RunPod(t)
+	pod.Run(t)
+	address := filepath.Join(d.DataDir, "test", pod.Ip(t))
+	d.End(t)
+	record := filepath.Join(d.Root, "pods", pod.Id+".record")
+	harness.Must(t, os.Truncate(record, 100))
+	d.Start(t)
+	harness.Eventually(t, "the address is given back", func() error {
+		if _, err := os.Stat(address); err == nil {
+			return fmt.Errorf("%s is there", address)
+		}
+		return nil
+	})
+	harness.Equal(t, "the other pod's state", other.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
+	if _, err := os.Stat(filepath.Join(d.DataDir, "test", other.Ip(t))); err != nil {
+		t.Errorf("the other pod has lost its address: %v", err)
+	}
+	aside, err := filepath.Glob(filepath.Join(d.Root, "pods", "set-aside", "*"))
+	harness.Must(t, err)
+	harness.Equal(t, "number of records set aside", len(aside), 1)
+	harness.Must(t, os.RemoveAll(filepath.Join(d.Root, "pods", "set-aside"))) // or the leak check would find it
+}
+
+// thorough is whether the whole enumeration is to run, as contrib/torture does.
+func thorough() bool { return os.Getenv("BERTH_TORTURE") != "" }
