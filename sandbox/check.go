@@ -25,7 +25,7 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 			return err
 		}
 	}
-	if _, err := m.handler(handler); err != nil {
+	if _, err := m.handlers.Find(handler); err != nil {
 		return err
 	}
 	if dir := config.GetLogDirectory(); dir != "" && !filepath.IsAbs(dir) {

@@ -295,7 +295,7 @@ func (m *Manager) containerSpec(p *pod, c *container, resources *runtimeapi.Linu
 	if err != nil {
 		return nil, err
 	}
-	p.annotate(spec, "container")
+	p.rec.Runtime.Annotate(spec, "container", p.id)
 	limits.AddTo(spec.Linux.Resources)
 	names := cdiDevices(c.config)
 	if err := m.cfg.CDI.Inject(spec, names); err != nil {

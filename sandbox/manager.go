@@ -25,26 +25,27 @@ import (
 	"berth/internal/task"
 	"berth/oci"
 	"berth/sandbox/census"
+	"berth/sandbox/handler"
 	"berth/shim"
 	"berth/shim/payload"
 )
 
 // Config is what the daemon decides for all pods.
 type Config struct {
-	Root           string                   // durable state: records, pod files, writable layers; survives a reboot
-	State          string                   // what dies with the boot: shim directories, the pods' shm
-	NetNSDir       string                   // where network namespaces are pinned, /run/netns
-	HostResolvConf string                   // what pods with the Default DNS policy get, /etc/resolv.conf
-	SystemdCgroup  bool                     // cgroup driver: systemd, else cgroupfs
-	Handler        string                   // name of the built-in runtime handler
-	Handlers       map[string]HandlerConfig // the others
-	DefaultHandler string                   // the one that "" means; empty: Handler
-	PauseImage     string                   // image to use instead of the embedded pause; empty: none
-	ShimPath       string                   // the berth-shim binary
-	IdleLaunchers  int                      // launchers kept ready
-	MaxLogLine     int                      // bytes before a log line is split as partial
-	Plugins        Plugins                  // nil: none
-	CensusPeriod   time.Duration            // between two counts of what a container has written
+	Root           string                    // durable state: records, pod files, writable layers; survives a reboot
+	State          string                    // what dies with the boot: shim directories, the pods' shm
+	NetNSDir       string                    // where network namespaces are pinned, /run/netns
+	HostResolvConf string                    // what pods with the Default DNS policy get, /etc/resolv.conf
+	SystemdCgroup  bool                      // cgroup driver: systemd, else cgroupfs
+	Handler        string                    // name of the built-in runtime handler
+	Handlers       map[string]handler.Config // the others
+	DefaultHandler string                    // the one that "" means; empty: Handler
+	PauseImage     string                    // image to use instead of the embedded pause; empty: none
+	ShimPath       string                    // the berth-shim binary
+	IdleLaunchers  int                       // launchers kept ready
+	MaxLogLine     int                       // bytes before a log line is split as partial
+	Plugins        Plugins                   // nil: none
+	CensusPeriod   time.Duration             // between two counts of what a container has written
 	Host           *host.Facts
 	CDI            cdi.Dirs // where CDI devices are described
 	OwnDevices     bool     // devices belong to the user and group of the security context
@@ -79,7 +80,7 @@ type Manager struct {
 	census        *census.Counter
 	unmeasured    seldom.Seldom // warnings of containers that can't be measured
 	tasks         *task.Runner
-	handlers      map[string]*handler // with the built-in one; never changed
+	handlers      *handler.Set
 }
 
 // Open prepares the state directories, reads all records, finds again what runs

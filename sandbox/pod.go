@@ -306,7 +306,7 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 	if err != nil {
 		return nil, err
 	}
-	p.annotate(spec, "sandbox")
+	p.rec.Runtime.Annotate(spec, "sandbox", p.id)
 	failpoint.Reach("pause.make-directory")
 	if err := os.MkdirAll(filepath.Join(m.shimDir(p.id), "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of pod %s: %w", p.id, err)

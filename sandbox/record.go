@@ -10,6 +10,7 @@ import (
 	"berth/cni"
 	"berth/internal/nri"
 	"berth/oci"
+	"berth/sandbox/handler"
 )
 
 // Schema versions of the records. A newer berth reads older versions.
@@ -43,7 +44,7 @@ type podRecord struct {
 	Handler   string    `json:"handler,omitempty"`
 	Resources []byte    `json:"resources,omitempty"` // runtime.v1.UpdatePodSandboxResourcesRequest, as protobuf; nil: as in Config
 
-	Runtime *podRuntime `json:"runtime,omitempty"` // nil: libcontainer
+	Runtime *handler.Runtime `json:"runtime,omitempty"` // nil: libcontainer
 
 	CgroupsPath string          `json:"cgroupsPath"`
 	NetNS       string          `json:"netns,omitempty"`   // empty: the host's

@@ -7,6 +7,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/host"
+	"berth/sandbox/handler"
 	"berth/sandbox/meter"
 	"berth/shim/ociruntime"
 )
@@ -19,7 +20,7 @@ func statsManager() *Manager {
 func TestSandboxedContainerHasNoFigures(t *testing.T) {
 	m := statsManager()
 	p := &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}}
-	p.rec.Runtime = &podRuntime{Runtime: ociruntime.Runtime{Sandboxed: true}}
+	p.rec.Runtime = &handler.Runtime{Runtime: ociruntime.Runtime{Sandboxed: true}}
 	m.pods.put(p.id, p)
 	c := &container{id: "c", podID: "p"}
 	c.rec.CgroupsPath = "/"

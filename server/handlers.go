@@ -4,13 +4,13 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/sandbox"
+	"berth/sandbox/handler"
 )
 
 // RuntimeHandlers is what the server needs of the sandbox manager to tell what pods
 // can be run with.
 type RuntimeHandlers interface {
-	Handlers() []sandbox.HandlerInfo
+	Handlers() []handler.Info
 }
 
 // runtimeHandlers lists the handlers that pods can be run with (KEP-585), and what they

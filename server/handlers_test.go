@@ -1,10 +1,10 @@
 package server
 
-import "berth/sandbox"
+import "berth/sandbox/handler"
 
 // Handlers are the default one by both names, and one whose program is missing.
-func (f *fakePods) Handlers() []sandbox.HandlerInfo {
-	return []sandbox.HandlerInfo{
+func (f *fakePods) Handlers() []handler.Info {
+	return []handler.Info{
 		{RecursiveReadOnly: true},
 		{Name: "berth", RecursiveReadOnly: true},
 		{Name: "gone", Path: "/no/such/runtime", Problem: "it is not there"},

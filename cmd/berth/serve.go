@@ -26,6 +26,7 @@ import (
 	"berth/internal/lockfile"
 	"berth/internal/nri"
 	"berth/sandbox"
+	"berth/sandbox/handler"
 	"berth/server"
 )
 
@@ -278,10 +279,10 @@ func sandboxConfig(cfg *config.Config, node *node, plugins sandbox.Plugins, log 
 	}
 }
 
-func handlers(cfg *config.Config) map[string]sandbox.HandlerConfig {
-	all := map[string]sandbox.HandlerConfig{}
+func handlers(cfg *config.Config) map[string]handler.Config {
+	all := map[string]handler.Config{}
 	for name, h := range cfg.Handlers {
-		all[name] = sandbox.HandlerConfig{Path: h.Path, Args: h.Args}
+		all[name] = handler.Config{Path: h.Path, Args: h.Args}
 	}
 	return all
 }
