@@ -188,7 +188,7 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	if err := m.labelContainer(p, c); err != nil {
 		return err
 	}
-	m.ensureAppArmor(ctx)
+	m.appArmor.Ensure(ctx)
 	others, err := m.describeContainer(ctx, p, c)
 	if err != nil {
 		return err
@@ -213,7 +213,7 @@ func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) (
 	if err := m.checkIDMappedMounts(p, spec); err != nil {
 		return nil, err
 	}
-	if err := m.relabelMounts(c); err != nil {
+	if err := m.selinux.LabelMounts(c.config, c.rec.SELinux); err != nil {
 		return nil, err
 	}
 	release, others, err := m.presentContainer(ctx, p, c, spec)

@@ -119,7 +119,7 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 	if err != nil {
 		return nil, err
 	}
-	m.ensureAppArmor(ctx)
+	m.appArmor.Ensure(ctx)
 	spec, err := m.containerSpec(p, c, c.resources, c.rec.Limits)
 	if err != nil {
 		return nil, err

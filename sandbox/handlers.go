@@ -61,7 +61,7 @@ func (m *Manager) runtimeOf(c *container) *ociruntime.Runtime {
 // hostOf is what the machine offers to a pod: less than to others, if its runtime can't use it.
 func (m *Manager) hostOf(p *pod) host.Facts {
 	facts := *m.cfg.Host
-	facts.NoAppArmorProfile = m.appArmor.problem()
+	facts.NoAppArmorProfile = m.appArmor.Problem()
 	if r := p.rec.Runtime; r != nil {
 		facts.RecursiveReadOnly = facts.RecursiveReadOnly && r.RecursiveReadOnly
 	}

@@ -26,6 +26,7 @@ import (
 	"berth/oci"
 	"berth/sandbox/census"
 	"berth/sandbox/handler"
+	"berth/sandbox/lsm"
 	"berth/shim"
 	"berth/shim/payload"
 )
@@ -73,8 +74,8 @@ type Manager struct {
 	runtimeTurn   task.Turn
 	ipRanges      atomic.Pointer[[][]cni.IPRange] // from the node's pod CIDR
 	users         userFiles
-	appArmor      *appArmor
-	labels        labeller
+	appArmor      *lsm.AppArmor
+	selinux       lsm.SELinux
 	unfinished    []func() // what recover found half done; started at its end
 	events        *feed.Feed[Event]
 	census        *census.Counter
@@ -89,8 +90,9 @@ type Manager struct {
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network, plugins: cfg.Plugins,
 		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container"),
-		runtimeTurn: task.NewTurn(), labels: hostLabeller, appArmor: newAppArmor(hostProfiles), events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
+		runtimeTurn: task.NewTurn(), selinux: lsm.HostSELinux, events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
 	m.census = m.newCensus()
+	m.appArmor = lsm.NewAppArmor(cfg.Host.AppArmor, m.tasks, m.log)
 	if m.plugins == nil {
 		m.plugins = noPlugins{}
 	}
@@ -104,7 +106,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		m.log.Warn("the kernel refuses to lower oom_score_adj (CAP_SYS_RESOURCE is missing): pods and containers get the lowest value allowed",
 			"wanted", pauseOOMScore, "lowest", m.cfg.Host.OOMScoreAdjMin)
 	}
-	m.ensureAppArmor(ctx)
+	m.appArmor.Ensure(ctx)
 	err := m.recover(ctx)
 	if err == nil {
 		err = m.openCensus()

@@ -282,7 +282,7 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 		return nil, err
 	}
 	root := m.pauseRoot(p, idMap)
-	m.ensureAppArmor(ctx)
+	m.appArmor.Ensure(ctx)
 	input := oci.SandboxInput{Pod: m.ociPod(p), Labels: p.rec.SELinux, Host: m.hostOf(p), Files: host.Files{}, SystemdCgroup: m.cfg.SystemdCgroup}
 	var users userFilesOf
 	var imageUser string

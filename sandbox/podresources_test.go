@@ -13,6 +13,7 @@ import (
 	"berth/internal/feed"
 	"berth/internal/host"
 	"berth/internal/task"
+	"berth/sandbox/lsm"
 )
 
 // aReadyPod is a pod of a manager that has just enough for updates of its resources.
@@ -24,7 +25,7 @@ func aReadyPod(t *testing.T) (m *Manager, p *pod, records string) {
 		t.Fatal(err)
 	}
 	m = &Manager{cfg: Config{Host: &host.Facts{}}, plugins: noPlugins{}, pods: newIndex[*pod]("pod sandbox"), podRecords: dir,
-		events: feed.New[Event](1), appArmor: &appArmor{}, tasks: task.NewRunner(slog.New(slog.DiscardHandler))}
+		events: feed.New[Event](1), appArmor: lsm.NewAppArmor(false, nil, nil), tasks: task.NewRunner(slog.New(slog.DiscardHandler))}
 	p = &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}, turn: task.NewTurn()}
 	p.rec = podRecord{ID: p.id, Phase: podReady, CgroupsPath: "/kubepods/p", NetNS: "/run/netns/p"}
 	p.info.Store(podInfo(p))

@@ -2,21 +2,15 @@ package sandbox
 
 import (
 	"errors"
-	"fmt"
 	"maps"
-	"os"
-	"path/filepath"
 	"slices"
 	"testing"
 
 	"github.com/opencontainers/selinux/go-selinux"
-	"golang.org/x/sys/unix"
-	"google.golang.org/grpc/codes"
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/errdefs"
 	"berth/internal/rootfs"
 	"berth/oci"
+	"berth/sandbox/lsm"
 	"berth/shim"
 )
 
@@ -31,17 +25,17 @@ func newFakeSELinux() *fakeSELinux {
 	return &fakeSELinux{inUse: map[string]bool{}, files: map[string]string{}}
 }
 
-func (f *fakeSELinux) labeller() labeller {
-	return labeller{
-		reserve: func(l string) error {
+func (f *fakeSELinux) selinux() lsm.SELinux {
+	return lsm.SELinux{
+		ReserveLabel: func(l string) error {
 			if f.inUse[l] {
 				return selinux.ErrMCSAlreadyExists
 			}
 			f.inUse[l] = true
 			return f.fail
 		},
-		release: func(l string) { delete(f.inUse, l) },
-		relabel: func(path, l string) error { f.files[path] = l; return f.fail },
+		ReleaseLabel: func(l string) { delete(f.inUse, l) },
+		Relabel:      func(path, l string) error { f.files[path] = l; return f.fail },
 	}
 }
 
@@ -49,7 +43,7 @@ func (f *fakeSELinux) labels() []string { return slices.Sorted(maps.Keys(f.inUse
 
 // labelledManager has a pod, a container with the pod's labels and one with its own.
 func labelledManager(host *fakeSELinux) (m *Manager, p *pod, shares, own *container) {
-	m = &Manager{labels: host.labeller(), pods: newIndex[*pod]("pod"), containers: newIndex[*container]("container")}
+	m = &Manager{selinux: host.selinux(), pods: newIndex[*pod]("pod"), containers: newIndex[*container]("container")}
 	p = &pod{id: "p", rec: podRecord{SELinux: oci.Labels{Process: "pod-process", Mount: "pod-files"}}}
 	shares = &container{id: "shares", podID: "p", rec: containerRecord{SELinux: p.rec.SELinux}}
 	own = &container{id: "own", podID: "p", rec: containerRecord{SELinux: oci.Labels{Process: "own-process", Mount: "own-files"}}}
@@ -90,47 +84,6 @@ func TestLabelsThatCannotBeReserved(t *testing.T) {
 	}
 }
 
-// Only what the config asks for is labelled anew, and it with the container's label: where
-// its links lead (CVE-2021-43816).
-func TestRelabelMounts(t *testing.T) {
-	dir := t.TempDir()
-	for _, name := range []string{"asked", "other"} {
-		if err := os.Mkdir(filepath.Join(dir, name), 0o755); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if err := os.Symlink("asked", dir+"/link"); err != nil {
-		t.Fatal(err)
-	}
-	host := newFakeSELinux()
-	m, _, _, c := labelledManager(host)
-	c.config = &runtimeapi.ContainerConfig{Mounts: []*runtimeapi.Mount{
-		{HostPath: dir + "/link", ContainerPath: "/a", SelinuxRelabel: true},
-		{HostPath: dir + "/other", ContainerPath: "/b"},
-		{Image: &runtimeapi.ImageSpec{Image: "x"}, ContainerPath: "/c", SelinuxRelabel: true},
-	}}
-	if err := m.relabelMounts(c); err != nil {
-		t.Fatal(err)
-	}
-	if want := map[string]string{dir + "/asked": "own-files"}; !maps.Equal(host.files, want) {
-		t.Errorf("labelled %v, want %v", host.files, want)
-	}
-
-	for err, want := range map[error]codes.Code{unix.ENOTSUP: codes.OK, unix.EROFS: codes.FailedPrecondition, unix.EPERM: codes.FailedPrecondition,
-		errSystemPath: codes.InvalidArgument, unix.EIO: codes.Unknown} {
-		host.fail = fmt.Errorf("lsetxattr: %w", err)
-		if got := errdefs.Code(m.relabelMounts(c)); got != want {
-			t.Errorf("%v: code %v, want %v", err, got, want)
-		}
-	}
-
-	host.files, host.fail = map[string]string{}, nil
-	c.rec.SELinux = oci.Labels{} // a host without SELinux
-	if err := m.relabelMounts(c); err != nil || len(host.files) > 0 {
-		t.Errorf("without SELinux: labelled %v, %v", host.files, err)
-	}
-}
-
 func TestPodFilesGetThePodsLabel(t *testing.T) {
 	host := newFakeSELinux()
 	m, p, _, _ := labelledManager(host)
@@ -162,17 +115,5 @@ func TestMountsGetTheirLabel(t *testing.T) {
 	volumes := shownAs(like, []shim.Volume{{Path: "/v", Rootfs: rootfs.Spec{Upper: "u"}}})
 	if v := volumes[0]; v.Rootfs.Label != like.Label || v.Rootfs.IDMap != like.IDMap || v.Rootfs.Upper != "u" || v.Path != "/v" {
 		t.Errorf("an image volume is %+v", v)
-	}
-}
-
-// The library's refusal is known by its text.
-func TestSystemPathsKeepTheirLabels(t *testing.T) {
-	for _, path := range []string{"/", "/usr", "/etc/", "/var/lib"} {
-		if err := refused(selinux.Chcon(path, "system_u:object_r:container_file_t:s0:c1,c2", false)); !errors.Is(err, errSystemPath) {
-			t.Errorf("label %s: %v", path, err)
-		}
-	}
-	if err := refused(unix.EIO); errors.Is(err, errSystemPath) || refused(nil) != nil {
-		t.Errorf("another error: %v", err)
 	}
 }

@@ -1,8 +1,9 @@
-package sandbox
+package lsm
 
 import (
 	"context"
 	"fmt"
+	"log/slog"
 	"os/exec"
 	"sync/atomic"
 	"time"
@@ -54,11 +55,14 @@ const appArmorRetry = time.Minute
 // appArmorLimit is how long a launch waits for the profile. The parser compiles it within a second.
 const appArmorLimit = 15 * time.Second
 
-// appArmor is the manager's loader, and why it last failed.
-type appArmor struct {
-	profileLoader
-	turn   task.Turn // of the one load under way
-	failed atomic.Pointer[profileFailure]
+// AppArmor has the default profile loaded.
+type AppArmor struct {
+	enabled bool
+	tasks   *task.Runner
+	log     *slog.Logger
+	kernel  profileLoader
+	turn    task.Turn                      // of the one load under way
+	failed  atomic.Pointer[profileFailure] // why it failed last
 }
 
 type profileFailure struct {
@@ -66,61 +70,65 @@ type profileFailure struct {
 	err error
 }
 
-func newAppArmor(l profileLoader) *appArmor { return &appArmor{profileLoader: l, turn: task.NewTurn()} }
+// NewAppArmor returns the host's; enabled tells whether it has AppArmor. What takes too long goes on
+// in the background of tasks.
+func NewAppArmor(enabled bool, tasks *task.Runner, log *slog.Logger) *AppArmor {
+	return &AppArmor{enabled: enabled, tasks: tasks, log: log, kernel: hostProfiles, turn: task.NewTurn()}
+}
 
-// problem is why the default profile can't be had; empty if it can, or that is not known.
-func (a *appArmor) problem() string {
+// Problem is why the default profile can't be had; empty if it can, or that is not known.
+func (a *AppArmor) Problem() string {
 	if f := a.failed.Load(); f != nil {
 		return f.err.Error()
 	}
 	return ""
 }
 
-// ensureAppArmor sees to it that the profile that RuntimeDefault stands for is
-// loaded. It is called before each launch as well: reloading AppArmor on a host takes away
+// Ensure sees to it that the profile that RuntimeDefault stands for is
+// loaded. It is called before each launch: reloading AppArmor on a host takes away
 // all profiles that are not in /etc/apparmor.d. Where it can't be loaded, containers that
 // ask for it are refused (package oci), those that ask for nothing run without, as on a host
 // without AppArmor, and the log says so.
-func (m *Manager) ensureAppArmor(ctx context.Context) {
-	if !m.cfg.Host.AppArmor {
+func (a *AppArmor) Ensure(ctx context.Context) {
+	if !a.enabled {
 		return
 	}
-	if f := m.appArmor.failed.Load(); f != nil && time.Since(f.at) < appArmorRetry {
+	if f := a.failed.Load(); f != nil && time.Since(f.at) < appArmorRetry {
 		return
 	}
-	there, err := m.appArmor.loaded(oci.DefaultAppArmorProfile)
+	there, err := a.kernel.loaded(oci.DefaultAppArmorProfile)
 	if err == nil && !there {
-		err = m.loadAppArmor(ctx)
+		err = a.loadDefault(ctx)
 	}
 	if err == nil {
-		m.appArmor.failed.Store(nil)
+		a.failed.Store(nil)
 		return
 	}
 	if ctx.Err() != nil {
 		return // it says nothing about the profile that the caller has no time left
 	}
-	m.appArmor.failed.Store(&profileFailure{at: time.Now(), err: err})
-	m.log.Error("the default AppArmor profile can't be had: containers that ask for it are refused, those that name none run without one", "error", err)
+	a.failed.Store(&profileFailure{at: time.Now(), err: err})
+	a.log.Error("the default AppArmor profile can't be had: containers that ask for it are refused, those that name none run without one", "error", err)
 }
 
-// loadAppArmor loads the default profile, once for all who want it at the same time. What
+// loadDefault loads the default profile, once for all who want it at the same time. What
 // takes longer than appArmorLimit goes on in the background, and nothing else is loaded meanwhile: the
 // library has no way to end the parser.
-func (m *Manager) loadAppArmor(ctx context.Context) error {
+func (a *AppArmor) loadDefault(ctx context.Context) error {
 	const what, profile = "load AppArmor profile", oci.DefaultAppArmorProfile
 	ctx, cancel := context.WithTimeout(ctx, appArmorLimit)
 	defer cancel()
-	pass, err := m.tasks.Take(ctx, m.appArmor.turn, what, profile)
+	pass, err := a.tasks.Take(ctx, a.turn, what, profile)
 	if err != nil {
 		return err
 	}
 	done := make(chan error, 1)
-	if !m.tasks.Background.Spawn(func() {
+	if !a.tasks.Background.Spawn(func() {
 		defer pass()
-		done <- m.tasks.Guard(what, profile, func() error {
-			fresh, err := m.appArmor.ensure(profile)
+		done <- a.tasks.Guard(what, profile, func() error {
+			fresh, err := a.kernel.ensure(profile)
 			if fresh {
-				m.log.Info("loaded the default AppArmor profile", "profile", profile)
+				a.log.Info("loaded the default AppArmor profile", "profile", profile)
 			}
 			return err
 		})
@@ -128,7 +136,7 @@ func (m *Manager) loadAppArmor(ctx context.Context) error {
 		pass()
 		return errdefs.Unavailable("%s %s: berth is stopping", what, profile)
 	}
-	defer m.tasks.Begin("apparmor_parser", profile)()
+	defer a.tasks.Begin("apparmor_parser", profile)()
 	select {
 	case err := <-done:
 		return err

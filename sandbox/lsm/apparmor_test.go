@@ -1,4 +1,4 @@
-package sandbox
+package lsm
 
 import (
 	"bytes"
@@ -13,7 +13,6 @@ import (
 	"testing/synctest"
 	"time"
 
-	"berth/internal/host"
 	"berth/internal/task"
 )
 
@@ -75,44 +74,44 @@ func TestEnsureAppArmorProfileAgain(t *testing.T) {
 	}
 }
 
-// profileManager is a manager on a host with AppArmor.
-func profileManager(t *testing.T, loader profileLoader, log *bytes.Buffer) *Manager {
-	m := &Manager{cfg: Config{Host: &host.Facts{AppArmor: true}}, log: slog.New(slog.NewTextHandler(log, nil))}
-	m.tasks = task.NewRunner(m.log)
-	m.appArmor = newAppArmor(loader)
+// onHost is AppArmor on a host that has it.
+func onHost(t *testing.T, loader profileLoader, log *bytes.Buffer) *AppArmor {
+	logger := slog.New(slog.NewTextHandler(log, nil))
+	a := NewAppArmor(true, task.NewRunner(logger), logger)
+	a.kernel = loader
 	t.Cleanup(func() {
-		if err := m.tasks.Background.WaitFor(time.Minute); err != nil {
+		if err := a.tasks.Background.WaitFor(time.Minute); err != nil {
 			t.Error(err)
 		}
 	})
-	return m
+	return a
 }
 
 // Without apparmor_parser the log tells of it once, and containers learn why there is no profile.
 func TestAppArmorThatCannotBeLoaded(t *testing.T) {
 	kernel := fakeProfiles{parseErr: errors.New("no parser")}
 	var log bytes.Buffer
-	m := profileManager(t, kernel.loader(), &log)
+	a := onHost(t, kernel.loader(), &log)
 	for range 3 {
-		m.ensureAppArmor(t.Context())
+		a.Ensure(t.Context())
 	}
 	if kernel.loads != 1 || strings.Count(log.String(), "no parser") != 1 {
 		t.Errorf("%d loads, log:\n%s", kernel.loads, log.String())
 	}
-	if got := m.hostOf(&pod{}).NoAppArmorProfile; !strings.Contains(got, "no parser") {
+	if got := a.Problem(); !strings.Contains(got, "no parser") {
 		t.Errorf("the reason is %q", got)
 	}
 
 	later := time.Now().Add(-2 * appArmorRetry)
-	m.appArmor.failed.Store(&profileFailure{at: later, err: kernel.parseErr})
+	a.failed.Store(&profileFailure{at: later, err: kernel.parseErr})
 	kernel.parseErr = nil // it was installed
-	if m.ensureAppArmor(t.Context()); kernel.loads != 2 || m.appArmor.problem() != "" {
-		t.Errorf("%d loads, problem %q", kernel.loads, m.appArmor.problem())
+	if a.Ensure(t.Context()); kernel.loads != 2 || a.Problem() != "" {
+		t.Errorf("%d loads, problem %q", kernel.loads, a.Problem())
 	}
 
 	kernel.names = nil
-	m.cfg.Host.AppArmor = false
-	if m.ensureAppArmor(t.Context()); kernel.loads != 2 {
+	a.enabled = false
+	if a.Ensure(t.Context()); kernel.loads != 2 {
 		t.Error("loaded on a host without AppArmor")
 	}
 }
@@ -123,14 +122,14 @@ func TestAppArmorIsLoadedOnceForAll(t *testing.T) {
 	var kernel fakeProfiles
 	inner := kernel.loader()
 	var log bytes.Buffer
-	m := profileManager(t, profileLoader{
+	a := onHost(t, profileLoader{
 		loaded: func(name string) (bool, error) { mu.Lock(); defer mu.Unlock(); return inner.loaded(name) },
 		load:   func(name string) error { mu.Lock(); defer mu.Unlock(); return inner.load(name) },
 	}, &log)
 	var launches sync.WaitGroup
 	for range 20 {
 		launches.Go(func() {
-			m.ensureAppArmor(t.Context())
+			a.Ensure(t.Context())
 			mu.Lock()
 			defer mu.Unlock()
 			if len(kernel.names) == 0 {
@@ -139,8 +138,8 @@ func TestAppArmorIsLoadedOnceForAll(t *testing.T) {
 		})
 	}
 	launches.Wait()
-	if kernel.loads != 1 || m.appArmor.problem() != "" {
-		t.Errorf("%d loads, problem %q", kernel.loads, m.appArmor.problem())
+	if kernel.loads != 1 || a.Problem() != "" {
+		t.Errorf("%d loads, problem %q", kernel.loads, a.Problem())
 	}
 }
 
@@ -150,18 +149,18 @@ func TestAppArmorParserHangs(t *testing.T) {
 		end := make(chan struct{})
 		var loads atomic.Int32
 		var log bytes.Buffer
-		m := profileManager(t, profileLoader{
+		a := onHost(t, profileLoader{
 			loaded: func(string) (bool, error) { return false, nil },
 			load:   func(string) error { loads.Add(1); <-end; return errors.New("ended at last") },
 		}, &log)
 		for range 2 {
 			begin := time.Now()
-			m.ensureAppArmor(t.Context())
+			a.Ensure(t.Context())
 			if waited := time.Since(begin); waited != appArmorLimit {
 				t.Errorf("waited %v", waited)
 			}
-			if !strings.Contains(m.appArmor.problem(), context.DeadlineExceeded.Error()) {
-				t.Errorf("problem %q", m.appArmor.problem())
+			if !strings.Contains(a.Problem(), context.DeadlineExceeded.Error()) {
+				t.Errorf("problem %q", a.Problem())
 			}
 			time.Sleep(2 * appArmorRetry) // of the bubble's clock
 		}
@@ -176,12 +175,12 @@ func TestAppArmorParserHangs(t *testing.T) {
 func TestAppArmorGivenUpByItsCaller(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var log bytes.Buffer
-	m := profileManager(t, profileLoader{
+	a := onHost(t, profileLoader{
 		loaded: func(string) (bool, error) { return false, nil },
 		load:   func(string) error { cancel(); return errors.New("broken") },
 	}, &log)
-	m.ensureAppArmor(ctx)
-	if p := m.appArmor.problem(); p != "" {
+	a.Ensure(ctx)
+	if p := a.Problem(); p != "" {
 		t.Errorf("problem %q", p)
 	}
 }

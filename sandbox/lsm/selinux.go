@@ -1,0 +1,97 @@
+package lsm
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/opencontainers/selinux/go-selinux"
+	"github.com/opencontainers/selinux/go-selinux/label"
+	"golang.org/x/sys/unix"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/internal/host"
+	"berth/oci"
+)
+
+// SELinux gives labels to files, and keeps the categories of labels from being drawn twice. Its
+// fields are what the host does.
+type SELinux struct {
+	ReserveLabel func(label string) error // selinux.ErrMCSAlreadyExists if it is
+	ReleaseLabel func(label string)
+	Relabel      func(path, label string) error // of the files below path too
+}
+
+// HostSELinux is the host's. Without SELinux it does nothing.
+var HostSELinux = SELinux{
+	ReserveLabel: selinux.ReserveLabelV2,
+	ReleaseLabel: func(l string) { selinux.ReleaseLabel(l) },
+	Relabel:      func(path, l string) error { return refused(label.Relabel(path, l, false)) },
+}
+
+// errSystemPath is what Relabel returns for paths that are never labelled anew, such as /usr.
+var errSystemPath = errors.New("a path of the system keeps its label")
+
+// refused gives the library's refusal of such a path, which is nothing but a text, an error of its own.
+func refused(err error) error {
+	if err != nil && strings.HasPrefix(err.Error(), "SELinux relabeling of ") && strings.HasSuffix(err.Error(), " is not allowed") {
+		return fmt.Errorf("%w: %w", errSystemPath, err)
+	}
+	return err
+}
+
+// Reserve keeps the categories of labels that are in use; several may use the same.
+func (s SELinux) Reserve(labels oci.Labels) error {
+	if labels.Process == "" {
+		return nil
+	}
+	if err := s.ReserveLabel(labels.Process); err != nil && !errors.Is(err, selinux.ErrMCSAlreadyExists) {
+		return fmt.Errorf("selinux: reserve label %s: %w", labels.Process, err)
+	}
+	return nil
+}
+
+// Release gives back the categories of labels that nobody uses any more.
+func (s SELinux) Release(labels oci.Labels) {
+	if labels.Process != "" {
+		s.ReleaseLabel(labels.Process)
+	}
+}
+
+// LabelOwn labels a directory of berth's own and what is in it.
+func (s SELinux) LabelOwn(dir string, labels oci.Labels) error {
+	if labels.Mount == "" {
+		return nil
+	}
+	if err := s.Relabel(dir, labels.Mount); err != nil && !errors.Is(err, unix.ENOTSUP) {
+		return fmt.Errorf("selinux: label %s: %w", dir, err)
+	}
+	return nil
+}
+
+// LabelMounts labels the sources of those mounts of a container that ask for it. Nothing else is ever
+// labelled anew (CVE-2021-43816). InvalidArgument for folders of the system, which the library refuses,
+// FailedPrecondition where files can't have labels.
+func (s SELinux) LabelMounts(config *runtimeapi.ContainerConfig, labels oci.Labels) error {
+	if labels.Mount == "" {
+		return nil
+	}
+	sources, err := oci.RelabelSources(config, host.Files{})
+	if err != nil {
+		return err
+	}
+	for _, source := range sources {
+		err := s.Relabel(source, labels.Mount)
+		switch {
+		case errors.Is(err, unix.ENOTSUP): // a filesystem without labels
+		case errors.Is(err, errSystemPath):
+			return errdefs.InvalidArgument("selinux: label %s: %w", source, err)
+		case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES), errors.Is(err, unix.EROFS):
+			return errdefs.FailedPrecondition("selinux: label %s: %w", source, err)
+		case err != nil:
+			return fmt.Errorf("selinux: label %s: %w", source, err)
+		}
+	}
+	return nil
+}

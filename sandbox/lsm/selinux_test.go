@@ -1,0 +1,74 @@
+package lsm
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/opencontainers/selinux/go-selinux"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/oci"
+)
+
+// Only what the config asks for is labelled anew, and it with the container's label: where
+// its links lead (CVE-2021-43816).
+func TestLabelMounts(t *testing.T) {
+	dir := t.TempDir()
+	for _, name := range []string{"asked", "other"} {
+		if err := os.Mkdir(filepath.Join(dir, name), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Symlink("asked", dir+"/link"); err != nil {
+		t.Fatal(err)
+	}
+	labels := oci.Labels{Process: "own-process", Mount: "own-files"}
+	files := map[string]string{}
+	var fail error
+	host := SELinux{Relabel: func(path, l string) error { files[path] = l; return fail }}
+	config := &runtimeapi.ContainerConfig{Mounts: []*runtimeapi.Mount{
+		{HostPath: dir + "/link", ContainerPath: "/a", SelinuxRelabel: true},
+		{HostPath: dir + "/other", ContainerPath: "/b"},
+		{Image: &runtimeapi.ImageSpec{Image: "x"}, ContainerPath: "/c", SelinuxRelabel: true},
+	}}
+	if err := host.LabelMounts(config, labels); err != nil {
+		t.Fatal(err)
+	}
+	if want := map[string]string{dir + "/asked": "own-files"}; !maps.Equal(files, want) {
+		t.Errorf("labelled %v, want %v", files, want)
+	}
+
+	for err, want := range map[error]codes.Code{unix.ENOTSUP: codes.OK, unix.EROFS: codes.FailedPrecondition, unix.EPERM: codes.FailedPrecondition,
+		errSystemPath: codes.InvalidArgument, unix.EIO: codes.Unknown} {
+		fail = fmt.Errorf("lsetxattr: %w", err)
+		if got := errdefs.Code(host.LabelMounts(config, labels)); got != want {
+			t.Errorf("%v: code %v, want %v", err, got, want)
+		}
+	}
+
+	clear(files)
+	fail = nil
+	labels = oci.Labels{} // a host without SELinux
+	if err := host.LabelMounts(config, labels); err != nil || len(files) > 0 {
+		t.Errorf("without SELinux: labelled %v, %v", files, err)
+	}
+}
+
+// The library's refusal is known by its text.
+func TestSystemPathsKeepTheirLabels(t *testing.T) {
+	for _, path := range []string{"/", "/usr", "/etc/", "/var/lib"} {
+		if err := refused(selinux.Chcon(path, "system_u:object_r:container_file_t:s0:c1,c2", false)); !errors.Is(err, errSystemPath) {
+			t.Errorf("label %s: %v", path, err)
+		}
+	}
+	if err := refused(unix.EIO); errors.Is(err, errSystemPath) || refused(nil) != nil {
+		t.Errorf("another error: %v", err)
+	}
+}
