@@ -245,6 +245,17 @@ func (m *Manager) containerRoot(p *pod, c *container) (rootfs.Spec, error) {
 	return root, err
 }
 
+// resolveUser finds out who a container runs as. The root filesystem is the
+// image's, held by the caller.
+func (m *Manager) resolveUser(config *runtimeapi.ContainerConfig, image imageRecord, root rootfs.Spec) (oci.User, error) {
+	files, err := m.users.Of(image.ID, root)
+	if err != nil {
+		return oci.User{}, err
+	}
+	request := oci.ContainerUserRequest(config.GetLinux().GetSecurityContext(), image.Config.User)
+	return oci.ResolveUser(files.Passwd, files.Group, request)
+}
+
 // writableRoot holds the layers of an image for a container or pause with that ID
 // and makes the folders of its writable layer.
 func (m *Manager) writableRoot(id string, image *imageRecord, idMap *rootfs.IDMap) (rootfs.Spec, error) {

@@ -7,15 +7,13 @@ import (
 	"slices"
 
 	"github.com/opencontainers/go-digest"
-	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
-	"berth/internal/errdefs"
 	"berth/internal/rootfs"
-	"berth/internal/safefs"
 	"berth/oci"
+	"berth/sandbox/imagefs"
 	"berth/shim"
 )
 
@@ -126,35 +124,9 @@ func (m *Manager) checkVolumes(c *container) error {
 		if v.SubPath == "" {
 			continue
 		}
-		if err := checkSubPath(v.Rootfs, v.SubPath); err != nil {
+		if err := imagefs.CheckSubPath(v.Rootfs, v.SubPath); err != nil {
 			return volumeFailed(c.config.Mounts[c.rec.Volumes[i].Mount], err)
 		}
-	}
-	return nil
-}
-
-// checkSubPath looks into an image through a mount that is in no mount namespace. The
-// path is resolved with the image as the root.
-func checkSubPath(layers rootfs.Spec, path string) error {
-	root, err := layers.Mount()
-	if err != nil {
-		return fmt.Errorf("look into the image: %w", err)
-	}
-	defer root.Close() // takes the mount away
-	f, err := safefs.Open(root, path, unix.O_PATH, 0)
-	if errdefs.IsBadPath(err) {
-		return errdefs.InvalidArgument("image_sub_path %.300q does not exist in the image: %w", path, err)
-	}
-	if err != nil {
-		return fmt.Errorf("look for image_sub_path %q: %w", path, err)
-	}
-	defer f.Close()
-	st, err := f.Stat()
-	if err != nil {
-		return fmt.Errorf("look at image_sub_path %q: %w", path, err)
-	}
-	if !st.IsDir() && !st.Mode().IsRegular() {
-		return errdefs.InvalidArgument("image_sub_path %q is neither a directory nor a regular file of the image", path)
 	}
 	return nil
 }

@@ -26,6 +26,7 @@ import (
 	"berth/oci"
 	"berth/sandbox/census"
 	"berth/sandbox/handler"
+	"berth/sandbox/imagefs"
 	"berth/sandbox/lsm"
 	"berth/shim"
 	"berth/shim/payload"
@@ -73,7 +74,7 @@ type Manager struct {
 	runtimeRecs   *checkpoint.Dir
 	runtimeTurn   task.Turn
 	ipRanges      atomic.Pointer[[][]cni.IPRange] // from the node's pod CIDR
-	users         userFiles
+	users         imagefs.Users
 	appArmor      *lsm.AppArmor
 	selinux       lsm.SELinux
 	unfinished    []func() // what recover found half done; started at its end

@@ -11,6 +11,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/nri"
 	"berth/oci"
+	"berth/sandbox/limits"
 )
 
 // Plugins see pods and containers and change them; *nri.Plugins is the real one, and has the
@@ -90,7 +91,7 @@ func (m *Manager) presentContainer(ctx context.Context, p *pod, c *container, sp
 	}
 	c.rec.Adjustment = adjustment
 	if !own.Empty() {
-		err = m.setResources(c, mergeResources(c.resources, own.Resources), own.Limits)
+		err = m.setResources(c, limits.Merge(c.resources, own.Resources), own.Limits)
 	}
 	return release, others, err
 }
@@ -295,9 +296,9 @@ func (m *Manager) containerForPlugins(c *container, info *ContainerInfo) *nri.Co
 		return described
 	}
 	linux := *info.described.Linux
-	if limits, err := m.cgroupLimits(info.Resources, info.limits); err == nil { // else it would have those of its creation
-		limits.Devices = linux.Resources.Devices
-		linux.Resources = limits
+	if inForce, err := limits.Kernel(info.Resources, info.limits, *m.cfg.Host); err == nil { // else it would have those of its creation
+		inForce.Devices = linux.Resources.Devices
+		linux.Resources = inForce
 	}
 	described.Spec.Mounts, described.Spec.Hooks, described.Spec.Linux = info.described.Mounts, info.described.Hooks, &linux
 	return described

@@ -24,6 +24,7 @@ import (
 	"berth/internal/task"
 	"berth/oci"
 	"berth/sandbox/dnsfiles"
+	"berth/sandbox/imagefs"
 	"berth/sandbox/meter"
 	"berth/shim"
 )
@@ -284,7 +285,7 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 	root := m.pauseRoot(p, idMap)
 	m.appArmor.Ensure(ctx)
 	input := oci.SandboxInput{Pod: m.ociPod(p), Labels: p.rec.SELinux, Host: m.hostOf(p), Files: host.Files{}, SystemdCgroup: m.cfg.SystemdCgroup}
-	var users userFilesOf
+	var users imagefs.UserFiles
 	var imageUser string
 	if image := p.rec.PauseImage; image != nil {
 		// Writable, because the usual pause image is nothing but its program: the
@@ -293,13 +294,13 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 			return nil, fmt.Errorf("pause image: %w", err)
 		}
 		root.Label = p.rec.SELinux.Mount
-		if users, err = m.userFilesOf(image.ID, root); err != nil {
+		if users, err = m.users.Of(image.ID, root); err != nil {
 			return nil, err
 		}
 		input.Image, imageUser = &image.Config, image.Config.User
 	}
 	request := oci.SandboxUserRequest(p.config.GetLinux().GetSecurityContext(), imageUser)
-	if input.User, err = oci.ResolveUser(users.passwd, users.group, request); err != nil {
+	if input.User, err = oci.ResolveUser(users.Passwd, users.Group, request); err != nil {
 		return nil, err
 	}
 	spec, err := oci.SandboxSpec(input)

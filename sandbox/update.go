@@ -4,18 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"slices"
 
-	specs "github.com/opencontainers/runtime-spec/specs-go"
-	"golang.org/x/sys/unix"
-	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/cgroup"
 	"berth/internal/errdefs"
 	"berth/internal/nri"
-	"berth/oci"
+	"berth/sandbox/limits"
 )
 
 // updateResources makes an update as plugins want it. It needs the container's turn.
@@ -50,7 +45,7 @@ func checkUpdatable(c *container) error {
 // status shows the limits before, and kubelet asks again.
 func (m *Manager) changeResources(c *container, change nri.Update) (err error) {
 	recorded, limitsBefore, resourcesBefore := c.rec.Resources, c.rec.Limits, c.resources
-	if err := m.setResources(c, mergeResources(c.resources, change.Resources), c.rec.Limits.Merge(change.Limits)); err != nil {
+	if err := m.setResources(c, limits.Merge(c.resources, change.Resources), c.rec.Limits.Merge(change.Limits)); err != nil {
 		return err
 	}
 	restore := func() error { return nil }
@@ -71,82 +66,27 @@ func (m *Manager) changeResources(c *container, change nri.Update) (err error) {
 }
 
 // setResources notes limits that can be, without recording them.
-func (m *Manager) setResources(c *container, resources *runtimeapi.LinuxContainerResources, limits *nri.Limits) error {
-	if _, err := m.cgroupLimits(resources, limits); err != nil {
+func (m *Manager) setResources(c *container, resources *runtimeapi.LinuxContainerResources, added *nri.Limits) error {
+	if _, err := limits.Kernel(resources, added, *m.cfg.Host); err != nil {
 		return err
 	}
 	encoded, err := proto.Marshal(resources)
 	if err != nil {
 		return errdefs.InvalidArgument("encode resources: %w", err)
 	}
-	c.rec.Resources, c.rec.Limits, c.resources = encoded, limits, resources
+	c.rec.Resources, c.rec.Limits, c.resources = encoded, added, resources
 	return nil
-}
-
-// cgroupLimits is what the kernel is told of limits.
-func (m *Manager) cgroupLimits(resources *runtimeapi.LinuxContainerResources, limits *nri.Limits) (*specs.LinuxResources, error) {
-	all, err := oci.LinuxResources(resources, *m.cfg.Host)
-	if err == nil {
-		limits.AddTo(all)
-	}
-	return all, err
 }
 
 // applyLimits sets all the container's limits, or none. restore sets back those before.
 func (m *Manager) applyLimits(c *container) (restore func() error, err error) {
-	limits, err := m.cgroupLimits(c.resources, c.rec.Limits)
+	wanted, err := limits.Kernel(c.resources, c.rec.Limits, *m.cfg.Host)
 	if err != nil {
 		return nil, err
 	}
-	group, err := cgroup.Open(c.rec.CgroupsPath, m.cfg.SystemdCgroup)
+	restore, err = limits.Apply(c.rec.CgroupsPath, m.cfg.SystemdCgroup, wanted)
 	if err != nil {
-		return nil, err
-	}
-	restore, err = group.Update(limits)
-	if err != nil {
-		return nil, errdefs.New(updateCode(err), "update container %s: %w", c.id, err)
+		return nil, fmt.Errorf("update container %s: %w", c.id, err)
 	}
 	return restore, nil
-}
-
-// updateCode is the gRPC code for a refused update.
-func updateCode(err error) codes.Code {
-	for _, refused := range []struct {
-		err  error
-		code codes.Code
-	}{
-		{cgroup.ErrMemoryInUse, codes.FailedPrecondition},
-		{cgroup.ErrNoSuchSetting, codes.InvalidArgument},
-		{unix.EBUSY, codes.FailedPrecondition}, // v1: memory and swap in use, or CPUs of groups below
-		{unix.EINVAL, codes.InvalidArgument},
-		{unix.ERANGE, codes.InvalidArgument},
-	} {
-		if errors.Is(err, refused.err) {
-			return refused.code
-		}
-	}
-	return codes.Internal
-}
-
-// mergeResources returns old with the fields that are set in change. Zero means
-// "not set" in CRI's resources.
-func mergeResources(old, change *runtimeapi.LinuxContainerResources) *runtimeapi.LinuxContainerResources {
-	merged := &runtimeapi.LinuxContainerResources{}
-	if old != nil {
-		merged = proto.Clone(old).(*runtimeapi.LinuxContainerResources)
-	}
-	if change == nil {
-		return merged
-	}
-	kept := slices.DeleteFunc(merged.HugepageLimits, func(have *runtimeapi.HugepageLimit) bool {
-		return slices.ContainsFunc(change.HugepageLimits, func(l *runtimeapi.HugepageLimit) bool { return l.GetPageSize() == have.GetPageSize() })
-	})
-	merged.HugepageLimits = kept // a plugin changes the limit of one page size; kubelet sends all
-	proto.Merge(merged, change)  // sets what is not zero; maps are merged by key, lists appended to
-	if old != nil && change.MemoryLimitInBytes != 0 && change.MemorySwapLimitInBytes == 0 &&
-		old.MemorySwapLimitInBytes == old.MemoryLimitInBytes {
-		merged.MemorySwapLimitInBytes = change.MemoryLimitInBytes // "no swap" stays so
-	}
-	merged.OomScoreAdj = old.GetOomScoreAdj() // of processes, not of the cgroup: as it was at their start
-	return merged
 }

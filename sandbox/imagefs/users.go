@@ -1,4 +1,4 @@
-package sandbox
+package imagefs
 
 import (
 	"errors"
@@ -6,8 +6,6 @@ import (
 	"io/fs"
 	"os"
 	"sync"
-
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
@@ -22,31 +20,32 @@ const (
 	maxUserFileBytes = 64 << 10
 )
 
-// userFiles remembers /etc/passwd and /etc/group of images: containers of one
+// Users remembers /etc/passwd and /etc/group of images: containers of one
 // image start again and again. An image's ID names its content, so entries never
-// become wrong. The lock guards the map and is held for map operations only.
-type userFiles struct {
+// become wrong. Its zero value is ready. The lock guards the map and is held for map operations only.
+type Users struct {
 	mu sync.Mutex
-	by map[string]userFilesOf
+	by map[string]UserFiles
 }
 
-type userFilesOf struct{ passwd, group []byte }
+// UserFiles are the contents of an image's /etc/passwd and /etc/group, nil for one it does not have.
+type UserFiles struct{ Passwd, Group []byte }
 
-func (u *userFiles) get(imageID string) (userFilesOf, bool) {
+func (u *Users) get(imageID string) (UserFiles, bool) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
 	files, ok := u.by[imageID]
 	return files, ok
 }
 
-func (u *userFiles) put(imageID string, files userFilesOf) {
+func (u *Users) put(imageID string, files UserFiles) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	if len(files.passwd)+len(files.group) > maxUserFileBytes {
+	if len(files.Passwd)+len(files.Group) > maxUserFileBytes {
 		return
 	}
 	if u.by == nil {
-		u.by = map[string]userFilesOf{}
+		u.by = map[string]UserFiles{}
 	}
 	if len(u.by) >= maxUserFiles {
 		for id := range u.by { // any: map order is as good as another here
@@ -57,37 +56,25 @@ func (u *userFiles) put(imageID string, files userFilesOf) {
 	u.by[imageID] = files
 }
 
-// resolveUser finds out who a container runs as. The root filesystem is the
-// image's, held by the caller.
-func (m *Manager) resolveUser(config *runtimeapi.ContainerConfig, image imageRecord, root rootfs.Spec) (oci.User, error) {
-	files, err := m.userFilesOf(image.ID, root)
-	if err != nil {
-		return oci.User{}, err
-	}
-	request := oci.ContainerUserRequest(config.GetLinux().GetSecurityContext(), image.Config.User)
-	return oci.ResolveUser(files.passwd, files.group, request)
-}
-
-// userFilesOf reads the files through a mount that is in no mount namespace, as
-// a container would see them, links between layers included.
-func (m *Manager) userFilesOf(imageID string, root rootfs.Spec) (userFilesOf, error) {
-	if files, ok := m.users.get(imageID); ok {
+// Of returns the user files of the image with that ID, whose layers root has.
+func (u *Users) Of(imageID string, root rootfs.Spec) (UserFiles, error) {
+	if files, ok := u.get(imageID); ok {
 		return files, nil
 	}
 	root.Upper, root.Work, root.IDMap = "", "", nil
 	mount, err := root.Mount()
 	if err != nil {
-		return userFilesOf{}, fmt.Errorf("look into image %s: %w", imageID, err)
+		return UserFiles{}, fmt.Errorf("look into image %s: %w", imageID, err)
 	}
 	defer mount.Close() // takes the mount away
-	var files userFilesOf
-	if files.passwd, err = readUserFile(mount, "/etc/passwd"); err != nil {
-		return userFilesOf{}, fmt.Errorf("image %s: %w", imageID, err)
+	var files UserFiles
+	if files.Passwd, err = readUserFile(mount, "/etc/passwd"); err != nil {
+		return UserFiles{}, fmt.Errorf("image %s: %w", imageID, err)
 	}
-	if files.group, err = readUserFile(mount, "/etc/group"); err != nil {
-		return userFilesOf{}, fmt.Errorf("image %s: %w", imageID, err)
+	if files.Group, err = readUserFile(mount, "/etc/group"); err != nil {
+		return UserFiles{}, fmt.Errorf("image %s: %w", imageID, err)
 	}
-	m.users.put(imageID, files)
+	u.put(imageID, files)
 	return files, nil
 }
 

@@ -1,0 +1,37 @@
+package imagefs
+
+import (
+	"fmt"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/errdefs"
+	"berth/internal/rootfs"
+	"berth/internal/safefs"
+)
+
+// CheckSubPath tells whether an image has a directory or regular file at a path, which is resolved with the image as
+// the root. InvalidArgument if not.
+func CheckSubPath(layers rootfs.Spec, path string) error {
+	root, err := layers.Mount()
+	if err != nil {
+		return fmt.Errorf("look into the image: %w", err)
+	}
+	defer root.Close() // takes the mount away
+	f, err := safefs.Open(root, path, unix.O_PATH, 0)
+	if errdefs.IsBadPath(err) {
+		return errdefs.InvalidArgument("image_sub_path %.300q does not exist in the image: %w", path, err)
+	}
+	if err != nil {
+		return fmt.Errorf("look for image_sub_path %q: %w", path, err)
+	}
+	defer f.Close()
+	st, err := f.Stat()
+	if err != nil {
+		return fmt.Errorf("look at image_sub_path %q: %w", path, err)
+	}
+	if !st.IsDir() && !st.Mode().IsRegular() {
+		return errdefs.InvalidArgument("image_sub_path %q is neither a directory nor a regular file of the image", path)
+	}
+	return nil
+}
