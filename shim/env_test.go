@@ -25,7 +25,7 @@ import (
 
 // patience is how long a test waits for what must happen. It is only ever used up
 // by a failing test.
-const patience = 20 * time.Second
+const patience = 60 * time.Second
 
 // env is what one test works with.
 type env struct {

@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -144,8 +145,18 @@ func NewDaemon(t *testing.T, opts ...DaemonOption) *Daemon {
 	for _, opt := range opts {
 		opt(t, d)
 	}
+	d.bearSlowPlugins()
 	Must(t, os.WriteFile(d.ConfigFile(), []byte(strings.Join(d.Extra, "\n")+"\n"), 0o600))
 	return d
+}
+
+// bearSlowPlugins gives NRI plugins more than the default of two seconds, which a loaded machine
+// may need: a plugin that did not answer in time is dropped.
+func (d *Daemon) bearSlowPlugins() {
+	const option = "nri_request_timeout"
+	if !slices.ContainsFunc(d.Extra, func(line string) bool { return strings.HasPrefix(line, option) }) {
+		d.Extra = append(d.Extra, option+` = "20s"`)
+	}
 }
 
 func (d *Daemon) ConfigFile() string { return filepath.Join(d.Dir, "config.toml") }

@@ -10,9 +10,9 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// patience is how long a condition may take before the test gives it up. It is
+// Patience is how long a condition may take before the test gives it up. It is
 // long because it only matters when something is wrong.
-const Patience = 30 * time.Second
+const Patience = 60 * time.Second
 
 // Eventually waits until the condition returns nil.
 func Eventually(t *testing.T, what string, condition func() error) {
