@@ -7,9 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
 // What clients send by mistake or malice.
@@ -75,37 +73,42 @@ func odd(field protoreflect.FieldDescriptor, r *rand.Rand) protoreflect.Value {
 	return protoreflect.ValueOfInt64(number)
 }
 
-// TestScrambleReachesEveryField keeps the fuzzing honest: no field of the two large
-// messages is left alone.
+// TestScrambleReachesEveryField keeps the fuzzing honest: no field of any request is left
+// alone.
 func TestScrambleReachesEveryField(t *testing.T) {
-	for _, message := range []proto.Message{&runtimeapi.PodSandboxConfig{}, &runtimeapi.ContainerConfig{}} {
+	const attempts, pause = 100_000, 1000
+	for _, m := range methods(t) {
 		touched := map[protoreflect.FullName]bool{}
-		for seed := range uint64(30_000) {
-			m := message.ProtoReflect().New()
-			scramble(m, rand.New(rand.NewPCG(seed, 0)))
-			note(m, touched)
-		}
-		var missed []protoreflect.FullName
-		var look func(protoreflect.MessageDescriptor, []protoreflect.FullName)
-		look = func(d protoreflect.MessageDescriptor, above []protoreflect.FullName) {
-			if slices.Contains(above, d.FullName()) {
-				return
-			}
-			for i := range d.Fields().Len() {
-				field := d.Fields().Get(i)
-				if !touched[field.FullName()] {
-					missed = append(missed, field.FullName())
-				}
-				if field.Message() != nil && !field.IsMap() {
-					look(field.Message(), append(above, d.FullName()))
-				}
+		missed := untouched(m.input.Descriptor(), nil, touched)
+		for seed := uint64(0); seed < attempts && len(missed) > 0; seed++ {
+			request := m.input.New()
+			scramble(request, rand.New(rand.NewPCG(seed, 0)))
+			note(request, touched)
+			if seed%pause == pause-1 {
+				missed = untouched(m.input.Descriptor(), nil, touched)
 			}
 		}
-		look(message.ProtoReflect().Descriptor(), nil)
 		if len(missed) > 0 {
-			t.Errorf("never touched: %v", missed)
+			t.Errorf("%s: never touched: %v", m.name, missed)
 		}
 	}
+}
+
+// untouched returns the fields of a message, at any depth, that are not among those touched.
+func untouched(d protoreflect.MessageDescriptor, above []protoreflect.FullName, touched map[protoreflect.FullName]bool) (missed []protoreflect.FullName) {
+	if slices.Contains(above, d.FullName()) {
+		return nil
+	}
+	for i := range d.Fields().Len() {
+		field := d.Fields().Get(i)
+		if !touched[field.FullName()] {
+			missed = append(missed, field.FullName())
+		}
+		if field.Message() != nil && !field.IsMap() {
+			missed = append(missed, untouched(field.Message(), append(above, d.FullName()), touched)...)
+		}
+	}
+	return missed
 }
 
 // note collects the fields that are set.

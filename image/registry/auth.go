@@ -144,6 +144,9 @@ func (a *authorizer) exchange(ctx context.Context, c challenge, cred Credentials
 	if token.Token == "" {
 		token.Token = token.AccessToken
 	}
+	if !Secret(token.Token).sendable() {
+		return "", errdefs.New(codes.Unauthenticated, "its token has characters that cannot be sent")
+	}
 	return Secret(token.Token), nil
 }
 

@@ -83,6 +83,12 @@ func TestFromCRI(t *testing.T) {
 			t.Errorf("auth %q: %v", auth, err)
 		}
 	}
+	for _, token := range []string{"hunter2\nX: y", "hunter2 ", "hünter2\x00"} {
+		_, err := FromCRI(&runtimeapi.AuthConfig{RegistryToken: token})
+		if errdefs.Code(err) != codes.InvalidArgument || strings.Contains(err.Error(), "nter2") {
+			t.Errorf("registry token %q: %v", token, err)
+		}
+	}
 }
 
 func TestCredentialsBelongTo(t *testing.T) {

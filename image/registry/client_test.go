@@ -565,7 +565,9 @@ func (a *auth) token(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	a.grants++
-	a.valid = fmt.Sprintf("token-%d", a.grants)
+	if !strings.Contains(a.valid, "\n") {
+		a.valid = fmt.Sprintf("token-%d", a.grants)
+	}
 	a.scopes = append(a.scopes, r.Form.Get("scope"))
 	fmt.Fprintf(w, `{"token":%q,"expires_in":300}`, a.valid)
 }
@@ -589,6 +591,7 @@ func TestAuthentication(t *testing.T) {
 		"registry token, wrong":         {auth{user: "u", valid: "hunter2"}, Credentials{RegistryToken: "hunter3"}, codes.Unauthenticated},
 		"for this server":               {auth{user: "u", password: "p"}, Credentials{Username: "u", Password: "p", ServerAddress: "http://SELF/v2/"}, codes.OK},
 		"for another server":            {auth{user: "u", password: "p"}, Credentials{Username: "u", Password: "p", ServerAddress: "example.com"}, codes.Unauthenticated},
+		"token with a newline":          {auth{valid: "hunter2\nX: y"}, Credentials{}, codes.Unauthenticated},
 		"realm is no URL":               {auth{realm: "::"}, Credentials{}, codes.Unauthenticated},
 		"realm is not http":             {auth{realm: "file:///etc/passwd"}, Credentials{}, codes.Unauthenticated},
 		"registry token, other server":  {auth{user: "u", valid: "t"}, Credentials{RegistryToken: "t", ServerAddress: "example.com"}, codes.Unauthenticated},

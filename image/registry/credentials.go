@@ -39,6 +39,9 @@ func FromCRI(a *runtimeapi.AuthConfig) (Credentials, error) {
 			return Credentials{}, err
 		}
 	}
+	if !c.RegistryToken.sendable() {
+		return Credentials{}, errdefs.InvalidArgument("registry credentials: registry_token has characters that cannot be sent")
+	}
 	return c.normalize(), nil
 }
 

@@ -115,6 +115,9 @@ func (a dockerAuth) credentials() (Credentials, error) {
 			return Credentials{}, err
 		}
 	}
+	if !c.RegistryToken.sendable() {
+		return Credentials{}, errdefs.FailedPrecondition("registry credentials: registrytoken has characters that cannot be sent")
+	}
 	return c.normalize(), nil
 }
 

@@ -16,6 +16,7 @@ import (
 
 	"github.com/pelletier/go-toml/v2"
 	"github.com/pelletier/go-toml/v2/unstable"
+	"golang.org/x/net/http/httpguts"
 
 	"berth/internal/errdefs"
 )
@@ -363,7 +364,13 @@ func parseHeader(m map[string]any) (http.Header, error) {
 		if err != nil {
 			return nil, err
 		}
+		if !httpguts.ValidHeaderFieldName(name) {
+			return nil, fmt.Errorf("header %q: not a header's name", clip(name))
+		}
 		for _, value := range values {
+			if !httpguts.ValidHeaderFieldValue(value) { // which may be a secret
+				return nil, fmt.Errorf("header %s: a value has characters that cannot be sent", clip(name))
+			}
 			h.Add(name, value)
 		}
 	}

@@ -5,10 +5,12 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"golang.org/x/net/http/httpguts"
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
@@ -90,21 +92,23 @@ func TestParseHostsInline(t *testing.T) {
 
 func TestParseHostsRefuses(t *testing.T) {
 	for text, want := range map[string]string{
-		`server = 1`:                                        "server",
-		`server = "ftp://x"`:                                "http or https",
-		`server = "https://"`:                               "with a host",
-		`server = "https://user:hunter2@x"`:                 "credentials in the URL",
-		`server = "https://user:hunter2@x:port"`:            "not a URL",
-		`[host."https://x"]` + "\nca = 1":                   "ca: a string or a list",
-		`[host."https://x"]` + "\nca = [1]":                 "ca: a list of strings",
-		`[host."https://x"]` + "\nclient = 1":               "client",
-		`[host."https://x"]` + "\nclient = [[\"a\"]]":       "a pair is",
-		`[host."https://x"]` + "\ncapabilities = [\"fly\"]": `unknown capability "fly"`,
-		`[host."https://x"]` + "\ndial_timeout = \"soon\"":  "dial_timeout",
-		`[host."https://x"]` + "\ndial_timeout = \"-1s\"":   "dial_timeout",
-		`[host."https://x".header]` + "\nx = 1":             "header x",
-		`[host.""]`:                                         "without a name",
-		`[host`:                                             "",
+		`server = 1`:                                         "server",
+		`server = "ftp://x"`:                                 "http or https",
+		`server = "https://"`:                                "with a host",
+		`server = "https://user:hunter2@x"`:                  "credentials in the URL",
+		`server = "https://user:hunter2@x:port"`:             "not a URL",
+		`[host."https://x"]` + "\nca = 1":                    "ca: a string or a list",
+		`[host."https://x"]` + "\nca = [1]":                  "ca: a list of strings",
+		`[host."https://x"]` + "\nclient = 1":                "client",
+		`[host."https://x"]` + "\nclient = [[\"a\"]]":        "a pair is",
+		`[host."https://x"]` + "\ncapabilities = [\"fly\"]":  `unknown capability "fly"`,
+		`[host."https://x"]` + "\ndial_timeout = \"soon\"":   "dial_timeout",
+		`[host."https://x"]` + "\ndial_timeout = \"-1s\"":    "dial_timeout",
+		`[host."https://x".header]` + "\nx = 1":              "header x",
+		`[host."https://x".header]` + "\n\"a b\" = \"y\"":    `header "a b"`,
+		`[host."https://x".header]` + "\nx = \"hunter2\\n\"": "header x",
+		`[host.""]`: "without a name",
+		`[host`:     "",
 	} {
 		hosts, err := parseHosts("/dir", []byte(text))
 		if err == nil || !strings.Contains(err.Error(), want) {
@@ -116,11 +120,19 @@ func TestParseHostsRefuses(t *testing.T) {
 	}
 }
 
+func pairFiles(pairs [][2]string) (files [][]string) {
+	for _, p := range pairs {
+		files = append(files, p[:])
+	}
+	return files
+}
+
 func FuzzParseHosts(f *testing.F) {
 	f.Add([]byte(everyOption))
 	f.Add([]byte(`host = { "https://inline" = { capabilities = ["pull"] } }`))
 	f.Add([]byte(`[host.a]` + "\n" + `[host.b]` + "\n" + `[host.a.header]` + "\nx=\"\""))
 	f.Add([]byte("[host]\n\"https://x\".ca=[[]]\n"))
+	f.Add([]byte("[host.\"https://x\".header]\n\"a\\nb\" = [\"c\\u0000\"]\n[host.\"http://y/z\"]\nclient = [[\"a\", \"\"]]\nca=[\"b\"]\n"))
 	f.Fuzz(func(t *testing.T, data []byte) {
 		hosts, err := parseHosts("/dir", data)
 		if err != nil {
@@ -133,6 +145,16 @@ func FuzzParseHosts(f *testing.F) {
 			}
 			if h.path != "" && !strings.HasPrefix(h.path, "/") {
 				t.Fatalf("host %d has the path %q", i, h.path)
+			}
+			for name, values := range h.header {
+				if !httpguts.ValidHeaderFieldName(name) || slices.ContainsFunc(values, func(v string) bool { return !httpguts.ValidHeaderFieldValue(v) }) {
+					t.Fatalf("host %d has the header %q: %q", i, name, values)
+				}
+			}
+			for _, file := range slices.Concat(h.caCerts, slices.Concat(pairFiles(h.clientPairs)...)) {
+				if file != "" && !filepath.IsAbs(file) {
+					t.Fatalf("host %d has the file %q", i, file)
+				}
 			}
 		}
 	})

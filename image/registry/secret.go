@@ -1,6 +1,9 @@
 package registry
 
-import "log/slog"
+import (
+	"log/slog"
+	"strings"
+)
 
 const redacted = "REDACTED"
 
@@ -10,6 +13,11 @@ type Secret string
 
 // Reveal returns the secret itself.
 func (s Secret) Reveal() string { return string(s) }
+
+// sendable reports whether a token can be in a header: RFC 6750 has visible ASCII only.
+func (s Secret) sendable() bool {
+	return !strings.ContainsFunc(string(s), func(r rune) bool { return r <= ' ' || r > '~' })
+}
 
 // String implements fmt.Stringer.
 func (Secret) String() string { return redacted }

@@ -81,7 +81,11 @@ func WantCode(t *testing.T, err error, code codes.Code, parts ...string) {
 	}
 }
 
+// CodeOf returns the gRPC code of an answer: OK without an error.
 func CodeOf(err error) codes.Code {
+	if err == nil {
+		return codes.OK
+	}
 	var s interface{ GRPCStatus() *status.Status }
 	if errors.As(err, &s) {
 		return s.GRPCStatus().Code()

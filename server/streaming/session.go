@@ -66,19 +66,16 @@ func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, kind strin
 		return
 	}
 	if !wsstream.IsWebSocketRequest(r) {
-		w = guardedWriter{ResponseWriter: w, log: s.cfg.Log, rules: func(protocol string) streamRules { return commandRules(options, protocol, s.patience) }}
-	}
-	if kind == "attach" { // which differs from the other by what it says of errors
-		remotecommand.ServeAttach(w, r, c, "", "", "", &options, s.cfg.IdleTimeout, waiting(s.patience), remotecommand.SupportedStreamingProtocols)
+		w = guardedWriter{ResponseWriter: w, log: s.cfg.Log, rules: func(protocol string) streamRules { return commandRules(options, protocol) }}
+		serveSPDY(w, r, c, s.patience, s.cfg.IdleTimeout)
 		return
 	}
-	remotecommand.ServeExec(w, r, c, "", "", "", nil, &options, s.cfg.IdleTimeout, waiting(s.patience), remotecommand.SupportedStreamingProtocols)
+	if kind == "attach" { // which differs from the other by what it says of errors
+		remotecommand.ServeAttach(w, r, c, "", "", "", &options, s.cfg.IdleTimeout, 0, remotecommand.SupportedStreamingProtocols)
+		return
+	}
+	remotecommand.ServeExec(w, r, c, "", "", "", nil, &options, s.cfg.IdleTimeout, 0, remotecommand.SupportedStreamingProtocols)
 }
-
-// waiting is how long cri-streaming waits for streams that may come for so long. It
-// takes none afterwards, and one that came just then would never be taken: the guard
-// refuses them earlier.
-func waiting(patience time.Duration) time.Duration { return patience + patience/6 }
 
 // command is the session of an exec or attach, as a
 // remotecommand.Executor and Attacher.
@@ -129,12 +126,16 @@ func (c *command) passSizes(ctx context.Context, from <-chan remotecommand.Termi
 	return to
 }
 
+// pairTime is how long a port-forward's client may take from one stream of a pair to the other. The
+// library waits for so long even if the client is gone.
+const pairTime = 10 * time.Second
+
 func (s *Server) servePortForward(w http.ResponseWriter, r *http.Request, req *runtimeapi.PortForwardRequest) {
 	if !wsstream.IsWebSocketRequest(r) {
 		w = guardedWriter{ResponseWriter: w, log: s.cfg.Log, rules: func(string) streamRules { return forwardRules() }}
 	}
 	f := forwarder{ctx: r.Context(), runtime: s.runtime, pod: req.GetPodSandboxId()}
-	portforward.ServePortForward(w, r, f, f.pod, "", &portforward.V4Options{Ports: req.GetPort()}, s.cfg.IdleTimeout, s.patience, portforward.SupportedProtocols)
+	portforward.ServePortForward(w, r, f, f.pod, "", &portforward.V4Options{Ports: req.GetPort()}, s.cfg.IdleTimeout, min(s.patience, pairTime), portforward.SupportedProtocols)
 }
 
 // forwarder is a portforward.PortForwarder with the session's context, which the

@@ -11,7 +11,6 @@ import (
 	"net"
 	"net/http"
 	"sync"
-	"time"
 
 	"github.com/moby/spdystream/spdy"
 	"k8s.io/cri-streaming/pkg/streaming/portforward"
@@ -39,18 +38,24 @@ const (
 // streamRules are what streams a client may open. A stream's kind is its header
 // "streamType".
 type streamRules struct {
-	once   map[string]bool // nil: any; otherwise these, each once, and within the time
-	within time.Duration
-	open   int // at a time
+	once   map[string]bool // nil: any; otherwise these, each once
+	open   int             // at a time
 	inputs map[string]bool
 }
 
-// commandRules are those of an exec or attach. The streams are exactly those that
-// cri-streaming waits for: with one more it would block for ever, and without the one
-// for errors it would panic.
-func commandRules(o remotecommand.Options, protocol string, within time.Duration) streamRules {
+// commandRules are those of an exec or attach: the streams that the session waits for.
+func commandRules(o remotecommand.Options, protocol string) streamRules {
+	once := streamKinds(o, protocol)
+	return streamRules{
+		once: once, open: len(once),
+		inputs: map[string]bool{remotecommand.StreamTypeStdin: true, remotecommand.StreamTypeResize: true},
+	}
+}
+
+// streamKinds are the streams of an exec or attach.
+func streamKinds(o remotecommand.Options, protocol string) map[string]bool {
 	resizes := protocol == remotecommand.StreamProtocolV4Name || protocol == remotecommand.StreamProtocolV3Name
-	once := map[string]bool{remotecommand.StreamTypeError: true}
+	kinds := map[string]bool{remotecommand.StreamTypeError: true}
 	for kind, wanted := range map[string]bool{
 		remotecommand.StreamTypeStdin:  o.Stdin,
 		remotecommand.StreamTypeStdout: o.Stdout,
@@ -58,13 +63,10 @@ func commandRules(o remotecommand.Options, protocol string, within time.Duration
 		remotecommand.StreamTypeResize: o.TTY && resizes,
 	} {
 		if wanted {
-			once[kind] = true
+			kinds[kind] = true
 		}
 	}
-	return streamRules{
-		once: once, within: within, open: len(once),
-		inputs: map[string]bool{remotecommand.StreamTypeStdin: true, remotecommand.StreamTypeResize: true},
-	}
+	return kinds
 }
 
 func forwardRules() streamRules {
@@ -103,9 +105,8 @@ func (w guardedWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 // Reads are one at a time, and so are writes.
 type spdyGuard struct {
 	net.Conn
-	rules  streamRules
-	opened time.Time
-	log    *slog.Logger
+	rules streamRules
+	log   *slog.Logger
 
 	// Of Read.
 	from   *bufio.Reader
@@ -147,7 +148,7 @@ func newSPDYGuard(conn net.Conn, from *bufio.Reader, rules streamRules, log *slo
 		return nil, fmt.Errorf("read SPDY frames: %w", err)
 	}
 	return &spdyGuard{
-		Conn: conn, rules: rules, opened: time.Now(), log: log,
+		Conn: conn, rules: rules, log: log,
 		from: from, parser: parser, frame: frame,
 		closed:  make(chan struct{}),
 		streams: map[spdy.StreamId]*guardedStream{},
@@ -301,7 +302,7 @@ func (g *spdyGuard) open(f *spdy.SynStreamFrame) error {
 	}
 	g.last = f.StreamId
 	if g.rules.once != nil {
-		if !g.rules.once[kind] || time.Since(g.opened) > g.rules.within {
+		if !g.rules.once[kind] {
 			return fmt.Errorf("the session has no further stream of type %.20q", kind)
 		}
 		delete(g.rules.once, kind)

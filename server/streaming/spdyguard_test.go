@@ -198,7 +198,7 @@ func TestLongDataFramesAreSplit(t *testing.T) {
 	c.ended()
 }
 
-// cri-streaming takes the streams that it expects, and would never return from one more.
+// A session has the streams that it waits for.
 func TestSessionsWithOtherStreamsEnd(t *testing.T) {
 	for name, kinds := range map[string][]string{
 		"one more":        {remotecommand.StreamTypeError, remotecommand.StreamTypeStdin, remotecommand.StreamTypeStdin},
@@ -211,7 +211,6 @@ func TestSessionsWithOtherStreamsEnd(t *testing.T) {
 				_, err := io.Copy(io.Discard, streams.Stdin)
 				return err
 			}})
-			s.patience = time.Second // the library waits for streams that won't come
 			c := s.execClient(t, &runtimeapi.ExecRequest{Stdin: true})
 			for _, kind := range kinds {
 				c.open(kind)
@@ -319,7 +318,7 @@ func FuzzSPDYGuard(f *testing.F) {
 	f.Add(said(f, &spdy.PingFrame{Id: 1}, &spdy.SettingsFrame{FlagIdValues: make([]spdy.SettingsFlagIdValue, 2)}, &spdy.GoAwayFrame{}))
 	f.Add(append([]byte{0x80, 3, 0, 3, 0, 0, 0, 16, 0, 0, 0, 1, 0, 0, 0, 1}, 0, 0, 0, 1, 0, 255, 255, 255)) // a reset that has more than it ought to
 	f.Fuzz(func(t *testing.T, data []byte) {
-		rules := commandRules(remotecommand.Options{Stdin: true}, remotecommand.StreamProtocolV4Name, time.Hour)
+		rules := commandRules(remotecommand.Options{Stdin: true}, remotecommand.StreamProtocolV4Name)
 		allowed := len(rules.once)
 		g, err := newSPDYGuard(discarding{}, bufio.NewReader(bytes.NewReader(data)), rules, slog.New(slog.DiscardHandler))
 		if err != nil {

@@ -1,0 +1,298 @@
+package integration
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/encoding/prototext"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
+	"google.golang.org/protobuf/reflect/protoregistry"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+)
+
+// method is one RPC of CRI.
+type method struct {
+	name, path    string
+	input, output protoreflect.MessageType
+	stream        bool // of answers; no client streams in CRI
+}
+
+// methods returns all RPCs of both services, in the order of the API.
+func methods(t testing.TB) (all []method) {
+	t.Helper()
+	for _, service := range []grpc.ServiceDesc{runtimeapi.RuntimeService_ServiceDesc, runtimeapi.ImageService_ServiceDesc} {
+		descriptor, err := protoregistry.GlobalFiles.FindDescriptorByName(protoreflect.FullName(service.ServiceName))
+		if err != nil {
+			t.Fatal(err)
+		}
+		list := descriptor.(protoreflect.ServiceDescriptor).Methods()
+		if registered := len(service.Methods) + len(service.Streams); registered != list.Len() {
+			t.Fatalf("%s: %d RPCs are served, the API has %d", service.ServiceName, registered, list.Len())
+		}
+		for i := range list.Len() {
+			m := list.Get(i)
+			all = append(all, method{
+				name: string(m.Name()), path: fmt.Sprintf("/%s/%s", service.ServiceName, m.Name()), stream: m.IsStreamingServer(),
+				input: messageType(t, m.Input()), output: messageType(t, m.Output()),
+			})
+		}
+	}
+	return all
+}
+
+func messageType(t testing.TB, d protoreflect.MessageDescriptor) protoreflect.MessageType {
+	t.Helper()
+	found, err := protoregistry.GlobalTypes.FindMessageByName(d.FullName())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return found
+}
+
+// fuzzUserNamespace is where the IDs of the pod with a user namespace begin.
+const fuzzUserNamespace = 21 * usernsLength
+
+// world is a daemon with a pod of each kind, a container in each, and what requests add to them.
+type world struct {
+	d    *harness.Daemon
+	conn *grpc.ClientConn
+	r    *rand.Rand
+	calm bool // requests are sent as a sane client would
+
+	pods             []*harness.Pod // of the beginning; they may be gone by now
+	podIDs, ctrIDs   []string       // also of the requests' own
+	sessions, visits int
+}
+
+func newWorld(t *testing.T, seed uint64) *world {
+	t.Helper()
+	d := harness.StartDaemon(t)
+	w := &world{d: d, conn: harness.RawConn(t, d), r: rand.New(rand.NewPCG(seed, 0)), calm: seed == 0}
+	w.pods = []*harness.Pod{d.RunPod(t, harness.HostNetwork), d.RunPod(t), d.RunPod(t, userNamespace(fuzzUserNamespace))}
+	for _, p := range w.pods {
+		w.podIDs = append(w.podIDs, p.Id)
+		w.ctrIDs = append(w.ctrIDs, p.Run(t, w.suits(p)).Id)
+	}
+	return w
+}
+
+// suits is what a container of the pod needs.
+func (w *world) suits(p *harness.Pod) harness.ContainerOption {
+	if p.Config.Linux.SecurityContext.NamespaceOptions.UsernsOptions != nil {
+		return inUserNamespace(fuzzUserNamespace)
+	}
+	return func(*runtimeapi.ContainerConfig) {}
+}
+
+func pick[T any](r *rand.Rand, all []T) T { return all[r.IntN(len(all))] }
+
+// form is a request as a sane client would send it, apart from the IDs.
+func (w *world) form(t *testing.T, m method) proto.Message {
+	t.Helper()
+	image := &runtimeapi.ImageSpec{Image: harness.BaseImage}
+	limits := &runtimeapi.LinuxContainerResources{CpuShares: 100, CpuPeriod: 100000, CpuQuota: 50000, MemoryLimitInBytes: 64 << 20}
+	switch m.name {
+	case "RunPodSandbox":
+		kind := pick(w.r, []harness.PodOption{harness.HostNetwork, func(*runtimeapi.PodSandboxConfig) {}, userNamespace(fuzzUserNamespace)})
+		return &runtimeapi.RunPodSandboxRequest{Config: w.d.PodConfig(t, kind)}
+	case "CreateContainer":
+		p := pick(w.r, w.pods)
+		config := p.ContainerConfig(w.suits(p))
+		harness.Must(t, os.MkdirAll(filepath.Dir(filepath.Join(p.Config.LogDirectory, config.LogPath)), 0o755))
+		return &runtimeapi.CreateContainerRequest{PodSandboxId: p.Id, Config: config, SandboxConfig: p.Config}
+	case "ExecSync":
+		return &runtimeapi.ExecSyncRequest{Cmd: []string{"true"}, Timeout: 1}
+	case "Exec":
+		return &runtimeapi.ExecRequest{Cmd: []string{"echo", "x"}, Stdout: true}
+	case "Attach":
+		return &runtimeapi.AttachRequest{Stdout: true}
+	case "PortForward":
+		return &runtimeapi.PortForwardRequest{Port: []int32{8080}}
+	case "UpdateContainerResources":
+		return &runtimeapi.UpdateContainerResourcesRequest{Linux: limits}
+	case "UpdatePodSandboxResources":
+		return &runtimeapi.UpdatePodSandboxResourcesRequest{Overhead: limits, Resources: limits}
+	case "PullImage":
+		return &runtimeapi.PullImageRequest{Image: image}
+	case "RemoveImage":
+		return &runtimeapi.RemoveImageRequest{Image: image}
+	case "ImageStatus":
+		return &runtimeapi.ImageStatusRequest{Image: image}
+	}
+	return m.input.New().Interface()
+}
+
+// request is the next request for an RPC: odd mostly, and tamed to stay within the test.
+func (w *world) request(t *testing.T, m method) proto.Message {
+	t.Helper()
+	request := w.form(t, m)
+	w.identify(request.ProtoReflect())
+	if !w.calm && request.ProtoReflect().Descriptor().Fields().Len() > 0 {
+		scramble(request.ProtoReflect(), w.r)
+		if w.r.IntN(4) > 0 { // or few requests would get past their first field
+			w.identify(request.ProtoReflect())
+		}
+	}
+	w.tame(request)
+	return request
+}
+
+// identify fills in IDs of what there is.
+func (w *world) identify(m protoreflect.Message) {
+	fields := m.Descriptor().Fields()
+	for i := range fields.Len() {
+		field := fields.Get(i)
+		var ids []string
+		switch {
+		case field.Name() == "container_id":
+			ids = w.ctrIDs
+		case field.Name() == "pod_sandbox_id" && m.Descriptor().Name() != "CreateContainerRequest": // whose config suits its pod
+			ids = w.podIDs
+		case field.Name() == "filter" && m.Has(field):
+			w.identify(m.Mutable(field).Message())
+			continue
+		case field.Name() == "id":
+			ids = slices.Concat(w.podIDs, w.ctrIDs)
+		default:
+			continue
+		}
+		m.Set(field, protoreflect.ValueOfString(pick(w.r, ids)))
+	}
+}
+
+// tame keeps a request from what would leave the test's directories, cgroups and
+// registry, or take too long.
+func (w *world) tame(request proto.Message) {
+	switch request := request.(type) {
+	case *runtimeapi.RunPodSandboxRequest:
+		if request.Config != nil {
+			tamePod(w.d, request.Config)
+		}
+	case *runtimeapi.CreateContainerRequest:
+		if request.Config != nil {
+			tameContainer(w.d, request.Config, w.r)
+		}
+	case *runtimeapi.StopContainerRequest:
+		request.Timeout = min(request.Timeout, 1)
+	case *runtimeapi.ExecSyncRequest:
+		request.Timeout = min(request.Timeout, 1)
+	case *runtimeapi.PullImageRequest:
+		if name := request.GetImage().GetImage(); name != "" && name != harness.BaseImage {
+			request.Image.Image = pick(w.r, []string{harness.Registry.Host + "/", "127.0.0.1:1/", harness.BaseImage}) + name
+		}
+	}
+}
+
+// send carries a request out, keeps what it made, and judges the answer.
+func (w *world) send(t *testing.T, m method, request proto.Message) {
+	t.Helper()
+	limit := harness.Patience
+	if m.name == "GetContainerEvents" {
+		limit = 100 * time.Millisecond // it has no end of its own
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), limit)
+	defer cancel()
+	answer := m.output.New().Interface()
+	err := w.exchange(ctx, m, request, answer)
+	t.Logf("%s {%.400s}: %s", m.name, prototext.MarshalOptions{}.Format(request), harness.CodeOf(err))
+	if m.name == "GetContainerEvents" && harness.CodeOf(err) == codes.DeadlineExceeded {
+		return
+	}
+	fits(t, m.name, err)
+	if err == nil {
+		w.keep(t, answer)
+	}
+}
+
+// exchange reads a stream's answers to their end.
+func (w *world) exchange(ctx context.Context, m method, request, answer proto.Message) error {
+	if !m.stream {
+		return w.conn.Invoke(ctx, m.path, request, answer)
+	}
+	stream, err := w.conn.NewStream(ctx, &grpc.StreamDesc{ServerStreams: true}, m.path)
+	if err != nil {
+		return err
+	}
+	if err := errors.Join(stream.SendMsg(request), stream.CloseSend()); err != nil {
+		return err
+	}
+	for {
+		if err := stream.RecvMsg(answer); errors.Is(err, io.EOF) {
+			return nil
+		} else if err != nil {
+			return err
+		}
+	}
+}
+
+// keep notes what an answer names, and visits its URL.
+func (w *world) keep(t *testing.T, answer proto.Message) {
+	t.Helper()
+	switch answer := answer.(type) {
+	case *runtimeapi.RunPodSandboxResponse:
+		w.podIDs = append(w.podIDs, answer.PodSandboxId)
+		w.d.Objects = append(w.d.Objects, answer.PodSandboxId)
+	case *runtimeapi.CreateContainerResponse:
+		w.ctrIDs = append(w.ctrIDs, answer.ContainerId)
+		w.d.Objects = append(w.d.Objects, answer.ContainerId)
+	case *runtimeapi.ExecResponse:
+		w.visit(t, answer.Url)
+	case *runtimeapi.AttachResponse:
+		w.visit(t, answer.Url)
+	case *runtimeapi.PortForwardResponse:
+		w.visit(t, answer.Url)
+	}
+}
+
+// FuzzOtherRPCs sends odd requests for all RPCs, one after the other, to one daemon: each
+// byte of the program is an RPC, the seed decides what is odd about its request. What
+// there was and what requests made is removed at the end, and then nothing may be left.
+//
+//	go test -tags seccomp -exec contrib/machine ./integration -run '^$' -fuzz FuzzOtherRPCs
+func FuzzOtherRPCs(f *testing.F) {
+	all := methods(f)
+	inOrder := make([]byte, len(all))
+	for i := range all {
+		inOrder[i] = byte(i)
+	}
+	f.Add(inOrder, uint64(0))
+	for seed := uint64(1); seed <= 4; seed++ {
+		r := rand.New(rand.NewPCG(seed, 1))
+		f.Add(slices.Concat(shuffled(inOrder, r), shuffled(inOrder, r)), seed)
+	}
+	f.Fuzz(func(t *testing.T, program []byte, seed uint64) {
+		const enough = 100 // of requests to one daemon
+		w := newWorld(t, seed)
+		for _, which := range program[:min(len(program), enough)] {
+			m := all[int(which)%len(all)]
+			w.send(t, m, w.request(t, m))
+		}
+		// Whatever it was asked, it answers.
+		harness.Get(w.d.Cri.Status(t.Context(), true))(t)
+		for _, p := range harness.Get(w.d.Cri.ListPodSandbox(t.Context(), nil))(t) {
+			harness.Get(w.d.Cri.PodSandboxStatus(t.Context(), p.Id, true))(t)
+		}
+		for _, c := range harness.Get(w.d.Cri.ListContainers(t.Context(), nil))(t) {
+			harness.Get(w.d.Cri.ContainerStatus(t.Context(), c.Id, true))(t)
+		}
+	})
+}
+
+func shuffled(b []byte, r *rand.Rand) []byte {
+	b = slices.Clone(b)
+	r.Shuffle(len(b), func(i, j int) { b[i], b[j] = b[j], b[i] })
+	return b
+}

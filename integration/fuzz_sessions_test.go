@@ -1,0 +1,139 @@
+package integration
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/gorilla/websocket"
+	"k8s.io/client-go/tools/remotecommand"
+	clientspdy "k8s.io/client-go/transport/spdy"
+
+	"berth/integration/harness"
+)
+
+// sessionTime is how long a client of the fuzzer's stays, at most: some sessions have no end.
+const sessionTime = 300 * time.Millisecond
+
+// Ports that a client of a port-forward may ask for when it is connected.
+var oddPorts = []string{"8080", "0", "-1", "65536", "4294967376", "http", "", "80 ", "0x50", strings.Repeat("9", 500)}
+
+// visit uses a URL that the daemon gave out, more or less as it was meant. Its answer must be HTTP that
+// blames the client or none; the leak check at the end of the test sees what it left.
+func (w *world) visit(t *testing.T, address string) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), sessionTime)
+	defer cancel()
+	odd := strings.ToValidUTF8(pick(w.r, oddStrings), "?")
+	switch w.r.IntN(6) {
+	case 0: // nobody comes
+	case 1:
+		stream(ctx, harness.Spdy, address, w.streamOptions(odd))
+	case 2:
+		stream(ctx, harness.WebSocket, address, w.streamOptions(odd))
+	case 3:
+		w.forwardSPDY(address, odd)
+	case 4:
+		w.forwardWebSocket(ctx, address, odd)
+	case 5:
+		w.plainRequests(ctx, t, address, odd)
+	}
+}
+
+// streamOptions may be others than the RPC asked for.
+func (w *world) streamOptions(input string) remotecommand.StreamOptions {
+	o := remotecommand.StreamOptions{Tty: w.r.IntN(3) == 0}
+	if w.r.IntN(2) == 0 {
+		o.Stdin = strings.NewReader(input)
+	}
+	if w.r.IntN(3) > 0 {
+		o.Stdout = io.Discard
+	}
+	if w.r.IntN(3) == 0 {
+		o.Stderr = io.Discard
+	}
+	return o
+}
+
+// stream runs a session. How it ends is the command's business, or that of the time.
+func stream(ctx context.Context, p harness.Protocol, address string, o remotecommand.StreamOptions) {
+	_, _ = p.Stream(ctx, harness.Plain(), address, o)
+}
+
+// forwardSPDY opens streams with odd headers. The server may refuse whatever it likes.
+func (w *world) forwardSPDY(address, odd string) {
+	u, err := url.Parse(address)
+	if err != nil {
+		return
+	}
+	transport, upgrader, err := clientspdy.RoundTripperFor(harness.Plain())
+	if err != nil {
+		return
+	}
+	conn, _, err := clientspdy.NewDialer(upgrader, &http.Client{Transport: transport, Timeout: harness.Patience}, http.MethodPost, u).
+		Dial(pick(w.r, []string{"portforward.k8s.io", "v4.channel.k8s.io", "v5.channel.k8s.io", "none"}))
+	if err != nil {
+		return
+	}
+	defer conn.Close()
+	for range 1 + w.r.IntN(4) {
+		headers := http.Header{}
+		headers.Set("streamType", pick(w.r, []string{"error", "data", "stdin", "resize", headerText(odd)}))
+		headers.Set("port", pick(w.r, oddPorts))
+		headers.Set("requestID", pick(w.r, []string{"1", "2", headerText(odd)}))
+		s, err := conn.CreateStream(headers)
+		if err != nil {
+			return
+		}
+		_, _ = io.WriteString(s, odd)
+		_ = s.Close()
+	}
+}
+
+// headerText is what a client's library lets through in a header.
+func headerText(s string) string { return fmt.Sprintf("%q", s) }
+
+// forwardWebSocket opens any session as if it were a port-forward, and sends odd messages.
+func (w *world) forwardWebSocket(ctx context.Context, address, odd string) {
+	dialer := websocket.Dialer{Subprotocols: []string{pick(w.r, []string{"v4.channel.k8s.io", "v5.channel.k8s.io", "base64.channel.k8s.io", "portforward.k8s.io", "none"})}}
+	query := url.Values{"port": {pick(w.r, oddPorts), odd}, "command": {odd}, "tty": {odd}}
+	conn, answer, err := dialer.DialContext(ctx, "ws"+strings.TrimPrefix(address, "http")+"?"+query.Encode(), nil)
+	if err != nil {
+		return
+	}
+	defer conn.Close()
+	defer answer.Body.Close()
+	for _, channel := range []byte{byte(w.r.IntN(6)), 255} {
+		kind := pick(w.r, []int{websocket.BinaryMessage, websocket.TextMessage, websocket.PingMessage})
+		if conn.WriteMessage(kind, append([]byte{channel}, odd[:min(len(odd), 100)]...)) != nil {
+			return
+		}
+	}
+}
+
+// plainRequests are no sessions at all.
+func (w *world) plainRequests(ctx context.Context, t *testing.T, address, odd string) {
+	t.Helper()
+	for _, address := range []string{address + "x", address + "?" + url.Values{"port": {odd}, "command": {odd}}.Encode(), address} {
+		method := pick(w.r, []string{http.MethodGet, http.MethodPost, http.MethodPut, "ODD"})
+		request, err := http.NewRequestWithContext(ctx, method, address, bytes.NewBufferString(odd))
+		harness.Must(t, err)
+		request.Header.Set("Connection", "Upgrade")
+		request.Header.Set("Upgrade", pick(w.r, []string{"SPDY/3.1", "websocket", "h2c", headerText(odd)}))
+		request.Header.Set("X-Stream-Protocol-Version", headerText(odd))
+		answer, err := (&http.Transport{DisableKeepAlives: true}).RoundTrip(request)
+		if err != nil {
+			continue // its time was over
+		}
+		if answer.StatusCode >= http.StatusInternalServerError {
+			t.Errorf("%s with %q: %s", method, request.Header, answer.Status)
+		}
+		_ = answer.Body.Close()
+	}
+}

@@ -1,0 +1,94 @@
+package streaming
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/http"
+	"time"
+
+	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
+	"k8s.io/klog/v2"
+	"k8s.io/streaming/pkg/httpstream"
+	"k8s.io/streaming/pkg/httpstream/spdy"
+)
+
+// serveSPDY serves versions 1 to 4 of the protocol for a guarded connection.
+// cri-streaming's own server waits for a client's streams for its whole patience, whether the
+// client is still there or not: it would hold up the daemon's end for so long.
+func serveSPDY(w http.ResponseWriter, r *http.Request, c *command, patience, idle time.Duration) {
+	protocol, err := httpstream.Handshake(r, w, remotecommand.SupportedStreamingProtocols)
+	if err != nil {
+		klog.FromContext(r.Context()).V(4).Info("No SPDY connection was opened", "err", err) // the client has been told
+		return
+	}
+	ctx, cancel := context.WithCancel(r.Context())
+	defer cancel()
+	opened := make(chan openedStream)
+	conn := spdy.NewResponseUpgrader().UpgradeResponse(w, r, func(s httpstream.Stream, answered <-chan struct{}) error {
+		select {
+		case opened <- openedStream{s, answered}:
+			return nil
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+	})
+	if conn == nil { // the client has been told
+		return
+	}
+	defer conn.Close()
+	defer cancel() // before, for a stream that was opened and not waited for
+	conn.SetIdleTimeout(idle)
+	streams, err := collectStreams(ctx, opened, len(streamKinds(c.options, protocol)), patience)
+	if err != nil {
+		klog.FromContext(ctx).V(4).Info("No session was begun", "err", err)
+		return
+	}
+	var sizes chan remotecommand.TerminalSize
+	if resize := streams[remotecommand.StreamTypeResize]; resize != nil {
+		sizes = make(chan remotecommand.TerminalSize)
+		c.sizes.Go(func() { decodeSizes(r.Context(), resize, sizes) })
+	}
+	err = c.ExecInContainer(r.Context(), "", "", "", nil, streams[remotecommand.StreamTypeStdin],
+		streams[remotecommand.StreamTypeStdout], streams[remotecommand.StreamTypeStderr], c.options.TTY, sizes, 0)
+	writeStatus(streams[remotecommand.StreamTypeError], protocol, err)
+}
+
+// openedStream is a stream that the client has opened; answered is closed when it has been told
+// that we take it.
+type openedStream struct {
+	httpstream.Stream
+	answered <-chan struct{}
+}
+
+// collectStreams waits for the streams of a session, of which the guard lets each kind through once.
+func collectStreams(ctx context.Context, opened <-chan openedStream, count int, patience time.Duration) (map[string]httpstream.Stream, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("the client has not opened its %d streams in %v", count, patience))
+	defer cancel()
+	streams := map[string]httpstream.Stream{}
+	for len(streams) < count {
+		select {
+		case s := <-opened:
+			select {
+			case <-s.answered: // or we might write before
+			case <-ctx.Done():
+				return nil, context.Cause(ctx)
+			}
+			streams[s.Headers().Get(remotecommand.StreamType)] = s.Stream
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
+	}
+	return streams, nil
+}
+
+// writeStatus tells how a session came out: as JSON in version 4, before that only what went wrong.
+// It fails if nobody is there to be told.
+func writeStatus(to io.Writer, protocol string, err error) {
+	if protocol == remotecommand.StreamProtocolV4Name {
+		_ = json.NewEncoder(to).Encode(status(err))
+	} else if err != nil {
+		_, _ = io.WriteString(to, err.Error())
+	}
+}

@@ -1,0 +1,89 @@
+package streaming
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"testing"
+	"time"
+
+	"github.com/moby/spdystream/spdy"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
+
+	"berth/sandbox/session"
+)
+
+// However long a client may take, its session is not waited for when it is gone, or
+// when the daemon ends.
+func TestSessionsThatNeverBegin(t *testing.T) {
+	s := serving(t, doing{exec: func(context.Context, session.Streams) error {
+		t.Error("it began")
+		return nil
+	}})
+	s.patience = time.Hour
+	gone := s.execClient(t, &runtimeapi.ExecRequest{Stdin: true})
+	gone.open(remotecommand.StreamTypeError)
+	gone.conn.Close()
+	for range 2 { // these stay until the server ends
+		s.execClient(t, &runtimeapi.ExecRequest{Stdin: true, Stdout: true}).open(remotecommand.StreamTypeStdin)
+	}
+}
+
+func TestClientsThatOpenTooFewStreamsAreEnded(t *testing.T) {
+	s := serving(t, doing{})
+	s.patience = time.Millisecond
+	s.execClient(t, &runtimeapi.ExecRequest{Stdin: true}).ended()
+}
+
+func TestStatusOfSessions(t *testing.T) {
+	for _, c := range []struct {
+		protocol string
+		err      error
+		want     string // of text, before version 4
+	}{
+		{remotecommand.StreamProtocolV1Name, nil, ""},
+		{remotecommand.StreamProtocolV2Name, errors.New("no such thing"), "no such thing"},
+		{remotecommand.StreamProtocolV3Name, nil, ""},
+		{remotecommand.StreamProtocolV4Name, nil, ""},
+		{remotecommand.StreamProtocolV4Name, errors.New("no such thing"), "no such thing"},
+	} {
+		s := serving(t, doing{exec: func(context.Context, session.Streams) error { return c.err }})
+		address, err := s.Attach(&runtimeapi.AttachRequest{Stdout: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		client := s.spdyClient(t, address, c.protocol)
+		said := client.readAll(client.open(remotecommand.StreamTypeError), func() { client.open(remotecommand.StreamTypeStdout) })
+		if c.protocol != remotecommand.StreamProtocolV4Name {
+			if string(said) != c.want {
+				t.Errorf("%s: %q, want %q", c.protocol, said, c.want)
+			}
+			continue
+		}
+		var status metav1.Status
+		if err := json.Unmarshal(said, &status); err != nil || status.Message != c.want || (status.Status == metav1.StatusSuccess) != (c.err == nil) {
+			t.Errorf("%s: %q: %v", c.protocol, said, err)
+		}
+	}
+}
+
+// readAll returns what is said in a stream after do, until the connection ends.
+func (c *spdyClient) readAll(stream spdy.StreamId, do func()) (said []byte) {
+	c.t.Helper()
+	do()
+	for {
+		f, err := c.framer.ReadFrame()
+		if errors.Is(err, io.EOF) {
+			return said
+		}
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		if d, ok := f.(*spdy.DataFrame); ok && d.StreamId == stream {
+			said = append(said, d.Data...)
+		}
+	}
+}
