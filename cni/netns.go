@@ -22,15 +22,23 @@ import (
 // make itself another pod's router). AlreadyExists if there is a file at path.
 func NewNetNS(path string) error {
 	return pinNetNS(path, func() error {
-		return onThread(func() error {
-			if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
-				return fmt.Errorf("unshare: %w", err)
-			}
+		return InNewNetNS(func() error {
 			if err := setUpNetNS(); err != nil {
 				return err
 			}
 			return bindNetNS("/proc/thread-self/ns/net", path)
 		})
+	})
+}
+
+// InNewNetNS runs fn in a network namespace made for it, on a thread of its own, as InNetNS does. Unless fn pins the namespace it
+// goes, with all that is in it, when fn, its sockets and the processes that it starts have ended.
+func InNewNetNS(fn func() error) error {
+	return onThread(func() error {
+		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+			return fmt.Errorf("unshare: %w", err)
+		}
+		return fn()
 	})
 }
 

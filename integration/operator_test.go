@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -255,16 +256,28 @@ func TestOperatorContainers(t *testing.T) {
 	}
 }
 
+// checkedSubjects are what `berth check` tells of on each node.
+var checkedSubjects = []string{
+	"user", "kernel", "seccomp", "overlayfs", "net.ipv4.ip_forward", "net.bridge.bridge-nf-call-iptables", "kernel.pid_max",
+	"cgroup driver", "cgroups", "cgroup controllers", "container root filesystems", "mount propagation", "user namespaces",
+	"berth-shim", "CRI socket", "NRI socket", "veth", "bridge", "nftables", "iptables", "CNI network",
+}
+
 // `berth check` finds nothing that keeps pods from running where they run, and fails
 // where they cannot: with a root that can't be written. Without a network pods with the host's network run.
 func TestCheck(t *testing.T) {
 	d := harness.StartDaemon(t)
-	flags := []string{"check", "--config", d.ConfigFile(), "--root", d.Root, "--state", d.State, "--cni-conf-dir", d.ConfDir, "--cni-bin-dir", harness.PluginDir}
+	flags := []string{"check", "--config", d.ConfigFile(), "--listen", d.Socket, "--root", d.Root, "--state", d.State, "--cni-conf-dir", d.ConfDir, "--cni-bin-dir", harness.PluginDir}
 	out, err := d.Command(flags...).Output()
 	if err != nil {
 		t.Errorf("check: %v\n%s", err, out)
 	}
-	if !strings.Contains(string(out), "CNI network: ") || strings.Contains(string(out), "failure") {
+	for _, subject := range checkedSubjects {
+		if !strings.Contains(string(out), " "+subject+": ") {
+			t.Errorf("check says nothing of %s:\n%s", subject, out)
+		}
+	}
+	if strings.Contains(string(out), "failure") {
 		t.Errorf("check says\n%s", out)
 	}
 	harness.Must(t, os.Rename(d.NetworkFile(), d.NetworkFile()+".away"))
@@ -273,9 +286,36 @@ func TestCheck(t *testing.T) {
 	if err != nil || strings.Contains(string(out), `"failure"`) || !strings.Contains(string(out), "no CNI network configured") {
 		t.Errorf("check without a network: %v\n%s", err, out)
 	}
+	for _, subject := range checkedSubjects {
+		if !strings.Contains(string(out), fmt.Sprintf("\"subject\": %q", subject)) {
+			t.Errorf("check --json says nothing of %s:\n%s", subject, out)
+		}
+	}
 	out, err = d.Command(append(flags, "--json", "--root", "/proc/berth")...).Output()
 	if err == nil || !strings.Contains(string(out), `"failure"`) || !strings.Contains(string(out), "container root filesystems") {
 		t.Errorf("check with a root below /proc: %v\n%s", err, out)
+	}
+}
+
+// Whoever else has the sockets keeps berth from starting; the daemon of the same configuration does not.
+func TestCheckFindsOtherRuntimes(t *testing.T) {
+	d := harness.StartDaemon(t)
+	flags := []string{"check", "--config", d.ConfigFile(), "--root", d.Root, "--state", d.State, "--listen"}
+	out := string(harness.Get(d.Command(append(flags, d.Socket)...).Output())(t))
+	for _, want := range []string{"ok       CRI socket: berth (pid ", "ok       NRI socket: berth (pid "} {
+		if !strings.Contains(out, want) {
+			t.Errorf("beside its daemon check does not say %q:\n%s", want, out)
+		}
+	}
+	other := filepath.Join(d.Dir, "other.sock")
+	listener := harness.Get(net.Listen("unix", other))(t)
+	defer listener.Close()
+	raw, err := d.Command(append(flags, other)...).Output()
+	out = string(raw)
+	for _, want := range []string{fmt.Sprintf("(pid %d) listens on %s", os.Getpid(), other), "failure  NRI socket: berth (pid "} {
+		if err == nil || !strings.Contains(out, want) {
+			t.Errorf("check beside another runtime: %v, and it does not say %q:\n%s", err, want, out)
+		}
 	}
 }
 

@@ -18,8 +18,8 @@ func newCheckCommand() *cobra.Command {
 		Use:   "check",
 		Short: "Tell what the node lacks, and how to mend it",
 		Long: `Tell what the node lacks to run berth and kubelet's pods on it: kernel features,
-cgroups, directories, mount propagation, programs, the CNI network. It changes nothing
-and needs no daemon. It fails if no pod could run; a node whose CNI network
+cgroups, directories, mount propagation, programs, sockets that other runtimes have, what
+networks are built with, the CNI network. It changes nothing and needs no daemon. It fails if no pod could run; a node whose CNI network
 is not installed yet runs those with the host's network.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

@@ -83,9 +83,9 @@ func checkKernel(_ context.Context, n *Node) []Finding {
 	return findings
 }
 
-// checkModules asks for file systems and modules. A module may be loaded when it is
+// checkFilesystems asks for overlayfs. Its module may be loaded when it is
 // needed; what the running kernel can still load is told from its module directory.
-func checkModules(_ context.Context, n *Node) []Finding {
+func checkFilesystems(_ context.Context, n *Node) []Finding {
 	filesystems, err := n.value("/proc/filesystems")
 	if err != nil {
 		return []Finding{lacking(Failure, "file systems", err.Error(), "mount /proc")}
@@ -94,17 +94,7 @@ func checkModules(_ context.Context, n *Node) []Finding {
 	if slices.Contains(strings.Fields(filesystems), "overlay") || n.loadable("overlay") {
 		findings = append(findings, ok("overlayfs", "available"))
 	} else {
-		findings = append(findings, lacking(Failure, "overlayfs", "not available", "load the module: modprobe overlay, and name it in /etc/modules-load.d"))
-	}
-	for _, m := range []struct{ name, marker, purpose string }{
-		{"veth", "", "the pods' network interfaces"},
-		{"bridge", "", "networks of the bridge plugin"},
-		{"nf_tables", "/proc/net/netfilter", "host ports and masquerading"},
-	} {
-		loaded := n.exists("/sys/module/"+m.name) || m.marker != "" && n.exists(m.marker)
-		if !loaded && !n.loadable(m.name) {
-			findings = append(findings, lacking(Warning, "module "+m.name, "neither in the kernel nor loadable", "needed for "+m.purpose))
-		}
+		findings = append(findings, lacking(Failure, "overlayfs", "not available", "modprobe overlay, and name it in /etc/modules-load.d/berth.conf"))
 	}
 	return findings
 }
@@ -131,25 +121,26 @@ func (n *Node) listsModule(list, module string) bool {
 	for lines.Scan() {
 		file, _, _ := strings.Cut(lines.Text(), ":")
 		name, _, _ := strings.Cut(filepath.Base(file), ".ko")
-		if strings.ReplaceAll(name, "-", "_") == module {
+		if name == module {
 			return true
 		}
 	}
 	return false
 }
 
-// sysctls that kubelet, networks and many containers rely on.
+// sysctls that kubelet, networks and many containers rely on. Those of a module are there when it is loaded.
 var sysctls = []struct {
 	name   string
 	least  int
-	level  Level
+	module string // that brings it
 	reason string
 }{
-	{"net.ipv4.ip_forward", 1, Warning, "pods reach nothing beyond the node without it"},
-	{"net.bridge.bridge-nf-call-iptables", 1, Warning, "services are not reached through a bridge without it (module br_netfilter)"},
-	{"fs.inotify.max_user_instances", 512, Warning, "with the kernel's 128, pods that watch files fail on a full node"},
-	{"fs.inotify.max_user_watches", 65536, Warning, "pods that watch files fail on a full node"},
-	{"kernel.pid_max", 131072, Warning, "110 pods may have more processes than that"},
+	{"net.ipv4.ip_forward", 1, "", "pods reach nothing beyond the node without it"},
+	{"net.bridge.bridge-nf-call-iptables", 1, "br_netfilter", "services are not reached through a bridge without it"},
+	{"net.bridge.bridge-nf-call-ip6tables", 1, "br_netfilter", "services with IPv6 addresses are not reached through a bridge without it"},
+	{"fs.inotify.max_user_instances", 512, "", "with the kernel's 128, pods that watch files fail on a full node"},
+	{"fs.inotify.max_user_watches", 65536, "", "pods that watch files fail on a full node"},
+	{"kernel.pid_max", 131072, "", "110 pods may have more processes than that"},
 }
 
 func checkSysctls(_ context.Context, n *Node) []Finding {
@@ -157,16 +148,21 @@ func checkSysctls(_ context.Context, n *Node) []Finding {
 	for _, s := range sysctls {
 		text, err := n.value("/proc/sys/" + strings.ReplaceAll(s.name, ".", "/"))
 		if errors.Is(err, fs.ErrNotExist) {
-			findings = append(findings, lacking(s.level, s.name, "there is no such sysctl", s.reason))
+			mend := "have a kernel with it: "
+			if s.module != "" {
+				mend = fmt.Sprintf("modprobe %s, and name it in /etc/modules-load.d/berth.conf: ", s.module)
+			}
+			findings = append(findings, lacking(Warning, s.name, "there is no such sysctl", mend+s.reason))
 			continue
 		}
 		value, parseErr := strconv.Atoi(text)
 		if err := errors.Join(err, parseErr); err != nil {
-			findings = append(findings, lacking(s.level, s.name, err.Error(), "have it readable"))
+			findings = append(findings, lacking(Warning, s.name, err.Error(), "have it readable"))
 			continue
 		}
 		if value < s.least {
-			findings = append(findings, lacking(s.level, s.name, text, fmt.Sprintf("set it to %d: %s", s.least, s.reason)))
+			findings = append(findings, lacking(Warning, s.name, text,
+				fmt.Sprintf("sysctl -w %s=%d, and write it into /etc/sysctl.d/berth.conf: %s", s.name, s.least, s.reason)))
 			continue
 		}
 		findings = append(findings, ok(s.name, "%s", text))

@@ -5,7 +5,8 @@
 //
 // Run changes nothing that stays: it reads files, asks the kernel by system calls, and
 // where only trying gives an answer it tries in a directory of its own below the
-// configured one, or below the nearest above that exists, and removes it. It needs no daemon and disturbs none.
+// configured one, or below the nearest above that exists, and removes it, and in network namespaces of its own. Modules that
+// the kernel loads for that stay, as they would for the first pod. It needs no daemon and disturbs none.
 // When ctx ends it asks nothing more.
 package nodecheck
 
@@ -58,8 +59,8 @@ func Run(ctx context.Context, n *Node) []Finding {
 	}
 	var all []Finding
 	for _, c := range []check{
-		checkProcess, checkKernel, checkModules, checkSysctls, checkCgroups, checkDirectories, checkPropagation,
-		checkUserNamespaces, checkSecurityModules, checkPrograms, checkHandlers, checkNetwork,
+		checkProcess, checkKernel, checkFilesystems, checkSysctls, checkCgroups, checkDirectories, checkPropagation,
+		checkUserNamespaces, checkSecurityModules, checkPrograms, checkSockets, checkHandlers, checkNetworkParts, checkNetwork,
 	} {
 		if ctx.Err() != nil {
 			break

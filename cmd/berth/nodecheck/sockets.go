@@ -1,0 +1,137 @@
+package nodecheck
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// otherRuntimes are the sockets at which the runtimes that a node may have beside berth serve CRI.
+var otherRuntimes = []string{
+	"/run/containerd/containerd.sock", "/run/crio/crio.sock", "/run/cri-dockerd.sock", "/run/k3s/containerd/containerd.sock",
+}
+
+// process is a process that listens on a socket.
+type process struct {
+	pid  int
+	name string // as the kernel knows it, of at most 15 bytes
+}
+
+func (p process) String() string { return fmt.Sprintf("%s (pid %d)", p.name, p.pid) }
+
+// checkSockets asks who listens on the sockets that the daemon is going to take, and on those of other runtimes. It looks into
+// /proc and connects to none: a runtime takes a connection to its NRI socket for a plugin.
+func checkSockets(_ context.Context, n *Node) []Finding {
+	listening, err := n.listeners()
+	if err != nil {
+		return []Finding{lacking(Warning, "sockets", err.Error(), "mount /proc, and run berth check as root")}
+	}
+	own := n.listenersAt(listening, n.Config.Listen)
+	findings := []Finding{checkSocket(n.Config.Listen, own)}
+	if n.Config.NRI && n.Config.NRISocket != "" {
+		findings = append(findings, checkNRISocket(n.Config.NRISocket, n.listenersAt(listening, n.Config.NRISocket), own))
+	}
+	for _, path := range otherRuntimes {
+		others := n.listenersAt(listening, path)
+		if len(others) > 0 && path != n.Config.Listen {
+			findings = append(findings, lacking(Warning, "other runtime", fmt.Sprintf("%s listens on %s", others[0], path),
+				fmt.Sprintf("have kubelet use one: containerRuntimeEndpoint: unix://%s; stop the other if nothing else needs it, for neither knows of the other's pods", n.Config.Listen)))
+		}
+	}
+	return findings
+}
+
+// checkSocket judges who has the CRI socket. systemd may have it for the daemon.
+func checkSocket(path string, listeners []process) Finding {
+	const subject = "CRI socket"
+	if len(listeners) == 0 {
+		return ok(subject, "%s is free", path)
+	}
+	if i := slices.IndexFunc(listeners, func(p process) bool { return p.name == "berth" }); i >= 0 {
+		return ok(subject, "%s serves on %s", listeners[i], path)
+	}
+	if listeners[0].pid == 1 {
+		return ok(subject, "%s has %s for the daemon", listeners[0], path)
+	}
+	return lacking(Failure, subject, fmt.Sprintf("%s listens on %s", listeners[0], path), "stop it, or set listen to another path, and containerRuntimeEndpoint for kubelet")
+}
+
+// checkNRISocket judges who has the NRI socket: the daemon that has the CRI socket may, and nobody else.
+func checkNRISocket(path string, listeners, daemon []process) Finding {
+	const subject = "NRI socket"
+	if len(listeners) == 0 {
+		return ok(subject, "%s is free", path)
+	}
+	if slices.ContainsFunc(listeners, func(p process) bool { return slices.Contains(daemon, p) }) {
+		return ok(subject, "%s has %s", listeners[0], path)
+	}
+	return lacking(Failure, subject, fmt.Sprintf("%s listens on %s", listeners[0], path),
+		"set nri_socket to another path, or nri to false: berth does not start while it is another runtime's")
+}
+
+// listener is a listening unix socket that has a path.
+type listener struct{ path, inode string }
+
+// listeners lists those of this network namespace.
+func (n *Node) listeners() ([]listener, error) {
+	f, err := os.Open(n.path("/proc/net/unix"))
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	const (
+		flags, inode, path = 3, 6, 7
+		listens            = "00010000" // __SO_ACCEPTCON
+	)
+	var all []listener
+	lines := bufio.NewScanner(f)
+	for lines.Scan() {
+		if fields := strings.Fields(lines.Text()); len(fields) > path && fields[flags] == listens {
+			all = append(all, listener{path: strings.Join(fields[path:], " "), inode: fields[inode]})
+		}
+	}
+	return all, lines.Err()
+}
+
+// listenersAt returns the processes that listen at a path, by whatever links the socket was named when it was made.
+func (n *Node) listenersAt(all []listener, path string) []process {
+	var found []process
+	for _, l := range all {
+		if n.resolved(l.path) == n.resolved(path) {
+			found = append(found, n.owners(l.inode)...)
+		}
+	}
+	return found
+}
+
+func (n *Node) resolved(path string) string {
+	dir, err := filepath.EvalSymlinks(n.path(filepath.Dir(path)))
+	if err != nil { // there is no such directory
+		return path
+	}
+	return filepath.Join(dir, filepath.Base(path))
+}
+
+// owners returns the processes that have a socket. One that ends meanwhile has none.
+func (n *Node) owners(inode string) []process {
+	var found []process
+	fds, _ := filepath.Glob(n.path("/proc/[0-9]*/fd/*")) // the pattern is not malformed, which is the only error
+	for _, fd := range fds {
+		if target, err := os.Readlink(fd); err != nil || target != "socket:["+inode+"]" {
+			continue
+		}
+		dir := filepath.Dir(filepath.Dir(fd))
+		name, err := os.ReadFile(filepath.Join(dir, "comm"))
+		pid, numErr := strconv.Atoi(filepath.Base(dir))
+		p := process{pid: pid, name: strings.TrimSpace(string(name))}
+		if err == nil && numErr == nil && !slices.Contains(found, p) {
+			found = append(found, p)
+		}
+	}
+	return found
+}

@@ -1,0 +1,92 @@
+package nodecheck
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os/exec"
+	"strings"
+	"time"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"berth/cni"
+)
+
+// trial is something that networks of pods are built with. Whether the kernel has it, or can load the module, is only told by
+// doing it.
+type trial struct {
+	subject string
+	purpose string
+	modules string // for modprobe
+	config  string // of a kernel that has it
+	do      func(context.Context) error
+}
+
+var trials = []trial{
+	{"veth", "the pods' network interfaces", "veth", "CONFIG_VETH", tryVeth},
+	{"bridge", "networks of the CNI plugin bridge", "bridge", "CONFIG_BRIDGE", tryBridge},
+	{"nftables", "masquerading and services with nftables or iptables-nft", "nf_tables nft_chain_nat nft_masq", "CONFIG_NF_TABLES, CONFIG_NFT_NAT and CONFIG_NFT_MASQ", tryNftables},
+	{"iptables", "host ports and masquerading by the CNI plugins portmap and bridge", "nft_compat nft_chain_nat iptable_nat xt_MASQUERADE xt_comment", "CONFIG_NFT_COMPAT or CONFIG_IP_NF_NAT", tryIptables},
+}
+
+// programLimit is how long a program that a trial runs may take.
+const programLimit = 20 * time.Second
+
+// checkNetworkParts tries what networks are built with, in a network namespace of which nothing stays.
+func checkNetworkParts(ctx context.Context, _ *Node) []Finding {
+	var findings []Finding
+	for _, t := range trials {
+		err := cni.InNewNetNS(func() error { return t.do(ctx) })
+		findings = append(findings, t.finding(err))
+	}
+	return findings
+}
+
+// finding tells what came of a trial. A node may have a network that does without: none is a failure.
+func (t trial) finding(err error) Finding {
+	switch {
+	case err == nil:
+		return ok(t.subject, "works")
+	case errors.Is(err, exec.ErrNotFound):
+		return lacking(Warning, t.subject, err.Error(), fmt.Sprintf("install %s: it is needed for %s", t.subject, t.purpose))
+	case errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES):
+		return lacking(Warning, t.subject, err.Error(), "run berth as root, with CAP_NET_ADMIN and CAP_SYS_ADMIN")
+	}
+	return lacking(Warning, t.subject, err.Error(), fmt.Sprintf("modprobe -a %s, and name them in /etc/modules-load.d/berth.conf; where there are no such modules, a kernel with %s. It is needed for %s",
+		t.modules, t.config, t.purpose))
+}
+
+func tryVeth(context.Context) error {
+	return netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "berth0"}, PeerName: "berth1"})
+}
+
+func tryBridge(context.Context) error {
+	return netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "berth0"}})
+}
+
+// tryNftables masquerades.
+func tryNftables(context.Context) error {
+	conn, err := nftables.New()
+	if err != nil {
+		return err
+	}
+	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyIPv4, Name: "berth"})
+	chain := conn.AddChain(&nftables.Chain{Table: table, Name: "berth", Type: nftables.ChainTypeNAT, Hooknum: nftables.ChainHookPostrouting, Priority: nftables.ChainPriorityNATSource})
+	conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: []expr.Any{&expr.Masq{}}})
+	return conn.Flush()
+}
+
+// tryIptables adds a rule as the plugins do. Whichever kind of iptables there is asks the kernel in its own way.
+func tryIptables(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, programLimit)
+	defer cancel()
+	out, err := exec.CommandContext(ctx, "iptables", "-w", "5", "-t", "nat", "-A", "POSTROUTING", "-m", "comment", "--comment", "berth", "-j", "MASQUERADE").CombinedOutput()
+	if text := strings.TrimSpace(string(out)); err != nil && text != "" {
+		return fmt.Errorf("%w: %s", err, text)
+	}
+	return err
+}
