@@ -6,6 +6,7 @@ import (
 
 	"berth/internal/host"
 	"berth/oci"
+	"berth/sandbox/namespaces"
 )
 
 // cdiDevices are the names of the CDI devices that a container's config asks for, by the
@@ -21,7 +22,7 @@ func cdiDevices(config *runtimeapi.ContainerConfig) []string {
 // bindDevices makes the nodes of a complete spec bind mounts, if the pod has a user namespace. They are of
 // the CRI's devices and of the CDI devices with these names.
 func (m *Manager) bindDevices(p *pod, c *container, cdiNames []string, spec *specs.Spec) error {
-	if !m.hasUserNamespace(p) {
+	if !namespaces.HasUser(p.config) {
 		return nil
 	}
 	sources, err := m.cfg.CDI.HostPaths(cdiNames)

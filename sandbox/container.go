@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"strings"
 	"sync/atomic"
 	"time"
 
@@ -26,6 +25,7 @@ import (
 	"berth/oci"
 	"berth/sandbox/census"
 	"berth/sandbox/meter"
+	"berth/sandbox/request"
 )
 
 // container is the one owner of a container's state.
@@ -58,10 +58,6 @@ type running struct {
 func (c *container) String() string { return "container " + c.id }
 func (c *container) visible() bool  { return c.info.Load() != nil }
 
-func containerIdentity(podID string, md *runtimeapi.ContainerMetadata) string {
-	return fmt.Sprintf("container %q (attempt %d) of pod %s", md.GetName(), md.GetAttempt(), podID)
-}
-
 // CreateContainer makes a container in a ready pod and returns its ID. A call
 // with the identity and content of an existing container, or of one being made,
 // returns that one.
@@ -74,14 +70,14 @@ func (m *Manager) CreateContainer(ctx context.Context, podID string, config *run
 	if err != nil {
 		return "", err
 	}
-	if err := checkContainerConfig(config, p.config); err != nil {
+	if err := request.CheckContainer(config, p.config); err != nil {
 		return "", err
 	}
 	sum, err := join.Of(config)
 	if err != nil {
 		return "", err
 	}
-	identity := containerIdentity(p.id, config.Metadata)
+	identity := request.ContainerIdentity(p.id, config.Metadata)
 	m.launchers.Expect() // who creates a container starts it at once
 	id, err := m.containerIDs.Create(ctx, identity, sum, join.Maker{
 		Spawn:  m.tasks.Operations.Spawn,
@@ -210,7 +206,7 @@ func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) (
 	if err := m.checkVolumes(c); err != nil {
 		return nil, err
 	}
-	if err := m.checkIDMappedMounts(p, spec); err != nil {
+	if err := m.namespaces.CheckMounts(p.id, p.rec.Runtime, spec); err != nil {
 		return nil, err
 	}
 	if err := m.selinux.LabelMounts(c.config, c.rec.SELinux); err != nil {
@@ -236,7 +232,7 @@ func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) (
 
 // containerRoot is the writable root filesystem of a container.
 func (m *Manager) containerRoot(p *pod, c *container) (rootfs.Spec, error) {
-	idMap, err := m.rootIDMap(p)
+	idMap, err := m.namespaces.IDMap(p.id, p.config)
 	if err != nil {
 		return rootfs.Spec{}, err
 	}
@@ -263,7 +259,7 @@ func (m *Manager) writableRoot(id string, image *imageRecord, idMap *rootfs.IDMa
 	if err != nil {
 		return root, fmt.Errorf("layers of image %s: %w", image.ID, err)
 	}
-	dir := m.writableDir(id)
+	dir := m.dirs.Writable(id)
 	failpoint.Reach("container.make-rootfs")
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return root, fmt.Errorf("make writable layer of %s: %w", id, err)
@@ -443,7 +439,7 @@ func (m *Manager) replaceContainer(ctx context.Context, id string) error {
 func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 	if c.rec.Phase != removing {
 		c.rec.Phase = removing
-		m.containerIDs.Going(containerIdentity(c.podID, c.config.Metadata), c.id)
+		m.containerIDs.Going(request.ContainerIdentity(c.podID, c.config.Metadata), c.id)
 		if err := m.containerRecs.Write(c.id, c.rec); err != nil {
 			m.log.Warn("record a removal, which goes on", "container", c.id, "error", err) // a full disk must not keep what fills it
 		}
@@ -452,7 +448,7 @@ func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 		func() error { return m.removeRuntimeState(ctx, c.id, c.rec.CgroupsPath) },
 		func() error { return m.images.Release(c.id) },
 		func() error { return m.releaseVolumes(c) },
-		func() error { return m.discard(m.writableDir(c.id)) },
+		func() error { return m.trash.Discard(m.dirs.Writable(c.id)) },
 		func() error { return m.containerRecs.Remove(c.id) },
 	}
 	for _, step := range steps {
@@ -464,43 +460,9 @@ func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 	c.removed = true
 	m.containers.remove(c.id)
 	m.containerDeleted(c)
-	m.containerIDs.Forget(containerIdentity(c.podID, c.config.Metadata), c.id)
+	m.containerIDs.Forget(request.ContainerIdentity(c.podID, c.config.Metadata), c.id)
 	if c.presented || c.visible() {
 		m.tellOfContainer(ctx, nri.ContainerRemoved, c)
-	}
-	return nil
-}
-
-// checkContainerConfig refuses what no later step would refuse as precisely.
-func checkContainerConfig(config *runtimeapi.ContainerConfig, pod *runtimeapi.PodSandboxConfig) error {
-	md := config.GetMetadata()
-	if md == nil {
-		return errdefs.InvalidArgument("the container config has no metadata")
-	}
-	if err := checkName("container name", md.Name); err != nil {
-		return err
-	}
-	logPath := config.GetLogPath()
-	if logPath == "" {
-		return nil
-	}
-	if pod.GetLogDirectory() == "" {
-		return nil // crictl names a log path without a directory: no log is kept, as with other runtimes
-	}
-	if !filepath.IsLocal(logPath) {
-		return errdefs.InvalidArgument("log path %q leaves the pod's log directory", logPath)
-	}
-	return nil
-}
-
-// checkName refuses names that could be taken for paths or break a log line.
-func checkName(what, name string) error {
-	if name == "" {
-		return errdefs.InvalidArgument("the %s is empty", what)
-	}
-	bad := func(r rune) bool { return r == '/' || r < ' ' || r == 0x7f }
-	if len(name) > 253 || name == "." || name == ".." || strings.ContainsFunc(name, bad) {
-		return errdefs.InvalidArgument("the %s %.300q is not a name: at most 253 bytes, no slash, no control character", what, name)
 	}
 	return nil
 }

@@ -125,13 +125,13 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 		return nil, err
 	}
 	failpoint.Reach("container.make-directory")
-	if err := os.MkdirAll(filepath.Join(m.shimDir(c.id), "rootfs"), 0o700); err != nil {
+	if err := os.MkdirAll(filepath.Join(m.dirs.Shim(c.id), "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of container %s: %w", c.id, err)
 	}
 	failpoint.Reach("container.directory-made")
 	defer m.tasks.Begin("its launch", c.String())()
 	return m.launchers.Launch(ctx, shim.LaunchRequest{
-		ID: c.id, Dir: m.shimDir(c.id), Spec: spec, Rootfs: root, RootPlace: m.rootPlaceOf(root), Volumes: volumes, SystemdCgroup: m.cfg.SystemdCgroup,
+		ID: c.id, Dir: m.dirs.Shim(c.id), Spec: spec, Rootfs: root, RootPlace: m.namespaces.RootPlace(root), Volumes: volumes, SystemdCgroup: m.cfg.SystemdCgroup,
 		LogPath: c.rec.LogPath, LogDir: p.config.GetLogDirectory(), MaxLogLine: m.cfg.MaxLogLine,
 		Stdin: c.config.GetStdin(), StdinOnce: c.config.GetStdinOnce(), Terminal: c.config.GetTty(), Runtime: p.runtime(),
 	})
@@ -201,13 +201,13 @@ func (m *Manager) settleExit(c *container, run *running) {
 // can't be trusted, the shim was lost; the exit tells so. Trouble with reading is tried
 // again until ctx ends, which is the error: it would turn a Job's success into a failure.
 func (m *Manager) readExit(ctx context.Context, c *container, startedAt time.Time) (record exitRecord, lost bool, err error) {
-	exit, err := shim.ReadExit(m.shimDir(c.id))
+	exit, err := shim.ReadExit(m.dirs.Shim(c.id))
 	for isTransient(err) {
 		m.log.Error("read exit record", "container", c.id, "error", err)
 		if !m.tasks.Sleep(ctx, time.Second, "its exit record", c.String()) {
 			return record, false, err
 		}
-		exit, err = shim.ReadExit(m.shimDir(c.id))
+		exit, err = shim.ReadExit(m.dirs.Shim(c.id))
 	}
 	if err != nil {
 		m.log.Error("the shim was lost", "container", c.id, "error", err)
@@ -245,7 +245,7 @@ func (m *Manager) killLeftBehind(ctx context.Context, c *container) error {
 	if err != nil {
 		return err
 	}
-	return shim.KillAndDestroy(ctx, c.id, m.shimDir(c.id), group)
+	return shim.KillAndDestroy(ctx, c.id, m.dirs.Shim(c.id), group)
 }
 
 // exited records and publishes an exit, tells plugins of it, and then removes the runtime state. It
@@ -448,7 +448,7 @@ func (m *Manager) ReopenContainerLog(ctx context.Context, id string) error {
 	if c.running.Load() == nil {
 		return errdefs.FailedPrecondition("container %s is not running", c.id)
 	}
-	if err := shim.OpenMonitor(m.shimDir(c.id)).ReopenLog(ctx); err != nil {
+	if err := shim.OpenMonitor(m.dirs.Shim(c.id)).ReopenLog(ctx); err != nil {
 		return fmt.Errorf("reopen log of container %s: %w", c.id, err)
 	}
 	return nil

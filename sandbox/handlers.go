@@ -37,7 +37,7 @@ func (m *Manager) planRuntime(ctx context.Context, p *pod, name string) (*handle
 	if err != nil {
 		return nil, err
 	}
-	return h.Runtime(ctx, m.ociRoot(p.id), m.cfg.SystemdCgroup, mappings != nil)
+	return h.Runtime(ctx, m.dirs.OCI(p.id), m.cfg.SystemdCgroup, mappings != nil)
 }
 
 // runtime is what a pod's containers are run with, nil for libcontainer. It does not
@@ -86,7 +86,7 @@ func (m *Manager) signal(ctx context.Context, c *container, run *running, sig un
 
 // removeRuntimeRoot removes what the runtime kept of the pod's containers, which are gone.
 func (m *Manager) removeRuntimeRoot(podID string) error {
-	if err := os.RemoveAll(m.ociRoot(podID)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := os.RemoveAll(m.dirs.OCI(podID)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("remove runtime state of pod %s: %w", podID, err)
 	}
 	failpoint.Reach("runtime.root-removed")

@@ -57,7 +57,7 @@ func volumeFailed(m *runtimeapi.Mount, err error) error {
 func (m *Manager) volumePlaces(c *container) map[int]string {
 	places := make(map[int]string, len(c.rec.Volumes))
 	for _, v := range c.rec.Volumes {
-		places[v.Mount] = filepath.Join(m.shimDir(c.id), fmt.Sprintf("volume-%d", v.Mount))
+		places[v.Mount] = filepath.Join(m.dirs.Shim(c.id), fmt.Sprintf("volume-%d", v.Mount))
 	}
 	return places
 }
@@ -101,7 +101,7 @@ func (m *Manager) notAlone(layers []rootfs.Layer) []rootfs.Layer {
 	if len(layers) > 1 {
 		return layers
 	}
-	return append([]rootfs.Layer{{Kind: rootfs.Directory, Path: m.emptyLayer()}}, layers...)
+	return append([]rootfs.Layer{{Kind: rootfs.Directory, Path: m.dirs.EmptyLayer()}}, layers...)
 }
 
 // releaseVolumes ends what holdVolumes began. It may be repeated.

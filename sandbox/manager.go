@@ -27,7 +27,9 @@ import (
 	"berth/sandbox/census"
 	"berth/sandbox/handler"
 	"berth/sandbox/imagefs"
+	"berth/sandbox/layout"
 	"berth/sandbox/lsm"
+	"berth/sandbox/namespaces"
 	"berth/shim"
 	"berth/shim/payload"
 )
@@ -65,6 +67,9 @@ type Manager struct {
 	payload   payload.Paths
 	bootID    string
 
+	dirs          layout.Dirs
+	trash         *layout.Trash
+	namespaces    namespaces.Kit
 	pods          *index[*pod]
 	containers    *index[*container]
 	podIDs        join.Joiner // by (namespace, name, uid, attempt)
@@ -92,12 +97,14 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network, plugins: cfg.Plugins,
 		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container"),
 		runtimeTurn: task.NewTurn(), selinux: lsm.HostSELinux, events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
+	m.dirs = layout.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
+	m.trash = layout.NewTrash(m.dirs, m.tasks.Background, m.log)
 	m.census = m.newCensus()
 	m.appArmor = lsm.NewAppArmor(cfg.Host.AppArmor, m.tasks, m.log)
 	if m.plugins == nil {
 		m.plugins = noPlugins{}
 	}
-	for _, step := range []func() error{m.readBootID, m.prepareState, m.prepareRootPlace, m.openRecords, m.startLaunchers, m.probeUserNamespaces,
+	for _, step := range []func() error{m.readBootID, m.dirs.Prepare, m.openRecords, m.startLaunchers, m.probeUserNamespaces,
 		func() error { return m.openHandlers(ctx) }} {
 		if err := step(); err != nil {
 			return nil, err
@@ -184,10 +191,11 @@ func (m *Manager) startLaunchers() (err error) {
 	if err != nil {
 		return fmt.Errorf("install pause and monitor: %w", err)
 	}
+	m.namespaces = namespaces.Kit{Dirs: m.dirs, Holder: m.payload.Pause + payload.PauseProgram}
 	m.launchers, err = shim.New(shim.Config{
 		ShimPath:    m.cfg.ShimPath,
 		MonitorPath: m.payload.Monitor,
-		StateRoot:   m.libcontainerRoot(),
+		StateRoot:   m.dirs.Libcontainer(),
 		Idle:        m.cfg.IdleLaunchers,
 		Warm:        m.cfg.Host.RootShared,
 		Log:         m.log,

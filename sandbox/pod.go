@@ -11,7 +11,6 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
-	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -23,9 +22,10 @@ import (
 	"berth/internal/rootfs"
 	"berth/internal/task"
 	"berth/oci"
-	"berth/sandbox/dnsfiles"
 	"berth/sandbox/imagefs"
 	"berth/sandbox/meter"
+	"berth/sandbox/namespaces"
+	"berth/sandbox/request"
 	"berth/shim"
 )
 
@@ -46,12 +46,6 @@ type pod struct {
 func (p *pod) String() string { return "pod " + p.id }
 func (p *pod) visible() bool  { return p.info.Load() != nil }
 
-// podIdentity is what makes two requests mean the same pod. Quoted, so that no
-// name can be made to look like another's.
-func podIdentity(md *runtimeapi.PodSandboxMetadata) string {
-	return fmt.Sprintf("pod %q in namespace %q (uid %q, attempt %d)", md.GetName(), md.GetNamespace(), md.GetUid(), md.GetAttempt())
-}
-
 // RunPodSandbox creates and starts a pod, and returns its ID when its network is up
 // and its pause runs. A call with the identity and content of an existing pod, or of one
 // being started, returns that one.
@@ -66,7 +60,7 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 	if err != nil {
 		return "", err
 	}
-	identity := podIdentity(config.Metadata)
+	identity := request.PodIdentity(config.Metadata)
 	m.launchers.Expect()
 	id, err := m.podIDs.Create(ctx, identity, sum, join.Maker{
 		Spawn:  m.tasks.Operations.Spawn,
@@ -120,8 +114,8 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 	if p.rec.Runtime, err = m.planRuntime(ctx, p, handler); err != nil {
 		return nil, err
 	}
-	if !hostNetwork(config) {
-		p.rec.NetNS = m.netnsPath(p.id)
+	if !request.HostNetwork(config) {
+		p.rec.NetNS = m.dirs.NetNS(p.id)
 		attachment, err := m.network.Plan()
 		if err != nil {
 			return nil, err
@@ -148,10 +142,10 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 // turn. The network and the pause process come up side by side: both need no more
 // than the namespace.
 func (m *Manager) bringUp(ctx context.Context, p *pod) error {
-	if err := m.makePodFiles(p); err != nil {
+	if err := m.filesOf(p).Make(m.cfg.HostResolvConf); err != nil {
 		return err
 	}
-	if err := m.makeNamespaces(p); err != nil {
+	if err := m.namespaces.Make(p.id, p.config, p.rec.NetNS); err != nil {
 		return err
 	}
 	group, gctx := errgroup.WithContext(ctx)
@@ -181,7 +175,7 @@ func (m *Manager) finishPod(ctx context.Context, p *pod, started *shim.Started) 
 	release, err := m.presentPod(ctx, p)
 	defer release()
 	if err == nil {
-		err = m.writeHosts(p)
+		err = m.filesOf(p).WriteHosts(p.rec.IPs)
 	}
 	if err == nil {
 		err = m.labelPodFiles(p)
@@ -278,7 +272,7 @@ func (m *Manager) publishPauseless(p *pod) {
 
 // launchPause starts the process that holds the pod's namespaces.
 func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error) {
-	idMap, err := m.rootIDMap(p)
+	idMap, err := m.namespaces.IDMap(p.id, p.config)
 	if err != nil {
 		return nil, err
 	}
@@ -309,13 +303,13 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 	}
 	p.rec.Runtime.Annotate(spec, "sandbox", p.id)
 	failpoint.Reach("pause.make-directory")
-	if err := os.MkdirAll(filepath.Join(m.shimDir(p.id), "rootfs"), 0o700); err != nil {
+	if err := os.MkdirAll(filepath.Join(m.dirs.Shim(p.id), "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of pod %s: %w", p.id, err)
 	}
 	failpoint.Reach("pause.directory-made")
 	defer m.tasks.Begin("the launch of its pause", p.String())()
-	started, err := m.launchers.Launch(ctx, shim.LaunchRequest{ID: p.id, Dir: m.shimDir(p.id), Spec: spec,
-		Rootfs: root, RootPlace: m.rootPlaceOf(root), SystemdCgroup: m.cfg.SystemdCgroup, Pause: true, Runtime: p.runtime()})
+	started, err := m.launchers.Launch(ctx, shim.LaunchRequest{ID: p.id, Dir: m.dirs.Shim(p.id), Spec: spec,
+		Rootfs: root, RootPlace: m.namespaces.RootPlace(root), SystemdCgroup: m.cfg.SystemdCgroup, Pause: true, Runtime: p.runtime()})
 	if err != nil {
 		return nil, fmt.Errorf("start pause of pod %s: %w", p.id, err)
 	}
@@ -372,83 +366,6 @@ func (m *Manager) abandonPod(p *pod) {
 	}
 }
 
-// makePodFiles makes what containers of the pod find in /etc and /dev/shm.
-func (m *Manager) makePodFiles(p *pod) error {
-	dir := m.podFiles(p.id)
-	failpoint.Reach("pod.make-files")
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return fmt.Errorf("make files of pod %s: %w", p.id, err)
-	}
-	failpoint.Reach("pod.directory-made")
-	hostConf, err := readCapped(m.cfg.HostResolvConf)
-	if err != nil {
-		return err
-	}
-	resolv, err := dnsfiles.ResolvConf(p.config.GetDnsConfig(), hostConf)
-	if err != nil {
-		return err
-	}
-	hostname, err := m.hostname(p.config)
-	if err != nil {
-		return err
-	}
-	name, err := dnsfiles.Hostname(hostname)
-	if err != nil {
-		return err
-	}
-	if err := writeFiles(dir, map[string][]byte{"resolv.conf": resolv, "hostname": name}); err != nil {
-		return err
-	}
-	if logs := p.config.GetLogDirectory(); logs != "" {
-		failpoint.Reach("pod.make-logs")
-		if err := os.MkdirAll(logs, 0o755); err != nil {
-			return fmt.Errorf("make log directory of pod %s: %w", p.id, err)
-		}
-		failpoint.Reach("pod.logs-made")
-	}
-	if hostIPC(p.config) {
-		return nil
-	}
-	return m.mountShm(p)
-}
-
-// writeHosts makes the default /etc/hosts; kubelet mounts its own over it.
-func (m *Manager) writeHosts(p *pod) error {
-	hosts, err := m.hosts(p)
-	if err != nil {
-		return err
-	}
-	return writeFiles(m.podFiles(p.id), map[string][]byte{"hosts": hosts})
-}
-
-func (m *Manager) hosts(p *pod) ([]byte, error) {
-	if hostNetwork(p.config) {
-		return readCapped("/etc/hosts")
-	}
-	hostname, err := m.hostname(p.config)
-	if err != nil {
-		return nil, err
-	}
-	var ips []netip.Addr
-	for _, s := range p.rec.IPs {
-		ip, err := netip.ParseAddr(s)
-		if err != nil {
-			return nil, fmt.Errorf("address of pod %s: %w", p.id, err)
-		}
-		ips = append(ips, ip)
-	}
-	return dnsfiles.Hosts(hostname, ips)
-}
-
-// hostname is the pod's. Without one it is the node's, which a new UTS namespace
-// starts with; a pod on the node's network is in the node's UTS namespace.
-func (m *Manager) hostname(config *runtimeapi.PodSandboxConfig) (string, error) {
-	if name := config.GetHostname(); name != "" && !hostNetwork(config) {
-		return name, dnsfiles.CheckHostname(name)
-	}
-	return os.Hostname()
-}
-
 // pauseImage finds the image that replaces the embedded pause, and pulls it the
 // first time.
 func (m *Manager) pauseImage(ctx context.Context) (*imageRecord, error) {
@@ -465,57 +382,18 @@ func (m *Manager) pauseImage(ctx context.Context) (*imageRecord, error) {
 // ociPod is the pod as the spec builder sees it: for its pause before it is
 // published, for containers afterwards. It reads of the record only what does not change any more.
 func (m *Manager) ociPod(p *pod) oci.Pod {
-	dir := m.podFiles(p.id)
+	dir := m.dirs.PodFiles(p.id)
 	pod := oci.Pod{ID: p.id, Config: p.config, CgroupParent: p.config.GetLinux().GetCgroupParent(), NetNS: p.rec.NetNS,
 		ResolvConf: filepath.Join(dir, "resolv.conf"), Hostname: filepath.Join(dir, "hostname"), Hosts: filepath.Join(dir, "hosts"),
-		Shm: m.shmDir(p.id)}
-	if hostIPC(p.config) {
+		Shm: m.dirs.Shm(p.id)}
+	if request.HostIPC(p.config) {
 		pod.Shm = "/dev/shm"
 	}
-	if m.hasUserNamespace(p) {
-		pod.UserNS = m.usernsPath(p.id)
+	if namespaces.HasUser(p.config) {
+		pod.UserNS = m.dirs.UserNS(p.id)
 	}
 	if info := p.info.Load(); info != nil {
 		pod.PausePID = info.PausePID
 	}
 	return pod
-}
-
-func hostNetwork(config *runtimeapi.PodSandboxConfig) bool {
-	return config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetNetwork() == runtimeapi.NamespaceMode_NODE
-}
-
-func hostIPC(config *runtimeapi.PodSandboxConfig) bool {
-	return config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetIpc() == runtimeapi.NamespaceMode_NODE
-}
-
-// writeFiles writes small files, mode 0644: containers of any user read them.
-func writeFiles(dir string, files map[string][]byte) error {
-	for name, data := range files {
-		if err := os.WriteFile(filepath.Join(dir, name), data, 0o644); err != nil {
-			return fmt.Errorf("write pod file: %w", err)
-		}
-		failpoint.Reach("pod.file-written")
-	}
-	return nil
-}
-
-// readCapped reads a file of the host, at most 1 MiB. A file that does not exist is empty.
-func readCapped(path string) ([]byte, error) {
-	const limit = 1 << 20
-	info, err := os.Stat(path)
-	if errors.Is(err, unix.ENOENT) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("read host file: %w", err)
-	}
-	if !info.Mode().IsRegular() || info.Size() > limit {
-		return nil, errdefs.FailedPrecondition("%s on the host is not a regular file of at most %d bytes", path, limit)
-	}
-	data, err := os.ReadFile(path)
-	if err != nil {
-		return nil, fmt.Errorf("read host file: %w", err)
-	}
-	return data, nil
 }

@@ -15,6 +15,7 @@ import (
 	"berth/internal/join"
 	"berth/internal/nri"
 	"berth/internal/task"
+	"berth/sandbox/request"
 	"berth/shim"
 )
 
@@ -140,10 +141,10 @@ func (m *Manager) removeRuntimeState(ctx context.Context, id, cgroupsPath string
 }
 
 func (m *Manager) removeGroup(ctx context.Context, id string, group *cgroup.Group) error {
-	if err := shim.KillAndDestroy(ctx, id, m.shimDir(id), group); err != nil {
+	if err := shim.KillAndDestroy(ctx, id, m.dirs.Shim(id), group); err != nil {
 		return err
 	}
-	for _, dir := range []string{filepath.Join(m.libcontainerRoot(), id), m.shimDir(id)} {
+	for _, dir := range []string{filepath.Join(m.dirs.Libcontainer(), id), m.dirs.Shim(id)} {
 		failpoint.Reach("runtime.remove-directory")
 		if err := os.RemoveAll(dir); err != nil {
 			return fmt.Errorf("remove runtime state of %s: %w", id, err)
@@ -201,7 +202,7 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	}
 	if p.rec.Phase != removing {
 		p.rec.Phase = removing
-		m.podIDs.Going(podIdentity(p.config.Metadata), p.id)
+		m.podIDs.Going(request.PodIdentity(p.config.Metadata), p.id)
 		if err := m.podRecords.Write(p.id, p.rec); err != nil {
 			m.log.Warn("record a removal, which goes on", "pod", p.id, "error", err) // a full disk must not keep what fills it
 		}
@@ -219,11 +220,11 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	if err := m.images.Release(p.id); err != nil {
 		return fmt.Errorf("release pause image of pod %s: %w", p.id, err)
 	}
-	if err := m.discard(m.writableDir(p.id)); err != nil {
+	if err := m.trash.Discard(m.dirs.Writable(p.id)); err != nil {
 		return err
 	}
 	failpoint.Reach("pod.remove-files")
-	if err := os.RemoveAll(m.podFiles(p.id)); err != nil {
+	if err := os.RemoveAll(m.dirs.PodFiles(p.id)); err != nil {
 		return fmt.Errorf("remove files of pod %s: %w", p.id, err)
 	}
 	failpoint.Reach("pod.files-removed")
@@ -233,7 +234,7 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	m.releasePodLabels(p)
 	m.pods.remove(p.id)
 	m.podDeleted(p)
-	m.podIDs.Forget(podIdentity(p.config.Metadata), p.id)
+	m.podIDs.Forget(request.PodIdentity(p.config.Metadata), p.id)
 	if p.presented && !p.visible() {
 		m.tellOfPod(ctx, nri.PodStopped, p)
 	}

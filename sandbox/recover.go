@@ -18,6 +18,7 @@ import (
 	"berth/internal/join"
 	"berth/internal/pidfd"
 	"berth/internal/task"
+	"berth/sandbox/request"
 	"berth/shim"
 )
 
@@ -50,7 +51,7 @@ func (m *Manager) recover(ctx context.Context) error {
 	if err := m.removeUnrecorded(); err != nil {
 		return err
 	}
-	if err := m.sweepTrash(); err != nil {
+	if err := m.trash.Sweep(); err != nil {
 		return err
 	}
 	if err := m.plugins.Start(ctx, managerForPlugins{m}); err != nil {
@@ -136,7 +137,7 @@ func (m *Manager) recoverPod(p *pod) error {
 	if err != nil {
 		return err
 	}
-	m.podIDs.Adopt(podIdentity(p.config.Metadata), sum, p.id)
+	m.podIDs.Adopt(request.PodIdentity(p.config.Metadata), sum, p.id)
 	if image := p.rec.PauseImage; image != nil {
 		if _, err := m.images.Hold(p.id, image.Layers); err != nil {
 			m.log.Error("pause image", "pod", p.id, "error", err)
@@ -185,7 +186,7 @@ func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
 	if err != nil {
 		return err
 	}
-	m.containerIDs.Adopt(containerIdentity(c.podID, c.config.Metadata), sum, c.id)
+	m.containerIDs.Adopt(request.ContainerIdentity(c.podID, c.config.Metadata), sum, c.id)
 	if _, err := m.images.Hold(c.id, c.rec.Image.Layers); err != nil {
 		m.log.Error("layers of a container", "container", c.id, "image", c.rec.Image.ID, "error", err)
 	}
@@ -250,7 +251,7 @@ func (m *Manager) openShim(ctx context.Context, c *container) (*os.File, shim.La
 	ctx, cancel := context.WithTimeout(ctx, handoverLimit)
 	defer cancel()
 	for {
-		ids, err := shim.ReadShim(m.shimDir(c.id))
+		ids, err := shim.ReadShim(m.dirs.Shim(c.id))
 		if errors.Is(err, fs.ErrNotExist) {
 			return nil, ids, nil
 		}

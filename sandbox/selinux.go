@@ -24,7 +24,7 @@ func (m *Manager) labelContainer(p *pod, c *container) (err error) {
 // labelPodFiles labels resolv.conf and the others, which all containers of the pod read. They are
 // the pod's own, also where they are copies of the host's.
 func (m *Manager) labelPodFiles(p *pod) error {
-	if err := m.selinux.LabelOwn(m.podFiles(p.id), p.rec.SELinux); err != nil {
+	if err := m.selinux.LabelOwn(m.dirs.PodFiles(p.id), p.rec.SELinux); err != nil {
 		return fmt.Errorf("pod %s: %w", p.id, err)
 	}
 	return nil

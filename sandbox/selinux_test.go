@@ -87,7 +87,7 @@ func TestLabelsThatCannotBeReserved(t *testing.T) {
 func TestPodFilesGetThePodsLabel(t *testing.T) {
 	host := newFakeSELinux()
 	m, p, _, _ := labelledManager(host)
-	m.cfg.Root = "/root"
+	m.dirs.Root = "/root"
 	if err := m.labelPodFiles(p); err != nil {
 		t.Fatal(err)
 	}

@@ -48,7 +48,7 @@ func (m *Manager) sessions() session.Runner {
 }
 
 func (m *Manager) execRequest(c *container, command []string, terminal bool) shim.ExecRequest {
-	return shim.ExecRequest{ID: c.id, Runtime: m.runtimeOf(c), Dir: m.shimDir(c.id), ExecID: newID()[:16],
+	return shim.ExecRequest{ID: c.id, Runtime: m.runtimeOf(c), Dir: m.dirs.Shim(c.id), ExecID: newID()[:16],
 		Process: oci.ExecProcess(&specs.Spec{Process: c.info.Load().process}, command, terminal)}
 }
 
@@ -146,7 +146,7 @@ func (m *Manager) Attach(ctx context.Context, id string, terminal bool, s sessio
 	if err != nil {
 		return err
 	}
-	if err := m.sessions().Attach(ctx, shim.OpenMonitor(m.shimDir(c.id)), terminal, c.config.GetStdin(), s); err != nil {
+	if err := m.sessions().Attach(ctx, shim.OpenMonitor(m.dirs.Shim(c.id)), terminal, c.config.GetStdin(), s); err != nil {
 		return fmt.Errorf("container %s: %w", c.id, err)
 	}
 	return nil

@@ -21,7 +21,7 @@ import (
 // record: its record was damaged and set aside. Networks were asked to collect theirs before.
 func (m *Manager) removeUnrecorded() error {
 	ids := map[string]bool{}
-	for _, dir := range []string{m.shimDir(""), m.libcontainerRoot(), m.ociRoot(""), m.sharedMounts(), m.podFiles(""), m.writableDir("")} {
+	for _, dir := range []string{m.dirs.Shim(""), m.dirs.Libcontainer(), m.dirs.OCI(""), m.dirs.SharedMounts(), m.dirs.PodFiles(""), m.dirs.Writable("")} {
 		entries, err := os.ReadDir(dir)
 		if err != nil {
 			return fmt.Errorf("look for what has no record: %w", err)
@@ -55,9 +55,9 @@ func (m *Manager) hasRecord(id string) bool {
 // made it: a runtime's program or libcontainer. The error wraps fs.ErrNotExist if nothing was.
 func (m *Manager) groupByID(id string, r *ociruntime.Runtime) (*cgroup.Group, error) {
 	if r != nil {
-		return shim.GroupOf(m.shimDir(id), r)
+		return shim.GroupOf(m.dirs.Shim(id), r)
 	}
-	return cgroup.FromState(filepath.Join(m.libcontainerRoot(), id, "state.json"))
+	return cgroup.FromState(filepath.Join(m.dirs.Libcontainer(), id, "state.json"))
 }
 
 // ignoreExisting drops the error of removing a directory that is gone, or in use.
@@ -72,7 +72,7 @@ func ignoreExisting(err error) error {
 func (m *Manager) removeByID(ctx context.Context, id string) error {
 	ctx, cancel := context.WithTimeout(ctx, killWait)
 	defer cancel()
-	r, err := shim.RuntimeOf(m.shimDir(id))
+	r, err := shim.RuntimeOf(m.dirs.Shim(id))
 	if err != nil {
 		return err
 	}
@@ -81,7 +81,7 @@ func (m *Manager) removeByID(ctx context.Context, id string) error {
 	case err == nil:
 		err = m.removeGroup(ctx, id, group)
 	case errors.Is(err, fs.ErrNotExist): // it never had a process
-		err = errors.Join(os.RemoveAll(filepath.Join(m.libcontainerRoot(), id)), os.RemoveAll(m.shimDir(id)))
+		err = errors.Join(os.RemoveAll(filepath.Join(m.dirs.Libcontainer(), id)), os.RemoveAll(m.dirs.Shim(id)))
 	}
 	if err != nil {
 		return err // it may be alive: it keeps its files
@@ -93,8 +93,8 @@ func (m *Manager) removeByID(ctx context.Context, id string) error {
 	}
 	return errors.Join(
 		m.removeRuntimeRoot(id),
-		cni.RemoveNetNS(m.netnsPath(id)),
+		cni.RemoveNetNS(m.dirs.NetNS(id)),
 		m.removePodMounts(id),
-		os.RemoveAll(m.podFiles(id)),
-		m.discard(m.writableDir(id)))
+		os.RemoveAll(m.dirs.PodFiles(id)),
+		m.trash.Discard(m.dirs.Writable(id)))
 }

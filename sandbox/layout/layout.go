@@ -1,0 +1,70 @@
+// Package layout knows the places of everything that exists for pods and containers on the host.
+//
+// # Contract
+//
+// Every place follows from an ID, so that who undoes something needs to remember nothing. Prepare
+// makes the folders; nothing else here makes anything. What Root has survives a reboot, what State
+// has does not.
+package layout
+
+import (
+	"path/filepath"
+)
+
+// Dirs are the directories that all places are in.
+type Dirs struct {
+	Root   string // durable state
+	State  string // what dies with the boot
+	NetNSs string // where network namespaces are pinned
+}
+
+// Below Root:
+
+// PodFiles has a pod's resolv.conf, hosts and hostname.
+func (d Dirs) PodFiles(podID string) string { return filepath.Join(d.Root, "sandboxes", podID) }
+
+// Writable has the writable layer of a container, or of a pause that is an image's.
+func (d Dirs) Writable(id string) string { return filepath.Join(d.Root, "rootfs", id) }
+
+// Trash has what is about to be removed; it is on the filesystem of the writable layers.
+func (d Dirs) Trash() string { return d.Writable("trash") }
+
+// EmptyLayer is a layer with nothing in it.
+func (d Dirs) EmptyLayer() string { return filepath.Join(d.Root, "empty") }
+
+// Below State:
+
+// Shim is the shim directory of a container or pause.
+func (d Dirs) Shim(id string) string { return filepath.Join(d.State, "c", id) }
+
+// Libcontainer has libcontainer's state.
+func (d Dirs) Libcontainer() string { return filepath.Join(d.State, "libcontainer") }
+
+// OCI has the state of another runtime for a pod.
+func (d Dirs) OCI(podID string) string { return filepath.Join(d.State, "oci", podID) }
+
+// SharedMounts has what launchers see that were started before it was mounted.
+func (d Dirs) SharedMounts() string { return filepath.Join(d.State, "pods") }
+
+// PodMounts has a pod's part of these.
+func (d Dirs) PodMounts(podID string) string { return filepath.Join(d.SharedMounts(), podID) }
+
+// Shm is a pod's /dev/shm.
+func (d Dirs) Shm(podID string) string { return filepath.Join(d.PodMounts(podID), "shm") }
+
+// UserNS is where a pod's user namespace is pinned.
+func (d Dirs) UserNS(podID string) string { return filepath.Join(d.PodMounts(podID), "userns") }
+
+// Elsewhere:
+
+// netnsPrefix tells berth's network namespaces from others'.
+const netnsPrefix = "berth-"
+
+// NetNS is where a pod's network namespace is pinned.
+func (d Dirs) NetNS(podID string) string { return filepath.Join(d.NetNSs, netnsPrefix+podID) }
+
+// RootPlace is where launchers mount the root filesystem of a container in a user
+// namespace, each in its own mount namespace. libcontainer looks for it there as the
+// namespace's root, who may not pass through the state directory; so it is beside
+// that, and nothing is ever in it.
+func (d Dirs) RootPlace() string { return d.State + "-rootfs" }

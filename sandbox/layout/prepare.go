@@ -1,0 +1,71 @@
+package layout
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"github.com/moby/sys/mountinfo"
+	"golang.org/x/sys/unix"
+)
+
+// Prepare makes the directories that pods and containers live in.
+//
+// The state directory is bind-mounted on itself and private, so that what a
+// launcher mounts below it stays in the launcher's own mount namespace. One
+// folder in it, for the pods' shm, is shared again: launchers are started ahead of
+// need, and what is mounted there later must reach them.
+func (d Dirs) Prepare() error {
+	if err := os.MkdirAll(d.State, 0o700); err != nil {
+		return fmt.Errorf("make state directory: %w", err)
+	}
+	if err := bindOnItself(d.State, unix.MS_PRIVATE); err != nil {
+		return err
+	}
+	for _, dir := range []string{
+		d.SharedMounts(), d.Libcontainer(), d.OCI(""), d.Shim(""),
+		d.PodFiles(""), d.Writable(""), d.Trash(), d.EmptyLayer(),
+	} {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return fmt.Errorf("make state directory: %w", err)
+		}
+	}
+	if err := os.MkdirAll(d.NetNSs, 0o755); err != nil {
+		return fmt.Errorf("make folder of network namespaces: %w", err)
+	}
+	if err := bindOnItself(d.SharedMounts(), unix.MS_SHARED); err != nil {
+		return err
+	}
+	return d.prepareRootPlace()
+}
+
+// bindOnItself makes dir a mount point with the given propagation, once: an
+// earlier daemon's mount is taken over.
+func bindOnItself(dir string, propagation uintptr) error {
+	real, err := filepath.EvalSymlinks(dir)
+	if err != nil {
+		return fmt.Errorf("resolve %s: %w", dir, err)
+	}
+	mounted, err := mountinfo.GetMounts(mountinfo.SingleEntryFilter(real))
+	if err != nil {
+		return fmt.Errorf("look for a mount at %s: %w", real, err)
+	}
+	if len(mounted) == 0 {
+		if err := unix.Mount(real, real, "", unix.MS_BIND, ""); err != nil {
+			return fmt.Errorf("bind %s on itself: %w", real, err)
+		}
+	}
+	if err := unix.Mount("", real, "", propagation, ""); err != nil {
+		return fmt.Errorf("set mount propagation of %s: %w", real, err)
+	}
+	return nil
+}
+
+// prepareRootPlace makes RootPlace, on a mount of its own: what a launcher mounts must not
+// come to the host. It must be there before the first launcher gets its mount namespace.
+func (d Dirs) prepareRootPlace() error {
+	if err := os.MkdirAll(d.RootPlace(), 0o711); err != nil {
+		return fmt.Errorf("make place of root filesystems: %w", err)
+	}
+	return bindOnItself(d.RootPlace(), unix.MS_PRIVATE)
+}

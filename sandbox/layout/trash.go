@@ -1,0 +1,63 @@
+package layout
+
+import (
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"path/filepath"
+
+	"berth/internal/failpoint"
+	"berth/internal/task"
+)
+
+// Trash removes folder trees that may be large.
+type Trash struct {
+	dir        string
+	background *task.Lifetime
+	log        *slog.Logger
+}
+
+// NewTrash returns the trash of d, which is emptied in the background.
+func NewTrash(d Dirs, background *task.Lifetime, log *slog.Logger) *Trash {
+	return &Trash{dir: d.Trash(), background: background, log: log}
+}
+
+// Discard removes a folder tree that may be large: at once from its place, then
+// in the background from the trash. What is left of it, the next daemon removes.
+func (t *Trash) Discard(dir string) error {
+	place := filepath.Join(t.dir, rand.Text())
+	failpoint.Reach("rootfs.discard")
+	err := os.Rename(dir, place)
+	failpoint.Reach("rootfs.discarded")
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("move %s to the trash: %w", dir, err)
+	}
+	t.background.Spawn(func() { t.empty(place) })
+	return nil
+}
+
+func (t *Trash) empty(dir string) {
+	failpoint.Reach("rootfs.delete")
+	if err := os.RemoveAll(dir); err != nil {
+		t.log.Error("remove from the trash", "path", dir, "error", err)
+	}
+	failpoint.Reach("rootfs.deleted")
+}
+
+// Sweep removes what an earlier daemon had no time to.
+func (t *Trash) Sweep() error {
+	entries, err := os.ReadDir(t.dir)
+	if err != nil {
+		return fmt.Errorf("read the trash: %w", err)
+	}
+	for _, e := range entries {
+		t.background.Spawn(func() { t.empty(filepath.Join(t.dir, e.Name())) })
+	}
+	return nil
+}

@@ -1,0 +1,58 @@
+package sandbox
+
+import (
+	"fmt"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/oci"
+	"berth/sandbox/podfiles"
+	"berth/sandbox/request"
+)
+
+// checkPodConfig refuses what no later step would refuse as precisely.
+func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler string) error {
+	if err := request.CheckPod(config); err != nil {
+		return err
+	}
+	if _, err := m.handlers.Find(handler); err != nil {
+		return err
+	}
+	return m.checkUserNamespace(config)
+}
+
+// checkUserNamespace refuses a pod with a user namespace where there can't be one.
+func (m *Manager) checkUserNamespace(config *runtimeapi.PodSandboxConfig) error {
+	mappings, err := oci.UserNamespace(config)
+	if err != nil || mappings == nil || m.cfg.Host.UserNamespaces {
+		return err
+	}
+	return errdefs.FailedPrecondition("user namespaces are not supported on this host: %s", m.cfg.Host.NoUserNamespaces)
+}
+
+// probeUserNamespaces finds out whether pods can have user namespaces, by doing all
+// that they need of the kernel, and writes it down in the facts of the host.
+func (m *Manager) probeUserNamespaces() error {
+	err := m.namespaces.Probe()
+	m.cfg.Host.UserNamespaces = err == nil
+	if err != nil {
+		m.cfg.Host.NoUserNamespaces = err.Error()
+		m.log.Warn("pods can't have user namespaces", "error", err)
+	}
+	return nil
+}
+
+// filesOf is what a pod's files are made from. It needs the pod's turn.
+func (m *Manager) filesOf(p *pod) podfiles.Pod {
+	return podfiles.Pod{Dirs: m.dirs, ID: p.id, Config: p.config, MountLabel: p.rec.SELinux.Mount}
+}
+
+// removePodMounts takes away the pod's shm and the pin of its user namespace.
+// Containers that still have them keep their view.
+func (m *Manager) removePodMounts(podID string) error {
+	if err := m.namespaces.Unpin(podID); err != nil {
+		return fmt.Errorf("pod %s: %w", podID, err)
+	}
+	return podfiles.RemoveShm(m.dirs, podID)
+}

@@ -1,0 +1,100 @@
+// Package request reads what kubelet asks for.
+//
+// # Contract
+//
+// It is pure: it looks at a config and nothing else. The checks refuse, with
+// InvalidArgument, what no later step would refuse as precisely.
+package request
+
+import (
+	"fmt"
+	"path/filepath"
+	"strings"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/sandbox/dnsfiles"
+)
+
+// CheckPod refuses the config of a pod that can't be.
+func CheckPod(config *runtimeapi.PodSandboxConfig) error {
+	md := config.GetMetadata()
+	if md == nil {
+		return errdefs.InvalidArgument("the pod config has no metadata")
+	}
+	for _, part := range []struct{ what, name string }{
+		{"pod name", md.Name}, {"pod namespace", md.Namespace}, {"pod uid", md.Uid},
+	} {
+		if part.name == "" && part.what != "pod name" {
+			continue // static pods of tests and crictl have none; they are no less a pod
+		}
+		if err := checkName(part.what, part.name); err != nil {
+			return err
+		}
+	}
+	if dir := config.GetLogDirectory(); dir != "" && !filepath.IsAbs(dir) {
+		return errdefs.InvalidArgument("log_directory %q is not an absolute path", dir)
+	}
+	if name := config.GetHostname(); name != "" {
+		if err := dnsfiles.CheckHostname(name); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// CheckContainer refuses the config of a container that can't be in that pod.
+func CheckContainer(config *runtimeapi.ContainerConfig, pod *runtimeapi.PodSandboxConfig) error {
+	md := config.GetMetadata()
+	if md == nil {
+		return errdefs.InvalidArgument("the container config has no metadata")
+	}
+	if err := checkName("container name", md.Name); err != nil {
+		return err
+	}
+	logPath := config.GetLogPath()
+	if logPath == "" {
+		return nil
+	}
+	if pod.GetLogDirectory() == "" {
+		return nil // crictl names a log path without a directory: no log is kept, as with other runtimes
+	}
+	if !filepath.IsLocal(logPath) {
+		return errdefs.InvalidArgument("log path %q leaves the pod's log directory", logPath)
+	}
+	return nil
+}
+
+// checkName refuses names that could be taken for paths or break a log line.
+func checkName(what, name string) error {
+	if name == "" {
+		return errdefs.InvalidArgument("the %s is empty", what)
+	}
+	bad := func(r rune) bool { return r == '/' || r < ' ' || r == 0x7f }
+	if len(name) > 253 || name == "." || name == ".." || strings.ContainsFunc(name, bad) {
+		return errdefs.InvalidArgument("the %s %.300q is not a name: at most 253 bytes, no slash, no control character", what, name)
+	}
+	return nil
+}
+
+// PodIdentity is what makes two requests mean the same pod. Quoted, so that no
+// name can be made to look like another's.
+func PodIdentity(md *runtimeapi.PodSandboxMetadata) string {
+	return fmt.Sprintf("pod %q in namespace %q (uid %q, attempt %d)", md.GetName(), md.GetNamespace(), md.GetUid(), md.GetAttempt())
+}
+
+// ContainerIdentity is what makes two requests mean the same container.
+func ContainerIdentity(podID string, md *runtimeapi.ContainerMetadata) string {
+	return fmt.Sprintf("container %q (attempt %d) of pod %s", md.GetName(), md.GetAttempt(), podID)
+}
+
+// HostNetwork tells whether a pod has the node's network.
+func HostNetwork(config *runtimeapi.PodSandboxConfig) bool {
+	return config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetNetwork() == runtimeapi.NamespaceMode_NODE
+}
+
+// HostIPC tells whether a pod has the node's IPC.
+func HostIPC(config *runtimeapi.PodSandboxConfig) bool {
+	return config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetIpc() == runtimeapi.NamespaceMode_NODE
+}
