@@ -263,7 +263,7 @@ func (d *Daemon) Disconnect(t *testing.T) {
 // Stop ends the daemon as systemd does. It must exit with 0.
 func (d *Daemon) Stop(t *testing.T) {
 	t.Helper()
-	if d.gone() {
+	if d.Gone() {
 		return
 	}
 	d.Disconnect(t)
@@ -271,6 +271,22 @@ func (d *Daemon) Stop(t *testing.T) {
 	if code := d.Cmd.ProcessState.ExitCode(); code != 0 {
 		t.Errorf("after SIGTERM the daemon ended with %v, want exit code 0", d.Cmd.ProcessState)
 	}
+}
+
+// WaitKilled waits for the end of a daemon that is killed by a failpoint, for at most limit, and
+// tells whether it came.
+func (d *Daemon) WaitKilled(t *testing.T, limit time.Duration) bool {
+	t.Helper()
+	select {
+	case <-d.exited:
+	case <-time.After(limit):
+		return false
+	}
+	if state := d.Cmd.ProcessState; state.Sys().(syscall.WaitStatus).Signal() != syscall.SIGKILL {
+		t.Fatalf("the daemon was not killed: %v\n%s", state, d.Tail())
+	}
+	d.Disconnect(t)
+	return true
 }
 
 // Kill ends the daemon with SIGKILL.
@@ -296,7 +312,8 @@ func (d *Daemon) Restart(t *testing.T) {
 	d.Start(t)
 }
 
-func (d *Daemon) gone() bool {
+// Gone tells whether the daemon has ended.
+func (d *Daemon) Gone() bool {
 	select {
 	case <-d.exited:
 		return true
@@ -324,7 +341,7 @@ var quietCall = regexp.MustCompile(`level=DEBUG msg=(Version|ImageFsInfo|List\w+
 // end kills a daemon that a test could not stop as it should.
 func (d *Daemon) end(t *testing.T) {
 	t.Helper()
-	if d.Cmd != nil && !d.gone() {
+	if d.Cmd != nil && !d.Gone() {
 		d.Signal(t, syscall.SIGKILL)
 		d.ForgetMounts(t)
 	}

@@ -51,6 +51,11 @@ func run(m *testing.M) (int, error) {
 	if err := findBinaries(); err != nil {
 		return 0, err
 	}
+	if withFailpoints {
+		if err := findFailpoints(); err != nil {
+			return 0, err
+		}
+	}
 	if Machine = os.Getenv(machineEnv); Machine == "" {
 		return 0, enterMachine()
 	}

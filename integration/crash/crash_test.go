@@ -1,0 +1,162 @@
+package crash
+
+import (
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"berth/integration/harness"
+)
+
+// everything tells that all cases are wanted, and not the shortened enumeration.
+var everything = os.Getenv("BERTH_CRASH") == "all"
+
+// deathPatience is how long a point may take to be reached. It is long because some are reached in the
+// background, after the operation has returned.
+const deathPatience = 20 * time.Second
+
+// TestCrash is the enumeration.
+func TestCrash(t *testing.T) {
+	var table []string
+	for _, op := range operations {
+		if op.more && !everything {
+			continue
+		}
+		t.Run(op.name, func(t *testing.T) {
+			e := &enumeration{op: op}
+			e.run(t)
+			table = append(table, e.summary())
+		})
+	}
+	t.Logf("daemon killed at each failpoint:\n%-40s %7s %7s %7s %12s\n%s", "operation", "points", "cases", "failed", "differences", strings.Join(table, "\n"))
+}
+
+// enumeration is one operation with all its cases.
+type enumeration struct {
+	op    operation
+	d     *harness.Daemon
+	fp    harness.Failpoints
+	idle  harness.State // without pods
+	after harness.State // after the operation without a crash
+
+	points, cases, failed, differences int
+}
+
+func (e *enumeration) summary() string {
+	return fmt.Sprintf("%-40s %7d %7d %7d %12d", e.op.name, e.points, e.cases, e.failed, e.differences)
+}
+
+func (e *enumeration) run(t *testing.T) {
+	e.d = harness.StartDaemon(t, harness.WithFailpoints(&e.fp))
+	e.uncrashed(t) // what the first operation makes for good is there from now on
+	trace := e.uncrashed(t)
+	for _, c := range casesOf(trace) {
+		e.points++
+		for _, again := range e.op.retries() {
+			name := fmt.Sprintf("%s/%d/%s", c.point, c.n, again.name)
+			e.cases++
+			if !t.Run(name, func(t *testing.T) { e.crash(t, c, again) }) {
+				e.failed++
+				e.startOver(t)
+			}
+		}
+	}
+}
+
+// uncrashed runs the operation, notes what it leaves, and returns the points that it reaches.
+func (e *enumeration) uncrashed(t *testing.T) (trace []string) {
+	t.Helper()
+	w := &world{d: e.d}
+	e.op.prepare(t, w)
+	e.d.Settled(t)
+	e.fp.Trace(t)
+	if err := e.op.request(t, w); err != nil {
+		t.Fatalf("%s without a crash: %v", e.op.name, err)
+	}
+	e.after = e.d.Settled(t)
+	trace = e.fp.Traced(t)
+	w.clean(t)
+	e.idle = e.d.Settled(t)
+	return trace
+}
+
+// startOver takes what a case that failed has left for given.
+func (e *enumeration) startOver(t *testing.T) {
+	t.Helper()
+	e.fp.Disarm()
+	if e.d.Gone() {
+		e.d.Start(t)
+	}
+	(&world{d: e.d}).clean(t)
+	e.uncrashed(t)
+}
+
+// point is a place and time at which the daemon is killed.
+type point struct {
+	point string
+	n     int // the how manyth time that it is reached
+}
+
+// casesOf returns the points of a trace, each once, or as often as it was reached. Of what is reached
+// very often (each file of a layer) some are enough.
+func casesOf(trace []string) (cases []point) {
+	const many = 12
+	reached := map[string]int{}
+	for _, name := range trace {
+		reached[name]++
+	}
+	count := map[string]int{}
+	for _, name := range trace {
+		count[name]++
+		n, all := count[name], reached[name]
+		if n == 1 || everything && (all <= many || n == 2 || n == all/2 || n == all) {
+			cases = append(cases, point{name, n})
+		}
+	}
+	return cases
+}
+
+// crash is one case.
+func (e *enumeration) crash(t *testing.T, at point, again retry) {
+	w := &world{d: e.d}
+	e.op.prepare(t, w)
+	e.d.Settled(t)
+	e.fp.Kill(t, at.point, at.n)
+	err := e.op.request(t, w)
+	if !e.d.WaitKilled(t, deathPatience) {
+		e.fp.Disarm()
+		t.Fatalf("the point was not reached; the operation returned %v", err)
+	}
+	e.d.Start(t)
+	if err := again.request(t, w); err != nil {
+		e.report(t, "trying again", []string{err.Error()})
+	}
+	e.report(t, "after trying again", e.d.Becomes(t, e.after))
+	w.clean(t)
+	e.report(t, "after everything was removed", e.d.Becomes(t, e.idle))
+}
+
+func (e *enumeration) report(t *testing.T, when string, differences []string) {
+	t.Helper()
+	e.differences += len(differences)
+	if len(differences) > 0 {
+		t.Errorf("%s:\n  %s", when, strings.Join(harness.Summary(differences), "\n  "))
+	}
+	if t.Failed() {
+		t.Logf("the daemon's log:\n%s", e.d.Tail())
+	}
+}
+
+// clean removes all pods and the images that the operations are about.
+func (w *world) clean(t *testing.T) {
+	t.Helper()
+	for _, p := range harness.Get(w.d.Cri.ListPodSandbox(t.Context(), nil))(t) {
+		harness.Must(t, w.d.Cri.StopPodSandbox(t.Context(), p.Id))
+		harness.Must(t, w.d.Cri.RemovePodSandbox(t.Context(), p.Id))
+	}
+	w.removeImages(t)
+	harness.Must(t, os.RemoveAll(w.d.LogDir)) // kubelet's part
+	harness.Must(t, os.Mkdir(w.d.LogDir, 0o700))
+}

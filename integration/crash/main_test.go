@@ -1,0 +1,9 @@
+package crash
+
+import (
+	"testing"
+
+	"berth/integration/harness"
+)
+
+func TestMain(m *testing.M) { harness.MainWithFailpoints(m) }

@@ -1,0 +1,265 @@
+package crash
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+)
+
+// operation is a request that changes something, with what is there before it.
+type operation struct {
+	name    string
+	more    bool // a variant that the shortened enumeration leaves out
+	prepare func(*testing.T, *world)
+	request func(*testing.T, *world) error
+	again   []retry // ways to try again other than by the same request
+}
+
+// retry is how kubelet goes on when the daemon is back.
+type retry struct {
+	name    string
+	request func(*testing.T, *world) error
+}
+
+func (o operation) retries() []retry {
+	same := []retry{{"same", o.request}}
+	if !everything {
+		return same
+	}
+	return append(same, o.again...)
+}
+
+var (
+	anotherPod       = []retry{{"next-attempt", runNextPod}}
+	anotherContainer = []retry{{"next-attempt", createNext}}
+	startAnother     = []retry{{"next-attempt", startNext}}
+)
+
+var operations = []operation{
+	{name: "RunPodSandbox", prepare: withPod(hostPort), request: runPod, again: anotherPod},
+	{name: "RunPodSandbox_hostNetwork", prepare: withPod(harness.HostNetwork), request: runPod, again: anotherPod, more: true},
+	{name: "RunPodSandbox_userNamespace", prepare: withPod(podInUserNamespace), request: runPod, again: anotherPod, more: true},
+
+	{name: "CreateContainer", prepare: with(podRuns(hostPort), withContainer()), request: createContainer, again: anotherContainer},
+	{name: "CreateContainer_userNamespace_imageVolume", prepare: with(podRuns(podInUserNamespace), withContainer(containerInUserNamespace, imageVolume)),
+		request: createContainer, again: anotherContainer, more: true},
+
+	{name: "StartContainer", prepare: with(podRuns(hostPort), withContainer(), created), request: startContainer, again: startAnother},
+	{name: "StartContainer_userNamespace_imageVolume", prepare: with(podRuns(podInUserNamespace), withContainer(containerInUserNamespace, imageVolume), created),
+		request: startContainer, again: startAnother, more: true},
+
+	{name: "StopContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: stopContainer(30)},
+	{name: "StopContainer_kill", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: stopContainer(0), more: true},
+
+	{name: "StopPodSandbox", prepare: with(podRuns(hostPort), withContainer(obedient), started), request: stopPod},
+	{name: "StopPodSandbox_userNamespace_imageVolume", prepare: with(podRuns(podInUserNamespace), withContainer(obedient, containerInUserNamespace, imageVolume), started),
+		request: stopPod, more: true},
+
+	{name: "RemoveContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: removeContainer},
+	{name: "RemoveContainer_exited", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started, stopped), request: removeContainer, more: true},
+	{name: "RemoveContainer_created", prepare: with(podRuns(podInUserNamespace), withContainer(containerInUserNamespace, imageVolume), created), request: removeContainer, more: true},
+
+	{name: "RemovePodSandbox", prepare: with(podRuns(hostPort), withContainer(obedient), started), request: removePod},
+	{name: "RemovePodSandbox_stopped", prepare: with(podRuns(hostPort), withContainer(obedient), started, podStopped), request: removePod, more: true},
+	{name: "RemovePodSandbox_userNamespace", prepare: podRuns(podInUserNamespace), request: removePod, more: true},
+
+	{name: "PullImage", prepare: nothing, request: pull(first)},
+	{name: "PullImage_shared_layers", prepare: has(first), request: pull(second), more: true},
+	{name: "PullImage_moved_tag", prepare: with(has(first), tagWas), request: pullTag, more: true},
+
+	{name: "RemoveImage", prepare: has(first), request: removeImage(first)},
+	{name: "RemoveImage_shared_layers", prepare: with(has(first), has(second)), request: removeImage(first), more: true},
+	{name: "RemoveImage_in_use", prepare: with(has(first), podRuns(harness.HostNetwork), withContainer(imageVolume), created), request: removeImage(first), more: true},
+}
+
+// world is what a case has made.
+type world struct {
+	d         *harness.Daemon
+	pod       *runtimeapi.PodSandboxConfig
+	container *runtimeapi.ContainerConfig
+	podID, id string
+}
+
+func nothing(*testing.T, *world) {}
+
+func with(steps ...func(*testing.T, *world)) func(*testing.T, *world) {
+	return func(t *testing.T, w *world) {
+		for _, step := range steps {
+			step(t, w)
+		}
+	}
+}
+
+// --- pods ---------------------------------------------------------------------
+
+// withPod describes the pod: the same in each case.
+func withPod(options ...harness.PodOption) func(*testing.T, *world) {
+	return func(t *testing.T, w *world) {
+		w.pod = w.d.PodConfig(t, append([]harness.PodOption{func(c *runtimeapi.PodSandboxConfig) {
+			c.Metadata.Name, c.Metadata.Uid, c.Hostname = "pod", "uid", "pod"
+			c.LogDirectory, c.Linux.CgroupParent = filepath.Join(w.d.LogDir, "uid"), w.d.CgroupParent("uid")
+		}}, options...)...)
+	}
+}
+
+func podRuns(options ...harness.PodOption) func(*testing.T, *world) {
+	return with(withPod(options...), do(runPod))
+}
+
+func do(request func(*testing.T, *world) error) func(*testing.T, *world) {
+	return func(t *testing.T, w *world) { harness.Must(t, request(t, w)) }
+}
+
+var (
+	hostPort   = harness.HostPort(18080, 80, runtimeapi.Protocol_TCP)
+	created    = do(createContainer)
+	stopped    = do(stopContainer(30))
+	podStopped = do(stopPod)
+)
+
+func runPod(t *testing.T, w *world) (err error) {
+	w.podID, err = w.d.Cri.RunPodSandbox(t.Context(), w.pod, "")
+	return err
+}
+
+// runNextPod is what kubelet does when it sees in the list what has become of the pod: one that is ready it
+// takes, another it stops, and replaces by the next attempt.
+func runNextPod(t *testing.T, w *world) error {
+	var old []string
+	for _, p := range harness.Get(w.d.Cri.ListPodSandbox(t.Context(), nil))(t) {
+		if p.State == runtimeapi.PodSandboxState_SANDBOX_READY {
+			w.podID = p.Id
+			return nil
+		}
+		old = append(old, p.Id)
+		if err := w.d.Cri.StopPodSandbox(t.Context(), p.Id); err != nil {
+			return err
+		}
+	}
+	w.pod.Metadata.Attempt++
+	if err := runPod(t, w); err != nil {
+		return err
+	}
+	for _, id := range old {
+		if err := w.d.Cri.RemovePodSandbox(t.Context(), id); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func stopPod(t *testing.T, w *world) error { return w.d.Cri.StopPodSandbox(t.Context(), w.podID) }
+
+func removePod(t *testing.T, w *world) error { return w.d.Cri.RemovePodSandbox(t.Context(), w.podID) }
+
+// podInUserNamespace is a pod with hostUsers: false.
+func podInUserNamespace(c *runtimeapi.PodSandboxConfig) {
+	c.Linux.SecurityContext.NamespaceOptions.UsernsOptions = userNamespace()
+}
+
+func userNamespace() *runtimeapi.UserNamespace {
+	const first, length = 3 << 16, 1 << 16
+	ids := []*runtimeapi.IDMapping{{HostId: first, ContainerId: 0, Length: length}}
+	return &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_POD, Uids: ids, Gids: ids}
+}
+
+// --- containers ---------------------------------------------------------------
+
+// withContainer describes the container: the same in each case.
+func withContainer(options ...harness.ContainerOption) func(*testing.T, *world) {
+	return func(t *testing.T, w *world) {
+		w.d.EnsureImage(t, harness.BaseImage)
+		pod := &harness.Pod{D: w.d, Id: w.podID, Config: w.pod}
+		w.container = pod.ContainerConfig(append([]harness.ContainerOption{harness.ContainerNamed("c")}, options...)...)
+		for _, m := range w.container.Mounts {
+			if m.Image != nil {
+				w.d.EnsureImage(t, m.Image.Image)
+			}
+		}
+		w.nameLog(t)
+	}
+}
+
+// nameLog names the log as kubelet does, and makes its directory.
+func (w *world) nameLog(t *testing.T) {
+	t.Helper()
+	w.container.LogPath = filepath.Join("c", string(rune('0'+w.container.Metadata.Attempt))+".log")
+	harness.Must(t, os.MkdirAll(filepath.Join(w.pod.LogDirectory, "c"), 0o755))
+}
+
+// obedient is a container that ends when it is asked to.
+func obedient(c *runtimeapi.ContainerConfig) {
+	harness.Script("trap 'exit 7' TERM; echo ready; while :; do sleep 0.02; done")(c)
+}
+
+func containerInUserNamespace(c *runtimeapi.ContainerConfig) {
+	c.Linux.SecurityContext.NamespaceOptions.UsernsOptions = userNamespace()
+}
+
+func imageVolume(c *runtimeapi.ContainerConfig) {
+	c.Mounts = append(c.Mounts, &runtimeapi.Mount{ContainerPath: "/v", Readonly: true, Image: &runtimeapi.ImageSpec{Image: images().first}})
+}
+
+func createContainer(t *testing.T, w *world) (err error) {
+	w.id, err = w.d.Cri.CreateContainer(t.Context(), w.podID, w.container, w.pod)
+	return err
+}
+
+// createNext is what kubelet does when it sees in the list that there is a container, which was not started: another
+// attempt, after which the old one is collected with its log.
+func createNext(t *testing.T, w *world) error {
+	old := harness.Get(w.d.Cri.ListContainers(t.Context(), nil))(t)
+	log := filepath.Join(w.pod.LogDirectory, w.container.LogPath)
+	if len(old) > 0 {
+		w.container.Metadata.Attempt++
+		w.nameLog(t)
+	}
+	if err := createContainer(t, w); err != nil {
+		return err
+	}
+	for _, c := range old {
+		if err := w.d.Cri.RemoveContainer(t.Context(), c.Id); err != nil {
+			return err
+		}
+		harness.Must(t, os.RemoveAll(log))
+	}
+	return nil
+}
+
+func startContainer(t *testing.T, w *world) error {
+	return w.d.Cri.StartContainer(t.Context(), w.id)
+}
+
+// startNext is what kubelet does when it sees in the list what has become of the container: one that runs it takes,
+// another it replaces by the next attempt.
+func startNext(t *testing.T, w *world) error {
+	for _, c := range harness.Get(w.d.Cri.ListContainers(t.Context(), nil))(t) {
+		if c.State == runtimeapi.ContainerState_CONTAINER_RUNNING {
+			return nil
+		}
+	}
+	if err := createNext(t, w); err != nil {
+		return err
+	}
+	return startContainer(t, w)
+}
+
+// started starts the container and waits until it knows what to do with signals.
+func started(t *testing.T, w *world) {
+	harness.Must(t, createContainer(t, w))
+	harness.Must(t, startContainer(t, w))
+	c := &harness.Container{Pod: &harness.Pod{D: w.d, Id: w.podID, Config: w.pod}, Id: w.id, Config: w.container}
+	c.WaitOutput(t, "ready")
+}
+
+func stopContainer(grace int64) func(*testing.T, *world) error {
+	return func(t *testing.T, w *world) error { return w.d.Cri.StopContainer(t.Context(), w.id, grace) }
+}
+
+func removeContainer(t *testing.T, w *world) error {
+	return w.d.Cri.RemoveContainer(t.Context(), w.id)
+}
