@@ -290,7 +290,7 @@ func (m *Manager) openShim(ctx context.Context, c *container) (*os.File, shim.La
 }
 
 // publishLost publishes a container whose shim is gone: by its exit record, as
-// lost, or, if it never got to start the container, as failed to start.
+// lost, or, if it never got to start the container, as created.
 func (m *Manager) publishLost(ctx context.Context, c *container, ids shim.Launched) error {
 	startedAt := ids.StartedAt
 	if startedAt.IsZero() {
@@ -303,6 +303,10 @@ func (m *Manager) publishLost(ctx context.Context, c *container, ids shim.Launch
 		return err
 	}
 	if lost && ids.InitPID == 0 {
+		if err = m.takeStartBack(ctx, c); err == nil {
+			return nil
+		}
+		m.log.Error("take the start of a container back", "container", c.id, "error", err)
 		exit = exitRecord{Code: exitCodeStartError, Reason: reasonStartError, FinishedAt: time.Now(),
 			Message: "berth was stopped while it started the container"}
 	}
@@ -312,5 +316,21 @@ func (m *Manager) publishLost(ctx context.Context, c *container, ids shim.Launch
 		}
 	}
 	m.exited(c, exit)
+	return nil
+}
+
+// takeStartBack makes a container created again that an earlier daemon was about to start, so that the start
+// can be tried again: who asked for it was not told that it failed. Its launcher has undone what it did, or was lost. A
+// command that ran for the moment until the launcher noticed that its daemon was gone runs once more, as it would if kubelet
+// made the container anew.
+func (m *Manager) takeStartBack(ctx context.Context, c *container) error {
+	if err := m.removeRuntimeState(ctx, c.id, c.rec.CgroupsPath); err != nil {
+		return err
+	}
+	c.rec.Phase, c.rec.StartedAt = containerCreated, time.Time{}
+	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
+		m.log.Warn("record that a start was taken back; the next daemon will do it once more", "container", c.id, "error", err)
+	}
+	m.publishContainer(c)
 	return nil
 }

@@ -50,6 +50,9 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 }
 
 func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchRequest) (*Started, error) {
+	if err := recordLauncher(p, req.Dir); err != nil {
+		return nil, errdefs.Internal("launch %s: %w", req.ID, err)
+	}
 	var reply control.Reply
 	failpoint.Reach("launch.send")
 	err := p.conn.Send(control.Request{Launch: l.order(req)})
@@ -72,6 +75,21 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchReque
 		return nil, errors.Join(err, closeFiles(files))
 	}
 	return l.started(p, req, reply.Started, files[0])
+}
+
+// recordLauncher says in Dir/shim who is about to make the container. The launcher removes it last of
+// all that it undoes, so for a daemon that comes after this one a launch without record has ended.
+func recordLauncher(p *launcher, dir string) error {
+	start, err := pidfd.StartTime(p.pid)
+	if err != nil {
+		return fmt.Errorf("look at its launcher: %w", err)
+	}
+	failpoint.Reach("launch.record")
+	if err := record.Write(dir, record.ShimFile, record.Shim{PID: p.pid, Start: start}.Encode()); err != nil {
+		return fmt.Errorf("record its launcher: %w", err)
+	}
+	failpoint.Reach("launch.recorded")
+	return nil
 }
 
 func (l *Launchers) order(req LaunchRequest) *control.Launch {

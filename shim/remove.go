@@ -8,8 +8,12 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"time"
+
+	"golang.org/x/sys/unix"
 
 	"berth/internal/cgroup"
+	"berth/internal/pidfd"
 	"berth/shim/ociruntime"
 	"berth/shim/record"
 )
@@ -41,10 +45,45 @@ func GroupOf(dir string, r *ociruntime.Runtime) (*cgroup.Group, error) {
 	return cgroup.Open(bundle.CgroupsPath, r.SystemdCgroup)
 }
 
+// launcherPatience is how long a launcher without daemon may take to undo what it did.
+const launcherPatience = 5 * time.Second
+
+// awaitLauncher waits for the end of a launcher that has not made the container's init yet. One that
+// does not end is killed.
+func awaitLauncher(ctx context.Context, dir string) error {
+	ids, err := ReadShim(dir)
+	if err != nil || ids.InitPID != 0 {
+		return nil // without a record that can be read nobody is known to be at work
+	}
+	proc, err := pidfd.OpenVerified(ids.ShimPID, ids.ShimStartTime)
+	if errors.Is(err, os.ErrProcessDone) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("find the launcher of an earlier daemon: %w", err)
+	}
+	defer proc.Close()
+	patience, cancel := context.WithTimeout(ctx, launcherPatience)
+	defer cancel()
+	if pidfd.Wait(patience, proc) == nil {
+		return nil
+	}
+	if err := pidfd.Signal(proc, unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("kill the launcher of an earlier daemon: %w", err)
+	}
+	return pidfd.Wait(ctx, proc)
+}
+
 // KillAndDestroy ends the processes of a launch and removes its cgroup; of a container
 // that a runtime's program made it removes what that knows of it, too. All of it may be
 // gone already. It leaves the shim directory, which knows the runtime.
+//
+// The launcher of an earlier daemon that is still at work is waited for: it is about to notice that its
+// daemon is gone, and what it made meanwhile would be left.
 func KillAndDestroy(ctx context.Context, id, dir string, group *cgroup.Group) error {
+	if err := awaitLauncher(ctx, dir); err != nil {
+		return err
+	}
 	r, err := RuntimeOf(dir)
 	if err != nil {
 		return err

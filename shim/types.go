@@ -13,7 +13,8 @@
 // new daemon needs nothing else:
 //
 //	Dir/shim   "<shim pid> <shim starttime> <init pid> <init starttime> <started, unix ns>\n", init
-//	           fields 0 until the container's init exists; replaced by rename
+//	           fields 0 until the container's init exists; replaced by rename. It is there before the
+//	           launcher gets its order, and goes when the launcher has undone a launch that failed
 //	Dir/sock   the monitor's unix socket: attach, log reopen, resize, close stdin
 //	Dir/oci    how to call the runtime that made the container, if that was a program (JSON)
 //	Dir/exit   the exit record, written by rename when init has ended and its output

@@ -19,6 +19,9 @@ const deathPatience = 20 * time.Second
 
 // TestCrash is the enumeration.
 func TestCrash(t *testing.T) {
+	if testing.Short() {
+		t.Skip("the enumeration takes minutes")
+	}
 	var table []string
 	for _, op := range operations {
 		if op.more && !everything {

@@ -71,6 +71,8 @@ func (l *launcher) serveLaunch(order *control.Launch) error {
 // nothing is left of the container.
 func (c *launch) run() (err error) {
 	defer c.undo.Run(&err)
+	// The daemon has written it: that there is no record says that nothing is made here any more.
+	c.undo.Add("remove the shim record", func() error { return ignore(unix.Unlink(filepath.Join(c.Dir, record.ShimFile)), unix.ENOENT) })
 	if err := c.check(); err != nil {
 		return err
 	}
@@ -81,7 +83,7 @@ func (c *launch) run() (err error) {
 		c.mountVolumes,
 		c.prepare,
 		c.openIO,
-		c.recordLauncher,
+		c.noteLauncher,
 		c.create,
 		c.prepareMonitor,
 		c.recordInit,
@@ -202,14 +204,11 @@ func (c *launch) prepare() error {
 	return c.maker.prepare()
 }
 
-// recordLauncher says in Dir/shim that a container is being made here.
-func (c *launch) recordLauncher() (err error) {
+// noteLauncher finds out what this process is called outside of it.
+func (c *launch) noteLauncher() (err error) {
 	c.started.ShimPID = os.Getpid()
-	if c.started.ShimStart, err = pidfd.StartTime(c.started.ShimPID); err != nil {
-		return err
-	}
-	c.undo.Add("remove the shim record", func() error { return ignore(unix.Unlink(filepath.Join(c.Dir, record.ShimFile)), unix.ENOENT) })
-	return record.Write(c.Dir, record.ShimFile, record.Shim{PID: c.started.ShimPID, Start: c.started.ShimStart}.Encode())
+	c.started.ShimStart, err = pidfd.StartTime(c.started.ShimPID)
+	return err
 }
 
 // create makes the container. Its init waits for the word to execute the command.

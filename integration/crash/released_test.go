@@ -1,0 +1,44 @@
+package crash
+
+import (
+	"bytes"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"berth/integration/harness"
+	"berth/internal/failpoint/points"
+)
+
+// Released binaries contain no failpoints: neither the names nor what would make a daemon obey.
+func TestReleasedBinariesHaveNone(t *testing.T) {
+	all, err := points.Below("../..")
+	harness.Must(t, err)
+	traces := []string{"BERTH_FAILPOINTS"}
+	for _, p := range all {
+		if strings.Contains(p.Name, "-") { // others may be parts of functions' names
+			traces = append(traces, p.Name)
+		}
+	}
+	released, with := programs(t, harness.ReleasedBinaries()), programs(t, harness.BinDir)
+	for _, name := range traces {
+		if bytes.Contains(released, []byte(name)) {
+			t.Errorf("a released binary contains %q", name)
+		}
+		if !bytes.Contains(with, []byte(name)) {
+			t.Errorf("no binary with failpoints contains %q: this test would not find it", name)
+		}
+	}
+}
+
+// programs returns the bytes of the programs in a directory, one after the other.
+func programs(t *testing.T, dir string) (all []byte) {
+	t.Helper()
+	for _, name := range []string{"berth", "berth-shim"} {
+		content, err := os.ReadFile(filepath.Join(dir, name))
+		harness.Must(t, err)
+		all = append(all, content...)
+	}
+	return all
+}
