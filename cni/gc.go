@@ -15,8 +15,8 @@ import (
 // GC removes what networks hold for pods that are not in valid: attachments in
 // libcni's records get DEL with the configuration they were made with, then the
 // plugins of networks of version 1.1 get GC, unless disableGC is set. Plugins
-// without the verb are passed over; one failure does not stop the rest, all are
-// joined.
+// without the verb are passed over. Addresses that a power cut left reserved for nobody are
+// given back. One failure does not stop the rest, all are joined.
 //
 // valid must hold every pod that has, or is about to get, an attachment. GC waits for
 // running Add and Del calls and keeps new ones waiting until it is done, as the
@@ -50,7 +50,7 @@ func (n *Network) GC(ctx context.Context, valid []Pod) error {
 		errs = append(errs, n.delStale(ctx, a, list))
 	}
 	for _, list := range lists {
-		errs = append(errs, n.gcNetwork(ctx, list, keep))
+		errs = append(errs, n.gcNetwork(ctx, list, keep), n.releaseTorn(ctx, list))
 	}
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("CNI GC: %w", err)
