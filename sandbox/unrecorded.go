@@ -70,8 +70,6 @@ func ignoreExisting(err error) error {
 
 // removeByID removes everything that an object of that ID can have.
 func (m *Manager) removeByID(ctx context.Context, id string) error {
-	ctx, cancel := context.WithTimeout(ctx, killWait)
-	defer cancel()
 	r, err := shim.RuntimeOf(m.dirs.Shim(id))
 	if err != nil {
 		return err
@@ -79,7 +77,9 @@ func (m *Manager) removeByID(ctx context.Context, id string) error {
 	group, err := m.groupByID(id, r)
 	switch {
 	case err == nil:
-		err = m.removeGroup(ctx, id, group)
+		killing, cancel := context.WithTimeout(ctx, killWait)
+		err = m.removeGroup(killing, id, group)
+		cancel()
 	case errors.Is(err, fs.ErrNotExist): // it never had a process
 		err = errors.Join(os.RemoveAll(filepath.Join(m.dirs.Libcontainer(), id)), os.RemoveAll(m.dirs.Shim(id)))
 	}
@@ -91,10 +91,30 @@ func (m *Manager) removeByID(ctx context.Context, id string) error {
 			return fmt.Errorf("remove runtime state of %s: %w", id, err)
 		}
 	}
+	if err := m.detachUnrecorded(ctx, id); err != nil {
+		return err
+	}
 	return errors.Join(
 		m.removeRuntimeRoot(id),
 		cni.RemoveNetNS(m.dirs.NetNS(id)),
 		m.removePodMounts(id),
 		os.RemoveAll(m.dirs.PodFiles(id)),
 		m.trash.Discard(m.dirs.Writable(id)))
+}
+
+// detachUnrecorded gives the addresses back of what was a pod: it has files, which are made before the
+// network is asked, and removed after it. The configuration its ADD used is lost with the record; what libcni recorded
+// of that was used before, by collectNetworks. Both may be lost in a power cut, so the present one is tried.
+func (m *Manager) detachUnrecorded(ctx context.Context, id string) error {
+	if _, err := os.Lstat(m.dirs.PodFiles(id)); errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	network, err := m.network.Plan()
+	if err != nil {
+		return fmt.Errorf("detach what is left of %s: %w", id, err)
+	}
+	if err := m.network.Del(ctx, network, cni.Pod{ID: id, NetNS: m.dirs.NetNS(id)}); err != nil {
+		return fmt.Errorf("detach what is left of %s: %w", id, err)
+	}
+	return nil
 }
