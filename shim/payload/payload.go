@@ -61,6 +61,9 @@ func install(programs fs.FS, dir string) (Paths, error) {
 		return Paths{}, fmt.Errorf("lock %s: %w", dir, err)
 	}
 	defer locked.Close()
+	if err := removeLeftovers(dir); err != nil {
+		return Paths{}, fmt.Errorf("remove what an earlier installation left: %w", err)
+	}
 	if err := installTree(paths.Pause, "pause", pause, pauseMountPoints...); err != nil {
 		return Paths{}, fmt.Errorf("install pause: %w", err)
 	}
@@ -87,6 +90,19 @@ func sum(data []byte) string {
 	return hex.EncodeToString(h[:8])
 }
 
+// unfinished begins the names of directories that are being made.
+const unfinished = ".new-"
+
+// removeLeftovers removes what installers left that were interrupted. The caller has locked dir, so
+// that none is at work.
+func removeLeftovers(dir string) error {
+	left, err := filepath.Glob(filepath.Join(dir, unfinished+"*"))
+	for _, path := range left {
+		err = errors.Join(err, os.RemoveAll(path))
+	}
+	return err
+}
+
 // installTree makes the directory path, with one program and empty directories in
 // it, appear at once, or replaces it if it is not as it should be. The caller has
 // locked the directory above.
@@ -94,7 +110,7 @@ func installTree(path, program string, data []byte, dirs ...string) error {
 	if intact(path, program, data, dirs) {
 		return nil
 	}
-	tmp, err := os.MkdirTemp(filepath.Dir(path), ".new-")
+	tmp, err := os.MkdirTemp(filepath.Dir(path), unfinished)
 	if err != nil {
 		return err
 	}

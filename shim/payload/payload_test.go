@@ -62,6 +62,23 @@ func TestInstallRepairs(t *testing.T) {
 	}
 }
 
+// An installation that a crash or a power cut interrupts leaves nothing that the next one does not remove.
+func TestInstallRemovesLeftovers(t *testing.T) {
+	dir := t.TempDir()
+	left := filepath.Join(dir, unfinished+"1234")
+	if err := errors.Join(os.Mkdir(left, 0o700), os.WriteFile(filepath.Join(left, "pause"), nil, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	paths, err := install(programs, dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	check(t, dir, paths)
+	if entries, err := os.ReadDir(dir); len(entries) != 2 || err != nil {
+		t.Errorf("after an installation: %v (%v)", entries, err)
+	}
+}
+
 func TestInstallConcurrently(t *testing.T) {
 	dir := t.TempDir()
 	var wg sync.WaitGroup
