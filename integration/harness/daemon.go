@@ -89,6 +89,14 @@ func (d *Daemon) writeHosts(t *testing.T, host, content string) {
 	Must(t, os.WriteFile(filepath.Join(dir, "hosts.toml"), []byte(content), 0o600))
 }
 
+// WithNetworkIn is the default network configuration with the addresses in another directory.
+func WithNetworkIn(dataDir string) DaemonOption {
+	return func(t *testing.T, d *Daemon) {
+		d.DataDir = dataDir
+		WithNetwork(fixture.Conflist("test", dataDir, fixture.Range4))(t, d)
+	}
+}
+
 func (d *Daemon) NetworkFile() string { return filepath.Join(d.ConfDir, "10-test.conflist") }
 
 var daemons atomic.Int32

@@ -135,7 +135,7 @@ func serve(d *Disk, dir string) (*fuse.Server, error) {
 	forever := time.Hour // the size never changes
 	return fs.Mount(dir, root, &fs.Options{
 		AttrTimeout: &forever, EntryTimeout: &forever,
-		MountOptions: fuse.MountOptions{DirectMountStrict: true, FsName: "blocklog", Name: "blocklog", MaxWrite: 1 << 20, DisableXAttrs: true},
+		MountOptions: fuse.MountOptions{DirectMountStrict: true, FsName: "blocklog", Name: "blocklog", MaxWrite: 512 << 10, DisableXAttrs: true},
 	})
 }
 

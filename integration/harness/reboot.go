@@ -1,0 +1,104 @@
+package harness
+
+import (
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// LosePower ends the daemon and all that runs in its pods, and takes away what does not outlive a boot:
+// the state directory, network namespaces, devices and the packet filter's rules.
+func (d *Daemon) LosePower(t *testing.T) {
+	t.Helper()
+	if !d.Gone() {
+		d.Kill(t)
+	}
+	d.killAll(t)
+	d.LoseState(t)
+	for _, name := range ReadDir("/run/netns") {
+		Must(t, syscall.Unmount("/run/netns/"+name, syscall.MNT_DETACH))
+		Must(t, os.Remove("/run/netns/"+name))
+	}
+	d.removeNetwork(t)
+	for _, flag := range []string{"-F", "-X"} {
+		if out, err := exec.Command("iptables", "-t", "nat", flag).CombinedOutput(); err != nil {
+			t.Fatalf("iptables %s: %v: %s", flag, err, out)
+		}
+	}
+}
+
+// LoseState empties the state directory of a daemon that has ended.
+func (d *Daemon) LoseState(t *testing.T) {
+	t.Helper()
+	d.ForgetMounts(t)
+	Must(t, os.RemoveAll(d.State))
+}
+
+// killAll kills the processes of the daemon's pods: monitors, launchers and what is in the pods' cgroups.
+func (d *Daemon) killAll(t *testing.T) {
+	t.Helper()
+	Eventually(t, "the processes of all pods end", func() error {
+		left := d.podProcesses(t)
+		for _, pid := range left {
+			if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
+				return fmt.Errorf("kill process %d: %w", pid, err)
+			}
+		}
+		if len(left) > 0 {
+			return fmt.Errorf("processes %v live", left)
+		}
+		return nil
+	})
+}
+
+// podProcesses are the processes in the pods' cgroups and those of berth-shim. The machine, and so all of
+// them, is this test's.
+func (d *Daemon) podProcesses(t *testing.T) (pids []int) {
+	t.Helper()
+	inPod := func(pid int) bool {
+		for _, line := range ReadLines(fmt.Sprintf("/proc/%d/cgroup", pid)) {
+			for _, parent := range d.Parents {
+				if strings.Contains(line, filepath.Base(parent)) {
+					return true
+				}
+			}
+		}
+		return false
+	}
+	for _, pid := range Processes() {
+		if command := CommandLine(pid); Alive(pid) && (inPod(pid) || strings.HasPrefix(command, "berth-monitor") || strings.HasPrefix(command, "berth-shim")) {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+// bootID is the file that stands in for the kernel's boot ID; "" if none does.
+var bootID string
+
+// NewBoot gives this machine another boot ID. The kernel's own is back when the first test that called it ends.
+func NewBoot(t *testing.T) {
+	t.Helper()
+	if bootID == "" {
+		const path = "/proc/sys/kernel/random/boot_id"
+		bootID = filepath.Join(t.TempDir(), "boot_id")
+		Must(t, os.WriteFile(bootID, nil, 0o444))
+		Must(t, unix.Mount(bootID, path, "", unix.MS_BIND, ""))
+		t.Cleanup(func() {
+			bootID = ""
+			Must(t, unix.Unmount(path, 0))
+		})
+	}
+	var id [16]byte
+	_, _ = rand.Read(id[:]) // never fails
+	Must(t, os.WriteFile(bootID, []byte(hex.EncodeToString(id[:])+"\n"), 0o444))
+}

@@ -1,0 +1,229 @@
+package powercut
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"testing"
+
+	"golang.org/x/sync/errgroup"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+	"berth/integration/powercut/blocklog"
+)
+
+// node is a daemon whose root and addresses are on a disk of ours.
+type node struct {
+	*harness.Daemon
+	filesystem
+	dir      string // where its disk is mounted
+	pictures map[string]*picture
+	layers   map[string]tree // what each layer and join has to be
+}
+
+// newNode prepares a daemon. Records hold paths, so all disks are mounted at one place, one after the other.
+func newNode(t *testing.T, f filesystem) *node {
+	t.Helper()
+	n := &node{filesystem: f, pictures: pictures(t)}
+	n.Daemon = harness.NewDaemon(t, func(t *testing.T, d *harness.Daemon) {
+		n.dir = makeDir(t, d.Dir, "disk")
+		d.Root = filepath.Join(n.dir, "root")
+		harness.WithNetworkIn(filepath.Join(n.dir, "addresses"))(t, d)
+	})
+	return n
+}
+
+func (n *node) store() string { return filepath.Join(n.Root, "images") }
+
+// boot starts the daemon on a disk as after a boot, and returns a function that ends both.
+func (n *node) boot(t *testing.T, disk *blocklog.Disk) (end func()) {
+	t.Helper()
+	m := n.mount(t, disk, n.dir)
+	harness.NewBoot(t)
+	n.Start(t)
+	return func() {
+		n.Stop(t)
+		n.LoseState(t)
+		m.unmount(t)
+	}
+}
+
+// churn is the work during which the power is cut: one goroutine pulls and removes images, others run pods.
+type churn struct {
+	*node
+	disk    *blocklog.Disk
+	history history
+	mu      sync.Mutex // guards objects
+	objects []string
+}
+
+// change does a call that makes of what is known next, and notes when.
+func (c *churn) change(what string, next known, call func() error) error {
+	begun := c.disk.Position()
+	if err := call(); err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	c.history.changes = append(c.history.changes, change{what, begun, c.disk.Position(), next})
+	return nil
+}
+
+func (c *churn) pull(ctx context.Context, p *picture) error {
+	return c.change("pull "+p.name, c.history.latest().pulled(p.name, p.id), func() error {
+		id, err := c.Images.PullImage(ctx, &runtimeapi.ImageSpec{Image: p.name}, nil, nil)
+		if err == nil && id != p.id {
+			err = harness.Unexpected("the image's ID", id, p.id)
+		}
+		return err
+	})
+}
+
+func (c *churn) remove(ctx context.Context, id string) error {
+	return c.change("remove "+id, c.history.latest().removed(id), func() error {
+		return c.Images.RemoveImage(ctx, &runtimeapi.ImageSpec{Image: id})
+	})
+}
+
+// images pulls and removes, so many times, and never the image that containers are made of. A name that moves
+// from one image to another is among what is pulled.
+func (c *churn) images(ctx context.Context, random *rand.Rand, rounds int, keep string) error {
+	names := slices.Sorted(maps.Keys(c.pictures))
+	for range rounds {
+		here := slices.DeleteFunc(slices.Sorted(maps.Keys(c.history.latest())), func(id string) bool { return id == keep })
+		var err error
+		if len(here) > 0 && random.IntN(5) < 2 {
+			err = c.remove(ctx, here[random.IntN(len(here))])
+		} else {
+			err = c.pull(ctx, c.pictures[names[random.IntN(len(names))]])
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// job is a pod of the churn.
+type job struct {
+	pod       *harness.Pod
+	container *runtimeapi.ContainerConfig
+}
+
+// jobs makes the descriptions of pods.
+func (n *node) jobs(t *testing.T, count int) (all []job) {
+	t.Helper()
+	for range count {
+		pod := &harness.Pod{D: n.Daemon, Config: n.PodConfig(t)}
+		c := pod.ContainerConfig(harness.Script("echo of the container >/tmp/file; sleep 1000"))
+		harness.Must(t, os.MkdirAll(filepath.Dir(filepath.Join(pod.Config.LogDirectory, c.LogPath)), 0o755))
+		all = append(all, job{pod, c})
+	}
+	return all
+}
+
+// pods runs the pods of jobs, so that there are always two, and removes them in the end.
+func (c *churn) pods(ctx context.Context, jobs []job) error {
+	var running []string
+	for _, j := range jobs {
+		id, err := c.run(ctx, j)
+		if err != nil {
+			return err
+		}
+		if running = append(running, id); len(running) > 2 {
+			if err := c.end(ctx, running[0]); err != nil {
+				return err
+			}
+			running = running[1:]
+		}
+	}
+	for _, id := range running {
+		if err := c.end(ctx, id); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (c *churn) run(ctx context.Context, j job) (string, error) {
+	id, err := c.Cri.RunPodSandbox(ctx, j.pod.Config, "")
+	if err != nil {
+		return "", fmt.Errorf("run a pod: %w", err)
+	}
+	container, err := c.Cri.CreateContainer(ctx, id, j.container, j.pod.Config)
+	if err != nil {
+		return "", fmt.Errorf("create a container: %w", err)
+	}
+	c.mu.Lock()
+	c.objects = append(c.objects, id, container)
+	c.mu.Unlock()
+	if err := c.Cri.StartContainer(ctx, container); err != nil {
+		return "", fmt.Errorf("start a container: %w", err)
+	}
+	return id, nil
+}
+
+func (c *churn) end(ctx context.Context, pod string) error {
+	if err := c.Cri.StopPodSandbox(ctx, pod); err != nil {
+		return fmt.Errorf("stop a pod: %w", err)
+	}
+	if err := c.Cri.RemovePodSandbox(ctx, pod); err != nil {
+		return fmt.Errorf("remove a pod: %w", err)
+	}
+	return nil
+}
+
+// recording is a disk, and what was done to the images on it since its log had a position.
+type recording struct {
+	disk    *blocklog.Disk
+	begin   int
+	history history
+}
+
+// record lets a new node work on a disk from the moment the filesystem is made.
+func (n *node) record(t *testing.T, random *rand.Rand, rounds, pods int) recording {
+	t.Helper()
+	disk := n.newDisk(t)
+	begin := disk.Position()
+	end := n.boot(t, disk)
+	n.WaitIdle(t)
+	n.Empty = n.Snapshot(t)
+	c := &churn{node: n, disk: disk}
+	base := &picture{name: harness.BaseImage}
+	base.id = n.learn(t, c, base)
+
+	group, ctx := errgroup.WithContext(t.Context())
+	group.Go(func() error { return c.images(ctx, random, rounds, base.id) })
+	for range 2 {
+		jobs := n.jobs(t, pods/2)
+		group.Go(func() error { return c.pods(ctx, jobs) })
+	}
+	harness.Must(t, group.Wait())
+	n.Objects = append(n.Objects, c.objects...)
+	for id := range c.history.latest() {
+		harness.Must(t, c.remove(t.Context(), id))
+	}
+	n.NoLeaks(t)
+	end()
+	t.Logf("recorded %d operations of the disk, %d of them flushes, in %d changes of images and %d pods",
+		disk.Position(), len(disk.Flushes()), len(c.history.changes), pods)
+	return recording{disk, begin, c.history}
+}
+
+// learn pulls every image and remembers what its layers are, as the page cache has them. It returns the ID of
+// base, which stays.
+func (n *node) learn(t *testing.T, c *churn, base *picture) string {
+	t.Helper()
+	img, err := n.TryPull(t, base.name, nil)
+	harness.Must(t, err)
+	c.history.changes = append(c.history.changes, change{"pull " + base.name, 0, c.disk.Position(), known{img: {base.name}}})
+	for _, p := range n.pictures {
+		harness.Must(t, c.pull(t.Context(), p))
+	}
+	n.layers = readLayers(t, n.store())
+	return img
+}

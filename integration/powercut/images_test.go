@@ -1,0 +1,162 @@
+package powercut
+
+import (
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/fixture"
+	"berth/integration/harness"
+)
+
+// picture is an image that is pulled: what its layers hold, and a file of its own to know it by.
+type picture struct {
+	name, id string
+	layers   []string // their diffIDs, in hexadecimal
+}
+
+// witness is the file that holds its image's name.
+const witness = "/witness"
+
+// pictures pushes images that share layers, with all that a layer can hold: many files and large ones, owners and
+// attributes, links into other layers and whiteouts.
+func pictures(t *testing.T) map[string]*picture {
+	t.Helper()
+	small, large := manyFiles("small", 200, 900), someFiles("large", 3, 700<<10)
+	links := fixture.Tree{
+		fixture.Hardlink("linked/busybox", "bin/busybox"), fixture.Hardlink("linked/file", "small/3/33"),
+		fixture.Whiteout("small/4/", "44"), fixture.Opaque("small/5/"), fixture.File("small/5/new", 0o640, "new").Owned(7, 8),
+		fixture.File("tmp/implied", 0o600, "in a directory that is not listed"),
+	}
+	all := map[string]*picture{}
+	for name, trees := range map[string][]fixture.Tree{
+		"a": {small}, "b": {small, large}, "c": {small, links}, "d": {large, manyFiles("other", 60, 3000)}, "e": {large, small, links},
+	} {
+		own := fixture.Tree{fixture.File(strings.TrimPrefix(witness, "/"), 0o644, name)}
+		all[name] = push(t, name, harness.BuildImage(t, v1.Config{}, append(trees, own)...))
+	}
+	return all
+}
+
+func push(t *testing.T, name string, img v1.Image) *picture {
+	t.Helper()
+	p := &picture{}
+	p.name, p.id = harness.Push(t, harness.Registry, "powercut/"+name+":latest", img)
+	config, err := img.ConfigFile()
+	harness.Must(t, err)
+	for _, d := range config.RootFS.DiffIDs {
+		p.layers = append(p.layers, d.Hex)
+	}
+	return p
+}
+
+// manyFiles is a tree of directories with ten files each.
+func manyFiles(dir string, files, size int) fixture.Tree {
+	out := fixture.Tree{fixture.Dir(dir, 0o755)}
+	for i := range files {
+		if i%10 == 0 {
+			out = append(out, fixture.Dir(fmt.Sprintf("%s/%d", dir, i/10), 0o750).Owned(i, i+1))
+		}
+		name := fmt.Sprintf("%s/%d/%d", dir, i/10, i)
+		file := fixture.File(name, int64(0o600|i%8), strings.Repeat(name+"\n", size/len(name))).Owned(i, 1000)
+		if i%7 == 0 {
+			file = file.WithXattr("user.number", fmt.Sprint(i))
+		}
+		out = append(out, file)
+	}
+	return out
+}
+
+// someFiles is a tree of files that do not compress.
+func someFiles(dir string, files, size int) fixture.Tree {
+	random := rand.New(rand.NewPCG(7, 8))
+	out := fixture.Tree{fixture.Dir(dir, 0o711)}
+	for i := range files {
+		content := make([]byte, size)
+		for j := range content {
+			content[j] = byte(random.Uint32())
+		}
+		out = append(out, fixture.File(fmt.Sprintf("%s/%d", dir, i), 0o444, string(content)))
+	}
+	return out
+}
+
+// known is what a daemon knows of images: their tags by ID.
+type known map[string][]string
+
+// list asks a daemon what it knows.
+func list(t *testing.T, d *harness.Daemon) known {
+	t.Helper()
+	return knownOf(harness.Get(d.Images.ListImages(t.Context(), nil))(t))
+}
+
+func knownOf(images []*runtimeapi.Image) known {
+	k := known{}
+	for _, i := range images {
+		k[i.Id] = slices.Sorted(slices.Values(i.RepoTags))
+	}
+	return k
+}
+
+// pulled is k after a name was pulled, which now stands for an image.
+func (k known) pulled(name, id string) known {
+	next := known{}
+	for other, tags := range k {
+		next[other] = slices.DeleteFunc(slices.Clone(tags), func(tag string) bool { return tag == name })
+	}
+	next[id] = slices.Sorted(slices.Values(append(next[id], name)))
+	return next
+}
+
+// removed is k after an image was removed.
+func (k known) removed(id string) known {
+	next := maps.Clone(k)
+	delete(next, id)
+	return next
+}
+
+func (k known) equal(other known) bool {
+	return maps.EqualFunc(k, other, func(a, b []string) bool { return slices.Equal(a, b) })
+}
+
+// change is a call that changes what is known. It began and ended when the disk's log was so long.
+type change struct {
+	what         string
+	begun, ended int
+	after        known
+}
+
+// history is what was done to images, one after the other.
+type history struct {
+	before  known // the first change
+	changes []change
+}
+
+// at returns what may be known after a power cut: what was there, and what a call under way would make of it.
+func (h history) at(position int) (allowed []known, under string) {
+	last := h.before
+	for _, c := range h.changes {
+		switch {
+		case position <= c.begun:
+			return []known{last}, under
+		case position < c.ended:
+			return []known{last, c.after}, c.what
+		}
+		last, under = c.after, "after "+c.what
+	}
+	return []known{last}, under
+}
+
+// latest is what is known in the end.
+func (h history) latest() known {
+	if len(h.changes) == 0 {
+		return h.before
+	}
+	return h.changes[len(h.changes)-1].after
+}

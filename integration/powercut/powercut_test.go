@@ -1,0 +1,269 @@
+package powercut
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"testing"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+	"berth/integration/powercut/blocklog"
+)
+
+// cuts is how many power cuts are tried on a filesystem: BERTH_CUTS, or all with BERTH_TORTURE=1, or a few.
+func (f filesystem) cuts(t *testing.T) int {
+	t.Helper()
+	if text := os.Getenv("BERTH_CUTS"); text != "" {
+		n, err := strconv.Atoi(text)
+		harness.Must(t, err)
+		return n
+	}
+	if os.Getenv("BERTH_TORTURE") != "" {
+		return 200
+	}
+	return f.few
+}
+
+// seed returns what all random choices come from.
+func seed(t *testing.T) uint64 {
+	t.Helper()
+	s := rand.Uint64()
+	if text := os.Getenv("BERTH_SEED"); text != "" {
+		var err error
+		s, err = strconv.ParseUint(text, 10, 64)
+		harness.Must(t, err)
+	}
+	t.Logf("BERTH_SEED=%d", s)
+	return s
+}
+
+func TestPowerCut(t *testing.T) {
+	for _, f := range filesystems {
+		t.Run(f.name, func(t *testing.T) {
+			f.usable(t)
+			random := rand.New(rand.NewPCG(seed(t), 0))
+			n := newNode(t, f)
+			r := n.record(t, random, 40, 24)
+			for i := range f.cuts(t) {
+				c := r.choose(f, random)
+				t.Run(fmt.Sprint(i), func(t *testing.T) {
+					t.Logf("the power fails at %v", c)
+					n.survives(t, r, c, i%4 == 3)
+				})
+			}
+		})
+	}
+}
+
+// cut is one power cut.
+type cut struct {
+	position int
+	loss     blocklog.Loss
+	seed     uint64 // of what is lost
+}
+
+func (c cut) String() string {
+	return fmt.Sprintf("%d, keeping %.2f of what was not flushed in units of %d bytes, seed %d", c.position, c.loss.Kept, c.loss.Atomic, c.seed)
+}
+
+// choose picks a power cut. Half of them are around a flush, for what is written as one piece takes
+// most of the log and few positions in it differ.
+func (r recording) choose(f filesystem, random *rand.Rand) cut {
+	last := r.disk.Position()
+	position := r.begin + random.IntN(last-r.begin+1)
+	flushes := slices.DeleteFunc(r.disk.Flushes(), func(after int) bool { return after <= r.begin })
+	if len(flushes) > 0 && random.IntN(2) == 0 {
+		position = min(flushes[random.IntN(len(flushes))]+random.IntN(3)-1, last)
+	}
+	kept := []float64{0, 0.1, 0.5, 0.9, 1}[random.IntN(5)]
+	return cut{position, blocklog.Loss{Kept: kept, Atomic: f.atomic[random.IntN(len(f.atomic))]}, random.Uint64()}
+}
+
+func (c cut) of(t *testing.T, disk *blocklog.Disk) *blocklog.Disk {
+	t.Helper()
+	left, err := disk.Cut(t.TempDir(), c.position, c.loss, rand.New(rand.NewPCG(c.seed, 1)))
+	harness.Must(t, err)
+	t.Cleanup(func() { harness.Must(t, left.Close()) })
+	return left
+}
+
+// survives boots the node from what a power cut left of a disk, and checks everything. If again, the power
+// fails once more while the node recovers, and it is that disk that is checked.
+func (n *node) survives(t *testing.T, r recording, c cut, again bool) {
+	t.Helper()
+	t.Cleanup(func() {
+		if t.Failed() {
+			t.Logf("the daemon's log:\n%s", n.Tail())
+		}
+	})
+	if again {
+		r = n.interruptedRecovery(t, r, c)
+		c = r.choose(n.filesystem, rand.New(rand.NewPCG(c.seed, 2)))
+		t.Logf("and again at %v", c)
+	}
+	n.visibleLayersAreWhole(t, c.of(t, r.disk))
+
+	end := n.boot(t, c.of(t, r.disk))
+	allowed, what := r.history.at(c.position)
+	found := list(t, n.Daemon)
+	if !slices.ContainsFunc(allowed, found.equal) {
+		t.Errorf("%s: the images are %v, want one of %v", what, found, allowed)
+	}
+	n.ready(t)
+	n.podsAreGone(t)
+	n.serves(t, found)
+	n.pullsEverything(t)
+	n.Clean(t)
+	n.removeSetAside(t)
+	n.NoLeaks(t)
+	end()
+}
+
+// interruptedRecovery boots from what a power cut left, pulls images, and returns the disk at that point.
+func (n *node) interruptedRecovery(t *testing.T, r recording, c cut) recording {
+	t.Helper()
+	disk := c.of(t, r.disk)
+	end := n.boot(t, disk)
+	again := &churn{node: n, disk: disk, history: history{before: list(t, n.Daemon)}}
+	for _, name := range slices.Sorted(maps.Keys(n.pictures)) {
+		harness.Must(t, again.pull(t.Context(), n.pictures[name]))
+	}
+	n.Kill(t)
+	end()
+	return recording{disk, 0, again.history}
+}
+
+// visibleLayersAreWhole looks at the layers before a daemon does: each that has its name must be as it should.
+func (n *node) visibleLayersAreWhole(t *testing.T, disk *blocklog.Disk) {
+	t.Helper()
+	m := n.mount(t, disk, n.dir)
+	defer m.unmount(t)
+	n.layersAreRight(t, "before the boot")
+}
+
+func (n *node) layersAreRight(t *testing.T, when string) {
+	t.Helper()
+	for name, found := range readLayers(t, n.store()) {
+		want, ok := n.layers[name]
+		if !ok {
+			t.Errorf("%s: %s is no layer of any image", when, name)
+			continue
+		}
+		if diff := found.difference(want); len(diff) > 0 {
+			t.Errorf("%s: %s:\n  %s", when, name, strings.Join(diff, "\n  "))
+		}
+	}
+}
+
+// hasLayers checks that no layer of an image is missing.
+func (n *node) hasLayers(t *testing.T, p *picture) {
+	t.Helper()
+	for _, layer := range p.layers {
+		if _, err := os.Lstat(filepath.Join(n.store(), "layers", layer)); err != nil {
+			t.Errorf("image %s: %v", p.name, err)
+		}
+	}
+}
+
+func (n *node) ready(t *testing.T) {
+	t.Helper()
+	harness.Eventually(t, "the node is ready", func() error {
+		status, err := n.Cri.Status(t.Context(), false)
+		harness.Must(t, err)
+		for _, c := range status.Status.Conditions {
+			if !c.Status {
+				return fmt.Errorf("%s: %s: %s", c.Type, c.Reason, c.Message)
+			}
+		}
+		return nil
+	})
+}
+
+// podsAreGone checks that pods and containers have ended, can be removed, and give their addresses back.
+func (n *node) podsAreGone(t *testing.T) {
+	t.Helper()
+	containers := harness.Get(n.Cri.ListContainers(t.Context(), nil))(t)
+	for _, c := range containers {
+		harness.Equal(t, "state of container "+c.Id, c.State, runtimeapi.ContainerState_CONTAINER_EXITED)
+	}
+	pods := harness.Get(n.Cri.ListPodSandbox(t.Context(), nil))(t)
+	for _, p := range pods {
+		harness.Equal(t, "state of pod "+p.Id, p.State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
+		harness.Must(t, n.Cri.StopPodSandbox(t.Context(), p.Id))
+		harness.Must(t, n.Cri.RemovePodSandbox(t.Context(), p.Id))
+	}
+	err := harness.WaitFor(func() error {
+		if left := n.addresses(); len(left) > 0 {
+			return fmt.Errorf("%q", left)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Errorf("addresses that no pod has: %v", err)
+	}
+	t.Logf("%d pods and %d containers were known", len(pods), len(containers))
+}
+
+// addresses are host-local's, with what is in the file.
+func (n *node) addresses() (all []string) {
+	dir := filepath.Join(n.DataDir, "test")
+	for _, name := range harness.ReadDir(dir) {
+		if net.ParseIP(name) != nil {
+			all = append(all, name+": "+strings.Join(harness.ReadLines(filepath.Join(dir, name)), " "))
+		}
+	}
+	return all
+}
+
+// serves runs a container of each image that is there, in a pod with a network.
+func (n *node) serves(t *testing.T, images known) {
+	t.Helper()
+	if len(images) == 0 {
+		return
+	}
+	pod := n.RunPod(t)
+	for _, name := range slices.Sorted(maps.Keys(n.pictures)) {
+		if p := n.pictures[name]; images[p.id] != nil {
+			n.hasLayers(t, p)
+			harness.Equal(t, "what image "+name+" holds", pod.Sh(t, "cat "+witness, harness.Image(p.id)), name)
+		}
+	}
+	pod.Remove(t)
+}
+
+// pullsEverything pulls all images; then all their layers are there and right.
+func (n *node) pullsEverything(t *testing.T) {
+	t.Helper()
+	n.Pull(t, harness.BaseImage)
+	for _, p := range n.pictures {
+		harness.Equal(t, "ID of "+p.name, n.Pull(t, p.name), p.id)
+		n.hasLayers(t, p)
+	}
+	n.layersAreRight(t, "after all images were pulled")
+}
+
+// removeSetAside removes the records that were set aside, which berth itself never does. Those of pods and
+// containers are allowed: they are not synced.
+func (n *node) removeSetAside(t *testing.T) {
+	t.Helper()
+	for _, kind := range []string{"pods", "containers"} {
+		dir := filepath.Join(n.Root, kind, "set-aside")
+		if names := harness.ReadDir(dir); len(names) > 0 {
+			t.Logf("%d records of %s were set aside", len(names), kind)
+		}
+		harness.Must(t, os.RemoveAll(dir))
+	}
+	if err := syscall.Rmdir(filepath.Join(n.store(), "records", "set-aside")); err != nil && !errors.Is(err, syscall.ENOENT) {
+		t.Errorf("records of images were set aside: %v", err)
+	}
+}
