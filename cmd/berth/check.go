@@ -64,6 +64,7 @@ func checkedNode(cfg *config.Config) (*nodecheck.Node, error) {
 	}
 	n := &nodecheck.Node{Config: cfg, Facts: facts, SystemdCgroup: systemd, Network: networkConfig(cfg)}
 	n.Shim, n.ShimError = findShim(cfg.ShimPath)
+	n.Unpack, n.UnpackError = findUnpack(cfg.UnpackPath)
 	return n, nil
 }
 

@@ -15,6 +15,7 @@ type node struct {
 	facts         host.Facts
 	systemdCgroup bool   // the cgroup driver, "auto" decided
 	shim          string // the berth-shim program
+	unpack        string // the berth-unpack program
 	resolvConf    string // what pods with the node's DNS get
 }
 
@@ -28,6 +29,9 @@ func discover(cfg *config.Config) (*node, error) {
 		return nil, err
 	}
 	if n.shim, err = findShim(cfg.ShimPath); err != nil {
+		return nil, err
+	}
+	if n.unpack, err = findUnpack(cfg.UnpackPath); err != nil {
 		return nil, err
 	}
 	n.resolvConf = host.ResolvConf("/")
@@ -52,23 +56,31 @@ func systemdCgroup(driver, marker string, cgroupV2 bool) (bool, error) {
 	}
 }
 
-// findShim returns the berth-shim program: the configured one, the one beside
-// this program, or the one in PATH.
 func findShim(configured string) (string, error) {
+	return findProgram("berth-shim", "shim_path", configured)
+}
+
+func findUnpack(configured string) (string, error) {
+	return findProgram("berth-unpack", "unpack_path", configured)
+}
+
+// findProgram returns a program of berth's: the configured one, the one beside
+// this program, or the one in PATH.
+func findProgram(name, option, configured string) (string, error) {
 	if configured != "" {
 		return configured, nil
 	}
 	self, err := os.Executable()
 	if err != nil {
-		return "", fmt.Errorf("find berth-shim: %w", err)
+		return "", fmt.Errorf("find %s: %w", name, err)
 	}
-	beside := filepath.Join(filepath.Dir(self), "berth-shim")
+	beside := filepath.Join(filepath.Dir(self), name)
 	if _, err := exec.LookPath(beside); err == nil {
 		return beside, nil
 	}
-	inPath, err := exec.LookPath("berth-shim")
+	inPath, err := exec.LookPath(name)
 	if err != nil {
-		return "", fmt.Errorf("find berth-shim: it is neither %s nor in PATH; shim_path in the configuration may name it", beside)
+		return "", fmt.Errorf("find %s: it is neither %s nor in PATH; %s in the configuration may name it", name, beside, option)
 	}
 	return inPath, nil
 }

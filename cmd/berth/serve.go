@@ -20,7 +20,8 @@ import (
 
 	"berth/cni"
 	"berth/image"
-	"berth/image/unpack"
+	"berth/image/layer"
+	"berth/image/unpack/process"
 	"berth/internal/cleanup"
 	"berth/internal/config"
 	"berth/internal/lockfile"
@@ -109,7 +110,12 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	if err != nil {
 		return err
 	}
-	images, err := image.Open(ctx, imageConfig(cfg), log)
+	unpacker, err := process.Open(node.unpack, cfg.StallTimeout.Duration, log)
+	if err != nil {
+		return err
+	}
+	closing.Add("close berth-unpack", unpacker.Close)
+	images, err := image.Open(ctx, imageConfig(cfg, unpacker.Unpack), log)
 	if err != nil {
 		return err
 	}
@@ -214,14 +220,14 @@ func ignoreClosed(err error) error {
 	return err
 }
 
-func imageConfig(cfg *config.Config) image.Config {
+func imageConfig(cfg *config.Config, unpack layer.Unpacker) image.Config {
 	pinned := cfg.PinnedImages
 	if cfg.PauseImage != "" {
 		pinned = append([]string{cfg.PauseImage}, pinned...)
 	}
 	return image.Config{
 		Root:                 filepath.Join(cfg.Root, "images"),
-		Unpack:               unpack.Layer,
+		Unpack:               unpack,
 		RegistryDirs:         cfg.RegistryDirs,
 		Pinned:               pinned,
 		MaxParallelDownloads: cfg.MaxParallelDownloads,

@@ -409,8 +409,8 @@ func coded(err error) error {
 	if errdefs.Code(err) != codes.Unknown {
 		return err
 	}
-	if code := unpack.Code(err); code != codes.Unknown {
-		return errdefs.New(code, "%w", err)
+	if code := unpack.CodeOf(err); code != unpack.Unknown {
+		return errdefs.New(codes.Code(code), "%w", err)
 	}
 	return err
 }

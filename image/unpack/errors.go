@@ -9,13 +9,27 @@ import (
 	"io/fs"
 
 	"golang.org/x/sys/unix"
-	"google.golang.org/grpc/codes"
 )
 
-// Error is an error with a gRPC code. It is not package errdefs', which would bring
-// protobuf into berth-unpack.
+// Code is a gRPC code: one of package codes, which would bring net and JSON into
+// berth-unpack, as errdefs would bring protobuf.
+type Code uint32
+
+// Codes that errors of this package have.
+const (
+	OK                Code = 0
+	Canceled          Code = 1
+	Unknown           Code = 2
+	InvalidArgument   Code = 3
+	DeadlineExceeded  Code = 4
+	ResourceExhausted Code = 8
+	Internal          Code = 13
+	DataLoss          Code = 15
+)
+
+// Error is an error with a code.
 type Error struct {
-	Code codes.Code
+	Code Code
 	Err  error
 }
 
@@ -24,44 +38,44 @@ func (e *Error) Unwrap() error { return e.Err }
 
 // refuse is for a tar that is no layer.
 func refuse(format string, args ...any) error {
-	return &Error{codes.InvalidArgument, fmt.Errorf(format, args...)}
+	return &Error{InvalidArgument, fmt.Errorf(format, args...)}
 }
 
 // exceeds is for a layer that is beyond its limits.
 func exceeds(format string, args ...any) error {
-	return &Error{codes.ResourceExhausted, fmt.Errorf(format, args...)}
+	return &Error{ResourceExhausted, fmt.Errorf(format, args...)}
 }
 
 // corrupt is for a blob that cannot be decompressed.
 func corrupt(format string, args ...any) error {
-	return &Error{codes.DataLoss, fmt.Errorf(format, args...)}
+	return &Error{DataLoss, fmt.Errorf(format, args...)}
 }
 
-// Code returns the code of err: that of an *Error in it, that which an error of the
+// CodeOf returns the code of err: that of an *Error in it, that which an error of the
 // filesystem means to a client, those of a context; else Unknown.
-func Code(err error) codes.Code {
+func CodeOf(err error) Code {
 	var e *Error
 	switch {
 	case err == nil:
-		return codes.OK
+		return OK
 	case errors.As(err, &e):
 		return e.Code
 	case errors.Is(err, context.Canceled):
-		return codes.Canceled
+		return Canceled
 	case errors.Is(err, context.DeadlineExceeded):
-		return codes.DeadlineExceeded
+		return DeadlineExceeded
 	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
-		return codes.ResourceExhausted
+		return ResourceExhausted
 	case errors.Is(err, fs.ErrPermission), errors.Is(err, unix.EIO), errors.Is(err, unix.EROFS):
-		return codes.Internal
+		return Internal
 	}
-	return codes.Unknown
+	return Unknown
 }
 
 // blame gives an error the code InvalidArgument if it is the tar's fault.
 func blame(err error) error {
-	if Code(err) == codes.Unknown && IsTarsFault(err) {
-		return &Error{codes.InvalidArgument, err}
+	if CodeOf(err) == Unknown && IsTarsFault(err) {
+		return &Error{InvalidArgument, err}
 	}
 	return err
 }

@@ -10,7 +10,6 @@ import (
 	"testing/iotest"
 
 	"github.com/klauspost/compress/zstd"
-	"google.golang.org/grpc/codes"
 )
 
 // inflate reads a blob's tar.
@@ -108,7 +107,7 @@ func TestInflateRefuses(t *testing.T) {
 		"zstd, window of 2 GiB": {0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xa8, 0x01, 0x00, 0x00},
 	} {
 		got, err := inflate(bytes.NewReader(blob))
-		if Code(err) != codes.DataLoss {
+		if CodeOf(err) != DataLoss {
 			t.Errorf("%s: %d bytes, %v", name, len(got), err)
 		}
 	}

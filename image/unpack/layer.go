@@ -3,6 +3,8 @@ package unpack
 import (
 	"archive/tar"
 	"context"
+	_ "crypto/sha256" // for package digest
+	_ "crypto/sha512"
 	"fmt"
 	"io"
 	"net/url"
@@ -24,7 +26,8 @@ type Limits struct {
 // DefaultLimits are far above what is known of real images.
 var DefaultLimits = Limits{Tar: 256 << 30, Bytes: 256 << 30, Entries: 4 << 20}
 
-func (l Limits) withDefaults() Limits {
+// WithDefaults fills in what is zero.
+func (l Limits) WithDefaults() Limits {
 	if l.Tar == 0 {
 		l.Tar = DefaultLimits.Tar
 	}
@@ -114,14 +117,15 @@ func (n *Name) UnmarshalText(text []byte) error {
 // them in memory while it stores the layer.
 const MaxTold = 4 << 20
 
-const perName = 16
+// PerName is what counts for a name beside its length.
+const PerName = 16
 
 // Check fails if the names in c are too many (ResourceExhausted), or are none
 // (InvalidArgument): too long, or not clean.
 func (c *Contents) Check() error {
 	told := 0
 	check := func(name Name) error {
-		if told += len(name) + perName; told > MaxTold {
+		if told += len(name) + PerName; told > MaxTold {
 			return exceeds("the names of directories that it does not list or that hide others, and of links to other layers, are longer than %d bytes", MaxTold)
 		}
 		if len(name) > maxPath || safefs.Clean(string(name)) != string(name) {
@@ -162,7 +166,7 @@ func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result,
 	if job.Progress == nil {
 		job.Progress = func(int) {}
 	}
-	s := newStream(ctx, in, job.Algorithm.Hash(), job.Limits.withDefaults().Tar, job.Progress)
+	s := newStream(ctx, in, job.Algorithm.Hash(), job.Limits.WithDefaults().Tar, job.Progress)
 	defer s.close()
 	u, err := newUnpacker(tree, job.Limits, func() { job.Progress(0) })
 	if err != nil {

@@ -9,8 +9,6 @@ import (
 	"strings"
 	"testing"
 	"testing/iotest"
-
-	"google.golang.org/grpc/codes"
 )
 
 func TestStream(t *testing.T) {
@@ -48,7 +46,7 @@ func TestStreamErrors(t *testing.T) {
 		s.close()
 	}
 	s := newStream(context.Background(), strings.NewReader("12345"), sha256.New(), 4, func(int) {})
-	if _, err := io.ReadAll(s); Code(err) != codes.ResourceExhausted {
+	if _, err := io.ReadAll(s); CodeOf(err) != ResourceExhausted {
 		t.Errorf("beyond the limit: %v", err)
 	}
 	s.close()

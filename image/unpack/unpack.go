@@ -16,7 +16,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/diskusage"
-	"berth/internal/failpoint"
 	"berth/internal/safefs"
 )
 
@@ -66,7 +65,7 @@ func newUnpacker(root *os.File, limits Limits, tick func()) (*unpacker, error) {
 		return nil, err
 	}
 	return &unpacker{
-		root: root, limits: limits.withDefaults(), tick: tick, parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), block: block,
+		root: root, limits: limits.WithDefaults(), tick: tick, parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), block: block,
 		links: map[string]string{}, implied: map[string]bool{"": true}, opaques: map[string]bool{}, times: map[string]time.Time{"": impliedTime},
 		names: maxNames,
 		usage: Usage{Bytes: uint64(block), Inodes: 1},
@@ -101,7 +100,6 @@ func (u *unpacker) unpack(ctx context.Context, tr *tar.Reader) error {
 		if err := u.entry(hdr, tr); err != nil {
 			return blame(fmt.Errorf("entry %q: %w", hdr.Name, err))
 		}
-		failpoint.Reach("layer.entry-made")
 	}
 }
 

@@ -12,7 +12,6 @@ import (
 	"testing"
 
 	"github.com/opencontainers/go-digest"
-	"google.golang.org/grpc/codes"
 
 	"berth/internal/safefs"
 )
@@ -94,7 +93,7 @@ func TestManyNames(t *testing.T) {
 			defer u.close()
 			u.names = 10_000
 			err = u.unpack(context.Background(), tar.NewReader(bytes.NewReader(makeTar(t, "", many(200, entry)...))))
-			if Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "names") {
+			if CodeOf(err) != ResourceExhausted || !strings.Contains(err.Error(), "names") {
 				t.Errorf("%v", err)
 			}
 		})
@@ -111,7 +110,7 @@ func TestFewNamesAreTold(t *testing.T) {
 			}
 			blob := makeTar(t, "", many(MaxTold/len(deep(0))/per+100, entry)...)
 			_, err := Layer(context.Background(), tree(t), bytes.NewReader(blob), Job{Algorithm: digest.SHA256})
-			if Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "names") {
+			if CodeOf(err) != ResourceExhausted || !strings.Contains(err.Error(), "names") {
 				t.Errorf("%v", err)
 			}
 		})
@@ -121,7 +120,7 @@ func TestFewNamesAreTold(t *testing.T) {
 func TestCheckNames(t *testing.T) {
 	for _, bad := range []Name{"../x", "/x", "a//b", ".", "a/..", Name(strings.Repeat("x/", 3000) + "x")} {
 		for _, c := range []Contents{{Links: []Link{{bad, "x"}}}, {Links: []Link{{"x", bad}}}, {Implied: []Name{bad}}, {Opaques: []Name{bad}}} {
-			if err := c.Check(); Code(err) != codes.InvalidArgument {
+			if err := c.Check(); CodeOf(err) != InvalidArgument {
 				t.Errorf("%+v: %v", c, err)
 			}
 		}
@@ -132,11 +131,11 @@ func TestCheckNames(t *testing.T) {
 }
 
 func TestCode(t *testing.T) {
-	for want, err := range map[codes.Code]error{
-		codes.OK: nil, codes.Unknown: errors.New("x"), codes.Canceled: fmt.Errorf("x: %w", context.Canceled),
-		codes.InvalidArgument: fmt.Errorf("x: %w", refuse("x")), codes.Internal: os.ErrPermission,
+	for want, err := range map[Code]error{
+		OK: nil, Unknown: errors.New("x"), Canceled: fmt.Errorf("x: %w", context.Canceled),
+		InvalidArgument: fmt.Errorf("x: %w", refuse("x")), Internal: os.ErrPermission,
 	} {
-		if got := Code(err); got != want {
+		if got := CodeOf(err); got != want {
 			t.Errorf("%v: %v, want %v", err, got, want)
 		}
 	}

@@ -62,6 +62,8 @@ type Config struct {
 	IdleLaunchers int    `toml:"idle_launchers" default:"2" min:"0" doc:"How many processes wait ready to launch a container. Each saves about 20 ms of a container's start and costs a few MB of memory."`
 	ShimPath      string `toml:"shim_path" path:"optional" doc:"The berth-shim program. Empty: beside the berth program, or else in PATH."`
 
+	UnpackPath string `toml:"unpack_path" path:"optional" doc:"The berth-unpack program, which makes files of the layers of images. Empty: beside the berth program, or else in PATH."`
+
 	StatsPeriod Duration `toml:"stats_period" default:"10s" min:"100ms" doc:"How often it is counted what a container has written into its own filesystem and how many files it has open. What takes long to count is counted less often. Everything else in statistics is measured when somebody asks."`
 
 	CDISpecDirs            []string `toml:"cdi_spec_dirs" default:"/etc/cdi,/var/run/cdi" path:"abs" doc:"Directories with descriptions of CDI devices. If two describe the same device the last directory wins. They are read for each container that asks for a device. What they say is trusted: hooks run as root."`

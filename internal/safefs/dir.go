@@ -555,7 +555,15 @@ func removeContent(dir *os.File) error {
 
 func (d *Dir) proc() string { return procFD(d.fd) }
 
-func procFD(fd int) string { return "/proc/self/fd/" + strconv.Itoa(fd) }
+// descriptors is where the process finds its open files by number.
+var descriptors = "/proc/self/fd/"
+
+// DescriptorsIn is for a process that has no /proc. Before other functions are called it tells
+// where the process's /proc/self/fd is: a path with a slash at its end, or "" for the
+// working directory.
+func DescriptorsIn(dir string) { descriptors = dir }
+
+func procFD(fd int) string { return descriptors + strconv.Itoa(fd) }
 
 // at runs one call on a checked name and wraps its error.
 func (d *Dir) at(op, name string, call func() error) error {

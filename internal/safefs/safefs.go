@@ -22,7 +22,6 @@ import (
 	"io"
 	"io/fs"
 	"os"
-	"strconv"
 
 	"golang.org/x/sys/unix"
 )
@@ -87,7 +86,7 @@ func openRegular(root *os.File, path string) (*os.File, error) {
 		return nil, ErrNotRegular
 	}
 	// The magic link is the process's own and names exactly the inode just looked at.
-	rfd, err := openat2(unix.AT_FDCWD, "/proc/self/fd/"+strconv.Itoa(fd), unix.O_RDONLY|unix.O_NONBLOCK, 0, 0)
+	rfd, err := openat2(unix.AT_FDCWD, procFD(fd), unix.O_RDONLY|unix.O_NONBLOCK, 0, 0)
 	if err != nil {
 		return nil, err
 	}

@@ -44,6 +44,8 @@ type Node struct {
 	SystemdCgroup bool   // the cgroup driver, "auto" decided
 	Shim          string // the berth-shim program; empty if there is none
 	ShimError     error  // why there is none
+	Unpack        string // the berth-unpack program; empty if there is none
+	UnpackError   error  // why there is none
 	Network       cni.Config
 
 	root string // where proc, sys and run are: "/"; another directory in tests

@@ -87,11 +87,12 @@ func TestFindings(t *testing.T) {
 		{"SELinux without policy", checkSecurityModules, host.Facts{SELinux: true}, nil, false, "SELinux", Warning, "policy"},
 		{"no security module", checkSecurityModules, host.Facts{}, nil, false, "security module", Warning, ""},
 		{"no shim", checkPrograms, host.Facts{}, nil, false, "berth-shim", Failure, "no such file"},
+		{"no unpacker", checkPrograms, host.Facts{}, nil, false, "berth-unpack", Failure, "no such file"},
 		{"no network", checkNetwork, host.Facts{}, nil, false, "CNI network", Warning, "no CNI network configured"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			n := machine(t, tc.facts, tc.files)
-			n.SystemdCgroup, n.Shim = tc.systemd, n.path("/no/such/shim")
+			n.SystemdCgroup, n.Shim, n.Unpack = tc.systemd, n.path("/no/such/shim"), n.path("/no/such/unpacker")
 			f := find(t, tc.check(context.Background(), n), tc.subject, tc.found)
 			if f.Level != tc.level {
 				t.Errorf("%s is %s, want %s: %s", f.Subject, f.Level, tc.level, f.Found)

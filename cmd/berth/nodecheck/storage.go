@@ -147,12 +147,18 @@ func programAt(path string) error {
 }
 
 func checkPrograms(_ context.Context, n *Node) []Finding {
-	err := n.ShimError
+	return []Finding{
+		checkProgram("berth-shim", "shim_path", n.Shim, n.ShimError),
+		checkProgram("berth-unpack", "unpack_path", n.Unpack, n.UnpackError),
+	}
+}
+
+func checkProgram(name, option, path string, err error) Finding {
 	if err == nil {
-		err = programAt(n.Shim)
+		err = programAt(path)
 	}
 	if err != nil {
-		return []Finding{lacking(Failure, "berth-shim", err.Error(), "install berth-shim beside berth, or name it by shim_path")}
+		return lacking(Failure, name, err.Error(), fmt.Sprintf("install %s beside berth, or name it by %s", name, option))
 	}
-	return []Finding{ok("berth-shim", "%s", n.Shim)}
+	return ok(name, "%s", path)
 }

@@ -1,0 +1,178 @@
+// Package confine takes from a process what it does not need in order to write files below
+// one directory.
+//
+// # Contract
+//
+// After Process a process, whatever code comes to run in it, can
+//
+//   - see one tree of files, which is its root directory, and nothing above or beside it. (Its
+//     working directory is its own /proc/self/fd, for package safefs.) The daemon
+//     hands it in as a mount that has no place and no parent, without devices and set-id.
+//   - do what it likes with owners, modes and types of the files there (CAP_CHOWN, DAC_OVERRIDE,
+//     FOWNER, FSETID, MKNOD, SETFCAP). Of other capabilities it has none and gets none.
+//   - make only the system calls that Go's runtime and package unpack make: it opens no socket,
+//     starts no program, makes no namespace, signals nobody.
+//   - take only so much memory, descriptors and file size as it was granted, and is the
+//     first to go where a node runs out of memory.
+//
+// Where the kernel has Landlock the first is enforced a second time by that.
+//
+// Namespaces are made by who starts the process.
+package confine
+
+import (
+	"fmt"
+	"os"
+	"runtime"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/safefs"
+)
+
+// Grant is what a process may take.
+type Grant struct {
+	Memory   uint64 // bytes of writable memory of its own
+	FileSize uint64 // bytes of one file
+	Files    uint64 // open files
+}
+
+// Process confines the process to tree for good. The binary must not use cgo, whose threads
+// nobody knows.
+func Process(tree *os.File, grant Grant) error {
+	for _, step := range []struct {
+		name string
+		do   func() error
+	}{
+		{"volunteer for the OOM killer", volunteer},
+		{"limit resources", func() error { return limit(grant) }},
+		{"enter the tree", func() error { return enter(tree) }},
+		{"renounce privileges", func() error { return allThreads(unix.SYS_PRCTL, unix.PR_SET_NO_NEW_PRIVS, 1, 0) }},
+		{"restrict to the tree", func() error { return landlock(tree) }},
+		{"give up capabilities", dropCapabilities},
+		{"filter system calls", filterCalls},
+	} {
+		if err := step.do(); err != nil {
+			return fmt.Errorf("%s: %w", step.name, err)
+		}
+	}
+	return nil
+}
+
+// volunteer makes the process go before anything else of the node: a pull can be repeated.
+func volunteer() error {
+	const first = "1000"
+	return os.WriteFile("/proc/self/oom_score_adj", []byte(first), 0)
+}
+
+func limit(grant Grant) error {
+	for resource, max := range map[int]uint64{
+		unix.RLIMIT_CORE: 0, unix.RLIMIT_DATA: grant.Memory, unix.RLIMIT_FSIZE: grant.FileSize, unix.RLIMIT_NOFILE: grant.Files,
+	} {
+		if err := unix.Setrlimit(resource, &unix.Rlimit{Cur: max, Max: max}); err != nil {
+			return err
+		}
+	}
+	return unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)
+}
+
+// enter makes tree the root directory. The working directory becomes a mount of the
+// process's descriptors alone: from there, too, nothing leads anywhere else.
+func enter(tree *os.File) error {
+	fds, err := unix.OpenTree(unix.AT_FDCWD, "/proc/self/fd", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+	if err != nil {
+		return fmt.Errorf("clone /proc/self/fd: %w", err)
+	}
+	defer unix.Close(fds) // the working directory keeps it
+	if err := unix.Fchdir(int(tree.Fd())); err != nil {
+		return err
+	}
+	if err := unix.Chroot("."); err != nil {
+		return fmt.Errorf("chroot: %w", err)
+	}
+	if err := unix.Fchdir(fds); err != nil {
+		return err
+	}
+	safefs.DescriptorsIn("")
+	return nil
+}
+
+// Capabilities that are kept.
+const kept = 1<<unix.CAP_CHOWN | 1<<unix.CAP_DAC_OVERRIDE | 1<<unix.CAP_FOWNER | 1<<unix.CAP_FSETID | 1<<unix.CAP_MKNOD | 1<<unix.CAP_SETFCAP
+
+// dropCapabilities need not care for the bounding set: no program can be executed that had a
+// use for it.
+func dropCapabilities() error {
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	sets := [2]unix.CapUserData{}
+	for i := range sets {
+		sets[i].Effective = uint32(uint64(kept) >> (32 * i))
+		sets[i].Permitted = sets[i].Effective
+	}
+	return allThreads(unix.SYS_CAPSET, uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&sets)), 0)
+}
+
+// allThreads makes a system call on every thread: these are attributes of threads, and Go
+// has several.
+func allThreads(call, a, b, c uintptr) error {
+	if _, _, errno := syscall.AllThreadsSyscall6(call, a, b, c, 0, 0, 0); errno != 0 {
+		return errno
+	}
+	return nil
+}
+
+// landlock confines the process to what is below tree. Executing is not among what it may do there.
+// Kernels without it are fine, and so are those before 5.19, whose Landlock lets nobody link
+// from one directory to another.
+func landlock(tree *os.File) error {
+	abi, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, unix.LANDLOCK_CREATE_RULESET_VERSION)
+	switch {
+	case errno == unix.ENOSYS, errno == unix.EOPNOTSUPP, errno == 0 && abi < 2:
+		return nil
+	case errno != 0:
+		return errno
+	}
+	rights := fileRights(int(abi))
+	attr := unix.LandlockRulesetAttr{Handled_access_fs: rights}
+	fd, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, uintptr(unsafe.Pointer(&attr)), unsafe.Sizeof(attr.Handled_access_fs), 0)
+	if errno != 0 {
+		return fmt.Errorf("make ruleset: %w", errno)
+	}
+	defer unix.Close(int(fd))
+	below := unix.LandlockPathBeneathAttr{Allowed_access: rights &^ unix.LANDLOCK_ACCESS_FS_EXECUTE, Parent_fd: int32(tree.Fd())}
+	if _, _, errno := unix.Syscall6(unix.SYS_LANDLOCK_ADD_RULE, fd, unix.LANDLOCK_RULE_PATH_BENEATH, uintptr(unsafe.Pointer(&below)), 0, 0, 0); errno != 0 {
+		return fmt.Errorf("add rule: %w", errno)
+	}
+	return allThreads(unix.SYS_LANDLOCK_RESTRICT_SELF, fd, 0, 0)
+}
+
+// fileRights are those that a version of Landlock knows; what is not named is not restricted.
+func fileRights(abi int) uint64 {
+	rights := uint64(unix.LANDLOCK_ACCESS_FS_REFER)<<1 - 1 // all of version 2
+	if abi >= 3 {
+		rights |= unix.LANDLOCK_ACCESS_FS_TRUNCATE
+	}
+	if abi >= 5 {
+		rights |= unix.LANDLOCK_ACCESS_FS_IOCTL_DEV
+	}
+	return rights
+}
+
+// filterCalls lets the process make no other system calls than those in calls. It does nothing on an
+// architecture whose number is not known here.
+func filterCalls() error {
+	arch, ok := auditArch[runtime.GOARCH]
+	if !ok {
+		return nil
+	}
+	program := filter(arch)
+	prog := unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]}
+	_, _, errno := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, unix.SECCOMP_FILTER_FLAG_TSYNC, uintptr(unsafe.Pointer(&prog)))
+	runtime.KeepAlive(program)
+	if errno != 0 {
+		return errno
+	}
+	return nil
+}

@@ -1,0 +1,5 @@
+package confine
+
+import "golang.org/x/sys/unix"
+
+const fstatat = unix.SYS_NEWFSTATAT

@@ -1,0 +1,333 @@
+// Package process has layers unpacked by berth-unpack: one process for each layer, which can
+// reach nothing but the layer's own directory (package confine) and dies with it.
+//
+// # Contract
+//
+// The daemon reads the blob, from the network, and passes it on; of what is in it it learns
+// only what package wire lets through. A process that dies, is killed or frozen, or says what
+// it must not is an error of the layer: Unavailable, because it is worth trying again, or
+// Internal for what it says. When Unpack returns the process is gone.
+//
+// What the daemon takes on trust is that the result is true: a process that a layer has taken over
+// could say that it has the digest of another layer. It would have to be taken over before, by a bug in
+// Go's runtime or the decompressors, which are memory-safe but for zstd's assembly.
+package process
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"runtime"
+	"strconv"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+	"unicode"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/image/unpack"
+	"berth/image/unpack/wire"
+	"berth/image/unpack/worker"
+	"berth/internal/errdefs"
+	"berth/internal/failpoint"
+)
+
+// Program is the program berth-unpack.
+type Program struct {
+	exe   *os.File // as it was when the daemon started, whatever is installed meanwhile
+	stall time.Duration
+	log   *slog.Logger
+}
+
+// Open opens the program at path. A process that takes no bytes and tells of no progress for the time of
+// stall is killed. The caller closes the program.
+func Open(path string, stall time.Duration, log *slog.Logger) (*Program, error) {
+	exe, err := os.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("berth-unpack: %w", err)
+	}
+	return &Program{exe, stall, log}, nil
+}
+
+// Close closes the program. No Unpack may be running or be called later.
+func (p *Program) Close() error { return p.exe.Close() }
+
+// Unpack does what unpack.Layer does, in a process of its own. Beside the errors of unpack.Layer there
+// are Unavailable where the process died or stood still, and Internal where it could not be
+// started or broke the rules.
+func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
+	job.Limits = job.Limits.WithDefaults()
+	w, err := p.start(tree, job)
+	if err != nil {
+		return unpack.Result{}, errdefs.Internal("start berth-unpack: %w", err)
+	}
+	failpoint.Reach("unpack.started")
+	ctx, cancel := context.WithCancelCause(ctx)
+	stopKilling := context.AfterFunc(ctx, w.kill)
+	var helpers sync.WaitGroup
+	helpers.Go(func() {
+		if err := w.feed(blob); err != nil {
+			cancel(err)
+		}
+	})
+	helpers.Go(func() {
+		if w.standsStill(ctx, p.stall) {
+			cancel(errdefs.Unavailable("berth-unpack has made no progress for %v", p.stall))
+		}
+	})
+	result, err := w.answer(job.Progress)
+	failpoint.Reach("unpack.answered")
+	stopKilling()
+	end, said := w.end() // whatever the answer, there is nothing left for it to do
+	if err != nil {
+		result, err = unpack.Result{}, verdict(context.Cause(ctx), err, end, said)
+	}
+	cancel(nil)
+	helpers.Wait()
+	p.log.Debug("unpacked a layer", "digest", result.Digest, "error", err, "cpu", end.UserTime()+end.SystemTime(), "peakKiB", peak(end))
+	return result, err
+}
+
+// peak is the most memory that a process had resident, in KiB.
+func peak(end *os.ProcessState) int64 {
+	if usage, ok := end.SysUsage().(*syscall.Rusage); ok {
+		return usage.Maxrss
+	}
+	return 0
+}
+
+// work is a process that unpacks a layer.
+type work struct {
+	process *os.Process
+	ended   chan struct{}    // closed when the process has been waited for
+	state   *os.ProcessState // valid then
+	said    chan string      // gets what it wrote to its standard error
+
+	in  *os.File // the blob goes there
+	out *os.File // the answer comes from there
+
+	fed      atomic.Bool  // all of the blob, and it was right
+	awaiting atomic.Bool  // bytes of the blob: then it is not the process that is slow
+	steps    atomic.Int64 // what it has done, in no unit
+}
+
+// pipeSize is what Linux lets everybody have (fs.pipe-max-size).
+const pipeSize = 1 << 20
+
+func (p *Program) start(tree *os.File, job unpack.Job) (_ *work, err error) {
+	theirs := files{}
+	defer theirs.close()
+	mine := files{}
+	defer func() {
+		if err != nil {
+			mine.close()
+		}
+	}()
+	mount, err := detached(tree)
+	if err != nil {
+		return nil, err
+	}
+	theirs.add(mount)
+	w := &work{ended: make(chan struct{}), said: make(chan string, 1)}
+	stdin, in, err := os.Pipe()
+	if err != nil {
+		return nil, err
+	}
+	theirs.add(stdin)
+	mine.add(in)
+	// It may be refused to a user who has many pipes (fs.pipe-user-pages-soft): slower, that is all.
+	_, _ = unix.FcntlInt(stdin.Fd(), unix.F_SETPIPE_SZ, pipeSize)
+	out, stdout, err := os.Pipe()
+	if err != nil {
+		return nil, err
+	}
+	theirs.add(stdout)
+	mine.add(out)
+	complaints, stderr, err := os.Pipe()
+	if err != nil {
+		return nil, err
+	}
+	theirs.add(stderr)
+	mine.add(complaints)
+	w.in, w.out = in, out
+	if err := w.run(worker.Args(job), []*os.File{stdin, stdout, stderr, worker.TreeFD: mount, worker.ExeFD: p.exe}); err != nil {
+		return nil, err
+	}
+	go func() { w.said <- firstLine(complaints) }()
+	return w, nil
+}
+
+// files are closed together. All are pipes and directories: closing loses nothing.
+type files []*os.File
+
+func (f *files) add(file *os.File) { *f = append(*f, file) }
+
+func (f *files) close() {
+	for _, file := range *f {
+		_ = file.Close()
+	}
+}
+
+// detached clones the mount that tree, a directory, is on, with tree as its root and without a
+// place: there is no way from it to anything else. Devices in it cannot be opened, nor
+// programs executed.
+func detached(tree *os.File) (*os.File, error) {
+	fd, err := unix.OpenTree(int(tree.Fd()), "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)
+	if err != nil {
+		return nil, fmt.Errorf("clone mount of %s: %w", tree.Name(), err)
+	}
+	mount := os.NewFile(uintptr(fd), "tree")
+	attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NOEXEC}
+	err = unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH, &attr)
+	if err != nil && !errors.Is(err, unix.ENOSYS) { // Linux 5.12
+		return nil, errors.Join(fmt.Errorf("restrict mount of %s: %w", tree.Name(), err), mount.Close())
+	}
+	return mount, nil
+}
+
+// namespaces: it sees no processes, networks or IPC objects but its own.
+const namespaces = unix.CLONE_NEWPID | unix.CLONE_NEWIPC | unix.CLONE_NEWNET
+
+// run starts the process and has it waited for. It is killed when this one dies; the kernel means the
+// thread that made it, so that one does nothing else until the process has ended.
+func (w *work) run(args []string, fds []*os.File) error {
+	attr := &os.ProcAttr{
+		Files: fds, Env: []string{}, Dir: "/",
+		Sys: &syscall.SysProcAttr{Cloneflags: namespaces, Setsid: true, Pdeathsig: unix.SIGKILL},
+	}
+	started := make(chan error)
+	go func() {
+		runtime.LockOSThread()
+		defer runtime.UnlockOSThread()
+		var err error
+		w.process, err = os.StartProcess("/proc/self/fd/"+strconv.Itoa(worker.ExeFD), append([]string{"berth-unpack"}, args...), attr)
+		started <- err
+		if err != nil {
+			return
+		}
+		defer close(w.ended)
+		if w.state, err = w.process.Wait(); err != nil {
+			w.state = &os.ProcessState{} // nobody else waits for our children: this does not happen
+		}
+	}()
+	return <-started
+}
+
+// kill ends the process, at any time.
+func (w *work) kill() { _ = w.process.Kill() } // it has ended by itself
+
+// end ends the process and returns how it ended, and its complaint.
+func (w *work) end() (state *os.ProcessState, said string) {
+	w.kill()
+	<-w.ended
+	return w.state, <-w.said
+}
+
+// maxComplaint is how much is kept of what the process writes to its standard error.
+const maxComplaint = 512
+
+// firstLine reads all and returns the first line, made printable.
+func firstLine(r io.ReadCloser) string {
+	defer r.Close()
+	text, _ := io.ReadAll(io.LimitReader(r, maxComplaint)) // what came before an error counts
+	_, _ = io.Copy(io.Discard, r)
+	line, _, _ := bytes.Cut(text, []byte("\n"))
+	return strings.Map(func(r rune) rune {
+		if unicode.IsPrint(r) {
+			return r
+		}
+		return -1
+	}, string(line))
+}
+
+var feedPool = sync.Pool{New: func() any { return new([128 << 10]byte) }}
+
+// feed passes the blob on. Its error is the blob's: why the process does not take it, its answer
+// tells.
+func (w *work) feed(blob io.Reader) error {
+	defer w.in.Close() // again: the first one counts
+	buf := feedPool.Get().(*[128 << 10]byte)
+	defer feedPool.Put(buf)
+	for {
+		w.awaiting.Store(true)
+		n, err := blob.Read(buf[:])
+		w.awaiting.Store(false)
+		if _, refused := w.in.Write(buf[:n]); refused != nil {
+			return nil
+		}
+		w.steps.Add(1)
+		if err == io.EOF {
+			w.fed.Store(true)
+			return w.in.Close()
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// standsStill waits until the process has done nothing for the time of stall, though there was
+// something to do; false if ctx ended before that.
+func (w *work) standsStill(ctx context.Context, stall time.Duration) bool {
+	const looks = 10
+	tick := time.NewTicker(max(stall/looks, time.Millisecond))
+	defer tick.Stop()
+	seen, quiet := int64(0), 0
+	for quiet < looks {
+		select {
+		case <-ctx.Done():
+			return false
+		case <-tick.C:
+		}
+		quiet++
+		if n := w.steps.Load(); n != seen || w.awaiting.Load() {
+			seen, quiet = n, 0
+		}
+	}
+	return true
+}
+
+// errHasty is what a process is told of that knows the result before the blob has ended.
+var errHasty = errors.New("an answer before the end of the blob")
+
+// answer reads what the process says.
+func (w *work) answer(progress func(n int)) (unpack.Result, error) {
+	defer w.out.Close()
+	result, err := wire.NewReader(w.out).Result(func(n int64) {
+		w.steps.Add(1)
+		if progress != nil {
+			progress(int(n))
+		}
+	})
+	if err == nil && !w.fed.Load() {
+		err = errHasty
+	}
+	return result, err
+}
+
+// verdict finds the error that led to the others: why the process was killed, what it complains of,
+// or how it ended.
+func verdict(cause, answer error, end *os.ProcessState, said string) error {
+	var refused *unpack.Error
+	switch {
+	case cause != nil:
+		return cause
+	case errors.As(answer, &refused):
+		return errdefs.New(codes.Code(refused.Code), "%w", answer)
+	case !errors.Is(answer, wire.ErrEnded):
+		return errdefs.Internal("berth-unpack: %w", answer)
+	}
+	text := end.String()
+	if said != "" {
+		text += ": " + said
+	}
+	return errdefs.Unavailable("berth-unpack died: %s", text)
+}

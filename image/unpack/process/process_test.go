@@ -1,0 +1,343 @@
+package process
+
+import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"testing/iotest"
+	"time"
+
+	"github.com/klauspost/compress/zstd"
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/image/unpack"
+	"berth/internal/errdefs"
+	"berth/internal/safefs"
+)
+
+// built is the real berth-unpack.
+var built string
+
+func TestMain(m *testing.M) {
+	if os.Args[0] == "berth-unpack" { // see liar
+		_, err := io.Copy(os.Stdout, os.Stdin)
+		if err != nil {
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	os.Exit(run(m))
+}
+
+func run(m *testing.M) int {
+	dir, err := os.MkdirTemp("", "berth-unpack-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer os.RemoveAll(dir)
+	built = filepath.Join(dir, "berth-unpack")
+	build := exec.Command("go", "build", "-o", built, "berth/cmd/berth-unpack")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		fmt.Fprintf(os.Stderr, "build berth-unpack: %v\n%s", err, out)
+		return 1
+	}
+	return m.Run()
+}
+
+func open(t testing.TB, path string, stall time.Duration) *Program {
+	t.Helper()
+	p, err := Open(path, stall, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := p.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return p
+}
+
+// liar is a program that repeats what it is given.
+func liar(t *testing.T) *Program { return open(t, "/proc/self/exe", time.Minute) }
+
+func tree(t testing.TB) *os.File {
+	t.Helper()
+	dir := t.TempDir()
+	if err := os.Chmod(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	root, err := safefs.OpenRoot(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { root.Close() })
+	return root
+}
+
+var job = unpack.Job{Algorithm: digest.SHA256}
+
+type entry struct {
+	tar.Header
+	content string
+}
+
+func file(name, content string) entry {
+	return entry{tar.Header{Typeflag: tar.TypeReg, Name: name, Mode: 0o644, Size: int64(len(content))}, content}
+}
+
+func special(typ byte, name, link string) entry {
+	return entry{Header: tar.Header{Typeflag: typ, Name: name, Linkname: link, Mode: 0o755, ModTime: time.Unix(1e9, 0)}}
+}
+
+func (e entry) with(change func(*tar.Header)) entry { change(&e.Header); return e }
+
+func pack(t testing.TB, entries ...entry) []byte {
+	t.Helper()
+	var b bytes.Buffer
+	w := tar.NewWriter(&b)
+	for _, e := range entries {
+		if err := w.WriteHeader(&e.Header); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.WriteString(w, e.content); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return b.Bytes()
+}
+
+// everyKind has at least one entry for each thing that unpacking does.
+func everyKind(t testing.TB) []byte {
+	xattr := func(name, value string) func(*tar.Header) {
+		return func(h *tar.Header) {
+			h.PAXRecords = map[string]string{unpack.XattrRecord + name: value}
+		}
+	}
+	owned := func(h *tar.Header) { h.Uid, h.Gid, h.Mode = 1000, 65535, 0o6755 }
+	null := func(h *tar.Header) { h.Devmajor, h.Devminor = 1, 3 }
+	capability := "\x01\x00\x00\x02\x00\x04\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"
+	acl := "\x02\x00\x00\x00\x01\x00\x06\x00\xff\xff\xff\xff\x02\x00\x04\x00\xe8\x03\x00\x00\x04\x00\x04\x00\xff\xff\xff\xff\x10\x00\x04\x00\xff\xff\xff\xff\x20\x00\x04\x00\xff\xff\xff\xff"
+	entries := []entry{
+		special(tar.TypeDir, "d/", "").with(func(h *tar.Header) { h.Mode = 0o700; h.Uid = 7 }),
+		file("d/f", strings.Repeat("content ", 100_000)).with(owned),
+		special(tar.TypeDir, "closed/", "").with(func(h *tar.Header) { h.Mode = 0; h.Uid = 1000 }),
+		file("closed/f", "x"),
+		file("implied/f", "x"),
+		special(tar.TypeSymlink, "s", "/d").with(owned),
+		file("s/through", "x"),
+		special(tar.TypeLink, "h", "d/f"),
+		special(tar.TypeLink, "implied/h", "d/f"),
+		special(tar.TypeLink, "elsewhere", "lower/file"),
+		special(tar.TypeChar, "null", "").with(null).with(owned),
+		special(tar.TypeBlock, "block", "").with(null),
+		special(tar.TypeFifo, "fifo", "").with(owned),
+		file("cap", "x").with(xattr("security.capability", capability)),
+		file("acl", "x").with(xattr("system.posix_acl_access", acl)),
+		file("attr", "x").with(xattr("user.a", "b")),
+		special(tar.TypeDir, "dattr/", "").with(xattr("user.a", "b")),
+		special(tar.TypeFifo, "nodeattr", "").with(xattr("user.a", "b")),
+		file("hidden", "x").with(xattr("trusted.overlay.redirect", "/etc")),
+		file("replaced/a/b", "x"), special(tar.TypeSymlink, "replaced", "d"), file("replaced/new", "x"),
+		file(".wh.gone", ""), file("d/.wh..wh..opq", ""), file("opaque/.wh..wh..opq", ""),
+		file(strings.Repeat("deep/", 500)+"f", "x"),
+		file("n\xff\nl", "x"),
+	}
+	for i := range 300 {
+		entries = append(entries, file(fmt.Sprintf("many/%d/%d", i%40, i), strconv.Itoa(i)))
+	}
+	return pack(t, entries...)
+}
+
+func gzipped(t testing.TB, data []byte) []byte {
+	t.Helper()
+	var b bytes.Buffer
+	w := gzip.NewWriter(&b)
+	_, err := w.Write(data)
+	if err := errors.Join(err, w.Close()); err != nil {
+		t.Fatal(err)
+	}
+	return b.Bytes()
+}
+
+func zstandard(t testing.TB, data []byte) []byte {
+	t.Helper()
+	w, err := zstd.NewWriter(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return w.EncodeAll(data, nil)
+}
+
+// describe tells all that matters of each file in a tree.
+func describe(t *testing.T, root string) map[string]string {
+	t.Helper()
+	all := map[string]string{}
+	inodes := map[uint64]string{}
+	err := filepath.WalkDir(root, func(path string, _ fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		var st unix.Stat_t
+		if err := unix.Lstat(path, &st); err != nil {
+			return err
+		}
+		if inodes[st.Ino] == "" {
+			inodes[st.Ino] = path[len(root):]
+		}
+		text := fmt.Sprintf("%o %d:%d %x %d of %s %d.%d", st.Mode, st.Uid, st.Gid, st.Rdev, st.Nlink, inodes[st.Ino], st.Mtim.Sec, st.Mtim.Nsec)
+		switch st.Mode & unix.S_IFMT {
+		case unix.S_IFREG:
+			data, err := os.ReadFile(path)
+			if err != nil {
+				return err
+			}
+			text += digest.FromBytes(data).String()
+		case unix.S_IFLNK:
+			target, err := os.Readlink(path)
+			if err != nil {
+				return err
+			}
+			text += target
+		}
+		names := make([]byte, 4096)
+		n, err := unix.Llistxattr(path, names)
+		if err != nil {
+			return err
+		}
+		for _, name := range slices.Sorted(strings.SplitSeq(strings.TrimRight(string(names[:n]), "\x00"), "\x00")) {
+			value := make([]byte, 4096)
+			n, _ := unix.Lgetxattr(path, name, value)
+			text += fmt.Sprintf(" %s=%q", name, value[:max(n, 0)])
+		}
+		if unpack.IsWhiteout(&st) {
+			text = "whiteout" // its time is that of unpacking
+		}
+		all[path[len(root):]] = text
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return all
+}
+
+// The process does what the library does, with every kind of entry, however the blob is compressed.
+func TestEveryKind(t *testing.T) {
+	p := open(t, built, time.Minute)
+	data := everyKind(t)
+	want := tree(t)
+	result, err := unpack.Layer(t.Context(), want, bytes.NewReader(data), job)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if len(result.Opaques) == 0 || len(result.Links) == 0 || len(result.Implied) == 0 || result.Whiteouts == 0 || result.Unsupported == 0 {
+		t.Errorf("the library says %+v", result)
+	}
+	for name, blob := range map[string][]byte{"plain": data, "gzip": gzipped(t, data), "zstd": zstandard(t, data)} {
+		t.Run(name, func(t *testing.T) {
+			got, read := tree(t), 0
+			told := job
+			told.Progress = func(n int) { read += n }
+			answer, err := p.Unpack(t.Context(), got, bytes.NewReader(blob), told)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !reflect.DeepEqual(answer, result) {
+				t.Errorf("the process says %+v, the library %+v", answer, result)
+			}
+			a, b := describe(t, got.Name()), describe(t, want.Name())
+			if !maps.Equal(a, b) {
+				for path := range b {
+					if a[path] != b[path] {
+						t.Errorf("%q: %s; by the library %s", path, a[path], b[path])
+					}
+				}
+			}
+			if int64(read) > result.TarBytes {
+				t.Errorf("progress to %d of %d", read, result.TarBytes)
+			}
+		})
+	}
+}
+
+func TestErrors(t *testing.T) {
+	p := open(t, built, time.Minute)
+	broken := errors.New("connection reset")
+	good := everyKind(t)
+	bomb := job
+	bomb.Limits.Tar = 1 << 20
+	for name, c := range map[string]struct {
+		blob io.Reader
+		job  unpack.Job
+		code codes.Code
+		text string
+	}{
+		"no tar":       {strings.NewReader(strings.Repeat("no tar", 1000)), job, codes.InvalidArgument, "invalid tar header"},
+		"bad gzip":     {bytes.NewReader(gzipped(t, good)[:1000]), job, codes.DataLoss, "decompress"},
+		"bomb":         {bytes.NewReader(gzipped(t, make([]byte, 100<<20))), bomb, codes.ResourceExhausted, "longer than the 1048576 bytes"},
+		"name":         {bytes.NewReader(pack(t, file("a", ""), file("a/b\x1b[31m", ""))), job, codes.InvalidArgument, `a/b\x1b[31m`},
+		"blob breaks":  {io.MultiReader(bytes.NewReader(good[:70_000]), iotest.ErrReader(broken)), job, codes.Unknown, "connection reset"},
+		"blob is none": {io.MultiReader(bytes.NewReader(good), iotest.ErrReader(errdefs.New(codes.DataLoss, "wrong digest"))), job, codes.DataLoss, "wrong digest"},
+		"nothing":      {iotest.ErrReader(broken), job, codes.Unknown, "connection reset"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			_, err := p.Unpack(t.Context(), tree(t), c.blob, c.job)
+			if errdefs.Code(err) != c.code || !strings.Contains(err.Error(), c.text) {
+				t.Errorf("%v: %v; want %v with %q", errdefs.Code(err), err, c.code, c.text)
+			}
+		})
+	}
+}
+
+// What a process says that was taken over by its layer.
+func TestLies(t *testing.T) {
+	p := liar(t)
+	long := bytes.Repeat(append([]byte{'I', 0, 0, 0x10, 0}, bytes.Repeat([]byte("x"), 4096)...), 2000)
+	for name, c := range map[string]struct {
+		says []byte
+		text string
+	}{
+		"garbage":             {[]byte("garbage, garbage"), "berth-unpack: "},
+		"names without end":   {long, "bytes of names"},
+		"nothing":             {nil, "died: exit status 0"},
+		"result before blob":  {append([]byte("R\x00\x00\x00\x4d\x01\x01\x01\x00\x00\x00"), digest.FromString("x").String()...), "before the end of the blob"},
+		"a way out of a tree": {append([]byte("O\x00\x00\x00\x04../x"), append([]byte("R\x00\x00\x00\x4d\x01\x01\x01\x00\x00\x00"), digest.FromString("x").String()...)...), "../x"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var blob io.Reader = bytes.NewReader(c.says)
+			if name == "result before blob" {
+				blob = io.MultiReader(blob, zeros{})
+			}
+			_, err := p.Unpack(t.Context(), tree(t), blob, job)
+			if err == nil || !strings.Contains(err.Error(), c.text) {
+				t.Errorf("%v, want %q", err, c.text)
+			}
+		})
+	}
+}
+
+type zeros struct{}
+
+func (zeros) Read(p []byte) (int, error) { clear(p); return len(p), nil }

@@ -1,0 +1,251 @@
+// Package wire is what berth-unpack tells the daemon of a layer: progress, and in the end
+// what came of it.
+//
+// # Contract
+//
+// The reader trusts nothing. It takes memory for at most unpack.MaxTold bytes of names and
+// for one message, and what it returns has been checked: names are clean and bounded, numbers
+// are in range, an error has one of the codes that a layer can cause and a text that is
+// short and printable. What it can't check is whether the result is true.
+//
+// A message is a byte for its kind, its length (four bytes, big-endian), and its body. The last
+// one is an error or the summary; names come before that.
+package wire
+
+import (
+	"bufio"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"strings"
+	"unicode"
+
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+
+	"berth/image/unpack"
+)
+
+// Version is the first argument of berth-unpack: a daemon and a berth-unpack of different
+// versions refuse each other.
+const Version = "1"
+
+const (
+	kindProgress = 'P' // bytes of the tar read so far
+	kindLink     = 'L' // name, zero, target
+	kindImplied  = 'I' // name
+	kindOpaque   = 'O' // name
+	kindResult   = 'R' // see appendSummary
+	kindError    = 'E' // code and text
+)
+
+const (
+	headerSize = 5
+	// maxBody is that of a link.
+	maxBody = 2*unix.PathMax + 1
+	maxText = 4 << 10
+	// maxBytes is more than a layer can take or have: sums of a few stay far from overflow.
+	maxBytes = 1 << 56
+)
+
+// Writer sends messages. It is not safe for concurrent use.
+type Writer struct{ w *bufio.Writer }
+
+// NewWriter returns a Writer to w.
+func NewWriter(w io.Writer) *Writer { return &Writer{bufio.NewWriterSize(w, 64<<10)} }
+
+func (w *Writer) put(kind byte, body []byte) {
+	var header [headerSize]byte
+	header[0] = kind
+	binary.BigEndian.PutUint32(header[1:], uint32(len(body)))
+	_, _ = w.w.Write(header[:]) // Flush has the error of both
+	_, _ = w.w.Write(body)
+}
+
+// Progress says how many bytes of the tar have been read so far.
+func (w *Writer) Progress(tarBytes int64) error {
+	w.put(kindProgress, binary.AppendUvarint(nil, uint64(tarBytes)))
+	return w.w.Flush()
+}
+
+// Result says what came of the layer.
+func (w *Writer) Result(r unpack.Result) error {
+	for _, l := range r.Links {
+		w.put(kindLink, []byte(string(l.Name)+"\x00"+string(l.Target)))
+	}
+	for _, name := range r.Implied {
+		w.put(kindImplied, []byte(name))
+	}
+	for _, name := range r.Opaques {
+		w.put(kindOpaque, []byte(name))
+	}
+	w.put(kindResult, appendSummary(nil, r))
+	return w.w.Flush()
+}
+
+// Error says why nothing came of it.
+func (w *Writer) Error(code unpack.Code, text string) error {
+	w.put(kindError, append(binary.AppendUvarint(nil, uint64(code)), text[:min(len(text), maxText)]...))
+	return w.w.Flush()
+}
+
+func appendSummary(b []byte, r unpack.Result) []byte {
+	opaque := uint64(0)
+	if r.Opaque {
+		opaque = 1
+	}
+	for _, n := range []uint64{uint64(r.TarBytes), r.Bytes, r.Inodes, opaque, uint64(r.Whiteouts), uint64(r.Unsupported)} {
+		b = binary.AppendUvarint(b, n)
+	}
+	return append(b, r.Digest...)
+}
+
+// Reader receives messages.
+type Reader struct {
+	r    *bufio.Reader
+	body [maxBody]byte
+	told unpack.Contents
+	left int // bytes of names that may still come
+}
+
+// NewReader returns a Reader from r.
+func NewReader(r io.Reader) *Reader {
+	return &Reader{r: bufio.NewReaderSize(r, 16<<10), left: unpack.MaxTold}
+}
+
+// ErrEnded is returned by Result when the messages end before the last one.
+var ErrEnded = errors.New("the messages end before the result")
+
+// Result reads to the last message. progress is called with each number of bytes
+// that the tar read so far has grown by. An error that the sender reports is an *unpack.Error.
+func (r *Reader) Result(progress func(n int64)) (unpack.Result, error) {
+	tarBytes := uint64(0)
+	for {
+		kind, body, err := r.next()
+		if err != nil {
+			return unpack.Result{}, err
+		}
+		switch kind {
+		case kindProgress:
+			n, rest := number(body)
+			if rest == nil || len(rest) > 0 || n < tarBytes || n > maxBytes {
+				return unpack.Result{}, malformed(kind, body)
+			}
+			progress(int64(n - tarBytes))
+			tarBytes = n
+		case kindLink, kindImplied, kindOpaque:
+			if err := r.name(kind, string(body)); err != nil {
+				return unpack.Result{}, err
+			}
+		case kindResult:
+			return r.summary(body)
+		case kindError:
+			return unpack.Result{}, reported(body)
+		default:
+			return unpack.Result{}, malformed(kind, body)
+		}
+	}
+}
+
+// next reads one message. The body is good until the next call.
+func (r *Reader) next() (kind byte, body []byte, err error) {
+	var header [headerSize]byte
+	if _, err := io.ReadFull(r.r, header[:]); err != nil {
+		return 0, nil, ended(err)
+	}
+	size := binary.BigEndian.Uint32(header[1:])
+	if size > maxBody {
+		return 0, nil, fmt.Errorf("a message %q of %d bytes", header[0], size)
+	}
+	body = r.body[:size]
+	if _, err := io.ReadFull(r.r, body); err != nil {
+		return 0, nil, ended(err)
+	}
+	return header[0], body, nil
+}
+
+func ended(err error) error {
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return ErrEnded
+	}
+	return err
+}
+
+func malformed(kind byte, body []byte) error {
+	return fmt.Errorf("a malformed message %q: %.50q", kind, body)
+}
+
+// name keeps a name. That it is one is checked when all are there.
+func (r *Reader) name(kind byte, body string) error {
+	if r.left -= len(body) + unpack.PerName; r.left < 0 {
+		return fmt.Errorf("more than %d bytes of names", unpack.MaxTold)
+	}
+	switch kind {
+	case kindImplied:
+		r.told.Implied = append(r.told.Implied, unpack.Name(body))
+	case kindOpaque:
+		r.told.Opaques = append(r.told.Opaques, unpack.Name(body))
+	case kindLink:
+		name, target, ok := strings.Cut(body, "\x00")
+		if !ok {
+			return malformed(kind, []byte(body))
+		}
+		r.told.Links = append(r.told.Links, unpack.Link{Name: unpack.Name(name), Target: unpack.Name(target)})
+	}
+	return nil
+}
+
+// summary reads what appendSummary wrote.
+func (r *Reader) summary(body []byte) (unpack.Result, error) {
+	var numbers [6]uint64
+	rest := body
+	for i := range numbers {
+		if numbers[i], rest = number(rest); rest == nil || numbers[i] > maxBytes {
+			return unpack.Result{}, malformed(kindResult, body)
+		}
+	}
+	result := unpack.Result{Digest: digest.Digest(rest), TarBytes: int64(numbers[0]), Contents: r.told}
+	result.Usage = unpack.Usage{Bytes: numbers[1], Inodes: numbers[2]}
+	result.Opaque = numbers[3] == 1
+	if result.Digest.Validate() != nil || numbers[3] > 1 || numbers[4] > math.MaxInt32 || numbers[5] > math.MaxInt32 {
+		return unpack.Result{}, malformed(kindResult, body)
+	}
+	result.Whiteouts, result.Unsupported = int(numbers[4]), int(numbers[5])
+	return result, result.Check()
+}
+
+// number takes a number off b; the rest is nil if there is none.
+func number(b []byte) (n uint64, rest []byte) {
+	n, size := binary.Uvarint(b)
+	if size <= 0 {
+		return 0, nil
+	}
+	return n, b[size:]
+}
+
+// reported is the error that the sender tells of.
+func reported(body []byte) error {
+	n, text := number(body)
+	if text == nil || len(text) > maxText {
+		return malformed(kindError, body)
+	}
+	code := unpack.Code(min(n, math.MaxUint32))
+	switch code {
+	case unpack.InvalidArgument, unpack.ResourceExhausted, unpack.DataLoss, unpack.Internal, unpack.Unknown:
+	default:
+		return malformed(kindError, body)
+	}
+	return &unpack.Error{Code: code, Err: errors.New(printable(string(text)))}
+}
+
+// printable replaces what is none.
+func printable(text string) string {
+	return strings.Map(func(r rune) rune {
+		if unicode.IsPrint(r) {
+			return r
+		}
+		return '\uFFFD'
+	}, text)
+}

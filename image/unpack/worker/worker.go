@@ -1,0 +1,143 @@
+// Package worker is the program berth-unpack: it unpacks one layer and ends.
+//
+// # Contract
+//
+// The daemon (package process) gives it the blob on its standard input, the tree as descriptor TreeFD
+// and what else there is to say as arguments. It first gives up what it does not need (package
+// confine) and only then reads. Its answer, in the form of package wire, goes to standard output.
+// Standard error is for what Go's runtime has to say when it gives up.
+package worker
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"runtime/debug"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+
+	"berth/image/unpack"
+	"berth/image/unpack/confine"
+	"berth/image/unpack/wire"
+)
+
+// Descriptors beside the standard ones.
+const (
+	TreeFD = 3 // the tree
+	ExeFD  = 4 // the program itself; it is closed at once, for its mode is not the layer's to change
+)
+
+const (
+	// heapLimit is from where on Go collects garbage at any price; what lives can be more:
+	// a window of zstd, and the names of directories.
+	heapLimit = 256 << 20
+	// memoryLimit is where the kernel refuses more.
+	memoryLimit = 640 << 20
+	// fileLimit is a descriptor for each level of a directory that is removed, and some.
+	fileLimit = 4096
+)
+
+// progressPeriod is how often the daemon is told of progress, if there is some.
+const progressPeriod = 200 * time.Millisecond
+
+// Args are the arguments that say what a job does.
+func Args(job unpack.Job) []string {
+	number := func(n int64) string { return strconv.FormatInt(n, 10) }
+	return []string{wire.Version, job.Algorithm.String(), number(job.Limits.Tar), number(job.Limits.Bytes), number(job.Limits.Entries)}
+}
+
+func parse(args []string) (unpack.Job, error) {
+	var job unpack.Job
+	if len(args) == 0 || args[0] != wire.Version {
+		return job, errors.New("berth-unpack is started by berth, not by hand, and by a berth of its own version")
+	}
+	if len(args) != 5 {
+		return job, fmt.Errorf("%d arguments", len(args))
+	}
+	if job.Algorithm = digest.Algorithm(args[1]); !job.Algorithm.Available() {
+		return job, fmt.Errorf("digest %q", args[1])
+	}
+	for i, n := range []*int64{&job.Limits.Tar, &job.Limits.Bytes, &job.Limits.Entries} {
+		var err error
+		if *n, err = strconv.ParseInt(args[2+i], 10, 64); err != nil {
+			return job, err
+		}
+	}
+	return job, nil
+}
+
+// Main returns the exit status: 0 if there was an answer, be it an error.
+func Main(args []string) int {
+	if err := run(args); err != nil {
+		fmt.Fprintf(os.Stderr, "%v\n", err)
+		return 1
+	}
+	return 0
+}
+
+func run(args []string) error {
+	job, err := parse(args)
+	if err != nil {
+		return err
+	}
+	if err := os.NewFile(ExeFD, "berth-unpack").Close(); err != nil {
+		return err
+	}
+	debug.SetMemoryLimit(heapLimit)
+	tree := os.NewFile(TreeFD, "tree")
+	// A file is never larger than all of them may be.
+	grant := confine.Grant{Memory: memoryLimit, FileSize: uint64(job.Limits.Bytes), Files: fileLimit}
+	if err := confine.Process(tree, grant); err != nil {
+		return err
+	}
+	return answer(os.Stdout, tree, os.Stdin, job)
+}
+
+// answer unpacks and says what came of it.
+func answer(out io.Writer, tree *os.File, blob io.Reader, job unpack.Job) error {
+	var read, steps atomic.Int64
+	job.Progress = func(n int) { read.Add(int64(n)); steps.Add(1) }
+	w := wire.NewWriter(out)
+	stop := report(w, &read, &steps)
+	result, err := unpack.Layer(context.Background(), tree, blob, job)
+	if err := stop(); err != nil {
+		return err
+	}
+	if err != nil {
+		return w.Error(unpack.CodeOf(err), err.Error())
+	}
+	return w.Result(result)
+}
+
+// report tells of progress until the function it returns is called, after which nothing more
+// is written.
+func report(w *wire.Writer, read, steps *atomic.Int64) (stop func() error) {
+	quit := make(chan struct{})
+	var failed error
+	var done sync.WaitGroup
+	done.Go(func() {
+		tick := time.NewTicker(progressPeriod)
+		defer tick.Stop()
+		for told := int64(0); failed == nil; {
+			select {
+			case <-tick.C:
+				if n := steps.Load(); n != told {
+					told, failed = n, w.Progress(read.Load())
+				}
+			case <-quit:
+				return
+			}
+		}
+	})
+	return func() error {
+		close(quit)
+		done.Wait()
+		return failed
+	}
+}
