@@ -10,7 +10,6 @@ import (
 	"maps"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"strings"
 	"syscall"
 	"time"
@@ -113,21 +112,18 @@ type pluginRun struct {
 	killed         bool // it did not end by itself
 }
 
-// exec starts the plugin and waits for it. The plugin is killed with the daemon
-// too (PR_SET_PDEATHSIG): an ADD that outlived it could allocate an address after
-// the next daemon's DEL. That signal follows the thread, which is locked therefore.
+// exec starts the plugin and waits for it. A plugin whose daemon is killed goes on; the next
+// daemon waits for it (runs.endAll).
 func (p *pluginRun) exec(ctx context.Context) error {
 	p.stdout, p.stderr = capped{max: maxStdout}, capped{max: maxStderr}
 	cmd := exec.CommandContext(ctx, p.path)
 	cmd.Env = p.env
 	cmd.Stdin = bytes.NewReader(p.stdin)
 	cmd.Stdout, cmd.Stderr = &p.stdout, &p.stderr
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: unix.SIGKILL}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) }
 	cmd.WaitDelay = pipeDelay
 
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
 	err := cmd.Run()
 	if state := cmd.ProcessState; state != nil {
 		p.killed = state.Sys().(syscall.WaitStatus).Signaled()

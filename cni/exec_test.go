@@ -174,30 +174,58 @@ func (s sink) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// A plugin does not outlive the daemon, nor do its children the next one's start: what they did
-// after the next daemon's DEL would never be undone.
-func TestPluginDiesWithDaemon(t *testing.T) {
+// What a plugin that hangs has started does not outlive the next daemon's start: what it did after the
+// next daemon's DEL would never be undone.
+func TestHungPluginOfKilledDaemon(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", `setsid sh -c 'echo $$ >$record/apart; exec sleep 1000' & sleep 1000 & echo $! >$record/child; echo $$ >$record/self; wait`)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
-	daemon := exec.Command("/proc/self/exe")
-	daemon.Env = append(os.Environ(), daemonVar+"="+filepath.Dir(b.conf))
-	must(t, daemon.Start())
+	daemon := b.killableDaemon()
 	plugin, child, apart := b.readPID("self"), b.readPID("child"), b.readPID("apart")
-	must(t, daemon.Process.Kill())
-	if err := daemon.Wait(); err == nil {
-		t.Error("the daemon was not killed")
-	}
-	eventually(t, "the plugin is gone", func() bool { return isGone(plugin) })
-	if isGone(child) || isGone(apart) {
-		t.Error("its children are gone before anybody has looked for them")
-	}
+	daemon.kill()
 	b.start()
-	if !isGone(child) || !isGone(apart) {
+	if !isGone(plugin) || !isGone(child) || !isGone(apart) {
 		t.Error("the next daemon started beside what the plugin left")
 	}
 	if left := readDir(t, b.runs); len(left) > 0 {
 		t.Errorf("still noted as running: %v", left)
+	}
+}
+
+// A plugin that works when its daemon is killed is not interrupted, and the next daemon begins when it has ended.
+func TestBusyPluginOfKilledDaemon(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", `echo $$ >$record/self; while [ ! -e $record/killed ]; do sleep 0.01; done; sleep 0.5; echo $$ >$record/done`)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	daemon := b.killableDaemon()
+	plugin := b.readPID("self")
+	daemon.kill()
+	must(t, os.WriteFile(filepath.Join(b.record, "killed"), nil, 0o600))
+	b.start()
+	if b.readPID("done") != plugin || !isGone(plugin) {
+		t.Error("the plugin was interrupted, or not waited for")
+	}
+}
+
+// testDaemon is another process that adds a pod in a bed.
+type testDaemon struct {
+	t *testing.T
+	*exec.Cmd
+}
+
+func (b *bed) killableDaemon() testDaemon {
+	b.t.Helper()
+	d := testDaemon{b.t, exec.Command("/proc/self/exe")}
+	d.Env = append(os.Environ(), daemonVar+"="+filepath.Dir(b.conf))
+	must(b.t, d.Start())
+	return d
+}
+
+func (d testDaemon) kill() {
+	d.t.Helper()
+	must(d.t, d.Process.Kill())
+	if d.Wait() == nil {
+		d.t.Error("the daemon was not killed")
 	}
 }
 

@@ -58,7 +58,7 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// daemonVar makes the test binary the daemon of TestPluginDiesWithDaemon, which adds a
+// daemonVar makes the test binary a daemon that can be killed, which adds a
 // pod in a bed's directory.
 const daemonVar = "BERTH_CNI_TEST_DAEMON"
 

@@ -14,8 +14,8 @@
 // every Add, the failed ones too, until it returns nil, and never two operations
 // for one pod at the same time.
 //
-// When the context ends the plugin and all that it started are killed (strays.go). A daemon that
-// is killed takes its plugins with it; New of the next one ends their children. The pod's network namespace is made by NewNetNS, with its
+// When the context ends the plugin and all that it started are killed (strays.go). Plugins of a
+// daemon that is killed go on; New of the next one waits for them and ends those that hang. The pod's network namespace is made by NewNetNS, with its
 // loopback interface up, so no loopback plugin is needed.
 //
 // Specification: CNI 1.1.0; configurations from 0.1.0 to 1.1.0 are understood.
@@ -81,8 +81,8 @@ type Network struct {
 	done sync.WaitGroup // the owner goroutine and its STATUS probes
 }
 
-// New ends what plugins of an earlier daemon with the same RunDir left, reads the configuration
-// and starts to follow it. It does not wait for plugins. Errors: InvalidArgument for a Config that cannot work. Where the
+// New waits for what plugins of an earlier daemon with the same RunDir left, for some seconds, and kills what
+// hangs; then it reads the configuration and starts to follow it. Errors: InvalidArgument for a Config that cannot work. Where the
 // kernel has no inotify instance left, the directory is followed by Status alone
 // and the log says so.
 func New(cfg Config, log *slog.Logger) (*Network, error) {

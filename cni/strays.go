@@ -1,7 +1,6 @@
 package cni
 
 import (
-	"bytes"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -10,7 +9,9 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -18,19 +19,22 @@ import (
 	"berth/internal/pidfd"
 )
 
-// Strays are processes that a plugin started and left: its process group is killed when it
-// hangs, but a child may have a group of its own, and when the daemon is killed only the plugin itself
-// goes with it. Each run of a plugin has an ID of its own, which its children inherit in their
+// Strays are plugins that outlive their daemon, and processes that a plugin started and left: its
+// process group is killed when it hangs, but a child may have a group of its own. Each run of a plugin has an ID of its own, which its children inherit in their
 // environment, and, while it lasts, a file of that name. So the next daemon finds the runs that
-// did not end, and their processes, wherever they are by then. A child that empties its
+// did not end, and their processes, wherever they are by then. It lets them end by themselves, for a
+// while: a DEL that is killed half-way may not be able to go on where it was (the bridge plugin finds the
+// rules it made by the addresses of the link that it deletes first). A child that empties its
 // environment is not found. Children of a run that ended by itself, well or not, are what the
 // plugin wanted, and stay.
 
 // runVar is the variable that carries the ID of a run.
 const runVar = "BERTH_CNI_RUN"
 
-// strayLimit bounds how long processes that were killed are waited for.
-const strayLimit = 5 * time.Second
+const (
+	strayLimit = 5 * time.Second // for processes that were killed
+	leftLimit  = 5 * time.Second // for plugins of a daemon that was killed to end by themselves
+)
 
 // runs is where the plugins that run are noted.
 type runs struct {
@@ -57,9 +61,7 @@ func (r runs) begin(what string) (id string, err error) {
 // end forgets a run. One that did not end by itself is remembered as long as it has processes.
 func (r runs) end(id string, byItself bool) {
 	if !byItself {
-		ctx, cancel := context.WithTimeout(context.Background(), strayLimit)
-		defer cancel()
-		if err := killStrays(ctx, id); err != nil {
+		if err := killStrays(context.Background(), id); err != nil {
 			r.log.Error("kill what a CNI plugin started", "run", id, "error", err)
 			return
 		}
@@ -76,8 +78,8 @@ func (r runs) forget(id string) {
 	}
 }
 
-// endAll ends what plugins of an earlier daemon left when that was killed: what they did after a DEL
-// would never be undone. The error names what does not end; the next daemon looks for it again.
+// endAll waits for what plugins of an earlier daemon left when that was killed, and kills what does not end by itself: what
+// it did after a DEL would never be undone. The error names what does not end; the next daemon looks for it again.
 func (r runs) endAll(ctx context.Context) error {
 	if r.dir == "" {
 		return nil
@@ -89,23 +91,42 @@ func (r runs) endAll(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("read directory: %w", err)
 	}
-	ctx, cancel := context.WithTimeout(ctx, strayLimit)
-	defer cancel()
-	var errs []error
+	var ids []string
 	for _, e := range entries {
-		if err := killStrays(ctx, e.Name()); err != nil {
-			errs = append(errs, fmt.Errorf("run %s of a CNI plugin: %w", e.Name(), err))
-			continue
-		}
-		r.forget(e.Name())
+		ids = append(ids, e.Name())
 	}
-	return errors.Join(errs...)
+	if len(ids) == 0 {
+		return nil
+	}
+	if err := untilNone(ctx, leftLimit, func() ([]int, error) { return strays(ids) }); err != nil {
+		r.log.Warn("CNI plugins of an earlier daemon are killed", "error", err)
+	}
+	if err := killStrays(ctx, ids...); err != nil {
+		return err
+	}
+	for _, id := range ids {
+		r.forget(id)
+	}
+	return nil
 }
 
-// killStrays kills the processes of a run and looks again until there are none: they may be forking.
-func killStrays(ctx context.Context, id string) error {
+// killStrays kills the processes of runs and looks again until there are none: they may be forking.
+func killStrays(ctx context.Context, ids ...string) error {
+	return untilNone(ctx, strayLimit, func() ([]int, error) {
+		pids, err := strays(ids)
+		for _, pid := range pids {
+			err = errors.Join(err, killIf(pid, func() bool { return belongs(pid, ids) }))
+		}
+		return pids, err
+	})
+}
+
+// untilNone looks again and again, until there is no process any more.
+func untilNone(ctx context.Context, limit time.Duration, look func() ([]int, error)) error {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
 	for delay := time.Millisecond; ; delay = min(2*delay, 100*time.Millisecond) {
-		left, err := signalStrays([]byte(runVar + "=" + id))
+		left, err := look()
 		if err != nil {
 			return err
 		}
@@ -120,8 +141,8 @@ func killStrays(ctx context.Context, id string) error {
 	}
 }
 
-// signalStrays kills the processes with a variable and returns their IDs.
-func signalStrays(variable []byte) (pids []int, err error) {
+// strays finds the processes of runs.
+func strays(ids []string) (pids []int, err error) {
 	proc, err := os.Open("/proc")
 	if err != nil {
 		return nil, err
@@ -131,14 +152,9 @@ func signalStrays(variable []byte) (pids []int, err error) {
 		return nil, err
 	}
 	for _, name := range names {
-		pid, err := strconv.Atoi(name)
-		if err != nil || pid == os.Getpid() || !hasVariable(name, variable) {
-			continue
+		if pid, err := strconv.Atoi(name); err == nil && pid != os.Getpid() && belongs(pid, ids) {
+			pids = append(pids, pid)
 		}
-		if err := killIf(pid, func() bool { return hasVariable(name, variable) }); err != nil {
-			return pids, err
-		}
-		pids = append(pids, pid)
 	}
 	return pids, nil
 }
@@ -162,16 +178,16 @@ func killIf(pid int, condition func() bool) error {
 	return errors.Join(err, process.Close())
 }
 
-// hasVariable reads the environment a process was started with; zombies have none. Who is gone, or
+// belongs reads the environment that a process was started with; zombies have none. Who is gone, or
 // hides his environment even from root, is not one of ours.
-func hasVariable(pid string, variable []byte) bool {
-	environ, err := os.ReadFile("/proc/" + pid + "/environ")
+func belongs(pid int, ids []string) bool {
+	environ, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/environ")
 	if err != nil {
 		return false
 	}
-	for kv := range bytes.SplitSeq(environ, []byte{0}) {
-		if bytes.Equal(kv, variable) {
-			return true
+	for kv := range strings.SplitSeq(string(environ), "\x00") {
+		if id, ok := strings.CutPrefix(kv, runVar+"="); ok {
+			return slices.Contains(ids, id)
 		}
 	}
 	return false
