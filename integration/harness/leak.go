@@ -248,6 +248,50 @@ func OpenFiles(pid int) []string {
 	return out
 }
 
+// Held takes what the daemon and the machine hold, and returns what later tells of everything
+// there is more of. Some things end a moment after the call that asks for it, so both looks
+// are repeated.
+func (d *Daemon) Held(t *testing.T) (grown func(t *testing.T) []string) {
+	t.Helper()
+	before := d.settled(t)
+	return func(t *testing.T) (diff []string) {
+		t.Helper()
+		_ = WaitUpTo(leakPatience, func() error {
+			if diff = d.Snapshot(t).Grown(before); len(diff) > 0 {
+				return fmt.Errorf("%d differences", len(diff))
+			}
+			return nil
+		})
+		return Summary(diff)
+	}
+}
+
+// settled takes snapshots until two, one after the other, are the same.
+func (d *Daemon) settled(t *testing.T) snapshot {
+	t.Helper()
+	last := d.Snapshot(t)
+	_ = WaitUpTo(leakPatience, func() error {
+		before := last
+		last = d.Snapshot(t)
+		if len(before.Grown(last))+len(last.Grown(before)) > 0 {
+			return fmt.Errorf("it changes")
+		}
+		return nil
+	})
+	return last
+}
+
+// Memory returns the daemon's resident memory, in kB.
+func (d *Daemon) Memory(t *testing.T) (kilobytes int) {
+	t.Helper()
+	_, err := fmt.Sscan(StatusField(t, d.Cmd.Process.Pid, "VmRSS"), &kilobytes)
+	Must(t, err)
+	return kilobytes
+}
+
+// PodCount is how many configurations of pods and containers were made.
+func (d *Daemon) PodCount() int { return int(d.pods.Load()) }
+
 // Goroutines asks the daemon how many it has.
 func (d *Daemon) Goroutines(t *testing.T) int {
 	t.Helper()

@@ -116,3 +116,7 @@ func source() string {
 	}
 	return "."
 }
+
+// Thorough tells whether tests that enumerate are to try everything, which takes hours, and not
+// the selection that each change is tested with. contrib/torture asks for it.
+func Thorough() bool { return os.Getenv("BERTH_TORTURE") != "" }

@@ -1,0 +1,9 @@
+package endurance
+
+import (
+	"testing"
+
+	"berth/integration/harness"
+)
+
+func TestMain(m *testing.M) { harness.Main(m) }
