@@ -2,9 +2,6 @@ package integration
 
 import (
 	"fmt"
-	"os"
-	"os/exec"
-	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
@@ -186,59 +183,6 @@ func waitForProgress(d *harness.Daemon, step int) error {
 		}
 		return nil
 	})
-}
-
-// After a reboot nothing runs and /run is empty, but the addresses of the pods are
-// still taken. Pods are not ready, containers have exited, and removal gives the
-// addresses back.
-func TestReboot(t *testing.T) {
-	d := harness.StartDaemon(t)
-	pod := d.RunPod(t, harness.SharedPID)
-	running := pod.Run(t)
-	exited, before := pod.RunToEnd(t, harness.Script("exit 9"))
-	pause := pod.PausePID(t)
-	d.Kill(t)
-
-	harness.Must(t, syscall.Kill(pause, syscall.SIGKILL)) // process 1 of the pod: all others go with it
-	harness.Eventually(t, "the pod's processes are gone", func() error {
-		if left := harness.CommandLines("berth-monitor"); len(left) > 0 || harness.Alive(pause) {
-			return fmt.Errorf("still there: %q", left)
-		}
-		return nil
-	})
-	d.ForgetMounts(t)
-	harness.Must(t, os.RemoveAll(d.State))
-	for _, name := range harness.ReadDir("/run/netns") {
-		harness.Must(t, syscall.Unmount("/run/netns/"+name, syscall.MNT_DETACH))
-		harness.Must(t, os.Remove("/run/netns/"+name))
-	}
-	harness.RemoveLink(t, "berth0")
-	for _, flag := range []string{"-F", "-X"} {
-		if out, err := exec.Command("iptables", "-t", "nat", flag).CombinedOutput(); err != nil {
-			t.Fatalf("iptables %s: %v: %s", flag, err, out)
-		}
-	}
-	fakeBootID(t)
-	d.Start(t)
-
-	harness.Equal(t, "pod state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
-	status := running.Status(t)
-	harness.Equal(t, "state of the container that ran", status.State, runtimeapi.ContainerState_CONTAINER_EXITED)
-	if status.ExitCode == 0 || status.FinishedAt == 0 {
-		t.Errorf("its exit code is %d, its end %d", status.ExitCode, status.FinishedAt)
-	}
-	harness.Equal(t, "exit code of the container that had exited", exited.Status(t).ExitCode, before.ExitCode)
-	pod.Remove(t)
-}
-
-// fakeBootID gives this machine another boot ID until the test ends.
-func fakeBootID(t *testing.T) {
-	t.Helper()
-	const path = "/proc/sys/kernel/random/boot_id"
-	file := filepath.Join(t.TempDir(), "boot_id")
-	harness.Must(t, os.WriteFile(file, []byte("00000000-1111-2222-3333-444444444444\n"), 0o444))
-	harness.Must(t, syscall.Mount(file, path, "", syscall.MS_BIND, ""))
-	t.Cleanup(func() { harness.Must(t, syscall.Unmount(path, 0)) })
 }
 
 func TestSecondDaemonRefused(t *testing.T) {

@@ -82,23 +82,16 @@ func (d *Daemon) podProcesses(t *testing.T) (pids []int) {
 	return pids
 }
 
-// bootID is the file that stands in for the kernel's boot ID; "" if none does.
-var bootID string
-
-// NewBoot gives this machine another boot ID. The kernel's own is back when the first test that called it ends.
-func NewBoot(t *testing.T) {
+// Boot starts the daemon as after a boot: with another boot ID than any before. The machine has it only for as
+// long as the daemon needs to read it, for with anything mounted in /proc the kernel gives user namespaces no /proc of their own.
+func (d *Daemon) Boot(t *testing.T) {
 	t.Helper()
-	if bootID == "" {
-		const path = "/proc/sys/kernel/random/boot_id"
-		bootID = filepath.Join(t.TempDir(), "boot_id")
-		Must(t, os.WriteFile(bootID, nil, 0o444))
-		Must(t, unix.Mount(bootID, path, "", unix.MS_BIND, ""))
-		t.Cleanup(func() {
-			bootID = ""
-			Must(t, unix.Unmount(path, 0))
-		})
-	}
+	const path = "/proc/sys/kernel/random/boot_id"
 	var id [16]byte
 	_, _ = rand.Read(id[:]) // never fails
-	Must(t, os.WriteFile(bootID, []byte(hex.EncodeToString(id[:])+"\n"), 0o444))
+	file := filepath.Join(t.TempDir(), "boot_id")
+	Must(t, os.WriteFile(file, []byte(hex.EncodeToString(id[:])+"\n"), 0o444))
+	Must(t, unix.Mount(file, path, "", unix.MS_BIND, ""))
+	defer func() { Must(t, unix.Unmount(path, 0)) }()
+	d.Start(t)
 }

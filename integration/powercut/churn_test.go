@@ -45,8 +45,7 @@ func (n *node) store() string { return filepath.Join(n.Root, "images") }
 func (n *node) boot(t *testing.T, disk *blocklog.Disk) (end func()) {
 	t.Helper()
 	m := n.mount(t, disk, n.dir)
-	harness.NewBoot(t)
-	n.Start(t)
+	n.Boot(t)
 	return func() {
 		n.Stop(t)
 		n.LoseState(t)
