@@ -154,6 +154,29 @@ func TestExecSyncErrors(t *testing.T) {
 	}
 }
 
+// Whoever of those that an error passes names the container, one does.
+func TestErrorsNameTheContainerOnce(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	running := pod.Run(t)
+	exited, _ := pod.RunToEnd(t, harness.Command("true"))
+	bad := pod.Create(t, harness.Command("/no/such/program"))
+	for name, try := range map[string]func() (id string, err error){
+		"exec of no program": func() (string, error) {
+			_, _, err := d.Cri.ExecSync(t.Context(), running.Id, []string{"/no/such/program"}, 0)
+			return running.Id, err
+		},
+		"exec in what has exited": func() (string, error) {
+			_, _, err := d.Cri.ExecSync(t.Context(), exited.Id, []string{"true"}, 0)
+			return exited.Id, err
+		},
+		"start of no program": func() (string, error) { return bad.Id, d.Cri.StartContainer(t.Context(), bad.Id) },
+	} {
+		id, err := try()
+		t.Run(name, func(t *testing.T) { harness.WantOnce(t, err, id) })
+	}
+}
+
 // A user other than root has no capability but the ambient ones: init, and what is executed later.
 func TestAmbientCapabilities(t *testing.T) {
 	d := harness.StartDaemon(t)

@@ -138,6 +138,7 @@ func TestCrun(t *testing.T) {
 		harness.Equal(t, "exit code of an exec", harness.ExitCode(err), 3)
 		_, _, err = d.Cri.ExecSync(t.Context(), c.Id, []string{"no-such-command"}, 0)
 		harness.WantCode(t, err, codes.InvalidArgument, "no-such-command")
+		harness.WantOnce(t, err, c.Id)
 		c.Stop(t, 10)
 		status := c.WaitExited(t)
 		harness.Equal(t, "exit code", status.ExitCode, 7)

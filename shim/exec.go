@@ -37,11 +37,11 @@ type Exec struct {
 // caller still closes its own. When ctx ends before the process runs, it is killed;
 // afterwards ctx has no meaning.
 //
-// Codes: FailedPrecondition if the container is not running, InvalidArgument if
+// Errors do not name the container, which the caller knows. Codes: FailedPrecondition if it is not running, InvalidArgument if
 // the process cannot be carried out, such as a command that does not exist.
 func (l *Launchers) Exec(ctx context.Context, req ExecRequest) (*Exec, error) {
 	if err := ctx.Err(); err != nil {
-		return nil, fmt.Errorf("exec in container %s: %w", req.ID, err)
+		return nil, err
 	}
 	l.lend(1)
 	p, err := l.take(true)
@@ -78,20 +78,20 @@ func (e *Exec) start(ctx context.Context, req ExecRequest) (again bool, err erro
 		}
 	}
 	if err := e.p.conn.Send(control.Request{Exec: order}, files...); err != nil {
-		return false, errdefs.Internal("exec in container %s: %w", req.ID, err)
+		return false, errdefs.Internal("ask the launcher: %w", err)
 	}
 	var reply control.Reply
 	got, err := e.receive(ctx, &reply)
 	e.l.logWarnings(req.ID, reply.Warnings)
 	switch {
 	case errors.Is(err, os.ErrDeadlineExceeded): // not waited for: the launcher kills what it has started when it is retired
-		return false, fmt.Errorf("exec in container %s: %w", req.ID, context.Cause(ctx))
+		return false, context.Cause(ctx)
 	case err != nil:
-		return false, errdefs.Internal("exec in container %s: the launcher is lost: %w", req.ID, err)
+		return false, errdefs.Internal("the launcher is lost: %w", err)
 	case reply.Error != nil:
 		return true, failure(ctx, reply.Error)
 	case reply.Exec == nil || len(got) < 1 || len(got) > 2:
-		return false, errors.Join(errdefs.Internal("exec in container %s: the launcher's reply makes no sense", req.ID), closeFiles(got))
+		return false, errors.Join(errdefs.Internal("the launcher's reply makes no sense"), closeFiles(got))
 	}
 	e.pid = reply.Exec.PID
 	if e.proc, err = asPidfd(got[0]); err != nil {
@@ -127,7 +127,7 @@ func (e *Exec) Console() *os.File { return e.console }
 // Resize changes the terminal's size, in characters.
 func (e *Exec) Resize(width, height uint16) error {
 	if e.console == nil {
-		return errdefs.FailedPrecondition("exec in container %s: it has no terminal", e.id)
+		return errdefs.FailedPrecondition("resize terminal: there is none")
 	}
 	conn, err := e.console.SyscallConn()
 	if err != nil {
@@ -153,7 +153,7 @@ func (e *Exec) Kill() error {
 		return nil
 	}
 	if err := e.p.conn.Send(control.Request{Kill: e.execID}); err != nil {
-		return errors.Join(fmt.Errorf("kill exec in container %s: %w", e.id, err), pidfd.Signal(e.proc, unix.SIGKILL))
+		return errors.Join(fmt.Errorf("kill exec: %w", err), pidfd.Signal(e.proc, unix.SIGKILL))
 	}
 	return nil
 }
@@ -169,7 +169,7 @@ func (e *Exec) Wait(ctx context.Context) (int32, error) {
 	var reply control.Reply
 	_, err := e.receive(ctx, &reply)
 	if errors.Is(err, os.ErrDeadlineExceeded) {
-		return 0, fmt.Errorf("exec in container %s: %w", e.id, context.Cause(ctx))
+		return 0, context.Cause(ctx)
 	}
 	e.l.logWarnings(e.id, reply.Warnings)
 	return e.finish(&reply, err)
@@ -201,9 +201,9 @@ func (e *Exec) result() (ended bool, code int32, err error) {
 func (e *Exec) finish(reply *control.Reply, err error) (int32, error) {
 	switch {
 	case err != nil:
-		err = errdefs.Internal("exec in container %s: the launcher is lost: %w", e.id, err)
+		err = errdefs.Internal("the launcher is lost: %w", err)
 	case reply.Exited == nil:
-		err = errdefs.Internal("exec in container %s: the launcher's reply makes no sense", e.id)
+		err = errdefs.Internal("the launcher's reply makes no sense")
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()

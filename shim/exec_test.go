@@ -188,7 +188,7 @@ func TestExecErrors(t *testing.T) {
 		{"path", c.ID, testProcess("/no/such/file"), codes.InvalidArgument, "/no/such/file"},
 		{"nothing", c.ID, testProcess(), codes.InvalidArgument, "no command"},
 		{"cwd", c.ID, &specs.Process{Args: []string{"true"}, Cwd: "/no/such/dir", Env: []string{"PATH=/bin"}}, codes.InvalidArgument, "/no/such/dir"},
-		{"container", "no-such-container", testProcess("true"), codes.FailedPrecondition, "no-such-container"},
+		{"container", "no-such-container", testProcess("true"), codes.FailedPrecondition, "it is not running"},
 	} {
 		x, err := e.Exec(e.ctx, ExecRequest{ID: tt.id, ExecID: tt.name, Process: tt.process})
 		if err == nil {

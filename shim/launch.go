@@ -31,11 +31,11 @@ const (
 // it: no process, cgroup, libcontainer state or socket. When ctx ends the launch is
 // taken back, unless the container was running by then, which is no error.
 //
-// Codes: InvalidArgument if the spec cannot be carried out, such as a command that
+// Errors do not name the container, which the caller knows. Codes: InvalidArgument if the spec cannot be carried out, such as a command that
 // does not exist; Canceled or DeadlineExceeded with ctx; Internal otherwise.
 func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, error) {
 	if err := ctx.Err(); err != nil {
-		return nil, fmt.Errorf("launch %s: %w", req.ID, err)
+		return nil, err
 	}
 	l.Expect()
 	p, err := l.takeFor(req.Spec)
@@ -63,11 +63,11 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchReque
 	}
 	switch {
 	case err != nil:
-		err = errors.Join(errdefs.Internal("launch %s: the launcher is lost: %w", req.ID, err), l.scrub(p, req))
+		err = errors.Join(errdefs.Internal("the launcher is lost: %w", err), l.scrub(p, req))
 	case reply.Error != nil:
 		err = failure(ctx, reply.Error)
 	case reply.Started == nil || len(files) != 1:
-		err = errors.Join(errdefs.Internal("launch %s: the launcher's reply makes no sense", req.ID), l.scrub(p, req))
+		err = errors.Join(errdefs.Internal("the launcher's reply makes no sense"), l.scrub(p, req))
 	}
 	failpoint.Reach("launch.answered")
 	l.logWarnings(req.ID, reply.Warnings)
@@ -161,7 +161,7 @@ func asPidfd(f *os.File) (*os.File, error) {
 // scrub removes what a launcher that did not end its work may have left.
 func (l *Launchers) scrub(p *launcher, req LaunchRequest) error {
 	if err := kill(p.proc); err != nil {
-		return fmt.Errorf("kill launcher of %s: %w", req.ID, err)
+		return fmt.Errorf("kill the launcher: %w", err)
 	}
 	if req.Spec == nil || req.Spec.Linux == nil {
 		return nil

@@ -3,6 +3,7 @@ package harness
 import (
 	"errors"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -78,6 +79,17 @@ func WantCode(t *testing.T, err error, code codes.Code, parts ...string) {
 		if !Contains(err.Error(), part) {
 			t.Errorf("the error does not mention %q: %v", part, err)
 		}
+	}
+}
+
+// WantOnce checks that an error mentions something, and does not repeat itself.
+func WantOnce(t *testing.T, err error, part string) {
+	t.Helper()
+	if err == nil {
+		t.Fatal("no error")
+	}
+	if n := strings.Count(err.Error(), part); n != 1 {
+		t.Errorf("the error mentions %q %d times: %v", part, n, err)
 	}
 }
 

@@ -18,12 +18,12 @@ import (
 func (c *libraryMaker) writeBundle() error {
 	data, err := json.Marshal(c.Spec)
 	if err != nil {
-		return fmt.Errorf("encode the spec of %s for its hooks: %w", c.ID, err)
+		return fmt.Errorf("encode the spec for its hooks: %w", err)
 	}
 	path := filepath.Join(c.Dir, ociruntime.ConfigFile)
 	c.undo.Add("remove "+path, func() error { return ignore(unix.Unlink(path), unix.ENOENT) })
 	if err := os.WriteFile(path, data, 0o600); err != nil {
-		return fmt.Errorf("write the spec of %s for its hooks: %w", c.ID, err)
+		return fmt.Errorf("write the spec for its hooks: %w", err)
 	}
 	// libcontainer takes the working directory for the bundle.
 	c.config.Labels = slices.DeleteFunc(c.config.Labels, func(l string) bool { return strings.HasPrefix(l, "bundle=") })

@@ -149,7 +149,7 @@ func (e *libraryExec) start() (pid int, err error) {
 		return 0, err
 	}
 	if err := e.ownPipes(); err != nil {
-		return 0, fmt.Errorf("exec in container %s: %w", e.ID, err)
+		return 0, err
 	}
 	e.io.give(e.process)
 	if err := e.makeCgroup(); err != nil {
@@ -159,10 +159,10 @@ func (e *libraryExec) start() (pid int, err error) {
 		if endErr := e.checkRunning(); endErr != nil { // that is why
 			return 0, endErr
 		}
-		return 0, fmt.Errorf("exec in container %s: %w", e.ID, err)
+		return 0, err
 	}
 	if pid, err = e.process.Pid(); err != nil {
-		return 0, fmt.Errorf("exec in container %s: %w", e.ID, err)
+		return 0, err
 	}
 	if e.io.socket != nil {
 		err = e.io.receiveConsole()
@@ -177,10 +177,10 @@ func (e *libraryExec) kill() error { return e.killProcesses() }
 func (e *libraryExec) load() (err error) {
 	e.container, err = libcontainer.Load(e.StateRoot, e.ID)
 	if errors.Is(err, libcontainer.ErrNotExist) {
-		return control.Errorf(control.FailedPrecondition, "container %s is not running", e.ID)
+		return control.Errorf(control.FailedPrecondition, "it is not running")
 	}
 	if err != nil {
-		return fmt.Errorf("load container %s: %w", e.ID, err)
+		return fmt.Errorf("load its state: %w", err)
 	}
 	return e.checkRunning()
 }
@@ -200,10 +200,10 @@ func (e *libraryExec) ownPipes() error {
 func (e *libraryExec) checkRunning() error {
 	status, err := e.container.Status()
 	if err != nil {
-		return fmt.Errorf("status of container %s: %w", e.ID, err)
+		return fmt.Errorf("look at its state: %w", err)
 	}
 	if status == libcontainer.Stopped {
-		return control.Errorf(control.FailedPrecondition, "container %s is not running", e.ID)
+		return control.Errorf(control.FailedPrecondition, "it is not running")
 	}
 	return nil
 }
@@ -232,7 +232,7 @@ func (e *execution) setIO() (err error) {
 func (e *libraryExec) makeCgroup() error {
 	state, err := e.container.State()
 	if err != nil {
-		return fmt.Errorf("state of %s: %w", e.ID, err)
+		return fmt.Errorf("read its state: %w", err)
 	}
 	dir, hierarchy := makeExecCgroup(state.CgroupPaths, e.ExecID)
 	if dir != "" {

@@ -44,7 +44,7 @@ func (c *launch) openIO() (err error) {
 		return nil
 	}
 	if c.io.listener, err = listen(c.Dir); err != nil {
-		return fmt.Errorf("socket of %s: %w", c.ID, err)
+		return fmt.Errorf("socket: %w", err)
 	}
 	c.undo.Add("remove the socket", func() error {
 		return ignore(unix.Unlink(filepath.Join(c.Dir, SocketFile)), unix.ENOENT)

@@ -64,7 +64,7 @@ func (l *launcher) serveLaunch(order *control.Launch) error {
 	err = l.becomeMonitor(c.MonitorPath, &c.monitor, c)
 	// The daemon believes that the container runs. It will see this process end
 	// without an exit record.
-	return errors.Join(fmt.Errorf("execute monitor of %s: %w", c.ID, err), c.maker.destroy())
+	return errors.Join(fmt.Errorf("execute the monitor: %w", err), c.maker.destroy())
 }
 
 // run brings the container up and tells the daemon. If it returns an error,
@@ -102,9 +102,9 @@ func (c *launch) run() (err error) {
 func (c *launch) check() (err error) {
 	switch {
 	case c.Spec == nil || c.Spec.Linux == nil || c.Spec.Process == nil:
-		return control.Errorf(control.Internal, "launch %s: the spec is incomplete", c.ID)
+		return control.Errorf(control.Internal, "the spec is incomplete")
 	case !c.Pause && unix.Access(c.MonitorPath, unix.X_OK) != nil:
-		return control.Errorf(control.Internal, "launch %s: monitor %s is not executable", c.ID, c.MonitorPath)
+		return control.Errorf(control.Internal, "monitor %s is not executable", c.MonitorPath)
 	}
 	c.group, err = cgroup.Open(c.Spec.Linux.CgroupsPath, c.SystemdCgroup)
 	return err
@@ -174,7 +174,7 @@ func (c *launch) mountAt(layers rootfs.Spec, dir string) error {
 
 func (c *launch) makeDir(dir string) error {
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
-		return fmt.Errorf("mount point of %s: %w", c.ID, err)
+		return fmt.Errorf("mount point: %w", err)
 	}
 	c.undo.Add("remove "+dir, func() error { return ignore(unix.Rmdir(dir), unix.ENOENT) })
 	return nil
@@ -273,7 +273,7 @@ func (c *launch) recordInit() error {
 
 func (c *launch) execute() error {
 	if err := c.maker.execute(); err != nil {
-		return fmt.Errorf("start container %s: %w", c.ID, err)
+		return err
 	}
 	if c.init != nil {
 		return nil
@@ -286,7 +286,7 @@ func (c *launch) execute() error {
 func (c *launch) follow() error {
 	pid, verdict, err := c.maker.follow()
 	if err != nil {
-		return fmt.Errorf("follow container %s: %w", c.ID, err)
+		return fmt.Errorf("follow it: %w", err)
 	}
 	c.verdict = verdict
 	if err := errors.Join(c.noteInit(pid), c.io.started()); err != nil {
@@ -308,7 +308,7 @@ func (c *launch) commit() error {
 	c.committed = !cancelled
 	c.mu.Unlock()
 	if cancelled {
-		return control.Errorf(control.Canceled, "launch of %s was cancelled", c.ID)
+		return control.Errorf(control.Canceled, "the launch was cancelled")
 	}
 	return c.l.reply(control.Reply{Started: &c.started}, c.init)
 }

@@ -3,7 +3,6 @@ package launcher
 import (
 	"context"
 	"errors"
-	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
@@ -60,7 +59,7 @@ func (m *libraryMaker) prepare() (err error) {
 		Spec:             withoutMappings(m.Spec),
 	})
 	if err != nil {
-		return control.Errorf(control.InvalidArgument, "runtime spec of %s: %v", m.ID, err)
+		return control.Errorf(control.InvalidArgument, "runtime spec: %v", err)
 	}
 	if m.Spec.Hooks != nil {
 		if err := m.writeBundle(); err != nil {
@@ -103,15 +102,15 @@ func hostRootOf(config *configs.Config) (uid, gid int, err error) {
 func (m *libraryMaker) create() (pid int, err error) {
 	m.container, err = libcontainer.Create(m.StateRoot, m.ID, m.config)
 	if err != nil {
-		return 0, fmt.Errorf("create container %s: %w", m.ID, err)
+		return 0, err
 	}
 	m.undo.Add("destroy container "+m.ID, m.destroy)
 	m.io.give(m.process)
 	if err := m.container.Start(m.process); err != nil {
-		return 0, fmt.Errorf("start container %s: %w", m.ID, err)
+		return 0, err
 	}
 	if pid, err = m.process.Pid(); err != nil {
-		return 0, fmt.Errorf("start container %s: %w", m.ID, err)
+		return 0, err
 	}
 	return pid, nil
 }

@@ -76,10 +76,10 @@ func hostID(mappings []specs.LinuxIDMapping) (int, error) {
 // what it makes.
 func (m *programMaker) create() (pid int, err error) {
 	if m.Runtime.Has(m.ID) {
-		return 0, fmt.Errorf("create container %s: it exists", m.ID)
+		return 0, errors.New("it exists")
 	}
 	if err := m.writeBundle(); err != nil {
-		return 0, fmt.Errorf("bundle of %s: %w", m.ID, err)
+		return 0, fmt.Errorf("write its bundle: %w", err)
 	}
 	streams, err := m.io.forProgram(m.Dir)
 	if err != nil {
@@ -102,7 +102,7 @@ func (m *programMaker) create() (pid int, err error) {
 		err = streams.receive(m.io)
 	}
 	if err != nil {
-		return 0, fmt.Errorf("create container %s: %w", m.ID, nameCommand(m.Spec.Process, err))
+		return 0, nameCommand(m.Spec.Process, err)
 	}
 	return pid, nil
 }
@@ -317,14 +317,14 @@ func (e *programExec) start() (pid int, err error) {
 	e.dir = filepath.Join(e.Dir, "exec-"+e.ExecID)
 	if err := os.Mkdir(e.dir, 0o700); err != nil {
 		if errors.Is(err, os.ErrNotExist) {
-			return 0, control.Errorf(control.FailedPrecondition, "container %s is not running", e.ID)
+			return 0, control.Errorf(control.FailedPrecondition, "it is not running")
 		}
-		return 0, fmt.Errorf("exec in container %s: %w", e.ID, err)
+		return 0, err
 	}
 	defer os.RemoveAll(e.dir)
 	data, err := json.Marshal(e.Process)
 	if err != nil {
-		return 0, fmt.Errorf("exec in container %s: %w", e.ID, err)
+		return 0, err
 	}
 	if err := record.Write(e.dir, ociruntime.ProcessFile, data); err != nil {
 		return 0, err
@@ -334,7 +334,7 @@ func (e *programExec) start() (pid int, err error) {
 		return 0, e.explain(err)
 	}
 	if err := e.ownPipes(bundle); err != nil {
-		return 0, fmt.Errorf("exec in container %s: %w", e.ID, err)
+		return 0, err
 	}
 	streams, err := e.io.forProgram(e.dir)
 	if err != nil {
@@ -376,11 +376,11 @@ func (e *programExec) explain(err error) error {
 			init, openErr := pidfd.OpenVerified(s.InitPID, s.InitStart)
 			if openErr == nil {
 				_ = init.Close()
-				return fmt.Errorf("exec in container %s: %w", e.ID, nameCommand(e.Process, err))
+				return nameCommand(e.Process, err)
 			}
 		}
 	}
-	return control.Errorf(control.FailedPrecondition, "container %s is not running: %v", e.ID, err)
+	return control.Errorf(control.FailedPrecondition, "it is not running: %v", err)
 }
 
 // makeCgroup makes the exec's own cgroup and returns its name if the runtime can put

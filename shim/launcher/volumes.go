@@ -15,11 +15,11 @@ import (
 func (c *launch) mountVolumes() error {
 	for _, v := range c.Volumes {
 		if err := c.mountAt(v.Rootfs, v.Path); err != nil {
-			return fmt.Errorf("image volume of %s: %w", c.ID, err)
+			return fmt.Errorf("image volume: %w", err)
 		}
 		source, err := insideVolume(v)
 		if err != nil {
-			return fmt.Errorf("image volume of %s: %w", c.ID, err)
+			return fmt.Errorf("image volume: %w", err)
 		}
 		for i, m := range c.Spec.Mounts {
 			if m.Source == v.Path {
