@@ -25,6 +25,8 @@ import (
 	"berth/oci"
 	"berth/sandbox/census"
 	"berth/sandbox/meter"
+	"berth/sandbox/process"
+	"berth/sandbox/record"
 	"berth/sandbox/request"
 )
 
@@ -35,7 +37,7 @@ type container struct {
 	turn      task.Turn
 
 	// These belong to the holder of turn.
-	rec       containerRecord
+	rec       record.Container
 	resources *runtimeapi.LinuxContainerResources // as in rec, decoded; replaced, never changed
 	presented bool                                // plugins were asked about it
 	removed   bool
@@ -48,11 +50,8 @@ type container struct {
 
 // running is a container that has a shim.
 type running struct {
-	init, shim *os.File // pidfds; init is nil if it had ended when an earlier daemon's container was found
-	pid        int      // of init
-	startedAt  time.Time
-	exited     chan struct{} // closed when the exit is published
-	meter      *meter.Container
+	*process.Running
+	meter *meter.Container
 }
 
 func (c *container) String() string { return "container " + c.id }
@@ -126,8 +125,8 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 		return nil, err
 	}
 	c := &container{id: newID(), podID: p.id, config: config, turn: task.NewTurn(), resources: config.GetLinux().GetResources()}
-	c.rec = containerRecord{ID: c.id, PodID: p.id, BootID: m.bootID, Phase: containerCreated, CreatedAt: time.Now(),
-		Image: imageRecord{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}}
+	c.rec = record.Container{ID: c.id, PodID: p.id, BootID: m.bootID, Phase: record.ContainerCreated, CreatedAt: time.Now(),
+		Image: record.Image{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}}
 	if c.rec.Volumes, err = m.imageVolumes(config); err != nil {
 		return nil, err
 	}
@@ -243,7 +242,7 @@ func (m *Manager) containerRoot(p *pod, c *container) (rootfs.Spec, error) {
 
 // resolveUser finds out who a container runs as. The root filesystem is the
 // image's, held by the caller.
-func (m *Manager) resolveUser(config *runtimeapi.ContainerConfig, image imageRecord, root rootfs.Spec) (oci.User, error) {
+func (m *Manager) resolveUser(config *runtimeapi.ContainerConfig, image record.Image, root rootfs.Spec) (oci.User, error) {
 	files, err := m.users.Of(image.ID, root)
 	if err != nil {
 		return oci.User{}, err
@@ -254,7 +253,7 @@ func (m *Manager) resolveUser(config *runtimeapi.ContainerConfig, image imageRec
 
 // writableRoot holds the layers of an image for a container or pause with that ID
 // and makes the folders of its writable layer.
-func (m *Manager) writableRoot(id string, image *imageRecord, idMap *rootfs.IDMap) (rootfs.Spec, error) {
+func (m *Manager) writableRoot(id string, image *record.Image, idMap *rootfs.IDMap) (rootfs.Spec, error) {
 	root, err := m.images.Hold(id, image.Layers)
 	if err != nil {
 		return root, fmt.Errorf("layers of image %s: %w", image.ID, err)
@@ -333,10 +332,10 @@ func (m *Manager) targetPIDNS(c *container) (string, error) {
 		return "", errdefs.InvalidArgument("target container %s of the PID namespace is in another pod", target.id)
 	}
 	run := target.running.Load()
-	if run == nil || run.hasEnded() {
+	if run == nil || run.HasEnded() {
 		return "", errdefs.FailedPrecondition("target container %s of the PID namespace is not running", target.id)
 	}
-	return fmt.Sprintf("/proc/%d/ns/pid", run.pid), nil
+	return fmt.Sprintf("/proc/%d/ns/pid", run.PID), nil
 }
 
 // publishContainer makes the record visible. The caller has the container's turn.
@@ -352,11 +351,11 @@ func containerInfo(c *container) *ContainerInfo {
 		process: c.rec.Process, described: c.rec.Described, limits: c.rec.Limits}
 	info.StopSignal, info.Mounts = oci.CRISignal(stopSignal(c)), statusMounts(c)
 	switch c.rec.Phase {
-	case containerCreated, containerStarting:
+	case record.ContainerCreated, record.ContainerStarting:
 		info.State = runtimeapi.ContainerState_CONTAINER_CREATED
-	case containerRunning:
+	case record.ContainerRunning:
 		run := c.running.Load()
-		info.State, info.PID, info.StartedAt = runtimeapi.ContainerState_CONTAINER_RUNNING, run.pid, run.startedAt
+		info.State, info.PID, info.StartedAt = runtimeapi.ContainerState_CONTAINER_RUNNING, run.PID, run.StartedAt
 	default:
 		info.State = runtimeapi.ContainerState_CONTAINER_EXITED
 	}
@@ -426,7 +425,7 @@ func (m *Manager) replaceContainer(ctx context.Context, id string) error {
 			if c.removed {
 				return nil
 			}
-			if c.rec.Phase != containerCreated && c.rec.Phase != removing {
+			if c.rec.Phase != record.ContainerCreated && c.rec.Phase != record.Removing {
 				return fmt.Errorf("container %s was started: %w", id, join.ErrInUse)
 			}
 			return m.eraseContainer(ctx, c)
@@ -437,15 +436,15 @@ func (m *Manager) replaceContainer(ctx context.Context, id string) error {
 // eraseContainer removes what exists for the container, its record last. It needs
 // the container's turn and may be repeated.
 func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
-	if c.rec.Phase != removing {
-		c.rec.Phase = removing
+	if c.rec.Phase != record.Removing {
+		c.rec.Phase = record.Removing
 		m.containerIDs.Going(request.ContainerIdentity(c.podID, c.config.Metadata), c.id)
 		if err := m.containerRecs.Write(c.id, c.rec); err != nil {
 			m.log.Warn("record a removal, which goes on", "container", c.id, "error", err) // a full disk must not keep what fills it
 		}
 	}
 	steps := []func() error{
-		func() error { return m.removeRuntimeState(ctx, c.id, c.rec.CgroupsPath) },
+		func() error { return m.processes.Remove(ctx, c.id, c.rec.CgroupsPath) },
 		func() error { return m.images.Release(c.id) },
 		func() error { return m.releaseVolumes(c) },
 		func() error { return m.trash.Discard(m.dirs.Writable(c.id)) },

@@ -12,31 +12,16 @@ import (
 	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/cgroup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/nri"
 	"berth/internal/pidfd"
 	"berth/internal/task"
 	"berth/oci"
+	"berth/sandbox/process"
+	"berth/sandbox/record"
 	"berth/shim"
 )
-
-// Reasons of an exit, as kubelet and users of other runtimes know them.
-const (
-	reasonCompleted  = "Completed"
-	reasonError      = "Error"
-	reasonOOMKilled  = "OOMKilled"
-	reasonStartError = "StartError"
-	reasonShimLost   = "ShimLost" // the shim was killed, and the exit code with it
-	reasonUnknown    = "Unknown"  // the machine went down
-)
-
-// exitCodeUnknown is what everybody reports where nobody saw the exit.
-const exitCodeUnknown = 255
-
-// exitCodeStartError is the exit code of a container that never ran.
-const exitCodeStartError = 128
 
 // StartContainer starts a created container. One that runs already is no error.
 //
@@ -58,18 +43,18 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	switch {
 	case c.removed:
 		return errdefs.NotFound("container %q does not exist", c.id)
-	case c.rec.Phase == containerRunning:
+	case c.rec.Phase == record.ContainerRunning:
 		return nil
-	case c.rec.Phase != containerCreated:
+	case c.rec.Phase != record.ContainerCreated:
 		return errdefs.FailedPrecondition("container %s has exited", c.id)
 	}
 	p, err := m.readyPod(c.podID)
 	if err != nil {
 		return err
 	}
-	c.rec.Phase, c.rec.StartedAt = containerStarting, time.Now()
+	c.rec.Phase, c.rec.StartedAt = record.ContainerStarting, time.Now()
 	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
-		c.rec.Phase = containerCreated
+		c.rec.Phase = record.ContainerCreated
 		return err
 	}
 	started, err := m.launch(ctx, p, c)
@@ -139,17 +124,16 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 
 // startFailed publishes a container that never ran, and returns the cause.
 func (m *Manager) startFailed(c *container, cause error) error {
-	m.exited(c, exitRecord{Code: exitCodeStartError, Reason: reasonStartError, Message: cause.Error(), FinishedAt: time.Now()})
+	m.exited(c, record.Exit{Code: record.CodeStartError, Reason: record.ReasonStartError, Message: cause.Error(), FinishedAt: time.Now()})
 	return fmt.Errorf("start container %s: %w", c.id, cause)
 }
 
 // containerStarted publishes a running container and watches its shim. The record
 // on disk still says "starting": the shim directory knows the rest.
 func (m *Manager) containerStarted(c *container, s *shim.Started) {
-	run := &running{init: s.Init, shim: s.Shim, pid: s.InitPID, startedAt: s.StartedAt, exited: make(chan struct{}),
-		meter: m.containerMeter(c)}
+	run := &running{process.Launched(s), m.containerMeter(c)}
 	c.running.Store(run)
-	c.rec.Phase = containerRunning
+	c.rec.Phase = record.ContainerRunning
 	m.publishContainer(c)
 	m.watchContainer(c, run)
 	m.census.Soon()
@@ -159,7 +143,7 @@ func (m *Manager) containerStarted(c *container, s *shim.Started) {
 func (m *Manager) watchContainer(c *container, run *running) {
 	started := m.tasks.Watchers.Spawn(func() {
 		defer m.closeRunning(c, run)
-		if m.awaitEnd(run.shim, "shim of container "+c.id) {
+		if m.processes.AwaitEnd(run.Shim, "shim of container "+c.id) {
 			m.settleExit(c, run)
 		} // else the daemon is ending, the container goes on
 	})
@@ -169,11 +153,7 @@ func (m *Manager) watchContainer(c *container, run *running) {
 }
 
 func (m *Manager) closeRunning(c *container, run *running) {
-	err := errors.Join(run.shim.Close(), run.meter.Close())
-	if run.init != nil {
-		err = errors.Join(err, run.init.Close())
-	}
-	if err != nil {
+	if err := errors.Join(run.Close(), run.meter.Close()); err != nil {
 		m.log.Warn("close pidfds and statistics", "container", c.id, "error", err)
 	}
 }
@@ -182,8 +162,8 @@ func (m *Manager) closeRunning(c *container, run *running) {
 // record, or, where the shim was lost, by ending what it left.
 func (m *Manager) settleExit(c *container, run *running) {
 	ctx := m.tasks.Watchers.Context()
-	exit, lost, err := m.readExit(ctx, c, run.startedAt)
-	for err == nil && lost && m.killLeftBehind(ctx, c) != nil {
+	exit, lost, err := m.processes.ReadExit(ctx, c.id, run.StartedAt)
+	for err == nil && lost && m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath) != nil {
 		if !m.tasks.Sleep(ctx, time.Second, "another try to kill what its lost shim left", c.String()) {
 			return
 		}
@@ -197,71 +177,20 @@ func (m *Manager) settleExit(c *container, run *running) {
 	}) // fails only when the daemon is ending; the next one finds the exit record
 }
 
-// readExit is the exit according to the shim's record. If there is none, or it
-// can't be trusted, the shim was lost; the exit tells so. Trouble with reading is tried
-// again until ctx ends, which is the error: it would turn a Job's success into a failure.
-func (m *Manager) readExit(ctx context.Context, c *container, startedAt time.Time) (record exitRecord, lost bool, err error) {
-	exit, err := shim.ReadExit(m.dirs.Shim(c.id))
-	for isTransient(err) {
-		m.log.Error("read exit record", "container", c.id, "error", err)
-		if !m.tasks.Sleep(ctx, time.Second, "its exit record", c.String()) {
-			return record, false, err
-		}
-		exit, err = shim.ReadExit(m.dirs.Shim(c.id))
-	}
-	if err != nil {
-		m.log.Error("the shim was lost", "container", c.id, "error", err)
-		return exitRecord{Code: exitCodeUnknown, Reason: reasonShimLost, StartedAt: startedAt, FinishedAt: time.Now(),
-			Message: "the container's shim was lost, its exit code is unknown"}, true, nil
-	}
-	failpoint.Reach("container.exit-read")
-	record = exitRecord{Code: exit.Code, Reason: reasonCompleted, StartedAt: startedAt, FinishedAt: exit.At}
-	switch {
-	case exit.OOMKilled && exit.Code != 0:
-		record.Reason = reasonOOMKilled
-	case exit.Code != 0:
-		record.Reason = reasonError
-	}
-	return record, false, nil
-}
-
-// isTransient tells whether reading may succeed later.
-func isTransient(err error) bool {
-	for _, e := range []error{unix.EMFILE, unix.ENFILE, unix.ENOMEM, unix.EIO} {
-		if errors.Is(err, e) {
-			return true
-		}
-	}
-	return false
-}
-
-// killLeftBehind ends what a lost shim left of its container, so that no second
-// instance runs beside it.
-func (m *Manager) killLeftBehind(ctx context.Context, c *container) error {
-	ctx, cancel := context.WithTimeout(ctx, killWait)
-	defer cancel()
-	defer m.tasks.Begin("the end of what its lost shim left", c.String())()
-	group, err := cgroup.Open(c.rec.CgroupsPath, m.cfg.SystemdCgroup)
-	if err != nil {
-		return err
-	}
-	return shim.KillAndDestroy(ctx, c.id, m.dirs.Shim(c.id), group)
-}
-
 // exited records and publishes an exit, tells plugins of it, and then removes the runtime state. It
 // needs the container's turn. An exit that can't be recorded is seen all the same;
 // the runtime state then stays, as the only record there is, until it can.
-func (m *Manager) exited(c *container, exit exitRecord) {
+func (m *Manager) exited(c *container, exit record.Exit) {
 	if c.removed { // nothing of it is to come back; it had no shim then
 		return
 	}
-	c.rec.Phase, c.rec.Exit = containerExited, &exit
+	c.rec.Phase, c.rec.Exit = record.ContainerExited, &exit
 	err := m.containerRecs.Write(c.id, c.rec)
 	told := make(chan struct{})
 	c.stopUntold.Store(&told)
 	m.publishContainer(c)
 	if run := c.running.Swap(nil); run != nil {
-		close(run.exited) // first: the wait for a kill is short, and plugins take their time
+		close(run.Exited) // first: the wait for a kill is short, and plugins take their time
 		m.census.Soon()
 	}
 	m.tellOfContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)
@@ -272,7 +201,7 @@ func (m *Manager) exited(c *container, exit exitRecord) {
 	m.log.Error("record the exit", "container", c.id, "error", err)
 	m.tasks.InBackground("record the exit of", c.String(), func(ctx context.Context) error {
 		return m.tasks.WithTurn(ctx, c.turn, "record the exit of", c.String(), func() error {
-			if c.removed || c.rec.Phase != containerExited {
+			if c.removed || c.rec.Phase != record.ContainerExited {
 				return nil
 			}
 			if err := m.containerRecs.Write(c.id, c.rec); err != nil {
@@ -287,9 +216,9 @@ func (m *Manager) exited(c *container, exit exitRecord) {
 // cleanExited removes the runtime state of a container that has exited; what
 // can't be removed now is removed with the container.
 func (m *Manager) cleanExited(c *container) {
-	ctx, cancel := context.WithTimeout(context.Background(), killWait)
+	ctx, cancel := context.WithTimeout(context.Background(), process.KillWait)
 	defer cancel()
-	if err := m.removeRuntimeState(ctx, c.id, c.rec.CgroupsPath); err != nil {
+	if err := m.processes.Remove(ctx, c.id, c.rec.CgroupsPath); err != nil {
 		m.log.Warn("remove runtime state of exited container", "container", c.id, "error", err)
 	}
 }
@@ -329,11 +258,11 @@ func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.D
 	}
 	if timeout > 0 {
 		failpoint.Reach("container.signal")
-		if err := m.signal(ctx, c, run, stopSignal(c)); err != nil {
+		if err := m.processes.Signal(ctx, c.id, m.runtimeOf(c), run.Running, stopSignal(c)); err != nil {
 			return fmt.Errorf("signal container %s: %w", c.id, err)
 		}
 		failpoint.Reach("container.signalled")
-		if m.awaitExit(ctx, c, run, timeout) {
+		if m.processes.AwaitExit(ctx, c.id, run.Running, timeout) {
 			return nil
 		}
 		if err := ctx.Err(); err != nil {
@@ -341,20 +270,6 @@ func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.D
 		}
 	}
 	return m.killContainer(ctx, c)
-}
-
-// awaitExit waits for the exit to be published, for at most limit.
-func (m *Manager) awaitExit(ctx context.Context, c *container, run *running, limit time.Duration) bool {
-	defer m.tasks.Begin("exit", c.String())()
-	timer := time.NewTimer(limit)
-	defer timer.Stop()
-	select {
-	case <-run.exited:
-		return true
-	case <-timer.C:
-	case <-ctx.Done():
-	}
-	return false
 }
 
 // killContainer kills a container and waits for its exit, looking again and again.
@@ -367,57 +282,18 @@ func (m *Manager) killContainer(ctx context.Context, c *container) error {
 		if run == nil {
 			return nil
 		}
-		err := m.signalAll(ctx, c, run)
-		if time.Since(begin) > killWait/2 && run.hasEnded() {
+		err := m.processes.Kill(ctx, c.id, c.rec.CgroupsPath, m.runtimeOf(c), run.Running)
+		if time.Since(begin) > process.KillWait/2 && run.HasEnded() {
 			// Only its shim is left, and hangs: on a log that can't be written, for one.
-			err = errors.Join(err, ignoreDone(pidfd.Signal(run.shim, unix.SIGKILL)))
+			err = errors.Join(err, run.KillShim())
 		}
-		if m.awaitExit(ctx, c, run, delay) {
+		if m.processes.AwaitExit(ctx, c.id, run.Running, delay) {
 			return nil
 		}
 		if ctx.Err() != nil {
-			return errors.Join(fmt.Errorf("kill container %s: its process %d does not end: %w", c.id, run.pid, ctx.Err()), err)
+			return errors.Join(fmt.Errorf("kill container %s: its process %d does not end: %w", c.id, run.PID, ctx.Err()), err)
 		}
 	}
-}
-
-// signalAll sends SIGKILL to the container's init and to whatever else is in its cgroup.
-func (m *Manager) signalAll(ctx context.Context, c *container, run *running) error {
-	failpoint.Reach("container.kill")
-	if err := m.signal(ctx, c, run, unix.SIGKILL); err != nil {
-		return fmt.Errorf("kill container %s: %w", c.id, err)
-	}
-	failpoint.Reach("container.killed")
-	group, err := cgroup.Open(c.rec.CgroupsPath, m.cfg.SystemdCgroup)
-	if err != nil {
-		return err
-	}
-	return group.Signal()
-}
-
-// signal sends a signal to the init. One that has ended is no error: its exit follows.
-func (r *running) signal(sig unix.Signal) error {
-	if r.init == nil {
-		return nil
-	}
-	return ignoreDone(pidfd.Signal(r.init, sig))
-}
-
-// ignoreDone drops the errors of a process that has ended, and been forgotten.
-func ignoreDone(err error) error {
-	if errors.Is(err, os.ErrProcessDone) || errors.Is(err, os.ErrClosed) {
-		return nil
-	}
-	return err
-}
-
-// hasEnded tells whether the init is gone, so that its process ID means nothing.
-func (r *running) hasEnded() bool {
-	if r.init == nil {
-		return true
-	}
-	ended, err := pidfd.Exited(r.init)
-	return ended || err != nil
 }
 
 // stopSignal is the signal that asks the container to end: the config's, else the

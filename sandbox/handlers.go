@@ -2,14 +2,7 @@ package sandbox
 
 import (
 	"context"
-	"errors"
-	"fmt"
-	"io/fs"
-	"os"
 
-	"golang.org/x/sys/unix"
-
-	"berth/internal/failpoint"
 	"berth/internal/host"
 	"berth/oci"
 	"berth/sandbox/handler"
@@ -66,29 +59,4 @@ func (m *Manager) hostOf(p *pod) host.Facts {
 		facts.RecursiveReadOnly = facts.RecursiveReadOnly && r.RecursiveReadOnly
 	}
 	return facts
-}
-
-// signal sends a signal to a container's init; in a sandbox of its runtime's it is the
-// runtime that does it. One that has ended is no error: its exit follows.
-func (m *Manager) signal(ctx context.Context, c *container, run *running, sig unix.Signal) error {
-	r := m.runtimeOf(c)
-	if r == nil || !r.Sandboxed || run.hasEnded() {
-		return run.signal(sig)
-	}
-	ctx, cancel := context.WithTimeout(ctx, killWait)
-	defer cancel()
-	err := r.Kill(ctx, c.id, sig)
-	if err != nil && run.hasEnded() {
-		return nil
-	}
-	return err
-}
-
-// removeRuntimeRoot removes what the runtime kept of the pod's containers, which are gone.
-func (m *Manager) removeRuntimeRoot(podID string) error {
-	if err := os.RemoveAll(m.dirs.OCI(podID)); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("remove runtime state of pod %s: %w", podID, err)
-	}
-	failpoint.Reach("runtime.root-removed")
-	return nil
 }

@@ -6,7 +6,6 @@ import (
 	"path/filepath"
 	"slices"
 
-	"github.com/opencontainers/go-digest"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
@@ -14,27 +13,14 @@ import (
 	"berth/internal/rootfs"
 	"berth/oci"
 	"berth/sandbox/imagefs"
+	"berth/sandbox/record"
 	"berth/shim"
 )
 
-// volumeRecord is what a container keeps of an image that it has as a volume
-// (KEP-4639). The image may be removed before the container; its layers stay.
-type volumeRecord struct {
-	Mount   int             `json:"mount"` // index in the config's mounts
-	ImageID string          `json:"imageID"`
-	Layers  []digest.Digest `json:"layers"`
-}
-
-// holder is the name under which the layers are held for a container. Each volume has one
-// of its own, since a holder has one image's layers.
-func (v volumeRecord) holder(containerID string) string {
-	return fmt.Sprintf("%s volume %d", containerID, v.Mount)
-}
-
 // imageVolumes finds the images that a config's mounts name, by the ID that kubelet got
 // from PullImage or any other reference.
-func (m *Manager) imageVolumes(config *runtimeapi.ContainerConfig) ([]volumeRecord, error) {
-	var volumes []volumeRecord
+func (m *Manager) imageVolumes(config *runtimeapi.ContainerConfig) ([]record.Volume, error) {
+	var volumes []record.Volume
 	for i, mount := range config.GetMounts() {
 		if !oci.IsImageVolume(mount) {
 			continue
@@ -43,7 +29,7 @@ func (m *Manager) imageVolumes(config *runtimeapi.ContainerConfig) ([]volumeReco
 		if err != nil {
 			return nil, volumeFailed(mount, err)
 		}
-		volumes = append(volumes, volumeRecord{Mount: i, ImageID: img.ID, Layers: img.Layers})
+		volumes = append(volumes, record.Volume{Mount: i, ImageID: img.ID, Layers: img.Layers})
 	}
 	return volumes, nil
 }
@@ -69,7 +55,7 @@ func (m *Manager) holdVolumes(c *container) ([]shim.Volume, error) {
 	var failed error
 	for _, v := range c.rec.Volumes {
 		mount := c.config.Mounts[v.Mount]
-		layers, err := m.images.Hold(v.holder(c.id), v.Layers)
+		layers, err := m.images.Hold(v.Holder(c.id), v.Layers)
 		if err != nil {
 			failed = errors.Join(failed, volumeFailed(mount, fmt.Errorf("layers of image %s: %w", v.ImageID, err)))
 			continue // after a restart the others are to be held all the same
@@ -108,7 +94,7 @@ func (m *Manager) notAlone(layers []rootfs.Layer) []rootfs.Layer {
 func (m *Manager) releaseVolumes(c *container) error {
 	var failed error
 	for _, v := range c.rec.Volumes {
-		failed = errors.Join(failed, m.images.Release(v.holder(c.id)))
+		failed = errors.Join(failed, m.images.Release(v.Holder(c.id)))
 	}
 	return failed
 }

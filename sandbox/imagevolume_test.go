@@ -9,6 +9,7 @@ import (
 	crierrors "k8s.io/cri-api/pkg/errors"
 
 	"berth/internal/errdefs"
+	"berth/sandbox/record"
 )
 
 // kubelet looks at how the text of some errors begins; their codes stay what they are.
@@ -37,7 +38,7 @@ func TestStatusMounts(t *testing.T) {
 		{ContainerPath: "/a", HostPath: "/b"},
 		{ContainerPath: "/v", Image: &runtimeapi.ImageSpec{Image: "name", ImageRef: "made up"}},
 	}
-	c := &container{config: &runtimeapi.ContainerConfig{Mounts: mounts}, rec: containerRecord{Volumes: []volumeRecord{{Mount: 1, ImageID: "sha256:1"}}}}
+	c := &container{config: &runtimeapi.ContainerConfig{Mounts: mounts}, rec: record.Container{Volumes: []record.Volume{{Mount: 1, ImageID: "sha256:1"}}}}
 	got := statusMounts(c)
 	if got[0] != mounts[0] || got[1].Image.Image != "name" || got[1].Image.ImageRef != "sha256:1" {
 		t.Errorf("got %v", got)

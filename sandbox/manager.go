@@ -30,6 +30,8 @@ import (
 	"berth/sandbox/layout"
 	"berth/sandbox/lsm"
 	"berth/sandbox/namespaces"
+	"berth/sandbox/process"
+	"berth/sandbox/record"
 	"berth/shim"
 	"berth/shim/payload"
 )
@@ -70,6 +72,7 @@ type Manager struct {
 	dirs          layout.Dirs
 	trash         *layout.Trash
 	namespaces    namespaces.Kit
+	processes     process.Kit
 	pods          *index[*pod]
 	containers    *index[*container]
 	podIDs        join.Joiner // by (namespace, name, uid, attempt)
@@ -98,6 +101,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container"),
 		runtimeTurn: task.NewTurn(), selinux: lsm.HostSELinux, events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
 	m.dirs = layout.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
+	m.processes = process.Kit{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
 	m.trash = layout.NewTrash(m.dirs, m.tasks.Background, m.log)
 	m.census = m.newCensus()
 	m.appArmor = lsm.NewAppArmor(cfg.Host.AppArmor, m.tasks, m.log)
@@ -174,15 +178,13 @@ func (m *Manager) readBootID() error {
 }
 
 func (m *Manager) openRecords() (err error) {
-	m.podRecords, err = checkpoint.OpenDir(filepath.Join(m.cfg.Root, "pods"), "pod", podVersion, checkpoint.Process)
-	if err != nil {
+	if m.podRecords, err = record.OpenPods(m.cfg.Root); err != nil {
 		return err
 	}
-	m.containerRecs, err = checkpoint.OpenDir(filepath.Join(m.cfg.Root, "containers"), "container", containerVersion, checkpoint.Process)
-	if err != nil {
+	if m.containerRecs, err = record.OpenContainers(m.cfg.Root); err != nil {
 		return err
 	}
-	m.runtimeRecs, err = checkpoint.OpenDir(filepath.Join(m.cfg.Root, "runtime"), "runtime", runtimeVersion, checkpoint.Process)
+	m.runtimeRecs, err = record.OpenRuntime(m.cfg.Root)
 	return err
 }
 

@@ -6,14 +6,8 @@ import (
 	"time"
 
 	"berth/cni"
+	"berth/sandbox/record"
 )
-
-// runtimeRecord is what UpdateRuntimeConfig told.
-type runtimeRecord struct {
-	PodCIDR string `json:"podCIDR"`
-}
-
-const runtimeVersion = 1
 
 // UpdatePodCIDR takes the node's pod CIDR, one or several comma-separated, as
 // kubelet passes it on from the control plane. Networks that declare the ipRanges
@@ -24,7 +18,7 @@ func (m *Manager) UpdatePodCIDR(ctx context.Context, cidr string) error {
 		return err
 	}
 	return m.tasks.WithTurn(ctx, m.runtimeTurn, "update", "runtime config", func() error {
-		if err := m.runtimeRecs.Write("runtime", runtimeRecord{PodCIDR: cidr}); err != nil {
+		if err := m.runtimeRecs.Write("runtime", record.Runtime{PodCIDR: cidr}); err != nil {
 			return err
 		}
 		m.ipRanges.Store(&ranges)
@@ -36,7 +30,7 @@ func (m *Manager) UpdatePodCIDR(ctx context.Context, cidr string) error {
 func (m *Manager) loadPodCIDR() error {
 	m.ipRanges.Store(new([][]cni.IPRange))
 	damaged, err := m.runtimeRecs.Load(func(_ string, _ int, body []byte) error {
-		var rec runtimeRecord
+		var rec record.Runtime
 		if err := json.Unmarshal(body, &rec); err != nil {
 			return err
 		}

@@ -18,13 +18,13 @@ import (
 	"berth/internal/failpoint"
 	"berth/internal/host"
 	"berth/internal/join"
-	"berth/internal/pidfd"
 	"berth/internal/rootfs"
 	"berth/internal/task"
 	"berth/oci"
 	"berth/sandbox/imagefs"
 	"berth/sandbox/meter"
 	"berth/sandbox/namespaces"
+	"berth/sandbox/record"
 	"berth/sandbox/request"
 	"berth/shim"
 )
@@ -35,7 +35,7 @@ type pod struct {
 	config  *runtimeapi.PodSandboxConfig // as in rec, decoded; never changed
 	updated *runtimeapi.PodSandboxConfig // config with the resources of the last update, nil without one; belongs to the holder of turn
 	turn    task.Turn
-	rec     podRecord                 // belongs to the holder of turn
+	rec     record.Pod                // belongs to the holder of turn
 	info    atomic.Pointer[PodInfo]   // nil until the pod is ready: nobody sees half a pod
 	pause   atomic.Pointer[os.File]   // pidfd, owned by the pod's watcher
 	meter   atomic.Pointer[meter.Pod] // nil without a pause; owned by the pod's watcher
@@ -106,7 +106,7 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 		return nil, errdefs.InvalidArgument("encode pod config: %w", err)
 	}
 	p := &pod{id: newID(), config: config, turn: task.NewTurn()}
-	p.rec = podRecord{ID: p.id, BootID: m.bootID, Phase: podStarting, CreatedAt: time.Now(), Config: data, Handler: handler}
+	p.rec = record.Pod{ID: p.id, BootID: m.bootID, Phase: record.PodStarting, CreatedAt: time.Now(), Config: data, Handler: handler}
 	p.rec.CgroupsPath, err = oci.CgroupsPath(config.GetLinux().GetCgroupParent(), p.id, m.cfg.SystemdCgroup)
 	if err != nil {
 		return nil, err
@@ -171,7 +171,7 @@ func (m *Manager) bringUp(ctx context.Context, p *pod) error {
 // finishPod presents the pod to plugins, records that it is ready, publishes it and watches its pause.
 func (m *Manager) finishPod(ctx context.Context, p *pod, started *shim.Started) error {
 	p.rec.PausePID, p.rec.PauseStart = started.InitPID, started.InitStartTime
-	p.rec.Phase = podReady
+	p.rec.Phase = record.PodReady
 	release, err := m.presentPod(ctx, p)
 	defer release()
 	if err == nil {
@@ -200,7 +200,7 @@ func (m *Manager) publishPod(p *pod) {
 // podInfo is what the record says. The caller has the pod's turn.
 func podInfo(p *pod) *PodInfo {
 	info := &PodInfo{ID: p.id, Config: p.shownConfig(), Handler: p.rec.Handler, CreatedAt: p.rec.CreatedAt,
-		Ready: p.rec.Phase == podReady, IPs: p.rec.IPs, NetNS: p.rec.NetNS}
+		Ready: p.rec.Phase == record.PodReady, IPs: p.rec.IPs, NetNS: p.rec.NetNS}
 	if info.Ready {
 		info.PausePID = p.rec.PausePID
 	}
@@ -213,7 +213,7 @@ func (m *Manager) watchPause(p *pod, pause *os.File) {
 	measured := m.podMeter(p)
 	p.meter.Store(measured)
 	started := m.tasks.Watchers.Spawn(func() {
-		ended := m.awaitEnd(pause, "pause of pod "+p.id)
+		ended := m.processes.AwaitEnd(pause, "pause of pod "+p.id)
 		m.closePause(p, pause, measured)
 		if ended {
 			m.pauseEnded(p)
@@ -232,29 +232,11 @@ func (m *Manager) closePause(p *pod, pause *os.File, measured *meter.Pod) {
 	}
 }
 
-// awaitEnd waits until a process has ended; false means that the daemon ends. Trouble
-// with the pidfd does not mean that the process has ended: it is waited for again.
-func (m *Manager) awaitEnd(process *os.File, object string) bool {
-	for {
-		err := pidfd.Wait(m.tasks.Watchers.Context(), process)
-		if m.tasks.Watchers.Context().Err() != nil {
-			return false
-		}
-		if err == nil {
-			return true
-		}
-		m.log.Error("watch a process", "object", object, "error", err)
-		if !m.tasks.Sleep(m.tasks.Watchers.Context(), time.Second, "another try to watch", object) {
-			return false
-		}
-	}
-}
-
 // pauseEnded publishes that a pod lost its pause. What it has on the host is taken
 // away by StopPodSandbox, which kubelet calls when it sees the pod NotReady.
 func (m *Manager) pauseEnded(p *pod) {
 	_ = m.tasks.WithTurn(m.tasks.Watchers.Context(), p.turn, "note the end of its pause", p.String(), func() error {
-		if p.rec.Phase == podReady { // else stopped on purpose
+		if p.rec.Phase == record.PodReady { // else stopped on purpose
 			m.log.Warn("the pause process ended, the pod is not ready any more", "pod", p.id)
 			m.publishPauseless(p)
 		}
@@ -368,7 +350,7 @@ func (m *Manager) abandonPod(p *pod) {
 
 // pauseImage finds the image that replaces the embedded pause, and pulls it the
 // first time.
-func (m *Manager) pauseImage(ctx context.Context) (*imageRecord, error) {
+func (m *Manager) pauseImage(ctx context.Context) (*record.Image, error) {
 	img, err := m.images.Get(m.cfg.PauseImage)
 	if errdefs.IsNotFound(err) {
 		img, err = m.images.Pull(ctx, m.cfg.PauseImage, nil)
@@ -376,7 +358,7 @@ func (m *Manager) pauseImage(ctx context.Context) (*imageRecord, error) {
 	if err != nil {
 		return nil, fmt.Errorf("pause image %s: %w", m.cfg.PauseImage, err)
 	}
-	return &imageRecord{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}, nil
+	return &record.Image{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}, nil
 }
 
 // ociPod is the pod as the spec builder sees it: for its pause before it is

@@ -5,23 +5,17 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
-	"time"
 
 	"berth/cni"
-	"berth/internal/cgroup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/join"
 	"berth/internal/nri"
 	"berth/internal/task"
+	"berth/sandbox/process"
+	"berth/sandbox/record"
 	"berth/sandbox/request"
-	"berth/shim"
 )
-
-// killWait bounds the wait for killed processes to be gone. What takes longer is
-// stuck in the kernel; the rest of the pod is taken down all the same.
-const killWait = 10 * time.Second
 
 // StopPodSandbox ends everything that runs in the pod and takes its network away,
 // also if a process cannot be killed. A pod that is stopped or unknown is no error.
@@ -42,11 +36,11 @@ func (m *Manager) StopPodSandbox(ctx context.Context, id string) error {
 // starts in the pod, and does every step whatever became of the others: a full
 // disk, for one, is no reason to let a pod run.
 func (m *Manager) stopPod(ctx context.Context, p *pod) error {
-	if _, known := m.pods.get(p.id); !known || p.rec.Phase == removing {
+	if _, known := m.pods.get(p.id); !known || p.rec.Phase == record.Removing {
 		return nil
 	}
-	first := p.rec.Phase != podStopped
-	p.rec.Phase = podStopped
+	first := p.rec.Phase != record.PodStopped
+	p.rec.Phase = record.PodStopped
 	if err := m.podRecords.Write(p.id, p.rec); err != nil {
 		m.log.Warn("record that a pod is stopped; the next daemon finds its pause gone", "pod", p.id, "error", err)
 	}
@@ -63,7 +57,7 @@ func (m *Manager) stopPod(ctx context.Context, p *pod) error {
 
 // killContainers ends the pod's containers, side by side.
 func (m *Manager) killContainers(ctx context.Context, p *pod) error {
-	ctx, cancel := context.WithTimeout(ctx, killWait)
+	ctx, cancel := context.WithTimeout(ctx, process.KillWait)
 	defer cancel()
 	var kills []func() error
 	for _, c := range m.containersOf(p.id) {
@@ -101,7 +95,7 @@ func (m *Manager) detachNetwork(ctx context.Context, p *pod) error {
 			return fmt.Errorf("detach pod %s from its network: %w", p.id, err)
 		}
 		p.rec.Network = nil
-		if p.rec.Phase != removing { // else the record goes anyway
+		if p.rec.Phase != record.Removing { // else the record goes anyway
 			if err := m.podRecords.Write(p.id, p.rec); err != nil {
 				m.log.Warn("record that a pod is detached; the next daemon will detach it once more", "pod", p.id, "error", err)
 			}
@@ -124,34 +118,9 @@ func (m *Manager) cniDel(ctx context.Context, p *pod) error {
 
 // removePause kills the pause and removes all that its launch made.
 func (m *Manager) removePause(ctx context.Context, p *pod) error {
-	ctx, cancel := context.WithTimeout(ctx, killWait)
+	ctx, cancel := context.WithTimeout(ctx, process.KillWait)
 	defer cancel()
-	return m.removeRuntimeState(ctx, p.id, p.rec.CgroupsPath)
-}
-
-// removeRuntimeState kills and removes what a launch made for a container or
-// pause: its processes, cgroup, libcontainer state and shim directory.
-func (m *Manager) removeRuntimeState(ctx context.Context, id, cgroupsPath string) error {
-	defer m.tasks.Begin("the end of its processes", id)()
-	group, err := cgroup.Open(cgroupsPath, m.cfg.SystemdCgroup)
-	if err != nil {
-		return err
-	}
-	return m.removeGroup(ctx, id, group)
-}
-
-func (m *Manager) removeGroup(ctx context.Context, id string, group *cgroup.Group) error {
-	if err := shim.KillAndDestroy(ctx, id, m.dirs.Shim(id), group); err != nil {
-		return err
-	}
-	for _, dir := range []string{filepath.Join(m.dirs.Libcontainer(), id), m.dirs.Shim(id)} {
-		failpoint.Reach("runtime.remove-directory")
-		if err := os.RemoveAll(dir); err != nil {
-			return fmt.Errorf("remove runtime state of %s: %w", id, err)
-		}
-		failpoint.Reach("runtime.directory-removed")
-	}
-	return nil
+	return m.processes.Remove(ctx, p.id, p.rec.CgroupsPath)
 }
 
 // RemovePodSandbox stops the pod if need be, removes its containers and then the
@@ -178,7 +147,7 @@ func (m *Manager) replacePod(ctx context.Context, id string) error {
 	}
 	return m.tasks.Detach(ctx, task.Limit, "replace", p.String(), func(ctx context.Context) error {
 		return m.tasks.WithTurn(ctx, p.turn, "replace", p.String(), func() error {
-			if p.rec.Phase != removing && len(m.containersOf(id)) > 0 {
+			if p.rec.Phase != record.Removing && len(m.containersOf(id)) > 0 {
 				return fmt.Errorf("pod sandbox %s has containers: %w", id, join.ErrInUse)
 			}
 			return m.endPod(ctx, p)
@@ -200,8 +169,8 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	if _, known := m.pods.get(p.id); !known {
 		return nil // somebody else had the turn before
 	}
-	if p.rec.Phase != removing {
-		p.rec.Phase = removing
+	if p.rec.Phase != record.Removing {
+		p.rec.Phase = record.Removing
 		m.podIDs.Going(request.PodIdentity(p.config.Metadata), p.id)
 		if err := m.podRecords.Write(p.id, p.rec); err != nil {
 			m.log.Warn("record a removal, which goes on", "pod", p.id, "error", err) // a full disk must not keep what fills it
@@ -214,7 +183,7 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	if err := errors.Join(m.tasks.Together("remove containers of", p.String(), removals...), m.takeDown(ctx, p)); err != nil {
 		return err
 	}
-	if err := m.removeRuntimeRoot(p.id); err != nil {
+	if err := m.processes.RemoveRoot(p.id); err != nil {
 		return err
 	}
 	if err := m.images.Release(p.id); err != nil {

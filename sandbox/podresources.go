@@ -11,6 +11,7 @@ import (
 	"berth/internal/nri"
 	"berth/internal/task"
 	"berth/oci"
+	"berth/sandbox/record"
 )
 
 // UpdatePodSandboxResources notes new resources of a pod as a whole, and its overhead, in the
@@ -37,7 +38,7 @@ func (m *Manager) UpdatePodSandboxResources(ctx context.Context, id string, over
 
 // updatePodResources needs the pod's turn.
 func (m *Manager) updatePodResources(ctx context.Context, p *pod, overhead, resources *runtimeapi.LinuxContainerResources) error {
-	if _, known := m.pods.get(p.id); !known || p.rec.Phase == removing {
+	if _, known := m.pods.get(p.id); !known || p.rec.Phase == record.Removing {
 		return errdefs.NotFound("pod sandbox %q does not exist", p.id)
 	}
 	if !p.info.Load().Ready {
@@ -83,19 +84,6 @@ func (m *Manager) askAboutPod(ctx context.Context, p *pod, wanted *runtimeapi.Po
 	if err := m.plugins.Pod(ctx, nri.UpdatePod, pod); err != nil {
 		return fmt.Errorf("update pod sandbox %s: %w", p.id, err)
 	}
-	return nil
-}
-
-// loadResources decodes what the record has of resources.
-func (p *pod) loadResources() error {
-	if p.rec.Resources == nil {
-		return nil
-	}
-	var update runtimeapi.UpdatePodSandboxResourcesRequest
-	if err := proto.Unmarshal(p.rec.Resources, &update); err != nil {
-		return err
-	}
-	p.updated = p.withResources(&update)
 	return nil
 }
 

@@ -9,25 +9,26 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/checkpoint"
 	"berth/internal/feed"
 	"berth/internal/host"
 	"berth/internal/task"
 	"berth/sandbox/lsm"
+	"berth/sandbox/record"
 )
 
 // aReadyPod is a pod of a manager that has just enough for updates of its resources.
 func aReadyPod(t *testing.T) (m *Manager, p *pod, records string) {
 	t.Helper()
-	records = filepath.Join(t.TempDir(), "pods")
-	dir, err := checkpoint.OpenDir(records, "pod", podVersion, checkpoint.Process)
+	root := t.TempDir()
+	records = filepath.Join(root, "pods")
+	dir, err := record.OpenPods(root)
 	if err != nil {
 		t.Fatal(err)
 	}
 	m = &Manager{cfg: Config{Host: &host.Facts{}}, plugins: noPlugins{}, pods: newIndex[*pod]("pod sandbox"), podRecords: dir,
 		events: feed.New[Event](1), appArmor: lsm.NewAppArmor(false, nil, nil), tasks: task.NewRunner(slog.New(slog.DiscardHandler))}
 	p = &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}, turn: task.NewTurn()}
-	p.rec = podRecord{ID: p.id, Phase: podReady, CgroupsPath: "/kubepods/p", NetNS: "/run/netns/p"}
+	p.rec = record.Pod{ID: p.id, Phase: record.PodReady, CgroupsPath: "/kubepods/p", NetNS: "/run/netns/p"}
 	p.info.Store(podInfo(p))
 	m.pods.put(p.id, p)
 	return m, p, records

@@ -2,22 +2,19 @@ package sandbox
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
-	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
-	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint"
 	"berth/internal/join"
 	"berth/internal/pidfd"
 	"berth/internal/task"
+	"berth/sandbox/process"
+	"berth/sandbox/record"
 	"berth/sandbox/request"
 	"berth/shim"
 )
@@ -72,18 +69,13 @@ func (m *Manager) later(what, object string, do func(context.Context) error) {
 
 func (m *Manager) loadPods() error {
 	damaged, err := m.podRecords.Load(func(name string, _ int, body []byte) error {
-		p := &pod{id: name, turn: task.NewTurn(), config: &runtimeapi.PodSandboxConfig{}}
-		if err := json.Unmarshal(body, &p.rec); err != nil {
+		rec, config, update, err := record.ReadPod(name, body)
+		if err != nil {
 			return err
 		}
-		if err := proto.Unmarshal(p.rec.Config, p.config); err != nil {
-			return err
-		}
-		if p.rec.ID != name || p.config.Metadata == nil {
-			return errors.New("not the record of this pod")
-		}
-		if err := p.loadResources(); err != nil {
-			return err
+		p := &pod{id: name, turn: task.NewTurn(), config: config, rec: rec}
+		if update != nil {
+			p.updated = p.withResources(update)
 		}
 		m.pods.put(p.id, p)
 		return nil
@@ -94,24 +86,11 @@ func (m *Manager) loadPods() error {
 
 func (m *Manager) loadContainers() error {
 	damaged, err := m.containerRecs.Load(func(name string, _ int, body []byte) error {
-		c := &container{id: name, turn: task.NewTurn(), config: &runtimeapi.ContainerConfig{}}
-		if err := json.Unmarshal(body, &c.rec); err != nil {
+		rec, config, resources, err := record.ReadContainer(name, body)
+		if err != nil {
 			return err
 		}
-		if err := proto.Unmarshal(c.rec.Config, c.config); err != nil {
-			return err
-		}
-		c.resources = c.config.GetLinux().GetResources()
-		if c.rec.Resources != nil {
-			c.resources = &runtimeapi.LinuxContainerResources{}
-			if err := proto.Unmarshal(c.rec.Resources, c.resources); err != nil {
-				return err
-			}
-		}
-		if c.rec.ID != name || c.config.Metadata == nil {
-			return errors.New("not the record of this container")
-		}
-		c.podID = c.rec.PodID
+		c := &container{id: name, podID: rec.PodID, turn: task.NewTurn(), config: config, resources: resources, rec: rec}
 		m.containers.put(c.id, c)
 		return nil
 	})
@@ -127,7 +106,7 @@ func (m *Manager) logDamaged(kind string, damaged []checkpoint.Damaged) {
 
 // recoverPod decides by phase. No turn is needed: nobody else knows the manager yet.
 func (m *Manager) recoverPod(p *pod) error {
-	if p.rec.Phase == podStarting || p.rec.Phase == removing { // never reported, or to go
+	if p.rec.Phase == record.PodStarting || p.rec.Phase == record.Removing { // never reported, or to go
 		m.later("undo", p.String(), func(ctx context.Context) error {
 			return m.tasks.WithTurn(ctx, p.turn, "undo", p.String(), func() error { return m.erasePod(ctx, p) })
 		})
@@ -145,11 +124,11 @@ func (m *Manager) recoverPod(p *pod) error {
 	}
 	m.publishPod(p)
 	switch {
-	case p.rec.Phase == podReady && p.rec.BootID == m.bootID:
+	case p.rec.Phase == record.PodReady && p.rec.BootID == m.bootID:
 		return m.findPause(p)
-	case p.rec.Phase == podReady: // the machine was restarted: give its addresses back
+	case p.rec.Phase == record.PodReady: // the machine was restarted: give its addresses back
 		m.publishPauseless(p)
-	case p.rec.Phase != podStopped:
+	case p.rec.Phase != record.PodStopped:
 		return fmt.Errorf("its record has the unknown phase %q", p.rec.Phase)
 	}
 	m.later("stop", p.String(), func(ctx context.Context) error { // perhaps it was half done
@@ -177,7 +156,7 @@ func (m *Manager) findPause(p *pod) error {
 // recoverContainer decides by phase and, where a shim was at work, by what the
 // shim directory tells.
 func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
-	if _, known := m.pods.get(c.podID); !known || c.rec.Phase == removing || c.rec.Process == nil {
+	if _, known := m.pods.get(c.podID); !known || c.rec.Phase == record.Removing || c.rec.Process == nil {
 		// Without its pod, to go, or never reported.
 		m.later("undo", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
 		return nil
@@ -194,25 +173,25 @@ func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
 		m.log.Error("layers of a container's image volumes", "container", c.id, "error", err)
 	}
 	switch {
-	case c.rec.Phase == containerExited:
+	case c.rec.Phase == record.ContainerExited:
 		m.publishContainer(c)
 		m.later("clean up after", c.String(), func(ctx context.Context) error { // perhaps it was not
 			return m.tasks.WithTurn(ctx, c.turn, "clean up after", c.String(), func() error {
 				if c.removed {
 					return nil
 				}
-				return m.removeRuntimeState(ctx, c.id, c.rec.CgroupsPath)
+				return m.processes.Remove(ctx, c.id, c.rec.CgroupsPath)
 			})
 		})
 		return nil
 	case c.rec.BootID != m.bootID:
-		m.exited(c, exitRecord{Code: exitCodeUnknown, Reason: reasonUnknown, StartedAt: c.rec.StartedAt, FinishedAt: time.Now(),
+		m.exited(c, record.Exit{Code: record.CodeUnknown, Reason: record.ReasonUnknown, StartedAt: c.rec.StartedAt, FinishedAt: time.Now(),
 			Message: "the machine was restarted"})
 		return nil
-	case c.rec.Phase == containerCreated:
+	case c.rec.Phase == record.ContainerCreated:
 		m.publishContainer(c)
 		return nil
-	case c.rec.Phase != containerStarting && c.rec.Phase != containerRunning:
+	case c.rec.Phase != record.ContainerStarting && c.rec.Phase != record.ContainerRunning:
 		return fmt.Errorf("its record has the unknown phase %q", c.rec.Phase)
 	}
 	return m.findShim(ctx, c)
@@ -220,73 +199,19 @@ func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
 
 // findShim watches the shim of a container again, or publishes how it ended.
 func (m *Manager) findShim(ctx context.Context, c *container) error {
-	shimFile, ids, err := m.openShim(ctx, c)
+	found, ids, err := m.processes.Find(ctx, c.id)
 	if err != nil {
 		return err
 	}
-	if shimFile == nil {
+	if found == nil {
 		return m.publishLost(ctx, c, ids)
 	}
-	run := &running{shim: shimFile, pid: ids.InitPID, startedAt: ids.StartedAt, exited: make(chan struct{}),
-		meter: m.containerMeter(c)}
-	// An init that has ended is no trouble: the shim is about to tell.
-	run.init, err = pidfd.OpenVerified(ids.InitPID, ids.InitStartTime)
-	if err != nil && !errors.Is(err, os.ErrProcessDone) {
-		return errors.Join(err, shimFile.Close())
-	}
+	run := &running{found, m.containerMeter(c)}
 	c.running.Store(run)
-	c.rec.Phase = containerRunning
+	c.rec.Phase = record.ContainerRunning
 	m.publishContainer(c)
 	m.watchContainer(c, run)
 	return nil
-}
-
-// handoverLimit is how long a launcher of an earlier daemon may take to become a
-// monitor, or to notice that its daemon is gone and undo the launch.
-const handoverLimit = 15 * time.Second
-
-// openShim returns the pidfd of a container's monitor, nil if there is none. A
-// launcher that is still at work is waited for: its launch ends one way or the other.
-func (m *Manager) openShim(ctx context.Context, c *container) (*os.File, shim.Launched, error) {
-	ctx, cancel := context.WithTimeout(ctx, handoverLimit)
-	defer cancel()
-	for {
-		ids, err := shim.ReadShim(m.dirs.Shim(c.id))
-		if errors.Is(err, fs.ErrNotExist) {
-			return nil, ids, nil
-		}
-		if err != nil {
-			return nil, ids, err
-		}
-		f, err := pidfd.OpenVerified(ids.ShimPID, ids.ShimStartTime)
-		if errors.Is(err, os.ErrProcessDone) {
-			return nil, ids, nil
-		}
-		if err != nil {
-			return nil, ids, err
-		}
-		if ended, err := pidfd.Exited(f); ended || err != nil { // a zombie, where nobody reaps
-			return nil, ids, errors.Join(err, f.Close())
-		}
-		// A launcher is executed from a sealed copy in memory, a monitor from its file.
-		exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", ids.ShimPID))
-		if err == nil && !strings.HasPrefix(exe, "/memfd:") && ids.InitPID != 0 {
-			return f, ids, nil
-		}
-		waiting := m.tasks.Sleep(ctx, 5*time.Millisecond, "the launcher of an earlier daemon", c.String())
-		if !waiting {
-			m.log.Error("the launcher of an earlier daemon does not end, it is killed", "container", c.id, "pid", ids.ShimPID)
-			err = pidfd.Signal(f, unix.SIGKILL)
-		} else {
-			err = nil
-		}
-		if err := errors.Join(err, f.Close()); err != nil && !errors.Is(err, os.ErrProcessDone) {
-			return nil, ids, err
-		}
-		if !waiting {
-			return nil, ids, nil
-		}
-	}
 }
 
 // publishLost publishes a container whose shim is gone: by its exit record, as
@@ -296,9 +221,9 @@ func (m *Manager) publishLost(ctx context.Context, c *container, ids shim.Launch
 	if startedAt.IsZero() {
 		startedAt = c.rec.StartedAt
 	}
-	ctx, cancel := context.WithTimeout(ctx, handoverLimit)
+	ctx, cancel := context.WithTimeout(ctx, process.HandoverLimit)
 	defer cancel()
-	exit, lost, err := m.readExit(ctx, c, startedAt)
+	exit, lost, err := m.processes.ReadExit(ctx, c.id, startedAt)
 	if err != nil {
 		return err
 	}
@@ -307,11 +232,11 @@ func (m *Manager) publishLost(ctx context.Context, c *container, ids shim.Launch
 			return nil
 		}
 		m.log.Error("take the start of a container back", "container", c.id, "error", err)
-		exit = exitRecord{Code: exitCodeStartError, Reason: reasonStartError, FinishedAt: time.Now(),
+		exit = record.Exit{Code: record.CodeStartError, Reason: record.ReasonStartError, FinishedAt: time.Now(),
 			Message: "berth was stopped while it started the container"}
 	}
 	if lost {
-		if err := m.killLeftBehind(ctx, c); err != nil {
+		if err := m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath); err != nil {
 			m.log.Error("what a lost shim left does not end", "container", c.id, "error", err)
 		}
 	}
@@ -324,10 +249,10 @@ func (m *Manager) publishLost(ctx context.Context, c *container, ids shim.Launch
 // command that ran for the moment until the launcher noticed that its daemon was gone runs once more, as it would if kubelet
 // made the container anew.
 func (m *Manager) takeStartBack(ctx context.Context, c *container) error {
-	if err := m.removeRuntimeState(ctx, c.id, c.rec.CgroupsPath); err != nil {
+	if err := m.processes.Remove(ctx, c.id, c.rec.CgroupsPath); err != nil {
 		return err
 	}
-	c.rec.Phase, c.rec.StartedAt = containerCreated, time.Time{}
+	c.rec.Phase, c.rec.StartedAt = record.ContainerCreated, time.Time{}
 	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
 		m.log.Warn("record that a start was taken back; the next daemon will do it once more", "container", c.id, "error", err)
 	}

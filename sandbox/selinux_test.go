@@ -11,6 +11,7 @@ import (
 	"berth/internal/rootfs"
 	"berth/oci"
 	"berth/sandbox/lsm"
+	"berth/sandbox/record"
 	"berth/shim"
 )
 
@@ -44,9 +45,9 @@ func (f *fakeSELinux) labels() []string { return slices.Sorted(maps.Keys(f.inUse
 // labelledManager has a pod, a container with the pod's labels and one with its own.
 func labelledManager(host *fakeSELinux) (m *Manager, p *pod, shares, own *container) {
 	m = &Manager{selinux: host.selinux(), pods: newIndex[*pod]("pod"), containers: newIndex[*container]("container")}
-	p = &pod{id: "p", rec: podRecord{SELinux: oci.Labels{Process: "pod-process", Mount: "pod-files"}}}
-	shares = &container{id: "shares", podID: "p", rec: containerRecord{SELinux: p.rec.SELinux}}
-	own = &container{id: "own", podID: "p", rec: containerRecord{SELinux: oci.Labels{Process: "own-process", Mount: "own-files"}}}
+	p = &pod{id: "p", rec: record.Pod{SELinux: oci.Labels{Process: "pod-process", Mount: "pod-files"}}}
+	shares = &container{id: "shares", podID: "p", rec: record.Container{SELinux: p.rec.SELinux}}
+	own = &container{id: "own", podID: "p", rec: record.Container{SELinux: oci.Labels{Process: "own-process", Mount: "own-files"}}}
 	m.pods.put(p.id, p)
 	m.containers.put(shares.id, shares)
 	m.containers.put(own.id, own)

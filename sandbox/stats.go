@@ -177,7 +177,7 @@ func (m *Manager) censusSubjects(yield func(census.Subject) bool) {
 			FinishedAt: info.FinishedAt, CgroupsPath: c.rec.CgroupsPath}
 		if p, known := m.pods.get(c.podID); known && !p.sandboxed() {
 			if run := c.running.Load(); run != nil {
-				s.Init = run.pid
+				s.Init = run.PID
 			}
 		}
 		if !yield(s) {

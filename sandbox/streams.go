@@ -80,7 +80,7 @@ func (m *Manager) runningContainer(what, id string) (*container, error) {
 	if err != nil {
 		return nil, err
 	}
-	if run := c.running.Load(); run == nil || run.hasEnded() {
+	if run := c.running.Load(); run == nil || run.HasEnded() {
 		return nil, errdefs.FailedPrecondition("%s container %s: it is not running", what, c.id)
 	}
 	return c, nil

@@ -7,14 +7,8 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
-	"path/filepath"
-
-	"golang.org/x/sys/unix"
 
 	"berth/cni"
-	"berth/internal/cgroup"
-	"berth/shim"
-	"berth/shim/ociruntime"
 )
 
 // removeUnrecorded removes what bears the ID of a pod or container that has no
@@ -51,51 +45,16 @@ func (m *Manager) hasRecord(id string) bool {
 	return pod || ctr
 }
 
-// groupByID is the cgroup of what was launched with that ID, from what was left by who
-// made it: a runtime's program or libcontainer. The error wraps fs.ErrNotExist if nothing was.
-func (m *Manager) groupByID(id string, r *ociruntime.Runtime) (*cgroup.Group, error) {
-	if r != nil {
-		return shim.GroupOf(m.dirs.Shim(id), r)
-	}
-	return cgroup.FromState(filepath.Join(m.dirs.Libcontainer(), id, "state.json"))
-}
-
-// ignoreExisting drops the error of removing a directory that is gone, or in use.
-func ignoreExisting(err error) error {
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTEMPTY) {
-		return nil
-	}
-	return err
-}
-
 // removeByID removes everything that an object of that ID can have.
 func (m *Manager) removeByID(ctx context.Context, id string) error {
-	r, err := shim.RuntimeOf(m.dirs.Shim(id))
-	if err != nil {
-		return err
-	}
-	group, err := m.groupByID(id, r)
-	switch {
-	case err == nil:
-		killing, cancel := context.WithTimeout(ctx, killWait)
-		err = m.removeGroup(killing, id, group)
-		cancel()
-	case errors.Is(err, fs.ErrNotExist): // it never had a process
-		err = errors.Join(os.RemoveAll(filepath.Join(m.dirs.Libcontainer(), id)), os.RemoveAll(m.dirs.Shim(id)))
-	}
-	if err != nil {
+	if err := m.processes.RemoveByID(ctx, id); err != nil {
 		return err // it may be alive: it keeps its files
-	}
-	if r != nil { // its call to delete makes the directory anew that its pod may have removed meanwhile
-		if err := ignoreExisting(os.Remove(r.Root)); err != nil {
-			return fmt.Errorf("remove runtime state of %s: %w", id, err)
-		}
 	}
 	if err := m.detachUnrecorded(ctx, id); err != nil {
 		return err
 	}
 	return errors.Join(
-		m.removeRuntimeRoot(id),
+		m.processes.RemoveRoot(id),
 		cni.RemoveNetNS(m.dirs.NetNS(id)),
 		m.removePodMounts(id),
 		os.RemoveAll(m.dirs.PodFiles(id)),

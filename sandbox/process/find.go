@@ -1,0 +1,133 @@
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/cgroup"
+	"berth/internal/failpoint"
+	"berth/internal/pidfd"
+	"berth/sandbox/record"
+	"berth/shim"
+)
+
+// Find finds the processes of a container that an earlier daemon launched, by what the shim directory
+// tells. nil: its shim is gone, or there was none; Launched is what is known of it then.
+func (k Kit) Find(ctx context.Context, id string) (*Running, shim.Launched, error) {
+	shimFile, ids, err := k.openShim(ctx, id)
+	if err != nil || shimFile == nil {
+		return nil, ids, err
+	}
+	// An init that has ended is no trouble: the shim is about to tell.
+	init, err := pidfd.OpenVerified(ids.InitPID, ids.InitStartTime)
+	if err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return nil, ids, errors.Join(err, shimFile.Close())
+	}
+	return newRunning(init, shimFile, ids.InitPID, ids.StartedAt), ids, nil
+}
+
+// HandoverLimit is how long a launcher of an earlier daemon may take to become a
+// monitor, or to notice that its daemon is gone and undo the launch.
+const HandoverLimit = 15 * time.Second
+
+// openShim returns the pidfd of a container's monitor, nil if there is none. A
+// launcher that is still at work is waited for: its launch ends one way or the other.
+func (k Kit) openShim(ctx context.Context, id string) (*os.File, shim.Launched, error) {
+	ctx, cancel := context.WithTimeout(ctx, HandoverLimit)
+	defer cancel()
+	for {
+		ids, err := shim.ReadShim(k.Dirs.Shim(id))
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil, ids, nil
+		}
+		if err != nil {
+			return nil, ids, err
+		}
+		f, err := pidfd.OpenVerified(ids.ShimPID, ids.ShimStartTime)
+		if errors.Is(err, os.ErrProcessDone) {
+			return nil, ids, nil
+		}
+		if err != nil {
+			return nil, ids, err
+		}
+		if ended, err := pidfd.Exited(f); ended || err != nil { // a zombie, where nobody reaps
+			return nil, ids, errors.Join(err, f.Close())
+		}
+		// A launcher is executed from a sealed copy in memory, a monitor from its file.
+		exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", ids.ShimPID))
+		if err == nil && !strings.HasPrefix(exe, "/memfd:") && ids.InitPID != 0 {
+			return f, ids, nil
+		}
+		waiting := k.Tasks.Sleep(ctx, 5*time.Millisecond, "the launcher of an earlier daemon", "container "+id)
+		if !waiting {
+			k.Log.Error("the launcher of an earlier daemon does not end, it is killed", "container", id, "pid", ids.ShimPID)
+			err = pidfd.Signal(f, unix.SIGKILL)
+		} else {
+			err = nil
+		}
+		if err := errors.Join(err, f.Close()); err != nil && !errors.Is(err, os.ErrProcessDone) {
+			return nil, ids, err
+		}
+		if !waiting {
+			return nil, ids, nil
+		}
+	}
+}
+
+// ReadExit is the exit according to the shim's record. If there is none, or it
+// can't be trusted, the shim was lost; the exit tells so. Trouble with reading is tried
+// again until ctx ends, which is the error: it would turn a Job's success into a failure.
+func (k Kit) ReadExit(ctx context.Context, id string, startedAt time.Time) (exit record.Exit, lost bool, err error) {
+	left, err := shim.ReadExit(k.Dirs.Shim(id))
+	for isTransient(err) {
+		k.Log.Error("read exit record", "container", id, "error", err)
+		if !k.Tasks.Sleep(ctx, time.Second, "its exit record", "container "+id) {
+			return exit, false, err
+		}
+		left, err = shim.ReadExit(k.Dirs.Shim(id))
+	}
+	if err != nil {
+		k.Log.Error("the shim was lost", "container", id, "error", err)
+		return record.Exit{Code: record.CodeUnknown, Reason: record.ReasonShimLost, StartedAt: startedAt, FinishedAt: time.Now(),
+			Message: "the container's shim was lost, its exit code is unknown"}, true, nil
+	}
+	failpoint.Reach("container.exit-read")
+	exit = record.Exit{Code: left.Code, Reason: record.ReasonCompleted, StartedAt: startedAt, FinishedAt: left.At}
+	switch {
+	case left.OOMKilled && left.Code != 0:
+		exit.Reason = record.ReasonOOMKilled
+	case left.Code != 0:
+		exit.Reason = record.ReasonError
+	}
+	return exit, false, nil
+}
+
+// isTransient tells whether reading may succeed later.
+func isTransient(err error) bool {
+	for _, e := range []error{unix.EMFILE, unix.ENFILE, unix.ENOMEM, unix.EIO} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
+}
+
+// KillLeftBehind ends what a lost shim left of its container, so that no second
+// instance runs beside it.
+func (k Kit) KillLeftBehind(ctx context.Context, id, cgroupsPath string) error {
+	ctx, cancel := context.WithTimeout(ctx, KillWait)
+	defer cancel()
+	defer k.Tasks.Begin("the end of what its lost shim left", "container "+id)()
+	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
+	if err != nil {
+		return err
+	}
+	return shim.KillAndDestroy(ctx, id, k.Dirs.Shim(id), group)
+}

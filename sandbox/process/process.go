@@ -1,0 +1,145 @@
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/cgroup"
+	"berth/internal/failpoint"
+	"berth/internal/pidfd"
+	"berth/internal/task"
+	"berth/sandbox/layout"
+	"berth/shim"
+	"berth/shim/ociruntime"
+)
+
+// Kit is what is needed to find processes, and what was made for them.
+type Kit struct {
+	Dirs          layout.Dirs
+	SystemdCgroup bool // cgroup paths name scopes of systemd's
+	Tasks         *task.Runner
+	Log           *slog.Logger
+}
+
+// KillWait bounds the wait for killed processes to be gone. What takes longer is
+// stuck in the kernel; the rest of the pod is taken down all the same.
+const KillWait = 10 * time.Second
+
+// Running are the processes of a container that has a shim.
+type Running struct {
+	Init, Shim *os.File // pidfds; Init is nil if it had ended when an earlier daemon's container was found
+	PID        int      // of Init
+	StartedAt  time.Time
+	Exited     chan struct{} // closed when the exit is published
+}
+
+// Launched returns the processes that a launch has made.
+func Launched(s *shim.Started) *Running { return newRunning(s.Init, s.Shim, s.InitPID, s.StartedAt) }
+
+func newRunning(init, shim *os.File, pid int, startedAt time.Time) *Running {
+	return &Running{Init: init, Shim: shim, PID: pid, StartedAt: startedAt, Exited: make(chan struct{})}
+}
+
+// Close gives up the pidfds.
+func (r *Running) Close() error {
+	err := r.Shim.Close()
+	if r.Init != nil {
+		err = errors.Join(err, r.Init.Close())
+	}
+	return err
+}
+
+// KillShim kills a shim that hangs.
+func (r *Running) KillShim() error { return ignoreDone(pidfd.Signal(r.Shim, unix.SIGKILL)) }
+
+// Signal sends a signal to the init of a container that r runs, nil being libcontainer; in a sandbox of its runtime's it is the
+// runtime that does it. One that has ended is no error: its exit follows.
+func (k Kit) Signal(ctx context.Context, id string, r *ociruntime.Runtime, run *Running, sig unix.Signal) error {
+	if r == nil || !r.Sandboxed || run.HasEnded() {
+		return run.signal(sig)
+	}
+	ctx, cancel := context.WithTimeout(ctx, KillWait)
+	defer cancel()
+	err := r.Kill(ctx, id, sig)
+	if err != nil && run.HasEnded() {
+		return nil
+	}
+	return err
+}
+
+// Kill sends SIGKILL to the container's init and to whatever else is in its cgroup.
+func (k Kit) Kill(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
+	failpoint.Reach("container.kill")
+	if err := k.Signal(ctx, id, r, run, unix.SIGKILL); err != nil {
+		return fmt.Errorf("kill container %s: %w", id, err)
+	}
+	failpoint.Reach("container.killed")
+	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
+	if err != nil {
+		return err
+	}
+	return group.Signal()
+}
+
+// signal sends a signal to the init. One that has ended is no error: its exit follows.
+func (r *Running) signal(sig unix.Signal) error {
+	if r.Init == nil {
+		return nil
+	}
+	return ignoreDone(pidfd.Signal(r.Init, sig))
+}
+
+// ignoreDone drops the errors of a process that has ended, and been forgotten.
+func ignoreDone(err error) error {
+	if errors.Is(err, os.ErrProcessDone) || errors.Is(err, os.ErrClosed) {
+		return nil
+	}
+	return err
+}
+
+// HasEnded tells whether the init is gone, so that its process ID means nothing.
+func (r *Running) HasEnded() bool {
+	if r.Init == nil {
+		return true
+	}
+	ended, err := pidfd.Exited(r.Init)
+	return ended || err != nil
+}
+
+// AwaitExit waits for the exit to be published, which closes run.Exited, for at most limit.
+func (k Kit) AwaitExit(ctx context.Context, id string, run *Running, limit time.Duration) bool {
+	defer k.Tasks.Begin("exit", "container "+id)()
+	timer := time.NewTimer(limit)
+	defer timer.Stop()
+	select {
+	case <-run.Exited:
+		return true
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+	return false
+}
+
+// AwaitEnd waits until a process has ended; false means that the daemon ends, and with it the lifetime Watchers. Trouble
+// with the pidfd does not mean that the process has ended: it is waited for again.
+func (k Kit) AwaitEnd(process *os.File, object string) bool {
+	for {
+		err := pidfd.Wait(k.Tasks.Watchers.Context(), process)
+		if k.Tasks.Watchers.Context().Err() != nil {
+			return false
+		}
+		if err == nil {
+			return true
+		}
+		k.Log.Error("watch a process", "object", object, "error", err)
+		if !k.Tasks.Sleep(k.Tasks.Watchers.Context(), time.Second, "another try to watch", object) {
+			return false
+		}
+	}
+}

@@ -1,0 +1,94 @@
+package process
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/cgroup"
+	"berth/internal/failpoint"
+	"berth/shim"
+	"berth/shim/ociruntime"
+)
+
+// Remove kills and removes what a launch made for a container or
+// pause: its processes, cgroup, libcontainer state and shim directory.
+func (k Kit) Remove(ctx context.Context, id, cgroupsPath string) error {
+	defer k.Tasks.Begin("the end of its processes", id)()
+	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
+	if err != nil {
+		return err
+	}
+	return k.removeGroup(ctx, id, group)
+}
+
+func (k Kit) removeGroup(ctx context.Context, id string, group *cgroup.Group) error {
+	if err := shim.KillAndDestroy(ctx, id, k.Dirs.Shim(id), group); err != nil {
+		return err
+	}
+	for _, dir := range []string{filepath.Join(k.Dirs.Libcontainer(), id), k.Dirs.Shim(id)} {
+		failpoint.Reach("runtime.remove-directory")
+		if err := os.RemoveAll(dir); err != nil {
+			return fmt.Errorf("remove runtime state of %s: %w", id, err)
+		}
+		failpoint.Reach("runtime.directory-removed")
+	}
+	return nil
+}
+
+// RemoveByID removes what launches made for that ID, of which nothing but the ID is known.
+func (k Kit) RemoveByID(ctx context.Context, id string) error {
+	r, err := shim.RuntimeOf(k.Dirs.Shim(id))
+	if err != nil {
+		return err
+	}
+	group, err := k.groupByID(id, r)
+	switch {
+	case err == nil:
+		killing, cancel := context.WithTimeout(ctx, KillWait)
+		err = k.removeGroup(killing, id, group)
+		cancel()
+	case errors.Is(err, fs.ErrNotExist): // it never had a process
+		err = errors.Join(os.RemoveAll(filepath.Join(k.Dirs.Libcontainer(), id)), os.RemoveAll(k.Dirs.Shim(id)))
+	}
+	if err != nil {
+		return err
+	}
+	if r != nil { // its call to delete makes the directory anew that its pod may have removed meanwhile
+		if err := ignoreExisting(os.Remove(r.Root)); err != nil {
+			return fmt.Errorf("remove runtime state of %s: %w", id, err)
+		}
+	}
+	return nil
+}
+
+// groupByID is the cgroup of what was launched with that ID, from what was left by who
+// made it: a runtime's program or libcontainer. The error wraps fs.ErrNotExist if nothing was.
+func (k Kit) groupByID(id string, r *ociruntime.Runtime) (*cgroup.Group, error) {
+	if r != nil {
+		return shim.GroupOf(k.Dirs.Shim(id), r)
+	}
+	return cgroup.FromState(filepath.Join(k.Dirs.Libcontainer(), id, "state.json"))
+}
+
+// ignoreExisting drops the error of removing a directory that is gone, or in use.
+func ignoreExisting(err error) error {
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTEMPTY) {
+		return nil
+	}
+	return err
+}
+
+// RemoveRoot removes what the runtime kept of the pod's containers, which are gone.
+func (k Kit) RemoveRoot(podID string) error {
+	if err := os.RemoveAll(k.Dirs.OCI(podID)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("remove runtime state of pod %s: %w", podID, err)
+	}
+	failpoint.Reach("runtime.root-removed")
+	return nil
+}
