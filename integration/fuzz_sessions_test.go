@@ -82,17 +82,17 @@ func (w *world) forwardSPDY(address, odd string) {
 		return
 	}
 	defer conn.Close()
-	for range 1 + w.r.IntN(4) {
-		headers := http.Header{}
-		headers.Set("streamType", pick(w.r, []string{"error", "data", "stdin", "resize", headerText(odd)}))
-		headers.Set("port", pick(w.r, oddPorts))
-		headers.Set("requestID", pick(w.r, []string{"1", "2", headerText(odd)}))
-		s, err := conn.CreateStream(headers)
-		if err != nil {
-			return
+	for id := range 1 + w.r.IntN(3) {
+		port, request := pick(w.r, oddPorts), pick(w.r, []string{fmt.Sprint(id), headerText(odd)})
+		// A port-forward's come in pairs: a lone one is waited for, and so would be here.
+		for _, kind := range pick(w.r, [][]string{{"error", "data"}, {"error", "data"}, {"stdin", "resize"}, {headerText(odd)}}) {
+			s, err := conn.CreateStream(http.Header{"Streamtype": {kind}, "Port": {port}, "Requestid": {request}})
+			if err != nil {
+				return
+			}
+			_, _ = io.WriteString(s, odd)
+			_ = s.Close()
 		}
-		_, _ = io.WriteString(s, odd)
-		_ = s.Close()
 	}
 }
 

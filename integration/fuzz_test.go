@@ -130,14 +130,13 @@ func FuzzCreateContainer(f *testing.F) {
 				NamespaceOptions: &runtimeapi.NamespaceOption{Pid: runtimeapi.NamespaceMode_CONTAINER, UsernsOptions: usernsOptions(fuzzUserNamespace)}}}},
 	}
 	// Each form in a pod of each kind, of which the first is the fastest.
-	pods := []harness.PodOption{harness.HostNetwork, func(*runtimeapi.PodSandboxConfig) {}, userNamespace(fuzzUserNamespace)}
 	addSeeds(f, len(forms))
-	for form := len(forms); form < len(forms)*len(pods); form++ {
+	for form := len(forms); form < len(forms)*len(fuzzPods); form++ {
 		f.Add(uint8(form), uint64(form))
 	}
 	f.Fuzz(func(t *testing.T, form uint8, seed uint64) {
 		config := scrambled(forms, form, seed)
-		kind := pods[int(form)/len(forms)%len(pods)]
+		kind := fuzzPods[int(form)/len(forms)%len(fuzzPods)]
 		d := harness.StartDaemon(t)
 		tameContainer(d, config, rand.New(rand.NewPCG(seed, 1)))
 		d.Pull(t, harness.BaseImage)
