@@ -4,7 +4,7 @@
 // # Contract
 //
 // A record is replaced as a whole or not at all (written beside its place, then
-// renamed), carries the version of its schema and a SHA-256 of its content, and
+// renamed), carries the version of its schema and a SHA-256 of both, and
 // is read back only if that sum is right. A file that cannot be trusted is moved
 // to the folder "set-aside" beside the records and reported; it never stops the
 // daemon and is never deleted. A file that cannot be read at the moment, or that
@@ -17,7 +17,6 @@ package checkpoint
 import (
 	"bytes"
 	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -234,11 +233,14 @@ func encode(kind string, version int, v any) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	sum := sha256.Sum256(body)
-	var b bytes.Buffer
-	fmt.Fprintf(&b, "%s %s %d %d %s\n", magic, kind, version, len(body), hex.EncodeToString(sum[:]))
-	b.Write(body)
-	return b.Bytes(), nil
+	return append([]byte(headerOf(kind, version, body)), body...), nil
+}
+
+// headerOf returns the header line of a record file, with its end. The sum is over the line's own words, too: a
+// version with a bit turned would seem to be of a newer berth.
+func headerOf(kind string, version int, body []byte) string {
+	line := fmt.Sprintf("%s %s %d %d", magic, kind, version, len(body))
+	return fmt.Sprintf("%s %x\n", line, sha256.Sum256(append([]byte(line+"\n"), body...)))
 }
 
 // Decode checks the content of a record file and returns its schema version and
@@ -259,7 +261,7 @@ func Decode(kind string, data []byte) (version int, body []byte, err error) {
 	if size != len(body) {
 		return 0, nil, fmt.Errorf("%w: %d bytes of content, not %d", ErrCorrupt, len(body), size)
 	}
-	if got := sha256.Sum256(body); hex.EncodeToString(got[:]) != sum {
+	if string(header)+"\n" != headerOf(kind, version, body) {
 		return 0, nil, fmt.Errorf("%w: the checksum does not match", ErrCorrupt)
 	}
 	return version, body, nil

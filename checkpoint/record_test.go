@@ -177,25 +177,87 @@ func TestLeftoverOfInterruptedWrite(t *testing.T) {
 	}
 }
 
+// FuzzDecode: what is accepted is byte for byte what would be written, all else is damaged.
 func FuzzDecode(f *testing.F) {
 	good, err := encode("doc", 1, doc{"x"})
 	if err != nil {
 		f.Fatal(err)
 	}
-	f.Add(good)
-	f.Add([]byte("berth-record doc 1 -1 x\n"))
-	f.Add([]byte("berth-record doc 1 2 \n{}"))
-	f.Fuzz(func(t *testing.T, data []byte) {
-		version, body, err := Decode("doc", data)
-		if err != nil {
-			if !errors.Is(err, ErrCorrupt) {
-				t.Fatalf("error is not ErrCorrupt: %v", err)
-			}
-			return
+	f.Add(good, false)
+	f.Add(bytes.Replace(good, []byte(" 1 "), []byte(" +1  "), 1), false)
+	f.Add([]byte("berth-record doc 1 -1 x\n"), false)
+	f.Add([]byte("berth-record doc 1 2 \n{}"), true)
+	f.Add([]byte(`{"a":"b"}`), true)
+	f.Fuzz(func(t *testing.T, data []byte, bodyOnly bool) {
+		if bodyOnly { // which no fuzzer would find the sum of
+			data = append([]byte(headerOf("doc", 7, data)), data...)
 		}
-		_ = version
-		if !bytes.HasSuffix(data, body) {
-			t.Fatal("body is not the file's tail")
+		version, body, err := Decode("doc", data)
+		switch {
+		case err == nil && headerOf("doc", version, body)+string(body) != string(data):
+			t.Fatalf("version %d, body %q", version, body)
+		case err != nil && bodyOnly:
+			t.Fatal(err)
+		case err != nil && !errors.Is(err, ErrCorrupt):
+			t.Fatalf("error is not ErrCorrupt: %v", err)
+		}
+		for bit := range 8 * min(len(data), 64) {
+			data[bit/8] ^= 1 << (bit % 8)
+			if _, _, e := Decode("doc", data); err == nil && e == nil {
+				t.Fatalf("with bit %d turned it is accepted too", bit)
+			}
+			data[bit/8] ^= 1 << (bit % 8)
+		}
+	})
+}
+
+// FuzzLoad puts a file beside a good record: whatever it is, the good one is loaded, and of the
+// other nothing is lost.
+func FuzzLoad(f *testing.F) {
+	good, err := encode("doc", 1, doc{"x"})
+	if err != nil {
+		f.Fatal(err)
+	}
+	newer, err := encode("doc", 9, doc{"x"})
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add("b.record", good)
+	f.Add("b.record", newer)
+	f.Add("b.record", []byte("{}"))
+	f.Add(".b.tmp", good[:10])
+	f.Add("set-aside", []byte{})
+	f.Add("..record", good)
+	f.Fuzz(func(t *testing.T, name string, data []byte) {
+		d := open(t, t.TempDir(), 1)
+		if err := d.Write("good", doc{"kept"}); err != nil {
+			t.Fatal(err)
+		}
+		path := filepath.Join(d.path, name)
+		if filepath.Dir(path) != d.path || name == "good.record" || os.WriteFile(path, data, 0o600) != nil {
+			t.Skip("no name of a file")
+		}
+		for range 2 { // the second time nothing is found that the first has not
+			got := map[string]string{}
+			bad, err := d.Load(func(name string, _ int, body []byte) error {
+				got[name] = string(body)
+				return nil
+			})
+			if len(bad) > 1 || err == nil && got["good"] == "" {
+				t.Fatalf("got %v, damaged %v", got, bad)
+			}
+			if err != nil && !strings.Contains(err.Error(), "newer berth") && name != setAside {
+				t.Fatal(err)
+			}
+			if len(bad) == 1 {
+				path = bad[0].Path
+			}
+		}
+		kept, err := os.ReadFile(path)
+		if leftover := strings.HasPrefix(name, ".") && strings.HasSuffix(name, ".tmp"); leftover != errors.Is(err, os.ErrNotExist) {
+			t.Fatal(err)
+		} else if !leftover && !bytes.Equal(kept, data) {
+			t.Fatalf("it is %q now", kept)
 		}
 	})
 }
