@@ -1,6 +1,9 @@
 package main
 
-import "testing"
+import (
+	"encoding/json"
+	"testing"
+)
 
 func TestExitStatus(t *testing.T) {
 	for text, want := range map[string]int32{
@@ -17,4 +20,23 @@ func TestExitStatus(t *testing.T) {
 			t.Errorf("%s: %d", text, got)
 		}
 	}
+}
+
+// FuzzExitStatus: what an encoder writes is understood, and what nobody has written
+// is no exit code that there cannot be.
+func FuzzExitStatus(f *testing.F) {
+	f.Add([]byte(`{"id":"c","exitStatus":137}`), "c", uint8(137))
+	f.Add([]byte(`{"exitStatus":300,"exitStatus":-1}`), `"exitStatus":1}`, uint8(0))
+	f.Fuzz(func(t *testing.T, text []byte, id string, code uint8) {
+		if got, ok := exitStatus(text); ok && (got < 0 || got > 255) {
+			t.Errorf("%q: %d", text, got)
+		}
+		said, err := json.Marshal(map[string]any{"id": id, "exitStatus": code})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, ok := exitStatus(said); !ok || got != int32(code) {
+			t.Errorf("%s: %d, %t", said, got, ok)
+		}
+	})
 }

@@ -35,20 +35,47 @@ func TestSize(t *testing.T) {
 	}
 }
 
+// FuzzNext: what is decoded encodes to the same bytes, however they arrive.
 func FuzzNext(f *testing.F) {
-	f.Add(Append(nil, Attach, []byte{byte(WantStdin | WantStdout)}))
-	f.Add(Append(Append(nil, Resize, Size{80, 25}.Encode()), CloseStdin, nil))
-	f.Add([]byte{0xff, 0xff, 0xff, 0xff, 0xff, 0})
-	f.Fuzz(func(t *testing.T, data []byte) {
-		for {
-			frame, size, err := Next(data)
-			if err != nil || size == 0 {
-				return
-			}
-			if size > len(data) || !bytes.Equal(Append(nil, frame.Type, frame.Payload), data[:size]) {
-				t.Fatalf("Next(%q) = %+v, %d", data, frame, size)
-			}
-			data = data[size:]
+	f.Add(Append(nil, Attach, []byte{byte(WantStdin | WantStdout)}), 1)
+	f.Add(Append(Append(nil, Resize, Size{80, 25}.Encode()), CloseStdin, nil), 7)
+	f.Add([]byte{0xff, 0xff, 0xff, 0xff, 0xff, 0}, 2)
+	f.Fuzz(func(t *testing.T, data []byte, piece int) {
+		whole, wholeErr := frames(t, data, len(data))
+		pieces, err := frames(t, data, 1+int(uint(piece)%16))
+		if !bytes.Equal(whole, pieces) || (err == nil) != (wholeErr == nil) {
+			t.Fatalf("at once %q, %v; in pieces %q, %v", whole, wholeErr, pieces, err)
+		}
+		if !bytes.HasPrefix(data, whole) {
+			t.Fatalf("%q became %q", data, whole)
 		}
 	})
+}
+
+// frames decodes what arrives piece by piece, as a monitor does, and returns the frames encoded again.
+func frames(t *testing.T, data []byte, piece int) (out []byte, err error) {
+	t.Helper()
+	var in []byte
+	for len(data) > 0 {
+		n := min(piece, len(data))
+		in, data = append(in, data[:n]...), data[n:]
+		for {
+			frame, size, err := Next(in)
+			if err != nil {
+				return out, err
+			}
+			if size == 0 {
+				break
+			}
+			if len(frame.Payload) > MaxPayload {
+				t.Fatalf("a payload of %d bytes", len(frame.Payload))
+			}
+			out = Append(out, frame.Type, frame.Payload)
+			if size, err := DecodeSize(frame.Payload); err == nil && !bytes.Equal(size.Encode(), frame.Payload) {
+				t.Fatalf("%v from %q", size, frame.Payload)
+			}
+			in = in[size:]
+		}
+	}
+	return out, nil
 }
