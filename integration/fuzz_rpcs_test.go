@@ -135,7 +135,7 @@ func (w *world) form(t *testing.T, m method) proto.Message {
 // request is the next request for an RPC: odd mostly, and tamed to stay within the test.
 func (w *world) request(t *testing.T, m method) proto.Message {
 	t.Helper()
-	request := w.form(t, m)
+	request := proto.Clone(w.form(t, m)) // it may share the pod's config
 	w.identify(request.ProtoReflect())
 	if !w.calm && request.ProtoReflect().Descriptor().Fields().Len() > 0 {
 		scramble(request.ProtoReflect(), w.r)

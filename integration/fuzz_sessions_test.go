@@ -1,10 +1,12 @@
 package integration
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/url"
 	"strings"
@@ -12,8 +14,8 @@ import (
 	"time"
 
 	"github.com/gorilla/websocket"
+	"github.com/moby/spdystream/spdy"
 	"k8s.io/client-go/tools/remotecommand"
-	clientspdy "k8s.io/client-go/transport/spdy"
 
 	"berth/integration/harness"
 )
@@ -38,7 +40,7 @@ func (w *world) visit(t *testing.T, address string) {
 	case 2:
 		stream(ctx, harness.WebSocket, address, w.streamOptions(odd))
 	case 3:
-		w.forwardSPDY(address, odd)
+		w.speakSPDY(address, odd)
 	case 4:
 		w.forwardWebSocket(ctx, address, odd)
 	case 5:
@@ -66,34 +68,41 @@ func stream(ctx context.Context, p harness.Protocol, address string, o remotecom
 	_, _ = p.Stream(ctx, harness.Plain(), address, o)
 }
 
-// forwardSPDY opens streams with odd headers. The server may refuse whatever it likes.
-func (w *world) forwardSPDY(address, odd string) {
+// speakSPDY opens any session's streams with odd headers, without waiting to be answered. The server may
+// refuse whatever it likes.
+func (w *world) speakSPDY(address, odd string) {
 	u, err := url.Parse(address)
 	if err != nil {
 		return
 	}
-	transport, upgrader, err := clientspdy.RoundTripperFor(harness.Plain())
-	if err != nil {
-		return
-	}
-	conn, _, err := clientspdy.NewDialer(upgrader, &http.Client{Transport: transport, Timeout: harness.Patience}, http.MethodPost, u).
-		Dial(pick(w.r, []string{"portforward.k8s.io", "v4.channel.k8s.io", "v5.channel.k8s.io", "none"}))
+	conn, err := net.DialTimeout("tcp", u.Host, sessionTime)
 	if err != nil {
 		return
 	}
 	defer conn.Close()
-	for id := range 1 + w.r.IntN(3) {
-		port, request := pick(w.r, oddPorts), pick(w.r, []string{fmt.Sprint(id), headerText(odd)})
+	_ = conn.SetDeadline(time.Now().Add(sessionTime))
+	protocol := pick(w.r, []string{"portforward.k8s.io", "v4.channel.k8s.io", "v2.channel.k8s.io", "none"})
+	fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: %s\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\nX-Stream-Protocol-Version: %s\r\n\r\n", u.Path, u.Host, protocol)
+	answer, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	if err != nil || answer.StatusCode != http.StatusSwitchingProtocols {
+		return
+	}
+	framer, err := spdy.NewFramer(conn, conn)
+	if err != nil {
+		return
+	}
+	id := spdy.StreamId(1)
+	for request := range 1 + w.r.IntN(3) {
+		headers := http.Header{"Port": {pick(w.r, oddPorts)}, "Requestid": {pick(w.r, []string{fmt.Sprint(request), odd})}}
 		// A port-forward's come in pairs: a lone one is waited for, and so would be here.
-		for _, kind := range pick(w.r, [][]string{{"error", "data"}, {"error", "data"}, {"stdin", "resize"}, {headerText(odd)}}) {
-			s, err := conn.CreateStream(http.Header{"Streamtype": {kind}, "Port": {port}, "Requestid": {request}})
-			if err != nil {
-				return
-			}
-			_, _ = io.WriteString(s, odd)
-			_ = s.Close()
+		for _, kind := range pick(w.r, [][]string{{"error", "data"}, {"error", "data"}, {"error", "stdin"}, {"error", "stdout", "resize"}, {odd}}) {
+			headers.Set("streamType", kind)
+			_ = framer.WriteFrame(&spdy.SynStreamFrame{StreamId: id, Headers: headers})
+			_ = framer.WriteFrame(&spdy.DataFrame{StreamId: id, Data: []byte(odd), Flags: spdy.DataFlags(w.r.IntN(2))})
+			id += 2
 		}
 	}
+	_, _ = io.Copy(io.Discard, conn)
 }
 
 // headerText is what a client's library lets through in a header.
