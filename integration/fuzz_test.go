@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -25,7 +26,7 @@ import (
 // fits fails the test for an answer that no client could make sense of.
 func fits(t *testing.T, method string, err error) {
 	t.Helper()
-	if code := harness.CodeOf(err); !answers.Fit(method, code) {
+	if code := harness.CodeOf(err); !answers.Fit(method, code, status.Convert(err).Message()) {
 		t.Errorf("%s: code %s does not fit: %v", method, code, err)
 	}
 }

@@ -110,8 +110,8 @@ func FuzzRPC(f *testing.F) {
 // one, which has no trouble of its own: what is left is the request's fault.
 func check(t *testing.T, name string, err error) {
 	t.Helper()
-	code := status.Code(coded(err))
-	if canceled := code == codes.Canceled && name == "GetContainerEvents"; !canceled && !answers.Fit(name, code) { // by us: it has no end
+	code, text := status.Code(coded(err)), status.Convert(err).Message()
+	if canceled := code == codes.Canceled && name == "GetContainerEvents"; !canceled && !answers.Fit(name, code, text) { // by us: it has no end
 		t.Errorf("%s: code %s does not fit: %v", name, code, err)
 	}
 }

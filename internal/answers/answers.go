@@ -2,12 +2,13 @@
 // client asks for. It is for tests: those that send odd requests, to the server alone
 // and to a whole daemon, hold both to the same list.
 //
-// Not in it are the codes for trouble that no request causes: Internal, Unknown and
-// DataLoss are always a fault of ours or of the machine, and Canceled is the client's own.
+// Not in it are the codes for trouble that no request causes: Internal, Unknown (with the
+// exception that Fit knows) and DataLoss are always a fault of ours or of the machine, and Canceled is the client's own.
 package answers
 
 import (
 	"slices"
+	"strings"
 
 	"google.golang.org/grpc/codes"
 )
@@ -42,15 +43,22 @@ var refusals = map[string][]codes.Code{
 	"ImageStatus":  {codes.InvalidArgument},
 	"RemoveImage":  {codes.InvalidArgument},
 	"PullImage": {codes.InvalidArgument, codes.NotFound, codes.FailedPrecondition,
-		codes.Unauthenticated, codes.PermissionDenied, codes.Unavailable, codes.ResourceExhausted}, // the registry's
+		codes.Unauthenticated, codes.PermissionDenied, codes.ResourceExhausted}, // the registry's
 
 	"CheckpointContainer": {codes.Unimplemented},
 	"CheckpointPod":       {codes.Unimplemented},
 	"RestorePod":          {codes.Unimplemented},
 }
 
-// Fit reports whether a method, "StopContainer" for one, may answer with a code because of what it was
-// asked.
-func Fit(method string, code codes.Code) bool {
+// unavailable begins the text of errors that kubelet knows by it (images.ErrRegistryUnavailable). It looks for
+// it only in those with the code Unknown.
+const unavailable = "RegistryUnavailable: "
+
+// Fit reports whether a method, "StopContainer" for one, may answer with a code, and an error's text, because
+// of what it was asked.
+func Fit(method string, code codes.Code, text string) bool {
+	if method == "PullImage" && code == codes.Unknown {
+		return strings.HasPrefix(text, unavailable)
+	}
 	return code == codes.OK && !slices.Contains(refusals[method], codes.Unimplemented) || slices.Contains(refusals[method], code)
 }
