@@ -42,6 +42,10 @@ func TestBadPods(t *testing.T) {
 		{"cgroup parent with ..", func(c *runtimeapi.PodSandboxConfig) { c.Linux.CgroupParent = "/" + harness.Machine + "/../../escape" }, codes.InvalidArgument, ".."},
 		{"cgroup parent of the other driver", func(c *runtimeapi.PodSandboxConfig) { c.Linux.CgroupParent = foreignParent() }, codes.InvalidArgument, foreignParent()},
 		{"hostname with a slash", func(c *runtimeapi.PodSandboxConfig) { c.Hostname = "a/b" }, codes.InvalidArgument, "a/b"},
+		{"port that is none", harness.HostPort(2, 0, runtimeapi.Protocol_TCP), codes.InvalidArgument, "2:0"},
+		{"protocol that is none", harness.HostPort(2, 3, 99), codes.InvalidArgument, "99"},
+		{"bandwidth that is none", func(c *runtimeapi.PodSandboxConfig) { c.Annotations["kubernetes.io/ingress-bandwidth"] = "much" }, codes.InvalidArgument, "much"},
+		{"name with a semicolon", func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Name = "a;K8S_POD_UID=b" }, codes.InvalidArgument, "a;K8S_POD_UID=b"},
 		{"relative log directory", func(c *runtimeapi.PodSandboxConfig) { c.LogDirectory = "logs/here" }, codes.InvalidArgument, "logs/here"},
 		{"target namespace for a pod", harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) {
 			s.NamespaceOptions.Pid = runtimeapi.NamespaceMode_TARGET

@@ -59,7 +59,8 @@ func (m *Manager) collectNetworks(ctx context.Context) error {
 		}
 		pod, err := m.cniPod(p)
 		if err != nil {
-			return err
+			m.log.Warn("a pod can't be told to CNI plugins: what they hold for it is given back", "pod", p.id, "error", err)
+			continue
 		}
 		valid = append(valid, pod)
 	}
@@ -71,7 +72,8 @@ func (m *Manager) collectNetworks(ctx context.Context) error {
 	return nil
 }
 
-// cniPod is the pod as plugins see it: the same for ADD and DEL.
+// cniPod is the pod as plugins see it: the same for ADD and DEL. It fails only for what planPod refuses,
+// now or in an older berth, so plugins were never told of such a pod.
 func (m *Manager) cniPod(p *pod) (cni.Pod, error) {
 	pod, err := cni.NewPod(p.id, p.rec.NetNS, p.config)
 	if err != nil {

@@ -121,6 +121,9 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 			return nil, err
 		}
 		p.rec.Network, p.rec.IPRanges = &attachment, *m.ipRanges.Load()
+		if _, err := m.cniPod(p); err != nil { // or DEL would fail, too, and never be done
+			return nil, err
+		}
 	}
 	if m.cfg.PauseImage != "" {
 		if p.rec.PauseImage, err = m.pauseImage(ctx); err != nil {

@@ -110,7 +110,8 @@ func (m *Manager) detachNetwork(ctx context.Context, p *pod) error {
 func (m *Manager) cniDel(ctx context.Context, p *pod) error {
 	pod, err := m.cniPod(p)
 	if err != nil {
-		return err
+		m.log.Warn("a pod can't be told to CNI plugins: it has no network to be detached from", "pod", p.id, "error", err)
+		return nil
 	}
 	defer m.tasks.Begin("CNI DEL", p.String())()
 	return m.network.Del(ctx, *p.rec.Network, pod)
