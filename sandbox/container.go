@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
 	"sync/atomic"
 	"time"
@@ -16,7 +15,6 @@ import (
 
 	"berth/image"
 	"berth/internal/errdefs"
-	"berth/internal/failpoint"
 	"berth/internal/host"
 	"berth/internal/join"
 	"berth/internal/nri"
@@ -28,6 +26,7 @@ import (
 	"berth/sandbox/process"
 	"berth/sandbox/record"
 	"berth/sandbox/request"
+	"berth/sandbox/roots"
 )
 
 // container is the one owner of a container's state.
@@ -55,7 +54,7 @@ type running struct {
 }
 
 func (c *container) String() string { return "container " + c.id }
-func (c *container) visible() bool  { return c.info.Load() != nil }
+func (c *container) Visible() bool  { return c.info.Load() != nil }
 
 // CreateContainer makes a container in a ready pod and returns its ID. A call
 // with the identity and content of an existing container, or of one being made,
@@ -127,7 +126,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	c := &container{id: newID(), podID: p.id, config: config, turn: task.NewTurn(), resources: config.GetLinux().GetResources()}
 	c.rec = record.Container{ID: c.id, PodID: p.id, BootID: m.bootID, Phase: record.ContainerCreated, CreatedAt: time.Now(),
 		Image: record.Image{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}}
-	if c.rec.Volumes, err = m.imageVolumes(config); err != nil {
+	if c.rec.Volumes, err = m.roots.FindVolumes(config); err != nil {
 		return nil, err
 	}
 	if c.rec.Config, err = proto.Marshal(config); err != nil {
@@ -163,7 +162,7 @@ func (m *Manager) enterContainer(p *pod, c *container) error {
 	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
 		return err
 	}
-	m.containers.put(c.id, c)
+	m.containers.Put(c.id, c)
 	return nil
 }
 
@@ -202,7 +201,7 @@ func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) (
 	if err != nil {
 		return nil, err
 	}
-	if err := m.checkVolumes(c); err != nil {
+	if err := m.roots.CheckVolumes(c.id, c.config, c.rec.Volumes); err != nil {
 		return nil, err
 	}
 	if err := m.namespaces.CheckMounts(p.id, p.rec.Runtime, spec); err != nil {
@@ -235,9 +234,7 @@ func (m *Manager) containerRoot(p *pod, c *container) (rootfs.Spec, error) {
 	if err != nil {
 		return rootfs.Spec{}, err
 	}
-	root, err := m.writableRoot(c.id, &c.rec.Image, idMap)
-	root.Label = c.rec.SELinux.Mount
-	return root, err
+	return m.roots.Writable(c.id, &c.rec.Image, idMap, c.rec.SELinux.Mount)
 }
 
 // resolveUser finds out who a container runs as. The root filesystem is the
@@ -251,34 +248,13 @@ func (m *Manager) resolveUser(config *runtimeapi.ContainerConfig, image record.I
 	return oci.ResolveUser(files.Passwd, files.Group, request)
 }
 
-// writableRoot holds the layers of an image for a container or pause with that ID
-// and makes the folders of its writable layer.
-func (m *Manager) writableRoot(id string, image *record.Image, idMap *rootfs.IDMap) (rootfs.Spec, error) {
-	root, err := m.images.Hold(id, image.Layers)
-	if err != nil {
-		return root, fmt.Errorf("layers of image %s: %w", image.ID, err)
-	}
-	dir := m.dirs.Writable(id)
-	failpoint.Reach("container.make-rootfs")
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return root, fmt.Errorf("make writable layer of %s: %w", id, err)
-	}
-	failpoint.Reach("container.rootfs-made")
-	root.IDMap = idMap
-	root.Upper, root.Work = filepath.Join(dir, "upper"), filepath.Join(dir, "work")
-	if err := root.MakeUpper(); err != nil {
-		return root, fmt.Errorf("make writable layer of %s: %w", id, err)
-	}
-	return root, nil
-}
-
 // RuntimeSpec returns what the launcher is, or was, told of a container.
 func (m *Manager) RuntimeSpec(id string) (*specs.Spec, error) {
-	c, err := m.containers.find(id)
+	c, err := m.containers.Find(id)
 	if err != nil {
 		return nil, err
 	}
-	p, err := m.pods.find(c.podID)
+	p, err := m.pods.Find(c.podID)
 	if err != nil {
 		return nil, err
 	}
@@ -296,7 +272,7 @@ func (m *Manager) containerSpec(p *pod, c *container, resources *runtimeapi.Linu
 	spec, err := oci.ContainerSpec(oci.ContainerInput{
 		ID: c.id, Pod: m.ociPod(p), Config: c.config, Image: &c.rec.Image.Config, User: c.rec.User, Labels: c.rec.SELinux, Host: m.hostOf(p),
 		SystemdCgroup: m.cfg.SystemdCgroup, TargetPIDNS: target, Resources: resources, Files: host.Files{},
-		ImageVolumes: m.volumePlaces(c), DeviceOwnership: m.cfg.OwnDevices,
+		ImageVolumes: m.roots.VolumePlaces(c.id, c.rec.Volumes), DeviceOwnership: m.cfg.OwnDevices,
 	})
 	if err != nil {
 		return nil, err
@@ -324,7 +300,7 @@ func (m *Manager) targetPIDNS(c *container) (string, error) {
 	if options.GetPid() != runtimeapi.NamespaceMode_TARGET {
 		return "", nil
 	}
-	target, err := m.containers.find(options.GetTargetId())
+	target, err := m.containers.Find(options.GetTargetId())
 	if err != nil {
 		return "", fmt.Errorf("target of the PID namespace: %w", err)
 	}
@@ -349,7 +325,7 @@ func containerInfo(c *container) *ContainerInfo {
 	info := &ContainerInfo{ID: c.id, PodID: c.podID, Config: c.config, ImageID: c.rec.Image.ID, CreatedAt: c.rec.CreatedAt,
 		LogPath: c.rec.LogPath, User: c.rec.User.CRI(), Resources: c.resources,
 		process: c.rec.Process, described: c.rec.Described, limits: c.rec.Limits}
-	info.StopSignal, info.Mounts = oci.CRISignal(stopSignal(c)), statusMounts(c)
+	info.StopSignal, info.Mounts = oci.CRISignal(stopSignal(c)), roots.StatusMounts(c.config, c.rec.Volumes)
 	switch c.rec.Phase {
 	case record.ContainerCreated, record.ContainerStarting:
 		info.State = runtimeapi.ContainerState_CONTAINER_CREATED
@@ -382,7 +358,7 @@ func (m *Manager) abandonContainer(c *container) {
 // exists for it. It blocks until that is done, also when another call is at it. A
 // container that is unknown is no error.
 func (m *Manager) RemoveContainer(ctx context.Context, id string) error {
-	c, err := m.containers.find(id)
+	c, err := m.containers.Find(id)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}
@@ -416,7 +392,7 @@ func (m *Manager) removeContainer(ctx context.Context, c *container) error {
 // replaceContainer removes a container that was not started, or goes on with its removal.
 // join.ErrInUse for any other.
 func (m *Manager) replaceContainer(ctx context.Context, id string) error {
-	c, known := m.containers.get(id)
+	c, known := m.containers.Get(id)
 	if !known {
 		return nil
 	}
@@ -446,7 +422,7 @@ func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 	steps := []func() error{
 		func() error { return m.processes.Remove(ctx, c.id, c.rec.CgroupsPath) },
 		func() error { return m.images.Release(c.id) },
-		func() error { return m.releaseVolumes(c) },
+		func() error { return m.roots.ReleaseVolumes(c.id, c.rec.Volumes) },
 		func() error { return m.trash.Discard(m.dirs.Writable(c.id)) },
 		func() error { return m.containerRecs.Remove(c.id) },
 	}
@@ -457,10 +433,10 @@ func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 	}
 	m.releaseContainerLabels(c)
 	c.removed = true
-	m.containers.remove(c.id)
+	m.containers.Remove(c.id)
 	m.containerDeleted(c)
 	m.containerIDs.Forget(request.ContainerIdentity(c.podID, c.config.Metadata), c.id)
-	if c.presented || c.visible() {
+	if c.presented || c.Visible() {
 		m.tellOfContainer(ctx, nri.ContainerRemoved, c)
 	}
 	return nil

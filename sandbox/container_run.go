@@ -20,6 +20,7 @@ import (
 	"berth/oci"
 	"berth/sandbox/process"
 	"berth/sandbox/record"
+	"berth/sandbox/roots"
 	"berth/shim"
 )
 
@@ -29,7 +30,7 @@ import (
 // not ready; else the launch's own, after which the container has exited with
 // reason StartError.
 func (m *Manager) StartContainer(ctx context.Context, id string) error {
-	c, err := m.containers.find(id)
+	c, err := m.containers.Find(id)
 	if err != nil {
 		return err
 	}
@@ -73,7 +74,7 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 // readyPod finds a pod that is ready, and asks its pause whether that still
 // holds: containers join namespaces by its process ID.
 func (m *Manager) readyPod(id string) (*pod, error) {
-	p, err := m.pods.find(id)
+	p, err := m.pods.Find(id)
 	if err != nil {
 		return nil, err
 	}
@@ -100,7 +101,7 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 	if err != nil {
 		return nil, err
 	}
-	volumes, err := m.volumesFor(root, c)
+	volumes, err := m.roots.HoldVolumes(c.id, c.config, c.rec.Volumes)
 	if err != nil {
 		return nil, err
 	}
@@ -116,7 +117,7 @@ func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Start
 	failpoint.Reach("container.directory-made")
 	defer m.tasks.Begin("its launch", c.String())()
 	return m.launchers.Launch(ctx, shim.LaunchRequest{
-		ID: c.id, Dir: m.dirs.Shim(c.id), Spec: spec, Rootfs: root, RootPlace: m.namespaces.RootPlace(root), Volumes: volumes, SystemdCgroup: m.cfg.SystemdCgroup,
+		ID: c.id, Dir: m.dirs.Shim(c.id), Spec: spec, Rootfs: root, RootPlace: m.namespaces.RootPlace(root), Volumes: roots.ShownAs(root, volumes), SystemdCgroup: m.cfg.SystemdCgroup,
 		LogPath: c.rec.LogPath, LogDir: p.config.GetLogDirectory(), MaxLogLine: m.cfg.MaxLogLine,
 		Stdin: c.config.GetStdin(), StdinOnce: c.config.GetStdinOnce(), Terminal: c.config.GetTty(), Runtime: p.runtime(),
 	})
@@ -227,7 +228,7 @@ func (m *Manager) cleanExited(c *container) {
 // kills it then; at once if timeout is zero. A container that does not run or is
 // unknown is no error. One that is being started is stopped when it has started.
 func (m *Manager) StopContainer(ctx context.Context, id string, timeout time.Duration) error {
-	c, err := m.containers.find(id)
+	c, err := m.containers.Find(id)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}
@@ -305,7 +306,7 @@ func stopSignal(c *container) unix.Signal {
 // UpdateContainerResources changes the limits of a container that is created or
 // runs; fields that are zero keep their value.
 func (m *Manager) UpdateContainerResources(ctx context.Context, id string, res *runtimeapi.LinuxContainerResources) error {
-	c, err := m.containers.find(id)
+	c, err := m.containers.Find(id)
 	if err != nil {
 		return err
 	}
@@ -317,7 +318,7 @@ func (m *Manager) UpdateContainerResources(ctx context.Context, id string, res *
 // ReopenContainerLog makes the shim of a running container open its log file
 // anew, after kubelet has renamed it. If that fails no new file exists.
 func (m *Manager) ReopenContainerLog(ctx context.Context, id string) error {
-	c, err := m.containers.find(id)
+	c, err := m.containers.Find(id)
 	if err != nil {
 		return err
 	}

@@ -56,7 +56,7 @@ func (m *Manager) podChanged(before, after *PodInfo) {
 // containerDeleted and podDeleted tell of what was visible; the rest nobody has
 // heard of.
 func (m *Manager) containerDeleted(c *container) {
-	if c.visible() {
+	if c.Visible() {
 		m.happened(runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT, c.id, c.podID)
 	}
 }
@@ -72,7 +72,7 @@ func (m *Manager) podDeleted(p *pod) {
 func (m *Manager) happened(kind runtimeapi.ContainerEventType, id, podID string) {
 	m.events.Publish(func() Event {
 		event := Event{Type: kind, ID: id, At: time.Now(), Containers: m.containerInfos(podID)}
-		if p, known := m.pods.get(podID); known {
+		if p, known := m.pods.Get(podID); known {
 			event.Pod = p.info.Load()
 		}
 		return event
@@ -83,7 +83,7 @@ func (m *Manager) happened(kind runtimeapi.ContainerEventType, id, podID string)
 // feed's lock: only the pod's own are copied and sorted.
 func (m *Manager) containerInfos(podID string) []*ContainerInfo {
 	var of []*ContainerInfo
-	for _, c := range m.containers.snapshot() {
+	for _, c := range m.containers.Snapshot() {
 		if info := c.info.Load(); info != nil && c.podID == podID {
 			of = append(of, info)
 		}

@@ -5,19 +5,21 @@ import (
 	"runtime"
 	"testing"
 	"time"
+
+	"berth/internal/index"
 )
 
 // Events are made under the feed's lock: what one costs must not grow with the other pods of the node.
 func TestContainerInfosOfOnePod(t *testing.T) {
-	m := &Manager{containers: newIndex[*container]("container")}
+	m := &Manager{containers: index.New[*container]("container")}
 	add := func(id, podID string, age int) {
 		c := &container{id: id, podID: podID}
 		c.info.Store(&ContainerInfo{ID: id, PodID: podID, CreatedAt: time.Unix(int64(-age), 0)})
-		m.containers.put(id, c)
+		m.containers.Put(id, c)
 	}
 	add("young", "p", 1)
 	add("old", "p", 2)
-	m.containers.put("half made", &container{id: "half made", podID: "p"})
+	m.containers.Put("half made", &container{id: "half made", podID: "p"})
 	infos := m.containerInfos("p")
 	if len(infos) != 2 || infos[0].ID != "old" || infos[1].ID != "young" {
 		t.Fatalf("got %v", infos)

@@ -44,7 +44,7 @@ func (p *pod) runtime() *ociruntime.Runtime {
 
 // runtimeOf is the same for a container; nil also if its pod's record was lost.
 func (m *Manager) runtimeOf(c *container) *ociruntime.Runtime {
-	p, known := m.pods.get(c.podID)
+	p, known := m.pods.Get(c.podID)
 	if !known {
 		return nil
 	}

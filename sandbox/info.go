@@ -50,7 +50,7 @@ type ContainerInfo struct {
 // Pod returns the pod with that ID or unique ID prefix; NotFound, or
 // InvalidArgument where the prefix fits several.
 func (m *Manager) Pod(id string) (*PodInfo, error) {
-	p, err := m.pods.find(id)
+	p, err := m.pods.Find(id)
 	if err != nil {
 		return nil, err
 	}
@@ -59,7 +59,7 @@ func (m *Manager) Pod(id string) (*PodInfo, error) {
 
 // Pods returns all pods, oldest first.
 func (m *Manager) Pods() []*PodInfo {
-	all := m.pods.snapshot()
+	all := m.pods.Snapshot()
 	infos := make([]*PodInfo, 0, len(all))
 	for _, p := range all {
 		if info := p.info.Load(); info != nil {
@@ -75,7 +75,7 @@ func (m *Manager) Pods() []*PodInfo {
 // Container returns the container with that ID or unique ID prefix; NotFound, or
 // InvalidArgument where the prefix fits several.
 func (m *Manager) Container(id string) (*ContainerInfo, error) {
-	c, err := m.containers.find(id)
+	c, err := m.containers.Find(id)
 	if err != nil {
 		return nil, err
 	}
@@ -84,7 +84,7 @@ func (m *Manager) Container(id string) (*ContainerInfo, error) {
 
 // Containers returns all containers, oldest first.
 func (m *Manager) Containers() []*ContainerInfo {
-	all := m.containers.snapshot()
+	all := m.containers.Snapshot()
 	infos := make([]*ContainerInfo, 0, len(all))
 	for _, c := range all {
 		if info := c.info.Load(); info != nil {

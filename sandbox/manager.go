@@ -20,6 +20,7 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/feed"
 	"berth/internal/host"
+	"berth/internal/index"
 	"berth/internal/join"
 	"berth/internal/seldom"
 	"berth/internal/task"
@@ -32,6 +33,7 @@ import (
 	"berth/sandbox/namespaces"
 	"berth/sandbox/process"
 	"berth/sandbox/record"
+	"berth/sandbox/roots"
 	"berth/shim"
 	"berth/shim/payload"
 )
@@ -73,8 +75,9 @@ type Manager struct {
 	trash         *layout.Trash
 	namespaces    namespaces.Kit
 	processes     process.Kit
-	pods          *index[*pod]
-	containers    *index[*container]
+	roots         roots.Kit
+	pods          *index.Index[*pod]
+	containers    *index.Index[*container]
 	podIDs        join.Joiner // by (namespace, name, uid, attempt)
 	containerIDs  join.Joiner // by (pod, name, attempt)
 	podRecords    *checkpoint.Dir
@@ -98,10 +101,11 @@ type Manager struct {
 // lock of root and state.
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network, plugins: cfg.Plugins,
-		pods: newIndex[*pod]("pod sandbox"), containers: newIndex[*container]("container"),
+		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
 		runtimeTurn: task.NewTurn(), selinux: lsm.HostSELinux, events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
 	m.dirs = layout.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
 	m.processes = process.Kit{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
+	m.roots = roots.Kit{Images: images, Dirs: m.dirs}
 	m.trash = layout.NewTrash(m.dirs, m.tasks.Background, m.log)
 	m.census = m.newCensus()
 	m.appArmor = lsm.NewAppArmor(cfg.Host.AppArmor, m.tasks, m.log)
@@ -162,7 +166,7 @@ func (m *Manager) Close(ctx context.Context) error {
 	if ended == nil { // else they are in use
 		err = errors.Join(err, m.launchers.Close())
 	}
-	if len(m.pods.snapshot()) == 0 && !m.cfg.SystemdCgroup {
+	if len(m.pods.Snapshot()) == 0 && !m.cfg.SystemdCgroup {
 		err = errors.Join(err, cgroup.RemoveIfEmpty(oci.DefaultCgroupParent))
 	}
 	return err

@@ -53,7 +53,7 @@ const gcLimit = 10 * time.Second
 // pod there can be is known. A plugin that can't do it keeps nobody from starting.
 func (m *Manager) collectNetworks(ctx context.Context) error {
 	var valid []cni.Pod
-	for _, p := range m.pods.snapshot() {
+	for _, p := range m.pods.Snapshot() {
 		if p.rec.Network == nil {
 			continue
 		}

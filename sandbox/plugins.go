@@ -183,8 +183,8 @@ func (m *Manager) updateLater(updates []nri.Update) {
 
 // updateForPlugin changes a container's limits without asking plugins about it again.
 func (m *Manager) updateForPlugin(ctx context.Context, u nri.Update) error {
-	c, known := m.containers.get(u.ContainerID)
-	if !known || !c.visible() {
+	c, known := m.containers.Get(u.ContainerID)
+	if !known || !c.Visible() {
 		return errdefs.NotFound("container %q does not exist", u.ContainerID)
 	}
 	if u.Evict {
@@ -221,13 +221,13 @@ type managerForPlugins struct{ m *Manager }
 // Objects implements nri.Runtime: all pods, and the containers whose end plugins have not been told of.
 func (r managerForPlugins) Objects() ([]*nri.Pod, []*nri.Container) {
 	var pods []*nri.Pod
-	for _, p := range r.m.pods.snapshot() {
+	for _, p := range r.m.pods.Snapshot() {
 		if info := p.info.Load(); info != nil {
 			pods = append(pods, r.m.podForPlugins(p, info))
 		}
 	}
 	var containers []*nri.Container
-	for _, c := range r.m.containers.snapshot() {
+	for _, c := range r.m.containers.Snapshot() {
 		if info := c.info.Load(); info != nil && (info.State != runtimeapi.ContainerState_CONTAINER_EXITED || c.stopUntold.Load() != nil) {
 			containers = append(containers, r.m.containerForPlugins(c, info))
 		}
@@ -247,7 +247,7 @@ func (r managerForPlugins) Update(ctx context.Context, u nri.Update) error {
 }
 
 func (m *Manager) forPlugins(c *container) (*nri.Pod, *nri.Container, error) {
-	p, err := m.pods.find(c.podID)
+	p, err := m.pods.Find(c.podID)
 	if err != nil {
 		return nil, nil, err
 	}

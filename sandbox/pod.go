@@ -18,7 +18,6 @@ import (
 	"berth/internal/failpoint"
 	"berth/internal/host"
 	"berth/internal/join"
-	"berth/internal/rootfs"
 	"berth/internal/task"
 	"berth/oci"
 	"berth/sandbox/imagefs"
@@ -44,7 +43,7 @@ type pod struct {
 }
 
 func (p *pod) String() string { return "pod " + p.id }
-func (p *pod) visible() bool  { return p.info.Load() != nil }
+func (p *pod) Visible() bool  { return p.info.Load() != nil }
 
 // RunPodSandbox creates and starts a pod, and returns its ID when its network is up
 // and its pause runs. A call with the identity and content of an existing pod, or of one
@@ -137,7 +136,7 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 		m.releasePodLabels(p)
 		return nil, err
 	}
-	m.pods.put(p.id, p)
+	m.pods.Put(p.id, p)
 	return p, nil
 }
 
@@ -261,7 +260,7 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 	if err != nil {
 		return nil, err
 	}
-	root := m.pauseRoot(p, idMap)
+	root := m.roots.Pause(m.payload.Pause, idMap, p.rec.SELinux.Mount)
 	m.appArmor.Ensure(ctx)
 	input := oci.SandboxInput{Pod: m.ociPod(p), Labels: p.rec.SELinux, Host: m.hostOf(p), Files: host.Files{}, SystemdCgroup: m.cfg.SystemdCgroup}
 	var users imagefs.UserFiles
@@ -269,10 +268,9 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 	if image := p.rec.PauseImage; image != nil {
 		// Writable, because the usual pause image is nothing but its program: the
 		// folders to mount on have to be made.
-		if root, err = m.writableRoot(p.id, image, idMap); err != nil {
+		if root, err = m.roots.Writable(p.id, image, idMap, p.rec.SELinux.Mount); err != nil {
 			return nil, fmt.Errorf("pause image: %w", err)
 		}
-		root.Label = p.rec.SELinux.Mount
 		if users, err = m.users.Of(image.ID, root); err != nil {
 			return nil, err
 		}
@@ -299,16 +297,6 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 		return nil, fmt.Errorf("start pause of pod %s: %w", p.id, err)
 	}
 	return started, nil
-}
-
-// pauseRoot is the root filesystem of the embedded pause, a directory of berth's. Only an
-// overlay shows files with another SELinux label than they have.
-func (m *Manager) pauseRoot(p *pod, idMap *rootfs.IDMap) rootfs.Spec {
-	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: m.payload.Pause}}, IDMap: idMap}
-	if label := p.rec.SELinux.Mount; label != "" {
-		root.Layers, root.Label = m.notAlone(root.Layers), label
-	}
-	return root
 }
 
 // attachNetwork runs CNI ADD; the record that a DEL is due was written before.

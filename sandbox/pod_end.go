@@ -20,7 +20,7 @@ import (
 // StopPodSandbox ends everything that runs in the pod and takes its network away,
 // also if a process cannot be killed. A pod that is stopped or unknown is no error.
 func (m *Manager) StopPodSandbox(ctx context.Context, id string) error {
-	p, err := m.pods.find(id)
+	p, err := m.pods.Find(id)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}
@@ -36,7 +36,7 @@ func (m *Manager) StopPodSandbox(ctx context.Context, id string) error {
 // starts in the pod, and does every step whatever became of the others: a full
 // disk, for one, is no reason to let a pod run.
 func (m *Manager) stopPod(ctx context.Context, p *pod) error {
-	if _, known := m.pods.get(p.id); !known || p.rec.Phase == record.Removing {
+	if _, known := m.pods.Get(p.id); !known || p.rec.Phase == record.Removing {
 		return nil
 	}
 	first := p.rec.Phase != record.PodStopped
@@ -69,7 +69,7 @@ func (m *Manager) killContainers(ctx context.Context, p *pod) error {
 // containersOf returns the pod's containers, the invisible ones too.
 func (m *Manager) containersOf(podID string) []*container {
 	var of []*container
-	for _, c := range m.containers.snapshot() {
+	for _, c := range m.containers.Snapshot() {
 		if c.podID == podID {
 			of = append(of, c)
 		}
@@ -127,7 +127,7 @@ func (m *Manager) removePause(ctx context.Context, p *pod) error {
 // RemovePodSandbox stops the pod if need be, removes its containers and then the
 // pod with everything that exists for it. A pod that is unknown is no error.
 func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
-	p, err := m.pods.find(id)
+	p, err := m.pods.Find(id)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}
@@ -142,7 +142,7 @@ func (m *Manager) RemovePodSandbox(ctx context.Context, id string) error {
 // replacePod removes a pod without containers, or goes on with its removal. join.ErrInUse for
 // any other; who creates a container enters it with the pod's turn.
 func (m *Manager) replacePod(ctx context.Context, id string) error {
-	p, known := m.pods.get(id)
+	p, known := m.pods.Get(id)
 	if !known {
 		return nil
 	}
@@ -167,7 +167,7 @@ func (m *Manager) endPod(ctx context.Context, p *pod) error {
 // erasePod removes the pod, its containers first, and its record last. It needs
 // the pod's turn and may be repeated.
 func (m *Manager) erasePod(ctx context.Context, p *pod) error {
-	if _, known := m.pods.get(p.id); !known {
+	if _, known := m.pods.Get(p.id); !known {
 		return nil // somebody else had the turn before
 	}
 	if p.rec.Phase != record.Removing {
@@ -202,13 +202,13 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 		return err
 	}
 	m.releasePodLabels(p)
-	m.pods.remove(p.id)
+	m.pods.Remove(p.id)
 	m.podDeleted(p)
 	m.podIDs.Forget(request.PodIdentity(p.config.Metadata), p.id)
-	if p.presented && !p.visible() {
+	if p.presented && !p.Visible() {
 		m.tellOfPod(ctx, nri.PodStopped, p)
 	}
-	if p.presented || p.visible() {
+	if p.presented || p.Visible() {
 		m.tellOfPod(ctx, nri.PodRemoved, p)
 	}
 	return nil

@@ -20,7 +20,7 @@ import (
 //
 // Errors: NotFound, FailedPrecondition for a pod that is not ready, InvalidArgument for resources that can't be.
 func (m *Manager) UpdatePodSandboxResources(ctx context.Context, id string, overhead, resources *runtimeapi.LinuxContainerResources) error {
-	p, err := m.pods.find(id)
+	p, err := m.pods.Find(id)
 	if err != nil {
 		return err
 	}
@@ -38,7 +38,7 @@ func (m *Manager) UpdatePodSandboxResources(ctx context.Context, id string, over
 
 // updatePodResources needs the pod's turn.
 func (m *Manager) updatePodResources(ctx context.Context, p *pod, overhead, resources *runtimeapi.LinuxContainerResources) error {
-	if _, known := m.pods.get(p.id); !known || p.rec.Phase == record.Removing {
+	if _, known := m.pods.Get(p.id); !known || p.rec.Phase == record.Removing {
 		return errdefs.NotFound("pod sandbox %q does not exist", p.id)
 	}
 	if !p.info.Load().Ready {

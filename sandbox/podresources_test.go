@@ -11,6 +11,7 @@ import (
 
 	"berth/internal/feed"
 	"berth/internal/host"
+	"berth/internal/index"
 	"berth/internal/task"
 	"berth/sandbox/lsm"
 	"berth/sandbox/record"
@@ -25,12 +26,12 @@ func aReadyPod(t *testing.T) (m *Manager, p *pod, records string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m = &Manager{cfg: Config{Host: &host.Facts{}}, plugins: noPlugins{}, pods: newIndex[*pod]("pod sandbox"), podRecords: dir,
+	m = &Manager{cfg: Config{Host: &host.Facts{}}, plugins: noPlugins{}, pods: index.New[*pod]("pod sandbox"), podRecords: dir,
 		events: feed.New[Event](1), appArmor: lsm.NewAppArmor(false, nil, nil), tasks: task.NewRunner(slog.New(slog.DiscardHandler))}
 	p = &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}, turn: task.NewTurn()}
 	p.rec = record.Pod{ID: p.id, Phase: record.PodReady, CgroupsPath: "/kubepods/p", NetNS: "/run/netns/p"}
 	p.info.Store(podInfo(p))
-	m.pods.put(p.id, p)
+	m.pods.Put(p.id, p)
 	return m, p, records
 }
 

@@ -35,12 +35,12 @@ func (m *Manager) recover(ctx context.Context) error {
 	if err := m.collectNetworks(ctx); err != nil {
 		return err
 	}
-	for _, p := range m.pods.snapshot() {
+	for _, p := range m.pods.Snapshot() {
 		if err := m.recoverPod(p); err != nil {
 			return fmt.Errorf("recover pod %s: %w", p.id, err)
 		}
 	}
-	for _, c := range m.containers.snapshot() {
+	for _, c := range m.containers.Snapshot() {
 		if err := m.recoverContainer(ctx, c); err != nil {
 			return fmt.Errorf("recover container %s: %w", c.id, err)
 		}
@@ -77,7 +77,7 @@ func (m *Manager) loadPods() error {
 		if update != nil {
 			p.updated = p.withResources(update)
 		}
-		m.pods.put(p.id, p)
+		m.pods.Put(p.id, p)
 		return nil
 	})
 	m.logDamaged("pod", damaged)
@@ -91,7 +91,7 @@ func (m *Manager) loadContainers() error {
 			return err
 		}
 		c := &container{id: name, podID: rec.PodID, turn: task.NewTurn(), config: config, resources: resources, rec: rec}
-		m.containers.put(c.id, c)
+		m.containers.Put(c.id, c)
 		return nil
 	})
 	m.logDamaged("container", damaged)
@@ -156,7 +156,7 @@ func (m *Manager) findPause(p *pod) error {
 // recoverContainer decides by phase and, where a shim was at work, by what the
 // shim directory tells.
 func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
-	if _, known := m.pods.get(c.podID); !known || c.rec.Phase == record.Removing || c.rec.Process == nil {
+	if _, known := m.pods.Get(c.podID); !known || c.rec.Phase == record.Removing || c.rec.Process == nil {
 		// Without its pod, to go, or never reported.
 		m.later("undo", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
 		return nil
@@ -169,7 +169,7 @@ func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
 	if _, err := m.images.Hold(c.id, c.rec.Image.Layers); err != nil {
 		m.log.Error("layers of a container", "container", c.id, "image", c.rec.Image.ID, "error", err)
 	}
-	if _, err := m.holdVolumes(c); err != nil {
+	if _, err := m.roots.HoldVolumes(c.id, c.config, c.rec.Volumes); err != nil {
 		m.log.Error("layers of a container's image volumes", "container", c.id, "error", err)
 	}
 	switch {

@@ -32,7 +32,7 @@ func (m *Manager) labelPodFiles(p *pod) error {
 
 // releaseContainerLabels gives back the container's categories, unless they are its pod's.
 func (m *Manager) releaseContainerLabels(c *container) {
-	if p, known := m.pods.get(c.podID); known && p.rec.SELinux == c.rec.SELinux {
+	if p, known := m.pods.Get(c.podID); known && p.rec.SELinux == c.rec.SELinux {
 		return
 	}
 	m.selinux.Release(c.rec.SELinux)
@@ -44,10 +44,10 @@ func (m *Manager) releasePodLabels(p *pod) { m.selinux.Release(p.rec.SELinux) }
 // made. Containers with their pod's labels reserve the same ones again.
 func (m *Manager) reserveLabels() error {
 	var all []oci.Labels
-	for _, p := range m.pods.snapshot() {
+	for _, p := range m.pods.Snapshot() {
 		all = append(all, p.rec.SELinux)
 	}
-	for _, c := range m.containers.snapshot() {
+	for _, c := range m.containers.Snapshot() {
 		all = append(all, c.rec.SELinux)
 	}
 	for _, l := range all {

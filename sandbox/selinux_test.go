@@ -8,11 +8,10 @@ import (
 
 	"github.com/opencontainers/selinux/go-selinux"
 
-	"berth/internal/rootfs"
+	"berth/internal/index"
 	"berth/oci"
 	"berth/sandbox/lsm"
 	"berth/sandbox/record"
-	"berth/shim"
 )
 
 // fakeSELinux is a host with SELinux: labels that are in use, and those of files.
@@ -44,13 +43,13 @@ func (f *fakeSELinux) labels() []string { return slices.Sorted(maps.Keys(f.inUse
 
 // labelledManager has a pod, a container with the pod's labels and one with its own.
 func labelledManager(host *fakeSELinux) (m *Manager, p *pod, shares, own *container) {
-	m = &Manager{selinux: host.selinux(), pods: newIndex[*pod]("pod"), containers: newIndex[*container]("container")}
+	m = &Manager{selinux: host.selinux(), pods: index.New[*pod]("pod"), containers: index.New[*container]("container")}
 	p = &pod{id: "p", rec: record.Pod{SELinux: oci.Labels{Process: "pod-process", Mount: "pod-files"}}}
 	shares = &container{id: "shares", podID: "p", rec: record.Container{SELinux: p.rec.SELinux}}
 	own = &container{id: "own", podID: "p", rec: record.Container{SELinux: oci.Labels{Process: "own-process", Mount: "own-files"}}}
-	m.pods.put(p.id, p)
-	m.containers.put(shares.id, shares)
-	m.containers.put(own.id, own)
+	m.pods.Put(p.id, p)
+	m.containers.Put(shares.id, shares)
+	m.containers.Put(own.id, own)
 	return m, p, shares, own
 }
 
@@ -94,27 +93,5 @@ func TestPodFilesGetThePodsLabel(t *testing.T) {
 	}
 	if want := map[string]string{"/root/sandboxes/p": "pod-files"}; !maps.Equal(host.files, want) {
 		t.Errorf("labelled %v, want %v", host.files, want)
-	}
-}
-
-// Everything that is mounted for a pod shows its label, not the files' own: image volumes and
-// pause's directory too. Without SELinux pause needs no overlay.
-func TestMountsGetTheirLabel(t *testing.T) {
-	host := newFakeSELinux()
-	m, p, _, _ := labelledManager(host)
-	m.payload.Pause = "/pause"
-	root := m.pauseRoot(p, nil)
-	if root.Label != "pod-files" || len(root.Layers) < 2 || root.Layers[len(root.Layers)-1].Path != "/pause" {
-		t.Errorf("pause's root is %+v: only overlays are labelled", root)
-	}
-	p.rec.SELinux = oci.Labels{}
-	if root = m.pauseRoot(p, nil); root.Label != "" || len(root.Layers) != 1 {
-		t.Errorf("without SELinux pause's root is %+v", root)
-	}
-
-	like := rootfs.Spec{Label: "own-files", IDMap: &rootfs.IDMap{UserNS: "ns"}}
-	volumes := shownAs(like, []shim.Volume{{Path: "/v", Rootfs: rootfs.Spec{Upper: "u"}}})
-	if v := volumes[0]; v.Rootfs.Label != like.Label || v.Rootfs.IDMap != like.IDMap || v.Rootfs.Upper != "u" || v.Path != "/v" {
-		t.Errorf("an image volume is %+v", v)
 	}
 }

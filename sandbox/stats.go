@@ -36,7 +36,7 @@ type PodStats struct {
 // is no error. It reads the kernel's files and waits for nobody.
 func (m *Manager) ContainerStats(info *ContainerInfo) (ContainerStats, error) {
 	stats := ContainerStats{Info: info}
-	c, known := m.containers.get(info.ID)
+	c, known := m.containers.Get(info.ID)
 	if !known {
 		return stats, nil
 	}
@@ -56,7 +56,7 @@ func (m *Manager) ContainerStats(info *ContainerInfo) (ContainerStats, error) {
 // ContainerDetail reads what only metrics need of a container that runs. One that
 // does not, or ends meanwhile, has none: nil.
 func (m *Manager) ContainerDetail(id string) (*cgstats.Detail, error) {
-	c, known := m.containers.get(id)
+	c, known := m.containers.Get(id)
 	if !known {
 		return nil, nil
 	}
@@ -92,7 +92,7 @@ func (m *Manager) PodStats(info *PodInfo, containers []*ContainerInfo) (PodStats
 			stats.Containers = append(stats.Containers, one)
 		}
 	}
-	p, known := m.pods.get(info.ID)
+	p, known := m.pods.Get(info.ID)
 	if !known {
 		return stats, nil
 	}
@@ -125,7 +125,7 @@ func usages(containers []ContainerStats) iter.Seq[*meter.Usage] {
 // containerMeter measures a container's cgroup. That of a Sandboxed runtime's is empty:
 // all its containers are in the cgroup of the pause, and their zeros would look measured.
 func (m *Manager) containerMeter(c *container) *meter.Container {
-	p, known := m.pods.get(c.podID)
+	p, known := m.pods.Get(c.podID)
 	if known && p.sandboxed() {
 		return &meter.Container{}
 	}
@@ -168,14 +168,14 @@ func (m *Manager) newCensus() *census.Counter {
 
 // censusSubjects is an iter.Seq.
 func (m *Manager) censusSubjects(yield func(census.Subject) bool) {
-	for id, c := range m.containers.snapshot() {
+	for id, c := range m.containers.Snapshot() {
 		info := c.info.Load()
 		if info == nil {
 			continue
 		}
 		s := census.Subject{ID: id, Ledger: &c.census, Running: info.State == runtimeapi.ContainerState_CONTAINER_RUNNING,
 			FinishedAt: info.FinishedAt, CgroupsPath: c.rec.CgroupsPath}
-		if p, known := m.pods.get(c.podID); known && !p.sandboxed() {
+		if p, known := m.pods.Get(c.podID); known && !p.sandboxed() {
 			if run := c.running.Load(); run != nil {
 				s.Init = run.PID
 			}

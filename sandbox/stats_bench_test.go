@@ -13,6 +13,7 @@ import (
 
 	"berth/internal/cgroup"
 	"berth/internal/host"
+	"berth/internal/index"
 )
 
 // 500 running containers, of real cgroups with limits, are measured as
@@ -26,7 +27,7 @@ func BenchmarkContainerStats500(b *testing.B) {
 	if err := unix.Statfs("/sys/fs/cgroup", &st); err != nil {
 		b.Fatal(err)
 	}
-	m := &Manager{cfg: Config{Host: &host.Facts{CgroupV2: st.Type == unix.CGROUP2_SUPER_MAGIC}}, containers: newIndex[*container]("container"), pods: newIndex[*pod]("pod")}
+	m := &Manager{cfg: Config{Host: &host.Facts{CgroupV2: st.Type == unix.CGROUP2_SUPER_MAGIC}}, containers: index.New[*container]("container"), pods: index.New[*pod]("pod")}
 	for i := range 500 {
 		c := &container{id: fmt.Sprintf("bench%d", i)}
 		c.rec.CgroupsPath = "/" + machine + "/" + c.id
@@ -39,7 +40,7 @@ func BenchmarkContainerStats500(b *testing.B) {
 		})
 		c.running.Store(run)
 		c.info.Store(&ContainerInfo{ID: c.id, State: runtimeapi.ContainerState_CONTAINER_RUNNING})
-		m.containers.put(c.id, c)
+		m.containers.Put(c.id, c)
 	}
 	list := func() {
 		for _, info := range m.Containers() {

@@ -7,13 +7,14 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/host"
+	"berth/internal/index"
 	"berth/sandbox/handler"
 	"berth/sandbox/meter"
 	"berth/shim/ociruntime"
 )
 
 func statsManager() *Manager {
-	return &Manager{cfg: Config{Host: &host.Facts{}}, containers: newIndex[*container]("container"), pods: newIndex[*pod]("pod")}
+	return &Manager{cfg: Config{Host: &host.Facts{}}, containers: index.New[*container]("container"), pods: index.New[*pod]("pod")}
 }
 
 // The cgroup of a container in a sandbox of its runtime's is there, and empty.
@@ -21,12 +22,12 @@ func TestSandboxedContainerHasNoFigures(t *testing.T) {
 	m := statsManager()
 	p := &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}}
 	p.rec.Runtime = &handler.Runtime{Runtime: ociruntime.Runtime{Sandboxed: true}}
-	m.pods.put(p.id, p)
+	m.pods.Put(p.id, p)
 	c := &container{id: "c", podID: "p"}
 	c.rec.CgroupsPath = "/"
 	run := &running{meter: m.containerMeter(c)}
 	c.running.Store(run)
-	m.containers.put(c.id, c)
+	m.containers.Put(c.id, c)
 	stats, err := m.ContainerStats(&ContainerInfo{ID: c.id})
 	if err != nil || !stats.Running || stats.Usage.CPU.Known || stats.Usage.Memory.Known || stats.Usage.At.IsZero() {
 		t.Errorf("%+v, %v", stats, err)
@@ -43,7 +44,7 @@ func TestSandboxedContainerHasNoFigures(t *testing.T) {
 func TestPodStatsLeaveOutWhatCantBeMeasured(t *testing.T) {
 	m := statsManager()
 	m.log = slog.New(slog.DiscardHandler)
-	m.pods.put("p", &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}})
+	m.pods.Put("p", &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}})
 	var infos []*ContainerInfo
 	for _, id := range []string{"broken", "good"} {
 		c := &container{id: id, podID: "p"}
@@ -52,7 +53,7 @@ func TestPodStatsLeaveOutWhatCantBeMeasured(t *testing.T) {
 			run.meter = m.cgroups().Container("not a path of cgroups", false)
 		}
 		c.running.Store(run)
-		m.containers.put(id, c)
+		m.containers.Put(id, c)
 		infos = append(infos, &ContainerInfo{ID: id, State: runtimeapi.ContainerState_CONTAINER_RUNNING})
 	}
 	stats, err := m.PodStats(&PodInfo{ID: "p"}, infos)

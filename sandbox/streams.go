@@ -76,7 +76,7 @@ func (m *Manager) execTarget(id string, command []string) (*container, error) {
 // runningContainer finds a container in which something can be done now. Errors:
 // NotFound, FailedPrecondition if it is not running.
 func (m *Manager) runningContainer(what, id string) (*container, error) {
-	c, err := m.containers.find(id)
+	c, err := m.containers.Find(id)
 	if err != nil {
 		return nil, err
 	}

@@ -40,8 +40,8 @@ func isID(name string) bool {
 }
 
 func (m *Manager) hasRecord(id string) bool {
-	_, pod := m.pods.get(id)
-	_, ctr := m.containers.get(id)
+	_, pod := m.pods.Get(id)
+	_, ctr := m.containers.Get(id)
 	return pod || ctr
 }
 

@@ -1,4 +1,4 @@
-package sandbox
+package index
 
 import (
 	"testing"
@@ -10,17 +10,17 @@ import (
 
 type item string
 
-func (i item) visible() bool { return i != "hidden" }
+func (i item) Visible() bool { return i != "hidden" }
 
 func TestFind(t *testing.T) {
-	ix := newIndex[item]("container")
+	ix := New[item]("container")
 	for _, id := range []string{"abc1", "abc2", "def", "defghi"} {
-		ix.put(id, item(id))
+		ix.Put(id, item(id))
 	}
-	ix.put("half1", "hidden")
-	ix.put("half2", "half2")
-	ix.put("gone", "gone")
-	ix.remove("gone")
+	ix.Put("half1", "hidden")
+	ix.Put("half2", "half2")
+	ix.Put("gone", "gone")
+	ix.Remove("gone")
 	cases := []struct {
 		id, want item
 		code     codes.Code
@@ -36,19 +36,19 @@ func TestFind(t *testing.T) {
 		{"", "", codes.InvalidArgument},
 	}
 	for _, c := range cases {
-		got, err := ix.find(string(c.id))
+		got, err := ix.Find(string(c.id))
 		if got != c.want || errdefs.Code(err) != c.code {
-			t.Errorf("find(%q) = %q, %v; want %q, %v", c.id, got, err, c.want, c.code)
+			t.Errorf("Find(%q) = %q, %v; want %q, %v", c.id, got, err, c.want, c.code)
 		}
 	}
 }
 
 func TestSnapshotDoesNotChange(t *testing.T) {
-	ix := newIndex[item]("pod")
-	ix.put("a", "1")
-	before := ix.snapshot()
-	ix.put("b", "2")
-	ix.remove("a")
+	ix := New[item]("pod")
+	ix.Put("a", "1")
+	before := ix.Snapshot()
+	ix.Put("b", "2")
+	ix.Remove("a")
 	if len(before) != 1 || before["a"] != "1" {
 		t.Errorf("an old snapshot changed: %v", before)
 	}

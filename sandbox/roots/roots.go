@@ -1,0 +1,67 @@
+// Package roots has the root filesystems of containers and pauses, and images that are volumes.
+//
+// # Contract
+//
+// What a container has mounted of images is held by its ID in the image store, until it is released:
+// holding again is no error, and so is releasing. What is returned says what the launcher is to mount; nothing is mounted
+// here. No container can change a layer.
+package roots
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"berth/image"
+	"berth/internal/failpoint"
+	"berth/internal/rootfs"
+	"berth/sandbox/layout"
+	"berth/sandbox/record"
+)
+
+// Kit is what is needed to have them.
+type Kit struct {
+	Images *image.Store
+	Dirs   layout.Dirs
+}
+
+// Writable holds the layers of an image for a container or pause with that ID
+// and makes the folders of its writable layer. label is SELinux's.
+func (k Kit) Writable(id string, image *record.Image, idMap *rootfs.IDMap, label string) (rootfs.Spec, error) {
+	root, err := k.Images.Hold(id, image.Layers)
+	if err != nil {
+		return root, fmt.Errorf("layers of image %s: %w", image.ID, err)
+	}
+	dir := k.Dirs.Writable(id)
+	failpoint.Reach("container.make-rootfs")
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return root, fmt.Errorf("make writable layer of %s: %w", id, err)
+	}
+	failpoint.Reach("container.rootfs-made")
+	root.IDMap, root.Label = idMap, label
+	root.Upper, root.Work = filepath.Join(dir, "upper"), filepath.Join(dir, "work")
+	if err := root.MakeUpper(); err != nil {
+		return root, fmt.Errorf("make writable layer of %s: %w", id, err)
+	}
+	return root, nil
+}
+
+// Pause is the root filesystem of the embedded pause, a directory of berth's. Only an
+// overlay shows files with another SELinux label than they have.
+func (k Kit) Pause(dir string, idMap *rootfs.IDMap, label string) rootfs.Spec {
+	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: dir}}, IDMap: idMap}
+	if label != "" {
+		root.Layers, root.Label = k.notAlone(root.Layers), label
+	}
+	return root
+}
+
+// notAlone puts an empty layer below a single one. An image of one layer would be a read-only
+// bind mount of it, which a container with CAP_SYS_ADMIN can make writable, and change the
+// layer for all who use it. An overlay that has no upper layer can't be made writable.
+func (k Kit) notAlone(layers []rootfs.Layer) []rootfs.Layer {
+	if len(layers) > 1 {
+		return layers
+	}
+	return append([]rootfs.Layer{{Kind: rootfs.Directory, Path: k.Dirs.EmptyLayer()}}, layers...)
+}
