@@ -184,6 +184,7 @@ func (l *Launchers) scrub(p *launcher, req LaunchRequest) error {
 		remove(filepath.Join(req.Dir, record.RuntimeFile)),
 		remove(filepath.Join(req.Dir, ociruntime.ConfigFile)),
 		remove(filepath.Join(req.Dir, record.ShimFile)),
+		record.Unreserve(req.Dir, record.ExitFile),
 		remove(filepath.Join(req.Dir, socketFile)),
 		remove(filepath.Join(req.Dir, "rootfs")),
 	)

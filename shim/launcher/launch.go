@@ -84,6 +84,7 @@ func (c *launch) run() (err error) {
 		c.prepare,
 		c.openIO,
 		c.noteLauncher,
+		c.reserveExit,
 		c.create,
 		c.prepareMonitor,
 		c.recordInit,
@@ -209,6 +210,16 @@ func (c *launch) noteLauncher() (err error) {
 	c.started.ShimPID = os.Getpid()
 	c.started.ShimStart, err = pidfd.StartTime(c.started.ShimPID)
 	return err
+}
+
+// reserveExit takes the room that the exit record will need: by then the filesystem may be full, and
+// without the record the container would count as lost.
+func (c *launch) reserveExit() error {
+	if c.Pause {
+		return nil
+	}
+	c.undo.Add("give up the exit record's room", func() error { return record.Unreserve(c.Dir, record.ExitFile) })
+	return record.Reserve(c.Dir, record.ExitFile)
 }
 
 // create makes the container. Its init waits for the word to execute the command.

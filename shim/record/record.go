@@ -87,23 +87,53 @@ func DecodeExit(data []byte) (Exit, error) {
 	return e, nil
 }
 
+// reserved is more than any record has.
+const reserved = 256
+
+// Reserve takes the room on the filesystem that a later Write of the same name needs, so that it
+// succeeds on a full one, unless that copies what is overwritten (btrfs).
+func Reserve(dir, name string) error {
+	return writeFile(temporary(dir, name), make([]byte, reserved))
+}
+
+// Unreserve gives up what Reserve took and no Write used.
+func Unreserve(dir, name string) error {
+	if err := unix.Unlink(temporary(dir, name)); err != nil && err != unix.ENOENT {
+		return wrap("remove "+temporary(dir, name), err)
+	}
+	return nil
+}
+
 // Write puts data into dir/name by rename: a reader sees the old content or the
 // new, never a part. It is not synced: the state directory dies with the boot.
 func Write(dir, name string, data []byte) error {
-	tmp, path := dir+"/."+name, dir+"/"+name
-	fd, err := unix.Open(tmp, unix.O_WRONLY|unix.O_CREAT|unix.O_TRUNC|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0o600)
+	tmp, path := temporary(dir, name), dir+"/"+name
+	if err := writeFile(tmp, data); err != nil {
+		return err
+	}
+	if err := unix.Rename(tmp, path); err != nil {
+		return wrap("rename "+tmp, err)
+	}
+	return nil
+}
+
+func temporary(dir, name string) string { return dir + "/." + name }
+
+// writeFile overwrites a file before it cuts off the rest: room that it has is not given up.
+func writeFile(path string, data []byte) error {
+	fd, err := unix.Open(path, unix.O_WRONLY|unix.O_CREAT|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0o600)
 	if err != nil {
-		return wrap("create "+tmp, err)
+		return wrap("create "+path, err)
 	}
 	n, err := unix.Write(fd, data)
 	if err == nil && n < len(data) {
 		err = unix.ENOSPC
 	}
-	if err := errors.Join(err, unix.Close(fd)); err != nil {
-		return wrap("write "+tmp, err)
+	if err == nil {
+		err = unix.Ftruncate(fd, int64(len(data)))
 	}
-	if err := unix.Rename(tmp, path); err != nil {
-		return wrap("rename "+tmp, err)
+	if err := errors.Join(err, unix.Close(fd)); err != nil {
+		return wrap("write "+path, err)
 	}
 	return nil
 }
