@@ -154,7 +154,7 @@ func (d *Dir) Remove(name string) error {
 // Damaged names a record that was set aside, and why.
 type Damaged struct {
 	Name string // the record's name
-	Path string // where its file is now
+	Path string // where its file is now: in its place still, if nothing can be written there
 	Err  error
 }
 
@@ -179,18 +179,24 @@ func (d *Dir) Load(decode func(name string, version int, body []byte) error) ([]
 			}
 			if damage != nil {
 				moved, err := d.setAside(name)
-				if err != nil {
+				if err != nil && !cannotWrite(err) {
 					return bad, fmt.Errorf("set %s record %s aside (%w): %w", d.kind, name, damage, err)
 				}
 				bad = append(bad, Damaged{Name: name, Path: moved, Err: damage})
 			}
 		case strings.HasPrefix(e.Name(), ".") && strings.HasSuffix(e.Name(), ".tmp"):
-			if err := removeIfExists(filepath.Join(d.path, e.Name())); err != nil {
+			if err := removeIfExists(filepath.Join(d.path, e.Name())); err != nil && !cannotWrite(err) {
 				return bad, err
 			}
 		}
 	}
 	return bad, nil
+}
+
+// cannotWrite tells whether a filesystem takes nothing at the moment. What was to be put in order there has to
+// wait for the next start: this one shall succeed.
+func cannotWrite(err error) bool {
+	return errors.Is(err, unix.EROFS) || errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT)
 }
 
 func (d *Dir) load(name string, decode func(string, int, []byte) error) (damage, err error) {
@@ -211,18 +217,21 @@ func (d *Dir) load(name string, decode func(string, int, []byte) error) (damage,
 	return decode(name, version, body), nil
 }
 
-// setAside moves a record out of the way under a name that is still free.
+// setAside moves a record out of the way under a name that is still free, and returns where it is then.
 func (d *Dir) setAside(name string) (string, error) {
 	dir := filepath.Join(d.path, setAside)
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return "", err
-	}
 	from := filepath.Join(d.path, name+suffix)
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return from, err
+	}
 	for n := 0; ; n++ {
 		to := filepath.Join(dir, fmt.Sprintf("%s%s.%d", name, suffix, n))
 		err := unix.Renameat2(unix.AT_FDCWD, from, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE)
-		if !errors.Is(err, fs.ErrExist) {
-			return to, err
+		if err != nil && !errors.Is(err, fs.ErrExist) {
+			return from, err
+		}
+		if err == nil {
+			return to, nil
 		}
 	}
 }

@@ -24,6 +24,7 @@ import (
 	"berth/internal/join"
 	"berth/internal/seldom"
 	"berth/internal/task"
+	"berth/internal/writable"
 	"berth/oci"
 	"berth/sandbox/census"
 	"berth/sandbox/handler"
@@ -94,6 +95,7 @@ type Manager struct {
 	unmeasured    seldom.Seldom // warnings of containers that can't be measured
 	tasks         *task.Runner
 	handlers      *handler.Set
+	disks         writable.Watch // root and state
 }
 
 // Open prepares the state directories, reads all records, finds again what runs
@@ -125,6 +127,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	m.appArmor.Ensure(ctx)
 	err := m.recover(ctx)
 	if err == nil {
+		m.tasks.Watchers.Spawn(func() { m.disks.Run(m.tasks.Watchers.Context(), m.cfg.Root, m.cfg.State) })
 		err = m.openCensus()
 	}
 	if err != nil {
@@ -211,6 +214,9 @@ func (m *Manager) startLaunchers() (err error) {
 
 // Waits returns what operations are waiting for at the moment, oldest first.
 func (m *Manager) Waits() []task.Wait { return m.tasks.Waits() }
+
+// RuntimeStatus tells why no pod can be run at the moment, or nil. It answers from memory.
+func (m *Manager) RuntimeStatus() error { return m.disks.Err() }
 
 // NetworkStatus tells why pods can't have a network at the moment, or nil.
 func (m *Manager) NetworkStatus(ctx context.Context) error { return m.network.Status(ctx) }

@@ -36,6 +36,7 @@ type fakePods struct {
 	calls      []string
 	exec       session.Result
 	network    error
+	runtime    error
 	waits      []task.Wait
 	events     eventsFake
 	stats      statsFake

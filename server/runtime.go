@@ -28,7 +28,7 @@ func (s *runtimeService) Version(context.Context, *runtimeapi.VersionRequest) (*
 	}, nil
 }
 
-// Status implements RuntimeService. The runtime is ready as soon as it answers:
+// Status implements RuntimeService. The runtime is ready as soon as it answers, unless it cannot write:
 // it serves only after everything it had before was found again.
 func (s *runtimeService) Status(ctx context.Context, req *runtimeapi.StatusRequest) (*runtimeapi.StatusResponse, error) {
 	network := &runtimeapi.RuntimeCondition{Type: runtimeapi.NetworkReady, Status: true}
@@ -37,7 +37,7 @@ func (s *runtimeService) Status(ctx context.Context, req *runtimeapi.StatusReque
 	}
 	resp := &runtimeapi.StatusResponse{
 		Status: &runtimeapi.RuntimeStatus{Conditions: []*runtimeapi.RuntimeCondition{
-			{Type: runtimeapi.RuntimeReady, Status: true}, network,
+			s.runtimeReady(), network,
 		}},
 		RuntimeHandlers: s.runtimeHandlers(),
 		Features: &runtimeapi.RuntimeFeatures{

@@ -50,6 +50,7 @@ type Sandboxes interface {
 	Events
 	Statistics
 	RuntimeHandlers
+	Health
 
 	RunPodSandbox(ctx context.Context, cfg *runtimeapi.PodSandboxConfig, handler string) (string, error)
 	StopPodSandbox(ctx context.Context, id string) error

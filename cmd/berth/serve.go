@@ -183,10 +183,14 @@ func lockDirectories(cfg *config.Config, closing *cleanup.List) error {
 	return nil
 }
 
-// privateDir makes dir and takes it away from everybody but root (CVE-2024-25621).
+// privateDir makes dir and takes it away from everybody but root (CVE-2024-25621). It may be on a filesystem
+// that is read-only by now.
 func privateDir(dir string) error {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return fmt.Errorf("make directory: %w", err)
+	}
+	if info, err := os.Stat(dir); err == nil && info.Mode() == os.ModeDir|0o700 {
+		return nil
 	}
 	if err := os.Chmod(dir, 0o700); err != nil {
 		return fmt.Errorf("make directory private: %w", err)

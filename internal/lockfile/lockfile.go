@@ -32,6 +32,10 @@ const patience = 500 * time.Millisecond
 // within patience, the error has code FailedPrecondition and names that process.
 func Acquire(path string) (*Lock, error) {
 	file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	readOnly := errors.Is(err, unix.EROFS)
+	if readOnly { // a lock needs no more than a file
+		file, err = os.OpenFile(path, os.O_RDONLY|unix.O_NOFOLLOW, 0)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("open lock: %w", err)
 	}
@@ -42,7 +46,7 @@ func Acquire(path string) (*Lock, error) {
 	if err != nil {
 		return nil, errors.Join(err, file.Close())
 	}
-	if err := sign(file); err != nil {
+	if err := sign(file); err != nil && !readOnly && !errors.Is(err, unix.ENOSPC) { // it is held, if without a name
 		return nil, errors.Join(fmt.Errorf("write pid into lock %s: %w", path, err), file.Close())
 	}
 	return &Lock{file}, nil
