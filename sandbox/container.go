@@ -124,7 +124,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 		return nil, err
 	}
 	c := &container{id: newID(), podID: p.id, config: config, turn: task.NewTurn(), resources: config.GetLinux().GetResources()}
-	c.rec = record.Container{ID: c.id, PodID: p.id, BootID: m.bootID, Phase: record.ContainerCreated, CreatedAt: time.Now(),
+	c.rec = record.Container{ID: c.id, PodID: p.id, BootID: m.bootID, Phase: record.ContainerCreated, CreatedAt: m.containerCreation(p.id),
 		Image: record.Image{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}}
 	if c.rec.Volumes, err = m.roots.FindVolumes(config); err != nil {
 		return nil, err

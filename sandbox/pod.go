@@ -105,7 +105,7 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 		return nil, errdefs.InvalidArgument("encode pod config: %w", err)
 	}
 	p := &pod{id: newID(), config: config, turn: task.NewTurn()}
-	p.rec = record.Pod{ID: p.id, BootID: m.bootID, Phase: record.PodStarting, CreatedAt: time.Now(), Config: data, Handler: handler}
+	p.rec = record.Pod{ID: p.id, BootID: m.bootID, Phase: record.PodStarting, CreatedAt: m.podCreation(config.GetMetadata()), Config: data, Handler: handler}
 	p.rec.CgroupsPath, err = oci.CgroupsPath(config.GetLinux().GetCgroupParent(), p.id, m.cfg.SystemdCgroup)
 	if err != nil {
 		return nil, err

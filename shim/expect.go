@@ -28,7 +28,8 @@ const (
 // again, for some microseconds each, by moving an idle launcher to the cgroup that it
 // is in. So the wait is over when it matters.
 func (l *Launchers) Expect() {
-	l.expectUntil.Store(time.Now().Add(expectTime).UnixNano())
+	until := time.Now().Add(expectTime) // with its monotonic reading: the clock may be set
+	l.expectUntil.Store(&until)
 	if l.expecting.CompareAndSwap(false, true) {
 		l.owned.Go(l.keepLockFast)
 	}
@@ -36,7 +37,7 @@ func (l *Launchers) Expect() {
 
 func (l *Launchers) keepLockFast() {
 	defer l.expecting.Store(false) // an Expect that comes just now is not served; so be it
-	for time.Now().UnixNano() < l.expectUntil.Load() {
+	for time.Now().Before(*l.expectUntil.Load()) {
 		if pid := l.idlePID(); pid != 0 {
 			if err := moveToOwnCgroup(pid); err != nil {
 				l.cfg.Log.Debug("prepare the kernel for a launch", "error", err)

@@ -43,8 +43,8 @@ type Launchers struct {
 	stop   context.CancelFunc
 	owned  sync.WaitGroup // the owner and everything that waits for a launcher's end
 
-	expecting   atomic.Bool  // keepLockFast runs
-	expectUntil atomic.Int64 // unix nanoseconds
+	expecting   atomic.Bool // keepLockFast runs
+	expectUntil atomic.Pointer[time.Time]
 
 	mu     sync.Mutex // guards what follows
 	lent   int        // launchers that serve execs

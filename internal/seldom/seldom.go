@@ -17,7 +17,7 @@ const interval = time.Minute
 
 // Seldom is ready for use as it is.
 type Seldom struct {
-	next    atomic.Int64 // Unix time in nanoseconds
+	next    atomic.Pointer[time.Time] // with its monotonic reading: the clock may be set
 	skipped atomic.Int64
 }
 
@@ -28,7 +28,8 @@ func (s *Seldom) Warn(log *slog.Logger, message string, args ...any) {
 
 func (s *Seldom) warn(now time.Time, log *slog.Logger, message string, args ...any) {
 	next := s.next.Load()
-	if now.UnixNano() < next || !s.next.CompareAndSwap(next, now.Add(interval).UnixNano()) {
+	then := now.Add(interval)
+	if next != nil && now.Before(*next) || !s.next.CompareAndSwap(next, &then) {
 		s.skipped.Add(1)
 		return
 	}
