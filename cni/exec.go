@@ -73,6 +73,7 @@ func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, envi
 	run := &pluginRun{path: path, verb: lookup(environ, "CNI_COMMAND"), stdin: stdin, env: withoutServiceVars(environ)}
 	id, err := r.runs.begin(run.verb + " " + path + " " + lookup(environ, "CNI_CONTAINERID"))
 	if err != nil && run.verb == "ADD" {
+		r.runs.forget(id) // the file may be there, without content
 		return nil, err
 	}
 	if err != nil { // a full disk must not keep what fills it

@@ -73,7 +73,8 @@ func (r runs) forget(id string) {
 	if r.dir == "" {
 		return
 	}
-	if err := os.Remove(filepath.Join(r.dir, id)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	err := os.Remove(filepath.Join(r.dir, id))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENOTDIR) {
 		r.log.Warn("forget that a CNI plugin ran", "run", id, "error", err)
 	}
 }

@@ -402,13 +402,14 @@ func RemoveLink(t *testing.T, name string) {
 // ForgetMounts removes the two mounts a stopped daemon leaves for its running containers.
 func (d *Daemon) ForgetMounts(t *testing.T) {
 	t.Helper()
-	for _, path := range d.Mounts {
-		Must(t, syscall.Unmount(path, 0))
-	}
 	mounts := Mountpoints(t, os.Getpid())
 	for i := len(mounts) - 1; i >= 0; i-- {
 		if strings.HasPrefix(mounts[i], d.State) {
 			Must(t, syscall.Unmount(mounts[i], 0))
 		}
 	}
+	for _, path := range d.Mounts {
+		Must(t, syscall.Unmount(path, 0))
+	}
+	d.Mounts = nil
 }

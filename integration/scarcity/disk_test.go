@@ -1,0 +1,429 @@
+package scarcity
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/fixture"
+	"berth/integration/harness"
+)
+
+// The daemon's directories that are on a disk of their own in a test.
+const (
+	rootDisk  = "root"
+	stateDisk = "state"
+	logDisk   = "logs"
+)
+
+// startOn starts a daemon with one of its directories on a small disk.
+func startOn(t *testing.T, which, kind string) (*harness.Daemon, *harness.Disk) {
+	t.Helper()
+	var disk *harness.Disk
+	d := harness.StartDaemon(t, func(t *testing.T, d *harness.Daemon) {
+		disk = harness.NewDisk(t, d, "disk", kind, 48<<20)
+		place := filepath.Join(disk.Path, which)
+		switch which {
+		case rootDisk:
+			d.Root = place
+		case stateDisk:
+			d.State = place
+		case logDisk:
+			d.LogDir = place
+			harness.Must(t, os.Mkdir(place, 0o700))
+		}
+	})
+	return d, disk
+}
+
+// verdict is what an operation may do where one of the directories takes nothing more.
+type verdict int
+
+const (
+	works verdict = iota // needs no room there
+	fails                // says that there is none
+	may                  // needs room sometimes: either of both
+)
+
+// operation is a call of kubelet's.
+type operation struct {
+	name string
+	on   map[string]verdict // by disk; works is the default
+	once bool               // it is not tried again when there is room
+	// prepare makes what the operation is about, while there is room.
+	prepare func(t *testing.T, d *harness.Daemon, pod *harness.Pod) (call func() error)
+}
+
+var operations = []operation{
+	{"RunPodSandbox", map[string]verdict{rootDisk: fails, stateDisk: fails, logDisk: may}, false, func(t *testing.T, d *harness.Daemon, _ *harness.Pod) func() error {
+		config := d.PodConfig(t)
+		harness.Must(t, os.RemoveAll(config.LogDirectory)) // berth makes it if kubelet has not
+		return func() error {
+			id, err := d.Cri.RunPodSandbox(t.Context(), config, "")
+			if err == nil {
+				d.Objects = append(d.Objects, id)
+			}
+			return err
+		}
+	}},
+	{"CreateContainer", map[string]verdict{rootDisk: fails}, false, func(t *testing.T, d *harness.Daemon, pod *harness.Pod) func() error {
+		config := pod.ContainerConfig()
+		harness.Must(t, os.MkdirAll(filepath.Join(pod.Config.LogDirectory, config.Metadata.Name), 0o755))
+		return func() error {
+			id, err := d.Cri.CreateContainer(t.Context(), pod.Id, config, pod.Config)
+			if err == nil {
+				d.Objects = append(d.Objects, id)
+			}
+			return err
+		}
+	}},
+	{"StartContainer", map[string]verdict{rootDisk: fails, stateDisk: fails, logDisk: may}, true, func(t *testing.T, d *harness.Daemon, pod *harness.Pod) func() error {
+		c := pod.Create(t)
+		return func() error { // once, for a container that could not be started has exited
+			return d.Cri.StartContainer(t.Context(), c.Id)
+		}
+	}},
+	{"StopContainer", nil, false, func(t *testing.T, d *harness.Daemon, pod *harness.Pod) func() error {
+		c := pod.Run(t, harness.Script("trap 'exit 7' TERM; while :; do sleep 0.1; done"))
+		waitTrap(t, c)
+		return func() error {
+			if err := d.Cri.StopContainer(t.Context(), c.Id, 30); err != nil {
+				return err
+			}
+			harness.Equal(t, "exit code", c.Status(t).ExitCode, 7)
+			return nil
+		}
+	}},
+	{"RemoveContainer", nil, false, func(t *testing.T, d *harness.Daemon, pod *harness.Pod) func() error {
+		c := pod.Run(t)
+		return func() error { return d.Cri.RemoveContainer(t.Context(), c.Id) }
+	}},
+	{"StopPodSandbox", nil, false, func(t *testing.T, d *harness.Daemon, _ *harness.Pod) func() error {
+		pod := d.RunPod(t)
+		pod.Run(t)
+		return func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) }
+	}},
+	{"RemovePodSandbox", nil, false, func(t *testing.T, d *harness.Daemon, _ *harness.Pod) func() error {
+		pod := d.RunPod(t)
+		pod.Run(t)
+		return func() error { return d.Cri.RemovePodSandbox(t.Context(), pod.Id) }
+	}},
+	{"PullImage", map[string]verdict{rootDisk: fails}, false, func(t *testing.T, d *harness.Daemon, _ *harness.Pod) func() error {
+		name, _ := harness.Push(t, harness.Registry, "another:latest", anotherImage(t))
+		return func() error { _, err := d.TryPull(t, name, nil); return err }
+	}},
+	{"RemoveImage", nil, false, func(t *testing.T, d *harness.Daemon, _ *harness.Pod) func() error {
+		name, _ := harness.Push(t, harness.Registry, "another:latest", anotherImage(t))
+		d.Pull(t, name)
+		return func() error {
+			return d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: name})
+		}
+	}},
+	{"ExecSync", nil, false, func(t *testing.T, d *harness.Daemon, pod *harness.Pod) func() error {
+		c := pod.Run(t)
+		return func() error {
+			_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"true"}, time.Minute)
+			return err
+		}
+	}},
+	{"ReopenContainerLog", map[string]verdict{logDisk: may}, false, func(t *testing.T, d *harness.Daemon, pod *harness.Pod) func() error {
+		c := pod.Run(t)
+		return func() error {
+			if err := os.Rename(c.LogPath(), c.LogPath()+".1"); err != nil && !os.IsNotExist(err) {
+				return err // read-only
+			}
+			return d.Cri.ReopenContainerLog(t.Context(), c.Id)
+		}
+	}},
+	{"UpdateContainerResources", map[string]verdict{rootDisk: fails}, false, func(t *testing.T, d *harness.Daemon, pod *harness.Pod) func() error {
+		c := pod.Run(t)
+		return func() error {
+			before := c.Status(t).Resources.GetLinux().GetCpuShares()
+			err := d.Cri.UpdateContainerResources(t.Context(), c.Id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{CpuShares: 512}})
+			if after := c.Status(t).Resources.GetLinux().GetCpuShares(); err != nil && after != before {
+				t.Errorf("the update failed and the shares are %d, before %d", after, before)
+			}
+			return err
+		}
+	}},
+}
+
+// anotherImage has a file too large for what a full disk has left by chance.
+func anotherImage(t *testing.T) v1.Image {
+	return harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("big", 0o644, strings.Repeat("berth", 1<<18))})
+}
+
+func waitTrap(t *testing.T, c *harness.Container) {
+	t.Helper()
+	pid := c.Pid(t)
+	const sigterm = 1 << 14
+	harness.Eventually(t, "the trap is set", func() error {
+		caught := harness.StatusField(t, pid, "SigCgt")
+		n, err := strconv.ParseUint(caught, 16, 64)
+		if err == nil && n&sigterm == 0 {
+			err = harness.Unexpected("SigCgt", caught, "one with SIGTERM")
+		}
+		return err
+	})
+}
+
+// Each operation on a disk that is full, and again when there is room: it works, or says what is lacking. The daemon
+// can be restarted meanwhile. What runs goes on, and nothing is left in the end.
+func TestFullDisk(t *testing.T) {
+	for _, which := range []string{rootDisk, stateDisk, logDisk} {
+		t.Run(which, func(t *testing.T) {
+			d, disk := startOn(t, which, harness.Tmpfs)
+			tryOperations(t, d, which, disk.Fill, disk.Empty, codes.ResourceExhausted, "no space left on device")
+		})
+	}
+}
+
+// The same where there is room for bytes but not for a further file.
+func TestDiskWithoutInodes(t *testing.T) {
+	for _, which := range []string{rootDisk, stateDisk, logDisk} {
+		t.Run(which, func(t *testing.T) {
+			d, disk := startOn(t, which, harness.Ext4)
+			tryOperations(t, d, which, disk.FillInodes, disk.Empty, codes.ResourceExhausted, "no space left on device")
+		})
+	}
+}
+
+func tryOperations(t *testing.T, d *harness.Daemon, which string, spoil, mend func(*testing.T), code codes.Code, text string) {
+	d.Pull(t, harness.BaseImage)
+	pod := d.RunPod(t)
+	bystander := pod.Run(t, harness.Script("while :; do sleep 0.05; done"))
+	pid := bystander.Pid(t)
+	for _, o := range operations {
+		t.Run(o.name, func(t *testing.T) {
+			call := o.prepare(t, d, pod)
+			spoil(t)
+			err := call()
+			switch o.on[which] {
+			case works:
+				harness.Must(t, err)
+			case fails:
+				harness.WantCode(t, err, code, text)
+			case may:
+				if err != nil {
+					harness.WantCode(t, err, code, text)
+				}
+			}
+			if thorough() || o.name == "StopContainer" || o.name == "RunPodSandbox" {
+				d.End(t)
+				d.Start(t)
+			}
+			harness.Equal(t, "the bystander's state", bystander.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+			harness.Equal(t, "what it answers", bystander.Exec(t, "echo", "here"), "here")
+			mend(t)
+			if err != nil && !o.once {
+				harness.Must(t, call())
+			}
+		})
+	}
+	if !harness.Alive(pid) {
+		t.Error("the bystander has ended")
+	}
+}
+
+// Exits on a disk that has no room for a byte, neither for the monitor's record nor for the daemon's: each code is
+// told, now, by the next daemon, and when there is room again.
+func TestExitsOnFullDisk(t *testing.T) {
+	var disk *harness.Disk
+	d := harness.StartDaemon(t, func(t *testing.T, d *harness.Daemon) {
+		disk = harness.NewDisk(t, d, "disk", harness.Tmpfs, 48<<20)
+		d.Root, d.State = filepath.Join(disk.Path, "root"), filepath.Join(disk.Path, "state")
+	})
+	gate := t.TempDir()
+	pod := d.RunPod(t)
+	exits := func(name string, code int) *harness.Container {
+		return pod.Run(t, harness.Mount(&runtimeapi.Mount{HostPath: gate, ContainerPath: "/gate"}),
+			harness.Script(fmt.Sprintf("trap 'exit %d' TERM; while [ ! -e /gate/%s ]; do sleep 0.05; done; exit %d", code, name, code)))
+	}
+	open := func(name string) { harness.Must(t, os.WriteFile(filepath.Join(gate, name), nil, 0o600)) }
+	self, down, stopped, killed := exits("self", 7), exits("down", 8), exits("stopped", 9), exits("killed", 10)
+	waitTrap(t, stopped)
+	disk.Fill(t)
+	open("self")
+	self.WaitExited(t)
+	stopped.Stop(t, 30)
+	killed.Stop(t, 0)
+	monitor := harness.MonitorOf(t, d, down)
+	d.End(t)
+	open("down")
+	harness.Eventually(t, "the monitor ends", func() error {
+		if harness.Alive(monitor) {
+			return errors.New("it lives")
+		}
+		return nil
+	})
+	disk.Fill(t)
+	check := func(when string) {
+		for c, code := range map[*harness.Container]int32{self: 7, down: 8, stopped: 9, killed: 137} {
+			status := c.WaitExited(t)
+			harness.Equal(t, when+": exit code", status.ExitCode, code)
+			harness.Equal(t, when+": reason", status.Reason, "Error")
+		}
+	}
+	d.Start(t)
+	check("on a full disk, after a restart")
+	disk.Empty(t)
+	check("with room")
+	d.Restart(t)
+	check("with room, after another restart")
+}
+
+// Root becomes read-only, as after an error of the disk: berth says so in its status and in errors, what runs goes
+// on and is stopped, a daemon that starts serves, and when the disk is mended it goes on by itself.
+func TestReadOnlyRoot(t *testing.T) {
+	d, disk := startOn(t, rootDisk, harness.Tmpfs)
+	d.Pull(t, harness.BaseImage)
+	pod := d.RunPod(t)
+	running, exits := pod.Run(t), pod.Run(t, harness.Script("read line; exit 5"), harness.WithStdin(false))
+	created := pod.Create(t)
+	waitRuntimeReady(t, d, true)
+
+	disk.ReadOnly(t, d.Root, true)
+	waitRuntimeReady(t, d, false)
+	_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t), "")
+	harness.WantCode(t, err, codes.FailedPrecondition, "read-only file system")
+	_, err = pod.TryCreate(t)
+	harness.WantCode(t, err, codes.FailedPrecondition, "read-only file system")
+	harness.WantCode(t, d.Cri.StartContainer(t.Context(), created.Id), codes.FailedPrecondition, "read-only file system")
+	_, err = d.TryPull(t, unpulled(t), nil)
+	harness.WantCode(t, err, codes.FailedPrecondition, "read-only file system")
+	harness.Equal(t, "what a running container answers", running.Exec(t, "echo", "here"), "here")
+	harness.KillProcess(t, exits.Pid(t))
+	harness.Equal(t, "exit code", exits.WaitExited(t).ExitCode, 137)
+
+	d.Restart(t)
+	waitRuntimeReady(t, d, false)
+	harness.Equal(t, "exit code, for the next daemon", exits.Status(t).ExitCode, 137)
+	harness.Equal(t, "what a running container answers", running.Exec(t, "echo", "here"), "here")
+	running.Stop(t, 0)
+	harness.Equal(t, "exit code", running.Status(t).ExitCode, 137)
+	if err := d.Cri.RemoveContainer(t.Context(), running.Id); err != nil {
+		harness.WantCode(t, err, codes.FailedPrecondition, "read-only file system")
+	}
+	pod.Stop(t)
+
+	disk.ReadOnly(t, d.Root, false)
+	waitRuntimeReady(t, d, true)
+	d.Restart(t)
+	harness.Equal(t, "exit code, on the mended disk", exits.Status(t).ExitCode, 137)
+	pod.Remove(t)
+	d.RunPod(t).Remove(t)
+}
+
+// unpulled pushes an image that no daemon has pulled yet.
+func unpulled(t *testing.T) string {
+	t.Helper()
+	name, _ := harness.Push(t, harness.Registry, "another:latest", anotherImage(t))
+	return name
+}
+
+func waitRuntimeReady(t *testing.T, d *harness.Daemon, want bool) {
+	t.Helper()
+	harness.Eventually(t, "the condition RuntimeReady follows", func() error {
+		for _, c := range harness.Get(d.Cri.Status(t.Context(), false))(t).Status.Conditions {
+			if c.Type == runtimeapi.RuntimeReady && c.Status != want {
+				return harness.Unexpected("it", c, want)
+			}
+		}
+		return nil
+	})
+}
+
+// The log directory becomes read-only: a rotation fails and leaves the old log in use.
+func TestReadOnlyLogs(t *testing.T) {
+	d, disk := startOn(t, logDisk, harness.Tmpfs)
+	pod := d.RunPod(t)
+	c := pod.Run(t, harness.Script("while read line; do echo $line; done"), harness.WithStdin(false))
+	harness.Must(t, os.Rename(c.LogPath(), c.LogPath()+".1"))
+	disk.ReadOnly(t, d.LogDir, true)
+	harness.WantCode(t, d.Cri.ReopenContainerLog(t.Context(), c.Id), codes.FailedPrecondition, "read-only file system", "reopen log")
+	created := pod.Create(t, func(config *runtimeapi.ContainerConfig) { config.LogPath = "0.log" })
+	harness.WantCode(t, d.Cri.StartContainer(t.Context(), created.Id), codes.FailedPrecondition, "read-only file system", "open log")
+	disk.ReadOnly(t, d.LogDir, false)
+	harness.Must(t, d.Cri.ReopenContainerLog(t.Context(), c.Id))
+	if _, err := os.Stat(c.LogPath()); err != nil {
+		t.Error(err)
+	}
+}
+
+// Pods come and go while the disk is filled and emptied at any moment. Errors are about room; what could be
+// started ends with its exit code; and nothing is left.
+func TestDiskFillsAtAnyMoment(t *testing.T) {
+	rounds := 6
+	if thorough() {
+		rounds = 100
+	}
+	for _, which := range []string{rootDisk, stateDisk, logDisk} {
+		t.Run(which, func(t *testing.T) {
+			d, disk := startOn(t, which, harness.Tmpfs)
+			d.Pull(t, harness.BaseImage)
+			ctx, cancel := context.WithCancel(t.Context())
+			var filling sync.WaitGroup
+			filling.Go(func() {
+				for ctx.Err() == nil {
+					disk.Fill(t)
+					time.Sleep(rand.N(50 * time.Millisecond)) // any moment is a good one
+					disk.Empty(t)
+					time.Sleep(rand.N(100 * time.Millisecond))
+				}
+			})
+			failed := 0
+			for range rounds {
+				if !lifeOfPod(t, d) {
+					failed++
+				}
+			}
+			cancel()
+			filling.Wait()
+			t.Logf("%d of %d pods did not run to their end", failed, rounds)
+		})
+	}
+}
+
+// lifeOfPod runs a pod with a container that exits with 3, and removes it. False if there was no room at some point.
+func lifeOfPod(t *testing.T, d *harness.Daemon) bool {
+	t.Helper()
+	ctx := t.Context()
+	noRoom := func(err error) bool {
+		if err != nil {
+			harness.WantCode(t, err, codes.ResourceExhausted, "no space left on device")
+		}
+		return err != nil
+	}
+	config := d.PodConfig(t)
+	id, err := d.Cri.RunPodSandbox(ctx, config, "")
+	if noRoom(err) {
+		return false
+	}
+	d.Objects = append(d.Objects, id)
+	pod := &harness.Pod{D: d, Id: id, Config: config}
+	defer pod.Remove(t)
+	created, err := d.Cri.CreateContainer(ctx, id, pod.ContainerConfig(harness.Script("exit 3"), func(c *runtimeapi.ContainerConfig) { c.LogPath = "0.log" }), config)
+	if noRoom(err) {
+		return false
+	}
+	d.Objects = append(d.Objects, created)
+	c := &harness.Container{Pod: pod, Id: created, Config: &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: created}}}
+	if noRoom(d.Cri.StartContainer(ctx, created)) {
+		return false
+	}
+	status := c.WaitExited(t)
+	harness.Equal(t, "exit code", status.ExitCode, 3)
+	return true
+}
