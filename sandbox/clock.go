@@ -12,7 +12,7 @@ import (
 // podCreation returns the time of creation for a new attempt of a pod.
 func (m *Manager) podCreation(metadata *runtimeapi.PodSandboxMetadata) time.Time {
 	var before []time.Time
-	for _, p := range m.pods.snapshot() {
+	for _, p := range m.pods.Snapshot() {
 		md := p.config.GetMetadata()
 		if md.GetUid() == metadata.GetUid() && md.GetName() == metadata.GetName() && md.GetNamespace() == metadata.GetNamespace() {
 			before = append(before, p.rec.CreatedAt) // which never changes
