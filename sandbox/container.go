@@ -15,13 +15,13 @@ import (
 
 	"berth/image"
 	"berth/internal/errdefs"
-	"berth/internal/host"
 	"berth/internal/join"
 	"berth/internal/nri"
 	"berth/internal/rootfs"
 	"berth/internal/task"
 	"berth/oci"
 	"berth/sandbox/census"
+	"berth/sandbox/describe"
 	"berth/sandbox/meter"
 	"berth/sandbox/process"
 	"berth/sandbox/record"
@@ -220,7 +220,7 @@ func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) (
 			return nil, err
 		}
 	}
-	c.rec.Process, c.rec.Described = spec.Process, describedSpec(spec)
+	c.rec.Process, c.rec.Described = spec.Process, describe.ForPlugins(spec)
 	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
 		return nil, err
 	}
@@ -269,29 +269,25 @@ func (m *Manager) containerSpec(p *pod, c *container, resources *runtimeapi.Linu
 	if err != nil {
 		return nil, err
 	}
-	spec, err := oci.ContainerSpec(oci.ContainerInput{
-		ID: c.id, Pod: m.ociPod(p), Config: c.config, Image: &c.rec.Image.Config, User: c.rec.User, Labels: c.rec.SELinux, Host: m.hostOf(p),
-		SystemdCgroup: m.cfg.SystemdCgroup, TargetPIDNS: target, Resources: resources, Files: host.Files{},
-		ImageVolumes: m.roots.VolumePlaces(c.id, c.rec.Volumes), DeviceOwnership: m.cfg.OwnDevices,
-	})
-	if err != nil {
-		return nil, err
+	return m.node().Container(p.described(), describe.Container{ID: c.id, Config: c.config, Image: &c.rec.Image.Config,
+		User: c.rec.User, Labels: c.rec.SELinux, Volumes: m.roots.VolumePlaces(c.id, c.rec.Volumes),
+		TargetPIDNS: target, Resources: resources, Limits: limits, Adjustment: c.rec.Adjustment})
+}
+
+// node is what descriptions need to know of the node.
+func (m *Manager) node() describe.Node {
+	return describe.Node{Host: m.cfg.Host, NoAppArmor: m.appArmor.Problem, CDI: m.cfg.CDI, Dirs: m.dirs,
+		SystemdCgroup: m.cfg.SystemdCgroup, OwnDevices: m.cfg.OwnDevices}
+}
+
+// described is what descriptions need to know of a pod: for its pause before it is
+// published, for containers afterwards. It reads of the record only what does not change any more.
+func (p *pod) described() describe.Pod {
+	d := describe.Pod{ID: p.id, Config: p.config, Runtime: p.rec.Runtime, NetNS: p.rec.NetNS, Labels: p.rec.SELinux}
+	if info := p.info.Load(); info != nil {
+		d.PausePID = info.PausePID
 	}
-	p.rec.Runtime.Annotate(spec, "container", p.id)
-	limits.AddTo(spec.Linux.Resources)
-	names := cdiDevices(c.config)
-	if err := m.cfg.CDI.Inject(spec, names); err != nil {
-		return nil, err
-	}
-	node := m.nodeFor(p)
-	node.CDI = func(spec *specs.Spec, more []string) error {
-		names = append(names, more...)
-		return m.cfg.CDI.Inject(spec, more)
-	}
-	if err := c.rec.Adjustment.Apply(spec, node); err != nil {
-		return nil, err
-	}
-	return spec, m.bindDevices(p, c, names, spec)
+	return d
 }
 
 // targetPIDNS is the PID namespace of the container that an ephemeral container is to join.

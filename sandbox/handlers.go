@@ -3,7 +3,6 @@ package sandbox
 import (
 	"context"
 
-	"berth/internal/host"
 	"berth/oci"
 	"berth/sandbox/handler"
 	"berth/shim/ociruntime"
@@ -49,14 +48,4 @@ func (m *Manager) runtimeOf(c *container) *ociruntime.Runtime {
 		return nil
 	}
 	return p.runtime()
-}
-
-// hostOf is what the machine offers to a pod: less than to others, if its runtime can't use it.
-func (m *Manager) hostOf(p *pod) host.Facts {
-	facts := *m.cfg.Host
-	facts.NoAppArmorProfile = m.appArmor.Problem()
-	if r := p.rec.Runtime; r != nil {
-		facts.RecursiveReadOnly = facts.RecursiveReadOnly && r.RecursiveReadOnly
-	}
-	return facts
 }

@@ -43,7 +43,7 @@ type ContainerInfo struct {
 	Mounts     []*runtimeapi.Mount // the config's, with the IDs of images
 
 	process   *specs.Process // what execs derive from
-	described *specs.Spec    // what plugins are told, see describedSpec
+	described *specs.Spec    // what plugins are told, see describe.ForPlugins
 	limits    *nri.Limits    // set by plugins
 }
 

@@ -10,7 +10,6 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/nri"
-	"berth/oci"
 	"berth/sandbox/limits"
 )
 
@@ -262,15 +261,6 @@ func (m *Manager) podForPlugins(p *pod, info *PodInfo) *nri.Pod {
 	return &nri.Pod{ID: p.id, Handler: info.Handler, Config: info.Config, IPs: info.IPs, PID: info.PausePID, NetNS: info.NetNS, CgroupsPath: p.rec.CgroupsPath}
 }
 
-// describedSpec is what a record keeps of a container's spec for the plugins. They are told of it under a hold
-// and with turns, so it must be at hand: making a spec anew would look at the container's volumes, and one
-// that does not answer would hold up everything. The seccomp filter, the largest part, plugins see at the creation only.
-func describedSpec(spec *specs.Spec) *specs.Spec {
-	linux := *spec.Linux
-	linux.Seccomp = nil
-	return &specs.Spec{Mounts: spec.Mounts, Hooks: spec.Hooks, Linux: &linux}
-}
-
 // awaitTold waits until plugins were told of a published exit.
 func (m *Manager) awaitTold(ctx context.Context, c *container) error {
 	told := c.stopUntold.Load()
@@ -302,10 +292,4 @@ func (m *Manager) containerForPlugins(c *container, info *ContainerInfo) *nri.Co
 	}
 	described.Spec.Mounts, described.Spec.Hooks, described.Spec.Linux = info.described.Mounts, info.described.Hooks, &linux
 	return described
-}
-
-// nodeFor is what applying a plugin's adjustment to a container of the pod needs to know, but for CDI.
-func (m *Manager) nodeFor(p *pod) nri.Node {
-	return nri.Node{OOMScoreAdjMin: m.cfg.Host.OOMScoreAdjMin,
-		Sysctl: func(name, value string) (string, error) { return oci.Sysctl(m.ociPod(p), name, value) }}
 }

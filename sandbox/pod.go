@@ -10,19 +10,18 @@ import (
 	"sync/atomic"
 	"time"
 
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
-	"berth/internal/host"
 	"berth/internal/join"
 	"berth/internal/task"
 	"berth/oci"
 	"berth/sandbox/imagefs"
 	"berth/sandbox/meter"
-	"berth/sandbox/namespaces"
 	"berth/sandbox/record"
 	"berth/sandbox/request"
 	"berth/shim"
@@ -262,8 +261,8 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 	}
 	root := m.roots.Pause(m.payload.Pause, idMap, p.rec.SELinux.Mount)
 	m.appArmor.Ensure(ctx)
-	input := oci.SandboxInput{Pod: m.ociPod(p), Labels: p.rec.SELinux, Host: m.hostOf(p), Files: host.Files{}, SystemdCgroup: m.cfg.SystemdCgroup}
 	var users imagefs.UserFiles
+	var config *ocispec.ImageConfig
 	var imageUser string
 	if image := p.rec.PauseImage; image != nil {
 		// Writable, because the usual pause image is nothing but its program: the
@@ -274,17 +273,16 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 		if users, err = m.users.Of(image.ID, root); err != nil {
 			return nil, err
 		}
-		input.Image, imageUser = &image.Config, image.Config.User
+		config, imageUser = &image.Config, image.Config.User
 	}
-	request := oci.SandboxUserRequest(p.config.GetLinux().GetSecurityContext(), imageUser)
-	if input.User, err = oci.ResolveUser(users.Passwd, users.Group, request); err != nil {
-		return nil, err
-	}
-	spec, err := oci.SandboxSpec(input)
+	user, err := oci.ResolveUser(users.Passwd, users.Group, oci.SandboxUserRequest(p.config.GetLinux().GetSecurityContext(), imageUser))
 	if err != nil {
 		return nil, err
 	}
-	p.rec.Runtime.Annotate(spec, "sandbox", p.id)
+	spec, err := m.node().Pause(p.described(), user, config)
+	if err != nil {
+		return nil, err
+	}
 	failpoint.Reach("pause.make-directory")
 	if err := os.MkdirAll(filepath.Join(m.dirs.Shim(p.id), "rootfs"), 0o700); err != nil {
 		return nil, fmt.Errorf("make shim directory of pod %s: %w", p.id, err)
@@ -350,23 +348,4 @@ func (m *Manager) pauseImage(ctx context.Context) (*record.Image, error) {
 		return nil, fmt.Errorf("pause image %s: %w", m.cfg.PauseImage, err)
 	}
 	return &record.Image{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}, nil
-}
-
-// ociPod is the pod as the spec builder sees it: for its pause before it is
-// published, for containers afterwards. It reads of the record only what does not change any more.
-func (m *Manager) ociPod(p *pod) oci.Pod {
-	dir := m.dirs.PodFiles(p.id)
-	pod := oci.Pod{ID: p.id, Config: p.config, CgroupParent: p.config.GetLinux().GetCgroupParent(), NetNS: p.rec.NetNS,
-		ResolvConf: filepath.Join(dir, "resolv.conf"), Hostname: filepath.Join(dir, "hostname"), Hosts: filepath.Join(dir, "hosts"),
-		Shm: m.dirs.Shm(p.id)}
-	if request.HostIPC(p.config) {
-		pod.Shm = "/dev/shm"
-	}
-	if namespaces.HasUser(p.config) {
-		pod.UserNS = m.dirs.UserNS(p.id)
-	}
-	if info := p.info.Load(); info != nil {
-		pod.PausePID = info.PausePID
-	}
-	return pod
 }

@@ -53,7 +53,7 @@ func TestPodUpdateLeavesReadersAlone(t *testing.T) {
 			default:
 			}
 			info := p.info.Load()
-			if got := m.ociPod(p).NetNS + m.podForPlugins(p, info).CgroupsPath; got != "/run/netns/p/kubepods/p" {
+			if got := p.described().NetNS + m.podForPlugins(p, info).CgroupsPath; got != "/run/netns/p/kubepods/p" {
 				t.Errorf("read %q", got)
 			}
 			if p.runtime() != nil || info.Config == nil {

@@ -1,0 +1,158 @@
+// Package describe writes the runtime-spec of pauses and containers: what package oci makes of a request, with what
+// vendors (CDI) and plugins (NRI) change of it, for the runtime of the pod.
+//
+// # Contract
+//
+// A description follows from what is written down of pod and container, and from the node. It looks at files that
+// mounts and devices name, and changes nothing. Annotations of users reach no runtime and steer nothing.
+package describe
+
+import (
+	"path/filepath"
+
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/cdi"
+	"berth/internal/host"
+	"berth/internal/nri"
+	"berth/oci"
+	"berth/sandbox/handler"
+	"berth/sandbox/layout"
+	"berth/sandbox/namespaces"
+	"berth/sandbox/request"
+)
+
+// Node is what descriptions need to know of the node.
+type Node struct {
+	Host          *host.Facts
+	NoAppArmor    func() string // why the default profile can't be had; empty: it can
+	CDI           cdi.Dirs      // where CDI devices are described
+	Dirs          layout.Dirs
+	SystemdCgroup bool
+	OwnDevices    bool // devices belong to the user and group of the security context
+}
+
+// Pod is what they need to know of a pod.
+type Pod struct {
+	ID       string
+	Config   *runtimeapi.PodSandboxConfig
+	Runtime  *handler.Runtime // nil: libcontainer
+	NetNS    string           // empty: the node's
+	PausePID int              // 0 for its pause
+	Labels   oci.Labels
+}
+
+// Container is what they need to know of a container.
+type Container struct {
+	ID          string
+	Config      *runtimeapi.ContainerConfig
+	Image       *ocispec.ImageConfig
+	User        oci.User
+	Labels      oci.Labels
+	Volumes     map[int]string // where image volumes are, by index of the mount
+	TargetPIDNS string         // the PID namespace to join; empty: as the config says
+	Resources   *runtimeapi.LinuxContainerResources
+	Limits      *nri.Limits     // added to these by plugins
+	Adjustment  *nri.Adjustment // what plugins changed of it
+}
+
+// Pause describes a pod's pause. image is its own, nil for the embedded one.
+func (n Node) Pause(p Pod, user oci.User, image *ocispec.ImageConfig) (*specs.Spec, error) {
+	spec, err := oci.SandboxSpec(oci.SandboxInput{Pod: n.pod(p), Labels: p.Labels, Host: n.facts(p), Files: host.Files{},
+		SystemdCgroup: n.SystemdCgroup, User: user, Image: image})
+	if err != nil {
+		return nil, err
+	}
+	p.Runtime.Annotate(spec, "sandbox", p.ID)
+	return spec, nil
+}
+
+// Container describes a container of a pod that runs.
+func (n Node) Container(p Pod, c Container) (*specs.Spec, error) {
+	spec, err := oci.ContainerSpec(oci.ContainerInput{
+		ID: c.ID, Pod: n.pod(p), Config: c.Config, Image: c.Image, User: c.User, Labels: c.Labels, Host: n.facts(p),
+		SystemdCgroup: n.SystemdCgroup, TargetPIDNS: c.TargetPIDNS, Resources: c.Resources, Files: host.Files{},
+		ImageVolumes: c.Volumes, DeviceOwnership: n.OwnDevices,
+	})
+	if err != nil {
+		return nil, err
+	}
+	p.Runtime.Annotate(spec, "container", p.ID)
+	c.Limits.AddTo(spec.Linux.Resources)
+	names := cdiDevices(c.Config)
+	if err := n.CDI.Inject(spec, names); err != nil {
+		return nil, err
+	}
+	node := nri.Node{OOMScoreAdjMin: n.Host.OOMScoreAdjMin,
+		Sysctl: func(name, value string) (string, error) { return oci.Sysctl(n.pod(p), name, value) },
+		CDI: func(spec *specs.Spec, more []string) error {
+			names = append(names, more...)
+			return n.CDI.Inject(spec, more)
+		}}
+	if err := c.Adjustment.Apply(spec, node); err != nil {
+		return nil, err
+	}
+	return spec, n.bindDevices(p, c, names, spec)
+}
+
+// facts are what the machine offers to a pod: less than to others, if its runtime can't use it.
+func (n Node) facts(p Pod) host.Facts {
+	facts := *n.Host
+	facts.NoAppArmorProfile = n.NoAppArmor()
+	if r := p.Runtime; r != nil {
+		facts.RecursiveReadOnly = facts.RecursiveReadOnly && r.RecursiveReadOnly
+	}
+	return facts
+}
+
+// pod is the pod as package oci sees it.
+func (n Node) pod(p Pod) oci.Pod {
+	dir := n.Dirs.PodFiles(p.ID)
+	pod := oci.Pod{ID: p.ID, Config: p.Config, CgroupParent: p.Config.GetLinux().GetCgroupParent(), NetNS: p.NetNS,
+		ResolvConf: filepath.Join(dir, "resolv.conf"), Hostname: filepath.Join(dir, "hostname"), Hosts: filepath.Join(dir, "hosts"),
+		Shm: n.Dirs.Shm(p.ID), PausePID: p.PausePID}
+	if request.HostIPC(p.Config) {
+		pod.Shm = "/dev/shm"
+	}
+	if namespaces.HasUser(p.Config) {
+		pod.UserNS = n.Dirs.UserNS(p.ID)
+	}
+	return pod
+}
+
+// cdiDevices are the names of the CDI devices that a container's config asks for, by the
+// field that is made for it. Annotations steer nothing (CVE-2026-53492).
+func cdiDevices(config *runtimeapi.ContainerConfig) []string {
+	var names []string
+	for _, d := range config.GetCDIDevices() {
+		names = append(names, d.GetName())
+	}
+	return names
+}
+
+// bindDevices makes the nodes of a complete spec bind mounts, if the pod has a user namespace. They are of
+// the CRI's devices and of the CDI devices with these names.
+func (n Node) bindDevices(p Pod, c Container, cdiNames []string, spec *specs.Spec) error {
+	if !namespaces.HasUser(p.Config) {
+		return nil
+	}
+	sources, err := n.CDI.HostPaths(cdiNames)
+	if err != nil {
+		return err
+	}
+	for _, d := range c.Config.GetDevices() {
+		sources = append(sources, d.GetHostPath())
+	}
+	return oci.BindDevices(spec, sources, host.Files{})
+}
+
+// ForPlugins is what a record keeps of a container's spec for the plugins. They are told of it under a hold
+// and with turns, so it must be at hand: making a spec anew would look at the container's volumes, and one
+// that does not answer would hold up everything. The seccomp filter, the largest part, plugins see at the creation only.
+func ForPlugins(spec *specs.Spec) *specs.Spec {
+	linux := *spec.Linux
+	linux.Seccomp = nil
+	return &specs.Spec{Mounts: spec.Mounts, Hooks: spec.Hooks, Linux: &linux}
+}
