@@ -89,7 +89,7 @@ func PodLabel(key, value string) PodOption {
 	return func(c *runtimeapi.PodSandboxConfig) { c.Labels[key] = value }
 }
 
-func podNamed(name string) PodOption {
+func PodNamed(name string) PodOption {
 	return func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Name = name }
 }
 

@@ -1,6 +1,7 @@
 package harness
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -42,6 +43,7 @@ type Daemon struct {
 
 	Extra []string // lines of the configuration file
 	env   []string
+	bin   string // directory of the programs; empty: BinDir
 
 	Cmd     *exec.Cmd
 	exited  chan struct{} // closed when cmd has been waited for
@@ -105,8 +107,14 @@ var daemons atomic.Int32
 // and the daemon itself are removed, and the leak check is run.
 func StartDaemon(t *testing.T, opts ...DaemonOption) *Daemon {
 	t.Helper()
+	return StartDaemonIn(t, nextDir(), opts...)
+}
+
+// StartDaemonIn is StartDaemon for a daemon whose directories have been written down.
+func StartDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
+	t.Helper()
 	before := MachineSnapshot(nil)
-	d := NewDaemon(t, opts...)
+	d := newDaemonIn(t, dir, opts...)
 	t.Cleanup(func() {
 		if t.Failed() {
 			t.Logf("the daemon's log:\n%s", d.Tail())
@@ -133,7 +141,13 @@ func StartDaemon(t *testing.T, opts ...DaemonOption) *Daemon {
 // NewDaemon prepares a daemon without starting it.
 func NewDaemon(t *testing.T, opts ...DaemonOption) *Daemon {
 	t.Helper()
-	dir := fmt.Sprintf("/run/it%d", daemons.Add(1))
+	return newDaemonIn(t, nextDir(), opts...)
+}
+
+func nextDir() string { return fmt.Sprintf("/run/it%d", daemons.Add(1)) }
+
+func newDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
+	t.Helper()
 	d := &Daemon{
 		Dir: dir, Root: dir + "/root", State: dir + "/state", Socket: dir + "/berth.sock",
 		ConfDir: dir + "/net.d", DataDir: dir + "/addresses", LogDir: dir + "/logs", certs: dir + "/certs.d",
@@ -154,8 +168,24 @@ func NewDaemon(t *testing.T, opts ...DaemonOption) *Daemon {
 		opt(t, d)
 	}
 	d.bearSlowPlugins()
-	Must(t, os.WriteFile(d.ConfigFile(), []byte(strings.Join(d.Extra, "\n")+"\n"), 0o600))
+	d.writeConfig(t, d.Extra)
 	return d
+}
+
+func (d *Daemon) writeConfig(t *testing.T, lines []string) {
+	t.Helper()
+	Must(t, os.WriteFile(d.ConfigFile(), []byte(strings.Join(lines, "\n")+"\n"), 0o600))
+}
+
+// UseVersion makes the next Start run the programs in bin, of an earlier version, which knows the options in config only.
+// With bin "" it is the tested version again, with its own options.
+func (d *Daemon) UseVersion(t *testing.T, bin string, config ...string) {
+	t.Helper()
+	d.bin = bin
+	if bin == "" {
+		config = d.Extra
+	}
+	d.writeConfig(t, config)
 }
 
 // bearSlowPlugins gives NRI plugins more than the default of two seconds, which a loaded machine
@@ -172,7 +202,7 @@ func (d *Daemon) LogFile() string    { return filepath.Join(d.Dir, "log") }
 
 // Command returns a berth command line for this daemon's operator commands.
 func (d *Daemon) Command(args ...string) *exec.Cmd {
-	cmd := exec.CommandContext(context.Background(), filepath.Join(BinDir, "berth"), args...)
+	cmd := exec.CommandContext(context.Background(), filepath.Join(cmp.Or(d.bin, BinDir), "berth"), args...)
 	cmd.Env = append(os.Environ(), d.env...)
 	return cmd
 }

@@ -82,15 +82,21 @@ func (d *Daemon) podProcesses(t *testing.T) (pids []int) {
 	return pids
 }
 
-// Boot starts the daemon as after a boot: with another boot ID than any before. The machine has it only for as
-// long as the daemon needs to read it, for with anything mounted in /proc the kernel gives user namespaces no /proc of their own.
+// Boot starts the daemon as after a boot: with another boot ID than any before.
 func (d *Daemon) Boot(t *testing.T) {
 	t.Helper()
-	const path = "/proc/sys/kernel/random/boot_id"
 	var id [16]byte
 	_, _ = rand.Read(id[:]) // never fails
+	d.StartInBoot(t, hex.EncodeToString(id[:]))
+}
+
+// StartInBoot starts the daemon with a boot ID. The machine has it only for as long as the daemon needs to read
+// it, for with anything mounted in /proc the kernel gives user namespaces no /proc of their own.
+func (d *Daemon) StartInBoot(t *testing.T, id string) {
+	t.Helper()
+	const path = "/proc/sys/kernel/random/boot_id"
 	file := filepath.Join(t.TempDir(), "boot_id")
-	Must(t, os.WriteFile(file, []byte(hex.EncodeToString(id[:])+"\n"), 0o444))
+	Must(t, os.WriteFile(file, []byte(id+"\n"), 0o444))
 	Must(t, unix.Mount(file, path, "", unix.MS_BIND, ""))
 	defer func() { Must(t, unix.Unmount(path, 0)) }()
 	d.Start(t)

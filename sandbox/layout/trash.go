@@ -16,13 +16,14 @@ import (
 // Trash removes folder trees that may be large.
 type Trash struct {
 	dir        string
+	old        string // where version 0.1.0 had it
 	background *task.Lifetime
 	log        *slog.Logger
 }
 
 // NewTrash returns the trash of d, which is emptied in the background.
 func NewTrash(d Dirs, background *task.Lifetime, log *slog.Logger) *Trash {
-	return &Trash{dir: d.Trash(), background: background, log: log}
+	return &Trash{dir: d.Trash(), old: filepath.Join(d.Root, "trash"), background: background, log: log}
 }
 
 // Discard removes a folder tree that may be large: at once from its place, then
@@ -58,6 +59,9 @@ func (t *Trash) Sweep() error {
 	}
 	for _, e := range entries {
 		t.background.Spawn(func() { t.empty(filepath.Join(t.dir, e.Name())) })
+	}
+	if _, err := os.Lstat(t.old); err == nil {
+		t.background.Spawn(func() { t.empty(t.old) })
 	}
 	return nil
 }

@@ -15,6 +15,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"golang.org/x/sys/unix"
 )
@@ -37,8 +38,8 @@ var pauseMountPoints = []string{"dev", "proc", "sys"}
 
 // Install puts the programs below dir, which is made (0700) if needed. It must not
 // be on a noexec mount. What is there already is verified and kept: names contain
-// a hash of the content, so that berth may be upgraded under running pods. It may
-// be called again and by several processes at once.
+// a hash of the content, so that berth may be upgraded under running pods; other versions are
+// removed. It may be called again and by several processes at once.
 func Install(dir string) (Paths, error) {
 	return install(bin, dir)
 }
@@ -61,14 +62,14 @@ func install(programs fs.FS, dir string) (Paths, error) {
 		return Paths{}, fmt.Errorf("lock %s: %w", dir, err)
 	}
 	defer locked.Close()
-	if err := removeLeftovers(dir); err != nil {
-		return Paths{}, fmt.Errorf("remove what an earlier installation left: %w", err)
-	}
 	if err := installTree(paths.Pause, "pause", pause, pauseMountPoints...); err != nil {
 		return Paths{}, fmt.Errorf("install pause: %w", err)
 	}
 	if err := installTree(filepath.Dir(paths.Monitor), "berth-monitor", monitor); err != nil {
 		return Paths{}, fmt.Errorf("install monitor: %w", err)
+	}
+	if err := removeOthers(dir, filepath.Base(paths.Pause), filepath.Base(filepath.Dir(paths.Monitor))); err != nil {
+		return Paths{}, fmt.Errorf("remove other versions and what an interrupted installation left: %w", err)
 	}
 	return paths, nil
 }
@@ -93,12 +94,14 @@ func sum(data []byte) string {
 // unfinished begins the names of directories that are being made.
 const unfinished = ".new-"
 
-// removeLeftovers removes what installers left that were interrupted. The caller has locked dir, so
-// that none is at work.
-func removeLeftovers(dir string) error {
-	left, err := filepath.Glob(filepath.Join(dir, unfinished+"*"))
-	for _, path := range left {
-		err = errors.Join(err, os.RemoveAll(path))
+// removeOthers removes the programs of other versions, and what installers left that were interrupted. The
+// caller has locked dir, so that none is at work. Programs that run are not harmed: the kernel keeps their files.
+func removeOthers(dir string, keep ...string) error {
+	entries, err := os.ReadDir(dir)
+	for _, e := range entries {
+		if !slices.Contains(keep, e.Name()) {
+			err = errors.Join(err, os.RemoveAll(filepath.Join(dir, e.Name())))
+		}
 	}
 	return err
 }

@@ -62,12 +62,14 @@ func TestInstallRepairs(t *testing.T) {
 	}
 }
 
-// An installation that a crash or a power cut interrupts leaves nothing that the next one does not remove.
+// What an installation left that a crash or a power cut interrupted, and the programs of other versions, are removed.
 func TestInstallRemovesLeftovers(t *testing.T) {
 	dir := t.TempDir()
-	left := filepath.Join(dir, unfinished+"1234")
-	if err := errors.Join(os.Mkdir(left, 0o700), os.WriteFile(filepath.Join(left, "pause"), nil, 0o600)); err != nil {
-		t.Fatal(err)
+	for _, name := range []string{unfinished + "1234", "pause-0123456789abcdef"} { // the latter of another version
+		left := filepath.Join(dir, name)
+		if err := errors.Join(os.Mkdir(left, 0o700), os.WriteFile(filepath.Join(left, "pause"), nil, 0o600)); err != nil {
+			t.Fatal(err)
+		}
 	}
 	paths, err := install(programs, dir)
 	if err != nil {

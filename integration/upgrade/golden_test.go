@@ -1,0 +1,177 @@
+package upgrade
+
+import (
+	"encoding/json"
+	"flag"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/fixture"
+	"berth/integration/harness"
+)
+
+var write = flag.Bool("write", false, "write the golden files that do not exist")
+
+// goldenDir is where the daemon ran that wrote the golden files: records name paths.
+const goldenDir = "/run/golden"
+
+// golden is what a golden file says of itself: what the daemon that wrote it listed.
+type golden struct {
+	BootID     string
+	Image      string                     // name
+	ImageID    string                     // the same
+	Pods       map[string]string          // name → ID, all ready
+	Containers map[string]goldenContainer // by name
+}
+
+type goldenContainer struct {
+	ID       string
+	State    runtimeapi.ContainerState
+	ExitCode int32
+}
+
+const aboutFile = "about.json"
+
+// The state that each released version left is opened by the daemon of today: in the boot it was written in, with
+// all processes gone, and after a reboot.
+func TestGoldenState(t *testing.T) {
+	for _, version := range released(t) {
+		file := harness.Get(filepath.Abs("testdata/" + version + ".tar.gz"))(t)
+		if *write {
+			t.Run("write "+version, func(t *testing.T) { writeGolden(t, version, file) })
+		}
+		for name, sameBoot := range map[string]bool{"same boot": true, "after a reboot": false} {
+			t.Run(version+" "+name, func(t *testing.T) { openGolden(t, file, sameBoot) })
+		}
+	}
+}
+
+func openGolden(t *testing.T, file string, sameBoot bool) {
+	d := emptyDaemon(t)
+	tar(t, "-xzf", file, "-C", goldenDir)
+	var g golden
+	harness.Must(t, json.Unmarshal(harness.Get(os.ReadFile(filepath.Join(goldenDir, aboutFile)))(t), &g))
+	harness.Must(t, os.Remove(filepath.Join(goldenDir, aboutFile)))
+	if sameBoot {
+		d.StartInBoot(t, g.BootID)
+	} else {
+		harness.Must(t, os.RemoveAll(d.State))
+		d.Boot(t)
+	}
+
+	for name, id := range g.Pods {
+		pod := &harness.Pod{D: d, Id: id}
+		d.Objects = append(d.Objects, id)
+		harness.Equal(t, "state of "+name, pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
+	}
+	for name, want := range g.Containers {
+		d.Objects = append(d.Objects, want.ID)
+		checkContainer(t, d, name, want, sameBoot)
+	}
+	image := d.ImageStatus(t, g.Image)
+	if image == nil || image.Id != g.ImageID {
+		t.Fatalf("the image is %v, want %s", image, g.ImageID)
+	}
+	pod := d.RunPod(t, harness.HostNetwork, harness.PodNamed("new"))
+	c := pod.Run(t, harness.Image(g.ImageID), harness.ImageDefaults)
+	c.Pid(t) // waits until it runs its program
+	c.Stop(t, 30)
+	harness.Equal(t, "exit code of a new container of the old image", c.Status(t).ExitCode, 0)
+	pod.Remove(t)
+	for _, id := range g.Pods {
+		(&harness.Pod{D: d, Id: id}).Remove(t)
+	}
+}
+
+// checkContainer compares a container with what it was. What ran has lost its monitor, and after a reboot what was
+// created has lost its pod.
+func checkContainer(t *testing.T, d *harness.Daemon, name string, want goldenContainer, sameBoot bool) {
+	t.Helper()
+	response, err := d.Cri.ContainerStatus(t.Context(), want.ID, false)
+	harness.Must(t, err)
+	got := response.Status
+	if want.State == runtimeapi.ContainerState_CONTAINER_RUNNING || want.State == runtimeapi.ContainerState_CONTAINER_CREATED && !sameBoot {
+		want.State, want.ExitCode = runtimeapi.ContainerState_CONTAINER_EXITED, 255
+	}
+	harness.Equal(t, "name", got.Metadata.Name, name)
+	harness.Equal(t, name+": state", got.State, want.State)
+	harness.Equal(t, name+": exit code", got.ExitCode, want.ExitCode)
+}
+
+// emptyDaemon is a daemon in the golden directory that was started once, for the leak check, and has no state.
+func emptyDaemon(t *testing.T) *harness.Daemon {
+	t.Helper()
+	d := harness.StartDaemonIn(t, goldenDir)
+	d.Stop(t)
+	d.LoseState(t)
+	harness.Must(t, os.RemoveAll(d.Root))
+	return d
+}
+
+// writeGolden lets a released version make one of everything, and packs the state that it leaves when it is killed.
+func writeGolden(t *testing.T, version, file string) {
+	if _, err := os.Stat(file); err == nil {
+		return
+	}
+	bin := programs(t, version)
+	d := emptyDaemon(t)
+	d.UseVersion(t, bin)
+	d.Start(t)
+
+	name, _ := harness.Push(t, harness.Registry, "golden:1", goldenImage(t))
+	pod, host := d.RunPod(t), d.RunPod(t, harness.HostNetwork)
+	image := harness.Image(name)
+	pod.Run(t, image, harness.ImageDefaults, harness.ContainerNamed("running"))
+	host.Create(t, image, harness.ImageDefaults, harness.ContainerNamed("created"))
+	host.Run(t, image, harness.ImageDefaults, harness.ContainerNamed("stopped")).Stop(t, 30)
+	killed := host.Run(t, image, harness.ImageDefaults, harness.ContainerNamed("killed"))
+	harness.KillProcess(t, killed.Pid(t))
+	killed.WaitExited(t)
+	g := describe(t, d, name)
+	d.Kill(t)
+	harness.Must(t, os.WriteFile(filepath.Join(goldenDir, aboutFile), harness.Get(json.MarshalIndent(g, "", "\t"))(t), 0o600))
+	harness.Must(t, os.MkdirAll(filepath.Dir(file), 0o755))
+	// What the kernel keeps (sockets, mounted file systems) is not state.
+	tar(t, "-czf", file, "-C", goldenDir, "--one-file-system", "--numeric-owner", "--exclude=sock", "--exclude=bin", "--exclude=shm/*", "root", "state", aboutFile)
+	harness.Must(t, os.Remove(filepath.Join(goldenDir, aboutFile)))
+	d.UseVersion(t, "")
+	d.Start(t)
+}
+
+// goldenImage is small, and has in its layers what layers can have.
+func goldenImage(t *testing.T) v1.Image {
+	t.Helper()
+	pause := harness.Get(os.ReadFile("../../shim/payload/bin/pause"))(t)
+	lower := fixture.Tree{fixture.Dir("etc", 0o755), fixture.File("etc/passwd", 0o644, "root:x:0:0::/:/bin/sh\n"), fixture.File("etc/old", 0o600, "old").Owned(5, 6),
+		fixture.File("pause", 0o755, string(pause)), fixture.Hardlink("pause2", "pause"), fixture.Symlink("link", "etc/passwd")}
+	upper := fixture.Tree{fixture.Dir("etc", 0o755), fixture.Whiteout("etc/", "old"), fixture.File("capable", 0o755, "x").WithXattr("user.note", "kept")}
+	return harness.Get(fixture.ImageOf(v1.Config{Entrypoint: []string{"/pause"}}, harness.PackLayer(t, lower, fixture.Gzip), harness.PackLayer(t, upper, fixture.Zstd)))(t)
+}
+
+func describe(t *testing.T, d *harness.Daemon, image string) golden {
+	t.Helper()
+	boot := harness.ReadLines("/proc/sys/kernel/random/boot_id")
+	g := golden{BootID: boot[0], Image: image, ImageID: d.ImageStatus(t, image).Id, Pods: map[string]string{}, Containers: map[string]goldenContainer{}}
+	for _, p := range harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t) {
+		g.Pods[p.Metadata.Name] = p.Id
+	}
+	for _, c := range harness.Get(d.Cri.ListContainers(t.Context(), nil))(t) {
+		status := harness.Get(d.Cri.ContainerStatus(t.Context(), c.Id, false))(t).Status
+		g.Containers[c.Metadata.Name] = goldenContainer{ID: c.Id, State: status.State, ExitCode: status.ExitCode}
+	}
+	return g
+}
+
+func tar(t *testing.T, args ...string) {
+	t.Helper()
+	out, err := exec.Command("tar", slices.Concat([]string{"--xattrs", "--xattrs-include=*"}, args)...).CombinedOutput()
+	if err != nil {
+		t.Fatalf("tar: %v: %s", err, out)
+	}
+}

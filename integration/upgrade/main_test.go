@@ -1,0 +1,40 @@
+package upgrade
+
+import (
+	"errors"
+	"os"
+	"os/exec"
+	"strings"
+	"testing"
+
+	"berth/integration/harness"
+)
+
+func TestMain(m *testing.M) { harness.Main(m) }
+
+// released returns all released versions.
+func released(t *testing.T) (versions []string) {
+	t.Helper()
+	for _, line := range harness.ReadLines("versions") {
+		if version, _, ok := strings.Cut(line, " "); ok && version != "#" {
+			versions = append(versions, version)
+		}
+	}
+	if len(versions) == 0 {
+		t.Fatal("no version was ever released")
+	}
+	return versions
+}
+
+// programs returns the directory of a version's programs, and skips the test where they can't be built.
+func programs(t *testing.T, version string) string {
+	t.Helper()
+	build := exec.Command("./build", version)
+	build.Stderr = os.Stderr
+	out, err := build.Output()
+	if exit, ok := errors.AsType[*exec.ExitError](err); ok && exit.ExitCode() == 77 {
+		t.Skipf("NOT TESTED: upgrade from %s: this checkout has no history to build it from", version)
+	}
+	harness.Must(t, err)
+	return strings.TrimSpace(string(out))
+}

@@ -1,0 +1,95 @@
+package upgrade
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+
+	"k8s.io/client-go/tools/remotecommand"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+)
+
+// The daemon is replaced by a newer one while pods run: all goes on, and what the old version's monitors
+// do for the new daemon they do.
+func TestRunningPods(t *testing.T) {
+	for _, version := range released(t) {
+		t.Run(version, func(t *testing.T) {
+			bin := programs(t, version)
+			d := harness.StartDaemon(t)
+			d.Stop(t)
+			d.LoseState(t)
+			harness.Must(t, os.RemoveAll(d.Root))
+			d.UseVersion(t, bin)
+			d.Start(t)
+			pod, host := d.RunPod(t), d.RunPod(t, harness.HostNetwork)
+			writes := pod.Run(t, harness.Script("trap 'exit 7' TERM; i=0; while :; do i=$((i+1)); echo $i; sleep 0.01; done"))
+			reads := host.Run(t, harness.Script("read line; echo got $line; exit 3"), func(c *runtimeapi.ContainerConfig) { c.Stdin, c.StdinOnce = true, true })
+			created := host.Create(t, harness.Script("echo started by the newer; exit 4"))
+			ends := host.Run(t, harness.Script("while [ ! -e /tmp/end ]; do sleep 0.01; done; exit 5"))
+			lost := host.Run(t)
+			ip, pid := pod.Ip(t), writes.Pid(t)
+			d.Kill(t)
+
+			// While no daemon runs one container ends, and the monitor of another is killed.
+			harness.Must(t, os.WriteFile(fmt.Sprintf("/proc/%d/root/tmp/end", initOf(t, d, ends)), nil, 0o600))
+			harness.KillProcess(t, harness.MonitorOf(t, d, lost))
+			d.UseVersion(t, "")
+			d.Start(t)
+
+			harness.Equal(t, "pod state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
+			harness.Equal(t, "pod address", pod.Ip(t), ip)
+			harness.Equal(t, "process of the running container", writes.Pid(t), pid)
+			harness.Equal(t, "exit code of what ended without a daemon", ends.WaitExited(t).ExitCode, 5)
+			harness.Equal(t, "exit code of what lost its monitor", lost.WaitExited(t).ExitCode, 255)
+			harness.Equal(t, "exec", writes.Exec(t, "echo", "hello"), "hello")
+			rotate(t, writes)
+			created.Start(t)
+			harness.Equal(t, "exit code of what was created before", created.WaitExited(t).ExitCode, 4)
+			harness.Equal(t, "answer through attach", attach(t, reads, "line\n"), "got line\n")
+			harness.Equal(t, "exit code of what was attached to", reads.WaitExited(t).ExitCode, 3)
+			writes.Stop(t, 30)
+			harness.Equal(t, "exit code after stop", writes.Status(t).ExitCode, 7)
+			harness.Equal(t, "a new container in the old pod", pod.Sh(t, "echo fine"), "fine\n")
+			pod.Remove(t)
+			host.Remove(t)
+		})
+	}
+}
+
+// initOf is the container's init, as the monitor's record tells it.
+func initOf(t *testing.T, d *harness.Daemon, c *harness.Container) int {
+	t.Helper()
+	children := harness.ChildrenOf(harness.MonitorOf(t, d, c))
+	harness.Equal(t, "number of children of a monitor", len(children), 1)
+	return children[0]
+}
+
+// rotate renames the log and has it opened again; the monitor goes on in the new file.
+func rotate(t *testing.T, c *harness.Container) {
+	t.Helper()
+	old := c.LogPath() + ".1"
+	harness.Must(t, os.Rename(c.LogPath(), old))
+	harness.Must(t, c.Pod.D.Cri.ReopenContainerLog(t.Context(), c.Id))
+	before := harness.ReadLog(t, old)
+	harness.Eventually(t, "the new file is written", func() error {
+		if info, err := os.Stat(c.LogPath()); err != nil || info.Size() == 0 {
+			return fmt.Errorf("it is not: %w", err)
+		}
+		return nil
+	})
+	harness.Equal(t, "first line of the new file", c.Log(t)[0].Text, fmt.Sprint(len(before)+1))
+}
+
+// attach writes to a container's standard input, ends it, and returns the output.
+func attach(t *testing.T, c *harness.Container, input string) string {
+	t.Helper()
+	var out bytes.Buffer
+	o := remotecommand.StreamOptions{Stdin: strings.NewReader(input), Stdout: &out}
+	_, err := harness.Spdy.Stream(t.Context(), harness.Plain(), c.AttachURL(t, o), o)
+	harness.Must(t, err)
+	return out.String()
+}
