@@ -40,17 +40,24 @@ func (n *Network) releaseTorn(ctx context.Context, list *libcni.NetworkConfigLis
 func hostLocalDirs(list *libcni.NetworkConfigList) []string {
 	dirs := []string{filepath.Join(hostLocalDir, list.Name)}
 	for _, p := range list.Plugins {
-		var conf struct {
-			IPAM struct {
-				Type    string `json:"type"`
-				DataDir string `json:"dataDir"`
-			} `json:"ipam"`
-		}
-		if json.Unmarshal(p.Bytes, &conf) == nil && conf.IPAM.Type == "host-local" && conf.IPAM.DataDir != "" {
-			dirs = append(dirs, filepath.Join(conf.IPAM.DataDir, list.Name))
+		if dataDir, ok := asksHostLocal(p); ok && dataDir != "" {
+			dirs = append(dirs, filepath.Join(dataDir, list.Name))
 		}
 	}
 	return dirs
+}
+
+// asksHostLocal tells whether a plugin is told to get addresses from host-local, and where those are kept; "": in
+// the default place.
+func asksHostLocal(p *libcni.PluginConfig) (dataDir string, ok bool) {
+	var conf struct {
+		IPAM struct {
+			Type    string `json:"type"`
+			DataDir string `json:"dataDir"`
+		} `json:"ipam"`
+	}
+	err := json.Unmarshal(p.Bytes, &conf)
+	return conf.IPAM.DataDir, err == nil && conf.IPAM.Type == "host-local"
 }
 
 func (n *Network) releaseTornIn(ctx context.Context, dir string) error {

@@ -112,8 +112,12 @@ type record struct {
 	Config   []byte   `json:"config"` // as the registry has it: the ID is its digest
 }
 
-// recordVersion is the schema version of record.
-const recordVersion = 1
+// Where records are in the store, their kind and the schema version of record.
+const (
+	recordsDir    = "records"
+	recordKind    = "image"
+	recordVersion = 1
+)
 
 // decodeRecord reads a record and checks that it is that of the image id.
 func decodeRecord(id string, body []byte) (record, error) {

@@ -82,7 +82,7 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 		return nil, err
 	}
 	undo.Add("close layer store", layers.Close)
-	records, err := checkpoint.OpenDir(filepath.Join(cfg.Root, "records"), "image", recordVersion, checkpoint.Power)
+	records, err := checkpoint.OpenDir(filepath.Join(cfg.Root, recordsDir), recordKind, recordVersion, checkpoint.Power)
 	if err != nil {
 		return nil, err
 	}

@@ -63,8 +63,8 @@ func TestPodNetwork(t *testing.T) {
 }
 
 func TestPodDualStack(t *testing.T) {
+	t.Cleanup(func() { harness.Must(t, os.RemoveAll("/run/dual-stack")) }) // after the daemon's
 	d := harness.StartDaemon(t, harness.WithNetwork(fixture.Conflist("dual", "/run/dual-stack", fixture.Range4, fixture.Range6)))
-	t.Cleanup(func() { harness.Must(t, os.RemoveAll("/run/dual-stack")) })
 	network := d.RunPod(t).Status(t).Network
 	if ip, err := netip.ParseAddr(network.Ip); err != nil || !ip.Is4() {
 		t.Errorf("the first address is %q", network.Ip)

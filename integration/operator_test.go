@@ -266,8 +266,8 @@ var checkedSubjects = []string{
 // `berth check` finds nothing that keeps pods from running where they run, and fails
 // where they cannot: with a root that can't be written. Without a network pods with the host's network run.
 func TestCheck(t *testing.T) {
-	d := harness.StartDaemon(t)
-	flags := []string{"check", "--config", d.ConfigFile(), "--listen", d.Socket, "--root", d.Root, "--state", d.State, "--cni-conf-dir", d.ConfDir, "--cni-bin-dir", harness.PluginDir}
+	d := harness.StartDaemon(t, harness.StateInFile)
+	flags := []string{"check", "--config", d.ConfigFile(), "--listen", d.Socket, "--root", d.Root, "--cni-conf-dir", d.ConfDir, "--cni-bin-dir", harness.PluginDir}
 	out, err := d.Command(flags...).Output()
 	if err != nil {
 		t.Errorf("check: %v\n%s", err, out)
@@ -299,8 +299,8 @@ func TestCheck(t *testing.T) {
 
 // Whoever else has the sockets keeps berth from starting; the daemon of the same configuration does not.
 func TestCheckFindsOtherRuntimes(t *testing.T) {
-	d := harness.StartDaemon(t)
-	flags := []string{"check", "--config", d.ConfigFile(), "--root", d.Root, "--state", d.State, "--listen"}
+	d := harness.StartDaemon(t, harness.StateInFile)
+	flags := []string{"check", "--config", d.ConfigFile(), "--root", d.Root, "--listen"}
 	out := string(harness.Get(d.Command(append(flags, d.Socket)...).Output())(t))
 	for _, want := range []string{"ok       CRI socket: berth (pid ", "ok       NRI socket: berth (pid "} {
 		if !strings.Contains(out, want) {

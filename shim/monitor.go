@@ -47,6 +47,16 @@ func (m *Monitor) CloseStdin(ctx context.Context) error {
 	return m.call(ctx, "close stdin", wire.CloseStdin, nil)
 }
 
+// Listens returns nil if there is a monitor that takes connections, or has room for one that
+// it will take.
+func (m *Monitor) Listens(ctx context.Context) error {
+	c, err := m.dial(ctx)
+	if err != nil {
+		return err
+	}
+	return c.conn.Close()
+}
+
 // call makes one request and waits for its answer.
 func (m *Monitor) call(ctx context.Context, what string, t wire.Type, payload []byte) error {
 	c, err := m.dial(ctx)

@@ -6,26 +6,37 @@ import (
 	"io"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"berth/cmd/berth/nodecheck"
+	"berth/cmd/berth/statecheck"
 	"berth/internal/config"
 	"berth/internal/host"
 )
 
 func newCheckCommand() *cobra.Command {
-	var asJSON bool
+	var asJSON, bytes bool
 	cmd := &cobra.Command{
 		Use:   "check",
-		Short: "Tell what the node lacks, and how to mend it",
+		Short: "Tell what the node lacks, or with --state what differs from berth's records",
 		Long: `Tell what the node lacks to run berth and kubelet's pods on it: kernel features,
 cgroups, directories, mount propagation, programs, sockets that other runtimes have, what
 networks are built with, the CNI network. It changes nothing and needs no daemon. It fails if no pod could run; a node whose CNI network
-is not installed yet runs those with the host's network.`,
+is not installed yet runs those with the host's network.
+
+With --state it compares what berth has written down with what is on the machine, and
+names each difference: processes, shims, network namespaces, addresses, layers, mounts,
+file descriptors, records, with --bytes the content of layers, and what CRI lists. It
+changes nothing, works with the daemon running or not, and fails if there is a difference.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			ofState := takeStateFlag(cmd.Flags())
 			cfg, err := config.Load(cmd.Flags())
 			if err != nil {
 				return err
+			}
+			if ofState {
+				return checkState(cmd, cfg, bytes, asJSON)
 			}
 			node, err := checkedNode(cfg)
 			if err != nil {
@@ -48,7 +59,66 @@ is not installed yet runs those with the host's network.`,
 	}
 	config.AddFlags(cmd.Flags())
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print the findings as JSON")
+	cmd.Flags().BoolVar(&bytes, "bytes", false, "with --state: count what is in every layer")
+	state := cmd.Flags().Lookup(stateFlag)
+	state.NoOptDefVal, state.Usage = configured, "compare records with the machine instead; --state=DIR if the state directory is not the configured one"
 	return cmd
+}
+
+// stateFlag is the daemon's option for its directory, which here says also what to check.
+const (
+	stateFlag  = "state"
+	configured = "configured" // its value where none is given
+)
+
+// takeStateFlag tells whether --state was given, and leaves to the configuration what has a directory.
+func takeStateFlag(flags *pflag.FlagSet) bool {
+	f := flags.Lookup(stateFlag)
+	given := f.Changed
+	f.Changed = given && f.Value.String() != configured
+	return given
+}
+
+// checkState compares records with the machine.
+func checkState(cmd *cobra.Command, cfg *config.Config, bytes, asJSON bool) error {
+	node := statecheck.NodeOf(cfg)
+	node.Bytes = bytes
+	ctx, stop := interruptible(cmd.Context())
+	defer stop()
+	report, err := statecheck.Run(ctx, node)
+	if ctx.Err() != nil {
+		return interruptStatus(ctx, ctx.Err())
+	}
+	if err != nil {
+		return err
+	}
+	if err := printReport(cmd.OutOrStdout(), report, asJSON); err != nil {
+		return err
+	}
+	if len(report.Differences) > 0 {
+		return &exitStatus{code: 1}
+	}
+	return nil
+}
+
+func printReport(w io.Writer, r *statecheck.Report, asJSON bool) error {
+	if asJSON {
+		encoder := json.NewEncoder(w)
+		encoder.SetIndent("", "  ")
+		return encoder.Encode(r)
+	}
+	for _, d := range r.Differences {
+		if _, err := fmt.Fprintln(w, d); err != nil {
+			return err
+		}
+	}
+	for _, s := range r.Skipped {
+		if _, err := fmt.Fprintln(w, "not compared:", s); err != nil {
+			return err
+		}
+	}
+	_, err := fmt.Fprintf(w, "%d pods, %d containers, %d images: %d differences\n", r.Pods, r.Containers, r.Images, len(r.Differences))
+	return err
 }
 
 // checkedNode is what the daemon would start with. What else keeps a daemon from starting it finds

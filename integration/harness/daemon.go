@@ -54,6 +54,8 @@ type Daemon struct {
 	Mounts  []string // made for the daemon by options
 	Empty   snapshot // the daemon and the machine before the first pod
 	pods    atomic.Int32
+
+	tolerated []string // differences that a test makes, see Tolerate
 }
 
 type DaemonOption func(*testing.T, *Daemon)
@@ -134,7 +136,9 @@ func StartDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 	d.Empty = d.Snapshot(t)
 	t.Cleanup(func() { d.removePodCgroups(t) })
 	t.Cleanup(func() { d.NoLeaks(t) })
+	t.Cleanup(func() { d.StateMatches(t) })
 	t.Cleanup(func() { d.Clean(t) })
+	t.Cleanup(func() { d.StateMatches(t) })
 	return d
 }
 

@@ -1,0 +1,62 @@
+package checkpoint
+
+import (
+	"encoding/json"
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+)
+
+// Inspect tells what Load would do, and does nothing of it.
+func TestInspect(t *testing.T) {
+	path := t.TempDir()
+	d := open(t, path, 1)
+	newer := open(t, path, 2)
+	for _, err := range []error{
+		d.Write("good", doc{"text"}), d.Write("refused", doc{"no"}), newer.Write("newer", doc{"text"}),
+		os.WriteFile(filepath.Join(path, "bad.record"), []byte("nonsense"), 0o600),
+		os.WriteFile(filepath.Join(path, ".good.tmp"), nil, 0o600),
+		os.Mkdir(filepath.Join(path, setAside), 0o700),
+		os.WriteFile(filepath.Join(path, setAside, "old.record.0"), nil, 0o600),
+	} {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	files := func() (all []string) {
+		err := filepath.WalkDir(path, func(p string, _ os.DirEntry, err error) error { all = append(all, p); return err })
+		if err != nil {
+			t.Fatal(err)
+		}
+		return all
+	}
+	before := files()
+	var got []string
+	s, err := Inspect(path, "doc", 1, func(name string, version int, body []byte) error {
+		var v doc
+		if err := json.Unmarshal(body, &v); err != nil || v.Text == "no" {
+			return errors.New("refused")
+		}
+		got = append(got, name)
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := func(name string) []string { return []string{filepath.Join(path, name)} }
+	if !slices.Equal(got, []string{"good"}) || !slices.Equal(s.Newer, at("newer.record")) ||
+		!slices.Equal(s.SetAside, at("set-aside/old.record.0")) || !slices.Equal(s.Other, at(".good.tmp")) {
+		t.Errorf("decoded %v, survey %+v", got, s)
+	}
+	if len(s.Damaged) != 2 || s.Damaged[0].Name != "bad" || !errors.Is(s.Damaged[0].Err, ErrCorrupt) || s.Damaged[1].Name != "refused" || s.Damaged[1].Path != at("refused.record")[0] {
+		t.Errorf("damaged: %+v", s.Damaged)
+	}
+	if !slices.Equal(before, files()) {
+		t.Error("the folder was changed")
+	}
+	if s, err := Inspect(filepath.Join(path, "none"), "doc", 1, nil); err != nil || len(s.Damaged) > 0 {
+		t.Errorf("a folder that does not exist: %+v, %v", s, err)
+	}
+}

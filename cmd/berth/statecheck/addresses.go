@@ -1,0 +1,91 @@
+package statecheck
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+
+	"berth/cni"
+	"berth/sandbox/record"
+)
+
+// Addresses: what the CNI library and the plugin host-local keep for a pod belongs to a recorded
+// pod that has not given its network back; they keep for each running pod the very addresses
+// that its record has; no two pods of a network have the same.
+
+// readNetwork needs the records: pods may have networks that the configuration has no more.
+func (f *facts) readNetwork() (err error) {
+	if f.results, err = cni.KeptResults(f.node.CNICacheDir); err != nil {
+		return err
+	}
+	f.reservations, err = cni.Reservations(f.networks()...)
+	return err
+}
+
+// networks are the configurations of the pods' networks and of the node's.
+func (f *facts) networks() [][]byte {
+	var lists [][]byte
+	for _, p := range f.pods {
+		if p.Network != nil {
+			lists = append(lists, p.Network.ConfList)
+		}
+	}
+	return append(lists, cni.Current(f.node.CNIConfDir))
+}
+
+func compareAddresses(f *facts, d *finder) {
+	kept := map[string][]string{}
+	for _, r := range f.results {
+		kept[r.PodID] = append(kept[r.PodID], r.IPs...)
+		f.compareHeld(d, r.PodID, r.File, "a result of CNI ADD")
+	}
+	reserved := map[string][]string{}
+	for _, r := range f.reservations {
+		reserved[r.PodID] = append(reserved[r.PodID], r.IP)
+		f.compareHeld(d, r.PodID, r.File, "the address "+r.IP)
+	}
+	for _, p := range f.pods {
+		if p.Network == nil || !f.podRuns(p) {
+			continue
+		}
+		compareIPs(d, p, "the CNI library's result", kept[p.ID])
+		if cni.UsesHostLocal(p.Network.ConfList) {
+			compareIPs(d, p, "host-local's store", reserved[p.ID])
+		}
+	}
+	f.compareTwice(d)
+}
+
+// compareHeld is about something that is kept for a pod.
+func (f *facts) compareHeld(d *finder, id, file, what string) {
+	switch p := f.pods[id]; {
+	case p == nil:
+		d.differ(file, "a recorded pod that holds "+what, "no record of %q", id)
+	case f.podIsOver(p):
+		d.differ(podName(id), "no network, since the pod was stopped", "%s, in %s", what, file)
+	}
+}
+
+func compareIPs(d *finder, p *record.FoundPod, where string, found []string) {
+	want := slices.Sorted(slices.Values(p.IPs))
+	slices.Sort(found)
+	if !slices.Equal(want, found) {
+		d.differ(podName(p.ID), fmt.Sprintf("the addresses %s in %s", strings.Join(want, ", "), where), "[%s]", strings.Join(found, ", "))
+	}
+}
+
+func (f *facts) compareTwice(d *finder) {
+	owner := map[string]string{}
+	for id, p := range f.pods {
+		if p.Network == nil {
+			continue
+		}
+		for _, ip := range p.IPs {
+			key := p.Network.Network + " " + ip
+			if other := owner[key]; other != "" {
+				d.differ("address "+ip, "one pod with it", "two: %s and %s", min(id, other), max(id, other))
+			}
+			owner[key] = id
+		}
+	}
+}

@@ -1,0 +1,188 @@
+package statecheck
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"github.com/moby/sys/mountinfo"
+
+	"berth/checkpoint"
+	"berth/cni"
+	"berth/image"
+	"berth/image/layer"
+	"berth/sandbox/layout"
+	"berth/sandbox/record"
+)
+
+// facts are what one look has found, in the records and on the machine.
+type facts struct {
+	node *Node
+	dirs layout.Dirs
+	boot string // boot ID
+
+	// records
+	pods       map[string]*record.FoundPod
+	containers map[string]*record.FoundContainer
+	images     map[string]*image.Recorded
+	surveys    []checkpoint.Survey
+
+	// the machine
+	daemon       int // process ID, 0: none runs
+	processes    map[int]*process
+	mounts       []*mountinfo.Info
+	shims        map[string]*shimDir
+	netns        []string // paths
+	results      []cni.KeptResult
+	reservations []cni.Reservation
+	layers       *layer.Survey
+	descriptors  []descriptor
+
+	views *views // nil without a daemon
+}
+
+// gather looks at everything once. Things before records: what a thing was made for has its
+// record until the thing is gone.
+func gather(ctx context.Context, n *Node) (*facts, error) {
+	f := &facts{node: n, dirs: layout.Dirs{Root: n.Root, State: n.State, NetNSs: n.NetNSDir}}
+	for _, step := range []func() error{
+		f.readBoot, f.readProcesses, f.findDaemon, f.readMounts, f.readShims, f.readNamespaces, f.readLayers, f.readDescriptors,
+		f.readRecords, f.readNetwork, func() error { return f.readViews(ctx) },
+	} {
+		if err := step(); err != nil {
+			return nil, err
+		}
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+	}
+	return f, nil
+}
+
+func (f *facts) procFile(parts ...string) string {
+	return filepath.Join(append([]string{f.node.proc}, parts...)...)
+}
+
+func (f *facts) readBoot() error {
+	data, err := os.ReadFile(f.procFile("sys/kernel/random/boot_id"))
+	f.boot = strings.TrimSpace(string(data))
+	return err
+}
+
+// findDaemon finds who holds the lock of root: the process that signed the lock file, if it
+// has that open.
+func (f *facts) findDaemon() error {
+	path, err := filepath.EvalSymlinks(filepath.Join(f.node.Root, "lock"))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("find the daemon: %w", err)
+	}
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return fmt.Errorf("find the daemon: %w", err)
+	}
+	pid := strings.TrimSpace(string(data))
+	for _, link := range f.linksOf(pid) {
+		if link.target == path {
+			f.daemon, err = strconv.Atoi(pid)
+			return err
+		}
+	}
+	return nil
+}
+
+func (f *facts) readMounts() error {
+	file, err := os.Open(f.procFile("self/mountinfo"))
+	if err != nil {
+		return fmt.Errorf("read mounts: %w", err)
+	}
+	defer file.Close()
+	f.mounts, err = mountinfo.GetMountsFromReader(file, nil)
+	return err
+}
+
+func (f *facts) readRecords() error {
+	records, err := record.Inspect(f.node.Root, f.node.State)
+	if err != nil {
+		return err
+	}
+	images, survey, err := image.ReadRecords(f.imageRoot())
+	if err != nil {
+		return err
+	}
+	f.pods, f.containers, f.images = records.Pods, records.Containers, images
+	f.surveys = append(records.Surveys, survey)
+	return nil
+}
+
+func (f *facts) imageRoot() string { return filepath.Join(f.node.Root, "images") }
+
+// known tells whether an ID is that of a recorded pod or container.
+func (f *facts) known(id string) bool { return f.pods[id] != nil || f.containers[id] != nil }
+
+// object names the pod or container with an ID.
+func (f *facts) object(id string) string {
+	switch {
+	case f.pods[id] != nil:
+		return podName(id)
+	case f.containers[id] != nil:
+		return containerName(id)
+	}
+	return "unrecorded " + id
+}
+
+func podName(id string) string       { return "pod " + id }
+func containerName(id string) string { return "container " + id }
+
+// podRuns tells that a pod has a pause, a network and mounts, as far as its record says. Those of
+// an earlier boot have none.
+func (f *facts) podRuns(p *record.FoundPod) bool {
+	return p.Stage == record.Running && p.BootID == f.boot
+}
+
+// podIsOver tells that a pod has nothing of that any more. A stop that a daemon did not finish
+// the next one does.
+func (f *facts) podIsOver(p *record.FoundPod) bool {
+	return f.daemon != 0 && p.Stage == record.Ended && p.Network == nil
+}
+
+// containerRuns tells that a container was launched in this boot, as far as its record says.
+func (f *facts) containerRuns(c *record.FoundContainer) bool {
+	return c.Stage == record.Running && c.BootID == f.boot
+}
+
+// containerIsIdle tells that a container has nothing that a launch makes: it was not started, or
+// what there was has been cleaned up.
+func (f *facts) containerIsIdle(c *record.FoundContainer) bool {
+	return c.Stage == record.Created || c.Stage == record.Ended && f.daemon != 0
+}
+
+// namesIn lists a directory; one that does not exist is empty.
+func namesIn(dir string) ([]string, error) {
+	entries, err := os.ReadDir(dir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, err
+	}
+	var names []string
+	for _, e := range entries {
+		names = append(names, e.Name())
+	}
+	return names, nil
+}
+
+// idLength is that of the IDs of pods and containers, in hex digits.
+const idLength = 64
+
+func isID(name string) bool {
+	if len(name) != idLength {
+		return false
+	}
+	return strings.Trim(name, "0123456789abcdef") == ""
+}

@@ -1,0 +1,153 @@
+package statecheck
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"berth/sandbox/record"
+)
+
+// File descriptors: the daemon's are bounded by what it has to look after. It holds no namespace,
+// no file that was deleted, no process but those of running objects and its own children, no
+// cgroup or directory but those of recorded objects; all else is few, with a share for each
+// container, child and client.
+
+// descriptor is an open file of a process.
+type descriptor struct {
+	number string
+	target string // what /proc/PID/fd says
+	pid    int    // of a pidfd: its process; -1: one that has ended and was reaped
+}
+
+// linksOf returns the open files of a process, none of one that is gone.
+func (f *facts) linksOf(pid string) []descriptor {
+	names, _ := namesIn(f.procFile(pid, "fd"))
+	var all []descriptor
+	for _, name := range names {
+		if target, err := os.Readlink(f.procFile(pid, "fd", name)); err == nil {
+			all = append(all, descriptor{number: name, target: target})
+		}
+	}
+	return all
+}
+
+const pidfdTarget = "anon_inode:[pidfd]"
+
+func (f *facts) readDescriptors() error {
+	if f.daemon == 0 {
+		return nil
+	}
+	daemon := strconv.Itoa(f.daemon)
+	f.descriptors = f.linksOf(daemon)
+	for i := range f.descriptors {
+		if fd := &f.descriptors[i]; fd.isProcess() {
+			fd.pid = f.processOf(daemon, fd.number)
+		}
+	}
+	return nil
+}
+
+// isProcess tells pidfds, which are a filesystem of their own since Linux 6.9.
+func (fd descriptor) isProcess() bool {
+	return fd.target == pidfdTarget || strings.HasPrefix(fd.target, "pidfd:[")
+}
+
+// processOf reads the line "Pid:" of a pidfd's fdinfo; 0 if it was closed meanwhile.
+func (f *facts) processOf(daemon, fd string) int {
+	info, _ := os.ReadFile(f.procFile(daemon, "fdinfo", fd))
+	for line := range strings.Lines(string(info)) {
+		if text, ok := strings.CutPrefix(line, "Pid:"); ok {
+			pid, _ := strconv.Atoi(strings.TrimSpace(text)) // the kernel writes numbers
+			return pid
+		}
+	}
+	return 0
+}
+
+// What is allowed of descriptors that can't be told apart: sockets, pipes, files of the runtime's.
+const (
+	atRest       = 64 // listeners, logs, locks, epoll, inotify, directories, a pull's connections
+	perContainer = 24 // cgroup v1 has nine files of statistics; sessions
+	perChild     = 8
+	perProcess   = 8 // pidfds of one process: each that waits has a copy
+)
+
+func compareDescriptors(f *facts, d *finder) {
+	processes := map[int]int{}
+	for _, fd := range f.descriptors {
+		if fd.isProcess() {
+			processes[fd.pid]++
+		}
+		f.compareDescriptor(d, fd)
+	}
+	for pid, n := range processes {
+		if n > perProcess {
+			d.differ("the daemon", fmt.Sprintf("at most %d descriptors of process %d", perProcess, pid), "%d", n)
+		}
+	}
+	if most := f.mostDescriptors(); f.daemon != 0 && len(f.descriptors) > most {
+		d.differ("the daemon", "a number of descriptors that goes with its pods and containers", "%d, more than %d", len(f.descriptors), most)
+	}
+}
+
+func (f *facts) mostDescriptors() int {
+	children := 0
+	for _, p := range f.processes {
+		if p.parent == f.daemon {
+			children++
+		}
+	}
+	clients := 0
+	if f.views != nil {
+		clients = f.views.busy
+	}
+	return atRest + perContainer*(len(f.pods)+len(f.containers)) + perChild*(children+clients)
+}
+
+func (f *facts) compareDescriptor(d *finder, fd descriptor) {
+	object := fmt.Sprintf("descriptor %s of the daemon", fd.number)
+	target, deleted := strings.CutSuffix(fd.target, " (deleted)")
+	switch {
+	case fd.isProcess():
+		if fd.pid != 0 && !f.mayWatch(fd.pid) {
+			d.differ(object, "a process of a running object, or a child", "process %d", fd.pid)
+		}
+	case deleted && !strings.HasPrefix(target, "/memfd:"):
+		d.differ(object, "a file that exists", "%s", fd.target)
+	case strings.HasPrefix(target, "net:[") || strings.HasPrefix(target, "user:[") || strings.HasPrefix(target, "mnt:["):
+		d.differ(object, "no namespace", "%s", fd.target)
+	case strings.HasPrefix(target, "/"):
+		for part := range strings.SplitSeq(filepath.Clean(target), "/") {
+			id := strings.TrimSuffix(strings.TrimPrefix(part, scopePrefix), ".scope")
+			if isID(id) && !f.known(id) && f.concerns(target) {
+				d.differ(object, "a file of a recorded pod or container", "%s", fd.target)
+			}
+		}
+	}
+}
+
+// concerns tells whether a file with an ID in its path is one of an object, not of a layer.
+func (f *facts) concerns(path string) bool {
+	return !strings.HasPrefix(path, f.realPath(f.imageRoot())+"/") && !strings.HasPrefix(path, f.realPath(f.dirs.Trash())+"/")
+}
+
+// mayWatch tells whether the daemon has something to do with a process.
+func (f *facts) mayWatch(pid int) bool {
+	if p := f.processes[pid]; p != nil && (p.parent == f.daemon || f.known(f.groupOf(p))) {
+		return true
+	}
+	for _, pod := range f.pods {
+		if pod.PausePID == pid || pod.Stage == record.BeingMade {
+			return true
+		}
+	}
+	for id := range f.containers {
+		if s := f.shims[id]; s != nil && (s.launched.ShimPID == pid || s.launched.InitPID == pid) {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,58 @@
+package statecheck
+
+import (
+	"github.com/opencontainers/go-digest"
+
+	"berth/image/layer"
+	"berth/sandbox/record"
+)
+
+// Layers: each layer that an image or a container needs is there; each that is there is needed by
+// one, or being pulled. What is in a place of layers is one.
+
+func (f *facts) readLayers() (err error) {
+	f.layers, err = layer.Inspect(f.imageRoot())
+	return err
+}
+
+func compareLayers(f *facts, d *finder) {
+	needed := map[digest.Digest]bool{}
+	need := func(object string, layers []digest.Digest, mustBe bool) {
+		for _, l := range layers {
+			needed[l] = true
+			if _, there := f.layers.Layers[l]; mustBe && !there {
+				d.differ(object, "its layer "+l.String(), "none")
+			}
+		}
+	}
+	for id, image := range f.images {
+		need("image "+id, image.Layers, true)
+	}
+	for id, p := range f.pods {
+		need(podName(id), p.Layers, p.Stage == record.Running)
+	}
+	for id, c := range f.containers {
+		need(containerName(id), c.Layers, c.Stage == record.Created || c.Stage == record.Running)
+	}
+	for path, err := range f.layers.Damaged {
+		d.differ(path, "a layer", "%v", err)
+	}
+	for _, j := range f.layers.Joins {
+		for _, l := range j.Layers {
+			if _, there := f.layers.Layers[l]; !there {
+				d.differ(j.Dir, "the layer that it joins, "+l.String(), "none")
+			}
+		}
+	}
+	if f.views == nil || f.views.pulls > 0 { // the next daemon collects what nobody needs; a pull has layers before its image
+		return
+	}
+	for l, stored := range f.layers.Layers {
+		if !needed[l] {
+			d.differ("layer "+l.String(), "an image or container that needs it", "none (%d bytes)", stored.Usage.Bytes)
+		}
+	}
+	for _, path := range f.layers.Making {
+		d.differ(path, "a pull that is making this layer", "none under way")
+	}
+}

@@ -1,0 +1,284 @@
+package statecheck
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"berth/oci"
+	"berth/sandbox/record"
+)
+
+// Processes: each process in a cgroup of berth's, each launcher and each monitor belongs to a
+// recorded object that may have processes; and each object whose record says that it runs has
+// the process that its record, or its shim's, names by ID and start time.
+
+// process is one line of ps.
+type process struct {
+	pid, parent int
+	start       uint64 // clock ticks since boot
+	ended       bool   // nobody has reaped it yet
+	name        string
+	exe         string   // "" for kernel threads
+	groups      []string // cgroups, each once
+}
+
+func (p *process) String() string { return fmt.Sprintf("process %d (%s)", p.pid, p.name) }
+
+func (p *process) isLauncher() bool { return strings.HasPrefix(p.exe, "/memfd:berth-shim") }
+func (p *process) isMonitor() bool {
+	return strings.TrimSuffix(path.Base(p.exe), " (deleted)") == "berth-monitor"
+}
+
+// monitorOf tells whether it is a monitor that a daemon with this root installed.
+func (p *process) monitorOf(root string) bool {
+	return p.isMonitor() && strings.HasPrefix(p.exe, filepath.Join(root, "bin")+"/")
+}
+
+func (f *facts) readProcesses() error {
+	names, err := namesIn(f.node.proc)
+	if err != nil {
+		return fmt.Errorf("read processes: %w", err)
+	}
+	f.processes = map[int]*process{}
+	for _, name := range names {
+		pid, err := strconv.Atoi(name)
+		if err != nil {
+			continue
+		}
+		if p := f.readProcess(pid); p != nil {
+			f.processes[pid] = p
+		}
+	}
+	return nil
+}
+
+// readProcess returns nil for a process that is gone.
+func (f *facts) readProcess(pid int) *process {
+	dir := strconv.Itoa(pid)
+	stat, err := os.ReadFile(f.procFile(dir, "stat"))
+	if err != nil {
+		return nil
+	}
+	p, kernel := parseStat(pid, stat)
+	if p == nil || kernel || p.ended {
+		return p
+	}
+	p.exe, _ = os.Readlink(f.procFile(dir, "exe"))      // nothing if it is gone by now
+	groups, _ := os.ReadFile(f.procFile(dir, "cgroup")) // the same
+	for line := range strings.Lines(string(groups)) {   // hierarchy:controllers:path
+		fields := strings.SplitN(strings.TrimSpace(line), ":", 3)
+		if len(fields) == 3 && !slices.Contains(p.groups, fields[2]) {
+			p.groups = append(p.groups, fields[2])
+		}
+	}
+	return p
+}
+
+// parseStat reads proc_pid_stat(5). The name may hold anything, so what follows it is counted from
+// the last parenthesis.
+func parseStat(pid int, stat []byte) (p *process, kernel bool) {
+	const state, ppid, flags, starttime, kthread = 0, 1, 6, 19, 0x00200000
+	open, end := bytes.IndexByte(stat, '('), bytes.LastIndexByte(stat, ')')
+	if open < 0 || end < open {
+		return nil, false
+	}
+	fields := strings.Fields(string(stat[end+1:]))
+	if len(fields) <= starttime {
+		return nil, false
+	}
+	p = &process{pid: pid, name: string(stat[open+1 : end]), ended: strings.Contains("ZX", fields[state])}
+	p.parent, _ = strconv.Atoi(fields[ppid]) // the kernel writes numbers
+	bits, _ := strconv.ParseUint(fields[flags], 10, 64)
+	p.start, _ = strconv.ParseUint(fields[starttime], 10, 64)
+	return p, bits&kthread != 0
+}
+
+// alive finds a process that is remembered by ID and start time.
+func (f *facts) alive(pid int, start uint64) *process {
+	if p := f.processes[pid]; p != nil && p.start == start && !p.ended {
+		return p
+	}
+	return nil
+}
+
+func compareProcesses(f *facts, d *finder) {
+	for _, p := range f.processes {
+		f.compareMember(d, p)
+		f.compareLauncher(d, p)
+		f.compareMonitor(d, p)
+	}
+	for _, p := range f.pods {
+		f.comparePause(d, p)
+	}
+	for _, c := range f.containers {
+		f.compareInit(d, c)
+	}
+}
+
+// compareMember is about a process in the cgroup of an object.
+func (f *facts) compareMember(d *finder, p *process) {
+	id := f.groupOf(p)
+	pod, container := f.pods[id], f.containers[id]
+	switch {
+	case id == "":
+	case pod != nil && f.podIsOver(pod):
+		d.differ(podName(id), "no process of a pod that was stopped", "%s", p)
+	case container != nil && f.containerIsIdle(container):
+		d.differ(containerName(id), "no process of a container that does not run", "%s", p)
+	case !f.known(id) && (f.isOurGroup(id, p) || f.isOrphan(id, p)):
+		d.differ(p.String(), "the pod or container that its cgroup is named after", "no record of %s", id)
+	}
+}
+
+// groupOf is the ID in the name of a process's cgroup, of a recorded object if there is one;
+// "" if it is in none, or if we are in it ourselves.
+func (f *facts) groupOf(p *process) string {
+	var found string
+	for _, group := range p.groups {
+		for _, id := range idsIn(group) {
+			if f.known(id) {
+				return id
+			}
+			if !f.around(id) {
+				found = id
+			}
+		}
+	}
+	return found
+}
+
+// around tells whether this process is in a cgroup with that ID, of a runtime that berth runs in.
+func (f *facts) around(id string) bool {
+	self := f.processes[os.Getpid()]
+	return self != nil && slices.ContainsFunc(self.groups, func(g string) bool { return slices.Contains(idsIn(g), id) })
+}
+
+// idsIn returns the IDs that a cgroup's path names, as berth's drivers do: ID and berth-ID.scope.
+func idsIn(group string) []string {
+	var ids []string
+	for part := range strings.SplitSeq(group, "/") {
+		if id := strings.TrimSuffix(strings.TrimPrefix(part, scopePrefix), ".scope"); isID(id) {
+			ids = append(ids, id)
+		}
+	}
+	return ids
+}
+
+const scopePrefix = "berth-"
+
+// isOurGroup tells whether the place of a group is one of berth's.
+func (f *facts) isOurGroup(id string, p *process) bool {
+	for _, group := range p.groups {
+		at := strings.Index(group, id)
+		if at < 0 {
+			continue
+		}
+		if strings.HasSuffix(group[:at], "/"+scopePrefix) || strings.HasSuffix(group[:at], oci.DefaultCgroupParent+"/") || f.isParent(group[:at]) {
+			return true
+		}
+	}
+	return false
+}
+
+// isParent tells whether groups of recorded objects are there.
+func (f *facts) isParent(dir string) bool {
+	is := func(cgroupsPath string) bool {
+		parent := path.Dir(oci.CgroupPath(cgroupsPath))
+		return parent != "/" && strings.HasSuffix(dir, parent+"/")
+	}
+	for _, p := range f.pods {
+		if is(p.CgroupsPath) {
+			return true
+		}
+	}
+	for _, c := range f.containers {
+		if is(c.CgroupsPath) {
+			return true
+		}
+	}
+	return false
+}
+
+// isOrphan tells whether nobody outside of the group looks after its processes but PID 1, or a
+// process of this berth. The containers of another runtime have a shim of its.
+func (f *facts) isOrphan(id string, p *process) bool {
+	for {
+		parent := f.processes[p.parent]
+		if parent == nil || parent.pid == 1 || parent.monitorOf(f.node.Root) || parent.isLauncher() && parent.parent == f.daemon {
+			return true
+		}
+		if !slices.ContainsFunc(parent.groups, func(g string) bool { return strings.Contains(g, id) }) {
+			return false
+		}
+		p = parent
+	}
+}
+
+// compareLauncher is about a launcher: it ends with its daemon, unless it is at a launch, which
+// then makes it a monitor or ends.
+func (f *facts) compareLauncher(d *finder, p *process) {
+	if !p.isLauncher() || p.parent == f.daemon || f.isRecordedShim(p) {
+		return
+	}
+	if parent := f.processes[p.parent]; parent == nil || parent.pid == 1 {
+		d.differ(p.String(), "the daemon that started it", "a launcher whose daemon has ended")
+	}
+}
+
+// compareMonitor is about a monitor that was installed below our root.
+func (f *facts) compareMonitor(d *finder, p *process) {
+	if p.monitorOf(f.node.Root) && !f.isRecordedShim(p) {
+		d.differ(p.String(), "a recorded container with a shim directory that names it", "a monitor that nothing names")
+	}
+}
+
+// isRecordedShim tells whether a shim directory of a recorded object names the process.
+func (f *facts) isRecordedShim(p *process) bool {
+	for id, s := range f.shims {
+		if f.known(id) && s.launched.ShimPID == p.pid && s.launched.ShimStartTime == p.start {
+			return true
+		}
+	}
+	return false
+}
+
+func (f *facts) comparePause(d *finder, p *record.FoundPod) {
+	if !f.podRuns(p) || f.alive(p.PausePID, p.PauseStart) != nil {
+		return
+	}
+	if f.views != nil && !f.views.isReady(p.ID) { // its record is written when it is stopped
+		return
+	}
+	d.differ(podName(p.ID), fmt.Sprintf("its pause, process %d", p.PausePID), "no such process")
+}
+
+// compareInit is about a container whose record says that it was started; all else is in its
+// shim directory.
+func (f *facts) compareInit(d *finder, c *record.FoundContainer) {
+	if !f.containerRuns(c) {
+		return
+	}
+	s, name := f.shims[c.ID], containerName(c.ID)
+	switch {
+	case s == nil || s.launched == (noLaunch): // about to be launched, or it never came to it
+		if f.views != nil && f.views.runs(c.ID) {
+			d.differ(name, "the shim record of a running container", "none")
+		}
+	case f.alive(s.launched.ShimPID, s.launched.ShimStartTime) != nil:
+		if s.launched.InitPID != 0 && s.exit != nil && f.alive(s.launched.InitPID, s.launched.InitStartTime) == nil {
+			d.differ(name, fmt.Sprintf("its init, process %d, or an exit record", s.launched.InitPID), "neither, and a monitor (process %d) that records nothing", s.launched.ShimPID)
+		}
+	case s.exit == nil: // there is an exit record
+		if f.daemon != 0 {
+			d.differ(name, "a daemon that has noted its exit", "an exit record, and the container recorded as running")
+		}
+	case f.daemon != 0 || s.launched.InitPID != 0:
+		d.differ(name, fmt.Sprintf("its monitor, process %d, or an exit record", s.launched.ShimPID), "neither (%v)", s.exit)
+	}
+}

@@ -1,0 +1,274 @@
+package statecheck
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/image"
+	"berth/internal/client"
+	"berth/sandbox/record"
+)
+
+// Views: what the lists of CRI say equals the records, and what the other calls say: which pods,
+// containers and images there are, their states, and which image a container has.
+
+// views are the daemon's answers. With an error there are no others.
+type views struct {
+	err        error
+	pods       map[string]*runtimeapi.PodSandbox
+	containers map[string]*runtimeapi.Container
+	images     map[string]*runtimeapi.Image
+	statuses   map[string]*runtimeapi.ContainerStatus
+	podStates  map[string]runtimeapi.PodSandboxState
+	resolved   map[string]string // image reference of a container → image ID
+	pulls      int               // under way
+	busy       int               // clients that wait for something
+}
+
+func (v *views) isReady(id string) bool {
+	return v.pods[id].GetState() == runtimeapi.PodSandboxState_SANDBOX_READY && v.pods[id] != nil
+}
+
+func (v *views) runs(id string) bool {
+	return v.containers[id].GetState() == runtimeapi.ContainerState_CONTAINER_RUNNING
+}
+
+// viewLimit bounds the daemon's answers, which come from memory.
+const viewLimit = 10 * time.Second
+
+// readViews asks the daemon. That it does not answer is a difference, not an error.
+func (f *facts) readViews(ctx context.Context) error {
+	if f.daemon == 0 {
+		return nil
+	}
+	asking, cancel := context.WithTimeout(ctx, viewLimit)
+	defer cancel()
+	v, err := askViews(asking, f.node.Socket)
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	f.views = v
+	if err != nil {
+		f.views = &views{err: err, pulls: 1} // what it does is not known
+	}
+	return nil
+}
+
+func askViews(ctx context.Context, socket string) (_ *views, err error) {
+	c, err := client.Dial(ctx, socket)
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close() // nothing is under way any more
+	v := &views{pods: map[string]*runtimeapi.PodSandbox{}, containers: map[string]*runtimeapi.Container{}, images: map[string]*runtimeapi.Image{},
+		statuses: map[string]*runtimeapi.ContainerStatus{}, podStates: map[string]runtimeapi.PodSandboxState{}, resolved: map[string]string{}}
+	for _, ask := range []func(context.Context, *client.Client) error{v.askLists, v.askStatuses, v.askWork} {
+		if err := ask(ctx, c); err != nil {
+			return nil, err
+		}
+	}
+	return v, nil
+}
+
+func (v *views) askLists(ctx context.Context, c *client.Client) error {
+	pods, err := c.ListPodSandbox(ctx, &runtimeapi.ListPodSandboxRequest{})
+	if err != nil {
+		return err
+	}
+	for _, p := range pods.GetItems() {
+		v.pods[p.Id] = p
+	}
+	containers, err := c.ListContainers(ctx, &runtimeapi.ListContainersRequest{})
+	if err != nil {
+		return err
+	}
+	for _, c := range containers.GetContainers() {
+		v.containers[c.Id] = c
+	}
+	images, err := c.ListImages(ctx, &runtimeapi.ListImagesRequest{})
+	if err != nil {
+		return err
+	}
+	for _, i := range images.GetImages() {
+		v.images[i.Id] = i
+	}
+	return nil
+}
+
+// askStatuses asks for each object. One that has gone since the list is left out.
+func (v *views) askStatuses(ctx context.Context, c *client.Client) error {
+	for id := range v.pods {
+		reply, err := c.PodSandboxStatus(ctx, &runtimeapi.PodSandboxStatusRequest{PodSandboxId: id})
+		if err == nil {
+			v.podStates[id] = reply.GetStatus().GetState()
+		} else if ctx.Err() != nil {
+			return err
+		}
+	}
+	for id := range v.containers {
+		reply, err := c.ContainerStatus(ctx, &runtimeapi.ContainerStatusRequest{ContainerId: id})
+		if err == nil {
+			v.statuses[id] = reply.GetStatus()
+		} else if ctx.Err() != nil {
+			return err
+		}
+	}
+	for id, i := range v.images {
+		for _, name := range slices.Concat(i.RepoTags, i.RepoDigests, []string{id}) {
+			reply, err := c.ImageStatus(ctx, &runtimeapi.ImageStatusRequest{Image: &runtimeapi.ImageSpec{Image: name}})
+			if err != nil {
+				return err
+			}
+			v.resolved[name] = reply.GetImage().GetId()
+		}
+	}
+	return nil
+}
+
+// askWork asks what the daemon is doing.
+func (v *views) askWork(ctx context.Context, c *client.Client) error {
+	status, err := c.RuntimeServiceClient.Status(ctx, &runtimeapi.StatusRequest{Verbose: true})
+	if err != nil {
+		return err
+	}
+	for key, count := range map[string]*int{"pulls": &v.pulls, "waits": &v.busy} {
+		var list []json.RawMessage
+		if err := json.Unmarshal([]byte(status.GetInfo()[key]), &list); err != nil {
+			return fmt.Errorf("verbose status tells no %s: %w", key, err)
+		}
+		*count = len(list)
+	}
+	return nil
+}
+
+func compareViews(f *facts, d *finder) {
+	v := f.views
+	if v == nil {
+		return
+	}
+	if v.err != nil {
+		d.differ("the daemon", "an answer at "+f.node.Socket, "%v", v.err)
+		return
+	}
+	for id, p := range f.pods {
+		f.comparePodView(d, p, v.pods[id])
+	}
+	for id, c := range f.containers {
+		f.compareContainerView(d, c, v.containers[id])
+	}
+	for id, i := range f.images {
+		f.compareImageView(d, i, v.images[id])
+	}
+	unrecorded(d, "pod ", v.pods, f.pods)
+	unrecorded(d, "container ", v.containers, f.containers)
+	unrecorded(d, "image ", v.images, f.images)
+}
+
+// unrecorded names what is listed and has no record.
+func unrecorded[V, R any](d *finder, kind string, listed map[string]V, recorded map[string]R) {
+	for id := range listed {
+		if _, ok := recorded[id]; !ok {
+			d.differ(kind+id, "a record, since it is listed", "none")
+		}
+	}
+}
+
+func (f *facts) comparePodView(d *finder, p *record.FoundPod, listed *runtimeapi.PodSandbox) {
+	name := podName(p.ID)
+	switch {
+	case listed == nil:
+		if p.Stage == record.Running || p.Stage == record.Ended {
+			d.differ(name, "it in ListPodSandbox", "no such pod")
+		}
+		return
+	case p.Stage == record.BeingMade:
+		d.differ(name, "that nobody sees it before it is made", "it in ListPodSandbox")
+	case f.views.isReady(p.ID) != (f.podRuns(p) && f.alive(p.PausePID, p.PauseStart) != nil) && p.Stage != record.BeingRemoved:
+		d.differ(name, fmt.Sprintf("a state that goes with its record (%s) and its pause", p.Stage), "%s", listed.State)
+	}
+	if state, ok := f.views.podStates[p.ID]; ok && state != listed.State {
+		d.differ(name, "the same state in ListPodSandbox and PodSandboxStatus", "%s and %s", listed.State, state)
+	}
+	if got, want := listed.GetMetadata(), p.Config.GetMetadata(); got.GetUid() != want.GetUid() || got.GetName() != want.GetName() ||
+		got.GetNamespace() != want.GetNamespace() || got.GetAttempt() != want.GetAttempt() {
+		d.differ(name, fmt.Sprintf("the identity %s in ListPodSandbox", want), "%s", got)
+	}
+}
+
+// states are those in which a container may be seen, by what its record says.
+var states = map[record.Stage][]runtimeapi.ContainerState{
+	record.Created: {runtimeapi.ContainerState_CONTAINER_CREATED},
+	record.Running: {runtimeapi.ContainerState_CONTAINER_CREATED, runtimeapi.ContainerState_CONTAINER_RUNNING}, // it is being launched
+	record.Ended:   {runtimeapi.ContainerState_CONTAINER_EXITED},
+}
+
+func (f *facts) compareContainerView(d *finder, c *record.FoundContainer, listed *runtimeapi.Container) {
+	name := containerName(c.ID)
+	may, whole := states[c.Stage]
+	switch {
+	case listed == nil:
+		if whole {
+			d.differ(name, "it in ListContainers", "no such container")
+		}
+		return
+	case c.Stage == record.BeingMade:
+		d.differ(name, "that nobody sees it before it is made", "it in ListContainers")
+	case whole && !slices.Contains(may, listed.State):
+		d.differ(name, fmt.Sprintf("a state that goes with its record (%s)", c.Stage), "%s", listed.State)
+	}
+	if listed.PodSandboxId != c.PodID {
+		d.differ(name, "the pod "+c.PodID+" in ListContainers", "%s", listed.PodSandboxId)
+	}
+	if listed.ImageRef != c.ImageID || listed.ImageId != c.ImageID {
+		d.differ(name, "the image "+c.ImageID+" in ListContainers", "%s and %s", listed.ImageRef, listed.ImageId)
+	}
+	status := f.views.statuses[c.ID]
+	if status == nil {
+		return
+	}
+	if status.State != listed.State {
+		d.differ(name, "the same state in ListContainers and ContainerStatus", "%s and %s", listed.State, status.State)
+	}
+	if status.ImageRef != c.ImageID || status.ImageId != c.ImageID {
+		d.differ(name, "the image "+c.ImageID+" in ContainerStatus", "%s and %s", status.ImageRef, status.ImageId)
+	}
+}
+
+func (f *facts) compareImageView(d *finder, i *image.Recorded, listed *runtimeapi.Image) {
+	name := "image " + i.ID
+	if listed == nil {
+		d.differ(name, "it in ListImages", "no such image")
+		return
+	}
+	want, got := slices.Sorted(slices.Values(f.tagsOf(i))), slices.Sorted(slices.Values(listed.RepoTags))
+	if !slices.Equal(want, got) {
+		d.differ(name, fmt.Sprintf("the tags [%s] in ListImages", strings.Join(want, ", ")), "[%s]", strings.Join(got, ", "))
+	}
+	for _, ref := range slices.Concat(listed.RepoTags, listed.RepoDigests, []string{i.ID}) {
+		if got, asked := f.views.resolved[ref]; asked && got != i.ID {
+			d.differ(name, "that ImageStatus finds it by "+ref, "%q", got)
+		}
+	}
+}
+
+// tagsOf are the tags of an image that no image has whose record was written later: a tag moves
+// by writing its new owner first.
+func (f *facts) tagsOf(i *image.Recorded) []string {
+	var tags []string
+	for _, tag := range i.Tags {
+		moved := false
+		for _, other := range f.images {
+			moved = moved || other.Sequence > i.Sequence && slices.Contains(other.Tags, tag)
+		}
+		if !moved {
+			tags = append(tags, tag)
+		}
+	}
+	return tags
+}

@@ -1,0 +1,152 @@
+package cni
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/containernetworking/cni/libcni"
+)
+
+// KeptResult is the result of an ADD as the library has kept it.
+type KeptResult struct {
+	File    string
+	PodID   string
+	Network string
+	IPs     []string
+}
+
+// KeptResults reads what the library keeps below a Config's CacheDir of ADDs that no DEL
+// has undone, whether a Network is open there or not. What vanishes meanwhile is left out;
+// a file that can't be understood has no PodID.
+func KeptResults(cacheDir string) ([]KeptResult, error) {
+	dir := filepath.Join(cacheDir, "results") // see libcni, getCacheFilePath
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read kept results: %w", err)
+	}
+	var all []KeptResult
+	for _, e := range entries {
+		data, err := readConf(filepath.Join(dir, e.Name()))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("read kept result %s: %w", e.Name(), err)
+		}
+		all = append(all, keptResult(filepath.Join(dir, e.Name()), data))
+	}
+	return all, nil
+}
+
+// keptResult understands results of versions 0.1.0 to 1.1.0 as far as addresses go.
+func keptResult(file string, data []byte) KeptResult {
+	type address struct {
+		Address string `json:"address"` // since 0.3.0
+		IP      string `json:"ip"`      // before, in ip4 and ip6
+	}
+	var kept struct {
+		ContainerID string `json:"containerId"`
+		NetworkName string `json:"networkName"`
+		Result      struct {
+			IPs []address `json:"ips"`
+			IP4 address   `json:"ip4"`
+			IP6 address   `json:"ip6"`
+		} `json:"result"`
+	}
+	r := KeptResult{File: file}
+	if json.Unmarshal(data, &kept) != nil {
+		return r
+	}
+	r.PodID, r.Network = kept.ContainerID, kept.NetworkName
+	for _, a := range append(kept.Result.IPs, kept.Result.IP4, kept.Result.IP6) {
+		if p, err := netip.ParsePrefix(a.Address + a.IP); err == nil {
+			r.IPs = append(r.IPs, p.Addr().String())
+		}
+	}
+	return r
+}
+
+// Reservation is an address that the plugin host-local keeps for a pod, in a file.
+type Reservation struct {
+	File  string
+	IP    string
+	PodID string
+}
+
+// Reservations reads the stores of host-local, as far as networks with these configuration
+// lists use it. It is the one plugin of which the place and the form are known; most
+// nodes have it.
+func Reservations(lists ...[]byte) ([]Reservation, error) {
+	var all []Reservation
+	seen := map[string]bool{}
+	for _, list := range lists {
+		conf, err := parseConf(list, true)
+		if err != nil {
+			continue // such a network never had a pod
+		}
+		for _, dir := range hostLocalDirs(conf) {
+			if seen[dir] {
+				continue
+			}
+			seen[dir] = true
+			found, err := reservationsIn(dir)
+			if err != nil {
+				return nil, err
+			}
+			all = append(all, found...)
+		}
+	}
+	return all, nil
+}
+
+// UsesHostLocal tells whether a network with this configuration list has its addresses from host-local.
+func UsesHostLocal(list []byte) bool {
+	conf, err := parseConf(list, true)
+	return err == nil && slices.ContainsFunc(conf.Plugins, func(p *libcni.PluginConfig) bool { _, ok := asksHostLocal(p); return ok })
+}
+
+func reservationsIn(dir string) ([]Reservation, error) {
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read addresses of host-local: %w", err)
+	}
+	var all []Reservation
+	for _, e := range entries {
+		ip, err := netip.ParseAddr(e.Name())
+		if err != nil {
+			continue // its lock and the last address it gave
+		}
+		data, err := readConf(filepath.Join(dir, e.Name()))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("read address of host-local: %w", err)
+		}
+		id, _, _ := strings.Cut(string(data), "\n") // the interface is in the second line
+		all = append(all, Reservation{File: filepath.Join(dir, e.Name()), IP: ip.String(), PodID: strings.TrimSpace(id)})
+	}
+	return all, nil
+}
+
+// Current returns the configuration list of the network that new pods join, nil without one.
+func Current(confDir string) []byte {
+	net, _, err := load(confDir)
+	if err != nil {
+		return nil
+	}
+	return net.list.Bytes
+}

@@ -1,0 +1,57 @@
+package cni
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+)
+
+// What the library writes for an ADD is read back, in all versions of results.
+func TestKeptResults(t *testing.T) {
+	for version, result := range map[string]string{
+		"0.2.0": `{"cniVersion":"0.2.0","ip4":{"ip":"192.0.2.5/24"},"ip6":{"ip":"fd00::5/64"}}`,
+		"1.0.0": `{"cniVersion":"1.0.0","ips":[{"address":"192.0.2.5/24"},{"address":"fd00::5/64"}]}`,
+	} {
+		cache := t.TempDir()
+		if _, err := addPrinted(t, cache, version, []byte(result)); err != nil {
+			t.Fatal(err)
+		}
+		kept, err := KeptResults(cache)
+		must(t, err)
+		if len(kept) != 1 || kept[0].PodID != "p1" || kept[0].Network != "n" || !slices.Equal(kept[0].IPs, []string{"192.0.2.5", "fd00::5"}) {
+			t.Errorf("%s: %+v", version, kept)
+		}
+		must(t, os.WriteFile(kept[0].File, []byte("{"), 0o600))
+		kept, err = KeptResults(cache)
+		must(t, err)
+		if len(kept) != 1 || kept[0].PodID != "" {
+			t.Errorf("a file that can't be understood: %+v", kept)
+		}
+	}
+	if kept, err := KeptResults(t.TempDir()); err != nil || kept != nil {
+		t.Errorf("without a cache: %v, %v", kept, err)
+	}
+}
+
+func TestReservations(t *testing.T) {
+	dir := t.TempDir()
+	must(t, os.Mkdir(filepath.Join(dir, "net"), 0o700))
+	for name, content := range map[string]string{
+		"192.0.2.5": "pod1\r\neth0", "fd00::5": "pod1\r\neth0", "192.0.2.6": "pod2", // as before version 0.7
+		"lock": "", "last_reserved_ip.0": "192.0.2.6",
+	} {
+		must(t, os.WriteFile(filepath.Join(dir, "net", name), []byte(content), 0o600))
+	}
+	list := []byte(`{"cniVersion": "1.0.0", "name": "net", "plugins": [{"type": "ptp", "ipam": {"type": "host-local", "dataDir": "` + dir + `"}}, {"type": "portmap"}]}`)
+	got, err := Reservations(list, list, nil, []byte("{"), []byte(`{"cniVersion": "1.0.0", "name": "other", "plugins": [{"type": "x", "ipam": {"type": "dhcp"}}]}`))
+	must(t, err)
+	want := []Reservation{{filepath.Join(dir, "net/192.0.2.5"), "192.0.2.5", "pod1"}, {filepath.Join(dir, "net/192.0.2.6"), "192.0.2.6", "pod2"},
+		{filepath.Join(dir, "net/fd00::5"), "fd00::5", "pod1"}}
+	if !slices.Equal(got, want) {
+		t.Errorf("got %v", got)
+	}
+	if !UsesHostLocal(list) || UsesHostLocal(nil) {
+		t.Error("UsesHostLocal")
+	}
+}

@@ -1,0 +1,111 @@
+package layer
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"github.com/opencontainers/go-digest"
+	"github.com/opencontainers/image-spec/identity"
+
+	"berth/internal/diskusage"
+	"berth/internal/safefs"
+)
+
+// Survey is what is in the directory of a Store.
+type Survey struct {
+	Layers  map[digest.Digest]Stored // by diffID
+	Joins   []Stored                 // without Usage: what they share with layers does not count
+	Damaged map[string]error         // what has a layer's or join's place and can't be one, by path
+	Making  []string                 // paths of what is being made, or was when its maker died
+	Trash   []string                 // paths of what is being deleted, or will be
+	Other   []string                 // paths of what is nothing of a Store's
+}
+
+// Stored is a layer or join on disk, according to its record.
+type Stored struct {
+	Dir    string
+	Layers []digest.Digest // a layer's diffID; those that a join is for
+	Usage  Usage           // as it was counted when it was made
+}
+
+// Inspect reads the directory of a Store, which may be open, and changes nothing. A
+// directory that does not exist is empty. Layers that vanish meanwhile are left out.
+func Inspect(root string) (*Survey, error) {
+	s := &Survey{Layers: map[digest.Digest]Stored{}, Damaged: map[string]error{}}
+	folders := map[string]func(path string){
+		"layers": s.addLayer,
+		"joins":  s.addJoin,
+		"tmp":    func(path string) { s.Making = append(s.Making, path) },
+		"trash":  func(path string) { s.Trash = append(s.Trash, path) },
+	}
+	for dir, add := range folders {
+		entries, err := os.ReadDir(filepath.Join(root, dir))
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, fmt.Errorf("inspect layers: %w", err)
+		}
+		for _, e := range entries {
+			add(filepath.Join(root, dir, e.Name()))
+		}
+	}
+	return s, nil
+}
+
+func (s *Survey) addLayer(path string) {
+	var info Info
+	if !s.read(path, &info) {
+		return
+	}
+	if info.DiffID.Validate() != nil || info.DiffID.Encoded() != filepath.Base(path) {
+		s.Damaged[path] = fmt.Errorf("it has the record of %q", info.DiffID)
+		return
+	}
+	s.Layers[info.DiffID] = Stored{Dir: path, Layers: []digest.Digest{info.DiffID}, Usage: info.Usage}
+}
+
+func (s *Survey) addJoin(path string) {
+	var j join
+	if !s.read(path, &j) {
+		return
+	}
+	if len(j.Layers) == 0 || identity.ChainID(j.Layers) != j.ChainID || j.ChainID.Encoded() != filepath.Base(path) {
+		s.Damaged[path] = fmt.Errorf("it has the record of %q", j.ChainID)
+		return
+	}
+	s.Joins = append(s.Joins, Stored{Dir: path, Layers: j.Layers})
+}
+
+// read decodes the record in a directory; false if there is none to be used.
+func (s *Survey) read(path string, record any) bool {
+	data, err := os.ReadFile(filepath.Join(path, recordFile))
+	if err == nil {
+		err = json.Unmarshal(data, record)
+	}
+	if err == nil {
+		return true
+	}
+	if _, gone := os.Lstat(path); !errors.Is(gone, fs.ErrNotExist) {
+		s.Damaged[path] = err
+	}
+	return false
+}
+
+// Count counts a layer that is kept as a directory, as it was counted when it was
+// made.
+func (s Stored) Count(ctx context.Context) (Usage, error) {
+	root, err := safefs.OpenRoot(filepath.Join(s.Dir, treeDir))
+	if err != nil {
+		return Usage{}, err
+	}
+	defer root.Close()
+	block, err := diskusage.BlockSize(root)
+	if err != nil {
+		return Usage{}, err
+	}
+	u, err := diskusage.Nominal(ctx, root, block)
+	return Usage{Bytes: u.Bytes, Inodes: u.Inodes}, err
+}

@@ -1,0 +1,45 @@
+package layer
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"github.com/opencontainers/go-digest"
+)
+
+// What a Store has made is found without it, and counted as it was.
+func TestInspect(t *testing.T) {
+	root := t.TempDir()
+	s := openStore(t, root)
+	low := create(t, s, makeTar(t, dir("d", 0o700), file("d/a", "content")))
+	top := create(t, s, makeTar(t, file("d/b", "more"), hardlink("d/c", "d/a")))
+	if _, err := s.Stack(context.Background(), []digest.Digest{low, top}); err != nil { // makes a join
+		t.Fatal(err)
+	}
+	half := filepath.Join(root, "tmp", "half")
+	bad := filepath.Join(root, "layers", "bad")
+	must(t, os.Mkdir(half, 0o700))
+	must(t, os.Mkdir(bad, 0o700))
+	got, err := Inspect(root)
+	must(t, err)
+	if len(got.Layers) != 2 || len(got.Joins) != 1 || !slices.Equal(got.Joins[0].Layers, []digest.Digest{low, top}) {
+		t.Fatalf("got %+v", got)
+	}
+	if len(got.Damaged) != 1 || got.Damaged[bad] == nil || !slices.Equal(got.Making, []string{half}) {
+		t.Errorf("got %+v", got)
+	}
+	for _, stored := range []Stored{got.Layers[low], got.Layers[top]} {
+		used, err := stored.Count(context.Background())
+		must(t, err)
+		if used != stored.Usage {
+			t.Errorf("%s: counted %+v, recorded %+v", stored.Dir, used, stored.Usage)
+		}
+	}
+	must(t, os.Remove(filepath.Join(got.Layers[low].Dir, treeDir, "d/a")))
+	if used, err := got.Layers[low].Count(context.Background()); err != nil || used == got.Layers[low].Usage {
+		t.Errorf("a file is missing, and %+v counted, %v", used, err)
+	}
+}

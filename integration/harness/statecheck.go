@@ -1,0 +1,72 @@
+package harness
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os/exec"
+	"strings"
+	"testing"
+)
+
+// Difference is what `berth check --state` names.
+type Difference struct {
+	Invariant, Object, Expected, Found string
+}
+
+// Text is the difference in one line.
+func (d Difference) Text() string {
+	return d.Invariant + ": " + d.Object + ": expected " + d.Expected + ", found " + d.Found
+}
+
+// StateInFile names the state directory in the configuration file: to "berth check" --state says
+// something else.
+func StateInFile(_ *testing.T, d *Daemon) {
+	d.Extra = append(d.Extra, fmt.Sprintf("state = %q", d.State))
+}
+
+// StateCheck runs `berth check --state` and returns the differences it names.
+func (d *Daemon) StateCheck(t *testing.T, args ...string) []Difference {
+	t.Helper()
+	cmd := d.Command(append([]string{"check", "--state=" + d.State, "--json", "--config", d.ConfigFile(), "--listen", d.Socket,
+		"--root", d.Root, "--cni-conf-dir", d.ConfDir}, args...)...)
+	var stderr strings.Builder
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	var exit *exec.ExitError
+	if err != nil && !errors.As(err, &exit) {
+		t.Fatal(err)
+	}
+	var report struct{ Differences []Difference }
+	if e := json.Unmarshal(out, &report); e != nil {
+		t.Fatalf("check --state: %v, %v: %s%s", err, e, out, &stderr)
+	}
+	if (err != nil) != (len(report.Differences) > 0) {
+		t.Errorf("check --state: %v with %d differences", err, len(report.Differences))
+	}
+	return report.Differences
+}
+
+// StateMatches fails the test if what berth has written down is not what is there. A test that
+// makes a difference on purpose tells so by Daemon.Tolerate.
+func (d *Daemon) StateMatches(t *testing.T) {
+	t.Helper()
+	for _, found := range d.StateCheck(t) {
+		if !d.tolerates(found) {
+			t.Errorf("%s", found.Text())
+		}
+	}
+}
+
+// Tolerate lets StateMatches pass over differences whose text contains part, for a test
+// that makes them and removes them in another way than the daemon would.
+func (d *Daemon) Tolerate(part string) { d.tolerated = append(d.tolerated, part) }
+
+func (d *Daemon) tolerates(found Difference) bool {
+	for _, part := range d.tolerated {
+		if strings.Contains(found.Text(), part) {
+			return true
+		}
+	}
+	return false
+}

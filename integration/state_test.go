@@ -1,0 +1,277 @@
+package integration
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+)
+
+// planted is a difference that a test has made.
+type planted struct {
+	want string // regular parts of its line, separated by "…"
+	undo func()
+}
+
+func (p planted) names(found harness.Difference) bool {
+	text := found.Text()
+	for part := range strings.SplitSeq(p.want, "…") {
+		at := strings.Index(text, part)
+		if at < 0 {
+			return false
+		}
+		text = text[at+len(part):]
+	}
+	return true
+}
+
+// checkNames runs the check and demands that it names what was planted and nothing else.
+func checkNames(t *testing.T, d *harness.Daemon, args []string, all ...planted) {
+	t.Helper()
+	found := d.StateCheck(t, args...)
+	for _, p := range all {
+		if !slices.ContainsFunc(found, p.names) {
+			t.Errorf("not named: %s", p.want)
+		}
+	}
+	for _, f := range found {
+		if !slices.ContainsFunc(all, func(p planted) bool { return p.names(f) }) {
+			t.Errorf("named, but not made: %s", f.Text())
+		}
+	}
+	for _, p := range slices.Backward(all) {
+		if p.undo != nil {
+			p.undo()
+		}
+	}
+}
+
+// fakeID is that of a pod or container that nobody has recorded.
+func fakeID(n int) string { return fmt.Sprintf("%064x", 0xfeed0000+n) }
+
+// plant makes differences while the daemon runs.
+type plant struct {
+	t *testing.T
+	d *harness.Daemon
+}
+
+// planted is what was made; it is undone after the check, or with the test.
+func (p plant) planted(want string, undo func()) planted {
+	var once sync.Once
+	made := planted{want, func() { once.Do(undo) }}
+	p.t.Cleanup(made.undo)
+	return made
+}
+
+func (p plant) dir(path, want string) planted {
+	harness.Must(p.t, os.MkdirAll(path, 0o700))
+	return p.planted(want, func() { harness.Must(p.t, os.RemoveAll(path)) })
+}
+
+func (p plant) file(path, content, want string) planted {
+	harness.Must(p.t, os.WriteFile(path, []byte(content), 0o600))
+	return p.planted(want, func() { harness.Must(p.t, os.Remove(path)) })
+}
+
+// away takes a file or directory away for the time of the check.
+func (p plant) away(path, want string) planted {
+	other := filepath.Join(p.d.Dir, "away-"+filepath.Base(path))
+	if strings.HasPrefix(path, p.d.State) { // a mount of its own
+		other = path + ".away"
+	}
+	harness.Must(p.t, os.Rename(path, other))
+	return p.planted(want, func() { harness.Must(p.t, os.Rename(other, path)) })
+}
+
+// changed flips the last byte of a file for that time.
+func (p plant) changed(path, want string) planted {
+	good := harness.Get(os.ReadFile(path))(p.t)
+	bad := bytes.Clone(good)
+	bad[len(bad)-1] ^= 1
+	harness.Must(p.t, os.WriteFile(path, bad, 0o600))
+	return p.planted(want, func() { harness.Must(p.t, os.WriteFile(path, good, 0o600)) })
+}
+
+func (p plant) mount(path, want string) planted {
+	harness.Must(p.t, syscall.Mount("planted", path, "tmpfs", 0, ""))
+	return p.planted(want, func() { harness.Must(p.t, syscall.Unmount(path, 0)) })
+}
+
+// orphan runs a process in the cgroup of an ID beside that of another process, as nobody's child.
+func (p plant) orphan(beside int, id, want string) planted {
+	file := filepath.Join(p.d.Dir, "orphan-"+id)
+	group := filepath.Join(filepath.Dir(harness.CgroupDir(p.t, beside, "pids")), id)
+	harness.Must(p.t, os.MkdirAll(group, 0o755))
+	out, err := exec.Command("sh", "-c", `sh -c 'echo $$ >$0/cgroup.procs; echo $$ >$1; exec sleep 1000' `+group+` `+file+` </dev/null >/dev/null 2>&1 &`).CombinedOutput()
+	if err != nil {
+		p.t.Fatalf("%v: %s", err, out)
+	}
+	var pid int
+	harness.Eventually(p.t, "the orphan sleeps", func() error {
+		data, err := os.ReadFile(file)
+		if err == nil {
+			pid, err = strconv.Atoi(strings.TrimSpace(string(data)))
+		}
+		if err == nil && !strings.HasPrefix(harness.CommandLine(pid), "sleep") {
+			err = fmt.Errorf("it is %q", harness.CommandLine(pid))
+		}
+		return err
+	})
+	return p.planted(strings.ReplaceAll(want, "PID", strconv.Itoa(pid)), func() {
+		harness.Must(p.t, syscall.Kill(pid, syscall.SIGKILL))
+		harness.Must(p.t, harness.WaitFor(func() error { return os.Remove(group) }))
+		harness.Must(p.t, os.Remove(file))
+	})
+}
+
+// Each difference that can be made while the daemon runs is named, and nothing else is.
+func TestStateCheckNamesDifferences(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod, host := d.RunPod(t), d.RunPod(t, harness.HostNetwork)
+	running, created := pod.Run(t), host.Create(t)
+	exited, _ := host.RunToEnd(t, harness.Script("exit 0"))
+	pause, monitor := pod.PausePID(t), harness.MonitorOf(t, d, running)
+	checkNames(t, d, []string{"--bytes"})
+
+	p := plant{t, d}
+	at := func(parts ...string) string { return filepath.Join(append([]string{d.State}, parts...)...) }
+	below := func(parts ...string) string { return filepath.Join(append([]string{d.Root}, parts...)...) }
+	layers := harness.ReadDir(below("images/layers"))
+	programs := below("images/layers", layers[0], "fs/bin")
+	netns := filepath.Join("/run/netns", "berth-"+pod.Id)
+	result := harness.Get(filepath.Glob(below("cni/results/*" + pod.Id + "*")))(t)[0]
+
+	checkNames(t, d, nil,
+		p.orphan(pause, fakeID(1), "processes: process PID (sleep)…no record of "+fakeID(1)),
+		p.orphan(host.PausePID(t), exited.Id, "processes: container "+exited.Id+": expected no process…process PID (sleep)"),
+		p.dir(at("c", fakeID(2)), "shims: "+at("c", fakeID(2))+": expected a recorded pod or container"),
+		p.dir(at("libcontainer", exited.Id), "shims: container "+exited.Id+": expected nothing of a launch"),
+		p.file("/run/netns/berth-"+fakeID(3), "", "netns: /run/netns/berth-"+fakeID(3)+": expected a recorded pod"),
+		p.file(filepath.Join(d.DataDir, "test/10.88.0.250"), fakeID(4)+"\r\neth0", "addresses: "+d.DataDir+"/test/10.88.0.250: expected a recorded pod"),
+		p.away(filepath.Join(d.DataDir, "test", pod.Ip(t)), "addresses: pod "+pod.Id+": expected the addresses "+pod.Ip(t)+" in host-local's store, found []"),
+		p.away(result, "addresses: pod "+pod.Id+": expected the addresses "+pod.Ip(t)+" in the CNI library's result, found []"),
+		p.dir(below("images/layers", fakeID(5)), "layers: "+below("images/layers", fakeID(5))+": expected a layer"),
+		p.dir(below("images/tmp/half-1"), "layers: "+below("images/tmp/half-1")+": expected a pull"),
+		p.mount(below("rootfs", running.Id, "upper"), "mounts: mount at "+below("rootfs", running.Id, "upper")+": expected no mount, found tmpfs of planted"),
+		p.mount(at("c", running.Id), "mounts: mount at "+at("c", running.Id)+": expected no mount"),
+		planted{want: "processes: container " + running.Id}, // what that mount hides
+		planted{want: "processes: process " + strconv.Itoa(monitor) + " (berth-monitor): expected a recorded container"},
+		p.file(below("pods/set-aside"), "", "records: "+below("pods/set-aside")+": expected a record"),
+		p.file(below("notes"), "", "records: "+below("notes")+": expected a file or directory of the daemon's"),
+		p.dir(below("sandboxes", fakeID(6)), "records: "+below("sandboxes", fakeID(6))+": expected a recorded pod"),
+	)
+	checkNames(t, d, nil,
+		p.away(at("c", running.Id, "sock"), "shims: container "+running.Id+": expected a socket"),
+		p.changed(below("containers", created.Id+".record"), "records: "+below("containers", created.Id+".record")+": expected a record that can be trusted…checksum"),
+		planted{want: "views: container " + created.Id + ": expected a record, since it is listed, found none"},
+		planted{want: "records: " + below("rootfs", created.Id) + ": expected a recorded pod or container"},
+		p.away(below("images/layers", layers[0]), "layers: image …its layer sha256:"+layers[0]),
+		planted{want: "layers: container …its layer sha256:" + layers[0]},
+	)
+	checkNames(t, d, []string{"--bytes"}, p.away(programs, "bytes: "+below("images/layers", layers[0])))
+
+	harness.Must(t, syscall.Unmount(netns, syscall.MNT_DETACH))
+	checkNames(t, d, nil,
+		p.planted("netns: pod "+pod.Id+": expected a network namespace pinned at "+netns, func() {
+			harness.Must(t, syscall.Mount(fmt.Sprintf("/proc/%d/ns/net", pause), netns, "", syscall.MS_BIND, ""))
+		}),
+		planted{want: "mounts: pod " + pod.Id + ": expected a mount at " + netns},
+	)
+	harness.Must(t, os.Rename(d.LogFile(), d.LogFile()+".old"))
+	harness.Must(t, os.Link(d.LogFile()+".old", d.LogFile()))
+	harness.Must(t, os.Remove(d.LogFile()+".old")) // which is the name that the daemon has open
+	checkNames(t, d, nil, planted{want: "fds: descriptor 1 of the daemon: expected a file that exists"}, planted{want: "fds: descriptor 2 of the daemon"})
+	d.Restart(t)
+}
+
+// What a frozen and a killed monitor leave is named, with the daemon and without.
+func TestStateCheckOfLostProcesses(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	frozen, killed := pod.Run(t), pod.Run(t)
+	monitors := []int{harness.MonitorOf(t, d, frozen), harness.MonitorOf(t, d, killed)}
+	pid, pause := frozen.Pid(t), pod.PausePID(t)
+	harness.Must(t, syscall.Kill(monitors[0], syscall.SIGSTOP))
+	harness.Must(t, syscall.Kill(pid, syscall.SIGKILL))
+	harness.Eventually(t, "the frozen monitor's container ends", func() error {
+		if harness.Alive(pid) {
+			return fmt.Errorf("process %d lives", pid)
+		}
+		return nil
+	})
+	stuck := planted{want: fmt.Sprintf("processes: container %s: expected its init, process %d, or an exit record, found neither", frozen.Id, pid)}
+	checkNames(t, d, nil, stuck)
+
+	d.Kill(t)
+	harness.Must(t, syscall.Kill(pause, syscall.SIGKILL))
+	harness.Must(t, syscall.Kill(monitors[1], syscall.SIGKILL))
+	checkNames(t, d, nil, stuck,
+		planted{want: fmt.Sprintf("processes: container %s: expected its monitor, process %d, or an exit record, found neither", killed.Id, monitors[1])},
+		planted{want: fmt.Sprintf("processes: pod %s: expected its pause, process %d", pod.Id, pause)})
+	harness.Must(t, syscall.Kill(monitors[0], syscall.SIGCONT))
+	d.Start(t)
+	harness.Equal(t, "state of the pod", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
+	harness.Equal(t, "reason of the killed monitor's container", killed.WaitExited(t).Reason, "ShimLost")
+	frozen.WaitExited(t)
+	d.StateMatches(t)
+}
+
+// While pods come and go nothing is named: what is seen in the middle of an operation is not there
+// any more at the next look.
+func TestStateCheckBesideWork(t *testing.T) {
+	d := harness.StartDaemon(t)
+	d.EnsureImage(t, harness.BaseImage)
+	var configs []*runtimeapi.PodSandboxConfig
+	for range 12 {
+		configs = append(configs, d.PodConfig(t))
+	}
+	work := make(chan error, 1)
+	go func() { work <- comeAndGo(t.Context(), d, configs) }()
+	for {
+		select {
+		case err := <-work:
+			harness.Must(t, err)
+			return
+		default:
+			d.StateMatches(t)
+		}
+	}
+}
+
+// comeAndGo runs pods with a container, one after the other, and removes them.
+func comeAndGo(ctx context.Context, d *harness.Daemon, configs []*runtimeapi.PodSandboxConfig) error {
+	for _, config := range configs {
+		id, err := d.Cri.RunPodSandbox(ctx, config, "")
+		if err != nil {
+			return err
+		}
+		pod := &harness.Pod{D: d, Id: id, Config: config}
+		container, err := d.Cri.CreateContainer(ctx, id, pod.ContainerConfig(func(c *runtimeapi.ContainerConfig) { c.LogPath = "log" }), config)
+		if err != nil {
+			return err
+		}
+		for _, step := range []func() error{
+			func() error { return d.Cri.StartContainer(ctx, container) },
+			func() error { return d.Cri.StopContainer(ctx, container, 0) },
+			func() error { return d.Cri.StopPodSandbox(ctx, id) },
+			func() error { return d.Cri.RemovePodSandbox(ctx, id) },
+		} {
+			if err := step(); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}

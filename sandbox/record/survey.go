@@ -1,0 +1,139 @@
+package record
+
+import (
+	"encoding/json"
+	"errors"
+	"path/filepath"
+
+	"github.com/opencontainers/go-digest"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/checkpoint"
+	"berth/cni"
+	"berth/oci"
+	"berth/sandbox/layout"
+	"berth/sandbox/request"
+)
+
+// Stage is how far a record says that its object has got.
+type Stage string
+
+// The stages. Of an object that is being made or removed anything that its record names
+// may exist or not.
+const (
+	BeingMade    Stage = "being made" // it was never reported
+	Created      Stage = "created"    // a container that was not started
+	Running      Stage = "running"    // a pod that is ready, a container that was started; its shim directory tells whether it still runs
+	Ended        Stage = "ended"      // a pod that was stopped, a container that has exited
+	BeingRemoved Stage = "being removed"
+)
+
+// FoundPod is what the record of a pod says that exists for it.
+type FoundPod struct {
+	ID          string
+	BootID      string
+	Stage       Stage
+	Config      *runtimeapi.PodSandboxConfig
+	Program     bool   // an OCI runtime's program runs it, not libcontainer
+	CgroupsPath string // as in the runtime-spec
+	NetNS       string // where its network namespace is pinned; "": it has none of its own
+	UserNS      string // where its user namespace is pinned; "": it has none of its own
+	Shm         string // where its shm is mounted; "": it has none of its own
+	Network     *cni.Attachment
+	IPs         []string
+	PausePID    int
+	PauseStart  uint64          // clock ticks
+	Layers      []digest.Digest // held for its pause
+}
+
+// FoundContainer is what the record of a container says that exists for it.
+type FoundContainer struct {
+	ID          string
+	PodID       string
+	BootID      string
+	Stage       Stage
+	Config      *runtimeapi.ContainerConfig
+	CgroupsPath string // as in the runtime-spec
+	ImageID     string
+	Layers      []digest.Digest // held for it: its image's and its image volumes'
+}
+
+// Found is what the records below a root directory say.
+type Found struct {
+	Pods       map[string]*FoundPod
+	Containers map[string]*FoundContainer
+	Surveys    []checkpoint.Survey // of all folders
+}
+
+// Inspect reads what a daemon has written down below root and state, whether it runs or
+// not, and changes nothing.
+func Inspect(root, state string) (*Found, error) {
+	dirs := layout.Dirs{Root: root, State: state}
+	r := &Found{Pods: map[string]*FoundPod{}, Containers: map[string]*FoundContainer{}}
+	for _, folder := range []struct {
+		name, kind string
+		version    int
+		decode     func(name string, version int, body []byte) error
+	}{
+		{"pods", "pod", podVersion, func(name string, _ int, body []byte) error { return r.addPod(dirs, name, body) }},
+		{"containers", "container", containerVersion, r.addContainer},
+		{"runtime", "runtime", runtimeVersion, func(_ string, _ int, body []byte) error { return json.Unmarshal(body, &Runtime{}) }},
+	} {
+		survey, err := checkpoint.Inspect(filepath.Join(root, folder.name), folder.kind, folder.version, folder.decode)
+		if err != nil {
+			return nil, err
+		}
+		r.Surveys = append(r.Surveys, survey)
+	}
+	return r, nil
+}
+
+func (r *Found) addPod(dirs layout.Dirs, name string, body []byte) error {
+	rec, config, _, err := ReadPod(name, body)
+	if err != nil {
+		return err
+	}
+	p := &FoundPod{ID: rec.ID, BootID: rec.BootID, Config: config, Program: rec.Runtime != nil, CgroupsPath: rec.CgroupsPath,
+		NetNS: rec.NetNS, Network: rec.Network, IPs: rec.IPs, PausePID: rec.PausePID, PauseStart: rec.PauseStart,
+		Stage: map[Phase]Stage{PodStarting: BeingMade, PodReady: Running, PodStopped: Ended, Removing: BeingRemoved}[rec.Phase]}
+	if p.Stage == "" {
+		return errors.New("its phase is unknown")
+	}
+	mappings, err := oci.UserNamespace(config)
+	if err != nil {
+		return err
+	}
+	if mappings != nil {
+		p.UserNS = dirs.UserNS(p.ID)
+	}
+	if !request.HostIPC(config) {
+		p.Shm = dirs.Shm(p.ID)
+	}
+	if rec.PauseImage != nil {
+		p.Layers = rec.PauseImage.Layers
+	}
+	r.Pods[p.ID] = p
+	return nil
+}
+
+func (r *Found) addContainer(name string, _ int, body []byte) error {
+	rec, config, _, err := ReadContainer(name, body)
+	if err != nil {
+		return err
+	}
+	c := &FoundContainer{ID: rec.ID, PodID: rec.PodID, BootID: rec.BootID, Config: config, CgroupsPath: rec.CgroupsPath,
+		ImageID: rec.Image.ID, Layers: rec.Image.Layers,
+		Stage: map[Phase]Stage{ContainerCreated: Created, ContainerStarting: Running, ContainerRunning: Running,
+			ContainerExited: Ended, Removing: BeingRemoved}[rec.Phase]}
+	if c.Stage == "" {
+		return errors.New("its phase is unknown")
+	}
+	if rec.Process == nil && c.Stage != BeingRemoved {
+		c.Stage = BeingMade
+	}
+	for _, v := range rec.Volumes {
+		c.Layers = append(c.Layers[:len(c.Layers):len(c.Layers)], v.Layers...)
+	}
+	r.Containers[c.ID] = c
+	return nil
+}

@@ -1,0 +1,73 @@
+package record
+
+import (
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/cni"
+	"berth/sandbox/layout"
+)
+
+// What the manager writes down is read back without it, in the words of the self check.
+func TestInspect(t *testing.T) {
+	dirs := layout.Dirs{Root: t.TempDir(), State: "/state", NetNSs: "/run/netns"}
+	podRecords, err := OpenPods(dirs.Root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	containerRecords, err := OpenContainers(dirs.Root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	encode := func(m proto.Message) []byte {
+		data, err := proto.Marshal(m)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return data
+	}
+	users := &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_POD,
+		Uids: []*runtimeapi.IDMapping{{HostId: 65536, Length: 65536}}, Gids: []*runtimeapi.IDMapping{{HostId: 65536, Length: 65536}}}
+	config := encode(&runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "pod"},
+		Linux: &runtimeapi.LinuxPodSandboxConfig{SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: &runtimeapi.NamespaceOption{UsernsOptions: users}}}})
+	pods := map[Phase]Stage{PodStarting: BeingMade, PodReady: Running, PodStopped: Ended, Removing: BeingRemoved}
+	for phase := range pods {
+		rec := Pod{ID: string(phase), BootID: "boot", Phase: phase, CreatedAt: time.Now(), Config: config, CgroupsPath: "/c/" + string(phase),
+			NetNS: dirs.NetNS("x"), Network: &cni.Attachment{Network: "net"}, IPs: []string{"10.0.0.2"}, PausePID: 5, PauseStart: 6}
+		if err := podRecords.Write(rec.ID, rec); err != nil {
+			t.Fatal(err)
+		}
+	}
+	containers := map[Phase]Stage{ContainerCreated: BeingMade, ContainerStarting: BeingMade, ContainerExited: BeingMade, Removing: BeingRemoved}
+	for phase := range containers { // without a process they were never reported
+		rec := Container{ID: string(phase), PodID: "p", Phase: phase, Config: encode(&runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "c"}})}
+		if err := containerRecords.Write(rec.ID, rec); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := podRecords.Write("other", Pod{ID: "another", Phase: PodReady, Config: config}); err != nil {
+		t.Fatal(err)
+	}
+	got, err := Inspect(dirs.Root, dirs.State)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for phase, stage := range pods {
+		p := got.Pods[string(phase)]
+		if p == nil || p.Stage != stage || p.BootID != "boot" || p.NetNS != "/run/netns/berth-x" || p.Network.Network != "net" || p.IPs[0] != "10.0.0.2" ||
+			p.PausePID != 5 || p.PauseStart != 6 || p.Shm != dirs.Shm(p.ID) || p.UserNS != dirs.UserNS(p.ID) || p.CgroupsPath != "/c/"+p.ID {
+			t.Errorf("pod in phase %s: %+v", phase, p)
+		}
+	}
+	for phase, stage := range containers {
+		if c := got.Containers[string(phase)]; c == nil || c.Stage != stage || c.PodID != "p" {
+			t.Errorf("container in phase %s: %+v", phase, c)
+		}
+	}
+	if len(got.Surveys) != 3 || len(got.Surveys[0].Damaged) != 1 || got.Surveys[0].Damaged[0].Name != "other" {
+		t.Errorf("surveys: %+v", got.Surveys)
+	}
+}
