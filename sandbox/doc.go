@@ -20,4 +20,8 @@
 //
 // The end of a container is the end of its shim (a pidfd); the exit record then
 // tells why. Stopping is level-triggered: look, signal, look again.
+//
+// Here is decided what happens when, and what is written down and told before and
+// after. How each thing is done is in the packages below, which know no Manager: they are given IDs, configs
+// and records.
 package sandbox

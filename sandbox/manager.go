@@ -10,7 +10,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync/atomic"
 	"time"
 
 	"berth/checkpoint"
@@ -32,6 +31,7 @@ import (
 	"berth/sandbox/layout"
 	"berth/sandbox/lsm"
 	"berth/sandbox/namespaces"
+	"berth/sandbox/podnet"
 	"berth/sandbox/process"
 	"berth/sandbox/record"
 	"berth/sandbox/roots"
@@ -66,7 +66,7 @@ type Manager struct {
 	cfg       Config
 	log       *slog.Logger
 	images    *image.Store
-	network   *cni.Network
+	networks  *podnet.Networks
 	launchers *shim.Launchers
 	plugins   Plugins
 	payload   payload.Paths
@@ -83,9 +83,6 @@ type Manager struct {
 	containerIDs  join.Joiner // by (pod, name, attempt)
 	podRecords    *checkpoint.Dir
 	containerRecs *checkpoint.Dir
-	runtimeRecs   *checkpoint.Dir
-	runtimeTurn   task.Turn
-	ipRanges      atomic.Pointer[[][]cni.IPRange] // from the node's pod CIDR
 	users         imagefs.Users
 	appArmor      *lsm.AppArmor
 	selinux       lsm.SELinux
@@ -102,9 +99,9 @@ type Manager struct {
 // and goes on with what an earlier daemon left half done. The daemon holds the
 // lock of root and state.
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
-	m := &Manager{cfg: cfg, log: cfg.Log, images: images, network: network, plugins: cfg.Plugins,
+	m := &Manager{cfg: cfg, log: cfg.Log, images: images, plugins: cfg.Plugins,
 		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
-		runtimeTurn: task.NewTurn(), selinux: lsm.HostSELinux, events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
+		selinux: lsm.HostSELinux, events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
 	m.dirs = layout.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
 	m.processes = process.Kit{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
 	m.roots = roots.Kit{Images: images, Dirs: m.dirs}
@@ -114,7 +111,11 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	if m.plugins == nil {
 		m.plugins = noPlugins{}
 	}
-	for _, step := range []func() error{m.readBootID, m.dirs.Prepare, m.openRecords, m.startLaunchers, m.probeUserNamespaces,
+	openNetworks := func() (err error) {
+		m.networks, err = podnet.Open(network, cfg.Root, m.tasks, m.log)
+		return err
+	}
+	for _, step := range []func() error{m.readBootID, m.dirs.Prepare, m.openRecords, openNetworks, m.startLaunchers, m.probeUserNamespaces,
 		func() error { return m.openHandlers(ctx) }} {
 		if err := step(); err != nil {
 			return nil, err
@@ -188,10 +189,7 @@ func (m *Manager) openRecords() (err error) {
 	if m.podRecords, err = record.OpenPods(m.cfg.Root); err != nil {
 		return err
 	}
-	if m.containerRecs, err = record.OpenContainers(m.cfg.Root); err != nil {
-		return err
-	}
-	m.runtimeRecs, err = record.OpenRuntime(m.cfg.Root)
+	m.containerRecs, err = record.OpenContainers(m.cfg.Root)
 	return err
 }
 
@@ -218,8 +216,14 @@ func (m *Manager) Waits() []task.Wait { return m.tasks.Waits() }
 // RuntimeStatus tells why no pod can be run at the moment, or nil. It answers from memory.
 func (m *Manager) RuntimeStatus() error { return m.disks.Err() }
 
+// UpdatePodCIDR takes the node's pod CIDR, one or several comma-separated. Networks that declare the ipRanges
+// capability get it with every new pod. Empty: none. InvalidArgument otherwise.
+func (m *Manager) UpdatePodCIDR(ctx context.Context, cidr string) error {
+	return m.networks.SetPodCIDR(ctx, cidr)
+}
+
 // NetworkStatus tells why pods can't have a network at the moment, or nil.
-func (m *Manager) NetworkStatus(ctx context.Context) error { return m.network.Status(ctx) }
+func (m *Manager) NetworkStatus(ctx context.Context) error { return m.networks.Status(ctx) }
 
 // pauseOOMScore is the pause's oom_score_adj: it goes last, after all containers.
 const pauseOOMScore = -998

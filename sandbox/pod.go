@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"sync/atomic"
@@ -114,12 +113,7 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 	}
 	if !request.HostNetwork(config) {
 		p.rec.NetNS = m.dirs.NetNS(p.id)
-		attachment, err := m.network.Plan()
-		if err != nil {
-			return nil, err
-		}
-		p.rec.Network, p.rec.IPRanges = &attachment, *m.ipRanges.Load()
-		if _, err := m.cniPod(p); err != nil { // or DEL would fail, too, and never be done
+		if err := m.networks.Plan(&p.rec, config); err != nil {
 			return nil, err
 		}
 	}
@@ -155,7 +149,7 @@ func (m *Manager) bringUp(ctx context.Context, p *pod) error {
 	}
 	var started *shim.Started
 	group.Go(func() error {
-		return m.tasks.Guard("attach network", p.String(), func() error { return m.attachNetwork(gctx, p) })
+		return m.tasks.Guard("attach network", p.String(), func() error { return m.networks.Attach(gctx, &p.rec, p.config) })
 	})
 	group.Go(func() error {
 		return m.tasks.Guard("launch pause", p.String(), func() (err error) { started, err = m.launchPause(gctx, p); return err })
@@ -295,32 +289,6 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 		return nil, fmt.Errorf("start pause of pod %s: %w", p.id, err)
 	}
 	return started, nil
-}
-
-// attachNetwork runs CNI ADD; the record that a DEL is due was written before.
-func (m *Manager) attachNetwork(ctx context.Context, p *pod) error {
-	if p.rec.Network == nil {
-		return nil
-	}
-	pod, err := m.cniPod(p)
-	if err != nil {
-		return err
-	}
-	defer m.tasks.Begin("CNI ADD", p.String())()
-	result, err := m.network.Add(ctx, *p.rec.Network, pod)
-	if err != nil {
-		return fmt.Errorf("attach pod %s to its network: %w", p.id, err)
-	}
-	p.rec.IPs = addressStrings(result.IPs)
-	return nil
-}
-
-func addressStrings(ips []netip.Addr) []string {
-	var list []string
-	for _, ip := range ips {
-		list = append(list, ip.String())
-	}
-	return list
 }
 
 // abandonPod undoes a pod that could not be started. It has its own time: the

@@ -91,7 +91,7 @@ func (m *Manager) takeDown(ctx context.Context, p *pod) error {
 // the namespace once that succeeded: plugins may need it until then.
 func (m *Manager) detachNetwork(ctx context.Context, p *pod) error {
 	if p.rec.Network != nil {
-		if err := m.cniDel(ctx, p); err != nil {
+		if err := m.networks.Detach(ctx, &p.rec, p.config); err != nil {
 			return fmt.Errorf("detach pod %s from its network: %w", p.id, err)
 		}
 		p.rec.Network = nil
@@ -105,16 +105,6 @@ func (m *Manager) detachNetwork(ctx context.Context, p *pod) error {
 		return nil
 	}
 	return cni.RemoveNetNS(p.rec.NetNS)
-}
-
-func (m *Manager) cniDel(ctx context.Context, p *pod) error {
-	pod, err := m.cniPod(p)
-	if err != nil {
-		m.log.Warn("a pod can't be told to CNI plugins: it has no network to be detached from", "pod", p.id, "error", err)
-		return nil
-	}
-	defer m.tasks.Begin("CNI DEL", p.String())()
-	return m.network.Del(ctx, *p.rec.Network, pod)
 }
 
 // removePause kills the pause and removes all that its launch made.

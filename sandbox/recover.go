@@ -32,9 +32,7 @@ func (m *Manager) recover(ctx context.Context) error {
 			return err
 		}
 	}
-	if err := m.collectNetworks(ctx); err != nil {
-		return err
-	}
+	m.networks.Collect(ctx, m.recordedPods)
 	for _, p := range m.pods.Snapshot() {
 		if err := m.recoverPod(p); err != nil {
 			return fmt.Errorf("recover pod %s: %w", p.id, err)
@@ -65,6 +63,21 @@ func (m *Manager) recover(ctx context.Context) error {
 // objects are found: it takes turns, and recover does not.
 func (m *Manager) later(what, object string, do func(context.Context) error) {
 	m.unfinished = append(m.unfinished, func() { m.tasks.InBackground(what, object, do) })
+}
+
+func (m *Manager) loadPodCIDR() error {
+	damaged, err := m.networks.Load()
+	m.logDamaged("runtime", damaged)
+	return err
+}
+
+// recordedPods is an iter.Seq2.
+func (m *Manager) recordedPods(yield func(*record.Pod, *runtimeapi.PodSandboxConfig) bool) {
+	for _, p := range m.pods.Snapshot() {
+		if !yield(&p.rec, p.config) {
+			return
+		}
+	}
 }
 
 func (m *Manager) loadPods() error {

@@ -63,17 +63,10 @@ func (m *Manager) removeByID(ctx context.Context, id string) error {
 
 // detachUnrecorded gives the addresses back of what was a pod: it has files, which are made before the
 // network is asked, and removed after it. The configuration its ADD used is lost with the record; what libcni recorded
-// of that was used before, by collectNetworks. Both may be lost in a power cut, so the present one is tried.
+// of that was used before, by Networks.Collect. Both may be lost in a power cut, so the present one is tried.
 func (m *Manager) detachUnrecorded(ctx context.Context, id string) error {
 	if _, err := os.Lstat(m.dirs.PodFiles(id)); errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
-	network, err := m.network.Plan()
-	if err != nil {
-		return fmt.Errorf("detach what is left of %s: %w", id, err)
-	}
-	if err := m.network.Del(ctx, network, cni.Pod{ID: id, NetNS: m.dirs.NetNS(id)}); err != nil {
-		return fmt.Errorf("detach what is left of %s: %w", id, err)
-	}
-	return nil
+	return m.networks.DetachUnrecorded(ctx, id, m.dirs.NetNS(id))
 }

@@ -1,0 +1,183 @@
+// Package podnet attaches pods to the node's network, and detaches them.
+//
+// # Contract
+//
+// What a pod is attached with is decided and written down before the ADD, and the DEL is told the same,
+// whatever the node's configuration is by then. What networks hold for pods that nobody knows is given back. The
+// plugins are package cni's. A pod's record is its turn's holder's, who calls.
+package podnet
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"iter"
+	"log/slog"
+	"net/netip"
+	"sync/atomic"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/checkpoint"
+	"berth/cni"
+	"berth/internal/task"
+	"berth/sandbox/record"
+)
+
+// Networks is the node's network, as pods are attached to it.
+type Networks struct {
+	network *cni.Network
+	records *checkpoint.Dir
+	turn    task.Turn                       // of who changes the pod CIDR
+	ranges  atomic.Pointer[[][]cni.IPRange] // from the node's pod CIDR
+	tasks   *task.Runner
+	log     *slog.Logger
+}
+
+// Open returns the node's network. The pod CIDR is written down below root; Load comes before the first pod.
+func Open(network *cni.Network, root string, tasks *task.Runner, log *slog.Logger) (*Networks, error) {
+	records, err := record.OpenRuntime(root)
+	if err != nil {
+		return nil, err
+	}
+	n := &Networks{network: network, records: records, turn: task.NewTurn(), tasks: tasks, log: log}
+	n.ranges.Store(new([][]cni.IPRange))
+	return n, nil
+}
+
+// Status tells why pods can't have a network at the moment, or nil.
+func (n *Networks) Status(ctx context.Context) error { return n.network.Status(ctx) }
+
+// SetPodCIDR takes the node's pod CIDR, one or several comma-separated, as
+// kubelet passes it on from the control plane. Networks that declare the ipRanges
+// capability get it with every new pod. Empty: none. InvalidArgument otherwise.
+func (n *Networks) SetPodCIDR(ctx context.Context, cidr string) error {
+	ranges, err := cni.ParsePodCIDRs(cidr)
+	if err != nil {
+		return err
+	}
+	return n.tasks.WithTurn(ctx, n.turn, "update", "runtime config", func() error {
+		if err := n.records.Write("runtime", record.Runtime{PodCIDR: cidr}); err != nil {
+			return err
+		}
+		n.ranges.Store(&ranges)
+		return nil
+	})
+}
+
+// Load reads the pod CIDR that kubelet told an earlier daemon. damaged are records that can't be trusted.
+func (n *Networks) Load() (damaged []checkpoint.Damaged, err error) {
+	return n.records.Load(func(_ string, _ int, body []byte) error {
+		var rec record.Runtime
+		if err := json.Unmarshal(body, &rec); err != nil {
+			return err
+		}
+		ranges, err := cni.ParsePodCIDRs(rec.PodCIDR)
+		if err != nil {
+			return err
+		}
+		n.ranges.Store(&ranges)
+		return nil
+	})
+}
+
+// Plan decides what a pod is to be attached with, and notes it in the record. Unavailable without a
+// configuration, InvalidArgument for a pod that plugins can't be told of.
+func (n *Networks) Plan(rec *record.Pod, config *runtimeapi.PodSandboxConfig) error {
+	attachment, err := n.network.Plan()
+	if err != nil {
+		return err
+	}
+	rec.Network, rec.IPRanges = &attachment, *n.ranges.Load()
+	_, err = cniPod(rec, config) // or DEL would fail, too, and never be done
+	return err
+}
+
+// Attach runs CNI ADD and notes the addresses in the record; that a DEL is due was written before. A pod
+// on the node's network has nothing to attach.
+func (n *Networks) Attach(ctx context.Context, rec *record.Pod, config *runtimeapi.PodSandboxConfig) error {
+	if rec.Network == nil {
+		return nil
+	}
+	pod, err := cniPod(rec, config)
+	if err != nil {
+		return err
+	}
+	defer n.tasks.Begin("CNI ADD", "pod "+rec.ID)()
+	result, err := n.network.Add(ctx, *rec.Network, pod)
+	if err != nil {
+		return fmt.Errorf("attach pod %s to its network: %w", rec.ID, err)
+	}
+	rec.IPs = addressStrings(result.IPs)
+	return nil
+}
+
+func addressStrings(ips []netip.Addr) []string {
+	var list []string
+	for _, ip := range ips {
+		list = append(list, ip.String())
+	}
+	return list
+}
+
+// Detach runs CNI DEL with the configuration that ADD had.
+func (n *Networks) Detach(ctx context.Context, rec *record.Pod, config *runtimeapi.PodSandboxConfig) error {
+	pod, err := cniPod(rec, config)
+	if err != nil {
+		n.log.Warn("a pod can't be told to CNI plugins: it has no network to be detached from", "pod", rec.ID, "error", err)
+		return nil
+	}
+	defer n.tasks.Begin("CNI DEL", "pod "+rec.ID)()
+	return n.network.Del(ctx, *rec.Network, pod)
+}
+
+// DetachUnrecorded runs CNI DEL for what was a pod, with the configuration that there is now: the one that its
+// ADD used is lost with the record.
+func (n *Networks) DetachUnrecorded(ctx context.Context, id, netns string) error {
+	network, err := n.network.Plan()
+	if err != nil {
+		return fmt.Errorf("detach what is left of %s: %w", id, err)
+	}
+	if err := n.network.Del(ctx, network, cni.Pod{ID: id, NetNS: netns}); err != nil {
+		return fmt.Errorf("detach what is left of %s: %w", id, err)
+	}
+	return nil
+}
+
+// gcLimit bounds the collection at start, which pods wait for.
+const gcLimit = 10 * time.Second
+
+// Collect gives back what networks hold for pods that are not among these: of records that were
+// lost. It runs before the first request, so that every pod there can be is known. A plugin that can't do it
+// keeps nobody from starting.
+func (n *Networks) Collect(ctx context.Context, pods iter.Seq2[*record.Pod, *runtimeapi.PodSandboxConfig]) {
+	var valid []cni.Pod
+	for rec, config := range pods {
+		if rec.Network == nil {
+			continue
+		}
+		pod, err := cniPod(rec, config)
+		if err != nil {
+			n.log.Warn("a pod can't be told to CNI plugins: what they hold for it is given back", "pod", rec.ID, "error", err)
+			continue
+		}
+		valid = append(valid, pod)
+	}
+	ctx, cancel := context.WithTimeout(ctx, gcLimit)
+	defer cancel()
+	if err := n.network.GC(ctx, valid); err != nil {
+		n.log.Warn("collect what networks hold for pods that are gone", "error", err)
+	}
+}
+
+// cniPod is the pod as plugins see it: the same for ADD and DEL. It fails only for what Plan refuses,
+// now or in an older berth, so plugins were never told of such a pod.
+func cniPod(rec *record.Pod, config *runtimeapi.PodSandboxConfig) (cni.Pod, error) {
+	pod, err := cni.NewPod(rec.ID, rec.NetNS, config)
+	if err != nil {
+		return pod, err
+	}
+	pod.IPRanges = rec.IPRanges
+	return pod, nil
+}
