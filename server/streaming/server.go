@@ -29,6 +29,7 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/internal/errdefs"
 	"berth/sandbox/session"
 )
 
@@ -210,8 +211,12 @@ func (s *Server) Attach(req *runtimeapi.AttachRequest) (string, error) {
 	return s.offer("attach", func(w http.ResponseWriter, r *http.Request) { s.serveAttach(w, r, req) })
 }
 
-// PortForward returns the URL of a session that forwards ports. See Exec.
+// PortForward returns the URL of a session that forwards ports. See Exec. InvalidArgument for more ports than WebSocket can
+// have channels for: there each has two, whose numbers are bytes.
 func (s *Server) PortForward(req *runtimeapi.PortForwardRequest) (string, error) {
+	if n := len(req.GetPort()); n > maxForwards {
+		return "", errdefs.InvalidArgument("forward %d ports of pod sandbox %s: %d is the limit", n, req.GetPodSandboxId(), maxForwards)
+	}
 	return s.offer("portforward", func(w http.ResponseWriter, r *http.Request) { s.servePortForward(w, r, req) })
 }
 

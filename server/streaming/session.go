@@ -22,7 +22,7 @@ const killedCode = 128 + 9
 
 func (s *Server) serveExec(w http.ResponseWriter, r *http.Request, req *runtimeapi.ExecRequest) {
 	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(), TTY: req.GetTty()}
-	s.serveCommand(w, r, "exec", options, func(ctx context.Context, streams session.Streams) error {
+	s.serveCommand(w, r, options, func(ctx context.Context, streams session.Streams) error {
 		code, err := s.runtime.Exec(ctx, req.GetContainerId(), req.GetCmd(), req.GetTty(), streams)
 		switch {
 		case ctx.Err() != nil:
@@ -42,7 +42,7 @@ func exitError(code int) error {
 
 func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtimeapi.AttachRequest) {
 	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(), TTY: req.GetTty()}
-	s.serveCommand(w, r, "attach", options, func(ctx context.Context, streams session.Streams) error {
+	s.serveCommand(w, r, options, func(ctx context.Context, streams session.Streams) error {
 		err := s.runtime.Attach(ctx, req.GetContainerId(), req.GetTty(), streams)
 		switch cause := context.Cause(ctx); {
 		case errors.Is(cause, errGone): // nobody is there to be told
@@ -55,26 +55,18 @@ func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtim
 }
 
 // serveCommand serves an exec or attach in whatever protocol the client asks for.
-func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, kind string, options remotecommand.Options, run func(context.Context, session.Streams) error) {
+func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, options remotecommand.Options, run func(context.Context, session.Streams) error) {
 	c := &command{options: options, run: run}
 	defer c.sizes.Wait()
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
 	r = r.WithContext(ctx)
-	if wsstream.IsWebSocketRequestWithStreamCloseProtocol(r) {
-		serveWebSocketV5(w, r, c, s.cfg.IdleTimeout)
+	if wsstream.IsWebSocketRequest(r) {
+		serveWebSocket(s.guardWebSocket(w), r, c, s.cfg.IdleTimeout)
 		return
 	}
-	if !wsstream.IsWebSocketRequest(r) {
-		w = guardedWriter{ResponseWriter: w, log: s.cfg.Log, rules: func(protocol string) streamRules { return commandRules(options, protocol) }}
-		serveSPDY(w, r, c, s.patience, s.cfg.IdleTimeout)
-		return
-	}
-	if kind == "attach" { // which differs from the other by what it says of errors
-		remotecommand.ServeAttach(w, r, c, "", "", "", &options, s.cfg.IdleTimeout, 0, remotecommand.SupportedStreamingProtocols)
-		return
-	}
-	remotecommand.ServeExec(w, r, c, "", "", "", nil, &options, s.cfg.IdleTimeout, 0, remotecommand.SupportedStreamingProtocols)
+	w = s.guardSPDY(w, func(protocol string) streamRules { return commandRules(options, protocol) })
+	serveSPDY(w, r, c, s.patience, s.cfg.IdleTimeout)
 }
 
 // command is the session of an exec or attach, as a
@@ -131,8 +123,10 @@ func (c *command) passSizes(ctx context.Context, from <-chan remotecommand.Termi
 const pairTime = 10 * time.Second
 
 func (s *Server) servePortForward(w http.ResponseWriter, r *http.Request, req *runtimeapi.PortForwardRequest) {
-	if !wsstream.IsWebSocketRequest(r) {
-		w = guardedWriter{ResponseWriter: w, log: s.cfg.Log, rules: func(string) streamRules { return forwardRules() }}
+	if wsstream.IsWebSocketRequest(r) {
+		w = s.guardWebSocket(w)
+	} else {
+		w = s.guardSPDY(w, func(string) streamRules { return forwardRules() })
 	}
 	f := forwarder{ctx: r.Context(), runtime: s.runtime, pod: req.GetPodSandboxId()}
 	portforward.ServePortForward(w, r, f, f.pod, "", &portforward.V4Options{Ports: req.GetPort()}, s.cfg.IdleTimeout, min(s.patience, pairTime), portforward.SupportedProtocols)

@@ -83,12 +83,15 @@ func collectStreams(ctx context.Context, opened <-chan openedStream, count int, 
 	return streams, nil
 }
 
-// writeStatus tells how a session came out: as JSON in version 4, before that only what went wrong.
+// writeStatus tells how a session came out: as JSON from version 4 of the protocol on, before that only what went wrong.
 // It fails if nobody is there to be told.
 func writeStatus(to io.Writer, protocol string, err error) {
-	if protocol == remotecommand.StreamProtocolV4Name {
+	switch protocol {
+	case remotecommand.StreamProtocolV4Name, remotecommand.StreamProtocolV5Name, base64V4:
 		_ = json.NewEncoder(to).Encode(status(err))
-	} else if err != nil {
-		_, _ = io.WriteString(to, err.Error())
+	default:
+		if err != nil {
+			_, _ = io.WriteString(to, err.Error())
+		}
 	}
 }

@@ -9,13 +9,11 @@ import (
 	"io"
 	"log/slog"
 	"net"
-	"net/http"
 	"sync"
 
 	"github.com/moby/spdystream/spdy"
 	"k8s.io/cri-streaming/pkg/streaming/portforward"
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
-	"k8s.io/streaming/pkg/httpstream"
 )
 
 // What a client may send. spdystream takes what SPDY can say: frames of 16 MiB, of
@@ -71,26 +69,6 @@ func streamKinds(o remotecommand.Options, protocol string) map[string]bool {
 
 func forwardRules() streamRules {
 	return streamRules{open: 2 * maxForwards, inputs: map[string]bool{portforward.StreamTypeData: true}}
-}
-
-// guardedWriter is a ResponseWriter whose hijacked connection is guarded.
-type guardedWriter struct {
-	http.ResponseWriter
-	rules func(protocol string) streamRules
-	log   *slog.Logger
-}
-
-// Hijack implements http.Hijacker.
-func (w guardedWriter) Hijack() (net.Conn, *bufio.ReadWriter, error) {
-	conn, buffers, err := http.NewResponseController(w.ResponseWriter).Hijack()
-	if err != nil {
-		return nil, nil, err
-	}
-	g, err := newSPDYGuard(conn, buffers.Reader, w.rules(w.Header().Get(httpstream.HeaderProtocolVersion)), w.log)
-	if err != nil {
-		return nil, nil, errors.Join(err, conn.Close())
-	}
-	return g, bufio.NewReadWriter(bufio.NewReader(g), bufio.NewWriter(g)), nil
 }
 
 // spdyGuard is a client's connection that hands on only what spdystream can take:

@@ -1,6 +1,8 @@
 package streaming
 
 import (
+	"bufio"
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -16,10 +18,16 @@ import (
 	utilexec "k8s.io/utils/exec"
 )
 
-// serveWebSocketV5 serves v5.channel.k8s.io, with which clients can close stdin
-// (KEP-4006). cri-streaming's own WebSocket stops at version 4; this is the same with
-// a library that understands the closing.
-func serveWebSocketV5(w http.ResponseWriter, r *http.Request, c *command, idle time.Duration) {
+// The protocols of earlier clients, of which cri-streaming does not give the names.
+const (
+	binaryV1 = wsstream.ChannelWebSocketProtocol
+	base64V1 = wsstream.Base64ChannelWebSocketProtocol
+	base64V4 = "v4." + wsstream.Base64ChannelWebSocketProtocol
+)
+
+// serveWebSocket serves an exec or attach in all versions of the protocol. cri-streaming's own stops at version 4, and
+// so do its clients' means to close stdin (KEP-4006). In "" and versions before 4 what went wrong is told as text.
+func serveWebSocket(w http.ResponseWriter, r *http.Request, c *command, idle time.Duration) {
 	channels := []wsstream.ChannelType{
 		remotecommand.StreamStdIn:  channel(c.options.Stdin, wsstream.ReadChannel),
 		remotecommand.StreamStdOut: channel(c.options.Stdout, wsstream.WriteChannel),
@@ -27,11 +35,13 @@ func serveWebSocketV5(w http.ResponseWriter, r *http.Request, c *command, idle t
 		remotecommand.StreamErr:    wsstream.WriteChannel,
 		remotecommand.StreamResize: wsstream.ReadChannel,
 	}
+	binary, text := wsstream.ChannelProtocolConfig{Binary: true, Channels: channels}, wsstream.ChannelProtocolConfig{Channels: channels}
 	conn := wsstream.NewConn(map[string]wsstream.ChannelProtocolConfig{
-		remotecommand.StreamProtocolV5Name: {Binary: true, Channels: channels},
+		"": binary, binaryV1: binary, remotecommand.StreamProtocolV4Name: binary, remotecommand.StreamProtocolV5Name: binary,
+		base64V1: text, base64V4: text,
 	})
 	conn.SetIdleTimeout(idle)
-	_, streams, err := conn.Open(w, r)
+	protocol, streams, err := conn.Open(w, r)
 	if err != nil {
 		klog.FromContext(r.Context()).V(4).Info("No WebSocket was opened", "err", err) // the client has been told
 		return
@@ -45,7 +55,7 @@ func serveWebSocketV5(w http.ResponseWriter, r *http.Request, c *command, idle t
 	c.sizes.Go(func() { decodeSizes(r.Context(), streams[remotecommand.StreamResize], sizes) })
 	err = c.ExecInContainer(r.Context(), "", "", "", nil, streams[remotecommand.StreamStdIn],
 		streams[remotecommand.StreamStdOut], streams[remotecommand.StreamStdErr], c.options.TTY, sizes, 0)
-	_ = json.NewEncoder(streams[remotecommand.StreamErr]).Encode(status(err)) // it fails if nobody is there to be told
+	writeStatus(streams[remotecommand.StreamErr], protocol, err)
 }
 
 func channel(wanted bool, kind wsstream.ChannelType) wsstream.ChannelType {
@@ -65,15 +75,19 @@ func firstWritable(o remotecommand.Options) int {
 	return remotecommand.StreamErr
 }
 
-// decodeSizes passes on the sizes that the client sends, until the stream or ctx ends.
+// maxSize is how much a client may write for a size.
+const maxSize = 1 << 10
+
+// decodeSizes passes on the sizes that the client sends, until the stream or ctx ends. A size is an object without objects in it.
 func decodeSizes(ctx context.Context, from io.Reader, to chan<- remotecommand.TerminalSize) {
 	defer close(to)
-	decoder := json.NewDecoder(from)
-	for {
+	objects := bufio.NewScanner(from)
+	objects.Buffer(nil, maxSize)
+	objects.Split(splitObjects)
+	for objects.Scan() {
 		var size remotecommand.TerminalSize
-		if decoder.Decode(&size) != nil {
-			_, _ = io.Copy(io.Discard, from) // what is no size must not hold up the rest
-			return
+		if json.Unmarshal(objects.Bytes(), &size) != nil {
+			break
 		}
 		select {
 		case to <- size:
@@ -81,6 +95,16 @@ func decodeSizes(ctx context.Context, from io.Reader, to chan<- remotecommand.Te
 			return
 		}
 	}
+	_, _ = io.Copy(io.Discard, from) // what is no size must not hold up the rest
+}
+
+// splitObjects is a bufio.SplitFunc for what ends with a brace.
+func splitObjects(data []byte, _ bool) (advance int, token []byte, err error) {
+	end := bytes.IndexByte(data, '}') + 1
+	if end == 0 {
+		return 0, nil, nil // there is more to come
+	}
+	return end, data[:end], nil
 }
 
 // status is how a session came out, as versions 4 and 5 of the protocol have it.

@@ -1,0 +1,78 @@
+package streaming
+
+import (
+	"bufio"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+)
+
+// maxFrame is what a WebSocket frame has at most. The library takes frames of 32 MiB, and has them in memory twice; clients
+// send pieces of 32 KiB.
+const maxFrame = 1 << 20
+
+// webSocketGuard is a client's connection that hands on no frame that is longer than maxFrame: it ends the connection.
+// Reads are one at a time.
+type webSocketGuard struct {
+	net.Conn
+	from    *bufio.Reader
+	log     *slog.Logger
+	ready   []byte // of the current frame's header, to be handed on
+	payload int    // of the current frame, to be handed on
+}
+
+// Read implements net.Conn. An error other than the connection's own has closed it.
+func (g *webSocketGuard) Read(p []byte) (int, error) {
+	if len(g.ready) == 0 && g.payload == 0 {
+		if err := g.next(); err != nil {
+			return 0, err
+		}
+	}
+	if len(g.ready) > 0 {
+		n := copy(p, g.ready)
+		g.ready = g.ready[n:]
+		return n, nil
+	}
+	n, err := g.from.Read(p[:min(len(p), g.payload)])
+	g.payload -= n
+	return n, err
+}
+
+// next reads a frame's header (RFC 6455, section 5.2): two bytes, the length's where it does not fit, and the mask.
+func (g *webSocketGuard) next() error {
+	const (
+		masked = 0x80
+		short  = 126 // the length is in two more bytes
+		long   = 127 // in eight
+	)
+	header := make([]byte, 2, 14)
+	if _, err := io.ReadFull(g.from, header); err != nil {
+		return err
+	}
+	length := uint64(header[1] &^ masked)
+	rest := map[uint64]int{short: 2, long: 8}[length]
+	sizes := rest
+	if header[1]&masked != 0 {
+		rest += 4
+	}
+	header = header[:2+rest]
+	if _, err := io.ReadFull(g.from, header[2:]); err != nil {
+		return err
+	}
+	switch sizes {
+	case 2:
+		length = uint64(binary.BigEndian.Uint16(header[2:]))
+	case 8:
+		length = binary.BigEndian.Uint64(header[2:])
+	}
+	if length > maxFrame {
+		err := fmt.Errorf("a WebSocket frame of %d bytes; the limit is %d", length, maxFrame)
+		g.log.Info("A WebSocket connection is ended for what its client sent", "err", err)
+		return errors.Join(err, g.Close())
+	}
+	g.ready, g.payload = header, int(length)
+	return nil
+}
