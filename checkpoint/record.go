@@ -231,6 +231,7 @@ func (d *Dir) setAside(name string) (string, error) {
 			return from, err
 		}
 		if err == nil {
+			failpoint.Reach("record.set-aside")
 			return to, nil
 		}
 	}

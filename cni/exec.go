@@ -125,7 +125,11 @@ func (p *pluginRun) exec(ctx context.Context) error {
 	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) }
 	cmd.WaitDelay = pipeDelay
 
-	err := cmd.Run()
+	err := cmd.Start()
+	if err == nil {
+		failpoint.Reach("cni.started")
+		err = cmd.Wait()
+	}
 	if state := cmd.ProcessState; state != nil {
 		p.killed = state.Sys().(syscall.WaitStatus).Signaled()
 	}

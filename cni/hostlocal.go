@@ -14,6 +14,8 @@ import (
 
 	"github.com/containernetworking/cni/libcni"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
 )
 
 // host-local, the CNI project's plugin for addresses, keeps a file for each address in use, whose content names the
@@ -77,6 +79,7 @@ func (n *Network) releaseTornIn(ctx context.Context, dir string) error {
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
+		failpoint.Reach("cni.torn-released")
 		n.log.Warn("an address was reserved for nobody: its file is empty, as after a power cut", "file", path)
 	}
 	return nil

@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 )
 
@@ -52,9 +53,11 @@ func (r runs) begin(what string) (id string, err error) {
 	if err := os.MkdirAll(r.dir, 0o700); err != nil {
 		return id, fmt.Errorf("note that a CNI plugin runs: %w", err)
 	}
+	failpoint.Reach("cni.note-run")
 	if err := os.WriteFile(filepath.Join(r.dir, id), []byte(what+"\n"), 0o600); err != nil {
 		return id, fmt.Errorf("note that a CNI plugin runs: %w", err)
 	}
+	failpoint.Reach("cni.run-noted")
 	return id, nil
 }
 
@@ -73,10 +76,12 @@ func (r runs) forget(id string) {
 	if r.dir == "" {
 		return
 	}
+	failpoint.Reach("cni.forget-run")
 	err := os.Remove(filepath.Join(r.dir, id))
 	if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENOTDIR) {
 		r.log.Warn("forget that a CNI plugin ran", "run", id, "error", err)
 	}
+	failpoint.Reach("cni.run-forgotten")
 }
 
 // endAll waits for what plugins of an earlier daemon left when that was killed, and kills what does not end by itself: what

@@ -287,6 +287,7 @@ func (m *Manager) killContainer(ctx context.Context, c *container) error {
 		if time.Since(begin) > process.KillWait/2 && run.HasEnded() {
 			// Only its shim is left, and hangs: on a log that can't be written, for one.
 			err = errors.Join(err, run.KillShim())
+			failpoint.Reach("container.shim-killed")
 		}
 		if m.processes.AwaitExit(ctx, c.id, run.Running, delay) {
 			return nil

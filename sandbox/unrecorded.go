@@ -9,6 +9,7 @@ import (
 	"os"
 
 	"berth/cni"
+	"berth/internal/failpoint"
 )
 
 // removeUnrecorded removes what bears the ID of a pod or container that has no
@@ -47,12 +48,15 @@ func (m *Manager) hasRecord(id string) bool {
 
 // removeByID removes everything that an object of that ID can have.
 func (m *Manager) removeByID(ctx context.Context, id string) error {
+	failpoint.Reach("unrecorded.remove")
 	if err := m.processes.RemoveByID(ctx, id); err != nil {
 		return err // it may be alive: it keeps its files
 	}
+	failpoint.Reach("unrecorded.processes-removed")
 	if err := m.detachUnrecorded(ctx, id); err != nil {
 		return err
 	}
+	failpoint.Reach("unrecorded.detached")
 	return errors.Join(
 		m.processes.RemoveRoot(id),
 		cni.RemoveNetNS(m.dirs.NetNS(id)),

@@ -175,6 +175,7 @@ func (l *Launchers) scrub(p *launcher, req LaunchRequest) error {
 	if err := KillAndDestroy(ctx, req.ID, req.Dir, group); err != nil {
 		return err // the runtime's record is needed for another try
 	}
+	failpoint.Reach("launch.processes-removed")
 	for _, v := range req.Volumes { // its mount went with the launcher's mount namespace
 		err = errors.Join(err, remove(v.Path))
 	}

@@ -264,6 +264,7 @@ func (l *Launchers) startWith(socket *os.File) (*launcher, error) {
 	if err != nil {
 		return nil, err
 	}
+	failpoint.Reach("launchers.started")
 	pid := proc.Pid
 	if err := proc.Release(); err != nil {
 		return nil, err

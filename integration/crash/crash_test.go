@@ -79,7 +79,7 @@ func (e *enumeration) uncrashed(t *testing.T) (trace []string) {
 		t.Fatalf("%s without a crash: %v", e.op.name, err)
 	}
 	e.after = e.d.Settled(t)
-	trace = e.fp.Traced(t)
+	trace = e.fp.Traced(t, e.d)
 	w.clean(t)
 	e.idle = e.d.Settled(t)
 	return trace
@@ -132,7 +132,7 @@ func (e *enumeration) crash(t *testing.T, at point, again retry) {
 	w := &world{d: e.d}
 	e.op.prepare(t, w)
 	e.d.Settled(t)
-	e.fp.Kill(t, at.point, at.n)
+	e.fp.Kill(t, e.d, at.point, at.n)
 	err := e.op.request(t, w)
 	if !e.d.WaitKilled(t, deathPatience) {
 		e.fp.Disarm()

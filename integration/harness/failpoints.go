@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 )
@@ -56,21 +57,26 @@ func (f *Failpoints) Trace(t *testing.T) {
 	Must(t, os.WriteFile(filepath.Join(f.dir, "trace"), nil, 0o600))
 }
 
-// Traced ends that and returns the points' names in the order in which they were reached.
-func (f *Failpoints) Traced(t *testing.T) []string {
+// Traced ends that and returns the points that the daemon has reached, in that order.
+func (f *Failpoints) Traced(t *testing.T, d *Daemon) (names []string) {
 	t.Helper()
 	path := filepath.Join(f.dir, "trace")
 	trace, err := os.ReadFile(path)
 	Must(t, err)
 	Must(t, os.Remove(path))
-	return strings.Fields(string(trace))
+	for line := range strings.Lines(string(trace)) {
+		if name, pid, _ := strings.Cut(strings.TrimSpace(line), " "); pid == strconv.Itoa(d.Cmd.Process.Pid) {
+			names = append(names, name)
+		}
+	}
+	return names
 }
 
-// Kill has the program killed that reaches a point, the nth time from now on that it is reached.
-func (f *Failpoints) Kill(t *testing.T, name string, n int) {
+// Kill has the daemon killed at a point, the nth time from now on that it reaches it.
+func (f *Failpoints) Kill(t *testing.T, d *Daemon, name string, n int) {
 	t.Helper()
 	path := filepath.Join(f.dir, "armed")
-	Must(t, os.WriteFile(path+".new", fmt.Appendf(nil, "%s %d kill\n", name, n), 0o600))
+	Must(t, os.WriteFile(path+".new", fmt.Appendf(nil, "%s %d kill %d\n", name, n, d.Cmd.Process.Pid), 0o600))
 	Must(t, os.Rename(path+".new", path))
 }
 

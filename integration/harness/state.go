@@ -201,8 +201,8 @@ var differs = []struct {
 	pattern *regexp.Regexp
 	with    string
 }{
-	{regexp.MustCompile(`(^|[^:])[0-9a-f]{64}`), "$1#"},             // IDs of pods and containers, not digests
-	{regexp.MustCompile(`"\d{19}"`), `"T"`},                         // times in nanoseconds
+	{regexp.MustCompile(`(^|[^:])[0-9a-f]{64}`), "$1#"},            // IDs of pods and containers, not digests
+	{regexp.MustCompile(`"\d{19}"`), `"T"`},                        // times in nanoseconds
 	{regexp.MustCompile(`,"(attempt|podSandboxAttempt)":\d+`), ""}, // of who tried again
 	{regexp.MustCompile(`\b\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b`), "IP"},
 	{regexp.MustCompile(`/\d+\.log`), "/#.log"},

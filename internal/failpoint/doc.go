@@ -12,11 +12,11 @@
 // With the tag, and with the variable BERTH_FAILPOINTS naming a directory, a test
 // controls the program by two files in that directory:
 //
-//   - trace: if it exists, the name of each point reached is appended to it, a line each.
-//   - armed: "NAME N ACTION". The Nth time that the point is reached from now on, by whatever
-//     program, the file is removed and the program that is there is killed (action "kill":
-//     SIGKILL) or stopped ("stop": SIGSTOP). The file counts down; it is to be put in its
-//     place by a rename.
+//   - trace: if it exists, the name of each point reached and the process ID are appended to it, a line each.
+//   - armed: "NAME N ACTION PROCESS". The Nth time that the point is reached from now on by the
+//     process with the ID PROCESS, or, if that begins with "-", by any process but that one, the
+//     file is removed and the process that is there is killed (action "kill": SIGKILL) or
+//     stopped ("stop": SIGSTOP). The file counts down; it is to be put in its place by a rename.
 //
 // Names are "area.what-happened", literals, and each is used in one place only (a test
 // of this package sees to both), so that a name in a test's report leads to the line.

@@ -45,7 +45,7 @@ func Reach(name string) {
 	}
 }
 
-// note appends the name to the trace, if there is one.
+// note appends the name and our process ID to the trace, if there is one.
 func note(name string) error {
 	fd, err := unix.Open(dir+"/trace", unix.O_WRONLY|unix.O_APPEND|unix.O_CLOEXEC, 0)
 	if errors.Is(err, unix.ENOENT) {
@@ -54,7 +54,7 @@ func note(name string) error {
 	if err != nil {
 		return err
 	}
-	_, err = unix.Write(fd, []byte(name+"\n"))
+	_, err = unix.Write(fd, []byte(name+" "+strconv.Itoa(unix.Getpid())+"\n"))
 	return errors.Join(err, unix.Close(fd))
 }
 
@@ -83,10 +83,10 @@ func countDown(fd int, name string) (unix.Signal, error) {
 		return 0, err
 	}
 	fields := strings.Fields(string(buf[:n]))
-	if len(fields) != 3 {
-		return 0, errors.New("the file armed is not NAME N ACTION")
+	if len(fields) != 4 {
+		return 0, errors.New("the file armed is not NAME N ACTION PROCESS")
 	}
-	if fields[0] != name {
+	if fields[0] != name || !isMeant(fields[3]) {
 		return 0, nil
 	}
 	left, err := strconv.Atoi(fields[1])
@@ -95,7 +95,7 @@ func countDown(fd int, name string) (unix.Signal, error) {
 	}
 	left--
 	// Padded, so that it is never longer or shorter than what it replaces.
-	text := name + " " + strings.Repeat("0", max(0, len(fields[1])-len(strconv.Itoa(left)))) + strconv.Itoa(left) + " " + fields[2] + "\n"
+	text := name + " " + strings.Repeat("0", max(0, len(fields[1])-len(strconv.Itoa(left)))) + strconv.Itoa(left) + " " + fields[2] + " " + fields[3] + "\n"
 	if _, err := unix.Pwrite(fd, []byte(text), 0); err != nil || left > 0 {
 		return 0, err
 	}
@@ -109,4 +109,10 @@ func countDown(fd int, name string) (unix.Signal, error) {
 		return unix.SIGSTOP, nil
 	}
 	return 0, errors.New("unknown action " + fields[2])
+}
+
+// isMeant tells whether this is the process, or any process but that one.
+func isMeant(process string) bool {
+	other, but := strings.CutPrefix(process, "-")
+	return (other == strconv.Itoa(unix.Getpid())) != but
 }

@@ -3,6 +3,8 @@
 package failpoint
 
 import (
+	"bytes"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -27,9 +29,10 @@ func TestReach(t *testing.T) {
 		killed             bool
 	}{
 		{"not armed", "", "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", false},
-		{"the first time", "test.one 1 kill", "test.one\n", true},
-		{"the third time", "test.two 3 kill", "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", true},
-		{"later than it is reached", "test.two 10 kill", "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", false},
+		{"the first time", "test.one 1 kill -1", "test.one\n", true},
+		{"the third time", "test.two 3 kill -1", "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", true},
+		{"another process", "test.one 1 kill 1", "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", false},
+		{"later than it is reached", "test.two 10 kill -1", "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			control := t.TempDir()
@@ -42,6 +45,7 @@ func TestReach(t *testing.T) {
 				t.Errorf("it ended with %v", state)
 			}
 			trace, err := os.ReadFile(filepath.Join(control, "trace"))
+			trace = bytes.ReplaceAll(trace, fmt.Appendf(nil, " %d\n", state.Pid()), []byte("\n"))
 			if err != nil || string(trace) != c.trace {
 				t.Errorf("the trace is %q (%v), want %q", trace, err, c.trace)
 			}
@@ -55,7 +59,7 @@ func TestReach(t *testing.T) {
 // The points count down together, whichever program reaches them.
 func TestCountsAcrossPrograms(t *testing.T) {
 	control := t.TempDir()
-	write(t, filepath.Join(control, "armed"), "test.one 4 kill\n")
+	write(t, filepath.Join(control, "armed"), "test.one 4 kill -1\n")
 	if state := run(t, control); !state.Success() {
 		t.Fatalf("the first ended with %v", state)
 	}

@@ -7,6 +7,8 @@ import (
 
 	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
 )
 
 // Prepare makes the directories that pods and containers live in.
@@ -19,6 +21,7 @@ func (d Dirs) Prepare() error {
 	if err := os.MkdirAll(d.State, 0o700); err != nil {
 		return fmt.Errorf("make state directory: %w", err)
 	}
+	failpoint.Reach("layout.state-made")
 	if err := bindOnItself(d.State, unix.MS_PRIVATE); err != nil {
 		return err
 	}
@@ -51,9 +54,11 @@ func bindOnItself(dir string, propagation uintptr) error {
 		return fmt.Errorf("look for a mount at %s: %w", real, err)
 	}
 	if len(mounted) == 0 {
+		failpoint.Reach("layout.bind")
 		if err := unix.Mount(real, real, "", unix.MS_BIND, ""); err != nil {
 			return fmt.Errorf("bind %s on itself: %w", real, err)
 		}
+		failpoint.Reach("layout.bound")
 	}
 	if err := unix.Mount("", real, "", propagation, ""); err != nil {
 		return fmt.Errorf("set mount propagation of %s: %w", real, err)

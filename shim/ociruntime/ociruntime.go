@@ -26,6 +26,8 @@ import (
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
 )
 
 // SpecVersion is the ociVersion of the specs that such runtimes get: some refuse
@@ -228,7 +230,10 @@ func (r *Runtime) finish(cmd *exec.Cmd, what string) error {
 	if cmd.Stdout == nil {
 		cmd.Stdout = said
 	}
-	if err := cmd.Run(); err != nil {
+	failpoint.Reach("program.run")
+	err = cmd.Run()
+	failpoint.Reach("program.ran")
+	if err != nil {
 		return r.failure(what, strings.TrimSpace(string(last(said))), err)
 	}
 	return nil

@@ -18,6 +18,8 @@ import (
 	"slices"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
 )
 
 //go:embed all:bin
@@ -113,17 +115,21 @@ func installTree(path, program string, data []byte, dirs ...string) error {
 	if intact(path, program, data, dirs) {
 		return nil
 	}
+	failpoint.Reach("payload.install")
 	tmp, err := os.MkdirTemp(filepath.Dir(path), unfinished)
 	if err != nil {
 		return err
 	}
 	err = fill(tmp, program, data, dirs)
+	failpoint.Reach("payload.filled")
 	if err == nil {
 		err = os.RemoveAll(path)
 	}
+	failpoint.Reach("payload.old-removed")
 	if err == nil {
 		err = os.Rename(tmp, path)
 	}
+	failpoint.Reach("payload.installed")
 	return errors.Join(err, os.RemoveAll(tmp))
 }
 
