@@ -1,0 +1,82 @@
+package unpack
+
+import (
+	"bytes"
+	"io"
+	"testing"
+	"testing/iotest"
+
+	"github.com/klauspost/compress/gzip"
+	"github.com/klauspost/compress/zstd"
+)
+
+// FuzzTarReader: what was packed comes out, in all forms; of what is cut or changed no end is told that is
+// not one of the blob; and arbitrary bytes are read to their end or refused as what they are.
+func FuzzTarReader(f *testing.F) {
+	f.Add([]byte("content of a tar"), uint8(0), 20)
+	f.Add(bytes.Repeat([]byte("ab"), 5000), uint8(1), 3)
+	f.Add([]byte{0x1f, 0x8b, 8, 0}, uint8(2), 0)
+	f.Add([]byte{0x28, 0xb5, 0x2f, 0xfd, 0xa4, 0xff, 0xff, 0xff, 0xff}, uint8(2), 1)
+	f.Fuzz(func(t *testing.T, data []byte, form uint8, cut int) {
+		blob := packed(t, data, form)
+		plain := bytes.HasPrefix(blob, gzipMagic) || bytes.HasPrefix(blob, zstdMagic)
+		out, rest, err := unpackedTar(t, blob)
+		if form%3 < 2 && (err != nil || !bytes.Equal(out, data)) {
+			t.Fatalf("%d bytes became %d: %v", len(data), len(out), err)
+		}
+		if err == nil && rest > 0 {
+			t.Fatalf("an end with %d bytes of the blob unread", rest)
+		}
+		if !plain && (err != nil || !bytes.Equal(out, blob)) {
+			t.Fatalf("what is not compressed is changed: %v", err)
+		}
+		if form%3 == 2 || len(blob) == 0 {
+			return
+		}
+		if out, _, err := unpackedTar(t, blob[:int(uint(cut)%uint(len(blob)))]); err == nil && plain && len(out) > len(data) {
+			t.Fatalf("more comes out of a part: %d bytes", len(out))
+		}
+	})
+}
+
+// packed is data as gzip, zstd, or itself.
+func packed(t *testing.T, data []byte, form uint8) []byte {
+	t.Helper()
+	var out bytes.Buffer
+	var w io.WriteCloser
+	var err error
+	switch form % 3 {
+	case 0:
+		w = gzip.NewWriter(&out)
+	case 1:
+		if w, err = zstd.NewWriter(&out, zstd.WithEncoderConcurrency(1)); err != nil {
+			t.Fatal(err)
+		}
+	default:
+		return data
+	}
+	if _, err := w.Write(data); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return out.Bytes()
+}
+
+// unpackedTar reads at most a few MB: bombs are others' business.
+func unpackedTar(t *testing.T, blob []byte) (out []byte, rest int, err error) {
+	t.Helper()
+	from := bytes.NewReader(blob)
+	r, err := newTarReader(iotest.OneByteReader(from))
+	if err == nil {
+		defer r.Close()
+		if out, err = io.ReadAll(io.LimitReader(r, 8<<20)); len(out) == 8<<20 {
+			t.Skip("a bomb")
+		}
+	}
+	if err != nil && CodeOf(err) != DataLoss {
+		t.Fatalf("code of %v", err)
+	}
+	return out, from.Len(), err
+}
