@@ -110,3 +110,5 @@ func expandSlice(slice string) (string, bool) {
 	}
 	return expanded.String(), true
 }
+
+func isControl(r rune) bool { return r < ' ' || r == 0x7f }

@@ -6,6 +6,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/oci/confine"
 )
 
 // ContainerSpec builds the spec of a container. The same input gives the same
@@ -73,7 +74,7 @@ func setProcess(in ContainerInput, spec *specs.Spec) error {
 		Args:        args,
 		Env:         env,
 		Cwd:         cwd,
-		User:        in.User.spec(),
+		User:        in.User.Spec(),
 		OOMScoreAdj: &score,
 	}
 	return nil
@@ -91,7 +92,7 @@ func setCgroup(in ContainerInput, spec *specs.Spec) (err error) {
 // (see LinuxContainerSecurityContext.privileged in the CRI).
 func setSecurity(in ContainerInput, spec *specs.Spec) error {
 	sc := in.security()
-	caps, err := capabilities(sc.GetCapabilities(), sc.GetPrivileged(), in.Host)
+	caps, err := confine.Capabilities(sc.GetCapabilities(), sc.GetPrivileged(), in.Host)
 	if err != nil {
 		return err
 	}
@@ -101,15 +102,15 @@ func setSecurity(in ContainerInput, spec *specs.Spec) error {
 	if err := setPaths(sc, spec); err != nil {
 		return err
 	}
-	seccomp := newProfileRequest(sc.GetSeccomp(), sc.GetSeccompProfilePath()) //nolint:staticcheck // deprecated, but old clients send it
-	if err := setSeccomp(seccomp, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
+	seccomp := confine.NewProfile(sc.GetSeccomp(), sc.GetSeccompProfilePath()) //nolint:staticcheck // deprecated, but old clients send it
+	if err := confine.SetSeccomp(seccomp, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
 		return err
 	}
-	apparmor := apparmorRequest(sc.GetApparmor(), sc.GetApparmorProfile()) //nolint:staticcheck // as above
-	if err := setAppArmor(apparmor, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
+	apparmor := confine.AppArmorProfile(sc.GetApparmor(), sc.GetApparmorProfile()) //nolint:staticcheck // as above
+	if err := confine.SetAppArmor(apparmor, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
 		return err
 	}
-	setSELinux(in.Labels, sc.GetPrivileged(), spec)
+	confine.SetSELinux(in.Labels, sc.GetPrivileged(), spec)
 	return nil
 }
 

@@ -10,6 +10,8 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/oci/users"
 )
 
 var update = flag.Bool("update", false, "write testdata/*.json from what the code produces")
@@ -43,7 +45,7 @@ func kubeletInput() ContainerInput {
 		},
 	}
 	in.Image = &ocispec.ImageConfig{Entrypoint: []string{"/bin/web"}, Cmd: []string{"-h"}, Env: []string{"LANG=C"}, User: "app"}
-	in.User = User{UID: 1000, GID: 100, Groups: []uint32{50, 100}, Home: "/home/app"}
+	in.User = users.User{UID: 1000, GID: 100, Groups: []uint32{50, 100}, Home: "/home/app"}
 	return in
 }
 

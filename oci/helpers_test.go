@@ -6,13 +6,15 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/moby/sys/capability"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/errdefs"
+	"berth/internal/errdefs/errdefstest"
 	"berth/internal/host"
+	"berth/oci/users"
 )
 
 // fakeFiles is a host with a few paths.
@@ -96,9 +98,10 @@ func testFiles() fakeFiles {
 
 // allNames are all capabilities, ordered by number.
 func allNames() []string {
-	names := make([]string, len(capabilityNumbers))
-	for name, n := range capabilityNumbers {
-		names[n] = name
+	known := capability.ListKnown()
+	names := make([]string, len(known))
+	for _, c := range known {
+		names[int(c)] = "CAP_" + strings.ToUpper(c.String())
 	}
 	return names
 }
@@ -145,14 +148,14 @@ func testInput() ContainerInput {
 			},
 		},
 		Image: &ocispec.ImageConfig{Cmd: []string{"/bin/app"}},
-		User:  User{Groups: []uint32{0}, Home: "/root"},
+		User:  users.User{Groups: []uint32{0}, Home: "/root"},
 		Host:  testHost(),
 		Files: testFiles(),
 	}
 }
 
 func testSandbox() SandboxInput {
-	return SandboxInput{Pod: testPod(), User: User{Groups: []uint32{0}}, Host: testHost(), Files: testFiles()}
+	return SandboxInput{Pod: testPod(), User: users.User{Groups: []uint32{0}}, Host: testHost(), Files: testFiles()}
 }
 
 // mustSpec builds a spec that must come out.
@@ -165,27 +168,13 @@ func mustSpec(t *testing.T, in ContainerInput) *specs.Spec {
 	return spec
 }
 
-// wantError checks the code of an error and that its text has the given parts.
-func wantError(t *testing.T, err error, code codes.Code, parts ...string) {
-	t.Helper()
-	if errdefs.Code(err) != code {
-		t.Errorf("code %v, want %v (error: %v)", errdefs.Code(err), code, err)
-		return
-	}
-	for _, part := range parts {
-		if !strings.Contains(err.Error(), part) {
-			t.Errorf("error %q does not say %q", err, part)
-		}
-	}
-}
-
 // refused checks that a changed testInput is refused.
 func refused(t *testing.T, change func(*ContainerInput), code codes.Code, parts ...string) {
 	t.Helper()
 	in := testInput()
 	change(&in)
 	_, err := ContainerSpec(in)
-	wantError(t, err, code, parts...)
+	errdefstest.Want(t, err, code, parts...)
 }
 
 func (in *ContainerInput) sc() *runtimeapi.LinuxContainerSecurityContext {

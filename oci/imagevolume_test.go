@@ -7,6 +7,8 @@ import (
 
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs/errdefstest"
 )
 
 func imageMount(change func(*runtimeapi.Mount)) *runtimeapi.Mount {
@@ -60,7 +62,7 @@ func TestImageVolumeRefused(t *testing.T) {
 		in.Config.Mounts = []*runtimeapi.Mount{imageMount(test.change)}
 		in.ImageVolumes = map[int]string{0: "/run/berth/c/ctr1/volume-0"}
 		_, err := ContainerSpec(in)
-		wantError(t, err, codes.InvalidArgument, test.err, "/model")
+		errdefstest.Want(t, err, codes.InvalidArgument, test.err, "/model")
 		if err != nil && !strings.HasPrefix(err.Error(), "ImageVolumeMountFailed: ") { // what kubelet looks for
 			t.Errorf("the error begins otherwise: %v", err)
 		}

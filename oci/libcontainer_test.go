@@ -23,6 +23,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/host"
+	"berth/oci/users"
 )
 
 // TestMain is also the entry of the containers that TestRun starts: libcontainer runs
@@ -170,7 +171,9 @@ func TestRun(t *testing.T) {
 	in.Config.Mounts = []*runtimeapi.Mount{{ContainerPath: "/data", HostPath: dir, Readonly: true, RecursiveReadOnly: true}}
 	in.Config.WorkingDir = "/tmp"
 	in.Config.Devices = []*runtimeapi.Device{{HostPath: "/dev/zero", ContainerPath: "/dev/other", Permissions: "r"}}
-	if in.User, err = ResolveUser([]byte(testPasswd), []byte(testGroup), UserRequest{ImageUser: "app", Groups: []int64{4000}}); err != nil {
+	const passwd = "app:x:1000:100:App:/home/app:/bin/sh\n"
+	const group = "staff:x:50:app,other\naudio:x:29:other,app\nappgroup:x:100:app\n"
+	if in.User, err = users.Resolve([]byte(passwd), []byte(group), users.Request{ImageUser: "app", Groups: []int64{4000}}); err != nil {
 		t.Fatal(err)
 	}
 	in.Config.Command = []string{"/bin/sh", "-c", `

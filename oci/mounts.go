@@ -276,3 +276,21 @@ func absolutePaths(field string, paths []string) ([]string, error) {
 	}
 	return slices.Clone(paths), nil
 }
+
+// RelabelSources returns the host paths that a container's CRI mounts ask to have labelled with
+// confine.Labels.Mount; the caller does it before launch. Never the pod's own
+// files or anything the config does not name (CVE-2021-43816).
+func RelabelSources(config *runtimeapi.ContainerConfig, files Files) ([]string, error) {
+	var sources []string
+	for _, m := range config.GetMounts() {
+		if !m.GetSelinuxRelabel() || IsImageVolume(m) { // other containers run on the same layers
+			continue
+		}
+		source, err := mountSource(m, files)
+		if err != nil {
+			return nil, err
+		}
+		sources = append(sources, source)
+	}
+	return sources, nil
+}

@@ -19,7 +19,7 @@
 //     FailedPrecondition. Internal means that the caller left out something.
 //   - CDI devices are left to the caller: what they are stands in files of the host, and
 //     they are put into a spec that is complete (internal/cdi).
-//   - HOME is always set here, from the user that ResolveUser found, so that libcontainer
+//   - HOME is always set here, from the user that users.Resolve found, so that libcontainer
 //     never parses the container's own /etc/passwd.
 //   - A VOLUME of an image is a plain directory of the container's writable layer, with
 //     the content the image has there, and goes away with the container. With a read-only
@@ -37,6 +37,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/host"
+	"berth/oci/confine"
+	"berth/oci/users"
 )
 
 // Host is what the machine offers; host.Detect finds it out.
@@ -44,6 +46,7 @@ type Host = host.Facts
 
 // Files answers questions about host paths; host.Files is the real one.
 type Files interface {
+	confine.Files
 	// Resolve follows all symbolic links. Errors that are the path's fault are known to errdefs.IsBadPath.
 	Resolve(path string) (string, error)
 	// Propagation looks up the mount that holds a path free of symbolic links.
@@ -51,10 +54,6 @@ type Files interface {
 	// Devices returns the device at path, or all devices below a directory.
 	// host.ErrNotDevice if path is neither, fs.ErrNotExist if it does not exist.
 	Devices(path string) ([]host.Device, error)
-	// ReadProfile reads a seccomp profile in JSON.
-	ReadProfile(path string) ([]byte, error)
-	// AppArmorLoaded reports whether the kernel has an AppArmor profile of that name.
-	AppArmorLoaded(name string) (bool, error)
 }
 
 // Pod is what a container's spec takes from its pod, and pause's from its own.
@@ -86,8 +85,8 @@ type ContainerInput struct {
 	// Resources are the current ones if an update has changed them since Config; nil: Config's.
 	Resources     *runtimeapi.LinuxContainerResources
 	Image         *ocispec.ImageConfig // nil: an image that configures nothing
-	User          User                 // from ResolveUser with ContainerUserRequest
-	Labels        Labels               // from NewLabels
+	User          users.User           // from users.Resolve with users.ContainerRequest
+	Labels        confine.Labels       // from confine.NewLabels
 	Host          Host
 	Files         Files
 	SystemdCgroup bool
@@ -107,8 +106,8 @@ type ContainerInput struct {
 type SandboxInput struct {
 	Pod           Pod
 	Image         *ocispec.ImageConfig // of pause_image; nil: the embedded pause, at PausePath of its root
-	User          User                 // from ResolveUser with SandboxUserRequest
-	Labels        Labels               // from NewLabels
+	User          users.User           // from users.Resolve with users.SandboxRequest
+	Labels        confine.Labels       // from confine.NewLabels
 	Host          Host
 	Files         Files
 	SystemdCgroup bool

@@ -87,7 +87,7 @@ func processEnv(in ContainerInput) ([]string, error) {
 		e.set(key, value)
 	}
 	if e.get("HOME") == "" {
-		e.set("HOME", in.User.home())
+		e.set("HOME", in.User.HomeVariable())
 	}
 	return e.vars, nil
 }
@@ -182,4 +182,17 @@ func ExecProcess(spec *specs.Spec, cmd []string, tty bool) *specs.Process {
 		p.IOPriority = &priority
 	}
 	return &p
+}
+
+func cloneCapabilities(c *specs.LinuxCapabilities) *specs.LinuxCapabilities {
+	if c == nil {
+		return nil
+	}
+	return &specs.LinuxCapabilities{
+		Bounding:    slices.Clone(c.Bounding),
+		Effective:   slices.Clone(c.Effective),
+		Permitted:   slices.Clone(c.Permitted),
+		Inheritable: slices.Clone(c.Inheritable),
+		Ambient:     slices.Clone(c.Ambient),
+	}
 }

@@ -9,6 +9,9 @@ import (
 	"github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs/errdefstest"
+	"berth/oci/users"
 )
 
 func TestArgs(t *testing.T) {
@@ -33,7 +36,7 @@ func TestArgs(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			config := &runtimeapi.ContainerConfig{Command: test.command, Args: test.args}
 			got, err := processArgs(config, &ocispec.ImageConfig{Entrypoint: test.entry, Cmd: test.im})
-			wantError(t, err, test.code)
+			errdefstest.Want(t, err, test.code)
 			if !slices.Equal(got, test.want) {
 				t.Errorf("got %q, want %q", got, test.want)
 			}
@@ -113,7 +116,7 @@ func TestCwd(t *testing.T) {
 		{image: "/x/../proc/1/cwd", code: codes.InvalidArgument},
 	} {
 		got, err := processCwd(test.config, test.image)
-		wantError(t, err, test.code)
+		errdefstest.Want(t, err, test.code)
 		if got != test.want {
 			t.Errorf("%q, %q: got %q, want %q", test.config, test.image, got, test.want)
 		}
@@ -123,7 +126,7 @@ func TestCwd(t *testing.T) {
 func TestExecProcess(t *testing.T) {
 	in := testInput()
 	in.sc().NoNewPrivs = true
-	in.User = User{UID: 1000, GID: 1000, Groups: []uint32{1000, 2000}, Home: "/home/a"}
+	in.User = users.User{UID: 1000, GID: 1000, Groups: []uint32{1000, 2000}, Home: "/home/a"}
 	spec := mustSpec(t, in)
 	before := mustSpec(t, in)
 

@@ -6,6 +6,8 @@ import (
 
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs/errdefstest"
 )
 
 func TestLinuxResources(t *testing.T) {
@@ -96,7 +98,7 @@ func TestLinuxResourcesRefused(t *testing.T) {
 		{v1, unified("pids.max", "1"), "cgroup v2"},
 	} {
 		_, err := LinuxResources(test.r, test.host)
-		wantError(t, err, codes.InvalidArgument, test.err)
+		errdefstest.Want(t, err, codes.InvalidArgument, test.err)
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/oci/confine"
 )
 
 const (
@@ -65,13 +66,13 @@ func sandboxProcess(in SandboxInput) (*specs.Process, error) {
 			return nil, err
 		}
 	}
-	env.set("HOME", in.User.home())
+	env.set("HOME", in.User.HomeVariable())
 	score := max(sandboxOOMScoreAdj, in.Host.OOMScoreAdjMin)
 	return &specs.Process{
 		Args:         args,
 		Env:          env.vars,
 		Cwd:          cwd,
-		User:         in.User.spec(),
+		User:         in.User.Spec(),
 		OOMScoreAdj:  &score,
 		Capabilities: &specs.LinuxCapabilities{},
 	}, nil
@@ -155,13 +156,13 @@ func setSandboxSecurity(in SandboxInput, spec *specs.Spec) (err error) {
 	if spec.Linux.Sysctl, err = sysctls(in.Pod); err != nil {
 		return err
 	}
-	seccomp := newProfileRequest(sc.GetSeccomp(), sc.GetSeccompProfilePath()) //nolint:staticcheck // deprecated, but old clients send it
-	if err := setSeccomp(seccomp, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
+	seccomp := confine.NewProfile(sc.GetSeccomp(), sc.GetSeccompProfilePath()) //nolint:staticcheck // deprecated, but old clients send it
+	if err := confine.SetSeccomp(seccomp, sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
 		return err
 	}
-	if err := setAppArmor(apparmorRequest(sc.GetApparmor(), ""), sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
+	if err := confine.SetAppArmor(confine.AppArmorProfile(sc.GetApparmor(), ""), sc.GetPrivileged(), in.Host, in.Files, spec); err != nil {
 		return err
 	}
-	setSELinux(in.Labels, sc.GetPrivileged(), spec)
+	confine.SetSELinux(in.Labels, sc.GetPrivileged(), spec)
 	return nil
 }

@@ -12,6 +12,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/errdefs/errdefstest"
+	"berth/oci/users"
 )
 
 func (in *SandboxInput) sc() *runtimeapi.LinuxSandboxSecurityContext {
@@ -23,7 +25,7 @@ func sandboxRefused(t *testing.T, change func(*SandboxInput), code codes.Code, p
 	in := testSandbox()
 	change(&in)
 	_, err := SandboxSpec(in)
-	wantError(t, err, code, parts...)
+	errdefstest.Want(t, err, code, parts...)
 }
 
 func TestSandboxNamespaces(t *testing.T) {
@@ -55,7 +57,7 @@ func TestSandboxNamespaces(t *testing.T) {
 
 func TestSandboxProcess(t *testing.T) {
 	in := testSandbox()
-	in.User = User{UID: 65535, GID: 65535, Groups: []uint32{5, 65535}}
+	in.User = users.User{UID: 65535, GID: 65535, Groups: []uint32{5, 65535}}
 	in.sc().Seccomp = profile(runtimeDefault, "")
 	spec, err := SandboxSpec(in)
 	if err != nil {

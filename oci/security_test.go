@@ -3,13 +3,13 @@ package oci
 import (
 	"encoding/json"
 	"slices"
-	"strings"
 	"testing"
 
 	"github.com/opencontainers/runtime-spec/specs-go"
-	"github.com/opencontainers/selinux/go-selinux"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/oci/confine"
 )
 
 const (
@@ -114,49 +114,6 @@ func TestSeccompRefused(t *testing.T) {
 	}, codes.FailedPrecondition, "no seccomp")
 }
 
-func TestSeccompProfilesRefused(t *testing.T) {
-	spec := mustSpec(t, testInput())
-	for body, want := range map[string]string{
-		``:                          "unexpected end",
-		`[]`:                        "cannot unmarshal",
-		`{"x":1} {}`:                "after top-level value",
-		`null`:                      "neither",
-		`{"defaultAction":"ALLOW"}`: `defaultAction "ALLOW"`,
-		`{"defaultAction":"SCMP_ACT_ALLOW","syscalls":[null]}`:                                                                 "syscalls[0] is null",
-		`{"defaultAction":"SCMP_ACT_ALLOW","syscalls":[{"names":["a"],"action":"NO"}]}`:                                        `action "NO" for a`,
-		`{"defaultAction":"SCMP_ACT_ALLOW","syscalls":[{"names":["a"],"action":"SCMP_ACT_LOG","args":[{"op":"X"}]}]}`:          `operator "X" for a`,
-		`{"defaultAction":"SCMP_ACT_ALLOW","architectures":["SCMP_ARCH_X86"],"archMap":[{"architecture":"SCMP_ARCH_X86_64"}]}`: "archMap",
-	} {
-		_, err := parseProfile([]byte(body), spec)
-		if err == nil || !strings.Contains(err.Error(), want) {
-			t.Errorf("%s: got %v, want %q", body, err, want)
-		}
-	}
-}
-
-func FuzzSeccompProfile(f *testing.F) {
-	in := testInput()
-	spec, err := ContainerSpec(in)
-	if err != nil {
-		f.Fatal(err)
-	}
-	f.Add([]byte(testFiles().profiles["/profiles/allow.json"]))
-	f.Add([]byte(`{"defaultAction":"SCMP_ACT_ERRNO","syscalls":[null,{"name":"x","includes":{"caps":["CAP_BPF"],"minKernel":"4.8"}}]}`))
-	f.Add([]byte(`{"SYSCALLS":[null],"defaultAction":"SCMP_ACT_ERRNO"}`))
-	f.Fuzz(func(t *testing.T, body []byte) {
-		p, err := parseProfile(body, spec)
-		if err != nil {
-			return
-		}
-		if _, err := json.Marshal(p); err != nil {
-			t.Error(err)
-		}
-		if !seccompActions[p.DefaultAction] {
-			t.Errorf("default action %q", p.DefaultAction)
-		}
-	})
-}
-
 func TestAppArmor(t *testing.T) {
 	for _, test := range []struct {
 		name       string
@@ -170,17 +127,17 @@ func TestAppArmor(t *testing.T) {
 		{name: "host without, not asked for"},
 		{name: "host without, default", profile: profile(runtimeDefault, "")},
 		{name: "host without, unconfined", profile: profile(unconfined, "")},
-		{name: "not asked for means default", host: true, loaded: []string{DefaultAppArmorProfile}, want: DefaultAppArmorProfile},
-		{name: "default", host: true, profile: profile(runtimeDefault, ""), loaded: []string{DefaultAppArmorProfile}, want: DefaultAppArmorProfile},
+		{name: "not asked for means default", host: true, loaded: []string{confine.DefaultAppArmorProfile}, want: confine.DefaultAppArmorProfile},
+		{name: "default", host: true, profile: profile(runtimeDefault, ""), loaded: []string{confine.DefaultAppArmorProfile}, want: confine.DefaultAppArmorProfile},
 		{name: "not asked for, not loaded", host: true},
 		{name: "default not loaded, privileged", host: true, privileged: true, profile: profile(runtimeDefault, "")},
-		{name: "default, privileged", host: true, privileged: true, loaded: []string{DefaultAppArmorProfile}},
-		{name: "unconfined", host: true, profile: profile(unconfined, ""), loaded: []string{DefaultAppArmorProfile}},
+		{name: "default, privileged", host: true, privileged: true, loaded: []string{confine.DefaultAppArmorProfile}},
+		{name: "unconfined", host: true, profile: profile(unconfined, ""), loaded: []string{confine.DefaultAppArmorProfile}},
 		{name: "localhost", host: true, profile: profile(localhost, "custom"), loaded: []string{"custom"}, want: "custom"},
 		{name: "localhost, privileged", host: true, privileged: true, profile: profile(localhost, "custom"), loaded: []string{"custom"}, want: "custom"},
 		{name: "deprecated localhost", host: true, deprecated: "localhost/custom", loaded: []string{"custom"}, want: "custom"},
-		{name: "deprecated default", host: true, deprecated: "runtime/default", loaded: []string{DefaultAppArmorProfile}, want: DefaultAppArmorProfile},
-		{name: "deprecated unconfined", host: true, deprecated: "unconfined", loaded: []string{DefaultAppArmorProfile}},
+		{name: "deprecated default", host: true, deprecated: "runtime/default", loaded: []string{confine.DefaultAppArmorProfile}, want: confine.DefaultAppArmorProfile},
+		{name: "deprecated unconfined", host: true, deprecated: "unconfined", loaded: []string{confine.DefaultAppArmorProfile}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			in := testInput()
@@ -207,51 +164,16 @@ func TestAppArmorRefused(t *testing.T) {
 	refused(t, func(in *ContainerInput) {
 		in.Host.AppArmor, in.Host.NoAppArmorProfile = true, "install apparmor_parser"
 		in.sc().Apparmor = profile(runtimeDefault, "")
-	}, codes.FailedPrecondition, DefaultAppArmorProfile, "not loaded", "install apparmor_parser")
+	}, codes.FailedPrecondition, confine.DefaultAppArmorProfile, "not loaded", "install apparmor_parser")
 	refused(t, func(in *ContainerInput) {
 		in.Host.AppArmor = true
 		in.sc().ApparmorProfile = "runtime/default" //nolint:staticcheck // on purpose
-	}, codes.FailedPrecondition, DefaultAppArmorProfile, "not loaded")
+	}, codes.FailedPrecondition, confine.DefaultAppArmorProfile, "not loaded")
 	refused(t, func(in *ContainerInput) { in.sc().Apparmor = profile(localhost, "") }, codes.InvalidArgument, "localhost_ref")
 	refused(t, func(in *ContainerInput) { in.sc().ApparmorProfile = "custom" }, codes.InvalidArgument, `"custom"`) //nolint:staticcheck // on purpose
 }
 
-func TestSELinuxOptions(t *testing.T) {
-	got, err := labelOptions(&runtimeapi.SELinuxOption{User: "system_u", Role: "system_r", Type: "spc_t", Level: "s0:c1,c2"})
-	if want := []string{"user:system_u", "role:system_r", "type:spc_t", "level:s0:c1,c2"}; err != nil || !slices.Equal(got, want) {
-		t.Errorf("got %q, %v", got, err)
-	}
-	for _, o := range []*runtimeapi.SELinuxOption{{User: "a:b"}, {Role: "a b"}, {Type: "a\n"}, {Level: "c1"}, {Level: "s0:x"}} {
-		_, err := NewLabels(o, Labels{}, testHost()) // also on a host without SELinux
-		wantError(t, err, codes.InvalidArgument, "selinux_options")
-	}
-}
-
-var podLabels = Labels{Process: "system_u:system_r:container_t:s0:c1,c2", Mount: "system_u:object_r:container_file_t:s0:c1,c2"}
-
-func TestNewLabels(t *testing.T) {
-	without, with := testHost(), testHost()
-	with.SELinux = true
-	own := &runtimeapi.SELinuxOption{Type: "spc_t", Level: "s0:c3,c4"}
-	// Options for SELinux mean nothing on a host without it, as with containerd and CRI-O.
-	for _, o := range []*runtimeapi.SELinuxOption{nil, own} {
-		if got, err := NewLabels(o, podLabels, without); err != nil || got != (Labels{}) {
-			t.Errorf("host without SELinux: %v, %v", got, err)
-		}
-	}
-	if got, err := NewLabels(nil, podLabels, with); err != nil || got != podLabels {
-		t.Errorf("a container without options has not its pod's labels: %v, %v", got, err)
-	}
-	// Where Facts say that there is SELinux, the library has the last word: it knows the policy.
-	got, err := NewLabels(own, podLabels, with)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if selinux.GetEnabled() != strings.HasSuffix(got.Process, ":spc_t:s0:c3,c4") {
-		t.Errorf("options of its own: %v", got)
-	}
-	selinux.ReleaseLabel(got.Process)
-}
+var podLabels = confine.Labels{Process: "system_u:system_r:container_t:s0:c1,c2", Mount: "system_u:object_r:container_file_t:s0:c1,c2"}
 
 func TestSELinuxLabelsInSpec(t *testing.T) {
 	in := testInput()

@@ -12,6 +12,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/host"
 	"berth/internal/userns"
+	"berth/oci/users"
 )
 
 // idMapOption makes libcontainer mount with the mappings of the container's user
@@ -127,7 +128,7 @@ func checkContainerUserNamespace(in ContainerInput) error {
 
 // checkMapped refuses an identity that the pod's user namespace does not have: the kernel
 // would, with an error that tells less.
-func checkMapped(pod Pod, u User) error {
+func checkMapped(pod Pod, u users.User) error {
 	m, err := UserNamespace(pod.Config)
 	if err != nil || m == nil {
 		return err

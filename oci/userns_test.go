@@ -11,6 +11,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/errdefs/errdefstest"
 )
 
 const testUserNS = "/run/berth/pods/pod1/userns"
@@ -71,7 +72,7 @@ func TestUserNamespaceValidation(t *testing.T) {
 			}
 			got, err := UserNamespace(pod.Config)
 			if test.err != "" {
-				wantError(t, err, codes.InvalidArgument, test.err)
+				errdefstest.Want(t, err, codes.InvalidArgument, test.err)
 			} else if err != nil || (got != nil) != test.own {
 				t.Errorf("got %v, %v", got, err)
 			}
@@ -180,7 +181,7 @@ func TestIDMappedMounts(t *testing.T) {
 			in.Config.Mounts = []*runtimeapi.Mount{test.mount}
 			spec, err := ContainerSpec(in)
 			if test.err != "" {
-				wantError(t, err, codes.InvalidArgument, "/data", test.err)
+				errdefstest.Want(t, err, codes.InvalidArgument, "/data", test.err)
 				return
 			}
 			if err != nil {

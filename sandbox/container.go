@@ -20,6 +20,7 @@ import (
 	"berth/internal/rootfs"
 	"berth/internal/task"
 	"berth/oci"
+	"berth/oci/users"
 	"berth/sandbox/census"
 	"berth/sandbox/describe"
 	"berth/sandbox/meter"
@@ -239,13 +240,13 @@ func (m *Manager) containerRoot(p *pod, c *container) (rootfs.Spec, error) {
 
 // resolveUser finds out who a container runs as. The root filesystem is the
 // image's, held by the caller.
-func (m *Manager) resolveUser(config *runtimeapi.ContainerConfig, image record.Image, root rootfs.Spec) (oci.User, error) {
+func (m *Manager) resolveUser(config *runtimeapi.ContainerConfig, image record.Image, root rootfs.Spec) (users.User, error) {
 	files, err := m.users.Of(image.ID, root)
 	if err != nil {
-		return oci.User{}, err
+		return users.User{}, err
 	}
-	request := oci.ContainerUserRequest(config.GetLinux().GetSecurityContext(), image.Config.User)
-	return oci.ResolveUser(files.Passwd, files.Group, request)
+	request := users.ContainerRequest(config.GetLinux().GetSecurityContext(), image.Config.User)
+	return users.Resolve(files.Passwd, files.Group, request)
 }
 
 // RuntimeSpec returns what the launcher is, or was, told of a container.

@@ -19,6 +19,7 @@ import (
 	"berth/internal/join"
 	"berth/internal/task"
 	"berth/oci"
+	"berth/oci/users"
 	"berth/sandbox/imagefs"
 	"berth/sandbox/meter"
 	"berth/sandbox/record"
@@ -255,7 +256,7 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 	}
 	root := m.roots.Pause(m.payload.Pause, idMap, p.rec.SELinux.Mount)
 	m.appArmor.Ensure(ctx)
-	var users imagefs.UserFiles
+	var files imagefs.UserFiles
 	var config *ocispec.ImageConfig
 	var imageUser string
 	if image := p.rec.PauseImage; image != nil {
@@ -264,12 +265,12 @@ func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error
 		if root, err = m.roots.Writable(p.id, image, idMap, p.rec.SELinux.Mount); err != nil {
 			return nil, fmt.Errorf("pause image: %w", err)
 		}
-		if users, err = m.users.Of(image.ID, root); err != nil {
+		if files, err = m.users.Of(image.ID, root); err != nil {
 			return nil, err
 		}
 		config, imageUser = &image.Config, image.Config.User
 	}
-	user, err := oci.ResolveUser(users.Passwd, users.Group, oci.SandboxUserRequest(p.config.GetLinux().GetSecurityContext(), imageUser))
+	user, err := users.Resolve(files.Passwd, files.Group, users.SandboxRequest(p.config.GetLinux().GetSecurityContext(), imageUser))
 	if err != nil {
 		return nil, err
 	}

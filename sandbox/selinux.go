@@ -3,21 +3,21 @@ package sandbox
 import (
 	"fmt"
 
-	"berth/oci"
+	"berth/oci/confine"
 )
 
 // labelPod decides the pod's labels, which its containers share unless they have options
 // of their own.
 func (m *Manager) labelPod(p *pod) (err error) {
 	options := p.config.GetLinux().GetSecurityContext().GetSelinuxOptions()
-	p.rec.SELinux, err = oci.NewLabels(options, oci.Labels{}, *m.cfg.Host)
+	p.rec.SELinux, err = confine.NewLabels(options, confine.Labels{}, *m.cfg.Host)
 	return err
 }
 
 // labelContainer decides the container's labels.
 func (m *Manager) labelContainer(p *pod, c *container) (err error) {
 	options := c.config.GetLinux().GetSecurityContext().GetSelinuxOptions()
-	c.rec.SELinux, err = oci.NewLabels(options, p.rec.SELinux, *m.cfg.Host)
+	c.rec.SELinux, err = confine.NewLabels(options, p.rec.SELinux, *m.cfg.Host)
 	return err
 }
 
@@ -43,7 +43,7 @@ func (m *Manager) releasePodLabels(p *pod) { m.selinux.Release(p.rec.SELinux) }
 // reserveLabels keeps the categories of the pods and containers that an earlier daemon
 // made. Containers with their pod's labels reserve the same ones again.
 func (m *Manager) reserveLabels() error {
-	var all []oci.Labels
+	var all []confine.Labels
 	for _, p := range m.pods.Snapshot() {
 		all = append(all, p.rec.SELinux)
 	}

@@ -9,7 +9,7 @@ import (
 	"github.com/opencontainers/selinux/go-selinux"
 
 	"berth/internal/index"
-	"berth/oci"
+	"berth/oci/confine"
 	"berth/sandbox/lsm"
 	"berth/sandbox/record"
 )
@@ -44,9 +44,9 @@ func (f *fakeSELinux) labels() []string { return slices.Sorted(maps.Keys(f.inUse
 // labelledManager has a pod, a container with the pod's labels and one with its own.
 func labelledManager(host *fakeSELinux) (m *Manager, p *pod, shares, own *container) {
 	m = &Manager{selinux: host.selinux(), pods: index.New[*pod]("pod"), containers: index.New[*container]("container")}
-	p = &pod{id: "p", rec: record.Pod{SELinux: oci.Labels{Process: "pod-process", Mount: "pod-files"}}}
+	p = &pod{id: "p", rec: record.Pod{SELinux: confine.Labels{Process: "pod-process", Mount: "pod-files"}}}
 	shares = &container{id: "shares", podID: "p", rec: record.Container{SELinux: p.rec.SELinux}}
-	own = &container{id: "own", podID: "p", rec: record.Container{SELinux: oci.Labels{Process: "own-process", Mount: "own-files"}}}
+	own = &container{id: "own", podID: "p", rec: record.Container{SELinux: confine.Labels{Process: "own-process", Mount: "own-files"}}}
 	m.pods.Put(p.id, p)
 	m.containers.Put(shares.id, shares)
 	m.containers.Put(own.id, own)

@@ -18,6 +18,8 @@ import (
 	"berth/internal/host"
 	"berth/internal/nri"
 	"berth/oci"
+	"berth/oci/confine"
+	"berth/oci/users"
 	"berth/sandbox/handler"
 	"berth/sandbox/layout"
 	"berth/sandbox/namespaces"
@@ -41,7 +43,7 @@ type Pod struct {
 	Runtime  *handler.Runtime // nil: libcontainer
 	NetNS    string           // empty: the node's
 	PausePID int              // 0 for its pause
-	Labels   oci.Labels
+	Labels   confine.Labels
 }
 
 // Container is what they need to know of a container.
@@ -49,8 +51,8 @@ type Container struct {
 	ID          string
 	Config      *runtimeapi.ContainerConfig
 	Image       *ocispec.ImageConfig
-	User        oci.User
-	Labels      oci.Labels
+	User        users.User
+	Labels      confine.Labels
 	Volumes     map[int]string // where image volumes are, by index of the mount
 	TargetPIDNS string         // the PID namespace to join; empty: as the config says
 	Resources   *runtimeapi.LinuxContainerResources
@@ -59,7 +61,7 @@ type Container struct {
 }
 
 // Pause describes a pod's pause. image is its own, nil for the embedded one.
-func (n Node) Pause(p Pod, user oci.User, image *ocispec.ImageConfig) (*specs.Spec, error) {
+func (n Node) Pause(p Pod, user users.User, image *ocispec.ImageConfig) (*specs.Spec, error) {
 	spec, err := oci.SandboxSpec(oci.SandboxInput{Pod: n.pod(p), Labels: p.Labels, Host: n.facts(p), Files: host.Files{},
 		SystemdCgroup: n.SystemdCgroup, User: user, Image: image})
 	if err != nil {

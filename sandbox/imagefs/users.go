@@ -10,7 +10,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
 	"berth/internal/safefs"
-	"berth/oci"
+	"berth/oci/users"
 )
 
 // What is kept in memory of images' user files: of so many images, of files up to
@@ -80,7 +80,7 @@ func (u *Users) Of(imageID string, root rootfs.Spec) (UserFiles, error) {
 
 // readUserFile returns nil for a file the image does not have.
 func readUserFile(root *os.File, path string) ([]byte, error) {
-	data, err := safefs.ReadFile(root, path, oci.MaxUserFile)
+	data, err := safefs.ReadFile(root, path, users.MaxFile)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}

@@ -13,7 +13,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/host"
 	"berth/internal/task"
-	"berth/oci"
+	"berth/oci/confine"
 )
 
 // profileLoader asks the kernel for AppArmor profiles and loads berth's own.
@@ -96,7 +96,7 @@ func (a *AppArmor) Ensure(ctx context.Context) {
 	if f := a.failed.Load(); f != nil && time.Since(f.at) < appArmorRetry {
 		return
 	}
-	there, err := a.kernel.loaded(oci.DefaultAppArmorProfile)
+	there, err := a.kernel.loaded(confine.DefaultAppArmorProfile)
 	if err == nil && !there {
 		err = a.loadDefault(ctx)
 	}
@@ -115,7 +115,7 @@ func (a *AppArmor) Ensure(ctx context.Context) {
 // takes longer than appArmorLimit goes on in the background, and nothing else is loaded meanwhile: the
 // library has no way to end the parser.
 func (a *AppArmor) loadDefault(ctx context.Context) error {
-	const what, profile = "load AppArmor profile", oci.DefaultAppArmorProfile
+	const what, profile = "load AppArmor profile", confine.DefaultAppArmorProfile
 	ctx, cancel := context.WithTimeout(ctx, appArmorLimit)
 	defer cancel()
 	pass, err := a.tasks.Take(ctx, a.turn, what, profile)

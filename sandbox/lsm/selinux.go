@@ -13,6 +13,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/host"
 	"berth/oci"
+	"berth/oci/confine"
 )
 
 // SELinux gives labels to files, and keeps the categories of labels from being drawn twice. Its
@@ -42,7 +43,7 @@ func refused(err error) error {
 }
 
 // Reserve keeps the categories of labels that are in use; several may use the same.
-func (s SELinux) Reserve(labels oci.Labels) error {
+func (s SELinux) Reserve(labels confine.Labels) error {
 	if labels.Process == "" {
 		return nil
 	}
@@ -53,14 +54,14 @@ func (s SELinux) Reserve(labels oci.Labels) error {
 }
 
 // Release gives back the categories of labels that nobody uses any more.
-func (s SELinux) Release(labels oci.Labels) {
+func (s SELinux) Release(labels confine.Labels) {
 	if labels.Process != "" {
 		s.ReleaseLabel(labels.Process)
 	}
 }
 
 // LabelOwn labels a directory of berth's own and what is in it.
-func (s SELinux) LabelOwn(dir string, labels oci.Labels) error {
+func (s SELinux) LabelOwn(dir string, labels confine.Labels) error {
 	if labels.Mount == "" {
 		return nil
 	}
@@ -73,7 +74,7 @@ func (s SELinux) LabelOwn(dir string, labels oci.Labels) error {
 // LabelMounts labels the sources of those mounts of a container that ask for it. Nothing else is ever
 // labelled anew (CVE-2021-43816). InvalidArgument for folders of the system, which the library refuses,
 // FailedPrecondition where files can't have labels.
-func (s SELinux) LabelMounts(config *runtimeapi.ContainerConfig, labels oci.Labels) error {
+func (s SELinux) LabelMounts(config *runtimeapi.ContainerConfig, labels confine.Labels) error {
 	if labels.Mount == "" {
 		return nil
 	}

@@ -14,7 +14,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/oci"
+	"berth/oci/confine"
 )
 
 // Only what the config asks for is labelled anew, and it with the container's label: where
@@ -29,7 +29,7 @@ func TestLabelMounts(t *testing.T) {
 	if err := os.Symlink("asked", dir+"/link"); err != nil {
 		t.Fatal(err)
 	}
-	labels := oci.Labels{Process: "own-process", Mount: "own-files"}
+	labels := confine.Labels{Process: "own-process", Mount: "own-files"}
 	files := map[string]string{}
 	var fail error
 	host := SELinux{Relabel: func(path, l string) error { files[path] = l; return fail }}
@@ -55,7 +55,7 @@ func TestLabelMounts(t *testing.T) {
 
 	clear(files)
 	fail = nil
-	labels = oci.Labels{} // a host without SELinux
+	labels = confine.Labels{} // a host without SELinux
 	if err := host.LabelMounts(config, labels); err != nil || len(files) > 0 {
 		t.Errorf("without SELinux: labelled %v, %v", files, err)
 	}

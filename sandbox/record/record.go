@@ -24,7 +24,8 @@ import (
 	"berth/checkpoint"
 	"berth/cni"
 	"berth/internal/nri"
-	"berth/oci"
+	"berth/oci/confine"
+	"berth/oci/users"
 	"berth/sandbox/handler"
 )
 
@@ -68,10 +69,10 @@ type Pod struct {
 	IPRanges    [][]cni.IPRange `json:"ipRanges,omitempty"`
 	IPs         []string        `json:"ips,omitempty"`
 
-	SELinux    oci.Labels `json:"selinux,omitzero"`     // containers without options of their own share them
-	PauseImage *Image     `json:"pauseImage,omitempty"` // nil: the embedded pause
-	PausePID   int        `json:"pausePID,omitempty"`
-	PauseStart uint64     `json:"pauseStart,omitempty"` // start time, clock ticks
+	SELinux    confine.Labels `json:"selinux,omitzero"`     // containers without options of their own share them
+	PauseImage *Image         `json:"pauseImage,omitempty"` // nil: the embedded pause
+	PausePID   int            `json:"pausePID,omitempty"`
+	PauseStart uint64         `json:"pauseStart,omitempty"` // start time, clock ticks
 }
 
 // Image is what a container keeps of its image, which may be removed before it.
@@ -96,10 +97,10 @@ type Container struct {
 
 	Image       Image          `json:"image"`
 	Volumes     []Volume       `json:"volumes,omitempty"` // images mounted as volumes
-	User        oci.User       `json:"user"`
+	User        users.User     `json:"user"`
 	CgroupsPath string         `json:"cgroupsPath"`
 	LogPath     string         `json:"logPath,omitempty"`
-	SELinux     oci.Labels     `json:"selinux,omitzero"`
+	SELinux     confine.Labels `json:"selinux,omitzero"`
 	Process     *specs.Process `json:"process,omitempty"`   // what execs derive from
 	Described   *specs.Spec    `json:"described,omitempty"` // what plugins are told of it besides Process
 

@@ -1,4 +1,4 @@
-package oci
+package confine
 
 import (
 	"slices"
@@ -9,6 +9,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/host"
 )
 
 // defaultCapabilities are Docker's and containerd's.
@@ -67,14 +68,14 @@ func normalizeCapabilities(names []string) ([]string, error) {
 	return out, nil
 }
 
-// capabilities returns a process's sets: the default ones or, privileged, all, changed by
+// Capabilities returns a process's sets: the default ones or, privileged, all, changed by
 // what the CRI config adds and drops. A dropped one is in no set, even if it is added too.
 //
 // None is inheritable (CVE-2022-24769), but for the ambient ones: the kernel raises no
 // capability to ambient that is not inheritable (capabilities(7)).
-func capabilities(c *runtimeapi.Capability, privileged bool, host Host) (*specs.LinuxCapabilities, error) {
+func Capabilities(c *runtimeapi.Capability, privileged bool, facts host.Facts) (*specs.LinuxCapabilities, error) {
 	if privileged {
-		return capabilitySets(host.Capabilities, nil), nil
+		return capabilitySets(facts.Capabilities, nil), nil
 	}
 	add, err := normalizeCapabilities(slices.Concat(c.GetAddCapabilities(), c.GetAddAmbientCapabilities()))
 	if err != nil {
@@ -88,7 +89,7 @@ func capabilities(c *runtimeapi.Capability, privileged bool, host Host) (*specs.
 	if err != nil {
 		return nil, err
 	}
-	granted, err := grantedCapabilities(add, drop, host)
+	granted, err := grantedCapabilities(add, drop, facts)
 	if err != nil {
 		return nil, err
 	}
@@ -100,23 +101,23 @@ func capabilities(c *runtimeapi.Capability, privileged bool, host Host) (*specs.
 
 // grantedCapabilities applies ALL first and single names after, additions before
 // drops: "drop ALL, add NET_RAW" leaves one, "add ALL, drop NET_RAW" leaves all but one.
-func grantedCapabilities(add, drop []string, host Host) ([]string, error) {
+func grantedCapabilities(add, drop []string, facts host.Facts) ([]string, error) {
 	set := make(map[string]bool)
 	start := defaultCapabilities
 	switch {
 	case slices.Contains(drop, allCapabilities): // also if ALL is added, as in containerd
 		start = nil
 	case slices.Contains(add, allCapabilities):
-		start = host.Capabilities
+		start = facts.Capabilities
 	}
 	for _, n := range start {
-		set[n] = slices.Contains(host.Capabilities, n)
+		set[n] = slices.Contains(facts.Capabilities, n)
 	}
 	for _, n := range add {
 		if n == allCapabilities {
 			continue
 		}
-		if !slices.Contains(host.Capabilities, n) {
+		if !slices.Contains(facts.Capabilities, n) {
 			return nil, errdefs.FailedPrecondition("capability %s: berth does not hold it itself on this node", n)
 		}
 		set[n] = true
@@ -145,18 +146,5 @@ func capabilitySets(granted, ambient []string) *specs.LinuxCapabilities {
 		Permitted:   byNumber(granted),
 		Inheritable: byNumber(ambient),
 		Ambient:     byNumber(ambient),
-	}
-}
-
-func cloneCapabilities(c *specs.LinuxCapabilities) *specs.LinuxCapabilities {
-	if c == nil {
-		return nil
-	}
-	return &specs.LinuxCapabilities{
-		Bounding:    slices.Clone(c.Bounding),
-		Effective:   slices.Clone(c.Effective),
-		Permitted:   slices.Clone(c.Permitted),
-		Inheritable: slices.Clone(c.Inheritable),
-		Ambient:     slices.Clone(c.Ambient),
 	}
 }

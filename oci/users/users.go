@@ -1,4 +1,11 @@
-package oci
+// Package users finds out who a container's processes are: from what is asked for, the image's USER, and
+// the image's /etc/passwd and /etc/group.
+//
+// # Contract
+//
+// It is pure. The files may be anybody's: what is no plain entry is none, and an ID that anybody might read as
+// another is refused. Everything wrong is InvalidArgument: it comes from the request or the image.
+package users
 
 import (
 	"bytes"
@@ -13,9 +20,9 @@ import (
 	"berth/internal/errdefs"
 )
 
-// MaxUserFile is the size in bytes beyond which an /etc/passwd or /etc/group is not
+// MaxFile is the size in bytes beyond which an /etc/passwd or /etc/group is not
 // worth reading: callers refuse it (CVE-2026-47262).
-const MaxUserFile = 4 << 20
+const MaxFile = 4 << 20
 
 // maxID is the highest user or group ID, as in containerd and runc. The kernel
 // takes more, but 4294967295 and 4294967296 have been read as "no change" and
@@ -33,8 +40,8 @@ type User struct {
 	Home   string // from passwd; empty if the user has no entry there
 }
 
-// UserRequest is who should be run as. ContainerUserRequest and SandboxUserRequest make it.
-type UserRequest struct {
+// Request is who should be run as. ContainerRequest and SandboxRequest make it.
+type Request struct {
 	UID, GID  *int64 // run_as_user, run_as_group
 	Username  string // run_as_username
 	ImageUser string // the image's USER, taken if neither UID nor Username is set
@@ -42,9 +49,9 @@ type UserRequest struct {
 	Policy    runtimeapi.SupplementalGroupsPolicy // KEP-3619
 }
 
-// ContainerUserRequest returns who a container asks to run as.
-func ContainerUserRequest(sc *runtimeapi.LinuxContainerSecurityContext, imageUser string) UserRequest {
-	return UserRequest{
+// ContainerRequest returns who a container asks to run as.
+func ContainerRequest(sc *runtimeapi.LinuxContainerSecurityContext, imageUser string) Request {
+	return Request{
 		UID:       int64Pointer(sc.GetRunAsUser()),
 		GID:       int64Pointer(sc.GetRunAsGroup()),
 		Username:  sc.GetRunAsUsername(),
@@ -54,9 +61,9 @@ func ContainerUserRequest(sc *runtimeapi.LinuxContainerSecurityContext, imageUse
 	}
 }
 
-// SandboxUserRequest returns who a pod asks to run its pause as.
-func SandboxUserRequest(sc *runtimeapi.LinuxSandboxSecurityContext, imageUser string) UserRequest {
-	return UserRequest{
+// SandboxRequest returns who a pod asks to run its pause as.
+func SandboxRequest(sc *runtimeapi.LinuxSandboxSecurityContext, imageUser string) Request {
+	return Request{
 		UID:       int64Pointer(sc.GetRunAsUser()),
 		GID:       int64Pointer(sc.GetRunAsGroup()),
 		ImageUser: imageUser,
@@ -73,14 +80,14 @@ func int64Pointer(v *runtimeapi.Int64Value) *int64 {
 	return &n
 }
 
-// ResolveUser finds the identity that req asks for in the image's /etc/passwd and
+// Resolve finds the identity that req asks for in the image's /etc/passwd and
 // /etc/group (nil: the image has none). A number is always an ID, whatever names
 // the files have; a name must be in the files. The primary group is, in this order:
 // run_as_group, the group part of USER, the user's in passwd, 0. With policy Merge
 // the user is also in the groups whose member lists name it.
 //
 // Everything wrong is InvalidArgument: it comes from the request or the image.
-func ResolveUser(passwd, group []byte, req UserRequest) (User, error) {
+func Resolve(passwd, group []byte, req Request) (User, error) {
 	if err := req.check(); err != nil {
 		return User{}, err
 	}
@@ -111,22 +118,21 @@ func (u User) CRI() *runtimeapi.ContainerUser {
 	return &runtimeapi.ContainerUser{Linux: linux}
 }
 
-func (u User) spec() specs.User {
+// Spec returns the identity as a runtime-spec has it.
+func (u User) Spec() specs.User {
 	return specs.User{UID: u.UID, GID: u.GID, AdditionalGids: slices.Clone(u.Groups)}
 }
 
-// home is a value for HOME. One that is no plain absolute path is not passed on: it
+// HomeVariable is a value for HOME. One that is no plain absolute path is not passed on: it
 // would reach programs that split lines (CVE-2022-4318).
-func (u User) home() string {
-	if !strings.HasPrefix(u.Home, "/") || strings.ContainsFunc(u.Home, isControl) {
+func (u User) HomeVariable() string {
+	if !strings.HasPrefix(u.Home, "/") || strings.ContainsFunc(u.Home, func(r rune) bool { return r < ' ' || r == 0x7f }) {
 		return "/"
 	}
 	return u.Home
 }
 
-func isControl(r rune) bool { return r < ' ' || r == 0x7f }
-
-func (req UserRequest) check() error {
+func (req Request) check() error {
 	if req.UID != nil && req.Username != "" {
 		return errdefs.InvalidArgument("run_as_user %d and run_as_username %q exclude each other", *req.UID, req.Username)
 	}
@@ -154,7 +160,7 @@ func (req UserRequest) check() error {
 func validID(n int64) bool { return n >= 0 && n <= maxID }
 
 // names returns the user and the group as text, the group "" if it is not asked for.
-func (req UserRequest) names() (user, group string, err error) {
+func (req Request) names() (user, group string, err error) {
 	switch {
 	case req.UID != nil:
 		user = strconv.FormatInt(*req.UID, 10)
@@ -271,7 +277,7 @@ func findGroup(file []byte, group string) (uint32, error) {
 
 // allGroups returns the primary group, the requested ones and, with policy Merge, those
 // of the image that name the user.
-func allGroups(file []byte, user string, primary uint32, req UserRequest) ([]uint32, error) {
+func allGroups(file []byte, user string, primary uint32, req Request) ([]uint32, error) {
 	groups := []uint32{primary}
 	for _, g := range req.Groups {
 		groups = append(groups, uint32(g))

@@ -1,4 +1,4 @@
-package oci
+package confine
 
 import (
 	"regexp"
@@ -8,6 +8,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/host"
 )
 
 // Labels are what SELinux knows a pod or container by. Both are empty on a host
@@ -24,9 +25,9 @@ type Labels struct {
 // down. Hosts without SELinux ignore all of it, as do containerd and CRI-O.
 //
 // InvalidArgument for options that are no part of a label.
-func NewLabels(o *runtimeapi.SELinuxOption, pod Labels, host Host) (Labels, error) {
+func NewLabels(o *runtimeapi.SELinuxOption, pod Labels, facts host.Facts) (Labels, error) {
 	options, err := labelOptions(o)
-	if err != nil || !host.SELinux {
+	if err != nil || !facts.SELinux {
 		return Labels{}, err
 	}
 	if len(options) == 0 && pod.Process != "" {
@@ -39,9 +40,9 @@ func NewLabels(o *runtimeapi.SELinuxOption, pod Labels, host Host) (Labels, erro
 	return Labels{Process: process, Mount: mount}, nil
 }
 
-// setSELinux labels the process and the mounts. A privileged container's process has no label
+// SetSELinux labels the process and the mounts. A privileged container's process has no label
 // of its own: restrictions are not applied to it (LinuxContainerSecurityContext.privileged).
-func setSELinux(labels Labels, privileged bool, spec *specs.Spec) {
+func SetSELinux(labels Labels, privileged bool, spec *specs.Spec) {
 	spec.Linux.MountLabel = labels.Mount
 	if !privileged {
 		spec.Process.SelinuxLabel = labels.Process
@@ -73,22 +74,4 @@ func labelOptions(o *runtimeapi.SELinuxOption) ([]string, error) {
 		options = append(options, part.name+":"+part.value)
 	}
 	return options, nil
-}
-
-// RelabelSources returns the host paths that a container's CRI mounts ask to have labelled with
-// their Labels.Mount; the caller does it before launch. Never the pod's own
-// files or anything the config does not name (CVE-2021-43816).
-func RelabelSources(config *runtimeapi.ContainerConfig, files Files) ([]string, error) {
-	var sources []string
-	for _, m := range config.GetMounts() {
-		if !m.GetSelinuxRelabel() || IsImageVolume(m) { // other containers run on the same layers
-			continue
-		}
-		source, err := mountSource(m, files)
-		if err != nil {
-			return nil, err
-		}
-		sources = append(sources, source)
-	}
-	return sources, nil
 }

@@ -1,4 +1,4 @@
-package oci
+package confine
 
 import (
 	"slices"
@@ -6,7 +6,19 @@ import (
 
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs/errdefstest"
+	"berth/internal/host"
 )
+
+// allNames are all capabilities, ordered by number.
+func allNames() []string {
+	names := make([]string, len(capabilityNumbers))
+	for name, n := range capabilityNumbers {
+		names[n] = name
+	}
+	return names
+}
 
 func TestCapabilities(t *testing.T) {
 	type s = []string
@@ -40,7 +52,7 @@ func TestCapabilities(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			c := &runtimeapi.Capability{AddCapabilities: test.add, DropCapabilities: test.drop, AddAmbientCapabilities: test.ambient}
-			got, err := capabilities(c, test.privileged, testHost())
+			got, err := Capabilities(c, test.privileged, host.Facts{Capabilities: allNames()})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -57,8 +69,7 @@ func TestCapabilities(t *testing.T) {
 }
 
 func TestCapabilitiesWeDoNotHold(t *testing.T) {
-	host := testHost()
-	host.Capabilities = []string{"CAP_CHOWN", "CAP_KILL", "CAP_SYS_ADMIN"}
+	facts := host.Facts{Capabilities: []string{"CAP_CHOWN", "CAP_KILL", "CAP_SYS_ADMIN"}}
 	for _, test := range []struct {
 		name string
 		c    *runtimeapi.Capability
@@ -66,16 +77,16 @@ func TestCapabilitiesWeDoNotHold(t *testing.T) {
 		want []string
 	}{
 		{"default", nil, false, []string{"CAP_CHOWN", "CAP_KILL"}},
-		{"all", &runtimeapi.Capability{AddCapabilities: []string{"ALL"}}, false, host.Capabilities},
-		{"privileged", nil, true, host.Capabilities},
+		{"all", &runtimeapi.Capability{AddCapabilities: []string{"ALL"}}, false, facts.Capabilities},
+		{"privileged", nil, true, facts.Capabilities},
 	} {
-		got, err := capabilities(test.c, test.priv, host)
+		got, err := Capabilities(test.c, test.priv, facts)
 		if err != nil || !slices.Equal(got.Bounding, test.want) {
 			t.Errorf("%s: got %v, %v, want %v", test.name, got, err, test.want)
 		}
 	}
-	_, err := capabilities(&runtimeapi.Capability{AddCapabilities: []string{"NET_ADMIN"}}, false, host)
-	wantError(t, err, codes.FailedPrecondition, "CAP_NET_ADMIN")
+	_, err := Capabilities(&runtimeapi.Capability{AddCapabilities: []string{"NET_ADMIN"}}, false, facts)
+	errdefstest.Want(t, err, codes.FailedPrecondition, "CAP_NET_ADMIN")
 }
 
 func TestCapabilitiesUnknown(t *testing.T) {
@@ -83,8 +94,8 @@ func TestCapabilitiesUnknown(t *testing.T) {
 		for _, c := range []*runtimeapi.Capability{
 			{AddCapabilities: []string{name}}, {DropCapabilities: []string{name}}, {AddAmbientCapabilities: []string{name}},
 		} {
-			_, err := capabilities(c, false, testHost())
-			wantError(t, err, codes.InvalidArgument, "unknown capability")
+			_, err := Capabilities(c, false, host.Facts{Capabilities: allNames()})
+			errdefstest.Want(t, err, codes.InvalidArgument, "unknown capability")
 		}
 	}
 }

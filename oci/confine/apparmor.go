@@ -1,4 +1,4 @@
-package oci
+package confine
 
 import (
 	"cmp"
@@ -7,34 +7,35 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/host"
 )
 
 // DefaultAppArmorProfile is the profile that RuntimeDefault stands for.
 const DefaultAppArmorProfile = "berth-default"
 
-// apparmorRequest reads the profile field or its deprecated forerunner. Not asking means
+// AppArmorProfile reads the profile field or its deprecated forerunner. Not asking means
 // RuntimeDefault (kubernetes#51746).
-func apparmorRequest(p *runtimeapi.SecurityProfile, deprecated string) profileRequest {
-	r := newProfileRequest(p, deprecated)
+func AppArmorProfile(p *runtimeapi.SecurityProfile, deprecated string) Profile {
+	r := NewProfile(p, deprecated)
 	if !r.set {
 		r.kind = runtimeapi.SecurityProfile_RuntimeDefault
 	}
 	return r
 }
 
-// setAppArmor confines the process. A profile that is asked for must be there, a localhost
+// SetAppArmor confines the process. A profile that is asked for must be there, a localhost
 // profile also for a privileged container. A container that asks for none gets the default profile
 // where the kernel has it loaded, as with containerd.
-func setAppArmor(r profileRequest, privileged bool, host Host, files Files, spec *specs.Spec) error {
+func SetAppArmor(r Profile, privileged bool, facts host.Facts, files Files, spec *specs.Spec) error {
 	if err := r.check("apparmor"); err != nil {
 		return err
 	}
 	switch {
 	case r.kind == runtimeapi.SecurityProfile_Unconfined:
 		return nil
-	case r.kind == runtimeapi.SecurityProfile_Localhost && !host.AppArmor:
+	case r.kind == runtimeapi.SecurityProfile_Localhost && !facts.AppArmor:
 		return errdefs.FailedPrecondition("apparmor: profile %q wanted, but the host has no AppArmor", r.ref)
-	case r.kind == runtimeapi.SecurityProfile_RuntimeDefault && (!host.AppArmor || privileged):
+	case r.kind == runtimeapi.SecurityProfile_RuntimeDefault && (!facts.AppArmor || privileged):
 		return nil
 	}
 	name := DefaultAppArmorProfile
@@ -54,7 +55,7 @@ func setAppArmor(r profileRequest, privileged bool, host Host, files Files, spec
 		return errdefs.FailedPrecondition("apparmor: profile %q is not loaded", name)
 	case r.set:
 		return errdefs.FailedPrecondition("apparmor: RuntimeDefault wanted, but its profile %q is not loaded: %s",
-			name, cmp.Or(host.NoAppArmorProfile, "somebody has unloaded it"))
+			name, cmp.Or(facts.NoAppArmorProfile, "somebody has unloaded it"))
 	}
 	return nil
 }

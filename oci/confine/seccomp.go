@@ -1,4 +1,12 @@
-package oci
+// Package confine has what the kernel lets a process do: capabilities, seccomp filters, AppArmor profiles and
+// SELinux labels, from what the CRI asks for.
+//
+// # Contract
+//
+// It is pure but for drawing SELinux categories, and asks about files of the host through Files. What can't be given
+// is refused, but for SELinux labels on a host without SELinux, which every kubelet may send. InvalidArgument names the
+// field; FailedPrecondition is what the host lacks.
+package confine
 
 import (
 	"encoding/json"
@@ -13,39 +21,48 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/host"
 )
+
+// Files is what must be known of the host's files.
+type Files interface {
+	// ReadProfile reads a seccomp profile in JSON.
+	ReadProfile(path string) ([]byte, error)
+	// AppArmorLoaded reports whether the kernel has an AppArmor profile of that name.
+	AppArmorLoaded(name string) (bool, error)
+}
 
 const localhostPrefix = "localhost/"
 
-// profileRequest is the profile a seccomp or AppArmor field asks for.
-type profileRequest struct {
+// Profile is what a seccomp or AppArmor field asks for.
+type Profile struct {
 	kind runtimeapi.SecurityProfile_ProfileType
 	ref  string // Localhost: a path (seccomp) or a name (AppArmor)
 	set  bool   // false: nothing is asked for
 	bad  string // not empty: a deprecated string without meaning
 }
 
-// newProfileRequest reads a profile field or, where it is missing, its deprecated
+// NewProfile reads a profile field or, where it is missing, its deprecated
 // forerunner, a string. Neither means Unconfined.
-func newProfileRequest(p *runtimeapi.SecurityProfile, deprecated string) profileRequest {
+func NewProfile(p *runtimeapi.SecurityProfile, deprecated string) Profile {
 	if p != nil {
-		return profileRequest{kind: p.GetProfileType(), ref: strings.TrimPrefix(p.GetLocalhostRef(), localhostPrefix), set: true}
+		return Profile{kind: p.GetProfileType(), ref: strings.TrimPrefix(p.GetLocalhostRef(), localhostPrefix), set: true}
 	}
 	switch {
 	case deprecated == "":
-		return profileRequest{kind: runtimeapi.SecurityProfile_Unconfined}
+		return Profile{kind: runtimeapi.SecurityProfile_Unconfined}
 	case deprecated == "unconfined":
-		return profileRequest{kind: runtimeapi.SecurityProfile_Unconfined, set: true}
+		return Profile{kind: runtimeapi.SecurityProfile_Unconfined, set: true}
 	case deprecated == "runtime/default", deprecated == "docker/default":
-		return profileRequest{kind: runtimeapi.SecurityProfile_RuntimeDefault, set: true}
+		return Profile{kind: runtimeapi.SecurityProfile_RuntimeDefault, set: true}
 	}
 	if ref, ok := strings.CutPrefix(deprecated, localhostPrefix); ok {
-		return profileRequest{kind: runtimeapi.SecurityProfile_Localhost, ref: ref, set: true}
+		return Profile{kind: runtimeapi.SecurityProfile_Localhost, ref: ref, set: true}
 	}
-	return profileRequest{bad: deprecated, set: true}
+	return Profile{bad: deprecated, set: true}
 }
 
-func (r profileRequest) check(field string) error {
+func (r Profile) check(field string) error {
 	switch r.kind {
 	case runtimeapi.SecurityProfile_RuntimeDefault, runtimeapi.SecurityProfile_Unconfined:
 		if r.ref != "" {
@@ -64,17 +81,17 @@ func (r profileRequest) check(field string) error {
 	return nil
 }
 
-// setSeccomp installs the filter that is asked for. No request means none, says the
+// SetSeccomp installs the filter that is asked for. No request means none, says the
 // CRI. The default profile depends on the capabilities already in spec, and on the
 // running kernel and architecture.
-func setSeccomp(r profileRequest, privileged bool, host Host, files Files, spec *specs.Spec) (err error) {
+func SetSeccomp(r Profile, privileged bool, facts host.Facts, files Files, spec *specs.Spec) (err error) {
 	if err := r.check("seccomp"); err != nil {
 		return err
 	}
 	if privileged || r.kind == runtimeapi.SecurityProfile_Unconfined {
 		return nil
 	}
-	if !host.Seccomp {
+	if !facts.Seccomp {
 		return errdefs.FailedPrecondition("seccomp: profile %s wanted, but the kernel has no seccomp filters", r.kind)
 	}
 	if r.kind == runtimeapi.SecurityProfile_RuntimeDefault {

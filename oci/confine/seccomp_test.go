@@ -1,0 +1,53 @@
+package confine
+
+import (
+	"encoding/json"
+	"strings"
+	"testing"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+)
+
+// aSpec is as much of a spec as conditions of profiles look at.
+func aSpec() *specs.Spec {
+	return &specs.Spec{Process: &specs.Process{Capabilities: capabilitySets(defaultCapabilities, nil)}, Linux: &specs.Linux{}}
+}
+
+func TestSeccompProfilesRefused(t *testing.T) {
+	spec := aSpec()
+	for body, want := range map[string]string{
+		``:                          "unexpected end",
+		`[]`:                        "cannot unmarshal",
+		`{"x":1} {}`:                "after top-level value",
+		`null`:                      "neither",
+		`{"defaultAction":"ALLOW"}`: `defaultAction "ALLOW"`,
+		`{"defaultAction":"SCMP_ACT_ALLOW","syscalls":[null]}`:                                                                 "syscalls[0] is null",
+		`{"defaultAction":"SCMP_ACT_ALLOW","syscalls":[{"names":["a"],"action":"NO"}]}`:                                        `action "NO" for a`,
+		`{"defaultAction":"SCMP_ACT_ALLOW","syscalls":[{"names":["a"],"action":"SCMP_ACT_LOG","args":[{"op":"X"}]}]}`:          `operator "X" for a`,
+		`{"defaultAction":"SCMP_ACT_ALLOW","architectures":["SCMP_ARCH_X86"],"archMap":[{"architecture":"SCMP_ARCH_X86_64"}]}`: "archMap",
+	} {
+		_, err := parseProfile([]byte(body), spec)
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: got %v, want %q", body, err, want)
+		}
+	}
+}
+
+func FuzzSeccompProfile(f *testing.F) {
+	spec := aSpec()
+	f.Add([]byte(`{"defaultAction":"SCMP_ACT_ERRNO","syscalls":[{"names":["read"],"action":"SCMP_ACT_ALLOW"}]}`))
+	f.Add([]byte(`{"defaultAction":"SCMP_ACT_ERRNO","syscalls":[null,{"name":"x","includes":{"caps":["CAP_BPF"],"minKernel":"4.8"}}]}`))
+	f.Add([]byte(`{"SYSCALLS":[null],"defaultAction":"SCMP_ACT_ERRNO"}`))
+	f.Fuzz(func(t *testing.T, body []byte) {
+		p, err := parseProfile(body, spec)
+		if err != nil {
+			return
+		}
+		if _, err := json.Marshal(p); err != nil {
+			t.Error(err)
+		}
+		if !seccompActions[p.DefaultAction] {
+			t.Errorf("default action %q", p.DefaultAction)
+		}
+	})
+}

@@ -1,0 +1,51 @@
+package confine
+
+import (
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/opencontainers/selinux/go-selinux"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs/errdefstest"
+	"berth/internal/host"
+)
+
+func TestSELinuxOptions(t *testing.T) {
+	got, err := labelOptions(&runtimeapi.SELinuxOption{User: "system_u", Role: "system_r", Type: "spc_t", Level: "s0:c1,c2"})
+	if want := []string{"user:system_u", "role:system_r", "type:spc_t", "level:s0:c1,c2"}; err != nil || !slices.Equal(got, want) {
+		t.Errorf("got %q, %v", got, err)
+	}
+	for _, o := range []*runtimeapi.SELinuxOption{{User: "a:b"}, {Role: "a b"}, {Type: "a\n"}, {Level: "c1"}, {Level: "s0:x"}} {
+		_, err := NewLabels(o, Labels{}, host.Facts{}) // also on a host without SELinux
+		errdefstest.Want(t, err, codes.InvalidArgument, "selinux_options")
+	}
+}
+
+var podLabels = Labels{Process: "system_u:system_r:container_t:s0:c1,c2", Mount: "system_u:object_r:container_file_t:s0:c1,c2"}
+
+func TestNewLabels(t *testing.T) {
+	without, with := host.Facts{}, host.Facts{}
+	with.SELinux = true
+	own := &runtimeapi.SELinuxOption{Type: "spc_t", Level: "s0:c3,c4"}
+	// Options for SELinux mean nothing on a host without it, as with containerd and CRI-O.
+	for _, o := range []*runtimeapi.SELinuxOption{nil, own} {
+		if got, err := NewLabels(o, podLabels, without); err != nil || got != (Labels{}) {
+			t.Errorf("host without SELinux: %v, %v", got, err)
+		}
+	}
+	if got, err := NewLabels(nil, podLabels, with); err != nil || got != podLabels {
+		t.Errorf("a container without options has not its pod's labels: %v, %v", got, err)
+	}
+	// Where Facts say that there is SELinux, the library has the last word: it knows the policy.
+	got, err := NewLabels(own, podLabels, with)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if selinux.GetEnabled() != strings.HasSuffix(got.Process, ":spc_t:s0:c3,c4") {
+		t.Errorf("options of its own: %v", got)
+	}
+	selinux.ReleaseLabel(got.Process)
+}
