@@ -55,7 +55,7 @@ func TestPowerCut(t *testing.T) {
 			n := newNode(t, f)
 			r := n.record(t, random, 40, 24)
 			for i := range f.cuts(t) {
-				c := r.choose(f, random)
+				c := r.choose(random)
 				t.Run(fmt.Sprint(i), func(t *testing.T) {
 					t.Logf("the power fails at %v", c)
 					n.survives(t, r, c, i%4 == 3)
@@ -73,12 +73,12 @@ type cut struct {
 }
 
 func (c cut) String() string {
-	return fmt.Sprintf("%d, keeping %.2f of what was not flushed in units of %d bytes, seed %d", c.position, c.loss.Kept, c.loss.Atomic, c.seed)
+	return fmt.Sprintf("%d, keeping %.2f of what was not flushed, seed %d", c.position, c.loss.Kept, c.seed)
 }
 
 // choose picks a power cut. Half of them are around a flush, for what is written as one piece takes
 // most of the log and few positions in it differ.
-func (r recording) choose(f filesystem, random *rand.Rand) cut {
+func (r recording) choose(random *rand.Rand) cut {
 	last := r.disk.Position()
 	position := r.begin + random.IntN(last-r.begin+1)
 	flushes := slices.DeleteFunc(r.disk.Flushes(), func(after int) bool { return after <= r.begin })
@@ -86,7 +86,7 @@ func (r recording) choose(f filesystem, random *rand.Rand) cut {
 		position = min(flushes[random.IntN(len(flushes))]+random.IntN(3)-1, last)
 	}
 	kept := []float64{0, 0.1, 0.5, 0.9, 1}[random.IntN(5)]
-	return cut{position, blocklog.Loss{Kept: kept, Atomic: f.atomic[random.IntN(len(f.atomic))]}, random.Uint64()}
+	return cut{position, blocklog.Loss{Kept: kept, Atomic: atomic}, random.Uint64()}
 }
 
 func (c cut) of(t *testing.T, disk *blocklog.Disk) *blocklog.Disk {
@@ -108,7 +108,7 @@ func (n *node) survives(t *testing.T, r recording, c cut, again bool) {
 	})
 	if again {
 		r = n.interruptedRecovery(t, r, c)
-		c = r.choose(n.filesystem, rand.New(rand.NewPCG(c.seed, 2)))
+		c = r.choose(rand.New(rand.NewPCG(c.seed, 2)))
 		t.Logf("and again at %v", c)
 	}
 	n.visibleLayersAreWhole(t, c.of(t, r.disk))
