@@ -283,28 +283,45 @@ func TestDelWithoutConfig(t *testing.T) {
 // A record that is lost takes what its pod has with it: the address by a DEL from the CNI library's record
 // of it, the rest because it bears the pod's ID.
 func TestLostRecord(t *testing.T) {
-	d := harness.StartDaemon(t)
-	pod, other := d.RunPod(t), d.RunPod(t)
-	pod.Run(t)
-	address := filepath.Join(d.DataDir, "test", pod.Ip(t))
-	d.End(t)
-	record := filepath.Join(d.Root, "pods", pod.Id+".record")
-	harness.Must(t, os.Truncate(record, 100))
-	d.Start(t)
-	harness.Eventually(t, "the address is given back", func() error {
-		if _, err := os.Stat(address); err == nil {
-			return fmt.Errorf("%s is there", address)
-		}
-		return nil
-	})
-	harness.Equal(t, "the other pod's state", other.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
-	if _, err := os.Stat(filepath.Join(d.DataDir, "test", other.Ip(t))); err != nil {
-		t.Errorf("the other pod has lost its address: %v", err)
+	for _, c := range []struct {
+		name string
+		also func(d *harness.Daemon, id, address string) []string // files damaged besides the record
+	}{
+		{"alone", func(*harness.Daemon, string, string) []string { return nil }},
+		{"with the cache of CNI", func(d *harness.Daemon, id, _ string) []string {
+			return []string{filepath.Join(d.Root, "cni/results", "test-"+id+"-eth0")}
+		}},
+		{"with what the address is for, as in a power cut", func(d *harness.Daemon, id, address string) []string {
+			return []string{filepath.Join(d.Root, "cni/results", "test-"+id+"-eth0"), address}
+		}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			d := harness.StartDaemon(t)
+			pod, other := d.RunPod(t), d.RunPod(t)
+			pod.Run(t)
+			address := filepath.Join(d.DataDir, "test", pod.Ip(t))
+			d.End(t)
+			harness.Must(t, os.Truncate(filepath.Join(d.Root, "pods", pod.Id+".record"), 100))
+			for _, path := range c.also(d, pod.Id, address) {
+				harness.Must(t, os.Truncate(path, 0))
+			}
+			d.Start(t)
+			harness.Eventually(t, "the address is given back", func() error {
+				if _, err := os.Stat(address); err == nil {
+					return fmt.Errorf("%s is there", address)
+				}
+				return nil
+			})
+			harness.Equal(t, "the other pod's state", other.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
+			if _, err := os.Stat(filepath.Join(d.DataDir, "test", other.Ip(t))); err != nil {
+				t.Errorf("the other pod has lost its address: %v", err)
+			}
+			aside, err := filepath.Glob(filepath.Join(d.Root, "pods", "set-aside", "*"))
+			harness.Must(t, err)
+			harness.Equal(t, "number of records set aside", len(aside), 1)
+			harness.Must(t, os.RemoveAll(filepath.Join(d.Root, "pods", "set-aside"))) // or the leak check would find it
+		})
 	}
-	aside, err := filepath.Glob(filepath.Join(d.Root, "pods", "set-aside", "*"))
-	harness.Must(t, err)
-	harness.Equal(t, "number of records set aside", len(aside), 1)
-	harness.Must(t, os.RemoveAll(filepath.Join(d.Root, "pods", "set-aside"))) // or the leak check would find it
 }
 
 // thorough is whether the whole enumeration is to run, as contrib/torture does.
