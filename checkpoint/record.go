@@ -44,7 +44,10 @@ const (
 )
 
 // magic starts the header line of every record file.
-const magic = "berth-record"
+const magic = "berth-record/2"
+
+// firstMagic is what it was up to 0.2.0, when the sum was over the body alone.
+const firstMagic = "berth-record"
 
 // maxRecord caps what is read back, so that a damaged file cannot exhaust
 // memory: a CRI message is at most 16 MiB, in JSON (base64) a third more.
@@ -243,14 +246,18 @@ func encode(kind string, version int, v any) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	return append([]byte(headerOf(kind, version, body)), body...), nil
+	return append([]byte(headerOf(magic, kind, version, body)), body...), nil
 }
 
 // headerOf returns the header line of a record file, with its end. The sum is over the line's own words, too: a
 // version with a bit turned would seem to be of a newer berth.
-func headerOf(kind string, version int, body []byte) string {
+func headerOf(magic, kind string, version int, body []byte) string {
 	line := fmt.Sprintf("%s %s %d %d", magic, kind, version, len(body))
-	return fmt.Sprintf("%s %x\n", line, sha256.Sum256(append([]byte(line+"\n"), body...)))
+	summed := body
+	if magic != firstMagic {
+		summed = append([]byte(line+"\n"), body...)
+	}
+	return fmt.Sprintf("%s %x\n", line, sha256.Sum256(summed))
 }
 
 // Decode checks the content of a record file and returns its schema version and
@@ -262,7 +269,7 @@ func Decode(kind string, data []byte) (version int, body []byte, err error) {
 	}
 	var gotMagic, gotKind, sum string
 	var size int
-	if n, err := fmt.Sscanf(string(header), "%s %s %d %d %s", &gotMagic, &gotKind, &version, &size, &sum); n != 5 || err != nil || gotMagic != magic {
+	if n, err := fmt.Sscanf(string(header), "%s %s %d %d %s", &gotMagic, &gotKind, &version, &size, &sum); n != 5 || err != nil || gotMagic != magic && gotMagic != firstMagic {
 		return 0, nil, fmt.Errorf("%w: not a record's header line", ErrCorrupt)
 	}
 	if gotKind != kind {
@@ -271,7 +278,7 @@ func Decode(kind string, data []byte) (version int, body []byte, err error) {
 	if size != len(body) {
 		return 0, nil, fmt.Errorf("%w: %d bytes of content, not %d", ErrCorrupt, len(body), size)
 	}
-	if string(header)+"\n" != headerOf(kind, version, body) {
+	if string(header)+"\n" != headerOf(gotMagic, kind, version, body) {
 		return 0, nil, fmt.Errorf("%w: the checksum does not match", ErrCorrupt)
 	}
 	return version, body, nil
