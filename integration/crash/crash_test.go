@@ -131,7 +131,7 @@ func casesOf(trace []string) (cases []point) {
 func (e *enumeration) crash(t *testing.T, at point, again retry) {
 	w := &world{d: e.d}
 	e.op.prepare(t, w)
-	e.d.Settled(t)
+	e.d.WaitIdle(t)
 	e.fp.Kill(t, e.d, at.point, at.n)
 	err := e.op.request(t, w)
 	if !e.d.WaitKilled(t, deathPatience) {
@@ -143,8 +143,18 @@ func (e *enumeration) crash(t *testing.T, at point, again retry) {
 		e.report(t, "trying again", []string{err.Error()})
 	}
 	e.report(t, "after trying again", e.d.Becomes(t, e.after))
+	e.report(t, "berth check --state", e.checked(t))
 	w.clean(t)
 	e.report(t, "after everything was removed", e.d.Becomes(t, e.idle))
+}
+
+// checked is what berth itself finds wrong with its state.
+func (e *enumeration) checked(t *testing.T) (differences []string) {
+	t.Helper()
+	for _, found := range e.d.StateCheck(t) {
+		differences = append(differences, found.Text())
+	}
+	return differences
 }
 
 func (e *enumeration) report(t *testing.T, when string, differences []string) {

@@ -191,9 +191,9 @@ func (w *world) nameLog(t *testing.T) {
 	harness.Must(t, os.MkdirAll(filepath.Join(w.pod.LogDirectory, "c"), 0o755))
 }
 
-// obedient is a container that ends when it is asked to.
+// obedient is a container that ends when it is asked to. Its processes stay the same until then.
 func obedient(c *runtimeapi.ContainerConfig) {
-	harness.Script("trap 'exit 7' TERM; echo ready; while :; do sleep 0.02; done")(c)
+	harness.Script("trap 'exit 7' TERM; sleep 100000 & echo ready; wait")(c)
 }
 
 func containerInUserNamespace(c *runtimeapi.ContainerConfig) {

@@ -201,7 +201,27 @@ func addRules(s snapshot, tool string) {
 // addCgroups adds the cgroups below the machine's own, but for the pods' own,
 // which in this place of kubelet we made, and anywhere those named after one of the daemon's objects.
 func addCgroups(s snapshot, d *Daemon) {
-	_ = filepath.WalkDir("/sys/fs/cgroup", func(path string, entry fs.DirEntry, err error) error {
+	for _, root := range cgroupRoots(d) {
+		addCgroupsBelow(s, d, root)
+	}
+}
+
+// cgroupRoots is where there can be cgroups of the daemon's. Without objects that is below the machine's own
+// only, which is a small part where many work side by side.
+func cgroupRoots(d *Daemon) []string {
+	if d != nil && len(d.Objects) > 0 || SystemdDriver() {
+		return []string{"/sys/fs/cgroup"}
+	}
+	var roots []string
+	for _, pattern := range []string{"/sys/fs/cgroup" + machineGroup(), "/sys/fs/cgroup/*" + machineGroup()} {
+		found, _ := filepath.Glob(pattern) // the pattern is well-formed
+		roots = append(roots, found...)
+	}
+	return roots
+}
+
+func addCgroupsBelow(s snapshot, d *Daemon, root string) {
+	_ = filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
 		if err != nil || !entry.IsDir() {
 			return nil // gone already, or a file
 		}

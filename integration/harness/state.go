@@ -68,7 +68,7 @@ func (d *Daemon) Settled(t *testing.T) State {
 // Becomes waits for the state to be the wanted one, and returns what differs if it does not get there.
 func (d *Daemon) Becomes(t *testing.T, want State) (differences []string) {
 	t.Helper()
-	_ = WaitUpTo(leakPatience, func() error {
+	_ = PollUpTo(leakPatience, 100*time.Millisecond, func() error {
 		if differences = d.FullState(t).Differences(want); len(differences) > 0 {
 			return fmt.Errorf("there are %d differences", len(differences))
 		}
