@@ -67,7 +67,7 @@ func addDevice(spec *specs.Spec, d host.Device, at string) {
 // ownedBy is d with the user and group that the security context names, if it does.
 func ownedBy(d host.Device, sc *runtimeapi.LinuxContainerSecurityContext) host.Device {
 	if user := sc.GetRunAsUser(); user != nil {
-		d.UID = uint32(user.GetValue()) // ResolveUser has checked the range
+		d.UID = uint32(user.GetValue()) // users.Resolve has checked the range
 	}
 	if group := sc.GetRunAsGroup(); group != nil {
 		d.GID = uint32(group.GetValue())

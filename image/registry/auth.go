@@ -110,11 +110,11 @@ func (a *authorizer) answerBearer(ctx context.Context, c challenge, cred Credent
 		return errdefs.New(codes.Unauthenticated, "the registry's challenge names no valid token server")
 	}
 	if realm.Scheme != "https" && !(realm.Scheme == "http" && a.isPlain()) {
-		return errdefs.New(codes.Unauthenticated, "token server %s is not asked without TLS", clip(realm.Host))
+		return errdefs.New(codes.Unauthenticated, "token server %s is not asked without TLS", errdefs.Clip(realm.Host))
 	}
 	token, err := a.exchange(ctx, c, cred, realm.Host)
 	if err != nil {
-		return fmt.Errorf("token server %s: %w", clip(realm.Host), err)
+		return fmt.Errorf("token server %s: %w", errdefs.Clip(realm.Host), err)
 	}
 	a.set("Bearer " + token)
 	return nil

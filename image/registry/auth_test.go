@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/image/registry/registrytest"
 	"berth/internal/errdefs"
 )
 
@@ -132,14 +133,14 @@ func TestDockerConfig(t *testing.T) {
 		"bad":   `echo hunter2; exit 1`,
 		"weird": `echo hunter2`,
 	} {
-		path := write(t, filepath.Join(bin, "docker-credential-"+name), "#!/bin/sh\n"+script+"\n")
+		path := registrytest.WriteFile(t, filepath.Join(bin, "docker-credential-"+name), "#!/bin/sh\n"+script+"\n")
 		if err := os.Chmod(path, 0o700); err != nil {
 			t.Fatal(err)
 		}
 	}
 	t.Setenv("PATH", bin+":/usr/bin:/bin")
 	auth := base64.StdEncoding.EncodeToString([]byte("u:p"))
-	file := write(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{
+	file := registrytest.WriteFile(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{
 		"auths": {
 			"https://index.docker.io/v1/": {"auth": %q},
 			"https://index.docker.io/v1/access-token": {"auth": "bm90OnRoaXM="},
@@ -192,7 +193,7 @@ func TestDockerConfigFile(t *testing.T) {
 	if cfg, err := loadDockerConfig(filepath.Join(dir, "missing")); err != nil || len(cfg.Auths) > 0 {
 		t.Errorf("missing file: %+v, %v", cfg, err)
 	}
-	broken := write(t, filepath.Join(dir, "config.json"), `{"auths": {"x": {"auth": "hunter2"`)
+	broken := registrytest.WriteFile(t, filepath.Join(dir, "config.json"), `{"auths": {"x": {"auth": "hunter2"`)
 	_, err := loadDockerConfig(broken)
 	if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), broken) || strings.Contains(err.Error(), "hunter2") {
 		t.Errorf("broken file: %v", err)

@@ -11,6 +11,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"berth/image/registry/hosts"
 	"berth/internal/errdefs"
 )
 
@@ -152,7 +153,7 @@ func (b *Blob) failed(err *UnavailableError) error {
 // open starts a transfer at the current offset. After failures the next host is
 // asked first, so that one that always breaks off does not spoil all tries.
 func (b *Blob) open() error {
-	err := b.repo.askOnce(b.ctx, canPull, b.first+b.failures, func(e *endpoint) error {
+	err := b.repo.askOnce(b.ctx, hosts.Pull, b.first+b.failures, func(e *endpoint) error {
 		body, err := b.openAt(e)
 		if err == nil {
 			b.body, b.from = body, e.String()
@@ -213,10 +214,10 @@ func (b *Blob) checkRange(resp *http.Response) error {
 	value := resp.Header.Get("Content-Range")
 	n, err := fmt.Sscanf(value, "bytes %d-%d/%s", &first, &last, &total)
 	if n != 3 || err != nil {
-		return errdefs.Internal("partial answer with the Content-Range %q", clip(value))
+		return errdefs.Internal("partial answer with the Content-Range %q", errdefs.Clip(value))
 	}
 	if first != b.offset || last < first || last >= b.want.Size || total != "*" && total != fmt.Sprint(b.want.Size) {
-		return corrupt("Content-Range is %q, not bytes %d-…/%d", clip(value), b.offset, b.want.Size)
+		return corrupt("Content-Range is %q, not bytes %d-…/%d", errdefs.Clip(value), b.offset, b.want.Size)
 	}
 	return nil
 }

@@ -323,7 +323,7 @@ func TestBlobChangesHosts(t *testing.T) {
 		s.part(w, offset, int64(len(s.data)))
 	})
 	dir := t.TempDir()
-	write(t, filepath.Join(dir, "example.com/hosts.toml"), fmt.Sprintf("server = %q\n[host.%q]", server.URL, mirror.URL))
+	registrytest.WriteFile(t, filepath.Join(dir, "example.com/hosts.toml"), fmt.Sprintf("server = %q\n[host.%q]", server.URL, mirror.URL))
 	repo := open(t, Config{Dirs: []string{dir}}, "example.com/app:v1", Credentials{})
 	if repo.Hosts() != 2 {
 		t.Fatalf("%d hosts", repo.Hosts())

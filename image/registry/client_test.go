@@ -25,6 +25,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/registry/hosts"
 	"berth/image/registry/registrytest"
 	"berth/internal/errdefs"
 )
@@ -42,7 +43,7 @@ func putImage(reg *registrytest.Server, repo, tag string, blobs ...[]byte) ocisp
 func hostsDir(t *testing.T, host, content string) string {
 	t.Helper()
 	dir := t.TempDir()
-	write(t, filepath.Join(dir, host, "hosts.toml"), content)
+	registrytest.WriteFile(t, filepath.Join(dir, host, "hosts.toml"), content)
 	return dir
 }
 
@@ -433,7 +434,7 @@ func TestCapabilities(t *testing.T) {
 func TestCustomCAAndSkipVerify(t *testing.T) {
 	reg := registrytest.NewTLS(t)
 	putImage(reg, "app", "v1", []byte("x"))
-	ca := write(t, filepath.Join(t.TempDir(), "ca.pem"), pemOf(reg.Certificate()))
+	ca := registrytest.WriteFile(t, filepath.Join(t.TempDir(), "ca.pem"), pemOf(reg.Certificate()))
 	for name, c := range map[string]struct {
 		options string
 		ok      bool
@@ -462,12 +463,12 @@ func TestClientCertificate(t *testing.T) {
 		s.StartTLS()
 	})
 	dir := t.TempDir()
-	certFile, keyFile := write(t, filepath.Join(dir, "a.cert"), cert), write(t, filepath.Join(dir, "a.key"), key)
-	both := write(t, filepath.Join(dir, "both.pem"), cert+key)
+	certFile, keyFile := registrytest.WriteFile(t, filepath.Join(dir, "a.cert"), cert), registrytest.WriteFile(t, filepath.Join(dir, "a.key"), key)
+	both := registrytest.WriteFile(t, filepath.Join(dir, "both.pem"), cert+key)
 	docker := t.TempDir()
-	write(t, filepath.Join(docker, reg.Host(), "x.cert"), cert)
-	write(t, filepath.Join(docker, reg.Host(), "x.key"), key)
-	write(t, filepath.Join(docker, reg.Host(), "x.crt"), pemOf(reg.Certificate()))
+	registrytest.WriteFile(t, filepath.Join(docker, reg.Host(), "x.cert"), cert)
+	registrytest.WriteFile(t, filepath.Join(docker, reg.Host(), "x.key"), key)
+	registrytest.WriteFile(t, filepath.Join(docker, reg.Host(), "x.crt"), pemOf(reg.Certificate()))
 	for name, dirs := range map[string]string{
 		"pair":             hostsDir(t, reg.Host(), fmt.Sprintf("skip_verify = true\nclient = [[%q, %q]]", certFile, keyFile)),
 		"one file":         hostsDir(t, reg.Host(), fmt.Sprintf("skip_verify = true\nclient = %q", both)),
@@ -685,7 +686,7 @@ func TestCredentialsDoNotReachMirrors(t *testing.T) {
 		t.Errorf("the mirror got %q", got)
 	}
 	// docker's own entry for the mirror's host is what may go there.
-	docker := write(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{"auths":{%q:{"username":"m","password":"q"}}}`, mirror.Host()))
+	docker := registrytest.WriteFile(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{"auths":{%q:{"username":"m","password":"q"}}}`, mirror.Host()))
 	asked := server.Count("")
 	if _, err := resolve(t, Config{Dirs: []string{tree}, DockerConfig: docker}, "example.com/app:v1", Credentials{}); err != nil || server.Count("") != asked {
 		t.Errorf("the mirror did not serve its own user: %v", err)
@@ -696,11 +697,11 @@ func TestRegistryTokenFromDockerConfig(t *testing.T) {
 	reg := registrytest.New(t)
 	putImage(reg, "app", "v1", []byte("x"))
 	(&auth{user: "u", valid: "t"}).protect(reg)
-	docker := write(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{"auths":{%q:{"registrytoken":"t"}}}`, reg.Host()))
+	docker := registrytest.WriteFile(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{"auths":{%q:{"registrytoken":"t"}}}`, reg.Host()))
 	if _, err := resolve(t, Config{DockerConfig: docker}, reg.Host()+"/app:v1", Credentials{}); err != nil {
 		t.Error(err)
 	}
-	docker = write(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{"auths":{%q:{"registrytoken":"hunter2"}}}`, reg.Host()))
+	docker = registrytest.WriteFile(t, filepath.Join(t.TempDir(), "config.json"), fmt.Sprintf(`{"auths":{%q:{"registrytoken":"hunter2"}}}`, reg.Host()))
 	_, err := resolve(t, Config{DockerConfig: docker}, reg.Host()+"/app:v1", Credentials{})
 	wantCode(t, err, codes.Unauthenticated, "refused")
 }
@@ -839,7 +840,7 @@ func TestRedirectLoopEnds(t *testing.T) {
 }
 
 func TestDialTimeoutOption(t *testing.T) {
-	h := hostConfig{dialTimeout: time.Nanosecond}
+	h := hosts.Host{DialTimeout: time.Nanosecond}
 	tr, err := newTransport(&h, time.Minute)
 	if err != nil {
 		t.Fatal(err)

@@ -7,6 +7,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/authn"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/image/registry/hosts"
 	"berth/internal/errdefs"
 )
 
@@ -98,24 +99,6 @@ func (c Credentials) belongTo(host string, home bool, domain string) bool {
 	if c.ServerAddress == "" {
 		return home
 	}
-	server := canonicalHost(c.ServerAddress)
-	return server == canonicalHost(host) || home && server == canonicalHost(domain)
-}
-
-// dockerHub is the name of Docker Hub in references.
-const dockerHub = "docker.io"
-
-// canonicalHost reduces a server address, as found in credentials, to a host for
-// comparison: no scheme and path, lower case, one name for Docker Hub.
-func canonicalHost(address string) string {
-	if _, rest, ok := strings.Cut(address, "://"); ok {
-		address = rest
-	}
-	host, _, _ := strings.Cut(address, "/")
-	host = strings.ToLower(strings.TrimSuffix(host, ":443"))
-	switch host {
-	case "index.docker.io", "registry-1.docker.io":
-		return dockerHub
-	}
-	return host
+	server := hosts.Canonical(c.ServerAddress)
+	return server == hosts.Canonical(host) || home && server == hosts.Canonical(domain)
 }

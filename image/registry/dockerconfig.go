@@ -12,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	"berth/image/registry/hosts"
 	"berth/internal/errdefs"
 )
 
@@ -55,7 +56,7 @@ func loadDockerConfig(path string) (dockerConfig, error) {
 // lookup returns the credentials for a host: from its helper, else from the file,
 // else from the store for all hosts. None is no error.
 func (c dockerConfig) lookup(ctx context.Context, host string) (Credentials, error) {
-	want := canonicalHost(host)
+	want := hosts.Canonical(host)
 	if key, ok := findHost(c.CredHelpers, want); ok {
 		return runHelper(ctx, c.CredHelpers[key], key)
 	}
@@ -75,7 +76,7 @@ func findHost[V comparable](m map[string]V, want string) (string, bool) {
 	var empty V
 	best, found := "", false
 	for key, value := range m {
-		if value == empty || canonicalHost(key) != want || !wholeHost(key) {
+		if value == empty || hosts.Canonical(key) != want || !wholeHost(key) {
 			continue
 		}
 		if !found || len(key) < len(best) || len(key) == len(best) && key < best {
@@ -96,7 +97,7 @@ func wholeHost(key string) bool {
 
 // storeKey returns the name under which `docker login` stores a host's credentials.
 func storeKey(host string) string {
-	if host == dockerHub {
+	if host == hosts.DockerHub {
 		return "https://index.docker.io/v1/"
 	}
 	return host
@@ -125,7 +126,7 @@ func (a dockerAuth) credentials() (Credentials, error) {
 // helper's own output is not quoted in errors.
 func runHelper(ctx context.Context, name, server string) (Credentials, error) {
 	if name == "" || strings.ContainsAny(name, "/\\") {
-		return Credentials{}, errdefs.FailedPrecondition("credential helper %q: not a helper's name", clip(name))
+		return Credentials{}, errdefs.FailedPrecondition("credential helper %q: not a helper's name", errdefs.Clip(name))
 	}
 	ctx, cancel := context.WithTimeout(ctx, helperTimeout)
 	defer cancel()

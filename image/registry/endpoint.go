@@ -10,11 +10,13 @@ import (
 	"path"
 	"sync/atomic"
 	"time"
+
+	"berth/image/registry/hosts"
 )
 
 // endpoint is one host of a registry, ready to be asked for one repository.
 type endpoint struct {
-	caps      capability
+	caps      hosts.Capability
 	base      url.URL // API root and repository: https://host/v2/library/busybox
 	ns        string  // registry this host is a proxy for; "" if it is the registry
 	agent     string
@@ -28,37 +30,37 @@ type endpoint struct {
 
 // newEndpoint prepares host h for the repository of ref. lookup finds credentials
 // for it when it asks for some.
-func newEndpoint(h hostConfig, ref Reference, c *Client, given Credentials) (*endpoint, error) {
+func newEndpoint(h hosts.Host, ref Reference, c *Client, given Credentials) (*endpoint, error) {
 	tr, err := newTransport(&h, c.stall)
 	if err != nil {
 		return nil, err
 	}
 	e := &endpoint{
-		caps:      h.caps,
-		base:      url.URL{Scheme: h.scheme, Host: h.host, Path: path.Join("/", h.path, ref.Repository)},
+		caps:      h.Caps,
+		base:      url.URL{Scheme: h.Scheme, Host: h.Host, Path: path.Join("/", h.Path, ref.Repository)},
 		agent:     c.agent,
 		stall:     c.stall,
 		transport: tr,
 	}
-	if canonicalHost(h.host) != canonicalHost(ref.Domain) {
+	if hosts.Canonical(h.Host) != hosts.Canonical(ref.Domain) {
 		e.ns = ref.Domain
 	}
 	var wire http.RoundTripper = tr
-	isPlain := func() bool { return h.scheme == "http" }
-	if h.plainNext {
-		f := &plainFallback{inner: tr, host: h.host}
+	isPlain := func() bool { return h.Scheme == "http" }
+	if h.PlainNext {
+		f := &plainFallback{inner: tr, host: h.Host}
 		wire, isPlain = f, f.plain.Load
 	}
-	e.origin = &originOnly{inner: wire, scheme: h.scheme, host: h.host, header: h.header, isPlain: isPlain}
+	e.origin = &originOnly{inner: wire, scheme: h.Scheme, host: h.Host, header: h.Header, isPlain: isPlain}
 	tokens := *e.origin // the same without authorization
 	e.auth = &authorizer{
-		host:    h.host,
+		host:    h.Host,
 		scope:   "repository:" + ref.Repository + ":pull",
 		tokens:  noForwarding{&tokens},
 		isPlain: isPlain,
 		lookup:  c.lookupFor(given, h, ref),
 	}
-	if given.RegistryToken != "" && given.belongTo(h.host, h.home, ref.Domain) {
+	if given.RegistryToken != "" && given.belongTo(h.Host, h.Home, ref.Domain) {
 		e.auth.preset(given.RegistryToken)
 	}
 	e.origin.auth = e.auth

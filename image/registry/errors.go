@@ -12,7 +12,6 @@ import (
 	"strings"
 	"syscall"
 	"time"
-	"unicode"
 
 	"google.golang.org/grpc/codes"
 
@@ -92,7 +91,7 @@ func registryMessage(body io.Reader) string {
 	if json.Unmarshal(data, &doc) != nil || len(doc.Errors) == 0 {
 		return ""
 	}
-	return fmt.Sprintf(" (%s: %s)", clip(doc.Errors[0].Code), clip(doc.Errors[0].Message))
+	return fmt.Sprintf(" (%s: %s)", errdefs.Clip(doc.Errors[0].Code), errdefs.Clip(doc.Errors[0].Message))
 }
 
 // retryAfter reads the delay form of a Retry-After header.
@@ -102,21 +101,6 @@ func retryAfter(h http.Header) time.Duration {
 		return 0
 	}
 	return time.Duration(min(s, 3600)) * time.Second
-}
-
-// clip makes foreign text fit for an error: printable and short.
-func clip(s string) string {
-	const limit = 200
-	s = strings.Map(func(r rune) rune {
-		if unicode.IsPrint(r) {
-			return r
-		}
-		return -1
-	}, s)
-	if len(s) > limit {
-		s = strings.ToValidUTF8(s[:limit], "") + "…"
-	}
-	return s
 }
 
 // origin returns scheme and host of a URL, the part that is safe to show.

@@ -14,6 +14,8 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/image/registry/hosts"
 )
 
 // FuzzDockerConfig: credentials come from a key that stands for the host, and errors quote nothing.
@@ -49,7 +51,7 @@ func FuzzDockerConfig(f *testing.F) {
 			return
 		}
 		for key := range c.Auths {
-			if canonicalHost(key) == canonicalHost(host) && wholeHost(key) {
+			if hosts.Canonical(key) == hosts.Canonical(host) && wholeHost(key) {
 				return
 			}
 		}

@@ -77,7 +77,7 @@ func parseDocument(data []byte, contentType string) (document, error) {
 	}
 	for _, t := range []string{raw.MediaType, mediaType(contentType)} {
 		if isIndex && isManifestType(t) || isManifest && isIndexType(t) {
-			return document{}, corrupt("manifest is not the %s it is said to be", clip(t))
+			return document{}, corrupt("manifest is not the %s it is said to be", errdefs.Clip(t))
 		}
 	}
 	if isIndex {
@@ -113,7 +113,7 @@ func checkManifest(m ocispec.Manifest) error {
 	case ocispec.MediaTypeImageConfig, mediaTypeDockerConfig, "":
 	case "application/octet-stream": // written by Docker 1.10
 	default:
-		return errdefs.FailedPrecondition("not a container image but an artifact with a config of type %q", clip(m.Config.MediaType))
+		return errdefs.FailedPrecondition("not a container image but an artifact with a config of type %q", errdefs.Clip(m.Config.MediaType))
 	}
 	if err := checkDescriptor(m.Config, MaxConfigSize); err != nil {
 		return corrupt("config: %w", err)
@@ -123,7 +123,7 @@ func checkManifest(m ocispec.Manifest) error {
 	}
 	for i, l := range m.Layers {
 		if !isLayerType(l.MediaType) {
-			return errdefs.FailedPrecondition("layer %d has the media type %q, which is no container image's layer", i, clip(l.MediaType))
+			return errdefs.FailedPrecondition("layer %d has the media type %q, which is no container image's layer", i, errdefs.Clip(l.MediaType))
 		}
 		if err := checkDescriptor(l, 0); err != nil {
 			return corrupt("layer %d: %w", i, err)

@@ -63,10 +63,10 @@ func (r Reference) identifier() string {
 // fit for verification. It must pass before the digest is used in a URL or path.
 func checkDigest(d digest.Digest) error {
 	if err := d.Validate(); err != nil {
-		return errdefs.InvalidArgument("digest %q: %w", clip(string(d)), err)
+		return errdefs.InvalidArgument("digest %q: %w", errdefs.Clip(string(d)), err)
 	}
 	if a := d.Algorithm(); a != digest.SHA256 && a != digest.SHA512 {
-		return errdefs.InvalidArgument("digest %q: algorithm is neither sha256 nor sha512", clip(string(d)))
+		return errdefs.InvalidArgument("digest %q: algorithm is neither sha256 nor sha512", errdefs.Clip(string(d)))
 	}
 	return nil
 }

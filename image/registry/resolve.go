@@ -10,6 +10,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"berth/image/registry/hosts"
 	"berth/internal/errdefs"
 )
 
@@ -31,9 +32,9 @@ type Layer struct {
 // Digest asks what the reference names, without fetching it (HEAD). It returns ""
 // if no host can tell or lets us see it; only a GET has the reasons.
 func (r *Repository) Digest(ctx context.Context) digest.Digest {
-	caps := canPull
+	caps := hosts.Pull
 	if r.ref.Digest == "" {
-		caps |= canResolve
+		caps |= hosts.Resolve
 	}
 	var found digest.Digest
 	err := r.askOnce(ctx, caps, 0, func(e *endpoint) error {
@@ -94,7 +95,7 @@ func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image
 // names a manifest of another architecture directly may have an emulator for it.
 func checkConfigPlatform(c ocispec.Image, node ocispec.Platform, unsaid bool) error {
 	if c.OS != "" && normalizePlatform(c.Platform).OS != normalizePlatform(node).OS {
-		return errdefs.FailedPrecondition("image is for %s, this node is %s", clip(platformString(c.Platform)), platformString(node))
+		return errdefs.FailedPrecondition("image is for %s, this node is %s", errdefs.Clip(platformString(c.Platform)), platformString(node))
 	}
 	if !unsaid {
 		return nil
@@ -110,9 +111,9 @@ func checkConfigPlatform(c ocispec.Image, node ocispec.Platform, unsaid bool) er
 // fetchDocument fetches a manifest or index by tag or digest. want holds the
 // digest it must have, and its size if that is known too.
 func (r *Repository) fetchDocument(ctx context.Context, identifier string, want ocispec.Descriptor) (doc document, d digest.Digest, err error) {
-	caps := canPull
+	caps := hosts.Pull
 	if want.Digest == "" {
-		caps |= canResolve
+		caps |= hosts.Resolve
 	}
 	err = r.askAll(ctx, caps, func(e *endpoint) error {
 		want := want // fetch fills in what this host says it is
@@ -133,7 +134,7 @@ func (r *Repository) fetchConfig(ctx context.Context, m ocispec.Manifest) (*Imag
 		return nil, errdefs.FailedPrecondition("config %s: an image's ID must be a sha256 digest", m.Config.Digest)
 	}
 	img := &Image{ConfigDigest: m.Config.Digest}
-	err := r.askAll(ctx, canPull, func(e *endpoint) error {
+	err := r.askAll(ctx, hosts.Pull, func(e *endpoint) error {
 		want := m.Config
 		data, _, err := e.fetch(ctx, "blobs/"+want.Digest.String(), &want, MaxConfigSize)
 		if err != nil {

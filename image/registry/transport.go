@@ -2,16 +2,16 @@ package registry
 
 import (
 	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"fmt"
 	"net"
 	"net/http"
 	"net/url"
-	"os"
 	"strings"
 	"sync/atomic"
 	"time"
+
+	"berth/image/registry/hosts"
 )
 
 const (
@@ -24,14 +24,14 @@ const (
 // newTransport makes the connection pool for one host. HTTP/2 stays off: on one
 // connection the layers of an image would share one congestion window, and the
 // slowest could stop the others.
-func newTransport(h *hostConfig, headerTimeout time.Duration) (*http.Transport, error) {
-	tlsConfig, err := h.tlsConfig()
+func newTransport(h *hosts.Host, headerTimeout time.Duration) (*http.Transport, error) {
+	tlsConfig, err := h.TLS()
 	if err != nil {
 		return nil, err
 	}
 	dialer := &net.Dialer{Timeout: dialTimeout, KeepAlive: 30 * time.Second}
-	if h.dialTimeout > 0 {
-		dialer.Timeout = h.dialTimeout
+	if h.DialTimeout > 0 {
+		dialer.Timeout = h.DialTimeout
 	}
 	var protocols http.Protocols
 	protocols.SetHTTP1(true)
@@ -46,48 +46,6 @@ func newTransport(h *hostConfig, headerTimeout time.Duration) (*http.Transport, 
 		DisableCompression:    true, // a blob is verified in the form it is stored in
 		Protocols:             &protocols,
 	}, nil
-}
-
-// tlsConfig reads the certificate files of a host.
-func (h *hostConfig) tlsConfig() (*tls.Config, error) {
-	c := &tls.Config{MinVersion: tls.VersionTLS12}
-	if h.skipVerify != nil {
-		c.InsecureSkipVerify = *h.skipVerify
-	}
-	if h.caCerts != nil {
-		var err error
-		if c.RootCAs, err = x509.SystemCertPool(); err != nil {
-			return nil, fmt.Errorf("read the system's CA certificates: %w", err)
-		}
-	}
-	for _, file := range h.caCerts {
-		pem, err := os.ReadFile(file)
-		if err != nil {
-			return nil, fmt.Errorf("read CA certificate: %w", err)
-		}
-		if !c.RootCAs.AppendCertsFromPEM(pem) {
-			return nil, fmt.Errorf("no CA certificate in %s", file)
-		}
-	}
-	for _, pair := range h.clientPairs {
-		cert, err := loadClientPair(pair)
-		if err != nil {
-			return nil, err
-		}
-		c.Certificates = append(c.Certificates, cert)
-	}
-	return c, nil
-}
-
-func loadClientPair(pair [2]string) (tls.Certificate, error) {
-	if pair[1] == "" {
-		pair[1] = pair[0]
-	}
-	cert, err := tls.LoadX509KeyPair(pair[0], pair[1])
-	if err != nil {
-		return cert, fmt.Errorf("load client certificate %s: %w", pair[0], err)
-	}
-	return cert, nil
 }
 
 // plainFallback asks by https and, once a host has answered that in plain HTTP,
@@ -128,7 +86,7 @@ func speaksPlain(err error, host string) bool {
 		return true
 	}
 	var op *net.OpError // without a port, http is another port that may be open
-	return portOf(host) == "" && errors.As(err, &op) && op.Op == "dial"
+	return hosts.Port(host) == "" && errors.As(err, &op) && op.Op == "dial"
 }
 
 // originOnly adds what belongs to one host, and only to requests to that host:

@@ -1,6 +1,15 @@
-package registry
+// Package hosts knows where the images of a registry are asked for: hosts.toml in containerd's layout, Docker's
+// certificate files, and what holds where there is neither.
+//
+// # Contract
+//
+// Files are read anew at each Load, so that changes need no restart. What is wrong in them is FailedPrecondition and
+// names the file; texts show no URL, which may hold a password. Nothing is asked of any host here.
+package hosts
 
 import (
+	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -21,48 +30,48 @@ import (
 	"berth/internal/errdefs"
 )
 
-// capability is what a host may be asked for.
-type capability uint8
+// Capability is what a host may be asked for.
+type Capability uint8
 
 const (
-	canPull    capability = 1 << iota // content by digest
-	canResolve                        // a tag's digest: the host is trusted to name it
-	canPush                           // parsed, not used
-	canRefer                          // parsed, not used
+	Pull    Capability = 1 << iota // content by digest
+	Resolve                        // a tag's digest: the host is trusted to name it
+	push                           // parsed, not used
+	refer                          // parsed, not used
 
-	allCapabilities = canPull | canResolve | canPush | canRefer
+	everything = Pull | Resolve | push | refer
 )
 
-var capabilityNames = map[string]capability{
-	"pull": canPull, "resolve": canResolve, "push": canPush, "referrers": canRefer,
+var capabilityNames = map[string]Capability{
+	"pull": Pull, "resolve": Resolve, "push": push, "referrers": refer,
 }
 
-// hostConfig is one place to ask for the images of a registry.
-type hostConfig struct {
-	scheme string
-	host   string // with port if one is given; empty: the registry's own
-	path   string // API root, "/v2" unless overridden
-	caps   capability
+// Host is one place to ask for the images of a registry.
+type Host struct {
+	Scheme string
+	Host   string // with port if one is given; empty: the registry's own
+	Path   string // API root, "/v2" unless overridden
+	Caps   Capability
 
 	caCerts     []string    // PEM files, added to the system's
 	clientPairs [][2]string // certificate and key file; key "": in the same file
 	skipVerify  *bool       // nil: not configured
-	header      http.Header
-	dialTimeout time.Duration // 0: default
+	Header      http.Header
+	DialTimeout time.Duration // 0: default
 
-	home      bool // stands for the registry itself, not for a mirror of it
-	plainNext bool // try https, then plain http
+	Home      bool // stands for the registry itself, not for a mirror of it
+	PlainNext bool // try https, then plain http
 }
 
 // explicitTLS reports whether TLS was configured, which makes an http:// host one
 // that is asked by https first.
-func (h *hostConfig) explicitTLS() bool {
+func (h *Host) explicitTLS() bool {
 	return h.caCerts != nil || h.clientPairs != nil || h.skipVerify != nil
 }
 
-// loadHosts returns the hosts to ask for images of domain, in order.
-func loadHosts(dirs []string, domain string) ([]hostConfig, error) {
-	hosts := []hostConfig{{}}
+// Load returns the hosts to ask for images of domain, in order.
+func Load(dirs []string, domain string) ([]Host, error) {
+	hosts := []Host{{}}
 	dir, own, err := findHostDir(dirs, domain)
 	if err == nil && dir != "" {
 		hosts, err = loadHostDir(dir)
@@ -71,8 +80,8 @@ func loadHosts(dirs []string, domain string) ([]hostConfig, error) {
 		return nil, errdefs.FailedPrecondition("configuration of registry host %s: %w", domain, err)
 	}
 	server := &hosts[len(hosts)-1]
-	server.home = own || server.host == ""
-	if server.host == "" {
+	server.Home = own || server.Host == ""
+	if server.Host == "" {
 		server.setDefault(domain)
 	}
 	for i := range hosts {
@@ -113,7 +122,7 @@ func hostDirNames(domain string) []string {
 
 // loadHostDir reads hosts.toml, or Docker's certificate files where there is none.
 // The last host returned is the server.
-func loadHostDir(dir string) ([]hostConfig, error) {
+func loadHostDir(dir string) ([]Host, error) {
 	file := filepath.Join(dir, "hosts.toml")
 	data, err := os.ReadFile(file)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -121,7 +130,7 @@ func loadHostDir(dir string) ([]hostConfig, error) {
 	}
 	if len(data) == 0 {
 		h, err := loadCertFiles(dir)
-		return []hostConfig{h}, err
+		return []Host{h}, err
 	}
 	hosts, err := parseHosts(dir, data)
 	if err != nil {
@@ -132,8 +141,8 @@ func loadHostDir(dir string) ([]hostConfig, error) {
 
 // loadCertFiles reads Docker's layout: *.crt are CA certificates, *.cert client
 // certificates with their key in *.key or in the same file.
-func loadCertFiles(dir string) (hostConfig, error) {
-	var h hostConfig
+func loadCertFiles(dir string) (Host, error) {
+	var h Host
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return h, err
@@ -171,7 +180,7 @@ type hostTable struct {
 
 // parseHosts parses a hosts.toml found in dir: the host tables in the order of
 // the file, then the server.
-func parseHosts(dir string, data []byte) ([]hostConfig, error) {
+func parseHosts(dir string, data []byte) ([]Host, error) {
 	var doc struct {
 		hostTable
 		Server string               `toml:"server"`
@@ -180,7 +189,7 @@ func parseHosts(dir string, data []byte) ([]hostConfig, error) {
 	if err := toml.Unmarshal(data, &doc); err != nil {
 		return nil, err
 	}
-	var hosts []hostConfig
+	var hosts []Host
 	for i, name := range hostOrder(data, doc.Hosts) { // errors count them: a URL may hold a password
 		if name == "" {
 			return nil, errors.New("a host table without a name")
@@ -237,15 +246,15 @@ func hostOrder(data []byte, tables map[string]hostTable) []string {
 }
 
 // parseHost converts one table. An empty name leaves scheme, host and path open.
-func parseHost(name, dir string, t hostTable) (hostConfig, error) {
-	h := hostConfig{skipVerify: t.SkipVerify}
+func parseHost(name, dir string, t hostTable) (Host, error) {
+	h := Host{skipVerify: t.SkipVerify}
 	var err error
 	if name != "" {
 		if err := h.setURL(name, t.OverridePath); err != nil {
 			return h, err
 		}
 	}
-	if h.caps, err = parseCapabilities(t.Capabilities); err != nil {
+	if h.Caps, err = parseCapabilities(t.Capabilities); err != nil {
 		return h, err
 	}
 	if h.caCerts, err = stringList("ca", t.CA); err != nil {
@@ -257,12 +266,12 @@ func parseHost(name, dir string, t hostTable) (hostConfig, error) {
 	if h.clientPairs, err = parseClient(dir, t.Client); err != nil {
 		return h, err
 	}
-	if h.header, err = parseHeader(t.Header); err != nil {
+	if h.Header, err = parseHeader(t.Header); err != nil {
 		return h, err
 	}
 	if t.DialTimeout != "" {
-		if h.dialTimeout, err = time.ParseDuration(t.DialTimeout); err != nil || h.dialTimeout <= 0 {
-			return h, fmt.Errorf("dial_timeout %q is not a positive duration", clip(t.DialTimeout))
+		if h.DialTimeout, err = time.ParseDuration(t.DialTimeout); err != nil || h.DialTimeout <= 0 {
+			return h, fmt.Errorf("dial_timeout %q is not a positive duration", errdefs.Clip(t.DialTimeout))
 		}
 	}
 	return h, nil
@@ -270,7 +279,7 @@ func parseHost(name, dir string, t hostTable) (hostConfig, error) {
 
 // setURL takes scheme, host and API root from a host's URL. The root is /v2 below
 // the URL's path unless the path ends in it or override says it is the root.
-func (h *hostConfig) setURL(raw string, override bool) error {
+func (h *Host) setURL(raw string, override bool) error {
 	if !strings.Contains(raw, "://") {
 		raw = "https://" + raw
 	}
@@ -284,25 +293,25 @@ func (h *hostConfig) setURL(raw string, override bool) error {
 	if u.User != nil {
 		return errors.New("credentials in the URL are not supported")
 	}
-	h.scheme, h.host = u.Scheme, apiHost(u.Host)
+	h.Scheme, h.Host = u.Scheme, apiHost(u.Host)
 	if u.Path != "" {
-		h.path = path.Clean(u.Path)
+		h.Path = path.Clean(u.Path)
 	}
-	if !override && !strings.HasSuffix(h.path, "/v2") {
-		h.path = path.Join("/", h.path, "v2")
+	if !override && !strings.HasSuffix(h.Path, "/v2") {
+		h.Path = path.Join("/", h.Path, "v2")
 	}
 	return nil
 }
 
-func parseCapabilities(names []string) (capability, error) {
+func parseCapabilities(names []string) (Capability, error) {
 	if len(names) == 0 {
-		return allCapabilities, nil
+		return everything, nil
 	}
-	var caps capability
+	var caps Capability
 	for _, n := range names {
 		c, ok := capabilityNames[strings.ToLower(n)]
 		if !ok {
-			return 0, fmt.Errorf("unknown capability %q", clip(n))
+			return 0, fmt.Errorf("unknown capability %q", errdefs.Clip(n))
 		}
 		caps |= c
 	}
@@ -360,16 +369,16 @@ func parseHeader(m map[string]any) (http.Header, error) {
 	}
 	h := http.Header{}
 	for name, v := range m {
-		values, err := stringList("header "+clip(name), v)
+		values, err := stringList("header "+errdefs.Clip(name), v)
 		if err != nil {
 			return nil, err
 		}
 		if !httpguts.ValidHeaderFieldName(name) {
-			return nil, fmt.Errorf("header %q: not a header's name", clip(name))
+			return nil, fmt.Errorf("header %q: not a header's name", errdefs.Clip(name))
 		}
 		for _, value := range values {
 			if !httpguts.ValidHeaderFieldValue(value) { // which may be a secret
-				return nil, fmt.Errorf("header %s: a value has characters that cannot be sent", clip(name))
+				return nil, fmt.Errorf("header %s: a value has characters that cannot be sent", errdefs.Clip(name))
 			}
 			h.Add(name, value)
 		}
@@ -389,14 +398,14 @@ func absolute(dir, name string) string {
 // setDefault fills in the registry's own place. On loopback the scheme depends on
 // the port, as in containerd: none or 443 means https, 80 http, and any other
 // https first, without verification, then http.
-func (h *hostConfig) setDefault(domain string) {
-	h.scheme, h.host, h.path, h.caps = "https", apiHost(domain), "/v2", allCapabilities
+func (h *Host) setDefault(domain string) {
+	h.Scheme, h.Host, h.Path, h.Caps = "https", apiHost(domain), "/v2", everything
 	if !isLoopback(domain) {
 		return
 	}
-	port := portOf(domain)
+	port := Port(domain)
 	if port != "" && port != "443" {
-		h.scheme = "http"
+		h.Scheme = "http"
 	}
 	if port != "80" {
 		insecure := true
@@ -407,7 +416,7 @@ func (h *hostConfig) setDefault(domain string) {
 // apiHost returns where a registry is asked. Docker Hub's name is that of a web
 // site; many a hosts.toml has it as its server all the same.
 func apiHost(host string) string {
-	if host == dockerHub {
+	if host == DockerHub {
 		return "registry-1.docker.io"
 	}
 	return host
@@ -415,16 +424,17 @@ func apiHost(host string) string {
 
 // settle decides what depends on the whole: an http host with TLS options is
 // asked by https first, and a host that is the registry by name is its home.
-func (h *hostConfig) settle(domain string) {
-	if h.scheme == "http" && h.explicitTLS() && portOf(h.host) != "80" {
-		h.scheme, h.plainNext = "https", true
+func (h *Host) settle(domain string) {
+	if h.Scheme == "http" && h.explicitTLS() && Port(h.Host) != "80" {
+		h.Scheme, h.PlainNext = "https", true
 	}
-	if canonicalHost(h.host) == canonicalHost(domain) {
-		h.home = true
+	if Canonical(h.Host) == Canonical(domain) {
+		h.Home = true
 	}
 }
 
-func portOf(host string) string {
+// Port is the port of a host that names one, else "".
+func Port(host string) string {
 	_, port, err := net.SplitHostPort(host)
 	if err != nil {
 		return ""
@@ -438,4 +448,64 @@ func isLoopback(domain string) bool {
 		host = strings.Trim(domain, "[]")
 	}
 	return host == "localhost" || net.ParseIP(host).IsLoopback()
+}
+
+// DockerHub is the name of Docker Hub in references.
+const DockerHub = "docker.io"
+
+// Canonical reduces a server address, as found in credentials, to a host for
+// comparison: no scheme and path, lower case, one name for Docker Hub.
+func Canonical(address string) string {
+	if _, rest, ok := strings.Cut(address, "://"); ok {
+		address = rest
+	}
+	host, _, _ := strings.Cut(address, "/")
+	host = strings.ToLower(strings.TrimSuffix(host, ":443"))
+	switch host {
+	case "index.docker.io", "registry-1.docker.io":
+		return DockerHub
+	}
+	return host
+}
+
+// TLS reads the certificate files of a host.
+func (h *Host) TLS() (*tls.Config, error) {
+	c := &tls.Config{MinVersion: tls.VersionTLS12}
+	if h.skipVerify != nil {
+		c.InsecureSkipVerify = *h.skipVerify
+	}
+	if h.caCerts != nil {
+		var err error
+		if c.RootCAs, err = x509.SystemCertPool(); err != nil {
+			return nil, fmt.Errorf("read the system's CA certificates: %w", err)
+		}
+	}
+	for _, file := range h.caCerts {
+		pem, err := os.ReadFile(file)
+		if err != nil {
+			return nil, fmt.Errorf("read CA certificate: %w", err)
+		}
+		if !c.RootCAs.AppendCertsFromPEM(pem) {
+			return nil, fmt.Errorf("no CA certificate in %s", file)
+		}
+	}
+	for _, pair := range h.clientPairs {
+		cert, err := loadClientPair(pair)
+		if err != nil {
+			return nil, err
+		}
+		c.Certificates = append(c.Certificates, cert)
+	}
+	return c, nil
+}
+
+func loadClientPair(pair [2]string) (tls.Certificate, error) {
+	if pair[1] == "" {
+		pair[1] = pair[0]
+	}
+	cert, err := tls.LoadX509KeyPair(pair[0], pair[1])
+	if err != nil {
+		return cert, fmt.Errorf("load client certificate %s: %w", pair[0], err)
+	}
+	return cert, nil
 }

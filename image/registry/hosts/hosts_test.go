@@ -1,8 +1,7 @@
-package registry
+package hosts
 
 import (
 	"net/http"
-	"os"
 	"path/filepath"
 	"reflect"
 	"slices"
@@ -13,6 +12,7 @@ import (
 	"golang.org/x/net/http/httpguts"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/registry/registrytest"
 	"berth/internal/errdefs"
 )
 
@@ -53,19 +53,19 @@ unknown_option_of_a_newer_containerd = 1
 
 func TestParseHosts(t *testing.T) {
 	yes, no := true, false
-	want := []hostConfig{
-		{scheme: "http", host: "z-first:8080", path: "/v2", caps: canPull},
-		{scheme: "https", host: "mirror.example.com", path: "/team/v2", caps: canPull | canResolve,
+	want := []Host{
+		{Scheme: "http", Host: "z-first:8080", Path: "/v2", Caps: Pull},
+		{Scheme: "https", Host: "mirror.example.com", Path: "/team/v2", Caps: Pull | Resolve,
 			caCerts:     []string{"/etc/ca-1.pem", "/dir/ca-2.pem"},
 			clientPairs: [][2]string{{"/dir/cert.pem", "/keys/key.pem"}, {"/dir/both.pem", ""}, {"/dir/single.pem", ""}},
-			skipVerify:  &no, dialTimeout: 3 * time.Second,
-			header: http.Header{"X-One": {"1"}, "X-Many": {"2", "3"}}},
-		{scheme: "https", host: "odd.example.com", path: "/v2/prefix", caps: allCapabilities, clientPairs: [][2]string{{"/dir/client.pem", ""}}},
-		{scheme: "https", host: "root.example.com", path: "", caps: allCapabilities, skipVerify: &yes},
-		{scheme: "https", host: "bare.example.com:5000", path: "/b/v2", caps: allCapabilities},
-		{scheme: "https", host: "header-only.example.com", path: "/v2", caps: allCapabilities, header: http.Header{"X": {"y"}}},
-		{scheme: "https", host: "registry.example.com", path: "/v2", caps: allCapabilities,
-			caCerts: []string{"/dir/ca.pem"}, header: http.Header{"X-Team": {"infra"}}},
+			skipVerify:  &no, DialTimeout: 3 * time.Second,
+			Header: http.Header{"X-One": {"1"}, "X-Many": {"2", "3"}}},
+		{Scheme: "https", Host: "odd.example.com", Path: "/v2/prefix", Caps: everything, clientPairs: [][2]string{{"/dir/client.pem", ""}}},
+		{Scheme: "https", Host: "root.example.com", Path: "", Caps: everything, skipVerify: &yes},
+		{Scheme: "https", Host: "bare.example.com:5000", Path: "/b/v2", Caps: everything},
+		{Scheme: "https", Host: "header-only.example.com", Path: "/v2", Caps: everything, Header: http.Header{"X": {"y"}}},
+		{Scheme: "https", Host: "registry.example.com", Path: "/v2", Caps: everything,
+			caCerts: []string{"/dir/ca.pem"}, Header: http.Header{"X-Team": {"infra"}}},
 	}
 	got, err := parseHosts("/dir", []byte(everyOption))
 	if err != nil {
@@ -140,13 +140,13 @@ func FuzzParseHosts(f *testing.F) {
 		}
 		for i, h := range hosts {
 			server := i == len(hosts)-1
-			if h.host == "" && !server || h.host != "" && h.scheme != "http" && h.scheme != "https" {
+			if h.Host == "" && !server || h.Host != "" && h.Scheme != "http" && h.Scheme != "https" {
 				t.Fatalf("host %d: %+v", i, h)
 			}
-			if h.path != "" && !strings.HasPrefix(h.path, "/") {
-				t.Fatalf("host %d has the path %q", i, h.path)
+			if h.Path != "" && !strings.HasPrefix(h.Path, "/") {
+				t.Fatalf("host %d has the path %q", i, h.Path)
 			}
-			for name, values := range h.header {
+			for name, values := range h.Header {
 				if !httpguts.ValidHeaderFieldName(name) || slices.ContainsFunc(values, func(v string) bool { return !httpguts.ValidHeaderFieldValue(v) }) {
 					t.Fatalf("host %d has the header %q: %q", i, name, values)
 				}
@@ -160,26 +160,15 @@ func FuzzParseHosts(f *testing.F) {
 	})
 }
 
-func write(t *testing.T, path, content string) string {
-	t.Helper()
-	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-		t.Fatal(err)
-	}
-	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	return path
-}
-
 // brief formats a host as what it is asked by.
-func brief(hosts []hostConfig) string {
+func brief(hosts []Host) string {
 	var s []string
 	for _, h := range hosts {
-		b := h.scheme + "://" + h.host + h.path
-		if h.home {
+		b := h.Scheme + "://" + h.Host + h.Path
+		if h.Home {
 			b += " home"
 		}
-		if h.plainNext {
+		if h.PlainNext {
 			b += " or-http"
 		}
 		if h.skipVerify != nil && *h.skipVerify {
@@ -192,17 +181,17 @@ func brief(hosts []hostConfig) string {
 
 func TestLoadHosts(t *testing.T) {
 	first, second := t.TempDir(), t.TempDir()
-	write(t, filepath.Join(first, "docker.io/hosts.toml"), `[host."https://mirror"]`)
-	write(t, filepath.Join(first, "named.example.com/hosts.toml"), "server = \"https://other.example.com\"\n[host.\"https://named.example.com\"]")
-	write(t, filepath.Join(first, "port.example.com_5000_/hosts.toml"), `server = "http://underscore"`)
-	write(t, filepath.Join(first, "port.example.com:5000/hosts.toml"), `server = "http://colon"`)
-	write(t, filepath.Join(first, "colon.example.com:5000/hosts.toml"), `server = "http://colon"`)
-	write(t, filepath.Join(first, "empty.example.com/hosts.toml"), "")
-	write(t, filepath.Join(first, "both.example.com/hosts.toml"), "server = \"http://both.example.com\"\nskip_verify = true")
-	write(t, filepath.Join(first, "eighty.example.com/hosts.toml"), "server = \"http://eighty.example.com:80\"\nskip_verify = true")
-	write(t, filepath.Join(second, "docker.io/hosts.toml"), `server = "https://never"`)
-	write(t, filepath.Join(second, "second.example.com/hosts.toml"), `server = "https://second"`)
-	write(t, filepath.Join(second, "_default/hosts.toml"), "server = \"https://everything\"\n[host.\"http://127.0.0.1:5000\"]")
+	registrytest.WriteFile(t, filepath.Join(first, "docker.io/hosts.toml"), `[host."https://mirror"]`)
+	registrytest.WriteFile(t, filepath.Join(first, "named.example.com/hosts.toml"), "server = \"https://other.example.com\"\n[host.\"https://named.example.com\"]")
+	registrytest.WriteFile(t, filepath.Join(first, "port.example.com_5000_/hosts.toml"), `server = "http://underscore"`)
+	registrytest.WriteFile(t, filepath.Join(first, "port.example.com:5000/hosts.toml"), `server = "http://colon"`)
+	registrytest.WriteFile(t, filepath.Join(first, "colon.example.com:5000/hosts.toml"), `server = "http://colon"`)
+	registrytest.WriteFile(t, filepath.Join(first, "empty.example.com/hosts.toml"), "")
+	registrytest.WriteFile(t, filepath.Join(first, "both.example.com/hosts.toml"), "server = \"http://both.example.com\"\nskip_verify = true")
+	registrytest.WriteFile(t, filepath.Join(first, "eighty.example.com/hosts.toml"), "server = \"http://eighty.example.com:80\"\nskip_verify = true")
+	registrytest.WriteFile(t, filepath.Join(second, "docker.io/hosts.toml"), `server = "https://never"`)
+	registrytest.WriteFile(t, filepath.Join(second, "second.example.com/hosts.toml"), `server = "https://second"`)
+	registrytest.WriteFile(t, filepath.Join(second, "_default/hosts.toml"), "server = \"https://everything\"\n[host.\"http://127.0.0.1:5000\"]")
 
 	for domain, want := range map[string]string{
 		"docker.io":              "https://mirror/v2, https://registry-1.docker.io/v2 home",
@@ -216,7 +205,7 @@ func TestLoadHosts(t *testing.T) {
 		"else.example.com":       "http://127.0.0.1:5000/v2, https://everything/v2",
 		"everything":             "http://127.0.0.1:5000/v2, https://everything/v2 home",
 	} {
-		got, err := loadHosts([]string{first, filepath.Join(first, "missing"), second}, domain)
+		got, err := Load([]string{first, filepath.Join(first, "missing"), second}, domain)
 		if err != nil || brief(got) != want {
 			t.Errorf("%s: %q, %v; want %q", domain, brief(got), err, want)
 		}
@@ -232,7 +221,7 @@ func TestLoadHosts(t *testing.T) {
 		"[::1]:5000":       "https://[::1]:5000/v2 home or-http unverified",
 		"[::1]":            "https://[::1]/v2 home unverified",
 	} {
-		got, err := loadHosts(nil, domain)
+		got, err := Load(nil, domain)
 		if err != nil || brief(got) != want {
 			t.Errorf("%s without configuration: %q, %v; want %q", domain, brief(got), err, want)
 		}
@@ -242,8 +231,8 @@ func TestLoadHosts(t *testing.T) {
 // The name of Docker Hub is a web site's, not its registry's.
 func TestDockerHubAsServer(t *testing.T) {
 	dir := t.TempDir()
-	write(t, filepath.Join(dir, "docker.io/hosts.toml"), "server = \"https://docker.io\"\n[host.\"https://mirror\"]")
-	got, err := loadHosts([]string{dir}, "docker.io")
+	registrytest.WriteFile(t, filepath.Join(dir, "docker.io/hosts.toml"), "server = \"https://docker.io\"\n[host.\"https://mirror\"]")
+	got, err := Load([]string{dir}, "docker.io")
 	if want := "https://mirror/v2, https://registry-1.docker.io/v2 home"; err != nil || brief(got) != want {
 		t.Errorf("%q, %v; want %q", brief(got), err, want)
 	}
@@ -253,23 +242,23 @@ func TestLoadHostsCertificateFiles(t *testing.T) {
 	dir := t.TempDir()
 	host := filepath.Join(dir, "example.com")
 	for _, name := range []string{"a.crt", "b.crt", "client.cert", "client.key", "lone.cert", "other.txt", "sub/c.crt"} {
-		write(t, filepath.Join(host, name), "x")
+		registrytest.WriteFile(t, filepath.Join(host, name), "x")
 	}
-	hosts, err := loadHosts([]string{dir}, "example.com")
+	hosts, err := Load([]string{dir}, "example.com")
 	if err != nil || len(hosts) != 1 {
 		t.Fatalf("%+v, %v", hosts, err)
 	}
 	wantCA := []string{host + "/a.crt", host + "/b.crt"}
 	wantPairs := [][2]string{{host + "/client.cert", host + "/client.key"}, {host + "/lone.cert", ""}}
-	if h := hosts[0]; !reflect.DeepEqual(h.caCerts, wantCA) || !reflect.DeepEqual(h.clientPairs, wantPairs) || h.host != "example.com" {
+	if h := hosts[0]; !reflect.DeepEqual(h.caCerts, wantCA) || !reflect.DeepEqual(h.clientPairs, wantPairs) || h.Host != "example.com" {
 		t.Errorf("got %+v", h)
 	}
 }
 
 func TestBrokenHostsFileFailsByName(t *testing.T) {
 	dir := t.TempDir()
-	file := write(t, filepath.Join(dir, "example.com/hosts.toml"), "server = [")
-	_, err := loadHosts([]string{dir}, "example.com")
+	file := registrytest.WriteFile(t, filepath.Join(dir, "example.com/hosts.toml"), "server = [")
+	_, err := Load([]string{dir}, "example.com")
 	if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), file) {
 		t.Errorf("got %v", err)
 	}

@@ -1,0 +1,21 @@
+package errdefs
+
+import (
+	"strings"
+	"unicode"
+)
+
+// Clip makes foreign text fit for an error: printable and short.
+func Clip(s string) string {
+	const limit = 200
+	s = strings.Map(func(r rune) rune {
+		if unicode.IsPrint(r) {
+			return r
+		}
+		return -1
+	}, s)
+	if len(s) > limit {
+		s = strings.ToValidUTF8(s[:limit], "") + "…"
+	}
+	return s
+}
