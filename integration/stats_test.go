@@ -222,6 +222,16 @@ func TestStatsOfPodWithoutCgroup(t *testing.T) {
 		t.Errorf("memory of the pod %v, of a container %v", whole.Memory, one.Memory)
 	}
 	waitProcesses(t, pod, 3)
+	busy, _ := pod.RunToEnd(t, harness.Script("i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done"))
+	after := podStats(t, pod).Linux.Cpu.UsageCoreNanoSeconds.Value
+	if after < whole.Cpu.UsageCoreNanoSeconds.Value+uint64(50*time.Millisecond) {
+		t.Errorf("CPU time of the pod %d after a container that worked has ended, %v before", after, whole.Cpu)
+	}
+	harness.Must(t, d.Cri.RemoveContainer(t.Context(), busy.Id))
+	a.Stop(t, 0)
+	if removed := podStats(t, pod).Linux.Cpu.UsageCoreNanoSeconds.Value; removed < after {
+		t.Errorf("CPU time of the pod went from %d to %d", after, removed)
+	}
 }
 
 // Asking opens files, and the end of what they tell of closes them.

@@ -192,6 +192,7 @@ func (m *Manager) exited(c *container, exit record.Exit) {
 	m.publishContainer(c)
 	if run := c.running.Swap(nil); run != nil {
 		close(run.Exited) // first: the wait for a kill is short, and plugins take their time
+		m.keepUsage(c, run)
 		m.census.Soon()
 	}
 	m.tellOfContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)

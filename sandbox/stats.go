@@ -75,11 +75,19 @@ func (m *Manager) ContainerDetail(id string) (*cgstats.Detail, error) {
 // or ends meanwhile, is no error. It reads the kernel's files and waits for nobody.
 //
 // The pod's figures are those of the cgroup its config names, which kubelet makes
-// for each pod. Without one they are the sum of pause and containers that run: the CPU
-// time of those that ended is not in it any more. A container that can't be measured
-// is left out.
+// for each pod. Without one they are the sum of pause and containers; of those that have ended since the daemon
+// began, what they used. A container that can't be measured is left out.
 func (m *Manager) PodStats(info *PodInfo, containers []*ContainerInfo) (PodStats, error) {
 	stats := PodStats{Info: info}
+	var measured *meter.Pod
+	var past *cgstats.Sample
+	p, known := m.pods.Get(info.ID)
+	if known {
+		measured = p.meter.Load()
+	}
+	if measured != nil {
+		past = measured.Past() // before the containers
+	}
 	for _, c := range containers {
 		if c.State != runtimeapi.ContainerState_CONTAINER_RUNNING {
 			continue
@@ -92,16 +100,11 @@ func (m *Manager) PodStats(info *PodInfo, containers []*ContainerInfo) (PodStats
 			stats.Containers = append(stats.Containers, one)
 		}
 	}
-	p, known := m.pods.Get(info.ID)
-	if !known {
-		return stats, nil
-	}
-	measured := p.meter.Load()
 	if measured == nil {
 		return stats, nil
 	}
 	var err error
-	stats.Interfaces, err = measured.Read(&stats.Usage, usages(stats.Containers))
+	stats.Interfaces, err = measured.Read(&stats.Usage, past, usages(stats.Containers))
 	if errors.Is(err, cgstats.ErrGone) {
 		return PodStats{Info: info, Containers: stats.Containers}, nil
 	}
@@ -130,6 +133,22 @@ func (m *Manager) containerMeter(c *container) *meter.Container {
 		return &meter.Container{}
 	}
 	return m.cgroups().Container(c.rec.CgroupsPath, known && !p.hasCgroup())
+}
+
+// keepUsage adds to its pod what a container has used that has ended. It must not run any more for those who
+// measure the pod, and its cgroup must be there.
+func (m *Manager) keepUsage(c *container, run *running) {
+	p, known := m.pods.Get(c.podID)
+	if !known {
+		return
+	}
+	measured := p.meter.Load()
+	if measured == nil { // the pod has ended too
+		return
+	}
+	if err := measured.Ended(run.meter); err != nil && !errors.Is(err, cgstats.ErrGone) {
+		m.unmeasured.Warn(m.log, "what a container has used is not known", "container", c.id, "error", err)
+	}
 }
 
 // podMeter measures a pod whose pause runs. The network is that of the pinned namespace: the process

@@ -146,3 +146,23 @@ func (s *Sample) Add(other *Sample) {
 	s.Memory.Swap += other.Memory.Swap
 	s.Tasks += other.Tasks
 }
+
+// Counters is the part that only grows.
+func (s *Sample) Counters() Sample {
+	c := Sample{CPU: s.CPU, Memory: Memory{PageFaults: s.Memory.PageFaults, MajorPageFaults: s.Memory.MajorPageFaults}}
+	c.CPU.Pressure = Pressure{}
+	return c
+}
+
+// Raise raises counters to what they were before, where they are lower.
+func (s *Sample) Raise(before *Sample) {
+	raise := func(counter *uint64, to uint64) { *counter = max(*counter, to) }
+	raise(&s.CPU.Usage, before.CPU.Usage)
+	raise(&s.CPU.User, before.CPU.User)
+	raise(&s.CPU.System, before.CPU.System)
+	raise(&s.CPU.Periods, before.CPU.Periods)
+	raise(&s.CPU.ThrottledPeriods, before.CPU.ThrottledPeriods)
+	raise(&s.CPU.Throttled, before.CPU.Throttled)
+	raise(&s.Memory.PageFaults, before.Memory.PageFaults)
+	raise(&s.Memory.MajorPageFaults, before.Memory.MajorPageFaults)
+}

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"iter"
 	"path/filepath"
+	"sync/atomic"
 
 	"berth/cni"
 	"berth/internal/cgroup"
@@ -17,6 +18,9 @@ type Pod struct {
 	pause *Container // that of its pause, to which its containers are added
 	rate  rate       // of the sum
 	net   *cgstats.NetDev
+
+	ended atomic.Pointer[cgstats.Sample] // counters of the containers that have ended, where the pod has no cgroup
+	told  atomic.Pointer[cgstats.Sample] // the highest counters that were told
 }
 
 // Pod returns the meter of a pod whose pause has the cgroup at a runtime-spec cgroupsPath. With
@@ -24,6 +28,8 @@ type Pod struct {
 // empty: it has the node's.
 func (h Cgroups) Pod(cgroupsPath string, hasCgroup bool, netns string) *Pod {
 	p := &Pod{}
+	p.ended.Store(&cgstats.Sample{})
+	p.told.Store(&cgstats.Sample{})
 	if hasCgroup {
 		p.group = h.parent(cgroupsPath)
 	} else {
@@ -64,10 +70,43 @@ func (h Cgroups) parent(cgroupsPath string) *Container {
 	}, true)}
 }
 
-// Read takes a sample of what is the pod's; containers are what its containers use, which is
+// Ended keeps what a container has used that has ended, while its cgroup is still there and nobody measures it any more as
+// one of the pod's: a pod's CPU time does not grow less when a container ends. A new daemon counts anew.
+func (p *Pod) Ended(c *Container) error {
+	if p.pause == nil { // its cgroup knows
+		return nil
+	}
+	var last Usage
+	if err := c.Read(&last); err != nil {
+		return err
+	}
+	update(&p.ended, func(sum *cgstats.Sample) {
+		used := last.Counters()
+		sum.Add(&used)
+	})
+	return nil
+}
+
+// update changes a sample that is never changed in its place.
+func update(p *atomic.Pointer[cgstats.Sample], change func(*cgstats.Sample)) {
+	for {
+		old := p.Load()
+		changed := *old
+		change(&changed)
+		if p.CompareAndSwap(old, &changed) {
+			return
+		}
+	}
+}
+
+// Past is what the pod's containers had used that had ended. It is to be read before those that run are measured, or one
+// that ends meanwhile may be counted twice.
+func (p *Pod) Past() *cgstats.Sample { return p.ended.Load() }
+
+// Read takes a sample of what is the pod's; past is Past's, and containers are what its containers use, which is
 // added up where the pod has no cgroup. interfaces has the default one first, and
 // maxInterfaces at most; none with the node's network. The error wraps cgstats.ErrGone if the pod has ended.
-func (p *Pod) Read(u *Usage, containers iter.Seq[*Usage]) (interfaces []cgstats.Interface, err error) {
+func (p *Pod) Read(u *Usage, past *cgstats.Sample, containers iter.Seq[*Usage]) (interfaces []cgstats.Interface, err error) {
 	if p.net != nil {
 		if interfaces, err = p.net.Read(); err != nil {
 			return nil, err
@@ -77,19 +116,25 @@ func (p *Pod) Read(u *Usage, containers iter.Seq[*Usage]) (interfaces []cgstats.
 	if p.group != nil {
 		return interfaces, p.group.Read(u)
 	}
-	return interfaces, p.readSum(u, containers)
+	return interfaces, p.readSum(u, past, containers)
 }
 
-// readSum adds up what pause and containers use. Pressure can't be added up.
-func (p *Pod) readSum(u *Usage, containers iter.Seq[*Usage]) error {
+// readSum adds up what pause and containers use, and have used. Pressure can't be added up. A container that is between
+// the two for a moment is not missed: no counter is told lower than it was.
+func (p *Pod) readSum(u *Usage, past *cgstats.Sample, containers iter.Seq[*Usage]) error {
 	if err := p.pause.reader.Read(&u.Sample); err != nil {
 		return err
 	}
 	u.Memory.Limit, u.Memory.SwapLimit = cgstats.Unlimited, cgstats.Unlimited
 	u.CPU.Pressure, u.Memory.Pressure, u.IO = cgstats.Pressure{}, cgstats.Pressure{}, cgstats.Pressure{}
+	u.Add(past)
 	for c := range containers {
 		u.Add(&c.Sample)
 	}
+	update(&p.told, func(highest *cgstats.Sample) {
+		u.Raise(highest)
+		highest.Raise(&u.Sample)
+	})
 	u.NanoCores, u.NanoCoresKnown = p.rate.add(u.At, u.CPU.Usage)
 	return nil
 }

@@ -2,7 +2,10 @@ package meter
 
 import (
 	"errors"
+	"fmt"
 	"os"
+	"path/filepath"
+	"slices"
 	"testing"
 
 	"github.com/vishvananda/netlink"
@@ -41,4 +44,72 @@ func TestNetworkIsThatOfThePinnedNamespace(t *testing.T) {
 	if err := stopped.Close(); err != nil {
 		t.Error(err)
 	}
+}
+
+// fakeContainer measures a made-up cgroup of version 2. spend adds to its CPU time, in microseconds.
+func fakeContainer(t *testing.T) (c *Container, spend func(uint64)) {
+	t.Helper()
+	dir, used := t.TempDir(), uint64(0)
+	spend = func(more uint64) {
+		used += more
+		if err := os.WriteFile(filepath.Join(dir, "cpu.stat"), fmt.Appendf(nil, "usage_usec %d\nuser_usec %d\nsystem_usec 0\n", used, used), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	spend(0)
+	c = &Container{reader: cgstats.New(func() (cgstats.Group, error) {
+		return cgstats.Group{V2: true, Dir: func(string) string { return dir }}, nil
+	}, false)}
+	t.Cleanup(func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return c, spend
+}
+
+// A pod without a cgroup has used what those have that have ended, too; it is never told to have used less than before.
+func TestUsageOfEndedContainersIsKept(t *testing.T) {
+	pod := Cgroups{}.Pod("/p", false, "")
+	pause, _ := fakeContainer(t)
+	pod.pause = pause
+	ending, spendEnding := fakeContainer(t)
+	staying, spendStaying := fakeContainer(t)
+	spendEnding(500)
+	spendStaying(20)
+	used := func(past *cgstats.Sample, running ...*Container) uint64 {
+		t.Helper()
+		var usages []*Usage
+		for _, c := range running {
+			u := &Usage{}
+			if err := c.Read(u); err != nil {
+				t.Fatal(err)
+			}
+			usages = append(usages, u)
+		}
+		var u Usage
+		if _, err := pod.Read(&u, past, slices.Values(usages)); err != nil {
+			t.Fatal(err)
+		}
+		if u.CPU.User != u.CPU.Usage {
+			t.Errorf("user time %d, all %d", u.CPU.User, u.CPU.Usage)
+		}
+		return u.CPU.Usage / 1000
+	}
+	check := func(what string, got, want uint64) {
+		t.Helper()
+		if got != want {
+			t.Errorf("%s: %d µs, want %d", what, got, want)
+		}
+	}
+	check("both run", used(pod.Past(), ending, staying), 520)
+	check("one is neither running nor kept", used(pod.Past(), staying), 520)
+	before := pod.Past()
+	if err := pod.Ended(ending); err != nil {
+		t.Fatal(err)
+	}
+	check("one who began to measure before it ended", used(before, ending, staying), 520)
+	check("it has ended", used(pod.Past(), staying), 520)
+	spendStaying(7)
+	check("the other goes on", used(pod.Past(), staying), 527)
 }
