@@ -97,17 +97,22 @@ func parseCPUStat(b []byte, cpu *CPU) {
 	})
 }
 
-// parseMemoryStatV2 reads cgroup v2's memory.stat, which counts groups below too.
-func parseMemoryStatV2(b []byte, m *Memory) {
+// parseMemoryStat reads memory.stat. On cgroup v1, whose names are others, the figures that count groups below too begin with
+// total; on v2 all do, and none begins so.
+func parseMemoryStat(b []byte, m *Memory, total []byte) {
 	flatKeyed(b, func(key []byte, v uint64) {
-		switch string(key) {
-		case "anon":
+		name, counts := bytes.CutPrefix(key, total)
+		if !counts {
+			return
+		}
+		switch string(name) {
+		case "anon", "rss":
 			m.RSS = v
-		case "file":
+		case "file", "cache":
 			m.Cache = v
 		case "kernel": // Linux 5.18
 			m.Kernel = v
-		case "file_mapped":
+		case "file_mapped", "mapped_file":
 			m.MappedFile = v
 		case "active_file":
 			m.ActiveFile = v
@@ -117,33 +122,14 @@ func parseMemoryStatV2(b []byte, m *Memory) {
 			m.PageFaults = v
 		case "pgmajfault":
 			m.MajorPageFaults = v
-		}
-	})
-}
-
-// parseMemoryStatV1 reads cgroup v1's memory.stat: its totals, which count groups below too.
-func parseMemoryStatV1(b []byte, m *Memory) {
-	flatKeyed(b, func(key []byte, v uint64) {
-		switch string(key) {
-		case "total_rss":
-			m.RSS = v
-		case "total_cache":
-			m.Cache = v
-		case "total_mapped_file":
-			m.MappedFile = v
-		case "total_active_file":
-			m.ActiveFile = v
-		case "total_inactive_file":
-			m.InactiveFile = v
-		case "total_pgfault":
-			m.PageFaults = v
-		case "total_pgmajfault":
-			m.MajorPageFaults = v
-		case "total_swap":
+		case "swap": // v1: if it is counted
 			m.Swap, m.SwapKnown = v, true
 		}
 	})
 }
+
+func parseMemoryStatV2(b []byte, m *Memory) { parseMemoryStat(b, m, nil) }
+func parseMemoryStatV1(b []byte, m *Memory) { parseMemoryStat(b, m, total) }
 
 // parsePressure reads a pressure file (Linux 4.20, Documentation/accounting/psi.rst).
 func parsePressure(b []byte) (p Pressure) {
@@ -181,7 +167,7 @@ func parseStall(line []byte) (s Stall) {
 	return s
 }
 
-var equals, point, colon = []byte("="), []byte("."), []byte(":")
+var equals, point, colon, total = []byte("="), []byte("."), []byte(":"), []byte("total_")
 
 // parsePercent reads "12.34", the only form the kernel writes averages in.
 func parsePercent(b []byte) float64 {

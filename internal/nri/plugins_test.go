@@ -14,12 +14,12 @@ import (
 
 	"github.com/containerd/nri/pkg/api"
 	"github.com/containerd/nri/pkg/stub"
-	"github.com/containerd/ttrpc"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/integration/fixture"
 	"berth/internal/errdefs"
 	"berth/internal/task"
 )
@@ -49,36 +49,14 @@ func testPlugins(t *testing.T, rt Runtime) *Plugins {
 	return p
 }
 
-// answering is a plugin that answers with updates, and with evictions, which the library's stub knows nothing of.
+// answering is a plugin that answers with updates and evictions.
 type answering struct {
 	stub    stub.Stub
 	refuse  error // of CreateContainer
 	updates []*api.ContainerUpdate
-	evict   []*api.ContainerEviction
+	evictor fixture.Evictor
 	pod     *api.PodSandbox // of the last UpdatePodSandbox, with what was wanted
 	wanted  [2]*api.LinuxResources
-}
-
-func (a *answering) addToAnswer(ctx context.Context, decode ttrpc.Unmarshaler, _ *ttrpc.UnaryServerInfo, handle ttrpc.Method) (any, error) {
-	answer, err := handle(ctx, decode)
-	switch answer := answer.(type) {
-	case *api.CreateContainerResponse:
-		answer.Evict = a.evict
-	case *api.UpdateContainerResponse:
-		answer.Evict = a.evict
-	}
-	return answer, err
-}
-
-func (a *answering) addToRequest(ctx context.Context, request *ttrpc.Request, response *ttrpc.Response, _ *ttrpc.UnaryClientInfo, call ttrpc.Invoker) error {
-	if request.Method == "UpdateContainers" {
-		more, err := proto.Marshal(&api.UpdateContainersRequest{Evict: a.evict}) // behind another, a message is merged with it
-		if err != nil {
-			return err
-		}
-		request.Payload = append(request.Payload, more...)
-	}
-	return call(ctx, request, response)
 }
 
 func (a *answering) CreateContainer(context.Context, *api.PodSandbox, *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
@@ -109,8 +87,7 @@ func connect(t *testing.T, cfg Config, rt Runtime, plugin *answering) *Plugins {
 		t.Fatal(err)
 	}
 	t.Cleanup(p.Close)
-	s, err := stub.New(plugin, stub.WithSocketPath(p.cfg.Socket), stub.WithPluginIdx("10"), stub.WithPluginName("answering"), stub.WithOnClose(func() {}),
-		stub.WithTTRPCOptions([]ttrpc.ClientOpts{ttrpc.WithUnaryClientInterceptor(plugin.addToRequest)}, []ttrpc.ServerOpt{ttrpc.WithUnaryServerInterceptor(plugin.addToAnswer)}))
+	s, err := stub.New(plugin, stub.WithSocketPath(p.cfg.Socket), stub.WithPluginIdx("10"), stub.WithPluginName("answering"), stub.WithOnClose(func() {}), plugin.evictor.Option())
 	if err == nil {
 		err = s.Start(t.Context())
 	}
@@ -179,7 +156,7 @@ func testLibraryDropsPidsOfOthers(t *testing.T, p *Plugins, plugin *answering) {
 func testEvictions(t *testing.T, p *Plugins, plugin *answering, updated *[]Update) {
 	good := &api.ContainerUpdate{ContainerId: "good"}
 	good.SetLinuxMemoryLimit(7)
-	plugin.updates, plugin.evict = []*api.ContainerUpdate{good}, []*api.ContainerEviction{{ContainerId: "bad", Reason: "no room"}}
+	plugin.updates, plugin.evictor.Evict = []*api.ContainerUpdate{good}, []*api.ContainerEviction{{ContainerId: "bad", Reason: "no room"}}
 	check := func(what string, got []Update, err error) {
 		t.Helper()
 		if want := (Update{ContainerID: "bad", Evict: true, Reason: "no room", IgnoreFailure: true}); err != nil || len(got) != 2 || got[0].Evict || !reflect.DeepEqual(got[1], want) {
@@ -196,7 +173,7 @@ func testEvictions(t *testing.T, p *Plugins, plugin *answering, updated *[]Updat
 	if _, _, others, err := p.CreateContainer(t.Context(), &Pod{}, &Container{ID: "c"}); err == nil || len(others) > 0 {
 		t.Errorf("refused: %v, error %v", others, err)
 	}
-	plugin.updates, plugin.evict, plugin.refuse = nil, nil, nil
+	plugin.updates, plugin.evictor.Evict, plugin.refuse = nil, nil, nil
 }
 
 func TestDeviceRulesAreNotUpdated(t *testing.T) {
