@@ -236,7 +236,7 @@ type harness struct {
 var testConfig = Config{Version: "1.2.3", Settings: map[string]int{"max_log_line": 42}, Sessions: &fakeSessions{}}
 
 // start serves pods and images on a socket in a temporary directory.
-func start(t *testing.T, cfg Config, pods Sandboxes, images Images) *harness {
+func start(t testing.TB, cfg Config, pods Sandboxes, images Images) *harness {
 	t.Helper()
 	h := &harness{path: filepath.Join(t.TempDir(), "berth.sock"), log: new(logBuffer)}
 	h.server = New(cfg, pods, images, slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug})))
@@ -267,7 +267,7 @@ func start(t *testing.T, cfg Config, pods Sandboxes, images Images) *harness {
 }
 
 // dial connects like kubelet, whose limits on messages are the same.
-func dial(t *testing.T, path string, options ...grpc.DialOption) *grpc.ClientConn {
+func dial(t testing.TB, path string, options ...grpc.DialOption) *grpc.ClientConn {
 	t.Helper()
 	conn, err := grpc.NewClient("unix://"+path, append(options,
 		grpc.WithTransportCredentials(insecure.NewCredentials()),
