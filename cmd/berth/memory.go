@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"os"
 	"runtime/debug"
 	"strconv"
@@ -12,7 +13,39 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/memlimit"
 )
+
+// ownShare is the part of the memory limit of its cgroup that the daemon keeps to. The rest is for the
+// program's own pages, launchers, monitors and CNI plugins, which are in the same cgroup.
+const ownShare = 0.5
+
+// limitMemory makes the garbage collector work harder near the cgroup's limit: the daemon shall not be
+// killed for garbage. GOMEMLIMIT overrides it. It returns the cgroup's limit, 0 if there is none.
+func limitMemory(log *slog.Logger) (limit int64) {
+	limit, err := memlimit.Own("/")
+	if err != nil {
+		log.Warn("the memory limit of berth's cgroup is not kept to", "error", err)
+		return 0
+	}
+	if limit > 0 && os.Getenv("GOMEMLIMIT") == "" {
+		debug.SetMemoryLimit(int64(ownShare * float64(limit)))
+	}
+	return limit
+}
+
+// unpackerShare is what one process that unpacks a layer may need, beside an unusual window of zstd's.
+const unpackerShare = 32 << 20
+
+// unpackersFor returns how many layers may be unpacked at a time with that memory limit: each is unpacked by a
+// process of the daemon's cgroup. 0: any number.
+func unpackersFor(limit int64) int {
+	if limit == 0 {
+		return 0
+	}
+	return int(max(1, (1-ownShare)*float64(limit)/unpackerShare))
+}
 
 // releaseStartup gives back the memory that only starting needed: garbage of
 // reading records, and the pages of the program that ran once. The linker lays

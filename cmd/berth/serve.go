@@ -97,6 +97,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	closing := cleanup.New()
 	defer closing.Run(&err)
 
+	memory := limitMemory(log)
 	if err := lockDirectories(cfg, closing); err != nil {
 		return err
 	}
@@ -110,7 +111,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	if err != nil {
 		return err
 	}
-	unpacker, err := process.Open(node.unpack, cfg.StallTimeout.Duration, log)
+	unpacker, err := process.Open(node.unpack, cfg.StallTimeout.Duration, unpackersFor(memory), log)
 	if err != nil {
 		return err
 	}

@@ -71,6 +71,11 @@ func limit(grant Grant) error {
 	for resource, max := range map[int]uint64{
 		unix.RLIMIT_CORE: 0, unix.RLIMIT_DATA: grant.Memory, unix.RLIMIT_FSIZE: grant.FileSize, unix.RLIMIT_NOFILE: grant.Files,
 	} {
+		var have unix.Rlimit
+		if err := unix.Getrlimit(resource, &have); err != nil {
+			return err
+		}
+		max = min(max, have.Max) // raising it would need CAP_SYS_RESOURCE
 		if err := unix.Setrlimit(resource, &unix.Rlimit{Cur: max, Max: max}); err != nil {
 			return err
 		}

@@ -30,6 +30,7 @@ import (
 	"time"
 	"unicode"
 
+	"golang.org/x/sync/semaphore"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
@@ -44,17 +45,22 @@ import (
 type Program struct {
 	exe   *os.File // as it was when the daemon started, whatever is installed meanwhile
 	stall time.Duration
+	turns *semaphore.Weighted // one for each process; nil: any number
 	log   *slog.Logger
 }
 
 // Open opens the program at path. A process that takes no bytes and tells of no progress for the time of
-// stall is killed. The caller closes the program.
-func Open(path string, stall time.Duration, log *slog.Logger) (*Program, error) {
+// stall is killed. No more than most run at a time, and others wait; 0: any number. The caller closes the program.
+func Open(path string, stall time.Duration, most int, log *slog.Logger) (*Program, error) {
 	exe, err := os.Open(path)
 	if err != nil {
 		return nil, fmt.Errorf("berth-unpack: %w", err)
 	}
-	return &Program{exe, stall, log}, nil
+	p := &Program{exe: exe, stall: stall, log: log}
+	if most > 0 {
+		p.turns = semaphore.NewWeighted(int64(most))
+	}
+	return p, nil
 }
 
 // Close closes the program. No Unpack may be running or be called later.
@@ -65,6 +71,12 @@ func (p *Program) Close() error { return p.exe.Close() }
 // started or broke the rules.
 func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 	job.Limits = job.Limits.WithDefaults()
+	if p.turns != nil {
+		if err := p.turns.Acquire(ctx, 1); err != nil {
+			return unpack.Result{}, fmt.Errorf("wait for other layers to be unpacked: %w", err)
+		}
+		defer p.turns.Release(1)
+	}
 	w, err := p.start(tree, job)
 	if err != nil {
 		return unpack.Result{}, errdefs.Internal("start berth-unpack: %w", err)
