@@ -105,7 +105,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	m.dirs = layout.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
 	m.processes = process.Kit{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
 	m.roots = roots.Kit{Images: images, Dirs: m.dirs}
-	m.trash = layout.NewTrash(m.dirs, m.tasks.Background, m.log)
+	m.trash = layout.NewTrash(m.dirs, m.tasks)
 	m.census = m.newCensus()
 	m.appArmor = lsm.NewAppArmor(cfg.Host.AppArmor, m.tasks, m.log)
 	if m.plugins == nil {

@@ -91,19 +91,26 @@ type launcher struct {
 	proc *os.File // pidfd
 }
 
+// startAgain is the pause before another try to start a launcher ahead of need.
+const startAgain = 2 * time.Second
+
 // keepFilled is the owner of the idle launchers.
 func (l *Launchers) keepFilled() {
+	var again <-chan time.Time
 	for {
 		select {
 		case <-l.ctx.Done():
 			return
 		case <-l.refill:
+		case <-again:
 		}
+		again = nil
 		for l.missing() > 0 && l.ctx.Err() == nil {
 			p, err := l.start()
 			if err != nil {
 				// A launch will try itself, and fail with the reason.
 				l.cfg.Log.Error("cannot start a launcher ahead of need", "error", err)
+				again = time.After(startAgain)
 				break
 			}
 			l.put(p)

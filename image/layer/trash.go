@@ -79,14 +79,21 @@ func (t *trash) take(path string, size Usage) error {
 	return nil
 }
 
+// emptyAgain is the pause before what could not be deleted is tried again.
+const emptyAgain = 10 * time.Second
+
 // start starts the goroutine, which looks at once.
 func (t *trash) start() {
 	go func() {
 		defer close(t.done)
 		for {
-			t.empty()
+			var again <-chan time.Time
+			if !t.empty() {
+				again = time.After(emptyAgain)
+			}
 			select {
 			case <-t.wake:
+			case <-again:
 			case <-t.quit:
 				return
 			}
@@ -100,24 +107,27 @@ func (t *trash) stop() {
 	<-t.done
 }
 
-// empty deletes what is in the trash. What cannot be deleted stays for the next time.
-func (t *trash) empty() {
+// empty deletes what is in the trash. What cannot be deleted stays for the next time; it returns false then.
+func (t *trash) empty() (all bool) {
 	entries, err := os.ReadDir(t.dir)
+	all = err == nil
 	if err != nil {
 		t.log.Error("read trash of layers", "err", err)
 	}
 	for _, e := range entries {
 		select {
 		case <-t.quit:
-			return
+			return false
 		default:
 		}
 		failpoint.Reach("layer.delete")
 		if err := t.remove(filepath.Join(t.dir, e.Name())); err != nil {
 			t.log.Error("delete layer", "path", filepath.Join(t.dir, e.Name()), "err", err)
+			all = false
 			continue
 		}
 		failpoint.Reach("layer.deleted")
 		t.sizes.set(e.Name(), Usage{})
 	}
+	return all
 }

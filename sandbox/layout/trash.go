@@ -1,11 +1,11 @@
 package layout
 
 import (
+	"context"
 	"crypto/rand"
 	"errors"
 	"fmt"
 	"io/fs"
-	"log/slog"
 	"os"
 	"path/filepath"
 
@@ -15,19 +15,18 @@ import (
 
 // Trash removes folder trees that may be large.
 type Trash struct {
-	dir        string
-	old        string // where version 0.1.0 had it
-	background *task.Lifetime
-	log        *slog.Logger
+	dir   string
+	old   string // where version 0.1.0 had it
+	tasks *task.Runner
 }
 
 // NewTrash returns the trash of d, which is emptied in the background.
-func NewTrash(d Dirs, background *task.Lifetime, log *slog.Logger) *Trash {
-	return &Trash{dir: d.Trash(), old: filepath.Join(d.Root, "trash"), background: background, log: log}
+func NewTrash(d Dirs, tasks *task.Runner) *Trash {
+	return &Trash{dir: d.Trash(), old: filepath.Join(d.Root, "trash"), tasks: tasks}
 }
 
 // Discard removes a folder tree that may be large: at once from its place, then
-// in the background from the trash. What is left of it, the next daemon removes.
+// in the background, until that succeeds, from the trash. What is left of it, the next daemon removes.
 func (t *Trash) Discard(dir string) error {
 	place := filepath.Join(t.dir, rand.Text())
 	failpoint.Reach("rootfs.discard")
@@ -39,16 +38,19 @@ func (t *Trash) Discard(dir string) error {
 	if err != nil {
 		return fmt.Errorf("move %s to the trash: %w", dir, err)
 	}
-	t.background.Spawn(func() { t.empty(place) })
+	t.empty(place)
 	return nil
 }
 
 func (t *Trash) empty(dir string) {
-	failpoint.Reach("rootfs.delete")
-	if err := os.RemoveAll(dir); err != nil {
-		t.log.Error("remove from the trash", "path", dir, "error", err)
-	}
-	failpoint.Reach("rootfs.deleted")
+	t.tasks.InBackground("remove from the trash", dir, func(context.Context) error {
+		failpoint.Reach("rootfs.delete")
+		if err := os.RemoveAll(dir); err != nil {
+			return fmt.Errorf("remove from the trash: %w", err)
+		}
+		failpoint.Reach("rootfs.deleted")
+		return nil
+	})
 }
 
 // Sweep removes what an earlier daemon had no time to.
@@ -58,10 +60,10 @@ func (t *Trash) Sweep() error {
 		return fmt.Errorf("read the trash: %w", err)
 	}
 	for _, e := range entries {
-		t.background.Spawn(func() { t.empty(filepath.Join(t.dir, e.Name())) })
+		t.empty(filepath.Join(t.dir, e.Name()))
 	}
 	if _, err := os.Lstat(t.old); err == nil {
-		t.background.Spawn(func() { t.empty(t.old) })
+		t.empty(t.old)
 	}
 	return nil
 }

@@ -157,6 +157,8 @@ func (c *Conn) read() error {
 		return io.EOF
 	case err != nil:
 		return err
+	case flags&unix.MSG_CTRUNC != 0 && len(c.files) < maxFDs:
+		return fmt.Errorf("receive files: %w", unix.EMFILE) // the kernel had no number to give them
 	case flags&unix.MSG_CTRUNC != 0:
 		return errors.New("too many files in one message")
 	case n == 0:
