@@ -45,6 +45,8 @@ type Daemon struct {
 	env   []string
 	bin   string // directory of the programs; empty: BinDir
 
+	starter []string // what starts the daemon; empty: the test itself
+
 	Cmd     *exec.Cmd
 	exited  chan struct{} // closed when cmd has been waited for
 	Cri     internalapi.RuntimeService
@@ -223,6 +225,11 @@ func (d *Daemon) Start(t *testing.T) {
 	Must(t, err)
 	defer logFile.Close()
 	d.Cmd = d.ServeCommand()
+	if len(d.starter) > 0 {
+		d.Cmd.Args = append(slices.Clone(d.starter), d.Cmd.Args...)
+		d.Cmd.Path, err = exec.LookPath(d.starter[0])
+		Must(t, err)
+	}
 	d.Cmd.Stdout, d.Cmd.Stderr = logFile, logFile
 	// A group of its own: Ctrl-C at the terminal must not look like a stopped daemon.
 	d.Cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}

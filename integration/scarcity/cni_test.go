@@ -128,7 +128,7 @@ func TestDelFailsTenTimes(t *testing.T) {
 // Status shows, until that succeeds. Meanwhile the pod's name is free.
 func TestUndoIsRetried(t *testing.T) {
 	failures := 4 // pauses of 1, 2 and 4 seconds
-	if thorough() {
+	if harness.Thorough() {
 		failures = 10
 	}
 	plugin := harness.NewMoodyPlugin(t, "portmap")
@@ -323,6 +323,3 @@ func TestLostRecord(t *testing.T) {
 		})
 	}
 }
-
-// thorough is whether the whole enumeration is to run, as contrib/torture does.
-func thorough() bool { return os.Getenv("BERTH_TORTURE") != "" }

@@ -1,0 +1,147 @@
+package scarcity
+
+import (
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"k8s.io/client-go/tools/remotecommand"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+)
+
+// clockEnv says that the clock is this test's to set: in a guest, which has its own.
+const clockEnv = "BERTH_TEST_CLOCK"
+
+// setClock sets the machine's clock until the test ends.
+func setClock(t *testing.T, to time.Time) {
+	t.Helper()
+	if os.Getenv(clockEnv) == "" {
+		t.Skip("the clock is the whole machine's; contrib/guest has one of its own and sets " + clockEnv)
+	}
+	before := time.Now()
+	set := func(to time.Time) error {
+		ts := unix.NsecToTimespec(to.UnixNano())
+		return os.NewSyscallError("clock_settime", unix.ClockSettime(unix.CLOCK_REALTIME, &ts))
+	}
+	harness.Must(t, set(to))
+	t.Cleanup(func() { harness.Must(t, set(before.Add(time.Since(before)))) })
+}
+
+// The daemon starts on a machine without a clock, in 1970, and serves; then the time arrives. What runs goes on, and no time
+// that kubelet is told is zero.
+func TestClockOf1970(t *testing.T) {
+	setClock(t, time.Unix(10, 0))
+	d := harness.StartDaemon(t)
+	d.Pull(t, harness.BaseImage)
+	pod := d.RunPod(t)
+	running := pod.Run(t, harness.Script("trap '' TERM; while :; do sleep 0.1; done"))
+	_, ended := pod.RunToEnd(t, harness.Script("sleep 0.1; exit 3"))
+	for what, at := range map[string]int64{
+		"pod created": pod.Status(t).CreatedAt, "container created": ended.CreatedAt, "started": ended.StartedAt, "finished": ended.FinishedAt,
+		"statistics": harness.Get(d.Cri.ContainerStats(t.Context(), running.Id))(t).Cpu.Timestamp,
+	} {
+		if at <= 0 || at > time.Hour.Nanoseconds() {
+			t.Errorf("%s: %d", what, at)
+		}
+	}
+	if ended.StartedAt < ended.CreatedAt || ended.FinishedAt <= ended.StartedAt {
+		t.Errorf("created %d, started %d, finished %d", ended.CreatedAt, ended.StartedAt, ended.FinishedAt)
+	}
+	d.Restart(t)
+	harness.Equal(t, "state", running.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+
+	setClock(t, time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC))
+	harness.Equal(t, "what the container answers", running.Exec(t, "echo", "here"), "here")
+	d.Restart(t)
+	harness.Equal(t, "state after a restart", running.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+	harness.Equal(t, "exit code", pod.Sh(t, "echo 5"), "5\n")
+	pod.Remove(t)
+}
+
+// The clock jumps while things are under way. Nothing waits for the clock: what has a time limit keeps it, and nothing
+// hangs or ends early.
+func TestClockJumps(t *testing.T) {
+	for name, jump := range map[string]time.Duration{"a year forward": 365 * 24 * time.Hour, "a day back": -24 * time.Hour} {
+		t.Run(name, func(t *testing.T) {
+			plugin := harness.NewMoodyPlugin(t, "portmap")
+			d := harness.StartDaemon(t, plugin.Option)
+			pod := d.RunPod(t)
+			c := pod.Run(t, harness.Script("trap 'echo asked' TERM; while :; do sleep 0.1; done"))
+			c2 := pod.Run(t, harness.Script("while :; do :; done"))
+			waitTrap(t, c)
+			harness.Get(d.Cri.ContainerStats(t.Context(), c2.Id))(t)
+			url := c.ExecURL(t, remotecommand.StreamOptions{Stdout: &harness.Screen{}}, "echo", "here")
+			// An undo that is tried again by and by.
+			plugin.Is(t, "ADD", harness.Fail(1))
+			plugin.Is(t, "DEL", harness.Fail(3))
+			_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t), "")
+			harness.WantCode(t, err, codes.Unavailable)
+
+			const grace, limit = 4 * time.Second, 3 * time.Second
+			stopped, executed := make(chan error, 1), make(chan error, 1)
+			began := time.Now()
+			go func() { stopped <- d.Cri.StopContainer(t.Context(), c.Id, int64(grace/time.Second)) }()
+			go func() {
+				_, _, err := d.Cri.ExecSync(t.Context(), c2.Id, []string{"sleep", "1000"}, limit)
+				executed <- err
+			}()
+			c.WaitOutput(t, "asked")
+			setClock(t, time.Now().Add(jump))
+
+			screen := &harness.Screen{}
+			if _, err := harness.Spdy.Stream(t.Context(), harness.Plain(), url, remotecommand.StreamOptions{Stdout: screen}); err != nil {
+				t.Errorf("a session that was asked for before the jump: %v", err)
+			}
+			if err := <-executed; err == nil || !strings.Contains(err.Error(), "timed out after "+limit.String()) {
+				t.Errorf("the exec ended with %v", err)
+			}
+			if took := time.Since(began); took < limit {
+				t.Errorf("the exec ended after %v, its limit is %v", took, limit)
+			}
+			harness.Must(t, <-stopped)
+			if took := time.Since(began); took < grace {
+				t.Errorf("the container was killed after %v, its grace period is %v", took, grace)
+			}
+			harness.Equal(t, "exit code", c.Status(t).ExitCode, 137)
+			harness.Eventually(t, "the undo is tried again", func() error {
+				if n := len(plugin.Calls("DEL")); n < 4 {
+					return harness.Unexpected("the number of DELs", n, 4)
+				}
+				return nil
+			})
+			if cores := harness.Get(d.Cri.ContainerStats(t.Context(), c2.Id))(t).Cpu.UsageNanoCores.GetValue(); cores > 64e9 {
+				t.Errorf("a container with one process uses %d nanocores", cores)
+			}
+			laterOnes(t, d, pod, c2)
+		})
+	}
+}
+
+// laterOnes checks that what is created after the jump is the latest for kubelet, also for the next daemon.
+func laterOnes(t *testing.T, d *harness.Daemon, pod *harness.Pod, before *harness.Container) {
+	t.Helper()
+	after := pod.Run(t, harness.ContainerNamed(before.Config.Metadata.Name), func(c *runtimeapi.ContainerConfig) { c.Metadata.Attempt = 1 })
+	pod.Stop(t)
+	next := d.RunPod(t, func(c *runtimeapi.PodSandboxConfig) {
+		c.Metadata.Name, c.Metadata.Uid, c.Metadata.Attempt = pod.Config.Metadata.Name, pod.Config.Metadata.Uid, 1
+	})
+	for _, restart := range []bool{false, true} {
+		if restart {
+			d.Restart(t)
+		}
+		if a, b := before.Status(t).CreatedAt, after.Status(t).CreatedAt; b <= a {
+			t.Errorf("restart %v: the second container was created at %d, the first at %d", restart, b, a)
+		}
+		if a, b := pod.Status(t).CreatedAt, next.Status(t).CreatedAt; b <= a {
+			t.Errorf("restart %v: the second attempt was created at %d, the first at %d", restart, b, a)
+		}
+	}
+	if out := next.Sh(t, "echo here"); strings.TrimSpace(out) != "here" {
+		t.Errorf("a container of it writes %q", out)
+	}
+}

@@ -1,0 +1,186 @@
+package scarcity
+
+import (
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"golang.org/x/sync/errgroup"
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/fixture"
+	"berth/integration/harness"
+)
+
+// A daemon with 64 MiB for itself and all that it starts pulls an image of many layers and runs 50 pods. Its heap keeps to half of
+// that; where launchers and plugins need the rest it is killed, and the next one goes on. In the end
+// there are the image and the pods.
+func TestMemoryLimit(t *testing.T) {
+	group, option := harness.InGroup(t, "memory")
+	const limit = 64 << 20
+	group.Set(t, "memory.limit_in_bytes", limit)
+	d := harness.StartDaemon(t, option)
+	var trees []fixture.Tree
+	for i := range 12 { // 1 MiB each: root is on a tmpfs here, so they count for good
+		var body strings.Builder
+		for n := 0; body.Len() < 1<<20; n++ {
+			fmt.Fprintf(&body, "%d of layer %d is %x\n", n, i, n*n*2654435761)
+		}
+		trees = append(trees, fixture.Tree{fixture.File(fmt.Sprintf("file%d", i), 0o644, body.String())})
+	}
+	name, _ := harness.Push(t, harness.Registry, "layers:latest", harness.BuildImage(t, v1.Config{}, trees...))
+	var left []func() error // what kubelet wants, and asks for until it has it
+	left = append(left, func() error { _, err := d.TryPull(t, name, nil); return err })
+	for range 50 {
+		config := d.PodConfig(t)
+		left = append(left, func() error { _, err := d.Cri.RunPodSandbox(t.Context(), config, ""); return err })
+	}
+	deaths, peak := 0, int64(0)
+	for round := 0; len(left) > 0; round++ {
+		if round == 20 {
+			t.Fatalf("%d of 51 calls do not succeed: %v", len(left), left[0]())
+		}
+		left = callAll(left, 3)
+		if d.Gone() {
+			deaths++
+			d.End(t)
+			d.Start(t)
+			continue
+		}
+		harness.Get(fmt.Sscan(harness.StatusField(t, d.Cmd.Process.Pid, "VmHWM"), &peak))(t)
+	}
+	pods := harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)
+	harness.Equal(t, "number of pods", len(pods), 50)
+	for _, p := range pods {
+		d.Objects = append(d.Objects, p.Id)
+	}
+	t.Logf("the daemon was killed %d times; the last one has used %d KiB at most, its cgroup %d KiB of %d",
+		deaths, peak, group.Number(t, "memory.max_usage_in_bytes")>>10, limit>>10)
+	group.Set(t, "memory.limit_in_bytes", -1) // the removal, all at once, is not what is tried here
+}
+
+// callAll makes calls, so many at a time, and returns those that failed.
+func callAll(calls []func() error, parallel int) (failed []func() error) {
+	var group errgroup.Group
+	group.SetLimit(parallel)
+	var mu sync.Mutex // guards failed
+	for _, call := range calls {
+		group.Go(func() error {
+			if call() != nil {
+				mu.Lock()
+				defer mu.Unlock()
+				failed = append(failed, call)
+			}
+			return nil
+		})
+	}
+	_ = group.Wait() // the failures are in failed
+	return failed
+}
+
+// Containers and what is executed in them get the limit of open files that the daemon was started with, not the one
+// it has raised for itself.
+func TestContainersHaveTheStartersFileLimit(t *testing.T) {
+	d := harness.StartDaemon(t, harness.StartedBy("prlimit", "--nofile=1000:4000"))
+	if own := harness.StatusLimits(t, d.Cmd.Process.Pid, "Max open files"); own == "1000 4000" {
+		t.Error("the daemon has not raised its own limit")
+	}
+	c := d.RunPod(t).Run(t)
+	for _, got := range []string{harness.StatusLimits(t, c.Pid(t), "Max open files"), c.Exec(t, "sh", "-c", "echo $(ulimit -Sn) $(ulimit -Hn)")} {
+		harness.Equal(t, "limits of a container", got, "1000 4000")
+	}
+}
+
+// Each operation with no descriptor left, with one, with some …, until it works: it works, or says what is lacking, and
+// leaves nothing; tried again with descriptors it works.
+func TestOutOfDescriptors(t *testing.T) {
+	d := harness.StartDaemon(t)
+	d.Pull(t, harness.BaseImage)
+	pod := d.RunPod(t)
+	for _, o := range operations {
+		t.Run(o.name, func(t *testing.T) {
+			for left := 0; ; left = more(left) {
+				call := o.prepare(t, d, pod)
+				d.WaitIdle(t) // who starts a launcher meanwhile has descriptors of it
+				undo := d.LeaveFiles(t, left)
+				err := call()
+				undo()
+				if err == nil {
+					t.Logf("works with %d descriptors", left)
+					return
+				}
+				harness.WantCode(t, err, codes.ResourceExhausted, "too many open files")
+				if t.Failed() {
+					return
+				}
+				if !o.once {
+					harness.Must(t, call())
+				}
+			}
+		})
+	}
+}
+
+// more is the next number to try.
+func more(n int) int {
+	if harness.Thorough() {
+		return n + 1
+	}
+	return 2*n + 1
+}
+
+// The same with processes and threads. A Go program that cannot have a thread is at its end, so the
+// daemon may be: the next one goes on with everything.
+func TestOutOfProcesses(t *testing.T) {
+	group, option := harness.InGroup(t, "pids")
+	// The bridge plugin, when it dies in the middle of a DEL, leaves rules for ipMasq that no DEL finds again.
+	d := harness.StartDaemon(t, option, func(t *testing.T, d *harness.Daemon) {
+		harness.WithNetwork(fmt.Sprintf(otherNetwork, d.DataDir))(t, d)
+	})
+	d.Pull(t, harness.BaseImage)
+	pod := d.RunPod(t)
+	bystander := pod.Run(t)
+	died := 0
+	for _, o := range operations {
+		if o.name == "StopContainer" {
+			continue // a monitor that cannot have a thread is dead, and the exit code with it
+		}
+		t.Run(o.name, func(t *testing.T) {
+			for left := 0; ; left = more(left) {
+				call := o.prepare(t, d, pod)
+				group.Set(t, "pids.max", group.Number(t, "pids.current")+int64(left))
+				err := call()
+				group.Set(t, "pids.max", "max")
+				if d.Gone() {
+					died++
+					d.End(t)
+					d.Start(t)
+				} else if err != nil && !lacksProcesses(err) {
+					t.Errorf("the error does not tell what is lacking: %v", err)
+				}
+				harness.Equal(t, "the bystander's state", bystander.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+				if err == nil {
+					t.Logf("works with %d processes", left)
+					return
+				}
+				if t.Failed() {
+					return
+				}
+				if !o.once {
+					harness.Must(t, call())
+				}
+			}
+		})
+	}
+	t.Logf("the daemon died %d times", died)
+}
+
+// lacksProcesses tells whether an error says that a process or thread could not be had. The code may be a plugin's; a launcher that
+// could not have a thread is dead and says so in the daemon's log only.
+func lacksProcesses(err error) bool {
+	text := strings.ToLower(err.Error())
+	return strings.Contains(text, "resource temporarily unavailable") || strings.Contains(text, "the launcher is lost")
+}
