@@ -121,10 +121,12 @@ func (n *node) survives(t *testing.T, r recording, c cut, again bool) {
 	}
 	n.ready(t)
 	n.podsAreGone(t)
+	n.removeSetAside(t)
+	n.matchesItsRecords(t)
 	n.serves(t, found)
 	n.pullsEverything(t)
+	n.matchesItsRecords(t, "--bytes")
 	n.Clean(t)
-	n.removeSetAside(t)
 	n.NoLeaks(t)
 	end()
 }
@@ -250,6 +252,22 @@ func (n *node) pullsEverything(t *testing.T) {
 		n.hasLayers(t, p)
 	}
 	n.layersAreRight(t, "after all images were pulled")
+}
+
+// matchesItsRecords checks, by berth's own means, that what is recorded is what is there. What has no record is removed
+// in the background.
+func (n *node) matchesItsRecords(t *testing.T, args ...string) {
+	t.Helper()
+	err := harness.WaitFor(func() error {
+		var differences []error
+		for _, d := range n.StateCheck(t, args...) {
+			differences = append(differences, errors.New(d.Text()))
+		}
+		return errors.Join(differences...)
+	})
+	if err != nil {
+		t.Error(err)
+	}
 }
 
 // removeSetAside removes the records that were set aside, which berth itself never does. Those of pods and
