@@ -55,6 +55,9 @@ func (e *enumeration) run(t *testing.T) {
 	e.d = harness.StartDaemon(t, harness.WithFailpoints(&e.fp))
 	e.uncrashed(t) // what the first operation makes for good is there from now on
 	trace := e.uncrashed(t)
+	if e.op.first != nil {
+		trace = e.recovered(t)
+	}
 	for _, c := range casesOf(trace) {
 		e.points++
 		for _, again := range e.op.retries() {
@@ -83,6 +86,34 @@ func (e *enumeration) uncrashed(t *testing.T) (trace []string) {
 	w.clean(t)
 	e.idle = e.d.Settled(t)
 	return trace
+}
+
+// recovered crashes the operation at its first point, and returns the points that the daemon reaches which is
+// started then.
+func (e *enumeration) recovered(t *testing.T) (trace []string) {
+	t.Helper()
+	w := &world{d: e.d}
+	e.op.prepare(t, w)
+	e.d.WaitIdle(t)
+	e.die(t, w, *e.op.first)
+	e.fp.Trace(t)
+	e.d.Start(t)
+	e.d.Settled(t)
+	trace = e.fp.Traced(t, e.d)
+	w.clean(t)
+	e.d.Settled(t)
+	return trace
+}
+
+// die runs the operation until the daemon is killed at a point.
+func (e *enumeration) die(t *testing.T, w *world, at point) {
+	t.Helper()
+	e.fp.Kill(t, e.d, at.point, at.n)
+	err := e.op.request(t, w)
+	if !e.d.WaitKilled(t, deathPatience) {
+		e.fp.Disarm()
+		t.Fatalf("the point %v was not reached; the operation returned %v", at, err)
+	}
 }
 
 // startOver takes what a case that failed has left for given.
@@ -132,11 +163,15 @@ func (e *enumeration) crash(t *testing.T, at point, again retry) {
 	w := &world{d: e.d}
 	e.op.prepare(t, w)
 	e.d.WaitIdle(t)
-	e.fp.Kill(t, e.d, at.point, at.n)
-	err := e.op.request(t, w)
-	if !e.d.WaitKilled(t, deathPatience) {
-		e.fp.Disarm()
-		t.Fatalf("the point was not reached; the operation returned %v", err)
+	if e.op.first == nil {
+		e.die(t, w, at)
+	} else {
+		e.die(t, w, *e.op.first)
+		e.fp.KillNext(t, at.point, at.n)
+		if !e.d.StartUntilKilled(t, deathPatience) {
+			e.fp.Disarm()
+			t.Fatalf("the point %v was not reached", at)
+		}
 	}
 	e.d.Start(t)
 	if err := again.request(t, w); err != nil {

@@ -17,6 +17,7 @@ type operation struct {
 	prepare func(*testing.T, *world)
 	request func(*testing.T, *world) error
 	again   []retry // ways to try again other than by the same request
+	first   *point  // not nil: the daemon is killed here first, and the next one at each point of its start and of what it undoes
 }
 
 // retry is how kubelet goes on when the daemon is back.
@@ -73,6 +74,16 @@ var operations = []operation{
 
 	{name: "RemoveImage", prepare: has(first), request: removeImage(first)},
 	{name: "RemoveImage_shared_layers", prepare: with(has(first), has(second)), request: removeImage(first), more: true},
+	{name: "Recovery_of_RunPodSandbox", first: &point{"cni.result-saved", 1}, prepare: withPod(hostPort), request: runPod, more: true},
+	{name: "Recovery_of_RunPodSandbox_userNamespace", first: &point{"launch.sent", 1}, prepare: withPod(podInUserNamespace), request: runPod, more: true},
+	{name: "Recovery_of_CreateContainer", first: &point{"rootfs.owner-set", 1}, prepare: with(podRuns(hostPort), withContainer()), request: createContainer, more: true},
+	{name: "Recovery_of_StartContainer", first: &point{"launch.sent", 1}, prepare: with(podRuns(hostPort), withContainer(), created), request: startContainer, more: true},
+	{name: "Recovery_of_StopPodSandbox", first: &point{"container.killed", 1}, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: stopPod, more: true},
+	{name: "Recovery_of_RemoveContainer", first: &point{"rootfs.discarded", 1}, prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: removeContainer, more: true},
+	{name: "Recovery_of_RemovePodSandbox", first: &point{"rootfs.discarded", 1}, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: removePod, more: true},
+	{name: "Recovery_of_PullImage", first: &point{"layer.synced", 2}, prepare: nothing, request: pull(first), more: true},
+	{name: "Recovery_of_RemoveImage", first: &point{"record.removed", 1}, prepare: has(first), request: removeImage(first), more: true},
+
 	{name: "RemoveImage_in_use", prepare: with(has(first), podRuns(harness.HostNetwork), withContainer(imageVolume), created), request: removeImage(first), more: true},
 }
 

@@ -221,6 +221,38 @@ func (d *Daemon) ServeCommand() *exec.Cmd {
 // Start starts the daemon and waits until it answers.
 func (d *Daemon) Start(t *testing.T) {
 	t.Helper()
+	d.launch(t)
+	d.connect(t)
+}
+
+// StartUntilKilled starts a daemon that is killed by a failpoint before it answers, or after that, for which it
+// waits no longer than limit. It tells whether it was killed.
+func (d *Daemon) StartUntilKilled(t *testing.T, limit time.Duration) bool {
+	t.Helper()
+	d.launch(t)
+	ctx, cancel := context.WithTimeout(t.Context(), limit)
+	defer cancel()
+	go func() { // ends with ctx
+		select {
+		case <-d.exited:
+			cancel()
+		case <-ctx.Done():
+		}
+	}()
+	_ = answers(ctx, d.Socket) // or it has ended
+	select {
+	case <-d.exited:
+	case <-time.After(limit):
+		d.connect(t)
+		return false
+	}
+	d.wasKilled(t)
+	return true
+}
+
+// launch starts the daemon and does not wait.
+func (d *Daemon) launch(t *testing.T) {
+	t.Helper()
 	logFile, err := os.OpenFile(d.LogFile(), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	Must(t, err)
 	defer logFile.Close()
@@ -240,7 +272,6 @@ func (d *Daemon) Start(t *testing.T) {
 		_ = cmd.Wait() // its result is in cmd.ProcessState
 		close(exited)
 	}()
-	d.connect(t)
 }
 
 // idleLaunchers is the daemon's default.
@@ -331,11 +362,16 @@ func (d *Daemon) WaitKilled(t *testing.T, limit time.Duration) bool {
 	case <-time.After(limit):
 		return false
 	}
+	d.wasKilled(t)
+	d.Disconnect(t)
+	return true
+}
+
+func (d *Daemon) wasKilled(t *testing.T) {
+	t.Helper()
 	if state := d.Cmd.ProcessState; state.Sys().(syscall.WaitStatus).Signal() != syscall.SIGKILL {
 		t.Fatalf("the daemon was not killed: %v\n%s", state, d.Tail())
 	}
-	d.Disconnect(t)
-	return true
 }
 
 // Kill ends the daemon with SIGKILL.

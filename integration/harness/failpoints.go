@@ -75,8 +75,19 @@ func (f *Failpoints) Traced(t *testing.T, d *Daemon) (names []string) {
 // Kill has the daemon killed at a point, the nth time from now on that it reaches it.
 func (f *Failpoints) Kill(t *testing.T, d *Daemon, name string, n int) {
 	t.Helper()
+	f.arm(t, name, n, d.Cmd.Process.Pid)
+}
+
+// KillNext does that to a daemon that is started later.
+func (f *Failpoints) KillNext(t *testing.T, name string, n int) {
+	t.Helper()
+	f.arm(t, name, n, -1)
+}
+
+func (f *Failpoints) arm(t *testing.T, name string, n, process int) {
+	t.Helper()
 	path := filepath.Join(f.dir, "armed")
-	Must(t, os.WriteFile(path+".new", fmt.Appendf(nil, "%s %d kill %d\n", name, n, d.Cmd.Process.Pid), 0o600))
+	Must(t, os.WriteFile(path+".new", fmt.Appendf(nil, "%s %d kill %d\n", name, n, process), 0o600))
 	Must(t, os.Rename(path+".new", path))
 }
 
