@@ -67,6 +67,8 @@ type Dir struct {
 	kind       string
 	version    int
 	durability Durability
+
+	begin func(what, object string) (end func()) // nil: waits are not noted
 }
 
 // OpenDir makes the folder (mode 0700) if need be. Kind is written into each
@@ -76,6 +78,17 @@ func OpenDir(path, kind string, version int, d Durability) (*Dir, error) {
 		return nil, fmt.Errorf("make record folder %s: %w", path, err)
 	}
 	return &Dir{path: path, kind: kind, version: version, durability: d}, nil
+}
+
+// Note has the waits for the disk noted by begin. It is to be called before any other method.
+func (d *Dir) Note(begin func(what, object string) (end func())) { d.begin = begin }
+
+// waiting notes a wait for the disk.
+func (d *Dir) waiting(name string) (end func()) {
+	if d.begin == nil {
+		return func() {}
+	}
+	return d.begin("the disk, to keep its record", d.kind+" "+name)
 }
 
 // Write stores v as the record of that name, replacing an older one atomically.
@@ -88,6 +101,7 @@ func (d *Dir) Write(name string, v any) error {
 	if err != nil {
 		return fmt.Errorf("encode %s record %s: %w", d.kind, name, err)
 	}
+	defer d.waiting(name)()
 	if err := d.replace(name, data); err != nil {
 		code := codes.Internal
 		if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
@@ -143,6 +157,7 @@ func (d *Dir) Remove(name string) error {
 	if err := checkName(name); err != nil {
 		return err
 	}
+	defer d.waiting(name)()
 	failpoint.Reach("record.remove")
 	if err := removeIfExists(filepath.Join(d.path, name+suffix)); err != nil {
 		return fmt.Errorf("remove %s record %s: %w", d.kind, name, err)

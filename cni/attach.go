@@ -89,7 +89,10 @@ func (n *Network) operate(ctx context.Context, att Attachment, pod Pod, verb str
 	}
 	ctx, cancel := context.WithTimeout(ctx, n.cfg.Timeout)
 	defer cancel()
-	if err := n.gate.Acquire(ctx, 1); err != nil {
+	end := n.cfg.Waits.Begin("CNI GC to end", "pod "+pod.ID)
+	err = n.gate.Acquire(ctx, 1)
+	end()
+	if err != nil {
 		return errdefs.New(errdefs.Code(err), "%s: waiting for CNI GC: %w", what, err)
 	}
 	defer n.gate.Release(1)

@@ -202,6 +202,7 @@ func codeOf(e *types.Error) codes.Code {
 // runVerb runs a verb that is about a network, not about a pod (STATUS, GC), for
 // one plugin of it. errVerbUnknown if the plugin does not have it.
 func (n *Network) runVerb(ctx context.Context, list *libcni.NetworkConfigList, plugin *libcni.PluginConfig, verb string, extra map[string]any) error {
+	defer n.cfg.Waits.Begin("CNI "+verb, "network "+list.Name)()
 	path, err := n.plugins.FindInPath(plugin.Network.Type, n.cfg.BinDirs)
 	if err != nil {
 		return err

@@ -22,7 +22,10 @@ import (
 // running Add and Del calls and keeps new ones waiting until it is done, as the
 // specification demands: bound ctx accordingly.
 func (n *Network) GC(ctx context.Context, valid []Pod) error {
-	if err := n.gate.Acquire(ctx, wholeGate); err != nil {
+	end := n.cfg.Waits.Begin("CNI operations to end before GC", "all networks")
+	err := n.gate.Acquire(ctx, wholeGate)
+	end()
+	if err != nil {
 		return errdefs.New(errdefs.Code(err), "CNI GC: waiting for running operations: %w", err)
 	}
 	defer n.gate.Release(wholeGate)

@@ -35,6 +35,7 @@ import (
 	"golang.org/x/sync/semaphore"
 
 	"berth/internal/errdefs"
+	"berth/internal/task"
 )
 
 // IfName is the name of the interface a pod gets from its network.
@@ -60,6 +61,7 @@ type Config struct {
 	CacheDir string        // libcni's record of results, private to berth, survives a restart
 	RunDir   string        // where running plugins are noted, gone after a reboot; empty: nowhere, and their children can outlive a daemon that is killed
 	Timeout  time.Duration // longest ADD, DEL or CHECK; 0: DefaultTimeout
+	Waits    *task.Waits   // where waits are noted; nil: nowhere
 }
 
 // Network runs plugins for the network configured in a directory. Its methods

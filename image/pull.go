@@ -63,10 +63,13 @@ func (s *Store) pull(ctx context.Context, name string, auth *runtimeapi.AuthConf
 		return nil, err
 	}
 	defer repo.Close()
+	end := s.cfg.Waits.BeginOpen("its registry to tell what it is", "image "+ref.String()) // stalls are given up
 	if img := s.unchanged(ctx, repo); img != nil {
+		end()
 		return img, nil
 	}
 	resolved, err := repo.Resolve(ctx, s.cfg.Platform)
+	end()
 	if err != nil {
 		return nil, err
 	}
@@ -95,7 +98,10 @@ func (s *Store) unchanged(ctx context.Context, repo *registry.Repository) *Image
 func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *registry.Image, tracks []*layerTrack) (*Image, error) {
 	chain := img.Config.RootFS.DiffIDs
 	owner := fmt.Sprintf("pull %d", s.pullID.Add(1))
-	if err := s.refs.acquire(ctx, owner, chain); err != nil {
+	end := s.cfg.Waits.Begin("layers that are being deleted", "image "+repo.Reference().String())
+	err := s.refs.acquire(ctx, owner, chain)
+	end()
+	if err != nil {
 		return nil, err
 	}
 	defer func() {
@@ -128,6 +134,7 @@ func (s *Store) fetchLayer(ctx context.Context, repo *registry.Repository, l reg
 		track.set(LayerPresent)
 		return nil
 	}
+	defer s.cfg.Waits.BeginOpen("its bytes, and to be unpacked", "layer "+l.DiffID.String())() // stalls are given up
 	for {
 		started, err := s.flights.join(ctx, key, track.downloading, func(ctx context.Context, received *atomic.Int64) error {
 			defer repo.Close()

@@ -22,6 +22,7 @@ import (
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
+	"berth/internal/task"
 )
 
 // Config configures a Store.
@@ -35,6 +36,7 @@ type Config struct {
 	StallTimeout         time.Duration    // longest wait for a byte of a transfer; 0: one minute
 	Platform             ocispec.Platform // zero: this machine's
 	DockerConfig         string           // docker's config.json with credentials; empty: none
+	Waits                *task.Waits      // where waits are noted; nil: nowhere
 }
 
 // DefaultParallelDownloads is how many layers one pull fetches at a time where
@@ -86,6 +88,7 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 	if err != nil {
 		return nil, err
 	}
+	records.Note(cfg.Waits.Begin)
 	s := newStore(cfg, layers, records, pinned, log)
 	if err := s.load(); err != nil {
 		return nil, err
@@ -309,7 +312,10 @@ func (s *Store) CollectGarbage(context.Context) error {
 func (s *Store) sweep() error {
 	var failed []error
 	for _, d := range s.refs.condemn(s.layers.List()) {
-		if err := s.layers.Remove(d); err != nil {
+		end := s.cfg.Waits.Begin("its makers to end, to delete it", "layer "+d.String())
+		err := s.layers.Remove(d)
+		end()
+		if err != nil {
 			failed = append(failed, fmt.Errorf("layer %s: %w", d, err))
 		}
 		s.refs.buried(d)
@@ -320,6 +326,7 @@ func (s *Store) sweep() error {
 // becomeWriter waits for the right to change records and the index. Readers never
 // do: whoever has it may be writing to disk.
 func (s *Store) becomeWriter(ctx context.Context) (release func(), err error) {
+	defer s.cfg.Waits.Begin("its turn to change the images", "image store")()
 	select {
 	case s.writing <- struct{}{}:
 		return func() { <-s.writing }, nil

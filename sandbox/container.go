@@ -78,6 +78,7 @@ func (m *Manager) CreateContainer(ctx context.Context, podID string, config *run
 	}
 	identity := request.ContainerIdentity(p.id, config.Metadata)
 	m.launchers.Expect() // who creates a container starts it at once
+	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
 	id, err := m.containerIDs.Create(ctx, identity, sum, join.Maker{
 		Spawn:  m.tasks.Operations.Spawn,
 		Make:   func() (string, error) { return m.newContainer(p, config, identity) },

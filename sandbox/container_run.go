@@ -264,7 +264,10 @@ func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.D
 			return fmt.Errorf("signal container %s: %w", c.id, err)
 		}
 		failpoint.Reach("container.signalled")
-		if m.processes.AwaitExit(ctx, c.id, run.Running, timeout) {
+		end := m.tasks.BeginUpTo(timeout, "exit", c.String())
+		exited := m.processes.AwaitExit(ctx, run.Running, timeout)
+		end()
+		if exited {
 			return nil
 		}
 		if err := ctx.Err(); err != nil {
@@ -279,6 +282,7 @@ func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.D
 // published with it.
 func (m *Manager) killContainer(ctx context.Context, c *container) error {
 	begin := time.Now()
+	defer m.tasks.Begin("its end after SIGKILL", c.String())()
 	for delay := 50 * time.Millisecond; ; delay = min(2*delay, time.Second) {
 		run := c.running.Load()
 		if run == nil {
@@ -290,7 +294,7 @@ func (m *Manager) killContainer(ctx context.Context, c *container) error {
 			err = errors.Join(err, run.KillShim())
 			failpoint.Reach("container.shim-killed")
 		}
-		if m.processes.AwaitExit(ctx, c.id, run.Running, delay) {
+		if m.processes.AwaitExit(ctx, run.Running, delay) {
 			return nil
 		}
 		if ctx.Err() != nil {
@@ -327,6 +331,7 @@ func (m *Manager) ReopenContainerLog(ctx context.Context, id string) error {
 	if c.running.Load() == nil {
 		return errdefs.FailedPrecondition("container %s is not running", c.id)
 	}
+	defer m.tasks.Begin("its monitor to open its log anew", c.String())()
 	if err := shim.OpenMonitor(m.dirs.Shim(c.id)).ReopenLog(ctx); err != nil {
 		return fmt.Errorf("reopen log of container %s: %w", c.id, err)
 	}

@@ -29,6 +29,7 @@ func (m *Manager) planRuntime(ctx context.Context, p *pod, name string) (*handle
 	if err != nil {
 		return nil, err
 	}
+	defer m.tasks.Begin("what the handler's program can do", "handler "+name)()
 	return h.Runtime(ctx, m.dirs.OCI(p.id), m.cfg.SystemdCgroup, mappings != nil)
 }
 

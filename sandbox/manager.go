@@ -56,8 +56,9 @@ type Config struct {
 	Plugins        Plugins                   // nil: none
 	CensusPeriod   time.Duration             // between two counts of what a container has written
 	Host           *host.Facts
-	CDI            cdi.Dirs // where CDI devices are described
-	OwnDevices     bool     // devices belong to the user and group of the security context
+	CDI            cdi.Dirs    // where CDI devices are described
+	OwnDevices     bool        // devices belong to the user and group of the security context
+	Waits          *task.Waits // where waits are noted
 	Log            *slog.Logger
 }
 
@@ -101,7 +102,7 @@ type Manager struct {
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images, plugins: cfg.Plugins,
 		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
-		selinux: lsm.HostSELinux, events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log)}
+		selinux: lsm.HostSELinux, events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log, cfg.Waits)}
 	m.dirs = layout.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
 	m.processes = process.Kit{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
 	m.roots = roots.Kit{Images: images, Dirs: m.dirs}
@@ -189,8 +190,12 @@ func (m *Manager) openRecords() (err error) {
 	if m.podRecords, err = record.OpenPods(m.cfg.Root); err != nil {
 		return err
 	}
-	m.containerRecs, err = record.OpenContainers(m.cfg.Root)
-	return err
+	if m.containerRecs, err = record.OpenContainers(m.cfg.Root); err != nil {
+		return err
+	}
+	m.podRecords.Note(m.tasks.Begin)
+	m.containerRecs.Note(m.tasks.Begin)
+	return nil
 }
 
 func (m *Manager) startLaunchers() (err error) {

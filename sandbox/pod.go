@@ -60,6 +60,7 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 	}
 	identity := request.PodIdentity(config.Metadata)
 	m.launchers.Expect()
+	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
 	id, err := m.podIDs.Create(ctx, identity, sum, join.Maker{
 		Spawn:  m.tasks.Operations.Spawn,
 		Make:   func() (string, error) { return m.newPod(config, handler, identity) },

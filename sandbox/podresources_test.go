@@ -27,7 +27,7 @@ func aReadyPod(t *testing.T) (m *Manager, p *pod, records string) {
 		t.Fatal(err)
 	}
 	m = &Manager{cfg: Config{Host: &host.Facts{}}, plugins: noPlugins{}, pods: index.New[*pod]("pod sandbox"), podRecords: dir,
-		events: feed.New[Event](1), appArmor: lsm.NewAppArmor(false, nil, nil), tasks: task.NewRunner(slog.New(slog.DiscardHandler))}
+		events: feed.New[Event](1), appArmor: lsm.NewAppArmor(false, nil, nil), tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil)}
 	p = &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}, turn: task.NewTurn()}
 	p.rec = record.Pod{ID: p.id, Phase: record.PodReady, CgroupsPath: "/kubepods/p", NetNS: "/run/netns/p"}
 	p.info.Store(podInfo(p))

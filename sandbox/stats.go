@@ -182,7 +182,7 @@ func (m *Manager) openCensus() error {
 // newCensus returns the counter of the containers that are visible.
 func (m *Manager) newCensus() *census.Counter {
 	return census.New(census.Config{Period: m.cfg.CensusPeriod, Subjects: m.censusSubjects, Layers: m.dirs.Writable(""),
-		Images: m.images.Root(), SystemdCgroup: m.cfg.SystemdCgroup, Begin: m.tasks.Begin, Log: m.log})
+		Images: m.images.Root(), SystemdCgroup: m.cfg.SystemdCgroup, Begin: m.tasks.BeginOpen, Log: m.log})
 }
 
 // censusSubjects is an iter.Seq.

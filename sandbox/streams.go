@@ -31,7 +31,11 @@ func (m *Manager) ExecSync(ctx context.Context, id string, command []string, tim
 		ctx, cancel = context.WithTimeout(ctx, timeout)
 		defer cancel()
 	}
-	defer m.tasks.Begin("the end of an exec", c.String())()
+	end := m.tasks.BeginOpen
+	if timeout > 0 {
+		end = func(what, object string) func() { return m.tasks.BeginUpTo(timeout, what, object) }
+	}
+	defer end("the end of an exec", c.String())()
 	result, err := m.sessions().ExecSync(ctx, m.execRequest(c, command, false))
 	if timeout > 0 && errors.Is(err, context.DeadlineExceeded) {
 		return nil, errdefs.DeadlineExceeded("exec in container %s: %q did not end within %v", c.id, command, timeout)
@@ -105,7 +109,7 @@ func (m *Manager) Exec(ctx context.Context, id string, command []string, termina
 	if err != nil {
 		return 0, err
 	}
-	defer m.tasks.Begin("the end of an exec", c.String())()
+	defer m.tasks.BeginOpen("the end of an exec", c.String())()
 	code, err := m.sessions().Exec(ctx, m.execRequest(c, command, terminal), s)
 	if err != nil {
 		return 0, fmt.Errorf("exec in container %s: %w", c.id, err)
@@ -146,6 +150,7 @@ func (m *Manager) Attach(ctx context.Context, id string, terminal bool, s sessio
 	if err != nil {
 		return err
 	}
+	defer m.tasks.BeginOpen("the end of an attached session", c.String())()
 	if err := m.sessions().Attach(ctx, shim.OpenMonitor(m.dirs.Shim(c.id)), terminal, c.config.GetStdin(), s); err != nil {
 		return fmt.Errorf("container %s: %w", c.id, err)
 	}
@@ -191,6 +196,7 @@ func (m *Manager) PortForward(ctx context.Context, podID string, port int32, str
 	if port < 1 || port > 65535 {
 		return errdefs.InvalidArgument("forward a port of pod sandbox %s: %d is no port", pod.ID, port)
 	}
+	defer m.tasks.BeginOpen("the end of a forwarded connection", "pod "+pod.ID)()
 	if err := m.sessions().Forward(ctx, pod.NetNS, uint16(port), stream); err != nil {
 		return fmt.Errorf("forward port %d of pod sandbox %s: %w", port, pod.ID, err)
 	}

@@ -74,6 +74,9 @@ func (s *runtimeService) verboseStatus() (map[string]string, error) {
 		"cgroupDriver": strings.ToLower(s.cgroupDriver().String()),
 		"versions":     map[string]string{"berth": s.cfg.Version, "go": runtime.Version(), "cri": runtimeAPIVersion},
 	}
+	if s.cfg.PassedLimit != nil {
+		values["waitsPastLimit"] = s.cfg.PassedLimit()
+	}
 	if s.cfg.Network != nil {
 		values["network"] = s.cfg.Network()
 	}
@@ -86,13 +89,17 @@ type waitInfo struct {
 	Object  string    `json:"object"`
 	Since   time.Time `json:"since"`
 	Seconds float64   `json:"seconds"`
+
+	LimitSeconds float64 `json:"limitSeconds,omitempty"` // none: as long as a client wants it
+	Overdue      bool    `json:"overdue,omitempty"`
 }
 
 func (s *runtimeService) waits() []waitInfo {
 	now := time.Now()
 	all := []waitInfo{}
 	for _, w := range s.pods.Waits() {
-		all = append(all, waitInfo{w.What, w.Object, w.Since, now.Sub(w.Since).Seconds()})
+		all = append(all, waitInfo{What: w.What, Object: w.Object, Since: w.Since, Seconds: now.Sub(w.Since).Seconds(),
+			LimitSeconds: w.Limit.Seconds(), Overdue: w.Overdue(now)})
 	}
 	return all
 }

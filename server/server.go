@@ -98,6 +98,9 @@ type Config struct {
 	// answers from memory; nil: not told.
 	Network func() cni.Info
 
+	// PassedLimit counts, for verbose Status, the waits that took longer than they should; nil: not told.
+	PassedLimit func() uint64
+
 	Sessions Sessions // of Exec, Attach and PortForward
 }
 

@@ -26,6 +26,7 @@ import (
 	"berth/internal/config"
 	"berth/internal/lockfile"
 	"berth/internal/nri"
+	"berth/internal/task"
 	"berth/sandbox"
 	"berth/sandbox/handler"
 	"berth/server"
@@ -111,28 +112,29 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	if err != nil {
 		return err
 	}
+	waits := watchWaits(cfg, closing, log)
 	unpacker, err := process.Open(node.unpack, cfg.StallTimeout.Duration, unpackersFor(memory), log)
 	if err != nil {
 		return err
 	}
 	closing.Add("close berth-unpack", unpacker.Close)
-	images, err := image.Open(ctx, imageConfig(cfg, unpacker.Unpack), log)
+	images, err := image.Open(ctx, imageConfig(cfg, unpacker.Unpack, waits), log)
 	if err != nil {
 		return err
 	}
 	closing.Add("close image store", images.Close)
 	networkCfg := networkConfig(cfg)
-	networkCfg.RunDir = filepath.Join(cfg.State, "cni")
+	networkCfg.RunDir, networkCfg.Waits = filepath.Join(cfg.State, "cni"), waits
 	network, err := cni.New(networkCfg, log)
 	if err != nil {
 		return err
 	}
 	closing.Add("close network", func() error { network.Close(); return nil })
-	plugins, err := newPlugins(cfg, log)
+	plugins, err := newPlugins(cfg, waits, log)
 	if err != nil {
 		return err
 	}
-	pods, err := sandbox.Open(ctx, sandboxConfig(cfg, node, plugins, log), images, network)
+	pods, err := sandbox.Open(ctx, sandboxConfig(cfg, node, plugins, waits, log), images, network)
 	if err != nil {
 		return err
 	}
@@ -145,16 +147,17 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 		return err
 	}
 	closing.Add("end streaming sessions", serveStreaming(sessions, log))
-	return announce(ctx, listener, server.New(serverConfig(cfg, node, network, sessions), pods, images, log), log)
+	return announce(ctx, listener, server.New(serverConfig(cfg, node, network, sessions, waits), pods, images, log), waits, log)
 }
 
 // announce serves and tells systemd when that starts and ends.
-func announce(ctx context.Context, listener net.Listener, srv *server.Server, log *slog.Logger) error {
+func announce(ctx context.Context, listener net.Listener, srv *server.Server, waits *task.Waits, log *slog.Logger) error {
 	if err := releaseStartup(); err != nil {
 		log.Warn("memory used by starting is kept", "error", err)
 	}
 	log.Info("berth serves", "version", version(), "socket", listener.Addr().String())
 	notify(log, daemon.SdNotifyReady)
+	defer startWatchdog(ctx, listener, waits, log)()
 	stop := context.AfterFunc(ctx, func() {
 		log.Info("berth stops, containers go on")
 		notify(log, daemon.SdNotifyStopping)
@@ -225,7 +228,7 @@ func ignoreClosed(err error) error {
 	return err
 }
 
-func imageConfig(cfg *config.Config, unpack layer.Unpacker) image.Config {
+func imageConfig(cfg *config.Config, unpack layer.Unpacker, waits *task.Waits) image.Config {
 	pinned := cfg.PinnedImages
 	if cfg.PauseImage != "" {
 		pinned = append([]string{cfg.PauseImage}, pinned...)
@@ -238,6 +241,7 @@ func imageConfig(cfg *config.Config, unpack layer.Unpacker) image.Config {
 		MaxParallelDownloads: cfg.MaxParallelDownloads,
 		StallTimeout:         cfg.StallTimeout.Duration,
 		DockerConfig:         cfg.DockerConfig,
+		Waits:                waits,
 	}
 }
 
@@ -250,12 +254,13 @@ func networkConfig(cfg *config.Config) cni.Config {
 }
 
 // newPlugins returns nil where NRI is off.
-func newPlugins(cfg *config.Config, log *slog.Logger) (sandbox.Plugins, error) {
+func newPlugins(cfg *config.Config, waits *task.Waits, log *slog.Logger) (sandbox.Plugins, error) {
 	if !cfg.NRI {
 		return nil, nil
 	}
 	return nri.New(nri.Config{
 		Version:             version(),
+		Waits:               waits,
 		Socket:              cfg.NRISocket,
 		PluginDir:           cfg.NRIPluginDir,
 		PluginConfigDir:     cfg.NRIPluginConfigDir,
@@ -267,7 +272,7 @@ func newPlugins(cfg *config.Config, log *slog.Logger) (sandbox.Plugins, error) {
 	})
 }
 
-func sandboxConfig(cfg *config.Config, node *node, plugins sandbox.Plugins, log *slog.Logger) sandbox.Config {
+func sandboxConfig(cfg *config.Config, node *node, plugins sandbox.Plugins, waits *task.Waits, log *slog.Logger) sandbox.Config {
 	return sandbox.Config{
 		Root:           cfg.Root,
 		State:          cfg.State,
@@ -286,6 +291,7 @@ func sandboxConfig(cfg *config.Config, node *node, plugins sandbox.Plugins, log 
 		Host:           &node.facts,
 		CDI:            cfg.CDISpecDirs,
 		OwnDevices:     cfg.DeviceOwnership,
+		Waits:          waits,
 		Log:            log,
 	}
 }
@@ -298,13 +304,14 @@ func handlers(cfg *config.Config) map[string]handler.Config {
 	return all
 }
 
-func serverConfig(cfg *config.Config, node *node, network *cni.Network, sessions server.Sessions) server.Config {
+func serverConfig(cfg *config.Config, node *node, network *cni.Network, sessions server.Sessions, waits *task.Waits) server.Config {
 	return server.Config{
 		Version:        version(),
 		SystemdCgroup:  node.systemdCgroup,
 		UserNamespaces: node.facts.UserNamespaces,
 		Settings:       cfg,
 		Network:        network.Info,
+		PassedLimit:    waits.PassedLimit,
 		Sessions:       sessions,
 	}
 }

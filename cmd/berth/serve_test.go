@@ -25,6 +25,7 @@ import (
 
 	"berth/internal/cleanup"
 	"berth/internal/config"
+	"berth/internal/task"
 	"berth/server"
 )
 
@@ -98,7 +99,7 @@ func TestAnnounce(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
 	go func() {
-		done <- announce(ctx, listener, server.New(server.Config{Version: "1.2.3"}, nil, nil, discardLog), discardLog)
+		done <- announce(ctx, listener, server.New(server.Config{Version: "1.2.3"}, nil, nil, discardLog), new(task.Waits), discardLog)
 	}()
 	if got := receive(t, systemd); got != "READY=1" {
 		t.Errorf("first message %q", got)

@@ -59,6 +59,7 @@ import (
 // Config says where plugins come from and what they may do.
 type Config struct {
 	Version             string        // of the runtime, told to plugins
+	Waits               *task.Waits   // where waits for plugins are noted; nil: nowhere
 	Socket              string        // where external plugins connect; empty: they may not
 	PluginDir           string        // programs that are started with the daemon
 	PluginConfigDir     string        // their configuration: NN-name.conf or name.conf
@@ -205,6 +206,7 @@ func (p *Plugins) Close() {
 // Active tells whether there is a plugin at all; if not, there is nobody to tell. It waits
 // for a registration under way, which the request timeout bounds. A goroutine must not hold twice.
 func (p *Plugins) Hold() (release func(), active bool) {
+	defer p.cfg.Waits.Begin("NRI plugins to have registered", "NRI")()
 	block := p.adaptation.BlockPluginSync()
 	return block.Unblock, p.starting.Load() || p.count.Load() > 0
 }
@@ -447,6 +449,7 @@ func (p *Plugins) UpdateContainer(ctx context.Context, pod *Pod, c *Container, w
 // answer, is an error of this request.
 func (p *Plugins) relay(ctx context.Context, request, object string, do func() error) (err error) {
 	defer p.recovered(request, object, &err)
+	defer p.cfg.Waits.Begin("NRI plugins to answer "+request, object)()
 	if err = do(); err == nil {
 		return nil
 	}

@@ -27,12 +27,12 @@ type Runner struct {
 	Watchers   *Lifetime // waiting for events outside, such as the end of a process
 	Log        *slog.Logger
 
-	waits waits
+	waits *Waits
 }
 
-// NewRunner returns a runner without goroutines.
-func NewRunner(log *slog.Logger) *Runner {
-	return &Runner{Operations: NewLifetime(), Background: NewLifetime(), Watchers: NewLifetime(), Log: log}
+// NewRunner returns a runner without goroutines, whose waits are noted in waits.
+func NewRunner(log *slog.Logger, waits *Waits) *Runner {
+	return &Runner{waits: waits, Operations: NewLifetime(), Background: NewLifetime(), Watchers: NewLifetime(), Log: log}
 }
 
 // Detach runs op to its end in a goroutine of Operations, so that a caller that
@@ -109,7 +109,7 @@ func (r *Runner) InBackground(what, object string, do func(context.Context) erro
 
 // Sleep waits, visibly, and returns false if ctx ended meanwhile.
 func (r *Runner) Sleep(ctx context.Context, d time.Duration, what, object string) bool {
-	defer r.Begin(what, object)()
+	defer r.BeginUpTo(d, what, object)()
 	select {
 	case <-ctx.Done():
 		return false

@@ -14,7 +14,7 @@ import (
 )
 
 func testRunner(t *testing.T) *Runner {
-	r := NewRunner(slog.New(slog.DiscardHandler))
+	r := NewRunner(slog.New(slog.DiscardHandler), new(Waits))
 	t.Cleanup(func() {
 		for _, l := range []*Lifetime{r.Operations, r.Background, r.Watchers} {
 			l.Cancel()

@@ -23,7 +23,7 @@ func (r *Runner) Take(ctx context.Context, t Turn, what, object string) (pass fu
 		return pass, nil
 	default:
 	}
-	defer r.Begin("its turn to "+what, object)()
+	defer r.BeginUpTo(Limit, "its turn to "+what, object)()
 	select {
 	case t <- struct{}{}:
 		return pass, nil

@@ -56,7 +56,7 @@ type Config struct {
 	Layers        string                                 // the folder of all writable layers: ID/upper is one
 	Images        string                                 // the folder of the images
 	SystemdCgroup bool                                   // paths name scopes of systemd's
-	Begin         func(what, object string) (end func()) // notes what is waited for
+	Begin         func(what, object string) (end func()) // notes what is waited for, however long it takes
 	Log           *slog.Logger
 }
 

@@ -77,7 +77,7 @@ func TestEnsureAppArmorProfileAgain(t *testing.T) {
 // onHost is AppArmor on a host that has it.
 func onHost(t *testing.T, loader profileLoader, log *bytes.Buffer) *AppArmor {
 	logger := slog.New(slog.NewTextHandler(log, nil))
-	a := NewAppArmor(true, task.NewRunner(logger), logger)
+	a := NewAppArmor(true, task.NewRunner(logger, nil), logger)
 	a.kernel = loader
 	t.Cleanup(func() {
 		if err := a.tasks.Background.WaitFor(time.Minute); err != nil {

@@ -41,6 +41,7 @@ func Open(network *cni.Network, root string, tasks *task.Runner, log *slog.Logge
 	if err != nil {
 		return nil, err
 	}
+	records.Note(tasks.Begin)
 	n := &Networks{network: network, records: records, turn: task.NewTurn(), tasks: tasks, log: log}
 	n.ranges.Store(new([][]cni.IPRange))
 	return n, nil
@@ -166,6 +167,7 @@ func (n *Networks) Collect(ctx context.Context, pods iter.Seq2[*record.Pod, *run
 	}
 	ctx, cancel := context.WithTimeout(ctx, gcLimit)
 	defer cancel()
+	defer n.tasks.Begin("CNI GC", "all networks")()
 	if err := n.network.GC(ctx, valid); err != nil {
 		n.log.Warn("collect what networks hold for pods that are gone", "error", err)
 	}

@@ -124,7 +124,7 @@ func isTransient(err error) bool {
 func (k Kit) KillLeftBehind(ctx context.Context, id, cgroupsPath string) error {
 	ctx, cancel := context.WithTimeout(ctx, KillWait)
 	defer cancel()
-	defer k.Tasks.Begin("the end of what its lost shim left", "container "+id)()
+	defer k.Tasks.BeginUpTo(KillWait, "the end of what its lost shim left", "container "+id)()
 	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
 	if err != nil {
 		return err

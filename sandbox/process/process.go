@@ -112,9 +112,8 @@ func (r *Running) HasEnded() bool {
 	return ended || err != nil
 }
 
-// AwaitExit waits for the exit to be published, which closes run.Exited, for at most limit.
-func (k Kit) AwaitExit(ctx context.Context, id string, run *Running, limit time.Duration) bool {
-	defer k.Tasks.Begin("exit", "container "+id)()
+// AwaitExit waits for the exit to be published, which closes run.Exited, for at most limit. The caller notes the wait.
+func (k Kit) AwaitExit(ctx context.Context, run *Running, limit time.Duration) bool {
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
 	select {

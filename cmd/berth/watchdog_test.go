@@ -1,0 +1,111 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"berth/internal/client/fakecri"
+	"berth/internal/task"
+)
+
+// fakeSystemd returns the socket at which systemd would hear of the daemon, every period.
+func fakeSystemd(t *testing.T, period time.Duration) *net.UnixConn {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "notify")
+	systemd, err := net.ListenUnixgram("unixgram", &net.UnixAddr{Name: path, Net: "unixgram"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { systemd.Close() })
+	t.Setenv("NOTIFY_SOCKET", path)
+	t.Setenv("WATCHDOG_USEC", strconv.FormatInt(period.Microseconds(), 10))
+	t.Setenv("WATCHDOG_PID", strconv.Itoa(os.Getpid()))
+	return systemd
+}
+
+// addressOf is a listener that has nothing but an address.
+type addressOf struct {
+	net.Listener
+	path string
+}
+
+func (a addressOf) Addr() net.Addr { return &net.UnixAddr{Name: a.path, Net: "unix"} }
+
+// systemd hears of a daemon that answers, again and again, until it stops.
+func TestWatchdogOfHealthyDaemon(t *testing.T) {
+	systemd := fakeSystemd(t, 30*time.Second/1000)
+	socket := strings.TrimPrefix(fakecri.Start(t, &fakecri.Server{}), "unix://")
+	waits := new(task.Waits)
+	stopWatching := whileServing(func(ctx context.Context) { waits.Watch(ctx, discardLog) })
+	for waits.Looked().Unix() <= 0 { // until it watches
+		time.Sleep(time.Millisecond)
+	}
+	stop := startWatchdog(t.Context(), addressOf{path: socket}, waits, discardLog)
+	for range 3 {
+		if got := receive(t, systemd); got != "WATCHDOG=1" {
+			t.Errorf("message %q", got)
+		}
+	}
+	stop()
+	if err := stopWatching(); err != nil {
+		t.Error(err)
+	}
+}
+
+// It hears nothing of one that does not answer at its socket, or that does not watch its waits any more.
+func TestWatchdogOfSickDaemon(t *testing.T) {
+	silent, err := net.Listen("unix", filepath.Join(t.TempDir(), "silent")) // takes connections and never answers
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer silent.Close()
+	answers := strings.TrimPrefix(fakecri.Start(t, &fakecri.Server{}), "unix://")
+	watched := new(task.Waits)
+	defer whileServing(func(ctx context.Context) { watched.Watch(ctx, discardLog) })()
+	for watched.Looked().Unix() <= 0 {
+		time.Sleep(time.Millisecond)
+	}
+	for _, tt := range []struct {
+		name, socket string
+		waits        *task.Waits
+		want         string
+	}{
+		{"silent", silent.Addr().String(), watched, "ask at our own socket"},
+		{"deaf", answers + ".none", watched, "ask at our own socket"},
+		{"stuck", answers, new(task.Waits), "waits have not been watched"},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			systemd := fakeSystemd(t, 300*time.Millisecond)
+			var log bytes.Buffer
+			w := &watchdog{period: 300 * time.Millisecond, socket: tt.socket, waits: tt.waits, log: slog.New(slog.NewTextHandler(&log, nil))}
+			if err := w.look(t.Context()); err == nil || !strings.Contains(err.Error(), tt.want) {
+				t.Errorf("look: %v", err)
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), 700*time.Millisecond)
+			defer cancel()
+			w.run(ctx)
+			if err := systemd.SetReadDeadline(time.Now().Add(time.Millisecond)); err != nil {
+				t.Fatal(err)
+			}
+			if n, _ := systemd.Read(make([]byte, 100)); n > 0 {
+				t.Error("systemd was told that it is well")
+			}
+			if !strings.Contains(log.String(), "the daemon is not well") {
+				t.Errorf("log: %s", &log)
+			}
+		})
+	}
+}
+
+func TestWatchdogOnlyIfAskedFor(t *testing.T) {
+	t.Setenv("WATCHDOG_USEC", "")
+	startWatchdog(t.Context(), nil, nil, discardLog)()
+}
