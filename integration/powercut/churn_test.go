@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
+	"syscall"
 	"testing"
 
 	"golang.org/x/sync/errgroup"
@@ -45,6 +46,12 @@ func (n *node) store() string { return filepath.Join(n.Root, "images") }
 func (n *node) boot(t *testing.T, disk *blocklog.Disk) (end func()) {
 	t.Helper()
 	m := n.mount(t, disk, n.dir)
+	t.Cleanup(func() { // of a test that failed: the disk can't be unmounted before
+		if n.Cmd != nil && !n.Gone() {
+			n.Signal(t, syscall.SIGKILL)
+			n.LoseState(t)
+		}
+	})
 	n.Boot(t)
 	return func() {
 		n.Stop(t)

@@ -86,13 +86,15 @@ func attach(t *testing.T, disk *blocklog.Disk, dir string) *blocklog.Attached {
 	return device
 }
 
-// unmount also checks that the filesystem is sound. Whoever used it may still be ending.
+// unmount also checks that the filesystem is sound. Whoever used it may still be ending: launchers of a daemon that
+// was killed have it mounted in namespaces of their own for a moment.
 func (m *mounted) unmount(t *testing.T) {
 	t.Helper()
 	if m.device == nil {
 		return
 	}
 	harness.Eventually(t, "unmount", func() error { return unix.Unmount(m.dir, 0) })
+	harness.Eventually(t, "nobody has it mounted", m.device.Idle)
 	if out, err := exec.Command(m.check[0], append(m.check[1:], m.device.Path)...).CombinedOutput(); err != nil {
 		t.Errorf("%s: %v\n%s", m.check[0], err, out)
 	}

@@ -44,6 +44,15 @@ func Attach(d *Disk, dir string) (_ *Attached, err error) {
 	return a, nil
 }
 
+// Idle is an error as long as a filesystem of the device is mounted anywhere, or being unmounted.
+func (a *Attached) Idle() error {
+	fd, err := unix.Open(a.Path, unix.O_RDONLY|unix.O_EXCL|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return &os.PathError{Op: "open for oneself", Path: a.Path, Err: err}
+	}
+	return unix.Close(fd)
+}
+
 // Detach takes the device away; no filesystem of it may be mounted any more.
 func (a *Attached) Detach() error {
 	// With the last descriptor the kernel detaches the file.
