@@ -75,7 +75,7 @@ func TestClockJumps(t *testing.T) {
 			c2 := pod.Run(t, harness.Script("while :; do :; done"))
 			waitTrap(t, c)
 			harness.Get(d.Cri.ContainerStats(t.Context(), c2.Id))(t)
-			url := c.ExecURL(t, remotecommand.StreamOptions{Stdout: &harness.Screen{}}, "echo", "here")
+			url := c2.ExecURL(t, remotecommand.StreamOptions{Stdout: &harness.Screen{}}, "echo", "here")
 			// An undo that is tried again by and by.
 			plugin.Is(t, "ADD", harness.Fail(1))
 			plugin.Is(t, "DEL", harness.Fail(3))
