@@ -213,7 +213,7 @@ func (b *Blob) checkRange(resp *http.Response) error {
 	var total string
 	value := resp.Header.Get("Content-Range")
 	n, err := fmt.Sscanf(value, "bytes %d-%d/%s", &first, &last, &total)
-	if n != 3 || err != nil {
+	if n != 3 || err != nil || value != fmt.Sprintf("bytes %d-%d/%s", first, last, total) { // Sscanf takes signs, and what follows
 		return errdefs.Internal("partial answer with the Content-Range %q", errdefs.Clip(value))
 	}
 	if first != b.offset || last < first || last >= b.want.Size || total != "*" && total != fmt.Sprint(b.want.Size) {
