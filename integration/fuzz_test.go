@@ -69,7 +69,7 @@ func tameContainer(d *harness.Daemon, config *runtimeapi.ContainerConfig, r *ran
 // addSeeds adds the message at rest of each form, and some scrambled ones.
 func addSeeds(f *testing.F, forms int) {
 	for form := range forms {
-		for seed := range uint64(6) {
+		for seed := range uint64(4) {
 			f.Add(uint8(form), seed)
 		}
 	}
