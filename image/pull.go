@@ -173,7 +173,7 @@ func (s *Store) downloadFrom(ctx context.Context, repo *registry.Repository, l r
 		return err
 	}
 	defer blob.Close() // read to its end or given up
-	return s.layers.Create(ctx, l.DiffID, blob, limitsOf(l.Blob))
+	return s.layers.Create(ctx, l.DiffID, blob, limitsOf(l.Blob, s.cfg.Limits))
 }
 
 const (
@@ -184,10 +184,9 @@ const (
 	freeInflation = 64 << 20
 )
 
-// limitsOf ties what a layer may take to the size of its blob, so that whoever
+// limitsOf ties what a layer may take, beside the limits, to the size of its blob, so that whoever
 // wants to fill a node's disk has to send the bytes for it.
-func limitsOf(blob ocispec.Descriptor) unpack.Limits {
-	limits := unpack.DefaultLimits
+func limitsOf(blob ocispec.Descriptor, limits unpack.Limits) unpack.Limits {
 	if blob.Size < limits.Tar/maxInflation {
 		limits.Tar = min(limits.Tar, blob.Size*maxInflation+freeInflation)
 	}

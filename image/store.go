@@ -19,6 +19,7 @@ import (
 	"berth/checkpoint"
 	"berth/image/layer"
 	"berth/image/registry"
+	"berth/image/unpack"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
@@ -30,6 +31,7 @@ type Config struct {
 	Root                 string           // directory of the store, on the filesystem the containers' upper layers are on
 	RegistryDirs         []string         // containerd's certs.d trees, the first with a directory for a host wins
 	Unpack               layer.Unpacker   // makes files of blobs
+	Limits               unpack.Limits    // of one layer; zero fields: unpack.DefaultLimits
 	Driver               string           // form of layers, a rootfs.Kind; empty: directory
 	Pinned               []string         // references or IDs of images that kubelet must not collect
 	MaxParallelDownloads int              // layers of one pull fetched at a time; 0: DefaultParallelDownloads
@@ -98,10 +100,10 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 }
 
 // newDriver returns the layer driver of a kind.
-func newDriver(kind string, unpack layer.Unpacker) (layer.Driver, error) {
+func newDriver(kind string, u layer.Unpacker) (layer.Driver, error) {
 	switch rootfs.Kind(kind) {
 	case "", rootfs.Directory:
-		return layer.NewDirectory(unpack), nil
+		return layer.NewDirectory(u), nil
 	}
 	return nil, errdefs.InvalidArgument("layer driver %q is not known", kind)
 }
@@ -113,6 +115,7 @@ func newStore(cfg Config, layers *layer.Store, records *checkpoint.Dir, pinned m
 	if cfg.Platform.OS == "" {
 		cfg.Platform = registry.DefaultPlatform()
 	}
+	cfg.Limits = cfg.Limits.WithDefaults()
 	ctx, cancel := context.WithCancel(context.Background())
 	s := &Store{
 		cfg: cfg, log: log, layers: layers, records: records, pinned: pinned,

@@ -1005,7 +1005,7 @@ func TestDecompressionBomb(t *testing.T) {
 	bomb := zstandard(t, "f", strings.Repeat("\x00", 2*freeInflation))
 	reg.PutImage("app", "v1", "", bomb)
 	_, err := s.Pull(t.Context(), reg.Host()+"/app:v1", nil)
-	limit := limitsOf(ocispec.Descriptor{Size: int64(len(bomb.Blob))}).Tar
+	limit := limitsOf(ocispec.Descriptor{Size: int64(len(bomb.Blob))}, unpack.DefaultLimits).Tar
 	wantCode(t, err, codes.ResourceExhausted, digest.FromBytes(bomb.Blob).String(), fmt.Sprintf("longer than the %d bytes", limit))
 	wantEmpty(t, s)
 }
@@ -1016,7 +1016,7 @@ func TestLimitsOf(t *testing.T) {
 		0: freeInflation, 1: freeInflation + maxInflation, 100 << 20: freeInflation + maxInflation*100<<20,
 		most / maxInflation: most, most: most, math.MaxInt64: most,
 	} {
-		got := limitsOf(ocispec.Descriptor{Size: size})
+		got := limitsOf(ocispec.Descriptor{Size: size}, unpack.DefaultLimits)
 		if got.Tar != want || got.Bytes != unpack.DefaultLimits.Bytes || got.Entries != unpack.DefaultLimits.Entries {
 			t.Errorf("a blob of %d bytes: %+v, want %d", size, got, want)
 		}

@@ -21,6 +21,7 @@ import (
 	"berth/cni"
 	"berth/image"
 	"berth/image/layer"
+	"berth/image/unpack"
 	"berth/image/unpack/process"
 	"berth/internal/cleanup"
 	"berth/internal/config"
@@ -228,14 +229,15 @@ func ignoreClosed(err error) error {
 	return err
 }
 
-func imageConfig(cfg *config.Config, unpack layer.Unpacker, waits *task.Waits) image.Config {
+func imageConfig(cfg *config.Config, u layer.Unpacker, waits *task.Waits) image.Config {
 	pinned := cfg.PinnedImages
 	if cfg.PauseImage != "" {
 		pinned = append([]string{cfg.PauseImage}, pinned...)
 	}
 	return image.Config{
 		Root:                 filepath.Join(cfg.Root, "images"),
-		Unpack:               unpack,
+		Unpack:               u,
+		Limits:               unpack.Limits{Tar: int64(cfg.MaxLayerBytes), Bytes: int64(cfg.MaxLayerBytes), Entries: int64(cfg.MaxLayerEntries)},
 		RegistryDirs:         cfg.RegistryDirs,
 		Pinned:               pinned,
 		MaxParallelDownloads: cfg.MaxParallelDownloads,

@@ -165,6 +165,10 @@ func tokenError(ctx context.Context, err error) error {
 		return errdefs.New(codes.Unauthenticated, "pull access denied, repository does not exist or may require authorization: %d %s", status.StatusCode, http.StatusText(status.StatusCode))
 	case errors.Is(err, errTokenRedirect):
 		return errdefs.New(codes.Unauthenticated, "%w", errTokenRedirect)
+	case ctx.Err() != nil:
+		return ctx.Err()
+	case errors.Is(err, context.DeadlineExceeded):
+		return &UnavailableError{Err: fmt.Errorf("no complete answer within %v", tokenTimeout)}
 	case errors.As(err, &bad) && isNetwork(bad.Err):
 		return requestError(ctx, bad)
 	case errors.As(err, &bad):

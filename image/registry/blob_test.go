@@ -269,11 +269,11 @@ func TestStallTimeoutCountsWaitingOnly(t *testing.T) {
 		go func() {
 			for range 3 {
 				time.Sleep(50 * time.Second)
-				_, _ = out.Write([]byte("x"))
+				_, _ = out.Write(make([]byte, 60*slowest))
 			}
 		}()
 		for range 3 {
-			if _, err := body.Read(make([]byte, 1)); err != nil {
+			if _, err := body.Read(make([]byte, 60*slowest)); err != nil {
 				t.Fatal(err)
 			}
 			time.Sleep(time.Hour)
@@ -283,6 +283,26 @@ func TestStallTimeoutCountsWaitingOnly(t *testing.T) {
 		if !errors.Is(err, errStalled) || time.Since(began) != time.Minute {
 			t.Errorf("%v after %v", err, time.Since(began))
 		}
+	})
+}
+
+// A byte now and then does not keep a transfer going.
+func TestSlowTransferStalls(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancelCause(t.Context())
+		in, out := io.Pipe()
+		go func() {
+			for ctx.Err() == nil {
+				time.Sleep(time.Second)
+				_, _ = out.Write([]byte("x"))
+			}
+		}()
+		began := time.Now()
+		_, err := io.ReadAll(newGuardedBody(ctx, cancel, in, time.Minute))
+		if !errors.Is(err, errStalled) || time.Since(began) != time.Minute {
+			t.Errorf("%v after %v", err, time.Since(began))
+		}
+		in.Close()
 	})
 }
 

@@ -56,7 +56,7 @@ func newEndpoint(h hosts.Host, ref Reference, c *Client, given Credentials) (*en
 	e.auth = &authorizer{
 		host:    h.Host,
 		scope:   "repository:" + ref.Repository + ":pull",
-		tokens:  noForwarding{&tokens},
+		tokens:  shortBodies{noForwarding{&tokens}, maxTokenBytes},
 		isPlain: isPlain,
 		lookup:  c.lookupFor(given, h, ref),
 	}
@@ -166,9 +166,13 @@ func drain(body io.ReadCloser) {
 	_ = body.Close()
 }
 
+// slowest is the rate, in bytes a second, below which a transfer counts as stalled: a
+// registry that sends a byte now and then would keep a pull going for ever.
+const slowest = 1 << 10
+
 // guardedBody is a response body that fails with errStalled when a Read waits
-// longer than the timeout for its first byte. The time between Reads does not
-// count: it is the reader's.
+// longer than the timeout for its first byte, or Reads that have waited as long
+// together have got less than slowest. The time between Reads does not count: it is the reader's.
 type guardedBody struct {
 	body    io.ReadCloser
 	ctx     context.Context
@@ -176,6 +180,8 @@ type guardedBody struct {
 	timer   *time.Timer
 	whole   *time.Timer // nil: there is no end to reading while bytes come
 	timeout time.Duration
+	waited  time.Duration // in Reads, since got was last zero
+	got     int
 }
 
 func newGuardedBody(ctx context.Context, cancel context.CancelCauseFunc, body io.ReadCloser, timeout time.Duration) *guardedBody {
@@ -185,13 +191,29 @@ func newGuardedBody(ctx context.Context, cancel context.CancelCauseFunc, body io
 }
 
 func (g *guardedBody) Read(p []byte) (int, error) {
+	began := time.Now()
 	g.timer.Reset(g.timeout)
 	n, err := g.body.Read(p)
 	g.timer.Stop()
+	if err == nil && g.crawls(n, time.Since(began)) {
+		g.cancel(errStalled)
+		return n, fmt.Errorf("%w: less than %d bytes a second for %v", errStalled, slowest, g.timeout)
+	}
 	if err != nil && err != io.EOF && errors.Is(context.Cause(g.ctx), errStalled) {
 		err = fmt.Errorf("%w: no bytes for %v", errStalled, g.timeout)
 	}
 	return n, err
+}
+
+// crawls accounts for a Read that got n bytes, and reports whether they come too slowly.
+func (g *guardedBody) crawls(n int, took time.Duration) bool {
+	g.got += n
+	if g.waited += took; g.waited < g.timeout {
+		return false
+	}
+	slow := float64(g.got) < slowest*g.waited.Seconds()
+	g.got, g.waited = 0, 0
+	return slow
 }
 
 // hurry lets the whole body take no longer than the timeout: an error's text is

@@ -4,6 +4,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"net/url"
@@ -19,6 +20,8 @@ const (
 	handshakeTimeout = 10 * time.Second
 	idleTimeout      = 30 * time.Second
 	maxRedirects     = 10
+	maxHeaderBytes   = 256 << 10 // net/http's own limit is 10 MB
+	maxTokenBytes    = 1 << 20   // of a token server's answer
 )
 
 // newTransport makes the connection pool for one host. HTTP/2 stays off: on one
@@ -36,15 +39,16 @@ func newTransport(h *hosts.Host, headerTimeout time.Duration) (*http.Transport, 
 	var protocols http.Protocols
 	protocols.SetHTTP1(true)
 	return &http.Transport{
-		Proxy:                 http.ProxyFromEnvironment,
-		DialContext:           dialer.DialContext,
-		TLSClientConfig:       tlsConfig,
-		TLSHandshakeTimeout:   handshakeTimeout,
-		ResponseHeaderTimeout: headerTimeout,
-		IdleConnTimeout:       idleTimeout,
-		MaxIdleConnsPerHost:   16,
-		DisableCompression:    true, // a blob is verified in the form it is stored in
-		Protocols:             &protocols,
+		Proxy:                  http.ProxyFromEnvironment,
+		DialContext:            dialer.DialContext,
+		TLSClientConfig:        tlsConfig,
+		TLSHandshakeTimeout:    handshakeTimeout,
+		ResponseHeaderTimeout:  headerTimeout,
+		MaxResponseHeaderBytes: maxHeaderBytes,
+		IdleConnTimeout:        idleTimeout,
+		MaxIdleConnsPerHost:    16,
+		DisableCompression:     true, // a blob is verified in the form it is stored in
+		Protocols:              &protocols,
 	}, nil
 }
 
@@ -125,6 +129,23 @@ func (o *originOnly) RoundTrip(r *http.Request) (*http.Response, error) {
 
 func (o *originOnly) owns(u *url.URL) bool {
 	return u.Host == o.host && (u.Scheme == o.scheme || u.Scheme == "http" && o.isPlain())
+}
+
+// shortBodies cuts answers off at a limit: the library that talks to token servers reads all of them.
+type shortBodies struct {
+	inner http.RoundTripper
+	limit int64
+}
+
+func (s shortBodies) RoundTrip(r *http.Request) (*http.Response, error) {
+	resp, err := s.inner.RoundTrip(r)
+	if err == nil {
+		resp.Body = struct {
+			io.Reader
+			io.Closer
+		}{io.LimitReader(resp.Body, s.limit), resp.Body}
+	}
+	return resp, err
 }
 
 // errTokenRedirect is the error of noForwarding.

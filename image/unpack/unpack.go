@@ -9,6 +9,7 @@ import (
 	"maps"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -98,9 +99,18 @@ func (u *unpacker) unpack(ctx context.Context, tr *tar.Reader) error {
 			return exceeds("its files are larger than the %d bytes allowed", u.limits.Bytes)
 		}
 		if err := u.entry(hdr, tr); err != nil {
-			return blame(fmt.Errorf("entry %q: %w", hdr.Name, err))
+			return blame(fmt.Errorf("entry %s: %w", quoted(hdr.Name), err))
 		}
 	}
+}
+
+// quoted is a name for an error, which has to stay short enough to say what is wrong.
+func quoted(name string) string {
+	const most = 256
+	if len(name) > most {
+		return strconv.Quote(name[:most]) + "…"
+	}
+	return strconv.Quote(name)
 }
 
 // contentSize is what a file takes when its holes are filled, cut off above max;

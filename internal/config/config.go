@@ -56,11 +56,14 @@ type Config struct {
 	PauseImage           string   `toml:"pause_image" doc:"Image run as the pause container of every pod, pulled like any other. Empty: the pause program that is built into berth."`
 	PinnedImages         []string `toml:"pinned_images" doc:"Names of images reported to kubelet as pinned, which keeps its image garbage collection away from them. The pause image is always one of them."`
 	MaxParallelDownloads int      `toml:"max_parallel_downloads" default:"8" min:"1" doc:"How many layers of one image are transferred at the same time."`
-	StallTimeout         Duration `toml:"stall_timeout" default:"1m" min:"1s" doc:"A transfer from a registry that delivers no byte for so long is given up."`
+	StallTimeout         Duration `toml:"stall_timeout" default:"1m" min:"1s" doc:"A transfer from a registry that delivers no byte for so long, or less than 1024 bytes a second over so long a time, is given up. So is a layer with whose unpacking there is no progress."`
 
 	MaxLogLine    int    `toml:"max_log_line" default:"16384" min:"256" max:"1048576" doc:"Bytes of one line in a container's log. Longer lines are split and tagged as partial. A container's monitor keeps so much of an unfinished line in memory."`
 	IdleLaunchers int    `toml:"idle_launchers" default:"2" min:"0" doc:"How many processes wait ready to launch a container. Each saves about 20 ms of a container's start and costs a few MB of memory."`
 	ShimPath      string `toml:"shim_path" path:"optional" doc:"The berth-shim program. Empty: beside the berth program, or else in PATH."`
+
+	MaxLayerBytes   int `toml:"max_layer_bytes" default:"274877906944" min:"1" doc:"How long the tar of an image's layer may be, and the files in it with their holes. Less is allowed of a small blob: 1100 times its size and 64 MiB."`
+	MaxLayerEntries int `toml:"max_layer_entries" default:"4194304" min:"1" doc:"How many entries the tar of an image's layer may have."`
 
 	UnpackPath string `toml:"unpack_path" path:"optional" doc:"The berth-unpack program, which makes files of the layers of images. Empty: beside the berth program, or else in PATH."`
 

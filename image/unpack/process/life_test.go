@@ -260,26 +260,3 @@ func TestNothingIsLeft(t *testing.T) {
 		t.Errorf("%d descriptors, %d goroutines; before %d, %d", f, g, fds, goroutines)
 	}
 }
-
-// BenchmarkStart is what a process costs: a layer with nothing in it.
-func BenchmarkStart(b *testing.B) {
-	p := open(b, built, time.Minute)
-	root := tree(b)
-	before := childrensTime(b)
-	for b.Loop() {
-		if _, err := p.Unpack(b.Context(), root, bytes.NewReader(nil), job); err != nil {
-			b.Fatal(err)
-		}
-	}
-	b.ReportMetric(float64((childrensTime(b)-before).Microseconds())/1e3/float64(b.N), "child-cpu-ms/op")
-}
-
-// childrensTime is the CPU time of the processes that have been waited for.
-func childrensTime(b *testing.B) time.Duration {
-	b.Helper()
-	var usage unix.Rusage
-	if err := unix.Getrusage(unix.RUSAGE_CHILDREN, &usage); err != nil {
-		b.Fatal(err)
-	}
-	return time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
-}

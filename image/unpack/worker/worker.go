@@ -37,6 +37,9 @@ const (
 	// heapLimit is from where on Go collects garbage at any price; what lives can be more:
 	// a window of zstd, and the names of directories.
 	heapLimit = 256 << 20
+	// collectAt is by how much, in percent, the heap grows before garbage is collected: with the
+	// default that would be each few megabytes.
+	collectAt = 400
 	// memoryLimit is where the kernel refuses more.
 	memoryLimit = 640 << 20
 	// fileLimit is a descriptor for each level of a directory that is removed, and some.
@@ -90,6 +93,7 @@ func run(args []string) error {
 		return err
 	}
 	debug.SetMemoryLimit(heapLimit)
+	debug.SetGCPercent(collectAt)
 	tree := os.NewFile(TreeFD, "tree")
 	// A file is never larger than all of them may be.
 	grant := confine.Grant{Memory: memoryLimit, FileSize: uint64(job.Limits.Bytes), Files: fileLimit}

@@ -1,0 +1,246 @@
+package hostile
+
+import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/klauspost/compress/zstd"
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"google.golang.org/grpc/codes"
+
+	"berth/image/registry/registrytest"
+	"berth/integration/fixture"
+	"berth/integration/harness"
+)
+
+// packed is the tar of entries, which may say what fixture.Tree does not: sizes, PAX records.
+func packed(t *testing.T, entries ...fixture.Entry) []byte {
+	t.Helper()
+	var b bytes.Buffer
+	w := tar.NewWriter(&b)
+	for _, e := range entries {
+		e.Size = int64(len(e.Body))
+		harness.Must(t, w.WriteHeader(&e.Header))
+		_, err := w.Write(e.Body)
+		harness.Must(t, err)
+	}
+	harness.Must(t, w.Close())
+	return b.Bytes()
+}
+
+func plain(data []byte) registrytest.Layer { return registrytest.Layer{Blob: data} }
+
+// gzipped reads what it compresses: some of it does not fit into memory.
+func gzipped(t *testing.T, plain io.Reader) registrytest.Layer {
+	t.Helper()
+	var b bytes.Buffer
+	z := gzip.NewWriter(&b)
+	sum := digest.SHA256.Digester()
+	_, err := io.Copy(io.MultiWriter(z, sum.Hash()), plain)
+	harness.Must(t, err)
+	harness.Must(t, z.Close())
+	return registrytest.Layer{Blob: b.Bytes(), MediaType: ocispec.MediaTypeImageLayerGzip, DiffID: sum.Digest()}
+}
+
+func zstandard(t *testing.T, plain io.Reader) registrytest.Layer {
+	t.Helper()
+	var b bytes.Buffer
+	z, err := zstd.NewWriter(&b)
+	harness.Must(t, err)
+	sum := digest.SHA256.Digester()
+	_, err = io.Copy(io.MultiWriter(z, sum.Hash()), plain)
+	harness.Must(t, err)
+	harness.Must(t, z.Close())
+	return registrytest.Layer{Blob: b.Bytes(), MediaType: ocispec.MediaTypeImageLayerZstd, DiffID: sum.Digest()}
+}
+
+type zeros struct{}
+
+func (zeros) Read(b []byte) (int, error) { clear(b); return len(b), nil }
+
+// bigFile is the tar of one file of zeros, without its end.
+func bigFile(t *testing.T, size int64) io.Reader {
+	t.Helper()
+	var b bytes.Buffer
+	harness.Must(t, tar.NewWriter(&b).WriteHeader(&tar.Header{Name: "big", Mode: 0o644, Size: size, Typeflag: tar.TypeReg}))
+	return io.MultiReader(&b, io.LimitReader(zeros{}, size+1024))
+}
+
+// sparse is the tar of a file of the given size without data.
+func sparse(t *testing.T, size int64) []byte {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "hole")
+	harness.Must(t, os.WriteFile(path, nil, 0o644))
+	harness.Must(t, os.Truncate(path, size))
+	out, err := exec.Command("tar", "-C", filepath.Dir(path), "--format=pax", "--sparse", "-c", "hole").Output()
+	harness.Must(t, err)
+	return out
+}
+
+// patched is the tar of one empty file with bytes of its header replaced and the checksum mended.
+func patched(t *testing.T, at int, with string) []byte {
+	t.Helper()
+	data := packed(t, fixture.File("f", 0o644, ""))
+	copy(data[at:], with)
+	copy(data[148:156], "        ")
+	sum := 0
+	for _, c := range data[:512] {
+		sum += int(c)
+	}
+	copy(data[148:156], fmt.Sprintf("%06o\x00 ", sum))
+	return data
+}
+
+func repeated(n int, entry func(i int) fixture.Entry) []fixture.Entry {
+	list := make([]fixture.Entry, 0, n)
+	for i := range n {
+		list = append(list, entry(i))
+	}
+	return list
+}
+
+// Layers that are refused.
+func TestLayers(t *testing.T) {
+	d := startDaemon(t, "max_layer_entries = 5000")
+	good := packed(t, fixture.Dir("d", 0o755), fixture.File("d/f", 0o644, strings.Repeat("content", 1000)))
+	inGzip := gzipped(t, bytes.NewReader(good))
+	otherID := func(l registrytest.Layer) registrytest.Layer { l.DiffID = digest.FromString("other"); return l }
+	garbled := bytes.Clone(inGzip.Blob)
+	garbled[len(garbled)-6] ^= 0xff // in its checksum
+	deep := strings.Repeat("d/", 2100)
+	for _, c := range []struct {
+		name  string
+		layer registrytest.Layer
+		code  codes.Code
+		text  string
+	}{
+		{"a zstd bomb of 512 MiB", zstandard(t, bigFile(t, 512<<20)), codes.ResourceExhausted, "bytes allowed"},
+		{"gzip in gzip in gzip", gzipped(t, bytes.NewReader(gzipped(t, bytes.NewReader(inGzip.Blob)).Blob)), codes.InvalidArgument, "read tar after 0 entries"},
+		{"a zstd window of 2 GiB", plain([]byte{0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xa8, 0x01, 0x00, 0x00}), codes.DataLoss, "decompress"},
+		{"gzip that breaks off", plain(inGzip.Blob[:len(inGzip.Blob)/2]), codes.DataLoss, "decompress"},
+		{"gzip that is garbled", plain(garbled), codes.DataLoss, "decompress"},
+		{"another diffID", otherID(inGzip), codes.DataLoss, "have the digest"},
+		{"a tar that breaks off", plain(good[:1024+100]), codes.InvalidArgument, "unexpected EOF"},
+		{"no tar", plain(bytes.Repeat([]byte("no tar "), 1000)), codes.InvalidArgument, "invalid tar header"},
+		{"more files than allowed", gzipped(t, bytes.NewReader(packed(t, repeated(5001, func(i int) fixture.Entry { return fixture.File(fmt.Sprint("f", i), 0o644, "") })...))), codes.ResourceExhausted, "more than the 5000 entries"},
+		{"one file again and again", gzipped(t, bytes.NewReader(packed(t, repeated(5001, func(int) fixture.Entry { return fixture.File("f", 0o644, "") })...))), codes.ResourceExhausted, "more than the 5000 entries"},
+		{"a sparse file of 1 TiB", plain(sparse(t, 1<<40)), codes.ResourceExhausted, "its files are larger"},
+		{"a file of negative size", plain(patched(t, 124, "\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff")), codes.InvalidArgument, "invalid tar header"},
+		{"a file of 2^63 bytes", plain(patched(t, 124, "\x80\x00\x00\x00\x7f\xff\xff\xff\xff\xff\xff\xff")), codes.ResourceExhausted, "its files are larger"},
+		{"a type of nobody's", plain(patched(t, 156, "V")), codes.InvalidArgument, "unknown type"},
+		{"a PAX record of 2 MiB", plain(packedPAX(t, 2<<20)), codes.InvalidArgument, "header field too long"},
+		{"a PAX record with a zero", plain(paxPath(t, "a\x00b")), codes.InvalidArgument, "invalid tar header"},
+		{"a path that is too long", plain(packed(t, fixture.File(deep+"f", 0o644, ""))), codes.InvalidArgument, "file name too long"},
+		{"a name that is too long", plain(packed(t, fixture.File(strings.Repeat("x", 256), 0o644, ""))), codes.InvalidArgument, "file name too long"},
+		{"a way round and round", plain(packed(t, fixture.Symlink("l", "m"), fixture.Symlink("m", "l"), fixture.File("l/f", 0o644, ""))), codes.InvalidArgument, "too many levels"},
+		{"a hard link to nowhere", plain(packed(t, fixture.Hardlink("h", "no/where"))), codes.InvalidArgument, "no such file"},
+		{"a hard link to the host", plain(packed(t, fixture.Hardlink("h", "../../../../../../etc/hostname"))), codes.InvalidArgument, "no such file"},
+		{"a hard link to a directory", plain(packed(t, fixture.Dir("d", 0o755), fixture.Hardlink("h", "d"))), codes.InvalidArgument, "directory"},
+		{"an owner of 33 bits", plain(packed(t, fixture.File("f", 0o644, "").Owned(1<<32, 0))), codes.InvalidArgument, "owner"},
+		{"a device of no number", plain(packed(t, fixture.CharDevice("c", 0o644, 1<<12, 0))), codes.InvalidArgument, "device number"},
+		{"a root that is a link", plain(packed(t, fixture.Symlink("/", "/etc"))), codes.InvalidArgument, "root is no directory"},
+		{"names to be told without end", gzipped(t, bytes.NewReader(packed(t, repeated(1500, func(i int) fixture.Entry {
+			return fixture.Hardlink(fmt.Sprint("h", i), strings.Repeat("nowhere/", 490))
+		})...))), codes.ResourceExhausted, "the names of directories"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			_, name := image(t, c.layer)
+			refused(t, d, name, c.code, c.text)
+		})
+	}
+}
+
+// packedPAX is a tar with a PAX record of that size, which tar.Writer would not write.
+func packedPAX(t *testing.T, size int) []byte {
+	t.Helper()
+	return withPAX(t, "comment", strings.Repeat("x", size))
+}
+
+func paxPath(t *testing.T, path string) []byte {
+	t.Helper()
+	return withPAX(t, "path", path)
+}
+
+// withPAX is a PAX header with one record, and a file.
+func withPAX(t *testing.T, key, value string) []byte {
+	t.Helper()
+	record := fmt.Sprintf(" %s=%s\n", key, value)
+	length := len(record) + 1
+	for len(fmt.Sprint(length))+len(record) != length {
+		length = len(fmt.Sprint(length)) + len(record)
+	}
+	record = fmt.Sprint(length) + record
+	data := packed(t, fixture.File("pax", 0o644, record))
+	data = data[:len(data)-1024] // its end
+	data[156] = tar.TypeXHeader
+	copy(data[148:156], "        ")
+	sum := 0
+	for _, c := range data[:512] {
+		sum += int(c)
+	}
+	copy(data[148:156], fmt.Sprintf("%06o\x00 ", sum))
+	return append(data, packed(t, fixture.File("f", 0o644, ""))...)
+}
+
+// Layers that are odd and allowed: they come to what they say, inside of the image.
+func TestOddLayers(t *testing.T) {
+	d := startDaemon(t)
+	dir := t.TempDir()
+	canary := filepath.Join(dir, "canary")
+	harness.Must(t, os.WriteFile(canary, []byte("the host's own"), 0o600))
+	var fifo fixture.Entry
+	fifo.Name, fifo.Typeflag, fifo.Mode = "x", tar.TypeFifo, 0o644
+	for what, entries := range map[string][]fixture.Entry{
+		"ways out": {
+			fixture.File("../../../../../.."+canary, 0o644, "owned"), fixture.File("/"+canary, 0o644, "owned"),
+			fixture.Symlink("l", dir), fixture.File("l/canary", 0o644, "owned"), fixture.File("l/.wh.canary", 0, ""),
+			fixture.Symlink("p", "/proc/self/root/"+dir), fixture.File("p/canary", 0o644, "owned"),
+			fixture.Symlink("fd", "/proc/self/fd/3"), fixture.File("fd/x", 0o644, "owned"),
+			fixture.Symlink("cwd", "/proc/self/cwd"), fixture.File("cwd/0", 0o644, "owned"),
+		},
+		"the same name again and again": {
+			fixture.File("x", 0o644, "1"), fixture.Dir("x", 0o755), fixture.File("x/y", 0o644, "2"), fixture.Symlink("x", "/etc"), fifo,
+			fixture.CharDevice("x", 0o644, 1, 3), fixture.Whiteout("", "x"), fixture.File("x", 0o644, "3"), fixture.Hardlink("x", "x"),
+		},
+		"names of bytes":   {fixture.File("new\nline", 0o644, ""), fixture.File("\xff\xfe", 0o644, ""), fixture.File("\x1b[31m", 0o644, ""), fixture.File(`"\`, 0o644, "")},
+		"2000 directories": {fixture.File(strings.Repeat("d/", 2000)+"f", 0o644, "")},
+		"nothing":          {},
+	} {
+		t.Run(what, func(t *testing.T) {
+			_, name := image(t, gzipped(t, bytes.NewReader(packed(t, entries...))))
+			harness.Must(t, pull(t, d, name, nil))
+			content, err := os.ReadFile(canary)
+			harness.Must(t, err)
+			harness.Equal(t, "the host's file", string(content), "the host's own")
+			harness.Must(t, d.Images.RemoveImage(t.Context(), imageSpec(name)))
+			noTraceOf(t, d, name)
+		})
+	}
+}
+
+// A layer that takes all the memory it can get: the dictionary of zstd is the most.
+func TestMemoryOfALayer(t *testing.T) {
+	d := startDaemon(t)
+	var b bytes.Buffer
+	z, err := zstd.NewWriter(&b, zstd.WithWindowSize(128<<20))
+	harness.Must(t, err)
+	sum := digest.SHA256.Digester()
+	_, err = io.Copy(io.MultiWriter(z, sum.Hash()), bigFile(t, 200<<20))
+	harness.Must(t, err)
+	harness.Must(t, z.Close())
+	// A blob so small may not hold so much: it is refused after the window has been filled.
+	_, name := image(t, registrytest.Layer{Blob: b.Bytes(), MediaType: ocispec.MediaTypeImageLayerZstd, DiffID: sum.Digest()})
+	refused(t, d, name, codes.ResourceExhausted, "bytes allowed")
+	_, name = image(t, gzipped(t, bigFile(t, 200<<20)))
+	harness.Must(t, pull(t, d, name, nil))
+	harness.Must(t, d.Images.RemoveImage(t.Context(), imageSpec(name)))
+}

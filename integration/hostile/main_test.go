@@ -1,0 +1,138 @@
+package hostile
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/image/registry/registrytest"
+	"berth/integration/harness"
+)
+
+func TestMain(m *testing.M) { harness.Main(m) }
+
+// Bounds that a daemon and its helpers keep, whatever is pulled.
+const (
+	daemonPeak = 192 << 10 // KiB; MaxManifestSize and MaxValues of JSON are the most of it
+	workerPeak = 400 << 10 // KiB; a window of zstd is 128 MiB
+	// ends bounds a case. None needs more than a few seconds of an idle machine.
+	ends = 3 * time.Minute
+)
+
+// startDaemon starts a daemon that gives slow registries up soon.
+func startDaemon(t *testing.T, config ...string) *harness.Daemon {
+	t.Helper()
+	d := harness.StartDaemon(t, harness.WithConfig(append([]string{`stall_timeout = "3s"`}, config...)...))
+	t.Cleanup(func() { bounded(t, d); stillPulls(t, d) })
+	return d
+}
+
+// stillPulls pulls an honest image.
+func stillPulls(t *testing.T, d *harness.Daemon) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), ends)
+	defer cancel()
+	if _, err := d.Images.PullImage(ctx, &runtimeapi.ImageSpec{Image: harness.BaseImage}, nil, nil); err != nil {
+		t.Errorf("an honest image: %v", err)
+	}
+}
+
+var peakInLog = regexp.MustCompile(`msg="unpacked a layer".* peakKiB=(\d+)`)
+
+// bounded checks the peaks of memory.
+func bounded(t *testing.T, d *harness.Daemon) {
+	t.Helper()
+	peak, err := strconv.Atoi(strings.Fields(harness.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
+	harness.Must(t, err)
+	log, err := os.ReadFile(d.LogFile())
+	harness.Must(t, err)
+	worst := 0
+	for _, match := range peakInLog.FindAllSubmatch(log, -1) {
+		n, err := strconv.Atoi(string(match[1]))
+		harness.Must(t, err)
+		worst = max(worst, n)
+	}
+	t.Logf("peaks: daemon %d KiB, berth-unpack %d KiB", peak, worst)
+	if peak > daemonPeak {
+		t.Errorf("the daemon took %d KiB, %d are enough", peak, daemonPeak)
+	}
+	if worst > workerPeak {
+		t.Errorf("a berth-unpack took %d KiB, %d are enough", worst, workerPeak)
+	}
+}
+
+// pull pulls within the time that any case may take.
+func pull(t *testing.T, d *harness.Daemon, name string, auth *runtimeapi.AuthConfig) error {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), ends)
+	defer cancel()
+	_, err := d.Images.PullImage(ctx, &runtimeapi.ImageSpec{Image: name}, auth, nil)
+	if ctx.Err() != nil {
+		t.Errorf("the pull does not end by itself: %v", err)
+	}
+	return err
+}
+
+// attempt is a pull that is to be refused.
+type attempt struct {
+	what, name string
+	auth       *runtimeapi.AuthConfig
+	code       codes.Code
+	text       string
+}
+
+// allRefused makes attempts side by side, because most of them wait, and looks for what is left.
+func allRefused(t *testing.T, d *harness.Daemon, attempts []attempt) {
+	t.Helper()
+	failures := make([]error, len(attempts))
+	var pulls sync.WaitGroup
+	for i, a := range attempts {
+		pulls.Go(func() { failures[i] = pull(t, d, a.name, a.auth) })
+	}
+	pulls.Wait()
+	for i, a := range attempts {
+		t.Run(a.what, func(t *testing.T) {
+			harness.WantCode(t, failures[i], a.code, a.text, a.name)
+			noTraceOf(t, d, a.name)
+		})
+	}
+}
+
+// refused pulls what can't be, and looks for what is left.
+func refused(t *testing.T, d *harness.Daemon, name string, code codes.Code, texts ...string) {
+	t.Helper()
+	harness.WantCode(t, pull(t, d, name, nil), code, append(texts, name)...)
+	noTraceOf(t, d, name)
+}
+
+// noTraceOf looks for the image and its layers. Everything else, from descriptors to goroutines, the fixture
+// looks at in the end.
+func noTraceOf(t *testing.T, d *harness.Daemon, name string) {
+	t.Helper()
+	if status := d.ImageStatus(t, name); status != nil {
+		t.Errorf("the image exists: %v", status)
+	}
+	for _, dir := range []string{"tmp", "layers", "joins", "records"} {
+		left, err := os.ReadDir(filepath.Join(d.Root, "images", dir))
+		if err != nil || len(left) > 0 {
+			t.Errorf("in %s: %v, %v", dir, left, err)
+		}
+	}
+}
+
+// image puts an image of these layers into a registry of its own, which the caller may have misbehave.
+func image(t *testing.T, layers ...registrytest.Layer) (*registrytest.Server, string) {
+	t.Helper()
+	r := registrytest.New(t)
+	r.PutImage("hostile", "v1", t.Name(), layers...)
+	return r, r.Host() + "/hostile:v1"
+}
