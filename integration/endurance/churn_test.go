@@ -27,27 +27,25 @@ import (
 // right, and what daemon and machine hold does not grow: it is compared at the end of each tenth of the pods, when none is left,
 // with what it was after the second. In the last third the daemon is not killed, so that its own growth shows.
 func TestChurn(t *testing.T) {
-	pods := 200
+	pods, kills := 200, 3 // kills of the daemon in each round that has some
 	if harness.Thorough() {
-		pods = 5000
+		pods, kills = 5000, 20
 	}
 	d := harness.StartDaemon(t)
 	d.Pull(t, harness.BaseImage)
 	c := &churn{d: d, client: dial(t, d), seed: rand.Uint64()}
 	t.Logf("seed %d", c.seed)
 
-	const rounds = 10
-	kills := 0
+	const rounds, roundsWithKills = 10, 6
 	for round := range rounds {
-		daemonKills := 3
-		if round >= rounds*2/3 {
-			daemonKills = 0
+		if round == roundsWithKills {
+			t.Logf("%d kills of the daemon", kills*roundsWithKills)
+			kills = 0
 		}
-		kills += daemonKills
-		c.round(t, pods/rounds, daemonKills)
+		c.round(t, pods/rounds, kills)
 		c.compare(t, round)
 	}
-	t.Logf("%d pods, %d kills of the daemon, %d of monitors, %d calls repeated, %d starts undone", c.done.Load(), kills, c.monitorsKilled.Load(), c.repeated.Load(), c.undone.Load())
+	t.Logf("%d pods, %d kills of monitors, %d calls repeated, %d starts undone", c.done.Load(), c.monitorsKilled.Load(), c.repeated.Load(), c.undone.Load())
 }
 
 // parallel is how many pods are worked on at a time.
