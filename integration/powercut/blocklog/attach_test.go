@@ -79,9 +79,8 @@ func TestFoundOut(t *testing.T) {
 	random := rand.New(rand.NewPCG(5, 6))
 	flushes := d.Flushes()
 	lost := map[bool]int{}
-	const cuts = 8
-	for i := range cuts {
-		position := flushes[len(flushes)-1-i*2]
+	cuts := min(len(flushes), 64) // some of these files reach the disk by themselves
+	for _, position := range flushes[len(flushes)-cuts:] {
 		c, err := d.Cut(t.TempDir(), position, Loss{Kept: random.Float64(), Atomic: 4096}, random)
 		mounted(t, opened(t, c, err), func(dir string) {
 			for name, end := range ends {
