@@ -205,18 +205,15 @@ func TestStateCheckOfLostProcesses(t *testing.T) {
 	pid, pause := frozen.Pid(t), pod.PausePID(t)
 	harness.Must(t, syscall.Kill(monitors[0], syscall.SIGSTOP))
 	harness.Must(t, syscall.Kill(pid, syscall.SIGKILL))
-	harness.Eventually(t, "the frozen monitor's container ends", func() error {
-		if harness.Alive(pid) {
-			return fmt.Errorf("process %d lives", pid)
-		}
-		return nil
-	})
+	waitDead(t, pid)
 	stuck := planted{want: fmt.Sprintf("processes: container %s: expected its init, process %d, or an exit record, found neither", frozen.Id, pid)}
 	checkNames(t, d, nil, stuck)
 
 	d.Kill(t)
 	harness.Must(t, syscall.Kill(pause, syscall.SIGKILL))
 	harness.Must(t, syscall.Kill(monitors[1], syscall.SIGKILL))
+	waitDead(t, pause)
+	waitDead(t, monitors[1])
 	checkNames(t, d, nil, stuck,
 		planted{want: fmt.Sprintf("processes: container %s: expected its monitor, process %d, or an exit record, found neither", killed.Id, monitors[1])},
 		planted{want: fmt.Sprintf("processes: pod %s: expected its pause, process %d", pod.Id, pause)})
@@ -226,6 +223,16 @@ func TestStateCheckOfLostProcesses(t *testing.T) {
 	harness.Equal(t, "reason of the killed monitor's container", killed.WaitExited(t).Reason, "ShimLost")
 	frozen.WaitExited(t)
 	d.StateMatches(t)
+}
+
+func waitDead(t *testing.T, pid int) {
+	t.Helper()
+	harness.Eventually(t, fmt.Sprintf("process %d ends", pid), func() error {
+		if harness.Alive(pid) {
+			return fmt.Errorf("it lives")
+		}
+		return nil
+	})
 }
 
 // While pods come and go nothing is named: what is seen in the middle of an operation is not there

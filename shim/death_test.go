@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/pidfd"
+	"berth/shim/record"
 )
 
 // The test binary is also a daemon that launches one container and then waits to
@@ -122,6 +123,14 @@ func (e *env) outcome(req LaunchRequest) (running bool) {
 	})
 	rec, err := ReadShim(req.Dir)
 	if err != nil {
+		e.nothingLeft(req)
+		return false
+	}
+	if rec.InitPID == 0 {
+		// The daemon wrote who the launcher is and died before the order was sent. The next one takes that back.
+		if err := os.Remove(filepath.Join(req.Dir, record.ShimFile)); err != nil {
+			e.Fatal(err)
+		}
 		e.nothingLeft(req)
 		return false
 	}
