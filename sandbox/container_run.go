@@ -215,14 +215,25 @@ func (m *Manager) exited(c *container, exit record.Exit) {
 	})
 }
 
-// cleanExited removes the runtime state of a container that has exited; what
-// can't be removed now is removed with the container.
+// cleanExited removes the runtime state of a container that has exited. What can't be removed
+// now, for lack of descriptors say, is removed by and by, or with the container.
 func (m *Manager) cleanExited(c *container) {
 	ctx, cancel := context.WithTimeout(context.Background(), process.KillWait)
 	defer cancel()
-	if err := m.processes.Remove(ctx, c.id, c.rec.CgroupsPath); err != nil {
-		m.log.Warn("remove runtime state of exited container", "container", c.id, "error", err)
+	err := m.processes.Remove(ctx, c.id, c.rec.CgroupsPath)
+	if err == nil {
+		return
 	}
+	const what = "remove runtime state of exited"
+	m.log.Warn(what+" container", "container", c.id, "error", err)
+	m.tasks.InBackground(what, c.String(), func(ctx context.Context) error {
+		return m.tasks.WithTurn(ctx, c.turn, what, c.String(), func() error {
+			if c.removed || c.rec.Phase != record.ContainerExited {
+				return nil
+			}
+			return m.processes.Remove(ctx, c.id, c.rec.CgroupsPath)
+		})
+	})
 }
 
 // StopContainer sends the container's stop signal, gives it timeout to exit, and

@@ -116,7 +116,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		m.networks, err = podnet.Open(network, cfg.Root, m.tasks, m.log)
 		return err
 	}
-	for _, step := range []func() error{m.readBootID, m.dirs.Prepare, m.openRecords, openNetworks, m.startLaunchers, m.probeUserNamespaces,
+	for _, step := range []func() error{cgroup.Prepare, m.readBootID, m.dirs.Prepare, m.openRecords, openNetworks, m.startLaunchers, m.probeUserNamespaces,
 		func() error { return m.openHandlers(ctx) }} {
 		if err := step(); err != nil {
 			return nil, err

@@ -138,9 +138,9 @@ func StartDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 	d.Empty = d.Snapshot(t)
 	t.Cleanup(func() { d.removePodCgroups(t) })
 	t.Cleanup(func() { d.NoLeaks(t) })
-	t.Cleanup(func() { d.StateMatches(t) })
+	t.Cleanup(func() { d.stateSettles(t) })
 	t.Cleanup(func() { d.Clean(t) })
-	t.Cleanup(func() { d.StateMatches(t) })
+	t.Cleanup(func() { d.stateSettles(t) })
 	return d
 }
 

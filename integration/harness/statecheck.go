@@ -51,11 +51,36 @@ func (d *Daemon) StateCheck(t *testing.T, args ...string) []Difference {
 // makes a difference on purpose tells so by Daemon.Tolerate.
 func (d *Daemon) StateMatches(t *testing.T) {
 	t.Helper()
+	for _, text := range d.mismatches(t) {
+		t.Error(text)
+	}
+}
+
+// stateSettles is StateMatches for the end of a test: what could not be written down or removed, on a full
+// disk say, berth tries again by and by.
+func (d *Daemon) stateSettles(t *testing.T) {
+	t.Helper()
+	var found []string
+	_ = WaitUpTo(leakPatience, func() error {
+		if found = d.mismatches(t); len(found) > 0 {
+			return fmt.Errorf("%d differences", len(found))
+		}
+		return nil
+	})
+	for _, text := range found {
+		t.Error(text)
+	}
+}
+
+// mismatches returns the differences that are not tolerated.
+func (d *Daemon) mismatches(t *testing.T) (texts []string) {
+	t.Helper()
 	for _, found := range d.StateCheck(t) {
 		if !d.tolerates(found) {
-			t.Errorf("%s", found.Text())
+			texts = append(texts, found.Text())
 		}
 	}
+	return texts
 }
 
 // Tolerate lets StateMatches pass over differences whose text contains part, for a test
