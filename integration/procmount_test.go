@@ -16,7 +16,11 @@ func TestUnmaskedProc(t *testing.T) {
 	const base = 17 * usernsLength
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, userNamespace(base))
-	unmasked := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.MaskedPaths, s.ReadonlyPaths = nil, nil })
+	unmasked := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+		s.MaskedPaths, s.ReadonlyPaths = nil, nil
+		// The default AppArmor profile allows no mounts.
+		s.Apparmor = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_Unconfined}
+	})
 	const look = `mkdir -p /mnt; stat -c %F /proc/keys; grep -q " /proc/" /proc/self/mountinfo && echo hidden || echo all
 		unshare -U -r -m -p -f mount -t proc proc /mnt 2>/dev/null && echo mounted || echo refused`
 	harness.Equal(t, "masked", pod.Sh(t, look, inUserNamespace(base)), "character special file\nhidden\nrefused\n")
