@@ -85,11 +85,7 @@ func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job
 	ctx, cancel := context.WithCancelCause(ctx)
 	stopKilling := context.AfterFunc(ctx, w.kill)
 	var helpers sync.WaitGroup
-	helpers.Go(func() {
-		if err := w.feed(blob); err != nil {
-			cancel(err)
-		}
-	})
+	helpers.Go(func() { w.feed(blob, cancel) })
 	helpers.Go(func() {
 		if w.standsStill(ctx, p.stall) {
 			cancel(errdefs.Unavailable("berth-unpack has made no progress for %v", p.stall))
@@ -262,9 +258,9 @@ func firstLine(r io.ReadCloser) string {
 
 var feedPool = sync.Pool{New: func() any { return new([128 << 10]byte) }}
 
-// feed passes the blob on. Its error is the blob's: why the process does not take it, its answer
-// tells.
-func (w *work) feed(blob io.Reader) error {
+// feed passes the blob on. It tells of the blob's error before it closes the pipe, for the process will complain
+// of the end. Why the process does not take the blob, its answer tells.
+func (w *work) feed(blob io.Reader, failed func(error)) {
 	defer w.in.Close() // again: the first one counts
 	buf := feedPool.Get().(*[128 << 10]byte)
 	defer feedPool.Put(buf)
@@ -273,15 +269,19 @@ func (w *work) feed(blob io.Reader) error {
 		n, err := blob.Read(buf[:])
 		w.awaiting.Store(false)
 		if _, refused := w.in.Write(buf[:n]); refused != nil {
-			return nil
+			return
 		}
 		w.steps.Add(1)
 		if err == io.EOF {
 			w.fed.Store(true)
-			return w.in.Close()
+			err = w.in.Close()
+			if err == nil {
+				return
+			}
 		}
 		if err != nil {
-			return err
+			failed(err)
+			return
 		}
 	}
 }
