@@ -11,7 +11,7 @@ import (
 )
 
 // everything tells that all cases are wanted, and not the shortened enumeration.
-var everything = os.Getenv("BERTH_CRASH") == "all"
+var everything = harness.Thorough()
 
 // deathPatience is how long a point may take to be reached. It is long because some are reached in the
 // background, after the operation has returned.

@@ -7,6 +7,6 @@
 // there, started again, and asked again as kubelet asks. What is there then must be what was
 // left without the crash, and once everything was removed, nothing at all. No difference is allowed.
 //
-// With BERTH_CRASH=all each point is tried every time that it is reached, for all variants of each
+// With BERTH_TORTURE=1 each point is tried every time that it is reached, for all variants of each
 // operation and each way in which kubelet tries again; otherwise each point once an operation.
 package crash

@@ -28,7 +28,7 @@ func (f filesystem) cuts(t *testing.T) int {
 		harness.Must(t, err)
 		return n
 	}
-	if os.Getenv("BERTH_TORTURE") != "" {
+	if harness.Thorough() {
 		return 200
 	}
 	return f.few
