@@ -17,12 +17,12 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/join"
 	"berth/internal/nri"
-	"berth/internal/rootfs"
 	"berth/internal/task"
 	"berth/oci"
-	"berth/oci/users"
 	"berth/sandbox/census"
 	"berth/sandbox/describe"
+	"berth/sandbox/launch"
+	"berth/sandbox/layout"
 	"berth/sandbox/meter"
 	"berth/sandbox/process"
 	"berth/sandbox/record"
@@ -125,7 +125,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	if err != nil {
 		return nil, err
 	}
-	c := &container{id: newID(), podID: p.id, config: config, turn: task.NewTurn(), resources: config.GetLinux().GetResources()}
+	c := &container{id: layout.NewID(), podID: p.id, config: config, turn: task.NewTurn(), resources: config.GetLinux().GetResources()}
 	c.rec = record.Container{ID: c.id, PodID: p.id, BootID: m.bootID, Phase: record.ContainerCreated, CreatedAt: m.containerCreation(p.id),
 		Image: record.Image{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}}
 	if c.rec.Volumes, err = m.roots.FindVolumes(config); err != nil {
@@ -174,11 +174,12 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	if c.removed { // with its pod, before we had the turn
 		return errdefs.FailedPrecondition("pod sandbox %s was removed", p.id)
 	}
-	root, err := m.containerRoot(p, c)
+	target := m.toLaunch(c, c.resources, nil)
+	root, err := m.launch.Root(p.described(), target)
 	if err != nil {
 		return err
 	}
-	if c.rec.User, err = m.resolveUser(c.config, c.rec.Image, root); err != nil {
+	if c.rec.User, err = m.launch.User(target, root); err != nil {
 		return err
 	}
 	if err := m.labelContainer(p, c); err != nil {
@@ -199,17 +200,8 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 // describeContainer publishes a container that can be described, with what plugins want of it, and returns
 // what they want of others. It needs the container's turn.
 func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) (others []nri.Update, err error) {
-	spec, err := m.containerSpec(p, c, c.resources, nil) // plugins see no container that can't be
+	spec, err := m.launch.Prove(p.described(), m.toLaunch(c, c.resources, nil)) // plugins see no container that can't be
 	if err != nil {
-		return nil, err
-	}
-	if err := m.roots.CheckVolumes(c.id, c.config, c.rec.Volumes); err != nil {
-		return nil, err
-	}
-	if err := m.namespaces.CheckMounts(p.id, p.rec.Runtime, spec); err != nil {
-		return nil, err
-	}
-	if err := m.selinux.LabelMounts(c.config, c.rec.SELinux); err != nil {
 		return nil, err
 	}
 	release, others, err := m.presentContainer(ctx, p, c, spec)
@@ -218,7 +210,7 @@ func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) (
 		return nil, err
 	}
 	if c.presented {
-		if spec, err = m.containerSpec(p, c, c.resources, c.rec.Limits); err != nil {
+		if spec, err = m.launch.Spec(p.described(), m.toLaunch(c, c.resources, c.rec.Limits)); err != nil {
 			return nil, err
 		}
 	}
@@ -228,26 +220,6 @@ func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) (
 	}
 	m.publishContainer(c)
 	return others, nil
-}
-
-// containerRoot is the writable root filesystem of a container.
-func (m *Manager) containerRoot(p *pod, c *container) (rootfs.Spec, error) {
-	idMap, err := m.namespaces.IDMap(p.id, p.config)
-	if err != nil {
-		return rootfs.Spec{}, err
-	}
-	return m.roots.Writable(c.id, &c.rec.Image, idMap, c.rec.SELinux.Mount)
-}
-
-// resolveUser finds out who a container runs as. The root filesystem is the
-// image's, held by the caller.
-func (m *Manager) resolveUser(config *runtimeapi.ContainerConfig, image record.Image, root rootfs.Spec) (users.User, error) {
-	files, err := m.users.Of(image.ID, root)
-	if err != nil {
-		return users.User{}, err
-	}
-	request := users.ContainerRequest(config.GetLinux().GetSecurityContext(), image.Config.User)
-	return users.Resolve(files.Passwd, files.Group, request)
 }
 
 // RuntimeSpec returns what the launcher is, or was, told of a container.
@@ -261,35 +233,23 @@ func (m *Manager) RuntimeSpec(id string) (*specs.Spec, error) {
 		return nil, err
 	}
 	info := c.info.Load()
-	return m.containerSpec(p, c, info.Resources, info.limits)
+	return m.launch.Spec(p.described(), m.toLaunch(c, info.Resources, info.limits))
 }
 
-// containerSpec describes the container to the launcher. It reads of the record only what
-// does not change after the container was published.
-func (m *Manager) containerSpec(p *pod, c *container, resources *runtimeapi.LinuxContainerResources, limits *nri.Limits) (*specs.Spec, error) {
-	target, err := m.targetPIDNS(c)
-	if err != nil {
-		return nil, err
-	}
-	return m.node().Container(p.described(), describe.Container{ID: c.id, Config: c.config, Image: &c.rec.Image.Config,
-		User: c.rec.User, Labels: c.rec.SELinux, Volumes: m.roots.VolumePlaces(c.id, c.rec.Volumes),
-		TargetPIDNS: target, Resources: resources, Limits: limits, Adjustment: c.rec.Adjustment})
-}
-
-// node is what descriptions need to know of the node.
-func (m *Manager) node() describe.Node {
-	return describe.Node{Host: m.cfg.Host, NoAppArmor: m.appArmor.Problem, CDI: m.cfg.CDI, Dirs: m.dirs,
-		SystemdCgroup: m.cfg.SystemdCgroup, OwnDevices: m.cfg.OwnDevices}
+// toLaunch is what the container is launched from, with these limits. Without the turn, only after it was published.
+func (m *Manager) toLaunch(c *container, resources *runtimeapi.LinuxContainerResources, limits *nri.Limits) launch.Container {
+	return launch.Container{Rec: &c.rec, Config: c.config, Resources: resources, Limits: limits,
+		TargetPIDNS: func() (string, error) { return m.targetPIDNS(c) }}
 }
 
 // described is what descriptions need to know of a pod: for its pause before it is
 // published, for containers afterwards. It reads of the record only what does not change any more.
 func (p *pod) described() describe.Pod {
-	d := describe.Pod{ID: p.id, Config: p.config, Runtime: p.rec.Runtime, NetNS: p.rec.NetNS, Labels: p.rec.SELinux}
+	var pausePID int
 	if info := p.info.Load(); info != nil {
-		d.PausePID = info.PausePID
+		pausePID = info.PausePID
 	}
-	return d
+	return describe.NewPod(&p.rec, p.config, pausePID)
 }
 
 // targetPIDNS is the PID namespace of the container that an ephemeral container is to join.

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"math"
 	"os"
-	"path/filepath"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -20,7 +19,6 @@ import (
 	"berth/oci"
 	"berth/sandbox/process"
 	"berth/sandbox/record"
-	"berth/sandbox/roots"
 	"berth/shim"
 )
 
@@ -58,7 +56,10 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 		c.rec.Phase = record.ContainerCreated
 		return err
 	}
-	started, err := m.launch(ctx, p, c)
+	var started *shim.Started
+	if err = m.askToStart(ctx, c); err == nil {
+		started, err = m.launch.Container(ctx, p.described(), m.toLaunch(c, c.resources, c.rec.Limits))
+	}
 	if err != nil {
 		return m.startFailed(c, err)
 	}
@@ -90,37 +91,6 @@ func (m *Manager) readyPod(id string) (*pod, error) {
 		return nil, errdefs.FailedPrecondition("pod sandbox %s is not ready: its pause has ended", p.id)
 	}
 	return p, nil
-}
-
-// launch hands the container to a launcher, unless a plugin is against it.
-func (m *Manager) launch(ctx context.Context, p *pod, c *container) (*shim.Started, error) {
-	if err := m.askToStart(ctx, c); err != nil {
-		return nil, err
-	}
-	root, err := m.containerRoot(p, c)
-	if err != nil {
-		return nil, err
-	}
-	volumes, err := m.roots.HoldVolumes(c.id, c.config, c.rec.Volumes)
-	if err != nil {
-		return nil, err
-	}
-	m.appArmor.Ensure(ctx)
-	spec, err := m.containerSpec(p, c, c.resources, c.rec.Limits)
-	if err != nil {
-		return nil, err
-	}
-	failpoint.Reach("container.make-directory")
-	if err := os.MkdirAll(filepath.Join(m.dirs.Shim(c.id), "rootfs"), 0o700); err != nil {
-		return nil, fmt.Errorf("make shim directory of container %s: %w", c.id, err)
-	}
-	failpoint.Reach("container.directory-made")
-	defer m.tasks.Begin("its launch", c.String())()
-	return m.launchers.Launch(ctx, shim.LaunchRequest{
-		ID: c.id, Dir: m.dirs.Shim(c.id), Spec: spec, Rootfs: root, RootPlace: m.namespaces.RootPlace(root), Volumes: roots.ShownAs(root, volumes), SystemdCgroup: m.cfg.SystemdCgroup,
-		LogPath: c.rec.LogPath, LogDir: p.config.GetLogDirectory(), MaxLogLine: m.cfg.MaxLogLine,
-		Stdin: c.config.GetStdin(), StdinOnce: c.config.GetStdinOnce(), Terminal: c.config.GetTty(), Runtime: p.runtime(),
-	})
 }
 
 // startFailed publishes a container that never ran, and returns the cause.

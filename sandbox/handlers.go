@@ -35,12 +35,7 @@ func (m *Manager) planRuntime(ctx context.Context, p *pod, name string) (*handle
 
 // runtime is what a pod's containers are run with, nil for libcontainer. It does not
 // change once the pod is planned.
-func (p *pod) runtime() *ociruntime.Runtime {
-	if p.rec.Runtime == nil {
-		return nil
-	}
-	return &p.rec.Runtime.Runtime
-}
+func (p *pod) runtime() *ociruntime.Runtime { return p.rec.Runtime.Program() }
 
 // runtimeOf is the same for a container; nil also if its pod's record was lost.
 func (m *Manager) runtimeOf(c *container) *ociruntime.Runtime {

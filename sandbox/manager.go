@@ -2,8 +2,6 @@ package sandbox
 
 import (
 	"context"
-	"crypto/rand"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -26,8 +24,11 @@ import (
 	"berth/internal/writable"
 	"berth/oci"
 	"berth/sandbox/census"
+	"berth/sandbox/describe"
+	"berth/sandbox/footprint"
 	"berth/sandbox/handler"
 	"berth/sandbox/imagefs"
+	"berth/sandbox/launch"
 	"berth/sandbox/layout"
 	"berth/sandbox/lsm"
 	"berth/sandbox/namespaces"
@@ -35,6 +36,7 @@ import (
 	"berth/sandbox/process"
 	"berth/sandbox/record"
 	"berth/sandbox/roots"
+	"berth/sandbox/streams"
 	"berth/shim"
 	"berth/shim/payload"
 )
@@ -64,6 +66,8 @@ type Config struct {
 
 // Manager owns all pods and containers.
 type Manager struct {
+	*streams.Streams // Exec, ExecSync, Attach, PortForward
+
 	cfg       Config
 	log       *slog.Logger
 	images    *image.Store
@@ -78,13 +82,14 @@ type Manager struct {
 	namespaces    namespaces.Kit
 	processes     process.Kit
 	roots         roots.Kit
+	launch        launch.Kit
+	footprint     footprint.Kit
 	pods          *index.Index[*pod]
 	containers    *index.Index[*container]
 	podIDs        join.Joiner // by (namespace, name, uid, attempt)
 	containerIDs  join.Joiner // by (pod, name, attempt)
 	podRecords    *checkpoint.Dir
 	containerRecs *checkpoint.Dir
-	users         imagefs.Users
 	appArmor      *lsm.AppArmor
 	selinux       lsm.SELinux
 	unfinished    []func() // what recover found half done; started at its end
@@ -116,7 +121,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		m.networks, err = podnet.Open(network, cfg.Root, m.tasks, m.log)
 		return err
 	}
-	for _, step := range []func() error{cgroup.Prepare, m.readBootID, m.dirs.Prepare, m.openRecords, openNetworks, m.startLaunchers, m.probeUserNamespaces,
+	for _, step := range []func() error{cgroup.Prepare, m.readBootID, m.dirs.Prepare, m.openRecords, openNetworks, m.startLaunchers, m.assemble, m.probeUserNamespaces,
 		func() error { return m.openHandlers(ctx) }} {
 		if err := step(); err != nil {
 			return nil, err
@@ -215,6 +220,18 @@ func (m *Manager) startLaunchers() (err error) {
 	return err
 }
 
+// assemble needs all the others.
+func (m *Manager) assemble() error {
+	node := describe.Node{Host: m.cfg.Host, NoAppArmor: m.appArmor.Problem, CDI: m.cfg.CDI, Dirs: m.dirs,
+		SystemdCgroup: m.cfg.SystemdCgroup, OwnDevices: m.cfg.OwnDevices}
+	m.launch = launch.Kit{Node: node, Namespaces: m.namespaces, Roots: m.roots, Users: new(imagefs.Users), AppArmor: m.appArmor, SELinux: m.selinux,
+		Launchers: m.launchers, PauseDir: m.payload.Pause, MaxLogLine: m.cfg.MaxLogLine, Tasks: m.tasks}
+	m.footprint = footprint.Kit{Dirs: m.dirs, HostResolvConf: m.cfg.HostResolvConf, Namespaces: m.namespaces, Networks: m.networks,
+		Launch: m.launch, Processes: m.processes, SELinux: m.selinux, Images: m.images, Trash: m.trash, Records: m.podRecords, Tasks: m.tasks, Log: m.log}
+	m.Streams = streams.New(streamTargets{m}, m.launchers, m.dirs, m.tasks)
+	return nil
+}
+
 // Waits returns what operations are waiting for at the moment, oldest first.
 func (m *Manager) Waits() []task.Wait { return m.tasks.Waits() }
 
@@ -232,10 +249,3 @@ func (m *Manager) NetworkStatus(ctx context.Context) error { return m.networks.S
 
 // pauseOOMScore is the pause's oom_score_adj: it goes last, after all containers.
 const pauseOOMScore = -998
-
-// newID returns a new pod or container ID: 64 hex digits, as everybody expects.
-func newID() string {
-	var b [32]byte
-	rand.Read(b[:]) // never fails, see crypto/rand
-	return hex.EncodeToString(b[:])
-}

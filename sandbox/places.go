@@ -1,13 +1,10 @@
 package sandbox
 
 import (
-	"fmt"
-
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
 	"berth/oci"
-	"berth/sandbox/podfiles"
 	"berth/sandbox/request"
 )
 
@@ -41,18 +38,4 @@ func (m *Manager) probeUserNamespaces() error {
 		m.log.Warn("pods can't have user namespaces", "error", err)
 	}
 	return nil
-}
-
-// filesOf is what a pod's files are made from. It needs the pod's turn.
-func (m *Manager) filesOf(p *pod) podfiles.Pod {
-	return podfiles.Pod{Dirs: m.dirs, ID: p.id, Config: p.config, MountLabel: p.rec.SELinux.Mount}
-}
-
-// removePodMounts takes away the pod's shm and the pin of its user namespace.
-// Containers that still have them keep their view.
-func (m *Manager) removePodMounts(podID string) error {
-	if err := m.namespaces.Unpin(podID); err != nil {
-		return fmt.Errorf("pod %s: %w", podID, err)
-	}
-	return podfiles.RemoveShm(m.dirs, podID)
 }

@@ -5,22 +5,18 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
 	"sync/atomic"
 	"time"
 
-	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
-	"golang.org/x/sync/errgroup"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/internal/failpoint"
 	"berth/internal/join"
 	"berth/internal/task"
 	"berth/oci"
-	"berth/oci/users"
-	"berth/sandbox/imagefs"
+	"berth/sandbox/footprint"
+	"berth/sandbox/layout"
 	"berth/sandbox/meter"
 	"berth/sandbox/record"
 	"berth/sandbox/request"
@@ -104,7 +100,7 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 	if err != nil {
 		return nil, errdefs.InvalidArgument("encode pod config: %w", err)
 	}
-	p := &pod{id: newID(), config: config, turn: task.NewTurn()}
+	p := &pod{id: layout.NewID(), config: config, turn: task.NewTurn()}
 	p.rec = record.Pod{ID: p.id, BootID: m.bootID, Phase: record.PodStarting, CreatedAt: m.podCreation(config.GetMetadata()), Config: data, Handler: handler}
 	p.rec.CgroupsPath, err = oci.CgroupsPath(config.GetLinux().GetCgroupParent(), p.id, m.cfg.SystemdCgroup)
 	if err != nil {
@@ -120,7 +116,7 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 		}
 	}
 	if m.cfg.PauseImage != "" {
-		if p.rec.PauseImage, err = m.pauseImage(ctx); err != nil {
+		if p.rec.PauseImage, err = m.roots.PauseImage(ctx, m.cfg.PauseImage); err != nil {
 			return nil, err
 		}
 	}
@@ -135,35 +131,17 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 	return p, nil
 }
 
-// bringUp makes everything the pod needs and publishes it. It needs the pod's
-// turn. The network and the pause process come up side by side: both need no more
-// than the namespace.
+// bringUp makes everything the pod needs and publishes it. It needs the pod's turn.
 func (m *Manager) bringUp(ctx context.Context, p *pod) error {
-	if err := m.filesOf(p).Make(m.cfg.HostResolvConf); err != nil {
+	pause, err := m.footprint.Make(ctx, p.onHost())
+	if err != nil {
 		return err
 	}
-	if err := m.namespaces.Make(p.id, p.config, p.rec.NetNS); err != nil {
-		return err
-	}
-	group, gctx := errgroup.WithContext(ctx)
-	if p.sandboxed() {
-		group.SetLimit(1) // a sandbox takes over the addresses that it finds when it is made
-	}
-	var started *shim.Started
-	group.Go(func() error {
-		return m.tasks.Guard("attach network", p.String(), func() error { return m.networks.Attach(gctx, &p.rec, p.config) })
-	})
-	group.Go(func() error {
-		return m.tasks.Guard("launch pause", p.String(), func() (err error) { started, err = m.launchPause(gctx, p); return err })
-	})
-	if err := group.Wait(); err != nil {
-		if started != nil {
-			err = errors.Join(err, started.Init.Close())
-		}
-		return err
-	}
-	return m.finishPod(ctx, p, started)
+	return m.finishPod(ctx, p, pause)
 }
+
+// onHost is the pod as what it has on the host is made from. It needs the pod's turn.
+func (p *pod) onHost() footprint.Pod { return footprint.Pod{Rec: &p.rec, Config: p.config} }
 
 // finishPod presents the pod to plugins, records that it is ready, publishes it and watches its pause.
 func (m *Manager) finishPod(ctx context.Context, p *pod, started *shim.Started) error {
@@ -172,10 +150,7 @@ func (m *Manager) finishPod(ctx context.Context, p *pod, started *shim.Started) 
 	release, err := m.presentPod(ctx, p)
 	defer release()
 	if err == nil {
-		err = m.filesOf(p).WriteHosts(p.rec.IPs)
-	}
-	if err == nil {
-		err = m.labelPodFiles(p)
+		err = m.footprint.FinishFiles(p.onHost())
 	}
 	if err == nil {
 		err = m.podRecords.Write(p.id, p.rec)
@@ -249,50 +224,6 @@ func (m *Manager) publishPauseless(p *pod) {
 	m.podChanged(p.info.Swap(&info), &info)
 }
 
-// launchPause starts the process that holds the pod's namespaces.
-func (m *Manager) launchPause(ctx context.Context, p *pod) (*shim.Started, error) {
-	idMap, err := m.namespaces.IDMap(p.id, p.config)
-	if err != nil {
-		return nil, err
-	}
-	root := m.roots.Pause(m.payload.Pause, idMap, p.rec.SELinux.Mount)
-	m.appArmor.Ensure(ctx)
-	var files imagefs.UserFiles
-	var config *ocispec.ImageConfig
-	var imageUser string
-	if image := p.rec.PauseImage; image != nil {
-		// Writable, because the usual pause image is nothing but its program: the
-		// folders to mount on have to be made.
-		if root, err = m.roots.Writable(p.id, image, idMap, p.rec.SELinux.Mount); err != nil {
-			return nil, fmt.Errorf("pause image: %w", err)
-		}
-		if files, err = m.users.Of(image.ID, root); err != nil {
-			return nil, err
-		}
-		config, imageUser = &image.Config, image.Config.User
-	}
-	user, err := users.Resolve(files.Passwd, files.Group, users.SandboxRequest(p.config.GetLinux().GetSecurityContext(), imageUser))
-	if err != nil {
-		return nil, err
-	}
-	spec, err := m.node().Pause(p.described(), user, config)
-	if err != nil {
-		return nil, err
-	}
-	failpoint.Reach("pause.make-directory")
-	if err := os.MkdirAll(filepath.Join(m.dirs.Shim(p.id), "rootfs"), 0o700); err != nil {
-		return nil, fmt.Errorf("make shim directory of pod %s: %w", p.id, err)
-	}
-	failpoint.Reach("pause.directory-made")
-	defer m.tasks.Begin("the launch of its pause", p.String())()
-	started, err := m.launchers.Launch(ctx, shim.LaunchRequest{ID: p.id, Dir: m.dirs.Shim(p.id), Spec: spec,
-		Rootfs: root, RootPlace: m.namespaces.RootPlace(root), SystemdCgroup: m.cfg.SystemdCgroup, Pause: true, Runtime: p.runtime()})
-	if err != nil {
-		return nil, fmt.Errorf("start pause of pod %s: %w", p.id, err)
-	}
-	return started, nil
-}
-
 // abandonPod undoes a pod that could not be started. It has its own time: the
 // operation's may be used up. What can't be undone now is tried again and again.
 func (m *Manager) abandonPod(p *pod) {
@@ -305,17 +236,4 @@ func (m *Manager) abandonPod(p *pod) {
 		m.log.Error("undo of a pod that did not start", "pod", p.id, "error", err)
 		m.tasks.InBackground("undo", p.String(), undo)
 	}
-}
-
-// pauseImage finds the image that replaces the embedded pause, and pulls it the
-// first time.
-func (m *Manager) pauseImage(ctx context.Context) (*record.Image, error) {
-	img, err := m.images.Get(m.cfg.PauseImage)
-	if errdefs.IsNotFound(err) {
-		img, err = m.images.Pull(ctx, m.cfg.PauseImage, nil)
-	}
-	if err != nil {
-		return nil, fmt.Errorf("pause image %s: %w", m.cfg.PauseImage, err)
-	}
-	return &record.Image{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}, nil
 }

@@ -4,11 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 
-	"berth/cni"
 	"berth/internal/errdefs"
-	"berth/internal/failpoint"
 	"berth/internal/join"
 	"berth/internal/nri"
 	"berth/internal/task"
@@ -45,7 +42,7 @@ func (m *Manager) stopPod(ctx context.Context, p *pod) error {
 		m.log.Warn("record that a pod is stopped; the next daemon finds its pause gone", "pod", p.id, "error", err)
 	}
 	m.publishPod(p)
-	err := errors.Join(m.killContainers(ctx, p), m.takeDown(ctx, p))
+	err := errors.Join(m.killContainers(ctx, p), m.footprint.TakeDown(ctx, p.onHost()))
 	for _, c := range m.containersOf(p.id) { // whose stop comes before the pod's
 		err = errors.Join(err, m.awaitTold(ctx, c))
 	}
@@ -75,43 +72,6 @@ func (m *Manager) containersOf(podID string) []*container {
 		}
 	}
 	return of
-}
-
-// takeDown removes what exists for a pod outside its files: network, pause and
-// shm. It needs the pod's turn, does every step, and may be repeated.
-func (m *Manager) takeDown(ctx context.Context, p *pod) error {
-	return errors.Join(
-		m.tasks.Together("take down", p.String(),
-			func() error { return m.detachNetwork(ctx, p) },
-			func() error { return m.removePause(ctx, p) }),
-		m.removePodMounts(p.id))
-}
-
-// detachNetwork runs CNI DEL with the configuration that ADD had, and removes
-// the namespace once that succeeded: plugins may need it until then.
-func (m *Manager) detachNetwork(ctx context.Context, p *pod) error {
-	if p.rec.Network != nil {
-		if err := m.networks.Detach(ctx, &p.rec, p.config); err != nil {
-			return fmt.Errorf("detach pod %s from its network: %w", p.id, err)
-		}
-		p.rec.Network = nil
-		if p.rec.Phase != record.Removing { // else the record goes anyway
-			if err := m.podRecords.Write(p.id, p.rec); err != nil {
-				m.log.Warn("record that a pod is detached; the next daemon will detach it once more", "pod", p.id, "error", err)
-			}
-		}
-	}
-	if p.rec.NetNS == "" {
-		return nil
-	}
-	return cni.RemoveNetNS(p.rec.NetNS)
-}
-
-// removePause kills the pause and removes all that its launch made.
-func (m *Manager) removePause(ctx context.Context, p *pod) error {
-	ctx, cancel := context.WithTimeout(ctx, process.KillWait)
-	defer cancel()
-	return m.processes.Remove(ctx, p.id, p.rec.CgroupsPath)
 }
 
 // RemovePodSandbox stops the pod if need be, removes its containers and then the
@@ -171,23 +131,12 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	for _, c := range m.containersOf(p.id) {
 		removals = append(removals, func() error { return m.removeContainer(ctx, c) })
 	}
-	if err := errors.Join(m.tasks.Together("remove containers of", p.String(), removals...), m.takeDown(ctx, p)); err != nil {
+	if err := errors.Join(m.tasks.Together("remove containers of", p.String(), removals...), m.footprint.TakeDown(ctx, p.onHost())); err != nil {
 		return err
 	}
-	if err := m.processes.RemoveRoot(p.id); err != nil {
+	if err := m.footprint.Remove(p.id); err != nil {
 		return err
 	}
-	if err := m.images.Release(p.id); err != nil {
-		return fmt.Errorf("release pause image of pod %s: %w", p.id, err)
-	}
-	if err := m.trash.Discard(m.dirs.Writable(p.id)); err != nil {
-		return err
-	}
-	failpoint.Reach("pod.remove-files")
-	if err := os.RemoveAll(m.dirs.PodFiles(p.id)); err != nil {
-		return fmt.Errorf("remove files of pod %s: %w", p.id, err)
-	}
-	failpoint.Reach("pod.files-removed")
 	if err := m.podRecords.Remove(p.id); err != nil {
 		return err
 	}

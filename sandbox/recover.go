@@ -272,3 +272,19 @@ func (m *Manager) takeStartBack(ctx context.Context, c *container) error {
 	m.publishContainer(c)
 	return nil
 }
+
+// removeUnrecorded removes what bears the ID of a pod or container that has no record.
+func (m *Manager) removeUnrecorded() error {
+	ids, err := m.footprint.Unrecorded(m.hasRecord)
+	for id := range ids {
+		m.log.Warn("removing what a pod or container without record left", "id", id)
+		m.later("remove what is left of", id, func(ctx context.Context) error { return m.footprint.RemoveUnrecorded(ctx, id) })
+	}
+	return err
+}
+
+func (m *Manager) hasRecord(id string) bool {
+	_, pod := m.pods.Get(id)
+	_, ctr := m.containers.Get(id)
+	return pod || ctr
+}

@@ -1,8 +1,6 @@
 package sandbox
 
 import (
-	"fmt"
-
 	"berth/oci/confine"
 )
 
@@ -19,15 +17,6 @@ func (m *Manager) labelContainer(p *pod, c *container) (err error) {
 	options := c.config.GetLinux().GetSecurityContext().GetSelinuxOptions()
 	c.rec.SELinux, err = confine.NewLabels(options, p.rec.SELinux, *m.cfg.Host)
 	return err
-}
-
-// labelPodFiles labels resolv.conf and the others, which all containers of the pod read. They are
-// the pod's own, also where they are copies of the host's.
-func (m *Manager) labelPodFiles(p *pod) error {
-	if err := m.selinux.LabelOwn(m.dirs.PodFiles(p.id), p.rec.SELinux); err != nil {
-		return fmt.Errorf("pod %s: %w", p.id, err)
-	}
-	return nil
 }
 
 // releaseContainerLabels gives back the container's categories, unless they are its pod's.

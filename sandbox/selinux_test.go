@@ -83,15 +83,3 @@ func TestLabelsThatCannotBeReserved(t *testing.T) {
 		t.Errorf("got %v", err)
 	}
 }
-
-func TestPodFilesGetThePodsLabel(t *testing.T) {
-	host := newFakeSELinux()
-	m, p, _, _ := labelledManager(host)
-	m.dirs.Root = "/root"
-	if err := m.labelPodFiles(p); err != nil {
-		t.Fatal(err)
-	}
-	if want := map[string]string{"/root/sandboxes/p": "pod-files"}; !maps.Equal(host.files, want) {
-		t.Errorf("labelled %v, want %v", host.files, want)
-	}
-}

@@ -162,10 +162,7 @@ func (m *Manager) cgroups() meter.Cgroups {
 }
 
 // sandboxed tells whether the pod's containers run where the node can't see them.
-func (p *pod) sandboxed() bool {
-	r := p.runtime()
-	return r != nil && r.Sandboxed
-}
+func (p *pod) sandboxed() bool { return p.rec.Runtime.IsSandboxed() }
 
 // hasCgroup tells whether the pod has a cgroup, to be its containers' parent.
 func (p *pod) hasCgroup() bool { return p.config.GetLinux().GetCgroupParent() != "" }

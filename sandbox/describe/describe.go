@@ -23,6 +23,7 @@ import (
 	"berth/sandbox/handler"
 	"berth/sandbox/layout"
 	"berth/sandbox/namespaces"
+	"berth/sandbox/record"
 	"berth/sandbox/request"
 )
 
@@ -44,6 +45,12 @@ type Pod struct {
 	NetNS    string           // empty: the node's
 	PausePID int              // 0 for its pause
 	Labels   confine.Labels
+}
+
+// NewPod returns what is written down of a pod. pausePID is 0 for its pause. What does not change any more once the pod is
+// published is read of the record.
+func NewPod(rec *record.Pod, config *runtimeapi.PodSandboxConfig, pausePID int) Pod {
+	return Pod{ID: rec.ID, Config: config, Runtime: rec.Runtime, NetNS: rec.NetNS, PausePID: pausePID, Labels: rec.SELinux}
 }
 
 // Container is what they need to know of a container.

@@ -174,6 +174,17 @@ type Runtime struct {
 	IDMappedMounts    bool `json:"idMappedMounts,omitempty"`
 }
 
+// Program is the runtime as a program, nil for libcontainer.
+func (r *Runtime) Program() *ociruntime.Runtime {
+	if r == nil {
+		return nil
+	}
+	return &r.Runtime
+}
+
+// IsSandboxed tells whether containers run where the node can't see them.
+func (r *Runtime) IsSandboxed() bool { return r != nil && r.Sandboxed }
+
 // Runtime returns what a pod is to be run with, nil for libcontainer. root is where a program keeps its
 // state of the pod. FailedPrecondition if it can't run the pod, or there is none.
 func (h *Handler) Runtime(ctx context.Context, root string, systemdCgroup, userNamespace bool) (*Runtime, error) {

@@ -8,8 +8,23 @@
 package layout
 
 import (
+	"crypto/rand"
+	"encoding/hex"
 	"path/filepath"
 )
+
+// NewID returns a new pod or container ID: 64 hex digits, as everybody expects.
+func NewID() string {
+	var b [32]byte
+	rand.Read(b[:]) // never fails, see crypto/rand
+	return hex.EncodeToString(b[:])
+}
+
+// IsID tells whether a folder's name is one of NewID's; others are not ours.
+func IsID(name string) bool {
+	b, err := hex.DecodeString(name)
+	return err == nil && len(b) == 32
+}
 
 // Dirs are the directories that all places are in.
 type Dirs struct {

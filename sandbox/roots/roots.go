@@ -8,11 +8,13 @@
 package roots
 
 import (
+	"context"
 	"fmt"
 	"os"
 	"path/filepath"
 
 	"berth/image"
+	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/rootfs"
 	"berth/sandbox/layout"
@@ -44,6 +46,19 @@ func (k Kit) Writable(id string, image *record.Image, idMap *rootfs.IDMap, label
 		return root, fmt.Errorf("make writable layer of %s: %w", id, err)
 	}
 	return root, nil
+}
+
+// PauseImage finds the image that replaces the embedded pause, and pulls it the
+// first time.
+func (k Kit) PauseImage(ctx context.Context, reference string) (*record.Image, error) {
+	img, err := k.Images.Get(reference)
+	if errdefs.IsNotFound(err) {
+		img, err = k.Images.Pull(ctx, reference, nil)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("pause image %s: %w", reference, err)
+	}
+	return &record.Image{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}, nil
 }
 
 // Pause is the root filesystem of the embedded pause, a directory of berth's. Only an

@@ -1,0 +1,174 @@
+// Package footprint has what a pod has on the host: files, namespaces, network, pause. It is made here, taken away,
+// and found where nobody has a record of it.
+//
+// # Contract
+//
+// Before Make is called the pod's record is on disk, with the names of all that does not follow from the ID. Taking
+// away goes by record and ID, and not by what Make has done: every step may be repeated, and does no harm where there is
+// nothing. Containers are no part of it, but for what is found without record: that may be a container's. The
+// caller has the pod's turn.
+package footprint
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+
+	"golang.org/x/sync/errgroup"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/checkpoint"
+	"berth/cni"
+	"berth/image"
+	"berth/internal/failpoint"
+	"berth/internal/task"
+	"berth/sandbox/describe"
+	"berth/sandbox/launch"
+	"berth/sandbox/layout"
+	"berth/sandbox/lsm"
+	"berth/sandbox/namespaces"
+	"berth/sandbox/podfiles"
+	"berth/sandbox/podnet"
+	"berth/sandbox/process"
+	"berth/sandbox/record"
+	"berth/shim"
+)
+
+// Kit is what is needed to make it, and to take it away.
+type Kit struct {
+	Dirs           layout.Dirs
+	HostResolvConf string // what pods with the Default DNS policy get
+	Namespaces     namespaces.Kit
+	Networks       *podnet.Networks
+	Launch         launch.Kit
+	Processes      process.Kit
+	SELinux        lsm.SELinux
+	Images         *image.Store
+	Trash          *layout.Trash
+	Records        *checkpoint.Dir // of pods
+	Tasks          *task.Runner
+	Log            *slog.Logger
+}
+
+// Pod is what is written down of a pod. Make and TakeDown note in Rec what becomes of its network.
+type Pod struct {
+	Rec    *record.Pod
+	Config *runtimeapi.PodSandboxConfig
+}
+
+func (p Pod) String() string { return "pod " + p.Rec.ID }
+
+// Make makes everything the pod needs and returns its pause, which runs. The network and the pause
+// come up side by side: both need no more than the namespace.
+func (k Kit) Make(ctx context.Context, p Pod) (*shim.Started, error) {
+	if err := k.filesOf(p).Make(k.HostResolvConf); err != nil {
+		return nil, err
+	}
+	if err := k.Namespaces.Make(p.Rec.ID, p.Config, p.Rec.NetNS); err != nil {
+		return nil, err
+	}
+	group, gctx := errgroup.WithContext(ctx)
+	if p.Rec.Runtime.IsSandboxed() {
+		group.SetLimit(1) // a sandbox takes over the addresses that it finds when it is made
+	}
+	var pause *shim.Started
+	group.Go(func() error {
+		return k.Tasks.Guard("attach network", p.String(), func() error { return k.Networks.Attach(gctx, p.Rec, p.Config) })
+	})
+	group.Go(func() error {
+		return k.Tasks.Guard("launch pause", p.String(), func() (err error) {
+			pause, err = k.Launch.Pause(gctx, describe.NewPod(p.Rec, p.Config, 0), p.Rec.PauseImage)
+			return err
+		})
+	})
+	err := group.Wait()
+	if err != nil && pause != nil {
+		err = errors.Join(err, pause.Init.Close())
+	}
+	return pause, err
+}
+
+// FinishFiles writes /etc/hosts with the pod's addresses, and labels it and the others: all containers of the pod read
+// them, and they are the pod's own, also where they are copies of the host's.
+func (k Kit) FinishFiles(p Pod) error {
+	if err := k.filesOf(p).WriteHosts(p.Rec.IPs); err != nil {
+		return err
+	}
+	if err := k.SELinux.LabelOwn(k.Dirs.PodFiles(p.Rec.ID), p.Rec.SELinux); err != nil {
+		return fmt.Errorf("pod %s: %w", p.Rec.ID, err)
+	}
+	return nil
+}
+
+// filesOf is what a pod's files are made from.
+func (k Kit) filesOf(p Pod) podfiles.Pod {
+	return podfiles.Pod{Dirs: k.Dirs, ID: p.Rec.ID, Config: p.Config, MountLabel: p.Rec.SELinux.Mount}
+}
+
+// TakeDown removes what exists for a pod outside its files: network, pause and
+// shm. It does every step.
+func (k Kit) TakeDown(ctx context.Context, p Pod) error {
+	return errors.Join(
+		k.Tasks.Together("take down", p.String(),
+			func() error { return k.detachNetwork(ctx, p) },
+			func() error { return k.removePause(ctx, p.Rec) }),
+		k.removeMounts(p.Rec.ID))
+}
+
+// detachNetwork runs CNI DEL with the configuration that ADD had, and removes
+// the namespace once that succeeded: plugins may need it until then.
+func (k Kit) detachNetwork(ctx context.Context, p Pod) error {
+	if p.Rec.Network != nil {
+		if err := k.Networks.Detach(ctx, p.Rec, p.Config); err != nil {
+			return fmt.Errorf("detach pod %s from its network: %w", p.Rec.ID, err)
+		}
+		p.Rec.Network = nil
+		if p.Rec.Phase != record.Removing { // else the record goes anyway
+			if err := k.Records.Write(p.Rec.ID, p.Rec); err != nil {
+				k.Log.Warn("record that a pod is detached; the next daemon will detach it once more", "pod", p.Rec.ID, "error", err)
+			}
+		}
+	}
+	if p.Rec.NetNS == "" {
+		return nil
+	}
+	return cni.RemoveNetNS(p.Rec.NetNS)
+}
+
+// removePause kills the pause and removes all that its launch made.
+func (k Kit) removePause(ctx context.Context, rec *record.Pod) error {
+	ctx, cancel := context.WithTimeout(ctx, process.KillWait)
+	defer cancel()
+	return k.Processes.Remove(ctx, rec.ID, rec.CgroupsPath)
+}
+
+// removeMounts takes away the pod's shm and the pin of its user namespace.
+// Containers that still have them keep their view.
+func (k Kit) removeMounts(podID string) error {
+	if err := k.Namespaces.Unpin(podID); err != nil {
+		return fmt.Errorf("pod %s: %w", podID, err)
+	}
+	return podfiles.RemoveShm(k.Dirs, podID)
+}
+
+// Remove removes the rest of a pod that was taken down, its containers too: what their runtime kept, the image of its
+// pause, its files.
+func (k Kit) Remove(podID string) error {
+	if err := k.Processes.RemoveRoot(podID); err != nil {
+		return err
+	}
+	if err := k.Images.Release(podID); err != nil {
+		return fmt.Errorf("release pause image of pod %s: %w", podID, err)
+	}
+	if err := k.Trash.Discard(k.Dirs.Writable(podID)); err != nil {
+		return err
+	}
+	failpoint.Reach("pod.remove-files")
+	if err := os.RemoveAll(k.Dirs.PodFiles(podID)); err != nil {
+		return fmt.Errorf("remove files of pod %s: %w", podID, err)
+	}
+	failpoint.Reach("pod.files-removed")
+	return nil
+}

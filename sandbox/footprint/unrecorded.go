@@ -1,0 +1,61 @@
+package footprint
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+
+	"berth/cni"
+	"berth/internal/failpoint"
+	"berth/sandbox/layout"
+)
+
+// Unrecorded returns the IDs of pods and containers that have something on the host and are not known: their records
+// were damaged and set aside.
+func (k Kit) Unrecorded(known func(id string) bool) (map[string]bool, error) {
+	ids := map[string]bool{}
+	for _, dir := range []string{k.Dirs.Shim(""), k.Dirs.Libcontainer(), k.Dirs.OCI(""), k.Dirs.SharedMounts(), k.Dirs.PodFiles(""), k.Dirs.Writable("")} {
+		entries, err := os.ReadDir(dir)
+		if err != nil {
+			return nil, fmt.Errorf("look for what has no record: %w", err)
+		}
+		for _, e := range entries {
+			if layout.IsID(e.Name()) && !known(e.Name()) {
+				ids[e.Name()] = true
+			}
+		}
+	}
+	return ids, nil
+}
+
+// RemoveUnrecorded removes everything that a pod or container of that ID can have. Networks were asked to collect
+// theirs before.
+func (k Kit) RemoveUnrecorded(ctx context.Context, id string) error {
+	failpoint.Reach("unrecorded.remove")
+	if err := k.Processes.RemoveByID(ctx, id); err != nil {
+		return err // it may be alive: it keeps its files
+	}
+	failpoint.Reach("unrecorded.processes-removed")
+	if err := k.detachUnrecorded(ctx, id); err != nil {
+		return err
+	}
+	failpoint.Reach("unrecorded.detached")
+	return errors.Join(
+		k.Processes.RemoveRoot(id),
+		cni.RemoveNetNS(k.Dirs.NetNS(id)),
+		k.removeMounts(id),
+		os.RemoveAll(k.Dirs.PodFiles(id)),
+		k.Trash.Discard(k.Dirs.Writable(id)))
+}
+
+// detachUnrecorded gives the addresses back of what was a pod: it has files, which are made before the
+// network is asked, and removed after it. The configuration its ADD used is lost with the record; what libcni recorded
+// of that was used before, by Networks.Collect. Both may be lost in a power cut, so the present one is tried.
+func (k Kit) detachUnrecorded(ctx context.Context, id string) error {
+	if _, err := os.Lstat(k.Dirs.PodFiles(id)); errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return k.Networks.DetachUnrecorded(ctx, id, k.Dirs.NetNS(id))
+}

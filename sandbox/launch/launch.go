@@ -1,0 +1,179 @@
+// Package launch starts pauses and containers: from what is written down of them to a process.
+//
+// # Contract
+//
+// A launch holds the layers of the image, makes the writable layer and the shim directory, describes what is to run, and
+// hands all that to a launcher. What it makes is found by the ID: who removes a pod or container removes it,
+// however far the launch has got. Before that, Prove tells whether a container can be launched at all. Records
+// are read here, by who has the turn, and never written.
+package launch
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/failpoint"
+	"berth/internal/nri"
+	"berth/internal/rootfs"
+	"berth/internal/task"
+	"berth/oci/users"
+	"berth/sandbox/describe"
+	"berth/sandbox/imagefs"
+	"berth/sandbox/lsm"
+	"berth/sandbox/namespaces"
+	"berth/sandbox/record"
+	"berth/sandbox/roots"
+	"berth/shim"
+)
+
+// Kit is what is needed to launch.
+type Kit struct {
+	Node       describe.Node
+	Namespaces namespaces.Kit
+	Roots      roots.Kit
+	Users      *imagefs.Users
+	AppArmor   *lsm.AppArmor
+	SELinux    lsm.SELinux
+	Launchers  *shim.Launchers
+	PauseDir   string // the root filesystem of the embedded pause
+	MaxLogLine int    // bytes before a log line is split as partial
+	Tasks      *task.Runner
+}
+
+// Container is what a container is launched from.
+type Container struct {
+	Rec         *record.Container // what does not change after the container was published is read
+	Config      *runtimeapi.ContainerConfig
+	Resources   *runtimeapi.LinuxContainerResources
+	Limits      *nri.Limits            // added to these by plugins
+	TargetPIDNS func() (string, error) // the PID namespace to join; empty: as the config says
+}
+
+// Pause starts the process that holds the pod's namespaces, which there are. image replaces the embedded pause; nil: none.
+func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *record.Image) (*shim.Started, error) {
+	idMap, err := k.Namespaces.IDMap(pod.ID, pod.Config)
+	if err != nil {
+		return nil, err
+	}
+	root := k.Roots.Pause(k.PauseDir, idMap, pod.Labels.Mount)
+	k.AppArmor.Ensure(ctx)
+	var files imagefs.UserFiles
+	var config *ocispec.ImageConfig
+	var imageUser string
+	if image != nil {
+		// Writable, because the usual pause image is nothing but its program: the
+		// folders to mount on have to be made.
+		if root, err = k.Roots.Writable(pod.ID, image, idMap, pod.Labels.Mount); err != nil {
+			return nil, fmt.Errorf("pause image: %w", err)
+		}
+		if files, err = k.Users.Of(image.ID, root); err != nil {
+			return nil, err
+		}
+		config, imageUser = &image.Config, image.Config.User
+	}
+	user, err := users.Resolve(files.Passwd, files.Group, users.SandboxRequest(pod.Config.GetLinux().GetSecurityContext(), imageUser))
+	if err != nil {
+		return nil, err
+	}
+	spec, err := k.Node.Pause(pod, user, config)
+	if err != nil {
+		return nil, err
+	}
+	dir := k.Node.Dirs.Shim(pod.ID)
+	failpoint.Reach("pause.make-directory")
+	if err := os.MkdirAll(filepath.Join(dir, "rootfs"), 0o700); err != nil {
+		return nil, fmt.Errorf("make shim directory of pod %s: %w", pod.ID, err)
+	}
+	failpoint.Reach("pause.directory-made")
+	defer k.Tasks.Begin("the launch of its pause", "pod "+pod.ID)()
+	started, err := k.Launchers.Launch(ctx, shim.LaunchRequest{ID: pod.ID, Dir: dir, Spec: spec,
+		Rootfs: root, RootPlace: k.Namespaces.RootPlace(root), SystemdCgroup: k.Node.SystemdCgroup, Pause: true, Runtime: pod.Runtime.Program()})
+	if err != nil {
+		return nil, fmt.Errorf("start pause of pod %s: %w", pod.ID, err)
+	}
+	return started, nil
+}
+
+// Root is the writable root filesystem of a container.
+func (k Kit) Root(pod describe.Pod, c Container) (rootfs.Spec, error) {
+	idMap, err := k.Namespaces.IDMap(pod.ID, pod.Config)
+	if err != nil {
+		return rootfs.Spec{}, err
+	}
+	return k.Roots.Writable(c.Rec.ID, &c.Rec.Image, idMap, c.Rec.SELinux.Mount)
+}
+
+// User finds out who a container runs as. root is its root filesystem.
+func (k Kit) User(c Container, root rootfs.Spec) (users.User, error) {
+	files, err := k.Users.Of(c.Rec.Image.ID, root)
+	if err != nil {
+		return users.User{}, err
+	}
+	request := users.ContainerRequest(c.Config.GetLinux().GetSecurityContext(), c.Rec.Image.Config.User)
+	return users.Resolve(files.Passwd, files.Group, request)
+}
+
+// Spec describes a container to its launcher.
+func (k Kit) Spec(pod describe.Pod, c Container) (*specs.Spec, error) {
+	target, err := c.TargetPIDNS()
+	if err != nil {
+		return nil, err
+	}
+	return k.Node.Container(pod, describe.Container{ID: c.Rec.ID, Config: c.Config, Image: &c.Rec.Image.Config,
+		User: c.Rec.User, Labels: c.Rec.SELinux, Volumes: k.Roots.VolumePlaces(c.Rec.ID, c.Rec.Volumes),
+		TargetPIDNS: target, Resources: c.Resources, Limits: c.Limits, Adjustment: c.Rec.Adjustment})
+}
+
+// Prove describes a container, and refuses what a launch would. Its mounts have their SELinux labels afterwards.
+func (k Kit) Prove(pod describe.Pod, c Container) (*specs.Spec, error) {
+	spec, err := k.Spec(pod, c)
+	if err != nil {
+		return nil, err
+	}
+	if err := k.Roots.CheckVolumes(c.Rec.ID, c.Config, c.Rec.Volumes); err != nil {
+		return nil, err
+	}
+	if err := k.Namespaces.CheckMounts(pod.ID, pod.Runtime, spec); err != nil {
+		return nil, err
+	}
+	if err := k.SELinux.LabelMounts(c.Config, c.Rec.SELinux); err != nil {
+		return nil, err
+	}
+	return spec, nil
+}
+
+// Container starts a container of a pod that runs.
+func (k Kit) Container(ctx context.Context, pod describe.Pod, c Container) (*shim.Started, error) {
+	root, err := k.Root(pod, c)
+	if err != nil {
+		return nil, err
+	}
+	volumes, err := k.Roots.HoldVolumes(c.Rec.ID, c.Config, c.Rec.Volumes)
+	if err != nil {
+		return nil, err
+	}
+	k.AppArmor.Ensure(ctx)
+	spec, err := k.Spec(pod, c)
+	if err != nil {
+		return nil, err
+	}
+	dir := k.Node.Dirs.Shim(c.Rec.ID)
+	failpoint.Reach("container.make-directory")
+	if err := os.MkdirAll(filepath.Join(dir, "rootfs"), 0o700); err != nil {
+		return nil, fmt.Errorf("make shim directory of container %s: %w", c.Rec.ID, err)
+	}
+	failpoint.Reach("container.directory-made")
+	defer k.Tasks.Begin("its launch", "container "+c.Rec.ID)()
+	return k.Launchers.Launch(ctx, shim.LaunchRequest{
+		ID: c.Rec.ID, Dir: dir, Spec: spec, Rootfs: root, RootPlace: k.Namespaces.RootPlace(root), Volumes: roots.ShownAs(root, volumes),
+		SystemdCgroup: k.Node.SystemdCgroup,
+		LogPath:       c.Rec.LogPath, LogDir: pod.Config.GetLogDirectory(), MaxLogLine: k.MaxLogLine,
+		Stdin: c.Config.GetStdin(), StdinOnce: c.Config.GetStdinOnce(), Terminal: c.Config.GetTty(), Runtime: pod.Runtime.Program(),
+	})
+}

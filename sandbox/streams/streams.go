@@ -1,0 +1,248 @@
+package streams
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+
+	"berth/internal/errdefs"
+	"berth/internal/task"
+	"berth/oci"
+	"berth/sandbox/layout"
+	"berth/sandbox/session"
+	"berth/shim"
+	"berth/shim/ociruntime"
+)
+
+// Container is a container that a client can be connected to.
+type Container struct {
+	ID       string
+	Process  *specs.Process      // what execs derive from
+	Runtime  *ociruntime.Runtime // nil: libcontainer
+	Terminal bool                // its own process has one
+	Stdin    bool                // it takes input
+	Running  bool
+}
+
+func (c Container) String() string { return "container " + c.ID }
+
+// Pod is a pod that a client can be connected to.
+type Pod struct {
+	ID    string
+	NetNS string // path; empty: the host's
+	Ready bool
+}
+
+func (p Pod) String() string { return "pod " + p.ID }
+
+// Targets finds containers and pods, as they are now, by ID or unique ID prefix; NotFound, or
+// InvalidArgument where the prefix fits several. It waits for nobody.
+type Targets interface {
+	StreamContainer(id string) (Container, error)
+	StreamPod(id string) (Pod, error)
+}
+
+// Streams connects clients to containers and pods.
+type Streams struct {
+	targets   Targets
+	launchers *shim.Launchers
+	dirs      layout.Dirs
+	tasks     *task.Runner // sessions are among its Operations
+}
+
+// New returns what connects clients to these targets.
+func New(targets Targets, launchers *shim.Launchers, dirs layout.Dirs, tasks *task.Runner) *Streams {
+	return &Streams{targets: targets, launchers: launchers, dirs: dirs, tasks: tasks}
+}
+
+// sessions runs sessions for the time of an operation.
+func (s *Streams) sessions() session.Runner {
+	return session.Runner{Launchers: s.launchers, Spawn: s.tasks.Operations.Spawn}
+}
+
+// ExecSync runs a command in a container and returns its output and exit code.
+// Zero timeout means no limit but ctx's. When the time is over the command and all it started
+// are killed, and the error is DeadlineExceeded.
+//
+// The end of the command is its exit, not the end of its output: what it leaves
+// running in the background with its stdout is not waited for.
+func (s *Streams) ExecSync(ctx context.Context, id string, command []string, timeout time.Duration) (*session.Result, error) {
+	c, err := s.execTarget(id, command)
+	if err != nil {
+		return nil, err
+	}
+	if timeout > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, timeout)
+		defer cancel()
+	}
+	end := s.tasks.BeginOpen
+	if timeout > 0 {
+		end = func(what, object string) func() { return s.tasks.BeginUpTo(timeout, what, object) }
+	}
+	defer end("the end of an exec", c.String())()
+	result, err := s.sessions().ExecSync(ctx, s.execRequest(c, command, false))
+	if timeout > 0 && errors.Is(err, context.DeadlineExceeded) {
+		return nil, errdefs.DeadlineExceeded("exec in container %s: %q did not end within %v", c.ID, command, timeout)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("exec in container %s: %w", c.ID, err)
+	}
+	return result, nil
+}
+
+func (s *Streams) execRequest(c Container, command []string, terminal bool) shim.ExecRequest {
+	return shim.ExecRequest{ID: c.ID, Runtime: c.Runtime, Dir: s.dirs.Shim(c.ID), ExecID: layout.NewID()[:16],
+		Process: oci.ExecProcess(&specs.Spec{Process: c.Process}, command, terminal)}
+}
+
+// CheckExec tells whether Exec would find a container to run a command in, and
+// returns its full ID. Errors: as Exec's.
+func (s *Streams) CheckExec(id string, command []string) (string, error) {
+	c, err := s.execTarget(id, command)
+	if err != nil {
+		return "", err
+	}
+	return c.ID, nil
+}
+
+func (s *Streams) execTarget(id string, command []string) (Container, error) {
+	c, err := s.runningContainer("exec in", id)
+	if err != nil {
+		return Container{}, err
+	}
+	if len(command) == 0 || command[0] == "" {
+		return Container{}, errdefs.InvalidArgument("exec in container %s: the command is empty", c.ID)
+	}
+	return c, nil
+}
+
+// runningContainer finds a container in which something can be done now. Errors:
+// NotFound, FailedPrecondition if it is not running.
+func (s *Streams) runningContainer(what, id string) (Container, error) {
+	c, err := s.targets.StreamContainer(id)
+	if err != nil {
+		return Container{}, err
+	}
+	if !c.Running {
+		return Container{}, errdefs.FailedPrecondition("%s container %s: it is not running", what, c.ID)
+	}
+	return c, nil
+}
+
+// Exec runs a command in a container, connected to a client, and returns its exit
+// code, 128+signal if a signal ended it. With terminal it runs in one of its own, of
+// which Stdout is the output. The end of Stdin closes the command's stdin; a terminal
+// has no such end.
+//
+// The session ends with the command, as with ExecSync: what it leaves running in the
+// background is not waited for. When ctx ends, because the client is gone, or when
+// Stdout or Stderr takes no more, the command and everything it has started are
+// killed. (containerd and CRI-O let it run: nobody can reach it any more, and it stays
+// for as long as the container. A command that is to outlive its client can be started
+// in the background.)
+//
+// Errors: NotFound, FailedPrecondition if the container is not running,
+// InvalidArgument for a command that can't be.
+func (s *Streams) Exec(ctx context.Context, id string, command []string, terminal bool, client session.Streams) (int32, error) {
+	c, err := s.execTarget(id, command)
+	if err != nil {
+		return 0, err
+	}
+	defer s.tasks.BeginOpen("the end of an exec", c.String())()
+	code, err := s.sessions().Exec(ctx, s.execRequest(c, command, terminal), client)
+	if err != nil {
+		return 0, fmt.Errorf("exec in container %s: %w", c.ID, err)
+	}
+	return code, nil
+}
+
+// CheckAttach tells whether Attach would find a container to attach to, and returns
+// its full ID. Errors: as Attach's.
+func (s *Streams) CheckAttach(id string, terminal bool) (string, error) {
+	c, err := s.attachTarget(id, terminal)
+	if err != nil {
+		return "", err
+	}
+	return c.ID, nil
+}
+
+func (s *Streams) attachTarget(id string, terminal bool) (Container, error) {
+	c, err := s.runningContainer("attach to", id)
+	if err != nil {
+		return Container{}, err
+	}
+	if c.Terminal != terminal {
+		return Container{}, errdefs.InvalidArgument("attach to container %s: tty is %t, but the container was made with tty %t", c.ID, terminal, c.Terminal)
+	}
+	return c, nil
+}
+
+// Attach connects a client to a running container's own input and output, from now
+// on, until the container ends or ctx does. terminal must be as in the container's
+// config. Stdin is ignored if the container was made without stdin, as containerd and
+// CRI-O do; its end closes the container's stdin if the config says StdinOnce.
+//
+// Errors: NotFound, FailedPrecondition if the container is not running,
+// InvalidArgument if terminal does not match.
+func (s *Streams) Attach(ctx context.Context, id string, terminal bool, client session.Streams) error {
+	c, err := s.attachTarget(id, terminal)
+	if err != nil {
+		return err
+	}
+	defer s.tasks.BeginOpen("the end of an attached session", c.String())()
+	if err := s.sessions().Attach(ctx, shim.OpenMonitor(s.dirs.Shim(c.ID)), terminal, c.Stdin, client); err != nil {
+		return fmt.Errorf("container %s: %w", c.ID, err)
+	}
+	return nil
+}
+
+// CheckPortForward tells whether PortForward would find a pod, and returns its full
+// ID. Errors: as PortForward's.
+func (s *Streams) CheckPortForward(podID string) (string, error) {
+	pod, err := s.forwardTarget(podID)
+	if err != nil {
+		return "", err
+	}
+	return pod.ID, nil
+}
+
+func (s *Streams) forwardTarget(podID string) (Pod, error) {
+	pod, err := s.targets.StreamPod(podID)
+	if err != nil {
+		return Pod{}, err
+	}
+	if !pod.Ready {
+		return Pod{}, errdefs.FailedPrecondition("forward a port of pod sandbox %s: it is not ready", pod.ID)
+	}
+	return pod, nil
+}
+
+// PortForward connects a client to a TCP port that a pod's processes listen on at
+// their localhost, IPv4 first, until both sides have ended, one of them fails, or ctx
+// ends. Each side may close its direction and go on in the other (stream.Close closes
+// the one to the client).
+//
+// When it fails a Read from stream that is under way is not waited for: the caller
+// closes the stream.
+//
+// Errors: NotFound, FailedPrecondition if the pod is not ready, InvalidArgument for no
+// port, Unavailable if nothing listens there.
+func (s *Streams) PortForward(ctx context.Context, podID string, port int32, stream io.ReadWriteCloser) error {
+	pod, err := s.forwardTarget(podID)
+	if err != nil {
+		return err
+	}
+	if port < 1 || port > 65535 {
+		return errdefs.InvalidArgument("forward a port of pod sandbox %s: %d is no port", pod.ID, port)
+	}
+	defer s.tasks.BeginOpen("the end of a forwarded connection", pod.String())()
+	if err := s.sessions().Forward(ctx, pod.NetNS, uint16(port), stream); err != nil {
+		return fmt.Errorf("forward port %d of pod sandbox %s: %w", port, pod.ID, err)
+	}
+	return nil
+}

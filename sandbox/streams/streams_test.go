@@ -1,0 +1,92 @@
+package streams
+
+import (
+	"testing"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+	"berth/sandbox/layout"
+)
+
+// targets knows containers and pods by their full names.
+type targets struct {
+	containers map[string]Container
+	pods       map[string]Pod
+}
+
+func (t targets) StreamContainer(id string) (Container, error) {
+	c, known := t.containers[id]
+	if !known {
+		return c, errdefs.NotFound("container %q does not exist", id)
+	}
+	return c, nil
+}
+
+func (t targets) StreamPod(id string) (Pod, error) {
+	p, known := t.pods[id]
+	if !known {
+		return p, errdefs.NotFound("pod sandbox %q does not exist", id)
+	}
+	return p, nil
+}
+
+func testStreams() *Streams {
+	return New(targets{
+		containers: map[string]Container{
+			"runs":     {ID: "runs-with-a-longer-id", Running: true},
+			"terminal": {ID: "terminal-with-a-longer-id", Running: true, Terminal: true},
+			"ended":    {ID: "ended-with-a-longer-id"},
+		},
+		pods: map[string]Pod{"ready": {ID: "ready-with-a-longer-id", Ready: true}, "stopped": {ID: "stopped-with-a-longer-id"}},
+	}, nil, layout.Dirs{}, nil)
+}
+
+// What can't be is refused before a client gets a URL, and what can be is told by its full ID.
+func TestChecks(t *testing.T) {
+	s := testStreams()
+	exec := func(command ...string) func(string) (string, error) {
+		return func(id string) (string, error) { return s.CheckExec(id, command) }
+	}
+	attach := func(terminal bool) func(string) (string, error) {
+		return func(id string) (string, error) { return s.CheckAttach(id, terminal) }
+	}
+	for name, test := range map[string]struct {
+		check func(string) (string, error)
+		id    string
+		want  codes.Code
+	}{
+		"exec":                                    {exec("true"), "runs", codes.OK},
+		"exec in what is unknown":                 {exec("true"), "none", codes.NotFound},
+		"exec in what has ended":                  {exec("true"), "ended", codes.FailedPrecondition},
+		"exec of nothing":                         {exec(), "runs", codes.InvalidArgument},
+		"exec of an empty name":                   {exec("", "argument"), "runs", codes.InvalidArgument},
+		"exec of nothing in what has ended":       {exec(), "ended", codes.FailedPrecondition},
+		"attach":                                  {attach(false), "runs", codes.OK},
+		"attach to a terminal":                    {attach(true), "terminal", codes.OK},
+		"attach to a terminal that is not there":  {attach(true), "runs", codes.InvalidArgument},
+		"attach to a terminal as if it were none": {attach(false), "terminal", codes.InvalidArgument},
+		"attach to what has ended":                {attach(false), "ended", codes.FailedPrecondition},
+		"attach to what is unknown":               {attach(false), "none", codes.NotFound},
+		"forward a port":                          {s.CheckPortForward, "ready", codes.OK},
+		"forward a port of a stopped pod":         {s.CheckPortForward, "stopped", codes.FailedPrecondition},
+		"forward a port of what is unknown":       {s.CheckPortForward, "none", codes.NotFound},
+	} {
+		full, err := test.check(test.id)
+		if got := errdefs.Code(err); got != test.want {
+			t.Errorf("%s: %v (%v), want %v", name, got, err, test.want)
+		}
+		if want := test.id + "-with-a-longer-id"; err == nil && full != want {
+			t.Errorf("%s: the ID is %q, want %q", name, full, want)
+		}
+	}
+}
+
+// A port that can't be is refused before anything is connected to.
+func TestPorts(t *testing.T) {
+	for _, port := range []int32{-1, 0, 65536} {
+		if err := testStreams().PortForward(t.Context(), "ready", port, nil); errdefs.Code(err) != codes.InvalidArgument {
+			t.Errorf("port %d: %v, want InvalidArgument", port, err)
+		}
+	}
+}
