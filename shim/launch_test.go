@@ -6,6 +6,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -359,14 +360,22 @@ func TestIdleLauncherDies(t *testing.T) {
 	e := newEnv(t)
 	var p *launcher
 	e.until("a launcher is idle", func() bool { p = e.pop(); return p != nil })
+	e.put(p)
 	if err := pidfd.Signal(p.proc, unix.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
-	e.until("it is dead", func() bool { done, err := pidfd.Exited(p.proc); return done || err != nil })
-	e.put(p)
+	e.until("it is reaped without a launch", func() bool {
+		_, err := os.Stat("/proc/" + strconv.Itoa(p.pid))
+		return errors.Is(err, fs.ErrNotExist)
+	})
 	if got := e.run("next", "exit 2").wait(); got.Code != 2 {
 		t.Errorf("exit = %+v", got)
 	}
+	e.until("the pool is full again", func() bool {
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		return len(e.idle) == e.cfg.Idle
+	})
 }
 
 func TestColdLaunch(t *testing.T) {

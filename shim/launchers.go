@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -48,8 +49,14 @@ type Launchers struct {
 
 	mu     sync.Mutex // guards what follows
 	lent   int        // launchers that serve execs
-	idle   []*launcher
+	idle   []idleLauncher
 	closed bool
+}
+
+// idleLauncher is a launcher in the pool, which is watched: one that dies there is no zombie until the next launch.
+type idleLauncher struct {
+	*launcher
+	unwatch context.CancelFunc
 }
 
 // New starts the pool. ShimPath is read once, here.
@@ -78,7 +85,8 @@ func (l *Launchers) Close() error {
 	l.mu.Unlock()
 	l.stop()
 	for _, p := range idle {
-		l.retire(p)
+		p.unwatch()
+		l.retire(p.launcher)
 	}
 	l.owned.Wait()
 	return l.exe.Close()
@@ -156,15 +164,56 @@ func (l *Launchers) giveBack(p *launcher, again bool) {
 
 // put makes p available, or retires it if there are enough.
 func (l *Launchers) put(p *launcher) {
-	l.mu.Lock()
-	keep := !l.closed && len(l.idle) < max(l.cfg.Idle, 1)
-	if keep {
-		l.idle = append(l.idle, p)
-	}
-	l.mu.Unlock()
-	if !keep {
+	if !l.keep(p) {
 		l.retire(p)
 	}
+}
+
+func (l *Launchers) keep(p *launcher) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed || len(l.idle) >= max(l.cfg.Idle, 1) {
+		return false
+	}
+	ctx, unwatch := context.WithCancel(l.ctx)
+	l.idle = append(l.idle, idleLauncher{p, unwatch})
+	l.owned.Go(func() { l.watch(ctx, p) })
+	return true
+}
+
+// watch waits until p dies or is no longer idle. Its successor is not started at once: what killed
+// it, such as a node without a thread to spare, would kill that too.
+func (l *Launchers) watch(ctx context.Context, p *launcher) {
+	err := pidfd.Wait(ctx, p.proc)
+	switch {
+	case ctx.Err() != nil:
+		return
+	case err != nil: // whoever takes it will look
+		l.cfg.Log.Warn("cannot watch an idle launcher", "pid", p.pid, "error", err)
+		return
+	case !l.drop(p):
+		return // it was just taken, by who finds out the same
+	}
+	l.cfg.Log.Warn("an idle launcher has died", "pid", p.pid)
+	l.retire(p)
+	select {
+	case <-l.ctx.Done():
+	case <-time.After(startAgain):
+		l.wantMore()
+	}
+}
+
+// drop takes p out of the pool, and tells whether it was there.
+func (l *Launchers) drop(p *launcher) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	i := slices.IndexFunc(l.idle, func(i idleLauncher) bool { return i.launcher == p })
+	if i < 0 {
+		return false
+	}
+	l.idle[i].unwatch()
+	l.idle = slices.Delete(l.idle, i, i+1)
+	return true
 }
 
 // take returns an idle launcher, or starts one. Those that have died while idle
@@ -195,7 +244,8 @@ func (l *Launchers) pop() *launcher {
 	}
 	p := l.idle[n-1]
 	l.idle = l.idle[:n-1]
-	return p
+	p.unwatch()
+	return p.launcher
 }
 
 // retireTime is how long a launcher that was told to end may take.

@@ -107,17 +107,17 @@ var operations = []operation{
 		}
 	}},
 	{"RemoveContainer", nil, false, func(t *testing.T, d *harness.Daemon, pod *harness.Pod) func() error {
-		c := pod.Run(t)
+		c := runSettled(t, pod)
 		return func() error { return d.Cri.RemoveContainer(t.Context(), c.Id) }
 	}},
 	{"StopPodSandbox", nil, false, func(t *testing.T, d *harness.Daemon, _ *harness.Pod) func() error {
 		pod := d.RunPod(t)
-		pod.Run(t)
+		runSettled(t, pod)
 		return func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) }
 	}},
 	{"RemovePodSandbox", nil, false, func(t *testing.T, d *harness.Daemon, _ *harness.Pod) func() error {
 		pod := d.RunPod(t)
-		pod.Run(t)
+		runSettled(t, pod)
 		return func() error { return d.Cri.RemovePodSandbox(t.Context(), pod.Id) }
 	}},
 	{"PullImage", map[string]verdict{rootDisk: fails}, false, func(t *testing.T, d *harness.Daemon, _ *harness.Pod) func() error {
@@ -132,14 +132,14 @@ var operations = []operation{
 		}
 	}},
 	{"ExecSync", nil, false, func(t *testing.T, d *harness.Daemon, pod *harness.Pod) func() error {
-		c := pod.Run(t)
+		c := runSettled(t, pod)
 		return func() error {
 			_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"true"}, time.Minute)
 			return err
 		}
 	}},
 	{"ReopenContainerLog", map[string]verdict{logDisk: may}, false, func(t *testing.T, d *harness.Daemon, pod *harness.Pod) func() error {
-		c := pod.Run(t)
+		c := runSettled(t, pod)
 		return func() error {
 			if err := os.Rename(c.LogPath(), c.LogPath()+".1"); err != nil && !os.IsNotExist(err) {
 				return err // read-only
@@ -148,7 +148,7 @@ var operations = []operation{
 		}
 	}},
 	{"UpdateContainerResources", map[string]verdict{rootDisk: fails}, false, func(t *testing.T, d *harness.Daemon, pod *harness.Pod) func() error {
-		c := pod.Run(t)
+		c := runSettled(t, pod)
 		return func() error {
 			before := c.Status(t).Resources.GetLinux().GetCpuShares()
 			err := d.Cri.UpdateContainerResources(t.Context(), c.Id, &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{CpuShares: 512}})
@@ -163,6 +163,20 @@ var operations = []operation{
 // anotherImage has a file too large for what a full disk has left by chance.
 func anotherImage(t *testing.T) v1.Image {
 	return harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("big", 0o644, strings.Repeat("berth", 1<<18))})
+}
+
+// runSettled runs a container and waits until its monitor has written to the log: while its Go
+// runtime starts it needs threads, and later none.
+func runSettled(t *testing.T, pod *harness.Pod) *harness.Container {
+	t.Helper()
+	c := pod.Run(t, harness.Script("echo settled; exec sleep 1000000"))
+	harness.Eventually(t, "the monitor writes", func() error {
+		if got := c.Output(t); got != "settled\n" {
+			return harness.Unexpected("the log", got, "settled")
+		}
+		return nil
+	})
+	return c
 }
 
 func waitTrap(t *testing.T, c *harness.Container) {
