@@ -305,7 +305,7 @@ func TestRunsc(t *testing.T) {
 		d.Kill(t)
 		d.Start(t)
 		harness.Equal(t, "pod state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
-		ends.Exec(t, "touch", "/tmp/stop")
+		ends.Release(t, "/tmp/stop")
 		harness.Equal(t, "exit code", ends.WaitExited(t).ExitCode, 42)
 		running.Stop(t, 0)
 		harness.Equal(t, "exit code", running.WaitExited(t).ExitCode, 137)

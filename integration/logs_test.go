@@ -108,7 +108,7 @@ func TestRotationAtFullSpeed(t *testing.T) {
 		files = append(files, rotated)
 		harness.Must(t, d.Cri.ReopenContainerLog(t.Context(), c.Id))
 	}
-	c.Exec(t, "touch", "/tmp/enough")
+	c.Release(t, "/tmp/enough")
 	harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 0)
 	var lines []string
 	for _, file := range append(files, c.LogPath()) {
@@ -178,7 +178,7 @@ func TestLogDiskFull(t *testing.T) {
 	harness.Must(t, os.Remove(ballast))
 	harness.Must(t, os.Remove(ballast+"2"))
 	harness.Must(t, d.Cri.ReopenContainerLog(t.Context(), c.Id))
-	c.Exec(t, "touch", "/tmp/go")
+	c.Release(t, "/tmp/go")
 	harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 7)
 	harness.Equal(t, "the new file", c.Output(t), "there is room\n")
 	harness.Equal(t, "the old file", len(harness.ReadLog(t, rotated)), len(kept))
@@ -209,7 +209,7 @@ func TestReopenContainerLogFailures(t *testing.T) {
 		t.Error("there is a new log file although reopening failed")
 	}
 	harness.Must(t, os.Rename(dir+".moved", dir))
-	c.Exec(t, "touch", "/tmp/go")
+	c.Release(t, "/tmp/go")
 	c.WaitOutput(t, "after")
 }
 

@@ -54,7 +54,7 @@ func TestKillDaemonUnderRunningPod(t *testing.T) {
 	d.Start(t)
 	harness.Equal(t, "pod state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
 	harness.Equal(t, "container state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
-	c.Exec(t, "touch", "/tmp/stop")
+	c.Release(t, "/tmp/stop")
 	status := c.WaitExited(t)
 	harness.Equal(t, "exit code", status.ExitCode, 42)
 	for i, l := range c.Log(t) {

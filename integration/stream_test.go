@@ -360,7 +360,7 @@ func TestAttach(t *testing.T) {
 			a := attachTo(t, c, p)
 			a.send(t, strings.Repeat("nobody reads this\n", 100000)) // and it does not block
 			a.stdout.WaitFor(t, "line\n")
-			c.Exec(t, "touch", "/stop")
+			c.Release(t, "/stop")
 			harness.Must(t, <-a.ended)
 		})
 	}

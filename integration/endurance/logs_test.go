@@ -31,7 +31,7 @@ func TestLogThroughKillsAndRotations(t *testing.T) {
 		}
 		log.waitSize(t, int64(i+1)*int64(lines)*lineBytes/int64(kills+rotations))
 	}
-	c.Exec(t, "touch", "/tmp/enough")
+	c.Release(t, "/tmp/enough")
 	harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 0)
 	written := log.check(t)
 	if written < lines {

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -265,6 +266,16 @@ func (c *Container) Exec(t *testing.T, cmd ...string) string {
 		t.Fatalf("exec %q: %v\n%s%s", cmd, err, stdout, stderr)
 	}
 	return strings.TrimSuffix(string(stdout), "\n")
+}
+
+// Release makes a file in the container that it waits for to end. What makes the file may be
+// killed with the container before it has ended itself.
+func (c *Container) Release(t *testing.T, path string) {
+	t.Helper()
+	_, stderr, err := c.Pod.D.Cri.ExecSync(t.Context(), c.Id, []string{"touch", path}, time.Minute)
+	if err != nil && ExitCode(err) != 128+int(syscall.SIGKILL) {
+		t.Fatalf("touch %s: %v\n%s", path, err, stderr)
+	}
 }
 
 // ExitCode returns the exit code in an error of ExecSync, or -1.
