@@ -27,7 +27,7 @@ import (
 	"berth/sandbox/process"
 	"berth/sandbox/record"
 	"berth/sandbox/request"
-	"berth/sandbox/roots"
+	"berth/sandbox/view"
 )
 
 // container is the one owner of a container's state.
@@ -42,10 +42,10 @@ type container struct {
 	presented bool                                // plugins were asked about it
 	removed   bool
 
-	stopUntold atomic.Pointer[chan struct{}] // closed when plugins were told of its exit; nil: nothing is to be told
-	running    atomic.Pointer[running]       // nil without a shim
-	info       atomic.Pointer[ContainerInfo] // nil until created: nobody sees half a container
-	census     census.Ledger                 // what it has written
+	stopUntold atomic.Pointer[chan struct{}]  // closed when plugins were told of its exit; nil: nothing is to be told
+	running    atomic.Pointer[running]        // nil without a shim
+	info       atomic.Pointer[view.Container] // nil until created: nobody sees half a container
+	census     census.Ledger                  // what it has written
 }
 
 // running is a container that has a shim.
@@ -190,7 +190,7 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	if err != nil {
 		return err
 	}
-	if err := m.updateWith(ctx, others); err != nil {
+	if err := m.plugins.UpdateWith(ctx, others); err != nil {
 		return err
 	}
 	m.tellOfContainer(ctx, nri.ContainerCreated, c)
@@ -233,7 +233,7 @@ func (m *Manager) RuntimeSpec(id string) (*specs.Spec, error) {
 		return nil, err
 	}
 	info := c.info.Load()
-	return m.launch.Spec(p.described(), m.toLaunch(c, info.Resources, info.limits))
+	return m.launch.Spec(p.described(), m.toLaunch(c, info.Resources, info.Limits))
 }
 
 // toLaunch is what the container is launched from, with these limits. Without the turn, only after it was published.
@@ -274,30 +274,18 @@ func (m *Manager) targetPIDNS(c *container) (string, error) {
 
 // publishContainer makes the record visible. The caller has the container's turn.
 func (m *Manager) publishContainer(c *container) {
-	info := containerInfo(c)
-	m.containerChanged(c.info.Swap(info), info)
+	info := c.snapshot()
+	m.events.ContainerChanged(c.info.Swap(info), info)
 }
 
-// containerInfo is what the record says. The caller has the container's turn.
-func containerInfo(c *container) *ContainerInfo {
-	info := &ContainerInfo{ID: c.id, PodID: c.podID, Config: c.config, ImageID: c.rec.Image.ID, CreatedAt: c.rec.CreatedAt,
-		LogPath: c.rec.LogPath, User: c.rec.User.CRI(), Resources: c.resources,
-		process: c.rec.Process, described: c.rec.Described, limits: c.rec.Limits}
-	info.StopSignal, info.Mounts = oci.CRISignal(stopSignal(c)), roots.StatusMounts(c.config, c.rec.Volumes)
-	switch c.rec.Phase {
-	case record.ContainerCreated, record.ContainerStarting:
-		info.State = runtimeapi.ContainerState_CONTAINER_CREATED
-	case record.ContainerRunning:
-		run := c.running.Load()
-		info.State, info.PID, info.StartedAt = runtimeapi.ContainerState_CONTAINER_RUNNING, run.PID, run.StartedAt
-	default:
-		info.State = runtimeapi.ContainerState_CONTAINER_EXITED
+// snapshot is what the record says. The caller has the container's turn.
+func (c *container) snapshot() *view.Container {
+	var pid int
+	var startedAt time.Time
+	if run := c.running.Load(); run != nil {
+		pid, startedAt = run.PID, run.StartedAt
 	}
-	if exit := c.rec.Exit; exit != nil {
-		info.ExitCode, info.Reason, info.Message = exit.Code, exit.Reason, exit.Message
-		info.StartedAt, info.FinishedAt = exit.StartedAt, exit.FinishedAt
-	}
-	return info
+	return view.NewContainer(&c.rec, c.config, c.resources, pid, startedAt)
 }
 
 // abandonContainer undoes a container that could not be created. What can't be
@@ -392,7 +380,7 @@ func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 	m.releaseContainerLabels(c)
 	c.removed = true
 	m.containers.Remove(c.id)
-	m.containerDeleted(c)
+	m.events.ContainerDeleted(c.info.Load())
 	m.containerIDs.Forget(request.ContainerIdentity(c.podID, c.config.Metadata), c.id)
 	if c.presented || c.Visible() {
 		m.tellOfContainer(ctx, nri.ContainerRemoved, c)

@@ -57,7 +57,7 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 		return err
 	}
 	var started *shim.Started
-	if err = m.askToStart(ctx, c); err == nil {
+	if err = m.plugins.AskToStart(ctx, m.describer(c)); err == nil {
 		started, err = m.launch.Container(ctx, p.described(), m.toLaunch(c, c.resources, c.rec.Limits))
 	}
 	if err != nil {

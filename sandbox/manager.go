@@ -15,7 +15,6 @@ import (
 	"berth/image"
 	"berth/internal/cdi"
 	"berth/internal/cgroup"
-	"berth/internal/feed"
 	"berth/internal/host"
 	"berth/internal/index"
 	"berth/internal/join"
@@ -32,11 +31,13 @@ import (
 	"berth/sandbox/layout"
 	"berth/sandbox/lsm"
 	"berth/sandbox/namespaces"
+	"berth/sandbox/plugins"
 	"berth/sandbox/podnet"
 	"berth/sandbox/process"
 	"berth/sandbox/record"
 	"berth/sandbox/roots"
 	"berth/sandbox/streams"
+	"berth/sandbox/view"
 	"berth/shim"
 	"berth/shim/payload"
 )
@@ -55,7 +56,7 @@ type Config struct {
 	ShimPath       string                    // the berth-shim binary
 	IdleLaunchers  int                       // launchers kept ready
 	MaxLogLine     int                       // bytes before a log line is split as partial
-	Plugins        Plugins                   // nil: none
+	Plugins        plugins.Plugins           // nil: none
 	CensusPeriod   time.Duration             // between two counts of what a container has written
 	Host           *host.Facts
 	CDI            cdi.Dirs    // where CDI devices are described
@@ -73,7 +74,7 @@ type Manager struct {
 	images    *image.Store
 	networks  *podnet.Networks
 	launchers *shim.Launchers
-	plugins   Plugins
+	plugins   plugins.Kit
 	payload   payload.Paths
 	bootID    string
 
@@ -93,7 +94,7 @@ type Manager struct {
 	appArmor      *lsm.AppArmor
 	selinux       lsm.SELinux
 	unfinished    []func() // what recover found half done; started at its end
-	events        *feed.Feed[Event]
+	events        *view.Events
 	census        *census.Counter
 	unmeasured    seldom.Seldom // warnings of containers that can't be measured
 	tasks         *task.Runner
@@ -105,17 +106,19 @@ type Manager struct {
 // and goes on with what an earlier daemon left half done. The daemon holds the
 // lock of root and state.
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
-	m := &Manager{cfg: cfg, log: cfg.Log, images: images, plugins: cfg.Plugins,
+	m := &Manager{cfg: cfg, log: cfg.Log, images: images,
 		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
-		selinux: lsm.HostSELinux, events: feed.New[Event](maxUnread), tasks: task.NewRunner(cfg.Log, cfg.Waits)}
+		selinux: lsm.HostSELinux, tasks: task.NewRunner(cfg.Log, cfg.Waits)}
 	m.dirs = layout.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
 	m.processes = process.Kit{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
+	m.events = view.NewEvents(m.podInfo, m.containerInfos)
 	m.roots = roots.Kit{Images: images, Dirs: m.dirs}
 	m.trash = layout.NewTrash(m.dirs, m.tasks)
 	m.census = m.newCensus()
 	m.appArmor = lsm.NewAppArmor(cfg.Host.AppArmor, m.tasks, m.log)
-	if m.plugins == nil {
-		m.plugins = noPlugins{}
+	m.plugins = plugins.Kit{Plugins: cfg.Plugins, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: m.log}
+	if cfg.Plugins == nil {
+		m.plugins.Plugins = plugins.None{}
 	}
 	openNetworks := func() (err error) {
 		m.networks, err = podnet.Open(network, cfg.Root, m.tasks, m.log)
@@ -172,7 +175,7 @@ func (m *Manager) Close(ctx context.Context) error {
 	if m.tasks.Background.WaitFor(closeLimit) != nil {
 		m.log.Info("clearing away goes on with the next start")
 	}
-	m.plugins.Close()
+	m.plugins.Plugins.Close()
 	if ended == nil { // else they are in use
 		err = errors.Join(err, m.launchers.Close())
 	}

@@ -20,6 +20,7 @@ import (
 	"berth/sandbox/meter"
 	"berth/sandbox/record"
 	"berth/sandbox/request"
+	"berth/sandbox/view"
 	"berth/shim"
 )
 
@@ -30,7 +31,7 @@ type pod struct {
 	updated *runtimeapi.PodSandboxConfig // config with the resources of the last update, nil without one; belongs to the holder of turn
 	turn    task.Turn
 	rec     record.Pod                // belongs to the holder of turn
-	info    atomic.Pointer[PodInfo]   // nil until the pod is ready: nobody sees half a pod
+	info    atomic.Pointer[view.Pod]  // nil until the pod is ready: nobody sees half a pod
 	pause   atomic.Pointer[os.File]   // pidfd, owned by the pod's watcher
 	meter   atomic.Pointer[meter.Pod] // nil without a pause; owned by the pod's watcher
 
@@ -165,19 +166,12 @@ func (m *Manager) finishPod(ctx context.Context, p *pod, started *shim.Started) 
 
 // publishPod makes the record visible. The caller has the pod's turn.
 func (m *Manager) publishPod(p *pod) {
-	info := podInfo(p)
-	m.podChanged(p.info.Swap(info), info)
+	info := p.snapshot()
+	m.events.PodChanged(p.info.Swap(info), info)
 }
 
-// podInfo is what the record says. The caller has the pod's turn.
-func podInfo(p *pod) *PodInfo {
-	info := &PodInfo{ID: p.id, Config: p.shownConfig(), Handler: p.rec.Handler, CreatedAt: p.rec.CreatedAt,
-		Ready: p.rec.Phase == record.PodReady, IPs: p.rec.IPs, NetNS: p.rec.NetNS}
-	if info.Ready {
-		info.PausePID = p.rec.PausePID
-	}
-	return info
-}
+// snapshot is what the record says. The caller has the pod's turn.
+func (p *pod) snapshot() *view.Pod { return view.NewPod(&p.rec, p.shownConfig()) }
 
 // watchPause owns the pause's pidfd: the pod stops being ready when it ends.
 func (m *Manager) watchPause(p *pod, pause *os.File) {
@@ -219,9 +213,8 @@ func (m *Manager) pauseEnded(p *pod) {
 // publishPauseless makes visible that the pod is not ready, before it is stopped.
 func (m *Manager) publishPauseless(p *pod) {
 	p.rec.PausePID, p.rec.PauseStart = 0, 0
-	info := *p.info.Load()
-	info.Ready, info.PausePID = false, 0
-	m.podChanged(p.info.Swap(&info), &info)
+	info := p.info.Load().Pauseless()
+	m.events.PodChanged(p.info.Swap(info), info)
 }
 
 // abandonPod undoes a pod that could not be started. It has its own time: the

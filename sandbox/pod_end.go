@@ -142,7 +142,7 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	}
 	m.releasePodLabels(p)
 	m.pods.Remove(p.id)
-	m.podDeleted(p)
+	m.events.PodDeleted(p.info.Load())
 	m.podIDs.Forget(request.PodIdentity(p.config.Metadata), p.id)
 	if p.presented && !p.Visible() {
 		m.tellOfPod(ctx, nri.PodStopped, p)

@@ -2,7 +2,6 @@ package sandbox
 
 import (
 	"context"
-	"fmt"
 
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -74,17 +73,11 @@ func (m *Manager) updatePodResources(ctx context.Context, p *pod, overhead, reso
 
 // askAboutPod lets plugins refuse new resources of a pod.
 func (m *Manager) askAboutPod(ctx context.Context, p *pod, wanted *runtimeapi.PodSandboxConfig) error {
-	release, active := m.plugins.Hold()
-	defer release()
-	if !active {
-		return nil
-	}
-	pod := m.podForPlugins(p, p.info.Load())
-	pod.WantedOverhead, pod.WantedResources = wanted.GetLinux().GetOverhead(), wanted.GetLinux().GetResources()
-	if err := m.plugins.Pod(ctx, nri.UpdatePod, pod); err != nil {
-		return fmt.Errorf("update pod sandbox %s: %w", p.id, err)
-	}
-	return nil
+	return m.plugins.AskAboutPod(ctx, func() *nri.Pod {
+		pod := p.forPlugins(p.info.Load())
+		pod.WantedOverhead, pod.WantedResources = wanted.GetLinux().GetOverhead(), wanted.GetLinux().GetResources()
+		return pod
+	})
 }
 
 // withResources returns the config with other resources. The one that the pod was made with stays as it

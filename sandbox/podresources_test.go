@@ -9,12 +9,13 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/feed"
 	"berth/internal/host"
 	"berth/internal/index"
 	"berth/internal/task"
 	"berth/sandbox/lsm"
+	"berth/sandbox/plugins"
 	"berth/sandbox/record"
+	"berth/sandbox/view"
 )
 
 // aReadyPod is a pod of a manager that has just enough for updates of its resources.
@@ -26,11 +27,12 @@ func aReadyPod(t *testing.T) (m *Manager, p *pod, records string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m = &Manager{cfg: Config{Host: &host.Facts{}}, plugins: noPlugins{}, pods: index.New[*pod]("pod sandbox"), podRecords: dir,
-		events: feed.New[Event](1), appArmor: lsm.NewAppArmor(false, nil, nil), tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil)}
+	m = &Manager{cfg: Config{Host: &host.Facts{}}, plugins: plugins.Kit{Plugins: plugins.None{}}, pods: index.New[*pod]("pod sandbox"), podRecords: dir,
+		appArmor: lsm.NewAppArmor(false, nil, nil), tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil)}
+	m.events = view.NewEvents(m.podInfo, m.containerInfos)
 	p = &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}, turn: task.NewTurn()}
 	p.rec = record.Pod{ID: p.id, Phase: record.PodReady, CgroupsPath: "/kubepods/p", NetNS: "/run/netns/p"}
-	p.info.Store(podInfo(p))
+	p.info.Store(p.snapshot())
 	m.pods.Put(p.id, p)
 	return m, p, records
 }
@@ -53,7 +55,7 @@ func TestPodUpdateLeavesReadersAlone(t *testing.T) {
 			default:
 			}
 			info := p.info.Load()
-			if got := p.described().NetNS + m.podForPlugins(p, info).CgroupsPath; got != "/run/netns/p/kubepods/p" {
+			if got := p.described().NetNS + p.forPlugins(info).CgroupsPath; got != "/run/netns/p/kubepods/p" {
 				t.Errorf("read %q", got)
 			}
 			if p.runtime() != nil || info.Config == nil {

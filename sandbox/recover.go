@@ -49,7 +49,7 @@ func (m *Manager) recover(ctx context.Context) error {
 	if err := m.trash.Sweep(); err != nil {
 		return err
 	}
-	if err := m.plugins.Start(ctx, managerForPlugins{m}); err != nil {
+	if err := m.plugins.Start(ctx); err != nil {
 		return err
 	}
 	for _, start := range m.unfinished {

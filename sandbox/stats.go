@@ -11,11 +11,12 @@ import (
 	"berth/oci"
 	"berth/sandbox/census"
 	"berth/sandbox/meter"
+	"berth/sandbox/view"
 )
 
 // ContainerStats is what a container uses.
 type ContainerStats struct {
-	Info    *ContainerInfo
+	Info    *view.Container
 	Running bool          // else Usage is empty
 	Cgroup  string        // its path below the cgroup mounts
 	Usage   meter.Usage   // Tasks is counted only where the pod has no cgroup
@@ -24,7 +25,7 @@ type ContainerStats struct {
 
 // PodStats is what a pod uses.
 type PodStats struct {
-	Info       *PodInfo
+	Info       *view.Pod
 	Running    bool // else all but Containers is empty
 	Usage      meter.Usage
 	Cgroup     string              // its path below the cgroup mounts; of its pause where it has none
@@ -34,7 +35,7 @@ type PodStats struct {
 
 // ContainerStats measures a container. One that does not run, or ends meanwhile,
 // is no error. It reads the kernel's files and waits for nobody.
-func (m *Manager) ContainerStats(info *ContainerInfo) (ContainerStats, error) {
+func (m *Manager) ContainerStats(info *view.Container) (ContainerStats, error) {
 	stats := ContainerStats{Info: info}
 	c, known := m.containers.Get(info.ID)
 	if !known {
@@ -77,7 +78,7 @@ func (m *Manager) ContainerDetail(id string) (*cgstats.Detail, error) {
 // The pod's figures are those of the cgroup its config names, which kubelet makes
 // for each pod. Without one they are the sum of pause and containers; of those that have ended since the daemon
 // began, what they used. A container that can't be measured is left out.
-func (m *Manager) PodStats(info *PodInfo, containers []*ContainerInfo) (PodStats, error) {
+func (m *Manager) PodStats(info *view.Pod, containers []*view.Container) (PodStats, error) {
 	stats := PodStats{Info: info}
 	var measured *meter.Pod
 	var past *cgstats.Sample

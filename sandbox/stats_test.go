@@ -10,6 +10,7 @@ import (
 	"berth/internal/index"
 	"berth/sandbox/handler"
 	"berth/sandbox/meter"
+	"berth/sandbox/view"
 	"berth/shim/ociruntime"
 )
 
@@ -28,7 +29,7 @@ func TestSandboxedContainerHasNoFigures(t *testing.T) {
 	run := &running{meter: m.containerMeter(c)}
 	c.running.Store(run)
 	m.containers.Put(c.id, c)
-	stats, err := m.ContainerStats(&ContainerInfo{ID: c.id})
+	stats, err := m.ContainerStats(&view.Container{ID: c.id})
 	if err != nil || !stats.Running || stats.Usage.CPU.Known || stats.Usage.Memory.Known || stats.Usage.At.IsZero() {
 		t.Errorf("%+v, %v", stats, err)
 	}
@@ -45,7 +46,7 @@ func TestPodStatsLeaveOutWhatCantBeMeasured(t *testing.T) {
 	m := statsManager()
 	m.log = slog.New(slog.DiscardHandler)
 	m.pods.Put("p", &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}})
-	var infos []*ContainerInfo
+	var infos []*view.Container
 	for _, id := range []string{"broken", "good"} {
 		c := &container{id: id, podID: "p"}
 		run := &running{meter: &meter.Container{}}
@@ -54,9 +55,9 @@ func TestPodStatsLeaveOutWhatCantBeMeasured(t *testing.T) {
 		}
 		c.running.Store(run)
 		m.containers.Put(id, c)
-		infos = append(infos, &ContainerInfo{ID: id, State: runtimeapi.ContainerState_CONTAINER_RUNNING})
+		infos = append(infos, &view.Container{ID: id, State: runtimeapi.ContainerState_CONTAINER_RUNNING})
 	}
-	stats, err := m.PodStats(&PodInfo{ID: "p"}, infos)
+	stats, err := m.PodStats(&view.Pod{ID: "p"}, infos)
 	if err != nil || len(stats.Containers) != 1 || stats.Containers[0].Info.ID != "good" {
 		t.Errorf("%+v, %v", stats, err)
 	}

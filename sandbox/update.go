@@ -19,7 +19,7 @@ func (m *Manager) updateResources(ctx context.Context, c *container, res *runtim
 	if err := checkUpdatable(c); err != nil {
 		return err
 	}
-	own, others, err := m.askToUpdate(ctx, c, res)
+	own, others, err := m.plugins.AskToUpdate(ctx, c.id, res, m.describer(c))
 	if err != nil {
 		return fmt.Errorf("update container %s: %w", c.id, err)
 	}
@@ -27,7 +27,7 @@ func (m *Manager) updateResources(ctx context.Context, c *container, res *runtim
 		return err
 	}
 	m.tellOfContainer(ctx, nri.ContainerUpdated, c)
-	m.updateLater(others)
+	m.plugins.UpdateLater(others)
 	return nil
 }
 

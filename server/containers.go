@@ -10,7 +10,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/sandbox"
+	"berth/sandbox/view"
 )
 
 // CreateContainer implements RuntimeService. The pod's config in the request is
@@ -74,8 +74,8 @@ func (s *runtimeService) RemoveContainer(ctx context.Context, req *runtimeapi.Re
 func (s *runtimeService) ListContainers(_ context.Context, req *runtimeapi.ListContainersRequest) (*runtimeapi.ListContainersResponse, error) {
 	filter := req.GetFilter()
 	containers := s.pods.Containers()
-	id, known := resolve(filter.GetId(), containers, func(c *sandbox.ContainerInfo) string { return c.ID })
-	pod, podKnown := resolve(filter.GetPodSandboxId(), s.pods.Pods(), func(p *sandbox.PodInfo) string { return p.ID })
+	id, known := resolve(filter.GetId(), containers, func(c *view.Container) string { return c.ID })
+	pod, podKnown := resolve(filter.GetPodSandboxId(), s.pods.Pods(), func(p *view.Pod) string { return p.ID })
 	resp := &runtimeapi.ListContainersResponse{}
 	if !known || !podKnown {
 		return resp, nil
@@ -121,7 +121,7 @@ type containerDetail struct {
 	SpecError string      `json:"runtimeSpecError,omitempty"` // a mount's source may be gone by now
 }
 
-func (s *runtimeService) containerDetail(c *sandbox.ContainerInfo) containerDetail {
+func (s *runtimeService) containerDetail(c *view.Container) containerDetail {
 	detail := containerDetail{PID: c.PID, PodID: c.PodID, Config: c.Config}
 	spec, err := s.pods.RuntimeSpec(c.ID)
 	if err != nil {
@@ -218,7 +218,7 @@ func (s *runtimeService) containerStatuses(pod string) []*runtimeapi.ContainerSt
 	return all
 }
 
-func (s *runtimeService) containerItem(c *sandbox.ContainerInfo) *runtimeapi.Container {
+func (s *runtimeService) containerItem(c *view.Container) *runtimeapi.Container {
 	return &runtimeapi.Container{
 		Id:           c.ID,
 		PodSandboxId: c.PodID,
@@ -233,7 +233,7 @@ func (s *runtimeService) containerItem(c *sandbox.ContainerInfo) *runtimeapi.Con
 	}
 }
 
-func (s *runtimeService) containerStatus(c *sandbox.ContainerInfo) *runtimeapi.ContainerStatus {
+func (s *runtimeService) containerStatus(c *view.Container) *runtimeapi.ContainerStatus {
 	status := &runtimeapi.ContainerStatus{
 		Id:          c.ID,
 		Metadata:    c.Config.GetMetadata(),
@@ -272,7 +272,7 @@ func nanos(t time.Time) int64 {
 // kubelet asks for the image by ID and sends what the pod's manifest says in
 // user_specified_image; other clients send a name. If there is only an ID, a name
 // the image has now stands in.
-func (s *runtimeService) containerImage(c *sandbox.ContainerInfo) *runtimeapi.ImageSpec {
+func (s *runtimeService) containerImage(c *view.Container) *runtimeapi.ImageSpec {
 	asked := c.Config.GetImage()
 	spec := &runtimeapi.ImageSpec{
 		Image:              asked.GetImage(),

@@ -15,24 +15,24 @@ import (
 
 	"berth/image"
 	"berth/internal/feed"
-	"berth/sandbox"
+	"berth/sandbox/view"
 )
 
 // eventsFake is a feed with room for two unread events.
 type eventsFake struct {
 	once sync.Once
-	feed *feed.Feed[sandbox.Event]
+	feed *feed.Feed[view.Event]
 }
 
-func (e *eventsFake) get() *feed.Feed[sandbox.Event] {
-	e.once.Do(func() { e.feed = feed.New[sandbox.Event](2) })
+func (e *eventsFake) get() *feed.Feed[view.Event] {
+	e.once.Do(func() { e.feed = feed.New[view.Event](2) })
 	return e.feed
 }
 
-func (f *fakePods) Events() *feed.Reader[sandbox.Event] { return f.events.get().Subscribe() }
+func (f *fakePods) Events() *feed.Reader[view.Event] { return f.events.get().Subscribe() }
 
-func (f *fakePods) publish(event sandbox.Event) {
-	f.events.get().Publish(func() sandbox.Event { return event })
+func (f *fakePods) publish(event view.Event) {
+	f.events.get().Publish(func() view.Event { return event })
 }
 
 // subscribe returns when the server has subscribed.
@@ -53,8 +53,8 @@ func TestEventsReachAllClients(t *testing.T) {
 	h := start(t, testConfig, pods, &fakeImages{})
 	streams := []runtimeapi.RuntimeService_GetContainerEventsClient{subscribe(t, h), subscribe(t, h)}
 	at := time.Unix(3, 4)
-	pods.publish(sandbox.Event{Type: runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT, ID: "c1", At: at,
-		Pod: &sandbox.PodInfo{ID: "p1", Config: podConfig("a", nil)}, Containers: []*sandbox.ContainerInfo{exited()}})
+	pods.publish(view.Event{Type: runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT, ID: "c1", At: at,
+		Pod: &view.Pod{ID: "p1", Config: podConfig("a", nil)}, Containers: []*view.Container{exited()}})
 	for _, stream := range streams {
 		event, err := stream.Recv()
 		if err != nil {
@@ -77,7 +77,7 @@ func TestClientThatDoesNotReadIsToldSo(t *testing.T) {
 	large := exited()
 	large.Message = strings.Repeat("x", 1<<20)
 	for n := range 100 {
-		pods.publish(sandbox.Event{ID: fmt.Sprint(n), Containers: []*sandbox.ContainerInfo{large}})
+		pods.publish(view.Event{ID: fmt.Sprint(n), Containers: []*view.Container{large}})
 	}
 	for n := 0; ; n++ {
 		event, err := slow.Recv()

@@ -20,8 +20,8 @@ import (
 	"berth/image"
 	"berth/internal/errdefs"
 	"berth/internal/task"
-	"berth/sandbox"
 	"berth/sandbox/session"
+	"berth/sandbox/view"
 )
 
 // fakePods keeps pods and containers in memory: a Sandboxes whose every effect
@@ -31,8 +31,8 @@ type fakePods struct {
 	hook func(ctx context.Context, method string) error
 
 	mu         sync.Mutex
-	pods       []*sandbox.PodInfo
-	containers []*sandbox.ContainerInfo
+	pods       []*view.Pod
+	containers []*view.Container
 	calls      []string
 	exec       session.Result
 	network    error
@@ -64,7 +64,7 @@ func (f *fakePods) RunPodSandbox(ctx context.Context, cfg *runtimeapi.PodSandbox
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	p := &sandbox.PodInfo{ID: fmt.Sprintf("pod%d", len(f.pods)), Config: cfg, Handler: handler, Ready: true, CreatedAt: time.Unix(1, int64(len(f.pods)))}
+	p := &view.Pod{ID: fmt.Sprintf("pod%d", len(f.pods)), Config: cfg, Handler: handler, Ready: true, CreatedAt: time.Unix(1, int64(len(f.pods)))}
 	f.pods = append(f.pods, p)
 	return p.ID, nil
 }
@@ -77,7 +77,7 @@ func (f *fakePods) RemovePodSandbox(ctx context.Context, id string) error {
 	return f.call(ctx, "RemovePodSandbox", id)
 }
 
-func (f *fakePods) Pod(id string) (*sandbox.PodInfo, error) {
+func (f *fakePods) Pod(id string) (*view.Pod, error) {
 	for _, p := range f.Pods() {
 		if p.ID == id {
 			return p, nil
@@ -86,7 +86,7 @@ func (f *fakePods) Pod(id string) (*sandbox.PodInfo, error) {
 	return nil, errdefs.NotFound("pod sandbox %q does not exist", id)
 }
 
-func (f *fakePods) Pods() []*sandbox.PodInfo {
+func (f *fakePods) Pods() []*view.Pod {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return slices.Clone(f.pods)
@@ -98,7 +98,7 @@ func (f *fakePods) CreateContainer(ctx context.Context, podID string, cfg *runti
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	c := &sandbox.ContainerInfo{ID: fmt.Sprintf("ctr%d", len(f.containers)), PodID: podID, Config: cfg, ImageID: idA, CreatedAt: time.Unix(2, int64(len(f.containers)))}
+	c := &view.Container{ID: fmt.Sprintf("ctr%d", len(f.containers)), PodID: podID, Config: cfg, ImageID: idA, CreatedAt: time.Unix(2, int64(len(f.containers)))}
 	f.containers = append(f.containers, c)
 	return c.ID, nil
 }
@@ -122,7 +122,7 @@ func (f *fakePods) RuntimeSpec(id string) (*specs.Spec, error) {
 	return &specs.Spec{Version: specs.Version}, nil
 }
 
-func (f *fakePods) Container(id string) (*sandbox.ContainerInfo, error) {
+func (f *fakePods) Container(id string) (*view.Container, error) {
 	for _, c := range f.Containers() {
 		if c.ID == id {
 			return c, nil
@@ -131,7 +131,7 @@ func (f *fakePods) Container(id string) (*sandbox.ContainerInfo, error) {
 	return nil, errdefs.NotFound("container %q does not exist", id)
 }
 
-func (f *fakePods) Containers() []*sandbox.ContainerInfo {
+func (f *fakePods) Containers() []*view.Container {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return slices.Clone(f.containers)

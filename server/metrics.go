@@ -15,6 +15,7 @@ import (
 	"berth/sandbox"
 	"berth/sandbox/census"
 	"berth/sandbox/meter"
+	"berth/sandbox/view"
 )
 
 // The metrics that kubelet gives to Prometheus at /metrics/cadvisor when it asks the
@@ -33,7 +34,7 @@ const podContainer = "POD"
 type measured struct {
 	usage      *meter.Usage
 	detail     *cgstats.Detail
-	container  *sandbox.ContainerInfo
+	container  *view.Container
 	census     *census.Count
 	filesystem *census.Filesystem
 	interfaces []cgstats.Interface
@@ -203,17 +204,17 @@ var processMetrics = []metric{
 
 var specMetrics = []metric{
 	{name: "container_start_time_seconds", help: "Start time of the container since unix epoch in seconds.", kind: gauge,
-		values: ofContainer(func(c *sandbox.ContainerInfo, emit emit) { emit(uint64(c.StartedAt.Unix())) })},
+		values: ofContainer(func(c *view.Container, emit emit) { emit(uint64(c.StartedAt.Unix())) })},
 	{name: "container_spec_cpu_period", help: "CPU period of the container.", kind: gauge,
-		values: ofContainer(func(c *sandbox.ContainerInfo, emit emit) { emit(orDefault(c.Resources.GetCpuPeriod(), 100000)) })},
+		values: ofContainer(func(c *view.Container, emit emit) { emit(orDefault(c.Resources.GetCpuPeriod(), 100000)) })},
 	{name: "container_spec_cpu_quota", help: "CPU quota of the container.", kind: gauge,
-		values: ofContainer(func(c *sandbox.ContainerInfo, emit emit) {
+		values: ofContainer(func(c *view.Container, emit emit) {
 			if quota := c.Resources.GetCpuQuota(); quota > 0 {
 				emit(uint64(quota))
 			}
 		})},
 	{name: "container_spec_cpu_shares", help: "CPU share of the container.", kind: gauge,
-		values: ofContainer(func(c *sandbox.ContainerInfo, emit emit) { emit(orDefault(c.Resources.GetCpuShares(), 1024)) })},
+		values: ofContainer(func(c *view.Container, emit emit) { emit(orDefault(c.Resources.GetCpuShares(), 1024)) })},
 	{name: "container_spec_memory_limit_bytes", help: "Memory limit for the container.", kind: gauge,
 		values: ofMemory(func(m *cgstats.Memory) uint64 { return limit(m.Limit) })},
 	{name: "container_spec_memory_swap_limit_bytes", help: "Memory swap limit for the container.", kind: gauge,
@@ -363,7 +364,7 @@ func ofInterfaces(value func(*cgstats.Interface) uint64) func(*measured, emit) {
 	}
 }
 
-func ofContainer(values func(*sandbox.ContainerInfo, emit)) func(*measured, emit) {
+func ofContainer(values func(*view.Container, emit)) func(*measured, emit) {
 	return func(m *measured, emit emit) {
 		if m.container != nil {
 			values(m.container, emit)

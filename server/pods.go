@@ -7,7 +7,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/sandbox"
+	"berth/sandbox/view"
 )
 
 // RunPodSandbox implements RuntimeService.
@@ -91,7 +91,7 @@ type podDetail struct {
 func (s *runtimeService) ListPodSandbox(_ context.Context, req *runtimeapi.ListPodSandboxRequest) (*runtimeapi.ListPodSandboxResponse, error) {
 	filter := req.GetFilter()
 	pods := s.pods.Pods()
-	id, known := resolve(filter.GetId(), pods, func(p *sandbox.PodInfo) string { return p.ID })
+	id, known := resolve(filter.GetId(), pods, func(p *view.Pod) string { return p.ID })
 	resp := &runtimeapi.ListPodSandboxResponse{}
 	if !known {
 		return resp, nil
@@ -106,7 +106,7 @@ func (s *runtimeService) ListPodSandbox(_ context.Context, req *runtimeapi.ListP
 	return resp, nil
 }
 
-func podItem(pod *sandbox.PodInfo) *runtimeapi.PodSandbox {
+func podItem(pod *view.Pod) *runtimeapi.PodSandbox {
 	return &runtimeapi.PodSandbox{
 		Id:             pod.ID,
 		Metadata:       pod.Config.GetMetadata(),
@@ -118,7 +118,7 @@ func podItem(pod *sandbox.PodInfo) *runtimeapi.PodSandbox {
 	}
 }
 
-func podStatus(pod *sandbox.PodInfo) *runtimeapi.PodSandboxStatus {
+func podStatus(pod *view.Pod) *runtimeapi.PodSandboxStatus {
 	return &runtimeapi.PodSandboxStatus{
 		Id:             pod.ID,
 		Metadata:       pod.Config.GetMetadata(),
@@ -132,7 +132,7 @@ func podStatus(pod *sandbox.PodInfo) *runtimeapi.PodSandboxStatus {
 	}
 }
 
-func podState(pod *sandbox.PodInfo) runtimeapi.PodSandboxState {
+func podState(pod *view.Pod) runtimeapi.PodSandboxState {
 	if pod.Ready {
 		return runtimeapi.PodSandboxState_SANDBOX_READY
 	}
@@ -155,7 +155,7 @@ func podNetwork(ips []string) *runtimeapi.PodSandboxNetworkStatus {
 
 // podNamespaces are the options the pod was asked for; without any the pod has
 // what their zero value says.
-func podNamespaces(pod *sandbox.PodInfo) *runtimeapi.NamespaceOption {
+func podNamespaces(pod *view.Pod) *runtimeapi.NamespaceOption {
 	if options := pod.Config.GetLinux().GetSecurityContext().GetNamespaceOptions(); options != nil {
 		return options
 	}

@@ -31,8 +31,8 @@ import (
 	"berth/image"
 	"berth/internal/seldom"
 	"berth/internal/task"
-	"berth/sandbox"
 	"berth/sandbox/session"
+	"berth/sandbox/view"
 )
 
 // MaxMessage is the largest gRPC message sent or taken, in bytes. kubelet's limit
@@ -55,15 +55,15 @@ type Sandboxes interface {
 	RunPodSandbox(ctx context.Context, cfg *runtimeapi.PodSandboxConfig, handler string) (string, error)
 	StopPodSandbox(ctx context.Context, id string) error
 	RemovePodSandbox(ctx context.Context, id string) error
-	Pod(id string) (*sandbox.PodInfo, error)
-	Pods() []*sandbox.PodInfo
+	Pod(id string) (*view.Pod, error)
+	Pods() []*view.Pod
 
 	CreateContainer(ctx context.Context, podID string, cfg *runtimeapi.ContainerConfig) (string, error)
 	StartContainer(ctx context.Context, id string) error
 	StopContainer(ctx context.Context, id string, timeout time.Duration) error
 	RemoveContainer(ctx context.Context, id string) error
-	Container(id string) (*sandbox.ContainerInfo, error)
-	Containers() []*sandbox.ContainerInfo
+	Container(id string) (*view.Container, error)
+	Containers() []*view.Container
 	RuntimeSpec(id string) (*specs.Spec, error)
 	ExecSync(ctx context.Context, id string, cmd []string, timeout time.Duration) (*session.Result, error)
 	UpdateContainerResources(ctx context.Context, id string, resources *runtimeapi.LinuxContainerResources) error

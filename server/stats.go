@@ -12,13 +12,14 @@ import (
 	"berth/sandbox"
 	"berth/sandbox/census"
 	"berth/sandbox/meter"
+	"berth/sandbox/view"
 )
 
 // Statistics is what the server needs of the sandbox manager to tell what
 // containers and pods use.
 type Statistics interface {
-	ContainerStats(info *sandbox.ContainerInfo) (sandbox.ContainerStats, error)
-	PodStats(info *sandbox.PodInfo, containers []*sandbox.ContainerInfo) (sandbox.PodStats, error)
+	ContainerStats(info *view.Container) (sandbox.ContainerStats, error)
+	PodStats(info *view.Pod, containers []*view.Container) (sandbox.PodStats, error)
 	ContainerDetail(id string) (*cgstats.Detail, error)
 	WritableFilesystem() census.Filesystem
 }
@@ -61,8 +62,8 @@ func (s *runtimeService) StreamContainerStats(req *runtimeapi.StreamContainerSta
 func (s *runtimeService) allContainerStats(ctx context.Context, filter *runtimeapi.ContainerStatsFilter) iter.Seq[*runtimeapi.ContainerStats] {
 	return func(yield func(*runtimeapi.ContainerStats) bool) {
 		containers := s.pods.Containers()
-		id, known := resolve(filter.GetId(), containers, func(c *sandbox.ContainerInfo) string { return c.ID })
-		pod, podKnown := resolve(filter.GetPodSandboxId(), s.pods.Pods(), func(p *sandbox.PodInfo) string { return p.ID })
+		id, known := resolve(filter.GetId(), containers, func(c *view.Container) string { return c.ID })
+		pod, podKnown := resolve(filter.GetPodSandboxId(), s.pods.Pods(), func(p *view.Pod) string { return p.ID })
 		if !known || !podKnown {
 			return
 		}
@@ -130,7 +131,7 @@ func (s *runtimeService) StreamPodSandboxStats(req *runtimeapi.StreamPodSandboxS
 func (s *runtimeService) allPodStats(ctx context.Context, filter *runtimeapi.PodSandboxStatsFilter) iter.Seq[sandbox.PodStats] {
 	return func(yield func(sandbox.PodStats) bool) {
 		pods := s.pods.Pods()
-		id, known := resolve(filter.GetId(), pods, func(p *sandbox.PodInfo) string { return p.ID })
+		id, known := resolve(filter.GetId(), pods, func(p *view.Pod) string { return p.ID })
 		if !known {
 			return
 		}
@@ -154,8 +155,8 @@ func (s *runtimeService) allPodStats(ctx context.Context, filter *runtimeapi.Pod
 }
 
 // containersByPod returns all containers by the ID of their pod, oldest first.
-func (s *runtimeService) containersByPod() map[string][]*sandbox.ContainerInfo {
-	byPod := map[string][]*sandbox.ContainerInfo{}
+func (s *runtimeService) containersByPod() map[string][]*view.Container {
+	byPod := map[string][]*view.Container{}
 	for _, c := range s.pods.Containers() {
 		byPod[c.PodID] = append(byPod[c.PodID], c)
 	}

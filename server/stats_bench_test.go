@@ -15,6 +15,7 @@ import (
 	"berth/internal/cgroup"
 	"berth/sandbox"
 	"berth/sandbox/meter"
+	"berth/sandbox/view"
 )
 
 // measuredPods are containers whose statistics are those of real cgroups.
@@ -23,7 +24,7 @@ type measuredPods struct {
 	meters map[string]*meter.Container
 }
 
-func (m measuredPods) ContainerStats(c *sandbox.ContainerInfo) (stats sandbox.ContainerStats, err error) {
+func (m measuredPods) ContainerStats(c *view.Container) (stats sandbox.ContainerStats, err error) {
 	stats.Info, stats.Running = c, true
 	return stats, m.meters[c.ID].Read(&stats.Usage)
 }
@@ -43,7 +44,7 @@ func newMeasuredPods(b *testing.B, count int) measuredPods {
 	for i := range count {
 		config := &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}, Labels: map[string]string{
 			"io.kubernetes.container.name": "main", "io.kubernetes.pod.name": fmt.Sprintf("pod-%d", i), "io.kubernetes.pod.namespace": "default"}}
-		info := &sandbox.ContainerInfo{ID: fmt.Sprintf("bench%d", i), Config: config, State: runtimeapi.ContainerState_CONTAINER_RUNNING}
+		info := &view.Container{ID: fmt.Sprintf("bench%d", i), Config: config, State: runtimeapi.ContainerState_CONTAINER_RUNNING}
 		path := "/" + machine + "/" + info.ID
 		makeCgroups(b, path)
 		measured := cgroups.Container(path, false)

@@ -30,6 +30,7 @@ import (
 	"berth/internal/task"
 	"berth/sandbox"
 	"berth/sandbox/handler"
+	"berth/sandbox/plugins"
 	"berth/server"
 )
 
@@ -256,7 +257,7 @@ func networkConfig(cfg *config.Config) cni.Config {
 }
 
 // newPlugins returns nil where NRI is off.
-func newPlugins(cfg *config.Config, waits *task.Waits, log *slog.Logger) (sandbox.Plugins, error) {
+func newPlugins(cfg *config.Config, waits *task.Waits, log *slog.Logger) (plugins.Plugins, error) {
 	if !cfg.NRI {
 		return nil, nil
 	}
@@ -274,7 +275,7 @@ func newPlugins(cfg *config.Config, waits *task.Waits, log *slog.Logger) (sandbo
 	})
 }
 
-func sandboxConfig(cfg *config.Config, node *node, plugins sandbox.Plugins, waits *task.Waits, log *slog.Logger) sandbox.Config {
+func sandboxConfig(cfg *config.Config, node *node, plugins plugins.Plugins, waits *task.Waits, log *slog.Logger) sandbox.Config {
 	return sandbox.Config{
 		Root:           cfg.Root,
 		State:          cfg.State,

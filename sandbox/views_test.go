@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"berth/internal/index"
+	"berth/sandbox/view"
 )
 
 // Events are made under the feed's lock: what one costs must not grow with the other pods of the node.
@@ -14,7 +15,7 @@ func TestContainerInfosOfOnePod(t *testing.T) {
 	m := &Manager{containers: index.New[*container]("container")}
 	add := func(id, podID string, age int) {
 		c := &container{id: id, podID: podID}
-		c.info.Store(&ContainerInfo{ID: id, PodID: podID, CreatedAt: time.Unix(int64(-age), 0)})
+		c.info.Store(&view.Container{ID: id, PodID: podID, CreatedAt: time.Unix(int64(-age), 0)})
 		m.containers.Put(id, c)
 	}
 	add("young", "p", 1)

@@ -1,0 +1,260 @@
+package plugins
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/internal/nri"
+	"berth/internal/task"
+)
+
+// journal is what happened, in its order. The lock guards it.
+type journal struct {
+	mu      sync.Mutex
+	entries []string
+}
+
+func (j *journal) note(format string, args ...any) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.entries = append(j.entries, fmt.Sprintf(format, args...))
+}
+
+func (j *journal) want(t *testing.T, want ...string) {
+	t.Helper()
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if !slices.Equal(j.entries, want) {
+		t.Errorf("what happened: %q, want %q", j.entries, want)
+	}
+	j.entries = nil
+}
+
+// fakePlugins notes its calls.
+type fakePlugins struct {
+	None
+	*journal
+	fail    error
+	updates []nri.Update
+}
+
+func (f *fakePlugins) Hold() (func(), bool) {
+	f.note("hold")
+	return func() { f.note("release") }, true
+}
+
+func (f *fakePlugins) Pod(_ context.Context, _ nri.PodEvent, pod *nri.Pod) error {
+	f.note("pod %s", pod.ID)
+	return f.fail
+}
+
+func (f *fakePlugins) Container(_ context.Context, _ nri.ContainerEvent, _ *nri.Pod, c *nri.Container) ([]nri.Update, error) {
+	f.note("container %s", c.ID)
+	return f.updates, f.fail
+}
+
+func (f *fakePlugins) CreateContainer(_ context.Context, _ *nri.Pod, c *nri.Container) (*nri.Adjustment, nri.Update, []nri.Update, error) {
+	f.note("create %s", c.ID)
+	return nil, nri.Update{ContainerID: c.ID}, f.updates, f.fail
+}
+
+func (f *fakePlugins) UpdateContainer(_ context.Context, _ *nri.Pod, c *nri.Container, wanted *runtimeapi.LinuxContainerResources) (nri.Update, []nri.Update, error) {
+	f.note("update %s", c.ID)
+	return nri.Update{ContainerID: c.ID, Resources: &runtimeapi.LinuxContainerResources{CpuShares: wanted.GetCpuShares() + 1}}, nil, f.fail
+}
+
+// fakeRuntime knows one container, c.
+type fakeRuntime struct{ *journal }
+
+func (fakeRuntime) Objects() ([]*nri.Pod, []*nri.Container) { return nil, nil }
+
+func (f fakeRuntime) Update(_ context.Context, u nri.Update) error {
+	f.note("set %s", u.ContainerID)
+	return f.CheckContainer(u.ContainerID)
+}
+
+func (f fakeRuntime) CheckContainer(id string) error {
+	if id != "c" {
+		return errdefs.NotFound("container %q does not exist", id)
+	}
+	return nil
+}
+
+func (f fakeRuntime) StopContainer(_ context.Context, id string, grace time.Duration) error {
+	f.note("stop %s in %v", id, grace)
+	return nil
+}
+
+// kit returns a kit with a fake plugin, or without plugins, and what waits for what it does later.
+func kit(t *testing.T, plugins *fakePlugins) (k Kit, finish func()) {
+	t.Helper()
+	k = Kit{Plugins: None{}, Tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil), Log: slog.New(slog.DiscardHandler)}
+	if plugins != nil {
+		k.Plugins, k.Runtime = plugins, fakeRuntime{plugins.journal}
+	}
+	return k, func() {
+		t.Helper()
+		k.Tasks.Operations.Close()
+		if err := k.Tasks.Operations.Wait(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func thePod() *nri.Pod { return &nri.Pod{ID: "p"} }
+
+func theContainer() (*nri.Pod, *nri.Container, error) { return thePod(), &nri.Container{ID: "c"}, nil }
+
+// Without plugins nothing is described, for that takes time; what is to be done at the end is done all the same.
+func TestWithoutPlugins(t *testing.T) {
+	k, finish := kit(t, nil)
+	defer finish()
+	pod := func() *nri.Pod { t.Error("a pod is described"); return thePod() }
+	container := func() (*nri.Pod, *nri.Container, error) { t.Error("a container is described"); return theContainer() }
+	release, presented, err := k.PresentPod(t.Context(), pod)
+	release()
+	if presented || err != nil {
+		t.Errorf("present a pod: %t, %v", presented, err)
+	}
+	release, presented, changes, err := k.PresentContainer(t.Context(), container)
+	release()
+	if presented || changes != nil || err != nil {
+		t.Errorf("present a container: %t, %v, %v", presented, changes, err)
+	}
+	if err := errors.Join(k.AskAboutPod(t.Context(), pod), k.AskToStart(t.Context(), container)); err != nil {
+		t.Error(err)
+	}
+	wanted := &runtimeapi.LinuxContainerResources{CpuShares: 5}
+	if own, others, err := k.AskToUpdate(t.Context(), "c", wanted, container); own.ContainerID != "c" || own.Resources != wanted || others != nil || err != nil {
+		t.Errorf("update: %v, %v, %v", own, others, err)
+	}
+	k.TellOfPod(t.Context(), nri.PodStopped, pod)
+	told := false
+	k.TellOfContainer(t.Context(), nri.ContainerStopped, "c", container, func() { told = true })
+	if !told {
+		t.Error("who waits for plugins to be told waits for ever")
+	}
+}
+
+// What is presented is held until it is published; all other calls hold for themselves.
+func TestHolds(t *testing.T) {
+	f := &fakePlugins{journal: &journal{}}
+	k, finish := kit(t, f)
+	defer finish()
+	release, presented, err := k.PresentPod(t.Context(), thePod)
+	f.want(t, "hold", "pod p")
+	release()
+	if !presented || err != nil {
+		t.Errorf("present a pod: %t, %v", presented, err)
+	}
+	f.want(t, "release")
+
+	release, presented, changes, err := k.PresentContainer(t.Context(), theContainer)
+	f.want(t, "hold", "create c")
+	release()
+	if !presented || err != nil || changes.Own.ContainerID != "c" {
+		t.Errorf("present a container: %t, %v, %v", presented, changes, err)
+	}
+	f.want(t, "release")
+
+	if err := errors.Join(k.AskAboutPod(t.Context(), thePod), k.AskToStart(t.Context(), theContainer)); err != nil {
+		t.Error(err)
+	}
+	f.want(t, "hold", "pod p", "release", "hold", "container c", "release")
+	own, _, err := k.AskToUpdate(t.Context(), "c", &runtimeapi.LinuxContainerResources{CpuShares: 5}, theContainer)
+	if own.Resources.GetCpuShares() != 6 || err != nil {
+		t.Errorf("update: %v, %v", own, err)
+	}
+	f.want(t, "hold", "update c", "release")
+
+	// A plugin that registers between the release and the end of the wait would be told of a container whose stop it never learns.
+	k.TellOfContainer(t.Context(), nri.ContainerStopped, "c", theContainer, func() { f.note("told") })
+	f.want(t, "hold", "container c", "told", "release")
+}
+
+// A plugin's refusal is an error where it is asked, and held all the same; where it is told it changes nothing.
+func TestRefusals(t *testing.T) {
+	f := &fakePlugins{journal: &journal{}, fail: errdefs.FailedPrecondition("no")}
+	k, finish := kit(t, f)
+	defer finish()
+	releasePod, presented, err := k.PresentPod(t.Context(), thePod)
+	if !presented || errdefs.Code(err) != codes.FailedPrecondition {
+		t.Errorf("present a pod: %t, %v", presented, err)
+	}
+	releasePod()
+	releaseContainer, presented, changes, err := k.PresentContainer(t.Context(), theContainer)
+	if !presented || changes != nil || errdefs.Code(err) != codes.FailedPrecondition {
+		t.Errorf("present a container: %t, %v, %v", presented, changes, err)
+	}
+	releaseContainer()
+	if err := k.AskToStart(t.Context(), theContainer); errdefs.Code(err) != codes.FailedPrecondition {
+		t.Errorf("start: %v", err)
+	}
+	if err := k.AskAboutPod(t.Context(), thePod); errdefs.Code(err) != codes.FailedPrecondition {
+		t.Errorf("update of a pod: %v", err)
+	}
+	f.want(t, "hold", "pod p", "release", "hold", "create c", "release", "hold", "container c", "release", "hold", "pod p", "release")
+	told := false
+	k.TellOfPod(t.Context(), nri.PodStopped, thePod)
+	k.TellOfContainer(t.Context(), nri.ContainerStopped, "c", theContainer, func() { told = true })
+	if !told {
+		t.Error("a plugin that fails keeps who waits for it to be told")
+	}
+}
+
+// Updates of others are made after the hold, and the rest of them also if one fails.
+func TestUpdatesOfOthers(t *testing.T) {
+	f := &fakePlugins{journal: &journal{}, updates: []nri.Update{{ContainerID: "gone"}, {ContainerID: "c"}}}
+	k, finish := kit(t, f)
+	k.TellOfContainer(t.Context(), nri.ContainerStarted, "c", theContainer, func() {})
+	finish()
+	slices.Sort(f.entries) // the updates are a goroutine's of their own
+	f.want(t, "container c", "hold", "release", "set c", "set gone")
+}
+
+func TestUpdateWith(t *testing.T) {
+	for name, test := range map[string]struct {
+		updates []nri.Update
+		want    codes.Code
+		done    []string
+	}{
+		"none":                 {nil, codes.OK, nil},
+		"all":                  {[]nri.Update{{ContainerID: "c"}}, codes.OK, []string{"set c"}},
+		"one may fail":         {[]nri.Update{{ContainerID: "gone", IgnoreFailure: true}, {ContainerID: "c"}}, codes.OK, []string{"set gone", "set c"}},
+		"one fails":            {[]nri.Update{{ContainerID: "gone"}, {ContainerID: "c"}}, codes.NotFound, []string{"set gone"}},
+		"one is evicted":       {[]nri.Update{{ContainerID: "c", Evict: true}}, codes.OK, []string{"stop c in 30s"}},
+		"an unknown one is so": {[]nri.Update{{ContainerID: "gone", Evict: true}}, codes.NotFound, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := &fakePlugins{journal: &journal{}}
+			k, finish := kit(t, f)
+			err := k.UpdateWith(t.Context(), test.updates)
+			finish()
+			if got := errdefs.Code(err); got != test.want {
+				t.Errorf("%v (%v), want %v", got, err, test.want)
+			}
+			f.want(t, test.done...)
+		})
+	}
+}
+
+// Nobody is evicted any more when berth stops: the plugin is told.
+func TestEvictionWhileStopping(t *testing.T) {
+	f := &fakePlugins{journal: &journal{}}
+	k, finish := kit(t, f)
+	finish()
+	err := k.UpdateWith(t.Context(), []nri.Update{{ContainerID: "c", Evict: true}})
+	if errdefs.Code(err) != codes.Unavailable {
+		t.Errorf("got %v, want Unavailable", err)
+	}
+}

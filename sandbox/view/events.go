@@ -1,0 +1,87 @@
+package view
+
+import (
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/feed"
+)
+
+// Event tells that a container or a pod sandbox was created, started, has stopped
+// or was deleted. It holds snapshots and is never changed.
+type Event struct {
+	Type       runtimeapi.ContainerEventType
+	ID         string // of the container, or of the pod sandbox itself
+	At         time.Time
+	Pod        *Pod         // the last there was, if it is deleted; nil if the container had outlived it
+	Containers []*Container // of the pod, oldest first, as they were right after the event
+}
+
+// maxUnread is how many events are kept for a client that does not read them. A
+// node with 110 pods, all ending at once, has a tenth of that.
+const maxUnread = 8192
+
+// Events tells what happens to all pods and containers.
+type Events struct {
+	feed       *feed.Feed[Event]
+	pod        func(id string) *Pod
+	containers func(podID string) []*Container
+}
+
+// NewEvents returns events of pods and containers that these find, as they are now: nil for an unknown pod, containers
+// the oldest first. They are called under the feed's lock, so they wait for nothing and cost no more than the pod has containers.
+func NewEvents(pod func(id string) *Pod, containers func(podID string) []*Container) *Events {
+	return &Events{feed: feed.New[Event](maxUnread), pod: pod, containers: containers}
+}
+
+// Subscribe returns what happens from now on; the caller closes the reader. One that falls too far behind gets
+// feed.ErrBehind.
+func (e *Events) Subscribe() *feed.Reader[Event] { return e.feed.Subscribe() }
+
+// ContainerChanged tells of the step from one published snapshot to the next; before is nil for the first.
+func (e *Events) ContainerChanged(before, after *Container) {
+	switch {
+	case before == nil:
+		e.happened(runtimeapi.ContainerEventType_CONTAINER_CREATED_EVENT, after.ID, after.PodID)
+	case before.State == after.State:
+	case after.State == runtimeapi.ContainerState_CONTAINER_RUNNING:
+		e.happened(runtimeapi.ContainerEventType_CONTAINER_STARTED_EVENT, after.ID, after.PodID)
+	case after.State == runtimeapi.ContainerState_CONTAINER_EXITED:
+		e.happened(runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT, after.ID, after.PodID)
+	}
+}
+
+// PodChanged is ContainerChanged for a pod: it is seen for the first time when it is
+// ready.
+func (e *Events) PodChanged(before, after *Pod) {
+	switch {
+	case before == nil:
+		e.happened(runtimeapi.ContainerEventType_CONTAINER_CREATED_EVENT, after.ID, after.ID)
+		e.happened(runtimeapi.ContainerEventType_CONTAINER_STARTED_EVENT, after.ID, after.ID)
+	case before.Ready && !after.Ready:
+		e.happened(runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT, after.ID, after.ID)
+	}
+}
+
+// ContainerDeleted tells that a container is gone. last is what was published of it; nil: nobody has heard of it.
+func (e *Events) ContainerDeleted(last *Container) {
+	if last != nil {
+		e.happened(runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT, last.ID, last.PodID)
+	}
+}
+
+// PodDeleted is ContainerDeleted for a pod.
+func (e *Events) PodDeleted(last *Pod) {
+	if last != nil {
+		e.feed.Publish(func() Event {
+			return Event{Type: runtimeapi.ContainerEventType_CONTAINER_DELETED_EVENT, ID: last.ID, At: time.Now(), Pod: last}
+		})
+	}
+}
+
+func (e *Events) happened(kind runtimeapi.ContainerEventType, id, podID string) {
+	e.feed.Publish(func() Event {
+		return Event{Type: kind, ID: id, At: time.Now(), Pod: e.pod(podID), Containers: e.containers(podID)}
+	})
+}

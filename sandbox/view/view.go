@@ -1,0 +1,113 @@
+// Package view is what readers see of pods and containers: snapshots, and events, which are steps from one
+// snapshot to the next.
+//
+// # Contract
+//
+// A snapshot is what the record said at a moment, and is never changed; who has the object's turn makes it and
+// publishes it. Events are told by who publishes, with the turn, so those of one object come in their order. Nobody waits for
+// a reader.
+package view
+
+import (
+	"cmp"
+	"slices"
+	"time"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/nri"
+	"berth/oci"
+	"berth/sandbox/record"
+	"berth/sandbox/roots"
+)
+
+// Pod is a snapshot of a pod.
+type Pod struct {
+	ID        string
+	Config    *runtimeapi.PodSandboxConfig
+	Handler   string
+	CreatedAt time.Time
+	Ready     bool
+	IPs       []string // primary first; none with the host's network
+	NetNS     string   // path; empty with the host's network
+	PausePID  int      // 0 when not Ready
+}
+
+// NewPod returns what the record says. config has the pod's resources as they are now.
+func NewPod(rec *record.Pod, config *runtimeapi.PodSandboxConfig) *Pod {
+	p := &Pod{ID: rec.ID, Config: config, Handler: rec.Handler, CreatedAt: rec.CreatedAt,
+		Ready: rec.Phase == record.PodReady, IPs: rec.IPs, NetNS: rec.NetNS}
+	if p.Ready {
+		p.PausePID = rec.PausePID
+	}
+	return p
+}
+
+// Pauseless returns the pod as it is when its pause has ended and it was not stopped yet.
+func (p *Pod) Pauseless() *Pod {
+	changed := *p
+	changed.Ready, changed.PausePID = false, 0
+	return &changed
+}
+
+// Container is a snapshot of a container.
+type Container struct {
+	ID, PodID  string
+	Config     *runtimeapi.ContainerConfig
+	ImageID    string
+	State      runtimeapi.ContainerState
+	CreatedAt  time.Time
+	StartedAt  time.Time // zero until started
+	FinishedAt time.Time // zero until exited
+	ExitCode   int32
+	Reason     string // Completed, Error, OOMKilled, StartError, ShimLost, Unknown
+	Message    string
+	LogPath    string // absolute; empty: no log is kept
+	PID        int    // of the init, on the host; 0 when not running
+	User       *runtimeapi.ContainerUser
+	Resources  *runtimeapi.LinuxContainerResources
+	StopSignal runtimeapi.Signal
+	Mounts     []*runtimeapi.Mount // the config's, with the IDs of images
+
+	Process   *specs.Process // what execs derive from
+	Described *specs.Spec    // what plugins are told, see describe.ForPlugins
+	Limits    *nri.Limits    // set by plugins
+}
+
+// NewContainer returns what the record says. resources are the record's, decoded; pid and startedAt are of the init of
+// one that runs.
+func NewContainer(rec *record.Container, config *runtimeapi.ContainerConfig, resources *runtimeapi.LinuxContainerResources, pid int, startedAt time.Time) *Container {
+	c := &Container{ID: rec.ID, PodID: rec.PodID, Config: config, ImageID: rec.Image.ID, CreatedAt: rec.CreatedAt,
+		LogPath: rec.LogPath, User: rec.User.CRI(), Resources: resources,
+		StopSignal: oci.CRISignal(oci.StopSignal(config.GetStopSignal(), rec.Image.Config.StopSignal)),
+		Mounts:     roots.StatusMounts(config, rec.Volumes),
+		Process:    rec.Process, Described: rec.Described, Limits: rec.Limits}
+	switch rec.Phase {
+	case record.ContainerCreated, record.ContainerStarting:
+		c.State = runtimeapi.ContainerState_CONTAINER_CREATED
+	case record.ContainerRunning:
+		c.State, c.PID, c.StartedAt = runtimeapi.ContainerState_CONTAINER_RUNNING, pid, startedAt
+	default:
+		c.State = runtimeapi.ContainerState_CONTAINER_EXITED
+	}
+	if exit := rec.Exit; exit != nil {
+		c.ExitCode, c.Reason, c.Message = exit.Code, exit.Reason, exit.Message
+		c.StartedAt, c.FinishedAt = exit.StartedAt, exit.FinishedAt
+	}
+	return c
+}
+
+// SortPods puts the oldest first.
+func SortPods(pods []*Pod) {
+	slices.SortFunc(pods, func(a, b *Pod) int {
+		return cmp.Or(a.CreatedAt.Compare(b.CreatedAt), cmp.Compare(a.ID, b.ID))
+	})
+}
+
+// SortContainers puts the oldest first.
+func SortContainers(containers []*Container) {
+	slices.SortFunc(containers, func(a, b *Container) int {
+		return cmp.Or(a.CreatedAt.Compare(b.CreatedAt), cmp.Compare(a.ID, b.ID))
+	})
+}
