@@ -72,6 +72,29 @@ set_up() {
 	"$BERTH_SRC/contrib/build"
 }
 
+# build_releases builds what integration/upgrade compares with: its tests have no network to fetch modules with. It
+# prints what cannot be built because this checkout has no history.
+build_releases() {
+	local version code
+	while read -r version _; do
+		case $version in '' | '#') continue ;; esac
+		code=0
+		"$BERTH_SRC/integration/upgrade/build" "$version" >/dev/null || code=$?
+		case $code in
+		0) ;;
+		77) printf 'NOT TESTED\tupgrade from %s: this checkout has no history to build it from\n' "$version" ;;
+		*) return "$code" ;;
+		esac
+	done <"$BERTH_SRC/integration/upgrade/versions"
+}
+
+# note_skips OUTPUT lists the tests that a run left out, each with the reason, which is what it logged last.
+note_skips() {
+	awk '/^=== (RUN|NAME|CONT) / { test = $3 }
+		/^ *[a-z_0-9]+\.go:[0-9]+: / { said[test] = $0; sub(/^ *[a-z_0-9]+\.go:[0-9]+: /, "", said[test]) }
+		/^ *--- SKIP/ { print $0 ": " said[$3] }' "$1"
+}
+
 # --- a machine of one's own -----------------------------------------------------
 #
 # machine_run CMD… runs CMD in mount, pid, network, uts and ipc namespaces of its
@@ -90,6 +113,17 @@ starttime() {
 	read -r stat 2>/dev/null <"/proc/$1/stat" || return 1
 	read -ra stat <<<"${stat##*) }"
 	echo "${stat[19]}"
+}
+
+# owned PATH prints the name of a directory below which only this shell works: PATH.PID-STARTTIME. Those of
+# shells that are gone are removed.
+owned() {
+	local left owner
+	for left in "$1".*; do
+		owner=${left##*.}
+		[ ! -d "$left" ] || [ "$(starttime "${owner%-*}")" = "${owner#*-}" ] || rm -rf "$left"
+	done
+	echo "$1.$$-$(starttime $$)"
 }
 
 # cgroups_named NAME prints NAME's directory in every mounted hierarchy, v1 or v2.
