@@ -49,7 +49,11 @@ func TestVersionStatusAndRuntimeConfig(t *testing.T) {
 	if len(harness.Get(d.Cri.Status(t.Context(), true))(t).Info) == 0 {
 		t.Error("verbose Status tells nothing more")
 	}
-	harness.Equal(t, "cgroup driver", harness.Get(d.Cri.RuntimeConfig(t.Context()))(t).Linux.CgroupDriver, runtimeapi.CgroupDriver_CGROUPFS)
+	driver := runtimeapi.CgroupDriver_CGROUPFS
+	if harness.SystemdDriver() {
+		driver = runtimeapi.CgroupDriver_SYSTEMD
+	}
+	harness.Equal(t, "cgroup driver", harness.Get(d.Cri.RuntimeConfig(t.Context()))(t).Linux.CgroupDriver, driver)
 	harness.Must(t, d.Cri.UpdateRuntimeConfig(t.Context(), &runtimeapi.RuntimeConfig{NetworkConfig: &runtimeapi.NetworkConfig{PodCidr: "10.88.0.0/24"}}))
 }
 
