@@ -37,6 +37,7 @@ import (
 	"berth/sandbox/record"
 	"berth/sandbox/roots"
 	"berth/sandbox/streams"
+	"berth/sandbox/usage"
 	"berth/sandbox/view"
 	"berth/shim"
 	"berth/shim/payload"
@@ -67,7 +68,8 @@ type Config struct {
 
 // Manager owns all pods and containers.
 type Manager struct {
-	*streams.Streams // Exec, ExecSync, Attach, PortForward
+	*streams.Streams  // Exec, ExecSync, Attach, PortForward
+	*usage.Statistics // ContainerStats, PodStats
 
 	cfg       Config
 	log       *slog.Logger
@@ -96,7 +98,7 @@ type Manager struct {
 	unfinished    []func() // what recover found half done; started at its end
 	events        *view.Events
 	census        *census.Counter
-	unmeasured    seldom.Seldom // warnings of containers that can't be measured
+	unmeasured    seldom.Seldom // warnings of usage that can't be kept
 	tasks         *task.Runner
 	handlers      *handler.Set
 	disks         writable.Watch // root and state
@@ -231,6 +233,7 @@ func (m *Manager) assemble() error {
 		Launchers: m.launchers, PauseDir: m.payload.Pause, MaxLogLine: m.cfg.MaxLogLine, Tasks: m.tasks}
 	m.footprint = footprint.Kit{Dirs: m.dirs, HostResolvConf: m.cfg.HostResolvConf, Namespaces: m.namespaces, Networks: m.networks,
 		Launch: m.launch, Processes: m.processes, SELinux: m.selinux, Images: m.images, Trash: m.trash, Records: m.podRecords, Tasks: m.tasks, Log: m.log}
+	m.Statistics = usage.New(meters{m}, m.log)
 	m.Streams = streams.New(streamTargets{m}, m.launchers, m.dirs, m.tasks)
 	return nil
 }

@@ -2,7 +2,6 @@ package sandbox
 
 import (
 	"errors"
-	"iter"
 	"path"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -11,119 +10,34 @@ import (
 	"berth/oci"
 	"berth/sandbox/census"
 	"berth/sandbox/meter"
-	"berth/sandbox/view"
 )
 
-// ContainerStats is what a container uses.
-type ContainerStats struct {
-	Info    *view.Container
-	Running bool          // else Usage is empty
-	Cgroup  string        // its path below the cgroup mounts
-	Usage   meter.Usage   // Tasks is counted only where the pod has no cgroup
-	Census  *census.Count // nil until the first one
-}
+// meters are the manager's, as statistics see them.
+type meters struct{ m *Manager }
 
-// PodStats is what a pod uses.
-type PodStats struct {
-	Info       *view.Pod
-	Running    bool // else all but Containers is empty
-	Usage      meter.Usage
-	Cgroup     string              // its path below the cgroup mounts; of its pause where it has none
-	Interfaces []cgstats.Interface // the default one first; none with the host's network
-	Containers []ContainerStats    // those that run
-}
-
-// ContainerStats measures a container. One that does not run, or ends meanwhile,
-// is no error. It reads the kernel's files and waits for nobody.
-func (m *Manager) ContainerStats(info *view.Container) (ContainerStats, error) {
-	stats := ContainerStats{Info: info}
-	c, known := m.containers.Get(info.ID)
+// ContainerMeter implements usage.Meters.
+func (s meters) ContainerMeter(id string) (measured *meter.Container, cgroupsPath string, count *census.Count) {
+	c, known := s.m.containers.Get(id)
 	if !known {
-		return stats, nil
+		return nil, "", nil
 	}
-	stats.Census = c.census.Last()
-	run := c.running.Load()
-	if run == nil {
-		return stats, nil
+	if run := c.running.Load(); run != nil {
+		measured = run.meter
 	}
-	err := run.meter.Read(&stats.Usage)
-	if errors.Is(err, cgstats.ErrGone) {
-		return stats, nil
-	}
-	stats.Running, stats.Cgroup = err == nil, oci.CgroupPath(c.rec.CgroupsPath)
-	return stats, err
+	return measured, c.rec.CgroupsPath, c.census.Last()
 }
 
-// ContainerDetail reads what only metrics need of a container that runs. One that
-// does not, or ends meanwhile, has none: nil.
-func (m *Manager) ContainerDetail(id string) (*cgstats.Detail, error) {
-	c, known := m.containers.Get(id)
+// PodMeter implements usage.Meters.
+func (s meters) PodMeter(id string) (measured *meter.Pod, cgroup string) {
+	p, known := s.m.pods.Get(id)
 	if !known {
-		return nil, nil
+		return nil, ""
 	}
-	run := c.running.Load()
-	if run == nil {
-		return nil, nil
-	}
-	detail, err := run.meter.Detail()
-	if errors.Is(err, cgstats.ErrGone) {
-		return nil, nil
-	}
-	return detail, err
-}
-
-// PodStats measures a pod; containers are its containers. A pod that is not ready,
-// or ends meanwhile, is no error. It reads the kernel's files and waits for nobody.
-//
-// The pod's figures are those of the cgroup its config names, which kubelet makes
-// for each pod. Without one they are the sum of pause and containers; of those that have ended since the daemon
-// began, what they used. A container that can't be measured is left out.
-func (m *Manager) PodStats(info *view.Pod, containers []*view.Container) (PodStats, error) {
-	stats := PodStats{Info: info}
-	var measured *meter.Pod
-	var past *cgstats.Sample
-	p, known := m.pods.Get(info.ID)
-	if known {
-		measured = p.meter.Load()
-	}
-	if measured != nil {
-		past = measured.Past() // before the containers
-	}
-	for _, c := range containers {
-		if c.State != runtimeapi.ContainerState_CONTAINER_RUNNING {
-			continue
-		}
-		one, err := m.ContainerStats(c)
-		if err != nil {
-			m.unmeasured.Warn(m.log, "a container can't be measured", "container", c.ID, "error", err)
-		}
-		if one.Running {
-			stats.Containers = append(stats.Containers, one)
-		}
-	}
-	if measured == nil {
-		return stats, nil
-	}
-	var err error
-	stats.Interfaces, err = measured.Read(&stats.Usage, past, usages(stats.Containers))
-	if errors.Is(err, cgstats.ErrGone) {
-		return PodStats{Info: info, Containers: stats.Containers}, nil
-	}
-	stats.Running, stats.Cgroup = err == nil, oci.CgroupPath(p.rec.CgroupsPath)
+	cgroup = oci.CgroupPath(p.rec.CgroupsPath)
 	if p.hasCgroup() {
-		stats.Cgroup = path.Dir(stats.Cgroup)
+		cgroup = path.Dir(cgroup)
 	}
-	return stats, err
-}
-
-func usages(containers []ContainerStats) iter.Seq[*meter.Usage] {
-	return func(yield func(*meter.Usage) bool) {
-		for i := range containers {
-			if !yield(&containers[i].Usage) {
-				return
-			}
-		}
-	}
+	return p.meter.Load(), cgroup
 }
 
 // containerMeter measures a container's cgroup. That of a Sandboxed runtime's is empty:

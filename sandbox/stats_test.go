@@ -1,7 +1,6 @@
 package sandbox
 
 import (
-	"log/slog"
 	"testing"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -9,18 +8,15 @@ import (
 	"berth/internal/host"
 	"berth/internal/index"
 	"berth/sandbox/handler"
-	"berth/sandbox/meter"
+	"berth/sandbox/usage"
 	"berth/sandbox/view"
 	"berth/shim/ociruntime"
 )
 
-func statsManager() *Manager {
-	return &Manager{cfg: Config{Host: &host.Facts{}}, containers: index.New[*container]("container"), pods: index.New[*pod]("pod")}
-}
-
 // The cgroup of a container in a sandbox of its runtime's is there, and empty.
 func TestSandboxedContainerHasNoFigures(t *testing.T) {
-	m := statsManager()
+	m := &Manager{cfg: Config{Host: &host.Facts{}}, containers: index.New[*container]("container"), pods: index.New[*pod]("pod")}
+	m.Statistics = usage.New(meters{m}, nil)
 	p := &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}}
 	p.rec.Runtime = &handler.Runtime{Runtime: ociruntime.Runtime{Sandboxed: true}}
 	m.pods.Put(p.id, p)
@@ -38,27 +34,5 @@ func TestSandboxedContainerHasNoFigures(t *testing.T) {
 	}
 	if err := run.meter.Close(); err != nil {
 		t.Error(err)
-	}
-}
-
-// One container that can't be measured does not hide its pod.
-func TestPodStatsLeaveOutWhatCantBeMeasured(t *testing.T) {
-	m := statsManager()
-	m.log = slog.New(slog.DiscardHandler)
-	m.pods.Put("p", &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}})
-	var infos []*view.Container
-	for _, id := range []string{"broken", "good"} {
-		c := &container{id: id, podID: "p"}
-		run := &running{meter: &meter.Container{}}
-		if id == "broken" {
-			run.meter = m.cgroups().Container("not a path of cgroups", false)
-		}
-		c.running.Store(run)
-		m.containers.Put(id, c)
-		infos = append(infos, &view.Container{ID: id, State: runtimeapi.ContainerState_CONTAINER_RUNNING})
-	}
-	stats, err := m.PodStats(&view.Pod{ID: "p"}, infos)
-	if err != nil || len(stats.Containers) != 1 || stats.Containers[0].Info.ID != "good" {
-		t.Errorf("%+v, %v", stats, err)
 	}
 }

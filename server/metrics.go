@@ -12,9 +12,9 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/cgstats"
-	"berth/sandbox"
 	"berth/sandbox/census"
 	"berth/sandbox/meter"
+	"berth/sandbox/usage"
 	"berth/sandbox/view"
 )
 
@@ -434,7 +434,7 @@ func (s *runtimeService) allPodMetrics(ctx context.Context) iter.Seq[*runtimeapi
 
 // podMetrics are those of the pod's cgroup, which have no container's name as with
 // cAdvisor, and those of its network, which all its containers share.
-func (s *runtimeService) podMetrics(stats *sandbox.PodStats) []*runtimeapi.Metric {
+func (s *runtimeService) podMetrics(stats *usage.Pod) []*runtimeapi.Metric {
 	md := stats.Info.Config.GetMetadata()
 	labels := func(container string) []string {
 		return []string{container, stats.Cgroup, "", stats.Info.ID, md.GetNamespace(), md.GetName()}

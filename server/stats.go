@@ -9,17 +9,17 @@ import (
 
 	"berth/internal/cgstats"
 	"berth/internal/diskusage"
-	"berth/sandbox"
 	"berth/sandbox/census"
 	"berth/sandbox/meter"
+	"berth/sandbox/usage"
 	"berth/sandbox/view"
 )
 
 // Statistics is what the server needs of the sandbox manager to tell what
 // containers and pods use.
 type Statistics interface {
-	ContainerStats(info *view.Container) (sandbox.ContainerStats, error)
-	PodStats(info *view.Pod, containers []*view.Container) (sandbox.PodStats, error)
+	ContainerStats(info *view.Container) (usage.Container, error)
+	PodStats(info *view.Pod, containers []*view.Container) (usage.Pod, error)
 	ContainerDetail(id string) (*cgstats.Detail, error)
 	WritableFilesystem() census.Filesystem
 }
@@ -128,8 +128,8 @@ func (s *runtimeService) StreamPodSandboxStats(req *runtimeapi.StreamPodSandboxS
 
 // allPodStats measures the ready pods that match, one after the other, until ctx ends. One that
 // can't be measured is left out, for it says nothing of the others.
-func (s *runtimeService) allPodStats(ctx context.Context, filter *runtimeapi.PodSandboxStatsFilter) iter.Seq[sandbox.PodStats] {
-	return func(yield func(sandbox.PodStats) bool) {
+func (s *runtimeService) allPodStats(ctx context.Context, filter *runtimeapi.PodSandboxStatsFilter) iter.Seq[usage.Pod] {
+	return func(yield func(usage.Pod) bool) {
 		pods := s.pods.Pods()
 		id, known := resolve(filter.GetId(), pods, func(p *view.Pod) string { return p.ID })
 		if !known {
@@ -163,7 +163,7 @@ func (s *runtimeService) containersByPod() map[string][]*view.Container {
 	return byPod
 }
 
-func containerStats(stats *sandbox.ContainerStats) *runtimeapi.ContainerStats {
+func containerStats(stats *usage.Container) *runtimeapi.ContainerStats {
 	item := &runtimeapi.ContainerStats{Attributes: &runtimeapi.ContainerAttributes{
 		Id:          stats.Info.ID,
 		Metadata:    stats.Info.Config.GetMetadata(),
@@ -184,7 +184,7 @@ func filesystemUsage(mountpoint string, at time.Time, used diskusage.Usage) *run
 		UsedBytes: value(used.Bytes), InodesUsed: value(used.Inodes)}
 }
 
-func podStats(stats *sandbox.PodStats) *runtimeapi.PodSandboxStats {
+func podStats(stats *usage.Pod) *runtimeapi.PodSandboxStats {
 	item := &runtimeapi.PodSandboxStats{
 		Attributes: &runtimeapi.PodSandboxAttributes{
 			Id:          stats.Info.ID,
@@ -270,7 +270,7 @@ func psiData(s *cgstats.Stall) *runtimeapi.PsiData {
 
 // networkUsage is nil for pods without a network of their own: kubelet reads the
 // default interface without looking whether there is one.
-func networkUsage(stats *sandbox.PodStats) *runtimeapi.NetworkUsage {
+func networkUsage(stats *usage.Pod) *runtimeapi.NetworkUsage {
 	if len(stats.Interfaces) == 0 {
 		return nil
 	}

@@ -13,8 +13,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/cgroup"
-	"berth/sandbox"
 	"berth/sandbox/meter"
+	"berth/sandbox/usage"
 	"berth/sandbox/view"
 )
 
@@ -24,7 +24,7 @@ type measuredPods struct {
 	meters map[string]*meter.Container
 }
 
-func (m measuredPods) ContainerStats(c *view.Container) (stats sandbox.ContainerStats, err error) {
+func (m measuredPods) ContainerStats(c *view.Container) (stats usage.Container, err error) {
 	stats.Info, stats.Running = c, true
 	return stats, m.meters[c.ID].Read(&stats.Usage)
 }

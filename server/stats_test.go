@@ -20,9 +20,9 @@ import (
 	"berth/internal/cgstats"
 	"berth/internal/diskusage"
 	"berth/internal/errdefs"
-	"berth/sandbox"
 	"berth/sandbox/census"
 	"berth/sandbox/meter"
+	"berth/sandbox/usage"
 	"berth/sandbox/view"
 )
 
@@ -35,8 +35,8 @@ type statsFake struct {
 	broken     []string
 }
 
-func (f *fakePods) ContainerStats(c *view.Container) (sandbox.ContainerStats, error) {
-	stats := sandbox.ContainerStats{Info: c, Cgroup: "/cgroup/" + c.ID}
+func (f *fakePods) ContainerStats(c *view.Container) (usage.Container, error) {
+	stats := usage.Container{Info: c, Cgroup: "/cgroup/" + c.ID}
 	if slices.Contains(f.stats.broken, c.ID) {
 		return stats, errdefs.Internal("read cgroup of %s", c.ID)
 	}
@@ -47,8 +47,8 @@ func (f *fakePods) ContainerStats(c *view.Container) (sandbox.ContainerStats, er
 	return stats, nil
 }
 
-func (f *fakePods) PodStats(p *view.Pod, containers []*view.Container) (sandbox.PodStats, error) {
-	stats := sandbox.PodStats{Info: p, Cgroup: "/cgroup/" + p.ID}
+func (f *fakePods) PodStats(p *view.Pod, containers []*view.Container) (usage.Pod, error) {
+	stats := usage.Pod{Info: p, Cgroup: "/cgroup/" + p.ID}
 	if slices.Contains(f.stats.broken, p.ID) {
 		return stats, errdefs.Internal("read cgroup of %s", p.ID)
 	}
