@@ -18,6 +18,7 @@ import (
 	"k8s.io/client-go/tools/remotecommand"
 
 	"berth/integration/harness"
+	"berth/integration/sessions"
 )
 
 // sessionTime is how long a client of the fuzzer's stays, at most: some sessions have no end.
@@ -36,9 +37,9 @@ func (w *world) visit(t *testing.T, address string) {
 	switch w.r.IntN(6) {
 	case 0: // nobody comes
 	case 1:
-		stream(ctx, harness.Spdy, address, w.streamOptions(odd))
+		stream(ctx, sessions.Spdy, address, w.streamOptions(odd))
 	case 2:
-		stream(ctx, harness.WebSocket, address, w.streamOptions(odd))
+		stream(ctx, sessions.WebSocket, address, w.streamOptions(odd))
 	case 3:
 		w.speakSPDY(address, odd)
 	case 4:
@@ -64,8 +65,8 @@ func (w *world) streamOptions(input string) remotecommand.StreamOptions {
 }
 
 // stream runs a session. How it ends is the command's business, or that of the time.
-func stream(ctx context.Context, p harness.Protocol, address string, o remotecommand.StreamOptions) {
-	_, _ = p.Stream(ctx, harness.Plain(), address, o)
+func stream(ctx context.Context, p sessions.Protocol, address string, o remotecommand.StreamOptions) {
+	_, _ = p.Stream(ctx, sessions.Plain(), address, o)
 }
 
 // speakSPDY opens any session's streams with odd headers, without waiting to be answered. The server may

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/integration/harness"
+	"berth/integration/sessions"
 )
 
 // berth runs an operator command against this daemon, which must succeed.
@@ -356,7 +357,7 @@ func TestOperatorTerminal(t *testing.T) {
 }
 
 // runInTerminal starts a command in a pseudo-terminal of its own.
-func runInTerminal(t *testing.T, cmd *exec.Cmd) (master *os.File, shown *harness.Screen) {
+func runInTerminal(t *testing.T, cmd *exec.Cmd) (master *os.File, shown *sessions.Screen) {
 	t.Helper()
 	master, err := os.OpenFile("/dev/ptmx", os.O_RDWR|syscall.O_NOCTTY, 0)
 	harness.Must(t, err)
@@ -370,7 +371,7 @@ func runInTerminal(t *testing.T, cmd *exec.Cmd) (master *os.File, shown *harness
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = slave, slave, slave
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Setctty: true}
 	harness.Must(t, cmd.Start())
-	shown = &harness.Screen{}
+	shown = &sessions.Screen{}
 	go func() { _, _ = io.Copy(shown, master) }() // until nobody has the terminal open (EIO)
 	return master, shown
 }
@@ -384,7 +385,7 @@ func TestOperatorPortForward(t *testing.T) {
 		return err
 	})
 	cmd := operatorCommand(d, "port-forward", pod.Id, ":8392")
-	var out harness.Screen
+	var out sessions.Screen
 	cmd.Stdout, cmd.Stderr = &out, &out
 	harness.Must(t, cmd.Start())
 	out.WaitFor(t, "Forwarding from ")

@@ -18,6 +18,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/sessions"
 )
 
 // forward forwards a local port to one of the pod's, as kubectl does, until the test
@@ -28,7 +29,7 @@ func forwardPort(t *testing.T, p *harness.Pod, port int) string {
 	harness.Must(t, err)
 	address, err := url.Parse(response.Url)
 	harness.Must(t, err)
-	transport, upgrader, err := clientspdy.RoundTripperFor(harness.Plain())
+	transport, upgrader, err := clientspdy.RoundTripperFor(sessions.Plain())
 	harness.Must(t, err)
 	stop, ready, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
 	dialer := clientspdy.NewDialer(upgrader, &http.Client{Transport: transport}, http.MethodPost, address)
@@ -118,7 +119,7 @@ func TestPortForwardToClosedPort(t *testing.T) {
 	harness.Must(t, err)
 	address, err := url.Parse(response.Url)
 	harness.Must(t, err)
-	transport, upgrader, err := clientspdy.RoundTripperFor(harness.Plain())
+	transport, upgrader, err := clientspdy.RoundTripperFor(sessions.Plain())
 	harness.Must(t, err)
 	conn, _, err := clientspdy.NewDialer(upgrader, &http.Client{Transport: transport}, http.MethodPost, address).Dial(portforward.PortForwardProtocolV1Name)
 	harness.Must(t, err)

@@ -24,37 +24,38 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/sessions"
 )
 
 func TestExecSession(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Env("FROM", "config"))
-	for _, p := range harness.Protocols {
+	for _, p := range sessions.Protocols {
 		t.Run(p.Name, func(t *testing.T) {
-			var stdout, stderr harness.Screen
+			var stdout, stderr sessions.Screen
 			o := remotecommand.StreamOptions{Stdin: strings.NewReader("b\na\n"), Stdout: &stdout, Stderr: &stderr}
-			code, err := p.Stream(t.Context(), harness.Plain(), c.ExecURL(t, o, "sh", "-c", "sort; echo $FROM >&2; exit 7"), o)
+			code, err := p.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "sh", "-c", "sort; echo $FROM >&2; exit 7"), o)
 			harness.Must(t, err) // sort ends with its stdin
 			harness.Equal(t, "exit code", code, 7)
 			harness.Equal(t, "stdout", stdout.String(), "a\nb\n")
 			harness.Equal(t, "stderr", stderr.String(), "config\n")
 
-			o = remotecommand.StreamOptions{Stdout: &harness.Screen{}}
-			code, err = p.Stream(t.Context(), harness.Plain(), c.ExecURL(t, o, "sh", "-c", "cat; kill -9 $$"), o)
+			o = remotecommand.StreamOptions{Stdout: &sessions.Screen{}}
+			code, err = p.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "sh", "-c", "cat; kill -9 $$"), o)
 			harness.Must(t, err) // cat has no stdin
 			harness.Equal(t, "exit code of a command that was killed", code, 137)
-			code, err = p.Stream(t.Context(), harness.Plain(), c.ExecURL(t, o, "true"), o)
+			code, err = p.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "true"), o)
 			harness.Must(t, err)
 			harness.Equal(t, "exit code of true", code, 0)
-			_, err = p.Stream(t.Context(), harness.Plain(), c.ExecURL(t, o, "no-such-command"), o)
+			_, err = p.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "no-such-command"), o)
 			if err == nil || !strings.Contains(err.Error(), "no-such-command") {
 				t.Errorf("a command that does not exist: %v", err)
 			}
 
-			o = remotecommand.StreamOptions{Stdout: &harness.Screen{}}
-			_, err = p.Stream(t.Context(), harness.Plain(), c.ExecURL(t, o, "sh", "-c", "sleep 8882 & echo done"), o)
+			o = remotecommand.StreamOptions{Stdout: &sessions.Screen{}}
+			_, err = p.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "sh", "-c", "sleep 8882 & echo done"), o)
 			harness.Must(t, err) // and does not wait for the background process
-			harness.Equal(t, "stdout", o.Stdout.(*harness.Screen).String(), "done\n")
+			harness.Equal(t, "stdout", o.Stdout.(*sessions.Screen).String(), "done\n")
 		})
 	}
 }
@@ -62,10 +63,10 @@ func TestExecSession(t *testing.T) {
 func TestExecTerminal(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
-	for _, p := range harness.Protocols {
+	for _, p := range sessions.Protocols {
 		t.Run(p.Name, func(t *testing.T) {
-			var out harness.Screen
-			resize := harness.Sizes{Resized: make(chan remotecommand.TerminalSize)}
+			var out sessions.Screen
+			resize := sessions.Sizes{Resized: make(chan remotecommand.TerminalSize)}
 			defer close(resize.Resized)
 			input, typing := io.Pipe()
 			defer typing.Close()
@@ -73,7 +74,7 @@ func TestExecTerminal(t *testing.T) {
 			ended := make(chan error, 1)
 			address := c.ExecURL(t, o, "sh", "-c", "tty; while read x; do stty size; [ $x = bye ] && exit 5; done")
 			go func() {
-				code, err := p.Stream(t.Context(), harness.Plain(), address, o)
+				code, err := p.Stream(t.Context(), sessions.Plain(), address, o)
 				ended <- errors.Join(err, wantEqual("exit code", code, 5))
 			}()
 			out.WaitFor(t, "/dev/pts/")
@@ -106,11 +107,11 @@ func TestExecCarriesMegabytes(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	data := bytes.Repeat([]byte("\x00\xff0123456789abcd"), 20<<20/16)
-	for _, p := range harness.Protocols {
+	for _, p := range sessions.Protocols {
 		t.Run(p.Name, func(t *testing.T) {
 			hash := sha256.New()
 			o := remotecommand.StreamOptions{Stdin: bytes.NewReader(data), Stdout: hash}
-			code, err := p.Stream(t.Context(), harness.Plain(), c.ExecURL(t, o, "cat"), o)
+			code, err := p.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "cat"), o)
 			harness.Must(t, err)
 			harness.Equal(t, "exit code", code, 0)
 			if got, want := hash.Sum(nil), sha256.Sum256(data); !bytes.Equal(got, want[:]) {
@@ -127,12 +128,12 @@ func TestManySessionsAtOnce(t *testing.T) {
 	errs := make([]error, n)
 	var running sync.WaitGroup
 	for i := range n {
-		var out harness.Screen
+		var out sessions.Screen
 		text := fmt.Sprintf("session %d", i)
 		o := remotecommand.StreamOptions{Stdin: strings.NewReader(text), Stdout: &out}
 		address := c.ExecURL(t, o, "sh", "-c", fmt.Sprintf("cat; exit %d", i))
 		running.Go(func() {
-			code, err := harness.Protocols[i%len(harness.Protocols)].Stream(t.Context(), harness.Plain(), address, o)
+			code, err := sessions.Protocols[i%len(sessions.Protocols)].Stream(t.Context(), sessions.Plain(), address, o)
 			errs[i] = errors.Join(err, wantEqual("exit code", code, i), wantEqual("stdout", out.String(), text))
 		})
 	}
@@ -145,19 +146,19 @@ func TestExecEndsWithItsClient(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	const script = "trap '' TERM HUP; sleep 7774 & (setsid sleep 7775 &) ; echo started; sleep 7776"
-	for _, p := range harness.Protocols {
+	for _, p := range sessions.Protocols {
 		for _, input := range []struct {
 			name  string
 			stdin io.Reader
 		}{{"without stdin", nil}, {"with stdin that is not read", strings.NewReader(strings.Repeat("x", 100<<10))}} {
 			t.Run(p.Name+" "+input.name, func(t *testing.T) {
-				var out harness.Screen
+				var out sessions.Screen
 				ctx, hangUp := context.WithCancel(t.Context())
 				o := remotecommand.StreamOptions{Stdin: input.stdin, Stdout: &out}
 				address := c.ExecURL(t, o, "sh", "-c", script)
 				ended := make(chan error, 1)
 				go func() {
-					_, err := p.Stream(ctx, harness.Plain(), address, o)
+					_, err := p.Stream(ctx, sessions.Plain(), address, o)
 					ended <- err
 				}()
 				out.WaitFor(t, "started")
@@ -212,13 +213,13 @@ func TestSessionRefusals(t *testing.T) {
 func TestSessionOfAContainerThatHasEnded(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
-	for _, p := range harness.Protocols {
+	for _, p := range sessions.Protocols {
 		c := pod.Run(t)
 		o := remotecommand.StreamOptions{Stdout: io.Discard}
 		attach, exec := c.AttachURL(t, o), c.ExecURL(t, o, "true")
 		c.Stop(t, 0)
 		for address, other := range map[string]string{attach: "exec", exec: "attach"} {
-			_, err := p.Stream(t.Context(), harness.Plain(), address, o)
+			_, err := p.Stream(t.Context(), sessions.Plain(), address, o)
 			if err == nil || !strings.Contains(err.Error(), "not running") || strings.Contains(err.Error(), other) || strings.Count(err.Error(), c.Id) != 1 {
 				t.Errorf("%s: %v", p.Name, err)
 			}
@@ -230,10 +231,10 @@ func TestSessionOfAContainerThatHasEnded(t *testing.T) {
 func TestIdleSessionIsEnded(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(`stream_idle_timeout = "1s"`))
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
-	for _, p := range harness.Protocols {
-		var out harness.Screen
+	for _, p := range sessions.Protocols {
+		var out sessions.Screen
 		o := remotecommand.StreamOptions{Stdout: &out}
-		_, _ = p.Stream(t.Context(), harness.Plain(), c.ExecURL(t, o, "sh", "-c", "echo up; exec sleep 7779"), o) // SPDY clients take the end of the connection for a good end
+		_, _ = p.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "sh", "-c", "echo up; exec sleep 7779"), o) // SPDY clients take the end of the connection for a good end
 		harness.Equal(t, "output", out.String(), "up\n")
 		harness.Eventually(t, "the command is gone", func() error {
 			if left := harness.CommandLines("sleep 7779"); len(left) > 0 {
@@ -248,8 +249,8 @@ func TestIdleSessionIsEnded(t *testing.T) {
 func TestTokenIsUsedOnce(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
-	for _, p := range harness.Protocols {
-		o := remotecommand.StreamOptions{Stdout: &harness.Screen{}}
+	for _, p := range sessions.Protocols {
+		o := remotecommand.StreamOptions{Stdout: &sessions.Screen{}}
 		address := c.ExecURL(t, o, "echo", "once")
 		token := address[strings.LastIndex(address, "/")+1:]
 		wrong := http.Client{Transport: &http.Transport{DisableKeepAlives: true}}
@@ -257,12 +258,12 @@ func TestTokenIsUsedOnce(t *testing.T) {
 		harness.Must(t, err)
 		harness.Must(t, response.Body.Close())
 		harness.Equal(t, "status with a wrong token", response.StatusCode, http.StatusNotFound)
-		_, err = p.Stream(t.Context(), harness.Plain(), address, o)
+		_, err = p.Stream(t.Context(), sessions.Plain(), address, o)
 		harness.Must(t, err)
-		if _, err := p.Stream(t.Context(), harness.Plain(), address, o); err == nil {
+		if _, err := p.Stream(t.Context(), sessions.Plain(), address, o); err == nil {
 			t.Errorf("%s: the URL was good for another session", p.Name)
 		}
-		harness.Equal(t, "output", o.Stdout.(*harness.Screen).String(), "once\n")
+		harness.Equal(t, "output", o.Stdout.(*sessions.Screen).String(), "once\n")
 		for _, line := range harness.ReadLines(d.LogFile()) {
 			if strings.Contains(line, token) {
 				t.Errorf("the log has the token: %s", line)
@@ -278,12 +279,12 @@ func TestTokenIsUsedOnce(t *testing.T) {
 // attachment is a session with a container that runs in the background.
 type attachment struct {
 	typing         *io.PipeWriter
-	stdout, stderr harness.Screen
+	stdout, stderr sessions.Screen
 	hangUp         context.CancelFunc
 	ended          chan error
 }
 
-func attachTo(t *testing.T, c *harness.Container, p harness.Protocol, change ...func(*remotecommand.StreamOptions)) *attachment {
+func attachTo(t *testing.T, c *harness.Container, p sessions.Protocol, change ...func(*remotecommand.StreamOptions)) *attachment {
 	t.Helper()
 	ctx, hangUp := context.WithCancel(t.Context())
 	input, typing := io.Pipe()
@@ -294,7 +295,7 @@ func attachTo(t *testing.T, c *harness.Container, p harness.Protocol, change ...
 	}
 	address := c.AttachURL(t, o)
 	go func() {
-		_, err := p.Stream(ctx, harness.Plain(), address, o)
+		_, err := p.Stream(ctx, sessions.Plain(), address, o)
 		input.Close()
 		a.ended <- err
 	}()
@@ -312,7 +313,7 @@ const echoScript = "while read x; do echo you said $x; echo and on stderr >&2; [
 func TestAttach(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
-	for _, p := range harness.Protocols {
+	for _, p := range sessions.Protocols {
 		t.Run(p.Name, func(t *testing.T) {
 			c := pod.Run(t, harness.Script(echoScript), harness.WithStdin(false))
 			first := attachTo(t, c, p)
@@ -338,7 +339,7 @@ func TestAttach(t *testing.T) {
 		})
 		t.Run(p.Name+" terminal", func(t *testing.T) {
 			c := pod.Run(t, harness.Script("tty; while read x; do stty size; [ $x = bye ] && exit 5; done"), harness.WithTerminal)
-			resize := harness.Sizes{Resized: make(chan remotecommand.TerminalSize)}
+			resize := sessions.Sizes{Resized: make(chan remotecommand.TerminalSize)}
 			defer close(resize.Resized)
 			a := attachTo(t, c, p, func(o *remotecommand.StreamOptions) { o.Tty, o.Stderr, o.TerminalSizeQueue = true, nil, resize })
 			resize.Resized <- remotecommand.TerminalSize{Width: 91, Height: 33}
@@ -371,13 +372,13 @@ func TestContainerSurvivesDaemonDuringAttach(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Script(echoScript), harness.WithStdin(true))
 	for _, end := range []func(*testing.T){d.Stop, d.Kill} {
-		a := attachTo(t, c, harness.Spdy, func(o *remotecommand.StreamOptions) { o.Stdin = nil }) // stdin would be closed with its client
+		a := attachTo(t, c, sessions.Spdy, func(o *remotecommand.StreamOptions) { o.Stdin = nil }) // stdin would be closed with its client
 		exec := make(chan error, 1)
-		var out harness.Screen
+		var out sessions.Screen
 		o := remotecommand.StreamOptions{Stdout: &out}
 		address := c.ExecURL(t, o, "sh", "-c", "echo up; sleep 7777")
 		go func() {
-			_, err := harness.Spdy.Stream(t.Context(), harness.Plain(), address, o)
+			_, err := sessions.Spdy.Stream(t.Context(), sessions.Plain(), address, o)
 			exec <- err
 		}()
 		out.WaitFor(t, "up")
@@ -393,7 +394,7 @@ func TestContainerSurvivesDaemonDuringAttach(t *testing.T) {
 			return nil
 		})
 	}
-	a := attachTo(t, c, harness.WebSocket)
+	a := attachTo(t, c, sessions.WebSocket)
 	a.send(t, "bye\n")
 	harness.Must(t, <-a.ended)
 	harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 8)
@@ -434,9 +435,9 @@ func TestSessionsOverTLS(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			c := harness.StartDaemon(t, harness.WithConfig(test.config...)).RunPod(t, harness.HostNetwork).Run(t)
-			for _, p := range harness.Protocols {
+			for _, p := range sessions.Protocols {
 				session := func(client *rest.Config) (string, error) {
-					var out harness.Screen
+					var out sessions.Screen
 					o := remotecommand.StreamOptions{Stdin: strings.NewReader("secret"), Stdout: &out}
 					address := c.ExecURL(t, o, "cat")
 					if !strings.HasPrefix(address, "https://") {

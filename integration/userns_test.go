@@ -17,6 +17,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/sessions"
 )
 
 // usernsLength is how many IDs kubelet gives a pod.
@@ -287,23 +288,23 @@ func TestSessionsInUserNamespace(t *testing.T) {
 	pod := d.RunPod(t, userNamespace(base))
 	c := pod.Run(t, inUserNamespace(base), harness.RunAs(1234), harness.Script(echoScript), harness.WithStdin(false))
 	t.Run("exec", func(t *testing.T) {
-		var out harness.Screen
+		var out sessions.Screen
 		o := remotecommand.StreamOptions{Stdin: strings.NewReader("hello"), Stdout: &out}
-		code, err := harness.Spdy.Stream(t.Context(), harness.Plain(), c.ExecURL(t, o, "sh", "-c", "id -u && cat >/dev/stdout && exit 3"), o)
+		code, err := sessions.Spdy.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "sh", "-c", "id -u && cat >/dev/stdout && exit 3"), o)
 		harness.Must(t, err)
 		harness.Equal(t, "exit code", code, 3)
 		harness.Equal(t, "output", out.String(), "1234\nhello")
 	})
 	t.Run("exec with a terminal", func(t *testing.T) {
-		var out harness.Screen
+		var out sessions.Screen
 		o := remotecommand.StreamOptions{Stdin: strings.NewReader(""), Stdout: &out, Tty: true}
-		code, err := harness.Spdy.Stream(t.Context(), harness.Plain(), c.ExecURL(t, o, "sh", "-c", "test -O $(tty) && echo mine >/dev/tty"), o)
+		code, err := sessions.Spdy.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "sh", "-c", "test -O $(tty) && echo mine >/dev/tty"), o)
 		harness.Must(t, err)
 		harness.Equal(t, "exit code", code, 0)
 		harness.Equal(t, "output", out.String(), "mine\r\n")
 	})
 	t.Run("attach", func(t *testing.T) {
-		a := attachTo(t, c, harness.Spdy)
+		a := attachTo(t, c, sessions.Spdy)
 		a.send(t, "bye\n")
 		harness.Must(t, <-a.ended)
 		harness.Equal(t, "output", a.stdout.String(), "you said bye\n")

@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"berth/integration/harness"
+	"berth/integration/moody"
 )
 
 // waitInfo is an entry of "waits" in verbose Status.
@@ -70,9 +71,9 @@ func TestWaitForFrozenShim(t *testing.T) {
 
 // So does one for a CNI plugin that hangs, until it is killed.
 func TestWaitForHungPlugin(t *testing.T) {
-	plugin := harness.NewMoodyPlugin(t, "portmap")
+	plugin := moody.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, harness.WithConfig(shortWaits), plugin.Option)
-	plugin.Is(t, "ADD", harness.Hang)
+	plugin.Is(t, "ADD", moody.Hang)
 	config, ended := d.PodConfig(t), make(chan error, 1)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()

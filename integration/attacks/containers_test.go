@@ -22,6 +22,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/sessions"
 )
 
 // untouched returns a directory of the host that must stay as it is: nothing is made in it.
@@ -142,9 +143,9 @@ func TestCVE_2024_21626_WorkingDirectorySwapped(t *testing.T) {
 		if out := string(response.GetStdout()); strings.Contains(out, "the host's own") {
 			t.Errorf("ExecSync sees the host through a link to %s (%v)", dir, err)
 		}
-		var out harness.Screen
+		var out sessions.Screen
 		o := remotecommand.StreamOptions{Stdout: &out}
-		_, err = harness.Spdy.Stream(t.Context(), harness.Plain(), c.ExecURL(t, o, look...), o)
+		_, err = sessions.Spdy.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, look...), o)
 		if strings.Contains(out.String(), "the host's own") {
 			t.Errorf("Exec sees the host through a link to %s (%v)", dir, err)
 		}

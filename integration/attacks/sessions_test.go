@@ -12,6 +12,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/sessions"
 )
 
 // Each attach that was given up left a goroutine.
@@ -30,7 +31,7 @@ func TestCVE_2025_64329_AttachAndCancel(t *testing.T) {
 		for i := range together {
 			running.Go(func() {
 				for range n / together {
-					if err := attachOnce(t.Context(), d, c, harness.Protocols[i%len(harness.Protocols)]); err != nil {
+					if err := attachOnce(t.Context(), d, c, sessions.Protocols[i%len(sessions.Protocols)]); err != nil {
 						errs <- err
 						return
 					}
@@ -66,14 +67,14 @@ func TestCVE_2025_64329_AttachAndCancel(t *testing.T) {
 }
 
 // attachOnce attaches to a container and hangs up, some time in between.
-func attachOnce(ctx context.Context, d *harness.Daemon, c *harness.Container, p harness.Protocol) error {
+func attachOnce(ctx context.Context, d *harness.Daemon, c *harness.Container, p sessions.Protocol) error {
 	response, err := d.Cri.Attach(ctx, &runtimeapi.AttachRequest{ContainerId: c.Id, Stdin: true, Stdout: true, Stderr: true})
 	if err != nil {
 		return err
 	}
 	ctx, hangUp := context.WithCancel(ctx)
 	input := &hangingUp{hangUp}
-	_, err = p.Stream(ctx, harness.Plain(), response.Url, remotecommand.StreamOptions{Stdin: input, Stdout: io.Discard, Stderr: io.Discard})
+	_, err = p.Stream(ctx, sessions.Plain(), response.Url, remotecommand.StreamOptions{Stdin: input, Stdout: io.Discard, Stderr: io.Discard})
 	if !errors.Is(err, context.Canceled) {
 		return fmt.Errorf("an attach that was given up: %w", err)
 	}

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/client-go/tools/remotecommand"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
@@ -266,6 +267,24 @@ func (c *Container) Exec(t *testing.T, cmd ...string) string {
 		t.Fatalf("exec %q: %v\n%s%s", cmd, err, stdout, stderr)
 	}
 	return strings.TrimSuffix(string(stdout), "\n")
+}
+
+// ExecURL asks for a session that runs a command.
+func (c *Container) ExecURL(t *testing.T, o remotecommand.StreamOptions, cmd ...string) string {
+	t.Helper()
+	response, err := c.Pod.D.Cri.Exec(t.Context(), &runtimeapi.ExecRequest{ContainerId: c.Id, Cmd: cmd,
+		Tty: o.Tty, Stdin: o.Stdin != nil, Stdout: o.Stdout != nil, Stderr: o.Stderr != nil})
+	Must(t, err)
+	return response.Url
+}
+
+// AttachURL asks for a session with a container.
+func (c *Container) AttachURL(t *testing.T, o remotecommand.StreamOptions) string {
+	t.Helper()
+	response, err := c.Pod.D.Cri.Attach(t.Context(), &runtimeapi.AttachRequest{ContainerId: c.Id,
+		Tty: o.Tty, Stdin: o.Stdin != nil, Stdout: o.Stdout != nil, Stderr: o.Stderr != nil})
+	Must(t, err)
+	return response.Url
 }
 
 // Release makes a file in the container that it waits for to end. What makes the file may be

@@ -103,6 +103,11 @@ func WithNetworkIn(dataDir string) DaemonOption {
 	}
 }
 
+// StartedBy has the daemon started by a command that is given its command line, such as prlimit.
+func StartedBy(command ...string) DaemonOption {
+	return func(_ *testing.T, d *Daemon) { d.starter = append(command, d.starter...) }
+}
+
 func (d *Daemon) NetworkFile() string { return filepath.Join(d.ConfDir, "10-test.conflist") }
 
 var daemons atomic.Int32

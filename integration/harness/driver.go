@@ -39,13 +39,16 @@ func podPrefix() string {
 	return "pod"
 }
 
+// PodCgroup is where a pod's cgroup of that name is below the cgroup mounts.
+func PodCgroup(name string) string { return path.Join(machineGroup(), podPrefix()+name) }
+
 // CgroupParent names a pod's cgroup as kubelet would, and has it removed with the
 // daemon's pods. A dash in a slice's name stands for a slice above.
 func (d *Daemon) CgroupParent(name string) string {
-	parent := path.Join(machineGroup(), podPrefix()+filepath.Base(d.Dir)+"-"+name)
+	parent := PodCgroup(filepath.Base(d.Dir) + "-" + name)
 	if SystemdDriver() {
 		name = strings.ReplaceAll(filepath.Base(d.Dir)+"_"+name, "-", "_")
-		parent = path.Join(machineGroup(), podPrefix()+name+".slice")
+		parent = PodCgroup(name + ".slice")
 	}
 	d.Parents = append(d.Parents, parent)
 	return parent

@@ -12,6 +12,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/moody"
+	"berth/integration/sessions"
 )
 
 // clockEnv says that the clock is this test's to set: in a guest, which has its own.
@@ -75,17 +77,17 @@ func TestClockJumps(t *testing.T) {
 	ownClock(t)
 	for name, jump := range map[string]time.Duration{"a year forward": 365 * 24 * time.Hour, "a day back": -24 * time.Hour} {
 		t.Run(name, func(t *testing.T) {
-			plugin := harness.NewMoodyPlugin(t, "portmap")
+			plugin := moody.NewPlugin(t, "portmap")
 			d := harness.StartDaemon(t, plugin.Option)
 			pod := d.RunPod(t)
 			c := pod.Run(t, harness.Script("trap 'echo asked' TERM; while :; do sleep 0.1; done"))
 			c2 := pod.Run(t, harness.Script("while :; do :; done"))
 			waitTrap(t, c)
 			harness.Get(d.Cri.ContainerStats(t.Context(), c2.Id))(t)
-			url := c2.ExecURL(t, remotecommand.StreamOptions{Stdout: &harness.Screen{}}, "echo", "here")
+			url := c2.ExecURL(t, remotecommand.StreamOptions{Stdout: &sessions.Screen{}}, "echo", "here")
 			// An undo that is tried again by and by.
-			plugin.Is(t, "ADD", harness.Fail(1))
-			plugin.Is(t, "DEL", harness.Fail(3))
+			plugin.Is(t, "ADD", moody.Fail(1))
+			plugin.Is(t, "DEL", moody.Fail(3))
 			_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t), "")
 			harness.WantCode(t, err, codes.Unavailable)
 
@@ -100,8 +102,8 @@ func TestClockJumps(t *testing.T) {
 			c.WaitOutput(t, "asked")
 			setClock(t, time.Now().Add(jump))
 
-			screen := &harness.Screen{}
-			if _, err := harness.Spdy.Stream(t.Context(), harness.Plain(), url, remotecommand.StreamOptions{Stdout: screen}); err != nil {
+			screen := &sessions.Screen{}
+			if _, err := sessions.Spdy.Stream(t.Context(), sessions.Plain(), url, remotecommand.StreamOptions{Stdout: screen}); err != nil {
 				t.Errorf("a session that was asked for before the jump: %v", err)
 			}
 			if err := <-executed; err == nil || !strings.Contains(err.Error(), "timed out after "+limit.String()) {

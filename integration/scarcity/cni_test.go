@@ -12,6 +12,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/moody"
 )
 
 // shortTimeout is for plugins that hang; the others need tens of milliseconds.
@@ -23,16 +24,16 @@ var addCases = []struct {
 	code  codes.Code
 	parts []string
 }{
-	{harness.Hang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
-	{harness.WorkHang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
-	{harness.Die, codes.Internal, []string{"signal: killed"}},
-	{harness.WorkDie, codes.Internal, []string{"signal: killed"}},
-	{harness.Crash, codes.Internal, []string{"exit status 2", "out of cheese"}},
-	{harness.Garbage, codes.Internal, []string{"its result is invalid", "<html>not found"}},
-	{harness.WorkGarbage, codes.Internal, []string{"its result is invalid", "<html>not found"}},
-	{harness.WorkNothing, codes.Internal, []string{"its result is invalid"}},
-	{harness.WorkFlood, codes.Internal, []string{"printed 2097152 bytes"}},
-	{harness.Fail(1), codes.Unavailable, []string{"no room in the inn", "come back later"}},
+	{moody.Hang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
+	{moody.WorkHang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
+	{moody.Die, codes.Internal, []string{"signal: killed"}},
+	{moody.WorkDie, codes.Internal, []string{"signal: killed"}},
+	{moody.Crash, codes.Internal, []string{"exit status 2", "out of cheese"}},
+	{moody.Garbage, codes.Internal, []string{"its result is invalid", "<html>not found"}},
+	{moody.WorkGarbage, codes.Internal, []string{"its result is invalid", "<html>not found"}},
+	{moody.WorkNothing, codes.Internal, []string{"its result is invalid"}},
+	{moody.WorkFlood, codes.Internal, []string{"printed 2097152 bytes"}},
+	{moody.Fail(1), codes.Unavailable, []string{"no room in the inn", "come back later"}},
 }
 
 // An ADD that fails leaves nothing, whatever the plugin had done by then; the same pod runs when the
@@ -41,7 +42,7 @@ var addCases = []struct {
 func TestFailedAdd(t *testing.T) {
 	for _, name := range []string{"bridge", "portmap"} {
 		t.Run(name, func(t *testing.T) {
-			plugin := harness.NewMoodyPlugin(t, name)
+			plugin := moody.NewPlugin(t, name)
 			d := harness.StartDaemon(t, shortTimeout, plugin.Option)
 			for _, tt := range addCases {
 				t.Run(tt.mood, func(t *testing.T) {
@@ -65,20 +66,20 @@ var delCases = []struct {
 	code  codes.Code // OK: what the plugin says does not matter if it ends well
 	parts []string
 }{
-	{harness.Hang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
-	{harness.WorkHang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
-	{harness.Die, codes.Internal, []string{"signal: killed"}},
-	{harness.WorkDie, codes.Internal, []string{"signal: killed"}},
-	{harness.Crash, codes.Internal, []string{"exit status 2", "out of cheese"}},
-	{harness.WorkGarbage, codes.OK, nil},
-	{harness.WorkFlood, codes.Internal, []string{"printed 2097152 bytes"}},
-	{harness.Fail(1), codes.Unavailable, []string{"no room in the inn"}},
+	{moody.Hang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
+	{moody.WorkHang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
+	{moody.Die, codes.Internal, []string{"signal: killed"}},
+	{moody.WorkDie, codes.Internal, []string{"signal: killed"}},
+	{moody.Crash, codes.Internal, []string{"exit status 2", "out of cheese"}},
+	{moody.WorkGarbage, codes.OK, nil},
+	{moody.WorkFlood, codes.Internal, []string{"printed 2097152 bytes"}},
+	{moody.Fail(1), codes.Unavailable, []string{"no room in the inn"}},
 }
 
 // A DEL that fails is an error of StopPodSandbox. The pod is not ready all the same and its
 // processes are gone; the next call takes its network away.
 func TestFailedDel(t *testing.T) {
-	plugin := harness.NewMoodyPlugin(t, "bridge")
+	plugin := moody.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, shortTimeout, plugin.Option)
 	for _, tt := range delCases {
 		t.Run(tt.mood, func(t *testing.T) {
@@ -103,11 +104,11 @@ func TestFailedDel(t *testing.T) {
 
 // The pod of a DEL that fails ten times is stopped by the eleventh call, and keeps its address until then.
 func TestDelFailsTenTimes(t *testing.T) {
-	plugin := harness.NewMoodyPlugin(t, "bridge")
+	plugin := moody.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, plugin.Option)
 	pod := d.RunPod(t)
 	address := filepath.Join(d.DataDir, "test", pod.Ip(t))
-	plugin.Is(t, "DEL", harness.Fail(10))
+	plugin.Is(t, "DEL", moody.Fail(10))
 	for i := range 10 {
 		harness.WantCode(t, d.Cri.StopPodSandbox(t.Context(), pod.Id), codes.Unavailable, "no room in the inn")
 		if _, err := os.Stat(address); err != nil {
@@ -131,10 +132,10 @@ func TestUndoIsRetried(t *testing.T) {
 	if harness.Thorough() {
 		failures = 10
 	}
-	plugin := harness.NewMoodyPlugin(t, "portmap")
+	plugin := moody.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, plugin.Option)
-	plugin.Is(t, "ADD", harness.Fail(1))
-	plugin.Is(t, "DEL", harness.Fail(failures))
+	plugin.Is(t, "ADD", moody.Fail(1))
+	plugin.Is(t, "DEL", moody.Fail(failures))
 	config := d.PodConfig(t)
 	_, err := d.Cri.RunPodSandbox(t.Context(), config, "")
 	harness.WantCode(t, err, codes.Unavailable, "no room in the inn")
@@ -161,10 +162,10 @@ func TestUndoIsRetried(t *testing.T) {
 // The daemon dies while a plugin works. The next one ends what the plugin started, and the pod
 // that kubelet asks for again runs.
 func TestDaemonDiesWithPlugin(t *testing.T) {
-	for _, mood := range []string{harness.Hang, harness.WorkHang, harness.WorkKill} {
+	for _, mood := range []string{moody.Hang, moody.WorkHang, moody.WorkKill} {
 		for _, name := range []string{"bridge", "portmap"} {
 			t.Run(name+" "+mood, func(t *testing.T) {
-				plugin := harness.NewMoodyPlugin(t, name)
+				plugin := moody.NewPlugin(t, name)
 				d := harness.StartDaemon(t, plugin.Option)
 				config := d.PodConfig(t, harness.HostPort(18090, 80, runtimeapi.Protocol_TCP))
 				plugin.Is(t, "ADD", mood)
@@ -185,7 +186,7 @@ func TestDaemonDiesWithPlugin(t *testing.T) {
 }
 
 // during kills the daemon when the plugin is at work for a call, which must fail.
-func during(t *testing.T, d *harness.Daemon, plugin *harness.MoodyPlugin, call func() error) {
+func during(t *testing.T, d *harness.Daemon, plugin *moody.Plugin, call func() error) {
 	t.Helper()
 	before := plugin.Left()
 	ended := make(chan error, 1)
@@ -199,9 +200,9 @@ func during(t *testing.T, d *harness.Daemon, plugin *harness.MoodyPlugin, call f
 
 // Children of a plugin that ended well are what it wanted: they stay, also when the daemon is killed.
 func TestPluginsChildStays(t *testing.T) {
-	plugin := harness.NewMoodyPlugin(t, "bridge")
+	plugin := moody.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, plugin.Option)
-	plugin.Is(t, "ADD", harness.WorkLeave)
+	plugin.Is(t, "ADD", moody.WorkLeave)
 	pod := d.RunPod(t)
 	d.End(t)
 	d.Start(t)
@@ -218,12 +219,12 @@ func TestPluginsChildStays(t *testing.T) {
 // While a plugin hangs for one pod, others on the host's network and on another network come and
 // go, and everybody who asks is answered.
 func TestHungPluginHoldsNobodyUp(t *testing.T) {
-	plugin := harness.NewMoodyPlugin(t, "portmap")
+	plugin := moody.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, plugin.Option)
 	victim := d.RunPod(t)
 	for _, verb := range []string{"ADD", "DEL"} {
 		t.Run(verb, func(t *testing.T) {
-			plugin.Is(t, verb, harness.Hang)
+			plugin.Is(t, verb, moody.Hang)
 			before := plugin.Left()
 			ctx, cancel := context.WithCancel(t.Context())
 			config, ended := d.PodConfig(t), make(chan error, 1)

@@ -29,12 +29,12 @@ const (
 )
 
 // startOn starts a daemon with one of its directories on a small disk.
-func startOn(t *testing.T, which, kind string) (*harness.Daemon, *harness.Disk) {
+func startOn(t *testing.T, which, kind string) (*harness.Daemon, *smallDisk) {
 	t.Helper()
-	var disk *harness.Disk
+	var disk *smallDisk
 	d := harness.StartDaemon(t, func(t *testing.T, d *harness.Daemon) {
-		disk = harness.NewDisk(t, d, "disk", kind, 48<<20)
-		place := filepath.Join(disk.Path, which)
+		disk = newDisk(t, d, "disk", kind, 48<<20)
+		place := filepath.Join(disk.path, which)
 		switch which {
 		case rootDisk:
 			d.Root = place
@@ -198,8 +198,8 @@ func waitTrap(t *testing.T, c *harness.Container) {
 func TestFullDisk(t *testing.T) {
 	for _, which := range []string{rootDisk, stateDisk, logDisk} {
 		t.Run(which, func(t *testing.T) {
-			d, disk := startOn(t, which, harness.Tmpfs)
-			tryOperations(t, d, which, disk.Fill, disk.Empty, codes.ResourceExhausted, "no space left on device")
+			d, disk := startOn(t, which, tmpfs)
+			tryOperations(t, d, which, disk.fill, disk.empty, codes.ResourceExhausted, "no space left on device")
 		})
 	}
 }
@@ -212,8 +212,8 @@ func TestDiskWithoutInodes(t *testing.T) {
 	}
 	for _, which := range disks {
 		t.Run(which, func(t *testing.T) {
-			d, disk := startOn(t, which, harness.Ext4)
-			tryOperations(t, d, which, disk.FillInodes, disk.Empty, codes.ResourceExhausted, "no space left on device")
+			d, disk := startOn(t, which, ext4)
+			tryOperations(t, d, which, disk.fillInodes, disk.empty, codes.ResourceExhausted, "no space left on device")
 		})
 	}
 }
@@ -258,10 +258,10 @@ func tryOperations(t *testing.T, d *harness.Daemon, which string, spoil, mend fu
 // Exits on a disk that has no room for a byte, neither for the monitor's record nor for the daemon's: each code is
 // told, now, by the next daemon, and when there is room again.
 func TestExitsOnFullDisk(t *testing.T) {
-	var disk *harness.Disk
+	var disk *smallDisk
 	d := harness.StartDaemon(t, func(t *testing.T, d *harness.Daemon) {
-		disk = harness.NewDisk(t, d, "disk", harness.Tmpfs, 48<<20)
-		d.Root, d.State = filepath.Join(disk.Path, "root"), filepath.Join(disk.Path, "state")
+		disk = newDisk(t, d, "disk", tmpfs, 48<<20)
+		d.Root, d.State = filepath.Join(disk.path, "root"), filepath.Join(disk.path, "state")
 	})
 	gate := t.TempDir()
 	pod := d.RunPod(t)
@@ -272,7 +272,7 @@ func TestExitsOnFullDisk(t *testing.T) {
 	open := func(name string) { harness.Must(t, os.WriteFile(filepath.Join(gate, name), nil, 0o600)) }
 	self, down, stopped, killed := exits("self", 7), exits("down", 8), exits("stopped", 9), exits("killed", 10)
 	waitTrap(t, stopped)
-	disk.Fill(t)
+	disk.fill(t)
 	open("self")
 	self.WaitExited(t)
 	stopped.Stop(t, 30)
@@ -286,7 +286,7 @@ func TestExitsOnFullDisk(t *testing.T) {
 		}
 		return nil
 	})
-	disk.Fill(t)
+	disk.fill(t)
 	check := func(when string) {
 		for c, code := range map[*harness.Container]int32{self: 7, down: 8, stopped: 9, killed: 137} {
 			status := c.WaitExited(t)
@@ -296,7 +296,7 @@ func TestExitsOnFullDisk(t *testing.T) {
 	}
 	d.Start(t)
 	check("on a full disk, after a restart")
-	disk.Empty(t)
+	disk.empty(t)
 	check("with room")
 	d.Restart(t)
 	check("with room, after another restart")
@@ -305,14 +305,14 @@ func TestExitsOnFullDisk(t *testing.T) {
 // Root becomes read-only, as after an error of the disk: berth says so in its status and in errors, what runs goes
 // on and is stopped, a daemon that starts serves, and when the disk is mended it goes on by itself.
 func TestReadOnlyRoot(t *testing.T) {
-	d, disk := startOn(t, rootDisk, harness.Tmpfs)
+	d, disk := startOn(t, rootDisk, tmpfs)
 	d.Pull(t, harness.BaseImage)
 	pod := d.RunPod(t)
 	running, exits := pod.Run(t), pod.Run(t, harness.Script("read line; exit 5"), harness.WithStdin(false))
 	created := pod.Create(t)
 	waitRuntimeReady(t, d, true)
 
-	disk.ReadOnly(t, d.Root, true)
+	disk.readOnly(t, d.Root, true)
 	waitRuntimeReady(t, d, false)
 	_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t), "")
 	harness.WantCode(t, err, codes.FailedPrecondition, "read-only file system")
@@ -336,7 +336,7 @@ func TestReadOnlyRoot(t *testing.T) {
 	}
 	pod.Stop(t)
 
-	disk.ReadOnly(t, d.Root, false)
+	disk.readOnly(t, d.Root, false)
 	waitRuntimeReady(t, d, true)
 	d.Restart(t)
 	harness.Equal(t, "exit code, on the mended disk", exits.Status(t).ExitCode, 137)
@@ -365,15 +365,15 @@ func waitRuntimeReady(t *testing.T, d *harness.Daemon, want bool) {
 
 // The log directory becomes read-only: a rotation fails and leaves the old log in use.
 func TestReadOnlyLogs(t *testing.T) {
-	d, disk := startOn(t, logDisk, harness.Tmpfs)
+	d, disk := startOn(t, logDisk, tmpfs)
 	pod := d.RunPod(t)
 	c := pod.Run(t, harness.Script("while read line; do echo $line; done"), harness.WithStdin(false))
 	harness.Must(t, os.Rename(c.LogPath(), c.LogPath()+".1"))
-	disk.ReadOnly(t, d.LogDir, true)
+	disk.readOnly(t, d.LogDir, true)
 	harness.WantCode(t, d.Cri.ReopenContainerLog(t.Context(), c.Id), codes.FailedPrecondition, "read-only file system", "reopen log")
 	created := pod.Create(t, func(config *runtimeapi.ContainerConfig) { config.LogPath = "0.log" })
 	harness.WantCode(t, d.Cri.StartContainer(t.Context(), created.Id), codes.FailedPrecondition, "read-only file system", "open log")
-	disk.ReadOnly(t, d.LogDir, false)
+	disk.readOnly(t, d.LogDir, false)
 	harness.Must(t, d.Cri.ReopenContainerLog(t.Context(), c.Id))
 	if _, err := os.Stat(c.LogPath()); err != nil {
 		t.Error(err)
@@ -389,15 +389,15 @@ func TestDiskFillsAtAnyMoment(t *testing.T) {
 	}
 	for _, which := range []string{rootDisk, stateDisk, logDisk} {
 		t.Run(which, func(t *testing.T) {
-			d, disk := startOn(t, which, harness.Tmpfs)
+			d, disk := startOn(t, which, tmpfs)
 			d.Pull(t, harness.BaseImage)
 			ctx, cancel := context.WithCancel(t.Context())
 			var filling sync.WaitGroup
 			filling.Go(func() {
 				for ctx.Err() == nil {
-					disk.Fill(t)
+					disk.fill(t)
 					time.Sleep(rand.N(50 * time.Millisecond)) // any moment is a good one
-					disk.Empty(t)
+					disk.empty(t)
 					time.Sleep(rand.N(100 * time.Millisecond))
 				}
 			})

@@ -20,9 +20,9 @@ import (
 // that; where launchers and plugins need the rest it is killed, and the next one goes on. In the end
 // there are the image and the pods.
 func TestMemoryLimit(t *testing.T) {
-	group, option := harness.InGroup(t, "memory")
+	group, option := inGroup(t, "memory")
 	const limit = 64 << 20
-	group.Set(t, "memory.limit_in_bytes", limit)
+	group.set(t, "memory.limit_in_bytes", limit)
 	d := harness.StartDaemon(t, option)
 	var trees []fixture.Tree
 	for i := range 12 { // 1 MiB each: root is on a tmpfs here, so they count for good
@@ -59,8 +59,8 @@ func TestMemoryLimit(t *testing.T) {
 		d.Objects = append(d.Objects, p.Id)
 	}
 	t.Logf("the daemon was killed %d times; the last one has used %d KiB at most, its cgroup %d KiB of %d",
-		deaths, peak, group.Number(t, "memory.max_usage_in_bytes")>>10, limit>>10)
-	group.Set(t, "memory.limit_in_bytes", -1) // the removal, all at once, is not what is tried here
+		deaths, peak, group.number(t, "memory.max_usage_in_bytes")>>10, limit>>10)
+	group.set(t, "memory.limit_in_bytes", -1) // the removal, all at once, is not what is tried here
 }
 
 // callAll makes calls, so many at a time, and returns those that failed.
@@ -86,11 +86,11 @@ func callAll(calls []func() error, parallel int) (failed []func() error) {
 // it has raised for itself.
 func TestContainersHaveTheStartersFileLimit(t *testing.T) {
 	d := harness.StartDaemon(t, harness.StartedBy("prlimit", "--nofile=1000:4000"))
-	if own := harness.StatusLimits(t, d.Cmd.Process.Pid, "Max open files"); own == "1000 4000" {
+	if own := statusLimits(t, d.Cmd.Process.Pid, "Max open files"); own == "1000 4000" {
 		t.Error("the daemon has not raised its own limit")
 	}
 	c := d.RunPod(t).Run(t)
-	for _, got := range []string{harness.StatusLimits(t, c.Pid(t), "Max open files"), c.Exec(t, "sh", "-c", "echo $(ulimit -Sn) $(ulimit -Hn)")} {
+	for _, got := range []string{statusLimits(t, c.Pid(t), "Max open files"), c.Exec(t, "sh", "-c", "echo $(ulimit -Sn) $(ulimit -Hn)")} {
 		harness.Equal(t, "limits of a container", got, "1000 4000")
 	}
 }
@@ -106,7 +106,7 @@ func TestOutOfDescriptors(t *testing.T) {
 			for left := 0; ; left = more(left) {
 				call := o.prepare(t, d, pod)
 				d.WaitIdle(t) // who starts a launcher meanwhile has descriptors of it
-				undo := d.LeaveFiles(t, left)
+				undo := leaveFiles(t, d, left)
 				err := call()
 				undo()
 				if err == nil {
@@ -136,7 +136,7 @@ func more(n int) int {
 // The same with processes and threads. A Go program that cannot have a thread is at its end, so the
 // daemon may be: the next one goes on with everything.
 func TestOutOfProcesses(t *testing.T) {
-	group, option := harness.InGroup(t, "pids")
+	group, option := inGroup(t, "pids")
 	// The bridge plugin, when it dies in the middle of a DEL, leaves rules for ipMasq that no DEL finds again.
 	d := harness.StartDaemon(t, option, func(t *testing.T, d *harness.Daemon) {
 		harness.WithNetwork(fmt.Sprintf(otherNetwork, d.DataDir))(t, d)
@@ -152,9 +152,9 @@ func TestOutOfProcesses(t *testing.T) {
 		t.Run(o.name, func(t *testing.T) {
 			for left := 0; ; left = more(left) {
 				call := o.prepare(t, d, pod)
-				group.Set(t, "pids.max", group.Number(t, "pids.current")+int64(left))
+				group.set(t, "pids.max", group.number(t, "pids.current")+int64(left))
 				err := call()
-				group.Set(t, "pids.max", "max")
+				group.set(t, "pids.max", "max")
 				if d.Gone() || cutOff(err) {
 					died++
 					harness.Eventually(t, "it is dead", func() error {

@@ -11,6 +11,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/sessions"
 )
 
 // The daemon is replaced by a newer one while pods run: all goes on, and what the old version's monitors
@@ -89,7 +90,7 @@ func attach(t *testing.T, c *harness.Container, input string) string {
 	t.Helper()
 	var out bytes.Buffer
 	o := remotecommand.StreamOptions{Stdin: strings.NewReader(input), Stdout: &out}
-	_, err := harness.Spdy.Stream(t.Context(), harness.Plain(), c.AttachURL(t, o), o)
+	_, err := sessions.Spdy.Stream(t.Context(), sessions.Plain(), c.AttachURL(t, o), o)
 	harness.Must(t, err)
 	return out.String()
 }

@@ -1,4 +1,6 @@
-package harness
+// Package moody has a CNI plugin that misbehaves as it is told: it stands before a plugin of the distribution, hangs, dies,
+// talks nonsense or kills its caller, before that one has done its work or after, and notes what it was called for.
+package moody
 
 import (
 	"fmt"
@@ -6,10 +8,12 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"berth/integration/harness"
 )
 
-// MoodyPlugin stands before a CNI plugin of the distribution and misbehaves as it is told.
-type MoodyPlugin struct {
+// Plugin is such a plugin.
+type Plugin struct {
 	Name string
 	dir  string // of the program, its moods and what it notes
 }
@@ -33,7 +37,7 @@ const (
 // Fail is the mood to fail n times with an error of the plugin's own, and to behave then.
 func Fail(n int) string { return fmt.Sprintf(failMoodStart+"%d", n) }
 
-const moodyScript = `#!/bin/bash
+const script = `#!/bin/bash
 # Does what the file NAME.VERB says, or else what the real plugin does.
 dir=%[1]q; real=%[2]q; name=%[3]q
 printf '%%s %%s\n' "$CNI_COMMAND" "$CNI_CONTAINERID" >>$dir/calls
@@ -67,30 +71,30 @@ fail*)
 esac
 `
 
-// NewMoodyPlugin makes a plugin of that name that stands before the distribution's; it is
+// NewPlugin makes a plugin of that name that stands before the distribution's; it is
 // in a good mood.
-func NewMoodyPlugin(t *testing.T, name string) *MoodyPlugin {
+func NewPlugin(t *testing.T, name string) *Plugin {
 	t.Helper()
-	p := &MoodyPlugin{Name: name, dir: t.TempDir()}
-	Must(t, os.WriteFile(filepath.Join(p.dir, name), fmt.Appendf(nil, moodyScript, p.dir, filepath.Join(PluginDir, name), name), 0o700))
+	p := &Plugin{Name: name, dir: t.TempDir()}
+	harness.Must(t, os.WriteFile(filepath.Join(p.dir, name), fmt.Appendf(nil, script, p.dir, filepath.Join(harness.PluginDir, name), name), 0o700))
 	return p
 }
 
 // Option makes a daemon use the plugin.
-func (p *MoodyPlugin) Option(_ *testing.T, d *Daemon) {
+func (p *Plugin) Option(_ *testing.T, d *harness.Daemon) {
 	d.BinDirs = append([]string{p.dir}, d.BinDirs...)
 }
 
 // Is sets the plugin's mood for a verb; "" is a good one.
-func (p *MoodyPlugin) Is(t *testing.T, verb, mood string) {
+func (p *Plugin) Is(t *testing.T, verb, mood string) {
 	t.Helper()
-	Must(t, os.WriteFile(filepath.Join(p.dir, verb+".new"), []byte(mood), 0o600))
-	Must(t, os.Rename(filepath.Join(p.dir, verb+".new"), filepath.Join(p.dir, verb)))
+	harness.Must(t, os.WriteFile(filepath.Join(p.dir, verb+".new"), []byte(mood), 0o600))
+	harness.Must(t, os.Rename(filepath.Join(p.dir, verb+".new"), filepath.Join(p.dir, verb)))
 }
 
 // Calls returns for which pods the plugin was called with a verb.
-func (p *MoodyPlugin) Calls(verb string) (ids []string) {
-	for _, line := range ReadLines(filepath.Join(p.dir, "calls")) {
+func (p *Plugin) Calls(verb string) (ids []string) {
+	for _, line := range harness.ReadLines(filepath.Join(p.dir, "calls")) {
 		if id, ok := strings.CutPrefix(line, verb+" "); ok {
 			ids = append(ids, id)
 		}
@@ -99,15 +103,15 @@ func (p *MoodyPlugin) Calls(verb string) (ids []string) {
 }
 
 // AwaitChildren waits until the plugin has left its children behind once more than n times.
-func (p *MoodyPlugin) AwaitChildren(t *testing.T, n int) {
+func (p *Plugin) AwaitChildren(t *testing.T, n int) {
 	t.Helper()
-	Eventually(t, "the plugin "+p.Name+" misbehaves", func() error {
+	harness.Eventually(t, "the plugin "+p.Name+" misbehaves", func() error {
 		if got := p.Left(); got <= n {
-			return Unexpected("how often it left children", got, n+1)
+			return harness.Unexpected("how often it left children", got, n+1)
 		}
 		return nil
 	})
 }
 
 // Left is how often the plugin has left children behind.
-func (p *MoodyPlugin) Left() int { return len(ReadLines(filepath.Join(p.dir, "left"))) }
+func (p *Plugin) Left() int { return len(harness.ReadLines(filepath.Join(p.dir, "left"))) }

@@ -1,4 +1,6 @@
-package harness
+// Package sessions is the client's side of exec and attach: the protocols that clients speak, and the screens and
+// terminals they have.
+package sessions
 
 import (
 	"bytes"
@@ -10,9 +12,10 @@ import (
 	"sync"
 	"testing"
 
+	"berth/integration/harness"
+
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/remotecommand"
-	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
 // Protocol is a way in which clients have sessions.
@@ -22,7 +25,7 @@ type Protocol struct {
 }
 
 var (
-	// spdy is what kubelet speaks.
+	// Spdy is what kubelet speaks.
 	Spdy = Protocol{"SPDY", func(c *rest.Config, address string) (remotecommand.Executor, error) {
 		u, err := url.Parse(address)
 		if err != nil {
@@ -30,7 +33,7 @@ var (
 		}
 		return remotecommand.NewSPDYExecutor(c, http.MethodPost, u)
 	}}
-	// webSocket is version 5.
+	// WebSocket is version 5.
 	WebSocket = Protocol{"WebSocket", func(c *rest.Config, address string) (remotecommand.Executor, error) {
 		return remotecommand.NewWebSocketExecutor(c, http.MethodGet, address)
 	}}
@@ -44,7 +47,7 @@ func (p Protocol) Stream(ctx context.Context, c *rest.Config, address string, op
 		return -1, err
 	}
 	err = executor.StreamWithContext(ctx, options)
-	if code := ExitCode(err); code >= 0 {
+	if code := harness.ExitCode(err); code >= 0 {
 		return code, nil
 	}
 	return 0, err
@@ -52,24 +55,6 @@ func (p Protocol) Stream(ctx context.Context, c *rest.Config, address string, op
 
 // Plain is a client without TLS.
 func Plain() *rest.Config { return &rest.Config{} }
-
-// ExecURL asks for a session that runs a command.
-func (c *Container) ExecURL(t *testing.T, o remotecommand.StreamOptions, cmd ...string) string {
-	t.Helper()
-	response, err := c.Pod.D.Cri.Exec(t.Context(), &runtimeapi.ExecRequest{ContainerId: c.Id, Cmd: cmd,
-		Tty: o.Tty, Stdin: o.Stdin != nil, Stdout: o.Stdout != nil, Stderr: o.Stderr != nil})
-	Must(t, err)
-	return response.Url
-}
-
-// AttachURL asks for a session with a container.
-func (c *Container) AttachURL(t *testing.T, o remotecommand.StreamOptions) string {
-	t.Helper()
-	response, err := c.Pod.D.Cri.Attach(t.Context(), &runtimeapi.AttachRequest{ContainerId: c.Id,
-		Tty: o.Tty, Stdin: o.Stdin != nil, Stdout: o.Stdout != nil, Stderr: o.Stderr != nil})
-	Must(t, err)
-	return response.Url
-}
 
 // Screen is a buffer that may be read while it is written.
 type Screen struct {
@@ -91,7 +76,7 @@ func (s *Screen) String() string {
 
 func (s *Screen) WaitFor(t *testing.T, text string) {
 	t.Helper()
-	Eventually(t, fmt.Sprintf("the session shows %q", text), func() error {
+	harness.Eventually(t, fmt.Sprintf("the session shows %q", text), func() error {
 		if out := s.String(); !strings.Contains(out, text) {
 			return fmt.Errorf("it shows %q", out)
 		}

@@ -1,0 +1,181 @@
+package scarcity
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"berth/integration/harness"
+)
+
+// smallDisk is a small filesystem for directories of a daemon, which can be made full or
+// read-only.
+type smallDisk struct {
+	path    string // where it is mounted
+	ballast string
+}
+
+// Kinds of disks.
+const (
+	tmpfs = "tmpfs"
+	ext4  = "ext4" // on a loop device
+)
+
+// newDisk mounts a disk of size bytes until the daemon has ended.
+func newDisk(t *testing.T, d *harness.Daemon, name, kind string, size int64) *smallDisk {
+	t.Helper()
+	k := &smallDisk{path: filepath.Join(d.Dir, name)}
+	k.ballast = filepath.Join(k.path, "ballast")
+	harness.Must(t, os.Mkdir(k.path, 0o711))
+	command := []string{"mount", "-t", "tmpfs", "-o", fmt.Sprintf("mode=0711,size=%d", size), "berth-test", k.path}
+	if kind == ext4 {
+		image := filepath.Join(t.TempDir(), name+".img")
+		harness.Must(t, os.WriteFile(image, nil, 0o600))
+		harness.Must(t, os.Truncate(image, size))
+		runCommand(t, "mkfs.ext4", "-q", "-m", "0", "-N", "2000", "-O", "^has_journal", image)
+		command = []string{"mount", "-o", "loop", image, k.path}
+	}
+	runCommand(t, command...)
+	d.Mounts = append(d.Mounts, k.path)
+	return k
+}
+
+// runCommand runs a command, which must succeed.
+func runCommand(t *testing.T, args ...string) {
+	t.Helper()
+	if out, err := exec.CommandContext(t.Context(), args[0], args[1:]...).CombinedOutput(); err != nil {
+		t.Fatalf("%s: %v: %s", strings.Join(args, " "), err, out)
+	}
+}
+
+// fill leaves no byte free. It may be called while others write.
+func (k *smallDisk) fill(t *testing.T) {
+	t.Helper()
+	f, err := os.OpenFile(k.ballast, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+	if errors.Is(err, unix.ENOSPC) {
+		return
+	}
+	harness.Must(t, err)
+	defer f.Close()
+	for chunk := 1 << 20; chunk > 0; chunk /= 2 {
+		zeros := make([]byte, chunk)
+		for err = nil; err == nil; {
+			_, err = f.Write(zeros)
+		}
+		if !errors.Is(err, unix.ENOSPC) {
+			t.Fatal(err)
+		}
+	}
+}
+
+// fillInodes leaves room for bytes, but for no further file.
+func (k *smallDisk) fillInodes(t *testing.T) {
+	t.Helper()
+	harness.Must(t, os.MkdirAll(k.ballast, 0o700))
+	for n := 0; ; n++ {
+		f, err := os.Create(filepath.Join(k.ballast, fmt.Sprint(n)))
+		if errors.Is(err, unix.ENOSPC) {
+			return
+		}
+		harness.Must(t, err)
+		harness.Must(t, f.Close())
+	}
+}
+
+// empty takes away what fill and fillInodes made.
+func (k *smallDisk) empty(t *testing.T) {
+	t.Helper()
+	harness.Must(t, os.RemoveAll(k.ballast))
+}
+
+// readOnly makes dir of the disk read-only for everybody who opens anything there from now on, or
+// takes that back. (The filesystem itself cannot be while somebody writes to it.)
+func (k *smallDisk) readOnly(t *testing.T, dir string, readOnly bool) {
+	t.Helper()
+	if !readOnly {
+		harness.Must(t, unix.Unmount(dir, unix.MNT_DETACH)) // a daemon that was started meanwhile has files open there
+		return
+	}
+	harness.Must(t, unix.Mount(dir, dir, "", unix.MS_BIND, ""))
+	harness.Must(t, unix.Mount("", dir, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""))
+}
+
+// limitedGroup is a cgroup for a daemon and what it starts.
+type limitedGroup struct{ dir string }
+
+// inGroup has the daemon started in a cgroup of its own with that controller; the test is skipped where
+// there is none.
+func inGroup(t *testing.T, controller string) (*limitedGroup, harness.DaemonOption) {
+	t.Helper()
+	g := &limitedGroup{dir: fmt.Sprintf("/sys/fs/cgroup/%s%s", controller, harness.PodCgroup(fmt.Sprintf("daemon%d", os.Getpid())))}
+	if harness.Cgroup2() {
+		t.Skip("the daemon is limited by cgroups of version 1 here: where they are version 2 its own group is systemd's or the machine's")
+	}
+	if err := os.MkdirAll(g.dir, 0o755); err != nil {
+		t.Skipf("no cgroup for controller %s: %v", controller, err)
+	}
+	t.Cleanup(func() {
+		harness.Eventually(t, "the daemon's cgroup is empty", func() error {
+			if err := os.Remove(g.dir); err != nil && !errors.Is(err, os.ErrNotExist) {
+				return err
+			}
+			return nil
+		})
+	})
+	return g, harness.StartedBy("sh", "-c", `echo $$ >"$0/cgroup.procs" && exec "$@"`, g.dir)
+}
+
+// set writes to a file of the group.
+func (g *limitedGroup) set(t *testing.T, file string, value any) {
+	t.Helper()
+	harness.Must(t, os.WriteFile(filepath.Join(g.dir, file), fmt.Append(nil, value), 0o600))
+}
+
+// number reads a file of the group.
+func (g *limitedGroup) number(t *testing.T, file string) (n int64) {
+	t.Helper()
+	data, err := os.ReadFile(filepath.Join(g.dir, file))
+	harness.Must(t, err)
+	_, err = fmt.Sscan(string(data), &n)
+	harness.Must(t, err)
+	return n
+}
+
+// leaveFiles lowers the daemon's limit of open files while it runs so that it can open left more, until
+// the returned function is called.
+func leaveFiles(t *testing.T, d *harness.Daemon, left int) (undo func()) {
+	t.Helper()
+	pid := d.Cmd.Process.Pid
+	used := map[string]bool{}
+	for _, fd := range harness.ReadDir(fmt.Sprintf("/proc/%d/fd", pid)) {
+		used[fd] = true
+	}
+	limit := 0 // a descriptor is a number below it
+	for free := 0; free < left || used[fmt.Sprint(limit)]; limit++ {
+		if !used[fmt.Sprint(limit)] {
+			free++
+		}
+	}
+	var old unix.Rlimit
+	harness.Must(t, unix.Prlimit(pid, unix.RLIMIT_NOFILE, nil, &old))
+	harness.Must(t, unix.Prlimit(pid, unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: uint64(limit), Max: old.Max}, nil))
+	return func() { harness.Must(t, unix.Prlimit(pid, unix.RLIMIT_NOFILE, &old, nil)) }
+}
+
+// statusLimits returns a line of /proc/PID/limits: "soft hard".
+func statusLimits(t *testing.T, pid int, name string) string {
+	t.Helper()
+	for _, line := range harness.ReadLines(fmt.Sprintf("/proc/%d/limits", pid)) {
+		if rest, ok := strings.CutPrefix(line, name); ok {
+			return strings.Join(strings.Fields(rest)[:2], " ")
+		}
+	}
+	t.Fatalf("process %d has no limit %q", pid, name)
+	return ""
+}
