@@ -19,6 +19,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"sigs.k8s.io/yaml"
 
@@ -334,19 +335,26 @@ type kubePod struct {
 	name string // with the node's name, which kubelet appends to static pods
 }
 
-// apply gives kubelet a manifest, until the test ends. What is usual may be left out: kind, namespace,
-// images; HOSTDIR stands for a directory of the pod's own on the host.
-func (n *node) apply(t *testing.T, manifest string) *kubePod {
+// apply has kubelet run a pod of that name and spec (YAML), until the test ends. What is usual may be left out: images,
+// the command of a container that only has to run, the name of the one called main; and the volume called host, a directory of the
+// pod's own on the host.
+func (n *node) apply(t *testing.T, name, spec string) *kubePod {
 	t.Helper()
-	var pod corev1.Pod
-	harness.Must(t, yaml.UnmarshalStrict([]byte(manifest), &pod))
-	name := pod.Name
+	pod := corev1.Pod{TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "Pod"},
+		ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: "default", Labels: map[string]string{"app": name}}}
+	harness.Must(t, yaml.UnmarshalStrict([]byte(spec), &pod.Spec))
 	harness.Must(t, os.MkdirAll(n.podDir(name), 0o755))
-	harness.Must(t, yaml.UnmarshalStrict([]byte(strings.ReplaceAll(manifest, "HOSTDIR", n.podDir(name))), &pod))
-	pod.APIVersion, pod.Kind, pod.Namespace = "v1", "Pod", "default"
+	host := corev1.Volume{Name: "host", VolumeSource: corev1.VolumeSource{HostPath: &corev1.HostPathVolumeSource{Path: n.podDir(name)}}}
+	if strings.Contains(spec, "{name: host, ") {
+		pod.Spec.Volumes = append(pod.Spec.Volumes, host)
+	}
 	for _, list := range [][]corev1.Container{pod.Spec.InitContainers, pod.Spec.Containers} {
 		for i := range list {
+			list[i].Name = cmp.Or(list[i].Name, "main")
 			list[i].Image = cmp.Or(list[i].Image, harness.BaseImage)
+			if len(list[i].Command) == 0 {
+				list[i].Command = []string{"sleep", "100000"}
+			}
 		}
 	}
 	if pod.Spec.TerminationGracePeriodSeconds == nil {

@@ -95,30 +95,24 @@ var kubeletPods = map[string]func(*testing.T, *node){
 // Init containers run one after the other, a sidecar runs from its turn until the
 // others have ended.
 func testKubeletInit(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: init}
-spec:
-  restartPolicy: Never
-  initContainers:
-  - name: first
-    command: [sh, -c, 'echo first >> /scratch/order']
-    volumeMounts: [{name: work, mountPath: /scratch}]
-  - name: sidecar
-    restartPolicy: Always
-    command: [sh, -c, 'trap "echo sidecar ends >> /scratch/order; exit 0" TERM; echo sidecar >> /scratch/order; touch /started; while :; do sleep 0.1; done']
-    startupProbe: {exec: {command: [test, -e, /started]}, periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 60}
-    volumeMounts: [{name: work, mountPath: /scratch}]
-  - name: second
-    command: [sh, -c, 'echo second >> /scratch/order']
-    volumeMounts: [{name: work, mountPath: /scratch}]
-  containers:
-  - name: main
-    command: [sh, -c, 'echo main >> /scratch/order; cat /scratch/order']
-    volumeMounts: [{name: work, mountPath: /scratch}]
-  terminationGracePeriodSeconds: 20
-  volumes:
-  - name: work
-    hostPath: {path: HOSTDIR}
+	p := n.apply(t, "init", `
+restartPolicy: Never
+initContainers:
+- name: first
+  command: [sh, -c, 'echo first >> /scratch/order']
+  volumeMounts: [{name: host, mountPath: /scratch}]
+- name: sidecar
+  restartPolicy: Always
+  command: [sh, -c, 'trap "echo sidecar ends >> /scratch/order; exit 0" TERM; echo sidecar >> /scratch/order; touch /started; while :; do sleep 0.1; done']
+  startupProbe: {exec: {command: [test, -e, /started]}, periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 60}
+  volumeMounts: [{name: host, mountPath: /scratch}]
+- name: second
+  command: [sh, -c, 'echo second >> /scratch/order']
+  volumeMounts: [{name: host, mountPath: /scratch}]
+containers:
+- command: [sh, -c, 'echo main >> /scratch/order; cat /scratch/order']
+  volumeMounts: [{name: host, mountPath: /scratch}]
+terminationGracePeriodSeconds: 20
 `)
 	pod := p.awaitPhase(t, corev1.PodSucceeded)
 	harness.Equal(t, "order", awaitFile(t, p.hostFile("order")), "first\nsidecar\nsecond\nmain\nsidecar ends\n")
@@ -137,17 +131,10 @@ spec:
 }
 
 func testKubeletExecReadiness(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: readiness}
-spec:
-  containers:
-  - name: main
-    command: [sleep, "100000"]
-    readinessProbe: {exec: {command: [sh, -c, 'echo probed; test -e /host/ready']}, periodSeconds: 1}
-    volumeMounts: [{name: host, mountPath: /host}]
-  volumes:
-  - name: host
-    hostPath: {path: HOSTDIR}
+	p := n.apply(t, "readiness", `
+containers:
+- readinessProbe: {exec: {command: [sh, -c, 'echo probed; test -e /host/ready']}, periodSeconds: 1}
+  volumeMounts: [{name: host, mountPath: /host}]
 `)
 	p.container(t, "main")
 	p.await(t, "not ready before its file is there", notReady)
@@ -158,15 +145,12 @@ spec:
 }
 
 func testKubeletHTTPProbe(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: http}
-spec:
-  containers:
-  - name: main
-    command: [sh, -c, 'mkdir -p /site/cgi-bin; echo ok > /site/healthy; exec httpd -f -p 8080 -h /site']
-    ports: [{containerPort: 8080, name: web}]
-    readinessProbe: {httpGet: {port: web, path: /healthy}, periodSeconds: 1}
-    livenessProbe: {httpGet: {port: web, path: /healthy}, periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 1, initialDelaySeconds: 3}
+	p := n.apply(t, "http", `
+containers:
+- command: [sh, -c, 'mkdir -p /site/cgi-bin; echo ok > /site/healthy; exec httpd -f -p 8080 -h /site']
+  ports: [{containerPort: 8080, name: web}]
+  readinessProbe: {httpGet: {port: web, path: /healthy}, periodSeconds: 1}
+  livenessProbe: {httpGet: {port: web, path: /healthy}, periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 1, initialDelaySeconds: 3}
 `)
 	p.awaitReady(t)
 	p.container(t, "main").Exec(t, "rm", "/site/healthy")
@@ -175,16 +159,13 @@ spec:
 }
 
 func testKubeletTCPProbe(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: tcp}
-spec:
-  containers:
-  - name: main
-    command: [httpd, -f, -p, "9000", -h, /www]
-    readinessProbe: {tcpSocket: {port: 9000}, periodSeconds: 1}
-  - name: closed
-    command: [sleep, "100000"]
-    livenessProbe: {tcpSocket: {port: 9001}, periodSeconds: 1, failureThreshold: 1, initialDelaySeconds: 2}
+	p := n.apply(t, "tcp", `
+containers:
+- name: main
+  command: [httpd, -f, -p, "9000", -h, /www]
+  readinessProbe: {tcpSocket: {port: 9000}, periodSeconds: 1}
+- name: closed
+  livenessProbe: {tcpSocket: {port: 9001}, periodSeconds: 1, failureThreshold: 1, initialDelaySeconds: 2}
 `)
 	p.await(t, "main is ready", func(pod *corev1.Pod) error {
 		if !containerStatus(pod, "main").Ready {
@@ -197,15 +178,12 @@ spec:
 
 // A container that fails its liveness probe gets SIGTERM, time, and a successor.
 func testKubeletLiveness(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: liveness}
-spec:
-  terminationGracePeriodSeconds: 20
-  containers:
-  - name: main
-    command: [sh, -c, 'trap "exit 7" TERM; touch /healthy; while :; do sleep 0.1; done']
-    startupProbe: {exec: {command: [test, -e, /healthy]}, periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 60}
-    livenessProbe: {exec: {command: [test, -e, /healthy]}, periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 1}
+	p := n.apply(t, "liveness", `
+terminationGracePeriodSeconds: 20
+containers:
+- command: [sh, -c, 'trap "exit 7" TERM; touch /healthy; while :; do sleep 0.1; done']
+  startupProbe: {exec: {command: [test, -e, /healthy]}, periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 60}
+  livenessProbe: {exec: {command: [test, -e, /healthy]}, periodSeconds: 1, timeoutSeconds: 20, failureThreshold: 1}
 `)
 	p.awaitReady(t)
 	p.container(t, "main").Exec(t, "rm", "/healthy")
@@ -226,16 +204,10 @@ func restarts(pod *corev1.Pod, name string, want int32) error {
 
 // kubelet waits longer from restart to restart, and counts them.
 func testKubeletBackOff(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: backoff}
-spec:
-  containers:
-  - name: main
-    command: [sh, -c, 'echo once more >> /host/lives; exit 3']
-    volumeMounts: [{name: host, mountPath: /host}]
-  volumes:
-  - name: host
-    hostPath: {path: HOSTDIR}
+	p := n.apply(t, "backoff", `
+containers:
+- command: [sh, -c, 'echo once more >> /host/lives; exit 3']
+  volumeMounts: [{name: host, mountPath: /host}]
 `)
 	pod := p.await(t, "in back-off after two lives", func(pod *corev1.Pod) error {
 		if err := restarts(pod, "main", 1); err != nil {
@@ -254,34 +226,29 @@ spec:
 }
 
 func testKubeletVolumes(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: volumes, labels: {colour: blue}}
-spec:
-  containers:
-  - name: writer
-    command: [sh, -c, 'echo disk > /disk/f; echo memory > /memory/f; echo host > /host/f; mkdir /disk/sub; echo deep > /disk/sub/f; exec sleep 100000']
-    volumeMounts:
-    - {name: disk, mountPath: /disk}
-    - {name: memory, mountPath: /memory}
-    - {name: host, mountPath: /host}
-  - name: reader
-    command: [sleep, "100000"]
-    volumeMounts:
-    - {name: disk, mountPath: /disk, readOnly: true}
-    - {name: memory, mountPath: /memory}
-    - {name: disk, mountPath: /sub, subPath: part}
-    - {name: about, mountPath: /about}
-    - {name: host, mountPath: /file, subPath: seed}
-  volumes:
-  - name: disk
-    emptyDir: {}
-  - name: memory
-    emptyDir: {medium: Memory, sizeLimit: 1Mi}
-  - name: host
-    hostPath: {path: HOSTDIR}
-  - name: about
-    downwardAPI:
-      items: [{path: labels, fieldRef: {fieldPath: metadata.labels}}]
+	p := n.apply(t, "volumes", `
+containers:
+- name: writer
+  command: [sh, -c, 'echo disk > /disk/f; echo memory > /memory/f; echo host > /host/f; mkdir /disk/sub; echo deep > /disk/sub/f; exec sleep 100000']
+  volumeMounts:
+  - {name: disk, mountPath: /disk}
+  - {name: memory, mountPath: /memory}
+  - {name: host, mountPath: /host}
+- name: reader
+  volumeMounts:
+  - {name: disk, mountPath: /disk, readOnly: true}
+  - {name: memory, mountPath: /memory}
+  - {name: disk, mountPath: /sub, subPath: part}
+  - {name: about, mountPath: /about}
+  - {name: host, mountPath: /file, subPath: seed}
+volumes:
+- name: disk
+  emptyDir: {}
+- name: memory
+  emptyDir: {medium: Memory, sizeLimit: 1Mi}
+- name: about
+  downwardAPI:
+    items: [{path: labels, fieldRef: {fieldPath: metadata.labels}}]
 `)
 	harness.Must(t, os.WriteFile(p.hostFile("seed"), []byte("from the host"), 0o600))
 	pod := p.awaitReady(t)
@@ -290,7 +257,7 @@ spec:
 	harness.Equal(t, "emptyDir", reader.Exec(t, "cat", "/disk/f"), "disk")
 	harness.Equal(t, "emptyDir in memory", reader.Exec(t, "cat", "/memory/f"), "memory")
 	harness.Equal(t, "its file system", reader.Exec(t, "stat", "-f", "-c", "%T", "/memory"), "tmpfs")
-	harness.Equal(t, "downward API", reader.Exec(t, "cat", "/about/labels"), `colour="blue"`)
+	harness.Equal(t, "downward API", reader.Exec(t, "cat", "/about/labels"), `app="volumes"`)
 	harness.Equal(t, "a file as sub path", reader.Exec(t, "cat", "/file"), "from the host")
 	if out := reader.Exec(t, "sh", "-c", "touch /disk/g 2>&1 || true"); !strings.Contains(out, "Read-only") {
 		t.Errorf("writing to a read-only volume: %q", out)
@@ -311,15 +278,12 @@ spec:
 }
 
 func testKubeletHostNetwork(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: hostnet}
-spec:
-  hostNetwork: true
-  containers:
-  - name: main
-    command: [httpd, -f, -p, "18080", -h, /www]
-    ports: [{containerPort: 18080, hostPort: 18080}]
-    readinessProbe: {httpGet: {port: 18080}, periodSeconds: 1}
+	p := n.apply(t, "hostnet", `
+hostNetwork: true
+containers:
+- command: [httpd, -f, -p, "18080", -h, /www]
+  ports: [{containerPort: 18080, hostPort: 18080}]
+  readinessProbe: {httpGet: {port: 18080}, periodSeconds: 1}
 `)
 	p.awaitReady(t)
 	main := p.container(t, "main")
@@ -333,14 +297,11 @@ spec:
 }
 
 func testKubeletHostPort(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: hostport}
-spec:
-  containers:
-  - name: main
-    command: [httpd, -f, -p, "80", -h, /www]
-    ports: [{containerPort: 80, hostPort: 18081}]
-    readinessProbe: {httpGet: {port: 80}, periodSeconds: 1}
+	p := n.apply(t, "hostport", `
+containers:
+- command: [httpd, -f, -p, "80", -h, /www]
+  ports: [{containerPort: 80, hostPort: 18081}]
+  readinessProbe: {httpGet: {port: 80}, periodSeconds: 1}
 `)
 	pod := p.awaitReady(t)
 	for _, host := range []string{pod.Status.PodIP + ":80", kubeletAddress + ":18081", "127.0.0.1:18081"} {
@@ -353,21 +314,18 @@ func testKubeletUserNamespace(t *testing.T, n *node) {
 	if !n.userNamespaces(t) {
 		t.Skip("the runtime says that this machine has no user namespaces for pods")
 	}
-	p := n.apply(t, `
-metadata: {name: userns}
-spec:
-  hostUsers: false
-  containers:
-  - name: main
-    command: [sh, -c, 'id -u > /disk/id; exec httpd -f -p 8080 -h /disk']
-    readinessProbe: {httpGet: {port: 8080, path: /id}, periodSeconds: 1}
-    volumeMounts: [{name: disk, mountPath: /disk}, {name: about, mountPath: /about}]
-  volumes:
-  - name: disk
-    emptyDir: {}
-  - name: about
-    downwardAPI:
-      items: [{path: name, mode: 0400, fieldRef: {fieldPath: metadata.name}}]
+	p := n.apply(t, "userns", `
+hostUsers: false
+containers:
+- command: [sh, -c, 'id -u > /disk/id; exec httpd -f -p 8080 -h /disk']
+  readinessProbe: {httpGet: {port: 8080, path: /id}, periodSeconds: 1}
+  volumeMounts: [{name: disk, mountPath: /disk}, {name: about, mountPath: /about}]
+volumes:
+- name: disk
+  emptyDir: {}
+- name: about
+  downwardAPI:
+    items: [{path: name, mode: 0400, fieldRef: {fieldPath: metadata.name}}]
 `)
 	p.awaitReady(t)
 	main := p.container(t, "main")
@@ -382,15 +340,13 @@ spec:
 }
 
 func testKubeletSharedProcesses(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: shared}
-spec:
-  shareProcessNamespace: true
-  containers:
-  - name: main
-    command: [sleep, "100001"]
-  - name: other
-    command: [httpd, -f, -h, /www]
+	p := n.apply(t, "shared", `
+shareProcessNamespace: true
+containers:
+- name: main
+  command: [sleep, "100001"]
+- name: other
+  command: [httpd, -f, -h, /www]
 `)
 	p.awaitReady(t)
 	out := p.container(t, "main").Exec(t, "ps", "-o", "pid,args")
@@ -404,22 +360,20 @@ spec:
 }
 
 func testKubeletTerminationMessage(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: messages}
-spec:
-  restartPolicy: Never
-  containers:
-  - name: file
-    command: [sh, -c, 'echo in the log; printf "in the file" > /dev/termination-log; exit 1']
-    terminationMessagePolicy: FallbackToLogsOnError
-  - name: elsewhere
-    command: [sh, -c, 'printf elsewhere > /tmp/message']
-    terminationMessagePath: /tmp/message
-  - name: log
-    command: [sh, -c, 'echo in the log; exit 1']
-    terminationMessagePolicy: FallbackToLogsOnError
-  - name: none
-    command: [sh, -c, 'echo in the log; exit 1']
+	p := n.apply(t, "messages", `
+restartPolicy: Never
+containers:
+- name: file
+  command: [sh, -c, 'echo in the log; printf "in the file" > /dev/termination-log; exit 1']
+  terminationMessagePolicy: FallbackToLogsOnError
+- name: elsewhere
+  command: [sh, -c, 'printf elsewhere > /tmp/message']
+  terminationMessagePath: /tmp/message
+- name: log
+  command: [sh, -c, 'echo in the log; exit 1']
+  terminationMessagePolicy: FallbackToLogsOnError
+- name: none
+  command: [sh, -c, 'echo in the log; exit 1']
 `)
 	pod := p.awaitPhase(t, corev1.PodFailed)
 	for name, want := range map[string]string{"file": "in the file", "elsewhere": "elsewhere", "log": "in the log\n", "none": ""} {
@@ -430,14 +384,11 @@ spec:
 }
 
 func testKubeletOOM(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: oom}
-spec:
-  restartPolicy: Never
-  containers:
-  - name: main
-    command: [sh, -c, 'tail /dev/zero']
-    resources: {limits: {memory: 20Mi, cpu: 500m}}
+	p := n.apply(t, "oom", `
+restartPolicy: Never
+containers:
+- command: [sh, -c, 'tail /dev/zero']
+  resources: {limits: {memory: 20Mi, cpu: 500m}}
 `)
 	pod := p.awaitPhase(t, corev1.PodFailed)
 	if end := terminated(pod, "main"); end == nil || end.Reason != "OOMKilled" || end.ExitCode != 137 {
@@ -447,19 +398,13 @@ spec:
 
 // preStop runs first, then SIGTERM comes, and who obeys is not killed.
 func testKubeletGracefulDeletion(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: graceful}
-spec:
-  terminationGracePeriodSeconds: 60
-  containers:
-  - name: main
-    command: [sh, -c, 'trap "echo asked to end >> /host/end; sleep 1; echo ended >> /host/end; exit 0" TERM; touch /ready; while :; do sleep 0.1; done']
-    readinessProbe: {exec: {command: [test, -e, /ready]}, periodSeconds: 1}
-    lifecycle: {preStop: {exec: {command: [sh, -c, 'sleep 1; echo prepared >> /host/end']}}}
-    volumeMounts: [{name: host, mountPath: /host}]
-  volumes:
-  - name: host
-    hostPath: {path: HOSTDIR}
+	p := n.apply(t, "graceful", `
+terminationGracePeriodSeconds: 60
+containers:
+- command: [sh, -c, 'trap "echo asked to end >> /host/end; sleep 1; echo ended >> /host/end; exit 0" TERM; touch /ready; while :; do sleep 0.1; done']
+  readinessProbe: {exec: {command: [test, -e, /ready]}, periodSeconds: 1}
+  lifecycle: {preStop: {exec: {command: [sh, -c, 'sleep 1; echo prepared >> /host/end']}}}
+  volumeMounts: [{name: host, mountPath: /host}]
 `)
 	p.awaitReady(t)
 	p.withdraw(t)
@@ -469,18 +414,12 @@ spec:
 
 // Who does not obey SIGTERM is killed when the grace period is over.
 func testKubeletDeletionAfterGrace(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: stubborn}
-spec:
-  terminationGracePeriodSeconds: 2
-  containers:
-  - name: main
-    command: [sh, -c, 'trap "echo heard >> /host/end" TERM; touch /ready; while :; do sleep 0.1; done']
-    readinessProbe: {exec: {command: [test, -e, /ready]}, periodSeconds: 1}
-    volumeMounts: [{name: host, mountPath: /host}]
-  volumes:
-  - name: host
-    hostPath: {path: HOSTDIR}
+	p := n.apply(t, "stubborn", `
+terminationGracePeriodSeconds: 2
+containers:
+- command: [sh, -c, 'trap "echo heard >> /host/end" TERM; touch /ready; while :; do sleep 0.1; done']
+  readinessProbe: {exec: {command: [test, -e, /ready]}, periodSeconds: 1}
+  volumeMounts: [{name: host, mountPath: /host}]
 `)
 	p.awaitReady(t)
 	p.withdraw(t)
@@ -509,12 +448,9 @@ func (p *kubePod) awaitGone(t *testing.T) {
 // kubelet rotates the log while the container writes; every line is in one of the files.
 func testKubeletLogRotation(t *testing.T, n *node) {
 	const lines = 4000
-	p := n.apply(t, fmt.Sprintf(`
-metadata: {name: logs}
-spec:
-  containers:
-  - name: main
-    command: [sh, -c, 'i=0; while [ $i -lt %d ]; do i=$((i+1)); echo line $i; usleep 4000; done; exec sleep 100000']
+	p := n.apply(t, "logs", fmt.Sprintf(`
+containers:
+- command: [sh, -c, 'i=0; while [ $i -lt %d ]; do i=$((i+1)); echo line $i; usleep 4000; done; exec sleep 100000']
 `, lines))
 	log := p.container(t, "main").Status(t).LogPath
 	p.n.kubelet.waitFor(t, "all lines are in the log's files", func() error {
@@ -572,21 +508,18 @@ func logText(path string) ([]string, error) {
 }
 
 func testKubeletSecurityContext(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: security}
-spec:
-  securityContext: {runAsUser: 1001, runAsGroup: 2001, fsGroup: 3001, supplementalGroups: [4001], supplementalGroupsPolicy: Strict, seccompProfile: {type: RuntimeDefault}, sysctls: [{name: net.ipv4.ip_unprivileged_port_start, value: "80"}]}
-  containers:
-  - name: main
-    command: [httpd, -f, -p, "80", -h, /disk]
-    securityContext: {readOnlyRootFilesystem: true, allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
-    volumeMounts: [{name: disk, mountPath: /disk}]
-  - name: privileged
-    command: [sleep, "100000"]
-    securityContext: {privileged: true, runAsUser: 0}
-  volumes:
-  - name: disk
-    emptyDir: {}
+	p := n.apply(t, "security", `
+securityContext: {runAsUser: 1001, runAsGroup: 2001, fsGroup: 3001, supplementalGroups: [4001], supplementalGroupsPolicy: Strict, seccompProfile: {type: RuntimeDefault}, sysctls: [{name: net.ipv4.ip_unprivileged_port_start, value: "80"}]}
+containers:
+- name: main
+  command: [httpd, -f, -p, "80", -h, /disk]
+  securityContext: {readOnlyRootFilesystem: true, allowPrivilegeEscalation: false, capabilities: {drop: [ALL]}}
+  volumeMounts: [{name: disk, mountPath: /disk}]
+- name: privileged
+  securityContext: {privileged: true, runAsUser: 0}
+volumes:
+- name: disk
+  emptyDir: {}
 `)
 	pod := p.awaitReady(t)
 	harness.Equal(t, "image", containerStatus(pod, "main").Image, harness.BaseImage)
@@ -610,25 +543,18 @@ spec:
 
 // A probe that takes too long has failed.
 func testKubeletExecTimeout(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: slowprobe}
-spec:
-  containers:
-  - name: main
-    command: [sleep, "100000"]
-    livenessProbe: {exec: {command: [sleep, "100000"]}, timeoutSeconds: 1, periodSeconds: 1, failureThreshold: 1}
+	p := n.apply(t, "slowprobe", `
+containers:
+- livenessProbe: {exec: {command: [sleep, "100000"]}, timeoutSeconds: 1, periodSeconds: 1, failureThreshold: 1}
 `)
 	p.await(t, "restarted", func(pod *corev1.Pod) error { return restarts(pod, "main", 1) })
 }
 
 // kubelet's summary, from which autoscalers and kubectl top live.
 func testKubeletStatistics(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: busy}
-spec:
-  containers:
-  - name: main
-    command: [sh, -c, 'head -c 65536 /dev/zero >/file; while :; do usleep 10000; done']
+	p := n.apply(t, "busy", `
+containers:
+- command: [sh, -c, 'head -c 65536 /dev/zero >/file; while :; do usleep 10000; done']
 `)
 	p.n.kubelet.waitFor(t, "the summary tells about the pod", func() error {
 		var all kubeSummary
@@ -686,12 +612,9 @@ func (n *node) complete(pod podSummary) error {
 }
 
 func testKubeletImagePullFails(t *testing.T, n *node) {
-	p := n.apply(t, fmt.Sprintf(`
-metadata: {name: noimage}
-spec:
-  containers:
-  - name: main
-    image: %s/no/such:image
+	p := n.apply(t, "noimage", fmt.Sprintf(`
+containers:
+- image: %s/no/such:image
 `, harness.Registry.Host))
 	p.await(t, "its image cannot be pulled", func(pod *corev1.Pod) error {
 		if w := containerStatus(pod, "main").State.Waiting; w == nil || w.Reason != "ErrImagePull" && w.Reason != "ImagePullBackOff" {
@@ -702,13 +625,10 @@ spec:
 }
 
 func testKubeletCommandDoesNotExist(t *testing.T, n *node) {
-	p := n.apply(t, `
-metadata: {name: nocommand}
-spec:
-  restartPolicy: Never
-  containers:
-  - name: main
-    command: [/no/such/command]
+	p := n.apply(t, "nocommand", `
+restartPolicy: Never
+containers:
+- command: [/no/such/command]
 `)
 	pod := p.awaitPhase(t, corev1.PodFailed)
 	if end := terminated(pod, "main"); end == nil || end.Reason != "StartError" && end.Reason != "ContainerCannotRun" || !strings.Contains(end.Message, "/no/such/command") {
@@ -718,18 +638,14 @@ spec:
 
 // A changed manifest is another pod: the old one ends first.
 func testKubeletManifestChanges(t *testing.T, n *node) {
-	const manifest = `
-metadata: {name: changes}
-spec:
-  containers:
-  - name: main
-    command: [sleep, "100000"]
-    env: [{name: VERSION, value: "%d"}]
+	const spec = `
+containers:
+- env: [{name: VERSION, value: "%d"}]
 `
-	p := n.apply(t, fmt.Sprintf(manifest, 1))
+	p := n.apply(t, "changes", fmt.Sprintf(spec, 1))
 	harness.Equal(t, "version", p.container(t, "main").Exec(t, "sh", "-c", "echo $VERSION"), "1")
 	old := p.awaitReady(t).UID
-	n.apply(t, fmt.Sprintf(manifest, 2))
+	n.apply(t, "changes", fmt.Sprintf(spec, 2))
 	p.await(t, "replaced", func(pod *corev1.Pod) error {
 		if pod.UID == old {
 			return fmt.Errorf("it is still the old one")
@@ -742,18 +658,12 @@ spec:
 // While the daemon is dead one container exits and another runs on. kubelet learns
 // the real exit code from the next daemon, and restarts only what has ended.
 func (n *node) testDaemonKilled(t *testing.T) {
-	p := n.apply(t, `
-metadata: {name: survivor}
-spec:
-  containers:
-  - name: runs
-    command: [sleep, "100000"]
-  - name: exits
-    command: [sh, -c, 'while [ ! -e /host/exit ]; do sleep 0.1; done; rm /host/exit; exit 42']
-    volumeMounts: [{name: host, mountPath: /host}]
-  volumes:
-  - name: host
-    hostPath: {path: HOSTDIR}
+	p := n.apply(t, "survivor", `
+containers:
+- name: runs
+- name: exits
+  command: [sh, -c, 'while [ ! -e /host/exit ]; do sleep 0.1; done; rm /host/exit; exit 42']
+  volumeMounts: [{name: host, mountPath: /host}]
 `)
 	before := p.awaitReady(t)
 	exits := p.container(t, "exits").Pid(t)
@@ -765,13 +675,7 @@ spec:
 		}
 		return nil
 	})
-	n.apply(t, `
-metadata: {name: meanwhile}
-spec:
-  containers:
-  - name: main
-    command: [sleep, "100000"]
-`)
+	n.apply(t, "meanwhile", `containers: [{}]`)
 	n.d.Start(t)
 	after := p.await(t, "restarted", func(pod *corev1.Pod) error {
 		if err := restarts(pod, "exits", 1); err != nil {
@@ -789,13 +693,7 @@ spec:
 
 // A new kubelet finds the pods of the old one and leaves them alone.
 func (n *node) testKubeletRestarted(t *testing.T) {
-	p := n.apply(t, `
-metadata: {name: steady}
-spec:
-  containers:
-  - name: main
-    command: [sleep, "100000"]
-`)
+	p := n.apply(t, "steady", `containers: [{}]`)
 	before := containerStatus(p.awaitReady(t), "main")
 	n.stop(t)
 	n.start(t)
