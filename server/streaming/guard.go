@@ -40,6 +40,31 @@ func (s *Server) guardSPDY(w http.ResponseWriter, rules func(protocol string) st
 // guardWebSocket guards the connection of a client that is going to speak WebSocket.
 func (s *Server) guardWebSocket(w http.ResponseWriter) http.ResponseWriter {
 	return guardedWriter{w, func(conn net.Conn, from *bufio.Reader) (net.Conn, error) {
-		return &webSocketGuard{Conn: conn, from: from, log: s.cfg.Log}, nil
+		return &webSocketGuard{Conn: conn, frames: frames{from: from}, log: s.cfg.Log}, nil
 	}}
+}
+
+// frames is what a guard hands on of its client's frames: headers whole, which it may have changed, and the rest as it
+// comes. Reads are one at a time.
+type frames struct {
+	from  *bufio.Reader
+	ready []byte // to be handed on
+	body  int    // bytes to be handed on after that, as they are
+}
+
+// read hands on what there is, after next has found something.
+func (f *frames) read(p []byte, next func() error) (int, error) {
+	for len(f.ready) == 0 && f.body == 0 {
+		if err := next(); err != nil {
+			return 0, err
+		}
+	}
+	if len(f.ready) > 0 {
+		n := copy(p, f.ready)
+		f.ready = f.ready[n:]
+		return n, nil
+	}
+	n, err := f.from.Read(p[:min(len(p), f.body)])
+	f.body -= n
+	return n, err
 }

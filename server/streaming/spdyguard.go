@@ -87,12 +87,10 @@ type spdyGuard struct {
 	log   *slog.Logger
 
 	// Of Read.
-	from   *bufio.Reader
+	frames
 	parser *spdy.Framer  // of control frames; it has the state of the compressed headers
 	frame  *bytes.Buffer // what parser reads
-	ready  []byte        // to be handed on
 	data   dataFrame     // what is left of the one that is being handed on
-	chunk  int           // of it, until the next header
 	last   spdy.StreamId // the latest that was opened
 
 	sent sentFrames // of Write
@@ -127,7 +125,7 @@ func newSPDYGuard(conn net.Conn, from *bufio.Reader, rules streamRules, log *slo
 	}
 	return &spdyGuard{
 		Conn: conn, rules: rules, log: log,
-		from: from, parser: parser, frame: frame,
+		frames: frames{from: from}, parser: parser, frame: frame,
 		closed:  make(chan struct{}),
 		streams: map[spdy.StreamId]*guardedStream{},
 	}, nil
@@ -140,21 +138,7 @@ func (g *spdyGuard) Close() error {
 }
 
 // Read implements net.Conn. An error other than the connection's own has closed it.
-func (g *spdyGuard) Read(p []byte) (int, error) {
-	for len(g.ready) == 0 && g.chunk == 0 {
-		if err := g.next(); err != nil {
-			return 0, err
-		}
-	}
-	if len(g.ready) > 0 {
-		n := copy(p, g.ready)
-		g.ready = g.ready[n:]
-		return n, nil
-	}
-	n, err := g.from.Read(p[:min(len(p), g.chunk)])
-	g.chunk -= n
-	return n, err
-}
+func (g *spdyGuard) Read(p []byte) (int, error) { return g.read(p, g.next) }
 
 // next reads on to something that can be handed on, mostly.
 func (g *spdyGuard) next() error {
@@ -227,9 +211,9 @@ func (g *spdyGuard) beginData(f dataFrame) error {
 // beginChunk hands on the header of as much of the data frame as one may have. Only
 // the last has its flags.
 func (g *spdyGuard) beginChunk() {
-	g.chunk = min(g.data.left, maxData)
-	g.data.left -= g.chunk
-	flagsAndLength := uint32(g.chunk)
+	g.body = min(g.data.left, maxData)
+	g.data.left -= g.body
+	flagsAndLength := uint32(g.body)
 	if g.data.left == 0 {
 		flagsAndLength |= uint32(g.data.flags) << 24
 	}

@@ -1,7 +1,6 @@
 package streaming
 
 import (
-	"bufio"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -18,28 +17,12 @@ const maxFrame = 1 << 20
 // Reads are one at a time.
 type webSocketGuard struct {
 	net.Conn
-	from    *bufio.Reader
-	log     *slog.Logger
-	ready   []byte // of the current frame's header, to be handed on
-	payload int    // of the current frame, to be handed on
+	frames
+	log *slog.Logger
 }
 
 // Read implements net.Conn. An error other than the connection's own has closed it.
-func (g *webSocketGuard) Read(p []byte) (int, error) {
-	if len(g.ready) == 0 && g.payload == 0 {
-		if err := g.next(); err != nil {
-			return 0, err
-		}
-	}
-	if len(g.ready) > 0 {
-		n := copy(p, g.ready)
-		g.ready = g.ready[n:]
-		return n, nil
-	}
-	n, err := g.from.Read(p[:min(len(p), g.payload)])
-	g.payload -= n
-	return n, err
-}
+func (g *webSocketGuard) Read(p []byte) (int, error) { return g.read(p, g.next) }
 
 // next reads a frame's header (RFC 6455, section 5.2): two bytes, the length's where it does not fit, and the mask.
 func (g *webSocketGuard) next() error {
@@ -73,6 +56,6 @@ func (g *webSocketGuard) next() error {
 		g.log.Info("A WebSocket connection is ended for what its client sent", "err", err)
 		return errors.Join(err, g.Close())
 	}
-	g.ready, g.payload = header, int(length)
+	g.ready, g.body = header, int(length)
 	return nil
 }
