@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
@@ -18,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/errdefs"
+	"berth/internal/safefs"
 )
 
 // maxConfSize is the largest configuration file that is read.
@@ -110,28 +110,7 @@ func loadFile(file string) (*libcni.NetworkConfigList, error) {
 
 // readConf reads a regular file of at most maxConfSize bytes. A FIFO or device
 // put in its place neither blocks nor floods the owner goroutine.
-func readConf(file string) ([]byte, error) {
-	f, err := os.OpenFile(file, os.O_RDONLY|unix.O_NONBLOCK, 0)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	info, err := f.Stat()
-	if err != nil {
-		return nil, err
-	}
-	if !info.Mode().IsRegular() {
-		return nil, errors.New("not a regular file")
-	}
-	data, err := io.ReadAll(io.LimitReader(f, maxConfSize+1))
-	if err != nil {
-		return nil, err
-	}
-	if len(data) > maxConfSize {
-		return nil, fmt.Errorf("larger than %d bytes", maxConfSize)
-	}
-	return data, nil
-}
+func readConf(file string) ([]byte, error) { return safefs.ReadHostFile(file, maxConfSize) }
 
 // parseConf decodes a list, or a single plugin's configuration as a list of one.
 // The name is valid in what it returns; validateList checks the rest.

@@ -41,7 +41,7 @@ func TestLoadFirstValid(t *testing.T) {
 		{name: "no name", files: map[string]string{"1.conf": `{"type":"a"}`}, skipped: []string{"1.conf"}, err: "missing network name"},
 		{name: "no plugins", files: map[string]string{"1.conflist": `{"name":"n","cniVersion":"1.0.0"}`}, skipped: []string{"1.conflist"}, err: "no plugins"},
 		{name: "plugin type is a path", files: map[string]string{"1.conflist": conflist("1.0.0", "n", "../../bin/sh")}, skipped: []string{"1.conflist"}, err: "is not a file name"},
-		{name: "too large", files: map[string]string{"1.conf": strings.Repeat(" ", maxConfSize) + single}, skipped: []string{"1.conf"}, err: "larger than"},
+		{name: "too large", files: map[string]string{"1.conf": strings.Repeat(" ", maxConfSize) + single}, skipped: []string{"1.conf"}, err: "too large"},
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {

@@ -3,12 +3,13 @@ package host
 import (
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
 	"syscall"
+
+	"berth/internal/safefs"
 
 	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
@@ -51,28 +52,7 @@ const maxProfile = 1 << 20
 
 // ReadProfile reads a seccomp profile that the node's administrator installed: a
 // regular file of at most 1 MiB.
-func (Files) ReadProfile(path string) ([]byte, error) {
-	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	st, err := f.Stat()
-	if err != nil {
-		return nil, err
-	}
-	if !st.Mode().IsRegular() {
-		return nil, fmt.Errorf("%s is not a regular file", path)
-	}
-	b, err := io.ReadAll(io.LimitReader(f, maxProfile+1))
-	if err != nil {
-		return nil, err
-	}
-	if len(b) > maxProfile {
-		return nil, fmt.Errorf("%s is larger than %d bytes", path, maxProfile)
-	}
-	return b, nil
-}
+func (Files) ReadProfile(path string) ([]byte, error) { return safefs.ReadHostFile(path, maxProfile) }
 
 // AppArmorLoaded reports whether the kernel has an AppArmor profile of that name.
 func (Files) AppArmorLoaded(name string) (bool, error) {

@@ -21,6 +21,7 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
+	"berth/internal/safefs"
 	"berth/oci"
 	"berth/sandbox/dnsfiles"
 	"berth/sandbox/layout"
@@ -172,18 +173,13 @@ func writeFiles(dir string, files map[string][]byte) error {
 // readCapped reads a file of the host, at most 1 MiB. A file that does not exist is empty.
 func readCapped(path string) ([]byte, error) {
 	const limit = 1 << 20
-	info, err := os.Stat(path)
-	if errors.Is(err, unix.ENOENT) {
+	data, err := safefs.ReadHostFile(path, limit)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
 		return nil, nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("read host file: %w", err)
-	}
-	if !info.Mode().IsRegular() || info.Size() > limit {
+	case errors.Is(err, safefs.ErrNotRegular), errors.Is(err, safefs.ErrTooLarge):
 		return nil, errdefs.FailedPrecondition("%s on the host is not a regular file of at most %d bytes", path, limit)
-	}
-	data, err := os.ReadFile(path)
-	if err != nil {
+	case err != nil:
 		return nil, fmt.Errorf("read host file: %w", err)
 	}
 	return data, nil
