@@ -481,12 +481,7 @@ func TestStopKillsAfterGracePeriod(t *testing.T) {
 	c.Stop(t, 1)
 	status := c.Status(t)
 	harness.Equal(t, "exit code", status.ExitCode, 137)
-	harness.Eventually(t, "the child is gone", func() error {
-		if left := harness.CommandLines("sleep 3333"); len(left) > 0 {
-			return fmt.Errorf("still running: %q", left)
-		}
-		return nil
-	})
+	awaitNoProcesses(t, "sleep 3333")
 }
 
 func TestListContainersFilters(t *testing.T) {

@@ -49,13 +49,21 @@ func TestExecSyncTimeoutKillsGrandchildren(t *testing.T) {
 	if !errors.Is(err, cri.ErrCommandTimedOut) { // cri-client's word for DeadlineExceeded
 		t.Errorf("the error is %v, want DeadlineExceeded", err)
 	}
-	harness.Eventually(t, "everything it started is gone", func() error {
-		if left := append(harness.CommandLines("sleep 777"), harness.CommandLines("sh -c trap")...); len(left) > 0 {
-			return fmt.Errorf("still running: %q", left)
+	awaitNoProcesses(t, "sleep 777", "sh -c trap")
+	harness.Equal(t, "the container goes on", c.Exec(t, "echo", "alive"), "alive")
+}
+
+// awaitNoProcesses waits until no process has a command line that begins so.
+func awaitNoProcesses(t *testing.T, prefixes ...string) {
+	t.Helper()
+	harness.Eventually(t, "everything that was started is gone", func() error {
+		for _, prefix := range prefixes {
+			if left := harness.CommandLines(prefix); len(left) > 0 {
+				return fmt.Errorf("still running: %q", left)
+			}
 		}
 		return nil
 	})
-	harness.Equal(t, "the container goes on", c.Exec(t, "echo", "alive"), "alive")
 }
 
 // A background process that holds stdout does not hold up the answer.

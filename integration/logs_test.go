@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -64,11 +65,7 @@ func TestLogHighVolume(t *testing.T) {
 	c, _ := d.RunPod(t, harness.HostNetwork).RunToEnd(t, harness.Script(fmt.Sprintf("seq 1 %d", n)))
 	lines := c.Log(t)
 	harness.Equal(t, "number of lines", len(lines), n)
-	for i, l := range lines {
-		if l.Text != fmt.Sprint(i+1) {
-			t.Fatalf("line %d is %q", i+1, l.Text)
-		}
-	}
+	harness.Numbered(t, lines)
 }
 
 // After a rotation by kubelet the new file is written, and no line is lost.
@@ -87,12 +84,7 @@ func TestReopenContainerLog(t *testing.T) {
 		return nil
 	})
 	c.Stop(t, 0)
-	lines := append(harness.ReadLog(t, rotated), c.Log(t)...)
-	for i, l := range lines {
-		if l.Text != fmt.Sprint(i+1) {
-			t.Fatalf("record %d over both files is %q", i+1, l.Text)
-		}
-	}
+	harness.Numbered(t, append(harness.ReadLog(t, rotated), c.Log(t)...))
 }
 
 // The log is rotated again and again while the container writes as fast as it can: each line is in one of the
@@ -110,19 +102,13 @@ func TestRotationAtFullSpeed(t *testing.T) {
 	}
 	c.Release(t, "/tmp/enough")
 	harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 0)
-	var lines []string
-	for _, file := range append(files, c.LogPath()) {
-		for _, l := range harness.ReadLog(t, file) {
-			lines = append(lines, l.Text)
-		}
+	lines := c.Log(t)
+	for _, file := range slices.Backward(files) {
+		lines = append(harness.ReadLog(t, file), lines...)
 	}
 	last := len(lines) - 1
-	for i, l := range lines[:last] {
-		if l != fmt.Sprint(i+1) {
-			t.Fatalf("line %d is %q", i+1, l)
-		}
-	}
-	harness.Equal(t, "last line", lines[last], fmt.Sprintf("%d lines", last))
+	harness.Numbered(t, lines[:last])
+	harness.Equal(t, "last line", lines[last].Text, fmt.Sprintf("%d lines", last))
 }
 
 func TestMaxLogLine(t *testing.T) {
@@ -160,11 +146,7 @@ func TestLogDiskFull(t *testing.T) {
 	if len(kept) == 0 || len(kept) >= lines {
 		t.Errorf("the log has %d of %d lines", len(kept), lines)
 	}
-	for i, l := range kept {
-		if l.Text != fmt.Sprint(i+1) {
-			t.Fatalf("line %d is %q", i+1, l.Text)
-		}
-	}
+	harness.Numbered(t, kept)
 
 	harness.Must(t, os.WriteFile(ballast+"2", nil, 0o600)) // the last inode
 	rotated := filepath.Join(config.LogDirectory, "rotated")
@@ -237,9 +219,5 @@ func TestLogWithoutDaemon(t *testing.T) {
 	})
 	d.Start(t)
 	c.Stop(t, 0)
-	for i, l := range c.Log(t) {
-		if l.Text != fmt.Sprint(i+1) {
-			t.Fatalf("line %d is %q", i+1, l.Text)
-		}
-	}
+	harness.Numbered(t, c.Log(t))
 }

@@ -57,11 +57,7 @@ func TestKillDaemonUnderRunningPod(t *testing.T) {
 	c.Release(t, "/tmp/stop")
 	status := c.WaitExited(t)
 	harness.Equal(t, "exit code", status.ExitCode, 42)
-	for i, l := range c.Log(t) {
-		if l.Text != fmt.Sprint(i+1) {
-			t.Fatalf("line %d is %q", i+1, l.Text)
-		}
-	}
+	harness.Numbered(t, c.Log(t))
 }
 
 // What ends while no daemon runs is known to the next one.

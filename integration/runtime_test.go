@@ -258,11 +258,6 @@ func TestCanceledCalls(t *testing.T) {
 		})
 		cancel()
 		<-done
-		harness.Eventually(t, "the command ends", func() error {
-			if left := harness.CommandLines("sleep 6661"); len(left) > 0 {
-				return harness.Unexpected("the number of processes", len(left), 0)
-			}
-			return nil
-		})
+		awaitNoProcesses(t, "sleep 6661")
 	}
 }

@@ -166,12 +166,7 @@ func TestExecEndsWithItsClient(t *testing.T) {
 				if err := <-ended; err == nil {
 					t.Error("the client was told that its command ended well")
 				}
-				harness.Eventually(t, "everything it started is gone", func() error {
-					if left := append(harness.CommandLines("sleep 777"), harness.CommandLines("sh -c trap")...); len(left) > 0 {
-						return fmt.Errorf("still running: %q", left)
-					}
-					return nil
-				})
+				awaitNoProcesses(t, "sleep 777", "sh -c trap")
 			})
 		}
 	}
@@ -236,12 +231,7 @@ func TestIdleSessionIsEnded(t *testing.T) {
 		o := remotecommand.StreamOptions{Stdout: &out}
 		_, _ = p.Stream(t.Context(), sessions.Plain(), c.ExecURL(t, o, "sh", "-c", "echo up; exec sleep 7779"), o) // SPDY clients take the end of the connection for a good end
 		harness.Equal(t, "output", out.String(), "up\n")
-		harness.Eventually(t, "the command is gone", func() error {
-			if left := harness.CommandLines("sleep 7779"); len(left) > 0 {
-				return fmt.Errorf("still running: %q", left)
-			}
-			return nil
-		})
+		awaitNoProcesses(t, "sleep 7779")
 	}
 }
 
@@ -387,12 +377,7 @@ func TestContainerSurvivesDaemonDuringAttach(t *testing.T) {
 		<-exec
 		d.Start(t)
 		harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
-		harness.Eventually(t, "the exec has ended with the daemon", func() error {
-			if left := harness.CommandLines("sleep 7777"); len(left) > 0 {
-				return fmt.Errorf("still running: %q", left)
-			}
-			return nil
-		})
+		awaitNoProcesses(t, "sleep 7777")
 	}
 	a := attachTo(t, c, sessions.WebSocket)
 	a.send(t, "bye\n")

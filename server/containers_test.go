@@ -127,11 +127,7 @@ func TestListContainersFilters(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			var ids []string
-			for _, c := range resp.Containers {
-				ids = append(ids, c.Id)
-			}
-			if got := strings.Join(ids, " "); got != tc.want {
+			if got := idsOf(resp.Containers); got != tc.want {
 				t.Errorf("got %q, want %q", got, tc.want)
 			}
 		})

@@ -1,13 +1,13 @@
 package server
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"fmt"
 	"log/slog"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -20,6 +20,7 @@ import (
 	"berth/image"
 	"berth/internal/errdefs"
 	"berth/internal/task"
+	"berth/internal/testbuffer"
 	"berth/sandbox/session"
 	"berth/sandbox/view"
 )
@@ -204,29 +205,20 @@ func (f *fakeImages) Usage(context.Context) (image.Usage, error) {
 
 func (f *fakeImages) Progress() []image.PullProgress { return f.progress }
 
-// logBuffer is a log that tests read while the server writes.
-type logBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *logBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *logBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.String()
+// idsOf returns the IDs of what a list tells of, in its order.
+func idsOf[T interface{ GetId() string }](items []T) string {
+	var ids []string
+	for _, item := range items {
+		ids = append(ids, item.GetId())
+	}
+	return strings.Join(ids, " ")
 }
 
 // harness is a served Server and a client connected to it.
 type harness struct {
 	server  *Server
 	path    string
-	log     *logBuffer
+	log     *testbuffer.Buffer
 	conn    *grpc.ClientConn
 	runtime runtimeapi.RuntimeServiceClient
 	images  runtimeapi.ImageServiceClient
@@ -238,7 +230,7 @@ var testConfig = Config{Version: "1.2.3", Settings: map[string]int{"max_log_line
 // start serves pods and images on a socket in a temporary directory.
 func start(t testing.TB, cfg Config, pods Sandboxes, images Images) *harness {
 	t.Helper()
-	h := &harness{path: filepath.Join(t.TempDir(), "berth.sock"), log: new(logBuffer)}
+	h := &harness{path: filepath.Join(t.TempDir(), "berth.sock"), log: new(testbuffer.Buffer)}
 	h.server = New(cfg, pods, images, slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug})))
 	l, err := Listen(h.path)
 	if err != nil {

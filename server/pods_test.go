@@ -4,7 +4,6 @@ import (
 	"encoding/json"
 	"errors"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 
@@ -276,11 +275,7 @@ func TestListPodSandboxFilters(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			var ids []string
-			for _, p := range resp.Items {
-				ids = append(ids, p.Id)
-			}
-			if got := strings.Join(ids, " "); got != tc.want {
+			if got := idsOf(resp.Items); got != tc.want {
 				t.Errorf("got %q, want %q", got, tc.want)
 			}
 		})

@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -21,6 +20,7 @@ import (
 	"berth/internal/client"
 	"berth/internal/client/fakecri"
 	"berth/internal/crilog"
+	"berth/internal/testbuffer"
 )
 
 var updateGolden = flag.Bool("update", false, "write the golden files of the operator commands")
@@ -36,28 +36,18 @@ type console struct {
 	onOutput func() // called after a write to stdout, if not nil
 }
 
-// sink takes what a command prints. (No field of it is embedded: a bytes.Buffer's
-// ReadFrom would go round Write.)
+// sink takes what a command prints.
 type sink struct {
+	testbuffer.Buffer
 	written func()
-	mu      sync.Mutex // guards what follows
-	text    bytes.Buffer
 }
 
 func (s *sink) Write(b []byte) (int, error) {
-	s.mu.Lock()
-	n, err := s.text.Write(b)
-	s.mu.Unlock()
+	n, err := s.Buffer.Write(b)
 	if s.written != nil {
 		s.written()
 	}
 	return n, err
-}
-
-func (s *sink) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.text.String()
 }
 
 const testImage = "registry.test/app:1"

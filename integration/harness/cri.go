@@ -420,6 +420,16 @@ func ReadLog(t *testing.T, path string) []logLine {
 	return lines
 }
 
+// Numbered fails the test unless the lines are the numbers from 1 on.
+func Numbered(t *testing.T, lines []logLine) {
+	t.Helper()
+	for i, l := range lines {
+		if l.Text != fmt.Sprint(i+1) {
+			t.Fatalf("line %d is %q", i+1, l.Text)
+		}
+	}
+}
+
 // Output returns what the container wrote, from its log.
 func (c *Container) Output(t *testing.T) string {
 	t.Helper()

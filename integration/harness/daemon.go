@@ -235,16 +235,7 @@ func (d *Daemon) Start(t *testing.T) {
 func (d *Daemon) StartUntilKilled(t *testing.T, limit time.Duration) bool {
 	t.Helper()
 	d.launch(t)
-	ctx, cancel := context.WithTimeout(t.Context(), limit)
-	defer cancel()
-	go func() { // ends with ctx
-		select {
-		case <-d.exited:
-			cancel()
-		case <-ctx.Done():
-		}
-	}()
-	_ = answers(ctx, d.Socket) // or it has ended
+	_ = d.answers(t, limit) // or it has ended
 	select {
 	case <-d.exited:
 	case <-time.After(limit):
@@ -314,7 +305,14 @@ func (d *Daemon) connect(t *testing.T) {
 // leaves a connection behind when it fails.
 func (d *Daemon) waitReady(t *testing.T) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), Patience)
+	if err := d.answers(t, Patience); err != nil {
+		t.Fatalf("the daemon does not answer: %v; its end: %v\n%s", err, d.Cmd.ProcessState, d.Tail())
+	}
+}
+
+// answers returns nil when the daemon answers, and an error when it has ended, or the limit is over.
+func (d *Daemon) answers(t *testing.T, limit time.Duration) error {
+	ctx, cancel := context.WithTimeout(t.Context(), limit)
 	defer cancel()
 	go func() { // ends with ctx
 		select {
@@ -323,9 +321,7 @@ func (d *Daemon) waitReady(t *testing.T) {
 		case <-ctx.Done():
 		}
 	}()
-	if err := answers(ctx, d.Socket); err != nil {
-		t.Fatalf("the daemon does not answer: %v; its end: %v\n%s", err, d.Cmd.ProcessState, d.Tail())
-	}
+	return answers(ctx, d.Socket)
 }
 
 // answers returns nil when a runtime answers at the socket.

@@ -3,16 +3,15 @@
 package sessions
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"net/http"
 	"net/url"
 	"strings"
-	"sync"
 	"testing"
 
 	"berth/integration/harness"
+	"berth/internal/testbuffer"
 
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/remotecommand"
@@ -57,22 +56,7 @@ func (p Protocol) Stream(ctx context.Context, c *rest.Config, address string, op
 func Plain() *rest.Config { return &rest.Config{} }
 
 // Screen is a buffer that may be read while it is written.
-type Screen struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (s *Screen) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.Write(p)
-}
-
-func (s *Screen) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.String()
-}
+type Screen struct{ testbuffer.Buffer }
 
 func (s *Screen) WaitFor(t *testing.T, text string) {
 	t.Helper()

@@ -1,14 +1,14 @@
 package task
 
 import (
-	"bytes"
 	"context"
 	"log/slog"
 	"strings"
-	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"berth/internal/testbuffer"
 )
 
 func TestNilWaitsNoteNothing(t *testing.T) {
@@ -44,7 +44,7 @@ func TestLimits(t *testing.T) {
 // Each wait that passes its limit is logged once; the stacks once a minute, whatever the number of waits.
 func TestWatch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var out lockedBuffer
+		var out testbuffer.Buffer // a synctest wait is not enough for the race detector
 		w := new(Waits)
 		w.SetLimit(10 * time.Second)
 		ctx, cancel := context.WithCancel(t.Context())
@@ -53,7 +53,7 @@ func TestWatch(t *testing.T) {
 		logged := func(d time.Duration) string {
 			time.Sleep(d)
 			synctest.Wait()
-			return out.take()
+			return out.Take()
 		}
 		endFirst, endOther := w.Begin("a plugin", "pod 1"), w.Begin("a disk", "pod 2")
 		w.Begin("something short", "pod 3")()
@@ -85,24 +85,4 @@ func TestWatch(t *testing.T) {
 		cancel()
 		<-ended
 	})
-}
-
-// lockedBuffer is written by a goroutine and read by another. That the one waits (synctest) is not enough for
-// the race detector.
-type lockedBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (l *lockedBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.b.Write(p)
-}
-
-func (l *lockedBuffer) take() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	defer l.b.Reset()
-	return l.b.String()
 }

@@ -1,7 +1,6 @@
 package podrun
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -9,7 +8,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -20,6 +18,7 @@ import (
 	"berth/internal/client"
 	"berth/internal/client/fakecri"
 	"berth/internal/podyaml"
+	"berth/internal/testbuffer"
 )
 
 // bench is a fake runtime, a client and what a run printed.
@@ -28,26 +27,8 @@ type bench struct {
 	t              *testing.T
 	client         *client.Client
 	config         Config
-	stdout, stderr syncBuffer
-	reports        syncBuffer
-}
-
-// syncBuffer is a buffer that several goroutines write.
-type syncBuffer struct {
-	mu  sync.Mutex
-	buf bytes.Buffer
-}
-
-func (b *syncBuffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.buf.Write(p)
-}
-
-func (b *syncBuffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.buf.String()
+	stdout, stderr testbuffer.Buffer
+	reports        testbuffer.Buffer
 }
 
 const image = "registry.test/app:1"
