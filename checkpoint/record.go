@@ -53,10 +53,10 @@ const firstMagic = "berth-record"
 // memory: a CRI message is at most 16 MiB, in JSON (base64) a third more.
 const maxRecord = 64 << 20
 
-const (
-	suffix   = ".record"
-	setAside = "set-aside"
-)
+const suffix = ".record"
+
+// SetAsideDir is the folder, beside what cannot be trusted, to which that is moved.
+const SetAsideDir = "set-aside"
 
 // ErrCorrupt is wrapped by the errors of records that cannot be trusted.
 var ErrCorrupt = errors.New("record is damaged")
@@ -97,7 +97,7 @@ func (d *Dir) Write(name string, v any) error {
 	if err := checkName(name); err != nil {
 		return err
 	}
-	data, err := encode(d.kind, d.version, v)
+	data, err := Encode(d.kind, d.version, v)
 	if err != nil {
 		return fmt.Errorf("encode %s record %s: %w", d.kind, name, err)
 	}
@@ -196,25 +196,19 @@ func (d *Dir) Load(decode func(name string, version int, body []byte) error) ([]
 				return bad, err
 			}
 			if damage != nil {
-				moved, err := d.setAside(name)
-				if err != nil && !cannotWrite(err) {
+				moved, err := SetAside(filepath.Join(d.path, name+suffix))
+				if err != nil && !errdefs.IsUnwritable(err) { // then it has to wait for the next start: this one shall succeed
 					return bad, fmt.Errorf("set %s record %s aside (%w): %w", d.kind, name, damage, err)
 				}
 				bad = append(bad, Damaged{Name: name, Path: moved, Err: damage})
 			}
 		case strings.HasPrefix(e.Name(), ".") && strings.HasSuffix(e.Name(), ".tmp"):
-			if err := removeIfExists(filepath.Join(d.path, e.Name())); err != nil && !cannotWrite(err) {
+			if err := removeIfExists(filepath.Join(d.path, e.Name())); err != nil && !errdefs.IsUnwritable(err) {
 				return bad, err
 			}
 		}
 	}
 	return bad, nil
-}
-
-// cannotWrite tells whether a filesystem takes nothing at the moment. What was to be put in order there has to
-// wait for the next start: this one shall succeed.
-func cannotWrite(err error) bool {
-	return errors.Is(err, unix.EROFS) || errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT)
 }
 
 func (d *Dir) load(name string, decode func(string, int, []byte) error) (damage, err error) {
@@ -235,18 +229,18 @@ func (d *Dir) load(name string, decode func(string, int, []byte) error) (damage,
 	return decode(name, version, body), nil
 }
 
-// setAside moves a record out of the way under a name that is still free, and returns where it is then.
-func (d *Dir) setAside(name string) (string, error) {
-	dir := filepath.Join(d.path, setAside)
-	from := filepath.Join(d.path, name+suffix)
+// SetAside moves the file or directory at path out of the way, to SetAsideDir beside it, under a name that is still
+// free: its own with a number. It returns where it is then: in its place still, after an error.
+func SetAside(path string) (moved string, err error) {
+	dir := filepath.Join(filepath.Dir(path), SetAsideDir)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return from, err
+		return path, err
 	}
 	for n := 0; ; n++ {
-		to := filepath.Join(dir, fmt.Sprintf("%s%s.%d", name, suffix, n))
-		err := unix.Renameat2(unix.AT_FDCWD, from, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE)
+		to := filepath.Join(dir, fmt.Sprintf("%s.%d", filepath.Base(path), n))
+		err := unix.Renameat2(unix.AT_FDCWD, path, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE)
 		if err != nil && !errors.Is(err, fs.ErrExist) {
-			return from, err
+			return path, err
 		}
 		if err == nil {
 			failpoint.Reach("record.set-aside")
@@ -255,8 +249,8 @@ func (d *Dir) setAside(name string) (string, error) {
 	}
 }
 
-// encode returns header line and body.
-func encode(kind string, version int, v any) ([]byte, error) {
+// Encode returns the content of a record file, which Decode reads, for records that are not kept in a Dir.
+func Encode(kind string, version int, v any) ([]byte, error) {
 	body, err := json.Marshal(v)
 	if err != nil {
 		return nil, err

@@ -156,7 +156,7 @@ func TestRefusedByDecoderIsSetAside(t *testing.T) {
 			t.Fatalf("%v, %v", bad, err)
 		}
 	}
-	kept, err := os.ReadDir(filepath.Join(d.path, setAside))
+	kept, err := os.ReadDir(filepath.Join(d.path, SetAsideDir))
 	if err != nil || len(kept) != 2 {
 		t.Fatalf("%d files set aside, %v", len(kept), err)
 	}
@@ -191,7 +191,7 @@ func TestFirstForm(t *testing.T) {
 }
 
 func FuzzDecode(f *testing.F) {
-	good, err := encode("doc", 1, doc{"x"})
+	good, err := Encode("doc", 1, doc{"x"})
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -230,11 +230,11 @@ func FuzzDecode(f *testing.F) {
 // FuzzLoad puts a file beside a good record: whatever it is, the good one is loaded, and of the
 // other nothing is lost.
 func FuzzLoad(f *testing.F) {
-	good, err := encode("doc", 1, doc{"x"})
+	good, err := Encode("doc", 1, doc{"x"})
 	if err != nil {
 		f.Fatal(err)
 	}
-	newer, err := encode("doc", 9, doc{"x"})
+	newer, err := Encode("doc", 9, doc{"x"})
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -262,7 +262,7 @@ func FuzzLoad(f *testing.F) {
 			if len(bad) > 1 || err == nil && got["good"] == "" {
 				t.Fatalf("got %v, damaged %v", got, bad)
 			}
-			if err != nil && !strings.Contains(err.Error(), "newer berth") && name != setAside {
+			if err != nil && !strings.Contains(err.Error(), "newer berth") && name != SetAsideDir {
 				t.Fatal(err)
 			}
 			if len(bad) == 1 {

@@ -33,7 +33,7 @@ func Inspect(path, kind string, version int, decode func(name string, version in
 		file := filepath.Join(path, e.Name())
 		name, isRecord := strings.CutSuffix(e.Name(), suffix)
 		switch {
-		case e.IsDir() && e.Name() == setAside:
+		case e.IsDir() && e.Name() == SetAsideDir:
 			if err := s.addSetAside(file); err != nil {
 				return s, err
 			}

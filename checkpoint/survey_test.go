@@ -18,8 +18,8 @@ func TestInspect(t *testing.T) {
 		d.Write("good", doc{"text"}), d.Write("refused", doc{"no"}), newer.Write("newer", doc{"text"}),
 		os.WriteFile(filepath.Join(path, "bad.record"), []byte("nonsense"), 0o600),
 		os.WriteFile(filepath.Join(path, ".good.tmp"), nil, 0o600),
-		os.Mkdir(filepath.Join(path, setAside), 0o700),
-		os.WriteFile(filepath.Join(path, setAside, "old.record.0"), nil, 0o600),
+		os.Mkdir(filepath.Join(path, SetAsideDir), 0o700),
+		os.WriteFile(filepath.Join(path, SetAsideDir, "old.record.0"), nil, 0o600),
 	} {
 		if err != nil {
 			t.Fatal(err)

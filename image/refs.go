@@ -3,6 +3,7 @@ package image
 import (
 	"context"
 	"slices"
+	"strings"
 	"sync"
 
 	"github.com/opencontainers/go-digest"
@@ -96,6 +97,18 @@ func (l *layerRefs) settle() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.settled = true
+}
+
+// held returns the layers of each holder, as they are stacked, and whether all holders have registered.
+func (l *layerRefs) held() (chains [][]digest.Digest, all bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for owner, layers := range l.owners {
+		if strings.HasPrefix(owner, holderPrefix) {
+			chains = append(chains, distinct(layers))
+		}
+	}
+	return chains, l.settled
 }
 
 // condemn marks those of the given layers dying that nobody needs, and returns

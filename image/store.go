@@ -314,6 +314,9 @@ func (s *Store) CollectGarbage(context.Context) error {
 // tried again by the next sweep.
 func (s *Store) sweep() error {
 	var failed []error
+	if inUse, all := s.refs.held(); all {
+		failed = append(failed, s.layers.DropSetAside(inUse))
+	}
 	for _, d := range s.refs.condemn(s.layers.List()) {
 		end := s.cfg.Waits.Begin("its makers to end, to delete it", "layer "+d.String())
 		err := s.layers.Remove(d)
@@ -417,4 +420,7 @@ func distinct(layers []digest.Digest) []digest.Digest {
 
 func recordName(id string) string      { return strings.TrimPrefix(id, "sha256:") }
 func imageOwner(id string) string      { return "image " + id }
-func holderOwner(holder string) string { return "holder " + holder }
+func holderOwner(holder string) string { return holderPrefix + holder }
+
+// holderPrefix begins the names of the owners that are holders.
+const holderPrefix = "holder "

@@ -532,8 +532,15 @@ func TestFailedHoldKeepsLayers(t *testing.T) {
 	if got := s.layers.List(); !slices.Equal(got, img.Layers[:1]) {
 		t.Errorf("layers %v, want the one that is left", got)
 	}
+	aside := filepath.Join(root, "layers", "set-aside")
+	if _, err := os.Stat(filepath.Join(aside, img.Layers[1].Encoded()+".0", "fs", "g")); err != nil {
+		t.Errorf("what the container runs on: %v", err)
+	}
 	if err := s.Release("ctr"); err != nil {
 		t.Fatal(err)
+	}
+	if _, err := os.Stat(aside); !os.IsNotExist(err) {
+		t.Errorf("what nobody needs is set aside still: %v", err)
 	}
 	wantEmpty(t, s)
 }

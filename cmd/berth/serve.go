@@ -141,8 +141,8 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 		return err
 	}
 	closing.Add("close sandboxes", func() error { return closeSandboxes(pods) })
-	if err := images.CollectGarbage(ctx); err != nil {
-		return fmt.Errorf("collect layers nobody needs: %w", err)
+	if err := images.CollectGarbage(ctx); err != nil { // they are in nobody's way
+		log.Error("layers that nobody needs stay until others are deleted", "error", err)
 	}
 	sessions, err := listenStreaming(cfg, pods, log)
 	if err != nil {

@@ -38,7 +38,7 @@ func (d *Directory) Layer(dir string) rootfs.Layer {
 }
 
 // Remove implements Driver.
-func (d *Directory) Remove(dir string) error {
+func (d *Directory) Remove(ctx context.Context, dir string) error {
 	root, err := safefs.OpenRoot(filepath.Dir(dir))
 	if err != nil {
 		return err
@@ -49,7 +49,7 @@ func (d *Directory) Remove(dir string) error {
 		return err
 	}
 	defer parent.Close()
-	return parent.RemoveAll(filepath.Base(dir))
+	return parent.RemoveAllUntil(ctx, filepath.Base(dir))
 }
 
 // Apply implements Driver.

@@ -20,6 +20,7 @@
 //
 //	<root>/layers/<hex diffID>/    a layer: what the driver made, and layer.json
 //	<root>/joins/<hex chainID>/    a join: the same, and the layers it is for
+//	<root>/{layers,joins}/set-aside/  what cannot be used and may be mounted, see DropSetAside
 //	<root>/empty-<kind>/           a layer with nothing in it
 //	<root>/tmp/                    what is being made; trash at the next Open
 //	<root>/trash/                  what is being deleted
@@ -64,8 +65,8 @@ type Driver interface {
 	// Layer tells how to mount what Apply or Join left in dir.
 	Layer(dir string) rootfs.Layer
 
-	// Remove deletes dir and everything in it.
-	Remove(dir string) error
+	// Remove deletes dir and everything in it. It may give up when ctx is done, with ctx's error.
+	Remove(ctx context.Context, dir string) error
 }
 
 // Part is a layer as Join sees it.

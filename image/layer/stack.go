@@ -2,9 +2,7 @@ package layer
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
-	"os"
 	"path/filepath"
 	"slices"
 
@@ -91,7 +89,7 @@ func (s *Store) join(ctx context.Context, diffIDs []digest.Digest, below []strin
 		return j, nil
 	}
 	j := &join{ChainID: chainID, Layers: slices.Clone(diffIDs), Kind: s.driver.Kind()}
-	err = s.publish(s.joinDir(chainID), func(dir string) (any, error) {
+	err = s.publish(s.joinDir(chainID), joinKind, func(dir string) (any, error) {
 		top, err := s.part(diffIDs[len(diffIDs)-1])
 		if err != nil {
 			return nil, err
@@ -116,12 +114,8 @@ func (s *Store) join(ctx context.Context, diffIDs []digest.Digest, below []strin
 // part reads the record of a layer.
 func (s *Store) part(diffID digest.Digest) (Part, error) {
 	dir := s.layerDir(diffID)
-	data, err := os.ReadFile(filepath.Join(dir, recordFile))
-	if err != nil {
-		return Part{}, err
-	}
 	var r record
-	if err := json.Unmarshal(data, &r); err != nil {
+	if err := readRecord(dir, layerKind, &r); err != nil {
 		return Part{}, fmt.Errorf("read record of layer %s: %w", diffID, err)
 	}
 	return Part{dir, unpack.Contents{Summary: r.Summary, Links: r.Links, Implied: r.Implied}}, nil
@@ -162,5 +156,5 @@ func (s *Store) removeJoin(chainID digest.Digest) error {
 }
 
 func (s *Store) joinDir(chainID digest.Digest) string {
-	return filepath.Join(s.root, "joins", chainID.Encoded())
+	return filepath.Join(s.root, joinsDir, chainID.Encoded())
 }

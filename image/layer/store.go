@@ -2,7 +2,6 @@ package layer
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -13,7 +12,6 @@ import (
 	"sync/atomic"
 
 	"github.com/opencontainers/go-digest"
-	"github.com/opencontainers/image-spec/identity"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
@@ -21,11 +19,7 @@ import (
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
-	"berth/internal/rootfs"
 )
-
-// recordFile is the record of a layer or a join, beside what the driver made.
-const recordFile = "layer.json"
 
 // Store keeps layers below one directory. Its methods may be called concurrently.
 type Store struct {
@@ -36,20 +30,22 @@ type Store struct {
 	joins  *table[join]
 	trash  *trash
 	making atomic.Int64 // bytes of the tars that have been read for layers being made
+	aside  atomic.Bool  // there may be something that was set aside
 }
 
 // Open opens the store in root, which is made if it does not exist and belongs
 // to this Store alone, and starts its deleter. What an earlier Store left half
-// made or half deleted is deleted in the background. Layers whose record cannot be
-// read, or that another driver made, are logged and deleted: they are pulled again.
+// made or half deleted is deleted in the background. Layers whose record is damaged, or
+// that another driver made, are logged and set aside: they are pulled again. A record that
+// can't be read for want of something, or that a newer berth wrote, is an error.
 func Open(root string, driver Driver, log *slog.Logger) (*Store, error) {
 	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join]()}
-	for _, dir := range []string{"layers", "joins", "tmp", "trash"} {
+	for _, dir := range []string{layersDir, joinsDir, tmpDir, trashDir} {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o700); err != nil {
 			return nil, fmt.Errorf("open layer store: %w", err)
 		}
 	}
-	s.trash = newTrash(filepath.Join(root, "trash"), driver.Remove, log)
+	s.trash = newTrash(filepath.Join(root, trashDir), driver.Remove, log)
 	if err := s.load(); err != nil {
 		return nil, fmt.Errorf("open layer store %s: %w", root, err)
 	}
@@ -65,7 +61,7 @@ func (s *Store) makeEmpty() error {
 	if _, err := os.Lstat(s.emptyDir()); err == nil {
 		return nil
 	}
-	return s.publish(s.emptyDir(), func(dir string) (any, error) {
+	return s.publish(s.emptyDir(), layerKind, func(dir string) (any, error) {
 		return struct{}{}, s.driver.Empty(dir)
 	})
 }
@@ -136,7 +132,7 @@ func (s *Store) Create(ctx context.Context, diffID digest.Digest, blob io.Reader
 	count := &tally{sum: &s.making}
 	defer count.end()
 	job := unpack.Job{Limits: limits, Algorithm: diffID.Algorithm(), Progress: count.more}
-	err := s.build(diffID.Encoded(), func(tmp string) (_ any, err error) {
+	err := s.build(diffID.Encoded(), layerKind, func(tmp string) (_ any, err error) {
 		made, err = s.apply(ctx, tmp, diffID, blob, job)
 		return made, err
 	}, func(tmp string) error { return s.admit(ctx, tmp, made.Info) })
@@ -199,13 +195,16 @@ func (s *Store) apply(ctx context.Context, dir string, diffID digest.Digest, blo
 	return record{info, made.Links, made.Implied}, nil
 }
 
+// errInTheWay is why something is set aside that was found unusable before.
+var errInTheWay = errors.New("it is in the place of a layer that was made anew")
+
 // errNothing is returned by the fill function of publish when there is nothing to show.
 var errNothing = errors.New("nothing to publish")
 
 // publish makes a directory at dir, all at once: fill writes it under another
-// name and returns its record.
-func (s *Store) publish(dir string, fill func(tmp string) (record any, err error)) error {
-	return s.build(filepath.Base(dir), fill, func(tmp string) error { return s.show(tmp, dir) })
+// name and returns its record, which is of the given kind.
+func (s *Store) publish(dir, kind string, fill func(tmp string) (record any, err error)) error {
+	return s.build(filepath.Base(dir), kind, fill, func(tmp string) error { return s.show(tmp, dir) })
 }
 
 // build lets fill write a directory and return its record, syncs everything, and
@@ -218,9 +217,9 @@ func (s *Store) publish(dir string, fill func(tmp string) (record any, err error
 // which a layer of 50,000 files would wait for one by one. The descriptor it is
 // called on is older than the data, so that a failed writeback is reported
 // (Linux 5.8).
-func (s *Store) build(name string, fill func(tmp string) (record any, err error), place func(tmp string) error) (err error) {
+func (s *Store) build(name, kind string, fill func(tmp string) (record any, err error), place func(tmp string) error) (err error) {
 	failpoint.Reach("layer.make")
-	tmp, err := os.MkdirTemp(filepath.Join(s.root, "tmp"), name+"-")
+	tmp, err := os.MkdirTemp(filepath.Join(s.root, tmpDir), name+"-")
 	if err != nil {
 		return err
 	}
@@ -238,7 +237,7 @@ func (s *Store) build(name string, fill func(tmp string) (record any, err error)
 		return err
 	}
 	failpoint.Reach("layer.filled")
-	if err := writeRecord(tmp, record); err != nil {
+	if err := writeRecord(tmp, kind, record); err != nil {
 		return err
 	}
 	failpoint.Reach("layer.recorded")
@@ -253,9 +252,18 @@ func (s *Store) build(name string, fill func(tmp string) (record any, err error)
 	return nil
 }
 
-// show gives what was built in tmp its name, durably; after an error it is in tmp.
+// show gives what was built in tmp its name, durably; after an error it is in tmp. Nobody else is
+// to be using the name; what Open could not set aside gives way.
 func (s *Store) show(tmp, dir string) (err error) {
-	if err := unix.Renameat2(unix.AT_FDCWD, tmp, unix.AT_FDCWD, dir, unix.RENAME_NOREPLACE); err != nil {
+	rename := func() error { return unix.Renameat2(unix.AT_FDCWD, tmp, unix.AT_FDCWD, dir, unix.RENAME_NOREPLACE) }
+	err = rename()
+	if errors.Is(err, unix.EEXIST) {
+		if err := s.setAside(dir, errInTheWay); err != nil {
+			return err
+		}
+		err = rename()
+	}
+	if err != nil {
 		return fmt.Errorf("rename %s to %s: %w", tmp, dir, err)
 	}
 	failpoint.Reach("layer.renamed")
@@ -300,95 +308,7 @@ func (s *Store) Remove(diffID digest.Digest) error {
 }
 
 func (s *Store) layerDir(diffID digest.Digest) string {
-	return filepath.Join(s.root, "layers", diffID.Encoded())
-}
-
-// load fills the tables from disk and sends to the trash what does not belong.
-func (s *Store) load() error {
-	if err := s.discardAll("tmp"); err != nil {
-		return err
-	}
-	err := s.loadDir("layers", func(name string, record []byte) error {
-		var info Info
-		if err := json.Unmarshal(record, &info); err != nil {
-			return err
-		}
-		if info.DiffID.Validate() != nil || info.DiffID.Encoded() != name {
-			return fmt.Errorf("it is the record of %q", info.DiffID)
-		}
-		return s.loaded(info.Kind, func() { s.layers.items[info.DiffID] = &item[Info]{value: &info} })
-	})
-	if err != nil {
-		return err
-	}
-	return s.loadDir("joins", func(name string, record []byte) error {
-		var j join
-		if err := json.Unmarshal(record, &j); err != nil {
-			return err
-		}
-		if len(j.Layers) == 0 || identity.ChainID(j.Layers) != j.ChainID || j.ChainID.Encoded() != name {
-			return fmt.Errorf("it is the record of %q", j.ChainID)
-		}
-		for _, diffID := range j.Layers {
-			if !s.Has(diffID) {
-				return fmt.Errorf("its layer %s is gone", diffID)
-			}
-		}
-		return s.loaded(j.Kind, func() { s.joins.items[j.ChainID] = &item[join]{value: &j} })
-	})
-}
-
-func (s *Store) loaded(kind rootfs.Kind, keep func()) error {
-	if kind != s.driver.Kind() {
-		return fmt.Errorf("it is of kind %q, the driver's is %q", kind, s.driver.Kind())
-	}
-	keep()
-	return nil
-}
-
-// loadDir hands the record of every entry of a directory to load, and puts those
-// in the trash whose record cannot be read or that load refuses.
-func (s *Store) loadDir(dir string, load func(name string, record []byte) error) error {
-	entries, err := os.ReadDir(filepath.Join(s.root, dir))
-	if err != nil {
-		return err
-	}
-	for _, e := range entries {
-		path := filepath.Join(s.root, dir, e.Name())
-		record, err := os.ReadFile(filepath.Join(path, recordFile))
-		if err == nil {
-			err = load(e.Name(), record)
-		}
-		if err == nil {
-			continue
-		}
-		s.log.Warn("discard unusable layer", "path", path, "err", err)
-		if err := s.trash.take(path, Usage{}); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-func (s *Store) discardAll(dir string) error {
-	entries, err := os.ReadDir(filepath.Join(s.root, dir))
-	if err != nil {
-		return err
-	}
-	for _, e := range entries {
-		if err := s.trash.take(filepath.Join(s.root, dir, e.Name()), Usage{}); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-func writeRecord(dir string, record any) error {
-	data, err := json.Marshal(record)
-	if err != nil {
-		return fmt.Errorf("encode record: %w", err)
-	}
-	return os.WriteFile(filepath.Join(dir, recordFile), data, 0o600)
+	return filepath.Join(s.root, layersDir, diffID.Encoded())
 }
 
 func syncDir(path string) error {

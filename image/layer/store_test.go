@@ -21,6 +21,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"berth/checkpoint"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 )
@@ -195,8 +196,8 @@ type watched struct {
 	removed chan string
 }
 
-func (w watched) Remove(dir string) error {
-	err := w.Directory.Remove(dir)
+func (w watched) Remove(ctx context.Context, dir string) error {
+	err := w.Directory.Remove(ctx, dir)
 	w.removed <- dir
 	return err
 }
@@ -259,7 +260,10 @@ type blocked struct {
 	goOn chan struct{}
 }
 
-func (b blocked) Remove(dir string) error { <-b.goOn; return b.Directory.Remove(dir) }
+func (b blocked) Remove(ctx context.Context, dir string) error {
+	<-b.goOn
+	return b.Directory.Remove(ctx, dir)
+}
 
 // What is being made or deleted takes disk as well.
 func TestUsageOfUnfinished(t *testing.T) {
@@ -284,10 +288,12 @@ func TestUsageOfUnfinished(t *testing.T) {
 		t.Errorf("while it is deleted: %+v, want %+v", s.Usage(), info.Usage)
 	}
 	goOn <- struct{}{}
-	must(t, s.Close())
-	if s.Usage() != (Usage{}) {
-		t.Errorf("when it is deleted: %+v", s.Usage())
+	for deadline := time.Now().Add(time.Minute); s.Usage() != (Usage{}); {
+		if time.Now().After(deadline) {
+			t.Fatalf("when it is deleted: %+v", s.Usage())
+		}
 	}
+	must(t, s.Close())
 }
 
 func entries(t testing.TB, elem ...string) []string {
@@ -369,35 +375,183 @@ func TestReopen(t *testing.T) {
 	}
 }
 
-func TestOpenDiscards(t *testing.T) {
+// What cannot be used is out of the way at once, and deleted when it is known that no container runs on it: a
+// daemon before this one may have started some.
+func TestOpenSetsAside(t *testing.T) {
 	root := t.TempDir()
 	s, err := Open(root, NewDirectory(unpack.Layer), discardLog())
 	must(t, err)
 	keep := create(t, s, makeTar(t, file("keep", "1")))
 	torn := create(t, s, makeTar(t, file("torn", "1")))
+	rotten := create(t, s, makeTar(t, file("rotten", "1")))
 	alien := create(t, s, makeTar(t, file("alien", "1")))
 	moved := create(t, s, makeTar(t, file("moved", "1")))
+	bare := create(t, s, makeTar(t, file("bare", "1")))
 	top := create(t, s, makeTar(t, hardlink("b", "torn")))
-	_, err = s.Stack(context.Background(), []digest.Digest{torn, top})
+	chain := []digest.Digest{torn, top}
+	mounted, err := s.Stack(context.Background(), chain)
 	must(t, err)
 	must(t, s.Close())
 	must(t, os.Truncate(filepath.Join(s.layerDir(torn), recordFile), 20))
-	record, err := os.ReadFile(filepath.Join(s.layerDir(alien), recordFile))
-	must(t, err)
-	must(t, os.WriteFile(filepath.Join(s.layerDir(alien), recordFile), bytes.Replace(record, []byte(`"directory"`), []byte(`"erofs"`), 1), 0o600))
+	change(t, s.layerDir(rotten), `"tarBytes":2048`, `"tarBytes":2049`) // only the checksum can tell
+	must(t, writeRecord(s.layerDir(alien), layerKind, Info{DiffID: alien, Kind: "erofs"}))
 	must(t, os.Rename(s.layerDir(moved), s.layerDir(digest.FromString("other"))))
+	must(t, os.Remove(filepath.Join(s.layerDir(bare), recordFile)))
 	must(t, os.MkdirAll(filepath.Join(root, "tmp/half/fs/deep"), 0o700))
 	must(t, os.WriteFile(filepath.Join(root, "layers/file"), nil, 0o600))
 	must(t, os.MkdirAll(filepath.Join(root, "trash/old/fs"), 0o700))
 
 	s, removed := openWatched(t, root)
-	await(t, removed, 7) // torn and its join, alien, moved, half, file, old
+	await(t, removed, 2) // half, old
 	want := []digest.Digest{keep, top}
 	slices.Sort(want)
-	if !slices.Equal(s.List(), want) || len(entries(t, root, "layers")) != 2 {
-		t.Errorf("layers %v, want %v", s.List(), want)
+	if !slices.Equal(s.List(), want) || len(entries(t, root, "layers")) != 3 {
+		t.Errorf("layers %v, want %v and what is set aside", s.List(), want)
 	}
+	if n := len(entries(t, root, "layers", "set-aside")); n != 6 { // torn, rotten, alien, moved, bare, file
+		t.Errorf("%d layers are set aside", n)
+	}
+	if n := len(entries(t, root, "joins", "set-aside")); n != 1 {
+		t.Errorf("%d joins are set aside", n)
+	}
+	if _, err := s.Stack(context.Background(), chain); errdefs.Code(err) != codes.NotFound {
+		t.Errorf("stack of a layer that is set aside: %v", err)
+	}
+
+	must(t, s.DropSetAside([][]digest.Digest{chain}))
+	await(t, removed, 5)
+	for i, kept := range []string{"layers/set-aside/" + torn.Encoded() + ".0", "layers/" + top.Encoded(), "joins/set-aside/" + filepath.Base(filepath.Dir(mounted[2].Path)) + ".0"} {
+		if _, err := os.Stat(filepath.Join(root, kept, treeDir)); err != nil {
+			t.Errorf("part %d of what a container runs on: %v", i, err)
+		}
+	}
+	survey, err := Inspect(root)
+	must(t, err)
+	if len(survey.SetAside) != 2 || len(survey.Damaged) != 0 || len(survey.Layers) != 2 {
+		t.Errorf("found %+v", survey)
+	}
+	create(t, s, makeTar(t, file("torn", "1"))) // pulled again
+	must(t, s.DropSetAside(nil))
+	await(t, removed, 2)
+	must(t, s.DropSetAside(nil))
 	expectEmpty(t, filepath.Join(root, "trash"), filepath.Join(root, "tmp"), filepath.Join(root, "joins"))
+	if n := len(entries(t, root, "layers")); n != 3 || !s.Has(torn) {
+		t.Errorf("%d entries", n)
+	}
+}
+
+// change replaces text in the record of a layer.
+func change(t *testing.T, dir, old, new string) {
+	t.Helper()
+	path := filepath.Join(dir, recordFile)
+	data, err := os.ReadFile(path)
+	must(t, err)
+	if !bytes.Contains(data, []byte(old)) {
+		t.Fatalf("%q is not in %s", old, data)
+	}
+	must(t, os.WriteFile(path, bytes.Replace(data, []byte(old), []byte(new), 1), 0o600))
+}
+
+// What says nothing against a record keeps the Store from opening, and takes nothing away.
+func TestOpenLosesNothing(t *testing.T) {
+	root := t.TempDir()
+	s, err := Open(root, NewDirectory(unpack.Layer), discardLog())
+	must(t, err)
+	id := create(t, s, makeTar(t, file("a", "1")))
+	must(t, s.Close())
+	record := filepath.Join(s.layerDir(id), recordFile)
+	good, err := os.ReadFile(record)
+	must(t, err)
+
+	newer, err := checkpoint.Encode(layerKind, recordVersion+1, struct{}{})
+	must(t, err)
+	must(t, os.WriteFile(record, newer, 0o600))
+	if _, err := Open(root, NewDirectory(unpack.Layer), discardLog()); err == nil || !strings.Contains(err.Error(), "a newer berth wrote it") {
+		t.Errorf("the record of a newer berth: %v", err)
+	}
+	must(t, os.WriteFile(record, good, 0o600))
+	var limit unix.Rlimit
+	must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
+	must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 3, Max: limit.Max}))
+	_, err = Open(root, NewDirectory(unpack.Layer), discardLog())
+	must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &limit))
+	if !errors.Is(err, unix.EMFILE) {
+		t.Errorf("without descriptors: %v", err)
+	}
+	for _, tt := range []struct {
+		err  error
+		want bool
+	}{
+		{&os.PathError{Err: unix.ENFILE}, true}, {&os.PathError{Err: unix.ENOMEM}, true}, {&os.PathError{Err: unix.EACCES}, true},
+		{&os.PathError{Err: unix.ENOENT}, false}, {&os.PathError{Err: unix.EIO}, false}, {&os.PathError{Err: unix.EUCLEAN}, false},
+		{fmt.Errorf("x: %w", checkpoint.ErrCorrupt), false}, {fmt.Errorf("x: %w", errNewer), true},
+	} {
+		if mayBeGood(tt.err) != tt.want {
+			t.Errorf("%v: a record that may be good: %v", tt.err, !tt.want)
+		}
+	}
+	s = openStore(t, root)
+	if !s.Has(id) {
+		t.Error("the layer is gone")
+	}
+}
+
+// Records of up to 0.2.0 are the JSON alone.
+func TestOldRecords(t *testing.T) {
+	root := t.TempDir()
+	s, err := Open(root, NewDirectory(unpack.Layer), discardLog())
+	must(t, err)
+	low := create(t, s, makeTar(t, file("a", "1")))
+	top := create(t, s, makeTar(t, hardlink("b", "a")))
+	want, err := s.Stack(context.Background(), []digest.Digest{low, top})
+	must(t, err)
+	must(t, s.Close())
+	for _, dir := range []string{s.layerDir(low), s.layerDir(top), filepath.Dir(want[2].Path)} {
+		data, err := os.ReadFile(filepath.Join(dir, recordFile))
+		must(t, err)
+		_, body, _ := bytes.Cut(data, []byte("\n"))
+		must(t, os.WriteFile(filepath.Join(dir, recordFile), body, 0o600))
+	}
+	s = openStore(t, root)
+	if got, err := s.Stack(context.Background(), []digest.Digest{low, top}); err != nil || fmt.Sprint(got) != fmt.Sprint(want) {
+		t.Errorf("%v, %v; want %v", got, err, want)
+	}
+}
+
+// A disk that takes nothing keeps nothing from being used.
+func TestOpenReadOnly(t *testing.T) {
+	root := t.TempDir()
+	s, err := Open(root, NewDirectory(unpack.Layer), discardLog())
+	must(t, err)
+	good, torn := create(t, s, makeTar(t, file("a", "1"))), create(t, s, makeTar(t, file("torn", "1")))
+	must(t, s.Close())
+	must(t, os.Truncate(filepath.Join(s.layerDir(torn), recordFile), 20))
+	half := filepath.Join(root, "tmp", "half")
+	must(t, os.MkdirAll(filepath.Join(half, "fs"), 0o700))
+	must(t, os.MkdirAll(filepath.Join(root, "trash", "old"), 0o700))
+	must(t, unix.Mount(root, root, "", unix.MS_BIND, ""))
+	defer func() { must(t, unix.Unmount(root, unix.MNT_DETACH)) }()
+	must(t, unix.Mount("", root, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""))
+	s, err = Open(root, NewDirectory(unpack.Layer), discardLog())
+	must(t, err)
+	if !slices.Equal(s.List(), []digest.Digest{good}) {
+		t.Errorf("layers %v", s.List())
+	}
+	must(t, s.DropSetAside(nil))
+	must(t, unix.Mount("", root, "", unix.MS_REMOUNT|unix.MS_BIND, ""))
+	create(t, s, makeTar(t, file("torn", "1"))) // the torn one gives way
+	must(t, s.DropSetAside(nil))
+	must(t, s.Close())
+
+	s, removed := openWatched(t, root)
+	for range removed {
+		if len(entries(t, root, "tmp"))+len(entries(t, root, "trash")) == 0 {
+			break
+		}
+	}
+	if len(s.List()) != 2 || len(entries(t, root, "layers")) != 2 {
+		t.Errorf("layers %v", s.List())
+	}
 }
 
 func TestConcurrent(t *testing.T) {

@@ -2,7 +2,6 @@ package layer
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -12,18 +11,20 @@ import (
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/identity"
 
+	"berth/checkpoint"
 	"berth/internal/diskusage"
 	"berth/internal/safefs"
 )
 
 // Survey is what is in the directory of a Store.
 type Survey struct {
-	Layers  map[digest.Digest]Stored // by diffID
-	Joins   []Stored                 // without Usage: what they share with layers does not count
-	Damaged map[string]error         // what has a layer's or join's place and can't be one, by path
-	Making  []string                 // paths of what is being made, or was when its maker died
-	Trash   []string                 // paths of what is being deleted, or will be
-	Other   []string                 // paths of what is nothing of a Store's
+	Layers   map[digest.Digest]Stored // by diffID
+	Joins    []Stored                 // without Usage: what they share with layers does not count
+	Damaged  map[string]error         // what has a layer's or join's place and can't be one, by path
+	SetAside []string                 // paths of what is kept of layers that cannot be used
+	Making   []string                 // paths of what is being made, or was when its maker died
+	Trash    []string                 // paths of what is being deleted, or will be
+	Other    []string                 // paths of what is nothing of a Store's
 }
 
 // Stored is a layer or join on disk, according to its record.
@@ -38,10 +39,10 @@ type Stored struct {
 func Inspect(root string) (*Survey, error) {
 	s := &Survey{Layers: map[digest.Digest]Stored{}, Damaged: map[string]error{}}
 	folders := map[string]func(path string){
-		"layers": s.addLayer,
-		"joins":  s.addJoin,
-		"tmp":    func(path string) { s.Making = append(s.Making, path) },
-		"trash":  func(path string) { s.Trash = append(s.Trash, path) },
+		layersDir: s.addLayer,
+		joinsDir:  s.addJoin,
+		tmpDir:    func(path string) { s.Making = append(s.Making, path) },
+		trashDir:  func(path string) { s.Trash = append(s.Trash, path) },
 	}
 	for dir, add := range folders {
 		entries, err := os.ReadDir(filepath.Join(root, dir))
@@ -55,9 +56,24 @@ func Inspect(root string) (*Survey, error) {
 	return s, nil
 }
 
+// addSetAside adds what is in path if that is the folder for what was set aside.
+func (s *Survey) addSetAside(path string) bool {
+	if filepath.Base(path) != checkpoint.SetAsideDir {
+		return false
+	}
+	entries, err := os.ReadDir(path)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		s.Damaged[path] = err
+	}
+	for _, e := range entries {
+		s.SetAside = append(s.SetAside, filepath.Join(path, e.Name()))
+	}
+	return true
+}
+
 func (s *Survey) addLayer(path string) {
 	var info Info
-	if !s.read(path, &info) {
+	if s.addSetAside(path) || !s.read(path, layerKind, &info) {
 		return
 	}
 	if info.DiffID.Validate() != nil || info.DiffID.Encoded() != filepath.Base(path) {
@@ -69,7 +85,7 @@ func (s *Survey) addLayer(path string) {
 
 func (s *Survey) addJoin(path string) {
 	var j join
-	if !s.read(path, &j) {
+	if s.addSetAside(path) || !s.read(path, joinKind, &j) {
 		return
 	}
 	if len(j.Layers) == 0 || identity.ChainID(j.Layers) != j.ChainID || j.ChainID.Encoded() != filepath.Base(path) {
@@ -80,11 +96,8 @@ func (s *Survey) addJoin(path string) {
 }
 
 // read decodes the record in a directory; false if there is none to be used.
-func (s *Survey) read(path string, record any) bool {
-	data, err := os.ReadFile(filepath.Join(path, recordFile))
-	if err == nil {
-		err = json.Unmarshal(data, record)
-	}
+func (s *Survey) read(path, kind string, record any) bool {
+	err := readRecord(path, kind, record)
 	if err == nil {
 		return true
 	}

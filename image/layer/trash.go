@@ -1,6 +1,7 @@
 package layer
 
 import (
+	"context"
 	"fmt"
 	"log/slog"
 	"os"
@@ -11,6 +12,8 @@ import (
 	"time"
 
 	"berth/internal/failpoint"
+	"berth/internal/seldom"
+	"berth/internal/task"
 )
 
 // trash deletes directories in the background. The directory trash is its
@@ -18,22 +21,25 @@ import (
 // forgotten, be it by an error, the end of the process or of the machine.
 type trash struct {
 	dir    string
-	remove func(dir string) error
+	remove func(ctx context.Context, dir string) error
 	log    *slog.Logger
-	prefix string // makes names differ from those of earlier processes
+	seldom seldom.Seldom // for what cannot be deleted, which may be much and for long
+	prefix string        // makes names differ from those of earlier processes
 	count  atomic.Uint64
 	sizes  sizes
 	wake   chan struct{} // holds one: look again
-	quit   chan struct{}
+	ctx    context.Context
+	quit   context.CancelFunc
 	done   chan struct{}
 }
 
-func newTrash(dir string, remove func(string) error, log *slog.Logger) *trash {
+func newTrash(dir string, remove func(context.Context, string) error, log *slog.Logger) *trash {
+	ctx, quit := context.WithCancel(context.Background())
 	return &trash{
 		dir: dir, remove: remove, log: log,
 		prefix: strconv.FormatInt(time.Now().UnixNano(), 36),
 		sizes:  sizes{of: map[string]Usage{}},
-		wake:   make(chan struct{}, 1), quit: make(chan struct{}), done: make(chan struct{}),
+		wake:   make(chan struct{}, 1), ctx: ctx, quit: quit, done: make(chan struct{}),
 	}
 }
 
@@ -79,31 +85,37 @@ func (t *trash) take(path string, size Usage) error {
 	return nil
 }
 
-// emptyAgain is the pause before what could not be deleted is tried again.
-const emptyAgain = 10 * time.Second
+// Pauses before what could not be deleted is tried again: the first, and the longest.
+const (
+	emptyAgain  = 10 * time.Second
+	emptySeldom = 10 * time.Minute
+)
 
 // start starts the goroutine, which looks at once.
 func (t *trash) start() {
 	go func() {
 		defer close(t.done)
-		for {
+		for pause := emptyAgain; ; {
 			var again <-chan time.Time
-			if !t.empty() {
-				again = time.After(emptyAgain)
+			if t.empty() {
+				pause = emptyAgain
+			} else {
+				again = time.After(pause)
+				pause = min(2*pause, emptySeldom)
 			}
 			select {
 			case <-t.wake:
 			case <-again:
-			case <-t.quit:
+			case <-t.ctx.Done():
 				return
 			}
 		}
 	}()
 }
 
-// stop waits for the goroutine to end, which finishes the deletion it is at.
+// stop waits for the goroutine to end, which leaves the deletion it is at unfinished.
 func (t *trash) stop() {
-	close(t.quit)
+	t.quit()
 	<-t.done
 }
 
@@ -112,17 +124,20 @@ func (t *trash) empty() (all bool) {
 	entries, err := os.ReadDir(t.dir)
 	all = err == nil
 	if err != nil {
-		t.log.Error("read trash of layers", "err", err)
+		t.seldom.Warn(t.log, "read trash of layers", "err", err)
 	}
 	for _, e := range entries {
-		select {
-		case <-t.quit:
+		if t.ctx.Err() != nil {
 			return false
-		default:
 		}
+		path := filepath.Join(t.dir, e.Name())
 		failpoint.Reach("layer.delete")
-		if err := t.remove(filepath.Join(t.dir, e.Name())); err != nil {
-			t.log.Error("delete layer", "path", filepath.Join(t.dir, e.Name()), "err", err)
+		err := task.Guard(t.log, "delete", "layer "+path, func() error { return t.remove(t.ctx, path) })
+		if err != nil && t.ctx.Err() != nil {
+			return false
+		}
+		if err != nil {
+			t.seldom.Warn(t.log, "a layer could not be deleted and will be tried again", "path", path, "err", err)
 			all = false
 			continue
 		}

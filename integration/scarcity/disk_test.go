@@ -311,6 +311,8 @@ func TestReadOnlyRoot(t *testing.T) {
 	running, exits := pod.Run(t), pod.Run(t, harness.Script("read line; exit 5"), harness.WithStdin(false))
 	created := pod.Create(t)
 	waitRuntimeReady(t, d, true)
+	half := filepath.Join(d.Root, "images", "tmp", "half") // what a pull leaves that was interrupted by a kill
+	harness.Must(t, os.MkdirAll(filepath.Join(half, "fs"), 0o700))
 
 	disk.readOnly(t, d.Root, true)
 	waitRuntimeReady(t, d, false)
@@ -340,6 +342,9 @@ func TestReadOnlyRoot(t *testing.T) {
 	waitRuntimeReady(t, d, true)
 	d.Restart(t)
 	harness.Equal(t, "exit code, on the mended disk", exits.Status(t).ExitCode, 137)
+	if _, err := os.Lstat(half); !os.IsNotExist(err) {
+		t.Errorf("what the pull has left is there still: %v", err)
+	}
 	pod.Remove(t)
 	d.RunPod(t).Remove(t)
 }

@@ -43,6 +43,12 @@ func Scarce(err error) error {
 	return err
 }
 
+// IsUnwritable tells whether an operation failed because a filesystem takes nothing at the moment: it is full, or
+// read-only.
+func IsUnwritable(err error) bool {
+	return errors.Is(err, unix.EROFS) || errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT)
+}
+
 // Reported returns an error that another process reported as text, with a code, or with that of what
 // the node lacks, if the text ends by saying so and the code is Internal.
 func Reported(code codes.Code, text string) error {

@@ -1,6 +1,7 @@
 package safefs
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -373,7 +374,12 @@ func (d *Dir) Unlink(name string) error {
 // RemoveAll removes name and, if it is a directory, everything in it. It is no
 // error if name does not exist.
 func (d *Dir) RemoveAll(name string) error {
-	return d.at("remove", name, func() error { return removeAll(d.fd, name) })
+	return d.RemoveAllUntil(context.Background(), name)
+}
+
+// RemoveAllUntil is RemoveAll, but gives up when ctx is done, with its error.
+func (d *Dir) RemoveAllUntil(ctx context.Context, name string) error {
+	return d.at("remove", name, func() error { return removeAll(ctx, d.fd, name) })
 }
 
 // Chown sets the owner of name itself; an empty name is the directory. uid and
@@ -509,7 +515,7 @@ func listxattr(path string) ([]string, error) {
 
 // removeAll removes name in the directory dir. It holds one descriptor for each
 // level it is deep.
-func removeAll(dir int, name string) error {
+func removeAll(ctx context.Context, dir int, name string) error {
 	err := unix.Unlinkat(dir, name, 0)
 	if err == nil || err == unix.ENOENT {
 		return nil
@@ -523,7 +529,7 @@ func removeAll(dir int, name string) error {
 	}
 	f := os.NewFile(uintptr(fd), name)
 	defer f.Close()
-	if err := removeContent(f); err != nil {
+	if err := removeContent(ctx, f); err != nil {
 		return err
 	}
 	if err := unix.Unlinkat(dir, name, unix.AT_REMOVEDIR); err != nil && err != unix.ENOENT {
@@ -532,11 +538,14 @@ func removeAll(dir int, name string) error {
 	return nil
 }
 
-func removeContent(dir *os.File) error {
+func removeContent(ctx context.Context, dir *os.File) error {
 	for {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
 		names, err := dir.Readdirnames(1024)
 		for _, name := range names {
-			if err := removeAll(int(dir.Fd()), name); err != nil {
+			if err := removeAll(ctx, int(dir.Fd()), name); err != nil {
 				return fmt.Errorf("%s: %w", name, err)
 			}
 		}

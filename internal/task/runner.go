@@ -65,12 +65,17 @@ func (r *Runner) WithTurn(ctx context.Context, t Turn, what, object string, op f
 	return op()
 }
 
+// Guard is the function of that name with the runner's log.
+func (r *Runner) Guard(what, object string, op func() error) error {
+	return Guard(r.Log, what, object, op)
+}
+
 // Guard turns a panic of op into an Internal error with the stack in the log: the
-// daemon has other pods to serve.
-func (r *Runner) Guard(what, object string, op func() error) (err error) {
+// daemon has other pods to serve. A panic of a goroutine that op starts is that goroutine's to guard.
+func Guard(log *slog.Logger, what, object string, op func() error) (err error) {
 	defer func() {
 		if p := recover(); p != nil {
-			r.Log.Error("panic", "operation", what, "object", object, "panic", p, "stack", string(debug.Stack()))
+			log.Error("panic", "operation", what, "object", object, "panic", p, "stack", string(debug.Stack()))
 			err = errdefs.Internal("%s %s: internal error: %v", what, object, p)
 		}
 	}()

@@ -37,6 +37,9 @@ func compareLayers(f *facts, d *finder) {
 	for path, err := range f.layers.Damaged {
 		d.differ(path, "a layer", "%v", err)
 	}
+	for _, path := range f.layers.SetAside {
+		d.differ(path, "no layer that was set aside; the first daemon to start without containers on it deletes it", "one")
+	}
 	for _, j := range f.layers.Joins {
 		for _, l := range j.Layers {
 			if _, there := f.layers.Layers[l]; !there {

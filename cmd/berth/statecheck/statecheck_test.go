@@ -208,6 +208,7 @@ func TestDifferencesAreNamed(t *testing.T) {
 			f.layers.Making = []string{"half"}
 		}, nil},
 		{"half a layer", func(_ *testing.T, f *facts) { f.layers.Making = []string{"half"} }, []string{"layers: half: expected a pull"}},
+		{"a layer set aside", func(_ *testing.T, f *facts) { f.layers.SetAside = []string{"x"} }, []string{"layers: x: expected no layer that was set aside"}},
 		{"no layer", func(_ *testing.T, f *facts) { f.layers.Damaged["x"] = errors.New("no record") }, []string{"layers: x: expected a layer, found no record"}},
 		{"a join of a layer that is gone", func(_ *testing.T, f *facts) {
 			f.layers.Joins = []layer.Stored{{Dir: "j", Layers: []digest.Digest{"sha256:03"}}}

@@ -1,0 +1,192 @@
+package layer
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/opencontainers/go-digest"
+	"github.com/opencontainers/image-spec/identity"
+
+	"berth/checkpoint"
+	"berth/internal/errdefs"
+	"berth/internal/rootfs"
+)
+
+// Folders of a Store.
+const (
+	layersDir = "layers"
+	joinsDir  = "joins"
+	tmpDir    = "tmp"
+	trashDir  = "trash"
+)
+
+// load fills the tables from disk, sets aside what cannot be used and sends to the trash what was half made.
+func (s *Store) load() error {
+	if err := s.discardAll(tmpDir); err != nil {
+		return err
+	}
+	if err := s.loadDir(layersDir, s.loadLayer); err != nil {
+		return err
+	}
+	return s.loadDir(joinsDir, s.loadJoin)
+}
+
+func (s *Store) loadLayer(path string) error {
+	var info Info
+	if err := readRecord(path, layerKind, &info); err != nil {
+		return err
+	}
+	if info.DiffID.Validate() != nil || info.DiffID.Encoded() != filepath.Base(path) {
+		return fmt.Errorf("it is the record of %q", info.DiffID)
+	}
+	if err := s.checkKind(info.Kind); err != nil {
+		return err
+	}
+	s.layers.items[info.DiffID] = &item[Info]{value: &info}
+	return nil
+}
+
+func (s *Store) loadJoin(path string) error {
+	var j join
+	if err := readRecord(path, joinKind, &j); err != nil {
+		return err
+	}
+	if len(j.Layers) == 0 || identity.ChainID(j.Layers) != j.ChainID || j.ChainID.Encoded() != filepath.Base(path) {
+		return fmt.Errorf("it is the record of %q", j.ChainID)
+	}
+	for _, diffID := range j.Layers {
+		if !s.Has(diffID) {
+			return fmt.Errorf("its layer %s is gone", diffID)
+		}
+	}
+	if err := s.checkKind(j.Kind); err != nil {
+		return err
+	}
+	s.joins.items[j.ChainID] = &item[join]{value: &j}
+	return nil
+}
+
+func (s *Store) checkKind(kind rootfs.Kind) error {
+	if kind != s.driver.Kind() {
+		return fmt.Errorf("it is of kind %q, the driver's is %q", kind, s.driver.Kind())
+	}
+	return nil
+}
+
+// loadDir hands the path of every entry of a folder to load, and sets those aside that load refuses. An
+// error that says nothing against the entry ends it: nothing is to be lost for that.
+func (s *Store) loadDir(folder string, load func(path string) error) error {
+	entries, err := os.ReadDir(filepath.Join(s.root, folder))
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		path := filepath.Join(s.root, folder, e.Name())
+		if e.Name() == checkpoint.SetAsideDir {
+			s.aside.Store(true)
+			continue
+		}
+		err := load(path)
+		switch {
+		case err == nil:
+		case mayBeGood(err):
+			return fmt.Errorf("read the record in %s: %w", path, err)
+		default:
+			if err := s.setAside(path, err); err != nil && !errdefs.IsUnwritable(err) {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// setAside moves what cannot be used out of its place. It is not deleted: containers that an earlier daemon started
+// may run on it, see DropSetAside.
+func (s *Store) setAside(path string, reason error) error {
+	moved, err := checkpoint.SetAside(path)
+	s.log.Error("unusable layer set aside; its images must be pulled again", "path", moved, "error", errors.Join(reason, err))
+	if err != nil {
+		return fmt.Errorf("set %s aside: %w", path, err)
+	}
+	s.aside.Store(true)
+	return nil
+}
+
+// DropSetAside deletes what was set aside, but for what belongs to the given chains of diffIDs: those that containers
+// may run on, whoever started them. It is cheap where nothing was set aside.
+func (s *Store) DropSetAside(inUse [][]digest.Digest) error {
+	if !s.aside.Swap(false) {
+		return nil
+	}
+	needed := map[string]bool{}
+	for _, chain := range inUse {
+		for i, diffID := range chain {
+			needed[diffID.Encoded()] = true
+			needed[identity.ChainID(chain[:i+1]).Encoded()] = true
+		}
+	}
+	for _, folder := range []string{layersDir, joinsDir} {
+		left, err := s.dropSetAside(filepath.Join(s.root, folder, checkpoint.SetAsideDir), needed)
+		if left || err != nil {
+			s.aside.Store(true) // for the next time
+		}
+		if err != nil {
+			return fmt.Errorf("delete layers that were set aside: %w", err)
+		}
+	}
+	return nil
+}
+
+// dropSetAside empties one folder, and reports whether anything is left in it.
+func (s *Store) dropSetAside(folder string, needed map[string]bool) (left bool, err error) {
+	entries, err := os.ReadDir(folder)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return true, err
+	}
+	for _, e := range entries {
+		name, _, _ := strings.Cut(e.Name(), ".")
+		if needed[name] {
+			left = true
+			continue
+		}
+		if err := s.trash.take(filepath.Join(folder, e.Name()), Usage{}); err != nil {
+			return true, err
+		}
+	}
+	if left {
+		return true, nil
+	}
+	err = os.Remove(folder)
+	if errors.Is(err, fs.ErrExist) { // not empty: something has just been set aside
+		return true, nil
+	}
+	return false, err
+}
+
+// discardAll sends what is in a folder to the trash. On a filesystem that takes nothing at the moment it stays
+// for the next start: this one shall succeed.
+func (s *Store) discardAll(folder string) error {
+	entries, err := os.ReadDir(filepath.Join(s.root, folder))
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		path := filepath.Join(s.root, folder, e.Name())
+		err := s.trash.take(path, Usage{})
+		if errdefs.IsUnwritable(err) {
+			s.log.Warn("what a pull has left stays until the next start", "path", path, "error", err)
+			continue
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
