@@ -12,6 +12,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // defaultProfile is the AppArmor profile that RuntimeDefault stands for, which the daemon loads.
@@ -19,7 +20,7 @@ const defaultProfile = "berth-default"
 
 func needAppArmor(t *testing.T) {
 	t.Helper()
-	if enabled := harness.ReadLines("/sys/module/apparmor/parameters/enabled"); len(enabled) == 0 || enabled[0] != "Y" {
+	if enabled := machine.ReadLines("/sys/module/apparmor/parameters/enabled"); len(enabled) == 0 || enabled[0] != "Y" {
 		t.Skip("this machine's kernel has no AppArmor")
 	}
 	if _, err := os.Stat("/sys/kernel/security/apparmor/profiles"); err != nil {

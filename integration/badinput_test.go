@@ -12,6 +12,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // Bad requests for images are in TestPullUnknown and TestPullBadLayers, those for
@@ -222,7 +223,7 @@ func TestLogPathThroughSymlink(t *testing.T) {
 	if err == nil {
 		t.Error("the container started")
 	}
-	if files := harness.ReadDir(outside); len(files) > 0 {
+	if files := machine.ReadDir(outside); len(files) > 0 {
 		t.Errorf("files were made outside: %v", files)
 	}
 }

@@ -15,6 +15,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 func TestContainerLifecycle(t *testing.T) {
@@ -172,9 +173,9 @@ func TestContainerUsers(t *testing.T) {
 				ids[g] = true
 			}
 			want := strings.Fields(c.want)
-			harness.Equal(t, "uid", strings.Fields(harness.StatusField(t, pid, "Uid"))[0], want[0])
-			harness.Equal(t, "gid", strings.Fields(harness.StatusField(t, pid, "Gid"))[0], want[1])
-			sameSet(t, "groups of the process and its gid", append(strings.Fields(harness.StatusField(t, pid, "Groups")), want[1]), want[1:])
+			harness.Equal(t, "uid", strings.Fields(machine.StatusField(t, pid, "Uid"))[0], want[0])
+			harness.Equal(t, "gid", strings.Fields(machine.StatusField(t, pid, "Gid"))[0], want[1])
+			sameSet(t, "groups of the process and its gid", append(strings.Fields(machine.StatusField(t, pid, "Groups")), want[1]), want[1:])
 			harness.Equal(t, "reported uid and gid", fmt.Sprint(status.GetUid(), status.GetGid()), want[0]+" "+want[1])
 			var reported []string
 			for g := range ids {
@@ -212,7 +213,7 @@ func TestContainerMounts(t *testing.T) {
 	nested := &runtimeapi.Mount{ContainerPath: "/data/deep/sub/nested", HostPath: host}
 	c := pod.Run(t, harness.Mount(nested), harness.Mount(writable), harness.Mount(readonly), harness.Mount(file)) // in no good order
 	c.Exec(t, "sh", "-c", "echo written >/data/deep/new")
-	harness.Equal(t, "content on the host", strings.Join(harness.ReadLines(filepath.Join(host, "new")), ""), "written")
+	harness.Equal(t, "content on the host", strings.Join(machine.ReadLines(filepath.Join(host, "new")), ""), "written")
 	harness.Equal(t, "content of the file", c.Exec(t, "cat", "/etc/one-file"), "from the host")
 	harness.Equal(t, "content through the nested mount", c.Exec(t, "cat", "/data/deep/sub/nested/file"), "from the host")
 	_, stderr, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"touch", "/readonly/x"}, 0)
@@ -270,7 +271,7 @@ func TestContainerReadonlyRootfs(t *testing.T) {
 // capabilities of the container's init: effective and ambient.
 func capsOf(t *testing.T, c *harness.Container, set string) string {
 	t.Helper()
-	return harness.StatusField(t, c.Pid(t), set)
+	return machine.StatusField(t, c.Pid(t), set)
 }
 
 func TestContainerCapabilities(t *testing.T) {
@@ -311,7 +312,7 @@ func TestContainerCapabilities(t *testing.T) {
 
 func hostCaps(t *testing.T) (bits uint64) {
 	t.Helper()
-	_, err := fmt.Sscanf(harness.StatusField(t, os.Getpid(), "CapBnd"), "%x", &bits)
+	_, err := fmt.Sscanf(machine.StatusField(t, os.Getpid(), "CapBnd"), "%x", &bits)
 	harness.Must(t, err)
 	return bits
 }
@@ -320,7 +321,7 @@ func TestContainerPrivileged(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityContext) { s.Privileged = true }))
 	c := pod.Run(t, harness.Security(harness.Privileged))
-	harness.Equal(t, "seccomp", harness.StatusField(t, c.Pid(t), "Seccomp"), "0")
+	harness.Equal(t, "seccomp", machine.StatusField(t, c.Pid(t), "Seccomp"), "0")
 	c.Exec(t, "sh", "-c", "mkdir /m && mount -t tmpfs none /m")
 	c.Exec(t, "sh", "-c", "test -e /dev/kmsg || test -e /dev/loop-control || test -e /dev/mem")
 	c.Exec(t, "sh", "-c", "hostname >/proc/sys/kernel/hostname")
@@ -354,8 +355,8 @@ func TestContainerNoNewPrivs(t *testing.T) {
 		return harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.NoNewPrivs = on })
 	}
 	off, on := pod.Run(t, harness.Image(name), privs(false)), pod.Run(t, harness.Image(name), privs(true))
-	harness.Equal(t, "NoNewPrivs off", harness.StatusField(t, off.Pid(t), "NoNewPrivs"), "0")
-	harness.Equal(t, "NoNewPrivs on", harness.StatusField(t, on.Pid(t), "NoNewPrivs"), "1")
+	harness.Equal(t, "NoNewPrivs off", machine.StatusField(t, off.Pid(t), "NoNewPrivs"), "0")
+	harness.Equal(t, "NoNewPrivs on", machine.StatusField(t, on.Pid(t), "NoNewPrivs"), "1")
 	for c, refused := range map[*harness.Container]bool{off: false, on: true} {
 		_, stderr, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"/suid/crontab", "-l"}, 0)
 		if err == nil || strings.Contains(string(stderr), "must be suid") != refused {
@@ -372,8 +373,8 @@ func TestContainerSeccomp(t *testing.T) {
 			s.Seccomp = &runtimeapi.SecurityProfile{ProfileType: kind, LocalhostRef: ref}
 		})
 	}
-	harness.Equal(t, "default profile", harness.StatusField(t, pod.Run(t, profile(runtimeapi.SecurityProfile_RuntimeDefault, "")).Pid(t), "Seccomp"), "2")
-	harness.Equal(t, "unconfined", harness.StatusField(t, pod.Run(t, profile(runtimeapi.SecurityProfile_Unconfined, "")).Pid(t), "Seccomp"), "0")
+	harness.Equal(t, "default profile", machine.StatusField(t, pod.Run(t, profile(runtimeapi.SecurityProfile_RuntimeDefault, "")).Pid(t), "Seccomp"), "2")
+	harness.Equal(t, "unconfined", machine.StatusField(t, pod.Run(t, profile(runtimeapi.SecurityProfile_Unconfined, "")).Pid(t), "Seccomp"), "0")
 	file := filepath.Join(t.TempDir(), "no-mkdir.json")
 	harness.Must(t, os.WriteFile(file, []byte(`{"defaultAction": "SCMP_ACT_ALLOW", "syscalls": [{"names": ["mkdir", "mkdirat"], "action": "SCMP_ACT_ERRNO"}]}`), 0o600))
 	local := pod.Run(t, profile(runtimeapi.SecurityProfile_Localhost, file))

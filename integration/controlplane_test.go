@@ -19,6 +19,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // What users do with kubectl, on a cluster whose node runs berth. The parts live side
@@ -215,7 +216,7 @@ spec:
 	harness.Equal(t, "container", after.ContainerID, before.ContainerID)
 	harness.Equal(t, "restarts", after.RestartCount, 0)
 	limit := "/sys/fs/cgroup/memory/memory.limit_in_bytes"
-	if harness.Cgroup2() {
+	if machine.Cgroup2() {
 		limit = "/sys/fs/cgroup/memory.max"
 	}
 	harness.Equal(t, "limit in the container", c.kubectl(t, "exec", "resize", "--", "cat", limit), fmt.Sprintln(96<<20))
@@ -367,17 +368,17 @@ type cpuMeter struct{ file string }
 func newCPUMeter(t *testing.T, d *harness.Daemon) cpuMeter {
 	t.Helper()
 	controller, file := "/cpuacct", "cpuacct.usage"
-	if harness.Cgroup2() {
+	if machine.Cgroup2() {
 		controller, file = "", "cpu.stat"
 	}
-	home := harness.CgroupDir(t, d.Cmd.Process.Pid, "cpuacct")
+	home := machine.CgroupDir(t, d.Cmd.Process.Pid, "cpuacct")
 	dir := "/sys/fs/cgroup" + controller + "/" + harness.Machine + "/berth.service"
 	harness.Must(t, os.MkdirAll(dir, 0o755))
-	for _, pid := range append(harness.ChildrenOf(d.Cmd.Process.Pid), d.Cmd.Process.Pid) {
+	for _, pid := range append(machine.ChildrenOf(d.Cmd.Process.Pid), d.Cmd.Process.Pid) {
 		moveToCgroup(t, pid, dir)
 	}
 	t.Cleanup(func() {
-		for _, pid := range harness.ReadLines(dir + "/cgroup.procs") {
+		for _, pid := range machine.ReadLines(dir + "/cgroup.procs") {
 			moveToCgroup(t, harness.Get(strconv.Atoi(pid))(t), home)
 		}
 		harness.Eventually(t, "the daemon's cgroup is empty", func() error { return os.Remove(dir) })

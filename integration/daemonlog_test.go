@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // calledLine finds method, time taken and code in the daemon's log of a call.
@@ -15,14 +16,14 @@ var calledLine = regexp.MustCompile(`msg=(\w+) .*took=(\S+) code=(\w+)`)
 
 // wasAsked reports whether somebody called a method.
 func wasAsked(d *harness.Daemon, method string) bool {
-	return slices.ContainsFunc(harness.ReadLines(d.LogFile()), func(line string) bool { return strings.Contains(line, "msg="+method+" ") })
+	return slices.ContainsFunc(machine.ReadLines(d.LogFile()), func(line string) bool { return strings.Contains(line, "msg="+method+" ") })
 }
 
 // durations returns how long all calls of a method took so far, sorted.
 func durations(t *testing.T, d *harness.Daemon, method string) []time.Duration {
 	t.Helper()
 	var all []time.Duration
-	for _, line := range harness.ReadLines(d.LogFile()) {
+	for _, line := range machine.ReadLines(d.LogFile()) {
 		if m := calledLine.FindStringSubmatch(line); m != nil && m[1] == method {
 			all = append(all, harness.Get(time.ParseDuration(m[2]))(t))
 		}
@@ -38,7 +39,7 @@ func durations(t *testing.T, d *harness.Daemon, method string) []time.Duration {
 // what it has removed itself, so NotFound is no failure.
 func failedCalls(d *harness.Daemon) []string {
 	var all []string
-	for _, line := range harness.ReadLines(d.LogFile()) {
+	for _, line := range machine.ReadLines(d.LogFile()) {
 		if m := calledLine.FindStringSubmatch(line); m != nil && m[3] != "OK" && m[3] != "NotFound" {
 			all = append(all, line)
 		}

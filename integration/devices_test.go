@@ -14,6 +14,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // The devices that the tests give: null and full, under other names.
@@ -29,7 +30,7 @@ func device(d *runtimeapi.Device) harness.ContainerOption {
 // hostDevices makes a directory of the host with device nodes, some of them in a directory.
 func hostDevices(t *testing.T) string {
 	t.Helper()
-	dir := harness.HostDir(t, "many/below")
+	dir := machine.HostDir(t, "many/below")
 	for name, dev := range map[string]int{"null": nullDevice, "many/full": fullDevice, "many/below/null": nullDevice} {
 		harness.Must(t, unix.Mknod(filepath.Join(dir, name), unix.S_IFCHR|0o600, dev))
 	}
@@ -65,7 +66,7 @@ func TestDevices(t *testing.T) {
 func TestDevicePermissions(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
-	dir := harness.HostDir(t)
+	dir := machine.HostDir(t)
 	const loop0 = 7 << 8 // which no container has by default
 	harness.Must(t, unix.Mknod(filepath.Join(dir, "loop"), unix.S_IFBLK|0o600, loop0))
 	const try = "exec 2>/dev/null; dd if=/dev/x of=/dev/null count=0 && echo r; dd if=/dev/null of=/dev/x count=0 conv=notrunc && echo w; true"
@@ -123,7 +124,7 @@ func writeCDI(t *testing.T, file string, devices map[string]any) {
 func TestCDI(t *testing.T) {
 	dir, option := cdiDir(t)
 	devices := hostDevices(t)
-	lib := harness.HostDir(t)
+	lib := machine.HostDir(t)
 	harness.Must(t, os.WriteFile(filepath.Join(lib, "lib.so"), []byte("library\n"), 0o600))
 	writeCDI(t, filepath.Join(dir, "vendor.json"), map[string]any{
 		"zero": map[string]any{
@@ -146,7 +147,7 @@ func TestCDI(t *testing.T) {
 	}
 	harness.Equal(t, "environment of an exec", c.Exec(t, "sh", "-c", "echo $VENDOR_DEVICE"), "zero")
 	harness.Equal(t, "environment", pod.Sh(t, "echo $VENDOR_DEVICE", harness.Cdi("zero")), "zero\n")
-	if groups := strings.Fields(harness.StatusField(t, c.Pid(t), "Groups")); !slices.Contains(groups, "4711") {
+	if groups := strings.Fields(machine.StatusField(t, c.Pid(t), "Groups")); !slices.Contains(groups, "4711") {
 		t.Errorf("groups are %q", groups)
 	}
 	harness.Equal(t, "devices of a container that asks for none", pod.Sh(t, "ls /dev | grep vendor; true"), "")
@@ -167,7 +168,7 @@ func TestCDI(t *testing.T) {
 // for in the state on their standard input.
 func TestCDIHooks(t *testing.T) {
 	dir, option := cdiDir(t)
-	trace := harness.HostDir(t)
+	trace := machine.HostDir(t)
 	hook := func(name string) any {
 		script := fmt.Sprintf(`cat >%[1]s/%[2]s.state; bundle=$(sed 's/.*"bundle":"\([^"]*\)".*/\1/' %[1]s/%[2]s.state); `+
 			`cp $bundle/config.json %[1]s/%[2]s.config; readlink /proc/self/ns/mnt >%[1]s/%[2]s.ns; `+
@@ -196,7 +197,7 @@ func TestCDIHooks(t *testing.T) {
 	}
 	ns, err := os.ReadFile(filepath.Join(trace, "createContainer.ns"))
 	harness.Must(t, err)
-	harness.Equal(t, "mount namespace of createContainer", strings.TrimSpace(string(ns)), harness.Namespace(t, c.Pid(t), "mnt"))
+	harness.Equal(t, "mount namespace of createContainer", strings.TrimSpace(string(ns)), machine.Namespace(t, c.Pid(t), "mnt"))
 
 	failing := pod.Create(t, harness.Cdi("bad"))
 	harness.WantCode(t, d.Cri.StartContainer(t.Context(), failing.Id), codes.Internal, "createContainer hook", "exit status 1")

@@ -12,6 +12,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // Many clients read all events of many containers, in one order, while one of them never reads: it is
@@ -113,7 +114,7 @@ func TestEventsWithADeafClient(t *testing.T) {
 	}
 	harness.WantCode(t, err, codes.ResourceExhausted)
 	t.Logf("the deaf client was told of %d of %d events", n-1, 4*lives+2*more)
-	peak, err := strconv.Atoi(strings.Fields(harness.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
+	peak, err := strconv.Atoi(strings.Fields(machine.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
 	harness.Must(t, err)
 	if peak > 256<<10 {
 		t.Errorf("the daemon took %d KiB", peak)

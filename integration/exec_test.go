@@ -12,6 +12,7 @@ import (
 	cri "k8s.io/cri-client/pkg"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 func TestExecSync(t *testing.T) {
@@ -58,7 +59,7 @@ func awaitNoProcesses(t *testing.T, prefixes ...string) {
 	t.Helper()
 	harness.Eventually(t, "everything that was started is gone", func() error {
 		for _, prefix := range prefixes {
-			if left := harness.CommandLines(prefix); len(left) > 0 {
+			if left := machine.CommandLines(prefix); len(left) > 0 {
 				return fmt.Errorf("still running: %q", left)
 			}
 		}
@@ -72,7 +73,7 @@ func TestExecSyncReturnsWhileChildHoldsStdout(t *testing.T) {
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	harness.Equal(t, "output", c.Exec(t, "sh", "-c", "sleep 8881 & echo done"), "done")
 	c.Stop(t, 0)
-	if left := harness.CommandLines("sleep 8881"); len(left) > 0 {
+	if left := machine.CommandLines("sleep 8881"); len(left) > 0 {
 		t.Errorf("still running after the container's end: %q", left)
 	}
 }
@@ -101,7 +102,7 @@ func TestExecSyncDiesWithContainer(t *testing.T) {
 		result <- err
 	}()
 	harness.Eventually(t, "the command runs", func() error {
-		if len(harness.CommandLines("sleep 9991")) == 0 {
+		if len(machine.CommandLines("sleep 9991")) == 0 {
 			return errors.New("not yet")
 		}
 		return nil
@@ -196,7 +197,7 @@ func TestAmbientCapabilities(t *testing.T) {
 			}
 		}))
 		for _, set := range []string{"CapEff", "CapPrm", "CapAmb", "CapInh"} {
-			harness.Equal(t, fmt.Sprintf("init's %s with %q", set, ambient), harness.StatusField(t, c.Pid(t), set), want)
+			harness.Equal(t, fmt.Sprintf("init's %s with %q", set, ambient), machine.StatusField(t, c.Pid(t), set), want)
 			harness.Equal(t, fmt.Sprintf("an exec's %s with %q", set, ambient),
 				strings.TrimSpace(strings.TrimPrefix(c.Exec(t, "grep", set, "/proc/self/status"), set+":")), want)
 		}

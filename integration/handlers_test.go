@@ -20,6 +20,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // withHandler configures a runtime handler.
@@ -211,9 +212,9 @@ func TestCrunUserNamespace(t *testing.T) {
 	c := pod.Run(t, inUserNamespace(base), harness.Mount(&runtimeapi.Mount{HostPath: volume, ContainerPath: "/mnt",
 		UidMappings: idMapping(base), GidMappings: idMapping(base)}))
 	harness.Equal(t, "uid_map", strings.Join(strings.Fields(c.Exec(t, "cat", "/proc/self/uid_map")), " "), fmt.Sprintf("0 %d 65536", base))
-	harness.Equal(t, "uid on the host", strings.Fields(harness.StatusField(t, c.Pid(t), "Uid"))[0], strconv.Itoa(base))
+	harness.Equal(t, "uid on the host", strings.Fields(machine.StatusField(t, c.Pid(t), "Uid"))[0], strconv.Itoa(base))
 	for _, kind := range []string{"user", "net", "ipc", "uts"} {
-		harness.Equal(t, kind+" namespace", harness.Namespace(t, c.Pid(t), kind), harness.Namespace(t, pod.PausePID(t), kind))
+		harness.Equal(t, kind+" namespace", machine.Namespace(t, c.Pid(t), kind), machine.Namespace(t, pod.PausePID(t), kind))
 	}
 	harness.Equal(t, "owners", c.Exec(t, "stat", "-c", "%u:%g", "/", "/bin/busybox", "/mnt/file", "/etc/hosts"), "0:0\n0:0\n5:6\n0:0")
 	c.Exec(t, "sh", "-c", "touch /mnt/new /new && echo '# mine' >>/etc/hosts && echo x >/dev/shm/f && echo out >/dev/stdout")
@@ -329,7 +330,7 @@ func TestCrunWithoutRecords(t *testing.T) {
 				return fmt.Errorf("%s has %v, %w", dir, left, err)
 			}
 		}
-		if harness.Alive(pid) {
+		if machine.Alive(pid) {
 			return errors.New("the container runs")
 		}
 		return nil

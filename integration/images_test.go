@@ -15,6 +15,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 func TestPullByTagDigestAndBoth(t *testing.T) {
@@ -142,7 +143,7 @@ func TestLayerContent(t *testing.T) {
 func fileCapability(t *testing.T, c *harness.Container, path, want string) {
 	t.Helper()
 	value := make([]byte, 64)
-	n, err := harness.Lgetxattr(fmt.Sprintf("/proc/%d/root%s", c.Pid(t), path), "security.capability", value)
+	n, err := machine.Lgetxattr(fmt.Sprintf("/proc/%d/root%s", c.Pid(t), path), "security.capability", value)
 	harness.Must(t, err)
 	harness.Equal(t, "file capability", fmt.Sprintf("%x", value[:n]), fmt.Sprintf("%x", want))
 }

@@ -15,6 +15,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // volumeImage pushes an image of two layers without a program of its own: a model, and
@@ -55,7 +56,7 @@ func TestImageVolume(t *testing.T) {
 	reported := c.Status(t)
 	harness.Equal(t, "image of the mount in the status", reported.Mounts[0].Image.GetImage(), id)
 	harness.Equal(t, "its ID in the status", reported.Mounts[0].Image.GetImageRef(), id)
-	for _, m := range harness.Mountpoints(t, 1) {
+	for _, m := range machine.Mountpoints(t, 1) {
 		if harness.Contains(m, c.Id) {
 			t.Errorf("the host has a mount at %s", m)
 		}
@@ -206,8 +207,8 @@ func TestImageVolumeGoesWithItsContainer(t *testing.T) {
 	c.WaitExited(t)
 	harness.Must(t, d.Cri.RemoveContainer(t.Context(), c.Id))
 	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: id}))
-	for _, pid := range harness.Processes() {
-		for _, m := range harness.ReadLines(fmt.Sprintf("/proc/%d/mountinfo", pid)) {
+	for _, pid := range machine.Processes() {
+		for _, m := range machine.ReadLines(fmt.Sprintf("/proc/%d/mountinfo", pid)) {
 			if harness.Contains(m, c.Id) {
 				t.Errorf("process %d still has %s", pid, m)
 			}

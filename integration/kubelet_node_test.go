@@ -24,6 +24,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // kubernetesEnv names the directory of the programs that integration/kubelet/build
@@ -145,7 +146,7 @@ func (n *node) makeCgroups(t *testing.T) {
 // hierarchies returns the mount points of the cgroup hierarchies.
 func hierarchies(t *testing.T) []string {
 	t.Helper()
-	if harness.Cgroup2() {
+	if machine.Cgroup2() {
 		return []string{"/sys/fs/cgroup"}
 	}
 	all, err := filepath.Glob("/sys/fs/cgroup/*")
@@ -251,7 +252,7 @@ func (n *node) awaitEmpty(t *testing.T) {
 		if err == nil && len(sandboxes) > 0 {
 			err = fmt.Errorf("%d sandboxes, one is %v", len(sandboxes), sandboxes[0])
 		}
-		if left := harness.ReadDir("/var/lib/kubelet/pods"); err == nil && len(left) > 0 {
+		if left := machine.ReadDir("/var/lib/kubelet/pods"); err == nil && len(left) > 0 {
 			err = fmt.Errorf("volumes of pods %v", left)
 		}
 		if left := n.podCgroups(t); err == nil && len(left) > 0 {

@@ -17,6 +17,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // A real kubelet runs static pods on berth. The pods live side by side on one node;
@@ -270,7 +271,7 @@ volumes:
 	p.withdraw(t)
 	p.awaitGone(t)
 	p.n.kubelet.waitFor(t, "its volumes are removed", func() error {
-		if left := harness.ReadDir("/var/lib/kubelet/pods/" + string(pod.UID)); len(left) > 0 {
+		if left := machine.ReadDir("/var/lib/kubelet/pods/" + string(pod.UID)); len(left) > 0 {
 			return fmt.Errorf("there are %v", left)
 		}
 		return nil
@@ -336,7 +337,7 @@ volumes:
 	harness.Equal(t, "the user inside", main.Exec(t, "cat", "/disk/id"), "0")
 	harness.Equal(t, "owner of a file it made", main.Exec(t, "stat", "-c", "%u", "/disk/id"), "0")
 	harness.Equal(t, "a file that only root may read", main.Exec(t, "cat", "/about/name"), p.name)
-	harness.Equal(t, "the user outside", strings.Fields(harness.StatusField(t, main.Pid(t), "Uid"))[0], fields[1])
+	harness.Equal(t, "the user outside", strings.Fields(machine.StatusField(t, main.Pid(t), "Uid"))[0], fields[1])
 }
 
 func testKubeletSharedProcesses(t *testing.T, n *node) {
@@ -531,10 +532,10 @@ volumes:
 		t.Errorf("writing to the root filesystem: %q", out)
 	}
 	pid := main.Pid(t)
-	harness.Equal(t, "seccomp mode", harness.StatusField(t, pid, "Seccomp"), "2")
-	harness.Equal(t, "no_new_privs", harness.StatusField(t, pid, "NoNewPrivs"), "1")
-	harness.Equal(t, "capabilities", harness.StatusField(t, pid, "CapBnd"), "0000000000000000")
-	harness.Equal(t, "capabilities of the privileged", harness.StatusField(t, p.container(t, "privileged").Pid(t), "CapBnd"), harness.StatusField(t, os.Getpid(), "CapBnd"))
+	harness.Equal(t, "seccomp mode", machine.StatusField(t, pid, "Seccomp"), "2")
+	harness.Equal(t, "no_new_privs", machine.StatusField(t, pid, "NoNewPrivs"), "1")
+	harness.Equal(t, "capabilities", machine.StatusField(t, pid, "CapBnd"), "0000000000000000")
+	harness.Equal(t, "capabilities of the privileged", machine.StatusField(t, p.container(t, "privileged").Pid(t), "CapBnd"), machine.StatusField(t, os.Getpid(), "CapBnd"))
 	user := containerStatus(pod, "main").User
 	if user == nil || user.Linux == nil || user.Linux.UID != 1001 || user.Linux.GID != 2001 {
 		t.Errorf("kubelet says the user is %+v", user)

@@ -14,6 +14,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 func TestLogFormat(t *testing.T) {
@@ -201,7 +202,7 @@ func TestNoLogPath(t *testing.T) {
 	pod := d.RunPod(t, harness.HostNetwork)
 	_, status := pod.RunToEnd(t, harness.Script("seq 1 100000"), func(c *runtimeapi.ContainerConfig) { c.LogPath = "" })
 	harness.Equal(t, "exit code", status.ExitCode, 0)
-	harness.Equal(t, "log files", fmt.Sprint(harness.ReadDir(pod.Config.LogDirectory)), "[]")
+	harness.Equal(t, "log files", fmt.Sprint(machine.ReadDir(pod.Config.LogDirectory)), "[]")
 }
 
 // The log goes on while there is no daemon.

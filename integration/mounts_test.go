@@ -16,6 +16,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 const (
@@ -30,7 +31,7 @@ var privilegedPod = harness.PodSecurity(func(s *runtimeapi.LinuxSandboxSecurityC
 // sees tells whether a running container has a mount at a path.
 func sees(t *testing.T, c *harness.Container, path string) bool {
 	t.Helper()
-	return slices.Contains(harness.Mountpoints(t, c.Pid(t)), path)
+	return slices.Contains(machine.Mountpoints(t, c.Pid(t)), path)
 }
 
 // A mount below a read-only volume is read-only only if recursion is asked for.
@@ -65,23 +66,23 @@ func TestMountPropagation(t *testing.T) {
 		{bidirectional, true, true},
 	} {
 		t.Run(c.propagation.String(), func(t *testing.T) {
-			host := harness.HostDir(t, "down", "up", "stays")
+			host := machine.HostDir(t, "down", "up", "stays")
 			down, up, stays := filepath.Join(host, "down"), filepath.Join(host, "up"), filepath.Join(host, "stays")
 			ctr := pod.Run(t, harness.Security(harness.Privileged), harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Propagation: c.propagation}))
-			harness.MountTmpfs(t, down, syscall.MS_SHARED)
+			machine.MountTmpfs(t, down, syscall.MS_SHARED)
 			harness.Equal(t, "a mount of the host arrives", sees(t, ctr, "/v/down"), c.toContainer)
 			harness.Must(t, syscall.Unmount(down, 0))
 			harness.Equal(t, "it is there after it was unmounted on the host", sees(t, ctr, "/v/down"), false)
 
 			ctr.Exec(t, "mount", "-t", "tmpfs", "up", "/v/up")
-			harness.Equal(t, "a mount of the container arrives on the host", harness.IsMountpoint(t, up), c.back)
+			harness.Equal(t, "a mount of the container arrives on the host", machine.IsMountpoint(t, up), c.back)
 			ctr.Exec(t, "umount", "/v/up")
-			harness.Equal(t, "it is there after it was unmounted in the container", harness.IsMountpoint(t, up), false)
+			harness.Equal(t, "it is there after it was unmounted in the container", machine.IsMountpoint(t, up), false)
 
 			ctr.Exec(t, "mount", "-t", "tmpfs", "stays", "/v/stays")
 			harness.Must(t, syscall.Kill(ctr.Pid(t), syscall.SIGKILL))
 			ctr.WaitExited(t)
-			harness.Equal(t, "it stays when the container ends", harness.IsMountpoint(t, stays), c.back)
+			harness.Equal(t, "it stays when the container ends", machine.IsMountpoint(t, stays), c.back)
 			if c.back {
 				harness.Must(t, syscall.Unmount(stays, 0))
 			}
@@ -93,12 +94,12 @@ func TestMountPropagation(t *testing.T) {
 func TestBidirectionalMountAcrossKilledDaemon(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)
-	host := harness.HostDir(t, "one", "two")
+	host := machine.HostDir(t, "one", "two")
 	volume := harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: host, Propagation: bidirectional})
 	first := pod.Run(t, harness.Security(harness.Privileged), volume)
 	first.Exec(t, "mount", "-t", "tmpfs", "one", "/v/one")
 	d.Kill(t)
-	harness.Equal(t, "mount without a daemon", harness.IsMountpoint(t, filepath.Join(host, "one")), true)
+	harness.Equal(t, "mount without a daemon", machine.IsMountpoint(t, filepath.Join(host, "one")), true)
 	d.Start(t)
 	d.WaitIdle(t)
 	second := pod.Run(t, harness.Security(harness.Privileged), volume)
@@ -106,10 +107,10 @@ func TestBidirectionalMountAcrossKilledDaemon(t *testing.T) {
 	first.Exec(t, "mount", "-t", "tmpfs", "two", "/v/two")
 	harness.Equal(t, "the second container sees a later one", sees(t, second, "/v/two"), true)
 	second.Exec(t, "umount", "/v/one")
-	harness.Equal(t, "the host still has it", harness.IsMountpoint(t, filepath.Join(host, "one")), false)
+	harness.Equal(t, "the host still has it", machine.IsMountpoint(t, filepath.Join(host, "one")), false)
 	harness.Equal(t, "the first container still has it", sees(t, first, "/v/one"), false)
 	first.Exec(t, "umount", "/v/two")
-	harness.Equal(t, "the host has the later one", harness.IsMountpoint(t, filepath.Join(host, "two")), false)
+	harness.Equal(t, "the host has the later one", machine.IsMountpoint(t, filepath.Join(host, "two")), false)
 }
 
 // What kubelet mounts reaches containers of launchers that were started before.
@@ -117,14 +118,14 @@ func TestVolumeMountedAfterLaunchersStarted(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	d.WaitIdle(t)
-	host := harness.HostDir(t, "volume")
+	host := machine.HostDir(t, "volume")
 	volume := filepath.Join(host, "volume")
-	harness.MountTmpfs(t, volume, syscall.MS_SHARED)
+	machine.MountTmpfs(t, volume, syscall.MS_SHARED)
 	harness.Must(t, os.WriteFile(filepath.Join(volume, "file"), []byte("late\n"), 0o600))
-	idle := harness.ChildrenOf(d.Cmd.Process.Pid)
+	idle := machine.ChildrenOf(d.Cmd.Process.Pid)
 	ctr := pod.Run(t, harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume}))
 	var parent int
-	_, err := fmt.Sscan(harness.StatusField(t, ctr.Pid(t), "PPid"), &parent)
+	_, err := fmt.Sscan(machine.StatusField(t, ctr.Pid(t), "PPid"), &parent)
 	harness.Must(t, err)
 	harness.Equal(t, "the container is of such a launcher", slices.Contains(idle, parent), true)
 	for _, propagation := range []runtimeapi.MountPropagation{privateMount, hostToCtr, bidirectional} {
@@ -137,17 +138,17 @@ func TestVolumeMountedAfterLaunchersStarted(t *testing.T) {
 // private, or to whose changes they are deaf, since it became shared later, is the same to
 // containers as any other.
 func TestVolumeOnPrivateMount(t *testing.T) {
-	host := harness.HostDir(t, "private", "later")
+	host := machine.HostDir(t, "private", "later")
 	private, later := filepath.Join(host, "private"), filepath.Join(host, "later")
-	harness.MountTmpfs(t, private, syscall.MS_PRIVATE)
-	harness.MountTmpfs(t, later, syscall.MS_PRIVATE)
+	machine.MountTmpfs(t, private, syscall.MS_PRIVATE)
+	machine.MountTmpfs(t, later, syscall.MS_PRIVATE)
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)
 	d.WaitIdle(t)
 
 	volume := filepath.Join(private, "a/volume")
 	harness.Must(t, os.MkdirAll(volume, 0o755))
-	harness.MountTmpfs(t, volume, syscall.MS_PRIVATE)
+	machine.MountTmpfs(t, volume, syscall.MS_PRIVATE)
 	harness.Must(t, os.WriteFile(filepath.Join(volume, "file"), []byte("late\n"), 0o600))
 	harness.Equal(t, "content of a volume", pod.Sh(t, "cat /v/file", harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: volume})), "late\n")
 	harness.Equal(t, "content of a directory that holds one",
@@ -159,15 +160,15 @@ func TestVolumeOnPrivateMount(t *testing.T) {
 	harness.Must(t, syscall.Mount("", later, "", syscall.MS_SHARED, ""))
 	ctr := pod.Run(t, harness.Security(harness.Privileged), harness.Mount(&runtimeapi.Mount{ContainerPath: "/v", HostPath: later, Propagation: bidirectional}))
 	ctr.Exec(t, "mount", "-t", "tmpfs", "up", "/v/up")
-	harness.Equal(t, "a mount of the container arrives on the host", harness.IsMountpoint(t, filepath.Join(later, "up")), true)
+	harness.Equal(t, "a mount of the container arrives on the host", machine.IsMountpoint(t, filepath.Join(later, "up")), true)
 	ctr.Exec(t, "umount", "/v/up")
 }
 
 // The same for network namespaces, which are pinned by mounts.
 func TestNetNSOnPrivateMount(t *testing.T) {
-	host := harness.HostDir(t, "private")
+	host := machine.HostDir(t, "private")
 	private := filepath.Join(host, "private")
-	harness.MountTmpfs(t, private, syscall.MS_PRIVATE)
+	machine.MountTmpfs(t, private, syscall.MS_PRIVATE)
 	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("netns_dir = %q", private)))
 	harness.Equal(t, "a container of a pod runs", d.RunPod(t).Sh(t, "ls /sys/class/net"), "eth0\nlo\n")
 }
@@ -175,10 +176,10 @@ func TestNetNSOnPrivateMount(t *testing.T) {
 func TestMountPropagationRefused(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
-	host := harness.HostDir(t, "private", "slave")
+	host := machine.HostDir(t, "private", "slave")
 	private, slave := filepath.Join(host, "private"), filepath.Join(host, "slave")
-	harness.MountTmpfs(t, private, syscall.MS_PRIVATE)
-	harness.MountTmpfs(t, slave, syscall.MS_SLAVE)
+	machine.MountTmpfs(t, private, syscall.MS_PRIVATE)
+	machine.MountTmpfs(t, slave, syscall.MS_SLAVE)
 	for _, c := range []struct {
 		source      string
 		propagation runtimeapi.MountPropagation
@@ -204,7 +205,7 @@ func TestMountPropagationRefused(t *testing.T) {
 func TestRecursiveReadOnlyRules(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
-	host := harness.HostDir(t)
+	host := machine.HostDir(t)
 	for _, m := range []*runtimeapi.Mount{
 		{RecursiveReadOnly: true},
 		{RecursiveReadOnly: true, Readonly: true, Propagation: hostToCtr},
@@ -220,7 +221,7 @@ func TestRecursiveReadOnlyRules(t *testing.T) {
 func TestMountOptions(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, privilegedPod)
-	host := harness.HostDir(t)
+	host := machine.HostDir(t)
 	harness.Must(t, os.WriteFile(filepath.Join(host, "run"), []byte("#!/bin/sh\necho ran\n"), 0o700)) //nolint:gosec // is to be run
 	harness.Must(t, unix.Mknod(filepath.Join(host, "null"), unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))))
 	try := `/v/run 2>/dev/null || echo no exec; cat /v/null 2>/dev/null || echo no dev; touch /v/new 2>/dev/null || echo no write`
@@ -260,7 +261,7 @@ func TestMountOptions(t *testing.T) {
 func TestMountSources(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
-	host := harness.HostDir(t, "real")
+	host := machine.HostDir(t, "real")
 	harness.Must(t, os.WriteFile(filepath.Join(host, "real/file"), []byte("content\n"), 0o600))
 	for link, target := range map[string]string{"link": "real", "twice": host + "/link", "tofile": "twice/file", "dangling": "nothing"} {
 		harness.Must(t, os.Symlink(target, filepath.Join(host, link)))
@@ -279,7 +280,7 @@ func TestMountSources(t *testing.T) {
 
 // Links of an image at the places of mounts stay inside of the container.
 func TestMountTargetsThatAreLinks(t *testing.T) {
-	host := harness.HostDir(t, "volume", "escape")
+	host := machine.HostDir(t, "volume", "escape")
 	escape := filepath.Join(host, "escape")
 	harness.Must(t, os.WriteFile(filepath.Join(host, "volume/file"), []byte("content\n"), 0o600))
 	name, _ := harness.Push(t, harness.Registry, "targets:links", harness.BuildImage(t, v1.Config{}, fixture.Tree{
@@ -291,5 +292,5 @@ func TestMountTargetsThatAreLinks(t *testing.T) {
 	}
 	harness.Equal(t, "mount at a link", pod.Sh(t, "cat /data/file "+escape+"/file", harness.Image(name), volume("/data")), "content\ncontent\n")
 	harness.Equal(t, "mount below a link", pod.Sh(t, "cat /up/below/file", harness.Image(name), volume("/up/below")), "content\n")
-	harness.Equal(t, "what was made on the host", fmt.Sprint(harness.ReadDir(escape)), "[]")
+	harness.Equal(t, "what was made on the host", fmt.Sprint(machine.ReadDir(escape)), "[]")
 }

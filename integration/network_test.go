@@ -18,6 +18,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // networkReady returns the NetworkReady condition.
@@ -218,7 +219,7 @@ type call struct{ command, id, netns, args, config string }
 
 func (p *fakePlugin) calls(command string) []call {
 	var out []call
-	for _, line := range harness.ReadLines(filepath.Join(p.dir, "calls")) {
+	for _, line := range machine.ReadLines(filepath.Join(p.dir, "calls")) {
 		f := strings.SplitN(line, "\t", 5)
 		if len(f) == 5 && f[0] == command {
 			out = append(out, call{f[0], f[1], f[2], f[3], f[4]})

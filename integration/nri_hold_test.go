@@ -17,6 +17,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // hang makes every look at a directory wait: a FUSE filesystem is mounted on it that nobody serves. It ends with the test.
@@ -101,7 +102,7 @@ func goOn(t *testing.T, d *harness.Daemon) {
 
 // installedTold counts how often installed plugins were told of an event.
 func installedTold(d *harness.Daemon, event string) (n int) {
-	for _, line := range harness.ReadLines(installedEvents(d)) {
+	for _, line := range machine.ReadLines(installedEvents(d)) {
 		if strings.HasSuffix(line, " "+event) {
 			n++
 		}
@@ -199,7 +200,7 @@ func TestNRITermWhilePluginHangs(t *testing.T) {
 		t.Error("it did not end")
 	}
 	harness.Eventually(t, "the plugin's end", func() error {
-		pid, _, _ := strings.Cut(harness.ReadLines(installedEvents(d))[0], " ")
+		pid, _, _ := strings.Cut(machine.ReadLines(installedEvents(d))[0], " ")
 		stat, err := os.ReadFile(filepath.Join("/proc", pid, "stat"))
 		if err == nil && !strings.Contains(string(stat), ") Z ") {
 			return fmt.Errorf("process %s is there: %s", pid, stat)

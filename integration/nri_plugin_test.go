@@ -18,6 +18,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // nriPlugin is an NRI plugin made with the library's stub, which real plugins are made with. It notes
@@ -199,7 +200,7 @@ func connectPlugin(t *testing.T, d *harness.Daemon, index, name string, p *nriPl
 	})
 	// It is among the plugins a moment after it has answered; the daemon's log tells.
 	harness.Eventually(t, "registration of plugin "+name, func() error {
-		if want := fmt.Sprintf("plugin \\\"%s-%s\\\" connected and synchronized", index, name); !slices.ContainsFunc(harness.ReadLines(d.LogFile()), func(line string) bool { return strings.Contains(line, want) }) {
+		if want := fmt.Sprintf("plugin \\\"%s-%s\\\" connected and synchronized", index, name); !slices.ContainsFunc(machine.ReadLines(d.LogFile()), func(line string) bool { return strings.Contains(line, want) }) {
 			return fmt.Errorf("the log does not have %s", want)
 		}
 		return nil

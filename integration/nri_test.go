@@ -21,6 +21,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // adjusting makes a CreateContainer that fills in an adjustment.
@@ -116,7 +117,7 @@ func TestNRIOrderAndAdjustments(t *testing.T) {
 		memory, quota := limitsOf(t, c)
 		harness.Equal(t, "memory limit", memory, strconv.Itoa(48<<20))
 		harness.Equal(t, "CPU quota", quota, "30000")
-		harness.Equal(t, "limit of processes", harness.CgroupFile(t, c.Pid(t), "pids", "pids.max", "pids.max"), "77")
+		harness.Equal(t, "limit of processes", machine.CgroupFile(t, c.Pid(t), "pids", "pids.max", "pids.max"), "77")
 		harness.Equal(t, "open files of an exec", c.Exec(t, "sh", "-c", "ulimit -n"), "222")
 		harness.Equal(t, "oom_score_adj", c.Exec(t, "cat", "/proc/1/oom_score_adj"), "555")
 		status := c.Status(t)
@@ -159,7 +160,7 @@ func TestNRIAdjustsMore(t *testing.T) {
 	if out := c.Exec(t, "sh", "-c", "mkdir /tmp/x 2>&1 || true"); !strings.Contains(out, "Invalid cross-device link") {
 		t.Errorf("mkdir says %q, the plugin's seccomp policy does not hold", out)
 	}
-	harness.Equal(t, "hooks", strings.Join(harness.ReadLines(hooks), " "), "createRuntime poststart")
+	harness.Equal(t, "hooks", strings.Join(machine.ReadLines(hooks), " "), "createRuntime poststart")
 }
 
 // What berth can't do is refused by name, and the container is not there.
@@ -237,7 +238,7 @@ func TestNRISynchronisation(t *testing.T) {
 	d.Restart(t)
 	check("new")
 	var synced []string
-	for _, line := range harness.ReadLines(installedEvents(d)) {
+	for _, line := range machine.ReadLines(installedEvents(d)) {
 		if strings.HasSuffix(line, " Synchronize") {
 			synced = append(synced, line)
 		}
@@ -300,7 +301,7 @@ func TestNRIKilledPlugin(t *testing.T) {
 	killed := make(chan error, 1)
 	go func() {
 		killed <- harness.WaitFor(func() error {
-			for _, line := range harness.ReadLines(installedEvents(d)) {
+			for _, line := range machine.ReadLines(installedEvents(d)) {
 				if pid, ok := strings.CutSuffix(line, " CreateContainer"); ok {
 					pid, err := strconv.Atoi(pid)
 					if err != nil {
@@ -338,7 +339,7 @@ func TestNRIUnsolicitedUpdate(t *testing.T) {
 		t.Helper()
 		memory, _ := limitsOf(t, c)
 		harness.Equal(t, "memory limit", memory, strconv.Itoa(96<<20))
-		harness.Equal(t, "limit of processes", harness.CgroupFile(t, c.Pid(t), "pids", "pids.max", "pids.max"), "55")
+		harness.Equal(t, "limit of processes", machine.CgroupFile(t, c.Pid(t), "pids", "pids.max", "pids.max"), "55")
 		harness.Equal(t, "reported memory limit", c.Status(t).Resources.GetLinux().GetMemoryLimitInBytes(), int64(96<<20))
 	}
 	check()
@@ -630,7 +631,7 @@ func TestNRIBrokenPlugins(t *testing.T) {
 	})
 	d.RunPod(t, harness.HostNetwork).Run(t)
 	var told []string
-	for _, line := range harness.ReadLines(installedEvents(d)) {
+	for _, line := range machine.ReadLines(installedEvents(d)) {
 		_, event, _ := strings.Cut(line, " ")
 		told = append(told, event)
 	}

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 	"berth/integration/sessions"
 )
 
@@ -119,7 +120,7 @@ func TestOperatorRunDetached(t *testing.T) {
 	if out := runBerth(t, d, "ps", "--all", "--pods"); strings.Contains(out, "example") {
 		t.Errorf("after rm the pod is still listed:\n%s", out)
 	}
-	harness.Equal(t, "files of berth run", fmt.Sprint(harness.ReadDir(d.Dir+"/run")), "[]")
+	harness.Equal(t, "files of berth run", fmt.Sprint(machine.ReadDir(d.Dir+"/run")), "[]")
 }
 
 // In the foreground the output is streamed, and Ctrl-C stops and removes the pod.

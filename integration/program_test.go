@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // program is what runs beside the daemon, such as kubelet, and ends with its test.
@@ -87,6 +88,6 @@ func (p *program) end(t *testing.T, signal syscall.Signal) {
 // tail returns the end of the program's log.
 func (p *program) tail() string {
 	const limit = 60
-	lines := harness.ReadLines(p.logFile)
+	lines := machine.ReadLines(p.logFile)
 	return strings.Join(lines[max(0, len(lines)-limit):], "\n")
 }

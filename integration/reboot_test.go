@@ -11,6 +11,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // rebooted is a pod with a container in each state, and what is to be there of it after a reboot.
@@ -123,8 +124,8 @@ func TestReboot(t *testing.T) {
 
 // noAddresses is an error if host-local has an address in use.
 func noAddresses(d *harness.Daemon) error {
-	for _, network := range harness.ReadDir(d.DataDir) {
-		for _, name := range harness.ReadDir(filepath.Join(d.DataDir, network)) {
+	for _, network := range machine.ReadDir(d.DataDir) {
+		for _, name := range machine.ReadDir(filepath.Join(d.DataDir, network)) {
 			if net.ParseIP(name) != nil {
 				return fmt.Errorf("%s is taken", name)
 			}

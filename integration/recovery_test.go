@@ -9,6 +9,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // SIGTERM stops the daemon; containers run on, and the next daemon finds them.
@@ -19,7 +20,7 @@ func TestContainersSurviveSIGTERM(t *testing.T) {
 	exited, before := pod.RunToEnd(t, harness.Script("exit 9"))
 	pid, ip := running.Pid(t), pod.Ip(t)
 	d.Stop(t)
-	if !harness.Alive(pid) {
+	if !machine.Alive(pid) {
 		t.Fatal("the container ended with the daemon")
 	}
 	d.Start(t)
@@ -74,7 +75,7 @@ func TestExitWhileDaemonIsDown(t *testing.T) {
 	for _, pid := range pids {
 		harness.Must(t, syscall.Kill(pid, syscall.SIGTERM))
 		harness.Eventually(t, "the container ends", func() error {
-			if harness.Alive(pid) {
+			if machine.Alive(pid) {
 				return fmt.Errorf("process %d lives", pid)
 			}
 			return nil
@@ -108,7 +109,7 @@ func TestMonitorKilled(t *testing.T) {
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := pod.Run(t)
 	var parent int
-	_, err := fmt.Sscan(harness.StatusField(t, c.Pid(t), "PPid"), &parent)
+	_, err := fmt.Sscan(machine.StatusField(t, c.Pid(t), "PPid"), &parent)
 	harness.Must(t, err)
 	harness.Must(t, syscall.Kill(parent, syscall.SIGKILL))
 	status := c.WaitExited(t)
@@ -164,15 +165,15 @@ func waitForProgress(d *harness.Daemon, step int) error {
 		case 0:
 			seen = true
 		case 1:
-			seen = len(harness.ReadDir("/run/netns")) > 0
+			seen = len(machine.ReadDir("/run/netns")) > 0
 		case 2:
-			for _, network := range harness.ReadDir(d.DataDir) {
-				for _, name := range harness.ReadDir(d.DataDir + "/" + network) {
+			for _, network := range machine.ReadDir(d.DataDir) {
+				for _, name := range machine.ReadDir(d.DataDir + "/" + network) {
 					seen = seen || strings.Count(name, ".") == 3 && name[0] == '1'
 				}
 			}
 		default:
-			seen = len(harness.CommandLines("/pause")) > 0
+			seen = len(machine.CommandLines("/pause")) > 0
 		}
 		if !seen {
 			return fmt.Errorf("not yet")

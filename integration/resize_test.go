@@ -15,6 +15,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // limitFiles are the limits that an update may change, on v1 and v2.
@@ -29,7 +30,7 @@ func allLimits(t *testing.T, c *harness.Container) map[string]string {
 	t.Helper()
 	pid, limits := c.Pid(t), map[string]string{}
 	for _, controller := range []string{"memory", "cpu", "cpuset", "pids"} {
-		dir := harness.CgroupDir(t, pid, controller)
+		dir := machine.CgroupDir(t, pid, controller)
 		for _, name := range limitFiles {
 			if content, err := os.ReadFile(filepath.Join(dir, name)); err == nil {
 				limits[name] = strings.TrimSpace(string(content))
@@ -62,12 +63,12 @@ func wantLimits(t *testing.T, c *harness.Container, want map[string]string) {
 
 func needController(t *testing.T, name string) {
 	t.Helper()
-	for _, line := range harness.ReadLines("/proc/self/cgroup") {
+	for _, line := range machine.ReadLines("/proc/self/cgroup") {
 		if strings.Contains(","+strings.Split(line, ":")[1]+",", ","+name+",") {
 			return
 		}
 	}
-	for _, controller := range strings.Fields(strings.Join(harness.ReadLines("/sys/fs/cgroup/cgroup.controllers"), " ")) {
+	for _, controller := range strings.Fields(strings.Join(machine.ReadLines("/sys/fs/cgroup/cgroup.controllers"), " ")) {
 		if controller == name {
 			return
 		}
@@ -77,7 +78,7 @@ func needController(t *testing.T, name string) {
 
 func needCgroup2(t *testing.T) {
 	t.Helper()
-	if !harness.Cgroup2() {
+	if !machine.Cgroup2() {
 		t.Skip("this machine has cgroup v1")
 	}
 }
@@ -162,14 +163,14 @@ func TestMemoryAndSwap(t *testing.T) {
 		if step.memory != 0 {
 			resizeContainer(t, c, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: step.memory, MemorySwapLimitInBytes: step.swap})
 		}
-		if harness.Cgroup2() {
+		if machine.Cgroup2() {
 			wantLimits(t, c, map[string]string{"memory.max": fmt.Sprint(step.wantMemory), "memory.swap.max": fmt.Sprint(step.wantBoth - step.wantMemory)})
 		} else {
 			wantLimits(t, c, map[string]string{"memory.limit_in_bytes": fmt.Sprint(step.wantMemory), "memory.memsw.limit_in_bytes": fmt.Sprint(step.wantBoth)})
 		}
 	}
 	resizeContainer(t, c, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 * mb, MemorySwapLimitInBytes: -1})
-	if harness.Cgroup2() {
+	if machine.Cgroup2() {
 		wantLimits(t, c, map[string]string{"memory.max": fmt.Sprint(64 * mb), "memory.swap.max": "max"})
 	}
 	harness.WantCode(t, updateContainer(t, c, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 * mb, MemorySwapLimitInBytes: 32 * mb}), codes.InvalidArgument, "memory_swap_limit_in_bytes")
@@ -211,10 +212,10 @@ func TestHugepageLimits(t *testing.T) {
 	}))
 	limit := func() string {
 		dirs := []string{"/sys/fs/cgroup"}
-		if harness.Cgroup2() {
-			dirs = []string{harness.CgroupDir(t, c.Pid(t), "memory")}
-		} else if strings.Contains(strings.Join(harness.ReadLines("/proc/self/cgroup"), " "), ":hugetlb:") {
-			dirs = []string{harness.CgroupDir(t, c.Pid(t), "hugetlb")}
+		if machine.Cgroup2() {
+			dirs = []string{machine.CgroupDir(t, c.Pid(t), "memory")}
+		} else if strings.Contains(strings.Join(machine.ReadLines("/proc/self/cgroup"), " "), ":hugetlb:") {
+			dirs = []string{machine.CgroupDir(t, c.Pid(t), "hugetlb")}
 		}
 		for _, name := range []string{"hugetlb.2MB.max", "hugetlb.2MB.limit_in_bytes"} {
 			if content, err := os.ReadFile(filepath.Join(dirs[0], name)); err == nil {
@@ -295,14 +296,14 @@ func TestThreadedCgroups(t *testing.T) {
 		sleep 100000`))
 	c.WaitOutput(t, "moved")
 	harness.Equal(t, "exec", c.Exec(t, "echo", "hello"), "hello")
-	harness.Equal(t, "processes in the threaded cgroup", len(harness.CommandLines("sleep 77777")), 1)
+	harness.Equal(t, "processes in the threaded cgroup", len(machine.CommandLines("sleep 77777")), 1)
 	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sleep", "1000"}, time.Second)
 	if err == nil || !harness.Contains(err.Error(), "timed out") {
 		t.Errorf("an exec that outlives its timeout: %v", err)
 	}
 	c.Stop(t, 0)
 	c.WaitExited(t)
-	harness.Equal(t, "processes left in the threaded cgroup", len(harness.CommandLines("sleep 77777")), 0)
+	harness.Equal(t, "processes left in the threaded cgroup", len(machine.CommandLines("sleep 77777")), 0)
 }
 
 // With memory.oom.group the kernel kills all of a container for one process's sake.

@@ -8,14 +8,15 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // limits reads what the kernel enforces: memory limit, CPU quota and weight.
 func limitsOf(t *testing.T, c *harness.Container) (memory, quota string) {
 	t.Helper()
 	pid := c.Pid(t)
-	memory = harness.CgroupFile(t, pid, "memory", "memory.limit_in_bytes", "memory.max")
-	quota = harness.CgroupFile(t, pid, "cpu", "cpu.cfs_quota_us", "cpu.max")
+	memory = machine.CgroupFile(t, pid, "memory", "memory.limit_in_bytes", "memory.max")
+	quota = machine.CgroupFile(t, pid, "cpu", "cpu.cfs_quota_us", "cpu.max")
 	return memory, strings.Fields(quota)[0]
 }
 
@@ -28,7 +29,7 @@ func TestContainerResources(t *testing.T) {
 	memory, quota := limitsOf(t, c)
 	harness.Equal(t, "memory limit", memory, "67108864")
 	harness.Equal(t, "CPU quota", quota, "50000")
-	harness.Equal(t, "cpuset", harness.CgroupFile(t, c.Pid(t), "cpuset", "cpuset.cpus", "cpuset.cpus"), "0")
+	harness.Equal(t, "cpuset", machine.CgroupFile(t, c.Pid(t), "cpuset", "cpuset.cpus", "cpuset.cpus"), "0")
 	harness.Equal(t, "oom_score_adj", c.Exec(t, "cat", "/proc/1/oom_score_adj"), "777")
 	reported := c.Status(t).Resources.GetLinux()
 	harness.Equal(t, "reported memory limit", reported.GetMemoryLimitInBytes(), int64(64<<20))
@@ -44,14 +45,14 @@ func TestContainerUnifiedResources(t *testing.T) {
 	unified := harness.Resources(func(r *runtimeapi.LinuxContainerResources) {
 		r.Unified = map[string]string{"pids.max": "77", "memory.high": "33554432"}
 	})
-	if !harness.Cgroup2() {
+	if !machine.Cgroup2() {
 		_, err := pod.TryCreate(t, unified)
 		harness.WantCode(t, err, codes.InvalidArgument, "unified", "cgroup v2")
 		return
 	}
 	c := pod.Run(t, unified)
-	harness.Equal(t, "pids.max", harness.CgroupFile(t, c.Pid(t), "pids", "", "pids.max"), "77")
-	harness.Equal(t, "memory.high", harness.CgroupFile(t, c.Pid(t), "memory", "", "memory.high"), "33554432")
+	harness.Equal(t, "pids.max", machine.CgroupFile(t, c.Pid(t), "pids", "", "pids.max"), "77")
+	harness.Equal(t, "memory.high", machine.CgroupFile(t, c.Pid(t), "memory", "", "memory.high"), "33554432")
 }
 
 func TestUpdateContainerResources(t *testing.T) {

@@ -15,6 +15,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 func TestVersionStatusAndRuntimeConfig(t *testing.T) {
@@ -223,7 +224,7 @@ func TestJSONLog(t *testing.T) {
 	pod := d.RunPod(t, harness.HostNetwork)
 	c := pod.Run(t)
 	seen := map[string]bool{}
-	for _, line := range harness.ReadLines(d.LogFile()) {
+	for _, line := range machine.ReadLines(d.LogFile()) {
 		var fields map[string]any
 		if err := json.Unmarshal([]byte(line), &fields); err != nil {
 			t.Errorf("not JSON: %s", line)
@@ -251,7 +252,7 @@ func TestCanceledCalls(t *testing.T) {
 			done <- err
 		}()
 		harness.Eventually(t, "the command runs", func() error {
-			if len(harness.CommandLines("sleep 6661")) == 0 {
+			if len(machine.CommandLines("sleep 6661")) == 0 {
 				return context.DeadlineExceeded
 			}
 			return nil

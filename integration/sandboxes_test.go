@@ -14,6 +14,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 func TestPodLifecycle(t *testing.T) {
@@ -66,14 +67,14 @@ func TestPodNamespaces(t *testing.T) {
 	pause := pod.PausePID(t)
 	a, b := pod.Run(t), pod.Run(t)
 	for _, kind := range []string{"net", "ipc", "uts"} {
-		if harness.Namespace(t, pause, kind) == harness.Namespace(t, self, kind) {
+		if machine.Namespace(t, pause, kind) == machine.Namespace(t, self, kind) {
 			t.Errorf("the pod is in the node's %s namespace", kind)
 		}
-		harness.Equal(t, kind+" namespace of the containers", harness.Namespace(t, a.Pid(t), kind), harness.Namespace(t, b.Pid(t), kind))
-		harness.Equal(t, kind+" namespace of container and pod", harness.Namespace(t, a.Pid(t), kind), harness.Namespace(t, pause, kind))
+		harness.Equal(t, kind+" namespace of the containers", machine.Namespace(t, a.Pid(t), kind), machine.Namespace(t, b.Pid(t), kind))
+		harness.Equal(t, kind+" namespace of container and pod", machine.Namespace(t, a.Pid(t), kind), machine.Namespace(t, pause, kind))
 	}
 	for _, kind := range []string{"pid", "mnt"} {
-		if harness.Namespace(t, a.Pid(t), kind) == harness.Namespace(t, b.Pid(t), kind) {
+		if machine.Namespace(t, a.Pid(t), kind) == machine.Namespace(t, b.Pid(t), kind) {
 			t.Errorf("containers share the %s namespace", kind)
 		}
 	}
@@ -85,8 +86,8 @@ func TestPodSharedPIDNamespace(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.SharedPID)
 	a, b := pod.Run(t), pod.Run(t)
-	harness.Equal(t, "PID namespace of the containers", harness.Namespace(t, a.Pid(t), "pid"), harness.Namespace(t, b.Pid(t), "pid"))
-	harness.Equal(t, "PID namespace of the pod", harness.Namespace(t, pod.PausePID(t), "pid"), harness.Namespace(t, a.Pid(t), "pid"))
+	harness.Equal(t, "PID namespace of the containers", machine.Namespace(t, a.Pid(t), "pid"), machine.Namespace(t, b.Pid(t), "pid"))
+	harness.Equal(t, "PID namespace of the pod", machine.Namespace(t, pod.PausePID(t), "pid"), machine.Namespace(t, a.Pid(t), "pid"))
 	harness.Equal(t, "process 1", a.Exec(t, "cat", "/proc/1/comm"), "pause")
 	a.Exec(t, "sh", "-c", "(sleep 0.01 &) ; exit 0")
 	harness.Eventually(t, "pause reaps the orphan", func() error {
@@ -106,7 +107,7 @@ func TestPodHostNamespaces(t *testing.T) {
 	pod := d.RunPod(t, harness.HostNetwork, harness.HostPID, harness.HostIPC)
 	c := pod.Run(t)
 	for _, kind := range []string{"net", "pid", "ipc"} {
-		harness.Equal(t, kind+" namespace", harness.Namespace(t, c.Pid(t), kind), harness.Namespace(t, self, kind))
+		harness.Equal(t, kind+" namespace", machine.Namespace(t, c.Pid(t), kind), machine.Namespace(t, self, kind))
 	}
 	harness.Equal(t, "pod IP", pod.Ip(t), "")
 	options := pod.Status(t).Linux.Namespaces.Options
@@ -114,7 +115,7 @@ func TestPodHostNamespaces(t *testing.T) {
 	hostname, err := os.Hostname()
 	harness.Must(t, err)
 	harness.Equal(t, "hostname", c.Exec(t, "hostname"), hostname)
-	harness.Equal(t, "comm of process 1 in /proc", c.Exec(t, "cat", "/proc/1/comm"), strings.Join(harness.ReadLines("/proc/1/comm"), ""))
+	harness.Equal(t, "comm of process 1 in /proc", c.Exec(t, "cat", "/proc/1/comm"), strings.Join(machine.ReadLines("/proc/1/comm"), ""))
 }
 
 // A debugging container shares the PID namespace of one other container.
@@ -126,7 +127,7 @@ func TestTargetPIDNamespace(t *testing.T) {
 		s.NamespaceOptions.Pid = runtimeapi.NamespaceMode_TARGET
 		s.NamespaceOptions.TargetId = target.Id
 	}))
-	harness.Equal(t, "PID namespace", harness.Namespace(t, debug.Pid(t), "pid"), harness.Namespace(t, target.Pid(t), "pid"))
+	harness.Equal(t, "PID namespace", machine.Namespace(t, debug.Pid(t), "pid"), machine.Namespace(t, target.Pid(t), "pid"))
 	if out := debug.Exec(t, "cat", "/proc/1/cmdline"); !strings.Contains(out, "4242") {
 		t.Errorf("process 1 is %q, want the target", out)
 	}
@@ -138,7 +139,7 @@ func TestPodSysctls(t *testing.T) {
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.Sysctl("net.ipv4.ip_unprivileged_port_start", "80"), harness.Sysctl("net/ipv4/tcp_keepalive_time", "111"), harness.Sysctl("kernel.shm_rmid_forced", "1")).Run(t)
 	harness.Equal(t, "values", c.Exec(t, "cat", "/proc/sys/net/ipv4/ip_unprivileged_port_start", "/proc/sys/net/ipv4/tcp_keepalive_time", "/proc/sys/kernel/shm_rmid_forced"), "80\n111\n1")
-	if node := harness.ReadLines("/proc/sys/net/ipv4/tcp_keepalive_time")[0]; node == "111" {
+	if node := machine.ReadLines("/proc/sys/net/ipv4/tcp_keepalive_time")[0]; node == "111" {
 		t.Error("the sysctl was set on the node")
 	}
 }
@@ -195,7 +196,7 @@ func TestPodCgroupParent(t *testing.T) {
 	parent := pod.Config.Linux.CgroupParent
 	for _, pid := range []int{pod.PausePID(t), c.Pid(t)} {
 		for _, controller := range []string{"memory", "pids", "cpu"} {
-			if dir := filepath.Dir(harness.CgroupDir(t, pid, controller)); !strings.HasSuffix(dir, parent) {
+			if dir := filepath.Dir(machine.CgroupDir(t, pid, controller)); !strings.HasSuffix(dir, parent) {
 				t.Errorf("process %d is in a cgroup of %s, want of %s", pid, dir, parent)
 			}
 		}
@@ -215,7 +216,7 @@ func TestPodOOMScore(t *testing.T) {
 	own, err := strconv.Atoi(strings.TrimSpace(string(self)))
 	harness.Must(t, err)
 	want := -998
-	if !harness.CanLowerOOMScore() {
+	if !machine.CanLowerOOMScore() {
 		want = own // the kernel refused; berth goes on and says so
 		if !strings.Contains(d.Tail(), "oom_score_adj") {
 			t.Error("the log does not say that oom_score_adj could not be lowered")
@@ -234,11 +235,11 @@ func TestPodSandboxSecurityContext(t *testing.T) {
 		s.Seccomp = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_RuntimeDefault}
 	}))
 	pause := pod.PausePID(t)
-	harness.Equal(t, "uid of pause", strings.Fields(harness.StatusField(t, pause, "Uid"))[0], "65535")
-	harness.Equal(t, "gid of pause", strings.Fields(harness.StatusField(t, pause, "Gid"))[0], "65534")
-	sameSet(t, "groups of pause and its gid", append(strings.Fields(harness.StatusField(t, pause, "Groups")), "65534"), []string{"1234", "65534"})
-	harness.Equal(t, "seccomp mode of pause", harness.StatusField(t, pause, "Seccomp"), "2")
-	if caps := harness.StatusField(t, pause, "CapInh"); strings.Trim(caps, "0") != "" {
+	harness.Equal(t, "uid of pause", strings.Fields(machine.StatusField(t, pause, "Uid"))[0], "65535")
+	harness.Equal(t, "gid of pause", strings.Fields(machine.StatusField(t, pause, "Gid"))[0], "65534")
+	sameSet(t, "groups of pause and its gid", append(strings.Fields(machine.StatusField(t, pause, "Groups")), "65534"), []string{"1234", "65534"})
+	harness.Equal(t, "seccomp mode of pause", machine.StatusField(t, pause, "Seccomp"), "2")
+	if caps := machine.StatusField(t, pause, "CapInh"); strings.Trim(caps, "0") != "" {
 		t.Errorf("pause has inheritable capabilities: %s", caps)
 	}
 }
@@ -247,7 +248,7 @@ func TestPauseImage(t *testing.T) {
 	img := pauseImage(t)
 	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("pause_image = %q", img)))
 	pod := d.RunPod(t)
-	harness.Equal(t, "command of pause", strings.Join(harness.ReadLines(fmt.Sprintf("/proc/%d/cmdline", pod.PausePID(t))), ""), "sleep\x0099999\x00")
+	harness.Equal(t, "command of pause", strings.Join(machine.ReadLines(fmt.Sprintf("/proc/%d/cmdline", pod.PausePID(t))), ""), "sleep\x0099999\x00")
 	if status := d.ImageStatus(t, img); status == nil || !status.Pinned {
 		t.Errorf("the pause image is not there or not pinned: %v", status)
 	}

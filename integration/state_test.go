@@ -17,6 +17,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // planted is a difference that a test has made.
@@ -112,7 +113,7 @@ func (p plant) mount(path, want string) planted {
 // orphan runs a process in the cgroup of an ID beside that of another process, as nobody's child.
 func (p plant) orphan(beside int, id, want string) planted {
 	file := filepath.Join(p.d.Dir, "orphan-"+id)
-	group := filepath.Join(filepath.Dir(harness.CgroupDir(p.t, beside, "pids")), id)
+	group := filepath.Join(filepath.Dir(machine.CgroupDir(p.t, beside, "pids")), id)
 	harness.Must(p.t, os.MkdirAll(group, 0o755))
 	out, err := exec.Command("sh", "-c", `sh -c 'echo $$ >$0/cgroup.procs; echo $$ >$1; exec sleep 1000' `+group+` `+file+` </dev/null >/dev/null 2>&1 &`).CombinedOutput()
 	if err != nil {
@@ -124,8 +125,8 @@ func (p plant) orphan(beside int, id, want string) planted {
 		if err == nil {
 			pid, err = strconv.Atoi(strings.TrimSpace(string(data)))
 		}
-		if err == nil && !strings.HasPrefix(harness.CommandLine(pid), "sleep") {
-			err = fmt.Errorf("it is %q", harness.CommandLine(pid))
+		if err == nil && !strings.HasPrefix(machine.CommandLine(pid), "sleep") {
+			err = fmt.Errorf("it is %q", machine.CommandLine(pid))
 		}
 		return err
 	})
@@ -148,7 +149,7 @@ func TestStateCheckNamesDifferences(t *testing.T) {
 	p := plant{t, d}
 	at := func(parts ...string) string { return filepath.Join(append([]string{d.State}, parts...)...) }
 	below := func(parts ...string) string { return filepath.Join(append([]string{d.Root}, parts...)...) }
-	layers := harness.ReadDir(below("images/layers"))
+	layers := machine.ReadDir(below("images/layers"))
 	programs := below("images/layers", layers[0], "fs/bin")
 	netns := filepath.Join("/run/netns", "berth-"+pod.Id)
 	result := harness.Get(filepath.Glob(below("cni/results/*" + pod.Id + "*")))(t)[0]
@@ -228,7 +229,7 @@ func TestStateCheckOfLostProcesses(t *testing.T) {
 func waitDead(t *testing.T, pid int) {
 	t.Helper()
 	harness.Eventually(t, fmt.Sprintf("process %d ends", pid), func() error {
-		if harness.Alive(pid) {
+		if machine.Alive(pid) {
 			return fmt.Errorf("it lives")
 		}
 		return nil

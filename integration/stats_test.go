@@ -13,6 +13,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 func containerStats(t *testing.T, c *harness.Container) *runtimeapi.ContainerStats {
@@ -74,7 +75,7 @@ func TestStatsCPU(t *testing.T) {
 	waitProcesses(t, pod, 3)
 	harness.Equal(t, "containers in the pod", len(whole.Containers), 2)
 	harness.Equal(t, "network of a pod on the node's", whole.Network.String(), "<nil>")
-	if harness.Cgroup2() != (second.Cpu.Psi != nil) {
+	if machine.Cgroup2() != (second.Cpu.Psi != nil) {
 		t.Errorf("pressure: %v", second.Cpu.Psi)
 	}
 

@@ -24,6 +24,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 	"berth/integration/sessions"
 )
 
@@ -254,7 +255,7 @@ func TestTokenIsUsedOnce(t *testing.T) {
 			t.Errorf("%s: the URL was good for another session", p.Name)
 		}
 		harness.Equal(t, "output", o.Stdout.(*sessions.Screen).String(), "once\n")
-		for _, line := range harness.ReadLines(d.LogFile()) {
+		for _, line := range machine.ReadLines(d.LogFile()) {
 			if strings.Contains(line, token) {
 				t.Errorf("the log has the token: %s", line)
 			}

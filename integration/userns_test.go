@@ -17,6 +17,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 	"berth/integration/sessions"
 )
 
@@ -82,15 +83,15 @@ func TestUserNamespace(t *testing.T) {
 	harness.Equal(t, "uid_map", strings.Join(strings.Fields(c.Exec(t, "cat", "/proc/self/uid_map")), " "), "0 196608 65536")
 	harness.Equal(t, "gid_map", strings.Join(strings.Fields(c.Exec(t, "cat", "/proc/self/gid_map")), " "), "0 196608 65536")
 	harness.Equal(t, "uid in the container", c.Exec(t, "id", "-u"), "0")
-	harness.Equal(t, "uid on the host", strings.Fields(harness.StatusField(t, c.Pid(t), "Uid"))[0], strconv.Itoa(base))
-	harness.Equal(t, "gid on the host", strings.Fields(harness.StatusField(t, c.Pid(t), "Gid"))[0], strconv.Itoa(base))
+	harness.Equal(t, "uid on the host", strings.Fields(machine.StatusField(t, c.Pid(t), "Uid"))[0], strconv.Itoa(base))
+	harness.Equal(t, "gid on the host", strings.Fields(machine.StatusField(t, c.Pid(t), "Gid"))[0], strconv.Itoa(base))
 	for _, kind := range []string{"user", "net", "ipc", "uts"} {
-		harness.Equal(t, kind+" namespace", harness.Namespace(t, c.Pid(t), kind), harness.Namespace(t, pod.PausePID(t), kind))
-		if harness.Namespace(t, c.Pid(t), kind) == harness.Namespace(t, os.Getpid(), kind) {
+		harness.Equal(t, kind+" namespace", machine.Namespace(t, c.Pid(t), kind), machine.Namespace(t, pod.PausePID(t), kind))
+		if machine.Namespace(t, c.Pid(t), kind) == machine.Namespace(t, os.Getpid(), kind) {
 			t.Errorf("the container is in the host's %s namespace", kind)
 		}
 	}
-	harness.Equal(t, "CapEff", harness.StatusField(t, c.Pid(t), "CapEff"), harness.StatusField(t, pod.Run(t).Pid(t), "CapEff"))
+	harness.Equal(t, "CapEff", machine.StatusField(t, c.Pid(t), "CapEff"), machine.StatusField(t, pod.Run(t).Pid(t), "CapEff"))
 
 	t.Run("files of the image", func(t *testing.T) {
 		harness.Equal(t, "owners", c.Exec(t, "stat", "-c", "%u:%g", "/", "/owned", "/owned/file", "/bin/busybox"), "0:0\n1000:2000\n1000:2000\n0:0")
@@ -132,7 +133,7 @@ func TestUserNamespace(t *testing.T) {
 	})
 	t.Run("another user", func(t *testing.T) {
 		other := pod.Run(t, harness.RunAs(1234))
-		harness.Equal(t, "uid on the host", strings.Fields(harness.StatusField(t, other.Pid(t), "Uid"))[0], strconv.Itoa(base+1234))
+		harness.Equal(t, "uid on the host", strings.Fields(machine.StatusField(t, other.Pid(t), "Uid"))[0], strconv.Itoa(base+1234))
 		harness.Equal(t, "uid of an exec", other.Exec(t, "id", "-u"), "1234")
 		harness.Equal(t, "output by path", pod.Sh(t, "echo by path >/dev/stdout", harness.RunAs(1234)), "by path\n")
 		harness.Equal(t, "status", other.Status(t).User.Linux.Uid, 1234)
@@ -146,7 +147,7 @@ func TestUserNamespace(t *testing.T) {
 		debug := pod.Run(t, inUserNamespace(base), harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 			s.NamespaceOptions.Pid, s.NamespaceOptions.TargetId = runtimeapi.NamespaceMode_TARGET, c.Id
 		}))
-		harness.Equal(t, "PID namespace", harness.Namespace(t, debug.Pid(t), "pid"), harness.Namespace(t, c.Pid(t), "pid"))
+		harness.Equal(t, "PID namespace", machine.Namespace(t, debug.Pid(t), "pid"), machine.Namespace(t, c.Pid(t), "pid"))
 		debug.Exec(t, "sh", "-c", "ls /proc/1/root/ >/dev/null && kill -0 1")
 	})
 	t.Run("read-only root", func(t *testing.T) {
@@ -158,8 +159,8 @@ func TestUserNamespace(t *testing.T) {
 			s.Seccomp = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_RuntimeDefault}
 			s.NoNewPrivs = true
 		}))
-		harness.Equal(t, "mode", harness.StatusField(t, confined.Pid(t), "Seccomp"), "2")
-		harness.Equal(t, "NoNewPrivs", harness.StatusField(t, confined.Pid(t), "NoNewPrivs"), "1")
+		harness.Equal(t, "mode", machine.StatusField(t, confined.Pid(t), "Seccomp"), "2")
+		harness.Equal(t, "NoNewPrivs", machine.StatusField(t, confined.Pid(t), "NoNewPrivs"), "1")
 	})
 	t.Run("device", func(t *testing.T) {
 		pod.Sh(t, "head -c 1 /dev/elsewhere >/dev/null && head -c 1 /dev/urandom >/dev/null", func(c *runtimeapi.ContainerConfig) {
@@ -178,7 +179,7 @@ func TestCVE_2025_47291_UserNamespaceOutsideItsCgroup(t *testing.T) {
 	for _, controller := range []string{"memory", "cpu", "pids"} {
 		parent := pod.Config.Linux.CgroupParent + "/"
 		for what, pid := range map[string]int{"the container": c.Pid(t), "pause": pod.PausePID(t)} {
-			if dir := harness.CgroupDir(t, pid, controller); !harness.Contains(dir+"/", parent) {
+			if dir := machine.CgroupDir(t, pid, controller); !harness.Contains(dir+"/", parent) {
 				t.Errorf("%s is in %s, and not below %s", what, dir, parent)
 			}
 		}
@@ -199,7 +200,7 @@ func TestUserNamespacesOfOneImage(t *testing.T) {
 		harness.Equal(t, "owner of a file copied up", owner(t, upperDir(d, c)+"/bin/busybox"), fmt.Sprintf("%d:%d", base, base))
 		harness.Equal(t, "owner of a new file", owner(t, upperDir(d, c)+"/new"), fmt.Sprintf("%d:%d", base, base))
 	}
-	if harness.Namespace(t, one.Pid(t), "user") == harness.Namespace(t, two.Pid(t), "user") {
+	if machine.Namespace(t, one.Pid(t), "user") == machine.Namespace(t, two.Pid(t), "user") {
 		t.Error("two pods share a user namespace")
 	}
 }
@@ -326,7 +327,7 @@ func TestSysctlsInUserNamespace(t *testing.T) {
 func TestPauseImageInUserNamespace(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("pause_image = %q", pauseImage(t))))
 	pod := d.RunPod(t, userNamespace(12*usernsLength))
-	harness.Equal(t, "uid of pause on the host", strings.Fields(harness.StatusField(t, pod.PausePID(t), "Uid"))[0], strconv.Itoa(12*usernsLength))
+	harness.Equal(t, "uid of pause on the host", strings.Fields(machine.StatusField(t, pod.PausePID(t), "Uid"))[0], strconv.Itoa(12*usernsLength))
 	harness.Equal(t, "output", pod.Sh(t, "echo works"), "works\n")
 }
 
@@ -336,9 +337,9 @@ func TestUserNamespaceOnHostNetwork(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork, userNamespace(base))
 	c := pod.Run(t, inUserNamespace(base))
-	harness.Equal(t, "network namespace", harness.Namespace(t, c.Pid(t), "net"), harness.Namespace(t, os.Getpid(), "net"))
-	harness.Equal(t, "UTS namespace", harness.Namespace(t, c.Pid(t), "uts"), harness.Namespace(t, os.Getpid(), "uts"))
-	harness.Equal(t, "uid on the host", strings.Fields(harness.StatusField(t, c.Pid(t), "Uid"))[0], strconv.Itoa(base))
+	harness.Equal(t, "network namespace", machine.Namespace(t, c.Pid(t), "net"), machine.Namespace(t, os.Getpid(), "net"))
+	harness.Equal(t, "UTS namespace", machine.Namespace(t, c.Pid(t), "uts"), machine.Namespace(t, os.Getpid(), "uts"))
+	harness.Equal(t, "uid on the host", strings.Fields(machine.StatusField(t, c.Pid(t), "Uid"))[0], strconv.Itoa(base))
 	c.Exec(t, "test", "-e", "/sys/class/net/lo")
 	for _, denied := range []string{"echo x >/sys/kernel/mm/transparent_hugepage/enabled", "hostname evil", "ip link set lo mtu 1400"} {
 		if _, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", denied}, 0); err == nil {
@@ -367,22 +368,22 @@ func TestUserNamespaceSurvivesKill(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, userNamespace(base))
 	c, created := pod.Run(t, inUserNamespace(base)), pod.Create(t, inUserNamespace(base))
-	ns := harness.Namespace(t, c.Pid(t), "user")
+	ns := machine.Namespace(t, c.Pid(t), "user")
 	d.Kill(t)
 	d.Start(t)
 	harness.Equal(t, "exec", c.Exec(t, "id", "-u"), "0")
 	created.Start(t)
 	later := pod.Run(t, inUserNamespace(base))
 	for _, c := range []*harness.Container{c, created, later} {
-		harness.Equal(t, "user namespace", harness.Namespace(t, c.Pid(t), "user"), ns)
+		harness.Equal(t, "user namespace", machine.Namespace(t, c.Pid(t), "user"), ns)
 	}
 	pod.Remove(t)
-	for _, pid := range harness.Processes() {
+	for _, pid := range machine.Processes() {
 		if link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/user", pid)); err == nil && link == ns {
-			t.Errorf("process %d is in the pod's user namespace: %s", pid, harness.CommandLine(pid))
+			t.Errorf("process %d is in the pod's user namespace: %s", pid, machine.CommandLine(pid))
 		}
 	}
-	if pins := harness.NamespacePins("user:"); len(pins) > 0 {
+	if pins := machine.NamespacePins("user:"); len(pins) > 0 {
 		t.Errorf("user namespaces are pinned at %v", pins)
 	}
 }
@@ -403,7 +404,7 @@ func TestHalfMadeUserNamespaceIsUndone(t *testing.T) {
 		}
 		return nil
 	})
-	if len(harness.NamespacePins("user:")) != 1 {
+	if len(machine.NamespacePins("user:")) != 1 {
 		t.Error("no user namespace is pinned")
 	}
 	d.Kill(t)
@@ -413,7 +414,7 @@ func TestHalfMadeUserNamespaceIsUndone(t *testing.T) {
 	plugin.release(t)
 	d.Start(t)
 	harness.Eventually(t, "the user namespace is gone", func() error {
-		if pins := harness.NamespacePins("user:"); len(pins) > 0 {
+		if pins := machine.NamespacePins("user:"); len(pins) > 0 {
 			return fmt.Errorf("pinned at %v", pins)
 		}
 		return nil

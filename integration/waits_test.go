@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 	"berth/integration/moody"
 )
 
@@ -41,7 +42,7 @@ func passesLimit(t *testing.T, d *harness.Daemon, what, object string) {
 	})
 	harness.Eventually(t, "the wait is logged", func() error {
 		logged := false
-		for _, line := range harness.ReadLines(d.LogFile()) {
+		for _, line := range machine.ReadLines(d.LogFile()) {
 			logged = logged || strings.Contains(line, "a wait has passed its limit") && strings.Contains(line, strconv.Quote(what)) && strings.Contains(line, object) &&
 				strings.Contains(line, "limit=1s") && strings.Contains(line, "goroutine ")
 		}
@@ -79,13 +80,13 @@ func TestWaitForHungPlugin(t *testing.T) {
 	defer cancel()
 	go func() { _, err := d.Cri.RunPodSandbox(ctx, config, ""); ended <- err }()
 	plugin.AwaitChildren(t, 0)
-	records := func() []string { return harness.ReadDir(filepath.Join(d.Root, "pods")) }
+	records := func() []string { return machine.ReadDir(filepath.Join(d.Root, "pods")) }
 	id := strings.TrimSuffix(records()[0], ".record")
 	passesLimit(t, d, "CNI ADD", "pod "+id)
 	harness.Must(t, d.Cri.RemovePodSandbox(t.Context(), id)) // unknown: it was never made
 	for _, line := range []string{"sleep 100000", "sleep 100001"} {
-		for _, pid := range harness.ProcessesOf(line) {
-			harness.KillProcess(t, pid)
+		for _, pid := range machine.ProcessesOf(line) {
+			machine.KillProcess(t, pid)
 		}
 	}
 	if err := <-ended; err == nil {

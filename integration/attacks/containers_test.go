@@ -22,6 +22,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 	"berth/integration/sessions"
 )
 
@@ -31,7 +32,7 @@ func untouched(t *testing.T) string {
 	dir := t.TempDir()
 	harness.Must(t, os.WriteFile(filepath.Join(dir, "kept"), []byte("kept"), 0o644))
 	t.Cleanup(func() {
-		if names := harness.ReadDir(dir); len(names) != 1 || names[0] != "kept" {
+		if names := machine.ReadDir(dir); len(names) != 1 || names[0] != "kept" {
 			t.Errorf("a directory of the host has %v", names)
 		}
 	})
@@ -249,7 +250,7 @@ func TestCVE_2025_52565_DevConsoleSwapped(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	dir := untouched(t)
-	volume := harness.HostDir(t, "pts")
+	volume := machine.HostDir(t, "pts")
 	harness.Must(t, unix.Mknod(filepath.Join(volume, "null"), unix.S_IFCHR|0o600, int(unix.Mkdev(1, 3))))
 	terminals := filepath.Join(volume, "pts")
 	harness.Must(t, unix.Mount("devpts", terminals, "devpts", 0, "newinstance,ptmxmode=0666"))
@@ -282,7 +283,7 @@ func TestCVE_2025_52881_ProcReplacedByAVolume(t *testing.T) {
 	pod := d.RunPod(t, harness.Sysctl("net.ipv4.ping_group_range", "0 1"))
 	_, refusal := tryRun(t, pod, harness.Mount(&runtimeapi.Mount{ContainerPath: "/proc", HostPath: volume}), harness.Script("true"))
 	wantRefusal(t, refusal, "/proc mount")
-	harness.Equal(t, "a file of the volume", strings.Join(harness.ReadLines(trap), ""), "untouched")
+	harness.Equal(t, "a file of the volume", strings.Join(machine.ReadLines(trap), ""), "untouched")
 }
 
 // Annotations steer nothing: not systemd's properties (CVE-2024-3154), not CDI
@@ -329,13 +330,13 @@ func annotationsSteerNothing(t *testing.T, annotations map[string]string) {
 // sysctl: one of the node.
 func TestCVE_2022_0811_SysctlValue(t *testing.T) {
 	d := harness.StartDaemon(t)
-	before := harness.ReadLines("/proc/sys/kernel/core_pattern")
+	before := machine.ReadLines("/proc/sys/kernel/core_pattern")
 	for _, value := range []string{"1+kernel.core_pattern=|/evil", "1\nkernel.core_pattern=|/evil", "1\x00", "1;kernel.core_pattern=|/evil"} {
 		config := d.PodConfig(t, harness.Sysctl("kernel.shm_rmid_forced", value))
 		_, err := d.Cri.RunPodSandbox(t.Context(), config, "")
 		harness.WantCode(t, err, codes.InvalidArgument, "kernel.shm_rmid_forced")
 	}
-	harness.Equal(t, "the node's core pattern", strings.Join(harness.ReadLines("/proc/sys/kernel/core_pattern"), "\n"), strings.Join(before, "\n"))
+	harness.Equal(t, "the node's core pattern", strings.Join(machine.ReadLines("/proc/sys/kernel/core_pattern"), "\n"), strings.Join(before, "\n"))
 }
 
 // A command that writes without end must not fill the daemon's memory.
@@ -378,7 +379,7 @@ func supplementaryGroups(t *testing.T) {
 		fixture.File("etc/passwd", 0o644, "root:x:0:0::/:/bin/sh\napp:x:1000:1001::/:/bin/sh\n"),
 		fixture.File("etc/group", 0o644, "root:x:0:\napp:x:1001:\nextra:x:1002:app\nother:x:1003:root\n")})
 	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Image(name))
-	for _, groups := range []string{harness.StatusField(t, c.Pid(t), "Groups"), strings.TrimPrefix(c.Exec(t, "grep", "Groups", "/proc/self/status"), "Groups:")} {
+	for _, groups := range []string{machine.StatusField(t, c.Pid(t), "Groups"), strings.TrimPrefix(c.Exec(t, "grep", "Groups", "/proc/self/status"), "Groups:")} {
 		harness.Equal(t, "groups", strings.Join(strings.Fields(groups), " "), "1001 1002")
 	}
 }
@@ -443,7 +444,7 @@ func TestCVE_2021_43816_RelabelOfDefaultFiles(t *testing.T) {
 	}
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
-	files := map[string]string{"/etc/hosts": canary(t), "/etc/resolv.conf": canary(t), "/etc/hostname": canary(t), "/dev/shm": harness.HostDir(t)}
+	files := map[string]string{"/etc/hosts": canary(t), "/etc/resolv.conf": canary(t), "/etc/hostname": canary(t), "/dev/shm": machine.HostDir(t)}
 	watched := []string{"/etc/hosts", "/etc/resolv.conf", "/etc/hostname", "/dev/shm"}
 	var mounts []harness.ContainerOption
 	for inside, outside := range files {

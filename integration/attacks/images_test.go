@@ -25,6 +25,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // hostileImages counts them, for their names.
@@ -400,7 +401,7 @@ func userFileThatIsNone(t *testing.T, path, user string) {
 // what is unpacked of it takes space.
 func hugeFile(t *testing.T, path string, size int64) v1.Layer {
 	t.Helper()
-	dir := harness.HostDir(t, filepath.Dir(path))
+	dir := machine.HostDir(t, filepath.Dir(path))
 	harness.Must(t, os.WriteFile(filepath.Join(dir, path), nil, 0o644))
 	harness.Must(t, os.Truncate(filepath.Join(dir, path), size))
 	packed, err := exec.Command("tar", "-C", dir, "--format=pax", "--sparse", "-c", path).Output()
@@ -411,7 +412,7 @@ func hugeFile(t *testing.T, path string, size int64) v1.Layer {
 // tookLessThan fails the test if the daemon's memory was ever larger than limit bytes.
 func tookLessThan(t *testing.T, d *harness.Daemon, limit int) {
 	t.Helper()
-	peak, err := strconv.Atoi(strings.Fields(harness.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
+	peak, err := strconv.Atoi(strings.Fields(machine.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
 	harness.Must(t, err)
 	if peak > limit>>10 {
 		t.Errorf("the daemon took %d KiB, %d are enough", peak, limit>>10)

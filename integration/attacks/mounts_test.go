@@ -12,25 +12,26 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // An image whose /proc is a link: the proc that masking and labelling rely on would be
 // mounted elsewhere. It is refused.
 func TestCVE_2023_27561_ProcIsASymlink(t *testing.T) {
-	escape := harness.HostDir(t)
+	escape := machine.HostDir(t)
 	name, _ := harness.Push(t, harness.Registry, "targets:proc", harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.Symlink("proc", escape)}))
 	d := harness.StartDaemon(t)
 	c := d.RunPod(t, harness.HostNetwork).Create(t, harness.Image(name))
 	if err := d.Cri.StartContainer(t.Context(), c.Id); err == nil || !harness.Contains(err.Error(), "/proc") {
 		t.Errorf("the start of such a container: %v", err)
 	}
-	harness.Equal(t, "what was made on the host", fmt.Sprint(harness.ReadDir(escape)), "[]")
+	harness.Equal(t, "what was made on the host", fmt.Sprint(machine.ReadDir(escape)), "[]")
 }
 
 // A target that another container of the pod changes between a directory and a link while
 // it is mounted on never leads out of the container (CVE-2021-30465).
 func TestCVE_2021_30465_MountTargetSwapped(t *testing.T) {
-	host := harness.HostDir(t, "shared/target", "volume", "escape")
+	host := machine.HostDir(t, "shared/target", "volume", "escape")
 	target, escape := filepath.Join(host, "shared/target"), filepath.Join(host, "escape")
 	other := filepath.Join(host, "shared/other")
 	harness.Must(t, os.Symlink(escape, other))
@@ -44,7 +45,7 @@ func TestCVE_2021_30465_MountTargetSwapped(t *testing.T) {
 		harness.Must(t, d.Cri.RemoveContainer(t.Context(), ctr.Id))
 	}
 	stop()
-	harness.Equal(t, "what was made outside of the container", fmt.Sprint(harness.ReadDir(escape)), "[]")
+	harness.Equal(t, "what was made outside of the container", fmt.Sprint(machine.ReadDir(escape)), "[]")
 }
 
 // exchanging lets two files take each other's place, again and again, until it is stopped.

@@ -12,6 +12,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 	"berth/integration/sessions"
 )
 
@@ -46,13 +47,13 @@ func TestCVE_2025_64329_AttachAndCancel(t *testing.T) {
 	}
 	attachAndCancel(100) // what is made once
 	count := func() map[string]int {
-		return map[string]int{"daemon's goroutines": d.Goroutines(t), "daemon's descriptors": harness.CountFiles(t, d.Cmd.Process.Pid, "fd"), "monitor's descriptors": harness.CountFiles(t, monitor, "fd"),
-			"monitor's threads": harness.CountFiles(t, monitor, "task")}
+		return map[string]int{"daemon's goroutines": d.Goroutines(t), "daemon's descriptors": machine.CountFiles(t, d.Cmd.Process.Pid, "fd"), "monitor's descriptors": machine.CountFiles(t, monitor, "fd"),
+			"monitor's threads": machine.CountFiles(t, monitor, "task")}
 	}
 	var before map[string]int
 	harness.Eventually(t, "the first ones are gone", func() error {
 		before = count()
-		return harness.SessionsLeft(monitor)
+		return machine.SessionsLeft(monitor)
 	})
 	attachAndCancel(rounds)
 	harness.Eventually(t, "nothing is left", func() error {
@@ -62,7 +63,7 @@ func TestCVE_2025_64329_AttachAndCancel(t *testing.T) {
 				err = errors.Join(err, fmt.Errorf("%s: %d, before %d", what, n, before[what]))
 			}
 		}
-		return errors.Join(err, harness.SessionsLeft(monitor))
+		return errors.Join(err, machine.SessionsLeft(monitor))
 	})
 }
 

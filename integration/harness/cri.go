@@ -351,6 +351,21 @@ func Privileged(s *runtimeapi.LinuxContainerSecurityContext) { s.Privileged = tr
 
 // --- images -------------------------------------------------------------------
 
+func Cdi(names ...string) ContainerOption {
+	return func(c *runtimeapi.ContainerConfig) {
+		for _, name := range names {
+			c.CDIDevices = append(c.CDIDevices, &runtimeapi.CDIDevice{Name: "vendor.example/dev=" + name})
+		}
+	}
+}
+
+// WithStdin keeps the container's stdin open, for one session only if once.
+func WithStdin(once bool) ContainerOption {
+	return func(c *runtimeapi.ContainerConfig) { c.Stdin, c.StdinOnce = true, once }
+}
+
+func WithTerminal(c *runtimeapi.ContainerConfig) { c.Stdin, c.Tty = true, true }
+
 func (d *Daemon) Pull(t *testing.T, image string) string {
 	t.Helper()
 	ref, err := d.Images.PullImage(t.Context(), &runtimeapi.ImageSpec{Image: image}, nil, nil)

@@ -24,6 +24,7 @@ import (
 	cri "k8s.io/cri-client/pkg"
 
 	"berth/integration/fixture"
+	"berth/integration/machine"
 )
 
 // callTimeout is kubelet's deadline for a call.
@@ -278,8 +279,8 @@ func (d *Daemon) WaitIdle(t *testing.T) {
 	t.Helper()
 	Eventually(t, "idle launchers are ready", func() error {
 		n := 0
-		for _, pid := range ChildrenOf(d.Cmd.Process.Pid) {
-			if strings.HasPrefix(CommandLine(pid), "berth-shim launcher") {
+		for _, pid := range machine.ChildrenOf(d.Cmd.Process.Pid) {
+			if strings.HasPrefix(machine.CommandLine(pid), "berth-shim launcher") {
 				n++
 			}
 		}
@@ -437,7 +438,7 @@ func (d *Daemon) end(t *testing.T) {
 func (d *Daemon) Tail() string {
 	const limit = 60
 	var lines []string
-	for _, line := range ReadLines(d.LogFile()) {
+	for _, line := range machine.ReadLines(d.LogFile()) {
 		if !quietCall.MatchString(line) {
 			lines = append(lines, line)
 		}
@@ -480,7 +481,7 @@ func RemoveLink(t *testing.T, name string) {
 // ForgetMounts removes the two mounts a stopped daemon leaves for its running containers.
 func (d *Daemon) ForgetMounts(t *testing.T) {
 	t.Helper()
-	mounts := Mountpoints(t, os.Getpid())
+	mounts := machine.Mountpoints(t, os.Getpid())
 	for i := len(mounts) - 1; i >= 0; i-- {
 		if strings.HasPrefix(mounts[i], d.State) {
 			Must(t, syscall.Unmount(mounts[i], 0))

@@ -8,6 +8,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"berth/integration/machine"
 )
 
 // driverEnv names the cgroup driver that the suite is run with: cgroupfs, which is
@@ -87,7 +89,7 @@ func stopSlice(t *testing.T, slice string) {
 	if dir == "" {
 		return // nothing was ever in it
 	}
-	for _, dir := range ReadDir("/sys/fs/cgroup" + dir) {
+	for _, dir := range machine.ReadDir("/sys/fs/cgroup" + dir) {
 		if strings.HasSuffix(dir, ".scope") {
 			t.Errorf("the pod's cgroup is not empty: %s is in %s", dir, slice)
 		}

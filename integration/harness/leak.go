@@ -11,11 +11,12 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
-	"sort"
 	"strconv"
 	"strings"
 	"testing"
 	"time"
+
+	"berth/integration/machine"
 )
 
 // snapshot is what exists, by kind: for each kind a set of names with how often
@@ -97,7 +98,7 @@ func (d *Daemon) Snapshot(t *testing.T) snapshot {
 	t.Helper()
 	s := MachineSnapshot(d)
 	pid := d.Cmd.Process.Pid
-	for _, m := range Mountpoints(t, pid) {
+	for _, m := range machine.Mountpoints(t, pid) {
 		s.add("mount of the daemon", m)
 	}
 	for _, fd := range OpenFiles(pid) {
@@ -116,16 +117,16 @@ func (d *Daemon) Snapshot(t *testing.T) snapshot {
 func MachineSnapshot(d *Daemon) snapshot {
 	s := snapshot{}
 	addProcesses(s)
-	for _, m := range ReadLines("/proc/1/mountinfo") {
+	for _, m := range machine.ReadLines("/proc/1/mountinfo") {
 		s.add("mount", strings.Fields(m)[4])
 	}
-	for _, name := range ReadDir("/run/netns") {
+	for _, name := range machine.ReadDir("/run/netns") {
 		s.add("network namespace", name)
 	}
-	for _, pin := range NamespacePins("user:") {
+	for _, pin := range machine.NamespacePins("user:") {
 		s.add("pinned user namespace", pin)
 	}
-	for _, pid := range Processes() {
+	for _, pid := range machine.Processes() {
 		if link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/user", pid)); err == nil {
 			s.add("user namespace of processes", link)
 			s["user namespace of processes"][link] = 1
@@ -147,8 +148,8 @@ var idPattern = regexp.MustCompile(`[0-9a-f]{12,}|[0-9]+`)
 // addProcesses adds all processes by their command lines, and zombies by their
 // names. Between two looks a process may end; then there is nothing to add.
 func addProcesses(s snapshot) {
-	for _, pid := range Processes() {
-		stat := strings.Join(ReadLines(fmt.Sprintf("/proc/%d/stat", pid)), "")
+	for _, pid := range machine.Processes() {
+		stat := strings.Join(machine.ReadLines(fmt.Sprintf("/proc/%d/stat", pid)), "")
 		end := strings.LastIndexByte(stat, ')')
 		if end < 0 {
 			continue
@@ -157,7 +158,7 @@ func addProcesses(s snapshot) {
 		case fields[0] == "Z":
 			s.add("zombie", stat[strings.IndexByte(stat, '('):end+1])
 		case !isKernelThread(fields[6]):
-			s.add("process", idPattern.ReplaceAllString(CommandLine(pid), "#"))
+			s.add("process", idPattern.ReplaceAllString(machine.CommandLine(pid), "#"))
 		}
 	}
 }
@@ -244,8 +245,8 @@ func addCgroupsBelow(s snapshot, d *Daemon, root string) {
 
 // addAddresses adds host-local's reservations: files whose name is an address.
 func addAddresses(s snapshot, dataDir string) {
-	for _, network := range ReadDir(dataDir) {
-		for _, name := range ReadDir(filepath.Join(dataDir, network)) {
+	for _, network := range machine.ReadDir(dataDir) {
+		for _, name := range machine.ReadDir(filepath.Join(dataDir, network)) {
 			if net.ParseIP(name) != nil {
 				s.add("CNI address", network+"/"+name)
 			}
@@ -266,7 +267,7 @@ func addTree(s snapshot, kind, root string) {
 func OpenFiles(pid int) []string {
 	dir := fmt.Sprintf("/proc/%d/fd", pid)
 	var out []string
-	for _, fd := range ReadDir(dir) {
+	for _, fd := range machine.ReadDir(dir) {
 		if target, err := os.Readlink(filepath.Join(dir, fd)); err == nil {
 			out = append(out, idPattern.ReplaceAllString(target, "#"))
 		}
@@ -310,7 +311,7 @@ func (d *Daemon) settled(t *testing.T) snapshot {
 // Memory returns the daemon's resident memory, in kB.
 func (d *Daemon) Memory(t *testing.T) (kilobytes int) {
 	t.Helper()
-	_, err := fmt.Sscan(StatusField(t, d.Cmd.Process.Pid, "VmRSS"), &kilobytes)
+	_, err := fmt.Sscan(machine.StatusField(t, d.Cmd.Process.Pid, "VmRSS"), &kilobytes)
 	Must(t, err)
 	return kilobytes
 }
@@ -328,38 +329,4 @@ func (d *Daemon) Goroutines(t *testing.T) int {
 		t.Fatalf("verbose Status does not tell the number of goroutines: info is %v", status.Info)
 	}
 	return n
-}
-
-// Mountpoints returns the mount points a process sees, in the order they were made.
-func Mountpoints(t *testing.T, pid int) []string {
-	t.Helper()
-	var out []string
-	for _, line := range ReadLines(fmt.Sprintf("/proc/%d/mountinfo", pid)) {
-		out = append(out, strings.Fields(line)[4])
-	}
-	if len(out) == 0 {
-		t.Fatalf("process %d has no mounts", pid)
-	}
-	return out
-}
-
-func ReadLines(path string) []string {
-	content, err := os.ReadFile(path)
-	if err != nil {
-		return nil
-	}
-	return strings.Split(strings.TrimRight(string(content), "\n"), "\n")
-}
-
-func ReadDir(path string) []string {
-	entries, err := os.ReadDir(path)
-	if err != nil {
-		return nil
-	}
-	names := make([]string, 0, len(entries))
-	for _, e := range entries {
-		names = append(names, e.Name())
-	}
-	sort.Strings(names)
-	return names
 }

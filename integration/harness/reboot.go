@@ -12,6 +12,8 @@ import (
 	"syscall"
 	"testing"
 
+	"berth/integration/machine"
+
 	"golang.org/x/sys/unix"
 )
 
@@ -24,7 +26,7 @@ func (d *Daemon) LosePower(t *testing.T) {
 	}
 	d.killAll(t)
 	d.LoseState(t)
-	for _, name := range ReadDir("/run/netns") {
+	for _, name := range machine.ReadDir("/run/netns") {
 		Must(t, syscall.Unmount("/run/netns/"+name, syscall.MNT_DETACH))
 		Must(t, os.Remove("/run/netns/"+name))
 	}
@@ -65,7 +67,7 @@ func (d *Daemon) killAll(t *testing.T) {
 func (d *Daemon) podProcesses(t *testing.T) (pids []int) {
 	t.Helper()
 	inPod := func(pid int) bool {
-		for _, line := range ReadLines(fmt.Sprintf("/proc/%d/cgroup", pid)) {
+		for _, line := range machine.ReadLines(fmt.Sprintf("/proc/%d/cgroup", pid)) {
 			for _, parent := range d.Parents {
 				if strings.Contains(line, filepath.Base(parent)) {
 					return true
@@ -74,8 +76,8 @@ func (d *Daemon) podProcesses(t *testing.T) (pids []int) {
 		}
 		return false
 	}
-	for _, pid := range Processes() {
-		if command := CommandLine(pid); Alive(pid) && (inPod(pid) || strings.HasPrefix(command, "berth-monitor") || strings.HasPrefix(command, "berth-shim")) {
+	for _, pid := range machine.Processes() {
+		if command := machine.CommandLine(pid); machine.Alive(pid) && (inPod(pid) || strings.HasPrefix(command, "berth-monitor") || strings.HasPrefix(command, "berth-shim")) {
 			pids = append(pids, pid)
 		}
 	}

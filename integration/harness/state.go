@@ -17,6 +17,8 @@ import (
 	"testing"
 	"time"
 
+	"berth/integration/machine"
+
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
 )
@@ -38,7 +40,7 @@ func (d *Daemon) FullState(t *testing.T) State {
 			}
 		}
 	}
-	for _, m := range Mountpoints(t, d.Cmd.Process.Pid) {
+	for _, m := range machine.Mountpoints(t, d.Cmd.Process.Pid) {
 		s.add("mount of the daemon", alike(m))
 	}
 	addFiles(s, "below root", d.Root)

@@ -16,6 +16,7 @@ import (
 
 	"berth/image/registry/registrytest"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 func TestMain(m *testing.M) { harness.Main(m) }
@@ -51,7 +52,7 @@ var peakInLog = regexp.MustCompile(`msg="unpacked a layer".* peakKiB=(\d+)`)
 // bounded checks the peaks of memory.
 func bounded(t *testing.T, d *harness.Daemon) {
 	t.Helper()
-	peak, err := strconv.Atoi(strings.Fields(harness.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
+	peak, err := strconv.Atoi(strings.Fields(machine.StatusField(t, d.Cmd.Process.Pid, "VmHWM"))[0])
 	harness.Must(t, err)
 	log, err := os.ReadFile(d.LogFile())
 	harness.Must(t, err)

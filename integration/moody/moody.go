@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // Plugin is such a plugin.
@@ -94,7 +95,7 @@ func (p *Plugin) Is(t *testing.T, verb, mood string) {
 
 // Calls returns for which pods the plugin was called with a verb.
 func (p *Plugin) Calls(verb string) (ids []string) {
-	for _, line := range harness.ReadLines(filepath.Join(p.dir, "calls")) {
+	for _, line := range machine.ReadLines(filepath.Join(p.dir, "calls")) {
 		if id, ok := strings.CutPrefix(line, verb+" "); ok {
 			ids = append(ids, id)
 		}
@@ -114,4 +115,4 @@ func (p *Plugin) AwaitChildren(t *testing.T, n int) {
 }
 
 // Left is how often the plugin has left children behind.
-func (p *Plugin) Left() int { return len(harness.ReadLines(filepath.Join(p.dir, "left"))) }
+func (p *Plugin) Left() int { return len(machine.ReadLines(filepath.Join(p.dir, "left"))) }

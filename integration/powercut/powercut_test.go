@@ -17,6 +17,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 	"berth/integration/powercut/blocklog"
 )
 
@@ -219,9 +220,9 @@ func (n *node) podsAreGone(t *testing.T) {
 // addresses are host-local's, with what is in the file.
 func (n *node) addresses() (all []string) {
 	dir := filepath.Join(n.DataDir, "test")
-	for _, name := range harness.ReadDir(dir) {
+	for _, name := range machine.ReadDir(dir) {
 		if net.ParseIP(name) != nil {
-			all = append(all, name+": "+strings.Join(harness.ReadLines(filepath.Join(dir, name)), " "))
+			all = append(all, name+": "+strings.Join(machine.ReadLines(filepath.Join(dir, name)), " "))
 		}
 	}
 	return all
@@ -276,7 +277,7 @@ func (n *node) removeSetAside(t *testing.T) {
 	t.Helper()
 	for _, kind := range []string{"pods", "containers"} {
 		dir := filepath.Join(n.Root, kind, "set-aside")
-		if names := harness.ReadDir(dir); len(names) > 0 {
+		if names := machine.ReadDir(dir); len(names) > 0 {
 			t.Logf("%d records of %s were set aside", len(names), kind)
 		}
 		harness.Must(t, os.RemoveAll(dir))

@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // tree is everything that can be seen of a directory's files: a line for each path.
@@ -94,7 +95,7 @@ func extendedAttributes(path string) (string, error) {
 			continue
 		}
 		value := make([]byte, 64<<10)
-		n, err := harness.Lgetxattr(path, name, value)
+		n, err := machine.Lgetxattr(path, name, value)
 		if err != nil {
 			return "", err
 		}
@@ -124,7 +125,7 @@ func readLayers(t *testing.T, store string) map[string]tree {
 	t.Helper()
 	layers := map[string]tree{}
 	for _, kind := range []string{"layers", "joins"} {
-		for _, name := range harness.ReadDir(filepath.Join(store, kind)) {
+		for _, name := range machine.ReadDir(filepath.Join(store, kind)) {
 			found, err := readTree(filepath.Join(store, kind, name))
 			harness.Must(t, err)
 			layers[filepath.Join(kind, name)] = found

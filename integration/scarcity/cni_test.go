@@ -12,6 +12,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 	"berth/integration/moody"
 )
 
@@ -207,10 +208,10 @@ func TestPluginsChildStays(t *testing.T) {
 	d.End(t)
 	d.Start(t)
 	for _, line := range []string{"sleep 100000", "sleep 100001"} {
-		pids := harness.ProcessesOf(line)
+		pids := machine.ProcessesOf(line)
 		harness.Equal(t, "number of "+line, len(pids), 1)
 		for _, pid := range pids {
-			harness.KillProcess(t, pid)
+			machine.KillProcess(t, pid)
 		}
 	}
 	pod.Remove(t)

@@ -19,6 +19,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // The daemon's directories that are on a disk of their own in a test.
@@ -184,7 +185,7 @@ func waitTrap(t *testing.T, c *harness.Container) {
 	pid := c.Pid(t)
 	const sigterm = 1 << 14
 	harness.Eventually(t, "the trap is set", func() error {
-		caught := harness.StatusField(t, pid, "SigCgt")
+		caught := machine.StatusField(t, pid, "SigCgt")
 		n, err := strconv.ParseUint(caught, 16, 64)
 		if err == nil && n&sigterm == 0 {
 			err = harness.Unexpected("SigCgt", caught, "one with SIGTERM")
@@ -250,7 +251,7 @@ func tryOperations(t *testing.T, d *harness.Daemon, which string, spoil, mend fu
 			}
 		})
 	}
-	if !harness.Alive(pid) {
+	if !machine.Alive(pid) {
 		t.Error("the bystander has ended")
 	}
 }
@@ -281,7 +282,7 @@ func TestExitsOnFullDisk(t *testing.T) {
 	d.End(t)
 	open("down")
 	harness.Eventually(t, "the monitor ends", func() error {
-		if harness.Alive(monitor) {
+		if machine.Alive(monitor) {
 			return errors.New("it lives")
 		}
 		return nil
@@ -324,7 +325,7 @@ func TestReadOnlyRoot(t *testing.T) {
 	_, err = d.TryPull(t, unpulled(t), nil)
 	harness.WantCode(t, err, codes.FailedPrecondition, "read-only file system")
 	harness.Equal(t, "what a running container answers", running.Exec(t, "echo", "here"), "here")
-	harness.KillProcess(t, exits.Pid(t))
+	machine.KillProcess(t, exits.Pid(t))
 	harness.Equal(t, "exit code", exits.WaitExited(t).ExitCode, 137)
 
 	d.Restart(t)

@@ -14,6 +14,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // A daemon with 64 MiB for itself and all that it starts pulls an image of many layers and runs 50 pods. Its heap keeps to half of
@@ -51,7 +52,7 @@ func TestMemoryLimit(t *testing.T) {
 			d.Start(t)
 			continue
 		}
-		harness.Get(fmt.Sscan(harness.StatusField(t, d.Cmd.Process.Pid, "VmHWM"), &peak))(t)
+		harness.Get(fmt.Sscan(machine.StatusField(t, d.Cmd.Process.Pid, "VmHWM"), &peak))(t)
 	}
 	pods := harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)
 	harness.Equal(t, "number of pods", len(pods), 50)

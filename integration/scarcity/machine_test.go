@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // smallDisk is a small filesystem for directories of a daemon, which can be made full or
@@ -114,7 +115,7 @@ type limitedGroup struct{ dir string }
 func inGroup(t *testing.T, controller string) (*limitedGroup, harness.DaemonOption) {
 	t.Helper()
 	g := &limitedGroup{dir: fmt.Sprintf("/sys/fs/cgroup/%s%s", controller, harness.PodCgroup(fmt.Sprintf("daemon%d", os.Getpid())))}
-	if harness.Cgroup2() {
+	if machine.Cgroup2() {
 		t.Skip("the daemon is limited by cgroups of version 1 here: where they are version 2 its own group is systemd's or the machine's")
 	}
 	if err := os.MkdirAll(g.dir, 0o755); err != nil {
@@ -153,7 +154,7 @@ func leaveFiles(t *testing.T, d *harness.Daemon, left int) (undo func()) {
 	t.Helper()
 	pid := d.Cmd.Process.Pid
 	used := map[string]bool{}
-	for _, fd := range harness.ReadDir(fmt.Sprintf("/proc/%d/fd", pid)) {
+	for _, fd := range machine.ReadDir(fmt.Sprintf("/proc/%d/fd", pid)) {
 		used[fd] = true
 	}
 	limit := 0 // a descriptor is a number below it
@@ -171,7 +172,7 @@ func leaveFiles(t *testing.T, d *harness.Daemon, left int) (undo func()) {
 // statusLimits returns a line of /proc/PID/limits: "soft hard".
 func statusLimits(t *testing.T, pid int, name string) string {
 	t.Helper()
-	for _, line := range harness.ReadLines(fmt.Sprintf("/proc/%d/limits", pid)) {
+	for _, line := range machine.ReadLines(fmt.Sprintf("/proc/%d/limits", pid)) {
 		if rest, ok := strings.CutPrefix(line, name); ok {
 			return strings.Join(strings.Fields(rest)[:2], " ")
 		}

@@ -14,6 +14,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 var write = flag.Bool("write", false, "write the golden files that do not exist")
@@ -131,7 +132,7 @@ func writeGolden(t *testing.T, version, file string) {
 	host.Create(t, image, harness.ImageDefaults, harness.ContainerNamed("created"))
 	host.Run(t, image, harness.ImageDefaults, harness.ContainerNamed("stopped")).Stop(t, 30)
 	killed := host.Run(t, image, harness.ImageDefaults, harness.ContainerNamed("killed"))
-	harness.KillProcess(t, killed.Pid(t))
+	machine.KillProcess(t, killed.Pid(t))
 	killed.WaitExited(t)
 	g := describe(t, d, name)
 	d.Kill(t)
@@ -156,7 +157,7 @@ func goldenImage(t *testing.T) v1.Image {
 
 func describe(t *testing.T, d *harness.Daemon, image string) golden {
 	t.Helper()
-	boot := harness.ReadLines("/proc/sys/kernel/random/boot_id")
+	boot := machine.ReadLines("/proc/sys/kernel/random/boot_id")
 	g := golden{BootID: boot[0], Image: image, ImageID: d.ImageStatus(t, image).Id, Pods: map[string]string{}, Containers: map[string]goldenContainer{}}
 	for _, p := range harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t) {
 		g.Pods[p.Metadata.Name] = p.Id

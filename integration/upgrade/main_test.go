@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 func TestMain(m *testing.M) { harness.Main(m) }
@@ -15,7 +16,7 @@ func TestMain(m *testing.M) { harness.Main(m) }
 // released returns all released versions.
 func released(t *testing.T) (versions []string) {
 	t.Helper()
-	for _, line := range harness.ReadLines("versions") {
+	for _, line := range machine.ReadLines("versions") {
 		if version, _, ok := strings.Cut(line, " "); ok && version != "#" {
 			versions = append(versions, version)
 		}

@@ -11,6 +11,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 	"berth/integration/sessions"
 )
 
@@ -37,7 +38,7 @@ func TestRunningPods(t *testing.T) {
 
 			// While no daemon runs one container ends, and the monitor of another is killed.
 			harness.Must(t, os.WriteFile(fmt.Sprintf("/proc/%d/root/tmp/end", initOf(t, d, ends)), nil, 0o600))
-			harness.KillProcess(t, harness.MonitorOf(t, d, lost))
+			machine.KillProcess(t, harness.MonitorOf(t, d, lost))
 			d.UseVersion(t, "")
 			d.Start(t)
 
@@ -64,7 +65,7 @@ func TestRunningPods(t *testing.T) {
 // initOf is the container's init, as the monitor's record tells it.
 func initOf(t *testing.T, d *harness.Daemon, c *harness.Container) int {
 	t.Helper()
-	children := harness.ChildrenOf(harness.MonitorOf(t, d, c))
+	children := machine.ChildrenOf(harness.MonitorOf(t, d, c))
 	harness.Equal(t, "number of children of a monitor", len(children), 1)
 	return children[0]
 }

@@ -1,0 +1,95 @@
+package machine
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"sort"
+	"strings"
+	"syscall"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+func ReadLines(path string) []string {
+	content, err := os.ReadFile(path)
+	if err != nil {
+		return nil
+	}
+	return strings.Split(strings.TrimRight(string(content), "\n"), "\n")
+}
+
+func ReadDir(path string) []string {
+	entries, err := os.ReadDir(path)
+	if err != nil {
+		return nil
+	}
+	names := make([]string, 0, len(entries))
+	for _, e := range entries {
+		names = append(names, e.Name())
+	}
+	sort.Strings(names)
+	return names
+}
+
+// HostDir makes a directory of the host with the given directories in it.
+func HostDir(t *testing.T, names ...string) string {
+	t.Helper()
+	dir := t.TempDir()
+	for _, name := range names {
+		must(t, os.MkdirAll(filepath.Join(dir, name), 0o755))
+	}
+	return dir
+}
+
+func Lgetxattr(path, name string, value []byte) (int, error) {
+	n, err := unix.Lgetxattr(path, name, value)
+	if err != nil {
+		return 0, &os.PathError{Op: "lgetxattr " + name, Path: path, Err: err}
+	}
+	return n, nil
+}
+
+// Mountpoints returns the mount points a process sees, in the order they were made.
+func Mountpoints(t *testing.T, pid int) []string {
+	t.Helper()
+	var out []string
+	for _, line := range ReadLines(fmt.Sprintf("/proc/%d/mountinfo", pid)) {
+		out = append(out, strings.Fields(line)[4])
+	}
+	if len(out) == 0 {
+		t.Fatalf("process %d has no mounts", pid)
+	}
+	return out
+}
+
+func IsMountpoint(t *testing.T, path string) bool {
+	t.Helper()
+	return slices.Contains(Mountpoints(t, os.Getpid()), path)
+}
+
+// MountTmpfs mounts a tmpfs on the host with the given propagation until the test ends.
+func MountTmpfs(t *testing.T, path string, propagation uintptr) {
+	t.Helper()
+	must(t, syscall.Mount("test", path, "tmpfs", 0, ""))
+	t.Cleanup(func() {
+		if err := syscall.Unmount(path, syscall.MNT_DETACH); !errors.Is(err, syscall.EINVAL) { // not mounted any more
+			must(t, err)
+		}
+	})
+	must(t, syscall.Mount("", path, "", propagation, ""))
+}
+
+// NamespacePins returns where namespaces of a kind ("user:") are kept by bind mounts.
+func NamespacePins(kind string) []string {
+	var pins []string
+	for _, line := range ReadLines("/proc/self/mountinfo") {
+		if fields := strings.Fields(line); strings.HasPrefix(fields[3], kind) {
+			pins = append(pins, fields[4])
+		}
+	}
+	return pins
+}

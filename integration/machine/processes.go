@@ -1,0 +1,126 @@
+package machine
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// Processes returns the IDs of all processes.
+func Processes() (pids []int) {
+	for _, name := range ReadDir("/proc") {
+		if pid, err := strconv.Atoi(name); err == nil {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+// CommandLine returns a process's arguments, separated by blanks; "" if it is a
+// zombie or gone.
+func CommandLine(pid int) string {
+	return strings.ReplaceAll(strings.Join(ReadLines(fmt.Sprintf("/proc/%d/cmdline", pid)), "\n"), "\x00", " ")
+}
+
+// CommandLines returns the command lines of all processes that begin with prefix.
+func CommandLines(prefix string) (found []string) {
+	for _, pid := range Processes() {
+		if line := CommandLine(pid); strings.HasPrefix(line, prefix) {
+			found = append(found, line)
+		}
+	}
+	return found
+}
+
+// ProcessesOf returns the processes with exactly that command line.
+func ProcessesOf(line string) (pids []int) {
+	for _, pid := range Processes() {
+		if strings.TrimRight(CommandLine(pid), " ") == line {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+// ChildrenOf returns a process's children.
+func ChildrenOf(parent int) (pids []int) {
+	for _, pid := range Processes() {
+		lines := ReadLines(fmt.Sprintf("/proc/%d/status", pid))
+		if slices.Contains(lines, fmt.Sprintf("PPid:\t%d", parent)) {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+func Alive(pid int) bool {
+	lines := ReadLines("/proc/" + strconv.Itoa(pid) + "/stat")
+	if len(lines) == 0 {
+		return false
+	}
+	_, state, _ := strings.Cut(lines[0], ") ")
+	return !strings.HasPrefix(state, "Z")
+}
+
+func KillProcess(t *testing.T, pid int) {
+	t.Helper()
+	must(t, unix.Kill(pid, unix.SIGKILL))
+}
+
+// StatusField returns a line of /proc/PID/status.
+func StatusField(t *testing.T, pid int, key string) string {
+	t.Helper()
+	for _, line := range ReadLines(fmt.Sprintf("/proc/%d/status", pid)) {
+		if value, ok := strings.CutPrefix(line, key+":"); ok {
+			return strings.TrimSpace(value)
+		}
+	}
+	t.Fatalf("/proc/%d/status has no %s", pid, key)
+	return ""
+}
+
+// Namespace identifies a namespace of a process.
+func Namespace(t *testing.T, pid int, kind string) string {
+	t.Helper()
+	link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/%s", pid, kind))
+	must(t, err)
+	return link
+}
+
+func CountFiles(t *testing.T, pid int, dir string) int {
+	t.Helper()
+	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/%s", pid, dir))
+	must(t, err)
+	return len(entries)
+}
+
+// SessionsLeft tells whether a monitor has clients.
+func SessionsLeft(monitor int) error {
+	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", monitor))
+	if err != nil {
+		return err
+	}
+	sockets := 0
+	for _, e := range entries {
+		if target, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", monitor, e.Name())); err == nil && strings.HasPrefix(target, "socket:") {
+			sockets++
+		}
+	}
+	if sockets != 1 { // the one it listens at
+		return fmt.Errorf("the monitor has %d sockets", sockets)
+	}
+	return nil
+}
+
+// CanLowerOOMScore reports whether this kernel lets us go below our own
+// oom_score_adj: that takes CAP_SYS_RESOURCE, which root may lack.
+func CanLowerOOMScore() bool {
+	cmd := exec.Command("sh", "-c", "echo -998 >/proc/self/oom_score_adj")
+	return cmd.Run() == nil
+}
