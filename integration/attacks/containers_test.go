@@ -514,6 +514,30 @@ func TestPathInNames(t *testing.T) {
 	harness.Equal(t, "number of containers", len(harness.Get(d.Cri.ListContainers(t.Context(), nil))(t)), 0)
 }
 
+// A container nests directories deeper than the daemon may have descriptors. What it leaves is removed all the same,
+// and the daemon goes on serving meanwhile.
+func TestDirectoriesWithoutEnd(t *testing.T) {
+	const files, levels = 400, 3000
+	d := harness.StartDaemon(t, harness.StartedBy("prlimit", fmt.Sprintf("--nofile=%d:%d", files, files)))
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t)
+	// A path ends at 4096 bytes; so each branch is moved below the next.
+	c.Exec(t, "sh", "-c", fmt.Sprintf(`mkdir /tree && cd /tree
+		for branch in $(seq %d); do
+			mkdir -p next/$(seq -s/ 100) && { [ ! -e done ] || mv done next/$(seq -s/ 100)/; } && mv next done || exit
+		done`, levels/100))
+	pod.Remove(t)
+	trash := filepath.Join(d.Root, "rootfs", "trash")
+	harness.Eventually(t, "it is deleted", func() error {
+		left, err := os.ReadDir(trash)
+		if err == nil && len(left) > 0 {
+			err = harness.Unexpected("trash", left, "nothing")
+		}
+		return err
+	})
+	d.RunPod(t).Run(t)
+}
+
 // The attacks through checkpoint archives have nothing to attack yet: berth does not
 // restore. Whoever implements it finds here what is due.
 func TestCVE_2026_50195_RestoreRetagsAnImage(t *testing.T) { nothingIsRestored(t) }

@@ -3,7 +3,6 @@ package safefs
 import (
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"io/fs"
 	"os"
@@ -511,55 +510,6 @@ func listxattr(path string) ([]string, error) {
 		return nil, err
 	}
 	return strings.FieldsFunc(string(buf[:n]), func(r rune) bool { return r == 0 }), nil
-}
-
-// removeAll removes name in the directory dir. It holds one descriptor for each
-// level it is deep.
-func removeAll(ctx context.Context, dir int, name string) error {
-	err := unix.Unlinkat(dir, name, 0)
-	if err == nil || err == unix.ENOENT {
-		return nil
-	}
-	if err != unix.EISDIR && err != unix.EPERM {
-		return err
-	}
-	fd, openErr := openat2(dir, name, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW, 0, 0)
-	if openErr != nil {
-		return err // not a directory: the first error tells why it stays
-	}
-	f := os.NewFile(uintptr(fd), name)
-	defer f.Close()
-	if err := removeContent(ctx, f); err != nil {
-		return err
-	}
-	if err := unix.Unlinkat(dir, name, unix.AT_REMOVEDIR); err != nil && err != unix.ENOENT {
-		return err
-	}
-	return nil
-}
-
-func removeContent(ctx context.Context, dir *os.File) error {
-	for {
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
-		}
-		names, err := dir.Readdirnames(1024)
-		for _, name := range names {
-			if err := removeAll(ctx, int(dir.Fd()), name); err != nil {
-				return fmt.Errorf("%s: %w", name, err)
-			}
-		}
-		if len(names) == 0 {
-			if err == io.EOF {
-				return nil
-			}
-			return err
-		}
-		// Some filesystems skip entries when others vanish under the cursor.
-		if _, err := dir.Seek(0, io.SeekStart); err != nil {
-			return err
-		}
-	}
 }
 
 func (d *Dir) proc() string { return procFD(d.fd) }

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 
 	"berth/internal/failpoint"
+	"berth/internal/safefs"
 	"berth/internal/task"
 )
 
@@ -43,9 +44,9 @@ func (t *Trash) Discard(dir string) error {
 }
 
 func (t *Trash) empty(dir string) {
-	t.tasks.InBackground("remove from the trash", dir, func(context.Context) error {
+	t.tasks.InBackground("remove from the trash", dir, func(ctx context.Context) error {
 		failpoint.Reach("rootfs.delete")
-		if err := os.RemoveAll(dir); err != nil {
+		if err := safefs.RemoveAll(ctx, dir); err != nil {
 			return fmt.Errorf("remove from the trash: %w", err)
 		}
 		failpoint.Reach("rootfs.deleted")
