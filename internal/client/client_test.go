@@ -130,7 +130,7 @@ func populate(t *testing.T, c *client.Client, s *fakecri.Server, names ...string
 func TestFind(t *testing.T) {
 	s := &fakecri.Server{}
 	c := dial(t, s)
-	ids := populate(t, c, s, "web", "web/app", "web/log", "db", "db/log", "db/once", "db/once:+")
+	ids := populate(t, c, s, "web", "web/app", "web/log", "db", "db/log", "db/once", "db/once:+", "c000", "web/a000", "web/b000")
 	find := func(ref string) (string, error) {
 		container, pod, err := c.Find(t.Context(), ref)
 		if container != nil {
@@ -142,13 +142,15 @@ func TestFind(t *testing.T) {
 	for ref, want := range map[string]string{
 		app: app, app[:63]: app, "app": app, "web/app": app, "web": ids["web"], "ns/db": ids["db"],
 		"db/log": ids["db/log"], "once": ids["db/once:+"], ids["db"]: ids["db"],
+		// Names that begin IDs.
+		"c000": ids["c000"], "a000": ids["web/a000"], "b000": ids["web/b000"],
 	} {
 		if got, err := find(ref); err != nil || got != want {
 			t.Errorf("%s: %s, %v; want %s", ref, got, err, want)
 		}
 	}
 	for ref, want := range map[string]codes.Code{
-		"log": codes.InvalidArgument, "c0": codes.InvalidArgument, "a0": codes.InvalidArgument, "nothing": codes.NotFound, "": codes.InvalidArgument,
+		"log": codes.InvalidArgument, "c0000": codes.InvalidArgument, "a0000": codes.InvalidArgument, app[:3]: codes.NotFound, "nothing": codes.NotFound, "": codes.InvalidArgument,
 	} {
 		if got, err := find(ref); errdefs.Code(err) != want {
 			t.Errorf("%q: %s, %v; want %v", ref, got, err, want)

@@ -36,43 +36,71 @@ func (c *Client) Containers(ctx context.Context) ([]*runtimeapi.Container, error
 	return list, nil
 }
 
-// FindPod returns the pod that ref means: its ID, a unique prefix of it, its
-// name, or namespace/name. An error is NotFound or, for more than one match,
-// InvalidArgument and names them.
+// FindPod returns the pod that ref means: its ID, its name, namespace/name, or the first digits of its ID, at
+// least shortestPrefix of them. The earlier in this list the stronger: a name is not taken for the beginning of another's
+// ID. An error is NotFound or, for more than one match, InvalidArgument and names them.
 func (c *Client) FindPod(ctx context.Context, ref string) (*runtimeapi.PodSandbox, error) {
-	pods, err := c.Pods(ctx)
+	found, err := c.matchPods(ctx, ref)
 	if err != nil {
 		return nil, err
 	}
-	return pick("pod", ref, pods, podNames)
+	return only("pod", ref, found)
 }
 
-// FindContainer returns the container that ref means: its ID, a unique prefix of
-// it, its name, or pod/name. Of several attempts of one container a name means
-// the newest. Errors are as FindPod's.
+// FindContainer returns the container that ref means, as FindPod does; names are its own, or pod/name. Of several
+// attempts of one container a name means the newest.
 func (c *Client) FindContainer(ctx context.Context, ref string) (*runtimeapi.Container, error) {
-	list, err := c.Containers(ctx)
+	found, err := c.matchContainers(ctx, ref)
 	if err != nil {
 		return nil, err
 	}
-	return pick("container", ref, list, containerNames)
+	return only("container", ref, found)
 }
 
-// Find returns the container or, if there is none, the pod that ref means.
+// Find returns the container or, if none is meant as strongly, the pod that ref means.
 // Exactly one of the results is not nil unless err is.
 func (c *Client) Find(ctx context.Context, ref string) (*runtimeapi.Container, *runtimeapi.PodSandbox, error) {
-	container, err := c.FindContainer(ctx, ref)
-	if err == nil || !errdefs.IsNotFound(err) {
+	if ref == "" {
+		return nil, nil, errdefs.InvalidArgument("empty reference")
+	}
+	containers, err := c.matchContainers(ctx, ref)
+	if err != nil {
+		return nil, nil, err
+	}
+	pods, err := c.matchPods(ctx, ref)
+	if err != nil {
+		return nil, nil, err
+	}
+	switch {
+	case containers.how == nowise && pods.how == nowise:
+		return nil, nil, errdefs.NotFound("no container or pod %q", ref)
+	case containers.how == byPrefix && pods.how == byPrefix:
+		return nil, nil, ambiguous("container or pod", ref, append(containers.describe(), pods.describe()...))
+	case containers.how >= pods.how:
+		container, err := only("container", ref, containers)
 		return container, nil, err
 	}
-	pod, err := c.FindPod(ctx, ref)
-	if errdefs.IsNotFound(err) {
-		err = errdefs.NotFound("no container or pod %q", ref)
-	}
+	pod, err := only("pod", ref, pods)
 	return nil, pod, err
 }
 
-// identity is what pick matches against: the short name first, then the full one.
+func (c *Client) matchPods(ctx context.Context, ref string) (matches[*runtimeapi.PodSandbox], error) {
+	pods, err := c.Pods(ctx)
+	if err != nil {
+		return matches[*runtimeapi.PodSandbox]{}, err
+	}
+	return match(ref, pods, podNames), nil
+}
+
+func (c *Client) matchContainers(ctx context.Context, ref string) (matches[*runtimeapi.Container], error) {
+	list, err := c.Containers(ctx)
+	if err != nil {
+		return matches[*runtimeapi.Container]{}, err
+	}
+	return match(ref, list, containerNames), nil
+}
+
+// identity is what match compares with: the short name first, then the full one.
 type identity struct {
 	id    string
 	names [2]string
@@ -90,49 +118,86 @@ func containerNames(c *runtimeapi.Container) identity {
 	return identity{c.GetId(), [2]string{name, c.GetLabels()[labelPodName] + "/" + name}, c.GetPodSandboxId() + "/" + name}
 }
 
-// pick finds the one item that ref means; items are sorted newest first.
-func pick[T any](kind, ref string, items []T, identify func(T) identity) (T, error) {
-	var none T
-	if ref == "" {
-		return none, errdefs.InvalidArgument("empty %s reference", kind)
-	}
-	byID, byName := match(ref, items, identify)
-	found := byID
-	if len(found) == 0 {
-		found = byName
-	}
-	switch len(found) {
-	case 0:
-		return none, errdefs.NotFound("no %s %q", kind, ref)
-	case 1:
-		return found[0], nil
-	}
-	var candidates []string
-	for _, item := range found {
-		who := identify(item)
-		candidates = append(candidates, fmt.Sprintf("%s (%s)", ShortID(who.id), who.names[1]))
-	}
-	return none, errdefs.InvalidArgument("%s %q is ambiguous: %s", kind, ref, strings.Join(candidates, ", "))
+// strength is how a reference means something.
+type strength int
+
+const (
+	nowise strength = iota
+	byPrefix
+	byName
+	byID
+)
+
+// shortestPrefix is how many digits of an ID stand for it. Names like "db" and "ad" are not to hit what is called otherwise.
+const shortestPrefix = 4
+
+// matches are the things that a reference means most strongly.
+type matches[T any] struct {
+	how      strength
+	items    []T
+	identify func(T) identity
 }
 
-// match returns the items whose ID begins with ref (only the one that equals it,
-// if any does), and the newest of each group that bears the name.
-func match[T any](ref string, items []T, identify func(T) identity) (byID, byName []T) {
+// match finds what ref means among items, which are sorted newest first.
+func match[T any](ref string, items []T, identify func(T) identity) matches[T] {
+	found := matches[T]{identify: identify}
 	seen := map[string]bool{}
 	for _, item := range items {
 		who := identify(item)
-		if who.id == ref {
-			return []T{item}, nil
+		how := who.match(ref)
+		switch {
+		case how == nowise || how < found.how:
+			continue
+		case how == byName && seen[who.group]: // an earlier attempt
+			continue
+		case how > found.how:
+			found.how, found.items = how, nil
 		}
-		if strings.HasPrefix(who.id, ref) {
-			byID = append(byID, item)
-		}
-		if (who.names[0] == ref || who.names[1] == ref) && !seen[who.group] {
-			seen[who.group] = true
-			byName = append(byName, item)
-		}
+		seen[who.group] = seen[who.group] || how == byName
+		found.items = append(found.items, item)
 	}
-	return byID, byName
+	return found
+}
+
+func (who identity) match(ref string) strength {
+	switch {
+	case ref == "":
+		return nowise
+	case who.id == ref:
+		return byID
+	case who.names[0] == ref || who.names[1] == ref:
+		return byName
+	case len(ref) >= shortestPrefix && strings.HasPrefix(who.id, ref):
+		return byPrefix
+	}
+	return nowise
+}
+
+// describe names the matches for people.
+func (m matches[T]) describe() (names []string) {
+	for _, item := range m.items {
+		who := m.identify(item)
+		names = append(names, fmt.Sprintf("%s (%s)", ShortID(who.id), who.names[1]))
+	}
+	return names
+}
+
+// only returns the one match.
+func only[T any](kind, ref string, found matches[T]) (T, error) {
+	var none T
+	switch {
+	case ref == "":
+		return none, errdefs.InvalidArgument("empty %s reference", kind)
+	case len(found.items) == 0:
+		return none, errdefs.NotFound("no %s %q", kind, ref)
+	case len(found.items) > 1:
+		return none, ambiguous(kind, ref, found.describe())
+	}
+	return found.items[0], nil
+}
+
+func ambiguous(kind, ref string, candidates []string) error {
+	return errdefs.InvalidArgument("%s %q is ambiguous: %s", kind, ref, strings.Join(candidates, ", "))
 }
 
 // ShortID is the part of an ID that is shown to people.
