@@ -201,7 +201,7 @@ func mountDestination(m *runtimeapi.Mount) (string, error) {
 }
 
 // mountSource follows the links of host_path, as the CRI demands; they are the host's
-// own. What does not exist is not created: kubelet does that where the volume says so.
+// own. What does not exist is the caller's to make.
 func mountSource(m *runtimeapi.Mount, files Files) (string, error) {
 	source := m.GetHostPath()
 	if !path.IsAbs(source) || strings.IndexByte(source, 0) >= 0 {

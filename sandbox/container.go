@@ -182,6 +182,9 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	if c.rec.User, err = m.launch.User(target, root); err != nil {
 		return err
 	}
+	if err := layout.MakeSources(c.config); err != nil {
+		return err
+	}
 	if err := m.labelContainer(p, c); err != nil {
 		return err
 	}

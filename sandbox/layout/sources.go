@@ -1,0 +1,41 @@
+package layout
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path"
+	"strings"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/internal/failpoint"
+	"berth/oci"
+)
+
+// MakeSources makes the directories that a container's mounts are of and that are not there. The CRI would have them refused; but
+// kubelet leaves a hostPath without a type to the runtime, containerd and CRI-O make it, and
+// workloads rely on that. As theirs, they stay. Nothing is made where a link leads nowhere.
+func MakeSources(config *runtimeapi.ContainerConfig) error {
+	for _, m := range config.GetMounts() {
+		source := m.GetHostPath()
+		if oci.IsImageVolume(m) || !path.IsAbs(source) || strings.IndexByte(source, 0) >= 0 {
+			continue // refused by who looks at it closely
+		}
+		if _, err := os.Lstat(source); !errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		failpoint.Reach("mount.make-source")
+		err := os.MkdirAll(source, 0o755)
+		failpoint.Reach("mount.source-made")
+		if errdefs.IsBadPath(err) || errors.Is(err, fs.ErrExist) {
+			return errdefs.InvalidArgument("mount of %s: make host_path %.300q: %w", m.GetContainerPath(), source, err)
+		}
+		if err != nil {
+			return fmt.Errorf("mount of %s: make host_path %s: %w", m.GetContainerPath(), source, err)
+		}
+	}
+	return nil
+}
