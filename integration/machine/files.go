@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// ReadLines returns the lines of a file; none if it can't be read, as when its process has ended.
 func ReadLines(path string) []string {
 	content, err := os.ReadFile(path)
 	if err != nil {
@@ -22,6 +23,7 @@ func ReadLines(path string) []string {
 	return strings.Split(strings.TrimRight(string(content), "\n"), "\n")
 }
 
+// ReadDir returns the names in a directory, sorted; none if it can't be read.
 func ReadDir(path string) []string {
 	entries, err := os.ReadDir(path)
 	if err != nil {
@@ -45,6 +47,7 @@ func HostDir(t *testing.T, names ...string) string {
 	return dir
 }
 
+// Lgetxattr reads an extended attribute of a path, without following a link, into value.
 func Lgetxattr(path, name string, value []byte) (int, error) {
 	n, err := unix.Lgetxattr(path, name, value)
 	if err != nil {
@@ -66,6 +69,7 @@ func Mountpoints(t *testing.T, pid int) []string {
 	return out
 }
 
+// IsMountpoint tells whether something is mounted at path in the tests' own mount namespace.
 func IsMountpoint(t *testing.T, path string) bool {
 	t.Helper()
 	return slices.Contains(Mountpoints(t, os.Getpid()), path)

@@ -59,6 +59,7 @@ func ChildrenOf(parent int) (pids []int) {
 	return pids
 }
 
+// Alive tells whether there is such a process, and it is no zombie.
 func Alive(pid int) bool {
 	lines := ReadLines("/proc/" + strconv.Itoa(pid) + "/stat")
 	if len(lines) == 0 {
@@ -68,6 +69,7 @@ func Alive(pid int) bool {
 	return !strings.HasPrefix(state, "Z")
 }
 
+// KillProcess sends SIGKILL.
 func KillProcess(t *testing.T, pid int) {
 	t.Helper()
 	must(t, unix.Kill(pid, unix.SIGKILL))
@@ -93,6 +95,7 @@ func Namespace(t *testing.T, pid int, kind string) string {
 	return link
 }
 
+// CountFiles returns how many entries a directory of /proc/PID has: fd, task.
 func CountFiles(t *testing.T, pid int, dir string) int {
 	t.Helper()
 	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/%s", pid, dir))
