@@ -1,0 +1,81 @@
+package describe
+
+import (
+	"testing"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/host"
+	"berth/sandbox/handler"
+	"berth/sandbox/layout"
+)
+
+// What a pod is for package oci: its own shm unless it has the node's IPC, and its user namespace only if it has one.
+func TestPodForSpecs(t *testing.T) {
+	n := Node{Dirs: layout.Dirs{Root: "/root", State: "/state"}}
+	users := func(mode runtimeapi.NamespaceMode) *runtimeapi.UserNamespace {
+		mapping := []*runtimeapi.IDMapping{{HostId: 65536, Length: 65536}}
+		return &runtimeapi.UserNamespace{Mode: mode, Uids: mapping, Gids: mapping}
+	}
+	for name, test := range map[string]struct {
+		options     *runtimeapi.NamespaceOption
+		shm, userns string
+	}{
+		"usual":            {nil, "/state/pods/p/shm", ""},
+		"node's IPC":       {&runtimeapi.NamespaceOption{Ipc: runtimeapi.NamespaceMode_NODE}, "/dev/shm", ""},
+		"user namespace":   {&runtimeapi.NamespaceOption{UsernsOptions: users(runtimeapi.NamespaceMode_POD)}, "/state/pods/p/shm", "/state/pods/p/userns"},
+		"the node's users": {&runtimeapi.NamespaceOption{UsernsOptions: &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_NODE}}, "/state/pods/p/shm", ""},
+	} {
+		config := &runtimeapi.PodSandboxConfig{Linux: &runtimeapi.LinuxPodSandboxConfig{CgroupParent: "/kubepods/p",
+			SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: test.options}}}
+		got := n.pod(Pod{ID: "p", Config: config, NetNS: "/netns/p", PausePID: 7})
+		if got.Shm != test.shm || got.UserNS != test.userns {
+			t.Errorf("%s: shm %s, user namespace %q", name, got.Shm, got.UserNS)
+		}
+		if got.ResolvConf != "/root/sandboxes/p/resolv.conf" || got.Hosts != "/root/sandboxes/p/hosts" || got.Hostname != "/root/sandboxes/p/hostname" ||
+			got.NetNS != "/netns/p" || got.PausePID != 7 || got.CgroupParent != "/kubepods/p" {
+			t.Errorf("%s: %+v", name, got)
+		}
+	}
+}
+
+// A pod is offered what both the host and its runtime can do.
+func TestFacts(t *testing.T) {
+	facts := host.Facts{RecursiveReadOnly: true}
+	n := Node{Host: &facts, NoAppArmor: func() string { return "no parser" }}
+	for name, test := range map[string]struct {
+		runtime *handler.Runtime
+		want    bool
+	}{"libcontainer": {nil, true}, "a program that can": {&handler.Runtime{RecursiveReadOnly: true}, true}, "one that can't": {&handler.Runtime{}, false}} {
+		if got := n.facts(Pod{Runtime: test.runtime}); got.RecursiveReadOnly != test.want || got.NoAppArmorProfile != "no parser" {
+			t.Errorf("%s: %+v", name, got)
+		}
+	}
+	facts.RecursiveReadOnly = false
+	if n.facts(Pod{Runtime: &handler.Runtime{RecursiveReadOnly: true}}).RecursiveReadOnly {
+		t.Error("a program is said to do what the host can't")
+	}
+}
+
+// CDI devices are asked for by the field that is made for it, never by annotations (CVE-2026-53492).
+func TestCDIDevices(t *testing.T) {
+	config := &runtimeapi.ContainerConfig{Annotations: map[string]string{"cdi.k8s.io/x": "vendor.example/dev=evil"},
+		CDIDevices: []*runtimeapi.CDIDevice{{Name: "vendor.example/dev=1"}, {Name: "vendor.example/dev=2"}}}
+	if got := cdiDevices(config); len(got) != 2 || got[0] != "vendor.example/dev=1" || got[1] != "vendor.example/dev=2" {
+		t.Errorf("%q", got)
+	}
+}
+
+// Records have no seccomp filters in them, and the spec that is launched keeps its own.
+func TestForPlugins(t *testing.T) {
+	spec := &specs.Spec{Process: &specs.Process{}, Mounts: []specs.Mount{{Destination: "/m"}}, Hooks: &specs.Hooks{},
+		Linux: &specs.Linux{Seccomp: &specs.LinuxSeccomp{}, CgroupsPath: "/c"}}
+	got := ForPlugins(spec)
+	if got.Linux.Seccomp != nil || got.Process != nil || got.Linux.CgroupsPath != "/c" || len(got.Mounts) != 1 || got.Hooks != spec.Hooks {
+		t.Errorf("%+v, %+v", got, got.Linux)
+	}
+	if spec.Linux.Seccomp == nil {
+		t.Error("the spec lost its filter")
+	}
+}

@@ -1,0 +1,150 @@
+package handler
+
+import (
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+	"berth/internal/host"
+	"berth/internal/task"
+	"berth/shim/ociruntime"
+)
+
+// capable is a program that has user namespaces and ID-mapped mounts, and no recursive read-only mounts; plain tells its
+// version and nothing else. Both want the option that is configured for them.
+const (
+	capable = `#!/bin/sh
+[ "$1" = --debug ] && shift || exit 2
+case $1 in
+--version) echo capable 1.0 ;;
+features) echo '{"ociVersionMin": "1.0.0", "ociVersionMax": "1.2.0", "mountOptions": ["ro"], "linux": {"namespaces": ["user"], "mountExtensions": {"idmap": {"enabled": true}}}}' ;;
+*) exit 1 ;;
+esac
+`
+	plain = `#!/bin/sh
+[ "$1 $2" = "--debug --version" ] && echo plain 1.0
+`
+)
+
+func write(t *testing.T, path, content string) {
+	t.Helper()
+	if err := os.WriteFile(path+".new", []byte(content), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(path+".new", path); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func open(t *testing.T, programs map[string]Config, facts host.Facts) *Set {
+	t.Helper()
+	log := slog.New(slog.DiscardHandler)
+	set, err := Open(t.Context(), Options{BuiltIn: "berth", Programs: programs, Default: "capable", Host: &facts, Tasks: task.NewRunner(log, nil), Log: log})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return set
+}
+
+func TestList(t *testing.T) {
+	dir := t.TempDir()
+	write(t, filepath.Join(dir, "capable"), capable)
+	programs := map[string]Config{"capable": {Path: filepath.Join(dir, "capable"), Args: []string{"--debug"}}, "missing": {Path: filepath.Join(dir, "missing")}, "alias": {}}
+	all := open(t, programs, host.Facts{RecursiveReadOnly: true, UserNamespaces: true}).List()
+	var names []string
+	for _, info := range all {
+		names = append(names, info.Name)
+		what := info.Name
+		switch what {
+		case "", "capable": // "" is the configuration's default
+			if info.Problem != "" || info.RecursiveReadOnly || !info.UserNamespaces || info.Runtime == nil {
+				t.Errorf("%q: %+v", what, info)
+			}
+		case "berth", "alias":
+			if info.Problem != "" || !info.RecursiveReadOnly || !info.UserNamespaces || info.Runtime != nil {
+				t.Errorf("%q: %+v", what, info)
+			}
+		case "missing":
+			if info.Problem == "" || info.RecursiveReadOnly || info.UserNamespaces {
+				t.Errorf("%q: %+v", what, info)
+			}
+		}
+	}
+	if want := []string{"", "alias", "berth", "capable", "missing"}; !slices.Equal(names, want) {
+		t.Errorf("handlers are %q, want %q", names, want)
+	}
+	for _, info := range open(t, programs, host.Facts{}).List() {
+		if info.RecursiveReadOnly || info.UserNamespaces {
+			t.Errorf("%q can what the host can't: %+v", info.Name, info)
+		}
+	}
+}
+
+// A program is asked again when it is another file, and only a pod of its own has trouble with one that is missing.
+func TestRuntime(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "capable")
+	set := open(t, map[string]Config{"capable": {Path: path, Args: []string{"--debug"}}}, host.Facts{})
+	if _, err := set.Find("unknown"); errdefs.Code(err) != codes.NotFound {
+		t.Errorf("an unknown handler: %v", err)
+	}
+	builtIn, err := set.Find("berth")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if r, err := builtIn.Runtime(t.Context(), "/state", false, true); r != nil || err != nil {
+		t.Errorf("libcontainer: %+v, %v", r, err)
+	}
+	h, err := set.Find("")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := h.Runtime(t.Context(), "/state", false, false); errdefs.Code(err) != codes.FailedPrecondition {
+		t.Errorf("a program that is missing: %v", err)
+	}
+	write(t, path, plain)
+	if r, err := h.Runtime(t.Context(), "/state", true, false); err != nil || r.Path != path || r.Root != "/state" || !r.SystemdCgroup || r.IDMappedMounts || r.IsSandboxed() {
+		t.Errorf("a plain program: %+v, %v", r, err)
+	}
+	if _, err := h.Runtime(t.Context(), "/state", true, true); errdefs.Code(err) != codes.FailedPrecondition {
+		t.Errorf("a plain program, with a user namespace: %v", err)
+	}
+	write(t, path, capable)
+	if r, err := h.Runtime(t.Context(), "/state", true, true); err != nil || !r.IDMappedMounts {
+		t.Errorf("a capable program, with a user namespace: %+v, %v", r, err)
+	}
+}
+
+// libcontainer is told nothing, and nobody else's annotations reach a program.
+func TestAnnotate(t *testing.T) {
+	users := map[string]string{"io.kubernetes.cri.sandbox-id": "another's", "run.oci.handler": "krun"}
+	spec := &specs.Spec{Annotations: users}
+	(*Runtime)(nil).Annotate(spec, "container", "p")
+	if len(spec.Annotations) != len(users) {
+		t.Errorf("for libcontainer: %v", spec.Annotations)
+	}
+	for _, systemd := range []bool{false, true} {
+		r := &Runtime{Runtime: ociruntime.Runtime{SystemdCgroup: systemd}}
+		r.Annotate(spec, "sandbox", "p")
+		_, subgroup := spec.Annotations["run.oci.systemd.subgroup"]
+		if spec.Annotations["io.kubernetes.cri.sandbox-id"] != "p" || spec.Annotations["io.kubernetes.cri.container-type"] != "sandbox" ||
+			spec.Annotations["run.oci.handler"] != "" || subgroup != systemd {
+			t.Errorf("systemd %t: %v", systemd, spec.Annotations)
+		}
+	}
+}
+
+func TestNoRuntimeIsLibcontainer(t *testing.T) {
+	var none *Runtime
+	if none.Program() != nil || none.IsSandboxed() {
+		t.Errorf("%v, %t", none.Program(), none.IsSandboxed())
+	}
+	if r := (&Runtime{Runtime: ociruntime.Runtime{Path: "/crun", Sandboxed: true}}); r.Program().Path != "/crun" || !r.IsSandboxed() {
+		t.Errorf("%+v", r)
+	}
+}

@@ -1,0 +1,92 @@
+package request
+
+import (
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+)
+
+func TestCheckPod(t *testing.T) {
+	named := func(change func(*runtimeapi.PodSandboxConfig)) *runtimeapi.PodSandboxConfig {
+		config := &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "web", Namespace: "default", Uid: "1"}}
+		change(config)
+		return config
+	}
+	name := func(n string) *runtimeapi.PodSandboxConfig {
+		return named(func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Name = n })
+	}
+	for what, test := range map[string]struct {
+		config *runtimeapi.PodSandboxConfig
+		ok     bool
+	}{
+		"usual":                {name("web-0.example"), true},
+		"no metadata":          {&runtimeapi.PodSandboxConfig{}, false},
+		"no config":            {nil, false},
+		"no name":              {name(""), false},
+		"no namespace, no uid": {named(func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Namespace, c.Metadata.Uid = "", "" }), true},
+		"a path as name":       {name("../../etc"), false},
+		"a dot":                {name("."), false},
+		"two dots":             {named(func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Uid = ".." }), false},
+		"a line break":         {named(func(c *runtimeapi.PodSandboxConfig) { c.Metadata.Namespace = "a\nb" }), false},
+		"a delete character":   {name("a\x7fb"), false},
+		"the longest name":     {name(strings.Repeat("x", 253)), true},
+		"too long a name":      {name(strings.Repeat("x", 254)), false},
+		"absolute logs":        {named(func(c *runtimeapi.PodSandboxConfig) { c.LogDirectory = "/var/log/pods/x" }), true},
+		"relative logs":        {named(func(c *runtimeapi.PodSandboxConfig) { c.LogDirectory = "logs" }), false},
+		"a hostname":           {named(func(c *runtimeapi.PodSandboxConfig) { c.Hostname = "web-0" }), true},
+		"no hostname":          {named(func(c *runtimeapi.PodSandboxConfig) { c.Hostname = "web 0\n127.0.0.1 evil" }), false},
+	} {
+		if err := CheckPod(test.config); test.ok != (err == nil) || !test.ok && errdefs.Code(err) != codes.InvalidArgument {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+}
+
+func TestCheckContainer(t *testing.T) {
+	logged, unlogged := &runtimeapi.PodSandboxConfig{LogDirectory: "/logs"}, &runtimeapi.PodSandboxConfig{}
+	for what, test := range map[string]struct {
+		name, logPath string
+		pod           *runtimeapi.PodSandboxConfig
+		ok            bool
+	}{
+		"usual":                     {"main", "main/0.log", logged, true},
+		"no log":                    {"main", "", logged, true},
+		"no name":                   {"", "main/0.log", logged, false},
+		"a slash in its name":       {"a/b", "", logged, false},
+		"a log outside":             {"main", "../other/0.log", logged, false},
+		"an absolute log":           {"main", "/etc/passwd", logged, false},
+		"a log that comes back":     {"main", "main/../0.log", logged, true},
+		"a log without a directory": {"main", "../0.log", unlogged, true}, // none is kept
+	} {
+		config := &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: test.name}, LogPath: test.logPath}
+		if err := CheckContainer(config, test.pod); test.ok != (err == nil) || !test.ok && errdefs.Code(err) != codes.InvalidArgument {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if err := CheckContainer(&runtimeapi.ContainerConfig{}, logged); errdefs.Code(err) != codes.InvalidArgument {
+		t.Errorf("without metadata: %v", err)
+	}
+}
+
+// No name can be made to look like another's.
+func TestIdentities(t *testing.T) {
+	pods := map[string]bool{}
+	all := []*runtimeapi.PodSandboxMetadata{
+		{Name: "a", Namespace: "b", Uid: "c", Attempt: 1}, {Name: "a", Namespace: "b", Uid: "c", Attempt: 2}, {Name: "a", Namespace: "b", Uid: "d", Attempt: 1},
+		{Name: "a", Namespace: "c", Uid: "c", Attempt: 1}, {Name: `a" in namespace "b`, Uid: "c", Attempt: 1}, {Name: "a", Namespace: `b" (uid "c`, Attempt: 1},
+	}
+	for _, md := range all {
+		pods[PodIdentity(md)] = true
+	}
+	if len(pods) != len(all) {
+		t.Errorf("%d identities of %d pods: %v", len(pods), len(all), pods)
+	}
+	one, other := &runtimeapi.ContainerMetadata{Name: "a"}, &runtimeapi.ContainerMetadata{Name: "a", Attempt: 1}
+	if ContainerIdentity("p", one) == ContainerIdentity("p", other) || ContainerIdentity("p", one) == ContainerIdentity("q", one) {
+		t.Error("two containers have one identity")
+	}
+}

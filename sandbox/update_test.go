@@ -1,0 +1,168 @@
+package sandbox
+
+import (
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/internal/host"
+	"berth/internal/index"
+	"berth/internal/nri"
+	"berth/internal/task"
+	"berth/sandbox/plugins"
+	"berth/sandbox/record"
+	"berth/sandbox/view"
+)
+
+// containerManager has no pods, and just enough for containers that have no process. Their records are in records.
+func containerManager(t *testing.T) (m *Manager, records string) {
+	t.Helper()
+	root := t.TempDir()
+	dir, err := record.OpenContainers(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	log := slog.New(slog.DiscardHandler)
+	m = &Manager{cfg: Config{Host: &host.Facts{}}, log: log, pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
+		containerRecs: dir, tasks: task.NewRunner(log, nil)}
+	m.plugins = plugins.Kit{Plugins: plugins.None{}, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: log}
+	m.events = view.NewEvents(m.podInfo, m.containerInfos)
+	return m, filepath.Join(root, "containers")
+}
+
+// addContainer publishes a container.
+func addContainer(m *Manager, id, podID string, phase record.Phase) *container {
+	c := &container{id: id, podID: podID, config: &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: id}}, turn: task.NewTurn()}
+	c.rec = record.Container{ID: id, PodID: podID, Phase: phase, CreatedAt: time.Unix(1, 0)}
+	c.info.Store(c.snapshot())
+	m.containers.Put(id, c)
+	return c
+}
+
+// An update is seen when it is on disk, and merged into what was before.
+func TestContainerUpdate(t *testing.T) {
+	m, records := containerManager(t)
+	c := addContainer(m, "c", "p", record.ContainerCreated)
+	before := c.info.Load()
+	update := func(r *runtimeapi.LinuxContainerResources) error {
+		return m.UpdateContainerResources(t.Context(), "c", r)
+	}
+	if err := update(shares(512)); err != nil {
+		t.Fatal(err)
+	}
+	if err := update(&runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 64 << 20}); err != nil {
+		t.Fatal(err)
+	}
+	if got := c.info.Load().Resources; got.GetCpuShares() != 512 || got.GetMemoryLimitInBytes() != 64<<20 {
+		t.Errorf("published: %v", got)
+	}
+	if before.Resources.GetCpuShares() != 0 {
+		t.Error("a snapshot was changed")
+	}
+
+	kept, info := c.rec, c.info.Load()
+	if err := os.Rename(records, records+".away"); err != nil { // nothing can be written there
+		t.Fatal(err)
+	}
+	if err := update(shares(1024)); err == nil {
+		t.Error("an update that can't be recorded succeeds")
+	}
+	if c.info.Load() != info || c.resources.GetCpuShares() != 512 || !slices.Equal(c.rec.Resources, kept.Resources) {
+		t.Errorf("it is in force: %v", c.info.Load().Resources)
+	}
+}
+
+func TestWhatCanBeUpdated(t *testing.T) {
+	m, _ := containerManager(t)
+	for phase, want := range map[record.Phase]codes.Code{
+		record.ContainerCreated: codes.OK, record.ContainerRunning: codes.OK,
+		record.ContainerStarting: codes.FailedPrecondition, record.ContainerExited: codes.FailedPrecondition, record.Removing: codes.FailedPrecondition,
+	} {
+		c := addContainer(m, "c", "p", phase)
+		if err := checkUpdatable(c); errdefs.Code(err) != want {
+			t.Errorf("%s: %v, want %v", phase, err, want)
+		}
+		c.removed = true
+		if err := checkUpdatable(c); errdefs.Code(err) != codes.NotFound {
+			t.Errorf("%s, removed: %v", phase, err)
+		}
+	}
+	addContainer(m, "c", "p", record.ContainerCreated)
+	bad := &runtimeapi.LinuxContainerResources{CpusetCpus: "no numbers"}
+	for id, want := range map[string]codes.Code{"c": codes.InvalidArgument, "unknown": codes.NotFound} {
+		if err := m.UpdateContainerResources(t.Context(), id, bad); errdefs.Code(err) != want {
+			t.Errorf("%s: %v, want %v", id, err, want)
+		}
+	}
+}
+
+// What a plugin that registers is told of: what others were not told the end of.
+func TestObjectsForPlugins(t *testing.T) {
+	m, _ := containerManager(t)
+	addContainer(m, "created", "p", record.ContainerCreated)
+	addContainer(m, "exited", "p", record.ContainerExited)
+	untold := addContainer(m, "exited, untold", "p", record.ContainerExited)
+	told := make(chan struct{})
+	untold.stopUntold.Store(&told)
+	addContainer(m, "half made", "p", record.ContainerCreated).info.Store(nil)
+	half := &pod{id: "half made"}
+	ready := &pod{id: "ready", rec: record.Pod{ID: "ready", CgroupsPath: "/kubepods/ready"}}
+	ready.info.Store(ready.snapshot())
+	m.pods.Put(half.id, half)
+	m.pods.Put(ready.id, ready)
+
+	pods, containers := pluginRuntime{m}.Objects()
+	if len(pods) != 1 || pods[0].ID != "ready" || pods[0].CgroupsPath != "/kubepods/ready" {
+		t.Errorf("pods: %v", pods)
+	}
+	var ids []string
+	for _, c := range containers {
+		ids = append(ids, c.ID)
+	}
+	if slices.Sort(ids); fmt.Sprint(ids) != "[created exited, untold]" {
+		t.Errorf("containers: %q", ids)
+	}
+	if err := (pluginRuntime{m}).Update(t.Context(), nri.Update{ContainerID: "half made"}); errdefs.Code(err) != codes.NotFound {
+		t.Errorf("a container that nobody knows of: %v", err)
+	}
+	m.tellOfContainer(t.Context(), nri.ContainerStopped, untold)
+	select {
+	case <-told:
+	default:
+		t.Error("who waits for plugins to be told waits on")
+	}
+	if err := m.awaitTold(t.Context(), untold); err != nil {
+		t.Error(err)
+	}
+}
+
+// kubelet takes what was created last for the current one, so an attempt comes after those before it, whatever the clock says.
+func TestCreationAfterEarlierAttempts(t *testing.T) {
+	m, _ := containerManager(t)
+	future := time.Now().Add(time.Hour)
+	addContainer(m, "c", "p", record.ContainerExited).rec.CreatedAt = future
+	if got := m.containerCreation("p"); !got.After(future) {
+		t.Errorf("a container is created at %v, before the last one", got)
+	}
+	if got := m.containerCreation("q"); got.After(future) {
+		t.Errorf("another pod's containers count: %v", got)
+	}
+	metadata := func(name string) *runtimeapi.PodSandboxMetadata {
+		return &runtimeapi.PodSandboxMetadata{Name: name, Namespace: "n", Uid: "u"}
+	}
+	m.pods.Put("p", &pod{id: "p", config: &runtimeapi.PodSandboxConfig{Metadata: metadata("web")}, rec: record.Pod{CreatedAt: future}})
+	if got := m.podCreation(metadata("web")); !got.After(future) {
+		t.Errorf("a pod is created at %v, before its last attempt", got)
+	}
+	if got := m.podCreation(metadata("db")); got.After(future) {
+		t.Errorf("another pod counts: %v", got)
+	}
+}
