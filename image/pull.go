@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"sync/atomic"
 	"time"
 
@@ -173,7 +174,36 @@ func (s *Store) downloadFrom(ctx context.Context, repo *registry.Repository, l r
 		return err
 	}
 	defer blob.Close() // read to its end or given up
-	return s.layers.Create(ctx, l.DiffID, blob, limitsOf(l.Blob, s.cfg.Limits))
+	err = s.layers.Create(ctx, l.DiffID, blob, limitsOf(l.Blob, s.cfg.Limits))
+	if refusesContent(err) && repo.Hosts() > 1 {
+		return faultOf(blob, err)
+	}
+	return err
+}
+
+// refusesContent tells an error that says that a layer cannot be what its tar says.
+func refusesContent(err error) bool {
+	code := errdefs.Code(err)
+	return code == codes.InvalidArgument || code == codes.ResourceExhausted
+}
+
+// faultTime is how long a blob is read on to learn whose fault it was.
+const faultTime = time.Minute
+
+// faultOf reads a blob to its end whose layer was refused, and returns the blob's own error if it is not what it
+// should be: a byte that changed in a host's cache shows first as a tar that cannot be.
+func faultOf(blob io.Reader, refused error) error {
+	enough := time.Now().Add(faultTime)
+	for buf := make([]byte, 64<<10); time.Now().Before(enough); {
+		_, err := blob.Read(buf)
+		if errdefs.Code(err) == codes.DataLoss {
+			return err
+		}
+		if err != nil {
+			break
+		}
+	}
+	return refused
 }
 
 const (

@@ -1083,22 +1083,59 @@ func TestStalledLayer(t *testing.T) {
 	wantEmpty(t, s)
 }
 
-// TestCorruptMirror: what one host has wrong comes from the next.
+// TestCorruptMirror: what one host has wrong comes from the next, whatever it seems to be.
 func TestCorruptMirror(t *testing.T) {
-	server, mirror := registrytest.New(t), registrytest.New(t)
-	layer := gzipped(t, "f", strings.Repeat("content ", 10_000))
-	server.PutImage("app", "v1", "", layer)
-	mirror.PutImage("app", "v1", "", layer)
-	path := digest.FromBytes(layer.Blob).String()
-	mirror.Before = func(w http.ResponseWriter, r *http.Request) bool {
-		if !strings.HasSuffix(r.URL.Path, path) {
-			return false
-		}
-		bad := bytes.Clone(layer.Blob)
-		bad[len(bad)/2] ^= 1
-		_, _ = w.Write(bad)
-		return true
+	large := plain(t, "f", strings.Repeat("content ", 1<<20)) // more than pipes and buffers hold
+	for name, tt := range map[string]struct {
+		layer registrytest.Layer
+		at    int // the byte that the mirror has wrong
+	}{
+		"compressed":      {gzipped(t, "f", strings.Repeat("content ", 10_000)), 100},
+		"tar's header":    {large, 0},
+		"size of a file":  {large, 124},
+		"content":         {large, 1 << 20},
+		"tar's last byte": {large, len(large.Blob) - 1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			server, mirror := registrytest.New(t), registrytest.New(t)
+			server.PutImage("app", "v1", "", tt.layer)
+			mirror.PutImage("app", "v1", "", tt.layer)
+			path := digest.FromBytes(tt.layer.Blob).String()
+			mirror.Before = func(w http.ResponseWriter, r *http.Request) bool {
+				if !strings.HasSuffix(r.URL.Path, path) {
+					return false
+				}
+				bad := bytes.Clone(tt.layer.Blob)
+				bad[tt.at] ^= 1
+				_, _ = w.Write(bad)
+				return true
+			}
+			s := openStore(t, Config{RegistryDirs: []string{mirrored(t, server, mirror)}})
+			pull(t, s, "example.com/app:v1")
+			if mirror.Count(path) != 1 || server.Count(path) != 1 {
+				t.Errorf("mirror was asked %d times, server %d times", mirror.Count(path), server.Count(path))
+			}
+		})
 	}
+}
+
+// A layer that is refused is not asked for elsewhere: the blob is what it should be.
+func TestRefusedLayerIsFetchedOnce(t *testing.T) {
+	server, mirror := registrytest.New(t), registrytest.New(t)
+	bad := registrytest.Layer{Blob: bytes.Repeat([]byte("no tar "), 1<<20)}
+	server.PutImage("app", "v1", "", bad)
+	mirror.PutImage("app", "v1", "", bad)
+	s := openStore(t, Config{RegistryDirs: []string{mirrored(t, server, mirror)}})
+	_, err := s.Pull(t.Context(), "example.com/app:v1", nil)
+	wantCode(t, err, codes.InvalidArgument, "invalid tar header")
+	if path := diffID(bad).String(); mirror.Count(path) != 1 || server.Count(path) != 0 {
+		t.Errorf("mirror was asked %d times, server %d times", mirror.Count(path), server.Count(path))
+	}
+}
+
+// mirrored returns a directory of hosts for example.com, which is server and has a mirror.
+func mirrored(t *testing.T, server, mirror *registrytest.Server) string {
+	t.Helper()
 	dir := t.TempDir()
 	if err := os.MkdirAll(filepath.Join(dir, "example.com"), 0o755); err != nil {
 		t.Fatal(err)
@@ -1107,11 +1144,7 @@ func TestCorruptMirror(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, "example.com/hosts.toml"), hosts, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	s := openStore(t, Config{RegistryDirs: []string{dir}})
-	pull(t, s, "example.com/app:v1")
-	if mirror.Count(path) != 1 || server.Count(path) != 1 {
-		t.Errorf("mirror was asked %d times, server %d times", mirror.Count(path), server.Count(path))
-	}
+	return dir
 }
 
 func TestOpenRefusesBadConfig(t *testing.T) {
