@@ -212,6 +212,9 @@ const (
 	maxInflation = 1100
 	// freeInflation is granted to every layer.
 	freeInflation = 64 << 20
+	// freeHoles is what the files of a layer may be longer than its tar, because they have holes. They take
+	// no disk, but time to be read over.
+	freeHoles = 4 << 30
 )
 
 // limitsOf ties what a layer may take, beside the limits, to the size of its blob, so that whoever
@@ -219,6 +222,7 @@ const (
 func limitsOf(blob ocispec.Descriptor, limits unpack.Limits) unpack.Limits {
 	if blob.Size < limits.Tar/maxInflation {
 		limits.Tar = min(limits.Tar, blob.Size*maxInflation+freeInflation)
+		limits.Bytes = min(limits.Bytes, limits.Tar+freeHoles)
 	}
 	return limits
 }

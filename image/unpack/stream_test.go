@@ -54,7 +54,7 @@ func TestStreamErrors(t *testing.T) {
 
 // close ends a stream that nobody read, with all chunks full.
 func TestStreamClose(t *testing.T) {
-	s := newStream(context.Background(), zeros{}, sha256.New(), 1<<40, func(int) {})
+	s := newStream(context.Background(), endless{}, sha256.New(), 1<<40, func(int) {})
 	if _, err := s.Read(make([]byte, 1)); err != nil {
 		t.Error(err)
 	}

@@ -2,6 +2,7 @@ package unpack
 
 import (
 	"archive/tar"
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -28,6 +29,11 @@ const (
 	maxNames = 64 << 20
 	// copySize is the size of one write.
 	copySize = 128 << 10
+	// freeSteps and stepsPerEntry bound what it takes to find the directories of a layer's entries where
+	// symlinks are on the way, or names are missing: each entry may lead through forty links of thousands of
+	// names. So many steps take some two seconds.
+	freeSteps     = 1 << 18
+	stepsPerEntry = 64
 )
 
 // impliedTime is the mtime of directories that the tar does not list. It is not
@@ -50,7 +56,9 @@ type unpacker struct {
 	implied map[string]bool      // directories the tar has not listed so far
 	opaques map[string]bool      // directories that hide what the layers below have in them
 	times   map[string]time.Time // of directories: set last, filling them changes them
+	within  map[string][]string  // what the maps above have in a directory, or had
 	names   int                  // bytes left for the keys and targets above
+	steps   int                  // left for walks
 
 	usage       Usage
 	whiteouts   int
@@ -68,7 +76,7 @@ func newUnpacker(root *os.File, limits Limits, tick func()) (*unpacker, error) {
 	return &unpacker{
 		root: root, limits: limits.WithDefaults(), tick: tick, parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), block: block,
 		links: map[string]string{}, implied: map[string]bool{"": true}, opaques: map[string]bool{}, times: map[string]time.Time{"": impliedTime},
-		names: maxNames,
+		within: map[string][]string{}, names: maxNames, steps: freeSteps,
 		usage: Usage{Bytes: uint64(block), Inodes: 1},
 	}, nil
 }
@@ -80,7 +88,7 @@ func (u *unpacker) close() {
 
 // unpack reads the archive to its end.
 func (u *unpacker) unpack(ctx context.Context, tr *tar.Reader) error {
-	var entries, bytes int64
+	var entries, content int64
 	for {
 		hdr, err := tr.Next()
 		if err == io.EOF {
@@ -95,7 +103,7 @@ func (u *unpacker) unpack(ctx context.Context, tr *tar.Reader) error {
 		if entries++; entries > u.limits.Entries {
 			return exceeds("it has more than the %d entries allowed", u.limits.Entries)
 		}
-		if bytes += contentSize(hdr, u.limits.Bytes); bytes > u.limits.Bytes {
+		if content += contentSize(hdr, u.limits.Bytes); content > u.limits.Bytes {
 			return exceeds("its files are larger than the %d bytes allowed", u.limits.Bytes)
 		}
 		if err := u.entry(hdr, tr); err != nil {
@@ -126,6 +134,7 @@ func contentSize(hdr *tar.Header, max int64) int64 {
 // entry unpacks one entry of the tar.
 func (u *unpacker) entry(hdr *tar.Header, content io.Reader) error {
 	defer u.parents.reap()
+	u.steps += stepsPerEntry
 	if hdr.Typeflag == tar.TypeXGlobalHeader {
 		return nil // comments, such as git's commit id
 	}
@@ -242,8 +251,9 @@ func (u *unpacker) fillSparse(f *os.File, size int64, content io.Reader) (int64,
 	var offset, written int64
 	for {
 		n, err := io.ReadFull(content, u.buf[:])
+		u.tick() // a hole takes time, and no byte of the tar
 		for block := range slices.Chunk(u.buf[:n], int(min(u.block, copySize))) {
-			if !isZero(block) {
+			if !bytes.Equal(block, zeros[:len(block)]) {
 				if _, err := f.WriteAt(block, offset); err != nil {
 					return 0, err
 				}
@@ -260,14 +270,8 @@ func (u *unpacker) fillSparse(f *os.File, size int64, content io.Reader) (int64,
 	}
 }
 
-func isZero(block []byte) bool {
-	for _, b := range block {
-		if b != 0 {
-			return false
-		}
-	}
-	return true
-}
+// zeros is what blocks are compared with.
+var zeros [copySize]byte
 
 func (u *unpacker) directory(at place, hdr *tar.Header) error {
 	if err := at.dir.Mkdir(at.name, 0o755); errors.Is(err, unix.EEXIST) {
@@ -317,6 +321,9 @@ func (u *unpacker) listed(dir *safefs.Dir, hdr *tar.Header) error {
 	delete(u.implied, dir.Path())
 	if err := u.directoryAttributes(dir, hdr); err != nil {
 		return err
+	}
+	if _, known := u.times[dir.Path()]; !known {
+		u.enter(dir.Path())
 	}
 	u.times[dir.Path()] = hdr.ModTime
 	return u.remember(len(dir.Path()))
@@ -387,6 +394,7 @@ func (u *unpacker) linkLater(at place, target string) error {
 			return err
 		}
 	}
+	u.enter(at.path())
 	u.links[at.path()] = target
 	return u.remember(len(at.path()) + len(target))
 }
@@ -459,13 +467,22 @@ func (u *unpacker) forgetLink(path string) bool {
 	return ok
 }
 
+// enter notes that path, new in one of the maps, goes with its directory.
+func (u *unpacker) enter(path string) {
+	dir, _ := safefs.Split(path)
+	u.within[dir] = append(u.within[dir], path)
+}
+
 // forgetBelow forgets what is known of the directory dir and what is in it.
 func (u *unpacker) forgetBelow(dir string) {
-	below := func(path string) bool { return path == dir || strings.HasPrefix(path, dir+"/") }
-	maps.DeleteFunc(u.links, func(path, _ string) bool { return below(path) })
-	maps.DeleteFunc(u.implied, func(path string, _ bool) bool { return below(path) })
-	maps.DeleteFunc(u.opaques, func(path string, _ bool) bool { return below(path) })
-	maps.DeleteFunc(u.times, func(path string, _ time.Time) bool { return below(path) })
+	for _, path := range u.within[dir] {
+		u.forgetBelow(path)
+	}
+	delete(u.within, dir)
+	delete(u.links, dir)
+	delete(u.implied, dir)
+	delete(u.opaques, dir)
+	delete(u.times, dir)
 }
 
 // parent opens the directory an entry goes to. It belongs to the cache.
@@ -474,7 +491,7 @@ func (u *unpacker) parent(dir string) (*safefs.Dir, error) {
 	if !errors.Is(err, unix.ENOENT) && !errors.Is(err, unix.ENOTDIR) && !errors.Is(err, unix.ELOOP) {
 		return d, err
 	}
-	maker := safefs.Maker{Perm: 0o755, Made: u.impliedMade, Blocked: u.blocked}
+	maker := safefs.Maker{Perm: 0o755, Made: u.impliedMade, Blocked: u.blocked, Step: u.step}
 	if d, err = maker.MkdirAll(u.root, dir); err != nil {
 		return nil, err
 	}
@@ -488,12 +505,20 @@ func (u *unpacker) lookup(dir string) (*safefs.Dir, error) {
 	}
 	d, err := safefs.OpenDir(u.root, dir)
 	if errors.Is(err, unix.ELOOP) { // a symlink on the way: find out where it leads
-		d, err = safefs.ResolveDir(u.root, dir)
+		d, err = safefs.Maker{Step: u.step}.ResolveDir(u.root, dir)
 	}
 	if err != nil {
 		return nil, err
 	}
 	return u.parents.put(dir, d), nil
+}
+
+// step pays for a step of a walk.
+func (u *unpacker) step(cost int) error {
+	if u.steps -= cost; u.steps < 0 {
+		return exceeds("the way to its files leads through too many symlinks and directories")
+	}
+	return nil
 }
 
 // impliedMade notes a directory that the tar has not listed.
@@ -502,6 +527,7 @@ func (u *unpacker) impliedMade(dir *safefs.Dir) error {
 		return unix.ENAMETOOLONG
 	}
 	u.count(u.block)
+	u.enter(dir.Path())
 	u.times[dir.Path()] = impliedTime
 	if u.forgetLink(dir.Path()) || u.gone == dir.Path() {
 		u.gone = ""
@@ -513,7 +539,7 @@ func (u *unpacker) impliedMade(dir *safefs.Dir) error {
 
 // remember counts the bytes of names that are kept.
 func (u *unpacker) remember(n int) error {
-	const perEntry = 64 // of a map
+	const perEntry = 80 // of a map, and its place in within
 	if u.names -= n + perEntry; u.names < 0 {
 		return exceeds("the names of its directories and links take too much memory")
 	}

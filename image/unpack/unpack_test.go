@@ -7,7 +7,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -64,9 +67,9 @@ var awkward = map[string]func(i int) tar.Header{
 	"opaque":  func(i int) tar.Header { return tar.Header{Typeflag: tar.TypeReg, Name: deep(i) + "/.wh..wh..opq"} },
 }
 
-type zeros struct{}
+type endless struct{}
 
-func (zeros) Read(p []byte) (int, error) { clear(p); return len(p), nil }
+func (endless) Read(p []byte) (int, error) { clear(p); return len(p), nil }
 
 func many(n int, entry func(i int) tar.Header) []tar.Header {
 	var list []tar.Header
@@ -97,6 +100,117 @@ func TestManyNames(t *testing.T) {
 				t.Errorf("%v", err)
 			}
 		})
+	}
+}
+
+// A few entries can lead through tens of thousands of names each, which nobody has to follow without end.
+func TestLongWays(t *testing.T) {
+	const links = 40 // the most that is followed
+	entries := []tar.Header{{Typeflag: tar.TypeDir, Name: "d/", Mode: 0o755}}
+	for i := range links {
+		target := strings.Repeat("d/../", 816) + fmt.Sprintf("l%d", i+1)
+		if i == links-1 {
+			target = "d"
+		}
+		entries = append(entries, tar.Header{Typeflag: tar.TypeSymlink, Name: fmt.Sprintf("l%d", i), Linkname: target})
+	}
+	few, most := slices.Clone(entries), slices.Clone(entries)
+	for i := range 100 { // more than are kept open
+		file := tar.Header{Typeflag: tar.TypeReg, Name: fmt.Sprintf("l0/x%d/f", i)}
+		if i < 1 {
+			few = append(few, file)
+		}
+		most = append(most, file)
+	}
+	for i := range 1000 { // each as short a way as most have
+		few = append(few, tar.Header{Typeflag: tar.TypeReg, Name: fmt.Sprintf("l39/%d/a/b/c/d/e/f", i)})
+	}
+	if _, err := Layer(context.Background(), tree(t), bytes.NewReader(makeTar(t, "", few...)), Job{Algorithm: digest.SHA256}); err != nil {
+		t.Errorf("a long way: %v", err)
+	}
+	_, err := Layer(context.Background(), tree(t), bytes.NewReader(makeTar(t, "", most...)), Job{Algorithm: digest.SHA256})
+	if CodeOf(err) != ResourceExhausted || !strings.Contains(err.Error(), "too many symlinks") {
+		t.Errorf("long ways: %v", err)
+	}
+}
+
+// What is known of a directory goes with it, and nothing else does.
+func TestForgetBelow(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 2))
+	for range 200 {
+		u, err := newUnpacker(tree(t), Limits{}, func() {})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var entries []tar.Header
+		for range 60 {
+			name := fmt.Sprintf("%d/%d/%d/%d", random.IntN(2), random.IntN(2), random.IntN(3), random.IntN(3))[:1+2*random.IntN(4)]
+			entries = append(entries, []tar.Header{
+				{Typeflag: tar.TypeDir, Name: name + "/", Mode: 0o755},
+				{Typeflag: tar.TypeReg, Name: name + "/x"},
+				{Typeflag: tar.TypeReg, Name: name + "/.wh..wh..opq"},
+				{Typeflag: tar.TypeLink, Name: name + "/y", Linkname: "nowhere"},
+				{Typeflag: tar.TypeSymlink, Name: name, Linkname: "other/else"}, // takes the directory's place
+				{Typeflag: tar.TypeLink, Name: name, Linkname: "nowhere"},
+			}[random.IntN(6)])
+		}
+		if err := u.unpack(context.Background(), tar.NewReader(bytes.NewReader(makeTar(t, "", entries...)))); err != nil {
+			t.Fatal(err)
+		}
+		for _, known := range []map[string]bool{u.implied, u.opaques, keys(u.times)} {
+			for path := range known {
+				dir, err := safefs.OpenDir(u.root, path)
+				if err != nil {
+					t.Errorf("%q is known, and no directory: %v", path, err)
+					continue
+				}
+				dir.Close()
+			}
+		}
+		for path := range u.links {
+			dir, _ := safefs.Split(path)
+			if _, ok := u.times[dir]; !ok {
+				t.Errorf("the link %q is in no directory", path)
+			}
+		}
+		err = filepath.WalkDir(u.root.Name(), func(path string, e os.DirEntry, err error) error {
+			name := strings.TrimPrefix(strings.TrimPrefix(path, u.root.Name()), "/")
+			if _, ok := u.times[name]; err == nil && e.IsDir() && !ok {
+				t.Errorf("the directory %q has been forgotten", name)
+			}
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		u.close()
+	}
+}
+
+func keys[V any](m map[string]V) map[string]bool {
+	set := map[string]bool{}
+	for k := range m {
+		set[k] = true
+	}
+	return set
+}
+
+// A hole takes time, and is progress.
+func TestHolesAreProgress(t *testing.T) {
+	ticks := 0
+	u, err := newUnpacker(tree(t), Limits{}, func() { ticks++ })
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer u.close()
+	f, err := os.Create(filepath.Join(t.TempDir(), "f"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	const size = 10 * copySize
+	if n, err := u.fillSparse(f, size, io.LimitReader(endless{}, size)); n != 0 || err != nil || ticks < 10 {
+		t.Errorf("%d bytes written, %v, %d ticks", n, err, ticks)
 	}
 }
 

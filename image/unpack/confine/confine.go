@@ -12,7 +12,7 @@
 //     FOWNER, FSETID, MKNOD, SETFCAP). Of other capabilities it has none and gets none.
 //   - make only the system calls that Go's runtime and package unpack make: it opens no socket,
 //     starts no program, makes no namespace, signals nobody.
-//   - take only so much memory, descriptors and file size as it was granted, and is the
+//   - take only so much memory, descriptors, file size and CPU time as it was granted, and is the
 //     first to go where a node runs out of memory.
 //
 // Namespaces are made by who starts the process. Landlock would say once more what the root directory
@@ -36,6 +36,7 @@ type Grant struct {
 	Memory   uint64 // bytes of writable memory of its own
 	FileSize uint64 // bytes of one file
 	Files    uint64 // open files
+	CPU      uint64 // seconds of CPU time; then it is killed
 }
 
 // Process confines the process to tree for good. The binary must not use cgo, whose threads
@@ -68,6 +69,7 @@ func volunteer() error {
 func limit(grant Grant) error {
 	for resource, max := range map[int]uint64{
 		unix.RLIMIT_CORE: 0, unix.RLIMIT_DATA: grant.Memory, unix.RLIMIT_FSIZE: grant.FileSize, unix.RLIMIT_NOFILE: grant.Files,
+		unix.RLIMIT_CPU: grant.CPU,
 	} {
 		var have unix.Rlimit
 		if err := unix.Getrlimit(resource, &have); err != nil {

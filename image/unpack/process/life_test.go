@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
@@ -18,6 +19,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/unpack"
+	"berth/image/unpack/worker"
 	"berth/internal/errdefs"
 )
 
@@ -181,7 +183,8 @@ func TestConfined(t *testing.T) {
 			}
 		}
 		limits, err := os.ReadFile(dir + "/limits")
-		if err != nil || !strings.Contains(string(limits), "Max core file size        0 ") {
+		cpu := fmt.Sprintf("Max cpu time              %-20d %-20[1]d ", int(worker.CPULimit(unpack.DefaultLimits).Seconds()))
+		if err != nil || !strings.Contains(string(limits), "Max core file size        0 ") || !strings.Contains(string(limits), cpu) {
 			t.Errorf("limits %s: %v", limits, err)
 		}
 		if adj, err := os.ReadFile(dir + "/oom_score_adj"); err != nil || strings.TrimSpace(string(adj)) != "1000" {

@@ -45,7 +45,8 @@ import (
 type Program struct {
 	exe   *os.File // as it was when the daemon started, whatever is installed meanwhile
 	stall time.Duration
-	turns *semaphore.Weighted // one for each process; nil: any number
+	turns *semaphore.Weighted               // one for each process; nil: any number
+	most  func(unpack.Limits) time.Duration // worker.CPULimit
 	log   *slog.Logger
 }
 
@@ -56,7 +57,7 @@ func Open(path string, stall time.Duration, most int, log *slog.Logger) (*Progra
 	if err != nil {
 		return nil, fmt.Errorf("berth-unpack: %w", err)
 	}
-	p := &Program{exe: exe, stall: stall, log: log}
+	p := &Program{exe: exe, stall: stall, most: worker.CPULimit, log: log}
 	if most > 0 {
 		p.turns = semaphore.NewWeighted(int64(most))
 	}
@@ -67,8 +68,8 @@ func Open(path string, stall time.Duration, most int, log *slog.Logger) (*Progra
 func (p *Program) Close() error { return p.exe.Close() }
 
 // Unpack does what unpack.Layer does, in a process of its own. Beside the errors of unpack.Layer there
-// are Unavailable where the process died or stood still, and Internal where it could not be
-// started or broke the rules.
+// are Unavailable where the process died or stood still, ResourceExhausted where it took more CPU time than
+// any layer can need, and Internal where it could not be started or broke the rules.
 func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 	job.Limits = job.Limits.WithDefaults()
 	if p.turns != nil {
@@ -97,6 +98,10 @@ func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job
 	end, said := w.end() // whatever the answer, there is nothing left for it to do
 	if err != nil {
 		result, err = unpack.Result{}, verdict(context.Cause(ctx), err, end, said)
+		const nearly = 0.9 // the kernel counts by ticks
+		if most := p.most(job.Limits); end.UserTime()+end.SystemTime() >= time.Duration(nearly*float64(most)) {
+			err = errdefs.New(codes.ResourceExhausted, "berth-unpack has taken %v of CPU time for it: %w", most, err)
+		}
 	}
 	cancel(nil)
 	helpers.Wait()

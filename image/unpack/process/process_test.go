@@ -36,6 +36,9 @@ var built string
 
 func TestMain(m *testing.M) {
 	if os.Args[0] == "berth-unpack" { // see liar
+		if os.Args[len(os.Args)-1] == spinning {
+			spin()
+		}
 		_, err := io.Copy(os.Stdout, os.Stdin)
 		if err != nil {
 			os.Exit(1)
@@ -74,6 +77,30 @@ func open(t testing.TB, path string, stall time.Duration) *Program {
 		}
 	})
 	return p
+}
+
+// spinning is how many entries a layer may have for which liar runs round and round.
+const spinning = "7"
+
+// spin takes CPU time until that is used up, a second.
+func spin() {
+	if err := unix.Setrlimit(unix.RLIMIT_CPU, &unix.Rlimit{Cur: 1, Max: 1}); err != nil {
+		os.Exit(1)
+	}
+	for {
+	}
+}
+
+// What takes more CPU time than any layer can need is the layer's fault, and not worth trying again.
+func TestCPULimit(t *testing.T) {
+	p := liar(t)
+	p.most = func(unpack.Limits) time.Duration { return time.Second }
+	endless := job
+	endless.Limits.Entries = 7
+	_, err := p.Unpack(t.Context(), tree(t), zeros{}, endless)
+	if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "1s of CPU time") {
+		t.Errorf("%v: %v", errdefs.Code(err), err)
+	}
 }
 
 // liar is a program that repeats what it is given.

@@ -75,6 +75,19 @@ func parse(args []string) (unpack.Job, error) {
 	return job, nil
 }
 
+// CPULimit is how much CPU time a process may take for a layer within these limits: many times what the slowest
+// machine takes for the most awkward one. It is a second wall, for what package unpack does not bound.
+func CPULimit(l unpack.Limits) time.Duration {
+	const (
+		start    = 10 * time.Minute
+		tarRate  = 4 << 20   // bytes of the tar a second
+		fileRate = 256 << 20 // bytes of files a second, of which most are holes where there are more than in the tar
+		perEntry = time.Millisecond
+	)
+	seconds := l.Tar/tarRate + l.Bytes/fileRate
+	return start + time.Duration(seconds)*time.Second + time.Duration(min(l.Entries, l.Tar/512))*perEntry
+}
+
 // Main returns the exit status: 0 if there was an answer, be it an error.
 func Main(args []string) int {
 	if err := run(args); err != nil {
@@ -96,7 +109,7 @@ func run(args []string) error {
 	debug.SetGCPercent(collectAt)
 	tree := os.NewFile(TreeFD, "tree")
 	// A file is never larger than all of them may be.
-	grant := confine.Grant{Memory: memoryLimit, FileSize: uint64(job.Limits.Bytes), Files: fileLimit}
+	grant := confine.Grant{Memory: memoryLimit, FileSize: uint64(job.Limits.Bytes), Files: fileLimit, CPU: uint64(CPULimit(job.Limits).Seconds())}
 	if err := confine.Process(tree, grant); err != nil {
 		return err
 	}
