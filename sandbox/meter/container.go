@@ -1,6 +1,8 @@
 package meter
 
 import (
+	"errors"
+	"sync/atomic"
 	"time"
 
 	"berth/internal/cgroup"
@@ -25,6 +27,7 @@ type Cgroups struct {
 type Container struct {
 	reader *cgstats.Reader
 	rate   rate
+	last   atomic.Pointer[cgstats.Sample] // its counters when it was last read
 }
 
 // Container returns the meter of the cgroup at a runtime-spec cgroupsPath. With tasks they are
@@ -49,7 +52,23 @@ func (c *Container) Read(u *Usage) error {
 		return err
 	}
 	u.NanoCores, u.NanoCoresKnown = c.rate.add(u.At, u.CPU.Usage)
+	counters := u.Counters()
+	c.last.Store(&counters)
 	return nil
+}
+
+// final returns the counters that a container has ended with, or, if its cgroup is gone, had when it was last read:
+// systemd removes a scope with the last process in it. The error wraps cgstats.ErrGone if it was never read.
+func (c *Container) final() (*cgstats.Sample, error) {
+	if c.reader == nil {
+		return &cgstats.Sample{}, nil
+	}
+	var u Usage
+	err := c.Read(&u)
+	if last := c.last.Load(); err == nil || errors.Is(err, cgstats.ErrGone) && last != nil {
+		return last, nil
+	}
+	return nil, err
 }
 
 // Detail reads what only metrics need; nil if nothing is known. The error wraps

@@ -76,14 +76,11 @@ func (p *Pod) Ended(c *Container) error {
 	if p.pause == nil { // its cgroup knows
 		return nil
 	}
-	var last Usage
-	if err := c.Read(&last); err != nil {
+	last, err := c.final()
+	if err != nil {
 		return err
 	}
-	update(&p.ended, func(sum *cgstats.Sample) {
-		used := last.Counters()
-		sum.Add(&used)
-	})
+	update(&p.ended, func(sum *cgstats.Sample) { sum.Add(last) })
 	return nil
 }
 

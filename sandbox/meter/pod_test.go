@@ -70,6 +70,11 @@ func fakeContainer(t *testing.T) (c *Container, spend func(uint64)) {
 
 // A pod without a cgroup has used what those have that have ended, too; it is never told to have used less than before.
 func TestUsageOfEndedContainersIsKept(t *testing.T) {
+	t.Run("cgroup there", func(t *testing.T) { testUsageIsKept(t, false) })
+	t.Run("cgroup gone", func(t *testing.T) { testUsageIsKept(t, true) })
+}
+
+func testUsageIsKept(t *testing.T, gone bool) {
 	pod := Cgroups{}.Pod("/p", false, "")
 	pause, _ := fakeContainer(t)
 	pod.pause = pause
@@ -105,11 +110,25 @@ func TestUsageOfEndedContainersIsKept(t *testing.T) {
 	check("both run", used(pod.Past(), ending, staying), 520)
 	check("one is neither running nor kept", used(pod.Past(), staying), 520)
 	before := pod.Past()
+	if gone {
+		removeGroup(t, ending)
+	}
 	if err := pod.Ended(ending); err != nil {
 		t.Fatal(err)
 	}
-	check("one who began to measure before it ended", used(before, ending, staying), 520)
+	if !gone {
+		check("one who began to measure before it ended", used(before, ending, staying), 520)
+	}
 	check("it has ended", used(pod.Past(), staying), 520)
 	spendStaying(7)
 	check("the other goes on", used(pod.Past(), staying), 527)
+}
+
+// removeGroup lets a meter's reads fail as where the cgroup has been removed.
+func removeGroup(t *testing.T, c *Container) {
+	t.Helper()
+	if err := c.Close(); err != nil {
+		t.Fatal(err)
+	}
+	c.reader = cgstats.New(func() (cgstats.Group, error) { return cgstats.Group{}, cgstats.ErrGone }, false)
 }
