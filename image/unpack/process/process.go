@@ -98,7 +98,7 @@ func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job
 	end, said := w.end() // whatever the answer, there is nothing left for it to do
 	if err != nil {
 		result, err = unpack.Result{}, verdict(context.Cause(ctx), err, end, said)
-		const nearly = 0.9 // the kernel counts by ticks
+		const nearly = 0.5 // the limit counts ticks, and this time: with little of either they differ
 		if most := p.most(job.Limits); end.UserTime()+end.SystemTime() >= time.Duration(nearly*float64(most)) {
 			err = errdefs.New(codes.ResourceExhausted, "berth-unpack has taken %v of CPU time for it: %w", most, err)
 		}
