@@ -186,13 +186,13 @@ func checkStack(t testing.TB, s *Store, chain ...digest.Digest) {
 	for _, l := range slices.Backward(layers) {
 		trees = append(trees, l.Path)
 	}
-	v, err := openView(trees)
+	v, err := openView(newEffort(context.Background(), allEffort), trees)
 	must(t, err)
 	defer v.close()
 	root := t.TempDir()
 	must(t, rootfs.Spec{Layers: layers}.MountAt(root))
 	defer func() { must(t, unix.Unmount(root, 0)) }()
-	compareView(t, v, v.dirs[""], root)
+	compareView(t, v, v.root, root)
 }
 
 func hasTwins(layers []rootfs.Layer) bool {

@@ -1,7 +1,6 @@
 package layer
 
 import (
-	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -25,8 +24,8 @@ import (
 //     in the layers below than the 0755 root:root of top's. overlayfs shows those of the
 //     topmost layer: a layer that has only "tmp/x" would take the sticky bit off /tmp;
 //   - the directories that lead there, with the attributes they have anyway.
-func (d *Directory) Join(ctx context.Context, dir string, top Part, below []string) (Usage, bool, error) {
-	j := &joiner{ctx: ctx, made: map[string]bool{}, inherits: map[string]int{}}
+func (d *Directory) Join(effort *Effort, dir string, top Part, below []string) (Usage, bool, error) {
+	j := &joiner{effort: effort, made: map[string]bool{}, inherits: map[string]int{}}
 	if err := j.open(top, below); err != nil {
 		return Usage{}, false, err
 	}
@@ -49,14 +48,14 @@ func (d *Directory) Join(ctx context.Context, dir string, top Part, below []stri
 }
 
 type joiner struct {
-	ctx      context.Context
+	effort   *Effort
 	root     *os.File // of the join
 	block    int64
 	all      *view          // top and what is below
 	below    *view          // only what is below
 	inherits map[string]int // directories of top that have their attributes from a layer below
 	made     map[string]bool
-	times    []func() error // set the times of directories, when all is in them
+	times    []dirTimes // are set when all is in the directories
 	usage    Usage
 }
 
@@ -66,7 +65,7 @@ func (j *joiner) open(top Part, below []string) error {
 		trees = append(trees, filepath.Join(b, treeDir))
 	}
 	var err error
-	if j.all, err = openView(trees); err != nil {
+	if j.all, err = openView(j.effort, trees); err != nil {
 		return err
 	}
 	j.below = j.all.without()
@@ -107,11 +106,8 @@ func (j *joiner) inherit(name string, opaque bool) error {
 
 // source returns the topmost layer below that adds to the directory name of top.
 func (j *joiner) source(name string) (layer int, ok bool, err error) {
-	if err := context.Cause(j.ctx); err != nil {
-		return 0, false, err
-	}
 	if name == "" {
-		layers := j.all.dirs[""].layers
+		layers := j.all.root.layers
 		return layers[min(1, len(layers)-1)], len(layers) > 1, nil
 	}
 	dir, base := safefs.Split(name)
@@ -122,7 +118,7 @@ func (j *joiner) source(name string) (layer int, ok bool, err error) {
 	if parent.layers[0] == 0 {
 		parent.layers = parent.layers[1:]
 	}
-	f, err := j.below.child(parent, base)
+	f, err := j.below.lookUp(parent, base) // what top hides is not to be remembered of below
 	if errors.Is(err, unix.ENOENT) {
 		return 0, false, nil
 	}
@@ -204,8 +200,8 @@ func (j *joiner) build(links []unpack.Link) error {
 			return fmt.Errorf("hard link %q to %q: %w", l.Name, l.Target, err)
 		}
 	}
-	for _, set := range j.times {
-		if err := set(); err != nil {
+	for _, t := range j.times {
+		if err := j.setTimes(t); err != nil {
 			return err
 		}
 	}
@@ -257,25 +253,28 @@ func (j *joiner) dress(d *safefs.Dir) error {
 			return err
 		}
 	}
-	j.times = append(j.times, func() error { return j.setTimes(d.Path(), &a.st) })
+	j.times = append(j.times, dirTimes{d.Path(), a.st.Atim, a.st.Mtim})
 	return d.Chmod(a.st.Mode & unpack.ModeBits)
 }
 
-func (j *joiner) setTimes(name string, st *unix.Stat_t) error {
-	d, err := safefs.OpenDir(j.root, name)
+// dirTimes are those that a directory of the join is to have.
+type dirTimes struct {
+	name         string
+	atime, mtime unix.Timespec
+}
+
+func (j *joiner) setTimes(t dirTimes) error {
+	d, err := safefs.OpenDir(j.root, t.name)
 	if err != nil {
 		return err
 	}
-	return errors.Join(d.Utimes("", st.Atim, st.Mtim), d.Close())
+	return errors.Join(d.Utimes("", t.atime, t.mtime), d.Close())
 }
 
 // link makes a hard link to a file of a layer below. Where that has none, all
 // layers are asked: the target's way may lead through a symlink of top, or the
 // tar may have the link before its target.
 func (j *joiner) link(name, target string) error {
-	if err := context.Cause(j.ctx); err != nil {
-		return err
-	}
 	f, err := j.below.resolve(target)
 	if err != nil {
 		f, err = j.all.resolve(target)

@@ -59,8 +59,9 @@ type Driver interface {
 
 	// Join writes into dir, which is empty, what top needs from what lies below it:
 	// the directories of layers and joins, lowest first. It reports false if that is
-	// nothing; then dir is removed. A hard link to nowhere is InvalidArgument.
-	Join(ctx context.Context, dir string, top Part, below []string) (Usage, bool, error)
+	// nothing; then dir is removed. A hard link to nowhere is InvalidArgument. What it takes it
+	// pays for; if that is too much it is ResourceExhausted.
+	Join(effort *Effort, dir string, top Part, below []string) (Usage, bool, error)
 
 	// Layer tells how to mount what Apply or Join left in dir.
 	Layer(dir string) rootfs.Layer

@@ -20,7 +20,8 @@ import (
 // that an image that cannot work fails its pull, and again for each container.
 //
 // NotFound: a layer is not there. InvalidArgument: a hard link to a file that no
-// layer below has; or more layers than overlayfs can mount.
+// layer below has; or more layers than overlayfs can mount. ResourceExhausted: making the joins
+// takes too long.
 func (s *Store) Stack(ctx context.Context, diffIDs []digest.Digest) ([]rootfs.Layer, error) {
 	if len(diffIDs) == 0 {
 		return nil, errdefs.InvalidArgument("an image without layers cannot be mounted")
@@ -46,6 +47,7 @@ func (s *Store) Stack(ctx context.Context, diffIDs []digest.Digest) ([]rootfs.La
 func (s *Store) stack(ctx context.Context, diffIDs []digest.Digest) ([]string, error) {
 	var dirs []string
 	var top Info
+	effort := newEffort(ctx, s.effort)
 	for i, diffID := range diffIDs {
 		var err error
 		if top, err = s.Info(diffID); err != nil {
@@ -59,7 +61,7 @@ func (s *Store) stack(ctx context.Context, diffIDs []digest.Digest) ([]string, e
 		if !top.mayNeedJoin(i == 0) {
 			continue
 		}
-		j, err := s.join(ctx, diffIDs[:i+1], below)
+		j, err := s.join(ctx, effort, diffIDs[:i+1], below)
 		if err != nil {
 			return nil, fmt.Errorf("layer %s: %w", diffID, err)
 		}
@@ -75,7 +77,7 @@ func (s *Store) stack(ctx context.Context, diffIDs []digest.Digest) ([]string, e
 
 // join returns the join for the chain of diffIDs, whose last is to be joined
 // with the directories below it.
-func (s *Store) join(ctx context.Context, diffIDs []digest.Digest, below []string) (*join, error) {
+func (s *Store) join(ctx context.Context, effort *Effort, diffIDs []digest.Digest, below []string) (*join, error) {
 	chainID := identity.ChainID(diffIDs)
 	if j := s.joins.get(chainID); j != nil {
 		return j, nil
@@ -94,7 +96,7 @@ func (s *Store) join(ctx context.Context, diffIDs []digest.Digest, below []strin
 		if err != nil {
 			return nil, err
 		}
-		usage, needed, err := s.driver.Join(ctx, dir, top, below)
+		usage, needed, err := s.driver.Join(effort, dir, top, below)
 		if err == nil && !needed {
 			err = errNothing
 		}

@@ -29,6 +29,7 @@ type Store struct {
 	layers *table[Info]
 	joins  *table[join]
 	trash  *trash
+	effort int64        // what the joins of an image may take: allEffort
 	making atomic.Int64 // bytes of the tars that have been read for layers being made
 	aside  atomic.Bool  // there may be something that was set aside
 }
@@ -39,7 +40,7 @@ type Store struct {
 // that another driver made, are logged and set aside: they are pulled again. A record that
 // can't be read for want of something, or that a newer berth wrote, is an error.
 func Open(root string, driver Driver, log *slog.Logger) (*Store, error) {
-	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join]()}
+	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join](), effort: allEffort}
 	for _, dir := range []string{layersDir, joinsDir, tmpDir, trashDir} {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o700); err != nil {
 			return nil, fmt.Errorf("open layer store: %w", err)

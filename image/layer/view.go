@@ -19,9 +19,15 @@ const maxViewLinks = 40
 // view sees directory layers on top of each other as overlayfs shows them. It
 // tells in which layers a file is, which a mount of them does not.
 type view struct {
-	roots []*os.File       // topmost first
-	dirs  map[string]found // directories seen so far, by path
+	effort *Effort
+	roots  []*os.File // topmost first
+	root   found
+	seen   map[string]found // by path, no more than maxSeen
+	size   int              // of seen
 }
+
+// maxSeen bounds what a view remembers, in words of memory.
+const maxSeen = 1 << 20
 
 // found is something in a view.
 type found struct {
@@ -33,9 +39,8 @@ type found struct {
 func (f found) isDir() bool { return f.st.Mode&unix.S_IFMT == unix.S_IFDIR }
 
 // openView opens the trees of layers, topmost first. close closes them.
-func openView(trees []string) (*view, error) {
-	v := &view{dirs: map[string]found{}}
-	root := found{st: unix.Stat_t{Mode: unix.S_IFDIR}}
+func openView(effort *Effort, trees []string) (*view, error) {
+	v := &view{effort: effort, seen: map[string]found{}, root: found{st: unix.Stat_t{Mode: unix.S_IFDIR}}}
 	for i, tree := range trees {
 		f, err := safefs.OpenRoot(tree)
 		if err != nil {
@@ -43,9 +48,8 @@ func openView(trees []string) (*view, error) {
 			return nil, err
 		}
 		v.roots = append(v.roots, f)
-		root.layers = append(root.layers, i)
+		v.root.layers = append(v.root.layers, i)
 	}
-	v.dirs[""] = root
 	return v, nil
 }
 
@@ -57,41 +61,70 @@ func (v *view) close() {
 
 // without returns the same view without its topmost layer; it shares the open files.
 func (v *view) without() *view {
-	w := &view{roots: v.roots, dirs: map[string]found{}}
-	root := v.dirs[""]
-	root.layers = root.layers[1:]
-	w.dirs[""] = root
+	w := &view{effort: v.effort, roots: v.roots, root: v.root, seen: map[string]found{}}
+	w.root.layers = v.root.layers[1:]
 	return w
 }
 
 // open opens the directory of the given path in one layer.
 func (v *view) open(layer int, dir string) (*safefs.Dir, error) {
+	if err := v.effort.open(dir); err != nil {
+		return nil, err
+	}
 	return safefs.OpenDir(v.roots[layer], dir)
 }
 
 // directory returns the directory of a path that is free of symlinks.
 func (v *view) directory(p string) (found, error) {
-	if f, ok := v.dirs[p]; ok {
-		return f, nil
+	if p == "" {
+		return v.root, nil
 	}
-	dir, base := safefs.Split(p)
-	parent, err := v.directory(dir)
-	if err != nil {
-		return found{}, err
-	}
-	f, err := v.child(parent, base)
-	if err != nil {
-		return found{}, err
+	f, ok := v.seen[p]
+	if !ok {
+		dir, base := safefs.Split(p)
+		parent, err := v.directory(dir)
+		if err != nil {
+			return found{}, err
+		}
+		if f, err = v.child(parent, base); err != nil {
+			return found{}, err
+		}
 	}
 	if !f.isDir() {
 		return found{}, unix.ENOTDIR
 	}
-	v.dirs[p] = f
 	return f, nil
 }
 
-// child looks a name up in a directory; ENOENT if there is none to be seen.
+// child looks a name up in a directory of the view, all of it; ENOENT if there is none to be seen.
 func (v *view) child(dir found, name string) (found, error) {
+	if err := v.effort.step(); err != nil {
+		return found{}, err
+	}
+	p := safefs.Join(dir.path, name)
+	if f, ok := v.seen[p]; ok {
+		return f, nil
+	}
+	f, err := v.lookUp(dir, name)
+	if err == nil {
+		v.remember(f)
+	}
+	return f, err
+}
+
+// remember keeps what was found; if that has become too much, nothing else.
+func (v *view) remember(f found) {
+	const words = 32 // of a found and its place in the map
+	size := words + len(f.path)/8 + len(f.layers)
+	if v.size += size; v.size > maxSeen {
+		clear(v.seen)
+		v.size = size
+	}
+	v.seen[f.path] = f
+}
+
+// lookUp looks a name up in those layers that the directory is said to be in.
+func (v *view) lookUp(dir found, name string) (found, error) {
 	f := found{path: safefs.Join(dir.path, name)}
 	for _, layer := range dir.layers {
 		st, opaque, err := v.look(layer, dir.path, name)
@@ -138,7 +171,7 @@ func (v *view) look(layer int, dir, name string) (st unix.Stat_t, opaque bool, e
 // resolve finds a path, following symlinks on the way as a process in the root
 // would, but not one at its end.
 func (v *view) resolve(p string) (found, error) {
-	trail := []found{v.dirs[""]}
+	trail := []found{v.root}
 	rest := strings.Split(p, "/")
 	for links := 0; len(rest) > 0; {
 		cur, name := trail[len(trail)-1], rest[0]

@@ -97,11 +97,7 @@ func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job
 	stopKilling()
 	end, said := w.end() // whatever the answer, there is nothing left for it to do
 	if err != nil {
-		result, err = unpack.Result{}, verdict(context.Cause(ctx), err, end, said)
-		const nearly = 0.5 // the limit counts ticks, and this time: with little of either they differ
-		if most := p.most(job.Limits); end.UserTime()+end.SystemTime() >= time.Duration(nearly*float64(most)) {
-			err = errdefs.New(codes.ResourceExhausted, "berth-unpack has taken %v of CPU time for it: %w", most, err)
-		}
+		result, err = unpack.Result{}, verdict(context.Cause(ctx), err, end, said, p.most(job.Limits))
 	}
 	cancel(nil)
 	helpers.Wait()
@@ -331,8 +327,9 @@ func (w *work) answer(progress func(n int)) (unpack.Result, error) {
 }
 
 // verdict finds the error that led to the others: why the process was killed, what it complains of,
-// or how it ended.
-func verdict(cause, answer error, end *os.ProcessState, said string) error {
+// or how it ended, which it does when it has taken more CPU time than it may.
+func verdict(cause, answer error, end *os.ProcessState, said string, most time.Duration) error {
+	const nearly = 0.5 // the limit counts ticks, and this time: of little time they make much of a difference
 	var refused *unpack.Error
 	switch {
 	case cause != nil:
@@ -341,6 +338,8 @@ func verdict(cause, answer error, end *os.ProcessState, said string) error {
 		return errdefs.New(codes.Code(refused.Code), "%w", answer)
 	case !errors.Is(answer, wire.ErrEnded):
 		return errdefs.Internal("berth-unpack: %w", answer)
+	case end.UserTime()+end.SystemTime() >= time.Duration(nearly*float64(most)):
+		return errdefs.New(codes.ResourceExhausted, "berth-unpack has taken the %v of CPU time that it may", most)
 	}
 	text := end.String()
 	if said != "" {

@@ -98,7 +98,7 @@ func TestCPULimit(t *testing.T) {
 	endless := job
 	endless.Limits.Entries = 7
 	_, err := p.Unpack(t.Context(), tree(t), zeros{}, endless)
-	if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "1s of CPU time") {
+	if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "the 1s of CPU time") {
 		t.Errorf("%v: %v", errdefs.Code(err), err)
 	}
 }

@@ -1,0 +1,100 @@
+package layer
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/opencontainers/go-digest"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+// longWay is a way to the directory d that leads through forty symlinks of some eight hundred names each.
+func longWay() (entries []header) {
+	entries = append(entries, dir("d", 0o755))
+	for i := range maxViewLinks {
+		next := fmt.Sprintf("l%d", i+1)
+		if i == maxViewLinks-1 {
+			next = "d"
+		}
+		entries = append(entries, symlink(fmt.Sprintf("l%d", i), strings.Repeat("d/../", 816)+next))
+	}
+	return append(entries, file("d/f", "1"))
+}
+
+// What a chain of layers takes is bounded, whether much is looked for in one of them or a little in many.
+func TestJoinsTakeTooMuch(t *testing.T) {
+	s := openStore(t, t.TempDir())
+	s.effort = 1 << 18
+	low := create(t, s, makeTar(t, longWay()...))
+	var links, implied []header
+	for i := range 10 {
+		links = append(links, hardlink(fmt.Sprint(i), "l0/f"))
+	}
+	for i := range 1000 {
+		implied = append(implied, file(fmt.Sprintf("d/%d/x", i), ""))
+	}
+	wide := []digest.Digest{low}
+	for i := range 50 {
+		wide = append(wide, create(t, s, makeTar(t, dir("d", 0o755), file(fmt.Sprintf("d/%d", i), ""))))
+	}
+	for name, chain := range map[string][]digest.Digest{
+		"long ways":   {low, create(t, s, makeTar(t, links...))},
+		"many layers": append(wide, create(t, s, makeTar(t, implied...))),
+	} {
+		_, err := s.Stack(context.Background(), chain)
+		if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(fmt.Sprint(err), "too long ways") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	short := create(t, s, makeTar(t, hardlink("1", "l0/f"), hardlink("2", "l39/f"))) // one long way is fine
+	if _, err := s.Stack(context.Background(), []digest.Digest{low, short}); err != nil {
+		t.Error(err)
+	}
+}
+
+// endsAfter is a context that is cancelled when it has been looked at a number of times.
+type endsAfter struct {
+	context.Context
+	looks int
+}
+
+func (e *endsAfter) Err() error {
+	if e.looks--; e.looks < 0 {
+		return context.Canceled
+	}
+	return nil
+}
+
+// A join ends with its context, in the middle of one link.
+func TestJoinIsCancelled(t *testing.T) {
+	s := openStore(t, t.TempDir())
+	chain := []digest.Digest{create(t, s, makeTar(t, longWay()...)), create(t, s, makeTar(t, hardlink("1", "l0/f")))}
+	if _, err := s.Stack(&endsAfter{context.Background(), 10_000}, chain); errdefs.Code(err) != codes.Canceled {
+		t.Error(err)
+	}
+	if _, err := s.Stack(context.Background(), chain); err != nil {
+		t.Error(err)
+	}
+}
+
+// A view remembers little, and finds the same.
+func TestViewForgets(t *testing.T) {
+	s := openStore(t, t.TempDir())
+	id := create(t, s, makeTar(t, dir("d", 0o755), file("d/f", "1")))
+	v, err := openView(newEffort(context.Background(), allEffort), []string{s.layerDir(id) + "/" + treeDir})
+	must(t, err)
+	defer v.close()
+	for i := range 5 {
+		v.size = maxSeen - i*40
+		if f, err := v.resolve("d/f"); err != nil || f.path != "d/f" || v.size > maxSeen {
+			t.Errorf("%+v, %v; %d words", f, err, v.size)
+		}
+	}
+	if len(v.seen) != 2 {
+		t.Errorf("it remembers %d", len(v.seen))
+	}
+}
