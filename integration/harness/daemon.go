@@ -315,9 +315,10 @@ func (d *Daemon) waitReady(t *testing.T) {
 func (d *Daemon) answers(t *testing.T, limit time.Duration) error {
 	ctx, cancel := context.WithTimeout(t.Context(), limit)
 	defer cancel()
-	go func() { // ends with ctx
+	exited := d.exited // this daemon's, not the next one's
+	go func() {        // ends with ctx
 		select {
-		case <-d.exited:
+		case <-exited:
 			cancel()
 		case <-ctx.Done():
 		}
