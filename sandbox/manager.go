@@ -126,12 +126,13 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		m.networks, err = podnet.Open(network, cfg.Root, m.tasks, m.log)
 		return err
 	}
-	for _, step := range []func() error{cgroup.Prepare, m.readBootID, m.dirs.Prepare, m.openRecords, openNetworks, m.startLaunchers, m.assemble, m.probeUserNamespaces,
+	for _, step := range []func() error{cgroup.Prepare, m.readBootID, m.dirs.Prepare, m.openRecords, openNetworks, m.startLaunchers, m.probeUserNamespaces,
 		func() error { return m.openHandlers(ctx) }} {
 		if err := step(); err != nil {
 			return nil, err
 		}
 	}
+	m.assemble()
 	if m.cfg.Host.OOMScoreAdjMin > pauseOOMScore {
 		m.log.Warn("the kernel refuses to lower oom_score_adj (CAP_SYS_RESOURCE is missing): pods and containers get the lowest value allowed",
 			"wanted", pauseOOMScore, "lowest", m.cfg.Host.OOMScoreAdjMin)
@@ -225,8 +226,8 @@ func (m *Manager) startLaunchers() (err error) {
 	return err
 }
 
-// assemble needs all the others.
-func (m *Manager) assemble() error {
+// assemble makes the parts that are made of others.
+func (m *Manager) assemble() {
 	node := describe.Node{Host: m.cfg.Host, NoAppArmor: m.appArmor.Problem, CDI: m.cfg.CDI, Dirs: m.dirs,
 		SystemdCgroup: m.cfg.SystemdCgroup, OwnDevices: m.cfg.OwnDevices}
 	m.launch = launch.Kit{Node: node, Namespaces: m.namespaces, Roots: m.roots, Users: new(imagefs.Users), AppArmor: m.appArmor, SELinux: m.selinux,
@@ -235,7 +236,6 @@ func (m *Manager) assemble() error {
 		Launch: m.launch, Processes: m.processes, SELinux: m.selinux, Images: m.images, Trash: m.trash, Records: m.podRecords, Tasks: m.tasks, Log: m.log}
 	m.Statistics = usage.New(meters{m}, m.log)
 	m.Streams = streams.New(streamTargets{m}, m.launchers, m.dirs, m.tasks)
-	return nil
 }
 
 // Waits returns what operations are waiting for at the moment, oldest first.
