@@ -74,7 +74,22 @@ func (s *Store) pull(ctx context.Context, name string, auth *runtimeapi.AuthConf
 	if err != nil {
 		return nil, err
 	}
+	if err := checkSizes(resolved.Layers, s.cfg.Limits); err != nil {
+		return nil, err
+	}
 	return s.fetch(ctx, repo, resolved, track.setLayers(resolved.Layers))
+}
+
+// checkSizes refuses an image with a blob that is longer than any tar may be: most of it would be what
+// decompressors skip, which no other limit bounds.
+func checkSizes(layers []registry.Layer, limits unpack.Limits) error {
+	slack := limits.Tar>>6 + 1<<20 // what a compressed form of the incompressible takes, and an index in it
+	for i, l := range layers {
+		if l.Blob.Size-slack > limits.Tar {
+			return errdefs.New(codes.ResourceExhausted, "layer %d: %s has %d bytes; a layer may have %d when it is unpacked", i, l.Blob.Digest, l.Blob.Size, limits.Tar)
+		}
+	}
+	return nil
 }
 
 // unchanged returns the image that is known by the repository's reference if the

@@ -29,6 +29,7 @@ import (
 	crierrors "k8s.io/cri-api/pkg/errors"
 
 	"berth/checkpoint"
+	"berth/image/registry"
 	"berth/image/registry/registrytest"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
@@ -1015,6 +1016,25 @@ func TestDecompressionBomb(t *testing.T) {
 	limit := limitsOf(ocispec.Descriptor{Size: int64(len(bomb.Blob))}, unpack.DefaultLimits).Tar
 	wantCode(t, err, codes.ResourceExhausted, digest.FromBytes(bomb.Blob).String(), fmt.Sprintf("longer than the %d bytes", limit))
 	wantEmpty(t, s)
+}
+
+// A blob that is longer than its layer may be is not even asked for.
+func TestBlobTooLong(t *testing.T) {
+	reg := registrytest.New(t)
+	s := openStore(t, Config{Limits: unpack.Limits{Tar: 1 << 20}})
+	long, fits := plain(t, "f", strings.Repeat("x", 3<<20)), plain(t, "f", strings.Repeat("x", 1<<20-1536))
+	reg.PutImage("long", "v1", "", long)
+	reg.PutImage("fits", "v1", "", fits)
+	_, err := s.Pull(t.Context(), reg.Host()+"/long:v1", nil)
+	wantCode(t, err, codes.ResourceExhausted, diffID(long).String(), fmt.Sprint(len(long.Blob)))
+	if n := reg.Count("GET /v2/long/blobs/" + diffID(long).String()); n != 0 {
+		t.Errorf("it was asked for %d times", n)
+	}
+	pull(t, s, reg.Host()+"/fits:v1")
+	for size, want := range map[int64]codes.Code{1<<40 + 1<<34 + 1<<20: codes.OK, 1<<40 + 1<<34 + 1<<20 + 1: codes.ResourceExhausted, math.MaxInt64: codes.ResourceExhausted} {
+		err := checkSizes([]registry.Layer{{Blob: ocispec.Descriptor{Size: size}}}, unpack.Limits{Tar: 1 << 40})
+		wantCode(t, err, want)
+	}
 }
 
 func TestLimitsOf(t *testing.T) {

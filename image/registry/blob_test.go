@@ -258,6 +258,32 @@ func TestStalledManifest(t *testing.T) {
 	wantUnavailable(t, err, "fetch manifest", "transfer stalled")
 }
 
+// A manifest that comes slowly, and never stalls, comes to an end.
+func TestSlowManifest(t *testing.T) {
+	s := newBlobServer(t, []byte("x"), func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+		for { // ends when the client has gone
+			if _, err := w.Write([]byte(" ")); err != nil {
+				return
+			}
+			w.(http.Flusher).Flush()
+			time.Sleep(time.Millisecond)
+		}
+	})
+	c := NewClient(Config{StallTimeout: time.Minute})
+	c.document = 100 * time.Millisecond
+	ref, err := ParseReference(s.Host() + "/app:v1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	repo, err := c.Open(ref, Credentials{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer repo.Close()
+	_, err = repo.Resolve(t.Context(), DefaultPlatform())
+	wantUnavailable(t, err, "fetch manifest", "not complete after 100ms")
+}
+
 // TestStallTimeoutCountsWaitingOnly: the time that the reader takes between two
 // reads is not the registry's.
 func TestStallTimeoutCountsWaitingOnly(t *testing.T) {

@@ -28,13 +28,14 @@ type Client struct {
 	dockerConfig string
 	stall        time.Duration
 	pause        time.Duration // firstDelay, shorter in tests
+	document     time.Duration // documentTime, shorter in tests
 	agent        string
 }
 
 // NewClient returns a client for a configuration. Host directories and
 // credentials are read when a repository is opened, so that changes need no restart.
 func NewClient(cfg Config) *Client {
-	c := &Client{dirs: cfg.Dirs, dockerConfig: cfg.DockerConfig, stall: cfg.StallTimeout, pause: firstDelay, agent: cfg.UserAgent}
+	c := &Client{dirs: cfg.Dirs, dockerConfig: cfg.DockerConfig, stall: cfg.StallTimeout, pause: firstDelay, document: documentTime, agent: cfg.UserAgent}
 	if c.stall <= 0 {
 		c.stall = DefaultStallTimeout
 	}

@@ -21,6 +21,7 @@ type endpoint struct {
 	ns        string  // registry this host is a proxy for; "" if it is the registry
 	agent     string
 	stall     time.Duration
+	document  time.Duration // documentTime
 	client    *http.Client
 	transport *http.Transport
 	origin    *originOnly
@@ -40,6 +41,7 @@ func newEndpoint(h hosts.Host, ref Reference, c *Client, given Credentials) (*en
 		base:      url.URL{Scheme: h.Scheme, Host: h.Host, Path: path.Join("/", h.Path, ref.Repository)},
 		agent:     c.agent,
 		stall:     c.stall,
+		document:  c.document,
 		transport: tr,
 	}
 	if hosts.Canonical(h.Host) != hosts.Canonical(ref.Domain) {
@@ -167,8 +169,9 @@ func drain(body io.ReadCloser) {
 }
 
 // slowest is the rate, in bytes a second, below which a transfer counts as stalled: a
-// registry that sends a byte now and then would keep a pull going for ever.
-const slowest = 1 << 10
+// registry that sends a byte now and then would keep a pull going for ever. All transfers of a
+// pull together have that on a line of half a megabit.
+const slowest = 8 << 10
 
 // guardedBody is a response body that fails with errStalled when a Read waits
 // longer than the timeout for its first byte, or Reads that have waited as long

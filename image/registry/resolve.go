@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net/http"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
@@ -150,9 +151,24 @@ func (r *Repository) fetchConfig(ctx context.Context, m ocispec.Manifest) (*Imag
 	return img, nil
 }
 
+// documentTime bounds the transfer of a manifest or configuration, which a registry could draw out over an hour
+// without ever counting as stalled.
+const documentTime = 2 * time.Minute
+
 // fetch fetches a small document whole and verifies it. want.Digest empty means
 // the host is trusted to say what the name stands for; it is filled in.
 func (e *endpoint) fetch(ctx context.Context, suffix string, want *ocispec.Descriptor, limit int64) (data []byte, contentType string, err error) {
+	limited, cancel := context.WithTimeout(ctx, e.document)
+	defer cancel()
+	data, contentType, err = e.fetchUntil(limited, suffix, want, limit)
+	if err != nil && limited.Err() != nil && ctx.Err() == nil {
+		err = &UnavailableError{Err: fmt.Errorf("%w: not complete after %v", errStalled, e.document)}
+	}
+	return data, contentType, err
+}
+
+// fetchUntil is fetch for as long as ctx.
+func (e *endpoint) fetchUntil(ctx context.Context, suffix string, want *ocispec.Descriptor, limit int64) (data []byte, contentType string, err error) {
 	resp, err := e.request(ctx, http.MethodGet, suffix, http.Header{"Accept": acceptManifests})
 	if err != nil {
 		return nil, "", err
