@@ -74,7 +74,7 @@ func (c *Client) Open(ref Reference, given Credentials) (*Repository, error) {
 // Close closes idle connections. Transfers under way go on.
 func (r *Repository) Close() {
 	for _, e := range r.endpoints {
-		e.transport.CloseIdleConnections()
+		e.wires.closeIdle()
 	}
 }
 

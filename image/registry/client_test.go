@@ -841,7 +841,7 @@ func TestRedirectLoopEnds(t *testing.T) {
 
 func TestDialTimeoutOption(t *testing.T) {
 	h := hosts.Host{DialTimeout: time.Nanosecond}
-	tr, err := newTransport(&h, time.Minute)
+	tr, err := newConnections(&h, time.Minute)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -16,41 +16,41 @@ import (
 
 // endpoint is one host of a registry, ready to be asked for one repository.
 type endpoint struct {
-	caps      hosts.Capability
-	base      url.URL // API root and repository: https://host/v2/library/busybox
-	ns        string  // registry this host is a proxy for; "" if it is the registry
-	agent     string
-	stall     time.Duration
-	document  time.Duration // documentTime
-	client    *http.Client
-	transport *http.Transport
-	origin    *originOnly
-	auth      *authorizer
-	failure   atomic.Pointer[UnavailableError] // why it could not be reached
+	caps     hosts.Capability
+	base     url.URL // API root and repository: https://host/v2/library/busybox
+	ns       string  // registry this host is a proxy for; "" if it is the registry
+	agent    string
+	stall    time.Duration
+	document time.Duration // documentTime
+	client   *http.Client
+	wires    *connections
+	origin   *originOnly
+	auth     *authorizer
+	failure  atomic.Pointer[UnavailableError] // why it could not be reached
 }
 
 // newEndpoint prepares host h for the repository of ref. lookup finds credentials
 // for it when it asks for some.
 func newEndpoint(h hosts.Host, ref Reference, c *Client, given Credentials) (*endpoint, error) {
-	tr, err := newTransport(&h, c.stall)
+	wires, err := newConnections(&h, c.stall)
 	if err != nil {
 		return nil, err
 	}
 	e := &endpoint{
-		caps:      h.Caps,
-		base:      url.URL{Scheme: h.Scheme, Host: h.Host, Path: path.Join("/", h.Path, ref.Repository)},
-		agent:     c.agent,
-		stall:     c.stall,
-		document:  c.document,
-		transport: tr,
+		caps:     h.Caps,
+		base:     url.URL{Scheme: h.Scheme, Host: h.Host, Path: path.Join("/", h.Path, ref.Repository)},
+		agent:    c.agent,
+		stall:    c.stall,
+		document: c.document,
+		wires:    wires,
 	}
 	if hosts.Canonical(h.Host) != hosts.Canonical(ref.Domain) {
 		e.ns = ref.Domain
 	}
-	var wire http.RoundTripper = tr
+	var wire http.RoundTripper = wires
 	isPlain := func() bool { return h.Scheme == "http" }
 	if h.PlainNext {
-		f := &plainFallback{inner: tr, host: h.Host}
+		f := &plainFallback{inner: wires, host: h.Host}
 		wire, isPlain = f, f.plain.Load
 	}
 	e.origin = &originOnly{inner: wire, scheme: h.Scheme, host: h.Host, header: h.Header, isPlain: isPlain}

@@ -24,11 +24,16 @@ const (
 	maxTokenBytes    = 1 << 20   // of a token server's answer
 )
 
-// newTransport makes the connection pool for one host. HTTP/2 stays off: on one
-// connection the layers of an image would share one congestion window, and the
-// slowest could stop the others.
-func newTransport(h *hosts.Host, headerTimeout time.Duration) (*http.Transport, error) {
-	tlsConfig, err := h.TLS()
+// connections are the connection pools of an endpoint: TLS options of a host are for that host alone.
+type connections struct {
+	name   string // of the host, without its port
+	own    *http.Transport
+	others *http.Transport
+}
+
+// newConnections makes the connection pools for one host and those that it sends its clients on to.
+func newConnections(h *hosts.Host, headerTimeout time.Duration) (*connections, error) {
+	own, others, err := h.TLS()
 	if err != nil {
 		return nil, err
 	}
@@ -36,6 +41,15 @@ func newTransport(h *hosts.Host, headerTimeout time.Duration) (*http.Transport, 
 	if h.DialTimeout > 0 {
 		dialer.Timeout = h.DialTimeout
 	}
+	return &connections{
+		name: hostname(h.Host), own: newTransport(dialer, own, headerTimeout), others: newTransport(dialer, others, headerTimeout),
+	}, nil
+}
+
+// newTransport makes a connection pool. HTTP/2 stays off: on one
+// connection the layers of an image would share one congestion window, and the
+// slowest could stop the others.
+func newTransport(dialer *net.Dialer, tlsConfig *tls.Config, headerTimeout time.Duration) *http.Transport {
 	var protocols http.Protocols
 	protocols.SetHTTP1(true)
 	return &http.Transport{
@@ -49,8 +63,24 @@ func newTransport(h *hosts.Host, headerTimeout time.Duration) (*http.Transport, 
 		MaxIdleConnsPerHost:    16,
 		DisableCompression:     true, // a blob is verified in the form it is stored in
 		Protocols:              &protocols,
-	}, nil
+	}
 }
+
+func (c *connections) RoundTrip(r *http.Request) (*http.Response, error) {
+	if hostname(r.URL.Host) == c.name {
+		return c.own.RoundTrip(r)
+	}
+	return c.others.RoundTrip(r)
+}
+
+// closeIdle closes connections that are not in use.
+func (c *connections) closeIdle() {
+	c.own.CloseIdleConnections()
+	c.others.CloseIdleConnections()
+}
+
+// hostname returns a host without its port.
+func hostname(host string) string { return strings.ToLower((&url.URL{Host: host}).Hostname()) }
 
 // plainFallback asks by https and, once a host has answered that in plain HTTP,
 // by http. For hosts on loopback and http hosts with TLS options.

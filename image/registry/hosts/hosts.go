@@ -468,35 +468,37 @@ func Canonical(address string) string {
 	return host
 }
 
-// TLS reads the certificate files of a host.
-func (h *Host) TLS() (*tls.Config, error) {
-	c := &tls.Config{MinVersion: tls.VersionTLS12}
-	if h.skipVerify != nil {
-		c.InsecureSkipVerify = *h.skipVerify
-	}
+// TLS reads the certificate files of a host. own is for the host itself, on any port. others is for where the host sends
+// its clients on to, token servers and redirects: they are always verified, by the host's CA certificates too, for they
+// are often of one house, and are shown no client certificate.
+func (h *Host) TLS() (own, others *tls.Config, err error) {
+	others = &tls.Config{MinVersion: tls.VersionTLS12}
 	if h.caCerts != nil {
-		var err error
-		if c.RootCAs, err = x509.SystemCertPool(); err != nil {
-			return nil, fmt.Errorf("read the system's CA certificates: %w", err)
+		if others.RootCAs, err = x509.SystemCertPool(); err != nil {
+			return nil, nil, fmt.Errorf("read the system's CA certificates: %w", err)
 		}
 	}
 	for _, file := range h.caCerts {
 		pem, err := os.ReadFile(file)
 		if err != nil {
-			return nil, fmt.Errorf("read CA certificate: %w", err)
+			return nil, nil, fmt.Errorf("read CA certificate: %w", err)
 		}
-		if !c.RootCAs.AppendCertsFromPEM(pem) {
-			return nil, fmt.Errorf("no CA certificate in %s", file)
+		if !others.RootCAs.AppendCertsFromPEM(pem) {
+			return nil, nil, fmt.Errorf("no CA certificate in %s", file)
 		}
+	}
+	own = others.Clone()
+	if h.skipVerify != nil {
+		own.InsecureSkipVerify = *h.skipVerify
 	}
 	for _, pair := range h.clientPairs {
 		cert, err := loadClientPair(pair)
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
-		c.Certificates = append(c.Certificates, cert)
+		own.Certificates = append(own.Certificates, cert)
 	}
-	return c, nil
+	return own, others, nil
 }
 
 func loadClientPair(pair [2]string) (tls.Certificate, error) {
