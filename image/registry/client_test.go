@@ -839,6 +839,30 @@ func TestRedirectLoopEnds(t *testing.T) {
 	wantUnavailable(t, err, "redirects")
 }
 
+// What a server sends to be quoted is short and printable, and no address with a token.
+func TestForeignTextInErrors(t *testing.T) {
+	const token = "s3cret"
+	for name, location := range map[string]string{
+		"no URL":        "https://storage.example/%zz?token=" + token,
+		"odd scheme":    strings.Repeat("x", 5000) + "://storage.example/?token=" + token,
+		"long host":     "https://" + strings.Repeat("x", 5000) + "/?token=" + token,
+		"port is none":  "https://storage.example:" + token + "/",
+		"no host":       "https:///?token=" + token,
+		"control bytes": "https://\u009b31mx/?token=" + token,
+	} {
+		reg := registrytest.New(t)
+		reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
+			w.Header().Set("Location", location)
+			w.WriteHeader(http.StatusTemporaryRedirect)
+			return true
+		}
+		_, err := resolve(t, Config{}, reg.Host()+"/app:v1", Credentials{})
+		if text := fmt.Sprint(err); err == nil || strings.Contains(text, token) || len(text) > 1000 || strings.Contains(text, "\u009b") {
+			t.Errorf("%s: %d bytes: %.2000q", name, len(text), text)
+		}
+	}
+}
+
 func TestDialTimeoutOption(t *testing.T) {
 	h := hosts.Host{DialTimeout: time.Nanosecond}
 	tr, err := newConnections(&h, time.Minute)

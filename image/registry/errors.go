@@ -43,12 +43,31 @@ func corrupt(format string, args ...any) error {
 func requestError(ctx context.Context, err error) error {
 	var u *url.Error
 	if errors.As(err, &u) {
-		err = fmt.Errorf("%s %s: %w", strings.ToUpper(u.Op), origin(u.URL), u.Err)
+		err = fmt.Errorf("%s %s: %w", strings.ToUpper(u.Op), origin(u.URL), short(u.Err))
 	}
 	if ctx.Err() != nil {
 		return fmt.Errorf("%w: %v", ctx.Err(), err)
 	}
 	return &UnavailableError{Err: err, temporary: isTemporary(err)}
+}
+
+// shortened is an error with foreign text in it that is fit to be shown.
+type shortened struct {
+	text string
+	err  error
+}
+
+func (s *shortened) Error() string { return s.text }
+func (s *shortened) Unwrap() error { return s.err }
+
+// short makes an error of net/http's fit to be shown. It may quote what a server sent: a malformed header, or the
+// whole address of a redirect, which may hold a token.
+func short(err error) error {
+	text := err.Error()
+	if strings.Contains(text, "Location header") {
+		text = "it redirects to what is no URL"
+	}
+	return &shortened{errdefs.Clip(text), err}
 }
 
 // isTemporary reports whether a failed request is worth repeating at once. A
@@ -62,7 +81,7 @@ func isTemporary(err error) bool {
 // Text from the body is quoted only if the registry itself sent it: a redirect
 // could make the daemon read a page for somebody who may only see its errors.
 func statusError(resp *http.Response, own bool) error {
-	text := resp.Status
+	text := errdefs.Clip(resp.Status)
 	if own {
 		text += registryMessage(resp.Body)
 	}
@@ -109,5 +128,5 @@ func origin(raw string) string {
 	if err != nil {
 		return "invalid URL"
 	}
-	return u.Scheme + "://" + u.Host
+	return errdefs.Clip(u.Scheme + "://" + u.Host)
 }
