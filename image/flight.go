@@ -2,10 +2,13 @@ package image
 
 import (
 	"context"
+	"log/slog"
 	"sync"
 	"sync/atomic"
 
 	"github.com/opencontainers/go-digest"
+
+	"berth/internal/task"
 )
 
 // flightKey says which downloads are the same: one blob that is to become one
@@ -20,6 +23,7 @@ type flightKey struct {
 // flights lets pulls of the same layer share one download.
 type flights struct {
 	ctx context.Context // ends all of them
+	log *slog.Logger
 	wg  sync.WaitGroup
 
 	mu     sync.Mutex // guards active and waiters of its flights
@@ -35,8 +39,8 @@ type flight struct {
 	err     error // valid after done
 }
 
-func newFlights(ctx context.Context) *flights {
-	return &flights{ctx: ctx, active: map[flightKey]*flight{}}
+func newFlights(ctx context.Context, log *slog.Logger) *flights {
+	return &flights{ctx: ctx, log: log, active: map[flightKey]*flight{}}
 }
 
 // join waits for the flight of a key, starting it by run if there is none. It
@@ -69,7 +73,7 @@ func (f *flights) board(key flightKey, run func(context.Context, *atomic.Int64) 
 	f.active[key] = fl
 	f.wg.Go(func() {
 		defer cancel()
-		fl.err = run(ctx, fl.bytes)
+		fl.err = task.Guard(f.log, "fetch", "layer "+key.diffID.String(), func() error { return run(ctx, fl.bytes) })
 		f.remove(key, fl)
 		close(fl.done)
 	})

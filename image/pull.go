@@ -17,6 +17,7 @@ import (
 	"berth/image/registry"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
+	"berth/internal/task"
 )
 
 // Pull fetches the image that ref names and records it under that name. The
@@ -129,7 +130,9 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	group, groupCtx := errgroup.WithContext(ctx)
 	group.SetLimit(s.cfg.MaxParallelDownloads)
 	for i, l := range img.Layers {
-		group.Go(func() error { return s.fetchLayer(groupCtx, repo, l, tracks[i]) })
+		group.Go(func() error {
+			return task.Guard(s.log, "pull", "layer "+l.DiffID.String(), func() error { return s.fetchLayer(groupCtx, repo, l, tracks[i]) })
+		})
 	}
 	if err := group.Wait(); err != nil {
 		return nil, err

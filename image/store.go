@@ -122,7 +122,7 @@ func newStore(cfg Config, layers *layer.Store, records *checkpoint.Dir, pinned m
 		client:   registry.NewClient(registry.Config{Dirs: cfg.RegistryDirs, DockerConfig: cfg.DockerConfig, StallTimeout: cfg.StallTimeout}),
 		writing:  make(chan struct{}, 1),
 		refs:     newLayerRefs(),
-		flights:  newFlights(ctx),
+		flights:  newFlights(ctx, log),
 		ctx:      ctx,
 		shutdown: cancel,
 	}

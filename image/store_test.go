@@ -909,6 +909,21 @@ func TestFailedDownloadOfAnotherPull(t *testing.T) {
 	}
 }
 
+// A panic ends its pull, and nothing else.
+func TestPanicEndsThePull(t *testing.T) {
+	reg := registrytest.New(t)
+	var once sync.Once
+	s := openStore(t, Config{Unpack: func(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
+		once.Do(func() { panic("oh") })
+		return unpack.Layer(ctx, tree, blob, job)
+	}})
+	reg.PutImage("app", "v1", "", plain(t, "f", "1"))
+	_, err := s.Pull(t.Context(), reg.Host()+"/app:v1", nil)
+	wantCode(t, err, codes.Internal, "oh")
+	wantEmpty(t, s)
+	pull(t, s, reg.Host()+"/app:v1")
+}
+
 func TestLayersAreFetchedAtOnce(t *testing.T) {
 	reg := registrytest.New(t)
 	s := openStore(t, Config{})

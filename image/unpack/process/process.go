@@ -39,6 +39,7 @@ import (
 	"berth/image/unpack/worker"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
+	"berth/internal/task"
 )
 
 // Program is the program berth-unpack.
@@ -86,13 +87,18 @@ func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job
 	ctx, cancel := context.WithCancelCause(ctx)
 	stopKilling := context.AfterFunc(ctx, w.kill)
 	var helpers sync.WaitGroup
-	helpers.Go(func() { w.feed(blob, cancel) })
+	helpers.Go(func() {
+		if err := p.guard("pass on the blob of", func() error { w.feed(blob, cancel); return nil }); err != nil {
+			cancel(err)
+		}
+	})
 	helpers.Go(func() {
 		if w.standsStill(ctx, p.stall) {
 			cancel(errdefs.Unavailable("berth-unpack has made no progress for %v", p.stall))
 		}
 	})
-	result, err := w.answer(job.Progress)
+	var result unpack.Result
+	err = p.guard("unpack", func() (err error) { result, err = w.answer(job.Progress); return err })
 	failpoint.Reach("unpack.answered")
 	stopKilling()
 	end, said := w.end() // whatever the answer, there is nothing left for it to do
@@ -103,6 +109,11 @@ func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job
 	helpers.Wait()
 	p.log.Debug("unpacked a layer", "digest", result.Digest, "error", err, "cpu", end.UserTime()+end.SystemTime(), "peakKiB", peak(end))
 	return result, err
+}
+
+// guard runs a part of the work: its panic ends the layer, not the daemon.
+func (p *Program) guard(what string, part func() error) error {
+	return task.Guard(p.log, what, "a layer", part)
 }
 
 // peak is the most memory that a process had resident, in KiB.

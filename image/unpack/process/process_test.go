@@ -338,6 +338,19 @@ func TestErrors(t *testing.T) {
 	}
 }
 
+// A panic in what reads the blob is an error of the layer.
+func TestPanic(t *testing.T) {
+	p := open(t, built, time.Minute)
+	blob := io.MultiReader(bytes.NewReader(everyKind(t)), panics{})
+	if _, err := p.Unpack(t.Context(), tree(t), blob, job); errdefs.Code(err) != codes.Internal || !strings.Contains(err.Error(), "oh") {
+		t.Errorf("%v", err)
+	}
+}
+
+type panics struct{}
+
+func (panics) Read([]byte) (int, error) { panic("oh") }
+
 // What a process says that was taken over by its layer.
 func TestLies(t *testing.T) {
 	p := liar(t)
