@@ -46,7 +46,7 @@ func (w *Waits) Begin(what, object string) (end func()) { return w.begin(what, o
 
 // BeginUpTo is Begin for a wait that may take as long as limit says, and somewhat longer.
 func (w *Waits) BeginUpTo(limit time.Duration, what, object string) (end func()) {
-	return w.begin(what, object, limit+slack, false)
+	return w.begin(what, object, max(limit+slack, limit), false) // no more than there is
 }
 
 // slack is how much longer than its deadline a wait may take: to kill and to be scheduled.

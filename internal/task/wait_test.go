@@ -3,6 +3,7 @@ package task
 import (
 	"context"
 	"log/slog"
+	"math"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -26,16 +27,17 @@ func TestLimits(t *testing.T) {
 		"usual": w.Begin,
 		"own":   func(what, object string) func() { return w.BeginUpTo(time.Hour, what, object) },
 		"none":  func(what, object string) func() { return w.BeginUpTo(0, what, object) },
+		"most":  func(what, object string) func() { return w.BeginUpTo(math.MaxInt64-1, what, object) },
 		"open":  w.BeginOpen,
 	} {
 		defer begin(what, "object")()
 	}
-	want := map[string]time.Duration{"usual": 2 * time.Second, "own": time.Hour + slack, "none": slack, "open": 0}
+	want := map[string]time.Duration{"usual": 2 * time.Second, "own": time.Hour + slack, "none": slack, "most": math.MaxInt64 - 1, "open": 0}
 	for _, wait := range w.List() {
 		if wait.Limit != want[wait.What] {
 			t.Errorf("%s: limit %v", wait.What, wait.Limit)
 		}
-		if late := wait.Since.Add(2 * time.Hour); wait.Overdue(late) != (wait.What != "open") || wait.Overdue(wait.Since) {
+		if late := wait.Since.Add(2 * time.Hour); wait.Overdue(late) != (wait.What != "open" && wait.What != "most") || wait.Overdue(wait.Since) {
 			t.Errorf("%s: overdue", wait.What)
 		}
 	}
