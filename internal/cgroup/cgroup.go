@@ -213,10 +213,10 @@ func ignoreGone(err error) error {
 
 // Destroy removes the group and those below it. Its processes must be gone; a
 // group that the kernel still calls busy (they are being reaped) is tried again
-// as long as ctx allows.
+// as long as ctx allows. systemd is waited for no longer, either.
 func (g *Group) Destroy(ctx context.Context) error {
 	for delay := time.Millisecond; ; delay = min(2*delay, 200*time.Millisecond) {
-		err := g.mgr.Destroy()
+		err := g.destroyOnce(ctx)
 		if err == nil {
 			failpoint.Reach("cgroup.removed")
 			return nil
@@ -226,6 +226,19 @@ func (g *Group) Destroy(ctx context.Context) error {
 			return fmt.Errorf("remove cgroup %s: %w", g.path, err)
 		case <-time.After(delay):
 		}
+	}
+}
+
+// destroyOnce gives up when ctx ends. The library (0.0.6) asks systemd without a context and waits for it up to 30 seconds, after which the
+// goroutine ends that is left behind then; it may remove the group still, which is what was asked for.
+func (g *Group) destroyOnce(ctx context.Context) error {
+	done := make(chan error, 1)
+	go func() { done <- g.mgr.Destroy() }()
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return ctx.Err()
 	}
 }
 

@@ -2,12 +2,14 @@ package cgroup
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"testing"
 	"time"
 
+	"github.com/opencontainers/cgroups"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 )
 
@@ -112,5 +114,24 @@ func TestOpenRefuses(t *testing.T) {
 	}
 	if _, err := Open("no-colons", true); err == nil {
 		t.Error("a systemd path without its three parts was accepted")
+	}
+}
+
+// hangingManager is a cgroup manager whose Destroy waits for systemd.
+type hangingManager struct {
+	cgroups.Manager
+	release chan struct{}
+}
+
+func (m hangingManager) Destroy() error { <-m.release; return nil }
+
+// systemd that does not answer is waited for no longer than the caller has time.
+func TestDestroyEndsWithItsContext(t *testing.T) {
+	g := &Group{path: "a.slice:b:c", systemd: true, mgr: hangingManager{release: make(chan struct{})}}
+	defer close(g.mgr.(hangingManager).release)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := g.Destroy(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("error %v", err)
 	}
 }

@@ -55,8 +55,8 @@ func (g *Group) set(r *cgroups.Resources) error {
 	return g.mgr.Set(r)
 }
 
-// makeRoom makes v2 refuse a limit below what is in use, as v1 does: its kernel would kill
-// processes until the limit holds. Page cache does not count, which the kernel takes back first.
+// makeRoom makes v2 refuse a lower limit that is below what is in use, as v1 does: its kernel would kill
+// processes until the limit holds. A limit that is not lowered is none of an update's doing. Page cache does not count, which the kernel takes back first.
 func (g *Group) makeRoom(memory *specs.LinuxMemory) error {
 	if memory == nil || memory.Limit == nil || *memory.Limit <= 0 {
 		return nil
@@ -64,7 +64,18 @@ func (g *Group) makeRoom(memory *specs.LinuxMemory) error {
 	if !cgroups.IsCgroup2UnifiedMode() {
 		return g.tryMemory(*memory.Limit)
 	}
-	dir := g.mgr.Path("")
+	return makeRoomIn(g.mgr.Path(""), *memory.Limit)
+}
+
+// makeRoomIn does it for the group in a folder of v2.
+func makeRoomIn(dir string, limit int64) error {
+	now, err := os.ReadFile(filepath.Join(dir, "memory.max"))
+	if err != nil {
+		return ignoreGone(err)
+	}
+	if had := strings.TrimSpace(string(now)); had != "max" && number(had) <= limit {
+		return nil
+	}
 	used, err := readNumber(filepath.Join(dir, "memory.current"))
 	if err != nil {
 		return ignoreGone(err) // without the controller, setting the limit tells
@@ -73,8 +84,8 @@ func (g *Group) makeRoom(memory *specs.LinuxMemory) error {
 	if err != nil {
 		return ignoreGone(err)
 	}
-	if held := used - reclaimable(string(stat)); held > *memory.Limit {
-		return fmt.Errorf("%w: %d bytes, limit %d", ErrMemoryInUse, held, *memory.Limit)
+	if held := used - reclaimable(string(stat)); held > limit {
+		return fmt.Errorf("%w: %d bytes, limit %d", ErrMemoryInUse, held, limit)
 	}
 	return nil
 }

@@ -161,3 +161,25 @@ func TestRestoreOfWhatIsGone(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// What is in use counts against a limit that is lowered, and not against one that stays or is raised.
+func TestMakeRoomInV2(t *testing.T) {
+	for _, tt := range []struct {
+		max     string
+		limit   int64
+		refused bool
+	}{
+		{"max", 100, true}, {"200", 100, true}, {"max", 400, false},
+		{"100", 100, false}, {"50", 100, false}, // the group is about to have an OOM kill, whose time the update is not to be
+	} {
+		dir := t.TempDir()
+		for name, content := range map[string]string{"memory.max": tt.max, "memory.current": "300", "memory.stat": "inactive_file 10\n"} {
+			if err := os.WriteFile(filepath.Join(dir, name), []byte(content+"\n"), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if err := makeRoomIn(dir, tt.limit); errors.Is(err, ErrMemoryInUse) != tt.refused || !tt.refused && err != nil {
+			t.Errorf("from %s to %d: %v", tt.max, tt.limit, err)
+		}
+	}
+}
