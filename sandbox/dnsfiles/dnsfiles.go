@@ -41,7 +41,7 @@ const (
 // means the host's: its content is returned unchanged, if it is at most 64 KiB.
 func ResolvConf(dns *runtimeapi.DNSConfig, host []byte) ([]byte, error) {
 	servers, searches, options := dns.GetServers(), dns.GetSearches(), dns.GetOptions()
-	if len(servers)+len(searches)+len(options) == 0 {
+	if WantsHosts(dns) {
 		if len(host) > maxHostFile {
 			return nil, errdefs.InvalidArgument("the host's resolv.conf has %d bytes, more than %d", len(host), maxHostFile)
 		}
@@ -58,6 +58,11 @@ func ResolvConf(dns *runtimeapi.DNSConfig, host []byte) ([]byte, error) {
 		return nil, err
 	}
 	return writeResolvConf(addrs, searches, options), nil
+}
+
+// WantsHosts tells whether a pod with that DNS config gets the host's resolv.conf.
+func WantsHosts(dns *runtimeapi.DNSConfig) bool {
+	return len(dns.GetServers())+len(dns.GetSearches())+len(dns.GetOptions()) == 0
 }
 
 func writeResolvConf(servers []netip.Addr, searches, options []string) []byte {

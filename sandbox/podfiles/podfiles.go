@@ -45,11 +45,7 @@ func (p Pod) Make(hostResolvConf string) error {
 		return fmt.Errorf("make files of pod %s: %w", p.ID, err)
 	}
 	failpoint.Reach("pod.directory-made")
-	hostConf, err := readCapped(hostResolvConf)
-	if err != nil {
-		return err
-	}
-	resolv, err := dnsfiles.ResolvConf(p.Config.GetDnsConfig(), hostConf)
+	resolv, err := p.resolvConf(hostResolvConf)
 	if err != nil {
 		return err
 	}
@@ -75,6 +71,18 @@ func (p Pod) Make(hostResolvConf string) error {
 		return nil
 	}
 	return p.mountShm()
+}
+
+// resolvConf reads the node's only where it is what the pod gets.
+func (p Pod) resolvConf(hostFile string) (_ []byte, err error) {
+	var host []byte
+	dns := p.Config.GetDnsConfig()
+	if dnsfiles.WantsHosts(dns) {
+		if host, err = readCapped(hostFile); err != nil {
+			return nil, err
+		}
+	}
+	return dnsfiles.ResolvConf(dns, host)
 }
 
 // WriteHosts makes the default /etc/hosts, with the pod's addresses; kubelet mounts its own over it.
@@ -106,12 +114,20 @@ func (p Pod) hosts(addresses []string) ([]byte, error) {
 }
 
 // hostname is the pod's. Without one it is the node's, which a new UTS namespace
-// starts with; a pod on the node's network is in the node's UTS namespace.
+// starts with; a pod on the node's network is in the node's UTS namespace. The kernel takes any bytes for a name,
+// "(none)" to begin with: what can't be in a file of words is no reason not to run the pod.
 func hostname(config *runtimeapi.PodSandboxConfig) (string, error) {
 	if name := config.GetHostname(); name != "" && !request.HostNetwork(config) {
 		return name, dnsfiles.CheckHostname(name)
 	}
-	return os.Hostname()
+	return nodeName(os.Hostname())
+}
+
+func nodeName(name string, err error) (string, error) {
+	if err == nil && dnsfiles.CheckHostname(name) != nil {
+		return "localhost", nil
+	}
+	return name, err
 }
 
 // mountShm gives a pod its /dev/shm, 64 MiB as everywhere in the field.

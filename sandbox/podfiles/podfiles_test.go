@@ -1,6 +1,7 @@
 package podfiles
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
@@ -97,5 +98,42 @@ func TestWriteHostsRefusesWhatIsNoAddress(t *testing.T) {
 	p := shared(t, false)
 	if err := p.WriteHosts([]string{"10.0.0.7\n192.0.2.1 bank.example"}); err == nil {
 		t.Error("it was written")
+	}
+}
+
+// The node's resolv.conf is of interest to the pods that get it, and to no others.
+func TestResolvConf(t *testing.T) {
+	dir := t.TempDir()
+	fifo, good := filepath.Join(dir, "fifo"), filepath.Join(dir, "good")
+	if err := errors.Join(unix.Mkfifo(fifo, 0o600), os.WriteFile(good, []byte("nameserver 192.0.2.1\n"), 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	own := &runtimeapi.DNSConfig{Servers: []string{"192.0.2.2"}}
+	for _, tt := range []struct {
+		file string
+		dns  *runtimeapi.DNSConfig
+		want string
+		code codes.Code
+	}{
+		{good, nil, "nameserver 192.0.2.1\n", codes.OK},
+		{good, own, "nameserver 192.0.2.2\n", codes.OK},
+		{fifo, own, "nameserver 192.0.2.2\n", codes.OK},
+		{fifo, &runtimeapi.DNSConfig{}, "", codes.FailedPrecondition},
+	} {
+		got, err := Pod{Config: &runtimeapi.PodSandboxConfig{DnsConfig: tt.dns}}.resolvConf(tt.file)
+		if string(got) != tt.want || errdefs.Code(err) != tt.code {
+			t.Errorf("%s with %v: %q, %v", filepath.Base(tt.file), tt.dns, got, err)
+		}
+	}
+}
+
+func TestNodeName(t *testing.T) {
+	for name, want := range map[string]string{"ship": "ship", "ship.sea": "ship.sea", "(none)": "localhost", "": "localhost", "a\n10.0.0.1 b": "localhost"} {
+		if got, err := nodeName(name, nil); got != want || err != nil {
+			t.Errorf("%q: %q, %v", name, got, err)
+		}
+	}
+	if _, err := nodeName("", unix.EIO); err != unix.EIO {
+		t.Errorf("error %v", err)
 	}
 }
