@@ -33,7 +33,7 @@ func serveWebSocket(w http.ResponseWriter, r *http.Request, c *command, idle tim
 		remotecommand.StreamStdOut: channel(c.options.Stdout, wsstream.WriteChannel),
 		remotecommand.StreamStdErr: channel(c.options.Stderr, wsstream.WriteChannel),
 		remotecommand.StreamErr:    wsstream.WriteChannel,
-		remotecommand.StreamResize: wsstream.ReadChannel,
+		remotecommand.StreamResize: channel(c.options.TTY, wsstream.ReadChannel), // nobody would read it, and all channels would wait
 	}
 	binary, text := wsstream.ChannelProtocolConfig{Binary: true, Channels: channels}, wsstream.ChannelProtocolConfig{Channels: channels}
 	conn := wsstream.NewConn(map[string]wsstream.ChannelProtocolConfig{

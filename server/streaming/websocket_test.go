@@ -229,3 +229,26 @@ func FuzzWebSocketGuard(f *testing.F) {
 		}
 	})
 }
+
+// Sizes of a terminal that there is not hold up nothing else that the client says.
+func TestSizesWithoutTerminal(t *testing.T) {
+	for _, protocol := range webSocketProtocols {
+		s := serving(t, doing{exec: func(_ context.Context, streams session.Streams) error {
+			input := make([]byte, 5)
+			_, err := io.ReadFull(streams.Stdin, input)
+			return err
+		}})
+		address, err := s.Exec(&runtimeapi.ExecRequest{Stdin: true, Stdout: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		c := dialWebSocket(t, address, protocol)
+		for range 3 {
+			c.say(remotecommand.StreamResize, []byte(`{"Width":65,"Height":66}`))
+		}
+		c.say(remotecommand.StreamStdIn, []byte("hello"))
+		if told := c.hear()[remotecommand.StreamErr]; strings.Contains(told, metav1.StatusFailure) {
+			t.Errorf("%q tells %q", protocol, told)
+		}
+	}
+}
