@@ -68,17 +68,36 @@ func TestEventsReachAllClients(t *testing.T) {
 	}
 }
 
+// publishLarge publishes n events, of which one is more than the windows of HTTP/2 hold: the server's Send blocks for clients who do not read.
+func publishLarge(pods *fakePods, n int) {
+	large := exited()
+	large.Message = strings.Repeat("x", 1<<20)
+	for n := range n {
+		pods.publish(view.Event{ID: fmt.Sprint(n), Containers: []*view.Container{large}})
+	}
+}
+
+// A client that does not read does not hold up the end of the server.
+func TestStopWithAClientThatDoesNotRead(t *testing.T) {
+	pods := &fakePods{}
+	h := start(t, testConfig, pods, &fakeImages{})
+	h.server.grace = time.Hour // else it would end after that in any case
+	subscribe(t, h)
+	publishLarge(pods, 2) // for which the feed has room
+	if err := h.stop(); err != nil {
+		t.Error(err)
+	}
+	if !strings.Contains(h.log.String(), "cut off") {
+		t.Error("the client was not in the way")
+	}
+}
+
 // A client that does not read must be told that it has missed something.
 func TestClientThatDoesNotReadIsToldSo(t *testing.T) {
 	pods := &fakePods{}
 	h := start(t, testConfig, pods, &fakeImages{})
 	slow := subscribe(t, h)
-	// More than the windows of HTTP/2 hold, so that the server's Send blocks.
-	large := exited()
-	large.Message = strings.Repeat("x", 1<<20)
-	for n := range 100 {
-		pods.publish(view.Event{ID: fmt.Sprint(n), Containers: []*view.Container{large}})
-	}
+	publishLarge(pods, 100)
 	for n := 0; ; n++ {
 		event, err := slow.Recv()
 		if err != nil {

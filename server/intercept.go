@@ -27,6 +27,10 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 		err = coded(err)
 		s.logCall(ctx, info.FullMethod, time.Since(began), err, append(ids(req), ids(resp)...))
 	}()
+	if !s.requests.TryAcquire(1) {
+		return nil, errdefs.Unavailable("berth is stopping")
+	}
+	defer s.requests.Release(1)
 	resp, err = handler(ctx, req)
 	failpoint.Reach("server.answer")
 	return resp, err

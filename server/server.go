@@ -20,10 +20,12 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"math"
 	"net"
 	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sync/semaphore"
 	"google.golang.org/grpc"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -42,6 +44,12 @@ const MaxMessage = 16 << 20
 // stopGrace is how long running RPCs get to end after Serve was told to stop, and
 // handlers once more after their contexts were cancelled.
 const stopGrace = 10 * time.Second
+
+// streamGrace is how long streams get to end after the last other request.
+const streamGrace = time.Second
+
+// allRequests is more than there can be requests.
+const allRequests = math.MaxInt64
 
 // Sandboxes is what the server needs of the sandbox manager.
 // See package sandbox for the methods' contracts.
@@ -110,13 +118,15 @@ type Server struct {
 	grpc  *grpc.Server
 	grace time.Duration // stopGrace, shorter in tests
 
+	requests *semaphore.Weighted // held by each unary request, and by stop
+
 	stopping   context.Context // ends when Serve was told to stop: streams without end end with it
 	endStreams context.CancelFunc
 }
 
 // New returns a server that passes requests on to pods and images.
 func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
-	s := &Server{log: log, grace: stopGrace}
+	s := &Server{log: log, grace: stopGrace, requests: semaphore.NewWeighted(allRequests)}
 	s.stopping, s.endStreams = context.WithCancel(context.Background())
 	s.grpc = grpc.NewServer(
 		grpc.MaxRecvMsgSize(MaxMessage),
@@ -153,13 +163,28 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 }
 
 // stop ends the gRPC server: politely, then by cancelling what still runs, and
-// finally without the handlers that do not end even then.
+// finally without the handlers that do not end even then. Streams have streamGrace once all other
+// requests have ended: one whose client does not read ends only with its connection.
 func (s *Server) stop() {
 	s.endStreams()
-	if within(s.grace, s.grpc.GracefulStop) {
-		return
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		s.grpc.GracefulStop() // ends with Stop, too
+	}()
+	ctx, cancel := context.WithTimeout(context.Background(), s.grace)
+	defer cancel()
+	if s.requests.Acquire(ctx, allRequests) == nil {
+		select {
+		case <-ended:
+			return
+		case <-ctx.Done():
+		case <-time.After(streamGrace):
+			s.log.Info("clients that do not read what they asked for are cut off")
+		}
+	} else {
+		s.log.Warn("requests still run, cancelling them", "after", s.grace)
 	}
-	s.log.Warn("requests still run, cancelling them", "after", s.grace)
 	if !within(s.grace, s.grpc.Stop) {
 		s.log.Error("requests do not end although they were cancelled, leaving them")
 	}

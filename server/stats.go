@@ -199,7 +199,9 @@ func podStats(stats *usage.Pod) *runtimeapi.PodSandboxStats {
 	}
 	if u := &stats.Usage; stats.Running {
 		item.Linux.Cpu, item.Linux.Memory, item.Linux.Io = cpuUsage(u), memoryUsage(u), ioUsage(u)
-		if u.TasksKnown { // tasks, and so threads too, as with cAdvisor's process count
+		// pids.current, as CRI-O answers: threads count as well, where containerd and cAdvisor count processes. It is what
+		// PIDs of the node run out by, which is what kubelet ranks pods by it for.
+		if u.TasksKnown {
 			item.Linux.Process = &runtimeapi.ProcessUsage{Timestamp: u.At.UnixNano(), ProcessCount: value(u.Tasks)}
 		}
 		item.Linux.Network = networkUsage(stats)
