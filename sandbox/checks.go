@@ -4,6 +4,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/internal/host"
 	"berth/oci"
 	"berth/sandbox/request"
 )
@@ -16,7 +17,20 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 	if _, err := m.handlers.Find(handler); err != nil {
 		return err
 	}
+	if err := checkPodResources(config.GetLinux().GetOverhead(), config.GetLinux().GetResources(), *m.cfg.Host); err != nil {
+		return err
+	}
 	return m.checkUserNamespace(config)
+}
+
+// checkPodResources refuses resources of a pod that no container could have, either.
+func checkPodResources(overhead, resources *runtimeapi.LinuxContainerResources, facts host.Facts) error {
+	for _, r := range []*runtimeapi.LinuxContainerResources{overhead, resources} {
+		if _, err := oci.LinuxResources(r, facts); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // checkUserNamespace refuses a pod with a user namespace where there can't be one.

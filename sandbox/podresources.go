@@ -9,7 +9,6 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/nri"
 	"berth/internal/task"
-	"berth/oci"
 	"berth/sandbox/record"
 )
 
@@ -23,10 +22,8 @@ func (m *Manager) UpdatePodSandboxResources(ctx context.Context, id string, over
 	if err != nil {
 		return err
 	}
-	for _, r := range []*runtimeapi.LinuxContainerResources{overhead, resources} {
-		if _, err := oci.LinuxResources(r, *m.cfg.Host); err != nil {
-			return err
-		}
+	if err := checkPodResources(overhead, resources, *m.cfg.Host); err != nil {
+		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "update", p.String(), func(ctx context.Context) error {
 		return m.tasks.WithTurn(ctx, p.turn, "update", p.String(), func() error {
