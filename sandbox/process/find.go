@@ -60,9 +60,11 @@ func (k Kit) openShim(ctx context.Context, id string) (*os.File, shim.Launched, 
 		if ended, err := pidfd.Exited(f); ended || err != nil { // a zombie, where nobody reaps
 			return nil, ids, errors.Join(err, f.Close())
 		}
-		// A launcher is executed from a sealed copy in memory, a monitor from its file.
-		exe, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", ids.ShimPID))
-		if err == nil && !strings.HasPrefix(exe, "/memfd:") && ids.InitPID != 0 {
+		launching, err := isLauncher(ids.ShimPID, f)
+		if err != nil {
+			return nil, ids, errors.Join(fmt.Errorf("look at the shim of container %s: %w", id, err), f.Close())
+		}
+		if !launching && ids.InitPID != 0 {
 			return f, ids, nil
 		}
 		waiting := k.Tasks.Sleep(ctx, 5*time.Millisecond, "the launcher of an earlier daemon", "container "+id)
@@ -79,6 +81,22 @@ func (k Kit) openShim(ctx context.Context, id string) (*os.File, shim.Launched, 
 			return nil, ids, nil
 		}
 	}
+}
+
+// readExe reads the link to the program that a process executes; replaced in tests.
+var readExe = func(pid int) (string, error) { return os.Readlink(fmt.Sprintf("/proc/%d/exe", pid)) }
+
+// isLauncher tells a shim that is still a launcher from one that is a monitor. One that ends meanwhile counts as a launcher: it
+// is looked at again. Any other trouble says nothing about the shim, and is no reason to kill it.
+func isLauncher(pid int, shim *os.File) (bool, error) {
+	exe, err := readExe(pid)
+	if err == nil { // a launcher is executed from a sealed copy in memory, a monitor from its file
+		return strings.HasPrefix(exe, "/memfd:"), nil
+	}
+	if ended, exitedErr := pidfd.Exited(shim); ended || exitedErr != nil {
+		return true, exitedErr
+	}
+	return false, err
 }
 
 // ReadExit is the exit according to the shim's record. If there is none, or it

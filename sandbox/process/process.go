@@ -73,18 +73,20 @@ func (k Kit) Signal(ctx context.Context, id string, r *ociruntime.Runtime, run *
 	return err
 }
 
-// Kill sends SIGKILL to the container's init and to whatever else is in its cgroup.
+// Kill sends SIGKILL to the container's init and to whatever else is in its cgroup, to the one also if the other fails: the program
+// of another runtime may hang.
 func (k Kit) Kill(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
 	failpoint.Reach("container.kill")
-	if err := k.Signal(ctx, id, r, run, unix.SIGKILL); err != nil {
-		return fmt.Errorf("kill container %s: %w", id, err)
+	err := k.Signal(ctx, id, r, run, unix.SIGKILL)
+	if err != nil {
+		err = fmt.Errorf("kill container %s: %w", id, err)
 	}
 	failpoint.Reach("container.killed")
-	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
-	if err != nil {
-		return err
+	group, openErr := cgroup.Open(cgroupsPath, k.SystemdCgroup)
+	if openErr != nil {
+		return errors.Join(err, openErr)
 	}
-	return group.Signal()
+	return errors.Join(err, group.Signal())
 }
 
 // signal sends a signal to the init. One that has ended is no error: its exit follows.
