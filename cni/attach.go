@@ -12,6 +12,7 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
+	"berth/internal/task"
 )
 
 // Attachment is how a pod is, or shall be, connected. Its zero value means not at
@@ -26,9 +27,9 @@ type Attachment struct {
 // a part of the chain may have done its work.
 //
 // Errors: InvalidArgument for a pod that fails Validate; FailedPrecondition for a
-// plugin that is not installed or refuses its configuration; DeadlineExceeded or
-// Canceled when ctx ended and the plugin was killed; Unavailable where the plugin
-// asks to try again; else Internal. A plugin's own error is a *types.Error in the chain.
+// plugin that is not installed or refuses its configuration; DeadlineExceeded for a plugin that
+// was killed, or, as Canceled, when ctx ended before one began; Unavailable where the plugin
+// asks to try again, or after Leave; else Internal. A plugin's own error is a *types.Error in the chain.
 func (n *Network) Add(ctx context.Context, att Attachment, pod Pod) (Result, error) {
 	if err := pod.Validate(); err != nil {
 		return Result{}, err
@@ -80,24 +81,24 @@ func (n *Network) Check(ctx context.Context, att Attachment, pod Pod) error {
 
 type operation func(context.Context, *libcni.NetworkConfigList, *libcni.RuntimeConf) error
 
-// operate runs one operation of one pod: under the gate, with a deadline.
+// operate runs one operation of one pod: under the gate, with a deadline of its own.
 func (n *Network) operate(ctx context.Context, att Attachment, pod Pod, verb string, op operation) error {
 	what := fmt.Sprintf("CNI %s of pod %s to network %q", verb, pod.ID, att.Network)
 	list, err := parseConf(att.ConfList, true)
 	if err != nil {
 		return errdefs.FailedPrecondition("%s: stored configuration: %w", what, err)
 	}
-	ctx, cancel := context.WithTimeout(ctx, n.cfg.Timeout)
-	defer cancel()
-	end := n.cfg.Waits.Begin("CNI GC to end", "pod "+pod.ID)
-	err = n.gate.Acquire(ctx, 1)
-	end()
-	if err != nil {
+	if err := n.awaitGC(ctx, pod); err != nil {
 		return errdefs.New(errdefs.Code(err), "%s: waiting for CNI GC: %w", what, err)
 	}
-	defer n.gate.Release(1)
-	err = op(ctx, list, pod.runtimeConf(att.IfName))
-	failpoint.Reach("cni.result-saved")
+	err = n.await(what, func() error {
+		defer n.gate.Release(1)
+		ctx, cancel := n.pluginContext(ctx)
+		defer cancel()
+		err := op(ctx, list, pod.runtimeConf(att.IfName))
+		failpoint.Reach("cni.result-saved")
+		return err
+	})
 	if errdefs.Code(err) == codes.Unknown { // libcni's own
 		return errdefs.Internal("%s: %w", what, err)
 	}
@@ -105,6 +106,54 @@ func (n *Network) operate(ctx context.Context, att Attachment, pod Pod, verb str
 		return fmt.Errorf("%s: %w", what, err)
 	}
 	return nil
+}
+
+// awaitGC waits until no GC runs.
+func (n *Network) awaitGC(ctx context.Context, pod Pod) error {
+	ctx, cancel := context.WithTimeout(ctx, n.cfg.Timeout)
+	defer cancel()
+	defer n.cfg.Waits.Begin("CNI GC to end", "pod "+pod.ID)()
+	return n.passGate(ctx, 1)
+}
+
+// passGate waits for the gate until ctx ends, or Leave is called.
+func (n *Network) passGate(ctx context.Context, weight int64) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(n.left, cancel)()
+	err := n.mayBegin(ctx)
+	if err == nil {
+		err = n.gate.Acquire(ctx, weight)
+	}
+	if err != nil && n.left.Err() != nil {
+		err = n.mayBegin(ctx)
+	}
+	return err
+}
+
+// mayBegin tells why no plugin is to be begun any more, or nil.
+func (n *Network) mayBegin(ctx context.Context) error {
+	if n.left.Err() != nil {
+		return errdefs.Unavailable("berth is stopping")
+	}
+	return ctx.Err()
+}
+
+// pluginContext is what plugins of one operation run under: it ends with their own time and with nothing else.
+func (n *Network) pluginContext(ctx context.Context) (context.Context, context.CancelFunc) {
+	return context.WithTimeout(context.WithoutCancel(ctx), n.cfg.Timeout)
+}
+
+// await runs what executes plugins and waits for its end, or for Leave.
+func (n *Network) await(what string, run func() error) error {
+	done := make(chan task.Outcome, 1)
+	go func() { done <- task.Catch(run) }() // ends before await, or with the process
+	select {
+	case outcome := <-done:
+		return outcome.Result()
+	case <-n.left.Done():
+		return errdefs.Unavailable("%s: berth is stopping, the plugin goes on", what)
+	}
 }
 
 // warnUnusedPorts logs host ports that no plugin of the network will open.

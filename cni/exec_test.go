@@ -64,33 +64,108 @@ func TestPluginFailures(t *testing.T) {
 	}
 }
 
-// A hung plugin ends with the context, and its children with it, though they
+// A hung plugin ends with the context that it runs under, and its children with it, though they
 // hold its output open, or have a session of their own.
 func TestHungPlugin(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", `sleep 1000 & echo $! >$record/child; setsid sh -c 'echo $$ >$record/apart; exec sleep 1000' & echo $$ >$record/self; wait`)
-	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
-	n := b.start()
+	r := &runner{log: testLog(t), runs: runs{dir: b.runs, log: testLog(t)}}
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	done := make(chan error, 1)
+	go func() {
+		_, err := r.ExecPlugin(ctx, b.bin+"/a", nil, []string{"CNI_COMMAND=DEL", "PATH=" + os.Getenv("PATH")})
+		done <- err
+	}()
+	self, child, apart := b.readPID("self"), b.readPID("child"), b.readPID("apart")
+	cancel()
+	err := <-done
+	if errdefs.Code(err) != codes.Canceled || !strings.Contains(err.Error(), "CNI plugin a did not end in time and was killed") {
+		t.Errorf("error %v (%v)", err, errdefs.Code(err))
+	}
+	eventually(t, "plugin and child are gone", func() bool { return isGone(self) && isGone(child) && isGone(apart) })
+	if left := readDir(t, b.runs); len(left) > 0 {
+		t.Errorf("still noted as running: %v", left)
+	}
+}
+
+// waits makes a plugin that works until the test lets it end.
+const waits = `echo $$ >$record/self; while [ ! -e $record/go ]; do sleep 0.01; done; ` + okResult
+
+// A caller that has no more time, or is told to end, does not end a plugin half-way, and waits for it.
+func TestCallerDoesNotEndPlugin(t *testing.T) {
 	for _, verb := range []string{"ADD", "DEL", "CHECK"} {
 		t.Run(verb, func(t *testing.T) {
-			must(t, os.RemoveAll(b.record+"/child"))
-			must(t, os.RemoveAll(b.record+"/self"))
-			must(t, os.RemoveAll(b.record+"/apart"))
+			b := newBed(t)
+			b.plugin("a", waits)
+			b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+			n := b.start()
 			ctx, cancel := context.WithCancel(context.Background())
-			defer cancel()
 			done := make(chan error, 1)
 			go func() { done <- runOperation(ctx, n, verb, b.plan(), testPod("p1")) }()
-			self, child, apart := b.readPID("self"), b.readPID("child"), b.readPID("apart")
+			b.readPID("self")
 			cancel()
-			err := <-done
-			if errdefs.Code(err) != codes.Canceled || !strings.Contains(err.Error(), "CNI plugin a did not end in time and was killed") {
-				t.Errorf("error %v (%v)", err, errdefs.Code(err))
-			}
-			eventually(t, "plugin and child are gone", func() bool { return isGone(self) && isGone(child) && isGone(apart) })
-			if left := readDir(t, b.runs); len(left) > 0 {
-				t.Errorf("still noted as running: %v", left)
+			must(t, os.WriteFile(b.record+"/go", nil, 0o600))
+			must(t, <-done)
+			if err := runOperation(ctx, n, verb, b.plan(), testPod("p2")); !errors.Is(err, context.Canceled) {
+				t.Errorf("an operation began although its caller had ended: %v", err)
 			}
 		})
+	}
+}
+
+// When the daemon leaves, who waits for a plugin is told, and the plugin goes on and stays noted for the next daemon.
+func TestLeave(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", waits)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	n := b.start()
+	done := make(chan error, 1)
+	go func() { done <- n.Del(context.Background(), b.plan(), testPod("p1")) }()
+	plugin := b.readPID("self")
+	n.Leave()
+	if err := <-done; errdefs.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "the plugin goes on") {
+		t.Errorf("error %v (%v)", err, errdefs.Code(err))
+	}
+	if isGone(plugin) || len(readDir(t, b.runs)) != 1 {
+		t.Error("the plugin was ended, or is not noted")
+	}
+	for _, verb := range []string{"ADD", "DEL", "CHECK"} {
+		if err := runOperation(context.Background(), n, verb, b.plan(), testPod("p2")); errdefs.Code(err) != codes.Unavailable {
+			t.Errorf("%s began: %v", verb, err)
+		}
+	}
+	if err := n.GC(context.Background(), nil); errdefs.Code(err) != codes.Unavailable {
+		t.Errorf("GC began: %v", err)
+	}
+	must(t, os.WriteFile(b.record+"/go", nil, 0o600))
+	eventually(t, "the plugin has ended by itself", func() bool { return isGone(plugin) && len(readDir(t, b.runs)) == 0 })
+	if calls := b.calls(); len(calls) != 1 {
+		t.Errorf("calls: %v", calls)
+	}
+}
+
+// A collection that nobody has time for begins no more plugins, and ends none.
+func TestGCEndsWithItsCaller(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", okResult)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	n := b.start()
+	b.add(testPod("p1"))
+	b.add(testPod("p2"))
+	b.forget()
+	b.plugin("a", waits)
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- n.GC(ctx, nil) }()
+	b.readPID("self")
+	cancel()
+	must(t, os.WriteFile(b.record+"/go", nil, 0o600))
+	if err := <-done; !errors.Is(err, context.Canceled) || strings.Contains(err.Error(), "killed") {
+		t.Errorf("error %v", err)
+	}
+	if calls := b.calls(); len(calls) != 1 || !strings.HasPrefix(calls[0], "a DEL") {
+		t.Errorf("calls: %v", calls)
 	}
 }
 

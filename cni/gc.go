@@ -20,16 +20,25 @@ import (
 //
 // valid must hold every pod that has, or is about to get, an attachment. GC waits for
 // running Add and Del calls and keeps new ones waiting until it is done, as the
-// specification demands: bound ctx accordingly.
+// specification demands. After Config.Timeout, or when ctx ends, no plugin is begun any more; one that runs has
+// its own time. Errors: Unavailable after Leave, DeadlineExceeded, else Internal.
 func (n *Network) GC(ctx context.Context, valid []Pod) error {
 	end := n.cfg.Waits.Begin("CNI operations to end before GC", "all networks")
-	err := n.gate.Acquire(ctx, wholeGate)
+	err := n.passGate(ctx, wholeGate)
 	end()
 	if err != nil {
 		return errdefs.New(errdefs.Code(err), "CNI GC: waiting for running operations: %w", err)
 	}
-	defer n.gate.Release(wholeGate)
+	return n.await("CNI GC", func() error {
+		defer n.gate.Release(wholeGate)
+		ctx, cancel := context.WithTimeout(ctx, n.cfg.Timeout)
+		defer cancel()
+		return n.collect(ctx, valid)
+	})
+}
 
+// collect is GC behind the gate. ctx bounds the beginning of plugins, not the plugins.
+func (n *Network) collect(ctx context.Context, valid []Pod) error {
 	cached, err := n.lib.GetCachedAttachments("")
 	if err != nil {
 		return errdefs.Internal("CNI GC: read recorded attachments: %w", err)
@@ -41,6 +50,9 @@ func (n *Network) GC(ctx context.Context, valid []Pod) error {
 	}
 	var errs []error
 	for _, a := range cached {
+		if err := n.mayBegin(ctx); err != nil {
+			return fmt.Errorf("CNI GC is not done: %w", errors.Join(append(errs, err)...))
+		}
 		list, err := parseConf(a.Config, true)
 		if err != nil {
 			errs = append(errs, fmt.Errorf("recorded configuration of pod %s: %w", a.ContainerID, err))
@@ -84,7 +96,7 @@ func addList(lists []*libcni.NetworkConfigList, list *libcni.NetworkConfigList) 
 
 func (n *Network) delStale(ctx context.Context, a *libcni.NetworkAttachment, list *libcni.NetworkConfigList) error {
 	n.log.Info("CNI GC deletes a stale attachment", "pod", a.ContainerID, "network", a.Network)
-	ctx, cancel := context.WithTimeout(ctx, n.cfg.Timeout)
+	ctx, cancel := n.pluginContext(ctx)
 	defer cancel()
 	err := n.lib.DelNetworkList(ctx, list, &libcni.RuntimeConf{
 		ContainerID:    a.ContainerID,
@@ -114,8 +126,11 @@ func (n *Network) gcNetwork(ctx context.Context, list *libcni.NetworkConfigList,
 	}
 	var errs []error
 	for _, p := range list.Plugins {
+		if err := n.mayBegin(ctx); err != nil {
+			return errors.Join(append(errs, err)...)
+		}
 		err := func() error {
-			ctx, cancel := context.WithTimeout(ctx, n.cfg.Timeout)
+			ctx, cancel := n.pluginContext(ctx)
 			defer cancel()
 			return n.runVerb(ctx, list, p, "GC", extra)
 		}()

@@ -14,6 +14,7 @@ import (
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
+	"berth/internal/task"
 )
 
 // NewNetNS makes a network namespace with its loopback interface up, which lives
@@ -172,23 +173,24 @@ func InNetNS(path string, fn func() error) error {
 // thread goes back to the scheduler only after its own namespace was restored,
 // and ends otherwise (Go ends the thread of a goroutine that returns locked). It
 // is restored rather than always ended because a process's main thread cannot
-// end, and would leave the whole process, as seen in /proc, in fn's namespace.
+// end, and would leave the whole process, as seen in /proc, in fn's namespace. A panic of fn is the caller's.
 func onThread(fn func() error) error {
-	done := make(chan error, 1)
+	done := make(chan task.Outcome, 1)
 	go func() {
 		runtime.LockOSThread()
 		own, err := os.Open("/proc/thread-self/ns/net")
 		if err != nil {
 			runtime.UnlockOSThread()
-			done <- errdefs.Internal("own network namespace: %w", err)
+			done <- task.Outcome{Err: errdefs.Internal("own network namespace: %w", err)}
 			return
 		}
 		defer own.Close()
-		err = fn()
+		outcome := task.Catch(fn)
 		if e := unix.Setns(int(own.Fd()), unix.CLONE_NEWNET); e == nil {
 			runtime.UnlockOSThread()
 		}
-		done <- err
+		done <- outcome
 	}()
-	return <-done
+	outcome := <-done
+	return outcome.Result()
 }

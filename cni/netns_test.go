@@ -212,3 +212,14 @@ func TestPinNetNS(t *testing.T) {
 		t.Errorf("what failed left a file: %v", err)
 	}
 }
+
+// A panic in a namespace is the caller's, who is guarded, and not the end of the daemon.
+func TestPanicInNetNS(t *testing.T) {
+	defer func() {
+		if p := recover(); p == nil || !strings.Contains(fmt.Sprint(p), "oh") || !strings.Contains(fmt.Sprint(p), "TestPanicInNetNS") {
+			t.Errorf("recovered %v", p)
+		}
+	}()
+	err := InNewNetNS(func() error { panic("oh") })
+	t.Errorf("no panic: %v", err)
+}

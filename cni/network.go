@@ -14,8 +14,9 @@
 // every Add, the failed ones too, until it returns nil, and never two operations
 // for one pod at the same time.
 //
-// When the context ends the plugin and all that it started are killed (strays.go). Plugins of a
-// daemon that is killed go on; New of the next one waits for them and ends those that hang. The pod's network namespace is made by NewNetNS, with its
+// A plugin that has begun ends by itself or is killed, with all that it started, after Config.Timeout (strays.go):
+// one that is killed half-way may not be able to go on where it was. A caller's context bounds what comes before that. Plugins of a
+// daemon that stops (Leave) or is killed go on; New of the next one waits for them and ends those that hang. The pod's network namespace is made by NewNetNS, with its
 // loopback interface up, so no loopback plugin is needed.
 //
 // Specification: CNI 1.1.0; configurations from 0.1.0 to 1.1.0 are understood.
@@ -42,7 +43,7 @@ import (
 const IfName = "eth0"
 
 const (
-	// DefaultTimeout bounds one ADD, DEL or CHECK where the caller's context does not. It is less than
+	// DefaultTimeout bounds one ADD, DEL or CHECK. It is less than
 	// half of what kubelet grants RunPodSandbox, so that the undo of a hung ADD has time too, and less than
 	// it grants StopPodSandbox, so that it is told which plugin hung.
 	DefaultTimeout = 110 * time.Second
@@ -79,6 +80,9 @@ type Network struct {
 	// forbids ADD and DEL while it runs. An operation holds 1, GC holds all.
 	gate *semaphore.Weighted
 
+	left  context.Context // ends with Leave
+	leave context.CancelFunc
+
 	stop context.CancelFunc
 	done sync.WaitGroup // the owner goroutine and its STATUS probes
 }
@@ -103,6 +107,7 @@ func New(cfg Config, log *slog.Logger) (*Network, error) {
 		refresh: make(chan struct{}, 1),
 		gate:    semaphore.NewWeighted(wholeGate),
 	}
+	n.left, n.leave = context.WithCancel(context.Background())
 	ctx, stop := context.WithCancel(context.Background())
 	n.stop = stop
 	if err := plugins.runs.endAll(ctx); err != nil {
@@ -130,6 +135,10 @@ func (c Config) validate() error {
 	}
 	return nil
 }
+
+// Leave is for a daemon that ends: no operation begins any more, and who waits for one gets Unavailable at once. Plugins
+// that run are not touched. They are noted in RunDir, for the next daemon.
+func (n *Network) Leave() { n.leave() }
 
 // Close stops following the directory and ends STATUS probes. Running Add, Del,
 // Check and GC calls are not affected.

@@ -60,6 +60,9 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	if err = m.plugins.AskToStart(ctx, m.describer(c)); err == nil {
 		started, err = m.launch.Container(ctx, p.described(), m.toLaunch(c, c.resources, c.rec.Limits))
 	}
+	if err != nil && ctx.Err() != nil && m.tasks.Operations.Context().Err() != nil {
+		return m.startInterrupted(ctx, c, err)
+	}
 	if err != nil {
 		return m.startFailed(c, err)
 	}
@@ -91,6 +94,17 @@ func (m *Manager) readyPod(id string) (*pod, error) {
 		return nil, errdefs.FailedPrecondition("pod sandbox %s is not ready: its pause has ended", p.id)
 	}
 	return p, nil
+}
+
+// startInterrupted makes a container created again whose start the end of the daemon has cancelled: it is not the
+// container that failed. What can't be taken back now the next daemon takes back, for the record says that it was being started.
+func (m *Manager) startInterrupted(ctx context.Context, c *container, cause error) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), process.KillWait)
+	defer cancel()
+	if err := m.takeStartBack(ctx, c); err != nil {
+		m.log.Error("take the start of a container back; the next daemon will", "container", c.id, "error", err)
+	}
+	return errdefs.Unavailable("start container %s: berth is stopping: %w", c.id, cause)
 }
 
 // startFailed publishes a container that never ran, and returns the cause.
@@ -242,7 +256,8 @@ func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.D
 	if timeout > 0 {
 		failpoint.Reach("container.signal")
 		if err := m.processes.Signal(ctx, c.id, m.runtimeOf(c), run.Running, stopSignal(c)); err != nil {
-			return fmt.Errorf("signal container %s: %w", c.id, err)
+			m.log.Warn("a container can't be asked to stop and is killed", "container", c.id, "error", err)
+			return m.killContainer(ctx, c)
 		}
 		failpoint.Reach("container.signalled")
 		end := m.tasks.BeginUpTo(timeout, "exit", c.String())

@@ -10,6 +10,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sync/semaphore"
+
 	"berth/checkpoint"
 	"berth/cni"
 	"berth/image"
@@ -95,7 +97,8 @@ type Manager struct {
 	containerRecs *checkpoint.Dir
 	appArmor      *lsm.AppArmor
 	selinux       lsm.SELinux
-	unfinished    []func() // what recover found half done; started at its end
+	unfinished    []func()            // what recover found half done; started at its end
+	recovering    *semaphore.Weighted // bounds what of that runs plugins at a time
 	events        *view.Events
 	census        *census.Counter
 	unmeasured    seldom.Seldom // warnings of usage that can't be kept
@@ -110,7 +113,7 @@ type Manager struct {
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images,
 		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
-		selinux: lsm.HostSELinux, tasks: task.NewRunner(cfg.Log, cfg.Waits)}
+		selinux: lsm.HostSELinux, tasks: task.NewRunner(cfg.Log, cfg.Waits), recovering: semaphore.NewWeighted(recoverAtOnce)}
 	m.dirs = layout.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
 	m.processes = process.Kit{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
 	m.events = view.NewEvents(m.podInfo, m.containerInfos)
@@ -151,26 +154,34 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	return m, nil
 }
 
-// What Close waits for after it told everything to end: a launch that is taken
-// back may need some time.
+// What Close waits for: operations under way, then, after it told everything to end, those that are taken back, a launch for
+// one, and the rest.
 const (
-	closeLimit      = 5 * time.Second
+	graceLimit      = 10 * time.Second
 	operationsLimit = 25 * time.Second
+	closeLimit      = 5 * time.Second
 )
 
 // Close stops the daemon's part of everything and leaves pods and containers
-// running. Operations under way are waited for until ctx ends; the next daemon
-// goes on with those that did not, and with what was being undone.
+// running. Operations under way are waited for, until ctx ends at most; the next daemon
+// goes on with those that did not end, and with what was being undone. CNI plugins are not interrupted: what
+// runs when everything else is told to end goes on without this daemon.
 func (m *Manager) Close(ctx context.Context) error {
 	m.tasks.Operations.Close()
 	m.tasks.Background.Close()
 	m.tasks.Background.Cancel()
-	err := m.tasks.Operations.Wait(ctx)
+	grace, cancel := context.WithTimeout(ctx, graceLimit)
+	defer cancel()
+	err := m.tasks.Operations.Wait(grace)
 	if err != nil {
 		err = fmt.Errorf("operations still under way: %w", err)
 	}
+	_ = m.tasks.Background.Wait(grace) // most of it ends at once, plugins may take their time; see below
 	m.tasks.Operations.Cancel()
-	ended := m.tasks.Operations.WaitFor(operationsLimit)
+	m.networks.Leave()
+	takingBack, cancel := context.WithTimeout(ctx, operationsLimit)
+	defer cancel()
+	ended := m.tasks.Operations.Wait(takingBack)
 	err = errors.Join(err, ended)
 	m.tasks.Watchers.Close() // operations wait for exits, so watchers end after them
 	m.tasks.Watchers.Cancel()

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"os"
 	"sync/atomic"
-	"time"
 
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -46,7 +45,7 @@ func (p *pod) Visible() bool  { return p.info.Load() != nil }
 // being started, returns that one.
 //
 // Errors: InvalidArgument for a config that can't be, AlreadyExists for an identity in
-// use with another content, NotFound for an unknown handler, Unavailable without a CNI config.
+// use with another content, NotFound for an unknown handler, FailedPrecondition without a CNI config.
 func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string) (string, error) {
 	if err := m.checkPodConfig(config, handler); err != nil {
 		return "", err
@@ -217,13 +216,13 @@ func (m *Manager) publishPauseless(p *pod) {
 	m.events.PodChanged(p.info.Swap(info), info)
 }
 
-// abandonPod undoes a pod that could not be started. It has its own time: the
+// abandonPod undoes a pod that could not be started. It has its own time, in which a DEL may hang as long as the ADD before it: the
 // operation's may be used up. What can't be undone now is tried again and again.
 func (m *Manager) abandonPod(p *pod) {
 	undo := func(ctx context.Context) error {
 		return m.tasks.WithTurn(ctx, p.turn, "undo", p.String(), func() error { return m.erasePod(ctx, p) })
 	}
-	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), task.Limit)
 	defer cancel()
 	if err := m.tasks.Guard("undo", p.String(), func() error { return undo(ctx) }); err != nil {
 		m.log.Error("undo of a pod that did not start", "pod", p.id, "error", err)

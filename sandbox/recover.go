@@ -65,6 +65,24 @@ func (m *Manager) later(what, object string, do func(context.Context) error) {
 	m.unfinished = append(m.unfinished, func() { m.tasks.InBackground(what, object, do) })
 }
 
+// recoverAtOnce bounds how many pods of an earlier daemon are taken down at a time: after a reboot it is all of them, and each has plugins.
+const recoverAtOnce = 8
+
+// laterWithPod is later for what takes a pod down. It waits in line without the pod's turn, so that a client who asks for the same is
+// served at once.
+func (m *Manager) laterWithPod(what string, p *pod, do func(context.Context) error) {
+	m.later(what, p.String(), func(ctx context.Context) error {
+		end := m.tasks.BeginOpen("other pods of an earlier daemon to be taken down", p.String())
+		err := m.recovering.Acquire(ctx, 1)
+		end()
+		if err != nil {
+			return fmt.Errorf("wait for other pods to be taken down: %w", err)
+		}
+		defer m.recovering.Release(1)
+		return m.tasks.WithTurn(ctx, p.turn, what, p.String(), func() error { return do(ctx) })
+	})
+}
+
 func (m *Manager) loadPodCIDR() error {
 	damaged, err := m.networks.Load()
 	m.logDamaged("runtime", damaged)
@@ -120,9 +138,7 @@ func (m *Manager) logDamaged(kind string, damaged []checkpoint.Damaged) {
 // recoverPod decides by phase. No turn is needed: nobody else knows the manager yet.
 func (m *Manager) recoverPod(p *pod) error {
 	if p.rec.Phase == record.PodStarting || p.rec.Phase == record.Removing { // never reported, or to go
-		m.later("undo", p.String(), func(ctx context.Context) error {
-			return m.tasks.WithTurn(ctx, p.turn, "undo", p.String(), func() error { return m.erasePod(ctx, p) })
-		})
+		m.laterWithPod("undo", p, func(ctx context.Context) error { return m.erasePod(ctx, p) })
 		return nil
 	}
 	sum, err := join.Of(p.config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: p.rec.Handler})
@@ -144,9 +160,7 @@ func (m *Manager) recoverPod(p *pod) error {
 	case p.rec.Phase != record.PodStopped:
 		return fmt.Errorf("its record has the unknown phase %q", p.rec.Phase)
 	}
-	m.later("stop", p.String(), func(ctx context.Context) error { // perhaps it was half done
-		return m.tasks.WithTurn(ctx, p.turn, "stop", p.String(), func() error { return m.stopPod(ctx, p) })
-	})
+	m.laterWithPod("stop", p, func(ctx context.Context) error { return m.stopPod(ctx, p) }) // perhaps it was half done
 	return nil
 }
 
@@ -257,7 +271,7 @@ func (m *Manager) publishLost(ctx context.Context, c *container, ids shim.Launch
 	return nil
 }
 
-// takeStartBack makes a container created again that an earlier daemon was about to start, so that the start
+// takeStartBack makes a container created again that a daemon was about to start when it ended, so that the start
 // can be tried again: who asked for it was not told that it failed. Its launcher has undone what it did, or was lost. A
 // command that ran for the moment until the launcher noticed that its daemon was gone runs once more, as it would if kubelet
 // made the container anew.

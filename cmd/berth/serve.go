@@ -11,7 +11,6 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime/debug"
-	"time"
 
 	"github.com/coreos/go-systemd/v22/activation"
 	"github.com/coreos/go-systemd/v22/daemon"
@@ -32,10 +31,6 @@ import (
 	"berth/sandbox/handler"
 	"berth/sandbox/plugins"
 	"berth/server"
-)
-
-const (
-	closeTimeout = 10 * time.Second // for operations under way when the daemon stops
 )
 
 func newServeCommand() *cobra.Command {
@@ -99,6 +94,8 @@ func setUpProcess() {
 func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error) {
 	closing := cleanup.New()
 	defer closing.Run(&err)
+	end := newEnding(stopLimit)
+	defer context.AfterFunc(ctx, func() { end.deadline() })() // it begins with the signal, or with the first thing that is closed
 
 	memory := limitMemory(log)
 	if err := lockDirectories(cfg, closing); err != nil {
@@ -124,14 +121,14 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	if err != nil {
 		return err
 	}
-	closing.Add("close image store", images.Close)
+	closing.Add("close image store", end.closer(images.Close))
 	networkCfg := networkConfig(cfg)
 	networkCfg.RunDir, networkCfg.Waits = filepath.Join(cfg.State, "cni"), waits
 	network, err := cni.New(networkCfg, log)
 	if err != nil {
 		return err
 	}
-	closing.Add("close network", func() error { network.Close(); return nil })
+	closing.Add("close network", end.closer(func() error { network.Close(); return nil }))
 	plugins, err := newPlugins(cfg, waits, log)
 	if err != nil {
 		return err
@@ -140,7 +137,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	if err != nil {
 		return err
 	}
-	closing.Add("close sandboxes", func() error { return closeSandboxes(pods) })
+	closing.Add("close sandboxes", end.within(pods.Close))
 	if err := images.CollectGarbage(ctx); err != nil { // they are in nobody's way
 		log.Error("layers that nobody needs stay until others are deleted", "error", err)
 	}
@@ -148,7 +145,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	if err != nil {
 		return err
 	}
-	closing.Add("end streaming sessions", serveStreaming(sessions, log))
+	closing.Add("end streaming sessions", end.closer(serveStreaming(sessions, log)))
 	return announce(ctx, listener, server.New(serverConfig(cfg, node, network, sessions, waits), pods, images, log), waits, log)
 }
 
@@ -317,11 +314,4 @@ func serverConfig(cfg *config.Config, node *node, network *cni.Network, sessions
 		PassedLimit:    waits.PassedLimit,
 		Sessions:       sessions,
 	}
-}
-
-// closeSandboxes gives operations under way some time to end.
-func closeSandboxes(pods *sandbox.Manager) error {
-	ctx, cancel := context.WithTimeout(context.Background(), closeTimeout)
-	defer cancel()
-	return pods.Close(ctx)
 }

@@ -32,6 +32,7 @@ const (
 	WorkFlood     = "work flood"   // 2 MiB
 	WorkKill      = "work kill"    // kills the daemon with SIGKILL
 	WorkLeave     = "work leave"   // leaves a child and ends well
+	WorkPause     = "work pause"   // until its mood is another one; then it ends well, see Resumed
 	failMoodStart = "fail "        // an error of the plugin's own, a number of times
 )
 
@@ -64,6 +65,11 @@ nothing) ;;
 flood) head -c 2097152 /dev/zero ;;
 kill) leave; kill -KILL $PPID; wait ;;
 leave) leave; echo "$result" ;;
+pause)
+	echo "$CNI_CONTAINERID" >>$dir/left
+	while [ "$(cat $dir/$CNI_COMMAND)" = "work pause" ]; do sleep 0.05; done
+	echo "$CNI_CONTAINERID" >>$dir/resumed
+	echo "$result" ;;
 fail*)
 	n=${mood#fail }
 	if [ $n -gt 1 ]; then echo "fail $((n - 1))" >$dir/$CNI_COMMAND; else rm $dir/$CNI_COMMAND; fi
@@ -103,7 +109,7 @@ func (p *Plugin) Calls(verb string) (ids []string) {
 	return ids
 }
 
-// AwaitChildren waits until the plugin has left its children behind once more than n times.
+// AwaitChildren waits until the plugin has left its children behind, or paused, once more than n times.
 func (p *Plugin) AwaitChildren(t *testing.T, n int) {
 	t.Helper()
 	harness.Eventually(t, "the plugin "+p.Name+" misbehaves", func() error {
@@ -114,5 +120,8 @@ func (p *Plugin) AwaitChildren(t *testing.T, n int) {
 	})
 }
 
-// Left is how often the plugin has left children behind.
+// Resumed is how often the plugin has ended after a pause.
+func (p *Plugin) Resumed() int { return len(machine.ReadLines(filepath.Join(p.dir, "resumed"))) }
+
+// Left is how often the plugin has left children behind, or paused.
 func (p *Plugin) Left() int { return len(machine.ReadLines(filepath.Join(p.dir, "left"))) }

@@ -2,9 +2,11 @@ package scarcity
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
+	"syscall"
 	"testing"
 	"time"
 
@@ -324,4 +326,57 @@ func TestLostRecord(t *testing.T) {
 			harness.Must(t, os.RemoveAll(filepath.Join(d.Root, "pods", "set-aside"))) // or the leak check would find it
 		})
 	}
+}
+
+// A daemon that is told to stop does not interrupt a plugin, whoever wanted it: the next one could not go on in the middle of what it did.
+func TestStopInterruptsNoPlugin(t *testing.T) {
+	plugin := moody.NewPlugin(t, "bridge")
+	d := harness.StartDaemon(t, plugin.Option)
+	stopWhilePaused := func(t *testing.T, exitCode int) {
+		t.Helper()
+		plugin.AwaitChildren(t, plugin.Resumed())
+		d.Disconnect(t)
+		d.Signal(t, syscall.SIGTERM)
+		harness.Equal(t, "the daemon's exit code", d.Cmd.ProcessState.ExitCode(), exitCode)
+		before := plugin.Resumed()
+		plugin.Is(t, "ADD", "")
+		plugin.Is(t, "DEL", "")
+		harness.Eventually(t, "the plugin ends by itself", func() error {
+			if plugin.Resumed() == before {
+				return errors.New("it was killed, or does not end")
+			}
+			return nil
+		})
+		d.Start(t)
+	}
+	inBackground := func(call func() error) <-chan error {
+		ended := make(chan error, 1)
+		go func() { ended <- call() }()
+		return ended
+	}
+	t.Run("of a client's request", func(t *testing.T) {
+		config := d.PodConfig(t)
+		plugin.Is(t, "ADD", moody.WorkPause)
+		ended := inBackground(func() error { _, err := d.Cri.RunPodSandbox(t.Context(), config, ""); return err })
+		stopWhilePaused(t, 1)
+		if <-ended == nil {
+			t.Error("the request succeeded")
+		}
+		pod := d.RunPodConfig(t, config)
+		plugin.Is(t, "DEL", moody.WorkPause)
+		ended = inBackground(func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) })
+		stopWhilePaused(t, 1)
+		if <-ended == nil {
+			t.Error("the request succeeded")
+		}
+		pod.Remove(t)
+	})
+	t.Run("of another try to undo", func(t *testing.T) {
+		plugin.Is(t, "ADD", moody.Fail(1))
+		plugin.Is(t, "DEL", moody.Fail(1))
+		_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t), "")
+		harness.WantCode(t, err, codes.Unavailable, "no room in the inn")
+		plugin.Is(t, "DEL", moody.WorkPause)
+		stopWhilePaused(t, 0)
+	})
 }

@@ -190,7 +190,10 @@ func (p *Plugins) checkSocket() error {
 	return errdefs.New(codes.FailedPrecondition, "NRI socket %s is another runtime's: set nri_socket, or nri to false", p.cfg.Socket)
 }
 
-// Close kills the plugins that Start started, accepts no more, and waits for updates that plugins asked for when
+// closeLimit is what updates under way and programs that were killed may take to end.
+const closeLimit = 5 * time.Second
+
+// Close kills the plugins that Start started, accepts no more, and waits a while for updates that plugins asked for when
 // they registered. Where Start gave up, its work under way ends with the process.
 func (p *Plugins) Close() {
 	p.own.Close()
@@ -199,7 +202,9 @@ func (p *Plugins) Close() {
 		return // the library stops nothing before it has started everything
 	}
 	p.adaptation.Stop()
-	_ = p.own.Wait(context.Background()) // which never ends
+	if err := p.own.WaitFor(closeLimit); err != nil {
+		p.cfg.Log.Warn("NRI: plugins, or updates that they asked for, do not end and are left behind", "error", err)
+	}
 }
 
 // Hold keeps plugins that register from being told the state of things until release is called, which must always be.

@@ -88,5 +88,7 @@ func (p *Plugins) awaitProgram(process *os.File) error {
 	if err := pidfd.Signal(process, unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return err
 	}
-	return pidfd.Wait(context.Background(), process) // it was killed
+	ctx, cancel := context.WithTimeout(context.Background(), closeLimit)
+	defer cancel()
+	return pidfd.Wait(ctx, process)
 }

@@ -83,7 +83,7 @@ func (n *Networks) Load() (damaged []checkpoint.Damaged, err error) {
 	})
 }
 
-// Plan decides what a pod is to be attached with, and notes it in the record. Unavailable without a
+// Plan decides what a pod is to be attached with, and notes it in the record. FailedPrecondition without a
 // configuration, InvalidArgument for a pod that plugins can't be told of.
 func (n *Networks) Plan(rec *record.Pod, config *runtimeapi.PodSandboxConfig) error {
 	attachment, err := n.network.Plan()
@@ -146,12 +146,12 @@ func (n *Networks) DetachUnrecorded(ctx context.Context, id, netns string) error
 	return nil
 }
 
-// gcLimit bounds the collection at start, which pods wait for.
+// gcLimit bounds the start's wait for the collection. Pods that come before its end wait for it.
 const gcLimit = 10 * time.Second
 
 // Collect gives back what networks hold for pods that are not among these: of records that were
-// lost. It runs before the first request, so that every pod there can be is known. A plugin that can't do it
-// keeps nobody from starting.
+// lost. It begins before the first request, so that every pod there can be is known. A plugin that can't do it, or
+// takes long, keeps nobody from starting.
 func (n *Networks) Collect(ctx context.Context, pods iter.Seq2[*record.Pod, *runtimeapi.PodSandboxConfig]) {
 	var valid []cni.Pod
 	for rec, config := range pods {
@@ -165,13 +165,27 @@ func (n *Networks) Collect(ctx context.Context, pods iter.Seq2[*record.Pod, *run
 		}
 		valid = append(valid, pod)
 	}
-	ctx, cancel := context.WithTimeout(ctx, gcLimit)
-	defer cancel()
-	defer n.tasks.Begin("CNI GC", "all networks")()
-	if err := n.network.GC(ctx, valid); err != nil {
-		n.log.Warn("collect what networks hold for pods that are gone", "error", err)
+	ended := make(chan struct{})
+	n.tasks.Background.Spawn(func() {
+		defer close(ended)
+		defer n.tasks.Begin("CNI GC", "all networks")()
+		err := n.tasks.Guard("collect", "what networks hold", func() error { return n.network.GC(n.tasks.Background.Context(), valid) })
+		if err != nil {
+			n.log.Warn("collect what networks hold for pods that are gone", "error", err)
+		}
+	}) // nothing closes Background while the daemon starts
+	limit := time.NewTimer(gcLimit)
+	defer limit.Stop()
+	select {
+	case <-ended:
+	case <-ctx.Done():
+	case <-limit.C:
+		n.log.Warn("CNI GC takes long: the start goes on without it, new pods wait for it")
 	}
 }
+
+// Leave is for a daemon that ends: who waits for plugins waits no more, and the plugins go on.
+func (n *Networks) Leave() { n.network.Leave() }
 
 // cniPod is the pod as plugins see it: the same for ADD and DEL. It fails only for what Plan refuses,
 // now or in an older berth, so plugins were never told of such a pod.
