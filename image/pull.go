@@ -187,6 +187,11 @@ func (s *Store) download(ctx context.Context, repo *registry.Repository, l regis
 // downloadFrom streams a layer from the network through its checks into the layer
 // store, beginning with the host of the given number.
 func (s *Store) downloadFrom(ctx context.Context, repo *registry.Repository, l registry.Layer, first int, received *atomic.Int64) error {
+	giveBack, err := s.turns.take(ctx, repo.Reference().Domain)
+	if err != nil {
+		return err
+	}
+	defer giveBack()
 	blob, err := repo.Blob(ctx, l.Blob, first, func(n int) { received.Add(int64(n)) })
 	if err != nil {
 		return err

@@ -35,6 +35,7 @@ type Config struct {
 	Driver               string           // form of layers, a rootfs.Kind; empty: directory
 	Pinned               []string         // references or IDs of images that kubelet must not collect
 	MaxParallelDownloads int              // layers of one pull fetched at a time; 0: DefaultParallelDownloads
+	MaxUnpacking         int              // layers of all pulls unpacked at a time; 0: DefaultUnpacking
 	StallTimeout         time.Duration    // longest wait for a byte of a transfer; 0: one minute
 	Platform             ocispec.Platform // zero: this machine's
 	DockerConfig         string           // docker's config.json with credentials; empty: none
@@ -44,6 +45,9 @@ type Config struct {
 // DefaultParallelDownloads is how many layers one pull fetches at a time where
 // nothing is configured.
 const DefaultParallelDownloads = 8
+
+// DefaultUnpacking is how many layers are unpacked at a time where nothing is configured. Each takes some megabytes.
+const DefaultUnpacking = 64
 
 // Store is the node's image store.
 type Store struct {
@@ -60,6 +64,7 @@ type Store struct {
 
 	refs    *layerRefs
 	flights *flights
+	turns   *turns
 	pulls   pulls
 	pullID  atomic.Uint64
 
@@ -112,6 +117,9 @@ func newStore(cfg Config, layers *layer.Store, records *checkpoint.Dir, pinned m
 	if cfg.MaxParallelDownloads <= 0 {
 		cfg.MaxParallelDownloads = DefaultParallelDownloads
 	}
+	if cfg.MaxUnpacking <= 0 {
+		cfg.MaxUnpacking = DefaultUnpacking
+	}
 	if cfg.Platform.OS == "" {
 		cfg.Platform = registry.DefaultPlatform()
 	}
@@ -123,6 +131,7 @@ func newStore(cfg Config, layers *layer.Store, records *checkpoint.Dir, pinned m
 		writing:  make(chan struct{}, 1),
 		refs:     newLayerRefs(),
 		flights:  newFlights(ctx, log),
+		turns:    newTurns(cfg.MaxUnpacking),
 		ctx:      ctx,
 		shutdown: cancel,
 	}

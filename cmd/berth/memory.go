@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/image"
 	"berth/internal/memlimit"
 )
 
@@ -39,12 +40,12 @@ func limitMemory(log *slog.Logger) (limit int64) {
 const unpackerShare = 32 << 20
 
 // unpackersFor returns how many layers may be unpacked at a time with that memory limit: each is unpacked by a
-// process of the daemon's cgroup. 0: any number.
+// process of the daemon's cgroup. 0: as many as usual.
 func unpackersFor(limit int64) int {
 	if limit == 0 {
 		return 0
 	}
-	return int(max(1, (1-ownShare)*float64(limit)/unpackerShare))
+	return int(min(image.DefaultUnpacking, max(1, (1-ownShare)*float64(limit)/unpackerShare)))
 }
 
 // releaseStartup gives back the memory that only starting needed: garbage of

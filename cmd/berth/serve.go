@@ -112,12 +112,12 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 		return err
 	}
 	waits := watchWaits(cfg, closing, log)
-	unpacker, err := process.Open(node.unpack, cfg.StallTimeout.Duration, unpackersFor(memory), log)
+	unpacker, err := process.Open(node.unpack, cfg.StallTimeout.Duration, log)
 	if err != nil {
 		return err
 	}
 	closing.Add("close berth-unpack", unpacker.Close)
-	images, err := image.Open(ctx, imageConfig(cfg, unpacker.Unpack, waits), log)
+	images, err := image.Open(ctx, imageConfig(cfg, unpacker.Unpack, unpackersFor(memory), waits), log)
 	if err != nil {
 		return err
 	}
@@ -227,7 +227,7 @@ func ignoreClosed(err error) error {
 	return err
 }
 
-func imageConfig(cfg *config.Config, u layer.Unpacker, waits *task.Waits) image.Config {
+func imageConfig(cfg *config.Config, u layer.Unpacker, unpackers int, waits *task.Waits) image.Config {
 	pinned := cfg.PinnedImages
 	if cfg.PauseImage != "" {
 		pinned = append([]string{cfg.PauseImage}, pinned...)
@@ -239,6 +239,7 @@ func imageConfig(cfg *config.Config, u layer.Unpacker, waits *task.Waits) image.
 		RegistryDirs:         cfg.RegistryDirs,
 		Pinned:               pinned,
 		MaxParallelDownloads: cfg.MaxParallelDownloads,
+		MaxUnpacking:         unpackers,
 		StallTimeout:         cfg.StallTimeout.Duration,
 		DockerConfig:         cfg.DockerConfig,
 		Waits:                waits,

@@ -30,7 +30,6 @@ import (
 	"time"
 	"unicode"
 
-	"golang.org/x/sync/semaphore"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
@@ -46,23 +45,18 @@ import (
 type Program struct {
 	exe   *os.File // as it was when the daemon started, whatever is installed meanwhile
 	stall time.Duration
-	turns *semaphore.Weighted               // one for each process; nil: any number
 	most  func(unpack.Limits) time.Duration // worker.CPULimit
 	log   *slog.Logger
 }
 
 // Open opens the program at path. A process that takes no bytes and tells of no progress for the time of
-// stall is killed. No more than most run at a time, and others wait; 0: any number. The caller closes the program.
-func Open(path string, stall time.Duration, most int, log *slog.Logger) (*Program, error) {
+// stall is killed. The caller closes the program.
+func Open(path string, stall time.Duration, log *slog.Logger) (*Program, error) {
 	exe, err := os.Open(path)
 	if err != nil {
 		return nil, fmt.Errorf("berth-unpack: %w", err)
 	}
-	p := &Program{exe: exe, stall: stall, most: worker.CPULimit, log: log}
-	if most > 0 {
-		p.turns = semaphore.NewWeighted(int64(most))
-	}
-	return p, nil
+	return &Program{exe: exe, stall: stall, most: worker.CPULimit, log: log}, nil
 }
 
 // Close closes the program. No Unpack may be running or be called later.
@@ -73,12 +67,6 @@ func (p *Program) Close() error { return p.exe.Close() }
 // any layer can need, and Internal where it could not be started or broke the rules.
 func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 	job.Limits = job.Limits.WithDefaults()
-	if p.turns != nil {
-		if err := p.turns.Acquire(ctx, 1); err != nil {
-			return unpack.Result{}, fmt.Errorf("wait for other layers to be unpacked: %w", err)
-		}
-		defer p.turns.Release(1)
-	}
 	w, err := p.start(tree, job)
 	if err != nil {
 		return unpack.Result{}, errdefs.Internal("start berth-unpack: %w", err)

@@ -67,7 +67,7 @@ func run(m *testing.M) int {
 
 func open(t testing.TB, path string, stall time.Duration) *Program {
 	t.Helper()
-	p, err := Open(path, stall, 0, slog.New(slog.DiscardHandler))
+	p, err := Open(path, stall, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}

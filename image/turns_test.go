@@ -1,0 +1,82 @@
+package image
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/opencontainers/go-digest"
+
+	"berth/image/registry/registrytest"
+)
+
+// A registry gets no more turns than it leaves, whatever the number; all of them come back.
+func TestTurns(t *testing.T) {
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+	for most, want := range map[int][]int{1: {1, 0}, 2: {1, 1, 0}, 3: {2, 1, 0}, 8: {4, 2, 1, 1, 0}, 64: {32, 16, 8, 4, 2, 1, 1, 0}} {
+		turns := newTurns(most)
+		var back []func()
+		for i, n := range want {
+			registry := string(rune('a' + i))
+			for range n {
+				giveBack, err := turns.take(t.Context(), registry)
+				if err != nil {
+					t.Fatal(err)
+				}
+				back = append(back, giveBack)
+			}
+			if _, err := turns.take(gone, registry); !errors.Is(err, context.Canceled) {
+				t.Errorf("of %d turns registry %d has more than %d: %v", most, i, n, err)
+			}
+		}
+		var waiting sync.WaitGroup
+		for range 10 {
+			waiting.Go(func() {
+				giveBack, err := turns.take(t.Context(), "a")
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				giveBack()
+			})
+		}
+		for _, giveBack := range back {
+			giveBack()
+		}
+		waiting.Wait()
+		if turns.free != most || len(turns.by) != 0 {
+			t.Errorf("%d of %d turns have come back; %v", turns.free, most, turns.by)
+		}
+	}
+}
+
+// A registry that sends nothing more keeps no other one's images from being pulled.
+func TestSlowRegistryStarvesNobody(t *testing.T) {
+	slow, other := registrytest.New(t), registrytest.New(t)
+	s := openStore(t, Config{MaxUnpacking: 2})
+	held := gzipped(t, "f", "1")
+	slow.PutImage("app", "v1", "", held)
+	other.PutImage("app", "v1", "", gzipped(t, "f", "2"))
+	gate := gateBlob(slow, held.Blob)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := pullLater(ctx, s, slow.Host()+"/app:v1")
+	<-gate.arrived
+	more := gzipped(t, "f", "3")
+	slow.PutImage("more", "v1", "", more)
+	waits := pullLater(ctx, s, slow.Host()+"/more:v1")
+	eventually(t, "both layers of the slow one are under way", downloading(s, 2))
+	pull(t, s, other.Host()+"/app:v1")
+	if n := slow.Count(digest.FromBytes(more.Blob).String()); n != 0 {
+		t.Errorf("the slow registry was asked for another layer %d times", n)
+	}
+	cancel()
+	for _, ended := range []<-chan error{done, waits} {
+		if err := <-ended; err == nil || !strings.Contains(err.Error(), "canceled") {
+			t.Errorf("got %v", err)
+		}
+	}
+	close(gate.open)
+}
