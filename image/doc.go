@@ -4,7 +4,10 @@
 //
 // # Contract
 //
-// An image is identified by the digest of its configuration. It exists from the
+// An image is identified by the digest of its configuration. That names the tars of its layers, not the
+// blobs; what a blob became is not given to who asked for another (package layer). So the image that comes second with
+// the configuration of one that is here, and with other blobs, is another image: its ID is made of the digests
+// of both. An image exists from the
 // moment its record is durable, which is after all its layers are; before that
 // nothing of it is visible, and what a failed pull leaves behind is deleted.
 // Images are immutable: List and Get read a snapshot behind an atomic pointer and

@@ -10,19 +10,20 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
+	"berth/image/layer"
 	"berth/image/registry"
 	"berth/internal/errdefs"
 )
 
 // Image is an image of the node. It is shared: nobody changes it.
 type Image struct {
-	ID          string   // "sha256:" and the digest of the configuration
+	ID          string   // "sha256:" and the digest of the configuration, or see record.otherID
 	RepoTags    []string // normalized name:tag, sorted
 	RepoDigests []string // normalized name@digest, sorted
 	Size        uint64   // bytes on disk: layers, shared ones in full, and configuration
 	Pinned      bool     // kubelet must not collect it
 	Config      ocispec.Image
-	Layers      []digest.Digest // diffIDs, bottom first
+	Layers      []digest.Digest // names in the layer store, bottom first
 }
 
 // index is an immutable snapshot of all images.
@@ -110,13 +111,16 @@ type record struct {
 	Digests  []string `json:"digests,omitempty"`
 	Size     uint64   `json:"size"`   // of the layers, bytes on disk
 	Config   []byte   `json:"config"` // as the registry has it: the ID is its digest
+	// Blobs are the layers as the registry has them, bottom first. Up to 0.2.0 there are none: layers were
+	// named by the tars that the configuration names.
+	Blobs []digest.Digest `json:"blobs,omitempty"`
 }
 
 // Where records are in the store, their kind and the schema version of record.
 const (
 	recordsDir    = "records"
 	recordKind    = "image"
-	recordVersion = 1
+	recordVersion = 2 // 1, up to 0.2.0: without Blobs
 )
 
 // decodeRecord reads a record and checks that it is that of the image id.
@@ -125,11 +129,11 @@ func decodeRecord(id string, body []byte) (record, error) {
 	if err := json.Unmarshal(body, &rec); err != nil {
 		return rec, fmt.Errorf("decode: %w", err)
 	}
-	if got := digest.FromBytes(rec.Config).String(); got != id {
-		return rec, fmt.Errorf("digest of the configuration is %s, not %s", got, id)
-	}
 	if _, err := rec.config(); err != nil {
 		return rec, err
+	}
+	if got := digest.FromBytes(rec.Config).String(); got != id && rec.otherID() != id {
+		return rec, fmt.Errorf("digest of the configuration is %s, not %s", got, id)
 	}
 	return rec, nil
 }
@@ -144,7 +148,38 @@ func (r record) config() (ocispec.Image, error) {
 			return c, fmt.Errorf("layer %q: %w", d, err)
 		}
 	}
+	if len(r.Blobs) > 0 && len(r.Blobs) != len(c.RootFS.DiffIDs) {
+		return c, fmt.Errorf("%d blobs, %d layers in the configuration", len(r.Blobs), len(c.RootFS.DiffIDs))
+	}
+	for _, b := range r.Blobs {
+		if err := b.Validate(); err != nil {
+			return c, fmt.Errorf("blob %q: %w", b, err)
+		}
+	}
 	return c, nil
+}
+
+// layers returns the names of the image's layers in the layer store, bottom first.
+func (r record) layers() []digest.Digest {
+	c, _ := r.config() // parsed before, see newIndex
+	names := make([]digest.Digest, 0, len(c.RootFS.DiffIDs))
+	for i, diffID := range c.RootFS.DiffIDs {
+		from := layer.Source{DiffID: diffID}
+		if len(r.Blobs) > 0 {
+			from.Blob = r.Blobs[i]
+		}
+		names = append(names, from.Name())
+	}
+	return names
+}
+
+// otherID is the ID of an image whose configuration has another image of the node, with other blobs.
+func (r record) otherID() string {
+	var all strings.Builder
+	for _, d := range append([]digest.Digest{digest.FromBytes(r.Config)}, r.layers()...) {
+		all.WriteString("image " + d.String() + "\n")
+	}
+	return digest.FromString(all.String()).String()
 }
 
 // image returns the public form of a record.
@@ -156,7 +191,7 @@ func (r record) image(id string, pinned map[string]bool) *Image {
 		RepoDigests: slices.Sorted(slices.Values(r.Digests)),
 		Size:        r.Size + uint64(len(r.Config)),
 		Config:      c,
-		Layers:      c.RootFS.DiffIDs,
+		Layers:      r.layers(),
 	}
 	for _, name := range append(slices.Concat(r.Tags, r.Digests), id) {
 		img.Pinned = img.Pinned || pinned[name]
@@ -170,6 +205,9 @@ func (r record) diskSize() uint64 {
 	n := frame + base64.StdEncoding.EncodedLen(len(r.Config))
 	for _, name := range slices.Concat(r.Tags, r.Digests) {
 		n += len(name) + len(`"",`)
+	}
+	for _, b := range r.Blobs {
+		n += len(b) + len(`"",`)
 	}
 	return uint64((n + block - 1) / block * block)
 }

@@ -8,12 +8,14 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
+	"berth/image/layer"
 	"berth/image/registry"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
@@ -113,7 +115,7 @@ func (s *Store) unchanged(ctx context.Context, repo *registry.Repository) *Image
 // fetch gets the layers that are missing and commits the image. What it has
 // fetched when it fails is deleted, unless somebody else needs it.
 func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *registry.Image, tracks []*layerTrack) (*Image, error) {
-	chain := img.Config.RootFS.DiffIDs
+	chain := layersOf(img)
 	owner := fmt.Sprintf("pull %d", s.pullID.Add(1))
 	end := s.cfg.Waits.Begin("layers that are being deleted", "image "+repo.Reference().String())
 	err := s.refs.acquire(ctx, owner, chain)
@@ -145,11 +147,25 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	return s.commit(ctx, repo.Reference(), img)
 }
 
+// sourceOf is what a layer is made from.
+func sourceOf(l registry.Layer) layer.Source {
+	return layer.Source{Blob: l.Blob.Digest, DiffID: l.DiffID}
+}
+
+// layersOf returns the names of an image's layers in the layer store, bottom first.
+func layersOf(img *registry.Image) []digest.Digest {
+	names := make([]digest.Digest, 0, len(img.Layers))
+	for _, l := range img.Layers {
+		names = append(names, sourceOf(l).Name())
+	}
+	return names
+}
+
 // fetchLayer makes sure that a layer is here, by a download that other pulls may
 // share. If the download of another pull fails, it tries one of its own.
 func (s *Store) fetchLayer(ctx context.Context, repo *registry.Repository, l registry.Layer, track *layerTrack) error {
 	key := flightKey{domain: repo.Reference().Domain, blob: l.Blob.Digest, diffID: l.DiffID}
-	if s.layers.Has(l.DiffID) {
+	if s.layers.Has(sourceOf(l).Name()) {
 		track.set(LayerPresent)
 		return nil
 	}
@@ -197,7 +213,7 @@ func (s *Store) downloadFrom(ctx context.Context, repo *registry.Repository, l r
 		return err
 	}
 	defer blob.Close() // read to its end or given up
-	err = s.layers.Create(ctx, l.DiffID, blob, limitsOf(l.Blob, s.cfg.Limits))
+	err = s.layers.Create(ctx, sourceOf(l), blob, limitsOf(l.Blob, s.cfg.Limits))
 	if refusesContent(err) && repo.Hosts() > 1 {
 		return faultOf(blob, err)
 	}

@@ -161,8 +161,7 @@ func (s *Store) load() error {
 		if err != nil {
 			return err
 		}
-		c, _ := rec.config() // decodeRecord has parsed it
-		for _, d := range c.RootFS.DiffIDs {
+		for _, d := range rec.layers() {
 			if !s.layers.Has(d) {
 				return fmt.Errorf("layer %s is missing", d)
 			}
@@ -181,8 +180,7 @@ func (s *Store) load() error {
 	}
 	for id, rec := range records {
 		s.sequence = max(s.sequence, rec.Sequence)
-		c, _ := rec.config()
-		s.refs.tryAcquire(imageOwner(id), c.RootFS.DiffIDs) // nothing is dying yet
+		s.refs.tryAcquire(imageOwner(id), rec.layers()) // nothing is dying yet
 	}
 	s.index.Store(newIndex(records, s.index.Load(), s.pinned))
 	return nil
@@ -273,7 +271,7 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 	return nil
 }
 
-// Hold keeps layers (an image's, bottom first) alive for a holder and returns
+// Hold keeps layers (an image's, by their names, bottom first) alive for a holder and returns
 // what to mount. Holding again is fine. Layers that are gone are NotFound.
 //
 // After an error the holder holds nothing, with two exceptions, because a container
@@ -359,11 +357,10 @@ func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registr
 	}
 	defer release()
 	x := s.index.Load()
-	id := img.ConfigDigest.String()
-	rec, known := x.records[id]
+	chain := layersOf(img)
+	id, rec, known := x.place(img)
 	if !known {
-		rec = record{Config: img.RawConfig}
-		if rec.Size, err = s.sizeOf(img.Config.RootFS.DiffIDs); err != nil {
+		if rec.Size, err = s.sizeOf(chain); err != nil {
 			return nil, err
 		}
 	}
@@ -374,10 +371,31 @@ func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registr
 	if old, ok := x.byName[ref.String()]; ok && ref.Tag != "" && old.ID != id {
 		records[old.ID] = s.untag(old.ID, x.records[old.ID].without(ref.String()))
 	}
-	s.refs.tryAcquire(imageOwner(id), img.Config.RootFS.DiffIDs) // the caller holds them: none is dying
+	s.refs.tryAcquire(imageOwner(id), chain) // the caller holds them: none is dying
 	next := newIndex(records, s.index.Load(), s.pinned)
 	s.index.Store(next)
 	return next.byID[id], nil
+}
+
+// place returns the ID that a pulled image has or is to have, and its record. The image that has the ID
+// may be another: one with the same configuration, and other blobs.
+func (x *index) place(img *registry.Image) (id string, rec record, known bool) {
+	rec = record{Config: img.RawConfig}
+	for _, l := range img.Layers {
+		rec.Blobs = append(rec.Blobs, l.Blob.Digest)
+	}
+	usual, other := img.ConfigDigest.String(), rec.otherID()
+	if there, ok := x.records[other]; ok {
+		return other, there, true
+	}
+	there, ok := x.records[usual]
+	switch {
+	case !ok:
+		return usual, rec, false
+	case slices.Equal(there.Blobs, rec.Blobs):
+		return usual, there, true
+	}
+	return other, rec, false
 }
 
 // untag writes the record of an image that has lost its tag to another one. The

@@ -228,7 +228,7 @@ func TestPull(t *testing.T) {
 			if !slices.Equal(img.RepoTags, []string{name + ":v1"}) || !slices.Equal(img.RepoDigests, []string{name + "@" + top.Digest.String()}) {
 				t.Errorf("tags %q, digests %q", img.RepoTags, img.RepoDigests)
 			}
-			if len(img.Layers) != 4 || img.Layers[1] != layers[1].DiffID || img.Size == 0 || img.Config.History[0].Comment != kind || img.Pinned {
+			if len(img.Layers) != 4 || img.Config.RootFS.DiffIDs[1] != layers[1].DiffID || img.Size == 0 || img.Config.History[0].Comment != kind || img.Pinned {
 				t.Errorf("got %+v", img)
 			}
 			for name, want := range map[string]string{"plain": "a", "gzip": "b", "zstd": "c", "lying": "d"} {

@@ -12,7 +12,7 @@ import (
 type Recorded struct {
 	ID            string
 	Tags, Digests []string
-	Layers        []digest.Digest // diffIDs, bottom first
+	Layers        []digest.Digest // names in the layer store, bottom first
 	Sequence      uint64          // of its last write: a tag in two records belongs to the younger one
 }
 
@@ -26,11 +26,7 @@ func ReadRecords(root string) (map[string]*Recorded, checkpoint.Survey, error) {
 		if err != nil {
 			return err
 		}
-		c, err := rec.config()
-		if err != nil {
-			return err
-		}
-		images[id] = &Recorded{ID: id, Tags: rec.Tags, Digests: rec.Digests, Layers: c.RootFS.DiffIDs, Sequence: rec.Sequence}
+		images[id] = &Recorded{ID: id, Tags: rec.Tags, Digests: rec.Digests, Layers: rec.layers(), Sequence: rec.Sequence}
 		return nil
 	})
 	return images, survey, err

@@ -50,7 +50,7 @@ func BenchmarkCreate(b *testing.B) {
 	id := digest.FromBytes(data)
 	s := openStore(b, b.TempDir())
 	for b.Loop() {
-		must(b, s.Create(context.Background(), id, bytes.NewReader(data), unpack.Limits{}))
+		must(b, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
 		b.StopTimer()
 		must(b, s.Remove(id))
 		b.StartTimer()
@@ -82,7 +82,7 @@ func BenchmarkCreateParallel(b *testing.B) {
 		var wg sync.WaitGroup
 		for _, data := range tars {
 			wg.Go(func() {
-				if err := s.Create(context.Background(), digest.FromBytes(data), bytes.NewReader(data), unpack.Limits{}); err != nil {
+				if err := s.Create(context.Background(), Source{DiffID: digest.FromBytes(data)}, bytes.NewReader(data), unpack.Limits{}); err != nil {
 					b.Error(err)
 				}
 			})

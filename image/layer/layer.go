@@ -1,12 +1,17 @@
-// Package layer keeps the layers of images, each one once, named by its diffID
-// (the digest of its uncompressed tar, OCI image-spec "config.md").
+// Package layer keeps the layers of images, each one once.
 //
 // # Contract
 //
 // A layer is made from its blob alone, so all layers of an image can be
 // made at once, in any order, and are shared by every image that has them. It is
-// visible only when it is complete, its diffID was right, and its data is on
+// visible only when it is complete, its diffID (the digest of its uncompressed tar, OCI
+// image-spec "config.md") was right, and its data is on
 // stable storage; a crash at any moment leaves a whole layer or none.
+//
+// A layer's name is made of the digests of its blob and of its tar (Source). Whoever unpacks a blob may have
+// been taken over by it and say what it likes of the tar, and of the files; so what a blob became is
+// for those only who ask for that very blob. The same tar compressed in two ways is two layers. What berth up to 0.2.0
+// unpacked is named by its diffID, and serves the images that it recorded then.
 //
 // What a layer says about the layers below it cannot be known while it is made:
 // the target of a hard link, the attributes of a directory that the tar does not
@@ -18,7 +23,7 @@
 //
 // # On disk
 //
-//	<root>/layers/<hex diffID>/    a layer: what the driver made, and layer.json
+//	<root>/layers/<hex name>/      a layer: what the driver made, and layer.json
 //	<root>/joins/<hex chainID>/    a join: the same, and the layers it is for
 //	<root>/{layers,joins}/set-aside/  what cannot be used and may be mounted, see DropSetAside
 //	<root>/empty-<kind>/           a layer with nothing in it
@@ -35,6 +40,7 @@ package layer
 
 import (
 	"context"
+	"fmt"
 	"io"
 
 	"github.com/opencontainers/go-digest"
@@ -79,15 +85,52 @@ type Part struct {
 // Usage is what something takes on disk.
 type Usage = unpack.Usage
 
+// Source is what a layer is made from.
+type Source struct {
+	Blob   digest.Digest `json:"blob,omitempty"` // the tar as a registry has it; empty up to 0.2.0
+	DiffID digest.Digest `json:"tar,omitempty"`  // the tar itself
+}
+
+// Name is the layer's name in a Store. That of a Source without Blob is its diffID.
+func (s Source) Name() digest.Digest {
+	if s.Blob == "" {
+		return s.DiffID
+	}
+	return digest.FromString("layer " + s.DiffID.String() + " of " + s.Blob.String())
+}
+
+// Validate fails if a digest is none.
+func (s Source) Validate() error {
+	if s.Blob != "" {
+		if err := s.Blob.Validate(); err != nil {
+			return fmt.Errorf("blob %q: %w", s.Blob, err)
+		}
+	}
+	if err := s.DiffID.Validate(); err != nil {
+		return fmt.Errorf("diffID %q: %w", s.DiffID, err)
+	}
+	return nil
+}
+
 // Info is what a Store knows of a layer.
 type Info struct {
-	DiffID   digest.Digest `json:"diffID"`
-	TarBytes int64         `json:"tarBytes"` // length of the tar
-	Kind     rootfs.Kind   `json:"kind"`
+	// Name is what the layer is asked for by. The name of the field in the file is of the time when that was the diffID.
+	Name digest.Digest `json:"diffID"`
+	Source
+	TarBytes int64       `json:"tarBytes"` // length of the tar
+	Kind     rootfs.Kind `json:"kind"`
 	unpack.Summary
 	// How many Links and Implied its record has.
 	PendingLinks int `json:"pendingLinks,omitempty"`
 	ImpliedDirs  int `json:"impliedDirs,omitempty"`
+}
+
+// check fails if the record is not that of the layer whose directory has the name dir.
+func (i Info) check(dir string) error {
+	if i.Name.Validate() != nil || i.Name.Encoded() != dir || i.Source != (Source{}) && i.Source.Name() != i.Name {
+		return fmt.Errorf("it is the record of %q", i.Name)
+	}
+	return nil
 }
 
 // mayNeedJoin reports whether the layer, on top of others or lowest, may need a join.
@@ -105,7 +148,7 @@ type record struct {
 // join is what a Store knows of a join, and its file.
 type join struct {
 	ChainID digest.Digest   `json:"chainID"`
-	Layers  []digest.Digest `json:"layers"` // it goes with the first of these that goes
+	Layers  []digest.Digest `json:"layers"` // their names; it goes with the first of these that goes
 	Kind    rootfs.Kind     `json:"kind"`
 	Usage   Usage           `json:"usage"`
 	empty   bool            // the chain needs none: in memory only

@@ -97,7 +97,7 @@ func makeTar(t testing.TB, entries ...header) []byte {
 func create(t testing.TB, s *Store, data []byte) digest.Digest {
 	t.Helper()
 	id := digest.FromBytes(data)
-	must(t, s.Create(context.Background(), id, bytes.NewReader(data), unpack.Limits{}))
+	must(t, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
 	return id
 }
 
@@ -121,7 +121,7 @@ func chainOf(ids ...digest.Digest) []digest.Digest { return ids }
 func createMalicious(t testing.TB, s *Store, data []byte) digest.Digest {
 	t.Helper()
 	id := digest.FromBytes(data)
-	err := s.Create(context.Background(), id, bytes.NewReader(data), unpack.Limits{})
+	err := s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{})
 	if err == nil {
 		return id
 	}

@@ -40,13 +40,13 @@ func (s *Store) loadLayer(path string) error {
 	if err := readRecord(path, layerKind, &info); err != nil {
 		return err
 	}
-	if info.DiffID.Validate() != nil || info.DiffID.Encoded() != filepath.Base(path) {
-		return fmt.Errorf("it is the record of %q", info.DiffID)
+	if err := info.check(filepath.Base(path)); err != nil {
+		return err
 	}
 	if err := s.checkKind(info.Kind); err != nil {
 		return err
 	}
-	s.layers.items[info.DiffID] = &item[Info]{value: &info}
+	s.layers.items[info.Name] = &item[Info]{value: &info}
 	return nil
 }
 
@@ -58,9 +58,9 @@ func (s *Store) loadJoin(path string) error {
 	if len(j.Layers) == 0 || identity.ChainID(j.Layers) != j.ChainID || j.ChainID.Encoded() != filepath.Base(path) {
 		return fmt.Errorf("it is the record of %q", j.ChainID)
 	}
-	for _, diffID := range j.Layers {
-		if !s.Has(diffID) {
-			return fmt.Errorf("its layer %s is gone", diffID)
+	for _, name := range j.Layers {
+		if !s.Has(name) {
+			return fmt.Errorf("its layer %s is gone", name)
 		}
 	}
 	if err := s.checkKind(j.Kind); err != nil {
@@ -116,7 +116,7 @@ func (s *Store) setAside(path string, reason error) error {
 	return nil
 }
 
-// DropSetAside deletes what was set aside, but for what belongs to the given chains of diffIDs: those that containers
+// DropSetAside deletes what was set aside, but for what belongs to the given chains of layers: those that containers
 // may run on, whoever started them. It is cheap where nothing was set aside.
 func (s *Store) DropSetAside(inUse [][]digest.Digest) error {
 	if !s.aside.Swap(false) {
@@ -124,8 +124,8 @@ func (s *Store) DropSetAside(inUse [][]digest.Digest) error {
 	}
 	needed := map[string]bool{}
 	for _, chain := range inUse {
-		for i, diffID := range chain {
-			needed[diffID.Encoded()] = true
+		for i, name := range chain {
+			needed[name.Encoded()] = true
 			needed[identity.ChainID(chain[:i+1]).Encoded()] = true
 		}
 	}

@@ -14,7 +14,7 @@ import (
 	"berth/internal/rootfs"
 )
 
-// Stack returns the layers to mount for the chain of diffIDs, lowest first: the
+// Stack returns the layers to mount for a chain of layers, named lowest first: the
 // layers, and the joins between them, which it makes if they are not there. A second
 // call is cheap. It is to be called when all layers of an image are there, so
 // that an image that cannot work fails its pull, and again for each container.
@@ -22,19 +22,19 @@ import (
 // NotFound: a layer is not there. InvalidArgument: a hard link to a file that no
 // layer below has; or more layers than overlayfs can mount. ResourceExhausted: making the joins
 // takes too long.
-func (s *Store) Stack(ctx context.Context, diffIDs []digest.Digest) ([]rootfs.Layer, error) {
-	if len(diffIDs) == 0 {
+func (s *Store) Stack(ctx context.Context, names []digest.Digest) ([]rootfs.Layer, error) {
+	if len(names) == 0 {
 		return nil, errdefs.InvalidArgument("an image without layers cannot be mounted")
 	}
-	if len(diffIDs) > rootfs.MaxLayers {
-		return nil, errdefs.InvalidArgument("an image of %d layers, of which %d can be mounted", len(diffIDs), rootfs.MaxLayers)
+	if len(names) > rootfs.MaxLayers {
+		return nil, errdefs.InvalidArgument("an image of %d layers, of which %d can be mounted", len(names), rootfs.MaxLayers)
 	}
-	dirs, err := s.stack(ctx, diffIDs)
+	dirs, err := s.stack(ctx, names)
 	if err != nil {
 		return nil, err
 	}
 	if len(dirs) > rootfs.MaxLayers {
-		return nil, errdefs.InvalidArgument("an image of %d layers that needs %d on disk, of which %d can be mounted", len(diffIDs), len(dirs), rootfs.MaxLayers)
+		return nil, errdefs.InvalidArgument("an image of %d layers that needs %d on disk, of which %d can be mounted", len(names), len(dirs), rootfs.MaxLayers)
 	}
 	layers := make([]rootfs.Layer, 0, len(dirs))
 	for _, dir := range dirs {
@@ -44,26 +44,26 @@ func (s *Store) Stack(ctx context.Context, diffIDs []digest.Digest) ([]rootfs.La
 }
 
 // stack returns the directories of the layers and joins to mount.
-func (s *Store) stack(ctx context.Context, diffIDs []digest.Digest) ([]string, error) {
+func (s *Store) stack(ctx context.Context, names []digest.Digest) ([]string, error) {
 	var dirs []string
 	var top Info
 	effort := newEffort(ctx, s.effort)
-	for i, diffID := range diffIDs {
+	for i, name := range names {
 		var err error
-		if top, err = s.Info(diffID); err != nil {
+		if top, err = s.Info(name); err != nil {
 			return nil, err
 		}
 		below := dirs
 		if top.Opaque {
 			dirs = nil // overlayfs does not look at this mark on a layer's root
 		}
-		dirs = append(slices.Clip(dirs), s.layerDir(diffID))
+		dirs = append(slices.Clip(dirs), s.layerDir(name))
 		if !top.mayNeedJoin(i == 0) {
 			continue
 		}
-		j, err := s.join(ctx, effort, diffIDs[:i+1], below)
+		j, err := s.join(ctx, effort, names[:i+1], below)
 		if err != nil {
-			return nil, fmt.Errorf("layer %s: %w", diffID, err)
+			return nil, fmt.Errorf("layer %s: %w", name, err)
 		}
 		if !j.empty {
 			dirs = append(dirs, s.joinDir(j.ChainID))
@@ -75,10 +75,10 @@ func (s *Store) stack(ctx context.Context, diffIDs []digest.Digest) ([]string, e
 	return dirs, nil
 }
 
-// join returns the join for the chain of diffIDs, whose last is to be joined
+// join returns the join for a chain of layers, whose last is to be joined
 // with the directories below it.
-func (s *Store) join(ctx context.Context, effort *Effort, diffIDs []digest.Digest, below []string) (*join, error) {
-	chainID := identity.ChainID(diffIDs)
+func (s *Store) join(ctx context.Context, effort *Effort, names []digest.Digest, below []string) (*join, error) {
+	chainID := identity.ChainID(names)
 	if j := s.joins.get(chainID); j != nil {
 		return j, nil
 	}
@@ -90,9 +90,9 @@ func (s *Store) join(ctx context.Context, effort *Effort, diffIDs []digest.Diges
 	if j := owned.value(); j != nil {
 		return j, nil
 	}
-	j := &join{ChainID: chainID, Layers: slices.Clone(diffIDs), Kind: s.driver.Kind()}
+	j := &join{ChainID: chainID, Layers: slices.Clone(names), Kind: s.driver.Kind()}
 	err = s.publish(s.joinDir(chainID), joinKind, func(dir string) (any, error) {
-		top, err := s.part(diffIDs[len(diffIDs)-1])
+		top, err := s.part(names[len(names)-1])
 		if err != nil {
 			return nil, err
 		}
@@ -114,19 +114,19 @@ func (s *Store) join(ctx context.Context, effort *Effort, diffIDs []digest.Diges
 }
 
 // part reads the record of a layer.
-func (s *Store) part(diffID digest.Digest) (Part, error) {
-	dir := s.layerDir(diffID)
+func (s *Store) part(name digest.Digest) (Part, error) {
+	dir := s.layerDir(name)
 	var r record
 	if err := readRecord(dir, layerKind, &r); err != nil {
-		return Part{}, fmt.Errorf("read record of layer %s: %w", diffID, err)
+		return Part{}, fmt.Errorf("read record of layer %s: %w", name, err)
 	}
 	return Part{dir, unpack.Contents{Summary: r.Summary, Links: r.Links, Implied: r.Implied}}, nil
 }
 
-// removeJoins removes the joins that diffID takes part in.
-func (s *Store) removeJoins(diffID digest.Digest) error {
+// removeJoins removes the joins that name takes part in.
+func (s *Store) removeJoins(name digest.Digest) error {
 	for _, j := range s.joins.all() {
-		if !slices.Contains(j.Layers, diffID) {
+		if !slices.Contains(j.Layers, name) {
 			continue
 		}
 		if err := s.removeJoin(j.ChainID); err != nil {

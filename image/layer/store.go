@@ -76,26 +76,26 @@ func (s *Store) Close() error {
 	return nil
 }
 
-// Has reports whether the layer is there.
-func (s *Store) Has(diffID digest.Digest) bool { return s.layers.get(diffID) != nil }
+// Has reports whether the layer of that name is there.
+func (s *Store) Has(name digest.Digest) bool { return s.layers.get(name) != nil }
 
 // Info returns what is known of a layer; NotFound if it is not there.
-func (s *Store) Info(diffID digest.Digest) (Info, error) {
-	info := s.layers.get(diffID)
+func (s *Store) Info(name digest.Digest) (Info, error) {
+	info := s.layers.get(name)
 	if info == nil {
-		return Info{}, errdefs.NotFound("layer %s is not there", diffID)
+		return Info{}, errdefs.NotFound("layer %s is not there", name)
 	}
 	return *info, nil
 }
 
-// List returns the diffIDs of all layers, sorted.
+// List returns the names of all layers, sorted.
 func (s *Store) List() []digest.Digest {
-	var ids []digest.Digest
+	var names []digest.Digest
 	for _, info := range s.layers.all() {
-		ids = append(ids, info.DiffID)
+		names = append(names, info.Name)
 	}
-	slices.Sort(ids)
-	return ids
+	slices.Sort(names)
+	return names
 }
 
 // Usage returns what all layers take on disk, those included that are being
@@ -113,8 +113,9 @@ func (s *Store) Usage() Usage {
 	return sum
 }
 
-// Create makes the layer diffID from the blob with its tar, in gzip, zstd or as it is,
-// which it reads to its end (bytes behind the archive count for the diffID). When it
+// Create makes the layer of a source from the blob with its tar, in gzip, zstd or as it is,
+// which it reads to its end (bytes behind the archive count for the diffID). That it is the source's
+// blob, the reader checks. When Create
 // returns nil the layer is visible and durable; on any error nothing of it is
 // left. If the layer is there already, blob is not read. blob is read from another
 // goroutine, which has ended when Create returns; its Read must return when ctx is
@@ -122,26 +123,26 @@ func (s *Store) Usage() Usage {
 //
 // Calls for the same layer do not wait for each other's blob, which may come from a
 // host that never ends: each makes the layer, and the first to finish is kept.
-func (s *Store) Create(ctx context.Context, diffID digest.Digest, blob io.Reader, limits unpack.Limits) error {
-	if err := diffID.Validate(); err != nil {
-		return errdefs.InvalidArgument("layer %q: %w", diffID, err)
+func (s *Store) Create(ctx context.Context, from Source, blob io.Reader, limits unpack.Limits) error {
+	if err := from.Validate(); err != nil {
+		return errdefs.InvalidArgument("layer: %w", err)
 	}
-	if s.Has(diffID) {
+	if s.Has(from.Name()) {
 		return nil
 	}
 	var made record
 	count := &tally{sum: &s.making}
 	defer count.end()
-	job := unpack.Job{Limits: limits, Algorithm: diffID.Algorithm(), Progress: count.more}
-	err := s.build(diffID.Encoded(), layerKind, func(tmp string) (_ any, err error) {
-		made, err = s.apply(ctx, tmp, diffID, blob, job)
+	job := unpack.Job{Limits: limits, Algorithm: from.DiffID.Algorithm(), Progress: count.more}
+	err := s.build(from.Name().Encoded(), layerKind, func(tmp string) (_ any, err error) {
+		made, err = s.apply(ctx, tmp, from, blob, job)
 		return made, err
 	}, func(tmp string) error { return s.admit(ctx, tmp, made.Info) })
 	if err == errThere {
 		return nil
 	}
 	if err != nil {
-		return coded(fmt.Errorf("layer %s: %w", diffID, err))
+		return coded(fmt.Errorf("layer %s: %w", from.DiffID, err))
 	}
 	return nil
 }
@@ -164,7 +165,7 @@ var errThere = errors.New("the layer is there")
 
 // admit makes the layer that was built in tmp visible, unless it is by now.
 func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
-	layer, err := s.layers.acquire(ctx, info.DiffID)
+	layer, err := s.layers.acquire(ctx, info.Name)
 	if err != nil {
 		return fmt.Errorf("wait for its other maker: %w", err)
 	}
@@ -172,7 +173,7 @@ func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
 	if layer.value() != nil {
 		return errThere
 	}
-	if err := s.show(tmp, s.layerDir(info.DiffID)); err != nil {
+	if err := s.show(tmp, s.layerDir(info.Name)); err != nil {
 		return err
 	}
 	layer.set(&info)
@@ -180,18 +181,18 @@ func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
 }
 
 // apply lets the driver write the layer into dir and checks the diffID.
-func (s *Store) apply(ctx context.Context, dir string, diffID digest.Digest, blob io.Reader, job unpack.Job) (record, error) {
+func (s *Store) apply(ctx context.Context, dir string, from Source, blob io.Reader, job unpack.Job) (record, error) {
 	made, err := s.driver.Apply(ctx, dir, blob, job)
 	if err != nil {
 		return record{}, err
 	}
-	if made.Digest != diffID {
+	if made.Digest != from.DiffID {
 		return record{}, errdefs.New(codes.DataLoss, "its %d bytes have the digest %s", made.TarBytes, made.Digest)
 	}
 	if made.Unsupported > 0 {
-		s.log.Warn("extended attributes of a layer dropped: the filesystem does not support them", "layer", diffID, "count", made.Unsupported)
+		s.log.Warn("extended attributes of a layer dropped: the filesystem does not support them", "layer", from.DiffID, "count", made.Unsupported)
 	}
-	info := Info{DiffID: diffID, TarBytes: made.TarBytes, Kind: s.driver.Kind(), Summary: made.Summary}
+	info := Info{Name: from.Name(), Source: from, TarBytes: made.TarBytes, Kind: s.driver.Kind(), Summary: made.Summary}
 	info.PendingLinks, info.ImpliedDirs = len(made.Links), len(made.Implied)
 	return record{info, made.Links, made.Implied}, nil
 }
@@ -282,13 +283,13 @@ func (s *Store) show(tmp, dir string) (err error) {
 // Remove removes the layer and the joins it takes part in: by a rename, so that
 // it returns at once; the files are deleted in the background. It is no error if
 // the layer is not there. The caller sees to it that nothing uses the layer.
-func (s *Store) Remove(diffID digest.Digest) error {
-	if s.layers.get(diffID) == nil {
+func (s *Store) Remove(name digest.Digest) error {
+	if s.layers.get(name) == nil {
 		return nil
 	}
-	layer, err := s.layers.acquire(context.Background(), diffID)
+	layer, err := s.layers.acquire(context.Background(), name)
 	if err != nil {
-		return fmt.Errorf("remove layer %s: %w", diffID, err)
+		return fmt.Errorf("remove layer %s: %w", name, err)
 	}
 	defer layer.release()
 	info := layer.value()
@@ -297,19 +298,19 @@ func (s *Store) Remove(diffID digest.Digest) error {
 	}
 	layer.set(nil)
 	// The joins first: one may hold the last name of a file of this layer.
-	if err := s.removeJoins(diffID); err != nil {
+	if err := s.removeJoins(name); err != nil {
 		layer.set(info)
-		return fmt.Errorf("remove layer %s: %w", diffID, err)
+		return fmt.Errorf("remove layer %s: %w", name, err)
 	}
-	if err := s.trash.take(s.layerDir(diffID), info.Usage); err != nil {
+	if err := s.trash.take(s.layerDir(name), info.Usage); err != nil {
 		layer.set(info)
-		return fmt.Errorf("remove layer %s: %w", diffID, err)
+		return fmt.Errorf("remove layer %s: %w", name, err)
 	}
 	return nil
 }
 
-func (s *Store) layerDir(diffID digest.Digest) string {
-	return filepath.Join(s.root, layersDir, diffID.Encoded())
+func (s *Store) layerDir(name digest.Digest) string {
+	return filepath.Join(s.root, layersDir, name.Encoded())
 }
 
 func syncDir(path string) error {

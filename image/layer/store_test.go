@@ -24,6 +24,7 @@ import (
 	"berth/checkpoint"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
+	"berth/internal/rootfs"
 )
 
 func TestCreate(t *testing.T) {
@@ -36,7 +37,7 @@ func TestCreate(t *testing.T) {
 	if _, err := s.Info(id); errdefs.Code(err) != codes.NotFound {
 		t.Errorf("info: %v", err)
 	}
-	must(t, s.Create(context.Background(), id, bytes.NewReader(data), unpack.Limits{}))
+	must(t, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
 	info, err := s.Info(id)
 	must(t, err)
 	if !s.Has(id) || info.DiffID != id || info.TarBytes != int64(len(data)) || info.Inodes != 3 || info.Bytes != 3*4096 {
@@ -49,7 +50,7 @@ func TestCreate(t *testing.T) {
 		t.Errorf("usage %+v, want %+v", s.Usage(), info.Usage)
 	}
 	// The second time nothing is read.
-	must(t, s.Create(context.Background(), id, iotest.ErrReader(errors.New("read")), unpack.Limits{}))
+	must(t, s.Create(context.Background(), Source{DiffID: id}, iotest.ErrReader(errors.New("read")), unpack.Limits{}))
 }
 
 // All of the stream counts for the diffID, also what comes after the archive's end.
@@ -118,7 +119,7 @@ func TestCreateErrors(t *testing.T) {
 			root := t.TempDir()
 			s := openStore(t, root)
 			id := digest.FromString(c.name)
-			err := s.Create(context.Background(), id, c.tar, c.limits)
+			err := s.Create(context.Background(), Source{DiffID: id}, c.tar, c.limits)
 			if errdefs.Code(err) != c.code || !strings.Contains(fmt.Sprint(err), c.text) || !strings.Contains(fmt.Sprint(err), id.String()) {
 				t.Errorf("%v: %v; want %v with %q", errdefs.Code(err), err, c.code, c.text)
 			}
@@ -157,7 +158,7 @@ func expectEmpty(t testing.TB, dirs ...string) {
 func TestBadDiffID(t *testing.T) {
 	s := openStore(t, t.TempDir())
 	for _, id := range []digest.Digest{"", "sha256:../../etc", "sha256:abc", "md5:d41d8cd98f00b204e9800998ecf8427e", "../x"} {
-		if err := s.Create(context.Background(), id, strings.NewReader(""), unpack.Limits{}); errdefs.Code(err) != codes.InvalidArgument {
+		if err := s.Create(context.Background(), Source{DiffID: id}, strings.NewReader(""), unpack.Limits{}); errdefs.Code(err) != codes.InvalidArgument {
 			t.Errorf("%q: %v", id, err)
 		}
 		must(t, s.Remove(id))
@@ -170,7 +171,7 @@ func TestBadDiffID(t *testing.T) {
 func TestSHA512(t *testing.T) {
 	s := openStore(t, t.TempDir())
 	data := makeTar(t, file("a", "1"))
-	must(t, s.Create(context.Background(), digest.SHA512.FromBytes(data), bytes.NewReader(data), unpack.Limits{}))
+	must(t, s.Create(context.Background(), Source{DiffID: digest.SHA512.FromBytes(data)}, bytes.NewReader(data), unpack.Limits{}))
 }
 
 func TestCancel(t *testing.T) {
@@ -180,7 +181,7 @@ func TestCancel(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	// The reader cancels in the middle and goes on, as one that does not look at ctx would.
 	in := io.MultiReader(bytes.NewReader(data[:2000]), readerFunc(func([]byte) (int, error) { cancel(); return 0, io.EOF }), bytes.NewReader(data[2000:]), zeros{})
-	if err := s.Create(ctx, digest.FromBytes(data), in, unpack.Limits{}); !errors.Is(err, context.Canceled) || errdefs.Code(err) != codes.Canceled {
+	if err := s.Create(ctx, Source{DiffID: digest.FromBytes(data)}, in, unpack.Limits{}); !errors.Is(err, context.Canceled) || errdefs.Code(err) != codes.Canceled {
 		t.Errorf("canceled: %v", err)
 	}
 	expectEmpty(t, filepath.Join(root, "layers"), filepath.Join(root, "tmp"))
@@ -274,7 +275,7 @@ func TestUsageOfUnfinished(t *testing.T) {
 	var reached Usage
 	end := readerFunc(func([]byte) (int, error) { reached = s.Usage(); return 0, io.EOF })
 	id := digest.FromBytes(data)
-	must(t, s.Create(context.Background(), id, io.MultiReader(bytes.NewReader(data), end), unpack.Limits{}))
+	must(t, s.Create(context.Background(), Source{DiffID: id}, io.MultiReader(bytes.NewReader(data), end), unpack.Limits{}))
 	if want := (Usage{Bytes: uint64(len(data))}); reached != want {
 		t.Errorf("while it is made: %+v, want %+v", reached, want)
 	}
@@ -360,7 +361,7 @@ func TestReopen(t *testing.T) {
 	must(t, err)
 	defer s.Close()
 	for _, info := range infos {
-		if got, err := s.Info(info.DiffID); err != nil || got != info {
+		if got, err := s.Info(info.Name); err != nil || got != info {
 			t.Errorf("%+v, %v; want %+v", got, err, info)
 		}
 	}
@@ -394,7 +395,7 @@ func TestOpenSetsAside(t *testing.T) {
 	must(t, s.Close())
 	must(t, os.Truncate(filepath.Join(s.layerDir(torn), recordFile), 20))
 	change(t, s.layerDir(rotten), `"tarBytes":2048`, `"tarBytes":2049`) // only the checksum can tell
-	must(t, writeRecord(s.layerDir(alien), layerKind, Info{DiffID: alien, Kind: "erofs"}))
+	must(t, writeRecord(s.layerDir(alien), layerKind, Info{Name: alien, Kind: "erofs"}))
 	must(t, os.Rename(s.layerDir(moved), s.layerDir(digest.FromString("other"))))
 	must(t, os.Remove(filepath.Join(s.layerDir(bare), recordFile)))
 	must(t, os.MkdirAll(filepath.Join(root, "tmp/half/fs/deep"), 0o700))
@@ -576,7 +577,7 @@ func TestConcurrent(t *testing.T) {
 	for i := range tars {
 		for range 3 { // makers of the same layer
 			wg.Go(func() {
-				if err := s.Create(context.Background(), chain[i], bytes.NewReader(tars[i]), unpack.Limits{}); err != nil {
+				if err := s.Create(context.Background(), Source{DiffID: chain[i]}, bytes.NewReader(tars[i]), unpack.Limits{}); err != nil {
 					t.Error(err)
 				}
 			})
@@ -623,10 +624,10 @@ func TestSecondMaker(t *testing.T) {
 				tar = io.MultiReader(wait, iotest.ErrReader(end))
 			}
 			first := make(chan error, 1)
-			go func() { first <- s.Create(context.Background(), id, tar, unpack.Limits{}) }()
+			go func() { first <- s.Create(context.Background(), Source{DiffID: id}, tar, unpack.Limits{}) }()
 			<-started
 			must(t, s.Remove(id)) // not there yet: does not wait
-			must(t, s.Create(context.Background(), id, bytes.NewReader(data), unpack.Limits{}))
+			must(t, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
 			close(goOn)
 			if err := <-first; !errors.Is(err, end) || !s.Has(id) {
 				t.Errorf("the first: %v, want %v; there: %v", err, end, s.Has(id))
@@ -648,7 +649,7 @@ func TestRemoveAndCreateRace(t *testing.T) {
 	for range 4 {
 		wg.Go(func() {
 			for range 20 {
-				if err := s.Create(context.Background(), id, bytes.NewReader(data), unpack.Limits{}); err != nil {
+				if err := s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}); err != nil {
 					t.Error(err)
 				}
 			}
@@ -758,7 +759,7 @@ func TestMaker(t *testing.T) {
 	must(t, err)
 	fmt.Println("ready")
 	id := digest.Digest(os.Args[len(os.Args)-1])
-	must(t, s.Create(context.Background(), id, os.Stdin, unpack.Limits{}))
+	must(t, s.Create(context.Background(), Source{DiffID: id}, os.Stdin, unpack.Limits{}))
 	fmt.Println("done")
 }
 
@@ -817,4 +818,38 @@ func killMaker(t testing.TB, root string, id digest.Digest, data []byte, eof boo
 	}
 	must(t, cmd.Process.Kill())
 	cmd.Wait() // "signal: killed", or success if it was faster
+}
+
+// What was made of one blob is not what was made of another, whatever both say of their tars.
+func TestLayersOfTwoBlobs(t *testing.T) {
+	root := t.TempDir()
+	s := openStore(t, root)
+	data := makeTar(t, file("f", "content"))
+	tar := digest.FromBytes(data)
+	first, second := Source{digest.FromString("one blob"), tar}, Source{digest.FromString("another"), tar}
+	must(t, s.Create(context.Background(), first, bytes.NewReader(data), unpack.Limits{}))
+	if s.Has(second.Name()) || s.Has(tar) {
+		t.Error("the layer is there for another blob")
+	}
+	must(t, s.Create(context.Background(), second, bytes.NewReader(data), unpack.Limits{}))
+	for _, from := range []Source{first, second} {
+		info, err := s.Info(from.Name())
+		if err != nil || info.Source != from || info.Name != from.Name() {
+			t.Errorf("%+v: %+v, %v", from, info, err)
+		}
+	}
+	found, err := Inspect(root)
+	if err != nil || len(found.Layers) != 2 || len(found.Damaged) > 0 {
+		t.Errorf("%+v, %v", found, err)
+	}
+	// A record that says that it is of another blob than its name is made of is none.
+	must(t, writeRecord(s.layerDir(second.Name()), layerKind, Info{Name: second.Name(), Source: first, Kind: rootfs.Directory}))
+	if found, err = Inspect(root); err != nil || len(found.Layers) != 1 || len(found.Damaged) != 1 {
+		t.Errorf("%+v, %v", found, err)
+	}
+	for _, bad := range []Source{{"x", tar}, {tar, "x"}, {tar, ""}} {
+		if err := s.Create(context.Background(), bad, nil, unpack.Limits{}); errdefs.Code(err) != codes.InvalidArgument {
+			t.Errorf("%+v: %v", bad, err)
+		}
+	}
 }

@@ -18,7 +18,7 @@ import (
 
 // Survey is what is in the directory of a Store.
 type Survey struct {
-	Layers   map[digest.Digest]Stored // by diffID
+	Layers   map[digest.Digest]Stored // by name
 	Joins    []Stored                 // without Usage: what they share with layers does not count
 	Damaged  map[string]error         // what has a layer's or join's place and can't be one, by path
 	SetAside []string                 // paths of what is kept of layers that cannot be used
@@ -30,7 +30,7 @@ type Survey struct {
 // Stored is a layer or join on disk, according to its record.
 type Stored struct {
 	Dir    string
-	Layers []digest.Digest // a layer's diffID; those that a join is for
+	Layers []digest.Digest // a layer's name; the names of those that a join is for
 	Usage  Usage           // as it was counted when it was made
 }
 
@@ -76,11 +76,11 @@ func (s *Survey) addLayer(path string) {
 	if s.addSetAside(path) || !s.read(path, layerKind, &info) {
 		return
 	}
-	if info.DiffID.Validate() != nil || info.DiffID.Encoded() != filepath.Base(path) {
-		s.Damaged[path] = fmt.Errorf("it has the record of %q", info.DiffID)
+	if err := info.check(filepath.Base(path)); err != nil {
+		s.Damaged[path] = err
 		return
 	}
-	s.Layers[info.DiffID] = Stored{Dir: path, Layers: []digest.Digest{info.DiffID}, Usage: info.Usage}
+	s.Layers[info.Name] = Stored{Dir: path, Layers: []digest.Digest{info.Name}, Usage: info.Usage}
 }
 
 func (s *Survey) addJoin(path string) {

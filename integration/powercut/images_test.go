@@ -9,8 +9,10 @@ import (
 	"testing"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/opencontainers/go-digest"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/image/layer"
 	"berth/integration/fixture"
 	"berth/integration/harness"
 )
@@ -18,7 +20,7 @@ import (
 // picture is an image that is pulled: what its layers hold, and a file of its own to know it by.
 type picture struct {
 	name, id string
-	layers   []string // their diffIDs, in hexadecimal
+	layers   []string // their directories in the layer store
 }
 
 // witness is the file that holds its image's name.
@@ -48,10 +50,10 @@ func push(t *testing.T, name string, img v1.Image) *picture {
 	t.Helper()
 	p := &picture{}
 	p.name, p.id = harness.Push(t, harness.Registry, "powercut/"+name+":latest", img)
-	config, err := img.ConfigFile()
-	harness.Must(t, err)
-	for _, d := range config.RootFS.DiffIDs {
-		p.layers = append(p.layers, d.Hex)
+	for _, l := range harness.Get(img.Layers())(t) {
+		blob, diffID := harness.Get(l.Digest())(t), harness.Get(l.DiffID())(t)
+		from := layer.Source{Blob: digest.Digest(blob.String()), DiffID: digest.Digest(diffID.String())}
+		p.layers = append(p.layers, from.Name().Encoded())
 	}
 	return p
 }

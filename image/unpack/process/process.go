@@ -8,9 +8,9 @@
 // it must not is an error of the layer: Unavailable, because it is worth trying again, or
 // Internal for what it says. When Unpack returns the process is gone.
 //
-// What the daemon takes on trust is that the result is true: a process that a layer has taken over
-// could say that it has the digest of another layer. It would have to be taken over before, by a bug in
-// Go's runtime or the decompressors, which are memory-safe but for zstd's assembly.
+// Whether the result is true nobody knows: a process that its blob has taken over, by a bug in Go's runtime or
+// in the decompressors, which are memory-safe but for zstd's assembly, can say what it likes of the tar and
+// leave what it likes in the tree. The caller must use it for nobody but those who asked for that blob.
 package process
 
 import (

@@ -1,0 +1,166 @@
+package image
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"io"
+	"os"
+	"slices"
+	"testing"
+
+	"github.com/opencontainers/go-digest"
+
+	"berth/checkpoint"
+	"berth/image/layer"
+	"berth/image/registry/registrytest"
+	"berth/image/unpack"
+)
+
+// takenOver unpacks as unpack.Layer does, but for one blob, which has taken it over: of that it makes
+// something else, and says that its tar is what claim says.
+func takenOver(t *testing.T, blob []byte, claim digest.Digest) layer.Unpacker {
+	return func(ctx context.Context, tree *os.File, in io.Reader, job unpack.Job) (unpack.Result, error) {
+		sum := digest.SHA256.Digester()
+		result, err := unpack.Layer(ctx, tree, io.TeeReader(in, sum.Hash()), job)
+		if sum.Digest() == digest.FromBytes(blob) {
+			result.Digest = claim
+		}
+		return result, err
+	}
+}
+
+// A layer that lies about what it is deceives the images that have its blob, whichever way it is used: as
+// a layer of an image of its own, or below the very configuration of the image whose layer it claims to be.
+func TestLyingLayer(t *testing.T) {
+	for _, liarFirst := range []bool{true, false} {
+		reg := registrytest.New(t)
+		honest, evil := gzipped(t, "f", "honest"), gzipped(t, "f", "evil")
+		liar := registrytest.Layer{Blob: evil.Blob, MediaType: evil.MediaType, DiffID: honest.DiffID}
+		reg.PutImage("victim", "v1", "the same configuration", honest)
+		reg.PutImage("liar", "v1", "the same configuration", liar)
+		reg.PutImage("other", "v1", "another one", liar)
+		root := t.TempDir()
+		s := openStore(t, Config{Root: root, Unpack: takenOver(t, evil.Blob, honest.DiffID)})
+		names := []string{"/victim:v1", "/liar:v1", "/other:v1"}
+		if liarFirst {
+			slices.Reverse(names)
+		}
+		for _, name := range names {
+			pull(t, s, reg.Host()+name)
+		}
+		check := func(s *Store) {
+			t.Helper()
+			for name, want := range map[string]string{"/victim:v1": "honest", "/liar:v1": "evil", "/other:v1": "evil"} {
+				img, err := s.Get(reg.Host() + name)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if got := readFile(t, s, img, "f"); got != want {
+					t.Errorf("%s holds %q, want %q", name, got, want)
+				}
+				if byID, err := s.Get(img.ID); err != nil || byID != img {
+					t.Errorf("by its ID %s is %v, %v", name, byID, err)
+				}
+			}
+		}
+		check(s)
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+		s = openStore(t, Config{Root: root})
+		check(s)
+		// By another name each is the same image again, and nothing is added.
+		reg.PutImage("victim-again", "v1", "the same configuration", honest)
+		reg.PutImage("liar-again", "v1", "the same configuration", liar)
+		for _, name := range []string{"liar", "victim"} {
+			before, err := s.Get(reg.Host() + "/" + name + ":v1")
+			if err != nil {
+				t.Fatal(err)
+			}
+			if again := pull(t, s, reg.Host()+"/"+name+"-again:v1"); again.ID != before.ID {
+				t.Errorf("%s is %s, and by another name %s", name, before.ID, again.ID)
+			}
+		}
+		if len(s.List()) != 3 || len(s.layers.List()) != 2 {
+			t.Errorf("%d images, layers %v", len(s.List()), s.layers.List())
+		}
+		for _, img := range s.List() {
+			if err := s.Remove(t.Context(), img.ID); err != nil {
+				t.Error(err)
+			}
+		}
+		wantEmpty(t, s)
+	}
+}
+
+// What berth 0.2.0 unpacked serves the images that it recorded, and no others.
+func TestLayersOfAnOlderBerth(t *testing.T) {
+	reg := registrytest.New(t)
+	content := gzipped(t, "f", "content")
+	reg.PutImage("app", "v1", "", content)
+	reg.PutImage("app", "v2", "another configuration", content)
+	root := t.TempDir()
+	s := openStore(t, Config{Root: root})
+	img := pull(t, s, reg.Host()+"/app:v1")
+	rec := s.index.Load().records[img.ID]
+	if err := s.Remove(t.Context(), img.ID); err != nil {
+		t.Fatal(err)
+	}
+	// As 0.2.0 would have it.
+	if err := s.layers.Create(t.Context(), layer.Source{DiffID: content.DiffID}, bytes.NewReader(content.Blob), unpack.Limits{}); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	rec.Blobs = nil
+	old, err := checkpoint.OpenDir(root+"/"+recordsDir, recordKind, 1, checkpoint.Power)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := old.Write(recordName(img.ID), rec); err != nil {
+		t.Fatal(err)
+	}
+
+	s = openStore(t, Config{Root: root})
+	if again := pull(t, s, reg.Host()+"/app:v1"); again.ID != img.ID || readFile(t, s, again, "f") != "content" || reg.Count("/blobs/"+digest.FromBytes(content.Blob).String()) != 1 {
+		t.Errorf("got %+v", again)
+	}
+	newer := pull(t, s, reg.Host()+"/app:v2")
+	if slices.Equal(newer.Layers, []digest.Digest{content.DiffID}) || readFile(t, s, newer, "f") != "content" {
+		t.Errorf("got %+v", newer)
+	}
+	if err := s.Remove(t.Context(), img.ID); err != nil {
+		t.Error(err)
+	}
+	if got := s.layers.List(); !slices.Equal(got, newer.Layers) {
+		t.Errorf("layers %v are left, %v are needed", got, newer.Layers)
+	}
+}
+
+// A record whose ID is made of other blobs than it names is none.
+func TestRecordOfOtherBlobs(t *testing.T) {
+	rec := record{Config: []byte(`{"rootfs":{"diff_ids":["` + digest.FromString("tar").String() + `"]}}`), Blobs: []digest.Digest{digest.FromString("blob")}}
+	other := rec.otherID()
+	for _, id := range []string{digest.FromBytes(rec.Config).String(), other} {
+		if _, err := decodeRecord(id, encoded(t, rec)); err != nil {
+			t.Error(err)
+		}
+	}
+	for what, blobs := range map[string][]digest.Digest{"others": {digest.FromString("other")}, "too many": {rec.Blobs[0], rec.Blobs[0]}, "no digest": {"x"}} {
+		rec.Blobs = blobs
+		if _, err := decodeRecord(other, encoded(t, rec)); err == nil {
+			t.Errorf("%s: taken for %s", what, other)
+		}
+	}
+}
+
+func encoded(t *testing.T, rec record) []byte {
+	t.Helper()
+	data, err := json.Marshal(rec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return data
+}
