@@ -30,9 +30,19 @@
 // config.json has for the mirror's own host, or the header that hosts.toml
 // configures for it. Headers from hosts.toml go to their host only, too.
 //
+// # Where a registry may send us
+//
+// Redirects and token servers are a registry's choice, and any pod may name a registry. They may lead to every
+// other machine, but no nearer to this one than the registry is: not to loopback, unless the registry is there, nor
+// to a link-local address, unless the registry has one or is on loopback, nor to the addresses that clouds tell their nodes'
+// credentials at. A host's redirect_to in hosts.toml (berth's own key: an address or network, or a list) allows
+// more. Each address is looked at when it is connected to; through a proxy, only one that the URL spells out.
+// Private networks (RFC 1918, RFC 4193) count as other machines: there is where the storage and the token
+// servers of private registries are. Client certificates are for the registry only, like other credentials.
+//
 // Errors carry gRPC codes: NotFound, Unauthenticated, PermissionDenied,
 // InvalidArgument for references and credentials that cannot be parsed,
-// FailedPrecondition for broken host configuration and for images this node
+// FailedPrecondition for broken host configuration, for redirects that are not allowed and for images this node
 // cannot run, DataLoss for content that fails its checks. A registry that cannot
 // be reached or is failing is an *UnavailableError.
 package registry

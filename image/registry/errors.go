@@ -48,6 +48,10 @@ func requestError(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return fmt.Errorf("%w: %v", ctx.Err(), err)
 	}
+	var near *tooNearError
+	if errors.As(err, &near) {
+		return errdefs.FailedPrecondition("%w", err)
+	}
 	return &UnavailableError{Err: err, temporary: isTemporary(err)}
 }
 

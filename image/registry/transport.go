@@ -1,6 +1,7 @@
 package registry
 
 import (
+	"context"
 	"crypto/tls"
 	"errors"
 	"fmt"
@@ -28,7 +29,7 @@ const (
 type connections struct {
 	name   string // of the host, without its port
 	own    *http.Transport
-	others *http.Transport
+	others *elsewhere
 }
 
 // newConnections makes the connection pools for one host and those that it sends its clients on to.
@@ -41,20 +42,28 @@ func newConnections(h *hosts.Host, headerTimeout time.Duration) (*connections, e
 	if h.DialTimeout > 0 {
 		dialer.Timeout = h.DialTimeout
 	}
-	return &connections{
-		name: hostname(h.Host), own: newTransport(dialer, own, headerTimeout), others: newTransport(dialer, others, headerTimeout),
-	}, nil
+	held := newLeash(h)
+	away := &elsewhere{
+		leash:   held,
+		direct:  newTransport(held.dialElsewhere(dialer), others, headerTimeout),
+		proxied: newTransport(dialer.DialContext, others.Clone(), headerTimeout),
+	}
+	away.direct.Proxy = nil
+	return &connections{name: held.host, own: newTransport(held.dialHome(dialer), own, headerTimeout), others: away}, nil
 }
+
+// dial is a DialContext of net/http's.
+type dial = func(ctx context.Context, network, address string) (net.Conn, error)
 
 // newTransport makes a connection pool. HTTP/2 stays off: on one
 // connection the layers of an image would share one congestion window, and the
 // slowest could stop the others.
-func newTransport(dialer *net.Dialer, tlsConfig *tls.Config, headerTimeout time.Duration) *http.Transport {
+func newTransport(connect dial, tlsConfig *tls.Config, headerTimeout time.Duration) *http.Transport {
 	var protocols http.Protocols
 	protocols.SetHTTP1(true)
 	return &http.Transport{
 		Proxy:                  http.ProxyFromEnvironment,
-		DialContext:            dialer.DialContext,
+		DialContext:            connect,
 		TLSClientConfig:        tlsConfig,
 		TLSHandshakeTimeout:    handshakeTimeout,
 		ResponseHeaderTimeout:  headerTimeout,
@@ -76,7 +85,7 @@ func (c *connections) RoundTrip(r *http.Request) (*http.Response, error) {
 // closeIdle closes connections that are not in use.
 func (c *connections) closeIdle() {
 	c.own.CloseIdleConnections()
-	c.others.CloseIdleConnections()
+	c.others.closeIdle()
 }
 
 // hostname returns a host without its port.

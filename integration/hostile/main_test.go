@@ -32,7 +32,13 @@ const (
 // startDaemon starts a daemon that gives slow registries up soon.
 func startDaemon(t *testing.T, config ...string) *harness.Daemon {
 	t.Helper()
-	d := harness.StartDaemon(t, harness.WithConfig(append([]string{`stall_timeout = "3s"`}, config...)...))
+	return startDaemonWith(t, config)
+}
+
+func startDaemonWith(t *testing.T, config []string, options ...harness.DaemonOption) *harness.Daemon {
+	t.Helper()
+	options = append(options, harness.WithConfig(append([]string{`stall_timeout = "3s"`}, config...)...))
+	d := harness.StartDaemon(t, options...)
 	t.Cleanup(func() { bounded(t, d); stillPulls(t, d) })
 	return d
 }

@@ -15,6 +15,7 @@ import (
 	"io/fs"
 	"net"
 	"net/http"
+	"net/netip"
 	"net/url"
 	"os"
 	"path"
@@ -57,7 +58,8 @@ type Host struct {
 	clientPairs [][2]string // certificate and key file; key "": in the same file
 	skipVerify  *bool       // nil: not configured
 	Header      http.Header
-	DialTimeout time.Duration // 0: default
+	DialTimeout time.Duration  // 0: default
+	RedirectTo  []netip.Prefix // to which it may send us, however near to this machine they are
 
 	Home      bool // stands for the registry itself, not for a mirror of it
 	PlainNext bool // try https, then plain http
@@ -176,6 +178,7 @@ type hostTable struct {
 	Header       map[string]any `toml:"header"` // values: string or list
 	OverridePath bool           `toml:"override_path"`
 	DialTimeout  string         `toml:"dial_timeout"`
+	RedirectTo   any            `toml:"redirect_to"` // berth's own: an address or network, or a list
 }
 
 // parseHosts parses a hosts.toml found in dir: the host tables in the order of
@@ -269,6 +272,9 @@ func parseHost(name, dir string, t hostTable) (Host, error) {
 	if h.Header, err = parseHeader(t.Header); err != nil {
 		return h, err
 	}
+	if h.RedirectTo, err = parseNetworks("redirect_to", t.RedirectTo); err != nil {
+		return h, err
+	}
 	if t.DialTimeout != "" {
 		if h.DialTimeout, err = time.ParseDuration(t.DialTimeout); err != nil || h.DialTimeout <= 0 {
 			return h, fmt.Errorf("dial_timeout %q is not a positive duration", errdefs.Clip(t.DialTimeout))
@@ -337,6 +343,26 @@ func stringList(key string, v any) ([]string, error) {
 		return list, nil
 	}
 	return nil, fmt.Errorf("%s: a string or a list of strings is expected", key)
+}
+
+// parseNetworks accepts addresses and networks.
+func parseNetworks(key string, v any) ([]netip.Prefix, error) {
+	names, err := stringList(key, v)
+	if err != nil {
+		return nil, err
+	}
+	var list []netip.Prefix
+	for _, name := range names {
+		p, err := netip.ParsePrefix(name)
+		if a, bad := netip.ParseAddr(name); bad == nil {
+			p, err = netip.PrefixFrom(a, a.BitLen()), nil
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%s: %q is neither an IP address nor a network", key, errdefs.Clip(name))
+		}
+		list = append(list, p)
+	}
+	return list, nil
 }
 
 // parseClient accepts a file, a list of files, and a list of files and pairs.

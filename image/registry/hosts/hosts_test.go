@@ -2,6 +2,7 @@ package hosts
 
 import (
 	"net/http"
+	"net/netip"
 	"path/filepath"
 	"reflect"
 	"slices"
@@ -44,6 +45,7 @@ unknown_option_of_a_newer_containerd = 1
 [host."https://root.example.com"]
   override_path = true
   skip_verify = true
+  redirect_to = ["127.0.0.0/8", "fe80::1"]
 
 [host."bare.example.com:5000/a/../b/v2/"]
 
@@ -61,7 +63,8 @@ func TestParseHosts(t *testing.T) {
 			skipVerify:  &no, DialTimeout: 3 * time.Second,
 			Header: http.Header{"X-One": {"1"}, "X-Many": {"2", "3"}}},
 		{Scheme: "https", Host: "odd.example.com", Path: "/v2/prefix", Caps: everything, clientPairs: [][2]string{{"/dir/client.pem", ""}}},
-		{Scheme: "https", Host: "root.example.com", Path: "", Caps: everything, skipVerify: &yes},
+		{Scheme: "https", Host: "root.example.com", Path: "", Caps: everything, skipVerify: &yes,
+			RedirectTo: []netip.Prefix{netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("fe80::1/128")}},
 		{Scheme: "https", Host: "bare.example.com:5000", Path: "/b/v2", Caps: everything},
 		{Scheme: "https", Host: "header-only.example.com", Path: "/v2", Caps: everything, Header: http.Header{"X": {"y"}}},
 		{Scheme: "https", Host: "registry.example.com", Path: "/v2", Caps: everything,
@@ -104,6 +107,8 @@ func TestParseHostsRefuses(t *testing.T) {
 		`[host."https://x"]` + "\ncapabilities = [\"fly\"]":  `unknown capability "fly"`,
 		`[host."https://x"]` + "\ndial_timeout = \"soon\"":   "dial_timeout",
 		`[host."https://x"]` + "\ndial_timeout = \"-1s\"":    "dial_timeout",
+		`[host."https://x"]` + "\nredirect_to = \"here\"":    `redirect_to: "here" is neither`,
+		`[host."https://x"]` + "\nredirect_to = [1]":         "redirect_to: a list of strings",
 		`[host."https://x".header]` + "\nx = 1":              "header x",
 		`[host."https://x".header]` + "\n\"a b\" = \"y\"":    `header "a b"`,
 		`[host."https://x".header]` + "\nx = \"hunter2\\n\"": "header x",
