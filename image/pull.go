@@ -11,6 +11,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
@@ -223,7 +224,7 @@ func (s *Store) downloadFrom(ctx context.Context, repo *registry.Repository, l r
 // refusesContent tells an error that says that a layer cannot be what its tar says.
 func refusesContent(err error) bool {
 	code := errdefs.Code(err)
-	return code == codes.InvalidArgument || code == codes.ResourceExhausted
+	return code == codes.InvalidArgument || code == codes.ResourceExhausted && !errors.Is(err, unix.ENOSPC)
 }
 
 // faultTime is how long a blob is read on to learn whose fault it was.

@@ -32,6 +32,7 @@ type Config struct {
 	RegistryDirs         []string         // containerd's certs.d trees, the first with a directory for a host wins
 	Unpack               layer.Unpacker   // makes files of blobs
 	Limits               unpack.Limits    // of one layer; zero fields: unpack.DefaultLimits
+	Reserve              layer.Reserve    // of the disk, which layers leave free; zero: none
 	Driver               string           // form of layers, a rootfs.Kind; empty: directory
 	Pinned               []string         // references or IDs of images that kubelet must not collect
 	MaxParallelDownloads int              // layers of one pull fetched at a time; 0: DefaultParallelDownloads
@@ -86,7 +87,7 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 	}
 	undo := cleanup.New()
 	defer undo.Run(&err)
-	layers, err := layer.Open(cfg.Root, driver, log)
+	layers, err := layer.Open(cfg.Root, driver, cfg.Reserve, log)
 	if err != nil {
 		return nil, err
 	}

@@ -236,6 +236,7 @@ func imageConfig(cfg *config.Config, u layer.Unpacker, unpackers int, waits *tas
 		Root:                 filepath.Join(cfg.Root, "images"),
 		Unpack:               u,
 		Limits:               unpack.Limits{Tar: int64(cfg.MaxLayerBytes), Bytes: int64(cfg.MaxLayerBytes), Entries: int64(cfg.MaxLayerEntries)},
+		Reserve:              layer.Reserve{Percent: cfg.DiskReservePercent, Bytes: int64(cfg.DiskReserveBytes)},
 		RegistryDirs:         cfg.RegistryDirs,
 		Pinned:               pinned,
 		MaxParallelDownloads: cfg.MaxParallelDownloads,

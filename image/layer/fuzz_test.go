@@ -36,7 +36,7 @@ func newFuzzStore(t testing.TB) *fuzzStore {
 	t.Cleanup(func() { must(t, unix.Unmount(outside, 0)) })
 	must(t, os.Mkdir(outside+"/dir", 0o700))
 	must(t, os.WriteFile(outside+"/secret", []byte("secret"), 0o600))
-	s, err := Open(outside+"/store", NewDirectory(unpack.Layer), discardLog())
+	s, err := Open(outside+"/store", NewDirectory(unpack.Layer), Reserve{}, discardLog())
 	must(t, err)
 	t.Cleanup(func() { must(t, s.Close()) })
 	f := &fuzzStore{Store: s, outside: outside}

@@ -33,7 +33,7 @@
 // # Errors
 //
 // Those of this package carry a gRPC code: InvalidArgument for a tar that is no
-// layer, ResourceExhausted where it exceeds its Limits or the disk is full,
+// layer, ResourceExhausted where it exceeds its Limits or the disk is full but for the Reserve,
 // DataLoss for a wrong diffID, NotFound for a layer that is not there. Errors of
 // the caller's reader are passed on.
 package layer

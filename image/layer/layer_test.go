@@ -34,7 +34,7 @@ func discardLog() *slog.Logger { return slog.New(slog.DiscardHandler) }
 // openStore opens a store in dir, which closes with the test.
 func openStore(t testing.TB, dir string) *Store {
 	t.Helper()
-	s, err := Open(dir, NewDirectory(unpack.Layer), discardLog())
+	s, err := Open(dir, NewDirectory(unpack.Layer), Reserve{}, discardLog())
 	must(t, err)
 	t.Cleanup(func() { must(t, s.Close()) })
 	return s

@@ -23,24 +23,27 @@ import (
 
 // Store keeps layers below one directory. Its methods may be called concurrently.
 type Store struct {
-	root   string
-	driver Driver
-	log    *slog.Logger
-	layers *table[Info]
-	joins  *table[join]
-	trash  *trash
-	effort int64        // what the joins of an image may take: allEffort
-	making atomic.Int64 // bytes of the tars that have been read for layers being made
-	aside  atomic.Bool  // there may be something that was set aside
+	root    string
+	driver  Driver
+	log     *slog.Logger
+	layers  *table[Info]
+	joins   *table[join]
+	trash   *trash
+	reserve Reserve
+	statfs  func() (unix.Statfs_t, error) // of root
+	aside   atomic.Bool                   // there may be something that was set aside
+	effort  int64                         // what the joins of an image may take: allEffort
+	making  atomic.Int64                  // bytes of the tars that have been read for layers being made
 }
 
 // Open opens the store in root, which is made if it does not exist and belongs
 // to this Store alone, and starts its deleter. What an earlier Store left half
 // made or half deleted is deleted in the background. Layers whose record is damaged, or
 // that another driver made, are logged and set aside: they are pulled again. A record that
-// can't be read for want of something, or that a newer berth wrote, is an error.
-func Open(root string, driver Driver, log *slog.Logger) (*Store, error) {
-	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join](), effort: allEffort}
+// can't be read for want of something, or that a newer berth wrote, is an error. No layer
+// is made where less than the reserve is free.
+func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store, error) {
+	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join](), reserve: reserve, statfs: statfsOf(root), effort: allEffort}
 	for _, dir := range []string{layersDir, joinsDir, tmpDir, trashDir} {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o700); err != nil {
 			return nil, fmt.Errorf("open layer store: %w", err)
@@ -182,7 +185,12 @@ func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
 
 // apply lets the driver write the layer into dir and checks the diffID.
 func (s *Store) apply(ctx context.Context, dir string, from Source, blob io.Reader, job unpack.Job) (record, error) {
-	made, err := s.driver.Apply(ctx, dir, blob, job)
+	guarded, stop, err := s.guard(ctx)
+	if err != nil {
+		return record{}, err
+	}
+	defer stop()
+	made, err := s.driver.Apply(guarded, dir, blob, job)
 	if err != nil {
 		return record{}, err
 	}

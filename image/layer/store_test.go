@@ -206,7 +206,7 @@ func (w watched) Remove(ctx context.Context, dir string) error {
 func openWatched(t testing.TB, root string) (*Store, <-chan string) {
 	t.Helper()
 	w := watched{NewDirectory(unpack.Layer), make(chan string, 100)}
-	s, err := Open(root, w, discardLog())
+	s, err := Open(root, w, Reserve{}, discardLog())
 	must(t, err)
 	t.Cleanup(func() { must(t, s.Close()) })
 	return s, w.removed
@@ -269,7 +269,7 @@ func (b blocked) Remove(ctx context.Context, dir string) error {
 // What is being made or deleted takes disk as well.
 func TestUsageOfUnfinished(t *testing.T) {
 	goOn := make(chan struct{})
-	s, err := Open(t.TempDir(), blocked{NewDirectory(unpack.Layer), goOn}, discardLog())
+	s, err := Open(t.TempDir(), blocked{NewDirectory(unpack.Layer), goOn}, Reserve{}, discardLog())
 	must(t, err)
 	data := makeTar(t, file("a", strings.Repeat("x", 10_000)))
 	var reached Usage
@@ -347,7 +347,7 @@ func TestRemoveFails(t *testing.T) {
 
 func TestReopen(t *testing.T) {
 	root := t.TempDir()
-	s, err := Open(root, NewDirectory(unpack.Layer), discardLog())
+	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
 	must(t, err)
 	bottom := create(t, s, makeTar(t, dir(".", 0o711), file("a", "1")))
 	top := create(t, s, makeTar(t, hardlink("\xff", "a"), file("d/x", "2"), file(".wh.y", "")))
@@ -357,7 +357,7 @@ func TestReopen(t *testing.T) {
 	usage := s.Usage()
 	must(t, s.Close())
 
-	s, err = Open(root, NewDirectory(unpack.Layer), discardLog())
+	s, err = Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
 	must(t, err)
 	defer s.Close()
 	for _, info := range infos {
@@ -380,7 +380,7 @@ func TestReopen(t *testing.T) {
 // daemon before this one may have started some.
 func TestOpenSetsAside(t *testing.T) {
 	root := t.TempDir()
-	s, err := Open(root, NewDirectory(unpack.Layer), discardLog())
+	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
 	must(t, err)
 	keep := create(t, s, makeTar(t, file("keep", "1")))
 	torn := create(t, s, makeTar(t, file("torn", "1")))
@@ -456,7 +456,7 @@ func change(t *testing.T, dir, old, new string) {
 // What says nothing against a record keeps the Store from opening, and takes nothing away.
 func TestOpenLosesNothing(t *testing.T) {
 	root := t.TempDir()
-	s, err := Open(root, NewDirectory(unpack.Layer), discardLog())
+	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
 	must(t, err)
 	id := create(t, s, makeTar(t, file("a", "1")))
 	must(t, s.Close())
@@ -467,14 +467,14 @@ func TestOpenLosesNothing(t *testing.T) {
 	newer, err := checkpoint.Encode(layerKind, recordVersion+1, struct{}{})
 	must(t, err)
 	must(t, os.WriteFile(record, newer, 0o600))
-	if _, err := Open(root, NewDirectory(unpack.Layer), discardLog()); err == nil || !strings.Contains(err.Error(), "a newer berth wrote it") {
+	if _, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog()); err == nil || !strings.Contains(err.Error(), "a newer berth wrote it") {
 		t.Errorf("the record of a newer berth: %v", err)
 	}
 	must(t, os.WriteFile(record, good, 0o600))
 	var limit unix.Rlimit
 	must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &limit))
 	must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 3, Max: limit.Max}))
-	_, err = Open(root, NewDirectory(unpack.Layer), discardLog())
+	_, err = Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
 	must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &limit))
 	if !errors.Is(err, unix.EMFILE) {
 		t.Errorf("without descriptors: %v", err)
@@ -500,7 +500,7 @@ func TestOpenLosesNothing(t *testing.T) {
 // Records of up to 0.2.0 are the JSON alone.
 func TestOldRecords(t *testing.T) {
 	root := t.TempDir()
-	s, err := Open(root, NewDirectory(unpack.Layer), discardLog())
+	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
 	must(t, err)
 	low := create(t, s, makeTar(t, file("a", "1")))
 	top := create(t, s, makeTar(t, hardlink("b", "a")))
@@ -522,7 +522,7 @@ func TestOldRecords(t *testing.T) {
 // A disk that takes nothing keeps nothing from being used.
 func TestOpenReadOnly(t *testing.T) {
 	root := t.TempDir()
-	s, err := Open(root, NewDirectory(unpack.Layer), discardLog())
+	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
 	must(t, err)
 	good, torn := create(t, s, makeTar(t, file("a", "1"))), create(t, s, makeTar(t, file("torn", "1")))
 	must(t, s.Close())
@@ -533,7 +533,7 @@ func TestOpenReadOnly(t *testing.T) {
 	must(t, unix.Mount(root, root, "", unix.MS_BIND, ""))
 	defer func() { must(t, unix.Unmount(root, unix.MNT_DETACH)) }()
 	must(t, unix.Mount("", root, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""))
-	s, err = Open(root, NewDirectory(unpack.Layer), discardLog())
+	s, err = Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
 	must(t, err)
 	if !slices.Equal(s.List(), []digest.Digest{good}) {
 		t.Errorf("layers %v", s.List())
@@ -755,7 +755,7 @@ func TestMaker(t *testing.T) {
 	if root == "" {
 		t.Skip("run by TestKill")
 	}
-	s, err := Open(root, NewDirectory(unpack.Layer), discardLog())
+	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
 	must(t, err)
 	fmt.Println("ready")
 	id := digest.Digest(os.Args[len(os.Args)-1])
@@ -779,7 +779,7 @@ func TestKill(t *testing.T) {
 			t.Run(fmt.Sprintf("%d %v", n, eof), func(t *testing.T) {
 				root := t.TempDir()
 				killMaker(t, root, id, data[:n], eof)
-				s, err := Open(root, NewDirectory(unpack.Layer), discardLog())
+				s, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog())
 				must(t, err)
 				defer s.Close()
 				if s.Has(id) && !eof {

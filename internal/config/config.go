@@ -65,6 +65,9 @@ type Config struct {
 	MaxLayerBytes   int `toml:"max_layer_bytes" default:"274877906944" min:"1" doc:"How long the tar of an image's layer may be, and the files in it with their holes. Less is allowed of a small blob: 1100 times its size and 64 MiB."`
 	MaxLayerEntries int `toml:"max_layer_entries" default:"4194304" min:"1" doc:"How many entries the tar of an image's layer may have."`
 
+	DiskReservePercent int `toml:"disk_reserve_percent" default:"5" min:"0" max:"90" doc:"How much of the filesystem of images, of its bytes and of its inodes, layers leave free for everything else. A pull that comes to it fails with ResourceExhausted, and what it has unpacked is deleted. 0: nothing is kept free."`
+	DiskReserveBytes   int `toml:"disk_reserve_bytes" default:"4294967296" min:"0" doc:"The most bytes that disk_reserve_percent makes layers leave free. Of inodes that is 65536."`
+
 	UnpackPath string `toml:"unpack_path" path:"optional" doc:"The berth-unpack program, which makes files of the layers of images. Empty: beside the berth program, or else in PATH."`
 
 	StatsPeriod Duration `toml:"stats_period" default:"10s" min:"100ms" doc:"How often it is counted what a container has written into its own filesystem and how many files it has open. What takes long to count is counted less often. Everything else in statistics is measured when somebody asks."`

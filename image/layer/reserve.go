@@ -1,0 +1,94 @@
+package layer
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+// Reserve is what layers leave free on their filesystem: whoever serves a blob decides how much it
+// becomes, and pods, logs and kubelet need room too. Where a field is zero, that is nothing.
+type Reserve struct {
+	Percent int   // of the filesystem, of its bytes and of its inodes
+	Bytes   int64 // but no more than so many
+}
+
+func (r Reserve) isNone() bool { return r.Percent == 0 || r.Bytes == 0 }
+
+const (
+	// maxReservedInodes bounds what Percent makes of inodes.
+	maxReservedInodes = 1 << 16
+	// lookPeriod is how often free space is looked at while a layer is made: a fast disk takes some
+	// hundred megabytes in that time.
+	lookPeriod = 50 * time.Millisecond
+)
+
+// check fails with ResourceExhausted, and ENOSPC in it, if a filesystem has less free than the reserve.
+func (r Reserve) check(fs *unix.Statfs_t) error {
+	block := uint64(fs.Bsize)
+	bytes := min(fs.Blocks*block/100*uint64(r.Percent), uint64(r.Bytes))
+	if free := fs.Bavail * block; free < bytes {
+		return exhausted("%d bytes are free on the filesystem of images and %d are kept free", free, bytes)
+	}
+	if inodes := min(fs.Files/100*uint64(r.Percent), maxReservedInodes); fs.Ffree < inodes { // btrfs has no number of them: 0
+		return exhausted("%d inodes are free on the filesystem of images and %d are kept free", fs.Ffree, inodes)
+	}
+	return nil
+}
+
+func exhausted(format string, args ...any) error {
+	return errdefs.New(codes.ResourceExhausted, "%w: %s", unix.ENOSPC, fmt.Sprintf(format, args...))
+}
+
+// guard looks at the free space, at once and until stop is called. The context ends, with the reason as its
+// cause, when there is less than the reserve. It is who reads the filesystem that decides, not who writes the layer.
+func (s *Store) guard(ctx context.Context) (guarded context.Context, stop func(), err error) {
+	if err := s.checkReserve(); err != nil {
+		return nil, nil, err
+	}
+	guarded, cancel := context.WithCancelCause(ctx)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		tick := time.NewTicker(lookPeriod)
+		defer tick.Stop()
+		for {
+			select {
+			case <-guarded.Done():
+				return
+			case <-tick.C:
+				if err := s.checkReserve(); err != nil {
+					cancel(err)
+				}
+			}
+		}
+	}()
+	return guarded, func() { cancel(nil); <-done }, nil
+}
+
+func (s *Store) checkReserve() error {
+	if s.reserve.isNone() {
+		return nil
+	}
+	fs, err := s.statfs()
+	if err != nil {
+		return fmt.Errorf("look at the free space of %s: %w", s.root, err)
+	}
+	return s.reserve.check(&fs)
+}
+
+// statfsOf returns a function that looks at the filesystem that a path is on.
+func statfsOf(path string) func() (unix.Statfs_t, error) {
+	return func() (fs unix.Statfs_t, err error) {
+		for {
+			if err = unix.Statfs(path, &fs); err != unix.EINTR {
+				return fs, err
+			}
+		}
+	}
+}

@@ -1,0 +1,90 @@
+package layer
+
+import (
+	"archive/tar"
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/image/unpack"
+	"berth/internal/errdefs"
+)
+
+func TestReserve(t *testing.T) {
+	const gib = 1 << 30
+	disk := func(size, free uint64, inodes, freeInodes uint64) unix.Statfs_t {
+		return unix.Statfs_t{Bsize: 4096, Blocks: size / 4096, Bavail: free / 4096, Files: inodes, Ffree: freeInodes}
+	}
+	for _, c := range []struct {
+		what    string
+		reserve Reserve
+		fs      unix.Statfs_t
+		text    string // of the error; empty: none
+	}{
+		{"enough", Reserve{5, 4 * gib}, disk(100*gib, 4*gib, 1000, 50), ""},
+		{"less than the bytes", Reserve{5, 4 * gib}, disk(100*gib, 4*gib-4096, 1000, 1000), "4294963200 bytes are free"},
+		{"less than the percentage, of a small disk", Reserve{5, 4 * gib}, disk(10*gib, gib/2-gib/64, 1000, 1000), "bytes are free"},
+		{"enough of a small disk", Reserve{5, 4 * gib}, disk(10*gib, gib/2, 1000, 1000), ""},
+		{"few inodes", Reserve{5, 4 * gib}, disk(100*gib, 90*gib, 1000, 49), "49 inodes are free"},
+		{"few of very many inodes", Reserve{5, 4 * gib}, disk(100*gib, 90*gib, 1<<30, 1<<16), ""},
+		{"too few of very many inodes", Reserve{5, 4 * gib}, disk(100*gib, 90*gib, 1<<30, 1<<16-1), "65536 are kept free"},
+		{"no inodes are told of", Reserve{5, 4 * gib}, disk(100*gib, 90*gib, 0, 0), ""},
+	} {
+		err := c.reserve.check(&c.fs)
+		switch {
+		case c.text == "" && err != nil:
+			t.Errorf("%s: %v", c.what, err)
+		case c.text != "" && (errdefs.Code(err) != codes.ResourceExhausted || !errors.Is(err, unix.ENOSPC) || !strings.Contains(err.Error(), c.text)):
+			t.Errorf("%s: %v, want %q", c.what, err, c.text)
+		}
+	}
+}
+
+// A layer that takes what is to be left free is given up while it comes, and nothing of it stays.
+func TestLayerThatTakesTheReserve(t *testing.T) {
+	root := t.TempDir()
+	s, err := Open(root, NewDirectory(unpack.Layer), Reserve{Percent: 5, Bytes: 1 << 30}, discardLog())
+	must(t, err)
+	t.Cleanup(func() { must(t, s.Close()) })
+	var looks, enough atomic.Int64
+	s.statfs = func() (unix.Statfs_t, error) {
+		fs := unix.Statfs_t{Bsize: 4096, Blocks: 1 << 20, Files: 1 << 20, Ffree: 1 << 20}
+		if looks.Add(1) <= enough.Load() {
+			fs.Bavail = 1 << 20
+		}
+		return fs, nil
+	}
+	var header bytes.Buffer
+	must(t, tar.NewWriter(&header).WriteHeader(&tar.Header{Name: "big", Mode: 0o644, Size: 1 << 40, Typeflag: tar.TypeReg}))
+	id := Source{Blob: digest.FromString("blob"), DiffID: digest.FromString("tar")}
+	for _, c := range []struct {
+		enough int64
+		blob   io.Reader
+	}{
+		{0, nil}, // which would panic if it were read
+		{1, io.MultiReader(&header, zeros{})},
+	} {
+		looks.Store(0)
+		enough.Store(c.enough)
+		err := s.Create(context.Background(), id, c.blob, unpack.Limits{Tar: 1 << 41, Bytes: 1 << 41})
+		if errdefs.Code(err) != codes.ResourceExhausted || !errors.Is(err, unix.ENOSPC) || !strings.Contains(err.Error(), "kept free") {
+			t.Errorf("with room at %d looks: %v", c.enough, err)
+		}
+		left, err := os.ReadDir(filepath.Join(root, "tmp"))
+		if err != nil || len(left) > 0 || s.Has(id.Name()) {
+			t.Errorf("left: %v, %v", left, err)
+		}
+	}
+	enough.Store(1 << 62)
+	create(t, s, makeTar(t, file("f", "content")))
+}
