@@ -86,8 +86,21 @@ func owner(hdr *tar.Header) (uid, gid uint32, err error) {
 	return uint32(hdr.Uid), uint32(hdr.Gid), nil
 }
 
+// maxXattrNames is how long the names of a file's extended attributes are together, each with a zero, at
+// most: XATTR_LIST_MAX (linux/limits.h). Of a file with more nobody could list them, nor overlayfs copy it.
+const maxXattrNames = 64 << 10
+
 // xattrs sets the extended attributes of an entry that an image may set.
 func (u *unpacker) xattrs(hdr *tar.Header, set func(attr string, value []byte) error) error {
+	names := 0
+	for key := range hdr.PAXRecords {
+		if attr, ok := strings.CutPrefix(key, XattrRecord); ok && KeepXattr(attr) {
+			names += len(attr) + 1
+		}
+	}
+	if names > maxXattrNames {
+		return refuse("the names of its extended attributes take %d bytes, more than the %d that Linux lists", names, maxXattrNames)
+	}
 	for key, value := range hdr.PAXRecords {
 		attr, ok := strings.CutPrefix(key, XattrRecord)
 		if !ok || !KeepXattr(attr) {

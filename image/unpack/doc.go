@@ -28,6 +28,7 @@
 //     kept; trusted.* (overlayfs' own are among them), user.overlay.* and the labels
 //     of security modules are for the host to set. They are dropped, as are those
 //     that the filesystem does not support.
+//   - The names of a file's extended attributes are no longer, together, than Linux lists.
 //   - AUFS' own files (.wh..wh.* in the root) are skipped.
 //   - The attributes in a hard link's entry are not used: they are its target's.
 //

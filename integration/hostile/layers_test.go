@@ -125,6 +125,8 @@ func TestLayers(t *testing.T) {
 	}{
 		{"a zstd bomb of 512 MiB", zstandard(t, bigFile(t, 512<<20)), codes.ResourceExhausted, "bytes allowed"},
 		{"gzip in gzip in gzip", gzipped(t, bytes.NewReader(gzipped(t, bytes.NewReader(inGzip.Blob)).Blob)), codes.InvalidArgument, "read tar after 0 entries"},
+		{"gzip that inflates to itself", registrytest.Layer{Blob: quine(t), MediaType: ocispec.MediaTypeImageLayerGzip}, codes.InvalidArgument, "read tar after 0 entries"},
+		{"20,000 extended attributes of a file", plain(packed(t, withXattrs("f", 20_000))), codes.InvalidArgument, "more than the 65536 that Linux lists"},
 		{"a zstd window of 2 GiB", plain([]byte{0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xa8, 0x01, 0x00, 0x00}), codes.DataLoss, "decompress"},
 		{"gzip that breaks off", plain(inGzip.Blob[:len(inGzip.Blob)/2]), codes.DataLoss, "decompress"},
 		{"gzip that is garbled", plain(garbled), codes.DataLoss, "decompress"},
@@ -157,6 +159,16 @@ func TestLayers(t *testing.T) {
 			refused(t, d, name, c.code, c.text)
 		})
 	}
+}
+
+// withXattrs is a file with that many extended attributes.
+func withXattrs(name string, n int) fixture.Entry {
+	file := fixture.File(name, 0o644, "")
+	file.PAXRecords = map[string]string{}
+	for i := range n {
+		file.PAXRecords[fmt.Sprintf("SCHILY.xattr.user.%05d", i)] = "x"
+	}
+	return file
 }
 
 // packedPAX is a tar with a PAX record of that size, which tar.Writer would not write.

@@ -108,6 +108,35 @@ func TestManifests(t *testing.T) {
 	}
 }
 
+// Indexes that lead to themselves. By a digest none can, for it would have to contain its own; but a registry can answer every
+// request with the same index, and there can be one in the other.
+func TestIndexesInIndexes(t *testing.T) {
+	d := startDaemon(t)
+	again, name := image(t)
+	first := again.PutImage("hostile", "v2", "", plain(packed(t)))
+	first.Size = 0 // it is not said how long it is
+	same := indexOf(t, first)
+	again.Before = func(w http.ResponseWriter, _ *http.Request) bool { _, _ = w.Write(same); return true }
+	refused(t, d, name, codes.DataLoss, "digest of the content")
+
+	chain := registrytest.New(t)
+	desc := chain.PutImage("hostile", "v0", "", plain(packed(t)))
+	for depth := 1; depth <= 4; depth++ {
+		desc = chain.PutManifest("hostile", fmt.Sprint("v", depth), ocispec.MediaTypeImageIndex, indexOf(t, desc))
+	}
+	refused(t, d, chain.Host()+"/hostile:v4", codes.FailedPrecondition, "more than 3 indexes are nested")
+	harness.Must(t, pull(t, d, chain.Host()+"/hostile:v3", nil))
+	harness.Must(t, d.Images.RemoveImage(t.Context(), imageSpec(chain.Host()+"/hostile:v3")))
+}
+
+// indexOf is an index with one manifest or index for this machine.
+func indexOf(t *testing.T, desc ocispec.Descriptor) []byte {
+	desc.Platform = &ocispec.Platform{OS: runtime.GOOS, Architecture: runtime.GOARCH}
+	i := ocispec.Index{MediaType: ocispec.MediaTypeImageIndex, Manifests: []ocispec.Descriptor{desc}}
+	i.SchemaVersion = 2
+	return marshal(t, i)
+}
+
 // drip sends a byte, now and then, until the client has gone.
 func drip(w io.Writer, flush func(), done <-chan struct{}) {
 	tick := time.NewTicker(200 * time.Millisecond)

@@ -1,0 +1,121 @@
+package hostile
+
+import (
+	"archive/tar"
+	"bytes"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/integration/fixture"
+	"berth/integration/harness"
+)
+
+// onDisk starts a daemon whose root is on a disk of its own, of which layers leave half.
+func onDisk(t *testing.T, bytes, inodes int) *harness.Daemon {
+	t.Helper()
+	return startDaemonWith(t, []string{"disk_reserve_percent = 50"}, func(t *testing.T, d *harness.Daemon) {
+		place := filepath.Join(d.Dir, "disk")
+		harness.Must(t, os.Mkdir(place, 0o711))
+		harness.Must(t, unix.Mount("berth-test", place, "tmpfs", 0, fmt.Sprintf("mode=0711,size=%d,nr_inodes=%d", bytes, inodes)))
+		d.Mounts = append(d.Mounts, place)
+		d.Root = filepath.Join(place, "root")
+	})
+}
+
+// A layer that would fit, but into what is to stay free.
+func TestLayersThatFillTheDisk(t *testing.T) {
+	for _, c := range []struct {
+		what   string
+		inodes int
+		tar    io.Reader
+		text   string
+	}{
+		{"bytes", 100_000, bigFile(t, 200<<20), "are kept free"},
+		// It is a race: this many files may be made before anybody looks.
+		{"inodes", 2000, bytes.NewReader(packed(t, repeated(4000, func(i int) fixture.Entry { return fixture.File(fmt.Sprint("f", i), 0o644, "") })...)), "no space left on device"},
+	} {
+		t.Run(c.what, func(t *testing.T) {
+			d := onDisk(t, 256<<20, c.inodes)
+			before := free(t, d)
+			_, name := image(t, gzipped(t, c.tar))
+			refused(t, d, name, codes.ResourceExhausted, c.text)
+			allFree(t, d, before)
+		})
+	}
+}
+
+// free is what is free on the disk of a daemon's root.
+func free(t *testing.T, d *harness.Daemon) unix.Statfs_t {
+	t.Helper()
+	var fs unix.Statfs_t
+	harness.Must(t, unix.Statfs(d.Root, &fs))
+	return fs
+}
+
+// allFree waits until a refused layer has been deleted, which happens in the background.
+func allFree(t *testing.T, d *harness.Daemon, before unix.Statfs_t) {
+	t.Helper()
+	const slack = 64 // blocks, of directories that have grown
+	harness.Eventually(t, "the disk has the room that it had", func() error {
+		if now := free(t, d); now.Bavail+slack < before.Bavail || now.Ffree+slack < before.Ffree {
+			return fmt.Errorf("%d blocks and %d inodes are free, of %d and %d", now.Bavail, now.Ffree, before.Bavail, before.Ffree)
+		}
+		return nil
+	})
+}
+
+// As many files as are allowed, and one more, each of which costs the tar half a kilobyte; in contrib/torture, a million.
+func TestMillionsOfFiles(t *testing.T) {
+	most := 20_000
+	if harness.Thorough() {
+		most = 1_000_000
+	}
+	d := startDaemon(t, fmt.Sprintf("max_layer_entries = %d", most))
+	before := free(t, d)
+	reader, writer := io.Pipe()
+	go func() { writer.CloseWithError(writeFiles(writer, most+1)) }()
+	_, name := image(t, gzipped(t, reader))
+	refused(t, d, name, codes.ResourceExhausted, fmt.Sprintf("more than the %d entries", most))
+	harness.Eventually(t, "the files are deleted", func() error {
+		left, err := os.ReadDir(filepath.Join(d.Root, "images/trash"))
+		if err == nil && len(left) > 0 {
+			err = fmt.Errorf("%d directories in the trash, %d of %d inodes free", len(left), free(t, d).Ffree, before.Ffree)
+		}
+		return err
+	})
+}
+
+// writeFiles writes the tar of that many empty files, a thousand in each directory.
+func writeFiles(w io.Writer, n int) error {
+	out := tar.NewWriter(w)
+	for i := range n {
+		if err := out.WriteHeader(&tar.Header{Name: fmt.Sprintf("%d/%d", i/1000, i), Mode: 0o644, Typeflag: tar.TypeReg}); err != nil {
+			return err
+		}
+	}
+	return out.Close()
+}
+
+// Many files with as many extended attributes as there may be: a million in contrib/torture. What takes them, the filesystem
+// decides: ext4 has a block for those of a file.
+func TestManyExtendedAttributes(t *testing.T) {
+	d := startDaemon(t)
+	files, each := 10, 5000
+	if harness.Thorough() {
+		files = 200
+	}
+	_, name := image(t, gzipped(t, bytes.NewReader(packed(t, repeated(files, func(i int) fixture.Entry { return withXattrs(fmt.Sprint("f", i), each) })...))))
+	if err := pull(t, d, name, nil); err != nil {
+		harness.WantCode(t, err, codes.ResourceExhausted, "extended attribute", "no space left on device")
+		noTraceOf(t, d, name)
+		return
+	}
+	harness.Must(t, d.Images.RemoveImage(t.Context(), imageSpec(name)))
+	noTraceOf(t, d, name)
+}
