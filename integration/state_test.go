@@ -182,6 +182,7 @@ func TestStateCheckNamesDifferences(t *testing.T) {
 		planted{want: "layers: container …its layer sha256:" + layers[0]},
 	)
 	checkNames(t, d, []string{"--bytes"}, p.away(programs, "bytes: "+below("images/layers", layers[0])))
+	checkNames(t, d, []string{"--bytes"}, p.changed(below("images/layers", layers[0], "fs/etc/passwd"), "bytes: "+below("images/layers", layers[0])+"…checksum"))
 
 	harness.Must(t, syscall.Unmount(netns, syscall.MNT_DETACH))
 	checkNames(t, d, nil,

@@ -59,7 +59,7 @@ changes nothing, works with the daemon running or not, and fails if there is a d
 	}
 	config.AddFlags(cmd.Flags())
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print the findings as JSON")
-	cmd.Flags().BoolVar(&bytes, "bytes", false, "with --state: count what is in every layer")
+	cmd.Flags().BoolVar(&bytes, "bytes", false, "with --state: read what is in every layer")
 	state := cmd.Flags().Lookup(stateFlag)
 	state.NoOptDefVal, state.Usage = configured, "compare records with the machine instead; --state=DIR if the state directory is not the configured one"
 	return cmd

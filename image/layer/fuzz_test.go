@@ -102,6 +102,7 @@ func FuzzApply(f *testing.F) {
 			t.Fatalf("%v: %v", code, err)
 		}
 		if err == nil {
+			checkSum(t, s.Store, id)
 			checkStack(t, s.Store, bottom, id)
 		}
 		s.check(t)

@@ -98,7 +98,20 @@ func create(t testing.TB, s *Store, data []byte) digest.Digest {
 	t.Helper()
 	id := digest.FromBytes(data)
 	must(t, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
+	checkSum(t, s, id)
 	return id
+}
+
+// checkSum compares the sum that was made while a layer was with that of its tree.
+func checkSum(t testing.TB, s *Store, id digest.Digest) {
+	t.Helper()
+	info, err := s.Info(id)
+	must(t, err)
+	now, err := Stored{Dir: s.layerDir(id)}.SumNow(context.Background())
+	must(t, err)
+	if now != info.Sum || now.IsZero() {
+		t.Errorf("the sum of the tree is %s, that of the layer %s", now, info.Sum)
+	}
 }
 
 // mounted mounts the stack of layers, writable, and returns where.
@@ -123,6 +136,7 @@ func createMalicious(t testing.TB, s *Store, data []byte) digest.Digest {
 	id := digest.FromBytes(data)
 	err := s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{})
 	if err == nil {
+		checkSum(t, s, id)
 		return id
 	}
 	if errdefs.Code(err) != codes.InvalidArgument {

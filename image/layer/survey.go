@@ -12,6 +12,7 @@ import (
 	"github.com/opencontainers/image-spec/identity"
 
 	"berth/checkpoint"
+	"berth/image/unpack"
 	"berth/internal/diskusage"
 	"berth/internal/safefs"
 )
@@ -32,6 +33,7 @@ type Stored struct {
 	Dir    string
 	Layers []digest.Digest // a layer's name; the names of those that a join is for
 	Usage  Usage           // as it was counted when it was made
+	Sum    unpack.Sum      // as it was made then; zero if berth up to 0.2.0 did
 }
 
 // Inspect reads the directory of a Store, which may be open, and changes nothing. A
@@ -80,7 +82,7 @@ func (s *Survey) addLayer(path string) {
 		s.Damaged[path] = err
 		return
 	}
-	s.Layers[info.Name] = Stored{Dir: path, Layers: []digest.Digest{info.Name}, Usage: info.Usage}
+	s.Layers[info.Name] = Stored{Dir: path, Layers: []digest.Digest{info.Name}, Usage: info.Usage, Sum: info.Sum}
 }
 
 func (s *Survey) addJoin(path string) {
@@ -105,6 +107,16 @@ func (s *Survey) read(path, kind string, record any) bool {
 		s.Damaged[path] = err
 	}
 	return false
+}
+
+// SumNow sums a layer that is kept as a directory, as it was summed when it was made. It reads all of it.
+func (s Stored) SumNow(ctx context.Context) (unpack.Sum, error) {
+	root, err := safefs.OpenRoot(filepath.Join(s.Dir, treeDir))
+	if err != nil {
+		return unpack.Sum{}, err
+	}
+	defer root.Close()
+	return unpack.SumTree(ctx, root)
 }
 
 // Count counts a layer that is kept as a directory, as it was counted when it was

@@ -38,7 +38,15 @@ func TestInspect(t *testing.T) {
 			t.Errorf("%s: counted %+v, recorded %+v", stored.Dir, used, stored.Usage)
 		}
 	}
-	must(t, os.Remove(filepath.Join(got.Layers[low].Dir, treeDir, "d/a")))
+	if info, err := s.Info(low); err != nil || got.Layers[low].Sum != info.Sum || info.Sum.IsZero() {
+		t.Errorf("the sum is %s, read %s, %v", info.Sum, got.Layers[low].Sum, err)
+	}
+	damaged := filepath.Join(got.Layers[low].Dir, treeDir, "d/a")
+	must(t, os.WriteFile(damaged, []byte("CONTENT"), 0))
+	if now, err := got.Layers[low].SumNow(context.Background()); err != nil || now == got.Layers[low].Sum {
+		t.Errorf("a file has changed, and the sum is %s, %v", now, err)
+	}
+	must(t, os.Remove(damaged))
 	if used, err := got.Layers[low].Count(context.Background()); err != nil || used == got.Layers[low].Usage {
 		t.Errorf("a file is missing, and %+v counted, %v", used, err)
 	}

@@ -88,6 +88,8 @@ type Summary struct {
 	// Whiteouts is how many whiteouts the layer has. One that has any shows them as
 	// devices if it is not mounted through overlayfs.
 	Whiteouts int `json:"whiteouts,omitempty"`
+	// Sum is that of the tree.
+	Sum Sum `json:"sum,omitzero"`
 }
 
 // Link is a hard link that is still to be made.
@@ -180,7 +182,7 @@ func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result,
 	if err != nil {
 		return Result{}, err
 	}
-	contents, err := u.contents()
+	contents, err := u.contents(ctx)
 	if err != nil {
 		return Result{}, err
 	}

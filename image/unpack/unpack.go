@@ -15,6 +15,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/cespare/xxhash/v2"
 	"golang.org/x/sys/unix"
 
 	"berth/internal/diskusage"
@@ -49,7 +50,8 @@ type unpacker struct {
 	tick    func() // tells that there is progress
 	parents *dirCache
 	buf     *[copySize]byte
-	block   int64 // of the filesystem, for counting
+	hash    *xxhash.Digest // of a file's content
+	block   int64          // of the filesystem, for counting
 
 	// Keys are paths in the tree, free of symlinks.
 	links   map[string]string    // hard links whose target is not in the layer
@@ -61,9 +63,10 @@ type unpacker struct {
 	steps   int                  // left for walks
 
 	usage       Usage
+	sum         Sum
 	whiteouts   int
 	opaque      bool   // the root
-	recount     bool   // something was removed: usage has to be counted from the tree
+	recount     bool   // something was removed: usage and sum have to be made from the tree
 	gone        string // the whiteout that a directory is about to be made in place of
 	unsupported int    // extended attributes that the filesystem refused
 }
@@ -74,7 +77,7 @@ func newUnpacker(root *os.File, limits Limits, tick func()) (*unpacker, error) {
 		return nil, err
 	}
 	return &unpacker{
-		root: root, limits: limits.WithDefaults(), tick: tick, parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), block: block,
+		root: root, limits: limits.WithDefaults(), tick: tick, parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), hash: xxhash.New(), block: block,
 		links: map[string]string{}, implied: map[string]bool{"": true}, opaques: map[string]bool{}, times: map[string]time.Time{"": impliedTime},
 		within: map[string][]string{}, names: maxNames, steps: freeSteps,
 		usage: Usage{Bytes: uint64(block), Inodes: 1},
@@ -205,7 +208,7 @@ func (u *unpacker) file(at place, hdr *tar.Header, content io.Reader) error {
 	if err != nil {
 		return err
 	}
-	written, err := u.fill(f, hdr, content)
+	written, holds, err := u.fill(f, hdr, content)
 	if err == nil {
 		err = u.fileAttributes(at, f, hdr)
 	}
@@ -216,15 +219,25 @@ func (u *unpacker) file(at place, hdr *tar.Header, content io.Reader) error {
 		return err
 	}
 	u.count(written)
+	u.summed(at, hdr, unix.S_IFREG|uint32(hdr.Mode&ModeBits), 0, holds)
 	return u.setTimesOf(at.dir, at.name, hdr)
 }
 
-// fill writes the content of a file and returns the bytes that are not holes.
-func (u *unpacker) fill(f *os.File, hdr *tar.Header, content io.Reader) (int64, error) {
+// summed adds what was made at a place, with the attributes of its entry.
+func (u *unpacker) summed(at place, hdr *tar.Header, mode uint32, dev uint64, holds content) {
+	u.sum.name(at.path(), mode)
+	u.sum.file(mode, uint32(hdr.Uid), uint32(hdr.Gid), dev, holds)
+}
+
+// fill writes the content of a file and returns the number of bytes that are not holes.
+func (u *unpacker) fill(f *os.File, hdr *tar.Header, in io.Reader) (written int64, holds content, err error) {
+	u.hash.Reset()
 	if isSparse(hdr) {
-		return u.fillSparse(f, hdr.Size, content)
+		written, err = u.fillSparse(f, hdr.Size, io.TeeReader(in, u.hash))
+		return written, content{size: hdr.Size, hash: u.hash.Sum64()}, err
 	}
-	return io.CopyBuffer(onlyWriter{f}, onlyReader{content}, u.buf[:])
+	written, err = io.CopyBuffer(onlyWriter{io.MultiWriter(f, u.hash)}, onlyReader{in}, u.buf[:])
+	return written, content{size: written, hash: u.hash.Sum64()}, err
 }
 
 // onlyWriter and onlyReader keep io.CopyBuffer from going past its buffer.
@@ -340,6 +353,7 @@ func (u *unpacker) symlink(at place, hdr *tar.Header) error {
 	if err := u.nodeAttributes(at, hdr, false); err != nil {
 		return err
 	}
+	u.summed(at, hdr, unix.S_IFLNK|0o777, 0, content{target: hdr.Linkname})
 	return u.setTimesOf(at.dir, at.name, hdr)
 }
 
@@ -374,7 +388,11 @@ func (u *unpacker) link(at place, hdr *tar.Header) error {
 	if now, err := at.dir.Stat(at.name); err == nil && now.Ino == st.Ino {
 		return nil // it is there already, perhaps as its own target
 	}
-	return u.replacing(at, func() error { return at.dir.Link(old.dir, old.name, at.name) })
+	if err := u.replacing(at, func() error { return at.dir.Link(old.dir, old.name, at.name) }); err != nil {
+		return err
+	}
+	u.sum.name(at.path(), st.Mode)
+	return nil
 }
 
 // linkTarget opens the directory of a hard link's target; false if it is not in the layer.
@@ -418,6 +436,7 @@ func (u *unpacker) node(at place, hdr *tar.Header) error {
 	if err := u.nodeAttributes(at, hdr, true); err != nil {
 		return err
 	}
+	u.summed(at, hdr, mode|uint32(hdr.Mode&ModeBits), dev, content{})
 	return u.setTimesOf(at.dir, at.name, hdr)
 }
 
@@ -546,31 +565,47 @@ func (u *unpacker) remember(n int) error {
 	return nil
 }
 
+// setTimes sets the times of all directories, and adds them to the sum: they have all their attributes now.
 func (u *unpacker) setTimes() error {
 	for name, t := range u.times {
 		u.tick()
-		dir, err := safefs.OpenDir(u.root, name)
-		if err != nil {
-			return err
-		}
-		ts := timespec(t)
-		err = dir.Utimes("", ts, ts)
-		if err := errors.Join(err, dir.Close()); err != nil {
+		if err := u.finish(name, timespec(t)); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
+func (u *unpacker) finish(name string, t unix.Timespec) (err error) {
+	dir, err := safefs.OpenDir(u.root, name)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, dir.Close()) }()
+	if err := dir.Utimes("", t, t); err != nil {
+		return err
+	}
+	st, err := dir.Stat("")
+	if err != nil {
+		return err
+	}
+	u.sum.name(name, st.Mode)
+	u.sum.status(&st, content{})
+	return nil
+}
+
 // contents is the result, once everything is unpacked.
-func (u *unpacker) contents() (Contents, error) {
+func (u *unpacker) contents(ctx context.Context) (Contents, error) {
 	if u.recount {
 		var err error
 		if u.usage, err = countTree(u.root, u.block); err != nil {
 			return Contents{}, err
 		}
+		if u.sum, err = sumTree(ctx, u.root, u.tick); err != nil {
+			return Contents{}, err
+		}
 	}
-	c := Contents{Summary: Summary{Usage: u.usage, Opaque: u.opaque, Whiteouts: u.whiteouts}, Unsupported: u.unsupported}
+	c := Contents{Summary: Summary{Usage: u.usage, Opaque: u.opaque, Whiteouts: u.whiteouts, Sum: u.sum}, Unsupported: u.unsupported}
 	for _, name := range slices.Sorted(maps.Keys(u.links)) {
 		c.Links = append(c.Links, Link{Name(name), Name(u.links[name])})
 	}

@@ -99,6 +99,8 @@ func (u *unpacker) makeWhiteout(at place) error {
 	}
 	u.whiteouts++
 	u.count(0)
+	u.sum.name(at.path(), unix.S_IFCHR)
+	u.sum.file(unix.S_IFCHR, 0, 0, whiteoutDev, content{})
 	return nil
 }
 

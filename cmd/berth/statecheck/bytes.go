@@ -6,28 +6,58 @@ import (
 	"fmt"
 	"io/fs"
 	"os"
+
+	"berth/image/layer"
 )
 
-// Bytes: what is in each layer is what was counted when it was made: as many files, with as many
-// bytes. It is not compared what the bytes are.
+// Bytes: what is in each layer is what was in it when it was made: as many files, with as many bytes; and
+// with these names, contents, owners and modes, as far as berth made a checksum of them.
 
-// compareBytes walks all layers, once: they never change.
-func compareBytes(ctx context.Context, f *facts, d *finder) error {
+// compareBytes reads all layers, once: they never change.
+func compareBytes(ctx context.Context, f *facts, report *Report) error {
+	d := &finder{invariant: "bytes", found: &report.Differences}
+	unsummed := 0
 	for _, s := range f.layers.Layers {
-		used, err := s.Count(ctx)
+		if s.Sum.IsZero() {
+			unsummed++
+		}
+		wrong, err := compareLayer(ctx, s)
 		if ctx.Err() != nil {
 			return ctx.Err()
 		}
 		if _, gone := os.Lstat(s.Dir); errors.Is(gone, fs.ErrNotExist) {
 			continue
 		}
-		want := fmt.Sprintf("%d files with %d bytes", s.Usage.Inodes, s.Usage.Bytes)
-		switch {
-		case err != nil:
-			d.differ(s.Dir, want, "%v", err)
-		case used != s.Usage:
-			d.differ(s.Dir, want, "%d files with %d bytes", used.Inodes, used.Bytes)
+		if err != nil {
+			wrong = mismatch{"a layer that can be read", err.Error()}
+		}
+		if wrong != (mismatch{}) {
+			d.differ(s.Dir, wrong.want, "%s", wrong.got)
 		}
 	}
+	if unsummed > 0 {
+		report.Skipped = append(report.Skipped, fmt.Sprintf("bytes: of %d layers only the numbers of files and bytes were compared: an earlier berth unpacked them and made no checksum", unsummed))
+	}
 	return nil
+}
+
+// mismatch is what a layer should have and what it has; empty: they are the same.
+type mismatch struct{ want, got string }
+
+func compareLayer(ctx context.Context, s layer.Stored) (mismatch, error) {
+	used, err := s.Count(ctx)
+	if err != nil {
+		return mismatch{}, err
+	}
+	if used != s.Usage {
+		return mismatch{fmt.Sprintf("%d files with %d bytes", s.Usage.Inodes, s.Usage.Bytes), fmt.Sprintf("%d files with %d bytes", used.Inodes, used.Bytes)}, nil
+	}
+	if s.Sum.IsZero() {
+		return mismatch{}, nil
+	}
+	now, err := s.SumNow(ctx)
+	if err != nil || now == s.Sum {
+		return mismatch{}, err
+	}
+	return mismatch{fmt.Sprintf("names, contents, owners and modes with the checksum %.16s", s.Sum), fmt.Sprintf("%.16s, in as many files and bytes", now)}, nil
 }

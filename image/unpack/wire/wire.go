@@ -30,7 +30,7 @@ import (
 
 // Version is the first argument of berth-unpack: a daemon and a berth-unpack of different
 // versions refuse each other.
-const Version = "1"
+const Version = "2"
 
 const (
 	kindProgress = 'P' // bytes of the tar read so far
@@ -99,6 +99,7 @@ func appendSummary(b []byte, r unpack.Result) []byte {
 	for _, n := range []uint64{uint64(r.TarBytes), r.Bytes, r.Inodes, opaque, uint64(r.Whiteouts), uint64(r.Unsupported)} {
 		b = binary.AppendUvarint(b, n)
 	}
+	b = append(b, r.Sum.Bytes()...)
 	return append(b, r.Digest...)
 }
 
@@ -206,9 +207,13 @@ func (r *Reader) summary(body []byte) (unpack.Result, error) {
 			return unpack.Result{}, malformed(kindResult, body)
 		}
 	}
+	if len(rest) < unpack.SumSize {
+		return unpack.Result{}, malformed(kindResult, body)
+	}
+	sum, rest := unpack.SumOf([unpack.SumSize]byte(rest)), rest[unpack.SumSize:]
 	result := unpack.Result{Digest: digest.Digest(rest), TarBytes: int64(numbers[0]), Contents: r.told}
 	result.Usage = unpack.Usage{Bytes: numbers[1], Inodes: numbers[2]}
-	result.Opaque = numbers[3] == 1
+	result.Opaque, result.Sum = numbers[3] == 1, sum
 	if result.Digest.Validate() != nil || numbers[3] > 1 || numbers[4] > math.MaxInt32 || numbers[5] > math.MaxInt32 {
 		return unpack.Result{}, malformed(kindResult, body)
 	}
