@@ -22,5 +22,5 @@ func (t streamTargets) StreamPod(id string) (streams.Pod, error) {
 	if err != nil {
 		return streams.Pod{}, err
 	}
-	return streams.Pod{ID: info.ID, NetNS: info.NetNS, Ready: info.Ready}, nil
+	return streams.Pod{ID: info.ID, NetNS: info.NetNS, Ready: info.Ready, Sandboxed: info.Sandboxed}, nil
 }

@@ -29,6 +29,7 @@ type Streams struct {
 // Runner runs sessions.
 type Runner struct {
 	Launchers *shim.Launchers
+	Dials     *Dials
 	// Spawn starts the goroutines that read from clients, and false means that none is started any
 	// more. Their owner ends the clients' connections before it waits for them.
 	Spawn func(func()) bool

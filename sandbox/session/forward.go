@@ -5,15 +5,10 @@ import (
 	"errors"
 	"io"
 	"net"
-	"strconv"
 	"time"
 
-	"berth/cni"
 	"berth/internal/errdefs"
 )
-
-// dialTime is how long a port may take to accept a connection.
-const dialTime = 10 * time.Second
 
 // Forward connects a client to a TCP port at localhost as seen in the network namespace
 // pinned at netns, the host's if that is empty; IPv4 first. It returns when both sides have
@@ -23,7 +18,7 @@ const dialTime = 10 * time.Second
 // When it fails a Read from stream that is under way is not waited for: the caller
 // closes the stream. Unavailable if nothing listens there, or berth is stopping.
 func (r Runner) Forward(ctx context.Context, netns string, port uint16, stream io.ReadWriteCloser) error {
-	conn, err := dial(ctx, netns, port)
+	conn, err := r.Dials.dial(ctx, netns, port)
 	if err != nil {
 		return err
 	}
@@ -67,36 +62,4 @@ func (r Runner) copyBoth(ctx context.Context, conn *net.TCPConn, stream io.ReadW
 	case <-ctx.Done():
 		return ctx.Err()
 	}
-}
-
-// dial connects to a port at localhost, as seen in a network namespace.
-func dial(ctx context.Context, netns string, port uint16) (*net.TCPConn, error) {
-	ctx, cancel := context.WithTimeout(ctx, dialTime)
-	defer cancel()
-	var conn *net.TCPConn
-	connect := func() (err error) { conn, err = dialLocalhost(ctx, port); return err }
-	var err error
-	if netns == "" {
-		err = connect()
-	} else {
-		err = cni.InNetNS(netns, connect)
-	}
-	if err != nil {
-		return nil, errdefs.Unavailable("connect: %w", err)
-	}
-	return conn, nil
-}
-
-// dialLocalhost connects from the network namespace of the calling thread.
-func dialLocalhost(ctx context.Context, port uint16) (*net.TCPConn, error) {
-	var all error
-	for _, address := range []string{"127.0.0.1", "::1"} {
-		var d net.Dialer
-		conn, err := d.DialContext(ctx, "tcp", net.JoinHostPort(address, strconv.Itoa(int(port))))
-		if err == nil {
-			return conn.(*net.TCPConn), nil
-		}
-		all = errors.Join(all, err)
-	}
-	return nil, all
 }

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 
 	"berth/internal/errdefs"
 	"berth/internal/task"
@@ -35,6 +36,8 @@ type Pod struct {
 	ID    string
 	NetNS string // path; empty: the host's
 	Ready bool
+
+	Sandboxed bool // its runtime may have a network stack of its own
 }
 
 func (p Pod) String() string { return "pod " + p.ID }
@@ -52,16 +55,17 @@ type Streams struct {
 	launchers *shim.Launchers
 	dirs      layout.Dirs
 	tasks     *task.Runner // sessions are among its Operations
+	dials     *session.Dials
 }
 
 // New returns what connects clients to these targets.
 func New(targets Targets, launchers *shim.Launchers, dirs layout.Dirs, tasks *task.Runner) *Streams {
-	return &Streams{targets: targets, launchers: launchers, dirs: dirs, tasks: tasks}
+	return &Streams{targets: targets, launchers: launchers, dirs: dirs, tasks: tasks, dials: session.NewDials()}
 }
 
 // sessions runs sessions for the time of an operation.
 func (s *Streams) sessions() session.Runner {
-	return session.Runner{Launchers: s.launchers, Spawn: s.tasks.Operations.Spawn}
+	return session.Runner{Launchers: s.launchers, Dials: s.dials, Spawn: s.tasks.Operations.Spawn}
 }
 
 // ExecSync runs a command in a container and returns its output and exit code.
@@ -230,7 +234,7 @@ func (s *Streams) forwardTarget(podID string) (Pod, error) {
 // When it fails a Read from stream that is under way is not waited for: the caller
 // closes the stream.
 //
-// Errors: NotFound, FailedPrecondition if the pod is not ready, InvalidArgument for no
+// Errors: NotFound, FailedPrecondition if the pod is not ready, or its processes can't be reached from the host, InvalidArgument for no
 // port, Unavailable if nothing listens there.
 func (s *Streams) PortForward(ctx context.Context, podID string, port int32, stream io.ReadWriteCloser) error {
 	pod, err := s.forwardTarget(podID)
@@ -241,7 +245,11 @@ func (s *Streams) PortForward(ctx context.Context, podID string, port int32, str
 		return errdefs.InvalidArgument("forward a port of pod sandbox %s: %d is no port", pod.ID, port)
 	}
 	defer s.tasks.BeginOpen("the end of a forwarded connection", pod.String())()
-	if err := s.sessions().Forward(ctx, pod.NetNS, uint16(port), stream); err != nil {
+	err = s.sessions().Forward(ctx, pod.NetNS, uint16(port), stream)
+	if pod.Sandboxed && errors.Is(err, unix.ECONNREFUSED) {
+		return errdefs.FailedPrecondition("forward port %d of pod sandbox %s: its runtime's sandbox has a localhost of its own, which the host can't reach", port, pod.ID)
+	}
+	if err != nil {
 		return fmt.Errorf("forward port %d of pod sandbox %s: %w", port, pod.ID, err)
 	}
 	return nil

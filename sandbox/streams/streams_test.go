@@ -1,11 +1,14 @@
 package streams
 
 import (
+	"log/slog"
+	"net"
 	"testing"
 
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/task"
 	"berth/sandbox/layout"
 )
 
@@ -38,8 +41,8 @@ func testStreams() *Streams {
 			"terminal": {ID: "terminal-with-a-longer-id", Running: true, Terminal: true},
 			"ended":    {ID: "ended-with-a-longer-id"},
 		},
-		pods: map[string]Pod{"ready": {ID: "ready-with-a-longer-id", Ready: true}, "stopped": {ID: "stopped-with-a-longer-id"}},
-	}, nil, layout.Dirs{}, nil)
+		pods: map[string]Pod{"sandboxed": {ID: "sandboxed-with-a-longer-id", Ready: true, Sandboxed: true}, "ready": {ID: "ready-with-a-longer-id", Ready: true}, "stopped": {ID: "stopped-with-a-longer-id"}},
+	}, nil, layout.Dirs{}, task.NewRunner(slog.New(slog.DiscardHandler), nil))
 }
 
 // What can't be is refused before a client gets a URL, and what can be is told by its full ID.
@@ -87,6 +90,28 @@ func TestPorts(t *testing.T) {
 	for _, port := range []int32{-1, 0, 65536} {
 		if err := testStreams().PortForward(t.Context(), "ready", port, nil); errdefs.Code(err) != codes.InvalidArgument {
 			t.Errorf("port %d: %v, want InvalidArgument", port, err)
+		}
+	}
+}
+
+// nobodysPort is one at localhost on which nobody listens.
+func nobodysPort(t *testing.T) int32 {
+	t.Helper()
+	l, err := net.Listen("tcp", "localhost:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return int32(l.Addr().(*net.TCPAddr).Port)
+}
+
+// That nobody listens says nothing where the pod's localhost is another one than what can be dialled.
+func TestForwardWhereNobodyListens(t *testing.T) {
+	s := testStreams()
+	port := nobodysPort(t)
+	for pod, want := range map[string]codes.Code{"ready": codes.Unavailable, "sandboxed": codes.FailedPrecondition} {
+		if err := s.PortForward(t.Context(), pod, port, nil); errdefs.Code(err) != want {
+			t.Errorf("%s: %v, want %v", pod, err, want)
 		}
 	}
 }

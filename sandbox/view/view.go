@@ -32,12 +32,13 @@ type Pod struct {
 	IPs       []string // primary first; none with the host's network
 	NetNS     string   // path; empty with the host's network
 	PausePID  int      // 0 when not Ready
+	Sandboxed bool     // its containers run where the node can't see them
 }
 
 // NewPod returns what the record says. config has the pod's resources as they are now.
 func NewPod(rec *record.Pod, config *runtimeapi.PodSandboxConfig) *Pod {
 	p := &Pod{ID: rec.ID, Config: config, Handler: rec.Handler, CreatedAt: rec.CreatedAt,
-		Ready: rec.Phase == record.PodReady, IPs: rec.IPs, NetNS: rec.NetNS}
+		Ready: rec.Phase == record.PodReady, IPs: rec.IPs, NetNS: rec.NetNS, Sandboxed: rec.Runtime.IsSandboxed()}
 	if p.Ready {
 		p.PausePID = rec.PausePID
 	}

@@ -1,0 +1,117 @@
+package session
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"time"
+
+	"golang.org/x/sync/semaphore"
+	"golang.org/x/sys/unix"
+
+	"berth/cni"
+	"berth/internal/errdefs"
+)
+
+// dialTime is how long a port may take to accept a connection, at each address.
+const dialTime = 10 * time.Second
+
+// Dials bounds the connections to pods that are being made at a time, for all clients together.
+type Dials struct{ places *semaphore.Weighted }
+
+// maxDials is what there is room for. A port that accepts does so in less than a millisecond; one that does not would
+// otherwise have as many descriptors as clients ask for.
+const maxDials = 256
+
+// NewDials returns a bound that nobody uses.
+func NewDials() *Dials { return &Dials{semaphore.NewWeighted(maxDials)} }
+
+// dial connects to a port at localhost, as seen in a network namespace, the host's if netns is empty.
+func (d *Dials) dial(ctx context.Context, netns string, port uint16) (*net.TCPConn, error) {
+	if err := d.places.Acquire(ctx, 1); err != nil {
+		return nil, errdefs.Unavailable("connect: wait for %d other connections to be made: %w", maxDials, err)
+	}
+	defer d.places.Release(1)
+	var all error
+	for _, localhost := range []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1}), netip.IPv6Loopback()} {
+		address := netip.AddrPortFrom(localhost, port)
+		conn, err := dialAddress(ctx, netns, address)
+		if err == nil {
+			return conn, nil
+		}
+		all = errors.Join(all, fmt.Errorf("%v: %w", address, err))
+	}
+	return nil, errdefs.Unavailable("connect: %w", all)
+}
+
+// dialAddress waits for the connection outside of the namespace: what enters one has a thread of its own, and is not to wait. A
+// socket belongs to the namespace that it was made in.
+func dialAddress(ctx context.Context, netns string, address netip.AddrPort) (*net.TCPConn, error) {
+	ctx, cancel := context.WithTimeout(ctx, dialTime)
+	defer cancel()
+	var socket *os.File
+	open := func() (err error) { socket, err = newSocket(address.Addr()); return err }
+	var err error
+	if netns == "" {
+		err = open()
+	} else {
+		err = cni.InNetNS(netns, open)
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer socket.Close()
+	if err := connect(ctx, socket, address); err != nil {
+		return nil, err
+	}
+	conn, err := net.FileConn(socket)
+	if err != nil {
+		return nil, err
+	}
+	return conn.(*net.TCPConn), nil
+}
+
+func newSocket(address netip.Addr) (*os.File, error) {
+	family := unix.AF_INET
+	if address.Is6() {
+		family = unix.AF_INET6
+	}
+	fd, err := unix.Socket(family, unix.SOCK_STREAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, unix.IPPROTO_TCP)
+	if err != nil {
+		return nil, os.NewSyscallError("socket", err)
+	}
+	return os.NewFile(uintptr(fd), "forwarded connection"), nil
+}
+
+// connect waits on Go's poller, which has no thread for it.
+func connect(ctx context.Context, socket *os.File, address netip.AddrPort) error {
+	defer context.AfterFunc(ctx, func() { _ = socket.SetWriteDeadline(time.Unix(1, 0)) })() // it fails if socket is closed, when nobody waits
+	conn, err := socket.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var connectErr error
+	err = conn.Write(func(fd uintptr) (done bool) {
+		switch connectErr = unix.Connect(int(fd), sockaddr(address)); connectErr {
+		case unix.EINPROGRESS, unix.EALREADY, unix.EINTR:
+			return false
+		case unix.EISCONN:
+			connectErr = nil
+		}
+		return true
+	})
+	if err != nil { // the deadline
+		return errors.Join(ctx.Err(), err)
+	}
+	return os.NewSyscallError("connect", connectErr)
+}
+
+func sockaddr(address netip.AddrPort) unix.Sockaddr {
+	if address.Addr().Is4() {
+		return &unix.SockaddrInet4{Port: int(address.Port()), Addr: address.Addr().As4()}
+	}
+	return &unix.SockaddrInet6{Port: int(address.Port()), Addr: address.Addr().As16()}
+}

@@ -1,0 +1,106 @@
+package session
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/netip"
+	"os"
+	"sync"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// deaf listens at localhost and has room for no connection more: those to come hang.
+func deaf(t *testing.T) netip.AddrPort {
+	t.Helper()
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = unix.Close(fd) })
+	localhost := [4]byte{127, 0, 0, 1}
+	if err := errors.Join(unix.Bind(fd, &unix.SockaddrInet4{Addr: localhost}), unix.Listen(fd, 0)); err != nil {
+		t.Fatal(err)
+	}
+	name, err := unix.Getsockname(fd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	address := netip.AddrPortFrom(netip.AddrFrom4(localhost), uint16(name.(*unix.SockaddrInet4).Port))
+	first, err := dialAddress(t.Context(), "", address) // a backlog of 0 has room for one
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { first.Close() })
+	return address
+}
+
+// threads counts those of this process.
+func threads(t *testing.T) int {
+	t.Helper()
+	entries, err := os.ReadDir("/proc/self/task")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(entries)
+}
+
+// Connections that hang in pods' namespaces have no threads, there is a bound for them, and they end with their clients.
+func TestHangingDialsHaveNoThreads(t *testing.T) {
+	address := deaf(t)
+	d := NewDials()
+	before := threads(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var running sync.WaitGroup
+	errs := make(chan error, 2*maxDials)
+	for range 2 * maxDials {
+		running.Go(func() {
+			_, err := d.dial(ctx, "/proc/self/ns/net", address.Port())
+			errs <- err
+		})
+	}
+	for d.places.TryAcquire(1) { // until all that there is room for are waiting
+		d.places.Release(1)
+	}
+	if now := threads(t); now > before+maxDials/2 {
+		t.Errorf("%d threads more for %d connections", now-before, maxDials)
+	}
+	cancel()
+	running.Wait()
+	close(errs)
+	for err := range errs {
+		if !errors.Is(err, context.Canceled) {
+			t.Errorf("error %v", err)
+		}
+	}
+	if !d.places.TryAcquire(maxDials) {
+		t.Error("not all places were given back")
+	}
+}
+
+func TestDial(t *testing.T) {
+	for _, localhost := range []string{"127.0.0.1:0", "[::1]:0"} {
+		l, err := net.Listen("tcp", localhost)
+		if err != nil {
+			t.Fatal(err)
+		}
+		port := l.Addr().(*net.TCPAddr).AddrPort().Port()
+		for _, netns := range []string{"", "/proc/self/ns/net"} {
+			conn, err := NewDials().dial(t.Context(), netns, port)
+			if err != nil {
+				t.Fatalf("%s: %v", localhost, err)
+			}
+			if got := conn.RemoteAddr().String(); got != l.Addr().String() {
+				t.Errorf("connected to %s, want %s", got, l.Addr())
+			}
+			conn.Close()
+		}
+		l.Close()
+		if _, err := NewDials().dial(t.Context(), "", port); !errors.Is(err, unix.ECONNREFUSED) {
+			t.Errorf("nobody listens: %v", err)
+		}
+	}
+}
