@@ -336,3 +336,29 @@ func TestCrunWithoutRecords(t *testing.T) {
 		return nil
 	})
 }
+
+// A start that the end of the daemon interrupts is none that the container failed: the next daemon has it as created, and starts it.
+func TestStopDuringStart(t *testing.T) {
+	dir := t.TempDir()
+	hold, held := filepath.Join(dir, "hold"), filepath.Join(dir, "held")
+	slow := filepath.Join(dir, "slow")
+	script := fmt.Sprintf("#!/bin/sh\ncase \" $* \" in *\" create \"*) if [ -e %[1]s ]; then touch %[2]s; sleep 100000; fi ;; esac\nexec %[3]s \"$@\"\n", hold, held, crun(t))
+	harness.Must(t, os.WriteFile(slow, []byte(script), 0o700))
+	d := harness.StartDaemon(t, withHandler("slow", slow))
+	pod := runPodWith(t, d, "slow", harness.HostNetwork)
+	c := pod.Create(t)
+	harness.Must(t, os.WriteFile(hold, nil, 0o600))
+	ended := make(chan error, 1)
+	go func() { ended <- d.Cri.StartContainer(t.Context(), c.Id) }()
+	harness.Eventually(t, "the runtime is asked to create the container", func() error { _, err := os.Stat(held); return err })
+	d.Disconnect(t)
+	d.Signal(t, syscall.SIGTERM)
+	if <-ended == nil {
+		t.Error("the start succeeded")
+	}
+	harness.Must(t, os.Remove(hold))
+	d.Start(t)
+	harness.Equal(t, "the container's state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_CREATED)
+	c.Start(t)
+	pod.Remove(t)
+}

@@ -1,0 +1,47 @@
+package process
+
+import (
+	"errors"
+	"os"
+	"os/exec"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/pidfd"
+)
+
+// What can't be found out of a shim that lives does not make a launcher of it, which would be killed.
+func TestIsLauncher(t *testing.T) {
+	cmd := exec.Command("sleep", "1000")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	shim, err := pidfd.Open(cmd.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer shim.Close()
+	defer func(read func(int) (string, error)) { readExe = read }(readExe)
+	look := func(exe string, err error) (bool, error) {
+		readExe = func(int) (string, error) { return exe, err }
+		return isLauncher(cmd.Process.Pid, shim)
+	}
+	for exe, want := range map[string]bool{"/memfd:berth-shim (deleted)": true, "/var/lib/berth/bin/monitor": false} {
+		if got, err := look(exe, nil); got != want || err != nil {
+			t.Errorf("%s: %t, %v", exe, got, err)
+		}
+	}
+	for _, trouble := range []error{unix.ENOMEM, unix.EACCES, unix.ENOENT} {
+		if launcher, err := look("", trouble); launcher || !errors.Is(err, trouble) {
+			t.Errorf("%v: %t, %v", trouble, launcher, err)
+		}
+	}
+	if err := cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	_ = cmd.Wait() // it was killed
+	if launcher, err := look("", os.ErrNotExist); !launcher || err != nil {
+		t.Errorf("one that has ended: %t, %v", launcher, err)
+	}
+}
