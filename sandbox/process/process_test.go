@@ -1,58 +1,124 @@
 package process
 
 import (
+	"context"
+	"errors"
 	"fmt"
+	"log/slog"
 	"os"
-	"os/exec"
 	"path/filepath"
-	"syscall"
 	"testing"
 	"time"
 
-	"github.com/opencontainers/cgroups"
-	"github.com/opencontainers/cgroups/manager"
 	"golang.org/x/sys/unix"
 
-	"berth/internal/pidfd"
-	"berth/shim/ociruntime"
+	"berth/internal/task"
+	"berth/sandbox/layout"
+	"berth/sandbox/record"
+	shimrecord "berth/shim/record"
 )
 
-// A runtime whose program does nothing but fail keeps nothing alive: the sandbox is a process of the host, in the cgroup.
-func TestKillWithoutTheRuntimesHelp(t *testing.T) {
-	if os.Geteuid() != 0 {
-		t.Skip("needs root to make cgroups")
-	}
-	sandbox := exec.Command("sleep", "1000")
-	if err := sandbox.Start(); err != nil {
+func testKit(t *testing.T) Kit {
+	t.Helper()
+	log := slog.New(slog.DiscardHandler)
+	return Kit{Dirs: layout.Dirs{State: t.TempDir()}, Tasks: task.NewRunner(log, nil), Log: log}
+}
+
+// leave writes a shim directory as a shim has left it.
+func leave(t *testing.T, k Kit, id, name string, content []byte) {
+	t.Helper()
+	if err := os.MkdirAll(k.Dirs.Shim(id), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	init, err := pidfd.Open(sandbox.Process.Pid)
-	if err != nil {
+	if err := os.WriteFile(filepath.Join(k.Dirs.Shim(id), name), content, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	path := fmt.Sprintf("/berth-unit-test-%d", os.Getpid())
-	mgr, err := manager.New(&cgroups.Cgroup{Path: path, Resources: &cgroups.Resources{SkipDevices: true}})
-	if err == nil {
-		err = mgr.Apply(sandbox.Process.Pid)
+}
+
+// A record says how the container ended. Without one that can be trusted nobody knows, and that is said too.
+func TestReadExit(t *testing.T) {
+	started, ended := time.Unix(100, 0), time.Unix(200, 0)
+	exit := func(code int32, oom bool) []byte {
+		return shimrecord.Exit{Code: code, OOMKilled: oom, At: ended.UnixNano()}.Encode()
 	}
-	if err != nil {
-		t.Fatal(err)
+	for name, test := range map[string]struct {
+		record []byte // nil: none
+		code   int32
+		reason string
+		lost   bool
+	}{
+		"well":                       {exit(0, false), 0, record.ReasonCompleted, false},
+		"badly":                      {exit(7, false), 7, record.ReasonError, false},
+		"out of memory":              {exit(137, true), 137, record.ReasonOOMKilled, false},
+		"well, a child was killed":   {exit(0, true), 0, record.ReasonCompleted, false},
+		"no record":                  {nil, record.CodeUnknown, record.ReasonShimLost, true},
+		"a record that is cut off":   {exit(0, false)[:5], record.CodeUnknown, record.ReasonShimLost, true},
+		"only the room for a record": {make([]byte, 64), record.CodeUnknown, record.ReasonShimLost, true},
+	} {
+		k := testKit(t)
+		if test.record != nil {
+			leave(t, k, "c", shimrecord.ExitFile, test.record)
+		}
+		got, lost, err := k.ReadExit(t.Context(), "c", started)
+		if err != nil || lost != test.lost || got.Code != test.code || got.Reason != test.reason || !got.StartedAt.Equal(started) {
+			t.Errorf("%s: %+v, lost %t, %v", name, got, lost, err)
+		}
+		if !lost && !got.FinishedAt.Equal(ended) || lost && (got.FinishedAt.IsZero() || got.Message == "") {
+			t.Errorf("%s: %+v", name, got)
+		}
 	}
-	program := filepath.Join(t.TempDir(), "runtime")
-	if err := os.WriteFile(program, []byte("#!/bin/sh\necho oh no >&2\nexit 1\n"), 0o700); err != nil {
-		t.Fatal(err)
+}
+
+// Being short of something is no reason to say that a container failed.
+func TestTransientErrors(t *testing.T) {
+	for _, errno := range []unix.Errno{unix.EMFILE, unix.ENFILE, unix.ENOMEM, unix.EIO} {
+		if !isTransient(fmt.Errorf("read: %w", &os.PathError{Op: "open", Err: errno})) {
+			t.Errorf("%v is final", errno)
+		}
 	}
-	run := newRunning(init, init, sandbox.Process.Pid, time.Now())
-	err = Kit{}.Kill(t.Context(), "c", path, &ociruntime.Runtime{Path: program, Root: t.TempDir(), Sandboxed: true}, run)
-	t.Log(err) // it depends on whether the process is gone by then
-	_ = sandbox.Wait()
-	if status, ok := sandbox.ProcessState.Sys().(syscall.WaitStatus); !ok || status.Signal() != unix.SIGKILL {
-		t.Errorf("the sandbox ended by %v", sandbox.ProcessState)
+	for _, err := range []error{nil, errors.New("checksum"), &os.PathError{Op: "open", Err: unix.ENOENT}} {
+		if isTransient(err) {
+			t.Errorf("%v may change", err)
+		}
 	}
-	if err := mgr.Destroy(); err != nil {
-		t.Error(err)
+}
+
+// What is certainly gone is not found, and no error; a record that can't be read is one.
+func TestFindWhatIsGone(t *testing.T) {
+	k := testKit(t)
+	if found, _, err := k.Find(t.Context(), "c"); found != nil || err != nil {
+		t.Errorf("without a shim directory: %v, %v", found, err)
 	}
-	if err := init.Close(); err != nil {
-		t.Error(err)
+	// This process's ID, with another start time: it was given anew.
+	gone := shimrecord.Shim{PID: os.Getpid(), Start: 1, InitPID: os.Getpid(), InitStart: 1, StartedAt: time.Unix(100, 0).UnixNano()}
+	leave(t, k, "c", shimrecord.ShimFile, gone.Encode())
+	found, ids, err := k.Find(t.Context(), "c")
+	if found != nil || err != nil || ids.InitPID != os.Getpid() || !ids.StartedAt.Equal(time.Unix(100, 0)) {
+		t.Errorf("a shim that has ended: %v, %+v, %v", found, ids, err)
+	}
+	leave(t, k, "c", shimrecord.ShimFile, []byte("no record"))
+	if found, _, err := k.Find(t.Context(), "c"); found != nil || err == nil {
+		t.Errorf("a damaged record: %v, %v", found, err)
+	}
+}
+
+// The exit is what counts; the wait ends with its context or its limit too.
+func TestAwaitExit(t *testing.T) {
+	k := testKit(t)
+	run := newRunning(nil, nil, 0, time.Time{})
+	if k.AwaitExit(t.Context(), run, time.Millisecond) {
+		t.Error("an exit that was not published")
+	}
+	given, up := context.WithCancel(t.Context())
+	up()
+	if k.AwaitExit(given, run, time.Hour) {
+		t.Error("an exit that was not published, given up")
+	}
+	close(run.Exited)
+	if !k.AwaitExit(t.Context(), run, time.Hour) {
+		t.Error("a published exit is not seen")
+	}
+	if !run.HasEnded() {
+		t.Error("without an init there is nothing that runs")
 	}
 }

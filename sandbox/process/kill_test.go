@@ -1,0 +1,58 @@
+package process
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/opencontainers/cgroups"
+	"github.com/opencontainers/cgroups/manager"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/pidfd"
+	"berth/shim/ociruntime"
+)
+
+// A runtime whose program does nothing but fail keeps nothing alive: the sandbox is a process of the host, in the cgroup.
+func TestKillWithoutTheRuntimesHelp(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root to make cgroups")
+	}
+	sandbox := exec.Command("sleep", "1000")
+	if err := sandbox.Start(); err != nil {
+		t.Fatal(err)
+	}
+	init, err := pidfd.Open(sandbox.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := fmt.Sprintf("/berth-unit-test-%d", os.Getpid())
+	mgr, err := manager.New(&cgroups.Cgroup{Path: path, Resources: &cgroups.Resources{SkipDevices: true}})
+	if err == nil {
+		err = mgr.Apply(sandbox.Process.Pid)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	program := filepath.Join(t.TempDir(), "runtime")
+	if err := os.WriteFile(program, []byte("#!/bin/sh\necho oh no >&2\nexit 1\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	run := newRunning(init, init, sandbox.Process.Pid, time.Now())
+	err = Kit{}.Kill(t.Context(), "c", path, &ociruntime.Runtime{Path: program, Root: t.TempDir(), Sandboxed: true}, run)
+	t.Log(err) // it depends on whether the process is gone by then
+	_ = sandbox.Wait()
+	if status, ok := sandbox.ProcessState.Sys().(syscall.WaitStatus); !ok || status.Signal() != unix.SIGKILL {
+		t.Errorf("the sandbox ended by %v", sandbox.ProcessState)
+	}
+	if err := mgr.Destroy(); err != nil {
+		t.Error(err)
+	}
+	if err := init.Close(); err != nil {
+		t.Error(err)
+	}
+}
