@@ -17,13 +17,29 @@ import (
 
 // Image is an image of the node. It is shared: nobody changes it.
 type Image struct {
-	ID          string   // "sha256:" and the digest of the configuration, or see record.otherID
-	RepoTags    []string // normalized name:tag, sorted
-	RepoDigests []string // normalized name@digest, sorted
-	Size        uint64   // bytes on disk: layers, shared ones in full, and configuration
-	Pinned      bool     // kubelet must not collect it
-	Config      ocispec.Image
-	Layers      []digest.Digest // names in the layer store, bottom first
+	ID          string              // "sha256:" and the digest of the configuration, or see record.otherID
+	RepoTags    []string            // normalized name:tag, sorted
+	RepoDigests []string            // normalized name@digest, sorted
+	Size        uint64              // bytes on disk: layers, shared ones in full, and configuration
+	Pinned      bool                // kubelet must not collect it
+	Config      ocispec.ImageConfig // what a container takes of it: no labels, no volumes, no ports
+	Layers      []digest.Digest     // names in the layer store, bottom first
+	Raw         []byte              // the configuration as the registry has it, see Specification
+}
+
+// Specification returns all of the image's configuration. It is decoded anew each time: few ask for it, and in
+// memory it is several times as large as it is.
+func (i *Image) Specification() (ocispec.Image, error) {
+	var c ocispec.Image
+	if err := json.Unmarshal(i.Raw, &c); err != nil {
+		return c, fmt.Errorf("decode configuration of image %s: %w", i.ID, err)
+	}
+	return c, nil
+}
+
+// ofContainers returns the part of a configuration that containers use. It goes into the record of each.
+func ofContainers(c ocispec.ImageConfig) ocispec.ImageConfig {
+	return ocispec.ImageConfig{User: c.User, Env: c.Env, Entrypoint: c.Entrypoint, Cmd: c.Cmd, WorkingDir: c.WorkingDir, StopSignal: c.StopSignal}
 }
 
 // index is an immutable snapshot of all images.
@@ -190,8 +206,9 @@ func (r record) image(id string, pinned map[string]bool) *Image {
 		RepoTags:    slices.Sorted(slices.Values(r.Tags)),
 		RepoDigests: slices.Sorted(slices.Values(r.Digests)),
 		Size:        r.Size + uint64(len(r.Config)),
-		Config:      c,
+		Config:      ofContainers(c.Config),
 		Layers:      r.layers(),
+		Raw:         r.Config,
 	}
 	for _, name := range append(slices.Concat(r.Tags, r.Digests), id) {
 		img.Pinned = img.Pinned || pinned[name]

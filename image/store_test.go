@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"compress/gzip"
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"log/slog"
@@ -13,6 +14,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"sync"
@@ -228,7 +230,11 @@ func TestPull(t *testing.T) {
 			if !slices.Equal(img.RepoTags, []string{name + ":v1"}) || !slices.Equal(img.RepoDigests, []string{name + "@" + top.Digest.String()}) {
 				t.Errorf("tags %q, digests %q", img.RepoTags, img.RepoDigests)
 			}
-			if len(img.Layers) != 4 || img.Config.RootFS.DiffIDs[1] != layers[1].DiffID || img.Size == 0 || img.Config.History[0].Comment != kind || img.Pinned {
+			config, err := img.Specification()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if len(img.Layers) != 4 || config.RootFS.DiffIDs[1] != layers[1].DiffID || img.Size == 0 || config.History[0].Comment != kind || img.Pinned {
 				t.Errorf("got %+v", img)
 			}
 			for name, want := range map[string]string{"plain": "a", "gzip": "b", "zstd": "c", "lying": "d"} {
@@ -597,6 +603,25 @@ func TestRecordOfAnotherImageIsRefused(t *testing.T) {
 		if _, err := decodeRecord(id, body); err == nil {
 			t.Errorf("accepted as %s", id)
 		}
+	}
+}
+
+// Of a configuration only what containers use is kept decoded, and goes into their records.
+func TestConfigInMemory(t *testing.T) {
+	used := ocispec.ImageConfig{User: "u", Env: []string{"A=1"}, Entrypoint: []string{"e"}, Cmd: []string{"c"}, WorkingDir: "/w", StopSignal: "SIGHUP"}
+	all := ocispec.Image{Author: "a", Config: used, History: []ocispec.History{{Comment: "h"}}}
+	all.Config.Labels = map[string]string{"l": "1"}
+	all.Config.Volumes, all.Config.ExposedPorts = map[string]struct{}{"/v": {}}, map[string]struct{}{"80/tcp": {}}
+	raw, err := json.Marshal(all)
+	if err != nil {
+		t.Fatal(err)
+	}
+	img := record{Config: raw}.image("sha256:x", nil)
+	if !reflect.DeepEqual(img.Config, used) {
+		t.Errorf("kept: %+v", img.Config)
+	}
+	if got, err := img.Specification(); err != nil || !reflect.DeepEqual(got, all) {
+		t.Errorf("all of it: %+v, %v", got, err)
 	}
 }
 

@@ -127,7 +127,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	}
 	c := &container{id: layout.NewID(), podID: p.id, config: config, turn: task.NewTurn(), resources: config.GetLinux().GetResources()}
 	c.rec = record.Container{ID: c.id, PodID: p.id, BootID: m.bootID, Phase: record.ContainerCreated, CreatedAt: m.containerCreation(p.id),
-		Image: record.Image{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}}
+		Image: record.Image{ID: img.ID, Layers: img.Layers, Config: img.Config}}
 	if c.rec.Volumes, err = m.roots.FindVolumes(config); err != nil {
 		return nil, err
 	}

@@ -240,8 +240,9 @@ func TestImages(t *testing.T) {
 		{ID: idA, RepoTags: []string{"docker.io/library/busybox:1"}, RepoDigests: []string{"docker.io/library/busybox@" + idB}, Size: 100, Pinned: true},
 		{ID: idB, Size: 5},
 	}}
-	images.images[0].Config.Config.User = "1000:users"
-	images.images[1].Config.Config.User = "www"
+	images.images[0].Config.User = "1000:users"
+	images.images[0].Raw = []byte(`{"config": {"User": "1000:users"}, "history": [{"created_by": "RUN"}]}`)
+	images.images[1].Config.User = "www"
 	h := start(t, testConfig, &fakePods{}, images)
 	ctx := t.Context()
 	first := &runtimeapi.Image{Id: idA, RepoTags: []string{"docker.io/library/busybox:1"}, RepoDigests: []string{"docker.io/library/busybox@" + idB},
@@ -262,8 +263,10 @@ func TestImages(t *testing.T) {
 	if err != nil || !proto.Equal(got.Image, first) {
 		t.Errorf("status: %v, %v", got, err)
 	}
-	if want := `"User":"1000:users"`; !strings.Contains(got.Info["info"], want) {
-		t.Errorf("info %s lacks %s", got.Info["info"], want)
+	for _, want := range []string{`"User":"1000:users"`, `"created_by":"RUN"`} {
+		if !strings.Contains(got.Info["info"], want) {
+			t.Errorf("info %s lacks %s", got.Info["info"], want)
+		}
 	}
 	got, err = h.images.ImageStatus(ctx, &runtimeapi.ImageStatusRequest{Image: &runtimeapi.ImageSpec{Image: "unknown"}})
 	if err != nil || got.Image != nil {

@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"testing"
 
@@ -89,10 +90,14 @@ func FuzzRPC(f *testing.F) {
 	}
 	f.Fuzz(func(t *testing.T, which uint8, data []byte) {
 		pods := &fakePods{}
-		images := &fakeImages{images: []*image.Image{{ID: idA, RepoTags: []string{"x"}, Config: ocispec.Image{Author: string(data)}}}}
+		config, err := json.Marshal(ocispec.Image{Author: string(data)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		images := &fakeImages{images: []*image.Image{{ID: idA, RepoTags: []string{"x"}, Raw: config}}}
 		rpcs := allRPCs(pods, images)
 		r := rpcs[int(which)%len(rpcs)]
-		err := r.call(func(m any) error {
+		err = r.call(func(m any) error {
 			if proto.Unmarshal(data, m.(proto.Message)) != nil {
 				return errNoMessage
 			}

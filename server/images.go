@@ -49,8 +49,11 @@ func (s *imageService) ImageStatus(_ context.Context, req *runtimeapi.ImageStatu
 	}
 	resp := &runtimeapi.ImageStatusResponse{Image: imageItem(img)}
 	if req.GetVerbose() {
-		resp.Info, err = infoMap(map[string]any{"info": imageDetail{Config: img.Config}})
+		config, err := img.Specification()
 		if err != nil {
+			return nil, err
+		}
+		if resp.Info, err = infoMap(map[string]any{"info": imageDetail{Config: config}}); err != nil {
 			return nil, err
 		}
 	}
@@ -118,7 +121,7 @@ func imageItem(img *image.Image) *runtimeapi.Image {
 		Spec:        &runtimeapi.ImageSpec{Image: img.ID},
 		Pinned:      img.Pinned,
 	}
-	item.Uid, item.Username = imageUser(img.Config.Config.User)
+	item.Uid, item.Username = imageUser(img.Config.User)
 	return item
 }
 

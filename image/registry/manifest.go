@@ -15,7 +15,7 @@ import (
 // What is accepted from a registry, so that its bytes can't exhaust the node.
 const (
 	MaxManifestSize = 8 << 20 // bytes of a manifest or index
-	MaxConfigSize   = 8 << 20 // bytes of an image configuration
+	MaxConfigSize   = 2 << 20 // bytes of an image configuration, which stays in memory
 	MaxValues       = 1 << 18 // JSON values in one of these: an empty descriptor is 2 bytes here, 120 in memory
 	MaxIndexDepth   = 3       // indexes between a reference and its manifest
 	MaxLayers       = 500     // overlayfs mounts no more (OVL_MAX_STACK in fs/overlayfs)

@@ -58,7 +58,7 @@ func (k Kit) PauseImage(ctx context.Context, reference string) (*record.Image, e
 	if err != nil {
 		return nil, fmt.Errorf("pause image %s: %w", reference, err)
 	}
-	return &record.Image{ID: img.ID, Layers: img.Layers, Config: img.Config.Config}, nil
+	return &record.Image{ID: img.ID, Layers: img.Layers, Config: img.Config}, nil
 }
 
 // Pause is the root filesystem of the embedded pause, a directory of berth's. Only an
