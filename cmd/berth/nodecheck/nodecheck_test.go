@@ -88,6 +88,8 @@ func TestFindings(t *testing.T) {
 		{"no security module", checkSecurityModules, host.Facts{}, nil, false, "security module", Warning, ""},
 		{"no shim", checkPrograms, host.Facts{}, nil, false, "berth-shim", Failure, "no such file"},
 		{"no unpacker", checkPrograms, host.Facts{}, nil, false, "berth-unpack", Failure, "no such file"},
+		{"no filter for berth-unpack", func(context.Context, *Node) []Finding { return checkConfinement("riscv64") }, host.Facts{}, nil, false, "berth-unpack", Warning, "any system call"},
+		{"devices in layers", checkKernel, kernel(5, 11), nil, false, "kernel", Warning, "mount_setattr"},
 		{"no network", checkNetwork, host.Facts{}, nil, false, "CNI network", Warning, "no CNI network configured"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

@@ -7,9 +7,11 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"runtime"
 
 	"golang.org/x/sys/unix"
 
+	"berth/image/unpack/confine"
 	"berth/internal/rootfs"
 )
 
@@ -147,10 +149,19 @@ func programAt(path string) error {
 }
 
 func checkPrograms(_ context.Context, n *Node) []Finding {
-	return []Finding{
+	return append(checkConfinement(runtime.GOARCH),
 		checkProgram("berth-shim", "shim_path", n.Shim, n.ShimError),
 		checkProgram("berth-unpack", "unpack_path", n.Unpack, n.UnpackError),
+	)
+}
+
+// checkConfinement tells what berth-unpack is not denied on an architecture.
+func checkConfinement(arch string) []Finding {
+	if confine.FiltersCalls(arch) {
+		return nil
 	}
+	return []Finding{lacking(Warning, "berth-unpack", "may make any system call: there is no filter for "+arch,
+		"pull only images that you trust, or use amd64 or arm64")}
 }
 
 func checkProgram(name, option, path string, err error) Finding {

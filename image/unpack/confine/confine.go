@@ -11,7 +11,8 @@
 //   - do what it likes with owners, modes and types of the files there (CAP_CHOWN, DAC_OVERRIDE,
 //     FOWNER, FSETID, MKNOD, SETFCAP). Of other capabilities it has none and gets none.
 //   - make only the system calls that Go's runtime and package unpack make: it opens no socket,
-//     starts no program, makes no namespace, signals nobody.
+//     starts no program, makes no namespace, signals nobody. (On architectures of FiltersCalls; berth warns
+//     on others.)
 //   - take only so much memory, descriptors, file size and CPU time as it was granted, and is the
 //     first to go where a node runs out of memory.
 //
@@ -128,14 +129,15 @@ func allThreads(call, a, b, c uintptr) error {
 	return nil
 }
 
-// filterCalls lets the process make no other system calls than those in calls. It does nothing on an
-// architecture whose number is not known here.
+// FiltersCalls tells whether Process filters system calls on an architecture, named as GOARCH is.
+func FiltersCalls(arch string) bool { return auditArch[arch] != 0 }
+
+// filterCalls lets the process make no other system calls than those in calls, if FiltersCalls.
 func filterCalls() error {
-	arch, ok := auditArch[runtime.GOARCH]
-	if !ok {
+	if !FiltersCalls(runtime.GOARCH) {
 		return nil
 	}
-	program := filter(arch)
+	program := filter(auditArch[runtime.GOARCH])
 	prog := unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]}
 	_, _, errno := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, unix.SECCOMP_FILTER_FLAG_TSYNC, uintptr(unsafe.Pointer(&prog)))
 	runtime.KeepAlive(program)

@@ -34,6 +34,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/unpack"
+	"berth/image/unpack/confine"
 	"berth/image/unpack/wire"
 	"berth/image/unpack/worker"
 	"berth/internal/errdefs"
@@ -47,6 +48,8 @@ type Program struct {
 	stall time.Duration
 	most  func(unpack.Limits) time.Duration // worker.CPULimit
 	log   *slog.Logger
+
+	unrestricted sync.Once // a mount that could not be restricted is told of
 }
 
 // Open opens the program at path. A process that takes no bytes and tells of no progress for the time of
@@ -55,6 +58,9 @@ func Open(path string, stall time.Duration, log *slog.Logger) (*Program, error) 
 	exe, err := os.Open(path)
 	if err != nil {
 		return nil, fmt.Errorf("berth-unpack: %w", err)
+	}
+	if !confine.FiltersCalls(runtime.GOARCH) {
+		log.Warn("berth-unpack may make any system call: there is no filter for this architecture", "architecture", runtime.GOARCH)
 	}
 	return &Program{exe: exe, stall: stall, most: worker.CPULimit, log: log}, nil
 }
@@ -143,6 +149,11 @@ func (p *Program) start(tree *os.File, job unpack.Job) (_ *work, err error) {
 	if err != nil {
 		return nil, err
 	}
+	if err := restrict(mount); errors.Is(err, unix.ENOSYS) { // Linux 5.12
+		p.unrestricted.Do(func() { p.log.Warn("berth-unpack may open devices that layers have in them", "error", err) })
+	} else if err != nil {
+		return nil, errors.Join(err, mount.Close())
+	}
 	theirs.add(mount)
 	w := &work{ended: make(chan struct{}), said: make(chan string, 1)}
 	stdin, in, err := os.Pipe()
@@ -185,20 +196,22 @@ func (f *files) close() {
 }
 
 // detached clones the mount that tree, a directory, is on, with tree as its root and without a
-// place: there is no way from it to anything else. Devices in it cannot be opened, nor
-// programs executed.
+// place: there is no way from it to anything else.
 func detached(tree *os.File) (*os.File, error) {
 	fd, err := unix.OpenTree(int(tree.Fd()), "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)
 	if err != nil {
 		return nil, fmt.Errorf("clone mount of %s: %w", tree.Name(), err)
 	}
-	mount := os.NewFile(uintptr(fd), "tree")
+	return os.NewFile(uintptr(fd), "tree"), nil
+}
+
+// restrict sees to it that devices on a mount cannot be opened, nor programs executed.
+func restrict(mount *os.File) error {
 	attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NOEXEC}
-	err = unix.MountSetattr(fd, "", unix.AT_EMPTY_PATH, &attr)
-	if err != nil && !errors.Is(err, unix.ENOSYS) { // Linux 5.12
-		return nil, errors.Join(fmt.Errorf("restrict mount of %s: %w", tree.Name(), err), mount.Close())
+	if err := unix.MountSetattr(int(mount.Fd()), "", unix.AT_EMPTY_PATH, &attr); err != nil {
+		return fmt.Errorf("restrict the mount of a layer: %w", err)
 	}
-	return mount, nil
+	return nil
 }
 
 // namespaces: it sees no processes, networks or IPC objects but its own.
