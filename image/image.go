@@ -229,7 +229,11 @@ func (r record) diskSize() uint64 {
 	return uint64((n + block - 1) / block * block)
 }
 
-// with returns a copy that has one more name.
+// maxDigests is how many digests an image is known by: each time a tag is pushed anew with the same content in
+// another form, it gets one more.
+const maxDigests = 64
+
+// with returns a copy that has one more name, and lacks the oldest of too many digests.
 func (r record) with(ref registry.Reference, d digest.Digest) record {
 	r.Tags, r.Digests = slices.Clone(r.Tags), slices.Clone(r.Digests)
 	if ref.Tag != "" && !slices.Contains(r.Tags, ref.String()) {
@@ -238,6 +242,7 @@ func (r record) with(ref registry.Reference, d digest.Digest) record {
 	if name := ref.WithDigest(d); !slices.Contains(r.Digests, name) {
 		r.Digests = append(r.Digests, name)
 	}
+	r.Digests = r.Digests[max(0, len(r.Digests)-maxDigests):]
 	return r
 }
 

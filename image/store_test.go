@@ -625,6 +625,24 @@ func TestConfigInMemory(t *testing.T) {
 	}
 }
 
+// An image whose tag is pushed again and again is not known by ever more digests; the last ones stay.
+func TestDigestsOfAnImage(t *testing.T) {
+	ref, err := registry.ParseReference("example.com/app:v1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var r record
+	for i := range 3 * maxDigests {
+		r = r.with(ref, digest.FromString(fmt.Sprint(i)))
+		if last := ref.WithDigest(digest.FromString(fmt.Sprint(i))); len(r.Digests) > maxDigests || r.Digests[len(r.Digests)-1] != last {
+			t.Fatalf("%d digests, the last is %s, not %s", len(r.Digests), r.Digests[len(r.Digests)-1], last)
+		}
+	}
+	if !slices.Equal(r.Tags, []string{ref.String()}) {
+		t.Errorf("tags %q", r.Tags)
+	}
+}
+
 func TestRecordDiskSize(t *testing.T) {
 	dir := t.TempDir()
 	records, err := checkpoint.OpenDir(dir, "image", recordVersion, checkpoint.Power)
