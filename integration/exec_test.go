@@ -1,9 +1,13 @@
 package integration
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -202,4 +206,35 @@ func TestAmbientCapabilities(t *testing.T) {
 				strings.TrimSpace(strings.TrimPrefix(c.Exec(t, "grep", set, "/proc/self/status"), set+":")), want)
 		}
 	}
+}
+
+// Clients can't have more commands under way than the configuration allows, and have places again when commands end.
+func TestTooManyExecs(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithConfig("max_execs = 3", "max_container_execs = 2"))
+	pod := d.RunPod(t, harness.HostNetwork)
+	first, second := pod.Run(t), pod.Run(t)
+	var running sync.WaitGroup
+	ctx, cancel := context.WithCancel(t.Context())
+	for i, c := range []*harness.Container{first, first, second} {
+		begun := fmt.Sprintf("/begun%d", i)
+		running.Go(func() {
+			_, _, _ = d.Cri.ExecSync(ctx, c.Id, []string{"sh", "-c", "touch " + begun + "; sleep 1000"}, 0)
+		})
+		harness.Eventually(t, "the command runs", func() error {
+			_, err := os.Stat(filepath.Join(fmt.Sprintf("/proc/%d/root", c.Pid(t)), begun))
+			return err
+		})
+		if i == 1 {
+			_, _, err := d.Cri.ExecSync(t.Context(), first.Id, []string{"true"}, 0)
+			harness.WantCode(t, err, codes.ResourceExhausted, first.Id, "has 2 execs")
+		}
+	}
+	_, _, err := d.Cri.ExecSync(t.Context(), second.Id, []string{"true"}, 0)
+	harness.WantCode(t, err, codes.ResourceExhausted, second.Id, "there are 3 execs")
+	cancel()
+	running.Wait()
+	harness.Eventually(t, "there are places again", func() error {
+		_, _, err := d.Cri.ExecSync(t.Context(), first.Id, []string{"true"}, 0)
+		return err
+	})
 }

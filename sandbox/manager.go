@@ -61,6 +61,7 @@ type Config struct {
 	MaxLogLine     int                       // bytes before a log line is split as partial
 	Plugins        plugins.Plugins           // nil: none
 	CensusPeriod   time.Duration             // between two counts of what a container has written
+	Streams        streams.Limits            // what clients may have under way
 	Host           *host.Facts
 	CDI            cdi.Dirs    // where CDI devices are described
 	OwnDevices     bool        // devices belong to the user and group of the security context
@@ -246,7 +247,7 @@ func (m *Manager) assemble() {
 	m.footprint = footprint.Kit{Dirs: m.dirs, HostResolvConf: m.cfg.HostResolvConf, Namespaces: m.namespaces, Networks: m.networks,
 		Launch: m.launch, Processes: m.processes, SELinux: m.selinux, Images: m.images, Trash: m.trash, Records: m.podRecords, Tasks: m.tasks, Log: m.log}
 	m.Statistics = usage.New(meters{m}, m.log)
-	m.Streams = streams.New(streamTargets{m}, m.launchers, m.dirs, m.tasks)
+	m.Streams = streams.New(streamTargets{m}, m.launchers, m.dirs, m.cfg.Streams, m.tasks)
 }
 
 // Waits returns what operations are waiting for at the moment, oldest first.

@@ -49,6 +49,9 @@ func (l *Launchers) Exec(ctx context.Context, req ExecRequest) (*Exec, error) {
 		l.lend(-1)
 		return nil, err
 	}
+	if err := l.oom.lend(p.pid); err != nil { // what dies now is found out by asking it
+		l.cfg.Log.Warn("an exec is not as easily killed as it should be", "container", req.ID, "error", err)
+	}
 	e := &Exec{l: l, p: p, id: req.ID, execID: req.ExecID}
 	again, err := e.start(ctx, req)
 	if err == nil {

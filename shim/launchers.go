@@ -37,6 +37,7 @@ type Config struct {
 // this process ends. It is safe for concurrent use.
 type Launchers struct {
 	cfg Config
+	oom oomScores
 	exe *os.File // sealed copy of ShimPath: a container cannot write to it (CVE-2019-5736), and no launcher has to copy it
 
 	refill chan struct{} // tells the owner to look; capacity 1
@@ -68,7 +69,11 @@ func New(cfg Config) (*Launchers, error) {
 	if err != nil {
 		return nil, fmt.Errorf("launcher %s: %w", cfg.ShimPath, err)
 	}
-	l := &Launchers{cfg: cfg, exe: exe, refill: make(chan struct{}, 1)}
+	scores, err := readOOMScores()
+	if err != nil {
+		return nil, errors.Join(err, exe.Close())
+	}
+	l := &Launchers{cfg: cfg, oom: scores, exe: exe, refill: make(chan struct{}, 1)}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	l.owned.Go(l.keepFilled)
 	l.wantMore()
@@ -155,8 +160,12 @@ func (l *Launchers) lend(n int) {
 func (l *Launchers) giveBack(p *launcher, again bool) {
 	l.lend(-1)
 	if again {
-		l.put(p)
-		return
+		err := l.oom.giveBack(p.pid)
+		if err == nil {
+			l.put(p)
+			return
+		}
+		l.cfg.Log.Warn("a launcher serves no more", "pid", p.pid, "error", err)
 	}
 	l.retire(p)
 	l.wantMore()

@@ -30,6 +30,7 @@ import (
 	"berth/sandbox"
 	"berth/sandbox/handler"
 	"berth/sandbox/plugins"
+	"berth/sandbox/streams"
 	"berth/server"
 )
 
@@ -289,6 +290,7 @@ func sandboxConfig(cfg *config.Config, node *node, plugins plugins.Plugins, wait
 		IdleLaunchers:  cfg.IdleLaunchers,
 		MaxLogLine:     cfg.MaxLogLine,
 		CensusPeriod:   cfg.StatsPeriod.Duration,
+		Streams:        streams.Limits{Execs: cfg.MaxExecs, ExecsPerContainer: cfg.MaxContainerExecs, Sessions: cfg.MaxSessions},
 		Plugins:        plugins,
 		Host:           &node.facts,
 		CDI:            cfg.CDISpecDirs,

@@ -91,6 +91,10 @@ type Config struct {
 	StreamClientCA    string   `toml:"stream_client_ca" path:"optional" doc:"File with the CA certificates, in PEM, one of which must have signed a client's certificate. Empty: clients show none; they have a URL that is good for one session."`
 	StreamIdleTimeout Duration `toml:"stream_idle_timeout" default:"4h" min:"1s" doc:"A session in which nothing is sent for so long is ended."`
 
+	MaxExecs          int `toml:"max_execs" default:"512" min:"1" doc:"How many commands may be run in containers at the same time, probes and exec sessions alike. Each has a process of some MB in berth's cgroup, which the OOM killer may take. One more is refused with ResourceExhausted."`
+	MaxContainerExecs int `toml:"max_container_execs" default:"128" min:"1" doc:"How many commands may be run in one container at the same time."`
+	MaxSessions       int `toml:"max_sessions" default:"4096" min:"1" doc:"How many clients may be attached to containers, and connections be forwarded to ports of pods, at the same time."`
+
 	WaitLimit Duration `toml:"wait_limit" default:"1m" min:"1s" doc:"Whatever berth waits for longer than this (a plugin, a disk, the end of a killed process, its turn) is logged, with the stacks of all goroutines once a minute at most. What bounds the wait itself is not changed. Waits that may take longer have limits of their own; verbose Status shows all of them."`
 
 	LogLevel  string `toml:"log_level" flag:"log-level" default:"info" oneof:"debug,info,warn,error" doc:"The least severe messages that are logged."`

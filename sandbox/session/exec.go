@@ -30,6 +30,7 @@ type Streams struct {
 type Runner struct {
 	Launchers *shim.Launchers
 	Dials     *Dials
+	Outputs   *Outputs
 	// Spawn starts the goroutines that read from clients, and false means that none is started any
 	// more. Their owner ends the clients' connections before it waits for them.
 	Spawn func(func()) bool
@@ -49,24 +50,22 @@ func (r Runner) Exec(ctx context.Context, request shim.ExecRequest, s Streams) (
 	return r.execPipes(ctx, request, s)
 }
 
-// MaxOutput is what ExecSync returns of each stream; the rest is discarded
-// without error (CRI: "the runtime should cap").
-const MaxOutput = 16 << 20
-
 // Result is what a command left.
 type Result struct {
 	Stdout, Stderr []byte
 	ExitCode       int32
 }
 
-// ExecSync runs a command as Exec does, without a client, and returns its output.
+// ExecSync runs a command as Exec does, without a client, and returns its output, see MaxOutput. ResourceExhausted if all ExecSyncs
+// together have more than they may; the command is killed then.
 func (r Runner) ExecSync(ctx context.Context, request shim.ExecRequest) (*Result, error) {
-	stdout, stderr := capped{limit: MaxOutput}, capped{limit: MaxOutput}
-	code, err := r.execPipes(ctx, request, Streams{Stdout: &stdout, Stderr: &stderr})
+	kept := newCapture(r.Outputs)
+	defer kept.release()
+	code, err := r.execPipes(ctx, request, Streams{Stdout: kept.writer(0), Stderr: kept.writer(1)})
 	if err != nil {
 		return nil, err
 	}
-	return &Result{ExitCode: code, Stdout: stdout.data, Stderr: stderr.data}, nil
+	return &Result{ExitCode: code, Stdout: kept.data[0], Stderr: kept.data[1]}, nil
 }
 
 // execPipes runs a command without a terminal.

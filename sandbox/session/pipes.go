@@ -190,14 +190,3 @@ func (o *output) close() {
 	o.stop()
 	_ = o.r.Close() // nothing to lose
 }
-
-// capped keeps the first bytes written to it, and discards the rest without error.
-type capped struct {
-	data  []byte
-	limit int
-}
-
-func (c *capped) Write(p []byte) (int, error) {
-	c.data = append(c.data, p[:min(len(p), c.limit-len(c.data))]...)
-	return len(p), nil
-}

@@ -4,11 +4,12 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"io"
 	"testing"
 )
 
 // startOutput returns an output, and what writes into it as a command would.
-func startOutput(t *testing.T, to *capped) (*output, func([]byte)) {
+func startOutput(t *testing.T, to io.Writer) (*output, func([]byte)) {
 	t.Helper()
 	r, w, err := pipe(reading)
 	if err != nil {
@@ -24,25 +25,25 @@ func startOutput(t *testing.T, to *capped) (*output, func([]byte)) {
 }
 
 func TestOutputIsWhatWasWritten(t *testing.T) {
-	kept := capped{limit: MaxOutput}
-	o, write := startOutput(t, &kept)
+	kept := newCapture(&Outputs{})
+	o, write := startOutput(t, kept.writer(0))
 	want := bytes.Repeat([]byte("0123456789abcdef"), 64<<10/16) // fills the pipe
 	write(want)
 	// The writing end stays open, as a background process would keep it.
-	if err := o.finish(); err != nil || !bytes.Equal(kept.data, want) {
-		t.Fatalf("%d bytes of %d, %v", len(kept.data), len(want), err)
+	if err := o.finish(); err != nil || !bytes.Equal(kept.data[0], want) {
+		t.Fatalf("%d bytes of %d, %v", len(kept.data[0]), len(want), err)
 	}
 }
 
 func TestOutputBeyondTheCapIsDiscarded(t *testing.T) {
-	kept := capped{limit: MaxOutput}
-	o, write := startOutput(t, &kept)
+	kept := newCapture(&Outputs{})
+	o, write := startOutput(t, kept.writer(0))
 	chunk := bytes.Repeat([]byte("x"), 1<<20)
 	for range MaxOutput>>20 + 3 { // blocks if nobody reads on
 		write(chunk)
 	}
-	if err := o.finish(); err != nil || len(kept.data) != MaxOutput {
-		t.Fatalf("%d bytes kept, %v; want %d", len(kept.data), err, MaxOutput)
+	if err := o.finish(); err != nil || len(kept.data[0]) != MaxOutput {
+		t.Fatalf("%d bytes kept, %v; want %d", len(kept.data[0]), err, MaxOutput)
 	}
 }
 

@@ -56,16 +56,20 @@ type Streams struct {
 	dirs      layout.Dirs
 	tasks     *task.Runner // sessions are among its Operations
 	dials     *session.Dials
+	outputs   *session.Outputs
+	execs     *places
+	attached  *places // to containers and pods' ports
 }
 
 // New returns what connects clients to these targets.
-func New(targets Targets, launchers *shim.Launchers, dirs layout.Dirs, tasks *task.Runner) *Streams {
-	return &Streams{targets: targets, launchers: launchers, dirs: dirs, tasks: tasks, dials: session.NewDials()}
+func New(targets Targets, launchers *shim.Launchers, dirs layout.Dirs, limits Limits, tasks *task.Runner) *Streams {
+	return &Streams{targets: targets, launchers: launchers, dirs: dirs, tasks: tasks, dials: session.NewDials(), outputs: &session.Outputs{},
+		execs: newPlaces("execs", limits.Execs, limits.ExecsPerContainer), attached: newPlaces("attached sessions and forwarded connections", limits.Sessions, limits.Sessions)}
 }
 
 // sessions runs sessions for the time of an operation.
 func (s *Streams) sessions() session.Runner {
-	return session.Runner{Launchers: s.launchers, Dials: s.dials, Spawn: s.tasks.Operations.Spawn}
+	return session.Runner{Launchers: s.launchers, Dials: s.dials, Outputs: s.outputs, Spawn: s.tasks.Operations.Spawn}
 }
 
 // ExecSync runs a command in a container and returns its output and exit code.
@@ -79,6 +83,11 @@ func (s *Streams) ExecSync(ctx context.Context, id string, command []string, tim
 	if err != nil {
 		return nil, err
 	}
+	release, err := s.execs.take(c.String())
+	if err != nil {
+		return nil, err
+	}
+	defer release()
 	if timeout > 0 {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, timeout)
@@ -157,6 +166,11 @@ func (s *Streams) Exec(ctx context.Context, id string, command []string, termina
 	if err != nil {
 		return 0, err
 	}
+	release, err := s.execs.take(c.String())
+	if err != nil {
+		return 0, err
+	}
+	defer release()
 	defer s.tasks.BeginOpen("the end of an exec", c.String())()
 	code, err := s.sessions().Exec(ctx, s.execRequest(c, command, terminal), client)
 	if err != nil {
@@ -198,6 +212,11 @@ func (s *Streams) Attach(ctx context.Context, id string, terminal bool, client s
 	if err != nil {
 		return err
 	}
+	release, err := s.attached.take(c.String())
+	if err != nil {
+		return err
+	}
+	defer release()
 	defer s.tasks.BeginOpen("the end of an attached session", c.String())()
 	if err := s.sessions().Attach(ctx, shim.OpenMonitor(s.dirs.Shim(c.ID)), terminal, c.Stdin, client); err != nil {
 		return fmt.Errorf("container %s: %w", c.ID, err)
@@ -244,6 +263,11 @@ func (s *Streams) PortForward(ctx context.Context, podID string, port int32, str
 	if port < 1 || port > 65535 {
 		return errdefs.InvalidArgument("forward a port of pod sandbox %s: %d is no port", pod.ID, port)
 	}
+	release, err := s.attached.take(pod.String())
+	if err != nil {
+		return err
+	}
+	defer release()
 	defer s.tasks.BeginOpen("the end of a forwarded connection", pod.String())()
 	err = s.sessions().Forward(ctx, pod.NetNS, uint16(port), stream)
 	if pod.Sandboxed && errors.Is(err, unix.ECONNREFUSED) {

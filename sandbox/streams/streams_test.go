@@ -10,6 +10,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/task"
 	"berth/sandbox/layout"
+	"berth/sandbox/session"
 )
 
 // targets knows containers and pods by their full names.
@@ -34,6 +35,11 @@ func (t targets) StreamPod(id string) (Pod, error) {
 	return p, nil
 }
 
+var (
+	testLimits = Limits{Execs: 10, ExecsPerContainer: 3, Sessions: 4}
+	noClient   session.Streams
+)
+
 func testStreams() *Streams {
 	return New(targets{
 		containers: map[string]Container{
@@ -42,7 +48,7 @@ func testStreams() *Streams {
 			"ended":    {ID: "ended-with-a-longer-id"},
 		},
 		pods: map[string]Pod{"sandboxed": {ID: "sandboxed-with-a-longer-id", Ready: true, Sandboxed: true}, "ready": {ID: "ready-with-a-longer-id", Ready: true}, "stopped": {ID: "stopped-with-a-longer-id"}},
-	}, nil, layout.Dirs{}, task.NewRunner(slog.New(slog.DiscardHandler), nil))
+	}, nil, layout.Dirs{}, testLimits, task.NewRunner(slog.New(slog.DiscardHandler), nil))
 }
 
 // What can't be is refused before a client gets a URL, and what can be is told by its full ID.

@@ -1,0 +1,55 @@
+package streams
+
+import (
+	"sync"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+// Limits bounds what clients may have under way. Each exec has a launcher, a process that the daemon's memory is no limit for.
+type Limits struct {
+	Execs             int // in all containers, ExecSync's too
+	ExecsPerContainer int
+	Sessions          int // of Attach, and connections to forwarded ports
+}
+
+// places counts what is under way. The lock guards the counts and is held for that only.
+type places struct {
+	what    string // "execs"
+	max     int
+	maxEach int // for one object
+
+	mu    sync.Mutex
+	taken int
+	each  map[string]int
+}
+
+func newPlaces(what string, all, each int) *places {
+	return &places{what: what, max: all, maxEach: each, each: map[string]int{}}
+}
+
+// take takes a place until release is called. ResourceExhausted if there is none.
+func (p *places) take(object string) (release func(), err error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.taken >= p.max {
+		return nil, errdefs.New(codes.ResourceExhausted, "%s: there are %d %s, which is the limit", object, p.taken, p.what)
+	}
+	if p.each[object] >= p.maxEach {
+		return nil, errdefs.New(codes.ResourceExhausted, "%s has %d %s, which is the limit", object, p.each[object], p.what)
+	}
+	p.taken++
+	p.each[object]++
+	return func() { p.release(object) }, nil
+}
+
+func (p *places) release(object string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.taken--
+	if p.each[object]--; p.each[object] == 0 {
+		delete(p.each, object)
+	}
+}
