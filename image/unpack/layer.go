@@ -56,6 +56,21 @@ type Result struct {
 	Contents
 }
 
+// Within fails if the result is of more than the limits let a layer become: then it is not true.
+func (r *Result) Within(l Limits) error {
+	l = l.WithDefaults()
+	inodes := uint64(l.Entries) + maxNames/perEntry + 1 // directories that no entry is for are remembered
+	switch {
+	case r.TarBytes > l.Tar:
+		return fmt.Errorf("a tar of %d bytes, of %d that are allowed", r.TarBytes, l.Tar)
+	case r.Inodes > inodes:
+		return fmt.Errorf("%d files, of %d that there can be", r.Inodes, inodes)
+	case r.Bytes > uint64(l.Bytes)+r.Inodes*maxBlock:
+		return fmt.Errorf("%d bytes on disk, of %d files with %d bytes", r.Bytes, r.Inodes, l.Bytes)
+	}
+	return nil
+}
+
 // Usage is what something takes on disk. It is counted when it is made: file
 // data in blocks of the filesystem, one block for each directory.
 type Usage struct {

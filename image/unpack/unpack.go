@@ -28,6 +28,10 @@ const (
 	maxPath = unix.PathMax - 1
 	// maxNames bounds the memory for names that are kept until the end of a layer.
 	maxNames = 64 << 20
+	// perEntry is what counts for such a name beside its length: of a map, and its place in within.
+	perEntry = 80
+	// maxBlock is more than the block size of any filesystem (diskusage.BlockSize).
+	maxBlock = 1 << 20
 	// copySize is the size of one write.
 	copySize = 128 << 10
 	// freeSteps and stepsPerEntry bound what it takes to find the directories of a layer's entries where
@@ -558,7 +562,6 @@ func (u *unpacker) impliedMade(dir *safefs.Dir) error {
 
 // remember counts the bytes of names that are kept.
 func (u *unpacker) remember(n int) error {
-	const perEntry = 80 // of a map, and its place in within
 	if u.names -= n + perEntry; u.names < 0 {
 		return exceeds("the names of its directories and links take too much memory")
 	}

@@ -92,7 +92,7 @@ func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job
 		}
 	})
 	var result unpack.Result
-	err = p.guard("unpack", func() (err error) { result, err = w.answer(job.Progress); return err })
+	err = p.guard("unpack", func() (err error) { result, err = w.answer(job.Limits, job.Progress); return err })
 	failpoint.Reach("unpack.answered")
 	stopKilling()
 	end, said := w.end() // whatever the answer, there is nothing left for it to do
@@ -323,8 +323,8 @@ func (w *work) standsStill(ctx context.Context, stall time.Duration) bool {
 // errHasty is what a process is told of that knows the result before the blob has ended.
 var errHasty = errors.New("an answer before the end of the blob")
 
-// answer reads what the process says.
-func (w *work) answer(progress func(n int)) (unpack.Result, error) {
+// answer reads what the process says, and refuses what cannot be true.
+func (w *work) answer(limits unpack.Limits, progress func(n int)) (unpack.Result, error) {
 	defer w.out.Close()
 	result, err := wire.NewReader(w.out).Result(func(n int64) {
 		w.steps.Add(1)
@@ -334,6 +334,9 @@ func (w *work) answer(progress func(n int)) (unpack.Result, error) {
 	})
 	if err == nil && !w.fed.Load() {
 		err = errHasty
+	}
+	if err == nil {
+		err = result.Within(limits)
 	}
 	return result, err
 }

@@ -27,6 +27,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/unpack"
+	"berth/image/unpack/wire"
 	"berth/internal/errdefs"
 	"berth/internal/safefs"
 )
@@ -354,8 +355,16 @@ func (panics) Read([]byte) (int, error) { panic("oh") }
 // What a process says that was taken over by its layer.
 func TestLies(t *testing.T) {
 	p := liar(t)
-	// Numbers, a sum of zeros, a digest.
-	emptyResult := append(append([]byte("R\x00\x00\x00\x6d\x01\x01\x01\x00\x00\x00"), make([]byte, unpack.SumSize)...), digest.FromString("x").String()...)
+	resultOf := func(change func(*unpack.Result)) []byte {
+		r := unpack.Result{Digest: digest.FromString("x"), TarBytes: 1}
+		change(&r)
+		var b bytes.Buffer
+		if err := wire.NewWriter(&b).Result(r); err != nil {
+			t.Fatal(err)
+		}
+		return b.Bytes()
+	}
+	emptyResult := resultOf(func(*unpack.Result) {})
 	long := bytes.Repeat(append([]byte{'I', 0, 0, 0x10, 0}, bytes.Repeat([]byte("x"), 4096)...), 2000)
 	for name, c := range map[string]struct {
 		says []byte
@@ -365,6 +374,9 @@ func TestLies(t *testing.T) {
 		"names without end":   {long, "bytes of names"},
 		"nothing":             {nil, "died: exit status 0"},
 		"result before blob":  {emptyResult, "before the end of the blob"},
+		"a tar too long":      {resultOf(func(r *unpack.Result) { r.TarBytes = job.Limits.WithDefaults().Tar + 1 }), "that are allowed"},
+		"too many files":      {resultOf(func(r *unpack.Result) { r.Inodes = 1 << 40 }), "that there can be"},
+		"too much on disk":    {resultOf(func(r *unpack.Result) { r.Bytes, r.Inodes = 1<<50, 1 }), "bytes on disk"},
 		"a way out of a tree": {append([]byte("O\x00\x00\x00\x04../x"), emptyResult...), "../x"},
 	} {
 		t.Run(name, func(t *testing.T) {
