@@ -29,6 +29,8 @@ type Store struct {
 	layers  *table[Info]
 	joins   *table[join]
 	trash   *trash
+	home    *os.File // root; older than all that syncs brings to the disk
+	syncs   *syncer
 	reserve Reserve
 	statfs  func() (unix.Statfs_t, error) // of root
 	aside   atomic.Bool                   // there may be something that was set aside
@@ -49,6 +51,14 @@ func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store
 			return nil, fmt.Errorf("open layer store: %w", err)
 		}
 	}
+	home, err := os.Open(root)
+	if err != nil {
+		return nil, fmt.Errorf("open layer store: %w", err)
+	}
+	undo := cleanup.New()
+	defer undo.Run(&err)
+	undo.Add("close "+root, home.Close)
+	s.home, s.syncs = home, newSyncer(home)
 	s.trash = newTrash(filepath.Join(root, trashDir), driver.Remove, log)
 	if err := s.load(); err != nil {
 		return nil, fmt.Errorf("open layer store %s: %w", root, err)
@@ -57,6 +67,7 @@ func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store
 		return nil, fmt.Errorf("open layer store %s: make the empty layer: %w", root, err)
 	}
 	s.trash.start()
+	undo.Release()
 	return s, nil
 }
 
@@ -76,7 +87,7 @@ func (s *Store) emptyDir() string { return filepath.Join(s.root, "empty-"+string
 // other method may be running or be called later.
 func (s *Store) Close() error {
 	s.trash.stop()
-	return nil
+	return s.home.Close()
 }
 
 // Has reports whether the layer of that name is there.
@@ -224,9 +235,7 @@ func (s *Store) publish(dir, kind string, fill func(tmp string) (record any, err
 // The sync comes before place because a filesystem may commit the rename first:
 // after a power failure the layer would be there, with empty files. It is a
 // syncfs, not an fsync a file: on ext4 and xfs each fsync is a journal commit, of
-// which a layer of 50,000 files would wait for one by one. The descriptor it is
-// called on is older than the data, so that a failed writeback is reported
-// (Linux 5.8).
+// which a layer of 50,000 files would wait for one by one.
 func (s *Store) build(name, kind string, fill func(tmp string) (record any, err error), place func(tmp string) error) (err error) {
 	failpoint.Reach("layer.make")
 	tmp, err := os.MkdirTemp(filepath.Join(s.root, tmpDir), name+"-")
@@ -237,11 +246,7 @@ func (s *Store) build(name, kind string, fill func(tmp string) (record any, err 
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	undo.Add("discard "+tmp, func() error { return s.trash.take(tmp, Usage{}) })
-	f, err := os.Open(tmp)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
+	since := s.syncs.begin()
 	record, err := fill(tmp)
 	if err != nil {
 		return err
@@ -251,7 +256,7 @@ func (s *Store) build(name, kind string, fill func(tmp string) (record any, err 
 		return err
 	}
 	failpoint.Reach("layer.recorded")
-	if err := unix.Syncfs(int(f.Fd())); err != nil {
+	if err := s.syncs.wait(since); err != nil {
 		return fmt.Errorf("sync %s: %w", tmp, err)
 	}
 	failpoint.Reach("layer.synced")

@@ -323,7 +323,10 @@ func TestRemoveAwkward(t *testing.T) {
 // A deletion that fails is tried again with the next, and at the next Open.
 func TestRemoveFails(t *testing.T) {
 	root := t.TempDir()
-	s, removed := openWatched(t, root)
+	w := watched{NewDirectory(unpack.Layer), make(chan string, 100)}
+	s, err := Open(root, w, Reserve{}, discardLog())
+	must(t, err)
+	removed := w.removed
 	busy := create(t, s, makeTar(t, dir("mount", 0o755)))
 	mountpoint := filepath.Join(s.layerDir(busy), treeDir, "mount")
 	must(t, unix.Mount("tmpfs", mountpoint, "tmpfs", 0, ""))
@@ -335,14 +338,12 @@ func TestRemoveFails(t *testing.T) {
 	}
 	must(t, s.Close())
 	must(t, unix.Unmount(filepath.Join(first, treeDir, "mount"), 0))
-	again, removed := openWatched(t, root)
-	await(t, removed, 1)
+	again, removedAgain := openWatched(t, root)
+	await(t, removedAgain, 1)
 	expectEmpty(t, filepath.Join(root, "trash"))
 	if len(again.List()) != 0 {
 		t.Errorf("layers %v", again.List())
 	}
-	s.trash = newTrash(filepath.Join(root, "trash"), nil, discardLog()) // for the second Close
-	s.trash.start()
 }
 
 func TestReopen(t *testing.T) {

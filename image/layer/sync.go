@@ -1,0 +1,75 @@
+package layer
+
+import (
+	"errors"
+	"os"
+	"sync"
+	"sync/atomic"
+
+	"golang.org/x/sys/unix"
+)
+
+// syncer brings to the disk what several have written, for all of them at once: the layers of an image come to
+// their ends together, and each syncfs writes what anybody has written to the filesystem.
+type syncer struct {
+	sync   func() error
+	turn   chan struct{} // held during a sync
+	failed atomic.Int64  // syncs that have failed
+
+	mu   sync.Mutex // guards next
+	next *syncRound // that has not begun; nil: nobody waits for one
+}
+
+// syncRound is one sync, for all who asked for it before it began.
+type syncRound struct {
+	done chan struct{}
+	err  error // valid after done
+}
+
+// newSyncer returns a syncer of the filesystem of dir, an open file, which is to be older than all that is synced: what
+// cannot be written back is reported once for each open file (Linux 5.8).
+func newSyncer(dir *os.File) *syncer {
+	return &syncer{sync: func() error { return unix.Syncfs(int(dir.Fd())) }, turn: make(chan struct{}, 1)}
+}
+
+// errNotWritten is returned to those whose data may be what an earlier sync could not write.
+var errNotWritten = errors.New("not all that was written meanwhile has come to the disk")
+
+// begin is to be called before data is written that is to be synced.
+func (s *syncer) begin() (since int64) { return s.failed.Load() }
+
+// wait returns when everything that was written since begin is on the disk, or has failed to come there.
+func (s *syncer) wait(since int64) error {
+	r, leads := s.board()
+	if leads {
+		s.run(r)
+	}
+	<-r.done
+	if r.err == nil && s.failed.Load() != since {
+		return errNotWritten
+	}
+	return r.err
+}
+
+// board returns the round that begins next, and whether the caller has to run it.
+func (s *syncer) board() (r *syncRound, leads bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.next == nil {
+		s.next, leads = &syncRound{done: make(chan struct{})}, true
+	}
+	return s.next, leads
+}
+
+// run runs a round when the one before it has ended. From then on it is too late to board it.
+func (s *syncer) run(r *syncRound) {
+	s.turn <- struct{}{}
+	defer func() { <-s.turn }()
+	s.mu.Lock()
+	s.next = nil
+	s.mu.Unlock()
+	if r.err = s.sync(); r.err != nil {
+		s.failed.Add(1)
+	}
+	close(r.done)
+}

@@ -1,0 +1,74 @@
+package layer
+
+import (
+	"errors"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+// Who asks during a sync waits for the next one, all together; what was written before it began is in it.
+func TestSyncerGathers(t *testing.T) {
+	const many = 50
+	var syncs atomic.Int64
+	began, goOn := make(chan struct{}), make(chan struct{})
+	s := &syncer{turn: make(chan struct{}, 1), sync: func() error {
+		if syncs.Add(1) == 1 {
+			close(began)
+			<-goOn
+		}
+		return nil
+	}}
+	var all sync.WaitGroup
+	all.Go(func() {
+		if err := s.wait(s.begin()); err != nil {
+			t.Error(err)
+		}
+	})
+	<-began
+	var waiting atomic.Int64
+	for range many {
+		all.Go(func() {
+			since := s.begin()
+			waiting.Add(1)
+			if err := s.wait(since); err != nil {
+				t.Error(err)
+			}
+			if syncs.Load() < 2 {
+				t.Error("it was content with a sync that began before")
+			}
+		})
+	}
+	for deadline := time.Now().Add(time.Minute); waiting.Load() < many && time.Now().Before(deadline); {
+		time.Sleep(time.Millisecond)
+	}
+	close(goOn)
+	all.Wait()
+	if n := syncs.Load(); n < 2 || n > many/2 { // some may have come late
+		t.Errorf("%d syncs for %d", n, many+1)
+	}
+}
+
+// A failure is told to all whose data it may be about, and to nobody who comes later.
+func TestSyncerFails(t *testing.T) {
+	full := errors.New("input/output error")
+	fails := true
+	s := &syncer{turn: make(chan struct{}, 1), sync: func() error {
+		if fails {
+			return full
+		}
+		return nil
+	}}
+	writing, waits := s.begin(), s.begin()
+	if err := s.wait(waits); !errors.Is(err, full) {
+		t.Errorf("the first: %v", err)
+	}
+	fails = false
+	if err := s.wait(writing); !errors.Is(err, errNotWritten) {
+		t.Errorf("who had begun to write: %v", err)
+	}
+	if err := s.wait(s.begin()); err != nil {
+		t.Errorf("who comes later: %v", err)
+	}
+}
