@@ -21,6 +21,7 @@ type Effort struct {
 // What things take, in units of about a microsecond.
 const (
 	allEffort  = 64 << 20 // of an image: a minute or two
+	longEffort = 1 << 16  // that a join needs nothing is written down if finding it out took more than that
 	stepEffort = 1        // a name that is known
 	openEffort = 8        // a directory that is opened, and a name in it that is looked at
 )

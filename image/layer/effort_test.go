@@ -9,6 +9,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/unpack"
 	"berth/internal/errdefs"
 )
 
@@ -54,6 +55,41 @@ func TestJoinsTakeTooMuch(t *testing.T) {
 	if _, err := s.Stack(context.Background(), []digest.Digest{low, short}); err != nil {
 		t.Error(err)
 	}
+}
+
+// That a chain needs no join is found out once, by whatever daemon, if it takes long.
+func TestEmptyJoinIsKnown(t *testing.T) {
+	root := t.TempDir()
+	s := openStore(t, root)
+	var few, many, list []header
+	for i := range 10_000 {
+		name := fmt.Sprintf("d/%d", i)
+		list = append(list, dir(name, 0o755))
+		if many = append(many, file(name+"/x", "")); i < 10 {
+			few = append(few, file(name+"/y", ""))
+		}
+	}
+	low := create(t, s, makeTar(t, list...))
+	short, long := []digest.Digest{low, create(t, s, makeTar(t, few...))}, []digest.Digest{low, create(t, s, makeTar(t, many...))}
+	for _, chain := range [][]digest.Digest{short, long} {
+		if dirs, err := s.Stack(context.Background(), chain); err != nil || len(dirs) != 2 {
+			t.Errorf("%d layers to mount: %v", len(dirs), err)
+		}
+	}
+	if names := entries(t, root, "joins"); len(names) != 1 {
+		t.Fatalf("on disk: %q", names)
+	}
+	again, err := Open(root, NewDirectory(unpack.Layer), Reserve{}, discardLog()) // the first one stays: it does nothing
+	must(t, err)
+	defer func() { must(t, again.Close()) }()
+	again.effort = longEffort / 2
+	for _, chain := range [][]digest.Digest{short, long} {
+		if dirs, err := again.Stack(context.Background(), chain); err != nil || len(dirs) != 2 {
+			t.Errorf("%d layers to mount: %v", len(dirs), err)
+		}
+	}
+	must(t, again.Remove(long[1]))
+	expectEmpty(t, root+"/joins")
 }
 
 // endsAfter is a context that is cancelled when it has been looked at a number of times.

@@ -151,5 +151,6 @@ type join struct {
 	Layers  []digest.Digest `json:"layers"` // their names; it goes with the first of these that goes
 	Kind    rootfs.Kind     `json:"kind"`
 	Usage   Usage           `json:"usage"`
-	empty   bool            // the chain needs none: in memory only
+	Empty   bool            `json:"empty,omitempty"` // the chain needs none; on disk if it took long to find that out
+	onDisk  bool
 }

@@ -66,6 +66,7 @@ func (s *Store) loadJoin(path string) error {
 	if err := s.checkKind(j.Kind); err != nil {
 		return err
 	}
+	j.onDisk = true
 	s.joins.items[j.ChainID] = &item[join]{value: &j}
 	return nil
 }

@@ -65,7 +65,7 @@ func (s *Store) stack(ctx context.Context, names []digest.Digest) ([]string, err
 		if err != nil {
 			return nil, fmt.Errorf("layer %s: %w", name, err)
 		}
-		if !j.empty {
+		if !j.Empty {
 			dirs = append(dirs, s.joinDir(j.ChainID))
 		}
 	}
@@ -90,7 +90,8 @@ func (s *Store) join(ctx context.Context, effort *Effort, names []digest.Digest,
 	if j := owned.value(); j != nil {
 		return j, nil
 	}
-	j := &join{ChainID: chainID, Layers: slices.Clone(names), Kind: s.driver.Kind()}
+	j := &join{ChainID: chainID, Layers: slices.Clone(names), Kind: s.driver.Kind(), onDisk: true}
+	had := effort.left.Load()
 	err = s.publish(s.joinDir(chainID), joinKind, func(dir string) (any, error) {
 		top, err := s.part(names[len(names)-1])
 		if err != nil {
@@ -105,12 +106,23 @@ func (s *Store) join(ctx context.Context, effort *Effort, names []digest.Digest,
 	})
 	switch {
 	case err == errNothing:
-		j.empty = true
+		j.Empty, j.Usage = true, Usage{}
+		j.onDisk = had-effort.left.Load() > longEffort && s.note(j)
 	case err != nil:
 		return nil, coded(fmt.Errorf("join with the layers below: %w", err))
 	}
 	owned.set(j)
 	return j, nil
+}
+
+// note writes down that a chain needs no join, and reports whether that is on disk: it has to be found out
+// again by the next daemon if not.
+func (s *Store) note(j *join) bool {
+	err := s.publish(s.joinDir(j.ChainID), joinKind, func(string) (any, error) { return j, nil })
+	if err != nil {
+		s.log.Warn("that layers need no join is not written down", "chain", j.ChainID, "error", err)
+	}
+	return err == nil
 }
 
 // part reads the record of a layer.
@@ -147,7 +159,7 @@ func (s *Store) removeJoin(chainID digest.Digest) error {
 		return nil
 	}
 	owned.set(nil)
-	if j.empty {
+	if !j.onDisk {
 		return nil
 	}
 	if err := s.trash.take(s.joinDir(chainID), j.Usage); err != nil {
