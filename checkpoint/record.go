@@ -203,9 +203,11 @@ func (d *Dir) Load(decode func(name string, version int, body []byte) error) ([]
 				bad = append(bad, Damaged{Name: name, Path: moved, Err: damage})
 			}
 		case strings.HasPrefix(e.Name(), ".") && strings.HasSuffix(e.Name(), ".tmp"):
+			failpoint.Reach("record.remove-rest")
 			if err := removeIfExists(filepath.Join(d.path, e.Name())); err != nil && !errdefs.IsUnwritable(err) {
 				return bad, err
 			}
+			failpoint.Reach("record.rest-removed")
 		}
 	}
 	return bad, nil
@@ -233,9 +235,11 @@ func (d *Dir) load(name string, decode func(string, int, []byte) error) (damage,
 // free: its own with a number. It returns where it is then: in its place still, after an error.
 func SetAside(path string) (moved string, err error) {
 	dir := filepath.Join(filepath.Dir(path), SetAsideDir)
+	failpoint.Reach("record.set-aside")
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return path, err
 	}
+	failpoint.Reach("record.place-aside-made")
 	for n := 0; ; n++ {
 		to := filepath.Join(dir, fmt.Sprintf("%s.%d", filepath.Base(path), n))
 		err := unix.Renameat2(unix.AT_FDCWD, path, unix.AT_FDCWD, to, unix.RENAME_NOREPLACE)
@@ -243,7 +247,7 @@ func SetAside(path string) (moved string, err error) {
 			return path, err
 		}
 		if err == nil {
-			failpoint.Reach("record.set-aside")
+			failpoint.Reach("record.is-aside")
 			return to, nil
 		}
 	}

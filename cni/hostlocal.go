@@ -76,6 +76,7 @@ func (n *Network) releaseTornIn(ctx context.Context, dir string) error {
 		return err
 	}
 	for _, path := range torn {
+		failpoint.Reach("cni.release-torn")
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}

@@ -68,10 +68,11 @@ func bindNetNS(source, path string) error {
 func pinNetNS(path string, pin func() error) (err error) {
 	undo := cleanup.New()
 	defer undo.Run(&err)
+	failpoint.Reach("netns.make")
 	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 		return errdefs.Internal("network namespace %s: %w", path, err)
 	}
-	failpoint.Reach("netns.make")
+	failpoint.Reach("netns.directory-made")
 	if err := createMountpoint(path); err != nil {
 		return err
 	}

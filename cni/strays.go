@@ -50,10 +50,11 @@ func (r runs) begin(what string) (id string, err error) {
 	if r.dir == "" {
 		return id, nil
 	}
+	failpoint.Reach("cni.note-run")
 	if err := os.MkdirAll(r.dir, 0o700); err != nil {
 		return id, fmt.Errorf("note that a CNI plugin runs: %w", err)
 	}
-	failpoint.Reach("cni.note-run")
+	failpoint.Reach("cni.place-of-runs-made")
 	if err := os.WriteFile(filepath.Join(r.dir, id), []byte(what+"\n"), 0o600); err != nil {
 		return id, fmt.Errorf("note that a CNI plugin runs: %w", err)
 	}

@@ -287,6 +287,7 @@ func (m *Manager) killContainer(ctx context.Context, c *container) error {
 		err := m.processes.Kill(ctx, c.id, c.rec.CgroupsPath, m.runtimeOf(c), run.Running)
 		if time.Since(begin) > process.KillWait/2 && run.HasEnded() {
 			// Only its shim is left, and hangs: on a log that can't be written, for one.
+			failpoint.Reach("container.kill-shim")
 			err = errors.Join(err, run.KillShim())
 			failpoint.Reach("container.shim-killed")
 		}

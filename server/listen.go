@@ -14,6 +14,8 @@ import (
 
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/credentials"
+
+	"berth/internal/failpoint"
 )
 
 // Listen makes the unix socket at path, mode 0600, and its directory, mode 0700,
@@ -23,9 +25,11 @@ import (
 //
 // Closing the listener removes the socket.
 func Listen(path string) (net.Listener, error) {
+	failpoint.Reach("socket.make-directory")
 	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return nil, fmt.Errorf("make directory of socket %s: %w", path, err)
 	}
+	failpoint.Reach("socket.directory-made")
 	if err := removeStale(path); err != nil {
 		return nil, err
 	}
@@ -42,6 +46,7 @@ func Listen(path string) (net.Listener, error) {
 	if err != nil {
 		return nil, fmt.Errorf("listen on %s: %w", path, err)
 	}
+	failpoint.Reach("socket.made")
 	return l, nil
 }
 
@@ -65,9 +70,11 @@ func removeStale(path string) error {
 	if !errors.Is(err, unix.ECONNREFUSED) {
 		return fmt.Errorf("find out whether %s is in use: %w", path, err)
 	}
+	failpoint.Reach("socket.remove-stale")
 	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("remove stale socket: %w", err)
 	}
+	failpoint.Reach("socket.stale-removed")
 	return nil
 }
 

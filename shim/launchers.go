@@ -326,6 +326,7 @@ func (l *Launchers) startWith(socket *os.File) (*launcher, error) {
 		Dir:   "/",
 	}
 	exe := "/proc/self/fd/" + strconv.Itoa(control.ExeFD)
+	failpoint.Reach("launchers.start")
 	proc, err := os.StartProcess(exe, []string{"berth-shim", "launcher"}, attr)
 	if err != nil {
 		return nil, err

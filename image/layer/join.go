@@ -12,6 +12,7 @@ import (
 	"berth/image/unpack"
 	"berth/internal/diskusage"
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 	"berth/internal/safefs"
 )
 
@@ -220,9 +221,11 @@ func (j *joiner) directory(name string) (*safefs.Dir, error) {
 			return nil, err
 		}
 		defer parent.Close()
+		failpoint.Reach("join.make-directory")
 		if err := parent.Mkdir(base, 0o755); err != nil {
 			return nil, err
 		}
+		failpoint.Reach("join.directory-made")
 	}
 	d, err := safefs.OpenDir(j.root, name)
 	if err != nil {
@@ -245,16 +248,23 @@ func (j *joiner) dress(d *safefs.Dir) error {
 	if err != nil {
 		return err
 	}
+	failpoint.Reach("join.dress")
 	if err := d.Chown("", a.st.Uid, a.st.Gid); err != nil {
 		return err
 	}
+	failpoint.Reach("join.owner-set")
 	for attr, value := range a.xattrs {
 		if err := d.Setxattr("", attr, []byte(value)); err != nil {
 			return err
 		}
+		failpoint.Reach("join.attribute-set")
 	}
 	j.times = append(j.times, dirTimes{d.Path(), a.st.Atim, a.st.Mtim})
-	return d.Chmod(a.st.Mode & unpack.ModeBits)
+	if err := d.Chmod(a.st.Mode & unpack.ModeBits); err != nil {
+		return err
+	}
+	failpoint.Reach("join.dressed")
+	return nil
 }
 
 // dirTimes are those that a directory of the join is to have.
@@ -268,7 +278,10 @@ func (j *joiner) setTimes(t dirTimes) error {
 	if err != nil {
 		return err
 	}
-	return errors.Join(d.Utimes("", t.atime, t.mtime), d.Close())
+	failpoint.Reach("join.set-times")
+	err = errors.Join(d.Utimes("", t.atime, t.mtime), d.Close())
+	failpoint.Reach("join.times-set")
+	return err
 }
 
 // link makes a hard link to a file of a layer below. Where that has none, all
@@ -304,5 +317,10 @@ func (j *joiner) linkTo(f found, name string) error {
 		return err
 	}
 	defer to.Close()
-	return to.Link(from, base, newBase)
+	failpoint.Reach("join.link")
+	if err := to.Link(from, base, newBase); err != nil {
+		return err
+	}
+	failpoint.Reach("join.linked")
+	return nil
 }

@@ -13,6 +13,7 @@ import (
 
 	"berth/checkpoint"
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
 	"berth/internal/rootfs"
 )
 
@@ -164,7 +165,9 @@ func (s *Store) dropSetAside(folder string, needed map[string]bool) (left bool, 
 	if left {
 		return true, nil
 	}
+	failpoint.Reach("layer.remove-aside")
 	err = os.Remove(folder)
+	failpoint.Reach("layer.aside-removed")
 	if errors.Is(err, fs.ErrExist) { // not empty: something has just been set aside
 		return true, nil
 	}

@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/internal/failpoint"
 	"berth/internal/safefs"
 )
 
@@ -49,9 +50,11 @@ func MarkOpaque(tree *os.File, dirs []Name) error {
 		if err != nil {
 			return err
 		}
+		failpoint.Reach("layer.mark-opaque")
 		if err := errors.Join(dir.Setxattr("", OpaqueXattr, []byte("y")), dir.Close()); err != nil {
 			return err
 		}
+		failpoint.Reach("layer.marked-opaque")
 	}
 	return nil
 }

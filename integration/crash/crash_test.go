@@ -3,10 +3,13 @@ package crash
 import (
 	"fmt"
 	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"berth/checkpoint"
 	"berth/integration/harness"
 )
 
@@ -22,15 +25,22 @@ func TestCrash(t *testing.T) {
 	if testing.Short() {
 		t.Skip("the enumeration takes minutes")
 	}
-	for _, op := range operations {
+	killed, all := map[string]bool{}, everything
+	for _, op := range slices.Concat(operations, variants, starts) {
 		if op.more && !everything {
 			continue
 		}
+		ran := false
 		t.Run(op.name, func(t *testing.T) {
-			e := &enumeration{op: op}
+			ran = true
+			e := &enumeration{op: op, killed: killed}
 			e.run(t)
 			t.Log(e.summary())
 		})
+		all = all && ran
+	}
+	if all {
+		allKilled(t, killed)
 	}
 }
 
@@ -43,6 +53,7 @@ type enumeration struct {
 	after harness.State // after the operation without a crash
 
 	points, cases, failed, differences int
+	killed                             map[string]bool // the points at which a daemon was killed, by any operation
 }
 
 // summary is a line that contrib/torture repeats at its end.
@@ -51,10 +62,14 @@ func (e *enumeration) summary() string {
 }
 
 func (e *enumeration) run(t *testing.T) {
-	e.d = harness.StartDaemon(t, harness.WithFailpoints(&e.fp))
+	options := []harness.DaemonOption{harness.WithFailpoints(&e.fp)}
+	if e.op.daemon != nil {
+		options = append(options, e.op.daemon)
+	}
+	e.d = harness.StartDaemon(t, options...)
 	e.uncrashed(t) // what the first operation makes for good is there from now on
 	trace := e.uncrashed(t)
-	if e.op.first != nil {
+	if e.op.ofStart() {
 		trace = e.recovered(t)
 	}
 	for _, c := range casesOf(trace) {
@@ -87,18 +102,33 @@ func (e *enumeration) uncrashed(t *testing.T) (trace []string) {
 	return trace
 }
 
-// recovered crashes the operation at its first point, and returns the points that the daemon reaches which is
-// started then.
+// end ends the daemon in the way that the next one has to recover from.
+func (e *enumeration) end(t *testing.T, w *world) {
+	t.Helper()
+	if e.op.first != nil {
+		e.die(t, w, *e.op.first)
+		return
+	}
+	e.d.Kill(t)
+	e.op.spoil(t, w)
+}
+
+// recovered ends the daemon, and returns the points that the one reaches which is started then. What that leaves of
+// something spoilt is what it shall leave.
 func (e *enumeration) recovered(t *testing.T) (trace []string) {
 	t.Helper()
 	w := &world{d: e.d}
 	e.op.prepare(t, w)
 	e.d.WaitIdle(t)
-	e.die(t, w, *e.op.first)
+	e.end(t, w)
 	e.fp.Trace(t)
 	e.d.Start(t)
 	e.d.Settled(t)
 	trace = e.fp.Traced(t, e.d)
+	if e.op.spoil != nil {
+		do(e.op.request)(t, w)
+		e.after = e.d.Settled(t)
+	}
 	w.clean(t)
 	e.d.Settled(t)
 	return trace
@@ -124,6 +154,9 @@ func (e *enumeration) startOver(t *testing.T) {
 	}
 	(&world{d: e.d}).clean(t)
 	e.uncrashed(t)
+	if e.op.spoil != nil {
+		e.recovered(t)
+	}
 }
 
 // point is a place and time at which the daemon is killed.
@@ -135,23 +168,16 @@ type point struct {
 // answered is the point before each answer of the daemon.
 const answered = "server.answer"
 
-// casesOf returns the points of a trace, each once, or as often as it was reached. Of what is reached
-// very often (each file of a layer) some are enough.
+// casesOf returns the points of a trace, each once, or as often as it was reached if everything is wanted.
 func casesOf(trace []string) (cases []point) {
-	const many = 12
-	reached := map[string]int{}
-	for _, name := range trace {
-		reached[name]++
-	}
 	count := map[string]int{}
 	for _, name := range trace {
 		count[name]++
-		n, all := count[name], reached[name]
-		if name == answered && n > 1 {
+		if name == answered && count[name] > 1 {
 			continue // the answers to whoever looked what the operation left
 		}
-		if n == 1 || everything && (all <= many || n == 2 || n == all/2 || n == all) {
-			cases = append(cases, point{name, n})
+		if count[name] == 1 || everything {
+			cases = append(cases, point{name, count[name]})
 		}
 	}
 	return cases
@@ -162,10 +188,11 @@ func (e *enumeration) crash(t *testing.T, at point, again retry) {
 	w := &world{d: e.d}
 	e.op.prepare(t, w)
 	e.d.WaitIdle(t)
-	if e.op.first == nil {
+	e.killed[at.point] = true
+	if !e.op.ofStart() {
 		e.die(t, w, at)
 	} else {
-		e.die(t, w, *e.op.first)
+		e.end(t, w)
 		e.fp.KillNext(t, at.point, at.n)
 		if !e.d.StartUntilKilled(t, deathPatience) {
 			e.fp.Disarm()
@@ -186,7 +213,9 @@ func (e *enumeration) crash(t *testing.T, at point, again retry) {
 func (e *enumeration) checked(t *testing.T) (differences []string) {
 	t.Helper()
 	for _, found := range e.d.StateCheck(t) {
-		differences = append(differences, found.Text())
+		if e.op.named == "" || !strings.Contains(found.Text(), e.op.named) {
+			differences = append(differences, found.Text())
+		}
 	}
 	return differences
 }
@@ -210,6 +239,9 @@ func (w *world) clean(t *testing.T) {
 		harness.Must(t, w.d.Cri.RemovePodSandbox(t.Context(), p.Id))
 	}
 	w.removeImages(t)
+	for _, records := range []string{"pods", "containers", "images/records"} { // the operator's part
+		harness.Must(t, os.RemoveAll(filepath.Join(w.d.Root, records, checkpoint.SetAsideDir)))
+	}
 	harness.Must(t, os.RemoveAll(w.d.LogDir)) // kubelet's part
 	harness.Must(t, os.Mkdir(w.d.LogDir, 0o700))
 }

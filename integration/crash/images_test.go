@@ -43,7 +43,7 @@ var images = sync.OnceValue(func() imageNames {
 // threeLayers is an image whose layers have to be joined: one is a hard link to another's file.
 func threeLayers(name string) (v1.Image, error) {
 	trees := []fixture.Tree{
-		{fixture.Dir("bin", 0o755), fixture.File("bin/program", 0o755, "program"), fixture.Symlink("bin/link", "program"), fixture.Dir("etc", 0o700)},
+		{fixture.Dir("bin", 0o755), fixture.File("bin/program", 0o755, "program"), fixture.Symlink("bin/link", "program"), fixture.Dir("etc", 0o700).WithXattr("user.berth", "kept")},
 		{fixture.File("etc/config", 0o640, "config").Owned(7, 8), fixture.Hardlink("bin/other", "bin/program"), fixture.Whiteout("bin/", "link")},
 		{fixture.Dir("data", 0o755), fixture.File("data/name", 0o644, name), fixture.Opaque("etc/")},
 	}

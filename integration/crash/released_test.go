@@ -35,7 +35,7 @@ func TestReleasedBinariesHaveNone(t *testing.T) {
 // programs returns the bytes of the programs in a directory, one after the other.
 func programs(t *testing.T, dir string) (all []byte) {
 	t.Helper()
-	for _, name := range []string{"berth", "berth-shim"} {
+	for _, name := range []string{"berth", "berth-shim", "berth-unpack"} {
 		content, err := os.ReadFile(filepath.Join(dir, name))
 		harness.Must(t, err)
 		all = append(all, content...)

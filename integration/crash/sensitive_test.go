@@ -1,21 +1,35 @@
 package crash
 
 import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
+	"golang.org/x/sys/unix"
+
+	"berth/checkpoint"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // What the enumeration must not miss, it sees: each kind of leftover is a difference, and none without one.
 func TestDifferencesAreSeen(t *testing.T) {
 	d := harness.StartDaemon(t)
 	w := &world{d: d}
-	with(podRuns(hostPort), withContainer(obedient), started)(t, w)
+	with(podRuns(hostPort), withContainer(obedient), started, has(first))(t, w)
+	pid := (&harness.Container{Pod: &harness.Pod{D: d, Id: w.podID, Config: w.pod}, Id: w.id, Config: w.container}).Pid(t)
+	place := t.TempDir()
+	harness.Must(t, unix.Mount("own", place, "tmpfs", 0, ""))
+	harness.Must(t, unix.Mount("", place, "", unix.MS_PRIVATE, ""))
+	t.Cleanup(func() { harness.Must(t, unix.Unmount(place, 0)) })
 	before := d.Settled(t)
 	for _, c := range []struct {
 		kind string
@@ -56,6 +70,67 @@ func TestDifferencesAreSeen(t *testing.T) {
 			harness.Must(t, os.Chmod(path, 0o700))
 			return func() { harness.Must(t, os.Chmod(path, 0o755)) }
 		}},
+		{"file below root", onLayer(w, func(t *testing.T, layer string) func() { // an attribute
+			dir := filepath.Join(layer, "fs/etc")
+			harness.Must(t, unix.Lsetxattr(dir, "trusted.left", []byte("x"), 0))
+			return func() { harness.Must(t, unix.Lremovexattr(dir, "trusted.left")) }
+		})},
+		{"file below root", onLayer(w, func(t *testing.T, layer string) func() { // its time
+			path := filepath.Join(layer, "fs/bin/program")
+			info, err := os.Stat(path)
+			harness.Must(t, err)
+			harness.Must(t, os.Chtimes(path, time.Time{}, info.ModTime().Add(time.Second)))
+			return func() { harness.Must(t, os.Chtimes(path, time.Time{}, info.ModTime())) }
+		})},
+		{"file below root", onLayer(w, unlinkJoined)}, // what was another name of a file has become its copy
+		{"file below root", func(t *testing.T) func() { // what a record says
+			path := filepath.Join(d.Root, "pods", w.podID+".record")
+			content, err := os.ReadFile(path)
+			harness.Must(t, err)
+			_, body, err := checkpoint.Decode("pod", content)
+			harness.Must(t, err)
+			changed := map[string]any{}
+			harness.Must(t, json.Unmarshal(body, &changed))
+			changed["selinux"] = map[string]any{"process": "left"}
+			records, err := checkpoint.OpenDir(filepath.Dir(path), "pod", 1, checkpoint.Process)
+			harness.Must(t, err)
+			harness.Must(t, records.Write(w.podID, changed))
+			return func() { harness.Must(t, os.WriteFile(path, content, 0o600)) }
+		}},
+		{"file below state", appended(filepath.Join(d.State, "libcontainer", w.id, "state.json"))},
+		{"file of logs", appended(filepath.Join(w.pod.LogDirectory, w.container.LogPath))},
+		{"options of mount", func(t *testing.T) func() {
+			remount := func(flags uintptr) {
+				harness.Must(t, unix.Mount("", place, "", unix.MS_REMOUNT|unix.MS_BIND|flags, ""))
+			}
+			remount(unix.MS_NOEXEC)
+			return func() { remount(0) }
+		}},
+		{"options of mount", func(t *testing.T) func() {
+			harness.Must(t, unix.Mount("", place, "", unix.MS_SHARED, ""))
+			return func() { harness.Must(t, unix.Mount("", place, "", unix.MS_PRIVATE, "")) }
+		}},
+		{"limit of cgroup", func(t *testing.T) func() {
+			path := filepath.Join(machine.CgroupDir(t, pid, "pids"), "pids.max")
+			old, err := os.ReadFile(path)
+			harness.Must(t, err)
+			harness.Must(t, os.WriteFile(path, []byte("1234"), 0))
+			return func() { harness.Must(t, os.WriteFile(path, bytes.TrimSpace(old), 0)) }
+		}},
+		{"rule", func(t *testing.T) func() {
+			rule := func(action string) {
+				if out, err := exec.Command("iptables", "-t", "nat", action, "PREROUTING", "-d", "10.99.0.1", "-j", "ACCEPT").CombinedOutput(); err != nil {
+					t.Fatalf("iptables %s: %v: %s", action, err, out)
+				}
+			}
+			rule("-A")
+			return func() { rule("-D") }
+		}},
+		{"fd of the daemon", func(t *testing.T) func() {
+			conn, err := net.Dial("unix", d.Socket)
+			harness.Must(t, err)
+			return func() { harness.Must(t, conn.Close()) }
+		}},
 		{"listed container", func(t *testing.T) func() {
 			other := *w
 			withContainer(harness.ContainerNamed("other"))(t, &other)
@@ -83,6 +158,55 @@ func TestDifferencesAreSeen(t *testing.T) {
 	if found := strings.Join(d.Settled(t).Differences(before), "\n"); !strings.Contains(found, `missing: process`) || !strings.Contains(found, "status of container") {
 		t.Errorf("that the container was stopped is not seen: %q", found)
 	}
+}
+
+// appended adds a line to a file.
+func appended(path string) func(*testing.T) func() {
+	return func(t *testing.T) func() {
+		info, err := os.Stat(path)
+		harness.Must(t, err)
+		f, err := os.OpenFile(path, os.O_APPEND|os.O_WRONLY, 0)
+		harness.Must(t, err)
+		_, err = f.WriteString("left\n")
+		harness.Must(t, errors.Join(err, f.Close()))
+		return func() { harness.Must(t, os.Truncate(path, info.Size())) }
+	}
+}
+
+// onLayer changes something in the layers of the image that the operations are about.
+func onLayer(w *world, change func(t *testing.T, layer string) func()) func(*testing.T) func() {
+	return func(t *testing.T) func() {
+		found, err := filepath.Glob(filepath.Join(w.d.Root, "images/layers/*/fs/bin/program"))
+		harness.Must(t, err)
+		if len(found) != 1 {
+			t.Fatalf("the program is in %d layers", len(found))
+		}
+		return change(t, strings.TrimSuffix(found[0], "/fs/bin/program"))
+	}
+}
+
+// unlinkJoined replaces the file that the join has from a layer by another with the same content, mode, owner and time.
+func unlinkJoined(t *testing.T, layer string) func() {
+	found, err := filepath.Glob(filepath.Join(layer, "../../joins/*/fs/bin/other"))
+	harness.Must(t, err)
+	if len(found) != 1 {
+		t.Fatalf("the link is in %d joins", len(found))
+	}
+	link := found[0]
+	info, err := os.Stat(link)
+	harness.Must(t, err)
+	dir, err := os.Stat(filepath.Dir(link))
+	harness.Must(t, err)
+	replace := func(make func() error) {
+		harness.Must(t, os.Remove(link))
+		harness.Must(t, make())
+		harness.Must(t, os.Chtimes(filepath.Dir(link), time.Time{}, dir.ModTime()))
+	}
+	replace(func() error {
+		content, err := os.ReadFile(filepath.Join(layer, "fs/bin/program"))
+		return errors.Join(err, os.WriteFile(link, content, info.Mode()), os.Chmod(link, info.Mode()), os.Chtimes(link, time.Time{}, info.ModTime()))
+	})
+	return func() { replace(func() error { return os.Link(filepath.Join(layer, "fs/bin/program"), link) }) }
 }
 
 // file makes a file.

@@ -3,17 +3,12 @@ package harness
 import (
 	"bytes"
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"fmt"
-	"io/fs"
-	"os"
-	"path/filepath"
+	"maps"
 	"regexp"
+	"slices"
 	"strings"
-	"sync"
-	"syscall"
 	"testing"
 	"time"
 
@@ -27,25 +22,34 @@ import (
 type State = snapshot
 
 // FullState takes all that there is of a daemon's pods, containers and images, on the machine and
-// in its lists: processes, mounts, namespaces, cgroups, addresses, files and what they
-// contain. What has to differ between two runs of the same requests is made equal: IDs, addresses, times.
-// The daemon's own descriptors and goroutines are not part of it.
+// in its lists: processes, mounts with their options, namespaces, devices, the packet filter's rules, cgroups with their limits,
+// addresses, files with all that can be seen of them, records, logs, the daemon's descriptors. What has to differ
+// between two runs of the same requests is made equal: IDs, addresses, times. The daemon's goroutines are
+// not part of it.
 func (d *Daemon) FullState(t *testing.T) State {
 	t.Helper()
+	Registry.DropIdle()
 	s := snapshot{}
-	for kind, names := range MachineSnapshot(d) {
+	outside := MachineSnapshot(d)
+	for kind, names := range outside {
 		for name, n := range names {
 			for range n {
 				s.add(kind, alike(name))
 			}
 		}
 	}
-	for _, m := range machine.Mountpoints(t, d.Cmd.Process.Pid) {
+	pid := d.Cmd.Process.Pid
+	for _, m := range machine.Mountpoints(t, pid) {
 		s.add("mount of the daemon", alike(m))
 	}
-	addFiles(s, "below root", d.Root)
-	addFiles(s, "below state", d.State)
-	addFiles(s, "of logs", d.LogDir)
+	addMountOptions(s, "of mount", 1)
+	addMountOptions(s, "of mount of the daemon", pid)
+	addLimits(s, slices.Collect(maps.Keys(outside["cgroup"])))
+	addAllRules(s)
+	addDescriptors(s, pid)
+	addFiles(s, "below root", d.Root, rootPlaces)
+	addFiles(s, "below state", d.State, statePlaces)
+	addFiles(s, "of logs", d.LogDir, logPlaces)
 	d.addLists(t, s)
 	return s
 }
@@ -98,74 +102,6 @@ func alike(name string) string {
 	return idPattern.ReplaceAllString(deviceName.ReplaceAllString(name, "veth#"), "#")
 }
 
-// addFiles adds the files of a tree, each with its type, mode, owner and, where that is the same in every
-// run, its content.
-func addFiles(s snapshot, where, root string) {
-	_ = filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
-		if err != nil {
-			return nil // gone meanwhile: there will be another look
-		}
-		info, err := entry.Info()
-		if err != nil {
-			return nil
-		}
-		stat := info.Sys().(*syscall.Stat_t)
-		below := strings.TrimPrefix(path, root)
-		s.add("file "+where, strings.TrimSpace(fmt.Sprintf("%s %v %d:%d %s", alike(below), info.Mode(), stat.Uid, stat.Gid, contentOf(path, below, info))))
-		return nil
-	})
-}
-
-// Files below a daemon's root whose content tells more than their name.
-var (
-	exactContent = regexp.MustCompile(`^/(images/(layers|joins|empty-[a-z]+)|bin|rootfs)/`)
-	alikeContent = regexp.MustCompile(`^/sandboxes/`)
-)
-
-func contentOf(path, below string, info fs.FileInfo) string {
-	switch {
-	case info.Mode().Type() == fs.ModeSymlink:
-		target, err := os.Readlink(path)
-		return fmt.Sprint("to ", target, err)
-	case !info.Mode().IsRegular():
-		return ""
-	case exactContent.MatchString(below):
-		return sums.of(path, info)
-	case alikeContent.MatchString(below):
-		content, err := os.ReadFile(path)
-		if err != nil {
-			return err.Error()
-		}
-		return fmt.Sprintf("%q", alike(string(content)))
-	}
-	return ""
-}
-
-// sums remembers the content of files that have not changed since.
-var sums = contentSums{known: map[string]string{}}
-
-type contentSums struct {
-	mu    sync.Mutex // guards known
-	known map[string]string
-}
-
-func (c *contentSums) of(path string, info fs.FileInfo) string {
-	stat := info.Sys().(*syscall.Stat_t)
-	key := fmt.Sprintf("%d %d %d %v", stat.Dev, stat.Ino, stat.Size, stat.Ctim)
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if sum := c.known[key]; sum != "" {
-		return sum
-	}
-	content, err := os.ReadFile(path)
-	if err != nil {
-		return err.Error()
-	}
-	sum := sha256.Sum256(content)
-	c.known[key] = hex.EncodeToString(sum[:8])
-	return c.known[key]
-}
-
 // addLists adds what the daemon tells of each of its objects.
 func (d *Daemon) addLists(t *testing.T, s snapshot) {
 	t.Helper()
@@ -205,21 +141,35 @@ var differs = []struct {
 }{
 	{regexp.MustCompile(`(^|[^:])[0-9a-f]{64}`), "$1#"},            // IDs of pods and containers, not digests
 	{regexp.MustCompile(`"\d{19}"`), `"T"`},                        // times in nanoseconds
+	{regexp.MustCompile(`"\d{4}-\d\d-\d\dT[^"]*"`), `"T"`},         // and in words
 	{regexp.MustCompile(`,"(attempt|podSandboxAttempt)":\d+`), ""}, // of who tried again
 	{regexp.MustCompile(`\b\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b`), "IP"},
 	{regexp.MustCompile(`/\d+\.log`), "/#.log"},
+	{regexp.MustCompile(`/proc/\d+/`), "/proc/#/"},
 }
 
 // told is a message without what differs from run to run.
 func told(t *testing.T, m proto.Message) string {
 	t.Helper()
-	data, err := protojson.Marshal(m)
+	text, err := compact(m)
 	Must(t, err)
-	var compact bytes.Buffer // protojson puts blanks where it likes
-	Must(t, json.Compact(&compact, data))
-	text := compact.String()
+	return withoutDiffering(text)
+}
+
+func withoutDiffering(text string) string {
 	for _, d := range differs {
 		text = d.pattern.ReplaceAllString(text, d.with)
 	}
 	return text
+}
+
+// compact is a message as JSON.
+func compact(m proto.Message) (string, error) {
+	data, err := protojson.Marshal(m)
+	if err != nil {
+		return "", err
+	}
+	var text bytes.Buffer // protojson puts blanks where it likes
+	err = json.Compact(&text, data)
+	return text.String(), err
 }

@@ -25,7 +25,7 @@ type node struct {
 	filesystem
 	dir      string // where its disk is mounted
 	pictures map[string]*picture
-	layers   map[string]tree // what each layer and join has to be
+	layers   map[string]harness.Tree // what each layer and join has to be
 }
 
 // newNode prepares a daemon. Records hold paths, so all disks are mounted at one place, one after the other.

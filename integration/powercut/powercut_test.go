@@ -162,7 +162,7 @@ func (n *node) layersAreRight(t *testing.T, when string) {
 			t.Errorf("%s: %s is no layer of any image", when, name)
 			continue
 		}
-		if diff := found.difference(want); len(diff) > 0 {
+		if diff := found.Difference(want); len(diff) > 0 {
 			t.Errorf("%s: %s:\n  %s", when, name, strings.Join(diff, "\n  "))
 		}
 	}

@@ -216,6 +216,7 @@ func ignoreGone(err error) error {
 // as long as ctx allows. systemd is waited for no longer, either.
 func (g *Group) Destroy(ctx context.Context) error {
 	for delay := time.Millisecond; ; delay = min(2*delay, 200*time.Millisecond) {
+		failpoint.Reach("cgroup.remove")
 		err := g.destroyOnce(ctx)
 		if err == nil {
 			failpoint.Reach("cgroup.removed")

@@ -12,6 +12,8 @@ import (
 	"github.com/opencontainers/cgroups/fs2"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
 )
 
 // ErrMemoryInUse says that a group holds more memory than its new limit allows, also
@@ -43,6 +45,7 @@ func (g *Group) Update(r *specs.LinuxResources) (restore func() error, err error
 // set writes the files first, also with the systemd driver: what the kernel refuses systemd is not
 // told, for it takes nearly everything, and would try it again at every reload.
 func (g *Group) set(r *cgroups.Resources) error {
+	failpoint.Reach("cgroup.set-limits")
 	if g.systemd && cgroups.IsCgroup2UnifiedMode() {
 		files, err := fs2.NewManager(&cgroups.Cgroup{}, g.mgr.Path(""))
 		if err != nil {
@@ -52,7 +55,9 @@ func (g *Group) set(r *cgroups.Resources) error {
 			return err
 		}
 	}
-	return g.mgr.Set(r)
+	err := g.mgr.Set(r)
+	failpoint.Reach("cgroup.limits-set")
+	return err
 }
 
 // makeRoom makes v2 refuse a lower limit that is below what is in use, as v1 does: its kernel would kill

@@ -1,99 +1,179 @@
 package failpoint
 
 import (
+	"cmp"
 	"go/ast"
 	"go/parser"
 	"go/token"
 	"io/fs"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
 )
 
-// effects are the calls that change something outside of the process.
-var effects = []string{
-	"os.Mkdir", "os.MkdirAll", "os.MkdirTemp", "os.Rename", "os.Remove", "os.RemoveAll", "os.WriteFile", "os.Symlink", "os.Link", "os.Chown", "os.StartProcess",
-	"unix.Mount", "unix.Unmount", "unix.MoveMount", "unix.Rename", "unix.Renameat2", "unix.Unlink", "unix.Unlinkat", "unix.Mkdir", "unix.Rmdir", "unix.Kill",
-	"pidfd.Signal", "cmd.Run", "cmd.Start", "cmd.Output", "cmd.CombinedOutput",
-}
+// effects are the calls that change something outside of the process: functions with their package, methods with the
+// last name of what they are called on. What opens a file to write it is one, too.
+var effects = regexp.MustCompile(`^(` + strings.Join([]string{
+	`os\.(Mkdir(All|Temp)?|Create(Temp)?|Rename|Remove(All)?|WriteFile|Symlink|Link|L?[Cc]h(own|mod|times)|Truncate|StartProcess)`,
+	`unix\.(Mount|Unmount|MoveMount|MountSetattr|Rename(at2?)?|Unlink(at)?|Mkdir(at)?|Rmdir|Mknod(at)?|Link(at)?|Symlink(at)?)`,
+	`unix\.([FL]?[Ss]etxattr|F?[Cc]hmod(at)?|F?[Cc]hown(at)?|Kill|PidfdSendSignal|Bind|F?[Tt]runcate|Fallocate)`,
+	`syscall\.(Exec|Kill)`,
+	`netlink\.(Link|Addr|Route|Neigh|Rule)(Set|Add|Del|Replace|Mod)\w*`,
+	`(pidfd|process|Process)\.(Signal|Kill)`,
+	`cmd\.(Run|Start|Output|CombinedOutput)`,
+	`record\.(Write|Reserve)`,
+	`mgr\.(Set|Apply|Destroy|Freeze)`,
+	`lib\.(Add|Del|GC)NetworkList`,
+	`\w+\.(Mkdir|Mknod|Symlink|Link|Chown|Chmod|Setxattr|Removexattr|Utimes|RemoveAll(Until)?|Rename)`, // safefs.Dir's
+}, `|`) + `)$`)
 
-// daemonPackages are where the daemon has its effects.
-var daemonPackages = []string{
-	"checkpoint", "cni", "image", "sandbox", "shim", "internal/cgroup", "internal/killtree", "internal/nri", "internal/rootfs", "internal/userns",
-}
+// packages are those in which the daemon has effects, with what is below them.
+var packages = []string{"checkpoint", "cni", "cmd/berth", "image", "internal", "sandbox", "server", "shim"}
 
-// otherPrograms are below these, and are not the daemon.
-var otherPrograms = []string{"shim/launcher", "shim/monitor", "shim/logfile", "image/unpack/worker", "image/unpack/confine"}
+// leftOut are packages, with the reason or whose they are.
+var leftOut = map[string]string{
+	"cmd/berth/nodecheck":         "berth check",
+	"cmd/berth/podrun":            "berth run",
+	"image/registry/registrytest": "tests",
+	"image/unpack/confine":        "berth-unpack",
+	"image/unpack/worker":         "berth-unpack",
+	"internal/client/fakecri":     "tests",
+	"internal/failpoint":          "these failpoints",
+	"internal/rootfs/mounttest":   "tests",
+	"internal/safefs":             "the functions are effects of their callers",
+	"shim/launcher":               "the launcher",
+	"shim/logfile":                "the monitor",
+	"shim/monitor":                "the monitor",
+}
 
 const (
-	byCaller = "its callers have them before and after"
-	atStart  = "part of the daemon's start, which does it again"
+	byCaller = "its callers have points before and after it"
+	again    = "part of each start, which makes what is not there, and leaves what is"
+	lock     = "a file that is there to be locked, and stays"
+	detached = "a mount that is nowhere yet, and goes with its descriptor"
 	launcher = "the launcher's"
+	worker   = "berth-unpack's, but for what its callers have points for"
 	probe    = "a probe at start, in a mount namespace that ends with it"
 	signal   = "a signal, to what is looked for and killed again by whoever comes next"
+	unpinned = "in a network namespace that nothing pins yet"
+	unnamed  = "in a directory that has no name yet; the points are before it and after all of it"
+	undo     = "undoes, after an error, what a crash leaves for the next start to undo"
 )
 
-// unmarked are the functions with effects that have no failpoint, each with the reason.
+// unmarked are the functions in which effects are not between two failpoints, with these effects, and each with the
+// reason.
 var unmarked = map[string]string{
-	"checkpoint.OpenDir":                    atStart,
-	"checkpoint.removeIfExists":             byCaller,
-	"cni.endAll":                            atStart,
-	"cni.killIf":                            signal,
-	"cni.refuseRouters":                     "in a namespace that nothing pins yet",
-	"image/layer.Open":                      atStart,
-	"image/layer.makeTree":                  byCaller,
-	"image/layer.writeRecord":               byCaller,
-	"image/registry.runHelper":              "a credential helper, which only tells something",
-	"image/unpack/process.run":              byCaller,
-	"internal/cgroup.RemoveIfEmpty":         "the last step of a daemon that ends in good order",
-	"internal/cgroup.Signal":                signal,
-	"internal/killtree.signal":              signal,
-	"internal/nri.awaitProgram":             signal,
-	"internal/rootfs.Attach":                launcher,
-	"internal/rootfs.ProbeIDMap":            probe,
-	"internal/rootfs.bindReadOnly":          launcher,
-	"internal/rootfs.clearVolatile":         launcher,
-	"internal/rootfs.mountInFDs":            launcher,
-	"internal/rootfs.mountOld":              launcher,
-	"internal/rootfs.overlayMapped":         launcher,
-	"internal/rootfs.overlayOnStack":        launcher,
-	"internal/rootfs.probeOverlay":          probe,
-	"internal/rootfs/mounttest.Main":        "part of tests",
-	"image/registry/registrytest.WriteFile": "part of tests",
-	"sandbox/process.openShim":              signal,
-	"sandbox/process.KillShim":              byCaller,
-	"sandbox/process.RemoveByID":            byCaller,
-	"sandbox/process.signal":                byCaller,
-	"sandbox/layout.prepareRootPlace":       atStart,
-	"shim.Kill":                             signal,
-	"shim.awaitLauncher":                    signal,
-	"shim.finish":                           signal,
-	"shim.kill":                             signal,
-	"shim.moveToOwnCgroup":                  "about the daemon's own thread",
-	"shim.remove":                           byCaller,
-	"shim/ociruntime.cleanBundle":           launcher,
-	"shim/ociruntime.runWith":               launcher,
-	"shim/payload.fill":                     byCaller,
-	"shim/payload.lock":                     atStart,
-	"shim/payload.removeOthers":             atStart,
-	"shim/record.Unreserve":                 launcher,
-	"shim/record.Write":                     byCaller,
+	"checkpoint.OpenDir: os.MkdirAll":               again,
+	"checkpoint.removeIfExists: os.Remove":          byCaller,
+	"checkpoint.replace: os.Rename .removeIfExists": "the second only after an error of the first",
+
+	"cni.Add: lib.AddNetworkList":                "each plugin is between points, and so is the result",
+	"cni.delStale: lib.DelNetworkList":           "each plugin is between points",
+	"cni.exec: unix.Kill cmd.Start":              byCaller,
+	"cni.lockHostLocal: os.OpenFile":             lock,
+	"cni.createMountpoint: os.OpenFile":          byCaller,
+	"cni.setUpNetNS: netlink.LinkSetUp":          unpinned,
+	"cni.refuseRouters: os.WriteFile":            unpinned,
+	"cni.endAll: os.MkdirAll":                    again,
+	"cni.killIf: pidfd.Signal":                   signal,
+	"cmd/berth.privateDir: os.MkdirAll os.Chmod": again,
+
+	"image/layer.Remove: parent.RemoveAllUntil":                           byCaller,
+	"image/layer.makeTree: os.Mkdir unix.Chmod":                           unnamed,
+	"image/layer.writeRecord: os.WriteFile":                               byCaller,
+	"image/layer.Open: os.MkdirAll":                                       again,
+	"image/layer.show: unix.Renameat2":                                    "layer.synced is before it",
+	"image/registry.runHelper: cmd.Run":                                   "a credential helper, which only tells something",
+	"image/unpack/process.restrict: unix.MountSetattr":                    detached,
+	"image/unpack/process.run: os.StartProcess":                           byCaller,
+	"image/unpack/process.kill: process.Kill":                             signal,
+	"image/unpack.fileAttributes: unix.Fchown unix.Fsetxattr unix.Fchmod": worker,
+	"image/unpack.directoryAttributes: dir.Chown dir.Setxattr dir.Chmod":  worker,
+	"image/unpack.nodeAttributes: dir.Chown dir.Setxattr":                 worker,
+	"image/unpack.setTimesOf: dir.Utimes":                                 worker,
+	"image/unpack.directory: dir.Mkdir":                                   worker,
+	"image/unpack.directoryAgain: dir.Mkdir":                              worker,
+	"image/unpack.symlink: dir.Symlink":                                   worker,
+	"image/unpack.link: dir.Link":                                         worker,
+	"image/unpack.node: dir.Mknod":                                        worker,
+	"image/unpack.clear: dir.RemoveAll":                                   worker,
+	"image/unpack.finish: dir.Utimes":                                     worker,
+	"image/unpack.makeWhiteout: dir.Mknod":                                worker,
+
+	"internal/cgroup.RemoveIfEmpty: unix.Rmdir":                                   "the last step of a daemon that ends in good order",
+	"internal/cgroup.Signal: .writeFile unix.Kill":                                signal,
+	"internal/cgroup.destroyOnce: mgr.Destroy":                                    byCaller,
+	"internal/cgroup.freeze: .writeFile":                                          signal,
+	"internal/cgroup.thaw: .writeFile":                                            signal,
+	"internal/cgroup.restore: .writeFile":                                         undo,
+	"internal/cgroup.tryMemory: .writeFile":                                       "the limit that is set anyway, right afterwards",
+	"internal/cgroup.tellSystemd: mgr.Set":                                        undo,
+	"internal/cgroup.writeFile: os.OpenFile":                                      byCaller,
+	"internal/host.mountFeatures: unix.MountSetattr":                              detached,
+	"internal/killtree.signal: unix.Kill":                                         signal,
+	"internal/killtree.write: os.OpenFile":                                        signal,
+	"internal/lockfile.Acquire: os.OpenFile":                                      lock,
+	"internal/nri.awaitProgram: pidfd.Signal":                                     signal,
+	"internal/pidfd.Signal: unix.PidfdSendSignal":                                 byCaller,
+	"internal/rootfs.Attach: unix.MoveMount":                                      launcher,
+	"internal/rootfs.ProbeIDMap: os.MkdirTemp os.RemoveAll os.Mkdir os.WriteFile": probe,
+	"internal/rootfs.bindReadOnly: unix.Mount unix.Mount":                         launcher,
+	"internal/rootfs.clearVolatile: os.RemoveAll":                                 launcher,
+	"internal/rootfs.cloneMapped: unix.MountSetattr":                              detached,
+	"internal/rootfs.cloneReadOnly: unix.MountSetattr":                            detached,
+	"internal/rootfs.mkdir: os.Remove os.Chown":                                   undo, // between them is nothing that is not undone
+	"internal/rootfs.mountInFDs: unix.Mount":                                      launcher,
+	"internal/rootfs.mountOld: unix.Mount":                                        launcher,
+	"internal/rootfs.overlayMapped: unix.Unmount":                                 launcher,
+	"internal/rootfs.overlayOnStack: unix.Unmount":                                launcher,
+	"internal/rootfs.probeOverlay: unix.Mount":                                    probe,
+	"internal/rootfs.probeTmpfs: unix.MountSetattr":                               probe,
+
+	"sandbox/process.openShim: pidfd.Signal": "signal 0, which is none",
+	"sandbox/process.KillShim: pidfd.Signal": byCaller,
+	"sandbox/process.signal: pidfd.Signal":   byCaller,
+
+	"shim.set: os.WriteFile":             "about a process of its own",
+	"shim.Kill: pidfd.Signal":            signal,
+	"shim.awaitLauncher: pidfd.Signal":   signal,
+	"shim.finish: pidfd.Signal":          signal,
+	"shim.kill: pidfd.Signal":            signal,
+	"shim.moveToOwnCgroup: os.WriteFile": "about the daemon's own thread",
+	"shim.remove: os.Remove":             byCaller,
+	"shim.scrub: .remove os.RemoveAll .remove .remove .remove .remove .remove": undo,
+	"shim/ociruntime.runWith: cmd.Run":                                         launcher,
+	"shim/ociruntime.cleanBundle: os.Remove":                                   launcher,
+	"shim/payload.installTree: os.RemoveAll":                                   undo,
+	"shim/payload.lock: os.MkdirAll":                                           lock,
+	"shim/payload.fill: os.Mkdir os.OpenFile os.Chmod os.Chmod":                unnamed,
+	"shim/record.Unreserve: unix.Unlink":                                       launcher,
+	"shim/record.Reserve: .writeFile":                                          launcher,
+	"shim/record.Write: .writeFile unix.Rename":                                byCaller,
+	"shim/record.writeFile: unix.Open unix.Ftruncate":                          byCaller,
 }
 
-// Every step of the daemon that has an effect is between failpoints.
+// Every step of the daemon that has an effect has a failpoint right before it and right after it, so that it is the only one
+// between the two.
 func TestEffectsAreMarked(t *testing.T) {
 	found := map[string]bool{}
-	for _, dir := range daemonPackages {
+	for _, dir := range packages {
 		err := filepath.WalkDir(filepath.Join("../..", dir), func(path string, entry fs.DirEntry, err error) error {
-			below, _ := filepath.Rel("../..", path)
-			if err != nil || slices.Contains(otherPrograms, below) {
-				return errSkip(err)
+			if err != nil {
+				return err
+			}
+			below, err := filepath.Rel("../..", path)
+			if err != nil {
+				return err
+			}
+			if leftOut[below] != "" {
+				return fs.SkipDir
 			}
 			if entry.IsDir() || !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, "_test.go") {
 				return nil
 			}
-			return check(t, path, below, found)
+			return check(t, path, filepath.Dir(below), found)
 		})
 		if err != nil {
 			t.Fatal(err)
@@ -101,20 +181,13 @@ func TestEffectsAreMarked(t *testing.T) {
 	}
 	for name := range unmarked {
 		if !found[name] {
-			t.Errorf("%s has no effect without a failpoint (any more): take it off the list", name)
+			t.Errorf("%s: it is not so (any more): take it off the list", name)
 		}
 	}
 }
 
-func errSkip(err error) error {
-	if err != nil {
-		return err
-	}
-	return fs.SkipDir
-}
-
-// check reports the functions of a file that have effects and no failpoint.
-func check(t *testing.T, path, below string, found map[string]bool) error {
+// check reports the functions of a file with effects that are not between failpoints.
+func check(t *testing.T, path, pkg string, found map[string]bool) error {
 	files := token.NewFileSet()
 	file, err := parser.ParseFile(files, path, nil, parser.SkipObjectResolution)
 	if err != nil {
@@ -125,40 +198,130 @@ func check(t *testing.T, path, below string, found map[string]bool) error {
 		if !ok || f.Body == nil {
 			continue
 		}
-		effect, marked := look(f.Body)
-		if effect == "" || marked {
+		bare := notBetween(stepsOf(f.Body, callersEffects(pkg)))
+		if len(bare) == 0 {
 			continue
 		}
-		name := filepath.Dir(below) + "." + f.Name.Name
+		name := pkg + "." + f.Name.Name + ": " + strings.Join(bare, " ")
 		found[name] = true
 		if unmarked[name] == "" {
-			t.Errorf("%s: %s calls %s and has no failpoint", files.Position(f.Pos()), name, effect)
+			t.Errorf("%s: %q: not between two failpoints", files.Position(f.Pos()), name)
 		}
 	}
 	return nil
 }
 
-func look(body ast.Node) (effect string, marked bool) {
+// reach is the step that is a failpoint.
+const reach = "failpoint.Reach"
+
+// step is a call in a function.
+type step struct {
+	name string
+	at   token.Pos
+}
+
+// notBetween returns the effects that are not the only one between two failpoints.
+func notBetween(steps []step) (bare []string) {
+	isPoint := func(i int) bool { return i >= 0 && i < len(steps) && steps[i].name == reach }
+	for i, s := range steps {
+		if !isPoint(i) && !(isPoint(i-1) && isPoint(i+1)) {
+			bare = append(bare, s.name)
+		}
+	}
+	return bare
+}
+
+// callersEffects are the functions of a package that leave it to their callers to have points before and after them:
+// there they are effects themselves.
+func callersEffects(pkg string) (names []string) {
+	for name, reason := range unmarked {
+		if function, ok := strings.CutPrefix(name, pkg+"."); ok && reason == byCaller {
+			function, _, _ = strings.Cut(function, ":")
+			names = append(names, function)
+		}
+	}
+	return names
+}
+
+// stepsOf returns the effects and failpoints of a function, in the order of the source. further names functions of its own
+// package that are effects.
+func stepsOf(body ast.Node, further []string) (steps []step) {
 	ast.Inspect(body, func(n ast.Node) bool {
 		call, ok := n.(*ast.CallExpr)
 		if !ok {
 			return true
 		}
-		s, ok := call.Fun.(*ast.SelectorExpr)
-		if !ok {
-			return true
-		}
-		x, ok := s.X.(*ast.Ident)
-		if !ok {
-			return true
-		}
-		switch name := x.Name + "." + s.Sel.Name; {
-		case name == "failpoint.Reach":
-			marked = true
-		case slices.Contains(effects, name):
-			effect = name
+		name := calledName(call)
+		if name == reach || effects.MatchString(name) || opensToWrite(name, call) || slices.Contains(further, strings.TrimPrefix(name, ".")) {
+			steps = append(steps, step{name, call.Pos()})
 		}
 		return true
 	})
-	return effect, marked
+	slices.SortFunc(steps, func(a, b step) int { return cmp.Compare(a.at, b.at) })
+	return steps
+}
+
+// calledName is the last name of what a function or method belongs to, and its own after a dot.
+func calledName(call *ast.CallExpr) string {
+	switch f := call.Fun.(type) {
+	case *ast.Ident:
+		return "." + f.Name
+	case *ast.SelectorExpr:
+		return lastName(f.X) + "." + f.Sel.Name
+	}
+	return ""
+}
+
+// lastName is the name of a package or variable, or of the field that is called last.
+func lastName(x ast.Expr) string {
+	switch x := x.(type) {
+	case *ast.Ident:
+		return x.Name
+	case *ast.SelectorExpr:
+		return x.Sel.Name
+	}
+	return ""
+}
+
+var (
+	openers    = []string{"os.OpenFile", "unix.Open", "unix.Openat"}
+	writeFlags = []string{"O_CREATE", "O_CREAT", "O_WRONLY", "O_RDWR", "O_TRUNC"}
+)
+
+// opensToWrite tells whether a call opens a file that is made or changed by that.
+func opensToWrite(name string, call *ast.CallExpr) (writes bool) {
+	if !slices.Contains(openers, name) {
+		return false
+	}
+	for _, arg := range call.Args {
+		ast.Inspect(arg, func(n ast.Node) bool {
+			s, ok := n.(*ast.SelectorExpr)
+			writes = writes || ok && slices.Contains(writeFlags, s.Sel.Name)
+			return true
+		})
+	}
+	return writes
+}
+
+// The test finds what it looks for.
+func TestNotBetween(t *testing.T) {
+	for _, c := range []struct{ body, want string }{
+		{`failpoint.Reach("a"); os.Mkdir(x, 0); failpoint.Reach("b")`, ""},
+		{`failpoint.Reach("a"); os.Mkdir(x, 0)`, "os.Mkdir"},
+		{`os.Mkdir(x, 0); failpoint.Reach("b")`, "os.Mkdir"},
+		{`failpoint.Reach("a"); os.Mkdir(x, 0); os.Remove(x); failpoint.Reach("b")`, "os.Mkdir os.Remove"},
+		{`failpoint.Reach("a"); if err := d.dir.Setxattr(n, v); err != nil { return }; failpoint.Reach("b"); p.cmd.Start()`, "cmd.Start"},
+		{`os.OpenFile(x, os.O_RDONLY, 0)`, ""},
+		{`os.OpenFile(x, os.O_CREATE|os.O_EXCL, 0)`, "os.OpenFile"},
+		{`n.lib.AddNetworkList(ctx)`, "lib.AddNetworkList"},
+		{`removeIfExists(x)`, ".removeIfExists"},
+	} {
+		body, err := parser.ParseExpr("func() {" + c.body + "}")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := strings.Join(notBetween(stepsOf(body, []string{"removeIfExists"})), " "); got != c.want {
+			t.Errorf("%s: not between two failpoints is %q, want %q", c.body, got, c.want)
+		}
+	}
 }

@@ -157,13 +157,15 @@ func mkdir(path string, mode uint32, uid, gid int) (err error) {
 	if err := os.Chown(tmp, uid, gid); err != nil {
 		return err
 	}
+	failpoint.Reach("rootfs.owner-set")
 	if err := unix.Chmod(tmp, mode); err != nil {
 		return fmt.Errorf("chmod %s: %w", tmp, err)
 	}
-	failpoint.Reach("rootfs.owner-set")
+	failpoint.Reach("rootfs.mode-set")
 	if err := os.Rename(tmp, path); err != nil {
 		return err
 	}
+	failpoint.Reach("rootfs.named")
 	undo.Release()
 	return nil
 }

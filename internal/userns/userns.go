@@ -99,10 +99,12 @@ func With(program string, m Mappings, network bool, use func(Namespaces) error) 
 	}
 	failpoint.Reach("userns.made")
 	defer func() {
+		failpoint.Reach("userns.end-holder")
 		if e := cmd.Process.Kill(); e != nil && !errors.Is(e, os.ErrProcessDone) {
 			err = errors.Join(err, fmt.Errorf("end the process that holds a user namespace: %w", e))
 		}
 		_ = cmd.Wait() // it was killed: how it ended is of no interest
+		failpoint.Reach("userns.holder-ended")
 	}()
 	return use(Namespaces{pid: cmd.Process.Pid})
 }
@@ -121,6 +123,7 @@ func Pin(source, path string) error {
 	if err := Unpin(path); err != nil {
 		return err
 	}
+	failpoint.Reach("userns.make-place")
 	f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL|os.O_RDONLY, 0o400)
 	if err != nil {
 		return fmt.Errorf("pin namespace: %w", err)

@@ -42,12 +42,14 @@ func (k Kit) RemoveUnrecorded(ctx context.Context, id string) error {
 		return err
 	}
 	failpoint.Reach("unrecorded.detached")
-	return errors.Join(
+	err := errors.Join(
 		k.Processes.RemoveRoot(id),
 		cni.RemoveNetNS(k.Dirs.NetNS(id)),
-		k.removeMounts(id),
-		os.RemoveAll(k.Dirs.PodFiles(id)),
-		k.Trash.Discard(k.Dirs.Writable(id)))
+		k.removeMounts(id))
+	failpoint.Reach("unrecorded.remove-files")
+	err = errors.Join(err, os.RemoveAll(k.Dirs.PodFiles(id)))
+	failpoint.Reach("unrecorded.files-removed")
+	return errors.Join(err, k.Trash.Discard(k.Dirs.Writable(id)))
 }
 
 // detachUnrecorded gives the addresses back of what was a pod: it has files, which are made before the

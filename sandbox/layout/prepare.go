@@ -18,6 +18,7 @@ import (
 // folder in it, for the pods' shm, is shared again: launchers are started ahead of
 // need, and what is mounted there later must reach them.
 func (d Dirs) Prepare() error {
+	failpoint.Reach("layout.make-state")
 	if err := os.MkdirAll(d.State, 0o700); err != nil {
 		return fmt.Errorf("make state directory: %w", err)
 	}
@@ -29,13 +30,16 @@ func (d Dirs) Prepare() error {
 		d.SharedMounts(), d.Libcontainer(), d.OCI(""), d.Shim(""),
 		d.PodFiles(""), d.Writable(""), d.Trash(), d.EmptyLayer(),
 	} {
+		failpoint.Reach("layout.make-directory")
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			return fmt.Errorf("make state directory: %w", err)
 		}
+		failpoint.Reach("layout.directory-made")
 	}
 	if err := os.MkdirAll(d.NetNSs, 0o755); err != nil {
 		return fmt.Errorf("make folder of network namespaces: %w", err)
 	}
+	failpoint.Reach("layout.netns-place-made")
 	if err := bindOnItself(d.SharedMounts(), unix.MS_SHARED); err != nil {
 		return err
 	}
@@ -60,17 +64,21 @@ func bindOnItself(dir string, propagation uintptr) error {
 		}
 		failpoint.Reach("layout.bound")
 	}
+	failpoint.Reach("layout.set-propagation")
 	if err := unix.Mount("", real, "", propagation, ""); err != nil {
 		return fmt.Errorf("set mount propagation of %s: %w", real, err)
 	}
+	failpoint.Reach("layout.propagation-set")
 	return nil
 }
 
 // prepareRootPlace makes RootPlace, on a mount of its own: what a launcher mounts must not
 // come to the host. It must be there before the first launcher gets its mount namespace.
 func (d Dirs) prepareRootPlace() error {
+	failpoint.Reach("layout.make-root-place")
 	if err := os.MkdirAll(d.RootPlace(), 0o711); err != nil {
 		return fmt.Errorf("make place of root filesystems: %w", err)
 	}
+	failpoint.Reach("layout.root-place-made")
 	return bindOnItself(d.RootPlace(), unix.MS_PRIVATE)
 }

@@ -178,6 +178,7 @@ func RemoveShm(dirs layout.Dirs, podID string) error {
 // writeFiles writes small files, mode 0644: containers of any user read them.
 func writeFiles(dir string, files map[string][]byte) error {
 	for name, data := range files {
+		failpoint.Reach("pod.write-file")
 		if err := os.WriteFile(filepath.Join(dir, name), data, 0o644); err != nil {
 			return fmt.Errorf("write pod file: %w", err)
 		}

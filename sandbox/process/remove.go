@@ -54,15 +54,21 @@ func (k Kit) RemoveByID(ctx context.Context, id string) error {
 		err = k.removeGroup(killing, id, group)
 		cancel()
 	case errors.Is(err, fs.ErrNotExist): // it never had a process
-		err = errors.Join(os.RemoveAll(filepath.Join(k.Dirs.Libcontainer(), id)), os.RemoveAll(k.Dirs.Shim(id)))
+		failpoint.Reach("unrecorded.remove-state")
+		err = os.RemoveAll(filepath.Join(k.Dirs.Libcontainer(), id))
+		failpoint.Reach("unrecorded.state-removed")
+		err = errors.Join(err, os.RemoveAll(k.Dirs.Shim(id)))
+		failpoint.Reach("unrecorded.shim-removed")
 	}
 	if err != nil {
 		return err
 	}
 	if r != nil { // its call to delete makes the directory anew that its pod may have removed meanwhile
+		failpoint.Reach("unrecorded.remove-root")
 		if err := ignoreExisting(os.Remove(r.Root)); err != nil {
 			return fmt.Errorf("remove runtime state of %s: %w", id, err)
 		}
+		failpoint.Reach("unrecorded.root-removed")
 	}
 	return nil
 }
@@ -86,6 +92,7 @@ func ignoreExisting(err error) error {
 
 // RemoveRoot removes what the runtime kept of the pod's containers, which are gone.
 func (k Kit) RemoveRoot(podID string) error {
+	failpoint.Reach("runtime.remove-root")
 	if err := os.RemoveAll(k.Dirs.OCI(podID)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("remove runtime state of pod %s: %w", podID, err)
 	}

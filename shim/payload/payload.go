@@ -102,7 +102,9 @@ func removeOthers(dir string, keep ...string) error {
 	entries, err := os.ReadDir(dir)
 	for _, e := range entries {
 		if !slices.Contains(keep, e.Name()) {
+			failpoint.Reach("payload.remove-other")
 			err = errors.Join(err, os.RemoveAll(filepath.Join(dir, e.Name())))
+			failpoint.Reach("payload.other-removed")
 		}
 	}
 	return err

@@ -73,6 +73,7 @@ func (p *Program) Close() error { return p.exe.Close() }
 // any layer can need, and Internal where it could not be started or broke the rules.
 func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 	job.Limits = job.Limits.WithDefaults()
+	failpoint.Reach("unpack.start")
 	w, err := p.start(tree, job)
 	if err != nil {
 		return unpack.Result{}, errdefs.Internal("start berth-unpack: %w", err)

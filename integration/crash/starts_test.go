@@ -1,0 +1,99 @@
+package crash
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+
+	"berth/checkpoint"
+	"berth/integration/harness"
+	"berth/internal/failpoint/points"
+)
+
+// starts are the daemon's starts on what an earlier one has left, and somebody has changed.
+var starts = []operation{
+	{name: "Start", spoil: nothing, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn},
+	{name: "Start_lost_records", spoil: loseRecords, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn, more: true},
+	{name: "Start_lost_records_userNamespace_imageVolume", spoil: loseRecords,
+		prepare: with(podRuns(podInUserNamespace), withContainer(obedient, containerInUserNamespace, imageVolume), started), request: goOn, more: true},
+	{name: "Start_lost_record_of_created_container", spoil: loseContainerRecord, prepare: with(podRuns(hostPort), withContainer(), created), request: goOn, more: true},
+	{name: "Start_damaged_records", named: checkpoint.SetAsideDir, spoil: with(damageRecords, tearAddress), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn},
+	{name: "Start_other_programs", spoil: with(ageProgram("pause"), ageProgram("monitor")), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn},
+	{name: "Start_damaged_layer", spoil: damageLayers, prepare: has(first), request: pull(first)},
+	{name: "Start_lost_state", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: nothing, request: goOn, more: true},
+}
+
+// goOn is what kubelet does about a daemon that was started: nothing.
+func goOn(*testing.T, *world) error { return nil }
+
+func (w *world) podRecord() string { return filepath.Join(w.d.Root, "pods", w.podID+".record") }
+func (w *world) containerRecord() string {
+	return filepath.Join(w.d.Root, "containers", w.id+".record")
+}
+
+// loseRecords is what a power cut can do.
+func loseRecords(t *testing.T, w *world) {
+	harness.Must(t, os.Remove(w.podRecord()))
+	loseContainerRecord(t, w)
+}
+
+func loseContainerRecord(t *testing.T, w *world) { harness.Must(t, os.Remove(w.containerRecord())) }
+
+// damageRecords cuts records in half, and leaves one that was being written.
+func damageRecords(t *testing.T, w *world) {
+	cutInHalf(t, w.podRecord())
+	cutInHalf(t, w.containerRecord())
+	harness.Must(t, os.WriteFile(filepath.Join(filepath.Dir(w.podRecord()), "."+w.podID+".tmp"), []byte("berth"), 0o600))
+}
+
+// damageLayers cuts the records of all layers in half.
+func damageLayers(t *testing.T, w *world) {
+	records := harness.Get(filepath.Glob(filepath.Join(w.d.Root, "images/layers/*/layer.json")))(t)
+	if len(records) == 0 {
+		t.Fatal("there are no layers")
+	}
+	for _, path := range records {
+		cutInHalf(t, path)
+	}
+}
+
+func cutInHalf(t *testing.T, path string) {
+	info, err := os.Stat(path)
+	harness.Must(t, err)
+	harness.Must(t, os.Truncate(path, info.Size()/2))
+}
+
+// tearAddress reserves an address for nobody, as a power cut between the making of host-local's file and its content does.
+func tearAddress(t *testing.T, w *world) {
+	harness.Must(t, os.WriteFile(filepath.Join(w.d.DataDir, "test/10.88.0.99"), nil, 0o600))
+}
+
+// ageProgram makes an installed program that of another version.
+func ageProgram(name string) func(*testing.T, *world) {
+	return func(t *testing.T, w *world) {
+		installed, err := filepath.Glob(filepath.Join(w.d.Root, "bin", name+"-*"))
+		harness.Must(t, err)
+		if len(installed) != 1 {
+			t.Fatalf("installed are %v", installed)
+		}
+		harness.Must(t, os.Rename(installed[0], filepath.Join(w.d.Root, "bin", name+"-0123456789abcdef")))
+	}
+}
+
+// unkilled are the points at which no operation has the daemon killed, each with the reason.
+var unkilled = map[string]string{}
+
+// allKilled demands that the daemon was killed at each point that there is.
+func allKilled(t *testing.T, killed map[string]bool) {
+	t.Helper()
+	all, err := points.Below("../..")
+	harness.Must(t, err)
+	for _, p := range all {
+		switch {
+		case !killed[p.Name] && unkilled[p.Name] == "":
+			t.Errorf("%s: no operation has the daemon killed at %q", p.Place, p.Name)
+		case killed[p.Name] && unkilled[p.Name] != "":
+			t.Errorf("%s: the daemon was killed at %q: take it off the list", p.Place, p.Name)
+		}
+	}
+}

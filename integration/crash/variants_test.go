@@ -1,0 +1,69 @@
+package crash
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"syscall"
+	"testing"
+
+	"github.com/containerd/nri/pkg/api"
+	"github.com/containerd/nri/pkg/stub"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+)
+
+// variants are operations on what is out of order, or made by somebody else.
+var variants = []operation{
+	{name: "StopContainer_frozen", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started, freezeMonitor), request: stopContainer(0), more: true},
+	{name: "UpdateContainerResources", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: limit, more: true},
+
+	{name: "RunPodSandbox_plugin", daemon: withPlugin, prepare: withPod(harness.HostNetwork), request: runPod, again: anotherPod, more: true},
+	{name: "CreateContainer_plugin", daemon: withPlugin, prepare: with(podRuns(harness.HostNetwork), withContainer()), request: createContainer, again: anotherContainer, more: true},
+	{name: "StopPodSandbox_plugin", daemon: withPlugin, prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: stopPod, more: true},
+}
+
+// freezeMonitor stops the container's monitor.
+func freezeMonitor(t *testing.T, w *world) {
+	c := &harness.Container{Pod: &harness.Pod{D: w.d, Id: w.podID, Config: w.pod}, Id: w.id, Config: w.container}
+	harness.Must(t, syscall.Kill(harness.MonitorOf(t, w.d, c), syscall.SIGSTOP))
+}
+
+// limit sets limits of a container that runs.
+func limit(t *testing.T, w *world) error {
+	return w.d.Cri.UpdateContainerResources(t.Context(), w.id, &runtimeapi.ContainerResources{
+		Linux: &runtimeapi.LinuxContainerResources{CpuShares: 512, CpuPeriod: 100_000, CpuQuota: 50_000, MemoryLimitInBytes: 256 << 20}})
+}
+
+// withPlugin has each daemon start an NRI plugin.
+func withPlugin(t *testing.T, d *harness.Daemon) {
+	dir := filepath.Join(d.Dir, "plugins")
+	harness.Must(t, os.Mkdir(dir, 0o755))
+	harness.Must(t, os.Symlink(harness.Get(os.Executable())(t), filepath.Join(dir, "10-crash")))
+}
+
+// isPlugin tells whether this process was started by a daemon as an NRI plugin.
+func isPlugin() bool { return os.Getenv(api.PluginSocketEnvVar) != "" }
+
+// runPlugin is that plugin.
+func runPlugin() error {
+	s, err := stub.New(plugin{})
+	if err != nil {
+		return err
+	}
+	return s.Run(context.Background())
+}
+
+// plugin gives each container a variable, and asks for limits of others.
+type plugin struct{}
+
+func (plugin) CreateContainer(context.Context, *api.PodSandbox, *api.Container) (*api.ContainerAdjustment, []*api.ContainerUpdate, error) {
+	a := &api.ContainerAdjustment{}
+	a.AddEnv("FROM_PLUGIN", "yes")
+	a.SetLinuxCPUShares(300)
+	return a, nil, nil
+}
+
+func (plugin) RunPodSandbox(context.Context, *api.PodSandbox) error  { return nil }
+func (plugin) StopPodSandbox(context.Context, *api.PodSandbox) error { return nil }

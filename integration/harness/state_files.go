@@ -1,0 +1,231 @@
+package harness
+
+import (
+	"bytes"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/checkpoint"
+	shimrecord "berth/shim/record"
+)
+
+// place is a part of a tree, and what of its files is the same in every run.
+type place struct {
+	path *regexp.Regexp
+	name func(path string) string
+	tell func(path, below string, st *unix.Stat_t) (string, error)
+}
+
+var (
+	rootPlaces = []place{
+		{regexp.MustCompile(`^/images/(layers|joins)/`), exactly, ofLayer},
+		{regexp.MustCompile(`^/(bin|images/empty-[a-z]+)/`), alike, inside},
+		{regexp.MustCompile(`^/rootfs/`), alike, inside},
+		{regexp.MustCompile(`\.record$`), alike, recorded},
+		{regexp.MustCompile(``), alike, alikeText},
+	}
+	statePlaces = []place{
+		{regexp.MustCompile(`^/c/[^/]+/exit$`), alike, exited},
+		{regexp.MustCompile(``), alike, alikeText},
+	}
+	logPlaces = []place{{regexp.MustCompile(``), alike, logged}}
+)
+
+// addFiles adds the files of a tree, each with its type, mode, owner and what else can be told of it.
+func addFiles(s snapshot, where, root string, places []place) {
+	names := FileNames{}
+	_ = filepath.WalkDir(root, func(path string, _ fs.DirEntry, err error) error {
+		if err != nil {
+			return nil // gone meanwhile: there will be another look
+		}
+		below := strings.TrimPrefix(path, root)
+		for _, p := range places {
+			if p.path.MatchString(below) {
+				if line, err := p.line(path, below, names); !errors.Is(err, fs.ErrNotExist) {
+					s.add("file "+where, line)
+				}
+				return nil
+			}
+		}
+		return nil
+	})
+}
+
+// line tells of one file. The error wraps fs.ErrNotExist if it is gone; any other is what the line says.
+func (p place) line(path, below string, names FileNames) (string, error) {
+	var st unix.Stat_t
+	if err := unix.Lstat(path, &st); err != nil {
+		return "", &os.PathError{Op: "lstat", Path: path, Err: err}
+	}
+	if first := names.another(below, &st); first != "" {
+		return p.name(below) + " is another name of " + p.name(first), nil
+	}
+	content, err := p.tell(path, below, &st)
+	if errors.Is(err, fs.ErrNotExist) {
+		return "", err
+	}
+	if err != nil {
+		content = alike(err.Error())
+	}
+	return strings.TrimSpace(fmt.Sprintf("%s %o %d:%d %s", p.name(below), st.Mode, st.Uid, st.Gid, content)), nil
+}
+
+func exactly(path string) string { return path }
+
+// ofLayer tells all of a file of a layer or join. Its name there is what follows its digest.
+func ofLayer(path, below string, st *unix.Stat_t) (string, error) {
+	_, name, _ := strings.Cut(strings.TrimPrefix(below, "/images/"), "/") // layers or joins
+	_, name, ok := strings.Cut(name, "/")                                 // the digest
+	if !ok {
+		return inside(path, below, st)
+	}
+	content, err := inside(path, below, st)
+	return modified("/"+name, st) + content, err
+}
+
+// inside tells content and attributes.
+func inside(path, _ string, st *unix.Stat_t) (string, error) { return sums.of(path, st) }
+
+// alikeText tells the content of a text in which IDs and numbers differ.
+func alikeText(path, _ string, st *unix.Stat_t) (string, error) {
+	switch st.Mode & unix.S_IFMT {
+	case unix.S_IFREG:
+		content, err := os.ReadFile(path)
+		return fmt.Sprintf("%q", alike(hardware.ReplaceAllString(string(content), "MAC"))), err
+	case unix.S_IFLNK:
+		target, err := os.Readlink(path)
+		return "-> " + alike(target), err
+	}
+	return "", nil
+}
+
+// hardware is the address of a network device.
+var hardware = regexp.MustCompile(`\b([0-9a-f]{2}:){5}[0-9a-f]{2}\b`)
+
+// logTime begins the lines of a container's log.
+var logTime = regexp.MustCompile(`(?m)^\d{4}-\S+ (stdout|stderr) `)
+
+func logged(path, _ string, st *unix.Stat_t) (string, error) {
+	if st.Mode&unix.S_IFMT != unix.S_IFREG {
+		return "", nil
+	}
+	content, err := os.ReadFile(path)
+	return fmt.Sprintf("%q", logTime.ReplaceAllString(string(content), "T $1 ")), err
+}
+
+// exited tells a monitor's record of an exit.
+func exited(path, _ string, _ *unix.Stat_t) (string, error) {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return "", err
+	}
+	e, err := shimrecord.DecodeExit(data)
+	return fmt.Sprintf("code %d signal %d out of memory %v", e.Code, e.Signal, e.OOMKilled), err
+}
+
+// differing are the fields of records that are not the same in two runs. Only whether they are there is told.
+var differing = []string{"createdAt", "startedAt", "sequence", "pausePID", "pauseStart"}
+
+// recorded tells what is in a record: its fields, and the messages in those.
+func recorded(path, _ string, _ *unix.Stat_t) (string, error) {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return "", err
+	}
+	header, _, _ := bytes.Cut(data, []byte("\n"))
+	kind := ""
+	if words := strings.Fields(string(header)); len(words) > 1 {
+		kind = words[1]
+	}
+	version, body, err := checkpoint.Decode(kind, data)
+	if err != nil {
+		return "", err
+	}
+	fields := map[string]any{}
+	if err := json.Unmarshal(body, &fields); err != nil {
+		return "", err
+	}
+	for _, name := range differing {
+		if fields[name] != nil {
+			fields[name] = "set"
+		}
+	}
+	for name, message := range messagesOf(kind) {
+		if err := decodeField(fields, name, message); err != nil {
+			return "", fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	text, err := json.Marshal(fields)
+	return fmt.Sprintf("%s/%d %s", kind, version, withoutDiffering(string(text))), err
+}
+
+// messagesOf are the fields of a record that are messages.
+func messagesOf(kind string) map[string]proto.Message {
+	switch kind {
+	case "pod":
+		return map[string]proto.Message{"config": &runtimeapi.PodSandboxConfig{}, "resources": &runtimeapi.UpdatePodSandboxResourcesRequest{}}
+	case "container":
+		return map[string]proto.Message{"config": &runtimeapi.ContainerConfig{}, "resources": &runtimeapi.LinuxContainerResources{}}
+	}
+	return nil
+}
+
+// decodeField replaces a message in base64 by what it says.
+func decodeField(fields map[string]any, name string, message proto.Message) error {
+	encoded, ok := fields[name].(string)
+	if !ok {
+		return nil
+	}
+	data, err := base64.StdEncoding.DecodeString(encoded)
+	if err != nil {
+		return err
+	}
+	if err := proto.Unmarshal(data, message); err != nil {
+		return err
+	}
+	text, err := compact(message)
+	fields[name] = json.RawMessage(text)
+	return err
+}
+
+// sums remembers what is in files that have not changed since.
+var sums = contentSums{known: map[string]string{}}
+
+type contentSums struct {
+	mu    sync.Mutex // guards known
+	known map[string]string
+}
+
+func (c *contentSums) of(path string, st *unix.Stat_t) (string, error) {
+	key := fmt.Sprintf("%d %d %d %v", st.Dev, st.Ino, st.Size, st.Ctim)
+	if known, ok := c.get(key); ok {
+		return known, nil
+	}
+	told, err := insideOf(path, st)
+	if err != nil {
+		return "", err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.known[key] = told
+	return told, nil
+}
+
+func (c *contentSums) get(key string) (string, bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	told, ok := c.known[key]
+	return told, ok
+}

@@ -1,0 +1,75 @@
+package harness
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+
+	"berth/integration/machine"
+)
+
+// peerGroup is the number of a mount's peer group in /proc/PID/mountinfo.
+var peerGroup = regexp.MustCompile(`:\d+`)
+
+// addMountOptions adds what a process sees of each mount beside its place: what is mounted, how, and whether mounts
+// in it are seen elsewhere.
+func addMountOptions(s snapshot, what string, pid int) {
+	for _, line := range machine.ReadLines(fmt.Sprintf("/proc/%d/mountinfo", pid)) {
+		here, super, _ := strings.Cut(line, " - ")
+		fields := strings.Fields(here) // ID, parent, device, root, mount point, options, propagation…
+		propagation := peerGroup.ReplaceAllString(strings.Join(fields[6:], ","), "")
+		s.add("options "+what, fmt.Sprintf("%s of %s: %s %s %s", alike(fields[4]), alike(fields[3]), fields[5], propagation, super))
+	}
+}
+
+// limits are the files of a cgroup that say what its processes may have.
+var limits = []string{
+	// version 1
+	"memory.limit_in_bytes", "memory.soft_limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.swappiness",
+	"cpu.shares", "cpu.cfs_quota_us", "cpu.cfs_period_us", "devices.list", "freezer.state",
+	// version 2
+	"memory.max", "memory.high", "memory.min", "memory.low", "memory.swap.max", "memory.oom.group", "cpu.max", "cpu.weight", "cgroup.freeze",
+	"cgroup.subtree_control",
+	// both
+	"pids.max", "cpuset.cpus", "cpuset.mems",
+}
+
+// addLimits adds the limits of cgroups.
+func addLimits(s snapshot, cgroups []string) {
+	for _, dir := range cgroups {
+		for _, name := range limits {
+			if value, err := os.ReadFile(filepath.Join(dir, name)); err == nil { // else it is another controller's
+				s.add("limit of cgroup", fmt.Sprintf("%s %q", alike(filepath.Join(dir, name)), value))
+			}
+		}
+	}
+}
+
+// addAllRules adds the packet filter's chains and rules, whoever made them.
+func addAllRules(s snapshot) {
+	for _, tool := range []string{"iptables-save", "ip6tables-save"} {
+		out, err := exec.CommandContext(context.Background(), tool).Output()
+		if err != nil {
+			s.add("rule", fmt.Sprintf("%s: %v", tool, err))
+		}
+		for line := range strings.Lines(string(out)) {
+			if !strings.HasPrefix(line, "#") { // with the time of day
+				s.add("rule", tool+": "+alike(strings.TrimSpace(line)))
+			}
+		}
+	}
+}
+
+// addDescriptors adds what the daemon has open.
+func addDescriptors(s snapshot, pid int) {
+	const kind = "fd of the daemon"
+	for _, target := range OpenFiles(pid) {
+		if !madeOnce[kind+": "+target] {
+			s.add(kind, target)
+		}
+	}
+}

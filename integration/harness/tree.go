@@ -1,0 +1,150 @@
+package harness
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"berth/integration/machine"
+)
+
+// Tree is everything that can be seen of a directory's files: a line for each path.
+type Tree map[string]string
+
+// ReadTree reads the tree at root, the content of every file included.
+func ReadTree(root string) (Tree, error) {
+	found, names := Tree{}, FileNames{}
+	err := filepath.WalkDir(root, func(path string, _ fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		name := strings.TrimPrefix(path, root)
+		found[name], err = describe(path, name, names)
+		return err
+	})
+	return found, err
+}
+
+// Difference names what two trees differ in.
+func (t Tree) Difference(want Tree) (diff []string) {
+	for _, path := range slices.Sorted(maps.Keys(want)) {
+		if t[path] != want[path] {
+			diff = append(diff, fmt.Sprintf("%q is %q, want %q", path, t[path], want[path]))
+		}
+	}
+	for _, path := range slices.Sorted(maps.Keys(t)) {
+		if _, ok := want[path]; !ok {
+			diff = append(diff, fmt.Sprintf("%q is %q, and should not be", path, t[path]))
+		}
+	}
+	return Summary(diff)
+}
+
+// FileNames has the first name of each inode that was seen, but for directories.
+type FileNames map[inode]string
+
+type inode struct{ device, number uint64 }
+
+// another returns the name by which the file has been seen, "" if this is the first.
+func (n FileNames) another(name string, st *unix.Stat_t) string {
+	if st.Mode&unix.S_IFMT == unix.S_IFDIR {
+		return ""
+	}
+	id := inode{st.Dev, st.Ino}
+	first, ok := n[id]
+	if !ok {
+		n[id] = name
+	}
+	return first
+}
+
+// describe tells everything about a file of an image's layer or join, whose name begins with "/fs" if it is of the image.
+func describe(path, name string, names FileNames) (string, error) {
+	var st unix.Stat_t
+	if err := unix.Lstat(path, &st); err != nil {
+		return "", &os.PathError{Op: "lstat", Path: path, Err: err}
+	}
+	if first := names.another(name, &st); first != "" {
+		return "another name of " + first, nil
+	}
+	content, err := insideOf(path, &st)
+	return fmt.Sprintf("mode %o owner %d:%d %s%s", st.Mode, st.Uid, st.Gid, modified(name, &st), content), err
+}
+
+// modified tells a file's mtime, where that is the image's: it is not in whiteouts and what is beside the tree.
+func modified(name string, st *unix.Stat_t) string {
+	whiteout := st.Mode&unix.S_IFMT == unix.S_IFCHR && st.Rdev == 0
+	if whiteout || name != "/fs" && !strings.HasPrefix(name, "/fs/") {
+		return ""
+	}
+	return fmt.Sprintf("time %d.%d ", st.Mtim.Sec, st.Mtim.Nsec)
+}
+
+// insideOf tells a file's content, by its sum, and its extended attributes.
+func insideOf(path string, st *unix.Stat_t) (string, error) {
+	content, err := describeContent(path, st)
+	if err != nil {
+		return "", err
+	}
+	attributes, err := extendedAttributes(path)
+	return content + attributes, err
+}
+
+func describeContent(path string, st *unix.Stat_t) (string, error) {
+	switch st.Mode & unix.S_IFMT {
+	case unix.S_IFREG:
+		f, err := os.Open(path)
+		if err != nil {
+			return "", err
+		}
+		defer f.Close()
+		h := sha256.New()
+		n, err := io.Copy(h, f)
+		return fmt.Sprintf("%d bytes %s", n, hex.EncodeToString(h.Sum(nil))), err
+	case unix.S_IFLNK:
+		target, err := os.Readlink(path)
+		return "-> " + target, err
+	}
+	return fmt.Sprintf("device %d", st.Rdev), nil
+}
+
+// ofThisDirectory are attributes of overlayfs that name an inode: they are in no two runs the same.
+var ofThisDirectory = []string{"trusted.overlay.origin", "trusted.overlay.upper", "trusted.overlay.uuid"}
+
+func extendedAttributes(path string) (string, error) {
+	names := make([]byte, 64<<10)
+	n, err := unix.Llistxattr(path, names)
+	if errors.Is(err, unix.EOPNOTSUPP) {
+		return "", nil
+	}
+	if err != nil {
+		return "", &os.PathError{Op: "llistxattr", Path: path, Err: err}
+	}
+	var all []string
+	for _, name := range strings.Split(strings.TrimSuffix(string(names[:n]), "\x00"), "\x00") {
+		if name == "" {
+			continue
+		}
+		value := make([]byte, 64<<10)
+		n, err := machine.Lgetxattr(path, name, value)
+		if err != nil {
+			return "", err
+		}
+		if slices.Contains(ofThisDirectory, name) {
+			n = 0
+		}
+		all = append(all, fmt.Sprintf(" %s=%x", name, value[:n]))
+	}
+	slices.Sort(all)
+	return strings.Join(all, ""), nil
+}
