@@ -43,8 +43,18 @@ func (l *Launchers) Exec(ctx context.Context, req ExecRequest) (*Exec, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
+	e, err := l.execWith(ctx, req, func() (*launcher, error) { return l.take(true) })
+	if errors.Is(err, errDeaf) {
+		l.cfg.Log.Warn("a launcher is given up, another gets its order", "container", req.ID, "error", err)
+		e, err = l.execWith(ctx, req, l.start)
+	}
+	return e, err
+}
+
+// execWith has a launcher do it.
+func (l *Launchers) execWith(ctx context.Context, req ExecRequest, take func() (*launcher, error)) (*Exec, error) {
 	l.lend(1)
-	p, err := l.take(true)
+	p, err := take()
 	if err != nil {
 		l.lend(-1)
 		return nil, err
@@ -56,6 +66,9 @@ func (l *Launchers) Exec(ctx context.Context, req ExecRequest) (*Exec, error) {
 	again, err := e.start(ctx, req)
 	if err == nil {
 		return e, nil
+	}
+	if errors.Is(err, errDeaf) { // or it would be waited for first
+		_ = pidfd.Signal(p.proc, unix.SIGKILL) // what can't be killed now retire complains of
 	}
 	l.giveBack(p, again)
 	return nil, err
@@ -80,11 +93,13 @@ func (e *Exec) start(ctx context.Context, req ExecRequest) (again bool, err erro
 			files = append(files, f)
 		}
 	}
-	if err := e.p.conn.Send(control.Request{Exec: order}, files...); err != nil {
+	if err := notSent(e.p.conn.Send(control.Request{Exec: order}, files...)); err != nil {
 		return false, errdefs.Internal("ask the launcher: %w", err)
 	}
 	var reply control.Reply
+	heard := e.p.listen(e.l.hearTime)
 	got, err := e.receive(ctx, &reply)
+	err = heard.result(err)
 	e.l.logWarnings(req.ID, reply.Warnings)
 	switch {
 	case errors.Is(err, os.ErrDeadlineExceeded): // not waited for: the launcher kills what it has started when it is retired

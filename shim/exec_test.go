@@ -10,6 +10,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
@@ -332,4 +333,30 @@ func TestExecLaunchersServeAgain(t *testing.T) {
 	if len(seen) != 1 {
 		t.Errorf("%d launchers were used for three execs", len(seen))
 	}
+}
+
+// An order goes to another launcher if the first does not read it, as one that is frozen.
+func TestFrozenIdleLauncher(t *testing.T) {
+	e := newEnv(t)
+	e.hearTime = 3 * time.Second // the one that comes after it has to start in that time
+	freeze := func() *launcher {
+		e.until("a launcher is idle", func() bool { e.mu.Lock(); defer e.mu.Unlock(); return len(e.idle) == 1 })
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		if err := pidfd.Signal(e.idle[0].proc, unix.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
+		return e.idle[0].launcher
+	}
+	gone := func(p *launcher) {
+		e.until("the frozen one is gone", func() bool { return unix.Kill(p.pid, 0) == unix.ESRCH })
+	}
+	frozen := freeze()
+	c := e.run("c", "exec sleep 1000")
+	gone(frozen)
+	frozen = freeze()
+	if out, _, code := c.execIn("x", "echo here"); out != "here\n" || code != 0 {
+		t.Errorf("the exec wrote %q and ended with %d", out, code)
+	}
+	gone(frozen)
 }

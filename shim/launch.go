@@ -43,6 +43,14 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 		return nil, err
 	}
 	started, err := l.launchWith(ctx, p, req)
+	if errors.Is(err, errDeaf) {
+		l.cfg.Log.Warn("a launcher is given up, another gets its order", "container", req.ID, "pid", p.pid, "error", err)
+		l.retire(p)
+		if p, err = l.start(); err != nil {
+			return nil, err
+		}
+		started, err = l.launchWith(ctx, p, req)
+	}
 	if err != nil || req.Pause {
 		l.retire(p)
 	}
@@ -59,9 +67,15 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchReque
 	failpoint.Reach("launch.sent")
 	var files []*os.File
 	if err == nil {
+		heard := p.listen(l.hearTime)
 		files, err = l.receive(ctx, p, &reply)
+		err = heard.result(err)
 	}
-	switch {
+	switch err = notSent(err); {
+	case errors.Is(err, errDeaf):
+		if scrubErr := l.scrub(p, req); scrubErr != nil { // it may be reading now
+			err = errdefs.Internal("%v: %w", err, scrubErr)
+		}
 	case err != nil:
 		err = errors.Join(errdefs.Internal("the launcher is lost: %w", err), l.scrub(p, req))
 	case reply.Error != nil:

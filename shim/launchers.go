@@ -36,9 +36,10 @@ type Config struct {
 // Idle ones are started ahead of need by one goroutine and end by themselves when
 // this process ends. It is safe for concurrent use.
 type Launchers struct {
-	cfg Config
-	oom oomScores
-	exe *os.File // sealed copy of ShimPath: a container cannot write to it (CVE-2019-5736), and no launcher has to copy it
+	cfg      Config
+	oom      oomScores
+	hearTime time.Duration // hearTime, but in tests
+	exe      *os.File      // sealed copy of ShimPath: a container cannot write to it (CVE-2019-5736), and no launcher has to copy it
 
 	refill chan struct{} // tells the owner to look; capacity 1
 	ctx    context.Context
@@ -73,7 +74,7 @@ func New(cfg Config) (*Launchers, error) {
 	if err != nil {
 		return nil, errors.Join(err, exe.Close())
 	}
-	l := &Launchers{cfg: cfg, oom: scores, exe: exe, refill: make(chan struct{}, 1)}
+	l := &Launchers{cfg: cfg, oom: scores, hearTime: hearTime, exe: exe, refill: make(chan struct{}, 1)}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	l.owned.Go(l.keepFilled)
 	l.wantMore()

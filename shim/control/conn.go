@@ -62,7 +62,10 @@ func Pair() (*Conn, *os.File, error) {
 	return c, other, nil
 }
 
-// Send sends one message. The files stay the caller's.
+// sendLimit bounds the wait for room in the socket: what is sent fits into it but for a spec of hundreds of KB.
+const sendLimit = 10 * time.Second
+
+// Send sends one message. The files stay the caller's. os.ErrDeadlineExceeded if the other end reads nothing; the connection is of no use then.
 func (c *Conn) Send(message any, files ...*os.File) error {
 	body, err := json.Marshal(message)
 	if err != nil {
@@ -79,6 +82,9 @@ func (c *Conn) Send(message any, files ...*os.File) error {
 
 	c.sending.Lock()
 	defer c.sending.Unlock()
+	if err := c.unix.SetWriteDeadline(time.Now().Add(sendLimit)); err != nil {
+		return fmt.Errorf("send %T: %w", message, err)
+	}
 	n, _, err := c.unix.WriteMsgUnix(data, rights(fds), nil)
 	if err == nil && n < len(data) {
 		_, err = c.unix.Write(data[n:])
@@ -190,6 +196,20 @@ func parseRights(oob []byte) ([]*os.File, error) {
 
 // SetDeadline bounds Receive; the zero time lifts the bound.
 func (c *Conn) SetDeadline(t time.Time) error { return c.unix.SetReadDeadline(t) }
+
+// Unread returns how much of what was sent the other end has not read, in bytes of the kernel's memory; 0: it has read all.
+func (c *Conn) Unread() (n int, err error) {
+	raw, err := c.unix.SyscallConn()
+	if err != nil {
+		return 0, fmt.Errorf("what is unread: %w", err)
+	}
+	var callErr error
+	err = raw.Control(func(fd uintptr) { n, callErr = unix.IoctlGetInt(int(fd), unix.SIOCOUTQ) })
+	if err := errors.Join(err, callErr); err != nil {
+		return 0, fmt.Errorf("what is unread: %w", err)
+	}
+	return n, nil
+}
 
 // CloseWrite tells the other end that nothing more comes: it receives io.EOF.
 func (c *Conn) CloseWrite() error { return c.unix.CloseWrite() }

@@ -125,3 +125,31 @@ func TestBadMessages(t *testing.T) {
 		})
 	}
 }
+
+// Who sends can see whether the other end reads, and does not wait for ever for one that does not.
+func TestUnread(t *testing.T) {
+	a, b := pair(t)
+	unread := func() int {
+		t.Helper()
+		n, err := a.Unread()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return n
+	}
+	if n := unread(); n != 0 {
+		t.Errorf("%d bytes unread of nothing", n)
+	}
+	if err := a.Send(Request{Kill: "x"}); err != nil {
+		t.Fatal(err)
+	}
+	if unread() == 0 {
+		t.Error("nothing is unread")
+	}
+	if _, err := b.Receive(&Request{}); err != nil {
+		t.Fatal(err)
+	}
+	if n := unread(); n != 0 {
+		t.Errorf("%d bytes unread of what was read", n)
+	}
+}
