@@ -12,6 +12,8 @@ import (
 	"strings"
 
 	"github.com/containernetworking/cni/libcni"
+
+	"berth/internal/failpoint"
 )
 
 // KeptResult is the result of an ADD as the library has kept it.
@@ -46,6 +48,21 @@ func KeptResults(cacheDir string) ([]KeptResult, error) {
 		all = append(all, keptResult(filepath.Join(dir, e.Name()), data))
 	}
 	return all, nil
+}
+
+// Forget removes what the library keeps of results of a pod that was disconnected. A DEL succeeds, too, where the library
+// could not remove it, as on a read-only filesystem.
+func (n *Network) Forget(podID string) error {
+	files, err := filepath.Glob(filepath.Join(n.cfg.CacheDir, "results", "*-"+podID+"-*")) // see libcni, getCacheFilePath
+	failpoint.Reach("cni.forget")
+	for _, file := range files {
+		err = errors.Join(err, os.Remove(file))
+	}
+	failpoint.Reach("cni.forgotten")
+	if err != nil {
+		return fmt.Errorf("forget the results of pod %s: %w", podID, err)
+	}
+	return nil
 }
 
 // keptResult understands results of versions 0.1.0 to 1.1.0 as far as addresses go.

@@ -38,9 +38,7 @@ func (m *Manager) stopPod(ctx context.Context, p *pod) error {
 	}
 	first := p.rec.Phase != record.PodStopped
 	p.rec.Phase = record.PodStopped
-	if err := m.podRecords.Write(p.id, p.rec); err != nil {
-		m.log.Warn("record that a pod is stopped; the next daemon finds its pause gone", "pod", p.id, "error", err)
-	}
+	unrecorded := m.podRecords.Write(p.id, p.rec)
 	m.publishPod(p)
 	err := errors.Join(m.killContainers(ctx, p), m.footprint.TakeDown(ctx, p.onHost()))
 	for _, c := range m.containersOf(p.id) { // whose stop comes before the pod's
@@ -49,7 +47,28 @@ func (m *Manager) stopPod(ctx context.Context, p *pod) error {
 	if first {
 		m.tellOfPod(ctx, nri.PodStopped, p)
 	}
+	if unrecorded != nil {
+		m.recordStopLater(p, unrecorded)
+	}
 	return err
+}
+
+// recordStopLater writes the record of a stopped pod when the disk takes it, and removes what could not be removed from it. A daemon that is started before finds the pause gone.
+func (m *Manager) recordStopLater(p *pod, cause error) {
+	m.log.Warn("record that a pod is stopped", "pod", p.id, "error", cause)
+	m.tasks.InBackground("record the stop of", p.String(), func(ctx context.Context) error {
+		return m.tasks.WithTurn(ctx, p.turn, "record the stop of", p.String(), func() error {
+			if _, known := m.pods.Get(p.id); !known || p.rec.Phase != record.PodStopped {
+				return nil
+			}
+			if p.rec.Network == nil { // it was detached
+				if err := m.networks.Forget(p.id); err != nil {
+					return err
+				}
+			}
+			return m.podRecords.Write(p.id, p.rec)
+		})
+	})
 }
 
 // killContainers ends the pod's containers, side by side.

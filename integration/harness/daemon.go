@@ -144,9 +144,9 @@ func StartDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 	d.Empty = d.Snapshot(t)
 	t.Cleanup(func() { d.removePodCgroups(t) })
 	t.Cleanup(func() { d.NoLeaks(t) })
-	t.Cleanup(func() { d.stateSettles(t) })
+	t.Cleanup(func() { d.StateSettles(t) })
 	t.Cleanup(func() { d.Clean(t) })
-	t.Cleanup(func() { d.stateSettles(t) })
+	t.Cleanup(func() { d.StateSettles(t) })
 	return d
 }
 
@@ -278,16 +278,17 @@ const idleLaunchers = 2
 func (d *Daemon) WaitIdle(t *testing.T) {
 	t.Helper()
 	Eventually(t, "idle launchers are ready", func() error {
-		n := 0
-		for _, pid := range machine.ChildrenOf(d.Cmd.Process.Pid) {
-			if strings.HasPrefix(machine.CommandLine(pid), "berth-shim launcher") {
-				n++
-			}
-		}
-		if n < idleLaunchers {
+		if n := len(d.Launchers()); n < idleLaunchers {
 			return Unexpected("their number", n, idleLaunchers)
 		}
 		return nil
+	})
+}
+
+// Launchers returns the daemon's launchers, idle or at work.
+func (d *Daemon) Launchers() []int {
+	return slices.DeleteFunc(machine.ChildrenOf(d.Cmd.Process.Pid), func(pid int) bool {
+		return !strings.HasPrefix(machine.CommandLine(pid), "berth-shim launcher")
 	})
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os/exec"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -25,7 +26,8 @@ func StateInFile(_ *testing.T, d *Daemon) {
 	d.Extra = append(d.Extra, fmt.Sprintf("state = %q", d.State))
 }
 
-// StateCheck runs `berth check --state` and returns the differences it names.
+// StateCheck runs `berth check --state` and returns the differences it names. It fails the test if the check has
+// left something out, or was of another daemon than this one.
 func (d *Daemon) StateCheck(t *testing.T, args ...string) []Difference {
 	t.Helper()
 	cmd := d.Command(append([]string{"check", "--state=" + d.State, "--json", "--config", d.ConfigFile(), "--listen", d.Socket,
@@ -37,12 +39,21 @@ func (d *Daemon) StateCheck(t *testing.T, args ...string) []Difference {
 	if err != nil && !errors.As(err, &exit) {
 		t.Fatal(err)
 	}
-	var report struct{ Differences []Difference }
+	var report struct {
+		Differences []Difference
+		Skipped     []string
+		Daemon      int
+	}
 	if e := json.Unmarshal(out, &report); e != nil {
 		t.Fatalf("check --state: %v, %v: %s%s", err, e, out, &stderr)
 	}
 	if (err != nil) != (len(report.Differences) > 0) {
 		t.Errorf("check --state: %v with %d differences", err, len(report.Differences))
+	}
+	left := slices.DeleteFunc(report.Skipped, func(s string) bool { return strings.HasPrefix(s, "bytes: ") }) // only where it is asked for
+	if !d.Gone() {
+		Equal(t, "the daemon that check --state has seen", report.Daemon, d.Cmd.Process.Pid)
+		Equal(t, "what check --state has left out", strings.Join(left, "; "), "")
 	}
 	return report.Differences
 }
@@ -56,9 +67,9 @@ func (d *Daemon) StateMatches(t *testing.T) {
 	}
 }
 
-// stateSettles is StateMatches for the end of a test: what could not be written down or removed, on a full
+// StateSettles is StateMatches for the end of a case: what could not be written down or removed, on a full
 // disk say, berth tries again by and by.
-func (d *Daemon) stateSettles(t *testing.T) {
+func (d *Daemon) StateSettles(t *testing.T) {
 	t.Helper()
 	var found []string
 	_ = WaitUpTo(leakPatience, func() error {

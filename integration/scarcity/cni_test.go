@@ -2,10 +2,12 @@ package scarcity
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -55,6 +57,7 @@ func TestFailedAdd(t *testing.T) {
 					harness.WantCode(t, err, tt.code, append(tt.parts, "CNI plugin "+name, "CNI ADD of pod", config.Metadata.Name)...)
 					harness.Equal(t, "number of pods", len(harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)), 0)
 					d.NoLeaks(t)
+					d.StateSettles(t)
 					plugin.Is(t, "ADD", "")
 					d.RunPodConfig(t, config).Remove(t)
 				})
@@ -98,9 +101,11 @@ func TestFailedDel(t *testing.T) {
 			harness.Equal(t, "the pod's state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
 			harness.Equal(t, "the container's state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
 			plugin.Is(t, "DEL", "")
+			d.StateSettles(t)
 			pod.Remove(t)
 			d.Clean(t)
 			d.NoLeaks(t)
+			d.StateSettles(t)
 		})
 	}
 }
@@ -131,28 +136,35 @@ func TestDelFailsTenTimes(t *testing.T) {
 // What a failed RunPodSandbox could not undo is undone in the background, with growing pauses that verbose
 // Status shows, until that succeeds. Meanwhile the pod's name is free.
 func TestUndoIsRetried(t *testing.T) {
-	failures := 4 // pauses of 1, 2 and 4 seconds
+	failures, longest := 3, 4.0 // pauses of 1, 2 and 4 seconds
 	if harness.Thorough() {
-		failures = 10
+		failures, longest = 10, 60
 	}
 	plugin := moody.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, plugin.Option)
 	plugin.Is(t, "ADD", moody.Fail(1))
-	plugin.Is(t, "DEL", moody.Fail(failures))
+	plugin.Is(t, "DEL", moody.Fail(1000))
 	config := d.PodConfig(t)
 	_, err := d.Cri.RunPodSandbox(t.Context(), config, "")
 	harness.WantCode(t, err, codes.Unavailable, "no room in the inn")
 	abandoned := plugin.Calls("ADD")[0]
 	second := d.RunPodConfig(t, config)
-	harness.Eventually(t, "verbose Status shows the pause", func() error {
-		if waits := harness.Get(d.Cri.Status(t.Context(), true))(t).Info["waits"]; !harness.Contains(waits, "another try to undo") {
-			return harness.Unexpected("what is waited for", waits, "another try to undo")
+
+	last := 0.0
+	harness.Must(t, harness.PollUpTo(10*time.Minute, 100*time.Millisecond, func() error {
+		pause := undoPause(t, d)
+		if pause != 0 && pause < last || pause > 60 {
+			t.Fatalf("a pause of %v s after one of %v s", pause, last)
+		}
+		if last = max(last, pause); last < longest || len(plugin.Calls("DEL")) < failures {
+			return fmt.Errorf("the longest pause was %v s, of %d DELs", last, len(plugin.Calls("DEL")))
 		}
 		return nil
-	})
-	harness.Must(t, harness.PollUpTo(10*time.Minute, 100*time.Millisecond, func() error {
-		if n := len(plugin.Calls("DEL")); n <= failures {
-			return harness.Unexpected("the number of DELs", n, failures+1)
+	}))
+	plugin.Is(t, "DEL", "")
+	harness.Must(t, harness.PollUpTo(2*time.Minute, 100*time.Millisecond, func() error {
+		if undoPause(t, d) > 0 {
+			return errors.New("it is not undone")
 		}
 		return nil
 	}))
@@ -160,6 +172,25 @@ func TestUndoIsRetried(t *testing.T) {
 		harness.Equal(t, "the pod of a DEL", id, abandoned)
 	}
 	second.Remove(t)
+}
+
+// slack is by how many seconds the limit of a wait is above what it should take.
+const slack = 15
+
+// undoPause is how long, in seconds, verbose Status says that the next try to undo is waited for; 0: not at all.
+func undoPause(t *testing.T, d *harness.Daemon) float64 {
+	t.Helper()
+	var waits []struct {
+		What         string
+		LimitSeconds float64
+	}
+	harness.Must(t, json.Unmarshal([]byte(harness.Get(d.Cri.Status(t.Context(), true))(t).Info["waits"]), &waits))
+	for _, w := range waits {
+		if strings.HasPrefix(w.What, "another try to undo") {
+			return w.LimitSeconds - slack
+		}
+	}
+	return 0
 }
 
 // The daemon dies while a plugin works. The next one ends what the plugin started, and the pod

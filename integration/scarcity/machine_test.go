@@ -95,31 +95,60 @@ func (k *smallDisk) empty(t *testing.T) {
 	harness.Must(t, os.RemoveAll(k.ballast))
 }
 
-// readOnly makes dir of the disk read-only for everybody who opens anything there from now on, or
-// takes that back. (The filesystem itself cannot be while somebody writes to it.)
+// readOnly makes dir of the disk, with what the daemon has bound on itself there, read-only for everybody who opens
+// anything there from now on, or takes that back. (The filesystem itself cannot be while somebody writes to it.) Other
+// filesystems that are mounted below stay as they are.
 func (k *smallDisk) readOnly(t *testing.T, dir string, readOnly bool) {
 	t.Helper()
 	if !readOnly {
-		harness.Must(t, unix.Unmount(dir, unix.MNT_DETACH)) // a daemon that was started meanwhile has files open there
+		harness.Must(t, unix.Mount("", dir, "", unix.MS_PRIVATE|unix.MS_REC, "")) // or the unmounting would reach what is beneath
+		harness.Must(t, unix.Unmount(dir, unix.MNT_DETACH))                       // a daemon that was started meanwhile has files open there
 		return
 	}
-	harness.Must(t, unix.Mount(dir, dir, "", unix.MS_BIND, ""))
-	harness.Must(t, unix.Mount("", dir, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""))
+	before := len(machine.Mountpoints(t, os.Getpid()))
+	harness.Must(t, unix.Mount(dir, dir, "", unix.MS_BIND|unix.MS_REC, ""))
+	for _, at := range machine.Mountpoints(t, os.Getpid())[before:] {
+		if filesystem(t, at) == filesystem(t, k.path) {
+			harness.Must(t, unix.Mount("", at, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""))
+		}
+	}
+}
+
+func isReadOnly(t *testing.T, path string) bool {
+	t.Helper()
+	var stat unix.Statfs_t
+	harness.Must(t, unix.Statfs(path, &stat))
+	return stat.Flags&unix.ST_RDONLY != 0
+}
+
+// filesystem is the number of the one that a path is on.
+func filesystem(t *testing.T, path string) uint64 {
+	t.Helper()
+	var stat unix.Stat_t
+	harness.Must(t, unix.Stat(path, &stat))
+	return stat.Dev
 }
 
 // limitedGroup is a cgroup for a daemon and what it starts.
 type limitedGroup struct{ dir string }
 
 // inGroup has the daemon started in a cgroup of its own with that controller; the test is skipped where
-// there is none.
+// there is none, or all are systemd's.
 func inGroup(t *testing.T, controller string) (*limitedGroup, harness.DaemonOption) {
 	t.Helper()
-	g := &limitedGroup{dir: fmt.Sprintf("/sys/fs/cgroup/%s%s", controller, harness.PodCgroup(fmt.Sprintf("daemon%d", os.Getpid())))}
+	if harness.SystemdDriver() {
+		t.Skip("cgroups are systemd's here")
+	}
+	group := harness.PodCgroup(fmt.Sprintf("daemon%d", os.Getpid()))
+	g := &limitedGroup{dir: filepath.Join("/sys/fs/cgroup", controller, group)}
 	if machine.Cgroup2() {
-		t.Skip("the daemon is limited by cgroups of version 1 here: where they are version 2 its own group is systemd's or the machine's")
+		g.dir = filepath.Join("/sys/fs/cgroup", group)
 	}
 	if err := os.MkdirAll(g.dir, 0o755); err != nil {
 		t.Skipf("no cgroup for controller %s: %v", controller, err)
+	}
+	if machine.Cgroup2() {
+		harness.Must(t, os.WriteFile(filepath.Join(filepath.Dir(g.dir), "cgroup.subtree_control"), []byte("+"+controller), 0o600))
 	}
 	t.Cleanup(func() {
 		harness.Eventually(t, "the daemon's cgroup is empty", func() error {
@@ -130,6 +159,28 @@ func inGroup(t *testing.T, controller string) (*limitedGroup, harness.DaemonOpti
 		})
 	})
 	return g, harness.StartedBy("sh", "-c", `echo $$ >"$0/cgroup.procs" && exec "$@"`, g.dir)
+}
+
+// limitMemory bounds the memory of the group, in bytes; 0: no longer.
+func (g *limitedGroup) limitMemory(t *testing.T, limit int64) {
+	t.Helper()
+	file, value := "memory.limit_in_bytes", fmt.Sprint(limit)
+	if machine.Cgroup2() {
+		file = "memory.max"
+	}
+	if limit == 0 {
+		value = map[bool]string{true: "max", false: "-1"}[machine.Cgroup2()]
+	}
+	g.set(t, file, value)
+}
+
+// peakMemory is the most that the group has ever used, in bytes.
+func (g *limitedGroup) peakMemory(t *testing.T) int64 {
+	t.Helper()
+	if machine.Cgroup2() {
+		return g.number(t, "memory.peak") // Linux 5.19
+	}
+	return g.number(t, "memory.max_usage_in_bytes")
 }
 
 // set writes to a file of the group.

@@ -154,7 +154,7 @@ func (k Kit) removeMounts(podID string) error {
 }
 
 // Remove removes the rest of a pod that was taken down, its containers too: what their runtime kept, the image of its
-// pause, its files.
+// pause, its files, what is kept of its network.
 func (k Kit) Remove(podID string) error {
 	if err := k.Processes.RemoveRoot(podID); err != nil {
 		return err
@@ -170,5 +170,5 @@ func (k Kit) Remove(podID string) error {
 		return fmt.Errorf("remove files of pod %s: %w", podID, err)
 	}
 	failpoint.Reach("pod.files-removed")
-	return nil
+	return k.Networks.Forget(podID)
 }

@@ -133,6 +133,9 @@ func (n *Networks) Detach(ctx context.Context, rec *record.Pod, config *runtimea
 	return n.network.Del(ctx, *rec.Network, pod)
 }
 
+// Forget removes what is kept of a pod that was detached.
+func (n *Networks) Forget(id string) error { return n.network.Forget(id) }
+
 // DetachUnrecorded runs CNI DEL for what was a pod, with the configuration that there is now: the one that its
 // ADD used is lost with the record.
 func (n *Networks) DetachUnrecorded(ctx context.Context, id, netns string) error {

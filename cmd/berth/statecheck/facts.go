@@ -5,8 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -74,8 +76,8 @@ func (f *facts) readBoot() error {
 	return err
 }
 
-// findDaemon finds who holds the lock of root: the process that signed the lock file, if it
-// has that open.
+// findDaemon finds who holds the lock of root: a process that has the lock file open. That is who signed it, unless there was no
+// room for a signature, or the disk was read-only, when it was started.
 func (f *facts) findDaemon() error {
 	path, err := filepath.EvalSymlinks(filepath.Join(f.node.Root, "lock"))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -88,15 +90,23 @@ func (f *facts) findDaemon() error {
 	if err != nil {
 		return fmt.Errorf("find the daemon: %w", err)
 	}
-	pid := strings.TrimSpace(string(data))
-	for _, link := range f.linksOf(pid) {
-		if link.target == path {
+	candidates := []string{strings.TrimSpace(string(data))}
+	for _, pid := range slices.Sorted(maps.Keys(f.processes)) {
+		if f.processes[pid].name == daemonName {
+			candidates = append(candidates, strconv.Itoa(pid))
+		}
+	}
+	for _, pid := range candidates {
+		if slices.ContainsFunc(f.linksOf(pid), func(link descriptor) bool { return link.target == path }) {
 			f.daemon, err = strconv.Atoi(pid)
 			return err
 		}
 	}
 	return nil
 }
+
+// daemonName is what ps calls it.
+const daemonName = "berth"
 
 func (f *facts) readMounts() error {
 	file, err := os.Open(f.procFile("self/mountinfo"))

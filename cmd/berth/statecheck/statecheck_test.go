@@ -366,4 +366,12 @@ func TestFindDaemon(t *testing.T) {
 	if report.Daemon != 7 || len(report.Differences) == 0 {
 		t.Errorf("a daemon without mounts and answers: %+v", report)
 	}
+	for _, signature := range []string{"", "99\n"} { // who was started on a full disk could not sign
+		must(t, os.WriteFile(n.Root+"/lock", []byte(signature), 0o600))
+		report, err = Run(t.Context(), n)
+		must(t, err)
+		if report.Daemon != 7 {
+			t.Errorf("a daemon that could not sign the lock: %+v", report)
+		}
+	}
 }
