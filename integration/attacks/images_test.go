@@ -3,16 +3,16 @@ package attacks
 import (
 	"archive/tar"
 	"bytes"
-	"compress/gzip"
 	"encoding/json"
 	"fmt"
-	"io"
 	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"testing"
 
@@ -20,6 +20,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/empty"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
 	"github.com/google/go-containerregistry/pkg/v1/types"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -95,16 +96,18 @@ func TestCVE_2024_3727_DigestAsPath(t *testing.T) {
 		"sha256:../../../../../../../run/escape", "../../../escape", "sha256:", "sha256:" + strings.Repeat("A", 64), "sha256/" + strings.Repeat("a", 64),
 		"md5:" + strings.Repeat("a", 32),
 	} {
+		said := fmt.Sprintf("digest %q", digest)
 		r.Hook(rewriteManifest(t, func(m map[string]any) {
 			m["layers"].([]any)[0].(map[string]any)["digest"] = digest
 		}))
-		if _, err := d.TryPull(t, name, nil); err == nil {
-			t.Errorf("a layer with the digest %q is accepted", digest)
-		}
+		_, err := d.TryPull(t, name, nil)
+		harness.WantCode(t, err, codes.DataLoss, "layer 0", said)
 		r.Hook(rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["digest"] = digest }))
-		if _, err := d.TryPull(t, name, nil); err == nil {
-			t.Errorf("a config with the digest %q is accepted", digest)
-		}
+		_, err = d.TryPull(t, name, nil)
+		harness.WantCode(t, err, codes.DataLoss, "config", said)
+	}
+	if n := r.Count(http.MethodGet, ""); r.Count(http.MethodGet, "/manifests/latest") != n {
+		t.Errorf("of %d requests some were for what bears such a digest", n)
 	}
 	harness.NoTraceOf(t, d, name)
 }
@@ -134,42 +137,57 @@ func TestCVE_2023_25153_SizesWithoutLimit(t *testing.T) {
 	d := harness.StartDaemon(t)
 	r := harness.NewRegistry(t)
 	name, _ := harness.Push(t, r, "app:latest", harness.BuildImage(t, v1.Config{}))
-	endless := func(part string) func(http.ResponseWriter, *http.Request) bool {
+	layers, err := harness.BuildImage(t, v1.Config{}).Layers()
+	harness.Must(t, err)
+	layer := harness.DigestOf(t, layers[0])
+	var sent atomic.Int64
+	endless := func(of func(path string) bool) func(http.ResponseWriter, *http.Request) bool {
 		return func(w http.ResponseWriter, req *http.Request) bool {
-			if !strings.Contains(req.URL.Path, part) {
+			if !of(req.URL.Path) {
 				return false
 			}
 			w.Header().Set("Content-Type", string(types.OCIManifestSchema1))
 			for line := bytes.Repeat([]byte(" "), 1<<20); ; {
-				if _, err := w.Write(line); err != nil {
+				n, err := w.Write(line)
+				sent.Add(int64(n))
+				if err != nil {
 					return true
 				}
 			}
 		}
 	}
-	refused := func(what string, hook func(http.ResponseWriter, *http.Request) bool) {
-		t.Helper()
-		r.Hook(hook)
-		if _, err := d.TryPull(t, name, nil); err == nil {
-			t.Errorf("%s: pulled", what)
-		}
-		harness.NoTraceOf(t, d, name)
+	const limit = "larger than the limit of"
+	for _, c := range []struct {
+		what string
+		hook func(http.ResponseWriter, *http.Request) bool
+		code codes.Code
+		text string
+	}{
+		{"a manifest without end", endless(func(p string) bool { return strings.Contains(p, "/manifests/") }), codes.FailedPrecondition, limit},
+		{"a config without end", endless(func(p string) bool { return strings.Contains(p, "/blobs/") && !strings.HasSuffix(p, layer) }), codes.FailedPrecondition, limit},
+		{"a layer without end", endless(func(p string) bool { return strings.HasSuffix(p, layer) }), codes.DataLoss, "digest of the content"},
+		{"10,000 layers", rewriteManifest(t, func(m map[string]any) {
+			m["layers"] = slices.Repeat(m["layers"].([]any)[:1], 10_000)
+		}), codes.FailedPrecondition, "image has 10000 layers"},
+		// No layer is too large to be tried; none is believed to be as large as it says before it has come.
+		{"a layer of 2^62 bytes", rewriteManifest(t, func(m map[string]any) {
+			m["layers"].([]any)[0].(map[string]any)["size"] = int64(1) << 62
+		}), codes.DataLoss, "not 4611686018427387904"},
+		{"a config of 1 GiB", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = 1 << 30 }), codes.DataLoss, limit},
+		{"a negative size", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = -1 }), codes.DataLoss, "size is negative"},
+	} {
+		t.Run(c.what, func(t *testing.T) {
+			sent.Store(0)
+			r.Hook(c.hook)
+			_, err := d.TryPull(t, name, nil)
+			harness.WantCode(t, err, c.code, c.text)
+			if n := sent.Load(); n > 64<<20 { // what is on its way counts, too
+				t.Errorf("%d bytes were taken of it", n)
+			}
+			harness.NoTraceOf(t, d, name)
+		})
 	}
-	refused("a manifest without end", endless("/manifests/"))
-	refused("blobs without end", endless("/blobs/"))
-	refused("10,000 layers", rewriteManifest(t, func(m map[string]any) {
-		layer := m["layers"].([]any)[0]
-		layers := make([]any, 10_000)
-		for i := range layers {
-			layers[i] = layer
-		}
-		m["layers"] = layers
-	}))
-	refused("a layer of 2^62 bytes", rewriteManifest(t, func(m map[string]any) {
-		m["layers"].([]any)[0].(map[string]any)["size"] = int64(1) << 62
-	}))
-	refused("a config of 1 GiB", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = 1 << 30 }))
-	refused("a negative size", rewriteManifest(t, func(m map[string]any) { m["config"].(map[string]any)["size"] = -1 }))
+	tookLessThan(t, d, 128<<20)
 }
 
 // Indexes in indexes in indexes.
@@ -182,84 +200,95 @@ func TestCVE_2023_25153_DeepIndex(t *testing.T) {
 	}
 	name, err := r.PushIndex("deep:latest", index)
 	harness.Must(t, err)
-	if _, err := d.TryPull(t, name, nil); err == nil {
-		t.Error("an index 100 levels deep is followed")
-	}
+	_, err = d.TryPull(t, name, nil)
+	harness.WantCode(t, err, codes.FailedPrecondition, "indexes are nested")
 	if got := r.Count(http.MethodGet, ""); got > 20 {
 		t.Errorf("%d requests were made for it", got)
 	}
 	harness.NoTraceOf(t, d, name)
 }
 
-// A small blob that inflates to far more than its image says. diffID is checked at the
-// end only, so what is written until then must not be kept.
+// A small blob that inflates to more than a layer may have. All that the image says of it is right, so nothing but the limit
+// refuses it: early, for the disk has no room for the whole.
 func TestCVE_2023_25153_DecompressionBomb(t *testing.T) {
-	d := harness.StartDaemon(t)
-	r := harness.NewRegistry(t)
-	img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("small", 0o644, "small")})
-	name, _ := harness.Push(t, r, "bomb:latest", img)
-	layers, err := img.Layers()
-	harness.Must(t, err)
-	digest := harness.DigestOf(t, layers[len(layers)-1])
-	var bomb bytes.Buffer
-	z := gzip.NewWriter(&bomb)
-	_, err = io.CopyN(z, zeros{}, 1<<30)
-	harness.Must(t, err)
-	harness.Must(t, z.Close())
-	r.Hook(harness.SwapBlob(digest, bomb.Bytes()))
-	_, err = d.TryPull(t, name, nil)
-	if err == nil {
-		t.Fatal("the bomb was taken for the layer")
-	}
+	const allowed, bomb = 64 << 20, 320 << 20
+	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("max_layer_bytes = %d", allowed)), func(t *testing.T, d *harness.Daemon) {
+		harness.Must(t, os.Mkdir(d.Root, 0o711))
+		harness.Must(t, unix.Mount("berth-test", d.Root, "tmpfs", 0, fmt.Sprintf("mode=0711,size=%d", bomb/2)))
+		d.Mounts = append(d.Mounts, d.Root)
+	})
+	name := hostileImage(t, v1.Config{}, fixture.Tree{fixture.File("bomb", 0o644, strings.Repeat("\x00", bomb))})
+	_, err := d.TryPull(t, name, nil)
+	harness.WantCode(t, err, codes.ResourceExhausted, "bytes allowed")
 	harness.NoTraceOf(t, d, name)
+	tookLessThan(t, d, 128<<20)
 }
-
-type zeros struct{}
-
-func (zeros) Read(b []byte) (int, error) { clear(b); return len(b), nil }
 
 // Credentials are for the registry they are meant for: not for whom it redirects to,
 // not for the URL that a foreign layer names.
 func TestCVE_2020_15157_CredentialsGoToNobodyElse(t *testing.T) {
 	d := harness.StartDaemon(t)
 	thief, r := harness.NewRegistry(t), harness.NewRegistry(t)
+	var mu sync.Mutex // guards stolen
 	var stolen []string
 	thief.Hook(func(w http.ResponseWriter, req *http.Request) bool {
+		mu.Lock()
+		defer mu.Unlock()
 		if auth := req.Header.Get("Authorization"); auth != "" {
 			stolen = append(stolen, auth)
 		}
 		w.WriteHeader(http.StatusUnauthorized)
 		return true
 	})
-	name, _ := harness.Push(t, r, "app:latest", harness.BuildImage(t, v1.Config{}))
-	r.Hook(func(w http.ResponseWriter, req *http.Request) bool {
-		if !harness.BasicAuth(w, req) && strings.Contains(req.URL.Path, "/blobs/") {
-			http.Redirect(w, req, "http://"+thief.Host+req.URL.Path, http.StatusTemporaryRedirect)
+	const password = "secret-of-the-user"
+	// welcome answers those who do not know the password.
+	welcome := func(w http.ResponseWriter, req *http.Request) bool {
+		if _, p, _ := req.BasicAuth(); p == password {
+			return true
 		}
-		return req.Header.Get("Authorization") == "" || strings.Contains(req.URL.Path, "/blobs/")
+		w.Header().Set("WWW-Authenticate", `Basic realm="test"`)
+		w.WriteHeader(http.StatusUnauthorized)
+		return false
+	}
+	name, _ := harness.Push(t, r, "app:latest", harness.BuildImage(t, v1.Config{}))
+	auth := &runtimeapi.AuthConfig{Username: "user", Password: password, ServerAddress: r.Host}
+	r.Hook(func(w http.ResponseWriter, req *http.Request) bool {
+		if !welcome(w, req) {
+			return true
+		}
+		if strings.Contains(req.URL.Path, "/blobs/") {
+			http.Redirect(w, req, "http://"+thief.Host+req.URL.Path, http.StatusTemporaryRedirect)
+			return true
+		}
+		return false
 	})
-	auth := &runtimeapi.AuthConfig{Username: "user", Password: "secret-of-the-user", ServerAddress: r.Host}
 	_, err := d.TryPull(t, name, auth)
-	if err == nil {
-		t.Error("the pull succeeded without its blobs")
-	} else if strings.Contains(err.Error(), "secret-of-the-user") {
+	harness.WantCode(t, err, codes.Unauthenticated, "pull access denied")
+	if harness.Contains(fmt.Sprint(err), password) {
 		t.Errorf("the password is in the error: %v", err)
+	}
+	if thief.Count(http.MethodGet, "") == 0 {
+		t.Error("the other host, to which the registry redirects, was never asked")
 	}
 	foreign := rewriteManifest(t, func(m map[string]any) {
 		layer := m["layers"].([]any)[0].(map[string]any)
 		layer["urls"] = []string{"http://" + thief.Host + "/stolen"}
 		layer["mediaType"] = string(types.OCIRestrictedLayer)
 	})
-	r.Hook(func(w http.ResponseWriter, req *http.Request) bool {
-		return harness.BasicAuth(w, req) || foreign(w, req)
-	})
-	_, _ = d.TryPull(t, name, auth) // foreign layers may be refused; what counts is who hears the password
+	r.Hook(func(w http.ResponseWriter, req *http.Request) bool { return !welcome(w, req) || foreign(w, req) })
+	_, err = d.TryPull(t, name, auth) // the registry has the layer as well, whatever other places it names
+	harness.Must(t, err)
+	if n := thief.Count(http.MethodGet, "/stolen"); n > 0 {
+		t.Errorf("the place that the layer names was asked %d times", n)
+	}
+	mu.Lock()
+	defer mu.Unlock()
 	if len(stolen) > 0 {
 		t.Errorf("credentials were sent to another host: %d times", len(stolen))
 	}
 	log, err := os.ReadFile(d.LogFile())
 	harness.Must(t, err)
-	if bytes.Contains(log, []byte("secret-of-the-user")) {
+	if bytes.Contains(log, []byte(password)) {
 		t.Error("the password is in the log")
 	}
 }
@@ -428,16 +457,24 @@ func TestCVE_2026_15809_NewlineInHome(t *testing.T) { newlineInHome(t) }
 func newlineInHome(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
-	name := hostileImage(t, v1.Config{User: "1000", Env: []string{"PATH=/bin", "HOME=/x\nroot::0:0::/:/bin/sh"}, WorkingDir: "/w\nroot::0:0::/:/bin/sh"})
-	c, err := pod.TryCreate(t, harness.Image(name), harness.Script("grep -c '^root:' /etc/passwd; env | grep -c ^root"))
-	if err != nil {
-		harness.WantCode(t, err, codes.InvalidArgument)
-		return
-	}
-	c.Start(t)
-	c.WaitExited(t)
-	if first, _, _ := strings.Cut(c.Output(t), "\n"); first != "1" {
-		t.Errorf("/etc/passwd has %s entries of root", first)
+	const line = "root::0:0::/:/bin/sh"
+	passwd := fixture.Tree{fixture.File("etc/passwd", 0o644, "root:x:0:0::/:/bin/sh\nweb:x:1000:1000::/x\r"+line+"\n")}
+	// A variable is a line here, whatever lines it has itself.
+	look := harness.Script(`grep -c '^root:' /etc/passwd; cat /proc/self/environ | tr '\n\0' '#\n' | grep -E '^(HOME|root)'; pwd | tr '\n' '#'`)
+	for what, c := range map[string]struct {
+		image v1.Config
+		more  []fixture.Tree
+		want  string
+	}{
+		"HOME of the image":              {v1.Config{User: "1000", Env: []string{"PATH=/bin", "HOME=/x\n" + line}}, nil, "1\nHOME=/x#" + line + "\n/#"},
+		"home in the image's passwd":     {v1.Config{User: "1000"}, []fixture.Tree{passwd}, "1\nHOME=/\n/#"},
+		"working directory of the image": {v1.Config{User: "1000", WorkingDir: "/w\n" + line}, nil, "1\nHOME=/\n/w#" + line + "#"},
+	} {
+		t.Run(what, func(t *testing.T) {
+			out, refusal := tryRun(t, pod, harness.Image(hostileImage(t, c.image, c.more...)), look)
+			harness.Must(t, refusal)
+			harness.Equal(t, "what the container has", out, c.want)
+		})
 	}
 }
 
