@@ -3,7 +3,9 @@ package cni
 import (
 	"context"
 	"fmt"
+	"strings"
 	"testing"
+	"unicode"
 
 	"github.com/containernetworking/cni/libcni"
 	"github.com/containernetworking/cni/pkg/version"
@@ -89,6 +91,9 @@ func FuzzResult(f *testing.F) {
 		}
 		r, err := addPrinted(t, cache, confVersion, stdout)
 		if err != nil {
+			if text := err.Error(); len(text) > 4*maxExcerpt+500 || strings.ContainsFunc(text, func(r rune) bool { return !unicode.IsPrint(r) }) {
+				t.Fatalf("%d bytes: %q", len(text), text)
+			}
 			return
 		}
 		for i, ip := range r.IPs {

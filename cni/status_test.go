@@ -58,7 +58,7 @@ func TestAskStatus(t *testing.T) {
 	}{
 		{"1.1, ready", "1.1.0", `exit 0`, time.Minute, codes.OK, ""},
 		{"1.1, failing", "1.1.0", `echo '{"code":50,"msg":"no agent"}'; exit 1`, time.Minute, codes.Unavailable, "no agent"},
-		{"1.1, hanging", "1.1.0", `exec sleep 1000`, 50 * time.Millisecond, codes.Unavailable, "STATUS"},
+		{"1.1, hanging", "1.1.0", `exec sleep 1000`, 3 * time.Second, codes.Unavailable, "STATUS"},
 		{"1.0, never asked", "1.0.0", `exit 1`, time.Minute, codes.OK, ""},
 	} {
 		t.Run(test.name, func(t *testing.T) {

@@ -161,7 +161,7 @@ func (r record) config() (ocispec.Image, error) {
 	}
 	for _, d := range c.RootFS.DiffIDs {
 		if err := d.Validate(); err != nil {
-			return c, fmt.Errorf("layer %q: %w", d, err)
+			return c, fmt.Errorf("layer %q: %w", errdefs.Clip(string(d)), err)
 		}
 	}
 	if len(r.Blobs) > 0 && len(r.Blobs) != len(c.RootFS.DiffIDs) {

@@ -6,7 +6,6 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
 
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
@@ -181,10 +180,13 @@ func FuzzRunning(f *testing.F) {
 		fits(t, "UpdateContainerResources", err)
 		_, err = runtime.UpdatePodSandboxResources(t.Context(), &runtimeapi.UpdatePodSandboxResourcesRequest{PodSandboxId: c.Pod.Id, Resources: update, Overhead: update})
 		fits(t, "UpdatePodSandboxResources", err)
-		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), harness.Patience)
 		defer cancel()
 		_, err = runtime.ExecSync(ctx, &runtimeapi.ExecSyncRequest{ContainerId: c.Id, Cmd: []string{command, argument}, Timeout: 1})
 		fits(t, "ExecSync", err)
+		if ctx.Err() != nil {
+			t.Errorf("ExecSync with a limit of a second does not end: %v", err)
+		}
 		if seconds > 1 {
 			seconds = 1
 		}

@@ -183,8 +183,8 @@ func TestImageVolumeInUserNamespace(t *testing.T) {
 		inUserNamespace(hostID), harness.Mount(imageVolume(several, ""))), "0:0\nnew\n")
 }
 
-// A launcher that is killed in the middle leaves no mount and no folder of a volume.
-func TestImageVolumeStartFails(t *testing.T) {
+// A container whose program is missing, which is found out when its volumes are mounted, leaves no mount and no folder of a volume.
+func TestImageVolumeOfContainerThatCannotStart(t *testing.T) {
 	_, id := volumeImage(t, "startfails")
 	d := harness.StartDaemon(t)
 	d.Pull(t, harness.Registry.Host+"/volume:startfails")

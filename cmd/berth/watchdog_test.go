@@ -84,13 +84,13 @@ func TestWatchdogOfSickDaemon(t *testing.T) {
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			systemd := fakeSystemd(t, 300*time.Millisecond)
-			var log bytes.Buffer
-			w := &watchdog{period: 300 * time.Millisecond, socket: tt.socket, waits: tt.waits, log: slog.New(slog.NewTextHandler(&log, nil))}
+			ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+			defer cancel()
+			log := &callingOff{cancel: cancel}
+			w := &watchdog{period: 300 * time.Millisecond, socket: tt.socket, waits: tt.waits, log: slog.New(slog.NewTextHandler(log, nil))}
 			if err := w.look(t.Context()); err == nil || !strings.Contains(err.Error(), tt.want) {
 				t.Errorf("look: %v", err)
 			}
-			ctx, cancel := context.WithTimeout(t.Context(), 700*time.Millisecond)
-			defer cancel()
 			w.run(ctx)
 			if err := systemd.SetReadDeadline(time.Now().Add(time.Millisecond)); err != nil {
 				t.Fatal(err)
@@ -99,10 +99,23 @@ func TestWatchdogOfSickDaemon(t *testing.T) {
 				t.Error("systemd was told that it is well")
 			}
 			if !strings.Contains(log.String(), "the daemon is not well") {
-				t.Errorf("log: %s", &log)
+				t.Errorf("log: %s", log)
 			}
 		})
 	}
+}
+
+// callingOff keeps what is logged, and ends a context with the second line.
+type callingOff struct {
+	bytes.Buffer
+	cancel context.CancelFunc
+}
+
+func (c *callingOff) Write(line []byte) (int, error) {
+	if c.Len() > 0 {
+		c.cancel()
+	}
+	return c.Buffer.Write(line)
 }
 
 func TestWatchdogOnlyIfAskedFor(t *testing.T) {

@@ -285,6 +285,7 @@ func TestStatusErrors(t *testing.T) {
 
 // The text of an error comes byte by byte, each before the stall timeout.
 func TestSlowErrorText(t *testing.T) {
+	t.Parallel()
 	reg := registrytest.New(t)
 	reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
 		w.WriteHeader(http.StatusNotFound)
@@ -295,7 +296,7 @@ func TestSlowErrorText(t *testing.T) {
 		}
 		return true
 	}
-	_, err := resolve(t, Config{StallTimeout: 100 * time.Millisecond}, reg.Host()+"/app:v1", Credentials{})
+	_, err := resolve(t, Config{StallTimeout: soon}, reg.Host()+"/app:v1", Credentials{})
 	wantCode(t, err, codes.NotFound)
 }
 

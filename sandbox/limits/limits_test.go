@@ -1,6 +1,9 @@
 package limits
 
 import (
+	"cmp"
+	"maps"
+	"slices"
 	"testing"
 
 	"google.golang.org/protobuf/proto"
@@ -40,13 +43,64 @@ func TestNoSwapStaysNoSwap(t *testing.T) {
 	}
 }
 
+// FuzzMerge: what is set in the change wins, all else is as it was, merging the same change again changes nothing, and neither
+// of both is written to.
 func FuzzMerge(f *testing.F) {
+	add := func(messages ...*runtimeapi.LinuxContainerResources) {
+		var data [2][]byte
+		for i, m := range messages {
+			var err error
+			if data[i], err = proto.Marshal(m); err != nil {
+				f.Fatal(err)
+			}
+		}
+		f.Add(data[0], data[1])
+	}
 	f.Add([]byte{}, []byte{})
+	add(&runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 5, MemorySwapLimitInBytes: 5, OomScoreAdj: 3, CpusetCpus: "0"},
+		&runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 6, OomScoreAdj: 4, CpusetMems: "1"})
+	add(&runtimeapi.LinuxContainerResources{HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 1}, {PageSize: "1GB", Limit: 2}}, Unified: map[string]string{"a": "1", "b": "2"}},
+		&runtimeapi.LinuxContainerResources{HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "1GB"}}, Unified: map[string]string{"a": "3"}})
 	f.Fuzz(func(t *testing.T, a, b []byte) {
 		var old, change runtimeapi.LinuxContainerResources
-		if proto.Unmarshal(a, &old) != nil || proto.Unmarshal(b, &change) != nil {
+		unmarshal := proto.UnmarshalOptions{DiscardUnknown: true}
+		if unmarshal.Unmarshal(a, &old) != nil || unmarshal.Unmarshal(b, &change) != nil {
 			return
 		}
-		Merge(&old, &change)
+		oldBefore, changeBefore := proto.Clone(&old), proto.Clone(&change)
+		merged := Merge(&old, &change)
+		if !proto.Equal(&old, oldBefore) || !proto.Equal(&change, changeBefore) {
+			t.Fatal("what was given was changed")
+		}
+		if again := Merge(merged, &change); !proto.Equal(again, merged) {
+			t.Fatalf("merged once more:\n%v\nonce:\n%v", again, merged)
+		}
+		if want := mergedByField(&old, &change); !proto.Equal(merged, want) {
+			t.Fatalf("merged:\n%v\nwant\n%v", merged, want)
+		}
 	})
+}
+
+// mergedByField is Merge, written another way: field by field.
+func mergedByField(old, change *runtimeapi.LinuxContainerResources) *runtimeapi.LinuxContainerResources {
+	want := &runtimeapi.LinuxContainerResources{
+		CpuPeriod: cmp.Or(change.CpuPeriod, old.CpuPeriod), CpuQuota: cmp.Or(change.CpuQuota, old.CpuQuota), CpuShares: cmp.Or(change.CpuShares, old.CpuShares),
+		CpusetCpus: cmp.Or(change.CpusetCpus, old.CpusetCpus), CpusetMems: cmp.Or(change.CpusetMems, old.CpusetMems),
+		MemoryLimitInBytes:     cmp.Or(change.MemoryLimitInBytes, old.MemoryLimitInBytes),
+		MemorySwapLimitInBytes: cmp.Or(change.MemorySwapLimitInBytes, old.MemorySwapLimitInBytes),
+		OomScoreAdj:            old.OomScoreAdj,
+		Unified:                map[string]string{},
+	}
+	if change.MemorySwapLimitInBytes == 0 && old.MemorySwapLimitInBytes == old.MemoryLimitInBytes {
+		want.MemorySwapLimitInBytes = cmp.Or(change.MemoryLimitInBytes, old.MemorySwapLimitInBytes)
+	}
+	for _, l := range old.HugepageLimits {
+		if !slices.ContainsFunc(change.HugepageLimits, func(c *runtimeapi.HugepageLimit) bool { return c.PageSize == l.PageSize }) {
+			want.HugepageLimits = append(want.HugepageLimits, l)
+		}
+	}
+	want.HugepageLimits = append(want.HugepageLimits, change.HugepageLimits...)
+	maps.Copy(want.Unified, old.Unified)
+	maps.Copy(want.Unified, change.Unified)
+	return want
 }

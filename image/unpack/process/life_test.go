@@ -81,7 +81,11 @@ func inTheMiddle(ctx context.Context, t *testing.T, p *Program, data []byte, do 
 		result, err := p.Unpack(ctx, tree(t), blob, job)
 		done <- answer{result, err}
 	}()
-	<-blob.reached
+	select {
+	case <-blob.reached:
+	case a := <-done:
+		t.Fatalf("it ended before the middle: %v", a.err)
+	}
 	pids := children(t)
 	if len(pids) != 1 {
 		t.Fatalf("processes %v", pids)
@@ -116,7 +120,7 @@ func TestFrozen(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	p := open(t, built, 200*time.Millisecond)
+	p := open(t, built, 2*time.Second)
 	if _, err := inTheMiddle(t.Context(), t, p, large, stop); errdefs.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "no progress") {
 		t.Errorf("%v: %v", errdefs.Code(err), err)
 	}
@@ -259,7 +263,13 @@ func TestNothingIsLeft(t *testing.T) {
 	for range 5 {
 		once()
 	}
-	if f, g := count(); f > fds || g > goroutines {
-		t.Errorf("%d descriptors, %d goroutines; before %d, %d", f, g, fds, goroutines)
+	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) { // what has ended may not be gone yet
+		f, g := count()
+		if f <= fds && g <= goroutines {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%d descriptors, %d goroutines; before %d, %d", f, g, fds, goroutines)
+		}
 	}
 }
