@@ -130,6 +130,11 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 			s.log.Warn("delete unused layers after a pull", "image", repo.Reference().String(), "error", err)
 		}
 	}()
+	if wanted := s.missing(img); wanted > 0 {
+		if err := s.layers.HasRoom(wanted); err != nil {
+			return nil, err
+		}
+	}
 	group, groupCtx := errgroup.WithContext(ctx)
 	group.SetLimit(s.cfg.MaxParallelDownloads)
 	for i, l := range img.Layers {
@@ -146,6 +151,19 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 		}
 	}
 	return s.commit(ctx, repo.Reference(), img)
+}
+
+// missing is how many bytes of an image's layers are to be fetched. On disk they take more: whoever pulls
+// an image again and again that does not fit shall not fetch it each time.
+func (s *Store) missing(img *registry.Image) (bytes uint64) {
+	counted := map[digest.Digest]bool{}
+	for _, l := range img.Layers {
+		if name := sourceOf(l).Name(); !counted[name] && !s.layers.Has(name) {
+			counted[name] = true
+			bytes += uint64(l.Blob.Size)
+		}
+	}
+	return bytes
 }
 
 // sourceOf is what a layer is made from.

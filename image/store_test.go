@@ -26,12 +26,14 @@ import (
 	"github.com/klauspost/compress/zstd"
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
 	"berth/checkpoint"
+	"berth/image/layer"
 	"berth/image/registry"
 	"berth/image/registry/registrytest"
 	"berth/image/unpack"
@@ -1110,6 +1112,35 @@ func TestLimitsOf(t *testing.T) {
 			t.Errorf("a blob of %d bytes: %+v, want %d", size, got, want)
 		}
 	}
+}
+
+// An image that cannot fit is not fetched; one whose layers are here needs no room.
+func TestImageThatDoesNotFit(t *testing.T) {
+	reg := registrytest.New(t)
+	here, missing := plain(t, "f", "1"), plain(t, "f", "2")
+	reg.PutImage("app", "v1", "", here)
+	reg.PutImage("app", "v2", "of the same layer, twice", here, here)
+	reg.PutImage("app", "v3", "with another", here, missing)
+	root := t.TempDir()
+	s := openStore(t, Config{Root: root})
+	pull(t, s, reg.Host()+"/app:v1")
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s = openStore(t, Config{Root: root, Reserve: layer.Reserve{Percent: 90, Bytes: math.MaxInt64}})
+	var fs unix.Statfs_t
+	if err := unix.Statfs(root, &fs); err != nil || fs.Bavail > fs.Blocks/10*9 {
+		t.Skipf("the disk is empty, %v", err)
+	}
+	_, err := s.Pull(t.Context(), reg.Host()+"/app:v3", nil)
+	wantCode(t, err, codes.ResourceExhausted, "no space left on device", "kept free")
+	if n := reg.Count("GET /v2/app/blobs/" + diffID(missing).String()); n != 0 {
+		t.Errorf("it was asked for %d times", n)
+	}
+	if len(s.layers.List()) != 1 {
+		t.Errorf("layers %v", s.layers.List())
+	}
+	pull(t, s, reg.Host()+"/app:v2")
 }
 
 func TestPullBadReferences(t *testing.T) {

@@ -28,12 +28,15 @@ const (
 	lookPeriod = 50 * time.Millisecond
 )
 
-// check fails with ResourceExhausted, and ENOSPC in it, if a filesystem has less free than the reserve.
-func (r Reserve) check(fs *unix.Statfs_t) error {
+// check fails with ResourceExhausted, and ENOSPC in it, if a filesystem has less free than the reserve and so many bytes.
+func (r Reserve) check(fs *unix.Statfs_t, wanted uint64) error {
 	block := uint64(fs.Bsize)
 	bytes := min(fs.Blocks*block/100*uint64(r.Percent), uint64(r.Bytes))
-	if free := fs.Bavail * block; free < bytes {
+	switch free := fs.Bavail * block; {
+	case free < bytes:
 		return exhausted("%d bytes are free on the filesystem of images and %d are kept free", free, bytes)
+	case free-bytes < wanted:
+		return exhausted("%d bytes are free on the filesystem of images, %d are kept free, and %d or more are needed", free, bytes, wanted)
 	}
 	if inodes := min(fs.Files/100*uint64(r.Percent), maxReservedInodes); fs.Ffree < inodes { // btrfs has no number of them: 0
 		return exhausted("%d inodes are free on the filesystem of images and %d are kept free", fs.Ffree, inodes)
@@ -48,7 +51,7 @@ func exhausted(format string, args ...any) error {
 // guard looks at the free space, at once and until stop is called. The context ends, with the reason as its
 // cause, when there is less than the reserve. It is who reads the filesystem that decides, not who writes the layer.
 func (s *Store) guard(ctx context.Context) (guarded context.Context, stop func(), err error) {
-	if err := s.checkReserve(); err != nil {
+	if err := s.HasRoom(0); err != nil {
 		return nil, nil, err
 	}
 	guarded, cancel := context.WithCancelCause(ctx)
@@ -62,7 +65,7 @@ func (s *Store) guard(ctx context.Context) (guarded context.Context, stop func()
 			case <-guarded.Done():
 				return
 			case <-tick.C:
-				if err := s.checkReserve(); err != nil {
+				if err := s.HasRoom(0); err != nil {
 					cancel(err)
 				}
 			}
@@ -71,7 +74,8 @@ func (s *Store) guard(ctx context.Context) (guarded context.Context, stop func()
 	return guarded, func() { cancel(nil); <-done }, nil
 }
 
-func (s *Store) checkReserve() error {
+// HasRoom fails with ResourceExhausted if layers can't take so many bytes more and leave the reserve.
+func (s *Store) HasRoom(bytes uint64) error {
 	if s.reserve.isNone() {
 		return nil
 	}
@@ -79,7 +83,7 @@ func (s *Store) checkReserve() error {
 	if err != nil {
 		return fmt.Errorf("look at the free space of %s: %w", s.root, err)
 	}
-	return s.reserve.check(&fs)
+	return s.reserve.check(&fs, bytes)
 }
 
 // statfsOf returns a function that looks at the filesystem that a path is on.
