@@ -126,6 +126,36 @@ func Reservations(lists ...[]byte) ([]Reservation, error) {
 	return all, nil
 }
 
+// MayHold tells whether a pod of which nothing but its ID is known may have something of a network whose configuration is gone: a namespace, the
+// result of an ADD, an address of host-local in the default place.
+func (n *Network) MayHold(podID, netns string) (bool, error) {
+	return mayHold(n.cfg.CacheDir, hostLocalDir, podID, netns)
+}
+
+func mayHold(cacheDir, dataDir, podID, netns string) (bool, error) {
+	if existingNetNS(netns) != "" {
+		return true, nil
+	}
+	kept, err := KeptResults(cacheDir)
+	if err != nil || slices.ContainsFunc(kept, func(r KeptResult) bool { return r.PodID == podID || r.PodID == "" }) {
+		return true, err
+	}
+	networks, err := os.ReadDir(dataDir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return true, fmt.Errorf("read addresses of host-local: %w", err)
+	}
+	for _, network := range networks {
+		if !network.IsDir() {
+			continue
+		}
+		reserved, err := reservationsIn(filepath.Join(dataDir, network.Name()))
+		if err != nil || slices.ContainsFunc(reserved, func(r Reservation) bool { return r.PodID == podID }) {
+			return true, err
+		}
+	}
+	return false, nil
+}
+
 // UsesHostLocal tells whether a network with this configuration list has its addresses from host-local.
 func UsesHostLocal(list []byte) bool {
 	conf, err := parseConf(list, true)

@@ -55,3 +55,24 @@ func TestReservations(t *testing.T) {
 		t.Error("UsesHostLocal")
 	}
 }
+
+func TestMayHold(t *testing.T) {
+	cache, data := t.TempDir(), t.TempDir()
+	must(t, os.MkdirAll(filepath.Join(cache, "results"), 0o700))
+	must(t, os.MkdirAll(filepath.Join(data, "net"), 0o700))
+	must(t, os.WriteFile(filepath.Join(cache, "results", "net-kept-eth0"), []byte(`{"containerId": "kept", "networkName": "net"}`), 0o600))
+	must(t, os.WriteFile(filepath.Join(data, "net", "192.0.2.5"), []byte("reserved\r\neth0"), 0o600))
+	for _, tt := range []struct {
+		pod, netns string
+		want       bool
+	}{
+		{"kept", "", true}, {"reserved", "", true}, {"other", "", false}, {"other", "/nonexistent", false}, {"other", cache, false}, {"other", "/proc/self/ns/net", true},
+	} {
+		if got, err := mayHold(cache, data, tt.pod, tt.netns); got != tt.want || err != nil {
+			t.Errorf("%s with namespace %q: %t, %v", tt.pod, tt.netns, got, err)
+		}
+	}
+	if held, err := mayHold(t.TempDir(), "/nonexistent", "kept", ""); held || err != nil {
+		t.Errorf("where nothing is: %t, %v", held, err)
+	}
+}

@@ -1,6 +1,7 @@
 package footprint
 
 import (
+	"log/slog"
 	"maps"
 	"os"
 	"path/filepath"
@@ -8,11 +9,16 @@ import (
 	"strings"
 	"testing"
 
+	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/cni"
+	"berth/internal/errdefs"
+	"berth/internal/task"
 	"berth/oci/confine"
 	"berth/sandbox/layout"
 	"berth/sandbox/lsm"
+	"berth/sandbox/podnet"
 	"berth/sandbox/record"
 )
 
@@ -75,5 +81,45 @@ func TestUnrecorded(t *testing.T) {
 	}
 	if _, err := k.Unrecorded(func(string) bool { return false }); err == nil {
 		t.Error("a place that can't be looked at counts as empty")
+	}
+}
+
+// What a pod without record has goes also where there is no network to give its address back to, but for what says that this is due.
+func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
+	dir, log := t.TempDir(), slog.New(slog.DiscardHandler)
+	cache := filepath.Join(dir, "cache")
+	network, err := cni.New(cni.Config{ConfDir: filepath.Join(dir, "net.d"), BinDirs: []string{dir}, CacheDir: cache}, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer network.Close()
+	k := Kit{Dirs: dirsBelow(dir), Tasks: task.NewRunner(log, nil), Log: log}
+	makeAll(t, k.Dirs.Trash(), filepath.Join(cache, "results"))
+	k.Trash, k.Processes.Dirs, k.Namespaces.Dirs = layout.NewTrash(k.Dirs, k.Tasks), k.Dirs, k.Dirs
+	if k.Networks, err = podnet.Open(network, k.Dirs.Root, k.Tasks, log); err != nil {
+		t.Fatal(err)
+	}
+	exists := func(path string) bool { _, err := os.Lstat(path); return err == nil }
+	id := layout.NewID()
+	kept := filepath.Join(cache, "results", "net-"+id+"-eth0")
+	if err := os.WriteFile(kept, []byte(`{"containerId": "`+id+`"}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	makeAll(t, k.Dirs.PodFiles(id), k.Dirs.Writable(id), k.Dirs.Shm(id))
+	if err := k.RemoveUnrecorded(t.Context(), id); errdefs.Code(err) != codes.FailedPrecondition {
+		t.Errorf("with an address and no network: %v", err)
+	}
+	if exists(k.Dirs.Writable(id)) || exists(k.Dirs.PodMounts(id)) || !exists(k.Dirs.PodFiles(id)) {
+		t.Error("what needs no network is not gone, or what says that an address is due is")
+	}
+	if err := os.Remove(kept); err != nil {
+		t.Fatal(err)
+	}
+	if err := k.RemoveUnrecorded(t.Context(), id); err != nil || exists(k.Dirs.PodFiles(id)) {
+		t.Errorf("without an address: %v", err)
+	}
+	k.Tasks.Background.Close()
+	if err := k.Tasks.Background.Wait(t.Context()); err != nil {
+		t.Error(err)
 	}
 }

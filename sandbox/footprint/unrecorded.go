@@ -38,18 +38,22 @@ func (k Kit) RemoveUnrecorded(ctx context.Context, id string) error {
 		return err // it may be alive: it keeps its files
 	}
 	failpoint.Reach("unrecorded.processes-removed")
-	if err := k.detachUnrecorded(ctx, id); err != nil {
-		return err
-	}
-	failpoint.Reach("unrecorded.detached")
 	err := errors.Join(
 		k.Processes.RemoveRoot(id),
-		cni.RemoveNetNS(k.Dirs.NetNS(id)),
-		k.removeMounts(id))
+		k.removeMounts(id),
+		k.Trash.Discard(k.Dirs.Writable(id)))
+	// The network comes last, for it may have to wait until the node has one. What says that it is due is the pod's files.
+	if detachErr := k.detachUnrecorded(ctx, id); detachErr != nil {
+		return errors.Join(err, detachErr)
+	}
+	failpoint.Reach("unrecorded.detached")
+	if err := errors.Join(err, cni.RemoveNetNS(k.Dirs.NetNS(id))); err != nil {
+		return err
+	}
 	failpoint.Reach("unrecorded.remove-files")
-	err = errors.Join(err, os.RemoveAll(k.Dirs.PodFiles(id)))
+	err = os.RemoveAll(k.Dirs.PodFiles(id))
 	failpoint.Reach("unrecorded.files-removed")
-	return errors.Join(err, k.Trash.Discard(k.Dirs.Writable(id)))
+	return err
 }
 
 // detachUnrecorded gives the addresses back of what was a pod: it has files, which are made before the

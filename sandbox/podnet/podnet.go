@@ -10,6 +10,7 @@ package podnet
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"iter"
 	"log/slog"
@@ -137,9 +138,16 @@ func (n *Networks) Detach(ctx context.Context, rec *record.Pod, config *runtimea
 func (n *Networks) Forget(id string) error { return n.network.Forget(id) }
 
 // DetachUnrecorded runs CNI DEL for what was a pod, with the configuration that there is now: the one that its
-// ADD used is lost with the record.
+// ADD used is lost with the record. FailedPrecondition if there is none, and something may be held for the pod.
 func (n *Networks) DetachUnrecorded(ctx context.Context, id, netns string) error {
 	network, err := n.network.Plan()
+	if err != nil {
+		held, heldErr := n.network.MayHold(id, netns)
+		if !held && heldErr == nil {
+			return nil
+		}
+		err = errors.Join(err, heldErr)
+	}
 	if err != nil {
 		return fmt.Errorf("detach what is left of %s: %w", id, err)
 	}
