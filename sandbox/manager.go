@@ -98,6 +98,7 @@ type Manager struct {
 	containerRecs *checkpoint.Dir
 	appArmor      *lsm.AppArmor
 	selinux       lsm.SELinux
+	labels        lsm.Holders
 	unfinished    []func()            // what recover found half done; started at its end
 	recovering    *semaphore.Weighted // bounds what of that runs plugins at a time
 	events        *view.Events

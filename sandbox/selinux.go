@@ -8,39 +8,38 @@ import (
 // of their own.
 func (m *Manager) labelPod(p *pod) (err error) {
 	options := p.config.GetLinux().GetSecurityContext().GetSelinuxOptions()
-	p.rec.SELinux, err = confine.NewLabels(options, confine.Labels{}, *m.cfg.Host)
-	return err
+	if p.rec.SELinux, err = confine.NewLabels(options, confine.Labels{}, *m.cfg.Host); err != nil {
+		return err
+	}
+	return m.labels.Hold(m.selinux, p.rec.SELinux, p.id)
 }
 
 // labelContainer decides the container's labels.
 func (m *Manager) labelContainer(p *pod, c *container) (err error) {
 	options := c.config.GetLinux().GetSecurityContext().GetSelinuxOptions()
-	c.rec.SELinux, err = confine.NewLabels(options, p.rec.SELinux, *m.cfg.Host)
-	return err
-}
-
-// releaseContainerLabels gives back the container's categories, unless they are its pod's.
-func (m *Manager) releaseContainerLabels(c *container) {
-	if p, known := m.pods.Get(c.podID); known && p.rec.SELinux == c.rec.SELinux {
-		return
+	if c.rec.SELinux, err = confine.NewLabels(options, p.rec.SELinux, *m.cfg.Host); err != nil {
+		return err
 	}
-	m.selinux.Release(c.rec.SELinux)
+	return m.labels.Hold(m.selinux, c.rec.SELinux, c.id)
 }
 
-func (m *Manager) releasePodLabels(p *pod) { m.selinux.Release(p.rec.SELinux) }
+// releaseContainerLabels gives back the container's categories, unless others use them: its pod, for one.
+func (m *Manager) releaseContainerLabels(c *container) {
+	m.labels.Release(m.selinux, c.rec.SELinux, c.id)
+}
+
+func (m *Manager) releasePodLabels(p *pod) { m.labels.Release(m.selinux, p.rec.SELinux, p.id) }
 
 // reserveLabels keeps the categories of the pods and containers that an earlier daemon
-// made. Containers with their pod's labels reserve the same ones again.
+// made. Containers with their pod's labels hold the same ones.
 func (m *Manager) reserveLabels() error {
-	var all []confine.Labels
 	for _, p := range m.pods.Snapshot() {
-		all = append(all, p.rec.SELinux)
+		if err := m.labels.Hold(m.selinux, p.rec.SELinux, p.id); err != nil {
+			return err
+		}
 	}
 	for _, c := range m.containers.Snapshot() {
-		all = append(all, c.rec.SELinux)
-	}
-	for _, l := range all {
-		if err := m.selinux.Reserve(l); err != nil {
+		if err := m.labels.Hold(m.selinux, c.rec.SELinux, c.id); err != nil {
 			return err
 		}
 	}

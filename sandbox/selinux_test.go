@@ -4,6 +4,7 @@ import (
 	"errors"
 	"maps"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/opencontainers/selinux/go-selinux"
@@ -73,6 +74,38 @@ func TestLabelsReservedAndReleased(t *testing.T) {
 	wantLabels("a container with its own is removed", "pod-process")
 	m.releasePodLabels(p)
 	wantLabels("the pod is removed")
+}
+
+// Two pods that ask for one level use the same categories: they are given back with the second of them.
+func TestLabelsOfTwoPods(t *testing.T) {
+	host := newFakeSELinux()
+	m, _, _, _ := labelledManager(host)
+	const level = ":s0:c1,c2"
+	for _, id := range []string{"a", "b"} {
+		m.pods.Put(id, &pod{id: id, rec: record.Pod{SELinux: confine.Labels{Process: "u:r:" + id + level, Mount: "files"}}})
+	}
+	if err := m.reserveLabels(); err != nil {
+		t.Fatal(err)
+	}
+	reserved := func() (n int) {
+		for _, l := range host.labels() {
+			if strings.HasSuffix(l, level) {
+				n++
+			}
+		}
+		return n
+	}
+	a, _ := m.pods.Get("a")
+	m.releasePodLabels(a)
+	m.releasePodLabels(a)
+	if reserved() != 2 {
+		t.Errorf("in use are %q", host.labels())
+	}
+	b, _ := m.pods.Get("b")
+	m.releasePodLabels(b)
+	if reserved() == 2 {
+		t.Errorf("in use are still %q", host.labels())
+	}
 }
 
 func TestLabelsThatCannotBeReserved(t *testing.T) {
