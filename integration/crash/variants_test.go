@@ -18,6 +18,7 @@ import (
 var variants = []operation{
 	{name: "StopContainer_frozen", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started, freezeMonitor), request: stopContainer(0), more: true},
 	{name: "UpdateContainerResources", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: limit, more: true},
+	{name: "CreateContainer_hostPath", prepare: with(podRuns(harness.HostNetwork), withContainer(), withHostPath), request: createContainer, again: anotherContainer, more: true},
 
 	{name: "RunPodSandbox_plugin", daemon: withPlugin, prepare: withPod(harness.HostNetwork), request: runPod, again: anotherPod, more: true},
 	{name: "CreateContainer_plugin", daemon: withPlugin, prepare: with(podRuns(harness.HostNetwork), withContainer()), request: createContainer, again: anotherContainer, more: true},
@@ -28,6 +29,11 @@ var variants = []operation{
 func freezeMonitor(t *testing.T, w *world) {
 	c := &harness.Container{Pod: &harness.Pod{D: w.d, Id: w.podID, Config: w.pod}, Id: w.id, Config: w.container}
 	harness.Must(t, syscall.Kill(harness.MonitorOf(t, w.d, c), syscall.SIGSTOP))
+}
+
+// withHostPath gives the container a directory of the host that does not exist. It is in the one that is cleaned after each case.
+func withHostPath(_ *testing.T, w *world) {
+	w.container.Mounts = append(w.container.Mounts, &runtimeapi.Mount{HostPath: filepath.Join(w.d.LogDir, "host/path"), ContainerPath: "/host"})
 }
 
 // limit sets limits of a container that runs.
