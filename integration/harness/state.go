@@ -139,7 +139,7 @@ var differs = []struct {
 	pattern *regexp.Regexp
 	with    string
 }{
-	{regexp.MustCompile(`(^|[^:])[0-9a-f]{64}`), "$1#"},            // IDs of pods and containers, not digests
+	{regexp.MustCompile(`(^|[^:]|[^6]:)[0-9a-f]{64}`), "$1#"},      // IDs of pods and containers, not digests (sha256:)
 	{regexp.MustCompile(`"\d{19}"`), `"T"`},                        // times in nanoseconds
 	{regexp.MustCompile(`"\d{4}-\d\d-\d\dT[^"]*"`), `"T"`},         // and in words
 	{regexp.MustCompile(`,"(attempt|podSandboxAttempt)":\d+`), ""}, // of who tried again

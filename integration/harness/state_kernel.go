@@ -68,7 +68,8 @@ func addAllRules(s snapshot) {
 func addDescriptors(s snapshot, pid int) {
 	const kind = "fd of the daemon"
 	for _, target := range OpenFiles(pid) {
-		if !madeOnce[kind+": "+target] {
+		dbus := SystemdDriver() && target == "socket:[#]" // connections that are made with the first cgroup, and kept
+		if !dbus && !madeOnce[kind+": "+target] {
 			s.add(kind, target)
 		}
 	}
