@@ -138,6 +138,7 @@ var unmarked = map[string]string{
 	"shim.set: os.WriteFile":             "about a process of its own",
 	"shim.Kill: pidfd.Signal":            signal,
 	"shim.awaitLauncher: pidfd.Signal":   signal,
+	"shim.execWith: pidfd.Signal":        signal,
 	"shim.finish: pidfd.Signal":          signal,
 	"shim.kill: pidfd.Signal":            signal,
 	"shim.moveToOwnCgroup: os.WriteFile": "about the daemon's own thread",
