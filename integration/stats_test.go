@@ -5,6 +5,8 @@ import (
 	"io"
 	"net"
 	"os"
+	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -118,6 +120,57 @@ func TestStatsMemory(t *testing.T) {
 	if whole := podStats(t, pod).Linux.Memory; whole.UsageBytes.Value < size || whole.AvailableBytes != nil {
 		t.Errorf("memory of the pod, which has no limit: %v", whole)
 	}
+}
+
+// Pressure is what the kernel tells of the container's cgroup: of CPU, memory and I/O.
+func TestStatsPressure(t *testing.T) {
+	if !machine.Cgroup2() {
+		t.Skip("the kernel tells it of cgroups of version 2 only")
+	}
+	d := harness.StartDaemon(t)
+	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Script("while :; do :; done"), harness.Resources(func(r *runtimeapi.LinuxContainerResources) {
+		r.CpuQuota, r.CpuPeriod = 10_000, 100_000
+	}))
+	dir := machine.CgroupDir(t, c.Pid(t), "cpu")
+	of := map[string]func(s *runtimeapi.ContainerStats) *runtimeapi.PsiStats{
+		"cpu":    func(s *runtimeapi.ContainerStats) *runtimeapi.PsiStats { return s.Cpu.Psi },
+		"memory": func(s *runtimeapi.ContainerStats) *runtimeapi.PsiStats { return s.Memory.Psi },
+		"io":     func(s *runtimeapi.ContainerStats) *runtimeapi.PsiStats { return s.Io.GetPsi() },
+	}
+	harness.Eventually(t, "a container that is throttled feels it", func() error {
+		if s := containerStats(t, c); of["cpu"](s).GetSome().GetTotal() == 0 || of["cpu"](s).GetFull().GetTotal() == 0 {
+			return harness.Unexpected("its pressure", of["cpu"](s), "some")
+		}
+		return nil
+	})
+	for what, psi := range of {
+		path := filepath.Join(dir, what+".pressure")
+		before := kernelPressure(t, path)
+		told := psi(containerStats(t, c))
+		after := kernelPressure(t, path)
+		if told == nil {
+			t.Errorf("no pressure of %s is told", what)
+			continue
+		}
+		for kind, total := range map[string]uint64{"some": told.Some.GetTotal(), "full": told.Full.GetTotal()} {
+			if total < before[kind] || total > after[kind] {
+				t.Errorf("%s.%s is told as %d ns, it was between %d and %d", what, kind, total, before[kind], after[kind])
+			}
+		}
+	}
+}
+
+// kernelPressure reads the totals, in ns, of a pressure file.
+func kernelPressure(t *testing.T, path string) map[string]uint64 {
+	t.Helper()
+	totals := map[string]uint64{}
+	for _, line := range machine.ReadLines(path) {
+		kind, rest, _ := strings.Cut(line, " ")
+		_, total, _ := strings.Cut(rest, "total=")
+		totals[kind] = 1000 * harness.Get(strconv.ParseUint(total, 10, 64))(t)
+	}
+	harness.Equal(t, "lines of "+path, len(totals), 2)
+	return totals
 }
 
 func TestStatsNetwork(t *testing.T) {

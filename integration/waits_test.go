@@ -3,16 +3,23 @@ package integration
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
 
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
 	"berth/integration/moody"
@@ -25,15 +32,19 @@ type waitInfo struct {
 	Overdue               bool
 }
 
+func waitsOf(t *testing.T, info map[string]string) (waits []waitInfo) {
+	t.Helper()
+	harness.Must(t, json.Unmarshal([]byte(info["waits"]), &waits))
+	return waits
+}
+
 // passesLimit waits until verbose Status shows a wait for an object as overdue, with its age and limit, and the
 // log has it, with the stacks of all goroutines.
 func passesLimit(t *testing.T, d *harness.Daemon, what, object string) {
 	t.Helper()
 	harness.Eventually(t, "a wait for "+what+" passes its limit", func() error {
 		info := harness.Get(d.Cri.Status(t.Context(), true))(t).Info
-		var waits []waitInfo
-		harness.Must(t, json.Unmarshal([]byte(info["waits"]), &waits))
-		for _, w := range waits {
+		for _, w := range waitsOf(t, info) {
 			if w.What == what && w.Object == object && w.Overdue && w.Seconds > w.LimitSeconds && w.LimitSeconds == 1 {
 				return nil
 			}
@@ -84,13 +95,141 @@ func TestWaitForHungPlugin(t *testing.T) {
 	id := strings.TrimSuffix(records()[0], ".record")
 	passesLimit(t, d, "CNI ADD", "pod "+id)
 	harness.Must(t, d.Cri.RemovePodSandbox(t.Context(), id)) // unknown: it was never made
+	endHungPlugins(t)
+	if err := <-ended; err == nil {
+		t.Error("the pod runs, though the plugin was killed")
+	}
+}
+
+// endHungPlugins kills the children for which hanging plugins wait.
+func endHungPlugins(t *testing.T) {
+	t.Helper()
 	for _, line := range []string{"sleep 100000", "sleep 100001"} {
 		for _, pid := range machine.ProcessesOf(line) {
 			machine.KillProcess(t, pid)
 		}
 	}
-	if err := <-ended; err == nil {
-		t.Error("the pod runs, though the plugin was killed")
+}
+
+// Whatever is waited for is shown, with its object, its age and its limit, as long as it lasts and no longer. Here all those
+// that a test can bring about last at the same time; docs/reliability.md has a table of them.
+func TestWaitsAreShown(t *testing.T) {
+	plugin := moody.NewPlugin(t, "portmap")
+	d := harness.StartDaemon(t, harness.WithConfig(`wait_limit = "100s"`, `stall_timeout = "10m"`), plugin.Option)
+	d.Pull(t, harness.BaseImage)
+	host, victim := d.RunPod(t, harness.HostNetwork), d.RunPod(t)
+	stubborn, frozen := host.Run(t, harness.Script("trap '' TERM; while :; do sleep 0.05; done")), host.Run(t)
+	created := host.Create(t)
+	config := d.PodConfig(t)
+	stubborn.Pid(t) // it runs its program
+
+	var under sync.WaitGroup
+	defer under.Wait()
+	// begin makes a call that waits until it is let go.
+	begin := func(what string, call func(ctx context.Context) error) {
+		under.Go(func() {
+			if err := call(t.Context()); err != nil {
+				t.Errorf("%s: %v", what, err)
+			}
+		})
+	}
+	seen := map[string]string{} // wait → object
+	shown := func(what, object string, limit float64) {
+		t.Helper()
+		harness.Eventually(t, "a wait for "+what+" is shown", func() error {
+			info := harness.Get(d.Cri.Status(t.Context(), true))(t).Info
+			for _, w := range waitsOf(t, info) {
+				if w.What == what && harness.Contains(w.Object, object) && w.Seconds > 0 {
+					harness.Equal(t, "limit of the wait for "+what, w.LimitSeconds, limit)
+					seen[what] = w.Object
+					return nil
+				}
+			}
+			return fmt.Errorf("waits are %s", info["waits"])
+		})
+	}
+	const minutes, slack, general = 60, 15, 100
+
+	speak := make(chan struct{})
+	for what, path := range map[string]string{"its bytes, and to be unpacked": "/blobs/", "its registry to tell what it is": "/manifests/"} {
+		registry := harness.NewRegistry(t)
+		img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("of", 0o644, registry.Host)})
+		name, _ := harness.Push(t, registry, "app:latest", img)
+		object := "image " + registry.Host
+		if path == "/blobs/" { // the layer's, not the config's
+			layers, err := img.Layers()
+			harness.Must(t, err)
+			diffID, err := layers[1].DiffID()
+			harness.Must(t, err)
+			path, object = path+harness.DigestOf(t, layers[1]), "layer "+diffID.String()
+		}
+		registry.Hook(untilClosed(speak, path))
+		begin("pull", func(context.Context) error { _, err := d.TryPull(t, name, nil); return err })
+		shown(what, object, 0)
+	}
+
+	plugin.Is(t, "ADD", moody.WorkPause)
+	run := func(ctx context.Context) error { _, err := d.Cri.RunPodSandbox(ctx, config, ""); return err }
+	begin("run", run)
+	shown("CNI ADD", "pod ", general)
+	begin("run, joined", run)
+	shown("it to be made", config.Metadata.Name, 4*minutes+slack)
+	plugin.Is(t, "DEL", moody.WorkPause)
+	begin("stop pod", func(ctx context.Context) error { return d.Cri.StopPodSandbox(ctx, victim.Id) })
+	shown("CNI DEL", "pod "+victim.Id, general)
+	begin("remove pod", func(ctx context.Context) error { return d.Cri.RemovePodSandbox(ctx, victim.Id) })
+	shown("its turn to remove", "pod "+victim.Id, 4*minutes+slack)
+
+	begin("exec", func(ctx context.Context) error {
+		_, err := harness.RawRuntime(t, d).ExecSync(ctx, &runtimeapi.ExecSyncRequest{ContainerId: stubborn.Id, Cmd: []string{"sleep", "1000"}, Timeout: 10 * minutes})
+		return err
+	})
+	shown("the end of an exec", "container "+stubborn.Id, 10*minutes+slack)
+	harness.Eventually(t, "the command runs", func() error {
+		if len(machine.ProcessesOf("sleep 1000")) == 0 {
+			return errors.New("it does not")
+		}
+		return nil
+	})
+	begin("stop container", func(ctx context.Context) error { return d.Cri.StopContainer(ctx, stubborn.Id, 100*minutes) })
+	shown("exit", "container "+stubborn.Id, 100*minutes+slack)
+	monitor := harness.MonitorOf(t, d, frozen)
+	harness.Must(t, syscall.Kill(monitor, syscall.SIGSTOP))
+	begin("reopen", func(ctx context.Context) error { return d.Cri.ReopenContainerLog(ctx, frozen.Id) })
+	shown("its monitor to open its log anew", "container "+frozen.Id, general)
+	d.WaitIdle(t)
+	launchers := d.Launchers()
+	for _, pid := range launchers {
+		harness.Must(t, syscall.Kill(pid, syscall.SIGSTOP))
+	}
+	begin("start", func(ctx context.Context) error { return d.Cri.StartContainer(ctx, created.Id) })
+	shown("its launch", "container "+created.Id, general)
+
+	close(speak)
+	plugin.Is(t, "ADD", "")
+	plugin.Is(t, "DEL", "")
+	machine.KillProcess(t, stubborn.Pid(t))
+	for _, pid := range append(launchers, monitor) {
+		harness.Must(t, syscall.Kill(pid, syscall.SIGCONT))
+	}
+	under.Wait()
+	harness.Eventually(t, "no wait is left", func() error {
+		for _, w := range waitsOf(t, harness.Get(d.Cri.Status(t.Context(), true))(t).Info) {
+			if seen[w.What] == w.Object {
+				return fmt.Errorf("%s of %s is waited for", w.What, w.Object)
+			}
+		}
+		return nil
+	})
+}
+
+// untilClosed keeps requests of paths that contain part waiting.
+func untilClosed(end chan struct{}, part string) func(http.ResponseWriter, *http.Request) bool {
+	return func(_ http.ResponseWriter, r *http.Request) bool {
+		if strings.Contains(r.URL.Path, part) {
+			<-end
+		}
+		return false
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"runtime"
+	runtimemetrics "runtime/metrics"
 	"strings"
 	"time"
 
@@ -70,6 +71,7 @@ func (s *runtimeService) verboseStatus() (map[string]string, error) {
 		"pulls":        s.images.Progress(),
 		"handlers":     s.pods.Handlers(),
 		"waits":        s.waits(),
+		"heap":         heap(),
 		"goroutines":   runtime.NumGoroutine(), // the integration tests' leak check compares it
 		"cgroupDriver": strings.ToLower(s.cgroupDriver().String()),
 		"versions":     map[string]string{"berth": s.cfg.Version, "go": runtime.Version(), "cri": runtimeAPIVersion},
@@ -81,6 +83,22 @@ func (s *runtimeService) verboseStatus() (map[string]string, error) {
 		values["network"] = s.cfg.Network()
 	}
 	return infoMap(values)
+}
+
+// heapInfo is "heap" in verbose Status, in bytes.
+type heapInfo struct {
+	InUse       uint64 `json:"inUse"` // of it, when garbage was collected last
+	Collections uint64 `json:"collections"`
+	Taken       uint64 `json:"taken"` // by the Go runtime, garbage and stacks included
+	Limit       uint64 `json:"limit"` // to which it keeps that; without one it is 2^63-1
+}
+
+func heap() heapInfo {
+	samples := []runtimemetrics.Sample{{Name: "/gc/heap/live:bytes"}, {Name: "/gc/cycles/total:gc-cycles"},
+		{Name: "/memory/classes/total:bytes"}, {Name: "/memory/classes/heap/released:bytes"}, {Name: "/gc/gomemlimit:bytes"}}
+	runtimemetrics.Read(samples)
+	value := func(i int) uint64 { return samples[i].Value.Uint64() }
+	return heapInfo{InUse: value(0), Collections: value(1), Taken: value(2) - value(3), Limit: value(4)}
 }
 
 // waitInfo is one entry of "waits" in verbose Status.

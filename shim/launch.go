@@ -96,7 +96,7 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchReque
 func recordLauncher(p *launcher, dir string) error {
 	start, err := pidfd.StartTime(p.pid)
 	if err != nil {
-		return fmt.Errorf("look at its launcher: %w", err)
+		return fmt.Errorf("the launcher is lost: %w", err)
 	}
 	failpoint.Reach("launch.record")
 	if err := record.Write(dir, record.ShimFile, record.Shim{PID: p.pid, Start: start}.Encode()); err != nil {

@@ -2,6 +2,7 @@ package harness
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"io/fs"
 	"maps"
@@ -314,6 +315,40 @@ func (d *Daemon) Memory(t *testing.T) (kilobytes int) {
 	_, err := fmt.Sscan(machine.StatusField(t, d.Cmd.Process.Pid, "VmRSS"), &kilobytes)
 	Must(t, err)
 	return kilobytes
+}
+
+// Heap is what the daemon says of its memory, in bytes.
+type Heap struct{ InUse, Collections, Taken, Limit uint64 }
+
+// Heap asks the daemon for it.
+func (d *Daemon) Heap(t *testing.T) (heap Heap) {
+	t.Helper()
+	status, err := d.Cri.Status(context.Background(), true)
+	Must(t, err)
+	Must(t, json.Unmarshal([]byte(status.Info["heap"]), &heap))
+	return heap
+}
+
+// HeapInUse returns how many bytes of the daemon's heap are in use, garbage not counted. What is garbage now has been
+// collected by then: answers to verbose Status make new garbage, so asking for it drives the collector.
+func (d *Daemon) HeapInUse(t *testing.T) (bytes uint64) {
+	t.Helper()
+	const emptiesPools = 3 // cycles; the first may be under way, and what is pooled outlives one more
+	var first *uint64
+	Eventually(t, "garbage is collected", func() error {
+		for range 100 {
+			heap := d.Heap(t)
+			if first == nil {
+				first = &heap.Collections
+			}
+			if heap.Collections >= *first+emptiesPools {
+				bytes = heap.InUse
+				return nil
+			}
+		}
+		return fmt.Errorf("not %d times", emptiesPools)
+	})
+	return bytes
 }
 
 // PodCount is how many configurations of pods and containers were made.

@@ -127,8 +127,9 @@ func TestClockJumps(t *testing.T) {
 				}
 				return nil
 			})
-			if cores := harness.Get(d.Cri.ContainerStats(t.Context(), c2.Id))(t).Cpu.UsageNanoCores.GetValue(); cores > 64e9 {
-				t.Errorf("a container with one process uses %d nanocores", cores)
+			// Of a container with one process that does nothing else; others need the CPU, too.
+			if used := harness.Get(d.Cri.ContainerStats(t.Context(), c2.Id))(t).Cpu.UsageNanoCores; used == nil || used.Value < 0.05e9 || used.Value > 1.2e9 {
+				t.Errorf("a container that uses a core is said to use %v nanocores", used)
 			}
 			laterOnes(t, d, pod, c2)
 		})

@@ -14,16 +14,15 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
-	"berth/integration/machine"
 )
 
-// A daemon with 64 MiB for itself and all that it starts pulls an image of many layers and runs 50 pods. Its heap keeps to half of
-// that; where launchers and plugins need the rest it is killed, and the next one goes on. In the end
-// there are the image and the pods.
+// A daemon with 64 MiB for itself and all that it starts pulls an image of many layers and runs 50 pods. It keeps its own memory
+// to half of that; where launchers and plugins need the rest one of them is killed, or the daemon, and the next one goes on.
+// Every error says so. In the end there are the image and the pods.
 func TestMemoryLimit(t *testing.T) {
 	group, option := inGroup(t, "memory")
 	const limit = 64 << 20
-	group.set(t, "memory.limit_in_bytes", limit)
+	group.limitMemory(t, limit)
 	d := harness.StartDaemon(t, option)
 	var trees []fixture.Tree
 	for i := range 12 { // 1 MiB each: root is on a tmpfs here, so they count for good
@@ -40,47 +39,67 @@ func TestMemoryLimit(t *testing.T) {
 		config := d.PodConfig(t)
 		left = append(left, func() error { _, err := d.Cri.RunPodSandbox(t.Context(), config, ""); return err })
 	}
-	deaths, peak := 0, int64(0)
+	deaths, failed, taken := 0, 0, uint64(0)
 	for round := 0; len(left) > 0; round++ {
 		if round == 20 {
 			t.Fatalf("%d of 51 calls do not succeed: %v", len(left), left[0]())
 		}
-		left = callAll(left, 3)
+		var errs []error
+		left, errs = callAll(left, 3)
+		for _, err := range errs {
+			failed++
+			if !lacksMemory(err) {
+				t.Errorf("the error does not tell what is lacking: %v", err)
+			}
+		}
 		if d.Gone() {
 			deaths++
 			d.End(t)
 			d.Start(t)
-			continue
 		}
-		harness.Get(fmt.Sscan(machine.StatusField(t, d.Cmd.Process.Pid, "VmHWM"), &peak))(t)
+		heap := d.Heap(t)
+		harness.Equal(t, "limit of the daemon's own memory", heap.Limit, limit/2)
+		taken = max(taken, heap.Taken)
+	}
+	if taken > limit/2 {
+		t.Errorf("the daemon's own memory is %d KiB of %d", taken>>10, limit/2>>10)
 	}
 	pods := harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)
 	harness.Equal(t, "number of pods", len(pods), 50)
 	for _, p := range pods {
 		d.Objects = append(d.Objects, p.Id)
 	}
-	t.Logf("the daemon was killed %d times; the last one has used %d KiB at most, its cgroup %d KiB of %d",
-		deaths, peak, group.number(t, "memory.max_usage_in_bytes")>>10, limit>>10)
-	group.set(t, "memory.limit_in_bytes", -1) // the removal, all at once, is not what is tried here
+	t.Logf("%d calls failed, the daemon was killed %d times; its own memory was %d KiB, all in its cgroup %d KiB of %d",
+		failed, deaths, taken>>10, group.peakMemory(t)>>10, limit>>10)
+	group.limitMemory(t, 0) // the removal, all at once, is not what is tried here
 }
 
-// callAll makes calls, so many at a time, and returns those that failed.
-func callAll(calls []func() error, parallel int) (failed []func() error) {
+// lacksMemory tells whether an error says that memory was lacking, or that the daemon or what it started was killed.
+func lacksMemory(err error) bool {
+	if cutOff(err) || harness.CodeOf(err) == codes.ResourceExhausted {
+		return true
+	}
+	text := err.Error()
+	return strings.Contains(text, "signal: killed") || strings.Contains(text, "the launcher is lost")
+}
+
+// callAll makes calls, so many at a time, and returns those that failed, and why.
+func callAll(calls []func() error, parallel int) (failed []func() error, errs []error) {
 	var group errgroup.Group
 	group.SetLimit(parallel)
-	var mu sync.Mutex // guards failed
+	var mu sync.Mutex // guards failed and errs
 	for _, call := range calls {
 		group.Go(func() error {
-			if call() != nil {
+			if err := call(); err != nil {
 				mu.Lock()
 				defer mu.Unlock()
-				failed = append(failed, call)
+				failed, errs = append(failed, call), append(errs, err)
 			}
 			return nil
 		})
 	}
-	_ = group.Wait() // the failures are in failed
-	return failed
+	_ = group.Wait() // the failures are in errs
+	return failed, errs
 }
 
 // Containers and what is executed in them get the limit of open files that the daemon was started with, not the one
@@ -121,6 +140,7 @@ func TestOutOfDescriptors(t *testing.T) {
 				if !o.once {
 					harness.Must(t, call())
 				}
+				d.StateSettles(t)
 			}
 		})
 	}
@@ -180,6 +200,7 @@ func TestOutOfProcesses(t *testing.T) {
 				if !o.once { // a launcher that could not have a thread may not be dead yet
 					harness.Eventually(t, "it works again", call)
 				}
+				d.StateSettles(t)
 			}
 		})
 	}
