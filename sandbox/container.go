@@ -8,7 +8,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
@@ -46,6 +45,7 @@ type container struct {
 	running    atomic.Pointer[running]        // nil without a shim
 	info       atomic.Pointer[view.Container] // nil until created: nobody sees half a container
 	census     census.Ledger                  // what it has written
+	looking    atomic.Bool                    // somebody looks at its mounts
 }
 
 // running is a container that has a shim.
@@ -203,7 +203,7 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 // describeContainer publishes a container that can be described, with what plugins want of it, and returns
 // what they want of others. It needs the container's turn.
 func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) (others []nri.Update, err error) {
-	spec, err := m.launch.Prove(p.described(), m.toLaunch(c, c.resources, nil)) // plugins see no container that can't be
+	spec, err := m.launch.Prove(ctx, p.described(), m.toLaunch(c, c.resources, nil)) // plugins see no container that can't be
 	if err != nil {
 		return nil, err
 	}
@@ -223,20 +223,6 @@ func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) (
 	}
 	m.publishContainer(c)
 	return others, nil
-}
-
-// RuntimeSpec returns what the launcher is, or was, told of a container.
-func (m *Manager) RuntimeSpec(id string) (*specs.Spec, error) {
-	c, err := m.containers.Find(id)
-	if err != nil {
-		return nil, err
-	}
-	p, err := m.pods.Find(c.podID)
-	if err != nil {
-		return nil, err
-	}
-	info := c.info.Load()
-	return m.launch.Spec(p.described(), m.toLaunch(c, info.Resources, info.Limits))
 }
 
 // toLaunch is what the container is launched from, with these limits. Without the turn, only after it was published.

@@ -92,7 +92,7 @@ func (s *runtimeService) ListContainers(_ context.Context, req *runtimeapi.ListC
 }
 
 // ContainerStatus implements RuntimeService.
-func (s *runtimeService) ContainerStatus(_ context.Context, req *runtimeapi.ContainerStatusRequest) (*runtimeapi.ContainerStatusResponse, error) {
+func (s *runtimeService) ContainerStatus(ctx context.Context, req *runtimeapi.ContainerStatusRequest) (*runtimeapi.ContainerStatusResponse, error) {
 	if err := need(field{"container_id", req.GetContainerId() != ""}); err != nil {
 		return nil, err
 	}
@@ -102,7 +102,7 @@ func (s *runtimeService) ContainerStatus(_ context.Context, req *runtimeapi.Cont
 	}
 	resp := &runtimeapi.ContainerStatusResponse{Status: s.containerStatus(c)}
 	if req.GetVerbose() {
-		resp.Info, err = infoMap(map[string]any{"info": s.containerDetail(c)})
+		resp.Info, err = infoMap(map[string]any{"info": s.containerDetail(ctx, c)})
 		if err != nil {
 			return nil, err
 		}
@@ -121,9 +121,9 @@ type containerDetail struct {
 	SpecError string      `json:"runtimeSpecError,omitempty"` // a mount's source may be gone by now
 }
 
-func (s *runtimeService) containerDetail(c *view.Container) containerDetail {
+func (s *runtimeService) containerDetail(ctx context.Context, c *view.Container) containerDetail {
 	detail := containerDetail{PID: c.PID, PodID: c.PodID, Config: c.Config}
-	spec, err := s.pods.RuntimeSpec(c.ID)
+	spec, err := s.pods.RuntimeSpec(ctx, c.ID)
 	if err != nil {
 		detail.SpecError = err.Error()
 	}

@@ -116,7 +116,7 @@ func (f *fakePods) RemoveContainer(ctx context.Context, id string) error {
 	return f.call(ctx, "RemoveContainer", id)
 }
 
-func (f *fakePods) RuntimeSpec(id string) (*specs.Spec, error) {
+func (f *fakePods) RuntimeSpec(_ context.Context, id string) (*specs.Spec, error) {
 	if _, err := f.Container(id); err != nil {
 		return nil, err
 	}

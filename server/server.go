@@ -72,7 +72,7 @@ type Sandboxes interface {
 	RemoveContainer(ctx context.Context, id string) error
 	Container(id string) (*view.Container, error)
 	Containers() []*view.Container
-	RuntimeSpec(id string) (*specs.Spec, error)
+	RuntimeSpec(ctx context.Context, id string) (*specs.Spec, error)
 	ExecSync(ctx context.Context, id string, cmd []string, timeout time.Duration) (*session.Result, error)
 	UpdateContainerResources(ctx context.Context, id string, resources *runtimeapi.LinuxContainerResources) error
 	ReopenContainerLog(ctx context.Context, id string) error

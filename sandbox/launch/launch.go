@@ -131,7 +131,7 @@ func (k Kit) Spec(pod describe.Pod, c Container) (*specs.Spec, error) {
 }
 
 // Prove describes a container, and refuses what a launch would. Its mounts have their SELinux labels afterwards.
-func (k Kit) Prove(pod describe.Pod, c Container) (*specs.Spec, error) {
+func (k Kit) Prove(ctx context.Context, pod describe.Pod, c Container) (*specs.Spec, error) {
 	spec, err := k.Spec(pod, c)
 	if err != nil {
 		return nil, err
@@ -142,10 +142,23 @@ func (k Kit) Prove(pod describe.Pod, c Container) (*specs.Spec, error) {
 	if err := k.Namespaces.CheckMounts(pod.ID, pod.Runtime, spec); err != nil {
 		return nil, err
 	}
-	if err := k.SELinux.LabelMounts(c.Config, c.Rec.SELinux); err != nil {
+	if err := k.labelMounts(ctx, c); err != nil {
 		return nil, err
 	}
 	return spec, nil
+}
+
+// labelMounts labels the files of mounts that ask for it: all of a volume's, of which there may be millions, on a server that may not
+// answer. When ctx ends it goes on without the caller; a container that is created again begins anew.
+func (k Kit) labelMounts(ctx context.Context, c Container) error {
+	if c.Rec.SELinux.Mount == "" {
+		return nil
+	}
+	object, labels := "container "+c.Rec.ID, c.Rec.SELinux // the record is the turn's holder's
+	defer k.Tasks.BeginUpTo(task.Limit, "files of its mounts to be labelled", object)()
+	return k.Tasks.Detach(ctx, task.Limit, "label the mounts of", object, func(context.Context) error {
+		return k.SELinux.LabelMounts(c.Config, labels)
+	})
 }
 
 // Container starts a container of a pod that runs.
