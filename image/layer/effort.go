@@ -20,7 +20,7 @@ type Effort struct {
 
 // What things take, in units of about a microsecond.
 const (
-	allEffort  = 64 << 20 // of an image: a minute or two
+	allEffort  = 32 << 20 // of an image: less than a minute of CPU time, for up to four million look-ups
 	longEffort = 1 << 16  // that a join needs nothing is written down if finding it out took more than that
 	stepEffort = 1        // a name that is known
 	openEffort = 8        // a directory that is opened, and a name in it that is looked at
