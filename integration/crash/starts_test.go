@@ -18,8 +18,8 @@ var starts = []operation{
 		prepare: with(podRuns(podInUserNamespace), withContainer(obedient, containerInUserNamespace, imageVolume), started), request: goOn, more: true},
 	{name: "Start_lost_record_of_created_container", spoil: loseContainerRecord, prepare: with(podRuns(hostPort), withContainer(), created), request: goOn, more: true},
 	{name: "Start_damaged_records", named: checkpoint.SetAsideDir, spoil: with(damageRecords, tearAddress), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn},
-	{name: "Start_other_programs", spoil: with(ageProgram("pause"), ageProgram("monitor")), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn},
-	{name: "Start_damaged_layer", named: checkpoint.SetAsideDir, spoil: damageLayers, prepare: has(first), request: pull(first)},
+	{name: "Start_other_programs", spoil: with(ageProgram("pause"), ageProgram("monitor")), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn, more: true},
+	{name: "Start_damaged_layer", named: checkpoint.SetAsideDir, spoil: damageLayers, prepare: has(first), request: pull(first), more: true},
 	{name: "Start_lost_state", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: nothing, request: goOn, more: true},
 }
 
