@@ -176,43 +176,41 @@ func (s *Store) load() error {
 	for _, d := range damaged {
 		s.log.Error("image record set aside; the image must be pulled again", "image", d.Name, "file", d.Path, "error", d.Err)
 	}
-	for _, name := range settleTags(records) {
-		s.log.Warn("tag was moving between images when berth stopped; it belongs to the newer one", "tag", name)
-	}
 	for id, rec := range records {
 		s.sequence = max(s.sequence, rec.Sequence)
 		s.refs.tryAcquire(imageOwner(id), rec.layers()) // nothing is dying yet
+	}
+	for id, tags := range settleTags(records) {
+		s.log.Warn("tags were moving between images when berth stopped; they belong to the newer one", "tags", tags, "older", id)
+		records[id] = s.untag(id, records[id])
 	}
 	s.index.Store(newIndex(records, s.index.Load(), s.pinned))
 	return nil
 }
 
 // settleTags gives a tag that two records have to the one written last: a tag
-// moves by writing its new owner first. It returns those tags. The older record
-// keeps the tag on disk until it is next written, which is harmless.
-func settleTags(records map[string]record) []string {
+// moves by writing its new owner first. It returns the tags that records have lost, by ID. These are to be
+// written: on disk they have the tags still, which would be theirs again with the newer record gone.
+func settleTags(records map[string]record) (lost map[string][]string) {
 	owner := map[string]string{}
-	var moved []string
 	for _, id := range slices.Sorted(maps.Keys(records)) {
 		for _, tag := range records[id].Tags {
-			other, taken := owner[tag]
-			if taken {
-				moved = append(moved, tag)
-			}
-			if !taken || records[other].Sequence < records[id].Sequence {
+			if other, taken := owner[tag]; !taken || records[other].Sequence < records[id].Sequence {
 				owner[tag] = id
 			}
 		}
 	}
+	lost = map[string][]string{}
 	for id, rec := range records {
 		for _, tag := range rec.Tags {
 			if owner[tag] != id {
 				rec = rec.without(tag)
+				lost[id] = append(lost[id], tag)
 			}
 		}
 		records[id] = rec
 	}
-	return moved
+	return lost
 }
 
 // List returns all images, sorted by ID. The caller must not change the slice.

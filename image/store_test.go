@@ -386,6 +386,17 @@ func TestTagThatWasMoving(t *testing.T) {
 	if !strings.Contains(log.String(), name+":v1") {
 		t.Errorf("the log does not name the tag: %s", log)
 	}
+	// It does not come back with the new image gone, and another daemon.
+	if err := s.Remove(t.Context(), second.ID); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s = openStore(t, Config{Root: root})
+	if old, err := s.Get(first.ID); err != nil || len(old.RepoTags) != 0 {
+		t.Errorf("after the new image was removed the old one is %+v, %v", old, err)
+	}
 }
 
 func TestRemove(t *testing.T) {
