@@ -160,9 +160,9 @@ func TestUnknownAppArmorProfile(t *testing.T) {
 // A runtime's program confines as libcontainer does.
 func TestAppArmorWithCrun(t *testing.T) {
 	needAppArmor(t)
-	path := crun(t)
+	path := harness.Crun(t)
 	local := loadProfile(t)
-	d := harness.StartDaemon(t, withHandler("crun", path))
+	d := harness.StartDaemon(t, harness.WithHandler("crun", path))
 	pod := runPodWith(t, d, "crun", harness.HostNetwork)
 	for want, c := range map[string]*harness.Container{
 		defaultProfile: pod.Run(t),

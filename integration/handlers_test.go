@@ -13,7 +13,6 @@ import (
 	"syscall"
 	"testing"
 
-	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	cri "k8s.io/cri-client/pkg"
@@ -23,18 +22,6 @@ import (
 	"berth/integration/machine"
 )
 
-// withHandler configures a runtime handler.
-func withHandler(name, path string, args ...string) harness.DaemonOption {
-	lines := []string{"[handlers." + name + "]"}
-	if path != "" {
-		lines = append(lines, fmt.Sprintf("path = %q", path))
-	}
-	if len(args) > 0 {
-		lines = append(lines, fmt.Sprintf(`args = ["%s"]`, strings.Join(args, `", "`)))
-	}
-	return harness.WithConfig(lines...)
-}
-
 // runPodWith is runPod with a runtime handler.
 func runPodWith(t *testing.T, d *harness.Daemon, handler string, opts ...harness.PodOption) *harness.Pod {
 	t.Helper()
@@ -43,27 +30,6 @@ func runPodWith(t *testing.T, d *harness.Daemon, handler string, opts ...harness
 	harness.Must(t, err)
 	d.Objects = append(d.Objects, id)
 	return &harness.Pod{D: d, Id: id, Config: config}
-}
-
-// crun returns the path of crun, $BERTH_CRUN or the one in PATH, and lets it believe that no cgroup controller is on
-// version 2: it refuses hybrid set-ups where one is.
-func crun(t *testing.T) string {
-	t.Helper()
-	path := os.Getenv("BERTH_CRUN")
-	if path == "" {
-		var err error
-		if path, err = exec.LookPath("crun"); err != nil {
-			t.Skip("NOT TESTED: crun is not installed, and BERTH_CRUN names none")
-		}
-	}
-	const file = "/sys/fs/cgroup/unified/cgroup.controllers"
-	if _, err := os.Stat(file); err == nil {
-		empty := filepath.Join(t.TempDir(), "empty")
-		harness.Must(t, os.WriteFile(empty, nil, 0o600))
-		harness.Must(t, unix.Mount(empty, file, "", unix.MS_BIND, ""))
-		t.Cleanup(func() { harness.Must(t, unix.Unmount(file, 0)) })
-	}
-	return path
 }
 
 // runsc returns the path of gVisor's runsc: $BERTH_RUNSC, or the one in PATH.
@@ -97,7 +63,7 @@ func handlersOf(t *testing.T, d *harness.Daemon) (announced map[string]*runtimea
 
 // A handler without a program is the built-in one by another name.
 func TestHandlerAlias(t *testing.T) {
-	d := harness.StartDaemon(t, withHandler("test-handler", ""))
+	d := harness.StartDaemon(t, harness.WithHandler("test-handler", ""))
 	announced, _ := handlersOf(t, d)
 	harness.Equal(t, "features", announced["test-handler"].String(), announced["berth"].String())
 	pod := runPodWith(t, d, "test-handler", harness.HostNetwork)
@@ -108,9 +74,9 @@ func TestHandlerAlias(t *testing.T) {
 // A program that is missing keeps neither the daemon nor other handlers' pods from
 // running. When it is there, no restart is needed.
 func TestHandlerProgramMissing(t *testing.T) {
-	path := crun(t)
+	path := harness.Crun(t)
 	link := filepath.Join(t.TempDir(), "crun")
-	d := harness.StartDaemon(t, withHandler("later", link), withHandler("broken", "/bin/false"))
+	d := harness.StartDaemon(t, harness.WithHandler("later", link), harness.WithHandler("broken", "/bin/false"))
 	announced, problems := handlersOf(t, d)
 	for _, name := range []string{"later", "broken"} {
 		if _, ok := announced[name]; ok || problems[name] == "" {
@@ -128,7 +94,7 @@ func TestHandlerProgramMissing(t *testing.T) {
 }
 
 func TestCrun(t *testing.T) {
-	d := harness.StartDaemon(t, withHandler("crun", crun(t)))
+	d := harness.StartDaemon(t, harness.WithHandler("crun", harness.Crun(t)))
 	pod := runPodWith(t, d, "crun")
 	harness.Equal(t, "handler", pod.Status(t).RuntimeHandler, "crun")
 	t.Run("lifecycle", func(t *testing.T) {
@@ -196,7 +162,7 @@ func TestCrun(t *testing.T) {
 // A pod's user namespace is made by berth; a runtime's program joins it, if it says that it can.
 func TestCrunUserNamespace(t *testing.T) {
 	const base = 5 * usernsLength
-	d := harness.StartDaemon(t, withHandler("crun", crun(t)))
+	d := harness.StartDaemon(t, harness.WithHandler("crun", harness.Crun(t)))
 	if announced, _ := handlersOf(t, d); !announced["crun"].GetUserNamespaces() {
 		_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t, userNamespace(base)), "crun")
 		harness.WantCode(t, err, codes.FailedPrecondition, "user namespaces")
@@ -227,7 +193,7 @@ func TestCrunUserNamespace(t *testing.T) {
 // What a runtime's program made, the next daemon finds, stops and removes, even if it
 // knows the handler no more.
 func TestCrunSurvivesDaemon(t *testing.T) {
-	d := harness.StartDaemon(t, withHandler("crun", crun(t)))
+	d := harness.StartDaemon(t, harness.WithHandler("crun", harness.Crun(t)))
 	pod := runPodWith(t, d, "crun", harness.HostNetwork)
 	running := pod.Run(t)
 	ends := pod.Run(t, harness.Script("trap 'exit 11' TERM; echo ready; while :; do sleep 0.02; done"))
@@ -258,7 +224,7 @@ func TestRunsc(t *testing.T) {
 	// gVisor takes the pod's addresses from its interface, and the bridge plugin then does
 	// not know any more what it masquerades.
 	network := strings.Replace(fixture.Conflist("test", "/run/runsc-network", fixture.Range4), `"ipMasq": true`, `"ipMasq": false`, 1)
-	d := harness.StartDaemon(t, withHandler("runsc", runsc(t)), harness.WithNetwork(network))
+	d := harness.StartDaemon(t, harness.WithHandler("runsc", runsc(t)), harness.WithNetwork(network))
 	pod := runPodWith(t, d, "runsc")
 	t.Run("lifecycle", func(t *testing.T) {
 		c := pod.Run(t, harness.Script("trap 'echo bye; exit 7' TERM; echo hello; dmesg | head -3; while :; do sleep 0.1; done"))
@@ -315,7 +281,7 @@ func TestRunsc(t *testing.T) {
 
 // What a runtime's program made for a pod whose records are lost is removed.
 func TestCrunWithoutRecords(t *testing.T) {
-	d := harness.StartDaemon(t, withHandler("crun", crun(t)))
+	d := harness.StartDaemon(t, harness.WithHandler("crun", harness.Crun(t)))
 	pod := runPodWith(t, d, "crun", harness.HostNetwork)
 	c := pod.Run(t)
 	pid := c.Pid(t)
@@ -342,9 +308,9 @@ func TestStopDuringStart(t *testing.T) {
 	dir := t.TempDir()
 	hold, held := filepath.Join(dir, "hold"), filepath.Join(dir, "held")
 	slow := filepath.Join(dir, "slow")
-	script := fmt.Sprintf("#!/bin/sh\ncase \" $* \" in *\" create \"*) if [ -e %[1]s ]; then touch %[2]s; sleep 100000; fi ;; esac\nexec %[3]s \"$@\"\n", hold, held, crun(t))
+	script := fmt.Sprintf("#!/bin/sh\ncase \" $* \" in *\" create \"*) if [ -e %[1]s ]; then touch %[2]s; sleep 100000; fi ;; esac\nexec %[3]s \"$@\"\n", hold, held, harness.Crun(t))
 	harness.Must(t, os.WriteFile(slow, []byte(script), 0o700))
-	d := harness.StartDaemon(t, withHandler("slow", slow))
+	d := harness.StartDaemon(t, harness.WithHandler("slow", slow))
 	pod := runPodWith(t, d, "slow", harness.HostNetwork)
 	c := pod.Create(t)
 	harness.Must(t, os.WriteFile(hold, nil, 0o600))

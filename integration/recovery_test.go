@@ -91,38 +91,6 @@ func TestExitWhileDaemonIsDown(t *testing.T) {
 	harness.Equal(t, "reason of the container out of memory", oom.WaitExited(t).Reason, "OOMKilled")
 }
 
-// The pod's end while no daemon runs.
-func TestPauseDiesWhileDaemonIsDown(t *testing.T) {
-	d := harness.StartDaemon(t)
-	pod := d.RunPod(t)
-	pause := pod.PausePID(t)
-	d.Kill(t)
-	harness.Must(t, syscall.Kill(pause, syscall.SIGKILL))
-	d.Start(t)
-	harness.Equal(t, "state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
-	pod.Remove(t)
-}
-
-// A monitor that is killed takes its container with it, and the status says so.
-func TestMonitorKilled(t *testing.T) {
-	d := harness.StartDaemon(t)
-	pod := d.RunPod(t, harness.HostNetwork)
-	c := pod.Run(t)
-	var parent int
-	_, err := fmt.Sscan(machine.StatusField(t, c.Pid(t), "PPid"), &parent)
-	harness.Must(t, err)
-	harness.Must(t, syscall.Kill(parent, syscall.SIGKILL))
-	status := c.WaitExited(t)
-	if status.ExitCode == 0 {
-		t.Error("the exit code is 0")
-	}
-	if status.Reason == "" || status.Reason == "Completed" {
-		t.Errorf("the reason is %q", status.Reason)
-	}
-	harness.Must(t, d.Cri.RemoveContainer(t.Context(), c.Id))
-	harness.Equal(t, "another container runs", pod.Sh(t, "echo fine"), "fine\n")
-}
-
 // The daemon is killed at a different moment of a pod's start each time. Whatever
 // it got to, the next daemon can remove it, and the leak check finds nothing.
 func TestKillDaemonDuringRunPodSandbox(t *testing.T) {

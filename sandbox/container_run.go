@@ -261,7 +261,7 @@ func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.D
 		}
 		failpoint.Reach("container.signalled")
 		end := m.tasks.BeginUpTo(timeout, "exit", c.String())
-		exited := m.processes.AwaitExit(ctx, run.Running, timeout)
+		exited := m.processes.AwaitStop(ctx, run.Running, timeout)
 		end()
 		if exited {
 			return nil
@@ -277,7 +277,6 @@ func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.D
 // A container that does not run is no error. It must not hold the turn: the exit is
 // published with it.
 func (m *Manager) killContainer(ctx context.Context, c *container) error {
-	begin := time.Now()
 	defer m.tasks.Begin("its end after SIGKILL", c.String())()
 	for delay := 50 * time.Millisecond; ; delay = min(2*delay, time.Second) {
 		run := c.running.Load()
@@ -285,8 +284,7 @@ func (m *Manager) killContainer(ctx context.Context, c *container) error {
 			return nil
 		}
 		err := m.processes.Kill(ctx, c.id, c.rec.CgroupsPath, m.runtimeOf(c), run.Running)
-		if time.Since(begin) > process.KillWait/2 && run.HasEnded() {
-			// Only its shim is left, and hangs: on a log that can't be written, for one.
+		if run.ShimHangs() {
 			failpoint.Reach("container.kill-shim")
 			err = errors.Join(err, run.KillShim())
 			failpoint.Reach("container.shim-killed")

@@ -248,7 +248,7 @@ func (m *Manager) assemble() {
 	m.footprint = footprint.Kit{Dirs: m.dirs, HostResolvConf: m.cfg.HostResolvConf, Namespaces: m.namespaces, Networks: m.networks,
 		Launch: m.launch, Processes: m.processes, SELinux: m.selinux, Images: m.images, Trash: m.trash, Records: m.podRecords, Tasks: m.tasks, Log: m.log}
 	m.Statistics = usage.New(meters{m}, m.log)
-	m.Streams = streams.New(streamTargets{m}, m.launchers, m.dirs, m.cfg.Streams, m.tasks)
+	m.Streams = streams.New(streamTargets{m}, m.launchers, m.dirs, m.cfg.SystemdCgroup, m.cfg.Streams, m.tasks)
 }
 
 // Waits returns what operations are waiting for at the moment, oldest first.

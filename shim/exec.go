@@ -5,12 +5,16 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"berth/internal/cgroup"
 	"berth/internal/errdefs"
+	"berth/internal/failpoint"
+	"berth/internal/killtree"
 	"berth/internal/pidfd"
 	"berth/shim/control"
 )
@@ -20,8 +24,7 @@ import (
 type Exec struct {
 	l       *Launchers
 	p       *launcher
-	id      string // of the container
-	execID  string
+	req     ExecRequest
 	pid     int
 	proc    *os.File // pidfd
 	console *os.File
@@ -62,15 +65,19 @@ func (l *Launchers) execWith(ctx context.Context, req ExecRequest, take func() (
 	if err := l.oom.lend(p.pid); err != nil { // what dies now is found out by asking it
 		l.cfg.Log.Warn("an exec is not as easily killed as it should be", "container", req.ID, "error", err)
 	}
-	e := &Exec{l: l, p: p, id: req.ID, execID: req.ExecID}
+	e := &Exec{l: l, p: p, req: req}
 	again, err := e.start(ctx, req)
-	if err == nil {
+	switch {
+	case err == nil:
 		return e, nil
+	case again:
+		l.giveBack(p)
+		return nil, err
 	}
 	if errors.Is(err, errDeaf) { // or it would be waited for first
 		_ = pidfd.Signal(p.proc, unix.SIGKILL) // what can't be killed now retire complains of
 	}
-	l.giveBack(p, again)
+	l.giveUp(p, req)
 	return nil, err
 }
 
@@ -170,7 +177,7 @@ func (e *Exec) Kill() error {
 	if ended {
 		return nil
 	}
-	if err := e.p.conn.Send(control.Request{Kill: e.execID}); err != nil {
+	if err := e.p.conn.Send(control.Request{Kill: e.req.ExecID}); err != nil {
 		return errors.Join(fmt.Errorf("kill exec: %w", err), pidfd.Signal(e.proc, unix.SIGKILL))
 	}
 	return nil
@@ -189,7 +196,7 @@ func (e *Exec) Wait(ctx context.Context) (int32, error) {
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		return 0, context.Cause(ctx)
 	}
-	e.l.logWarnings(e.id, reply.Warnings)
+	e.l.logWarnings(e.req.ID, reply.Warnings)
 	return e.finish(&reply, err)
 }
 
@@ -226,21 +233,69 @@ func (e *Exec) finish(reply *control.Reply, err error) (int32, error) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.ended, e.err = true, err
-	if err != nil { // the launcher is gone: nobody else is left to end the process
+	if err != nil { // what the process has started is ended by Close
 		_ = pidfd.Signal(e.proc, unix.SIGKILL) // it may have ended
+		return 0, err
 	}
-	if err == nil {
-		e.code = reply.Exited.Code
-	}
-	return e.code, err
+	e.code = reply.Exited.Code
+	return e.code, nil
 }
 
 // Close gives up the exec. A process that has not ended is killed with everything
 // it has started; a launcher that did its work serves again.
 func (e *Exec) Close() error {
-	ended, _, err := e.result()
-	e.l.giveBack(e.p, ended && err == nil)
+	if ended, _, err := e.result(); ended && err == nil {
+		e.l.giveBack(e.p)
+	} else {
+		e.l.giveUp(e.p, e.req)
+	}
 	return e.closeFiles()
+}
+
+// execScrubTime is how long the processes of an exec may take to die whose launcher was lost; after
+// that they end with their container.
+const execScrubTime = 10 * time.Second
+
+// scrubExec ends what is left of an exec without launcher, and removes its cgroup. An exec that has none of its own is missed,
+// but for its process, if that was announced.
+func scrubExec(req ExecRequest) error {
+	var err error
+	if req.Runtime != nil {
+		failpoint.Reach("exec.remove-directory")
+		err = os.RemoveAll(filepath.Join(req.Dir, control.ExecName(req.ExecID)))
+		failpoint.Reach("exec.directory-removed")
+	}
+	if req.CgroupsPath == "" {
+		return err
+	}
+	group, openErr := cgroup.Open(req.CgroupsPath, req.SystemdCgroup)
+	if openErr != nil {
+		return errors.Join(err, openErr)
+	}
+	for _, hierarchy := range control.ExecHierarchies {
+		dir := group.Paths()[hierarchy]
+		if dir == "" {
+			continue
+		}
+		dir = filepath.Join(dir, control.ExecName(req.ExecID))
+		failpoint.Reach("exec.kill-left")
+		err = errors.Join(err, killtree.Kill(dir, execScrubTime), removeGroup(dir))
+		failpoint.Reach("exec.left-killed")
+	}
+	return err
+}
+
+// removeGroup removes a cgroup without processes, which the kernel may call busy for a moment. It may be gone already.
+func removeGroup(dir string) error {
+	for deadline := time.Now().Add(execScrubTime); ; time.Sleep(time.Millisecond) {
+		err := unix.Rmdir(dir)
+		if err == nil || err == unix.ENOENT {
+			return nil
+		}
+		if err != unix.EBUSY || time.Now().After(deadline) {
+			return &os.PathError{Op: "remove cgroup", Path: dir, Err: err}
+		}
+	}
 }
 
 func (e *Exec) closeFiles() error {

@@ -157,18 +157,28 @@ func (l *Launchers) lend(n int) {
 	l.lent += n
 }
 
-// giveBack ends the use of a launcher for an exec.
-func (l *Launchers) giveBack(p *launcher, again bool) {
+// giveBack ends the use of a launcher for an exec, which has come to its end.
+func (l *Launchers) giveBack(p *launcher) {
 	l.lend(-1)
-	if again {
-		err := l.oom.giveBack(p.pid)
-		if err == nil {
-			l.put(p)
-			return
-		}
-		l.cfg.Log.Warn("a launcher serves no more", "pid", p.pid, "error", err)
+	err := l.oom.giveBack(p.pid)
+	if err == nil {
+		l.put(p)
+		return
 	}
+	l.cfg.Log.Warn("a launcher serves no more", "pid", p.pid, "error", err)
 	l.retire(p)
+	l.wantMore()
+}
+
+// giveUp ends the use of a launcher for an exec that it is to end, or that it was lost with. When it
+// is gone, what it has left of the exec is ended.
+func (l *Launchers) giveUp(p *launcher, req ExecRequest) {
+	l.lend(-1)
+	l.retire(p, func() {
+		if err := scrubExec(req); err != nil {
+			l.cfg.Log.Error("end what a launcher has left of an exec", "container", req.ID, "exec", req.ExecID, "error", err)
+		}
+	})
 	l.wantMore()
 }
 
@@ -261,23 +271,31 @@ func (l *Launchers) pop() *launcher {
 // retireTime is how long a launcher that was told to end may take.
 const retireTime = 10 * time.Second
 
-// retire ends a launcher and waits for that in the background.
-func (l *Launchers) retire(p *launcher) {
+// retire ends a launcher, waits for that in the background, and does the rest then.
+func (l *Launchers) retire(p *launcher, rest ...func()) {
 	if err := p.conn.Close(); err != nil {
 		l.cfg.Log.Warn("close a launcher's connection", "pid", p.pid, "error", err)
 	}
 	l.owned.Go(func() {
 		defer p.proc.Close()
-		ctx, cancel := context.WithTimeout(context.Background(), retireTime)
-		defer cancel()
-		if err := pidfd.Wait(ctx, p.proc); err == nil {
-			return
-		}
-		l.cfg.Log.Warn("a launcher does not end; killing it", "pid", p.pid)
-		if err := kill(p.proc); err != nil {
-			l.cfg.Log.Error("kill a launcher", "pid", p.pid, "error", err)
+		l.awaitEnd(p)
+		for _, do := range rest {
+			do()
 		}
 	})
+}
+
+// awaitEnd waits for the end of a launcher that was told to end, and kills it if it does not.
+func (l *Launchers) awaitEnd(p *launcher) {
+	ctx, cancel := context.WithTimeout(context.Background(), retireTime)
+	defer cancel()
+	if err := pidfd.Wait(ctx, p.proc); err == nil {
+		return
+	}
+	l.cfg.Log.Warn("a launcher does not end; killing it", "pid", p.pid)
+	if err := kill(p.proc); err != nil {
+		l.cfg.Log.Error("kill a launcher", "pid", p.pid, "error", err)
+	}
 }
 
 // kill ends a process and reaps it.

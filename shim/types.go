@@ -86,7 +86,7 @@ type Exit struct {
 // ExecRequest asks for one more process in a running container.
 type ExecRequest struct {
 	ID      string         // the container
-	ExecID  string         // unique in the container; names the exec's own sub-cgroup "exec-<ExecID>"
+	ExecID  string         // unique in the container; names the exec's own sub-cgroup, see control.ExecName
 	Process *specs.Process // args, env, cwd, user, capabilities …, complete
 	Stdin   *os.File       // nil: /dev/null; not used when Process.Terminal
 	Stdout  *os.File       // nil: /dev/null
@@ -94,4 +94,7 @@ type ExecRequest struct {
 
 	Runtime *ociruntime.Runtime // that the container was launched with
 	Dir     string              // the container's shim directory; only needed with Runtime
+
+	CgroupsPath   string // the container's, as in its spec: what a lost launcher leaves is found by it
+	SystemdCgroup bool   // cgroup driver
 }

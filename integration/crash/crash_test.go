@@ -35,7 +35,7 @@ func TestCrash(t *testing.T) {
 			ran = true
 			e := &enumeration{op: op, killed: killed}
 			e.run(t)
-			t.Log(e.summary())
+			t.Log(e.summary("the daemon killed at each of"))
 		})
 		all = all && ran
 	}
@@ -58,9 +58,9 @@ type enumeration struct {
 }
 
 // summary is a line that contrib/torture repeats at its end.
-func (e *enumeration) summary() string {
-	return fmt.Sprintf("TRIED %s: the daemon killed at %d points, %d cases, %d failed, %d differences, %d not reached again",
-		e.op.name, e.points, e.cases, e.failed, e.differences, e.missed)
+func (e *enumeration) summary(what string) string {
+	return fmt.Sprintf("TRIED %s: %s %d points, %d cases, %d failed, %d differences, %d not reached again",
+		e.op.name, what, e.points, e.cases, e.failed, e.differences, e.missed)
 }
 
 func (e *enumeration) run(t *testing.T) {
@@ -70,7 +70,7 @@ func (e *enumeration) run(t *testing.T) {
 	}
 	e.d = harness.StartDaemon(t, options...)
 	e.uncrashed(t) // what the first operation makes for good is there from now on
-	trace := e.uncrashed(t)
+	trace := e.byDaemon(e.uncrashed(t))
 	if e.op.ofStart() {
 		trace = e.recovered(t)
 	}
@@ -87,8 +87,18 @@ func (e *enumeration) run(t *testing.T) {
 	}
 }
 
+// byDaemon is what the daemon has reached of a trace.
+func (e *enumeration) byDaemon(trace []harness.ReachedPoint) (names []string) {
+	for _, p := range trace {
+		if p.PID == e.d.Cmd.Process.Pid {
+			names = append(names, p.Name)
+		}
+	}
+	return names
+}
+
 // uncrashed runs the operation, notes what it leaves, and returns the points that it reaches.
-func (e *enumeration) uncrashed(t *testing.T) (trace []string) {
+func (e *enumeration) uncrashed(t *testing.T) (trace []harness.ReachedPoint) {
 	t.Helper()
 	w := &world{d: e.d}
 	e.op.prepare(t, w)
@@ -98,7 +108,7 @@ func (e *enumeration) uncrashed(t *testing.T) (trace []string) {
 		t.Fatalf("%s without a crash: %v", e.op.name, err)
 	}
 	e.after = e.d.Settled(t)
-	trace = e.fp.Traced(t, e.d)
+	trace = e.fp.Traced(t)
 	w.clean(t)
 	e.idle = e.d.Settled(t)
 	return trace
@@ -126,7 +136,7 @@ func (e *enumeration) recovered(t *testing.T) (trace []string) {
 	e.fp.Trace(t)
 	e.d.Start(t)
 	e.d.Settled(t)
-	trace = e.fp.Traced(t, e.d)
+	trace = e.byDaemon(e.fp.Traced(t))
 	if e.op.spoil != nil {
 		do(e.op.request)(t, w)
 		e.after = e.d.Settled(t)
@@ -208,7 +218,7 @@ func (e *enumeration) crash(t *testing.T, at point, again retry) {
 		e.die(t, w, at)
 	} else {
 		e.end(t, w)
-		e.fp.KillNext(t, at.point, at.n)
+		e.fp.KillNext(t, harness.DaemonProgram, at.point, at.n)
 		if !e.d.StartUntilKilled(t, deathPatience) {
 			e.notReached(t, w, at, nil)
 		}

@@ -100,11 +100,17 @@ var operations = []operation{
 type world struct {
 	d         *harness.Daemon
 	pod       *runtimeapi.PodSandboxConfig
+	handler   string // the pod's; empty: the default one
 	container *runtimeapi.ContainerConfig
 	podID, id string
 }
 
 func nothing(*testing.T, *world) {}
+
+// crun is the handler of pods whose containers a program makes.
+const crun = "crun"
+
+func byCrun(_ *testing.T, w *world) { w.handler = crun }
 
 func with(steps ...func(*testing.T, *world)) func(*testing.T, *world) {
 	return func(t *testing.T, w *world) {
@@ -142,7 +148,7 @@ var (
 )
 
 func runPod(t *testing.T, w *world) (err error) {
-	w.podID, err = w.d.Cri.RunPodSandbox(t.Context(), w.pod, "")
+	w.podID, err = w.d.Cri.RunPodSandbox(t.Context(), w.pod, w.handler)
 	return err
 }
 
@@ -223,6 +229,8 @@ func containerInUserNamespace(c *runtimeapi.ContainerConfig) {
 func imageVolume(c *runtimeapi.ContainerConfig) {
 	c.Mounts = append(c.Mounts, &runtimeapi.Mount{ContainerPath: "/v", Readonly: true, Image: &runtimeapi.ImageSpec{Image: images().first}})
 }
+
+func terminal(c *runtimeapi.ContainerConfig) { c.Tty = true }
 
 func createContainer(t *testing.T, w *world) (err error) {
 	w.id, err = w.d.Cri.CreateContainer(t.Context(), w.podID, w.container, w.pod)

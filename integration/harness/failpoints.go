@@ -1,13 +1,16 @@
 package harness
 
 import (
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 )
 
 // failpointsDir is, in BinDir, the directory of the binaries that have failpoints.
@@ -57,37 +60,68 @@ func (f *Failpoints) Trace(t *testing.T) {
 	Must(t, os.WriteFile(filepath.Join(f.dir, "trace"), nil, 0o600))
 }
 
-// Traced ends that and returns the points that the daemon has reached, in that order.
-func (f *Failpoints) Traced(t *testing.T, d *Daemon) (names []string) {
+// ReachedPoint is a line of the trace.
+type ReachedPoint struct {
+	Name    string
+	PID     int
+	Program string // DaemonProgram, LauncherProgram or MonitorProgram
+}
+
+// The names of berth's programs that have failpoints.
+const (
+	DaemonProgram   = "berth"
+	LauncherProgram = "berth-shim"
+	MonitorProgram  = "berth-monitor"
+)
+
+// Traced ends that and returns the points that were reached, in that order.
+func (f *Failpoints) Traced(t *testing.T) (points []ReachedPoint) {
 	t.Helper()
 	path := filepath.Join(f.dir, "trace")
 	trace, err := os.ReadFile(path)
 	Must(t, err)
 	Must(t, os.Remove(path))
 	for line := range strings.Lines(string(trace)) {
-		if name, pid, _ := strings.Cut(strings.TrimSpace(line), " "); pid == strconv.Itoa(d.Cmd.Process.Pid) {
-			names = append(names, name)
-		}
+		var p ReachedPoint
+		_, err := fmt.Sscan(line, &p.Name, &p.PID, &p.Program)
+		Must(t, err)
+		points = append(points, p)
 	}
-	return names
+	return points
 }
 
 // Kill has the daemon killed at a point, the nth time from now on that it reaches it.
 func (f *Failpoints) Kill(t *testing.T, d *Daemon, name string, n int) {
 	t.Helper()
-	f.arm(t, name, n, d.Cmd.Process.Pid)
+	f.arm(t, name, n, "kill", strconv.Itoa(d.Cmd.Process.Pid))
 }
 
-// KillNext does that to a daemon that is started later.
-func (f *Failpoints) KillNext(t *testing.T, name string, n int) {
+// KillNext does that to a process of a program: a daemon that is started later, a launcher or monitor.
+func (f *Failpoints) KillNext(t *testing.T, program, name string, n int) {
 	t.Helper()
-	f.arm(t, name, n, -1)
+	f.arm(t, name, n, "kill", program)
 }
 
-func (f *Failpoints) arm(t *testing.T, name string, n, process int) {
+// FreezeNext has a process of a program stopped (SIGSTOP) at a point.
+func (f *Failpoints) FreezeNext(t *testing.T, program, name string, n int) {
+	t.Helper()
+	f.arm(t, name, n, "stop", program)
+}
+
+// WaitReached waits until the armed point was reached, for at most limit, and tells whether it was.
+func (f *Failpoints) WaitReached(limit time.Duration) bool {
+	return WaitUpTo(limit, func() error {
+		if _, err := os.Lstat(filepath.Join(f.dir, "armed")); !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("it was not reached: %w", err)
+		}
+		return nil
+	}) == nil
+}
+
+func (f *Failpoints) arm(t *testing.T, name string, n int, action, process string) {
 	t.Helper()
 	path := filepath.Join(f.dir, "armed")
-	Must(t, os.WriteFile(path+".new", fmt.Appendf(nil, "%s %d kill %d\n", name, n, process), 0o600))
+	Must(t, os.WriteFile(path+".new", fmt.Appendf(nil, "%s %d %s %s\n", name, n, action, process), 0o600))
 	Must(t, os.Rename(path+".new", path))
 }
 

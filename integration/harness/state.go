@@ -74,7 +74,13 @@ func (d *Daemon) Settled(t *testing.T) State {
 // Becomes waits for the state to be the wanted one, and returns what differs if it does not get there.
 func (d *Daemon) Becomes(t *testing.T, want State) (differences []string) {
 	t.Helper()
-	_ = PollUpTo(leakPatience, 100*time.Millisecond, func() error {
+	return d.BecomesWithin(t, want, leakPatience)
+}
+
+// BecomesWithin is Becomes with another limit.
+func (d *Daemon) BecomesWithin(t *testing.T, want State, limit time.Duration) (differences []string) {
+	t.Helper()
+	_ = PollUpTo(limit, 100*time.Millisecond, func() error {
 		if differences = d.FullState(t).Differences(want); len(differences) > 0 {
 			return fmt.Errorf("there are %d differences", len(differences))
 		}
@@ -172,4 +178,17 @@ func compact(m proto.Message) (string, error) {
 	var text bytes.Buffer // protojson puts blanks where it likes
 	err = json.Compact(&text, data)
 	return text.String(), err
+}
+
+// Map returns the state with other names.
+func (s snapshot) Map(rename func(kind, name string) string) State {
+	out := snapshot{}
+	for kind, names := range s {
+		for name, n := range names {
+			for range n {
+				out.add(kind, rename(kind, name))
+			}
+		}
+	}
+	return out
 }

@@ -158,12 +158,14 @@ func (g *Group) Signal() error {
 		// Gone, or a kernel before 5.14: one process after the other.
 	}
 	freezeErr := g.freeze() // without it a caller that looks again still gets there
+	failpoint.Reach("cgroup.frozen")
 	pids, err := g.Procs()
 	for _, pid := range pids {
 		if e := unix.Kill(pid, unix.SIGKILL); e != nil && e != unix.ESRCH {
 			err = errors.Join(err, fmt.Errorf("kill %d: %w", pid, e))
 		}
 	}
+	failpoint.Reach("cgroup.signalled")
 	if e := g.thaw(); e != nil {
 		err = errors.Join(err, freezeErr, e)
 	}

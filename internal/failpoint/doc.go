@@ -12,9 +12,9 @@
 // With the tag, and with the variable BERTH_FAILPOINTS naming a directory, a test
 // controls the program by two files in that directory:
 //
-//   - trace: if it exists, the name of each point reached and the process ID are appended to it, a line each.
+//   - trace: if it exists, the name of each point reached, the process ID and the program's name are appended to it, a line each.
 //   - armed: "NAME N ACTION PROCESS". The Nth time that the point is reached from now on by the
-//     process with the ID PROCESS, or, if that begins with "-", by any process but that one, the
+//     process with the ID PROCESS, or by any process of the program with the name PROCESS, the
 //     file is removed and the process that is there is killed (action "kill": SIGKILL) or
 //     stopped ("stop": SIGSTOP). The file counts down; it is to be put in its place by a rename.
 //

@@ -43,9 +43,9 @@ var leftOut = map[string]string{
 	"internal/failpoint":          "these failpoints",
 	"internal/rootfs/mounttest":   "tests",
 	"internal/safefs":             "the functions are effects of their callers",
-	"shim/launcher":               "the launcher",
-	"shim/logfile":                "the monitor",
-	"shim/monitor":                "the monitor",
+	"shim/launcher":               "the launcher: see TestEffectsOfShimsAreMarked",
+	"shim/logfile":                "the functions are effects of their callers, launcher and monitor",
+	"shim/monitor":                "the monitor: see TestEffectsOfShimsAreMarked",
 }
 
 const (
@@ -103,7 +103,7 @@ var unmarked = map[string]string{
 	"image/unpack.makeWhiteout: dir.Mknod":                                worker,
 
 	"internal/cgroup.RemoveIfEmpty: unix.Rmdir":                                   "the last step of a daemon that ends in good order",
-	"internal/cgroup.Signal: .writeFile unix.Kill":                                signal,
+	"internal/cgroup.Signal: .writeFile":                                          signal,
 	"internal/cgroup.destroyOnce: mgr.Destroy":                                    byCaller,
 	"internal/cgroup.freeze: .writeFile":                                          signal,
 	"internal/cgroup.thaw: .writeFile":                                            signal,
@@ -140,6 +140,7 @@ var unmarked = map[string]string{
 	"shim.awaitLauncher: pidfd.Signal":   signal,
 	"shim.execWith: pidfd.Signal":        signal,
 	"shim.finish: pidfd.Signal":          signal,
+	"shim.removeGroup: unix.Rmdir":       byCaller,
 	"shim.kill: pidfd.Signal":            signal,
 	"shim.moveToOwnCgroup: os.WriteFile": "about the daemon's own thread",
 	"shim.remove: os.Remove":             byCaller,

@@ -5,6 +5,7 @@ package failpoint
 import (
 	"errors"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 
@@ -15,6 +16,9 @@ import (
 const Enabled = true
 
 const variable = "BERTH_FAILPOINTS"
+
+// program is the name that this program was started by.
+var program = filepath.Base(os.Args[0])
 
 // dir is empty in a process that nobody controls.
 var dir = os.Getenv(variable)
@@ -45,7 +49,7 @@ func Reach(name string) {
 	}
 }
 
-// note appends the name and our process ID to the trace, if there is one.
+// note appends the name, our process ID and program to the trace, if there is one.
 func note(name string) error {
 	fd, err := unix.Open(dir+"/trace", unix.O_WRONLY|unix.O_APPEND|unix.O_CLOEXEC, 0)
 	if errors.Is(err, unix.ENOENT) {
@@ -54,7 +58,7 @@ func note(name string) error {
 	if err != nil {
 		return err
 	}
-	_, err = unix.Write(fd, []byte(name+" "+strconv.Itoa(unix.Getpid())+"\n"))
+	_, err = unix.Write(fd, []byte(name+" "+strconv.Itoa(unix.Getpid())+" "+program+"\n"))
 	return errors.Join(err, unix.Close(fd))
 }
 
@@ -111,8 +115,7 @@ func countDown(fd int, name string) (unix.Signal, error) {
 	return 0, errors.New("unknown action " + fields[2])
 }
 
-// isMeant tells whether this is the process, or any process but that one.
+// isMeant tells whether this is the process, or a process of that program.
 func isMeant(process string) bool {
-	other, but := strings.CutPrefix(process, "-")
-	return (other == strconv.Itoa(unix.Getpid())) != but
+	return process == strconv.Itoa(unix.Getpid()) || process == program
 }

@@ -29,10 +29,11 @@ func TestReach(t *testing.T) {
 		killed             bool
 	}{
 		{"not armed", "", "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", false},
-		{"the first time", "test.one 1 kill -1", "test.one\n", true},
-		{"the third time", "test.two 3 kill -1", "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", true},
+		{"the first time", "test.one 1 kill " + program, "test.one\n", true},
+		{"the third time", "test.two 3 kill " + program, "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", true},
+		{"another program", "test.one 1 kill berth", "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", false},
 		{"another process", "test.one 1 kill 1", "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", false},
-		{"later than it is reached", "test.two 10 kill -1", "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", false},
+		{"later than it is reached", "test.two 10 kill " + program, "test.one\ntest.two\ntest.one\ntest.two\ntest.one\ntest.two\n", false},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			control := t.TempDir()
@@ -45,7 +46,7 @@ func TestReach(t *testing.T) {
 				t.Errorf("it ended with %v", state)
 			}
 			trace, err := os.ReadFile(filepath.Join(control, "trace"))
-			trace = bytes.ReplaceAll(trace, fmt.Appendf(nil, " %d\n", state.Pid()), []byte("\n"))
+			trace = bytes.ReplaceAll(trace, fmt.Appendf(nil, " %d %s\n", state.Pid(), program), []byte("\n"))
 			if err != nil || string(trace) != c.trace {
 				t.Errorf("the trace is %q (%v), want %q", trace, err, c.trace)
 			}
@@ -59,7 +60,7 @@ func TestReach(t *testing.T) {
 // The points count down together, whichever program reaches them.
 func TestCountsAcrossPrograms(t *testing.T) {
 	control := t.TempDir()
-	write(t, filepath.Join(control, "armed"), "test.one 4 kill -1\n")
+	write(t, filepath.Join(control, "armed"), "test.one 4 kill "+program+"\n")
 	if state := run(t, control); !state.Success() {
 		t.Fatalf("the first ended with %v", state)
 	}

@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
 )
 
 // Kill sends SIGKILL to all processes in dir and below, and looks again until
@@ -44,7 +46,9 @@ func round(dir string) error {
 	if gone(freezeErr) {
 		freezeErr = nil
 	}
+	failpoint.Reach("killtree.frozen")
 	err := errors.Join(freezeErr, signal(dir))
+	failpoint.Reach("killtree.signalled")
 	if thawErr := write(freezer, thawed); thawErr != nil && !gone(thawErr) {
 		err = errors.Join(err, thawErr)
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -31,12 +32,18 @@ type Kit struct {
 // stuck in the kernel; the rest of the pod is taken down all the same.
 const KillWait = 10 * time.Second
 
+// ShimPatience is how long a shim may take to tell that its container has ended. It is less than KillWait, so that a pod's
+// stop need not fail for it.
+const ShimPatience = KillWait / 2
+
 // Running are the processes of a container that has a shim.
 type Running struct {
 	Init, Shim *os.File // pidfds; Init is nil if it had ended when an earlier daemon's container was found
 	PID        int      // of Init
 	StartedAt  time.Time
 	Exited     chan struct{} // closed when the exit is published
+
+	left atomic.Pointer[time.Time] // when Init was first found to have ended, its shim not
 }
 
 // Launched returns the processes that a launch has made.
@@ -61,6 +68,9 @@ func (r *Running) KillShim() error { return ignoreDone(pidfd.Signal(r.Shim, unix
 // Signal sends a signal to the init of a container that r runs, nil being libcontainer; in a sandbox of its runtime's it is the
 // runtime that does it. One that has ended is no error: its exit follows.
 func (k Kit) Signal(ctx context.Context, id string, r *ociruntime.Runtime, run *Running, sig unix.Signal) error {
+	if r == nil && sig != unix.SIGKILL {
+		k.awaitCommand(ctx, id, run)
+	}
 	if r == nil || !r.Sandboxed || run.HasEnded() {
 		return run.signal(sig)
 	}
@@ -105,6 +115,19 @@ func ignoreDone(err error) error {
 	return err
 }
 
+// ShimHangs tells whether only the container's shim is left, and that for so long that it won't tell of the end: it is
+// stopped, or writes to a log that can't be written. The time counts from the first such question.
+func (r *Running) ShimHangs() bool {
+	if !r.HasEnded() {
+		return false
+	}
+	if r.left.Load() == nil {
+		now := time.Now() // with its monotonic reading
+		r.left.CompareAndSwap(nil, &now)
+	}
+	return time.Since(*r.left.Load()) > ShimPatience
+}
+
 // HasEnded tells whether the init is gone, so that its process ID means nothing.
 func (r *Running) HasEnded() bool {
 	if r.Init == nil {
@@ -125,6 +148,22 @@ func (k Kit) AwaitExit(ctx context.Context, run *Running, limit time.Duration) b
 	case <-ctx.Done():
 	}
 	return false
+}
+
+// lookTime is how often a container that is to end is looked at.
+const lookTime = 500 * time.Millisecond
+
+// AwaitStop is AwaitExit, and does not wait for a shim that hangs.
+func (k Kit) AwaitStop(ctx context.Context, run *Running, limit time.Duration) bool {
+	for begin := time.Now(); ; {
+		left := limit - time.Since(begin)
+		if k.AwaitExit(ctx, run, min(left, lookTime)) {
+			return true
+		}
+		if left <= lookTime || ctx.Err() != nil || run.ShimHangs() {
+			return false
+		}
+	}
 }
 
 // AwaitEnd waits until a process has ended; false means that the daemon ends, and with it the lifetime Watchers. Trouble

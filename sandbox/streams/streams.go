@@ -24,6 +24,7 @@ type Container struct {
 	ID       string
 	Process  *specs.Process      // what execs derive from
 	Runtime  *ociruntime.Runtime // nil: libcontainer
+	Cgroup   string              // its cgroup, as in a runtime-spec
 	Terminal bool                // its own process has one
 	Stdin    bool                // it takes input
 	Running  bool
@@ -54,6 +55,7 @@ type Streams struct {
 	targets   Targets
 	launchers *shim.Launchers
 	dirs      layout.Dirs
+	systemd   bool         // cgroups are systemd's
 	tasks     *task.Runner // sessions are among its Operations
 	dials     *session.Dials
 	outputs   *session.Outputs
@@ -61,9 +63,9 @@ type Streams struct {
 	attached  *places // to containers and pods' ports
 }
 
-// New returns what connects clients to these targets.
-func New(targets Targets, launchers *shim.Launchers, dirs layout.Dirs, limits Limits, tasks *task.Runner) *Streams {
-	return &Streams{targets: targets, launchers: launchers, dirs: dirs, tasks: tasks, dials: session.NewDials(), outputs: &session.Outputs{},
+// New returns what connects clients to these targets, whose cgroups are systemd's or not.
+func New(targets Targets, launchers *shim.Launchers, dirs layout.Dirs, systemd bool, limits Limits, tasks *task.Runner) *Streams {
+	return &Streams{targets: targets, launchers: launchers, dirs: dirs, systemd: systemd, tasks: tasks, dials: session.NewDials(), outputs: &session.Outputs{},
 		execs: newPlaces("execs", limits.Execs, limits.ExecsPerContainer), attached: newPlaces("attached sessions and forwarded connections", limits.Sessions, limits.Sessions)}
 }
 
@@ -110,6 +112,7 @@ func (s *Streams) ExecSync(ctx context.Context, id string, command []string, tim
 
 func (s *Streams) execRequest(c Container, command []string, terminal bool) shim.ExecRequest {
 	return shim.ExecRequest{ID: c.ID, Runtime: c.Runtime, Dir: s.dirs.Shim(c.ID), ExecID: layout.NewID()[:16],
+		CgroupsPath: c.Cgroup, SystemdCgroup: s.systemd,
 		Process: oci.ExecProcess(&specs.Spec{Process: c.Process}, command, terminal)}
 }
 

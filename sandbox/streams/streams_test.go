@@ -48,7 +48,7 @@ func testStreams() *Streams {
 			"ended":    {ID: "ended-with-a-longer-id"},
 		},
 		pods: map[string]Pod{"sandboxed": {ID: "sandboxed-with-a-longer-id", Ready: true, Sandboxed: true}, "ready": {ID: "ready-with-a-longer-id", Ready: true}, "stopped": {ID: "stopped-with-a-longer-id"}},
-	}, nil, layout.Dirs{}, testLimits, task.NewRunner(slog.New(slog.DiscardHandler), nil))
+	}, nil, layout.Dirs{}, false, testLimits, task.NewRunner(slog.New(slog.DiscardHandler), nil))
 }
 
 // What can't be is refused before a client gets a URL, and what can be is told by its full ID.

@@ -80,6 +80,13 @@ type Exec struct {
 	Dir     string              `json:"dir,omitempty"`     // the container's shim directory, for Runtime
 }
 
+// ExecName is what an exec's own cgroup is called, below its container's, and with a Runtime
+// its directory in the shim directory.
+func ExecName(execID string) string { return "exec-" + execID }
+
+// ExecHierarchies are the hierarchies in one of which that cgroup is: "" is v2.
+var ExecHierarchies = []string{"", "freezer", "pids"}
+
 // Reply is a message from the launcher. Exactly one of Started, Exec, Exited and
 // Error is set; Error ends the request.
 type Reply struct {

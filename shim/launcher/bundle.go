@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/internal/failpoint"
 	"berth/shim/ociruntime"
 )
 
@@ -22,9 +23,11 @@ func (c *libraryMaker) writeBundle() error {
 	}
 	path := filepath.Join(c.Dir, ociruntime.ConfigFile)
 	c.undo.Add("remove "+path, func() error { return ignore(unix.Unlink(path), unix.ENOENT) })
+	failpoint.Reach("launcher.write-spec")
 	if err := os.WriteFile(path, data, 0o600); err != nil {
 		return fmt.Errorf("write the spec for its hooks: %w", err)
 	}
+	failpoint.Reach("launcher.spec-written")
 	// libcontainer takes the working directory for the bundle.
 	c.config.Labels = slices.DeleteFunc(c.config.Labels, func(l string) bool { return strings.HasPrefix(l, "bundle=") })
 	c.config.Labels = append(c.config.Labels, "bundle="+c.Dir)

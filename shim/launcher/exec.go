@@ -15,6 +15,7 @@ import (
 	"github.com/opencontainers/runc/libcontainer"
 	"golang.org/x/sys/unix"
 
+	"berth/internal/failpoint"
 	"berth/internal/killtree"
 	"berth/internal/pidfd"
 	"berth/shim/control"
@@ -57,6 +58,7 @@ func (e *execution) newJoiner() joiner {
 
 // serveExec carries out an exec order. An error means that the daemon is gone.
 func (l *launcher) serveExec(order *control.Exec, files []*os.File) error {
+	failpoint.Reach("launcher.exec-ordered")
 	e := &execution{Exec: order, l: l, files: files, io: &stdio{}, starting: make(chan struct{})}
 	e.how = e.newJoiner()
 	stopListening := e.listen()
@@ -78,6 +80,7 @@ func (l *launcher) serveExec(order *control.Exec, files []*os.File) error {
 		}
 		return err
 	}
+	failpoint.Reach("launcher.exec-announced")
 	defer e.pidfd.Close()
 	code := exitCode(e.how.wait())
 	// The daemon speaks next when it has the reply, so the listener is stopped
@@ -85,8 +88,11 @@ func (l *launcher) serveExec(order *control.Exec, files []*os.File) error {
 	if err := stopListening(); err != nil {
 		return err
 	}
+	failpoint.Reach("launcher.exec-ended")
 	e.removeCgroup()
-	return l.reply(control.Reply{Exited: &control.Exited{Code: code}})
+	err = l.reply(control.Reply{Exited: &control.Exited{Code: code}})
+	failpoint.Reach("launcher.exec-answered")
+	return err
 }
 
 // announce tells the daemon that the process runs.
@@ -155,12 +161,14 @@ func (e *libraryExec) start() (pid int, err error) {
 	if err := e.makeCgroup(); err != nil {
 		return 0, err
 	}
+	failpoint.Reach("launcher.exec-run")
 	if err := e.container.Run(e.process); err != nil {
 		if endErr := e.checkRunning(); endErr != nil { // that is why
 			return 0, endErr
 		}
 		return 0, err
 	}
+	failpoint.Reach("launcher.exec-runs")
 	if pid, err = e.process.Pid(); err != nil {
 		return 0, err
 	}
@@ -246,22 +254,21 @@ func (e *libraryExec) makeCgroup() error {
 // its processes can be found. Where that cannot be (a threaded cgroup, no freezer) dir
 // is empty: the exec runs in the container's.
 func makeExecCgroup(paths map[string]string, execID string) (dir, hierarchy string) {
-	hierarchies := []string{""}
-	if !cgroups.IsCgroup2UnifiedMode() {
+	unified := cgroups.IsCgroup2UnifiedMode()
+	for _, hierarchy := range control.ExecHierarchies {
+		dir := paths[hierarchy]
 		// In hybrid mode there is a path for "" too, but libcontainer takes that
 		// key for "below the container's cgroup in all hierarchies".
-		hierarchies = []string{"freezer", "pids"}
-	}
-	for _, hierarchy := range hierarchies {
-		dir := paths[hierarchy]
-		if dir == "" {
+		if dir == "" || unified != (hierarchy == "") {
 			continue
 		}
 		removeEmptyExecs(dir)
-		dir = filepath.Join(dir, "exec-"+execID)
+		dir = filepath.Join(dir, control.ExecName(execID))
+		failpoint.Reach("launcher.make-exec-cgroup")
 		if os.Mkdir(dir, 0o755) != nil {
 			continue
 		}
+		failpoint.Reach("launcher.exec-cgroup-made")
 		if !isDomain(dir) {
 			_ = unix.Rmdir(dir)
 			continue
@@ -294,6 +301,7 @@ func isDomain(dir string) bool {
 
 // abandon leaves nothing of an exec that could not be started.
 func (e *execution) abandon() {
+	failpoint.Reach("launcher.abandon-exec")
 	if e.pid > 0 {
 		if e.pidfd != nil {
 			_ = e.how.kill()
@@ -305,6 +313,7 @@ func (e *execution) abandon() {
 	}
 	e.io.abandon()
 	endChildren(killTime) // what a start that failed, or was killed, has left to us
+	failpoint.Reach("launcher.exec-abandoned")
 	e.removeCgroup()
 }
 
@@ -316,6 +325,7 @@ func (e *execution) removeCgroup() {
 	}
 	for deadline := time.Now().Add(busyTime); time.Now().Before(deadline); time.Sleep(time.Millisecond) {
 		if unix.Rmdir(e.cgroup) != unix.EBUSY {
+			failpoint.Reach("launcher.exec-cgroup-removed")
 			return
 		}
 		if pids, err := killtree.Procs(e.cgroup); err != nil || len(pids) > 0 {
@@ -389,6 +399,7 @@ const killTime = 10 * time.Second
 // killProcesses ends the exec's processes on the host, all of them, also those that
 // init has adopted.
 func (e *execution) killProcesses() error {
+	failpoint.Reach("launcher.kill-exec")
 	e.mu.Lock()
 	cgroup, pid, proc := e.cgroup, e.pid, e.pidfd
 	e.mu.Unlock()

@@ -76,10 +76,12 @@ func (c *launch) openLog() error {
 	if c.LogPath == "" {
 		return nil
 	}
+	failpoint.Reach("launcher.open-log")
 	fd, err := logfile.Open(c.LogDir, c.LogPath)
 	if err != nil {
 		return err
 	}
+	failpoint.Reach("launcher.log-opened")
 	c.io.log = os.NewFile(uintptr(fd), c.LogPath)
 	return nil
 }
@@ -170,6 +172,7 @@ func (l *launcher) becomeMonitor(path string, p *handoff.Params, keep *launch) e
 	}
 	// Huge pages would make a monitor's heap 2 MiB. execve keeps the setting.
 	_ = unix.Prctl(unix.PR_SET_THP_DISABLE, 1, 0, 0, 0)
+	failpoint.Reach("launcher.become-monitor")
 	return syscall.Exec(path, append([]string{filepath.Base(path)}, p.Args()...), append(monitorEnv, failpoint.Env()...))
 }
 

@@ -9,6 +9,8 @@ import (
 	"strconv"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
 )
 
 // SocketFile is the monitor's socket in the shim directory.
@@ -47,6 +49,7 @@ func (c *launch) openIO() (err error) {
 		return fmt.Errorf("socket: %w", err)
 	}
 	c.undo.Add("remove the socket", func() error {
+		failpoint.Reach("launcher.remove-socket")
 		return ignore(unix.Unlink(filepath.Join(c.Dir, SocketFile)), unix.ENOENT)
 	})
 	if c.Terminal {
@@ -202,11 +205,14 @@ func listen(dir string) (_ *os.File, err error) {
 		return nil, os.NewSyscallError("socket", err)
 	}
 	s := os.NewFile(uintptr(fd), SocketFile)
+	failpoint.Reach("launcher.bind")
 	if err := unix.Bind(fd, &unix.SockaddrUnix{Name: path}); err != nil {
 		return nil, errors.Join(os.NewSyscallError("bind", err), s.Close())
 	}
+	failpoint.Reach("launcher.bound")
 	if err := errors.Join(unix.Chmod(path, 0o600), unix.Listen(fd, 128)); err != nil {
 		return nil, errors.Join(err, unix.Unlink(path), s.Close())
 	}
+	failpoint.Reach("launcher.listens")
 	return s, nil
 }

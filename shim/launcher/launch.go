@@ -16,6 +16,7 @@ import (
 
 	"berth/internal/cgroup"
 	"berth/internal/cleanup"
+	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/internal/rootfs"
 	"berth/shim/control"
@@ -54,10 +55,13 @@ func (l *launcher) serveLaunch(order *control.Launch) error {
 	c := &launch{Launch: order, l: l, undo: cleanup.New()}
 	c.maker = c.newMaker()
 	c.ctx, c.abort = context.WithCancel(context.Background())
+	failpoint.Reach("launcher.launch-ordered")
 	err := c.run()
 	if err != nil {
+		failpoint.Reach("launcher.launch-undone")
 		return l.reply(control.Reply{Error: describe(err)})
 	}
+	failpoint.Reach("launcher.launch-answered")
 	if c.Pause {
 		return nil // pause goes to init or the next subreaper
 	}
@@ -72,7 +76,10 @@ func (l *launcher) serveLaunch(order *control.Launch) error {
 func (c *launch) run() (err error) {
 	defer c.undo.Run(&err)
 	// The daemon has written it: that there is no record says that nothing is made here any more.
-	c.undo.Add("remove the shim record", func() error { return ignore(unix.Unlink(filepath.Join(c.Dir, record.ShimFile)), unix.ENOENT) })
+	c.undo.Add("remove the shim record", func() error {
+		failpoint.Reach("launcher.remove-shim-record")
+		return ignore(unix.Unlink(filepath.Join(c.Dir, record.ShimFile)), unix.ENOENT)
+	})
 	if err := c.check(); err != nil {
 		return err
 	}
@@ -174,18 +181,28 @@ func (c *launch) mountAt(layers rootfs.Spec, dir string) error {
 }
 
 func (c *launch) makeDir(dir string) error {
+	failpoint.Reach("launcher.make-mount-point")
 	if err := os.Mkdir(dir, 0o700); err != nil && !errors.Is(err, fs.ErrExist) {
 		return fmt.Errorf("mount point: %w", err)
 	}
-	c.undo.Add("remove "+dir, func() error { return ignore(unix.Rmdir(dir), unix.ENOENT) })
+	failpoint.Reach("launcher.mount-point-made")
+	c.undo.Add("remove "+dir, func() error {
+		failpoint.Reach("launcher.remove-mount-point")
+		return ignore(unix.Rmdir(dir), unix.ENOENT)
+	})
 	return nil
 }
 
 func (c *launch) mountOn(layers rootfs.Spec, dir string) error {
+	failpoint.Reach("launcher.mount")
 	if err := layers.MountAt(dir); err != nil {
 		return err
 	}
-	c.undo.Add("unmount "+dir, func() error { return ignore(unix.Unmount(dir, unix.MNT_DETACH), unix.EINVAL) })
+	failpoint.Reach("launcher.mounted")
+	c.undo.Add("unmount "+dir, func() error {
+		failpoint.Reach("launcher.unmount")
+		return ignore(unix.Unmount(dir, unix.MNT_DETACH), unix.EINVAL)
+	})
 	return nil
 }
 
@@ -218,8 +235,16 @@ func (c *launch) reserveExit() error {
 	if c.Pause {
 		return nil
 	}
-	c.undo.Add("give up the exit record's room", func() error { return record.Unreserve(c.Dir, record.ExitFile) })
-	return record.Reserve(c.Dir, record.ExitFile)
+	c.undo.Add("give up the exit record's room", func() error {
+		failpoint.Reach("launcher.unreserve-exit")
+		return record.Unreserve(c.Dir, record.ExitFile)
+	})
+	failpoint.Reach("launcher.reserve-exit")
+	if err := record.Reserve(c.Dir, record.ExitFile); err != nil {
+		return err
+	}
+	failpoint.Reach("launcher.exit-reserved")
+	return nil
 }
 
 // create makes the container. Its init waits for the word to execute the command.
@@ -279,13 +304,20 @@ func (c *launch) recordInit() error {
 	if c.Pause {
 		s.PID, s.Start = 0, 0
 	}
-	return record.Write(c.Dir, record.ShimFile, s.Encode())
+	failpoint.Reach("launcher.record-init")
+	if err := record.Write(c.Dir, record.ShimFile, s.Encode()); err != nil {
+		return err
+	}
+	failpoint.Reach("launcher.init-recorded")
+	return nil
 }
 
 func (c *launch) execute() error {
+	failpoint.Reach("launcher.execute")
 	if err := c.maker.execute(); err != nil {
 		return err
 	}
+	failpoint.Reach("launcher.executed")
 	if c.init != nil {
 		return nil
 	}

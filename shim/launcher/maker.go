@@ -13,6 +13,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
+	"berth/internal/failpoint"
 	"berth/shim/control"
 )
 
@@ -100,19 +101,19 @@ func hostRootOf(config *configs.Config) (uid, gid int, err error) {
 // create runs libcontainer's part: when it returns, the container's init waits
 // in its namespaces for the word to execute the command.
 func (m *libraryMaker) create() (pid int, err error) {
+	failpoint.Reach("launcher.create")
 	m.container, err = libcontainer.Create(m.StateRoot, m.ID, m.config)
 	if err != nil {
 		return 0, err
 	}
+	failpoint.Reach("launcher.created")
 	m.undo.Add("destroy container "+m.ID, m.destroy)
 	m.io.give(m.process)
 	if err := m.container.Start(m.process); err != nil {
 		return 0, err
 	}
-	if pid, err = m.process.Pid(); err != nil {
-		return 0, err
-	}
-	return pid, nil
+	failpoint.Reach("launcher.init-started")
+	return m.process.Pid()
 }
 
 func (m *libraryMaker) execute() error { return m.container.Exec() }
@@ -122,17 +123,17 @@ func (m *libraryMaker) follow() (int, *os.File, error) {
 }
 
 func (m *libraryMaker) destroy() error {
+	failpoint.Reach("launcher.destroy")
 	if m.process.Signal(unix.SIGKILL) == nil {
 		_, _ = m.process.Wait() // it was killed: how it ended is of no interest
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), destroyPatience)
 	defer cancel()
-	return errors.Join(
-		m.group.Kill(ctx),
-		m.container.Destroy(),
-		m.group.Destroy(ctx),
-		os.RemoveAll(filepath.Join(m.StateRoot, m.ID)),
-	)
+	err := errors.Join(m.group.Kill(ctx), m.container.Destroy())
+	failpoint.Reach("launcher.container-destroyed")
+	err = errors.Join(err, m.group.Destroy(ctx), os.RemoveAll(filepath.Join(m.StateRoot, m.ID)))
+	failpoint.Reach("launcher.destroyed")
+	return err
 }
 
 // give hands the container's ends to libcontainer.

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/cgroup"
+	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/shim/control"
 	"berth/shim/ociruntime"
@@ -91,10 +92,12 @@ func (m *programMaker) create() (pid int, err error) {
 		streams = &programStreams{IO: ociruntime.IO{ConsoleSocket: streams.ConsoleSocket}}
 	}
 	defer streams.close()
+	failpoint.Reach("launcher.program-create")
 	err = adopting(m.inheritsOrphans(), func() (err error) {
 		pid, err = m.Runtime.Create(m.ctx, m.ID, m.Dir, streams.IO)
 		return err
 	})
+	failpoint.Reach("launcher.program-created")
 	if err == nil && m.joinsSandbox() {
 		return 0, nil // the process is the sandbox's, and no child of ours
 	}
@@ -122,10 +125,15 @@ func (m *programMaker) writeBundle() error {
 		if err != nil {
 			return err
 		}
-		m.undo.Add("remove "+name, func() error { return ignore(unix.Unlink(filepath.Join(m.Dir, name)), unix.ENOENT) })
+		m.undo.Add("remove "+name, func() error {
+			failpoint.Reach("launcher.remove-bundle")
+			return ignore(unix.Unlink(filepath.Join(m.Dir, name)), unix.ENOENT)
+		})
+		failpoint.Reach("launcher.write-bundle")
 		if err := record.Write(m.Dir, name, data); err != nil {
 			return err
 		}
+		failpoint.Reach("launcher.bundle-written")
 	}
 	return nil
 }
@@ -160,9 +168,11 @@ func (m *programMaker) follow() (pid int, verdict *os.File, err error) {
 	}
 	defer w.Close()
 	cmd := m.Runtime.Waiter(m.ID, w)
+	failpoint.Reach("launcher.start-waiter")
 	if err := cmd.Start(); err != nil {
 		return 0, nil, errors.Join(err, verdict.Close())
 	}
+	failpoint.Reach("launcher.waiter-started")
 	return cmd.Process.Pid, verdict, nil
 }
 
@@ -170,7 +180,9 @@ func (m *programMaker) follow() (pid int, verdict *os.File, err error) {
 func (m *programMaker) destroy() error {
 	ctx, cancel := context.WithTimeout(context.Background(), destroyPatience)
 	defer cancel()
+	failpoint.Reach("launcher.program-delete")
 	err := m.Runtime.Delete(ctx, m.ID)
+	failpoint.Reach("launcher.program-deleted")
 	killErr := m.group.Kill(ctx)
 	if err != nil { // perhaps for its processes
 		err = m.Runtime.Delete(ctx, m.ID)
@@ -314,13 +326,15 @@ func (e *programExec) start() (pid int, err error) {
 	if len(e.Process.Args) == 0 {
 		return 0, control.Errorf(control.InvalidArgument, "there is no command to run")
 	}
-	e.dir = filepath.Join(e.Dir, "exec-"+e.ExecID)
+	e.dir = filepath.Join(e.Dir, control.ExecName(e.ExecID))
+	failpoint.Reach("launcher.make-exec-directory")
 	if err := os.Mkdir(e.dir, 0o700); err != nil {
 		if errors.Is(err, os.ErrNotExist) {
 			return 0, control.Errorf(control.FailedPrecondition, "it is not running")
 		}
 		return 0, err
 	}
+	failpoint.Reach("launcher.exec-directory-made")
 	defer os.RemoveAll(e.dir)
 	data, err := json.Marshal(e.Process)
 	if err != nil {
@@ -342,12 +356,14 @@ func (e *programExec) start() (pid int, err error) {
 	}
 	defer streams.close()
 	name := e.makeCgroup(bundle)
+	failpoint.Reach("launcher.program-exec")
 	err = adopting(false, func() (err error) {
 		var internal int
 		pid, internal, err = e.Runtime.Exec(e.ctx, e.ID, e.dir, name, streams.IO)
 		e.internal.Store(int64(internal))
 		return err
 	})
+	failpoint.Reach("launcher.program-executed")
 	if err == nil {
 		err = streams.receive(e.io)
 	}
@@ -407,6 +423,7 @@ func (e *programExec) enterCgroup(pid int) {
 	if e.cgroup == "" {
 		return
 	}
+	failpoint.Reach("launcher.enter-exec-cgroup")
 	for moved := []int{}; ; {
 		below, err := descendants(pid)
 		if err != nil {

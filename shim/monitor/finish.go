@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/internal/failpoint"
 	"berth/internal/killtree"
 	"berth/shim/record"
 )
@@ -38,6 +39,7 @@ func (m *monitor) reap() (more bool) {
 // finish does what has to be done after init's end: the verdict first, while the
 // cgroup exists; then the output; the record last, since it says that all is done.
 func (m *monitor) finish() error {
+	failpoint.Reach("monitor.init-ended")
 	exit, known := m.verdict()
 	if m.params.KillDir != "" {
 		m.endOrphans()
@@ -46,12 +48,15 @@ func (m *monitor) finish() error {
 		m.drain(s)
 	}
 	m.flushLog()
+	failpoint.Reach("monitor.output-logged")
 	if !known { // whoever reads no record sees to it that nothing is left
 		m.sayFarewell()
 		return errors.New("the process that waited for the container told nothing of it")
 	}
 	err := m.writeRecord(exit)
+	failpoint.Reach("monitor.exit-recorded")
 	m.sayFarewell()
+	failpoint.Reach("monitor.farewell-said")
 	return err
 }
 
@@ -59,10 +64,12 @@ func (m *monitor) finish() error {
 // a moment before it can be reaped.
 func (m *monitor) endOrphans() {
 	deadline := time.Now().Add(killPatience)
+	failpoint.Reach("monitor.kill-orphans")
 	_ = killtree.Kill(m.params.KillDir, killPatience)
 	for m.reap() && time.Now().Before(deadline) {
 		time.Sleep(time.Millisecond)
 	}
+	failpoint.Reach("monitor.orphans-ended")
 }
 
 func (m *monitor) verdict() (exit record.Exit, known bool) {
@@ -109,6 +116,7 @@ func exitStatus(text []byte) (code int32, ok bool) {
 
 // writeRecord tries for a while: without the record the container counts as lost.
 func (m *monitor) writeRecord(exit record.Exit) error {
+	failpoint.Reach("monitor.record-exit")
 	for attempt := 0; ; attempt++ {
 		err := record.Write(m.params.Dir, record.ExitFile, exit.Encode())
 		if err == nil || attempt == 10 || errors.Is(err, os.ErrNotExist) {

@@ -6,6 +6,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/internal/failpoint"
 	"berth/shim/handoff"
 	"berth/shim/logfmt"
 	"berth/shim/wire"
@@ -102,6 +103,7 @@ func (m *monitor) run() error {
 		timeout = orphanTime
 	}
 	var events [16]unix.EpollEvent
+	failpoint.Reach("monitor.watches")
 	for m.initStatus == nil {
 		n, err := unix.EpollWait(m.epoll, events[:], timeout)
 		if m.params.Orphans {

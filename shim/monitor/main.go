@@ -19,11 +19,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/internal/failpoint"
 	"berth/shim/handoff"
 )
 
 func main() {
 	ignoreSignals()
+	failpoint.Reach("monitor.started")
 	p, err := handoff.Parse(os.Args[1:])
 	if err != nil {
 		fatal(err)

@@ -6,6 +6,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/internal/failpoint"
 	"berth/shim/logfile"
 	"berth/shim/logfmt"
 	"berth/shim/wire"
@@ -59,7 +60,9 @@ func (m *monitor) logOutput(s *stream, data []byte) {
 // that the next one begins on a line of its own.
 func (m *monitor) writeLog(data []byte) {
 	for len(data) > 0 && m.log >= 0 {
+		failpoint.Reach("monitor.write-log")
 		n, err := unix.Write(m.log, data)
+		failpoint.Reach("monitor.log-written")
 		if err == unix.EINTR {
 			continue
 		}
@@ -84,6 +87,7 @@ func (m *monitor) takeBack(written []byte) int {
 	if torn == 0 || unix.Fstat(m.log, &st) != nil || st.Size < int64(torn) {
 		return 0
 	}
+	failpoint.Reach("monitor.take-back")
 	if unix.Ftruncate(m.log, st.Size-int64(torn)) != nil {
 		return 0
 	}
@@ -96,10 +100,12 @@ func (m *monitor) reopenLog() error {
 	if m.params.LogPath == "" {
 		return nil
 	}
+	failpoint.Reach("monitor.open-log")
 	fd, err := logfile.Open(m.params.LogDir, m.params.LogPath)
 	if err != nil {
 		return err
 	}
+	failpoint.Reach("monitor.log-opened")
 	_ = unix.Close(m.log)
 	m.log = fd
 	return nil

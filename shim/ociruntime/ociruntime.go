@@ -20,8 +20,10 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"strings"
+	"syscall"
 	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -244,6 +246,10 @@ func (r *Runtime) finish(cmd *exec.Cmd, what string) error {
 func (r *Runtime) runWith(ctx context.Context, dir string, streams IO, args []string, id string) error {
 	log := filepath.Join(dir, logFile)
 	cmd := r.command(ctx, log, append(args, id)...)
+	// It must not go on making things when its launcher is gone. The kernel looks at the thread that has started it.
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
 	// A nil *os.File in the interface would not be nil.
 	if streams.Stdin != nil {
 		cmd.Stdin = streams.Stdin

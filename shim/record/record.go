@@ -10,6 +10,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
 )
 
 // The files' names in the shim directory.
@@ -111,6 +113,7 @@ func Write(dir, name string, data []byte) error {
 	if err := writeFile(tmp, data); err != nil {
 		return err
 	}
+	failpoint.Reach("record.rename")
 	if err := unix.Rename(tmp, path); err != nil {
 		return wrap("rename "+tmp, err)
 	}

@@ -1,0 +1,299 @@
+package crash
+
+import (
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/integration/harness"
+)
+
+// TestShimCrash kills the launcher or the monitor, and not the daemon, at each of its steps.
+func TestShimCrash(t *testing.T) {
+	if testing.Short() {
+		t.Skip("the enumeration takes minutes")
+	}
+	for _, op := range shimOperations {
+		if op.more && !everything {
+			continue
+		}
+		t.Run(op.name, func(t *testing.T) {
+			e := &shimEnumeration{enumeration: enumeration{op: op.operation}, shimOperation: op}
+			e.run(t)
+			t.Log(e.summary("launcher or monitor killed at each of"))
+		})
+	}
+}
+
+// shimOperation is an operation in which launchers and monitors take part.
+type shimOperation struct {
+	operation
+	goOn func(*testing.T, *world) error // how kubelet goes on, every time that it looks; nil: by the same request
+
+	// noShim tells that no launcher and no monitor has any part in it.
+	noShim bool
+	// exits tells that the container has exited afterwards, by what its monitor told: with the monitor lost
+	// before it wrote that down, it has exited in another way.
+	exits bool
+	// execs tells that it is an exec: when both the daemon and its launcher are lost nobody knows of it, and what
+	// it has started goes on, as long as the container.
+	execs bool
+	crun  bool // the daemon shall have it as a handler
+	// launches tells that a launcher does most of it.
+	launches bool
+}
+
+var shimOperations = []shimOperation{
+	{operation: operation{name: "RunPodSandbox", prepare: withPod(hostPort), request: runPod}, launches: true},
+	{operation: operation{name: "RunPodSandbox_crun", prepare: with(byCrun, withPod(harness.HostNetwork)), request: runPod, more: true}, launches: true, crun: true},
+	{operation: operation{name: "RunPodSandbox_userNamespace", prepare: withPod(podInUserNamespace), request: runPod, more: true}, launches: true},
+
+	{operation: operation{name: "CreateContainer", prepare: with(podRuns(hostPort), withContainer()), request: createContainer}, noShim: true},
+
+	{operation: operation{name: "StartContainer", prepare: with(podRuns(hostPort), withContainer(), created), request: startContainer}, goOn: startNext, launches: true},
+	{operation: operation{name: "StartContainer_terminal", prepare: with(podRuns(hostPort), withContainer(terminal), created), request: startContainer, more: true}, goOn: startNext, launches: true},
+	{operation: operation{name: "StartContainer_userNamespace_imageVolume", prepare: with(podRuns(podInUserNamespace), withContainer(containerInUserNamespace, imageVolume), created),
+		request: startContainer, more: true}, goOn: startNext, launches: true},
+	{operation: operation{name: "StartContainer_crun", prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(), created), request: startContainer, more: true},
+		goOn: startNext, launches: true, crun: true},
+	{operation: operation{name: "StartContainer_fails", prepare: with(podRuns(harness.HostNetwork), withContainer(harness.Command("/no/such/program")), created), request: startInVain}, launches: true},
+
+	{operation: operation{name: "Exec", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: execute}, execs: true, launches: true},
+	{operation: operation{name: "Exec_crun", prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(obedient), started), request: execute, more: true},
+		execs: true, launches: true, crun: true},
+	{operation: operation{name: "Exec_timeout", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: executeTooLong}, execs: true, launches: true},
+	{operation: operation{name: "Exec_fails", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: executeInVain, more: true}, execs: true, launches: true},
+
+	{operation: operation{name: "StopContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: stopContainer(30)}, exits: true},
+	{operation: operation{name: "StopContainer_kill", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: stopContainer(0), more: true}, exits: true},
+	{operation: operation{name: "StopContainer_sharedPIDs", prepare: with(podRuns(harness.SharedPID), withContainer(obedient), started), request: stopContainer(30)}, exits: true},
+
+	{operation: operation{name: "StopPodSandbox", prepare: with(podRuns(hostPort), withContainer(obedient), started), request: stopPod}, exits: true},
+	{operation: operation{name: "RemoveContainer", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: removeContainer}},
+	{operation: operation{name: "RemovePodSandbox", prepare: with(podRuns(hostPort), withContainer(obedient), started), request: removePod}},
+	{operation: operation{name: "RemovePodSandbox_userNamespace", prepare: with(podRuns(podInUserNamespace), withContainer(obedient, containerInUserNamespace), started),
+		request: removePod, more: true}},
+}
+
+// shimEnumeration is one of these with all its cases.
+type shimEnumeration struct {
+	enumeration
+	shimOperation
+	lost harness.State // after, where the monitor was lost before the container's exit was written down
+}
+
+// shimPoint is a place and time at which a launcher or monitor is killed.
+type shimPoint struct {
+	program string
+	point
+}
+
+func (e *shimEnumeration) run(t *testing.T) {
+	e.start(t)
+	e.uncrashed(t)
+	cases := shimCases(e.uncrashed(t))
+	if e.noShim != (len(cases) == 0) {
+		t.Errorf("launchers and monitors reach %d points", len(cases))
+	}
+	recorded := slices.Index(cases, shimPoint{harness.MonitorProgram, point{"monitor.exit-recorded", 1}})
+	if e.exits && recorded < 0 {
+		t.Fatal("no monitor records an exit")
+	}
+	e.points = len(cases)
+	for i, c := range cases {
+		for _, daemonToo := range []bool{false, true} {
+			if daemonToo && (!everything || e.execs) {
+				continue
+			}
+			e.cases++
+			name := fmt.Sprintf("%s/%s/%d", c.program, c.point.point, c.n)
+			if daemonToo {
+				name += "/daemon-too"
+			}
+			if !t.Run(name, func(t *testing.T) { e.crash(t, atFailpoint(&e.fp, c), daemonToo, e.wanted(i < recorded)) }) {
+				e.failed++
+				e.startOver(t)
+			}
+		}
+	}
+}
+
+func (e *shimEnumeration) start(t *testing.T) {
+	options := []harness.DaemonOption{harness.WithFailpoints(&e.fp)}
+	if e.crun {
+		options = append(options, harness.WithHandler(crun, harness.Crun(t)))
+	}
+	e.d = harness.StartDaemon(t, options...)
+}
+
+func (e *shimEnumeration) startOver(t *testing.T) {
+	t.Helper()
+	e.enumeration.startOver(t)
+	e.lost = nil
+}
+
+// wanted is the state that the operation shall lead to.
+func (e *shimEnumeration) wanted(unrecorded bool) harness.State {
+	if !e.exits || !unrecorded {
+		return e.after
+	}
+	if e.lost == nil {
+		e.lost = asLost(e.after)
+	}
+	return e.lost
+}
+
+const exitedState = `"state":"CONTAINER_EXITED"`
+
+var (
+	exitCode   = regexp.MustCompile(`"exitCode":\d+`)
+	exitReason = regexp.MustCompile(`"reason":"\w+"`)
+
+	recordedExit = regexp.MustCompile(`"exit":\{"code":\d+,("finishedAt":"T",)"reason":"\w+"`)
+)
+
+const lostMessage = `"message":"the container's shim was lost, its exit code is unknown"`
+
+// asLost is a state in which the containers that have exited did so with their monitors.
+func asLost(s harness.State) harness.State {
+	return s.Map(func(kind, name string) string {
+		switch {
+		case kind == "status of container" && strings.Contains(name, exitedState):
+			name = exitCode.ReplaceAllString(name, `"exitCode":255`)
+			return exitReason.ReplaceAllString(name, `"reason":"ShimLost",`+lostMessage)
+		case strings.Contains(name, "/containers/"):
+			return recordedExit.ReplaceAllString(name, `"exit":{"code":255,${1}`+lostMessage+`,"reason":"ShimLost"`)
+		}
+		return name
+	})
+}
+
+// shimCases returns the points of a trace that launchers and monitors have reached.
+func shimCases(trace []harness.ReachedPoint) (cases []shimPoint) {
+	var names []string
+	for _, p := range trace {
+		if p.Program == harness.LauncherProgram || p.Program == harness.MonitorProgram {
+			names = append(names, p.Program+" "+p.Name)
+		}
+	}
+	for _, c := range casesOf(names) {
+		program, name, _ := strings.Cut(c.point, " ")
+		cases = append(cases, shimPoint{program, point{name, c.n}})
+	}
+	return cases
+}
+
+// killing is how a launcher or monitor is killed.
+type killing struct {
+	arm     func(*testing.T)
+	reached func() bool // waits for it
+	disarm  func()
+}
+
+func atFailpoint(fp *harness.Failpoints, at shimPoint) killing {
+	return killing{
+		arm:     func(t *testing.T) { fp.KillNext(t, at.program, at.point.point, at.n) },
+		reached: func() bool { return fp.WaitReached(deathPatience) },
+		disarm:  func() { fp.Disarm() },
+	}
+}
+
+// crash is one case.
+func (e *shimEnumeration) crash(t *testing.T, how killing, daemonToo bool, want harness.State) {
+	w := &world{d: e.d}
+	e.op.prepare(t, w)
+	e.d.WaitIdle(t)
+	how.arm(t)
+	ended := make(chan error, 1)
+	go func() { ended <- e.request(t, w) }()
+	reached := how.reached()
+	if reached && daemonToo {
+		e.d.Kill(t)
+	}
+	err := <-ended
+	how.disarm()
+	if !reached {
+		t.Fatalf("the point was not reached; the operation returned %v", err)
+	}
+	if daemonToo {
+		e.d.Start(t)
+	}
+	if harness.CodeOf(err) == codes.DeadlineExceeded {
+		e.report(t, "the operation", []string{err.Error()})
+	}
+	e.report(t, "after trying again", e.repeated(t, w, want))
+	e.report(t, "berth check --state", e.checked(t))
+	w.clean(t)
+	e.report(t, "after everything was removed", e.d.Becomes(t, e.idle))
+}
+
+// repeated does as kubelet, which looks again and again, until the state is the wanted one, and returns what
+// differs if it does not get there.
+func (e *shimEnumeration) repeated(t *testing.T, w *world, want harness.State) (differences []string) {
+	t.Helper()
+	goOn := e.goOn
+	if goOn == nil {
+		goOn = e.request
+	}
+	const looks = 4
+	for range looks {
+		if err := goOn(t, w); err != nil {
+			differences = []string{err.Error()}
+			continue
+		}
+		if differences = e.d.BecomesWithin(t, want, deathPatience/looks); len(differences) == 0 {
+			return e.d.Becomes(t, want) // and stays so
+		}
+	}
+	return differences
+}
+
+// --- requests -----------------------------------------------------------------
+
+// startInVain starts a container that can't be started, and removes it then.
+func startInVain(t *testing.T, w *world) error {
+	if err := w.d.Cri.StartContainer(t.Context(), w.id); err == nil {
+		return fmt.Errorf("container %s, which has no program, was started", w.id)
+	}
+	return removeContainer(t, w)
+}
+
+func execute(t *testing.T, w *world) error {
+	stdout, _, err := w.d.Cri.ExecSync(t.Context(), w.id, []string{"echo", "done"}, 0)
+	if err == nil && string(stdout) != "done\n" {
+		return fmt.Errorf("it printed %q", stdout)
+	}
+	return err
+}
+
+// executeTooLong executes what has to be killed, with what it has started.
+func executeTooLong(t *testing.T, w *world) error {
+	_, _, err := w.d.Cri.ExecSync(t.Context(), w.id, []string{"sh", "-c", "sleep 100001 & sleep 100002"}, time.Second)
+	return expectTimeout(err)
+}
+
+// expectTimeout is nil for what the client makes of an exec's DeadlineExceeded.
+func expectTimeout(err error) error {
+	if err == nil || !strings.Contains(err.Error(), "timed out after 1s") {
+		return fmt.Errorf("an exec that takes too long returned: %v", err)
+	}
+	return nil
+}
+
+func executeInVain(t *testing.T, w *world) error {
+	_, _, err := w.d.Cri.ExecSync(t.Context(), w.id, []string{"/no/such/program"}, 0)
+	return expect(err, codes.InvalidArgument)
+}
+
+// expect is nil for an error with that code.
+func expect(err error, code codes.Code) error {
+	if got := harness.CodeOf(err); got != code {
+		return fmt.Errorf("the code is %v, not %v: %v", got, code, err)
+	}
+	return nil
+}

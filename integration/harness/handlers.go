@@ -1,0 +1,45 @@
+package harness
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// WithHandler configures a runtime handler.
+func WithHandler(name, path string, args ...string) DaemonOption {
+	lines := []string{"[handlers." + name + "]"}
+	if path != "" {
+		lines = append(lines, fmt.Sprintf("path = %q", path))
+	}
+	if len(args) > 0 {
+		lines = append(lines, fmt.Sprintf(`args = ["%s"]`, strings.Join(args, `", "`)))
+	}
+	return WithConfig(lines...)
+}
+
+// Crun returns the path of crun, $BERTH_CRUN or the one in PATH, and lets it believe that no cgroup controller is on
+// version 2: it refuses hybrid set-ups where one is.
+func Crun(t *testing.T) string {
+	t.Helper()
+	path := os.Getenv("BERTH_CRUN")
+	if path == "" {
+		var err error
+		if path, err = exec.LookPath("crun"); err != nil {
+			t.Skip("NOT TESTED: crun is not installed, and BERTH_CRUN names none")
+		}
+	}
+	const file = "/sys/fs/cgroup/unified/cgroup.controllers"
+	if _, err := os.Stat(file); err == nil {
+		empty := filepath.Join(t.TempDir(), "empty")
+		Must(t, os.WriteFile(empty, nil, 0o600))
+		Must(t, unix.Mount(empty, file, "", unix.MS_BIND, ""))
+		t.Cleanup(func() { Must(t, unix.Unmount(file, 0)) })
+	}
+	return path
+}

@@ -1,0 +1,362 @@
+package integration
+
+import (
+	"context"
+	"fmt"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+	"berth/integration/machine"
+)
+
+// family is a container's command with processes of its own, which ends with 7 when it is asked to. The numbers tell
+// the processes of one container from those of others.
+func family(first, second int) harness.ContainerOption {
+	return harness.Script(fmt.Sprintf("trap 'exit 7' TERM; sleep %d & setsid sleep %d & echo ready; wait; wait", first, second))
+}
+
+func whenReady(t *testing.T, c *harness.Container) *harness.Container {
+	t.Helper()
+	c.WaitOutput(t, "ready")
+	return c
+}
+
+// wantLost checks that a container has ended with its shim, and that nothing of it runs.
+func wantLost(t *testing.T, c *harness.Container, sleepers ...int) {
+	t.Helper()
+	status := c.WaitExited(t)
+	harness.Equal(t, "exit code", status.ExitCode, 255)
+	harness.Equal(t, "reason", status.Reason, "ShimLost")
+	if !strings.Contains(status.Message, "shim was lost") {
+		t.Errorf("the message %q does not say that the shim was lost", status.Message)
+	}
+	if status.StartedAt == 0 || status.FinishedAt < status.StartedAt {
+		t.Errorf("it ran from %d to %d", status.StartedAt, status.FinishedAt)
+	}
+	nothingRuns(t, sleepers...)
+}
+
+// nothingRuns checks that there is none of the processes that sleep so long.
+func nothingRuns(t *testing.T, sleepers ...int) {
+	t.Helper()
+	for _, n := range sleepers {
+		if pids := machine.ProcessesOf(fmt.Sprintf("sleep %d", n)); len(pids) > 0 {
+			t.Errorf("sleep %d still runs: %v", n, pids)
+		}
+	}
+}
+
+// goesOn checks that a pod runs whose container was lost: its other container does, and the next attempt of the lost one.
+func goesOn(t *testing.T, pod *harness.Pod, lost, other *harness.Container) {
+	t.Helper()
+	harness.Equal(t, "state of the pod", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
+	harness.Equal(t, "exec in the other container", other.Exec(t, "echo", "fine"), "fine")
+	next := pod.Run(t, func(c *runtimeapi.ContainerConfig) {
+		c.Metadata.Name, c.Metadata.Attempt = lost.Config.Metadata.Name, 1
+		c.LogPath = filepath.Join(filepath.Dir(lost.Config.LogPath), "1.log")
+	})
+	harness.Equal(t, "exec in the next attempt", next.Exec(t, "echo", "again"), "again")
+	harness.Must(t, pod.D.Cri.RemoveContainer(t.Context(), lost.Id))
+}
+
+// kinds are pods in which processes of a container are found, and end, in different ways.
+var kinds = []struct {
+	name string
+	pod  harness.PodOption
+	ctr  harness.ContainerOption
+}{
+	{"own PID namespace", harness.HostNetwork, func(*runtimeapi.ContainerConfig) {}},
+	{"shared PID namespace", harness.SharedPID, func(*runtimeapi.ContainerConfig) {}},
+	{"the node's PID namespace", harness.HostPID, func(*runtimeapi.ContainerConfig) {}},
+	{"terminal", harness.HostNetwork, func(c *runtimeapi.ContainerConfig) { c.Tty = true }},
+}
+
+// A monitor that is killed takes its container with it, and no more; the status says so. The same if there is no
+// daemon when it happens.
+func TestMonitorKilled(t *testing.T) {
+	d := harness.StartDaemon(t)
+	for i, kind := range kinds {
+		for _, alone := range []bool{false, true} {
+			name := kind.name
+			if alone {
+				name += ", without daemon"
+			}
+			t.Run(name, func(t *testing.T) {
+				pod := d.RunPod(t, kind.pod)
+				first, second := 110000+10*i, 110001+10*i
+				c, other := whenReady(t, pod.Run(t, family(first, second), kind.ctr)), pod.Run(t)
+				monitor := harness.MonitorOf(t, d, c)
+				if alone {
+					d.Kill(t)
+				}
+				harness.Must(t, syscall.Kill(monitor, syscall.SIGKILL))
+				if alone {
+					waitDead(t, monitor)
+					d.Start(t)
+				}
+				wantLost(t, c, first, second)
+				goesOn(t, pod, c, other)
+				d.StateMatches(t)
+				pod.Remove(t)
+			})
+		}
+	}
+}
+
+// A monitor is killed while its container is executed in: the exec ends.
+func TestMonitorKilledDuringExec(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.SharedPID)
+	c, other := whenReady(t, pod.Run(t, family(110100, 110101))), pod.Run(t)
+	ended := make(chan error, 1)
+	go func() {
+		_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "sleep 110102 & sleep 110103"}, 0)
+		ended <- err
+	}()
+	harness.Eventually(t, "the exec runs", func() error {
+		if len(machine.ProcessesOf("sleep 110103")) == 0 {
+			return fmt.Errorf("there is no sleep 110103")
+		}
+		return nil
+	})
+	harness.Must(t, syscall.Kill(harness.MonitorOf(t, d, c), syscall.SIGKILL))
+	if err := <-ended; err == nil {
+		t.Error("an exec that was killed succeeded")
+	}
+	wantLost(t, c, 110100, 110101, 110102, 110103)
+	goesOn(t, pod, c, other)
+}
+
+// A pause that is killed leaves a pod that is not ready, with containers as before, unless they
+// were in its PID namespace. kubelet stops it then, and runs the next attempt. The same if there is no daemon when it happens.
+func TestPauseKilled(t *testing.T) {
+	d := harness.StartDaemon(t)
+	for _, shared := range []bool{false, true} {
+		for _, alone := range []bool{false, true} {
+			t.Run(fmt.Sprintf("shared PID namespace %t, without daemon %t", shared, alone), func(t *testing.T) {
+				var options []harness.PodOption
+				if shared {
+					options = append(options, harness.SharedPID)
+				}
+				pod := d.RunPod(t, options...)
+				c := whenReady(t, pod.Run(t, family(110200, 110201)))
+				pause := pod.PausePID(t)
+				if alone {
+					d.Kill(t)
+				}
+				harness.Must(t, syscall.Kill(pause, syscall.SIGKILL))
+				waitDead(t, pause)
+				if alone {
+					d.Start(t)
+				}
+				harness.Eventually(t, "the pod is not ready", func() error {
+					if state := pod.Status(t).State; state != runtimeapi.PodSandboxState_SANDBOX_NOTREADY {
+						return harness.Unexpected("its state", state, "NOTREADY")
+					}
+					return nil
+				})
+				if !shared {
+					harness.Equal(t, "exec in the container", c.Exec(t, "echo", "fine"), "fine")
+				}
+				pod.Stop(t)
+				status := c.WaitExited(t)
+				harness.Equal(t, "exit code", status.ExitCode, 137)
+				nothingRuns(t, 110200, 110201)
+				next := d.PodConfig(t)
+				next.Metadata.Name, next.Metadata.Uid, next.Metadata.Attempt = pod.Config.Metadata.Name, pod.Config.Metadata.Uid, 1
+				replaced := d.RunPodConfig(t, next)
+				pod.Remove(t)
+				harness.Equal(t, "what the next attempt prints", replaced.Sh(t, "echo again"), "again\n")
+				replaced.Remove(t)
+			})
+		}
+	}
+}
+
+// --- frozen monitors ------------------------------------------------------------
+
+// freeze stops a container's monitor and waits until it is stopped.
+func freeze(t *testing.T, d *harness.Daemon, c *harness.Container) (monitor int) {
+	t.Helper()
+	monitor = harness.MonitorOf(t, d, c)
+	harness.Must(t, syscall.Kill(monitor, syscall.SIGSTOP))
+	harness.Eventually(t, "the monitor is stopped", func() error { return isFrozen(t, monitor) })
+	return monitor
+}
+
+func isFrozen(t *testing.T, pid int) error {
+	t.Helper()
+	if state := machine.StatusField(t, pid, "State"); !strings.HasPrefix(state, "T") {
+		return harness.Unexpected("its state", state, "stopped")
+	}
+	return nil
+}
+
+// readers are the calls that must not depend on any shim.
+func readers(d *harness.Daemon, pod *harness.Pod, c *harness.Container) map[string]func(context.Context) error {
+	return map[string]func(context.Context) error{
+		"ListContainers":        func(ctx context.Context) error { _, err := d.Cri.ListContainers(ctx, nil); return err },
+		"ContainerStatus":       func(ctx context.Context) error { _, err := d.Cri.ContainerStatus(ctx, c.Id, true); return err },
+		"ContainerStats":        func(ctx context.Context) error { _, err := d.Cri.ContainerStats(ctx, c.Id); return err },
+		"ListContainerStats":    func(ctx context.Context) error { _, err := d.Cri.ListContainerStats(ctx, nil); return err },
+		"ListPodSandbox":        func(ctx context.Context) error { _, err := d.Cri.ListPodSandbox(ctx, nil); return err },
+		"PodSandboxStatus":      func(ctx context.Context) error { _, err := d.Cri.PodSandboxStatus(ctx, pod.Id, true); return err },
+		"PodSandboxStats":       func(ctx context.Context) error { _, err := d.Cri.PodSandboxStats(ctx, pod.Id); return err },
+		"ListPodSandboxStats":   func(ctx context.Context) error { _, err := d.Cri.ListPodSandboxStats(ctx, nil); return err },
+		"ListPodSandboxMetrics": func(ctx context.Context) error { _, err := d.Cri.ListPodSandboxMetrics(ctx); return err },
+		"Status":                func(ctx context.Context) error { _, err := d.Cri.Status(ctx, true); return err },
+		"ListImages":            func(ctx context.Context) error { _, err := d.Images.ListImages(ctx, nil); return err },
+	}
+}
+
+// answer makes every call several times while monitors are frozen, and notes the slowest answer of each, for docs/reliability.md.
+func answer(t *testing.T, when string, calls map[string]func(context.Context) error, monitors ...int) {
+	t.Helper()
+	slowest, which := time.Duration(0), ""
+	for range 20 {
+		for name, call := range calls {
+			begin := time.Now()
+			if err := call(t.Context()); err != nil {
+				t.Errorf("%s %s: %v", name, when, err)
+			}
+			if took := time.Since(begin); took > slowest {
+				slowest, which = took, name
+			}
+		}
+	}
+	for _, m := range monitors { // or it was no answer in spite of them
+		harness.Must(t, isFrozen(t, m))
+	}
+	t.Logf("TRIED %d calls %s; the slowest answer was %s's, after %v", 20*len(calls), when, which, slowest)
+}
+
+// While monitors are frozen, everything that is asked is answered, other pods live as ever, and so does the pod but for what
+// only the monitor can do. Their containers and pods can be stopped, in the time that stopping may take, and removed.
+func TestFrozenMonitor(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod, other := d.RunPod(t), d.RunPod(t, harness.HostNetwork)
+	stopped, withPod := whenReady(t, pod.Run(t, family(110300, 110301))), whenReady(t, pod.Run(t, family(110302, 110303)))
+	monitors := []int{freeze(t, d, stopped), freeze(t, d, withPod)}
+	calls := readers(d, pod, stopped)
+
+	answer(t, "while a container's monitor is frozen", calls, monitors...)
+	harness.Equal(t, "what a container of another pod prints", other.Sh(t, "echo fine"), "fine\n")
+	another := d.RunPod(t)
+	harness.Equal(t, "what a container of a new pod prints", another.Sh(t, "echo new"), "new\n")
+	another.Remove(t)
+	harness.Equal(t, "exec beside a frozen monitor", stopped.Exec(t, "echo", "here"), "here")
+
+	const grace = 30
+	ctx, cancel := context.WithTimeout(t.Context(), grace*time.Second)
+	defer cancel()
+	ended := make(chan error, 1)
+	go func() { ended <- d.Cri.StopContainer(ctx, stopped.Id, grace) }()
+	waitGone(t, 110300, 110301)
+	answer(t, "while a container with a frozen monitor is being stopped", calls, monitors[1])
+	harness.Must(t, <-ended)
+	harness.Must(t, ctx.Err()) // it ended within the grace period
+	wantLost(t, stopped, 110300, 110301)
+
+	stopping := make(chan error, 1)
+	go func() { stopping <- d.Cri.StopPodSandbox(t.Context(), pod.Id) }()
+	waitGone(t, 110302, 110303)
+	answer(t, "while a pod with a frozen monitor is being stopped", calls)
+	harness.Equal(t, "what a container of another pod prints", other.Sh(t, "echo still"), "still\n")
+	harness.Must(t, <-stopping)
+	wantLost(t, withPod, 110302, 110303)
+	for _, m := range monitors {
+		waitDead(t, m)
+	}
+	d.StateMatches(t)
+	harness.Must(t, d.Cri.RemovePodSandbox(t.Context(), pod.Id))
+}
+
+func waitGone(t *testing.T, sleepers ...int) {
+	t.Helper()
+	harness.Eventually(t, "the container's processes end", func() error {
+		for _, n := range sleepers {
+			if pids := machine.ProcessesOf(fmt.Sprintf("sleep %d", n)); len(pids) > 0 {
+				return fmt.Errorf("sleep %d runs: %v", n, pids)
+			}
+		}
+		return nil
+	})
+}
+
+// A frozen pod is removed in one go, also when there is no daemon while its monitor freezes.
+func TestFrozenMonitorOfRemovedPod(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t)
+	c := whenReady(t, pod.Run(t, family(110400, 110401)))
+	d.Kill(t)
+	monitor := freeze(t, d, c)
+	d.Start(t)
+	answer(t, "of a daemon that was started beside a frozen monitor", readers(d, pod, c), monitor)
+	harness.Must(t, d.Cri.RemovePodSandbox(t.Context(), pod.Id))
+	nothingRuns(t, 110400, 110401)
+	waitDead(t, monitor)
+}
+
+// A monitor that goes on after it was frozen tells everything: output, and the exit with its code.
+func TestThawedMonitor(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := whenReady(t, pod.Run(t, family(110500, 110501)))
+	pid, monitor := c.Pid(t), freeze(t, d, c)
+	harness.Must(t, syscall.Kill(pid, syscall.SIGTERM))
+	waitGone(t, 110500, 110501)
+	harness.Equal(t, "state, though nobody has told of the end", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+	harness.Must(t, syscall.Kill(monitor, syscall.SIGCONT))
+	status := c.WaitExited(t)
+	harness.Equal(t, "exit code", status.ExitCode, 7)
+	harness.Equal(t, "reason", status.Reason, "Error")
+
+	talks := pod.Run(t, harness.Script("i=0; while [ ! -e /tmp/stop ]; do i=$((i+1)); echo $i; sleep 0.005; done; exit 3"))
+	talks.WaitOutput(t, "3\n")
+	monitor = freeze(t, d, talks)
+	talks.Exec(t, "touch", "/tmp/stop")
+	harness.Must(t, syscall.Kill(monitor, syscall.SIGCONT))
+	harness.Equal(t, "exit code", talks.WaitExited(t).ExitCode, 3)
+	for i, l := range talks.Log(t) {
+		if l.Text != fmt.Sprint(i+1) {
+			t.Fatalf("line %d is %q", i+1, l.Text)
+		}
+	}
+	harness.Equal(t, "exec in another container", pod.Run(t).Exec(t, "echo", "fine"), "fine")
+}
+
+// --- signals right after the start ----------------------------------------------
+
+// A container that is stopped as soon as it was started ends as its program does when it gets the signal, not as
+// what starts it does. A hook makes the moment between the two long.
+func TestStopRightAfterStart(t *testing.T) {
+	dir, option := cdiDir(t)
+	d := harness.StartDaemon(t, option)
+	writeCDI(t, filepath.Join(dir, "vendor.json"), map[string]any{
+		"slow": map[string]any{"hooks": []any{map[string]any{"hookName": "startContainer", "path": "/bin/sleep", "args": []string{"sleep", "0.5"}}}},
+	})
+	for _, c := range []struct {
+		name  string
+		pod   harness.PodOption
+		grace int64
+		code  int32
+	}{
+		{"process 1, which no signal ends that it does not handle", harness.HostNetwork, 2, 128 + int32(syscall.SIGKILL)},
+		{"any process", harness.HostPID, 60, 128 + int32(syscall.SIGTERM)},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			pod := d.RunPod(t, c.pod)
+			for _, options := range [][]harness.ContainerOption{{harness.Cdi("slow")}, nil, nil} {
+				ctr := pod.Run(t, options...)
+				ctr.Stop(t, c.grace)
+				harness.Equal(t, "exit code", ctr.WaitExited(t).ExitCode, c.code)
+			}
+		})
+	}
+}

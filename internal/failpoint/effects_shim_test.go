@@ -1,0 +1,84 @@
+package failpoint
+
+import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"testing"
+)
+
+// shimEffects are further effects of launchers and monitors: what libcontainer and the programs of runtimes do for them.
+var shimEffects = regexp.MustCompile(`^(libcontainer\.Create|container\.(Start|Run|Destroy)|Runtime\.(Create|Start|Exec|Delete|Kill)|logfile\.Open|killtree\.Kill)$`)
+
+// unmarkedOfShims are the functions of launchers and monitors with effects and without a failpoint, each with the reason.
+var unmarkedOfShims = map[string]string{
+	"shim/launcher.clampOOMScore":    "about the launcher itself",
+	"shim/launcher.endChildren":      signal,
+	"shim/launcher.execute":          byCaller,
+	"shim/launcher.chown":            "about pipes of its own",
+	"shim/launcher.killDescendants":  signal,
+	"shim/launcher.nameProcess":      "about the launcher itself",
+	"shim/launcher.openOOM":          "a registration that ends with the process",
+	"shim/launcher.removeEmptyExecs": "cgroups without use, which whoever comes next removes",
+}
+
+// Every function of a launcher or monitor that has an effect has failpoints, too. Between two of them may be several: integration/crash
+// also kills launchers after each of their system calls.
+func TestEffectsOfShimsAreMarked(t *testing.T) {
+	found := map[string]bool{}
+	for _, pkg := range []string{"shim/launcher", "shim/monitor"} {
+		paths, err := filepath.Glob(filepath.Join("../..", pkg, "*.go"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, path := range paths {
+			if !strings.HasSuffix(path, "_test.go") {
+				checkShim(t, path, pkg, found)
+			}
+		}
+	}
+	for name := range unmarkedOfShims {
+		if !found[name] {
+			t.Errorf("%s has no effect without a failpoint (any more): take it off the list", name)
+		}
+	}
+}
+
+// checkShim reports the functions of a file that have effects and no failpoint.
+func checkShim(t *testing.T, path, pkg string, found map[string]bool) {
+	t.Helper()
+	files := token.NewFileSet()
+	file, err := parser.ParseFile(files, path, nil, parser.SkipObjectResolution)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, decl := range file.Decls {
+		f, ok := decl.(*ast.FuncDecl)
+		if !ok || f.Body == nil {
+			continue
+		}
+		effect, marked := "", false
+		ast.Inspect(f.Body, func(n ast.Node) bool {
+			if call, ok := n.(*ast.CallExpr); ok {
+				switch name := calledName(call); {
+				case name == reach:
+					marked = true
+				case effects.MatchString(name), shimEffects.MatchString(name), opensToWrite(name, call):
+					effect = name
+				}
+			}
+			return true
+		})
+		name := pkg + "." + f.Name.Name
+		if effect == "" || marked {
+			continue
+		}
+		found[name] = true
+		if unmarkedOfShims[name] == "" {
+			t.Errorf("%s: %s calls %s and has no failpoint", files.Position(f.Pos()), name, effect)
+		}
+	}
+}
