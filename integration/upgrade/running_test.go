@@ -25,8 +25,12 @@ func TestRunningPods(t *testing.T) {
 			d.Stop(t)
 			d.LoseState(t)
 			harness.Must(t, os.RemoveAll(d.Root))
-			d.UseVersion(t, bin)
+			d.UseVersion(t, bin, configure(t, version)...)
 			d.Start(t)
+			var later *features
+			if hasFeatures(version) {
+				later = runFeatures(t, d, d.Pull(t, harness.BaseImage))
+			}
 			pod, host := d.RunPod(t), d.RunPod(t, harness.HostNetwork)
 			writes := pod.Run(t, harness.Script("trap 'exit 7' TERM; i=0; while :; do i=$((i+1)); echo $i; sleep 0.01; done"))
 			reads := host.Run(t, harness.Script("read line; echo got $line; exit 3"), func(c *runtimeapi.ContainerConfig) { c.Stdin, c.StdinOnce = true, true })
@@ -56,6 +60,9 @@ func TestRunningPods(t *testing.T) {
 			writes.Stop(t, 30)
 			harness.Equal(t, "exit code after stop", writes.Status(t).ExitCode, 7)
 			harness.Equal(t, "a new container in the old pod", pod.Sh(t, "echo fine"), "fine\n")
+			if later != nil {
+				later.goOn(t)
+			}
 			pod.Remove(t)
 			host.Remove(t)
 		})
