@@ -122,10 +122,10 @@ func writeGolden(t *testing.T, version, file string) {
 	}
 	bin := programs(t, version)
 	d := emptyDaemon(t)
-	d.UseVersion(t, bin)
+	d.UseVersion(t, bin, configure(t, version)...)
 	d.Start(t)
 
-	name, _ := harness.Push(t, harness.Registry, "golden:1", goldenImage(t))
+	name, id := harness.Push(t, harness.Registry, "golden:1", goldenImage(t))
 	pod, host := d.RunPod(t), d.RunPod(t, harness.HostNetwork)
 	image := harness.Image(name)
 	pod.Run(t, image, harness.ImageDefaults, harness.ContainerNamed("running"))
@@ -134,6 +134,10 @@ func writeGolden(t *testing.T, version, file string) {
 	killed := host.Run(t, image, harness.ImageDefaults, harness.ContainerNamed("killed"))
 	machine.KillProcess(t, killed.Pid(t))
 	killed.WaitExited(t)
+	if hasFeatures(version) {
+		d.Pull(t, name)
+		runFeatures(t, d, id, image, harness.ImageDefaults)
+	}
 	g := describe(t, d, name)
 	d.Kill(t)
 	harness.Must(t, os.WriteFile(filepath.Join(goldenDir, aboutFile), harness.Get(json.MarshalIndent(g, "", "\t"))(t), 0o600))
