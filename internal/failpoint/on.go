@@ -6,6 +6,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"strings"
 
@@ -42,7 +43,9 @@ func Reach(name string) {
 		signal, err = due(name)
 	}
 	if err == nil && signal != 0 {
-		err = unix.Kill(unix.Getpid(), signal)
+		runtime.LockOSThread() // the signal is this thread's, which so goes no step further
+		err = unix.Tgkill(unix.Getpid(), unix.Gettid(), signal)
+		runtime.UnlockOSThread()
 	}
 	if err != nil {
 		panic("failpoint " + name + ": " + err.Error())
