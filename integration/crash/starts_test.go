@@ -17,6 +17,8 @@ var starts = []operation{
 	{name: "Start_lost_records", spoil: loseRecords, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn, more: true},
 	{name: "Start_lost_records_userNamespace_imageVolume", spoil: loseRecords,
 		prepare: with(podRuns(podInUserNamespace), withContainer(obedient, containerInUserNamespace, imageVolume), started), request: goOn, more: true},
+	{name: "Start_lost_records_crun", daemon: withCrun, spoil: loseRecords,
+		prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(obedient), started), request: goOn, more: true},
 	{name: "Start_lost_record_of_created_container", spoil: loseContainerRecord, prepare: with(podRuns(hostPort), withContainer(), created), request: goOn, more: true},
 	{name: "Start_damaged_records", named: checkpoint.SetAsideDir, spoil: with(damageRecords, tearAddress), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn},
 	{name: "Start_other_programs", spoil: with(ageProgram("pause"), ageProgram("monitor")), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn, more: true},

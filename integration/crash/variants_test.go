@@ -20,6 +20,11 @@ var variants = []operation{
 	{name: "UpdateContainerResources", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: limit, more: true},
 	{name: "CreateContainer_hostPath", prepare: with(podRuns(harness.HostNetwork), withContainer(), withHostPath), request: createContainer, again: anotherContainer, more: true},
 
+	{name: "RunPodSandbox_crun", daemon: withCrun, prepare: with(byCrun, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
+	{name: "StartContainer_crun", daemon: withCrun, prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(), created), request: startContainer,
+		again: startAnother, more: true},
+	{name: "RemovePodSandbox_crun", daemon: withCrun, prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(obedient), started), request: removePod, more: true},
+
 	{name: "RunPodSandbox_plugin", daemon: withPlugin, prepare: withPod(harness.HostNetwork), request: runPod, again: anotherPod, more: true},
 	{name: "CreateContainer_plugin", daemon: withPlugin, prepare: with(podRuns(harness.HostNetwork), withContainer()), request: createContainer, again: anotherContainer, more: true},
 	{name: "StopPodSandbox_plugin", daemon: withPlugin, prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: stopPod, more: true},
@@ -41,6 +46,9 @@ func limit(t *testing.T, w *world) error {
 	return w.d.Cri.UpdateContainerResources(t.Context(), w.id, &runtimeapi.ContainerResources{
 		Linux: &runtimeapi.LinuxContainerResources{CpuShares: 512, CpuPeriod: 100_000, CpuQuota: 50_000, MemoryLimitInBytes: 256 << 20}})
 }
+
+// withCrun gives the daemon a handler whose containers crun makes.
+func withCrun(t *testing.T, d *harness.Daemon) { harness.WithHandler(crun, harness.Crun(t))(t, d) }
 
 // withPlugin has each daemon start an NRI plugin.
 func withPlugin(t *testing.T, d *harness.Daemon) {
