@@ -66,7 +66,7 @@ func (e *enumeration) summary(what string) string {
 func (e *enumeration) run(t *testing.T) {
 	options := []harness.DaemonOption{harness.WithFailpoints(&e.fp)}
 	if e.op.daemon != nil {
-		options = append(options, e.op.daemon)
+		options = append(options, e.op.daemon(t))
 	}
 	e.d = harness.StartDaemon(t, options...)
 	e.uncrashed(t) // what the first operation makes for good is there from now on

@@ -16,9 +16,9 @@ type operation struct {
 	more    bool // a variant that the shortened enumeration leaves out
 	prepare func(*testing.T, *world)
 	request func(*testing.T, *world) error
-	again   []retry              // ways to try again other than by the same request
-	daemon  harness.DaemonOption // what it needs of the daemon; nil: nothing
-	first   *point               // not nil: the daemon is killed here first, and the next one at each point of its start and of what it undoes
+	again   []retry                               // ways to try again other than by the same request
+	daemon  func(*testing.T) harness.DaemonOption // what it needs of the daemon; nil: nothing
+	first   *point                                // not nil: the daemon is killed here first, and the next one at each point of its start and of what it undoes
 
 	// spoil, if not nil, does something to what a daemon has left that was killed without work. The next one is killed at each
 	// point of its start; the request is made afterwards.

@@ -48,13 +48,15 @@ func limit(t *testing.T, w *world) error {
 }
 
 // withCrun gives the daemon a handler whose containers crun makes.
-func withCrun(t *testing.T, d *harness.Daemon) { harness.WithHandler(crun, harness.Crun(t))(t, d) }
+func withCrun(t *testing.T) harness.DaemonOption { return harness.WithHandler(crun, harness.Crun(t)) }
 
 // withPlugin has each daemon start an NRI plugin.
-func withPlugin(t *testing.T, d *harness.Daemon) {
-	dir := filepath.Join(d.Dir, "plugins")
-	harness.Must(t, os.Mkdir(dir, 0o755))
-	harness.Must(t, os.Symlink(harness.Get(os.Executable())(t), filepath.Join(dir, "10-crash")))
+func withPlugin(*testing.T) harness.DaemonOption {
+	return func(t *testing.T, d *harness.Daemon) {
+		dir := filepath.Join(d.Dir, "plugins")
+		harness.Must(t, os.Mkdir(dir, 0o755))
+		harness.Must(t, os.Symlink(harness.Get(os.Executable())(t), filepath.Join(dir, "10-crash")))
+	}
 }
 
 // isPlugin tells whether this process was started by a daemon as an NRI plugin.
