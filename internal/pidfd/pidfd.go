@@ -110,7 +110,25 @@ func Wait(ctx context.Context, f *os.File) error {
 	case err != nil:
 		return fmt.Errorf("wait on %s: %w", f.Name(), err)
 	}
-	return reap(own)
+	return reapUntil(ctx, own)
+}
+
+// tracedPause is how often is looked again whether a tracer has let go of a child that has ended.
+const tracedPause = 50 * time.Millisecond
+
+// reapUntil reaps a child that has ended. One that another process traces cannot be reaped before that has seen its end.
+func reapUntil(ctx context.Context, f *os.File) error {
+	for {
+		reaped, err := reap(f)
+		if reaped || err != nil {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(tracedPause):
+		}
+	}
 }
 
 // control is f's Control with an error that wraps os.ErrClosed if f is closed:
@@ -137,7 +155,8 @@ func Exited(f *os.File) (bool, error) {
 	if pollErr != nil || !done {
 		return false, pollErr
 	}
-	return true, reap(f)
+	_, err := reap(f) // one that is traced stays for Wait
+	return true, err
 }
 
 // Signal sends sig to the process. The error wraps os.ErrProcessDone if it is
@@ -212,21 +231,24 @@ func ended(fd int) (bool, error) {
 	}
 }
 
-// reap collects an ended child; a process that is not our child is not our business.
-func reap(f *os.File) error {
+// reap reaps a process that has ended if it is a child, and tells whether there is nothing left of it for us to do.
+func reap(f *os.File) (done bool, err error) {
 	conn, err := f.SyscallConn()
 	if err != nil {
-		return fmt.Errorf("reap %s: %w", f.Name(), err)
+		return false, fmt.Errorf("reap %s: %w", f.Name(), err)
 	}
+	var info unix.Siginfo
 	var waitErr error
 	err = conn.Control(func(fd uintptr) {
-		waitErr = unix.Waitid(unix.P_PIDFD, int(fd), nil, unix.WEXITED|unix.WNOHANG, nil)
+		waitErr = unix.Waitid(unix.P_PIDFD, int(fd), &info, unix.WEXITED|unix.WNOHANG, nil)
 	})
-	if err == nil && waitErr != nil && !errors.Is(waitErr, unix.ECHILD) {
-		err = waitErr
+	switch {
+	case err != nil:
+		return false, fmt.Errorf("reap %s: %w", f.Name(), err)
+	case errors.Is(waitErr, unix.ECHILD):
+		return true, nil
+	case waitErr != nil:
+		return false, fmt.Errorf("reap %s: %w", f.Name(), waitErr)
 	}
-	if err != nil {
-		return fmt.Errorf("reap %s: %w", f.Name(), err)
-	}
-	return nil
+	return info.Signo != 0, nil
 }

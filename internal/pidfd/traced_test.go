@@ -1,0 +1,88 @@
+package pidfd
+
+import (
+	"context"
+	"errors"
+	"io"
+	"os"
+	"os/exec"
+	"runtime"
+	"strconv"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// traceEnv makes the test binary a tracer of the process with that ID.
+const traceEnv = "BERTH_TEST_TRACE"
+
+func TestMain(m *testing.M) {
+	if pid, err := strconv.Atoi(os.Getenv(traceEnv)); err == nil {
+		os.Exit(trace(pid))
+	}
+	os.Exit(m.Run())
+}
+
+// trace attaches to a process, says so, and waits for the end of its standard input.
+func trace(pid int) int {
+	runtime.LockOSThread()
+	if err := unix.PtraceSeize(pid); err != nil {
+		return 1
+	}
+	_, err := os.Stdout.WriteString("x")
+	_, readErr := io.ReadAll(os.Stdin)
+	if err != nil || readErr != nil {
+		return 1
+	}
+	return 0
+}
+
+// A child that somebody traces is reaped when the tracer lets go of it.
+func TestWaitForTracedChild(t *testing.T) {
+	cmd, f := start(t, "sleep", "1000")
+	tracer := exec.Command("/proc/self/exe")
+	tracer.Env = append(os.Environ(), traceEnv+"="+strconv.Itoa(cmd.Process.Pid))
+	stdin, err := tracer.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	stdout, err := tracer.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := tracer.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.ReadFull(stdout, make([]byte, 1)); err != nil {
+		t.Fatalf("the tracer does not trace: %v", err)
+	}
+	if err := Signal(f, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	for {
+		done, err := Exited(f)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if done {
+			break
+		}
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 2*tracedPause)
+	defer cancel()
+	if err := Wait(ctx, f); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("Wait while it is traced: %v", err)
+	}
+	if err := stdin.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if err := Wait(t.Context(), f); err != nil {
+		t.Error(err)
+	}
+	if _, err := Open(cmd.Process.Pid); !errors.Is(err, os.ErrProcessDone) {
+		t.Errorf("it is still there: %v", err)
+	}
+	if err := tracer.Wait(); err != nil {
+		t.Error(err)
+	}
+}
