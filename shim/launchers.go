@@ -251,6 +251,7 @@ func (l *Launchers) take(mayBeIdle bool) (*launcher, error) {
 		}
 		l.cfg.Log.Warn("an idle launcher has died", "pid", p.pid, "error", err)
 		l.retire(p)
+		l.wantMore()
 	}
 	return l.start()
 }

@@ -73,7 +73,7 @@ func TestExecGivenUpWhileItStarts(t *testing.T) {
 	ctx, cancel := context.WithCancel(e.ctx)
 	given := make(chan error, 1)
 	go func() {
-		x, err := e.Exec(ctx, ExecRequest{ID: c.ID, ExecID: "1", Process: testProcess("sleep", "1001")})
+		x, err := e.Exec(ctx, ExecRequest{ID: c.ID, ExecID: "1", CgroupsPath: cgroupRoot + "/" + c.ID, Process: testProcess("sleep", "1001")})
 		if err == nil {
 			err = x.Close()
 		}
