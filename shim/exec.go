@@ -74,10 +74,11 @@ func (l *Launchers) execWith(ctx context.Context, req ExecRequest, take func() (
 		l.giveBack(p)
 		return nil, err
 	}
-	if errors.Is(err, errDeaf) { // or it would be waited for first
-		_ = pidfd.Signal(p.proc, unix.SIGKILL) // what can't be killed now retire complains of
+	if errors.Is(err, errDeaf) {
+		l.giveUpDeaf(p, req)
+	} else {
+		l.giveUp(p, req)
 	}
-	l.giveUp(p, req)
 	return nil, err
 }
 

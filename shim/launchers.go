@@ -174,12 +174,26 @@ func (l *Launchers) giveBack(p *launcher) {
 // is gone, what it has left of the exec is ended.
 func (l *Launchers) giveUp(p *launcher, req ExecRequest) {
 	l.lend(-1)
-	l.retire(p, func() {
-		if err := scrubExec(req); err != nil {
-			l.cfg.Log.Error("end what a launcher has left of an exec", "container", req.ID, "exec", req.ExecID, "error", err)
-		}
-	})
+	l.retire(p, func() { l.endLeft(req) })
 	l.wantMore()
+}
+
+// giveUpDeaf is giveUp of a launcher that does not read its order, and returns when nothing is left: the next one that gets
+// the order makes what bears the same names.
+func (l *Launchers) giveUpDeaf(p *launcher, req ExecRequest) {
+	l.lend(-1)
+	if err := kill(p.proc); err != nil {
+		l.cfg.Log.Error("kill a launcher", "pid", p.pid, "error", err)
+	}
+	l.endLeft(req)
+	l.retire(p)
+	l.wantMore()
+}
+
+func (l *Launchers) endLeft(req ExecRequest) {
+	if err := scrubExec(req); err != nil {
+		l.cfg.Log.Error("end what a launcher has left of an exec", "container", req.ID, "exec", req.ExecID, "error", err)
+	}
 }
 
 // put makes p available, or retires it if there are enough.

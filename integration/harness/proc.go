@@ -59,5 +59,14 @@ func MonitorOf(t *testing.T, d *Daemon, c *Container) int {
 	var pid int
 	_, err = fmt.Sscan(string(data), &pid)
 	Must(t, err)
+	// A stop that comes while the launcher executes the monitor is forgotten: execve ends the other threads, and
+	// the group's stop with them.
+	Eventually(t, "the launcher is the monitor", func() error {
+		comm, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid))
+		if err == nil && string(comm) != "berth-monitor\n" {
+			err = Unexpected("program", string(comm), "berth-monitor")
+		}
+		return err
+	})
 	return pid
 }

@@ -138,7 +138,6 @@ var unmarked = map[string]string{
 	"shim.set: os.WriteFile":             "about a process of its own",
 	"shim.Kill: pidfd.Signal":            signal,
 	"shim.awaitLauncher: pidfd.Signal":   signal,
-	"shim.execWith: pidfd.Signal":        signal,
 	"shim.finish: pidfd.Signal":          signal,
 	"shim.removeGroup: unix.Rmdir":       byCaller,
 	"shim.kill: pidfd.Signal":            signal,
