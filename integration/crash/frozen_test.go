@@ -24,7 +24,7 @@ func TestFrozenLauncher(t *testing.T) {
 	if !fp.WaitReached(deathPatience) {
 		t.Fatal("the launcher does not get to its point")
 	}
-	launcher := harness.MonitorOf(t, d, c) // which it is to become
+	launcher := harness.LauncherOf(t, d, c)
 	harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_CREATED)
 	harness.Equal(t, "what a container of another pod prints", other.Sh(t, "echo fine"), "fine\n")
 	pod.Stop(t)

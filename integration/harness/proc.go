@@ -51,14 +51,20 @@ func infoPID(t *testing.T, info map[string]string) int {
 	return parsed.PID
 }
 
-// MonitorOf returns the process ID of a container's monitor.
-func MonitorOf(t *testing.T, d *Daemon, c *Container) int {
+// LauncherOf returns the process ID of who launches a container, and becomes its monitor.
+func LauncherOf(t *testing.T, d *Daemon, c *Container) (pid int) {
 	t.Helper()
 	data, err := os.ReadFile(filepath.Join(d.State, "c", c.Id, "shim"))
 	Must(t, err)
-	var pid int
 	_, err = fmt.Sscan(string(data), &pid)
 	Must(t, err)
+	return pid
+}
+
+// MonitorOf returns the process ID of a container's monitor.
+func MonitorOf(t *testing.T, d *Daemon, c *Container) int {
+	t.Helper()
+	pid := LauncherOf(t, d, c)
 	// A stop that comes while the launcher executes the monitor is forgotten: execve ends the other threads, and
 	// the group's stop with them.
 	Eventually(t, "the launcher is the monitor", func() error {
