@@ -43,6 +43,7 @@ type container struct {
 
 	stopUntold atomic.Pointer[chan struct{}]  // closed when plugins were told of its exit; nil: nothing is to be told
 	running    atomic.Pointer[running]        // nil without a shim
+	launching  atomic.Pointer[launching]      // nil unless it is being launched
 	info       atomic.Pointer[view.Container] // nil until created: nobody sees half a container
 	census     census.Ledger                  // what it has written
 	looking    atomic.Bool                    // somebody looks at its mounts

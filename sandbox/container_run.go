@@ -47,7 +47,9 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	case c.rec.Phase != record.ContainerCreated:
 		return errdefs.FailedPrecondition("container %s has exited", c.id)
 	}
-	p, err := m.readyPod(c.podID)
+	launchCtx, launched := c.beginLaunch(ctx)
+	defer launched()
+	p, err := m.readyPod(c.podID) // a stop that has not seen the launch begin is seen by this
 	if err != nil {
 		return err
 	}
@@ -58,10 +60,13 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	}
 	var started *shim.Started
 	if err = m.plugins.AskToStart(ctx, m.describer(c)); err == nil {
-		started, err = m.launch.Container(ctx, p.described(), m.toLaunch(c, c.resources, c.rec.Limits))
+		started, err = m.launch.Container(launchCtx, p.described(), m.toLaunch(c, c.resources, c.rec.Limits))
 	}
 	if err != nil && ctx.Err() != nil && m.tasks.Operations.Context().Err() != nil {
 		return m.startInterrupted(ctx, c, err)
+	}
+	if err != nil && errors.Is(context.Cause(launchCtx), errLaunchStopped) {
+		err = errdefs.FailedPrecondition("%v: %v", errLaunchStopped, err)
 	}
 	if err != nil {
 		return m.startFailed(c, err)
@@ -73,6 +78,28 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 		return err
 	}
 	return nil
+}
+
+// launching is a launch under way.
+type launching struct{ giveUp context.CancelCauseFunc }
+
+var errLaunchStopped = errors.New("it was stopped while it was being started")
+
+// beginLaunch returns what a launch's context is to be, and what ends it. It needs the container's turn.
+func (c *container) beginLaunch(ctx context.Context) (launchCtx context.Context, end func()) {
+	launchCtx, cancel := context.WithCancelCause(ctx)
+	c.launching.Store(&launching{cancel})
+	return launchCtx, func() {
+		c.launching.Store(nil)
+		cancel(nil)
+	}
+}
+
+// giveLaunchUp has a launch that is under way taken back, if there is one: its launcher may hang.
+func (c *container) giveLaunchUp() {
+	if l := c.launching.Load(); l != nil {
+		l.giveUp(errLaunchStopped)
+	}
 }
 
 // readyPod finds a pod that is ready, and asks its pause whether that still
@@ -222,7 +249,8 @@ func (m *Manager) cleanExited(c *container) {
 
 // StopContainer sends the container's stop signal, gives it timeout to exit, and
 // kills it then; at once if timeout is zero. A container that does not run or is
-// unknown is no error. One that is being started is stopped when it has started.
+// unknown is no error. One that is being started is stopped when it has started; if that takes longer than timeout, and a
+// kill, may, its launch is taken back.
 func (m *Manager) StopContainer(ctx context.Context, id string, timeout time.Duration) error {
 	c, err := m.containers.Find(id)
 	if errdefs.IsNotFound(err) {
@@ -249,7 +277,9 @@ func (m *Manager) stopContainer(ctx context.Context, c *container, timeout time.
 // endContainer holds no turn while it waits: the exit is published with it.
 func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.Duration) error {
 	var run *running
+	overdue := time.AfterFunc(min(timeout, math.MaxInt64-process.KillWait)+process.KillWait, c.giveLaunchUp)
 	err := m.tasks.WithTurn(ctx, c.turn, "stop", c.String(), func() error { run = c.running.Load(); return nil })
+	overdue.Stop()
 	if err != nil || run == nil {
 		return err
 	}

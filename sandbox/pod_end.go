@@ -71,12 +71,14 @@ func (m *Manager) recordStopLater(p *pod, cause error) {
 	})
 }
 
-// killContainers ends the pod's containers, side by side.
+// killContainers ends the pod's containers, side by side. What is being launched in it is given up and not waited for: its
+// launcher may hang.
 func (m *Manager) killContainers(ctx context.Context, p *pod) error {
 	ctx, cancel := context.WithTimeout(ctx, process.KillWait)
 	defer cancel()
 	var kills []func() error
 	for _, c := range m.containersOf(p.id) {
+		c.giveLaunchUp()
 		kills = append(kills, func() error { return m.killContainer(ctx, c) })
 	}
 	return m.tasks.Together("kill containers of", p.String(), kills...)

@@ -6,10 +6,12 @@ import (
 	"testing"
 	"time"
 
+	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
 	"berth/integration/machine"
+	"berth/sandbox/record"
 )
 
 // TestFrozenLauncher stops a launcher in the middle of a launch. Everybody else goes on, and the pod can be stopped.
@@ -17,23 +19,45 @@ func TestFrozenLauncher(t *testing.T) {
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
 	pod, other := d.RunPod(t), d.RunPod(t, harness.HostNetwork)
-	c := pod.Create(t)
-	fp.FreezeNext(t, harness.LauncherProgram, "launcher.executed", 1)
-	started := make(chan error, 1)
-	go func() { started <- d.Cri.StartContainer(t.Context(), c.Id) }()
-	if !fp.WaitReached(deathPatience) {
-		t.Fatal("the launcher does not get to its point")
-	}
-	launcher := harness.LauncherOf(t, d, c)
+	c, launcher, started := startFrozen(t, &fp, pod)
 	harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_CREATED)
 	harness.Equal(t, "what a container of another pod prints", other.Sh(t, "echo fine"), "fine\n")
 	pod.Stop(t)
 	harness.Must(t, syscall.Kill(launcher, syscall.SIGCONT))
-	if err := <-started; err == nil {
-		t.Error("a container was started in a pod that had been stopped")
-	}
+	harness.Must(t, expect(<-started, codes.FailedPrecondition))
 	harness.Equal(t, "state in the end", c.WaitExited(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
 	d.StateMatches(t)
+}
+
+// TestFrozenLauncherIsGivenUp stops launchers for good. A stop of the container, or of its pod, ends them.
+func TestFrozenLauncherIsGivenUp(t *testing.T) {
+	var fp harness.Failpoints
+	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
+	inPod, _, podStopped := startFrozen(t, &fp, d.RunPod(t))
+	alone, _, containerStopped := startFrozen(t, &fp, d.RunPod(t, harness.HostNetwork))
+	inPod.Pod.Stop(t)
+	harness.Must(t, d.Cri.StopContainer(t.Context(), alone.Id, 1))
+	for _, started := range []<-chan error{podStopped, containerStopped} {
+		harness.Must(t, expect(<-started, codes.FailedPrecondition))
+	}
+	for _, c := range []*harness.Container{inPod, alone} {
+		harness.Equal(t, "reason", c.WaitExited(t).Reason, record.ReasonStartError)
+	}
+	harness.Equal(t, "what the next container prints", alone.Pod.Sh(t, "echo fine"), "fine\n")
+	d.StateMatches(t)
+}
+
+// startFrozen starts a container whose launcher is stopped on its way.
+func startFrozen(t *testing.T, fp *harness.Failpoints, pod *harness.Pod) (c *harness.Container, launcher int, started <-chan error) {
+	t.Helper()
+	c = pod.Create(t)
+	fp.FreezeNext(t, harness.LauncherProgram, "launcher.executed", 1)
+	ended := make(chan error, 1)
+	go func() { ended <- pod.D.Cri.StartContainer(t.Context(), c.Id) }()
+	if !fp.WaitReached(deathPatience) {
+		t.Fatal("the launcher does not get to its point")
+	}
+	return c, harness.LauncherOf(t, pod.D, c), ended
 }
 
 // TestFrozenExec stops the launcher of an exec that has a limit of time. The exec ends in time, and what it has started does
