@@ -37,25 +37,8 @@ import (
 	"berth/image/registry/registrytest"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
+	"berth/internal/testbuffer"
 )
-
-// logBuffer collects log lines.
-type logBuffer struct {
-	mu  sync.Mutex
-	buf bytes.Buffer
-}
-
-func (l *logBuffer) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.buf.Write(p)
-}
-
-func (l *logBuffer) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.buf.String()
-}
 
 // openStore opens a store that has seen all its holders, and closes it at the end.
 func openStore(t *testing.T, cfg Config) *Store {
@@ -373,7 +356,7 @@ func TestTagThatWasMoving(t *testing.T) {
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
 	}
-	log := &logBuffer{}
+	log := &testbuffer.Buffer{}
 	s = openUnsettled(t, Config{Root: root}, log)
 	img, err := s.Get(name + ":v1")
 	if err != nil || img.ID != second.ID {
@@ -588,7 +571,7 @@ func TestDamagedRecordIsSetAside(t *testing.T) {
 	if err := os.WriteFile(file, data, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	log := &logBuffer{}
+	log := &testbuffer.Buffer{}
 	s = openUnsettled(t, Config{Root: root}, log)
 	if images := s.List(); len(images) != 1 || images[0].ID != fine.ID {
 		t.Errorf("%d images", len(images))

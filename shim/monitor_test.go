@@ -1,13 +1,11 @@
 package shim
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"io"
 	"os"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -15,32 +13,15 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/testbuffer"
 	"berth/shim/wire"
 )
-
-// buffer is a bytes.Buffer that may be looked at while it is written.
-type buffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (b *buffer) Write(p []byte) (int, error) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.Write(p)
-}
-
-func (b *buffer) String() string {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.b.String()
-}
 
 // attached is an attach that runs in the background.
 type attached struct {
 	env            *env
 	stdin          *io.PipeWriter
-	stdout, stderr buffer
+	stdout, stderr testbuffer.Buffer
 	cancel         context.CancelFunc
 	done           chan error
 	resize         chan Size

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/pidfd"
+	"berth/internal/testbuffer"
 	"berth/shim/control"
 	"berth/shim/wire"
 )
@@ -235,7 +236,7 @@ func TestOutputOutlivesTheMonitor(t *testing.T) {
 	if got := c.wait(); got.Code != 6 { // nobody has read anything
 		t.Errorf("exit = %+v", got)
 	}
-	var out buffer
+	var out testbuffer.Buffer
 	if err := slow.output(AttachIO{Stdout: &out}); err != nil {
 		t.Fatal(err)
 	}
