@@ -4,14 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 
 	"github.com/containernetworking/cni/libcni"
-	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
+	"berth/internal/netns"
 	"berth/internal/task"
 )
 
@@ -60,7 +59,7 @@ func (n *Network) Del(ctx context.Context, att Attachment, pod Pod) error {
 	if len(att.ConfList) == 0 || pod.Validate() != nil {
 		return nil
 	}
-	pod.NetNS = existingNetNS(pod.NetNS)
+	pod.NetNS = netns.Existing(pod.NetNS) // "" has plugins clean up what is outside of it (specification, DEL)
 	return n.operate(ctx, att, pod, "DEL", n.lib.DelNetworkList)
 }
 
@@ -167,16 +166,4 @@ func (n *Network) warnUnusedPorts(list *libcni.NetworkConfigList, pod Pod) {
 		}
 	}
 	n.log.Warn("host ports are not opened: no plugin of the network has the portMappings capability", "pod", pod.ID, "network", list.Name)
-}
-
-// existingNetNS returns path if a namespace is there. Otherwise, as the
-// specification has it for DEL, "": plugins then clean up what is outside of it. A
-// file without a mount is what a reboot may leave.
-func existingNetNS(path string) string {
-	var st unix.Statfs_t
-	err := unix.Statfs(path, &st)
-	if errors.Is(err, fs.ErrNotExist) || (err == nil && st.Type != unix.NSFS_MAGIC) {
-		return ""
-	}
-	return path
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/containernetworking/cni/pkg/types"
 
 	"berth/internal/errdefs"
+	"berth/internal/netns"
 )
 
 // GC removes what networks hold for pods that are not in valid: attachments in
@@ -100,7 +101,7 @@ func (n *Network) delStale(ctx context.Context, a *libcni.NetworkAttachment, lis
 	defer cancel()
 	err := n.lib.DelNetworkList(ctx, list, &libcni.RuntimeConf{
 		ContainerID:    a.ContainerID,
-		NetNS:          existingNetNS(a.NetNS),
+		NetNS:          netns.Existing(a.NetNS),
 		IfName:         a.IfName,
 		Args:           a.CniArgs,
 		CapabilityArgs: a.CapabilityArgs,

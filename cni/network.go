@@ -16,7 +16,7 @@
 //
 // A plugin that has begun ends by itself or is killed, with all that it started, after Config.Timeout (strays.go):
 // one that is killed half-way may not be able to go on where it was. A caller's context bounds what comes before that. Plugins of a
-// daemon that stops (Leave) or is killed go on; New of the next one waits for them and ends those that hang. The pod's network namespace is made by NewNetNS, with its
+// daemon that stops (Leave) or is killed go on; New of the next one waits for them and ends those that hang. The pod's network namespace is made by netns.New, with its
 // loopback interface up, so no loopback plugin is needed.
 //
 // Specification: CNI 1.1.0; configurations from 0.1.0 to 1.1.0 are understood.

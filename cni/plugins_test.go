@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/netns"
 )
 
 // pluginDir is where the CNI project's plugins are: by hand, or by Debian's
@@ -54,8 +55,8 @@ func (b *realBed) pod(id string) Pod {
 	b.t.Helper()
 	pod := testPod(id)
 	pod.NetNS = filepath.Dir(b.conf) + "/netns-" + id
-	must(b.t, NewNetNS(pod.NetNS))
-	b.t.Cleanup(func() { must(b.t, RemoveNetNS(pod.NetNS)) })
+	must(b.t, netns.New(pod.NetNS))
+	b.t.Cleanup(func() { must(b.t, netns.Remove(pod.NetNS)) })
 	return pod
 }
 
@@ -115,11 +116,11 @@ func TestRealPlugins(t *testing.T) {
 
 	must(t, b.n.Del(ctx, att, server))
 	must(t, b.n.Del(ctx, att, server))
-	must(t, InNetNS(client.NetNS, func() error { return netlink.LinkDel(&netlink.Device{LinkAttrs: netlink.LinkAttrs{Name: IfName}}) }))
+	must(t, netns.In(client.NetNS, func() error { return netlink.LinkDel(&netlink.Device{LinkAttrs: netlink.LinkAttrs{Name: IfName}}) }))
 	if err := b.n.Check(ctx, att, client); err == nil {
 		t.Error("CHECK of a pod that lost its interface succeeded")
 	}
-	must(t, RemoveNetNS(client.NetNS))
+	must(t, netns.Remove(client.NetNS))
 	must(t, b.n.Del(ctx, att, client)) // the namespace is gone
 	if got := b.allocated(); len(got) != 0 {
 		t.Errorf("addresses still allocated: %v", got)
@@ -134,9 +135,9 @@ func TestRealPlugins(t *testing.T) {
 	}
 }
 
-func wantAddresses(t *testing.T, netns string, r Result) {
+func wantAddresses(t *testing.T, netnsPath string, r Result) {
 	t.Helper()
-	must(t, InNetNS(netns, func() error {
+	must(t, netns.In(netnsPath, func() error {
 		eth0, err := netlink.LinkByName(IfName)
 		if err != nil {
 			return err
@@ -155,10 +156,10 @@ func wantAddresses(t *testing.T, netns string, r Result) {
 }
 
 // serveHello answers every connection to addr in a namespace.
-func serveHello(t *testing.T, netns, addr string) (stop func()) {
+func serveHello(t *testing.T, netnsPath, addr string) (stop func()) {
 	t.Helper()
 	var l net.Listener
-	must(t, InNetNS(netns, func() (err error) {
+	must(t, netns.In(netnsPath, func() (err error) {
 		l, err = net.Listen("tcp", addr)
 		return err
 	}))
@@ -178,10 +179,10 @@ func serveHello(t *testing.T, netns, addr string) (stop func()) {
 	return func() { must(t, l.Close()); served.Wait() }
 }
 
-func hello(t *testing.T, netns, addr string) {
+func hello(t *testing.T, netnsPath, addr string) {
 	t.Helper()
 	var c net.Conn
-	must(t, InNetNS(netns, func() (err error) {
+	must(t, netns.In(netnsPath, func() (err error) {
 		c, err = net.Dial("tcp", addr)
 		return err
 	}))

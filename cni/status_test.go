@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/netns"
 )
 
 func (b *bed) ready(want bool) {
@@ -103,8 +104,8 @@ func TestSkeletonPlugin(t *testing.T) {
 	b.ready(true)
 	ctx, pod := context.Background(), testPod("p1")
 	pod.NetNS = t.TempDir() + "/ns" // the skeleton refuses its own namespace
-	must(t, NewNetNS(pod.NetNS))
-	defer func() { must(t, RemoveNetNS(pod.NetNS)) }()
+	must(t, netns.New(pod.NetNS))
+	defer func() { must(t, netns.Remove(pod.NetNS)) }()
 	att := b.add(pod)
 	must(t, n.GC(ctx, []Pod{pod}))
 	if err := n.Check(ctx, att, pod); err == nil || !strings.Contains(err.Error(), "never connected") {

@@ -14,6 +14,7 @@ import (
 	"github.com/containernetworking/cni/libcni"
 
 	"berth/internal/failpoint"
+	"berth/internal/netns"
 )
 
 // KeptResult is the result of an ADD as the library has kept it.
@@ -128,12 +129,12 @@ func Reservations(lists ...[]byte) ([]Reservation, error) {
 
 // MayHold tells whether a pod of which nothing but its ID is known may have something of a network whose configuration is gone: a namespace, the
 // result of an ADD, an address of host-local in the default place.
-func (n *Network) MayHold(podID, netns string) (bool, error) {
-	return mayHold(n.cfg.CacheDir, hostLocalDir, podID, netns)
+func (n *Network) MayHold(podID, netnsPath string) (bool, error) {
+	return mayHold(n.cfg.CacheDir, hostLocalDir, podID, netnsPath)
 }
 
-func mayHold(cacheDir, dataDir, podID, netns string) (bool, error) {
-	if existingNetNS(netns) != "" {
+func mayHold(cacheDir, dataDir, podID, netnsPath string) (bool, error) {
+	if netns.Existing(netnsPath) != "" {
 		return true, nil
 	}
 	kept, err := KeptResults(cacheDir)

@@ -20,9 +20,9 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint"
-	"berth/cni"
 	"berth/image"
 	"berth/internal/failpoint"
+	"berth/internal/netns"
 	"berth/internal/task"
 	"berth/sandbox/describe"
 	"berth/sandbox/launch"
@@ -134,7 +134,7 @@ func (k Kit) detachNetwork(ctx context.Context, p Pod) error {
 	if p.Rec.NetNS == "" {
 		return nil
 	}
-	return cni.RemoveNetNS(p.Rec.NetNS)
+	return netns.Remove(p.Rec.NetNS)
 }
 
 // removePause kills the pause and removes all that its launch made.

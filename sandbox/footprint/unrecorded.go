@@ -7,8 +7,8 @@ import (
 	"io/fs"
 	"os"
 
-	"berth/cni"
 	"berth/internal/failpoint"
+	"berth/internal/netns"
 	"berth/sandbox/layout"
 )
 
@@ -47,7 +47,7 @@ func (k Kit) RemoveUnrecorded(ctx context.Context, id string) error {
 		return errors.Join(err, detachErr)
 	}
 	failpoint.Reach("unrecorded.detached")
-	if err := errors.Join(err, cni.RemoveNetNS(k.Dirs.NetNS(id))); err != nil {
+	if err := errors.Join(err, netns.Remove(k.Dirs.NetNS(id))); err != nil {
 		return err
 	}
 	failpoint.Reach("unrecorded.remove-files")

@@ -6,10 +6,10 @@ import (
 	"path/filepath"
 	"sync/atomic"
 
-	"berth/cni"
 	"berth/internal/cgroup"
 	"berth/internal/cgstats"
 	"berth/internal/errdefs"
+	"berth/internal/netns"
 )
 
 // Pod measures a pod while its pause runs.
@@ -24,9 +24,9 @@ type Pod struct {
 }
 
 // Pod returns the meter of a pod whose pause has the cgroup at a runtime-spec cgroupsPath. With
-// hasCgroup the parent of that is the pod's. netns is where its network namespace is pinned;
+// hasCgroup the parent of that is the pod's. netnsPath is where its network namespace is pinned;
 // empty: it has the node's.
-func (h Cgroups) Pod(cgroupsPath string, hasCgroup bool, netns string) *Pod {
+func (h Cgroups) Pod(cgroupsPath string, hasCgroup bool, netnsPath string) *Pod {
 	p := &Pod{}
 	p.ended.Store(&cgstats.Sample{})
 	p.told.Store(&cgstats.Sample{})
@@ -35,8 +35,8 @@ func (h Cgroups) Pod(cgroupsPath string, hasCgroup bool, netns string) *Pod {
 	} else {
 		p.pause = h.Container(cgroupsPath, true)
 	}
-	if netns != "" {
-		p.net = netMeter(netns)
+	if netnsPath != "" {
+		p.net = netMeter(netnsPath)
 	}
 	return p
 }
@@ -45,7 +45,7 @@ func (h Cgroups) Pod(cgroupsPath string, hasCgroup bool, netns string) *Pod {
 // would not do: that of a Sandboxed runtime is in the node's.
 func netMeter(path string) *cgstats.NetDev {
 	return cgstats.NewNetDev(func(open func() error) error {
-		err := cni.InNetNS(path, open)
+		err := netns.In(path, open)
 		if errdefs.IsNotFound(err) { // the pod is being stopped
 			return cgstats.ErrGone
 		}

@@ -15,8 +15,8 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/cni"
 	"berth/internal/errdefs"
+	"berth/internal/netns"
 	"berth/internal/rootfs"
 	"berth/internal/userns"
 	"berth/oci"
@@ -31,26 +31,26 @@ type Kit struct {
 }
 
 // Make makes the user and network namespaces that the pod does not share with the node, and pins
-// them, that of the network at netns; empty: it has the node's.
-func (k Kit) Make(podID string, config *runtimeapi.PodSandboxConfig, netns string) error {
+// them, that of the network at netnsPath; empty: it has the node's.
+func (k Kit) Make(podID string, config *runtimeapi.PodSandboxConfig, netnsPath string) error {
 	mappings, err := oci.UserNamespace(config)
 	if err != nil {
 		return err
 	}
 	if mappings == nil {
-		if netns == "" {
+		if netnsPath == "" {
 			return nil
 		}
-		return cni.NewNetNS(netns)
+		return netns.New(netnsPath)
 	}
-	return userns.With(k.Holder, *mappings, netns != "", func(ns userns.Namespaces) error {
+	return userns.With(k.Holder, *mappings, netnsPath != "", func(ns userns.Namespaces) error {
 		if err := userns.Pin(ns.User(), k.Dirs.UserNS(podID)); err != nil {
 			return err
 		}
-		if netns == "" {
+		if netnsPath == "" {
 			return nil
 		}
-		return cni.PinNetNS(ns.Net(), netns)
+		return netns.Pin(ns.Net(), netnsPath)
 	})
 }
 

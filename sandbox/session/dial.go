@@ -12,8 +12,8 @@ import (
 	"golang.org/x/sync/semaphore"
 	"golang.org/x/sys/unix"
 
-	"berth/cni"
 	"berth/internal/errdefs"
+	"berth/internal/netns"
 )
 
 // dialTime is how long a port may take to accept a connection, at each address.
@@ -29,8 +29,8 @@ const maxDials = 256
 // NewDials returns a bound that nobody uses.
 func NewDials() *Dials { return &Dials{semaphore.NewWeighted(maxDials)} }
 
-// dial connects to a port at localhost, as seen in a network namespace, the host's if netns is empty.
-func (d *Dials) dial(ctx context.Context, netns string, port uint16) (*net.TCPConn, error) {
+// dial connects to a port at localhost, as seen in a network namespace, the host's if netnsPath is empty.
+func (d *Dials) dial(ctx context.Context, netnsPath string, port uint16) (*net.TCPConn, error) {
 	if err := d.places.Acquire(ctx, 1); err != nil {
 		return nil, errdefs.Unavailable("connect: wait for %d other connections to be made: %w", maxDials, err)
 	}
@@ -38,7 +38,7 @@ func (d *Dials) dial(ctx context.Context, netns string, port uint16) (*net.TCPCo
 	var all error
 	for _, localhost := range []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1}), netip.IPv6Loopback()} {
 		address := netip.AddrPortFrom(localhost, port)
-		conn, err := dialAddress(ctx, netns, address)
+		conn, err := dialAddress(ctx, netnsPath, address)
 		if err == nil {
 			return conn, nil
 		}
@@ -49,16 +49,16 @@ func (d *Dials) dial(ctx context.Context, netns string, port uint16) (*net.TCPCo
 
 // dialAddress waits for the connection outside of the namespace: what enters one has a thread of its own, and is not to wait. A
 // socket belongs to the namespace that it was made in.
-func dialAddress(ctx context.Context, netns string, address netip.AddrPort) (*net.TCPConn, error) {
+func dialAddress(ctx context.Context, netnsPath string, address netip.AddrPort) (*net.TCPConn, error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTime)
 	defer cancel()
 	var socket *os.File
 	open := func() (err error) { socket, err = newSocket(address.Addr()); return err }
 	var err error
-	if netns == "" {
+	if netnsPath == "" {
 		err = open()
 	} else {
-		err = cni.InNetNS(netns, open)
+		err = netns.In(netnsPath, open)
 	}
 	if err != nil {
 		return nil, err

@@ -13,7 +13,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"berth/cni"
+	"berth/internal/netns"
 )
 
 // trial is something that networks of pods are built with. Whether the kernel has it, or can load the module, is only told by
@@ -40,7 +40,7 @@ const programLimit = 20 * time.Second
 func checkNetworkParts(ctx context.Context, _ *Node) []Finding {
 	var findings []Finding
 	for _, t := range trials {
-		err := cni.InNewNetNS(func() error { return t.do(ctx) })
+		err := netns.InNew(func() error { return t.do(ctx) })
 		findings = append(findings, t.finding(err))
 	}
 	return findings

@@ -1,4 +1,4 @@
-package cni
+package netns
 
 import (
 	"errors"
@@ -16,7 +16,17 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/rootfs/mounttest"
 )
+
+func TestMain(m *testing.M) { os.Exit(mounttest.Main(m)) }
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
 
 // threadNamespaces returns the network namespaces of this process's threads.
 func threadNamespaces(t *testing.T) map[string]bool {
@@ -40,17 +50,17 @@ func mountedIn(t *testing.T, mountinfo, path string) bool {
 	return strings.Contains(string(table), " "+path+" ")
 }
 
-func TestNetNS(t *testing.T) {
+func TestNewAndRemove(t *testing.T) {
 	path := t.TempDir() + "/made/on/the/way/ns"
-	must(t, NewNetNS(path))
+	must(t, New(path))
 	if len(threadNamespaces(t)) != 1 {
 		t.Errorf("threads are in namespaces %v", threadNamespaces(t))
 	}
-	if existingNetNS(path) != path {
+	if Existing(path) != path {
 		t.Error("there is no namespace at the path")
 	}
 
-	must(t, InNetNS(path, func() error {
+	must(t, In(path, func() error {
 		links, err := netlink.LinkList()
 		must(t, err)
 		if len(links) != 1 || links[0].Attrs().Name != "lo" || links[0].Attrs().Flags&net.FlagUp == 0 {
@@ -64,15 +74,15 @@ func TestNetNS(t *testing.T) {
 		must(t, err)
 		return c.Close()
 	}))
-	if err := NewNetNS(path); errdefs.Code(err) != codes.AlreadyExists {
+	if err := New(path); errdefs.Code(err) != codes.AlreadyExists {
 		t.Errorf("making it again: %v (%v)", err, errdefs.Code(err))
 	}
-	if existingNetNS(path) != path {
-		t.Error("the failed second NewNetNS removed the namespace of the first")
+	if Existing(path) != path {
+		t.Error("the failed second New removed the namespace of the first")
 	}
 
-	must(t, RemoveNetNS(path))
-	must(t, RemoveNetNS(path))
+	must(t, Remove(path))
+	must(t, Remove(path))
 	if mountedIn(t, "/proc/self/mountinfo", path) {
 		t.Error("still mounted")
 	}
@@ -83,13 +93,21 @@ func TestNetNS(t *testing.T) {
 
 // An interface that arrives in the namespace does not accept router advertisements
 // (CVE-2020-10749).
-func TestNetNSRefusesRouterAdvertisements(t *testing.T) {
+func TestRefusesRouterAdvertisements(t *testing.T) {
 	if _, err := os.Stat("/proc/sys/net/ipv6"); errors.Is(err, os.ErrNotExist) {
 		t.Skip("kernel without IPv6")
 	}
+	must(t, InNew(func() error { // the devices are not to be the machine's
+		testRefusesRouters(t)
+		return nil
+	}))
+}
+
+func testRefusesRouters(t *testing.T) {
+	t.Helper()
 	path := t.TempDir() + "/ns"
-	must(t, NewNetNS(path))
-	defer func() { must(t, RemoveNetNS(path)) }()
+	must(t, New(path))
+	defer func() { must(t, Remove(path)) }()
 	must(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "berthra0"}, PeerName: "berthra1"}))
 	peer, err := netlink.LinkByName("berthra1")
 	must(t, err)
@@ -97,7 +115,7 @@ func TestNetNSRefusesRouterAdvertisements(t *testing.T) {
 	must(t, err)
 	defer ns.Close()
 	must(t, netlink.LinkSetNsFd(peer, int(ns.Fd())))
-	must(t, InNetNS(path, func() error {
+	must(t, In(path, func() error {
 		for _, dev := range []string{"all", "default", "berthra1"} {
 			value, err := os.ReadFile("/proc/sys/net/ipv6/conf/" + dev + "/accept_ra")
 			must(t, err)
@@ -114,15 +132,15 @@ func TestNetNSRefusesRouterAdvertisements(t *testing.T) {
 	}
 }
 
-func TestRemoveNetNSLeftovers(t *testing.T) {
+func TestRemoveLeftovers(t *testing.T) {
 	dir := t.TempDir()
-	must(t, RemoveNetNS(dir+"/missing/dir/ns"))
+	must(t, Remove(dir+"/missing/dir/ns"))
 	must(t, os.WriteFile(dir+"/unmounted", nil, 0o444)) // a crash between file and mount
-	must(t, RemoveNetNS(dir+"/unmounted"))
+	must(t, Remove(dir+"/unmounted"))
 
-	must(t, NewNetNS(dir+"/stacked"))
+	must(t, New(dir+"/stacked"))
 	must(t, unix.Mount("/proc/self/ns/net", dir+"/stacked", "", unix.MS_BIND, ""))
-	must(t, RemoveNetNS(dir+"/stacked"))
+	must(t, Remove(dir+"/stacked"))
 
 	left, err := os.ReadDir(dir)
 	must(t, err)
@@ -133,9 +151,9 @@ func TestRemoveNetNSLeftovers(t *testing.T) {
 
 // A process with an older copy of the mount table, as a launcher has, does not keep
 // a removed namespace alive.
-func TestRemoveNetNSEverywhere(t *testing.T) {
+func TestRemoveEverywhere(t *testing.T) {
 	path := t.TempDir() + "/ns"
-	must(t, NewNetNS(path))
+	must(t, New(path))
 	launcher := exec.Command("sleep", "1000")
 	launcher.SysProcAttr = &syscall.SysProcAttr{Unshareflags: unix.CLONE_NEWNS, Pdeathsig: unix.SIGKILL}
 	must(t, launcher.Start())
@@ -149,54 +167,54 @@ func TestRemoveNetNSEverywhere(t *testing.T) {
 	if !mountedIn(t, table, path) {
 		t.Fatal("the other process has no copy")
 	}
-	must(t, RemoveNetNS(path))
+	must(t, Remove(path))
 	if mountedIn(t, table, path) {
 		t.Error("still mounted in the other process")
 	}
 }
 
-func TestInNetNSRefuses(t *testing.T) {
+func TestInRefuses(t *testing.T) {
 	dir := t.TempDir()
 	must(t, os.WriteFile(dir+"/file", nil, 0o444))
 	for _, path := range []string{dir + "/missing", dir + "/file", "/proc/self/ns/mnt"} {
-		err := InNetNS(path, func() error { t.Errorf("ran in %s", path); return nil })
+		err := In(path, func() error { t.Errorf("ran in %s", path); return nil })
 		if errdefs.Code(err) != codes.NotFound {
 			t.Errorf("%s: %v (%v)", path, err, errdefs.Code(err))
 		}
 	}
 	want := errors.New("its own")
-	if err := InNetNS("/proc/self/ns/net", func() error { return want }); err != want {
+	if err := In("/proc/self/ns/net", func() error { return want }); err != want {
 		t.Errorf("error %v", err)
 	}
 }
 
-func TestNewNetNSFailure(t *testing.T) {
+func TestNewFailure(t *testing.T) {
 	file := t.TempDir() + "/file"
 	must(t, os.WriteFile(file, nil, 0o644))
-	if err := NewNetNS(file + "/ns"); errdefs.Code(err) != codes.Internal {
+	if err := New(file + "/ns"); errdefs.Code(err) != codes.Internal {
 		t.Errorf("error %v (%v)", err, errdefs.Code(err))
 	}
 }
 
-func BenchmarkNetNS(b *testing.B) {
+func BenchmarkNewAndRemove(b *testing.B) {
 	path := b.TempDir() + "/ns"
 	for b.Loop() {
-		must(b, NewNetNS(path))
-		must(b, RemoveNetNS(path))
+		must(b, New(path))
+		must(b, Remove(path))
 	}
 }
 
 // A namespace that another process made is pinned as one of our own.
-func TestPinNetNS(t *testing.T) {
+func TestPin(t *testing.T) {
 	source, path := t.TempDir()+"/source", t.TempDir()+"/ns"
 	must(t, onThread(func() error { // as in a process that was started in a new namespace
 		must(t, unix.Unshare(unix.CLONE_NEWNET))
 		must(t, os.WriteFile(source, nil, 0o600))
 		return unix.Mount("/proc/thread-self/ns/net", source, "", unix.MS_BIND, "")
 	}))
-	must(t, PinNetNS(source, path))
+	must(t, Pin(source, path))
 	must(t, unix.Unmount(source, 0))
-	must(t, InNetNS(path, func() error {
+	must(t, In(path, func() error {
 		lo, err := netlink.LinkByIndex(1)
 		must(t, err)
 		if lo.Attrs().Flags&net.FlagUp == 0 {
@@ -204,8 +222,8 @@ func TestPinNetNS(t *testing.T) {
 		}
 		return nil
 	}))
-	must(t, RemoveNetNS(path))
-	if err := PinNetNS("/proc/self/ns/uts", path); errdefs.Code(err) != codes.Internal {
+	must(t, Remove(path))
+	if err := Pin("/proc/self/ns/uts", path); errdefs.Code(err) != codes.Internal {
 		t.Errorf("no network namespace: %v", err)
 	}
 	if _, err := os.Lstat(path); !errors.Is(err, os.ErrNotExist) {
@@ -214,12 +232,12 @@ func TestPinNetNS(t *testing.T) {
 }
 
 // A panic in a namespace is the caller's, who is guarded, and not the end of the daemon.
-func TestPanicInNetNS(t *testing.T) {
+func TestPanicInNamespace(t *testing.T) {
 	defer func() {
-		if p := recover(); p == nil || !strings.Contains(fmt.Sprint(p), "oh") || !strings.Contains(fmt.Sprint(p), "TestPanicInNetNS") {
+		if p := recover(); p == nil || !strings.Contains(fmt.Sprint(p), "oh") || !strings.Contains(fmt.Sprint(p), "TestPanicInNamespace") {
 			t.Errorf("recovered %v", p)
 		}
 	}()
-	err := InNewNetNS(func() error { panic("oh") })
+	err := InNew(func() error { panic("oh") })
 	t.Errorf("no panic: %v", err)
 }

@@ -1,4 +1,12 @@
-package cni
+// Package netns makes network namespaces that last, and runs functions in them.
+//
+// # Contract
+//
+// A namespace lives at a path, as the bind mount that pins it: New and Pin make it there, or leave nothing; Remove
+// takes away whatever is left of it, and may be repeated. Functions run in a namespace on a thread of
+// their own, which goes back to the scheduler only in the namespace that it came from. So no other goroutine is ever in a
+// foreign one, and no goroutine that such a function starts is in its.
+package netns
 
 import (
 	"errors"
@@ -17,24 +25,24 @@ import (
 	"berth/internal/task"
 )
 
-// NewNetNS makes a network namespace with its loopback interface up, which lives
+// New makes a network namespace with its loopback interface up, which lives
 // as long as the bind mount that pins it at path. Directories on the way are made.
 // IPv6 router advertisements are not accepted in it (CVE-2020-10749: a pod could
 // make itself another pod's router). AlreadyExists if there is a file at path.
-func NewNetNS(path string) error {
-	return pinNetNS(path, func() error {
-		return InNewNetNS(func() error {
-			if err := setUpNetNS(); err != nil {
+func New(path string) error {
+	return pin(path, func() error {
+		return InNew(func() error {
+			if err := setUp(); err != nil {
 				return err
 			}
-			return bindNetNS("/proc/thread-self/ns/net", path)
+			return bind("/proc/thread-self/ns/net", path)
 		})
 	})
 }
 
-// InNewNetNS runs fn in a network namespace made for it, on a thread of its own, as InNetNS does. Unless fn pins the namespace it
+// InNew runs fn in a network namespace made for it, on a thread of its own, as In does. Unless fn pins the namespace it
 // goes, with all that is in it, when fn, its sockets and the processes that it starts have ended.
-func InNewNetNS(fn func() error) error {
+func InNew(fn func() error) error {
 	return onThread(func() error {
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 			return fmt.Errorf("unshare: %w", err)
@@ -43,19 +51,19 @@ func InNewNetNS(fn func() error) error {
 	})
 }
 
-// PinNetNS does for the new network namespace at source, such as /proc/PID/ns/net,
-// what NewNetNS does for one of its own: that of a pod with a user namespace has to be made
+// Pin does for the new network namespace at source, such as /proc/PID/ns/net,
+// what New does for one of its own: that of a pod with a user namespace has to be made
 // by a process in it, so that it belongs to it.
-func PinNetNS(source, path string) error {
-	return pinNetNS(path, func() error {
-		if err := InNetNS(source, setUpNetNS); err != nil {
+func Pin(source, path string) error {
+	return pin(path, func() error {
+		if err := In(source, setUp); err != nil {
 			return err
 		}
-		return bindNetNS(source, path)
+		return bind(source, path)
 	})
 }
 
-func bindNetNS(source, path string) error {
+func bind(source, path string) error {
 	failpoint.Reach("netns.pin")
 	if err := unix.Mount(source, path, "", unix.MS_BIND, ""); err != nil {
 		return fmt.Errorf("bind mount: %w", err)
@@ -64,8 +72,8 @@ func bindNetNS(source, path string) error {
 	return nil
 }
 
-// pinNetNS makes the file at path and undoes that if pin fails.
-func pinNetNS(path string, pin func() error) (err error) {
+// pin makes the file at path and undoes that if mount fails.
+func pin(path string, mount func() error) (err error) {
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	failpoint.Reach("netns.make")
@@ -77,8 +85,8 @@ func pinNetNS(path string, pin func() error) (err error) {
 		return err
 	}
 	failpoint.Reach("netns.place-made")
-	undo.Add("remove network namespace "+path, func() error { return RemoveNetNS(path) })
-	if err := pin(); err != nil {
+	undo.Add("remove network namespace "+path, func() error { return Remove(path) })
+	if err := mount(); err != nil {
 		return errdefs.Internal("network namespace %s: %w", path, err)
 	}
 	undo.Release()
@@ -96,8 +104,8 @@ func createMountpoint(path string) error {
 	return f.Close()
 }
 
-// setUpNetNS prepares the thread's own, new namespace.
-func setUpNetNS() error {
+// setUp prepares the thread's own, new namespace.
+func setUp() error {
 	if err := refuseRouters(); err != nil {
 		return err
 	}
@@ -125,9 +133,9 @@ func refuseRouters() error {
 	return nil
 }
 
-// RemoveNetNS undoes NewNetNS, whatever is left of it. The namespace itself goes
+// Remove undoes New, whatever is left of it. The namespace itself goes
 // when its last process and socket do.
-func RemoveNetNS(path string) error {
+func Remove(path string) error {
 	failpoint.Reach("netns.unpin")
 	for {
 		err := unix.Unmount(path, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
@@ -146,10 +154,10 @@ func RemoveNetNS(path string) error {
 	return nil
 }
 
-// InNetNS runs fn in the network namespace at path, on a thread of its own: sockets
+// In runs fn in the network namespace at path, on a thread of its own: sockets
 // that fn opens stay in that namespace, goroutines that it starts are not in it.
 // NotFound if there is no namespace at path; fn's error is returned as it is.
-func InNetNS(path string, fn func() error) error {
+func In(path string, fn func() error) error {
 	ns, err := os.Open(path)
 	if errors.Is(err, fs.ErrNotExist) {
 		return errdefs.NotFound("network namespace %s does not exist", path)
@@ -194,4 +202,15 @@ func onThread(fn func() error) error {
 	}()
 	outcome := <-done
 	return outcome.Result()
+}
+
+// Existing returns path if a namespace is there, else "". A file without a mount is what a
+// reboot may leave.
+func Existing(path string) string {
+	var st unix.Statfs_t
+	err := unix.Statfs(path, &st)
+	if errors.Is(err, fs.ErrNotExist) || (err == nil && st.Type != unix.NSFS_MAGIC) {
+		return ""
+	}
+	return path
 }
