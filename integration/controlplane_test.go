@@ -19,6 +19,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"berth/integration/harness"
+	"berth/integration/inventory"
 	"berth/integration/machine"
 )
 
@@ -358,7 +359,7 @@ spec:
 	c.kubectl(t, "wait", "--for=delete", "pod", "-l", "app=burst", fmt.Sprintf("--timeout=%v", kubeletPatience))
 	t.Logf("%d pods deleted after %.1f s; CPU seconds: %.1f", pods, time.Since(start).Seconds(), cpu.seconds(t)-spent)
 	if failed := failedCalls(c.d); len(failed) > 0 {
-		t.Errorf("calls failed:\n%s", strings.Join(harness.Summary(failed), "\n"))
+		t.Errorf("calls failed:\n%s", strings.Join(inventory.Summary(failed), "\n"))
 	}
 }
 

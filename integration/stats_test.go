@@ -15,6 +15,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/inventory"
 	"berth/integration/machine"
 )
 
@@ -300,7 +301,7 @@ func TestStatsOfPodWithoutCgroup(t *testing.T) {
 // Asking opens files, and the end of what they tell of closes them.
 func TestStatsFilesAreClosed(t *testing.T) {
 	d := harness.StartDaemon(t)
-	before := len(harness.OpenFiles(d.Cmd.Process.Pid))
+	before := len(inventory.OpenFiles(d.Cmd.Process.Pid))
 	pod := d.RunPod(t)
 	for range 3 {
 		c := pod.Run(t)
@@ -308,7 +309,7 @@ func TestStatsFilesAreClosed(t *testing.T) {
 		c.Stop(t, 0)
 	}
 	podStats(t, pod)
-	if now := len(harness.OpenFiles(d.Cmd.Process.Pid)); now <= before {
+	if now := len(inventory.OpenFiles(d.Cmd.Process.Pid)); now <= before {
 		t.Errorf("no file of the pod's is open: %d, before %d", now, before)
 	}
 	pod.Stop(t)

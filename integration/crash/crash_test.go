@@ -11,6 +11,7 @@ import (
 
 	"berth/checkpoint"
 	"berth/integration/harness"
+	"berth/integration/inventory"
 )
 
 // everything tells that all cases are wanted, and not the shortened enumeration.
@@ -49,8 +50,8 @@ type enumeration struct {
 	op    operation
 	d     *harness.Daemon
 	fp    harness.Failpoints
-	idle  harness.State // without pods
-	after harness.State // after the operation without a crash
+	idle  inventory.Items // without pods
+	after inventory.Items // after the operation without a crash
 
 	points, cases, failed, differences int
 	missed                             int             // cases in which the daemon was not killed, as the point was not reached that often
@@ -257,7 +258,7 @@ func (e *enumeration) report(t *testing.T, when string, differences []string) {
 	t.Helper()
 	e.differences += len(differences)
 	if len(differences) > 0 {
-		t.Errorf("%s:\n  %s", when, strings.Join(harness.Summary(differences), "\n  "))
+		t.Errorf("%s:\n  %s", when, strings.Join(inventory.Summary(differences), "\n  "))
 	}
 	if t.Failed() {
 		t.Logf("the daemon's log:\n%s", e.d.Tail())

@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/integration/harness"
+	"berth/integration/inventory"
 )
 
 // TestShimCrash kills the launcher or the monitor, and not the daemon, at each of its steps.
@@ -84,7 +85,7 @@ var shimOperations = []shimOperation{
 type shimEnumeration struct {
 	enumeration
 	shimOperation
-	lost harness.State // after, where the monitor was lost before the container's exit was written down
+	lost inventory.Items // after, where the monitor was lost before the container's exit was written down
 }
 
 // shimPoint is a place and time at which a launcher or monitor is killed.
@@ -138,7 +139,7 @@ func (e *shimEnumeration) startOver(t *testing.T) {
 }
 
 // wanted is the state that the operation shall lead to.
-func (e *shimEnumeration) wanted(unrecorded bool) harness.State {
+func (e *shimEnumeration) wanted(unrecorded bool) inventory.Items {
 	if !e.exits || !unrecorded {
 		return e.after
 	}
@@ -160,7 +161,7 @@ var (
 const lostMessage = `"message":"the container's shim was lost, its exit code is unknown"`
 
 // asLost is a state in which the containers that have exited did so with their monitors.
-func asLost(s harness.State) harness.State {
+func asLost(s inventory.Items) inventory.Items {
 	return s.Map(func(kind, name string) string {
 		switch {
 		case kind == "status of container" && strings.Contains(name, exitedState):
@@ -217,7 +218,7 @@ func (e *shimEnumeration) missedIt(t *testing.T, w *world, how killing, err erro
 }
 
 // crash is one case.
-func (e *shimEnumeration) crash(t *testing.T, how killing, daemonToo bool, want harness.State) {
+func (e *shimEnumeration) crash(t *testing.T, how killing, daemonToo bool, want inventory.Items) {
 	w := &world{d: e.d}
 	e.op.prepare(t, w)
 	e.d.WaitIdle(t)
@@ -247,7 +248,7 @@ func (e *shimEnumeration) crash(t *testing.T, how killing, daemonToo bool, want 
 
 // repeated does as kubelet, which looks again and again, until the state is the wanted one, and returns what
 // differs if it does not get there.
-func (e *shimEnumeration) repeated(t *testing.T, w *world, want harness.State) (differences []string) {
+func (e *shimEnumeration) repeated(t *testing.T, w *world, want inventory.Items) (differences []string) {
 	t.Helper()
 	goOn := e.goOn
 	if goOn == nil {

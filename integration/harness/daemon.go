@@ -24,6 +24,7 @@ import (
 	cri "k8s.io/cri-client/pkg"
 
 	"berth/integration/fixture"
+	"berth/integration/inventory"
 	"berth/integration/machine"
 )
 
@@ -52,10 +53,10 @@ type Daemon struct {
 	exited  chan struct{} // closed when cmd has been waited for
 	Cri     internalapi.RuntimeService
 	Images  internalapi.ImageManagerService
-	Objects []string // IDs of all pods and containers made, for the leak check
-	Parents []string // the pods' cgroups
-	Mounts  []string // made for the daemon by options
-	Empty   snapshot // the daemon and the machine before the first pod
+	Objects []string        // IDs of all pods and containers made, for the leak check
+	Parents []string        // the pods' cgroups
+	Mounts  []string        // made for the daemon by options
+	Empty   inventory.Items // the daemon and the machine before the first pod
 	pods    atomic.Int32
 
 	tolerated []string // differences that a test makes, see Tolerate

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"berth/integration/inventory"
 	"berth/integration/machine"
 )
 
@@ -39,6 +40,11 @@ func podPrefix() string {
 		return Machine + "-pod"
 	}
 	return "pod"
+}
+
+// podCgroups is where the cgroups of pods are.
+func podCgroups() inventory.Cgroups {
+	return inventory.Cgroups{Group: machineGroup(), PodPrefix: podPrefix(), Systemd: SystemdDriver()}
 }
 
 // PodCgroup is where a pod's cgroup of that name is below the cgroup mounts.

@@ -1,13 +1,14 @@
 package harness
 
 import (
-	"berth/integration/fixture"
 	"bytes"
 	"net"
 	"net/http"
 	"strings"
 	"testing"
 	"time"
+
+	"berth/integration/fixture"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"google.golang.org/grpc"

@@ -16,6 +16,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/inventory"
 	"berth/integration/powercut/blocklog"
 )
 
@@ -25,7 +26,7 @@ type node struct {
 	filesystem
 	dir      string // where its disk is mounted
 	pictures map[string]*picture
-	layers   map[string]harness.Tree // what each layer and join has to be
+	layers   map[string]inventory.Tree // what each layer and join has to be
 }
 
 // newNode prepares a daemon. Records hold paths, so all disks are mounted at one place, one after the other.

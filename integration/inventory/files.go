@@ -1,4 +1,4 @@
-package harness
+package inventory
 
 import (
 	"bytes"
@@ -44,8 +44,8 @@ var (
 )
 
 // addFiles adds the files of a tree, each with its type, mode, owner and what else can be told of it.
-func addFiles(s snapshot, where, root string, places []place) {
-	names := FileNames{}
+func addFiles(s Items, where, root string, places []place) {
+	names := fileNames{}
 	_ = filepath.WalkDir(root, func(path string, _ fs.DirEntry, err error) error {
 		if err != nil {
 			return nil // gone meanwhile: there will be another look
@@ -54,7 +54,7 @@ func addFiles(s snapshot, where, root string, places []place) {
 		for _, p := range places {
 			if p.path.MatchString(below) {
 				if line, err := p.line(path, below, names); !errors.Is(err, fs.ErrNotExist) {
-					s.add("file "+where, line)
+					s.Add("file "+where, line)
 				}
 				return nil
 			}
@@ -64,7 +64,7 @@ func addFiles(s snapshot, where, root string, places []place) {
 }
 
 // line tells of one file. The error wraps fs.ErrNotExist if it is gone; any other is what the line says.
-func (p place) line(path, below string, names FileNames) (string, error) {
+func (p place) line(path, below string, names fileNames) (string, error) {
 	var st unix.Stat_t
 	if err := unix.Lstat(path, &st); err != nil {
 		return "", &os.PathError{Op: "lstat", Path: path, Err: err}

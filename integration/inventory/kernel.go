@@ -1,4 +1,4 @@
-package harness
+package inventory
 
 import (
 	"context"
@@ -17,12 +17,12 @@ var peerGroup = regexp.MustCompile(`:\d+`)
 
 // addMountOptions adds what a process sees of each mount beside its place: what is mounted, how, and whether mounts
 // in it are seen elsewhere.
-func addMountOptions(s snapshot, what string, pid int) {
+func addMountOptions(s Items, what string, pid int) {
 	for _, line := range machine.ReadLines(fmt.Sprintf("/proc/%d/mountinfo", pid)) {
 		here, super, _ := strings.Cut(line, " - ")
 		fields := strings.Fields(here) // ID, parent, device, root, mount point, options, propagation…
 		propagation := peerGroup.ReplaceAllString(strings.Join(fields[6:], ","), "")
-		s.add("options "+what, fmt.Sprintf("%s of %s: %s %s %s", alike(fields[4]), alike(fields[3]), fields[5], propagation, super))
+		s.Add("options "+what, fmt.Sprintf("%s of %s: %s %s %s", alike(fields[4]), alike(fields[3]), fields[5], propagation, super))
 	}
 }
 
@@ -39,38 +39,38 @@ var limits = []string{
 }
 
 // addLimits adds the limits of cgroups.
-func addLimits(s snapshot, cgroups []string) {
+func addLimits(s Items, cgroups []string) {
 	for _, dir := range cgroups {
 		for _, name := range limits {
 			if value, err := os.ReadFile(filepath.Join(dir, name)); err == nil { // else it is another controller's
-				s.add("limit of cgroup", fmt.Sprintf("%s %q", alike(filepath.Join(dir, name)), value))
+				s.Add("limit of cgroup", fmt.Sprintf("%s %q", alike(filepath.Join(dir, name)), value))
 			}
 		}
 	}
 }
 
 // addAllRules adds the packet filter's chains and rules, whoever made them.
-func addAllRules(s snapshot) {
+func addAllRules(s Items) {
 	for _, tool := range []string{"iptables-save", "ip6tables-save"} {
 		out, err := exec.CommandContext(context.Background(), tool).Output()
 		if err != nil {
-			s.add("rule", fmt.Sprintf("%s: %v", tool, err))
+			s.Add("rule", fmt.Sprintf("%s: %v", tool, err))
 		}
 		for line := range strings.Lines(string(out)) {
 			if !strings.HasPrefix(line, "#") { // with the time of day
-				s.add("rule", tool+": "+alike(strings.TrimSpace(line)))
+				s.Add("rule", tool+": "+alike(strings.TrimSpace(line)))
 			}
 		}
 	}
 }
 
 // addDescriptors adds what the daemon has open.
-func addDescriptors(s snapshot, pid int) {
+func addDescriptors(s Items, pid int, systemd bool) {
 	const kind = "fd of the daemon"
 	for _, target := range OpenFiles(pid) {
-		dbus := SystemdDriver() && target == "socket:[#]" // connections that are made with the first cgroup, and kept
+		dbus := systemd && target == "socket:[#]" // connections that are made with the first cgroup, and kept
 		if !dbus && !madeOnce[kind+": "+target] {
-			s.add(kind, target)
+			s.Add(kind, target)
 		}
 	}
 }

@@ -1,4 +1,4 @@
-package harness
+package inventory
 
 import (
 	"crypto/sha256"
@@ -23,7 +23,7 @@ type Tree map[string]string
 
 // ReadTree reads the tree at root, the content of every file included.
 func ReadTree(root string) (Tree, error) {
-	found, names := Tree{}, FileNames{}
+	found, names := Tree{}, fileNames{}
 	err := filepath.WalkDir(root, func(path string, _ fs.DirEntry, err error) error {
 		if err != nil {
 			return err
@@ -50,13 +50,13 @@ func (t Tree) Difference(want Tree) (diff []string) {
 	return Summary(diff)
 }
 
-// FileNames has the first name of each inode that was seen, but for directories.
-type FileNames map[inode]string
+// fileNames has the first name of each inode that was seen, but for directories.
+type fileNames map[inode]string
 
 type inode struct{ device, number uint64 }
 
 // another returns the name by which the file has been seen, "" if this is the first.
-func (n FileNames) another(name string, st *unix.Stat_t) string {
+func (n fileNames) another(name string, st *unix.Stat_t) string {
 	if st.Mode&unix.S_IFMT == unix.S_IFDIR {
 		return ""
 	}
@@ -69,7 +69,7 @@ func (n FileNames) another(name string, st *unix.Stat_t) string {
 }
 
 // describe tells everything about a file of an image's layer or join, whose name begins with "/fs" if it is of the image.
-func describe(path, name string, names FileNames) (string, error) {
+func describe(path, name string, names fileNames) (string, error) {
 	var st unix.Stat_t
 	if err := unix.Lstat(path, &st); err != nil {
 		return "", &os.PathError{Op: "lstat", Path: path, Err: err}

@@ -1,0 +1,210 @@
+package inventory
+
+import (
+	"context"
+	"fmt"
+	"io/fs"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"berth/integration/machine"
+)
+
+// Cgroups tells where the cgroups of pods are.
+type Cgroups struct {
+	Group     string // holds all of them, and is this machine's own
+	PodPrefix string // begins the names of the pods' own
+	Systemd   bool   // it is systemd that makes them
+}
+
+// Daemon is one of which stock is taken.
+type Daemon struct {
+	Root, State, Logs string   // its directories
+	Addresses         string   // where host-local keeps those of its pods
+	Objects           []string // IDs of all pods and containers made
+}
+
+// OfDaemon takes what the machine holds, and a daemon, whose process is pid.
+func OfDaemon(t *testing.T, groups Cgroups, d *Daemon, pid int) Items {
+	t.Helper()
+	s := OfMachine(groups, d)
+	for _, m := range machine.Mountpoints(t, pid) {
+		s.Add("mount of the daemon", m)
+	}
+	for _, fd := range OpenFiles(pid) {
+		s.Add("fd of the daemon", fd)
+	}
+	addTree(s, "file below root", d.Root)
+	addTree(s, "file below state", d.State)
+	return s
+}
+
+// OfMachine takes what exists outside of any daemon. d may be nil; it tells
+// the addresses' directory and the objects whose cgroups may be anywhere.
+func OfMachine(groups Cgroups, d *Daemon) Items {
+	s := Items{}
+	addProcesses(s)
+	for _, m := range machine.ReadLines("/proc/1/mountinfo") {
+		s.Add("mount", strings.Fields(m)[4])
+	}
+	for _, name := range machine.ReadDir("/run/netns") {
+		s.Add("network namespace", name)
+	}
+	for _, pin := range machine.NamespacePins("user:") {
+		s.Add("pinned user namespace", pin)
+	}
+	for _, pid := range machine.Processes() {
+		if link, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/user", pid)); err == nil {
+			s.Add("user namespace of processes", link)
+			s["user namespace of processes"][link] = 1
+		}
+	}
+	addLinks(s)
+	addRules(s, "iptables-save")
+	addRules(s, "ip6tables-save")
+	addCgroups(s, groups, d)
+	if d != nil {
+		addAddresses(s, d.Addresses)
+	}
+	return s
+}
+
+// idPattern is what differs between two processes of the same kind.
+var idPattern = regexp.MustCompile(`[0-9a-f]{12,}|[0-9]+`)
+
+// addProcesses adds all processes by their command lines, and zombies by their
+// names. Between two looks a process may end; then there is nothing to add.
+func addProcesses(s Items) {
+	for _, pid := range machine.Processes() {
+		stat := strings.Join(machine.ReadLines(fmt.Sprintf("/proc/%d/stat", pid)), "")
+		end := strings.LastIndexByte(stat, ')')
+		if end < 0 {
+			continue
+		}
+		switch fields := strings.Fields(stat[end+1:]); {
+		case fields[0] == "Z":
+			s.Add("zombie", stat[strings.IndexByte(stat, '('):end+1])
+		case !isKernelThread(fields[6]):
+			s.Add("process", idPattern.ReplaceAllString(machine.CommandLine(pid), "#"))
+		}
+	}
+}
+
+// isKernelThread reads the flags of /proc/PID/stat (PF_KTHREAD). A guest's PID namespace
+// holds kernel threads, which come and go as the kernel likes.
+func isKernelThread(flags string) bool {
+	n, err := strconv.ParseUint(flags, 10, 64)
+	return err == nil && n&0x00200000 != 0
+}
+
+// addLinks adds the network devices, but for bridges, which their plugin leaves.
+func addLinks(s Items) {
+	links, err := net.Interfaces()
+	if err != nil {
+		s.Add("network device", err.Error())
+	}
+	for _, l := range links {
+		if !strings.HasPrefix(l.Name, "berth") {
+			s.Add("network device", l.Name)
+		}
+	}
+}
+
+// addRules adds the packet filter's rules, but for portmap's top-level chains,
+// which the plugin makes once and leaves.
+func addRules(s Items, tool string) {
+	out, err := exec.CommandContext(context.Background(), tool).Output()
+	if err != nil {
+		s.Add("packet filter", fmt.Sprintf("%s: %v", tool, err))
+	}
+	for line := range strings.Lines(string(out)) {
+		line = strings.TrimSpace(line)
+		perPod := strings.Contains(line, "CNI-DN-") || regexp.MustCompile(`CNI-[0-9a-f]{24}`).MatchString(line)
+		if perPod {
+			s.Add("packet filter", tool+": "+line)
+		}
+	}
+}
+
+// addCgroups adds the cgroups below the machine's own, but for the pods' own,
+// which in this place of kubelet we made, and anywhere those named after one of the daemon's objects.
+func addCgroups(s Items, groups Cgroups, d *Daemon) {
+	for _, root := range groups.roots(d) {
+		groups.addBelow(s, d, root)
+	}
+}
+
+// roots is where there can be cgroups of the daemon's. Without objects that is below the machine's own
+// only, which is a small part where many work side by side.
+func (g Cgroups) roots(d *Daemon) []string {
+	if d != nil && len(d.Objects) > 0 || g.Systemd {
+		return []string{"/sys/fs/cgroup"}
+	}
+	var roots []string
+	for _, pattern := range []string{"/sys/fs/cgroup" + g.Group, "/sys/fs/cgroup/*" + g.Group} {
+		found, _ := filepath.Glob(pattern) // the pattern is well-formed
+		roots = append(roots, found...)
+	}
+	return roots
+}
+
+// machinePrefix begins the names of all machines' cgroups (contrib/lib.sh).
+const machinePrefix = "berth-machine-"
+
+func (g Cgroups) addBelow(s Items, d *Daemon, root string) {
+	_ = filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
+		if err != nil || !entry.IsDir() {
+			return nil // gone already, or a file
+		}
+		if strings.HasPrefix(entry.Name(), machinePrefix) && entry.Name() != filepath.Base(g.Group) {
+			return fs.SkipDir // of tests that run beside these, perhaps thousands
+		}
+		_, below, ours := strings.Cut(path, g.Group+"/")
+		switch {
+		case ours && (strings.Contains(below, "/") || !strings.HasPrefix(below, g.PodPrefix)):
+			s.Add("cgroup", path)
+		case !ours && d != nil && slices.ContainsFunc(d.Objects, func(id string) bool { return strings.Contains(path, id) }):
+			s.Add("cgroup", path)
+		}
+		return nil
+	})
+}
+
+// addAddresses adds host-local's reservations: files whose name is an address.
+func addAddresses(s Items, dataDir string) {
+	for _, network := range machine.ReadDir(dataDir) {
+		for _, name := range machine.ReadDir(filepath.Join(dataDir, network)) {
+			if net.ParseIP(name) != nil {
+				s.Add("CNI address", network+"/"+name)
+			}
+		}
+	}
+}
+
+func addTree(s Items, kind, root string) {
+	_ = filepath.WalkDir(root, func(path string, _ fs.DirEntry, err error) error {
+		if err == nil {
+			s.Add(kind, idPattern.ReplaceAllString(strings.TrimPrefix(path, root), "#"))
+		}
+		return nil
+	})
+}
+
+// OpenFiles describes what the process's file descriptors refer to.
+func OpenFiles(pid int) []string {
+	dir := fmt.Sprintf("/proc/%d/fd", pid)
+	var out []string
+	for _, fd := range machine.ReadDir(dir) {
+		if target, err := os.Readlink(filepath.Join(dir, fd)); err == nil {
+			out = append(out, idPattern.ReplaceAllString(target, "#"))
+		}
+	}
+	return out
+}
