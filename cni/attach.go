@@ -46,7 +46,10 @@ func (n *Network) Add(ctx context.Context, att Attachment, pod Pod) (Result, err
 		result, err = newResult(r, att.IfName)
 		return err
 	})
-	return result, err
+	if err != nil {
+		return Result{}, err // after Leave the plugin's result may be coming still
+	}
+	return result, nil
 }
 
 // Del disconnects a pod with the configuration its Add used. It is idempotent and

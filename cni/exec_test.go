@@ -145,6 +145,24 @@ func TestLeave(t *testing.T) {
 	}
 }
 
+// What a plugin answers after Leave is nobody's any more: the race detector is the judge. Between the end of Add and that of
+// the plugin nothing is done that would be an order of the two to it, such as a write.
+func TestResultAfterLeave(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", waits)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	n := b.start()
+	done := make(chan error, 1)
+	go func() { done <- runOperation(context.Background(), n, "ADD", b.plan(), testPod("p1")) }()
+	b.readPID("self")
+	n.Leave()
+	if <-done == nil {
+		t.Error("Add waited for the plugin")
+	}
+	must(t, os.Mkdir(b.record+"/go", 0o700))
+	must(t, n.gate.Acquire(t.Context(), wholeGate)) // when the result is there
+}
+
 // A collection that nobody has time for begins no more plugins, and ends none.
 func TestGCEndsWithItsCaller(t *testing.T) {
 	b := newBed(t)

@@ -34,7 +34,8 @@ type pod struct {
 	pause   atomic.Pointer[os.File]   // pidfd, owned by the pod's watcher
 	meter   atomic.Pointer[meter.Pod] // nil without a pause; owned by the pod's watcher
 
-	presented bool // plugins were asked about it; belongs to the holder of turn
+	presented  bool // plugins were asked about it; belongs to the holder of turn
+	unrecorded bool // that it is stopped is yet to be recorded, in the background; belongs to the holder of turn
 }
 
 func (p *pod) String() string { return "pod " + p.id }

@@ -54,7 +54,12 @@ func (m *Manager) stopPod(ctx context.Context, p *pod) error {
 }
 
 // recordStopLater writes the record of a stopped pod when the disk takes it, and removes what could not be removed from it. A daemon that is started before finds the pause gone.
+// It needs the pod's turn. kubelet stops a pod again and again: one try at a time is enough.
 func (m *Manager) recordStopLater(p *pod, cause error) {
+	if p.unrecorded {
+		return
+	}
+	p.unrecorded = true
 	m.log.Warn("record that a pod is stopped", "pod", p.id, "error", cause)
 	m.tasks.InBackground("record the stop of", p.String(), func(ctx context.Context) error {
 		return m.tasks.WithTurn(ctx, p.turn, "record the stop of", p.String(), func() error {
@@ -66,7 +71,9 @@ func (m *Manager) recordStopLater(p *pod, cause error) {
 					return err
 				}
 			}
-			return m.podRecords.Write(p.id, p.rec)
+			err := m.podRecords.Write(p.id, p.rec)
+			p.unrecorded = err != nil
+			return err
 		})
 	})
 }

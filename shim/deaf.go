@@ -48,10 +48,14 @@ func (h *hearing) result(err error) error {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.over = true
-	if h.deaf && errors.Is(err, os.ErrDeadlineExceeded) {
+	if !h.deaf {
+		return err
+	}
+	if errors.Is(err, os.ErrDeadlineExceeded) {
 		return errDeaf
 	}
-	return err
+	// It has read and replied just now. The deadline is not to hit who waits for the next reply.
+	return errors.Join(err, h.p.conn.SetDeadline(time.Time{}))
 }
 
 // notSent is errDeaf for an order that could not be sent because the launcher reads nothing, else err.

@@ -93,6 +93,9 @@ func isLauncher(pid int, shim *os.File) (bool, error) {
 	if err == nil { // a launcher is executed from a sealed copy in memory, a monitor from its file
 		return strings.HasPrefix(exe, "/memfd:"), nil
 	}
+	if errors.Is(err, fs.ErrNotExist) {
+		return true, nil // it has no memory any more: it ends, which its pidfd tells some milliseconds later (exit_mm, exit_notify)
+	}
 	if ended, exitedErr := pidfd.Exited(shim); ended || exitedErr != nil {
 		return true, exitedErr
 	}
