@@ -183,7 +183,7 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	if c.rec.User, err = m.launch.User(target, root); err != nil {
 		return err
 	}
-	if err := layout.MakeSources(c.config); err != nil {
+	if err := m.makeSources(c); err != nil {
 		return err
 	}
 	if err := m.labelContainer(p, c); err != nil {
@@ -199,6 +199,12 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	}
 	m.tellOfContainer(ctx, nri.ContainerCreated, c)
 	return nil
+}
+
+// makeSources makes the directories that its mounts are of and that are not there. It may hang with a volume.
+func (m *Manager) makeSources(c *container) error {
+	defer m.tasks.Begin("the sources of its mounts to be made", c.String())()
+	return layout.MakeSources(c.config)
 }
 
 // describeContainer publishes a container that can be described, with what plugins want of it, and returns

@@ -40,7 +40,6 @@ func (m *Manager) lookAt(ctx context.Context, c *container, look func() (*specs.
 	found := make(chan *specs.Spec, 1)
 	err := m.tasks.Detach(ctx, specLimit, "describe", c.String(), func(context.Context) error {
 		defer c.looking.Store(false)
-		defer m.tasks.BeginUpTo(specLimit, "the sources of its mounts", c.String())()
 		spec, err := look()
 		found <- spec
 		return err

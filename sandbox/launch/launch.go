@@ -119,8 +119,9 @@ func (k Kit) User(c Container, root rootfs.Spec) (users.User, error) {
 	return users.Resolve(files.Passwd, files.Group, request)
 }
 
-// Spec describes a container to its launcher.
+// Spec describes a container to its launcher. It looks at the sources of mounts, and so may hang with a volume.
 func (k Kit) Spec(pod describe.Pod, c Container) (*specs.Spec, error) {
+	defer k.Tasks.Begin("the sources of its mounts", "container "+c.Rec.ID)()
 	target, err := c.TargetPIDNS()
 	if err != nil {
 		return nil, err
@@ -155,8 +156,8 @@ func (k Kit) labelMounts(ctx context.Context, c Container) error {
 		return nil
 	}
 	object, labels := "container "+c.Rec.ID, c.Rec.SELinux // the record is the turn's holder's
-	defer k.Tasks.BeginUpTo(task.Limit, "files of its mounts to be labelled", object)()
 	return k.Tasks.Detach(ctx, task.Limit, "label the mounts of", object, func(context.Context) error {
+		defer k.Tasks.BeginUpTo(task.Limit, "files of its mounts to be labelled", object)() // shown also when its caller has gone
 		return k.SELinux.LabelMounts(c.Config, labels)
 	})
 }
