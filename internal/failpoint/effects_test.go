@@ -131,7 +131,7 @@ var unmarked = map[string]string{
 	"internal/rootfs.probeOverlay: unix.Mount":                                    probe,
 	"internal/rootfs.probeTmpfs: unix.MountSetattr":                               probe,
 
-	"sandbox/process.openShim: pidfd.Signal": "signal 0, which is none",
+	"sandbox/process.openShim: pidfd.Signal": signal,
 	"sandbox/process.KillShim: pidfd.Signal": byCaller,
 	"sandbox/process.signal: pidfd.Signal":   byCaller,
 

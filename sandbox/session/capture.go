@@ -14,16 +14,19 @@ const (
 	// MaxOutput is what ExecSync returns of both streams together, each of which may have half of it at least; the rest is
 	// discarded without error (CRI: "the runtime should cap").
 	MaxOutput = 16 << 20
-	// maxHeld is what all ExecSyncs under way may hold of their commands' output. A probe has some hundred bytes.
+	// ownOutput is what each ExecSync may hold whatever the others do, so that commands which write without end keep no other
+	// pod's probes from answering: these write some hundred bytes.
+	ownOutput = 64 << 10
+	// maxHeld is what all ExecSyncs under way may hold of their commands' output beyond that.
 	maxHeld = 128 << 20
 )
 
 // Outputs bounds what ExecSyncs hold of their commands' output, all together.
 type Outputs struct{ held atomic.Int64 }
 
-// take makes room for n bytes more. ResourceExhausted.
+// take makes room for n bytes more, beyond what is each one's own. ResourceExhausted.
 func (o *Outputs) take(n int) error {
-	if o.held.Add(int64(n)) > maxHeld {
+	if n > 0 && o.held.Add(int64(n)) > maxHeld { // nothing is taken also while another tries to take too much
 		o.held.Add(-int64(n))
 		return errdefs.New(codes.ResourceExhausted, "commands that run at the moment have written more than %d bytes", maxHeld)
 	}
@@ -37,13 +40,16 @@ type capture struct {
 
 	mu    sync.Mutex
 	data  [2][]byte
-	taken int // of all
+	taken int // and kept, unless one stream made room for the other
 }
 
 func newCapture(all *Outputs) *capture { return &capture{all: all, max: MaxOutput} }
 
 // release gives up the room for what is kept.
-func (c *capture) release() { c.all.held.Add(-int64(c.taken)) }
+func (c *capture) release() { c.all.held.Add(-int64(shared(c.taken))) }
+
+// shared is how much of n bytes is not a command's own.
+func shared(n int) int { return max(n-ownOutput, 0) }
 
 // writer is for one of the two streams.
 func (c *capture) writer(stream int) io.Writer { return captureWriter{c, stream} }
@@ -60,7 +66,7 @@ func (w captureWriter) Write(p []byte) (int, error) {
 	own, other := &w.data[w.stream], &w.data[1-w.stream]
 	room := max(w.max-len(*other), w.max/2) - len(*own)
 	keep := p[:max(min(len(p), room), 0)]
-	if err := w.all.take(len(keep)); err != nil {
+	if err := w.all.take(shared(w.taken+len(keep)) - shared(w.taken)); err != nil {
 		return 0, err
 	}
 	w.taken += len(keep)

@@ -40,24 +40,39 @@ func TestCapture(t *testing.T) {
 	}
 }
 
-// All commands together have a limit, beyond which one fails, and others go on when it has given back what it had.
+// All commands together have a limit, beyond which one fails that writes much, and others go on when it has given back what it
+// had. One that writes little never fails.
 func TestOutputsOfAll(t *testing.T) {
 	all := &Outputs{}
 	chunk := make([]byte, MaxOutput)
 	var held []*capture
-	for range maxHeld / MaxOutput {
+	for {
 		c := newCapture(all)
 		if _, err := c.writer(0).Write(chunk); err != nil {
-			t.Fatal(err)
+			break
 		}
 		held = append(held, c)
 	}
-	late := newCapture(all)
-	if _, err := late.writer(1).Write([]byte("x")); errdefs.Code(err) != codes.ResourceExhausted {
+	if len(held) < maxHeld/MaxOutput {
+		t.Errorf("there is room for %d outputs", len(held))
+	}
+	much, little := newCapture(all), newCapture(all)
+	for stream, own := range [][]byte{chunk[:ownOutput-1], chunk[:1]} {
+		if _, err := little.writer(stream).Write(own); err != nil {
+			t.Errorf("little: %v", err)
+		}
+	}
+	if _, err := much.writer(1).Write(chunk); errdefs.Code(err) != codes.ResourceExhausted {
 		t.Errorf("beyond the limit: %v", err)
 	}
 	held[0].release()
-	if _, err := late.writer(1).Write([]byte("x")); err != nil {
+	if _, err := much.writer(1).Write(chunk); err != nil {
 		t.Error(err)
+	}
+	for _, c := range append(held[1:], much, little) {
+		c.release()
+	}
+	if left := all.held.Load(); left != 0 {
+		t.Errorf("%d bytes are not given back", left)
 	}
 }
