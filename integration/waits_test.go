@@ -123,12 +123,26 @@ func TestWaitsAreShown(t *testing.T) {
 	config := d.PodConfig(t)
 	stubborn.Pid(t) // it runs its program
 
+	speak, stopped := make(chan struct{}), []int{}
+	// letGo ends all waits. A failure does so, too: a stop with a grace period of 100 minutes would be waited for.
+	letGo := sync.OnceFunc(func() {
+		close(speak)
+		plugin.Is(t, "ADD", "")
+		plugin.Is(t, "DEL", "")
+		for _, pid := range stopped {
+			_ = syscall.Kill(pid, syscall.SIGCONT) // it has ended
+		}
+		machine.KillProcess(t, stubborn.Pid(t))
+	})
+	ctx, giveUp := context.WithCancel(t.Context())
 	var under sync.WaitGroup
 	defer under.Wait()
+	defer giveUp()
+	defer letGo()
 	// begin makes a call that waits until it is let go.
 	begin := func(what string, call func(ctx context.Context) error) {
 		under.Go(func() {
-			if err := call(t.Context()); err != nil {
+			if err := call(ctx); err != nil {
 				t.Errorf("%s: %v", what, err)
 			}
 		})
@@ -150,7 +164,6 @@ func TestWaitsAreShown(t *testing.T) {
 	}
 	const minutes, slack, general = 60, 15, 100
 
-	speak := make(chan struct{})
 	for what, path := range map[string]string{"its bytes, and to be unpacked": "/blobs/", "its registry to tell what it is": "/manifests/"} {
 		registry := harness.NewRegistry(t)
 		img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("of", 0o644, registry.Host)})
@@ -164,7 +177,10 @@ func TestWaitsAreShown(t *testing.T) {
 			path, object = path+harness.DigestOf(t, layers[1]), "layer "+diffID.String()
 		}
 		registry.Hook(untilClosed(speak, path))
-		begin("pull", func(context.Context) error { _, err := d.TryPull(t, name, nil); return err })
+		begin("pull", func(ctx context.Context) error {
+			_, err := d.Images.PullImage(ctx, &runtimeapi.ImageSpec{Image: name}, nil, nil)
+			return err
+		})
 		shown(what, object, 0)
 	}
 
@@ -193,25 +209,21 @@ func TestWaitsAreShown(t *testing.T) {
 	})
 	begin("stop container", func(ctx context.Context) error { return d.Cri.StopContainer(ctx, stubborn.Id, 100*minutes) })
 	shown("exit", "container "+stubborn.Id, 100*minutes+slack)
-	monitor := harness.MonitorOf(t, d, frozen)
-	harness.Must(t, syscall.Kill(monitor, syscall.SIGSTOP))
+	stop := func(pids ...int) {
+		stopped = append(stopped, pids...)
+		for _, pid := range pids {
+			harness.Must(t, syscall.Kill(pid, syscall.SIGSTOP))
+		}
+	}
+	stop(harness.MonitorOf(t, d, frozen))
 	begin("reopen", func(ctx context.Context) error { return d.Cri.ReopenContainerLog(ctx, frozen.Id) })
 	shown("its monitor to open its log anew", "container "+frozen.Id, general)
 	d.WaitIdle(t)
-	launchers := d.Launchers()
-	for _, pid := range launchers {
-		harness.Must(t, syscall.Kill(pid, syscall.SIGSTOP))
-	}
+	stop(d.Launchers()...)
 	begin("start", func(ctx context.Context) error { return d.Cri.StartContainer(ctx, created.Id) })
 	shown("its launch", "container "+created.Id, general)
 
-	close(speak)
-	plugin.Is(t, "ADD", "")
-	plugin.Is(t, "DEL", "")
-	machine.KillProcess(t, stubborn.Pid(t))
-	for _, pid := range append(launchers, monitor) {
-		harness.Must(t, syscall.Kill(pid, syscall.SIGCONT))
-	}
+	letGo()
 	under.Wait()
 	harness.Eventually(t, "no wait is left", func() error {
 		for _, w := range waitsOf(t, harness.Get(d.Cri.Status(t.Context(), true))(t).Info) {

@@ -12,6 +12,7 @@ import (
 	"berth/checkpoint"
 	"berth/integration/harness"
 	"berth/integration/inventory"
+	"berth/integration/machine"
 )
 
 // everything tells that all cases are wanted, and not the shortened enumeration.
@@ -184,6 +185,7 @@ func (e *enumeration) notReached(t *testing.T, w *world, at point, err error) {
 func (e *enumeration) startOver(t *testing.T) {
 	t.Helper()
 	e.fp.Disarm()
+	machine.ContinueAll()
 	if e.d.Gone() {
 		e.d.Start(t)
 	}

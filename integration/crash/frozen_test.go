@@ -69,6 +69,9 @@ func TestFrozenExec(t *testing.T) {
 	fp.FreezeNext(t, harness.LauncherProgram, "launcher.exec-announced", 1)
 	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "sleep 100003 & sleep 100004"}, time.Second)
 	harness.Must(t, expectTimeout(err))
+	if !fp.WaitReached(deathPatience) {
+		t.Fatal("the launcher does not get to its point, so it was not stopped")
+	}
 	harness.Eventually(t, "the exec's processes end", func() error {
 		for _, line := range []string{"sleep 100003", "sleep 100004"} {
 			if pids := machine.ProcessesOf(line); len(pids) > 0 {

@@ -148,6 +148,11 @@ func StartDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 	t.Cleanup(func() { d.StateSettles(t) })
 	t.Cleanup(func() { d.Clean(t) })
 	t.Cleanup(func() { d.StateSettles(t) })
+	t.Cleanup(func() {
+		if t.Failed() {
+			machine.ContinueAll() // whom the test would have, so that its pods can be removed
+		}
+	})
 	return d
 }
 
@@ -174,7 +179,13 @@ func newDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 		Must(t, os.Mkdir(path, 0o700))
 	}
 	t.Cleanup(func() { Must(t, os.RemoveAll(dir)) })
-	t.Cleanup(func() { d.end(t) })
+	t.Cleanup(func() {
+		d.end(t)
+		if t.Failed() { // the self check of each later test would find what a test has left that ended in the middle
+			d.KillAll(t)
+			unpinNetworks(t)
+		}
+	})
 	network := fixture.Conflist("test", d.DataDir, fixture.Range4)
 	Must(t, os.WriteFile(d.NetworkFile(), []byte(network), 0o600))
 	for _, opt := range opts {

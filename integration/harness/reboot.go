@@ -24,17 +24,22 @@ func (d *Daemon) LosePower(t *testing.T) {
 	if !d.Gone() {
 		d.Kill(t)
 	}
-	d.killAll(t)
+	d.KillAll(t)
 	d.LoseState(t)
-	for _, name := range machine.ReadDir("/run/netns") {
-		Must(t, syscall.Unmount("/run/netns/"+name, syscall.MNT_DETACH))
-		Must(t, os.Remove("/run/netns/"+name))
-	}
+	unpinNetworks(t)
 	d.removeNetwork(t)
 	for _, flag := range []string{"-F", "-X"} {
 		if out, err := exec.Command("iptables", "-t", "nat", flag).CombinedOutput(); err != nil {
 			t.Fatalf("iptables %s: %v: %s", flag, err, out)
 		}
+	}
+}
+
+func unpinNetworks(t *testing.T) {
+	t.Helper()
+	for _, name := range machine.ReadDir("/run/netns") {
+		Must(t, syscall.Unmount("/run/netns/"+name, syscall.MNT_DETACH))
+		Must(t, os.Remove("/run/netns/"+name))
 	}
 }
 
@@ -45,8 +50,8 @@ func (d *Daemon) LoseState(t *testing.T) {
 	Must(t, os.RemoveAll(d.State))
 }
 
-// killAll kills the processes of the daemon's pods: monitors, launchers and what is in the pods' cgroups.
-func (d *Daemon) killAll(t *testing.T) {
+// KillAll kills the processes of the daemon's pods: monitors, launchers and what is in the pods' cgroups.
+func (d *Daemon) KillAll(t *testing.T) {
 	t.Helper()
 	Eventually(t, "the processes of all pods end", func() error {
 		left := d.podProcesses(t)

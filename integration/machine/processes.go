@@ -75,6 +75,15 @@ func KillProcess(t *testing.T, pid int) {
 	must(t, unix.Kill(pid, unix.SIGKILL))
 }
 
+// ContinueAll lets all processes go on that are stopped.
+func ContinueAll() {
+	for _, pid := range Processes() {
+		if slices.Contains(ReadLines(fmt.Sprintf("/proc/%d/status", pid)), "State:\tT (stopped)") {
+			_ = unix.Kill(pid, unix.SIGCONT) // it has ended
+		}
+	}
+}
+
 // StatusField returns a line of /proc/PID/status.
 func StatusField(t *testing.T, pid int, key string) string {
 	t.Helper()

@@ -1,0 +1,48 @@
+package integration
+
+import (
+	"fmt"
+	"slices"
+	"syscall"
+	"testing"
+
+	"berth/integration/harness"
+	"berth/integration/machine"
+)
+
+// What a test leaves that fails in the middle, the fixture ends, so that the next test does not fail for it: a launcher that
+// is stopped at a launch, a monitor with its container, a pause.
+func TestRemainsAreEnded(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t)
+	running, created := pod.Run(t), pod.Create(t)
+	d.WaitIdle(t)
+	left := []int{harness.MonitorOf(t, d, running), running.Pid(t), pod.PausePID(t)}
+	launchers := d.Launchers()
+	for _, pid := range launchers {
+		harness.Must(t, syscall.Kill(pid, syscall.SIGSTOP))
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- d.Cri.StartContainer(t.Context(), created.Id) }()
+	harness.Eventually(t, "a launcher has its order", func() error {
+		for _, w := range waitsOf(t, harness.Get(d.Cri.Status(t.Context(), true))(t).Info) {
+			if w.What == "its launch" {
+				return nil
+			}
+		}
+		return fmt.Errorf("nobody waits for the launch")
+	})
+	d.Kill(t)
+	<-ended
+	if !slices.ContainsFunc(launchers, machine.Alive) {
+		t.Error("a killed daemon has left no launcher, so this shows less than it should")
+	}
+	d.KillAll(t)
+	for _, pid := range append(left, launchers...) {
+		if machine.Alive(pid) {
+			t.Errorf("process %d lives: %s", pid, machine.CommandLine(pid))
+		}
+	}
+	d.Start(t) // which finds that all are gone
+	d.StateSettles(t)
+}
