@@ -58,6 +58,9 @@ type running struct {
 func (c *container) String() string { return "container " + c.id }
 func (c *container) Visible() bool  { return c.info.Load() != nil }
 
+// Info implements view.Published.
+func (c *container) Info() *view.Container { return c.info.Load() }
+
 // CreateContainer makes a container in a ready pod and returns its ID. A call
 // with the identity and content of an existing container, or of one being made,
 // returns that one.

@@ -71,8 +71,9 @@ type Config struct {
 
 // Manager owns all pods and containers.
 type Manager struct {
-	*streams.Streams  // Exec, ExecSync, Attach, PortForward
-	*usage.Statistics // ContainerStats, PodStats
+	*view.Lists[*pod, *container] // Pods, Containers, Events
+	*streams.Streams              // Exec, ExecSync, Attach, PortForward
+	*usage.Statistics             // ContainerStats, PodStats
 
 	cfg       Config
 	log       *slog.Logger
@@ -118,7 +119,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		selinux: lsm.HostSELinux, tasks: task.NewRunner(cfg.Log, cfg.Waits), recovering: semaphore.NewWeighted(recoverAtOnce)}
 	m.dirs = layout.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
 	m.processes = process.Kit{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
-	m.events = view.NewEvents(m.podInfo, m.containerInfos)
+	m.Lists, m.events = view.NewLists(m.pods, m.containers)
 	m.roots = roots.Kit{Images: images, Dirs: m.dirs}
 	m.trash = layout.NewTrash(m.dirs, m.tasks)
 	m.census = m.newCensus()

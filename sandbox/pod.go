@@ -41,6 +41,9 @@ type pod struct {
 func (p *pod) String() string { return "pod " + p.id }
 func (p *pod) Visible() bool  { return p.info.Load() != nil }
 
+// Info implements view.Published.
+func (p *pod) Info() *view.Pod { return p.info.Load() }
+
 // RunPodSandbox creates and starts a pod, and returns its ID when its network is up
 // and its pause runs. A call with the identity and content of an existing pod, or of one
 // being started, returns that one.

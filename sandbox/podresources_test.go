@@ -27,9 +27,10 @@ func aReadyPod(t *testing.T) (m *Manager, p *pod, records string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m = &Manager{cfg: Config{Host: &host.Facts{}}, plugins: plugins.Kit{Plugins: plugins.None{}}, pods: index.New[*pod]("pod sandbox"), podRecords: dir,
+	m = &Manager{cfg: Config{Host: &host.Facts{}}, plugins: plugins.Kit{Plugins: plugins.None{}}, podRecords: dir,
+		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
 		appArmor: lsm.NewAppArmor(false, nil, nil), tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil)}
-	m.events = view.NewEvents(m.podInfo, m.containerInfos)
+	m.Lists, m.events = view.NewLists(m.pods, m.containers)
 	p = &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}, turn: task.NewTurn()}
 	p.rec = record.Pod{ID: p.id, Phase: record.PodReady, CgroupsPath: "/kubepods/p", NetNS: "/run/netns/p"}
 	p.info.Store(p.snapshot())

@@ -34,7 +34,7 @@ func containerManager(t *testing.T) (m *Manager, records string) {
 	m = &Manager{cfg: Config{Host: &host.Facts{}}, log: log, pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
 		containerRecs: dir, tasks: task.NewRunner(log, nil)}
 	m.plugins = plugins.Kit{Plugins: plugins.None{}, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: log}
-	m.events = view.NewEvents(m.podInfo, m.containerInfos)
+	m.Lists, m.events = view.NewLists(m.pods, m.containers)
 	return m, filepath.Join(root, "containers")
 }
 

@@ -1,4 +1,4 @@
-// Package view is what readers see of pods and containers: snapshots, and events, which are steps from one
+// Package view is what readers see of pods and containers: snapshots, lists of them, and events, which are steps from one
 // snapshot to the next.
 //
 // # Contract

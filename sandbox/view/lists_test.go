@@ -1,4 +1,4 @@
-package sandbox
+package view
 
 import (
 	"fmt"
@@ -7,21 +7,25 @@ import (
 	"time"
 
 	"berth/internal/index"
-	"berth/sandbox/view"
 )
 
+// published is a container, or pod, and what was published of it.
+type published[T any] struct{ info *T }
+
+func (p published[T]) Visible() bool { return p.info != nil }
+func (p published[T]) Info() *T      { return p.info }
+
 // Events are made under the feed's lock: what one costs must not grow with the other pods of the node.
-func TestContainerInfosOfOnePod(t *testing.T) {
-	m := &Manager{containers: index.New[*container]("container")}
+func TestContainersOfOnePod(t *testing.T) {
+	containers := index.New[published[Container]]("container")
+	l, _ := NewLists(index.New[published[Pod]]("pod"), containers)
 	add := func(id, podID string, age int) {
-		c := &container{id: id, podID: podID}
-		c.info.Store(&view.Container{ID: id, PodID: podID, CreatedAt: time.Unix(int64(-age), 0)})
-		m.containers.Put(id, c)
+		containers.Put(id, published[Container]{&Container{ID: id, PodID: podID, CreatedAt: time.Unix(int64(-age), 0)}})
 	}
 	add("young", "p", 1)
 	add("old", "p", 2)
-	m.containers.Put("half made", &container{id: "half made", podID: "p"})
-	infos := m.containerInfos("p")
+	containers.Put("half made", published[Container]{})
+	infos := l.containersOf("p")
 	if len(infos) != 2 || infos[0].ID != "old" || infos[1].ID != "young" {
 		t.Fatalf("got %v", infos)
 	}
@@ -32,7 +36,7 @@ func TestContainerInfosOfOnePod(t *testing.T) {
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
 	for range runs {
-		m.containerInfos("p")
+		l.containersOf("p")
 	}
 	runtime.ReadMemStats(&after)
 	if bytes := (after.TotalAlloc - before.TotalAlloc) / runs; bytes >= others*8 {
