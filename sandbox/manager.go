@@ -10,8 +10,6 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sync/semaphore"
-
 	"berth/checkpoint"
 	"berth/cni"
 	"berth/image"
@@ -39,6 +37,7 @@ import (
 	"berth/sandbox/record"
 	"berth/sandbox/roots"
 	"berth/sandbox/streams"
+	"berth/sandbox/unfinished"
 	"berth/sandbox/usage"
 	"berth/sandbox/view"
 	"berth/shim"
@@ -100,8 +99,7 @@ type Manager struct {
 	appArmor      *lsm.AppArmor
 	selinux       lsm.SELinux
 	labels        lsm.Holders
-	unfinished    []func()            // what recover found half done; started at its end
-	recovering    *semaphore.Weighted // bounds what of that runs plugins at a time
+	unfinished    *unfinished.Work // found half done by recover
 	events        *view.Events
 	census        *census.Counter
 	unmeasured    seldom.Seldom // warnings of usage that can't be kept
@@ -116,7 +114,8 @@ type Manager struct {
 func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Network) (*Manager, error) {
 	m := &Manager{cfg: cfg, log: cfg.Log, images: images,
 		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
-		selinux: lsm.HostSELinux, tasks: task.NewRunner(cfg.Log, cfg.Waits), recovering: semaphore.NewWeighted(recoverAtOnce)}
+		selinux: lsm.HostSELinux, tasks: task.NewRunner(cfg.Log, cfg.Waits)}
+	m.unfinished = unfinished.New(m.tasks)
 	m.dirs = layout.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
 	m.processes = process.Kit{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
 	m.Lists, m.events = view.NewLists(m.pods, m.containers)

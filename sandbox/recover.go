@@ -52,35 +52,8 @@ func (m *Manager) recover(ctx context.Context) error {
 	if err := m.plugins.Start(ctx); err != nil {
 		return err
 	}
-	for _, start := range m.unfinished {
-		start()
-	}
-	m.unfinished = nil
+	m.unfinished.Start()
 	return nil
-}
-
-// later does in the background what recover found half done, as soon as all
-// objects are found: it takes turns, and recover does not.
-func (m *Manager) later(what, object string, do func(context.Context) error) {
-	m.unfinished = append(m.unfinished, func() { m.tasks.InBackground(what, object, do) })
-}
-
-// recoverAtOnce bounds how many pods of an earlier daemon are taken down at a time: after a reboot it is all of them, and each has plugins.
-const recoverAtOnce = 8
-
-// laterWithPod is later for what takes a pod down. It waits in line without the pod's turn, so that a client who asks for the same is
-// served at once.
-func (m *Manager) laterWithPod(what string, p *pod, do func(context.Context) error) {
-	m.later(what, p.String(), func(ctx context.Context) error {
-		end := m.tasks.BeginOpen("other pods of an earlier daemon to be taken down", p.String())
-		err := m.recovering.Acquire(ctx, 1)
-		end()
-		if err != nil {
-			return fmt.Errorf("wait for other pods to be taken down: %w", err)
-		}
-		defer m.recovering.Release(1)
-		return m.tasks.WithTurn(ctx, p.turn, what, p.String(), func() error { return do(ctx) })
-	})
 }
 
 func (m *Manager) loadPodCIDR() error {
@@ -138,7 +111,7 @@ func (m *Manager) logDamaged(kind string, damaged []checkpoint.Damaged) {
 // recoverPod decides by phase. No turn is needed: nobody else knows the manager yet.
 func (m *Manager) recoverPod(p *pod) error {
 	if p.rec.Phase == record.PodStarting || p.rec.Phase == record.Removing { // never reported, or to go
-		m.laterWithPod("undo", p, func(ctx context.Context) error { return m.erasePod(ctx, p) })
+		m.unfinished.LaterWithPod("undo", p.String(), p.turn, func(ctx context.Context) error { return m.erasePod(ctx, p) })
 		return nil
 	}
 	sum, err := join.Of(p.config, &runtimeapi.RunPodSandboxRequest{RuntimeHandler: p.rec.Handler})
@@ -160,7 +133,7 @@ func (m *Manager) recoverPod(p *pod) error {
 	case p.rec.Phase != record.PodStopped:
 		return fmt.Errorf("its record has the unknown phase %q", p.rec.Phase)
 	}
-	m.laterWithPod("stop", p, func(ctx context.Context) error { return m.stopPod(ctx, p) }) // perhaps it was half done
+	m.unfinished.LaterWithPod("stop", p.String(), p.turn, func(ctx context.Context) error { return m.stopPod(ctx, p) }) // perhaps it was half done
 	return nil
 }
 
@@ -185,7 +158,7 @@ func (m *Manager) findPause(p *pod) error {
 func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
 	if _, known := m.pods.Get(c.podID); !known || c.rec.Phase == record.Removing || c.rec.Process == nil {
 		// Without its pod, to go, or never reported.
-		m.later("undo", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
+		m.unfinished.Later("undo", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
 		return nil
 	}
 	sum, err := join.Of(c.config)
@@ -202,7 +175,7 @@ func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
 	switch {
 	case c.rec.Phase == record.ContainerExited:
 		m.publishContainer(c)
-		m.later("clean up after", c.String(), func(ctx context.Context) error { // perhaps it was not
+		m.unfinished.Later("clean up after", c.String(), func(ctx context.Context) error { // perhaps it was not
 			return m.tasks.WithTurn(ctx, c.turn, "clean up after", c.String(), func() error {
 				if c.removed {
 					return nil
@@ -292,7 +265,7 @@ func (m *Manager) removeUnrecorded() error {
 	ids, err := m.footprint.Unrecorded(m.hasRecord)
 	for id := range ids {
 		m.log.Warn("removing what a pod or container without record left", "id", id)
-		m.later("remove what is left of", id, func(ctx context.Context) error { return m.footprint.RemoveUnrecorded(ctx, id) })
+		m.unfinished.Later("remove what is left of", id, func(ctx context.Context) error { return m.footprint.RemoveUnrecorded(ctx, id) })
 	}
 	return err
 }

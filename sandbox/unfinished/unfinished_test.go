@@ -1,0 +1,58 @@
+package unfinished
+
+import (
+	"context"
+	"log/slog"
+	"sync/atomic"
+	"testing"
+
+	"berth/internal/task"
+)
+
+// After a reboot all pods are to be taken down: some at a time, and those in line have not got their turns, which clients may take.
+func TestTakenDownSomeAtATime(t *testing.T) {
+	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
+	w := New(tasks)
+	pods := make([]task.Turn, 4*atOnce)
+	var working, tooMany atomic.Int32
+	begun, proceed := make(chan task.Turn, len(pods)), make(chan struct{})
+	for i := range pods {
+		turn := task.NewTurn()
+		pods[i] = turn
+		w.LaterWithPod("stop", "pod q", turn, func(context.Context) error {
+			if working.Add(1) > atOnce {
+				tooMany.Add(1)
+			}
+			defer working.Add(-1)
+			begun <- turn
+			<-proceed
+			return nil
+		})
+	}
+	w.Start()
+	first := map[task.Turn]bool{}
+	for range atOnce {
+		first[<-begun] = true
+	}
+	for _, turn := range pods {
+		select {
+		case turn <- struct{}{}:
+			<-turn
+			if first[turn] {
+				t.Error("a pod is taken down without its turn")
+			}
+		default:
+			if !first[turn] {
+				t.Error("a pod in line has its turn")
+			}
+		}
+	}
+	close(proceed)
+	tasks.Background.Close()
+	if err := tasks.Background.Wait(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if tooMany.Load() > 0 || len(begun) != len(pods)-atOnce {
+		t.Errorf("%d times too many at a time, %d in line were worked on", tooMany.Load(), len(begun))
+	}
+}
