@@ -3,9 +3,6 @@ package sandbox
 import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/errdefs"
-	"berth/internal/host"
-	"berth/oci"
 	"berth/sandbox/request"
 )
 
@@ -17,29 +14,10 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 	if _, err := m.handlers.Find(handler); err != nil {
 		return err
 	}
-	if err := checkPodResources(config.GetLinux().GetOverhead(), config.GetLinux().GetResources(), *m.cfg.Host); err != nil {
+	if err := request.CheckPodResources(config.GetLinux().GetOverhead(), config.GetLinux().GetResources(), *m.cfg.Host); err != nil {
 		return err
 	}
-	return m.checkUserNamespace(config)
-}
-
-// checkPodResources refuses resources of a pod that no container could have, either.
-func checkPodResources(overhead, resources *runtimeapi.LinuxContainerResources, facts host.Facts) error {
-	for _, r := range []*runtimeapi.LinuxContainerResources{overhead, resources} {
-		if _, err := oci.LinuxResources(r, facts); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// checkUserNamespace refuses a pod with a user namespace where there can't be one.
-func (m *Manager) checkUserNamespace(config *runtimeapi.PodSandboxConfig) error {
-	mappings, err := oci.UserNamespace(config)
-	if err != nil || mappings == nil || m.cfg.Host.UserNamespaces {
-		return err
-	}
-	return errdefs.FailedPrecondition("user namespaces are not supported on this host: %s", m.cfg.Host.NoUserNamespaces)
+	return request.CheckUserNamespace(config, *m.cfg.Host)
 }
 
 // probeUserNamespaces finds out whether pods can have user namespaces, by doing all

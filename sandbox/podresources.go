@@ -10,6 +10,7 @@ import (
 	"berth/internal/nri"
 	"berth/internal/task"
 	"berth/sandbox/record"
+	"berth/sandbox/request"
 )
 
 // UpdatePodSandboxResources notes new resources of a pod as a whole, and its overhead, in the
@@ -22,7 +23,7 @@ func (m *Manager) UpdatePodSandboxResources(ctx context.Context, id string, over
 	if err != nil {
 		return err
 	}
-	if err := checkPodResources(overhead, resources, *m.cfg.Host); err != nil {
+	if err := request.CheckPodResources(overhead, resources, *m.cfg.Host); err != nil {
 		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "update", p.String(), func(ctx context.Context) error {

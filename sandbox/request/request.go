@@ -2,8 +2,8 @@
 //
 // # Contract
 //
-// It is pure: it looks at a config and nothing else. The checks refuse, with
-// InvalidArgument, what no later step would refuse as precisely.
+// It is pure: it looks at a config, at most beside the facts of the host, and at nothing else. The checks refuse, with
+// InvalidArgument if they say nothing else, what no later step would refuse as precisely.
 package request
 
 import (

@@ -1,0 +1,28 @@
+package request
+
+import (
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/internal/host"
+	"berth/oci"
+)
+
+// CheckPodResources refuses resources of a pod that no container could have, either.
+func CheckPodResources(overhead, resources *runtimeapi.LinuxContainerResources, facts host.Facts) error {
+	for _, r := range []*runtimeapi.LinuxContainerResources{overhead, resources} {
+		if _, err := oci.LinuxResources(r, facts); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// CheckUserNamespace refuses, with FailedPrecondition, a pod with a user namespace where there can't be one.
+func CheckUserNamespace(config *runtimeapi.PodSandboxConfig, facts host.Facts) error {
+	mappings, err := oci.UserNamespace(config)
+	if err != nil || mappings == nil || facts.UserNamespaces {
+		return err
+	}
+	return errdefs.FailedPrecondition("user namespaces are not supported on this host: %s", facts.NoUserNamespaces)
+}
