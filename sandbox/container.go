@@ -189,7 +189,8 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	if err := m.makeSources(c); err != nil {
 		return err
 	}
-	if err := m.labelContainer(p, c); err != nil {
+	options := c.config.GetLinux().GetSecurityContext().GetSelinuxOptions()
+	if c.rec.SELinux, err = m.labels.Draw(m.selinux, options, p.rec.SELinux, *m.cfg.Host, c.id); err != nil {
 		return err
 	}
 	m.appArmor.Ensure(ctx)
@@ -376,7 +377,7 @@ func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 			return fmt.Errorf("remove container %s: %w", c.id, err)
 		}
 	}
-	m.releaseContainerLabels(c)
+	m.labels.Release(m.selinux, c.rec.SELinux, c.id)
 	c.removed = true
 	m.containers.Remove(c.id)
 	m.events.ContainerDeleted(c.info.Load())

@@ -14,6 +14,7 @@ import (
 	"berth/internal/join"
 	"berth/internal/task"
 	"berth/oci"
+	"berth/oci/confine"
 	"berth/sandbox/footprint"
 	"berth/sandbox/layout"
 	"berth/sandbox/meter"
@@ -124,11 +125,12 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 			return nil, err
 		}
 	}
-	if err := m.labelPod(p); err != nil {
+	options := config.GetLinux().GetSecurityContext().GetSelinuxOptions()
+	if p.rec.SELinux, err = m.labels.Draw(m.selinux, options, confine.Labels{}, *m.cfg.Host, p.id); err != nil {
 		return nil, err
 	}
 	if err := m.podRecords.Write(p.id, p.rec); err != nil {
-		m.releasePodLabels(p)
+		m.labels.Release(m.selinux, p.rec.SELinux, p.id)
 		return nil, err
 	}
 	m.pods.Put(p.id, p)

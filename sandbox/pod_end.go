@@ -168,7 +168,7 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	if err := m.podRecords.Remove(p.id); err != nil {
 		return err
 	}
-	m.releasePodLabels(p)
+	m.labels.Release(m.selinux, p.rec.SELinux, p.id)
 	m.pods.Remove(p.id)
 	m.events.PodDeleted(p.info.Load())
 	m.podIDs.Forget(request.PodIdentity(p.config.Metadata), p.id)

@@ -108,6 +108,22 @@ func (m *Manager) logDamaged(kind string, damaged []checkpoint.Damaged) {
 	}
 }
 
+// reserveLabels keeps the categories of the pods and containers that an earlier daemon
+// made. Containers with their pod's labels hold the same ones.
+func (m *Manager) reserveLabels() error {
+	for _, p := range m.pods.Snapshot() {
+		if err := m.labels.Hold(m.selinux, p.rec.SELinux, p.id); err != nil {
+			return err
+		}
+	}
+	for _, c := range m.containers.Snapshot() {
+		if err := m.labels.Hold(m.selinux, c.rec.SELinux, c.id); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 // recoverPod decides by phase. No turn is needed: nobody else knows the manager yet.
 func (m *Manager) recoverPod(p *pod) error {
 	if p.rec.Phase == record.PodStarting || p.rec.Phase == record.Removing { // never reported, or to go

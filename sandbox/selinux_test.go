@@ -68,11 +68,11 @@ func TestLabelsReservedAndReleased(t *testing.T) {
 		}
 	}
 	wantLabels("after the start", "own-process", "pod-process")
-	m.releaseContainerLabels(shares)
+	m.labels.Release(m.selinux, shares.rec.SELinux, shares.id)
 	wantLabels("a container with its pod's labels is removed", "own-process", "pod-process")
-	m.releaseContainerLabels(own)
+	m.labels.Release(m.selinux, own.rec.SELinux, own.id)
 	wantLabels("a container with its own is removed", "pod-process")
-	m.releasePodLabels(p)
+	m.labels.Release(m.selinux, p.rec.SELinux, p.id)
 	wantLabels("the pod is removed")
 }
 
@@ -96,13 +96,13 @@ func TestLabelsOfTwoPods(t *testing.T) {
 		return n
 	}
 	a, _ := m.pods.Get("a")
-	m.releasePodLabels(a)
-	m.releasePodLabels(a)
+	m.labels.Release(m.selinux, a.rec.SELinux, a.id)
+	m.labels.Release(m.selinux, a.rec.SELinux, a.id)
 	if reserved() != 2 {
 		t.Errorf("in use are %q", host.labels())
 	}
 	b, _ := m.pods.Get("b")
-	m.releasePodLabels(b)
+	m.labels.Release(m.selinux, b.rec.SELinux, b.id)
 	if reserved() == 2 {
 		t.Errorf("in use are still %q", host.labels())
 	}

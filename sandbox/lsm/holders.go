@@ -4,6 +4,9 @@ import (
 	"strings"
 	"sync"
 
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/host"
 	"berth/oci/confine"
 )
 
@@ -12,6 +15,16 @@ import (
 type Holders struct {
 	mu sync.Mutex
 	of map[string]map[string]bool // owners' IDs by level
+}
+
+// Draw decides the labels of a pod, or of a container, which has its pod's unless it has options of its own, and holds them. pod has
+// none for a pod itself.
+func (h *Holders) Draw(s SELinux, options *runtimeapi.SELinuxOption, pod confine.Labels, facts host.Facts, owner string) (confine.Labels, error) {
+	labels, err := confine.NewLabels(options, pod, facts)
+	if err != nil {
+		return labels, err
+	}
+	return labels, h.Hold(s, labels, owner)
 }
 
 // Hold keeps the categories of labels from being drawn for others until all their owners have released them.
@@ -35,7 +48,7 @@ func (h *Holders) Hold(s SELinux, labels confine.Labels, owner string) error {
 	return nil
 }
 
-// Release ends an owner's use of its labels. It may be repeated.
+// Release ends an owner's use of its labels. Others may use the same: its pod, for one. It may be repeated.
 func (h *Holders) Release(s SELinux, labels confine.Labels, owner string) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
