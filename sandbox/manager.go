@@ -108,6 +108,9 @@ type Manager struct {
 	disks         writable.Watch // root and state
 }
 
+// closeLimit is for a manager that could not be opened: it has no operations.
+const closeLimit = 5 * time.Second
+
 // Open prepares the state directories, reads all records, finds again what runs
 // and goes on with what an earlier daemon left half done. The daemon holds the
 // lock of root and state.
@@ -156,43 +159,14 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	return m, nil
 }
 
-// What Close waits for: operations under way, then, after it told everything to end, those that are taken back, a launch for
-// one, and the rest.
-const (
-	graceLimit      = 10 * time.Second
-	operationsLimit = 25 * time.Second
-	closeLimit      = 5 * time.Second
-)
-
 // Close stops the daemon's part of everything and leaves pods and containers
 // running. Operations under way are waited for, until ctx ends at most; the next daemon
 // goes on with those that did not end, and with what was being undone. CNI plugins are not interrupted: what
 // runs when everything else is told to end goes on without this daemon.
 func (m *Manager) Close(ctx context.Context) error {
-	m.tasks.Operations.Close()
-	m.tasks.Background.Close()
-	m.tasks.Background.Cancel()
-	grace, cancel := context.WithTimeout(ctx, graceLimit)
-	defer cancel()
-	err := m.tasks.Operations.Wait(grace)
-	if err != nil {
-		err = fmt.Errorf("operations still under way: %w", err)
-	}
-	_ = m.tasks.Background.Wait(grace) // most of it ends at once, plugins may take their time; see below
-	m.tasks.Operations.Cancel()
-	m.networks.Leave()
-	takingBack, cancel := context.WithTimeout(ctx, operationsLimit)
-	defer cancel()
-	ended := m.tasks.Operations.Wait(takingBack)
-	err = errors.Join(err, ended)
-	m.tasks.Watchers.Close() // operations wait for exits, so watchers end after them
-	m.tasks.Watchers.Cancel()
-	err = errors.Join(err, m.tasks.Watchers.WaitFor(closeLimit))
-	if m.tasks.Background.WaitFor(closeLimit) != nil {
-		m.log.Info("clearing away goes on with the next start")
-	}
+	idle, err := m.tasks.End(ctx, m.networks.Leave)
 	m.plugins.Plugins.Close()
-	if ended == nil { // else they are in use
+	if idle { // else they are in use
 		err = errors.Join(err, m.launchers.Close())
 	}
 	if len(m.pods.Snapshot()) == 0 && !m.cfg.SystemdCgroup {

@@ -1,0 +1,50 @@
+package task
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// Who is told to end, when: operations after their grace, watchers, for whose exits operations wait, after those.
+func TestEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := NewRunner(slog.New(slog.DiscardHandler), nil)
+		left := false
+		r.Operations.Spawn(func() {
+			<-r.Operations.Context().Done()
+			if r.Background.Context().Err() == nil || r.Watchers.Context().Err() != nil {
+				t.Error("the operation is told to end before what is undone, or after watchers")
+			}
+		})
+		r.Watchers.Spawn(func() { <-r.Watchers.Context().Done() })
+		begun := time.Now()
+		idle, err := r.End(t.Context(), func() { left = true })
+		if !idle || !left || !errors.Is(err, context.DeadlineExceeded) { // it was under way still
+			t.Errorf("idle %t, left %t: %v", idle, left, err)
+		}
+		if took := time.Since(begun); took != graceLimit {
+			t.Errorf("it took %v", took)
+		}
+	})
+}
+
+func TestEndOfWhatDoesNotEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := NewRunner(slog.New(slog.DiscardHandler), nil)
+		release := make(chan struct{})
+		r.Operations.Spawn(func() { <-release })
+		begun := time.Now()
+		idle, err := r.End(t.Context(), func() {})
+		if idle || err == nil {
+			t.Errorf("idle %t: %v", idle, err)
+		}
+		if took := time.Since(begun); took != graceLimit+operationsLimit {
+			t.Errorf("it took %v", took)
+		}
+		close(release)
+	})
+}
