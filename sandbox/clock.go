@@ -4,10 +4,9 @@ import (
 	"time"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
-)
 
-// kubelet takes the pod or container that was created last for the current one. So each
-// is created after those before it, also where the clock was set back between them.
+	"berth/sandbox/record"
+)
 
 // podCreation returns the time of creation for a new attempt of a pod.
 func (m *Manager) podCreation(metadata *runtimeapi.PodSandboxMetadata) time.Time {
@@ -18,7 +17,7 @@ func (m *Manager) podCreation(metadata *runtimeapi.PodSandboxMetadata) time.Time
 			before = append(before, p.rec.CreatedAt) // which never changes
 		}
 	}
-	return after(time.Now(), before)
+	return record.CreationAfter(time.Now(), before)
 }
 
 // containerCreation returns the time of creation for a new container of a pod.
@@ -27,16 +26,5 @@ func (m *Manager) containerCreation(podID string) time.Time {
 	for _, c := range m.containersOf(podID) {
 		before = append(before, c.rec.CreatedAt) // which never changes
 	}
-	return after(time.Now(), before)
-}
-
-// after returns now, by the wall clock, or the moment after the last of those before.
-func after(now time.Time, before []time.Time) time.Time {
-	now = now.Round(0) // records have no monotonic reading either
-	for _, t := range before {
-		if !now.After(t) {
-			now = t.Round(0).Add(1)
-		}
-	}
-	return now
+	return record.CreationAfter(time.Now(), before)
 }

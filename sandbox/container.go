@@ -8,6 +8,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
@@ -270,6 +271,21 @@ func (m *Manager) targetPIDNS(c *container) (string, error) {
 		return "", errdefs.FailedPrecondition("target container %s of the PID namespace is not running", target.id)
 	}
 	return fmt.Sprintf("/proc/%d/ns/pid", run.PID), nil
+}
+
+// RuntimeSpec returns what the launcher is, or was, told of a container. Errors: NotFound, else as of launch.Kit.Describe, which
+// may have to look at a volume that hangs.
+func (m *Manager) RuntimeSpec(ctx context.Context, id string) (*specs.Spec, error) {
+	c, err := m.containers.Find(id)
+	if err != nil {
+		return nil, err
+	}
+	p, err := m.pods.Find(c.podID)
+	if err != nil {
+		return nil, err
+	}
+	info := c.info.Load()
+	return m.launch.Describe(ctx, p.described(), m.toLaunch(c, info.Resources, info.Limits), &c.looking)
 }
 
 // publishContainer makes the record visible. The caller has the container's turn.

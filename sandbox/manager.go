@@ -213,6 +213,18 @@ func (m *Manager) startLaunchers() (err error) {
 	return err
 }
 
+// probeUserNamespaces finds out whether pods can have user namespaces, by doing all
+// that they need of the kernel, and writes it down in the facts of the host.
+func (m *Manager) probeUserNamespaces() error {
+	err := m.namespaces.Probe()
+	m.cfg.Host.UserNamespaces = err == nil
+	if err != nil {
+		m.cfg.Host.NoUserNamespaces = err.Error()
+		m.log.Warn("pods can't have user namespaces", "error", err)
+	}
+	return nil
+}
+
 // assemble makes the parts that are made of others.
 func (m *Manager) assemble() {
 	node := describe.Node{Host: m.cfg.Host, NoAppArmor: m.appArmor.Problem, CDI: m.cfg.CDI, Dirs: m.dirs,

@@ -80,6 +80,20 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 	return id, nil
 }
 
+// checkPodConfig refuses what no later step would refuse as precisely.
+func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler string) error {
+	if err := request.CheckPod(config); err != nil {
+		return err
+	}
+	if _, err := m.handlers.Find(handler); err != nil {
+		return err
+	}
+	if err := request.CheckPodResources(config.GetLinux().GetOverhead(), config.GetLinux().GetResources(), *m.cfg.Host); err != nil {
+		return err
+	}
+	return request.CheckUserNamespace(config, *m.cfg.Host)
+}
+
 // newPod runs in a goroutine of its own, whatever becomes of the caller.
 func (m *Manager) newPod(config *runtimeapi.PodSandboxConfig, handler, identity string) (string, error) {
 	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), task.Limit)

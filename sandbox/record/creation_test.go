@@ -1,11 +1,11 @@
-package sandbox
+package record
 
 import (
 	"testing"
 	"time"
 )
 
-func TestAfter(t *testing.T) {
+func TestCreationAfter(t *testing.T) {
 	noon := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
 	tomorrow, yesterday := noon.AddDate(0, 0, 1), noon.AddDate(0, 0, -1)
 	for name, tt := range map[string]struct {
@@ -17,11 +17,11 @@ func TestAfter(t *testing.T) {
 		"a clock that stands":    {[]time.Time{noon}, noon.Add(1)},
 		"a clock that went back": {[]time.Time{tomorrow, yesterday, tomorrow.Add(1)}, tomorrow.Add(2)},
 	} {
-		if got := after(noon, tt.before); !got.Equal(tt.want) {
+		if got := CreationAfter(noon, tt.before); !got.Equal(tt.want) {
 			t.Errorf("%s: %v, want %v", name, got, tt.want)
 		}
 	}
-	if got := after(time.Now(), nil); got != got.Round(0) {
+	if got := CreationAfter(time.Now(), nil); got != got.Round(0) {
 		t.Error("the time has a monotonic reading, which those of records have not")
 	}
 }
