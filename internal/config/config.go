@@ -91,7 +91,7 @@ type Config struct {
 	StreamClientCA    string   `toml:"stream_client_ca" path:"optional" doc:"File with the CA certificates, in PEM, one of which must have signed a client's certificate. Empty: clients show none; they have a URL that is good for one session."`
 	StreamIdleTimeout Duration `toml:"stream_idle_timeout" default:"4h" min:"1s" doc:"A session in which nothing is sent for so long is ended."`
 
-	MaxExecs          int `toml:"max_execs" default:"512" min:"1" doc:"How many commands may be run in containers at the same time, probes and exec sessions alike. Each has a process of some MB in berth's cgroup, which the OOM killer may take. One more is refused with ResourceExhausted."`
+	MaxExecs          int `toml:"max_execs" default:"512" min:"1" doc:"How many commands may be run in containers at the same time, probes and exec sessions alike; a quarter of them is left to probes and hooks. Each has a process of some MB in berth's cgroup, which the OOM killer may take. One more is refused with ResourceExhausted."`
 	MaxContainerExecs int `toml:"max_container_execs" default:"128" min:"1" doc:"How many commands may be run in one container at the same time."`
 	MaxSessions       int `toml:"max_sessions" default:"4096" min:"1" doc:"How many clients may be attached to containers, and connections be forwarded to ports of pods, at the same time."`
 

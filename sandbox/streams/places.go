@@ -15,6 +15,24 @@ type Limits struct {
 	Sessions          int // of Attach, and connections to forwarded ports
 }
 
+// execSessions is how many execs may be clients' sessions, which last as long as these want. A quarter is left to probes and
+// hooks: those of other pods fail without a place.
+func (l Limits) execSessions() int { return l.Execs - l.Execs/4 }
+
+// takeSession takes the places of an exec session.
+func (s *Streams) takeSession(c Container) (release func(), err error) {
+	releaseSession, err := s.connected.take(c.String())
+	if err != nil {
+		return nil, err
+	}
+	releaseExec, err := s.execs.take(c.String())
+	if err != nil {
+		releaseSession()
+		return nil, err
+	}
+	return func() { releaseExec(); releaseSession() }, nil
+}
+
 // places counts what is under way. The lock guards the counts and is held for that only.
 type places struct {
 	what    string // "execs"

@@ -74,3 +74,51 @@ func TestSessionsHavePlaces(t *testing.T) {
 		}
 	}
 }
+
+// Clients who open sessions leave places for probes.
+func TestSessionsLeavePlacesForProbes(t *testing.T) {
+	s := testStreams()
+	var releases []func()
+	take := func(take func(Container) (func(), error), id string) error {
+		release, err := take(Container{ID: id})
+		if err == nil {
+			releases = append(releases, release)
+		}
+		return err
+	}
+	probe := func(c Container) (func(), error) { return s.execs.take(c.String()) }
+	sessions := 0
+	for id := 'a'; ; id++ { // each container has one
+		if err := take(s.takeSession, string(id)); err != nil {
+			if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "exec sessions") {
+				t.Error(err)
+			}
+			break
+		}
+		sessions++
+	}
+	for range testLimits.Execs - sessions {
+		if err := take(probe, "probed"); err != nil {
+			t.Errorf("beside %d sessions: %v", sessions, err)
+		}
+	}
+	if sessions == testLimits.Execs {
+		t.Error("no place is left")
+	}
+	if err := take(probe, "other"); errdefs.Code(err) != codes.ResourceExhausted {
+		t.Errorf("beyond the limit of all: %v", err)
+	}
+	releases[0]()
+	if err := take(probe, "other"); err != nil {
+		t.Error(err)
+	}
+	if err := take(s.takeSession, "other"); errdefs.Code(err) != codes.ResourceExhausted { // and gives back the place of the session
+		t.Errorf("a session without a place for an exec: %v", err)
+	}
+	for _, release := range releases[1:] {
+		release()
+	}
+	if s.execs.taken != 0 || s.connected.taken != 0 || len(s.connected.each) != 0 {
+		t.Errorf("left: %d, %d, %v", s.execs.taken, s.connected.taken, s.connected.each)
+	}
+}

@@ -60,13 +60,16 @@ type Streams struct {
 	dials     *session.Dials
 	outputs   *session.Outputs
 	execs     *places
+	connected *places // of the execs, those with a client
 	attached  *places // to containers and pods' ports
 }
 
 // New returns what connects clients to these targets, whose cgroups are systemd's or not.
 func New(targets Targets, launchers *shim.Launchers, dirs layout.Dirs, systemd bool, limits Limits, tasks *task.Runner) *Streams {
 	return &Streams{targets: targets, launchers: launchers, dirs: dirs, systemd: systemd, tasks: tasks, dials: session.NewDials(), outputs: &session.Outputs{},
-		execs: newPlaces("execs", limits.Execs, limits.ExecsPerContainer), attached: newPlaces("attached sessions and forwarded connections", limits.Sessions, limits.Sessions)}
+		execs:     newPlaces("execs", limits.Execs, limits.ExecsPerContainer),
+		connected: newPlaces("exec sessions", limits.execSessions(), limits.ExecsPerContainer),
+		attached:  newPlaces("attached sessions and forwarded connections", limits.Sessions, limits.Sessions)}
 }
 
 // sessions runs sessions for the time of an operation.
@@ -169,7 +172,7 @@ func (s *Streams) Exec(ctx context.Context, id string, command []string, termina
 	if err != nil {
 		return 0, err
 	}
-	release, err := s.execs.take(c.String())
+	release, err := s.takeSession(c)
 	if err != nil {
 		return 0, err
 	}
