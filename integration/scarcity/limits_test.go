@@ -3,6 +3,7 @@ package scarcity
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -52,10 +53,8 @@ func TestMemoryLimit(t *testing.T) {
 				t.Errorf("the error does not tell what is lacking: %v", err)
 			}
 		}
-		if d.Gone() {
+		if replaceDead(t, d, errs...) {
 			deaths++
-			d.End(t)
-			d.Start(t)
 		}
 		heap := d.Heap(t)
 		harness.Equal(t, "limit of the daemon's own memory", heap.Limit, limit/2)
@@ -176,16 +175,8 @@ func TestOutOfProcesses(t *testing.T) {
 				group.set(t, "pids.max", group.number(t, "pids.current")+int64(left))
 				err := call()
 				group.set(t, "pids.max", "max")
-				if d.Gone() || cutOff(err) {
+				if replaceDead(t, d, err) {
 					died++
-					harness.Eventually(t, "it is dead", func() error {
-						if !d.Gone() {
-							return errors.New("the daemon is still there")
-						}
-						return nil
-					})
-					d.End(t)
-					d.Start(t)
 				} else if err != nil && !lacksProcesses(err) {
 					t.Errorf("the error does not tell what is lacking: %v", err)
 				}
@@ -212,6 +203,24 @@ func TestOutOfProcesses(t *testing.T) {
 func lacksProcesses(err error) bool {
 	text := strings.ToLower(err.Error())
 	return strings.Contains(text, "resource temporarily unavailable") || strings.Contains(text, "the launcher is lost")
+}
+
+// replaceDead starts another daemon if this one has been killed, which calls tell a moment before it can be seen, and tells
+// whether it was.
+func replaceDead(t *testing.T, d *harness.Daemon, errs ...error) bool {
+	t.Helper()
+	if !d.Gone() && !slices.ContainsFunc(errs, cutOff) {
+		return false
+	}
+	harness.Eventually(t, "it is dead", func() error {
+		if !d.Gone() {
+			return errors.New("the daemon is still there")
+		}
+		return nil
+	})
+	d.End(t)
+	d.Start(t)
+	return true
 }
 
 // cutOff tells whether the daemon ended before it answered: gRPC's own words, for berth has that code too.
