@@ -26,6 +26,7 @@ import (
 	"berth/internal/config"
 	"berth/internal/lockfile"
 	"berth/internal/nri"
+	"berth/internal/pages"
 	"berth/internal/task"
 	"berth/sandbox"
 	"berth/sandbox/handler"
@@ -152,7 +153,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 
 // announce serves and tells systemd when that starts and ends.
 func announce(ctx context.Context, listener net.Listener, srv *server.Server, waits *task.Waits, log *slog.Logger) error {
-	if err := releaseStartup(); err != nil {
+	if err := pages.ReleaseStartup(); err != nil {
 		log.Warn("memory used by starting is kept", "error", err)
 	}
 	log.Info("berth serves", "version", version(), "socket", listener.Addr().String())
