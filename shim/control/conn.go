@@ -32,7 +32,8 @@ type Conn struct {
 	in    []byte     // received and not yet decoded; Receive's alone
 	files []*os.File // that came with it
 
-	sending sync.Mutex // held for one message, so that messages do not mix
+	sendLimit time.Duration // sendLimit, but in tests
+	sending   sync.Mutex    // held for one message, so that messages do not mix
 }
 
 // New makes a Conn of a connected unix stream socket. It takes over file.
@@ -45,7 +46,7 @@ func New(file *os.File) (*Conn, error) {
 	if !ok {
 		return nil, errors.Join(fmt.Errorf("control socket: it is a %T", c), c.Close())
 	}
-	return &Conn{unix: u}, nil
+	return &Conn{unix: u, sendLimit: sendLimit}, nil
 }
 
 // Pair returns a Conn and the file that the other end is made of.
@@ -82,7 +83,7 @@ func (c *Conn) Send(message any, files ...*os.File) error {
 
 	c.sending.Lock()
 	defer c.sending.Unlock()
-	if err := c.unix.SetWriteDeadline(time.Now().Add(sendLimit)); err != nil {
+	if err := c.unix.SetWriteDeadline(time.Now().Add(c.sendLimit)); err != nil {
 		return fmt.Errorf("send %T: %w", message, err)
 	}
 	n, _, err := c.unix.WriteMsgUnix(data, rights(fds), nil)

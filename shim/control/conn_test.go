@@ -126,7 +126,7 @@ func TestBadMessages(t *testing.T) {
 	}
 }
 
-// Who sends can see whether the other end reads, and does not wait for ever for one that does not.
+// Who sends can see whether the other end reads.
 func TestUnread(t *testing.T) {
 	a, b := pair(t)
 	unread := func() int {
@@ -151,5 +151,14 @@ func TestUnread(t *testing.T) {
 	}
 	if n := unread(); n != 0 {
 		t.Errorf("%d bytes unread of what was read", n)
+	}
+}
+
+// A message for which there is no room is not waited for for ever.
+func TestSendToOneThatDoesNotRead(t *testing.T) {
+	a, _ := pair(t)
+	a.sendLimit = time.Millisecond
+	if err := a.Send(Request{Kill: strings.Repeat("x", 1<<20)}); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("Send = %v", err)
 	}
 }
