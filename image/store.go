@@ -60,8 +60,9 @@ type Store struct {
 	pinned  map[string]bool
 
 	index    atomic.Pointer[index]
-	sequence uint64        // of the last record written; the writer's
-	writing  chan struct{} // holds one token: whoever has it is the writer
+	sequence uint64          // of the last record written; the writer's
+	stale    map[string]bool // IDs of images that have a tag on disk still which they have lost; the writer's
+	writing  chan struct{}   // holds one token: whoever has it is the writer
 
 	refs    *layerRefs
 	flights *flights
@@ -130,6 +131,7 @@ func newStore(cfg Config, layers *layer.Store, records *checkpoint.Dir, pinned m
 		cfg: cfg, log: log, layers: layers, records: records, pinned: pinned,
 		client:   registry.NewClient(registry.Config{Dirs: cfg.RegistryDirs, DockerConfig: cfg.DockerConfig, StallTimeout: cfg.StallTimeout}),
 		writing:  make(chan struct{}, 1),
+		stale:    map[string]bool{},
 		refs:     newLayerRefs(),
 		flights:  newFlights(ctx, log),
 		turns:    newTurns(cfg.MaxUnpacking),
@@ -262,6 +264,8 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 	}
 	records := maps.Clone(x.records)
 	delete(records, img.ID)
+	delete(s.stale, img.ID)
+	s.writeStale(records)
 	s.index.Store(newIndex(records, s.index.Load(), s.pinned))
 	s.refs.release(imageOwner(img.ID))
 	if err := s.sweep(); err != nil {
@@ -398,21 +402,34 @@ func (x *index) place(img *registry.Image) (id string, rec record, known bool) {
 }
 
 // untag writes the record of an image that has lost its tag to another one. The
-// other's record, which is newer, decides: failing to write this one changes
-// nothing.
+// other's record, which is newer, decides as long as it is there: failing to write this one, on a full
+// disk say, changes nothing yet, and is made good by writeStale.
 func (s *Store) untag(id string, rec record) record {
 	written, err := s.write(id, rec)
 	if err != nil {
 		s.log.Warn("write the record of an image that has lost a tag", "image", id, "error", err)
+		s.stale[id] = true
 	}
 	return written
+}
+
+// writeStale writes the records that untag could not write, for an image has been removed: it may be the one that
+// has the tag now, and its removal makes room.
+func (s *Store) writeStale(records map[string]record) {
+	for _, id := range slices.Collect(maps.Keys(s.stale)) {
+		records[id] = s.untag(id, records[id])
+	}
 }
 
 // write writes a record with the next sequence number, of which each is used once.
 func (s *Store) write(id string, rec record) (record, error) {
 	s.sequence++
 	rec.Sequence = s.sequence
-	return rec, s.records.Write(recordName(id), rec)
+	if err := s.records.Write(recordName(id), rec); err != nil {
+		return rec, err
+	}
+	delete(s.stale, id)
+	return rec, nil
 }
 
 // sizeOf adds up the layers of an image, each once.

@@ -381,6 +381,38 @@ func TestTagThatWasMoving(t *testing.T) {
 	}
 }
 
+// TestTagOfAFullDisk: when a tag moved, the record of the image that lost it could not be written.
+func TestTagOfAFullDisk(t *testing.T) {
+	reg := registrytest.New(t)
+	root := t.TempDir()
+	s := openStore(t, Config{Root: root})
+	name := reg.Host() + "/app"
+	reg.PutImage("app", "v1", "first", plain(t, "f", "1"))
+	first := pull(t, s, name+":v1")
+	inTheWay := filepath.Join(root, recordsDir, "."+recordName(first.ID)+".tmp", "x") // of where it is written first
+	if err := os.MkdirAll(inTheWay, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	reg.PutImage("app", "v1", "second", plain(t, "f", "2"))
+	second := pull(t, s, name+":v1")
+	if len(s.stale) != 1 {
+		t.Fatalf("records that could not be written: %v", s.stale)
+	}
+	if err := os.RemoveAll(filepath.Dir(inTheWay)); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Remove(t.Context(), second.ID); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s = openStore(t, Config{Root: root})
+	if old, err := s.Get(first.ID); err != nil || len(old.RepoTags) != 0 {
+		t.Errorf("after the new image was removed the old one is %+v, %v", old, err)
+	}
+}
+
 func TestRemove(t *testing.T) {
 	reg := registrytest.New(t)
 	s := openStore(t, Config{})
