@@ -48,6 +48,7 @@ type Daemon struct {
 	bin   string // directory of the programs; empty: BinDir
 
 	starter []string // what starts the daemon; empty: the test itself
+	byUnit  bool     // systemd does
 
 	Cmd     *exec.Cmd
 	exited  chan struct{} // closed when cmd has been waited for
@@ -262,6 +263,10 @@ func (d *Daemon) StartUntilKilled(t *testing.T, limit time.Duration) bool {
 // launch starts the daemon and does not wait.
 func (d *Daemon) launch(t *testing.T) {
 	t.Helper()
+	if d.byUnit {
+		d.startUnit(t)
+		return
+	}
 	logFile, err := os.OpenFile(d.LogFile(), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
 	Must(t, err)
 	defer logFile.Close()
@@ -363,6 +368,10 @@ func (d *Daemon) Stop(t *testing.T) {
 		return
 	}
 	d.Disconnect(t)
+	if d.byUnit {
+		d.stopUnit(t)
+		return
+	}
 	d.Signal(t, syscall.SIGTERM)
 	if code := d.Cmd.ProcessState.ExitCode(); code != 0 {
 		t.Errorf("after SIGTERM the daemon ended with %v, want exit code 0", d.Cmd.ProcessState)
@@ -451,8 +460,12 @@ func (d *Daemon) end(t *testing.T) {
 // Tail returns the end of the daemon's log.
 func (d *Daemon) Tail() string {
 	const limit = 60
+	log := machine.ReadLines(d.LogFile())
+	if d.byUnit {
+		log = strings.Split(Journal(), "\n")
+	}
 	var lines []string
-	for _, line := range machine.ReadLines(d.LogFile()) {
+	for _, line := range log {
 		if !quietCall.MatchString(line) {
 			lines = append(lines, line)
 		}

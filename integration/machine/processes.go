@@ -136,3 +136,15 @@ func CanLowerOOMScore() bool {
 	cmd := exec.Command("sh", "-c", "echo -998 >/proc/self/oom_score_adj")
 	return cmd.Run() == nil
 }
+
+// Limits returns a line of /proc/PID/limits: "soft hard".
+func Limits(t *testing.T, pid int, name string) string {
+	t.Helper()
+	for _, line := range ReadLines(fmt.Sprintf("/proc/%d/limits", pid)) {
+		if rest, ok := strings.CutPrefix(line, name); ok {
+			return strings.Join(strings.Fields(rest)[:2], " ")
+		}
+	}
+	t.Fatalf("process %d has no limit %q", pid, name)
+	return ""
+}

@@ -15,6 +15,7 @@ import (
 
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // A daemon with 64 MiB for itself and all that it starts pulls an image of many layers and runs 50 pods. It keeps its own memory
@@ -105,11 +106,11 @@ func callAll(calls []func() error, parallel int) (failed []func() error, errs []
 // it has raised for itself.
 func TestContainersHaveTheStartersFileLimit(t *testing.T) {
 	d := harness.StartDaemon(t, harness.StartedBy("prlimit", "--nofile=1000:4000"))
-	if own := statusLimits(t, d.Cmd.Process.Pid, "Max open files"); own == "1000 4000" {
+	if own := machine.Limits(t, d.Cmd.Process.Pid, "Max open files"); own == "1000 4000" {
 		t.Error("the daemon has not raised its own limit")
 	}
 	c := d.RunPod(t).Run(t)
-	for _, got := range []string{statusLimits(t, c.Pid(t), "Max open files"), c.Exec(t, "sh", "-c", "echo $(ulimit -Sn) $(ulimit -Hn)")} {
+	for _, got := range []string{machine.Limits(t, c.Pid(t), "Max open files"), c.Exec(t, "sh", "-c", "echo $(ulimit -Sn) $(ulimit -Hn)")} {
 		harness.Equal(t, "limits of a container", got, "1000 4000")
 	}
 }

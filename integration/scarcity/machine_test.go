@@ -219,15 +219,3 @@ func leaveFiles(t *testing.T, d *harness.Daemon, left int) (undo func()) {
 	harness.Must(t, unix.Prlimit(pid, unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: uint64(limit), Max: old.Max}, nil))
 	return func() { harness.Must(t, unix.Prlimit(pid, unix.RLIMIT_NOFILE, &old, nil)) }
 }
-
-// statusLimits returns a line of /proc/PID/limits: "soft hard".
-func statusLimits(t *testing.T, pid int, name string) string {
-	t.Helper()
-	for _, line := range machine.ReadLines(fmt.Sprintf("/proc/%d/limits", pid)) {
-		if rest, ok := strings.CutPrefix(line, name); ok {
-			return strings.Join(strings.Fields(rest)[:2], " ")
-		}
-	}
-	t.Fatalf("process %d has no limit %q", pid, name)
-	return ""
-}

@@ -1,0 +1,166 @@
+package integration
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+	"berth/integration/machine"
+)
+
+// The unit file that berth ships, with systemd: whatever ends the daemon, there is another one that goes on with the container. In
+// the end nothing is left.
+func TestSystemdUnit(t *testing.T) {
+	d := harness.StartDaemon(t, harness.ByUnit)
+	pod := d.RunPod(t)
+	c := pod.Run(t)
+	pid := c.Pid(t)
+	goesOn := func(t *testing.T) {
+		t.Helper()
+		harness.Equal(t, "state of the container", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+		harness.Equal(t, "its process", c.Pid(t), pid)
+		harness.Equal(t, "an exec", c.Exec(t, "echo", "still here"), "still here")
+		noLeftovers(t, d)
+		d.StateSettles(t)
+	}
+
+	t.Run("resources", func(t *testing.T) { haveUnitsResources(t, d, c) })
+	t.Run("kill", func(t *testing.T) {
+		// Units that do not say StartLimitIntervalSec=0 are given up by systemd for that.
+		harness.DropIn(t, "[Service]", "RestartSec=20ms")
+		for range 10 {
+			killMain(t, d, syscall.SIGKILL)
+		}
+		d.AdoptRestarted(t)
+		harness.DropIn(t)
+		goesOn(t)
+	})
+	t.Run("hang", func(t *testing.T) {
+		harness.DropIn(t, "[Service]", "WatchdogSec=10")
+		harness.Systemctl(t, "restart", harness.UnitName)
+		d.AdoptRestarted(t)
+		killMain(t, d, syscall.SIGSTOP)
+		d.AdoptRestarted(t)
+		log := harness.Journal()
+		for _, want := range []string{"Watchdog timeout", "SIGABRT: abort", "goroutine 1 "} {
+			if !strings.Contains(log, want) {
+				t.Errorf("the journal does not contain %q", want)
+			}
+		}
+		harness.DropIn(t)
+		goesOn(t)
+	})
+	t.Run("stop", func(t *testing.T) {
+		d.Stop(t)
+		harness.Equal(t, "the container lives while there is no daemon", machine.Alive(pid), true)
+		d.Start(t)
+		goesOn(t)
+	})
+	t.Run("restart", func(t *testing.T) {
+		harness.Systemctl(t, "restart", harness.UnitName)
+		d.AdoptRestarted(t)
+		goesOn(t)
+	})
+	t.Run("start returns when the daemon is ready", func(t *testing.T) {
+		d.Stop(t)
+		harness.Systemctl(t, "start", harness.UnitName)
+		// One call, which does not wait for a daemon.
+		status, err := harness.RawRuntime(t, d).ContainerStatus(t.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: c.Id})
+		harness.Must(t, err)
+		harness.Equal(t, "state of the container", status.Status.State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+		harness.Systemctl(t, "stop", harness.UnitName)
+		d.Start(t)
+		goesOn(t)
+	})
+	t.Run("end", func(t *testing.T) {
+		pod.Remove(t)
+		group := harness.UnitCgroup(t)
+		d.Stop(t)
+		if _, err := os.Stat(group); !os.IsNotExist(err) {
+			t.Errorf("the unit has left processes: %v", harness.Journal())
+		}
+		d.Start(t)
+	})
+}
+
+// killMain sends a signal to the unit's main process, and returns when there is another one. That may not be ready.
+func killMain(t *testing.T, d *harness.Daemon, signal syscall.Signal) {
+	t.Helper()
+	before := 0
+	harness.Eventually(t, "there is a daemon", func() error {
+		if before = harness.MainPID(t); before == 0 {
+			return fmt.Errorf("systemd has started none: the unit is %s, %s", harness.UnitProperty(t, "ActiveState"), harness.UnitProperty(t, "Result"))
+		}
+		return nil
+	})
+	harness.Must(t, syscall.Kill(before, signal))
+	harness.Eventually(t, "it is not the main process any more", func() error {
+		if pid := harness.MainPID(t); pid == before {
+			return fmt.Errorf("process %d is", pid)
+		}
+		return nil
+	})
+}
+
+// noLeftovers fails the test if there is anything in the unit's cgroup but the daemon, its children and monitors of containers.
+func noLeftovers(t *testing.T, d *harness.Daemon) {
+	t.Helper()
+	harness.Eventually(t, "what earlier daemons started has ended", func() error {
+		main := d.Cmd.Process.Pid
+		own := append(machine.ChildrenOf(main), main)
+		for _, pid := range harness.UnitProcesses(t) {
+			line := machine.CommandLine(pid)
+			if !slices.Contains(own, pid) && machine.Alive(pid) && !strings.HasPrefix(line, "berth-monitor") {
+				return fmt.Errorf("process %d is in the unit's cgroup: %s", pid, line)
+			}
+		}
+		return nil
+	})
+}
+
+// haveUnitsResources checks that daemon and container have what the unit says.
+func haveUnitsResources(t *testing.T, d *harness.Daemon, c *harness.Container) {
+	t.Helper()
+	pid, group := d.Cmd.Process.Pid, harness.UnitCgroup(t)
+	harness.Equal(t, "cgroup of the daemon", machine.CgroupDir(t, pid, ""), group)
+	harness.Equal(t, "delegation", harness.UnitProperty(t, "Delegate"), "yes")
+	have := strings.Fields(content(t, filepath.Join(group, "cgroup.controllers")))
+	for _, controller := range strings.Fields(harness.UnitProperty(t, "DelegateControllers")) {
+		if there := strings.Fields(content(t, "/sys/fs/cgroup/cgroup.controllers")); slices.Contains(there, controller) && !slices.Contains(have, controller) {
+			t.Errorf("controller %s is not delegated, only %v", controller, have)
+		}
+	}
+	for _, controller := range []string{"cpu", "memory", "pids"} {
+		if !slices.Contains(have, controller) {
+			t.Errorf("controller %s is not delegated, only %v", controller, have)
+		}
+	}
+	harness.Equal(t, "number of tasks that the daemon may have", content(t, filepath.Join(group, "pids.max")), "max")
+	harness.Equal(t, "what systemd does when the OOM killer takes one of them", harness.UnitProperty(t, "OOMPolicy"), "continue")
+	harness.Equal(t, "the daemon's oom_score_adj", content(t, fmt.Sprintf("/proc/%d/oom_score_adj", pid)), "-999")
+	harness.Equal(t, "the container's oom_score_adj", content(t, fmt.Sprintf("/proc/%d/oom_score_adj", c.Pid(t))), fmt.Sprint(c.Config.Linux.Resources.OomScoreAdj))
+
+	systemds := harness.UnitProperty(t, "LimitNOFILESoft") + " " + harness.UnitProperty(t, "LimitNOFILE")
+	if own := machine.Limits(t, pid, "Max open files"); own == systemds {
+		t.Errorf("the daemon has not raised its own limit of open files: %s", own)
+	}
+	harness.Equal(t, "limit of the container's open files", machine.Limits(t, c.Pid(t), "Max open files"), systemds)
+	for _, of := range []int{pid, c.Pid(t)} {
+		for _, name := range []string{"Max processes", "Max core file size"} {
+			harness.Equal(t, name, machine.Limits(t, of, name), "unlimited unlimited")
+		}
+	}
+}
+
+// content is what a file says, without the end of the line.
+func content(t *testing.T, path string) string {
+	t.Helper()
+	return strings.TrimSpace(string(harness.Get(os.ReadFile(path))(t)))
+}
