@@ -198,6 +198,7 @@ machine_init() {
 	echo 1 >/proc/sys/net/ipv4/ip_forward
 	export TMPDIR=/run/tmp # gone with the machine, and overlayfs accepts it as its upper layer
 	unset GOTMPDIR         # testing.T.TempDir prefers it
+	unset {http,https,all,no}_proxy {HTTP,HTTPS,ALL,NO}_PROXY # there is no way to one from here
 	set +e
 	"$@"
 }
