@@ -72,6 +72,9 @@ set_up() {
 	"$BERTH_SRC/contrib/build"
 }
 
+# source_git runs git on the checkout, whoever it belongs to: under sudo, or in a CI's container, it is somebody else.
+source_git() { git -c safe.directory="$BERTH_SRC" -C "$BERTH_SRC" "$@"; }
+
 # build_releases builds what integration/upgrade compares with: its tests have no network to fetch modules with. It
 # prints what cannot be built because this checkout has no history.
 build_releases() {
