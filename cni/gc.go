@@ -9,6 +9,7 @@ import (
 	"github.com/containernetworking/cni/libcni"
 	"github.com/containernetworking/cni/pkg/types"
 
+	"berth/cni/hostlocal"
 	"berth/internal/errdefs"
 	"berth/internal/netns"
 )
@@ -137,6 +138,17 @@ func (n *Network) gcNetwork(ctx context.Context, list *libcni.NetworkConfigList,
 		}()
 		if err != nil && !errors.Is(err, errVerbUnknown) {
 			errs = append(errs, fmt.Errorf("network %q: %w", list.Name, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// releaseTorn gives back the addresses of a network whose reservations name nobody.
+func (n *Network) releaseTorn(ctx context.Context, list *libcni.NetworkConfigList) error {
+	var errs []error
+	for _, dir := range hostlocal.Dirs(list) {
+		if err := hostlocal.ReleaseTorn(ctx, dir, n.log); err != nil {
+			errs = append(errs, fmt.Errorf("addresses of network %q in %s: %w", list.Name, dir, err))
 		}
 	}
 	return errors.Join(errs...)

@@ -9,10 +9,8 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 
-	"github.com/containernetworking/cni/libcni"
-
+	"berth/cni/hostlocal"
 	"berth/internal/failpoint"
 	"berth/internal/netns"
 )
@@ -94,30 +92,23 @@ func keptResult(file string, data []byte) KeptResult {
 	return r
 }
 
-// Reservation is an address that the plugin host-local keeps for a pod, in a file.
-type Reservation struct {
-	File  string
-	IP    string
-	PodID string
-}
-
 // Reservations reads the stores of host-local, as far as networks with these configuration
 // lists use it. It is the one plugin of which the place and the form are known; most
 // nodes have it.
-func Reservations(lists ...[]byte) ([]Reservation, error) {
-	var all []Reservation
+func Reservations(lists ...[]byte) ([]hostlocal.Reservation, error) {
+	var all []hostlocal.Reservation
 	seen := map[string]bool{}
 	for _, list := range lists {
 		conf, err := parseConf(list, true)
 		if err != nil {
 			continue // such a network never had a pod
 		}
-		for _, dir := range hostLocalDirs(conf) {
+		for _, dir := range hostlocal.Dirs(conf) {
 			if seen[dir] {
 				continue
 			}
 			seen[dir] = true
-			found, err := reservationsIn(dir)
+			found, err := hostlocal.Reservations(dir)
 			if err != nil {
 				return nil, err
 			}
@@ -130,7 +121,7 @@ func Reservations(lists ...[]byte) ([]Reservation, error) {
 // MayHold tells whether a pod of which nothing but its ID is known may have something of a network whose configuration is gone: a namespace, the
 // result of an ADD, an address of host-local in the default place.
 func (n *Network) MayHold(podID, netnsPath string) (bool, error) {
-	return mayHold(n.cfg.CacheDir, hostLocalDir, podID, netnsPath)
+	return mayHold(n.cfg.CacheDir, hostlocal.DefaultDir, podID, netnsPath)
 }
 
 func mayHold(cacheDir, dataDir, podID, netnsPath string) (bool, error) {
@@ -141,53 +132,13 @@ func mayHold(cacheDir, dataDir, podID, netnsPath string) (bool, error) {
 	if err != nil || slices.ContainsFunc(kept, func(r KeptResult) bool { return r.PodID == podID || r.PodID == "" }) {
 		return true, err
 	}
-	networks, err := os.ReadDir(dataDir)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return true, fmt.Errorf("read addresses of host-local: %w", err)
-	}
-	for _, network := range networks {
-		if !network.IsDir() {
-			continue
-		}
-		reserved, err := reservationsIn(filepath.Join(dataDir, network.Name()))
-		if err != nil || slices.ContainsFunc(reserved, func(r Reservation) bool { return r.PodID == podID }) {
-			return true, err
-		}
-	}
-	return false, nil
+	return hostlocal.Holds(dataDir, podID)
 }
 
 // UsesHostLocal tells whether a network with this configuration list has its addresses from host-local.
 func UsesHostLocal(list []byte) bool {
 	conf, err := parseConf(list, true)
-	return err == nil && slices.ContainsFunc(conf.Plugins, func(p *libcni.PluginConfig) bool { _, ok := asksHostLocal(p); return ok })
-}
-
-func reservationsIn(dir string) ([]Reservation, error) {
-	entries, err := os.ReadDir(dir)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("read addresses of host-local: %w", err)
-	}
-	var all []Reservation
-	for _, e := range entries {
-		ip, err := netip.ParseAddr(e.Name())
-		if err != nil {
-			continue // its lock and the last address it gave
-		}
-		data, err := readConf(filepath.Join(dir, e.Name()))
-		if errors.Is(err, fs.ErrNotExist) {
-			continue
-		}
-		if err != nil {
-			return nil, fmt.Errorf("read address of host-local: %w", err)
-		}
-		id, _, _ := strings.Cut(string(data), "\n") // the interface is in the second line
-		all = append(all, Reservation{File: filepath.Join(dir, e.Name()), IP: ip.String(), PodID: strings.TrimSpace(id)})
-	}
-	return all, nil
+	return err == nil && hostlocal.Uses(conf)
 }
 
 // Current returns the configuration list of the network that new pods join, nil without one.

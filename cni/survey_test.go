@@ -5,6 +5,8 @@ import (
 	"path/filepath"
 	"slices"
 	"testing"
+
+	"berth/cni/hostlocal"
 )
 
 // What the library writes for an ADD is read back, in all versions of results.
@@ -46,8 +48,10 @@ func TestReservations(t *testing.T) {
 	list := []byte(`{"cniVersion": "1.0.0", "name": "net", "plugins": [{"type": "ptp", "ipam": {"type": "host-local", "dataDir": "` + dir + `"}}, {"type": "portmap"}]}`)
 	got, err := Reservations(list, list, nil, []byte("{"), []byte(`{"cniVersion": "1.0.0", "name": "other", "plugins": [{"type": "x", "ipam": {"type": "dhcp"}}]}`))
 	must(t, err)
-	want := []Reservation{{filepath.Join(dir, "net/192.0.2.5"), "192.0.2.5", "pod1"}, {filepath.Join(dir, "net/192.0.2.6"), "192.0.2.6", "pod2"},
-		{filepath.Join(dir, "net/fd00::5"), "fd00::5", "pod1"}}
+	kept := func(ip, podID string) hostlocal.Reservation {
+		return hostlocal.Reservation{File: filepath.Join(dir, "net", ip), IP: ip, PodID: podID}
+	}
+	want := []hostlocal.Reservation{kept("192.0.2.5", "pod1"), kept("192.0.2.6", "pod2"), kept("fd00::5", "pod1")}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %v", got)
 	}

@@ -72,7 +72,7 @@ var unmarked = map[string]string{
 	"cni.Add: lib.AddNetworkList":                "each plugin is between points, and so is the result",
 	"cni.delStale: lib.DelNetworkList":           "each plugin is between points",
 	"cni.exec: unix.Kill cmd.Start":              byCaller,
-	"cni.lockHostLocal: os.OpenFile":             lock,
+	"cni/hostlocal.lock: os.OpenFile":            lock,
 	"cni.endAll: os.MkdirAll":                    again,
 	"cni.killIf: pidfd.Signal":                   signal,
 	"cmd/berth.privateDir: os.MkdirAll os.Chmod": again,

@@ -16,6 +16,7 @@ import (
 
 	"berth/checkpoint"
 	"berth/cni"
+	"berth/cni/hostlocal"
 	"berth/image"
 	"berth/image/layer"
 	"berth/sandbox/layout"
@@ -41,7 +42,7 @@ type facts struct {
 	shims        map[string]*shimDir
 	netns        []string // paths
 	results      []cni.KeptResult
-	reservations []cni.Reservation
+	reservations []hostlocal.Reservation
 	layers       *layer.Survey
 	descriptors  []descriptor
 

@@ -17,6 +17,7 @@ import (
 
 	"berth/checkpoint"
 	"berth/cni"
+	"berth/cni/hostlocal"
 	"berth/image"
 	"berth/image/layer"
 	"berth/sandbox/layout"
@@ -60,7 +61,7 @@ func healthy(t *testing.T) *facts {
 	f.surveys = []checkpoint.Survey{{}}
 	f.netns = []string{netns}
 	f.results = []cni.KeptResult{{File: "result", PodID: podID, Network: "net", IPs: []string{"10.0.0.2"}}}
-	f.reservations = []cni.Reservation{{File: "10.0.0.2", IP: "10.0.0.2", PodID: podID}}
+	f.reservations = []hostlocal.Reservation{{File: "10.0.0.2", IP: "10.0.0.2", PodID: podID}}
 	missing := fmt.Errorf("no exit record: %w", fs.ErrNotExist)
 	f.shims = map[string]*shimDir{
 		podID:     {launched: shim.Launched{InitPID: pausePID, InitStartTime: 200}, exit: missing},
@@ -191,7 +192,7 @@ func TestDifferencesAreNamed(t *testing.T) {
 		}, []string{"netns: pod " + podID + ": expected its pause in the network namespace"}},
 
 		{"an address of nobody", func(_ *testing.T, f *facts) {
-			f.reservations = append(f.reservations, cni.Reservation{File: "10.0.0.3", IP: "10.0.0.3", PodID: strangeID})
+			f.reservations = append(f.reservations, hostlocal.Reservation{File: "10.0.0.3", IP: "10.0.0.3", PodID: strangeID})
 		}, []string{"addresses: 10.0.0.3: expected a recorded pod"}},
 		{"an address that is not kept", func(_ *testing.T, f *facts) { f.reservations = nil }, []string{"addresses: pod " + podID + ": expected the addresses 10.0.0.2 in host-local"}},
 		{"a result of nobody", func(_ *testing.T, f *facts) { f.results = append(f.results, cni.KeptResult{File: "other"}) }, []string{"addresses: other: expected a recorded pod"}},

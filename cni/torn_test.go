@@ -5,9 +5,6 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
-	"time"
-
-	"golang.org/x/sys/unix"
 )
 
 // What a power cut leaves of host-local's files: GC gives the address back that names nobody, and no other.
@@ -40,33 +37,5 @@ func TestGCReleasesTornReservations(t *testing.T) {
 		if string(content) != "kept\r\neth0" {
 			t.Errorf("%s is kept for %q", name, content)
 		}
-	}
-}
-
-// While host-local has its lock, an empty file may be one that it is about to write.
-func TestTornReservationsAreLeftToWhoeverHasTheLock(t *testing.T) {
-	dir := t.TempDir()
-	path := filepath.Join(dir, "10.1.2.3")
-	must(t, os.WriteFile(path, nil, 0o600))
-	lock, err := os.Create(filepath.Join(dir, "lock"))
-	must(t, err)
-	defer lock.Close()
-	must(t, unix.Flock(int(lock.Fd()), unix.LOCK_EX))
-	ctx, cancel := context.WithTimeout(context.Background(), 200*time.Millisecond)
-	defer cancel()
-	n := &Network{log: testLog(t)}
-	if err := n.releaseTornIn(ctx, dir); err == nil {
-		t.Error("the lock was not waited for")
-	}
-	must(t, os.WriteFile(path, []byte("pod\r\neth0"), 0o600))
-	must(t, lock.Close())
-	must(t, n.releaseTornIn(context.Background(), dir))
-	if _, err := os.Stat(path); err != nil {
-		t.Errorf("a reservation is gone: %v", err)
-	}
-	must(t, os.WriteFile(path, nil, 0o600))
-	must(t, n.releaseTornIn(context.Background(), dir))
-	if _, err := os.Stat(path); err == nil {
-		t.Error("an empty reservation is still there")
 	}
 }
