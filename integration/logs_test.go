@@ -14,6 +14,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/logs"
 	"berth/integration/machine"
 )
 
@@ -66,7 +67,7 @@ func TestLogHighVolume(t *testing.T) {
 	c, _ := d.RunPod(t, harness.HostNetwork).RunToEnd(t, harness.Script(fmt.Sprintf("seq 1 %d", n)))
 	lines := c.Log(t)
 	harness.Equal(t, "number of lines", len(lines), n)
-	harness.Numbered(t, lines)
+	logs.Numbered(t, lines)
 }
 
 // After a rotation by kubelet the new file is written, and no line is lost.
@@ -85,7 +86,7 @@ func TestReopenContainerLog(t *testing.T) {
 		return nil
 	})
 	c.Stop(t, 0)
-	harness.Numbered(t, append(harness.ReadLog(t, rotated), c.Log(t)...))
+	logs.Numbered(t, append(logs.Read(t, rotated), c.Log(t)...))
 }
 
 // The log is rotated again and again while the container writes as fast as it can: each line is in one of the
@@ -105,10 +106,10 @@ func TestRotationAtFullSpeed(t *testing.T) {
 	harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 0)
 	lines := c.Log(t)
 	for _, file := range slices.Backward(files) {
-		lines = append(harness.ReadLog(t, file), lines...)
+		lines = append(logs.Read(t, file), lines...)
 	}
 	last := len(lines) - 1
-	harness.Numbered(t, lines[:last])
+	logs.Numbered(t, lines[:last])
 	harness.Equal(t, "last line", lines[last].Text, fmt.Sprintf("%d lines", last))
 }
 
@@ -147,7 +148,7 @@ func TestLogDiskFull(t *testing.T) {
 	if len(kept) == 0 || len(kept) >= lines {
 		t.Errorf("the log has %d of %d lines", len(kept), lines)
 	}
-	harness.Numbered(t, kept)
+	logs.Numbered(t, kept)
 
 	harness.Must(t, os.WriteFile(ballast+"2", nil, 0o600)) // the last inode
 	rotated := filepath.Join(config.LogDirectory, "rotated")
@@ -164,7 +165,7 @@ func TestLogDiskFull(t *testing.T) {
 	c.Release(t, "/tmp/go")
 	harness.Equal(t, "exit code", c.WaitExited(t).ExitCode, 7)
 	harness.Equal(t, "the new file", c.Output(t), "there is room\n")
-	harness.Equal(t, "the old file", len(harness.ReadLog(t, rotated)), len(kept))
+	harness.Equal(t, "the old file", len(logs.Read(t, rotated)), len(kept))
 }
 
 // When reopening fails no new file may exist, and the old one is still written.
@@ -220,5 +221,5 @@ func TestLogWithoutDaemon(t *testing.T) {
 	})
 	d.Start(t)
 	c.Stop(t, 0)
-	harness.Numbered(t, c.Log(t))
+	logs.Numbered(t, c.Log(t))
 }

@@ -9,6 +9,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/logs"
 	"berth/integration/machine"
 )
 
@@ -58,7 +59,7 @@ func TestKillDaemonUnderRunningPod(t *testing.T) {
 	c.Release(t, "/tmp/stop")
 	status := c.WaitExited(t)
 	harness.Equal(t, "exit code", status.ExitCode, 42)
-	harness.Numbered(t, c.Log(t))
+	logs.Numbered(t, c.Log(t))
 }
 
 // What ends while no daemon runs is known to the next one.

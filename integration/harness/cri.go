@@ -13,6 +13,8 @@ import (
 
 	"k8s.io/client-go/tools/remotecommand"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/logs"
 )
 
 // --- pods ---------------------------------------------------------------------
@@ -397,69 +399,20 @@ func (d *Daemon) EnsureImage(t *testing.T, image string) {
 
 // --- logs ---------------------------------------------------------------------
 
-// logLine is one record of a CRI log.
-type logLine struct {
-	Time    time.Time
-	Stream  string
-	Partial bool
-	Text    string
-}
-
 func (c *Container) LogPath() string {
 	return filepath.Join(c.Pod.Config.LogDirectory, c.Config.LogPath)
 }
 
 // Log parses the container's log.
-func (c *Container) Log(t *testing.T) []logLine {
+func (c *Container) Log(t *testing.T) []logs.Line {
 	t.Helper()
-	return ReadLog(t, c.LogPath())
-}
-
-func ReadLog(t *testing.T, path string) []logLine {
-	t.Helper()
-	content, err := os.ReadFile(path)
-	Must(t, err)
-	var lines []logLine
-	for text := range strings.Lines(string(content)) {
-		fields := strings.SplitN(strings.TrimSuffix(text, "\n"), " ", 4)
-		if len(fields) != 4 || !strings.HasSuffix(text, "\n") {
-			t.Fatalf("%s: not a CRI log record: %q", path, text)
-		}
-		at, err := time.Parse(time.RFC3339Nano, fields[0])
-		Must(t, err)
-		if fields[2] != "F" && fields[2] != "P" {
-			t.Fatalf("%s: tag is neither F nor P: %q", path, text)
-		}
-		lines = append(lines, logLine{Time: at, Stream: fields[1], Partial: fields[2] == "P", Text: fields[3]})
-	}
-	return lines
-}
-
-// Numbered fails the test unless the lines are the numbers from 1 on.
-func Numbered(t *testing.T, lines []logLine) {
-	t.Helper()
-	for i, l := range lines {
-		if l.Text != fmt.Sprint(i+1) {
-			t.Fatalf("line %d is %q", i+1, l.Text)
-		}
-	}
+	return logs.Read(t, c.LogPath())
 }
 
 // Output returns what the container wrote, from its log.
 func (c *Container) Output(t *testing.T) string {
 	t.Helper()
-	return joinLog(c.Log(t))
-}
-
-func joinLog(lines []logLine) string {
-	var out strings.Builder
-	for _, l := range lines {
-		out.WriteString(l.Text)
-		if !l.Partial {
-			out.WriteByte('\n')
-		}
-	}
-	return out.String()
+	return logs.Text(c.Log(t))
 }
 
 // WaitOutput waits until the container has written text.

@@ -11,6 +11,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/logs"
 	"berth/integration/machine"
 	"berth/integration/sessions"
 )
@@ -83,7 +84,7 @@ func rotate(t *testing.T, c *harness.Container) {
 	old := c.LogPath() + ".1"
 	harness.Must(t, os.Rename(c.LogPath(), old))
 	harness.Must(t, c.Pod.D.Cri.ReopenContainerLog(t.Context(), c.Id))
-	before := harness.ReadLog(t, old)
+	before := logs.Read(t, old)
 	harness.Eventually(t, "the new file is written", func() error {
 		if info, err := os.Stat(c.LogPath()); err != nil || info.Size() == 0 {
 			return fmt.Errorf("it is not: %w", err)
