@@ -477,6 +477,8 @@ func TestDiskFillsAtAnyMoment(t *testing.T) {
 			d.Pull(t, harness.BaseImage)
 			ctx, cancel := context.WithCancel(t.Context())
 			var filling sync.WaitGroup
+			defer filling.Wait() // or it would fill what is beneath the disk when that has been unmounted
+			defer cancel()
 			filling.Go(func() {
 				for ctx.Err() == nil {
 					disk.fill(t)
