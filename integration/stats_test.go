@@ -94,8 +94,7 @@ func TestStatsMemory(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	const limit, size = 128 << 20, 48 << 20
-	// dd allocates its buffer, fills it, and waits with it for a reader.
-	c := pod.Run(t, harness.Script(fmt.Sprintf("mkfifo /tmp/f; exec 3<>/tmp/f; exec dd if=/dev/zero of=/tmp/f bs=%d count=2", size)),
+	c := pod.Run(t, holding(size),
 		harness.Resources(func(r *runtimeapi.LinuxContainerResources) {
 			r.MemoryLimitInBytes, r.MemorySwapLimitInBytes = limit, limit
 		}))

@@ -36,6 +36,7 @@ func LinuxResources(r *runtimeapi.LinuxContainerResources, host Host) (*specs.Li
 	if err := takeIdle(unified, cpu); err != nil {
 		return nil, err
 	}
+	unified = nameNoSwap(unified, memory, host)
 	return &specs.LinuxResources{
 		CPU:            cpu,
 		Memory:         memory,
@@ -160,6 +161,20 @@ func takeIdle(unified map[string]string, cpu *specs.LinuxCPU) error {
 		delete(unified, "cpu.weight.nice")
 	}
 	return nil
+}
+
+// nameNoSwap says by name, too, that there is no swap. From the sums alone libcontainer writes 0 to the file and does not tell
+// systemd, which then takes the limit away with the first property of the unit that anybody sets.
+func nameNoSwap(unified map[string]string, memory *specs.LinuxMemory, host Host) map[string]string {
+	const name = "memory.swap.max"
+	if _, named := unified[name]; named || !host.CgroupV2 || memory.Limit == nil || memory.Swap == nil || *memory.Limit < 0 || *memory.Swap != *memory.Limit {
+		return unified
+	}
+	if unified == nil {
+		unified = map[string]string{}
+	}
+	unified[name] = "0"
+	return unified
 }
 
 // oomScoreAdj raises a wanted oom_score_adj to the lowest the host lets us set.

@@ -158,7 +158,7 @@ func resourcesOf(limits []limit) *cgroups.Resources {
 			r.Memory = number(fields[0])
 		case "memory.low":
 			r.MemoryReservation = number(fields[0])
-		case "memory.min", "memory.high", "pids.max":
+		case "memory.min", "memory.high", "memory.swap.max", "pids.max": // of swap also that there is none, which no sum tells systemd
 			r.Unified[name] = fields[0]
 		case "cpu.weight":
 			r.CpuWeight = uint64(max(number(fields[0]), 0))
@@ -168,15 +168,6 @@ func resourcesOf(limits []limit) *cgroups.Resources {
 			r.CpusetCpus = fields[0]
 		case "cpuset.mems":
 			r.CpusetMems = fields[0]
-		}
-	}
-	for _, l := range limits { // v1's way to count: memory and swap together
-		if filepath.Base(l.path) == "memory.swap.max" && r.Memory != 0 {
-			if swap := number(strings.TrimSpace(l.content)); swap == -1 || r.Memory == -1 {
-				r.MemorySwap = -1
-			} else {
-				r.MemorySwap = r.Memory + swap
-			}
 		}
 	}
 	return r

@@ -103,11 +103,11 @@ func TestResourcesOf(t *testing.T) {
 		want   cgroups.Resources
 	}{
 		{"no limits", []limit{{"/x/memory.max", "max\n"}, {"/x/memory.swap.max", "max\n"}, {"/x/cpu.max", "max 100000\n"}, {"/x/cpuset.cpus", "\n"}},
-			cgroups.Resources{Memory: -1, MemorySwap: -1, CpuQuota: -1, CpuPeriod: 100000}},
+			cgroups.Resources{Memory: -1, CpuQuota: -1, CpuPeriod: 100000, Unified: map[string]string{"memory.swap.max": "max"}}},
 		{"no swap", []limit{{"/x/memory.swap.max", "0\n"}, {"/x/memory.max", "4096\n"}, {"/x/memory.high", "max\n"}},
-			cgroups.Resources{Memory: 4096, MemorySwap: 4096, Unified: map[string]string{"memory.high": "max"}}},
+			cgroups.Resources{Memory: 4096, Unified: map[string]string{"memory.high": "max", "memory.swap.max": "0"}}},
 		{"swap", []limit{{"/x/memory.max", "4096\n"}, {"/x/memory.swap.max", "8192\n"}, {"/x/cpu.weight", "79\n"}, {"/x/cpuset.cpus", "0-1\n"}},
-			cgroups.Resources{Memory: 4096, MemorySwap: 12288, CpuWeight: 79, CpusetCpus: "0-1"}},
+			cgroups.Resources{Memory: 4096, CpuWeight: 79, CpusetCpus: "0-1", Unified: map[string]string{"memory.swap.max": "8192"}}},
 	} {
 		got := resourcesOf(tt.limits)
 		if got.Memory != tt.want.Memory || got.MemorySwap != tt.want.MemorySwap || got.CpuQuota != tt.want.CpuQuota || got.CpuPeriod != tt.want.CpuPeriod ||

@@ -1,0 +1,161 @@
+package integration
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+	"berth/integration/machine"
+)
+
+// swapEnv says that swap is this test's to turn on: in a guest, which has memory and a disk of its own.
+const swapEnv = "BERTH_TEST_SWAP"
+
+// turnOnSwap gives the machine so many bytes of swap until the test ends.
+func turnOnSwap(t *testing.T, size int) {
+	t.Helper()
+	if os.Getenv(swapEnv) == "" {
+		t.Skip("swap is the whole machine's; contrib/guest has memory and a disk of its own and sets " + swapEnv)
+	}
+	needCgroup2(t)
+	dir := harness.Get(os.MkdirTemp("/var/tmp", "swap"))(t) // on the disk: the kernel takes no file of a tmpfs
+	t.Cleanup(func() { harness.Must(t, os.RemoveAll(dir)) })
+	file := filepath.Join(dir, "swap")
+	system(t, "dd", "if=/dev/zero", "of="+file, "bs=1M", fmt.Sprintf("count=%d", size>>20)) // nor one with holes
+	harness.Must(t, os.Chmod(file, 0o600))
+	system(t, "mkswap", file)
+	system(t, "swapon", file)
+	t.Cleanup(func() { system(t, "swapoff", file) })
+}
+
+func system(t *testing.T, command ...string) {
+	t.Helper()
+	if out, err := exec.Command(command[0], command[1:]...).CombinedOutput(); err != nil {
+		t.Errorf("%v: %v: %s", command, err, out)
+	}
+}
+
+// holding has the container hold so many bytes of memory: dd fills its buffer, and waits with it for a reader.
+func holding(bytes int) harness.ContainerOption {
+	return harness.Script(fmt.Sprintf("mkfifo /tmp/f; exec 3<>/tmp/f; exec dd if=/dev/zero of=/tmp/f bs=%d count=2", bytes))
+}
+
+// What swap is limited to, in each way that it can be asked for: the kernel lets a container have that, tells what it uses,
+// and kills one that needs more.
+func TestSwap(t *testing.T) {
+	const memory, swap, need = 32 << 20, 96 << 20, 72 << 20
+	turnOnSwap(t, 2*swap)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	for name, limited := range map[string]func(r *runtimeapi.LinuxContainerResources, swap int64){
+		"memory_swap_limit_in_bytes": func(r *runtimeapi.LinuxContainerResources, swap int64) { r.MemorySwapLimitInBytes = memory + swap },
+		"unified, as kubelet has it": func(r *runtimeapi.LinuxContainerResources, swap int64) {
+			r.Unified = map[string]string{"memory.swap.max": fmt.Sprint(swap)}
+		},
+	} {
+		with := func(swap int64) *runtimeapi.LinuxContainerResources {
+			r := &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: memory}
+			limited(r, swap)
+			return r
+		}
+		run := func(swap int64) harness.ContainerOption {
+			return func(c *runtimeapi.ContainerConfig) { c.Linux.Resources = with(swap) }
+		}
+		t.Run(name+"/enough", func(t *testing.T) {
+			c := pod.Run(t, holding(need), run(swap))
+			wantSwap(t, c, need-memory, swap)
+			// What is lowered below what is in use takes nothing away; it only gives no more.
+			for _, limit := range []int64{swap / 2, 2 * swap, 0, swap} {
+				resizeContainer(t, c, with(limit))
+				wantLimits(t, c, map[string]string{"memory.max": fmt.Sprint(memory), "memory.swap.max": fmt.Sprint(limit)})
+				wantSwap(t, c, need-memory, uint64(limit))
+			}
+			haveSystemdWriteLimits(t, c)
+			wantLimits(t, c, map[string]string{"memory.max": fmt.Sprint(memory), "memory.swap.max": fmt.Sprint(swap)})
+			d.Restart(t)
+			wantSwap(t, c, need-memory, swap)
+			harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+		})
+		t.Run(name+"/none", func(t *testing.T) {
+			_, status := pod.RunToEnd(t, holding(need), run(0))
+			harness.Equal(t, "reason", status.Reason, "OOMKilled")
+			harness.Equal(t, "exit code", status.ExitCode, 137)
+		})
+		t.Run(name+"/too little", func(t *testing.T) {
+			_, status := pod.RunToEnd(t, holding(need), run(need/4))
+			harness.Equal(t, "reason", status.Reason, "OOMKilled")
+			harness.Equal(t, "exit code", status.ExitCode, 137)
+		})
+	}
+}
+
+// A container with a memory limit and no word of swap has none.
+func TestNoSwapWithoutAskingForIt(t *testing.T) {
+	const memory, need = 32 << 20, 72 << 20
+	turnOnSwap(t, 2*need)
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	limited := harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = memory })
+	_, status := pod.RunToEnd(t, holding(need), limited)
+	harness.Equal(t, "reason", status.Reason, "OOMKilled")
+
+	c := pod.Run(t, limited)
+	none := map[string]string{"memory.swap.max": "0"}
+	wantLimits(t, c, none)
+	haveSystemdWriteLimits(t, c)
+	wantLimits(t, c, none)
+	resizeContainer(t, c, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: memory, MemorySwapLimitInBytes: 2 * memory})
+	haveSystemdWriteLimits(t, c)
+	wantLimits(t, c, map[string]string{"memory.swap.max": fmt.Sprint(memory)})
+	resizeContainer(t, c, &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: memory, MemorySwapLimitInBytes: memory})
+	haveSystemdWriteLimits(t, c)
+	wantLimits(t, c, none)
+}
+
+// haveSystemdWriteLimits has systemd, where it is the driver, write all it knows of the container's limits to the kernel's files,
+// by setting one that has nothing to do with swap.
+func haveSystemdWriteLimits(t *testing.T, c *harness.Container) {
+	t.Helper()
+	if harness.SystemdDriver() {
+		unit := filepath.Base(machine.CgroupDir(t, c.Pid(t), "memory"))
+		system(t, "systemctl", "set-property", "--runtime", unit, "CPUWeight=50")
+	}
+}
+
+// wantSwap waits until the container uses so much swap, and compares what is told with what the kernel has: the container's
+// statistics, and those of it that come with its pod's.
+func wantSwap(t *testing.T, c *harness.Container, least, limit uint64) {
+	t.Helper()
+	ofPod := func() *runtimeapi.ContainerStats {
+		for _, s := range podStats(t, c.Pod).Linux.Containers {
+			if s.Attributes.Id == c.Id {
+				return s
+			}
+		}
+		t.Fatalf("the pod's statistics lack container %s", c.Id)
+		return nil
+	}
+	for what, stats := range map[string]func() *runtimeapi.ContainerStats{"container": func() *runtimeapi.ContainerStats { return containerStats(t, c) }, "pod": ofPod} {
+		var told *runtimeapi.SwapUsage
+		harness.Eventually(t, "swap in use is told by the statistics of the "+what, func() error {
+			if told = stats().Swap; told.GetSwapUsageBytes().GetValue() < least {
+				return harness.Unexpected("it", told, least)
+			}
+			return nil
+		})
+		used := told.SwapUsageBytes.Value
+		available := uint64(0)
+		if used < limit {
+			available = limit - used
+		}
+		harness.Equal(t, "swap that is left", told.SwapAvailableBytes.GetValue(), available)
+	}
+	if now := machine.CgroupFile(t, c.Pid(t), "memory", "", "memory.swap.current"); now == "0" {
+		t.Error("the kernel has none in use")
+	}
+}
