@@ -144,20 +144,32 @@ func (m *Manager) startFailed(c *container, cause error) error {
 // on disk still says "starting": the shim directory knows the rest.
 func (m *Manager) containerStarted(c *container, s *shim.Started) {
 	run := &running{process.Launched(s), m.containerMeter(c)}
-	c.running.Store(run)
-	c.rec.Phase = record.ContainerRunning
-	m.publishContainer(c)
+	m.publishRunning(c, run)
 	m.watchContainer(c, run)
 	m.census.Soon()
 }
 
-// watchContainer owns run's files and publishes the exit.
+// publishRunning needs the container's turn.
+func (m *Manager) publishRunning(c *container, run *running) {
+	c.running.Store(run)
+	c.rec.Phase = record.ContainerRunning
+	m.publishContainer(c)
+}
+
+// watchContainer publishes the exit of a container that has a shim.
 func (m *Manager) watchContainer(c *container, run *running) {
-	started := m.tasks.Watchers.Spawn(func() {
-		defer m.closeRunning(c, run)
+	m.watchRunning(c, run, func() {
 		if m.processes.AwaitEnd(run.Shim, "shim of container "+c.id) {
 			m.settleExit(c, run)
 		} // else the daemon is ending, the container goes on
+	})
+}
+
+// watchRunning owns run's files; watch waits for the exit and publishes it.
+func (m *Manager) watchRunning(c *container, run *running, watch func()) {
+	started := m.tasks.Watchers.Spawn(func() {
+		defer m.closeRunning(c, run)
+		watch()
 	})
 	if !started {
 		m.closeRunning(c, run)
@@ -173,20 +185,38 @@ func (m *Manager) closeRunning(c *container, run *running) {
 // settleExit turns the end of a shim into the exit of its container: by the exit
 // record, or, where the shim was lost, by ending what it left.
 func (m *Manager) settleExit(c *container, run *running) {
+	exit, lost, err := m.processes.ReadExit(m.tasks.Watchers.Context(), c.id, run.StartedAt)
+	switch {
+	case err != nil: // the daemon is ending; the next one finds out
+	case lost:
+		m.settleLost(c, exit)
+	default:
+		m.noteExit(c, exit)
+	}
+}
+
+// settleLost ends what a lost shim left of its container, however often that has to be tried, and publishes the exit then:
+// kubelet starts another instance when it sees it.
+func (m *Manager) settleLost(c *container, exit record.Exit) {
 	ctx := m.tasks.Watchers.Context()
-	exit, lost, err := m.processes.ReadExit(ctx, c.id, run.StartedAt)
-	for err == nil && lost && m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath) != nil {
+	for err := m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath); err != nil; err = m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath) {
+		if ctx.Err() == nil {
+			m.log.Error("what a lost shim left does not end; it is tried again", "container", c.id, "error", err)
+		}
 		if !m.tasks.Sleep(ctx, time.Second, "another try to kill what its lost shim left", c.String()) {
-			return
+			return // the daemon is ending; the next one finds out
 		}
 	}
-	if err != nil || ctx.Err() != nil {
-		return // the daemon is ending; the next one finds out
-	}
-	_ = m.tasks.WithTurn(ctx, c.turn, "note the exit of", c.String(), func() error {
+	exit.FinishedAt = time.Now()
+	m.noteExit(c, exit)
+}
+
+// noteExit fails only when the daemon is ending; the next one finds the exit record, or that the shim was lost.
+func (m *Manager) noteExit(c *container, exit record.Exit) {
+	_ = m.tasks.WithTurn(m.tasks.Watchers.Context(), c.turn, "note the exit of", c.String(), func() error {
 		m.exited(c, exit)
 		return nil
-	}) // fails only when the daemon is ending; the next one finds the exit record
+	})
 }
 
 // exited records and publishes an exit, tells plugins of it, and then removes the runtime state. It

@@ -223,23 +223,20 @@ func (m *Manager) findShim(ctx context.Context, c *container) error {
 		return m.publishLost(ctx, c, ids)
 	}
 	run := &running{found, m.containerMeter(c)}
-	c.running.Store(run)
-	c.rec.Phase = record.ContainerRunning
-	m.publishContainer(c)
+	m.publishRunning(c, run)
 	m.watchContainer(c, run)
 	return nil
 }
 
 // publishLost publishes a container whose shim is gone: by its exit record, as
-// lost, or, if it never got to start the container, as created.
+// lost, or, if it never got to start the container, as created. One of which something does not end runs until it does.
 func (m *Manager) publishLost(ctx context.Context, c *container, ids shim.Launched) error {
-	startedAt := ids.StartedAt
-	if startedAt.IsZero() {
-		startedAt = c.rec.StartedAt
+	if ids.StartedAt.IsZero() {
+		ids.StartedAt = c.rec.StartedAt
 	}
 	ctx, cancel := context.WithTimeout(ctx, process.HandoverLimit)
 	defer cancel()
-	exit, lost, err := m.processes.ReadExit(ctx, c.id, startedAt)
+	exit, lost, err := m.processes.ReadExit(ctx, c.id, ids.StartedAt)
 	if err != nil {
 		return err
 	}
@@ -254,9 +251,23 @@ func (m *Manager) publishLost(ctx context.Context, c *container, ids shim.Launch
 	if lost {
 		if err := m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath); err != nil {
 			m.log.Error("what a lost shim left does not end", "container", c.id, "error", err)
+			return m.watchLost(c, ids, exit)
 		}
 	}
 	m.exited(c, exit)
+	return nil
+}
+
+// watchLost publishes a container as running of which a process is left that SIGKILL does not end, in a call to a volume whose server
+// does not answer for one, and as exited when nothing of it is left.
+func (m *Manager) watchLost(c *container, ids shim.Launched, exit record.Exit) error {
+	left, err := process.LeftBehind(ids)
+	if err != nil {
+		return err
+	}
+	run := &running{left, m.containerMeter(c)}
+	m.publishRunning(c, run)
+	m.watchRunning(c, run, func() { m.settleLost(c, exit) })
 	return nil
 }
 

@@ -1,5 +1,6 @@
-// Package moody has a CNI plugin that misbehaves as it is told: it stands before a plugin of the distribution, hangs, dies,
-// talks nonsense or kills its caller, before that one has done its work or after, and notes what it was called for.
+// Package moody has what misbehaves as it is told: a CNI plugin that stands before one of the distribution, hangs, dies,
+// talks nonsense or kills its caller, before that one has done its work or after, and notes what it was called for; and a volume
+// whose server does not answer.
 package moody
 
 import (

@@ -25,12 +25,32 @@ func (k Kit) Find(ctx context.Context, id string) (*Running, shim.Launched, erro
 	if err != nil || shimFile == nil {
 		return nil, ids, err
 	}
-	// An init that has ended is no trouble: the shim is about to tell.
-	init, err := pidfd.OpenVerified(ids.InitPID, ids.InitStartTime)
-	if err != nil && !errors.Is(err, os.ErrProcessDone) {
+	init, err := openInit(ids) // one that has ended is no trouble: the shim is about to tell
+	if err != nil {
 		return nil, ids, errors.Join(err, shimFile.Close())
 	}
 	return newRunning(init, shimFile, ids.InitPID, ids.StartedAt), ids, nil
+}
+
+// LeftBehind returns the processes of a container whose shim is gone, while something of it does not end.
+func LeftBehind(ids shim.Launched) (*Running, error) {
+	init, err := openInit(ids)
+	if err != nil {
+		return nil, err
+	}
+	return newRunning(init, nil, ids.InitPID, ids.StartedAt), nil
+}
+
+// openInit returns the pidfd of a container's init, nil if it has ended or there was none.
+func openInit(ids shim.Launched) (*os.File, error) {
+	if ids.InitPID == 0 {
+		return nil, nil
+	}
+	init, err := pidfd.OpenVerified(ids.InitPID, ids.InitStartTime)
+	if errors.Is(err, os.ErrProcessDone) {
+		return nil, nil
+	}
+	return init, err
 }
 
 // HandoverLimit is how long a launcher of an earlier daemon may take to become a

@@ -38,7 +38,7 @@ const ShimPatience = KillWait / 2
 
 // Running are the processes of a container that has a shim.
 type Running struct {
-	Init, Shim *os.File // pidfds; Init is nil if it had ended when an earlier daemon's container was found
+	Init, Shim *os.File // pidfds; nil for what had ended when an earlier daemon's container was found
 	PID        int      // of Init
 	StartedAt  time.Time
 	Exited     chan struct{} // closed when the exit is published
@@ -55,15 +55,17 @@ func newRunning(init, shim *os.File, pid int, startedAt time.Time) *Running {
 
 // Close gives up the pidfds.
 func (r *Running) Close() error {
-	err := r.Shim.Close()
-	if r.Init != nil {
-		err = errors.Join(err, r.Init.Close())
+	var errs []error
+	for _, f := range []*os.File{r.Shim, r.Init} {
+		if f != nil {
+			errs = append(errs, f.Close())
+		}
 	}
-	return err
+	return errors.Join(errs...)
 }
 
 // KillShim kills a shim that hangs.
-func (r *Running) KillShim() error { return ignoreDone(pidfd.Signal(r.Shim, unix.SIGKILL)) }
+func (r *Running) KillShim() error { return signal(r.Shim, unix.SIGKILL) }
 
 // Signal sends a signal to the init of a container that r runs, nil being libcontainer; in a sandbox of its runtime's it is the
 // runtime that does it. One that has ended is no error: its exit follows.
@@ -100,11 +102,13 @@ func (k Kit) Kill(ctx context.Context, id, cgroupsPath string, r *ociruntime.Run
 }
 
 // signal sends a signal to the init. One that has ended is no error: its exit follows.
-func (r *Running) signal(sig unix.Signal) error {
-	if r.Init == nil {
+func (r *Running) signal(sig unix.Signal) error { return signal(r.Init, sig) }
+
+func signal(process *os.File, sig unix.Signal) error {
+	if process == nil {
 		return nil
 	}
-	return ignoreDone(pidfd.Signal(r.Init, sig))
+	return ignoreDone(pidfd.Signal(process, sig))
 }
 
 // ignoreDone drops the errors of a process that has ended, and been forgotten.

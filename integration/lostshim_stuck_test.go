@@ -1,0 +1,52 @@
+package integration
+
+import (
+	"context"
+	"syscall"
+	"testing"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+	"berth/integration/machine"
+	"berth/integration/moody"
+)
+
+// A container whose process nothing can end runs until that ends, though its monitor is lost, with a daemon and without one: kubelet
+// starts the next instance when it sees that it has ended. What is asked of it is answered, and stopping it fails in time.
+func TestMonitorKilledWhileAProcessIsStuck(t *testing.T) {
+	for name, alone := range map[string]bool{"with a daemon": false, "without daemon": true} {
+		t.Run(name, func(t *testing.T) {
+			volume := moody.NewVolume(t)
+			d := harness.StartDaemon(t)
+			defer volume.Answer()
+			pod := d.RunPod(t, harness.HostNetwork)
+			c := pod.Run(t, harness.Script("exec stat /v/something"), harness.Mount(&runtimeapi.Mount{HostPath: volume.Dir, ContainerPath: "/v"}))
+			volume.AwaitAsked(t, 1)
+			pid, monitor := c.Pid(t), harness.MonitorOf(t, d, c)
+			if alone {
+				d.Kill(t)
+			}
+			harness.Must(t, syscall.Kill(monitor, syscall.SIGKILL))
+			if alone {
+				waitDead(t, monitor)
+				d.Start(t)
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+			defer cancel()
+			if err := d.Cri.StopContainer(ctx, c.Id, 1); err == nil {
+				t.Errorf("StopContainer succeeds, though process %d does not end", pid)
+			}
+			harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_RUNNING)
+			answer(t, "while a process does not end whose monitor is lost", readers(d, pod, c))
+			if !machine.Alive(pid) {
+				t.Error("the process has ended: the test shows nothing")
+			}
+			volume.Answer()
+			wantLost(t, c)
+			goesOn(t, pod, c, pod.Run(t))
+			d.StateMatches(t)
+		})
+	}
+}
