@@ -203,36 +203,6 @@ func TestCPUWeight(t *testing.T) {
 	wantLimits(t, c, map[string]string{"cpu.idle": "0", "cpu.weight": "35"})
 }
 
-// kubelet sends a limit for every size of huge pages that the kernel has; where nothing limits
-// them they are passed over.
-func TestHugepageLimits(t *testing.T) {
-	d := harness.StartDaemon(t)
-	c := d.RunPod(t, harness.HostNetwork).Run(t, harness.Resources(func(r *runtimeapi.LinuxContainerResources) {
-		r.HugepageLimits = []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 4 << 20}, {PageSize: "1GB"}}
-	}))
-	limit := func() string {
-		dirs := []string{"/sys/fs/cgroup"}
-		if machine.Cgroup2() {
-			dirs = []string{machine.CgroupDir(t, c.Pid(t), "memory")}
-		} else if strings.Contains(strings.Join(machine.ReadLines("/proc/self/cgroup"), " "), ":hugetlb:") {
-			dirs = []string{machine.CgroupDir(t, c.Pid(t), "hugetlb")}
-		}
-		for _, name := range []string{"hugetlb.2MB.max", "hugetlb.2MB.limit_in_bytes"} {
-			if content, err := os.ReadFile(filepath.Join(dirs[0], name)); err == nil {
-				return strings.TrimSpace(string(content))
-			}
-		}
-		return ""
-	}
-	if limit() == "" {
-		resizeContainer(t, c, &runtimeapi.LinuxContainerResources{HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB"}}})
-		t.Skip("NOT TESTED: this machine has no limits for huge pages; only that those asked for are passed over")
-	}
-	harness.Equal(t, "limit for pages of 2 MB", limit(), "4194304")
-	resizeContainer(t, c, &runtimeapi.LinuxContainerResources{HugepageLimits: []*runtimeapi.HugepageLimit{{PageSize: "2MB", Limit: 2 << 20}}})
-	harness.Equal(t, "limit for pages of 2 MB after a resize", limit(), "2097152")
-}
-
 // shownConfig is the pod's config as verbose PodSandboxStatus shows it.
 func shownConfig(t *testing.T, p *harness.Pod) *runtimeapi.PodSandboxConfig {
 	t.Helper()
