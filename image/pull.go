@@ -126,7 +126,7 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	}
 	defer func() {
 		s.refs.release(owner)
-		if err := s.sweep(); err != nil { // tried again by the next sweep
+		if _, err := s.sweep(nil); err != nil {
 			s.log.Warn("delete unused layers after a pull", "image", repo.Reference().String(), "error", err)
 		}
 	}()

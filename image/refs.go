@@ -76,11 +76,13 @@ func (l *layerRefs) giveUp(owner string) {
 	}
 }
 
-// release forgets an owner. Unknown owners are fine.
-func (l *layerRefs) release(owner string) {
+// release forgets an owner and returns the layers that it had. Unknown owners are fine.
+func (l *layerRefs) release(owner string) []digest.Digest {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	layers := l.owners[owner]
 	l.drop(owner)
+	return layers
 }
 
 func (l *layerRefs) drop(owner string) {

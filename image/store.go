@@ -23,6 +23,7 @@ import (
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
+	"berth/internal/seldom"
 	"berth/internal/task"
 )
 
@@ -54,6 +55,7 @@ const DefaultUnpacking = 64
 type Store struct {
 	cfg     Config
 	log     *slog.Logger
+	seldom  seldom.Seldom // for what sweeps cannot delete, which each of them tries
 	client  *registry.Client
 	layers  *layer.Store
 	records *checkpoint.Dir
@@ -244,7 +246,8 @@ func (s *Store) Usage(context.Context) (Usage, error) {
 }
 
 // Remove removes the image that ref names, with all its tags. Its layers go
-// unless somebody else needs them. An unknown image is no error.
+// unless somebody else needs them. An unknown image is no error, nor is it one that
+// something else, which nobody needs either, cannot be deleted.
 func (s *Store) Remove(ctx context.Context, ref string) error {
 	release, err := s.becomeWriter(ctx)
 	if err != nil {
@@ -267,8 +270,8 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 	delete(s.stale, img.ID)
 	s.writeStale(records)
 	s.index.Store(newIndex(records, s.index.Load(), s.pinned))
-	s.refs.release(imageOwner(img.ID))
-	if err := s.sweep(); err != nil {
+	layers := s.refs.release(imageOwner(img.ID))
+	if err := s.sweepAfter(layers); err != nil {
 		return fmt.Errorf("remove image %s: %w", img.ID, err)
 	}
 	return nil
@@ -300,10 +303,11 @@ func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error)
 }
 
 // Release ends what Hold began, and deletes the layers that nobody needs any
-// more. A holder that is not known is no error.
+// more. A holder that is not known is no error, nor is it one that layers cannot be deleted
+// which the holder did not have.
 func (s *Store) Release(holder string) error {
-	s.refs.release(holderOwner(holder))
-	if err := s.sweep(); err != nil {
+	layers := s.refs.release(holderOwner(holder))
+	if err := s.sweepAfter(layers); err != nil {
 		return fmt.Errorf("release layers of %s: %w", holder, err)
 	}
 	return nil
@@ -314,29 +318,41 @@ func (s *Store) Release(holder string) error {
 // before that nothing is ever deleted.
 func (s *Store) CollectGarbage(context.Context) error {
 	s.refs.settle()
-	if err := s.sweep(); err != nil {
+	if _, err := s.sweep(nil); err != nil {
 		return fmt.Errorf("collect unused layers: %w", err)
 	}
 	return nil
 }
 
-// sweep deletes the layers that nobody needs. Those of which deleting fails are
-// tried again by the next sweep.
-func (s *Store) sweep() error {
-	var failed []error
+// sweepAfter sweeps for somebody who has just given layers up: what fails with others is not theirs, and only logged.
+func (s *Store) sweepAfter(given []digest.Digest) error {
+	own, others := s.sweep(given)
+	if others != nil {
+		s.seldom.Warn(s.log, "layers that nobody needs could not be deleted and will be tried again", "error", others)
+	}
+	return own
+}
+
+// sweep deletes the layers that nobody needs, and what was set aside. It returns what has failed with its
+// caller's own layers, and with anything else. That is tried again by the next sweep; the next daemon finds it, too.
+func (s *Store) sweep(mine []digest.Digest) (own, others error) {
 	if inUse, all := s.refs.held(); all {
-		failed = append(failed, s.layers.DropSetAside(inUse))
+		others = s.layers.DropSetAside(inUse)
 	}
 	for _, d := range s.refs.condemn(s.layers.List()) {
 		end := s.cfg.Waits.Begin("its makers to end, to delete it", "layer "+d.String())
 		err := s.layers.Remove(d)
 		end()
-		if err != nil {
-			failed = append(failed, fmt.Errorf("layer %s: %w", d, err))
-		}
 		s.refs.buried(d)
+		switch {
+		case err == nil:
+		case slices.Contains(mine, d):
+			own = errors.Join(own, err)
+		default:
+			others = errors.Join(others, err)
+		}
 	}
-	return errors.Join(failed...)
+	return own, others
 }
 
 // becomeWriter waits for the right to change records and the index. Readers never

@@ -26,6 +26,7 @@ import (
 	"github.com/klauspost/compress/zstd"
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -448,6 +449,85 @@ func TestRemove(t *testing.T) {
 	if err := s.Remove(t.Context(), name+":v1"); err != nil {
 		t.Errorf("removing again: %v", err)
 	}
+}
+
+// What cannot be deleted fails neither the removal of other images nor that of other containers. It goes when it can.
+func TestRemoveBesideWhatCannotBeDeleted(t *testing.T) {
+	reg := registrytest.New(t)
+	root := t.TempDir()
+	s := openStore(t, Config{Root: root})
+	reg.PutImage("torn", "v1", "torn", plain(t, "f", "1"), plain(t, "f", "2"))
+	reg.PutImage("stuck", "v1", "stuck", plain(t, "f", "3"))
+	reg.PutImage("app", "v1", "app", plain(t, "f", "4"), plain(t, "f", "5"))
+	torn, stuck, app := pull(t, s, reg.Host()+"/torn:v1"), pull(t, s, reg.Host()+"/stuck:v1"), pull(t, s, reg.Host()+"/app:v1")
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	layers := filepath.Join(root, "layers")
+	for _, d := range torn.Layers {
+		if err := os.WriteFile(filepath.Join(layers, d.Encoded(), "layer.json"), []byte("{"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	log := &testbuffer.Buffer{}
+	s = openUnsettled(t, Config{Root: root}, log)
+	first := slices.Min(torn.Layers)
+	aside := filepath.Join(layers, "set-aside", first.Encoded()+".0")
+	own := filepath.Join(layers, stuck.Layers[0].Encoded())
+	freeAside, freeOwn := immovable(t, aside), immovable(t, own)
+	if err := s.CollectGarbage(t.Context()); err == nil || !strings.Contains(err.Error(), aside) {
+		t.Errorf("what was set aside cannot be deleted: %v", err)
+	}
+	if left, err := os.ReadDir(filepath.Join(layers, "set-aside")); err != nil || len(left) != 1 {
+		t.Errorf("what can be deleted is there still: %v, %v", left, err)
+	}
+
+	if err := s.Remove(t.Context(), stuck.ID); err == nil || !strings.Contains(err.Error(), own) {
+		t.Errorf("its own layer cannot be deleted: %v", err)
+	}
+	if _, err := s.Hold("ctr", app.Layers[:1]); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Remove(t.Context(), app.ID); err != nil {
+		t.Errorf("another image: %v", err)
+	}
+	if err := s.Release("ctr"); err != nil {
+		t.Errorf("a container: %v", err)
+	}
+	for _, want := range []string{"tried again", aside} {
+		if !strings.Contains(log.String(), want) {
+			t.Errorf("the log lacks %q: %s", want, log)
+		}
+	}
+	if got := s.layers.List(); !slices.Equal(got, stuck.Layers) {
+		t.Errorf("layers %v, want the one that cannot be deleted", got)
+	}
+
+	freeAside()
+	freeOwn()
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s = openStore(t, Config{Root: root})
+	wantEmpty(t, s)
+	if _, err := os.Stat(filepath.Dir(aside)); !os.IsNotExist(err) {
+		t.Errorf("what was set aside is there still: %v", err)
+	}
+}
+
+// immovable makes a directory one that cannot be renamed, until free is called.
+func immovable(t *testing.T, dir string) (free func()) {
+	t.Helper()
+	if err := unix.Mount(dir, dir, "", unix.MS_BIND, ""); err != nil {
+		t.Fatal(err)
+	}
+	free = sync.OnceFunc(func() {
+		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(free)
+	return free
 }
 
 func TestHeldLayersSurviveRemoval(t *testing.T) {

@@ -131,19 +131,21 @@ func (s *Store) DropSetAside(inUse [][]digest.Digest) error {
 			needed[identity.ChainID(chain[:i+1]).Encoded()] = true
 		}
 	}
+	var failed []error
 	for _, folder := range []string{layersDir, joinsDir} {
 		left, err := s.dropSetAside(filepath.Join(s.root, folder, checkpoint.SetAsideDir), needed)
 		if left || err != nil {
 			s.aside.Store(true) // for the next time
 		}
 		if err != nil {
-			return fmt.Errorf("delete layers that were set aside: %w", err)
+			failed = append(failed, fmt.Errorf("delete layers that were set aside: %w", err))
 		}
 	}
-	return nil
+	return errors.Join(failed...)
 }
 
-// dropSetAside empties one folder, and reports whether anything is left in it.
+// dropSetAside empties one folder, and reports whether anything is left in it. What cannot be deleted keeps
+// nothing else.
 func (s *Store) dropSetAside(folder string, needed map[string]bool) (left bool, err error) {
 	entries, err := os.ReadDir(folder)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -152,6 +154,7 @@ func (s *Store) dropSetAside(folder string, needed map[string]bool) (left bool, 
 	if err != nil {
 		return true, err
 	}
+	var failed []error
 	for _, e := range entries {
 		name, _, _ := strings.Cut(e.Name(), ".")
 		if needed[name] {
@@ -159,11 +162,11 @@ func (s *Store) dropSetAside(folder string, needed map[string]bool) (left bool, 
 			continue
 		}
 		if err := s.trash.take(filepath.Join(folder, e.Name()), Usage{}); err != nil {
-			return true, err
+			failed = append(failed, err)
 		}
 	}
-	if left {
-		return true, nil
+	if left || len(failed) > 0 {
+		return true, errors.Join(failed...)
 	}
 	failpoint.Reach("layer.remove-aside")
 	err = os.Remove(folder)
