@@ -175,15 +175,55 @@ func Signal(f *os.File, sig unix.Signal) error {
 	return nil
 }
 
+// Stopped tells whether the process is stopped, by a signal or by who traces it, and so does nothing before somebody has it go on.
+// One that has ended is not. The error wraps os.ErrClosed if f is closed.
+func Stopped(f *os.File) (bool, error) {
+	pid, err := pidOf(f)
+	if err != nil {
+		return false, err
+	}
+	if pid <= 0 { // it has ended, and been reaped
+		return false, nil
+	}
+	stat, err := readStat(pid)
+	if errors.Is(err, os.ErrProcessDone) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("read state of %d: %w", pid, err)
+	}
+	if done, err := Exited(f); done || err != nil { // the ID may have belonged to another
+		return false, err
+	}
+	fields := fieldsAfterName(stat)
+	return len(fields) > 0 && (fields[0][0] == 'T' || fields[0][0] == 't'), nil
+}
+
+// pidOf returns the process ID, -1 if the process has ended and was reaped.
+func pidOf(f *os.File) (int, error) {
+	var info []byte
+	var readErr error
+	if err := control(f, func(fd uintptr) { info, readErr = os.ReadFile("/proc/self/fdinfo/" + strconv.Itoa(int(fd))) }); err != nil {
+		return 0, fmt.Errorf("find the process of %s: %w", f.Name(), err)
+	}
+	if readErr != nil {
+		return 0, fmt.Errorf("find the process of %s: %w", f.Name(), readErr)
+	}
+	_, rest, _ := bytes.Cut(info, []byte("\nPid:"))
+	line, _, _ := bytes.Cut(rest, []byte("\n"))
+	pid, err := strconv.Atoi(string(bytes.TrimSpace(line)))
+	if err != nil {
+		return 0, fmt.Errorf("find the process of %s: its fdinfo is %q: %w", f.Name(), info, err)
+	}
+	return pid, nil
+}
+
 // StartTime returns when the process started, in clock ticks since boot (field 22
 // of /proc/PID/stat): with the pid it names a process for the life of the boot.
 // The error wraps os.ErrProcessDone if there is no such process.
 func StartTime(pid int) (uint64, error) {
-	stat, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
-	switch {
-	case errors.Is(err, os.ErrNotExist), errors.Is(err, unix.ESRCH):
-		return 0, fmt.Errorf("read start time of %d: %w", pid, os.ErrProcessDone)
-	case err != nil:
+	stat, err := readStat(pid)
+	if err != nil {
 		return 0, fmt.Errorf("read start time of %d: %w", pid, err)
 	}
 	ticks, err := parseStartTime(stat)
@@ -193,15 +233,29 @@ func StartTime(pid int) (uint64, error) {
 	return ticks, nil
 }
 
-// parseStartTime finds field 22. The name, field 2, is in parentheses and may hold
-// anything, also spaces and parentheses, so fields are counted after the last ')'.
+// readStat returns the content of /proc/PID/stat.
+func readStat(pid int) ([]byte, error) {
+	stat, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/stat")
+	if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ESRCH) {
+		err = os.ErrProcessDone
+	}
+	return stat, err
+}
+
+// parseStartTime finds field 22.
 func parseStartTime(stat []byte) (uint64, error) {
 	const afterName = 22 - 3
-	fields := bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:])
+	fields := fieldsAfterName(stat)
 	if len(fields) <= afterName {
 		return 0, fmt.Errorf("malformed stat line %q", stat)
 	}
 	return strconv.ParseUint(string(fields[afterName]), 10, 64)
+}
+
+// fieldsAfterName returns the fields from the third on. The name, field 2, is in parentheses and may hold
+// anything, also spaces and parentheses, so fields are counted after the last ')'.
+func fieldsAfterName(stat []byte) [][]byte {
+	return bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:])
 }
 
 func dup(f *os.File) (*os.File, error) {

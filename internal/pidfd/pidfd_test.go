@@ -144,6 +144,37 @@ func TestParseStartTime(t *testing.T) {
 	}
 }
 
+func TestStopped(t *testing.T) {
+	cmd, f := start(t, "sleep", "1000")
+	is := func(want bool) {
+		t.Helper()
+		for { // a signal takes a moment
+			if got, err := Stopped(f); got == want || err != nil || t.Context().Err() != nil {
+				if err != nil {
+					t.Error(err)
+				}
+				return
+			}
+		}
+	}
+	is(false)
+	for _, step := range []struct {
+		signal  unix.Signal
+		stopped bool
+	}{{unix.SIGSTOP, true}, {unix.SIGCONT, false}, {unix.SIGSTOP, true}, {unix.SIGKILL, false}} {
+		if err := Signal(f, step.signal); err != nil {
+			t.Fatal(err)
+		}
+		is(step.stopped)
+	}
+	if err := Wait(t.Context(), f); err != nil {
+		t.Error(err)
+	}
+	if got, err := Stopped(f); got || err != nil {
+		t.Errorf("%d, which was reaped: %t, %v", cmd.Process.Pid, got, err)
+	}
+}
+
 func readPID(t *testing.T, r interface{ Read([]byte) (int, error) }) int {
 	t.Helper()
 	buf := make([]byte, 32)

@@ -132,6 +132,15 @@ func (r *Running) ShimHangs() bool {
 	return time.Since(*r.left.Load()) > ShimPatience
 }
 
+// shimIsStopped tells whether the shim can do nothing. Where that can't be found out it counts as at work.
+func (r *Running) shimIsStopped() bool {
+	if r.Shim == nil {
+		return false
+	}
+	stopped, err := pidfd.Stopped(r.Shim)
+	return stopped && err == nil
+}
+
 // HasEnded tells whether the init is gone, so that its process ID means nothing.
 func (r *Running) HasEnded() bool {
 	if r.Init == nil {
@@ -157,14 +166,15 @@ func (k Kit) AwaitExit(ctx context.Context, run *Running, limit time.Duration) b
 // lookTime is how often a container that is to end is looked at.
 const lookTime = 500 * time.Millisecond
 
-// AwaitStop is AwaitExit, and does not wait for a shim that hangs.
+// AwaitStop is AwaitExit, and does not wait for a shim that is stopped, and so does not tell of an exit. One that is at work, on a
+// slow disk with the log say, has all the time there is: what it has not told is lost when it is killed.
 func (k Kit) AwaitStop(ctx context.Context, run *Running, limit time.Duration) bool {
 	for begin := time.Now(); ; {
 		left := limit - time.Since(begin)
 		if k.AwaitExit(ctx, run, min(left, lookTime)) {
 			return true
 		}
-		if left <= lookTime || ctx.Err() != nil || run.ShimHangs() {
+		if left <= lookTime || ctx.Err() != nil || run.ShimHangs() && run.shimIsStopped() {
 			return false
 		}
 	}

@@ -6,12 +6,15 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"berth/internal/pidfd"
 	"berth/internal/task"
 	"berth/sandbox/layout"
 	"berth/sandbox/record"
@@ -121,4 +124,37 @@ func TestAwaitExit(t *testing.T) {
 	if !run.HasEnded() {
 		t.Error("without an init there is nothing that runs")
 	}
+}
+
+// A shim that is stopped, and does not tell of the exit, is not waited for; one that is at work is, as long as the container may take.
+func TestAwaitStop(t *testing.T) {
+	shim := exec.Command("sleep", "1000")
+	if err := shim.Start(); err != nil {
+		t.Fatal(err)
+	}
+	file, err := pidfd.Open(shim.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	synctest.Test(t, func(t *testing.T) {
+		k, run := testKit(t), newRunning(nil, file, 0, time.Time{})
+		const grace = time.Minute
+		begin := time.Now()
+		if k.AwaitStop(t.Context(), run, grace) || time.Since(begin) < grace {
+			t.Errorf("a shim that is at work was waited for for %v", time.Since(begin))
+		}
+		if err := pidfd.Signal(file, unix.SIGSTOP); err != nil {
+			t.Fatal(err)
+		}
+		for !run.shimIsStopped() { // it takes a moment
+		}
+		begin = time.Now()
+		if k.AwaitStop(t.Context(), run, grace) || time.Since(begin) > ShimPatience {
+			t.Errorf("a shim that is stopped was waited for for %v", time.Since(begin))
+		}
+	})
+	if err := errors.Join(shim.Process.Kill(), file.Close()); err != nil {
+		t.Error(err)
+	}
+	_ = shim.Wait() // it was killed
 }
