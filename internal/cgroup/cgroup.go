@@ -217,12 +217,16 @@ func ignoreGone(err error) error {
 // group that the kernel still calls busy (they are being reaped) is tried again
 // as long as ctx allows. systemd is waited for no longer, either.
 func (g *Group) Destroy(ctx context.Context) error {
+	var err error
 	for delay := time.Millisecond; ; delay = min(2*delay, 200*time.Millisecond) {
 		failpoint.Reach("cgroup.remove")
-		err := g.destroyOnce(ctx)
-		if err == nil {
+		now := g.destroyOnce(ctx)
+		if now == nil {
 			failpoint.Reach("cgroup.removed")
 			return nil
+		}
+		if err == nil || ctx.Err() == nil { // that the time is over is no better reason than the last one
+			err = now
 		}
 		select {
 		case <-ctx.Done():

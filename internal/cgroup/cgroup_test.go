@@ -11,6 +11,7 @@ import (
 
 	"github.com/opencontainers/cgroups"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 )
 
 // group makes a cgroup of the test's own with a process tree in it.
@@ -132,6 +133,35 @@ func TestDestroyEndsWithItsContext(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if err := g.Destroy(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("error %v", err)
+	}
+}
+
+// scarceManager lacks descriptors at first, and then hangs.
+type scarceManager struct {
+	cgroups.Manager
+	calls   chan struct{} // has room for the first
+	hangs   func()
+	release chan struct{}
+}
+
+func (m scarceManager) Destroy() error {
+	select {
+	case m.calls <- struct{}{}:
+		return unix.EMFILE
+	default:
+		m.hangs()
+		<-m.release
+		return nil
+	}
+}
+
+// A removal that failed before its time was over tells why it failed.
+func TestDestroyTellsWhatIsLacking(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	g := &Group{path: "/a", mgr: scarceManager{calls: make(chan struct{}, 1), hangs: cancel, release: make(chan struct{})}}
+	defer close(g.mgr.(scarceManager).release)
+	if err := g.Destroy(ctx); !errors.Is(err, unix.EMFILE) || errors.Is(err, context.Canceled) {
 		t.Errorf("error %v", err)
 	}
 }

@@ -14,7 +14,9 @@ func Prepare() error {
 	dir := "/sys/fs/cgroup"
 	if !cgroups.IsCgroup2UnifiedMode() {
 		var err error
-		dir, err = cgroups.FindCgroupMountpoint("", "pids")
+		// Not FindCgroupMountpoint: it does not look at the table of mounts where a hierarchy is in its usual place, and
+		// that of a controller that is missing is looked for there at the first use.
+		dir, _, err = cgroups.FindCgroupMountpointAndRoot("", "pids")
 		if _, missing := errors.AsType[*cgroups.NotFoundError](err); missing {
 			return nil // and it has looked
 		}

@@ -1,0 +1,41 @@
+package cgroup
+
+import (
+	"os"
+	"os/exec"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// freshProcess is set in the environment of the process that a test runs in by itself, for what is looked at once in a process.
+const freshProcess = "BERTH_TEST_FRESH_PROCESS"
+
+// A daemon whose first use of a cgroup comes while it is out of descriptors can use cgroups when it has some.
+func TestFirstUseWithoutDescriptors(t *testing.T) {
+	if os.Getenv(freshProcess) == "" {
+		cmd := exec.CommandContext(t.Context(), "/proc/self/exe", "-test.run", "^"+t.Name()+"$")
+		cmd.Env = append(os.Environ(), freshProcess+"=1")
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("%v: %s", err, out)
+		}
+		return
+	}
+	if err := Prepare(); err != nil {
+		t.Fatal(err)
+	}
+	var old unix.Rlimit
+	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, nil, &old); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, &unix.Rlimit{Max: old.Max}, nil); err != nil {
+		t.Fatal(err)
+	}
+	_, _ = Open("/berth-unit-test", false) // may fail
+	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, &old, nil); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open("/berth-unit-test", false); err != nil {
+		t.Error(err)
+	}
+}
