@@ -321,7 +321,7 @@ func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.D
 		}
 		failpoint.Reach("container.signalled")
 		end := m.tasks.BeginUpTo(timeout, "exit", c.String())
-		exited := m.processes.AwaitStop(ctx, run.Running, timeout)
+		exited := m.processes.AwaitStop(ctx, c.id, run.Running, timeout)
 		end()
 		if exited {
 			return nil
@@ -335,7 +335,7 @@ func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.D
 
 // killContainer kills a container and waits for its exit, looking again and again.
 // A container that does not run is no error. It must not hold the turn: the exit is
-// published with it.
+// published with it. What is in the way of reading the exit is the error: its watcher tries again.
 func (m *Manager) killContainer(ctx context.Context, c *container) error {
 	defer m.tasks.Begin("its end after SIGKILL", c.String())()
 	for delay := 50 * time.Millisecond; ; delay = min(2*delay, time.Second) {
@@ -351,6 +351,9 @@ func (m *Manager) killContainer(ctx context.Context, c *container) error {
 		}
 		if m.processes.AwaitExit(ctx, run.Running, delay) {
 			return nil
+		}
+		if unreadable := m.processes.UnreadableExit(c.id, run.Running); unreadable != nil {
+			return fmt.Errorf("container %s has ended: %w", c.id, unreadable)
 		}
 		if ctx.Err() != nil {
 			return errors.Join(fmt.Errorf("kill container %s: its process %d does not end: %w", c.id, run.PID, ctx.Err()), err)

@@ -52,8 +52,11 @@ const launcherPatience = 5 * time.Second
 // does not end is killed.
 func awaitLauncher(ctx context.Context, dir string) error {
 	ids, err := ReadShim(dir)
+	if unread := (*fs.PathError)(nil); errors.As(err, &unread) && !errors.Is(err, fs.ErrNotExist) {
+		return err // for lack of descriptors, say: it may name one
+	}
 	if err != nil || ids.InitPID != 0 {
-		return nil // without a record that can be read nobody is known to be at work
+		return nil // without a record that can be trusted nobody is known to be at work
 	}
 	proc, err := pidfd.OpenVerified(ids.ShimPID, ids.ShimStartTime)
 	if errors.Is(err, os.ErrProcessDone) {

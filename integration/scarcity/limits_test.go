@@ -146,6 +146,28 @@ func TestOutOfDescriptors(t *testing.T) {
 	}
 }
 
+// The same with none at all, not even those that the daemon itself gives up meanwhile: what ends containers and pods says what is lacking,
+// soon and not when its client has given up.
+func TestNoDescriptors(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t)
+	for _, o := range operations {
+		if !strings.HasPrefix(o.name, "Stop") && !strings.HasPrefix(o.name, "Remove") {
+			continue // they have been tried with 0
+		}
+		t.Run(o.name, func(t *testing.T) {
+			call := o.prepare(t, d, pod)
+			d.WaitIdle(t)
+			undo := limitFiles(t, d, 1) // poll(2) of one needs one
+			err := call()
+			undo()
+			harness.WantCode(t, err, codes.ResourceExhausted, "too many open files")
+			harness.Must(t, call())
+			d.StateSettles(t)
+		})
+	}
+}
+
 // more is the next number to try.
 func more(n int) int {
 	if harness.Thorough() {

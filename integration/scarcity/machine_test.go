@@ -214,6 +214,13 @@ func leaveFiles(t *testing.T, d *harness.Daemon, left int) (undo func()) {
 			free++
 		}
 	}
+	return limitFiles(t, d, limit)
+}
+
+// limitFiles has the daemon get no descriptors with that number or above, until the returned function is called. It keeps those that it has.
+func limitFiles(t *testing.T, d *harness.Daemon, limit int) (undo func()) {
+	t.Helper()
+	pid := d.Cmd.Process.Pid
 	var old unix.Rlimit
 	harness.Must(t, unix.Prlimit(pid, unix.RLIMIT_NOFILE, nil, &old))
 	harness.Must(t, unix.Prlimit(pid, unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: uint64(limit), Max: old.Max}, nil))

@@ -150,6 +150,21 @@ func (k Kit) ReadExit(ctx context.Context, id string, startedAt time.Time) (exit
 	return exit, false, nil
 }
 
+// UnreadableExit tells why the exit of a container whose shim has ended cannot be read at the moment, for lack of descriptors say: who
+// waits for it may wait for long. nil: nothing is in the way, or the shim has not ended, or was lost before this daemon.
+func (k Kit) UnreadableExit(id string, run *Running) error {
+	if run.Shim == nil {
+		return nil
+	}
+	if ended, err := pidfd.Exited(run.Shim); !ended || err != nil { // or closed, after the exit
+		return nil
+	}
+	if _, err := shim.ReadExit(k.Dirs.Shim(id)); isTransient(err) {
+		return err
+	}
+	return nil
+}
+
 // isTransient tells whether reading may succeed later.
 func isTransient(err error) bool {
 	for _, e := range []error{unix.EMFILE, unix.ENFILE, unix.ENOMEM, unix.EIO} {

@@ -168,13 +168,14 @@ const lookTime = 500 * time.Millisecond
 
 // AwaitStop is AwaitExit, and does not wait for a shim that is stopped, and so does not tell of an exit. One that is at work, on a
 // slow disk with the log say, has all the time there is: what it has not told is lost when it is killed.
-func (k Kit) AwaitStop(ctx context.Context, run *Running, limit time.Duration) bool {
+// Nor does it wait for an exit that cannot be read.
+func (k Kit) AwaitStop(ctx context.Context, id string, run *Running, limit time.Duration) bool {
 	for begin := time.Now(); ; {
 		left := limit - time.Since(begin)
 		if k.AwaitExit(ctx, run, min(left, lookTime)) {
 			return true
 		}
-		if left <= lookTime || ctx.Err() != nil || run.ShimHangs() && run.shimIsStopped() {
+		if left <= lookTime || ctx.Err() != nil || run.ShimHangs() && run.shimIsStopped() || k.UnreadableExit(id, run) != nil {
 			return false
 		}
 	}

@@ -140,7 +140,7 @@ func TestAwaitStop(t *testing.T) {
 		k, run := testKit(t), newRunning(nil, file, 0, time.Time{})
 		const grace = time.Minute
 		begin := time.Now()
-		if k.AwaitStop(t.Context(), run, grace) || time.Since(begin) < grace {
+		if k.AwaitStop(t.Context(), "c", run, grace) || time.Since(begin) < grace {
 			t.Errorf("a shim that is at work was waited for for %v", time.Since(begin))
 		}
 		if err := pidfd.Signal(file, unix.SIGSTOP); err != nil {
@@ -149,7 +149,7 @@ func TestAwaitStop(t *testing.T) {
 		for !run.shimIsStopped() { // it takes a moment
 		}
 		begin = time.Now()
-		if k.AwaitStop(t.Context(), run, grace) || time.Since(begin) > ShimPatience {
+		if k.AwaitStop(t.Context(), "c", run, grace) || time.Since(begin) > ShimPatience {
 			t.Errorf("a shim that is stopped was waited for for %v", time.Since(begin))
 		}
 	})
@@ -157,4 +157,54 @@ func TestAwaitStop(t *testing.T) {
 		t.Error(err)
 	}
 	_ = shim.Wait() // it was killed
+}
+
+// Who waits for an exit is told what is in the way of reading it, when the shim has ended.
+func TestUnreadableExit(t *testing.T) {
+	k := testKit(t)
+	leave(t, k, "c", shimrecord.ExitFile, nil)
+	cmd := exec.CommandContext(t.Context(), "sleep", "1000")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	file, err := pidfd.Open(cmd.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	run := newRunning(nil, file, 0, time.Time{})
+	if err := withoutDescriptors(t, func() error { return k.UnreadableExit("c", newRunning(nil, nil, 0, time.Time{})) }); err != nil {
+		t.Errorf("without a shim: %v", err)
+	}
+	if err := withoutDescriptors(t, func() error { return k.UnreadableExit("c", run) }); err != nil {
+		t.Errorf("while the shim runs: %v", err)
+	}
+	if err := errors.Join(cmd.Process.Kill(), pidfd.Wait(t.Context(), file)); err != nil {
+		t.Fatal(err)
+	}
+	if err := withoutDescriptors(t, func() error { return k.UnreadableExit("c", run) }); !errors.Is(err, unix.EMFILE) {
+		t.Errorf("without descriptors: %v", err)
+	}
+	for name, id := range map[string]string{"a damaged record": "c", "no record": "d"} { // the watcher says that the shim was lost
+		if err := k.UnreadableExit(id, run); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+// withoutDescriptors does something while this process gets no more of them.
+func withoutDescriptors(t *testing.T, do func() error) error {
+	t.Helper()
+	var old unix.Rlimit
+	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, nil, &old); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 1, Max: old.Max}, nil); err != nil { // poll(2) of one needs one
+		t.Fatal(err)
+	}
+	err := do()
+	if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, &old, nil); err != nil {
+		t.Fatal(err)
+	}
+	return err
 }
