@@ -132,7 +132,8 @@ var unmarked = map[string]string{
 	"internal/rootfs.probeTmpfs: unix.MountSetattr":                               probe,
 
 	"sandbox/process.openShim: pidfd.Signal": signal,
-	"sandbox/process.KillShim: pidfd.Signal": byCaller,
+	"sandbox/process.KillShim: .signal":      byCaller,
+	"sandbox/process.signal: .signal":        byCaller,
 	"sandbox/process.signal: pidfd.Signal":   byCaller,
 
 	"shim.set: os.WriteFile":             "about a process of its own",
