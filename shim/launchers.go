@@ -185,15 +185,35 @@ func (l *Launchers) giveUpDeaf(p *launcher, req ExecRequest) {
 	if err := kill(p.proc); err != nil {
 		l.cfg.Log.Error("kill a launcher", "pid", p.pid, "error", err)
 	}
-	l.endLeft(req)
+	l.tryEndLeft(req)
 	l.retire(p)
 	l.wantMore()
 }
 
+// Pauses between two tries to end what a launcher has left of an exec.
+const (
+	endLeftAgain  = time.Second
+	endLeftSeldom = time.Minute
+)
+
+// endLeft ends what a launcher has left of an exec. What cannot be ended at the moment, for lack of descriptors say, is tried
+// again until it is gone, with the container at the latest, or the daemon ends.
 func (l *Launchers) endLeft(req ExecRequest) {
-	if err := scrubExec(req); err != nil {
+	for pause := endLeftAgain; !l.tryEndLeft(req); pause = min(2*pause, endLeftSeldom) {
+		select {
+		case <-l.ctx.Done():
+			return
+		case <-time.After(pause):
+		}
+	}
+}
+
+func (l *Launchers) tryEndLeft(req ExecRequest) (ended bool) {
+	err := scrubExec(req)
+	if err != nil {
 		l.cfg.Log.Error("end what a launcher has left of an exec", "container", req.ID, "exec", req.ExecID, "error", err)
 	}
+	return err == nil
 }
 
 // put makes p available, or retires it if there are enough.
