@@ -34,16 +34,16 @@ func TestSystemdUnit(t *testing.T) {
 	t.Run("resources", func(t *testing.T) { haveUnitsResources(t, d, c) })
 	t.Run("kill", func(t *testing.T) {
 		// Units that do not say StartLimitIntervalSec=0 are given up by systemd for that.
-		harness.DropIn(t, "[Service]", "RestartSec=20ms")
+		harness.DropIn(t, harness.UnitName, "[Service]", "RestartSec=20ms")
 		for range 10 {
 			killMain(t, d, syscall.SIGKILL)
 		}
 		d.AdoptRestarted(t)
-		harness.DropIn(t)
+		harness.DropIn(t, harness.UnitName)
 		goesOn(t)
 	})
 	t.Run("hang", func(t *testing.T) {
-		harness.DropIn(t, "[Service]", "WatchdogSec=10")
+		harness.DropIn(t, harness.UnitName, "[Service]", "WatchdogSec=10")
 		harness.Systemctl(t, "restart", harness.UnitName)
 		d.AdoptRestarted(t)
 		killMain(t, d, syscall.SIGSTOP)
@@ -54,7 +54,7 @@ func TestSystemdUnit(t *testing.T) {
 				t.Errorf("the journal does not contain %q", want)
 			}
 		}
-		harness.DropIn(t)
+		harness.DropIn(t, harness.UnitName)
 		goesOn(t)
 	})
 	t.Run("stop", func(t *testing.T) {
@@ -76,6 +76,25 @@ func TestSystemdUnit(t *testing.T) {
 		harness.Must(t, err)
 		harness.Equal(t, "state of the container", status.Status.State, runtimeapi.ContainerState_CONTAINER_RUNNING)
 		harness.Systemctl(t, "stop", harness.UnitName)
+		d.Start(t)
+		goesOn(t)
+	})
+	t.Run("socket", func(t *testing.T) {
+		d.Stop(t)
+		harness.DropIn(t, harness.SocketName, "[Socket]", "ListenStream=", "ListenStream="+d.Socket)
+		harness.Systemctl(t, "start", harness.SocketName)
+		for _, what := range []string{"before the daemon is started", "while it is started anew"} {
+			// A new connection, and one call, which does not wait for a daemon.
+			_, err := harness.RawRuntime(t, d).ContainerStatus(t.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: c.Id})
+			if err != nil {
+				t.Errorf("a call %s: %v", what, err)
+			}
+			killMain(t, d, syscall.SIGKILL)
+		}
+		d.Start(t)
+		goesOn(t)
+		d.Stop(t)
+		harness.Systemctl(t, "stop", harness.SocketName)
 		d.Start(t)
 		goesOn(t)
 	})

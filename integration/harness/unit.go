@@ -15,8 +15,11 @@ import (
 	"berth/internal/pidfd"
 )
 
-// UnitName is the unit that berth ships.
-const UnitName = "berth.service"
+// The units that berth ships.
+const (
+	UnitName   = "berth.service"
+	SocketName = "berth.socket"
+)
 
 const (
 	// unitsEnv names the directory of the unit files; unset, it is that of the checkout.
@@ -38,8 +41,8 @@ func ByUnit(t *testing.T, d *Daemon) {
 	}
 	d.byUnit = true
 	t.Cleanup(func() { uninstallUnit(t) })
-	source := cmp.Or(os.Getenv(unitsEnv), filepath.Join(source(), "contrib/systemd"))
-	command(t, "install", "-m", "644", filepath.Join(source, UnitName), unitDir)
+	units := cmp.Or(os.Getenv(unitsEnv), filepath.Join(source(), "contrib/systemd"))
+	command(t, "install", "-m", "644", filepath.Join(units, UnitName), filepath.Join(units, SocketName), unitDir)
 	for _, name := range []string{"berth", "berth-shim", "berth-unpack"} {
 		command(t, "install", filepath.Join(BinDir, name), installDir)
 	}
@@ -49,9 +52,11 @@ func ByUnit(t *testing.T, d *Daemon) {
 // uninstallUnit ends the daemon, if that is necessary, and takes away what ByUnit has made.
 func uninstallUnit(t *testing.T) {
 	t.Helper()
-	Systemctl(t, "stop", UnitName)
-	Must(t, os.RemoveAll(filepath.Dir(dropInFile)))
-	Must(t, os.Remove(filepath.Join(unitDir, UnitName)))
+	Systemctl(t, "stop", SocketName, UnitName)
+	for _, name := range []string{UnitName, SocketName} {
+		Must(t, os.RemoveAll(filepath.Dir(dropInFile(name))))
+		Must(t, os.Remove(filepath.Join(unitDir, name)))
+	}
 	Systemctl(t, "daemon-reload")
 	Must(t, os.RemoveAll(filepath.Dir(installConfig)))
 	for _, name := range []string{"berth", "berth-shim", "berth-unpack"} {
@@ -59,13 +64,14 @@ func uninstallUnit(t *testing.T) {
 	}
 }
 
-const dropInFile = unitDir + "/" + UnitName + ".d/test.conf"
+func dropInFile(unit string) string { return filepath.Join(unitDir, unit+".d", "test.conf") }
 
-// DropIn adds lines to the unit; those of the drop-in before are gone. They hold from the next start on, some at once.
-func DropIn(t *testing.T, lines ...string) {
+// DropIn adds lines to a unit; those of its drop-in before are gone. They hold from the next start on, some at once.
+func DropIn(t *testing.T, unit string, lines ...string) {
 	t.Helper()
-	Must(t, os.MkdirAll(filepath.Dir(dropInFile), 0o755))
-	Must(t, os.WriteFile(dropInFile, []byte(strings.Join(lines, "\n")+"\n"), 0o644))
+	file := dropInFile(unit)
+	Must(t, os.MkdirAll(filepath.Dir(file), 0o755))
+	Must(t, os.WriteFile(file, []byte(strings.Join(lines, "\n")+"\n"), 0o644))
 	Systemctl(t, "daemon-reload")
 }
 
