@@ -44,7 +44,7 @@ type container struct {
 
 	stopUntold atomic.Pointer[chan struct{}]  // closed when plugins were told of its exit; nil: nothing is to be told
 	running    atomic.Pointer[running]        // nil without a shim
-	launching  atomic.Pointer[launching]      // nil unless it is being launched
+	launching  atomic.Pointer[launching]      // nil unless it is being made or launched
 	info       atomic.Pointer[view.Container] // nil until created: nobody sees half a container
 	census     census.Ledger                  // what it has written
 	looking    atomic.Bool                    // somebody looks at its mounts
@@ -174,10 +174,15 @@ func (m *Manager) enterContainer(p *pod, c *container) error {
 }
 
 // makeContainer makes the writable layer, lets plugins adjust the container, proves that it can be
-// described to the launcher, and publishes it. It needs the container's turn.
+// described to the launcher, and publishes it. It needs the container's turn, and gives up when its pod is stopped.
 func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error {
 	if c.removed { // with its pod, before we had the turn
 		return errdefs.FailedPrecondition("pod sandbox %s was removed", p.id)
+	}
+	looking, looked := c.beginLaunch(ctx)
+	defer looked()
+	if _, err := m.readyPod(p.id); err != nil { // a stop that has not seen the look begin is seen by this
+		return err
 	}
 	target := m.toLaunch(c, c.resources, nil)
 	root, err := m.launch.Root(p.described(), target)
@@ -187,15 +192,15 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	if c.rec.User, err = m.launch.User(target, root); err != nil {
 		return err
 	}
-	if err := m.makeSources(c); err != nil {
-		return err
-	}
 	options := c.config.GetLinux().GetSecurityContext().GetSelinuxOptions()
 	if c.rec.SELinux, err = m.labels.Draw(m.selinux, options, p.rec.SELinux, *m.cfg.Host, c.id); err != nil {
 		return err
 	}
 	m.appArmor.Ensure(ctx)
-	others, err := m.describeContainer(ctx, p, c)
+	others, err := m.describeContainer(ctx, looking, p, c)
+	if err != nil && errors.Is(context.Cause(looking), errLaunchStopped) {
+		return errdefs.FailedPrecondition("pod sandbox %s was stopped: %v", p.id, err)
+	}
 	if err != nil {
 		return err
 	}
@@ -206,16 +211,10 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	return nil
 }
 
-// makeSources makes the directories that its mounts are of and that are not there. It may hang with a volume.
-func (m *Manager) makeSources(c *container) error {
-	defer m.tasks.Begin("the sources of its mounts to be made", c.String())()
-	return layout.MakeSources(c.config)
-}
-
 // describeContainer publishes a container that can be described, with what plugins want of it, and returns
-// what they want of others. It needs the container's turn.
-func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) (others []nri.Update, err error) {
-	spec, err := m.launch.Prove(ctx, p.described(), m.toLaunch(c, c.resources, nil)) // plugins see no container that can't be
+// what they want of others. It needs the container's turn. looking, which is of ctx, ends looks at volumes.
+func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c *container) (others []nri.Update, err error) {
+	spec, err := m.launch.Prove(looking, p.described(), m.toLaunch(c, c.resources, nil)) // plugins see no container that can't be
 	if err != nil {
 		return nil, err
 	}
@@ -225,7 +224,7 @@ func (m *Manager) describeContainer(ctx context.Context, p *pod, c *container) (
 		return nil, err
 	}
 	if c.presented {
-		if spec, err = m.launch.Spec(p.described(), m.toLaunch(c, c.resources, c.rec.Limits)); err != nil {
+		if spec, err = m.launch.Spec(looking, p.described(), m.toLaunch(c, c.resources, c.rec.Limits)); err != nil {
 			return nil, err
 		}
 	}

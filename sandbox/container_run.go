@@ -80,7 +80,7 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	return nil
 }
 
-// launching is a launch under way.
+// launching is a launch under way, or, while the container is made, what finds out whether one could be.
 type launching struct{ giveUp context.CancelCauseFunc }
 
 var errLaunchStopped = errors.New("it was stopped while it was being started")

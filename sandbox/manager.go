@@ -230,7 +230,7 @@ func (m *Manager) assemble() {
 	node := describe.Node{Host: m.cfg.Host, NoAppArmor: m.appArmor.Problem, CDI: m.cfg.CDI, Dirs: m.dirs,
 		SystemdCgroup: m.cfg.SystemdCgroup, OwnDevices: m.cfg.OwnDevices}
 	m.launch = launch.Kit{Node: node, Namespaces: m.namespaces, Roots: m.roots, Users: new(imagefs.Users), AppArmor: m.appArmor, SELinux: m.selinux,
-		Launchers: m.launchers, PauseDir: m.payload.Pause, MaxLogLine: m.cfg.MaxLogLine, Tasks: m.tasks}
+		Sources: launch.NewSources(m.tasks), Launchers: m.launchers, PauseDir: m.payload.Pause, MaxLogLine: m.cfg.MaxLogLine, Tasks: m.tasks}
 	m.footprint = footprint.Kit{Dirs: m.dirs, HostResolvConf: m.cfg.HostResolvConf, Namespaces: m.namespaces, Networks: m.networks,
 		Launch: m.launch, Processes: m.processes, SELinux: m.selinux, Images: m.images, Trash: m.trash, Records: m.podRecords, Tasks: m.tasks, Log: m.log}
 	m.Statistics = usage.New(meters{m}, m.log)

@@ -22,9 +22,11 @@ import (
 	"berth/internal/nri"
 	"berth/internal/rootfs"
 	"berth/internal/task"
+	"berth/oci/confine"
 	"berth/oci/users"
 	"berth/sandbox/describe"
 	"berth/sandbox/imagefs"
+	"berth/sandbox/layout"
 	"berth/sandbox/lsm"
 	"berth/sandbox/namespaces"
 	"berth/sandbox/record"
@@ -40,6 +42,7 @@ type Kit struct {
 	Users      *imagefs.Users
 	AppArmor   *lsm.AppArmor
 	SELinux    lsm.SELinux
+	Sources    *Sources
 	Launchers  *shim.Launchers
 	PauseDir   string // the root filesystem of the embedded pause
 	MaxLogLine int    // bytes before a log line is split as partial
@@ -119,8 +122,18 @@ func (k Kit) User(c Container, root rootfs.Spec) (users.User, error) {
 	return users.Resolve(files.Passwd, files.Group, request)
 }
 
-// Spec describes a container to its launcher. It looks at the sources of mounts, and so may hang with a volume.
-func (k Kit) Spec(pod describe.Pod, c Container) (*specs.Spec, error) {
+// Spec describes a container to its launcher. It looks at the sources of mounts, and ends with ctx where a volume hangs.
+func (k Kit) Spec(ctx context.Context, pod describe.Pod, c Container) (*specs.Spec, error) {
+	var spec *specs.Spec
+	err := k.aside(ctx, c, "describe", func(c Container) (err error) { spec, err = k.describe(pod, c); return err })
+	if err != nil { // spec may be written still
+		return nil, err
+	}
+	return spec, nil
+}
+
+// describe may hang with a volume.
+func (k Kit) describe(pod describe.Pod, c Container) (*specs.Spec, error) {
 	defer k.Tasks.Begin("the sources of its mounts", "container "+c.Rec.ID)()
 	target, err := c.TargetPIDNS()
 	if err != nil {
@@ -131,35 +144,45 @@ func (k Kit) Spec(pod describe.Pod, c Container) (*specs.Spec, error) {
 		TargetPIDNS: target, Resources: c.Resources, Limits: c.Limits, Adjustment: c.Rec.Adjustment})
 }
 
-// Prove describes a container, and refuses what a launch would. Its mounts have their SELinux labels afterwards.
+// Prove describes a container, and refuses what a launch would. Its mounts have sources afterwards, and these their SELinux labels. It
+// ends with ctx where a volume hangs; nothing is begun then that was not.
 func (k Kit) Prove(ctx context.Context, pod describe.Pod, c Container) (*specs.Spec, error) {
-	spec, err := k.Spec(pod, c)
-	if err != nil {
-		return nil, err
-	}
 	if err := k.Roots.CheckVolumes(c.Rec.ID, c.Config, c.Rec.Volumes); err != nil {
 		return nil, err
 	}
-	if err := k.Namespaces.CheckMounts(pod.ID, pod.Runtime, spec); err != nil {
+	var spec *specs.Spec
+	var toLabel []string
+	err := k.aside(ctx, c, "look at the mounts of", func(c Container) (err error) {
+		if err = layout.MakeSources(ctx, c.Config); err != nil {
+			return err
+		}
+		if spec, err = k.describe(pod, c); err != nil {
+			return err
+		}
+		if err = k.Namespaces.CheckMounts(pod.ID, pod.Runtime, spec); err != nil {
+			return err
+		}
+		toLabel, err = lsm.MountsToLabel(c.Config, c.Rec.SELinux)
+		return err
+	})
+	if err != nil { // the others may be written still
 		return nil, err
 	}
-	if err := k.labelMounts(ctx, c); err != nil {
+	if err := k.labelMounts(ctx, toLabel, c.Rec.SELinux); err != nil {
 		return nil, err
 	}
 	return spec, nil
 }
 
 // labelMounts labels the files of mounts that ask for it: all of a volume's, of which there may be millions, on a server that may not
-// answer. When ctx ends it goes on without the caller; a container that is created again begins anew.
-func (k Kit) labelMounts(ctx context.Context, c Container) error {
-	if c.Rec.SELinux.Mount == "" {
-		return nil
+// answer. When ctx ends the one that is at work goes on; a container that is created again waits for it, and begins anew.
+func (k Kit) labelMounts(ctx context.Context, sources []string, labels confine.Labels) error {
+	for _, source := range sources {
+		if err := k.Sources.alone(ctx, "label", source, func() error { return k.SELinux.LabelMount(source, labels) }); err != nil {
+			return err
+		}
 	}
-	object, labels := "container "+c.Rec.ID, c.Rec.SELinux // the record is the turn's holder's
-	return k.Tasks.Detach(ctx, task.Limit, "label the mounts of", object, func(context.Context) error {
-		defer k.Tasks.BeginUpTo(task.Limit, "files of its mounts to be labelled", object)() // shown also when its caller has gone
-		return k.SELinux.LabelMounts(c.Config, labels)
-	})
+	return nil
 }
 
 // Container starts a container of a pod that runs.
@@ -173,7 +196,7 @@ func (k Kit) Container(ctx context.Context, pod describe.Pod, c Container) (*shi
 		return nil, err
 	}
 	k.AppArmor.Ensure(ctx)
-	spec, err := k.Spec(pod, c)
+	spec, err := k.Spec(ctx, pod, c)
 	if err != nil {
 		return nil, err
 	}

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"slices"
+	"sync/atomic"
 	"testing"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -15,38 +17,78 @@ import (
 	"berth/sandbox/record"
 )
 
-// Labelling the files of a volume that hangs is waited for no longer than the caller has time, and shows among the waits.
+// Labelling the files of a volume that hangs is waited for no longer than the caller has time, shows among the waits, and is done
+// by one goroutine, however often it is asked for. Other volumes are labelled.
 func TestLabelMountsThatHang(t *testing.T) {
 	waits := new(task.Waits)
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), waits)
 	ctx, cancel := context.WithCancel(t.Context())
 	release := make(chan struct{})
-	relabel := func(string, string) error {
-		for _, w := range waits.List() {
-			if w.Object != "container c" || w.Limit == 0 {
-				t.Errorf("wait %+v", w)
+	var hanging atomic.Int32
+	var labelled []string
+	relabel := func(source, _ string) error {
+		if source == "/dead" && hanging.Add(1) == 1 {
+			for _, w := range waits.List() {
+				if w.Object != "volume /dead" && w.Object != "/dead" || w.Limit == 0 {
+					t.Errorf("wait %+v", w)
+				}
 			}
+			cancel()
+			<-release
 		}
-		if len(waits.List()) == 0 {
-			t.Error("no wait is noted")
-		}
-		cancel()
-		<-release
+		labelled = append(labelled, source)
 		return nil
 	}
-	k := Kit{Tasks: tasks, SELinux: lsm.SELinux{Relabel: relabel}}
-	c := Container{Rec: &record.Container{ID: "c", SELinux: confine.Labels{Process: "p", Mount: "files"}},
-		Config: &runtimeapi.ContainerConfig{Mounts: []*runtimeapi.Mount{{HostPath: t.TempDir(), ContainerPath: "/a", SelinuxRelabel: true}}}}
-	if err := k.labelMounts(ctx, c); !errors.Is(err, context.Canceled) {
-		t.Errorf("error %v", err)
+	k := Kit{Tasks: tasks, SELinux: lsm.SELinux{Relabel: relabel}, Sources: NewSources(tasks)}
+	labels := confine.Labels{Process: "p", Mount: "files"}
+	for range 3 {
+		if err := k.labelMounts(ctx, []string{"/dead", "/after"}, labels); !errors.Is(err, context.Canceled) {
+			t.Errorf("error %v", err)
+		}
 	}
-	if len(waits.List()) != 1 {
-		t.Errorf("when the caller has gone the waits are %v", waits.List())
+	if n := hanging.Load(); n != 1 || len(waits.List()) == 0 {
+		t.Errorf("when the callers have gone %d hang, and the waits are %v", n, waits.List())
+	}
+	if err := k.labelMounts(t.Context(), []string{"/alive"}, labels); err != nil {
+		t.Error(err)
 	}
 	close(release)
+	if err := k.labelMounts(t.Context(), []string{"/dead"}, labels); err != nil { // begins anew
+		t.Error(err)
+	}
+	if want := []string{"/alive", "/dead", "/dead"}; !slices.Equal(labelled, want) {
+		t.Errorf("labelled %v, want %v", labelled, want)
+	}
 	tasks.Operations.Close()
 	if err := tasks.Operations.Wait(t.Context()); err != nil {
 		t.Error(err)
+	}
+	if len(k.Sources.busy) != 0 || len(waits.List()) != 0 {
+		t.Errorf("left: %v, %v", k.Sources.busy, waits.List())
+	}
+}
+
+// What is done aside goes on with the record as it was: whoever has the turn next may change it.
+func TestAsideHasItsOwnRecord(t *testing.T) {
+	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
+	k := Kit{Tasks: tasks, Sources: NewSources(tasks)}
+	ctx, cancel := context.WithCancel(t.Context())
+	c := Container{Rec: &record.Container{ID: "c", LogPath: "before"}, Config: &runtimeapi.ContainerConfig{
+		Mounts: []*runtimeapi.Mount{{HostPath: t.TempDir()}, {HostPath: "/not/there"}, {HostPath: "not absolute"}, {Image: &runtimeapi.ImageSpec{Image: "x"}}}}}
+	proceed, seen := make(chan struct{}), make(chan string, 1)
+	err := k.aside(ctx, c, "look at", func(c Container) error {
+		cancel()
+		<-proceed
+		seen <- c.Rec.LogPath
+		return nil
+	})
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("error %v", err)
+	}
+	c.Rec.LogPath = "after"
+	close(proceed)
+	if got := <-seen; got != "before" {
+		t.Errorf("the record changed: %q", got)
 	}
 }
 
@@ -57,7 +99,7 @@ func TestDescribingShowsAmongTheWaits(t *testing.T) {
 	var during []task.Wait
 	enough := errors.New("enough")
 	look := func() (string, error) { during = waits.List(); return "", enough }
-	if _, err := k.Spec(describe.Pod{}, Container{Rec: &record.Container{ID: "c"}, TargetPIDNS: look}); !errors.Is(err, enough) {
+	if _, err := k.describe(describe.Pod{}, Container{Rec: &record.Container{ID: "c"}, TargetPIDNS: look}); !errors.Is(err, enough) {
 		t.Fatal(err)
 	}
 	if len(during) != 1 || during[0].Object != "container c" || during[0].Limit == 0 {

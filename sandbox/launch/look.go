@@ -20,7 +20,7 @@ const lookLimit = 2 * time.Second
 func (k Kit) Describe(ctx context.Context, pod describe.Pod, c Container, looking *atomic.Bool) (*specs.Spec, error) {
 	ctx, cancel := context.WithTimeout(ctx, lookLimit)
 	defer cancel()
-	return k.lookAt(ctx, c.Rec.ID, looking, func() (*specs.Spec, error) { return k.Spec(pod, c) })
+	return k.lookAt(ctx, c.Rec.ID, looking, func() (*specs.Spec, error) { return k.describe(pod, c) })
 }
 
 // lookAt does what may hang, and waits for it until ctx ends.

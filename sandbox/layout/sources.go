@@ -1,6 +1,7 @@
 package layout
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -17,8 +18,9 @@ import (
 
 // MakeSources makes the directories that a container's mounts are of and that are not there. The CRI would have them refused; but
 // kubelet leaves a hostPath without a type to the runtime, containerd and CRI-O make it, and
-// workloads rely on that. As theirs, they stay. Nothing is made where a link leads nowhere.
-func MakeSources(config *runtimeapi.ContainerConfig) error {
+// workloads rely on that. As theirs, they stay. Nothing is made where a link leads nowhere, and nothing once ctx has ended:
+// with a volume that hangs this may be long after the container was removed.
+func MakeSources(ctx context.Context, config *runtimeapi.ContainerConfig) error {
 	for _, m := range config.GetMounts() {
 		source := m.GetHostPath()
 		if oci.IsImageVolume(m) || !path.IsAbs(source) || strings.IndexByte(source, 0) >= 0 {
@@ -26,6 +28,9 @@ func MakeSources(config *runtimeapi.ContainerConfig) error {
 		}
 		if _, err := os.Lstat(source); !errors.Is(err, fs.ErrNotExist) {
 			continue
+		}
+		if err := ctx.Err(); err != nil {
+			return fmt.Errorf("mount of %s: make host_path %s: %w", m.GetContainerPath(), source, err)
 		}
 		failpoint.Reach("mount.make-source")
 		err := os.MkdirAll(source, 0o755)

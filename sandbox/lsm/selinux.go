@@ -71,28 +71,28 @@ func (s SELinux) LabelOwn(dir string, labels confine.Labels) error {
 	return nil
 }
 
-// LabelMounts labels the sources of those mounts of a container that ask for it. Nothing else is ever
-// labelled anew (CVE-2021-43816). InvalidArgument for folders of the system, which the library refuses,
-// FailedPrecondition where files can't have labels.
-func (s SELinux) LabelMounts(config *runtimeapi.ContainerConfig, labels confine.Labels) error {
+// MountsToLabel returns the sources of those mounts of a container that ask for its labels. Nothing else is ever
+// labelled anew (CVE-2021-43816).
+func MountsToLabel(config *runtimeapi.ContainerConfig, labels confine.Labels) ([]string, error) {
 	if labels.Mount == "" {
+		return nil, nil
+	}
+	return oci.RelabelSources(config, host.Files{})
+}
+
+// LabelMount labels such a source. InvalidArgument for folders of the system, which the library refuses,
+// FailedPrecondition where files can't have labels.
+func (s SELinux) LabelMount(source string, labels confine.Labels) error {
+	err := s.Relabel(source, labels.Mount)
+	switch {
+	case errors.Is(err, unix.ENOTSUP): // a filesystem without labels
 		return nil
-	}
-	sources, err := oci.RelabelSources(config, host.Files{})
-	if err != nil {
-		return err
-	}
-	for _, source := range sources {
-		err := s.Relabel(source, labels.Mount)
-		switch {
-		case errors.Is(err, unix.ENOTSUP): // a filesystem without labels
-		case errors.Is(err, errSystemPath):
-			return errdefs.InvalidArgument("selinux: label %s: %w", source, err)
-		case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES), errors.Is(err, unix.EROFS):
-			return errdefs.FailedPrecondition("selinux: label %s: %w", source, err)
-		case err != nil:
-			return fmt.Errorf("selinux: label %s: %w", source, err)
-		}
+	case errors.Is(err, errSystemPath):
+		return errdefs.InvalidArgument("selinux: label %s: %w", source, err)
+	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES), errors.Is(err, unix.EROFS):
+		return errdefs.FailedPrecondition("selinux: label %s: %w", source, err)
+	case err != nil:
+		return fmt.Errorf("selinux: label %s: %w", source, err)
 	}
 	return nil
 }
