@@ -12,7 +12,7 @@ func (t streamTargets) StreamContainer(id string) (streams.Container, error) {
 		return streams.Container{}, err
 	}
 	run := c.running.Load()
-	return streams.Container{ID: c.id, Process: c.info.Load().Process, Runtime: t.m.runtimeOf(c), Cgroup: c.rec.CgroupsPath,
+	return streams.Container{ID: c.id, PodID: c.podID, Process: c.info.Load().Process, Runtime: t.m.runtimeOf(c), Cgroup: c.rec.CgroupsPath,
 		Terminal: c.config.GetTty(), Stdin: c.config.GetStdin(), Running: run != nil && !run.HasEnded()}, nil
 }
 

@@ -93,7 +93,7 @@ type Config struct {
 
 	MaxExecs          int `toml:"max_execs" default:"512" min:"1" doc:"How many commands may be run in containers at the same time, probes and exec sessions alike; a quarter of them is left to probes and hooks. Each has a process of some MB in berth's cgroup, which the OOM killer may take. One more is refused with ResourceExhausted."`
 	MaxContainerExecs int `toml:"max_container_execs" default:"128" min:"1" doc:"How many commands may be run in one container at the same time."`
-	MaxSessions       int `toml:"max_sessions" default:"4096" min:"1" doc:"How many clients may be attached to containers, and connections be forwarded to ports of pods, at the same time."`
+	MaxSessions       int `toml:"max_sessions" default:"4096" min:"1" doc:"How many clients may be attached to containers, and connections be forwarded to ports of pods, at the same time. A pod may have half of them."`
 
 	WaitLimit Duration `toml:"wait_limit" default:"1m" min:"1s" doc:"Whatever berth waits for longer than this (a plugin, a disk, the end of a killed process, its turn) is logged, with the stacks of all goroutines once a minute at most. What bounds the wait itself is not changed. Waits that may take longer have limits of their own; verbose Status shows all of them."`
 

@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"sync"
 	"time"
 
 	"golang.org/x/sync/semaphore"
@@ -19,22 +20,78 @@ import (
 // dialTime is how long a port may take to accept a connection, at each address.
 const dialTime = 10 * time.Second
 
-// Dials bounds the connections to pods that are being made at a time, for all clients together.
-type Dials struct{ places *semaphore.Weighted }
+// Dials bounds the connections to pods that are being made at a time, for all clients together, and for each pod to half of that: a
+// port that swallows what is sent to it holds up its own pod's. The lock guards the map and the users in it.
+type Dials struct {
+	places *semaphore.Weighted
+	mu     sync.Mutex
+	pods   map[string]*podDials
+}
 
-// maxDials is what there is room for. A port that accepts does so in less than a millisecond; one that does not would
-// otherwise have as many descriptors as clients ask for.
-const maxDials = 256
+// podDials are the connections to a pod that are being made, or wait for that.
+type podDials struct {
+	places *semaphore.Weighted
+	users  int
+}
+
+const (
+	// maxDials is what there is room for. A port that accepts does so in less than a millisecond; one that does not would
+	// otherwise have as many descriptors as clients ask for.
+	maxDials    = 256
+	maxPodDials = maxDials / 2
+)
 
 // NewDials returns a bound that nobody uses.
-func NewDials() *Dials { return &Dials{semaphore.NewWeighted(maxDials)} }
+func NewDials() *Dials {
+	return &Dials{places: semaphore.NewWeighted(maxDials), pods: map[string]*podDials{}}
+}
 
-// dial connects to a port at localhost, as seen in a network namespace, the host's if netnsPath is empty.
-func (d *Dials) dial(ctx context.Context, netnsPath string, port uint16) (*net.TCPConn, error) {
+// take waits for a place, the pod's first: who waits for that has no place of all pods'.
+func (d *Dials) take(ctx context.Context, pod string) (release func(), err error) {
+	own := d.enter(pod)
+	if err := own.places.Acquire(ctx, 1); err != nil {
+		d.leave(pod, own)
+		return nil, errdefs.Unavailable("connect: wait for %d other connections to the pod to be made: %w", maxPodDials, err)
+	}
 	if err := d.places.Acquire(ctx, 1); err != nil {
+		own.places.Release(1)
+		d.leave(pod, own)
 		return nil, errdefs.Unavailable("connect: wait for %d other connections to be made: %w", maxDials, err)
 	}
-	defer d.places.Release(1)
+	return func() {
+		d.places.Release(1)
+		own.places.Release(1)
+		d.leave(pod, own)
+	}, nil
+}
+
+func (d *Dials) enter(pod string) *podDials {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	own := d.pods[pod]
+	if own == nil {
+		own = &podDials{places: semaphore.NewWeighted(maxPodDials)}
+		d.pods[pod] = own
+	}
+	own.users++
+	return own
+}
+
+func (d *Dials) leave(pod string, own *podDials) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if own.users--; own.users == 0 {
+		delete(d.pods, pod)
+	}
+}
+
+// dial connects to a port at a pod's localhost, as seen in its network namespace, the host's if netnsPath is empty.
+func (d *Dials) dial(ctx context.Context, pod, netnsPath string, port uint16) (*net.TCPConn, error) {
+	release, err := d.take(ctx, pod)
+	if err != nil {
+		return nil, err
+	}
+	defer release()
 	var all error
 	for _, localhost := range []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1}), netip.IPv6Loopback()} {
 		address := netip.AddrPortFrom(localhost, port)

@@ -47,7 +47,23 @@ func threads(t *testing.T) int {
 	return len(entries)
 }
 
-// Connections that hang in pods' namespaces have no threads, there is a bound for them, and they end with their clients.
+// dialOwn connects to a port that accepts.
+func dialOwn(t *testing.T, d *Dials, pod string) error {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	conn, err := d.dial(t.Context(), pod, "", l.Addr().(*net.TCPAddr).AddrPort().Port())
+	if err == nil {
+		err = conn.Close()
+	}
+	return err
+}
+
+// Connections that hang in pods' namespaces have no threads, there is a bound for them that leaves places for other pods, and they end
+// with their clients.
 func TestHangingDialsHaveNoThreads(t *testing.T) {
 	address := deaf(t)
 	d := NewDials()
@@ -58,15 +74,20 @@ func TestHangingDialsHaveNoThreads(t *testing.T) {
 	errs := make(chan error, 2*maxDials)
 	for range 2 * maxDials {
 		running.Go(func() {
-			_, err := d.dial(ctx, "/proc/self/ns/net", address.Port())
+			_, err := d.dial(ctx, "pod", "/proc/self/ns/net", address.Port())
 			errs <- err
 		})
 	}
-	for d.places.TryAcquire(1) { // until all that there is room for are waiting
-		d.places.Release(1)
+	own := d.enter("pod")
+	for own.places.TryAcquire(1) { // until all that there is room for are waiting
+		own.places.Release(1)
 	}
-	if now := threads(t); now > before+maxDials/2 {
-		t.Errorf("%d threads more for %d connections", now-before, maxDials)
+	d.leave("pod", own)
+	if now := threads(t); now > before+maxPodDials/2 {
+		t.Errorf("%d threads more for %d connections", now-before, maxPodDials)
+	}
+	if err := dialOwn(t, d, "other"); err != nil {
+		t.Errorf("another pod: %v", err)
 	}
 	cancel()
 	running.Wait()
@@ -76,8 +97,8 @@ func TestHangingDialsHaveNoThreads(t *testing.T) {
 			t.Errorf("error %v", err)
 		}
 	}
-	if !d.places.TryAcquire(maxDials) {
-		t.Error("not all places were given back")
+	if !d.places.TryAcquire(maxDials) || len(d.pods) != 0 {
+		t.Errorf("not all places were given back: %v", d.pods)
 	}
 }
 
@@ -89,7 +110,7 @@ func TestDial(t *testing.T) {
 		}
 		port := l.Addr().(*net.TCPAddr).AddrPort().Port()
 		for _, netns := range []string{"", "/proc/self/ns/net"} {
-			conn, err := NewDials().dial(t.Context(), netns, port)
+			conn, err := NewDials().dial(t.Context(), "pod", netns, port)
 			if err != nil {
 				t.Fatalf("%s: %v", localhost, err)
 			}
@@ -99,7 +120,7 @@ func TestDial(t *testing.T) {
 			conn.Close()
 		}
 		l.Close()
-		if _, err := NewDials().dial(t.Context(), "", port); !errors.Is(err, unix.ECONNREFUSED) {
+		if _, err := NewDials().dial(t.Context(), "pod", "", port); !errors.Is(err, unix.ECONNREFUSED) {
 			t.Errorf("nobody listens: %v", err)
 		}
 	}

@@ -10,15 +10,15 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Forward connects a client to a TCP port at localhost as seen in the network namespace
+// Forward connects a client to a TCP port of a pod, at localhost as seen in the network namespace
 // pinned at netns, the host's if that is empty; IPv4 first. It returns when both sides have
 // ended, one of them fails, or ctx ends. Each side may close its direction and go on in
 // the other (stream.Close closes the one to the client).
 //
 // When it fails a Read from stream that is under way is not waited for: the caller
 // closes the stream. Unavailable if nothing listens there, or berth is stopping.
-func (r Runner) Forward(ctx context.Context, netns string, port uint16, stream io.ReadWriteCloser) error {
-	conn, err := r.Dials.dial(ctx, netns, port)
+func (r Runner) Forward(ctx context.Context, pod, netns string, port uint16, stream io.ReadWriteCloser) error {
+	conn, err := r.Dials.dial(ctx, pod, netns, port)
 	if err != nil {
 		return err
 	}

@@ -12,8 +12,11 @@ import (
 type Limits struct {
 	Execs             int // in all containers, ExecSync's too
 	ExecsPerContainer int
-	Sessions          int // of Attach, and connections to forwarded ports
+	Sessions          int // of Attach, and connections to forwarded ports; a pod may have half of them
 }
+
+// podSessions is how many sessions a pod may have: it leaves as many to the others.
+func (l Limits) podSessions() int { return max(1, l.Sessions/2) }
 
 // execSessions is how many execs may be clients' sessions, which last as long as these want. A quarter is left to probes and
 // hooks: those of other pods fail without a place.

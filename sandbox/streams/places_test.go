@@ -60,9 +60,11 @@ func TestSessionsHavePlaces(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for range testLimits.Sessions {
-		if _, err := s.attached.take("pod other"); err != nil {
-			t.Fatal(err)
+	for _, pod := range []string{"pod other", "pod another"} { // each has half of them
+		for range testLimits.Sessions / 2 {
+			if _, err := s.attached.take(pod); err != nil {
+				t.Fatal(err)
+			}
 		}
 	}
 	_, exec := s.ExecSync(t.Context(), "runs", []string{"true"}, 0)
@@ -72,6 +74,27 @@ func TestSessionsHavePlaces(t *testing.T) {
 		if errdefs.Code(err) != codes.ResourceExhausted {
 			t.Errorf("%s: %v", name, err)
 		}
+	}
+}
+
+// A pod has half of the sessions at most, those of its containers and its ports together.
+func TestSessionsLeavePlacesForOtherPods(t *testing.T) {
+	s := testStreams()
+	for range testLimits.Sessions / 2 {
+		if _, err := s.attached.take("pod ready-with-a-longer-id"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for name, err := range map[string]error{"Attach": s.Attach(t.Context(), "runs", false, noClient), "PortForward": s.PortForward(t.Context(), "ready", 1, nil)} {
+		if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "pod ready-with-a-longer-id has 2") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if err := s.PortForward(t.Context(), "sandboxed", nobodysPort(t), nil); errdefs.Code(err) == codes.ResourceExhausted {
+		t.Errorf("another pod: %v", err)
+	}
+	if got := (Limits{Sessions: 1}).podSessions(); got != 1 {
+		t.Errorf("of one session a pod may have %d", got)
 	}
 }
 

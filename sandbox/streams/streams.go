@@ -22,6 +22,7 @@ import (
 // Container is a container that a client can be connected to.
 type Container struct {
 	ID       string
+	PodID    string
 	Process  *specs.Process      // what execs derive from
 	Runtime  *ociruntime.Runtime // nil: libcontainer
 	Cgroup   string              // its cgroup, as in a runtime-spec
@@ -31,6 +32,9 @@ type Container struct {
 }
 
 func (c Container) String() string { return "container " + c.ID }
+
+// pod is what counts for limits of pods.
+func (c Container) pod() Pod { return Pod{ID: c.PodID} }
 
 // Pod is a pod that a client can be connected to.
 type Pod struct {
@@ -61,7 +65,7 @@ type Streams struct {
 	outputs   *session.Outputs
 	execs     *places
 	connected *places // of the execs, those with a client
-	attached  *places // to containers and pods' ports
+	attached  *places // to containers and ports, of pods
 }
 
 // New returns what connects clients to these targets, whose cgroups are systemd's or not.
@@ -69,7 +73,7 @@ func New(targets Targets, launchers *shim.Launchers, dirs layout.Dirs, systemd b
 	return &Streams{targets: targets, launchers: launchers, dirs: dirs, systemd: systemd, tasks: tasks, dials: session.NewDials(), outputs: &session.Outputs{},
 		execs:     newPlaces("execs", limits.Execs, limits.ExecsPerContainer),
 		connected: newPlaces("exec sessions", limits.execSessions(), limits.ExecsPerContainer),
-		attached:  newPlaces("attached sessions and forwarded connections", limits.Sessions, limits.Sessions)}
+		attached:  newPlaces("attached sessions and forwarded connections", limits.Sessions, limits.podSessions())}
 }
 
 // sessions runs sessions for the time of an operation.
@@ -218,7 +222,7 @@ func (s *Streams) Attach(ctx context.Context, id string, terminal bool, client s
 	if err != nil {
 		return err
 	}
-	release, err := s.attached.take(c.String())
+	release, err := s.attached.take(c.pod().String())
 	if err != nil {
 		return err
 	}
@@ -275,7 +279,7 @@ func (s *Streams) PortForward(ctx context.Context, podID string, port int32, str
 	}
 	defer release()
 	defer s.tasks.BeginOpen("the end of a forwarded connection", pod.String())()
-	err = s.sessions().Forward(ctx, pod.NetNS, uint16(port), stream)
+	err = s.sessions().Forward(ctx, pod.ID, pod.NetNS, uint16(port), stream)
 	if pod.Sandboxed && errors.Is(err, unix.ECONNREFUSED) {
 		return errdefs.FailedPrecondition("forward port %d of pod sandbox %s: its runtime's sandbox has a localhost of its own, which the host can't reach", port, pod.ID)
 	}

@@ -43,7 +43,7 @@ var (
 func testStreams() *Streams {
 	return New(targets{
 		containers: map[string]Container{
-			"runs":     {ID: "runs-with-a-longer-id", Running: true},
+			"runs":     {ID: "runs-with-a-longer-id", PodID: "ready-with-a-longer-id", Running: true},
 			"terminal": {ID: "terminal-with-a-longer-id", Running: true, Terminal: true},
 			"ended":    {ID: "ended-with-a-longer-id"},
 		},
