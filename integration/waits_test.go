@@ -112,7 +112,8 @@ func endHungPlugins(t *testing.T) {
 }
 
 // Whatever is waited for is shown, with its object, its age and its limit, as long as it lasts and no longer. Here all those
-// that a test can bring about last at the same time; docs/reliability.md has a table of them.
+// that a test can bring about last at the same time; docs/reliability.md has a table of them. An operation is among them whatever it waits
+// for, and so if its caller has gone.
 func TestWaitsAreShown(t *testing.T) {
 	plugin := moody.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, harness.WithConfig(`wait_limit = "100s"`, `stall_timeout = "10m"`), plugin.Option)
@@ -190,11 +191,14 @@ func TestWaitsAreShown(t *testing.T) {
 	shown("CNI ADD", "pod ", general)
 	begin("run, joined", run)
 	shown("it to be made", config.Metadata.Name, 4*minutes+slack)
+	shown("run", config.Metadata.Name, 4*minutes+slack)
 	plugin.Is(t, "DEL", moody.WorkPause)
 	begin("stop pod", func(ctx context.Context) error { return d.Cri.StopPodSandbox(ctx, victim.Id) })
 	shown("CNI DEL", "pod "+victim.Id, general)
+	shown("stop", "pod "+victim.Id, 4*minutes+slack)
 	begin("remove pod", func(ctx context.Context) error { return d.Cri.RemovePodSandbox(ctx, victim.Id) })
 	shown("its turn to remove", "pod "+victim.Id, 4*minutes+slack)
+	shown("remove", "pod "+victim.Id, 4*minutes+slack)
 
 	begin("exec", func(ctx context.Context) error {
 		_, err := harness.RawRuntime(t, d).ExecSync(ctx, &runtimeapi.ExecSyncRequest{ContainerId: stubborn.Id, Cmd: []string{"sleep", "1000"}, Timeout: 10 * minutes})
@@ -222,6 +226,7 @@ func TestWaitsAreShown(t *testing.T) {
 	stop(d.Launchers()...)
 	begin("start", func(ctx context.Context) error { return d.Cri.StartContainer(ctx, created.Id) })
 	shown("its launch", "container "+created.Id, general)
+	shown("start", "container "+created.Id, 4*minutes+slack)
 
 	letGo()
 	under.Wait()

@@ -106,6 +106,7 @@ func createFailed(identity string, err error) error {
 
 // newContainer runs in a goroutine of its own, whatever becomes of the caller.
 func (m *Manager) newContainer(p *pod, config *runtimeapi.ContainerConfig, identity string) (string, error) {
+	defer m.tasks.BeginUpTo(task.Limit, "create", identity)()
 	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), task.Limit)
 	defer cancel()
 	var c *container

@@ -96,6 +96,7 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 
 // newPod runs in a goroutine of its own, whatever becomes of the caller.
 func (m *Manager) newPod(config *runtimeapi.PodSandboxConfig, handler, identity string) (string, error) {
+	defer m.tasks.BeginUpTo(task.Limit, "run", identity)()
 	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), task.Limit)
 	defer cancel()
 	var p *pod

@@ -37,13 +37,16 @@ func NewRunner(log *slog.Logger, waits *Waits) *Runner {
 
 // Detach runs op to its end in a goroutine of Operations, so that a caller that
 // goes away does not leave half of it done. It returns when op has ended or the
-// caller's context has. Limit bounds op.
+// caller's context has. Limit bounds op, which is among the waits as long as it lasts.
 func (r *Runner) Detach(ctx context.Context, limit time.Duration, what, object string, op func(context.Context) error) error {
 	done := make(chan error, 1)
 	if !r.Operations.Spawn(func() {
 		ctx, cancel := context.WithTimeout(r.Operations.ctx, limit)
 		defer cancel()
-		done <- r.Guard(what, object, func() error { return op(ctx) })
+		end := r.BeginUpTo(limit, what, object)
+		err := r.Guard(what, object, func() error { return op(ctx) })
+		end()
+		done <- err
 	}) {
 		return errdefs.Unavailable("%s %s: berth is stopping", what, object)
 	}
@@ -99,7 +102,9 @@ func (r *Runner) InBackground(what, object string, do func(context.Context) erro
 	r.Background.Spawn(func() {
 		for delay := time.Second; ; delay = min(2*delay, time.Minute) {
 			ctx, cancel := context.WithTimeout(r.Background.ctx, Limit)
+			end := r.BeginUpTo(Limit, what, object)
 			err := r.Guard(what, object, func() error { return do(ctx) })
+			end()
 			cancel()
 			if err == nil || r.Background.ctx.Err() != nil {
 				return

@@ -80,9 +80,32 @@ func TestDetachGoesOnWithoutItsCaller(t *testing.T) {
 	if !errors.Is(err, context.Canceled) {
 		t.Errorf("the caller got %v", err)
 	}
+	if w := r.Waits(); len(w) != 1 || w[0].What != "stop" || w[0].Object != "pod 1" || w[0].Limit != time.Minute+slack {
+		t.Errorf("when its caller has gone the waits are %+v", w)
+	}
 	close(proceed)
 	if err := <-ended; err != nil {
 		t.Errorf("the operation was cancelled with its caller: %v", err)
+	}
+	r.Operations.Close()
+	if err := r.Operations.Wait(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if w := r.Waits(); len(w) != 0 {
+		t.Errorf("waits left: %v", w)
+	}
+}
+
+// What was told to its caller as ended is no wait any more.
+func TestDetachedWaitEndsFirst(t *testing.T) {
+	r := testRunner(t)
+	for range 100 {
+		if err := r.Detach(context.Background(), time.Minute, "stop", "pod 1", func(context.Context) error { return nil }); err != nil {
+			t.Fatal(err)
+		}
+		if w := r.Waits(); len(w) != 0 {
+			t.Fatalf("waits: %v", w)
+		}
 	}
 }
 
