@@ -222,21 +222,26 @@ func (s *Store) download(ctx context.Context, repo *registry.Repository, l regis
 // downloadFrom streams a layer from the network through its checks into the layer
 // store, beginning with the host of the given number.
 func (s *Store) downloadFrom(ctx context.Context, repo *registry.Repository, l registry.Layer, first int, received *atomic.Int64) error {
-	giveBack, err := s.turns.take(ctx, repo.Reference().Domain)
-	if err != nil {
-		return err
-	}
-	defer giveBack()
 	blob, err := repo.Blob(ctx, l.Blob, first, func(n int) { received.Add(int64(n)) })
 	if err != nil {
 		return err
 	}
 	defer blob.Close() // read to its end or given up
-	err = s.layers.Create(ctx, sourceOf(l), blob, limitsOf(l.Blob, s.cfg.Limits))
+	err = s.createInTurn(ctx, repo.Reference().Domain, l, blob)
 	if refusesContent(err) && repo.Hosts() > 1 {
-		return faultOf(blob, err)
+		return faultOf(ctx, blob, err)
 	}
 	return err
+}
+
+// createInTurn makes a layer of its blob when its registry may have another one unpacked.
+func (s *Store) createInTurn(ctx context.Context, domain string, l registry.Layer, blob *registry.Blob) error {
+	giveBack, err := s.turns.take(ctx, domain)
+	if err != nil {
+		return err
+	}
+	defer giveBack()
+	return s.layers.Create(ctx, sourceOf(l), blob, limitsOf(l.Blob, s.cfg.Limits))
 }
 
 // refusesContent tells an error that says that a layer cannot be what its tar says.
@@ -249,17 +254,14 @@ func refusesContent(err error) bool {
 const faultTime = time.Minute
 
 // faultOf reads a blob to its end whose layer was refused, and returns the blob's own error if it is not what it
-// should be: a byte that changed in a host's cache shows first as a tar that cannot be.
-func faultOf(blob io.Reader, refused error) error {
-	enough := time.Now().Add(faultTime)
-	for buf := make([]byte, 64<<10); time.Now().Before(enough); {
-		_, err := blob.Read(buf)
-		if errdefs.Code(err) == codes.DataLoss {
-			return err
-		}
-		if err != nil {
-			break
-		}
+// should be: a byte that changed in a host's cache shows first as a tar that cannot be. It takes no turn, for nothing is unpacked.
+func faultOf(ctx context.Context, blob *registry.Blob, refused error) error {
+	ctx, cancel := context.WithTimeout(ctx, faultTime)
+	defer cancel()
+	blob.Resume() // whoever refused it may have stopped it
+	defer context.AfterFunc(ctx, blob.Stop)()
+	if _, err := io.Copy(io.Discard, blob); errdefs.Code(err) == codes.DataLoss {
+		return err
 	}
 	return refused
 }

@@ -1333,6 +1333,70 @@ func TestCorruptMirror(t *testing.T) {
 	}
 }
 
+// The next host is asked also if the unpacker stopped the blob when it refused it.
+func TestCorruptMirrorIsReadOn(t *testing.T) {
+	server, mirror := registrytest.New(t), registrytest.New(t)
+	large := plain(t, "f", strings.Repeat("content ", 1<<20))
+	server.PutImage("app", "v1", "", large)
+	mirror.PutImage("app", "v1", "", large)
+	path := diffID(large).String()
+	mirror.Before = func(w http.ResponseWriter, r *http.Request) bool {
+		if !strings.HasSuffix(r.URL.Path, path) {
+			return false
+		}
+		bad := bytes.Clone(large.Blob)
+		bad[0] ^= 1
+		_, _ = w.Write(bad)
+		return true
+	}
+	s := openStore(t, Config{
+		RegistryDirs: []string{mirrored(t, server, mirror)},
+		Unpack: func(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
+			defer blob.(unpack.Stopper).Stop()
+			return unpack.Layer(ctx, tree, blob, job)
+		},
+	})
+	pull(t, s, "example.com/app:v1")
+	if server.Count(path) != 1 {
+		t.Errorf("server was asked %d times", server.Count(path))
+	}
+}
+
+// While it is found out whose fault a refused layer is, other layers of its registry are unpacked.
+func TestRefusedLayerKeepsNobodyWaiting(t *testing.T) {
+	server, mirror := registrytest.New(t), registrytest.New(t)
+	bad := registrytest.Layer{Blob: bytes.Repeat([]byte("no tar "), 1<<20)}
+	for _, reg := range []*registrytest.Server{server, mirror} {
+		reg.PutImage("app", "v1", "", bad)
+		reg.PutImage("other", "v1", "", plain(t, "f", "1"))
+	}
+	path := diffID(bad).String()
+	sent, goOn := make(chan struct{}), make(chan struct{})
+	mirror.Before = func(w http.ResponseWriter, r *http.Request) bool {
+		if !strings.HasSuffix(r.URL.Path, path) {
+			return false
+		}
+		half := len(bad.Blob) / 2 // more than is read ahead
+		w.Header().Set("Content-Length", fmt.Sprint(len(bad.Blob)))
+		_, _ = w.Write(bad.Blob[:half])
+		w.(http.Flusher).Flush()
+		close(sent)
+		<-goOn
+		_, _ = w.Write(bad.Blob[half:])
+		return true
+	}
+	s := openStore(t, Config{RegistryDirs: []string{mirrored(t, server, mirror)}, MaxUnpacking: 1, StallTimeout: time.Hour})
+	refused := pullLater(t.Context(), s, "example.com/app:v1")
+	<-sent
+	ctx, cancel := context.WithTimeout(t.Context(), faultTime/2)
+	defer cancel()
+	if _, err := s.Pull(ctx, "example.com/other:v1", nil); err != nil {
+		t.Error(err)
+	}
+	close(goOn)
+	wantCode(t, <-refused, codes.InvalidArgument, "invalid tar header")
+}
+
 // A layer that is refused is not asked for elsewhere: the blob is what it should be.
 func TestRefusedLayerIsFetchedOnce(t *testing.T) {
 	server, mirror := registrytest.New(t), registrytest.New(t)

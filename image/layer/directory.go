@@ -19,7 +19,7 @@ import (
 // treeDir is where in a layer's directory its files are.
 const treeDir = "fs"
 
-// Unpacker is unpack.Layer, or what does the same elsewhere.
+// Unpacker is unpack.Layer, or what does the same elsewhere. It may stop a blob that is an unpack.Stopper.
 type Unpacker func(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error)
 
 // Directory is the driver that keeps a layer as a directory tree which overlayfs

@@ -133,7 +133,7 @@ func (s *Store) Usage() Usage {
 // returns nil the layer is visible and durable; on any error nothing of it is
 // left. If the layer is there already, blob is not read. blob is read from another
 // goroutine, which has ended when Create returns; its Read must return when ctx is
-// done.
+// done, and should when the layer has failed meanwhile, see unpack.Stopper.
 //
 // Calls for the same layer do not wait for each other's blob, which may come from a
 // host that never ends: each makes the layer, and the first to finish is kept.

@@ -25,9 +25,11 @@ const (
 // Blob reads a blob from the hosts of a repository. A transfer that breaks off
 // goes on where it stopped, with the next host if there are several. Read returns
 // io.EOF only after size and digest have been found right. URLs in the descriptor
-// are not followed. Not safe for concurrent use.
+// are not followed. Not safe for concurrent use, but for Stop.
 type Blob struct {
-	ctx     context.Context
+	owner   context.Context    // of who asked for it
+	ctx     context.Context    // of reading: it ends with owner, or when the blob is stopped
+	stop    context.CancelFunc // ends ctx
 	repo    *Repository
 	want    ocispec.Descriptor
 	first   int // number of the host to ask first
@@ -56,7 +58,9 @@ func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first in
 	if onBytes == nil {
 		onBytes = func(int) {}
 	}
-	return &Blob{ctx: ctx, repo: r, want: want, first: first, onBytes: onBytes, hash: want.Digest.Algorithm().Hash()}, nil
+	b := &Blob{owner: ctx, repo: r, want: want, first: first, onBytes: onBytes, hash: want.Digest.Algorithm().Hash()}
+	b.ctx, b.stop = context.WithCancel(ctx)
+	return b, nil
 }
 
 // Read implements io.Reader.
@@ -82,8 +86,26 @@ func (b *Blob) Read(p []byte) (int, error) {
 	return 0, b.err
 }
 
+// Stop ends a Read that is under way, and makes those that follow fail, until Resume. It may be called beside Read, but
+// not beside Resume.
+func (b *Blob) Stop() { b.stop() }
+
+// Resume lets a blob that was stopped be read on from where it is, by another transfer. If it was not, nothing changes. What
+// was found wrong with the blob before stays wrong.
+func (b *Blob) Resume() {
+	if b.ctx.Err() == nil {
+		return
+	}
+	b.closeBody()
+	if errors.Is(b.err, context.Canceled) {
+		b.err = nil
+	}
+	b.ctx, b.stop = context.WithCancel(b.owner)
+}
+
 // Close ends the transfer.
 func (b *Blob) Close() error {
+	b.stop()
 	b.closeBody()
 	if b.err == nil {
 		b.err = errors.New("read of a closed blob")

@@ -358,6 +358,72 @@ func TestBlobCancelled(t *testing.T) {
 	}
 }
 
+// A Read that waits for a host that is silent ends when the blob is stopped. It can be read on, then.
+func TestBlobStops(t *testing.T) {
+	release := make(chan struct{})
+	s := newBlobServer(t, randomBytes(t, 1000), func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+		if n == 1 {
+			s.part(w, 0, 700)
+			w.(http.Flusher).Flush()
+			<-release
+			return
+		}
+		s.part(w, offset, int64(len(s.data)))
+	})
+	defer close(release)
+	var once sync.Once
+	arrived := make(chan struct{})
+	b, err := s.open(t, Config{}).Blob(t.Context(), s.want, 0, func(int) { once.Do(func() { close(arrived) }) })
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	ended := make(chan error)
+	go func() {
+		_, err := io.ReadAll(b)
+		ended <- err
+	}()
+	<-arrived
+	b.Stop()
+	if err := <-ended; !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v", err)
+	}
+	if _, err := b.Read(make([]byte, 1)); !errors.Is(err, context.Canceled) {
+		t.Errorf("read on: %v", err)
+	}
+	for range 2 { // the second time it is whole
+		b.Resume()
+		if _, err := io.ReadAll(b); err != nil {
+			t.Errorf("resumed: %v", err)
+		}
+		b.Stop()
+	}
+	if asked := s.asked(); !slices.Equal(asked, []string{"", "bytes=700-"}) {
+		t.Errorf("it was asked for %q", asked)
+	}
+}
+
+// What is wrong with a blob is so after it was stopped, too.
+func TestStoppedBlobStaysCorrupt(t *testing.T) {
+	s := newBlobServer(t, randomBytes(t, 1000), func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+		_, _ = w.Write(make([]byte, 1000))
+	})
+	b, err := s.open(t, Config{}).Blob(t.Context(), s.want, 0, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	for range 2 {
+		_, err := io.ReadAll(b)
+		wantCode(t, err, codes.DataLoss, "digest of the content")
+		b.Stop()
+		b.Resume()
+	}
+	if n := len(s.asked()); n != 1 {
+		t.Errorf("it was asked for %d times", n)
+	}
+}
+
 // TestBlobChangesHosts: a mirror that always breaks off or has something else
 // does not keep the blob from coming from the server.
 func TestBlobChangesHosts(t *testing.T) {

@@ -49,6 +49,10 @@ type Job struct {
 	Progress func(n int)
 }
 
+// Stopper is a blob whose Read may take long, from the network say, and can be ended: Stop, called beside Read, has it return an
+// error soon. An unpacker that leaves its blob to another goroutine stops it when it needs no more of it.
+type Stopper interface{ Stop() }
+
 // Result is what came of a blob.
 type Result struct {
 	Digest   digest.Digest // of the tar

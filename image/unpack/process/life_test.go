@@ -112,6 +112,51 @@ func TestKilled(t *testing.T) {
 	}
 }
 
+// silent is a blob of which, after a part, nothing comes until it is stopped.
+type silent struct {
+	io.Reader
+	onSilence func()
+	stopped   chan struct{}
+}
+
+func (s *silent) Read(b []byte) (int, error) {
+	n, err := s.Reader.Read(b)
+	if err == io.EOF {
+		s.onSilence()
+		<-s.stopped
+		return 0, context.Canceled
+	}
+	return n, err
+}
+
+func (s *silent) Stop() { close(s.stopped) }
+
+// When the process has gone, nobody waits for the blob.
+func TestEndsWhileTheBlobIsSilent(t *testing.T) {
+	p := open(t, built, time.Hour)
+	full := errors.New("no room")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	for _, c := range []struct {
+		name      string
+		onSilence func()
+		text      string
+	}{
+		{"killed", func() {
+			for _, pid := range children(t) {
+				if err := unix.Kill(pid, unix.SIGKILL); err != nil {
+					t.Error(err)
+				}
+			}
+		}, "signal: killed"},
+		{"given up", func() { cancel(full) }, full.Error()},
+	} {
+		blob := &silent{bytes.NewReader(everyKind(t)[:100_000]), c.onSilence, make(chan struct{})}
+		if _, err := p.Unpack(ctx, tree(t), blob, job); err == nil || !strings.Contains(err.Error(), c.text) {
+			t.Errorf("%s: %v, want %q", c.name, err, c.text)
+		}
+	}
+}
+
 // A process that is frozen is given up, and can be cancelled before that.
 func TestFrozen(t *testing.T) {
 	large := pack(t, file("f", strings.Repeat("x", 8*pipeSize)))

@@ -70,7 +70,8 @@ func (p *Program) Close() error { return p.exe.Close() }
 
 // Unpack does what unpack.Layer does, in a process of its own. Beside the errors of unpack.Layer there
 // are Unavailable where the process died or stood still, ResourceExhausted where it took more CPU time than
-// any layer can need, and Internal where it could not be started or broke the rules.
+// any layer can need, and Internal where it could not be started or broke the rules. It waits for a Read of the blob that
+// is under way; one that may take long is to be an unpack.Stopper.
 func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 	job.Limits = job.Limits.WithDefaults()
 	failpoint.Reach("unpack.start")
@@ -101,6 +102,9 @@ func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job
 		result, err = unpack.Result{}, verdict(context.Cause(ctx), err, end, said, p.most(job.Limits))
 	}
 	cancel(nil)
+	if s, ok := blob.(unpack.Stopper); ok {
+		s.Stop() // nobody takes what may come
+	}
 	helpers.Wait()
 	p.log.Debug("unpacked a layer", "digest", result.Digest, "error", err, "cpu", end.UserTime()+end.SystemTime(), "peakKiB", peak(end))
 	return result, err
