@@ -39,9 +39,19 @@ func NewRunner(log *slog.Logger, waits *Waits) *Runner {
 // goes away does not leave half of it done. It returns when op has ended or the
 // caller's context has. Limit bounds op, which is among the waits as long as it lasts.
 func (r *Runner) Detach(ctx context.Context, limit time.Duration, what, object string, op func(context.Context) error) error {
+	return r.detach(ctx, r.Operations, limit, what, object, op)
+}
+
+// Aside is Detach for a step of an operation that may hang in the kernel, where nothing ends it. It begins also when no
+// operation does any more because berth is stopping: those under way are to end well. What hangs then is waited for no longer than watchers are.
+func (r *Runner) Aside(ctx context.Context, limit time.Duration, what, object string, op func() error) error {
+	return r.detach(ctx, r.Watchers, limit, what, object, func(context.Context) error { return op() })
+}
+
+func (r *Runner) detach(ctx context.Context, in *Lifetime, limit time.Duration, what, object string, op func(context.Context) error) error {
 	done := make(chan error, 1)
-	if !r.Operations.Spawn(func() {
-		ctx, cancel := context.WithTimeout(r.Operations.ctx, limit)
+	if !in.Spawn(func() {
+		ctx, cancel := context.WithTimeout(in.ctx, limit)
 		defer cancel()
 		end := r.BeginUpTo(limit, what, object)
 		err := r.Guard(what, object, func() error { return op(ctx) })

@@ -32,7 +32,7 @@ func (s *Sources) alone(ctx context.Context, what, source string, op func() erro
 	if err != nil {
 		return err
 	}
-	return s.tasks.Detach(ctx, task.Limit, what, source, func(context.Context) error { // not begun only if berth is stopping
+	return s.tasks.Aside(ctx, task.Limit, what, source, func() error { // not begun only if no operation is to go on
 		defer end()
 		defer s.tasks.Begin("it to answer", "volume "+source)()
 		return op()
@@ -100,5 +100,5 @@ func (k Kit) aside(ctx context.Context, c Container, what string, op func(Contai
 	}
 	rec := *c.Rec
 	c.Rec = &rec
-	return k.Tasks.Detach(ctx, task.Limit, what, object, func(context.Context) error { return op(c) })
+	return k.Tasks.Aside(ctx, task.Limit, what, object, func() error { return op(c) })
 }

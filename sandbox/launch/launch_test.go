@@ -59,8 +59,8 @@ func TestLabelMountsThatHang(t *testing.T) {
 	if want := []string{"/alive", "/dead", "/dead"}; !slices.Equal(labelled, want) {
 		t.Errorf("labelled %v, want %v", labelled, want)
 	}
-	tasks.Operations.Close()
-	if err := tasks.Operations.Wait(t.Context()); err != nil {
+	tasks.Watchers.Close()
+	if err := tasks.Watchers.Wait(t.Context()); err != nil {
 		t.Error(err)
 	}
 	if len(k.Sources.busy) != 0 || len(waits.List()) != 0 {
@@ -72,6 +72,7 @@ func TestLabelMountsThatHang(t *testing.T) {
 func TestAsideHasItsOwnRecord(t *testing.T) {
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
 	k := Kit{Tasks: tasks, Sources: NewSources(tasks)}
+	tasks.Operations.Close() // a container that is being started while berth is told to stop is started
 	ctx, cancel := context.WithCancel(t.Context())
 	c := Container{Rec: &record.Container{ID: "c", LogPath: "before"}, Config: &runtimeapi.ContainerConfig{
 		Mounts: []*runtimeapi.Mount{{HostPath: t.TempDir()}, {HostPath: "/not/there"}, {HostPath: "not absolute"}, {Image: &runtimeapi.ImageSpec{Image: "x"}}}}}
