@@ -41,6 +41,11 @@ func (s *syncer) begin() (since int64) { return s.failed.Load() }
 // wait returns when everything that was written since begin is on the disk, or has failed to come there.
 func (s *syncer) wait(since int64) error {
 	r, leads := s.board()
+	return s.ride(r, leads, since)
+}
+
+// ride returns when a round that was boarded has ended.
+func (s *syncer) ride(r *syncRound, leads bool, since int64) error {
 	if leads {
 		s.run(r)
 	}

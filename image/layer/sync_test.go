@@ -5,7 +5,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
-	"time"
 )
 
 // Who asks during a sync waits for the next one, all together; what was written before it began is in it.
@@ -27,12 +26,14 @@ func TestSyncerGathers(t *testing.T) {
 		}
 	})
 	<-began
-	var waiting atomic.Int64
+	var boarded sync.WaitGroup
+	boarded.Add(many)
 	for range many {
 		all.Go(func() {
 			since := s.begin()
-			waiting.Add(1)
-			if err := s.wait(since); err != nil {
+			r, leads := s.board()
+			boarded.Done()
+			if err := s.ride(r, leads, since); err != nil {
 				t.Error(err)
 			}
 			if syncs.Load() < 2 {
@@ -40,12 +41,10 @@ func TestSyncerGathers(t *testing.T) {
 			}
 		})
 	}
-	for deadline := time.Now().Add(time.Minute); waiting.Load() < many && time.Now().Before(deadline); {
-		time.Sleep(time.Millisecond)
-	}
+	boarded.Wait()
 	close(goOn)
 	all.Wait()
-	if n := syncs.Load(); n < 2 || n > many/2 { // some may have come late
+	if n := syncs.Load(); n != 2 {
 		t.Errorf("%d syncs for %d", n, many+1)
 	}
 }
