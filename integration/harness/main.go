@@ -21,6 +21,8 @@ const (
 	binEnv = "BERTH_BIN"
 	// machineEnv is the name of the private machine we are in, and of its cgroups.
 	machineEnv = "BERTH_MACHINE"
+	// buildScript is, in a checkout, what makes the binaries.
+	buildScript = "contrib/build"
 )
 
 // What all tests share.
@@ -84,9 +86,9 @@ func findBinaries() error {
 	if BinDir = os.Getenv(binEnv); BinDir != "" {
 		return nil
 	}
-	build := exec.CommandContext(context.Background(), filepath.Join(source(), "contrib/build"))
+	build := exec.CommandContext(context.Background(), filepath.Join(source(), buildScript))
 	if out, err := build.CombinedOutput(); err != nil {
-		return fmt.Errorf("contrib/build: %w\n%s", err, out)
+		return fmt.Errorf("%s: %w\n%s", buildScript, err, out)
 	}
 	var err error
 	if BinDir, err = filepath.Abs(filepath.Join(source(), "bin")); err != nil {
