@@ -48,6 +48,9 @@ func (l *Launchers) Exec(ctx context.Context, req ExecRequest) (*Exec, error) {
 	}
 	e, err := l.execWith(ctx, req, func() (*launcher, error) { return l.take(true) })
 	if errors.Is(err, errDeaf) {
+		if ctx.Err() != nil { // the command is not to run after who asked for it was told that its time is over
+			return nil, context.Cause(ctx)
+		}
 		l.cfg.Log.Warn("a launcher is given up, another gets its order", "container", req.ID, "error", err)
 		e, err = l.execWith(ctx, req, l.start)
 	}

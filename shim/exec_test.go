@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
@@ -18,6 +19,7 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/pidfd"
+	"berth/internal/testbuffer"
 )
 
 func testProcess(args ...string) *specs.Process {
@@ -339,15 +341,7 @@ func TestExecLaunchersServeAgain(t *testing.T) {
 func TestFrozenIdleLauncher(t *testing.T) {
 	e := newEnv(t)
 	e.hearTime = 3 * time.Second // the one that comes after it has to start in that time
-	freeze := func() *launcher {
-		e.until("a launcher is idle", func() bool { e.mu.Lock(); defer e.mu.Unlock(); return len(e.idle) == 1 })
-		e.mu.Lock()
-		defer e.mu.Unlock()
-		if err := pidfd.Signal(e.idle[0].proc, unix.SIGSTOP); err != nil {
-			t.Fatal(err)
-		}
-		return e.idle[0].launcher
-	}
+	freeze := e.freezeIdle
 	gone := func(p *launcher) {
 		e.until("the frozen one is gone", func() bool { return unix.Kill(p.pid, 0) == unix.ESRCH })
 	}
@@ -359,4 +353,37 @@ func TestFrozenIdleLauncher(t *testing.T) {
 		t.Errorf("the exec wrote %q and ended with %d", out, code)
 	}
 	gone(frozen)
+}
+
+// freezeIdle stops the idle launcher.
+func (e *env) freezeIdle() *launcher {
+	e.Helper()
+	e.until("a launcher is idle", func() bool { e.mu.Lock(); defer e.mu.Unlock(); return len(e.idle) == 1 })
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if err := pidfd.Signal(e.idle[0].proc, unix.SIGSTOP); err != nil {
+		e.Fatal(err)
+	}
+	return e.idle[0].launcher
+}
+
+// An order that was taken back while its launcher did not read it is given to no other: what it would be made in may have gone.
+func TestOrderTakenBackFromFrozenLauncher(t *testing.T) {
+	var log testbuffer.Buffer
+	e := newEnv(t, func(c *Config) { c.Log = slog.New(slog.NewTextHandler(&log, nil)) })
+	e.hearTime = 3 * time.Second // in which it is taken back
+	frozen := e.freezeIdle()
+	ctx, cancel := context.WithCancel(e.ctx)
+	defer cancel()
+	req, ended := e.request("c", "exec sleep 1000"), make(chan error, 1)
+	go func() { _, err := e.Launch(ctx, req); ended <- err }()
+	e.until("it has its order", func() bool { n, err := frozen.conn.Unread(); return err == nil && n > 0 })
+	cancel()
+	if err := <-ended; !errors.Is(err, context.Canceled) {
+		t.Errorf("error %v", err)
+	}
+	if strings.Contains(log.String(), "another gets its order") {
+		t.Errorf("another launcher got the order: %s", log.String())
+	}
+	e.until("the frozen one is gone", func() bool { return unix.Kill(frozen.pid, 0) == unix.ESRCH })
 }

@@ -44,8 +44,11 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 	}
 	started, err := l.launchWith(ctx, p, req)
 	if errors.Is(err, errDeaf) {
-		l.cfg.Log.Warn("a launcher is given up, another gets its order", "container", req.ID, "pid", p.pid, "error", err)
 		l.retire(p)
+		if ctx.Err() != nil { // what nobody wants any more is begun by no other: its pod may have been taken down meanwhile
+			return nil, fmt.Errorf("%w: %w", err, ctx.Err())
+		}
+		l.cfg.Log.Warn("a launcher is given up, another gets its order", "container", req.ID, "pid", p.pid, "error", err)
 		if p, err = l.start(); err != nil {
 			return nil, err
 		}
