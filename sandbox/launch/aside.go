@@ -26,7 +26,7 @@ func NewSources(tasks *task.Runner) *Sources {
 }
 
 // alone does something with a source when nobody else does the same. When ctx ends, which is the error, it goes on
-// without the caller if it has begun.
+// without the caller if it has begun, and is not begun.
 func (s *Sources) alone(ctx context.Context, what, source string, op func() error) error {
 	end, err := s.begin(ctx, what, source)
 	if err != nil {
@@ -42,6 +42,9 @@ func (s *Sources) alone(ctx context.Context, what, source string, op func() erro
 func (s *Sources) begin(ctx context.Context, what, source string) (end func(), err error) {
 	key := what + " " + source
 	for {
+		if err := ctx.Err(); err != nil {
+			return nil, fmt.Errorf("%s %s: %w", what, source, err)
+		}
 		other := s.enter(key)
 		if other == nil {
 			return func() { s.leave(key) }, nil

@@ -68,6 +68,22 @@ func TestLabelMountsThatHang(t *testing.T) {
 	}
 }
 
+// Nothing is labelled for a container that was given up just before, while its mounts were looked at: all of a volume would be.
+func TestNothingIsLabelledInVain(t *testing.T) {
+	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
+	relabel := func(source, _ string) error { t.Errorf("%s was labelled", source); return nil }
+	k := Kit{Tasks: tasks, SELinux: lsm.SELinux{Relabel: relabel}, Sources: NewSources(tasks)}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := k.labelMounts(ctx, []string{"/volume"}, confine.Labels{Process: "p", Mount: "files"}); !errors.Is(err, context.Canceled) {
+		t.Errorf("error %v", err)
+	}
+	tasks.Watchers.Close()
+	if err := tasks.Watchers.Wait(t.Context()); err != nil || len(k.Sources.busy) != 0 {
+		t.Errorf("left: %v, %v", k.Sources.busy, err)
+	}
+}
+
 // What is done aside goes on with the record as it was: whoever has the turn next may change it.
 func TestAsideHasItsOwnRecord(t *testing.T) {
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
