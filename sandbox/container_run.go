@@ -44,6 +44,8 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 		return errdefs.NotFound("container %q does not exist", c.id)
 	case c.rec.Phase == record.ContainerRunning:
 		return nil
+	case c.rec.Phase == record.ContainerStarting: // by an earlier daemon
+		return errdefs.Unavailable("container %s: what an earlier start left of it has not ended", c.id)
 	case c.rec.Phase != record.ContainerCreated:
 		return errdefs.FailedPrecondition("container %s has exited", c.id)
 	}

@@ -7,6 +7,7 @@ import (
 	"os"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint"
@@ -38,10 +39,21 @@ func (m *Manager) recover(ctx context.Context) error {
 			return fmt.Errorf("recover pod %s: %w", p.id, err)
 		}
 	}
+	var shims errgroup.Group
+	shims.SetLimit(findAtOnce)
 	for _, c := range m.containers.Snapshot() {
-		if err := m.recoverContainer(ctx, c); err != nil {
-			return fmt.Errorf("recover container %s: %w", c.id, err)
+		launched, err := m.recoverContainer(c)
+		if err != nil {
+			return errors.Join(fmt.Errorf("recover container %s: %w", c.id, err), shims.Wait())
 		}
+		if launched {
+			shims.Go(func() error {
+				return m.tasks.Guard("find the shim of", c.String(), func() error { return m.findShim(ctx, c) })
+			})
+		}
+	}
+	if err := shims.Wait(); err != nil {
+		return err
 	}
 	if err := m.removeUnrecorded(); err != nil {
 		return err
@@ -55,6 +67,10 @@ func (m *Manager) recover(ctx context.Context) error {
 	m.unfinished.Start()
 	return nil
 }
+
+// findAtOnce bounds how many shims are looked for at a time. Most are found at once, but one that ends just then, or what a lost
+// one left, may take as long as process.HandoverLimit, and systemd waits five minutes for a daemon.
+const findAtOnce = 16
 
 func (m *Manager) loadPodCIDR() error {
 	damaged, err := m.networks.Load()
@@ -169,17 +185,16 @@ func (m *Manager) findPause(p *pod) error {
 	return nil
 }
 
-// recoverContainer decides by phase and, where a shim was at work, by what the
-// shim directory tells.
-func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
+// recoverContainer decides by phase. Of one that was launched in this boot the shim directory tells the rest.
+func (m *Manager) recoverContainer(c *container) (launched bool, err error) {
 	if _, known := m.pods.Get(c.podID); !known || c.rec.Phase == record.Removing || c.rec.Process == nil {
 		// Without its pod, to go, or never reported.
 		m.unfinished.Later("undo", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
-		return nil
+		return false, nil
 	}
 	sum, err := join.Of(c.config)
 	if err != nil {
-		return err
+		return false, err
 	}
 	m.containerIDs.Adopt(request.ContainerIdentity(c.podID, c.config.Metadata), sum, c.id)
 	if _, err := m.images.Hold(c.id, c.rec.Image.Layers); err != nil {
@@ -199,18 +214,18 @@ func (m *Manager) recoverContainer(ctx context.Context, c *container) error {
 				return m.processes.Remove(ctx, c.id, c.rec.CgroupsPath)
 			})
 		})
-		return nil
+		return false, nil
 	case c.rec.BootID != m.bootID:
 		m.exited(c, record.Exit{Code: record.CodeUnknown, Reason: record.ReasonUnknown, StartedAt: c.rec.StartedAt, FinishedAt: time.Now(),
 			Message: "the machine was restarted"})
-		return nil
+		return false, nil
 	case c.rec.Phase == record.ContainerCreated:
 		m.publishContainer(c)
-		return nil
+		return false, nil
 	case c.rec.Phase != record.ContainerStarting && c.rec.Phase != record.ContainerRunning:
-		return fmt.Errorf("its record has the unknown phase %q", c.rec.Phase)
+		return false, fmt.Errorf("its record has the unknown phase %q", c.rec.Phase)
 	}
-	return m.findShim(ctx, c)
+	return true, nil
 }
 
 // findShim watches the shim of a container again, or publishes how it ended.
@@ -241,12 +256,8 @@ func (m *Manager) publishLost(ctx context.Context, c *container, ids shim.Launch
 		return err
 	}
 	if lost && ids.InitPID == 0 {
-		if err = m.takeStartBack(ctx, c); err == nil {
-			return nil
-		}
-		m.log.Error("take the start of a container back", "container", c.id, "error", err)
-		exit = record.Exit{Code: record.CodeStartError, Reason: record.ReasonStartError, FinishedAt: time.Now(),
-			Message: "berth was stopped while it started the container"}
+		m.startLost(ctx, c)
+		return nil
 	}
 	if lost {
 		if err := m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath); err != nil {
@@ -256,6 +267,26 @@ func (m *Manager) publishLost(ctx context.Context, c *container, ids shim.Launch
 	}
 	m.exited(c, exit)
 	return nil
+}
+
+// startLost takes back a start that has not led to a process, at once or, if something of it does not go, in the background. Until
+// then the container is one that was created, and can't be started.
+func (m *Manager) startLost(ctx context.Context, c *container) {
+	err := m.takeStartBack(ctx, c)
+	if err == nil {
+		return
+	}
+	const what = "take back the start of"
+	m.log.Error(what+" a container; it is tried again", "container", c.id, "error", err)
+	m.publishContainer(c)
+	m.unfinished.Later(what, c.String(), func(ctx context.Context) error {
+		return m.tasks.WithTurn(ctx, c.turn, what, c.String(), func() error {
+			if c.removed || c.rec.Phase != record.ContainerStarting {
+				return nil
+			}
+			return m.takeStartBack(ctx, c)
+		})
+	})
 }
 
 // watchLost publishes a container as running of which a process is left that SIGKILL does not end, in a call to a volume whose server

@@ -2,10 +2,13 @@ package crash
 
 import (
 	"fmt"
+	"os"
+	"path/filepath"
 	"syscall"
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -81,4 +84,27 @@ func TestFrozenExec(t *testing.T) {
 		return nil
 	})
 	harness.Equal(t, "another exec", c.Exec(t, "echo", "fine"), "fine")
+}
+
+// TestStartCannotBeTakenBack starts a daemon on a start that the one before was killed in, and of which something does not go.
+// The container is a created one that can't be started, until that has gone.
+func TestStartCannotBeTakenBack(t *testing.T) {
+	var fp harness.Failpoints
+	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Create(t)
+	fp.Kill(t, d, "launch.recorded", 1)
+	if err := d.Cri.StartContainer(t.Context(), c.Id); err == nil || !d.WaitKilled(t, deathPatience) {
+		t.Fatalf("the daemon is not killed: %v", err)
+	}
+	busy := filepath.Join(d.State, "c", c.Id, "busy")
+	harness.Must(t, os.Mkdir(busy, 0o700))
+	harness.Must(t, unix.Mount("none", busy, "tmpfs", 0, ""))
+	d.Start(t)
+	harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_CREATED)
+	harness.Must(t, expect(d.Cri.StartContainer(t.Context(), c.Id), codes.Unavailable))
+	harness.Must(t, unix.Unmount(busy, 0))
+	harness.Eventually(t, "it is started", func() error { return d.Cri.StartContainer(t.Context(), c.Id) })
+	harness.Equal(t, "what it prints", c.Exec(t, "echo", "fine"), "fine")
+	d.StateMatches(t)
 }

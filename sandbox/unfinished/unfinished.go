@@ -11,6 +11,7 @@ package unfinished
 import (
 	"context"
 	"fmt"
+	"sync"
 
 	"golang.org/x/sync/semaphore"
 
@@ -20,11 +21,12 @@ import (
 // atOnce bounds how many pods are taken down at a time: after a reboot it is all of them, and each has plugins.
 const atOnce = 8
 
-// Work is what is to be done. Its methods are for one goroutine.
+// Work is what is to be done.
 type Work struct {
 	tasks  *task.Runner
-	noted  []func()
 	inLine *semaphore.Weighted
+	mu     sync.Mutex // guards noted, and is held for no more
+	noted  []func()
 }
 
 // New returns no work.
@@ -34,6 +36,8 @@ func New(tasks *task.Runner) *Work {
 
 // Later notes something to be done with an object.
 func (w *Work) Later(what, object string, do func(context.Context) error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
 	w.noted = append(w.noted, func() { w.tasks.InBackground(what, object, do) })
 }
 
@@ -53,8 +57,11 @@ func (w *Work) LaterWithPod(what, pod string, turn task.Turn, do func(context.Co
 
 // Start begins with all of it.
 func (w *Work) Start() {
-	for _, start := range w.noted {
+	w.mu.Lock()
+	noted := w.noted
+	w.noted = nil
+	w.mu.Unlock()
+	for _, start := range noted {
 		start()
 	}
-	w.noted = nil
 }
