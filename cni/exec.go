@@ -23,6 +23,7 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
+	"berth/internal/output"
 )
 
 const (
@@ -30,9 +31,8 @@ const (
 	maxStderr  = 16 << 10 // bytes of diagnostics that are kept
 	maxExcerpt = 512      // bytes of foreign text in an error
 
-	// pipeDelay is how long output is waited for once the plugin has exited: what it
-	// wrote is in the pipe already, only a background child holds it open.
-	pipeDelay = 500 * time.Millisecond
+	// stdinDelay is how long a plugin that has exited is still given what it did not read: only a background child could.
+	stdinDelay = 500 * time.Millisecond
 
 	// A plugin that is being replaced cannot be executed (ETXTBSY) until its writer
 	// closes it.
@@ -44,8 +44,8 @@ const (
 var errVerbUnknown = errors.New("verb not supported")
 
 // runner executes plugins for libcni (invoke.Exec). Unlike libcni's own it ends
-// the plugin's children too, does not wait for pipes that outlive the plugin, and
-// bounds what it reads.
+// the plugin's children too, reads all that the plugin has printed when it ends and waits for nobody who goes on printing, and
+// bounds what it keeps.
 type runner struct {
 	version.PluginDecoder
 	log  *slog.Logger
@@ -99,8 +99,8 @@ func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, envi
 }
 
 func (r *runner) logStderr(run *pluginRun) {
-	if run.stderr.total > 0 {
-		r.log.Debug("CNI plugin wrote to stderr", "plugin", run.path, "verb", run.verb, "stderr", run.stderr.String())
+	if len(run.stderr) > 0 {
+		r.log.Debug("CNI plugin wrote to stderr", "plugin", run.path, "verb", run.verb, "stderr", string(run.stderr))
 	}
 }
 
@@ -109,34 +109,48 @@ type pluginRun struct {
 	path, verb     string
 	stdin          []byte
 	env            []string
-	stdout, stderr capped
-	killed         bool // it did not end by itself
+	stdout, stderr []byte // what is kept of it
+	printed        int    // bytes, to stdout
+	killed         bool   // it did not end by itself
 }
 
 // exec starts the plugin and waits for it. A plugin whose daemon is killed goes on; the next
 // daemon waits for it (runs.endAll).
 func (p *pluginRun) exec(ctx context.Context) error {
-	p.stdout, p.stderr = capped{max: maxStdout}, capped{max: maxStderr}
+	stdout, err := output.New(maxStdout)
+	if err != nil {
+		return err
+	}
+	stderr, err := output.New(maxStderr)
+	if err != nil {
+		return errors.Join(err, stdout.End())
+	}
+	err = p.execInto(ctx, stdout, stderr)
+	err = errors.Join(err, stdout.End(), stderr.End())
+	p.stdout, p.printed, p.stderr = stdout.Bytes(), stdout.Total(), stderr.Bytes()
+	return err
+}
+
+func (p *pluginRun) execInto(ctx context.Context, stdout, stderr *output.Output) error {
 	cmd := exec.CommandContext(ctx, p.path)
 	cmd.Env = p.env
 	cmd.Stdin = bytes.NewReader(p.stdin)
-	cmd.Stdout, cmd.Stderr = &p.stdout, &p.stderr
+	cmd.Stdout, cmd.Stderr = stdout.File(), stderr.File()
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) }
-	cmd.WaitDelay = pipeDelay
+	cmd.WaitDelay = stdinDelay
 
-	err := cmd.Start()
-	if err == nil {
-		failpoint.Reach("cni.started")
-		err = cmd.Wait()
+	if err := cmd.Start(); err != nil {
+		return err
 	}
-	if state := cmd.ProcessState; state != nil {
-		p.killed = state.Sys().(syscall.WaitStatus).Signaled()
+	failpoint.Reach("cni.started")
+	err := errors.Join(stdout.Started(), stderr.Started())
+	ended := cmd.Wait()
+	p.killed = cmd.ProcessState.Sys().(syscall.WaitStatus).Signaled()
+	if errors.Is(ended, exec.ErrWaitDelay) && cmd.ProcessState.Success() {
+		ended = nil
 	}
-	if errors.Is(err, exec.ErrWaitDelay) && cmd.ProcessState.Success() {
-		return nil // a background child has the pipes
-	}
-	return err
+	return errors.Join(ended, err)
 }
 
 // outcome turns the end of the plugin into libcni's terms.
@@ -165,25 +179,24 @@ func (p *pluginRun) name() string { return filepath.Base(p.path) }
 // result returns the output of a successful run. libcni reads it for ADD and
 // VERSION only.
 func (p *pluginRun) result() ([]byte, error) {
-	if p.stdout.total > p.stdout.max {
-		return nil, errdefs.Internal("CNI plugin %s printed %d bytes, more than the %d a result may have",
-			p.name(), p.stdout.total, p.stdout.max)
+	if p.printed > maxStdout {
+		return nil, errdefs.Internal("CNI plugin %s printed %d bytes, more than the %d a result may have", p.name(), p.printed, maxStdout)
 	}
 	if p.verb == "ADD" {
-		if err := checkResult(p.stdout.Bytes()); err != nil {
+		if err := checkResult(p.stdout); err != nil {
 			return nil, errdefs.Internal("CNI plugin %s ended well but its result is invalid: %w; it printed %s",
-				p.name(), err, excerpt(p.stdout.Bytes()))
+				p.name(), err, excerpt(p.stdout))
 		}
 	}
-	return p.stdout.Bytes(), nil
+	return p.stdout, nil
 }
 
 // failure is the error a plugin printed, or one that tells what it printed instead.
 func (p *pluginRun) failure(exit error) *types.Error {
 	e := &types.Error{}
-	if err := json.Unmarshal(p.stdout.Bytes(), e); err != nil || (e.Code == 0 && e.Msg == "") {
+	if err := json.Unmarshal(p.stdout, e); err != nil || (e.Code == 0 && e.Msg == "") {
 		return &types.Error{Code: types.ErrInternal, Msg: fmt.Sprintf("%v, without a CNI error; stdout %s, stderr %s",
-			exit, excerpt(p.stdout.Bytes()), excerpt(p.stderr.Bytes()))}
+			exit, excerpt(p.stdout), excerpt(p.stderr))}
 	}
 	e.Msg, e.Details = oneLine(e.Msg), oneLine(e.Details)
 	return e
@@ -240,22 +253,6 @@ func lookup(environ []string, name string) string {
 	}
 	return ""
 }
-
-// capped keeps the first max bytes written to it and counts the rest.
-type capped struct {
-	buf   bytes.Buffer
-	max   int
-	total int
-}
-
-func (c *capped) Write(b []byte) (int, error) {
-	c.total += len(b)
-	c.buf.Write(b[:min(len(b), c.max-c.buf.Len())])
-	return len(b), nil
-}
-
-func (c *capped) Bytes() []byte  { return c.buf.Bytes() }
-func (c *capped) String() string { return c.buf.String() }
 
 // excerpt quotes the beginning of foreign bytes for an error.
 func excerpt(b []byte) string {

@@ -14,6 +14,7 @@ import (
 
 	"berth/image/registry/hosts"
 	"berth/internal/errdefs"
+	"berth/internal/output"
 )
 
 // helperTimeout bounds a credential helper's run.
@@ -122,6 +123,9 @@ func (a dockerAuth) credentials() (Credentials, error) {
 	return c.normalize(), nil
 }
 
+// maxHelperOutput bounds what is kept of a helper's answer, in bytes.
+const maxHelperOutput = 64 << 10
+
 // runHelper asks docker-credential-<name> by the credential helper protocol. The
 // helper's own output is not quoted in errors.
 func runHelper(ctx context.Context, name, server string) (Credentials, error) {
@@ -131,12 +135,16 @@ func runHelper(ctx context.Context, name, server string) (Credentials, error) {
 	ctx, cancel := context.WithTimeout(ctx, helperTimeout)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, "docker-credential-"+name, "get")
-	cmd.WaitDelay = time.Second // a grandchild may hold the pipe
+	cmd.WaitDelay = time.Second // a grandchild may keep the pipe of standard input
 	cmd.Stdin = strings.NewReader(server)
-	var out bytes.Buffer
-	cmd.Stdout = &out
-	if err := cmd.Run(); err != nil {
-		if strings.Contains(out.String(), "credentials not found") {
+	out, err := output.New(maxHelperOutput)
+	if err != nil {
+		return Credentials{}, fmt.Errorf("credential helper %s for %s: %w", name, server, err)
+	}
+	cmd.Stdout = out.File()
+	err = cmd.Run()
+	if err := errors.Join(err, out.End()); err != nil {
+		if bytes.Contains(out.Bytes(), []byte("credentials not found")) {
 			return Credentials{}, nil
 		}
 		return Credentials{}, fmt.Errorf("credential helper %s for %s: %w", name, server, err)

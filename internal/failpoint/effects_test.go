@@ -71,7 +71,7 @@ var unmarked = map[string]string{
 
 	"cni.Add: lib.AddNetworkList":                "each plugin is between points, and so is the result",
 	"cni.delStale: lib.DelNetworkList":           "each plugin is between points",
-	"cni.exec: unix.Kill cmd.Start":              byCaller,
+	"cni.execInto: unix.Kill cmd.Start":          byCaller,
 	"cni/hostlocal.lock: os.OpenFile":            lock,
 	"cni.endAll: os.MkdirAll":                    again,
 	"cni.killIf: pidfd.Signal":                   signal,
