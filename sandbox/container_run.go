@@ -203,7 +203,7 @@ func (m *Manager) settleLost(c *container, exit record.Exit) {
 	ctx := m.tasks.Watchers.Context()
 	for err := m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath); err != nil; err = m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath) {
 		if ctx.Err() == nil {
-			m.log.Error("what a lost shim left does not end; it is tried again", "container", c.id, "error", err)
+			m.stuck.Warn(m.log, "what a lost shim left does not end; it is tried again", "container", c.id, "error", err)
 		}
 		if !m.tasks.Sleep(ctx, time.Second, "another try to kill what its lost shim left", c.String()) {
 			return // the daemon is ending; the next one finds out

@@ -103,6 +103,7 @@ type Manager struct {
 	events        *view.Events
 	census        *census.Counter
 	unmeasured    seldom.Seldom // warnings of usage that can't be kept
+	stuck         seldom.Seldom // warnings of processes that SIGKILL does not end
 	tasks         *task.Runner
 	handlers      *handler.Set
 	disks         writable.Watch // root and state
