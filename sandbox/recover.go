@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"time"
 
@@ -176,13 +177,24 @@ func (m *Manager) findPause(p *pod) error {
 	if errors.Is(err, os.ErrProcessDone) {
 		m.log.Warn("the pause process is gone", "pod", p.id)
 		m.publishPauseless(p)
-		return nil
+		return m.finishStop(p)
 	}
 	if err != nil {
 		return err
 	}
 	m.watchPause(p, pause)
 	return nil
+}
+
+// finishStop goes on with a stop that an earlier daemon could not write down, on a read-only disk say: nothing else removes what
+// the launch of the pause has made.
+func (m *Manager) finishStop(p *pod) error {
+	_, err := os.Lstat(m.dirs.Shim(p.id))
+	if errors.Is(err, fs.ErrNotExist) {
+		m.unfinished.LaterWithPod("stop", p.String(), p.turn, func(ctx context.Context) error { return m.stopPod(ctx, p) })
+		return nil
+	}
+	return err
 }
 
 // recoverContainer decides by phase. Of one that was launched in this boot the shim directory tells the rest.

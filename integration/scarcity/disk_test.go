@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -283,7 +284,7 @@ func tryOperations(t *testing.T, d *harness.Daemon, disk trouble) {
 					harness.WantCode(t, err, disk.code, disk.text)
 				}
 			}
-			restarted := harness.Thorough() || o.name == "StopContainer" || o.name == "RunPodSandbox"
+			restarted := harness.Thorough() || slices.Contains([]string{"RunPodSandbox", "StopContainer", "StopPodSandbox"}, o.name)
 			if restarted {
 				d.End(t)
 				d.Start(t)
