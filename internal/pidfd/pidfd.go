@@ -82,6 +82,9 @@ func Wait(ctx context.Context, f *os.File) error {
 	}
 	// A file of our own: a shared one has one read lock and one deadline.
 	own, err := dup(f)
+	if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) {
+		return look(ctx, f)
+	}
 	if err != nil {
 		return err
 	}
@@ -111,6 +114,27 @@ func Wait(ctx context.Context, f *os.File) error {
 		return fmt.Errorf("wait on %s: %w", f.Name(), err)
 	}
 	return reapUntil(ctx, own)
+}
+
+// lookPause is how often is looked for the end of a process for which there was no descriptor to wait with.
+const lookPause = 100 * time.Millisecond
+
+// look is Wait without a descriptor of its own: a child that nobody waits for would stay a zombie.
+func look(ctx context.Context, f *os.File) error {
+	for {
+		done, err := Exited(f)
+		if err != nil {
+			return err
+		}
+		if done {
+			return reapUntil(ctx, f)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(lookPause):
+		}
+	}
 }
 
 // tracedPause is how often is looked again whether a tracer has let go of a child that has ended.

@@ -206,3 +206,38 @@ func TestClosedFile(t *testing.T) {
 		t.Errorf("Signal: %v", err)
 	}
 }
+
+// Who has no descriptor left waits all the same: a child that nobody reaps would stay a zombie.
+func TestWaitWithoutDescriptors(t *testing.T) {
+	cmd, f := start(t, "sleep", "1000")
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	none := limit
+	none.Cur = 3
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &none); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = unix.Setrlimit(unix.RLIMIT_NOFILE, &limit) })
+	if _, err := dup(f); !errors.Is(err, unix.EMFILE) {
+		t.Fatalf("a descriptor is left: %v", err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 2*lookPause)
+	defer cancel()
+	if err := Wait(ctx, f); !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("Wait for one that runs = %v", err)
+	}
+	if err := Signal(f, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	if err := Wait(t.Context(), f); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(cmd.Process.Pid); !errors.Is(err, os.ErrProcessDone) {
+		t.Errorf("Open after Wait = %v: the child was not reaped", err)
+	}
+}
