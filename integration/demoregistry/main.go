@@ -1,7 +1,8 @@
 // Command demoregistry serves an image built from the host's busybox at
 // ADDRESS/library/busybox:latest, so that the demo and the benchmark need no
 // internet. It prints the image's full name when it is ready, and ends on SIGTERM
-// or when its standard input does.
+// or when its standard input does. With -pull it serves the image that pulls are measured
+// with, too, in gzip and in zstd, and prints their names in further lines.
 package main
 
 import (
@@ -11,6 +12,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"strings"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"golang.org/x/sys/unix"
@@ -20,14 +22,15 @@ import (
 
 func main() {
 	address := flag.String("listen", "127.0.0.1:0", "address to listen at")
+	pull := flag.Bool("pull", false, "serve the images that pulls are measured with, too")
 	flag.Parse()
-	if err := serve(*address); err != nil {
+	if err := serve(*address, *pull); err != nil {
 		fmt.Fprintln(os.Stderr, "demoregistry:", err)
 		os.Exit(1)
 	}
 }
 
-func serve(address string) error {
+func serve(address string, pull bool) error {
 	img, err := fixture.Image(v1.Config{Cmd: []string{"sh"}})
 	if err != nil {
 		return err
@@ -40,7 +43,15 @@ func serve(address string) error {
 	if err != nil {
 		return err
 	}
-	fmt.Println(name)
+	names := []string{name}
+	if pull {
+		more, err := pushPullImages(registry)
+		if err != nil {
+			return err
+		}
+		names = append(names, more...)
+	}
+	fmt.Println(strings.Join(names, "\n"))
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGTERM, unix.SIGINT)
 	defer stop()
 	go func() {
@@ -49,4 +60,23 @@ func serve(address string) error {
 	}()
 	<-ctx.Done()
 	return registry.Close()
+}
+
+// pushPullImages returns the names of the images that pulls are measured with.
+func pushPullImages(registry *fixture.Registry) (names []string, err error) {
+	for _, form := range []struct {
+		name        string
+		compression fixture.Compression
+	}{{"bench/pull-gzip:latest", fixture.Gzip}, {"bench/pull-zstd:latest", fixture.Zstd}} {
+		img, err := fixture.PullImage(form.compression)
+		if err != nil {
+			return nil, err
+		}
+		name, err := registry.Push(form.name, img)
+		if err != nil {
+			return nil, err
+		}
+		names = append(names, name)
+	}
+	return names, nil
 }
