@@ -1,0 +1,112 @@
+package waterfall
+
+import (
+	"bufio"
+	"encoding/xml"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+)
+
+// Lengths in an SVG, in its pixels.
+const (
+	width      = 960
+	margin     = 12
+	namesWidth = 290
+	tookWidth  = 64 // what the last bar's figure needs to its right
+	barsLeft   = margin + namesWidth
+	barsWidth  = width - barsLeft - tookWidth - margin
+	headHeight = 58 // title and axis
+	rowHeight  = 20
+	barHeight  = 12
+	indent     = 14
+	minBar     = 1.5 // what is too short to be seen is shown all the same
+	svgTicks   = 10
+)
+
+// style has colours for both kinds of pages; d0 to d3 are the depths.
+const style = `
+text{font:12px system-ui,sans-serif;fill:#24292f}
+.title{font-size:14px;font-weight:600}
+.took,.tick{font-size:11px;fill:#57606a}
+.page{fill:#fff}
+.grid{stroke:#d8dee4}
+.fold{stroke:#9a6700;stroke-dasharray:3 3}
+.d0{fill:#0969da}.d1{fill:#54aeff}.d2{fill:#8250df}.d3{fill:#c297ff}
+.failed{fill:#cf222e}
+@media(prefers-color-scheme:dark){
+text{fill:#e6edf3}.took,.tick{fill:#9198a1}.page{fill:#0d1117}.grid{stroke:#30363d}
+}
+`
+
+// SVG draws the chart as a document of SVG 1.1.
+func (c Chart) SVG(w io.Writer) error {
+	l := c.layout()
+	d := svg{Writer: bufio.NewWriter(w), until: max(l.until, time.Microsecond)}
+	height := headHeight + rowHeight*len(l.bars) + margin
+	d.printf("<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" viewBox=\"0 0 %d %d\" role=\"img\">\n", width, height, width, height)
+	d.printf("<title>%s</title>\n<style>%s</style>\n", escaped(l.title), style)
+	d.printf("<rect class=\"page\" width=\"%d\" height=\"%d\"/>\n", width, height)
+	d.text(margin, 22, "title", "start", l.title)
+	d.axis(l, height-margin)
+	for i, s := range l.bars {
+		d.row(s, headHeight+rowHeight*i)
+	}
+	d.printf("</svg>\n")
+	return d.Flush()
+}
+
+// svg is a document that is being written. Errors come from Flush.
+type svg struct {
+	*bufio.Writer
+	until time.Duration
+}
+
+func (d svg) printf(format string, args ...any) { fmt.Fprintf(d, format, args...) }
+
+func (d svg) x(at time.Duration) float64 {
+	return barsLeft + barsWidth*float64(at)/float64(d.until)
+}
+
+func (d svg) text(x, y float64, class, anchor, text string) {
+	d.printf("<text x=\"%.1f\" y=\"%.1f\" class=\"%s\" text-anchor=\"%s\">%s</text>\n", x, y, class, anchor, escaped(text))
+}
+
+func (d svg) line(x float64, bottom int, class string) {
+	d.printf("<line x1=\"%.1f\" y1=\"%d\" x2=\"%.1f\" y2=\"%d\" class=\"%s\"/>\n", x, headHeight-4, x, bottom, class)
+}
+
+// axis draws the ticks, or, where time is left out, what is left out: times from the beginning would mislead there.
+func (d svg) axis(l layout, bottom int) {
+	for _, at := range ticks(l.until, svgTicks) {
+		d.line(d.x(at), bottom, "grid")
+		if len(l.folds) == 0 {
+			d.text(d.x(at), headHeight-10, "tick", "middle", tick(at))
+		}
+	}
+	for _, f := range l.folds {
+		d.line(d.x(f.at), bottom, "fold")
+		d.text(d.x(f.at), headHeight-10, "tick", "middle", "+"+Took(f.omitted))
+	}
+}
+
+func (d svg) row(s bar, y int) {
+	class := fmt.Sprintf("d%d", min(s.Depth, 3))
+	if s.Failed {
+		class = "failed"
+	}
+	middle := float64(y) + rowHeight/2
+	d.text(margin+float64(s.Depth*indent), middle+4, "name", "start", s.Name)
+	from := d.x(s.Start)
+	long := max(d.x(s.End)-from, minBar)
+	d.printf("<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%d\" rx=\"1\" class=\"%s\"/>\n", from, middle-barHeight/2, long, barHeight, class)
+	d.text(from+long+4, middle+4, "took", "start", Took(s.End-s.Start))
+}
+
+// escaped is text as it stands between two tags.
+func escaped(text string) string {
+	var b strings.Builder
+	_ = xml.EscapeText(&b, []byte(text)) // a Builder takes everything
+	return b.String()
+}
