@@ -24,6 +24,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/output"
+	"berth/internal/trace"
 )
 
 const (
@@ -71,6 +72,7 @@ func (r *runner) FindInPath(plugin string, dirs []string) (string, error) {
 // configuration, else Internal.
 func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, environ []string) ([]byte, error) {
 	run := &pluginRun{path: path, verb: lookup(environ, "CNI_COMMAND"), stdin: stdin, env: withoutServiceVars(environ)}
+	defer trace.Begin(ctx, run.name()).End()
 	id, err := r.runs.begin(run.verb + " " + path + " " + lookup(environ, "CNI_CONTAINERID"))
 	if err != nil && run.verb == "ADD" {
 		r.runs.forget(id) // the file may be there, without content

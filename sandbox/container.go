@@ -18,6 +18,7 @@ import (
 	"berth/internal/join"
 	"berth/internal/nri"
 	"berth/internal/task"
+	"berth/internal/trace"
 	"berth/oci"
 	"berth/sandbox/census"
 	"berth/sandbox/describe"
@@ -35,6 +36,7 @@ type container struct {
 	id, podID string
 	config    *runtimeapi.ContainerConfig // as in rec, decoded; never changed
 	turn      task.Turn
+	created   *trace.Trace // where the time of its creation went; nil if an earlier daemon created it; never changed
 
 	// These belong to the holder of turn.
 	rec       record.Container
@@ -46,6 +48,7 @@ type container struct {
 	running    atomic.Pointer[running]        // nil without a shim
 	launching  atomic.Pointer[launching]      // nil unless it is being made or launched
 	info       atomic.Pointer[view.Container] // nil until created: nobody sees half a container
+	started    atomic.Pointer[trace.Trace]    // where the time of its start went; nil unless this daemon started it
 	census     census.Ledger                  // what it has written
 	looking    atomic.Bool                    // somebody looks at its mounts
 }
@@ -86,7 +89,7 @@ func (m *Manager) CreateContainer(ctx context.Context, podID string, config *run
 	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
 	id, err := m.containerIDs.Create(ctx, identity, sum, join.Maker{
 		Spawn:  m.tasks.Operations.Spawn,
-		Make:   func() (string, error) { return m.newContainer(p, config, identity) },
+		Make:   func() (string, error) { return m.newContainer(ctx, p, config, identity) },
 		Remove: m.replaceContainer,
 	})
 	if err != nil {
@@ -105,9 +108,11 @@ func createFailed(identity string, err error) error {
 }
 
 // newContainer runs in a goroutine of its own, whatever becomes of the caller.
-func (m *Manager) newContainer(p *pod, config *runtimeapi.ContainerConfig, identity string) (string, error) {
+func (m *Manager) newContainer(caller context.Context, p *pod, config *runtimeapi.ContainerConfig, identity string) (string, error) {
 	defer m.tasks.BeginUpTo(task.Limit, "create", identity)()
-	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), task.Limit)
+	ctx, release := trace.Carry(m.tasks.Operations.Context(), caller)
+	defer release()
+	ctx, cancel := context.WithTimeout(ctx, task.Limit)
 	defer cancel()
 	var c *container
 	err := m.tasks.Guard("plan", identity, func() (err error) { c, err = m.planContainer(ctx, p, config); return err })
@@ -127,11 +132,13 @@ func (m *Manager) newContainer(p *pod, config *runtimeapi.ContainerConfig, ident
 // planContainer decides everything that follows from the request and writes down
 // what is about to exist.
 func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.ContainerConfig) (*container, error) {
+	ctx, span := trace.Nest(ctx, "plan")
+	defer span.End()
 	img, err := m.imageOf(config)
 	if err != nil {
 		return nil, err
 	}
-	c := &container{id: layout.NewID(), podID: p.id, config: config, turn: task.NewTurn(), resources: config.GetLinux().GetResources()}
+	c := &container{id: layout.NewID(), podID: p.id, config: config, turn: task.NewTurn(), resources: config.GetLinux().GetResources(), created: trace.Of(ctx)}
 	c.rec = record.Container{ID: c.id, PodID: p.id, BootID: m.bootID, Phase: record.ContainerCreated, CreatedAt: m.containerCreation(p.id),
 		Image: record.Image{ID: img.ID, Layers: img.Layers, Config: img.Config}}
 	if c.rec.Volumes, err = m.roots.FindVolumes(config); err != nil {
@@ -146,7 +153,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	if dir := p.config.GetLogDirectory(); dir != "" && config.GetLogPath() != "" {
 		c.rec.LogPath = filepath.Join(dir, config.GetLogPath())
 	}
-	err = m.tasks.WithTurn(ctx, p.turn, "create a container in", p.String(), func() error { return m.enterContainer(p, c) })
+	err = m.tasks.WithTurn(ctx, p.turn, "create a container in", p.String(), func() error { return m.enterContainer(ctx, p, c) })
 	return c, err
 }
 
@@ -163,15 +170,21 @@ func (m *Manager) imageOf(config *runtimeapi.ContainerConfig) (*image.Image, err
 // enterContainer writes the record and enters the container, unless the pod is
 // being stopped. It needs the pod's turn, so that who stops the pod sees either
 // the container or its refusal.
-func (m *Manager) enterContainer(p *pod, c *container) error {
+func (m *Manager) enterContainer(ctx context.Context, p *pod, c *container) error {
 	if info := p.info.Load(); info == nil || !info.Ready {
 		return errdefs.FailedPrecondition("pod sandbox %s is not ready", p.id)
 	}
-	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
+	if err := m.writeContainer(ctx, c); err != nil {
 		return err
 	}
 	m.containers.Put(c.id, c)
 	return nil
+}
+
+// writeContainer writes the record of a container that is being created or started. The caller has its turn.
+func (m *Manager) writeContainer(ctx context.Context, c *container) error {
+	defer trace.Begin(ctx, "record").End()
+	return m.containerRecs.Write(c.id, c.rec)
 }
 
 // makeContainer makes the writable layer, lets plugins adjust the container, proves that it can be
@@ -186,11 +199,11 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 		return err
 	}
 	target := m.toLaunch(c, c.resources, nil)
-	root, err := m.launch.Root(p.described(), target)
+	root, err := m.launch.Root(ctx, p.described(), target)
 	if err != nil {
 		return err
 	}
-	if c.rec.User, err = m.launch.User(target, root); err != nil {
+	if c.rec.User, err = m.launch.User(ctx, target, root); err != nil {
 		return err
 	}
 	options := c.config.GetLinux().GetSecurityContext().GetSelinuxOptions()
@@ -230,7 +243,7 @@ func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c *con
 		}
 	}
 	c.rec.Process, c.rec.Described = spec.Process, describe.ForPlugins(spec)
-	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
+	if err := m.writeContainer(ctx, c); err != nil {
 		return nil, err
 	}
 	m.publishContainer(c)

@@ -16,6 +16,7 @@ import (
 	"berth/internal/nri"
 	"berth/internal/pidfd"
 	"berth/internal/task"
+	"berth/internal/trace"
 	"berth/oci"
 	"berth/sandbox/process"
 	"berth/sandbox/record"
@@ -49,6 +50,7 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	case c.rec.Phase != record.ContainerCreated:
 		return errdefs.FailedPrecondition("container %s has exited", c.id)
 	}
+	c.started.Store(trace.Of(ctx))
 	launchCtx, launched := c.beginLaunch(ctx)
 	defer launched()
 	p, err := m.readyPod(c.podID) // a stop that has not seen the launch begin is seen by this
@@ -56,12 +58,12 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 		return err
 	}
 	c.rec.Phase, c.rec.StartedAt = record.ContainerStarting, time.Now()
-	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
+	if err := m.writeContainer(ctx, c); err != nil {
 		c.rec.Phase = record.ContainerCreated
 		return err
 	}
 	var started *shim.Started
-	if err = m.plugins.AskToStart(ctx, m.describer(c)); err == nil {
+	if err = m.askToStart(ctx, c); err == nil {
 		started, err = m.launch.Container(launchCtx, p.described(), m.toLaunch(c, c.resources, c.rec.Limits))
 	}
 	if err != nil && ctx.Err() != nil && m.tasks.Operations.Context().Err() != nil {
@@ -73,7 +75,7 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	if err != nil {
 		return m.startFailed(c, err)
 	}
-	m.containerStarted(c, started)
+	m.containerStarted(ctx, c, started)
 	m.tellOfContainer(ctx, nri.ContainerStarted, c)
 	if _, err := m.readyPod(c.podID); err != nil { // stopped meanwhile: its stop may have missed us
 		m.tasks.InBackground("kill", c.String(), func(ctx context.Context) error { return m.killContainer(ctx, c) })
@@ -144,7 +146,8 @@ func (m *Manager) startFailed(c *container, cause error) error {
 
 // containerStarted publishes a running container and watches its shim. The record
 // on disk still says "starting": the shim directory knows the rest.
-func (m *Manager) containerStarted(c *container, s *shim.Started) {
+func (m *Manager) containerStarted(ctx context.Context, c *container, s *shim.Started) {
+	defer trace.Begin(ctx, "publish").End()
 	run := &running{process.Launched(s), m.containerMeter(c)}
 	m.publishRunning(c, run)
 	m.watchContainer(c, run)

@@ -9,6 +9,7 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/nri"
+	"berth/internal/trace"
 	"berth/sandbox/limits"
 	"berth/sandbox/plugins"
 	"berth/sandbox/view"
@@ -16,6 +17,8 @@ import (
 
 // presentPod asks the plugins about a pod that is about to be published, see plugins.Kit. It needs the pod's turn.
 func (m *Manager) presentPod(ctx context.Context, p *pod) (release func(), err error) {
+	ctx, span := trace.Nest(ctx, "plugins")
+	defer span.End()
 	release, p.presented, err = m.plugins.PresentPod(ctx, func() *nri.Pod { return p.forPlugins(p.snapshot()) })
 	return release, err
 }
@@ -38,6 +41,8 @@ func (p *pod) forPlugins(info *view.Pod) *nri.Pod {
 // presentContainer lets the plugins change a container that is about to be published and has this spec so far.
 // others is what they want changed of others, see plugins.Kit. It needs the container's turn.
 func (m *Manager) presentContainer(ctx context.Context, p *pod, c *container, spec *specs.Spec) (release func(), others []nri.Update, err error) {
+	ctx, span := trace.Nest(ctx, "plugins")
+	defer span.End()
 	var changes *plugins.Changes
 	release, c.presented, changes, err = m.plugins.PresentContainer(ctx, func() (*nri.Pod, *nri.Container, error) {
 		described := m.containerForPlugins(c, c.snapshot())
@@ -54,8 +59,16 @@ func (m *Manager) presentContainer(ctx context.Context, p *pod, c *container, sp
 	return release, changes.Others, err
 }
 
+// askToStart tells plugins that a container is about to be started. It needs the container's turn.
+func (m *Manager) askToStart(ctx context.Context, c *container) error {
+	ctx, span := trace.Nest(ctx, "plugins")
+	defer span.End()
+	return m.plugins.AskToStart(ctx, m.describer(c))
+}
+
 // tellOfContainer tells plugins what happened to a container. It needs the container's turn.
 func (m *Manager) tellOfContainer(ctx context.Context, event nri.ContainerEvent, c *container) {
+	defer trace.Begin(ctx, "tell plugins").End()
 	m.plugins.TellOfContainer(ctx, event, c.id, m.describer(c), func() {
 		if event == nri.ContainerStopped {
 			close(*c.stopUntold.Swap(nil))

@@ -13,6 +13,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/join"
 	"berth/internal/task"
+	"berth/internal/trace"
 	"berth/oci"
 	"berth/oci/confine"
 	"berth/sandbox/footprint"
@@ -34,6 +35,7 @@ type pod struct {
 	info    atomic.Pointer[view.Pod]  // nil until the pod is ready: nobody sees half a pod
 	pause   atomic.Pointer[os.File]   // pidfd, owned by the pod's watcher
 	meter   atomic.Pointer[meter.Pod] // nil without a pause; owned by the pod's watcher
+	started *trace.Trace              // where the time of its start went; nil if an earlier daemon started it; never changed
 
 	presented  bool // plugins were asked about it; belongs to the holder of turn
 	unrecorded bool // that it is stopped is yet to be recorded, in the background; belongs to the holder of turn
@@ -64,7 +66,7 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
 	id, err := m.podIDs.Create(ctx, identity, sum, join.Maker{
 		Spawn:  m.tasks.Operations.Spawn,
-		Make:   func() (string, error) { return m.newPod(config, handler, identity) },
+		Make:   func() (string, error) { return m.newPod(ctx, config, handler, identity) },
 		Remove: m.replacePod,
 	})
 	if err != nil {
@@ -95,9 +97,11 @@ func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler st
 }
 
 // newPod runs in a goroutine of its own, whatever becomes of the caller.
-func (m *Manager) newPod(config *runtimeapi.PodSandboxConfig, handler, identity string) (string, error) {
+func (m *Manager) newPod(caller context.Context, config *runtimeapi.PodSandboxConfig, handler, identity string) (string, error) {
 	defer m.tasks.BeginUpTo(task.Limit, "run", identity)()
-	ctx, cancel := context.WithTimeout(m.tasks.Operations.Context(), task.Limit)
+	ctx, release := trace.Carry(m.tasks.Operations.Context(), caller)
+	defer release()
+	ctx, cancel := context.WithTimeout(ctx, task.Limit)
 	defer cancel()
 	var p *pod
 	err := m.tasks.Guard("plan", identity, func() (err error) { p, err = m.planPod(ctx, config, handler); return err })
@@ -116,11 +120,13 @@ func (m *Manager) newPod(config *runtimeapi.PodSandboxConfig, handler, identity 
 
 // planPod writes down what is about to exist.
 func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string) (*pod, error) {
+	ctx, span := trace.Nest(ctx, "plan")
+	defer span.End()
 	data, err := proto.Marshal(config)
 	if err != nil {
 		return nil, errdefs.InvalidArgument("encode pod config: %w", err)
 	}
-	p := &pod{id: layout.NewID(), config: config, turn: task.NewTurn()}
+	p := &pod{id: layout.NewID(), config: config, turn: task.NewTurn(), started: trace.Of(ctx)}
 	p.rec = record.Pod{ID: p.id, BootID: m.bootID, Phase: record.PodStarting, CreatedAt: m.podCreation(config.GetMetadata()), Config: data, Handler: handler}
 	p.rec.CgroupsPath, err = oci.CgroupsPath(config.GetLinux().GetCgroupParent(), p.id, m.cfg.SystemdCgroup)
 	if err != nil {
@@ -144,7 +150,7 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 	if p.rec.SELinux, err = m.labels.Draw(m.selinux, options, confine.Labels{}, *m.cfg.Host, p.id); err != nil {
 		return nil, err
 	}
-	if err := m.podRecords.Write(p.id, p.rec); err != nil {
+	if err := m.writePod(ctx, p); err != nil {
 		m.labels.Release(m.selinux, p.rec.SELinux, p.id)
 		return nil, err
 	}
@@ -171,17 +177,24 @@ func (m *Manager) finishPod(ctx context.Context, p *pod, started *shim.Started) 
 	release, err := m.presentPod(ctx, p)
 	defer release()
 	if err == nil {
-		err = m.footprint.FinishFiles(p.onHost())
+		err = m.footprint.FinishFiles(ctx, p.onHost())
 	}
 	if err == nil {
-		err = m.podRecords.Write(p.id, p.rec)
+		err = m.writePod(ctx, p)
 	}
 	if err != nil {
 		return errors.Join(err, started.Init.Close())
 	}
+	defer trace.Begin(ctx, "publish").End()
 	m.publishPod(p)
 	m.watchPause(p, started.Init)
 	return nil
+}
+
+// writePod writes the record of a pod that is being started.
+func (m *Manager) writePod(ctx context.Context, p *pod) error {
+	defer trace.Begin(ctx, "record").End()
+	return m.podRecords.Write(p.id, p.rec)
 }
 
 // publishPod makes the record visible. The caller has the pod's turn.

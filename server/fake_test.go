@@ -21,6 +21,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/task"
 	"berth/internal/testbuffer"
+	"berth/internal/trace"
 	"berth/sandbox/session"
 	"berth/sandbox/view"
 )
@@ -39,6 +40,7 @@ type fakePods struct {
 	network    error
 	runtime    error
 	waits      []task.Wait
+	traces     []trace.Operation
 	events     eventsFake
 	stats      statsFake
 }
@@ -160,6 +162,8 @@ func (f *fakePods) UpdatePodCIDR(ctx context.Context, cidrs string) error {
 }
 
 func (f *fakePods) Waits() []task.Wait { return f.waits }
+
+func (f *fakePods) StartOf(string) []trace.Operation { return f.traces }
 
 const (
 	idA = "sha256:aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"

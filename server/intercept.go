@@ -20,11 +20,13 @@ import (
 // unary surrounds every unary RPC.
 func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (resp any, err error) {
 	began := time.Now()
+	ctx, traced := s.beginTrace(ctx, info.FullMethod)
 	defer func() {
 		if p := recover(); p != nil {
 			resp, err = nil, s.panicked(info.FullMethod, p)
 		}
 		err = coded(err)
+		s.endTrace(traced, info.FullMethod, req, resp, err)
 		s.logCall(ctx, info.FullMethod, time.Since(began), err, append(ids(req), ids(resp)...))
 	}()
 	if !s.requests.TryAcquire(1) {

@@ -68,7 +68,7 @@ func (s *runtimeService) PodSandboxStatus(_ context.Context, req *runtimeapi.Pod
 		Timestamp:          timestamp,
 	}
 	if req.GetVerbose() {
-		resp.Info, err = infoMap(map[string]any{"info": podDetail{
+		resp.Info, err = infoMap(map[string]any{"trace": s.pods.StartOf(pod.ID), "info": podDetail{
 			PID: pod.PausePID, NetNS: pod.NetNS, RuntimeHandler: pod.Handler, Config: pod.Config,
 		}})
 		if err != nil {

@@ -15,6 +15,7 @@ import (
 	"berth/cni"
 	"berth/image"
 	"berth/internal/task"
+	"berth/internal/trace"
 	"berth/sandbox/view"
 )
 
@@ -297,6 +298,7 @@ func TestPodSandboxStatus(t *testing.T) {
 			{ID: "c2", PodID: "p2", Config: containerConfig("c", "i")},
 		},
 	}
+	pods.traces = []trace.Operation{{Monotonic: 5, Spans: []trace.Shown{{Name: "RunPodSandbox", Took: 9}}}}
 	h := start(t, testConfig, pods, &fakeImages{})
 
 	before := time.Now().UnixNano()
@@ -324,6 +326,9 @@ func TestPodSandboxStatus(t *testing.T) {
 	var info podDetail
 	if err := json.Unmarshal([]byte(got.Info["info"]), &info); err != nil {
 		t.Fatal(err)
+	}
+	if got.Info["trace"] != `[{"began":"0001-01-01T00:00:00Z","monotonic":5,"spans":[{"name":"RunPodSandbox","depth":0,"from":0,"took":9}]}]` {
+		t.Errorf("trace %s", got.Info["trace"])
 	}
 	if info.PID != 77 || info.NetNS != "/run/netns/berth-p1" || info.RuntimeHandler != "berth" || !proto.Equal(info.Config, cfg) {
 		t.Errorf("info %s", got.Info["info"])

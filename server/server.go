@@ -59,6 +59,7 @@ type Sandboxes interface {
 	Statistics
 	RuntimeHandlers
 	Health
+	Traces
 
 	RunPodSandbox(ctx context.Context, cfg *runtimeapi.PodSandboxConfig, handler string) (string, error)
 	StopPodSandbox(ctx context.Context, id string) error
@@ -110,13 +111,16 @@ type Config struct {
 	PassedLimit func() uint64
 
 	Sessions Sessions // of Exec, Attach and PortForward
+
+	Tracing Tracing // nil: no operation is exported
 }
 
 // Server serves CRI. Make one with New.
 type Server struct {
-	log   *slog.Logger
-	grpc  *grpc.Server
-	grace time.Duration // stopGrace, shorter in tests
+	log     *slog.Logger
+	grpc    *grpc.Server
+	grace   time.Duration // stopGrace, shorter in tests
+	tracing Tracing       // nil: none
 
 	requests *semaphore.Weighted // held by each unary request, and by stop
 
@@ -126,7 +130,7 @@ type Server struct {
 
 // New returns a server that passes requests on to pods and images.
 func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
-	s := &Server{log: log, grace: stopGrace, requests: semaphore.NewWeighted(allRequests)}
+	s := &Server{log: log, grace: stopGrace, tracing: cfg.Tracing, requests: semaphore.NewWeighted(allRequests)}
 	s.stopping, s.endStreams = context.WithCancel(context.Background())
 	s.grpc = grpc.NewServer(
 		grpc.MaxRecvMsgSize(MaxMessage),

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -15,6 +16,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
+	"berth/internal/trace"
 	"berth/shim/control"
 	"berth/shim/ociruntime"
 	"berth/shim/record"
@@ -38,7 +40,7 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 		return nil, err
 	}
 	l.Expect()
-	p, err := l.takeFor(req.Spec)
+	p, err := l.takeTraced(ctx, req)
 	if err != nil {
 		return nil, err
 	}
@@ -60,11 +62,20 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 	return started, err
 }
 
+// takeTraced is takeFor with a span: a launcher that there is not ahead of need is waited for.
+func (l *Launchers) takeTraced(ctx context.Context, req LaunchRequest) (*launcher, error) {
+	defer trace.Begin(ctx, "take a launcher").End()
+	return l.takeFor(req.Spec)
+}
+
 func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchRequest) (*Started, error) {
-	if err := recordLauncher(p, req.Dir); err != nil {
+	if err := recordLauncher(ctx, p, req.Dir); err != nil {
 		return nil, errdefs.Internal("launch %s: %w", req.ID, err)
 	}
+	ctx, span := trace.Nest(ctx, "launcher")
+	defer span.End()
 	var reply control.Reply
+	sent := trace.Now()
 	failpoint.Reach("launch.send")
 	err := p.conn.Send(control.Request{Launch: l.order(req)})
 	failpoint.Reach("launch.sent")
@@ -91,12 +102,23 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchReque
 	if err != nil {
 		return nil, errors.Join(err, closeFiles(files))
 	}
+	trace.Add(ctx, withTransfer(reply.Started.Steps, sent))
 	return l.started(p, req, reply.Started, files[0])
+}
+
+// withTransfer adds to what a launcher has measured what lies between the two processes: the order, which was sent then, and the answer, which is here.
+func withTransfer(steps []trace.Step, sent int64) []trace.Step {
+	if len(steps) == 0 {
+		return nil
+	}
+	last := steps[len(steps)-1].Ended
+	return slices.Concat([]trace.Step{{Name: "order", Began: sent, Ended: steps[0].Began}}, steps, []trace.Step{{Name: "answer", Began: last, Ended: trace.Now()}})
 }
 
 // recordLauncher says in Dir/shim who is about to make the container. The launcher removes it last of
 // all that it undoes, so for a daemon that comes after this one a launch without record has ended.
-func recordLauncher(p *launcher, dir string) error {
+func recordLauncher(ctx context.Context, p *launcher, dir string) error {
+	defer trace.Begin(ctx, "record").End()
 	start, err := pidfd.StartTime(p.pid)
 	if err != nil {
 		return fmt.Errorf("the launcher is lost: %w", err)

@@ -23,7 +23,7 @@ func addOperatorCommands(root *cobra.Command) {
 	o := &operator{}
 	for _, cmd := range []*cobra.Command{
 		runCommand(o), psCommand(o), logsCommand(o), execCommand(o), attachCommand(o), portForwardCommand(o), stopCommand(o), rmCommand(o),
-		imagesCommand(o), pullCommand(o),
+		imagesCommand(o), pullCommand(o), traceCommand(o),
 	} {
 		cmd.Flags().StringVarP(&o.socket, "socket", "s", defaultSocket(), "the runtime's CRI socket (environment: BERTH_SOCKET)")
 		cmd.SilenceUsage, cmd.SilenceErrors = true, true

@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"berth/internal/errdefs"
+	"berth/internal/trace"
 )
 
 // Limit bounds one operation on a pod or container, whoever asked for it.
@@ -50,14 +51,17 @@ func (r *Runner) Aside(ctx context.Context, limit time.Duration, what, object st
 
 func (r *Runner) detach(ctx context.Context, in *Lifetime, limit time.Duration, what, object string, op func(context.Context) error) error {
 	done := make(chan error, 1)
+	carried, release := trace.Carry(in.ctx, ctx)
 	if !in.Spawn(func() {
-		ctx, cancel := context.WithTimeout(in.ctx, limit)
+		defer release()
+		ctx, cancel := context.WithTimeout(carried, limit)
 		defer cancel()
 		end := r.BeginUpTo(limit, what, object)
 		err := r.Guard(what, object, func() error { return op(ctx) })
 		end()
 		done <- err
 	}) {
+		release()
 		return errdefs.Unavailable("%s %s: berth is stopping", what, object)
 	}
 	select {

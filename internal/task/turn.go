@@ -3,6 +3,8 @@ package task
 import (
 	"context"
 	"fmt"
+
+	"berth/internal/trace"
 )
 
 // Turn is held by the one writer of an object. It is not a mutex: it is awaited
@@ -23,6 +25,7 @@ func (r *Runner) Take(ctx context.Context, t Turn, what, object string) (pass fu
 		return pass, nil
 	default:
 	}
+	defer trace.Begin(ctx, "turn").End()
 	defer r.BeginUpTo(Limit, "its turn to "+what, object)()
 	select {
 	case t <- struct{}{}:

@@ -24,6 +24,7 @@ import (
 	"berth/internal/failpoint"
 	"berth/internal/netns"
 	"berth/internal/task"
+	"berth/internal/trace"
 	"berth/sandbox/describe"
 	"berth/sandbox/launch"
 	"berth/sandbox/layout"
@@ -63,10 +64,10 @@ func (p Pod) String() string { return "pod " + p.Rec.ID }
 // Make makes everything the pod needs and returns its pause, which runs. The network and the pause
 // come up side by side: both need no more than the namespace.
 func (k Kit) Make(ctx context.Context, p Pod) (*shim.Started, error) {
-	if err := k.filesOf(p).Make(k.HostResolvConf); err != nil {
+	if err := k.makeFiles(ctx, p); err != nil {
 		return nil, err
 	}
-	if err := k.Namespaces.Make(p.Rec.ID, p.Config, p.Rec.NetNS); err != nil {
+	if err := k.makeNamespaces(ctx, p); err != nil {
 		return nil, err
 	}
 	group, gctx := errgroup.WithContext(ctx)
@@ -90,9 +91,20 @@ func (k Kit) Make(ctx context.Context, p Pod) (*shim.Started, error) {
 	return pause, err
 }
 
+func (k Kit) makeFiles(ctx context.Context, p Pod) error {
+	defer trace.Begin(ctx, "files").End()
+	return k.filesOf(p).Make(k.HostResolvConf)
+}
+
+func (k Kit) makeNamespaces(ctx context.Context, p Pod) error {
+	defer trace.Begin(ctx, "namespaces").End()
+	return k.Namespaces.Make(p.Rec.ID, p.Config, p.Rec.NetNS)
+}
+
 // FinishFiles writes /etc/hosts with the pod's addresses, and labels it and the others: all containers of the pod read
 // them, and they are the pod's own, also where they are copies of the host's.
-func (k Kit) FinishFiles(p Pod) error {
+func (k Kit) FinishFiles(ctx context.Context, p Pod) error {
+	defer trace.Begin(ctx, "hosts").End()
 	if err := k.filesOf(p).WriteHosts(p.Rec.IPs); err != nil {
 		return err
 	}

@@ -43,7 +43,7 @@ func TestFinishFiles(t *testing.T) {
 	makeAll(t, dir)
 	pod := Pod{Rec: &record.Pod{ID: "p", IPs: []string{"10.0.0.7"}, SELinux: confine.Labels{Process: "pod-process", Mount: "pod-files"}},
 		Config: &runtimeapi.PodSandboxConfig{Hostname: "ship"}}
-	if err := k.FinishFiles(pod); err != nil {
+	if err := k.FinishFiles(t.Context(), pod); err != nil {
 		t.Fatal(err)
 	}
 	if want := map[string]string{dir: "pod-files"}; !maps.Equal(labels, want) {

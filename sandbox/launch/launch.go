@@ -22,6 +22,7 @@ import (
 	"berth/internal/nri"
 	"berth/internal/rootfs"
 	"berth/internal/task"
+	"berth/internal/trace"
 	"berth/oci/confine"
 	"berth/oci/users"
 	"berth/sandbox/describe"
@@ -60,6 +61,8 @@ type Container struct {
 
 // Pause starts the process that holds the pod's namespaces, which there are. image replaces the embedded pause; nil: none.
 func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *record.Image) (*shim.Started, error) {
+	ctx, span := trace.Nest(ctx, "pause")
+	defer span.End()
 	idMap, err := k.Namespaces.IDMap(pod.ID, pod.Config)
 	if err != nil {
 		return nil, err
@@ -104,7 +107,8 @@ func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *record.Image) (
 }
 
 // Root is the writable root filesystem of a container.
-func (k Kit) Root(pod describe.Pod, c Container) (rootfs.Spec, error) {
+func (k Kit) Root(ctx context.Context, pod describe.Pod, c Container) (rootfs.Spec, error) {
+	defer trace.Begin(ctx, "root filesystem").End()
 	idMap, err := k.Namespaces.IDMap(pod.ID, pod.Config)
 	if err != nil {
 		return rootfs.Spec{}, err
@@ -113,7 +117,8 @@ func (k Kit) Root(pod describe.Pod, c Container) (rootfs.Spec, error) {
 }
 
 // User finds out who a container runs as. root is its root filesystem.
-func (k Kit) User(c Container, root rootfs.Spec) (users.User, error) {
+func (k Kit) User(ctx context.Context, c Container, root rootfs.Spec) (users.User, error) {
+	defer trace.Begin(ctx, "users").End()
 	files, err := k.Users.Of(c.Rec.Image.ID, root)
 	if err != nil {
 		return users.User{}, err
@@ -124,6 +129,7 @@ func (k Kit) User(c Container, root rootfs.Spec) (users.User, error) {
 
 // Spec describes a container to its launcher. It looks at the sources of mounts, and ends with ctx where a volume hangs.
 func (k Kit) Spec(ctx context.Context, pod describe.Pod, c Container) (*specs.Spec, error) {
+	defer trace.Begin(ctx, "describe").End()
 	var spec *specs.Spec
 	err := k.aside(ctx, c, "describe", func(c Container) (err error) { spec, err = k.describe(pod, c); return err })
 	if err != nil { // spec may be written still
@@ -147,6 +153,7 @@ func (k Kit) describe(pod describe.Pod, c Container) (*specs.Spec, error) {
 // Prove describes a container, and refuses what a launch would. Its mounts have sources afterwards, and these their SELinux labels. It
 // ends with ctx where a volume hangs; nothing is begun then that was not.
 func (k Kit) Prove(ctx context.Context, pod describe.Pod, c Container) (*specs.Spec, error) {
+	defer trace.Begin(ctx, "look at mounts").End()
 	if err := k.Roots.CheckVolumes(c.Rec.ID, c.Config, c.Rec.Volumes); err != nil {
 		return nil, err
 	}
@@ -187,7 +194,7 @@ func (k Kit) labelMounts(ctx context.Context, sources []string, labels confine.L
 
 // Container starts a container of a pod that runs.
 func (k Kit) Container(ctx context.Context, pod describe.Pod, c Container) (*shim.Started, error) {
-	root, err := k.Root(pod, c)
+	root, err := k.Root(ctx, pod, c)
 	if err != nil {
 		return nil, err
 	}

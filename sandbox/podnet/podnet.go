@@ -23,6 +23,7 @@ import (
 	"berth/checkpoint"
 	"berth/cni"
 	"berth/internal/task"
+	"berth/internal/trace"
 	"berth/sandbox/record"
 )
 
@@ -106,6 +107,8 @@ func (n *Networks) Attach(ctx context.Context, rec *record.Pod, config *runtimea
 	if err != nil {
 		return err
 	}
+	ctx, span := trace.Nest(ctx, "CNI ADD")
+	defer span.End()
 	defer n.tasks.Begin("CNI ADD", "pod "+rec.ID)()
 	result, err := n.network.Add(ctx, *rec.Network, pod)
 	if err != nil {
@@ -130,6 +133,8 @@ func (n *Networks) Detach(ctx context.Context, rec *record.Pod, config *runtimea
 		n.log.Warn("a pod can't be told to CNI plugins: it has no network to be detached from", "pod", rec.ID, "error", err)
 		return nil
 	}
+	ctx, span := trace.Nest(ctx, "CNI DEL")
+	defer span.End()
 	defer n.tasks.Begin("CNI DEL", "pod "+rec.ID)()
 	return n.network.Del(ctx, *rec.Network, pod)
 }

@@ -17,6 +17,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"berth/internal/rootfs"
+	"berth/internal/trace"
 	"berth/shim/ociruntime"
 )
 
@@ -104,6 +105,8 @@ type Started struct {
 	ShimPID   int    `json:"shimPID"`
 	ShimStart uint64 `json:"shimStart"`
 	StartedAt int64  `json:"startedAt"` // unix nanoseconds
+
+	Steps []trace.Step `json:"steps,omitempty"` // what its launch consisted of, one after the other
 }
 
 // ExecStarted tells of an exec that runs.

@@ -19,6 +19,7 @@ import (
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/internal/rootfs"
+	"berth/internal/trace"
 	"berth/shim/control"
 	"berth/shim/handoff"
 	"berth/shim/record"
@@ -39,6 +40,7 @@ type launch struct {
 	init    *os.File // pidfd
 	verdict *os.File // how the container ends, where init's end does not tell
 	started control.Started
+	timedTo int64 // by trace.Now
 	monitor handoff.Params
 
 	ctx   context.Context // ends when the daemon does not want the container any more
@@ -52,7 +54,7 @@ type launch struct {
 // serveLaunch carries out a launch order. For a container it does not return if it
 // succeeds; otherwise this process has no further use.
 func (l *launcher) serveLaunch(order *control.Launch) error {
-	c := &launch{Launch: order, l: l, undo: cleanup.New()}
+	c := &launch{Launch: order, l: l, undo: cleanup.New(), timedTo: trace.Now()}
 	c.maker = c.newMaker()
 	c.ctx, c.abort = context.WithCancel(context.Background())
 	failpoint.Reach("launcher.launch-ordered")
@@ -85,25 +87,38 @@ func (c *launch) run() (err error) {
 	}
 	stop := c.watchDaemon()
 	defer stop()
-	for _, step := range []func() error{
-		c.mountRootfs,
-		c.mountVolumes,
-		c.prepare,
-		c.openIO,
-		c.noteLauncher,
-		c.reserveExit,
-		c.create,
-		c.prepareMonitor,
-		c.recordInit,
-		c.execute,
-		c.commit,
+	for _, step := range []struct {
+		name string // of a step worth telling how long it took
+		do   func() error
+	}{
+		{"mount root filesystem", c.mountRootfs},
+		{"mount volumes", c.mountVolumes},
+		{"", c.prepare},
+		{"", c.openIO},
+		{"", c.noteLauncher},
+		{"prepare", c.reserveExit},
+		{"create", c.create}, // of libcontainer's it is the rest
+		{"prepare monitor", c.prepareMonitor},
+		{"record init", c.recordInit},
+		{"execute", c.execute},
+		{"", c.commit},
 	} {
-		if err := step(); err != nil {
+		if err := step.do(); err != nil {
 			return err
+		}
+		if step.name != "" {
+			c.timed(step.name)
 		}
 	}
 	c.undo.Release()
 	return nil
+}
+
+// timed says what was done since the last call, or since the order was there.
+func (c *launch) timed(name string) {
+	now := trace.Now()
+	c.started.Steps = append(c.started.Steps, trace.Step{Name: name, Began: c.timedTo, Ended: now})
+	c.timedTo = now
 }
 
 // check refuses orders that lead nowhere, and finds the container's cgroup.

@@ -107,12 +107,14 @@ func (m *libraryMaker) create() (pid int, err error) {
 		return 0, err
 	}
 	failpoint.Reach("launcher.created")
+	m.timed("libcontainer create")
 	m.undo.Add("destroy container "+m.ID, m.destroy)
 	m.io.give(m.process)
 	if err := m.container.Start(m.process); err != nil {
 		return 0, err
 	}
 	failpoint.Reach("launcher.init-started")
+	m.timed("libcontainer start")
 	return m.process.Pid()
 }
 

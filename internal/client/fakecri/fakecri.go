@@ -49,7 +49,8 @@ type Server struct {
 		Exec(*runtimeapi.ExecRequest) (string, error)
 		Attach(*runtimeapi.AttachRequest) (string, error)
 	}
-	PullsInfo string // the JSON that a verbose Status has under "pulls"
+	PodInfo   map[string]string // what a verbose PodSandboxStatus has
+	PullsInfo string            // the JSON that a verbose Status has under "pulls"
 	Registry  map[string]*runtimeapi.Image
 
 	missed chan struct{} // a ContainerStatus that failed because of away
@@ -244,11 +245,15 @@ func (s *Server) RemovePodSandbox(ctx context.Context, r *runtimeapi.RemovePodSa
 func (s *Server) PodSandboxStatus(_ context.Context, r *runtimeapi.PodSandboxStatusRequest) (*runtimeapi.PodSandboxStatusResponse, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	var info map[string]string
+	if r.GetVerbose() {
+		info = s.PodInfo
+	}
 	p := s.pods[r.GetPodSandboxId()]
 	if p == nil {
 		return nil, status.Errorf(codes.NotFound, "pod sandbox %s not found", r.GetPodSandboxId())
 	}
-	return &runtimeapi.PodSandboxStatusResponse{Status: &runtimeapi.PodSandboxStatus{
+	return &runtimeapi.PodSandboxStatusResponse{Info: info, Status: &runtimeapi.PodSandboxStatus{
 		Id: p.id, Metadata: p.config.GetMetadata(), State: p.state, CreatedAt: p.created.UnixNano(),
 		Network: &runtimeapi.PodSandboxNetworkStatus{Ip: "10.0.0.2", AdditionalIps: []*runtimeapi.PodIP{{Ip: "fd00::2"}}},
 		Linux: &runtimeapi.LinuxPodSandboxStatus{Namespaces: &runtimeapi.Namespace{

@@ -1,0 +1,159 @@
+package integration
+
+import (
+	"encoding/json"
+	"encoding/xml"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"testing"
+
+	"berth/integration/harness"
+	"berth/internal/trace"
+)
+
+// Spans tell where at least this much of a request's time went.
+const coveredPercent = 95
+
+func TestTrace(t *testing.T) {
+	d := harness.StartDaemon(t)
+	var operations []trace.Operation
+	var id string
+	told := map[string]bool{} // operations that were covered
+	// The machine may be busy with other tests: time in which what could go on has no CPU may be between two spans.
+	harness.Eventually(t, "starts whose spans cover them", func() error {
+		pod := d.RunPod(t)
+		pod.Run(t)
+		id, operations = pod.Id, nil
+		harness.Must(t, json.Unmarshal([]byte(runBerth(t, d, "trace", id, "--output", "json")), &operations))
+		var untold error
+		for _, o := range operations {
+			name, took := o.Spans[0].Name, o.Spans[0].Took
+			told[name] = told[name] || covered(o)*100 >= took*coveredPercent
+			if !told[name] {
+				untold = fmt.Errorf("of the %d µs of %s, %d are told of: %+v", took/1000, name, covered(o)/1000, o.Spans)
+			}
+		}
+		return untold
+	})
+	harness.Equal(t, "operations", strings.Join(spanNames(operations, 0), " "), "RunPodSandbox CreateContainer StartContainer")
+	for _, o := range operations {
+		checkNesting(t, o)
+	}
+	for what, want := range map[string]string{"CNI ADD": "bridge", "pause": "launcher", "launcher": "libcontainer start"} {
+		if !slices.Contains(within(operations, what), want) {
+			t.Errorf("%q is not among the parts of %q: %q", want, what, within(operations, what))
+		}
+	}
+	if text := runBerth(t, d, "trace", id); !strings.Contains(text, "libcontainer create") || !strings.Contains(text, "█") {
+		t.Errorf("the drawing:\n%s", text)
+	}
+	checkXML(t, runBerth(t, d, "trace", id, "-o", "svg"))
+
+	d.Restart(t)
+	if out, err := tryBerth(d, "trace", id); err == nil || !strings.Contains(out, "earlier daemon") {
+		t.Errorf("after a restart: %v: %s", err, out)
+	}
+}
+
+// A start that failed tells why, and where the time went until then.
+func TestTraceOfFailedStart(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t)
+	c := pod.Create(t, harness.Command("/no/such/program"))
+	if err := d.Cri.StartContainer(t.Context(), c.Id); err == nil {
+		t.Fatal("it was started")
+	}
+	var operations []trace.Operation
+	harness.Must(t, json.Unmarshal([]byte(runBerth(t, d, "trace", pod.Id, "-o", "json")), &operations))
+	last := operations[len(operations)-1]
+	if last.Spans[0].Name != "StartContainer" || !strings.Contains(last.Failure, "/no/such/program") {
+		t.Errorf("%+v", last)
+	}
+}
+
+// covered is how much of an operation's time the spans without parts of their own cover, in nanoseconds.
+func covered(o trace.Operation) (sum int64) {
+	var leaves []trace.Shown
+	for i, s := range o.Spans {
+		if s.Depth > 0 && (i+1 == len(o.Spans) || o.Spans[i+1].Depth <= s.Depth) {
+			leaves = append(leaves, s)
+		}
+	}
+	slices.SortFunc(leaves, func(a, b trace.Shown) int { return int(a.From - b.From) })
+	var until int64
+	for _, s := range leaves {
+		from := max(s.From, until)
+		until = max(until, s.From+s.Took)
+		sum += max(until-from, 0)
+	}
+	return sum
+}
+
+// checkNesting fails if a span is outside of the one that it is part of.
+func checkNesting(t *testing.T, o trace.Operation) {
+	t.Helper()
+	var around []trace.Shown
+	for i, s := range o.Spans {
+		if s.Depth > len(around) || (s.Depth == 0) != (i == 0) {
+			t.Fatalf("span %d has depth %d: %+v", i, s.Depth, o.Spans)
+		}
+		around = around[:s.Depth]
+		if s.Depth > 0 {
+			if outer := around[s.Depth-1]; s.From < outer.From || s.From+s.Took > outer.From+outer.Took {
+				t.Errorf("%+v is not inside of %+v", s, outer)
+			}
+		}
+		if s.Open || s.Took < 0 {
+			t.Errorf("span %+v", s)
+		}
+		around = append(around, s)
+	}
+}
+
+func spanNames(operations []trace.Operation, depth int) (names []string) {
+	for _, o := range operations {
+		for _, s := range o.Spans {
+			if s.Depth == depth {
+				names = append(names, s.Name)
+			}
+		}
+	}
+	return names
+}
+
+// within are the names of the direct parts of spans of that name.
+func within(operations []trace.Operation, name string) (names []string) {
+	for _, o := range operations {
+		depth := -1
+		for _, s := range o.Spans {
+			switch {
+			case s.Name == name:
+				depth = s.Depth
+			case s.Depth <= depth:
+				depth = -1
+			case depth >= 0 && s.Depth == depth+1:
+				names = append(names, s.Name)
+			}
+		}
+	}
+	return names
+}
+
+func checkXML(t *testing.T, document string) {
+	t.Helper()
+	parser := xml.NewDecoder(strings.NewReader(document))
+	for elements := 0; ; {
+		token, err := parser.Token()
+		if err == io.EOF && elements > 10 {
+			return
+		}
+		if err != nil {
+			t.Fatalf("after %d elements: %v:\n%s", elements, err, document)
+		}
+		if _, ok := token.(xml.StartElement); ok {
+			elements++
+		}
+	}
+}

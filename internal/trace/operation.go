@@ -1,0 +1,52 @@
+package trace
+
+import (
+	"cmp"
+	"slices"
+	"time"
+)
+
+// Operation is a trace as it is shown: in verbose PodSandboxStatus as JSON, and by berth trace.
+type Operation struct {
+	Object    string    `json:"object,omitempty"` // the container that it was for; empty: the pod
+	Attempt   uint32    `json:"attempt,omitempty"`
+	Began     time.Time `json:"began"`
+	Monotonic int64     `json:"monotonic"`         // the same, by CLOCK_MONOTONIC: what operations are compared by
+	Spans     []Shown   `json:"spans"`             // the operation itself, then what it is made of, each followed by its parts
+	Failure   string    `json:"failure,omitempty"` // what the client was told, if it failed
+	Missing   int       `json:"missing,omitempty"` // spans that there was no room for
+}
+
+// Shown is a span of an operation.
+type Shown struct {
+	Name  string `json:"name"`
+	Depth int    `json:"depth"` // 0: the operation
+	From  int64  `json:"from"`  // nanoseconds since the operation began
+	Took  int64  `json:"took"`  // nanoseconds
+	Open  bool   `json:"open,omitempty"`
+}
+
+// Operation is the trace for who wants to see it. object and attempt name the container it is of.
+func (t *Trace) Operation(object string, attempt uint32) Operation {
+	parts, missing := t.Parts()
+	o := Operation{Object: object, Attempt: attempt, Began: t.Began(), Monotonic: t.zero, Missing: missing}
+	o.Failure, _ = t.Failure()
+	within := make([][]int, len(parts)+1) // indexes of the parts of each, by index plus one
+	for i, p := range parts {
+		within[p.Parent+1] = append(within[p.Parent+1], i)
+	}
+	var show func(i, depth int)
+	show = func(i, depth int) {
+		p := parts[i]
+		o.Spans = append(o.Spans, Shown{Name: p.Name, Depth: depth, From: p.Began, Took: p.Ended - p.Began, Open: p.Open})
+		inside := within[i+1]
+		slices.SortStableFunc(inside, func(a, b int) int { return cmp.Compare(parts[a].Began, parts[b].Began) })
+		for _, j := range inside {
+			show(j, depth+1)
+		}
+	}
+	for _, i := range within[0] {
+		show(i, 0)
+	}
+	return o
+}

@@ -1,0 +1,110 @@
+package trace
+
+import (
+	"encoding/binary"
+	"time"
+)
+
+// maxName bounds what is kept of a span's name, in bytes: some come from plugins' names.
+const maxName = 64
+
+// Part is a span as it was recorded.
+type Part struct {
+	Name   string
+	Parent int   // index of the span that it is part of; -1: of none
+	Began  int64 // nanoseconds since the operation began
+	Ended  int64
+	Open   bool // it had not ended: Ended says until when it was looked at
+}
+
+// parts reads a slab that may still be written. A span whose fields are being written is as good as none, and what is part of it
+// becomes part of the operation.
+func (all *slab) parts(zero int64) (parts []Part, missing int) {
+	taken := int(all.taken.Load())
+	parts = make([]Part, 0, min(taken, MaxSpans))
+	place := [MaxSpans]int{} // where a span is in parts, plus one
+	for i := range min(taken, MaxSpans) {
+		s := &all.spans[i]
+		began := s.began.Load()
+		if began == 0 {
+			missing++
+			continue
+		}
+		ended := s.ended.Load()
+		p := Part{Name: s.name, Parent: -1, Began: began - zero, Open: ended == 0}
+		if p.Open {
+			ended = Now()
+		}
+		p.Ended = ended - zero
+		if s.parent >= 0 {
+			p.Parent = max(place[s.parent]-1, 0)
+		}
+		parts = append(parts, p)
+		place[i] = len(parts)
+	}
+	return parts, missing + max(taken-MaxSpans, 0)
+}
+
+// pack is a slab in few bytes: how many spans, how many are missing, and of each its name, parent, beginning since the one before, and length.
+func pack(all *slab, zero int64) string {
+	parts, missing := all.parts(zero)
+	out := make([]byte, 0, 16*len(parts)+16)
+	out = binary.AppendUvarint(out, uint64(len(parts)))
+	out = binary.AppendUvarint(out, uint64(missing))
+	var last int64
+	for _, p := range parts {
+		name := p.Name[:min(len(p.Name), maxName)]
+		out = append(out, byte(len(name)))
+		out = append(out, name...)
+		out = append(out, byte(p.Parent+1))
+		out = binary.AppendVarint(out, p.Began-last)
+		took := uint64(p.Ended-p.Began) << 1
+		if p.Open {
+			took |= 1
+		}
+		out = binary.AppendUvarint(out, took)
+		last = p.Began
+	}
+	return string(out)
+}
+
+// unpack is the inverse of pack.
+func unpack(packed string) (parts []Part, missing int) {
+	in := []byte(packed)
+	uvarint := func() uint64 {
+		v, n := binary.Uvarint(in)
+		in = in[n:]
+		return v
+	}
+	parts = make([]Part, uvarint())
+	missing = int(uvarint())
+	var last int64
+	for i := range parts {
+		p := &parts[i]
+		length := int(in[0])
+		p.Name, p.Parent = string(in[1:1+length]), int(in[1+length])-1
+		in = in[2+length:]
+		began, n := binary.Varint(in)
+		in = in[n:]
+		p.Began = last + began
+		took := uvarint()
+		p.Ended, p.Open = p.Began+int64(took>>1), took&1 != 0
+		last = p.Began
+	}
+	return parts, missing
+}
+
+// Parts returns what was recorded so far, the operation first and each before its parts, and how many spans there was no room for.
+func (t *Trace) Parts() (parts []Part, missing int) {
+	for {
+		if all := t.slab.Load(); all != nil {
+			return all.parts(t.zero)
+		}
+		if packed := t.packed.Load(); packed != nil {
+			return unpack(*packed)
+		} // it is being packed this moment
+	}
+}
+
+// Began is when the operation began, by the wall clock.
+func (t *Trace) Began() time.Time { return time.Unix(0, t.wall) }

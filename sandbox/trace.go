@@ -1,0 +1,37 @@
+package sandbox
+
+import (
+	"cmp"
+	"slices"
+
+	"berth/internal/trace"
+)
+
+// StartOf returns the operations that started a pod: its own and those of its containers, of each the newest attempt, in order of time. Nothing of what an
+// earlier daemon did, and of a pod that is unknown.
+func (m *Manager) StartOf(podID string) []trace.Operation {
+	p, known := m.pods.Get(podID)
+	if !known {
+		return nil
+	}
+	var all []trace.Operation
+	add := func(t *trace.Trace, name string, attempt uint32) {
+		if t != nil {
+			all = append(all, t.Operation(name, attempt))
+		}
+	}
+	add(p.started, "", 0)
+	newest := map[string]*container{}
+	for _, c := range m.containers.Snapshot() {
+		name := c.config.GetMetadata().GetName()
+		if c.podID == podID && (newest[name] == nil || newest[name].config.GetMetadata().GetAttempt() <= c.config.GetMetadata().GetAttempt()) {
+			newest[name] = c
+		}
+	}
+	for name, c := range newest {
+		add(c.created, name, c.config.GetMetadata().GetAttempt())
+		add(c.started.Load(), name, c.config.GetMetadata().GetAttempt())
+	}
+	slices.SortFunc(all, func(a, b trace.Operation) int { return cmp.Compare(a.Monotonic, b.Monotonic) })
+	return all
+}
