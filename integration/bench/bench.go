@@ -1,0 +1,297 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"time"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+
+	"berth/integration/bench/report"
+	"berth/integration/bench/subject"
+	"berth/integration/fixture"
+	"berth/shim/payload"
+)
+
+// bench is one run of the benchmark.
+type bench struct {
+	options
+	registry *fixture.Registry
+	subjects []*subject.Subject
+	results  report.Results
+}
+
+// open starts the registry and all runtimes. One that does not start is left out, unless it is berth.
+func (b *bench) open(ctx context.Context) error {
+	var err error
+	if b.registry, err = fixture.NewRegistry(); err != nil {
+		return err
+	}
+	work := subject.Workload{Image: b.image}
+	if b.image == "" {
+		if work, err = b.pushWorkload(); err != nil {
+			return err
+		}
+	}
+	site := &subject.Site{Machine: b.machine, Dir: b.dir, State: b.state, Work: work}
+	s, err := site.Berth(ctx, b.berth, false)
+	if err != nil {
+		return err
+	}
+	b.subjects = append(b.subjects, s)
+	own, err := subject.HasOwnNetwork(ctx, b.berth)
+	if err != nil {
+		return err
+	}
+	if own {
+		b.add(site.Berth(ctx, b.berth, true))
+	}
+	if b.peers != "" {
+		if err := b.openPeers(ctx, site); err != nil {
+			return err
+		}
+	}
+	for _, arg := range b.external {
+		b.add(subject.External(ctx, arg, b.machine, b.dir+"/logs", work))
+	}
+	b.subjects = slices.DeleteFunc(b.subjects, func(s *subject.Subject) bool {
+		err := s.PullWorkload(ctx)
+		if err != nil {
+			b.complain(s, err)
+		}
+		return err != nil
+	})
+	return nil
+}
+
+// openPeers starts the runtimes that there are programs for: containerd, with runc and with crun.
+func (b *bench) openPeers(ctx context.Context, site *subject.Site) error {
+	program, err := pauseProgram()
+	if err != nil {
+		return err
+	}
+	layer, err := fixture.Tree{fixture.File("pause", 0o755, program)}.Layer(fixture.Gzip)
+	if err != nil {
+		return err
+	}
+	img, err := fixture.ImageOf(v1.Config{Entrypoint: []string{"/pause"}}, layer)
+	if err != nil {
+		return err
+	}
+	sandbox, err := b.registry.Push("bench/pause:latest", img)
+	if err != nil {
+		return err
+	}
+	b.add(site.Containerd(ctx, b.peers, filepath.Join(b.peers, "runc"), b.registry.Host, sandbox))
+	crun := filepath.Join(b.peers, "crun")
+	if _, err := os.Stat(crun); err != nil {
+		if crun, err = exec.LookPath("crun"); err != nil {
+			return err
+		}
+	}
+	s, err := site.Containerd(ctx, b.peers, crun, b.registry.Host, sandbox)
+	if err == nil {
+		s.Twin = true
+	}
+	b.add(s, err)
+	return nil
+}
+
+// add takes a runtime in, or says why not.
+func (b *bench) add(s *subject.Subject, err error) {
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "bench: left out:", err)
+		return
+	}
+	b.subjects = append(b.subjects, s)
+}
+
+// pushWorkload makes the pods' image: busybox, and pause as a program that waits for SIGTERM.
+func (b *bench) pushWorkload() (subject.Workload, error) {
+	work := subject.Workload{Command: []string{subject.TermWaiter}}
+	program, err := pauseProgram()
+	if err != nil {
+		return work, err
+	}
+	layer, err := fixture.Tree{fixture.Dir("bin", 0o755), fixture.File("bin/"+subject.TermWaiter, 0o755, program)}.Layer(fixture.Gzip)
+	if err != nil {
+		return work, err
+	}
+	img, err := fixture.Image(v1.Config{Cmd: work.Command}, layer)
+	if err != nil {
+		return work, err
+	}
+	work.Image, err = b.registry.Push("bench/pod:latest", img)
+	return work, err
+}
+
+// pauseProgram returns berth's pause. All runtimes have the same.
+func pauseProgram() (program string, err error) {
+	dir, err := os.MkdirTemp("", "payload")
+	if err != nil {
+		return "", err
+	}
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	paths, err := payload.Install(dir)
+	if err != nil {
+		return "", err
+	}
+	content, err := os.ReadFile(paths.Pause + payload.PauseProgram)
+	return string(content), err
+}
+
+func (b *bench) close() error {
+	var errs []error
+	for _, s := range b.subjects {
+		errs = append(errs, s.Close())
+	}
+	if b.registry != nil {
+		errs = append(errs, b.registry.Close())
+	}
+	return errors.Join(errs...)
+}
+
+func (b *bench) selected(row report.Row) bool { return b.rows.MatchString(row.Key) }
+
+// columns are the runtimes, each once, berth last.
+func (b *bench) columns() (all []report.Column) {
+	for _, s := range slices.Backward(b.subjects) {
+		if !s.OwnNetwork {
+			all = append(all, report.Column{Name: s.Column, Version: s.Version})
+		}
+	}
+	return all
+}
+
+func (b *bench) complain(s *subject.Subject, err error) {
+	fmt.Fprintf(os.Stderr, "bench: %s: %v\n", s.Column, err)
+}
+
+// measure runs all experiments that a selected row needs.
+func (b *bench) measure(ctx context.Context) {
+	for _, e := range experiments {
+		if ctx.Err() != nil {
+			return
+		}
+		if !slices.ContainsFunc(report.Rows, func(r report.Row) bool { return b.selected(r) && slices.Contains(e.rows, r.Key) }) {
+			continue
+		}
+		subjects := slices.Clone(b.subjects)
+		subjects = slices.DeleteFunc(subjects, func(s *subject.Subject) bool { return !e.suits(s) })
+		begin := time.Now()
+		if e.oneByOne {
+			for i := range subjects {
+				b.experiment(ctx, e, subjects[i:i+1])
+			}
+		} else {
+			b.experiment(ctx, e, subjects)
+		}
+		fmt.Fprintf(os.Stderr, "bench: %s: %v\n", e.name, time.Since(begin).Round(time.Second))
+	}
+}
+
+// experiment runs one experiment on several runtimes in turn.
+func (b *bench) experiment(ctx context.Context, e experiment, subjects []*subject.Subject) {
+	var all []*contestant
+	for _, s := range subjects {
+		c := &contestant{b: b, e: e, s: s}
+		if c.prepare(ctx) {
+			all = append(all, c)
+		}
+	}
+	samples := e.samples(b.samples)
+	for n := range e.warmUp + samples {
+		for i := range all {
+			if n%2 == 1 {
+				i = len(all) - 1 - i
+			}
+			all[i].sample(ctx, n < e.warmUp)
+		}
+	}
+	for _, c := range all {
+		c.clean(ctx)
+	}
+}
+
+// contestant is a runtime in an experiment.
+type contestant struct {
+	b     *bench
+	e     experiment
+	s     *subject.Subject
+	state any // what prepare has made
+
+	n      int           // samples that count
+	spent  time.Duration // on them
+	failed bool
+}
+
+// enough is how many samples a runtime gives at least, however long they take.
+const enough = 5
+
+// prepare tells whether the runtime takes part.
+func (c *contestant) prepare(ctx context.Context) bool {
+	ctx, cancel := context.WithTimeout(ctx, c.e.limit)
+	defer cancel()
+	if c.e.prepare != nil {
+		var err error
+		if c.state, err = c.e.prepare(ctx, c.b, c.s); err != nil {
+			c.fail(ctx, err)
+		}
+	}
+	return !c.failed
+}
+
+// sample takes a sample, unless the runtime has failed or used up its time.
+func (c *contestant) sample(ctx context.Context, warmUp bool) {
+	if c.failed || ctx.Err() != nil || c.n >= enough && c.spent > c.e.budget {
+		return
+	}
+	limited, cancel := context.WithTimeout(ctx, c.e.limit)
+	defer cancel()
+	begin := time.Now()
+	err := c.s.Rest(limited)
+	var values values
+	if err == nil {
+		values, err = c.e.sample(limited, c)
+	}
+	if err != nil {
+		c.fail(ctx, err)
+		return
+	}
+	if warmUp {
+		return
+	}
+	c.n++
+	c.spent += time.Since(begin)
+	for row, v := range values {
+		series := c.b.results.Of(row, c.s.Column)
+		series.Values = append(series.Values, v...)
+	}
+}
+
+// fail notes an error for all rows of the experiment, and removes what is left.
+func (c *contestant) fail(ctx context.Context, err error) {
+	c.failed = true
+	c.b.complain(c.s, fmt.Errorf("%s: %w", c.e.name, err))
+	for _, row := range c.e.rows {
+		c.b.results.Of(row, c.s.Column).Failed = err.Error()
+	}
+	c.clean(ctx)
+}
+
+// cleanLimit is how long the removal of an experiment's pods may take.
+const cleanLimit = 5 * time.Minute
+
+// clean removes all pods, also after an interruption.
+func (c *contestant) clean(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleanLimit)
+	defer cancel()
+	if err := c.s.Clean(ctx); err != nil {
+		c.b.complain(c.s, fmt.Errorf("%s: clean up: %w", c.e.name, err))
+	}
+}

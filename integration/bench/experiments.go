@@ -1,0 +1,238 @@
+package main
+
+import (
+	"context"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"berth/integration/bench/subject"
+)
+
+// values are what one sample gives, by row.
+type values map[string][]float64
+
+// experiment is one way to measure, for one row or several.
+type experiment struct {
+	name string
+	rows []string
+	// suits tells which runtimes take part.
+	suits   func(*subject.Subject) bool
+	warmUp  int
+	samples func(wanted int) int
+	// oneByOne: what it prepares is too much for two runtimes at a time.
+	oneByOne bool
+	// limit is how long a sample, or the preparation, may take; budget how long one runtime's samples.
+	limit, budget time.Duration
+
+	prepare func(context.Context, *bench, *subject.Subject) (any, error)
+	sample  func(context.Context, *contestant) (values, error)
+}
+
+var experiments = []experiment{
+	lifecycle("host", plugins), lifecycle("cni", plugins), lifecycle("own", ownNetwork),
+	calls,
+	memory,
+	burst("host", plugins), burst("cni", plugins), burst("own", ownNetwork),
+}
+
+func plugins(s *subject.Subject) bool    { return !s.OwnNetwork }
+func ownNetwork(s *subject.Subject) bool { return s.OwnNetwork }
+
+func wanted(n int) int { return n }
+
+// lifecycle is one pod after another on one kind of network: times of its calls, and the CPU time of all of it, with
+// what the runtime does behind them to be ready for the next one.
+func lifecycle(network string, suits func(*subject.Subject) bool) experiment {
+	rows := []string{"start-" + network, "cpu-" + network, "stop-sandbox-" + network}
+	if network == "host" {
+		rows = append(rows, "stop-container")
+	}
+	return experiment{
+		name: "one pod after another, " + network, rows: rows, suits: suits, warmUp: 3, samples: wanted, limit: time.Minute, budget: 2 * time.Minute,
+		sample: func(ctx context.Context, c *contestant) (values, error) {
+			life, err := live(ctx, c.s, network == "host")
+			if err != nil {
+				return nil, err
+			}
+			v := values{"start-" + network: {ms(life.start.Total())}, "stop-sandbox-" + network: {ms(life.stopSandbox)}}
+			if network == "host" {
+				v["stop-container"] = []float64{ms(life.stopContainer)}
+			}
+			if c.s.AccountsCPU() {
+				v["cpu-"+network] = []float64{ms(life.cpu)}
+			}
+			return v, nil
+		},
+	}
+}
+
+// life is what a pod's life took.
+type life struct {
+	start                           subject.Start
+	stopContainer, stopSandbox, cpu time.Duration
+}
+
+// live leads one pod through its life as kubelet does. It rests before it stops the pod, for the start's work is not
+// the stop's.
+func live(ctx context.Context, s *subject.Subject, hostNetwork bool) (l life, err error) {
+	before, err := s.CPU()
+	if err != nil {
+		return l, err
+	}
+	var pod *subject.Pod
+	if pod, l.start, err = s.Start(ctx, hostNetwork); err != nil {
+		return l, err
+	}
+	if err := s.AwaitReady(ctx); err != nil {
+		return l, err
+	}
+	if err := s.Rest(ctx); err != nil {
+		return l, err
+	}
+	if l.stopContainer, err = pod.StopContainer(ctx); err != nil {
+		return l, err
+	}
+	if l.stopSandbox, err = pod.Stop(ctx); err != nil {
+		return l, err
+	}
+	if err := pod.RemoveContainer(ctx); err != nil {
+		return l, err
+	}
+	if err := pod.Remove(ctx); err != nil {
+		return l, err
+	}
+	if err := s.Rest(ctx); err != nil {
+		return l, err
+	}
+	after, err := s.CPU()
+	l.cpu = after - before
+	return l, err
+}
+
+const (
+	burstPods  = 64
+	burstWidth = 8
+)
+
+// burst is many pods at a time.
+func burst(network string, suits func(*subject.Subject) bool) experiment {
+	row := "burst-" + network
+	return experiment{
+		name: "64 pods, 8 at a time, " + network, rows: []string{row}, suits: suits, limit: 3 * time.Minute, budget: 3 * time.Minute,
+		samples: func(wanted int) int { return (wanted + burstPods/2 - 1) / (burstPods / 2) }, // 2 rounds for 60
+		sample: func(ctx context.Context, c *contestant) (values, error) {
+			var times [burstPods]time.Duration
+			var pods [burstPods]*subject.Pod
+			err := inParallel(ctx, burstPods, func(ctx context.Context, i int) error {
+				pod, start, err := c.s.Start(ctx, network == "host")
+				pods[i], times[i] = pod, start.Total()
+				return err
+			})
+			if err != nil {
+				return nil, err
+			}
+			err = inParallel(ctx, burstPods, func(ctx context.Context, i int) error { return pods[i].Remove(ctx) })
+			v := values{}
+			for _, t := range times {
+				v[row] = append(v[row], ms(t))
+			}
+			return v, err
+		},
+	}
+}
+
+// inParallel calls f for 0 to n-1, 8 at a time.
+func inParallel(ctx context.Context, n int, f func(ctx context.Context, i int) error) error {
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(burstWidth)
+	for i := range n {
+		group.Go(func() error {
+			if err := ctx.Err(); err != nil {
+				return err
+			}
+			return f(ctx, i)
+		})
+	}
+	return group.Wait()
+}
+
+// calls are calls to a pod that runs.
+var calls = experiment{
+	name: "calls", rows: []string{"exec", "exec-cpu", "status"}, suits: plugins,
+	warmUp: 3, samples: wanted, limit: time.Minute, budget: time.Minute,
+	prepare: func(ctx context.Context, _ *bench, s *subject.Subject) (any, error) {
+		pod, _, err := s.Start(ctx, true)
+		return pod, err
+	},
+	sample: func(ctx context.Context, c *contestant) (values, error) {
+		pod := c.state.(*subject.Pod)
+		before, err := c.s.CPU()
+		if err != nil {
+			return nil, err
+		}
+		exec, err := pod.Exec(ctx)
+		if err != nil {
+			return nil, err
+		}
+		if err := c.s.Rest(ctx); err != nil {
+			return nil, err
+		}
+		after, err := c.s.CPU()
+		if err != nil {
+			return nil, err
+		}
+		v := values{"exec": {ms(exec)}}
+		if c.s.AccountsCPU() {
+			v["exec-cpu"] = []float64{ms(after - before)}
+		}
+		for range 3 {
+			status, err := pod.Status(ctx)
+			if err != nil {
+				return nil, err
+			}
+			v["status"] = append(v["status"], ms(status))
+		}
+		return v, nil
+	},
+}
+
+// memoryPods is how many pods run while memory is measured.
+const memoryPods = 20
+
+// memory compares what runs with pods to what runs without, after a fresh start of the daemon where it is ours.
+// Processes that a runtime always has, like those that wait to launch a container, are on both sides and cancel out.
+var memory = experiment{
+	name: "memory", rows: []string{"pss-pod", "pss-daemon-idle", "pss-daemon-20"}, suits: plugins,
+	samples: few, limit: 3 * time.Minute, budget: 2 * time.Minute, oneByOne: true,
+	sample: func(ctx context.Context, c *contestant) (values, error) {
+		if c.s.Daemon != nil {
+			if _, err := c.s.Restart(ctx, 0); err != nil {
+				return nil, err
+			}
+		}
+		before, err := c.s.SettledMemory(ctx)
+		if err != nil {
+			return nil, err
+		}
+		for range memoryPods {
+			if _, _, err := c.s.Start(ctx, true); err != nil {
+				return nil, err
+			}
+		}
+		after, err := c.s.SettledMemory(ctx)
+		if err != nil {
+			return nil, err
+		}
+		return values{
+			"pss-pod":         {mib((after.Others - before.Others) / memoryPods)},
+			"pss-daemon-idle": {mib(before.Daemon)}, "pss-daemon-20": {mib(after.Daemon)},
+		}, c.s.Clean(ctx)
+	},
+}
+
+// few is for samples that take long and vary little.
+func few(wanted int) int { return min(wanted, 3) }
+
+func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
+func mib(bytes float64) float64  { return bytes / (1 << 20) }

@@ -1,0 +1,63 @@
+package report
+
+import (
+	"strings"
+	"testing"
+)
+
+func TestQuantile(t *testing.T) {
+	values := make([]float64, 100)
+	for i := range values {
+		values[i] = float64(100 - i)
+	}
+	for _, tc := range []struct {
+		values  []float64
+		q, want float64
+	}{
+		{values, 0.5, 50}, {values, 0.99, 99}, {values, 1, 100}, {values, 0, 1},
+		{[]float64{7}, 0.5, 7}, {[]float64{7}, 0.99, 7},
+		{[]float64{3, 1, 2}, 0.5, 2}, {[]float64{3, 1, 2}, 0.99, 3},
+	} {
+		if got := (Series{Values: tc.values}).Quantile(tc.q); got != tc.want {
+			t.Errorf("quantile %v of %d values: got %v, want %v", tc.q, len(tc.values), got, tc.want)
+		}
+	}
+}
+
+func TestNumber(t *testing.T) {
+	for v, want := range map[float64]string{0: "0.00", 0.304: "0.30", 9.99: "9.99", 9.996: "10.0", 45: "45.0", 99.94: "99.9", 99.96: "100", 1234.5: "1234"} {
+		if got := number(v); got != want {
+			t.Errorf("number(%v): got %q, want %q", v, got, want)
+		}
+	}
+}
+
+func TestCell(t *testing.T) {
+	row := Row{Key: "k", Unit: "ms", Goal: 15}
+	var results Results
+	*results.Of("k", Ours) = Series{Values: []float64{10, 20, 14}}
+	*results.Of("k", "other") = Series{Values: []float64{28}}
+	*results.Of("k", "broken") = Series{Failed: "it fails"}
+	*results.Of("k", "late") = Series{Values: []float64{14}, Failed: "it fails"}
+	for column, want := range map[string]string{
+		Ours: "**14.0** / 20.0", "other": "28.0 (×2.00)", "broken": "failed", "late": "14.0 (×1.00)", "absent": "–",
+	} {
+		if got := cell(&results, row, column); got != want {
+			t.Errorf("%s: got %q, want %q", column, got, want)
+		}
+	}
+	row.Goal99 = 19
+	if got := cell(&results, row, Ours); got != "14.0 / 20.0" {
+		t.Errorf("a goal for the 99th percentile that is not reached: got %q", got)
+	}
+}
+
+func TestKeysAreUnique(t *testing.T) {
+	seen := map[string]bool{}
+	for _, row := range Rows {
+		if seen[row.Key] || strings.ContainsAny(row.Key, " |") {
+			t.Errorf("key %q", row.Key)
+		}
+		seen[row.Key] = true
+	}
+}

@@ -1,0 +1,36 @@
+package report
+
+import (
+	"math"
+	"slices"
+)
+
+// Series is what was measured of one runtime for one row.
+type Series struct {
+	Values []float64 // in the row's unit
+	Failed string    // why there are no more; empty: all went well
+}
+
+// Quantile returns the smallest value that at least the share q of all values does not exceed.
+func (s Series) Quantile(q float64) float64 {
+	sorted := slices.Sorted(slices.Values(s.Values))
+	return sorted[max(0, int(math.Ceil(q*float64(len(sorted))))-1)]
+}
+
+// Results are the series by row and column.
+type Results struct{ series map[[2]string]*Series }
+
+// Of returns the series of a row and a column, for reading and for adding to it.
+func (r *Results) Of(row, column string) *Series {
+	if r.series == nil {
+		r.series = map[[2]string]*Series{}
+	}
+	key := [2]string{row, column}
+	if r.series[key] == nil {
+		r.series[key] = &Series{}
+	}
+	return r.series[key]
+}
+
+// Column is a runtime in the table.
+type Column struct{ Name, Version string }

@@ -1,0 +1,95 @@
+package report
+
+import (
+	"fmt"
+	"io"
+	"strings"
+)
+
+// Ours is the column that others are compared with.
+const Ours = "berth"
+
+// Table writes the rows that selected names as Markdown: median and 99th percentile, and what the others'
+// median is in units of ours.
+func Table(w io.Writer, results *Results, columns []Column, selected func(Row) bool) error {
+	t := tableWriter{w: w}
+	t.line("|", " | goal |")
+	for _, c := range columns {
+		t.printf(" %s |", c.Name)
+	}
+	t.printf("\n|---|---:|%s\n", strings.Repeat("---:|", len(columns)))
+	for _, row := range Rows {
+		if !selected(row) {
+			continue
+		}
+		t.printf("| %s, %s | %s |", row.Title, row.Unit, row.goal())
+		for _, c := range columns {
+			t.printf(" %s |", cell(results, row, c.Name))
+		}
+		t.printf("\n")
+	}
+	return t.err
+}
+
+// tableWriter remembers the first error.
+type tableWriter struct {
+	w   io.Writer
+	err error
+}
+
+func (t *tableWriter) printf(format string, args ...any) {
+	if t.err == nil {
+		_, t.err = fmt.Fprintf(t.w, format, args...)
+	}
+}
+
+func (t *tableWriter) line(parts ...string) { t.printf("%s", strings.Join(parts, "")) }
+
+func (r Row) goal() string {
+	switch {
+	case r.Goal == 0:
+		return ""
+	case r.Goal99 == 0:
+		return number(r.Goal)
+	}
+	return number(r.Goal) + " / " + number(r.Goal99)
+}
+
+// cell is the median, in bold for a goal that is reached, the 99th percentile, and the ratio to ours.
+func cell(results *Results, row Row, column string) string {
+	s := results.Of(row.Key, column)
+	switch {
+	case len(s.Values) == 0 && s.Failed != "":
+		return "failed"
+	case len(s.Values) == 0:
+		return "–"
+	}
+	median := number(s.Quantile(0.5))
+	if column == Ours && row.reached(*s) {
+		median = "**" + median + "**"
+	}
+	text := median
+	if p99 := number(s.Quantile(0.99)); p99 != number(s.Quantile(0.5)) {
+		text += " / " + p99
+	}
+	if ours := results.Of(row.Key, Ours); column != Ours && len(ours.Values) > 0 && ours.Quantile(0.5) > 0 {
+		text += fmt.Sprintf(" (×%s)", number(s.Quantile(0.5)/ours.Quantile(0.5)))
+	}
+	return text
+}
+
+// reached tells whether the goal is reached, as far as the table's digits show it.
+func (r Row) reached(s Series) bool {
+	return r.Goal > 0 && len(s.Values) > 0 && s.Quantile(0.5) <= r.Goal && (r.Goal99 == 0 || s.Quantile(0.99) <= r.Goal99)
+}
+
+// number prints three digits of a positive value, more if they are before the point.
+func number(v float64) string {
+	switch {
+	case v >= 99.95:
+		return fmt.Sprintf("%.0f", v)
+	case v >= 9.995:
+		return fmt.Sprintf("%.1f", v)
+	}
+	return fmt.Sprintf("%.2f", v)
+}

@@ -1,0 +1,80 @@
+package subject
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+
+	"berth/integration/fixture"
+)
+
+// Berth starts the berth of a directory of programs, with the CNI plugins of the distribution or with its own network.
+func (at *Site) Berth(ctx context.Context, bin string, ownNetwork bool) (*Subject, error) {
+	name := "berth"
+	if ownNetwork {
+		name = "berth-own"
+	}
+	d := at.dir(name)
+	flags := []string{"--root", filepath.Join(at.Dir, name, "root"), "--state", d.state + "/state", "--listen", d.socket,
+		"--cgroup-driver", "cgroupfs", "--log-level", "warn", "--cni-conf-dir", d.netd}
+	if ownNetwork {
+		flags = append(flags, ownNetworkFlag+"=berth-net")
+	} else {
+		plugins, err := at.network(d.netd)
+		if err != nil {
+			return nil, err
+		}
+		flags = append(flags, "--cni-bin-dir", plugins)
+	}
+	programs, err := filepath.Glob(filepath.Join(bin, "berth*"))
+	if err != nil {
+		return nil, err
+	}
+	s := &Subject{Column: "berth", OwnNetwork: ownNetwork, Root: filepath.Join(at.Dir, name, "root")}
+	return at.start(ctx, s, recipe{
+		name: name, programs: programs,
+		// Beside another daemon, that of this machine perhaps.
+		config: fmt.Sprintf("nri_socket = %q\nnri_plugin_dir = %[2]q\nnri_plugin_config_dir = %[2]q\n", d.state+"/nri.sock", d.state+"/nri"),
+		args: func(bin, config string) []string {
+			return append([]string{filepath.Join(bin, "berth"), "serve", "--config", config}, flags...)
+		},
+	})
+}
+
+// ownNetworkFlag is berth serve's for a network without plugins.
+const ownNetworkFlag = "--network"
+
+// HasOwnNetwork tells whether that berth can do without CNI plugins.
+func HasOwnNetwork(ctx context.Context, bin string) (bool, error) {
+	help, err := exec.CommandContext(ctx, filepath.Join(bin, "berth"), "serve", "--help").Output()
+	return strings.Contains(string(help), " "+ownNetworkFlag+" "), err
+}
+
+// network writes the CNI configuration of one runtime, with a bridge and addresses of its own, and returns where
+// the plugins are.
+func (at *Site) network(dir string) (string, error) {
+	plugins, err := fixture.PluginDir()
+	if err != nil {
+		return "", err
+	}
+	if err := os.MkdirAll(dir, 0o711); err != nil {
+		return "", err
+	}
+	at.bridges++
+	conflist := fmt.Sprintf(`{
+  "cniVersion": "1.0.0",
+  "name": "bench%d",
+  "plugins": [
+    {
+      "type": "bridge", "bridge": "bench%[1]d", "isGateway": true, "ipMasq": true, "hairpinMode": true,
+      "ipam": {"type": "host-local", "dataDir": %q, "ranges": [[{"subnet": "10.%d.0.0/20"}]], "routes": [{"dst": "0.0.0.0/0"}]}
+    },
+    {"type": "portmap", "capabilities": {"portMappings": true}}
+  ]
+}
+`, at.bridges, dir+"/addresses", 100+at.bridges)
+	return plugins, os.WriteFile(filepath.Join(dir, "10-bench.conflist"), []byte(conflist), 0o600)
+}

@@ -1,0 +1,86 @@
+package subject
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+)
+
+// unified is where cgroup v2 is mounted beside v1, in hybrid mode.
+const unified = "/sys/fs/cgroup/unified"
+
+// legacyCgroups returns what a daemon has to be started by whose OCI runtime cannot bear hybrid mode with controllers in
+// both: crun since 1.9. Its mount namespace has v1 alone.
+func legacyCgroups(oci string) []string {
+	if controllers, err := os.ReadFile(unified + "/cgroup.controllers"); oci != "crun" || err != nil || len(controllers) == 0 {
+		return nil
+	}
+	return []string{"unshare", "--mount", "--propagation", "slave", "sh", "-c", "umount " + unified + ` && exec "$@"`, "sh"}
+}
+
+// Containerd starts a containerd whose pods run under an OCI runtime: runc, or crun with runc's command line.
+// The programs containerd and containerd-shim-runc-v2 are in the directory peers; ociRuntime is a path. registry is a host that is
+// spoken to over HTTP, and sandboxImage what its pods' pause is from.
+func (at *Site) Containerd(ctx context.Context, peers, ociRuntime, registry, sandboxImage string) (*Subject, error) {
+	oci := filepath.Base(ociRuntime)
+	name := "containerd-" + oci
+	d := at.dir(name)
+	root := filepath.Join(at.Dir, name, "root")
+	plugins, err := at.network(d.netd)
+	if err != nil {
+		return nil, err
+	}
+	hosts := filepath.Join(at.Dir, name, "certs.d")
+	if err := os.MkdirAll(filepath.Join(hosts, registry), 0o755); err != nil {
+		return nil, err
+	}
+	host := fmt.Sprintf("server = %q\n[host.%[1]q]\n  capabilities = [\"pull\", \"resolve\"]\n", "http://"+registry)
+	if err := os.WriteFile(filepath.Join(hosts, registry, "hosts.toml"), []byte(host), 0o600); err != nil {
+		return nil, err
+	}
+	s := &Subject{Column: "containerd + " + oci, Root: root}
+	return at.start(ctx, s, recipe{
+		name:     name,
+		programs: []string{filepath.Join(peers, "containerd"), filepath.Join(peers, "containerd-shim-runc-v2"), ociRuntime},
+		config: fmt.Sprintf(`version = 3
+root = %[1]q
+state = %[2]q
+
+[grpc]
+address = %[3]q
+
+[plugins.'io.containerd.cri.v1.images']
+snapshotter = "overlayfs"
+[plugins.'io.containerd.cri.v1.images'.pinned_images]
+sandbox = %[4]q
+[plugins.'io.containerd.cri.v1.images'.registry]
+config_path = %[5]q
+
+[plugins.'io.containerd.cri.v1.runtime']
+restrict_oom_score_adj = true # a machine without CAP_SYS_RESOURCE lets nobody go below its own
+[plugins.'io.containerd.cri.v1.runtime'.containerd]
+default_runtime_name = "oci"
+[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.oci]
+runtime_type = "io.containerd.runc.v2"
+[plugins.'io.containerd.cri.v1.runtime'.containerd.runtimes.oci.options]
+BinaryName = %[6]q
+SystemdCgroup = false
+[plugins.'io.containerd.cri.v1.runtime'.cni]
+bin_dirs = [%[7]q]
+conf_dir = %[8]q
+
+[plugins.'io.containerd.nri.v1.nri']
+socket_path = %[9]q
+plugin_path = %[10]q
+plugin_config_path = %[10]q
+
+[plugins.'io.containerd.internal.v1.opt']
+path = %[11]q
+`, root, d.state+"/state", d.socket, sandboxImage, hosts, filepath.Join(d.bin, oci), plugins, d.netd,
+			d.state+"/nri.sock", d.state+"/nri", filepath.Join(at.Dir, name, "opt")),
+		args: func(bin, config string) []string {
+			return append(legacyCgroups(oci), filepath.Join(bin, "containerd"), "--config", config, "--log-level", "warn")
+		},
+	})
+}

@@ -1,0 +1,194 @@
+package subject
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Daemon is a runtime's daemon that the benchmark starts.
+type Daemon struct {
+	socket string
+	args   []string
+	env    []string
+	log    string
+	procs  string // its cgroup's file of processes
+
+	cmd    *exec.Cmd
+	exited chan error // how cmd ended; buffered
+}
+
+// Site is where the benchmark's own runtimes live.
+type Site struct {
+	Machine string // name of the cgroup under which all of it happens
+	Dir     string // on a disk: images, copies of programs, logs
+	State   string // on tmpfs: what ends with the boot
+	Work    Workload
+
+	bridges int
+}
+
+// startLimit is how long a daemon may take until it answers.
+const startLimit = 2 * time.Minute
+
+// recipe is how a daemon is made.
+type recipe struct {
+	name     string   // a directory's and a cgroup's
+	programs []string // paths; the daemon gets copies, so that it shares no page of its programs with others
+	config   string   // content of its configuration file
+	// args returns the command line, from the directory of the copies and the path of the configuration file.
+	args func(bin, config string) []string
+}
+
+// start makes directories and cgroups for a daemon, starts it and connects s to it.
+func (at *Site) start(ctx context.Context, s *Subject, r recipe) (*Subject, error) {
+	dir := at.dir(r.name)
+	for _, path := range []string{dir.bin, dir.netd, dir.state, s.Root} {
+		if err := os.MkdirAll(path, 0o711); err != nil {
+			return nil, err
+		}
+	}
+	for _, program := range r.programs {
+		if err := copyProgram(filepath.Join(dir.bin, filepath.Base(program)), program); err != nil {
+			return nil, err
+		}
+	}
+	if err := os.WriteFile(dir.config, []byte(r.config), 0o600); err != nil {
+		return nil, err
+	}
+	cgroup := filepath.Join("/", at.Machine, r.name)
+	procs, err := makeCgroup(cgroup + "/daemon")
+	if err != nil {
+		return nil, err
+	}
+	s.cgroups, s.parent = []string{cgroup}, cgroup+"/pods"
+	s.logs, s.image, s.command = dir.logs, at.Work.Image, at.Work.command()
+	s.Daemon = &Daemon{
+		socket: dir.socket, args: r.args(dir.bin, dir.config), log: dir.log, procs: procs,
+		env: append(os.Environ(), "PATH="+dir.bin+":"+os.Getenv("PATH")),
+	}
+	if err := s.startDaemon(ctx); err != nil {
+		return nil, errors.Join(fmt.Errorf("%s: %w", r.name, err), s.Daemon.stop())
+	}
+	return s, nil
+}
+
+// dirs are the places of one daemon.
+type dirs struct{ bin, netd, state, config, logs, log, socket string }
+
+func (at *Site) dir(name string) dirs {
+	d, state := filepath.Join(at.Dir, name), filepath.Join(at.State, name)
+	return dirs{
+		bin: d + "/bin", netd: d + "/net.d", config: d + "/config.toml", logs: d + "/logs", log: d + "/log",
+		state: state, socket: state + "/cri.sock",
+	}
+}
+
+// copyProgram copies an executable file.
+func copyProgram(to, from string) error {
+	content, err := os.ReadFile(from)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(to, content, 0o755)
+}
+
+// Restart stops the daemon and starts it again. It returns how long it took from then until the daemon knew all pods.
+func (s *Subject) Restart(ctx context.Context, pods int) (time.Duration, error) {
+	if err := s.Daemon.stop(); err != nil {
+		return 0, err
+	}
+	begin := time.Now()
+	if err := s.startDaemon(ctx); err != nil {
+		return 0, err
+	}
+	n, err := s.CountPods(ctx)
+	took := time.Since(begin)
+	if err == nil && n != pods {
+		err = fmt.Errorf("the restarted daemon knows %d pods, want %d", n, pods)
+	}
+	return took, err
+}
+
+// startDaemon starts the daemon and waits until it answers.
+func (s *Subject) startDaemon(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, startLimit)
+	defer cancel()
+	d := s.Daemon
+	if err := d.start(); err != nil {
+		return err
+	}
+	for {
+		err := s.connect(ctx, d.socket)
+		if err == nil {
+			return nil
+		}
+		select {
+		case ended := <-d.exited:
+			d.exited <- ended // for stop
+			return fmt.Errorf("the daemon has ended: %w; its log ends with %s", ended, d.tail())
+		case <-ctx.Done():
+			return fmt.Errorf("it does not answer: %w; its log ends with %s", err, d.tail())
+		case <-time.After(time.Millisecond):
+		}
+	}
+}
+
+func (d *Daemon) start() error {
+	log, err := os.OpenFile(d.log, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	// It moves into its cgroup itself, so that no process of its is ever elsewhere.
+	d.cmd = exec.Command("/bin/sh", slices.Concat([]string{"-c", `echo $$ >"$0" && exec "$@"`, d.procs}, d.args)...)
+	d.cmd.Env, d.cmd.Stdout, d.cmd.Stderr = d.env, log, log
+	if err := d.cmd.Start(); err != nil {
+		return err
+	}
+	d.exited = make(chan error, 1)
+	go func(cmd *exec.Cmd, exited chan<- error) { exited <- cmd.Wait() }(d.cmd, d.exited)
+	return nil
+}
+
+// stop ends the daemon, and leaves its pods.
+func (d *Daemon) stop() error {
+	if d.exited == nil {
+		return nil
+	}
+	if err := d.cmd.Process.Signal(unix.SIGTERM); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("stop the daemon: %w", err)
+	}
+	var err error
+	select {
+	case err = <-d.exited:
+	case <-time.After(startLimit):
+		err = errors.Join(fmt.Errorf("the daemon ignores SIGTERM for %v", startLimit), d.cmd.Process.Kill(), <-d.exited)
+	}
+	d.exited = nil
+	var exit *exec.ExitError
+	if errors.As(err, &exit) && exit.Sys().(syscall.WaitStatus).Signal() == unix.SIGTERM {
+		err = nil // a daemon may end by the signal
+	}
+	if err != nil {
+		return fmt.Errorf("the daemon ended with: %w; its log ends with %s", err, d.tail())
+	}
+	return nil
+}
+
+// tail returns the end of the daemon's log.
+func (d *Daemon) tail() string {
+	content, err := os.ReadFile(d.log)
+	if err != nil {
+		return err.Error()
+	}
+	return fmt.Sprintf("%q", content[max(0, len(content)-2000):])
+}

@@ -1,0 +1,290 @@
+package subject
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+// Pod is a pod on a subject.
+type Pod struct {
+	ID         string
+	Containers []string // IDs
+
+	s      *Subject
+	config *runtimeapi.PodSandboxConfig
+}
+
+// Span is one call, from a point in time that is the same for all of a pod's.
+type Span struct {
+	Name       string
+	Begin, End time.Duration
+}
+
+// Start is how a pod's start went.
+type Start struct{ Spans []Span }
+
+// Total is the time until the container runs.
+func (t Start) Total() time.Duration {
+	var sum time.Duration
+	for _, s := range t.Spans {
+		sum += s.End - s.Begin
+	}
+	return sum
+}
+
+// Start starts a pod of one container, on the host's network or one of its own. When it fails halfway, Clean finds it.
+func (s *Subject) Start(ctx context.Context, hostNetwork bool) (*Pod, Start, error) {
+	var t Start
+	begin := time.Now()
+	call := func(name string, f func() error) error {
+		span := Span{Name: name, Begin: time.Since(begin)}
+		if err := f(); err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		span.End = time.Since(begin)
+		t.Spans = append(t.Spans, span)
+		return nil
+	}
+	p, err := s.newPod(hostNetwork)
+	if err != nil {
+		return nil, t, err
+	}
+	if err := call("RunPodSandbox", func() error { return p.run(ctx) }); err != nil {
+		return nil, t, err
+	}
+	if err := call("CreateContainer", func() error { return p.CreateContainer(ctx) }); err != nil {
+		return p, t, err
+	}
+	return p, t, call("StartContainer", func() error {
+		_, err := s.cri.StartContainer(ctx, &runtimeapi.StartContainerRequest{ContainerId: p.Containers[0]})
+		return err
+	})
+}
+
+// RunSandbox makes a pod without containers.
+func (s *Subject) RunSandbox(ctx context.Context, hostNetwork bool) (*Pod, error) {
+	p, err := s.newPod(hostNetwork)
+	if err != nil {
+		return nil, err
+	}
+	if err := p.run(ctx); err != nil {
+		return nil, fmt.Errorf("RunPodSandbox: %w", err)
+	}
+	return p, nil
+}
+
+func (s *Subject) newPod(hostNetwork bool) (*Pod, error) {
+	name := fmt.Sprintf("bench-%d-%d", os.Getpid(), s.next.Add(1))
+	config := &runtimeapi.PodSandboxConfig{
+		Metadata:     &runtimeapi.PodSandboxMetadata{Name: name, Namespace: "bench", Uid: name},
+		Labels:       labels(),
+		LogDirectory: filepath.Join(s.logs, name),
+		Linux: &runtimeapi.LinuxPodSandboxConfig{
+			CgroupParent:    s.parent,
+			SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: namespaces(hostNetwork)},
+		},
+	}
+	if !hostNetwork {
+		config.Hostname = name
+	}
+	return &Pod{s: s, config: config}, os.MkdirAll(config.LogDirectory, 0o755)
+}
+
+func namespaces(hostNetwork bool) *runtimeapi.NamespaceOption {
+	o := &runtimeapi.NamespaceOption{Network: runtimeapi.NamespaceMode_POD, Pid: runtimeapi.NamespaceMode_CONTAINER}
+	if hostNetwork {
+		o.Network = runtimeapi.NamespaceMode_NODE
+	}
+	return o
+}
+
+func (p *Pod) run(ctx context.Context) error {
+	r, err := p.s.cri.RunPodSandbox(ctx, &runtimeapi.RunPodSandboxRequest{Config: p.config})
+	if err != nil {
+		return err
+	}
+	p.ID = r.PodSandboxId
+	return nil
+}
+
+// CreateContainer makes one more container, and does not start it.
+func (p *Pod) CreateContainer(ctx context.Context) error {
+	name := fmt.Sprintf("c%d", len(p.Containers))
+	r, err := p.s.cri.CreateContainer(ctx, &runtimeapi.CreateContainerRequest{
+		PodSandboxId: p.ID, SandboxConfig: p.config,
+		Config: &runtimeapi.ContainerConfig{
+			Metadata: &runtimeapi.ContainerMetadata{Name: name},
+			Image:    &runtimeapi.ImageSpec{Image: p.s.image},
+			Command:  p.s.command,
+			Labels:   labels(),
+			LogPath:  name + ".log",
+			Linux: &runtimeapi.LinuxContainerConfig{
+				Resources:       &runtimeapi.LinuxContainerResources{CpuShares: 2, OomScoreAdj: 1000},
+				SecurityContext: &runtimeapi.LinuxContainerSecurityContext{NamespaceOptions: p.config.Linux.SecurityContext.NamespaceOptions},
+			},
+		},
+	})
+	if err != nil {
+		return err
+	}
+	p.Containers = append(p.Containers, r.ContainerId)
+	return nil
+}
+
+// StopContainer stops the first container, whose process ends when it is asked to, and returns how long it took.
+func (p *Pod) StopContainer(ctx context.Context) (time.Duration, error) {
+	const grace = 10 // seconds
+	begin := time.Now()
+	_, err := p.s.cri.StopContainer(ctx, &runtimeapi.StopContainerRequest{ContainerId: p.Containers[0], Timeout: grace})
+	if err != nil {
+		return 0, fmt.Errorf("StopContainer: %w", err)
+	}
+	took := time.Since(begin)
+	if took >= grace*time.Second {
+		return 0, fmt.Errorf("StopContainer: it took %v, so the process did not end on SIGTERM", took)
+	}
+	return took, nil
+}
+
+// RemoveContainer removes the first container.
+func (p *Pod) RemoveContainer(ctx context.Context) error {
+	_, err := p.s.cri.RemoveContainer(ctx, &runtimeapi.RemoveContainerRequest{ContainerId: p.Containers[0]})
+	if err != nil {
+		return fmt.Errorf("RemoveContainer: %w", err)
+	}
+	return nil
+}
+
+// Stop stops the pod and returns how long it took.
+func (p *Pod) Stop(ctx context.Context) (time.Duration, error) {
+	begin := time.Now()
+	if _, err := p.s.cri.StopPodSandbox(ctx, &runtimeapi.StopPodSandboxRequest{PodSandboxId: p.ID}); err != nil {
+		return 0, fmt.Errorf("StopPodSandbox: %w", err)
+	}
+	return time.Since(begin), nil
+}
+
+// AwaitReady waits until the processes of all pods' containers are ready for SIGTERM: before
+// that it would be lost, for each is the first of its PID namespace.
+func (s *Subject) AwaitReady(ctx context.Context) error {
+	for {
+		ready, err := allReady()
+		if ready || err != nil {
+			return err
+		}
+		if err := wait(ctx, time.Millisecond); err != nil {
+			return fmt.Errorf("wait until the container is ready: %w", err)
+		}
+	}
+}
+
+// allReady tells whether there are containers' processes, and all of them are ready for SIGTERM.
+func allReady() (bool, error) {
+	dirs, err := filepath.Glob("/proc/[0-9]*")
+	if err != nil {
+		return false, err
+	}
+	found := false
+	for _, dir := range dirs {
+		cmdline, err := os.ReadFile(dir + "/cmdline")
+		if err != nil || !strings.Contains(string(cmdline), workMark) || strings.HasPrefix(string(cmdline), "sleep\x00") {
+			continue // gone, or none; the shell's sleep is not the first process
+		}
+		status, err := os.ReadFile(dir + "/status")
+		if err != nil {
+			return false, nil // it has ended
+		}
+		if !expectsTerm(string(status)) {
+			return false, nil
+		}
+		found = true
+	}
+	return found, nil
+}
+
+// expectsTerm tells from /proc/PID/status whether a process is ready for SIGTERM: it catches it, or is pause, by whatever
+// name, and sleeps, which it does in sigtimedwait only. (While it does its mask has the signal no longer.)
+func expectsTerm(status string) bool {
+	const term = 1 << (unix.SIGTERM - 1)
+	waits, sleeps := false, false
+	for line := range strings.Lines(status) {
+		name, value, _ := strings.Cut(line, ":")
+		value = strings.TrimSpace(value)
+		switch name {
+		case "Name":
+			waits = value == TermWaiter
+		case "State":
+			sleeps = strings.HasPrefix(value, "S")
+		case "SigCgt":
+			if mask, err := strconv.ParseUint(value, 16, 64); err == nil && mask&term != 0 {
+				return true
+			}
+		}
+	}
+	return waits && sleeps
+}
+
+// Remove stops and removes the pod.
+func (p *Pod) Remove(ctx context.Context) error {
+	if _, err := p.Stop(ctx); err != nil {
+		return err
+	}
+	if _, err := p.s.cri.RemovePodSandbox(ctx, &runtimeapi.RemovePodSandboxRequest{PodSandboxId: p.ID}); err != nil {
+		return fmt.Errorf("RemovePodSandbox: %w", err)
+	}
+	return nil
+}
+
+// Exec runs true in the first container and returns how long it took.
+func (p *Pod) Exec(ctx context.Context) (time.Duration, error) {
+	begin := time.Now()
+	r, err := p.s.cri.ExecSync(ctx, &runtimeapi.ExecSyncRequest{ContainerId: p.Containers[0], Cmd: []string{"true"}, Timeout: 10})
+	if err != nil {
+		return 0, fmt.Errorf("ExecSync: %w", err)
+	}
+	if r.ExitCode != 0 {
+		return 0, fmt.Errorf("ExecSync: true exits with %d: %s", r.ExitCode, r.Stderr)
+	}
+	return time.Since(begin), nil
+}
+
+// Status asks for the first container's status and returns how long it took.
+func (p *Pod) Status(ctx context.Context) (time.Duration, error) {
+	begin := time.Now()
+	r, err := p.s.cri.ContainerStatus(ctx, &runtimeapi.ContainerStatusRequest{ContainerId: p.Containers[0]})
+	if err != nil {
+		return 0, fmt.Errorf("ContainerStatus: %w", err)
+	}
+	took := time.Since(begin)
+	if state := r.Status.GetState(); state != runtimeapi.ContainerState_CONTAINER_RUNNING {
+		return 0, fmt.Errorf("ContainerStatus: the container is %v", state)
+	}
+	return took, nil
+}
+
+// ListContainers lists all containers and returns how many there are and how long it took.
+func (s *Subject) ListContainers(ctx context.Context) (int, time.Duration, error) {
+	begin := time.Now()
+	r, err := s.cri.ListContainers(ctx, &runtimeapi.ListContainersRequest{})
+	if err != nil {
+		return 0, 0, fmt.Errorf("ListContainers: %w", err)
+	}
+	return len(r.Containers), time.Since(begin), nil
+}
+
+// CountPods returns how many pods of the benchmark's the runtime knows.
+func (s *Subject) CountPods(ctx context.Context) (int, error) {
+	r, err := s.cri.ListPodSandbox(ctx, &runtimeapi.ListPodSandboxRequest{Filter: &runtimeapi.PodSandboxFilter{LabelSelector: labels()}})
+	if err != nil {
+		return 0, fmt.Errorf("ListPodSandbox: %w", err)
+	}
+	return len(r.Items), nil
+}

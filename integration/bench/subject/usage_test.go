@@ -1,0 +1,71 @@
+package subject
+
+import (
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+)
+
+func TestParseUsage(t *testing.T) {
+	for content, want := range map[string]time.Duration{
+		"1234567\n": 1234567,
+		"usage_usec 15\nuser_usec 10\nsystem_usec 5\nnr_periods 0\n": 15 * time.Microsecond,
+	} {
+		if got, err := parseUsage(content); err != nil || got != want {
+			t.Errorf("%q: got %v, %v, want %v", content, got, err, want)
+		}
+	}
+	for _, content := range []string{"", "max\n", "user_usec 10\n"} {
+		if got, err := parseUsage(content); err == nil {
+			t.Errorf("%q: got %v, want an error", content, got)
+		}
+	}
+}
+
+func TestDisk(t *testing.T) {
+	s := &Subject{Root: t.TempDir()}
+	path := filepath.Join(s.Root, "f")
+	if err := os.WriteFile(path, make([]byte, 5000), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Link(path, path+"2"); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink("f", path+"3"); err != nil {
+		t.Fatal(err)
+	}
+	hole, err := os.Create(path + "4")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := hole.Truncate(1 << 30); err != nil {
+		t.Fatal(err)
+	}
+	if err := hole.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := s.Disk(); err != nil || got != 5000 {
+		t.Errorf("got %d, %v, want 5000", got, err)
+	}
+}
+
+func TestPSS(t *testing.T) {
+	if got, err := PSS(os.Getpid()); err != nil || got < 1<<20 || got > 1<<30 {
+		t.Errorf("got %v, %v", got, err)
+	}
+}
+
+func TestExpectsTerm(t *testing.T) {
+	for status, want := range map[string]bool{
+		"Name:\tawait-term\nState:\tS (sleeping)\nSigCgt:\t0000000000000000\n":                    true,
+		"Name:\tawait-term\nState:\tR (running)\nSigCgt:\t0000000000000000\n":                     false,
+		"Name:\tsh\nState:\tS (sleeping)\nSigBlk:\t0000000000000000\nSigCgt:\t0000000000004002\n": true,
+		"Name:\tsleep\nState:\tS (sleeping)\nSigIgn:\t0000000000004000\nSigCgt:\t0\n":             false,
+		"": false,
+	} {
+		if got := expectsTerm(status); got != want {
+			t.Errorf("%q: got %v", status, got)
+		}
+	}
+}
