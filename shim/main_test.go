@@ -148,8 +148,7 @@ func buildPrograms(work string) error {
 	}
 	pause := exec.Command("cc", "-Os", "-static", "-nostdlib", "-ffreestanding", "-fno-stack-protector", "-fno-pie", "-no-pie",
 		"-o", filepath.Join(root, "pause"), "pause/pause.c")
-	monitor := exec.Command("go", "build", "-ldflags=-s -w", "-o", filepath.Join(work, "berth-monitor"), "./monitor")
-	monitor.Env = append(os.Environ(), "CGO_ENABLED=0")
+	monitor := exec.Command("monitor/build", append(monitorOptions, filepath.Join(work, "berth-monitor"))...)
 	for _, cmd := range []*exec.Cmd{pause, monitor} {
 		if out, err := cmd.CombinedOutput(); err != nil {
 			return fmt.Errorf("%s: %w\n%s", cmd, err, out)

@@ -199,7 +199,9 @@ func TestDeafClientsShareOneLimit(t *testing.T) {
 	if total > 6<<20 { // the limit, and what fits into sockets
 		t.Errorf("%d bytes waited for clients that did not read", total)
 	}
-	e.until("the memory is given back", func() bool { return c.monitorMemory() < idle+2<<20 })
+	if len(monitorOptions) == 0 { // the sanitizers' malloc keeps it
+		e.until("the memory is given back", func() bool { return c.monitorMemory() < idle+64<<10 })
+	}
 	t.Logf("%d deaf clients could read %d bytes; the monitor has %d KB, %d before", clients, total, c.monitorMemory()>>10, idle>>10)
 	live.send("go\n")
 	if err := live.wait(); err != nil {

@@ -20,5 +20,5 @@
 //
 // Names are "area.what-happened", literals, and each is used in one place only (a test
 // of this package sees to both), so that a name in a test's report leads to the line.
-// The package is light enough for the monitor.
+// The monitor, which is in C, does the same by shim/monitor/failpoint.c.
 package failpoint

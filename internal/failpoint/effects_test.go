@@ -44,8 +44,8 @@ var leftOut = map[string]string{
 	"internal/rootfs/mounttest":   "tests",
 	"internal/safefs":             "the functions are effects of their callers",
 	"shim/launcher":               "the launcher: see TestEffectsOfShimsAreMarked",
-	"shim/logfile":                "the functions are effects of their callers, launcher and monitor",
-	"shim/monitor":                "the monitor: see TestEffectsOfShimsAreMarked",
+	"shim/logfile":                "the functions are effects of their caller, the launcher",
+	"shim/monitor":                "the monitor, in C: see TestEffectsOfShimsAreMarked",
 }
 
 const (

@@ -1,5 +1,6 @@
 // Package killtree ends every process in a cgroup directory and below it. It
-// works on one directory, whatever made it, and is light enough for the monitor.
+// works on one directory, whatever made it. The monitor does the same by
+// shim/monitor/killtree.c.
 package killtree
 
 import (

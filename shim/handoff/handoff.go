@@ -1,13 +1,11 @@
 // Package handoff is what a launcher leaves to the monitor it turns into: the
-// command line, which names the open file descriptors and settings. It is light
-// enough for the monitor, and readable in ps.
+// command line, which names the open file descriptors and settings, and is readable
+// in ps. The monitor's side of it is shim/monitor/params.c.
 package handoff
 
 import (
-	"errors"
 	"os"
 	"strconv"
-	"strings"
 	"syscall"
 )
 
@@ -90,32 +88,14 @@ func (p *Params) FDs() []int {
 	return fds
 }
 
-// Args returns the command line, without the program's name.
+// Args returns the command line, without the program's name. The monitor wants every
+// parameter, in this order.
 func (p *Params) Args() []string {
 	var args []string
 	for _, f := range p.fields() {
 		args = append(args, f.name+"="+f.value())
 	}
 	return args
-}
-
-// Parse is the opposite of Args: every parameter must be there, in order.
-func Parse(args []string) (Params, error) {
-	var p Params
-	fields := p.fields()
-	if len(args) != len(fields) {
-		return Params{}, errors.New(strconv.Itoa(len(args)) + " arguments, not " + strconv.Itoa(len(fields)))
-	}
-	for i, f := range fields {
-		value, ok := strings.CutPrefix(args[i], f.name+"=")
-		if !ok {
-			return Params{}, errors.New("argument " + strconv.Quote(args[i]) + " is not " + f.name)
-		}
-		if err := f.set(value); err != nil {
-			return Params{}, errors.New(f.name + ": " + err.Error())
-		}
-	}
-	return p, nil
 }
 
 func (f field) value() string {
@@ -126,16 +106,4 @@ func (f field) value() string {
 		return strconv.Itoa(*f.number)
 	}
 	return strconv.FormatBool(*f.flag)
-}
-
-func (f field) set(value string) (err error) {
-	switch {
-	case f.text != nil:
-		*f.text = value
-	case f.number != nil:
-		*f.number, err = strconv.Atoi(value)
-	default:
-		*f.flag, err = strconv.ParseBool(value)
-	}
-	return err
 }

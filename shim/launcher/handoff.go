@@ -33,8 +33,6 @@ func (c *launch) prepareMonitor() error {
 	c.monitor = handoff.Params{
 		ID:        c.ID,
 		Dir:       c.Dir,
-		LogDir:    c.LogDir,
-		LogPath:   c.LogPath,
 		MaxLine:   c.MaxLogLine,
 		InitPID:   c.started.InitPID,
 		StdinOnce: c.StdinOnce,
@@ -47,6 +45,9 @@ func (c *launch) prepareMonitor() error {
 		Stderr:    fd(c.io.stderr),
 		Console:   fd(c.io.console),
 		Verdict:   -1,
+	}
+	if c.LogPath != "" {
+		c.monitor.LogDir, c.monitor.LogPath = logfile.Clean(c.LogDir, c.LogPath)
 	}
 	if c.Stdin && c.Terminal {
 		c.monitor.Stdin = c.monitor.Console
@@ -147,11 +148,6 @@ func (l *launcher) enterHost() error {
 	return os.NewSyscallError("chdir", unix.Chdir("/"))
 }
 
-// monitorEnv keeps Go's runtime small: one processor, no files open to follow the
-// cgroup's CPU limit, and garbage collected at a fifth of Go's usual first heap of
-// 4 MiB.
-var monitorEnv = []string{"GOMAXPROCS=1", "GOGC=20", "GODEBUG=containermaxprocs=0,updatemaxprocs=0"}
-
 // becomeMonitor executes the monitor. It only returns an error. The launch is kept
 // until then: a file that is collected closes the descriptor that was handed over.
 func (l *launcher) becomeMonitor(path string, p *handoff.Params, keep *launch) error {
@@ -170,10 +166,10 @@ func (l *launcher) becomeMonitor(path string, p *handoff.Params, keep *launch) e
 			return os.NewSyscallError("fcntl(F_SETFD)", err)
 		}
 	}
-	// Huge pages would make a monitor's heap 2 MiB. execve keeps the setting.
+	// Huge pages would round up what a monitor keeps for clients. execve keeps the setting.
 	_ = unix.Prctl(unix.PR_SET_THP_DISABLE, 1, 0, 0, 0)
 	failpoint.Reach("launcher.become-monitor")
-	return syscall.Exec(path, append([]string{filepath.Base(path)}, p.Args()...), append(monitorEnv, failpoint.Env()...))
+	return syscall.Exec(path, append([]string{filepath.Base(path)}, p.Args()...), failpoint.Env())
 }
 
 // clampOOMScore raises oom_score_adj to what this process may give: lowering it

@@ -1,4 +1,5 @@
-// Package logfile opens container log files, for the launcher and the monitor.
+// Package logfile opens container log files for the launcher. The monitor opens
+// them in the same way (shim/monitor/logfile.c).
 package logfile
 
 import (
@@ -16,11 +17,8 @@ import (
 // has the log directory mounted could have put anything there. An empty dir means
 // the file's own directory.
 func Open(dir, path string) (int, error) {
-	if dir == "" {
-		dir = filepath.Dir(path)
-	}
-	dir = filepath.Clean(dir)
-	name, below := strings.CutPrefix(filepath.Clean(path), strings.TrimSuffix(dir, "/")+"/")
+	dir, path = Clean(dir, path)
+	name, below := strings.CutPrefix(path, strings.TrimSuffix(dir, "/")+"/")
 	if !below {
 		return -1, &os.PathError{Op: "open log", Path: path, Err: errors.New("it is not below " + dir)}
 	}
@@ -42,6 +40,14 @@ func Open(dir, path string) (int, error) {
 		return -1, errors.Join(&os.PathError{Op: "open log", Path: path, Err: err}, unix.Close(fd))
 	}
 	return fd, nil
+}
+
+// Clean returns what Open takes dir and path for: the monitor compares them byte by byte.
+func Clean(dir, path string) (cleanDir, cleanPath string) {
+	if dir == "" {
+		dir = filepath.Dir(path)
+	}
+	return filepath.Clean(dir), filepath.Clean(path)
 }
 
 func openBeneath(root int, path string) (int, error) {

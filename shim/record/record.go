@@ -1,6 +1,6 @@
 // Package record reads and writes the two files of a shim directory that outlive
-// everybody: Dir/shim (who runs) and Dir/exit (how it ended). It is light enough
-// for the monitor. See package shim for the contract.
+// everybody: Dir/shim (who runs) and Dir/exit (how it ended). The monitor
+// writes the latter (shim/monitor/record.c). See package shim for the contract.
 package record
 
 import (

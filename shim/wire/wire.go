@@ -1,6 +1,6 @@
 // Package wire is the protocol of a monitor's socket (Dir/sock): frames of one
-// type byte, a four byte big-endian length, and that many bytes of payload. It is
-// light enough for the monitor.
+// type byte, a four byte big-endian length, and that many bytes of payload. The
+// monitor's side of it is shim/monitor/client.c.
 //
 // A client sends requests; each of Attach, Resize, Reopen and CloseStdin is
 // answered by OK or Error, in order. After Attach the monitor sends Stdout and

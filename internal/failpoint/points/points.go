@@ -6,18 +6,20 @@ import (
 	"go/parser"
 	"go/token"
 	"io/fs"
+	"os"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 )
 
-// Point is a call of failpoint.Reach.
+// Point is a call of failpoint.Reach, or of the monitor's REACH.
 type Point struct {
 	Name  string // empty: not a literal
 	Place string // file and line
 }
 
-// Below returns all points in the Go files of a directory tree, but for tests.
+// Below returns all points in the Go and C files of a directory tree, but for tests.
 func Below(root string) ([]Point, error) {
 	var all []Point
 	err := filepath.WalkDir(root, func(path string, entry fs.DirEntry, err error) error {
@@ -26,6 +28,10 @@ func Below(root string) ([]Point, error) {
 			return err
 		case entry.IsDir() && strings.HasPrefix(entry.Name(), ".") && len(entry.Name()) > 2: // not "." and ".."
 			return fs.SkipDir
+		case entry.Type().IsRegular() && strings.HasSuffix(path, ".c"):
+			found, err := inC(path)
+			all = append(all, found...)
+			return err
 		case !entry.Type().IsRegular() || !strings.HasSuffix(path, ".go") || strings.HasSuffix(path, "_test.go"):
 			return nil
 		}
@@ -57,6 +63,21 @@ func in(path string) (points []Point, err error) {
 		return true
 	})
 	return points, err
+}
+
+var reachInC = regexp.MustCompile(`\bREACH\((?:"([^"]*)"\))?`)
+
+func inC(path string) (points []Point, err error) {
+	source, err := os.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	for i, line := range strings.Split(string(source), "\n") {
+		for _, match := range reachInC.FindAllStringSubmatch(line, -1) {
+			points = append(points, Point{Name: match[1], Place: path + ":" + strconv.Itoa(i+1)})
+		}
+	}
+	return points, nil
 }
 
 func isReach(f ast.Expr) bool {

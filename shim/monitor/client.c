@@ -1,0 +1,332 @@
+#include "monitor.h"
+
+static const char bad_request[] = "unknown request";
+
+void frame_header(char *to, unsigned char type, size_t n)
+{
+	to[0] = (char)type;
+	for (int i = 0; i < 4; i++)
+		to[1 + i] = (char)(n >> (24 - 8 * i));
+}
+
+/* frame_next tells how many bytes the first frame of in takes; 0 if it is not complete yet, -1 if it is too long. */
+static long frame_next(const struct buffer *in)
+{
+	const unsigned char *at = (const unsigned char *)buffer_at(in);
+	uint32_t length;
+
+	if (in->len < HEADER_SIZE)
+		return 0;
+	length = (uint32_t)at[1] << 24 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 8 | at[4];
+	if (length > MAX_PAYLOAD)
+		return -1;
+	return in->len < HEADER_SIZE + length ? 0 : (long)(HEADER_SIZE + length);
+}
+
+/* lost notes that nothing can be sent to a client. What it sent before it went still counts. */
+static void lost(struct client *c)
+{
+	c->wants &= (unsigned char)~(WANT_STDOUT | WANT_STDERR);
+	buffer_free(&c->queue);
+}
+
+/* waits tells whether the client's next request is complete, but has to wait. */
+static bool waits(const struct monitor *m, const struct client *c) { return stdin_must_wait(m) && frame_next(&c->in) > 0; }
+
+/* watch_client waits for input unless an earlier request is waiting, and for room if something is queued. */
+static void watch_client(struct monitor *m, struct client *c)
+{
+	uint32_t events = 0;
+
+	if (c->dead)
+		return;
+	if (!c->ended && !waits(m, c))
+		events |= EPOLLIN;
+	if (c->queue.len > 0)
+		events |= EPOLLOUT;
+	if (events == 0)
+		forget(m, c->fd); /* epoll would report its hang-up again and again */
+	else
+		watch(m, c->fd, events);
+}
+
+/* stdin_left notes that a client gives no input any more. */
+static void stdin_left(struct monitor *m, struct client *c)
+{
+	if ((c->wants & WANT_STDIN) == 0)
+		return;
+	c->wants &= (unsigned char)~WANT_STDIN;
+	if (m->params.stdin_once)
+		stdin_close(m);
+}
+
+void clients_sweep(struct monitor *m)
+{
+	for (int i = 0; i < m->client_count;) {
+		struct client *c = &m->clients[i];
+
+		if (!c->dead) {
+			i++;
+			continue;
+		}
+		stdin_left(m, c);
+		sys_close(c->fd);
+		buffer_free(&c->in);
+		buffer_free(&c->queue);
+		m->client_count--;
+		memmove(c, c + 1, (size_t)(m->client_count - i) * sizeof(*c));
+	}
+}
+
+/*
+ * evict makes room, or a container that never reads its stdin would keep its log from
+ * being rotated: the oldest client that has hung up, else the oldest of all.
+ */
+static void evict(struct monitor *m)
+{
+	int victim = 0;
+
+	for (int i = 0; i < m->client_count; i++) {
+		if (m->clients[i].gone) {
+			victim = i;
+			break;
+		}
+	}
+	m->clients[victim].dead = true;
+	clients_sweep(m);
+}
+
+/* may_connect tells whether whoever is at the other end is root or our own user. */
+static bool may_connect(int fd)
+{
+	struct ucred peer;
+	unsigned int size = sizeof(peer);
+
+	if (failed(sys_getsockopt(fd, SO_PEERCRED, &peer, &size)) || size != sizeof(peer))
+		return false;
+	return peer.uid == 0 || peer.uid == (uint32_t)sys_geteuid();
+}
+
+void client_accept(struct monitor *m)
+{
+	long fd = sys_accept(m->params.listen);
+	bool allowed;
+
+	if (failed(fd))
+		return;
+	allowed = may_connect((int)fd);
+	if (allowed && m->client_count == MAX_CLIENTS)
+		evict(m);
+	if (!allowed || m->client_count == MAX_CLIENTS || failed(watch(m, (int)fd, EPOLLIN))) {
+		sys_close((int)fd);
+		return;
+	}
+	m->clients[m->client_count++] = (struct client){.fd = (int)fd};
+}
+
+/* send_now sends what the socket takes now. It returns how much, or -1 if the connection is lost. */
+static long send_now(const struct client *c, const char *data, size_t n)
+{
+	long sent = sys_send(c->fd, data, n);
+
+	if (sent == -EAGAIN || sent == -EINTR)
+		return 0;
+	return failed(sent) ? -1 : sent;
+}
+
+static size_t all_queued(const struct monitor *m)
+{
+	size_t n = 0;
+
+	for (int i = 0; i < m->client_count; i++)
+		n += m->clients[i].queue.len;
+	return n;
+}
+
+/* slowest returns the client for which most bytes wait. */
+static struct client *slowest(struct monitor *m)
+{
+	struct client *most = &m->clients[0];
+
+	for (int i = 1; i < m->client_count; i++)
+		if (m->clients[i].queue.len > most->queue.len)
+			most = &m->clients[i];
+	return most;
+}
+
+/* send sends n bytes, or queues what cannot be sent. */
+static void send(struct monitor *m, struct client *c, const char *data, size_t n)
+{
+	if (c->queue.len == 0) {
+		long sent = send_now(c, data, n);
+
+		if (sent < 0) {
+			lost(c);
+			return;
+		}
+		data += sent;
+		n -= (size_t)sent;
+	}
+	if (n == 0)
+		return;
+	while (all_queued(m) + n > MAX_QUEUED) {
+		struct client *victim = slowest(m);
+
+		lost(victim);
+		victim->dead = true;
+		if (victim == c || c->dead)
+			return;
+	}
+	if (!buffer_append(&c->queue, data, n)) {
+		lost(c);
+		c->dead = true;
+		return;
+	}
+	watch_client(m, c);
+}
+
+void broadcast(struct monitor *m, unsigned char type, const char *data, size_t n)
+{
+	unsigned char want = type == FRAME_STDERR ? WANT_STDERR : WANT_STDOUT;
+
+	for (int i = 0; i < m->client_count; i++)
+		if ((m->clients[i].wants & want) != 0 && !m->clients[i].dead)
+			send(m, &m->clients[i], data, n);
+}
+
+/* answer tells a client that its request was carried out, or why not. */
+static void answer(struct monitor *m, struct client *c, const char *why)
+{
+	static char reply[HEADER_SIZE + 4096 + 256];
+	size_t n = why == NULL ? 0 : min(strlen(why), sizeof(reply) - HEADER_SIZE);
+
+	frame_header(reply, why == NULL ? FRAME_OK : FRAME_ERROR, n);
+	if (why != NULL)
+		memcpy(reply + HEADER_SIZE, why, n);
+	send(m, c, reply, HEADER_SIZE + n);
+}
+
+static const char *attach(struct client *c, const char *payload, size_t n)
+{
+	if (n != 1 || c->attached)
+		return bad_request;
+	c->attached = true;
+	c->wants = (unsigned char)payload[0];
+	return NULL;
+}
+
+static void request(struct monitor *m, struct client *c, unsigned char type, const char *payload, size_t n)
+{
+	switch (type) {
+	case FRAME_STDIN:
+		if ((c->wants & WANT_STDIN) != 0)
+			stdin_write(m, payload, n);
+		return;
+	case FRAME_STDIN_EOF:
+		stdin_left(m, c);
+		return;
+	case FRAME_ATTACH:
+		answer(m, c, attach(c, payload, n));
+		return;
+	case FRAME_RESIZE:
+		answer(m, c, resize(m, payload, n));
+		return;
+	case FRAME_REOPEN:
+		answer(m, c, log_reopen(m));
+		return;
+	case FRAME_CLOSE_STDIN:
+		stdin_close(m);
+		answer(m, c, NULL);
+		return;
+	default:
+		answer(m, c, bad_request);
+	}
+}
+
+/* receive reads at most what one frame takes, so that a client cannot fill memory. */
+static void receive(struct client *c)
+{
+	const size_t room = HEADER_SIZE + MAX_PAYLOAD;
+	long n;
+
+	if (c->in.len >= room)
+		return;
+	n = sys_read(c->fd, frame, room - c->in.len);
+	if (n == -EAGAIN || n == -EINTR)
+		return;
+	if (n <= 0)
+		c->ended = true;
+	else if (!buffer_append(&c->in, frame, (size_t)n))
+		c->dead = true; /* there is no memory: better no connection than one with a gap */
+}
+
+/* carry_out executes the requests received, until one has to wait. */
+static void carry_out(struct monitor *m, struct client *c)
+{
+	while (!c->dead) {
+		long size = frame_next(&c->in);
+		const char *at = buffer_at(&c->in);
+
+		if (size < 0) {
+			c->dead = true;
+			return;
+		}
+		if (size == 0 || (at[0] == FRAME_STDIN && stdin_must_wait(m)))
+			break;
+		request(m, c, (unsigned char)at[0], at + HEADER_SIZE, (size_t)size - HEADER_SIZE);
+		buffer_drop(&c->in, (size_t)size);
+	}
+	if (c->ended && !waits(m, c))
+		c->dead = true;
+	watch_client(m, c);
+}
+
+static void send_queue(struct client *c)
+{
+	while (c->queue.len > 0) {
+		long sent = send_now(c, buffer_at(&c->queue), c->queue.len);
+
+		if (sent < 0) {
+			lost(c);
+			return;
+		}
+		if (sent == 0)
+			return;
+		buffer_drop(&c->queue, (size_t)sent);
+	}
+}
+
+void client_serve(struct monitor *m, struct client *c, uint32_t events)
+{
+	if ((events & EPOLLOUT) != 0)
+		send_queue(c);
+	if ((events & EPOLL_ERRORS) != 0) {
+		lost(c);
+		c->gone = true;
+	}
+	if (!c->ended && (events & (EPOLLIN | EPOLL_ERRORS)) != 0)
+		receive(c);
+	carry_out(m, c);
+}
+
+void clients_resume(struct monitor *m)
+{
+	for (int i = 0; i < m->client_count; i++)
+		if (!m->clients[i].dead)
+			carry_out(m, &m->clients[i]);
+}
+
+/* The monitor's end is the container's, and nobody who reads slowly may delay it. */
+void say_farewell(struct monitor *m)
+{
+	for (int i = 0; i < m->client_count; i++) {
+		struct client *c = &m->clients[i];
+
+		if (c->dead || c->queue.len == 0)
+			continue;
+		/* Without CAP_NET_ADMIN the limit is net.core.wmem_max, and the rest is lost. */
+		if (failed(sys_setsockopt(c->fd, SO_SNDBUFFORCE, MAX_QUEUED)))
+			sys_setsockopt(c->fd, SO_SNDBUF, MAX_QUEUED);
+		sys_send(c->fd, buffer_at(&c->queue), c->queue.len);
+	}
+}

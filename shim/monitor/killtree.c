@@ -1,0 +1,154 @@
+/* What package internal/killtree does, for the monitor: it ends every process in a cgroup directory and below it. */
+#include <asm/signal.h>
+
+#include "monitor.h"
+
+#define SIGNAL_NONE 0
+
+/* entry is struct linux_dirent64, which the kernel's headers do not give to programs. */
+struct entry {
+	uint64_t ino;
+	int64_t off;
+	uint16_t size;
+	uint8_t type;
+	char name[];
+};
+
+enum { DT_DIR = 4 };
+
+/* is_gone tells whether a cgroup or its file does not exist: opening gives ENOENT, using what was opened before its removal ENODEV. */
+static bool is_gone(long result) { return result == -ENOENT || result == -ENODEV; }
+
+/* write_to writes text to a file that exists. It returns 0 or -errno. */
+static long write_to(int dir, const char *name, const char *text)
+{
+	long fd = sys_openat(dir, name, O_WRONLY | O_CLOEXEC | O_NOFOLLOW, 0), result;
+
+	if (failed(fd))
+		return fd;
+	result = sys_write((int)fd, text, strlen(text));
+	sys_close((int)fd);
+	return failed(result) ? result : 0;
+}
+
+/* each_pid sends sig, unless it is 0, to the processes that a file lists, and counts them. It returns 0 or -errno. */
+static long each_pid(int fd, int sig, size_t *count)
+{
+	char buf[1024];
+	uint64_t pid = 0;
+	long n;
+
+	while ((n = sys_read(fd, buf, sizeof(buf))) > 0) {
+		for (long i = 0; i < n; i++) {
+			if (buf[i] >= '0' && buf[i] <= '9') {
+				pid = 10 * pid + (uint64_t)(buf[i] - '0');
+				continue;
+			}
+			/* 0 is a process outside the reader's PID namespace. */
+			if (pid > 0 && pid <= INT32_MAX) {
+				*count += 1;
+				if (sig != SIGNAL_NONE)
+					sys_kill((int)pid, sig); /* it may have ended meanwhile */
+			}
+			pid = 0;
+		}
+	}
+	return n;
+}
+
+static long own_pids(int dir, const char *name, int sig, size_t *count)
+{
+	long fd = sys_openat(dir, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0), result;
+
+	if (failed(fd))
+		return fd;
+	result = each_pid((int)fd, sig, count);
+	sys_close((int)fd);
+	return result;
+}
+
+static long tree_pids(int dir, int sig, size_t *count);
+
+/* child_pids does the same for the cgroups below. */
+static long child_pids(int dir, int sig, size_t *count)
+{
+	char buf[2048] __attribute__((aligned(8)));
+	long n, result = 0;
+
+	while ((n = sys_getdents64(dir, buf, sizeof(buf))) > 0) {
+		for (long at = 0; at < n;) {
+			const struct entry *e = (const struct entry *)(buf + at);
+			long below, fd;
+
+			at += e->size;
+			if (e->type != DT_DIR || text_equals(text_of(e->name), ".") || text_equals(text_of(e->name), ".."))
+				continue;
+			fd = sys_openat(dir, e->name, O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW, 0);
+			below = failed(fd) ? fd : tree_pids((int)fd, sig, count);
+			if (!failed(fd))
+				sys_close((int)fd);
+			if (failed(below) && !is_gone(below))
+				result = below;
+		}
+	}
+	return failed(n) ? n : result;
+}
+
+/* tree_pids sends sig, unless it is 0, to all processes in dir and below, and counts them. It returns 0 or -errno. */
+static long tree_pids(int dir, int sig, size_t *count)
+{
+	long result = own_pids(dir, "cgroup.procs", sig, count);
+
+	/* A threaded cgroup (v2) lists its processes by their threads; a signal to one reaches the process. */
+	if (result == -EOPNOTSUPP)
+		result = own_pids(dir, "cgroup.threads", sig, count);
+	if (is_gone(result))
+		return 0;
+	return failed(result) ? result : child_pids(dir, sig, count);
+}
+
+/* kill_all kills what is there now. On v1 the group is frozen meanwhile, so that no fork escapes. */
+static void kill_all(int dir)
+{
+	const char *freezer = "freezer.state", *frozen = "FROZEN", *thawed = "THAWED";
+	size_t count = 0;
+
+	if (!failed(write_to(dir, "cgroup.kill", "1"))) /* v2 since Linux 5.14 */
+		return;
+	if (!failed(sys_faccessat(dir, "cgroup.freeze", 0))) { /* v2 before */
+		freezer = "cgroup.freeze";
+		frozen = "1";
+		thawed = "0";
+	}
+	write_to(dir, freezer, frozen); /* a hierarchy without a freezer takes more rounds */
+	REACH("monitor.orphans-frozen");
+	tree_pids(dir, SIGKILL, &count);
+	REACH("monitor.orphans-signalled");
+	write_to(dir, freezer, thawed);
+}
+
+/* round_of kills all, and tells whether none is left. */
+static bool round_of(const char *path)
+{
+	long dir = sys_openat(AT_FDCWD, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0), result;
+	size_t left = 0;
+
+	if (failed(dir))
+		return is_gone(dir);
+	kill_all((int)dir);
+	result = tree_pids((int)dir, SIGNAL_NONE, &left);
+	sys_close((int)dir);
+	return !failed(result) && left == 0;
+}
+
+/* Processes may be forking, frozen, or in uninterruptible sleep. */
+void kill_tree(const char *dir, int64_t patience)
+{
+	int64_t deadline = now(CLOCK_MONOTONIC) + patience;
+
+	for (int64_t delay = MILLISECOND; !round_of(dir) && now(CLOCK_MONOTONIC) < deadline; delay *= 2) {
+		if (delay > 50 * MILLISECOND)
+			delay = 50 * MILLISECOND;
+		sleep_for(delay);
+	}
+}

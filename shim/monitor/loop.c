@@ -1,0 +1,197 @@
+#include <asm/signal.h>
+
+#include "monitor.h"
+
+#define TIOCGPTPEER_FLAGS (O_RDWR | O_NOCTTY | O_CLOEXEC)
+
+char frame[HEADER_SIZE + MAX_PAYLOAD];
+
+/* The records that one write to the log takes. */
+static char records[48 << 10];
+
+static void close_on_exec(int fd) { sys_fcntl(fd, F_SETFD, FD_CLOEXEC); }
+
+long set_nonblock(int fd)
+{
+	long flags = sys_fcntl(fd, F_GETFL, 0);
+
+	return failed(flags) ? flags : sys_fcntl(fd, F_SETFL, flags | O_NONBLOCK);
+}
+
+long watch(struct monitor *m, int fd, uint32_t events)
+{
+	struct epoll_event e = {.events = events, .data = (uint64_t)fd};
+	long result = sys_epoll_ctl(m->epoll, EPOLL_CTL_ADD, fd, &e);
+
+	if (result == -EEXIST)
+		result = sys_epoll_ctl(m->epoll, EPOLL_CTL_MOD, fd, &e);
+	return result;
+}
+
+void forget(struct monitor *m, int fd)
+{
+	struct epoll_event unused = {0};
+
+	sys_epoll_ctl(m->epoll, EPOLL_CTL_DEL, fd, &unused);
+}
+
+/* init_records finds room for the records of the longest line. */
+static long init_records(struct monitor *m)
+{
+	size_t need = m->params.max_line > 0 ? (size_t)m->params.max_line + RECORD_OVERHEAD : 0;
+	long at;
+
+	m->records = (struct line){.at = records, .cap = sizeof(records)};
+	if (need <= sizeof(records))
+		return 0;
+	at = sys_mmap(need); /* only with an unusual maximum */
+	if (failed(at))
+		return at;
+	m->records = (struct line){.at = (char *)at, .cap = need};
+	return 0;
+}
+
+static long add_stream(struct monitor *m, int fd, const char *name, unsigned char type)
+{
+	struct stream *s = &m->streams[m->stream_count];
+	long result;
+
+	if (fd < 0)
+		return 0;
+	m->stream_count++;
+	s->fd = fd;
+	s->frame_type = type;
+	if (!encoder_init(&s->encoder, name, m->params.max_line))
+		return -ENOMEM;
+	result = set_nonblock(fd);
+	return failed(result) ? result : watch(m, fd, EPOLLIN);
+}
+
+/* open_streams takes over the container's pipes or its terminal. */
+static long open_streams(struct monitor *m)
+{
+	const struct params *p = &m->params;
+	long result;
+
+	if (p->console >= 0) {
+		/* With the other side open here, too, the terminal does not end when the
+		 * container closes it for a moment (Linux 4.13; without it, it does). */
+		sys_ioctl(p->console, TIOCGPTPEER, TIOCGPTPEER_FLAGS);
+		result = add_stream(m, p->console, "stdout", FRAME_STDOUT);
+	} else {
+		result = add_stream(m, p->stdout, "stdout", FRAME_STDOUT);
+		if (!failed(result))
+			result = add_stream(m, p->stderr, "stderr", FRAME_STDERR);
+	}
+	m->stdin = p->stdin;
+	if (!failed(result) && p->stdin >= 0)
+		result = set_nonblock(p->stdin);
+	return result;
+}
+
+/* watch_children has the end of orphans reported, which may come at any time. */
+static long watch_children(struct monitor *m)
+{
+	const unsigned long set = 1UL << (SIGCHLD - 1);
+	long fd;
+
+	if (!m->params.orphans)
+		return 0;
+	fd = SYS4(signalfd4, -1, &set, sizeof(set), O_CLOEXEC | O_NONBLOCK);
+	if (failed(fd))
+		return fd;
+	m->children = (int)fd;
+	return watch(m, m->children, EPOLLIN);
+}
+
+long monitor_init(struct monitor *m, const struct params *p)
+{
+	long result = sys_epoll_create();
+
+	m->params = *p;
+	m->log = p->log;
+	m->stdin = m->children = -1;
+	m->oom = (struct oom){.file = p->oom, .notify = p->oom_notify, .parent = p->oom_parent};
+	if (failed(result))
+		return result;
+	m->epoll = (int)result;
+	params_fds(p, close_on_exec);
+	result = init_records(m);
+	if (!failed(result))
+		result = watch(m, p->init, EPOLLIN);
+	if (!failed(result))
+		result = set_nonblock(p->listen); /* a client may be gone before it is accepted */
+	if (!failed(result))
+		result = watch(m, p->listen, EPOLLIN);
+	if (!failed(result))
+		result = watch_children(m);
+	if (!failed(result))
+		result = open_streams(m);
+	if (!failed(result))
+		oom_watch(m);
+	return failed(result) ? result : 0;
+}
+
+int monitor_run(struct monitor *m)
+{
+	struct epoll_event events[16];
+
+	REACH("monitor.watches");
+	if (m->params.orphans)
+		reap(m); /* who ended before SIGCHLD was blocked */
+	while (!m->init_ended) {
+		long n = sys_epoll_wait(m->epoll, events, sizeof(events) / sizeof(events[0]), -1);
+
+		if (n == -EINTR)
+			continue;
+		if (failed(n))
+			return 1;
+		for (long i = 0; i < n; i++)
+			handle(m, (int)events[i].data, events[i].events);
+		clients_sweep(m);
+	}
+	return finish(m);
+}
+
+/* take_signals empties the signalfd: what matters is that there was one. */
+static void take_signals(const struct monitor *m)
+{
+	char info[128 * 8]; /* struct signalfd_siginfo, and some more */
+
+	while (sys_read(m->children, info, sizeof(info)) > 0)
+		;
+}
+
+void handle(struct monitor *m, int fd, uint32_t events)
+{
+	const struct params *p = &m->params;
+
+	if (fd == m->children)
+		take_signals(m);
+	if (fd == p->init || fd == m->children) {
+		reap(m);
+		return;
+	}
+	if (fd == p->listen) {
+		client_accept(m);
+		return;
+	}
+	if (fd == m->oom.file || fd == m->oom.notify || fd == m->oom.parent) {
+		oom_read(m);
+		return;
+	}
+	if (fd == m->stdin && (events & (EPOLLOUT | EPOLLERR)) != 0)
+		stdin_flush(m);
+	for (int i = 0; i < m->stream_count; i++) {
+		if (m->streams[i].fd == fd && (events & (EPOLLIN | EPOLL_ERRORS)) != 0) {
+			stream_read(m, &m->streams[i]);
+			return;
+		}
+	}
+	for (int i = 0; i < m->client_count; i++) {
+		if (m->clients[i].fd == fd) {
+			client_serve(m, &m->clients[i], events);
+			return;
+		}
+	}
+}

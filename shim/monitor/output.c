@@ -1,0 +1,137 @@
+#include "monitor.h"
+
+/* log_write appends whole records to the log. What cannot be written is dropped: the container must go on. */
+static void log_write(struct monitor *m, const char *data, size_t n);
+
+/* timestamp composes the present time. */
+static struct text timestamp(struct line *l)
+{
+	int64_t t = now(CLOCK_REALTIME);
+
+	line_time(l, t / SECOND, (uint32_t)(t % SECOND));
+	return (struct text){l->at, l->len};
+}
+
+/* log_output encodes n bytes and writes them, in one piece if they fit. */
+static void log_output(struct monitor *m, struct stream *s, const char *data, size_t n)
+{
+	char stamp_text[RECORD_OVERHEAD];
+	struct line l = {.at = stamp_text, .cap = sizeof(stamp_text)};
+	struct text stamp;
+
+	if (m->log < 0)
+		return;
+	stamp = timestamp(&l);
+	for (size_t done = 0; done < n;) {
+		m->records.len = 0;
+		done += encoder_append(&s->encoder, &m->records, stamp, data + done, n - done);
+		log_write(m, m->records.at, m->records.len);
+	}
+}
+
+size_t stream_read(struct monitor *m, struct stream *s)
+{
+	char *data = frame + HEADER_SIZE;
+	long n = sys_read(s->fd, data, MAX_PAYLOAD);
+
+	if (n == -EAGAIN || n == -EINTR)
+		return 0;
+	if (n <= 0) { /* end, or EIO: nobody has the terminal open */
+		forget(m, s->fd);
+		return 0;
+	}
+	log_output(m, s, data, (size_t)n);
+	frame_header(frame, s->frame_type, (size_t)n);
+	broadcast(m, s->frame_type, frame, HEADER_SIZE + (size_t)n);
+	return (size_t)n;
+}
+
+/*
+ * take_back removes the incomplete record at the end of what was written, so that the next one begins on a line of
+ * its own, and returns its length.
+ */
+static size_t take_back(struct monitor *m, const char *written, size_t n)
+{
+	size_t torn = 0;
+	struct statx st;
+
+	while (torn < n && written[n - 1 - torn] != '\n')
+		torn++;
+	if (torn == 0 || failed(sys_statx(m->log, "", AT_EMPTY_PATH, STATX_SIZE, &st)) || st.stx_size < torn)
+		return 0;
+	REACH("monitor.take-back");
+	if (failed(sys_ftruncate(m->log, (long)(st.stx_size - torn))))
+		return 0;
+	return torn;
+}
+
+static void log_write(struct monitor *m, const char *data, size_t n)
+{
+	while (n > 0 && m->log >= 0) {
+		long written;
+
+		REACH("monitor.write-log");
+		written = sys_write(m->log, data, n);
+		REACH("monitor.log-written");
+		if (written == -EINTR)
+			continue;
+		if (failed(written))
+			return;
+		if ((size_t)written < n) {
+			written -= (long)take_back(m, data, (size_t)written);
+			if (written == 0)
+				return;
+		}
+		data += written;
+		n -= (size_t)written;
+	}
+}
+
+const char *log_reopen(struct monitor *m)
+{
+	static char why[4096 + 256];
+	struct line l = {.at = why, .cap = sizeof(why) - 1};
+	int fd;
+
+	if (m->params.log_path[0] == 0)
+		return NULL;
+	REACH("monitor.open-log");
+	fd = logfile_open(m->params.log_dir, m->params.log_path, &l);
+	if (fd < 0) {
+		why[l.len] = 0;
+		return why;
+	}
+	REACH("monitor.log-opened");
+	sys_close(m->log);
+	m->log = fd;
+	return NULL;
+}
+
+/* Somebody may still hold the other end and write: no more is read than a pipe can hold. */
+void stream_drain(struct monitor *m, struct stream *s)
+{
+	long left = sys_fcntl(s->fd, F_GETPIPE_SZ, 0);
+
+	if (failed(left))
+		left = 64 << 10; /* a terminal */
+	while (left > 0) {
+		size_t n = stream_read(m, s);
+
+		if (n == 0)
+			return;
+		left -= (long)n;
+	}
+}
+
+void log_flush(struct monitor *m)
+{
+	char stamp_text[RECORD_OVERHEAD];
+	struct line l = {.at = stamp_text, .cap = sizeof(stamp_text)};
+	struct text stamp = timestamp(&l);
+
+	for (int i = 0; i < m->stream_count; i++) {
+		m->records.len = 0;
+		encoder_flush(&m->streams[i].encoder, &m->records, stamp);
+		log_write(m, m->records.at, m->records.len);
+	}
+}

@@ -1,0 +1,91 @@
+package test
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"io"
+	"testing"
+
+	"berth/shim/wire"
+)
+
+// FuzzClient sends arbitrary bytes to a monitor: each request is answered, in order, and the container gets
+// what was sent for it, once; whatever comes the monitor ends the connection in the end.
+func FuzzClient(f *testing.F) {
+	hello := wire.Append(wire.Append(wire.Append(nil, wire.Attach, []byte{byte(wire.WantStdin)}), wire.Stdin, []byte("hello")), wire.StdinEOF, nil)
+	f.Add(hello, 100, false)
+	f.Add(wire.Append(wire.Append(hello, wire.Stdin, []byte("late")), wire.CloseStdin, nil), 3, true)
+	f.Add(wire.Append(wire.Append(nil, wire.Attach, []byte{7}), wire.Stdin, bytes.Repeat([]byte("x"), 10_000)), 4000, false)
+	f.Add(wire.Append(wire.Append(wire.Append(nil, wire.Attach, nil), wire.Resize, wire.Size{Width: 1}.Encode()), wire.Reopen, nil), 9, false)
+	f.Add([]byte{2, 0xff, 0xff, 0xff, 0xff, 0}, 1, false)
+	f.Fuzz(func(t *testing.T, data []byte, piece int, once bool) {
+		piece = 1 + int(uint(piece)%40_000)
+		flag := uint32(0)
+		if once {
+			flag = 1
+		}
+		got := ask(t, 'c', flag, uint32(piece), data)
+		if binary.BigEndian.Uint32(got) == 0 {
+			t.Error("the client is still there")
+		}
+		said := binary.BigEndian.Uint32(got[4:])
+		gotAnswers, gotInput := got[8:8+said], got[8+said:]
+		answers, input := wanted(data, once)
+		if kinds := kindsOf(t, gotAnswers); !bytes.Equal(kinds, answers) {
+			t.Errorf("answers %v, want %v", kinds, answers)
+		}
+		if !bytes.Equal(gotInput, input) {
+			t.Errorf("the container got %d bytes %.50q, want %d", len(gotInput), gotInput, len(input))
+		}
+	})
+}
+
+// wanted is what a client's requests must bring: the kinds of the answers, and the container's input.
+func wanted(data []byte, once bool) (answers, input []byte) {
+	var attached, feeds, closed bool
+	for {
+		frame, size, err := wire.Next(data)
+		if size == 0 || err != nil {
+			return answers, input
+		}
+		data = data[size:]
+		answer := wire.OK
+		switch frame.Type {
+		case wire.Stdin:
+			if feeds && !closed {
+				input = append(input, frame.Payload...)
+			}
+			continue
+		case wire.StdinEOF:
+			closed = closed || feeds && once
+			feeds = false
+			continue
+		case wire.Attach:
+			if attached || len(frame.Payload) != 1 {
+				answer = wire.Error
+				break
+			}
+			attached, feeds = true, wire.Streams(frame.Payload[0])&wire.WantStdin != 0
+		case wire.CloseStdin:
+			closed = true
+		case wire.Reopen: // there is no log
+		default: // a size, without a terminal, or nothing known
+			answer = wire.Error
+		}
+		answers = append(answers, byte(answer))
+	}
+}
+
+func kindsOf(t *testing.T, data []byte) (kinds []byte) {
+	t.Helper()
+	for len(data) > 0 {
+		frame, size, err := wire.Next(data)
+		if size == 0 || err != nil {
+			t.Fatalf("%v in %q", errors.Join(err, io.ErrUnexpectedEOF), data)
+		}
+		kinds = append(kinds, byte(frame.Type))
+		data = data[size:]
+	}
+	return kinds
+}

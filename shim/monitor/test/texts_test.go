@@ -1,0 +1,185 @@
+package test
+
+import (
+	"encoding/json"
+	"math"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"berth/shim/handoff"
+	"berth/shim/record"
+)
+
+// exitStatus asks what the monitor reads out of what `runsc wait` says.
+func exitStatus(t *testing.T, text []byte) (code int, ok bool) {
+	t.Helper()
+	return number(t, ask(t, 'x', text))
+}
+
+func number(t *testing.T, answer []byte) (n int, ok bool) {
+	t.Helper()
+	if len(answer) == 0 {
+		return 0, false
+	}
+	n, err := strconv.Atoi(string(answer))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n, true
+}
+
+func TestExitStatus(t *testing.T) {
+	for text, want := range map[string]int{
+		`{"id":"c","exitStatus":0}` + "\n":       0,
+		`{"id":"c", "exitStatus" : 137 , "x":1}`: 137,
+		`{"exitStatus":255}`:                     255,
+	} {
+		if got, ok := exitStatus(t, []byte(text)); got != want || !ok {
+			t.Errorf("%s: %d, %v", text, got, ok)
+		}
+	}
+	for _, text := range []string{
+		"", `{"id":"c"}`, `{"exitStatus":}`, `{"exitStatus":-1}`, `{"exitStatus":256}`, `{"exitStatus":99999999999999999999}`,
+		`{"exitStatus":"3"}`, `{"exitStatus":3`, `"exitStatus"`, `{"exitStatus"`, `{"exitStatus" 3}`,
+	} {
+		if got, ok := exitStatus(t, []byte(text)); ok {
+			t.Errorf("%s: %d", text, got)
+		}
+	}
+}
+
+// FuzzExitStatus: what an encoder writes is understood, and what nobody has written
+// is no exit code that there cannot be.
+func FuzzExitStatus(f *testing.F) {
+	f.Add([]byte(`{"id":"c","exitStatus":137}`), "c", uint8(137))
+	f.Add([]byte(`{"exitStatus":300,"exitStatus":-1}`), `"exitStatus":1}`, uint8(0))
+	f.Fuzz(func(t *testing.T, text []byte, id string, code uint8) {
+		if got, ok := exitStatus(t, text); ok && (got < 0 || got > 255) {
+			t.Errorf("%q: %d", text, got)
+		}
+		said, err := json.Marshal(map[string]any{"id": id, "exitStatus": code})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, ok := exitStatus(t, said); !ok || got != int(code) {
+			t.Errorf("%s: %d, %t", said, got, ok)
+		}
+	})
+}
+
+func TestOOMKills(t *testing.T) {
+	for _, tt := range []struct{ data, want string }{
+		{"low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 0\n", "2"}, // v2
+		{"oom_kill_disable 0\nunder_oom 0\noom_kill 7\n", "7"},                // v1
+		{"oom_kill_disable 0\nunder_oom 0\n", ""},                             // v1 before Linux 4.13
+		{"oom_kill 18446744073709551615\n", "18446744073709551615"},
+		{"oom_kill 18446744073709551616\n", ""},
+		{"oom_kill x\n", ""},
+		{"oom_kill ", ""},
+		{"", ""},
+	} {
+		if got := string(ask(t, 'o', []byte(tt.data))); got != tt.want {
+			t.Errorf("%q: %q, want %q", tt.data, got, tt.want)
+		}
+	}
+}
+
+// FuzzOOMKills: a number is found where Go finds one.
+func FuzzOOMKills(f *testing.F) {
+	f.Add("oom 3\noom_kill 2\n")
+	f.Add("oom_kill \t9 \r\noom_kill 3")
+	f.Fuzz(func(t *testing.T, data string) {
+		want := ""
+		for line := range strings.Lines(data) {
+			if n, ok := strings.CutPrefix(line, "oom_kill "); ok {
+				if kills, err := strconv.ParseUint(strings.Trim(n, " \t\n\v\f\r"), 10, 64); err == nil {
+					want = strconv.FormatUint(kills, 10)
+				}
+				break
+			}
+		}
+		if got := string(ask(t, 'o', []byte(data))); got != want {
+			t.Errorf("%q: %q, want %q", data, got, want)
+		}
+	})
+}
+
+// The record is what its reader's own encoder makes, checksum included.
+func TestExitRecord(t *testing.T) {
+	for _, e := range []record.Exit{
+		{},
+		{Code: 137, Signal: 9, OOMKilled: true, At: 1_790_000_000_123_456_789},
+		{Code: 255, At: math.MaxInt64},
+		{Code: -1, Signal: math.MaxInt32, At: math.MinInt64},
+	} {
+		got := ask(t, 'r', e.Code, e.Signal, uint32(map[bool]int{true: 1}[e.OOMKilled]), e.At)
+		if string(got) != string(e.Encode()) {
+			t.Errorf("%+v: %q, want %q", e, got, e.Encode())
+		}
+	}
+}
+
+// params asks what the monitor takes a command line for: the values, a line each; nothing if it refuses.
+func params(t *testing.T, args []string) string {
+	t.Helper()
+	return string(ask(t, 'p', []byte(strings.Join(args, "\x00")+"\x00")))
+}
+
+// valuesOf are the values of a command line that the monitor accepts.
+func valuesOf(args []string) string {
+	var values strings.Builder
+	for _, arg := range args {
+		_, value, _ := strings.Cut(arg, "=")
+		values.WriteString(value + "\n")
+	}
+	return values.String()
+}
+
+func TestParams(t *testing.T) {
+	for _, p := range []handoff.Params{
+		{},
+		{ID: "a", Dir: "/run/berth/c/a", LogDir: "/var/log", LogPath: "/var/log/with space=and equals/0.log", MaxLine: 16384, InitPID: 77,
+			StdinOnce: true, Orphans: true, Init: 9, KillDir: "/sys/fs/cgroup/x", Listen: 3, Log: 4, Stdin: 5, Stdout: 6, Stderr: 7, Console: -1,
+			Verdict: -1, OOM: 8, OOMNotify: -1, OOMParent: 11},
+	} {
+		if got, want := params(t, p.Args()), valuesOf(p.Args()); got != want {
+			t.Errorf("%q is taken for %q", p.Args(), got)
+		}
+	}
+}
+
+func TestParamsRefused(t *testing.T) {
+	good := (&handoff.Params{}).Args()
+	for i := range good {
+		if got := params(t, slices.Delete(slices.Clone(good), i, i+1)); got != "" {
+			t.Errorf("without %q: %q", good[i], got)
+		}
+	}
+	if got := params(t, append(slices.Clone(good), "more=1")); got != "" {
+		t.Errorf("with one more: %q", got)
+	}
+	for i, arg := range good {
+		name, _, _ := strings.Cut(arg, "=")
+		for _, bad := range []string{name, "x" + arg, "=", ""} {
+			args := slices.Clone(good)
+			args[i] = bad
+			if got := params(t, args); got != "" {
+				t.Errorf("with %q for %q: %q", bad, arg, got)
+			}
+		}
+	}
+	for name, values := range map[string][]string{
+		"init": {"", "x", "1x", "2147483648", "99999999999999999999", "--1", "+1", " 1"}, "stdin-once": {"", "perhaps", "1", "True"}, "listen-fd": {"", "-"},
+	} {
+		i := slices.IndexFunc(good, func(arg string) bool { return strings.HasPrefix(arg, name+"=") })
+		for _, value := range values {
+			args := slices.Clone(good)
+			args[i] = name + "=" + value
+			if got := params(t, args); got != "" {
+				t.Errorf("with %q: %q", args[i], got)
+			}
+		}
+	}
+}
