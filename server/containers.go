@@ -70,25 +70,37 @@ func (s *runtimeService) RemoveContainer(ctx context.Context, req *runtimeapi.Re
 	return &runtimeapi.RemoveContainerResponse{}, nil
 }
 
-// ListContainers implements RuntimeService.
+// ListContainers implements RuntimeService. Its items are in the answer as they were encoded for an earlier one, see encodedItems.
 func (s *runtimeService) ListContainers(_ context.Context, req *runtimeapi.ListContainersRequest) (*runtimeapi.ListContainersResponse, error) {
-	filter := req.GetFilter()
+	keep := func(c *view.Container) *view.Answer {
+		if namedByID(c) { // its image may be given other names
+			return nil
+		}
+		return c.Listed
+	}
+	items, err := encodedItems(s.filterContainers(req.GetFilter()), keep, s.containerItem)
+	resp := &runtimeapi.ListContainersResponse{}
+	resp.ProtoReflect().SetUnknown(items)
+	return resp, err
+}
+
+// filterContainers returns the containers that a list is asked for, the oldest first.
+func (s *runtimeService) filterContainers(filter *runtimeapi.ContainerFilter) []*view.Container {
 	containers := s.pods.Containers()
 	id, known := resolve(filter.GetId(), containers, func(c *view.Container) string { return c.ID })
-	pod, podKnown := resolve(filter.GetPodSandboxId(), s.pods.Pods(), func(p *view.Pod) string { return p.ID })
-	resp := &runtimeapi.ListContainersResponse{}
+	pod, podKnown := filter.GetPodSandboxId(), true
+	if pod != "" {
+		pod, podKnown = resolve(pod, s.pods.Pods(), func(p *view.Pod) string { return p.ID })
+	}
 	if !known || !podKnown {
-		return resp, nil
+		return nil
 	}
-	for _, c := range containers {
-		if (id == "" || c.ID == id) &&
-			(pod == "" || c.PodID == pod) &&
-			(filter.GetState() == nil || filter.GetState().GetState() == c.State) &&
-			selected(filter.GetLabelSelector(), c.Config.GetLabels()) {
-			resp.Containers = append(resp.Containers, s.containerItem(c))
-		}
-	}
-	return resp, nil
+	return slices.DeleteFunc(containers, func(c *view.Container) bool {
+		return id != "" && c.ID != id ||
+			pod != "" && c.PodID != pod ||
+			filter.GetState() != nil && filter.GetState().GetState() != c.State ||
+			!selected(filter.GetLabelSelector(), c.Config.GetLabels())
+	})
 }
 
 // ContainerStatus implements RuntimeService.
@@ -282,8 +294,14 @@ func (s *runtimeService) containerImage(c *view.Container) *runtimeapi.ImageSpec
 	}
 	if spec.UserSpecifiedImage != "" {
 		spec.Image = spec.UserSpecifiedImage
-	} else if isID(spec.Image, c.ImageID) {
+	} else if namedByID(c) {
 		spec.Image = s.nameOf(c.ImageID)
 	}
 	return spec
+}
+
+// namedByID tells whether nobody has said what name the container's image is to be shown by.
+func namedByID(c *view.Container) bool {
+	asked := c.Config.GetImage()
+	return asked.GetUserSpecifiedImage() == "" && isID(asked.GetImage(), c.ImageID)
 }

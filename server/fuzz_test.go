@@ -121,11 +121,24 @@ func check(t *testing.T, name string, err error) {
 	}
 }
 
+// reread has an answer be as a client sees it.
+func reread(t *testing.T, answer proto.Message) {
+	t.Helper()
+	data, err := proto.Marshal(answer)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := proto.Unmarshal(data, answer); err != nil {
+		t.Fatal(err)
+	}
+}
+
 func readBack(t *testing.T, s *runtimeService) {
 	t.Helper()
 	ctx := context.Background()
 	list, err := s.ListPodSandbox(ctx, &runtimeapi.ListPodSandboxRequest{})
 	check(t, "ListPodSandbox", err)
+	reread(t, list)
 	for _, p := range list.Items {
 		if _, err := s.PodSandboxStatus(ctx, &runtimeapi.PodSandboxStatusRequest{PodSandboxId: p.Id, Verbose: true}); err != nil {
 			t.Errorf("status of a pod that is listed: %v", err)
@@ -133,6 +146,7 @@ func readBack(t *testing.T, s *runtimeService) {
 	}
 	ctrs, err := s.ListContainers(ctx, &runtimeapi.ListContainersRequest{})
 	check(t, "ListContainers", err)
+	reread(t, ctrs)
 	for _, c := range ctrs.Containers {
 		if _, err := s.ContainerStatus(ctx, &runtimeapi.ContainerStatusRequest{ContainerId: c.Id, Verbose: true}); err != nil {
 			t.Errorf("status of a container that is listed: %v", err)

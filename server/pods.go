@@ -2,6 +2,7 @@ package server
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -87,23 +88,26 @@ type podDetail struct {
 	Config         *runtimeapi.PodSandboxConfig `json:"config"`
 }
 
-// ListPodSandbox implements RuntimeService.
+// ListPodSandbox implements RuntimeService. Its items are in the answer as they were encoded for an earlier one, see encodedItems.
 func (s *runtimeService) ListPodSandbox(_ context.Context, req *runtimeapi.ListPodSandboxRequest) (*runtimeapi.ListPodSandboxResponse, error) {
-	filter := req.GetFilter()
+	items, err := encodedItems(s.filterPods(req.GetFilter()), func(p *view.Pod) *view.Answer { return p.Listed }, podItem)
+	resp := &runtimeapi.ListPodSandboxResponse{}
+	resp.ProtoReflect().SetUnknown(items)
+	return resp, err
+}
+
+// filterPods returns the pods that a list is asked for, the oldest first.
+func (s *runtimeService) filterPods(filter *runtimeapi.PodSandboxFilter) []*view.Pod {
 	pods := s.pods.Pods()
 	id, known := resolve(filter.GetId(), pods, func(p *view.Pod) string { return p.ID })
-	resp := &runtimeapi.ListPodSandboxResponse{}
 	if !known {
-		return resp, nil
+		return nil
 	}
-	for _, pod := range pods {
-		if (id == "" || pod.ID == id) &&
-			(filter.GetState() == nil || filter.GetState().GetState() == podState(pod)) &&
-			selected(filter.GetLabelSelector(), pod.Config.GetLabels()) {
-			resp.Items = append(resp.Items, podItem(pod))
-		}
-	}
-	return resp, nil
+	return slices.DeleteFunc(pods, func(p *view.Pod) bool {
+		return id != "" && p.ID != id ||
+			filter.GetState() != nil && filter.GetState().GetState() != podState(p) ||
+			!selected(filter.GetLabelSelector(), p.Config.GetLabels())
+	})
 }
 
 func podItem(pod *view.Pod) *runtimeapi.PodSandbox {

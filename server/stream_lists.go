@@ -1,9 +1,11 @@
 package server
 
 import (
+	"iter"
 	"slices"
 
 	"google.golang.org/grpc"
+	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
@@ -12,24 +14,27 @@ import (
 
 // StreamPodSandboxes implements RuntimeService.
 func (s *runtimeService) StreamPodSandboxes(req *runtimeapi.StreamPodSandboxesRequest, stream grpc.ServerStreamingServer[runtimeapi.StreamPodSandboxesResponse]) error {
-	list, err := s.ListPodSandbox(stream.Context(), &runtimeapi.ListPodSandboxRequest{Filter: req.GetFilter()})
-	if err != nil {
-		return err
-	}
-	return sendBatches(slices.Values(list.Items), func(batch []*runtimeapi.PodSandbox) error {
+	return sendBatches(each(s.filterPods(req.GetFilter()), podItem), func(batch []*runtimeapi.PodSandbox) error {
 		return stream.Send(&runtimeapi.StreamPodSandboxesResponse{PodSandboxes: batch})
 	})
 }
 
 // StreamContainers implements RuntimeService.
 func (s *runtimeService) StreamContainers(req *runtimeapi.StreamContainersRequest, stream grpc.ServerStreamingServer[runtimeapi.StreamContainersResponse]) error {
-	list, err := s.ListContainers(stream.Context(), &runtimeapi.ListContainersRequest{Filter: req.GetFilter()})
-	if err != nil {
-		return err
-	}
-	return sendBatches(slices.Values(list.Containers), func(batch []*runtimeapi.Container) error {
+	return sendBatches(each(s.filterContainers(req.GetFilter()), s.containerItem), func(batch []*runtimeapi.Container) error {
 		return stream.Send(&runtimeapi.StreamContainersResponse{Containers: batch})
 	})
+}
+
+// each makes the items of a list, one by one.
+func each[Snapshot any, Item proto.Message](all []Snapshot, item func(Snapshot) Item) iter.Seq[Item] {
+	return func(yield func(Item) bool) {
+		for _, snapshot := range all {
+			if !yield(item(snapshot)) {
+				return
+			}
+		}
+	}
 }
 
 // StreamImages implements ImageService.

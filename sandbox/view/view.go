@@ -33,11 +33,12 @@ type Pod struct {
 	NetNS     string   // path; empty with the host's network
 	PausePID  int      // 0 when not Ready
 	Sandboxed bool     // its containers run where the node can't see them
+	Listed    *Answer
 }
 
 // NewPod returns what the record says. config has the pod's resources as they are now.
 func NewPod(rec *record.Pod, config *runtimeapi.PodSandboxConfig) *Pod {
-	p := &Pod{ID: rec.ID, Config: config, Handler: rec.Handler, CreatedAt: rec.CreatedAt,
+	p := &Pod{Listed: new(Answer), ID: rec.ID, Config: config, Handler: rec.Handler, CreatedAt: rec.CreatedAt,
 		Ready: rec.Phase == record.PodReady, IPs: rec.IPs, NetNS: rec.NetNS, Sandboxed: rec.Runtime.IsSandboxed()}
 	if p.Ready {
 		p.PausePID = rec.PausePID
@@ -48,7 +49,7 @@ func NewPod(rec *record.Pod, config *runtimeapi.PodSandboxConfig) *Pod {
 // Pauseless returns the pod as it is when its pause has ended and it was not stopped yet.
 func (p *Pod) Pauseless() *Pod {
 	changed := *p
-	changed.Ready, changed.PausePID = false, 0
+	changed.Ready, changed.PausePID, changed.Listed = false, 0, new(Answer)
 	return &changed
 }
 
@@ -74,12 +75,14 @@ type Container struct {
 	Process   *specs.Process // what execs derive from
 	Described *specs.Spec    // what plugins are told, see describe.ForPlugins
 	Limits    *nri.Limits    // set by plugins
+
+	Listed *Answer
 }
 
 // NewContainer returns what the record says. resources are the record's, decoded; pid and startedAt are of the init of
 // one that runs.
 func NewContainer(rec *record.Container, config *runtimeapi.ContainerConfig, resources *runtimeapi.LinuxContainerResources, pid int, startedAt time.Time) *Container {
-	c := &Container{ID: rec.ID, PodID: rec.PodID, Config: config, ImageID: rec.Image.ID, CreatedAt: rec.CreatedAt,
+	c := &Container{Listed: new(Answer), ID: rec.ID, PodID: rec.PodID, Config: config, ImageID: rec.Image.ID, CreatedAt: rec.CreatedAt,
 		LogPath: rec.LogPath, User: rec.User.CRI(), Resources: resources,
 		StopSignal: oci.CRISignal(oci.StopSignal(config.GetStopSignal(), rec.Image.Config.StopSignal)),
 		Mounts:     roots.StatusMounts(config, rec.Volumes),

@@ -1,0 +1,130 @@
+package server
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/image"
+	"berth/sandbox/view"
+)
+
+// kubeletContainer is a container with the labels and annotations that kubelet gives it.
+func kubeletContainer(i int) *view.Container {
+	id := fmt.Sprintf("%064x", i)
+	return &view.Container{
+		ID: id, PodID: fmt.Sprintf("%064x", i/2), State: runtimeapi.ContainerState_CONTAINER_RUNNING,
+		ImageID: "sha256:" + id, CreatedAt: time.Unix(int64(i), 0), StartedAt: time.Unix(int64(i), 1), LogPath: "/var/log/pods/" + id,
+		Listed: new(view.Answer),
+		Config: &runtimeapi.ContainerConfig{
+			Metadata: &runtimeapi.ContainerMetadata{Name: "main"},
+			Image:    &runtimeapi.ImageSpec{Image: "sha256:" + id, UserSpecifiedImage: "registry.example/main:1"},
+			Labels: map[string]string{
+				"io.kubernetes.container.name": "main", "io.kubernetes.pod.name": fmt.Sprintf("pod-%d", i),
+				"io.kubernetes.pod.namespace": "default", "io.kubernetes.pod.uid": "cdd05b5e-ee94-4cb5-8e2d-42a0b0b1a2c3",
+			},
+			Annotations: map[string]string{
+				"io.kubernetes.container.hash": "8e2d42a0", "io.kubernetes.container.restartCount": "0",
+				"io.kubernetes.container.terminationMessagePath":   "/dev/termination-log",
+				"io.kubernetes.container.terminationMessagePolicy": "File", "io.kubernetes.pod.terminationGracePeriod": "30",
+			},
+		},
+	}
+}
+
+// An answer that is made of what was kept says what the first one said, a container that has changed what it is now, and an image without a
+// name of its own the name that it has now.
+func TestListsFromWhatWasKept(t *testing.T) {
+	pods, images := &fakePods{}, &fakeImages{}
+	for i := range 3 {
+		c := kubeletContainer(i)
+		pods.containers = append(pods.containers, c)
+		pods.pods = append(pods.pods, &view.Pod{ID: c.ID, Listed: new(view.Answer), Ready: true, Config: &runtimeapi.PodSandboxConfig{
+			Metadata: &runtimeapi.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: c.ID}, Labels: c.Config.Labels}})
+	}
+	named := pods.containers[1]
+	named.Config.Image.UserSpecifiedImage = ""
+	h := start(t, testConfig, pods, images)
+	list := func() (*runtimeapi.ListContainersResponse, *runtimeapi.ListPodSandboxResponse) {
+		t.Helper()
+		containers, err := h.runtime.ListContainers(t.Context(), &runtimeapi.ListContainersRequest{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		sandboxes, err := h.runtime.ListPodSandbox(t.Context(), &runtimeapi.ListPodSandboxRequest{})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return containers, sandboxes
+	}
+	containers, sandboxes := list()
+	for i, c := range pods.containers {
+		if got := containers.Containers[i]; got.Id != c.ID || got.State != c.State || got.Labels["io.kubernetes.pod.name"] != c.Config.Labels["io.kubernetes.pod.name"] {
+			t.Errorf("container %d is listed as %v", i, got)
+		}
+		if got := sandboxes.Items[i]; got.Id != c.ID || got.State != runtimeapi.PodSandboxState_SANDBOX_READY {
+			t.Errorf("pod %d is listed as %v", i, got)
+		}
+	}
+	if again, podsAgain := list(); !proto.Equal(again, containers) || !proto.Equal(podsAgain, sandboxes) {
+		t.Errorf("the second lists are %v and %v", again, podsAgain)
+	}
+	exited := kubeletContainer(2)
+	exited.State = runtimeapi.ContainerState_CONTAINER_EXITED
+	pods.containers[2] = exited
+	pods.pods[2] = pods.pods[2].Pauseless()
+	images.images = append(images.images, &image.Image{ID: named.ImageID, RepoTags: []string{"registry.example/other:2"}})
+	containers, sandboxes = list()
+	if got := containers.Containers[2].State; got != exited.State {
+		t.Errorf("a container that has exited is listed as %v", got)
+	}
+	if got := sandboxes.Items[2].State; got != runtimeapi.PodSandboxState_SANDBOX_NOTREADY {
+		t.Errorf("a pod without pause is listed as %v", got)
+	}
+	if got := containers.Containers[1].Image.Image; got != "registry.example/other:2" {
+		t.Errorf("an image that got a name is listed as %q", got)
+	}
+}
+
+// 1000 containers are listed to a client like kubelet over the socket, and one of them is asked for. The CPU time is also that of the
+// client, which is in this process.
+func BenchmarkListContainers1000(b *testing.B) {
+	const count = 1000
+	pods := &fakePods{}
+	for i := range count {
+		pods.containers = append(pods.containers, kubeletContainer(i))
+	}
+	h := start(b, testConfig, pods, &fakeImages{})
+	var answer []byte
+	b.Run("list", func(b *testing.B) {
+		measureCPU(b, func() {
+			list, err := h.runtime.ListContainers(b.Context(), &runtimeapi.ListContainersRequest{})
+			if err != nil || len(list.Containers) != count {
+				b.Fatalf("%d containers, %v", len(list.GetContainers()), err)
+			}
+			if answer == nil {
+				if answer, err = proto.Marshal(list); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	})
+	b.Run("client", func(b *testing.B) { // its part of list
+		measureCPU(b, func() {
+			if err := proto.Unmarshal(answer, &runtimeapi.ListContainersResponse{}); err != nil {
+				b.Fatal(err)
+			}
+		})
+	})
+	b.Run("status", func(b *testing.B) {
+		id := pods.containers[count/2].ID
+		measureCPU(b, func() {
+			if _, err := h.runtime.ContainerStatus(b.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: id}); err != nil {
+				b.Fatal(err)
+			}
+		})
+	})
+}
