@@ -39,6 +39,7 @@ type pod struct {
 
 	presented  bool // plugins were asked about it; belongs to the holder of turn
 	unrecorded bool // that it is stopped is yet to be recorded, in the background; belongs to the holder of turn
+	takenDown  bool // nothing of it is left but its files; belongs to the holder of turn
 }
 
 func (p *pod) String() string { return "pod " + p.id }
@@ -168,7 +169,9 @@ func (m *Manager) bringUp(ctx context.Context, p *pod) error {
 }
 
 // onHost is the pod as what it has on the host is made from. It needs the pod's turn.
-func (p *pod) onHost() footprint.Pod { return footprint.Pod{Rec: &p.rec, Config: p.config} }
+func (p *pod) onHost() footprint.Pod {
+	return footprint.Pod{Rec: &p.rec, Config: p.config, Pause: p.pause.Load()}
+}
 
 // finishPod presents the pod to plugins, records that it is ready, publishes it and watches its pause.
 func (m *Manager) finishPod(ctx context.Context, p *pod, started *shim.Started) error {

@@ -37,10 +37,13 @@ func (m *Manager) stopPod(ctx context.Context, p *pod) error {
 		return nil
 	}
 	first := p.rec.Phase != record.PodStopped
-	p.rec.Phase = record.PodStopped
-	unrecorded := m.podRecords.Write(p.id, p.rec)
-	m.publishPod(p)
-	err := errors.Join(m.killContainers(ctx, p), m.footprint.TakeDown(ctx, p.onHost()))
+	var unrecorded error
+	if first {
+		p.rec.Phase = record.PodStopped
+		unrecorded = m.podRecords.Write(p.id, p.rec)
+		m.publishPod(p)
+	}
+	err := errors.Join(m.killContainers(ctx, p), m.takeDown(ctx, p))
 	for _, c := range m.containersOf(p.id) { // whose stop comes before the pod's
 		err = errors.Join(err, m.awaitTold(ctx, c))
 	}
@@ -50,6 +53,17 @@ func (m *Manager) stopPod(ctx context.Context, p *pod) error {
 	if unrecorded != nil {
 		m.recordStopLater(p, unrecorded)
 	}
+	return err
+}
+
+// takeDown removes what exists for the pod outside its files, once: nothing new starts in a pod that was stopped. It
+// needs the turn of such a one.
+func (m *Manager) takeDown(ctx context.Context, p *pod) error {
+	if p.takenDown {
+		return nil
+	}
+	err := m.footprint.TakeDown(ctx, p.onHost())
+	p.takenDown = err == nil
 	return err
 }
 
@@ -159,7 +173,7 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	for _, c := range m.containersOf(p.id) {
 		removals = append(removals, func() error { return m.removeContainer(ctx, c) })
 	}
-	if err := errors.Join(m.tasks.Together("remove containers of", p.String(), removals...), m.footprint.TakeDown(ctx, p.onHost())); err != nil {
+	if err := errors.Join(m.tasks.Together("remove containers of", p.String(), removals...), m.takeDown(ctx, p)); err != nil {
 		return err
 	}
 	if err := m.footprint.Remove(p.id); err != nil {

@@ -37,9 +37,19 @@ func (l *Launchers) Expect() {
 
 func (l *Launchers) keepLockFast() {
 	defer l.expecting.Store(false) // an Expect that comes just now is not served; so be it
+	var moved int                  // the launcher that was moved last,
+	var procs string               // and where it was moved to
 	for time.Now().Before(*l.expectUntil.Load()) {
 		if pid := l.idlePID(); pid != 0 {
-			if err := moveToOwnCgroup(pid); err != nil {
+			var err error
+			if pid != moved {
+				procs, err = procsOf(pid)
+				moved = pid
+			}
+			if err == nil {
+				err = moveToOwnCgroup(pid, procs)
+			}
+			if err != nil {
 				l.cfg.Log.Debug("prepare the kernel for a launch", "error", err)
 				return
 			}
@@ -62,21 +72,25 @@ func (l *Launchers) idlePID() int {
 	return l.idle[0].pid
 }
 
-// moveToOwnCgroup changes nothing: a launcher is moved by nobody else.
-func moveToOwnCgroup(pid int) error {
-	id := strconv.Itoa(pid)
-	paths, err := cgroups.ParseCgroupFile("/proc/" + id + "/cgroup")
+// procsOf returns the file of processes of a launcher's cgroup.
+func procsOf(pid int) (string, error) {
+	paths, err := cgroups.ParseCgroupFile("/proc/" + strconv.Itoa(pid) + "/cgroup")
 	if err != nil {
-		return err
+		return "", err
 	}
 	dir := filepath.Join("/sys/fs/cgroup", paths[""])
 	if !cgroups.IsCgroup2UnifiedMode() {
 		const any = "freezer" // the lock is one for all hierarchies
 		path, ok := paths[any]
 		if !ok {
-			return errors.New("there is no freezer hierarchy")
+			return "", errors.New("there is no freezer hierarchy")
 		}
 		dir = filepath.Join("/sys/fs/cgroup", any, path)
 	}
-	return os.WriteFile(filepath.Join(dir, "cgroup.procs"), []byte(id), 0)
+	return filepath.Join(dir, "cgroup.procs"), nil
+}
+
+// moveToOwnCgroup changes nothing: a launcher is moved by nobody else.
+func moveToOwnCgroup(pid int, procs string) error {
+	return os.WriteFile(procs, []byte(strconv.Itoa(pid)), 0)
 }

@@ -91,6 +91,9 @@ func KillAndDestroy(ctx context.Context, id, dir string, group *cgroup.Group) er
 	if err != nil {
 		return err
 	}
+	if r == nil && group.RemoveIdle() {
+		return nil
+	}
 	var deleteErr error
 	if r != nil {
 		deleteErr = r.Delete(ctx, id)

@@ -73,7 +73,7 @@ func Open(cgroupsPath string, systemd bool) (*Group, error) {
 		}
 		cfg.Path = cgroupsPath
 	}
-	mgr, err := manager.New(cfg)
+	mgr, err := manager.NewWithPaths(cfg, pathsOf(cfg))
 	if err != nil {
 		return nil, fmt.Errorf("open cgroup %s: %w", cgroupsPath, err)
 	}
@@ -247,6 +247,25 @@ func (g *Group) destroyOnce(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+}
+
+// RemoveIdle removes the group if no process is left in it and no group is below it, and tells whether it is gone. That is
+// how a container leaves it that has ended by itself: the kernel knows, and nothing has to be frozen, listed and waited for. It is
+// never so with systemd, which has to be told.
+func (g *Group) RemoveIdle() bool {
+	if g.systemd {
+		return false
+	}
+	failpoint.Reach("cgroup.remove-idle")
+	idle := true
+	for _, dir := range g.dirs() {
+		if err := unix.Rmdir(dir); err != nil && !gone(err) { // EBUSY: in use, and in the other hierarchies probably too
+			idle = false
+			break
+		}
+	}
+	failpoint.Reach("cgroup.idle-removed")
+	return idle
 }
 
 // RemoveIfEmpty removes the cgroupfs group at path in every hierarchy where it

@@ -57,6 +57,7 @@ type Kit struct {
 type Pod struct {
 	Rec    *record.Pod
 	Config *runtimeapi.PodSandboxConfig
+	Pause  *os.File // pidfd; nil: it has ended, or nobody knows its process
 }
 
 func (p Pod) String() string { return "pod " + p.Rec.ID }
@@ -125,7 +126,7 @@ func (k Kit) TakeDown(ctx context.Context, p Pod) error {
 	return errors.Join(
 		k.Tasks.Together("take down", p.String(),
 			func() error { return k.detachNetwork(ctx, p) },
-			func() error { return k.removePause(ctx, p.Rec) }),
+			func() error { return k.removePause(ctx, p) }),
 		k.removeMounts(p.Rec.ID))
 }
 
@@ -149,11 +150,17 @@ func (k Kit) detachNetwork(ctx context.Context, p Pod) error {
 	return netns.Remove(p.Rec.NetNS)
 }
 
-// removePause kills the pause and removes all that its launch made.
-func (k Kit) removePause(ctx context.Context, rec *record.Pod) error {
+// removePause kills the pause and removes all that its launch made. libcontainer's pause is one process: when that has ended its
+// cgroup is idle. That of another runtime is the runtime's to end.
+func (k Kit) removePause(ctx context.Context, p Pod) error {
 	ctx, cancel := context.WithTimeout(ctx, process.KillWait)
 	defer cancel()
-	return k.Processes.Remove(ctx, rec.ID, rec.CgroupsPath)
+	if p.Pause != nil && p.Rec.Runtime == nil {
+		if err := k.Processes.End(ctx, p.Pause); err != nil {
+			k.Log.Warn("end a pause; what is in its cgroup is killed", "pod", p.Rec.ID, "error", err)
+		}
+	}
+	return k.Processes.Remove(ctx, p.Rec.ID, p.Rec.CgroupsPath)
 }
 
 // removeMounts takes away the pod's shm and the pin of its user namespace.

@@ -119,6 +119,17 @@ func ignoreDone(err error) error {
 	return err
 }
 
+// End kills a process and waits until it has ended. One that has ended is no error.
+func (k Kit) End(ctx context.Context, process *os.File) error {
+	failpoint.Reach("process.end")
+	err := signal(process, unix.SIGKILL)
+	failpoint.Reach("process.ending")
+	if err != nil {
+		return err
+	}
+	return ignoreDone(pidfd.Wait(ctx, process))
+}
+
 // ShimHangs tells whether only the container's shim is left, and that for so long that it won't tell of the end: it is
 // stopped, or writes to a log that can't be written. The time counts from the first such question.
 func (r *Running) ShimHangs() bool {
