@@ -24,7 +24,7 @@ func (s meters) ContainerMeter(id string) (measured *meter.Container, cgroupsPat
 	if run := c.running.Load(); run != nil {
 		measured = run.meter
 	}
-	return measured, c.rec.CgroupsPath, c.census.Last()
+	return measured, c.rec.CgroupsPath, s.m.census.Last(&c.census)
 }
 
 // PodMeter implements usage.Meters.

@@ -118,6 +118,21 @@ func (g *Group) Procs() ([]int, error) {
 	return pids, nil
 }
 
+// Members returns the processes of the group and of groups below it, as one of v1's hierarchies has them. It is for who counts: a
+// process that has the right to can leave that one alone.
+func (g *Group) Members() ([]int, error) {
+	for _, controller := range []string{"pids", "memory", "freezer"} {
+		if dir := g.Dir(controller); dir != "" {
+			pids, err := killtree.Procs(dir)
+			if err != nil {
+				return nil, fmt.Errorf("list processes of cgroup %s: %w", g.path, err)
+			}
+			return pids, nil
+		}
+	}
+	return g.Procs()
+}
+
 // Kill sends SIGKILL to every process in the group and waits until none is left,
 // looking again as long as ctx allows: processes may be forking, or frozen, or
 // in uninterruptible sleep.

@@ -70,7 +70,7 @@ type Config struct {
 
 	UnpackPath string `toml:"unpack_path" path:"optional" doc:"The berth-unpack program, which makes files of the layers of images. Empty: beside the berth program, or else in PATH."`
 
-	StatsPeriod Duration `toml:"stats_period" default:"10s" min:"100ms" doc:"How often it is counted what a container has written into its own filesystem and how many files it has open. What takes long to count is counted less often. Everything else in statistics is measured when somebody asks."`
+	StatsPeriod Duration `toml:"stats_period" default:"10s" min:"100ms" doc:"How often it is counted what a container has written into its own filesystem and how many files it has open. What takes long to count is counted less often, and a thirtieth as often what nobody asks for. Everything else in statistics is measured when somebody asks."`
 
 	CDISpecDirs            []string `toml:"cdi_spec_dirs" default:"/etc/cdi,/var/run/cdi" path:"abs" doc:"Directories with descriptions of CDI devices. If two describe the same device the last directory wins. They are read for each container that asks for a device. What they say is trusted: hooks run as root."`
 	DeviceOwnership        bool     `toml:"device_ownership_from_security_context" default:"false" doc:"Whether the devices of a container belong, in it, to the runAsUser and runAsGroup of its security context, so that it need not be root to use them. In pods with a user namespace it has no effect: devices are bound there, with the owner they have on the host."`

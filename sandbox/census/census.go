@@ -30,12 +30,10 @@ type Count struct {
 
 // Ledger is what is known of one container. Its zero value is of one that was never counted.
 type Ledger struct {
-	last atomic.Pointer[Count]
-	due  time.Time // when it is to be counted again; of the goroutine that counts
+	last  atomic.Pointer[Count]
+	asked atomic.Bool // for the last count
+	due   time.Time   // when it is to be counted again if somebody has asked; of the goroutine that counts
 }
-
-// Last returns the last count, nil before the first.
-func (l *Ledger) Last() *Count { return l.last.Load() }
 
 // Subject is a container as it is at the moment.
 type Subject struct {
@@ -51,7 +49,7 @@ type Subject struct {
 
 // Config says what is to be counted, and where it is.
 type Config struct {
-	Period        time.Duration                          // between two counts of a container, at least
+	Period        time.Duration                          // between two counts of a container that somebody asks for, at least
 	Subjects      iter.Seq[Subject]                      // all containers, as they are when it is called
 	Layers        string                                 // the folder of all writable layers: ID/upper is one
 	Images        string                                 // the folder of the images
@@ -81,6 +79,8 @@ const (
 	maxRest = 2 * time.Minute
 	// maxIdle is the age that the filesystem's figures may have when nothing is to be counted.
 	maxIdle = time.Minute
+	// unasked is how many periods pass between two counts of a container that nobody asks for. kubelet asks all the time.
+	unasked = 30
 	// maxFiles is how many open files of a container are looked at.
 	maxFiles = 100_000
 )
@@ -94,6 +94,14 @@ func (c *Counter) Soon() {
 	case c.wake <- struct{}{}:
 	default: // it is awake
 	}
+}
+
+// Last returns what was counted last, nil before the first count, and has the container counted again when the period is over.
+func (c *Counter) Last(l *Ledger) *Count {
+	if !l.asked.Swap(true) {
+		c.Soon()
+	}
+	return l.last.Load()
 }
 
 // Run counts containers until ctx ends, after Locate. It has a thread of its own,
@@ -113,6 +121,7 @@ func (c *Counter) Run(ctx context.Context) {
 			continue
 		}
 		begin := time.Now()
+		s.Ledger.asked.Store(false) // who asks from now on asks for the next count
 		if err := c.count(ctx, s); err != nil && ctx.Err() == nil {
 			c.cfg.Log.Warn("count the writable layer", "container", s.ID, "error", err)
 		}
@@ -136,22 +145,30 @@ func rest(ctx context.Context, wake <-chan struct{}, d time.Duration) {
 func (c *Counter) next() (*Subject, time.Duration) {
 	var first *Subject
 	for s := range c.cfg.Subjects {
-		if s.needsCount() && (first == nil || cmp.Or(s.Ledger.due.Compare(first.Ledger.due), cmp.Compare(s.ID, first.ID)) < 0) {
+		if s.needsCount() && (first == nil || cmp.Or(c.dueOf(&s).Compare(c.dueOf(first)), cmp.Compare(s.ID, first.ID)) < 0) {
 			first = &s
 		}
 	}
 	if first == nil {
 		return nil, math.MaxInt64
 	}
-	if wait := time.Until(first.Ledger.due); wait > 0 {
+	if wait := time.Until(c.dueOf(first)); wait > 0 {
 		return nil, wait
 	}
 	return first, 0
 }
 
+// dueOf is when a container is to be counted, earlier if somebody has asked.
+func (c *Counter) dueOf(s *Subject) time.Time {
+	if s.Ledger.due.IsZero() || s.Ledger.asked.Load() {
+		return s.Ledger.due
+	}
+	return s.Ledger.due.Add((unasked - 1) * c.cfg.Period)
+}
+
 // needsCount is false for what can't have changed since it was counted.
 func (s *Subject) needsCount() bool {
-	counted := s.Ledger.Last()
+	counted := s.Ledger.last.Load()
 	return counted == nil || s.Running || counted.Processes != nil || s.FinishedAt.After(counted.At)
 }
 

@@ -71,6 +71,36 @@ func TestNextToCount(t *testing.T) {
 	}
 }
 
+// What nobody asks for is counted seldom; who asks has it counted when the period is over.
+func TestUnasked(t *testing.T) {
+	var ledger Ledger
+	counted := &Count{At: time.Now()}
+	c := New(Config{Period: time.Minute, Subjects: func(yield func(Subject) bool) { yield(Subject{ID: "a", Running: true, Ledger: &ledger}) }})
+	if s, _ := c.next(); s == nil {
+		t.Error("what was never counted is not due")
+	}
+	ledger.last.Store(counted)
+	ledger.due = time.Now().Add(-time.Second)
+	if s, wait := c.next(); s != nil || wait < (unasked-2)*time.Minute {
+		t.Errorf("nobody has asked: %v is due, or in %v", s, wait)
+	}
+	if c.Last(&ledger) != counted {
+		t.Error("another count is told")
+	}
+	select {
+	case <-c.wake:
+	default:
+		t.Error("nobody is woken")
+	}
+	if s, _ := c.next(); s == nil {
+		t.Error("somebody has asked, and it is not due")
+	}
+	c.Last(&ledger)
+	if len(c.wake) != 0 {
+		t.Error("who asks again wakes again")
+	}
+}
+
 func TestAddFiles(t *testing.T) {
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

@@ -85,7 +85,7 @@ func (c *Counter) measureFilesystem() error {
 func (c *Counter) Filesystem() Filesystem {
 	f := *c.filesystem.Load()
 	for s := range c.cfg.Subjects {
-		if counted := s.Ledger.Last(); counted != nil {
+		if counted := c.Last(s.Ledger); counted != nil {
 			f.Used.Bytes += counted.Layer.Bytes
 			f.Used.Inodes += counted.Layer.Inodes
 		}

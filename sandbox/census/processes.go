@@ -27,7 +27,7 @@ func countProcesses(ctx context.Context, cgroupsPath string, systemd bool, init 
 	if err != nil {
 		return nil, err
 	}
-	pids, err := group.Procs()
+	pids, err := group.Members()
 	if err != nil {
 		return nil, err
 	}
