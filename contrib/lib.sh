@@ -13,7 +13,7 @@ need_root() { [ "$(id -u)" = 0 ] || die "needs root: sudo $0 $*"; }
 # --- what a machine needs before berth can be built and tested ----------------
 
 # Debian's and Ubuntu's names, the same in Debian 12 and 13 and Ubuntu 22.04 and 24.04.
-BERTH_PACKAGES=(gcc libc6-dev pkg-config libseccomp-dev containernetworking-plugins
+BERTH_PACKAGES=(gcc libc6-dev pkg-config libseccomp-dev libisal-dev containernetworking-plugins
 	busybox-static iproute2 iptables util-linux ca-certificates git crun)
 
 install_packages() {

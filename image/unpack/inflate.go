@@ -5,7 +5,6 @@ import (
 	"bytes"
 	"io"
 
-	"github.com/klauspost/compress/gzip"
 	"github.com/klauspost/compress/zstd"
 )
 
@@ -57,11 +56,11 @@ func newTarReader(blob io.Reader) (*tarReader, error) {
 	}
 	switch {
 	case bytes.HasPrefix(magic, gzipMagic):
-		z, err := gzip.NewReader(t.blob)
+		z, err := newGunzip(t.blob)
 		if err != nil {
 			return nil, t.failure(err)
 		}
-		t.tar = z
+		t.tar, t.close = z, func() { _ = z.Close() } // it was read to its end, or given up
 	case bytes.HasPrefix(magic, zstdMagic):
 		z, err := zstd.NewReader(t.blob, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(maxZstdWindow))
 		if err != nil {

@@ -54,6 +54,22 @@ func TestInflate(t *testing.T) {
 	}
 }
 
+// Headers may have a comment, a name and more in them.
+func TestInflateGzipHeader(t *testing.T) {
+	var b bytes.Buffer
+	w := gzip.NewWriter(&b)
+	w.Header = gzip.Header{Comment: "comment", Name: "name", Extra: bytes.Repeat([]byte("extra"), 1000)}
+	_, err := w.Write([]byte("content"))
+	if err = errors.Join(err, w.Close()); err != nil {
+		t.Fatal(err)
+	}
+	for kind, r := range map[string]io.Reader{"whole": bytes.NewReader(b.Bytes()), "byte by byte": iotest.OneByteReader(bytes.NewReader(b.Bytes()))} {
+		if got, err := inflate(r); err != nil || string(got) != "content" {
+			t.Errorf("%s: %q, %v", kind, got, err)
+		}
+	}
+}
+
 func gzipped(t *testing.T, data []byte) []byte {
 	t.Helper()
 	var b bytes.Buffer
@@ -101,6 +117,12 @@ func TestInflateRefuses(t *testing.T) {
 		"gzip, cut":             gz[:len(gz)/2],
 		"gzip, bad checksum":    flip(bytes.Clone(gz), len(gz)-5),
 		"gzip, bad header":      flip(bytes.Clone(gz), 2),
+		"gzip, bad length":      flip(bytes.Clone(gz), len(gz)-1),
+		"gzip, header behind":   append(bytes.Clone(gz), 0x1f, 0x8b, 8, 0),
+		"gzip, zeros behind":    append(bytes.Clone(gz), 0, 0, 0, 0),
+		"gzip, no member":       {0x1f, 0x8b},
+		"gzip, bad method":      {0x1f, 0x8b, 7, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0},
+		"gzip, far repetition":  {0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 0, 0x63, 0x00, 0x06, 0x00, 0, 0, 0, 0, 0, 0, 0, 0},
 		"gzip, garbage behind":  append(bytes.Clone(gz), "garbage, garbage"...),
 		"zstd, cut":             zs[:len(zs)/2],
 		"zstd, garbage behind":  append(bytes.Clone(zs), "garbage, garbage"...),

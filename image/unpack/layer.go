@@ -175,10 +175,11 @@ func (c *Contents) Check() error {
 // Layer writes the layer whose tar is in blob, compressed or not, into tree, an empty
 // directory with the mode 0755 that nobody else changes. It reads to the end of
 // blob; bytes behind the archive count for the digest. blob is read from another
-// goroutine, which has ended when Layer returns; its Read must return when ctx is done.
+// goroutine, which has ended when Layer returns; its Read must return when ctx is done. A
+// Stopper is stopped when the layer has failed.
 //
 // Nothing is synced, and the Opaques are not marked. After an error there may be anything in tree.
-func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result, error) {
+func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (_ Result, err error) {
 	in, err := newTarReader(blob)
 	if err != nil {
 		return Result{}, err
@@ -189,6 +190,11 @@ func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result,
 	}
 	s := newStream(ctx, in, job.Algorithm.Hash(), job.Limits.WithDefaults().Tar, job.Progress)
 	defer s.close()
+	defer func() {
+		if stopper, ok := blob.(Stopper); ok && err != nil {
+			stopper.Stop()
+		}
+	}()
 	u, err := newUnpacker(tree, job.Limits, func() { job.Progress(0) })
 	if err != nil {
 		return Result{}, err

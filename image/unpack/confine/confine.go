@@ -21,6 +21,7 @@
 package confine
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"runtime"
@@ -40,23 +41,56 @@ type Grant struct {
 	CPU      uint64 // seconds of CPU time; then it is killed
 }
 
-// Process confines the process to tree for good. The binary must not use cgo, whose threads
-// nobody knows.
-func Process(tree *os.File, grant Grant) error {
-	for _, step := range []struct {
-		name string
-		do   func() error
-	}{
+// step is one of those that confine a process.
+type step struct {
+	name string
+	do   func() error
+}
+
+// Process confines the process to tree for good. A binary that uses cgo, whose threads nobody knows, has done a part
+// of it early, before it had threads (package early); that is checked.
+func Process(tree *os.File, grant Grant, early bool) error {
+	steps := []step{
 		{"volunteer for the OOM killer", volunteer},
-		{"limit resources", func() error { return limit(grant) }},
 		{"enter the tree", func() error { return enter(tree) }},
 		{"renounce privileges", func() error { return allThreads(unix.SYS_PRCTL, unix.PR_SET_NO_NEW_PRIVS, 1, 0) }},
 		{"give up capabilities", dropCapabilities},
-		{"filter system calls", filterCalls},
-	} {
-		if err := step.do(); err != nil {
-			return fmt.Errorf("%s: %w", step.name, err)
+	}
+	if early {
+		steps = []step{{"check what was done early", func() error { return checkEarly(tree) }}}
+	}
+	steps = append(steps, step{"limit resources", func() error { return limit(grant) }}, step{"filter system calls", filterCalls})
+	for _, s := range steps {
+		if err := s.do(); err != nil {
+			return fmt.Errorf("%s: %w", s.name, err)
 		}
+	}
+	safefs.DescriptorsIn("")
+	return nil
+}
+
+// checkEarly fails if the process is not confined as the other steps would confine it. What this thread has given up
+// all of them have: it was done when there was one.
+func checkEarly(tree *os.File) error {
+	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var sets [2]unix.CapUserData
+	if err := unix.Capget(&header, &sets[0]); err != nil {
+		return err
+	}
+	if sets != keptSets() {
+		return fmt.Errorf("capabilities %+v", sets)
+	}
+	if set, err := unix.PrctlRetInt(unix.PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0); err != nil {
+		return err
+	} else if set != 1 {
+		return errors.New("no_new_privs is not set")
+	}
+	var root, want unix.Stat_t
+	if err := errors.Join(unix.Lstat("/", &root), unix.Fstat(int(tree.Fd()), &want)); err != nil {
+		return err
+	}
+	if root.Dev != want.Dev || root.Ino != want.Ino {
+		return errors.New("the root directory is not the tree")
 	}
 	return nil
 }
@@ -98,11 +132,7 @@ func enter(tree *os.File) error {
 	if err := unix.Chroot("."); err != nil {
 		return fmt.Errorf("chroot: %w", err)
 	}
-	if err := unix.Fchdir(fds); err != nil {
-		return err
-	}
-	safefs.DescriptorsIn("")
-	return nil
+	return unix.Fchdir(fds)
 }
 
 // Capabilities that are kept.
@@ -112,12 +142,17 @@ const kept = 1<<unix.CAP_CHOWN | 1<<unix.CAP_DAC_OVERRIDE | 1<<unix.CAP_FOWNER |
 // use for it.
 func dropCapabilities() error {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-	sets := [2]unix.CapUserData{}
+	sets := keptSets()
+	return allThreads(unix.SYS_CAPSET, uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&sets)), 0)
+}
+
+// keptSets are the capability sets of a confined process.
+func keptSets() (sets [2]unix.CapUserData) {
 	for i := range sets {
 		sets[i].Effective = uint32(uint64(kept) >> (32 * i))
 		sets[i].Permitted = sets[i].Effective
 	}
-	return allThreads(unix.SYS_CAPSET, uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&sets)), 0)
+	return sets
 }
 
 // allThreads makes a system call on every thread: these are attributes of threads, and Go

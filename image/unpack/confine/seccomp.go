@@ -43,6 +43,7 @@ func filter(arch uint32) []unix.SockFilter {
 	)
 	const x32 = 0x40000000 // bit of the other ABI of amd64
 	allow, refuse := uint32(unix.SECCOMP_RET_ALLOW), uint32(unix.SECCOMP_RET_ERRNO)|uint32(unix.EPERM)
+	missing := uint32(unix.SECCOMP_RET_ERRNO) | uint32(unix.ENOSYS)
 	program := []unix.SockFilter{
 		{Code: load, K: offsetArch},
 		{Code: equal, K: arch, Jt: 1},
@@ -50,6 +51,9 @@ func filter(arch uint32) []unix.SockFilter {
 		{Code: load, K: offsetNumber},
 		{Code: least, K: x32, Jf: 1},
 		{Code: ret, K: refuse},
+		// Its flags are in memory, which a filter cannot read. glibc makes threads with clone(2) then.
+		{Code: equal, K: unix.SYS_CLONE3, Jf: 1},
+		{Code: ret, K: missing},
 	}
 	for _, c := range []struct {
 		call uint32

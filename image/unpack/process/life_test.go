@@ -157,6 +157,16 @@ func TestEndsWhileTheBlobIsSilent(t *testing.T) {
 	}
 }
 
+// A layer that is refused is, though nothing more comes of its blob.
+func TestRefusedWhileTheBlobIsSilent(t *testing.T) {
+	eachBuild(t, time.Minute, func(t *testing.T, p *Program) {
+		blob := &silent{strings.NewReader(strings.Repeat("no tar", 1<<17)), func() {}, make(chan struct{})}
+		if _, err := p.Unpack(t.Context(), tree(t), blob, job); errdefs.Code(err) != codes.InvalidArgument {
+			t.Errorf("%v", err)
+		}
+	})
+}
+
 // A process that is frozen is given up, and can be cancelled before that.
 func TestFrozen(t *testing.T) {
 	large := pack(t, file("f", strings.Repeat("x", 8*pipeSize)))
@@ -193,8 +203,9 @@ func TestStandsStill(t *testing.T) {
 }
 
 // The process can do what it needs and no more.
-func TestConfined(t *testing.T) {
-	p := open(t, built, time.Minute)
+func TestConfined(t *testing.T) { eachBuild(t, time.Minute, testConfined) }
+
+func testConfined(t *testing.T, p *Program) {
 	_, err := inTheMiddle(t.Context(), t, p, everyKind(t), func(pid int) {
 		dir := "/proc/" + strconv.Itoa(pid)
 		waitUntilItReads(t, dir)

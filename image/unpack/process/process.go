@@ -9,7 +9,7 @@
 // Internal for what it says. When Unpack returns the process is gone.
 //
 // Whether the result is true nobody knows: a process that its blob has taken over, by a bug in Go's runtime or
-// in the decompressors, which are memory-safe but for zstd's assembly, can say what it likes of the tar and
+// in the decompressors, which are memory-safe but for zstd's assembly and ISA-L, can say what it likes of the tar and
 // leave what it likes in the tree. The caller must use it for nobody but those who asked for that blob.
 package process
 

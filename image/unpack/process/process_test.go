@@ -32,8 +32,20 @@ import (
 	"berth/internal/safefs"
 )
 
-// built is the real berth-unpack.
-var built string
+// built is the real berth-unpack, as it is without ISA-L; withISAL the other build, empty where the library is missing.
+var built, withISAL string
+
+// eachBuild runs a test with each build of berth-unpack.
+func eachBuild(t *testing.T, stall time.Duration, test func(*testing.T, *Program)) {
+	for name, path := range map[string]string{"go": built, "isal": withISAL} {
+		t.Run(name, func(t *testing.T) {
+			if path == "" {
+				t.Skip("libisal-dev is not installed")
+			}
+			test(t, open(t, path, stall))
+		})
+	}
+}
 
 func TestMain(m *testing.M) {
 	if os.Args[0] == "berth-unpack" { // see liar
@@ -56,14 +68,25 @@ func run(m *testing.M) int {
 		return 1
 	}
 	defer os.RemoveAll(dir)
-	built = filepath.Join(dir, "berth-unpack")
-	build := exec.Command("go", "build", "-o", built, "berth/cmd/berth-unpack")
-	build.Env = append(os.Environ(), "CGO_ENABLED=0")
-	if out, err := build.CombinedOutput(); err != nil {
-		fmt.Fprintf(os.Stderr, "build berth-unpack: %v\n%s", err, out)
+	if built, err = build(dir, "go", "CGO_ENABLED=0"); err == nil && exec.Command("cc", "-E", "-include", "isa-l/igzip_lib.h", "/dev/null").Run() == nil {
+		withISAL, err = build(dir, "isal", "CGO_ENABLED=1", "-tags=isal")
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}
 	return m.Run()
+}
+
+// build builds berth-unpack and returns its path.
+func build(dir, name, env string, flags ...string) (string, error) {
+	path := filepath.Join(dir, "berth-unpack-"+name)
+	cmd := exec.Command("go", slices.Concat([]string{"build", "-o", path}, flags, []string{"berth/cmd/berth-unpack"})...)
+	cmd.Env = append(os.Environ(), env)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("build berth-unpack (%s): %w\n%s", name, err, out)
+	}
+	return path, nil
 }
 
 func open(t testing.TB, path string, stall time.Duration) *Program {
@@ -272,8 +295,9 @@ func describe(t *testing.T, root string) map[string]string {
 }
 
 // The process does what the library does, with every kind of entry, however the blob is compressed.
-func TestEveryKind(t *testing.T) {
-	p := open(t, built, time.Minute)
+func TestEveryKind(t *testing.T) { eachBuild(t, time.Minute, testEveryKind) }
+
+func testEveryKind(t *testing.T, p *Program) {
 	data := everyKind(t)
 	want := tree(t)
 	result, err := unpack.Layer(t.Context(), want, bytes.NewReader(data), job)
@@ -310,8 +334,9 @@ func TestEveryKind(t *testing.T) {
 	}
 }
 
-func TestErrors(t *testing.T) {
-	p := open(t, built, time.Minute)
+func TestErrors(t *testing.T) { eachBuild(t, time.Minute, testErrors) }
+
+func testErrors(t *testing.T, p *Program) {
 	broken := errors.New("connection reset")
 	good := everyKind(t)
 	bomb := job

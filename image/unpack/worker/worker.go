@@ -21,9 +21,11 @@ import (
 	"time"
 
 	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
 
 	"berth/image/unpack"
 	"berth/image/unpack/confine"
+	"berth/image/unpack/confine/early"
 	"berth/image/unpack/wire"
 )
 
@@ -110,10 +112,31 @@ func run(args []string) error {
 	tree := os.NewFile(TreeFD, "tree")
 	// A file is never larger than all of them may be.
 	grant := confine.Grant{Memory: memoryLimit, FileSize: uint64(job.Limits.Bytes), Files: fileLimit, CPU: uint64(CPULimit(job.Limits).Seconds())}
-	if err := confine.Process(tree, grant); err != nil {
+	if err := confine.Process(tree, grant, early.Done); err != nil {
 		return err
 	}
-	return answer(os.Stdout, tree, os.Stdin, job)
+	blob, err := openBlob()
+	if err != nil {
+		return err
+	}
+	return answer(os.Stdout, tree, blob, job)
+}
+
+// pipe is the blob. It is an unpack.Stopper.
+type pipe struct{ *os.File }
+
+// openBlob opens standard input for Go's poller, so that a Read of it can be ended.
+func openBlob() (pipe, error) {
+	fd := unix.Stdin
+	if err := unix.SetNonblock(fd, true); err != nil {
+		return pipe{}, fmt.Errorf("open the blob: %w", err)
+	}
+	return pipe{os.NewFile(uintptr(fd), "blob")}, nil
+}
+
+// Stop implements unpack.Stopper.
+func (p pipe) Stop() {
+	_ = p.SetReadDeadline(time.Now()) // what cannot be ended, which no pipe is, is waited for
 }
 
 // answer unpacks and says what came of it.

@@ -1,0 +1,13 @@
+//go:build isal && cgo
+
+package unpack
+
+import (
+	"bufio"
+	"io"
+
+	"berth/image/unpack/isal"
+)
+
+// newGunzip returns a reader of the gzip in blob.
+func newGunzip(blob *bufio.Reader) (io.ReadCloser, error) { return isal.NewReader(blob) }

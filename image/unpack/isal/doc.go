@@ -1,0 +1,10 @@
+// Package isal reads gzip by ISA-L, a library of C and assembly that takes a third of the time of
+// Go's implementations. It is there in builds with cgo and the tag isal, which need the library and its headers.
+//
+// # Contract
+//
+// Reader reads what gzip.Reader reads: all members, each verified by its checksum and length. It is an error if
+// anything follows the last one.
+//
+// The library is not memory-safe. Only berth-unpack, which is confined, may give it an image's bytes.
+package isal
