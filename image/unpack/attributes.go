@@ -8,6 +8,7 @@ import (
 	"os"
 	"strings"
 	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -21,23 +22,45 @@ const XattrRecord = "SCHILY.xattr."
 // ModeBits are the permissions with setuid, setgid and sticky.
 const ModeBits = 0o7777
 
-// fileAttributes gives a regular file what its entry says. The order matters:
-// chown clears setuid, setgid and file capabilities.
-func (u *unpacker) fileAttributes(at place, f *os.File, hdr *tar.Header) error {
+// fileAttributes gives a regular file, made with the permissions of its entry and filled, what the entry says. The order matters:
+// chown clears setuid, setgid and file capabilities; an ACL changes the mode. Most files are as they should be but for their times, and to look
+// costs less than to change what would stay the same: that is a transaction of the filesystem.
+func (u *unpacker) fileAttributes(f *os.File, hdr *tar.Header) error {
 	uid, gid, err := owner(hdr)
 	if err != nil {
 		return err
 	}
 	fd := int(f.Fd())
-	if err := unix.Fchown(fd, int(uid), int(gid)); err != nil {
-		return fmt.Errorf("chown to %d:%d: %w", uid, gid, err)
+	var st unix.Stat_t
+	if err := unix.Fstat(fd, &st); err != nil {
+		return fmt.Errorf("stat: %w", err)
+	}
+	if st.Uid != uid || st.Gid != gid { // the group may be that of the directory
+		if err := unix.Fchown(fd, int(uid), int(gid)); err != nil {
+			return fmt.Errorf("chown to %d:%d: %w", uid, gid, err)
+		}
 	}
 	err = u.xattrs(hdr, func(attr string, value []byte) error { return unix.Fsetxattr(fd, attr, value, 0) })
 	if err != nil {
 		return err
 	}
-	if err := unix.Fchmod(fd, uint32(hdr.Mode&ModeBits)); err != nil {
-		return fmt.Errorf("chmod: %w", err)
+	// The umask may have taken some of it, or the directory's default ACL.
+	if mode := uint32(hdr.Mode & ModeBits); st.Mode&ModeBits != mode || len(hdr.PAXRecords) > 0 {
+		if err := unix.Fchmod(fd, mode); err != nil {
+			return fmt.Errorf("chmod: %w", err)
+		}
+	}
+	if err := futimens(fd, timesOf(hdr)); err != nil {
+		return fmt.Errorf("set times: %w", err)
+	}
+	return nil
+}
+
+// futimens sets the times of an open file: without a path utimensat(2) means the descriptor.
+func futimens(fd int, times [2]unix.Timespec) error {
+	_, _, errno := unix.Syscall6(unix.SYS_UTIMENSAT, uintptr(fd), 0, uintptr(unsafe.Pointer(&times)), 0, 0, 0)
+	if errno != 0 {
+		return errno
 	}
 	return nil
 }
@@ -135,12 +158,18 @@ func KeepXattr(attr string) bool {
 
 // setTimesOf sets the times of something that does not change any more.
 func (u *unpacker) setTimesOf(dir *safefs.Dir, name string, hdr *tar.Header) error {
+	t := timesOf(hdr)
+	return dir.Utimes(name, t[0], t[1])
+}
+
+// timesOf returns the access time and the modification time of an entry.
+func timesOf(hdr *tar.Header) [2]unix.Timespec {
 	mtime := timespec(hdr.ModTime)
 	atime := mtime
 	if !hdr.AccessTime.IsZero() {
 		atime = timespec(hdr.AccessTime)
 	}
-	return dir.Utimes(name, atime, mtime)
+	return [2]unix.Timespec{atime, mtime}
 }
 
 // timespec converts a time; the kernel brings it into the filesystem's range.

@@ -208,13 +208,13 @@ func (u *unpacker) make(at place, hdr *tar.Header, content io.Reader) error {
 
 func (u *unpacker) file(at place, hdr *tar.Header, content io.Reader) error {
 	var f *os.File
-	err := u.replacing(at, func() (err error) { f, err = at.dir.Create(at.name, 0o600); return err })
+	err := u.replacing(at, func() (err error) { f, err = at.dir.Create(at.name, uint32(hdr.Mode&0o777)); return err })
 	if err != nil {
 		return err
 	}
 	written, holds, err := u.fill(f, hdr, content)
 	if err == nil {
-		err = u.fileAttributes(at, f, hdr)
+		err = u.fileAttributes(f, hdr)
 	}
 	if e := f.Close(); err == nil {
 		err = e
@@ -224,7 +224,7 @@ func (u *unpacker) file(at place, hdr *tar.Header, content io.Reader) error {
 	}
 	u.count(written)
 	u.summed(at, hdr, unix.S_IFREG|uint32(hdr.Mode&ModeBits), 0, holds)
-	return u.setTimesOf(at.dir, at.name, hdr)
+	return nil
 }
 
 // summed adds what was made at a place, with the attributes of its entry.

@@ -13,8 +13,10 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
 
 	"berth/internal/safefs"
 )
@@ -65,6 +67,50 @@ var awkward = map[string]func(i int) tar.Header{
 	},
 	"implied": func(i int) tar.Header { return tar.Header{Typeflag: tar.TypeReg, Name: deep(i) + "/x"} },
 	"opaque":  func(i int) tar.Header { return tar.Header{Typeflag: tar.TypeReg, Name: deep(i) + "/.wh..wh..opq"} },
+}
+
+// What a file gets from its directory or from the umask does not stay.
+func TestFileTakesNothingOver(t *testing.T) {
+	const acl = "\x02\x00\x00\x00" + // user::rwx user:1000:rwx group::r-x mask::rwx other::---
+		"\x01\x00\x07\x00\xff\xff\xff\xff" + "\x02\x00\x07\x00\xe8\x03\x00\x00" + "\x04\x00\x05\x00\xff\xff\xff\xff" +
+		"\x10\x00\x07\x00\xff\xff\xff\xff" + "\x20\x00\x00\x00\xff\xff\xff\xff"
+	at := time.Unix(1_000_000_000, 123_000_000)
+	var entries []tar.Header
+	dirs := []tar.Header{
+		{Name: "plain/", Mode: 0o755}, {Name: "setgid/", Mode: 0o2777, Gid: 9}, {Name: "acl/", Mode: 0o770, PAXRecords: map[string]string{XattrRecord + "system.posix_acl_default": acl}},
+	}
+	for _, dir := range dirs {
+		dir.Typeflag = tar.TypeDir
+		entries = append(entries, dir)
+		for _, mode := range []int64{0o644, 0o777, 0, 0o6755, 0o2644, 0o020} {
+			for _, owner := range []int{0, 9} {
+				entries = append(entries, tar.Header{
+					Typeflag: tar.TypeReg, Name: fmt.Sprintf("%s%o-%d", dir.Name, mode, owner), Mode: mode, Uid: owner, Gid: owner, Size: 4,
+					ModTime: at, AccessTime: at.Add(time.Hour), Format: tar.FormatPAX,
+				})
+			}
+		}
+	}
+	defer unix.Umask(unix.Umask(0o077))
+	root := tree(t)
+	if _, err := Layer(t.Context(), root, bytes.NewReader(makeTar(t, "text", entries...)), Job{Algorithm: digest.SHA256}); err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		if e.Typeflag != tar.TypeReg {
+			continue
+		}
+		var st unix.Stat_t
+		if err := unix.Lstat(filepath.Join(root.Name(), e.Name), &st); err != nil {
+			t.Fatal(err)
+		}
+		if int64(st.Mode&ModeBits) != e.Mode || int(st.Uid) != e.Uid || int(st.Gid) != e.Gid {
+			t.Errorf("%s has the mode %o and the owner %d:%d", e.Name, st.Mode&ModeBits, st.Uid, st.Gid)
+		}
+		if m, a := time.Unix(st.Mtim.Unix()), time.Unix(st.Atim.Unix()); !m.Equal(e.ModTime) || !a.Equal(e.AccessTime) {
+			t.Errorf("%s is of %v, read at %v", e.Name, m, a)
+		}
+	}
 }
 
 type endless struct{}
