@@ -266,11 +266,12 @@ func Encode(kind string, version int, v any) ([]byte, error) {
 // version with a bit turned would seem to be of a newer berth.
 func headerOf(magic, kind string, version int, body []byte) string {
 	line := fmt.Sprintf("%s %s %d %d", magic, kind, version, len(body))
-	summed := body
+	sum := sha256.New() // its Write returns no error
 	if magic != firstMagic {
-		summed = append([]byte(line+"\n"), body...)
+		sum.Write([]byte(line + "\n"))
 	}
-	return fmt.Sprintf("%s %x\n", line, sha256.Sum256(summed))
+	sum.Write(body)
+	return fmt.Sprintf("%s %x\n", line, sum.Sum(nil))
 }
 
 // Decode checks the content of a record file and returns its schema version and

@@ -1,0 +1,78 @@
+package record
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/protobuf/proto"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+)
+
+// recorded is a container as kubelet asks for it, with what is written down of it when it is created.
+func recorded(b *testing.B, id string) Container {
+	b.Helper()
+	config := &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}, Labels: map[string]string{
+		"io.kubernetes.container.name": "main", "io.kubernetes.pod.name": "pod", "io.kubernetes.pod.namespace": "default"}}
+	process := &specs.Process{Args: []string{"/bin/main"}, Cwd: "/", Capabilities: &specs.LinuxCapabilities{}}
+	described := &specs.Spec{Version: specs.Version, Root: &specs.Root{Path: "rootfs"}, Linux: &specs.Linux{CgroupsPath: "/kubepods/" + id}}
+	for i := range 30 { // a service's variables
+		variable := fmt.Sprintf("SERVICE_%d_PORT=tcp://10.0.0.1:%d", i, i)
+		process.Env = append(process.Env, variable)
+		config.Envs = append(config.Envs, &runtimeapi.KeyValue{Key: fmt.Sprintf("SERVICE_%d_PORT", i), Value: []byte("tcp://10.0.0.1:80")})
+	}
+	for i := range 14 {
+		process.Capabilities.Bounding = append(process.Capabilities.Bounding, fmt.Sprintf("CAP_%d", i))
+		described.Mounts = append(described.Mounts, specs.Mount{Destination: fmt.Sprintf("/mnt/%d", i), Source: "/var/lib/kubelet/pods/x", Options: []string{"rbind", "rprivate", "ro"}})
+	}
+	encoded, err := proto.Marshal(config)
+	if err != nil {
+		b.Fatal(err)
+	}
+	return Container{ID: id, PodID: "pod", BootID: "boot", Phase: ContainerCreated, CreatedAt: time.Now(), Config: encoded,
+		Image: Image{ID: "sha256:" + id, Layers: []digest.Digest{digest.FromString("layer")}}, CgroupsPath: "/kubepods/" + id, Process: process, Described: described}
+}
+
+// A container's record is written, which is done five times in its life.
+func BenchmarkWrite(b *testing.B) {
+	dir, err := OpenContainers(b.TempDir())
+	if err != nil {
+		b.Fatal(err)
+	}
+	rec := recorded(b, "c")
+	b.ReportAllocs()
+	for b.Loop() {
+		if err := dir.Write(rec.ID, rec); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
+
+// A daemon that is started reads the records of 500 containers.
+func BenchmarkLoad500(b *testing.B) {
+	const count = 500
+	dir, err := OpenContainers(b.TempDir())
+	if err != nil {
+		b.Fatal(err)
+	}
+	for i := range count {
+		rec := recorded(b, fmt.Sprintf("%064x", i))
+		if err := dir.Write(rec.ID, rec); err != nil {
+			b.Fatal(err)
+		}
+	}
+	b.ReportAllocs()
+	for b.Loop() {
+		loaded := 0
+		damaged, err := dir.Load(func(name string, _ int, body []byte) error {
+			loaded++
+			_, _, _, err := ReadContainer(name, body)
+			return err
+		})
+		if err != nil || len(damaged) > 0 || loaded != count {
+			b.Fatalf("%d loaded, damaged %v, %v", loaded, damaged, err)
+		}
+	}
+}
