@@ -1,13 +1,22 @@
 package integration
 
 import (
+	"encoding/hex"
 	"encoding/json"
 	"encoding/xml"
 	"fmt"
 	"io"
+	"net/http"
+	"net/http/httptest"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
+
+	common "go.opentelemetry.io/proto/otlp/common/v1"
+	tracev1 "go.opentelemetry.io/proto/otlp/trace/v1"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/protobuf/proto"
 
 	"berth/integration/harness"
 	"berth/internal/trace"
@@ -156,4 +165,87 @@ func checkXML(t *testing.T, document string) {
 			elements++
 		}
 	}
+}
+
+// collector is an OpenTelemetry collector that notes what it is sent.
+type collector struct {
+	mu    sync.Mutex
+	spans map[string][]*tracev1.Span // by name
+	node  map[string]string          // attributes of the resource
+}
+
+func (c *collector) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	body, err := io.ReadAll(r.Body)
+	var data tracev1.TracesData // an ExportTraceServiceRequest has the same fields
+	if err != nil || proto.Unmarshal(body, &data) != nil {
+		w.WriteHeader(http.StatusBadRequest)
+		return
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, rs := range data.ResourceSpans {
+		c.node = attributesOf(rs.Resource.Attributes)
+		for _, ss := range rs.ScopeSpans {
+			for _, s := range ss.Spans {
+				c.spans[s.Name] = append(c.spans[s.Name], s)
+			}
+		}
+	}
+}
+
+func attributesOf(list []*common.KeyValue) map[string]string {
+	all := map[string]string{}
+	for _, a := range list {
+		all[a.Key] = a.Value.GetStringValue()
+	}
+	return all
+}
+
+// tracingTo configures a daemon to export to a collector.
+func tracingTo(handler http.Handler, t *testing.T) harness.DaemonOption {
+	server := httptest.NewServer(handler)
+	t.Cleanup(server.Close)
+	return harness.WithConfig(`tracing_endpoint = "`+strings.TrimPrefix(server.URL, "http://")+`"`, `tracing_protocol = "http/protobuf"`, `tracing_insecure = true`)
+}
+
+// kubelet's trace goes on in berth (KEP-2831), to the steps of launchers; what nobody traces is not exported.
+func TestTracesAreExported(t *testing.T) {
+	c := &collector{spans: map[string][]*tracev1.Span{}}
+	d := harness.StartDaemon(t, tracingTo(c, t))
+	const id, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+	traced := metadata.AppendToOutgoingContext(t.Context(), "traceparent", "00-"+id+"-"+parent+"-01")
+	config := d.PodConfig(t)
+	pod := harness.Get(d.Cri.RunPodSandbox(traced, config, ""))(t)
+	d.Objects = append(d.Objects, pod)
+	harness.Must(t, d.Cri.StopPodSandbox(t.Context(), pod))
+	harness.Must(t, d.Cri.RemovePodSandbox(traced, pod))
+	d.Restart(t) // the one that ends sends the rest
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	run, removed, launched := c.spans["RunPodSandbox"], c.spans["RemovePodSandbox"], c.spans["libcontainer start"]
+	if len(run) != 1 || len(removed) != 1 || len(launched) != 1 || len(c.spans["StopPodSandbox"]) != 0 {
+		t.Fatalf("spans: %v", c.spans)
+	}
+	for _, s := range []*tracev1.Span{run[0], removed[0], launched[0]} {
+		harness.Equal(t, "trace of "+s.Name, hex.EncodeToString(s.TraceId), id)
+	}
+	harness.Equal(t, "parent", hex.EncodeToString(run[0].ParentSpanId), parent)
+	harness.Equal(t, "pod", attributesOf(run[0].Attributes)["k8s.pod.name"], config.Metadata.Name)
+	harness.Equal(t, "pod's ID", attributesOf(run[0].Attributes)["berth.pod.id"], pod)
+	harness.Equal(t, "service", c.node["service.name"], "berth")
+}
+
+// A collector that does not answer delays no pod, and not the daemon's end beyond what its traces are granted.
+func TestHangingCollector(t *testing.T) {
+	hang := make(chan struct{})
+	d := harness.StartDaemon(t, harness.WithConfig("tracing_sampling_rate_per_million = 1000000"),
+		tracingTo(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { <-hang }), t))
+	t.Cleanup(func() { close(hang) })
+	for range 3 {
+		pod := d.RunPod(t)
+		pod.Run(t)
+		pod.Stop(t)
+		pod.Remove(t)
+	}
+	d.Restart(t)
 }

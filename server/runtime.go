@@ -79,6 +79,9 @@ func (s *runtimeService) verboseStatus() (map[string]string, error) {
 	if s.cfg.PassedLimit != nil {
 		values["waitsPastLimit"] = s.cfg.PassedLimit()
 	}
+	if s.cfg.Tracing != nil {
+		values["tracing"] = s.cfg.Tracing.Info()
+	}
 	if s.cfg.Network != nil {
 		values["network"] = s.cfg.Network()
 	}

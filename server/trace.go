@@ -11,6 +11,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/trace"
+	"berth/internal/trace/otlp"
 )
 
 // Traces is what the server needs to show where the time of a pod's start went.
@@ -26,6 +27,8 @@ type Tracing interface {
 	Sample(asking trace.Remote) bool
 	// Export takes over a trace that is complete. It does not block.
 	Export(*trace.Trace)
+	// Info tells, for verbose Status, what became of them.
+	Info() otlp.Info
 }
 
 // ofStart are the methods whose time is recorded always, whether it is exported or not.

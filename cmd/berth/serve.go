@@ -135,6 +135,10 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	if err != nil {
 		return err
 	}
+	tracing, err := startTracing(cfg, end, closing, log)
+	if err != nil {
+		return err
+	}
 	pods, err := sandbox.Open(ctx, sandboxConfig(cfg, node, plugins, waits, log), images, network)
 	if err != nil {
 		return err
@@ -148,7 +152,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 		return err
 	}
 	closing.Add("end streaming sessions", end.closer(serveStreaming(sessions, log)))
-	return announce(ctx, listener, server.New(serverConfig(cfg, node, network, sessions, waits), pods, images, log), waits, log)
+	return announce(ctx, listener, server.New(serverConfig(cfg, node, network, sessions, tracing, waits), pods, images, log), waits, log)
 }
 
 // announce serves and tells systemd when that starts and ends.
@@ -309,7 +313,7 @@ func handlers(cfg *config.Config) map[string]handler.Config {
 	return all
 }
 
-func serverConfig(cfg *config.Config, node *node, network *cni.Network, sessions server.Sessions, waits *task.Waits) server.Config {
+func serverConfig(cfg *config.Config, node *node, network *cni.Network, sessions server.Sessions, tracing server.Tracing, waits *task.Waits) server.Config {
 	return server.Config{
 		Version:        version(),
 		SystemdCgroup:  node.systemdCgroup,
@@ -318,5 +322,6 @@ func serverConfig(cfg *config.Config, node *node, network *cni.Network, sessions
 		Network:        network.Info,
 		PassedLimit:    waits.PassedLimit,
 		Sessions:       sessions,
+		Tracing:        tracing,
 	}
 }

@@ -97,6 +97,11 @@ type Config struct {
 
 	WaitLimit Duration `toml:"wait_limit" default:"1m" min:"1s" doc:"Whatever berth waits for longer than this (a plugin, a disk, the end of a killed process, its turn) is logged, with the stacks of all goroutines once a minute at most. What bounds the wait itself is not changed. Waits that may take longer have limits of their own; verbose Status shows all of them."`
 
+	TracingEndpoint     string `toml:"tracing_endpoint" doc:"Host and port of an OpenTelemetry collector, to which the spans of requests are sent that kubelet traces, or that are sampled. Empty: none. What berth trace shows is recorded in any case."`
+	TracingProtocol     string `toml:"tracing_protocol" default:"grpc" oneof:"grpc,http/protobuf" doc:"OTLP's form: grpc, for which collectors mostly use port 4317, or http/protobuf (port 4318, path /v1/traces)."`
+	TracingInsecure     bool   `toml:"tracing_insecure" default:"false" doc:"Whether the collector is spoken to without TLS, as kubelet does, which is fit for one on this node. Else its certificate is verified."`
+	TracingSamplingRate int    `toml:"tracing_sampling_rate_per_million" default:"0" min:"0" max:"1000000" doc:"How many of a million requests are traced of those that come without a trace of kubelet's, which decides for its own."`
+
 	LogLevel  string `toml:"log_level" flag:"log-level" default:"info" oneof:"debug,info,warn,error" doc:"The least severe messages that are logged."`
 	LogFormat string `toml:"log_format" flag:"log-format" default:"text" oneof:"text,json" doc:"Form of the log on standard error."`
 

@@ -27,7 +27,7 @@ func TestDefaults(t *testing.T) {
 		NRI: true, NRISocket: "/var/run/nri/nri.sock", NRIPluginDir: "/opt/nri/plugins", NRIPluginConfigDir: "/etc/nri/conf.d",
 		NRIRegistrationTimeout: Duration{5 * time.Second}, NRIRequestTimeout: Duration{2 * time.Second}, NRIReject: []string{}, NRIRequiredPlugins: []string{},
 		StreamAddress: "127.0.0.1:0", StreamIdleTimeout: Duration{4 * time.Hour}, MaxExecs: 512, MaxContainerExecs: 128, MaxSessions: 4096,
-		LogLevel: "info", LogFormat: "text",
+		TracingProtocol: "grpc", LogLevel: "info", LogFormat: "text",
 	}
 	if !reflect.DeepEqual(*c, want) {
 		t.Errorf("Default() = %+v\nwant %+v", *c, want)

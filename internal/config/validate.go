@@ -4,10 +4,12 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net"
 	"path/filepath"
 	"reflect"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 	"unicode"
@@ -29,10 +31,25 @@ func (c *Config) validate(where func(key string) string) error {
 	if len(all) == 0 && overlap(c.Root, c.State) {
 		all = append(all, fmt.Errorf("root %s and state %s must be separate directories, neither inside the other", c.Root, c.State))
 	}
+	if err := checkEndpoint(c.TracingEndpoint); err != nil {
+		all = append(all, fmt.Errorf("%s: %w", where("tracing_endpoint"), err))
+	}
 	if len(all) == 0 {
 		all = append(all, c.checkStream())
 	}
 	return errors.Join(all...)
+}
+
+// checkEndpoint accepts a host and a port, or nothing.
+func checkEndpoint(endpoint string) error {
+	if endpoint == "" {
+		return nil
+	}
+	host, port, err := net.SplitHostPort(endpoint)
+	if _, notPort := strconv.ParseUint(port, 10, 16); err != nil || host == "" || notPort != nil {
+		return fmt.Errorf("%q is not a host and a port, such as 127.0.0.1:4317", endpoint)
+	}
+	return nil
 }
 
 // handlerName is what a RuntimeClass may name as its handler, a DNS label

@@ -147,7 +147,7 @@ func TestKeptSize(t *testing.T) {
 		Begin(ctx, fmt.Sprintf("mount filesystem %d", i)).End()
 	}
 	tr.End()
-	if n := len(*tr.packed.Load()); n > 31*24 {
+	if n := len(*tr.packed.Load()); n > 1024 {
 		t.Errorf("%d bytes for 31 spans", n)
 	}
 }
