@@ -68,7 +68,7 @@ func (s *Server) endTrace(t *trace.Trace, method string, req, resp any, err erro
 	if t == nil {
 		return
 	}
-	if s.tracing != nil {
+	if t.Exported() {
 		t.Attributes = traceAttributes(method, req, resp, status.Code(err))
 	}
 	if err != nil {

@@ -96,14 +96,10 @@ func unpack(packed string) (parts []Part, missing int) {
 
 // Parts returns what was recorded so far, the operation first and each before its parts, and how many spans there was no room for.
 func (t *Trace) Parts() (parts []Part, missing int) {
-	for {
-		if all := t.slab.Load(); all != nil {
-			return all.parts(t.zero)
-		}
-		if packed := t.packed.Load(); packed != nil {
-			return unpack(*packed)
-		} // it is being packed this moment
+	if all := t.slab.Load(); all != nil {
+		return all.parts(t.zero)
 	}
+	return unpack(*t.packed.Load())
 }
 
 // Began is when the operation began, by the wall clock.

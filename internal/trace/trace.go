@@ -57,6 +57,9 @@ func (t *Trace) Failure() (message string, ok bool) {
 	return "", false
 }
 
+// Exported tells whether there is somebody who wants the trace when it is complete.
+func (t *Trace) Exported() bool { return t.done != nil }
+
 // Attribute says something of an operation.
 type Attribute struct{ Key, Value string }
 
@@ -126,12 +129,15 @@ func (t *Trace) release() {
 	if t.holders.Add(-1) > 0 {
 		return
 	}
-	s := t.slab.Swap(nil)
+	s := t.slab.Load()
 	if s == nil {
-		return // it was held again by somebody left behind
+		return // it was held again, by somebody left behind
 	}
 	packed := pack(s, t.zero)
-	t.packed.Store(&packed)
+	if !t.packed.CompareAndSwap(nil, &packed) {
+		return
+	}
+	t.slab.Store(nil) // last: a reader finds the one or the other
 	if t.done != nil {
 		t.done(t)
 	}

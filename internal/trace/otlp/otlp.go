@@ -168,6 +168,9 @@ func (e *Exporter) gather() (batch []*trace.Trace, more bool) {
 // deliver sends a batch, again and again where that may help.
 func (e *Exporter) deliver(batch []*trace.Trace) {
 	request, spans := e.encode(batch)
+	for _, t := range batch {
+		t.Attributes = nil // it may be kept with a pod
+	}
 	pause := firstPause
 	for try := 1; ; try++ {
 		err := e.sendOnce(request)
