@@ -130,7 +130,8 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 			s.log.Warn("delete unused layers after a pull", "image", repo.Reference().String(), "error", err)
 		}
 	}()
-	if wanted := s.missing(img); wanted > 0 {
+	store := s.layers.holding(distinct(chain))
+	if wanted := missing(store, img); wanted > 0 {
 		if err := s.layers.HasRoom(wanted); err != nil {
 			return nil, err
 		}
@@ -139,7 +140,7 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	group.SetLimit(s.cfg.MaxParallelDownloads)
 	for i, l := range img.Layers {
 		group.Go(func() error {
-			return task.Guard(s.log, "pull", "layer "+l.DiffID.String(), func() error { return s.fetchLayer(groupCtx, repo, l, tracks[i]) })
+			return task.Guard(s.log, "pull", "layer "+l.DiffID.String(), func() error { return s.fetchLayer(groupCtx, store, repo, l, tracks[i]) })
 		})
 	}
 	if err := group.Wait(); err != nil {
@@ -155,10 +156,10 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 
 // missing is how many bytes of an image's layers are to be fetched. On disk they take more: whoever pulls
 // an image again and again that does not fit shall not fetch it each time.
-func (s *Store) missing(img *registry.Image) (bytes uint64) {
+func missing(store *layer.Store, img *registry.Image) (bytes uint64) {
 	counted := map[digest.Digest]bool{}
 	for _, l := range img.Layers {
-		if name := sourceOf(l).Name(); !counted[name] && !s.layers.Has(name) {
+		if name := sourceOf(l).Name(); !counted[name] && !store.Has(name) {
 			counted[name] = true
 			bytes += uint64(l.Blob.Size)
 		}
@@ -182,9 +183,9 @@ func layersOf(img *registry.Image) []digest.Digest {
 
 // fetchLayer makes sure that a layer is here, by a download that other pulls may
 // share. If the download of another pull fails, it tries one of its own.
-func (s *Store) fetchLayer(ctx context.Context, repo *registry.Repository, l registry.Layer, track *layerTrack) error {
+func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, track *layerTrack) error {
 	key := flightKey{domain: repo.Reference().Domain, blob: l.Blob.Digest, diffID: l.DiffID}
-	if s.layers.Has(sourceOf(l).Name()) {
+	if store.Has(sourceOf(l).Name()) {
 		track.set(LayerPresent)
 		return nil
 	}

@@ -34,7 +34,8 @@ type Config struct {
 	Unpack               layer.Unpacker   // makes files of blobs
 	Limits               unpack.Limits    // of one layer; zero fields: unpack.DefaultLimits
 	Reserve              layer.Reserve    // of the disk, which layers leave free; zero: none
-	Driver               string           // form of layers, a rootfs.Kind; empty: directory
+	Pack                 layer.Packer     // makes EROFS layers of blobs
+	Driver               string           // form of layers, a rootfs.Kind, or "auto": EROFS where it can be mounted; empty: directory
 	Pinned               []string         // references or IDs of images that kubelet must not collect
 	MaxParallelDownloads int              // layers of one pull fetched at a time; 0: DefaultParallelDownloads
 	MaxUnpacking         int              // layers of all pulls unpacked at a time; 0: DefaultUnpacking
@@ -57,7 +58,7 @@ type Store struct {
 	log     *slog.Logger
 	seldom  seldom.Seldom // for what sweeps cannot delete, which each of them tries
 	client  *registry.Client
-	layers  *layer.Store
+	layers  *stores
 	records *checkpoint.Dir
 	pinned  map[string]bool
 
@@ -84,17 +85,13 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 	if err != nil {
 		return nil, err
 	}
-	driver, err := newDriver(cfg.Driver, cfg.Unpack)
-	if err != nil {
-		return nil, err
-	}
 	undo := cleanup.New()
 	defer undo.Run(&err)
-	layers, err := layer.Open(cfg.Root, driver, cfg.Reserve, log)
+	layers, err := openStores(cfg, log)
 	if err != nil {
 		return nil, err
 	}
-	undo.Add("close layer store", layers.Close)
+	undo.Add("close layer store", layers.close)
 	records, err := checkpoint.OpenDir(filepath.Join(cfg.Root, recordsDir), recordKind, recordVersion, checkpoint.Power)
 	if err != nil {
 		return nil, err
@@ -108,16 +105,7 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 	return s, nil
 }
 
-// newDriver returns the layer driver of a kind.
-func newDriver(kind string, u layer.Unpacker) (layer.Driver, error) {
-	switch rootfs.Kind(kind) {
-	case "", rootfs.Directory:
-		return layer.NewDirectory(u), nil
-	}
-	return nil, errdefs.InvalidArgument("layer driver %q is not known", kind)
-}
-
-func newStore(cfg Config, layers *layer.Store, records *checkpoint.Dir, pinned map[string]bool, log *slog.Logger) *Store {
+func newStore(cfg Config, layers *stores, records *checkpoint.Dir, pinned map[string]bool, log *slog.Logger) *Store {
 	if cfg.MaxParallelDownloads <= 0 {
 		cfg.MaxParallelDownloads = DefaultParallelDownloads
 	}
@@ -153,7 +141,7 @@ func (s *Store) close() error {
 	s.shutdown()
 	s.pulls.close()
 	s.flights.wait()
-	return s.layers.Close()
+	return s.layers.close()
 }
 
 // load reads the records. One that is damaged, or whose layers are not all there,
@@ -166,10 +154,8 @@ func (s *Store) load() error {
 		if err != nil {
 			return err
 		}
-		for _, d := range rec.layers() {
-			if !s.layers.Has(d) {
-				return fmt.Errorf("layer %s is missing", d)
-			}
+		if err := s.layers.has(distinct(rec.layers())); err != nil {
+			return err
 		}
 		records[id] = rec
 		return nil
@@ -228,6 +214,9 @@ func (s *Store) Get(ref string) (*Image, error) { return s.index.Load().find(ref
 
 // Progress returns the pulls under way, oldest first.
 func (s *Store) Progress() []PullProgress { return s.pulls.snapshot() }
+
+// Driver is the form in which layers are made, see Config.
+func (s *Store) Driver() rootfs.Kind { return s.layers.made.Kind() }
 
 // Root returns the directory of images.
 func (s *Store) Root() string { return s.cfg.Root }
@@ -451,8 +440,9 @@ func (s *Store) write(id string, rec record) (record, error) {
 // sizeOf adds up the layers of an image, each once.
 func (s *Store) sizeOf(layers []digest.Digest) (uint64, error) {
 	var total uint64
+	store := s.layers.holding(distinct(layers))
 	for _, d := range distinct(layers) {
-		info, err := s.layers.Info(d)
+		info, err := store.Info(d)
 		if err != nil {
 			return 0, err
 		}

@@ -19,6 +19,7 @@ import (
 
 	"berth/image"
 	"berth/internal/errdefs"
+	"berth/internal/rootfs"
 	"berth/internal/task"
 	"berth/internal/testbuffer"
 	"berth/internal/trace"
@@ -195,6 +196,8 @@ func (f *fakeImages) Get(ref string) (*image.Image, error) {
 	}
 	return nil, errdefs.NotFound("image %q does not exist", ref)
 }
+
+func (f *fakeImages) Driver() rootfs.Kind { return rootfs.Directory }
 
 func (f *fakeImages) List() []*image.Image { return f.images }
 

@@ -69,6 +69,7 @@ func (s *runtimeService) verboseStatus() (map[string]string, error) {
 	values := map[string]any{
 		"config":       s.cfg.Settings,
 		"pulls":        s.images.Progress(),
+		"layerDriver":  s.images.Driver(), // the one that makes layers; "config" has the setting
 		"handlers":     s.pods.Handlers(),
 		"waits":        s.waits(),
 		"heap":         heap(),

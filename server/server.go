@@ -31,6 +31,7 @@ import (
 
 	"berth/cni"
 	"berth/image"
+	"berth/internal/rootfs"
 	"berth/internal/seldom"
 	"berth/internal/task"
 	"berth/sandbox/session"
@@ -94,6 +95,7 @@ type Images interface {
 	Remove(ctx context.Context, ref string) error
 	Usage(ctx context.Context) (image.Usage, error)
 	Progress() []image.PullProgress
+	Driver() rootfs.Kind // the form in which layers are made
 }
 
 // Config is what the server tells about the runtime it fronts.

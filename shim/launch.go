@@ -77,7 +77,8 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchReque
 	var reply control.Reply
 	sent := trace.Now()
 	failpoint.Reach("launch.send")
-	err := p.conn.Send(control.Request{Launch: l.order(req)})
+	order := l.order(req)
+	err := p.conn.Send(control.Request{Launch: order}, order.PassMounts()...)
 	failpoint.Reach("launch.sent")
 	var files []*os.File
 	if err == nil {

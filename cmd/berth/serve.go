@@ -119,7 +119,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 		return err
 	}
 	closing.Add("close berth-unpack", unpacker.Close)
-	images, err := image.Open(ctx, imageConfig(cfg, unpacker.Unpack, unpackersFor(memory), waits), log)
+	images, err := image.Open(ctx, imageConfig(cfg, unpacker, unpackersFor(memory), waits), log)
 	if err != nil {
 		return err
 	}
@@ -233,14 +233,16 @@ func ignoreClosed(err error) error {
 	return err
 }
 
-func imageConfig(cfg *config.Config, u layer.Unpacker, unpackers int, waits *task.Waits) image.Config {
+func imageConfig(cfg *config.Config, u *process.Program, unpackers int, waits *task.Waits) image.Config {
 	pinned := cfg.PinnedImages
 	if cfg.PauseImage != "" {
 		pinned = append([]string{cfg.PauseImage}, pinned...)
 	}
 	return image.Config{
 		Root:                 filepath.Join(cfg.Root, "images"),
-		Unpack:               u,
+		Unpack:               u.Unpack,
+		Pack:                 u.Pack,
+		Driver:               cfg.LayerDriver,
 		Limits:               unpack.Limits{Tar: int64(cfg.MaxLayerBytes), Bytes: int64(cfg.MaxLayerBytes), Entries: int64(cfg.MaxLayerEntries)},
 		Reserve:              layer.Reserve{Percent: cfg.DiskReservePercent, Bytes: int64(cfg.DiskReserveBytes)},
 		RegistryDirs:         cfg.RegistryDirs,

@@ -22,9 +22,9 @@ import (
 
 func unmount(path string) error { return unix.Unmount(path, 0) }
 
-// tree describes every file below root: path → "type mode uid:gid", and what
+// treeOf describes every file below root: path → "type mode uid:gid", and what
 // belongs to the type.
-func tree(t testing.TB, root string) map[string]string {
+func treeOf(t testing.TB, root string) map[string]string {
 	t.Helper()
 	got := map[string]string{}
 	must(t, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {

@@ -42,6 +42,8 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"os"
+	"sync/atomic"
 
 	"github.com/opencontainers/go-digest"
 
@@ -74,6 +76,16 @@ type Driver interface {
 
 	// Remove deletes dir and everything in it. It may give up when ctx is done, with ctx's error.
 	Remove(ctx context.Context, dir string) error
+}
+
+// Merger is a Driver that makes one image of a whole chain of layers; there are no joins then.
+type Merger interface {
+	Driver
+
+	// Merge writes into dir, which is empty, the image of a chain of layers, whose directories are given lowest first.
+	// used are those that the image refers to, by index. A hard link to nowhere is InvalidArgument. What it takes it
+	// pays for; if that is too much it is ResourceExhausted.
+	Merge(effort *Effort, dir string, chain []string) (_ Usage, used []int, err error)
 }
 
 // Part is a layer as Join sees it.
@@ -152,5 +164,8 @@ type join struct {
 	Kind    rootfs.Kind     `json:"kind"`
 	Usage   Usage           `json:"usage"`
 	Empty   bool            `json:"empty,omitempty"` // the chain needs none; on disk if it took long to find that out
+	Data    []digest.Digest `json:"data,omitempty"`  // of an image (Merger): the layers that it refers to, in order
 	onDisk  bool
+
+	mount atomic.Pointer[os.File] // of an image, once it is mounted
 }

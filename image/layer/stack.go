@@ -29,6 +29,9 @@ func (s *Store) Stack(ctx context.Context, names []digest.Digest) ([]rootfs.Laye
 	if len(names) > rootfs.MaxLayers {
 		return nil, errdefs.InvalidArgument("an image of %d layers, of which %d can be mounted", len(names), rootfs.MaxLayers)
 	}
+	if driver, ok := s.driver.(Merger); ok {
+		return s.merged(ctx, driver, names)
+	}
 	dirs, err := s.stack(ctx, names)
 	if err != nil {
 		return nil, err
@@ -148,6 +151,83 @@ func (s *Store) removeJoins(name digest.Digest) error {
 	return nil
 }
 
+// merged returns the image of a chain of layers, mounted.
+func (s *Store) merged(ctx context.Context, driver Merger, names []digest.Digest) ([]rootfs.Layer, error) {
+	chainID := identity.ChainID(names)
+	j := s.joins.get(chainID)
+	if j == nil || j.mount.Load() == nil {
+		var err error
+		if j, err = s.mountMerged(ctx, driver, chainID, names); err != nil {
+			return nil, err
+		}
+	}
+	l := s.imageOf(j)
+	l.Mount = j.mount.Load()
+	return []rootfs.Layer{l}, nil
+}
+
+// imageOf is the image of a chain as it is on disk.
+func (s *Store) imageOf(j *join) rootfs.Layer {
+	l := s.driver.Layer(s.joinDir(j.ChainID))
+	for _, name := range j.Data {
+		l.Data = append(l.Data, filepath.Join(s.layerDir(name), dataFile))
+	}
+	return l
+}
+
+// mountMerged mounts the image of a chain, which it makes if it is not there. The mount has no place; it goes with the image, or
+// with this Store, and lives on where a container has it.
+func (s *Store) mountMerged(ctx context.Context, driver Merger, chainID digest.Digest, names []digest.Digest) (*join, error) {
+	owned, err := s.joins.acquire(ctx, chainID)
+	if err != nil {
+		return nil, fmt.Errorf("wait for the other maker of image %s: %w", chainID, err)
+	}
+	defer owned.release()
+	j := owned.value()
+	if j == nil {
+		if j, err = s.merge(ctx, driver, chainID, names); err != nil {
+			return nil, coded(fmt.Errorf("merge layers: %w", err))
+		}
+		owned.set(j)
+	}
+	if j.mount.Load() == nil {
+		mount, err := s.imageOf(j).Open()
+		if err != nil {
+			return nil, err
+		}
+		j.mount.Store(mount)
+	}
+	return j, nil
+}
+
+// merge makes the image of a chain.
+func (s *Store) merge(ctx context.Context, driver Merger, chainID digest.Digest, names []digest.Digest) (*join, error) {
+	j := &join{ChainID: chainID, Layers: slices.Clone(names), Kind: driver.Kind(), onDisk: true}
+	dirs := make([]string, 0, len(names))
+	for _, name := range names {
+		if _, err := s.Info(name); err != nil {
+			return nil, err
+		}
+		dirs = append(dirs, s.layerDir(name))
+	}
+	return j, s.publish(s.joinDir(chainID), joinKind, func(dir string) (any, error) {
+		usage, used, err := driver.Merge(newEffort(ctx, s.effort), dir, dirs)
+		j.Usage = usage
+		for _, i := range used {
+			j.Data = append(j.Data, names[i])
+		}
+		return j, err
+	})
+}
+
+// unmount ends the mount of an image that the Store has.
+func (j *join) unmount() error {
+	if mount := j.mount.Swap(nil); mount != nil {
+		return mount.Close()
+	}
+	return nil
+}
+
 func (s *Store) removeJoin(chainID digest.Digest) error {
 	owned, err := s.joins.acquire(context.Background(), chainID)
 	if err != nil {
@@ -166,7 +246,7 @@ func (s *Store) removeJoin(chainID digest.Digest) error {
 		owned.set(j)
 		return err
 	}
-	return nil
+	return j.unmount()
 }
 
 func (s *Store) joinDir(chainID digest.Digest) string {

@@ -19,6 +19,7 @@ import (
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
+	"berth/internal/rootfs"
 )
 
 // Store keeps layers below one directory. Its methods may be called concurrently.
@@ -87,8 +88,15 @@ func (s *Store) emptyDir() string { return filepath.Join(s.root, "empty-"+string
 // other method may be running or be called later.
 func (s *Store) Close() error {
 	s.trash.stop()
-	return s.home.Close()
+	var failed error
+	for _, j := range s.joins.all() {
+		failed = errors.Join(failed, j.unmount())
+	}
+	return errors.Join(failed, s.home.Close())
 }
+
+// Kind is the form in which it keeps layers.
+func (s *Store) Kind() rootfs.Kind { return s.driver.Kind() }
 
 // Has reports whether the layer of that name is there.
 func (s *Store) Has(name digest.Digest) bool { return s.layers.get(name) != nil }

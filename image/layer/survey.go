@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 
@@ -14,6 +15,7 @@ import (
 	"berth/checkpoint"
 	"berth/image/unpack"
 	"berth/internal/diskusage"
+	"berth/internal/rootfs"
 	"berth/internal/safefs"
 )
 
@@ -31,6 +33,7 @@ type Survey struct {
 // Stored is a layer or join on disk, according to its record.
 type Stored struct {
 	Dir    string
+	Kind   rootfs.Kind
 	Layers []digest.Digest // a layer's name; the names of those that a join is for
 	Usage  Usage           // as it was counted when it was made
 	Sum    unpack.Sum      // as it was made then; zero if berth up to 0.2.0 did
@@ -39,7 +42,7 @@ type Stored struct {
 // Inspect reads the directory of a Store, which may be open, and changes nothing. A
 // directory that does not exist is empty. Layers that vanish meanwhile are left out.
 func Inspect(root string) (*Survey, error) {
-	s := &Survey{Layers: map[digest.Digest]Stored{}, Damaged: map[string]error{}}
+	s := NewSurvey()
 	folders := map[string]func(path string){
 		layersDir: s.addLayer,
 		joinsDir:  s.addJoin,
@@ -56,6 +59,24 @@ func Inspect(root string) (*Survey, error) {
 		}
 	}
 	return s, nil
+}
+
+// NewSurvey is that of a Store with nothing in it.
+func NewSurvey() *Survey {
+	return &Survey{Layers: map[digest.Digest]Stored{}, Damaged: map[string]error{}}
+}
+
+// Add adds what is in another Store. Of a layer that both have, the first is kept.
+func (s *Survey) Add(t *Survey) {
+	for name, stored := range t.Layers {
+		if _, there := s.Layers[name]; !there {
+			s.Layers[name] = stored
+		}
+	}
+	maps.Copy(s.Damaged, t.Damaged)
+	s.Joins = append(s.Joins, t.Joins...)
+	s.SetAside, s.Making = append(s.SetAside, t.SetAside...), append(s.Making, t.Making...)
+	s.Trash, s.Other = append(s.Trash, t.Trash...), append(s.Other, t.Other...)
 }
 
 // addSetAside adds what is in path if that is the folder for what was set aside.
@@ -82,7 +103,7 @@ func (s *Survey) addLayer(path string) {
 		s.Damaged[path] = err
 		return
 	}
-	s.Layers[info.Name] = Stored{Dir: path, Layers: []digest.Digest{info.Name}, Usage: info.Usage, Sum: info.Sum}
+	s.Layers[info.Name] = Stored{Dir: path, Kind: info.Kind, Layers: []digest.Digest{info.Name}, Usage: info.Usage, Sum: info.Sum}
 }
 
 func (s *Survey) addJoin(path string) {
@@ -94,7 +115,7 @@ func (s *Survey) addJoin(path string) {
 		s.Damaged[path] = fmt.Errorf("it has the record of %q", j.ChainID)
 		return
 	}
-	s.Joins = append(s.Joins, Stored{Dir: path, Layers: j.Layers})
+	s.Joins = append(s.Joins, Stored{Dir: path, Kind: j.Kind, Layers: j.Layers})
 }
 
 // read decodes the record in a directory; false if there is none to be used.
@@ -109,8 +130,11 @@ func (s *Survey) read(path, kind string, record any) bool {
 	return false
 }
 
-// SumNow sums a layer that is kept as a directory, as it was summed when it was made. It reads all of it.
+// SumNow sums a layer as it was summed when it was made. It reads all of it.
 func (s Stored) SumNow(ctx context.Context) (unpack.Sum, error) {
+	if s.Kind == rootfs.EROFS {
+		return s.sumPacked(ctx)
+	}
 	root, err := safefs.OpenRoot(filepath.Join(s.Dir, treeDir))
 	if err != nil {
 		return unpack.Sum{}, err
@@ -119,9 +143,24 @@ func (s Stored) SumNow(ctx context.Context) (unpack.Sum, error) {
 	return unpack.SumTree(ctx, root)
 }
 
-// Count counts a layer that is kept as a directory, as it was counted when it was
-// made.
+func (s Stored) sumPacked(ctx context.Context) (unpack.Sum, error) {
+	root, err := filesOf(s.Dir).Read()
+	if err != nil {
+		return unpack.Sum{}, err
+	}
+	data, err := os.Open(filepath.Join(s.Dir, dataFile))
+	if err != nil {
+		return unpack.Sum{}, err
+	}
+	defer data.Close() // read only
+	return unpack.SumPacked(ctx, root, data)
+}
+
+// Count counts a layer as it was counted when it was made.
 func (s Stored) Count(ctx context.Context) (Usage, error) {
+	if s.Kind == rootfs.EROFS {
+		return s.countPacked()
+	}
 	root, err := safefs.OpenRoot(filepath.Join(s.Dir, treeDir))
 	if err != nil {
 		return Usage{}, err
@@ -133,4 +172,19 @@ func (s Stored) Count(ctx context.Context) (Usage, error) {
 	}
 	u, err := diskusage.Nominal(ctx, root, block)
 	return Usage{Bytes: u.Bytes, Inodes: u.Inodes}, err
+}
+
+func (s Stored) countPacked() (sum Usage, err error) {
+	for _, name := range []string{dataFile, treeFile} {
+		f, err := os.Open(filepath.Join(s.Dir, name))
+		if err != nil {
+			return Usage{}, err
+		}
+		u, err := usageOf(f)
+		if err := errors.Join(err, f.Close()); err != nil {
+			return Usage{}, err
+		}
+		sum = sum.Add(u)
+	}
+	return sum, nil
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"slices"
 	"strings"
 	"time"
 	"unsafe"
@@ -113,22 +114,30 @@ func owner(hdr *tar.Header) (uid, gid uint32, err error) {
 // most: XATTR_LIST_MAX (linux/limits.h). Of a file with more nobody could list them, nor overlayfs copy it.
 const maxXattrNames = 64 << 10
 
-// xattrs sets the extended attributes of an entry that an image may set.
-func (u *unpacker) xattrs(hdr *tar.Header, set func(attr string, value []byte) error) error {
+// keptXattrs are the extended attributes of an entry that an image may set, sorted by name.
+func keptXattrs(hdr *tar.Header) (kept []string, err error) {
 	names := 0
 	for key := range hdr.PAXRecords {
 		if attr, ok := strings.CutPrefix(key, XattrRecord); ok && KeepXattr(attr) {
 			names += len(attr) + 1
+			kept = append(kept, attr)
 		}
 	}
 	if names > maxXattrNames {
-		return refuse("the names of its extended attributes take %d bytes, more than the %d that Linux lists", names, maxXattrNames)
+		return nil, refuse("the names of its extended attributes take %d bytes, more than the %d that Linux lists", names, maxXattrNames)
 	}
-	for key, value := range hdr.PAXRecords {
-		attr, ok := strings.CutPrefix(key, XattrRecord)
-		if !ok || !KeepXattr(attr) {
-			continue
-		}
+	slices.Sort(kept)
+	return kept, nil
+}
+
+// xattrs sets the extended attributes of an entry that an image may set.
+func (u *unpacker) xattrs(hdr *tar.Header, set func(attr string, value []byte) error) error {
+	kept, err := keptXattrs(hdr)
+	if err != nil {
+		return err
+	}
+	for _, attr := range kept {
+		value := hdr.PAXRecords[XattrRecord+attr]
 		err := set(attr, []byte(value))
 		switch {
 		case err == nil:

@@ -32,6 +32,8 @@
 //   - AUFS' own files (.wh..wh.* in the root) are skipped.
 //   - The attributes in a hard link's entry are not used: they are its target's.
 //
+// Pack is for the EROFS driver: it makes the same of a tar, but two files.
+//
 // # Errors
 //
 // Those for which somebody is to blame are an *Error, whose code says who: InvalidArgument for

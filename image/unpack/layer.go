@@ -179,7 +179,19 @@ func (c *Contents) Check() error {
 // Stopper is stopped when the layer has failed.
 //
 // Nothing is synced, and the Opaques are not marked. After an error there may be anything in tree.
-func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (_ Result, err error) {
+func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result, error) {
+	return run(ctx, blob, job, func(limits Limits, tick func()) (sink, error) { return newUnpacker(tree, limits, tick) })
+}
+
+// sink is where the entries of a tar go.
+type sink interface {
+	unpack(ctx context.Context, tr *tar.Reader) error
+	contents(ctx context.Context) (Contents, error) // when everything is unpacked
+	close()
+}
+
+// run inflates and hashes a blob, and has its entries unpacked.
+func run(ctx context.Context, blob io.Reader, job Job, open func(limits Limits, tick func()) (sink, error)) (_ Result, err error) {
 	in, err := newTarReader(blob)
 	if err != nil {
 		return Result{}, err
@@ -188,14 +200,15 @@ func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (_ Resul
 	if job.Progress == nil {
 		job.Progress = func(int) {}
 	}
-	s := newStream(ctx, in, job.Algorithm.Hash(), job.Limits.WithDefaults().Tar, job.Progress)
+	limits := job.Limits.WithDefaults()
+	s := newStream(ctx, in, job.Algorithm.Hash(), limits.Tar, job.Progress)
 	defer s.close()
 	defer func() {
 		if stopper, ok := blob.(Stopper); ok && err != nil {
 			stopper.Stop()
 		}
 	}()
-	u, err := newUnpacker(tree, job.Limits, func() { job.Progress(0) })
+	u, err := open(limits, func() { job.Progress(0) })
 	if err != nil {
 		return Result{}, err
 	}

@@ -13,6 +13,7 @@ import (
 	"github.com/cespare/xxhash/v2"
 	"golang.org/x/sys/unix"
 
+	"berth/image/tree"
 	"berth/internal/safefs"
 )
 
@@ -210,4 +211,62 @@ func (r *untilDone) Read(p []byte) (int, error) {
 		return 0, err
 	}
 	return r.in.Read(p)
+}
+
+// SumPacked is SumTree for a layer that was packed: root is its tree, data its data file.
+func SumPacked(ctx context.Context, root *tree.Node, data *os.File) (Sum, error) {
+	buf := copyPool.Get().(*[copySize]byte)
+	defer copyPool.Put(buf)
+	t := &summing{ctx: ctx, tick: func() {}}
+	h := xxhash.New()
+	_, sum, err := sumOf(root, t.tick, func(n *tree.Node) (uint64, error) {
+		h.Reset()
+		content := io.NewSectionReader(data, int64(n.Data.Block)*tree.BlockSize, n.Data.Size)
+		_, err := io.CopyBuffer(onlyWriter{h}, &untilDone{t, content}, buf[:])
+		return h.Sum64(), err
+	})
+	return sum, err
+}
+
+// sumOf sums a tree whose files' content hash tells, and counts its whiteouts.
+func sumOf(root *tree.Node, tick func(), hash func(n *tree.Node) (uint64, error)) (whiteouts int, sum Sum, err error) {
+	known := map[*tree.Node]bool{}
+	var walk func(path string, n *tree.Node) error
+	walk = func(path string, n *tree.Node) error {
+		tick()
+		if n.IsLink() {
+			return nil // to a layer below: whose it is
+		}
+		sum.name(path, n.Mode)
+		if known[n] {
+			return nil
+		}
+		dev, c := uint64(0), content{target: n.Target}
+		switch n.Type() {
+		case unix.S_IFREG:
+			known[n] = true
+			h, err := hash(n)
+			if err != nil {
+				return fmt.Errorf("%s: %w", quoted(path), err)
+			}
+			c.size, c.hash = n.Data.Size, h
+		case unix.S_IFCHR, unix.S_IFBLK:
+			known[n] = true
+			dev = unix.Mkdev(n.Major, n.Minor)
+			if n.IsWhiteout() {
+				whiteouts++
+			}
+		case unix.S_IFDIR:
+			for name, child := range n.Children {
+				if err := walk(safefs.Join(path, name), child); err != nil {
+					return err
+				}
+			}
+		default:
+			known[n] = true
+		}
+		sum.file(n.Mode, n.UID, n.GID, dev, c)
+		return nil
+	}
+	return whiteouts, sum, walk("", root)
 }

@@ -49,7 +49,7 @@ func TestSumTree(t *testing.T) {
 		"no whiteout":    func(dir string) error { return os.Remove(dir + "/d/w") },
 		"other whiteout": func(dir string) error { return os.Rename(dir+"/d/w", dir+"/d/x") },
 	} {
-		root := tree(t)
+		root := emptyTree(t)
 		result, err := Layer(context.Background(), root, bytes.NewReader(data), Job{Algorithm: digest.SHA256})
 		if err != nil {
 			t.Fatal(err)
@@ -87,7 +87,7 @@ func TestSumOfEqualFiles(t *testing.T) {
 
 // Reading a tree leaves its access times alone, and ends when nobody wants the sum any more.
 func TestSumTreeLeavesNoTrace(t *testing.T) {
-	root := tree(t)
+	root := emptyTree(t)
 	path := root.Name() + "/f"
 	if err := os.WriteFile(path, bytes.Repeat([]byte("x"), 1<<20), 0o600); err != nil {
 		t.Fatal(err)

@@ -95,11 +95,19 @@ func (u *unpacker) close() {
 
 // unpack reads the archive to its end.
 func (u *unpacker) unpack(ctx context.Context, tr *tar.Reader) error {
+	if err := eachEntry(ctx, tr, u.limits, u.entry); err != nil {
+		return err
+	}
+	return u.setTimes()
+}
+
+// eachEntry hands the entries of an archive to do, within the limits, to its end.
+func eachEntry(ctx context.Context, tr *tar.Reader, limits Limits, do func(hdr *tar.Header, content io.Reader) error) error {
 	var entries, content int64
 	for {
 		hdr, err := tr.Next()
 		if err == io.EOF {
-			return u.setTimes()
+			return nil
 		}
 		if err != nil && !errors.Is(err, tar.ErrInsecurePath) { // such paths are confined
 			return blame(fmt.Errorf("read tar after %d entries: %w", entries, err))
@@ -107,13 +115,13 @@ func (u *unpacker) unpack(ctx context.Context, tr *tar.Reader) error {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		if entries++; entries > u.limits.Entries {
-			return exceeds("it has more than the %d entries allowed", u.limits.Entries)
+		if entries++; entries > limits.Entries {
+			return exceeds("it has more than the %d entries allowed", limits.Entries)
 		}
-		if content += contentSize(hdr, u.limits.Bytes); content > u.limits.Bytes {
-			return exceeds("its files are larger than the %d bytes allowed", u.limits.Bytes)
+		if content += contentSize(hdr, limits.Bytes); content > limits.Bytes {
+			return exceeds("its files are larger than the %d bytes allowed", limits.Bytes)
 		}
-		if err := u.entry(hdr, tr); err != nil {
+		if err := do(hdr, tr); err != nil {
 			return blame(fmt.Errorf("entry %s: %w", quoted(hdr.Name), err))
 		}
 	}
@@ -422,8 +430,8 @@ func (u *unpacker) linkLater(at place, target string) error {
 }
 
 func (u *unpacker) node(at place, hdr *tar.Header) error {
-	if hdr.Devmajor < 0 || hdr.Devmajor > 0xfff || hdr.Devminor < 0 || hdr.Devminor > 0xfffff {
-		return refuse("device number %d:%d", hdr.Devmajor, hdr.Devminor) // MINORBITS is 20
+	if err := checkDevice(hdr); err != nil {
+		return err
 	}
 	types := map[byte]uint32{tar.TypeChar: unix.S_IFCHR, tar.TypeBlock: unix.S_IFBLK, tar.TypeFifo: unix.S_IFIFO}
 	mode, dev := types[hdr.Typeflag], unix.Mkdev(uint32(hdr.Devmajor), uint32(hdr.Devminor))
@@ -442,6 +450,14 @@ func (u *unpacker) node(at place, hdr *tar.Header) error {
 	}
 	u.summed(at, hdr, mode|uint32(hdr.Mode&ModeBits), dev, content{})
 	return u.setTimesOf(at.dir, at.name, hdr)
+}
+
+// checkDevice refuses a number that the kernel would cut: MINORBITS is 20.
+func checkDevice(hdr *tar.Header) error {
+	if hdr.Devmajor < 0 || hdr.Devmajor > 0xfff || hdr.Devminor < 0 || hdr.Devminor > 0xfffff {
+		return refuse("device number %d:%d", hdr.Devmajor, hdr.Devminor)
+	}
+	return nil
 }
 
 // replacing runs make, which makes something at a place, again after it has

@@ -46,8 +46,8 @@ func makeTar(t *testing.T, content string, entries ...tar.Header) []byte {
 	return b.Bytes()
 }
 
-// tree opens an empty directory.
-func tree(t *testing.T) *os.File {
+// emptyTree opens an empty directory.
+func emptyTree(t *testing.T) *os.File {
 	t.Helper()
 	root, err := safefs.OpenRoot(t.TempDir())
 	if err != nil {
@@ -92,7 +92,7 @@ func TestFileTakesNothingOver(t *testing.T) {
 		}
 	}
 	defer unix.Umask(unix.Umask(0o077))
-	root := tree(t)
+	root := emptyTree(t)
 	if _, err := Layer(t.Context(), root, bytes.NewReader(makeTar(t, "text", entries...)), Job{Algorithm: digest.SHA256}); err != nil {
 		t.Fatal(err)
 	}
@@ -135,7 +135,7 @@ func TestManyNames(t *testing.T) {
 	}
 	for name, entry := range cases {
 		t.Run(name, func(t *testing.T) {
-			u, err := newUnpacker(tree(t), Limits{}, func() {})
+			u, err := newUnpacker(emptyTree(t), Limits{}, func() {})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -171,10 +171,10 @@ func TestLongWays(t *testing.T) {
 	for i := range 1000 { // each as short a way as most have
 		few = append(few, tar.Header{Typeflag: tar.TypeReg, Name: fmt.Sprintf("l39/%d/a/b/c/d/e/f", i)})
 	}
-	if _, err := Layer(context.Background(), tree(t), bytes.NewReader(makeTar(t, "", few...)), Job{Algorithm: digest.SHA256}); err != nil {
+	if _, err := Layer(context.Background(), emptyTree(t), bytes.NewReader(makeTar(t, "", few...)), Job{Algorithm: digest.SHA256}); err != nil {
 		t.Errorf("a long way: %v", err)
 	}
-	_, err := Layer(context.Background(), tree(t), bytes.NewReader(makeTar(t, "", most...)), Job{Algorithm: digest.SHA256})
+	_, err := Layer(context.Background(), emptyTree(t), bytes.NewReader(makeTar(t, "", most...)), Job{Algorithm: digest.SHA256})
 	if CodeOf(err) != ResourceExhausted || !strings.Contains(err.Error(), "too many symlinks") {
 		t.Errorf("long ways: %v", err)
 	}
@@ -184,7 +184,7 @@ func TestLongWays(t *testing.T) {
 func TestForgetBelow(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 2))
 	for range 200 {
-		u, err := newUnpacker(tree(t), Limits{}, func() {})
+		u, err := newUnpacker(emptyTree(t), Limits{}, func() {})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -244,7 +244,7 @@ func keys[V any](m map[string]V) map[string]bool {
 // A hole takes time, and is progress.
 func TestHolesAreProgress(t *testing.T) {
 	ticks := 0
-	u, err := newUnpacker(tree(t), Limits{}, func() { ticks++ })
+	u, err := newUnpacker(emptyTree(t), Limits{}, func() { ticks++ })
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -269,7 +269,7 @@ func TestFewNamesAreTold(t *testing.T) {
 				per = 1
 			}
 			blob := makeTar(t, "", many(MaxTold/len(deep(0))/per+100, entry)...)
-			_, err := Layer(context.Background(), tree(t), bytes.NewReader(blob), Job{Algorithm: digest.SHA256})
+			_, err := Layer(context.Background(), emptyTree(t), bytes.NewReader(blob), Job{Algorithm: digest.SHA256})
 			if CodeOf(err) != ResourceExhausted || !strings.Contains(err.Error(), "names") {
 				t.Errorf("%v", err)
 			}

@@ -70,6 +70,32 @@ func WithConfig(lines ...string) DaemonOption {
 	return func(_ *testing.T, d *Daemon) { d.Extra = append(d.Extra, lines...) }
 }
 
+// layerDriverEnv names the layer driver of all daemons of a test run; empty: the default.
+const layerDriverEnv = "BERTH_TEST_LAYER_DRIVER"
+
+// WithLayerDriver sets the form in which layers are kept, and has root on a disk: files of a tmpfs can't be mounted.
+func WithLayerDriver(driver string) DaemonOption {
+	return func(t *testing.T, d *Daemon) {
+		if !strings.HasPrefix(d.Root, diskDir) {
+			root, err := os.MkdirTemp(diskDir, "berth-it-")
+			Must(t, err)
+			Must(t, os.Chmod(root, 0o711)) // as Dir
+			t.Cleanup(func() { Must(t, os.RemoveAll(root)) })
+			d.Root = root
+		}
+		WithConfig(fmt.Sprintf("layer_driver = %q", driver))(t, d)
+	}
+}
+
+const diskDir = "/var/tmp"
+
+// SetConfig replaces a line of the configuration file, for the next start.
+func (d *Daemon) SetConfig(t *testing.T, old, line string) {
+	t.Helper()
+	d.Extra[slices.Index(d.Extra, old)] = line
+	d.writeConfig(t, d.Extra)
+}
+
 // WithEnv adds variables to the daemon's environment.
 func WithEnv(env ...string) DaemonOption {
 	return func(_ *testing.T, d *Daemon) { d.env = append(d.env, env...) }
@@ -189,6 +215,9 @@ func newDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 	})
 	network := fixture.Conflist("test", d.DataDir, fixture.Range4)
 	Must(t, os.WriteFile(d.NetworkFile(), []byte(network), 0o600))
+	if driver := os.Getenv(layerDriverEnv); driver != "" {
+		WithLayerDriver(driver)(t, d)
+	}
 	for _, opt := range opts {
 		opt(t, d)
 	}

@@ -68,6 +68,8 @@ type Config struct {
 	DiskReservePercent int `toml:"disk_reserve_percent" default:"5" min:"0" max:"90" doc:"How much of the filesystem of images, of its bytes and of its inodes, layers leave free for everything else. A pull that comes to it fails with ResourceExhausted, and what it has unpacked is deleted. 0: nothing is kept free."`
 	DiskReserveBytes   int `toml:"disk_reserve_bytes" default:"4294967296" min:"0" doc:"The most bytes that disk_reserve_percent makes layers leave free. Of inodes that is 65536."`
 
+	LayerDriver string `toml:"layer_driver" flag:"layer-driver" default:"directory" oneof:"auto,erofs,directory" doc:"The form in which layers of images are kept. directory: files of the file system that root is on. erofs: one file with the content of all its files, and one small EROFS image for each image: less to write and to delete, and one lower layer for a container. It takes Linux 6.15, and root on a file system whose files can be mounted, not a tmpfs. auto: erofs where that works, else directory. Images that were pulled under another setting stay in use."`
+
 	UnpackPath string `toml:"unpack_path" path:"optional" doc:"The berth-unpack program, which makes files of the layers of images. Empty: beside the berth program, or else in PATH."`
 
 	StatsPeriod Duration `toml:"stats_period" default:"10s" min:"100ms" doc:"How often it is counted what a container has written into its own filesystem and how many files it has open. What takes long to count is counted less often, and a thirtieth as often what nobody asks for. Everything else in statistics is measured when somebody asks."`

@@ -78,6 +78,9 @@ var unmarked = map[string]string{
 	"cmd/berth.privateDir: os.MkdirAll os.Chmod": again,
 
 	"image/layer.Remove: parent.RemoveAllUntil":                           byCaller,
+	"image/layer.Remove: os.RemoveAll":                                    byCaller,
+	"image/erofs.Probe: os.MkdirTemp os.RemoveAll":                        "a probe at start, in the directory that each start empties",
+	"image/erofs.writeProbe: os.WriteFile os.Create":                      "the same",
 	"image/layer.makeTree: os.Mkdir unix.Chmod":                           unnamed,
 	"image/layer.writeRecord: os.WriteFile":                               byCaller,
 	"image/layer.Open: os.MkdirAll":                                       again,

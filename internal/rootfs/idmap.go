@@ -38,8 +38,13 @@ func (s Spec) mountMapped(place string) (err error) {
 		return fmt.Errorf("user namespace of root filesystem: %w", err)
 	}
 	defer ns.Close()
-	if s.isDirectory() {
-		mount, err := cloneMapped(s.Layers[0].Path, ns, unix.MOUNT_ATTR_RDONLY)
+	if s.isSingle() {
+		root, err := s.Layers[0].mounted()
+		if err != nil {
+			return err
+		}
+		defer root.Close() // read only
+		mount, err := cloneMapped(root, ns, unix.MOUNT_ATTR_RDONLY)
 		if err != nil {
 			return err
 		}
@@ -64,7 +69,7 @@ func (s Spec) overlayMapped(ns *os.File, place string, newOverlay func(*dirs, st
 	stack := cleanup.New()
 	defer stack.Run(&err)
 	for i, dir := range dirs.lower {
-		mapped, err := cloneMapped(dir.Name(), ns, 0)
+		mapped, err := cloneMapped(dir, ns, 0)
 		if err != nil {
 			return nil, err
 		}
@@ -104,10 +109,12 @@ func overlayOnStack(dirs *dirs, place string) (mount *os.File, err error) {
 	return os.NewFile(uintptr(fd), "overlay"), nil
 }
 
-// cloneMapped is a detached bind mount of path, private, with the mapping of ns. Its
+// cloneMapped is a detached bind mount of an open file, mostly a directory, private, with the mapping of ns. Its
 // name is no path, see optionName: the path leads to the mount it is a clone of.
-func cloneMapped(path string, ns *os.File, attributes uint64) (*os.File, error) {
-	fd, err := unix.OpenTree(unix.AT_FDCWD, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+func cloneMapped(source, ns *os.File, attributes uint64) (*os.File, error) {
+	path := source.Name()
+	fd, err := unix.OpenTree(int(source.Fd()), "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)
+	runtime.KeepAlive(source)
 	if err != nil {
 		return nil, fmt.Errorf("clone mount of %s: %w", path, err)
 	}
@@ -137,7 +144,13 @@ func CheckIDMap(path, ns string) error {
 		return fmt.Errorf("user namespace: %w", err)
 	}
 	defer f.Close()
-	mount, err := cloneMapped(path, f, 0)
+	fd, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("open %s: %w", path, err)
+	}
+	source := os.NewFile(uintptr(fd), path)
+	defer source.Close() // O_PATH: nothing to lose
+	mount, err := cloneMapped(source, f, 0)
 	if err != nil {
 		return err
 	}

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -74,7 +75,7 @@ func (s Spec) Mount() (*os.File, error) {
 		return nil, err
 	}
 	mount, err := s.mountNew()
-	if errors.Is(err, errors.ErrUnsupported) {
+	if errors.Is(err, errors.ErrUnsupported) && !s.hasImage() {
 		return s.mountOld()
 	}
 	return mount, err
@@ -82,8 +83,8 @@ func (s Spec) Mount() (*os.File, error) {
 
 // mountNew is Mount by the mount API of today.
 func (s Spec) mountNew() (*os.File, error) {
-	if s.isDirectory() {
-		return cloneReadOnly(s.Layers[0].Path)
+	if s.isSingle() {
+		return s.cloneReadOnly()
 	}
 	return s.mountOverlay()
 }
@@ -124,10 +125,9 @@ func (s Spec) MakeUpper() error {
 	if s.Upper == "" {
 		return nil
 	}
-	top := s.Layers[len(s.Layers)-1].Path
-	var st unix.Stat_t
-	if err := unix.Stat(top, &st); err != nil {
-		return fmt.Errorf("look at layer %s: %w", top, err)
+	st, err := s.Layers[len(s.Layers)-1].stat()
+	if err != nil {
+		return err
 	}
 	if err := mkdir(s.Work, 0o700, 0, 0); err != nil {
 		return err
@@ -137,6 +137,19 @@ func (s Spec) MakeUpper() error {
 		uid, gid = s.IDMap.HostUID(st.Uid), s.IDMap.HostGID(st.Gid)
 	}
 	return mkdir(s.Upper, st.Mode&0o7777, uid, gid)
+}
+
+// stat is the status of the layer's root.
+func (l Layer) stat() (st unix.Stat_t, err error) {
+	root, err := l.mounted()
+	if err != nil {
+		return st, err
+	}
+	defer root.Close() // read only
+	if err := unix.Fstat(int(root.Fd()), &st); err != nil {
+		return st, fmt.Errorf("look at layer %s: %w", l.Path, err)
+	}
+	return st, nil
 }
 
 // mkdir makes the directory under a temporary name, so that it is never seen
@@ -180,20 +193,31 @@ func (s Spec) check() error {
 		return fmt.Errorf("root filesystem with only one of upper and work directory: %w", fs.ErrInvalid)
 	}
 	for _, l := range s.Layers {
-		if l.Kind != Directory {
+		if l.Kind != Directory && l.Kind != EROFS {
 			return fmt.Errorf("mount layer %s: no driver for kind %q: %w", l.Path, l.Kind, errors.ErrUnsupported)
 		}
 	}
 	return nil
 }
 
-// isDirectory reports whether the root is just one directory, which overlayfs
+// isSingle reports whether the root is just one layer, which overlayfs
 // refuses to mount (it wants two lower layers or an upper one).
-func (s Spec) isDirectory() bool { return len(s.Layers) == 1 && s.Upper == "" }
+func (s Spec) isSingle() bool { return len(s.Layers) == 1 && s.Upper == "" }
 
-// cloneReadOnly is a read-only bind mount, detached.
-func cloneReadOnly(path string) (*os.File, error) {
-	fd, err := unix.OpenTree(unix.AT_FDCWD, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
+// hasImage reports whether a layer is an EROFS image.
+func (s Spec) hasImage() bool {
+	return slices.ContainsFunc(s.Layers, func(l Layer) bool { return l.Kind == EROFS })
+}
+
+// cloneReadOnly is a read-only bind mount of the only layer, detached.
+func (s Spec) cloneReadOnly() (*os.File, error) {
+	path := s.Layers[0].Path
+	root, err := s.Layers[0].mounted()
+	if err != nil {
+		return nil, err
+	}
+	defer root.Close() // read only
+	fd, err := unix.OpenTree(int(root.Fd()), "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)
 	if err != nil {
 		return nil, fmt.Errorf("clone mount of %s: %w", path, err)
 	}
@@ -268,11 +292,14 @@ func set(fsfd int, o option) error {
 // fsconfig string may be (256 with the zero) or holds a character that overlayfs
 // unescapes; then by its descriptor.
 func optionName(dir *os.File) string {
-	if path := dir.Name(); len(path) < 256 && filepath.IsAbs(path) && !strings.ContainsAny(path, `\,:`) {
+	if path := dir.Name(); len(path) < maxOption && filepath.IsAbs(path) && !strings.ContainsAny(path, `\,:`) {
 		return path
 	}
 	return "/proc/self/fd/" + strconv.Itoa(int(dir.Fd()))
 }
+
+// maxOption is how long the value of an fsconfig option may be, with the zero at its end.
+const maxOption = 256
 
 // dirs are the directories of an overlay, open so that each error names the one
 // it is about, and so that they have a short name.
@@ -285,7 +312,7 @@ type dirs struct {
 func (s Spec) open() (*dirs, error) {
 	d := &dirs{label: s.Label}
 	for i := len(s.Layers) - 1; i >= 0; i-- {
-		f, err := openDir(s.Layers[i].Path)
+		f, err := s.Layers[i].mounted()
 		if err != nil {
 			d.close()
 			return nil, err

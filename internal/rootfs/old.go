@@ -35,7 +35,7 @@ func (s Spec) mountOld() (mount *os.File, err error) {
 
 // mountOn mounts on place by mount(2). It changes the working directory of the thread.
 func (s Spec) mountOn(place string) error {
-	if s.isDirectory() {
+	if s.isSingle() {
 		return bindReadOnly(s.Layers[0].Path, place)
 	}
 	dirs, err := s.open()

@@ -4,6 +4,8 @@
 // without, having a place in any mount namespace.
 package rootfs
 
+import "os"
+
 // Kind is the form in which a layer is stored.
 type Kind string
 
@@ -19,6 +21,11 @@ type Layer struct {
 	Kind Kind     `json:"kind"`
 	Path string   `json:"path"`           // the directory, or the EROFS image
 	Data []string `json:"data,omitempty"` // EROFS: its data files, in device order
+
+	// Mount is a mount of the EROFS image that is there already, see Open; nil: it is mounted each time.
+	Mount *os.File `json:"-"`
+	// Passed says, in an order to a launcher, that Mount comes with it.
+	Passed bool `json:"passed,omitempty"`
 }
 
 // Spec tells how to assemble a root filesystem. It is sent to the launcher as JSON.

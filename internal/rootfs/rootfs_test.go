@@ -311,7 +311,8 @@ func TestErrors(t *testing.T) {
 		text string
 	}{
 		{"no layers", Spec{}, fs.ErrInvalid, "without layers"},
-		{"erofs", Spec{Layers: []Layer{{Kind: EROFS, Path: "/x.erofs"}}}, errors.ErrUnsupported, "/x.erofs"},
+		{"another kind", Spec{Layers: []Layer{{Kind: "tar", Path: "/x.tar"}}}, errors.ErrUnsupported, "/x.tar"},
+		{"missing image", Spec{Layers: []Layer{{Kind: EROFS, Path: "/x.erofs"}}}, fs.ErrNotExist, "/x.erofs"},
 		{"no kind", Spec{Layers: []Layer{{Path: "/x"}}}, errors.ErrUnsupported, "/x"},
 		{"upper only", Spec{Layers: []Layer{good}, Upper: dir}, fs.ErrInvalid, "upper"},
 		{"missing layer", Spec{Layers: []Layer{good, {Kind: Directory, Path: dir + "/none"}}}, fs.ErrNotExist, dir + "/none"},

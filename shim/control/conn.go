@@ -19,8 +19,8 @@ const (
 	// maxMessage bounds what a corrupt length can make us allocate. A spec with
 	// its seccomp profile is some tens of KB.
 	maxMessage = 16 << 20
-	// maxFDs is how many descriptors one message carries at most.
-	maxFDs = 8
+	// maxFDs is how many descriptors one message carries at most: an exec's three, or the mounts of a container's images.
+	maxFDs = 32
 )
 
 // Conn is one end of the connection: JSON messages, each after its length (four

@@ -31,8 +31,9 @@ const destroyPatience = 10 * time.Second
 // launch is one container on its way.
 type launch struct {
 	*control.Launch
-	l    *launcher
-	undo *cleanup.List
+	l      *launcher
+	mounts []*os.File // that came with it
+	undo   *cleanup.List
 
 	group   *cgroup.Group
 	maker   maker
@@ -53,8 +54,8 @@ type launch struct {
 
 // serveLaunch carries out a launch order. For a container it does not return if it
 // succeeds; otherwise this process has no further use.
-func (l *launcher) serveLaunch(order *control.Launch) error {
-	c := &launch{Launch: order, l: l, undo: cleanup.New(), timedTo: trace.Now()}
+func (l *launcher) serveLaunch(order *control.Launch, mounts []*os.File) error {
+	c := &launch{Launch: order, l: l, mounts: mounts, undo: cleanup.New(), timedTo: trace.Now()}
 	c.maker = c.newMaker()
 	c.ctx, c.abort = context.WithCancel(context.Background())
 	failpoint.Reach("launcher.launch-ordered")
@@ -85,6 +86,9 @@ func (c *launch) run() (err error) {
 	if err := c.check(); err != nil {
 		return err
 	}
+	if err := c.TakeMounts(c.mounts); err != nil {
+		return control.Errorf(control.Internal, "%v", err)
+	}
 	stop := c.watchDaemon()
 	defer stop()
 	for _, step := range []struct {
@@ -93,6 +97,7 @@ func (c *launch) run() (err error) {
 	}{
 		{"mount root filesystem", c.mountRootfs},
 		{"mount volumes", c.mountVolumes},
+		{"", c.closeMounts},
 		{"", c.prepare},
 		{"", c.openIO},
 		{"", c.noteLauncher},
@@ -185,6 +190,14 @@ func (c *launch) mountRootfs() error {
 	}
 	c.Spec.Root = &specs.Root{Path: dir, Readonly: c.Rootfs.Upper == "" || c.Spec.Root != nil && c.Spec.Root.Readonly}
 	return nil
+}
+
+// closeMounts closes the mounts that came with the order: the container's mounts have what they need of them.
+func (c *launch) closeMounts() (failed error) {
+	for _, f := range c.mounts {
+		failed = errors.Join(failed, f.Close())
+	}
+	return failed
 }
 
 // mountAt mounts layers on dir, which it makes, here and nowhere else.

@@ -92,7 +92,7 @@ func (l *launcher) serve() error {
 		}
 		switch {
 		case r.Launch != nil:
-			return l.serveLaunch(r.Launch)
+			return l.serveLaunch(r.Launch, files)
 		case r.Exec != nil:
 			err = l.serveExec(r.Exec, files)
 		case r.Kill != "":

@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/image/erofs"
 	"berth/image/unpack/confine"
 	"berth/internal/rootfs"
 )
@@ -23,7 +24,7 @@ const (
 )
 
 func checkDirectories(_ context.Context, n *Node) []Finding {
-	findings := []Finding{n.checkRoom(), n.checkOverlay()}
+	findings := []Finding{n.checkRoom(), n.checkOverlay(), n.checkLayerDriver()}
 	dir := nearest(n.Config.State)
 	var st unix.Statfs_t
 	if err := unix.Statfs(dir, &st); err == nil && st.Type != unix.TMPFS_MAGIC && st.Type != unix.RAMFS_MAGIC {
@@ -74,6 +75,22 @@ func (n *Node) checkOverlay() Finding {
 		return lacking(Failure, subject, err.Error(), "put root on a file system that can be overlayfs' upper layer: ext4, or XFS with ftype=1; not on an overlay")
 	}
 	return ok(subject, "overlayfs works on %s", nearest(n.Config.Root))
+}
+
+// checkLayerDriver finds out in which form layers would be kept.
+func (n *Node) checkLayerDriver() Finding {
+	const subject = "layers of images"
+	if n.Config.LayerDriver == string(rootfs.Directory) {
+		return ok(subject, "kept as directories")
+	}
+	err := erofs.Probe(nearest(n.Config.Root))
+	switch {
+	case err == nil:
+		return ok(subject, "kept as EROFS images")
+	case n.Config.LayerDriver == string(rootfs.EROFS):
+		return lacking(Failure, subject, err.Error(), "run Linux 6.15 or later, with root on a file system other than a tmpfs; or set layer_driver to auto")
+	}
+	return ok(subject, "kept as directories: %v", err)
 }
 
 func tryOverlay(dir string) (err error) {

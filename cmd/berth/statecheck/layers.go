@@ -3,6 +3,7 @@ package statecheck
 import (
 	"github.com/opencontainers/go-digest"
 
+	"berth/image"
 	"berth/image/layer"
 	"berth/sandbox/record"
 )
@@ -10,9 +11,16 @@ import (
 // Layers: each layer that an image or a container needs is there; each that is there is needed by
 // one, or being pulled. What is in a place of layers is one.
 
-func (f *facts) readLayers() (err error) {
-	f.layers, err = layer.Inspect(f.imageRoot())
-	return err
+func (f *facts) readLayers() error {
+	f.layers = layer.NewSurvey()
+	for _, root := range image.LayerRoots(f.imageRoot()) {
+		found, err := layer.Inspect(root)
+		if err != nil {
+			return err
+		}
+		f.layers.Add(found)
+	}
+	return nil
 }
 
 func compareLayers(f *facts, d *finder) {

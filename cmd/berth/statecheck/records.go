@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"berth/image"
 	"berth/sandbox/record"
 )
 
@@ -20,7 +21,8 @@ import (
 var (
 	inRoot   = []string{"pods", "containers", "runtime", "images", "sandboxes", "rootfs", "empty", "bin", "cni", "lock"}
 	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock"}
-	inImages = []string{"records", "layers", "joins", "tmp", "trash", "empty-directory"}
+	inImages = []string{"records", "layers", "joins", "tmp", "trash", "empty-directory", "erofs"}
+	inErofs  = []string{"layers", "joins", "tmp", "trash", "empty-erofs"}
 )
 
 func compareRecords(f *facts, d *finder) {
@@ -42,7 +44,13 @@ func compareRecords(f *facts, d *finder) {
 	}
 	f.compareFolder(d, f.node.Root, inRoot)
 	f.compareFolder(d, f.node.State, inState)
-	f.compareFolder(d, f.imageRoot(), inImages)
+	roots := image.LayerRoots(f.imageRoot())
+	f.compareFolder(d, roots[0], inImages)
+	for _, root := range roots[1:] {
+		if _, err := os.Lstat(root); !errors.Is(err, fs.ErrNotExist) {
+			f.compareFolder(d, root, inErofs)
+		}
+	}
 	f.compareObjects(d, f.dirs.PodFiles(""), func(id string) bool { return f.pods[id] != nil })
 	f.compareObjects(d, f.dirs.Writable(""), f.known)
 	f.compareObjects(d, f.dirs.SharedMounts(), func(id string) bool { return f.pods[id] != nil && !f.podIsOver(f.pods[id]) })

@@ -10,6 +10,8 @@
 //     hands it in as a mount that has no place and no parent, without devices and set-id.
 //   - do what it likes with owners, modes and types of the files there (CAP_CHOWN, DAC_OVERRIDE,
 //     FOWNER, FSETID, MKNOD, SETFCAP). Of other capabilities it has none and gets none.
+//   - to pack a layer (Grant.OnlyData), do none of that: it reads and writes the files that it was born with, and has
+//     no capability.
 //   - make only the system calls that Go's runtime and package unpack make: it opens no socket,
 //     starts no program, makes no namespace, signals nobody. (On architectures of FiltersCalls; berth warns
 //     on others.)
@@ -25,6 +27,7 @@ import (
 	"fmt"
 	"os"
 	"runtime"
+	"slices"
 	"syscall"
 	"unsafe"
 
@@ -39,6 +42,7 @@ type Grant struct {
 	FileSize uint64 // bytes of one file
 	Files    uint64 // open files
 	CPU      uint64 // seconds of CPU time; then it is killed
+	OnlyData bool   // it opens and makes no file, and has no capability
 }
 
 // step is one of those that confine a process.
@@ -54,12 +58,12 @@ func Process(tree *os.File, grant Grant, early bool) error {
 		{"volunteer for the OOM killer", volunteer},
 		{"enter the tree", func() error { return enter(tree) }},
 		{"renounce privileges", func() error { return allThreads(unix.SYS_PRCTL, unix.PR_SET_NO_NEW_PRIVS, 1, 0) }},
-		{"give up capabilities", dropCapabilities},
+		{"give up capabilities", func() error { return dropCapabilities(grant.capabilities()) }},
 	}
 	if early {
 		steps = []step{{"check what was done early", func() error { return checkEarly(tree) }}}
 	}
-	steps = append(steps, step{"limit resources", func() error { return limit(grant) }}, step{"filter system calls", filterCalls})
+	steps = append(steps, step{"limit resources", func() error { return limit(grant) }}, step{"filter system calls", func() error { return filterCalls(grant.calls()) }})
 	for _, s := range steps {
 		if err := s.do(); err != nil {
 			return fmt.Errorf("%s: %w", s.name, err)
@@ -77,7 +81,7 @@ func checkEarly(tree *os.File) error {
 	if err := unix.Capget(&header, &sets[0]); err != nil {
 		return err
 	}
-	if sets != keptSets() {
+	if sets != setsOf(kept) { // also to pack: without the system calls they are of no use
 		return fmt.Errorf("capabilities %+v", sets)
 	}
 	if set, err := unix.PrctlRetInt(unix.PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0); err != nil {
@@ -135,21 +139,36 @@ func enter(tree *os.File) error {
 	return unix.Fchdir(fds)
 }
 
-// Capabilities that are kept.
+func (g Grant) capabilities() uint64 {
+	if g.OnlyData {
+		return 0
+	}
+	return kept
+}
+
+// calls are the system calls that remain.
+func (g Grant) calls() []uint32 {
+	if g.OnlyData {
+		return always
+	}
+	return slices.Concat(always, files)
+}
+
+// Capabilities that are kept to make files.
 const kept = 1<<unix.CAP_CHOWN | 1<<unix.CAP_DAC_OVERRIDE | 1<<unix.CAP_FOWNER | 1<<unix.CAP_FSETID | 1<<unix.CAP_MKNOD | 1<<unix.CAP_SETFCAP
 
 // dropCapabilities need not care for the bounding set: no program can be executed that had a
 // use for it.
-func dropCapabilities() error {
+func dropCapabilities(kept uint64) error {
 	header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
-	sets := keptSets()
+	sets := setsOf(kept)
 	return allThreads(unix.SYS_CAPSET, uintptr(unsafe.Pointer(&header)), uintptr(unsafe.Pointer(&sets)), 0)
 }
 
-// keptSets are the capability sets of a confined process.
-func keptSets() (sets [2]unix.CapUserData) {
+// setsOf are the capability sets of a confined process.
+func setsOf(kept uint64) (sets [2]unix.CapUserData) {
 	for i := range sets {
-		sets[i].Effective = uint32(uint64(kept) >> (32 * i))
+		sets[i].Effective = uint32(kept >> (32 * i))
 		sets[i].Permitted = sets[i].Effective
 	}
 	return sets
@@ -167,12 +186,12 @@ func allThreads(call, a, b, c uintptr) error {
 // FiltersCalls tells whether Process filters system calls on an architecture, named as GOARCH is.
 func FiltersCalls(arch string) bool { return auditArch[arch] != 0 }
 
-// filterCalls lets the process make no other system calls than those in calls, if FiltersCalls.
-func filterCalls() error {
+// filterCalls lets the process make no other system calls than those, if FiltersCalls.
+func filterCalls(calls []uint32) error {
 	if !FiltersCalls(runtime.GOARCH) {
 		return nil
 	}
-	program := filter(auditArch[runtime.GOARCH])
+	program := filter(auditArch[runtime.GOARCH], calls)
 	prog := unix.SockFprog{Len: uint16(len(program)), Filter: &program[0]}
 	_, _, errno := unix.Syscall(unix.SYS_SECCOMP, unix.SECCOMP_SET_MODE_FILTER, unix.SECCOMP_FILTER_FLAG_TSYNC, uintptr(unsafe.Pointer(&prog)))
 	runtime.KeepAlive(program)

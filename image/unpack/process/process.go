@@ -21,6 +21,7 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"path/filepath"
 	"runtime"
 	"strconv"
 	"strings"
@@ -73,9 +74,24 @@ func (p *Program) Close() error { return p.exe.Close() }
 // any layer can need, and Internal where it could not be started or broke the rules. It waits for a Read of the blob that
 // is under way; one that may take long is to be an unpack.Stopper.
 func (p *Program) Unpack(ctx context.Context, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
+	return p.do(ctx, tree, nil, blob, job)
+}
+
+// Pack does what unpack.Pack does, as Unpack does what unpack.Layer does. The process has no files but data and out.
+func (p *Program) Pack(ctx context.Context, data, out *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
+	dir, err := os.Open(filepath.Dir(data.Name()))
+	if err != nil {
+		return unpack.Result{}, errdefs.Internal("start berth-unpack: %w", err)
+	}
+	defer dir.Close() // read only
+	return p.do(ctx, dir, []*os.File{data, worker.OutFD - worker.DataFD: out}, blob, job)
+}
+
+// do unpacks a layer into tree, or packs it into files.
+func (p *Program) do(ctx context.Context, tree *os.File, files []*os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 	job.Limits = job.Limits.WithDefaults()
 	failpoint.Reach("unpack.start")
-	w, err := p.start(tree, job)
+	w, err := p.start(tree, files, job)
 	if err != nil {
 		return unpack.Result{}, errdefs.Internal("start berth-unpack: %w", err)
 	}
@@ -141,7 +157,7 @@ type work struct {
 // pipeSize is what Linux lets everybody have (fs.pipe-max-size).
 const pipeSize = 1 << 20
 
-func (p *Program) start(tree *os.File, job unpack.Job) (_ *work, err error) {
+func (p *Program) start(tree *os.File, packed []*os.File, job unpack.Job) (_ *work, err error) {
 	theirs := files{}
 	defer theirs.close()
 	mine := files{}
@@ -154,7 +170,11 @@ func (p *Program) start(tree *os.File, job unpack.Job) (_ *work, err error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := restrict(mount); errors.Is(err, unix.ENOSYS) { // Linux 5.12
+	readOnly := uint64(0)
+	if packed != nil {
+		readOnly = unix.MOUNT_ATTR_RDONLY
+	}
+	if err := restrict(mount, readOnly); errors.Is(err, unix.ENOSYS) { // Linux 5.12
 		p.unrestricted.Do(func() { p.log.Warn("berth-unpack may open devices that layers have in them", "error", err) })
 	} else if err != nil {
 		return nil, errors.Join(err, mount.Close())
@@ -182,7 +202,8 @@ func (p *Program) start(tree *os.File, job unpack.Job) (_ *work, err error) {
 	theirs.add(stderr)
 	mine.add(complaints)
 	w.in, w.out = in, out
-	if err := w.run(worker.Args(job), []*os.File{stdin, stdout, stderr, worker.TreeFD: mount, worker.ExeFD: p.exe}); err != nil {
+	inherited := append([]*os.File{stdin, stdout, stderr, worker.TreeFD: mount, worker.ExeFD: p.exe}, packed...)
+	if err := w.run(worker.Args(job, packed != nil), inherited); err != nil {
 		return nil, err
 	}
 	go func() { w.said <- firstLine(complaints) }()
@@ -211,8 +232,8 @@ func detached(tree *os.File) (*os.File, error) {
 }
 
 // restrict sees to it that devices on a mount cannot be opened, nor programs executed.
-func restrict(mount *os.File) error {
-	attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NOEXEC}
+func restrict(mount *os.File, more uint64) error {
+	attr := unix.MountAttr{Attr_set: more | unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NOEXEC}
 	if err := unix.MountSetattr(int(mount.Fd()), "", unix.AT_EMPTY_PATH, &attr); err != nil {
 		return fmt.Errorf("restrict the mount of a layer: %w", err)
 	}

@@ -4,6 +4,7 @@ import (
 	"archive/tar"
 	"bytes"
 	"compress/gzip"
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -331,6 +332,47 @@ func testEveryKind(t *testing.T, p *Program) {
 				t.Errorf("progress to %d of %d", read, result.TarBytes)
 			}
 		})
+	}
+}
+
+// A process that packs writes the files that the library writes, and nothing else.
+func TestPackEveryKind(t *testing.T) { eachBuild(t, time.Minute, testPackEveryKind) }
+
+func testPackEveryKind(t *testing.T, p *Program) {
+	blob := everyKind(t)
+	var results [2]unpack.Result
+	var files [2][2][]byte
+	for i, pack := range []func(context.Context, *os.File, *os.File, io.Reader, unpack.Job) (unpack.Result, error){unpack.Pack, p.Pack} {
+		dir := t.TempDir()
+		var opened [2]*os.File
+		for n, name := range []string{"data", "tree"} {
+			f, err := os.Create(filepath.Join(dir, name))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer f.Close()
+			opened[n] = f
+		}
+		var err error
+		if results[i], err = pack(t.Context(), opened[0], opened[1], bytes.NewReader(blob), job); err != nil {
+			t.Fatal(err)
+		}
+		for n, f := range opened {
+			if files[i][n], err = os.ReadFile(f.Name()); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if entries, err := os.ReadDir(dir); err != nil || len(entries) != 2 {
+			t.Errorf("%d files, %v", len(entries), err)
+		}
+	}
+	if !reflect.DeepEqual(results[0], results[1]) || results[0].Sum.IsZero() {
+		t.Errorf("the process says %+v, the library %+v", results[1], results[0])
+	}
+	for n, name := range []string{"data", "tree"} {
+		if !bytes.Equal(files[0][n], files[1][n]) || len(files[0][n]) == 0 {
+			t.Errorf("%s differs", name)
+		}
 	}
 }
 

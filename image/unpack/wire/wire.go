@@ -30,7 +30,7 @@ import (
 
 // Version is the first argument of berth-unpack: a daemon and a berth-unpack of different
 // versions refuse each other.
-const Version = "2"
+const Version = "3"
 
 const (
 	kindProgress = 'P' // bytes of the tar read so far

@@ -3,7 +3,7 @@
 // # Contract
 //
 // The daemon (package process) gives it the blob on its standard input, the tree as descriptor TreeFD
-// and what else there is to say as arguments. It first gives up what it does not need (package
+// (to pack the layer, a directory in which nothing can be written, and two files) and what else there is to say as arguments. It first gives up what it does not need (package
 // confine) and only then reads. Its answer, in the form of package wire, goes to standard output.
 // Standard error is for what Go's runtime has to say when it gives up.
 package worker
@@ -33,6 +33,14 @@ import (
 const (
 	TreeFD = 3 // the tree
 	ExeFD  = 4 // the program itself; it is closed at once, for its mode is not the layer's to change
+	DataFD = 5 // to pack: the file for the data
+	OutFD  = 6 // to pack: the file for the tree
+)
+
+// What is done with the layer.
+const (
+	toUnpack = "unpack"
+	toPack   = "pack"
 )
 
 const (
@@ -51,30 +59,35 @@ const (
 // progressPeriod is how often the daemon is told of progress, if there is some.
 const progressPeriod = 200 * time.Millisecond
 
-// Args are the arguments that say what a job does.
-func Args(job unpack.Job) []string {
+// Args are the arguments that say what a job does: unpack.Pack or unpack.Layer.
+func Args(job unpack.Job, pack bool) []string {
 	number := func(n int64) string { return strconv.FormatInt(n, 10) }
-	return []string{wire.Version, job.Algorithm.String(), number(job.Limits.Tar), number(job.Limits.Bytes), number(job.Limits.Entries)}
+	what := toUnpack
+	if pack {
+		what = toPack
+	}
+	return []string{wire.Version, what, job.Algorithm.String(), number(job.Limits.Tar), number(job.Limits.Bytes), number(job.Limits.Entries)}
 }
 
-func parse(args []string) (unpack.Job, error) {
-	var job unpack.Job
+func parse(args []string) (job unpack.Job, pack bool, err error) {
 	if len(args) == 0 || args[0] != wire.Version {
-		return job, errors.New("berth-unpack is started by berth, not by hand, and by a berth of its own version")
+		return job, false, errors.New("berth-unpack is started by berth, not by hand, and by a berth of its own version")
 	}
-	if len(args) != 5 {
-		return job, fmt.Errorf("%d arguments", len(args))
+	if len(args) != 6 {
+		return job, false, fmt.Errorf("%d arguments", len(args))
 	}
-	if job.Algorithm = digest.Algorithm(args[1]); !job.Algorithm.Available() {
-		return job, fmt.Errorf("digest %q", args[1])
+	if pack = args[1] == toPack; !pack && args[1] != toUnpack {
+		return job, false, fmt.Errorf("to do %q", args[1])
+	}
+	if job.Algorithm = digest.Algorithm(args[2]); !job.Algorithm.Available() {
+		return job, false, fmt.Errorf("digest %q", args[2])
 	}
 	for i, n := range []*int64{&job.Limits.Tar, &job.Limits.Bytes, &job.Limits.Entries} {
-		var err error
-		if *n, err = strconv.ParseInt(args[2+i], 10, 64); err != nil {
-			return job, err
+		if *n, err = strconv.ParseInt(args[3+i], 10, 64); err != nil {
+			return job, false, err
 		}
 	}
-	return job, nil
+	return job, pack, nil
 }
 
 // CPULimit is how much CPU time a process may take for a layer within these limits: many times what the slowest
@@ -100,7 +113,7 @@ func Main(args []string) int {
 }
 
 func run(args []string) error {
-	job, err := parse(args)
+	job, pack, err := parse(args)
 	if err != nil {
 		return err
 	}
@@ -112,6 +125,17 @@ func run(args []string) error {
 	tree := os.NewFile(TreeFD, "tree")
 	// A file is never larger than all of them may be.
 	grant := confine.Grant{Memory: memoryLimit, FileSize: uint64(job.Limits.Bytes), Files: fileLimit, CPU: uint64(CPULimit(job.Limits).Seconds())}
+	layer := func(blob io.Reader) (unpack.Result, error) {
+		return unpack.Layer(context.Background(), tree, blob, job)
+	}
+	if pack {
+		data, out := os.NewFile(DataFD, "data"), os.NewFile(OutFD, "tree")
+		grant.OnlyData = true
+		grant.FileSize += uint64(min(job.Limits.Entries, job.Limits.Tar/512))*blockSize + treeSize
+		layer = func(blob io.Reader) (unpack.Result, error) {
+			return unpack.Pack(context.Background(), data, out, blob, job)
+		}
+	}
 	if err := confine.Process(tree, grant, early.Done); err != nil {
 		return err
 	}
@@ -119,7 +143,7 @@ func run(args []string) error {
 	if err != nil {
 		return err
 	}
-	return answer(os.Stdout, tree, blob, job)
+	return answer(os.Stdout, &job, func() (unpack.Result, error) { return layer(blob) })
 }
 
 // pipe is the blob. It is an unpack.Stopper.
@@ -139,13 +163,18 @@ func (p pipe) Stop() {
 	_ = p.SetReadDeadline(time.Now()) // what cannot be ended, which no pipe is, is waited for
 }
 
+const (
+	blockSize = 4 << 10  // of a data file: each file fills its last one
+	treeSize  = 64 << 20 // of a tree with little in it
+)
+
 // answer unpacks and says what came of it.
-func answer(out io.Writer, tree *os.File, blob io.Reader, job unpack.Job) error {
+func answer(out io.Writer, job *unpack.Job, layer func() (unpack.Result, error)) error {
 	var read, steps atomic.Int64
 	job.Progress = func(n int) { read.Add(int64(n)); steps.Add(1) }
 	w := wire.NewWriter(out)
 	stop := report(w, &read, &steps)
-	result, err := unpack.Layer(context.Background(), tree, blob, job)
+	result, err := layer()
 	if err := stop(); err != nil {
 		return err
 	}

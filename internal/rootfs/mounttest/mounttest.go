@@ -37,3 +37,19 @@ func Main(m *testing.M) int {
 	}
 	return 0
 }
+
+// DiskDir is t.TempDir, but for files that the kernel is to mount: that is not on a tmpfs, whose files it does
+// not read for others.
+func DiskDir(t testing.TB) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("/var/tmp", "berth-test-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	return dir
+}

@@ -1,0 +1,203 @@
+package tree
+
+import (
+	"errors"
+	"fmt"
+	"path"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Merger puts the trees of layers on each other. Its zero value but for Pay has none yet.
+type Merger struct {
+	// Pay is called for each step from one directory to the next on the way of a hard link. An error ends the merge.
+	Pay  func() error
+	root *Node
+}
+
+// Root is the merged tree, without whiteouts, opaque directories and links to layers below; nil before the first Add.
+func (m *Merger) Root() *Node { return m.root }
+
+// Add puts a layer on those that were added before, and takes over its nodes. A hard link whose target no layer has is
+// ENOENT, one to a directory EISDIR, one that leads through too many symlinks ELOOP.
+func (m *Merger) Add(layer *Node) error {
+	links := findLinks(layer)
+	if err := m.resolveLinks(links, true); err != nil {
+		return err
+	}
+	if m.root == nil {
+		m.root = settled(layer)
+	} else {
+		if layer.Opaque {
+			m.root.Children = map[string]*Node{}
+		}
+		put(m.root, layer)
+	}
+	if err := m.resolveLinks(links, false); err != nil {
+		return err
+	}
+	for _, l := range links {
+		if err := m.place(l); err != nil {
+			return l.failed(err)
+		}
+	}
+	return nil
+}
+
+// settled is a directory of a layer with nothing below it.
+func settled(n *Node) *Node {
+	d := *n
+	d.Children, d.Opaque, d.Implied = make(map[string]*Node, len(n.Children)), false, false
+	put(&d, n)
+	return &d
+}
+
+// put puts a directory of a layer on one of the merged tree.
+func put(base, top *Node) {
+	if !top.Implied {
+		base.dressLike(top)
+	}
+	for name, n := range top.Children {
+		below := base.Children[name]
+		switch {
+		case n.IsLink(): // placed when its target is known
+		case n.IsWhiteout():
+			delete(base.Children, name)
+		case n.IsDir() && below != nil && below.IsDir() && !n.Opaque:
+			put(below, n)
+		case n.IsDir():
+			d := settled(n)
+			if n.Implied && below != nil && below.IsDir() { // opaque: what is in the one below is hidden, but not what it is like
+				d.dressLike(below)
+			}
+			base.Children[name] = d
+		default:
+			base.Children[name] = n
+		}
+	}
+}
+
+// dressLike gives a directory the attributes of another.
+func (n *Node) dressLike(other *Node) {
+	n.Mode, n.UID, n.GID, n.Sec, n.Nsec, n.Xattrs = other.Mode, other.UID, other.GID, other.Sec, other.Nsec, other.Xattrs
+}
+
+// link is a hard link to a layer below.
+type link struct {
+	name   string // its path
+	target string
+	file   *Node // what it is another name of
+}
+
+func (l *link) failed(err error) error {
+	return fmt.Errorf("hard link %q to %q: %w", clip(l.name), clip(l.target), err)
+}
+
+func clip(name string) string { return name[:min(len(name), 256)] }
+
+// findLinks returns the links of a layer, in the order of their paths.
+func findLinks(layer *Node) (links []*link) {
+	var walk func(dir *Node, at string)
+	walk = func(dir *Node, at string) {
+		for name, n := range dir.Children {
+			switch {
+			case n.IsLink():
+				links = append(links, &link{name: at + name, target: n.Target})
+			case n.IsDir():
+				walk(n, at+name+"/")
+			}
+		}
+	}
+	walk(layer, "")
+	slices.SortFunc(links, func(a, b *link) int { return strings.Compare(a.name, b.name) })
+	return links
+}
+
+// resolveLinks finds the targets of links that have none yet. Those that the layers below do not have (some is true) are asked
+// for again when the layer is on them: the way may lead through a symlink of the layer, or its tar has the link
+// before the target.
+func (m *Merger) resolveLinks(links []*link, some bool) error {
+	for _, l := range links {
+		if l.file != nil {
+			continue
+		}
+		n, err := m.resolve(l.target)
+		switch {
+		case err == nil && n.IsDir():
+			return l.failed(unix.EISDIR)
+		case err == nil:
+			l.file = n
+		case some && isPath(err):
+		case errors.Is(err, unix.ENOTDIR):
+			return l.failed(unix.ENOENT)
+		default:
+			return l.failed(err)
+		}
+	}
+	return nil
+}
+
+// isPath tells an error of the path from one of Pay.
+func isPath(err error) bool {
+	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP)
+}
+
+// maxSymlinks is the kernel's own limit of symlinks in one resolution (MAXSYMLINKS).
+const maxSymlinks = 40
+
+// resolve finds a path, following symlinks on the way as a process in the root would, but not one at its end.
+func (m *Merger) resolve(p string) (*Node, error) {
+	if m.root == nil {
+		return nil, unix.ENOENT
+	}
+	trail := []*Node{m.root}
+	rest := strings.Split(p, "/")
+	for links := 0; len(rest) > 0; {
+		if err := m.Pay(); err != nil {
+			return nil, err
+		}
+		name := rest[0]
+		rest = rest[1:]
+		switch name {
+		case "", ".":
+			continue
+		case "..":
+			trail = trail[:max(len(trail)-1, 1)]
+			continue
+		}
+		cur := trail[len(trail)-1]
+		if !cur.IsDir() {
+			return nil, unix.ENOTDIR
+		}
+		next := cur.Children[name]
+		if next == nil {
+			return nil, unix.ENOENT
+		}
+		if next.Type() != unix.S_IFLNK || len(rest) == 0 {
+			trail = append(trail, next)
+			continue
+		}
+		if links++; links > maxSymlinks {
+			return nil, unix.ELOOP
+		}
+		if path.IsAbs(next.Target) {
+			trail = trail[:1]
+		}
+		rest = slices.Concat(strings.Split(next.Target, "/"), rest)
+	}
+	return trail[len(trail)-1], nil
+}
+
+// place gives the file of a link its name. The directory is there: the layer has it, with the link in it.
+func (m *Merger) place(l *link) error {
+	dir, names := m.root, strings.Split(l.name, "/")
+	for _, name := range names[:len(names)-1] {
+		if dir = dir.Children[name]; dir == nil || !dir.IsDir() {
+			return unix.ENOTDIR
+		}
+	}
+	dir.Children[names[len(names)-1]] = l.file
+	return nil
+}

@@ -1,0 +1,86 @@
+package tree
+
+import (
+	"maps"
+	"slices"
+
+	"golang.org/x/sys/unix"
+)
+
+// BlockSize is that of data files: a file begins at a block. It is the one that every kernel's EROFS mounts.
+const BlockSize = 4096
+
+// Node is a file of any type. One that has several names is one Node. A Node without a type (Mode is 0) is a hard
+// link to a file of a layer below, whose path is Target.
+type Node struct {
+	Mode     uint32 // type and permissions, as in stat(2); a char device 0:0 is a whiteout
+	UID, GID uint32
+	Sec      int64 // time of modification
+	Nsec     uint32
+	Major    uint32 // of a device
+	Minor    uint32
+	Xattrs   []Xattr // sorted by name
+	Target   string  // of a symlink, as it is
+	Data     Data    // of a regular file
+
+	Children map[string]*Node // of a directory
+	Opaque   bool             // nothing of the layers below is to be seen in it
+	Implied  bool             // the layer does not list it: it has the attributes of the one below, if there is one
+}
+
+// Xattr is an extended attribute.
+type Xattr struct{ Name, Value string }
+
+// Data is where the content of a regular file is: one range of a data file, a whole number of blocks.
+type Data struct {
+	Size   int64
+	Device int    // which data file; Decode's argument
+	Block  uint32 // the first one
+	// Holes, if there are any, has a bit for each chunk of 1<<ChunkBits blocks, the first one's the lowest of the first byte:
+	// whether there is nothing but zeros in it.
+	Holes     []byte
+	ChunkBits uint8
+	Hash      uint64 // of the content, for who has just written it: it is not encoded
+}
+
+// MaxChunks is how many chunks a file with holes has at most.
+const MaxChunks = 4096
+
+// Blocks is how many blocks the range has.
+func (d *Data) Blocks() int64 { return (d.Size + BlockSize - 1) / BlockSize }
+
+// Chunks is how many chunks the file has.
+func (d *Data) Chunks() int64 {
+	return (d.Blocks() + 1<<d.ChunkBits - 1) >> d.ChunkBits
+}
+
+// IsHole reports whether a chunk has nothing in it.
+func (d *Data) IsHole(chunk int64) bool {
+	return len(d.Holes) > 0 && d.Holes[chunk/8]&(1<<(chunk%8)) != 0
+}
+
+// ChunkBitsOf is how large the chunks of a file are whose holes are to be noted.
+func ChunkBitsOf(size int64) (bits uint8) {
+	for d := (&Data{Size: size}); d.Chunks() > MaxChunks; bits++ {
+		d.ChunkBits = bits + 1
+	}
+	return bits
+}
+
+// NewDir returns a directory of root's with nothing in it.
+func NewDir() *Node { return &Node{Mode: unix.S_IFDIR | 0o755, Children: map[string]*Node{}} }
+
+// Type is the type in Mode, 0 for a link to a layer below.
+func (n *Node) Type() uint32 { return n.Mode & unix.S_IFMT }
+
+// IsDir reports whether n is a directory.
+func (n *Node) IsDir() bool { return n.Type() == unix.S_IFDIR }
+
+// IsLink reports whether n is a hard link to a layer below.
+func (n *Node) IsLink() bool { return n.Mode == 0 }
+
+// IsWhiteout reports whether n hides what the layers below have of its name.
+func (n *Node) IsWhiteout() bool { return n.Type() == unix.S_IFCHR && n.Major == 0 && n.Minor == 0 }
+
+// Names are the names in a directory, sorted.
+func (n *Node) Names() []string { return slices.Sorted(maps.Keys(n.Children)) }

@@ -1,0 +1,159 @@
+package tree
+
+import (
+	"bytes"
+	"errors"
+	"math"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+var limit = Limit{Bytes: 1 << 20, Nodes: 1000, Blocks: 1 << 30}
+
+// sample has a node of every kind.
+func sample() *Node {
+	file := &Node{
+		Mode: unix.S_IFREG | 0o4755, UID: math.MaxUint32 - 1, GID: 7, Sec: -5, Nsec: 999_999_999,
+		Xattrs: []Xattr{{"security.capability", "c"}, {"user.a", ""}},
+		Data:   Data{Size: 5 << 30, Block: 9, ChunkBits: ChunkBitsOf(5 << 30), Holes: bytes.Repeat([]byte{1}, 320)},
+	}
+	root := NewDir()
+	root.Opaque = true
+	root.Children = map[string]*Node{
+		"a": file, "b": file, "c": {Mode: unix.S_IFCHR}, "d": {Target: "x/y"}, "e": {Mode: unix.S_IFLNK | 0o777, Target: "t"},
+		"f": {Mode: unix.S_IFBLK | 0o600, Major: maxMajor, Minor: maxMinor}, "g": {Mode: unix.S_IFIFO}, "h": {Mode: unix.S_IFREG},
+		"i": {Mode: unix.S_IFDIR | 0o1777, Implied: true, Children: map[string]*Node{"again": file}}, "j": {Mode: unix.S_IFCHR, Minor: 1},
+	}
+	return root
+}
+
+func encoded(t testing.TB, n *Node) []byte {
+	t.Helper()
+	var b bytes.Buffer
+	if err := Encode(&b, n); err != nil {
+		t.Fatal(err)
+	}
+	return b.Bytes()
+}
+
+// What is decoded is what was encoded, second names included.
+func TestDecode(t *testing.T) {
+	data := encoded(t, sample())
+	got, names, err := Decode(bytes.NewReader(data), 0, limit)
+	if err != nil || names != 12 {
+		t.Fatal(names, err)
+	}
+	if again := encoded(t, got); !bytes.Equal(again, data) {
+		t.Errorf("%q\n%q", again, data)
+	}
+	if got.Children["a"] != got.Children["i"].Children["again"] || got.Children["a"].Data.Block != 9 || !got.Children["i"].Implied || !got.Opaque {
+		t.Error("not what it was")
+	}
+}
+
+// A tree that no filesystem can have, or that is beyond the limits, is refused.
+func TestDecodeRefuses(t *testing.T) {
+	with := func(change func(root, file *Node)) []byte {
+		root := sample()
+		change(root, root.Children["a"])
+		return encoded(t, root)
+	}
+	cases := map[string][]byte{
+		"nothing":         nil,
+		"another version": []byte("berth tree 2\n"),
+		"more behind":     append(encoded(t, sample()), 0),
+		"a file as root":  encoded(t, &Node{Mode: unix.S_IFREG}),
+		"owner":           with(func(_, f *Node) { f.UID = math.MaxUint32 }),
+		"nanoseconds":     with(func(_, f *Node) { f.Nsec = 1e9 }),
+		"behind the data": with(func(_, f *Node) { f.Data.Block = 1<<30 - 3 }),
+		"holes":           with(func(_, f *Node) { f.Data.Holes = f.Data.Holes[1:] }),
+		"chunks":          with(func(_, f *Node) { f.Data.ChunkBits++ }),
+		"overlay's xattr": with(func(_, f *Node) { f.Xattrs = []Xattr{{"trusted.overlay.redirect", "/"}} }),
+		"overlay's user":  with(func(_, f *Node) { f.Xattrs = []Xattr{{"user.overlay.redirect", "/"}} }),
+		"xattrs' order":   with(func(_, f *Node) { f.Xattrs = []Xattr{{"user.b", ""}, {"user.a", ""}} }),
+		"large xattrs": with(func(_, f *Node) {
+			v := strings.Repeat("x", MaxXattrValue)
+			f.Xattrs = []Xattr{{"user.a", v}, {"user.b", v}, {"user.c", v}, {"user.d", v}}
+		}),
+		"slash":          with(func(r, f *Node) { r.Children["x/y"] = f }),
+		"dots":           with(func(r, f *Node) { r.Children[".."] = f }),
+		"zero":           with(func(r, f *Node) { r.Children["x\x00"] = f }),
+		"long name":      with(func(r, f *Node) { r.Children[strings.Repeat("n", 256)] = f }),
+		"minor":          with(func(r, _ *Node) { r.Children["f"].Minor++ }),
+		"empty target":   with(func(r, _ *Node) { r.Children["e"].Target = "" }),
+		"zero in target": with(func(r, _ *Node) { r.Children["e"].Target = "a\x00" }),
+		"deep": with(func(r, _ *Node) {
+			for range 17 {
+				d := NewDir()
+				r.Children[strings.Repeat("d", 250)] = d
+				r = d
+			}
+		}),
+	}
+	for name, data := range cases {
+		if _, _, err := Decode(bytes.NewReader(data), 0, limit); !errors.Is(err, errMalformed) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	data := encoded(t, sample())
+	for n := range data {
+		if _, _, err := Decode(bytes.NewReader(data[:n]), 0, limit); err == nil {
+			t.Errorf("%d bytes of %d are a tree", n, len(data))
+		}
+	}
+	for _, l := range []Limit{{Bytes: int64(len(data)) - 1, Nodes: 100, Blocks: 1 << 30}, {Bytes: 1 << 20, Nodes: 11, Blocks: 1 << 30}} {
+		if _, _, err := Decode(bytes.NewReader(data), 0, l); !errors.Is(err, ErrTooLarge) {
+			t.Errorf("%+v: %v", l, err)
+		}
+	}
+}
+
+// FuzzDecode decodes anything; what is a tree is merged, and is encoded as the same bytes again.
+func FuzzDecode(f *testing.F) {
+	f.Add(encoded(f, sample()))
+	f.Add(encoded(f, NewDir()))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		root, names, err := Decode(bytes.NewReader(data), 0, limit)
+		if err != nil {
+			return
+		}
+		if names > limit.Nodes {
+			t.Errorf("%d names", names)
+		}
+		again := encoded(t, root)
+		if second, _, err := Decode(bytes.NewReader(again), 0, limit); err != nil || !bytes.Equal(encoded(t, second), again) {
+			t.Errorf("decoded again: %v", err)
+		}
+		steps := 0
+		m := &Merger{Pay: func() error {
+			if steps++; steps > 1<<20 {
+				return ErrTooLarge
+			}
+			return nil
+		}}
+		if m.Add(sample()) == nil {
+			t.Error("a link to nowhere")
+		}
+		m = &Merger{Pay: m.Pay}
+		for range 2 {
+			if err := m.Add(root); err != nil {
+				return
+			}
+			checkMerged(t, m.Root())
+			if root, _, err = Decode(bytes.NewReader(data), 1, limit); err != nil {
+				t.Fatal(err)
+			}
+		}
+	})
+}
+
+func checkMerged(t *testing.T, n *Node) {
+	for name, child := range n.Children {
+		if child.IsWhiteout() || child.IsLink() || child.Opaque || child.Implied {
+			t.Errorf("%q is %+v", name, child)
+		}
+		checkMerged(t, child)
+	}
+}

@@ -1,0 +1,93 @@
+package rootfs
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strconv"
+
+	"golang.org/x/sys/unix"
+)
+
+// mounted returns the directory of a layer, or a mount of its image.
+func (l Layer) mounted() (*os.File, error) {
+	if l.Kind == EROFS {
+		return l.mountImage()
+	}
+	return openDir(l.Path)
+}
+
+// mountImage mounts an EROFS image from its file (Linux 6.12), detached. If the layer has a Mount, that is used:
+// each mount of the file is a filesystem of its own to the kernel, with a page cache of its own.
+func (l Layer) mountImage() (*os.File, error) {
+	if l.Mount != nil {
+		fd, err := unix.FcntlInt(l.Mount.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+		runtime.KeepAlive(l.Mount)
+		if err != nil {
+			return nil, fmt.Errorf("duplicate the mount of %s: %w", l.Path, err)
+		}
+		return os.NewFile(uintptr(fd), "erofs"), nil
+	}
+	fsfd, err := unix.Fsopen("erofs", unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("open erofs filesystem: %w", orUnsupported(err))
+	}
+	defer unix.Close(fsfd)
+	names := fileNames{}
+	defer names.close()
+	if err := names.set(fsfd, "source", l.Path); err != nil {
+		return nil, err
+	}
+	for _, data := range l.Data {
+		if err := names.set(fsfd, "device", data); err != nil {
+			return nil, err
+		}
+	}
+	if err := unix.FsconfigCreate(fsfd); err != nil {
+		if err == unix.ENOTBLK { // before Linux 6.12, or configured so
+			err = fmt.Errorf("%w (%w)", errors.ErrUnsupported, err)
+		}
+		return nil, fmt.Errorf("mount image %s: %w%s", l.Path, err, messages(fsfd))
+	}
+	fd, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_RDONLY)
+	if err != nil {
+		return nil, fmt.Errorf("mount image %s: %w", l.Path, err)
+	}
+	return os.NewFile(uintptr(fd), "erofs"), nil
+}
+
+// fileNames are files that are open because their paths are too long for fsconfig(2).
+type fileNames []*os.File
+
+func (n *fileNames) set(fsfd int, option, path string) error {
+	name := path
+	if len(path) >= maxOption || !filepath.IsAbs(path) {
+		fd, err := unix.Open(path, unix.O_PATH|unix.O_CLOEXEC, 0)
+		if err != nil {
+			return fmt.Errorf("open %s: %w", path, err)
+		}
+		*n = append(*n, os.NewFile(uintptr(fd), path))
+		name = "/proc/self/fd/" + strconv.Itoa(fd)
+	}
+	if err := unix.FsconfigSetString(fsfd, option, name); err != nil {
+		return fmt.Errorf("erofs option %s=%s: %w%s", option, path, err, messages(fsfd))
+	}
+	return nil
+}
+
+func (n *fileNames) close() {
+	for _, f := range *n {
+		f.Close() // O_PATH: nothing to lose
+	}
+}
+
+// Open mounts the layer, if it is an EROFS image: the file is for its Mount. Who has it closes it.
+func (l Layer) Open() (*os.File, error) {
+	if l.Kind != EROFS {
+		return nil, fmt.Errorf("mount layer %s of kind %q: %w", l.Path, l.Kind, errors.ErrUnsupported)
+	}
+	l.Mount = nil
+	return l.mountImage()
+}
