@@ -24,6 +24,9 @@ type bench struct {
 	registry *fixture.Registry
 	subjects []*subject.Subject
 	results  report.Results
+	pushed   map[string]string // images for pulls, by their layers' form
+
+	timelines []report.Timeline
 }
 
 // open starts the registry and all runtimes. One that does not start is left out, unless it is berth.
@@ -39,7 +42,7 @@ func (b *bench) open(ctx context.Context) error {
 		}
 	}
 	site := &subject.Site{Machine: b.machine, Dir: b.dir, State: b.state, Work: work}
-	s, err := site.Berth(ctx, b.berth, false)
+	s, err := site.Berth(ctx, b.berth, b.revision, false)
 	if err != nil {
 		return err
 	}
@@ -49,7 +52,7 @@ func (b *bench) open(ctx context.Context) error {
 		return err
 	}
 	if own {
-		b.add(site.Berth(ctx, b.berth, true))
+		b.add(site.Berth(ctx, b.berth, b.revision, true))
 	}
 	if b.peers != "" {
 		if err := b.openPeers(ctx, site); err != nil {
@@ -181,6 +184,9 @@ func (b *bench) measure(ctx context.Context) {
 		if !slices.ContainsFunc(report.Rows, func(r report.Row) bool { return b.selected(r) && slices.Contains(e.rows, r.Key) }) {
 			continue
 		}
+		if slices.Contains(e.rows, "kubelet-110") && b.kubelet == "" {
+			continue
+		}
 		subjects := slices.Clone(b.subjects)
 		subjects = slices.DeleteFunc(subjects, func(s *subject.Subject) bool { return !e.suits(s) })
 		begin := time.Now()
@@ -192,6 +198,9 @@ func (b *bench) measure(ctx context.Context) {
 			b.experiment(ctx, e, subjects)
 		}
 		fmt.Fprintf(os.Stderr, "bench: %s: %v\n", e.name, time.Since(begin).Round(time.Second))
+		if err := b.write(); err != nil {
+			fmt.Fprintln(os.Stderr, "bench:", err)
+		}
 	}
 }
 
@@ -277,6 +286,10 @@ func (c *contestant) sample(ctx context.Context, warmUp bool) {
 // fail notes an error for all rows of the experiment, and removes what is left.
 func (c *contestant) fail(ctx context.Context, err error) {
 	c.failed = true
+	if ctx.Err() != nil { // we have been interrupted: it has not failed
+		c.clean(ctx)
+		return
+	}
 	c.b.complain(c.s, fmt.Errorf("%s: %w", c.e.name, err))
 	for _, row := range c.e.rows {
 		c.b.results.Of(row, c.s.Column).Failed = err.Error()

@@ -7,6 +7,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"berth/integration/bench/subject"
+	"berth/integration/fixture"
 )
 
 // values are what one sample gives, by row.
@@ -31,9 +32,13 @@ type experiment struct {
 
 var experiments = []experiment{
 	lifecycle("host", plugins), lifecycle("cni", plugins), lifecycle("own", ownNetwork),
+	timelines("host", plugins), timelines("cni", plugins), timelines("own", ownNetwork),
 	calls,
 	memory,
 	burst("host", plugins), burst("cni", plugins), burst("own", ownNetwork),
+	pull("gzip", fixture.Gzip), pull("zstd", fixture.Zstd),
+	fleet,
+	throughKubelet,
 }
 
 func plugins(s *subject.Subject) bool    { return !s.OwnNetwork }

@@ -15,6 +15,8 @@ import (
 	"os/signal"
 	"regexp"
 	goruntime "runtime"
+	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -23,14 +25,17 @@ import (
 )
 
 type options struct {
-	berth   string // directory of programs
-	peers   string
-	image   string
-	samples int
-	rows    *regexp.Regexp
-	dir     string // on a disk
-	state   string // on tmpfs
-	machine string // name of the cgroup for all of it
+	berth    string // directory of programs
+	peers    string
+	revision string // of berth
+	image    string
+	samples  int
+	rows     *regexp.Regexp
+	dir      string // on a disk
+	state    string // on tmpfs
+	machine  string // name of the cgroup for all of it
+	kubelet  string // program; empty: no row needs it
+	docs     string // directory for performance.md
 
 	external []string
 }
@@ -39,6 +44,7 @@ func main() {
 	o := options{rows: regexp.MustCompile("")}
 	flag.StringVar(&o.berth, "berth", "bin", "directory of berth's programs")
 	flag.StringVar(&o.peers, "peers", "", "directory of the programs of others; empty: none")
+	flag.StringVar(&o.revision, "revision", "", "what berth's version is not precise enough for")
 	flag.StringVar(&o.image, "image", "", "image of the pods, with sh, sleep and true; empty: one that a registry on loopback serves")
 	flag.IntVar(&o.samples, "samples", 30, "samples of each row and runtime, where time allows")
 	flag.Func("rows", "rows to measure: a regular expression that matches part of their keys", func(text string) (err error) {
@@ -48,6 +54,8 @@ func main() {
 	flag.StringVar(&o.dir, "dir", "", "directory on a disk for everything that outlives a reboot")
 	flag.StringVar(&o.state, "state", "", "directory for everything that does not")
 	flag.StringVar(&o.machine, "machine", os.Getenv("BERTH_MACHINE"), "cgroup below which everything is")
+	flag.StringVar(&o.kubelet, "kubelet", "", "kubelet, for the row that needs one")
+	flag.StringVar(&o.docs, "docs", "", "directory in which performance.md and its drawings are written; empty: none")
 	flag.Parse()
 	o.external = flag.Args()
 	ctx, stop := signal.NotifyContext(context.Background(), unix.SIGINT, unix.SIGTERM)
@@ -65,13 +73,13 @@ func run(ctx context.Context, o options) (err error) {
 	if !selectsAny(o.rows) {
 		return fmt.Errorf("-rows %q matches none of %v", o.rows, keys())
 	}
-	b := &bench{options: o}
+	b := &bench{options: o, pushed: map[string]string{}}
 	defer func() { err = errors.Join(err, b.close()) }()
 	if err := b.open(ctx); err != nil {
 		return err
 	}
 	b.measure(ctx)
-	fmt.Printf("%d CPUs, Linux %s, %s; medians / 99th percentiles of %d samples\n\n", goruntime.NumCPU(), kernel(), cgroups(), o.samples)
+	fmt.Println(b.setting())
 	if err := report.Table(os.Stdout, &b.results, b.columns(), b.selected); err != nil {
 		return err
 	}
@@ -92,6 +100,49 @@ func keys() (all []string) {
 		all = append(all, row.Key)
 	}
 	return all
+}
+
+// write writes the page and its drawings, also before all is measured.
+func (b *bench) write() error {
+	if b.docs == "" {
+		return nil
+	}
+	return report.Page{
+		Setting: b.setting(), Results: &b.results, Columns: b.columns(), Timelines: b.timelines,
+	}.Write(b.docs)
+}
+
+// setting tells what was measured where.
+func (b *bench) setting() string {
+	var versions []string
+	for _, c := range b.columns() {
+		versions = append(versions, c.Version)
+	}
+	return fmt.Sprintf("%s, %d CPUs, %.0f GiB, Linux %s, %s; %s; %d samples (rows that take long have fewer); %s.\n", processor(), goruntime.NumCPU(), memorySize(),
+		kernel(), cgroups(), strings.Join(versions, ", "), b.samples, time.Now().UTC().Format("2 January 2006"))
+}
+
+// processor is what the processor calls itself.
+func processor() string {
+	content, err := os.ReadFile("/proc/cpuinfo")
+	if err != nil {
+		return "unknown processor"
+	}
+	for line := range strings.Lines(string(content)) {
+		if name, value, _ := strings.Cut(line, ":"); strings.TrimSpace(name) == "model name" {
+			return strings.TrimSpace(value)
+		}
+	}
+	return goruntime.GOARCH
+}
+
+// memorySize is the machine's memory in GiB.
+func memorySize() float64 {
+	var info unix.Sysinfo_t
+	if err := unix.Sysinfo(&info); err != nil {
+		return 0
+	}
+	return float64(info.Totalram) * float64(info.Unit) / (1 << 30)
 }
 
 func kernel() string {

@@ -1,8 +1,12 @@
 package report
 
 import (
+	"os"
+	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
+	"time"
 )
 
 func TestQuantile(t *testing.T) {
@@ -59,5 +63,52 @@ func TestKeysAreUnique(t *testing.T) {
 			t.Errorf("key %q", row.Key)
 		}
 		seen[row.Key] = true
+	}
+}
+
+func TestPage(t *testing.T) {
+	var results Results
+	*results.Of("start-host", Ours) = Series{Values: []float64{16}}
+	*results.Of("exec", Ours) = Series{Values: []float64{4}}
+	*results.Of("exec", "other") = Series{Failed: "it `fails`\nfor this reason"}
+	dir := t.TempDir()
+	page := Page{Setting: "here", Results: &results, Columns: []Column{{Name: "other"}, {Name: Ours}},
+		Timelines: []Timeline{{Network: "host", Name: Ours, Took: 3 * time.Millisecond, Spans: []Span{{Name: "RunPodSandbox", End: 3 * time.Millisecond}}}}}
+	if err := page.Write(dir); err != nil {
+		t.Fatal(err)
+	}
+	content, err := os.ReadFile(filepath.Join(dir, "performance.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{
+		"| host network, to Running, ms | 15.0 | – | 16.0 |\n",
+		"| ExecSync `true`, ms | 5.00 | failed | **4.00** |\n",
+		"- **host network, to Running**: 16.0 instead of 15.0 ms.",
+		"- ExecSync `true`, other, after 0 samples: `it 'fails'`\n",
+	} {
+		if !strings.Contains(string(content), want) {
+			t.Errorf("the page lacks %q:\n%s", want, content)
+		}
+	}
+	drawing, err := os.ReadFile(filepath.Join(dir, "performance-host.svg"))
+	if err != nil || !strings.Contains(string(drawing), "RunPodSandbox") {
+		t.Errorf("the drawing: %v:\n%s", err, drawing)
+	}
+}
+
+func TestParseWhy(t *testing.T) {
+	got := parseWhy("What this is.\n\n## exec\nBecause\nof that.\n\n## start-host\nx\n")
+	if len(got) != 2 || got["exec"] != "Because of that." || got["start-host"] != "x" {
+		t.Errorf("got %q", got)
+	}
+}
+
+// Reasons are for rows that there are.
+func TestWhyNamesRows(t *testing.T) {
+	for key, reason := range parseWhy(why) {
+		if !slices.ContainsFunc(Rows, func(r Row) bool { return r.Key == key }) || reason == "" {
+			t.Errorf("%q: %q", key, reason)
+		}
 	}
 }

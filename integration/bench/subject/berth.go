@@ -12,7 +12,8 @@ import (
 )
 
 // Berth starts the berth of a directory of programs, with the CNI plugins of the distribution or with its own network.
-func (at *Site) Berth(ctx context.Context, bin string, ownNetwork bool) (*Subject, error) {
+// revision is the commit that it is from.
+func (at *Site) Berth(ctx context.Context, bin, revision string, ownNetwork bool) (*Subject, error) {
 	name := "berth"
 	if ownNetwork {
 		name = "berth-own"
@@ -33,7 +34,7 @@ func (at *Site) Berth(ctx context.Context, bin string, ownNetwork bool) (*Subjec
 	if err != nil {
 		return nil, err
 	}
-	s := &Subject{Column: "berth", OwnNetwork: ownNetwork, Root: filepath.Join(at.Dir, name, "root")}
+	s := &Subject{Column: "berth", with: revision, OwnNetwork: ownNetwork, Root: filepath.Join(at.Dir, name, "root")}
 	return at.start(ctx, s, recipe{
 		name: name, programs: programs,
 		// Beside another daemon, that of this machine perhaps.

@@ -4,7 +4,9 @@ import (
 	"context"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"strings"
 )
 
 // unified is where cgroup v2 is mounted beside v1, in hybrid mode.
@@ -40,6 +42,11 @@ func (at *Site) Containerd(ctx context.Context, peers, ociRuntime, registry, san
 		return nil, err
 	}
 	s := &Subject{Column: "containerd + " + oci, Root: root}
+	version, err := exec.CommandContext(ctx, ociRuntime, "--version").Output()
+	if err != nil {
+		return nil, fmt.Errorf("%s --version: %w", ociRuntime, err)
+	}
+	s.with, _, _ = strings.Cut(string(version), "\n")
 	return at.start(ctx, s, recipe{
 		name:     name,
 		programs: []string{filepath.Join(peers, "containerd"), filepath.Join(peers, "containerd-shim-runc-v2"), ociRuntime},

@@ -16,7 +16,7 @@ import (
 
 // Daemon is a runtime's daemon that the benchmark starts.
 type Daemon struct {
-	socket string
+	Socket string // of CRI
 	args   []string
 	env    []string
 	log    string
@@ -70,9 +70,9 @@ func (at *Site) start(ctx context.Context, s *Subject, r recipe) (*Subject, erro
 		return nil, err
 	}
 	s.cgroups, s.parent = []string{cgroup}, cgroup+"/pods"
-	s.logs, s.image, s.command = dir.logs, at.Work.Image, at.Work.command()
+	s.logs, s.Image, s.Command = dir.logs, at.Work.Image, at.Work.command()
 	s.Daemon = &Daemon{
-		socket: dir.socket, args: r.args(dir.bin, dir.config), log: dir.log, procs: procs,
+		Socket: dir.socket, args: r.args(dir.bin, dir.config), log: dir.log, procs: procs,
 		env: append(os.Environ(), "PATH="+dir.bin+":"+os.Getenv("PATH")),
 	}
 	if err := s.startDaemon(ctx); err != nil {
@@ -127,7 +127,7 @@ func (s *Subject) startDaemon(ctx context.Context) error {
 		return err
 	}
 	for {
-		err := s.connect(ctx, d.socket)
+		err := s.connect(ctx, d.Socket)
 		if err == nil {
 			return nil
 		}

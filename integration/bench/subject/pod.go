@@ -2,6 +2,7 @@ package subject
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -26,6 +27,7 @@ type Pod struct {
 type Span struct {
 	Name       string
 	Begin, End time.Duration
+	Depth      int // of what it is a part of
 }
 
 // Start is how a pod's start went.
@@ -122,8 +124,8 @@ func (p *Pod) CreateContainer(ctx context.Context) error {
 		PodSandboxId: p.ID, SandboxConfig: p.config,
 		Config: &runtimeapi.ContainerConfig{
 			Metadata: &runtimeapi.ContainerMetadata{Name: name},
-			Image:    &runtimeapi.ImageSpec{Image: p.s.image},
-			Command:  p.s.command,
+			Image:    &runtimeapi.ImageSpec{Image: p.s.Image},
+			Command:  p.s.Command,
 			Labels:   labels(),
 			LogPath:  name + ".log",
 			Linux: &runtimeapi.LinuxContainerConfig{
@@ -137,6 +139,42 @@ func (p *Pod) CreateContainer(ctx context.Context) error {
 	}
 	p.Containers = append(p.Containers, r.ContainerId)
 	return nil
+}
+
+// Trace returns what the runtime itself says its calls for this pod consisted of, by call, from its begin. berth does; others
+// give nothing.
+func (p *Pod) Trace(ctx context.Context) (map[string][]Span, error) {
+	r, err := p.s.cri.PodSandboxStatus(ctx, &runtimeapi.PodSandboxStatusRequest{PodSandboxId: p.ID, Verbose: true})
+	if err != nil {
+		return nil, fmt.Errorf("PodSandboxStatus: %w", err)
+	}
+	text, told := r.Info["trace"]
+	if !told {
+		return nil, nil
+	}
+	return parseTrace(text)
+}
+
+// parseTrace reads what berth trace --output json shows, too.
+func parseTrace(text string) (map[string][]Span, error) {
+	var operations []struct {
+		Spans []struct {
+			Name       string
+			Depth      int
+			From, Took int64 // nanoseconds
+		}
+	}
+	if err := json.Unmarshal([]byte(text), &operations); err != nil {
+		return nil, fmt.Errorf("trace of a pod: %w", err)
+	}
+	all := map[string][]Span{}
+	for _, o := range operations {
+		for _, s := range o.Spans[min(1, len(o.Spans)):] { // the first is the call
+			call := o.Spans[0].Name
+			all[call] = append(all[call], Span{Name: s.Name, Depth: s.Depth, Begin: time.Duration(s.From), End: time.Duration(s.From + s.Took)})
+		}
+	}
+	return all, nil
 }
 
 // StopContainer stops the first container, whose process ends when it is asked to, and returns how long it took.
@@ -282,7 +320,14 @@ func (s *Subject) ListContainers(ctx context.Context) (int, time.Duration, error
 
 // CountPods returns how many pods of the benchmark's the runtime knows.
 func (s *Subject) CountPods(ctx context.Context) (int, error) {
-	r, err := s.cri.ListPodSandbox(ctx, &runtimeapi.ListPodSandboxRequest{Filter: &runtimeapi.PodSandboxFilter{LabelSelector: labels()}})
+	return s.countPods(ctx, &runtimeapi.PodSandboxFilter{LabelSelector: labels()})
+}
+
+// CountAllPods returns how many pods the runtime knows, whoever made them.
+func (s *Subject) CountAllPods(ctx context.Context) (int, error) { return s.countPods(ctx, nil) }
+
+func (s *Subject) countPods(ctx context.Context, filter *runtimeapi.PodSandboxFilter) (int, error) {
+	r, err := s.cri.ListPodSandbox(ctx, &runtimeapi.ListPodSandboxRequest{Filter: filter})
 	if err != nil {
 		return 0, fmt.Errorf("ListPodSandbox: %w", err)
 	}

@@ -11,6 +11,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
@@ -29,11 +30,13 @@ type Subject struct {
 	Root    string  // directory of its images; empty: not known
 	Daemon  *Daemon // nil: somebody else's
 
+	Image   string // of its containers
+	Command []string
+
+	with    string   // what else its version depends on: its OCI runtime, a commit
 	parent  string   // cgroup parent of its pods
 	cgroups []string // that hold it and its pods, none inside another
 	logs    string   // of its pods
-	image   string   // of its containers
-	command []string
 
 	conn   *grpc.ClientConn
 	cri    runtimeapi.RuntimeServiceClient
@@ -73,7 +76,7 @@ func External(ctx context.Context, arg, machine, logs string, work Workload) (*S
 	}
 	socket, rest, _ := strings.Cut(strings.TrimPrefix(socket, "unix://"), ",")
 	parent, root, _ := strings.Cut(rest, ",")
-	s := &Subject{Column: name, Root: root, parent: parent, logs: filepath.Join(logs, name), image: work.Image, command: work.command()}
+	s := &Subject{Column: name, Root: root, parent: parent, logs: filepath.Join(logs, name), Image: work.Image, Command: work.command()}
 	if err := s.connect(ctx, socket); err != nil {
 		return nil, fmt.Errorf("%s: %w", name, err)
 	}
@@ -146,7 +149,10 @@ func (s *Subject) connect(ctx context.Context, socket string) error {
 	if err != nil {
 		return fmt.Errorf("Version: %w", err)
 	}
-	s.Version = strings.TrimPrefix(v.RuntimeVersion, "v")
+	s.Version = strings.TrimSuffix(v.RuntimeName+" "+strings.TrimPrefix(v.RuntimeVersion, "v"), "+unknown")
+	if s.with != "" {
+		s.Version += ", " + s.with
+	}
 	return nil
 }
 
@@ -212,7 +218,7 @@ func (s *Subject) RemoveImage(ctx context.Context, image string) (time.Duration,
 
 // PullWorkload pulls what the pods' containers are made of.
 func (s *Subject) PullWorkload(ctx context.Context) error {
-	_, err := s.Pull(ctx, s.image)
+	_, err := s.Pull(ctx, s.Image)
 	return err
 }
 
@@ -222,9 +228,17 @@ func (s *Subject) Clean(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("ListPodSandbox: %w", err)
 	}
-	var errs []error
-	for _, p := range pods.Items {
-		errs = append(errs, (&Pod{s: s, ID: p.Id}).Remove(ctx))
+	var group errgroup.Group
+	group.SetLimit(8)
+	errs := make([]error, len(pods.Items))
+	for i, p := range pods.Items {
+		group.Go(func() error {
+			errs[i] = (&Pod{s: s, ID: p.Id}).Remove(ctx)
+			return errs[i]
+		})
+	}
+	if group.Wait() == nil { // otherwise errs has all of them
+		return nil
 	}
 	return errors.Join(errs...)
 }

@@ -165,11 +165,11 @@ func (s *Subject) Memory() (Memory, error) {
 	return m, nil
 }
 
-// SettledMemory takes stock when two in a row are nearly the same.
+// SettledMemory takes stock when two in a row are nearly the same, or after a while: some daemons never rest.
 func (s *Subject) SettledMemory(ctx context.Context) (Memory, error) {
-	const tolerance = 64 << 10
+	const tolerance, tries = 64 << 10, 8
 	last, err := s.Memory()
-	for err == nil {
+	for n := 0; n < tries && err == nil; n++ {
 		if err := wait(ctx, time.Second); err != nil {
 			return last, err
 		}

@@ -3,6 +3,7 @@ package subject
 import (
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 )
@@ -47,6 +48,18 @@ func TestDisk(t *testing.T) {
 	}
 	if got, err := s.Disk(); err != nil || got != 5000 {
 		t.Errorf("got %d, %v, want 5000", got, err)
+	}
+}
+
+func TestParseTrace(t *testing.T) {
+	const text = `[{"monotonic": 5, "spans": [{"name": "RunPodSandbox", "depth": 0, "from": 0, "took": 9}, {"name": "network", "depth": 1, "from": 2, "took": 3}]}, {"spans": []}]`
+	got, err := parseTrace(text)
+	want := []Span{{Name: "network", Depth: 1, Begin: 2, End: 5}}
+	if err != nil || len(got) != 1 || !slices.Equal(got["RunPodSandbox"], want) {
+		t.Errorf("got %v, %v", got, err)
+	}
+	if _, err := parseTrace("{"); err == nil {
+		t.Error("no error for what is no trace")
 	}
 }
 

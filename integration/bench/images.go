@@ -1,0 +1,97 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/integration/bench/subject"
+	"berth/integration/fixture"
+)
+
+// pull pulls an image of eight layers from loopback, looks how much of the disk it takes, and removes it.
+func pull(form string, c fixture.Compression) experiment {
+	wall, cpu := "pull-"+form, "pull-"+form+"-cpu"
+	e := experiment{
+		name: "pull, " + form, rows: []string{wall, cpu}, suits: ownImages, warmUp: 1, samples: wanted, limit: 3 * time.Minute, budget: 100 * time.Second,
+		prepare: func(_ context.Context, b *bench, _ *subject.Subject) (any, error) { return b.pushPullImage(form, c) },
+		sample: func(ctx context.Context, c *contestant) (values, error) {
+			p, err := pullOnce(ctx, c.s, c.state.(string))
+			if err != nil {
+				return nil, err
+			}
+			v := values{wall: {p.wall.Seconds()}}
+			if c.s.AccountsCPU() {
+				v[cpu] = []float64{p.cpu.Seconds()}
+			}
+			if form == "gzip" {
+				v["remove-image"] = []float64{ms(p.remove)}
+				if c.s.Root != "" {
+					v["disk"] = []float64{float64(p.disk) / fixture.PullBytes}
+				}
+			}
+			return v, nil
+		},
+	}
+	if form == "gzip" {
+		e.rows = append(e.rows, "disk", "remove-image")
+	}
+	return e
+}
+
+// ownImages leaves out runtimes whose images another one here handles as well.
+func ownImages(s *subject.Subject) bool { return plugins(s) && !s.Twin }
+
+// pullCost is what a pull took.
+type pullCost struct {
+	wall, cpu, remove time.Duration
+	disk              int64
+}
+
+// pullOnce pulls and removes an image. No runtime has to write what another one has left in the page cache.
+func pullOnce(ctx context.Context, s *subject.Subject, image string) (p pullCost, err error) {
+	unix.Sync()
+	var empty, full int64
+	if empty, err = s.Disk(); err != nil {
+		return p, err
+	}
+	before, err := s.CPU()
+	if err != nil {
+		return p, err
+	}
+	if p.wall, err = s.Pull(ctx, image); err != nil {
+		return p, err
+	}
+	if err := s.Rest(ctx); err != nil {
+		return p, err
+	}
+	after, err := s.CPU()
+	if err != nil {
+		return p, err
+	}
+	if full, err = s.Disk(); err != nil {
+		return p, err
+	}
+	p.cpu, p.disk = after-before, full-empty
+	p.remove, err = s.RemoveImage(ctx, image)
+	return p, err
+}
+
+// pushPullImage makes the image and puts it in the registry, once.
+func (b *bench) pushPullImage(form string, c fixture.Compression) (string, error) {
+	if name, ok := b.pushed[form]; ok {
+		return name, nil
+	}
+	img, err := fixture.PullImage(c)
+	if err != nil {
+		return "", err
+	}
+	name, err := b.registry.Push("bench/pull:"+form, img)
+	if err != nil {
+		return "", fmt.Errorf("the image of %s layers: %w", form, err)
+	}
+	b.pushed[form] = name
+	return name, nil
+}

@@ -1,0 +1,160 @@
+package report
+
+import (
+	"bytes"
+	_ "embed"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"berth/internal/waterfall"
+)
+
+// Span is a part of a pod's start.
+type Span struct {
+	Name       string
+	Begin, End time.Duration
+	Depth      int
+}
+
+// Timeline is how one pod was started.
+type Timeline struct {
+	Network string // host, cni or own
+	Name    string
+	Took    time.Duration
+	Spans   []Span
+}
+
+// Page is performance.md.
+type Page struct {
+	Setting   string // what was measured where
+	Results   *Results
+	Columns   []Column
+	Timelines []Timeline
+}
+
+// why.md holds what people have found out about rows that miss their goal: "## KEY" and text.
+//
+//go:embed why.md
+var why string
+
+// Write writes performance.md and its drawings into a directory.
+func (p Page) Write(dir string) error {
+	for _, d := range drawings {
+		var out bytes.Buffer
+		if err := p.draw(&out, d); err != nil {
+			return err
+		}
+		if err := os.WriteFile(filepath.Join(dir, d.file), out.Bytes(), 0o644); err != nil {
+			return err
+		}
+	}
+	var out bytes.Buffer
+	if err := p.markdown(&out); err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(dir, "performance.md"), out.Bytes(), 0o644)
+}
+
+// drawing is one picture of timelines.
+type drawing struct {
+	file, title string
+	networks    []string
+}
+
+var drawings = []drawing{
+	{"performance-host.svg", "one pod on the host's network, to Running", []string{"host"}},
+	{"performance-cni.svg", "one pod on a network of its own, to Running", []string{"cni", "own"}},
+}
+
+// draw draws the starts of all runtimes on one axis, each from its own beginning.
+func (p Page) draw(out *bytes.Buffer, d drawing) error {
+	var spans []waterfall.Span
+	for _, t := range p.Timelines {
+		if !slices.Contains(d.networks, t.Network) || len(t.Spans) == 0 {
+			continue
+		}
+		spans = append(spans, waterfall.Span{Name: t.Name, Start: t.Spans[0].Begin, End: t.Spans[0].Begin + t.Took})
+		for _, s := range t.Spans {
+			spans = append(spans, waterfall.Span{Name: s.Name, Start: s.Begin, End: s.End, Depth: s.Depth + 1})
+		}
+	}
+	return waterfall.SVG(out, d.title, spans)
+}
+
+func (p Page) markdown(out *bytes.Buffer) error {
+	fmt.Fprintf(out, `# Performance
+
+<!-- contrib/bench writes this page. What it says about goals that are missed is in integration/bench/report/why.md. -->
+
+%s
+Each cell is the median, and the 99th percentile where it differs; in parentheses the median in units of berth's. A goal that berth
+reaches is in bold. "To Running" is RunPodSandbox, CreateContainer and StartContainer together, one pod after another unless said. CPU time is that of the
+runtime's cgroup with its pods, so it holds what ended processes, plugins and preparations for the next pod have used; before each sample the
+runtime comes to rest. The pods' only process is the same 632 bytes for all. [contrib/bench](../contrib/bench) repeats all of it.
+
+`, p.Setting)
+	if err := Table(out, p.Results, p.Columns, func(Row) bool { return true }); err != nil {
+		return err
+	}
+	p.misses(out)
+	p.failures(out)
+	fmt.Fprint(out, "\n## Where the time goes\n\nOf five pods the one in the middle. Below berth's calls are its own spans, those of `berth trace`, where it has them.\n\n")
+	for _, d := range drawings {
+		fmt.Fprintf(out, "![%s](%s)\n\n", d.title, d.file)
+	}
+	return nil
+}
+
+// misses explains the goals that berth does not reach.
+func (p Page) misses(out *bytes.Buffer) {
+	reasons := parseWhy(why)
+	heading := "\n## Goals that berth does not reach\n\n"
+	for _, row := range Rows {
+		s := *p.Results.Of(row.Key, Ours)
+		if len(s.Values) == 0 || row.reached(s) {
+			continue
+		}
+		reason := reasons[row.Key]
+		if reason == "" {
+			reason = "Nobody has found out why yet."
+		}
+		got := number(s.Quantile(0.5))
+		if row.Goal99 != 0 {
+			got += " / " + number(s.Quantile(0.99))
+		}
+		fmt.Fprintf(out, "%s- **%s**: %s instead of %s %s. %s\n", heading, row.Title, got, row.goal(), row.Unit, reason)
+		heading = ""
+	}
+}
+
+// failures names what could not be measured.
+func (p Page) failures(out *bytes.Buffer) {
+	heading := "\n## What failed\n\n"
+	for _, row := range Rows {
+		for _, c := range p.Columns {
+			if s := p.Results.Of(row.Key, c.Name); s.Failed != "" {
+				fmt.Fprintf(out, "%s- %s, %s, after %d samples: `%s`\n", heading, row.Title, c.Name, len(s.Values), strings.ReplaceAll(firstLine(s.Failed), "`", "'"))
+				heading = ""
+			}
+		}
+	}
+}
+
+func firstLine(text string) string {
+	line, _, _ := strings.Cut(text, "\n")
+	return line
+}
+
+// parseWhy returns the texts by their rows' keys.
+func parseWhy(text string) map[string]string {
+	reasons := map[string]string{}
+	for _, section := range strings.Split("\n"+text, "\n## ")[1:] {
+		key, body, _ := strings.Cut(section, "\n")
+		reasons[strings.TrimSpace(key)] = strings.Join(strings.Fields(body), " ")
+	}
+	return reasons
+}
