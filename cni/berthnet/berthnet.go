@@ -1,0 +1,381 @@
+// Package berthnet is berth's own network, as a CNI plugin: a bridge, addresses, masquerading, host ports and isolation, of
+// IPv4, IPv6 or both.
+//
+// # Contract
+//
+// One plugin does what bridge, host-local, portmap and firewall do together, by asking the kernel: netlink and nftables,
+// no program. It implements CNI 1.1.0 (ADD, DEL, CHECK, STATUS, GC, VERSION) for configurations from 0.3.0 on. The daemon calls it
+// as a function, Exec; anybody else runs it as a program, Main. Both may work at the same time.
+//
+// It may be killed at any instruction, in the daemon together with it. So an ADD writes down first whose the addresses are
+// (package addresses), and a DEL removes that last. All that is made for an attachment is found from its container ID, its
+// interface's name and that reservation: the port by its name (package links), host ports by their note or, should it be missing,
+// by the pod's addresses (package rules). The bridge and the rules for all pods belong to the node: they are made when an ADD misses
+// them, and stay.
+//
+// GC gives back all that is in the reservations, on the bridge and in the rules for attachments that are not valid.
+//
+// Configuration: package conf.
+package berthnet
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+
+	"github.com/containernetworking/cni/pkg/skel"
+	"github.com/containernetworking/cni/pkg/types"
+	types100 "github.com/containernetworking/cni/pkg/types/100"
+	"github.com/containernetworking/cni/pkg/version"
+	"golang.org/x/sys/unix"
+
+	"berth/cni/berthnet/addresses"
+	"berth/cni/berthnet/conf"
+	"berth/cni/berthnet/links"
+	"berth/cni/berthnet/rules"
+	"berth/internal/cleanup"
+)
+
+// Versions are those of the specification that the plugin knows.
+var Versions = version.VersionsStartingFrom("0.3.0")
+
+// Plugin is the plugin, for the network namespace in which it is first used. Its methods may be called concurrently.
+type Plugin struct{ filter rules.Filter }
+
+// Open opens what the plugin keeps open, which the first pod would do. An error says that no pod can be attached for now.
+func (p *Plugin) Open() error { return p.filter.Open() }
+
+// Close closes what the plugin has open. Nothing else is changed.
+func (p *Plugin) Close() error { return p.filter.Close() }
+
+// attachment is what one call is about.
+type attachment struct {
+	*conf.Net
+	filter *rules.Filter
+	store  *addresses.Store
+	id     string
+	ifName string
+	netns  string // path; empty: it is gone
+	goes   bool   // the namespace is about to go, and the pod's device with it
+}
+
+func (p *Plugin) attachment(args *skel.CmdArgs) (*attachment, error) {
+	n, err := conf.Parse(args.StdinData)
+	if err != nil {
+		return nil, err
+	}
+	return &attachment{Net: n, filter: &p.filter, store: addresses.Inspect(n.Dir()), id: args.ContainerID, ifName: args.IfName, netns: args.Netns}, nil
+}
+
+// add connects a pod. What it has done is undone if it fails.
+func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.Result, err error) {
+	a, err := p.attachment(args)
+	if err != nil {
+		return nil, err
+	}
+	if len(a.Ranges) == 0 {
+		return nil, types.NewError(types.ErrInvalidNetworkConfig, "invalid configuration of berth-net", "no subnet is given, by subnets or by ipRanges")
+	}
+	if a.store, err = addresses.Open(a.Dir()); err != nil {
+		return nil, err
+	}
+	bridge, err := a.network(ctx)
+	if err != nil {
+		return nil, err
+	}
+	undo := cleanup.New()
+	defer undo.Run(&err)
+	kept, err := a.reserve(ctx)
+	if err != nil {
+		return nil, err
+	}
+	undo.Add("detach", func() error { return a.release(kept) })
+	connected, err := links.Connect(a.describe(bridge, kept))
+	if err != nil {
+		return nil, err
+	}
+	if err := a.openPorts(kept); err != nil {
+		return nil, err
+	}
+	undo.Release()
+	return a.result(bridge, kept, connected), nil
+}
+
+// gateways are the bridge's addresses.
+func (a *attachment) gateways() (all []netip.Prefix) {
+	for _, r := range a.Ranges {
+		all = append(all, netip.PrefixFrom(r.Gateway, r.Subnet.Bits()))
+	}
+	return all
+}
+
+// network returns the bridge, with the rules for all pods in force. What is missing is made: after a boot all of it.
+func (a *attachment) network(ctx context.Context) (*links.Bridge, error) {
+	bridge, err := links.FindBridge(a.Bridge)
+	if err != nil {
+		return nil, err
+	}
+	if bridge.Serves(a.gateways()) {
+		if ok, err := a.filter.Installed(a.rules(bridge)); ok || err != nil {
+			return bridge, err
+		}
+	}
+	unlock, err := a.store.Lock(ctx) // others may be about to do the same
+	if err != nil {
+		return nil, err
+	}
+	defer unlock()
+	if bridge, err = links.MakeBridge(a.Bridge, a.MTU, a.gateways()); err != nil {
+		return nil, err
+	}
+	return bridge, a.filter.Install(a.rules(bridge))
+}
+
+// rules is what the packet filter is told. Subnets are all that the bridge serves: pods from before a change have theirs.
+func (a *attachment) rules(b *links.Bridge) rules.Network {
+	n := rules.Network{Name: a.Name, Bridge: b.Name, Masquerade: a.Masquerades(), NoMasquerade: a.NoMasquerade,
+		IsolatePods: a.Isolates(conf.IsolatePods), IsolateIngress: a.Isolates(conf.IsolateIngress), IsolateNode: a.Isolates(conf.IsolateNode)}
+	for _, p := range b.Prefixes {
+		n.Subnets = append(n.Subnets, p.Masked())
+	}
+	return n
+}
+
+func (a *attachment) reserve(ctx context.Context) (addresses.Reservation, error) {
+	kept, err := a.store.Reserve(ctx, a.id, a.ifName, a.Ranges)
+	switch {
+	case errors.Is(err, addresses.ErrFull):
+		return kept, types.NewError(types.ErrTryAgainLater, "no address for the pod", err.Error())
+	case errors.Is(err, addresses.ErrExists):
+		return kept, types.NewError(types.ErrInternal, fmt.Sprintf("container %s is attached to network %s as %s already", a.id, a.Name, a.ifName), "")
+	}
+	return kept, err
+}
+
+// describe is the attachment as links are made from it.
+func (a *attachment) describe(b *links.Bridge, kept addresses.Reservation) links.Attachment {
+	mtu := a.MTU
+	if mtu == 0 {
+		mtu = b.MTU
+	}
+	return links.Attachment{ContainerID: a.id, IfName: a.ifName, NetNS: a.netns, Network: a.Name, Bridge: b, MTU: mtu,
+		Hairpin: a.Hairpins(), Isolated: a.Isolates(conf.IsolatePods), IPs: a.prefixes(kept), Routes: a.podRoutes()}
+}
+
+// prefixes are the pod's addresses, with the lengths of their subnets.
+func (a *attachment) prefixes(kept addresses.Reservation) (all []netip.Prefix) {
+	for i, ip := range kept.IPs {
+		all = append(all, netip.PrefixFrom(ip, a.Ranges[i].Subnet.Bits()))
+	}
+	return all
+}
+
+// podRoutes are the configured routes of the families that the pod has, or the default ones.
+func (a *attachment) podRoutes() (all []links.Route) {
+	for _, r := range a.Ranges {
+		if a.Routes == nil {
+			all = append(all, links.Route{Dst: netip.PrefixFrom(unspecified(r.Gateway), 0), Gateway: r.Gateway})
+		}
+		for _, route := range a.Routes {
+			if route.Dst.Addr().BitLen() == r.Gateway.BitLen() {
+				all = append(all, links.Route{Dst: route.Dst, Gateway: r.Gateway})
+			}
+		}
+	}
+	return all
+}
+
+func unspecified(like netip.Addr) netip.Addr {
+	if like.Is4() {
+		return netip.IPv4Unspecified()
+	}
+	return netip.IPv6Unspecified()
+}
+
+// openPorts opens host ports, which the reservation says before.
+func (a *attachment) openPorts(kept addresses.Reservation) error {
+	ports := rules.HostPorts(a.Ports, kept.IPs)
+	if len(ports) == 0 {
+		return nil
+	}
+	note, err := json.Marshal(ports)
+	if err != nil {
+		return err
+	}
+	if err := a.store.Note(kept, note); err != nil {
+		return err
+	}
+	err = a.filter.OpenPorts(a.Name, a.id, ports)
+	if errors.Is(err, rules.ErrInUse) { // until its DEL, which may be under way
+		return types.NewError(types.ErrTryAgainLater, "host ports of container "+a.id, err.Error())
+	}
+	if err != nil {
+		return err
+	}
+	return a.filter.ForgetFlows(ports)
+}
+
+func (a *attachment) result(b *links.Bridge, kept addresses.Reservation, c links.Connected) *types100.Result {
+	const pod = 2 // index
+	r := &types100.Result{CNIVersion: types100.ImplementedSpecVersion, DNS: a.DNS, Interfaces: []*types100.Interface{
+		{Name: b.Name, Mac: b.MAC.String()},
+		{Name: links.PortName(a.id, a.ifName), Mac: c.PortMAC.String()},
+		pod: {Name: a.ifName, Mac: c.PodMAC.String(), Sandbox: a.netns},
+	}}
+	for i, ip := range a.prefixes(kept) {
+		r.IPs = append(r.IPs, &types100.IPConfig{Interface: types100.Int(pod), Address: ipNet(ip), Gateway: a.Ranges[i].Gateway.AsSlice()})
+	}
+	for _, route := range a.podRoutes() {
+		r.Routes = append(r.Routes, &types.Route{Dst: ipNet(route.Dst), GW: route.Gateway.AsSlice()})
+	}
+	return r
+}
+
+// del disconnects a pod, as far as it is connected. Nothing it needs is in the configuration but where addresses are kept.
+func (p *Plugin) del(args *skel.CmdArgs, goes bool) error {
+	a, err := p.attachment(args)
+	if err != nil {
+		return err
+	}
+	a.goes = goes && a.netns != ""
+	kept, ok, err := a.store.Of(a.id, a.ifName)
+	if err != nil {
+		return err
+	}
+	if !ok { // nothing was made before there was a reservation; but it may have been lost
+		return links.Cut(a.id, a.ifName, !a.goes)
+	}
+	return a.release(kept)
+}
+
+// release takes back what is reserved and what was made with it. The reservation goes last.
+func (a *attachment) release(kept addresses.Reservation) error {
+	if err := links.Cut(kept.ContainerID, kept.IfName, !a.goes); err != nil {
+		return err
+	}
+	if err := a.closePorts(kept); err != nil {
+		return err
+	}
+	return a.store.Release(kept)
+}
+
+// closePorts closes the host ports of a reservation. Its note is empty if there were none; it was written before any was opened.
+func (a *attachment) closePorts(kept addresses.Reservation) error {
+	note, err := a.store.Noted(kept)
+	if err != nil || len(note) == 0 {
+		return err
+	}
+	var ports []rules.HostPort
+	if json.Unmarshal(note, &ports) != nil { // a power cut tore it; since then there was none
+		if ports, err = a.portsOf(kept.IPs); err != nil {
+			return err
+		}
+	}
+	if err := a.filter.ClosePorts(a.Name, ports); err != nil {
+		return err
+	}
+	return a.filter.ForgetFlows(ports)
+}
+
+// portsOf returns the open host ports of pods with addresses.
+func (a *attachment) portsOf(ips []netip.Addr) (some []rules.HostPort, err error) {
+	all, err := a.filter.Ports(a.Name)
+	for _, p := range all {
+		for _, ip := range ips {
+			if p.Pod == ip {
+				some = append(some, p)
+			}
+		}
+	}
+	return some, err
+}
+
+// gc gives back what is kept for attachments that are not valid.
+func (p *Plugin) gc(args *skel.CmdArgs) error {
+	a, err := p.attachment(args)
+	if err != nil {
+		return err
+	}
+	valid := map[types.GCAttachment]bool{}
+	for _, v := range a.ValidAttachments() {
+		valid[v] = true
+	}
+	all, err := a.store.All()
+	if err != nil {
+		return err
+	}
+	var errs []error
+	used := map[netip.Addr]bool{}
+	for _, kept := range all {
+		if !valid[types.GCAttachment{ContainerID: kept.ContainerID, IfName: kept.IfName}] {
+			errs = append(errs, a.release(kept))
+			continue
+		}
+		for _, ip := range kept.IPs {
+			used[ip] = true
+		}
+	}
+	return errors.Join(append(errs, a.cutStrays(valid), a.closeStrays(used))...)
+}
+
+// cutStrays deletes ports of attachments that are not valid, of which no reservation tells.
+func (a *attachment) cutStrays(valid map[types.GCAttachment]bool) error {
+	ports, err := links.Ports(a.Name)
+	for _, p := range ports {
+		if !valid[types.GCAttachment{ContainerID: p.ContainerID, IfName: p.IfName}] {
+			err = errors.Join(err, links.Cut(p.ContainerID, p.IfName, true))
+		}
+	}
+	return err
+}
+
+// closeStrays closes host ports of addresses that are nobody's.
+func (a *attachment) closeStrays(used map[netip.Addr]bool) error {
+	all, err := a.filter.Ports(a.Name)
+	if err != nil {
+		return err
+	}
+	var strays []rules.HostPort
+	for _, p := range all {
+		if !used[p.Pod] {
+			strays = append(strays, p)
+		}
+	}
+	return a.filter.ClosePorts(a.Name, strays)
+}
+
+// status tells whether an ADD could succeed.
+func (p *Plugin) status(args *skel.CmdArgs) error {
+	a, err := p.attachment(args)
+	if err != nil {
+		return err
+	}
+	_, err = links.FindBridge(a.Bridge)
+	if err == nil {
+		err = a.filter.Available()
+	}
+	if err == nil {
+		err = a.store.Room(a.Ranges)
+	}
+	if err != nil {
+		return types.NewError(types.ErrPluginNotAvailable, "berth-net can attach no pod", err.Error())
+	}
+	return nil
+}
+
+// asCNI makes an error one of the specification.
+func asCNI(err error) *types.Error {
+	if e, ok := errors.AsType[*types.Error](err); ok && error(e) == err {
+		return e
+	}
+	code := types.ErrInternal
+	if e, ok := errors.AsType[*types.Error](err); ok { // with what else went wrong
+		code = e.Code
+	}
+	if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, unix.EINTR) {
+		code = types.ErrTryAgainLater
+	}
+	return types.NewError(code, err.Error(), "")
+}

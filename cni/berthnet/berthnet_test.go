@@ -1,0 +1,63 @@
+package berthnet
+
+import (
+	"testing"
+
+	"berth/cni/berthnet/addresses"
+	"berth/internal/netns"
+)
+
+// kept are the addresses and host ports of attachments.
+func (b *bed) kept() (all []string) {
+	b.t.Helper()
+	found, err := addresses.Inspect(b.dir + "/test").All()
+	must(b.t, err)
+	for _, r := range found {
+		all = append(all, "address of "+r.ContainerID)
+	}
+	ports, err := b.plugin.filter.Ports("test")
+	must(b.t, err)
+	for _, p := range ports {
+		all = append(all, p.String())
+	}
+	return all
+}
+
+func BenchmarkAddDel(b *testing.B) {
+	for _, c := range []struct {
+		name string
+		with map[string]any
+	}{{"plain", nil}, {"hostPort", hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80})}} {
+		b.Run(c.name, func(b *testing.B) {
+			bed := newBed(b, nil)
+			bed.attached(nil)
+			var pods []*testPod
+			for range b.N {
+				pods = append(pods, bed.pod(c.with))
+			}
+			b.ResetTimer()
+			for _, p := range pods {
+				must(b, p.add())
+				b.StopTimer()
+				must(b, p.del())
+				must(b, netns.Remove(p.netns))
+				b.StartTimer()
+			}
+		})
+		b.Run("DEL-"+c.name, func(b *testing.B) {
+			bed := newBed(b, nil)
+			bed.attached(nil)
+			b.ResetTimer()
+			for range b.N {
+				b.StopTimer()
+				p := bed.pod(c.with)
+				must(b, p.add())
+				b.StartTimer()
+				must(b, p.del())
+				b.StopTimer()
+				must(b, netns.Remove(p.netns))
+				b.StartTimer()
+			}
+		})
+	}
+}

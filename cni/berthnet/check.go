@@ -1,0 +1,132 @@
+package berthnet
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+
+	"github.com/containernetworking/cni/pkg/skel"
+	"github.com/containernetworking/cni/pkg/types"
+	types100 "github.com/containernetworking/cni/pkg/types/100"
+	"github.com/containernetworking/cni/pkg/version"
+
+	"berth/cni/berthnet/links"
+	"berth/cni/berthnet/rules"
+)
+
+func ipNet(p netip.Prefix) net.IPNet {
+	return net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
+}
+
+// check compares what ADD said with what there is. The error names the first difference.
+func (p *Plugin) check(args *skel.CmdArgs) error {
+	a, err := p.attachment(args)
+	if err != nil {
+		return err
+	}
+	said, err := a.previous(args.StdinData)
+	if err != nil {
+		return err
+	}
+	kept, ok, err := a.store.Of(a.id, a.ifName)
+	if err != nil {
+		return err
+	}
+	if !ok {
+		return fmt.Errorf("no address is reserved for container %s", a.id)
+	}
+	expected := links.Expected{Attachment: links.Attachment{ContainerID: a.id, IfName: a.ifName, NetNS: a.netns, Hairpin: a.Hairpins()}}
+	for _, ip := range said.IPs {
+		if prefix, mine := a.mine(said, ip); mine {
+			expected.IPs = append(expected.IPs, prefix)
+		}
+	}
+	for _, want := range kept.IPs {
+		if !slices.ContainsFunc(expected.IPs, func(p netip.Prefix) bool { return p.Addr() == want }) {
+			return fmt.Errorf("address %s is reserved for container %s, but not in the result of its ADD", want, a.id)
+		}
+	}
+	for _, r := range said.Routes {
+		expected.Routes = append(expected.Routes, routeOf(r))
+	}
+	for _, i := range said.Interfaces {
+		if i.Name == a.ifName && i.Sandbox != "" {
+			expected.MAC = i.Mac
+		}
+	}
+	if err := a.checkNetwork(&expected); err != nil {
+		return err
+	}
+	if err := expected.Check(); err != nil {
+		return err
+	}
+	return a.checkPorts(rules.HostPorts(a.Ports, kept.IPs))
+}
+
+// previous is the result of ADD, which a runtime has to hand on.
+func (a *attachment) previous(stdin []byte) (*types100.Result, error) {
+	if a.RawPrevResult == nil {
+		return nil, types.NewError(types.ErrInvalidNetworkConfig, "CHECK needs prevResult", "")
+	}
+	if err := version.ParsePrevResult(&a.NetConf); err != nil {
+		return nil, types.NewError(types.ErrDecodingFailure, "prevResult cannot be decoded", err.Error())
+	}
+	said, err := types100.NewResultFromResult(a.PrevResult)
+	if err != nil {
+		return nil, types.NewError(types.ErrDecodingFailure, "prevResult cannot be decoded", err.Error())
+	}
+	return said, nil
+}
+
+// mine tells whether an address of a result is the pod's interface's.
+func (a *attachment) mine(said *types100.Result, ip *types100.IPConfig) (netip.Prefix, bool) {
+	if ip.Interface != nil && (*ip.Interface < 0 || *ip.Interface >= len(said.Interfaces) || said.Interfaces[*ip.Interface].Name != a.ifName) {
+		return netip.Prefix{}, false
+	}
+	return prefixOf(ip.Address), true
+}
+
+func prefixOf(n net.IPNet) netip.Prefix {
+	ip, _ := netip.AddrFromSlice(n.IP)
+	ones, _ := n.Mask.Size()
+	return netip.PrefixFrom(ip.Unmap(), ones)
+}
+
+func routeOf(r *types.Route) links.Route {
+	gateway, _ := netip.AddrFromSlice(r.GW)
+	return links.Route{Dst: prefixOf(r.Dst), Gateway: gateway.Unmap()}
+}
+
+// checkNetwork is about the bridge and the rules.
+func (a *attachment) checkNetwork(e *links.Expected) error {
+	bridge, err := links.FindBridge(a.Bridge)
+	if err != nil {
+		return err
+	}
+	if !bridge.Serves(a.gateways()) {
+		return fmt.Errorf("bridge %s is not up with the addresses %v", a.Bridge, a.gateways())
+	}
+	e.Bridge = bridge
+	installed, err := a.filter.Installed(a.rules(bridge))
+	if err == nil && !installed {
+		err = fmt.Errorf("the packet filter's rules of network %s are not there, or for another configuration", a.Name)
+	}
+	return err
+}
+
+func (a *attachment) checkPorts(wanted []rules.HostPort) error {
+	if len(wanted) == 0 {
+		return nil
+	}
+	open, err := a.filter.Ports(a.Name)
+	if err != nil {
+		return err
+	}
+	for _, p := range wanted {
+		if !slices.Contains(open, p) {
+			return fmt.Errorf("%s is not open for container %s", p, a.id)
+		}
+	}
+	return nil
+}

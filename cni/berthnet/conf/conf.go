@@ -1,0 +1,321 @@
+// Package conf reads the configuration of berth-net, as it comes from an administrator's file, the daemon's options and the
+// runtime.
+//
+// # Contract
+//
+// Parse is pure. What it returns is valid: each name fits the kernel, each range has an address to give, there is at most one
+// range of a family. Errors are *types.Error with the codes of the CNI specification, and name the key.
+package conf
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"github.com/containernetworking/cni/pkg/types"
+	"github.com/containernetworking/cni/pkg/utils"
+	"golang.org/x/sys/unix"
+)
+
+// Defaults of keys that are not given.
+const (
+	DefaultBridge  = "berth0"
+	DefaultDataDir = "/var/lib/cni/berth-net"
+)
+
+// Type is the plugin's name, in configurations and as a file.
+const Type = "berth-net"
+
+const (
+	minMTU   = 1280 // less, and the kernel takes IPv6 off an interface
+	maxMTU   = 65535
+	maxPorts = 4096 // host ports of a pod
+)
+
+// Kinds of isolation.
+const (
+	IsolatePods    = "pods"    // pods of the network don't reach each other, nor each other's host ports
+	IsolateIngress = "ingress" // who is not on this node doesn't reach pods, but by their host ports
+	IsolateNode    = "node"    // pods don't reach the node's own addresses, but for ICMP
+)
+
+// Net is the configuration of a network, and what the runtime says of one attachment.
+type Net struct {
+	types.NetConf
+
+	Bridge       string         `json:"bridge,omitempty"`       // its name; default berth0
+	MTU          int            `json:"mtu,omitempty"`          // 0: as the interface of the node's default route
+	Subnets      []netip.Prefix `json:"subnets,omitempty"`      // of pods, one of each family at most; the first address is the bridge's
+	Routes       []Route        `json:"routes,omitempty"`       // of pods, by the bridge; nil: the default routes
+	Masquerade   *bool          `json:"masquerade,omitempty"`   // whether pods appear outside with the node's address; default yes
+	NoMasquerade []netip.Prefix `json:"noMasquerade,omitempty"` // destinations that see pods' own addresses all the same
+	Hairpin      *bool          `json:"hairpin,omitempty"`      // whether the bridge sends back by the port it came from; default yes
+	Isolation    []string       `json:"isolation,omitempty"`    // what is kept apart, see the constants
+	DataDir      string         `json:"dataDir,omitempty"`      // where addresses are kept, in a directory for each network
+
+	Runtime struct {
+		PortMappings []PortMapping `json:"portMappings,omitempty"`
+		IPRanges     [][]IPRange   `json:"ipRanges,omitempty"`
+	} `json:"runtimeConfig,omitempty"`
+
+	Valid []types.GCAttachment `json:"cni.dev/valid-attachments,omitempty"` // GC
+	// Attachments is the name of Valid in specification 1.1.0 as first published.
+	Attachments []types.GCAttachment `json:"cni.dev/attachments,omitempty"`
+
+	Ranges []Range `json:"-"` // of the attachment: the runtime's, else of Subnets
+	Ports  []Port  `json:"-"` // of Runtime.PortMappings
+}
+
+// Route is a destination that pods reach by the bridge.
+type Route struct {
+	Dst netip.Prefix `json:"dst"`
+}
+
+// PortMapping is as in the capability portMappings (CNI CONVENTIONS.md).
+type PortMapping struct {
+	HostPort      int    `json:"hostPort"`
+	ContainerPort int    `json:"containerPort"`
+	Protocol      string `json:"protocol,omitempty"`
+	HostIP        string `json:"hostIP,omitempty"`
+}
+
+// IPRange is as in the capability ipRanges.
+type IPRange struct {
+	Subnet     netip.Prefix `json:"subnet"`
+	RangeStart netip.Addr   `json:"rangeStart,omitzero"`
+	RangeEnd   netip.Addr   `json:"rangeEnd,omitzero"`
+	Gateway    netip.Addr   `json:"gateway,omitzero"`
+}
+
+// Range is where a pod's address of one family comes from.
+type Range struct {
+	Subnet      netip.Prefix // masked
+	First, Last netip.Addr   // both may be given
+	Gateway     netip.Addr   // the bridge's, given to nobody
+}
+
+// Port is a host port. HostIP is not valid where the port is open on all of the node's addresses.
+type Port struct {
+	Protocol uint8 // unix.IPPROTO_TCP, _UDP or _SCTP
+	HostIP   netip.Addr
+	HostPort uint16
+	PodPort  uint16
+}
+
+// Parse reads a plugin's configuration with what the runtime has put into it.
+func Parse(data []byte) (*Net, error) {
+	n := &Net{}
+	if err := json.Unmarshal(data, n); err != nil {
+		return nil, types.NewError(types.ErrDecodingFailure, "configuration of berth-net cannot be decoded", err.Error())
+	}
+	for _, step := range []func() error{n.names, n.numbers, n.routes, n.isolation, n.ranges, n.ports} {
+		if err := step(); err != nil {
+			return nil, types.NewError(types.ErrInvalidNetworkConfig, "invalid configuration of berth-net", err.Error())
+		}
+	}
+	return n, nil
+}
+
+func (n *Net) names() error {
+	if err := utils.ValidateNetworkName(n.Name); err != nil {
+		return err
+	}
+	if len(n.Name) > 128 { // it is part of a table's name
+		return fmt.Errorf("name: longer than 128 bytes")
+	}
+	if n.Bridge == "" {
+		n.Bridge = DefaultBridge
+	}
+	// A colon is for aliases, a percent sign would have the kernel choose a number.
+	if len(n.Bridge) >= unix.IFNAMSIZ || n.Bridge == "." || n.Bridge == ".." || n.Bridge == "all" || n.Bridge == "default" ||
+		strings.ContainsFunc(n.Bridge, func(r rune) bool { return r <= ' ' || r > '~' || strings.ContainsRune("/:%@", r) }) {
+		return fmt.Errorf("bridge: %q is no name of an interface", n.Bridge)
+	}
+	if n.DataDir == "" {
+		n.DataDir = DefaultDataDir
+	}
+	if !filepath.IsAbs(n.DataDir) {
+		return fmt.Errorf("dataDir: %q is not an absolute path", n.DataDir)
+	}
+	return nil
+}
+
+func (n *Net) numbers() error {
+	if n.MTU != 0 && (n.MTU < minMTU || n.MTU > maxMTU) {
+		return fmt.Errorf("mtu: %d is not between %d and %d", n.MTU, minMTU, maxMTU)
+	}
+	for i, p := range n.NoMasquerade {
+		if !p.IsValid() || p.Addr().Is4In6() {
+			return fmt.Errorf("noMasquerade: the entry with index %d is no network", i)
+		}
+		n.NoMasquerade[i] = p.Masked()
+	}
+	return nil
+}
+
+func (n *Net) routes() error {
+	for i, r := range n.Routes {
+		if !r.Dst.IsValid() || r.Dst.Addr().Is4In6() {
+			return fmt.Errorf("routes: the entry with index %d has no destination", i)
+		}
+		n.Routes[i].Dst = r.Dst.Masked()
+	}
+	return nil
+}
+
+func (n *Net) isolation() error {
+	for _, kind := range n.Isolation {
+		if kind != IsolatePods && kind != IsolateIngress && kind != IsolateNode {
+			return fmt.Errorf("isolation: %q is neither %q, %q nor %q", kind, IsolatePods, IsolateIngress, IsolateNode)
+		}
+	}
+	return nil
+}
+
+// Isolates tells whether a kind of isolation is asked for.
+func (n *Net) Isolates(kind string) bool { return slices.Contains(n.Isolation, kind) }
+
+// Masquerades tells whether pods appear outside with the node's address.
+func (n *Net) Masquerades() bool { return n.Masquerade == nil || *n.Masquerade }
+
+// Hairpins tells whether the bridge sends back by the port it came from.
+func (n *Net) Hairpins() bool { return n.Hairpin == nil || *n.Hairpin }
+
+// ValidAttachments are those that GC keeps.
+func (n *Net) ValidAttachments() []types.GCAttachment {
+	return append(slices.Clone(n.Valid), n.Attachments...)
+}
+
+// Dir is where the network's addresses are kept.
+func (n *Net) Dir() string { return filepath.Join(n.DataDir, n.Name) }
+
+// ranges chooses the ranges of the attachment. A runtime that knows the node's pod CIDR tells it by ipRanges, which
+// replaces the configured subnets.
+func (n *Net) ranges() error {
+	asked := make([]IPRange, 0, 2)
+	for _, s := range n.Subnets {
+		asked = append(asked, IPRange{Subnet: s})
+	}
+	if len(n.Runtime.IPRanges) > 0 {
+		asked = asked[:0]
+	}
+	for _, set := range n.Runtime.IPRanges {
+		if len(set) != 1 {
+			return fmt.Errorf("ipRanges: a set of %d ranges, not of one", len(set))
+		}
+		asked = append(asked, set[0])
+	}
+	var have4, have6 bool
+	for _, a := range asked {
+		r, err := a.complete()
+		if err != nil {
+			return err
+		}
+		if family := &have4; r.Subnet.Addr().Is6() {
+			family = &have6
+			if *family {
+				return fmt.Errorf("subnet %s is the second of IPv6", r.Subnet)
+			}
+			*family = true
+		} else if *family {
+			return fmt.Errorf("subnet %s is the second of IPv4", r.Subnet)
+		} else {
+			*family = true
+		}
+		n.Ranges = append(n.Ranges, r)
+	}
+	return nil
+}
+
+// complete checks a range and gives it its defaults: all of the subnet, whose first address is the gateway.
+func (a IPRange) complete() (Range, error) {
+	if !a.Subnet.IsValid() || a.Subnet.Addr().Is4In6() {
+		return Range{}, fmt.Errorf("subnet: %s is none", a.Subnet)
+	}
+	r := Range{Subnet: a.Subnet.Masked()}
+	if r.Subnet.Bits() > r.Subnet.Addr().BitLen()-2 {
+		return Range{}, fmt.Errorf("subnet %s has no room for a gateway and a pod", r.Subnet)
+	}
+	if r.Subnet.Addr().IsMulticast() || r.Subnet.Addr().IsLoopback() || r.Subnet.Addr().IsLinkLocalUnicast() || r.Subnet.Addr().IsUnspecified() {
+		return Range{}, fmt.Errorf("subnet %s cannot be that of pods", r.Subnet)
+	}
+	first, last := r.Subnet.Addr().Next(), lastOf(r.Subnet)
+	if first.Is4() {
+		last = last.Prev() // the broadcast address
+	}
+	r.First, r.Last, r.Gateway = first, last, first
+	for _, given := range []struct {
+		key  string
+		addr netip.Addr
+		to   *netip.Addr
+	}{{"rangeStart", a.RangeStart, &r.First}, {"rangeEnd", a.RangeEnd, &r.Last}, {"gateway", a.Gateway, &r.Gateway}} {
+		if !given.addr.IsValid() {
+			continue
+		}
+		addr := given.addr.Unmap()
+		if addr.Zone() != "" || addr.Less(first) || last.Less(addr) || addr.BitLen() != first.BitLen() {
+			return Range{}, fmt.Errorf("%s: %s is no address of subnet %s", given.key, given.addr, r.Subnet)
+		}
+		*given.to = addr
+	}
+	if r.Last.Less(r.First) || (r.First == r.Last && r.First == r.Gateway) {
+		return Range{}, fmt.Errorf("subnet %s: no address between %s and %s is free for pods", r.Subnet, r.First, r.Last)
+	}
+	return r, nil
+}
+
+// lastOf returns the last address of a network.
+func lastOf(p netip.Prefix) netip.Addr {
+	b := p.Addr().AsSlice()
+	for bit := p.Bits(); bit < len(b)*8; bit++ {
+		b[bit/8] |= 0x80 >> (bit % 8)
+	}
+	last, _ := netip.AddrFromSlice(b) // as long as the address it is made of
+	return last
+}
+
+var protocols = map[string]uint8{"": unix.IPPROTO_TCP, "tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP, "sctp": unix.IPPROTO_SCTP}
+
+// ProtocolName is the name of a port's protocol.
+func (p Port) ProtocolName() string {
+	switch p.Protocol {
+	case unix.IPPROTO_TCP:
+		return "tcp"
+	case unix.IPPROTO_UDP:
+		return "udp"
+	}
+	return "sctp"
+}
+
+func (n *Net) ports() error {
+	if len(n.Runtime.PortMappings) > maxPorts {
+		return fmt.Errorf("portMappings: %d, more than %d", len(n.Runtime.PortMappings), maxPorts)
+	}
+	for _, m := range n.Runtime.PortMappings {
+		if m.HostPort == 0 {
+			continue // opens nothing
+		}
+		protocol, known := protocols[strings.ToLower(m.Protocol)]
+		if !known {
+			return fmt.Errorf("portMappings: protocol %q is neither tcp, udp nor sctp", m.Protocol)
+		}
+		if m.HostPort < 1 || m.HostPort > 65535 || m.ContainerPort < 1 || m.ContainerPort > 65535 {
+			return fmt.Errorf("portMappings: %d:%d: a port is a number from 1 to 65535", m.HostPort, m.ContainerPort)
+		}
+		port := Port{Protocol: protocol, HostPort: uint16(m.HostPort), PodPort: uint16(m.ContainerPort)}
+		if m.HostIP != "" {
+			ip, err := netip.ParseAddr(m.HostIP)
+			if err != nil || ip.Zone() != "" {
+				return fmt.Errorf("portMappings: hostIP %q is no address", m.HostIP)
+			}
+			if port.HostIP = ip.Unmap(); port.HostIP == netip.IPv6Loopback() {
+				return fmt.Errorf("portMappings: hostIP ::1: the kernel redirects nothing from there")
+			}
+		}
+		n.Ports = append(n.Ports, port)
+	}
+	return nil
+}

@@ -1,0 +1,396 @@
+package berthnet
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/containernetworking/cni/libcni"
+	"github.com/containernetworking/cni/pkg/types"
+	types040 "github.com/containernetworking/cni/pkg/types/040"
+	types100 "github.com/containernetworking/cni/pkg/types/100"
+	"github.com/vishvananda/netlink"
+
+	"berth/cni/berthnet/addresses"
+	"berth/cni/berthnet/links"
+	"berth/cni/berthnet/rules"
+	"berth/internal/netns"
+)
+
+// asProgram is libcni with this test binary as the plugin, and its list of the bed's configuration.
+func (b *bed) asProgram() (*libcni.CNIConfig, *libcni.NetworkConfigList) {
+	b.t.Helper()
+	bin := b.t.TempDir()
+	self, err := os.Executable()
+	must(b.t, err)
+	must(b.t, os.Symlink(self, filepath.Join(bin, Type)))
+	plugin := map[string]any{"capabilities": map[string]bool{"portMappings": true, "ipRanges": true}}
+	for key, value := range b.conf {
+		plugin[key] = value
+	}
+	data, err := json.Marshal(map[string]any{"cniVersion": b.conf["cniVersion"], "name": b.conf["name"], "plugins": []any{plugin}})
+	must(b.t, err)
+	list, err := libcni.NetworkConfFromBytes(data)
+	must(b.t, err)
+	return libcni.NewCNIConfigWithCacheDir([]string{bin}, b.t.TempDir(), nil), list
+}
+
+func (p *testPod) runtimeConf() *libcni.RuntimeConf {
+	return &libcni.RuntimeConf{ContainerID: p.id, NetNS: p.netns, IfName: "eth0", CapabilityArgs: map[string]any{
+		"portMappings": []any{map[string]any{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"}}}}
+}
+
+func codeOf(err error) uint {
+	if e, ok := errors.AsType[*types.Error](err); ok {
+		return e.Code
+	}
+	return 0
+}
+
+// A runtime that executes plugins can do with the program all that the specification has.
+func TestConformance(t *testing.T) {
+	for _, v := range []string{"0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"} {
+		t.Run(v, func(t *testing.T) {
+			ctx := context.Background()
+			b := newBed(t, map[string]any{"cniVersion": v})
+			lib, list := b.asProgram()
+			if _, err := lib.ValidateNetworkList(ctx, list); err != nil {
+				t.Fatal(err)
+			}
+			has := func(than string) bool { return strings.Compare(v, than) >= 0 }
+			if has("1.1.0") {
+				must(t, lib.GetStatusNetworkList(ctx, list))
+			}
+			p := b.pod(nil)
+			rt := p.runtimeConf()
+			result, err := lib.AddNetworkList(ctx, list, rt)
+			must(t, err)
+			if result.Version() != v {
+				t.Errorf("the result is of version %s", result.Version())
+			}
+			if v == "0.4.0" {
+				old, err := types040.GetResult(result)
+				must(t, err)
+				if len(old.IPs) != 2 || old.IPs[0].Version != "4" || old.IPs[1].Version != "6" {
+					t.Errorf("addresses of version 0.4.0: %v", old.IPs)
+				}
+			}
+			if has("0.4.0") {
+				must(t, lib.CheckNetworkList(ctx, list, rt))
+			}
+			if _, err := lib.AddNetworkList(ctx, list, rt); err == nil || !strings.Contains(err.Error(), "already") {
+				t.Errorf("a second ADD of the same attachment: %v", err)
+			}
+			if has("0.4.0") {
+				must(t, lib.CheckNetworkList(ctx, list, rt)) // it is as it was
+			}
+			if has("1.1.0") {
+				must(t, lib.GCNetworkList(ctx, list, &libcni.GCArgs{ValidAttachments: []types.GCAttachment{{ContainerID: p.id, IfName: "eth0"}}}))
+				must(t, lib.CheckNetworkList(ctx, list, rt))
+			}
+			must(t, lib.DelNetworkList(ctx, list, rt))
+			if left := b.traces(); left != "" {
+				t.Errorf("DEL leaves %s", left)
+			}
+			for range 2 {
+				must(t, lib.DelNetworkList(ctx, list, rt))
+			}
+			rt.NetNS = ""
+			must(t, lib.DelNetworkList(ctx, list, rt))
+		})
+	}
+}
+
+func (b *bed) openPorts() []rules.HostPort {
+	b.t.Helper()
+	all, err := b.plugin.filter.Ports("test")
+	must(b.t, err)
+	return all
+}
+
+// The result says what there is.
+func TestResult(t *testing.T) {
+	b := newBed(t, map[string]any{"dns": map[string]any{"nameservers": []string{"192.0.2.53"}}, "routes": []map[string]string{{"dst": "10.0.0.0/8"}, {"dst": "::/0"}}})
+	p := b.attached(nil)
+	out, err := json.Marshal(p.result)
+	must(t, err)
+	bridge, err := netlink.LinkByName("bn0")
+	must(t, err)
+	var mac string
+	must(t, netns.In(p.netns, func() error {
+		link, err := netlink.LinkByName("eth0")
+		mac = link.Attrs().HardwareAddr.String()
+		return err
+	}))
+	port, err := netlink.LinkByName(links.PortName(p.id, "eth0"))
+	must(t, err)
+	want := fmt.Sprintf(`{"cniVersion":"1.1.0","dns":{"nameservers":["192.0.2.53"]},"interfaces":[{"mac":%q,"name":"bn0"},{"mac":%q,"name":%q},{"mac":%q,"name":"eth0","sandbox":%q}],`+
+		`"ips":[{"address":"10.99.0.2/24","gateway":"10.99.0.1","interface":2},{"address":"fd99::2/64","gateway":"fd99::1","interface":2}],`+
+		`"routes":[{"dst":"10.0.0.0/8","gw":"10.99.0.1"},{"dst":"::/0","gw":"fd99::1"}]}`,
+		bridge.Attrs().HardwareAddr, port.Attrs().HardwareAddr, port.Attrs().Name, mac, p.netns)
+	if string(out) != want {
+		t.Errorf("the result is\n%s\nwant\n%s", out, want)
+	}
+	if n := len(mustAddrs(t, port)); n != 0 {
+		t.Errorf("the port has %d addresses", n)
+	}
+}
+
+var default4 = &net.IPNet{IP: net.IPv4zero, Mask: net.CIDRMask(0, 32)}
+
+func mustAddrs(t *testing.T, l netlink.Link) []netlink.Addr {
+	addrs, err := netlink.AddrList(l, netlink.FAMILY_ALL)
+	must(t, err)
+	return addrs
+}
+
+// The MTU is the configured one, or that of the way out.
+func TestMTU(t *testing.T) {
+	mtuIn := func(p *testPod) (mtu int) {
+		must(t, netns.In(p.netns, func() error {
+			link, err := netlink.LinkByName("eth0")
+			mtu = link.Attrs().MTU
+			return err
+		}))
+		return mtu
+	}
+	if mtu := mtuIn(newBed(t, map[string]any{"mtu": 9000, "bridge": "bn1"}).attached(nil)); mtu != 9000 {
+		t.Errorf("MTU %d, want 9000", mtu)
+	}
+	newWorld(t)
+	outside, err := netlink.LinkByName("outside")
+	must(t, err)
+	must(t, netlink.LinkSetMTU(outside, 1400))
+	must(t, netlink.RouteAdd(&netlink.Route{LinkIndex: outside.Attrs().Index, Dst: default4}))
+	if mtu := mtuIn(newBed(t, nil).attached(nil)); mtu != 1400 {
+		t.Errorf("MTU %d, want that of the interface with the default route, 1400", mtu)
+	}
+}
+
+// CHECK finds whatever is not as ADD has left it.
+func TestCheck(t *testing.T) {
+	b := newBed(t, nil)
+	with := hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80})
+	inPod := func(p *testPod, change func(netlink.Link) error) {
+		must(t, netns.In(p.netns, func() error {
+			link, err := netlink.LinkByName("eth0")
+			must(t, err)
+			return change(link)
+		}))
+	}
+	for _, c := range []struct {
+		what   string
+		change func(*testPod)
+		want   string
+	}{
+		{"nothing", func(*testPod) {}, ""},
+		{"the link is down", func(p *testPod) { inPod(p, netlink.LinkSetDown) }, "is down"},
+		{"an address is gone", func(p *testPod) {
+			inPod(p, func(l netlink.Link) error { return netlink.AddrDel(l, &mustAddrs(t, l)[0]) })
+		}, "does not have the address 10.99.0."},
+		{"a route is gone", func(p *testPod) {
+			inPod(p, func(l netlink.Link) error {
+				return netlink.RouteDel(&netlink.Route{LinkIndex: l.Attrs().Index, Dst: default4})
+			})
+		}, "has no route to 0.0.0.0/0"},
+		{"another hardware address", func(p *testPod) {
+			inPod(p, func(l netlink.Link) error { return netlink.LinkSetHardwareAddr(l, []byte{2, 1, 1, 1, 1, 1}) })
+		}, "hardware address"},
+		{"the veth is gone", func(p *testPod) { must(t, links.Cut(p.id, "eth0", true)) }, "port of container"},
+		{"the port is off the bridge", func(p *testPod) {
+			link, err := netlink.LinkByName(links.PortName(p.id, "eth0"))
+			must(t, err)
+			must(t, netlink.LinkSetNoMaster(link))
+		}, "is no port of bridge bn0"},
+		{"a host port is closed", func(p *testPod) {
+			must(t, b.plugin.filter.ClosePorts("test", b.openPorts()[:1]))
+		}, "is not open"},
+		{"the reservation is gone", func(p *testPod) {
+			kept, _, err := addresses.Inspect(b.dir+"/test").Of(p.id, "eth0")
+			must(t, err)
+			must(t, b.plugin.filter.ClosePorts("test", b.openPorts()))
+			must(t, addresses.Inspect(b.dir+"/test").Release(kept))
+		}, "no address is reserved"},
+		{"the rules are gone", func(*testPod) { must(t, b.plugin.filter.Remove("test")) }, "rules of network test"},
+	} {
+		t.Run(c.what, func(t *testing.T) {
+			p := b.attached(with)
+			c.change(p)
+			check := map[string]any{"prevResult": p.result}
+			for key, value := range with {
+				check[key] = value
+			}
+			_, err := p.call("CHECK", p.netns, check)
+			if (c.want == "") != (err == nil) || err != nil && (!strings.Contains(err.Error(), c.want) || codeOf(err) == 0) {
+				t.Errorf("CHECK says %v, want %q", err, c.want)
+			}
+			must(t, p.del())
+			if left := b.kept(); len(left) > 0 {
+				t.Errorf("DEL leaves %v", left)
+			}
+		})
+	}
+	p := b.attached(nil)
+	if _, err := p.call("CHECK", p.netns, nil); codeOf(err) != types.ErrInvalidNetworkConfig {
+		t.Errorf("CHECK without prevResult: %v", err)
+	}
+}
+
+// GC gives back what is not valid, and nothing else; also where no reservation tells of it any more.
+func TestGC(t *testing.T) {
+	b := newBed(t, nil)
+	port := func(n int) map[string]any { return hostPorts(map[string]any{"hostPort": n, "containerPort": 80}) }
+	valid, stale, lost := b.attached(port(8080)), b.attached(port(8081)), b.attached(port(8082))
+	other := newBed(t, map[string]any{"name": "other", "dataDir": b.dir})
+	others := other.attached(nil) // on the same bridge
+	before := len(valid.traces())
+	store := addresses.Inspect(b.dir + "/test")
+	kept, ok, err := store.Of(lost.id, "eth0")
+	must(t, err)
+	if !ok {
+		t.Fatal("no reservation")
+	}
+	must(t, store.Release(kept))
+	_, err = valid.call("GC", "", map[string]any{"cni.dev/valid-attachments": []types.GCAttachment{{ContainerID: valid.id, IfName: "eth0"}}})
+	must(t, err)
+	left := b.traces()
+	for what, p := range map[string]*testPod{"stale": stale, "lost": lost} {
+		if strings.Contains(left, links.PortName(p.id, "eth0")) || strings.Contains(left, p.id) {
+			t.Errorf("what is %s is still there:\n%s", what, left)
+		}
+	}
+	if !strings.Contains(left, links.PortName(valid.id, "eth0")) || !strings.Contains(left, "tcp port 8080") || strings.Contains(left, "8081") || strings.Contains(left, "8082") {
+		t.Errorf("left of %d bytes:\n%s", before, left)
+	}
+	if !strings.Contains(left, links.PortName(others.id, "eth0")) {
+		t.Errorf("another network's port is gone:\n%s", left)
+	}
+}
+
+// Errors have the codes of the specification, and leave nothing.
+func TestErrors(t *testing.T) {
+	b := newBed(t, map[string]any{"subnets": []string{"10.99.0.0/30"}}) // room for one pod
+	for _, c := range []struct {
+		what string
+		with map[string]any
+		code uint
+	}{
+		{"version", map[string]any{"cniVersion": "0.2.0"}, types.ErrIncompatibleCNIVersion},
+		{"no subnet", map[string]any{"subnets": []string{}}, types.ErrInvalidNetworkConfig},
+		{"bad subnet", map[string]any{"subnets": []string{"10.0.0.0/31"}}, types.ErrInvalidNetworkConfig},
+		{"type", map[string]any{"mtu": "big"}, types.ErrDecodingFailure},
+		{"data directory", map[string]any{"dataDir": "/dev/null/x"}, types.ErrInternal},
+		{"bridge", map[string]any{"bridge": "lo"}, types.ErrInternal},
+	} {
+		p := b.pod(c.with)
+		if err := p.add(); codeOf(err) != c.code {
+			t.Errorf("%s: %v, want code %d", c.what, err, c.code)
+		}
+	}
+	_, err := b.pod(nil).call("BOIL", "", nil)
+	if codeOf(err) != types.ErrInvalidEnvironmentVariables {
+		t.Errorf("unknown verb: %v", err)
+	}
+	if err := func() error { p := b.pod(nil); p.netns = "/run/netns/nowhere"; return p.add() }(); codeOf(err) != types.ErrInternal {
+		t.Errorf("no namespace: %v", err)
+	}
+	if left := b.traces(); left != "" {
+		t.Errorf("failed ADDs leave %s", left)
+	}
+	first := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
+	if err := b.pod(nil).add(); codeOf(err) != types.ErrTryAgainLater {
+		t.Errorf("no address is free: %v", err)
+	}
+	if _, err := first.call("STATUS", "", nil); codeOf(err) != types.ErrPluginNotAvailable {
+		t.Errorf("STATUS with no address free: %v", err)
+	}
+	wide := map[string]any{"runtimeConfig": map[string]any{"ipRanges": []any{[]any{map[string]any{"subnet": "10.98.0.0/24"}}},
+		"portMappings": []any{map[string]any{"hostPort": 8080, "containerPort": 80}}}}
+	before := b.traces()
+	if err := b.pod(wide).add(); codeOf(err) != types.ErrTryAgainLater || !strings.Contains(err.Error(), first.ip(false)) {
+		t.Errorf("a host port that is in use: %v", err)
+	}
+	if after := b.traces(); after != before {
+		t.Errorf("failed ADD leaves\n%s, before\n%s", after, before)
+	}
+}
+
+// Pods that come at the same time, of the daemon and of programs, get different addresses.
+func TestParallel(t *testing.T) {
+	b := newBed(t, nil)
+	lib, list := b.asProgram()
+	const each = 12
+	var pods []*testPod
+	for range 2 * each {
+		pods = append(pods, b.pod(nil))
+	}
+	errs := make(chan error)
+	for i, p := range pods {
+		go func() {
+			if i < each {
+				errs <- p.add()
+				return
+			}
+			result, err := lib.AddNetworkList(context.Background(), list, &libcni.RuntimeConf{ContainerID: p.id, NetNS: p.netns, IfName: "eth0"})
+			if err == nil {
+				p.result, err = types100.NewResultFromResult(result)
+			}
+			errs <- err
+		}()
+	}
+	for range pods {
+		if err := <-errs; err != nil {
+			t.Error(err)
+		}
+	}
+	seen := map[string]bool{}
+	for _, p := range pods {
+		if p.result == nil {
+			continue
+		}
+		for _, v6 := range []bool{false, true} {
+			if ip := p.ip(v6); seen[ip] {
+				t.Errorf("%s is given twice", ip)
+			} else {
+				seen[ip] = true
+			}
+		}
+	}
+	for _, p := range pods {
+		go func() { errs <- p.del() }()
+	}
+	for range pods {
+		must(t, <-errs)
+	}
+	for _, p := range pods {
+		must(t, netns.Remove(p.netns)) // in which devices may still be, and go
+	}
+	if left := b.kept(); len(left) > 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
+// A DEL before the namespace goes cuts the pod off at once; the devices go with the namespace.
+func TestDelCutsOff(t *testing.T) {
+	b := newBed(t, nil)
+	server, client := b.attached(nil), b.attached(nil)
+	answering(t, server.netns, "tcp", 80)
+	ip := server.ip(false)
+	conversation{"pod to pod", client.netns, "tcp", "80", ip, client.ip(false)}.check(t)
+	must(t, server.del())
+	conversation{"pod to pod after DEL", client.netns, "tcp", "80", ip, ""}.check(t)
+	conversation{"node to pod after DEL", "", "tcp", "80", ip, ""}.check(t)
+	for range 5 {
+		next := b.attached(nil)
+		if _, err := netip.ParseAddr(next.ip(false)); err != nil || next.ip(false) == ip {
+			t.Errorf("%s is given again at once; %v", ip, err)
+		}
+	}
+}

@@ -1,0 +1,298 @@
+// Package links makes what pods are connected by: a bridge on the node, and for each pod a pair of veth devices, one of them
+// a port of the bridge, the other one in the pod's network namespace.
+//
+// # Contract
+//
+// The name of the port follows from the container's ID and the interface, so that Cut finds it with nothing else. Each step is
+// one call of the kernel or may be repeated. Functions work in the network namespace of the calling thread, which the
+// caller does not change; what they do in a pod's they do on a thread of its own (package netns).
+//
+// Few calls of the kernel, since each of them waits for the lock of all network changes (RTNL), and the devices have one queue each:
+// more would only make them slower to make, by as many as there are processors.
+package links
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
+	"berth/internal/netns"
+)
+
+// Prefix is what the names of ports begin with.
+const Prefix = "veth"
+
+// PortName is the name of an attachment's port.
+func PortName(id, ifName string) string {
+	sum := sha256.Sum256([]byte(id + "\x00" + ifName))
+	return Prefix + hex.EncodeToString(sum[:])[:unix.IFNAMSIZ-1-len(Prefix)]
+}
+
+// portMAC is the port's hardware address. Nobody sends to it.
+func portMAC(id, ifName string) net.HardwareAddr {
+	sum := sha256.Sum256([]byte(id + "\x01" + ifName))
+	return append(net.HardwareAddr{sum[0]&^1 | 2}, sum[1:6]...) // locally administered, one station
+}
+
+// podMAC is the hardware address of a pod with these IP addresses. It follows from one of them, so that what others
+// remember of that one's last owner is still true.
+func podMAC(ips []netip.Prefix) net.HardwareAddr {
+	if b := ips[0].Addr().AsSlice(); len(b) == 4 {
+		return append(net.HardwareAddr{0x0a, 0x58}, b...)
+	}
+	sum := sha256.Sum256(ips[0].Addr().AsSlice())
+	return append(net.HardwareAddr{0x0a, 0x59}, sum[:4]...)
+}
+
+// Attachment is how a pod is connected.
+type Attachment struct {
+	ContainerID string
+	IfName      string // in the pod
+	NetNS       string // path
+	Network     string // its name
+	Bridge      *Bridge
+	MTU         int
+	Hairpin     bool           // the bridge sends back by this port what came by it
+	Isolated    bool           // and nothing from this port to others that are isolated
+	IPs         []netip.Prefix // one or two
+	Routes      []Route
+}
+
+// Route is a route of the pod's by the bridge.
+type Route struct {
+	Dst     netip.Prefix
+	Gateway netip.Addr
+}
+
+// Connected is what Connect has made.
+type Connected struct{ PortMAC, PodMAC net.HardwareAddr }
+
+// Alias is what the port says of whose it is.
+func Alias(network, id, ifName string) string {
+	return "berth-net " + network + " " + id + " " + ifName
+}
+
+// Connect makes the pair of devices, with the pod's addresses and routes. Errors wrap the kernel's: EEXIST where the
+// port or the interface exists.
+func Connect(a Attachment) (Connected, error) {
+	made := Connected{portMAC(a.ContainerID, a.IfName), podMAC(a.IPs)}
+	ns, err := os.Open(a.NetNS)
+	if err != nil {
+		return made, fmt.Errorf("network namespace: %w", err)
+	}
+	defer ns.Close()
+	if err := a.makePair(ns, made); err != nil {
+		return made, err
+	}
+	return made, netns.In(a.NetNS, func() error { return a.setUpPod() })
+}
+
+// makePair makes the devices, each in its namespace. The pod's is down, so there is no carrier yet, and the kernel leaves the port
+// without addresses while it is told to for good.
+func (a *Attachment) makePair(ns *os.File, macs Connected) error {
+	port := PortName(a.ContainerID, a.IfName)
+	var host batch
+	host.add("make veth "+port, unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL, up(0),
+		name(port), nl.NewRtAttr(unix.IFLA_ADDRESS, macs.PortMAC), number(unix.IFLA_MTU, a.MTU), number(unix.IFLA_MASTER, a.Bridge.Index),
+		number(unix.IFLA_NUM_TX_QUEUES, 1), number(unix.IFLA_NUM_RX_QUEUES, 1), a.peer(ns, macs.PodMAC))
+	host.add("set up port "+port, unix.RTM_NEWLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC),
+		name(port), nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(Alias(a.Network, a.ContainerID, a.IfName))), withoutAddresses(),
+		portOptions(map[int]bool{nl.IFLA_BRPORT_MODE: a.Hairpin, nl.IFLA_BRPORT_ISOLATED: a.Isolated}))
+	failpoint.Reach("net.make-pair")
+	err := host.do()
+	failpoint.Reach("net.pair-made")
+	return err
+}
+
+// peer describes the pod's device: its name, address and namespace.
+func (a *Attachment) peer(ns *os.File, mac net.HardwareAddr) *nl.RtAttr {
+	info := nl.NewRtAttr(unix.IFLA_LINKINFO, nil)
+	info.AddRtAttr(unix.IFLA_INFO_KIND, []byte("veth"))
+	peer := info.AddRtAttr(unix.IFLA_INFO_DATA, nil).AddRtAttr(nl.VETH_INFO_PEER, nil)
+	nl.NewIfInfomsgChild(peer, unix.AF_UNSPEC)
+	peer.AddRtAttr(unix.IFLA_IFNAME, nl.ZeroTerminated(a.IfName))
+	peer.AddRtAttr(unix.IFLA_ADDRESS, mac)
+	peer.AddRtAttr(unix.IFLA_MTU, nl.Uint32Attr(uint32(a.MTU)))
+	peer.AddRtAttr(unix.IFLA_NUM_TX_QUEUES, nl.Uint32Attr(1))
+	peer.AddRtAttr(unix.IFLA_NUM_RX_QUEUES, nl.Uint32Attr(1))
+	peer.AddRtAttr(unix.IFLA_NET_NS_FD, nl.Uint32Attr(uint32(ns.Fd())))
+	return info
+}
+
+// setUpPod gives the pod's device addresses and routes, in its namespace.
+func (a *Attachment) setUpPod() error {
+	link, err := netlink.LinkByName(a.IfName)
+	if err != nil {
+		return fmt.Errorf("find %s in the pod: %w", a.IfName, err)
+	}
+	index := link.Attrs().Index
+	var pod batch
+	for _, ip := range a.IPs {
+		pod.addAddress(index, ip)
+	}
+	pod.add("set "+a.IfName+" up", unix.RTM_NEWLINK, 0, up(index))
+	for _, r := range a.Routes {
+		pod.addRoute(index, r)
+	}
+	if err := refuseRouters(a.IfName); err != nil {
+		return err
+	}
+	failpoint.Reach("net.set-up-pod")
+	err = pod.do()
+	failpoint.Reach("net.pod-set-up")
+	return err
+}
+
+// addAddress gives an interface an address, at once: nobody else has it, so that need not be asked (NODAD).
+func (b *batch) addAddress(index int, ip netip.Prefix) {
+	message := nl.NewIfAddrmsg(family(ip.Addr()))
+	message.Prefixlen, message.Index = uint8(ip.Bits()), uint32(index)
+	bytes := ip.Addr().AsSlice()
+	parts := []nl.NetlinkRequestData{message, nl.NewRtAttr(unix.IFA_LOCAL, bytes), nl.NewRtAttr(unix.IFA_ADDRESS, bytes)}
+	if ip.Addr().Is6() {
+		message.IfAddrmsg.Flags = unix.IFA_F_NODAD
+		parts = append(parts, number(unix.IFA_FLAGS, unix.IFA_F_NODAD))
+	} else {
+		parts = append(parts, nl.NewRtAttr(unix.IFA_BROADCAST, broadcast(ip)))
+	}
+	b.add("add address "+ip.String(), unix.RTM_NEWADDR, unix.NLM_F_CREATE|unix.NLM_F_EXCL, parts...)
+}
+
+func (b *batch) addRoute(index int, r Route) {
+	message := nl.NewRtMsg()
+	message.Family, message.Dst_len, message.Protocol = uint8(family(r.Dst.Addr())), uint8(r.Dst.Bits()), unix.RTPROT_BOOT
+	parts := []nl.NetlinkRequestData{message, nl.NewRtAttr(unix.RTA_GATEWAY, r.Gateway.AsSlice()), number(unix.RTA_OIF, index)}
+	if r.Dst.Bits() > 0 {
+		parts = append(parts, nl.NewRtAttr(unix.RTA_DST, r.Dst.Addr().AsSlice()))
+	}
+	b.add("add route to "+r.Dst.String(), unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_EXCL, parts...)
+}
+
+// Cut takes the port of an attachment out of service: nothing passes by it any more when Cut returns. With remove the devices are gone, too;
+// that takes the kernel some 20 milliseconds, in which it waits for all processors. Without, they go with the pod's namespace, in the
+// background. It may be repeated, and is nothing where there is no such port.
+func Cut(id, ifName string, remove bool) error {
+	port := PortName(id, ifName)
+	var host batch
+	if remove {
+		host.add("delete veth "+port, unix.RTM_DELLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC), name(port))
+	} else if err := host.disable(port); err != nil || len(host.steps) == 0 {
+		return err
+	}
+	host.pass(unix.ENODEV)
+	failpoint.Reach("net.cut")
+	err := host.do()
+	failpoint.Reach("net.cut-off")
+	if !remove && err != nil { // it may be a port no more
+		return Cut(id, ifName, true)
+	}
+	return err
+}
+
+// disable has the bridge forward nothing to and from a port, and forget who is behind it. It is a request to the bridge: by one about the
+// device the state changes, too, and the bridge is then told that the device has changed, and enables the port again.
+func (b *batch) disable(port string) error {
+	link, err := netlink.LinkByName(port)
+	if isMissing(err) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("find port %s: %w", port, err)
+	}
+	message := nl.NewIfInfomsg(unix.AF_BRIDGE)
+	message.Index = int32(link.Attrs().Index)
+	state := nl.NewRtAttr(unix.IFLA_PROTINFO|unix.NLA_F_NESTED, nil)
+	state.AddRtAttr(nl.IFLA_BRPORT_STATE, []byte{stateDisabled})
+	state.AddRtAttr(nl.IFLA_BRPORT_FLUSH, nil)
+	b.add("disable port "+port, unix.RTM_SETLINK, 0, message, state)
+	return nil
+}
+
+const stateDisabled = 0 // BR_STATE_DISABLED
+
+// Port is a port of a bridge that Connect made.
+type Port struct{ Name, Network, ContainerID, IfName string }
+
+// Ports returns the ports on the node that Connect made for a network.
+func Ports(network string) ([]Port, error) {
+	all, err := netlink.LinkList()
+	if err != nil {
+		return nil, fmt.Errorf("list interfaces: %w", err)
+	}
+	var ports []Port
+	for _, link := range all {
+		words := strings.Fields(link.Attrs().Alias)
+		if len(words) == 4 && words[1] == network && link.Attrs().Alias == Alias(network, words[2], words[3]) && link.Attrs().Name == PortName(words[2], words[3]) {
+			ports = append(ports, Port{link.Attrs().Name, network, words[2], words[3]})
+		}
+	}
+	return ports, nil
+}
+
+// --- messages ---------------------------------------------------------------
+
+func name(ifName string) *nl.RtAttr { return nl.NewRtAttr(unix.IFLA_IFNAME, nl.ZeroTerminated(ifName)) }
+
+func number(kind, n int) *nl.RtAttr { return nl.NewRtAttr(kind, nl.Uint32Attr(uint32(n))) }
+
+// up is the header of a request about an interface, which shall be up.
+func up(index int) *nl.IfInfomsg {
+	message := nl.NewIfInfomsg(unix.AF_UNSPEC)
+	message.Index, message.Flags, message.Change = int32(index), unix.IFF_UP, unix.IFF_UP
+	return message
+}
+
+// withoutAddresses keeps the kernel from giving an interface a link-local address of IPv6.
+func withoutAddresses() *nl.RtAttr {
+	families := nl.NewRtAttr(unix.IFLA_AF_SPEC, nil)
+	families.AddRtAttr(unix.AF_INET6, nil).AddRtAttr(unix.IFLA_INET6_ADDR_GEN_MODE, []byte{addrGenNone})
+	return families
+}
+
+const addrGenNone = 1 // IN6_ADDR_GEN_MODE_NONE
+
+// portOptions sets options of a port of a bridge.
+func portOptions(options map[int]bool) *nl.RtAttr {
+	info := nl.NewRtAttr(unix.IFLA_LINKINFO, nil)
+	info.AddRtAttr(unix.IFLA_INFO_SLAVE_KIND, []byte("bridge"))
+	data := info.AddRtAttr(unix.IFLA_INFO_SLAVE_DATA, nil)
+	for option, on := range options {
+		value := []byte{0}
+		if on {
+			value[0] = 1
+		}
+		data.AddRtAttr(option, value)
+	}
+	return info
+}
+
+func family(ip netip.Addr) int {
+	if ip.Is4() {
+		return unix.AF_INET
+	}
+	return unix.AF_INET6
+}
+
+func broadcast(p netip.Prefix) []byte {
+	b := p.Addr().AsSlice()
+	for bit := p.Bits(); bit < len(b)*8; bit++ {
+		b[bit/8] |= 0x80 >> (bit % 8)
+	}
+	return b
+}
+
+// isMissing tells that there is no such interface.
+func isMissing(err error) bool {
+	_, missing := errors.AsType[netlink.LinkNotFoundError](err)
+	return missing
+}

@@ -1,0 +1,123 @@
+package rules
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/binaryutil"
+	"github.com/google/nftables/expr"
+	"golang.org/x/sys/unix"
+)
+
+// expressions are a part of a rule. Each is complete: it loads what it looks at.
+type expressions []expr.Any
+
+// add appends a rule made of parts.
+func add(conn *nftables.Conn, c *nftables.Chain, parts ...expressions) {
+	conn.AddRule(&nftables.Rule{Table: c.Table, Chain: c, Exprs: slices.Concat(parts...)})
+}
+
+// Registers. Those of 32 bits overlap those of 128: 1 is the same as the first four.
+const (
+	reg    = unix.NFT_REG_1
+	reg32  = unix.NFT_REG32_00
+	onReg1 = reg32 // the first word of register 1
+)
+
+func verdict(kind expr.VerdictKind) expressions { return expressions{&expr.Verdict{Kind: kind}} }
+
+func jump(chain string) expressions {
+	return expressions{&expr.Verdict{Kind: expr.VerdictJump, Chain: chain}}
+}
+
+func compare(op expr.CmpOp, data []byte) expr.Any {
+	return &expr.Cmp{Op: op, Register: reg, Data: data}
+}
+
+// isFamily is about packets of IPv4 or IPv6.
+func isFamily(v6 bool) expressions {
+	family := byte(unix.NFPROTO_IPV4)
+	if v6 {
+		family = unix.NFPROTO_IPV6
+	}
+	return expressions{&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: reg}, compare(expr.CmpOpEq, []byte{family})}
+}
+
+func isProtocol(protocol byte) expressions {
+	return expressions{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: reg}, compare(expr.CmpOpEq, []byte{protocol})}
+}
+
+// device is about packets whose device has a name, or any other one.
+func device(key expr.MetaKey, name string, is bool) expressions {
+	op := expr.CmpOpEq
+	if !is {
+		op = expr.CmpOpNeq
+	}
+	padded := make([]byte, unix.IFNAMSIZ)
+	copy(padded, name)
+	return expressions{&expr.Meta{Key: key, Register: reg}, compare(op, padded)}
+}
+
+// from and to_ are about packets with a source or destination in a network.
+func from(p netip.Prefix) expressions { return address(p, 12, 8) }
+func to_(p netip.Prefix) expressions  { return address(p, 16, 24) }
+
+// address compares the part of the header at an offset, which IPv4 and IPv6 have in different places.
+func address(p netip.Prefix, offset4, offset6 uint32) expressions {
+	data, offset := p.Masked().Addr().AsSlice(), offset4
+	if p.Addr().Is6() {
+		offset = offset6
+	}
+	length := uint32(len(data))
+	parts := expressions{&expr.Payload{DestRegister: reg, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: length}}
+	if p.Bits() < p.Addr().BitLen() {
+		mask := make([]byte, length)
+		for bit := range p.Bits() {
+			mask[bit/8] |= 0x80 >> (bit % 8)
+		}
+		parts = append(parts, &expr.Bitwise{SourceRegister: reg, DestRegister: reg, Len: length, Mask: mask, Xor: make([]byte, length)})
+	}
+	return append(parts, compare(expr.CmpOpEq, data))
+}
+
+// toLocalAddress is about packets for an address of the node's own.
+func toLocalAddress() expressions {
+	return expressions{&expr.Fib{Register: reg, ResultADDRTYPE: true, FlagDADDR: true},
+		compare(expr.CmpOpEq, binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL))}
+}
+
+// masked is a part of the mark or state in the register.
+func masked(bits uint32) expr.Any {
+	return &expr.Bitwise{SourceRegister: reg, DestRegister: reg, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(bits), Xor: make([]byte, 4)}
+}
+
+var notZero = compare(expr.CmpOpNeq, make([]byte, 4))
+
+func isMarked() expressions {
+	return expressions{&expr.Meta{Key: expr.MetaKeyMARK, Register: reg}, masked(masqueradeMark), notZero}
+}
+
+func clearMark() expressions { return changeMark(0) }
+
+// setMark uses a register after those in which a found pod is.
+func setMark() expressions { return changeMark(masqueradeMark) }
+
+// changeMark sets the bit of masqueradeMark as in bit. (mark & mask) ^ xor is what the kernel can do.
+func changeMark(bit uint32) expressions {
+	const r = unix.NFT_REG_4
+	return expressions{&expr.Meta{Key: expr.MetaKeyMARK, Register: r},
+		&expr.Bitwise{SourceRegister: r, DestRegister: r, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(^uint32(masqueradeMark)), Xor: binaryutil.NativeEndian.PutUint32(bit)},
+		&expr.Meta{Key: expr.MetaKeyMARK, SourceRegister: true, Register: r}}
+}
+
+// known is about packets of connections that have begun.
+func known() expressions {
+	return expressions{&expr.Ct{Key: expr.CtKeySTATE, Register: reg}, masked(expr.CtStateBitESTABLISHED | expr.CtStateBitRELATED), notZero}
+}
+
+// redirected is about packets whose destination was another one.
+func redirected() expressions {
+	const statusDNAT = 1 << 5 // IPS_DST_NAT
+	return expressions{&expr.Ct{Key: expr.CtKeySTATUS, Register: reg}, masked(statusDNAT), notZero}
+}

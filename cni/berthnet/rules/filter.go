@@ -1,0 +1,83 @@
+package rules
+
+import (
+	"errors"
+	"fmt"
+	"sync"
+
+	"github.com/google/nftables"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// Filter is the packet filter of the network namespace in which it is first used. Its methods may be called concurrently.
+//
+// It keeps its sockets: when one is closed, the kernel has the closer wait until what was deleted before, by
+// anybody, is freed (nft_rcv_nl_event), and that takes 15 ms or more.
+type Filter struct {
+	turn  sync.Mutex     // of conn: one transaction after the other, as in the kernel
+	conn  *nftables.Conn // nil: not open
+	flows sync.Mutex     // of conntrack
+	// conntrack asks the kernel about connections; nil: not open
+	conntrack *netlink.Handle
+}
+
+// with runs what asks the kernel. A socket with which something has failed is not used again: answers to one
+// question must not be taken for those to the next.
+func (f *Filter) with(run func(*nftables.Conn) error) (err error) {
+	f.turn.Lock()
+	defer f.turn.Unlock()
+	if f.conn == nil {
+		if f.conn, err = nftables.New(nftables.AsLasting()); err != nil {
+			return fmt.Errorf("open nftables: %w", err)
+		}
+	}
+	if err := run(f.conn); err != nil {
+		return errors.Join(err, f.drop())
+	}
+	return nil
+}
+
+func (f *Filter) drop() error {
+	if f.conn == nil {
+		return nil
+	}
+	err := f.conn.CloseLasting()
+	f.conn = nil
+	return err
+}
+
+// withFlows runs what asks the kernel about connections.
+func (f *Filter) withFlows(run func(*netlink.Handle) error) (err error) {
+	f.flows.Lock()
+	defer f.flows.Unlock()
+	if f.conntrack == nil {
+		if f.conntrack, err = netlink.NewHandle(unix.NETLINK_NETFILTER); err != nil {
+			return fmt.Errorf("open conntrack: %w", err)
+		}
+	}
+	if err := run(f.conntrack); err != nil {
+		f.conntrack.Close()
+		f.conntrack = nil
+		return err
+	}
+	return nil
+}
+
+// Open opens the sockets, which is done by whoever needs them first, too.
+func (f *Filter) Open() error {
+	return errors.Join(f.Available(), f.withFlows(func(*netlink.Handle) error { return nil }))
+}
+
+// Close closes the sockets. The Filter may be used again.
+func (f *Filter) Close() error {
+	f.turn.Lock()
+	defer f.turn.Unlock()
+	f.flows.Lock()
+	defer f.flows.Unlock()
+	if f.conntrack != nil {
+		f.conntrack.Close()
+		f.conntrack = nil
+	}
+	return f.drop()
+}

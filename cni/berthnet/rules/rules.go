@@ -1,0 +1,288 @@
+// Package rules makes the packet filter's part of a network: host ports, masquerading, isolation.
+//
+// # Contract
+//
+// A network has one table of nftables, with nothing of others' in it. Its rules are about the network as a whole, written in one
+// transaction by Install when they are not there or not as they shall be, which the name of an empty chain tells (Installed asks for
+// that alone). What a pod needs of its own, its host ports, are elements of maps, so that to attach a pod is to add elements: one transaction
+// too, and none for a pod without host ports.
+//
+// A Filter works in one network namespace, and may be used concurrently.
+package rules
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
+)
+
+// Network is what a table is made from.
+type Network struct {
+	Name           string
+	Bridge         string
+	Subnets        []netip.Prefix // of pods
+	Masquerade     bool
+	NoMasquerade   []netip.Prefix
+	IsolatePods    bool
+	IsolateIngress bool
+	IsolateNode    bool
+}
+
+// TablePrefix is what the names of networks' tables begin with.
+const TablePrefix = "berth-net-"
+
+func table(network string) *nftables.Table {
+	return &nftables.Table{Family: nftables.TableFamilyINet, Name: TablePrefix + network}
+}
+
+// masqueradeMark is the bit of a packet's mark that has it leave with the node's address: the one that the plugin portmap uses. It is
+// there only between the two hooks, on the first packet of a connection.
+const masqueradeMark = 0x2000
+
+// markerPrefix begins the name of the empty chain that tells what the table was made from.
+const markerPrefix = "made-from-"
+
+// format is part of that, to be counted up with each change of the rules.
+const format = "1"
+
+func (n *Network) marker() string {
+	sum := sha256.Sum256(fmt.Appendf(nil, "%s %+v", format, *n))
+	return markerPrefix + hex.EncodeToString(sum[:12])
+}
+
+// Installed tells whether the network's table is there, made from the same.
+func (f *Filter) Installed(n Network) (installed bool, err error) {
+	n.normalize()
+	err = f.with(func(conn *nftables.Conn) error {
+		_, err := conn.ListChain(table(n.Name), n.marker())
+		if err == nil {
+			installed = true
+		}
+		if err != nil && strings.Contains(err.Error(), unix.ENOENT.Error()) { // the library does not wrap it
+			return nil
+		}
+		return err
+	})
+	if err != nil {
+		return false, fmt.Errorf("read the table of network %s: %w", n.Name, err)
+	}
+	return installed, nil
+}
+
+func (n *Network) normalize() {
+	n.Subnets = slices.SortedFunc(slices.Values(n.Subnets), netip.Prefix.Compare)
+	n.NoMasquerade = slices.SortedFunc(slices.Values(n.NoMasquerade), netip.Prefix.Compare)
+}
+
+// setNumbers guards the number that the library counts sets with.
+var setNumbers sync.Mutex
+
+// Install writes the network's table. Elements of host ports that are there stay. It is called by one at a time for a network.
+func (f *Filter) Install(n Network) error {
+	n.normalize()
+	err := f.with(func(conn *nftables.Conn) error {
+		old, err := markers(conn, n.Name)
+		if err != nil {
+			return err
+		}
+		if err := n.write(conn, old); err != nil {
+			return err
+		}
+		failpoint.Reach("net.install")
+		err = conn.Flush()
+		failpoint.Reach("net.installed")
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("write the table of network %s: %w", n.Name, err)
+	}
+	return nil
+}
+
+// markers are the marks that a table has.
+func markers(conn *nftables.Conn, network string) (names []string, err error) {
+	chains, err := conn.ListChainsOfTableFamily(nftables.TableFamilyINet)
+	if err != nil {
+		return nil, fmt.Errorf("list chains of nftables: %w", err)
+	}
+	for _, c := range chains {
+		if c.Table.Name == TablePrefix+network && strings.HasPrefix(c.Name, markerPrefix) {
+			names = append(names, c.Name)
+		}
+	}
+	return names, nil
+}
+
+// Chains of a table. The base chains come right before others of the same kind, so that a host port wins over what
+// somebody else does with all of the node's ports, and isolation is not undone.
+const (
+	chainHostPorts = "hostports"
+	early          = -5
+)
+
+// write fills a transaction.
+func (n *Network) write(conn *nftables.Conn, old []string) error {
+	t := conn.AddTable(table(n.Name))
+	setNumbers.Lock()
+	defer setNumbers.Unlock()
+	for _, m := range maps {
+		if err := conn.AddSet(m.set(t), nil); err != nil {
+			return err
+		}
+	}
+	ports := plain(conn, t, chainHostPorts)
+	n.forwardPorts(conn, ports)
+	n.redirect(conn, base(conn, t, "prerouting", nftables.ChainTypeNAT, nftables.ChainHookPrerouting, *nftables.ChainPriorityNATDest+early))
+	n.redirect(conn, base(conn, t, "output", nftables.ChainTypeNAT, nftables.ChainHookOutput, *nftables.ChainPriorityNATDest+early))
+	n.masquerade(conn, base(conn, t, "postrouting", nftables.ChainTypeNAT, nftables.ChainHookPostrouting, *nftables.ChainPriorityNATSource+early))
+	n.guardLoopback(conn, base(conn, t, "raw", nftables.ChainTypeFilter, nftables.ChainHookPrerouting, *nftables.ChainPriorityRaw))
+	n.isolateForwarded(conn, base(conn, t, "forward", nftables.ChainTypeFilter, nftables.ChainHookForward, *nftables.ChainPriorityFilter+early))
+	n.isolateNode(conn, base(conn, t, "input", nftables.ChainTypeFilter, nftables.ChainHookInput, *nftables.ChainPriorityFilter+early))
+	for _, name := range old {
+		conn.DelChain(&nftables.Chain{Table: t, Name: name})
+	}
+	conn.AddChain(&nftables.Chain{Table: t, Name: n.marker()})
+	return nil
+}
+
+// plain adds a chain that others jump to, without rules.
+func plain(conn *nftables.Conn, t *nftables.Table, name string) *nftables.Chain {
+	c := conn.AddChain(&nftables.Chain{Table: t, Name: name})
+	conn.FlushChain(c)
+	return c
+}
+
+// base adds a chain that the kernel calls, without rules.
+func base(conn *nftables.Conn, t *nftables.Table, name string, kind nftables.ChainType, hook *nftables.ChainHook, priority nftables.ChainPriority) *nftables.Chain {
+	c := conn.AddChain(&nftables.Chain{Table: t, Name: name, Type: kind, Hooknum: hook, Priority: &priority})
+	conn.FlushChain(c)
+	return c
+}
+
+// redirect has what is for an address of the node's own looked up among the host ports; but not ::1: the kernel does not let what
+// comes from there out by another interface, as it does with route_localnet for IPv4, and a client that is refused goes on to 127.0.0.1.
+func (n *Network) redirect(conn *nftables.Conn, c *nftables.Chain) {
+	add(conn, c, isFamily(true), to_(loopback6), verdict(expr.VerdictReturn))
+	add(conn, c, toLocalAddress(), jump(chainHostPorts))
+}
+
+// forwardPorts passes host ports on to pods. What comes from the node's loopback or from a pod gets the node's address on the bridge as its
+// source: the pod would not know the way back to the one, and would answer the other one directly. Ports of one address come before those
+// of all addresses.
+func (n *Network) forwardPorts(conn *nftables.Conn, c *nftables.Chain) {
+	for _, m := range maps {
+		for _, source := range of(append([]netip.Prefix{loopback4}, n.Subnets...), m.v6) {
+			add(conn, c, isFamily(m.v6), from(source), m.lookUp(), setMark(), m.toPod())
+		}
+		add(conn, c, isFamily(m.v6), m.lookUp(), m.toPod())
+	}
+}
+
+var (
+	loopback4  = netip.MustParsePrefix("127.0.0.0/8")
+	loopback6  = netip.PrefixFrom(netip.IPv6Loopback(), 128)
+	multicast4 = netip.MustParsePrefix("224.0.0.0/4")
+	multicast6 = netip.MustParsePrefix("ff00::/8")
+	broadcast4 = netip.MustParsePrefix("255.255.255.255/32")
+)
+
+func of(prefixes []netip.Prefix, v6 bool) (some []netip.Prefix) {
+	for _, p := range prefixes {
+		if p.Addr().Is6() == v6 {
+			some = append(some, p)
+		}
+	}
+	return some
+}
+
+// masquerade gives packets the node's address: those that are marked, and those of pods that leave the network.
+func (n *Network) masquerade(conn *nftables.Conn, c *nftables.Chain) {
+	add(conn, c, isMarked(), clearMark(), expressions{&expr.Masq{}})
+	if !n.Masquerade {
+		return
+	}
+	for _, v6 := range []bool{false, true} {
+		subnets := of(n.Subnets, v6)
+		exempt := append(of([]netip.Prefix{multicast4, broadcast4, multicast6}, v6), of(n.NoMasquerade, v6)...)
+		for _, source := range subnets {
+			for _, to := range append(exempt, subnets...) {
+				add(conn, c, isFamily(v6), from(source), to_(to), verdict(expr.VerdictReturn))
+			}
+			add(conn, c, isFamily(v6), from(source), device(expr.MetaKeyOIFNAME, n.Bridge, false), expressions{&expr.Masq{}})
+		}
+	}
+}
+
+// guardLoopback drops what pods send to the node's loopback addresses, which the kernel lets in by the bridge for the sake of host ports (CVE-2020-8558).
+// Answers to what came from there are still for the node's address on the bridge here.
+func (n *Network) guardLoopback(conn *nftables.Conn, c *nftables.Chain) {
+	add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, true), isFamily(false), to_(loopback4), verdict(expr.VerdictDrop))
+}
+
+// isolateForwarded drops connections that begin where none shall. Host ports are meant to be reached, but not from pods where those are kept apart: ports of
+// the bridge that are isolated would let it pass only where the packet filter does not see bridged packets (br_netfilter).
+func (n *Network) isolateForwarded(conn *nftables.Conn, c *nftables.Chain) {
+	if !n.IsolatePods && !n.IsolateIngress {
+		return
+	}
+	add(conn, c, device(expr.MetaKeyOIFNAME, n.Bridge, false), verdict(expr.VerdictReturn))
+	add(conn, c, known(), verdict(expr.VerdictReturn))
+	if n.IsolatePods {
+		add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, true), verdict(expr.VerdictDrop))
+	}
+	add(conn, c, redirected(), verdict(expr.VerdictReturn))
+	if n.IsolateIngress {
+		add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, false), verdict(expr.VerdictDrop))
+	}
+}
+
+// isolateNode drops what pods send to the node itself, but ICMP, which routes, the neighbours of IPv6 and path MTUs need.
+func (n *Network) isolateNode(conn *nftables.Conn, c *nftables.Chain) {
+	if !n.IsolateNode {
+		return
+	}
+	add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, false), verdict(expr.VerdictReturn))
+	add(conn, c, known(), verdict(expr.VerdictReturn))
+	for _, protocol := range []byte{unix.IPPROTO_ICMP, unix.IPPROTO_ICMPV6} {
+		add(conn, c, isProtocol(protocol), verdict(expr.VerdictReturn))
+	}
+	add(conn, c, verdict(expr.VerdictDrop))
+}
+
+// Remove deletes the network's table. It may be repeated.
+func (f *Filter) Remove(network string) error {
+	err := f.with(func(conn *nftables.Conn) error {
+		conn.AddTable(table(network)) // so that it can be deleted
+		conn.DelTable(table(network))
+		failpoint.Reach("net.uninstall")
+		err := conn.Flush()
+		failpoint.Reach("net.uninstalled")
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("delete the table of network %s: %w", network, err)
+	}
+	return nil
+}
+
+// Available tells why nftables can't be used, or nil.
+func (f *Filter) Available() error {
+	err := f.with(func(conn *nftables.Conn) error {
+		_, err := conn.ListTablesOfFamily(nftables.TableFamilyINet)
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("nftables: %w", err)
+	}
+	return nil
+}

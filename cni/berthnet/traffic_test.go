@@ -1,0 +1,345 @@
+package berthnet
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/netns"
+)
+
+const (
+	worldNS = "/run/netns/world"
+	node4   = "192.0.2.1"
+	node6   = "2001:db8::1"
+	other4  = "192.0.2.9" // the node's, too
+	world4  = "192.0.2.2"
+	world6  = "2001:db8::2"
+)
+
+// newWorld makes a network namespace that is outside, with the node as its neighbour. It has no routes to pods.
+func newWorld(t testing.TB) {
+	t.Helper()
+	must(t, netns.New(worldNS))
+	t.Cleanup(func() { must(t, netns.Remove(worldNS)) })
+	must(t, netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "outside"}, PeerName: "node"}))
+	t.Cleanup(func() {
+		link, err := netlink.LinkByName("outside")
+		must(t, err)
+		must(t, netlink.LinkDel(link))
+	})
+	node, err := netlink.LinkByName("node")
+	must(t, err)
+	ns := openFD(t, worldNS)
+	must(t, netlink.LinkSetNsFd(node, ns))
+	must(t, unix.Close(ns))
+	addressed(t, "outside", node4+"/24", other4+"/24", node6+"/64")
+	must(t, netns.In(worldNS, func() error { addressed(t, "node", world4+"/24", world6+"/64"); return nil }))
+}
+
+func openFD(t testing.TB, path string) int {
+	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	must(t, err)
+	return fd
+}
+
+func addressed(t testing.TB, name string, addrs ...string) {
+	link, err := netlink.LinkByName(name)
+	must(t, err)
+	for _, text := range addrs {
+		addr, err := netlink.ParseAddr(text)
+		must(t, err)
+		addr.Flags = unix.IFA_F_NODAD
+		must(t, netlink.AddrAdd(link, addr))
+	}
+	must(t, netlink.LinkSetUp(link))
+}
+
+// answering has a server in the namespace at path answer who asks, by his address, until the test ends.
+func answering(t testing.TB, path, network string, port int) {
+	t.Helper()
+	must(t, netns.In(path, func() error {
+		address := fmt.Sprintf(":%d", port)
+		if strings.HasPrefix(network, "udp") {
+			conn, err := net.ListenPacket(network, address)
+			if err != nil {
+				return err
+			}
+			t.Cleanup(func() { conn.Close() })
+			go func() {
+				buffer := make([]byte, 64)
+				for {
+					_, from, err := conn.ReadFrom(buffer)
+					if err != nil {
+						return
+					}
+					_, _ = conn.WriteTo([]byte(host(from)), from) // who doesn't get it asks again
+				}
+			}()
+			return nil
+		}
+		l, err := net.Listen(network, address)
+		if err != nil {
+			return err
+		}
+		t.Cleanup(func() { l.Close() })
+		go func() {
+			for {
+				conn, err := l.Accept()
+				if err != nil {
+					return
+				}
+				_, _ = io.WriteString(conn, host(conn.RemoteAddr()))
+				conn.Close()
+			}
+		}()
+		return nil
+	}))
+}
+
+func host(a net.Addr) string {
+	ap, err := netip.ParseAddrPort(a.String())
+	if err != nil {
+		return err.Error()
+	}
+	return ap.Addr().Unmap().String()
+}
+
+// ask asks a server from the namespace at path, "" for the node's, and returns as whom it was seen.
+func ask(path, network, address string, patience time.Duration) (seen string, err error) {
+	run := func() error {
+		conn, err := net.DialTimeout(network, address, patience)
+		if err != nil {
+			return err
+		}
+		defer conn.Close()
+		if err := conn.SetDeadline(time.Now().Add(patience)); err != nil {
+			return err
+		}
+		if strings.HasPrefix(network, "udp") {
+			if _, err := io.WriteString(conn, "?"); err != nil {
+				return err
+			}
+		}
+		buffer := make([]byte, 64)
+		n, err := conn.Read(buffer)
+		seen = string(buffer[:n])
+		return err
+	}
+	if path == "" {
+		return seen, run()
+	}
+	return seen, netns.In(path, run)
+}
+
+const (
+	patience = 5 * time.Second
+	dropped  = 300 * time.Millisecond // what is dropped is never answered
+)
+
+// conversation is one that is expected.
+type conversation struct {
+	what          string
+	from          string // namespace
+	network, port string
+	to            string // address
+	seen          string // as whom; "": not at all
+}
+
+func (c conversation) check(t *testing.T) {
+	t.Helper()
+	limit := patience
+	if c.seen == "" {
+		limit = dropped
+	}
+	seen, err := ask(c.from, c.network, net.JoinHostPort(c.to, c.port), limit)
+	switch {
+	case c.seen == "" && err == nil:
+		t.Errorf("%s (%s to %s port %s): answered, seen as %s", c.what, c.network, c.to, c.port, seen)
+	case c.seen != "" && (err != nil || seen != c.seen):
+		t.Errorf("%s (%s to %s port %s): seen as %q, want %s; %v", c.what, c.network, c.to, c.port, seen, c.seen, err)
+	}
+}
+
+// Packets get where they shall, as whom they shall.
+func TestTraffic(t *testing.T) {
+	newWorld(t)
+	b := newBed(t, nil)
+	server := b.attached(hostPorts(
+		map[string]any{"hostPort": 8080, "containerPort": 80, "protocol": "tcp"},
+		map[string]any{"hostPort": 8081, "containerPort": 81, "protocol": "UDP"},
+		map[string]any{"hostPort": 8082, "containerPort": 80, "protocol": "tcp", "hostIP": node4},
+		map[string]any{"hostPort": 8082, "containerPort": 80, "protocol": "tcp", "hostIP": node6},
+		map[string]any{"hostPort": 8083, "containerPort": 80, "protocol": "tcp", "hostIP": "127.0.0.1"},
+		map[string]any{"hostPort": 8084, "containerPort": 80, "hostIP": "0.0.0.0"},
+	))
+	client := b.attached(nil)
+	for _, where := range []string{server.netns, worldNS} {
+		answering(t, where, "tcp", 80)
+		answering(t, where, "udp", 81)
+	}
+	for _, v := range []struct {
+		n                    string
+		v6                   bool
+		node, world, gateway string
+	}{{"4", false, node4, world4, "10.99.0.1"}, {"6", true, node6, world6, "fd99::1"}} {
+		pod, self := server.ip(v.v6), client.ip(v.v6)
+		tcp, udp := "tcp"+v.n, "udp"+v.n
+		for _, c := range []conversation{
+			{"pod to pod", client.netns, tcp, "80", pod, self},
+			{"pod to pod", client.netns, udp, "81", pod, self},
+			{"pod to itself", server.netns, tcp, "80", pod, pod},
+			{"pod to the world", client.netns, tcp, "80", v.world, v.node},
+			{"pod to the world", client.netns, udp, "81", v.world, v.node},
+			{"node to pod", "", tcp, "80", pod, v.gateway},
+			{"world to host port", worldNS, tcp, "8080", v.node, v.world},
+			{"world to host port", worldNS, udp, "8081", v.node, v.world},
+			{"node to host port by its own address", "", tcp, "8080", v.node, v.node},
+			{"pod to its own host port", server.netns, tcp, "8080", v.node, v.gateway},
+			{"pod to its own host port", server.netns, udp, "8081", v.node, v.gateway},
+			{"pod to another's host port", client.netns, tcp, "8080", v.node, v.gateway},
+			{"pod to another's host port by the bridge", client.netns, tcp, "8080", v.gateway, v.gateway},
+			{"world to host port of one address", worldNS, tcp, "8082", v.node, v.world},
+			{"node to host port of one address", "", tcp, "8082", v.gateway, ""},
+			{"world to host port of loopback", worldNS, tcp, "8083", v.node, ""},
+		} {
+			c.check(t)
+		}
+	}
+	if _, err := ask("", "tcp6", "[::1]:8080", patience); !errors.Is(err, unix.ECONNREFUSED) {
+		t.Errorf("::1, which cannot be redirected, does not refuse: %v", err)
+	}
+	for _, c := range []conversation{
+		{"node to host port by localhost", "", "tcp4", "8080", "127.0.0.1", "10.99.0.1"},
+		{"node to host port by localhost", "", "udp4", "8081", "127.0.0.1", "10.99.0.1"},
+		{"world to host port of another address", worldNS, "tcp4", "8082", other4, ""},
+		{"node to host port of loopback", "", "tcp4", "8083", "127.0.0.1", "10.99.0.1"},
+		{"world to host port of all addresses", worldNS, "tcp4", "8084", other4, world4},
+		{"world to host port of all addresses of IPv4", worldNS, "tcp6", "8084", node6, ""},
+	} {
+		c.check(t)
+	}
+}
+
+// What pods send to the node's loopback addresses does not arrive, although the bridge's answers to them do (CVE-2020-8558).
+func TestLoopbackIsGuarded(t *testing.T) {
+	b := newBed(t, nil)
+	pod := b.attached(nil)
+	l, err := net.Listen("tcp4", "127.0.0.1:7000")
+	must(t, err)
+	defer l.Close()
+	must(t, netns.In(pod.netns, func() error {
+		lo, err := netlink.LinkByName("lo")
+		must(t, err)
+		must(t, netlink.LinkSetDown(lo)) // or it would be the pod's own
+		link, err := netlink.LinkByName("eth0")
+		must(t, err)
+		_, loopback, err := net.ParseCIDR("127.0.0.0/8")
+		must(t, err)
+		return netlink.RouteAdd(&netlink.Route{LinkIndex: link.Attrs().Index, Dst: loopback, Gw: net.ParseIP("10.99.0.1")})
+	}))
+	conversation{"pod to the node's loopback", pod.netns, "tcp4", "7000", "127.0.0.1", ""}.check(t)
+}
+
+func TestIsolation(t *testing.T) {
+	newWorld(t)
+	for _, c := range []struct {
+		kinds                                []string
+		masquerade                           bool
+		toPod, toWorld, fromWorld, toGateway bool
+	}{
+		{nil, false, true, true, true, true},
+		{[]string{"pods"}, false, false, true, true, true},
+		{[]string{"ingress"}, false, true, true, false, true},
+		{[]string{"node"}, false, true, true, true, false},
+		{[]string{"pods", "ingress", "node"}, true, false, true, false, false},
+	} {
+		t.Run(strings.Join(c.kinds, "+"), func(t *testing.T) {
+			b := newBed(t, map[string]any{"isolation": c.kinds, "masquerade": c.masquerade})
+			server, client := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80})), b.attached(nil)
+			answering(t, server.netns, "tcp", 80)
+			answering(t, worldNS, "tcp", 80)
+			answering(t, "/proc/self/ns/net", "tcp", 7001)
+			for _, v6 := range []bool{false, true} {
+				gateway, node, world, subnet := "10.99.0.1", node4, world4, subnet4
+				if v6 {
+					gateway, node, world, subnet = "fd99::1", node6, world6, subnet6
+				}
+				routeTo(t, subnet, node)
+				pod, self := server.ip(v6), client.ip(v6)
+				outside := self
+				if c.masquerade {
+					outside = node
+				}
+				when := func(yes bool, seen string) string {
+					if yes {
+						return seen
+					}
+					return ""
+				}
+				for _, c := range []conversation{
+					{"pod to pod", client.netns, "tcp", "80", pod, when(c.toPod, self)},
+					{"pod to world", client.netns, "tcp", "80", world, when(c.toWorld, outside)},
+					{"world to pod", worldNS, "tcp", "80", pod, when(c.fromWorld, world)},
+					{"world to host port", worldNS, "tcp", "8080", node, world},
+					{"pod to node", client.netns, "tcp", "7001", gateway, when(c.toGateway, self)},
+					{"node to pod", "", "tcp", "80", pod, gateway},
+					{"pod to host port", client.netns, "tcp", "8080", node, when(c.toPod, gateway)},
+				} {
+					c.check(t)
+				}
+			}
+		})
+	}
+}
+
+// routeTo gives the world a route to pods by the node.
+func routeTo(t *testing.T, subnet, gateway string) {
+	must(t, netns.In(worldNS, func() error {
+		_, dst, err := net.ParseCIDR(subnet)
+		must(t, err)
+		return netlink.RouteReplace(&netlink.Route{Dst: dst, Gw: net.ParseIP(gateway)})
+	}))
+}
+
+// A client that goes on sending to a UDP host port from one source reaches whose it is by then.
+func TestFlowsAreForgotten(t *testing.T) {
+	newWorld(t)
+	b := newBed(t, nil)
+	port := hostPorts(map[string]any{"hostPort": 8081, "containerPort": 81, "protocol": "udp"})
+	var conn net.Conn
+	must(t, netns.In(worldNS, func() (err error) {
+		conn, err = net.DialUDP("udp4", nil, &net.UDPAddr{IP: net.ParseIP(node4), Port: 8081})
+		return err
+	}))
+	defer conn.Close()
+	exchange := func(limit time.Duration) error {
+		must(t, conn.SetDeadline(time.Now().Add(limit)))
+		if _, err := conn.Write([]byte("?")); err != nil {
+			return err
+		}
+		_, err := conn.Read(make([]byte, 64))
+		return err
+	}
+	if exchange(dropped) == nil {
+		t.Error("answered before there is a pod")
+	}
+	for range 2 {
+		pod := b.pod(port)
+		must(t, pod.add())
+		answering(t, pod.netns, "udp", 81)
+		_ = exchange(dropped) // what is pending of the unreachable port before
+		if err := exchange(patience); err != nil {
+			t.Errorf("the pod is not reached: %v", err)
+		}
+		must(t, pod.del())
+	}
+}
