@@ -63,6 +63,21 @@ func load(dir string) (*network, []Skipped, error) {
 	return nil, skipped, noneValid(dir, skipped)
 }
 
+// configured returns the network that new pods join, with the invalid files before it.
+func (n *Network) configured() (*network, []Skipped, error) {
+	if n.cfg.List == nil {
+		return load(n.cfg.ConfDir)
+	}
+	list, err := parseConf(n.cfg.List, true)
+	if err == nil {
+		err = validateList(list)
+	}
+	if err != nil {
+		return nil, nil, errdefs.FailedPrecondition("configuration of the network: %w", err)
+	}
+	return &network{list: list}, nil, nil
+}
+
 func noneValid(dir string, skipped []Skipped) error {
 	if len(skipped) == 0 {
 		return errdefs.FailedPrecondition("no CNI network configured: no .conflist, .conf or .json file in %s", dir)

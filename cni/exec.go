@@ -49,8 +49,9 @@ var errVerbUnknown = errors.New("verb not supported")
 // bounds what it keeps.
 type runner struct {
 	version.PluginDecoder
-	log  *slog.Logger
-	runs runs
+	log     *slog.Logger
+	runs    runs
+	builtIn map[string]BuiltIn
 }
 
 var _ invoke.Exec = (*runner)(nil)
@@ -58,6 +59,9 @@ var _ invoke.Exec = (*runner)(nil)
 // FindInPath returns the path of a plugin. FailedPrecondition if it is in none of
 // the directories.
 func (r *runner) FindInPath(plugin string, dirs []string) (string, error) {
+	if r.builtIn[plugin] != nil {
+		return builtInPath + plugin, nil
+	}
 	path, err := invoke.FindInPath(plugin, dirs)
 	if err != nil {
 		return "", errdefs.FailedPrecondition("CNI plugin %q is not installed in %s", plugin, strings.Join(dirs, " or "))
@@ -71,6 +75,9 @@ func (r *runner) FindInPath(plugin string, dirs []string) (string, error) {
 // where the specification says try again, FailedPrecondition where it blames the
 // configuration, else Internal.
 func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, environ []string) ([]byte, error) {
+	if plugin, ok := strings.CutPrefix(path, builtInPath); ok {
+		return r.call(ctx, plugin, stdin, environ)
+	}
 	run := &pluginRun{path: path, verb: lookup(environ, "CNI_COMMAND"), stdin: stdin, env: withoutServiceVars(environ)}
 	defer trace.Begin(ctx, run.name()).End()
 	id, err := r.runs.begin(run.verb + " " + path + " " + lookup(environ, "CNI_CONTAINERID"))
@@ -98,6 +105,21 @@ func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, envi
 		case <-time.After(busyWait):
 		}
 	}
+}
+
+// builtInPath begins what stands for the path of a plugin that is built in.
+const builtInPath = "built-in:"
+
+// call is ExecPlugin for a plugin that is built in.
+func (r *runner) call(ctx context.Context, plugin string, stdin []byte, environ []string) ([]byte, error) {
+	out, err := r.builtIn[plugin](ctx, stdin, environ)
+	if err == nil {
+		return out, nil
+	}
+	if failure, ok := errors.AsType[*types.Error](err); ok {
+		return nil, errdefs.New(codeOf(failure), "CNI plugin %s: %w", plugin, failure)
+	}
+	return nil, errdefs.Internal("CNI plugin %s: %w", plugin, err)
 }
 
 func (r *runner) logStderr(run *pluginRun) {

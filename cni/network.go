@@ -19,6 +19,9 @@
 // daemon that stops (Leave) or is killed go on; New of the next one waits for them and ends those that hang. The pod's network namespace is made by netns.New, with its
 // loopback interface up, so no loopback plugin is needed.
 //
+// A plugin that is built in (Config.BuiltIn) is called, not executed. It ends with the daemon at any instruction, and is made for that: its DEL
+// goes on wherever it was.
+//
 // Specification: CNI 1.1.0; configurations from 0.1.0 to 1.1.0 are understood.
 package cni
 
@@ -63,7 +66,14 @@ type Config struct {
 	RunDir   string        // where running plugins are noted, gone after a reboot; empty: nowhere, and their children can outlive a daemon that is killed
 	Timeout  time.Duration // longest ADD, DEL or CHECK; 0: DefaultTimeout
 	Waits    *task.Waits   // where waits are noted; nil: nowhere
+
+	BuiltIn map[string]BuiltIn // plugins that are called instead of executed, by their types
+	List    []byte             // the configuration list of the network, complete; nil: it is looked for in ConfDir
 }
+
+// BuiltIn is a plugin as a function: stdin, environment and output are the program's (CNI specification, section 3). Its errors are
+// of type *types.Error. ctx bounds its waits.
+type BuiltIn func(ctx context.Context, stdin []byte, environ []string) (stdout []byte, err error)
 
 // Network runs plugins for the network configured in a directory. Its methods
 // may be called concurrently.
@@ -98,7 +108,7 @@ func New(cfg Config, log *slog.Logger) (*Network, error) {
 	if cfg.Timeout == 0 {
 		cfg.Timeout = DefaultTimeout
 	}
-	plugins := &runner{log: log, runs: runs{dir: cfg.RunDir, log: log}}
+	plugins := &runner{log: log, runs: runs{dir: cfg.RunDir, log: log}, builtIn: cfg.BuiltIn}
 	n := &Network{
 		cfg:     cfg,
 		log:     log,

@@ -70,6 +70,9 @@ type verdict struct {
 
 func newOwner(ctx context.Context, n *Network) *owner {
 	o := &owner{n: n, ctx: ctx, verdicts: make(chan verdict)}
+	if n.cfg.List != nil {
+		return o // there is nothing to watch
+	}
 	w, err := newWatcher(n.cfg.ConfDir)
 	if err != nil {
 		n.log.Warn("CNI configuration is not watched, changes are seen when the status is asked; fs.inotify.max_user_instances may be too low",
@@ -135,7 +138,7 @@ func (o *owner) reload() {
 		old = &view{}
 	}
 	v := &view{at: time.Now()}
-	v.net, v.skipped, v.loadErr = load(o.n.cfg.ConfDir)
+	v.net, v.skipped, v.loadErr = o.n.configured()
 	if v.net.same(old.net) {
 		v.net, v.judged, v.verdict = old.net, old.judged, old.verdict
 	}

@@ -10,6 +10,10 @@ import (
 	"path/filepath"
 	"slices"
 
+	"github.com/containernetworking/cni/libcni"
+
+	"berth/cni/berthnet"
+	"berth/cni/berthnet/conf"
 	"berth/cni/hostlocal"
 	"berth/internal/failpoint"
 	"berth/internal/netns"
@@ -92,23 +96,80 @@ func keptResult(file string, data []byte) KeptResult {
 	return r
 }
 
-// Reservations reads the stores of host-local, as far as networks with these configuration
-// lists use it. It is the one plugin of which the place and the form are known; most
-// nodes have it.
-func Reservations(lists ...[]byte) ([]hostlocal.Reservation, error) {
-	var all []hostlocal.Reservation
+// Reservation is an address that is kept for a pod, in a file.
+type Reservation = hostlocal.Reservation
+
+// Reservations reads the stores of host-local and berth-net, as far as networks with these configuration
+// lists use them. They are those of which the place and the form are known.
+func Reservations(lists ...[]byte) ([]Reservation, error) {
+	var all []Reservation
 	seen := map[string]bool{}
 	for _, list := range lists {
-		conf, err := parseConf(list, true)
+		network, err := parseConf(list, true)
 		if err != nil {
 			continue // such a network never had a pod
 		}
-		for _, dir := range hostlocal.Dirs(conf) {
+		for _, dir := range hostlocal.Dirs(network) {
 			if seen[dir] {
 				continue
 			}
 			seen[dir] = true
 			found, err := hostlocal.Reservations(dir)
+			if err != nil {
+				return nil, err
+			}
+			all = append(all, found...)
+		}
+		for _, own := range ownNetworks(network) {
+			if seen[own.Dir()] {
+				continue
+			}
+			seen[own.Dir()] = true
+			found, err := berthnet.Reservations(own)
+			if err != nil {
+				return nil, err
+			}
+			for _, r := range found {
+				for _, ip := range r.IPs {
+					all = append(all, Reservation{File: r.File, IP: ip.String(), PodID: r.ContainerID})
+				}
+			}
+		}
+	}
+	return all, nil
+}
+
+// ownNetworks are the configurations of berth-net in a list.
+func ownNetworks(list *libcni.NetworkConfigList) (all []*conf.Net) {
+	for _, p := range list.Plugins {
+		if p.Network.Type != berthnet.Type {
+			continue
+		}
+		whole, err := libcni.InjectConf(p, map[string]any{"name": list.Name, "cniVersion": list.CNIVersion})
+		if err != nil {
+			continue // such a network never had a pod
+		}
+		if n, err := conf.Parse(whole.Bytes); err == nil {
+			all = append(all, n)
+		}
+	}
+	return all
+}
+
+// Trace is something that berth-net has made for a pod on the node.
+type Trace = berthnet.Trace
+
+// Traces returns what networks with these configuration lists have made for pods with berth-net.
+func Traces(lists ...[]byte) (all []Trace, err error) {
+	seen := map[string]bool{}
+	for _, list := range lists {
+		network, err := parseConf(list, true)
+		if err != nil || seen[network.Name] {
+			continue
+		}
+		for _, own := range ownNetworks(network) {
+			seen[network.Name] = true
+			found, err := berthnet.Traces(own)
 			if err != nil {
 				return nil, err
 			}
@@ -135,10 +196,10 @@ func mayHold(cacheDir, dataDir, podID, netnsPath string) (bool, error) {
 	return hostlocal.Holds(dataDir, podID)
 }
 
-// UsesHostLocal tells whether a network with this configuration list has its addresses from host-local.
-func UsesHostLocal(list []byte) bool {
+// KeepsAddresses tells whether a network with this configuration list has its addresses from a store that Reservations reads.
+func KeepsAddresses(list []byte) bool {
 	conf, err := parseConf(list, true)
-	return err == nil && hostlocal.Uses(conf)
+	return err == nil && (hostlocal.Uses(conf) || len(ownNetworks(conf)) > 0)
 }
 
 // Current returns the configuration list of the network that new pods join, nil without one.

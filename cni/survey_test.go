@@ -55,8 +55,8 @@ func TestReservations(t *testing.T) {
 	if !slices.Equal(got, want) {
 		t.Errorf("got %v", got)
 	}
-	if !UsesHostLocal(list) || UsesHostLocal(nil) {
-		t.Error("UsesHostLocal")
+	if !KeepsAddresses(list) || KeepsAddresses(nil) {
+		t.Error("KeepsAddresses")
 	}
 }
 

@@ -20,12 +20,15 @@ var effects = regexp.MustCompile(`^(` + strings.Join([]string{
 	`unix\.(Mount|Unmount|MoveMount|MountSetattr|Rename(at2?)?|Unlink(at)?|Mkdir(at)?|Rmdir|Mknod(at)?|Link(at)?|Symlink(at)?)`,
 	`unix\.([FL]?[Ss]etxattr|F?[Cc]hmod(at)?|F?[Cc]hown(at)?|Kill|PidfdSendSignal|Bind|F?[Tt]runcate|Fallocate)`,
 	`syscall\.(Exec|Kill)`,
-	`netlink\.(Link|Addr|Route|Neigh|Rule)(Set|Add|Del|Replace|Mod)\w*`,
+	`netlink\.(Conntrack(Delete|Update|Create)|Link|Addr|Route|Neigh|Rule)(Set|Add|Del|Replace|Mod)\w*`,
 	`(pidfd|process|Process)\.(Signal|Kill)`,
 	`cmd\.(Run|Start|Output|CombinedOutput)`,
 	`record\.(Write|Reserve)`,
 	`mgr\.(Set|Apply|Destroy|Freeze)`,
 	`lib\.(Add|Del|GC)NetworkList`,
+	`(host|pod)\.do`, // package links' batches
+	`conn\.Flush`,
+	`handle\.Conntrack(Delete|Update|Create|TableFlush)\w*`,
 	`\w+\.(Mkdir|Mknod|Symlink|Link|Chown|Chmod|Setxattr|Removexattr|Utimes|RemoveAll(Until)?|Rename)`, // safefs.Dir's
 }, `|`) + `)$`)
 
@@ -73,6 +76,9 @@ var unmarked = map[string]string{
 	"cni.delStale: lib.DelNetworkList":           "each plugin is between points",
 	"cni.execInto: unix.Kill cmd.Start":          byCaller,
 	"cni/hostlocal.lock: os.OpenFile":            lock,
+	"cni/berthnet/addresses.Open: os.MkdirAll":   again,
+	"cni/berthnet/addresses.Lock: os.OpenFile":   lock,
+	"cni/berthnet/links.open: unix.Bind":         "the daemon's own socket",
 	"cni.endAll: os.MkdirAll":                    again,
 	"cni.killIf: pidfd.Signal":                   signal,
 	"cmd/berth.privateDir: os.MkdirAll os.Chmod": again,
