@@ -13,8 +13,9 @@ need_root() { [ "$(id -u)" = 0 ] || die "needs root: sudo $0 $*"; }
 # --- what a machine needs before berth can be built and tested ----------------
 
 # Debian's and Ubuntu's names, the same in Debian 12 and 13 and Ubuntu 22.04 and 24.04.
-BERTH_PACKAGES=(gcc libc6-dev pkg-config libseccomp-dev libisal-dev containernetworking-plugins
-	busybox-static iproute2 iptables util-linux ca-certificates git crun)
+BERTH_PACKAGES=(gcc libc6-dev pkg-config libseccomp-dev libisal-dev busybox-static iproute2 util-linux ca-certificates git)
+# What the tests need beside that: other networks, and another runtime.
+BERTH_TEST_PACKAGES=(containernetworking-plugins iptables crun)
 
 install_packages() {
 	local missing=() p

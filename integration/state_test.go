@@ -161,7 +161,7 @@ func TestStateCheckNamesDifferences(t *testing.T) {
 		p.dir(at("libcontainer", exited.Id), "shims: container "+exited.Id+": expected nothing of a launch"),
 		p.file("/run/netns/berth-"+fakeID(3), "", "netns: /run/netns/berth-"+fakeID(3)+": expected a recorded pod"),
 		p.file(filepath.Join(d.DataDir, "test/10.88.0.250"), fakeID(4)+"\r\neth0", "addresses: "+d.DataDir+"/test/10.88.0.250: expected a recorded pod"),
-		p.away(filepath.Join(d.DataDir, "test", pod.Ip(t)), "addresses: pod "+pod.Id+": expected the addresses "+pod.Ip(t)+" in host-local's store, found []"),
+		p.away(filepath.Join(d.DataDir, "test", pod.Ip(t)), "addresses: pod "+pod.Id+": expected the addresses "+pod.Ip(t)+" in the store of addresses, found []"),
 		p.away(result, "addresses: pod "+pod.Id+": expected the addresses "+pod.Ip(t)+" in the CNI library's result, found []"),
 		p.dir(below("images/layers", fakeID(5)), "layers: "+below("images/layers", fakeID(5))+": expected a layer"),
 		p.dir(below("images/tmp/half-1"), "layers: "+below("images/tmp/half-1")+": expected a pull"),

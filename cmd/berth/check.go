@@ -9,7 +9,9 @@ import (
 	"github.com/spf13/pflag"
 
 	"berth/cmd/berth/nodecheck"
+	"berth/cmd/berth/nodenet"
 	"berth/cmd/berth/statecheck"
+	"berth/cni/berthnet"
 	"berth/internal/config"
 	"berth/internal/host"
 )
@@ -81,7 +83,10 @@ func takeStateFlag(flags *pflag.FlagSet) bool {
 
 // checkState compares records with the machine.
 func checkState(cmd *cobra.Command, cfg *config.Config, bytes, asJSON bool) error {
-	node := statecheck.NodeOf(cfg)
+	node, err := statecheck.NodeOf(cfg)
+	if err != nil {
+		return err
+	}
 	node.Bytes = bytes
 	ctx, stop := interruptible(cmd.Context())
 	defer stop()
@@ -132,7 +137,10 @@ func checkedNode(cfg *config.Config) (*nodecheck.Node, error) {
 	if err != nil {
 		systemd = true // configured so, and a finding
 	}
-	n := &nodecheck.Node{Config: cfg, Facts: facts, SystemdCgroup: systemd, Network: networkConfig(cfg)}
+	n := &nodecheck.Node{Config: cfg, Facts: facts, SystemdCgroup: systemd}
+	if n.Network, err = nodenet.Config(cfg, &berthnet.Plugin{}); err != nil {
+		return nil, err
+	}
 	n.Shim, n.ShimError = findShim(cfg.ShimPath)
 	n.Unpack, n.UnpackError = findUnpack(cfg.UnpackPath)
 	return n, nil

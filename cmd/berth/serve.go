@@ -17,7 +17,9 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"berth/cmd/berth/nodenet"
 	"berth/cni"
+	"berth/cni/berthnet"
 	"berth/image"
 	"berth/image/layer"
 	"berth/image/unpack"
@@ -124,7 +126,17 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 		return err
 	}
 	closing.Add("close image store", end.closer(images.Close))
-	networkCfg := networkConfig(cfg)
+	ownNetwork := &berthnet.Plugin{}
+	closing.Add("close berth-net", end.closer(ownNetwork.Close))
+	networkCfg, err := nodenet.Config(cfg, ownNetwork)
+	if err != nil {
+		return err
+	}
+	if cfg.Network == nodenet.Own {
+		if err := ownNetwork.Open(); err != nil { // the status says it, too
+			log.Warn("berth's own network cannot be used", "error", err)
+		}
+	}
 	networkCfg.RunDir, networkCfg.Waits = filepath.Join(cfg.State, "cni"), waits
 	network, err := cni.New(networkCfg, log)
 	if err != nil {
@@ -253,14 +265,6 @@ func imageConfig(cfg *config.Config, u *process.Program, unpackers int, waits *t
 		DockerConfig:         cfg.DockerConfig,
 		Waits:                waits,
 	}
-}
-
-func networkConfig(cfg *config.Config) cni.Config {
-	cache := cfg.CNICacheDir
-	if cache == "" {
-		cache = filepath.Join(cfg.Root, "cni")
-	}
-	return cni.Config{ConfDir: cfg.CNIConfDir, BinDirs: cfg.CNIBinDirs, CacheDir: cache, Timeout: cfg.CNITimeout.Duration}
 }
 
 // newPlugins returns nil where NRI is off.

@@ -112,6 +112,15 @@ func WithNetwork(conflist string) DaemonOption {
 	}
 }
 
+// WithOwnNetwork has the daemon connect pods by berth's own network, and finds neither a configuration nor a plugin.
+func WithOwnNetwork(lines ...string) DaemonOption {
+	return func(t *testing.T, d *Daemon) {
+		Must(t, os.Remove(d.NetworkFile()))
+		d.BinDirs = []string{d.Dir + "/no-plugins"}
+		d.Extra = append(d.Extra, append([]string{`network = "berth-net"`}, lines...)...)
+	}
+}
+
 // WithHosts writes a hosts.toml for a registry host.
 func WithHosts(host, content string) DaemonOption {
 	return func(t *testing.T, d *Daemon) { d.writeHosts(t, host, content) }

@@ -12,6 +12,7 @@ import (
 	"syscall"
 	"testing"
 
+	"berth/cni/berthnet/rules"
 	"berth/integration/machine"
 
 	"golang.org/x/sys/unix"
@@ -28,6 +29,8 @@ func (d *Daemon) LosePower(t *testing.T) {
 	d.LoseState(t)
 	unpinNetworks(t)
 	d.removeNetwork(t)
+	filter := &rules.Filter{}
+	Must(t, errors.Join(filter.Remove("berth-net"), filter.Close()))
 	for _, flag := range []string{"-F", "-X"} {
 		if out, err := exec.Command("iptables", "-t", "nat", flag).CombinedOutput(); err != nil {
 			t.Fatalf("iptables %s: %v: %s", flag, err, out)

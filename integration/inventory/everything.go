@@ -38,7 +38,7 @@ func Everything(t *testing.T, groups Cgroups, d *Daemon, pid int) Items {
 	return s
 }
 
-var deviceName = regexp.MustCompile(`veth[0-9a-f]{8}`)
+var deviceName = regexp.MustCompile(`veth[0-9a-f]{8,11}`)
 
 // alike makes names equal that differ in IDs, addresses and numbers.
 func alike(name string) string {

@@ -33,6 +33,7 @@ var (
 		{regexp.MustCompile(`^/images/(layers|joins)/`), exactly, ofLayer},
 		{regexp.MustCompile(`^/(bin|images/empty-[a-z]+)/`), alike, inside},
 		{regexp.MustCompile(`^/rootfs/`), alike, inside},
+		{regexp.MustCompile(`^/network/`), reserved, func(string, string, *unix.Stat_t) (string, error) { return "", nil }},
 		{regexp.MustCompile(`\.record$`), alike, recorded},
 		{regexp.MustCompile(``), alike, alikeText},
 	}
@@ -80,6 +81,15 @@ func (p place) line(path, below string, names fileNames) (string, error) {
 		content = alike(err.Error())
 	}
 	return strings.TrimSpace(fmt.Sprintf("%s %o %d:%d %s", p.name(below), st.Mode, st.Uid, st.Gid, content)), nil
+}
+
+// reserved is the name of a file of berth's own network, which begins with addresses.
+func reserved(path string) string {
+	dir, name := filepath.Split(path)
+	if _, owner, ok := strings.Cut(name, "@"); ok {
+		name = "addresses@" + alike(owner)
+	}
+	return dir + name
 }
 
 func exactly(path string) string { return path }

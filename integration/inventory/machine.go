@@ -2,6 +2,7 @@ package inventory
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io/fs"
 	"net"
@@ -14,6 +15,7 @@ import (
 	"strings"
 	"testing"
 
+	"berth/cni/berthnet/rules"
 	"berth/integration/machine"
 )
 
@@ -69,9 +71,11 @@ func OfMachine(groups Cgroups, d *Daemon) Items {
 	addLinks(s)
 	addRules(s, "iptables-save")
 	addRules(s, "ip6tables-save")
+	addHostPorts(s)
 	addCgroups(s, groups, d)
 	if d != nil {
 		addAddresses(s, d.Addresses)
+		addAddresses(s, filepath.Join(d.Root, "network"))
 	}
 	return s
 }
@@ -177,12 +181,24 @@ func (g Cgroups) addBelow(s Items, d *Daemon, root string) {
 	})
 }
 
-// addAddresses adds host-local's reservations: files whose name is an address.
+// addHostPorts adds those that berth's own network has open.
+func addHostPorts(s Items) {
+	filter := &rules.Filter{}
+	ports, err := filter.Ports("berth-net")
+	if err := errors.Join(err, filter.Close()); err != nil {
+		s.Add("host port", err.Error())
+	}
+	for _, p := range ports {
+		s.Add("host port", p.String())
+	}
+}
+
+// addAddresses adds the reservations of host-local, files whose name is an address, and of berth-net, files whose name begins with one or two.
 func addAddresses(s Items, dataDir string) {
 	for _, network := range machine.ReadDir(dataDir) {
 		for _, name := range machine.ReadDir(filepath.Join(dataDir, network)) {
-			if net.ParseIP(name) != nil {
-				s.Add("CNI address", network+"/"+name)
+			if addresses, _, own := strings.Cut(name, "@"); own || net.ParseIP(name) != nil {
+				s.Add("CNI address", network+"/"+addresses)
 			}
 		}
 	}

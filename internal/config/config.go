@@ -45,6 +45,15 @@ type Config struct {
 
 	CgroupDriver string `toml:"cgroup_driver" flag:"cgroup-driver" default:"auto" oneof:"auto,cgroupfs,systemd" doc:"Who makes cgroups. auto: systemd where systemd is PID 1 and cgroups are version 2, else cgroupfs. kubelet asks for it and must not see it change while pods exist."`
 
+	Network             string   `toml:"network" flag:"network" default:"cni" oneof:"cni,berth-net" doc:"What pods are connected by. cni: what cni_conf_dir describes; until there is something, only pods with the host's network run. berth-net: a network of berth's own, a bridge with addresses, host ports and masquerading, for which nothing needs to be installed and no file be written."`
+	NetworkBridge       string   `toml:"network_bridge" default:"berth0" doc:"Name of the bridge of berth's own network."`
+	NetworkSubnets      []string `toml:"network_subnets" default:"10.85.0.0/16,fd00:85::/64" doc:"Networks from which pods have their addresses in berth's own network, one of IPv4, one of IPv6, or both. The first address of each is the bridge's. Once kubelet has passed on the node's pod CIDR, that is used for new pods. What the kernel cannot do is left out."`
+	NetworkMTU          int      `toml:"network_mtu" default:"0" min:"0" max:"65535" doc:"MTU of pods in berth's own network. 0: that of the interface with the node's default route when the bridge is made."`
+	NetworkRoutes       []string `toml:"network_routes" doc:"Destinations that pods in berth's own network reach, in the form of 10.0.0.0/8. Empty: all."`
+	NetworkMasquerade   bool     `toml:"network_masquerade" default:"true" doc:"Whether pods in berth's own network appear outside of it with the node's address."`
+	NetworkNoMasquerade []string `toml:"network_no_masquerade" doc:"Networks that see the pods' own addresses all the same, such as those of other nodes' pods."`
+	NetworkIsolation    []string `toml:"network_isolation" oneof:"pods,ingress,node" doc:"What is kept apart in berth's own network. pods: pods do not reach each other, nor each other's host ports. ingress: who is not on this node reaches pods by their host ports only. node: pods do not reach the node itself."`
+
 	CNIConfDir  string   `toml:"cni_conf_dir" flag:"cni-conf-dir" default:"/etc/cni/net.d" path:"abs" doc:"Directory of CNI network configurations. The first valid one in lexical order is used; changes are noticed while running."`
 	CNIBinDirs  []string `toml:"cni_bin_dirs" flag:"cni-bin-dir" default:"/opt/cni/bin,/usr/lib/cni" path:"abs" doc:"Directories in which CNI plugins are looked for, in this order. Distributions that package the plugins use the second one."`
 	CNICacheDir string   `toml:"cni_cache_dir" path:"optional" doc:"Directory in which the CNI library keeps the results of plugins. Empty: cni below root."`

@@ -20,7 +20,9 @@ func TestDefaults(t *testing.T) {
 	want := Config{
 		Listen: "/run/berth/berth.sock", Root: "/var/lib/berth", State: "/run/berth",
 		CgroupDriver: "auto",
-		CNIConfDir:   "/etc/cni/net.d", CNIBinDirs: []string{"/opt/cni/bin", "/usr/lib/cni"}, NetNSDir: "/run/netns",
+		Network:      "cni", NetworkBridge: "berth0", NetworkSubnets: []string{"10.85.0.0/16", "fd00:85::/64"}, NetworkRoutes: []string{}, NetworkMasquerade: true,
+		NetworkNoMasquerade: []string{}, NetworkIsolation: []string{},
+		CNIConfDir: "/etc/cni/net.d", CNIBinDirs: []string{"/opt/cni/bin", "/usr/lib/cni"}, NetNSDir: "/run/netns",
 		DockerConfig: "", RegistryDirs: []string{"/etc/berth/certs.d", "/etc/containerd/certs.d"}, PinnedImages: []string{},
 		MaxParallelDownloads: 8, StallTimeout: Duration{time.Minute}, CNITimeout: Duration{110 * time.Second}, WaitLimit: Duration{time.Minute}, MaxLayerBytes: 256 << 30, MaxLayerEntries: 4 << 20, DiskReservePercent: 5, DiskReserveBytes: 4 << 30,
 		MaxLogLine: 16384, IdleLaunchers: 2, StatsPeriod: Duration{10 * time.Second}, CDISpecDirs: []string{"/etc/cdi", "/var/run/cdi"}, DefaultHandler: "berth",

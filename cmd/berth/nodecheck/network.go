@@ -23,10 +23,16 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 	for _, s := range info.Skipped {
 		findings = append(findings, lacking(Warning, "CNI configuration", fmt.Sprintf("%s: %s", s.File, s.Error), "mend or remove it"))
 	}
+	if statusErr != nil && n.Network.List != nil {
+		return append(findings, lacking(Warning, subject, statusErr.Error(), "mend what berth's own network needs, or set network to cni; until then only pods with the host's network run"))
+	}
 	if statusErr != nil {
 		// A warning: it is how each node is before its network is installed, and that is done by pods with the host's.
 		return append(findings, lacking(Warning, subject, statusErr.Error(),
 			fmt.Sprintf("install a CNI network (configuration in %s, plugins in %s); until then only pods with the host's network run", info.ConfDir, strings.Join(info.BinDirs, " or "))))
+	}
+	if n.Network.List != nil {
+		return append(findings, ok(subject, "berth's own"))
 	}
 	return append(findings, ok(subject, "%s from %s: %s", info.Network, info.File, strings.Join(info.Plugins, ", ")))
 }

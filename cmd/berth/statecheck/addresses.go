@@ -9,7 +9,7 @@ import (
 	"berth/sandbox/record"
 )
 
-// Addresses: what the CNI library and the plugin host-local keep for a pod belongs to a recorded
+// Addresses: what the CNI library and the plugins host-local and berth-net keep for a pod, and what berth-net has made for it on the node, belongs to a recorded
 // pod that has not given its network back; they keep for each running pod the very addresses
 // that its record has; no two pods of a network have the same.
 
@@ -18,7 +18,10 @@ func (f *facts) readNetwork() (err error) {
 	if f.results, err = cni.KeptResults(f.node.CNICacheDir); err != nil {
 		return err
 	}
-	f.reservations, err = cni.Reservations(f.networks()...)
+	if f.reservations, err = cni.Reservations(f.networks()...); err != nil {
+		return err
+	}
+	f.traces, err = cni.Traces(f.networks()...)
 	return err
 }
 
@@ -29,6 +32,9 @@ func (f *facts) networks() [][]byte {
 		if p.Network != nil {
 			lists = append(lists, p.Network.ConfList)
 		}
+	}
+	if f.node.Network != nil {
+		return append(lists, f.node.Network)
 	}
 	return append(lists, cni.Current(f.node.CNIConfDir))
 }
@@ -44,13 +50,16 @@ func compareAddresses(f *facts, d *finder) {
 		reserved[r.PodID] = append(reserved[r.PodID], r.IP)
 		f.compareHeld(d, r.PodID, r.File, "the address "+r.IP)
 	}
+	for _, t := range f.traces {
+		f.compareHeld(d, t.ContainerID, t.What, t.What)
+	}
 	for _, p := range f.pods {
 		if p.Network == nil || !f.podRuns(p) {
 			continue
 		}
 		compareIPs(d, p, "the CNI library's result", kept[p.ID])
-		if cni.UsesHostLocal(p.Network.ConfList) {
-			compareIPs(d, p, "host-local's store", reserved[p.ID])
+		if cni.KeepsAddresses(p.Network.ConfList) {
+			compareIPs(d, p, "the store of addresses", reserved[p.ID])
 		}
 	}
 	f.compareTwice(d)

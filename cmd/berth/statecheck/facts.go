@@ -16,7 +16,6 @@ import (
 
 	"berth/checkpoint"
 	"berth/cni"
-	"berth/cni/hostlocal"
 	"berth/image"
 	"berth/image/layer"
 	"berth/sandbox/layout"
@@ -42,7 +41,8 @@ type facts struct {
 	shims        map[string]*shimDir
 	netns        []string // paths
 	results      []cni.KeptResult
-	reservations []hostlocal.Reservation
+	reservations []cni.Reservation
+	traces       []cni.Trace
 	layers       *layer.Survey
 	descriptors  []descriptor
 

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"berth/cmd/berth/nodenet"
 	"berth/image"
 	"berth/sandbox/record"
 )
@@ -75,7 +76,7 @@ func (f *facts) compareFolder(d *finder, dir string, own []string) {
 // holdsOurs tells whether one of the configured places is at or below path.
 func (f *facts) holdsOurs(path string) bool {
 	socket := strings.TrimPrefix(f.node.Socket, "unix://")
-	return slices.ContainsFunc([]string{f.node.Root, f.node.State, socket, f.node.NetNSDir, f.node.CNICacheDir, f.node.CNIConfDir, f.dirs.RootPlace()}, func(place string) bool {
+	return slices.ContainsFunc([]string{f.node.Root, f.node.State, socket, f.node.NetNSDir, f.node.CNICacheDir, f.node.CNIConfDir, f.dirs.RootPlace(), filepath.Join(f.node.Root, nodenet.Addresses)}, func(place string) bool {
 		return place == path || strings.HasPrefix(place, path+"/")
 	})
 }

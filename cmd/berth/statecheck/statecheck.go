@@ -17,11 +17,11 @@ package statecheck
 import (
 	"context"
 	"fmt"
-	"path/filepath"
 	"slices"
 	"strings"
 	"time"
 
+	"berth/cmd/berth/nodenet"
 	"berth/internal/config"
 )
 
@@ -64,19 +64,18 @@ type Node struct {
 	NetNSDir    string // where network namespaces are pinned
 	CNIConfDir  string
 	CNICacheDir string
-	Bytes       bool // read what is in every layer: all files of the images
+	Network     []byte // the configuration list of berth's own; nil: the one in CNIConfDir is used
+	Bytes       bool   // read what is in every layer: all files of the images
 
 	proc   string // "/proc"; another directory in tests
 	pauses []time.Duration
 }
 
-// NodeOf is the state of a daemon with this configuration.
-func NodeOf(cfg *config.Config) *Node {
-	n := &Node{Root: cfg.Root, State: cfg.State, Socket: cfg.Listen, NetNSDir: cfg.NetNSDir, CNIConfDir: cfg.CNIConfDir, CNICacheDir: cfg.CNICacheDir}
-	if n.CNICacheDir == "" {
-		n.CNICacheDir = filepath.Join(cfg.Root, "cni")
-	}
-	return n
+// NodeOf is the state of a daemon with this configuration. An error says what is wrong with that.
+func NodeOf(cfg *config.Config) (*Node, error) {
+	network, err := nodenet.Config(cfg, nil)
+	return &Node{Root: cfg.Root, State: cfg.State, Socket: cfg.Listen, NetNSDir: cfg.NetNSDir,
+		CNIConfDir: cfg.CNIConfDir, CNICacheDir: network.CacheDir, Network: network.List}, err
 }
 
 // The pauses between looks, as long as there are differences.

@@ -194,7 +194,7 @@ func TestDifferencesAreNamed(t *testing.T) {
 		{"an address of nobody", func(_ *testing.T, f *facts) {
 			f.reservations = append(f.reservations, hostlocal.Reservation{File: "10.0.0.3", IP: "10.0.0.3", PodID: strangeID})
 		}, []string{"addresses: 10.0.0.3: expected a recorded pod"}},
-		{"an address that is not kept", func(_ *testing.T, f *facts) { f.reservations = nil }, []string{"addresses: pod " + podID + ": expected the addresses 10.0.0.2 in host-local"}},
+		{"an address that is not kept", func(_ *testing.T, f *facts) { f.reservations = nil }, []string{"addresses: pod " + podID + ": expected the addresses 10.0.0.2 in the store of addresses"}},
 		{"a result of nobody", func(_ *testing.T, f *facts) { f.results = append(f.results, cni.KeptResult{File: "other"}) }, []string{"addresses: other: expected a recorded pod"}},
 		{"an address twice", func(_ *testing.T, f *facts) {
 			other := *f.pods[podID]

@@ -1,0 +1,181 @@
+package integration
+
+import (
+	"bytes"
+	"encoding/json"
+	"net"
+	"net/netip"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+	"berth/integration/machine"
+	"berth/internal/netns"
+)
+
+// addressesOf returns the pod's addresses of IPv4 and IPv6.
+func addressesOf(t *testing.T, pod *harness.Pod) (ip4, ip6 netip.Addr) {
+	t.Helper()
+	network := pod.Status(t).Network
+	all := []string{network.Ip}
+	for _, more := range network.AdditionalIps {
+		all = append(all, more.Ip)
+	}
+	for _, text := range all {
+		ip, err := netip.ParseAddr(text)
+		harness.Must(t, err)
+		if ip.Is4() {
+			ip4 = ip
+		} else {
+			ip6 = ip
+		}
+	}
+	return ip4, ip6
+}
+
+func isIn(t *testing.T, what string, ip netip.Addr, subnet string) {
+	t.Helper()
+	if !netip.MustParsePrefix(subnet).Contains(ip) {
+		t.Errorf("%s is %s, not in %s", what, ip, subnet)
+	}
+}
+
+// With berth's own network pods have addresses, reach each other and have host ports, with nothing installed and nothing configured.
+func TestOwnNetwork(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+	waitNetworkReady(t, d, true)
+	server := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
+	serveHTTP(t, server, "from-the-pod")
+	ip4, ip6 := addressesOf(t, server)
+	isIn(t, "the pod's address", ip4, "10.85.0.0/16")
+	isIn(t, "the pod's address of IPv6", ip6, "fd00:85::/64")
+	client := d.RunPod(t).Run(t)
+	for what, host := range map[string]string{"by IPv4": ip4.String(), "by IPv6": "[" + ip6.String() + "]", "by the host port": nodeAddress(t) + ":18080"} {
+		harness.Equal(t, "page seen by another pod "+what, client.Exec(t, "wget", "-q", "-O-", "http://"+host+"/"), "from-the-pod")
+		harness.Equal(t, "page seen by the node "+what, httpGet(t, "http://"+host+"/"), "from-the-pod\n")
+	}
+	harness.Equal(t, "page through the host port on loopback", httpGet(t, "http://127.0.0.1:18080/"), "from-the-pod\n")
+	d.StateMatches(t)
+
+	again := d.PodConfig(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
+	if id, err := d.Cri.RunPodSandbox(t.Context(), again, ""); err == nil || !strings.Contains(err.Error(), ip4.String()) {
+		t.Errorf("a second pod has the same host port: %s, %v", id, err)
+	}
+	server.Remove(t)
+	if _, err := net.Dial("tcp", nodeAddress(t)+":18080"); err == nil {
+		t.Error("the host port is still open after the pod's removal")
+	}
+	pod := d.RunPodConfig(t, again)
+	if next, _ := addressesOf(t, pod); next == ip4 {
+		t.Errorf("%s is given again at once", next)
+	}
+}
+
+// Pods keep addresses and host ports while the daemon is replaced or killed, and give them back to the next one.
+func TestOwnNetworkOutlivesDaemon(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
+	serveHTTP(t, pod, "still-there")
+	ip4, ip6 := addressesOf(t, pod)
+	for what, restart := range map[string]func(){
+		"stopped": func() { d.Restart(t) },
+		"killed":  func() { d.Kill(t); d.Start(t) },
+	} {
+		restart()
+		harness.Equal(t, "page after the daemon was "+what, httpGet(t, "http://127.0.0.1:18080/"), "still-there\n")
+		new4, new6 := addressesOf(t, d.RunPod(t))
+		if new4 == ip4 || new6 == ip6 {
+			t.Errorf("after the daemon was %s, %s and %s are given twice", what, ip4, ip6)
+		}
+		d.StateMatches(t)
+	}
+}
+
+// After a reboot nothing of the network is there but what is on disk, and addresses come back.
+func TestOwnNetworkAfterReboot(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+	before := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
+	d.LosePower(t)
+	d.Boot(t)
+	harness.Equal(t, "state after the reboot", before.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
+	kept := func() []string { return keptAddresses(d) }
+	harness.Eventually(t, "the address is given back", func() error {
+		if all := kept(); len(all) > 0 {
+			return harness.Unexpected("addresses kept", all, nil)
+		}
+		return nil
+	})
+	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
+	serveHTTP(t, pod, "after-the-reboot")
+	harness.Equal(t, "page after the reboot", httpGet(t, "http://127.0.0.1:18080/"), "after-the-reboot\n")
+	pod.Remove(t) // berth check sees the machine's own boot ID
+}
+
+// keptAddresses are the names of files in which a daemon's own network keeps addresses.
+func keptAddresses(d *harness.Daemon) (all []string) {
+	for _, name := range machine.ReadDir(filepath.Join(d.Root, "network/berth-net")) {
+		if strings.Contains(name, "@") {
+			all = append(all, name)
+		}
+	}
+	return all
+}
+
+// The program and the daemon share a network. What the program has attached is nobody's to the daemon, and given back when it starts.
+func TestOwnNetworkCollectsGarbage(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
+	const stray = "/run/netns/stray"
+	harness.Must(t, netns.New(stray))
+	t.Cleanup(func() { harness.Must(t, netns.Remove(stray)) })
+
+	config, err := json.Marshal(map[string]any{"cniVersion": "1.1.0", "name": "berth-net", "type": "berth-net", "subnets": []string{"10.85.0.0/16", "fd00:85::/64"},
+		"dataDir": filepath.Join(d.Root, "network"), "runtimeConfig": map[string]any{"portMappings": []map[string]any{{"hostPort": 18081, "containerPort": 80}}}})
+	harness.Must(t, err)
+	cmd := exec.Command(filepath.Join(harness.BinDir, "berth-net"))
+	cmd.Env = []string{"CNI_COMMAND=ADD", "CNI_CONTAINERID=stray", "CNI_NETNS=" + stray, "CNI_IFNAME=eth0", "CNI_PATH=/nowhere"}
+	cmd.Stdin = bytes.NewReader(config)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	harness.Equal(t, "addresses kept", len(keptAddresses(d)), 2)
+	if found := d.StateCheck(t); len(found) < 3 {
+		t.Errorf("check --state does not name address, port of the bridge and host port of the stray: %v", found)
+	}
+	d.Restart(t)
+	harness.Equal(t, "addresses kept after GC", len(keptAddresses(d)), 1)
+	ip4, _ := addressesOf(t, pod)
+	harness.Equal(t, "the pod's address is kept", strings.HasPrefix(keptAddresses(d)[0], ip4.String()+","), true)
+}
+
+// The node's pod CIDR, which kubelet passes on, is where new pods have their addresses from; others keep theirs, and all reach each other.
+func TestOwnNetworkFollowsPodCIDR(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+	old := d.RunPod(t)
+	serveHTTP(t, old, "old")
+	setCIDR := func(cidr string) {
+		harness.Must(t, d.Cri.UpdateRuntimeConfig(t.Context(), &runtimeapi.RuntimeConfig{NetworkConfig: &runtimeapi.NetworkConfig{PodCidr: cidr}}))
+	}
+	setCIDR("10.200.3.0/24,fd77::/64")
+	check := func(when string) {
+		pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
+		ip4, ip6 := addressesOf(t, pod)
+		isIn(t, "the address of a new pod "+when, ip4, "10.200.3.0/24")
+		isIn(t, "the address of IPv6 of a new pod "+when, ip6, "fd77::/64")
+		serveHTTP(t, pod, "new")
+		c := pod.Run(t)
+		old4, old6 := addressesOf(t, old)
+		harness.Equal(t, "old page seen by a new pod "+when, c.Exec(t, "wget", "-q", "-O-", "http://"+old4.String()+"/"), "old")
+		harness.Equal(t, "old page seen by a new pod by IPv6 "+when, c.Exec(t, "wget", "-q", "-O-", "http://["+old6.String()+"]/"), "old")
+		harness.Equal(t, "new page by the host port "+when, httpGet(t, "http://127.0.0.1:18080/"), "new\n")
+		d.StateMatches(t)
+		pod.Remove(t)
+	}
+	check("with a pod CIDR")
+	d.Restart(t)
+	check("after a restart")
+}
