@@ -112,6 +112,7 @@ const builtInPath = "built-in:"
 
 // call is ExecPlugin for a plugin that is built in.
 func (r *runner) call(ctx context.Context, plugin string, stdin []byte, environ []string) ([]byte, error) {
+	defer trace.Begin(ctx, plugin).End()
 	out, err := r.builtIn[plugin](ctx, stdin, environ)
 	if err == nil {
 		return out, nil

@@ -1,0 +1,197 @@
+package addresses
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"berth/cni/berthnet/conf"
+)
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// small are ranges with four addresses of each family for pods.
+func small(t testing.TB) []conf.Range {
+	n, err := conf.Parse([]byte(`{"cniVersion": "1.1.0", "name": "n", "runtimeConfig": {"ipRanges": [[{"subnet": "10.0.0.0/24", "rangeStart": "10.0.0.10", "rangeEnd": "10.0.0.13"}], [{"subnet": "fd00::/126"}]]}}`))
+	must(t, err)
+	return n.Ranges
+}
+
+func newStore(t testing.TB) *Store {
+	s, err := Open(filepath.Join(t.TempDir(), "n"))
+	must(t, err)
+	return s
+}
+
+func (s *Store) give(t *testing.T, id string, ranges []conf.Range) string {
+	t.Helper()
+	r, err := s.Reserve(t.Context(), id, "eth0", ranges)
+	must(t, err)
+	return join(r.IPs)
+}
+
+// Addresses are given in turn, one that came back as late as possible, none twice, and the gateway never.
+func TestReserve(t *testing.T) {
+	s, ranges := newStore(t), small(t)[:1]
+	for _, step := range []struct{ give, release, want string }{
+		{give: "a", want: "10.0.0.10"}, {give: "b", want: "10.0.0.11"}, {release: "a"}, {give: "c", want: "10.0.0.12"},
+		{give: "d", want: "10.0.0.13"}, {give: "e", want: "10.0.0.10"}, {release: "d"}, {give: "f", want: "10.0.0.13"},
+	} {
+		if step.release != "" {
+			r, ok, err := s.Of(step.release, "eth0")
+			must(t, err)
+			if !ok {
+				t.Fatalf("%s has none", step.release)
+			}
+			must(t, s.Release(r))
+			must(t, s.Release(r))
+			continue
+		}
+		if got := s.give(t, step.give, ranges); got != step.want {
+			t.Errorf("%s is given %s, want %s", step.give, got, step.want)
+		}
+	}
+	if _, err := s.Reserve(t.Context(), "g", "eth0", ranges); !errors.Is(err, ErrFull) {
+		t.Errorf("of a full range: %v", err)
+	}
+	if err := s.Room(ranges); !errors.Is(err, ErrFull) {
+		t.Errorf("room in a full range: %v", err)
+	}
+	if _, err := s.Reserve(t.Context(), "f", "eth0", ranges); !errors.Is(err, ErrExists) {
+		t.Errorf("a second time: %v", err)
+	}
+	both := newStore(t)
+	for id, want := range map[string]string{"a": "10.0.0.10,fd00::2"} {
+		if got := both.give(t, id, small(t)); got != want {
+			t.Errorf("given %s, want %s", got, want)
+		}
+	}
+	if got := both.give(t, "b", small(t)); got != "10.0.0.11,fd00::3" {
+		t.Errorf("given %s", got)
+	}
+	if _, err := both.Reserve(t.Context(), "c", "eth0", small(t)); !errors.Is(err, ErrFull) {
+		t.Errorf("one family is full: %v", err)
+	}
+	all, err := both.All()
+	must(t, err)
+	if len(all) != 2 {
+		t.Errorf("a reservation that failed is kept: %v", all)
+	}
+}
+
+// Whatever a power cut makes of files' contents, no address is given twice, none is lost, and what comes next works.
+func TestTornFiles(t *testing.T) {
+	for what, content := range map[string]string{"empty": "", "zeros": "\x00\x00\x00\x00", "torn": `[{"Proto`, "foreign": "10.0.0.99,zz\n", "long": strings.Repeat("x", 1<<12)} {
+		t.Run(what, func(t *testing.T) {
+			s, ranges := newStore(t), small(t)[:1]
+			kept := s.give(t, "a", ranges)
+			for _, name := range []string{kept + "@a@eth0", lastName, lockName} {
+				must(t, os.WriteFile(filepath.Join(s.dir, name), []byte(content), 0o600))
+			}
+			must(t, os.WriteFile(filepath.Join(s.dir, "stranger"), nil, 0o600))
+			if got := s.give(t, "b", ranges); got == kept {
+				t.Errorf("%s is given twice", got)
+			}
+			r, ok, err := s.Of("a", "eth0")
+			must(t, err)
+			if !ok || join(r.IPs) != kept {
+				t.Fatalf("a has %v, want %s", r, kept)
+			}
+			must(t, s.Release(r))
+			all, err := s.All()
+			must(t, err)
+			if len(all) != 1 || all[0].ContainerID != "b" {
+				t.Errorf("left: %v", all)
+			}
+		})
+	}
+}
+
+func TestNote(t *testing.T) {
+	s := newStore(t)
+	s.give(t, "a", small(t))
+	r, _, err := s.Of("a", "eth0")
+	must(t, err)
+	for _, want := range []string{"", "one", "2"} {
+		if want != "" {
+			must(t, s.Note(r, []byte(want)))
+		}
+		got, err := s.Noted(r)
+		must(t, err)
+		if string(got) != want {
+			t.Errorf("noted %q, want %q", got, want)
+		}
+	}
+}
+
+// Who waits for the lock gives up with its context.
+func TestLock(t *testing.T) {
+	s := newStore(t)
+	unlock, err := s.Lock(t.Context())
+	must(t, err)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := s.Lock(ctx); !errors.Is(err, context.Canceled) {
+		t.Errorf("a lock that another has: %v", err)
+	}
+	unlock()
+	unlock, err = s.Lock(t.Context())
+	must(t, err)
+	unlock()
+}
+
+func TestNames(t *testing.T) {
+	long := strings.Repeat("x", MaxID)
+	for _, r := range []Reservation{
+		{"a", "eth0", []netip.Addr{netip.MustParseAddr("10.0.0.2")}},
+		{"a.b_c-d", "e@h", []netip.Addr{netip.MustParseAddr("10.0.0.2"), netip.MustParseAddr("fd00::2")}},
+		{long, "123456789012345", []netip.Addr{netip.MustParseAddr("255.255.255.255"), netip.MustParseAddr("1111:2222:3333:4444:5555:6666:7777:8888")}},
+	} {
+		if len(r.name()) > 255 {
+			t.Errorf("the name has %d bytes", len(r.name()))
+		}
+		if back, ok := parse(r.name()); !ok || back.name() != r.name() || back.ContainerID != r.ContainerID || back.IfName != r.IfName {
+			t.Errorf("%q is read as %v, %v", r.name(), back, ok)
+		}
+	}
+	for _, name := range []string{"", "lock", "last", "@a@eth0", "10.0.0.2@@eth0", "10.0.0.2@a@", "10.0.0.02@a@eth0", "fe80::1%eth0@a@b", "10.0.0.2,10.0.0.3,10.0.0.4@a@b", "FD00::1@a@b"} {
+		if r, ok := parse(name); ok {
+			t.Errorf("%q is read as %v", name, r)
+		}
+	}
+}
+
+// FuzzName reads names of files as a directory that anybody has written to may have them.
+func FuzzName(f *testing.F) {
+	f.Add("10.0.0.2,fd00::2@a@eth0")
+	f.Add("10.0.0.2@a@b@c")
+	f.Fuzz(func(t *testing.T, name string) {
+		if r, ok := parse(name); ok && (r.name() != name || len(r.IPs) == 0 || r.ContainerID == "" || r.IfName == "") {
+			t.Errorf("%q is read as %v", name, r)
+		}
+	})
+}
+
+func BenchmarkReserve(b *testing.B) {
+	n, err := conf.Parse([]byte(`{"cniVersion": "1.1.0", "name": "n", "subnets": ["10.0.0.0/16", "fd00::/64"]}`))
+	must(b, err)
+	s := newStore(b)
+	for i := range 250 {
+		_, err := s.Reserve(b.Context(), strings.Repeat("a", 60)+string(rune('a'+i%26))+string(rune('a'+i/26)), "eth0", n.Ranges)
+		must(b, err)
+	}
+	for b.Loop() {
+		r, err := s.Reserve(b.Context(), "new", "eth0", n.Ranges)
+		must(b, err)
+		must(b, s.Release(r))
+	}
+}

@@ -1,0 +1,121 @@
+package conf
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/containernetworking/cni/pkg/types"
+)
+
+func parse(body string) (*Net, error) {
+	return Parse([]byte(`{"cniVersion": "1.1.0", "name": "n", "type": "berth-net"` + body + `}`))
+}
+
+func TestDefaults(t *testing.T) {
+	n, err := parse(`, "subnets": ["10.85.1.7/16", "fd00:85::/64"]`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := strings.TrimSpace(fmt.Sprintln(n.Bridge, n.MTU, n.Masquerades(), n.Hairpins(), n.Dir(), n.Ranges, n.Ports, n.Isolates(IsolatePods)))
+	want := `berth0 0 true true /var/lib/cni/berth-net/n [{10.85.0.0/16 10.85.0.1 10.85.255.254 10.85.0.1} {fd00:85::/64 fd00:85::1 fd00:85::ffff:ffff:ffff:ffff fd00:85::1}] [] false`
+	if got != want {
+		t.Errorf("defaults are\n%s\nwant\n%s", got, want)
+	}
+}
+
+// The runtime's ranges replace the configured ones.
+func TestRuntime(t *testing.T) {
+	n, err := parse(`, "subnets": ["10.85.0.0/16"], "masquerade": false, "hairpin": false, "isolation": ["pods", "node"], "runtimeConfig": {
+		"ipRanges": [[{"subnet": "10.1.2.0/24", "rangeStart": "10.1.2.10", "rangeEnd": "10.1.2.20", "gateway": "10.1.2.254"}]],
+		"portMappings": [{"hostPort": 80, "containerPort": 8080, "protocol": "TCP", "hostIP": "::ffff:192.0.2.1"}, {"hostPort": 0, "containerPort": 1}, {"hostPort": 53, "containerPort": 53, "protocol": "udp"}]}`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := fmt.Sprint(n.Ranges); got != "[{10.1.2.0/24 10.1.2.10 10.1.2.20 10.1.2.254}]" {
+		t.Errorf("ranges are %s", got)
+	}
+	if got := fmt.Sprint(n.Ports); got != "[{6 192.0.2.1 80 8080} {17 invalid IP 53 53}]" {
+		t.Errorf("ports are %s", got)
+	}
+	if n.Masquerades() || n.Hairpins() || !n.Isolates(IsolatePods) || n.Isolates(IsolateIngress) {
+		t.Errorf("options are %+v", n)
+	}
+}
+
+func TestInvalid(t *testing.T) {
+	mapping := func(m string) string { return `, "runtimeConfig": {"portMappings": [` + m + `]}` }
+	for body, want := range map[string]string{
+		`, "name": "a/b"`:                             "network name",
+		`, "name": ""`:                                "network name",
+		`, "bridge": "a/b"`:                           "no name of an interface",
+		`, "bridge": "br%d"`:                          "no name of an interface",
+		`, "bridge": "all"`:                           "no name of an interface",
+		`, "bridge": "sixteen-letters0"`:              "no name of an interface",
+		`, "mtu": 100`:                                "mtu: 100",
+		`, "mtu": -1`:                                 "mtu: -1",
+		`, "dataDir": "relative"`:                     "not an absolute path",
+		`, "isolation": ["all"]`:                      `isolation: "all"`,
+		`, "routes": [{}]`:                            "no destination",
+		`, "subnets": ["10.0.0.0/31"]`:                "no room",
+		`, "subnets": ["fd00::/127"]`:                 "no room",
+		`, "subnets": ["10.0.0.0/24", "10.0.1.0/24"]`: "second of IPv4",
+		`, "subnets": ["fd00::/64", "fd01::/64"]`:     "second of IPv6",
+		`, "subnets": ["127.0.0.0/8"]`:                "cannot be that of pods",
+		`, "subnets": ["224.0.0.0/8"]`:                "cannot be that of pods",
+		`, "subnets": ["fe80::/64"]`:                  "cannot be that of pods",
+		`, "subnets": ["::ffff:10.0.0.0/120"]`:        "subnet",
+		`, "runtimeConfig": {"ipRanges": [[]]}`:       "0 ranges",
+		`, "runtimeConfig": {"ipRanges": [[{"subnet": "10.0.0.0/24", "rangeStart": "10.0.1.1"}]]}`:                         "rangeStart",
+		`, "runtimeConfig": {"ipRanges": [[{"subnet": "10.0.0.0/24", "rangeStart": "10.0.0.9", "rangeEnd": "10.0.0.8"}]]}`: "free for pods",
+		`, "runtimeConfig": {"ipRanges": [[{"subnet": "10.0.0.0/24", "rangeStart": "10.0.0.1", "rangeEnd": "10.0.0.1"}]]}`: "free for pods",
+		`, "runtimeConfig": {"ipRanges": [[{"subnet": "10.0.0.0/24", "gateway": "10.0.0.255"}]]}`:                          "gateway",
+		mapping(`{"hostPort": 70000, "containerPort": 1}`):                                                                 "from 1 to 65535",
+		mapping(`{"hostPort": -1, "containerPort": 1}`):                                                                    "from 1 to 65535",
+		mapping(`{"hostPort": 1, "containerPort": 0}`):                                                                     "from 1 to 65535",
+		mapping(`{"hostPort": 1, "containerPort": 1, "protocol": "icmp"}`):                                                 "protocol",
+		mapping(`{"hostPort": 1, "containerPort": 1, "hostIP": "here"}`):                                                   "hostIP",
+		mapping(`{"hostPort": 1, "containerPort": 1, "hostIP": "::1"}`):                                                    "hostIP ::1",
+	} {
+		_, err := parse(body)
+		e, ok := errors.AsType[*types.Error](err)
+		if !ok || e.Code != types.ErrInvalidNetworkConfig || !strings.Contains(e.Details, want) {
+			t.Errorf("%s: %v, want %q", body, err, want)
+		}
+	}
+	for _, text := range []string{``, `[]`, `{"mtu": "x"}`, `{"subnets": ["x"]}`} {
+		_, err := Parse([]byte(text))
+		if e, ok := errors.AsType[*types.Error](err); !ok || e.Code != types.ErrDecodingFailure {
+			t.Errorf("%s: %v", text, err)
+		}
+	}
+}
+
+// FuzzParse has what is accepted fit the kernel.
+func FuzzParse(f *testing.F) {
+	f.Add([]byte(`{"cniVersion": "1.1.0", "name": "n", "bridge": "b", "subnets": ["10.0.0.0/24", "fd00::/64"], "isolation": ["pods"], "routes": [{"dst": "::/0"}]}`))
+	f.Add([]byte(`{"name": "n", "runtimeConfig": {"ipRanges": [[{"subnet": "10.0.0.0/24", "rangeStart": "10.0.0.5"}]], "portMappings": [{"hostPort": 1, "containerPort": 2, "hostIP": "::"}]}}`))
+	f.Fuzz(func(t *testing.T, data []byte) {
+		n, err := Parse(data)
+		if err != nil {
+			if _, ok := errors.AsType[*types.Error](err); !ok {
+				t.Errorf("%v is no CNI error", err)
+			}
+			return
+		}
+		if n.Name == "" || n.Bridge == "" || len(n.Bridge) > 15 || len(n.Ranges) > 2 {
+			t.Errorf("accepted: %+v", n)
+		}
+		for _, r := range n.Ranges {
+			if !r.Subnet.Contains(r.First) || !r.Subnet.Contains(r.Last) || !r.Subnet.Contains(r.Gateway) || r.Last.Less(r.First) {
+				t.Errorf("accepted the range %+v", r)
+			}
+		}
+		for _, p := range n.Ports {
+			if p.HostPort == 0 || p.PodPort == 0 || p.Protocol == 0 {
+				t.Errorf("accepted the port %+v", p)
+			}
+		}
+	})
+}
