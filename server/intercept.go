@@ -35,7 +35,23 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 	defer s.requests.Release(1)
 	resp, err = handler(ctx, req)
 	failpoint.Reach("server.answer")
+	if s.changed != nil && changing[info.FullMethod] {
+		s.changed()
+	}
 	return resp, err
+}
+
+// changing are the methods that make, start, stop or remove something.
+var changing = map[string]bool{
+	runtimeapi.RuntimeService_RunPodSandbox_FullMethodName:    true,
+	runtimeapi.RuntimeService_StopPodSandbox_FullMethodName:   true,
+	runtimeapi.RuntimeService_RemovePodSandbox_FullMethodName: true,
+	runtimeapi.RuntimeService_CreateContainer_FullMethodName:  true,
+	runtimeapi.RuntimeService_StartContainer_FullMethodName:   true,
+	runtimeapi.RuntimeService_StopContainer_FullMethodName:    true,
+	runtimeapi.RuntimeService_RemoveContainer_FullMethodName:  true,
+	runtimeapi.ImageService_PullImage_FullMethodName:          true,
+	runtimeapi.ImageService_RemoveImage_FullMethodName:        true,
 }
 
 // stream surrounds every streaming RPC.

@@ -115,6 +115,9 @@ type Config struct {
 	Sessions Sessions // of Exec, Attach and PortForward
 
 	Tracing Tracing // nil: no operation is exported
+
+	// Changed is called after each request that makes, starts, stops or removes something, and does not block; nil: nobody wants to know.
+	Changed func()
 }
 
 // Server serves CRI. Make one with New.
@@ -123,6 +126,7 @@ type Server struct {
 	grpc    *grpc.Server
 	grace   time.Duration // stopGrace, shorter in tests
 	tracing Tracing       // nil: none
+	changed func()        // Config.Changed
 
 	requests *semaphore.Weighted // held by each unary request, and by stop
 
@@ -132,7 +136,7 @@ type Server struct {
 
 // New returns a server that passes requests on to pods and images.
 func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
-	s := &Server{log: log, grace: stopGrace, tracing: cfg.Tracing, requests: semaphore.NewWeighted(allRequests)}
+	s := &Server{log: log, grace: stopGrace, tracing: cfg.Tracing, changed: cfg.Changed, requests: semaphore.NewWeighted(allRequests)}
 	s.stopping, s.endStreams = context.WithCancel(context.Background())
 	s.grpc = grpc.NewServer(
 		grpc.MaxRecvMsgSize(MaxMessage),

@@ -164,7 +164,11 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 		return err
 	}
 	closing.Add("end streaming sessions", end.closer(serveStreaming(sessions, log)))
-	return announce(ctx, listener, server.New(serverConfig(cfg, node, network, sessions, tracing, waits), pods, images, log), waits, log)
+	tidier := newTidier(restTime, pages.ReleaseStartup, log)
+	closing.Add("end tidying", tidier.Close)
+	serverCfg := serverConfig(cfg, node, network, sessions, tracing, waits)
+	serverCfg.Changed = tidier.changed
+	return announce(ctx, listener, server.New(serverCfg, pods, images, log), waits, log)
 }
 
 // announce serves and tells systemd when that starts and ends.

@@ -1,0 +1,57 @@
+package main
+
+import (
+	"log/slog"
+	"time"
+)
+
+// restTime is how long nothing must have been changed before the memory that changes needed is given back: what begins
+// soon after another change finds all as that left it.
+const restTime = 3 * time.Second
+
+// tidier gives memory back after changes. While nothing is changed no timer runs.
+type tidier struct {
+	changes chan struct{} // one waits: that there was a change, not how many
+	stop    chan struct{}
+	stopped chan struct{}
+}
+
+// newTidier starts a tidier that calls release when nothing was changed for rest. Close ends it.
+func newTidier(rest time.Duration, release func() error, log *slog.Logger) *tidier {
+	t := &tidier{changes: make(chan struct{}, 1), stop: make(chan struct{}), stopped: make(chan struct{})}
+	go t.run(rest, release, log)
+	return t
+}
+
+// changed notes that something was changed. It does not block.
+func (t *tidier) changed() {
+	select {
+	case t.changes <- struct{}{}:
+	default: // one waits already
+	}
+}
+
+// Close waits until nothing is given back any more.
+func (t *tidier) Close() error {
+	close(t.stop)
+	<-t.stopped
+	return nil
+}
+
+func (t *tidier) run(rest time.Duration, release func() error, log *slog.Logger) {
+	defer close(t.stopped)
+	var resting <-chan time.Time // nil: all is given back
+	for {
+		select {
+		case <-t.stop:
+			return
+		case <-t.changes:
+			resting = time.After(rest)
+		case <-resting:
+			resting = nil
+			if err := release(); err != nil {
+				log.Warn("memory that changes needed is kept", "error", err)
+			}
+		}
+	}
+}
