@@ -73,6 +73,8 @@ func (c *container) Info() *view.Container { return c.info.Load() }
 // can't be, FailedPrecondition if the pod is not ready, AlreadyExists for an
 // identity in use with another content.
 func (m *Manager) CreateContainer(ctx context.Context, podID string, config *runtimeapi.ContainerConfig) (string, error) {
+	checking := trace.Begin(ctx, "check")
+	defer checking.End() // where it fails
 	p, err := m.readyPod(podID)
 	if err != nil {
 		return "", err
@@ -87,6 +89,7 @@ func (m *Manager) CreateContainer(ctx context.Context, podID string, config *run
 	identity := request.ContainerIdentity(p.id, config.Metadata)
 	m.launchers.Expect() // who creates a container starts it at once
 	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
+	checking.End()
 	id, err := m.containerIDs.Create(ctx, identity, sum, join.Maker{
 		Spawn:  m.tasks.Operations.Spawn,
 		Make:   func() (string, error) { return m.newContainer(ctx, p, config, identity) },

@@ -55,6 +55,8 @@ func (p *pod) Info() *view.Pod { return p.info.Load() }
 // Errors: InvalidArgument for a config that can't be, AlreadyExists for an identity in
 // use with another content, NotFound for an unknown handler, FailedPrecondition without a CNI config.
 func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandboxConfig, handler string) (string, error) {
+	checking := trace.Begin(ctx, "check")
+	defer checking.End() // where it fails
 	if err := m.checkPodConfig(config, handler); err != nil {
 		return "", err
 	}
@@ -65,6 +67,7 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 	identity := request.PodIdentity(config.Metadata)
 	m.launchers.Expect()
 	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
+	checking.End()
 	id, err := m.podIDs.Create(ctx, identity, sum, join.Maker{
 		Spawn:  m.tasks.Operations.Spawn,
 		Make:   func() (string, error) { return m.newPod(ctx, config, handler, identity) },
