@@ -2,6 +2,7 @@ package main
 
 import (
 	"log/slog"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -9,13 +10,13 @@ import (
 
 func TestTidier(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		released := 0
-		tidier := newTidier(restTime, func() error { released++; return nil }, slog.New(slog.DiscardHandler))
-		want := func(n int) {
+		var released atomic.Int64
+		tidier := newTidier(restTime, func() error { released.Add(1); return nil }, slog.New(slog.DiscardHandler))
+		want := func(n int64) {
 			t.Helper()
 			synctest.Wait()
-			if released != n {
-				t.Fatalf("memory was given back %d times, not %d", released, n)
+			if released.Load() != n {
+				t.Fatalf("memory was given back %d times, not %d", released.Load(), n)
 			}
 		}
 		time.Sleep(10 * restTime)

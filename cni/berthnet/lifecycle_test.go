@@ -13,6 +13,7 @@ import (
 	"testing"
 
 	"github.com/containernetworking/cni/libcni"
+	"github.com/containernetworking/cni/pkg/invoke"
 	"github.com/containernetworking/cni/pkg/types"
 	types040 "github.com/containernetworking/cni/pkg/types/040"
 	types100 "github.com/containernetworking/cni/pkg/types/100"
@@ -39,7 +40,7 @@ func (b *bed) asProgram() (*libcni.CNIConfig, *libcni.NetworkConfigList) {
 	must(b.t, err)
 	list, err := libcni.NetworkConfFromBytes(data)
 	must(b.t, err)
-	return libcni.NewCNIConfigWithCacheDir([]string{bin}, b.t.TempDir(), nil), list
+	return libcni.NewCNIConfigWithCacheDir([]string{bin}, b.t.TempDir(), &invoke.DefaultExec{RawExec: &invoke.RawExec{Stderr: os.Stderr}}), list
 }
 
 func (p *testPod) runtimeConf() *libcni.RuntimeConf {

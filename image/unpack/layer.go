@@ -53,6 +53,10 @@ type Job struct {
 // error soon. An unpacker that leaves its blob to another goroutine stops it when it needs no more of it.
 type Stopper interface{ Stop() }
 
+// Aborter is a blob that is of no use to anybody when its layer was refused, unlike one that is read on then to see whether its
+// digest is right. Abort, called beside Read, has it return an error soon.
+type Aborter interface{ Abort() }
+
 // Result is what came of a blob.
 type Result struct {
 	Digest   digest.Digest // of the tar
@@ -176,7 +180,7 @@ func (c *Contents) Check() error {
 // directory with the mode 0755 that nobody else changes. It reads to the end of
 // blob; bytes behind the archive count for the digest. blob is read from another
 // goroutine, which has ended when Layer returns; its Read must return when ctx is done. A
-// Stopper is stopped when the layer has failed.
+// An Aborter is aborted when the layer has failed.
 //
 // Nothing is synced, and the Opaques are not marked. After an error there may be anything in tree.
 func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result, error) {
@@ -204,8 +208,8 @@ func run(ctx context.Context, blob io.Reader, job Job, open func(limits Limits, 
 	s := newStream(ctx, in, job.Algorithm.Hash(), limits.Tar, job.Progress)
 	defer s.close()
 	defer func() {
-		if stopper, ok := blob.(Stopper); ok && err != nil {
-			stopper.Stop()
+		if blob, ok := blob.(Aborter); ok && err != nil {
+			blob.Abort()
 		}
 	}()
 	u, err := open(limits, func() { job.Progress(0) })

@@ -146,7 +146,7 @@ func run(args []string) error {
 	return answer(os.Stdout, &job, func() (unpack.Result, error) { return layer(blob) })
 }
 
-// pipe is the blob. It is an unpack.Stopper.
+// pipe is the blob. It is an unpack.Aborter.
 type pipe struct{ *os.File }
 
 // openBlob opens standard input for Go's poller, so that a Read of it can be ended.
@@ -158,8 +158,8 @@ func openBlob() (pipe, error) {
 	return pipe{os.NewFile(uintptr(fd), "blob")}, nil
 }
 
-// Stop implements unpack.Stopper.
-func (p pipe) Stop() {
+// Abort implements unpack.Aborter.
+func (p pipe) Abort() {
 	_ = p.SetReadDeadline(time.Now()) // what cannot be ended, which no pipe is, is waited for
 }
 
