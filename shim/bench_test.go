@@ -9,6 +9,10 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/moby/profiles/seccomp"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 )
 
 // Run the benchmarks with -shim=../bin/berth-shim: the test binary is a larger program.
@@ -16,18 +20,74 @@ import (
 var pauses = flag.Duration("pauses", 50*time.Millisecond, "time between launches of BenchmarkLaunch, in which launchers warm up")
 
 // samples are the durations of a benchmark's operations. Their mean says little on
-// a machine that has something else to do.
-type samples []time.Duration
+// a machine that has something else to do; the CPU time says more there.
+type samples struct {
+	took []time.Duration
+	cpu  time.Duration // of this process and of all whose end it has seen, before the first one
+}
 
-func (s *samples) add(since time.Time) { *s = append(*s, time.Since(since)) }
+func newSamples(b *testing.B) *samples {
+	s := &samples{cpu: cpuTime(b)}
+	b.ResetTimer()
+	return s
+}
 
-func (s samples) report(b *testing.B) {
-	slices.Sort(s)
+func (s *samples) add(since time.Time) { s.took = append(s.took, time.Since(since)) }
+
+func (s *samples) report(b *testing.B) {
+	cpu := cpuTime(b) - s.cpu
+	slices.Sort(s.took)
 	ms := func(d time.Duration) float64 { return float64(d.Microseconds()) / 1000 }
-	b.ReportMetric(ms(s[0]), "min-ms")
-	b.ReportMetric(ms(s[len(s)/2]), "p50-ms")
-	b.ReportMetric(ms(s[len(s)*9/10]), "p90-ms")
+	b.ReportMetric(ms(s.took[0]), "min-ms")
+	b.ReportMetric(ms(s.took[len(s.took)/2]), "p50-ms")
+	b.ReportMetric(ms(s.took[len(s.took)*9/10]), "p90-ms")
+	b.ReportMetric(ms(cpu)/float64(len(s.took)), "cpu-ms")
 	b.ReportMetric(0, "ns/op")
+}
+
+// cpuTime is what this process has used, and what those have whose end it has seen. As process 1
+// (see TestMain) it is told of all.
+func cpuTime(b *testing.B) (sum time.Duration) {
+	b.Helper()
+	for _, who := range []int{unix.RUSAGE_SELF, unix.RUSAGE_CHILDREN} {
+		var usage unix.Rusage
+		if err := unix.Getrusage(who, &usage); err != nil {
+			b.Fatal(err)
+		}
+		sum += time.Duration(usage.Utime.Nano() + usage.Stime.Nano())
+	}
+	return sum
+}
+
+// usual gives a container what those of kubelet's have: mounts, capabilities, masked paths.
+func usual(r *LaunchRequest) {
+	r.BuiltIn = true // its pod's pause
+	r.Spec.Process.Args = []string{"/bin/true"}
+	caps := []string{"CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FSETID", "CAP_FOWNER", "CAP_MKNOD", "CAP_NET_RAW", "CAP_SETGID",
+		"CAP_SETUID", "CAP_SETFCAP", "CAP_SETPCAP", "CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT", "CAP_KILL", "CAP_AUDIT_WRITE"}
+	r.Spec.Process.Capabilities = &specs.LinuxCapabilities{Bounding: caps, Effective: caps, Permitted: caps}
+	r.Spec.Mounts = append(r.Spec.Mounts,
+		specs.Mount{Destination: "/sys", Type: "sysfs", Source: "sysfs", Options: []string{"nosuid", "noexec", "nodev", "ro"}},
+		specs.Mount{Destination: "/sys/fs/cgroup", Type: "cgroup", Source: "cgroup", Options: []string{"nosuid", "noexec", "nodev", "relatime", "ro"}},
+		specs.Mount{Destination: "/dev/mqueue", Type: "mqueue", Source: "mqueue", Options: []string{"nosuid", "noexec", "nodev"}},
+		specs.Mount{Destination: "/dev/shm", Type: "bind", Source: "/dev/shm", Options: []string{"rbind", "rprivate", "nosuid", "noexec", "nodev"}},
+	)
+	for _, name := range []string{"hosts", "hostname", "resolv.conf"} {
+		r.Spec.Mounts = append(r.Spec.Mounts, specs.Mount{Destination: "/etc/" + name, Type: "bind", Source: "/etc/" + name,
+			Options: []string{"rbind", "rprivate", "nosuid", "nodev", "noexec", "rw"}})
+	}
+	r.Spec.Linux.MaskedPaths = []string{"/proc/asound", "/proc/acpi", "/proc/interrupts", "/proc/kcore", "/proc/keys", "/proc/latency_stats",
+		"/proc/timer_list", "/proc/timer_stats", "/proc/sched_debug", "/proc/scsi", "/sys/firmware", "/sys/devices/virtual/powercap"}
+	r.Spec.Linux.ReadonlyPaths = []string{"/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"}
+}
+
+// filtered gives a container of a benchmark the profile RuntimeDefault.
+func filtered(r *LaunchRequest) {
+	profile, err := seccomp.GetDefaultProfile(r.Spec)
+	if err != nil {
+		panic(err) // the profile is built in
+	}
+	r.Spec.Linux.Seccomp = profile
 }
 
 // BenchmarkLaunch measures a launch from request to reply.
@@ -41,13 +101,11 @@ func BenchmarkLaunch(b *testing.B) {
 }
 
 func benchLaunch(b *testing.B, e *env, before ...func()) {
-	var s samples
+	s := newSamples(b)
 	for i := range b.N {
 		req := e.request(fmt.Sprintf("bench-%d", i), "")
 		req.Spec.Process.Args = []string{"/bin/true"}
-		for e.missing() > 0 {
-			time.Sleep(time.Millisecond)
-		}
+		e.awaitLaunchers()
 		time.Sleep(*pauses)
 		for _, f := range before {
 			f()
@@ -63,19 +121,77 @@ func benchLaunch(b *testing.B, e *env, before ...func()) {
 	s.report(b)
 }
 
-// BenchmarkExec measures an exec probe: start, wait, launcher back in the pool.
+func (e *env) awaitLaunchers() {
+	for e.missing() > 0 {
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// BenchmarkPod measures the launches of a pod, a pause and then a container as kubelet wants them: "rested", when all launchers
+// are ready again, and "busy", one pod after another. The CPU time is that of a pod's whole life. "seccomp" is with the default profile,
+// "foreign" with a pause that libcontainer makes.
+func BenchmarkPod(b *testing.B) {
+	b.Run("rested", func(b *testing.B) { benchPod(b, (*env).awaitLaunchers, usual) })
+	b.Run("busy", func(b *testing.B) { benchPod(b, func(*env) {}, usual) })
+	b.Run("seccomp", func(b *testing.B) { benchPod(b, (*env).awaitLaunchers, usual, filtered) })
+	b.Run("foreign", func(b *testing.B) {
+		benchPod(b, (*env).awaitLaunchers, usual, func(r *LaunchRequest) { r.BuiltIn = false })
+	})
+}
+
+func benchPod(b *testing.B, rest func(*env), change ...func(*LaunchRequest)) {
+	e := newEnvFor(&testing.T{}, b, func(c *Config) { c.Idle = 2 })
+	e.awaitLaunchers()
+	s := newSamples(b)
+	for i := range b.N {
+		reqs := []LaunchRequest{e.pauseRequest(fmt.Sprintf("pause-%d", i)), e.request(fmt.Sprintf("bench-%d", i), "")}
+		for _, c := range change {
+			c(&reqs[1])
+		}
+		reqs[0].BuiltIn = reqs[1].BuiltIn
+		rest(e)
+		begin := time.Now()
+		var pod []*container
+		for _, req := range reqs {
+			started, err := e.Launch(b.Context(), req)
+			if err != nil {
+				b.Fatal(err)
+			}
+			pod = append(pod, &container{env: e, LaunchRequest: req, Started: started})
+		}
+		s.add(begin)
+		for _, c := range pod {
+			c.remove()
+		}
+	}
+	s.report(b)
+}
+
+// BenchmarkExec measures an exec probe: start, wait, launcher back in the pool. "seccomp" is in a container with the default profile.
 func BenchmarkExec(b *testing.B) {
+	b.Run("plain", func(b *testing.B) { benchExec(b, usual) })
+	b.Run("seccomp", func(b *testing.B) { benchExec(b, usual, filtered) })
+}
+
+func benchExec(b *testing.B, change ...func(*LaunchRequest)) {
 	e := newEnvFor(&testing.T{}, b)
-	req := e.request("bench", "exec sleep 1000")
+	req := e.request("bench", "")
+	for _, c := range change {
+		c(&req)
+	}
+	req.Spec.Process.Args = []string{"/bin/sleep", "1000"}
 	started, err := e.Launch(b.Context(), req)
 	if err != nil {
 		b.Fatal(err)
 	}
 	defer (&container{env: e, LaunchRequest: req, Started: started}).remove()
-	var s samples
+	process := testProcess("true")
+	process.Args = []string{"/bin/true"}
+	process.Capabilities, process.NoNewPrivileges = req.Spec.Process.Capabilities, req.Spec.Process.NoNewPrivileges
+	s := newSamples(b)
 	for i := range b.N {
 		begin := time.Now()
-		x, err := e.Exec(b.Context(), ExecRequest{ID: "bench", ExecID: itoa(i), Process: testProcess("true")})
+		x, err := e.Exec(b.Context(), ExecRequest{ID: "bench", ExecID: itoa(i), Process: process})
 		if err != nil {
 			b.Fatal(err)
 		}

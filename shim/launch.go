@@ -40,11 +40,16 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 		return nil, err
 	}
 	l.Expect()
+	if req.Pause && req.BuiltIn && req.Runtime == nil { // its launcher serves again
+		l.lend(1)
+		defer l.wantMore() // if it does not
+		defer l.lend(-1)
+	}
 	p, err := l.takeTraced(ctx, req)
 	if err != nil {
 		return nil, err
 	}
-	started, err := l.launchWith(ctx, p, req)
+	started, again, err := l.launchWith(ctx, p, req)
 	if errors.Is(err, errDeaf) {
 		l.retire(p)
 		if ctx.Err() != nil { // what nobody wants any more is begun by no other: its pod may have been taken down meanwhile
@@ -54,9 +59,12 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 		if p, err = l.start(); err != nil {
 			return nil, err
 		}
-		started, err = l.launchWith(ctx, p, req)
+		started, again, err = l.launchWith(ctx, p, req)
 	}
-	if err != nil || req.Pause {
+	switch {
+	case again && err == nil:
+		l.put(p)
+	case req.Pause || err != nil:
 		l.retire(p)
 	}
 	return started, err
@@ -68,9 +76,10 @@ func (l *Launchers) takeTraced(ctx context.Context, req LaunchRequest) (*launche
 	return l.takeFor(req.Spec)
 }
 
-func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchRequest) (*Started, error) {
+// launchWith has p do it, and tells whether p waits for its next order.
+func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchRequest) (_ *Started, again bool, err error) {
 	if err := recordLauncher(ctx, p, req.Dir); err != nil {
-		return nil, errdefs.Internal("launch %s: %w", req.ID, err)
+		return nil, false, errdefs.Internal("launch %s: %w", req.ID, err)
 	}
 	ctx, span := trace.Nest(ctx, "launcher")
 	defer span.End()
@@ -78,7 +87,7 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchReque
 	sent := trace.Now()
 	failpoint.Reach("launch.send")
 	order := l.order(req)
-	err := p.conn.Send(control.Request{Launch: order}, order.PassMounts()...)
+	err = p.conn.Send(control.Request{Launch: order}, order.PassMounts()...)
 	failpoint.Reach("launch.sent")
 	var files []*os.File
 	if err == nil {
@@ -101,10 +110,11 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchReque
 	failpoint.Reach("launch.answered")
 	l.logWarnings(req.ID, reply.Warnings)
 	if err != nil {
-		return nil, errors.Join(err, closeFiles(files))
+		return nil, false, errors.Join(err, closeFiles(files))
 	}
 	trace.Add(ctx, withTransfer(reply.Started.Steps, sent))
-	return l.started(p, req, reply.Started, files[0])
+	started, err := l.started(p, req, reply.Started, files[0])
+	return started, reply.Started.Again, err
 }
 
 // withTransfer adds to what a launcher has measured what lies between the two processes: the order, which was sent then, and the answer, which is here.
@@ -144,6 +154,7 @@ func (l *Launchers) order(req LaunchRequest) *control.Launch {
 		RootPlace:     req.RootPlace,
 		SystemdCgroup: req.SystemdCgroup,
 		Pause:         req.Pause,
+		BuiltIn:       req.BuiltIn,
 		LogDir:        req.LogDir,
 		LogPath:       req.LogPath,
 		MaxLogLine:    req.MaxLogLine,
@@ -162,8 +173,11 @@ func (l *Launchers) receive(ctx context.Context, p *launcher, reply *control.Rep
 		_ = p.conn.SetDeadline(time.Now().Add(giveUpTime))
 		_ = p.conn.CloseWrite()
 	})
-	defer stop()
-	return p.conn.Receive(reply)
+	files, err := p.conn.Receive(reply)
+	if !stop() && reply.Started != nil {
+		reply.Started.Again = false // it will read the end of the connection
+	}
+	return files, err
 }
 
 // started makes the result, whose files the caller owns.

@@ -274,11 +274,15 @@ func TestLaunchCancelled(t *testing.T) {
 	e.nothingLeft(req)
 }
 
-// pauseRequest returns the launch of a pause.
+// pauseRequest returns the launch of a pause, berth's own.
 func (e *env) pauseRequest(id string) LaunchRequest {
 	e.Helper()
 	req := e.request(id, "")
 	req.Spec = testSpec(id, "/pause")
+	req.Spec.Root = &specs.Root{Readonly: true}
+	req.Spec.Process.Capabilities = &specs.LinuxCapabilities{}
+	req.Spec.Mounts = req.Spec.Mounts[:2] // /proc and /dev
+	req.BuiltIn = true
 	req.Rootfs = rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: os.Getenv(workEnv) + "/pause-root"}}}
 	req.Pause, req.LogPath = true, ""
 	return req

@@ -50,7 +50,7 @@ type Launchers struct {
 	expectUntil atomic.Pointer[time.Time]
 
 	mu     sync.Mutex // guards what follows
-	lent   int        // launchers that serve execs
+	lent   int        // launchers that serve execs or pauses, and come back
 	idle   []idleLauncher
 	closed bool
 }
@@ -146,11 +146,11 @@ func (l *Launchers) missing() int {
 	if l.closed || !l.cfg.Warm {
 		return 0
 	}
-	// What serves an exec comes back; but one is to be there for the next launch.
+	// What serves an exec or a pause comes back; but one is to be there for the next launch.
 	return max(l.cfg.Idle-len(l.idle)-l.lent, min(l.cfg.Idle, 1)-len(l.idle))
 }
 
-// lend counts the launchers that serve execs.
+// lend counts the launchers that serve execs or pauses.
 func (l *Launchers) lend(n int) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -44,7 +44,8 @@ type LaunchRequest struct {
 	Volumes       []Volume    // images mounted as volumes
 	RootPlace     string      // an empty directory to mount it on instead, on a private mount; a container's root that is not the host's must be able to reach it
 	SystemdCgroup bool        // cgroup driver
-	Pause         bool        // a sandbox's pause: no monitor, no log, no socket; the launcher ends after the reply
+	Pause         bool        // a sandbox's pause: no monitor, no log, no socket
+	BuiltIn       bool        // the pause is berth's own program (package payload)
 
 	// Runtime makes the container; nil: libcontainer, in the launcher itself. The launcher
 	// writes it down in Dir, see Destroy.

@@ -32,9 +32,11 @@ var unmarkedOfShims = map[string]string{
 // also kills launchers after each of their system calls.
 func TestEffectsOfShimsAreMarked(t *testing.T) {
 	found := map[string]bool{}
-	for _, path := range sources(t, "shim/launcher/*.go") {
-		if !strings.HasSuffix(path, "_test.go") {
-			checkLauncher(t, path, "shim/launcher", found)
+	for _, pkg := range []string{"shim/launcher", "shim/launcher/pause"} {
+		for _, path := range sources(t, pkg+"/*.go") {
+			if !strings.HasSuffix(path, "_test.go") {
+				checkLauncher(t, path, pkg, found)
+			}
 		}
 	}
 	for _, path := range sources(t, "shim/monitor/*.c") {

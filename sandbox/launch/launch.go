@@ -99,7 +99,7 @@ func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *record.Image) (
 	failpoint.Reach("pause.directory-made")
 	defer k.Tasks.Begin("the launch of its pause", "pod "+pod.ID)()
 	started, err := k.Launchers.Launch(ctx, shim.LaunchRequest{ID: pod.ID, Dir: dir, Spec: spec,
-		Rootfs: root, RootPlace: k.Namespaces.RootPlace(root), SystemdCgroup: k.Node.SystemdCgroup, Pause: true, Runtime: pod.Runtime.Program()})
+		Rootfs: root, RootPlace: k.Namespaces.RootPlace(root), SystemdCgroup: k.Node.SystemdCgroup, Pause: true, BuiltIn: image == nil, Runtime: pod.Runtime.Program()})
 	if err != nil {
 		return nil, fmt.Errorf("start pause of pod %s: %w", pod.ID, err)
 	}

@@ -48,6 +48,7 @@ type Launch struct {
 	RootPlace     string      `json:"rootPlace,omitempty"`
 	SystemdCgroup bool        `json:"systemdCgroup,omitempty"`
 	Pause         bool        `json:"pause,omitempty"`
+	BuiltIn       bool        `json:"builtIn,omitempty"`
 	LogPath       string      `json:"logPath,omitempty"`
 	LogDir        string      `json:"logDir,omitempty"`
 	MaxLogLine    int         `json:"maxLogLine,omitempty"`
@@ -104,7 +105,8 @@ type Started struct {
 	InitStart uint64 `json:"initStart"`
 	ShimPID   int    `json:"shimPID"`
 	ShimStart uint64 `json:"shimStart"`
-	StartedAt int64  `json:"startedAt"` // unix nanoseconds
+	StartedAt int64  `json:"startedAt"`       // unix nanoseconds
+	Again     bool   `json:"again,omitempty"` // the launcher waits for its next order; else it becomes the monitor, or ends
 
 	Steps []trace.Step `json:"steps,omitempty"` // what its launch consisted of, one after the other
 }

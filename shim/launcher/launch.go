@@ -44,34 +44,34 @@ type launch struct {
 	timedTo int64 // by trace.Now
 	monitor handoff.Params
 
-	ctx   context.Context // ends when the daemon does not want the container any more
-	abort context.CancelFunc
+	ctx     context.Context // ends when the daemon does not want the container any more
+	abort   context.CancelFunc
+	unwatch func() // ends the watch over the daemon
 
 	mu        sync.Mutex // guards the two below
-	committed bool       // the daemon has been told: too late to cancel
+	committed bool       // the daemon is told: too late to cancel
 	cancelled bool       // the daemon does not want it any more
 }
 
 // serveLaunch carries out a launch order. For a container it does not return if it
-// succeeds; otherwise this process has no further use.
-func (l *launcher) serveLaunch(order *control.Launch, mounts []*os.File) error {
+// succeeds; otherwise this process has no further use, unless it was told that it has.
+func (l *launcher) serveLaunch(order *control.Launch, mounts []*os.File) (again bool, err error) {
 	c := &launch{Launch: order, l: l, mounts: mounts, undo: cleanup.New(), timedTo: trace.Now()}
 	c.maker = c.newMaker()
 	c.ctx, c.abort = context.WithCancel(context.Background())
 	failpoint.Reach("launcher.launch-ordered")
-	err := c.run()
-	if err != nil {
+	if err := c.run(); err != nil {
 		failpoint.Reach("launcher.launch-undone")
-		return l.reply(control.Reply{Error: describe(err)})
+		return false, l.reply(control.Reply{Error: describe(err)})
 	}
 	failpoint.Reach("launcher.launch-answered")
-	if c.Pause {
-		return nil // pause goes to init or the next subreaper
+	if c.Pause { // it goes to init or the next subreaper
+		return c.started.Again, c.init.Close()
 	}
 	err = l.becomeMonitor(c.MonitorPath, &c.monitor, c)
 	// The daemon believes that the container runs. It will see this process end
 	// without an exit record.
-	return errors.Join(fmt.Errorf("execute the monitor: %w", err), c.maker.destroy())
+	return false, errors.Join(fmt.Errorf("execute the monitor: %w", err), c.maker.destroy())
 }
 
 // run brings the container up and tells the daemon. If it returns an error,
@@ -89,8 +89,8 @@ func (c *launch) run() (err error) {
 	if err := c.TakeMounts(c.mounts); err != nil {
 		return control.Errorf(control.Internal, "%v", err)
 	}
-	stop := c.watchDaemon()
-	defer stop()
+	c.unwatch = c.watchDaemon()
+	defer c.unwatch()
 	for _, step := range []struct {
 		name string // of a step worth telling how long it took
 		do   func() error
@@ -140,16 +140,15 @@ func (c *launch) check() (err error) {
 
 // watchDaemon cancels the launch when the daemon closes its end: what the
 // container has of processes is killed until the steps notice. The returned
-// function ends that.
+// function ends that, and leaves the connection to who reads it next; more than
+// once is harmless.
 func (c *launch) watchDaemon() (stop func()) {
 	ctx, cancel := context.WithCancel(context.Background())
-	var killing sync.WaitGroup
-	killing.Add(1)
-	go func() { // ends with the process at the latest: it waits for the daemon
+	var watching sync.WaitGroup
+	watching.Go(func() {
 		var r control.Request
-		_, _ = c.l.conn.Receive(&r) // there is nothing to say during a launch but the end
-		defer killing.Done()
-		if !c.cancel() {
+		_, err := c.l.conn.Receive(&r) // there is nothing to say during a launch but the end
+		if errors.Is(err, os.ErrDeadlineExceeded) || !c.cancel() {
 			return
 		}
 		c.abort()
@@ -160,16 +159,13 @@ func (c *launch) watchDaemon() (stop func()) {
 			case <-time.After(10 * time.Millisecond):
 			}
 		}
-	}()
-	return func() {
+	})
+	return sync.OnceFunc(func() {
 		cancel()
-		c.mu.Lock()
-		cancelled := c.cancelled
-		c.mu.Unlock()
-		if cancelled {
-			killing.Wait()
-		}
-	}
+		_ = c.l.conn.SetDeadline(time.Unix(1, 0)) // it fails on a closed connection only, of which nobody reads
+		watching.Wait()
+		_ = c.l.conn.SetDeadline(time.Time{})
+	})
 }
 
 // cancel returns false if it is too late.
@@ -181,6 +177,9 @@ func (c *launch) cancel() bool {
 }
 
 func (c *launch) mountRootfs() error {
+	if _, ok := c.maker.(*pauseMaker); ok {
+		return nil // pause does that, in its own mount namespace
+	}
 	dir, err := c.rootPlace()
 	if err != nil {
 		return err
@@ -380,6 +379,10 @@ func (c *launch) commit() error {
 	c.mu.Unlock()
 	if cancelled {
 		return control.Errorf(control.Canceled, "the launch was cancelled")
+	}
+	if _, ok := c.maker.(*pauseMaker); ok {
+		c.started.Again = true
+		c.unwatch() // what comes after the reply is the next order
 	}
 	return c.l.reply(control.Reply{Started: &c.started}, c.init)
 }

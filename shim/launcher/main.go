@@ -3,7 +3,8 @@
 //
 // A launch creates a container with libcontainer and then turns this process, by
 // execve, into the container's monitor. An exec starts a process in a container
-// that runs; when it has ended, the launcher waits for the next order.
+// that runs; when it has ended, the launcher waits for the next order. So it does
+// after the launch of berth's own pause.
 //
 // The daemon starts a launcher in a mount namespace of its own, a peer of the
 // host's. There the container's root filesystem is mounted, and nowhere else: the
@@ -92,7 +93,10 @@ func (l *launcher) serve() error {
 		}
 		switch {
 		case r.Launch != nil:
-			return l.serveLaunch(r.Launch, files)
+			var again bool
+			if again, err = l.serveLaunch(r.Launch, files); err == nil && !again {
+				return nil
+			}
 		case r.Exec != nil:
 			err = l.serveExec(r.Exec, files)
 		case r.Kill != "":

@@ -15,10 +15,11 @@ import (
 
 	"berth/internal/failpoint"
 	"berth/shim/control"
+	"berth/shim/launcher/pause"
 )
 
-// maker is what makes the container of a launch: libcontainer in this process, or
-// the program of an OCI runtime. Its methods are called in this order.
+// maker is what makes the container of a launch: libcontainer in this process,
+// the program of an OCI runtime, or pause itself. Its methods are called in this order.
 type maker interface {
 	// prepare finds out whether the spec can be carried out, and makes no more than files in Dir.
 	// InvalidArgument if it can't.
@@ -39,8 +40,11 @@ type maker interface {
 }
 
 func (c *launch) newMaker() maker {
-	if c.Runtime != nil {
+	switch {
+	case c.Runtime != nil:
 		return &programMaker{launch: c}
+	case pause.Plain(c.Launch):
+		return &pauseMaker{launch: c}
 	}
 	return &libraryMaker{launch: c}
 }
@@ -136,6 +140,21 @@ func (m *libraryMaker) destroy() error {
 	err = errors.Join(err, m.group.Destroy(ctx), os.RemoveAll(filepath.Join(m.StateRoot, m.ID)))
 	failpoint.Reach("launcher.destroyed")
 	return err
+}
+
+// pauseMaker is berth's own pause.
+type pauseMaker struct {
+	*launch
+	pause pause.Maker
+}
+
+func (m *pauseMaker) prepare() error                      { return m.pause.Prepare(m.Launch, m.group, m.undo) }
+func (m *pauseMaker) hostRoot() (uid, gid int, err error) { return 0, 0, nil }
+func (m *pauseMaker) create() (pid int, err error)        { return m.pause.Create() }
+func (m *pauseMaker) execute() error                      { return m.pause.Execute() }
+func (m *pauseMaker) destroy() error                      { return m.pause.Destroy() }
+func (m *pauseMaker) follow() (int, *os.File, error) {
+	return 0, nil, errors.New("pause is followed from the beginning")
 }
 
 // give hands the container's ends to libcontainer.

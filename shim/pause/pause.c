@@ -2,50 +2,330 @@
  * pause holds a pod's namespaces and, where the pod shares its PID namespace,
  * is process 1 there: it reaps orphans. It ends on SIGTERM and SIGINT.
  *
+ * "pause enter ..." makes these namespaces first, see enter(). It is what
+ * libcontainer's init does for a container, without what only a container has
+ * (/proc, /dev, a spec), and without the start of a Go program.
+ *
  * It needs no C library, so that a pod costs a few pages.
  */
+#include <asm/errno.h>
+#include <asm/fcntl.h>
 #include <asm/signal.h>
 #include <asm/unistd.h>
+#include <linux/audit.h>
+#include <linux/capability.h>
+#include <linux/filter.h>
+#include <linux/keyctl.h>
+#include <linux/mount.h>
+#include <linux/prctl.h>
+#include <linux/sched.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
 
 #define BIT(sig) (1UL << ((sig) - 1))
 #define WNOHANG 1
+#define MNT_DETACH 2
 
-static long syscall4(long nr, long a, long b, long c, long d)
-{
 #if defined(__x86_64__)
+#define OWN_ARCH AUDIT_ARCH_X86_64
+__asm__(".globl _start\n_start:\n\txor %ebp, %ebp\n\tmov %rsp, %rdi\n\tand $-16, %rsp\n\tcall begin\n");
+
+static long syscall5(long nr, long a, long b, long c, long d, long e)
+{
 	register long r10 __asm__("r10") = d;
+	register long r8 __asm__("r8") = e;
 	long ret;
 	__asm__ volatile("syscall"
 			 : "=a"(ret)
-			 : "a"(nr), "D"(a), "S"(b), "d"(c), "r"(r10)
+			 : "a"(nr), "D"(a), "S"(b), "d"(c), "r"(r10), "r"(r8)
 			 : "rcx", "r11", "memory");
 	return ret;
+}
 #elif defined(__aarch64__)
+#define OWN_ARCH AUDIT_ARCH_AARCH64
+__asm__(".globl _start\n_start:\n\tmov x29, #0\n\tmov x0, sp\n\tbl begin\n");
+
+static long syscall5(long nr, long a, long b, long c, long d, long e)
+{
 	register long x8 __asm__("x8") = nr;
 	register long x0 __asm__("x0") = a;
 	register long x1 __asm__("x1") = b;
 	register long x2 __asm__("x2") = c;
 	register long x3 __asm__("x3") = d;
-	__asm__ volatile("svc 0" : "+r"(x0) : "r"(x8), "r"(x1), "r"(x2), "r"(x3) : "memory");
+	register long x4 __asm__("x4") = e;
+	__asm__ volatile("svc 0" : "+r"(x0) : "r"(x8), "r"(x1), "r"(x2), "r"(x3), "r"(x4) : "memory");
 	return x0;
+}
 #else
 #error "pause knows the system calls of x86_64 and aarch64 only"
 #endif
+
+#define SYSCALL(nr, a, b, c, d, e) syscall5(__NR_##nr, (long)(a), (long)(b), (long)(c), (long)(d), (long)(e))
+
+__attribute__((noreturn)) static void leave(int status)
+{
+	for (;;)
+		SYSCALL(exit_group, status, 0, 0, 0, 0);
 }
 
-__attribute__((noreturn, used)) void _start(void)
+/* hold is all that pause does in its pod. The filter of enter() knows its system calls. */
+__attribute__((noreturn)) static void hold(void)
 {
 	/* Blocked signals wait for rt_sigtimedwait; process 1 gets them like any other. */
 	unsigned long set = BIT(SIGTERM) | BIT(SIGINT) | BIT(SIGCHLD);
 	long sig;
 
-	syscall4(__NR_rt_sigprocmask, SIG_BLOCK, (long)&set, 0, sizeof(set));
+	SYSCALL(rt_sigprocmask, SIG_BLOCK, &set, 0, sizeof(set), 0);
 	do {
-		while (syscall4(__NR_wait4, -1, 0, WNOHANG, 0) > 0)
+		while (SYSCALL(wait4, -1, 0, WNOHANG, 0, 0) > 0)
 			;
-		sig = syscall4(__NR_rt_sigtimedwait, (long)&set, 0, 0, sizeof(set));
+		sig = SYSCALL(rt_sigtimedwait, &set, 0, 0, sizeof(set), 0);
 	} while (sig != SIGTERM && sig != SIGINT);
+	leave(0);
+}
 
-	for (;;)
-		syscall4(__NR_exit_group, 0, 0, 0, 0);
+/*
+ * What the launcher and the two stages of enter() say to each other, in
+ * packets. Ends of file mean that the launcher is gone; nothing is to remain.
+ */
+enum {
+	PARENT_FD = 3, /* of the first stage */
+	CHILD_FD = 4,  /* of the second */
+	NETNS_FD = 5,  /* the network namespace to join, if flags has CLONE_NEWNET */
+};
+
+/* A report names the step that failed, with its errno, or tells of success. package launcher has the same list. */
+enum step {
+	STARTED, /* value is the second stage's PID */
+	READY,
+	CLONE,
+	SETNS,
+	SYSCTL, /* the first of them is SYSCTL+0x100, the second SYSCTL+0x200, ... */
+	PROPAGATION,
+	ROOT,
+	PIVOT,
+	HOSTNAME,
+	KEYRING,
+	GROUPS,
+	CAPABILITIES,
+	USER,
+	NO_NEW_PRIVILEGES,
+	FILTER,
+	EXEC,
+};
+
+struct report {
+	int step, value;
+};
+
+static long report(int fd, int step, long value)
+{
+	struct report r = { step, (int)value };
+
+	return SYSCALL(write, fd, &r, sizeof(r), 0, 0);
+}
+
+/* must ends the second stage if a step of it has failed. */
+static long must(int step, long ret)
+{
+	if (ret < 0) {
+		report(CHILD_FD, step, -ret);
+		leave(1);
+	}
+	return ret;
+}
+
+/* await returns the launcher's next word, 0 if it is gone. */
+static char await(int fd)
+{
+	char word;
+
+	return SYSCALL(read, fd, &word, 1, 0, 0) == 1 ? word : 0;
+}
+
+static size_t length(const char *s)
+{
+	size_t n = 0;
+
+	while (s[n])
+		n++;
+	return n;
+}
+
+/* number reads a decimal number, and moves *s behind it and a comma. The launcher writes no others. */
+static unsigned long number(const char **s)
+{
+	unsigned long n = 0;
+
+	while (**s >= '0' && **s <= '9')
+		n = 10 * n + (unsigned long)(*(*s)++ - '0');
+	if (**s == ',')
+		(*s)++;
+	return n;
+}
+
+static void set_sysctls(char **pairs)
+{
+	for (int step = SYSCTL + 0x100; pairs[0]; pairs += 2, step += 0x100) {
+		size_t n = length(pairs[1]);
+		long fd = must(step, SYSCALL(openat, -1, pairs[0], O_WRONLY | O_CLOEXEC, 0, 0));
+
+		must(step, SYSCALL(write, fd, pairs[1], n, 0, 0));
+		SYSCALL(close, fd, 0, 0, 0, 0);
+	}
+}
+
+/* enter_root makes a read-only view of dir the root directory, and the only mount there is. */
+static void enter_root(const char *dir)
+{
+	const unsigned long flags = MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV;
+
+	must(PROPAGATION, SYSCALL(mount, 0, "/", 0, MS_REC | MS_PRIVATE, 0));
+	must(ROOT, SYSCALL(mount, dir, dir, 0, MS_BIND, 0));
+	must(ROOT, SYSCALL(mount, 0, dir, 0, flags, 0));
+	must(ROOT, SYSCALL(chdir, dir, 0, 0, 0, 0));
+	/* The old root comes to lie on the new one, without a directory to put it: pivot_root(2). */
+	must(PIVOT, SYSCALL(pivot_root, ".", ".", 0, 0, 0));
+	must(PIVOT, SYSCALL(umount2, ".", MNT_DETACH, 0, 0, 0));
+	must(PIVOT, SYSCALL(chdir, "/", 0, 0, 0, 0));
+}
+
+/* join_keyring leaves the host's session keyring to the host. */
+static void join_keyring(void)
+{
+	long ret = SYSCALL(keyctl, KEYCTL_JOIN_SESSION_KEYRING, 0, 0, 0, 0);
+
+	if (ret != -ENOSYS) /* a kernel without keys */
+		must(KEYRING, ret);
+}
+
+static void become(unsigned long uid, unsigned long gid, const char *groups)
+{
+	struct __user_cap_header_struct header = { _LINUX_CAPABILITY_VERSION_3, 0 };
+	struct __user_cap_data_struct none[2];
+	unsigned int list[64];
+	size_t n = 0;
+	long ret;
+
+	while (*groups && n < sizeof(list) / sizeof(list[0]))
+		list[n++] = (unsigned int)number(&groups);
+	must(GROUPS, SYSCALL(setgroups, n, list, 0, 0, 0));
+
+	for (int c = 0; (ret = SYSCALL(prctl, PR_CAPBSET_DROP, c, 0, 0, 0)) == 0; c++)
+		;
+	if (ret != -EINVAL) /* the first that the kernel does not know */
+		must(CAPABILITIES, ret);
+	must(USER, SYSCALL(setresgid, gid, gid, gid, 0, 0));
+	must(USER, SYSCALL(setresuid, uid, uid, uid, 0, 0));
+	for (int i = 0; i < 2; i++)
+		none[i].effective = none[i].permitted = none[i].inheritable = 0;
+	must(CAPABILITIES, SYSCALL(prctl, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0));
+	must(CAPABILITIES, SYSCALL(capset, &header, none, 0, 0, 0));
+}
+
+/*
+ * filter allows what hold() calls, and what it takes to get there. The launcher
+ * uses it where the profile that is wanted allows these as well, which makes it
+ * a stricter one.
+ */
+static void filter(void)
+{
+#define ALLOW(name) BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_##name, 0, 1), BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)
+	static const struct sock_filter code[] = {
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, arch)),
+		BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, OWN_ARCH, 1, 0),
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_KILL_PROCESS),
+		BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+		ALLOW(rt_sigtimedwait),
+		ALLOW(wait4),
+		ALLOW(rt_sigprocmask),
+		ALLOW(restart_syscall),
+		ALLOW(exit_group),
+		ALLOW(execve),
+		ALLOW(write), /* that execve has failed */
+		BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+	};
+	struct sock_fprog program = { sizeof(code) / sizeof(code[0]), (struct sock_filter *)code };
+
+	must(FILTER, SYSCALL(seccomp, SECCOMP_SET_MODE_FILTER, 0, &program, 0, 0));
+}
+
+/* enter()'s arguments. */
+enum {
+	FLAGS = 2, /* CLONE_NEW* */
+	DIR,	   /* becomes the root directory, with the program pause in it */
+	NAME,	   /* hostname; empty: it is kept */
+	UID,
+	GID,
+	GROUP_LIST, /* separated by commas */
+	MODE,	    /* "n": no new privileges, "f": these and a filter of system calls, else: neither */
+	SYSCTLS,    /* path and value, any number of them */
+};
+
+__attribute__((noreturn)) static void second_stage(unsigned long flags, char **argv, char **env)
+{
+	const char *uid = argv[UID], *gid = argv[GID];
+	char *args[] = { "/pause", 0 };
+
+	SYSCALL(close, PARENT_FD, 0, 0, 0, 0);
+	SYSCALL(fcntl, CHILD_FD, F_SETFD, FD_CLOEXEC, 0, 0);
+	SYSCALL(setsid, 0, 0, 0, 0, 0); /* it is no leader of a group: it was just cloned */
+	if (flags & CLONE_NEWNET) {
+		must(SETNS, SYSCALL(setns, NETNS_FD, CLONE_NEWNET, 0, 0, 0));
+		SYSCALL(close, NETNS_FD, 0, 0, 0, 0);
+	}
+	set_sysctls(argv + SYSCTLS); /* of these namespaces, through the host's /proc */
+	enter_root(argv[DIR]);
+	if (argv[NAME][0])
+		must(HOSTNAME, SYSCALL(sethostname, argv[NAME], length(argv[NAME]), 0, 0, 0));
+	join_keyring();
+	become(number(&uid), number(&gid), argv[GROUP_LIST]);
+	/* Without capabilities a filter takes it. */
+	if (argv[MODE][0])
+		must(NO_NEW_PRIVILEGES, SYSCALL(prctl, PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0));
+	if (report(CHILD_FD, READY, 0) < 0 || !await(CHILD_FD))
+		leave(1);
+	if (argv[MODE][0] == 'f')
+		filter();
+	must(EXEC, SYSCALL(execve, args[0], args, env, 0, 0)); /* closes CHILD_FD, which says that it worked */
+	leave(1);
+}
+
+/*
+ * enter runs in the launcher's namespaces and waits to be put into the pod's
+ * cgroup. Its child, the second stage, makes the pod's namespaces, waits again
+ * and becomes pause, which this one leaves to the reaper of orphans.
+ */
+__attribute__((noreturn)) static void enter(char **argv, char **env)
+{
+	const char *s = argv[FLAGS];
+	unsigned long flags = number(&s);
+	unsigned long cpus[128]; /* 8192 processors */
+	long pid;
+
+	if (!await(PARENT_FD))
+		leave(1);
+	/* The daemon's affinity is not the pod's; its cpuset is what holds. */
+	for (size_t i = 0; i < sizeof(cpus) / sizeof(cpus[0]); i++)
+		((volatile unsigned long *)cpus)[i] = ~0UL;
+	SYSCALL(sched_setaffinity, 0, sizeof(cpus), cpus, 0, 0);
+
+	pid = SYSCALL(clone, (flags & ~(unsigned long)CLONE_NEWNET) | SIGCHLD, 0, 0, 0, 0);
+	if (pid == 0)
+		second_stage(flags, argv, env);
+	SYSCALL(close, CHILD_FD, 0, 0, 0, 0);
+	report(PARENT_FD, pid < 0 ? CLONE : STARTED, pid < 0 ? -pid : pid);
+	if (await(PARENT_FD)) /* it was killed */
+		SYSCALL(wait4, pid, 0, 0, 0, 0);
+	leave(0);
+}
+
+__attribute__((noreturn, used)) void begin(long *stack)
+{
+	long argc = *stack;
+	char **argv = (char **)(stack + 1);
+
+	if (argc > SYSCTLS - 1)
+		enter(argv, argv + argc + 1);
+	hold();
 }

@@ -1,0 +1,124 @@
+package pause
+
+import (
+	"testing"
+
+	"github.com/moby/profiles/seccomp"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+
+	"berth/internal/rootfs"
+	"berth/shim/control"
+	"berth/shim/ociruntime"
+)
+
+func plainOrder() *control.Launch {
+	return &control.Launch{
+		Pause:   true,
+		BuiltIn: true,
+		Rootfs:  rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: "/pause-root"}}},
+		Spec: &specs.Spec{
+			Root:     &specs.Root{Readonly: true},
+			Hostname: "pod",
+			Process:  &specs.Process{Args: []string{"/pause"}, Cwd: "/", Capabilities: &specs.LinuxCapabilities{}},
+			Mounts:   []specs.Mount{{Destination: "/proc", Type: "proc"}, {Destination: "/dev", Type: "tmpfs"}},
+			Linux: &specs.Linux{
+				CgroupsPath: "/pod",
+				Namespaces:  []specs.LinuxNamespace{{Type: specs.MountNamespace}, {Type: specs.UTSNamespace}, {Type: specs.NetworkNamespace, Path: "/run/netns/pod"}},
+			},
+		},
+	}
+}
+
+// What Maker does not do, libcontainer does.
+func TestPlainPause(t *testing.T) {
+	if !Plain(plainOrder()) {
+		t.Fatal("a pause without anything else is not plain")
+	}
+	namespace := func(kind specs.LinuxNamespaceType, path string) func(*control.Launch) {
+		return func(o *control.Launch) {
+			o.Spec.Linux.Namespaces = append(o.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: kind, Path: path})
+		}
+	}
+	for name, change := range map[string]func(*control.Launch){
+		"a container":           func(o *control.Launch) { o.Pause = false },
+		"an image":              func(o *control.Launch) { o.BuiltIn = false },
+		"a program":             func(o *control.Launch) { o.Runtime = &ociruntime.Runtime{} },
+		"place of its root":     func(o *control.Launch) { o.RootPlace = "/run/berth-rootfs" },
+		"writable layer":        func(o *control.Launch) { o.Rootfs.Upper = "/upper" },
+		"label of its root":     func(o *control.Launch) { o.Rootfs.Label = "system_u:object_r:container_file_t:s0" },
+		"mapped root":           func(o *control.Launch) { o.Rootfs.IDMap = &rootfs.IDMap{} },
+		"two layers":            func(o *control.Launch) { o.Rootfs.Layers = append(o.Rootfs.Layers, o.Rootfs.Layers[0]) },
+		"capabilities":          func(o *control.Launch) { o.Spec.Process.Capabilities.Bounding = []string{"CAP_CHOWN"} },
+		"all capabilities":      func(o *control.Launch) { o.Spec.Process.Capabilities = nil },
+		"SELinux":               func(o *control.Launch) { o.Spec.Process.SelinuxLabel = "system_u:system_r:container_t:s0" },
+		"AppArmor":              func(o *control.Launch) { o.Spec.Process.ApparmorProfile = "default" },
+		"arguments":             func(o *control.Launch) { o.Spec.Process.Args = []string{"/pause", "-v"} },
+		"working directory":     func(o *control.Launch) { o.Spec.Process.Cwd = "/dev" },
+		"limits":                func(o *control.Launch) { o.Spec.Process.Rlimits = []specs.POSIXRlimit{{Type: "RLIMIT_CORE"}} },
+		"hooks":                 func(o *control.Launch) { o.Spec.Hooks = &specs.Hooks{} },
+		"another mount":         func(o *control.Launch) { o.Spec.Mounts = append(o.Spec.Mounts, specs.Mount{Destination: "/etc/hosts"}) },
+		"masked paths":          func(o *control.Launch) { o.Spec.Linux.MaskedPaths = []string{"/proc/kcore"} },
+		"writable root":         func(o *control.Launch) { o.Spec.Root.Readonly = false },
+		"user namespace":        namespace(specs.UserNamespace, "/run/berth/pods/1/userns"),
+		"cgroup namespace":      namespace(specs.CgroupNamespace, ""),
+		"PID namespace by path": namespace(specs.PIDNamespace, "/proc/1/ns/pid"),
+		"a namespace twice":     namespace(specs.MountNamespace, ""),
+		"new network":           func(o *control.Launch) { o.Spec.Linux.Namespaces[2].Path = "" },
+		"the host's hostname":   func(o *control.Launch) { o.Spec.Linux.Namespaces = o.Spec.Linux.Namespaces[:1] },
+		"no mount namespace":    func(o *control.Launch) { o.Spec.Linux.Namespaces = o.Spec.Linux.Namespaces[1:] },
+		"strict seccomp":        func(o *control.Launch) { o.Spec.Linux.Seccomp = &specs.LinuxSeccomp{DefaultAction: specs.ActErrno} },
+		"no spec":               func(o *control.Launch) { o.Spec = nil },
+	} {
+		o := plainOrder()
+		change(o)
+		if Plain(o) {
+			t.Errorf("%s: it is plain", name)
+		}
+	}
+}
+
+func TestAllowsPause(t *testing.T) {
+	byDefault, err := seccomp.GetDefaultProfile(plainOrder().Spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	rule := func(action specs.LinuxSeccompAction, args ...specs.LinuxSeccompArg) []specs.LinuxSyscall {
+		return []specs.LinuxSyscall{{Names: []string{"wait4"}, Action: action, Args: args}}
+	}
+	for name, test := range map[string]struct {
+		profile *specs.LinuxSeccomp
+		want    bool
+	}{
+		"none":                {nil, true},
+		"the default":         {byDefault, true},
+		"everything":          {&specs.LinuxSeccomp{DefaultAction: specs.ActAllow}, true},
+		"all but another":     {&specs.LinuxSeccomp{DefaultAction: specs.ActAllow, Syscalls: []specs.LinuxSyscall{{Names: []string{"mkdir"}, Action: specs.ActErrno}}}, true},
+		"all but one of them": {&specs.LinuxSeccomp{DefaultAction: specs.ActAllow, Syscalls: rule(specs.ActErrno)}, false},
+		"with an argument":    {&specs.LinuxSeccomp{DefaultAction: specs.ActAllow, Syscalls: rule(specs.ActAllow, specs.LinuxSeccompArg{Op: specs.OpEqualTo})}, false},
+		"twice":               {&specs.LinuxSeccomp{DefaultAction: specs.ActAllow, Syscalls: append(rule(specs.ActAllow), rule(specs.ActLog)...)}, false},
+		"logged":              {&specs.LinuxSeccomp{DefaultAction: specs.ActLog}, false},
+		"nothing":             {&specs.LinuxSeccomp{DefaultAction: specs.ActErrno}, false},
+		"told to another":     {&specs.LinuxSeccomp{DefaultAction: specs.ActAllow, ListenerPath: "/run/listener"}, false},
+	} {
+		if got := allowsPause(test.profile); got != test.want {
+			t.Errorf("%s: %v, want %v", name, got, test.want)
+		}
+	}
+}
+
+// pause.c counts sysctls from one, in the order of its arguments.
+func TestStepError(t *testing.T) {
+	spec := plainOrder().Spec
+	spec.Linux.Sysctl = map[string]string{"net.b": "2", "net.a": "1"}
+	for step, want := range map[int]string{
+		stepClone:         "clone: invalid argument",
+		stepSysctl + 2<<8: `failed to write sysctl net.b = "2": invalid argument`, // package launcher knows it by that
+		stepSysctl + 3<<8: "step 772: invalid argument",
+		len(steps) - 1:    "execute it: invalid argument",
+		len(steps):        "step 16: invalid argument",
+	} {
+		if got := (&stepError{step: step, errno: 22, spec: spec}).Error(); got != want {
+			t.Errorf("step %d: %q, want %q", step, got, want)
+		}
+	}
+}

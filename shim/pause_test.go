@@ -1,0 +1,206 @@
+package shim
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/moby/profiles/seccomp"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/cgroup"
+	"berth/internal/errdefs"
+	"berth/internal/netns"
+)
+
+// procOf reads a file of a process.
+func procOf(t *testing.T, pid int, name string) string {
+	t.Helper()
+	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/%s", pid, name))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(data)
+}
+
+// namespacesOf tells which of its namespaces a process does not share with us.
+func namespacesOf(t *testing.T, pid int) (own []string) {
+	t.Helper()
+	for _, kind := range []string{"cgroup", "ipc", "mnt", "net", "pid", "time", "user", "uts"} {
+		ours, err := os.Readlink("/proc/self/ns/" + kind)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if theirs, err := os.Readlink(fmt.Sprintf("/proc/%d/ns/%s", pid, kind)); err != nil {
+			t.Fatal(err)
+		} else if ours != theirs {
+			own = append(own, kind)
+		}
+	}
+	return own
+}
+
+// A pause that makes its namespaces itself is as confined as one that libcontainer makes.
+func TestPauseIsConfined(t *testing.T) {
+	e := newEnv(t)
+	if e.runtime() != nil {
+		t.Skip("only libcontainer's pods have it")
+	}
+	network := filepath.Join(e.dir, "netns")
+	if err := netns.New(network); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := netns.Remove(network); err != nil {
+			t.Error(err)
+		}
+	})
+	for _, builtIn := range []bool{true, false} {
+		t.Run(fmt.Sprintf("builtIn=%v", builtIn), func(t *testing.T) {
+			req := e.pauseRequest(fmt.Sprintf("pause-%v", builtIn))
+			req.BuiltIn = builtIn
+			score := 500
+			req.Spec.Hostname = "pod"
+			req.Spec.Process.User = specs.User{UID: 65535, GID: 65534, AdditionalGids: []uint32{7, 8}}
+			req.Spec.Process.OOMScoreAdj = &score
+			req.Spec.Linux.Sysctl = map[string]string{"net.ipv4.ip_unprivileged_port_start": "0", "net.ipv4.ping_group_range": "0 7", "kernel.shm_rmid_forced": "1"}
+			req.Spec.Linux.Namespaces = append(req.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: network})
+			var err error
+			if req.Spec.Linux.Seccomp, err = seccomp.GetDefaultProfile(req.Spec); err != nil {
+				t.Fatal(err)
+			}
+			c := e.launch(req)
+			e.until("it runs, and is ours to reap", func() bool { return strings.Contains(procOf(t, c.InitPID, "stat"), "(pause) S 1 ") })
+			status := procOf(t, c.InitPID, "status")
+			want := []string{"Uid:\t65535\t65535\t65535\t65535", "Gid:\t65534\t65534\t65534\t65534", "Groups:\t7 8 ", "Seccomp:\t2",
+				"CapInh:\t0000000000000000", "CapPrm:\t0000000000000000", "CapEff:\t0000000000000000", "CapBnd:\t0000000000000000", "CapAmb:\t0000000000000000"}
+			for _, line := range want {
+				if !strings.Contains(status, line+"\n") {
+					t.Errorf("no %q in its status:\n%s", line, status)
+				}
+			}
+			if got, want := namespacesOf(t, c.InitPID), []string{"ipc", "mnt", "net", "pid", "uts"}; !slices.Equal(got, want) {
+				t.Errorf("namespaces of its own: %v, want %v", got, want)
+			}
+			if got := procOf(t, c.InitPID, "oom_score_adj"); got != "500\n" {
+				t.Errorf("oom_score_adj is %s", got)
+			}
+			if got := procOf(t, c.InitPID, "cmdline"); got != "/pause\x00" {
+				t.Errorf("command line is %q", got)
+			}
+			if pids, err := c.group().Procs(); err != nil || !slices.Equal(pids, []int{c.InitPID}) {
+				t.Errorf("processes in its cgroup: %v, %v; want %d", pids, err, c.InitPID)
+			}
+			group, err := cgroup.FromState(filepath.Join(e.cfg.StateRoot, req.ID, "state.json"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if pids, err := group.Procs(); err != nil || !slices.Equal(pids, []int{c.InitPID}) {
+				t.Errorf("its state names a cgroup with processes %v, %v; want %d", pids, err, c.InitPID)
+			}
+			fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", c.InitPID))
+			if err != nil || len(fds) != 3 {
+				t.Errorf("open files: %v, %v", fds, err)
+			}
+			root := fmt.Sprintf("/proc/%d/root", c.InitPID)
+			if err := os.WriteFile(root+"/file", nil, 0o600); err == nil {
+				t.Error("its root can be written to")
+			}
+			for i, line := range strings.Split(strings.TrimSpace(procOf(t, c.InitPID, "mountinfo")), "\n") {
+				if builtIn && i > 0 {
+					t.Errorf("another mount than its root: %s", line)
+				}
+				if strings.Contains(line, "shared:") || strings.Contains(line, "master:") {
+					t.Errorf("a mount that propagates: %s", line)
+				}
+			}
+			// What a pod has of it is seen from its namespaces.
+			shows := e.run(fmt.Sprintf("in-pod-%v", builtIn), "hostname; cat /proc/sys/net/ipv4/ping_group_range /proc/sys/kernel/shm_rmid_forced", func(r *LaunchRequest) {
+				r.Spec.Linux.Namespaces = []specs.LinuxNamespace{{Type: specs.MountNamespace}, {Type: specs.PIDNamespace}}
+				for kind, name := range map[specs.LinuxNamespaceType]string{specs.UTSNamespace: "uts", specs.IPCNamespace: "ipc", specs.NetworkNamespace: "net"} {
+					r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: kind, Path: fmt.Sprintf("/proc/%d/ns/%s", c.InitPID, name)})
+				}
+			})
+			shows.wait()
+			if got := strings.Fields(shows.output("stdout")); !slices.Equal(got, []string{"pod", "0", "7", "1"}) {
+				t.Errorf("hostname and sysctls are %q, %s", got, shows.output("stderr"))
+			}
+		})
+	}
+}
+
+// A pause that cannot be made leaves nothing, and says why.
+func TestPauseRefused(t *testing.T) {
+	e := newEnv(t)
+	if e.runtime() != nil {
+		t.Skip("only libcontainer's pods have it")
+	}
+	for name, test := range map[string]struct {
+		change func(*LaunchRequest)
+		code   codes.Code
+		text   string
+	}{
+		"sysctl value": {func(r *LaunchRequest) { r.Spec.Linux.Sysctl = map[string]string{"kernel.shm_rmid_forced": "x"} }, codes.InvalidArgument, "kernel.shm_rmid_forced"},
+		"unknown sysctl": {func(r *LaunchRequest) {
+			r.Spec.Linux.Sysctl = map[string]string{"kernel.shm_rmid_forced": "0", "kernel.sem_there_is_none": "1"}
+		}, codes.Internal, "kernel.sem_there_is_none"},
+		"no network": {func(r *LaunchRequest) {
+			r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: e.dir + "/none"})
+		}, codes.Internal, "no such file"},
+		"not a network": {func(r *LaunchRequest) {
+			r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: "/proc/self/ns/uts"})
+		}, codes.Internal, "join its network namespace: invalid argument"},
+		"no program": {func(r *LaunchRequest) { r.Rootfs.Layers[0].Path = e.layer }, codes.Internal, "no such file"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			req := e.pauseRequest("pause-" + strings.ReplaceAll(name, " ", "-"))
+			test.change(&req)
+			started, err := e.Launch(e.ctx, req)
+			if err == nil {
+				(&container{env: e, LaunchRequest: req, Started: started}).remove()
+				t.Fatal("it was launched")
+			}
+			if errdefs.Code(err) != test.code || !strings.Contains(err.Error(), test.text) {
+				t.Errorf("%v (%v), want %v and %q", err, errdefs.Code(err), test.code, test.text)
+			}
+			e.nothingLeft(req)
+		})
+	}
+}
+
+// The launcher of a pause serves the next order, and what it launches then is as if it had not.
+func TestLauncherServesAfterPause(t *testing.T) {
+	e := newEnv(t, func(c *Config) { c.Idle = 2 })
+	if e.runtime() != nil {
+		t.Skip("only libcontainer's pods have it")
+	}
+	e.awaitLaunchers()
+	before := e.idlePIDs()
+	for _, id := range []string{"first", "second", "third"} {
+		e.launch(e.pauseRequest(id))
+	}
+	if now := e.idlePIDs(); !slices.Equal(now, before) {
+		t.Fatalf("launchers %v were not kept, there are %v", before, now)
+	}
+	c := e.run("container", "exit 3")
+	if !slices.Contains(before, c.ShimPID) {
+		t.Errorf("launcher %d launched the container, none of %v", c.ShimPID, before)
+	}
+	if exit := c.wait(); exit.Code != 3 {
+		t.Errorf("exit = %+v", exit)
+	}
+}
+
+func (e *env) idlePIDs() (pids []int) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, p := range e.idle {
+		pids = append(pids, p.pid)
+	}
+	slices.Sort(pids)
+	return pids
+}
