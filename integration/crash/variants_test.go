@@ -20,6 +20,9 @@ var variants = []operation{
 	{name: "UpdateContainerResources", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: limit, more: true},
 	{name: "CreateContainer_hostPath", prepare: with(podRuns(harness.HostNetwork), withContainer(), withHostPath), request: createContainer, again: anotherContainer, more: true},
 
+	{name: "RunPodSandbox_ownNetwork", daemon: ownNetwork, prepare: withPod(hostPort), request: runPod, again: anotherPod, more: true},
+	{name: "StopPodSandbox_ownNetwork", daemon: ownNetwork, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: stopPod, more: true},
+
 	{name: "RunPodSandbox_crun", daemon: withCrun, prepare: with(byCrun, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
 	{name: "StartContainer_crun", daemon: withCrun, prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(), created), request: startContainer,
 		again: startAnother, more: true},
@@ -45,6 +48,12 @@ func withHostPath(_ *testing.T, w *world) {
 func limit(t *testing.T, w *world) error {
 	return w.d.Cri.UpdateContainerResources(t.Context(), w.id, &runtimeapi.ContainerResources{
 		Linux: &runtimeapi.LinuxContainerResources{CpuShares: 512, CpuPeriod: 100_000, CpuQuota: 50_000, MemoryLimitInBytes: 256 << 20}})
+}
+
+// ownNetwork has the daemon connect pods by its own network, in its own process: it dies in the middle of ADD and DEL. Addresses of IPv6
+// would differ from case to case.
+func ownNetwork(*testing.T) harness.DaemonOption {
+	return harness.WithOwnNetwork(`network_subnets = ["10.85.0.0/16"]`)
 }
 
 // withCrun gives the daemon a handler whose containers crun makes.
