@@ -3,8 +3,11 @@ package unpack
 import (
 	"bytes"
 	"compress/gzip"
+	"encoding/binary"
 	"errors"
+	"hash/crc32"
 	"io"
+	"slices"
 	"strings"
 	"testing"
 	"testing/iotest"
@@ -67,6 +70,28 @@ func TestInflateGzipHeader(t *testing.T) {
 		if got, err := inflate(r); err != nil || string(got) != "content" {
 			t.Errorf("%s: %q, %v", kind, got, err)
 		}
+	}
+}
+
+// TestInflateDividedHeader has each header of two members, all its fields used, end the input at each of its bytes.
+func TestInflateDividedHeader(t *testing.T) {
+	const fhcrc, fextra, fname, fcomment = 1 << 1, 1 << 2, 1 << 3, 1 << 4
+	header := []byte{0x1f, 0x8b, 8, fhcrc | fextra | fname | fcomment, 0, 0, 0, 0, 0, 255}
+	header = append(header, 5, 0)
+	header = append(header, "extraname\x00comment\x00"...)
+	header = binary.LittleEndian.AppendUint16(header, uint16(crc32.ChecksumIEEE(header)))
+	member := append(header, gzipped(t, []byte("content"))[10:]...) // without a header that has nothing in it
+	blob := slices.Concat(member, member)
+	for at := range blob {
+		r := io.MultiReader(bytes.NewReader(blob[:at]), bytes.NewReader(blob[at:]))
+		if got, err := inflate(r); err != nil || string(got) != "contentcontent" {
+			t.Errorf("in two parts, the first of %d bytes: %q, %v", at, got, err)
+		}
+	}
+	bad := bytes.Clone(blob)
+	bad[len(header)-1] ^= 1
+	if got, err := inflate(iotest.OneByteReader(bytes.NewReader(bad))); err == nil {
+		t.Errorf("a header with a wrong checksum: %q", got)
 	}
 }
 

@@ -14,19 +14,40 @@ struct step {
 	int finished;    // the member, its trailer included
 };
 
-static void begin(struct inflate_state *s)
+struct reader {
+	struct inflate_state state;
+	struct isal_gzip_header header; // isal_inflate has its own, which it forgets when the input ends in a header
+	int in_header;
+};
+
+static void begin(struct reader *r)
 {
-	isal_inflate_init(s);
-	s->crc_flag = ISAL_GZIP;
+	isal_inflate_init(&r->state);
+	isal_gzip_header_init(&r->header);
+	r->header.flags = 0;
+	r->state.crc_flag = ISAL_GZIP_NO_HDR_VER; // the trailer is verified
+	r->in_header = 1;
+}
+
+static int inflate_some(struct reader *r)
+{
+	if (r->in_header) {
+		int code = isal_read_gzip_header(&r->state, &r->header);
+		if (code != ISAL_DECOMP_OK)
+			return code;
+		r->in_header = 0;
+	}
+	return isal_inflate(&r->state);
 }
 
 // inflate keeps neither buffer: the library has copied what it needs of them when it returns.
-static struct step inflate(struct inflate_state *s, uint8_t *in, uint32_t in_len, uint8_t *out, uint32_t out_len)
+static struct step inflate(struct reader *r, uint8_t *in, uint32_t in_len, uint8_t *out, uint32_t out_len)
 {
+	struct inflate_state *s = &r->state;
 	s->next_in = in, s->avail_in = in_len;
 	s->next_out = out, s->avail_out = out_len;
-	int code = isal_inflate(s);
-	struct step step = {code, s->avail_in, s->avail_out, s->block_state == ISAL_BLOCK_FINISH};
+	int code = inflate_some(r);
+	struct step step = {code, s->avail_in, s->avail_out, !r->in_header && s->block_state == ISAL_BLOCK_FINISH};
 	s->next_in = s->next_out = NULL;
 	return step;
 }
@@ -48,13 +69,13 @@ var errMemory = errors.New("no memory for ISA-L")
 // Reader implements io.ReadCloser. Not safe for concurrent use.
 type Reader struct {
 	from  *bufio.Reader
-	state *C.struct_inflate_state // in C's memory; nil after Close
-	err   error                   // final
+	state *C.struct_reader // in C's memory; nil after Close
+	err   error            // final
 }
 
 // NewReader returns a reader of the gzip in from. The caller closes it, which does not close from.
 func NewReader(from *bufio.Reader) (*Reader, error) {
-	state := (*C.struct_inflate_state)(C.calloc(1, C.sizeof_struct_inflate_state))
+	state := (*C.struct_reader)(C.calloc(1, C.sizeof_struct_reader))
 	if state == nil {
 		return nil, errMemory
 	}
