@@ -9,6 +9,7 @@ import (
 	"slices"
 	"time"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
@@ -40,7 +41,7 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 		return nil, err
 	}
 	l.Expect()
-	if req.Pause && req.BuiltIn && req.Runtime == nil { // its launcher serves again
+	if req.servesAgain() {
 		l.lend(1)
 		defer l.wantMore() // if it does not
 		defer l.lend(-1)
@@ -68,6 +69,15 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 		l.retire(p)
 	}
 	return started, err
+}
+
+// servesAgain tells whether the launcher is likely to serve again, as that of a pause without a security module or a user namespace
+// does (shim/launcher/pause: Plain). What it says falsely costs a launcher too few or too many ahead of need.
+func (r *LaunchRequest) servesAgain() bool {
+	s := r.Spec
+	return r.Pause && r.BuiltIn && r.Runtime == nil && s != nil && s.Process != nil && s.Linux != nil &&
+		s.Process.ApparmorProfile == "" && s.Process.SelinuxLabel == "" && s.Linux.MountLabel == "" &&
+		!slices.ContainsFunc(s.Linux.Namespaces, func(ns specs.LinuxNamespace) bool { return ns.Type == specs.UserNamespace })
 }
 
 // takeTraced is takeFor with a span: a launcher that there is not ahead of need is waited for.

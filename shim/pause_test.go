@@ -103,7 +103,8 @@ func TestPauseIsConfined(t *testing.T) {
 				t.Errorf("its state names a cgroup with processes %v, %v; want %d", pids, err, c.InitPID)
 			}
 			fds, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", c.InitPID))
-			if err != nil || len(fds) != 3 {
+			// None of the host's: who shares its PID namespace reaches them. libcontainer's three are of its own /dev.
+			if err != nil || builtIn && len(fds) > 0 || !builtIn && len(fds) != 3 {
 				t.Errorf("open files: %v, %v", fds, err)
 			}
 			root := fmt.Sprintf("/proc/%d/root", c.InitPID)

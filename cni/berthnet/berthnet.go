@@ -61,8 +61,8 @@ type attachment struct {
 	goes   bool   // the namespace is about to go, and the pod's device with it
 }
 
-func (p *Plugin) attachment(args *skel.CmdArgs) (*attachment, error) {
-	n, err := conf.Parse(args.StdinData)
+func (p *Plugin) attachment(args *skel.CmdArgs, parse func(data []byte) (*conf.Net, error)) (*attachment, error) {
+	n, err := parse(args.StdinData)
 	if err != nil {
 		return nil, err
 	}
@@ -71,7 +71,7 @@ func (p *Plugin) attachment(args *skel.CmdArgs) (*attachment, error) {
 
 // add connects a pod. What it has done is undone if it fails.
 func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.Result, err error) {
-	a, err := p.attachment(args)
+	a, err := p.attachment(args, conf.Parse)
 	if err != nil {
 		return nil, err
 	}
@@ -235,7 +235,7 @@ func (a *attachment) result(b *links.Bridge, kept addresses.Reservation, c links
 
 // del disconnects a pod, as far as it is connected. Nothing it needs is in the configuration but where addresses are kept.
 func (p *Plugin) del(args *skel.CmdArgs, goes bool) error {
-	a, err := p.attachment(args)
+	a, err := p.attachment(args, conf.ParseNames)
 	if err != nil {
 		return err
 	}
@@ -294,7 +294,7 @@ func (a *attachment) portsOf(ips []netip.Addr) (some []rules.HostPort, err error
 
 // gc gives back what is kept for attachments that are not valid.
 func (p *Plugin) gc(args *skel.CmdArgs) error {
-	a, err := p.attachment(args)
+	a, err := p.attachment(args, conf.ParseNames)
 	if err != nil {
 		return err
 	}
@@ -348,7 +348,7 @@ func (a *attachment) closeStrays(used map[netip.Addr]bool) error {
 
 // status tells whether an ADD could succeed.
 func (p *Plugin) status(args *skel.CmdArgs) error {
-	a, err := p.attachment(args)
+	a, err := p.attachment(args, conf.Parse)
 	if err != nil {
 		return err
 	}

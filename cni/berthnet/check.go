@@ -11,6 +11,7 @@ import (
 	types100 "github.com/containernetworking/cni/pkg/types/100"
 	"github.com/containernetworking/cni/pkg/version"
 
+	"berth/cni/berthnet/conf"
 	"berth/cni/berthnet/links"
 	"berth/cni/berthnet/rules"
 )
@@ -21,7 +22,7 @@ func ipNet(p netip.Prefix) net.IPNet {
 
 // check compares what ADD said with what there is. The error names the first difference.
 func (p *Plugin) check(args *skel.CmdArgs) error {
-	a, err := p.attachment(args)
+	a, err := p.attachment(args, conf.Parse)
 	if err != nil {
 		return err
 	}

@@ -170,8 +170,13 @@ func TestMTU(t *testing.T) {
 	must(t, err)
 	must(t, netlink.LinkSetMTU(outside, 1400))
 	must(t, netlink.RouteAdd(&netlink.Route{LinkIndex: outside.Attrs().Index, Dst: default4}))
-	if mtu := mtuIn(newBed(t, nil).attached(nil)); mtu != 1400 {
-		t.Errorf("MTU %d, want that of the interface with the default route, 1400", mtu)
+	b := newBed(t, nil)
+	for _, when := range []string{"of the first pod", "when the bridge was empty once more"} {
+		p := b.attached(nil)
+		if mtu := mtuIn(p); mtu != 1400 {
+			t.Errorf("MTU %d %s, want that of the interface with the default route, 1400", mtu, when)
+		}
+		must(t, p.del())
 	}
 }
 
@@ -302,6 +307,13 @@ func TestErrors(t *testing.T) {
 	if err := func() error { p := b.pod(nil); p.netns = "/run/netns/nowhere"; return p.add() }(); codeOf(err) != types.ErrInternal {
 		t.Errorf("no namespace: %v", err)
 	}
+	// What ADD refuses must not keep the pod from being removed.
+	refused := b.pod(map[string]any{"subnets": []string{"10.0.0.0/31"}, "runtimeConfig": map[string]any{
+		"ipRanges": []any{[]any{map[string]any{"subnet": "none"}}}, "portMappings": []any{map[string]any{"hostPort": 80, "containerPort": 80, "hostIP": "::1"}}}})
+	if err := refused.add(); err == nil {
+		t.Error("ADD took it")
+	}
+	must(t, refused.del())
 	if left := b.traces(); left != "" {
 		t.Errorf("failed ADDs leave %s", left)
 	}

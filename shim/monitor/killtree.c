@@ -67,14 +67,20 @@ static long own_pids(int dir, const char *name, int sig, size_t *count)
 	return result;
 }
 
-static long tree_pids(int dir, int sig, size_t *count);
+/* DEEPEST bounds what recursion takes of the stack and of descriptors: nobody nests cgroups so deep but to overflow it. */
+enum { DEEPEST = 64 };
+
+static long tree_pids(int dir, int sig, size_t *count, int depth);
 
 /* child_pids does the same for the cgroups below. */
-static long child_pids(int dir, int sig, size_t *count)
+static long child_pids(int dir, int sig, size_t *count, int depth)
 {
 	char buf[2048] __attribute__((aligned(8)));
 	long n, result = 0;
 
+	n = sys_lseek(dir, 0, SEEK_SET); /* it was read before, in the same round */
+	if (failed(n))
+		return n;
 	while ((n = sys_getdents64(dir, buf, sizeof(buf))) > 0) {
 		for (long at = 0; at < n;) {
 			const struct entry *e = (const struct entry *)(buf + at);
@@ -84,7 +90,7 @@ static long child_pids(int dir, int sig, size_t *count)
 			if (e->type != DT_DIR || text_equals(text_of(e->name), ".") || text_equals(text_of(e->name), ".."))
 				continue;
 			fd = sys_openat(dir, e->name, O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW, 0);
-			below = failed(fd) ? fd : tree_pids((int)fd, sig, count);
+			below = failed(fd) ? fd : tree_pids((int)fd, sig, count, depth + 1);
 			if (!failed(fd))
 				sys_close((int)fd);
 			if (failed(below) && !is_gone(below))
@@ -95,16 +101,19 @@ static long child_pids(int dir, int sig, size_t *count)
 }
 
 /* tree_pids sends sig, unless it is 0, to all processes in dir and below, and counts them. It returns 0 or -errno. */
-static long tree_pids(int dir, int sig, size_t *count)
+static long tree_pids(int dir, int sig, size_t *count, int depth)
 {
-	long result = own_pids(dir, "cgroup.procs", sig, count);
+	long result;
 
+	if (depth > DEEPEST)
+		return -ELOOP;
+	result = own_pids(dir, "cgroup.procs", sig, count);
 	/* A threaded cgroup (v2) lists its processes by their threads; a signal to one reaches the process. */
 	if (result == -EOPNOTSUPP)
 		result = own_pids(dir, "cgroup.threads", sig, count);
 	if (is_gone(result))
 		return 0;
-	return failed(result) ? result : child_pids(dir, sig, count);
+	return failed(result) ? result : child_pids(dir, sig, count, depth);
 }
 
 /* kill_all kills what is there now. On v1 the group is frozen meanwhile, so that no fork escapes. */
@@ -122,7 +131,7 @@ static void kill_all(int dir)
 	}
 	write_to(dir, freezer, frozen); /* a hierarchy without a freezer takes more rounds */
 	REACH("monitor.orphans-frozen");
-	tree_pids(dir, SIGKILL, &count);
+	tree_pids(dir, SIGKILL, &count, 0);
 	REACH("monitor.orphans-signalled");
 	write_to(dir, freezer, thawed);
 }
@@ -136,7 +145,7 @@ static bool round_of(const char *path)
 	if (failed(dir))
 		return is_gone(dir);
 	kill_all((int)dir);
-	result = tree_pids((int)dir, SIGNAL_NONE, &left);
+	result = tree_pids((int)dir, SIGNAL_NONE, &left, 0);
 	sys_close((int)dir);
 	return !failed(result) && left == 0;
 }

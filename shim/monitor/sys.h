@@ -23,6 +23,7 @@
 /* What the kernel's headers for programs leave to the C library. */
 #define CLOCK_REALTIME 0
 #define CLOCK_MONOTONIC 1
+#define SEEK_SET 0
 #define WNOHANG 1
 #define SOL_SOCKET 1
 #define SO_SNDBUF 7
@@ -89,6 +90,7 @@ static inline long sys_fcntl(int fd, int op, long arg) { return SYS3(fcntl, fd, 
 static inline long sys_ioctl(int fd, unsigned int op, long arg) { return SYS3(ioctl, fd, op, arg); }
 static inline long sys_ftruncate(int fd, long size) { return SYS2(ftruncate, fd, size); }
 static inline long sys_flock(int fd, int op) { return SYS2(flock, fd, op); }
+static inline long sys_lseek(int fd, long offset, int whence) { return SYS3(lseek, fd, offset, whence); }
 static inline long sys_getdents64(int fd, void *buf, size_t n) { return SYS3(getdents64, fd, buf, n); }
 
 static inline long sys_openat(int dir, const char *path, int flags, int mode)

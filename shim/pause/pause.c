@@ -267,7 +267,9 @@ __attribute__((noreturn)) static void second_stage(unsigned long flags, char **a
 	const char *uid = argv[UID], *gid = argv[GID];
 	char *args[] = { "/pause", 0 };
 
-	SYSCALL(close, PARENT_FD, 0, 0, 0, 0);
+	/* The launcher's standard streams are the host's /dev/null: by /proc/PID/fd root of a shared PID namespace could change that. */
+	for (int fd = 0; fd <= PARENT_FD; fd++)
+		SYSCALL(close, fd, 0, 0, 0, 0);
 	SYSCALL(fcntl, CHILD_FD, F_SETFD, FD_CLOEXEC, 0, 0);
 	SYSCALL(setsid, 0, 0, 0, 0, 0); /* it is no leader of a group: it was just cloned */
 	if (flags & CLONE_NEWNET) {

@@ -119,6 +119,26 @@ func Parse(data []byte) (*Net, error) {
 	return n, nil
 }
 
+// ParseNames reads what DEL and GC need: where things are, and the attachments that GC keeps. What ADD would refuse of the rest has made
+// nothing, and must not keep a pod from being removed.
+func ParseNames(data []byte) (*Net, error) {
+	var names struct {
+		types.NetConf
+		Bridge      string               `json:"bridge"`
+		DataDir     string               `json:"dataDir"`
+		Valid       []types.GCAttachment `json:"cni.dev/valid-attachments"`
+		Attachments []types.GCAttachment `json:"cni.dev/attachments"`
+	}
+	if err := json.Unmarshal(data, &names); err != nil {
+		return nil, types.NewError(types.ErrDecodingFailure, "configuration of berth-net cannot be decoded", err.Error())
+	}
+	n := &Net{NetConf: names.NetConf, Bridge: names.Bridge, DataDir: names.DataDir, Valid: names.Valid, Attachments: names.Attachments}
+	if err := n.names(); err != nil {
+		return nil, types.NewError(types.ErrInvalidNetworkConfig, "invalid configuration of berth-net", err.Error())
+	}
+	return n, nil
+}
+
 func (n *Net) names() error {
 	if err := utils.ValidateNetworkName(n.Name); err != nil {
 		return err

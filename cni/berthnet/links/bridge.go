@@ -101,6 +101,8 @@ func newBridge(name string, mtu int) error {
 	host.add("make bridge "+name, unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nl.NewIfInfomsg(unix.AF_UNSPEC),
 		nl.NewRtAttr(unix.IFLA_IFNAME, nl.ZeroTerminated(name)), nl.NewRtAttr(unix.IFLA_ADDRESS, bridgeMAC(name)), number(unix.IFLA_MTU, mtu), info)
 	host.pass(unix.EEXIST) // another process was quicker
+	// Given when it is made, it lasts until the last port goes, and is Ethernet's then (br_mtu_auto_adjust, Linux 4.17).
+	host.add("set the MTU of bridge "+name, unix.RTM_NEWLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC), nl.NewRtAttr(unix.IFLA_IFNAME, nl.ZeroTerminated(name)), number(unix.IFLA_MTU, mtu))
 	failpoint.Reach("net.make-bridge")
 	err := host.do()
 	failpoint.Reach("net.bridge-made")

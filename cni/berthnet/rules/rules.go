@@ -223,10 +223,12 @@ func (n *Network) masquerade(conn *nftables.Conn, c *nftables.Chain) {
 	}
 }
 
-// guardLoopback drops what pods send to the node's loopback addresses, which the kernel lets in by the bridge for the sake of host ports (CVE-2020-8558).
+// guardLoopback drops what pods send to or from the node's loopback addresses, which the kernel lets in by the bridge for the sake of host ports (CVE-2020-8558).
 // Answers to what came from there are still for the node's address on the bridge here.
 func (n *Network) guardLoopback(conn *nftables.Conn, c *nftables.Chain) {
-	add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, true), isFamily(false), to_(loopback4), verdict(expr.VerdictDrop))
+	for _, side := range []expressions{to_(loopback4), from(loopback4)} {
+		add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, true), isFamily(false), side, verdict(expr.VerdictDrop))
+	}
 }
 
 // isolateForwarded drops connections that begin where none shall. Host ports are meant to be reached, but not from pods where those are kept apart: ports of

@@ -52,6 +52,7 @@ type Maker struct {
 	second *os.File  // pidfd
 	parent *os.File  // our end of the socket of the first stage
 	child  *os.File  // and of the second
+	going  bool      // the first stage was let go
 }
 
 // Plain tells whether an order is for a pause that Maker can make.
@@ -344,6 +345,7 @@ func (m *Maker) confine() error {
 // letGo lets the first stage make the second.
 func (m *Maker) letGo() error {
 	failpoint.Reach("launcher.enter-pause")
+	m.going = true
 	return sayTo(m.parent)
 }
 
@@ -446,9 +448,11 @@ func (m *Maker) reap(ctx context.Context) {
 		_ = pidfd.Signal(m.second, unix.SIGKILL) // it may have ended
 		_ = m.second.Close()
 	}
-	_ = m.child.Close()  // a second stage that nobody knows ends
-	_ = sayTo(m.parent)  // it may have ended
-	_ = m.parent.Close() // or still wait for its first word, after which it waits for this
+	_ = m.child.Close() // a second stage that nobody knows ends
+	if m.going {
+		_ = sayTo(m.parent) // it reaps the second; it may have ended
+	}
+	_ = m.parent.Close() // still waiting for its first word it ends, and there is no second
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
