@@ -223,7 +223,7 @@ func TestTracesAreExported(t *testing.T) {
 	d.Restart(t) // the one that ends sends the rest
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	run, removed, launched := c.spans["RunPodSandbox"], c.spans["RemovePodSandbox"], c.spans["libcontainer start"]
+	run, removed, launched := c.spans["RunPodSandbox"], c.spans["RemovePodSandbox"], c.spans["execute"]
 	if len(run) != 1 || len(removed) != 1 || len(launched) != 1 || len(c.spans["StopPodSandbox"]) != 0 {
 		t.Fatalf("spans: %v", c.spans)
 	}

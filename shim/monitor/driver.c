@@ -257,6 +257,17 @@ static void ask_client(struct text q)
 	sys_close(m.epoll);
 }
 
+/* ask_kill_tree: a directory. The answer is whether nothing was left in it. */
+static void ask_kill_tree(struct text q)
+{
+	char path[4096];
+
+	expect(q.len < sizeof(path));
+	memcpy(path, q.at, q.len);
+	path[q.len] = 0;
+	put_number(kill_tree(path, MILLISECOND));
+}
+
 static void answer(char kind, struct text q)
 {
 	switch (kind) {
@@ -267,6 +278,7 @@ static void answer(char kind, struct text q)
 	case 'r': ask_record(q); break;
 	case 'p': ask_params(q); break;
 	case 'c': ask_client(q); break;
+	case 'k': ask_kill_tree(q); break;
 	default: expect(false);
 	}
 }

@@ -151,13 +151,16 @@ static bool round_of(const char *path)
 }
 
 /* Processes may be forking, frozen, or in uninterruptible sleep. */
-void kill_tree(const char *dir, int64_t patience)
+bool kill_tree(const char *dir, int64_t patience)
 {
 	int64_t deadline = now(CLOCK_MONOTONIC) + patience;
 
-	for (int64_t delay = MILLISECOND; !round_of(dir) && now(CLOCK_MONOTONIC) < deadline; delay *= 2) {
+	for (int64_t delay = MILLISECOND; !round_of(dir); delay *= 2) {
+		if (now(CLOCK_MONOTONIC) >= deadline)
+			return false;
 		if (delay > 50 * MILLISECOND)
 			delay = 50 * MILLISECOND;
 		sleep_for(delay);
 	}
+	return true;
 }

@@ -233,8 +233,8 @@ long exit_record_write(const char *dir, const struct exit_record *r);
 
 /* killtree.c */
 
-/* kill_tree kills all processes in the cgroup directory and below, and looks again until none is left or patience is over. */
-void kill_tree(const char *dir, int64_t patience);
+/* kill_tree kills all processes in the cgroup directory and below, and looks again until none is left or patience is over. It tells whether none is left. */
+bool kill_tree(const char *dir, int64_t patience);
 
 /* time.c */
 
