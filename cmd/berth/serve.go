@@ -126,23 +126,10 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 		return err
 	}
 	closing.Add("close image store", end.closer(images.Close))
-	ownNetwork := &berthnet.Plugin{}
-	closing.Add("close berth-net", end.closer(ownNetwork.Close))
-	networkCfg, err := nodenet.Config(cfg, ownNetwork)
+	network, err := openNetwork(cfg, end, closing, waits, log)
 	if err != nil {
 		return err
 	}
-	if cfg.Network == nodenet.Own {
-		if err := ownNetwork.Open(); err != nil { // the status says it, too
-			log.Warn("berth's own network cannot be used", "error", err)
-		}
-	}
-	networkCfg.RunDir, networkCfg.Waits = filepath.Join(cfg.State, "cni"), waits
-	network, err := cni.New(networkCfg, log)
-	if err != nil {
-		return err
-	}
-	closing.Add("close network", end.closer(func() error { network.Close(); return nil }))
 	plugins, err := newPlugins(cfg, waits, log)
 	if err != nil {
 		return err
@@ -169,6 +156,28 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	serverCfg := serverConfig(cfg, node, network, sessions, tracing, waits)
 	serverCfg.Changed = tidier.changed
 	return announce(ctx, listener, server.New(serverCfg, pods, images, log), waits, log)
+}
+
+// openNetwork opens the network of pods, which closing closes.
+func openNetwork(cfg *config.Config, end ending, closing *cleanup.List, waits *task.Waits, log *slog.Logger) (*cni.Network, error) {
+	own := &berthnet.Plugin{}
+	closing.Add("close berth-net", end.closer(own.Close))
+	networkCfg, err := nodenet.Config(cfg, own)
+	if err != nil {
+		return nil, err
+	}
+	if cfg.Network == nodenet.Own {
+		if err := own.Open(); err != nil { // the status says it, too
+			log.Warn("berth's own network cannot be used", "error", err)
+		}
+	}
+	networkCfg.RunDir, networkCfg.Waits = filepath.Join(cfg.State, "cni"), waits
+	network, err := cni.New(networkCfg, log)
+	if err != nil {
+		return nil, err
+	}
+	closing.Add("close network", end.closer(func() error { network.Close(); return nil }))
+	return network, nil
 }
 
 // announce serves and tells systemd when that starts and ends.
