@@ -1,12 +1,18 @@
 package harness
 
 import (
+	"bytes"
 	"encoding/json"
 	"fmt"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"berth/integration/machine"
 )
 
 // Pid returns the container's init, once that runs its program: StartContainer
@@ -16,6 +22,34 @@ func (c *Container) Pid(t *testing.T) int {
 	response, err := c.Pod.D.Cri.ContainerStatus(t.Context(), c.Id, true)
 	Must(t, err)
 	return waitProgram(t, infoPID(t, response.Info))
+}
+
+// WaitStoppable waits until SIGTERM reaches the container's program, and returns its process: it catches the signal, or waits for it
+// as pause does. Before that a process 1 never learns of the signal, and another process ends by it.
+func (c *Container) WaitStoppable(t *testing.T) (pid int) {
+	t.Helper()
+	pid = c.Pid(t)
+	Eventually(t, fmt.Sprintf("process %d expects SIGTERM", pid), func() error { return expectsTerm(t, pid) })
+	return pid
+}
+
+func expectsTerm(t *testing.T, pid int) error {
+	t.Helper()
+	const term = 1 << (unix.SIGTERM - 1)
+	caught := machine.StatusField(t, pid, "SigCgt")
+	mask, err := strconv.ParseUint(caught, 16, 64)
+	if err != nil {
+		return fmt.Errorf("signals that it catches: %w", err)
+	}
+	if mask&term != 0 {
+		return nil
+	}
+	// While a process is in sigtimedwait its mask does not have what it waits for.
+	call, err := os.ReadFile(fmt.Sprintf("/proc/%d/syscall", pid))
+	if err == nil && !strings.HasPrefix(string(call), strconv.Itoa(unix.SYS_RT_SIGTIMEDWAIT)+" ") {
+		err = fmt.Errorf("it catches %s and is in system call %s", caught, bytes.TrimSpace(call))
+	}
+	return err
 }
 
 // PausePID returns the pod's pause process.

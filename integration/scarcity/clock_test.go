@@ -86,7 +86,7 @@ func TestClockJumps(t *testing.T) {
 			pod := d.RunPod(t)
 			c := pod.Run(t, harness.Script("trap 'echo asked' TERM; while :; do sleep 0.1; done"))
 			c2 := pod.Run(t, harness.Script("while :; do :; done"))
-			waitTrap(t, c)
+			c.WaitStoppable(t)
 			harness.Get(d.Cri.ContainerStats(t.Context(), c2.Id))(t)
 			url := c2.ExecURL(t, remotecommand.StreamOptions{Stdout: &sessions.Screen{}}, "echo", "here")
 			// An undo that is tried again by and by.

@@ -9,7 +9,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -103,7 +102,7 @@ var operations = []operation{
 	}},
 	{"StopContainer", nil, nil, false, func(t *testing.T, d *harness.Daemon, pod *harness.Pod) func() error {
 		c := pod.Run(t, harness.Script("trap 'exit 7' TERM; while :; do sleep 0.1; done"))
-		waitTrap(t, c)
+		c.WaitStoppable(t)
 		return func() error {
 			if err := d.Cri.StopContainer(t.Context(), c.Id, 30); err != nil {
 				return err
@@ -171,8 +170,7 @@ func anotherImage(t *testing.T) v1.Image {
 	return harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("big", 0o644, strings.Repeat("berth", 1<<18))})
 }
 
-// runSettled runs a container and waits until its monitor has written to the log: while its Go
-// runtime starts it needs threads, and later none.
+// runSettled runs a container and waits until its monitor has written to the log: all that a start takes was taken then.
 func runSettled(t *testing.T, pod *harness.Pod) *harness.Container {
 	t.Helper()
 	c := pod.Run(t, harness.Script("echo settled; exec sleep 1000000"))
@@ -183,20 +181,6 @@ func runSettled(t *testing.T, pod *harness.Pod) *harness.Container {
 		return nil
 	})
 	return c
-}
-
-func waitTrap(t *testing.T, c *harness.Container) {
-	t.Helper()
-	pid := c.Pid(t)
-	const sigterm = 1 << 14
-	harness.Eventually(t, "the trap is set", func() error {
-		caught := machine.StatusField(t, pid, "SigCgt")
-		n, err := strconv.ParseUint(caught, 16, 64)
-		if err == nil && n&sigterm == 0 {
-			err = harness.Unexpected("SigCgt", caught, "one with SIGTERM")
-		}
-		return err
-	})
 }
 
 // Each operation on a disk that is full, and again when there is room: it works, or says what is lacking. The daemon
@@ -353,7 +337,7 @@ func TestExitsOnFullDisk(t *testing.T) {
 	}
 	open := func(name string) { harness.Must(t, os.WriteFile(filepath.Join(gate, name), nil, 0o600)) }
 	self, down, stopped, killed := exits("self", 7), exits("down", 8), exits("stopped", 9), exits("killed", 10)
-	waitTrap(t, stopped)
+	stopped.WaitStoppable(t)
 	disk.fill(t)
 	open("self")
 	self.WaitExited(t)

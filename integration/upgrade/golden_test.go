@@ -81,7 +81,7 @@ func openGolden(t *testing.T, file string, sameBoot bool) {
 	}
 	pod := d.RunPod(t, harness.HostNetwork, harness.PodNamed("new"))
 	c := pod.Run(t, harness.Image(g.ImageID), harness.ImageDefaults)
-	c.Pid(t) // waits until it runs its program
+	c.WaitStoppable(t)
 	c.Stop(t, 30)
 	harness.Equal(t, "exit code of a new container of the old image", c.Status(t).ExitCode, 0)
 	pod.Remove(t)
@@ -130,7 +130,9 @@ func writeGolden(t *testing.T, version, file string) {
 	image := harness.Image(name)
 	pod.Run(t, image, harness.ImageDefaults, harness.ContainerNamed("running"))
 	host.Create(t, image, harness.ImageDefaults, harness.ContainerNamed("created"))
-	host.Run(t, image, harness.ImageDefaults, harness.ContainerNamed("stopped")).Stop(t, 30)
+	stopped := host.Run(t, image, harness.ImageDefaults, harness.ContainerNamed("stopped"))
+	stopped.WaitStoppable(t)
+	stopped.Stop(t, 30)
 	killed := host.Run(t, image, harness.ImageDefaults, harness.ContainerNamed("killed"))
 	machine.KillProcess(t, killed.Pid(t))
 	killed.WaitExited(t)
