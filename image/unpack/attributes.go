@@ -84,7 +84,7 @@ func (u *unpacker) directoryAttributes(dir *safefs.Dir, hdr *tar.Header) error {
 
 // nodeAttributes does the same for a symlink or a device, which cannot be opened.
 // A symlink has no mode.
-func (u *unpacker) nodeAttributes(at place, hdr *tar.Header, mode bool) error {
+func (u *unpacker) nodeAttributes(at filePlace, hdr *tar.Header, mode bool) error {
 	uid, gid, err := owner(hdr)
 	if err != nil {
 		return err

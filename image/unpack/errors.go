@@ -9,6 +9,8 @@ import (
 	"io/fs"
 
 	"golang.org/x/sys/unix"
+
+	"berth/image/unpack/inflate"
 )
 
 // Code is a gRPC code: one of package codes, which would bring net and JSON into
@@ -46,20 +48,18 @@ func exceeds(format string, args ...any) error {
 	return &Error{ResourceExhausted, fmt.Errorf(format, args...)}
 }
 
-// corrupt is for a blob that cannot be decompressed.
-func corrupt(format string, args ...any) error {
-	return &Error{DataLoss, fmt.Errorf(format, args...)}
-}
-
-// CodeOf returns the code of err: that of an *Error in it, that which an error of the
+// CodeOf returns the code of err: that of an *Error in it, DataLoss for an *inflate.CorruptError, that which an error of the
 // filesystem means to a client, those of a context; else Unknown.
 func CodeOf(err error) Code {
 	var e *Error
+	var corrupt *inflate.CorruptError
 	switch {
 	case err == nil:
 		return OK
 	case errors.As(err, &e):
 		return e.Code
+	case errors.As(err, &corrupt):
+		return DataLoss
 	case errors.Is(err, context.Canceled):
 		return Canceled
 	case errors.Is(err, context.DeadlineExceeded):

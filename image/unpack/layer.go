@@ -12,6 +12,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	"berth/image/unpack/inflate"
 	"berth/internal/safefs"
 )
 
@@ -179,24 +180,17 @@ func (c *Contents) Check() error {
 // Layer writes the layer whose tar is in blob, compressed or not, into tree, an empty
 // directory with the mode 0755 that nobody else changes. It reads to the end of
 // blob; bytes behind the archive count for the digest. blob is read from another
-// goroutine, which has ended when Layer returns; its Read must return when ctx is done. A
+// goroutine, which has ended when Layer returns; its Read must return when ctx is done.
 // An Aborter is aborted when the layer has failed.
 //
 // Nothing is synced, and the Opaques are not marked. After an error there may be anything in tree.
 func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result, error) {
-	return run(ctx, blob, job, func(limits Limits, tick func()) (sink, error) { return newUnpacker(tree, limits, tick) })
+	return run(ctx, blob, job, func(tick func()) (sink[*safefs.Dir], error) { return newUnpacker(tree, tick) })
 }
 
-// sink is where the entries of a tar go.
-type sink interface {
-	unpack(ctx context.Context, tr *tar.Reader) error
-	contents(ctx context.Context) (Contents, error) // when everything is unpacked
-	close()
-}
-
-// run inflates and hashes a blob, and has its entries unpacked.
-func run(ctx context.Context, blob io.Reader, job Job, open func(limits Limits, tick func()) (sink, error)) (_ Result, err error) {
-	in, err := newTarReader(blob)
+// run inflates and hashes a blob, and has its entries made.
+func run[D directory](ctx context.Context, blob io.Reader, job Job, open func(tick func()) (sink[D], error)) (_ Result, err error) {
+	in, err := inflate.NewReader(blob)
 	if err != nil {
 		return Result{}, err
 	}
@@ -212,19 +206,19 @@ func run(ctx context.Context, blob io.Reader, job Job, open func(limits Limits, 
 			blob.Abort()
 		}
 	}()
-	u, err := open(limits, func() { job.Progress(0) })
+	to, err := open(func() { job.Progress(0) })
 	if err != nil {
 		return Result{}, err
 	}
-	defer u.close()
-	if err := u.unpack(ctx, tar.NewReader(s)); err != nil {
+	defer to.close()
+	if err := (walk[D]{to}).all(ctx, tar.NewReader(s), limits); err != nil {
 		return Result{}, err
 	}
 	n, sum, err := s.finish()
 	if err != nil {
 		return Result{}, err
 	}
-	contents, err := u.contents(ctx)
+	contents, err := to.finish(ctx)
 	if err != nil {
 		return Result{}, err
 	}

@@ -14,7 +14,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/image/tree"
-	"berth/internal/safefs"
 )
 
 // Pack does what Layer does without a filesystem: it appends the files' data to data and writes the tree to out (tree.Encode), both
@@ -23,10 +22,10 @@ import (
 // not counted; an extended attribute has one byte less at most than Linux takes; and where a directory has a default ACL, what is in
 // it does not inherit that, for a tar lists all attributes.
 func Pack(ctx context.Context, data, out *os.File, blob io.Reader, job Job) (Result, error) {
-	return run(ctx, blob, job, func(limits Limits, tick func()) (sink, error) {
+	return run(ctx, blob, job, func(tick func()) (sink[found], error) {
 		return &packer{
 			root: &tree.Node{Mode: unix.S_IFDIR | 0o755, Implied: true, Children: map[string]*tree.Node{}},
-			data: &dataFile{out: data, buf: make([]byte, 0, dataBuffer)}, out: out, limits: limits, tick: tick, left: maxTree, hash: xxhash.New(),
+			data: &dataFile{out: data, buf: make([]byte, 0, dataBuffer)}, out: out, tick: tick, left: maxTree, hash: xxhash.New(),
 		}, nil
 	})
 }
@@ -42,7 +41,6 @@ type packer struct {
 	root        *tree.Node
 	data        *dataFile
 	out         io.Writer
-	limits      Limits
 	tick        func()
 	left        int // bytes for the tree
 	steps       int // left for walks
@@ -58,26 +56,25 @@ type found struct {
 	path string
 }
 
-// spot is where an entry goes.
-type spot struct {
-	dir  found
-	name string
-}
+// Path implements directory.
+func (f found) Path() string { return f.path }
 
-func (s spot) path() string     { return safefs.Join(s.dir.path, s.name) }
-func (s spot) get() *tree.Node  { return s.dir.Children[s.name] }
-func (s spot) put(n *tree.Node) { s.dir.Children[s.name] = n }
+// spot is where an entry goes in a tree in memory.
+type spot = place[found]
+
+// at is what is at a spot, nil if nothing is.
+func (p *packer) at(s spot) *tree.Node { return s.dir.Children[s.name] }
 
 func (p *packer) close() {}
 
-func (p *packer) unpack(ctx context.Context, tr *tar.Reader) error {
-	if err := eachEntry(ctx, tr, p.limits, p.entry); err != nil {
-		return err
-	}
-	return p.data.finish()
-}
+// next implements sink.
+func (p *packer) next() { p.steps += stepsPerEntry }
 
-func (p *packer) contents(context.Context) (Contents, error) {
+// finish implements sink.
+func (p *packer) finish(context.Context) (Contents, error) {
+	if err := p.data.finish(); err != nil {
+		return Contents{}, err
+	}
 	p.root.Opaque = p.opaque
 	c := Contents{Unsupported: p.unsupported}
 	c.Opaque = p.opaque
@@ -85,76 +82,21 @@ func (p *packer) contents(context.Context) (Contents, error) {
 	return c, tree.Encode(p.out, p.root)
 }
 
-// entry packs one entry of the tar.
-func (p *packer) entry(hdr *tar.Header, content io.Reader) error {
-	p.steps += stepsPerEntry
-	if hdr.Typeflag == tar.TypeXGlobalHeader {
-		return nil // comments, such as git's commit id
-	}
-	name := safefs.Clean(hdr.Name)
-	if len(name) > maxPath {
-		return unix.ENAMETOOLONG
-	}
-	if name == "" {
-		if hdr.Typeflag != tar.TypeDir {
-			return refuse("the root is no directory")
-		}
-		return p.listed(p.root, hdr)
-	}
-	dir, base := safefs.Split(name)
-	if isAUFS(name) {
-		return nil
-	}
-	hidden, isWhiteout := strings.CutPrefix(base, whiteoutPrefix)
-	if isWhiteout && base != opaqueWhiteout {
-		if hidden == "" || hidden == "." || hidden == ".." {
-			return refuse("a whiteout of nothing")
-		}
-		base = hidden
-	}
-	parent, err := p.parent(dir)
-	if err != nil {
-		return err
-	}
-	if isWhiteout && base == opaqueWhiteout {
-		p.hideAll(parent)
-		return nil
-	}
-	at := spot{parent, base}
-	if err := checkName(at.path(), base); err != nil {
-		return err
-	}
-	if isWhiteout {
-		return p.hide(at)
-	}
-	return p.make(at, hdr, content)
-}
-
-// checkName fails as the kernel does.
-func checkName(path, name string) error {
-	if len(name) > unix.NAME_MAX || len(path) > maxPath {
-		return unix.ENAMETOOLONG
-	}
-	if strings.ContainsRune(name, 0) {
-		return unix.EINVAL
+// hideAll implements sink.
+func (p *packer) hideAll(dir found) error {
+	if dir.Node == p.root {
+		p.opaque = true
+	} else {
+		dir.Opaque = true
 	}
 	return nil
 }
 
-// hideAll is for an opaque whiteout.
-func (p *packer) hideAll(dir found) {
-	if dir.Node == p.root {
-		p.opaque = true
-		return
-	}
-	dir.Opaque = true
-}
-
-// hide hides what the layers below have at a place; what this layer has stays.
+// hide implements sink.
 func (p *packer) hide(at spot) error {
-	n := at.get()
+	n := p.at(at)
 	if n == nil {
-		return p.add(at, &tree.Node{Mode: unix.S_IFCHR})
+		return p.whiteout(at)
 	}
 	if n.IsDir() {
 		n.Implied, n.Opaque = false, true // the one below is gone, its attributes with it
@@ -162,32 +104,17 @@ func (p *packer) hide(at spot) error {
 	return nil
 }
 
-// make makes the file of an entry, by its type.
-func (p *packer) make(at spot, hdr *tar.Header, content io.Reader) error {
-	switch hdr.Typeflag {
-	case tar.TypeReg, tar.TypeCont, tar.TypeGNUSparse:
-		return p.file(at, hdr, content)
-	case tar.TypeDir:
-		return p.directory(at, hdr)
-	case tar.TypeSymlink:
-		return p.symlink(at, hdr)
-	case tar.TypeLink:
-		return p.link(at, hdr)
-	case tar.TypeChar, tar.TypeBlock, tar.TypeFifo:
-		return p.node(at, hdr)
-	}
-	return refuse("unknown type %q", hdr.Typeflag)
-}
+func (p *packer) whiteout(at spot) error { return p.add(at, &tree.Node{Mode: unix.S_IFCHR}) }
 
 // add gives a node a name, in place of what is there.
 func (p *packer) add(at spot, n *tree.Node) error {
 	if err := p.keep(perNode + len(at.name) + len(n.Target)); err != nil {
 		return err
 	}
-	if old := at.get(); old != nil && (old.IsDir() || old.Type() == unix.S_IFLNK) {
+	if old := p.at(at); old != nil && (old.IsDir() || old.Type() == unix.S_IFLNK) {
 		p.last = found{} // it may have been found through that
 	}
-	at.put(n)
+	at.dir.Children[at.name] = n
 	return nil
 }
 
@@ -223,86 +150,61 @@ func (p *packer) file(at spot, hdr *tar.Header, content io.Reader) error {
 }
 
 func (p *packer) directory(at spot, hdr *tar.Header) error {
-	if old := at.get(); old != nil && old.IsDir() {
-		return p.listed(old, hdr)
+	if old := p.at(at); old != nil && old.IsDir() {
+		return p.describe(old, hdr)
 	}
 	n := tree.NewDir()
-	n.Opaque = at.get() != nil // whatever gives way to it hid what the layers below have
+	n.Opaque = p.at(at) != nil // whatever gives way to it hid what the layers below have
 	if err := p.add(at, n); err != nil {
 		return err
 	}
-	return p.listed(n, hdr)
+	return p.describe(n, hdr)
 }
 
-// listed gives a directory what its entry says.
-func (p *packer) listed(n *tree.Node, hdr *tar.Header) error {
+// listed implements sink.
+func (p *packer) listed(dir found, hdr *tar.Header) error { return p.describe(dir.Node, hdr) }
+
+// describe gives a directory what its entry says.
+func (p *packer) describe(n *tree.Node, hdr *tar.Header) error {
 	n.Implied = false
 	return p.dress(n, hdr)
 }
 
-func (p *packer) symlink(at spot, hdr *tar.Header) error {
-	switch {
-	case hdr.Linkname == "":
-		return refuse("a symlink without a target")
-	case len(hdr.Linkname) > maxPath:
-		return unix.ENAMETOOLONG
-	case strings.ContainsRune(hdr.Linkname, 0):
-		return unix.EINVAL
+// special makes a symlink, a device or a FIFO.
+func (p *packer) special(at spot, hdr *tar.Header, mode uint32, dev uint64) error {
+	n := &tree.Node{Mode: mode, Major: unix.Major(dev), Minor: unix.Minor(dev)}
+	if mode == unix.S_IFLNK {
+		n.Target = hdr.Linkname
 	}
-	n := &tree.Node{Mode: unix.S_IFLNK, Target: hdr.Linkname}
 	if err := p.dress(n, hdr); err != nil {
 		return err
 	}
 	return p.add(at, n)
 }
 
-// link gives a file of the layer another name, or notes one that a file of a layer below is to have.
-func (p *packer) link(at spot, hdr *tar.Header) error {
-	target := safefs.Clean(hdr.Linkname)
-	if target == "" || len(target) > maxPath || strings.ContainsRune(target, 0) {
-		return refuse("a hard link to %q", hdr.Linkname)
-	}
-	dir, base := safefs.Split(target)
-	if len(base) > unix.NAME_MAX {
-		return unix.ENAMETOOLONG
-	}
-	in, err := p.lookup(dir)
-	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) {
-		return p.add(at, &tree.Node{Target: target})
-	}
-	if err != nil {
-		return err
-	}
-	old := spot{in, base}
-	switch n := old.get(); {
+// target implements sink.
+func (p *packer) target(at spot) (mode uint32, below string, err error) {
+	switch n := p.at(at); {
 	case n == nil || n.IsWhiteout():
-		return p.add(at, &tree.Node{Target: old.path()})
+		return 0, at.path(), nil
 	case n.IsLink():
-		return p.add(at, &tree.Node{Target: n.Target})
-	case n.IsDir():
-		return refuse("a hard link to the directory %q", hdr.Linkname)
-	case strings.HasPrefix(old.path(), at.path()+"/"):
-		return unix.ENOENT // it goes with the directory whose place the link takes
+		return 0, n.Target, nil
 	default:
-		return p.add(at, n)
+		return n.Type(), "", nil
 	}
 }
 
-func (p *packer) node(at spot, hdr *tar.Header) error {
-	types := map[byte]uint32{tar.TypeChar: unix.S_IFCHR, tar.TypeBlock: unix.S_IFBLK, tar.TypeFifo: unix.S_IFIFO}
-	if err := checkDevice(hdr); err != nil {
-		return err
+// link gives a file another name.
+func (p *packer) link(at, target spot) error {
+	if strings.HasPrefix(target.path(), at.path()+"/") {
+		return unix.ENOENT // it goes with the directory whose place the link takes
 	}
-	n := &tree.Node{Mode: types[hdr.Typeflag]}
-	if n.Type() != unix.S_IFIFO {
-		n.Major, n.Minor = uint32(hdr.Devmajor), uint32(hdr.Devminor)
-	}
-	if !n.IsWhiteout() {
-		if err := p.dress(n, hdr); err != nil {
-			return err
-		}
-	}
-	return p.add(at, n)
+	return p.add(at, p.at(target))
+}
+
+// linkBelow notes a name that a file of a layer below is to have.
+func (p *packer) linkBelow(at spot, target string) error {
+	return p.add(at, &tree.Node{Target: target})
 }
 
 // parent finds the directory an entry goes to, and makes what is missing of it.
@@ -344,7 +246,7 @@ func (p *packer) walk(dir string, making bool) (found, error) {
 			continue
 		}
 		at := spot{cur, name}
-		n := at.get()
+		n := p.at(at)
 		if n != nil && n.Type() == unix.S_IFLNK {
 			if links++; links > maxLinks {
 				return found{}, unix.ELOOP
@@ -442,7 +344,7 @@ func (d *dataFile) flush() error {
 	return nil
 }
 
-// writeSparse leaves out what is zero: archive/tar expands holes.
+// writeSparse leaves out what is zero.
 func (d *dataFile) writeSparse(at *tree.Data, size int64, in io.Reader, tick func()) error {
 	if err := errors.Join(d.flush(), d.room(size)); err != nil {
 		return err
@@ -452,37 +354,21 @@ func (d *dataFile) writeSparse(at *tree.Data, size int64, in io.Reader, tick fun
 	for chunk := range at.Chunks() {
 		at.Holes[chunk/8] |= 1 << (chunk % 8)
 	}
-	buf, some := d.buf[:cap(d.buf)], false
-	for offset := int64(0); ; {
-		n, err := io.ReadFull(in, buf)
-		tick() // a hole takes time, and no byte of the tar
-		for block := range slices.Chunk(buf[:n], tree.BlockSize) {
-			if !isZero(block) {
-				if _, err := d.out.WriteAt(block, d.pos+offset); err != nil {
-					return err
-				}
-				chunk := offset / tree.BlockSize >> at.ChunkBits
-				at.Holes[chunk/8] &^= 1 << (chunk % 8)
-			} else {
-				some = true
-			}
-			offset += int64(len(block))
-		}
-		if err == io.EOF || err == io.ErrUnexpectedEOF && offset == size {
-			break
-		}
-		if err != nil {
-			return err
-		}
+	err := eachBlock(in, size, d.buf[:cap(d.buf)], tree.BlockSize, tick, func(block []byte, offset int64) error {
+		chunk := offset / tree.BlockSize >> at.ChunkBits
+		at.Holes[chunk/8] &^= 1 << (chunk % 8)
+		_, err := d.out.WriteAt(block, d.pos+offset)
+		return err
+	})
+	if err != nil {
+		return err
 	}
-	if !some {
+	if !slices.ContainsFunc(at.Holes, func(bits byte) bool { return bits != 0 }) {
 		at.Holes, at.ChunkBits = nil, 0
 	}
 	d.pos += at.Blocks() * tree.BlockSize
 	return nil
 }
-
-func isZero(block []byte) bool { return string(block) == string(zeros[:len(block)]) }
 
 // finish writes what is left. The file has a whole number of blocks then, with a hole at its end too.
 func (d *dataFile) finish() error {

@@ -2,16 +2,12 @@ package unpack
 
 import (
 	"archive/tar"
-	"bytes"
 	"context"
 	"errors"
-	"fmt"
 	"io"
 	"maps"
 	"os"
 	"slices"
-	"strconv"
-	"strings"
 	"sync"
 	"time"
 
@@ -50,7 +46,6 @@ var copyPool = sync.Pool{New: func() any { return new([copySize]byte) }}
 // unpacker writes one layer into a tree.
 type unpacker struct {
 	root    *os.File
-	limits  Limits
 	tick    func() // tells that there is progress
 	parents *dirCache
 	buf     *[copySize]byte
@@ -75,13 +70,13 @@ type unpacker struct {
 	unsupported int    // extended attributes that the filesystem refused
 }
 
-func newUnpacker(root *os.File, limits Limits, tick func()) (*unpacker, error) {
+func newUnpacker(root *os.File, tick func()) (*unpacker, error) {
 	block, err := diskusage.BlockSize(root)
 	if err != nil {
 		return nil, err
 	}
 	return &unpacker{
-		root: root, limits: limits.WithDefaults(), tick: tick, parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), hash: xxhash.New(), block: block,
+		root: root, tick: tick, parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), hash: xxhash.New(), block: block,
 		links: map[string]string{}, implied: map[string]bool{"": true}, opaques: map[string]bool{}, times: map[string]time.Time{"": impliedTime},
 		within: map[string][]string{}, names: maxNames, steps: freeSteps,
 		usage: Usage{Bytes: uint64(block), Inodes: 1},
@@ -93,128 +88,16 @@ func (u *unpacker) close() {
 	copyPool.Put(u.buf)
 }
 
-// unpack reads the archive to its end.
-func (u *unpacker) unpack(ctx context.Context, tr *tar.Reader) error {
-	if err := eachEntry(ctx, tr, u.limits, u.entry); err != nil {
-		return err
-	}
-	return u.setTimes()
-}
-
-// eachEntry hands the entries of an archive to do, within the limits, to its end.
-func eachEntry(ctx context.Context, tr *tar.Reader, limits Limits, do func(hdr *tar.Header, content io.Reader) error) error {
-	var entries, content int64
-	for {
-		hdr, err := tr.Next()
-		if err == io.EOF {
-			return nil
-		}
-		if err != nil && !errors.Is(err, tar.ErrInsecurePath) { // such paths are confined
-			return blame(fmt.Errorf("read tar after %d entries: %w", entries, err))
-		}
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
-		}
-		if entries++; entries > limits.Entries {
-			return exceeds("it has more than the %d entries allowed", limits.Entries)
-		}
-		if content += contentSize(hdr, limits.Bytes); content > limits.Bytes {
-			return exceeds("its files are larger than the %d bytes allowed", limits.Bytes)
-		}
-		if err := do(hdr, tr); err != nil {
-			return blame(fmt.Errorf("entry %s: %w", quoted(hdr.Name), err))
-		}
-	}
-}
-
-// quoted is a name for an error, which has to stay short enough to say what is wrong.
-func quoted(name string) string {
-	const most = 256
-	if len(name) > most {
-		return strconv.Quote(name[:most]) + "…"
-	}
-	return strconv.Quote(name)
-}
-
-// contentSize is what a file takes when its holes are filled, cut off above max;
-// other entries may claim a size and have none.
-func contentSize(hdr *tar.Header, max int64) int64 {
-	switch hdr.Typeflag {
-	case tar.TypeReg, tar.TypeCont, tar.TypeGNUSparse:
-		return min(hdr.Size, max+1)
-	}
-	return 0
-}
-
-// entry unpacks one entry of the tar.
-func (u *unpacker) entry(hdr *tar.Header, content io.Reader) error {
-	defer u.parents.reap()
+// next implements sink.
+func (u *unpacker) next() {
+	u.parents.reap()
 	u.steps += stepsPerEntry
-	if hdr.Typeflag == tar.TypeXGlobalHeader {
-		return nil // comments, such as git's commit id
-	}
-	name := safefs.Clean(hdr.Name)
-	if len(name) > maxPath {
-		return unix.ENAMETOOLONG
-	}
-	if name == "" {
-		return u.rootEntry(hdr)
-	}
-	dir, base := safefs.Split(name)
-	if hidden, ok := strings.CutPrefix(base, whiteoutPrefix); ok && !isAUFS(name) {
-		return u.whiteoutEntry(dir, base, hidden)
-	}
-	if isAUFS(name) {
-		return nil
-	}
-	parent, err := u.parent(dir)
-	if err != nil {
-		return err
-	}
-	if len(parent.Path())+1+len(base) > maxPath {
-		return unix.ENAMETOOLONG
-	}
-	return u.make(place{parent, base}, hdr, content)
 }
 
-// place is where an entry goes.
-type place struct {
-	dir  *safefs.Dir
-	name string
-}
+// filePlace is where an entry goes in a tree of files.
+type filePlace = place[*safefs.Dir]
 
-// path is free of symlinks.
-func (p place) path() string { return safefs.Join(p.dir.Path(), p.name) }
-
-func (u *unpacker) rootEntry(hdr *tar.Header) error {
-	if hdr.Typeflag != tar.TypeDir {
-		return refuse("the root is no directory")
-	}
-	root, err := u.parent("")
-	if err != nil {
-		return err
-	}
-	return u.listed(root, hdr)
-}
-
-// make makes the file of an entry, by its type.
-func (u *unpacker) make(at place, hdr *tar.Header, content io.Reader) error {
-	switch hdr.Typeflag {
-	case tar.TypeReg, tar.TypeCont, tar.TypeGNUSparse:
-		return u.file(at, hdr, content)
-	case tar.TypeDir:
-		return u.directory(at, hdr)
-	case tar.TypeSymlink:
-		return u.symlink(at, hdr)
-	case tar.TypeLink:
-		return u.link(at, hdr)
-	case tar.TypeChar, tar.TypeBlock, tar.TypeFifo:
-		return u.node(at, hdr)
-	}
-	return refuse("unknown type %q", hdr.Typeflag)
-}
-
-func (u *unpacker) file(at place, hdr *tar.Header, content io.Reader) error {
+func (u *unpacker) file(at filePlace, hdr *tar.Header, content io.Reader) error {
 	var f *os.File
 	err := u.replacing(at, func() (err error) { f, err = at.dir.Create(at.name, uint32(hdr.Mode&0o777)); return err })
 	if err != nil {
@@ -236,7 +119,7 @@ func (u *unpacker) file(at place, hdr *tar.Header, content io.Reader) error {
 }
 
 // summed adds what was made at a place, with the attributes of its entry.
-func (u *unpacker) summed(at place, hdr *tar.Header, mode uint32, dev uint64, holds content) {
+func (u *unpacker) summed(at filePlace, hdr *tar.Header, mode uint32, dev uint64, holds content) {
 	u.sum.name(at.path(), mode)
 	u.sum.file(mode, uint32(hdr.Uid), uint32(hdr.Gid), dev, holds)
 }
@@ -258,47 +141,20 @@ type (
 	onlyReader struct{ io.Reader }
 )
 
-// isSparse reports whether the entry is in one of GNU tar's four sparse forms.
-func isSparse(hdr *tar.Header) bool {
-	if hdr.Typeflag == tar.TypeGNUSparse {
-		return true
+// fillSparse leaves out what is zero.
+func (u *unpacker) fillSparse(f *os.File, size int64, content io.Reader) (written int64, err error) {
+	err = eachBlock(content, size, u.buf[:], int(min(u.block, copySize)), u.tick, func(block []byte, offset int64) error {
+		written += int64(len(block))
+		_, err := f.WriteAt(block, offset)
+		return err
+	})
+	if err != nil {
+		return 0, err
 	}
-	for key := range hdr.PAXRecords {
-		if strings.HasPrefix(key, "GNU.sparse.") {
-			return true
-		}
-	}
-	return false
+	return written, f.Truncate(size)
 }
 
-// fillSparse leaves out what is zero: archive/tar expands holes.
-func (u *unpacker) fillSparse(f *os.File, size int64, content io.Reader) (int64, error) {
-	var offset, written int64
-	for {
-		n, err := io.ReadFull(content, u.buf[:])
-		u.tick() // a hole takes time, and no byte of the tar
-		for block := range slices.Chunk(u.buf[:n], int(min(u.block, copySize))) {
-			if !bytes.Equal(block, zeros[:len(block)]) {
-				if _, err := f.WriteAt(block, offset); err != nil {
-					return 0, err
-				}
-				written += int64(len(block))
-			}
-			offset += int64(len(block))
-		}
-		if err == io.EOF || err == io.ErrUnexpectedEOF && offset == size {
-			return written, f.Truncate(size)
-		}
-		if err != nil {
-			return 0, err
-		}
-	}
-}
-
-// zeros is what blocks are compared with.
-var zeros [copySize]byte
-
-func (u *unpacker) directory(at place, hdr *tar.Header) error {
+func (u *unpacker) directory(at filePlace, hdr *tar.Header) error {
 	if err := at.dir.Mkdir(at.name, 0o755); errors.Is(err, unix.EEXIST) {
 		return u.directoryAgain(at, hdr)
 	} else if err != nil {
@@ -310,7 +166,7 @@ func (u *unpacker) directory(at place, hdr *tar.Header) error {
 
 // directoryAgain is for a name that exists: a directory stays, anything else
 // gives way to one that hides what the layers below have.
-func (u *unpacker) directoryAgain(at place, hdr *tar.Header) error {
+func (u *unpacker) directoryAgain(at filePlace, hdr *tar.Header) error {
 	st, err := at.dir.Stat(at.name)
 	if err != nil {
 		return err
@@ -327,7 +183,7 @@ func (u *unpacker) directoryAgain(at place, hdr *tar.Header) error {
 	return u.newDirectory(at, hdr, true)
 }
 
-func (u *unpacker) newDirectory(at place, hdr *tar.Header, opaque bool) error {
+func (u *unpacker) newDirectory(at filePlace, hdr *tar.Header, opaque bool) error {
 	dir, err := at.dir.Open(at.name)
 	if err != nil {
 		return err
@@ -354,71 +210,59 @@ func (u *unpacker) listed(dir *safefs.Dir, hdr *tar.Header) error {
 	return u.remember(len(dir.Path()))
 }
 
-func (u *unpacker) symlink(at place, hdr *tar.Header) error {
-	if hdr.Linkname == "" {
-		return refuse("a symlink without a target")
+// special makes a symlink, a device or a FIFO.
+func (u *unpacker) special(at filePlace, hdr *tar.Header, mode uint32, dev uint64) error {
+	create := func() error { return at.dir.Mknod(at.name, mode|0o600, dev) }
+	perm, holds := uint32(hdr.Mode&ModeBits), content{}
+	if mode == unix.S_IFLNK {
+		create = func() error { return at.dir.Symlink(hdr.Linkname, at.name) }
+		perm, holds = 0o777, content{target: hdr.Linkname}
 	}
-	if err := u.replacing(at, func() error { return at.dir.Symlink(hdr.Linkname, at.name) }); err != nil {
+	if err := u.replacing(at, create); err != nil {
 		return err
 	}
 	u.count(0)
-	if err := u.nodeAttributes(at, hdr, false); err != nil {
+	if err := u.nodeAttributes(at, hdr, mode != unix.S_IFLNK); err != nil {
 		return err
 	}
-	u.summed(at, hdr, unix.S_IFLNK|0o777, 0, content{target: hdr.Linkname})
+	u.summed(at, hdr, mode|perm, dev, holds)
 	return u.setTimesOf(at.dir, at.name, hdr)
 }
 
-// link makes a hard link, at once if its target is in the layer, else it
-// remains for Join.
-func (u *unpacker) link(at place, hdr *tar.Header) error {
-	target := safefs.Clean(hdr.Linkname)
-	if target == "" || len(target) > maxPath {
-		return refuse("a hard link to %q", hdr.Linkname)
+func (u *unpacker) whiteout(at filePlace) error {
+	return u.replacing(at, func() error { return u.makeWhiteout(at) })
+}
+
+// target implements sink. A link that remains for Join is one to what that is one to.
+func (u *unpacker) target(at filePlace) (mode uint32, below string, err error) {
+	if below, ok := u.links[at.path()]; ok {
+		return 0, below, nil
 	}
-	old, ok, err := u.linkTarget(target)
+	st, err := at.dir.Stat(at.name)
+	if errors.Is(err, unix.ENOENT) || err == nil && IsWhiteout(&st) {
+		return 0, at.path(), nil
+	}
+	return st.Mode & unix.S_IFMT, "", err
+}
+
+// link makes a hard link.
+func (u *unpacker) link(at, target filePlace) error {
+	st, err := target.dir.Stat(target.name)
 	if err != nil {
 		return err
-	}
-	if !ok {
-		return u.linkLater(at, target)
-	}
-	if later, ok := u.links[old.path()]; ok {
-		return u.linkLater(at, later)
-	}
-	st, err := old.dir.Stat(old.name)
-	switch {
-	case errors.Is(err, unix.ENOENT):
-		return u.linkLater(at, old.path())
-	case err != nil:
-		return err
-	case IsWhiteout(&st):
-		return u.linkLater(at, old.path())
-	case st.Mode&unix.S_IFMT == unix.S_IFDIR:
-		return refuse("a hard link to the directory %q", hdr.Linkname)
 	}
 	if now, err := at.dir.Stat(at.name); err == nil && now.Ino == st.Ino {
 		return nil // it is there already, perhaps as its own target
 	}
-	if err := u.replacing(at, func() error { return at.dir.Link(old.dir, old.name, at.name) }); err != nil {
+	if err := u.replacing(at, func() error { return at.dir.Link(target.dir, target.name, at.name) }); err != nil {
 		return err
 	}
 	u.sum.name(at.path(), st.Mode)
 	return nil
 }
 
-// linkTarget opens the directory of a hard link's target; false if it is not in the layer.
-func (u *unpacker) linkTarget(target string) (place, bool, error) {
-	dir, base := safefs.Split(target)
-	d, err := u.lookup(dir)
-	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) {
-		return place{}, false, nil
-	}
-	return place{d, base}, err == nil, err
-}
-
-// linkLater records a link whose target is in a layer below.
-func (u *unpacker) linkLater(at place, target string) error {
+// linkBelow records a link whose target is in a layer below: it remains for Join.
+func (u *unpacker) linkBelow(at filePlace, target string) error {
 	if st, err := at.dir.Stat(at.name); err == nil {
 		if err := u.clear(at, &st); err != nil {
 			return err
@@ -429,40 +273,9 @@ func (u *unpacker) linkLater(at place, target string) error {
 	return u.remember(len(at.path()) + len(target))
 }
 
-func (u *unpacker) node(at place, hdr *tar.Header) error {
-	if err := checkDevice(hdr); err != nil {
-		return err
-	}
-	types := map[byte]uint32{tar.TypeChar: unix.S_IFCHR, tar.TypeBlock: unix.S_IFBLK, tar.TypeFifo: unix.S_IFIFO}
-	mode, dev := types[hdr.Typeflag], unix.Mkdev(uint32(hdr.Devmajor), uint32(hdr.Devminor))
-	if mode == unix.S_IFIFO {
-		dev = 0
-	}
-	if mode == unix.S_IFCHR && dev == whiteoutDev {
-		return u.replacing(at, func() error { return u.makeWhiteout(at) })
-	}
-	if err := u.replacing(at, func() error { return at.dir.Mknod(at.name, mode|0o600, dev) }); err != nil {
-		return err
-	}
-	u.count(0)
-	if err := u.nodeAttributes(at, hdr, true); err != nil {
-		return err
-	}
-	u.summed(at, hdr, mode|uint32(hdr.Mode&ModeBits), dev, content{})
-	return u.setTimesOf(at.dir, at.name, hdr)
-}
-
-// checkDevice refuses a number that the kernel would cut: MINORBITS is 20.
-func checkDevice(hdr *tar.Header) error {
-	if hdr.Devmajor < 0 || hdr.Devmajor > 0xfff || hdr.Devminor < 0 || hdr.Devminor > 0xfffff {
-		return refuse("device number %d:%d", hdr.Devmajor, hdr.Devminor)
-	}
-	return nil
-}
-
 // replacing runs make, which makes something at a place, again after it has
 // removed what is there.
-func (u *unpacker) replacing(at place, make func() error) error {
+func (u *unpacker) replacing(at filePlace, make func() error) error {
 	err := make()
 	if errors.Is(err, unix.EEXIST) {
 		var st unix.Stat_t
@@ -481,7 +294,7 @@ func (u *unpacker) replacing(at place, make func() error) error {
 }
 
 // clear removes what is at a place, and all that is known of it.
-func (u *unpacker) clear(at place, st *unix.Stat_t) error {
+func (u *unpacker) clear(at filePlace, st *unix.Stat_t) error {
 	u.recount = true
 	if IsWhiteout(st) {
 		u.whiteouts--
@@ -588,14 +401,14 @@ func (u *unpacker) remember(n int) error {
 func (u *unpacker) setTimes() error {
 	for name, t := range u.times {
 		u.tick()
-		if err := u.finish(name, timespec(t)); err != nil {
+		if err := u.setTime(name, timespec(t)); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func (u *unpacker) finish(name string, t unix.Timespec) (err error) {
+func (u *unpacker) setTime(name string, t unix.Timespec) (err error) {
 	dir, err := safefs.OpenDir(u.root, name)
 	if err != nil {
 		return err
@@ -613,8 +426,11 @@ func (u *unpacker) finish(name string, t unix.Timespec) (err error) {
 	return nil
 }
 
-// contents is the result, once everything is unpacked.
-func (u *unpacker) contents(ctx context.Context) (Contents, error) {
+// finish implements sink.
+func (u *unpacker) finish(ctx context.Context) (Contents, error) {
+	if err := u.setTimes(); err != nil {
+		return Contents{}, err
+	}
 	if u.recount {
 		var err error
 		if u.usage, err = countTree(u.root, u.block); err != nil {

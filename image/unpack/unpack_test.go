@@ -135,13 +135,13 @@ func TestManyNames(t *testing.T) {
 	}
 	for name, entry := range cases {
 		t.Run(name, func(t *testing.T) {
-			u, err := newUnpacker(emptyTree(t), Limits{}, func() {})
+			u, err := newUnpacker(emptyTree(t), func() {})
 			if err != nil {
 				t.Fatal(err)
 			}
 			defer u.close()
 			u.names = 10_000
-			err = u.unpack(context.Background(), tar.NewReader(bytes.NewReader(makeTar(t, "", many(200, entry)...))))
+			err = (walk[*safefs.Dir]{u}).all(context.Background(), tar.NewReader(bytes.NewReader(makeTar(t, "", many(200, entry)...))), DefaultLimits)
 			if CodeOf(err) != ResourceExhausted || !strings.Contains(err.Error(), "names") {
 				t.Errorf("%v", err)
 			}
@@ -184,7 +184,7 @@ func TestLongWays(t *testing.T) {
 func TestForgetBelow(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 2))
 	for range 200 {
-		u, err := newUnpacker(emptyTree(t), Limits{}, func() {})
+		u, err := newUnpacker(emptyTree(t), func() {})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -200,7 +200,7 @@ func TestForgetBelow(t *testing.T) {
 				{Typeflag: tar.TypeLink, Name: name, Linkname: "nowhere"},
 			}[random.IntN(6)])
 		}
-		if err := u.unpack(context.Background(), tar.NewReader(bytes.NewReader(makeTar(t, "", entries...)))); err != nil {
+		if err := (walk[*safefs.Dir]{u}).all(context.Background(), tar.NewReader(bytes.NewReader(makeTar(t, "", entries...))), DefaultLimits); err != nil {
 			t.Fatal(err)
 		}
 		for _, known := range []map[string]bool{u.implied, u.opaques, keys(u.times)} {
@@ -244,7 +244,7 @@ func keys[V any](m map[string]V) map[string]bool {
 // A hole takes time, and is progress.
 func TestHolesAreProgress(t *testing.T) {
 	ticks := 0
-	u, err := newUnpacker(emptyTree(t), Limits{}, func() { ticks++ })
+	u, err := newUnpacker(emptyTree(t), func() { ticks++ })
 	if err != nil {
 		t.Fatal(err)
 	}

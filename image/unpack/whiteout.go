@@ -59,27 +59,17 @@ func MarkOpaque(tree *os.File, dirs []Name) error {
 	return nil
 }
 
-// whiteoutEntry is for an entry named base = ".wh." + hidden in dir.
-func (u *unpacker) whiteoutEntry(dir, base, hidden string) error {
-	if base != opaqueWhiteout && (hidden == "" || hidden == "." || hidden == "..") {
-		return refuse("a whiteout of nothing")
-	}
-	parent, err := u.parent(dir)
-	if err != nil {
-		return err
-	}
-	if base != opaqueWhiteout {
-		return u.hide(place{parent, hidden})
-	}
-	if parent.Path() == "" {
+// hideAll implements sink.
+func (u *unpacker) hideAll(dir *safefs.Dir) error {
+	if dir.Path() == "" {
 		u.opaque = true // Stack leaves the layers below out: overlayfs takes no such mark on a root
 		return nil
 	}
-	return u.setOpaque(parent.Path())
+	return u.setOpaque(dir.Path())
 }
 
-// hide hides what the layers below have at a place; what this layer has stays.
-func (u *unpacker) hide(at place) error {
+// hide implements sink.
+func (u *unpacker) hide(at filePlace) error {
 	if _, ok := u.links[at.path()]; ok {
 		return nil
 	}
@@ -96,7 +86,7 @@ func (u *unpacker) hide(at place) error {
 	return u.setOpaque(at.path())
 }
 
-func (u *unpacker) makeWhiteout(at place) error {
+func (u *unpacker) makeWhiteout(at filePlace) error {
 	if err := at.dir.Mknod(at.name, unix.S_IFCHR, whiteoutDev); err != nil {
 		return err
 	}
@@ -113,7 +103,7 @@ func (u *unpacker) blocked(dir *safefs.Dir, name string, st *unix.Stat_t) error 
 	if !IsWhiteout(st) {
 		return unix.ENOTDIR
 	}
-	at := place{dir, name}
+	at := filePlace{dir, name}
 	u.gone = at.path()
 	return u.clear(at, st)
 }

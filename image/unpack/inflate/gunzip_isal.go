@@ -1,6 +1,6 @@
 //go:build isal && cgo
 
-package unpack
+package inflate
 
 import (
 	"bufio"

@@ -1,4 +1,4 @@
-package unpack
+package inflate
 
 import (
 	"bytes"
@@ -17,7 +17,7 @@ import (
 
 // inflate reads a blob's tar.
 func inflate(blob io.Reader) ([]byte, error) {
-	r, err := newTarReader(blob)
+	r, err := NewReader(blob)
 	if err != nil {
 		return nil, err
 	}
@@ -27,13 +27,13 @@ func inflate(blob io.Reader) ([]byte, error) {
 
 func TestInflate(t *testing.T) {
 	content := strings.Repeat("content ", 100_000)
-	want := tarOf(t, "f", content)
+	want := []byte(content)
 	for name, blob := range map[string][]byte{
-		"gzip":          gzipped(t, tarOf(t, "f", content)),
-		"zstd":          zstdFrame(t, tarOf(t, "f", content)),
+		"gzip":          gzipped(t, []byte(content)),
+		"zstd":          zstdFrame(t, []byte(content)),
 		"zstd, frames":  append(zstdFrame(t, want[:1000]), zstdFrame(t, want[1000:])...),
 		"plain":         want,
-		"gzip, members": append(gzipped(t, tarOf(t, "f", content)), gzipped(t, tarOf(t, "g", content))...),
+		"gzip, members": append(gzipped(t, []byte(content)), gzipped(t, []byte("more "+content))...),
 	} {
 		for kind, reader := range map[string]func(io.Reader) io.Reader{
 			"":                func(r io.Reader) io.Reader { return r },
@@ -43,7 +43,7 @@ func TestInflate(t *testing.T) {
 			got, err := inflate(reader(bytes.NewReader(blob)))
 			expected := want
 			if name == "gzip, members" {
-				expected = append(bytes.Clone(want), tarOf(t, "g", content)...)
+				expected = append(bytes.Clone(want), []byte("more "+content)...)
 			}
 			if err != nil || !bytes.Equal(got, expected) {
 				t.Errorf("%s%s: %d bytes, want %d: %v", name, kind, len(got), len(expected), err)
@@ -123,7 +123,7 @@ func TestInflateKeepsTheBlobsError(t *testing.T) {
 	broken := errors.New("broken")
 	content := strings.Repeat("content ", 100_000)
 	for name, blob := range map[string][]byte{
-		"gzip": gzipped(t, tarOf(t, "f", content)), "zstd": zstdFrame(t, tarOf(t, "f", content)), "plain": tarOf(t, "f", content),
+		"gzip": gzipped(t, []byte(content)), "zstd": zstdFrame(t, []byte(content)), "plain": []byte(content),
 	} {
 		for _, at := range []int{0, 2, 3, len(blob) / 2, len(blob) - 1, len(blob)} {
 			_, err := inflate(io.MultiReader(bytes.NewReader(blob[:at]), iotest.ErrReader(broken)))
@@ -137,7 +137,7 @@ func TestInflateKeepsTheBlobsError(t *testing.T) {
 func TestInflateRefuses(t *testing.T) {
 	content := strings.Repeat("content ", 100_000)
 	flip := func(b []byte, at int) []byte { b[at] ^= 0xff; return b }
-	gz, zs := gzipped(t, tarOf(t, "f", content)), zstdFrame(t, tarOf(t, "f", content))
+	gz, zs := gzipped(t, []byte(content)), zstdFrame(t, []byte(content))
 	for name, blob := range map[string][]byte{
 		"gzip, cut":             gz[:len(gz)/2],
 		"gzip, bad checksum":    flip(bytes.Clone(gz), len(gz)-5),
@@ -154,7 +154,7 @@ func TestInflateRefuses(t *testing.T) {
 		"zstd, window of 2 GiB": {0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xa8, 0x01, 0x00, 0x00},
 	} {
 		got, err := inflate(bytes.NewReader(blob))
-		if CodeOf(err) != DataLoss {
+		if corrupt := new(CorruptError); !errors.As(err, &corrupt) {
 			t.Errorf("%s: %d bytes, %v", name, len(got), err)
 		}
 	}

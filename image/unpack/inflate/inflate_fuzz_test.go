@@ -1,7 +1,8 @@
-package unpack
+package inflate
 
 import (
 	"bytes"
+	"errors"
 	"io"
 	"testing"
 	"testing/iotest"
@@ -72,15 +73,15 @@ func packed(t *testing.T, data []byte, form uint8) []byte {
 func unpackedTar(t *testing.T, blob []byte) (out []byte, rest int, err error) {
 	t.Helper()
 	from := bytes.NewReader(blob)
-	r, err := newTarReader(iotest.OneByteReader(from))
+	r, err := NewReader(iotest.OneByteReader(from))
 	if err == nil {
 		defer r.Close()
 		if out, err = io.ReadAll(io.LimitReader(r, 8<<20)); len(out) == 8<<20 {
 			t.Skip("a bomb")
 		}
 	}
-	if err != nil && CodeOf(err) != DataLoss {
-		t.Fatalf("code of %v", err)
+	if corrupt := new(CorruptError); err != nil && !errors.As(err, &corrupt) {
+		t.Fatalf("%v is not said to be the blob's fault", err)
 	}
 	return out, from.Len(), err
 }

@@ -1,0 +1,79 @@
+package inflate
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"io"
+	"math/rand/v2"
+	"testing"
+
+	"github.com/klauspost/compress/gzip"
+	"github.com/klauspost/compress/zstd"
+)
+
+// sample is data that compresses as programs and texts do, to about a third.
+func sample(size int) []byte {
+	r := rand.New(rand.NewPCG(1, 2))
+	words := make([][]byte, 4096)
+	for i := range words {
+		words[i] = make([]byte, 2+r.IntN(10))
+		for j := range words[i] {
+			words[i][j] = byte(r.IntN(64) * r.IntN(4))
+		}
+	}
+	var b bytes.Buffer
+	for b.Len() < size {
+		n := r.IntN(len(words))
+		b.Write(words[n*n/len(words)])
+	}
+	return b.Bytes()[:size]
+}
+
+// BenchmarkReader inflates what layers come in; the rate is that of what comes out. With the tag isal gzip is ISA-L's, else
+// klauspost's (BenchmarkGunzip in package isal has them side by side). sha256 is what a layer is hashed with beside.
+func BenchmarkReader(b *testing.B) {
+	data := sample(32 << 20)
+	for name, blob := range map[string][]byte{"gzip": compressed(b, data, newGzip), "zstd": compressed(b, data, newZstd), "plain": data} {
+		b.Run(name, func(b *testing.B) {
+			b.SetBytes(int64(len(data)))
+			b.ReportMetric(float64(len(data))/float64(len(blob)), "ratio")
+			buf := make([]byte, 256<<10)
+			for b.Loop() {
+				r, err := NewReader(bytes.NewReader(blob))
+				if err != nil {
+					b.Fatal(err)
+				}
+				n, err := io.CopyBuffer(struct{ io.Writer }{io.Discard}, struct{ io.Reader }{r}, buf)
+				if err != nil || n != int64(len(data)) {
+					b.Fatalf("%d bytes, %v", n, err)
+				}
+				r.Close()
+			}
+		})
+	}
+	b.Run("sha256", func(b *testing.B) {
+		b.SetBytes(int64(len(data)))
+		for b.Loop() {
+			sha256.Sum256(data)
+		}
+	})
+}
+
+func newGzip(w io.Writer) (io.WriteCloser, error) { return gzip.NewWriterLevel(w, 6) }
+func newZstd(w io.Writer) (io.WriteCloser, error) { return zstd.NewWriter(w) }
+
+func compressed(b *testing.B, data []byte, open func(io.Writer) (io.WriteCloser, error)) []byte {
+	b.Helper()
+	var out bytes.Buffer
+	w, err := open(&out)
+	if err != nil {
+		b.Fatal(err)
+	}
+	if _, err := w.Write(data); err != nil {
+		b.Fatal(err)
+	}
+	if err := w.Close(); err != nil {
+		b.Fatal(err)
+	}
+	return out.Bytes()
+}

@@ -1,0 +1,115 @@
+// Package inflate reads the tar in a layer's blob, which is compressed or not.
+//
+// # Contract
+//
+// Its memory is bounded by maxWindow, whatever the blob says. What is not compressed as it should be is a CorruptError; the blob's own
+// errors are passed on, in preference to what the decompressor makes of them. gzip is read by ISA-L in builds that have it (package isal).
+package inflate
+
+import (
+	"bufio"
+	"bytes"
+	"io"
+
+	"github.com/klauspost/compress/zstd"
+)
+
+var (
+	gzipMagic = []byte{0x1f, 0x8b}
+	zstdMagic = []byte{0x28, 0xb5, 0x2f, 0xfd}
+)
+
+const (
+	// blobBuffer is how much of a blob is buffered in front of the decompressor.
+	blobBuffer = 256 << 10
+	// maxWindow is the memory a zstd layer may ask for: what `zstd --long` needs.
+	maxWindow = 128 << 20
+)
+
+// CorruptError says that a blob cannot be decompressed.
+type CorruptError struct{ Err error }
+
+func (e *CorruptError) Error() string { return "decompress: " + e.Err.Error() }
+func (e *CorruptError) Unwrap() error { return e.Err }
+
+// Reader is the tar in a layer's blob. It returns io.EOF only after the blob
+// has been read to its own verified end. Not safe for concurrent use.
+type Reader struct {
+	source *source
+	blob   *bufio.Reader // of source
+	tar    io.Reader
+	close  func()
+}
+
+// source remembers how a blob failed.
+type source struct {
+	io.Reader
+	err error
+}
+
+func (s *source) Read(p []byte) (int, error) {
+	n, err := s.Reader.Read(p)
+	if err != nil && err != io.EOF {
+		s.err = err
+	}
+	return n, err
+}
+
+// NewReader decompresses a blob as its first bytes demand: gzip, zstd or not
+// at all. Media types are not asked; they are known to be wrong in places. The
+// caller closes the reader, which does not close the blob.
+func NewReader(blob io.Reader) (*Reader, error) {
+	t := &Reader{source: &source{Reader: blob}, close: func() {}}
+	t.blob = bufio.NewReaderSize(t.source, blobBuffer)
+	magic, err := t.blob.Peek(len(zstdMagic))
+	if err != nil && err != io.EOF {
+		return nil, err
+	}
+	switch {
+	case bytes.HasPrefix(magic, gzipMagic):
+		z, err := newGunzip(t.blob)
+		if err != nil {
+			return nil, t.failure(err)
+		}
+		t.tar, t.close = z, func() { _ = z.Close() } // it was read to its end, or given up
+	case bytes.HasPrefix(magic, zstdMagic):
+		z, err := zstd.NewReader(t.blob, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(maxWindow))
+		if err != nil {
+			return nil, t.failure(err)
+		}
+		t.tar, t.close = z, z.Close
+	default:
+		t.tar = t.blob
+	}
+	return t, nil
+}
+
+// Read implements io.Reader.
+func (r *Reader) Read(p []byte) (int, error) {
+	n, err := r.tar.Read(p)
+	if err == io.EOF {
+		// What follows the compressed data is read for the blob's verdict.
+		if _, err := io.Copy(io.Discard, r.blob); err != nil {
+			return n, r.failure(err)
+		}
+		return n, io.EOF
+	}
+	if err != nil {
+		err = r.failure(err)
+	}
+	return n, err
+}
+
+// failure returns the blob's error if it has one, else says that it is corrupt.
+func (r *Reader) failure(err error) error {
+	if r.source.err != nil {
+		return r.source.err
+	}
+	return &CorruptError{err}
+}
+
+// Close frees the decompressor.
+func (r *Reader) Close() error {
+	r.close()
+	return nil
+}

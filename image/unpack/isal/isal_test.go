@@ -1,0 +1,139 @@
+//go:build isal && cgo
+
+package isal
+
+import (
+	"bufio"
+	"bytes"
+	"compress/gzip"
+	"errors"
+	"io"
+	"math/rand/v2"
+	"strings"
+	"testing"
+	"testing/iotest"
+
+	klauspost "github.com/klauspost/compress/gzip"
+)
+
+// most is how much of what a fuzzer makes is inflated.
+const most = 4 << 20
+
+// inflateBy reads a gzip to its end, by portions of size bytes.
+func inflateBy(r io.Reader, size int) ([]byte, error) {
+	var out bytes.Buffer
+	buf := make([]byte, size)
+	for out.Len() < most {
+		n, err := r.Read(buf)
+		out.Write(buf[:n])
+		if err == io.EOF {
+			return out.Bytes(), nil
+		}
+		if err != nil {
+			return out.Bytes(), err
+		}
+	}
+	return out.Bytes(), nil
+}
+
+func byISAL(blob io.Reader, inBuffer, outBuffer int) ([]byte, error) {
+	r, err := NewReader(bufio.NewReaderSize(blob, inBuffer))
+	if err != nil {
+		return nil, err
+	}
+	defer r.Close()
+	return inflateBy(r, outBuffer)
+}
+
+func byGo(blob []byte) ([]byte, error) {
+	r, err := gzip.NewReader(bytes.NewReader(blob))
+	if err != nil {
+		return nil, err
+	}
+	return inflateBy(r, 32<<10)
+}
+
+// FuzzAgainstGo: the library inflates what Go's does, to the same bytes, and refuses what that refuses, however input and output
+// are divided.
+func FuzzAgainstGo(f *testing.F) {
+	text := []byte(strings.Repeat("some text that repeats itself, some text ", 400))
+	for level := gzip.HuffmanOnly; level <= gzip.BestCompression; level++ {
+		f.Add(pack(f, text, level), uint16(16), uint16(100))
+		f.Add(append(pack(f, text[:100], level), pack(f, nil, level)...), uint16(4096), uint16(1))
+	}
+	f.Add([]byte{0x1f, 0x8b, 8, 0, 0, 0, 0, 0, 0, 0, 0x63, 0x00, 0x06, 0x00, 0, 0, 0, 0, 0, 0, 0, 0}, uint16(16), uint16(7))
+	f.Fuzz(func(t *testing.T, blob []byte, inBuffer, outBuffer uint16) {
+		want, wantErr := byGo(blob)
+		in, out := 16+int(inBuffer), 1+int(outBuffer) // bufio's least is 16
+		got, err := byISAL(bytes.NewReader(blob), in, out)
+		if (err == nil) != (wantErr == nil) {
+			t.Fatalf("ISA-L: %d bytes, %v; Go: %d bytes, %v", len(got), err, len(want), wantErr)
+		}
+		if n := min(len(got), len(want)); !bytes.Equal(got[:n], want[:n]) || err == nil && len(got) != len(want) && n < most {
+			t.Fatalf("ISA-L has %d bytes, Go %d, and they are not the same", len(got), len(want))
+		}
+		again, againErr := byISAL(iotest.OneByteReader(bytes.NewReader(blob)), 16, 1+out/2)
+		if n := min(len(got), len(again)); (err == nil) != (againErr == nil) || !bytes.Equal(got[:n], again[:n]) {
+			t.Fatalf("byte by byte %d bytes, %v; else %d bytes, %v", len(again), againErr, len(got), err)
+		}
+	})
+}
+
+func pack(t testing.TB, data []byte, level int) []byte {
+	t.Helper()
+	var b bytes.Buffer
+	w, err := gzip.NewWriterLevel(&b, level)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = w.Write(data)
+	if err := errors.Join(err, w.Close()); err != nil {
+		t.Fatal(err)
+	}
+	return b.Bytes()
+}
+
+// sample is data that compresses as programs and texts do, to about a third.
+func sample(size int) []byte {
+	r := rand.New(rand.NewPCG(1, 2))
+	words := make([][]byte, 4096)
+	for i := range words {
+		words[i] = make([]byte, 2+r.IntN(10))
+		for j := range words[i] {
+			words[i][j] = byte(r.IntN(64) * r.IntN(4))
+		}
+	}
+	var b bytes.Buffer
+	for b.Len() < size {
+		n := r.IntN(len(words))
+		b.Write(words[n*n/len(words)])
+	}
+	return b.Bytes()[:size]
+}
+
+// BenchmarkGunzip compares the library with Go's packages. The rate is that of what comes out.
+func BenchmarkGunzip(b *testing.B) {
+	data := sample(32 << 20)
+	blob := pack(b, data, 6)
+	for name, open := range map[string]func(io.Reader) (io.ReadCloser, error){
+		"isal":      func(r io.Reader) (io.ReadCloser, error) { return NewReader(bufio.NewReaderSize(r, 256<<10)) },
+		"klauspost": func(r io.Reader) (io.ReadCloser, error) { return klauspost.NewReader(r) },
+		"std":       func(r io.Reader) (io.ReadCloser, error) { return gzip.NewReader(r) },
+	} {
+		b.Run(name, func(b *testing.B) {
+			b.SetBytes(int64(len(data)))
+			b.ReportMetric(float64(len(data))/float64(len(blob)), "ratio")
+			buf := make([]byte, 256<<10)
+			for b.Loop() {
+				r, err := open(bytes.NewReader(blob))
+				if err != nil {
+					b.Fatal(err)
+				}
+				n, err := io.CopyBuffer(struct{ io.Writer }{io.Discard}, struct{ io.Reader }{r}, buf)
+				if err := errors.Join(err, r.Close()); err != nil || n != int64(len(data)) {
+					b.Fatalf("%d bytes, %v", n, err)
+				}
+			}
+		})
+	}
+}

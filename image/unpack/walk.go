@@ -1,0 +1,283 @@
+package unpack
+
+import (
+	"archive/tar"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/safefs"
+)
+
+// sink makes what the entries of a tar stand for, in one form of layers. D is how it knows a directory of the layer. It is
+// told of one entry after the other, and may give up at any.
+type sink[D directory] interface {
+	// next: what was done for the entry before is over.
+	next()
+
+	// parent finds the directory at a path, through symlinks of the layer, and makes what is missing of it.
+	parent(path string) (D, error)
+	// lookup finds it if it exists, else ENOENT or ENOTDIR.
+	lookup(path string) (D, error)
+	// listed gives a directory what its entry says.
+	listed(dir D, hdr *tar.Header) error
+
+	// These make something in the place of what is there, but for a directory that stays one.
+	directory(at place[D], hdr *tar.Header) error
+	file(at place[D], hdr *tar.Header, content io.Reader) error
+	special(at place[D], hdr *tar.Header, mode uint32, dev uint64) error // symlinks, devices, FIFOs
+	whiteout(at place[D]) error
+	link(at, target place[D]) error             // a hard link to something that is no directory
+	linkBelow(at place[D], target string) error // one to a file of a layer below
+
+	// hide hides what the layers below have at a place, and hideAll what they have in a directory. What this layer has stays.
+	hide(at place[D]) error
+	hideAll(dir D) error
+
+	// target tells what a hard link to a place would be one to: something of a type (S_IFMT) in this layer or, if that has nothing
+	// there, the file of a layer below with the path.
+	target(at place[D]) (mode uint32, below string, err error)
+
+	// finish returns the result when there are no more entries.
+	finish(ctx context.Context) (Contents, error)
+	close()
+}
+
+// directory is in a layer; its path has no symlinks on the way.
+type directory interface{ Path() string }
+
+// place is where an entry goes.
+type place[D directory] struct {
+	dir  D
+	name string
+}
+
+// path is free of symlinks.
+func (p place[D]) path() string { return safefs.Join(p.dir.Path(), p.name) }
+
+// walk hands the entries of a tar to a sink. What they mean is decided here, for all forms of layers alike; see the package doc.
+type walk[D directory] struct{ sink[D] }
+
+// all walks over the archive to its end, within the limits.
+func (w walk[D]) all(ctx context.Context, tr *tar.Reader, limits Limits) error {
+	var entries, content int64
+	for {
+		hdr, err := tr.Next()
+		if err == io.EOF {
+			return nil
+		}
+		if err != nil && !errors.Is(err, tar.ErrInsecurePath) { // such paths are confined
+			return blame(fmt.Errorf("read tar after %d entries: %w", entries, err))
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if entries++; entries > limits.Entries {
+			return exceeds("it has more than the %d entries allowed", limits.Entries)
+		}
+		if content += contentSize(hdr, limits.Bytes); content > limits.Bytes {
+			return exceeds("its files are larger than the %d bytes allowed", limits.Bytes)
+		}
+		if err := w.entry(hdr, tr); err != nil {
+			return blame(fmt.Errorf("entry %s: %w", quoted(hdr.Name), err))
+		}
+	}
+}
+
+// quoted is a name for an error, which has to stay short enough to say what is wrong.
+func quoted(name string) string {
+	const most = 256
+	if len(name) > most {
+		return strconv.Quote(name[:most]) + "…"
+	}
+	return strconv.Quote(name)
+}
+
+// contentSize is what a file takes when its holes are filled, cut off above max;
+// other entries may claim a size and have none.
+func contentSize(hdr *tar.Header, max int64) int64 {
+	switch hdr.Typeflag {
+	case tar.TypeReg, tar.TypeCont, tar.TypeGNUSparse:
+		return min(hdr.Size, max+1)
+	}
+	return 0
+}
+
+// entry is for one entry of the tar.
+func (w walk[D]) entry(hdr *tar.Header, content io.Reader) error {
+	w.next()
+	if hdr.Typeflag == tar.TypeXGlobalHeader {
+		return nil // comments, such as git's commit id
+	}
+	name := safefs.Clean(hdr.Name)
+	if len(name) > maxPath {
+		return unix.ENAMETOOLONG
+	}
+	if name != "" && isAUFS(name) {
+		return nil
+	}
+	dir, base := safefs.Split(name)
+	hidden, isWhiteout := strings.CutPrefix(base, whiteoutPrefix)
+	isOpaque := base == opaqueWhiteout
+	switch {
+	case name == "" && hdr.Typeflag != tar.TypeDir:
+		return refuse("the root is no directory")
+	case isWhiteout && !isOpaque && (hidden == "" || hidden == "." || hidden == ".."):
+		return refuse("a whiteout of nothing")
+	}
+	parent, err := w.parent(dir)
+	if err != nil {
+		return err
+	}
+	switch {
+	case name == "":
+		return w.listed(parent, hdr)
+	case isOpaque:
+		return w.hideAll(parent)
+	case isWhiteout:
+		base = hidden
+	}
+	at := place[D]{parent, base}
+	if err := checkName(at.path(), base); err != nil {
+		return err
+	}
+	if isWhiteout {
+		return w.hide(at)
+	}
+	return w.make(at, hdr, content)
+}
+
+// checkName fails as the kernel does.
+func checkName(path, name string) error {
+	if len(name) > unix.NAME_MAX || len(path) > maxPath {
+		return unix.ENAMETOOLONG
+	}
+	if strings.ContainsRune(name, 0) {
+		return unix.EINVAL
+	}
+	return nil
+}
+
+// make makes what an entry stands for, by its type.
+func (w walk[D]) make(at place[D], hdr *tar.Header, content io.Reader) error {
+	switch hdr.Typeflag {
+	case tar.TypeReg, tar.TypeCont, tar.TypeGNUSparse:
+		return w.file(at, hdr, content)
+	case tar.TypeDir:
+		return w.directory(at, hdr)
+	case tar.TypeSymlink:
+		return w.symlink(at, hdr)
+	case tar.TypeLink:
+		return w.hardlink(at, hdr)
+	case tar.TypeChar, tar.TypeBlock, tar.TypeFifo:
+		return w.node(at, hdr)
+	}
+	return refuse("unknown type %q", hdr.Typeflag)
+}
+
+func (w walk[D]) symlink(at place[D], hdr *tar.Header) error {
+	switch {
+	case hdr.Linkname == "":
+		return refuse("a symlink without a target")
+	case len(hdr.Linkname) > maxPath:
+		return unix.ENAMETOOLONG
+	case strings.ContainsRune(hdr.Linkname, 0):
+		return unix.EINVAL
+	}
+	return w.special(at, hdr, unix.S_IFLNK, 0)
+}
+
+// hardlink gives a file of the layer another name, or notes one that a file of a layer below is to have.
+func (w walk[D]) hardlink(at place[D], hdr *tar.Header) error {
+	target := safefs.Clean(hdr.Linkname)
+	if target == "" || len(target) > maxPath || strings.ContainsRune(target, 0) {
+		return refuse("a hard link to %q", hdr.Linkname)
+	}
+	dir, base := safefs.Split(target)
+	if len(base) > unix.NAME_MAX {
+		return unix.ENAMETOOLONG
+	}
+	in, err := w.lookup(dir)
+	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) {
+		return w.linkBelow(at, target)
+	}
+	if err != nil {
+		return err
+	}
+	to := place[D]{in, base}
+	mode, below, err := w.target(to)
+	switch {
+	case err != nil:
+		return err
+	case below != "":
+		return w.linkBelow(at, below)
+	case mode == unix.S_IFDIR:
+		return refuse("a hard link to the directory %q", hdr.Linkname)
+	}
+	return w.link(at, to)
+}
+
+// node is for devices and FIFOs.
+func (w walk[D]) node(at place[D], hdr *tar.Header) error {
+	// MINORBITS is 20: the kernel would cut larger numbers.
+	if hdr.Devmajor < 0 || hdr.Devmajor > 0xfff || hdr.Devminor < 0 || hdr.Devminor > 0xfffff {
+		return refuse("device number %d:%d", hdr.Devmajor, hdr.Devminor)
+	}
+	dev := unix.Mkdev(uint32(hdr.Devmajor), uint32(hdr.Devminor))
+	switch hdr.Typeflag {
+	case tar.TypeFifo:
+		return w.special(at, hdr, unix.S_IFIFO, 0)
+	case tar.TypeBlock:
+		return w.special(at, hdr, unix.S_IFBLK, dev)
+	}
+	if dev == whiteoutDev {
+		return w.whiteout(at)
+	}
+	return w.special(at, hdr, unix.S_IFCHR, dev)
+}
+
+// isSparse reports whether the entry is in one of GNU tar's four sparse forms.
+func isSparse(hdr *tar.Header) bool {
+	if hdr.Typeflag == tar.TypeGNUSparse {
+		return true
+	}
+	for key := range hdr.PAXRecords {
+		if strings.HasPrefix(key, "GNU.sparse.") {
+			return true
+		}
+	}
+	return false
+}
+
+// eachBlock hands the blocks of a file of a size to write that are not all zero: archive/tar expands holes. A block has copySize
+// at most; tick is called again and again, for a hole takes time and no byte of the tar.
+func eachBlock(in io.Reader, size int64, buf []byte, block int, tick func(), write func(block []byte, offset int64) error) error {
+	for offset := int64(0); ; {
+		n, err := io.ReadFull(in, buf)
+		tick()
+		for rest := buf[:n]; len(rest) > 0; {
+			b := rest[:min(block, len(rest))]
+			if !bytes.Equal(b, zeros[:len(b)]) {
+				if err := write(b, offset); err != nil {
+					return err
+				}
+			}
+			offset, rest = offset+int64(len(b)), rest[len(b):]
+		}
+		if err == io.EOF || err == io.ErrUnexpectedEOF && offset == size {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+// zeros is what blocks are compared with.
+var zeros [copySize]byte
