@@ -206,14 +206,19 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, repo *regist
 }
 
 // download fetches and stores a layer. If one host's content is corrupt the next
-// one is asked: a mirror's cache may be damaged.
+// one is asked: a mirror's cache may be damaged. If there is none, and some of it was fetched in parts, the same is asked for the
+// whole.
 func (s *Store) download(ctx context.Context, repo *registry.Repository, l registry.Layer, received *atomic.Int64) error {
 	var err error
-	for first := range repo.Hosts() {
+	for first, tries := 0, repo.Hosts(); first < tries; first++ {
 		received.Store(0)
-		err = s.downloadFrom(ctx, repo, l, first, received)
+		var inParts bool
+		inParts, err = s.downloadFrom(ctx, repo, l, first, received)
 		if errdefs.Code(err) != codes.DataLoss {
 			return err
+		}
+		if inParts {
+			tries = max(tries, 2)
 		}
 		s.log.Warn("layer is corrupt", "image", repo.Reference().String(), "layer", l.Blob.Digest, "error", err)
 	}
@@ -221,18 +226,19 @@ func (s *Store) download(ctx context.Context, repo *registry.Repository, l regis
 }
 
 // downloadFrom streams a layer from the network through its checks into the layer
-// store, beginning with the host of the given number.
-func (s *Store) downloadFrom(ctx context.Context, repo *registry.Repository, l registry.Layer, first int, received *atomic.Int64) error {
+// store, beginning with the host of the given number. It reports whether some of it was fetched in parts.
+func (s *Store) downloadFrom(ctx context.Context, repo *registry.Repository, l registry.Layer, first int, received *atomic.Int64) (inParts bool, err error) {
 	blob, err := repo.Blob(ctx, l.Blob, first, func(n int) { received.Add(int64(n)) })
 	if err != nil {
-		return err
+		return false, err
 	}
 	defer blob.Close() // read to its end or given up
 	err = s.createInTurn(ctx, repo.Reference().Domain, l, blob)
-	if refusesContent(err) && repo.Hosts() > 1 {
-		return faultOf(ctx, blob, err)
+	inParts = blob.InParts()
+	if refusesContent(err) && (repo.Hosts() > 1 || inParts) {
+		err = faultOf(ctx, blob, err)
 	}
-	return err
+	return inParts, err
 }
 
 // createInTurn makes a layer of its blob when its registry may have another one unpacked.

@@ -39,6 +39,7 @@ type Config struct {
 	Pinned               []string         // references or IDs of images that kubelet must not collect
 	MaxParallelDownloads int              // layers of one pull fetched at a time; 0: DefaultParallelDownloads
 	MaxUnpacking         int              // layers of all pulls unpacked at a time; 0: DefaultUnpacking
+	MaxRangeRequests     int              // parts of large layers fetched at a time beside that, see registry.Config.Spare; 0: none
 	StallTimeout         time.Duration    // longest wait for a byte of a transfer; 0: one minute
 	Platform             ocispec.Platform // zero: this machine's
 	DockerConfig         string           // docker's config.json with credentials; empty: none
@@ -119,7 +120,9 @@ func newStore(cfg Config, layers *stores, records *checkpoint.Dir, pinned map[st
 	ctx, cancel := context.WithCancel(context.Background())
 	s := &Store{
 		cfg: cfg, log: log, layers: layers, records: records, pinned: pinned,
-		client:   registry.NewClient(registry.Config{Dirs: cfg.RegistryDirs, DockerConfig: cfg.DockerConfig, StallTimeout: cfg.StallTimeout}),
+		client: registry.NewClient(registry.Config{
+			Dirs: cfg.RegistryDirs, DockerConfig: cfg.DockerConfig, StallTimeout: cfg.StallTimeout, Spare: newTurns(cfg.MaxRangeRequests).takeNow,
+		}),
 		writing:  make(chan struct{}, 1),
 		stale:    map[string]bool{},
 		refs:     newLayerRefs(),

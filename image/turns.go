@@ -35,6 +35,14 @@ func (t *turns) take(ctx context.Context, registry string) (giveBack func(), err
 	}
 }
 
+// takeNow takes a turn if there is one, and does not wait.
+func (t *turns) takeNow(registry string) (giveBack func(), ok bool) {
+	if _, ok := t.try(registry); !ok {
+		return nil, false
+	}
+	return func() { t.giveBack(registry) }, true
+}
+
 // try takes a turn if the registry may have one now; else it returns a channel that is closed when it is worth
 // trying again.
 func (t *turns) try(registry string) (given <-chan struct{}, ok bool) {

@@ -274,6 +274,7 @@ func imageConfig(cfg *config.Config, u *process.Program, unpackers int, waits *t
 		Pinned:               pinned,
 		MaxParallelDownloads: cfg.MaxParallelDownloads,
 		MaxUnpacking:         unpackers,
+		MaxRangeRequests:     cfg.MaxRangeRequests,
 		StallTimeout:         cfg.StallTimeout.Duration,
 		DockerConfig:         cfg.DockerConfig,
 		Waits:                waits,

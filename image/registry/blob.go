@@ -7,6 +7,7 @@ import (
 	"hash"
 	"io"
 	"net/http"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
@@ -23,7 +24,8 @@ const (
 )
 
 // Blob reads a blob from the hosts of a repository. A transfer that breaks off
-// goes on where it stopped, with the next host if there are several. Read returns
+// goes on where it stopped, with the next host if there are several. While a large one comes slowly, parts of it are fetched
+// beside, see Config.Spare. Read returns
 // io.EOF only after size and digest have been found right. URLs in the descriptor
 // are not followed. Not safe for concurrent use, but for Stop.
 type Blob struct {
@@ -37,7 +39,9 @@ type Blob struct {
 
 	hash     hash.Hash
 	body     io.ReadCloser // nil between transfers
-	from     string        // host of the current transfer
+	host     *endpoint     // of the current transfer, or the last
+	from     string        // the same, for errors
+	ahead    ahead
 	offset   int64
 	failures int   // since the offset mark
 	mark     int64 // offset at the first of these failures
@@ -49,7 +53,7 @@ func (r *Repository) Hosts() int { return len(r.endpoints) }
 
 // Blob returns a reader of a layer's blob. It sends nothing before the first
 // Read. first is the number of the host to begin with, 0 for the configured
-// order: a caller that got corrupt content tries another. onBytes, if not nil, is
+// order: a caller that got corrupt content tries another, and gets that in one piece. onBytes, if not nil, is
 // called with each number of bytes received. The caller closes the blob.
 func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first int, onBytes func(n int)) (*Blob, error) {
 	if err := checkDescriptor(want, 0); err != nil {
@@ -60,8 +64,15 @@ func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first in
 	}
 	b := &Blob{owner: ctx, repo: r, want: want, first: first, onBytes: onBytes, hash: want.Digest.Algorithm().Hash()}
 	b.ctx, b.stop = context.WithCancel(ctx)
+	b.ahead = ahead{size: r.parts.size, watch: r.parts.watch}
+	if spare := r.parts.spare; spare != nil && first == 0 {
+		b.ahead.spare = func() (func(), bool) { return spare(r.ref.Domain) }
+	}
 	return b, nil
 }
+
+// InParts reports whether a part of the blob was fetched by itself.
+func (b *Blob) InParts() bool { return b.ahead.used }
 
 // Read implements io.Reader.
 func (b *Blob) Read(p []byte) (int, error) {
@@ -70,20 +81,56 @@ func (b *Blob) Read(p []byte) (int, error) {
 			b.err = b.verify()
 			break
 		}
-		if b.body == nil {
+		var n int
+		switch part := b.ahead.at(b.offset); {
+		case part != nil:
+			n = b.readPart(part, p)
+		case b.body == nil:
 			b.err = b.open()
-			continue
-		}
-		n, err := b.body.Read(p[:min(int64(len(p)), b.want.Size-b.offset)])
-		b.take(p[:n])
-		if err != nil && b.offset < b.want.Size {
-			b.err = b.interrupted(err)
+		default:
+			n = b.readBody(p)
 		}
 		if n > 0 {
 			return n, nil
 		}
 	}
 	return 0, b.err
+}
+
+// readBody reads from the current transfer.
+func (b *Blob) readBody(p []byte) int {
+	began := time.Now()
+	n, err := b.body.Read(p[:min(int64(len(p)), b.ahead.limit(b.offset, b.want.Size))])
+	b.take(p[:n])
+	if err != nil && b.offset < b.want.Size {
+		b.err = b.interrupted(err)
+	} else if b.ahead.waits(began) {
+		b.extend()
+	}
+	return n
+}
+
+// readPart reads what was fetched ahead. Of a part that fails the rest is read by a transfer as if there had been none.
+func (b *Blob) readPart(part *part, p []byte) int {
+	b.closeBody() // what it would bring next is here
+	n, err := part.read(b.ctx, p, b.offset)
+	b.take(p[:n])
+	switch {
+	case b.ctx.Err() != nil && err != nil:
+		b.err = fmt.Errorf("%s: %w", b, b.ctx.Err())
+	case err != nil:
+		b.ahead.drop()
+	case b.offset == part.end():
+		b.ahead.drop()
+		b.extend()
+	}
+	return n
+}
+
+// extend has parts fetched that follow.
+func (b *Blob) extend() {
+	ctx, host := b.ctx, b.host
+	b.ahead.extend(b.offset, b.want.Size, func(p *part) error { return b.fetchPart(ctx, host, p) })
 }
 
 // Stop ends a Read that is under way, and makes those that follow fail, until Resume. It may be called beside Read, but
@@ -97,6 +144,7 @@ func (b *Blob) Resume() {
 		return
 	}
 	b.closeBody()
+	b.ahead.clear()
 	if errors.Is(b.err, context.Canceled) {
 		b.err = nil
 	}
@@ -107,6 +155,7 @@ func (b *Blob) Resume() {
 func (b *Blob) Close() error {
 	b.stop()
 	b.closeBody()
+	b.ahead.clear()
 	if b.err == nil {
 		b.err = errors.New("read of a closed blob")
 	}
@@ -178,7 +227,7 @@ func (b *Blob) open() error {
 	err := b.repo.askOnce(b.ctx, hosts.Pull, b.first+b.failures, func(e *endpoint) error {
 		body, err := b.openAt(e)
 		if err == nil {
-			b.body, b.from = body, e.String()
+			b.body, b.host, b.from = body, e, e.String()
 		}
 		return err
 	})
@@ -198,7 +247,7 @@ func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
 	if b.offset > 0 {
 		header.Set("Range", fmt.Sprintf("bytes=%d-", b.offset))
 	}
-	resp, err := e.request(b.ctx, http.MethodGet, "blobs/"+b.want.Digest.String(), header)
+	resp, err := e.request(b.ctx, http.MethodGet, b.path(), header)
 	if err != nil {
 		return nil, err
 	}
@@ -206,7 +255,7 @@ func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
 	case http.StatusOK:
 		err = b.skip(resp)
 	case http.StatusPartialContent:
-		err = b.checkRange(resp)
+		_, err = rangeOf(resp, b.offset, b.want.Size)
 	default:
 		return nil, e.statusError(resp)
 	}
@@ -214,8 +263,14 @@ func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
 		_ = resp.Body.Close()
 		return nil, err
 	}
+	if !resp.ProtoAtLeast(1, 1) || resp.Header.Get("Accept-Ranges") == "none" {
+		b.ahead.over = true
+	}
 	return resp.Body, nil
 }
+
+// path is the blob's below the repository.
+func (b *Blob) path() string { return "blobs/" + b.want.Digest.String() }
 
 // skip checks an answer with the whole blob and reads over what we have already.
 func (b *Blob) skip(resp *http.Response) error {
@@ -228,20 +283,20 @@ func (b *Blob) skip(resp *http.Response) error {
 	return nil
 }
 
-// checkRange checks that a partial answer begins where we stopped and belongs to
-// a blob of the right size.
-func (b *Blob) checkRange(resp *http.Response) error {
-	var first, last int64
+// rangeOf checks that a partial answer begins where it should and belongs to
+// a blob of the right size. It returns where it ends.
+func rangeOf(resp *http.Response, offset, size int64) (last int64, err error) {
+	var first int64
 	var total string
 	value := resp.Header.Get("Content-Range")
 	n, err := fmt.Sscanf(value, "bytes %d-%d/%s", &first, &last, &total)
 	if n != 3 || err != nil || value != fmt.Sprintf("bytes %d-%d/%s", first, last, total) { // Sscanf takes signs, and what follows
-		return errdefs.Internal("partial answer with the Content-Range %q", errdefs.Clip(value))
+		return 0, errdefs.Internal("partial answer with the Content-Range %q", errdefs.Clip(value))
 	}
-	if first != b.offset || last < first || last >= b.want.Size || total != "*" && total != fmt.Sprint(b.want.Size) {
-		return corrupt("Content-Range is %q, not bytes %d-…/%d", errdefs.Clip(value), b.offset, b.want.Size)
+	if first != offset || last < first || last >= size || total != "*" && total != fmt.Sprint(size) {
+		return 0, corrupt("Content-Range is %q, not bytes %d-…/%d", errdefs.Clip(value), offset, size)
 	}
-	return nil
+	return last, nil
 }
 
 // String names the blob in errors: which, of which image, and how far it got.

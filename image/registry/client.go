@@ -16,6 +16,10 @@ type Config struct {
 	DockerConfig string        // docker's config.json; empty: none
 	StallTimeout time.Duration // longest wait for a byte; 0: one minute
 	UserAgent    string        // empty: "berth"
+
+	// Spare, if not nil, gives leave for one more range request to a registry, for a part of a large blob that comes slowly. It
+	// does not wait. A part takes partSize bytes of memory until giveBack is called.
+	Spare func(registry string) (giveBack func(), ok bool)
 }
 
 // DefaultStallTimeout is the StallTimeout where none is configured.
@@ -30,12 +34,21 @@ type Client struct {
 	pause        time.Duration // firstDelay, shorter in tests
 	document     time.Duration // documentTime, shorter in tests
 	agent        string
+	parts        partsConfig
+}
+
+// partsConfig says how large blobs are divided.
+type partsConfig struct {
+	spare func(registry string) (giveBack func(), ok bool)
+	size  int64         // partSize, smaller in tests
+	watch time.Duration // watchTime, shorter in tests
 }
 
 // NewClient returns a client for a configuration. Host directories and
 // credentials are read when a repository is opened, so that changes need no restart.
 func NewClient(cfg Config) *Client {
-	c := &Client{dirs: cfg.Dirs, dockerConfig: cfg.DockerConfig, stall: cfg.StallTimeout, pause: firstDelay, document: documentTime, agent: cfg.UserAgent}
+	c := &Client{dirs: cfg.Dirs, dockerConfig: cfg.DockerConfig, stall: cfg.StallTimeout, pause: firstDelay, document: documentTime, agent: cfg.UserAgent,
+		parts: partsConfig{cfg.Spare, partSize, watchTime}}
 	if c.stall <= 0 {
 		c.stall = DefaultStallTimeout
 	}
@@ -51,6 +64,7 @@ type Repository struct {
 	ref       Reference
 	endpoints []*endpoint
 	pause     time.Duration
+	parts     partsConfig
 }
 
 // Open prepares to fetch the image that ref names, with the credentials given for
@@ -60,7 +74,7 @@ func (c *Client) Open(ref Reference, given Credentials) (*Repository, error) {
 	if err != nil {
 		return nil, err
 	}
-	r := &Repository{ref: ref, pause: c.pause}
+	r := &Repository{ref: ref, pause: c.pause, parts: c.parts}
 	for _, h := range places {
 		e, err := newEndpoint(h, ref, c, given)
 		if err != nil {

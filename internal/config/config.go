@@ -65,6 +65,7 @@ type Config struct {
 	PauseImage           string   `toml:"pause_image" doc:"Image run as the pause container of every pod, pulled like any other. Empty: the pause program that is built into berth."`
 	PinnedImages         []string `toml:"pinned_images" doc:"Names of images reported to kubelet as pinned, which keeps its image garbage collection away from them. The pause image is always one of them."`
 	MaxParallelDownloads int      `toml:"max_parallel_downloads" default:"8" min:"1" doc:"How many layers of one image are transferred at the same time."`
+	MaxRangeRequests     int      `toml:"max_range_requests" default:"16" min:"0" doc:"How many parts of large layers are fetched at a time, of all pulls: of a layer that comes so slowly that unpacking it waits, parts are fetched by range requests beside its own transfer, each of which takes 4 MiB of memory. A registry has no more of them than it leaves for others, which is half. One that knows no ranges gets no more of them for that layer. 0: each layer is one transfer."`
 	StallTimeout         Duration `toml:"stall_timeout" default:"1m" min:"1s" doc:"A transfer from a registry that delivers no byte for so long, or less than 8192 bytes a second over so long a time, is given up. So is a layer with whose unpacking there is no progress."`
 
 	MaxLogLine    int    `toml:"max_log_line" default:"16384" min:"256" max:"1048576" doc:"Bytes of one line in a container's log. Longer lines are split and tagged as partial. A container's monitor keeps so much of an unfinished line in memory."`

@@ -1,0 +1,390 @@
+package registry
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+	"google.golang.org/grpc/codes"
+
+	"berth/image/registry/registrytest"
+)
+
+const (
+	testPart  = 1000
+	testParts = 20
+)
+
+// partServer serves a blob whose first transfer, the one of the whole, stops after some bytes until enough parts have been asked for.
+type partServer struct {
+	*registrytest.Server
+	data []byte
+	want ocispec.Descriptor
+	// answer answers a request for a range; nil: as it should be.
+	answer func(w http.ResponseWriter, r *http.Request, first, last int64)
+
+	wholes, parts atomic.Int64
+	atOnce, most  atomic.Int64  // parts that are being answered
+	enough        chan struct{} // closed when await parts are being answered
+	await         int64
+	once          sync.Once
+}
+
+func newPartServer(t testing.TB, await int64) *partServer {
+	s := &partServer{Server: registrytest.New(t), data: make([]byte, testPart*testParts+testPart/2), await: await, enough: make(chan struct{})}
+	for i := range s.data {
+		s.data[i] = byte(i * i >> 3)
+	}
+	s.want = ocispec.Descriptor{Digest: digest.FromBytes(s.data), Size: int64(len(s.data))}
+	s.Before = func(w http.ResponseWriter, r *http.Request) bool { s.serveBlob(w, r); return true }
+	return s
+}
+
+func (s *partServer) serveBlob(w http.ResponseWriter, r *http.Request) {
+	first, last, inPart := askedFor(r)
+	if !inPart {
+		s.wholes.Add(1)
+		s.whole(w, r, first)
+		return
+	}
+	s.parts.Add(1)
+	n := s.atOnce.Add(1)
+	defer s.atOnce.Add(-1)
+	for m := s.most.Load(); n > m && !s.most.CompareAndSwap(m, n); m = s.most.Load() {
+	}
+	if n >= s.await {
+		s.once.Do(func() { close(s.enough) })
+	}
+	select {
+	case <-s.enough: // then they are at once
+	case <-r.Context().Done():
+		return
+	}
+	if s.answer != nil {
+		s.answer(w, r, first, last)
+		return
+	}
+	s.rangeOf(w, first, last)
+}
+
+// askedFor is the range that a request is for, and whether it is one with an end.
+func askedFor(r *http.Request) (first, last int64, inPart bool) {
+	n, _ := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-%d", &first, &last)
+	return first, last, n == 2
+}
+
+// whole sends what follows, the second half of a part only when enough parts are being asked for.
+func (s *partServer) whole(w http.ResponseWriter, r *http.Request, first int64) {
+	w.Header().Set("Content-Length", fmt.Sprint(int64(len(s.data))-first))
+	if first > 0 {
+		w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", first, len(s.data)-1, len(s.data)))
+		w.WriteHeader(http.StatusPartialContent)
+		_, _ = w.Write(s.data[first:])
+		return
+	}
+	_, _ = w.Write(s.data[:testPart/2])
+	w.(http.Flusher).Flush()
+	select {
+	case <-s.enough:
+	case <-r.Context().Done():
+	}
+	_, _ = w.Write(s.data[testPart/2:])
+}
+
+func (s *partServer) rangeOf(w http.ResponseWriter, first, last int64) {
+	w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", first, last, len(s.data)))
+	w.WriteHeader(http.StatusPartialContent)
+	_, _ = w.Write(s.data[first : last+1])
+}
+
+// leave is what Spare gives.
+type leave struct {
+	most  int64
+	taken atomic.Int64
+}
+
+func (l *leave) take(string) (func(), bool) {
+	if l.taken.Add(1) > l.most {
+		l.taken.Add(-1)
+		return nil, false
+	}
+	return func() { l.taken.Add(-1) }, true
+}
+
+// blob opens the blob of a server, in small parts and without watching first.
+func (s *partServer) blob(t testing.TB, l *leave, first int) *Blob {
+	t.Helper()
+	ref, err := ParseReference(s.Host() + "/app:v1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := NewClient(Config{Spare: l.take, StallTimeout: time.Minute})
+	c.parts.size, c.parts.watch, c.pause = testPart, 0, time.Millisecond
+	repo, err := c.Open(ref, Credentials{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(repo.Close)
+	b, err := repo.Blob(t.Context(), s.want, first, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { b.Close() })
+	return b
+}
+
+// The rest of a blob whose transfer has come to a stop is fetched by as many others as may be; the transfer ends where they begin.
+func TestBlobInParts(t *testing.T) {
+	for _, most := range []int64{1, 4, 30} {
+		l := &leave{most: most}
+		s := newPartServer(t, min(most, testParts-1))
+		b := s.blob(t, l, 0)
+		got, err := io.ReadAll(b)
+		if err != nil || !bytes.Equal(got, s.data) {
+			t.Errorf("%d at once: %d bytes, %v", most, len(got), err)
+		}
+		if n := s.most.Load(); n < min(most, testParts-1) {
+			t.Errorf("%d at once: %d were", most, n)
+		}
+		if whole, parts := s.wholes.Load(), s.parts.Load(); !b.InParts() || most > 1 && (whole != 1 || parts < testParts-1) {
+			t.Errorf("%d at once: %d transfers, and %d of parts", most, whole, parts)
+		}
+		if err := b.Close(); err != nil || l.taken.Load() != 0 {
+			t.Errorf("%d at once: %d not given back, %v", most, l.taken.Load(), err)
+		}
+	}
+}
+
+// Whatever becomes of parts, the blob comes; and what makes no sense is not asked for again and again.
+func TestPartsThatFail(t *testing.T) {
+	for name, answer := range map[string]func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64){
+		"ranges are ignored": func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64) { _, _ = w.Write(s.data) },
+		"too many requests": func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64) {
+			w.Header().Set("Retry-After", "3600")
+			w.WriteHeader(http.StatusTooManyRequests)
+		},
+		"forbidden": func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64) {
+			w.WriteHeader(http.StatusForbidden)
+		},
+		"no such range": func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64) {
+			w.WriteHeader(http.StatusRequestedRangeNotSatisfiable)
+		},
+		"another range": func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64) {
+			s.rangeOf(w, first-1, last-1)
+		},
+		"a shorter range": func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64) {
+			s.rangeOf(w, first, last-1)
+		},
+		"of another blob": func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64) {
+			w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", first, last, len(s.data)+1))
+			w.WriteHeader(http.StatusPartialContent)
+			_, _ = w.Write(make([]byte, last+1-first))
+		},
+		"ends early": func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64) {
+			w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", first, last, len(s.data)))
+			w.Header().Set("Content-Length", fmt.Sprint(last+1-first))
+			w.WriteHeader(http.StatusPartialContent)
+			_, _ = w.Write(s.data[first:last])
+		},
+		"some": func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64) {
+			if first/testPart%2 == 1 {
+				w.WriteHeader(http.StatusInternalServerError)
+				return
+			}
+			s.rangeOf(w, first, last)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := &leave{most: 4}
+			s := newPartServer(t, l.most)
+			s.answer = func(w http.ResponseWriter, r *http.Request, first, last int64) { answer(s, w, r, first, last) }
+			b := s.blob(t, l, 0)
+			got, err := io.ReadAll(b)
+			if err != nil || !bytes.Equal(got, s.data) {
+				t.Errorf("%d bytes, %v", len(got), err)
+			}
+			if n := s.parts.Load(); n > 2*l.most {
+				t.Errorf("%d parts were asked for", n)
+			}
+			if err := b.Close(); err != nil || l.taken.Load() != 0 {
+				t.Errorf("%d not given back, %v", l.taken.Load(), err)
+			}
+		})
+	}
+}
+
+// What is wrong with a part is wrong with the blob. Who asks again gets it in one piece.
+func TestWrongPart(t *testing.T) {
+	l := &leave{most: 4}
+	s := newPartServer(t, l.most)
+	s.answer = func(w http.ResponseWriter, r *http.Request, first, last int64) {
+		w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", first, last, len(s.data)))
+		w.WriteHeader(http.StatusPartialContent)
+		_, _ = w.Write(make([]byte, last+1-first))
+	}
+	b := s.blob(t, l, 0)
+	_, err := io.ReadAll(b)
+	wantCode(t, err, codes.DataLoss, "digest of the content")
+	before := s.parts.Load()
+	b = s.blob(t, l, 1)
+	if got, err := io.ReadAll(b); err != nil || !bytes.Equal(got, s.data) || b.InParts() || s.parts.Load() != before {
+		t.Errorf("%d bytes, %v, in %d parts", len(got), err, s.parts.Load()-before)
+	}
+}
+
+// A registry that says that it has no ranges, or keeps no connection, is not asked for any.
+func TestNoParts(t *testing.T) {
+	for name, header := range map[string]string{"says so": "HTTP/1.1 200 OK\r\nAccept-Ranges: none", "HTTP/1.0": "HTTP/1.0 200 OK"} {
+		l := &leave{most: 4}
+		s := newPartServer(t, 1)
+		s.Before = func(w http.ResponseWriter, r *http.Request) bool {
+			if _, _, inPart := askedFor(r); inPart {
+				s.parts.Add(1)
+			}
+			conn, out, err := w.(http.Hijacker).Hijack()
+			if err != nil {
+				t.Error(err)
+				return true
+			}
+			defer conn.Close()
+			fmt.Fprintf(out, "%s\r\nConnection: close\r\nContent-Length: %d\r\n\r\n", header, len(s.data))
+			for chunk := range bytes.SplitAfterSeq(s.data, []byte{0}) {
+				_, _ = out.Write(chunk)
+				_ = out.Flush()
+			}
+			return true
+		}
+		got, err := io.ReadAll(s.blob(t, l, 0))
+		if err != nil || !bytes.Equal(got, s.data) || s.parts.Load() > 0 {
+			t.Errorf("%s: %d bytes, %v, %d parts", name, len(got), err, s.parts.Load())
+		}
+	}
+}
+
+// A blob that is stopped between its parts is read on; one that is closed there leaves nothing.
+func TestStopBetweenParts(t *testing.T) {
+	l := &leave{most: 4}
+	s := newPartServer(t, l.most)
+	release := make(chan struct{})
+	s.answer = func(w http.ResponseWriter, r *http.Request, first, last int64) {
+		if first >= 3*testPart {
+			select {
+			case <-release:
+			case <-r.Context().Done():
+				return
+			}
+		}
+		s.rangeOf(w, first, last)
+	}
+	b := s.blob(t, l, 0)
+	got := make([]byte, 2*testPart)
+	if _, err := io.ReadFull(b, got); err != nil {
+		t.Fatal(err)
+	}
+	b.Stop()
+	if _, err := io.Copy(io.Discard, b); err == nil {
+		t.Error("it was read to its end after it was stopped")
+	}
+	b.Resume()
+	if n := l.taken.Load(); n != 0 {
+		t.Errorf("%d not given back", n)
+	}
+	if n, err := io.ReadFull(b, make([]byte, testPart/2)); err != nil {
+		t.Errorf("read on: %d bytes, %v", n, err)
+	}
+	if err := b.Close(); err != nil || l.taken.Load() != 0 {
+		t.Errorf("%d not given back, %v", l.taken.Load(), err)
+	}
+	if _, err := b.Read(make([]byte, 1)); err == nil || errors.Is(err, io.EOF) {
+		t.Errorf("a closed blob: %v", err)
+	}
+	close(release)
+}
+
+// BenchmarkSlowRegistry reads a blob from a registry that gives each connection so many bytes a second, as many do.
+func BenchmarkSlowRegistry(b *testing.B) {
+	const (
+		size = 64 << 20
+		rate = 20 << 20
+	)
+	data := []byte(strings.Repeat("0123456789abcdef", size/16))
+	s := registrytest.Start(b, func(s *httptest.Server) {
+		s.Listener = slowListener{s.Listener, rate}
+		s.Start()
+	})
+	s.Before = func(w http.ResponseWriter, r *http.Request) bool {
+		http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(data))
+		return true
+	}
+	want := ocispec.Descriptor{Digest: digest.FromBytes(data), Size: size}
+	ref, err := ParseReference(s.Host() + "/app:v1")
+	if err != nil {
+		b.Fatal(err)
+	}
+	for _, most := range []int64{0, 2, 8} {
+		b.Run(fmt.Sprintf("%d-parts", most), func(b *testing.B) {
+			repo, err := NewClient(Config{Spare: (&leave{most: most}).take}).Open(ref, Credentials{})
+			if err != nil {
+				b.Fatal(err)
+			}
+			defer repo.Close()
+			b.SetBytes(size)
+			for b.Loop() {
+				blob, err := repo.Blob(b.Context(), want, 0, nil)
+				if err != nil {
+					b.Fatal(err)
+				}
+				if _, err := io.Copy(io.Discard, blob); err != nil {
+					b.Fatal(err)
+				}
+				blob.Close()
+			}
+		})
+	}
+}
+
+// slowListener accepts connections that send so many bytes a second.
+type slowListener struct {
+	net.Listener
+	rate int
+}
+
+func (l slowListener) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	return &slowConn{Conn: c, rate: l.rate}, err
+}
+
+type slowConn struct {
+	net.Conn
+	rate int
+	free time.Time // when what was sent before has taken its time
+}
+
+func (c *slowConn) Write(p []byte) (int, error) {
+	const most = 64 << 10
+	sent := 0
+	for len(p) > 0 {
+		time.Sleep(time.Until(c.free))
+		n, err := c.Conn.Write(p[:min(len(p), most)])
+		if sent += n; err != nil {
+			return sent, err
+		}
+		if now := time.Now(); c.free.Before(now) {
+			c.free = now
+		}
+		c.free = c.free.Add(time.Duration(n) * time.Second / time.Duration(c.rate))
+		p = p[n:]
+	}
+	return sent, nil
+}
