@@ -182,9 +182,6 @@ func openNetwork(cfg *config.Config, end ending, closing *cleanup.List, waits *t
 
 // announce serves and tells systemd when that starts and ends.
 func announce(ctx context.Context, listener net.Listener, srv *server.Server, waits *task.Waits, log *slog.Logger) error {
-	if err := pages.ReleaseStartup(); err != nil {
-		log.Warn("memory used by starting is kept", "error", err)
-	}
 	log.Info("berth serves", "version", version(), "socket", listener.Addr().String())
 	notify(log, daemon.SdNotifyReady)
 	defer startWatchdog(ctx, listener, waits, log)()

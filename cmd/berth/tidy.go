@@ -9,14 +9,14 @@ import (
 // soon after another change finds all as that left it.
 const restTime = 3 * time.Second
 
-// tidier gives memory back after changes. While nothing is changed no timer runs.
+// tidier gives memory back after starting, and after changes. While nothing is changed no timer runs.
 type tidier struct {
 	changes chan struct{} // one waits: that there was a change, not how many
 	stop    chan struct{}
 	stopped chan struct{}
 }
 
-// newTidier starts a tidier that calls release when nothing was changed for rest. Close ends it.
+// newTidier starts a tidier that calls release when nothing was changed for rest; its own start is the first change. Close ends it.
 func newTidier(rest time.Duration, release func() error, log *slog.Logger) *tidier {
 	t := &tidier{changes: make(chan struct{}, 1), stop: make(chan struct{}), stopped: make(chan struct{})}
 	go t.run(rest, release, log)
@@ -40,7 +40,7 @@ func (t *tidier) Close() error {
 
 func (t *tidier) run(rest time.Duration, release func() error, log *slog.Logger) {
 	defer close(t.stopped)
-	var resting <-chan time.Time // nil: all is given back
+	resting := time.After(rest) // nil: all is given back
 	for {
 		select {
 		case <-t.stop:

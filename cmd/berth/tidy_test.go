@@ -19,24 +19,26 @@ func TestTidier(t *testing.T) {
 				t.Fatalf("memory was given back %d times, not %d", released.Load(), n)
 			}
 		}
+		time.Sleep(restTime - 1)
+		want(0)
 		time.Sleep(10 * restTime)
-		want(0) // nothing was changed
+		want(1) // what starting needed
 		for range 5 {
 			tidier.changed()
 			time.Sleep(restTime - 1)
-			want(0) // and again in time
+			want(1) // and again in time
 		}
 		time.Sleep(1)
-		want(1)
+		want(2)
 		time.Sleep(10 * restTime)
-		want(1) // once is enough
+		want(2) // once is enough
 		tidier.changed()
 		time.Sleep(restTime)
-		want(2)
+		want(3)
 		if err := tidier.Close(); err != nil {
 			t.Error(err)
 		}
 		tidier.changed() // a late request
-		want(2)
+		want(3)
 	})
 }

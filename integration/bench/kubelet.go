@@ -175,11 +175,16 @@ exec "$@"`
 	return n.cmd.Start()
 }
 
+// stopLimit is how long a kubelet that was told to end may take.
+const stopLimit = 30 * time.Second
+
 // stop ends kubelet and removes what was made for it.
 func (n *node) stop() error {
 	var errs []error
 	if n.cmd != nil && n.cmd.Process != nil {
 		errs = append(errs, n.cmd.Process.Signal(unix.SIGTERM))
+		enough := time.AfterFunc(stopLimit, func() { _ = n.cmd.Process.Kill() }) // Wait tells that it was killed
+		defer enough.Stop()
 		var exit *exec.ExitError
 		if err := n.cmd.Wait(); err != nil && (!errors.As(err, &exit) || exit.Sys().(syscall.WaitStatus).Signal() != unix.SIGTERM) {
 			errs = append(errs, fmt.Errorf("kubelet: %w", err))

@@ -91,10 +91,12 @@ func (p Page) markdown(out *bytes.Buffer) error {
 <!-- contrib/bench writes this page. What it says about goals that are missed is in integration/bench/report/why.md. -->
 
 %s
-Each cell is the median, and the 99th percentile where it differs; in parentheses the median in units of berth's. A goal that berth
-reaches is in bold. "To Running" is RunPodSandbox, CreateContainer and StartContainer together, one pod after another unless said. CPU time is that of the
+Each cell is the median, and the 99th percentile where it differs (with fewer than 100 values, as in all rows but those of 64 pods, it is the
+greatest); in parentheses the median in units of berth's. A goal that berth reaches is in bold; the goals are of a machine on which containerd
+with runc takes 121 ms for the first row. "To Running" is RunPodSandbox, CreateContainer and StartContainer together, one pod after another unless said. CPU time is that of the
 runtime's cgroup with its pods, so it holds what ended processes, plugins and preparations for the next pod have used; before each sample the
-runtime comes to rest. The pods' only process is the same 632 bytes for all. [contrib/bench](../contrib/bench) repeats all of it.
+runtime comes to rest. What the kernel's own threads do for a pod, such as taking a network namespace apart, is in nobody's. The pods' only process is
+the same small program for all, which waits for SIGTERM. [contrib/bench](../contrib/bench) repeats all of it.
 
 `, p.Setting)
 	if err := Table(out, p.Results, p.Columns, func(Row) bool { return true }); err != nil {

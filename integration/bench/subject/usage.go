@@ -165,16 +165,24 @@ func (s *Subject) Memory() (Memory, error) {
 	return m, nil
 }
 
-// SettledMemory takes stock when two in a row are nearly the same, or after a while: some daemons never rest.
+// settleTime is how long all runtimes are left alone before their memory counts: what matters of it is what it is for hours, and
+// berth gives back what changes needed 3 s after the last one.
+const settleTime = 5 * time.Second
+
+// SettledMemory takes stock when two in a row are nearly the same, or after a while: some daemons never rest. Before each look the
+// daemon answers what a kubelet asks every second, so that what it needs for that counts.
 func (s *Subject) SettledMemory(ctx context.Context) (Memory, error) {
 	const tolerance, tries = 64 << 10, 8
-	last, err := s.Memory()
+	if err := wait(ctx, settleTime); err != nil {
+		return Memory{}, err
+	}
+	last, err := s.polledMemory(ctx)
 	for n := 0; n < tries && err == nil; n++ {
 		if err := wait(ctx, time.Second); err != nil {
 			return last, err
 		}
 		var now Memory
-		if now, err = s.Memory(); err == nil {
+		if now, err = s.polledMemory(ctx); err == nil {
 			if diff := now.Daemon + now.Others - last.Daemon - last.Others; -tolerance < diff && diff < tolerance {
 				return now, nil
 			}
@@ -182,6 +190,16 @@ func (s *Subject) SettledMemory(ctx context.Context) (Memory, error) {
 		last = now
 	}
 	return last, err
+}
+
+func (s *Subject) polledMemory(ctx context.Context) (Memory, error) {
+	if _, err := s.CountAllPods(ctx); err != nil {
+		return Memory{}, err
+	}
+	if _, _, err := s.ListContainers(ctx); err != nil {
+		return Memory{}, err
+	}
+	return s.Memory()
 }
 
 // Disk returns how many bytes of content the runtime's root directory holds: a file with several names counts once,
