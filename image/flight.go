@@ -8,6 +8,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	"berth/internal/rootfs"
 	"berth/internal/task"
 )
 
@@ -18,6 +19,7 @@ type flightKey struct {
 	domain string
 	blob   digest.Digest
 	diffID digest.Digest
+	kind   rootfs.Kind // of the store that it is to be in
 }
 
 // flights lets pulls of the same layer share one download.

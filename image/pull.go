@@ -130,10 +130,28 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 			s.log.Warn("delete unused layers after a pull", "image", repo.Reference().String(), "error", err)
 		}
 	}()
-	store := s.layers.holding(distinct(chain))
+	store := s.layers.home(distinct(chain))
+	err = s.fetchInto(ctx, store, repo, img, tracks)
+	if other := s.layers.other(store); other != nil && isTooMuch(err) {
+		s.log.Info("an image is too much for one driver of layers, and tried with another", "image", repo.Reference().String(), "not", store.Kind(), "driver", other.Kind(), "error", err)
+		err = s.fetchInto(ctx, other, repo, img, tracks)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return s.commit(ctx, repo.Reference(), img)
+}
+
+// isTooMuch tells an error that says that a layer, or an image, exceeds some limit other than that of the disk.
+func isTooMuch(err error) bool {
+	return errdefs.Code(err) == codes.ResourceExhausted && !errors.Is(err, unix.ENOSPC)
+}
+
+// fetchInto gets the layers of an image that a store lacks, and finds out whether they can be stacked.
+func (s *Store) fetchInto(ctx context.Context, store *layer.Store, repo *registry.Repository, img *registry.Image, tracks []*layerTrack) error {
 	if wanted := missing(store, img); wanted > 0 {
-		if err := s.layers.HasRoom(wanted); err != nil {
-			return nil, err
+		if err := store.HasRoom(wanted); err != nil {
+			return err
 		}
 	}
 	group, groupCtx := errgroup.WithContext(ctx)
@@ -144,14 +162,14 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 		})
 	}
 	if err := group.Wait(); err != nil {
-		return nil, err
+		return err
 	}
-	if len(chain) > 0 { // what the layers need of each other, so that it fails now if it does
-		if _, err := s.layers.Stack(ctx, distinct(chain)); err != nil {
-			return nil, fmt.Errorf("join the layers: %w", err)
+	if chain := layersOf(img); len(chain) > 0 { // what the layers need of each other, so that it fails now if it does
+		if _, err := store.Stack(ctx, distinct(chain)); err != nil {
+			return fmt.Errorf("join the layers: %w", err)
 		}
 	}
-	return s.commit(ctx, repo.Reference(), img)
+	return nil
 }
 
 // missing is how many bytes of an image's layers are to be fetched. On disk they take more: whoever pulls
@@ -184,7 +202,7 @@ func layersOf(img *registry.Image) []digest.Digest {
 // fetchLayer makes sure that a layer is here, by a download that other pulls may
 // share. If the download of another pull fails, it tries one of its own.
 func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, track *layerTrack) error {
-	key := flightKey{domain: repo.Reference().Domain, blob: l.Blob.Digest, diffID: l.DiffID}
+	key := flightKey{domain: repo.Reference().Domain, blob: l.Blob.Digest, diffID: l.DiffID, kind: store.Kind()}
 	if store.Has(sourceOf(l).Name()) {
 		track.set(LayerPresent)
 		return nil
@@ -193,7 +211,7 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, repo *regist
 	for {
 		started, err := s.flights.join(ctx, key, track.downloading, func(ctx context.Context, received *atomic.Int64) error {
 			defer repo.Close()
-			return s.download(ctx, repo, l, received)
+			return s.download(ctx, store, repo, l, received)
 		})
 		switch {
 		case err == nil:
@@ -208,12 +226,12 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, repo *regist
 // download fetches and stores a layer. If one host's content is corrupt the next
 // one is asked: a mirror's cache may be damaged. If there is none, and some of it was fetched in parts, the same is asked for the
 // whole.
-func (s *Store) download(ctx context.Context, repo *registry.Repository, l registry.Layer, received *atomic.Int64) error {
+func (s *Store) download(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, received *atomic.Int64) error {
 	var err error
 	for first, tries := 0, repo.Hosts(); first < tries; first++ {
 		received.Store(0)
 		var inParts bool
-		inParts, err = s.downloadFrom(ctx, repo, l, first, received)
+		inParts, err = s.downloadFrom(ctx, store, repo, l, first, received)
 		if errdefs.Code(err) != codes.DataLoss {
 			return err
 		}
@@ -227,13 +245,13 @@ func (s *Store) download(ctx context.Context, repo *registry.Repository, l regis
 
 // downloadFrom streams a layer from the network through its checks into the layer
 // store, beginning with the host of the given number. It reports whether some of it was fetched in parts.
-func (s *Store) downloadFrom(ctx context.Context, repo *registry.Repository, l registry.Layer, first int, received *atomic.Int64) (inParts bool, err error) {
+func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, first int, received *atomic.Int64) (inParts bool, err error) {
 	blob, err := repo.Blob(ctx, l.Blob, first, func(n int) { received.Add(int64(n)) })
 	if err != nil {
 		return false, err
 	}
 	defer blob.Close() // read to its end or given up
-	err = s.createInTurn(ctx, repo.Reference().Domain, l, blob)
+	err = s.createInTurn(ctx, store, repo.Reference().Domain, l, blob)
 	inParts = blob.InParts()
 	if refusesContent(err) && (repo.Hosts() > 1 || inParts) {
 		err = faultOf(ctx, blob, err)
@@ -242,19 +260,18 @@ func (s *Store) downloadFrom(ctx context.Context, repo *registry.Repository, l r
 }
 
 // createInTurn makes a layer of its blob when its registry may have another one unpacked.
-func (s *Store) createInTurn(ctx context.Context, domain string, l registry.Layer, blob *registry.Blob) error {
+func (s *Store) createInTurn(ctx context.Context, store *layer.Store, domain string, l registry.Layer, blob *registry.Blob) error {
 	giveBack, err := s.turns.take(ctx, domain)
 	if err != nil {
 		return err
 	}
 	defer giveBack()
-	return s.layers.Create(ctx, sourceOf(l), blob, limitsOf(l.Blob, s.cfg.Limits))
+	return store.Create(ctx, sourceOf(l), blob, limitsOf(l.Blob, s.cfg.Limits))
 }
 
 // refusesContent tells an error that says that a layer cannot be what its tar says.
 func refusesContent(err error) bool {
-	code := errdefs.Code(err)
-	return code == codes.InvalidArgument || code == codes.ResourceExhausted && !errors.Is(err, unix.ENOSPC)
+	return errdefs.Code(err) == codes.InvalidArgument || isTooMuch(err)
 }
 
 // faultTime is how long a blob is read on to learn whose fault it was.

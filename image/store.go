@@ -29,21 +29,22 @@ import (
 
 // Config configures a Store.
 type Config struct {
-	Root                 string           // directory of the store, on the filesystem the containers' upper layers are on
-	RegistryDirs         []string         // containerd's certs.d trees, the first with a directory for a host wins
-	Unpack               layer.Unpacker   // makes files of blobs
-	Limits               unpack.Limits    // of one layer; zero fields: unpack.DefaultLimits
-	Reserve              layer.Reserve    // of the disk, which layers leave free; zero: none
-	Pack                 layer.Packer     // makes EROFS layers of blobs
-	Driver               string           // form of layers, a rootfs.Kind, or "auto": EROFS where it can be mounted; empty: directory
-	Pinned               []string         // references or IDs of images that kubelet must not collect
-	MaxParallelDownloads int              // layers of one pull fetched at a time; 0: DefaultParallelDownloads
-	MaxUnpacking         int              // layers of all pulls unpacked at a time; 0: DefaultUnpacking
-	MaxRangeRequests     int              // parts of large layers fetched at a time beside that, see registry.Config.Spare; 0: none
-	StallTimeout         time.Duration    // longest wait for a byte of a transfer; 0: one minute
-	Platform             ocispec.Platform // zero: this machine's
-	DockerConfig         string           // docker's config.json with credentials; empty: none
-	Waits                *task.Waits      // where waits are noted; nil: nowhere
+	Root                 string             // directory of the store, on the filesystem the containers' upper layers are on
+	RegistryDirs         []string           // containerd's certs.d trees, the first with a directory for a host wins
+	Unpack               layer.Unpacker     // makes files of blobs
+	Limits               unpack.Limits      // of one layer; zero fields: unpack.DefaultLimits
+	Reserve              layer.Reserve      // of the disk, which layers leave free; zero: none
+	Pack                 layer.Packer       // makes EROFS layers of blobs
+	Probe                func(string) error // tells whether EROFS layers in a directory could be mounted; nil: erofs.Probe
+	Driver               string             // form of layers, a rootfs.Kind, or "auto": EROFS where it can be mounted; empty: directory
+	Pinned               []string           // references or IDs of images that kubelet must not collect
+	MaxParallelDownloads int                // layers of one pull fetched at a time; 0: DefaultParallelDownloads
+	MaxUnpacking         int                // layers of all pulls unpacked at a time; 0: DefaultUnpacking
+	MaxRangeRequests     int                // parts of large layers fetched at a time beside that, see registry.Config.Spare; 0: none
+	StallTimeout         time.Duration      // longest wait for a byte of a transfer; 0: one minute
+	Platform             ocispec.Platform   // zero: this machine's
+	DockerConfig         string             // docker's config.json with credentials; empty: none
+	Waits                *task.Waits        // where waits are noted; nil: nowhere
 }
 
 // DefaultParallelDownloads is how many layers one pull fetches at a time where
@@ -281,10 +282,13 @@ func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error)
 	}
 	owner := holderOwner(holder)
 	held := s.refs.has(owner, layers)
-	if _, ok := s.refs.tryAcquire(owner, layers); !ok {
-		return rootfs.Spec{}, errdefs.NotFound("a layer of the image has just been removed")
+	ctx, cancel := context.WithTimeout(s.ctx, holdTimeout)
+	defer cancel()
+	defer s.cfg.Waits.BeginUpTo(holdTimeout, "its layers to be stacked", holder)()
+	if err := s.refs.acquire(ctx, owner, layers); err != nil {
+		return rootfs.Spec{}, fmt.Errorf("root filesystem of %s: wait for layers that are being deleted: %w", holder, err)
 	}
-	list, err := s.layers.Stack(context.Background(), distinct(layers))
+	list, err := s.layers.Stack(ctx, distinct(layers))
 	if err != nil {
 		if !held {
 			s.refs.giveUp(owner)
@@ -293,6 +297,9 @@ func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error)
 	}
 	return rootfs.Spec{Layers: list}, nil
 }
+
+// holdTimeout is how long Hold may take. Where nothing is to be made of the layers it takes no time.
+const holdTimeout = time.Minute
 
 // Release ends what Hold began, and deletes the layers that nobody needs any
 // more. A holder that is not known is no error, nor is it one that layers cannot be deleted
@@ -331,6 +338,7 @@ func (s *Store) sweep(mine []digest.Digest) (own, others error) {
 	if inUse, all := s.refs.held(); all {
 		others = s.layers.DropSetAside(inUse)
 	}
+	others = errors.Join(others, s.sweepChains())
 	for _, d := range s.refs.condemn(s.layers.List()) {
 		end := s.cfg.Waits.Begin("its makers to end, to delete it", "layer "+d.String())
 		err := s.layers.Remove(d)
@@ -345,6 +353,15 @@ func (s *Store) sweep(mine []digest.Digest) (own, others error) {
 		}
 	}
 	return own, others
+}
+
+// sweepChains deletes the images of chains of layers that nobody needs any more, where the layers are others' too.
+func (s *Store) sweepChains() (failed error) {
+	for _, chain := range s.refs.condemnChains(s.layers.Merged()) {
+		failed = errors.Join(failed, s.layers.RemoveMerged(chain))
+		s.refs.chainBuried(chain)
+	}
+	return failed
 }
 
 // becomeWriter waits for the right to change records and the index. Readers never
@@ -443,7 +460,7 @@ func (s *Store) write(id string, rec record) (record, error) {
 // sizeOf adds up the layers of an image, each once.
 func (s *Store) sizeOf(layers []digest.Digest) (uint64, error) {
 	var total uint64
-	store := s.layers.holding(distinct(layers))
+	store := s.layers.home(distinct(layers))
 	for _, d := range distinct(layers) {
 		info, err := store.Info(d)
 		if err != nil {

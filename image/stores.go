@@ -1,20 +1,21 @@
 package image
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"github.com/opencontainers/go-digest"
 
 	"berth/image/erofs"
 	"berth/image/layer"
-	"berth/image/unpack"
+	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
 )
@@ -28,82 +29,128 @@ func LayerRoots(root string) []string { return []string{root, filepath.Join(root
 // stores are the layers of all kinds. New ones are made by one driver; those that another made stay in use as long as they can
 // be mounted. The layers of one image are all of one kind, so a layer may be there in two.
 type stores struct {
+	log    *slog.Logger
+	choice string         // of Config
 	made   *layer.Store   // where layers are made
 	usable []*layer.Store // those that can be mounted, made first
-	all    []*layer.Store
+	all    []*layer.Store // that of directories first
 }
 
-// Drivers of Config.
-const (
-	driverAuto = "auto" // EROFS where it can be mounted
-)
+// driverAuto is a driver of Config: EROFS where it can be mounted.
+const driverAuto = "auto"
 
-// openStores opens the stores. Layers are made by the driver of that name.
+// openStores opens the stores. Layers are made by the driver that cfg names.
 func openStores(cfg Config, log *slog.Logger) (_ *stores, err error) {
-	s := &stores{}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, s.close())
-		}
-	}()
-	directory, err := layer.Open(cfg.Root, layer.NewDirectory(cfg.Unpack), cfg.Reserve, log)
+	s := &stores{log: log, choice: cfg.Driver}
+	if s.choice == "" {
+		s.choice = string(rootfs.Directory)
+	}
+	if !slices.Contains([]string{string(rootfs.Directory), string(rootfs.EROFS), driverAuto}, s.choice) {
+		return nil, errdefs.InvalidArgument("layer driver %q is not known", cfg.Driver)
+	}
+	undo := cleanup.New()
+	defer undo.Run(&err)
+	undo.Add("close layer stores", s.close)
+	directory, err := s.open(cfg.Root, layer.NewDirectory(cfg.Unpack), cfg.Reserve)
 	if err != nil {
 		return nil, err
 	}
-	s.made, s.usable, s.all = directory, []*layer.Store{directory}, []*layer.Store{directory}
-	choice := cfg.Driver
-	switch rootfs.Kind(choice) {
-	case "":
-		choice = string(rootfs.Directory)
-	case rootfs.Directory, rootfs.EROFS, driverAuto:
-	default:
-		return nil, errdefs.InvalidArgument("layer driver %q is not known", choice)
-	}
-	root := filepath.Join(cfg.Root, erofsDir)
-	if choice == string(rootfs.Directory) {
-		if _, err := os.Lstat(root); errors.Is(err, fs.ErrNotExist) {
-			return s, nil // it never was another
-		}
-	}
-	lacks := erofs.Probe(filepath.Join(cfg.Root, "tmp"))
-	if lacks != nil && choice == string(rootfs.EROFS) {
-		return nil, errdefs.FailedPrecondition("layer driver %q: %w", choice, lacks)
-	}
-	if lacks != nil && choice == driverAuto {
-		log.Info("layers are kept as directories: EROFS images can't be mounted from files", "reason", lacks)
-		if _, err := os.Lstat(root); errors.Is(err, fs.ErrNotExist) {
-			return s, nil
-		}
-	}
-	images, err := layer.Open(root, layer.NewEROFS(cfg.Pack), cfg.Reserve, log)
-	if err != nil {
+	s.made, s.usable = directory, []*layer.Store{directory}
+	if err := s.openImages(cfg, directory); err != nil {
 		return nil, err
 	}
-	s.all = append(s.all, images)
-	switch {
-	case lacks != nil: // its images are pulled again, and its layers collected
-		log.Warn("layers of another driver can't be mounted", "driver", rootfs.EROFS, "error", lacks)
-	case choice == string(rootfs.Directory):
-		s.usable = append(s.usable, images)
-	default:
-		s.made, s.usable = images, []*layer.Store{images, directory}
-	}
+	undo.Release()
 	return s, nil
 }
 
-// holding returns the store that has all the layers of an image, or the one in which the missing ones are to be made.
-func (s *stores) holding(names []digest.Digest) *layer.Store {
+// open opens one store.
+func (s *stores) open(root string, driver layer.Driver, reserve layer.Reserve) (*layer.Store, error) {
+	store, err := layer.Open(root, driver, reserve, s.log)
+	if err != nil {
+		return nil, err
+	}
+	s.all = append(s.all, store)
+	return store, nil
+}
+
+// openImages opens the store of the EROFS driver, if it is to be used or was used before, and finds out what it is good for. Only
+// what a kernel can't mount for certain is unusable, for its images are lost then. Where that can't be found out at the moment, on a
+// full disk say, the layers that are there are used as ever, and auto makes no more of them until the next start.
+func (s *stores) openImages(cfg Config, directory *layer.Store) error {
+	root := filepath.Join(cfg.Root, erofsDir)
+	_, err := os.Lstat(root)
+	never := errors.Is(err, fs.ErrNotExist)
+	if never && s.choice == string(rootfs.Directory) {
+		return nil
+	}
+	probe := cfg.Probe
+	if probe == nil {
+		probe = erofs.Probe
+	}
+	lacks := probe(filepath.Join(cfg.Root, "tmp"))
+	cannot := errors.Is(lacks, errors.ErrUnsupported)
+	switch {
+	case cannot && s.choice == string(rootfs.EROFS):
+		return errdefs.FailedPrecondition("layer driver %q: %w", s.choice, lacks)
+	case cannot && never:
+		s.log.Info("layers are kept as directories: EROFS images can't be mounted from files", "reason", lacks)
+		return nil
+	case cannot:
+		s.log.Warn("layers that are EROFS images can't be mounted: their images must be pulled again", "reason", lacks)
+	case lacks != nil:
+		s.log.Warn("whether layers can be EROFS images is not known", "error", lacks)
+	}
+	if lacks != nil && never && s.choice != string(rootfs.EROFS) {
+		return nil
+	}
+	images, err := s.open(root, layer.NewEROFS(cfg.Pack), cfg.Reserve)
+	switch {
+	case err != nil:
+		return err
+	case cannot:
+	case s.choice == string(rootfs.EROFS), s.choice == driverAuto && lacks == nil:
+		s.made, s.usable = images, []*layer.Store{images, directory}
+	default:
+		s.usable = append(s.usable, images)
+	}
+	return nil
+}
+
+// holding returns the stores that have all the layers of an image, the best first: an image stays with the driver by which it
+// was pulled, though the layers of others may make it one of another driver too.
+func (s *stores) holding(names []digest.Digest) []*layer.Store {
+	var stacked, rest []*layer.Store
 	for _, store := range s.usable {
-		if hasAll(store, names) {
-			return store
+		switch {
+		case !hasAll(store, names):
+		case store.IsStacked(names):
+			stacked = append(stacked, store)
+		default:
+			rest = append(rest, store)
 		}
+	}
+	return append(stacked, rest...)
+}
+
+// home returns the store that has all the layers of an image, or the one in which the missing ones are to be made.
+func (s *stores) home(names []digest.Digest) *layer.Store {
+	if holding := s.holding(names); len(holding) > 0 {
+		return holding[0]
 	}
 	return s.made
 }
 
+// other returns the store in which to make an image whose layers are too much for the driver of the given one, or nil.
+func (s *stores) other(store *layer.Store) *layer.Store {
+	if s.choice != driverAuto || store.Kind() == rootfs.Directory {
+		return nil
+	}
+	return s.all[0]
+}
+
 // has reports whether an image can be used.
 func (s *stores) has(names []digest.Digest) error {
-	store := s.holding(names)
+	store := s.home(names)
 	for _, name := range names {
 		if !store.Has(name) {
 			return fmt.Errorf("layer %s is missing", name)
@@ -121,18 +168,22 @@ func hasAll(store *layer.Store, names []digest.Digest) bool {
 	return true
 }
 
-// Stack is layer.Store's.
+// Stack is layer.Store's, of the first store that can.
 func (s *stores) Stack(ctx context.Context, names []digest.Digest) ([]rootfs.Layer, error) {
-	return s.holding(names).Stack(ctx, names)
+	holding := s.holding(names)
+	if len(holding) == 0 {
+		return s.made.Stack(ctx, names) // which tells what is missing
+	}
+	var failed error
+	for _, store := range holding {
+		layers, err := store.Stack(ctx, names)
+		if err == nil {
+			return layers, nil
+		}
+		failed = cmp.Or(failed, err)
+	}
+	return nil, failed
 }
-
-// Create makes a layer.
-func (s *stores) Create(ctx context.Context, from layer.Source, blob io.Reader, limits unpack.Limits) error {
-	return s.made.Create(ctx, from, blob, limits)
-}
-
-// HasRoom is layer.Store's.
-func (s *stores) HasRoom(bytes uint64) error { return s.made.HasRoom(bytes) }
 
 // Usage is what all take.
 func (s *stores) Usage() (sum layer.Usage) {
@@ -160,6 +211,22 @@ func (s *stores) List() (names []digest.Digest) {
 func (s *stores) Remove(name digest.Digest) (failed error) {
 	for _, store := range s.all {
 		failed = errors.Join(failed, store.Remove(name))
+	}
+	return failed
+}
+
+// Merged returns the chains of layers that there are images of, see layer.Store.
+func (s *stores) Merged() (chains []digest.Digest) {
+	for _, store := range s.all {
+		chains = append(chains, store.Merged()...)
+	}
+	return chains
+}
+
+// RemoveMerged removes the image of a chain of layers, wherever there is one.
+func (s *stores) RemoveMerged(chain digest.Digest) (failed error) {
+	for _, store := range s.all {
+		failed = errors.Join(failed, store.RemoveMerged(chain))
 	}
 	return failed
 }

@@ -40,6 +40,7 @@ const (
 	layoutChunked = 4 << 1
 
 	chunkIndexes = 0x20 // each chunk says in which device it is
+	maxChunkBits = 0x1f // that is how much there is for them: chunks of 8 TiB
 	chunkSize    = 8    // of what is said
 	noBlock      = math.MaxUint32
 
@@ -229,22 +230,20 @@ func (i *inode) placeTail(pos, head int64) int64 {
 	return pos + head
 }
 
-// chunkBits and chunks are how a file's data is described: as one chunk unless it has holes.
+// chunkBits and chunks are how a file's data is described: as one chunk unless it has holes, or more than the largest chunk holds.
 func (i *inode) chunkBits() (bits uint8) {
 	if len(i.Data.Holes) > 0 {
 		return i.Data.ChunkBits
 	}
-	for int64(1)<<bits < i.Data.Blocks() {
+	for bits < maxChunkBits && int64(1)<<bits < i.Data.Blocks() {
 		bits++
 	}
 	return bits
 }
 
 func (i *inode) chunks() int64 {
-	if len(i.Data.Holes) > 0 {
-		return i.Data.Chunks()
-	}
-	return 1
+	bits := i.chunkBits()
+	return (i.Data.Blocks() + 1<<bits - 1) >> bits
 }
 
 // dirBlocks divides the entries of a directory into blocks, and hands each to do, if there is one. It returns how many there are, and

@@ -36,6 +36,9 @@ func newEffort(ctx context.Context, units int64) *Effort {
 // step pays for a step from one directory to the next.
 func (e *Effort) step() error { return e.pay(stepEffort) }
 
+// steps pays for so many.
+func (e *Effort) steps(n int) error { return e.pay(int64(n) * stepEffort) }
+
 // open pays for opening a directory; the kernel looks up each name of its path.
 func (e *Effort) open(dir string) error { return e.pay(openEffort + int64(strings.Count(dir, "/"))) }
 

@@ -37,10 +37,13 @@ type Packer func(ctx context.Context, data, tree *os.File, blob io.Reader, job u
 //
 // What a taken-over berth-unpack leaves of a layer is not shown to the kernel: the tree is in a form that package tree
 // believes nothing of, and the image is made of it here.
-type EROFS struct{ pack Packer }
+type EROFS struct {
+	pack   Packer
+	merger *erofs.Merger
+}
 
 // NewEROFS returns the EROFS driver, which has blobs packed by the function.
-func NewEROFS(p Packer) *EROFS { return &EROFS{p} }
+func NewEROFS(p Packer) *EROFS { return &EROFS{p, erofs.NewMerger()} }
 
 // Kind implements Driver.
 func (e *EROFS) Kind() rootfs.Kind { return rootfs.EROFS }
@@ -119,7 +122,7 @@ func (e *EROFS) Merge(effort *Effort, dir string, chain []string) (_ Usage, used
 	for _, layer := range chain {
 		layers = append(layers, filesOf(layer))
 	}
-	used, err = erofs.Merge(image, layers, effort.step)
+	used, err = e.merger.Merge(effort.ctx, image, layers, effort.steps)
 	failpoint.Reach("layer.image-written")
 	if errors.Is(err, tree.ErrTooLarge) {
 		return Usage{}, nil, errdefs.New(codes.ResourceExhausted, "it has more than %d files, or too much is to be said of them: %w", erofs.MaxNames, err)

@@ -2,12 +2,14 @@ package layer
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"path/filepath"
 	"slices"
 
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/identity"
+	"golang.org/x/sys/unix"
 
 	"berth/image/unpack"
 	"berth/internal/errdefs"
@@ -184,25 +186,43 @@ func (s *Store) mountMerged(ctx context.Context, driver Merger, chainID digest.D
 	}
 	defer owned.release()
 	j := owned.value()
-	if j == nil {
-		if j, err = s.merge(ctx, driver, chainID, names); err != nil {
-			return nil, coded(fmt.Errorf("merge layers: %w", err))
-		}
-		owned.set(j)
-	}
-	if j.mount.Load() == nil {
-		mount, err := s.imageOf(j).Open()
-		if err != nil {
+	found := j != nil
+	if !found {
+		if j, err = s.merge(ctx, driver, owned, names); err != nil {
 			return nil, err
 		}
-		j.mount.Store(mount)
 	}
+	if j.mount.Load() != nil {
+		return j, nil
+	}
+	mount, err := s.imageOf(j).Open()
+	if err != nil && found && isDamaged(err) {
+		s.log.Error("image of layers is damaged, and made anew", "chain", chainID, "error", err)
+		if j, err = s.merge(ctx, driver, owned, names); err != nil {
+			return nil, err
+		}
+		mount, err = s.imageOf(j).Open()
+	}
+	if err != nil {
+		return nil, err
+	}
+	j.mount.Store(mount)
 	return j, nil
 }
 
-// merge makes the image of a chain.
-func (s *Store) merge(ctx context.Context, driver Merger, chainID digest.Digest, names []digest.Digest) (*join, error) {
-	j := &join{ChainID: chainID, Layers: slices.Clone(names), Kind: driver.Kind(), onDisk: true}
+// isDamaged tells what the kernel says of an image that is not what was written from what it says for want of something.
+func isDamaged(err error) bool {
+	for _, errno := range []error{unix.EUCLEAN, unix.EBADMSG, unix.EINVAL, unix.EOPNOTSUPP, unix.EIO, unix.ENOENT} {
+		if errors.Is(err, errno) {
+			return true
+		}
+	}
+	return false
+}
+
+// merge makes the image of the chain that is owned, in place of one that is there. No more is written than the reserve leaves.
+func (s *Store) merge(ctx context.Context, driver Merger, chain *owned[join], names []digest.Digest) (*join, error) {
+	j := &join{ChainID: chain.key, Layers: slices.Clone(names), Kind: driver.Kind(), onDisk: true}
 	dirs := make([]string, 0, len(names))
 	for _, name := range names {
 		if _, err := s.Info(name); err != nil {
@@ -210,14 +230,55 @@ func (s *Store) merge(ctx context.Context, driver Merger, chainID digest.Digest,
 		}
 		dirs = append(dirs, s.layerDir(name))
 	}
-	return j, s.publish(s.joinDir(chainID), joinKind, func(dir string) (any, error) {
-		usage, used, err := driver.Merge(newEffort(ctx, s.effort), dir, dirs)
+	guarded, stop, err := s.guard(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("merge layers: %w", err)
+	}
+	defer stop()
+	err = s.publish(s.joinDir(chain.key), joinKind, func(dir string) (any, error) {
+		usage, used, err := driver.Merge(newEffort(guarded, s.effort), dir, dirs)
 		j.Usage = usage
 		for _, i := range used {
 			j.Data = append(j.Data, names[i])
 		}
 		return j, err
 	})
+	if err != nil {
+		return nil, coded(fmt.Errorf("merge layers: %w", err))
+	}
+	chain.set(j)
+	return j, nil
+}
+
+// IsStacked reports whether Stack has nothing left to make for a chain of layers.
+func (s *Store) IsStacked(names []digest.Digest) bool {
+	if _, merges := s.driver.(Merger); merges {
+		return s.joins.get(identity.ChainID(names)) != nil
+	}
+	return true // joins are for parts of a chain; what is missing is made
+}
+
+// Merged returns the IDs of the chains of layers that there are images of (Merger). They are to be removed when nobody needs them
+// any more.
+func (s *Store) Merged() (chains []digest.Digest) {
+	if _, merges := s.driver.(Merger); merges {
+		for _, j := range s.joins.all() {
+			chains = append(chains, j.ChainID)
+		}
+	}
+	return chains
+}
+
+// RemoveMerged removes the image of a chain of layers, but not the layers. The caller sees to it that nothing uses it. It is no error
+// if it is not there.
+func (s *Store) RemoveMerged(chainID digest.Digest) error {
+	if _, merges := s.driver.(Merger); !merges {
+		return nil // a join of that ID serves longer chains, too
+	}
+	if err := s.removeJoin(chainID); err != nil {
+		return fmt.Errorf("remove the image of chain %s: %w", chainID, err)
+	}
+	return nil
 }
 
 // unmount ends the mount of an image that the Store has.

@@ -13,8 +13,10 @@ import (
 	"berth/internal/safefs"
 )
 
-// maxViewLinks is how many symlinks one resolution follows, the kernel's own limit.
-const maxViewLinks = 40
+const (
+	maxViewLinks = 40 // symlinks that one resolution follows, the kernel's own limit
+	namesPerStep = 16 // of a way: so many are copied in the time of a step
+)
 
 // view sees directory layers on top of each other as overlayfs shows them. It
 // tells in which layers a file is, which a mount of them does not.
@@ -205,6 +207,9 @@ func (v *view) resolve(p string) (found, error) {
 			trail = trail[:1]
 		}
 		rest = slices.Concat(strings.Split(target, "/"), rest)
+		if err := v.effort.pay(stepEffort * int64(len(rest)) / namesPerStep); err != nil { // whether they are walked or not
+			return found{}, err
+		}
 	}
 	return trail[len(trail)-1], nil
 }

@@ -324,8 +324,12 @@ func (r *reader) xattrs(n *Node) error {
 		if x.Value, err = r.text(MaxXattrValue); err != nil {
 			return err
 		}
-		if x.Name <= last || !KnownXattr(x.Name) {
+		if x.Name <= last {
 			return malformed("the extended attribute %q after %q", x.Name, last)
+		}
+		// The kernel shows what it finds in an image; of what it is told by setxattr(2) it would keep this as it is.
+		if kept, ok, err := CheckXattr(n.Type(), x.Name, x.Value); err != nil || !ok || kept == nil || *kept != x.Value {
+			return malformed("the extended attribute %q of %d bytes on a file of type %#o", x.Name, len(x.Value), n.Type())
 		}
 		last = x.Name
 		if total += len(x.Name) + len(x.Value); total > MaxXattrBytes {
@@ -334,19 +338,6 @@ func (r *reader) xattrs(n *Node) error {
 		n.Xattrs = append(n.Xattrs, x)
 	}
 	return nil
-}
-
-// KnownXattr reports whether a tree may have the attribute: one that images may set (unpack.KeepXattr) and that has a
-// form on EROFS. Nothing of overlayfs' own is among them.
-func KnownXattr(name string) bool {
-	user, ok := strings.CutPrefix(name, "user.")
-	switch {
-	case strings.ContainsRune(name, 0):
-		return false
-	case ok:
-		return user != "" && !strings.HasPrefix(user, "overlay.")
-	}
-	return name == "security.capability" || name == "system.posix_acl_access" || name == "system.posix_acl_default"
 }
 
 func (r *reader) special(n *Node) error {

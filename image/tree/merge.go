@@ -12,8 +12,9 @@ import (
 
 // Merger puts the trees of layers on each other. Its zero value but for Pay has none yet.
 type Merger struct {
-	// Pay is called for each step from one directory to the next on the way of a hard link. An error ends the merge.
-	Pay  func() error
+	// Pay is called for steps from one directory to the next on the way of a hard link, and for what takes as long. An error ends
+	// the merge.
+	Pay  func(steps int) error
 	root *Node
 }
 
@@ -39,9 +40,7 @@ func (m *Merger) Add(layer *Node) error {
 		return err
 	}
 	for _, l := range links {
-		if err := m.place(l); err != nil {
-			return l.failed(err)
-		}
+		m.place(l)
 	}
 	return nil
 }
@@ -84,34 +83,61 @@ func (n *Node) dressLike(other *Node) {
 	n.Mode, n.UID, n.GID, n.Sec, n.Nsec, n.Xattrs = other.Mode, other.UID, other.GID, other.Sec, other.Nsec, other.Xattrs
 }
 
+// where is a directory of a layer. Links have that and not a path, of which each may have four kilobytes.
+type where struct {
+	parent *where // nil: the root
+	name   string
+}
+
+func (w *where) path() string {
+	if w.parent == nil {
+		return ""
+	}
+	return w.parent.path() + w.name + "/"
+}
+
+// in finds the directory in a tree that has it.
+func (w *where) in(root *Node) *Node {
+	if w.parent == nil {
+		return root
+	}
+	return w.parent.in(root).Children[w.name]
+}
+
 // link is a hard link to a layer below.
 type link struct {
-	name   string // its path
+	dir    *where
+	name   string
 	target string
 	file   *Node // what it is another name of
 }
 
 func (l *link) failed(err error) error {
-	return fmt.Errorf("hard link %q to %q: %w", clip(l.name), clip(l.target), err)
+	return fmt.Errorf("hard link %q to %q: %w", clip(l.dir.path()+l.name), clip(l.target), err)
 }
 
 func clip(name string) string { return name[:min(len(name), 256)] }
 
-// findLinks returns the links of a layer, in the order of their paths.
+// findLinks returns the links of a layer, in the order of its tree.
 func findLinks(layer *Node) (links []*link) {
-	var walk func(dir *Node, at string)
-	walk = func(dir *Node, at string) {
-		for name, n := range dir.Children {
-			switch {
-			case n.IsLink():
-				links = append(links, &link{name: at + name, target: n.Target})
-			case n.IsDir():
-				walk(n, at+name+"/")
+	var walk func(n *Node, dir *where)
+	walk = func(n *Node, dir *where) {
+		var names []string // of what matters here: most are files
+		for name, child := range n.Children {
+			if child.IsLink() || child.IsDir() {
+				names = append(names, name)
+			}
+		}
+		slices.Sort(names)
+		for _, name := range names {
+			if child := n.Children[name]; child.IsLink() {
+				links = append(links, &link{dir: dir, name: name, target: child.Target})
+			} else {
+				walk(child, &where{dir, name})
 			}
 		}
 	}
-	walk(layer, "")
-	slices.SortFunc(links, func(a, b *link) int { return strings.Compare(a.name, b.name) })
+	walk(layer, &where{})
 	return links
 }
 
@@ -144,8 +170,10 @@ func isPath(err error) bool {
 	return errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP)
 }
 
-// maxSymlinks is the kernel's own limit of symlinks in one resolution (MAXSYMLINKS).
-const maxSymlinks = 40
+const (
+	maxSymlinks  = 40 // the kernel's own limit in one resolution (MAXSYMLINKS)
+	namesPerStep = 16 // of a way: so many are copied in the time of a step
+)
 
 // resolve finds a path, following symlinks on the way as a process in the root would, but not one at its end.
 func (m *Merger) resolve(p string) (*Node, error) {
@@ -155,7 +183,7 @@ func (m *Merger) resolve(p string) (*Node, error) {
 	trail := []*Node{m.root}
 	rest := strings.Split(p, "/")
 	for links := 0; len(rest) > 0; {
-		if err := m.Pay(); err != nil {
+		if err := m.Pay(1); err != nil {
 			return nil, err
 		}
 		name := rest[0]
@@ -186,18 +214,12 @@ func (m *Merger) resolve(p string) (*Node, error) {
 			trail = trail[:1]
 		}
 		rest = slices.Concat(strings.Split(next.Target, "/"), rest)
+		if err := m.Pay(len(rest) / namesPerStep); err != nil { // whether they are walked or not
+			return nil, err
+		}
 	}
 	return trail[len(trail)-1], nil
 }
 
 // place gives the file of a link its name. The directory is there: the layer has it, with the link in it.
-func (m *Merger) place(l *link) error {
-	dir, names := m.root, strings.Split(l.name, "/")
-	for _, name := range names[:len(names)-1] {
-		if dir = dir.Children[name]; dir == nil || !dir.IsDir() {
-			return unix.ENOTDIR
-		}
-	}
-	dir.Children[names[len(names)-1]] = l.file
-	return nil
-}
+func (m *Merger) place(l *link) { l.dir.in(m.root).Children[l.name] = l.file }

@@ -12,11 +12,17 @@ import (
 
 var limit = Limit{Bytes: 1 << 20, Nodes: 1000, Blocks: 1 << 30}
 
+const (
+	goodCapability = "\x00\x00\x00\x02" + "\x00\x20\x00\x00" + "\x00\x00\x00\x00" + "\x00\x00\x00\x00" + "\x00\x00\x00\x00"
+	goodACL        = "\x02\x00\x00\x00" + "\x01\x00\x07\x00\xff\xff\xff\xff" + "\x02\x00\x06\x00\xe8\x03\x00\x00" + "\x04\x00\x05\x00\xff\xff\xff\xff" +
+		"\x10\x00\x07\x00\xff\xff\xff\xff" + "\x20\x00\x01\x00\xff\xff\xff\xff"
+)
+
 // sample has a node of every kind.
 func sample() *Node {
 	file := &Node{
 		Mode: unix.S_IFREG | 0o4755, UID: math.MaxUint32 - 1, GID: 7, Sec: -5, Nsec: 999_999_999,
-		Xattrs: []Xattr{{"security.capability", "c"}, {"user.a", ""}},
+		Xattrs: []Xattr{{"security.capability", goodCapability}, {"user.a", ""}},
 		Data:   Data{Size: 5 << 30, Block: 9, ChunkBits: ChunkBitsOf(5 << 30), Holes: bytes.Repeat([]byte{1}, 320)},
 	}
 	root := NewDir()
@@ -70,6 +76,13 @@ func TestDecodeRefuses(t *testing.T) {
 		"behind the data": with(func(_, f *Node) { f.Data.Block = 1<<30 - 3 }),
 		"holes":           with(func(_, f *Node) { f.Data.Holes = f.Data.Holes[1:] }),
 		"chunks":          with(func(_, f *Node) { f.Data.ChunkBits++ }),
+		"a capability":    with(func(_, f *Node) { f.Xattrs = []Xattr{{capability, goodCapability[1:]}} }),
+		"version 1":       with(func(_, f *Node) { f.Xattrs = []Xattr{{capability, "\x00\x00\x00\x01" + goodCapability[4:]}} }),
+		"an ACL":          with(func(_, f *Node) { f.Xattrs = []Xattr{{AccessACL, goodACL[:len(goodACL)-8]}} }),
+		"ACL's version":   with(func(_, f *Node) { f.Xattrs = []Xattr{{AccessACL, "\x01" + goodACL[1:]}} }),
+		"a mode as ACL":   with(func(_, f *Node) { f.Xattrs = []Xattr{{AccessACL, goodACL[:4]}} }),
+		"file's default":  with(func(_, f *Node) { f.Xattrs = []Xattr{{defaultACL, goodACL}} }),
+		"symlink's user":  with(func(r, _ *Node) { r.Children["e"].Xattrs = []Xattr{{"user.a", ""}} }),
 		"overlay's xattr": with(func(_, f *Node) { f.Xattrs = []Xattr{{"trusted.overlay.redirect", "/"}} }),
 		"overlay's user":  with(func(_, f *Node) { f.Xattrs = []Xattr{{"user.overlay.redirect", "/"}} }),
 		"xattrs' order":   with(func(_, f *Node) { f.Xattrs = []Xattr{{"user.b", ""}, {"user.a", ""}} }),
@@ -110,6 +123,77 @@ func TestDecodeRefuses(t *testing.T) {
 	}
 }
 
+// What Linux keeps of extended attributes is taken.
+func TestDecodeXattrs(t *testing.T) {
+	root := sample()
+	root.Children["a"].Xattrs = []Xattr{{capability, goodCapability}, {AccessACL, goodACL}, {"user.a", "\x00"}}
+	root.Children["i"].Xattrs = []Xattr{{AccessACL, goodACL}, {defaultACL, goodACL}}
+	if _, _, err := Decode(bytes.NewReader(encoded(t, root)), 0, limit); err != nil {
+		t.Error(err)
+	}
+}
+
+// Whatever way a hard link leads, it is paid for, also where a symlink lengthens it in vain.
+func TestMergerIsPaid(t *testing.T) {
+	root := NewDir()
+	root.Children["d"] = NewDir()
+	root.Children["s"] = &Node{Mode: unix.S_IFLNK | 0o777, Target: strings.Repeat("x/", 2000)}
+	links := NewDir()
+	const names = 100
+	for i := range names {
+		links.Children[strings.Repeat("l", i+1)] = &Node{Target: "s/f"}
+	}
+	paid, enough := 0, errors.New("enough")
+	m := &Merger{Pay: func(steps int) error {
+		if paid += steps; paid > names*2000/namesPerStep {
+			return enough
+		}
+		return nil
+	}}
+	if err := m.Add(root); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.Add(links); !errors.Is(err, enough) {
+		t.Errorf("%d steps: %v", paid, err)
+	}
+}
+
+// The errors of links tell which, and the links do not keep the paths of all.
+func TestMergerNamesLinks(t *testing.T) {
+	root := NewDir()
+	dir := root
+	for range 16 {
+		next := NewDir()
+		dir.Children[strings.Repeat("d", 200)] = next
+		dir = next
+	}
+	dir.Children["b"], dir.Children["a"] = &Node{Target: "no/where"}, &Node{Target: "f"}
+	m := &Merger{Pay: func(int) error { return nil }}
+	below := NewDir()
+	below.Children["f"] = &Node{Mode: unix.S_IFREG}
+	if err := m.Add(below); err != nil {
+		t.Fatal(err)
+	}
+	err := m.Add(root)
+	if !errors.Is(err, unix.ENOENT) || !strings.Contains(err.Error(), `to "no/where"`) || !strings.Contains(err.Error(), `hard link "ddd`) {
+		t.Error(err)
+	}
+	delete(dir.Children, "b")
+	m = &Merger{Pay: m.Pay}
+	for _, layer := range []*Node{below, root} {
+		if err := m.Add(layer); err != nil {
+			t.Fatal(err)
+		}
+	}
+	at := m.Root()
+	for range 16 {
+		at = at.Children[strings.Repeat("d", 200)]
+	}
+	if at.Children["a"] != below.Children["f"] {
+		t.Error("the link is not the file")
+	}
+}
+
 // FuzzDecode decodes anything; what is a tree is merged, and is encoded as the same bytes again.
 func FuzzDecode(f *testing.F) {
 	f.Add(encoded(f, sample()))
@@ -127,8 +211,8 @@ func FuzzDecode(f *testing.F) {
 			t.Errorf("decoded again: %v", err)
 		}
 		steps := 0
-		m := &Merger{Pay: func() error {
-			if steps++; steps > 1<<20 {
+		m := &Merger{Pay: func(n int) error {
+			if steps += n; steps > 1<<20 {
 				return ErrTooLarge
 			}
 			return nil

@@ -114,7 +114,7 @@ func (p *packer) add(at spot, n *tree.Node) error {
 	if old := p.at(at); old != nil && (old.IsDir() || old.Type() == unix.S_IFLNK) {
 		p.last = found{} // it may have been found through that
 	}
-	at.dir.Children[at.name] = n
+	at.dir.Children[strings.Clone(at.name)] = n // archive/tar's strings are parts of the whole header, of a megabyte at most
 	return nil
 }
 
@@ -174,7 +174,7 @@ func (p *packer) describe(n *tree.Node, hdr *tar.Header) error {
 func (p *packer) special(at spot, hdr *tar.Header, mode uint32, dev uint64) error {
 	n := &tree.Node{Mode: mode, Major: unix.Major(dev), Minor: unix.Minor(dev)}
 	if mode == unix.S_IFLNK {
-		n.Target = hdr.Linkname
+		n.Target = strings.Clone(hdr.Linkname)
 	}
 	if err := p.dress(n, hdr); err != nil {
 		return err
@@ -204,7 +204,7 @@ func (p *packer) link(at, target spot) error {
 
 // linkBelow notes a name that a file of a layer below is to have.
 func (p *packer) linkBelow(at spot, target string) error {
-	return p.add(at, &tree.Node{Target: target})
+	return p.add(at, &tree.Node{Target: strings.Clone(target)})
 }
 
 // parent finds the directory an entry goes to, and makes what is missing of it.
@@ -222,8 +222,10 @@ func (p *packer) parent(dir string) (found, error) {
 // lookup finds a directory if it exists.
 func (p *packer) lookup(dir string) (found, error) { return p.walk(dir, false) }
 
-// maxLinks is the kernel's own limit of symlinks in one resolution (MAXSYMLINKS).
-const maxLinks = 40
+const (
+	maxLinks     = 40 // the kernel's own limit of symlinks in one resolution (MAXSYMLINKS)
+	namesPerStep = 16 // of a way: so many are copied in the time of a step
+)
 
 // walk follows a path as a process with the layer as its root would. If it is to make what is missing, that includes the target of
 // a dangling symlink.
@@ -255,6 +257,7 @@ func (p *packer) walk(dir string, making bool) (found, error) {
 				trail = trail[:1]
 			}
 			rest = slices.Concat(strings.Split(n.Target, "/"), rest)
+			p.steps -= len(rest) / namesPerStep
 			continue
 		}
 		n, err := p.enter(at, n, making)

@@ -85,8 +85,7 @@ var unmarked = map[string]string{
 
 	"image/layer.Remove: parent.RemoveAllUntil":                           byCaller,
 	"image/layer.Remove: os.RemoveAll":                                    byCaller,
-	"image/erofs.Probe: os.MkdirTemp os.RemoveAll":                        "a probe at start, in the directory that each start empties",
-	"image/erofs.writeProbe: os.WriteFile os.Create":                      "the same",
+	"image/erofs.unnamed: unix.Open":                                      "a file without a name, which goes with the process",
 	"image/layer.makeTree: os.Mkdir unix.Chmod":                           unnamed,
 	"image/layer.writeRecord: os.WriteFile":                               byCaller,
 	"image/layer.Open: os.MkdirAll":                                       again,

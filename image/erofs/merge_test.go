@@ -1,0 +1,153 @@
+package erofs
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"testing"
+	"testing/synctest"
+
+	"golang.org/x/sys/unix"
+
+	"berth/image/tree"
+	"berth/internal/rootfs/mounttest"
+)
+
+func free(int) error { return nil }
+
+// layerOf writes the files of a layer.
+func layerOf(t testing.TB, root *tree.Node) Files {
+	t.Helper()
+	dir := t.TempDir()
+	f := Files{Tree: filepath.Join(dir, "tree"), Data: filepath.Join(dir, "data")}
+	var b bytes.Buffer
+	must(t, tree.Encode(&b, root))
+	must(t, os.WriteFile(f.Tree, b.Bytes(), 0o600))
+	must(t, os.WriteFile(f.Data, nil, 0o600))
+	return f
+}
+
+// The trees of an image are bounded together, whichever of its layers they are of.
+func TestMergeIsBounded(t *testing.T) {
+	m := NewMerger()
+	half := layerOf(t, tree.NewDir())
+	must(t, os.Truncate(half.Tree, maxTreeBytes/2))
+	if _, err := m.Merge(t.Context(), io.Discard, []Files{half, half, layerOf(t, tree.NewDir())}, free); !errors.Is(err, tree.ErrTooLarge) {
+		t.Errorf("layers that are too large together: %v", err)
+	}
+	if _, err := m.Merge(t.Context(), io.Discard, []Files{half}, free); err == nil || errors.Is(err, tree.ErrTooLarge) {
+		t.Errorf("zeros behind a tree: %v", err)
+	}
+	const most = 1000
+	many := tree.NewDir()
+	for i := range most / 2 {
+		many.Children[fmt.Sprint(i)] = &tree.Node{Mode: unix.S_IFCHR}
+	}
+	names := layerOf(t, many)
+	m = newMerger(most)
+	if _, err := m.Merge(t.Context(), io.Discard, []Files{names}, free); err != nil {
+		t.Error(err)
+	}
+	if _, err := m.Merge(t.Context(), io.Discard, []Files{names, names}, free); !errors.Is(err, tree.ErrTooLarge) {
+		t.Errorf("too many names together: %v", err)
+	}
+}
+
+// Merges that need too much memory together wait for each other, and no longer than they may.
+func TestMergesWait(t *testing.T) {
+	l := layerOf(t, tree.NewDir())
+	synctest.Test(t, func(t *testing.T) {
+		m := NewMerger()
+		must(t, m.names.Acquire(t.Context(), MaxNames)) // another merge is at work
+		reason := errors.New("enough")
+		patient, ended := t.Context(), make(chan error, 1)
+		impatient, cancel := context.WithCancelCause(patient)
+		merge := func(ctx context.Context) {
+			_, err := m.Merge(ctx, io.Discard, []Files{l}, free)
+			ended <- err
+		}
+		go merge(impatient)
+		synctest.Wait()
+		cancel(reason)
+		if err := <-ended; !errors.Is(err, reason) {
+			t.Errorf("given up: %v", err)
+		}
+		go merge(patient)
+		synctest.Wait()
+		if len(ended) > 0 {
+			t.Errorf("did not wait: %v", <-ended)
+		}
+		m.names.Release(MaxNames)
+		must(t, <-ended)
+	})
+}
+
+// A merge ends with its context wherever it is.
+func TestMergeIsCancelled(t *testing.T) {
+	reason := errors.New("enough")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	below, links := tree.NewDir(), tree.NewDir()
+	below.Children["f"] = &tree.Node{Mode: unix.S_IFREG}
+	links.Children["l"] = &tree.Node{Target: "f"}
+	_, err := NewMerger().Merge(ctx, io.Discard, []Files{layerOf(t, below), layerOf(t, links), layerOf(t, below)}, func(int) error {
+		cancel(reason)
+		return nil
+	})
+	if !errors.Is(err, reason) {
+		t.Errorf("while trees are read: %v", err)
+	}
+	ctx, cancel = context.WithCancelCause(t.Context())
+	_, err = NewMerger().Merge(ctx, io.Discard, []Files{layerOf(t, below), layerOf(t, links)}, func(int) error {
+		cancel(reason)
+		return nil
+	})
+	if !errors.Is(err, reason) {
+		t.Errorf("while the image is written: %v", err)
+	}
+}
+
+// The probe tells a filesystem that can't do it from a lack of something, and leaves nothing.
+func TestProbe(t *testing.T) {
+	if err := Probe(filepath.Join(t.TempDir(), "missing")); err == nil || errors.Is(err, errors.ErrUnsupported) {
+		t.Errorf("a directory that is not there: %v", err)
+	}
+	dir := mounttest.DiskDir(t)
+	if err := Probe(dir); errors.Is(err, errors.ErrUnsupported) {
+		t.Skip("NOT TESTED: ", err)
+	} else {
+		must(t, err)
+	}
+	if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
+		t.Errorf("left: %v, %v", left, err)
+	}
+	small := t.TempDir()
+	must(t, unix.Mount("tmpfs", small, "tmpfs", 0, "size=1m"))
+	defer func() { must(t, unix.Unmount(small, 0)) }()
+	if err := Probe(small); !errors.Is(err, errors.ErrUnsupported) {
+		t.Errorf("a tmpfs: %v", err)
+	}
+	must(t, os.WriteFile(filepath.Join(small, "full"), make([]byte, 1<<20), 0o600))
+	if err := Probe(small); !errors.Is(err, unix.ENOSPC) || errors.Is(err, errors.ErrUnsupported) {
+		t.Errorf("a full disk: %v", err)
+	}
+	var before unix.Rlimit
+	must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &before))
+	lacking := 0
+	for files := range uint64(64) {
+		must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: files, Max: before.Max}))
+		err := Probe(dir)
+		must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &before))
+		if errors.Is(err, unix.EMFILE) && !errors.Is(err, errors.ErrUnsupported) {
+			lacking++
+		} else if err != nil {
+			t.Errorf("with %d descriptors: %v", files, err)
+		}
+	}
+	if lacking == 0 {
+		t.Error("no descriptor was lacking")
+	}
+}

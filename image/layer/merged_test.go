@@ -1,0 +1,160 @@
+package layer
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/opencontainers/go-digest"
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/image/erofs"
+	"berth/image/unpack"
+	"berth/internal/errdefs"
+	"berth/internal/rootfs"
+	"berth/internal/rootfs/mounttest"
+	"berth/internal/safefs"
+)
+
+// openImages opens a store of the EROFS driver, which the kernel must be able to mount.
+func openImages(t testing.TB, root string, reserve Reserve) *Store {
+	t.Helper()
+	if err := erofs.Probe(filepath.Dir(root)); errors.Is(err, errors.ErrUnsupported) {
+		t.Skip("NOT TESTED: ", err)
+	} else {
+		must(t, err)
+	}
+	s, err := Open(root, NewEROFS(unpack.Pack), reserve, discardLog())
+	must(t, err)
+	return s
+}
+
+// shown reads a file of a chain of layers.
+func shown(t testing.TB, s *Store, name string, chain ...digest.Digest) string {
+	t.Helper()
+	layers, err := s.Stack(context.Background(), chain)
+	must(t, err)
+	mount, err := rootfs.Spec{Layers: layers}.Mount()
+	must(t, err)
+	defer mount.Close()
+	data, err := safefs.ReadFile(mount, name, 1<<20)
+	must(t, err)
+	return string(data)
+}
+
+// An image of layers that the disk has damaged is made anew of them, the next time that it is to be mounted.
+func TestDamagedImageHeals(t *testing.T) {
+	root := filepath.Join(mounttest.DiskDir(t), "store")
+	damage := map[string]func(image string) error{
+		"gone":      os.Remove,
+		"empty":     func(image string) error { return os.Truncate(image, 0) },
+		"zeros":     func(image string) error { return errors.Join(os.Truncate(image, 0), os.Truncate(image, 64<<10)) },
+		"bad magic": func(image string) error { return overwrite(image, 1024, "x") },
+		"bad sum":   func(image string) error { return overwrite(image, 1028, "xxxx") },
+		"bad root":  func(image string) error { return overwrite(image, 4096, strings.Repeat("\xff", 64)) },
+	}
+	s := openImages(t, root, Reserve{})
+	chain := []digest.Digest{create(t, s, makeTar(t, file("f", "1"))), create(t, s, makeTar(t, file("g", "2")))}
+	if got := shown(t, s, "g", chain...); got != "2" {
+		t.Fatal(got)
+	}
+	for name, spoil := range damage {
+		must(t, s.Close())
+		image, err := filepath.Glob(filepath.Join(root, "joins", "*", imageFile))
+		if must(t, err); len(image) != 1 {
+			t.Fatalf("%s: the images of layers are %q", name, image)
+		}
+		must(t, spoil(image[0]))
+		s = openImages(t, root, Reserve{})
+		if got := shown(t, s, "f", chain...); got != "1" {
+			t.Errorf("%s: %q", name, got)
+		}
+		must(t, s.DropSetAside(nil))
+	}
+	for _, id := range chain {
+		must(t, s.Remove(id))
+	}
+	if left := entries(t, root, "joins"); len(left) > 0 {
+		t.Errorf("left: %q", left)
+	}
+	must(t, s.Close())
+}
+
+func overwrite(path string, at int64, text string) error {
+	f, err := os.OpenFile(path, os.O_WRONLY, 0)
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteAt([]byte(text), at)
+	return errors.Join(err, f.Close())
+}
+
+// What the kernel says for want of something is no damage: nothing is made anew, and nothing is set aside.
+func TestImageIsNotDamaged(t *testing.T) {
+	root := filepath.Join(mounttest.DiskDir(t), "store")
+	s := openImages(t, root, Reserve{})
+	id := create(t, s, makeTar(t, file("f", "1")))
+	shown(t, s, "f", id)
+	must(t, s.Close())
+	s = openImages(t, root, Reserve{})
+	defer func() { must(t, s.Close()) }()
+	var before unix.Rlimit
+	must(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &before))
+	must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 0, Max: before.Max}))
+	_, err := s.Stack(context.Background(), []digest.Digest{id})
+	must(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &before))
+	if !errors.Is(err, unix.EMFILE) {
+		t.Errorf("without descriptors: %v", err)
+	}
+	if left := entries(t, root, "joins"); len(left) != 1 || left[0] == "set-aside" {
+		t.Errorf("joins: %q", left)
+	}
+	if got := shown(t, s, "f", id); got != "1" {
+		t.Error(got)
+	}
+}
+
+// An image of layers is not written where that would take what is to be left free, but mounted if it is there.
+func TestImageThatTakesTheReserve(t *testing.T) {
+	root := filepath.Join(mounttest.DiskDir(t), "store")
+	s := openImages(t, root, Reserve{Percent: 5, Bytes: 1 << 30})
+	defer func() { must(t, s.Close()) }()
+	free := uint64(1 << 20)
+	s.statfs = func() (unix.Statfs_t, error) {
+		return unix.Statfs_t{Bsize: 4096, Blocks: 1 << 20, Files: 1 << 20, Ffree: 1 << 20, Bavail: free}, nil
+	}
+	a, b := create(t, s, makeTar(t, file("f", "1"))), create(t, s, makeTar(t, file("g", "2")))
+	shown(t, s, "f", a)
+	free = 0
+	if _, err := s.Stack(context.Background(), []digest.Digest{a, b}); errdefs.Code(err) != codes.ResourceExhausted || !errors.Is(err, unix.ENOSPC) {
+		t.Errorf("without room: %v", err)
+	}
+	if got := shown(t, s, "f", a); got != "1" {
+		t.Error(got)
+	}
+	free = 1 << 20
+	if got := shown(t, s, "g", a, b); got != "2" {
+		t.Error(got)
+	}
+}
+
+// Whoever waits for an image of layers waits no longer than he wants to.
+func TestMergeEndsWithItsContext(t *testing.T) {
+	s := openImages(t, filepath.Join(mounttest.DiskDir(t), "store"), Reserve{})
+	defer func() { must(t, s.Close()) }()
+	id := create(t, s, makeTar(t, file("f", "1")))
+	ctx, cancel := context.WithTimeout(context.Background(), time.Nanosecond)
+	defer cancel()
+	<-ctx.Done()
+	if _, err := s.Stack(ctx, []digest.Digest{id}); !errors.Is(err, context.DeadlineExceeded) {
+		t.Error(err)
+	}
+	if left := entries(t, s.root, "joins"); len(left) > 0 {
+		t.Errorf("left: %q", left)
+	}
+}

@@ -1,0 +1,346 @@
+package image
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+
+	"berth/image/erofs"
+	"berth/image/registry/registrytest"
+	"berth/image/unpack"
+	"berth/internal/errdefs"
+	"berth/internal/rootfs"
+	"berth/internal/rootfs/mounttest"
+	"berth/internal/safefs"
+	"berth/internal/testbuffer"
+)
+
+// What a probe may say.
+var (
+	works   = func(string) error { return nil }
+	cannot  = func(string) error { return fmt.Errorf("%w: an old kernel", errors.ErrUnsupported) }
+	noRoom  = func(string) error { return unix.ENOSPC }
+	noFiles = func(string) error { return fmt.Errorf("mount: %w", unix.EMFILE) }
+)
+
+// driversConfig is of a store that may have layers of both kinds.
+func driversConfig(t *testing.T) Config {
+	t.Helper()
+	root := mounttest.DiskDir(t)
+	if err := erofs.Probe(root); errors.Is(err, errors.ErrUnsupported) {
+		t.Skip("NOT TESTED: ", err)
+	} else if err != nil {
+		t.Fatal(err)
+	}
+	return Config{Root: root, Pack: unpack.Pack}
+}
+
+// with is the configuration of another start.
+func (cfg Config) with(driver string, probe func(string) error) Config {
+	cfg.Driver, cfg.Probe = driver, probe
+	return cfg
+}
+
+// restart closes the store, if there is one, and opens it again.
+func restart(t *testing.T, s *Store, cfg Config) *Store {
+	t.Helper()
+	if s != nil {
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return openStore(t, cfg)
+}
+
+// content reads a file of an image through a mount of it, and tells of what kind its layers are.
+func content(t *testing.T, s *Store, ref, name string) (text string, kind rootfs.Kind) {
+	t.Helper()
+	img, err := s.Get(ref)
+	if err != nil {
+		t.Fatal(err)
+	}
+	spec, err := s.Hold("content", img.Layers)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mount, err := spec.Mount()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer mount.Close()
+	data, err := safefs.ReadFile(mount, name, 1<<20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Release("content"); err != nil {
+		t.Fatal(err)
+	}
+	return string(data), spec.Layers[0].Kind
+}
+
+func wantContent(t *testing.T, s *Store, ref, name, text string, kind rootfs.Kind) {
+	t.Helper()
+	if got, of := content(t, s, ref, name); got != text || of != kind {
+		t.Errorf("%s of %s is %q, of %s; want %q, of %s", name, ref, got, of, text, kind)
+	}
+}
+
+// Images stay usable whatever the driver of new ones is, and are lost only where the kernel can't mount them for certain.
+func TestDriverChanges(t *testing.T) {
+	cfg := driversConfig(t)
+	reg := registrytest.New(t)
+	reg.PutImage("old", "v1", "old", plain(t, "f", "old"), plain(t, "g", "2"))
+	reg.PutImage("new", "v1", "new", plain(t, "f", "new"), plain(t, "h", "3"))
+	reg.PutImage("late", "v1", "late", plain(t, "f", "late"), plain(t, "i", "4"))
+	old, fresh, late := reg.Host()+"/old:v1", reg.Host()+"/new:v1", reg.Host()+"/late:v1"
+
+	s := restart(t, nil, cfg.with("erofs", nil))
+	pull(t, s, old)
+	wantContent(t, s, old, "f", "old", rootfs.EROFS)
+	for _, probe := range []func(string) error{works, noRoom, noFiles} {
+		s = restart(t, s, cfg.with("directory", probe))
+		wantContent(t, s, old, "f", "old", rootfs.EROFS)
+	}
+	pull(t, s, fresh)
+	wantContent(t, s, fresh, "f", "new", rootfs.Directory)
+
+	s = restart(t, s, cfg.with("auto", noFiles)) // not known: nothing is lost, and nothing is begun
+	if got := s.Driver(); got != rootfs.Directory {
+		t.Errorf("layers are made as %s where nobody knows whether EROFS can be mounted", got)
+	}
+	wantContent(t, s, old, "f", "old", rootfs.EROFS)
+	pull(t, s, late)
+	wantContent(t, s, late, "f", "late", rootfs.Directory)
+
+	s = restart(t, s, cfg.with("erofs", noRoom)) // it was asked for, and may do
+	if got := s.Driver(); got != rootfs.EROFS {
+		t.Errorf("layers are made as %s", got)
+	}
+	s = restart(t, s, cfg.with("auto", works))
+	for ref, text := range map[string]string{fresh: "new", late: "late"} {
+		wantContent(t, s, ref, "f", text, rootfs.Directory)
+	}
+	wantContent(t, s, old, "f", "old", rootfs.EROFS)
+
+	var log testbuffer.Buffer
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	s = openUnsettled(t, cfg.with("auto", cannot), &log)
+	if err := s.CollectGarbage(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	_, err := s.Get(old)
+	wantCode(t, err, codes.NotFound)
+	wantContent(t, s, fresh, "f", "new", rootfs.Directory)
+	pull(t, s, old)
+	wantContent(t, s, old, "f", "old", rootfs.Directory)
+	if left, err := os.ReadDir(filepath.Join(cfg.Root, erofsDir, "layers")); err != nil || len(left) > 0 {
+		t.Errorf("%d layers are left that nobody can use, %v", len(left), err)
+	}
+	s = restart(t, s, cfg.with("auto", works))
+	wantContent(t, s, old, "f", "old", rootfs.Directory)
+
+	if err := s.Close(); err != nil {
+		t.Fatal(err)
+	}
+	_, err = Open(t.Context(), cfg.with("erofs", cannot), slog.New(slog.DiscardHandler))
+	wantCode(t, err, codes.FailedPrecondition, "an old kernel")
+}
+
+// Where no layer was ever an EROFS image, the store of them is not made until it is of use.
+func TestDriverNeverUsed(t *testing.T) {
+	for name, c := range map[string]struct {
+		driver string
+		probe  func(string) error
+		made   bool
+		want   rootfs.Kind
+	}{
+		"not asked for":   {"directory", works, false, rootfs.Directory},
+		"an old kernel":   {"auto", cannot, false, rootfs.Directory},
+		"not known":       {"auto", noRoom, false, rootfs.Directory},
+		"works":           {"auto", works, true, rootfs.EROFS},
+		"asked for":       {"erofs", noRoom, true, rootfs.EROFS},
+		"nothing is said": {"", works, false, rootfs.Directory},
+	} {
+		cfg := Config{Root: t.TempDir(), Pack: unpack.Pack}.with(c.driver, c.probe)
+		s := openStore(t, cfg)
+		_, err := os.Stat(filepath.Join(cfg.Root, erofsDir))
+		if s.Driver() != c.want || (err == nil) != c.made {
+			t.Errorf("%s: %s, %v", name, s.Driver(), err)
+		}
+	}
+	_, err := Open(t.Context(), Config{Root: t.TempDir(), Driver: "zip"}, slog.New(slog.DiscardHandler))
+	wantCode(t, err, codes.InvalidArgument)
+}
+
+// An image stays with its driver, though others have made its layers those of another driver.
+func TestImageStaysWithItsDriver(t *testing.T) {
+	cfg := driversConfig(t)
+	reg := registrytest.New(t)
+	low, high := plain(t, "f", "1"), plain(t, "g", "2")
+	reg.PutImage("app", "v1", "app", low, high)
+	reg.PutImage("more", "v1", "more", low, high, plain(t, "h", "3"))
+	app, more := reg.Host()+"/app:v1", reg.Host()+"/more:v1"
+	s := restart(t, nil, cfg.with("directory", nil))
+	pull(t, s, app)
+	s = restart(t, s, cfg.with("auto", nil))
+	pull(t, s, more)
+	wantContent(t, s, more, "f", "1", rootfs.EROFS)
+	wantContent(t, s, app, "f", "1", rootfs.Directory)
+	if n := len(s.layers.Merged()); n != 1 {
+		t.Errorf("%d images of chains, of one that was pulled", n)
+	}
+}
+
+// An image of layers goes with the last that needs it, though its layers stay for others; and so does its mount.
+func TestMergedGoesWithItsImage(t *testing.T) {
+	cfg := driversConfig(t).with("erofs", nil)
+	reg := registrytest.New(t)
+	low, high := plain(t, "f", "1"), plain(t, "g", "2")
+	reg.PutImage("app", "v1", "app", low, high)
+	reg.PutImage("more", "v1", "more", low, high, plain(t, "h", "3"))
+	app, more := reg.Host()+"/app:v1", reg.Host()+"/more:v1"
+	s := restart(t, nil, cfg)
+	layers := pull(t, s, app).Layers
+	pull(t, s, more)
+	wantMerged := func(want int) {
+		t.Helper()
+		images, err := filepath.Glob(filepath.Join(cfg.Root, erofsDir, "joins", "*", "image"))
+		if err != nil || len(images) != want || len(s.layers.Merged()) != want {
+			t.Errorf("%d images of layers on disk, %d known, %v; want %d", len(images), len(s.layers.Merged()), err, want)
+		}
+		if n := erofsMounts(t); n > want {
+			t.Errorf("%d are mounted", n)
+		}
+	}
+	wantMerged(2)
+	if _, err := s.Hold("container", layers); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Remove(t.Context(), app); err != nil {
+		t.Fatal(err)
+	}
+	wantMerged(2)
+	if err := s.Release("container"); err != nil {
+		t.Fatal(err)
+	}
+	wantMerged(1)
+	wantContent(t, s, more, "f", "1", rootfs.EROFS)
+	pull(t, s, app)
+	wantMerged(2)
+	wantContent(t, s, app, "g", "2", rootfs.EROFS)
+
+	// One that a daemon has left which was killed meanwhile goes at the next start.
+	if err := s.records.Remove(recordName(s.index.Load().byName[app].ID)); err != nil {
+		t.Fatal(err)
+	}
+	s = restart(t, s, cfg)
+	wantMerged(1)
+	for _, ref := range []string{app, more} {
+		if err := s.Remove(t.Context(), ref); err != nil {
+			t.Fatal(err)
+		}
+	}
+	wantMerged(0)
+	wantEmpty(t, s)
+}
+
+// erofsMounts is how many mounts this process has open.
+func erofsMounts(t *testing.T) (n int) {
+	t.Helper()
+	files, err := os.ReadDir("/proc/self/fd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range files {
+		var fs unix.Statfs_t
+		if unix.Statfs("/proc/self/fd/"+f.Name(), &fs) == nil && fs.Type == unix.EROFS_SUPER_MAGIC_V1 {
+			n++
+		}
+	}
+	return n
+}
+
+// An image that one driver can't take is taken by the other, if nobody has chosen.
+func TestImageTooLargeForADriver(t *testing.T) {
+	cfg := driversConfig(t)
+	cfg.Pack = func(_ context.Context, _, _ *os.File, blob io.Reader, _ unpack.Job) (unpack.Result, error) {
+		_, err := io.Copy(io.Discard, blob)
+		return unpack.Result{}, errors.Join(err, errdefs.New(codes.ResourceExhausted, "its tree takes too much memory"))
+	}
+	reg := registrytest.New(t)
+	reg.PutImage("app", "v1", "", plain(t, "f", "1"))
+	app := reg.Host() + "/app:v1"
+	s := restart(t, nil, cfg.with("erofs", nil))
+	_, err := s.Pull(t.Context(), app, nil)
+	wantCode(t, err, codes.ResourceExhausted, "too much memory")
+	wantEmpty(t, s)
+	s = restart(t, s, cfg.with("auto", nil))
+	if s.Driver() != rootfs.EROFS {
+		t.Fatal("auto is not EROFS")
+	}
+	pull(t, s, app)
+	wantContent(t, s, app, "f", "1", rootfs.Directory)
+}
+
+// Pulls, removals and containers of images that share their layers do not get in each other's way.
+func TestMergedUnderLoad(t *testing.T) {
+	cfg := driversConfig(t).with("erofs", nil)
+	reg := registrytest.New(t)
+	low, high := plain(t, "f", "1"), plain(t, "g", "2")
+	reg.PutImage("app", "v1", "app", low, high)
+	reg.PutImage("more", "v1", "more", low, high, plain(t, "h", "3"))
+	s := restart(t, nil, cfg)
+	pull(t, s, reg.Host()+"/more:v1")
+	done := make(chan error)
+	for worker := range 4 {
+		go func() {
+			done <- func() error {
+				for range 30 {
+					img, err := s.Pull(t.Context(), reg.Host()+"/app:v1", nil)
+					if err != nil {
+						return err
+					}
+					holder := fmt.Sprint("container ", worker)
+					spec, err := s.Hold(holder, img.Layers)
+					if errdefs.IsNotFound(err) { // another worker has removed it
+						continue
+					}
+					if err != nil {
+						return err
+					}
+					if mount, err := spec.Mount(); err != nil {
+						return fmt.Errorf("mount what is held: %w", err)
+					} else if err := mount.Close(); err != nil {
+						return err
+					}
+					if err := errors.Join(s.Remove(t.Context(), img.ID), s.Release(holder)); err != nil {
+						return err
+					}
+				}
+				return nil
+			}()
+		}()
+	}
+	for range 4 {
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	}
+	if err := s.Remove(t.Context(), reg.Host()+"/app:v1"); err != nil {
+		t.Fatal(err)
+	}
+	if merged := s.layers.Merged(); len(merged) != 1 {
+		t.Errorf("images of layers: %v", slices.Sorted(slices.Values(merged)))
+	}
+}
