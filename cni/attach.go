@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
 
 	"github.com/containernetworking/cni/libcni"
 	"google.golang.org/grpc/codes"
@@ -158,10 +159,15 @@ func (n *Network) await(what string, run func() error) error {
 	}
 }
 
-// warnUnusedPorts logs host ports that no plugin of the network will open.
+// warnUnusedPorts logs host ports that no plugin of the network will open, or can.
 func (n *Network) warnUnusedPorts(list *libcni.NetworkConfigList, pod Pod) {
 	if len(pod.PortMappings) == 0 {
 		return
+	}
+	for _, p := range pod.PortMappings {
+		if ip, err := netip.ParseAddr(p.HostIP); err == nil && ip == netip.IPv6Loopback() {
+			n.log.Warn("the kernel redirects nothing from ::1: a host port is not reached there", "pod", pod.ID, "port", p.HostPort)
+		}
 	}
 	for _, p := range list.Plugins {
 		if p.Network.Capabilities[capPortMappings] {

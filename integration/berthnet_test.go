@@ -51,8 +51,8 @@ func TestOwnNetwork(t *testing.T) {
 	server := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
 	serveHTTP(t, server, "from-the-pod")
 	ip4, ip6 := addressesOf(t, server)
-	isIn(t, "the pod's address", ip4, "10.85.0.0/16")
-	isIn(t, "the pod's address of IPv6", ip6, "fd00:85::/64")
+	isIn(t, "the pod's address", ip4, "10.83.0.0/16")
+	isIn(t, "the pod's address of IPv6", ip6, "fdb6:83e7:2d10::/64")
 	client := d.RunPod(t).Run(t)
 	for what, host := range map[string]string{"by IPv4": ip4.String(), "by IPv6": "[" + ip6.String() + "]", "by the host port": nodeAddress(t) + ":18080"} {
 		harness.Equal(t, "page seen by another pod "+what, client.Exec(t, "wget", "-q", "-O-", "http://"+host+"/"), "from-the-pod")
@@ -133,7 +133,7 @@ func TestOwnNetworkCollectsGarbage(t *testing.T) {
 	harness.Must(t, netns.New(stray))
 	t.Cleanup(func() { harness.Must(t, netns.Remove(stray)) })
 
-	config, err := json.Marshal(map[string]any{"cniVersion": "1.1.0", "name": "berth-net", "type": "berth-net", "subnets": []string{"10.85.0.0/16", "fd00:85::/64"},
+	config, err := json.Marshal(map[string]any{"cniVersion": "1.1.0", "name": "berth-net", "type": "berth-net", "subnets": []string{"10.83.0.0/16", "fdb6:83e7:2d10::/64"},
 		"dataDir": filepath.Join(d.Root, "network"), "runtimeConfig": map[string]any{"portMappings": []map[string]any{{"hostPort": 18081, "containerPort": 80}}}})
 	harness.Must(t, err)
 	cmd := exec.Command(filepath.Join(harness.BinDir, "berth-net"))

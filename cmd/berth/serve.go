@@ -11,6 +11,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime/debug"
+	"sync"
 
 	"github.com/coreos/go-systemd/v22/activation"
 	"github.com/coreos/go-systemd/v22/daemon"
@@ -177,7 +178,24 @@ func openNetwork(cfg *config.Config, end ending, closing *cleanup.List, waits *t
 		return nil, err
 	}
 	closing.Add("close network", end.closer(func() error { network.Close(); return nil }))
+	closing.Add("end the watch of nftables", watchOwnNetwork(own, log))
 	return network, nil
+}
+
+// watchOwnNetwork has the rules of berth's own network written again when others delete them. The function returned ends that.
+func watchOwnNetwork(own *berthnet.Plugin, log *slog.Logger) (end func() error) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var watch sync.WaitGroup
+	watch.Go(func() {
+		if err := own.Watch(ctx, log); err != nil {
+			log.Warn("rules of berth's own network that others delete are written again when the status is asked only", "error", err)
+		}
+	})
+	return func() error {
+		cancel()
+		watch.Wait()
+		return nil
+	}
 }
 
 // announce serves and tells systemd when that starts and ends.

@@ -7,11 +7,15 @@
 // no program. It implements CNI 1.1.0 (ADD, DEL, CHECK, STATUS, GC, VERSION) for configurations from 0.3.0 on. The daemon calls it
 // as a function, Exec; anybody else runs it as a program, Main. Both may work at the same time.
 //
+// What is on the node bears the network's key, of its name and the place of its addresses (conf.Net.Key). A bridge is one network's. So two
+// daemons, or a daemon and another runtime, do not touch each other's pods; a bridge on which another network has pods is refused.
+//
 // It may be killed at any instruction, in the daemon together with it. So an ADD writes down first whose the addresses are
 // (package addresses), and a DEL removes that last. All that is made for an attachment is found from its container ID, its
 // interface's name and that reservation: the port by its name (package links), host ports by their note or, should it be missing,
 // by the pod's addresses (package rules). The bridge and the rules for all pods belong to the node: they are made when an ADD misses
-// them, and stay.
+// them, and stay. Who deletes all rules of the packet filter, as each reload of nftables.service does, deletes these, too: ADD and STATUS write them
+// again, with the host ports of all pods, from the notes of the reservations; the daemon is told by the kernel (Watch).
 //
 // GC gives back all that is in the reservations, on the bridge and in the rules for attachments that are not valid.
 //
@@ -23,7 +27,10 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
+	"log/slog"
 	"net/netip"
+	"sync"
 
 	"github.com/containernetworking/cni/pkg/skel"
 	"github.com/containernetworking/cni/pkg/types"
@@ -42,7 +49,10 @@ import (
 var Versions = version.VersionsStartingFrom("0.3.0")
 
 // Plugin is the plugin, for the network namespace in which it is first used. Its methods may be called concurrently.
-type Plugin struct{ filter rules.Filter }
+type Plugin struct {
+	filter rules.Filter
+	seen   sync.Map // configurations that ADD and STATUS came with, *conf.Net by their keys: for Watch
+}
 
 // Open opens what the plugin keeps open, which the first pod would do. An error says that no pod can be attached for now.
 func (p *Plugin) Open() error { return p.filter.Open() }
@@ -85,18 +95,19 @@ func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.
 	if err != nil {
 		return nil, err
 	}
+	p.seen.Store(a.Key(), a.Net)
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	kept, err := a.reserve(ctx)
 	if err != nil {
 		return nil, err
 	}
-	undo.Add("detach", func() error { return a.release(kept) })
+	undo.Add("detach", func() error { return a.release(context.WithoutCancel(ctx), kept) })
 	connected, err := links.Connect(a.describe(bridge, kept))
 	if err != nil {
 		return nil, err
 	}
-	if err := a.openPorts(kept); err != nil {
+	if err := a.openPorts(ctx, kept); err != nil {
 		return nil, err
 	}
 	undo.Release()
@@ -117,9 +128,17 @@ func (a *attachment) network(ctx context.Context) (*links.Bridge, error) {
 	if err != nil {
 		return nil, err
 	}
-	if bridge.Serves(a.gateways()) {
-		if ok, err := a.filter.Installed(a.rules(bridge)); ok || err != nil {
-			return bridge, err
+	d := links.Description{Name: a.Bridge, Network: a.Key(), MTU: a.MTU, Gateways: a.gateways()}
+	if bridge.BelongsTo(d.Network) && bridge.Serves(d.Gateways) {
+		if len(bridge.Prefixes) > len(d.Gateways) { // from before a change
+			if d.InUse, err = a.addressesInUse(); err != nil {
+				return nil, err
+			}
+		}
+		if len(bridge.Obsolete(&d)) == 0 {
+			if ok, err := a.filter.Installed(a.rules(bridge)); ok || err != nil {
+				return bridge, err
+			}
 		}
 	}
 	unlock, err := a.store.Lock(ctx) // others may be about to do the same
@@ -127,15 +146,76 @@ func (a *attachment) network(ctx context.Context) (*links.Bridge, error) {
 		return nil, err
 	}
 	defer unlock()
-	if bridge, err = links.MakeBridge(a.Bridge, a.MTU, a.gateways()); err != nil {
+	if d.InUse, err = a.addressesInUse(); err != nil {
 		return nil, err
 	}
-	return bridge, a.filter.Install(a.rules(bridge))
+	if bridge, err = links.MakeBridge(&d); err != nil {
+		return nil, refused(err)
+	}
+	_, err = a.install(bridge)
+	return bridge, err
+}
+
+// refused gives what an administrator has to mend its code.
+func refused(err error) error {
+	if errors.Is(err, links.ErrTaken) || errors.Is(err, links.ErrOverlap) {
+		return types.NewError(types.ErrInvalidNetworkConfig, err.Error(), "")
+	}
+	return err
+}
+
+func (a *attachment) addressesInUse() (all []netip.Addr, err error) {
+	kept, err := a.store.All()
+	for _, r := range kept {
+		all = append(all, r.IPs...)
+	}
+	return all, err
+}
+
+// install writes the rules, unless they are there, and opens the host ports of all pods. The store is locked.
+func (a *attachment) install(bridge *links.Bridge) (written bool, err error) {
+	if ok, err := a.filter.Installed(a.rules(bridge)); ok || err != nil {
+		return false, err
+	}
+	notes, err := a.store.Notes()
+	if err != nil {
+		return false, err
+	}
+	var pods []rules.Pod
+	for _, n := range notes {
+		pod := rules.Pod{ID: n.ContainerID}
+		if json.Unmarshal(n.Note, &pod.Ports) != nil {
+			continue // a power cut tore it; since then there was none
+		}
+		pods = append(pods, pod)
+	}
+	return true, a.filter.Install(a.rules(bridge), pods)
+}
+
+// restore has the node be as pods need it that are there: the rules of the packet filter, which are written if they are gone, and the
+// kernel's settings.
+func (a *attachment) restore(ctx context.Context) (written bool, err error) {
+	bridge, err := links.FindBridge(a.Bridge)
+	if err != nil || !bridge.BelongsTo(a.Key()) {
+		return false, err // there is none yet, or it is to be made anew
+	}
+	if err := bridge.Prepare(bridge.Prefixes); err != nil {
+		return false, err
+	}
+	if ok, err := a.filter.Installed(a.rules(bridge)); ok || err != nil {
+		return false, err
+	}
+	unlock, err := a.store.Lock(ctx)
+	if err != nil {
+		return false, err
+	}
+	defer unlock()
+	return a.install(bridge)
 }
 
 // rules is what the packet filter is told. Subnets are all that the bridge serves: pods from before a change have theirs.
 func (a *attachment) rules(b *links.Bridge) rules.Network {
-	n := rules.Network{Name: a.Name, Bridge: b.Name, Masquerade: a.Masquerades(), NoMasquerade: a.NoMasquerade,
+	n := rules.Network{Key: a.Key(), Bridge: b.Name, Masquerade: a.Masquerades(), NoMasquerade: a.NoMasquerade,
 		IsolatePods: a.Isolates(conf.IsolatePods), IsolateIngress: a.Isolates(conf.IsolateIngress), IsolateNode: a.Isolates(conf.IsolateNode)}
 	for _, p := range b.Prefixes {
 		n.Subnets = append(n.Subnets, p.Masked())
@@ -160,7 +240,7 @@ func (a *attachment) describe(b *links.Bridge, kept addresses.Reservation) links
 	if mtu == 0 {
 		mtu = b.MTU
 	}
-	return links.Attachment{ContainerID: a.id, IfName: a.ifName, NetNS: a.netns, Network: a.Name, Bridge: b, MTU: mtu,
+	return links.Attachment{ContainerID: a.id, IfName: a.ifName, NetNS: a.netns, Network: a.Key(), Bridge: b, MTU: mtu,
 		Hairpin: a.Hairpins(), Isolated: a.Isolates(conf.IsolatePods), IPs: a.prefixes(kept), Routes: a.podRoutes()}
 }
 
@@ -194,8 +274,8 @@ func unspecified(like netip.Addr) netip.Addr {
 	return netip.IPv6Unspecified()
 }
 
-// openPorts opens host ports, which the reservation says before.
-func (a *attachment) openPorts(kept addresses.Reservation) error {
+// openPorts opens host ports, which the reservation says before. Nobody writes the rules anew meanwhile.
+func (a *attachment) openPorts(ctx context.Context, kept addresses.Reservation) error {
 	ports := rules.HostPorts(a.Ports, kept.IPs)
 	if len(ports) == 0 {
 		return nil
@@ -204,17 +284,26 @@ func (a *attachment) openPorts(kept addresses.Reservation) error {
 	if err != nil {
 		return err
 	}
-	if err := a.store.Note(kept, note); err != nil {
+	unlock, err := a.store.Lock(ctx)
+	if err != nil {
 		return err
 	}
-	err = a.filter.OpenPorts(a.Name, a.id, ports)
+	defer unlock()
+	if err := a.store.SetNote(kept, note); err != nil {
+		return err
+	}
+	err = a.filter.OpenPorts(a.Key(), rules.Pod{ID: a.id, Ports: ports})
 	if errors.Is(err, rules.ErrInUse) { // until its DEL, which may be under way
-		return types.NewError(types.ErrTryAgainLater, "host ports of container "+a.id, err.Error())
+		inUse := types.NewError(types.ErrTryAgainLater, "host ports of container "+a.id, err.Error())
+		if err := a.store.SetNote(kept, nil); err != nil {
+			return errors.Join(inUse, err)
+		}
+		return inUse
 	}
 	if err != nil {
 		return err
 	}
-	return a.filter.ForgetFlows(ports)
+	return a.filter.ForgetOthers(ports)
 }
 
 func (a *attachment) result(b *links.Bridge, kept addresses.Reservation, c links.Connected) *types100.Result {
@@ -234,7 +323,7 @@ func (a *attachment) result(b *links.Bridge, kept addresses.Reservation, c links
 }
 
 // del disconnects a pod, as far as it is connected. Nothing it needs is in the configuration but where addresses are kept.
-func (p *Plugin) del(args *skel.CmdArgs, goes bool) error {
+func (p *Plugin) del(ctx context.Context, args *skel.CmdArgs, goes bool) error {
 	a, err := p.attachment(args, conf.ParseNames)
 	if err != nil {
 		return err
@@ -247,33 +336,43 @@ func (p *Plugin) del(args *skel.CmdArgs, goes bool) error {
 	if !ok { // nothing was made before there was a reservation; but it may have been lost
 		return links.Cut(a.id, a.ifName, !a.goes)
 	}
-	return a.release(kept)
+	return a.release(ctx, kept)
 }
 
 // release takes back what is reserved and what was made with it. The reservation goes last.
-func (a *attachment) release(kept addresses.Reservation) error {
+func (a *attachment) release(ctx context.Context, kept addresses.Reservation) error {
 	if err := links.Cut(kept.ContainerID, kept.IfName, !a.goes); err != nil {
 		return err
 	}
-	if err := a.closePorts(kept); err != nil {
+	note, err := a.store.Noted(kept)
+	if errors.Is(err, fs.ErrNotExist) { // somebody else was quicker
+		return nil
+	}
+	if err != nil {
 		return err
+	}
+	if len(note) > 0 { // it was written before any host port was opened
+		unlock, err := a.store.Lock(ctx) // or who writes the rules anew would open them once more
+		if err != nil {
+			return err
+		}
+		defer unlock()
+		if err := a.closePorts(kept, note); err != nil {
+			return err
+		}
 	}
 	return a.store.Release(kept)
 }
 
-// closePorts closes the host ports of a reservation. Its note is empty if there were none; it was written before any was opened.
-func (a *attachment) closePorts(kept addresses.Reservation) error {
-	note, err := a.store.Noted(kept)
-	if err != nil || len(note) == 0 {
-		return err
-	}
+// closePorts closes the host ports of a reservation, which its note tells.
+func (a *attachment) closePorts(kept addresses.Reservation, note []byte) (err error) {
 	var ports []rules.HostPort
 	if json.Unmarshal(note, &ports) != nil { // a power cut tore it; since then there was none
 		if ports, err = a.portsOf(kept.IPs); err != nil {
 			return err
 		}
 	}
-	if err := a.filter.ClosePorts(a.Name, ports); err != nil {
+	if err := a.filter.ClosePorts(a.Key(), ports); err != nil {
 		return err
 	}
 	return a.filter.ForgetFlows(ports)
@@ -281,7 +380,7 @@ func (a *attachment) closePorts(kept addresses.Reservation) error {
 
 // portsOf returns the open host ports of pods with addresses.
 func (a *attachment) portsOf(ips []netip.Addr) (some []rules.HostPort, err error) {
-	all, err := a.filter.Ports(a.Name)
+	all, err := a.filter.Ports(a.Key())
 	for _, p := range all {
 		for _, ip := range ips {
 			if p.Pod == ip {
@@ -293,13 +392,13 @@ func (a *attachment) portsOf(ips []netip.Addr) (some []rules.HostPort, err error
 }
 
 // gc gives back what is kept for attachments that are not valid.
-func (p *Plugin) gc(args *skel.CmdArgs) error {
-	a, err := p.attachment(args, conf.ParseNames)
+func (p *Plugin) gc(ctx context.Context, args *skel.CmdArgs) error {
+	a, err := p.attachment(args, conf.ParseGC)
 	if err != nil {
 		return err
 	}
 	valid := map[types.GCAttachment]bool{}
-	for _, v := range a.ValidAttachments() {
+	for _, v := range a.Valid {
 		valid[v] = true
 	}
 	all, err := a.store.All()
@@ -310,7 +409,7 @@ func (p *Plugin) gc(args *skel.CmdArgs) error {
 	used := map[netip.Addr]bool{}
 	for _, kept := range all {
 		if !valid[types.GCAttachment{ContainerID: kept.ContainerID, IfName: kept.IfName}] {
-			errs = append(errs, a.release(kept))
+			errs = append(errs, a.release(ctx, kept))
 			continue
 		}
 		for _, ip := range kept.IPs {
@@ -322,7 +421,7 @@ func (p *Plugin) gc(args *skel.CmdArgs) error {
 
 // cutStrays deletes ports of attachments that are not valid, of which no reservation tells.
 func (a *attachment) cutStrays(valid map[types.GCAttachment]bool) error {
-	ports, err := links.Ports(a.Name)
+	ports, err := links.Ports(a.Key())
 	for _, p := range ports {
 		if !valid[types.GCAttachment{ContainerID: p.ContainerID, IfName: p.IfName}] {
 			err = errors.Join(err, links.Cut(p.ContainerID, p.IfName, true))
@@ -333,7 +432,7 @@ func (a *attachment) cutStrays(valid map[types.GCAttachment]bool) error {
 
 // closeStrays closes host ports of addresses that are nobody's.
 func (a *attachment) closeStrays(used map[netip.Addr]bool) error {
-	all, err := a.filter.Ports(a.Name)
+	all, err := a.filter.Ports(a.Key())
 	if err != nil {
 		return err
 	}
@@ -343,26 +442,40 @@ func (a *attachment) closeStrays(used map[netip.Addr]bool) error {
 			strays = append(strays, p)
 		}
 	}
-	return a.filter.ClosePorts(a.Name, strays)
+	return a.filter.ClosePorts(a.Key(), strays)
 }
 
-// status tells whether an ADD could succeed.
-func (p *Plugin) status(args *skel.CmdArgs) error {
+// status tells whether an ADD could succeed: not whether an address is free, since a node that has no more of them goes on with the pods
+// that it has. What pods that are there miss on the node is made again.
+func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 	a, err := p.attachment(args, conf.Parse)
 	if err != nil {
 		return err
 	}
-	_, err = links.FindBridge(a.Bridge)
-	if err == nil {
-		err = a.filter.Available()
-	}
-	if err == nil {
-		err = a.store.Room(a.Ranges)
+	p.seen.Store(a.Key(), a.Net)
+	if err = a.filter.Available(); err == nil {
+		_, err = a.restore(ctx)
 	}
 	if err != nil {
 		return types.NewError(types.ErrPluginNotAvailable, "berth-net can attach no pod", err.Error())
 	}
 	return nil
+}
+
+// Watch writes the rules of networks again that others have deleted, until ctx ends. Networks are those that ADD and STATUS were called
+// for. An error says why that cannot be noticed.
+func (p *Plugin) Watch(ctx context.Context, log *slog.Logger) error {
+	return rules.Watch(ctx, func() {
+		for key, n := range p.seen.Range {
+			a := &attachment{Net: n.(*conf.Net), filter: &p.filter, store: addresses.Inspect(n.(*conf.Net).Dir())}
+			written, err := a.restore(ctx)
+			if err != nil {
+				log.Error("write the packet filter's rules again, which were deleted", "network", key, "error", err)
+			} else if written {
+				log.Warn("the packet filter's rules were deleted, and are written again", "network", key)
+			}
+		}
+	})
 }
 
 // asCNI makes an error one of the specification.

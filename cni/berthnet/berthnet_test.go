@@ -15,7 +15,7 @@ func (b *bed) kept() (all []string) {
 	for _, r := range found {
 		all = append(all, "address of "+r.ContainerID)
 	}
-	ports, err := b.plugin.filter.Ports("test")
+	ports, err := b.plugin.filter.Ports(b.key())
 	must(b.t, err)
 	for _, p := range ports {
 		all = append(all, p.String())

@@ -105,13 +105,16 @@ func (a *attachment) checkNetwork(e *links.Expected) error {
 	if err != nil {
 		return err
 	}
+	if !bridge.BelongsTo(a.Key()) {
+		return fmt.Errorf("bridge %s is not there, or another network's", a.Bridge)
+	}
 	if !bridge.Serves(a.gateways()) {
 		return fmt.Errorf("bridge %s is not up with the addresses %v", a.Bridge, a.gateways())
 	}
 	e.Bridge = bridge
 	installed, err := a.filter.Installed(a.rules(bridge))
 	if err == nil && !installed {
-		err = fmt.Errorf("the packet filter's rules of network %s are not there, or for another configuration", a.Name)
+		err = fmt.Errorf("the packet filter's rules of network %s are not there, or for another configuration", a.Key())
 	}
 	return err
 }
@@ -120,7 +123,7 @@ func (a *attachment) checkPorts(wanted []rules.HostPort) error {
 	if len(wanted) == 0 {
 		return nil
 	}
-	open, err := a.filter.Ports(a.Name)
+	open, err := a.filter.Ports(a.Key())
 	if err != nil {
 		return err
 	}

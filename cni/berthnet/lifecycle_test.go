@@ -111,7 +111,7 @@ func TestConformance(t *testing.T) {
 
 func (b *bed) openPorts() []rules.HostPort {
 	b.t.Helper()
-	all, err := b.plugin.filter.Ports("test")
+	all, err := b.plugin.filter.Ports(b.key())
 	must(b.t, err)
 	return all
 }
@@ -162,7 +162,7 @@ func TestMTU(t *testing.T) {
 		}))
 		return mtu
 	}
-	if mtu := mtuIn(newBed(t, map[string]any{"mtu": 9000, "bridge": "bn1"}).attached(nil)); mtu != 9000 {
+	if mtu := mtuIn(newBed(t, map[string]any{"mtu": 9000, "bridge": "bn1", "subnets": []string{"10.96.0.0/24"}}).attached(nil)); mtu != 9000 {
 		t.Errorf("MTU %d, want 9000", mtu)
 	}
 	newWorld(t)
@@ -216,15 +216,15 @@ func TestCheck(t *testing.T) {
 			must(t, netlink.LinkSetNoMaster(link))
 		}, "is no port of bridge bn0"},
 		{"a host port is closed", func(p *testPod) {
-			must(t, b.plugin.filter.ClosePorts("test", b.openPorts()[:1]))
+			must(t, b.plugin.filter.ClosePorts(b.key(), b.openPorts()[:1]))
 		}, "is not open"},
 		{"the reservation is gone", func(p *testPod) {
 			kept, _, err := addresses.Inspect(b.dir+"/test").Of(p.id, "eth0")
 			must(t, err)
-			must(t, b.plugin.filter.ClosePorts("test", b.openPorts()))
+			must(t, b.plugin.filter.ClosePorts(b.key(), b.openPorts()))
 			must(t, addresses.Inspect(b.dir+"/test").Release(kept))
 		}, "no address is reserved"},
-		{"the rules are gone", func(*testPod) { must(t, b.plugin.filter.Remove("test")) }, "rules of network test"},
+		{"the rules are gone", func(*testPod) { must(t, b.plugin.filter.Remove(b.key())) }, "rules of network test-"},
 	} {
 		t.Run(c.what, func(t *testing.T) {
 			p := b.attached(with)
@@ -254,8 +254,8 @@ func TestGC(t *testing.T) {
 	b := newBed(t, nil)
 	port := func(n int) map[string]any { return hostPorts(map[string]any{"hostPort": n, "containerPort": 80}) }
 	valid, stale, lost := b.attached(port(8080)), b.attached(port(8081)), b.attached(port(8082))
-	other := newBed(t, map[string]any{"name": "other", "dataDir": b.dir})
-	others := other.attached(nil) // on the same bridge
+	other := newBed(t, map[string]any{"name": "other", "dataDir": b.dir, "bridge": "bn1", "subnets": []string{"10.97.0.0/24"}})
+	others := other.attached(nil)
 	before := len(valid.traces())
 	store := addresses.Inspect(b.dir + "/test")
 	kept, ok, err := store.Of(lost.id, "eth0")
@@ -309,7 +309,7 @@ func TestErrors(t *testing.T) {
 	}
 	// What ADD refuses must not keep the pod from being removed.
 	refused := b.pod(map[string]any{"subnets": []string{"10.0.0.0/31"}, "runtimeConfig": map[string]any{
-		"ipRanges": []any{[]any{map[string]any{"subnet": "none"}}}, "portMappings": []any{map[string]any{"hostPort": 80, "containerPort": 80, "hostIP": "::1"}}}})
+		"ipRanges": []any{[]any{map[string]any{"subnet": "none"}}}, "portMappings": []any{map[string]any{"hostPort": 80, "containerPort": 80, "protocol": "icmp"}}}})
 	if err := refused.add(); err == nil {
 		t.Error("ADD took it")
 	}
@@ -321,7 +321,7 @@ func TestErrors(t *testing.T) {
 	if err := b.pod(nil).add(); codeOf(err) != types.ErrTryAgainLater {
 		t.Errorf("no address is free: %v", err)
 	}
-	if _, err := first.call("STATUS", "", nil); codeOf(err) != types.ErrPluginNotAvailable {
+	if _, err := first.call("STATUS", "", nil); err != nil { // the node goes on with the pods that it has
 		t.Errorf("STATUS with no address free: %v", err)
 	}
 	wide := map[string]any{"runtimeConfig": map[string]any{"ipRanges": []any{[]any{map[string]any{"subnet": "10.98.0.0/24"}}},

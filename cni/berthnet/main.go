@@ -31,10 +31,10 @@ func Main() {
 			fmt.Print(string(out))
 			return nil
 		},
-		Del:    program(func(args *skel.CmdArgs) error { return p.del(args, false) }),
+		Del:    program(func(args *skel.CmdArgs) error { return p.del(ctx, args, false) }),
 		Check:  program(p.check),
-		GC:     program(p.gc),
-		Status: program(p.status),
+		GC:     program(func(args *skel.CmdArgs) error { return p.gc(ctx, args) }),
+		Status: program(func(args *skel.CmdArgs) error { return p.status(ctx, args) }),
 	}, Versions, "CNI plugin berth-net: bridge, addresses, masquerading, host ports and isolation in one")
 }
 
@@ -91,13 +91,13 @@ func (p *Plugin) dispatch(ctx context.Context, verb string, args *skel.CmdArgs) 
 	case "ADD":
 		return p.addAndPrint(ctx, args)
 	case "DEL":
-		return nil, p.del(args, true)
+		return nil, p.del(ctx, args, true)
 	case "CHECK":
 		return nil, p.check(args)
 	case "GC":
-		return nil, p.gc(args)
+		return nil, p.gc(ctx, args)
 	case "STATUS":
-		return nil, p.status(args)
+		return nil, p.status(ctx, args)
 	}
 	return nil, types.NewError(types.ErrInvalidEnvironmentVariables, "unknown CNI_COMMAND: "+verb, "")
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"berth/cni/berthnet/conf"
 	"berth/internal/netns"
 )
 
@@ -89,13 +90,20 @@ func newBed(t testing.TB, changes map[string]any) *bed {
 	for key, value := range changes {
 		b.conf[key] = value
 	}
-	t.Cleanup(func() { must(t, errors.Join(b.plugin.filter.Remove(b.conf["name"].(string)), b.plugin.Close())) })
+	t.Cleanup(func() { must(t, errors.Join(b.plugin.filter.Remove(b.key()), b.plugin.Close())) })
 	t.Cleanup(func() {
 		if link, err := netlink.LinkByName(b.conf["bridge"].(string)); err == nil {
 			must(t, netlink.LinkDel(link))
 		}
 	})
 	return b
+}
+
+// key is the network's on the node.
+func (b *bed) key() string {
+	n, err := conf.Parse(b.stdin(nil))
+	must(b.t, err)
+	return n.Key()
 }
 
 // testPod is a container with a network namespace.

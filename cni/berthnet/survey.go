@@ -29,7 +29,7 @@ type Trace struct{ ContainerID, What string }
 // Traces returns what there is of a network's attachments on the node: ports of the bridge and host ports. Of a host port whose address nobody
 // has, the container is not known.
 func Traces(n *conf.Net) (all []Trace, err error) {
-	ports, err := links.Ports(n.Name)
+	ports, err := links.Ports(n.Key())
 	if err != nil {
 		return nil, err
 	}
@@ -38,7 +38,7 @@ func Traces(n *conf.Net) (all []Trace, err error) {
 	}
 	filter := &rules.Filter{}
 	defer filter.Close()
-	open, err := filter.Ports(n.Name)
+	open, err := filter.Ports(n.Key())
 	if err != nil {
 		return nil, err
 	}

@@ -53,7 +53,7 @@ func limit(t *testing.T, w *world) error {
 // ownNetwork has the daemon connect pods by its own network, in its own process: it dies in the middle of ADD and DEL. Addresses of IPv6
 // would differ from case to case.
 func ownNetwork(*testing.T) harness.DaemonOption {
-	return harness.WithOwnNetwork(`network_subnets = ["10.85.0.0/16"]`)
+	return harness.WithOwnNetwork(`network_subnets = ["10.83.0.0/16"]`)
 }
 
 // withCrun gives the daemon a handler whose containers crun makes.

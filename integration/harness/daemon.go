@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/containernetworking/cni/pkg/types"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/credentials/insecure"
@@ -23,6 +24,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	cri "k8s.io/cri-client/pkg"
 
+	"berth/cni/berthnet/conf"
 	"berth/integration/fixture"
 	"berth/integration/inventory"
 	"berth/integration/machine"
@@ -526,6 +528,12 @@ func (d *Daemon) Clean(t *testing.T) {
 	for _, i := range images {
 		Must(t, d.Images.RemoveImage(ctx, &runtimeapi.ImageSpec{Image: i.Id}))
 	}
+}
+
+// NetworkKey is that of the daemon's own network, should it have one.
+func (d *Daemon) NetworkKey() string {
+	n := conf.Net{NetConf: types.NetConf{Name: "berth-net"}, DataDir: filepath.Join(d.Root, "network")}
+	return n.Key()
 }
 
 // removeNetwork removes the bridge, so that the next daemon's pods, which get the

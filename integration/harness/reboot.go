@@ -30,7 +30,7 @@ func (d *Daemon) LosePower(t *testing.T) {
 	unpinNetworks(t)
 	d.removeNetwork(t)
 	filter := &rules.Filter{}
-	Must(t, errors.Join(filter.Remove("berth-net"), filter.Close()))
+	Must(t, errors.Join(filter.Remove(d.NetworkKey()), filter.Close()))
 	for _, flag := range []string{"-F", "-X"} {
 		if out, err := exec.Command("iptables", "-t", "nat", flag).CombinedOutput(); err != nil {
 			t.Fatalf("iptables %s: %v: %s", flag, err, out)

@@ -184,12 +184,16 @@ func (g Cgroups) addBelow(s Items, d *Daemon, root string) {
 // addHostPorts adds those that berth's own network has open.
 func addHostPorts(s Items) {
 	filter := &rules.Filter{}
-	ports, err := filter.Ports("berth-net")
+	networks, err := filter.Networks()
+	for _, key := range networks {
+		ports, e := filter.Ports(key)
+		err = errors.Join(err, e)
+		for _, p := range ports {
+			s.Add("host port", p.String())
+		}
+	}
 	if err := errors.Join(err, filter.Close()); err != nil {
 		s.Add("host port", err.Error())
-	}
-	for _, p := range ports {
-		s.Add("host port", p.String())
 	}
 }
 

@@ -20,7 +20,7 @@ var effects = regexp.MustCompile(`^(` + strings.Join([]string{
 	`unix\.(Mount|Unmount|MoveMount|MountSetattr|Rename(at2?)?|Unlink(at)?|Mkdir(at)?|Rmdir|Mknod(at)?|Link(at)?|Symlink(at)?)`,
 	`unix\.([FL]?[Ss]etxattr|F?[Cc]hmod(at)?|F?[Cc]hown(at)?|Kill|PidfdSendSignal|Bind|F?[Tt]runcate|Fallocate)`,
 	`syscall\.(Exec|Kill)`,
-	`netlink\.(Conntrack(Delete|Update|Create)|Link|Addr|Route|Neigh|Rule)(Set|Add|Del|Replace|Mod)\w*`,
+	`netlink\.(Conntrack(Delete|Update|Create)|Link|Addr|Route|Neigh|Rule|Qdisc|Filter)(Set|Add|Del|Replace|Mod)\w*`,
 	`(pidfd|process|Process)\.(Signal|Kill)`,
 	`cmd\.(Run|Start|Output|CombinedOutput)`,
 	`record\.(Write|Reserve)`,
@@ -28,7 +28,7 @@ var effects = regexp.MustCompile(`^(` + strings.Join([]string{
 	`lib\.(Add|Del|GC)NetworkList`,
 	`(host|pod)\.do`, // package links' batches
 	`conn\.Flush`,
-	`handle\.Conntrack(Delete|Update|Create|TableFlush)\w*`,
+	`flows\.Execute`, // conntrack
 	`\w+\.(Mkdir|Mknod|Symlink|Link|Chown|Chmod|Setxattr|Removexattr|Utimes|RemoveAll(Until)?|Rename)`, // safefs.Dir's
 }, `|`) + `)$`)
 

@@ -6,13 +6,13 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"os"
 	"path/filepath"
 	"strings"
 
 	"berth/cni"
 	"berth/cni/berthnet"
 	"berth/cni/berthnet/conf"
+	"berth/cni/berthnet/links"
 	"berth/internal/config"
 )
 
@@ -90,9 +90,9 @@ func check(plugin map[string]any) error {
 	return nil
 }
 
-// subnets are the configured ones that the kernel can do.
+// subnets are the configured ones that the kernel can do, and the administrator has not switched off.
 func subnets(configured []string) []string {
-	if _, err := os.Stat("/proc/net/if_inet6"); err == nil {
+	if !links.IPv6Off() {
 		return configured
 	}
 	var some []string

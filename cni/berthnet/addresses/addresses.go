@@ -22,6 +22,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"time"
 
@@ -129,27 +130,6 @@ func (s *Store) Reserve(ctx context.Context, id, ifName string, ranges []conf.Ra
 	return r, s.keep(r)
 }
 
-// Room tells, by ErrFull, that no address of one of the ranges is free.
-func (s *Store) Room(ranges []conf.Range) error {
-	all, err := s.All()
-	if err != nil {
-		return err
-	}
-	used := map[netip.Addr]bool{}
-	for _, r := range all {
-		for _, ip := range r.IPs {
-			used[ip] = true
-		}
-	}
-	for _, from := range ranges {
-		used[from.Gateway] = true
-		if _, ok := free(from, used, nil); !ok {
-			return fmt.Errorf("%w in %s (%s to %s)", ErrFull, from.Subnet, from.First, from.Last)
-		}
-	}
-	return nil
-}
-
 func (s *Store) keep(r Reservation) error {
 	failpoint.Reach("net.reserve")
 	f, err := os.OpenFile(s.path(r), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
@@ -247,8 +227,8 @@ func (s *Store) Of(id, ifName string) (r Reservation, ok bool, err error) {
 	return Reservation{}, false, err
 }
 
-// Note writes an owner's note into the file of its addresses.
-func (s *Store) Note(r Reservation, note []byte) error {
+// SetNote writes an owner's note into the file of its addresses.
+func (s *Store) SetNote(r Reservation, note []byte) error {
 	failpoint.Reach("net.note")
 	f, err := os.OpenFile(s.path(r), os.O_WRONLY|os.O_TRUNC, 0)
 	if err != nil {
@@ -270,6 +250,51 @@ func (s *Store) Noted(r Reservation) ([]byte, error) {
 		return nil, fmt.Errorf("read what addresses are used for: %w", err)
 	}
 	return note, nil
+}
+
+// Note is what an owner has noted of its addresses.
+type Note struct {
+	Reservation
+	Note []byte
+}
+
+// Notes returns what owners have noted, the newest first.
+func (s *Store) Notes() ([]Note, error) {
+	all, err := s.All()
+	if err != nil {
+		return nil, err
+	}
+	type dated struct {
+		Note
+		at time.Time
+	}
+	var notes []dated
+	for _, r := range all {
+		info, err := os.Lstat(s.path(r))
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // given back meanwhile
+		}
+		if err != nil {
+			return nil, fmt.Errorf("read what addresses are used for: %w", err)
+		}
+		if info.Size() == 0 {
+			continue
+		}
+		text, err := s.Noted(r)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		notes = append(notes, dated{Note{r, text}, info.ModTime()})
+	}
+	slices.SortStableFunc(notes, func(a, b dated) int { return b.at.Compare(a.at) })
+	found := make([]Note, len(notes))
+	for i, n := range notes {
+		found[i] = n.Note
+	}
+	return found, nil
 }
 
 // Release gives the addresses back. It may be repeated. It needs no lock: nobody gives what is in use, and what is

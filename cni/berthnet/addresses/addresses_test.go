@@ -63,9 +63,6 @@ func TestReserve(t *testing.T) {
 	if _, err := s.Reserve(t.Context(), "g", "eth0", ranges); !errors.Is(err, ErrFull) {
 		t.Errorf("of a full range: %v", err)
 	}
-	if err := s.Room(ranges); !errors.Is(err, ErrFull) {
-		t.Errorf("room in a full range: %v", err)
-	}
 	if _, err := s.Reserve(t.Context(), "f", "eth0", ranges); !errors.Is(err, ErrExists) {
 		t.Errorf("a second time: %v", err)
 	}
@@ -123,7 +120,7 @@ func TestNote(t *testing.T) {
 	must(t, err)
 	for _, want := range []string{"", "one", "2"} {
 		if want != "" {
-			must(t, s.Note(r, []byte(want)))
+			must(t, s.SetNote(r, []byte(want)))
 		}
 		got, err := s.Noted(r)
 		must(t, err)

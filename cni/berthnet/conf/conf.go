@@ -8,8 +8,11 @@
 package conf
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"fmt"
+	"math"
 	"net/netip"
 	"path/filepath"
 	"slices"
@@ -53,17 +56,17 @@ type Net struct {
 	Masquerade   *bool          `json:"masquerade,omitempty"`   // whether pods appear outside with the node's address; default yes
 	NoMasquerade []netip.Prefix `json:"noMasquerade,omitempty"` // destinations that see pods' own addresses all the same
 	Hairpin      *bool          `json:"hairpin,omitempty"`      // whether the bridge sends back by the port it came from; default yes
+	CheckSource  *bool          `json:"checkSource,omitempty"`  // whether pods can send with their own addresses only; default yes
 	Isolation    []string       `json:"isolation,omitempty"`    // what is kept apart, see the constants
 	DataDir      string         `json:"dataDir,omitempty"`      // where addresses are kept, in a directory for each network
 
 	Runtime struct {
 		PortMappings []PortMapping `json:"portMappings,omitempty"`
 		IPRanges     [][]IPRange   `json:"ipRanges,omitempty"`
+		Bandwidth    Bandwidth     `json:"bandwidth,omitzero"`
 	} `json:"runtimeConfig,omitempty"`
 
-	Valid []types.GCAttachment `json:"cni.dev/valid-attachments,omitempty"` // GC
-	// Attachments is the name of Valid in specification 1.1.0 as first published.
-	Attachments []types.GCAttachment `json:"cni.dev/attachments,omitempty"`
+	Valid []types.GCAttachment `json:"-"` // for GC: the attachments that it keeps
 
 	Ranges []Range `json:"-"` // of the attachment: the runtime's, else of Subnets
 	Ports  []Port  `json:"-"` // of Runtime.PortMappings
@@ -80,6 +83,14 @@ type PortMapping struct {
 	ContainerPort int    `json:"containerPort"`
 	Protocol      string `json:"protocol,omitempty"`
 	HostIP        string `json:"hostIP,omitempty"`
+}
+
+// Bandwidth is as in the capability bandwidth: rates in bits a second, bursts in bits; 0: no limit. Ingress is what the pod receives.
+type Bandwidth struct {
+	IngressRate  uint64 `json:"ingressRate,omitempty"`
+	IngressBurst uint64 `json:"ingressBurst,omitempty"`
+	EgressRate   uint64 `json:"egressRate,omitempty"`
+	EgressBurst  uint64 `json:"egressBurst,omitempty"`
 }
 
 // IPRange is as in the capability ipRanges.
@@ -119,22 +130,51 @@ func Parse(data []byte) (*Net, error) {
 	return n, nil
 }
 
-// ParseNames reads what DEL and GC need: where things are, and the attachments that GC keeps. What ADD would refuse of the rest has made
+// ParseNames reads what DEL needs: where things are. What ADD would refuse of the rest has made
 // nothing, and must not keep a pod from being removed.
 func ParseNames(data []byte) (*Net, error) {
 	var names struct {
 		types.NetConf
-		Bridge      string               `json:"bridge"`
-		DataDir     string               `json:"dataDir"`
-		Valid       []types.GCAttachment `json:"cni.dev/valid-attachments"`
-		Attachments []types.GCAttachment `json:"cni.dev/attachments"`
+		Bridge  string `json:"bridge"`
+		DataDir string `json:"dataDir"`
 	}
 	if err := json.Unmarshal(data, &names); err != nil {
 		return nil, types.NewError(types.ErrDecodingFailure, "configuration of berth-net cannot be decoded", err.Error())
 	}
-	n := &Net{NetConf: names.NetConf, Bridge: names.Bridge, DataDir: names.DataDir, Valid: names.Valid, Attachments: names.Attachments}
+	n := &Net{NetConf: names.NetConf, Bridge: names.Bridge, DataDir: names.DataDir}
 	if err := n.names(); err != nil {
 		return nil, types.NewError(types.ErrInvalidNetworkConfig, "invalid configuration of berth-net", err.Error())
+	}
+	return n, nil
+}
+
+// ParseGC reads what GC needs: where things are, and the attachments that are kept. It is an error if these are not given: all
+// would be given back then.
+func ParseGC(data []byte) (*Net, error) {
+	n, err := ParseNames(data)
+	if err != nil {
+		return nil, err
+	}
+	// The second one is the name in specification 1.1.0 as first published. A runtime without attachments may say null.
+	var raw struct {
+		Valid       json.RawMessage `json:"cni.dev/valid-attachments"`
+		Attachments json.RawMessage `json:"cni.dev/attachments"`
+	}
+	if err := json.Unmarshal(data, &raw); err != nil {
+		return nil, types.NewError(types.ErrDecodingFailure, "configuration of berth-net cannot be decoded", err.Error())
+	}
+	if raw.Valid == nil && raw.Attachments == nil {
+		return nil, types.NewError(types.ErrInvalidNetworkConfig, "GC needs cni.dev/valid-attachments", "")
+	}
+	for _, list := range []json.RawMessage{raw.Valid, raw.Attachments} {
+		var some []types.GCAttachment
+		if list == nil {
+			continue
+		}
+		if err := json.Unmarshal(list, &some); err != nil {
+			return nil, types.NewError(types.ErrDecodingFailure, "cni.dev/valid-attachments cannot be decoded", err.Error())
+		}
+		n.Valid = append(n.Valid, some...)
 	}
 	return n, nil
 }
@@ -164,6 +204,17 @@ func (n *Net) names() error {
 }
 
 func (n *Net) numbers() error {
+	for _, one := range []struct {
+		key         string
+		rate, burst uint64
+	}{{"ingress", n.Runtime.Bandwidth.IngressRate, n.Runtime.Bandwidth.IngressBurst}, {"egress", n.Runtime.Bandwidth.EgressRate, n.Runtime.Bandwidth.EgressBurst}} {
+		if (one.rate == 0) != (one.burst == 0) {
+			return fmt.Errorf("bandwidth: %sRate and %sBurst are given together", one.key, one.key)
+		}
+		if one.rate != 0 && one.rate < 8 || one.burst > math.MaxUint32 || one.burst != 0 && one.burst < 8 {
+			return fmt.Errorf("bandwidth: %sRate %d or %sBurst %d is out of range", one.key, one.rate, one.key, one.burst)
+		}
+	}
 	if n.MTU != 0 && (n.MTU < minMTU || n.MTU > maxMTU) {
 		return fmt.Errorf("mtu: %d is not between %d and %d", n.MTU, minMTU, maxMTU)
 	}
@@ -204,13 +255,18 @@ func (n *Net) Masquerades() bool { return n.Masquerade == nil || *n.Masquerade }
 // Hairpins tells whether the bridge sends back by the port it came from.
 func (n *Net) Hairpins() bool { return n.Hairpin == nil || *n.Hairpin }
 
-// ValidAttachments are those that GC keeps.
-func (n *Net) ValidAttachments() []types.GCAttachment {
-	return append(slices.Clone(n.Valid), n.Attachments...)
-}
+// ChecksSource tells whether pods can send with their own addresses only.
+func (n *Net) ChecksSource() bool { return n.CheckSource == nil || *n.CheckSource }
 
 // Dir is where the network's addresses are kept.
 func (n *Net) Dir() string { return filepath.Join(n.DataDir, n.Name) }
+
+// Key names the network on the node: by its name and by where its addresses are kept. Who keeps them elsewhere, as another
+// daemon does, has another network, of which nothing is touched.
+func (n *Net) Key() string {
+	sum := sha256.Sum256([]byte(n.Dir()))
+	return n.Name + "-" + hex.EncodeToString(sum[:4])
+}
 
 // ranges chooses the ranges of the attachment. A runtime that knows the node's pod CIDR tells it by ipRanges, which
 // replaces the configured subnets.
@@ -332,7 +388,7 @@ func (n *Net) ports() error {
 				return fmt.Errorf("portMappings: hostIP %q is no address", m.HostIP)
 			}
 			if port.HostIP = ip.Unmap(); port.HostIP == netip.IPv6Loopback() {
-				return fmt.Errorf("portMappings: hostIP ::1: the kernel redirects nothing from there")
+				continue // the kernel redirects nothing from there
 			}
 		}
 		n.Ports = append(n.Ports, port)

@@ -29,7 +29,7 @@ func TestDefaults(t *testing.T) {
 func TestRuntime(t *testing.T) {
 	n, err := parse(`, "subnets": ["10.85.0.0/16"], "masquerade": false, "hairpin": false, "isolation": ["pods", "node"], "runtimeConfig": {
 		"ipRanges": [[{"subnet": "10.1.2.0/24", "rangeStart": "10.1.2.10", "rangeEnd": "10.1.2.20", "gateway": "10.1.2.254"}]],
-		"portMappings": [{"hostPort": 80, "containerPort": 8080, "protocol": "TCP", "hostIP": "::ffff:192.0.2.1"}, {"hostPort": 0, "containerPort": 1}, {"hostPort": 53, "containerPort": 53, "protocol": "udp"}]}`)
+		"portMappings": [{"hostPort": 80, "containerPort": 8080, "protocol": "TCP", "hostIP": "::ffff:192.0.2.1"}, {"hostPort": 0, "containerPort": 1}, {"hostPort": 9, "containerPort": 9, "hostIP": "::1"}, {"hostPort": 53, "containerPort": 53, "protocol": "udp"}]}`)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -41,6 +41,43 @@ func TestRuntime(t *testing.T) {
 	}
 	if n.Masquerades() || n.Hairpins() || !n.Isolates(IsolatePods) || n.Isolates(IsolateIngress) {
 		t.Errorf("options are %+v", n)
+	}
+}
+
+// A network is its name and its place: another daemon's is another one.
+func TestKey(t *testing.T) {
+	keys := map[string]bool{}
+	for _, body := range []string{``, `, "dataDir": "/a"`, `, "dataDir": "/a", "name": "m"`} {
+		n, err := parse(body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		same, err := ParseNames([]byte(`{"name": "n"` + body + `}`))
+		if err != nil || same.Key() != n.Key() {
+			t.Errorf("DEL finds %s, ADD %s; %v", same.Key(), n.Key(), err)
+		}
+		keys[n.Key()] = true
+	}
+	if len(keys) != 3 {
+		t.Errorf("keys are %v", keys)
+	}
+}
+
+// GC keeps what it is told, and nothing is told by a runtime that does not say which attachments there are.
+func TestGC(t *testing.T) {
+	const a, b = `{"containerID": "a", "ifname": "eth0"}`, `{"containerID": "b", "ifname": "eth0"}`
+	for body, want := range map[string]int{
+		``:                                     -1,
+		`, "cni.dev/valid-attachments": "x"`:   -1,
+		`, "cni.dev/valid-attachments": null`:  0,
+		`, "cni.dev/valid-attachments": []`:    0,
+		`, "cni.dev/attachments": [` + a + `]`: 1,
+		`, "cni.dev/valid-attachments": [` + a + `], "cni.dev/attachments": [` + b + `]`: 2,
+	} {
+		n, err := ParseGC([]byte(`{"name": "n"` + body + `}`))
+		if want < 0 && err == nil || want >= 0 && (err != nil || len(n.Valid) != want) {
+			t.Errorf("%s: %+v, %v", body, n, err)
+		}
 	}
 }
 
@@ -76,7 +113,8 @@ func TestInvalid(t *testing.T) {
 		mapping(`{"hostPort": 1, "containerPort": 0}`):                                                                     "from 1 to 65535",
 		mapping(`{"hostPort": 1, "containerPort": 1, "protocol": "icmp"}`):                                                 "protocol",
 		mapping(`{"hostPort": 1, "containerPort": 1, "hostIP": "here"}`):                                                   "hostIP",
-		mapping(`{"hostPort": 1, "containerPort": 1, "hostIP": "::1"}`):                                                    "hostIP ::1",
+		`, "runtimeConfig": {"bandwidth": {"ingressRate": 8000}}`:                                                          "given together",
+		`, "runtimeConfig": {"bandwidth": {"egressRate": 1, "egressBurst": 8000}}`:                                         "out of range",
 	} {
 		_, err := parse(body)
 		e, ok := errors.AsType[*types.Error](err)

@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netlink/nl"
@@ -27,6 +28,41 @@ type Bridge struct {
 	MAC      net.HardwareAddr
 	Prefixes []netip.Prefix // its addresses, without the link-local ones
 	up       bool
+	alias    string
+}
+
+// Description is what a bridge shall be like.
+type Description struct {
+	Name     string
+	Network  string // key of the network whose it is
+	MTU      int    // of a bridge that is made; 0: as the interface of the node's default route
+	Gateways []netip.Prefix
+	InUse    []netip.Addr // addresses of pods, whose gateways stay
+}
+
+// Errors of MakeBridge.
+var (
+	ErrTaken   = errors.New("the bridge is another network's")
+	ErrOverlap = errors.New("the subnet overlaps with another network of the node")
+)
+
+// What a bridge's alias says of whose it is: a network by its key, which has made it, or found it without one. Of a bridge that it has
+// not made a network takes nothing away.
+const (
+	madeBy  = "berth-net bridge of "
+	foundBy = "berth-net bridge found by "
+)
+
+// owner is the key of the network that has the bridge; "" if none has.
+func (b *Bridge) owner() (network string, made bool) {
+	if network, ok := strings.CutPrefix(b.alias, madeBy); ok {
+		return network, true
+	}
+	network, _ = strings.CutPrefix(b.alias, foundBy)
+	if network == b.alias {
+		return "", false
+	}
+	return network, false
 }
 
 // FindBridge returns the bridge of a name; nil if there is none. It is an error if there is something else.
@@ -42,7 +78,7 @@ func FindBridge(name string) (*Bridge, error) {
 		return nil, fmt.Errorf("%s is no bridge, but a device of type %s", name, link.Type())
 	}
 	at := link.Attrs()
-	b := &Bridge{Name: name, Index: at.Index, MTU: at.MTU, MAC: at.HardwareAddr, up: at.Flags&net.FlagUp != 0}
+	b := &Bridge{Name: name, Index: at.Index, MTU: at.MTU, MAC: at.HardwareAddr, up: at.Flags&net.FlagUp != 0, alias: at.Alias}
 	addrs, err := netlink.AddrList(link, netlink.FAMILY_ALL) // ports have none, so there are not many
 	if err != nil {
 		return nil, fmt.Errorf("read addresses of bridge %s: %w", name, err)
@@ -58,40 +94,107 @@ func FindBridge(name string) (*Bridge, error) {
 	return b, nil
 }
 
+// BelongsTo tells whether a network has the bridge.
+func (b *Bridge) BelongsTo(network string) bool {
+	if b == nil {
+		return false
+	}
+	owner, _ := b.owner()
+	return owner == network
+}
+
 // Serves tells whether the bridge is up and has these addresses.
 func (b *Bridge) Serves(gateways []netip.Prefix) bool {
 	return b != nil && b.up && !slices.ContainsFunc(gateways, func(g netip.Prefix) bool { return !slices.Contains(b.Prefixes, g) })
 }
 
-// MakeBridge makes the bridge, as far as it is not there, with these addresses, and has the node forward packets. A bridge that is there keeps
-// its MTU and what addresses it has.
-func MakeBridge(name string, mtu int, gateways []netip.Prefix) (*Bridge, error) {
-	b, err := FindBridge(name)
+// Obsolete are the addresses of the bridge that are not among the described ones and that no pod needs. There are none
+// of a bridge that the network has not made.
+func (b *Bridge) Obsolete(d *Description) (some []netip.Prefix) {
+	if _, made := b.owner(); !made || !b.BelongsTo(d.Network) {
+		return nil
+	}
+	for _, p := range b.Prefixes {
+		if !slices.Contains(d.Gateways, p) && !slices.ContainsFunc(d.InUse, p.Contains) {
+			some = append(some, p)
+		}
+	}
+	return some
+}
+
+// MakeBridge makes the bridge as it is described, as far as it is not so, and has the node forward packets. A bridge that is there keeps
+// its MTU, and one that others have made its addresses. ErrTaken if another network has pods on it, ErrOverlap if the node
+// reaches somebody else by the addresses.
+func MakeBridge(d *Description) (*Bridge, error) {
+	b, err := FindBridge(d.Name)
 	if err != nil {
 		return nil, err
 	}
+	made := false
 	if b == nil {
-		if err := newBridge(name, mtu); err != nil {
+		if err := CheckOverlap(d.Gateways, ""); err != nil {
 			return nil, err
 		}
-		if b, err = FindBridge(name); err != nil {
+		if made, err = newBridge(d.Name, d.MTU); err != nil {
+			return nil, err
+		}
+		if b, err = FindBridge(d.Name); err != nil {
 			return nil, err
 		}
 	}
 	if b == nil {
-		return nil, fmt.Errorf("bridge %s vanishes", name)
+		return nil, fmt.Errorf("bridge %s vanishes", d.Name)
 	}
-	if err := b.prepare(gateways); err != nil {
+	if err := b.claim(d.Network, made); err != nil {
 		return nil, err
 	}
-	if err := b.setUp(gateways); err != nil {
+	if !b.Serves(d.Gateways) {
+		if err := CheckOverlap(d.Gateways, b.Name); err != nil {
+			return nil, err
+		}
+	}
+	if err := b.Prepare(d.Gateways); err != nil {
 		return nil, err
 	}
-	return FindBridge(name)
+	if err := b.setUp(d.Gateways, b.Obsolete(d)); err != nil {
+		return nil, err
+	}
+	return FindBridge(d.Name)
 }
 
-// newBridge makes a bridge that is down. Its hardware address is given: the kernel would change its own with each port.
-func newBridge(name string, mtu int) error {
+// claim makes the bridge a network's. One of which another network has no pods any more is taken over.
+func (b *Bridge) claim(network string, made bool) error {
+	owner, before := b.owner()
+	switch {
+	case owner == network:
+		return nil
+	case owner != "":
+		ports, err := Ports(owner)
+		if err != nil {
+			return err
+		}
+		if len(ports) > 0 {
+			return fmt.Errorf("%w: %s has %d pods of network %s, whose addresses are kept elsewhere", ErrTaken, b.Name, len(ports), owner)
+		}
+		made = before
+	case b.alias != "":
+		return fmt.Errorf("%w: %s has the alias %q", ErrTaken, b.Name, b.alias)
+	}
+	b.alias = foundBy + network
+	if made {
+		b.alias = madeBy + network
+	}
+	var host batch
+	host.add("name bridge "+b.Name, unix.RTM_NEWLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC), name(b.Name), nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(b.alias)))
+	failpoint.Reach("net.claim-bridge")
+	err := host.do()
+	failpoint.Reach("net.bridge-claimed")
+	return err
+}
+
+// newBridge makes a bridge that is down, unless another process was quicker. Its hardware address is given: the kernel would change its
+// own with each port.
+func newBridge(name string, mtu int) (made bool, err error) {
 	if mtu == 0 {
 		mtu = outsideMTU()
 	}
@@ -100,13 +203,15 @@ func newBridge(name string, mtu int) error {
 	var host batch
 	host.add("make bridge "+name, unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nl.NewIfInfomsg(unix.AF_UNSPEC),
 		nl.NewRtAttr(unix.IFLA_IFNAME, nl.ZeroTerminated(name)), nl.NewRtAttr(unix.IFLA_ADDRESS, bridgeMAC(name)), number(unix.IFLA_MTU, mtu), info)
-	host.pass(unix.EEXIST) // another process was quicker
 	// Given when it is made, it lasts until the last port goes, and is Ethernet's then (br_mtu_auto_adjust, Linux 4.17).
 	host.add("set the MTU of bridge "+name, unix.RTM_NEWLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC), nl.NewRtAttr(unix.IFLA_IFNAME, nl.ZeroTerminated(name)), number(unix.IFLA_MTU, mtu))
 	failpoint.Reach("net.make-bridge")
-	err := host.do()
+	err = host.do()
 	failpoint.Reach("net.bridge-made")
-	return err
+	if errors.Is(err, unix.EEXIST) {
+		return false, nil
+	}
+	return err == nil, err
 }
 
 // bridgeMAC follows from the name and the machine, so that a bridge that is made again is the same to pods that have met it.
@@ -138,8 +243,8 @@ func outsideMTU() int {
 
 const minMTU = 1280 // of IPv6
 
-// setUp gives the bridge the addresses that it lacks and sets it up.
-func (b *Bridge) setUp(gateways []netip.Prefix) error {
+// setUp gives the bridge the addresses that it lacks, takes obsolete ones from it, and sets it up.
+func (b *Bridge) setUp(gateways, obsolete []netip.Prefix) error {
 	var host batch
 	for _, g := range gateways {
 		if !slices.Contains(b.Prefixes, g) {
@@ -147,11 +252,93 @@ func (b *Bridge) setUp(gateways []netip.Prefix) error {
 			host.pass(unix.EEXIST)
 		}
 	}
-	host.add("set bridge "+b.Name+" up", unix.RTM_NEWLINK, 0, up(b.Index))
+	for _, g := range obsolete {
+		message := nl.NewIfAddrmsg(family(g.Addr()))
+		message.Prefixlen, message.Index = uint8(g.Bits()), uint32(b.Index)
+		host.add("remove address "+g.String(), unix.RTM_DELADDR, 0, message, nl.NewRtAttr(unix.IFA_LOCAL, g.Addr().AsSlice()))
+		host.pass(unix.EADDRNOTAVAIL)
+	}
+	if !b.up {
+		host.add("set bridge "+b.Name+" up", unix.RTM_NEWLINK, 0, up(b.Index))
+	}
+	if len(host.steps) == 0 {
+		return nil
+	}
 	failpoint.Reach("net.set-up-bridge")
 	err := host.do()
 	failpoint.Reach("net.bridge-set-up")
 	return err
+}
+
+// CheckOverlap tells, by ErrOverlap, that the node has addresses in one of the subnets, or reaches part of it or all of it, by another interface than
+// the bridge, "" for none. A wider route, such as that of a whole cluster's pods, is none of the node's business.
+func CheckOverlap(subnets []netip.Prefix, bridge string) error {
+	own := -1
+	if bridge != "" {
+		link, err := netlink.LinkByName(bridge)
+		if err != nil {
+			return fmt.Errorf("find bridge %s: %w", bridge, err)
+		}
+		own = link.Attrs().Index
+	}
+	addrs, err := netlink.AddrList(nil, netlink.FAMILY_ALL)
+	if err != nil {
+		return fmt.Errorf("read the node's addresses: %w", err)
+	}
+	for _, a := range addrs {
+		if ip, ok := netip.AddrFromSlice(a.IP); ok && a.LinkIndex != own {
+			if s := containing(subnets, netip.PrefixFrom(ip.Unmap(), ip.Unmap().BitLen())); s.IsValid() {
+				return fmt.Errorf("%w: %s, with address %s of interface %s", ErrOverlap, s.Masked(), a.IPNet, linkName(a.LinkIndex))
+			}
+		}
+	}
+	routes, err := netlink.RouteListFiltered(netlink.FAMILY_ALL, &netlink.Route{Table: unix.RT_TABLE_MAIN, Type: unix.RTN_UNICAST}, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE)
+	if err != nil {
+		return fmt.Errorf("read the node's routes: %w", err)
+	}
+	for _, r := range routes {
+		if r.LinkIndex == own {
+			continue
+		}
+		if dst, ok := prefixOf(r.Dst); ok {
+			if s := containing(subnets, dst); s.IsValid() {
+				return fmt.Errorf("%w: %s, with the route to %s by interface %s", ErrOverlap, s.Masked(), dst, linkName(r.LinkIndex))
+			}
+		}
+		if gateway, ok := netip.AddrFromSlice(r.Gw); ok {
+			if s := containing(subnets, netip.PrefixFrom(gateway.Unmap(), gateway.Unmap().BitLen())); s.IsValid() {
+				return fmt.Errorf("%w: %s, with the gateway %s on interface %s", ErrOverlap, s.Masked(), gateway.Unmap(), linkName(r.LinkIndex))
+			}
+		}
+	}
+	return nil
+}
+
+// containing returns the first subnet that has all of a network; not valid if none has.
+func containing(subnets []netip.Prefix, p netip.Prefix) netip.Prefix {
+	for _, s := range subnets {
+		if s.Bits() <= p.Bits() && s.Contains(p.Addr()) {
+			return s
+		}
+	}
+	return netip.Prefix{}
+}
+
+func prefixOf(n *net.IPNet) (netip.Prefix, bool) {
+	if n == nil {
+		return netip.Prefix{}, false
+	}
+	ip, ok := netip.AddrFromSlice(n.IP)
+	ones, _ := n.Mask.Size()
+	return netip.PrefixFrom(ip.Unmap(), ones), ok
+}
+
+func linkName(index int) string {
+	link, err := netlink.LinkByIndex(index)
+	if err != nil {
+		return fmt.Sprintf("number %d", index)
+	}
+	return link.Attrs().Name
 }
 
 const (
@@ -159,16 +346,19 @@ const (
 	ipv6 = "/proc/sys/net/ipv6"
 )
 
-// prepare sets what the kernel does with packets of the bridge: it forwards them, of either family that the network has; it
-// takes no router advertisements from pods (CVE-2020-10749); and what the node sends to its own loopback addresses may leave by the bridge,
-// which host ports need (package rules drops what pods send there).
-func (b *Bridge) prepare(gateways []netip.Prefix) error {
+// Prepare sets what the kernel does with packets of the bridge, as far as it is not set: it forwards them, of either family that the network
+// has; it takes no router advertisements from pods (CVE-2020-10749); and what the node sends to its own loopback addresses may leave by the bridge,
+// which host ports need (what pods send there is dropped: packages rules and source).
+func (b *Bridge) Prepare(gateways []netip.Prefix) error {
 	for _, g := range gateways {
 		if g.Addr().Is4() {
 			if err := errors.Join(set(ipv4+"/ip_forward", "1"), set(ipv4+"/conf/"+b.Name+"/route_localnet", "1")); err != nil {
 				return err
 			}
 			continue
+		}
+		if IPv6Off() {
+			return fmt.Errorf("subnet %s: IPv6 is switched off on this node (net.ipv6.conf.all.disable_ipv6)", g.Masked())
 		}
 		if err := keepRouters(); err != nil {
 			return err
@@ -180,6 +370,12 @@ func (b *Bridge) prepare(gateways []netip.Prefix) error {
 		}
 	}
 	return refuseRouters(b.Name)
+}
+
+// IPv6Off tells whether the kernel has no IPv6, or the administrator has switched it off for all interfaces.
+func IPv6Off() bool {
+	off, err := os.ReadFile(ipv6 + "/conf/all/disable_ipv6")
+	return err != nil || string(bytes.TrimSpace(off)) != "0"
 }
 
 // keepRouters has the node go on to learn its own routes from routers: interfaces that do, do no more once it forwards, unless

@@ -59,7 +59,7 @@ type Attachment struct {
 	ContainerID string
 	IfName      string // in the pod
 	NetNS       string // path
-	Network     string // its name
+	Network     string // its key
 	Bridge      *Bridge
 	MTU         int
 	Hairpin     bool           // the bridge sends back by this port what came by it
@@ -77,8 +77,8 @@ type Route struct {
 // Connected is what Connect has made.
 type Connected struct{ PortMAC, PodMAC net.HardwareAddr }
 
-// Alias is what the port says of whose it is.
-func Alias(network, id, ifName string) string {
+// alias is what the port says of whose it is.
+func alias(network, id, ifName string) string {
 	return "berth-net " + network + " " + id + " " + ifName
 }
 
@@ -106,7 +106,7 @@ func (a *Attachment) makePair(ns *os.File, macs Connected) error {
 		name(port), nl.NewRtAttr(unix.IFLA_ADDRESS, macs.PortMAC), number(unix.IFLA_MTU, a.MTU), number(unix.IFLA_MASTER, a.Bridge.Index),
 		number(unix.IFLA_NUM_TX_QUEUES, 1), number(unix.IFLA_NUM_RX_QUEUES, 1), a.peer(ns, macs.PodMAC))
 	host.add("set up port "+port, unix.RTM_NEWLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC),
-		name(port), nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(Alias(a.Network, a.ContainerID, a.IfName))), withoutAddresses(),
+		name(port), nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(alias(a.Network, a.ContainerID, a.IfName))), withoutAddresses(),
 		portOptions(map[int]bool{nl.IFLA_BRPORT_MODE: a.Hairpin, nl.IFLA_BRPORT_ISOLATED: a.Isolated}))
 	failpoint.Reach("net.make-pair")
 	err := host.do()
@@ -200,7 +200,9 @@ func Cut(id, ifName string, remove bool) error {
 }
 
 // disable has the bridge forward nothing to and from a port, and forget who is behind it. It is a request to the bridge: by one about the
-// device the state changes, too, and the bridge is then told that the device has changed, and enables the port again.
+// device the state changes, too, and the bridge is then told that the device has changed, and enables the port again. The other end can have it
+// enabled, by going down and up; nothing is sent there all the same, for the bridge learns nothing from the port and floods nothing
+// into it, and what comes from there is dropped (by a locked port, Linux 5.18).
 func (b *batch) disable(port string) error {
 	link, err := netlink.LinkByName(port)
 	if isMissing(err) {
@@ -213,17 +215,24 @@ func (b *batch) disable(port string) error {
 	message.Index = int32(link.Attrs().Index)
 	state := nl.NewRtAttr(unix.IFLA_PROTINFO|unix.NLA_F_NESTED, nil)
 	state.AddRtAttr(nl.IFLA_BRPORT_STATE, []byte{stateDisabled})
+	for _, off := range []int{nl.IFLA_BRPORT_LEARNING, nl.IFLA_BRPORT_UNICAST_FLOOD, nl.IFLA_BRPORT_MCAST_FLOOD, nl.IFLA_BRPORT_BCAST_FLOOD} {
+		state.AddRtAttr(off, []byte{0})
+	}
+	state.AddRtAttr(brportLocked, []byte{1})
 	state.AddRtAttr(nl.IFLA_BRPORT_FLUSH, nil)
 	b.add("disable port "+port, unix.RTM_SETLINK, 0, message, state)
 	return nil
 }
 
-const stateDisabled = 0 // BR_STATE_DISABLED
+const (
+	stateDisabled = 0  // BR_STATE_DISABLED
+	brportLocked  = 39 // IFLA_BRPORT_LOCKED, which older kernels pass over
+)
 
 // Port is a port of a bridge that Connect made.
-type Port struct{ Name, Network, ContainerID, IfName string }
+type Port struct{ Name, ContainerID, IfName string }
 
-// Ports returns the ports on the node that Connect made for a network.
+// Ports returns the ports on the node that Connect made for the network with a key.
 func Ports(network string) ([]Port, error) {
 	all, err := netlink.LinkList()
 	if err != nil {
@@ -232,8 +241,8 @@ func Ports(network string) ([]Port, error) {
 	var ports []Port
 	for _, link := range all {
 		words := strings.Fields(link.Attrs().Alias)
-		if len(words) == 4 && words[1] == network && link.Attrs().Alias == Alias(network, words[2], words[3]) && link.Attrs().Name == PortName(words[2], words[3]) {
-			ports = append(ports, Port{link.Attrs().Name, network, words[2], words[3]})
+		if len(words) == 4 && words[1] == network && link.Attrs().Alias == alias(network, words[2], words[3]) && link.Attrs().Name == PortName(words[2], words[3]) {
+			ports = append(ports, Port{link.Attrs().Name, words[2], words[3]})
 		}
 	}
 	return ports, nil

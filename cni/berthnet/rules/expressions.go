@@ -94,23 +94,6 @@ func masked(bits uint32) expr.Any {
 
 var notZero = compare(expr.CmpOpNeq, make([]byte, 4))
 
-func isMarked() expressions {
-	return expressions{&expr.Meta{Key: expr.MetaKeyMARK, Register: reg}, masked(masqueradeMark), notZero}
-}
-
-func clearMark() expressions { return changeMark(0) }
-
-// setMark uses a register after those in which a found pod is.
-func setMark() expressions { return changeMark(masqueradeMark) }
-
-// changeMark sets the bit of masqueradeMark as in bit. (mark & mask) ^ xor is what the kernel can do.
-func changeMark(bit uint32) expressions {
-	const r = unix.NFT_REG_4
-	return expressions{&expr.Meta{Key: expr.MetaKeyMARK, Register: r},
-		&expr.Bitwise{SourceRegister: r, DestRegister: r, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(^uint32(masqueradeMark)), Xor: binaryutil.NativeEndian.PutUint32(bit)},
-		&expr.Meta{Key: expr.MetaKeyMARK, SourceRegister: true, Register: r}}
-}
-
 // known is about packets of connections that have begun.
 func known() expressions {
 	return expressions{&expr.Ct{Key: expr.CtKeySTATE, Register: reg}, masked(expr.CtStateBitESTABLISHED | expr.CtStateBitRELATED), notZero}
@@ -121,3 +104,6 @@ func redirected() expressions {
 	const statusDNAT = 1 << 5 // IPS_DST_NAT
 	return expressions{&expr.Ct{Key: expr.CtKeySTATUS, Register: reg}, masked(statusDNAT), notZero}
 }
+
+// masquerade gives packets the node's address, and a port that nobody can guess: those that are chosen in order collide, on several processors.
+func masquerade() expressions { return expressions{&expr.Masq{FullyRandom: true}} }

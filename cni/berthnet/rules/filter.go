@@ -6,7 +6,7 @@ import (
 	"sync"
 
 	"github.com/google/nftables"
-	"github.com/vishvananda/netlink"
+	"github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 )
 
@@ -19,7 +19,15 @@ type Filter struct {
 	conn  *nftables.Conn // nil: not open
 	flows sync.Mutex     // of conntrack
 	// conntrack asks the kernel about connections; nil: not open
-	conntrack *netlink.Handle
+	conntrack *netlink.Conn
+}
+
+// bufferSize is room for a transaction with the host ports of all pods of a node, and for its acknowledgements. The kernel takes memory only for what
+// is in a buffer.
+const bufferSize = 16 << 20
+
+func bigBuffers(conn *netlink.Conn) error {
+	return errors.Join(conn.SetWriteBuffer(bufferSize), conn.SetReadBuffer(bufferSize))
 }
 
 // with runs what asks the kernel. A socket with which something has failed is not used again: answers to one
@@ -28,7 +36,7 @@ func (f *Filter) with(run func(*nftables.Conn) error) (err error) {
 	f.turn.Lock()
 	defer f.turn.Unlock()
 	if f.conn == nil {
-		if f.conn, err = nftables.New(nftables.AsLasting()); err != nil {
+		if f.conn, err = nftables.New(nftables.AsLasting(), nftables.WithSockOptions(bigBuffers)); err != nil {
 			return fmt.Errorf("open nftables: %w", err)
 		}
 	}
@@ -48,16 +56,16 @@ func (f *Filter) drop() error {
 }
 
 // withFlows runs what asks the kernel about connections.
-func (f *Filter) withFlows(run func(*netlink.Handle) error) (err error) {
+func (f *Filter) withFlows(run func(*netlink.Conn) error) (err error) {
 	f.flows.Lock()
 	defer f.flows.Unlock()
 	if f.conntrack == nil {
-		if f.conntrack, err = netlink.NewHandle(unix.NETLINK_NETFILTER); err != nil {
+		if f.conntrack, err = netlink.Dial(unix.NETLINK_NETFILTER, nil); err != nil {
 			return fmt.Errorf("open conntrack: %w", err)
 		}
 	}
 	if err := run(f.conntrack); err != nil {
-		f.conntrack.Close()
+		err = errors.Join(err, f.conntrack.Close())
 		f.conntrack = nil
 		return err
 	}
@@ -66,7 +74,7 @@ func (f *Filter) withFlows(run func(*netlink.Handle) error) (err error) {
 
 // Open opens the sockets, which is done by whoever needs them first, too.
 func (f *Filter) Open() error {
-	return errors.Join(f.Available(), f.withFlows(func(*netlink.Handle) error { return nil }))
+	return errors.Join(f.Available(), f.withFlows(func(*netlink.Conn) error { return nil }))
 }
 
 // Close closes the sockets. The Filter may be used again.
@@ -75,9 +83,10 @@ func (f *Filter) Close() error {
 	defer f.turn.Unlock()
 	f.flows.Lock()
 	defer f.flows.Unlock()
+	var err error
 	if f.conntrack != nil {
-		f.conntrack.Close()
+		err = f.conntrack.Close()
 		f.conntrack = nil
 	}
-	return f.drop()
+	return errors.Join(err, f.drop())
 }

@@ -10,7 +10,6 @@ import (
 	"github.com/google/nftables"
 	"github.com/google/nftables/binaryutil"
 	"github.com/google/nftables/expr"
-	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"berth/cni/berthnet/conf"
@@ -134,6 +133,51 @@ func (p HostPort) element(comment string) nftables.SetElement {
 	return nftables.SetElement{Key: key, Val: append(p.Pod.AsSlice(), word(p.PodPort)...), Comment: comment}
 }
 
+// redirectionSet is one of the sets of connections that host ports redirect, of a family: the protocol and the port that a client asked for, with the pod's
+// address and port that it got.
+type redirectionSet struct {
+	name string
+	v6   bool
+}
+
+var redirections = []redirectionSet{{"redirected4", false}, {"redirected6", true}}
+
+func (p HostPort) redirectionSet() redirectionSet {
+	if p.Pod.Is6() {
+		return redirections[1]
+	}
+	return redirections[0]
+}
+
+func (r redirectionSet) addresses() portMap { return portMap{v6: r.v6} }
+
+func (r redirectionSet) set(t *nftables.Table) *nftables.Set {
+	return &nftables.Set{Table: t, Name: r.name, Concatenation: true, KeyType: nftables.MustConcatSetType(
+		nftables.TypeInetProto, nftables.TypeInetService, r.addresses().addressType(), nftables.TypeInetService)}
+}
+
+// isOne is about packets of connections that are in the set.
+func (r redirectionSet) isOne() expressions {
+	offset, words := uint32(16), r.addresses().words()
+	if r.v6 {
+		offset = 24
+	}
+	return expressions{
+		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: reg32},
+		&expr.Ct{Key: expr.CtKeyPROTODST, Register: reg32 + 1}, // of the original direction
+		&expr.Payload{DestRegister: reg32 + 2, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 4 * words},
+		&expr.Payload{DestRegister: reg32 + 2 + words, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2},
+		&expr.Lookup{SourceRegister: reg32, SetName: r.name},
+	}
+}
+
+// redirection is the port in its set of redirected connections.
+func (p HostPort) redirection() nftables.SetElement {
+	key := append([]byte{p.Protocol, 0, 0, 0}, word(p.HostPort)...)
+	key = append(key, p.Pod.AsSlice()...)
+	return nftables.SetElement{Key: append(key, word(p.PodPort)...)}
+}
+
 // word is a port as in a register.
 func word(port uint16) []byte { return append(binaryutil.BigEndian.PutUint16(port), 0, 0) }
 
@@ -160,14 +204,17 @@ func (m portMap) parse(e nftables.SetElement) (p HostPort, ok bool) {
 // ErrInUse says that a host port is another pod's.
 var ErrInUse = errors.New("the host port is another pod's")
 
-// OpenPorts opens host ports, all or none. id is whose they are, for people who look at the table.
-func (f *Filter) OpenPorts(network, id string, ports []HostPort) error {
-	t := table(network)
+// Pod has host ports. ID is whose they are, for people who look at the table.
+type Pod struct {
+	ID    string
+	Ports []HostPort
+}
+
+// OpenPorts opens host ports, all or none.
+func (f *Filter) OpenPorts(network string, pod Pod) error {
 	err := f.with(func(conn *nftables.Conn) error {
-		for _, p := range ports {
-			if err := conn.SetAddElements(p.portMap().set(t), []nftables.SetElement{p.element(id)}); err != nil {
-				return fmt.Errorf("%s: %w", p, err)
-			}
+		if err := openPorts(conn, network, []Pod{pod}); err != nil {
+			return err
 		}
 		failpoint.Reach("net.open-ports")
 		err := conn.Flush()
@@ -175,13 +222,90 @@ func (f *Filter) OpenPorts(network, id string, ports []HostPort) error {
 		return err
 	})
 	if errors.Is(err, unix.EBUSY) || errors.Is(err, unix.EEXIST) { // the key is there with another value
-		return errors.Join(ErrInUse, f.taken(network, ports))
+		return errors.Join(ErrInUse, f.taken(network, pod.Ports))
 	}
 	if err != nil {
-		return fmt.Errorf("open host ports of %s: %w", id, err)
+		return fmt.Errorf("open host ports of %s: %w", pod.ID, err)
 	}
 	return nil
 }
+
+// maxElements of a message: the attribute that has them is limited to 64 KiB.
+const maxElements = 200
+
+// change is what is done with elements of a set.
+type change func(*nftables.Set, []nftables.SetElement) error
+
+// each does something with elements, a message for as many as fit into one.
+func (do change) each(set *nftables.Set, elements []nftables.SetElement) error {
+	for some := range slices.Chunk(elements, maxElements) {
+		if err := do(set, some); err != nil {
+			return fmt.Errorf("%s: %w", set.Name, err)
+		}
+	}
+	return nil
+}
+
+// openPorts adds host ports to a transaction.
+func openPorts(conn *nftables.Conn, network string, pods []Pod) error {
+	t := table(network)
+	var err error
+	for _, m := range maps {
+		var elements []nftables.SetElement
+		for _, pod := range pods {
+			for _, p := range pod.Ports {
+				if p.portMap() == m {
+					elements = append(elements, p.element(pod.ID))
+				}
+			}
+		}
+		err = errors.Join(err, change(conn.SetAddElements).each(m.set(t), elements))
+	}
+	var all []HostPort
+	for _, pod := range pods {
+		all = append(all, pod.Ports...)
+	}
+	return errors.Join(err, changeRedirections(conn.SetAddElements, t, all))
+}
+
+// changeRedirections does something with the redirections of ports, which several may have in common.
+func changeRedirections(do change, t *nftables.Table, ports []HostPort) error {
+	var err error
+	for _, r := range redirections {
+		seen := map[string]bool{}
+		var elements []nftables.SetElement
+		for _, p := range ports {
+			if e := p.redirection(); p.redirectionSet() == r && !seen[string(e.Key)] {
+				seen[string(e.Key)] = true
+				elements = append(elements, e)
+			}
+		}
+		err = errors.Join(err, do.each(r.set(t), elements))
+	}
+	return err
+}
+
+// absent are host ports that are not open. Of two pods with the same one the first has it.
+func absent(pods []Pod, open []HostPort) (missing []Pod) {
+	taken := map[string]bool{}
+	for _, p := range open {
+		taken[p.key()] = true
+	}
+	for _, pod := range pods {
+		some := Pod{ID: pod.ID}
+		for _, p := range pod.Ports {
+			if !taken[p.key()] {
+				taken[p.key()] = true
+				some.Ports = append(some.Ports, p)
+			}
+		}
+		missing = append(missing, some)
+	}
+	return missing
+}
+
+// key is by what the port is found.
+func (p HostPort) key() string { return p.portMap().name + string(p.element("").Key) }
 
 // taken names the ports that are others'.
 func (f *Filter) taken(network string, ports []HostPort) error {
@@ -210,22 +334,45 @@ func (f *Filter) ClosePorts(network string, ports []HostPort) error {
 	if err != nil {
 		return err
 	}
-	return f.closePorts(network, slices.DeleteFunc(slices.Clone(ports), func(p HostPort) bool { return !slices.Contains(open, p) }))
+	var gone, stay []HostPort
+	for _, p := range open {
+		if slices.Contains(ports, p) {
+			gone = append(gone, p)
+		} else {
+			stay = append(stay, p)
+		}
+	}
+	return f.closePorts(network, gone, stay)
 }
 
-func (f *Filter) closePorts(network string, ports []HostPort) error {
+func (f *Filter) closePorts(network string, ports, stay []HostPort) error {
 	if len(ports) == 0 {
 		return nil
 	}
 	t := table(network)
 	err := f.with(func(conn *nftables.Conn) error {
-		for _, p := range ports {
-			if err := conn.SetDeleteElements(p.portMap().set(t), []nftables.SetElement{p.element("")}); err != nil {
-				return fmt.Errorf("%s: %w", p, err)
+		redirections, err := redirectionsOf(conn, t)
+		if err != nil {
+			return err
+		}
+		for _, m := range maps {
+			var elements []nftables.SetElement
+			for _, p := range ports {
+				if p.portMap() == m {
+					elements = append(elements, p.element(""))
+				}
 			}
+			err = errors.Join(err, change(conn.SetDeleteElements).each(m.set(t), elements))
+		}
+		for _, p := range stay {
+			delete(redirections, string(p.redirection().Key))
+		}
+		gone := slices.DeleteFunc(slices.Clone(ports), func(p HostPort) bool { return !redirections[string(p.redirection().Key)] })
+		if err := errors.Join(err, changeRedirections(conn.SetDeleteElements, t, gone)); err != nil {
+			return err
 		}
 		failpoint.Reach("net.close-ports")
-		err := conn.Flush()
+		err = conn.Flush()
 		failpoint.Reach("net.ports-closed")
 		return err
 	})
@@ -233,6 +380,21 @@ func (f *Filter) closePorts(network string, ports []HostPort) error {
 		return fmt.Errorf("close host ports: %w", err)
 	}
 	return nil
+}
+
+// redirectionsOf are the keys of the redirections that there are.
+func redirectionsOf(conn *nftables.Conn, t *nftables.Table) (map[string]bool, error) {
+	keys := map[string]bool{}
+	for _, r := range redirections {
+		elements, err := conn.GetSetElements(r.set(t))
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", r.name, err)
+		}
+		for _, e := range elements {
+			keys[string(e.Key)] = true
+		}
+	}
+	return keys, nil
 }
 
 // Ports returns the host ports that are open; none where the network has no table.
@@ -260,40 +422,4 @@ func (f *Filter) Ports(network string) (all []HostPort, err error) {
 		return nil, fmt.Errorf("read host ports of network %s: %w", network, err)
 	}
 	return all, nil
-}
-
-// ForgetFlows has the kernel forget what it knows of UDP conversations with host ports: those that
-// began before a port was a pod's would go on without it, and those with a pod that is gone would go to nobody, or to who has its address next.
-func (f *Filter) ForgetFlows(ports []HostPort) error {
-	filters := map[netlink.InetFamily][]netlink.CustomConntrackFilter{}
-	for _, p := range ports {
-		if p.Protocol != unix.IPPROTO_UDP {
-			continue
-		}
-		filter := &netlink.ConntrackFilter{}
-		err := errors.Join(filter.AddProtocol(p.Protocol), filter.AddPort(netlink.ConntrackOrigDstPort, p.HostPort))
-		if p.HostIP.IsValid() {
-			err = errors.Join(err, filter.AddIP(netlink.ConntrackOrigDstIP, p.HostIP.AsSlice()))
-		}
-		if err != nil {
-			return fmt.Errorf("forget conversations with %s: %w", p, err)
-		}
-		family := netlink.InetFamily(unix.AF_INET)
-		if p.Pod.Is6() {
-			family = unix.AF_INET6
-		}
-		filters[family] = append(filters[family], filter)
-	}
-	for family, some := range filters {
-		err := f.withFlows(func(handle *netlink.Handle) error {
-			failpoint.Reach("net.forget-flows")
-			_, err := handle.ConntrackDeleteFilters(netlink.ConntrackTable, family, some...)
-			failpoint.Reach("net.flows-forgotten")
-			return err
-		})
-		if err != nil && !errors.Is(err, unix.ENOENT) { // ended meanwhile
-			return fmt.Errorf("forget conversations with host ports: %w", err)
-		}
-	}
-	return nil
 }

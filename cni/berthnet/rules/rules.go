@@ -5,7 +5,9 @@
 // A network has one table of nftables, with nothing of others' in it. Its rules are about the network as a whole, written in one
 // transaction by Install when they are not there or not as they shall be, which the name of an empty chain tells (Installed asks for
 // that alone). What a pod needs of its own, its host ports, are elements of maps, so that to attach a pod is to add elements: one transaction
-// too, and none for a pod without host ports.
+// too, and none for a pod without host ports. Packets are told apart by their interfaces and by what conntrack knows of them; there are no marks.
+//
+// Others may delete the table, with all there is (nft flush ruleset): Watch tells of it, and Install is given the host ports that were open.
 //
 // A Filter works in one network namespace, and may be used concurrently.
 package rules
@@ -28,7 +30,7 @@ import (
 
 // Network is what a table is made from.
 type Network struct {
-	Name           string
+	Key            string // of the network
 	Bridge         string
 	Subnets        []netip.Prefix // of pods
 	Masquerade     bool
@@ -41,30 +43,29 @@ type Network struct {
 // TablePrefix is what the names of networks' tables begin with.
 const TablePrefix = "berth-net-"
 
+// table is that of the network with a key.
 func table(network string) *nftables.Table {
 	return &nftables.Table{Family: nftables.TableFamilyINet, Name: TablePrefix + network}
 }
 
-// masqueradeMark is the bit of a packet's mark that has it leave with the node's address: the one that the plugin portmap uses. It is
-// there only between the two hooks, on the first packet of a connection.
-const masqueradeMark = 0x2000
-
-// markerPrefix begins the name of the empty chain that tells what the table was made from.
+// markerPrefix begins the name of the empty chain that tells what the table was made from, and which bridge it is for.
 const markerPrefix = "made-from-"
 
 // format is part of that, to be counted up with each change of the rules.
-const format = "1"
+const format = "2"
 
 func (n *Network) marker() string {
 	sum := sha256.Sum256(fmt.Appendf(nil, "%s %+v", format, *n))
-	return markerPrefix + hex.EncodeToString(sum[:12])
+	return markerPrefix + hex.EncodeToString(sum[:12]) + markerOf(n.Bridge)
 }
+
+func markerOf(bridge string) string { return "-for-" + bridge }
 
 // Installed tells whether the network's table is there, made from the same.
 func (f *Filter) Installed(n Network) (installed bool, err error) {
 	n.normalize()
 	err = f.with(func(conn *nftables.Conn) error {
-		_, err := conn.ListChain(table(n.Name), n.marker())
+		_, err := conn.ListChain(table(n.Key), n.marker())
 		if err == nil {
 			installed = true
 		}
@@ -74,7 +75,7 @@ func (f *Filter) Installed(n Network) (installed bool, err error) {
 		return err
 	})
 	if err != nil {
-		return false, fmt.Errorf("read the table of network %s: %w", n.Name, err)
+		return false, fmt.Errorf("read the table of network %s: %w", n.Key, err)
 	}
 	return installed, nil
 }
@@ -87,16 +88,28 @@ func (n *Network) normalize() {
 // setNumbers guards the number that the library counts sets with.
 var setNumbers sync.Mutex
 
-// Install writes the network's table. Elements of host ports that are there stay. It is called by one at a time for a network.
-func (f *Filter) Install(n Network) error {
+// Install writes the network's table, and opens host ports of pods. Those that are open stay. Tables of other networks for the same bridge go. It is
+// called by one at a time for a network.
+func (f *Filter) Install(n Network, pods []Pod) error {
 	n.normalize()
-	err := f.with(func(conn *nftables.Conn) error {
-		old, err := markers(conn, n.Name)
+	there, err := f.Ports(n.Key)
+	if err != nil {
+		return err
+	}
+	missing := absent(pods, there)
+	err = f.with(func(conn *nftables.Conn) error {
+		old, others, err := n.markers(conn)
 		if err != nil {
 			return err
 		}
 		if err := n.write(conn, old); err != nil {
 			return err
+		}
+		if err := openPorts(conn, n.Key, missing); err != nil {
+			return err
+		}
+		for _, other := range others {
+			conn.DelTable(other)
 		}
 		failpoint.Reach("net.install")
 		err = conn.Flush()
@@ -104,23 +117,27 @@ func (f *Filter) Install(n Network) error {
 		return err
 	})
 	if err != nil {
-		return fmt.Errorf("write the table of network %s: %w", n.Name, err)
+		return fmt.Errorf("write the table of network %s: %w", n.Key, err)
 	}
 	return nil
 }
 
-// markers are the marks that a table has.
-func markers(conn *nftables.Conn, network string) (names []string, err error) {
+// markers are the marks that the network's table has, and tables of other networks for its bridge.
+func (n *Network) markers(conn *nftables.Conn) (names []string, others []*nftables.Table, err error) {
 	chains, err := conn.ListChainsOfTableFamily(nftables.TableFamilyINet)
 	if err != nil {
-		return nil, fmt.Errorf("list chains of nftables: %w", err)
+		return nil, nil, fmt.Errorf("list chains of nftables: %w", err)
 	}
 	for _, c := range chains {
-		if c.Table.Name == TablePrefix+network && strings.HasPrefix(c.Name, markerPrefix) {
+		switch {
+		case !strings.HasPrefix(c.Name, markerPrefix) || !strings.HasPrefix(c.Table.Name, TablePrefix):
+		case c.Table.Name == TablePrefix+n.Key:
 			names = append(names, c.Name)
+		case strings.HasSuffix(c.Name, markerOf(n.Bridge)):
+			others = append(others, &nftables.Table{Family: nftables.TableFamilyINet, Name: c.Table.Name})
 		}
 	}
-	return names, nil
+	return names, others, nil
 }
 
 // Chains of a table. The base chains come right before others of the same kind, so that a host port wins over what
@@ -132,11 +149,16 @@ const (
 
 // write fills a transaction.
 func (n *Network) write(conn *nftables.Conn, old []string) error {
-	t := conn.AddTable(table(n.Name))
+	t := conn.AddTable(table(n.Key))
 	setNumbers.Lock()
 	defer setNumbers.Unlock()
 	for _, m := range maps {
 		if err := conn.AddSet(m.set(t), nil); err != nil {
+			return err
+		}
+	}
+	for _, r := range redirections {
+		if err := conn.AddSet(r.set(t), nil); err != nil {
 			return err
 		}
 	}
@@ -176,14 +198,9 @@ func (n *Network) redirect(conn *nftables.Conn, c *nftables.Chain) {
 	add(conn, c, toLocalAddress(), jump(chainHostPorts))
 }
 
-// forwardPorts passes host ports on to pods. What comes from the node's loopback or from a pod gets the node's address on the bridge as its
-// source: the pod would not know the way back to the one, and would answer the other one directly. Ports of one address come before those
-// of all addresses.
+// forwardPorts passes host ports on to pods. Ports of one address come before those of all addresses.
 func (n *Network) forwardPorts(conn *nftables.Conn, c *nftables.Chain) {
 	for _, m := range maps {
-		for _, source := range of(append([]netip.Prefix{loopback4}, n.Subnets...), m.v6) {
-			add(conn, c, isFamily(m.v6), from(source), m.lookUp(), setMark(), m.toPod())
-		}
 		add(conn, c, isFamily(m.v6), m.lookUp(), m.toPod())
 	}
 }
@@ -205,9 +222,14 @@ func of(prefixes []netip.Prefix, v6 bool) (some []netip.Prefix) {
 	return some
 }
 
-// masquerade gives packets the node's address: those that are marked, and those of pods that leave the network.
+// masquerade gives packets the node's address: those of pods that leave the network, and those from the node's loopback or from a pod to a host
+// port, for the pod would not know the way back to the one, and would answer the other one directly.
 func (n *Network) masquerade(conn *nftables.Conn, c *nftables.Chain) {
-	add(conn, c, isMarked(), clearMark(), expressions{&expr.Masq{}})
+	for _, r := range redirections {
+		for _, source := range of(append([]netip.Prefix{loopback4}, n.Subnets...), r.v6) {
+			add(conn, c, device(expr.MetaKeyOIFNAME, n.Bridge, true), isFamily(r.v6), redirected(), from(source), r.isOne(), masquerade())
+		}
+	}
 	if !n.Masquerade {
 		return
 	}
@@ -218,7 +240,7 @@ func (n *Network) masquerade(conn *nftables.Conn, c *nftables.Chain) {
 			for _, to := range append(exempt, subnets...) {
 				add(conn, c, isFamily(v6), from(source), to_(to), verdict(expr.VerdictReturn))
 			}
-			add(conn, c, isFamily(v6), from(source), device(expr.MetaKeyOIFNAME, n.Bridge, false), expressions{&expr.Masq{}})
+			add(conn, c, isFamily(v6), from(source), device(expr.MetaKeyOIFNAME, n.Bridge, false), masquerade())
 		}
 	}
 }
@@ -231,7 +253,8 @@ func (n *Network) guardLoopback(conn *nftables.Conn, c *nftables.Chain) {
 	}
 }
 
-// isolateForwarded drops connections that begin where none shall. Host ports are meant to be reached, but not from pods where those are kept apart: ports of
+// isolateForwarded drops connections that begin where none shall. Host ports are meant to be reached (others' redirections, such as
+// kube-proxy's node ports, are not), but not from pods where those are kept apart: ports of
 // the bridge that are isolated would let it pass only where the packet filter does not see bridged packets (br_netfilter).
 func (n *Network) isolateForwarded(conn *nftables.Conn, c *nftables.Chain) {
 	if !n.IsolatePods && !n.IsolateIngress {
@@ -242,7 +265,9 @@ func (n *Network) isolateForwarded(conn *nftables.Conn, c *nftables.Chain) {
 	if n.IsolatePods {
 		add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, true), verdict(expr.VerdictDrop))
 	}
-	add(conn, c, redirected(), verdict(expr.VerdictReturn))
+	for _, r := range redirections {
+		add(conn, c, isFamily(r.v6), redirected(), r.isOne(), verdict(expr.VerdictReturn))
+	}
 	if n.IsolateIngress {
 		add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, false), verdict(expr.VerdictDrop))
 	}
@@ -261,7 +286,7 @@ func (n *Network) isolateNode(conn *nftables.Conn, c *nftables.Chain) {
 	add(conn, c, verdict(expr.VerdictDrop))
 }
 
-// Remove deletes the network's table. It may be repeated.
+// Remove deletes the table of the network with a key. It may be repeated.
 func (f *Filter) Remove(network string) error {
 	err := f.with(func(conn *nftables.Conn) error {
 		conn.AddTable(table(network)) // so that it can be deleted
@@ -275,6 +300,23 @@ func (f *Filter) Remove(network string) error {
 		return fmt.Errorf("delete the table of network %s: %w", network, err)
 	}
 	return nil
+}
+
+// Networks returns the keys of networks that have a table.
+func (f *Filter) Networks() (keys []string, err error) {
+	err = f.with(func(conn *nftables.Conn) error {
+		tables, err := conn.ListTablesOfFamily(nftables.TableFamilyINet)
+		for _, t := range tables {
+			if key, ok := strings.CutPrefix(t.Name, TablePrefix); ok {
+				keys = append(keys, key)
+			}
+		}
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list tables of nftables: %w", err)
+	}
+	return keys, nil
 }
 
 // Available tells why nftables can't be used, or nil.

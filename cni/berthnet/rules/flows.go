@@ -1,0 +1,254 @@
+package rules
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+
+	"github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
+)
+
+// Messages and attributes of ctnetlink (linux/netfilter/nfnetlink_conntrack.h).
+const (
+	getFlows   = netlink.HeaderType(unix.NFNL_SUBSYS_CTNETLINK<<8 | 1) // IPCTNL_MSG_CT_GET
+	deleteFlow = netlink.HeaderType(unix.NFNL_SUBSYS_CTNETLINK<<8 | 2) // IPCTNL_MSG_CT_DELETE
+
+	ctaTupleOrig  = 1
+	ctaTupleReply = 2
+	ctaID         = 12
+	ctaZone       = 18
+	ctaFilter     = 25 // Linux 5.8; older ones send all flows, which are looked at here, too
+
+	ctaFilterOrig = 1
+
+	ctaTupleIP    = 1
+	ctaTupleProto = 2
+
+	ctaProtoNum     = 1
+	ctaProtoSrcPort = 2
+	ctaProtoDstPort = 3
+
+	filterProtoNum     = 1 << 3 // CTA_FILTER_F_CTA_PROTO_NUM
+	filterProtoDstPort = 1 << 5 // CTA_FILTER_F_CTA_PROTO_DST_PORT
+)
+
+// flow is a conversation as conntrack knows it: whom the client speaks to, and who answers.
+type flow struct {
+	protocol     uint8
+	asked        netip.AddrPort
+	answers      netip.AddrPort
+	orig, id     []byte // as the kernel wants them to delete it
+	zone         []byte
+	isRedirected bool
+}
+
+// ForgetOthers has the kernel forget UDP conversations with the node by ports that are host ports by now: they would go on without the pod.
+// Conversations that go to other machines, or through the node, have nothing to do with the pod.
+func (f *Filter) ForgetOthers(ports []HostPort) error {
+	own, err := ownAddresses()
+	if err != nil {
+		return err
+	}
+	return f.forget(ports, func(c *flow, p HostPort) bool {
+		return !c.isRedirected && own[c.asked.Addr()] && (!p.HostIP.IsValid() || p.HostIP == c.asked.Addr())
+	})
+}
+
+// ForgetFlows has the kernel forget UDP conversations with pods by host ports that are closed: they would go to nobody, or to who
+// has the pod's address next.
+func (f *Filter) ForgetFlows(ports []HostPort) error {
+	return f.forget(ports, func(c *flow, p HostPort) bool {
+		return c.isRedirected && c.answers == netip.AddrPortFrom(p.Pod, p.PodPort)
+	})
+}
+
+// ownAddresses are the node's.
+func ownAddresses() (map[netip.Addr]bool, error) {
+	all, err := net.InterfaceAddrs()
+	if err != nil {
+		return nil, fmt.Errorf("read the node's addresses: %w", err)
+	}
+	own := map[netip.Addr]bool{}
+	for _, a := range all {
+		if n, ok := a.(*net.IPNet); ok {
+			if ip, ok := netip.AddrFromSlice(n.IP); ok {
+				own[ip.Unmap()] = true
+			}
+		}
+	}
+	return own, nil
+}
+
+// forget deletes conversations with UDP ports that are as told. The kernel looks at all that it knows, which takes it milliseconds (it has
+// hundreds of thousands of buckets), so it is asked once for a family, and tells of those with UDP only, of one port if it is one.
+func (f *Filter) forget(ports []HostPort, is func(*flow, HostPort) bool) error {
+	for _, v6 := range []bool{false, true} {
+		var some []HostPort
+		for _, p := range ports {
+			if p.Protocol == unix.IPPROTO_UDP && p.Pod.Is6() == v6 {
+				some = append(some, p)
+			}
+		}
+		if len(some) == 0 {
+			continue
+		}
+		err := f.withFlows(func(conn *netlink.Conn) error {
+			found, err := conn.Execute(request(getFlows, netlink.Dump, v6, flowsTo(some)))
+			if err != nil {
+				return err
+			}
+			for _, m := range found {
+				c, ok := parseFlow(m.Data)
+				if !ok || c.protocol != unix.IPPROTO_UDP || !slices.ContainsFunc(some, func(p HostPort) bool { return c.asked.Port() == p.HostPort && is(c, p) }) {
+					continue
+				}
+				if err := c.forget(conn, v6); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			return fmt.Errorf("forget conversations with host ports: %w", err)
+		}
+	}
+	return nil
+}
+
+func request(kind netlink.HeaderType, flags netlink.HeaderFlags, v6 bool, attributes []byte) netlink.Message {
+	family := byte(unix.AF_INET)
+	if v6 {
+		family = unix.AF_INET6
+	}
+	return netlink.Message{Header: netlink.Header{Type: kind, Flags: netlink.Request | flags}, Data: append([]byte{family, unix.NFNETLINK_V0, 0, 0}, attributes...)}
+}
+
+// forget deletes the conversation. It may have ended meanwhile.
+func (c *flow) forget(flows *netlink.Conn, v6 bool) error {
+	failpoint.Reach("net.forget-flow")
+	_, err := flows.Execute(request(deleteFlow, netlink.Acknowledge, v6, c.attributes()))
+	failpoint.Reach("net.flow-forgotten")
+	if errors.Is(err, unix.ENOENT) {
+		return nil
+	}
+	return err
+}
+
+// flowsTo asks for conversations by UDP, with the port that all of these are.
+func flowsTo(ports []HostPort) []byte {
+	port, what := ports[0].HostPort, uint32(filterProtoNum|filterProtoDstPort)
+	if slices.ContainsFunc(ports, func(p HostPort) bool { return p.HostPort != port }) {
+		what = filterProtoNum
+	}
+	e := netlink.NewAttributeEncoder()
+	e.Nested(ctaTupleOrig, func(e *netlink.AttributeEncoder) error {
+		e.Nested(ctaTupleProto, func(e *netlink.AttributeEncoder) error {
+			e.Uint8(ctaProtoNum, unix.IPPROTO_UDP)
+			e.Bytes(ctaProtoDstPort, binary.BigEndian.AppendUint16(nil, port))
+			return nil
+		})
+		return nil
+	})
+	e.Nested(ctaFilter, func(e *netlink.AttributeEncoder) error {
+		e.Uint32(ctaFilterOrig, what)
+		return nil
+	})
+	data, _ := e.Encode() // fails where a function above does
+	return data
+}
+
+// attributes name the conversation to the kernel.
+func (c *flow) attributes() []byte {
+	e := netlink.NewAttributeEncoder()
+	e.Bytes(ctaTupleOrig|netlink.Nested, c.orig)
+	e.Bytes(ctaID, c.id)
+	if c.zone != nil {
+		e.Bytes(ctaZone, c.zone)
+	}
+	data, _ := e.Encode()
+	return data
+}
+
+// parseFlow reads what the kernel tells of a conversation; ok is false if that is not what is needed.
+func parseFlow(data []byte) (c *flow, ok bool) {
+	const header = 4 // nfgenmsg
+	if len(data) < header {
+		return nil, false
+	}
+	d, err := netlink.NewAttributeDecoder(data[header:])
+	if err != nil {
+		return nil, false
+	}
+	c = &flow{}
+	var asked, answers endpoints
+	for d.Next() {
+		switch d.Type() {
+		case ctaTupleOrig:
+			c.orig = d.Bytes()
+			asked = parseTuple(c.orig)
+		case ctaTupleReply:
+			answers = parseTuple(d.Bytes())
+		case ctaID:
+			c.id = d.Bytes()
+		case ctaZone:
+			c.zone = d.Bytes()
+		}
+	}
+	c.protocol = asked.protocol
+	c.asked = netip.AddrPortFrom(asked.dst, asked.dstPort)
+	c.answers = netip.AddrPortFrom(answers.src, answers.srcPort)
+	c.isRedirected = c.asked != c.answers
+	return c, d.Err() == nil && c.orig != nil && c.id != nil && asked.dst.IsValid() && answers.src.IsValid()
+}
+
+// endpoints are those of one direction of a conversation.
+type endpoints struct {
+	protocol         uint8
+	src, dst         netip.Addr
+	srcPort, dstPort uint16
+}
+
+func parseTuple(data []byte) (t endpoints) {
+	d, err := netlink.NewAttributeDecoder(data)
+	if err != nil {
+		return t
+	}
+	for d.Next() {
+		switch d.Type() {
+		case ctaTupleIP:
+			d.Nested(func(d *netlink.AttributeDecoder) error {
+				for d.Next() {
+					ip, _ := netip.AddrFromSlice(d.Bytes())
+					if d.Type()%2 == 1 { // CTA_IP_V4_SRC, CTA_IP_V6_SRC
+						t.src = ip
+					} else {
+						t.dst = ip
+					}
+				}
+				return nil
+			})
+		case ctaTupleProto:
+			d.Nested(func(d *netlink.AttributeDecoder) error {
+				d.ByteOrder = binary.BigEndian
+				for d.Next() {
+					switch d.Type() {
+					case ctaProtoNum:
+						t.protocol = d.Uint8()
+					case ctaProtoSrcPort:
+						t.srcPort = d.Uint16()
+					case ctaProtoDstPort:
+						t.dstPort = d.Uint16()
+					}
+				}
+				return nil
+			})
+		}
+	}
+	return t
+}

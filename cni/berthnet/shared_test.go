@@ -1,0 +1,374 @@
+package berthnet
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/containernetworking/cni/pkg/types"
+	types100 "github.com/containernetworking/cni/pkg/types/100"
+	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
+	"github.com/vishvananda/netlink"
+
+	"berth/cni/berthnet/links"
+	"berth/internal/netns"
+)
+
+// The node has others, too: daemons with other directories, other networks, who deletes all rules of the packet filter.
+
+// A daemon with another directory has another network: it gets a bridge of its own only, and collects nothing of this one's.
+func TestOtherDirectories(t *testing.T) {
+	newWorld(t)
+	ours := newBed(t, nil)
+	port := hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80})
+	pod := ours.attached(port)
+	answering(t, pod.netns, "tcp", 80)
+
+	same := newBed(t, nil) // the same name, the same bridge
+	if err := same.pod(nil).add(); codeOf(err) != types.ErrInvalidNetworkConfig || !strings.Contains(err.Error(), "1 pods of network "+ours.key()) {
+		t.Errorf("ADD to another's bridge: %v", err)
+	}
+	other := newBed(t, map[string]any{"bridge": "bn1", "subnets": []string{"10.98.0.0/24"}})
+	others := other.attached(nil)
+	for _, b := range []*bed{same, other} {
+		_, err := b.pod(nil).call("GC", "", map[string]any{"cni.dev/valid-attachments": []any{}})
+		must(t, err)
+	}
+	conversation{"host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
+	if left := ours.traces(); !strings.Contains(left, links.PortName(pod.id, "eth0")) || strings.Contains(left, links.PortName(others.id, "eth0")) {
+		t.Errorf("GC of two others, one of which has a pod, leaves\n%s", left)
+	}
+	if _, err := pod.call("GC", "", nil); codeOf(err) != types.ErrInvalidNetworkConfig {
+		t.Errorf("GC that is not told what is valid: %v", err)
+	}
+	conversation{"host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
+
+	must(t, pod.del())
+	must(t, links.Cut(pod.id, "eth0", true)) // as its namespace's end does
+	next := same.attached(port)              // the bridge is free, and its old network's rules go
+	answering(t, next.netns, "tcp", 80)
+	conversation{"host port of who took it over", worldNS, "tcp4", "8080", node4, world4}.check(t)
+	networks, err := same.plugin.filter.Networks()
+	must(t, err)
+	if slices.Contains(networks, ours.key()) || !slices.Contains(networks, same.key()) {
+		t.Errorf("tables of networks %v", networks)
+	}
+}
+
+func eventually(t *testing.T, what string, done func() bool) {
+	t.Helper()
+	for end := time.Now().Add(patience); !done(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("not so after %s: %s", patience, what)
+		}
+	}
+}
+
+// A bridge of the administrator's is used, and keeps its addresses. Another's is not.
+func TestForeignBridge(t *testing.T) {
+	b := newBed(t, nil)
+	must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0"}}))
+	addressed(t, "bn0", "192.0.2.129/25")
+	link, err := netlink.LinkByName("bn0")
+	must(t, err)
+	must(t, netlink.LinkSetAlias(link, "somebody's"))
+	if err := b.pod(nil).add(); codeOf(err) != types.ErrInvalidNetworkConfig || !strings.Contains(err.Error(), "somebody's") {
+		t.Errorf("a bridge with an alias: %v", err)
+	}
+	must(t, netlink.LinkSetAlias(link, ""))
+	must(t, b.attached(nil).del())
+	if addrs := fmt.Sprint(mustAddrs(t, link)); !strings.Contains(addrs, "192.0.2.129/25") || !strings.Contains(addrs, "10.99.0.1/24") {
+		t.Errorf("the bridge has %s", addrs)
+	}
+}
+
+// flushRuleset is what a reload of nftables.service begins with.
+func flushRuleset(t *testing.T) {
+	t.Helper()
+	conn, err := nftables.New()
+	must(t, err)
+	conn.FlushRuleset()
+	must(t, conn.Flush())
+}
+
+// Who deletes all rules of the packet filter cuts no pod off for long: ADD and STATUS write them again, and where the kernel tells of it, it takes a moment.
+func TestFlushedRuleset(t *testing.T) {
+	newWorld(t)
+	b := newBed(t, nil)
+	pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
+	gone := b.attached(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80}))
+	answering(t, pod.netns, "tcp", 80)
+	answering(t, worldNS, "tcp", 80)
+	must(t, gone.del())
+	check := func() {
+		t.Helper()
+		conversation{"host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
+		conversation{"host port by localhost", "", "tcp4", "8080", "127.0.0.1", "10.99.0.1"}.check(t)
+		conversation{"pod to the world", pod.netns, "tcp4", "80", world4, node4}.check(t)
+		if ports := b.openPorts(); len(ports) != 2 {
+			t.Errorf("open are %v", ports)
+		}
+	}
+	check()
+	for what, mend := range map[string]func(){
+		"STATUS": func() { _, err := pod.call("STATUS", "", nil); must(t, err) },
+		"ADD":    func() { must(t, b.attached(nil).del()) },
+	} {
+		flushRuleset(t)
+		if ports := b.openPorts(); len(ports) != 0 {
+			t.Fatalf("the rules are there before %s: %v", what, ports)
+		}
+		mend()
+		check()
+	}
+
+	ctx, stop := context.WithCancel(context.Background())
+	ended := make(chan error)
+	go func() { ended <- b.plugin.Watch(ctx, slog.New(slog.NewTextHandler(io.Discard, nil))) }()
+	for range 2 {
+		eventually(t, "the rules are written again", func() bool {
+			flushRuleset(t) // the watch may have begun after the first one
+			for end := time.Now().Add(time.Second); time.Now().Before(end); time.Sleep(time.Millisecond) {
+				if len(b.openPorts()) == 2 {
+					return true
+				}
+			}
+			return false
+		})
+		check()
+	}
+	stop()
+	must(t, <-ended)
+}
+
+// What was switched off on the node is on again after STATUS.
+func TestSettings(t *testing.T) {
+	b := newBed(t, nil)
+	pod := b.attached(nil)
+	files := map[string]string{"/proc/sys/net/ipv4/ip_forward": "0", "/proc/sys/net/ipv6/conf/all/forwarding": "0", "/proc/sys/net/ipv4/conf/bn0/route_localnet": "0"}
+	for file, value := range files {
+		must(t, os.WriteFile(file, []byte(value), 0))
+	}
+	_, err := pod.call("STATUS", "", nil)
+	must(t, err)
+	for file := range files {
+		if value, err := os.ReadFile(file); err != nil || string(value) != "1\n" {
+			t.Errorf("%s is %q; %v", file, value, err)
+		}
+	}
+}
+
+// Where the administrator has switched IPv6 off, it stays off.
+func TestIPv6Off(t *testing.T) {
+	const file = "/proc/sys/net/ipv6/conf/all/disable_ipv6"
+	must(t, os.WriteFile(file, []byte("1"), 0))
+	defer func() { must(t, os.WriteFile(file, []byte("0"), 0)) }()
+	if err := newBed(t, nil).pod(nil).add(); err == nil || !strings.Contains(err.Error(), "disable_ipv6") {
+		t.Errorf("ADD: %v", err)
+	}
+	newBed(t, map[string]any{"subnets": []string{subnet4}}).attached(nil)
+	if value, err := os.ReadFile("/proc/sys/net/ipv6/conf/bn0/disable_ipv6"); err != nil || string(value) != "1\n" {
+		t.Errorf("the bridge has disable_ipv6 %q; %v", value, err)
+	}
+}
+
+// A subnet that the node reaches otherwise is refused, and nothing is made.
+func TestOverlap(t *testing.T) {
+	newWorld(t)
+	outside, err := netlink.LinkByName("outside")
+	must(t, err)
+	route := func(dst string) {
+		_, n, err := net.ParseCIDR(dst)
+		must(t, err)
+		must(t, netlink.RouteAdd(&netlink.Route{LinkIndex: outside.Attrs().Index, Dst: n}))
+	}
+	route("10.64.0.0/10") // a wider one is none
+	route("10.99.0.128/25")
+	for subnet, want := range map[string]string{subnet4: "route to 10.99.0.128/25", "192.0.0.0/8": "192.0.2.1/24", "2001:db8::/48": "2001:db8::1/64"} {
+		b := newBed(t, map[string]any{"subnets": []string{subnet}})
+		if err := b.pod(nil).add(); codeOf(err) != types.ErrInvalidNetworkConfig || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: %v, want %q", subnet, err, want)
+		}
+		if _, err := netlink.LinkByName("bn0"); err == nil {
+			t.Errorf("%s: there is a bridge", subnet)
+		}
+	}
+	newBed(t, map[string]any{"subnets": []string{"10.99.1.0/24"}}).attached(nil)
+}
+
+// The bridge has the gateways of its pods, and no others, after the node's pod CIDR has changed.
+func TestOldGateways(t *testing.T) {
+	b := newBed(t, nil)
+	old := b.attached(nil)
+	cidr := func(subnet string) map[string]any {
+		return map[string]any{"runtimeConfig": map[string]any{"ipRanges": []any{[]any{map[string]any{"subnet": subnet}}}}}
+	}
+	gateways := func(when string, want ...string) {
+		t.Helper()
+		bridge, err := links.FindBridge("bn0")
+		must(t, err)
+		var have []string
+		for _, p := range bridge.Prefixes {
+			have = append(have, p.String())
+		}
+		if !slices.Equal(have, want) {
+			t.Errorf("%s the bridge has %v, want %v", when, have, want)
+		}
+	}
+	first := b.attached(cidr("10.98.0.0/24"))
+	gateways("with an old pod", "10.98.0.1/24", "10.99.0.1/24", "fd99::1/64")
+	answering(t, old.netns, "tcp", 80)
+	conversation{"new pod to old pod", first.netns, "tcp4", "80", old.ip(false), first.ip(false)}.check(t)
+	must(t, old.del())
+	b.attached(cidr("10.98.0.0/24"))
+	gateways("without", "10.98.0.1/24")
+	if routes, err := netlink.RouteGet(net.ParseIP("10.99.0.9")); err == nil && routes[0].LinkIndex != 0 {
+		link, err := netlink.LinkByIndex(routes[0].LinkIndex)
+		if err == nil && link.Attrs().Name == "bn0" {
+			t.Error("there is still a route to the old subnet")
+		}
+	}
+}
+
+// A pod may have as many host ports as there can be in its configuration, and all of them come back after a flush.
+func TestManyHostPorts(t *testing.T) {
+	const many = 4096
+	b := newBed(t, nil)
+	var ports []map[string]any
+	for i := range many {
+		ports = append(ports, map[string]any{"hostPort": 20000 + i, "containerPort": 80 + i%100, "protocol": []string{"tcp", "udp"}[i%2]})
+	}
+	pod := b.attached(hostPorts(ports...))
+	if n := len(b.openPorts()); n != 2*many {
+		t.Errorf("%d are open", n)
+	}
+	answering(t, pod.netns, "tcp", 80)
+	conversation{"a host port", "", "tcp4", "20000", "127.0.0.1", "10.99.0.1"}.check(t)
+	flushRuleset(t)
+	_, err := pod.call("STATUS", "", nil)
+	must(t, err)
+	if n := len(b.openPorts()); n != 2*many {
+		t.Errorf("%d are open after a flush", n)
+	}
+	must(t, pod.del())
+	if left := b.kept(); len(left) > 0 {
+		t.Errorf("%d things are left", len(left))
+	}
+}
+
+// Who redirects otherwise, as kube-proxy does with node ports, does not open a way in through isolation, and keeps clients' addresses.
+func TestOthersRedirections(t *testing.T) {
+	newWorld(t)
+	for _, isolated := range []bool{false, true} {
+		kinds := []string{}
+		if isolated {
+			kinds = []string{"ingress"}
+		}
+		b := newBed(t, map[string]any{"isolation": kinds})
+		pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
+		answering(t, pod.netns, "tcp", 80)
+		redirect(t, 30080, pod.ip(false), 80)
+		want := world4
+		if isolated {
+			want = ""
+		}
+		conversation{"world to node port", worldNS, "tcp4", "30080", node4, want}.check(t)
+		conversation{"world to host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
+		must(t, pod.del())
+		must(t, links.Cut(pod.id, "eth0", true))
+		flushRuleset(t)
+	}
+}
+
+// redirect is a rule of somebody else's that redirects a port of the node.
+func redirect(t *testing.T, port uint16, ip string, to uint16) {
+	t.Helper()
+	conn, err := nftables.New()
+	must(t, err)
+	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyIPv4, Name: "others"})
+	chain := conn.AddChain(&nftables.Chain{Table: table, Name: "pre", Type: nftables.ChainTypeNAT, Hooknum: nftables.ChainHookPrerouting, Priority: nftables.ChainPriorityNATDest})
+	be := func(n uint16) []byte { return []byte{byte(n >> 8), byte(n)} }
+	conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: []expr.Any{
+		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{6}},
+		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: be(port)},
+		&expr.Immediate{Register: 1, Data: netip.MustParseAddr(ip).AsSlice()}, &expr.Immediate{Register: 2, Data: be(to)},
+		&expr.NAT{Type: expr.NATTypeDestNAT, Family: 2, RegAddrMin: 1, RegProtoMin: 2},
+	}})
+	must(t, conn.Flush())
+}
+
+// Conversations with others by the same port as a host port's go on.
+func TestOthersFlowsAreKept(t *testing.T) {
+	newWorld(t)
+	b := newBed(t, nil)
+	client := b.attached(nil)
+	answering(t, worldNS, "udp", 53)
+	var conn net.Conn
+	must(t, netns.In(client.netns, func() (err error) { // a resolver's, by the masqueraded address
+		conn, err = net.DialUDP("udp4", nil, &net.UDPAddr{IP: net.ParseIP(world4), Port: 53})
+		return err
+	}))
+	defer conn.Close()
+	exchange := func() (string, error) {
+		must(t, conn.SetDeadline(time.Now().Add(patience)))
+		if _, err := io.WriteString(conn, "?"); err != nil {
+			return "", err
+		}
+		buffer := make([]byte, 64)
+		n, err := conn.Read(buffer)
+		return string(buffer[:n]), err
+	}
+	if seen, err := exchange(); seen != node4 {
+		t.Fatalf("seen as %q; %v", seen, err)
+	}
+	before := flowsTo(t, 53)
+	pod := b.attached(hostPorts(map[string]any{"hostPort": 53, "containerPort": 53, "protocol": "udp"}))
+	must(t, pod.del())
+	if after := flowsTo(t, 53); len(before) != 1 || !slices.Equal(before, after) {
+		t.Errorf("conversations before: %v, after: %v", before, after)
+	}
+}
+
+// flowsTo are conversations with a UDP port of IPv4.
+func flowsTo(t *testing.T, port uint16) (all []string) {
+	t.Helper()
+	found, err := netlink.ConntrackTableList(netlink.ConntrackTable, netlink.FAMILY_V4)
+	must(t, err)
+	for _, f := range found {
+		if f.Forward.Protocol == 17 && f.Forward.DstPort == port {
+			all = append(all, fmt.Sprint(f.Forward.SrcIP, f.Forward.SrcPort, f.Forward.DstIP, f.Reverse.DstIP, f.Reverse.DstPort))
+		}
+	}
+	return all
+}
+
+// A pod that DEL has cut off gets nothing any more by setting its device down and up.
+func TestDelCutsOffForGood(t *testing.T) {
+	b := newBed(t, nil)
+	server, client := b.attached(nil), b.attached(nil)
+	answering(t, server.netns, "tcp", 80)
+	answering(t, client.netns, "tcp", 80)
+	must(t, server.del())
+	must(t, netns.In(server.netns, func() error {
+		link, err := netlink.LinkByName("eth0")
+		must(t, err)
+		must(t, netlink.LinkSetDown(link))
+		must(t, netlink.LinkSetUp(link))
+		for _, r := range server.result.Routes {
+			dst := types100.IPConfig{Address: r.Dst}.Address
+			_ = netlink.RouteReplace(&netlink.Route{LinkIndex: link.Attrs().Index, Dst: &dst, Gw: r.GW}) // gone with the device
+		}
+		return nil
+	}))
+	conversation{"pod that was cut off to pod", server.netns, "tcp4", "80", client.ip(false), ""}.check(t)
+	conversation{"pod to pod that was cut off", client.netns, "tcp4", "80", server.ip(false), ""}.check(t)
+}
