@@ -52,6 +52,9 @@ func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store
 			return nil, fmt.Errorf("open layer store: %w", err)
 		}
 	}
+	if err := scatter(filepath.Join(root, tmpDir)); err != nil {
+		log.Debug("layers are not spread over the disk", "error", err)
+	}
 	home, err := os.Open(root)
 	if err != nil {
 		return nil, fmt.Errorf("open layer store: %w", err)

@@ -75,8 +75,34 @@ func pullOnce(ctx context.Context, s *subject.Subject, image string) (p pullCost
 		return p, err
 	}
 	p.cpu, p.disk = after-before, full-empty
-	p.remove, err = s.RemoveImage(ctx, image)
-	return p, err
+	if p.remove, err = s.RemoveImage(ctx, image); err != nil {
+		return p, err
+	}
+	return p, removed(ctx, s, empty)
+}
+
+// removed waits until the disk is as it was: a runtime may delete files when it has answered, and the next pull is not to pay for that.
+func removed(ctx context.Context, s *subject.Subject, empty int64) error {
+	const (
+		limit = time.Minute
+		slack = 1 << 20 // of metadata
+		look  = 100 * time.Millisecond
+	)
+	for begin := time.Now(); s.Root != ""; {
+		used, err := s.Disk()
+		if err != nil || used <= empty+slack {
+			return err
+		}
+		if time.Since(begin) > limit {
+			return fmt.Errorf("%d bytes of the image are on the disk %v after its removal", used-empty, limit)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(look):
+		}
+	}
+	return s.Rest(ctx)
 }
 
 // pushPullImage makes the image and puts it in the registry, once.

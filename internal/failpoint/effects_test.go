@@ -100,11 +100,10 @@ var unmarked = map[string]string{
 	"image/unpack.setTimesOf: dir.Utimes":                                 worker,
 	"image/unpack.directory: dir.Mkdir":                                   worker,
 	"image/unpack.directoryAgain: dir.Mkdir":                              worker,
-	"image/unpack.symlink: dir.Symlink":                                   worker,
 	"image/unpack.link: dir.Link":                                         worker,
-	"image/unpack.node: dir.Mknod":                                        worker,
+	"image/unpack.special: dir.Mknod dir.Symlink":                         worker,
 	"image/unpack.clear: dir.RemoveAll":                                   worker,
-	"image/unpack.finish: dir.Utimes":                                     worker,
+	"image/unpack.setTime: dir.Utimes":                                    worker,
 	"image/unpack.makeWhiteout: dir.Mknod":                                worker,
 
 	"internal/cgroup.RemoveIfEmpty: unix.Rmdir":                                   "the last step of a daemon that ends in good order",
