@@ -241,8 +241,12 @@ func (a *attachment) describe(b *links.Bridge, kept addresses.Reservation) links
 		mtu = b.MTU
 	}
 	return links.Attachment{ContainerID: a.id, IfName: a.ifName, NetNS: a.netns, Network: a.Key(), Bridge: b, MTU: mtu,
-		Hairpin: a.Hairpins(), Isolated: a.Isolates(conf.IsolatePods), IPs: a.prefixes(kept), Routes: a.podRoutes()}
+		Hairpin: a.Hairpins(), Isolated: a.Isolates(conf.IsolatePods), CheckSource: a.ChecksSource(),
+		Ingress: limit(a.Runtime.Bandwidth.IngressRate, a.Runtime.Bandwidth.IngressBurst), Egress: limit(a.Runtime.Bandwidth.EgressRate, a.Runtime.Bandwidth.EgressBurst), IPs: a.prefixes(kept), Routes: a.podRoutes()}
 }
+
+// limit is one of bits.
+func limit(rate, burst uint64) links.Limit { return links.Limit{Rate: rate / 8, Burst: burst / 8} }
 
 // prefixes are the pod's addresses, with the lengths of their subnets.
 func (a *attachment) prefixes(kept addresses.Reservation) (all []netip.Prefix) {

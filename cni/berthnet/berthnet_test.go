@@ -7,6 +7,8 @@ import (
 	"berth/internal/netns"
 )
 
+func (b *bed) store() *addresses.Store { return addresses.Inspect(b.dir + "/test") }
+
 // kept are the addresses and host ports of attachments.
 func (b *bed) kept() (all []string) {
 	b.t.Helper()

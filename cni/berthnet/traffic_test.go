@@ -231,8 +231,13 @@ func TestTraffic(t *testing.T) {
 
 // What pods send to the node's loopback addresses does not arrive, although the bridge's answers to them do (CVE-2020-8558).
 func TestLoopbackIsGuarded(t *testing.T) {
-	b := newBed(t, nil)
-	pod := b.attached(nil)
+	b := newBed(t, map[string]any{"checkSource": false}) // or it would be dropped before
+	reachLoopback(t, b.attached(nil))
+}
+
+// reachLoopback has a pod try.
+func reachLoopback(t *testing.T, pod *testPod) {
+	t.Helper()
 	l, err := net.Listen("tcp4", "127.0.0.1:7000")
 	must(t, err)
 	defer l.Close()

@@ -52,6 +52,7 @@ type Config struct {
 	NetworkRoutes       []string `toml:"network_routes" doc:"Destinations that pods in berth's own network reach, in the form of 10.0.0.0/8. Empty: all."`
 	NetworkMasquerade   bool     `toml:"network_masquerade" default:"true" doc:"Whether pods in berth's own network appear outside of it with the node's address."`
 	NetworkNoMasquerade []string `toml:"network_no_masquerade" doc:"Networks that see the pods' own addresses all the same, such as those of other nodes' pods."`
+	NetworkCheckSource  bool     `toml:"network_check_source" default:"true" doc:"Whether pods in berth's own network can send with their own addresses only, of IP and of hardware, also to neighbours. It needs the kernel's classifier bpf (CONFIG_NET_CLS_BPF)."`
 	NetworkIsolation    []string `toml:"network_isolation" oneof:"pods,ingress,node" doc:"What is kept apart in berth's own network. pods: pods do not reach each other, nor each other's host ports. ingress: who is not on this node reaches pods by their host ports only. node: pods do not reach the node itself."`
 
 	CNIConfDir  string   `toml:"cni_conf_dir" flag:"cni-conf-dir" default:"/etc/cni/net.d" path:"abs" doc:"Directory of CNI network configurations. The first valid one in lexical order is used; changes are noticed while running."`

@@ -20,7 +20,7 @@ func TestDefaults(t *testing.T) {
 	want := Config{
 		Listen: "/run/berth/berth.sock", Root: "/var/lib/berth", State: "/run/berth",
 		CgroupDriver: "auto",
-		Network:      "cni", NetworkBridge: "berth0", NetworkSubnets: []string{"10.83.0.0/16", "fdb6:83e7:2d10::/64"}, NetworkRoutes: []string{}, NetworkMasquerade: true,
+		Network:      "cni", NetworkBridge: "berth0", NetworkSubnets: []string{"10.83.0.0/16", "fdb6:83e7:2d10::/64"}, NetworkRoutes: []string{}, NetworkMasquerade: true, NetworkCheckSource: true,
 		NetworkNoMasquerade: []string{}, NetworkIsolation: []string{},
 		CNIConfDir: "/etc/cni/net.d", CNIBinDirs: []string{"/opt/cni/bin", "/usr/lib/cni"}, NetNSDir: "/run/netns",
 		DockerConfig: "", RegistryDirs: []string{"/etc/berth/certs.d", "/etc/containerd/certs.d"}, PinnedImages: []string{},

@@ -47,8 +47,9 @@ func List(cfg *config.Config) ([]byte, error) {
 		"bridge":       cfg.NetworkBridge,
 		"subnets":      subnets(cfg.NetworkSubnets),
 		"masquerade":   cfg.NetworkMasquerade,
+		"checkSource":  cfg.NetworkCheckSource,
 		"dataDir":      filepath.Join(cfg.Root, Addresses),
-		"capabilities": map[string]bool{"portMappings": true, "ipRanges": true},
+		"capabilities": map[string]bool{"portMappings": true, "ipRanges": true, "bandwidth": true},
 	}
 	if cfg.NetworkMTU != 0 {
 		plugin["mtu"] = cfg.NetworkMTU

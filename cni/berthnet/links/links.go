@@ -64,8 +64,18 @@ type Attachment struct {
 	MTU         int
 	Hairpin     bool           // the bridge sends back by this port what came by it
 	Isolated    bool           // and nothing from this port to others that are isolated
+	CheckSource bool           // the pod can send with its own addresses only
+	Ingress     Limit          // of what the pod receives
+	Egress      Limit          // of what it sends
 	IPs         []netip.Prefix // one or two
 	Routes      []Route
+}
+
+func (a *Attachment) addresses() (all []netip.Addr) {
+	for _, ip := range a.IPs {
+		all = append(all, ip.Addr())
+	}
+	return all
 }
 
 // Route is a route of the pod's by the bridge.
@@ -97,20 +107,42 @@ func Connect(a Attachment) (Connected, error) {
 	return made, netns.In(a.NetNS, func() error { return a.setUpPod() })
 }
 
-// makePair makes the devices, each in its namespace. The pod's is down, so there is no carrier yet, and the kernel leaves the port
-// without addresses while it is told to for good.
+// makePair makes the devices, each in its namespace, and then sets up the port. The pod's is down, so there is no carrier yet, and the kernel
+// leaves the port without addresses while it is told to for good.
 func (a *Attachment) makePair(ns *os.File, macs Connected) error {
 	port := PortName(a.ContainerID, a.IfName)
 	var host batch
-	host.add("make veth "+port, unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL, up(0),
+	host.add("make veth "+port, unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nl.NewIfInfomsg(unix.AF_UNSPEC),
 		name(port), nl.NewRtAttr(unix.IFLA_ADDRESS, macs.PortMAC), number(unix.IFLA_MTU, a.MTU), number(unix.IFLA_MASTER, a.Bridge.Index),
 		number(unix.IFLA_NUM_TX_QUEUES, 1), number(unix.IFLA_NUM_RX_QUEUES, 1), a.peer(ns, macs.PodMAC))
-	host.add("set up port "+port, unix.RTM_NEWLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC),
-		name(port), nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(alias(a.Network, a.ContainerID, a.IfName))), withoutAddresses(),
-		portOptions(map[int]bool{nl.IFLA_BRPORT_MODE: a.Hairpin, nl.IFLA_BRPORT_ISOLATED: a.Isolated}))
 	failpoint.Reach("net.make-pair")
 	err := host.do()
 	failpoint.Reach("net.pair-made")
+	if err != nil {
+		return err
+	}
+	index, err := indexOf(port)
+	if err != nil {
+		return err
+	}
+	if index == 0 {
+		return fmt.Errorf("veth %s vanishes", port)
+	}
+	return a.setUpPort(index, macs)
+}
+
+// setUpPort has the port do its work: first it checks what comes in.
+func (a *Attachment) setUpPort(index int, macs Connected) error {
+	var host batch
+	if err := a.control(&host, index, macs); err != nil {
+		return err
+	}
+	host.add("set up port", unix.RTM_NEWLINK, 0, up(index),
+		nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(alias(a.Network, a.ContainerID, a.IfName))), withoutAddresses(),
+		portOptions(map[int]bool{nl.IFLA_BRPORT_MODE: a.Hairpin, nl.IFLA_BRPORT_ISOLATED: a.Isolated}))
+	failpoint.Reach("net.set-up-port")
+	err := host.do()
+	failpoint.Reach("net.port-set-up")
 	return err
 }
 
@@ -131,11 +163,13 @@ func (a *Attachment) peer(ns *os.File, mac net.HardwareAddr) *nl.RtAttr {
 
 // setUpPod gives the pod's device addresses and routes, in its namespace.
 func (a *Attachment) setUpPod() error {
-	link, err := netlink.LinkByName(a.IfName)
+	index, err := indexOf(a.IfName)
 	if err != nil {
-		return fmt.Errorf("find %s in the pod: %w", a.IfName, err)
+		return err
 	}
-	index := link.Attrs().Index
+	if index == 0 {
+		return fmt.Errorf("%s is not in the pod", a.IfName)
+	}
 	var pod batch
 	for _, ip := range a.IPs {
 		pod.addAddress(index, ip)
@@ -182,14 +216,25 @@ func (b *batch) addRoute(index int, r Route) {
 // that takes the kernel some 20 milliseconds, in which it waits for all processors. Without, they go with the pod's namespace, in the
 // background. It may be repeated, and is nothing where there is no such port.
 func Cut(id, ifName string, remove bool) error {
-	port := PortName(id, ifName)
+	port, shaper := PortName(id, ifName), ShaperName(id, ifName)
 	var host batch
-	if remove {
-		host.add("delete veth "+port, unix.RTM_DELLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC), name(port))
-	} else if err := host.disable(port); err != nil || len(host.steps) == 0 {
-		return err
+	for _, device := range []string{port, shaper} {
+		index, err := indexOf(device)
+		switch {
+		case err != nil:
+			return err
+		case index == 0:
+		case remove || device == shaper: // it is in nobody's namespace but the node's
+			host.add("delete "+device, unix.RTM_DELLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC), name(device))
+			host.pass(unix.ENODEV)
+		default:
+			host.disable(index)
+			host.pass(unix.ENODEV)
+		}
 	}
-	host.pass(unix.ENODEV)
+	if len(host.steps) == 0 {
+		return nil
+	}
 	failpoint.Reach("net.cut")
 	err := host.do()
 	failpoint.Reach("net.cut-off")
@@ -203,16 +248,9 @@ func Cut(id, ifName string, remove bool) error {
 // device the state changes, too, and the bridge is then told that the device has changed, and enables the port again. The other end can have it
 // enabled, by going down and up; nothing is sent there all the same, for the bridge learns nothing from the port and floods nothing
 // into it, and what comes from there is dropped (by a locked port, Linux 5.18).
-func (b *batch) disable(port string) error {
-	link, err := netlink.LinkByName(port)
-	if isMissing(err) {
-		return nil
-	}
-	if err != nil {
-		return fmt.Errorf("find port %s: %w", port, err)
-	}
+func (b *batch) disable(index int) {
 	message := nl.NewIfInfomsg(unix.AF_BRIDGE)
-	message.Index = int32(link.Attrs().Index)
+	message.Index = int32(index)
 	state := nl.NewRtAttr(unix.IFLA_PROTINFO|unix.NLA_F_NESTED, nil)
 	state.AddRtAttr(nl.IFLA_BRPORT_STATE, []byte{stateDisabled})
 	for _, off := range []int{nl.IFLA_BRPORT_LEARNING, nl.IFLA_BRPORT_UNICAST_FLOOD, nl.IFLA_BRPORT_MCAST_FLOOD, nl.IFLA_BRPORT_BCAST_FLOOD} {
@@ -220,8 +258,7 @@ func (b *batch) disable(port string) error {
 	}
 	state.AddRtAttr(brportLocked, []byte{1})
 	state.AddRtAttr(nl.IFLA_BRPORT_FLUSH, nil)
-	b.add("disable port "+port, unix.RTM_SETLINK, 0, message, state)
-	return nil
+	b.add("disable the pod's port", unix.RTM_SETLINK, 0, message, state)
 }
 
 const (
@@ -229,10 +266,10 @@ const (
 	brportLocked  = 39 // IFLA_BRPORT_LOCKED, which older kernels pass over
 )
 
-// Port is a port of a bridge that Connect made.
+// Port is a device on the node that Connect made: a port of the bridge, or what limits it.
 type Port struct{ Name, ContainerID, IfName string }
 
-// Ports returns the ports on the node that Connect made for the network with a key.
+// Ports returns the devices on the node that Connect made for the network with a key.
 func Ports(network string) ([]Port, error) {
 	all, err := netlink.LinkList()
 	if err != nil {
@@ -241,8 +278,11 @@ func Ports(network string) ([]Port, error) {
 	var ports []Port
 	for _, link := range all {
 		words := strings.Fields(link.Attrs().Alias)
-		if len(words) == 4 && words[1] == network && link.Attrs().Alias == alias(network, words[2], words[3]) && link.Attrs().Name == PortName(words[2], words[3]) {
-			ports = append(ports, Port{link.Attrs().Name, words[2], words[3]})
+		if len(words) != 4 || link.Attrs().Alias != alias(network, words[2], words[3]) {
+			continue
+		}
+		if device := link.Attrs().Name; device == PortName(words[2], words[3]) || device == ShaperName(words[2], words[3]) {
+			ports = append(ports, Port{device, words[2], words[3]})
 		}
 	}
 	return ports, nil

@@ -1,0 +1,206 @@
+package links
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math"
+	"os"
+
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/net/bpf"
+	"golang.org/x/sys/unix"
+
+	"berth/cni/berthnet/source"
+	"berth/internal/failpoint"
+)
+
+// What is done with a pod's traffic at its port, by tc: what it may send is checked where it comes in, before the bridge sees it; and
+// rates are limited, as the CNI plugin bandwidth does: what the pod receives waits at the port, what it sends at a device of
+// kind ifb, to which it is led and from which it comes back.
+
+// Limit is a rate of traffic; the zero value is none.
+type Limit struct {
+	Rate  uint64 // bytes a second
+	Burst uint64 // bytes that may come at once
+}
+
+// shaperPrefix is what the names of the devices begin with at which waits what pods send.
+const shaperPrefix = "vifb"
+
+// ShaperName is the name of that of an attachment, which has one if its pod may send at a limited rate.
+func ShaperName(id, ifName string) string {
+	return shaperPrefix + PortName(id, ifName)[len(Prefix):]
+}
+
+// Handles of qdiscs (linux/pkt_sched.h).
+const (
+	handleIngress = 0xffff0000
+	parentIngress = 0xfffffff1 // TC_H_INGRESS
+	parentRoot    = 0xffffffff // TC_H_ROOT
+	handleRoot    = 0x00010000
+)
+
+// addIngress has an interface look at what comes in. It is done while the interface is down: one that is up waits for all processors.
+func (b *batch) addIngress(index int) {
+	b.add("look at what the pod sends", unix.RTM_NEWQDISC, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
+		tcMessage(index, handleIngress, parentIngress, 0), nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated("ingress")))
+}
+
+// checkSource drops what a pod sends with addresses that are not its own.
+func (b *batch) checkSource(index int, program []bpf.Instruction) error {
+	options := nl.NewRtAttr(nl.TCA_OPTIONS, nil)
+	if err := addProgram(options, program); err != nil {
+		return err
+	}
+	options.AddRtAttr(nl.TCA_BPF_FLAGS, nl.Uint32Attr(nl.TCA_BPF_FLAG_ACT_DIRECT))
+	b.addFilter("check what the pod sends (CONFIG_NET_CLS_BPF; option checkSource)", index, 1, options)
+	return nil
+}
+
+// redirect leads what comes in by an interface to another one.
+func (b *batch) redirect(index, to int) error {
+	options := nl.NewRtAttr(nl.TCA_OPTIONS, nil)
+	if err := addProgram(options, []bpf.Instruction{bpf.RetConstant{Val: math.MaxUint32}}); err != nil {
+		return err
+	}
+	const redirect, stolen = 1, 4 // TCA_EGRESS_REDIR, TC_ACT_STOLEN
+	action := options.AddRtAttr(nl.TCA_BPF_ACT, nil).AddRtAttr(1, nil)
+	action.AddRtAttr(nl.TCA_ACT_KIND, nl.ZeroTerminated("mirred"))
+	action.AddRtAttr(nl.TCA_ACT_OPTIONS, nil).AddRtAttr(nl.TCA_MIRRED_PARMS, words(0, 0, stolen, 0, 0, redirect, uint32(to)))
+	b.addFilter("limit what the pod sends", index, 2, options)
+	return nil
+}
+
+func (b *batch) addFilter(what string, index int, priority uint16, options *nl.RtAttr) {
+	info := uint32(priority)<<16 | uint32(nl.Swap16(unix.ETH_P_ALL))
+	b.add(what, unix.RTM_NEWTFILTER, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
+		tcMessage(index, 0, handleIngress, info), nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated("bpf")), options)
+}
+
+func addProgram(options *nl.RtAttr, program []bpf.Instruction) error {
+	raw, err := bpf.Assemble(program)
+	if err != nil {
+		return fmt.Errorf("assemble the program for what the pod sends: %w", err)
+	}
+	var code []byte
+	for _, i := range raw {
+		code = binary.NativeEndian.AppendUint16(code, i.Op)
+		code = append(code, i.Jt, i.Jf)
+		code = binary.NativeEndian.AppendUint32(code, i.K)
+	}
+	options.AddRtAttr(nl.TCA_BPF_OPS_LEN, nl.Uint16Attr(uint16(len(raw))))
+	options.AddRtAttr(nl.TCA_BPF_OPS, code)
+	return nil
+}
+
+// queueTime is how long what is over the rate may wait, in thousandths of a second, before more is dropped; minQueue is room for what
+// a machine may send in one piece.
+const (
+	queueTime = 25
+	minQueue  = 128 << 10
+)
+
+// limit has what leaves by an interface wait (qdisc tbf).
+func (b *batch) limit(index int, l Limit) {
+	rate := uint32(min(l.Rate, math.MaxUint32))
+	burst := uint32(min(l.Burst, math.MaxUint32))
+	queue := uint32(min(max(l.Rate/1000*queueTime, minQueue), math.MaxUint32))
+	const ethernet = 1                                                                       // TC_LINKLAYER_ETHERNET
+	parameters := append([]byte{0, ethernet, 0, 0}, words(0, rate, 0, 0, 0, queue, 0, 0)...) // tc_tbf_qopt: rate, no peak rate, limit; the buffer is given as a burst
+	options := nl.NewRtAttr(nl.TCA_OPTIONS, nil)
+	options.AddRtAttr(nl.TCA_TBF_PARMS, parameters)
+	options.AddRtAttr(nl.TCA_TBF_BURST, nl.Uint32Attr(burst))
+	if l.Rate > math.MaxUint32 {
+		options.AddRtAttr(nl.TCA_TBF_RATE64, nl.Uint64Attr(l.Rate))
+	}
+	b.add("limit the pod's traffic", unix.RTM_NEWQDISC, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
+		tcMessage(index, handleRoot, parentRoot, 0), nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated("tbf")), options)
+}
+
+func tcMessage(index int, handle, parent, info uint32) *nl.TcMsg {
+	return &nl.TcMsg{Family: unix.AF_UNSPEC, Ifindex: int32(index), Handle: handle, Parent: parent, Info: info}
+}
+
+func words(all ...uint32) (data []byte) {
+	for _, w := range all {
+		data = binary.NativeEndian.AppendUint32(data, w)
+	}
+	return data
+}
+
+// makeShaper makes the device at which waits what the pod sends, and returns its index.
+func (a *Attachment) makeShaper() (index int, err error) {
+	shaper := ShaperName(a.ContainerID, a.IfName)
+	info := nl.NewRtAttr(unix.IFLA_LINKINFO, nil)
+	info.AddRtAttr(unix.IFLA_INFO_KIND, []byte("ifb"))
+	var host batch
+	host.add("make ifb "+shaper, unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nl.NewIfInfomsg(unix.AF_UNSPEC),
+		name(shaper), number(unix.IFLA_MTU, a.MTU), number(unix.IFLA_NUM_TX_QUEUES, 1), number(unix.IFLA_NUM_RX_QUEUES, 1), info)
+	host.add("name ifb "+shaper, unix.RTM_NEWLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC),
+		name(shaper), nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(alias(a.Network, a.ContainerID, a.IfName))), withoutAddresses())
+	failpoint.Reach("net.make-shaper")
+	err = host.do()
+	failpoint.Reach("net.shaper-made")
+	if err != nil {
+		return 0, err
+	}
+	return indexOf(shaper)
+}
+
+// setUpShaper has it work.
+func (a *Attachment) setUpShaper(index int) error {
+	var host batch
+	host.limit(index, a.Egress)
+	host.add("set up ifb", unix.RTM_NEWLINK, 0, up(index))
+	failpoint.Reach("net.set-up-shaper")
+	err := host.do()
+	failpoint.Reach("net.shaper-set-up")
+	return err
+}
+
+// control has the port check and limit what passes. The port is down.
+func (a *Attachment) control(host *batch, port int, macs Connected) error {
+	if a.CheckSource || a.Egress.Rate > 0 {
+		host.addIngress(port)
+	}
+	if a.CheckSource {
+		if err := host.checkSource(port, source.Program(macs.PodMAC, a.addresses())); err != nil {
+			return err
+		}
+	}
+	if a.Ingress.Rate > 0 {
+		host.limit(port, a.Ingress)
+	}
+	if a.Egress.Rate == 0 {
+		return nil
+	}
+	shaper, err := a.makeShaper()
+	if err != nil {
+		return err
+	}
+	if err := a.setUpShaper(shaper); err != nil {
+		return err
+	}
+	return host.redirect(port, shaper)
+}
+
+// indexOf returns the index of an interface in the thread's network namespace; 0 if there is none. It asks without the lock of all network changes.
+func indexOf(ifName string) (index int, err error) {
+	request, err := unix.NewIfreq(ifName)
+	if err != nil {
+		return 0, fmt.Errorf("interface %q: %w", ifName, err)
+	}
+	socket, err := unix.Socket(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return 0, os.NewSyscallError("socket", err)
+	}
+	defer unix.Close(socket)
+	switch err := unix.IoctlIfreq(socket, unix.SIOCGIFINDEX, request); err {
+	case nil:
+		return int(request.Uint32()), nil
+	case unix.ENODEV:
+		return 0, nil
+	default:
+		return 0, fmt.Errorf("find interface %s: %w", ifName, err)
+	}
+}
