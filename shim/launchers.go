@@ -39,6 +39,7 @@ type Launchers struct {
 	cfg      Config
 	oom      oomScores
 	hearTime time.Duration // hearTime, but in tests
+	filters  *os.File      // seccomp filters that launchers have compiled, for all of them
 	exe      *os.File      // sealed copy of ShimPath: a container cannot write to it (CVE-2019-5736), and no launcher has to copy it
 
 	refill chan struct{} // tells the owner to look; capacity 1
@@ -74,7 +75,11 @@ func New(cfg Config) (*Launchers, error) {
 	if err != nil {
 		return nil, errors.Join(err, exe.Close())
 	}
-	l := &Launchers{cfg: cfg, oom: scores, hearTime: hearTime, exe: exe, refill: make(chan struct{}, 1)}
+	filters, err := sharedMemory("berth-seccomp")
+	if err != nil {
+		return nil, errors.Join(err, exe.Close())
+	}
+	l := &Launchers{cfg: cfg, oom: scores, hearTime: hearTime, exe: exe, filters: filters, refill: make(chan struct{}, 1)}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	l.owned.Go(l.keepFilled)
 	l.wantMore()
@@ -95,7 +100,7 @@ func (l *Launchers) Close() error {
 		l.retire(p.launcher)
 	}
 	l.owned.Wait()
-	return l.exe.Close()
+	return errors.Join(l.exe.Close(), l.filters.Close())
 }
 
 // launcher is the daemon's end of one launcher process.
@@ -374,7 +379,7 @@ func (l *Launchers) startWith(socket *os.File) (*launcher, error) {
 	fd := -1
 	// With Unshareflags instead, package os would make all mounts private.
 	attr := &os.ProcAttr{
-		Files: []*os.File{null, null, os.Stderr, control.SocketFD: socket, control.MountNSFD: mnt, control.ExeFD: l.exe},
+		Files: []*os.File{null, null, os.Stderr, control.SocketFD: socket, control.MountNSFD: mnt, control.ExeFD: l.exe, control.FiltersFD: l.filters},
 		Env:   append([]string{"PATH=" + os.Getenv("PATH")}, failpoint.Env()...),
 		Sys:   &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS, Setsid: true, PidFD: &fd},
 		Dir:   "/",
@@ -398,6 +403,18 @@ func (l *Launchers) startWith(socket *os.File) (*launcher, error) {
 		return nil, err
 	}
 	return &launcher{pid: pid, proc: f}, nil
+}
+
+// sharedMemory makes memory for those who inherit it.
+func sharedMemory(name string) (*os.File, error) {
+	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_NOEXEC_SEAL)
+	if errors.Is(err, unix.EINVAL) { // MFD_NOEXEC_SEAL is Linux 6.3
+		fd, err = unix.MemfdCreate(name, unix.MFD_CLOEXEC)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("memory for %s: %w", name, os.NewSyscallError("memfd_create", err))
+	}
+	return os.NewFile(uintptr(fd), name), nil
 }
 
 // sealedCopy copies a program into memory that nobody can change any more.

@@ -13,7 +13,6 @@ import (
 	"testing"
 
 	"github.com/opencontainers/cgroups"
-	"github.com/opencontainers/runc/libcontainer"
 	_ "github.com/opencontainers/runc/libcontainer/nsenter"
 	"golang.org/x/sys/unix"
 
@@ -24,7 +23,7 @@ import (
 // tests are.
 func init() {
 	if len(os.Args) == 2 && os.Args[1] == "init" {
-		libcontainer.Init()
+		program.Init()
 	}
 	if len(os.Args) == 2 && os.Args[1] == "launcher" {
 		os.Exit(program.Main())

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"os"
 
-	"github.com/opencontainers/runc/libcontainer"
 	_ "github.com/opencontainers/runc/libcontainer/nsenter" // enters namespaces before Go's runtime starts
 
 	"berth/shim/launcher"
@@ -16,7 +15,7 @@ import (
 // /proc/self/exe with this argument.
 func init() {
 	if len(os.Args) > 1 && os.Args[1] == "init" {
-		libcontainer.Init()
+		launcher.Init()
 	}
 }
 

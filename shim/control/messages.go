@@ -26,6 +26,7 @@ const (
 	SocketFD  = 3 // its end of the socket pair
 	MountNSFD = 4 // the daemon's mount namespace, where the monitor will live
 	ExeFD     = 5 // the sealed copy of berth-shim it runs from
+	FiltersFD = 6 // the table of seccomp filters of all launchers (package shim/launcher/filter)
 )
 
 // Request is a message to the launcher. Exactly one field is set.

@@ -161,6 +161,8 @@ func (e *libraryExec) start() (pid int, err error) {
 	if err := e.makeCgroup(); err != nil {
 		return 0, err
 	}
+	config := e.container.Config()
+	defer e.l.lendFilter(e.process, &config)()
 	failpoint.Reach("launcher.exec-run")
 	if err := e.container.Run(e.process); err != nil {
 		if endErr := e.checkRunning(); endErr != nil { // that is why

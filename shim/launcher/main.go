@@ -24,6 +24,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/shim/control"
+	"berth/shim/launcher/filter"
 )
 
 // memoryLimit is when the garbage collector begins to work. A launch allocates far
@@ -59,12 +60,13 @@ func Main() int {
 type launcher struct {
 	conn     *control.Conn
 	hostMnt  *os.File // the daemon's mount namespace
+	filters  *filter.Table
 	warnings *warnings
 }
 
 // start takes over the descriptors that the daemon has put in place.
 func start() (*launcher, error) {
-	for fd := control.SocketFD; fd <= control.ExeFD; fd++ {
+	for fd := control.SocketFD; fd <= control.FiltersFD; fd++ {
 		if _, err := unix.FcntlInt(uintptr(fd), unix.F_SETFD, unix.FD_CLOEXEC); err != nil {
 			return nil, errors.New("it is started by berth, not by hand")
 		}
@@ -79,6 +81,7 @@ func start() (*launcher, error) {
 	return &launcher{
 		conn:     conn,
 		hostMnt:  os.NewFile(control.MountNSFD, "host mount namespace"),
+		filters:  filter.NewTable(os.NewFile(control.FiltersFD, "seccomp filters")),
 		warnings: collectWarnings(),
 	}, nil
 }

@@ -114,6 +114,7 @@ func (m *libraryMaker) create() (pid int, err error) {
 	m.timed("libcontainer create")
 	m.undo.Add("destroy container "+m.ID, m.destroy)
 	m.io.give(m.process)
+	defer m.l.lendFilter(m.process, m.config)()
 	if err := m.container.Start(m.process); err != nil {
 		return 0, err
 	}

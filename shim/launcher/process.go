@@ -11,6 +11,20 @@ import (
 	"berth/shim/control"
 )
 
+// lendFilter gives a process that is about to be started its container's seccomp profile in compiled form, and returns what is to be called
+// when it has been started. What goes wrong is time lost: init compiles the profile then.
+func (l *launcher) lendFilter(p *libcontainer.Process, config *configs.Config) (started func()) {
+	takeBack, err := l.filters.Lend(p, config.Seccomp)
+	if err != nil {
+		l.warnings.add(fmt.Sprintf("seccomp filter: %v", err))
+	}
+	return func() {
+		if err := takeBack(); err != nil {
+			l.warnings.add(fmt.Sprintf("seccomp filter: %v", err))
+		}
+	}
+}
+
 // newProcess translates a runtime-spec process for libcontainer.
 func newProcess(p *specs.Process) (*libcontainer.Process, error) {
 	if p == nil || len(p.Args) == 0 {

@@ -1,0 +1,551 @@
+//go:build cgo && seccomp
+
+package filter
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"os/exec"
+	"regexp"
+	"runtime"
+	"slices"
+	"strings"
+	"testing"
+	"unsafe"
+
+	profiles "github.com/moby/profiles/seccomp"
+	"github.com/opencontainers/runc/libcontainer/configs"
+	"github.com/opencontainers/runc/libcontainer/seccomp"
+	"github.com/opencontainers/runc/libcontainer/specconv"
+	"github.com/opencontainers/runtime-spec/specs-go"
+	libseccomp "github.com/seccomp/libseccomp-golang"
+	"golang.org/x/sys/unix"
+)
+
+// profileEnv makes the test binary a process that installs a filter, as a container's init does, with what its descriptor initFD has.
+const profileEnv = "BERTH_TEST_SECCOMP_PROFILE"
+
+func TestMain(m *testing.M) {
+	if profile := os.Getenv(profileEnv); profile != "" {
+		install(profile)
+	}
+	os.Exit(m.Run())
+}
+
+func install(text string) {
+	runtime.LockOSThread()
+	var profile configs.Seccomp
+	err := json.Unmarshal([]byte(text), &profile)
+	if err == nil {
+		err = Take()
+	}
+	if err == nil {
+		_, err = seccomp.InitSeccomp(&profile)
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		os.Exit(1)
+	}
+	fmt.Println("installed")
+	for {
+		unix.RawSyscall(unix.SYS_PAUSE, 0, 0, 0)
+	}
+}
+
+// runtimeDefault is the profile of most containers, as libcontainer has it.
+func runtimeDefault(tb testing.TB) *configs.Seccomp {
+	tb.Helper()
+	profile, err := profiles.GetDefaultProfile(&specs.Spec{Process: &specs.Process{Capabilities: &specs.LinuxCapabilities{}}})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return libcontainers(tb, profile)
+}
+
+func libcontainers(tb testing.TB, profile *specs.LinuxSeccomp) *configs.Seccomp {
+	tb.Helper()
+	config, err := specconv.SetupSeccomp(profile)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return config
+}
+
+// testProfiles have something of everything that a profile can have, and deny nothing that install needs after the filter.
+func testProfiles(tb testing.TB) map[string]*configs.Seccomp {
+	errno, other := uint(unix.EACCES), uint(unix.ENOSYS)
+	call := func(action specs.LinuxSeccompAction, names ...string) specs.LinuxSyscall {
+		return specs.LinuxSyscall{Names: names, Action: action}
+	}
+	arg := func(index uint, op specs.LinuxSeccompOperator, value, two uint64) specs.LinuxSeccompArg {
+		return specs.LinuxSeccompArg{Index: index, Op: op, Value: value, ValueTwo: two}
+	}
+	conditions := []specs.LinuxSyscall{
+		{Names: []string{"personality"}, Action: specs.ActErrno, ErrnoRet: &errno, Args: []specs.LinuxSeccompArg{arg(0, specs.OpNotEqual, 0xffffffff, 0)}},
+		{Names: []string{"clone"}, Action: specs.ActTrace, Args: []specs.LinuxSeccompArg{arg(0, specs.OpMaskedEqual, 0x7e020000, 0x7e020000), arg(1, specs.OpGreaterThan, 1<<40, 0)}},
+		{Names: []string{"socket"}, Action: specs.ActErrno, Args: []specs.LinuxSeccompArg{arg(0, specs.OpEqualTo, 40, 0), arg(0, specs.OpEqualTo, 41, 0)}},
+		{Names: []string{"ioctl"}, Action: specs.ActLog, Args: []specs.LinuxSeccompArg{arg(1, specs.OpLessThan, 7, 0), arg(2, specs.OpLessEqual, 9, 0), arg(3, specs.OpGreaterEqual, 1, 0)}},
+	}
+	result := map[string]*configs.Seccomp{"RuntimeDefault": runtimeDefault(tb)}
+	for name, p := range map[string]*specs.LinuxSeccomp{
+		"nothing denied": {DefaultAction: specs.ActAllow},
+		"one call":       {DefaultAction: specs.ActAllow, Syscalls: []specs.LinuxSyscall{call(specs.ActErrno, "mkdir", "mkdirat")}},
+		"conditions":     {DefaultAction: specs.ActAllow, Syscalls: conditions},
+		"kill":           {DefaultAction: specs.ActAllow, Syscalls: []specs.LinuxSyscall{call(specs.ActKillProcess, "reboot"), call(specs.ActKillThread, "swapon"), call(specs.ActTrap, "swapoff")}},
+		"unknown calls":  {DefaultAction: specs.ActAllow, Syscalls: []specs.LinuxSyscall{call(specs.ActErrno, "no_such_call", "mkdir", "nor_this")}},
+		"redundant":      {DefaultAction: specs.ActAllow, Syscalls: []specs.LinuxSyscall{call(specs.ActAllow, "mkdir"), call(specs.ActErrno, "rmdir")}},
+		"flags": {DefaultAction: specs.ActAllow, Flags: []specs.LinuxSeccompFlag{"SECCOMP_FILTER_FLAG_TSYNC", specs.LinuxSeccompFlagLog, specs.LinuxSeccompFlagSpecAllow},
+			Syscalls: []specs.LinuxSyscall{call(specs.ActErrno, "mkdir")}},
+		"one architecture":   {DefaultAction: specs.ActAllow, Architectures: []specs.Arch{specs.ArchX86_64}, Syscalls: conditions},
+		"five architectures": {DefaultAction: specs.ActAllow, Architectures: []specs.Arch{specs.ArchX86_64, specs.ArchX86, specs.ArchX32, specs.ArchAARCH64, specs.ArchARM}, Syscalls: conditions},
+		"notify":             {DefaultAction: specs.ActAllow, ListenerPath: "/run/agent", Syscalls: []specs.LinuxSyscall{call(specs.ActNotify, "mkdir"), call(specs.ActErrno, "rmdir")}},
+		"default errno": {DefaultAction: specs.ActErrno, DefaultErrnoRet: &other, Syscalls: append([]specs.LinuxSyscall{
+			call(specs.ActAllow, "pause", "write", "futex", "read", "close", "rt_sigreturn", "rt_sigprocmask", "sigaltstack", "nanosleep", "epoll_pwait", "mmap", "munmap",
+				"madvise", "sched_yield", "getpid", "gettid", "tgkill", "fcntl", "exit_group", "exit", "clone3")}, conditions...)},
+	} {
+		result[name] = libcontainers(tb, p)
+	}
+	return result
+}
+
+// installed returns the filter that a process gets for a profile, with or without a memo: what the kernel has.
+func installed(t *testing.T, profile *configs.Seccomp, memo *os.File) []byte {
+	t.Helper()
+	text, err := json.Marshal(profile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = append(os.Environ(), profileEnv+"="+string(text))
+	cmd.Stderr = os.Stderr
+	if memo != nil {
+		cmd.ExtraFiles = []*os.File{memo}
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = cmd.Process.Kill(); _ = cmd.Wait() }()
+	said := make([]byte, len("installed\n"))
+	if n, err := out.Read(said); string(said[:n]) != "installed\n" {
+		t.Fatalf("the filter is not installed: %q, %v", said[:n], err)
+	}
+	return filterOf(t, cmd.Process.Pid)
+}
+
+// filterOf reads the only filter of a process's first thread.
+func filterOf(t *testing.T, pid int) []byte {
+	t.Helper()
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if err := unix.PtraceSeize(pid); err != nil {
+		t.Fatalf("ptrace: %v", err)
+	}
+	if err := unix.PtraceInterrupt(pid); err != nil {
+		t.Fatalf("ptrace: %v", err)
+	}
+	if _, err := unix.Wait4(pid, nil, unix.WALL, nil); err != nil {
+		t.Fatal(err)
+	}
+	get := func(index int, to unsafe.Pointer) (int, unix.Errno) {
+		n, _, errno := unix.Syscall6(unix.SYS_PTRACE, unix.PTRACE_SECCOMP_GET_FILTER, uintptr(pid), uintptr(index), uintptr(to), 0, 0)
+		return int(n), errno
+	}
+	n, errno := get(0, nil)
+	if errno != 0 {
+		t.Fatalf("read the filter: %v", errno)
+	}
+	if _, errno := get(1, nil); errno != unix.ENOENT {
+		t.Errorf("there is a second filter: %v", errno)
+	}
+	filter := make([]unix.SockFilter, n)
+	if _, errno := get(0, unsafe.Pointer(&filter[0])); errno != 0 {
+		t.Fatalf("read the filter: %v", errno)
+	}
+	return bytes.Clone(unsafe.Slice((*byte)(unsafe.Pointer(&filter[0])), n*instructionSize))
+}
+
+// samePrograms are so many times that a filter is installed without a memo: libcontainer's prologue, which is for system calls that are newer than
+// the profile, has the architectures in no order.
+const samePrograms = 40
+
+// isOneOf tells whether the filter is one that comes without a memo.
+func isOneOf(t *testing.T, filter []byte, profile *configs.Seccomp) bool {
+	t.Helper()
+	for range samePrograms {
+		if bytes.Equal(filter, installed(t, profile, nil)) {
+			return true
+		}
+	}
+	return false
+}
+
+// memoOf compiles and seals.
+func memoOf(t *testing.T, profile *configs.Seccomp) (*Memo, *os.File) {
+	t.Helper()
+	m, err := compile(profile)
+	if err != nil || m == nil {
+		t.Fatalf("compile = %v, %v", m, err)
+	}
+	f, err := sealed(m.encode())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { f.Close() })
+	return m, f
+}
+
+// The filter that the kernel has is the same, to the byte.
+func TestSameFilter(t *testing.T) {
+	for name, profile := range testProfiles(t) {
+		t.Run(name, func(t *testing.T) {
+			_, f := memoOf(t, profile)
+			if filter := installed(t, profile, f); !isOneOf(t, filter, profile) {
+				t.Errorf("with a memo the kernel has another filter: %x", filter)
+			}
+		})
+	}
+}
+
+// allowAll is "ret ALLOW".
+var allowAll = func() []byte {
+	instruction := unix.SockFilter{Code: unix.BPF_RET | unix.BPF_K, K: 0x7fff0000}
+	return bytes.Clone(unsafe.Slice((*byte)(unsafe.Pointer(&instruction)), instructionSize))
+}()
+
+// TestMemoIsUsed has a memo with another program: it is what the kernel gets.
+func TestMemoIsUsed(t *testing.T) {
+	profile := testProfiles(t)["one call"]
+	m, _ := memoOf(t, profile)
+	m.program = allowAll
+	f, err := sealed(m.encode())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if filter := installed(t, profile, f); !bytes.Equal(filter, allowAll) {
+		t.Errorf("the kernel has %x, the memo %x", filter, allowAll)
+	}
+}
+
+// A memo of another profile, or none at all, changes nothing.
+func TestForeignMemo(t *testing.T) {
+	all := testProfiles(t)
+	wrong := func(change func([]byte) []byte) *os.File {
+		m, _ := memoOf(t, all["RuntimeDefault"])
+		f, err := sealed(change(m.encode()))
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { f.Close() })
+		return f
+	}
+	_, foreign := memoOf(t, all["conditions"])
+	for name, f := range map[string]*os.File{
+		"foreign":    foreign,
+		"short":      wrong(func(b []byte) []byte { return b[:len(b)/2] }),
+		"very short": wrong(func(b []byte) []byte { return b[:3] }),
+		"damaged":    wrong(func(b []byte) []byte { b[len(b)/2] ^= 1; return b }),
+		"too long":   wrong(func(b []byte) []byte { return append(b, make([]byte, maxMemo)...) }),
+	} {
+		t.Run(name, func(t *testing.T) {
+			for _, profile := range []string{"one call", "RuntimeDefault"} {
+				if !isOneOf(t, installed(t, all[profile], f), all[profile]) {
+					t.Errorf("%s is another filter with it", profile)
+				}
+			}
+		})
+	}
+}
+
+// What could be changed while it is read is not looked at.
+func TestUnsealedIsNotTaken(t *testing.T) {
+	profile := testProfiles(t)["one call"]
+	m, _ := memoOf(t, profile)
+	m.program = allowAll
+	fd, err := unix.MemfdCreate("unsealed", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := os.NewFile(uintptr(fd), "unsealed")
+	defer f.Close()
+	if _, err := f.Write(m.encode()); err != nil {
+		t.Fatal(err)
+	}
+	if !isOneOf(t, installed(t, profile, f), profile) {
+		t.Error("a memo that anybody may write is used")
+	}
+}
+
+func TestBrokenProfile(t *testing.T) {
+	profile := &configs.Seccomp{DefaultAction: configs.Allow, Syscalls: []*configs.Syscall{{Name: "write", Action: configs.Notify}}}
+	if m, err := compile(profile); m != nil || err != nil {
+		t.Errorf("compile = %v, %v", m, err)
+	}
+	if m, err := compile(testProfiles(t)["one call"]); m == nil || err != nil {
+		t.Errorf("afterwards compile = %v, %v", m, err)
+	}
+}
+
+func TestTableOfProfiles(t *testing.T) {
+	table := newTable(t)
+	for range 2 {
+		for name, profile := range testProfiles(t) {
+			got, err := table.memo(profile)
+			if err != nil {
+				t.Fatal(err)
+			}
+			want, _ := memoOf(t, profile)
+			if !bytes.Equal(got, want.encode()) {
+				t.Errorf("%s has another profile's memo", name)
+			}
+		}
+	}
+}
+
+// step is a call of libseccomp's.
+type step func(*testing.T, *libseccomp.ScmpFilter)
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func rule(name string, action libseccomp.ScmpAction, conditions ...libseccomp.ScmpCondition) step {
+	return func(t *testing.T, f *libseccomp.ScmpFilter) {
+		call, err := libseccomp.GetSyscallFromName(name)
+		must(t, err)
+		if conditions == nil {
+			must(t, f.AddRule(call, action))
+		} else {
+			must(t, f.AddRuleConditional(call, action, conditions))
+		}
+	}
+}
+
+func export(t *testing.T, f *libseccomp.ScmpFilter) []byte {
+	t.Helper()
+	fd, err := unix.MemfdCreate("program", unix.MFD_CLOEXEC)
+	must(t, err)
+	out := os.NewFile(uintptr(fd), "program")
+	defer out.Close()
+	must(t, f.ExportBPF(out))
+	program := make([]byte, maxMemo)
+	n, _ := out.ReadAt(program, 0)
+	return program[:n]
+}
+
+// program makes a filter in steps, compared with a memo if there is one, and exports it.
+func program(t *testing.T, m *Memo, steps []step) []byte {
+	t.Helper()
+	if m != nil {
+		var pins runtime.Pinner
+		defer pins.Unpin()
+		pins.Pin(unsafe.SliceData(m.calls))
+		pins.Pin(unsafe.SliceData(m.program))
+		m.compare()
+		defer forget()
+	}
+	f, err := libseccomp.NewFilter(libseccomp.ActAllow)
+	must(t, err)
+	defer f.Release()
+	for _, s := range steps {
+		s(t, f)
+	}
+	return export(t, f)
+}
+
+// recorded is the memo of a filter made in steps.
+func recorded(t *testing.T, steps []step) *Memo {
+	t.Helper()
+	m, err := record(func() {
+		f, err := libseccomp.NewFilter(libseccomp.ActAllow)
+		must(t, err)
+		defer f.Release()
+		for _, s := range steps {
+			s(t, f)
+		}
+		if f.ExportBPF(os.Stdout) == nil {
+			t.Error("a recorded filter is handed out")
+		}
+	})
+	if err != nil || m == nil {
+		t.Fatalf("record = %v, %v", m, err)
+	}
+	return m
+}
+
+// At whatever point the calls leave the recording, and however, libseccomp's result is that of the calls.
+func TestDifferences(t *testing.T) {
+	condition := func(value uint64) libseccomp.ScmpCondition {
+		c, err := libseccomp.MakeCondition(1, libseccomp.CompareEqual, value)
+		must(t, err)
+		return c
+	}
+	deny := libseccomp.ActErrno.SetReturnCode(int16(unix.EACCES))
+	steps := []step{
+		func(t *testing.T, f *libseccomp.ScmpFilter) { must(t, f.AddArch(libseccomp.ArchX86)) },
+		func(t *testing.T, f *libseccomp.ScmpFilter) { must(t, f.SetLogBit(true)) },
+		func(t *testing.T, f *libseccomp.ScmpFilter) { must(t, f.SetOptimize(2)) },
+		rule("mkdir", deny), rule("rmdir", deny), rule("ioctl", deny, condition(1)), rule("reboot", libseccomp.ActKillProcess), rule("mount", deny),
+	}
+	others := map[string]step{
+		"rule":         rule("swapon", deny),
+		"action":       rule("mkdir", libseccomp.ActLog),
+		"condition":    rule("ioctl", deny, condition(2)),
+		"architecture": func(t *testing.T, f *libseccomp.ScmpFilter) { must(t, f.AddArch(libseccomp.ArchX32)) },
+		"attribute":    func(t *testing.T, f *libseccomp.ScmpFilter) { must(t, f.SetBadArchAction(libseccomp.ActLog)) },
+		"priority":     func(t *testing.T, f *libseccomp.ScmpFilter) { must(t, f.SetSyscallPriority(83, 200)) },
+		"exact rule": func(t *testing.T, f *libseccomp.ScmpFilter) {
+			if f.AddRuleExact(165, deny) == nil { // not possible for several architectures
+				rule("swapoff", deny)(t, f)
+			}
+		},
+		"removed architecture": func(t *testing.T, f *libseccomp.ScmpFilter) {
+			if there, err := f.IsArchPresent(libseccomp.ArchX86); err == nil && there {
+				must(t, f.RemoveArch(libseccomp.ArchX86))
+			}
+		},
+		"reset": func(t *testing.T, f *libseccomp.ScmpFilter) { must(t, f.Reset(libseccomp.ActLog)) },
+		"merge": func(t *testing.T, f *libseccomp.ScmpFilter) {
+			src, err := libseccomp.NewFilter(libseccomp.ActAllow)
+			must(t, err)
+			must(t, src.RemoveArch(libseccomp.ArchNative))
+			must(t, src.AddArch(libseccomp.ArchARM64))
+			_ = f.Merge(src) // it may be impossible; it is for both
+		},
+		"text": func(t *testing.T, f *libseccomp.ScmpFilter) {
+			must(t, f.ExportPFC(os.NewFile(uintptr(devNull(t)), "null")))
+		},
+		"export": func(t *testing.T, f *libseccomp.ScmpFilter) { export(t, f) },
+		"another filter": func(t *testing.T, f *libseccomp.ScmpFilter) {
+			other, err := libseccomp.NewFilter(libseccomp.ActKillProcess)
+			must(t, err)
+			other.Release()
+		},
+	}
+	memo := recorded(t, steps)
+	check := func(name string, steps []step) {
+		if want, got := program(t, nil, steps), program(t, memo, steps); !bytes.Equal(want, got) {
+			t.Errorf("%s: libseccomp makes\n%x, with a memo\n%x", name, want, got)
+		}
+	}
+	check("all", steps)
+	for n := range steps {
+		check(fmt.Sprintf("the first %d", n), steps[:n])
+		check(fmt.Sprintf("without %d", n), slices.Delete(slices.Clone(steps), n, n+1))
+		for name, other := range others {
+			check(fmt.Sprintf("%s before %d", name, n), slices.Insert(slices.Clone(steps), n, other))
+			check(fmt.Sprintf("%s instead of %d", name, n), append(slices.Clone(steps[:n]), other))
+		}
+	}
+	for name, other := range others {
+		check(name+" at the end", append(slices.Clone(steps), other))
+	}
+}
+
+func devNull(t *testing.T) int {
+	fd, err := unix.Open("/dev/null", unix.O_WRONLY|unix.O_CLOEXEC, 0)
+	must(t, err)
+	return fd
+}
+
+// FuzzDifferences makes a memo of one sequence of rules, and a filter of another that begins alike.
+func FuzzDifferences(f *testing.F) {
+	f.Add(uint64(1), uint8(10), uint8(5))
+	f.Add(uint64(2), uint8(3), uint8(3))
+	f.Fuzz(func(t *testing.T, seed uint64, length, same uint8) {
+		r := rand.New(rand.NewPCG(seed, 0))
+		random := func() step {
+			call, action := libseccomp.ScmpSyscall(r.IntN(330)), libseccomp.ActErrno.SetReturnCode(int16(r.IntN(3)+1))
+			var conditions []libseccomp.ScmpCondition
+			for index := range uint(r.IntN(4)) {
+				c, err := libseccomp.MakeCondition(index, libseccomp.ScmpCompareOp(1+r.IntN(6))+libseccomp.CompareNotEqual-1, r.Uint64N(4))
+				must(t, err)
+				conditions = append(conditions, c)
+			}
+			return func(t *testing.T, f *libseccomp.ScmpFilter) {
+				_ = f.AddRuleConditional(call, action, conditions) // one that cannot be is no rule in either
+			}
+		}
+		var first, second []step
+		for range length % 32 {
+			first = append(first, random())
+		}
+		second = append(second, first[:min(int(same), len(first))]...)
+		for range r.IntN(8) {
+			second = append(second, random())
+		}
+		memo, err := record(func() { // which may be spoilt
+			f, err := libseccomp.NewFilter(libseccomp.ActAllow)
+			must(t, err)
+			defer f.Release()
+			for _, s := range first {
+				s(t, f)
+			}
+			_ = f.ExportBPF(os.Stdout)
+		})
+		if err != nil || memo == nil {
+			return
+		}
+		for _, steps := range [][]step{first, second} {
+			if want, got := program(t, nil, steps), program(t, memo, steps); !bytes.Equal(want, got) {
+				t.Errorf("libseccomp makes\n%x, with a memo\n%x", want, got)
+			}
+		}
+	})
+}
+
+// A function that is given a filter and is not wrapped would see one without rules.
+func TestAllFunctionsAreWrapped(t *testing.T) {
+	harmless := []string{
+		"seccomp_arch_exist", "seccomp_attr_get", "seccomp_notify_fd", // they look at no rules
+		"seccomp_rule_add", "seccomp_rule_add_exact", // with "...", which Go cannot call
+	}
+	header, err := os.ReadFile("/usr/include/seccomp.h")
+	must(t, err)
+	source, err := os.ReadFile("libseccomp.go")
+	must(t, err)
+	found := 0
+	for _, m := range regexp.MustCompile(`(?m)^[a-z][\w ]*?\**(seccomp_\w+)\(([^;]*)\);`).FindAllStringSubmatch(string(header), -1) {
+		name, params := m[1], m[2]
+		if name != "seccomp_init" && !strings.Contains(params, "scmp_filter_ctx") || slices.Contains(harmless, name) {
+			continue
+		}
+		found++
+		if !regexp.MustCompile(`--wrap=` + name + `\b`).Match(source) {
+			t.Errorf("%s is not wrapped", name)
+		}
+	}
+	if found < 12 {
+		t.Errorf("only %d functions are found in the header", found)
+	}
+}
+
+// BenchmarkCompile is what each container's first process did for RuntimeDefault, up to where it has libseccomp's program, and what its launcher does now.
+func BenchmarkCompile(b *testing.B) {
+	profile := runtimeDefault(b)
+	b.Run("libseccomp", func(b *testing.B) {
+		for b.Loop() {
+			if _, err := compile(profile); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+	b.Run("table", func(b *testing.B) {
+		table := newTable(b)
+		for b.Loop() {
+			if _, err := table.memo(profile); err != nil {
+				b.Fatal(err)
+			}
+		}
+	})
+}

@@ -1,0 +1,211 @@
+package filter
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/cespare/xxhash/v2"
+	"golang.org/x/sys/unix"
+)
+
+func newTable(tb testing.TB) *Table {
+	tb.Helper()
+	f, err := os.Create(filepath.Join(tb.TempDir(), "table"))
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() { f.Close() })
+	return NewTable(f)
+}
+
+// sample makes a memo with as many instructions.
+func sample(instructions int) []byte {
+	return (&Memo{calls: []byte{kindInit, callSize - 1: 0}, program: bytes.Repeat([]byte("instruct"), instructions)}).encode()
+}
+
+func mustFind(t *testing.T, table *Table, key uint64, want []byte) {
+	t.Helper()
+	if got, err := table.find(key); err != nil || !bytes.Equal(got, want) {
+		t.Errorf("memo %d has %d bytes instead of %d, %v", key, len(got), len(want), err)
+	}
+}
+
+func mustAdd(t *testing.T, table *Table, key uint64, memo []byte) {
+	t.Helper()
+	if err := table.add(key, memo); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestTable(t *testing.T) {
+	table := newTable(t)
+	mustFind(t, table, 1, nil)
+	mustAdd(t, table, 1, sample(1))
+	mustAdd(t, table, 2, sample(2))
+	mustAdd(t, table, 1, sample(3)) // another launcher was first
+	mustFind(t, table, 1, sample(1))
+	mustFind(t, table, 2, sample(2))
+	mustFind(t, table, 3, nil)
+}
+
+func TestFullTableBeginsAnew(t *testing.T) {
+	table := newTable(t)
+	big := sample(maxInstructions)
+	n := uint64(maxTable / len(big))
+	for key := range n + 1 {
+		mustAdd(t, table, key+1, big)
+	}
+	mustFind(t, table, n+1, big)
+	mustFind(t, table, 1, nil)
+	if info, err := table.f.Stat(); err != nil || info.Size() > maxTable {
+		t.Errorf("the table has %d bytes, %v", info.Size(), err)
+	}
+}
+
+// What a launcher that was killed has written in part is not seen, and is overwritten by the next one.
+func TestKilledWriter(t *testing.T) {
+	whole := newTable(t)
+	mustAdd(t, whole, 1, sample(1))
+	before, err := os.ReadFile(whole.f.Name())
+	if err != nil {
+		t.Fatal(err)
+	}
+	mustAdd(t, whole, 2, sample(2))
+	after, err := os.ReadFile(whole.f.Name())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for n := len(before); n <= len(after); n++ {
+		table := newTable(t)
+		if _, err := table.f.WriteAt(append(before[:tableHead:tableHead], after[tableHead:n]...), 0); err != nil {
+			t.Fatal(err)
+		}
+		mustFind(t, table, 1, sample(1))
+		mustFind(t, table, 2, nil)
+		mustAdd(t, table, 3, sample(3))
+		mustFind(t, table, 3, sample(3))
+	}
+}
+
+// Whatever becomes of the table, a lookup comes to an end, and what it finds is whole.
+func TestDamagedTable(t *testing.T) {
+	whole := newTable(t)
+	mustAdd(t, whole, 1, sample(1))
+	mustAdd(t, whole, 2, sample(2))
+	good, err := os.ReadFile(whole.f.Name())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range good {
+		for _, flip := range []byte{0x01, 0x80, 0xff} {
+			table := newTable(t)
+			bad := bytes.Clone(good)
+			bad[i] ^= flip
+			if _, err := table.f.WriteAt(bad, 0); err != nil {
+				t.Fatal(err)
+			}
+			for key, want := range map[uint64][]byte{1: sample(1), 2: sample(2)} {
+				if got, err := table.find(key); err != nil || got != nil && !bytes.Equal(got, want) {
+					t.Errorf("byte %d ^ %#x: memo %d = %x, %v", i, flip, key, got, err)
+				}
+			}
+		}
+	}
+}
+
+func TestDecode(t *testing.T) {
+	rule := func(args int) []byte {
+		return append([]byte{kindRule, 16: byte(args), callSize - 1: 0}, make([]byte, args*argSize)...)
+	}
+	start := []byte{kindInit, callSize - 1: 0}
+	arch := []byte{kindArch, callSize - 1: 0}
+	program := make([]byte, instructionSize)
+	join := func(parts ...[]byte) []byte { return bytes.Join(parts, nil) }
+	for _, c := range []struct {
+		name string
+		memo Memo
+		ok   bool
+	}{
+		{"smallest", Memo{start, program}, true},
+		{"settings and rules", Memo{join(start, arch, rule(0), rule(maxArgs), rule(1)), program}, true},
+		{"no calls", Memo{nil, program}, false},
+		{"no beginning", Memo{rule(0), program}, false},
+		{"two beginnings", Memo{join(start, start), program}, false},
+		{"setting after a rule", Memo{join(start, rule(0), arch), program}, false},
+		{"unknown call", Memo{join(start, []byte{kindRule + 1, callSize - 1: 0}), program}, false},
+		{"too many arguments", Memo{join(start, rule(maxArgs+1)), program}, false},
+		{"arguments of a setting", Memo{join(start, []byte{kindArch, 16: 1, callSize - 1: 0}, make([]byte, argSize)), program}, false},
+		{"half a call", Memo{start[:callSize-1], program}, false},
+		{"half an argument", Memo{join(start, rule(1)[:callSize+argSize-1]), program}, false},
+		{"no program", Memo{start, nil}, false},
+		{"half an instruction", Memo{start, program[1:]}, false},
+		{"longer than the kernel takes", Memo{start, make([]byte, (maxInstructions+1)*instructionSize)}, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			if m, err := decode(c.memo.encode()); (err == nil) != c.ok || c.ok && (!bytes.Equal(m.calls, c.memo.calls) || !bytes.Equal(m.program, c.memo.program)) {
+				t.Errorf("decode = %+v, %v", m, err)
+			}
+		})
+	}
+}
+
+func TestDamagedMemo(t *testing.T) {
+	good := sample(2)
+	for n := range good {
+		if _, err := decode(good[:n]); err == nil {
+			t.Errorf("%d of %d bytes are taken for a memo", n, len(good))
+		}
+		bad := bytes.Clone(good)
+		bad[n] ^= 4
+		if _, err := decode(bad); err == nil {
+			t.Errorf("a memo with another byte %d is taken for one", n)
+		}
+	}
+}
+
+func TestSealed(t *testing.T) {
+	f, err := sealed(sample(1))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	again, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", f.Fd()), os.O_RDWR, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer again.Close()
+	for name, err := range map[string]error{
+		"write":    func() error { _, err := again.WriteAt([]byte{1}, 0); return err }(),
+		"append":   func() error { _, err := again.WriteAt([]byte{1}, int64(len(sample(1)))); return err }(),
+		"truncate": again.Truncate(1),
+		"mmap": func() error {
+			_, err := unix.Mmap(int(again.Fd()), 0, 8, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+			return err
+		}(),
+	} {
+		if err == nil {
+			t.Errorf("%s: what is sealed can be changed", name)
+		}
+	}
+}
+
+// FuzzDecode checks that what is accepted says again what was read.
+func FuzzDecode(f *testing.F) {
+	f.Add(sample(1))
+	f.Add((&Memo{calls: append([]byte{kindInit, callSize - 1: 0}, []byte{kindRule, 16: 1, callSize + argSize - 1: 0}...), program: make([]byte, 16)}).encode())
+	f.Fuzz(func(t *testing.T, data []byte) {
+		// The checksum is no obstacle to a fuzzer.
+		if len(data) >= headerSize {
+			data = bytes.Clone(data)
+			binary.NativeEndian.PutUint64(data[16:], xxhash.Sum64(data[headerSize:]))
+		}
+		m, err := decode(data)
+		if err == nil && !bytes.Equal(m.encode(), data) {
+			t.Errorf("%x is read as %+v", data, m)
+		}
+	})
+}
