@@ -356,6 +356,14 @@ func TestStatsWritableLayer(t *testing.T) {
 	harness.Equal(t, "one filesystem has one name", containers.FsId.Mountpoint, images.FsId.Mountpoint)
 	harness.Equal(t, "the writable layer's filesystem", layer.FsId.Mountpoint, containers.FsId.Mountpoint)
 
+	harness.Eventually(t, "what does not run counts as counted again", func() error {
+		if later := containerStats(t, c).WritableLayer; later.Timestamp <= layer.Timestamp || later.UsedBytes.Value != layer.UsedBytes.Value {
+			return fmt.Errorf("it is %v, and was %v", later, layer)
+		}
+		return nil
+	})
+	c.Exec(t, "sh", "-c", fmt.Sprintf("head -c %d /dev/zero >/data/more", size)) // it does again
+	counted(2 * size)
 	c.Stop(t, 0) // what it wrote is there until it is removed
 	counted(size)
 	d.Restart(t)

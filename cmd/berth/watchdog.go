@@ -44,7 +44,7 @@ func startWatchdog(ctx context.Context, listener net.Listener, waits *task.Waits
 	if err != nil || period == 0 {
 		return func() {}
 	}
-	w := &watchdog{period: period, socket: listener.Addr().String(), waits: waits, log: log}
+	w := &watchdog{period: period, began: time.Now(), socket: listener.Addr().String(), waits: waits, log: log}
 	end := whileServing(func(own context.Context) {
 		own, cancel := context.WithCancel(own)
 		defer cancel()
@@ -57,7 +57,8 @@ func startWatchdog(ctx context.Context, listener net.Listener, waits *task.Waits
 // watchdog is what systemd's is fed by.
 type watchdog struct {
 	period time.Duration // in which systemd wants to hear of us
-	socket string        // our own
+	began  time.Time
+	socket string // our own
 	waits  *task.Waits
 	log    *slog.Logger
 }
@@ -87,7 +88,12 @@ func (w *watchdog) run(ctx context.Context) {
 
 // look returns nil if the daemon is well.
 func (w *watchdog) look(ctx context.Context) error {
-	if age := time.Since(w.waits.Looked()); age > w.period+task.WatchPeriod {
+	w.waits.LookSoon() // where nothing is waited for it sleeps
+	looked := w.waits.Looked()
+	if looked.Before(w.began) { // nobody has asked it to before
+		looked = w.began
+	}
+	if age := time.Since(looked); age > w.period+task.WatchPeriod {
 		return fmt.Errorf("waits have not been watched for %v", age)
 	}
 	ctx, cancel := context.WithTimeout(ctx, w.period/perPeriod)

@@ -38,6 +38,7 @@ var experiments = []experiment{
 	burst("host", plugins), burst("cni", plugins), burst("own", ownNetwork),
 	pull("gzip", fixture.Gzip), pull("zstd", fixture.Zstd),
 	fleet,
+	idle,
 	throughKubelet,
 }
 

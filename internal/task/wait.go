@@ -27,8 +27,9 @@ func (w Wait) Overdue(now time.Time) bool { return w.Limit > 0 && now.Sub(w.Sinc
 // its limit here says from when on somebody should look. The zero value is ready for use; nil
 // notes nothing. The lock guards the set and is held for map operations only.
 type Waits struct {
-	mu  sync.Mutex
-	now map[*Wait]struct{}
+	mu   sync.Mutex
+	now  map[*Wait]struct{}
+	wake chan struct{} // of Watch; nil: nobody watches
 
 	limit   atomic.Int64  // of waits that have none of their own; 0: usualLimit
 	overdue atomic.Uint64 // waits that have passed their limits
@@ -69,10 +70,21 @@ func (w *Waits) begin(what, object string, limit time.Duration, open bool) (end 
 		w.now = map[*Wait]struct{}{}
 	}
 	w.now[entry] = struct{}{}
+	if limit > 0 {
+		w.wakeWatch()
+	}
 	return func() {
 		w.mu.Lock()
 		defer w.mu.Unlock()
 		delete(w.now, entry)
+	}
+}
+
+// wakeWatch is called with the lock held.
+func (w *Waits) wakeWatch() {
+	select {
+	case w.wake <- struct{}{}:
+	default: // nobody watches, or looks soon anyway
 	}
 }
 
@@ -105,7 +117,26 @@ func (w *Waits) PassedLimit() uint64 { return w.overdue.Load() }
 // Looked is when Watch has looked last.
 func (w *Waits) Looked() time.Time { return time.Unix(0, w.looked.Load()) }
 
-// WatchPeriod is how often Watch looks.
+// LookSoon has Watch look within WatchPeriod, whether there is something to be seen or not.
+func (w *Waits) LookSoon() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.wakeWatch()
+}
+
+// limited tells whether there are waits that have a limit.
+func (w *Waits) limited() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for entry := range w.now {
+		if entry.Limit > 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// WatchPeriod is how often Watch looks while there are waits with a limit.
 const WatchPeriod = time.Second
 
 const (
@@ -115,20 +146,31 @@ const (
 	stacksPeriod = time.Minute
 )
 
-// Watch logs each wait that passes its limit, once, with the stacks of all goroutines, until ctx ends.
+// Watch logs each wait that passes its limit, once, with the stacks of all goroutines, until ctx ends. There is one at
+// a time. While nothing has a limit it sleeps.
 func (w *Waits) Watch(ctx context.Context, log *slog.Logger) {
-	ticker := time.NewTicker(WatchPeriod)
-	defer ticker.Stop()
+	wake := make(chan struct{}, 1)
+	w.mu.Lock()
+	w.wake = wake
+	w.mu.Unlock()
 	known := map[*Wait]bool{}
 	var last time.Time
 	for {
 		w.looked.Store(time.Now().UnixNano())
 		last = w.look(known, last, log)
-		select {
-		case <-ctx.Done():
+		if !sleep(ctx, time.After(WatchPeriod)) || !w.limited() && !sleep(ctx, wake) {
 			return
-		case <-ticker.C:
 		}
+	}
+}
+
+// sleep returns false when ctx has ended before there was something to receive.
+func sleep[T any](ctx context.Context, c <-chan T) bool {
+	select {
+	case <-ctx.Done():
+		return false
+	case <-c:
+		return true
 	}
 }
 

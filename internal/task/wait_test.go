@@ -88,3 +88,34 @@ func TestWatch(t *testing.T) {
 		<-ended
 	})
 }
+
+// While nothing has a limit nobody looks, but for who is asked to; a wait that begins then is watched.
+func TestWatchSleeps(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var out testbuffer.Buffer
+		w := new(Waits)
+		w.SetLimit(10 * time.Second)
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan struct{})
+		go func() { defer close(ended); w.Watch(ctx, slog.New(slog.NewTextHandler(&out, nil))) }()
+		w.BeginOpen("a client", "pod 1")
+		time.Sleep(time.Hour)
+		if age := time.Since(w.Looked()); age < time.Hour-2*WatchPeriod {
+			t.Errorf("it has looked %v ago", age)
+		}
+		w.LookSoon()
+		time.Sleep(WatchPeriod)
+		if age := time.Since(w.Looked()); age > WatchPeriod {
+			t.Errorf("asked to look it has looked %v ago", age)
+		}
+		time.Sleep(time.Hour)
+		w.Begin("a plugin", "pod 2")
+		time.Sleep(12 * time.Second)
+		synctest.Wait()
+		if text := out.Take(); !strings.Contains(text, "a plugin") || w.PassedLimit() != 1 {
+			t.Errorf("what began after a rest is not watched: %.200s", text)
+		}
+		cancel()
+		<-ended
+	})
+}

@@ -26,6 +26,8 @@ type Count struct {
 	Layer      diskusage.Usage // the writable layer
 
 	Processes *Processes // nil when the container did not run
+
+	usedCPU string // before it was counted
 }
 
 // Ledger is what is known of one container. Its zero value is of one that was never counted.
@@ -175,6 +177,14 @@ func (s *Subject) needsCount() bool {
 // count counts what a container has written and, if it runs, has open.
 func (c *Counter) count(ctx context.Context, s *Subject) error {
 	defer c.cfg.Begin("the count of its writable layer", "container "+s.ID)()
+	used, err := usedCPU(s, c.cfg.SystemdCgroup) // what runs from here on makes the next count necessary
+	if err != nil {
+		return err
+	}
+	if same := s.Ledger.idleSince(used, time.Now()); same != nil {
+		s.Ledger.last.Store(same)
+		return nil
+	}
 	upper, err := os.Open(filepath.Join(c.cfg.Layers, s.ID, "upper"))
 	if os.IsNotExist(err) { // removed meanwhile
 		return nil
@@ -183,7 +193,7 @@ func (c *Counter) count(ctx context.Context, s *Subject) error {
 		return fmt.Errorf("open writable layer: %w", err)
 	}
 	defer upper.Close()
-	counted := &Count{At: time.Now(), Mountpoint: c.mountpoint}
+	counted := &Count{At: time.Now(), Mountpoint: c.mountpoint, usedCPU: used}
 	counted.Layer, err = diskusage.Tree(ctx, upper)
 	if errors.Is(err, diskusage.ErrTooDeep) { // kubelet takes nothing for 0: the rest is better
 		c.cfg.Log.Warn("a writable layer takes more than was counted", "container", s.ID, "counted", counted.Layer.Bytes, "error", err)

@@ -124,3 +124,30 @@ func TestAddFiles(t *testing.T) {
 		t.Errorf("%+v, %v", full, err)
 	}
 }
+
+// What was counted holds for a container none of whose processes has run since.
+func TestIdleSince(t *testing.T) {
+	now := time.Now()
+	counted := &Count{At: now.Add(-time.Hour), usedCPU: "17\n", Processes: &Processes{Files: 3}}
+	for name, c := range map[string]struct {
+		last *Count
+		used string
+		same bool
+	}{
+		"never counted":        {nil, "17\n", false},
+		"idle":                 {counted, "17\n", true},
+		"has run":              {counted, "18\n", false},
+		"unknown now":          {counted, "", false},
+		"unknown now and then": {&Count{}, "", false},
+		"unknown at the count": {&Count{}, "17\n", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var l Ledger
+			l.last.Store(c.last)
+			got := l.idleSince(c.used, now)
+			if (got != nil) != c.same || got != nil && (got.At != now || got.Processes != c.last.Processes) {
+				t.Errorf("got %+v", got)
+			}
+		})
+	}
+}

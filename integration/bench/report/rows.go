@@ -31,6 +31,7 @@ var Rows = []Row{
 	{Key: "pss-pod", Title: "PSS per one-container pod", Unit: "MiB", Goal: 0.40},
 	{Key: "pss-daemon-idle", Title: "PSS of the daemon, idle", Unit: "MiB", Goal: 20},
 	{Key: "pss-daemon-20", Title: "PSS of the daemon, 20 pods", Unit: "MiB", Goal: 25},
+	{Key: "cpu-idle-100", Title: "CPU of a daemon with 100 idle pods", Unit: "% of a core", Goal: 0.1},
 	{Key: "pull-gzip", Title: "pull of 8 gzip layers", Unit: "s", Goal: 1.5},
 	{Key: "pull-gzip-cpu", Title: "CPU of that pull", Unit: "s", Goal: 2.2},
 	{Key: "pull-zstd", Title: "the same in zstd", Unit: "s", Goal: 1.1},

@@ -1,0 +1,64 @@
+package main
+
+import (
+	"context"
+	"time"
+
+	"berth/integration/bench/subject"
+)
+
+const (
+	idlePods = 100
+	// idleTime is more than the longest period in which any of the runtimes does something by itself: berth counts files every five minutes.
+	idleTime = 6 * time.Minute
+)
+
+// idle is a node whose pods do nothing and of which nobody asks anything. All runtimes are idle at the same time.
+var idle = experiment{
+	name: "100 pods, idle", rows: []string{"cpu-idle-100"}, suits: plugins, samples: once, limit: idleTime + 3*time.Minute,
+	prepare: func(ctx context.Context, _ *bench, s *subject.Subject) (any, error) {
+		err := inParallel(ctx, idlePods, func(ctx context.Context, _ int) error {
+			_, _, err := s.Start(ctx, true)
+			return err
+		})
+		if err != nil {
+			return nil, err
+		}
+		// Caches are filled by then, and memory is given back.
+		if _, err := s.SettledMemory(ctx); err != nil {
+			return nil, err
+		}
+		used, err := s.CPU()
+		return idleSince{time.Now(), used}, err
+	},
+	sample: func(ctx context.Context, c *contestant) (values, error) {
+		since := c.state.(idleSince)
+		if !c.s.AccountsCPU() {
+			return nil, nil
+		}
+		if err := wait(ctx, time.Until(since.at.Add(idleTime))); err != nil {
+			return nil, err
+		}
+		used, err := c.s.CPU()
+		return values{"cpu-idle-100": {100 * float64(used-since.used) / float64(time.Since(since.at))}}, err
+	},
+}
+
+// idleSince is when a runtime began to be idle, and what it had used of the CPU by then.
+type idleSince struct {
+	at   time.Time
+	used time.Duration
+}
+
+// wait waits, not at all if d is not positive.
+func wait(ctx context.Context, d time.Duration) error {
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-time.After(d):
+		return nil
+	}
+}
+
+// once is for what measures a long time.
+func once(int) int { return 1 }
