@@ -1,11 +1,15 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"fmt"
 	"io"
+	"math"
 	"time"
+	"unicode"
+	"unicode/utf16"
 
 	"github.com/spf13/cobra"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -86,9 +90,7 @@ func startOf(ctx context.Context, c *client.Client, pod *runtimeapi.PodSandbox) 
 
 func printTrace(w io.Writer, how drawing, pod *runtimeapi.PodSandbox, operations []trace.Operation) error {
 	if how == "json" {
-		enc := json.NewEncoder(w)
-		enc.SetIndent("", "  ")
-		return enc.Encode(operations)
+		return printData(w, operations)
 	}
 	meta := pod.GetMetadata()
 	chart := waterfall.Chart{Fold: foldIdle, Spans: spansOf(operations),
@@ -101,6 +103,30 @@ func printTrace(w io.Writer, how drawing, pod *runtimeapi.PodSandbox, operations
 		columns = int(size.Width)
 	}
 	return chart.Text(w, columns)
+}
+
+// printData prints every span. Names and reasons are of any origin, and the output may go to a terminal: what is not to be seen, or turns the
+// direction of text, is escaped, as JSON allows within strings, where alone it can be.
+func printData(w io.Writer, operations []trace.Operation) error {
+	data, err := json.MarshalIndent(operations, "", "  ")
+	if err != nil {
+		return err
+	}
+	var out bytes.Buffer
+	for _, r := range string(data) {
+		switch {
+		case r == '\n' || unicode.IsPrint(r):
+			out.WriteRune(r)
+		case r > math.MaxUint16:
+			high, low := utf16.EncodeRune(r)
+			fmt.Fprintf(&out, `\u%04x\u%04x`, high, low)
+		default:
+			fmt.Fprintf(&out, `\u%04x`, r)
+		}
+	}
+	out.WriteByte('\n')
+	_, err = w.Write(out.Bytes())
+	return err
 }
 
 // timeIn is the time of all operations together.

@@ -39,9 +39,8 @@ const (
 	kindInternal   = 1
 	kindServer     = 2
 
-	statusMessage = 2
-	statusCode    = 3
-	statusError   = 2
+	statusCode  = 3
+	statusError = 2
 
 	keyValueKey   = 1
 	keyValueValue = 2
@@ -148,8 +147,8 @@ func appendOperation(span []byte, t *trace.Trace) []byte {
 	for _, a := range t.Attributes {
 		span = appendAttribute(span, spanAttributes, a.Key, a.Value)
 	}
-	if message, failed := t.Failure(); failed {
-		span = appendBytes(span, spanStatus, appendVarint(appendText(nil, statusMessage, message), statusCode, statusError))
+	if _, failed := t.Failure(); failed { // why is not sent: it may tell more of the request
+		span = appendBytes(span, spanStatus, appendVarint(nil, statusCode, statusError))
 	}
 	return span
 }

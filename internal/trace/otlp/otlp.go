@@ -95,6 +95,7 @@ func (e *Exporter) Export(t *trace.Trace) {
 	case e.queue <- t:
 	default:
 		e.dropped.Add(1)
+		t.Attributes = nil // it may be kept with a pod
 	}
 }
 

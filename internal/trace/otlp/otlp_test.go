@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"strings"
 	"sync"
 	"testing"
@@ -196,7 +197,7 @@ func TestExport(t *testing.T) {
 			for _, of := range [][]*tracev1.Span{spans[:3], spans[3:]} {
 				run, pause, launcher := of[0], of[1], of[2]
 				if run.Name != "RunPodSandbox" || run.Kind != tracev1.Span_SPAN_KIND_SERVER || run.Status.GetCode() != tracev1.Status_STATUS_CODE_ERROR ||
-					run.Status.Message != "no such image" || attributes(run.Attributes)["k8s.pod.name"] != "web\ufffd" {
+					run.Status.Message != "" || attributes(run.Attributes)["k8s.pod.name"] != "web\ufffd" {
 					t.Errorf("%v", run)
 				}
 				if pause.Name != "pause" || pause.Kind != tracev1.Span_SPAN_KIND_INTERNAL || string(pause.ParentSpanId) != string(run.SpanId) || pause.Status != nil {
@@ -332,4 +333,70 @@ func FuzzAnswer(f *testing.F) {
 	f.Fuzz(func(t *testing.T, answer []byte) {
 		_ = refusal(answer) // must return
 	})
+}
+
+// proxy is what the environment of the tests names as one.
+var proxy net.Listener
+
+// The environment is looked at once in a process. Nobody asks a proxy for what is local.
+func TestMain(m *testing.M) {
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		panic(err)
+	}
+	proxy = l
+	for _, name := range []string{"HTTP_PROXY", "HTTPS_PROXY"} {
+		if err := os.Setenv(name, "http://"+l.Addr().String()); err != nil {
+			panic(err)
+		}
+	}
+	os.Exit(m.Run())
+}
+
+// What is sent names pods, and goes to the collector without a stop on the way.
+func TestProxiesAreNotUsed(t *testing.T) {
+	asked := make(chan struct{}, 1)
+	var accepting sync.WaitGroup
+	accepting.Go(func() {
+		for {
+			conn, err := proxy.Accept()
+			if err != nil {
+				return
+			}
+			conn.Close()
+			select {
+			case asked <- struct{}{}:
+			default:
+			}
+		}
+	})
+	for _, protocol := range []string{GRPC, HTTP} {
+		send, err := newSender(Config{Endpoint: "192.0.2.1:4317", Protocol: protocol, Insecure: true}) // TEST-NET-1: nobody
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
+		if err := send.export(ctx, nil); err == nil {
+			t.Errorf("%s: sent to nobody", protocol)
+		}
+		cancel()
+		if err := send.close(); err != nil {
+			t.Error(err)
+		}
+	}
+	proxy.Close()
+	accepting.Wait()
+	if len(asked) > 0 {
+		t.Error("a proxy was asked")
+	}
+}
+
+// A trace that finds no room in the queue keeps nothing for the exporter: it may stay with its pod for long.
+func TestQueueIsFull(t *testing.T) {
+	e := &Exporter{queue: make(chan *trace.Trace)}
+	full := &trace.Trace{Attributes: []trace.Attribute{{Key: "k", Value: "v"}}}
+	e.Export(full)
+	if e.Info().Dropped != 1 || full.Attributes != nil {
+		t.Errorf("%+v, %v", e.Info(), full.Attributes)
+	}
 }

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/status"
 )
 
@@ -64,6 +65,10 @@ func newGRPCSender(cfg Config) (*grpcSender, error) {
 	conn, err := grpc.NewClient("dns:///"+cfg.Endpoint,
 		grpc.WithTransportCredentials(secure),
 		grpc.WithUserAgent("berth/"+cfg.Version),
+		grpc.WithNoProxy(),
+		// A collector that went without a word is given up when it does not answer for that long, and looked for anew. Nothing is sent, and no
+		// timer runs, while there is nothing to export.
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: sendTime, Timeout: sendTime}),
 		grpc.WithDefaultCallOptions(grpc.ForceCodec(encoded{}), grpc.MaxCallRecvMsgSize(maxAnswer)))
 	if err != nil {
 		return nil, err
@@ -104,7 +109,9 @@ func newHTTPSender(cfg Config) *httpSender {
 		scheme = "http://"
 	}
 	transport := http.DefaultTransport.(*http.Transport).Clone()
+	transport.Proxy = nil // what is sent goes to the configured collector, whatever the environment says of images' registries
 	transport.MaxIdleConnsPerHost = 1
+	transport.HTTP2 = &http.HTTP2Config{SendPingTimeout: sendTime, PingTimeout: sendTime} // as above
 	return &httpSender{client: &http.Client{Transport: transport, CheckRedirect: noRedirect}, url: scheme + cfg.Endpoint + "/v1/traces", agent: "berth/" + cfg.Version}
 }
 
