@@ -17,7 +17,7 @@ import (
 )
 
 // most is how much of what a fuzzer makes is inflated.
-const most = 4 << 20
+const most = 256 << 10
 
 // inflateBy reads a gzip to its end, by portions of size bytes.
 func inflateBy(r io.Reader, size int) ([]byte, error) {
