@@ -95,7 +95,7 @@ func TestMetricsAgreeWithTheirDescriptors(t *testing.T) {
 			t.Errorf("twice: %s", key)
 		}
 		odd := m.Name == "container_memory_failcnt" || m.Name == "container_fs_inodes_total" // with cAdvisor too
-		if (m.MetricType == counter) == strings.HasSuffix(m.Name, "_total") == odd {
+		if (m.MetricType == runtimeapi.MetricType_COUNTER) == strings.HasSuffix(m.Name, "_total") == odd {
 			t.Errorf("%s is a %v", m.Name, m.MetricType)
 		}
 		series[key], used[m.Name] = true, true
