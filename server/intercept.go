@@ -33,11 +33,11 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 		return nil, errdefs.Unavailable("berth is stopping")
 	}
 	defer s.requests.Release(1)
+	if s.changing != nil && changing[info.FullMethod] {
+		defer s.changing()()
+	}
 	resp, err = handler(ctx, req)
 	failpoint.Reach("server.answer")
-	if s.changed != nil && changing[info.FullMethod] {
-		s.changed()
-	}
 	return resp, err
 }
 

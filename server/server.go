@@ -116,17 +116,18 @@ type Config struct {
 
 	Tracing Tracing // nil: no operation is exported
 
-	// Changed is called after each request that makes, starts, stops or removes something, and does not block; nil: nobody wants to know.
-	Changed func()
+	// Changing is called before each request that makes, starts, stops or removes something, and what it returns after it; neither
+	// blocks. nil: nobody wants to know.
+	Changing func() (changed func())
 }
 
 // Server serves CRI. Make one with New.
 type Server struct {
-	log     *slog.Logger
-	grpc    *grpc.Server
-	grace   time.Duration // stopGrace, shorter in tests
-	tracing Tracing       // nil: none
-	changed func()        // Config.Changed
+	log      *slog.Logger
+	grpc     *grpc.Server
+	grace    time.Duration // stopGrace, shorter in tests
+	tracing  Tracing       // nil: none
+	changing func() func() // Config.Changing
 
 	requests *semaphore.Weighted // held by each unary request, and by stop
 
@@ -136,7 +137,7 @@ type Server struct {
 
 // New returns a server that passes requests on to pods and images.
 func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
-	s := &Server{log: log, grace: stopGrace, tracing: cfg.Tracing, changed: cfg.Changed, requests: semaphore.NewWeighted(allRequests)}
+	s := &Server{log: log, grace: stopGrace, tracing: cfg.Tracing, changing: cfg.Changing, requests: semaphore.NewWeighted(allRequests)}
 	s.stopping, s.endStreams = context.WithCancel(context.Background())
 	s.grpc = grpc.NewServer(
 		grpc.MaxRecvMsgSize(MaxMessage),

@@ -155,7 +155,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	tidier := newTidier(restTime, pages.ReleaseStartup, log)
 	closing.Add("end tidying", tidier.Close)
 	serverCfg := serverConfig(cfg, node, network, sessions, tracing, waits)
-	serverCfg.Changed = tidier.changed
+	serverCfg.Changing = tidier.changing
 	return announce(ctx, listener, server.New(serverCfg, pods, images, log), waits, log)
 }
 

@@ -2,6 +2,7 @@ package main
 
 import (
 	"log/slog"
+	"sync/atomic"
 	"time"
 )
 
@@ -11,23 +12,28 @@ const restTime = 3 * time.Second
 
 // tidier gives memory back after starting, and after changes. While nothing is changed no timer runs.
 type tidier struct {
-	changes chan struct{} // one waits: that there was a change, not how many
-	stop    chan struct{}
-	stopped chan struct{}
+	underWay atomic.Int64  // changes
+	changes  chan struct{} // one waits: that a change has ended, not how many
+	stop     chan struct{}
+	stopped  chan struct{}
 }
 
-// newTidier starts a tidier that calls release when nothing was changed for rest; its own start is the first change. Close ends it.
+// newTidier starts a tidier that calls release when nothing was being changed for rest; its own start is the first change. Close ends it.
 func newTidier(rest time.Duration, release func() error, log *slog.Logger) *tidier {
 	t := &tidier{changes: make(chan struct{}, 1), stop: make(chan struct{}), stopped: make(chan struct{})}
 	go t.run(rest, release, log)
 	return t
 }
 
-// changed notes that something was changed. It does not block.
-func (t *tidier) changed() {
-	select {
-	case t.changes <- struct{}{}:
-	default: // one waits already
+// changing notes that something is being changed, until changed is called. Neither blocks.
+func (t *tidier) changing() (changed func()) {
+	t.underWay.Add(1)
+	return func() {
+		t.underWay.Add(-1)
+		select {
+		case t.changes <- struct{}{}:
+		default: // one waits already
+		}
 	}
 }
 
@@ -49,6 +55,9 @@ func (t *tidier) run(rest time.Duration, release func() error, log *slog.Logger)
 			resting = time.After(rest)
 		case <-resting:
 			resting = nil
+			if t.underWay.Load() > 0 {
+				continue // its end comes
+			}
 			if err := release(); err != nil {
 				log.Warn("memory that changes needed is kept", "error", err)
 			}

@@ -24,7 +24,7 @@ func TestTidier(t *testing.T) {
 		time.Sleep(10 * restTime)
 		want(1) // what starting needed
 		for range 5 {
-			tidier.changed()
+			tidier.changing()()
 			time.Sleep(restTime - 1)
 			want(1) // and again in time
 		}
@@ -32,13 +32,20 @@ func TestTidier(t *testing.T) {
 		want(2)
 		time.Sleep(10 * restTime)
 		want(2) // once is enough
-		tidier.changed()
+		tidier.changing()()
 		time.Sleep(restTime)
 		want(3)
+		long, short := tidier.changing(), tidier.changing()
+		short()
+		time.Sleep(10 * restTime)
+		want(3) // a change takes long
+		long()
+		time.Sleep(restTime)
+		want(4)
 		if err := tidier.Close(); err != nil {
 			t.Error(err)
 		}
-		tidier.changed() // a late request
-		want(3)
+		tidier.changing()() // a late request
+		want(4)
 	})
 }
