@@ -273,7 +273,7 @@ func (g *Group) RemoveIdle() bool {
 	}
 	failpoint.Reach("cgroup.remove-idle")
 	idle := true
-	for _, dir := range g.dirs() {
+	for _, dir := range inRemovalOrder(g.Paths()) {
 		if err := unix.Rmdir(dir); err != nil && !gone(err) { // EBUSY: in use, and in the other hierarchies probably too
 			idle = false
 			break
@@ -281,6 +281,23 @@ func (g *Group) RemoveIdle() bool {
 	}
 	failpoint.Reach("cgroup.idle-removed")
 	return idle
+}
+
+// inRemovalOrder returns folders by controller in the order in which they may be removed as long as there may be a process in one of
+// them: that of the freezer last, without which nobody could hold what forks while it is killed. (On v1 a process that has the right to
+// can leave one hierarchy and stay in the others.)
+func inRemovalOrder(paths map[string]string) []string {
+	last := paths["freezer"]
+	var dirs []string
+	for _, dir := range paths {
+		if dir != "" && dir != last { // a hierarchy may have several controllers
+			dirs = append(dirs, dir)
+		}
+	}
+	if last != "" {
+		dirs = append(dirs, last)
+	}
+	return dirs
 }
 
 // RemoveIfEmpty removes the cgroupfs group at path in every hierarchy where it

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"slices"
 	"testing"
 	"time"
 
@@ -66,6 +67,27 @@ func group(t *testing.T) *Group {
 		t.Fatal(err)
 	}
 	return g
+}
+
+// The folder of the freezer goes last, and once, whatever else its hierarchy has.
+func TestRemovalOrder(t *testing.T) {
+	for name, test := range map[string]struct {
+		paths map[string]string
+		want  int // folders
+		last  string
+	}{
+		"v1":            {map[string]string{"pids": "/pids/c", "freezer": "/freezer/c", "memory": "/memory/c", "cpu": "/cpu,cpuacct/c", "rdma": ""}, 4, "/freezer/c"},
+		"one hierarchy": {map[string]string{"pids": "/all/c", "freezer": "/all/c"}, 1, "/all/c"},
+		"v2":            {map[string]string{"": "/unified/c"}, 1, "/unified/c"},
+		"no freezer":    {map[string]string{"pids": "/pids/c"}, 1, "/pids/c"},
+	} {
+		for range 20 { // of the orders that a map has
+			got := inRemovalOrder(test.paths)
+			if len(got) != test.want || got[len(got)-1] != test.last || slices.Index(got, test.last) != len(got)-1 {
+				t.Fatalf("%s: %v", name, got)
+			}
+		}
+	}
 }
 
 func TestKillAndDestroy(t *testing.T) {
