@@ -244,6 +244,20 @@ func TestPodSandboxSecurityContext(t *testing.T) {
 	}
 }
 
+// A pause that does not end by a signal, for it is frozen, is ended with its cgroup, in the time that there is for it.
+func TestStopPodSandboxWithFrozenPause(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	dir := machine.CgroupDir(t, pod.PausePID(t), "freezer")
+	file, frozen := "freezer.state", "FROZEN"
+	if machine.Cgroup2() {
+		file, frozen = "cgroup.freeze", "1"
+	}
+	harness.Must(t, os.WriteFile(filepath.Join(dir, file), []byte(frozen), 0))
+	pod.Stop(t)
+	harness.Equal(t, "state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
+}
+
 func TestPauseImage(t *testing.T) {
 	img := pauseImage(t)
 	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("pause_image = %q", img)))

@@ -15,6 +15,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -156,11 +157,21 @@ func (k Kit) removePause(ctx context.Context, p Pod) error {
 	ctx, cancel := context.WithTimeout(ctx, process.KillWait)
 	defer cancel()
 	if p.Pause != nil && p.Rec.Runtime == nil {
-		if err := k.Processes.End(ctx, p.Pause); err != nil {
-			k.Log.Warn("end a pause; what is in its cgroup is killed", "pod", p.Rec.ID, "error", err)
-		}
+		k.endPause(ctx, p)
 	}
 	return k.Processes.Remove(ctx, p.Rec.ID, p.Rec.CgroupsPath)
+}
+
+// endPatience is how long a pause may take to end by a signal, which takes a millisecond. One that does not may be frozen: what kills its
+// cgroup thaws it, and needs the rest of the time.
+const endPatience = time.Second
+
+func (k Kit) endPause(ctx context.Context, p Pod) {
+	ctx, cancel := context.WithTimeout(ctx, endPatience)
+	defer cancel()
+	if err := k.Processes.End(ctx, p.Pause); err != nil {
+		k.Log.Warn("end a pause; what is in its cgroup is killed", "pod", p.Rec.ID, "error", err)
+	}
 }
 
 // removeMounts takes away the pod's shm and the pin of its user namespace.
