@@ -2,6 +2,7 @@ package shim
 
 import (
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -147,8 +148,8 @@ func TestPauseRefused(t *testing.T) {
 	}{
 		"sysctl value": {func(r *LaunchRequest) { r.Spec.Linux.Sysctl = map[string]string{"kernel.shm_rmid_forced": "x"} }, codes.InvalidArgument, "kernel.shm_rmid_forced"},
 		"unknown sysctl": {func(r *LaunchRequest) {
-			r.Spec.Linux.Sysctl = map[string]string{"kernel.shm_rmid_forced": "0", "kernel.sem_there_is_none": "1"}
-		}, codes.Internal, "kernel.sem_there_is_none"},
+			r.Spec.Linux.Sysctl = map[string]string{"kernel.shm_rmid_forced": "0", "fs.mqueue.there_is_none": "1"}
+		}, codes.Internal, "fs.mqueue.there_is_none"},
 		"no network": {func(r *LaunchRequest) {
 			r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: e.dir + "/none"})
 		}, codes.Internal, "no such file"},
@@ -194,6 +195,105 @@ func TestLauncherServesAfterPause(t *testing.T) {
 	if exit := c.wait(); exit.Code != 3 {
 		t.Errorf("exit = %+v", exit)
 	}
+}
+
+// What a launcher is does not change by a pause.
+func TestPauseLeavesItsLauncherAsItWas(t *testing.T) {
+	e := newEnv(t, func(c *Config) { c.Idle = 2 })
+	if e.runtime() != nil {
+		t.Skip("only libcontainer's pods have it")
+	}
+	network := filepath.Join(e.dir, "netns")
+	if err := netns.New(network); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := netns.Remove(network); err != nil {
+			t.Error(err)
+		}
+	})
+	e.awaitLaunchers()
+	before := e.idlePIDs()
+	var was map[string]string
+	e.until("they wait for an order", func() bool {
+		was = allOf(t, before)
+		warm := 0 // which ends with a look at the cgroups
+		for _, value := range was {
+			if value == "/sys/fs/cgroup" {
+				warm++
+			}
+		}
+		return warm == len(before)
+	})
+	req := e.pauseRequest("pause")
+	score := 500
+	req.Spec.Hostname = "pod"
+	req.Spec.Process.User = specs.User{UID: 65535, GID: 65534, AdditionalGids: []uint32{7, 8}}
+	req.Spec.Process.OOMScoreAdj = &score
+	req.Spec.Process.NoNewPrivileges = true
+	req.Spec.Linux.Sysctl = map[string]string{"net.ipv4.ping_group_range": "0 7", "kernel.shm_rmid_forced": "1"}
+	req.Spec.Linux.Namespaces = append(req.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: network})
+	var err error
+	if req.Spec.Linux.Seccomp, err = seccomp.GetDefaultProfile(req.Spec); err != nil {
+		t.Fatal(err)
+	}
+	e.launch(req)
+	if now := e.idlePIDs(); !slices.Equal(now, before) {
+		t.Fatalf("launchers %v were not kept, there are %v", before, now)
+	}
+	is := allOf(t, before)
+	defer func() {
+		for _, key := range slices.Sorted(maps.Keys(is)) {
+			if is[key] != was[key] {
+				t.Logf("%s was\n%s\nis\n%s", key, was[key], is[key])
+			}
+		}
+	}()
+	e.until("it is as it was", func() bool { is = allOf(t, before); return maps.Equal(is, was) })
+}
+
+// allOf is selfOf of several processes.
+func allOf(t *testing.T, pids []int) map[string]string {
+	t.Helper()
+	all := map[string]string{}
+	for _, pid := range pids {
+		for key, value := range selfOf(t, pid) {
+			all[itoa(pid)+" "+key] = value
+		}
+	}
+	return all
+}
+
+// selfOf tells what of a process a child of it inherits, or what it could do with it: all but its memory and its threads.
+func selfOf(t *testing.T, pid int) map[string]string {
+	t.Helper()
+	self := map[string]string{"namespaces": strings.Join(namespacesOf(t, pid), " ")}
+	for _, file := range []string{"cgroup", "comm", "environ", "limits", "mountinfo", "oom_score_adj", "personality", "sessionid"} {
+		self[file] = procOf(t, pid, file)
+	}
+	for line := range strings.Lines(procOf(t, pid, "status")) {
+		key, value, _ := strings.Cut(line, ":")
+		if slices.Contains([]string{"Umask", "Uid", "Gid", "Groups", "NoNewPrivs", "Seccomp", "SigBlk", "SigIgn", "SigCgt", "Cpus_allowed_list", "Mems_allowed_list"}, key) ||
+			strings.HasPrefix(key, "Cap") {
+			self[key] = value
+		}
+	}
+	files, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range files {
+		link, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%s", pid, f.Name()))
+		if err == nil { // else it was the one of reading the directory
+			self["file "+f.Name()] = link
+		}
+	}
+	for _, link := range []string{"cwd", "exe", "root"} {
+		if self[link], err = os.Readlink(fmt.Sprintf("/proc/%d/%s", pid, link)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return self
 }
 
 func (e *env) idlePIDs() (pids []int) {

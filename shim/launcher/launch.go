@@ -146,8 +146,7 @@ func (c *launch) watchDaemon() (stop func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	var watching sync.WaitGroup
 	watching.Go(func() {
-		var r control.Request
-		_, err := c.l.conn.Receive(&r) // there is nothing to say during a launch but the end
+		err := c.awaitWord()
 		if errors.Is(err, os.ErrDeadlineExceeded) || !c.cancel() {
 			return
 		}
@@ -166,6 +165,17 @@ func (c *launch) watchDaemon() (stop func()) {
 		watching.Wait()
 		_ = c.l.conn.SetDeadline(time.Time{})
 	})
+}
+
+// awaitWord returns when the daemon says something, which can only be the end: an error. A Kill is for an exec that this
+// process served before, and ended while it was sent.
+func (c *launch) awaitWord() error {
+	for {
+		var r control.Request
+		if _, err := c.l.conn.Receive(&r); err != nil || r.Kill == "" {
+			return err
+		}
+	}
 }
 
 // cancel returns false if it is too late.

@@ -92,9 +92,34 @@ func isPlainSpec(s *specs.Spec) bool {
 			Seccomp:     l.Seccomp,
 		},
 	}
-	_, err := namespaces(s)
-	return reflect.DeepEqual(s, known) && err == nil && len(p.Args) == 1 && len(p.User.AdditionalGids) <= maxGroups &&
-		!slices.ContainsFunc(s.Mounts, isNeededMount) && allowsPause(l.Seccomp)
+	flags, err := namespaces(s)
+	return reflect.DeepEqual(s, known) && err == nil && slices.Equal(p.Args, command) && len(p.User.AdditionalGids) <= maxGroups &&
+		!slices.ContainsFunc(s.Mounts, isNeededMount) && allowsPause(l.Seccomp) && ownsSysctls(flags, l.Sysctl)
+}
+
+// command is what the second stage executes.
+var command = []string{"/pause"}
+
+// ipcSysctls are those of an IPC namespace, but for the ones below fs.mqueue.
+var ipcSysctls = []string{"kernel.msgmax", "kernel.msgmnb", "kernel.msgmni", "kernel.sem", "kernel.shmall", "kernel.shmmax", "kernel.shmmni", "kernel.shm_rmid_forced"}
+
+// ownsSysctls tells whether sysctls are those of the pause's own namespaces, by flags. Of others libcontainer says why they cannot be.
+func ownsSysctls(flags uintptr, sysctls map[string]string) bool {
+	for name := range sysctls {
+		var of uintptr
+		switch {
+		case slices.Contains(ipcSysctls, name), strings.HasPrefix(name, "fs.mqueue."):
+			of = unix.CLONE_NEWIPC
+		case strings.HasPrefix(name, "net."):
+			of = unix.CLONE_NEWNET
+		case name == "kernel.domainname":
+			of = unix.CLONE_NEWUTS
+		}
+		if flags&of == 0 || strings.Contains(name, "/") { // a path with dots could lead elsewhere
+			return false
+		}
+	}
+	return true
 }
 
 // maxGroups is the size of pause.c's list.
@@ -416,10 +441,19 @@ func (m *Maker) Execute() error {
 	}
 	_, reportErr := m.receive(m.child, ready) // it only says what failed
 	if errors.Is(reportErr, io.EOF) {
-		reportErr = nil
+		reportErr = m.checkAlive()
 	}
 	_ = first.Wait() // it has nothing to say
 	return errors.Join(reportErr, err, m.child.Close(), m.second.Close())
+}
+
+// checkAlive tells a pause that has executed its command, which closed its socket, from one that was killed before.
+func (m *Maker) checkAlive() error {
+	ended, err := pidfd.Exited(m.second)
+	if err == nil && ended {
+		err = errors.New("it was killed before it ran")
+	}
+	return err
 }
 
 // reapTime is how long the first stage may take to reap the second before both are killed.

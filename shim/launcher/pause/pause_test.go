@@ -1,11 +1,16 @@
 package pause
 
 import (
+	"os"
+	"os/exec"
+	"sync"
 	"testing"
 
 	"github.com/moby/profiles/seccomp"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 
+	"berth/internal/pidfd"
 	"berth/internal/rootfs"
 	"berth/shim/control"
 	"berth/shim/ociruntime"
@@ -40,14 +45,20 @@ func TestPlainPause(t *testing.T) {
 		}
 	}
 	for name, change := range map[string]func(*control.Launch){
-		"a container":           func(o *control.Launch) { o.Pause = false },
-		"an image":              func(o *control.Launch) { o.BuiltIn = false },
-		"a program":             func(o *control.Launch) { o.Runtime = &ociruntime.Runtime{} },
-		"place of its root":     func(o *control.Launch) { o.RootPlace = "/run/berth-rootfs" },
-		"writable layer":        func(o *control.Launch) { o.Rootfs.Upper = "/upper" },
-		"label of its root":     func(o *control.Launch) { o.Rootfs.Label = "system_u:object_r:container_file_t:s0" },
-		"mapped root":           func(o *control.Launch) { o.Rootfs.IDMap = &rootfs.IDMap{} },
-		"two layers":            func(o *control.Launch) { o.Rootfs.Layers = append(o.Rootfs.Layers, o.Rootfs.Layers[0]) },
+		"a container":                       func(o *control.Launch) { o.Pause = false },
+		"an image":                          func(o *control.Launch) { o.BuiltIn = false },
+		"a program":                         func(o *control.Launch) { o.Runtime = &ociruntime.Runtime{} },
+		"place of its root":                 func(o *control.Launch) { o.RootPlace = "/run/berth-rootfs" },
+		"writable layer":                    func(o *control.Launch) { o.Rootfs.Upper = "/upper" },
+		"label of its root":                 func(o *control.Launch) { o.Rootfs.Label = "system_u:object_r:container_file_t:s0" },
+		"mapped root":                       func(o *control.Launch) { o.Rootfs.IDMap = &rootfs.IDMap{} },
+		"two layers":                        func(o *control.Launch) { o.Rootfs.Layers = append(o.Rootfs.Layers, o.Rootfs.Layers[0]) },
+		"another program":                   func(o *control.Launch) { o.Spec.Process.Args = []string{"/bin/sh"} },
+		"sysctl of the node":                func(o *control.Launch) { o.Spec.Linux.Sysctl = map[string]string{"kernel.core_pattern": "|/x"} },
+		"sysctl of no namespace of its own": func(o *control.Launch) { o.Spec.Linux.Sysctl = map[string]string{"kernel.shmmax": "1"} },
+		"sysctl that leads elsewhere": func(o *control.Launch) {
+			o.Spec.Linux.Sysctl = map[string]string{"net.x/../../kernel.core_pattern": "|/x"}
+		},
 		"capabilities":          func(o *control.Launch) { o.Spec.Process.Capabilities.Bounding = []string{"CAP_CHOWN"} },
 		"all capabilities":      func(o *control.Launch) { o.Spec.Process.Capabilities = nil },
 		"SELinux":               func(o *control.Launch) { o.Spec.Process.SelinuxLabel = "system_u:system_r:container_t:s0" },
@@ -120,5 +131,49 @@ func TestStepError(t *testing.T) {
 		if got := (&stepError{step: step, errno: 22, spec: spec}).Error(); got != want {
 			t.Errorf("step %d: %q, want %q", step, got, want)
 		}
+	}
+}
+
+// The end of the second stage's socket says that it has executed pause, unless it was killed meanwhile.
+func TestExecute(t *testing.T) {
+	for name, killed := range map[string]bool{"it runs": false, "it was killed": true} {
+		t.Run(name, func(t *testing.T) {
+			second := exec.Command("sleep", "1000")
+			m := &Maker{first: exec.Command("true")}
+			for _, cmd := range []*exec.Cmd{second, m.first} {
+				if err := cmd.Start(); err != nil {
+					t.Fatal(err)
+				}
+			}
+			defer func() { _ = second.Process.Kill(); _ = second.Wait() }()
+			var err error
+			if m.second, err = pidfd.Open(second.Process.Pid); err != nil {
+				t.Fatal(err)
+			}
+			theirs := [2]*os.File{}
+			for i, ours := range []**os.File{&m.parent, &m.child} {
+				fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+				if err != nil {
+					t.Fatal(err)
+				}
+				*ours, theirs[i] = os.NewFile(uintptr(fds[0]), "ours"), os.NewFile(uintptr(fds[1]), "theirs")
+			}
+			defer theirs[0].Close()
+			var stage sync.WaitGroup
+			stage.Go(func() {
+				if n, err := theirs[1].Read(make([]byte, 1)); n != 1 || err != nil {
+					t.Errorf("it is not told to go on: %v", err)
+				}
+				if killed {
+					_ = second.Process.Kill()
+					_ = second.Wait()
+				}
+				_ = theirs[1].Close()
+			})
+			if err := m.Execute(); (err != nil) != killed {
+				t.Errorf("Execute: %v", err)
+			}
+			stage.Wait()
+		})
 	}
 }
