@@ -46,7 +46,7 @@ func (l *Launchers) Exec(ctx context.Context, req ExecRequest) (*Exec, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	e, err := l.execWith(ctx, req, func() (*launcher, error) { return l.take(true) })
+	e, err := l.execWith(ctx, req, func() (*launcher, error) { return l.take(true, req.ID) })
 	if errors.Is(err, errDeaf) {
 		if ctx.Err() != nil { // the command is not to run after who asked for it was told that its time is over
 			return nil, context.Cause(ctx)
@@ -68,6 +68,7 @@ func (l *Launchers) execWith(ctx context.Context, req ExecRequest, take func() (
 	if err := l.oom.lend(p.pid); err != nil { // what dies now is found out by asking it
 		l.cfg.Log.Warn("an exec is not as easily killed as it should be", "container", req.ID, "error", err)
 	}
+	p.served, p.executedIn = true, req.ID
 	e := &Exec{l: l, p: p, req: req}
 	again, err := e.start(ctx, req)
 	switch {

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -334,6 +335,112 @@ func TestExecLaunchersServeAgain(t *testing.T) {
 	}
 	if len(seen) != 1 {
 		t.Errorf("%d launchers were used for three execs", len(seen))
+	}
+}
+
+// A launcher knows the container of its last exec, and finds out what has become of it since.
+func TestExecAgainInTheSameContainer(t *testing.T) {
+	e := newEnv(t, func(c *Config) { c.Warm, c.Idle = false, 1 }) // so that one launcher serves all execs
+	for _, says := range []string{"first", "second"} {            // which has the same ID, as no other has
+		req := e.request("again", "echo "+says+" >/name; exec sleep 1000")
+		started, err := e.Launch(e.ctx, req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c := &container{env: e, LaunchRequest: req, Started: started}
+		c.until("it has said its name", func() bool { _, err := os.Stat(filepath.Join(req.Rootfs.Upper, "name")); return err == nil })
+		for i := range 2 {
+			if stdout, _, code := c.execIn(says+itoa(i), "cat /name"); stdout != says+"\n" || code != 0 {
+				t.Errorf("it is called %q (%d), want %s", stdout, code, says)
+			}
+		}
+		fails := func(when string) {
+			t.Helper()
+			if _, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: when, Process: testProcess("true")}); errdefs.Code(err) != codes.FailedPrecondition {
+				t.Errorf("%s: Exec = %v, want FailedPrecondition", when, err)
+			}
+		}
+		if err := pidfd.Signal(c.Init, unix.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+		c.wait()
+		fails("ended")
+		c.remove()
+		fails("removed")
+		if err := os.RemoveAll(c.Dir); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// Launchers that have served execs at a time are kept for the next ones, and not for ever.
+func TestSpareLaunchers(t *testing.T) {
+	e := newEnv(t)
+	setSpareTime := func(d time.Duration) { e.mu.Lock(); e.spareTime = d; e.mu.Unlock() }
+	setSpareTime(time.Hour)
+	c := e.run("busy", "exec sleep 1000")
+	used := func(round string) (pids []int) {
+		t.Helper()
+		var execs []*Exec
+		for i := range 3 {
+			x, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: round + itoa(i), Process: testProcess("cat"), Stdin: closedBy(t)})
+			if err != nil {
+				t.Fatal(err)
+			}
+			execs, pids = append(execs, x), append(pids, x.p.pid)
+		}
+		for _, x := range execs {
+			if err := x.Kill(); err != nil {
+				t.Error(err)
+			}
+			if code, err := x.Wait(e.ctx); code != 137 || err != nil {
+				t.Errorf("Wait = %d, %v", code, err)
+			}
+			if err := x.Close(); err != nil {
+				t.Error(err)
+			}
+		}
+		return pids
+	}
+	first := used("first")
+	for _, pid := range used("second") {
+		if !slices.Contains(first, pid) {
+			t.Errorf("launcher %d was used, though there are %v", pid, first)
+		}
+	}
+	if n := len(e.idlePIDs()); n <= e.cfg.Idle || n > e.cfg.Idle+maxSpare {
+		t.Errorf("%d launchers are idle", n)
+	}
+	setSpareTime(time.Millisecond)
+	e.wantMore() // or fewer: the owner looks
+	e.until("there are as many as before", func() bool { return len(e.idlePIDs()) == e.cfg.Idle })
+}
+
+// An exec takes the launcher that knows its container, a launch one that knows none.
+func TestWhichLauncherIsTaken(t *testing.T) {
+	l := &Launchers{}
+	put := func(pid int, knows string) {
+		l.idle = append(l.idle, idleLauncher{&launcher{pid: pid, executedIn: knows}, func() {}})
+	}
+	put(1, "a")
+	put(2, "")
+	put(3, "b")
+	put(4, "a")
+	put(5, "c")
+	for _, step := range []struct {
+		execIn string
+		want   int
+	}{{"a", 4}, {"", 2}, {"b", 3}, {"a", 1}, {"d", 5}} {
+		if p := l.pop(step.execIn); p == nil || p.pid != step.want {
+			t.Errorf("for %q: launcher %+v, want %d", step.execIn, p, step.want)
+		}
+	}
+	put(6, "a")
+	if p := l.pop(""); p == nil || p.pid != 6 {
+		t.Errorf("the last one is %+v", p)
+	}
+	if p := l.pop("a"); p != nil {
+		t.Errorf("of none there is %+v", p)
 	}
 }
 

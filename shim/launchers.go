@@ -36,11 +36,12 @@ type Config struct {
 // Idle ones are started ahead of need by one goroutine and end by themselves when
 // this process ends. It is safe for concurrent use.
 type Launchers struct {
-	cfg      Config
-	oom      oomScores
-	hearTime time.Duration // hearTime, but in tests
-	filters  *os.File      // seccomp filters that launchers have compiled, for all of them
-	exe      *os.File      // sealed copy of ShimPath: a container cannot write to it (CVE-2019-5736), and no launcher has to copy it
+	cfg       Config
+	oom       oomScores
+	hearTime  time.Duration // hearTime, but in tests
+	spareTime time.Duration // the same
+	filters   *os.File      // seccomp filters that launchers have compiled, for all of them
+	exe       *os.File      // sealed copy of ShimPath: a container cannot write to it (CVE-2019-5736), and no launcher has to copy it
 
 	refill chan struct{} // tells the owner to look; capacity 1
 	ctx    context.Context
@@ -53,8 +54,16 @@ type Launchers struct {
 	mu     sync.Mutex // guards what follows
 	lent   int        // launchers that serve execs or pauses, and come back
 	idle   []idleLauncher
+	taken  time.Time // when the last one was taken out of idle
 	closed bool
 }
+
+// Launchers that come back when there are enough are kept as spare ones for a while: where several pods start, or several execs run, at
+// a time, the next ones come soon, and to start a launcher takes more CPU time (10 ms) than an exec's own part.
+const (
+	maxSpare  = 8               // some MB each
+	spareTime = 5 * time.Second // since one was taken out of the pool
+)
 
 // idleLauncher is a launcher in the pool, which is watched: one that dies there is no zombie until the next launch.
 type idleLauncher struct {
@@ -79,7 +88,7 @@ func New(cfg Config) (*Launchers, error) {
 	if err != nil {
 		return nil, errors.Join(err, exe.Close())
 	}
-	l := &Launchers{cfg: cfg, oom: scores, hearTime: hearTime, exe: exe, filters: filters, refill: make(chan struct{}, 1)}
+	l := &Launchers{cfg: cfg, oom: scores, hearTime: hearTime, spareTime: spareTime, exe: exe, filters: filters, refill: make(chan struct{}, 1)}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	l.owned.Go(l.keepFilled)
 	l.wantMore()
@@ -108,6 +117,9 @@ type launcher struct {
 	conn *control.Conn
 	pid  int
 	proc *os.File // pidfd
+
+	served     bool   // an exec or a pause
+	executedIn string // the container of its last exec, which it still knows; empty: none
 }
 
 // startAgain is the pause before another try to start a launcher ahead of need.
@@ -115,15 +127,19 @@ const startAgain = 2 * time.Second
 
 // keepFilled is the owner of the idle launchers.
 func (l *Launchers) keepFilled() {
-	var again <-chan time.Time
+	var again, calm <-chan time.Time
 	for {
 		select {
 		case <-l.ctx.Done():
 			return
 		case <-l.refill:
 		case <-again:
+		case <-calm:
 		}
-		again = nil
+		again, calm = nil, nil
+		if rest := l.retireSpare(); rest > 0 {
+			calm = time.After(rest)
+		}
 		for l.missing() > 0 && l.ctx.Err() == nil {
 			p, err := l.start()
 			if err != nil {
@@ -221,23 +237,72 @@ func (l *Launchers) tryEndLeft(req ExecRequest) (ended bool) {
 	return err == nil
 }
 
-// put makes p available, or retires it if there are enough.
+// put makes p available, or retires it if there are more than enough.
 func (l *Launchers) put(p *launcher) {
-	if !l.keep(p) {
+	kept, spare := l.keep(p)
+	if !kept {
 		l.retire(p)
+	}
+	if spare {
+		l.wantMore() // or fewer, by and by
 	}
 }
 
-func (l *Launchers) keep(p *launcher) bool {
+func (l *Launchers) keep(p *launcher) (kept, spare bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if l.closed || len(l.idle) >= max(l.cfg.Idle, 1) {
-		return false
+	if l.closed || len(l.idle) >= l.enough()+l.spare() {
+		return false, false
 	}
 	ctx, unwatch := context.WithCancel(l.ctx)
 	l.idle = append(l.idle, idleLauncher{p, unwatch})
 	l.owned.Go(func() { l.watch(ctx, p) })
-	return true
+	return true, len(l.idle) > l.enough()
+}
+
+// enough is how many idle launchers are kept for good.
+func (l *Launchers) enough() int { return max(l.cfg.Idle, 1) }
+
+// spare is how many more are kept for a while.
+func (l *Launchers) spare() int {
+	if l.cfg.Idle == 0 {
+		return 0 // nobody wants any
+	}
+	return maxSpare
+}
+
+// retireSpare ends spare launchers if none was taken for spareTime, or returns what is left of that.
+func (l *Launchers) retireSpare() (rest time.Duration) {
+	spare, rest := l.takeSpare()
+	for _, p := range spare {
+		l.retire(p)
+	}
+	return rest
+}
+
+// takeSpare takes spare launchers out of the pool, those that have served before the others.
+func (l *Launchers) takeSpare() (spare []*launcher, rest time.Duration) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if len(l.idle) <= l.enough() {
+		return nil, 0
+	}
+	if rest := l.spareTime - time.Since(l.taken); rest > 0 {
+		return nil, rest
+	}
+	for len(l.idle) > l.enough() {
+		i := max(slices.IndexFunc(l.idle, func(p idleLauncher) bool { return p.served }), 0)
+		spare = append(spare, l.takeAt(i))
+	}
+	return spare, 0
+}
+
+// takeAt takes an idle launcher out of the pool.
+func (l *Launchers) takeAt(i int) *launcher {
+	p := l.idle[i]
+	l.idle = slices.Delete(l.idle, i, i+1)
+	p.unwatch()
+	return p.launcher
 }
 
 // watch waits until p dies or is no longer idle. Its successor is not started at once: what killed
@@ -275,11 +340,11 @@ func (l *Launchers) drop(p *launcher) bool {
 	return true
 }
 
-// take returns an idle launcher, or starts one. Those that have died while idle
+// take returns an idle launcher, or starts one, for a launch, or for an exec in the container of that ID. Those that have died while idle
 // are found out here.
-func (l *Launchers) take(mayBeIdle bool) (*launcher, error) {
+func (l *Launchers) take(mayBeIdle bool, execIn string) (*launcher, error) {
 	for mayBeIdle {
-		p := l.pop()
+		p := l.pop(execIn)
 		if p == nil {
 			break
 		}
@@ -295,17 +360,24 @@ func (l *Launchers) take(mayBeIdle bool) (*launcher, error) {
 	return l.start()
 }
 
-func (l *Launchers) pop() *launcher {
+// pop takes the launcher out of the pool that knows the container of an exec. For a launch, where execIn is empty, it is one that
+// knows none, so that those stay which do. The last one will do for both.
+func (l *Launchers) pop(execIn string) *launcher {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	n := len(l.idle)
 	if n == 0 {
 		return nil
 	}
-	p := l.idle[n-1]
-	l.idle = l.idle[:n-1]
-	p.unwatch()
-	return p.launcher
+	i := n - 1
+	for at, p := range slices.Backward(l.idle) {
+		if p.executedIn == execIn {
+			i = at
+			break
+		}
+	}
+	l.taken = time.Now()
+	return l.takeAt(i)
 }
 
 // retireTime is how long a launcher that was told to end may take.

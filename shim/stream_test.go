@@ -6,11 +6,13 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
 	"berth/internal/pidfd"
@@ -44,6 +46,42 @@ func TestKillNamesItsExec(t *testing.T) {
 	}
 	if code, err := x.Wait(e.ctx); code != 137 || err != nil {
 		t.Errorf("Wait = %d, %v, want 137", code, err)
+	}
+}
+
+// A Kill that arrives when its exec has ended and the launcher is at a launch does not take that back.
+func TestKillOfAnExecDuringALaunch(t *testing.T) {
+	e := newEnv(t)
+	var p *launcher
+	e.until("a launcher is idle", func() bool { p = e.pop(""); return p != nil })
+	e.put(p) // it is the next that is taken
+	fifo := filepath.Join(e.dir, "fifo")
+	if err := unix.Mkfifo(fifo, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	req := e.request("launched", "exit 3")
+	req.Spec.Hooks = &specs.Hooks{CreateRuntime: []specs.Hook{{Path: "/bin/sh", Args: []string{"sh", "-c", "read go <" + fifo}}}}
+	killed := make(chan error, 1)
+	go func() {
+		f, err := os.OpenFile(fifo, os.O_WRONLY, 0) // which waits until the launch is in the middle
+		if err == nil {
+			err = p.conn.Send(control.Request{Kill: "ended"})
+		}
+		if err == nil {
+			_, err = f.WriteString("go\n")
+			err = errors.Join(err, f.Close())
+		}
+		killed <- err
+	}()
+	c := e.launch(req)
+	if err := <-killed; err != nil {
+		t.Fatal(err)
+	}
+	if c.ShimPID != p.pid {
+		t.Fatalf("launcher %d was told, %d has launched it", p.pid, c.ShimPID)
+	}
+	if exit := c.wait(); exit.Code != 3 {
+		t.Errorf("exit = %+v", exit)
 	}
 }
 

@@ -21,7 +21,7 @@ import (
 // later is no peer of the launcher's; and a remount (to read-only, in the second of the two
 // steps in which such bind mounts are made) never propagates.
 func (l *Launchers) takeFor(spec *specs.Spec) (*launcher, error) {
-	p, err := l.take(l.cfg.Warm)
+	p, err := l.take(l.cfg.Warm, "")
 	sources := hostPaths(spec)
 	if err != nil || !l.cfg.Warm || len(sources) == 0 {
 		return p, err

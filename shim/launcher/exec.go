@@ -143,8 +143,8 @@ func (e *execution) setCgroup(dir string) {
 // libraryExec is an exec by libcontainer.
 type libraryExec struct {
 	*execution
-	container *libcontainer.Container
-	process   *libcontainer.Process
+	*loaded
+	process *libcontainer.Process
 }
 
 func (e *libraryExec) start() (pid int, err error) {
@@ -158,19 +158,14 @@ func (e *libraryExec) start() (pid int, err error) {
 		return 0, err
 	}
 	e.io.give(e.process)
-	if err := e.makeCgroup(); err != nil {
-		return 0, err
-	}
-	config := e.container.Config()
-	defer e.l.lendFilter(e.process, &config)()
-	failpoint.Reach("launcher.exec-run")
-	if err := e.container.Run(e.process); err != nil {
+	e.makeCgroup()
+	defer e.l.lendFilter(e.process, &e.config)()
+	if err := e.run(); err != nil {
 		if endErr := e.checkRunning(); endErr != nil { // that is why
 			return 0, endErr
 		}
 		return 0, err
 	}
-	failpoint.Reach("launcher.exec-runs")
 	if pid, err = e.process.Pid(); err != nil {
 		return 0, err
 	}
@@ -185,7 +180,7 @@ func (e *libraryExec) wait() (*os.ProcessState, error) { return e.process.Wait()
 func (e *libraryExec) kill() error { return e.killProcesses() }
 
 func (e *libraryExec) load() (err error) {
-	e.container, err = libcontainer.Load(e.StateRoot, e.ID)
+	e.loaded, err = e.l.load(e.StateRoot, e.ID)
 	if errors.Is(err, libcontainer.ErrNotExist) {
 		return control.Errorf(control.FailedPrecondition, "it is not running")
 	}
@@ -195,11 +190,23 @@ func (e *libraryExec) load() (err error) {
 	return e.checkRunning()
 }
 
+// run starts the process. What it will wait for in the kernel is waited for meanwhile.
+func (e *libraryExec) run() error {
+	var preparing sync.WaitGroup
+	defer preparing.Wait()
+	preparing.Go(prepareMove)
+	failpoint.Reach("launcher.exec-run")
+	if err := e.container.Run(e.process); err != nil {
+		return err
+	}
+	failpoint.Reach("launcher.exec-runs")
+	return nil
+}
+
 // ownPipes gives the pipes that the daemon has made to the container's root, as those of a
 // container are: in a user namespace nobody could open /dev/stdout otherwise.
 func (e *libraryExec) ownPipes() error {
-	config := e.container.Config()
-	uid, gid, err := hostRootOf(&config)
+	uid, gid, err := hostRootOf(&e.config)
 	if err != nil {
 		return fmt.Errorf("owner of stdio: %w", err)
 	}
@@ -239,17 +246,12 @@ func (e *execution) setIO() (err error) {
 }
 
 // makeCgroup makes the exec's own cgroup, which libcontainer puts the process into.
-func (e *libraryExec) makeCgroup() error {
-	state, err := e.container.State()
-	if err != nil {
-		return fmt.Errorf("read its state: %w", err)
-	}
-	dir, hierarchy := makeExecCgroup(state.CgroupPaths, e.ExecID)
+func (e *libraryExec) makeCgroup() {
+	dir, hierarchy := makeExecCgroup(e.cgroups, e.ExecID)
 	if dir != "" {
 		e.setCgroup(dir)
 		e.process.SubCgroupPaths = map[string]string{hierarchy: filepath.Base(dir)}
 	}
-	return nil
 }
 
 // makeExecCgroup makes an exec's own cgroup, below the container's, so that all of

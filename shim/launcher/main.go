@@ -19,6 +19,8 @@ import (
 	"os"
 	"os/signal"
 	"runtime/debug"
+	"runtime/metrics"
+	"time"
 
 	_ "github.com/opencontainers/cgroups/devices" // without it the cgroup managers refuse device rules
 	"golang.org/x/sys/unix"
@@ -62,6 +64,7 @@ type launcher struct {
 	hostMnt  *os.File // the daemon's mount namespace
 	filters  *filter.Table
 	warnings *warnings
+	last     *loaded // the container of the last exec; nil: none yet
 }
 
 // start takes over the descriptors that the daemon has put in place.
@@ -90,7 +93,7 @@ func start() (*launcher, error) {
 func (l *launcher) serve() error {
 	for {
 		var r control.Request
-		files, err := l.conn.Receive(&r)
+		files, err := l.await(&r)
 		if err != nil {
 			return err
 		}
@@ -111,6 +114,39 @@ func (l *launcher) serve() error {
 			return err
 		}
 	}
+}
+
+// restTime is how long a launcher waits for its next order before it gives back what earlier ones have left in its memory.
+const restTime = time.Second
+
+// keptGarbage is what it keeps nevertheless, in bytes: to give back less costs more than it brings.
+const keptGarbage = 6 << 20
+
+// await receives the next order.
+func (l *launcher) await(r *control.Request) ([]*os.File, error) {
+	if !heapExceeds(keptGarbage) {
+		return l.conn.Receive(r)
+	}
+	if err := l.conn.SetDeadline(time.Now().Add(restTime)); err != nil {
+		return nil, err
+	}
+	files, err := l.conn.Receive(r)
+	rests := errors.Is(err, os.ErrDeadlineExceeded)
+	if err := l.conn.SetDeadline(time.Time{}); err != nil {
+		return files, err
+	}
+	if !rests {
+		return files, err
+	}
+	debug.FreeOSMemory()
+	return l.conn.Receive(r)
+}
+
+// heapExceeds tells whether there is more on Go's heap, garbage too.
+func heapExceeds(bytes uint64) bool {
+	heap := []metrics.Sample{{Name: "/memory/classes/heap/objects:bytes"}}
+	metrics.Read(heap)
+	return heap[0].Value.Uint64() > bytes
 }
 
 // reply sends a reply with what libcontainer has warned of since the last one.

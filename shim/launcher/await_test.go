@@ -1,0 +1,46 @@
+package launcher
+
+import (
+	"runtime/debug"
+	"testing"
+	"time"
+
+	"berth/shim/control"
+)
+
+var garbage []byte
+
+// A launcher that rests gives back what earlier orders have left, and takes the next order nevertheless.
+func TestGarbageIsGivenBack(t *testing.T) {
+	daemon, theirs, err := control.Pair()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer daemon.Close()
+	conn, err := control.New(theirs)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	defer debug.SetGCPercent(debug.SetGCPercent(-1)) // as in a launcher
+	for range 2 * keptGarbage >> 20 {
+		garbage = make([]byte, 1<<20)
+	}
+	if !heapExceeds(keptGarbage) {
+		t.Fatal("garbage is not seen")
+	}
+	received := make(chan error, 1)
+	var order control.Request
+	go func() { _, err := (&launcher{conn: conn}).await(&order); received <- err }()
+	for deadline := time.Now().Add(time.Minute); heapExceeds(keptGarbage); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("it is kept")
+		}
+	}
+	if err := daemon.Send(control.Request{Kill: "exec"}); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-received; err != nil || order.Kill != "exec" {
+		t.Errorf("received %+v, %v", order, err)
+	}
+}

@@ -1,0 +1,71 @@
+package launcher
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"sync"
+
+	"github.com/opencontainers/cgroups"
+	"github.com/opencontainers/runc/libcontainer"
+	"github.com/opencontainers/runc/libcontainer/configs"
+
+	"berth/internal/cgroup"
+)
+
+// loaded is a container as libcontainer's state file describes it. Whether it runs has to be asked each time.
+type loaded struct {
+	file      string
+	is        fs.FileInfo // of the file
+	container *libcontainer.Container
+	config    configs.Config
+	cgroups   map[string]string // folders by controller of v1; that of v2 is under ""
+}
+
+// load returns a container that another process has made. That of the last exec is not read again unless its state file was
+// replaced: a probe comes every few seconds, and to read it (tens of KB with a seccomp profile) takes longer than all else that a
+// launcher does. The error wraps libcontainer.ErrNotExist if there is no such container.
+func (l *launcher) load(root, id string) (*loaded, error) {
+	file := filepath.Join(root, id, "state.json")
+	is, err := os.Stat(file) // before it is read: one that is replaced meanwhile is read again the next time
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, libcontainer.ErrNotExist
+	}
+	if err != nil {
+		return nil, err
+	}
+	if last := l.last; last != nil && last.file == file && os.SameFile(last.is, is) && last.is.ModTime().Equal(is.ModTime()) {
+		return last, nil
+	}
+	l.last = nil
+	container, err := libcontainer.Load(root, id)
+	if err != nil {
+		return nil, err
+	}
+	state, err := container.State()
+	if err != nil {
+		return nil, err
+	}
+	l.last = &loaded{file: file, is: is, container: container, config: container.Config(), cgroups: state.CgroupPaths}
+	return l.last, nil
+}
+
+// own is this process in its cgroup; nil where nothing is moved. Nobody moves a launcher.
+var own = sync.OnceValue(func() *cgroup.Stay {
+	if cgroups.IsCgroup2UnifiedMode() {
+		return nil // processes are born in their cgroups
+	}
+	stay, err := cgroup.StayOf(os.Getpid())
+	if err != nil {
+		return nil
+	}
+	return stay
+})
+
+// prepareMove makes the move of an exec's process into its cgroups faster, which comes when it has entered its namespaces.
+func prepareMove() {
+	if stay := own(); stay != nil {
+		_ = stay.Again() // without it the move waits itself
+	}
+}
