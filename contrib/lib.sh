@@ -31,6 +31,24 @@ install_packages() {
 		die "apt-get could not install ${missing[*]}"
 }
 
+# BERTH_CORPUS_PACKAGES are packages of which tests make images: many small files, hard links, long paths, names in other scripts.
+BERTH_CORPUS_PACKAGES=(tzdata git perl-base libc6 ncurses-term coreutils ca-certificates iso-codes)
+
+# fetch_corpus prints the directory that they are in, ${XDG_CACHE_HOME:-~/.cache}/berth-corpus; of a package that is there
+# no newer version is looked for. It fails where there are none to be had.
+fetch_corpus() {
+	local dir=${XDG_CACHE_HOME:-$HOME/.cache}/berth-corpus p missing=()
+	mkdir -p "$dir" || return
+	for p in "${BERTH_CORPUS_PACKAGES[@]}"; do
+		compgen -G "$dir/${p}_*.deb" >/dev/null || missing+=("$p")
+	done
+	if [ ${#missing[@]} -gt 0 ]; then
+		command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null || return
+		(cd "$dir" && { apt-get download -q "${missing[@]}" || { apt-get update -q && apt-get download -q "${missing[@]}"; }; }) >/dev/null 2>&1 || return
+	fi
+	echo "$dir"
+}
+
 # go_minor prints N of the installed go1.N, or 0.
 go_minor() {
 	local v

@@ -132,7 +132,7 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	}()
 	store := s.layers.home(distinct(chain))
 	err = s.fetchInto(ctx, store, repo, img, tracks)
-	if other := s.layers.other(store); other != nil && isTooMuch(err) {
+	if other := s.layers.other(store); other != nil && errors.Is(err, layer.ErrTooLarge) {
 		s.log.Info("an image is too much for one driver of layers, and tried with another", "image", repo.Reference().String(), "not", store.Kind(), "driver", other.Kind(), "error", err)
 		err = s.fetchInto(ctx, other, repo, img, tracks)
 	}
@@ -140,11 +140,6 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 		return nil, err
 	}
 	return s.commit(ctx, repo.Reference(), img)
-}
-
-// isTooMuch tells an error that says that a layer, or an image, exceeds some limit other than that of the disk.
-func isTooMuch(err error) bool {
-	return errdefs.Code(err) == codes.ResourceExhausted && !errors.Is(err, unix.ENOSPC)
 }
 
 // fetchInto gets the layers of an image that a store lacks, and finds out whether they can be stacked.
@@ -271,7 +266,8 @@ func (s *Store) createInTurn(ctx context.Context, store *layer.Store, domain str
 
 // refusesContent tells an error that says that a layer cannot be what its tar says.
 func refusesContent(err error) bool {
-	return errdefs.Code(err) == codes.InvalidArgument || isTooMuch(err)
+	code := errdefs.Code(err)
+	return code == codes.InvalidArgument || code == codes.ResourceExhausted && !errors.Is(err, unix.ENOSPC)
 }
 
 // faultTime is how long a blob is read on to learn whose fault it was.

@@ -139,7 +139,7 @@ func (p plant) orphan(beside int, id, want string) planted {
 
 // Each difference that can be made while the daemon runs is named, and nothing else is.
 func TestStateCheckNamesDifferences(t *testing.T) {
-	d := harness.StartDaemon(t)
+	d := harness.StartDaemon(t, harness.WithLayerDriver("directory")) // in which a test can change a file
 	pod, host := d.RunPod(t), d.RunPod(t, harness.HostNetwork)
 	running, created := pod.Run(t), host.Create(t)
 	exited, _ := host.RunToEnd(t, harness.Script("exit 0"))

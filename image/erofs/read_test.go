@@ -382,9 +382,9 @@ func FuzzMerge(f *testing.F) {
 		var layers [3][]byte
 		for i := range layers {
 			m := newMaker(10*seed+uint64(i), 1)
-			root := m.directory(2, 12)
+			root := m.directory(1, 4) // small, for a fuzzer
 			root.Children["whiteout"] = &tree.Node{Mode: unix.S_IFCHR}
-			root.Children["dir"] = m.directory(1, 4)
+			root.Children["dir"] = m.directory(0, 3)
 			root.Children["dir"].Opaque, root.Children["dir"].Implied = seed%2 == 0, seed%3 == 0
 			root.Children["file"] = m.file()
 			if i > 0 {

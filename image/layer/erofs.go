@@ -28,6 +28,9 @@ const (
 
 const newFile = os.O_RDWR | os.O_CREATE | os.O_EXCL
 
+// ErrTooLarge is wrapped by the errors about layers that the EROFS driver can't take, and another may.
+var ErrTooLarge = errors.New("too much for an EROFS image")
+
 // Packer is unpack.Pack, or what does the same elsewhere. It may stop a blob that is an unpack.Stopper.
 type Packer func(ctx context.Context, data, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error)
 
@@ -64,6 +67,9 @@ func (e *EROFS) Apply(ctx context.Context, dir string, blob io.Reader, job unpac
 	failpoint.Reach("layer.tree-made")
 	defer func() { err = errors.Join(err, tree.Close()) }()
 	result, err := e.pack(ctx, data, tree, blob, job)
+	if code := errdefs.Code(coded(err)); code == codes.OutOfRange {
+		err = errdefs.New(codes.ResourceExhausted, "%w: %w", ErrTooLarge, err)
+	}
 	if err != nil {
 		return unpack.Result{}, err
 	}
@@ -125,7 +131,7 @@ func (e *EROFS) Merge(effort *Effort, dir string, chain []string) (_ Usage, used
 	used, err = e.merger.Merge(effort.ctx, image, layers, effort.steps)
 	failpoint.Reach("layer.image-written")
 	if errors.Is(err, tree.ErrTooLarge) {
-		return Usage{}, nil, errdefs.New(codes.ResourceExhausted, "it has more than %d files, or too much is to be said of them: %w", erofs.MaxNames, err)
+		return Usage{}, nil, errdefs.New(codes.ResourceExhausted, "%w: it has more than %d files, or too much is to be said of them: %w", ErrTooLarge, erofs.MaxNames, err)
 	}
 	if err != nil {
 		return Usage{}, nil, blame(err)

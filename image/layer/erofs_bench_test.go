@@ -3,8 +3,13 @@ package layer
 import (
 	"bytes"
 	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -87,4 +92,84 @@ func BenchmarkDrivers(b *testing.B) {
 			}
 		})
 	}
+}
+
+// BenchmarkRead reads all files of a layer through an overlay, as a container does, with both drivers: what is in memory, and what is
+// not, as far as a process can have it so.
+func BenchmarkRead(b *testing.B) {
+	data := append(benchTar(b, 10_000), 0)
+	large := makeTar(b, file("large", strings.Repeat("0123456789abcdef", 8<<20)))
+	for name, data := range map[string][]byte{"small": data, "large": large} {
+		id := digest.FromBytes(data)
+		for _, d := range []Driver{NewDirectory(unpack.Layer), NewEROFS(unpack.Pack)} {
+			root := filepath.Join(mounttest.DiskDir(b), "store")
+			open := func() *Store {
+				s, err := Open(root, d, Reserve{}, discardLog())
+				must(b, err)
+				return s
+			}
+			s := open()
+			must(b, s.Create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{}))
+			for _, cold := range []bool{false, true} {
+				b.Run(fmt.Sprintf("%s/%s/cold=%t", name, d.Kind(), cold), func(b *testing.B) {
+					b.SetBytes(int64(len(data)))
+					user, sys := cpu(b)
+					for b.Loop() {
+						b.StopTimer()
+						if cold {
+							must(b, s.Close()) // with the mount goes what it has in memory
+							forget(b, root)
+							s = open()
+						}
+						layers, err := s.Stack(context.Background(), []digest.Digest{id})
+						must(b, err)
+						dir := mounttest.DiskDir(b)
+						spec := rootfs.Spec{Layers: layers, Upper: dir + "/upper", Work: dir + "/work"}
+						must(b, spec.MakeUpper())
+						must(b, os.Mkdir(dir+"/root", 0o700))
+						must(b, spec.MountAt(dir+"/root"))
+						b.StartTimer()
+						readAll(b, dir+"/root")
+						b.StopTimer()
+						must(b, unmount(dir+"/root"))
+						b.StartTimer()
+					}
+					user2, sys2 := cpu(b)
+					b.ReportMetric(float64((user2-user+sys2-sys).Microseconds())/1000/float64(b.N), "cpu-ms/op")
+				})
+			}
+			must(b, s.Close())
+		}
+	}
+}
+
+func readAll(b *testing.B, root string) {
+	buf := make([]byte, 128<<10)
+	must(b, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || !d.Type().IsRegular() {
+			return err
+		}
+		f, err := os.Open(path)
+		if err != nil {
+			return err
+		}
+		defer f.Close()
+		_, err = io.CopyBuffer(struct{ io.Writer }{io.Discard}, struct{ io.Reader }{f}, buf)
+		return err
+	}))
+}
+
+// forget has the kernel drop what it has of files in memory.
+func forget(b *testing.B, root string) {
+	must(b, filepath.WalkDir(root, func(path string, d fs.DirEntry, err error) error {
+		if err != nil || !d.Type().IsRegular() {
+			return err
+		}
+		f, err := os.Open(path)
+		if err != nil {
+			return err
+		}
+		defer f.Close()
+		return errors.Join(f.Sync(), unix.Fadvise(int(f.Fd()), 0, 0, unix.FADV_DONTNEED))
+	}))
 }

@@ -4,6 +4,7 @@ import (
 	"archive/tar"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"path"
@@ -121,7 +122,7 @@ func (p *packer) add(at spot, n *tree.Node) error {
 // keep counts bytes that are in memory until the end.
 func (p *packer) keep(n int) error {
 	if p.left -= n; p.left < 0 {
-		return exceeds("its tree takes more than the %d bytes of memory allowed", maxTree)
+		return &Error{OutOfRange, fmt.Errorf("its tree takes more than the %d bytes of memory allowed", maxTree)}
 	}
 	return nil
 }

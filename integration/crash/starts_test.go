@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"berth/checkpoint"
+	"berth/image"
 	"berth/integration/harness"
 	"berth/internal/failpoint/points"
 )
@@ -51,7 +52,10 @@ func damageRecords(t *testing.T, w *world) {
 
 // damageLayers cuts the records of all layers short.
 func damageLayers(t *testing.T, w *world) {
-	records := harness.Get(filepath.Glob(filepath.Join(w.d.Root, "images/layers/*/layer.json")))(t)
+	var records []string
+	for _, root := range image.LayerRoots(filepath.Join(w.d.Root, "images")) {
+		records = append(records, harness.Get(filepath.Glob(filepath.Join(root, "layers/*/layer.json")))(t)...)
+	}
 	if len(records) == 0 {
 		t.Fatal("there are no layers")
 	}

@@ -85,6 +85,7 @@ func WithLayerDriver(driver string) DaemonOption {
 			t.Cleanup(func() { Must(t, os.RemoveAll(root)) })
 			d.Root = root
 		}
+		d.Extra = slices.DeleteFunc(d.Extra, func(line string) bool { return strings.HasPrefix(line, "layer_driver") }) // of layerDriverEnv
 		WithConfig(fmt.Sprintf("layer_driver = %q", driver))(t, d)
 	}
 }

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	imagestore "berth/image"
 	"berth/integration/fixture"
 	"berth/integration/harness"
 )
@@ -87,11 +88,13 @@ func TestMillionsOfFiles(t *testing.T) {
 	}
 	refused(t, d, name, codes.ResourceExhausted, text)
 	harness.Eventually(t, "the files are deleted", func() error {
-		left, err := os.ReadDir(filepath.Join(d.Root, "images/trash"))
-		if err == nil && len(left) > 0 {
-			err = fmt.Errorf("%d directories in the trash, %d of %d inodes free", len(left), free(t, d).Ffree, before.Ffree)
+		for _, root := range imagestore.LayerRoots(filepath.Join(d.Root, "images")) {
+			left, err := filepath.Glob(filepath.Join(root, "trash", "*"))
+			if err != nil || len(left) > 0 {
+				return fmt.Errorf("%d directories in %s's trash, %d of %d inodes free, %v", len(left), root, free(t, d).Ffree, before.Ffree, err)
+			}
 		}
-		return err
+		return nil
 	})
 }
 

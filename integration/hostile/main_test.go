@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	imagestore "berth/image"
 	"berth/image/registry/registrytest"
 	"berth/integration/harness"
 	"berth/integration/machine"
@@ -128,8 +129,15 @@ func noTraceOf(t *testing.T, d *harness.Daemon, name string) {
 	if status := d.ImageStatus(t, name); status != nil {
 		t.Errorf("the image exists: %v", status)
 	}
-	for _, dir := range []string{"tmp", "layers", "joins", "records"} {
-		left, err := os.ReadDir(filepath.Join(d.Root, "images", dir))
+	images := filepath.Join(d.Root, "images")
+	dirs := []string{filepath.Join(images, "records")}
+	for _, root := range imagestore.LayerRoots(images) {
+		if _, err := os.Stat(root); err == nil {
+			dirs = append(dirs, filepath.Join(root, "tmp"), filepath.Join(root, "layers"), filepath.Join(root, "joins"))
+		}
+	}
+	for _, dir := range dirs {
+		left, err := os.ReadDir(dir)
 		if err != nil || len(left) > 0 {
 			t.Errorf("in %s: %v, %v", dir, left, err)
 		}

@@ -30,8 +30,8 @@ type place struct {
 
 var (
 	rootPlaces = []place{
-		{regexp.MustCompile(`^/images/(layers|joins)/`), exactly, ofLayer},
-		{regexp.MustCompile(`^/(bin|images/empty-[a-z]+)/`), alike, inside},
+		{regexp.MustCompile(`^/images/(erofs/)?(layers|joins)/`), exactly, ofLayer},
+		{regexp.MustCompile(`^/(bin|images/(erofs/)?empty-[a-z]+)/`), alike, inside},
 		{regexp.MustCompile(`^/rootfs/`), alike, inside},
 		{regexp.MustCompile(`^/network/`), reserved, func(string, string, *unix.Stat_t) (string, error) { return "", nil }},
 		{regexp.MustCompile(`\.record$`), alike, recorded},
@@ -96,8 +96,9 @@ func exactly(path string) string { return path }
 
 // ofLayer tells all of a file of a layer or join. Its name there is what follows its digest.
 func ofLayer(path, below string, st *unix.Stat_t) (string, error) {
-	_, name, _ := strings.Cut(strings.TrimPrefix(below, "/images/"), "/") // layers or joins
-	_, name, ok := strings.Cut(name, "/")                                 // the digest
+	below = strings.TrimPrefix(strings.TrimPrefix(below, "/images/"), "erofs/")
+	_, name, _ := strings.Cut(below, "/") // layers or joins
+	_, name, ok := strings.Cut(name, "/") // the digest
 	if !ok {
 		return inside(path, below, st)
 	}

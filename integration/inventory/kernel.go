@@ -64,12 +64,13 @@ func addAllRules(s Items) {
 	}
 }
 
-// addDescriptors adds what the daemon has open.
+// addDescriptors adds what the daemon has open, but for mounts of images: one is made when it is first needed, and kept as long as its
+// image, so a daemon that has just started has fewer. OfDaemon finds those that stay.
 func addDescriptors(s Items, pid int, systemd bool) {
 	const kind = "fd of the daemon"
 	for _, target := range OpenFiles(pid) {
 		dbus := systemd && target == "socket:[#]" // connections that are made with the first cgroup, and kept
-		if !dbus && !madeOnce[kind+": "+target] {
+		if !dbus && target != imageMount && !madeOnce[kind+": "+target] {
 			s.Add(kind, target)
 		}
 	}

@@ -15,6 +15,8 @@ import (
 	"strings"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"berth/cni/berthnet/rules"
 	"berth/integration/machine"
 )
@@ -217,14 +219,24 @@ func addTree(s Items, kind, root string) {
 	})
 }
 
+// imageMount is what OpenFiles calls a mount of an EROFS image, which has no name.
+const imageMount = "a mount of an image"
+
 // OpenFiles describes what the process's file descriptors refer to.
 func OpenFiles(pid int) []string {
 	dir := fmt.Sprintf("/proc/%d/fd", pid)
 	var out []string
 	for _, fd := range machine.ReadDir(dir) {
-		if target, err := os.Readlink(filepath.Join(dir, fd)); err == nil {
-			out = append(out, idPattern.ReplaceAllString(target, "#"))
+		path := filepath.Join(dir, fd)
+		target, err := os.Readlink(path)
+		if err != nil {
+			continue
 		}
+		var fs unix.Statfs_t
+		if target == "/" && unix.Statfs(path, &fs) == nil && fs.Type == unix.EROFS_SUPER_MAGIC_V1 {
+			target = imageMount
+		}
+		out = append(out, idPattern.ReplaceAllString(target, "#"))
 	}
 	return out
 }

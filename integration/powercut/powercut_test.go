@@ -16,6 +16,7 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/image"
 	"berth/integration/harness"
 	"berth/integration/machine"
 	"berth/integration/powercut/blocklog"
@@ -172,8 +173,9 @@ func (n *node) layersAreRight(t *testing.T, when string) {
 func (n *node) hasLayers(t *testing.T, p *picture) {
 	t.Helper()
 	for _, layer := range p.layers {
-		if _, err := os.Lstat(filepath.Join(n.store(), "layers", layer)); err != nil {
-			t.Errorf("image %s: %v", p.name, err)
+		there := func(root string) bool { return slices.Contains(machine.ReadDir(filepath.Join(root, "layers")), layer) }
+		if !slices.ContainsFunc(image.LayerRoots(n.store()), there) {
+			t.Errorf("image %s: its layer %s is missing", p.name, layer)
 		}
 	}
 }

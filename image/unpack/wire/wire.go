@@ -238,7 +238,7 @@ func reported(body []byte) error {
 	}
 	code := unpack.Code(min(n, math.MaxUint32))
 	switch code {
-	case unpack.InvalidArgument, unpack.ResourceExhausted, unpack.DataLoss, unpack.Internal, unpack.Unknown:
+	case unpack.InvalidArgument, unpack.ResourceExhausted, unpack.OutOfRange, unpack.DataLoss, unpack.Internal, unpack.Unknown:
 	default:
 		return malformed(kindError, body)
 	}
