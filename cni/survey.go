@@ -139,6 +139,15 @@ func Reservations(lists ...[]byte) ([]Reservation, error) {
 	return all, nil
 }
 
+// OwnNetworks are the configurations of berth-net in a configuration list.
+func OwnNetworks(list []byte) ([]*conf.Net, error) {
+	network, err := parseConf(list, true)
+	if err != nil {
+		return nil, err
+	}
+	return ownNetworks(network), nil
+}
+
 // ownNetworks are the configurations of berth-net in a list.
 func ownNetworks(list *libcni.NetworkConfigList) (all []*conf.Net) {
 	for _, p := range list.Plugins {

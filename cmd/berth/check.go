@@ -138,7 +138,7 @@ func checkedNode(cfg *config.Config) (*nodecheck.Node, error) {
 		systemd = true // configured so, and a finding
 	}
 	n := &nodecheck.Node{Config: cfg, Facts: facts, SystemdCgroup: systemd}
-	if n.Network, err = nodenet.Config(cfg, &berthnet.Plugin{}); err != nil {
+	if n.Network, err = nodenet.Config(cfg, &berthnet.Plugin{Passive: true}); err != nil {
 		return nil, err
 	}
 	n.Shim, n.ShimError = findShim(cfg.ShimPath)

@@ -50,6 +50,8 @@ var Versions = version.VersionsStartingFrom("0.3.0")
 
 // Plugin is the plugin, for the network namespace in which it is first used. Its methods may be called concurrently.
 type Plugin struct {
+	Passive bool // STATUS only looks, and mends nothing
+
 	filter rules.Filter
 	seen   sync.Map // configurations that ADD and STATUS came with, *conf.Net by their keys: for Watch
 }
@@ -457,7 +459,7 @@ func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 		return err
 	}
 	p.seen.Store(a.Key(), a.Net)
-	if err = a.filter.Available(); err == nil {
+	if err = a.filter.Available(); err == nil && !p.Passive {
 		_, err = a.restore(ctx)
 	}
 	if err != nil {

@@ -19,6 +19,7 @@ import (
 	"github.com/google/nftables/expr"
 	"github.com/vishvananda/netlink"
 
+	"berth/cni/berthnet/conf"
 	"berth/cni/berthnet/links"
 	"berth/internal/netns"
 )
@@ -133,17 +134,10 @@ func TestFlushedRuleset(t *testing.T) {
 
 	ctx, stop := context.WithCancel(context.Background())
 	ended := make(chan error)
-	go func() { ended <- b.plugin.Watch(ctx, slog.New(slog.NewTextHandler(io.Discard, nil))) }()
+	go func() { ended <- b.plugin.Watch(ctx, slog.New(slog.NewTextHandler(t.Output(), nil))) }()
 	for range 2 {
-		eventually(t, "the rules are written again", func() bool {
-			flushRuleset(t) // the watch may have begun after the first one
-			for end := time.Now().Add(time.Second); time.Now().Before(end); time.Sleep(time.Millisecond) {
-				if len(b.openPorts()) == 2 {
-					return true
-				}
-			}
-			return false
-		})
+		flushRuleset(t)
+		eventually(t, "the rules are written again", func() bool { return len(b.openPorts()) == 2 })
 		check()
 	}
 	stop()
@@ -371,4 +365,51 @@ func TestDelCutsOffForGood(t *testing.T) {
 	}))
 	conversation{"pod that was cut off to pod", server.netns, "tcp4", "80", client.ip(false), ""}.check(t)
 	conversation{"pod to pod that was cut off", client.netns, "tcp4", "80", server.ip(false), ""}.check(t)
+}
+
+// Firewalls that drop what they do not know are named, until they know the bridge.
+func TestObstacles(t *testing.T) {
+	newWorld(t)
+	b := newBed(t, map[string]any{"subnets": []string{subnet4, "2001:db8::/48"}})
+	n, err := conf.Parse(b.stdin(nil))
+	must(t, err)
+	about := func(when string, want ...string) {
+		t.Helper()
+		found, err := Obstacles(n)
+		must(t, err)
+		if len(found) != len(want) {
+			t.Fatalf("%s: %v, want %q", when, found, want)
+		}
+		for i, o := range found {
+			if !strings.Contains(o.What, want[i]) || o.Mend == "" {
+				t.Errorf("%s: %+v, want %q", when, o, want[i])
+			}
+		}
+	}
+	about("with nobody", "2001:db8::1/64")
+	conn, err := nftables.New()
+	must(t, err)
+	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyIPv4, Name: "filter"})
+	policy := nftables.ChainPolicyDrop
+	chain := conn.AddChain(&nftables.Chain{Table: table, Name: "FORWARD", Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter, Policy: &policy})
+	must(t, conn.Flush())
+	defer flushRuleset(t)
+	about("with a firewall", `"ip filter FORWARD"`, "2001:db8::1/64")
+	conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: []expr.Any{
+		&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte("bn0\x00")}, &expr.Verdict{Kind: expr.VerdictAccept}}})
+	must(t, conn.Flush())
+	about("with one that knows the bridge", "2001:db8::1/64")
+}
+
+// A look at the status changes nothing where that is asked for.
+func TestPassive(t *testing.T) {
+	b := newBed(t, nil)
+	pod := b.attached(nil)
+	flushRuleset(t)
+	b.plugin.Passive = true
+	_, err := pod.call("STATUS", "", nil)
+	must(t, err)
+	if networks, err := b.plugin.filter.Networks(); err != nil || len(networks) != 0 {
+		t.Errorf("tables of %v; %v", networks, err)
+	}
 }

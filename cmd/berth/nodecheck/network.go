@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"berth/cni"
+	"berth/cni/berthnet"
 )
 
 // checkNetwork asks package cni, which is who decides for the daemon, and the plugins
@@ -32,7 +33,26 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 			fmt.Sprintf("install a CNI network (configuration in %s, plugins in %s); until then only pods with the host's network run", info.ConfDir, strings.Join(info.BinDirs, " or "))))
 	}
 	if n.Network.List != nil {
-		return append(findings, ok(subject, "berth's own"))
+		return append(append(findings, ok(subject, "berth's own")), checkOwnNetwork(n.Network.List)...)
 	}
 	return append(findings, ok(subject, "%s from %s: %s", info.Network, info.File, strings.Join(info.Plugins, ", ")))
+}
+
+// checkOwnNetwork tells what is in the way of pods of berth's own network.
+func checkOwnNetwork(list []byte) (findings []Finding) {
+	const subject = "berth's own network"
+	networks, err := cni.OwnNetworks(list)
+	if err != nil {
+		return []Finding{lacking(Warning, subject, err.Error(), "mend the options network_…")}
+	}
+	for _, n := range networks {
+		obstacles, err := berthnet.Obstacles(n)
+		if err != nil {
+			findings = append(findings, lacking(Warning, subject, err.Error(), "it was not found out whether something is in its way"))
+		}
+		for _, o := range obstacles {
+			findings = append(findings, lacking(Warning, subject, o.What, o.Mend))
+		}
+	}
+	return findings
 }

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Watch calls deleted whenever a network's table may have been deleted, until ctx ends. An error says why that cannot be noticed.
+// Watch calls deleted whenever a network's table may have been deleted, and first when it begins to watch, until ctx ends. An error says why that cannot be noticed.
 func Watch(ctx context.Context, deleted func()) error {
 	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{Groups: 1 << (unix.NFNLGRP_NFTABLES - 1)})
 	if err != nil {
@@ -36,6 +36,7 @@ func watch(conn *netlink.Conn, deleted func()) error {
 	if err := conn.SetBPF(program); err != nil {
 		return err
 	}
+	deleted()
 	for {
 		messages, err := conn.Receive()
 		switch {
@@ -50,17 +51,21 @@ func watch(conn *netlink.Conn, deleted func()) error {
 }
 
 const (
-	deleteTable = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELTABLE
-	deleteChain = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELCHAIN
-	deleteRule  = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELRULE
-	deleteSet   = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELSET
+	deleteTable     = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELTABLE
+	deleteChain     = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELCHAIN
+	deleteRule      = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELRULE
+	deleteSet       = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELSET
+	deleteObject    = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELOBJ
+	deleteFlowtable = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELFLOWTABLE
 )
 
 // deletions lets through what a transaction may begin with that deletes a table. Host ports that come and go, and others' elements, of
 // which a busy node has many, wake nobody. The type is in the order of the machine, and a program loads in the network's.
 var deletions = []bpf.Instruction{
 	bpf.LoadAbsolute{Off: 4, Size: 2},
-	bpf.JumpIf{Cond: bpf.JumpEqual, Val: asLoaded(deleteTable), SkipTrue: 4},
+	bpf.JumpIf{Cond: bpf.JumpEqual, Val: asLoaded(deleteTable), SkipTrue: 6},
+	bpf.JumpIf{Cond: bpf.JumpEqual, Val: asLoaded(deleteObject), SkipTrue: 5},
+	bpf.JumpIf{Cond: bpf.JumpEqual, Val: asLoaded(deleteFlowtable), SkipTrue: 4},
 	bpf.JumpIf{Cond: bpf.JumpEqual, Val: asLoaded(deleteChain), SkipTrue: 3},
 	bpf.JumpIf{Cond: bpf.JumpEqual, Val: asLoaded(deleteRule), SkipTrue: 2},
 	bpf.JumpIf{Cond: bpf.JumpEqual, Val: asLoaded(deleteSet), SkipTrue: 1},
