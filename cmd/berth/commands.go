@@ -7,7 +7,6 @@ import (
 	"io"
 	"os"
 	"text/tabwriter"
-	"time"
 
 	"github.com/spf13/cobra"
 
@@ -143,33 +142,4 @@ func printCells(w io.Writer, cells []string) {
 		_, _ = io.WriteString(w, cell)
 	}
 	_, _ = io.WriteString(w, "\n")
-}
-
-// age says how long ago something was, roughly.
-func age(now, then time.Time) string {
-	d := now.Sub(then)
-	switch {
-	case d < time.Minute:
-		return fmt.Sprintf("%ds", max(d, 0)/time.Second)
-	case d < time.Hour:
-		return fmt.Sprintf("%dm", d/time.Minute)
-	case d < 48*time.Hour:
-		return fmt.Sprintf("%dh", d/time.Hour)
-	}
-	return fmt.Sprintf("%dd", d/(24*time.Hour))
-}
-
-// size prints a number of bytes as people read it.
-func size(bytes uint64) string {
-	const step = 1000
-	if bytes < step {
-		return fmt.Sprintf("%d B", bytes)
-	}
-	value, units := float64(bytes), "kMGTPE"
-	unit := -1
-	for value >= step-0.05 && unit < len(units)-1 {
-		value /= step
-		unit++
-	}
-	return fmt.Sprintf("%.1f %cB", value, units[unit])
 }

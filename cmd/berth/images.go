@@ -11,6 +11,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/client"
+	"berth/internal/terminal"
 )
 
 func imagesCommand(o *operator) *cobra.Command {
@@ -41,7 +42,9 @@ type imageRow struct {
 
 var imageHeader = []string{"IMAGE", "ID", "SIZE"}
 
-func (r imageRow) cells() []string { return []string{r.name(), client.ShortID(r.ID), size(r.Size)} }
+func (r imageRow) cells() []string {
+	return []string{r.name(), client.ShortID(r.ID), terminal.Bytes(r.Size)}
+}
 
 // name is what an image is known by: its tags, else where it was pulled from.
 func (r imageRow) name() string {

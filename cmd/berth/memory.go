@@ -4,6 +4,7 @@ import (
 	"log/slog"
 	"os"
 	"runtime/debug"
+	"time"
 
 	"berth/image"
 	"berth/internal/memlimit"
@@ -38,3 +39,7 @@ func unpackersFor(limit int64) int {
 	}
 	return int(min(image.DefaultUnpacking, max(1, (1-ownShare)*float64(limit)/unpackerShare)))
 }
+
+// restTime is how long nothing must have been changed before the memory that changes needed is given back: what begins
+// soon after another change finds all as that left it.
+const restTime = 3 * time.Second

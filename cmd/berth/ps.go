@@ -12,6 +12,7 @@ import (
 	"berth/internal/client"
 	"berth/internal/errdefs"
 	"berth/internal/podyaml"
+	"berth/internal/terminal"
 )
 
 func psCommand(o *operator) *cobra.Command {
@@ -62,7 +63,7 @@ func (r containerRow) cells() []string {
 	if r.ExitCode != nil {
 		state = fmt.Sprintf("%s (%d)", state, *r.ExitCode)
 	}
-	return []string{client.ShortID(r.ID), r.Name, r.Pod, r.Image, state, age(time.Now(), r.Created)}
+	return []string{client.ShortID(r.ID), r.Name, r.Pod, r.Image, state, terminal.Age(time.Now(), r.Created)}
 }
 
 func containerRows(ctx context.Context, c *client.Client, all bool) ([]containerRow, error) {
@@ -133,7 +134,7 @@ var podHeader = []string{"POD", "NAME", "NAMESPACE", "STATE", "IP", "AGE"}
 
 func (r podRow) cells() []string {
 	return []string{
-		client.ShortID(r.ID), r.Name, r.Namespace, r.State, strings.Join(r.IPs, ","), age(time.Now(), r.Created),
+		client.ShortID(r.ID), r.Name, r.Namespace, r.State, strings.Join(r.IPs, ","), terminal.Age(time.Now(), r.Created),
 	}
 }
 

@@ -2,15 +2,14 @@ package main
 
 import (
 	"fmt"
-	"os"
 	"strings"
 	"time"
 
-	"github.com/moby/term"
 	"github.com/spf13/cobra"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/client"
+	"berth/internal/terminal"
 )
 
 func pullCommand(o *operator) *cobra.Command {
@@ -28,9 +27,9 @@ func pullCommand(o *operator) *cobra.Command {
 		}
 		ctx, stop := interruptible(cmd.Context())
 		defer stop()
-		show := newProgress(cmd.OutOrStdout(), time.Now)
-		id, err := c.PullWithProgress(ctx, args[0], auth, show.update)
-		show.done(err == nil)
+		show := terminal.NewProgress(cmd.OutOrStdout(), time.Now)
+		id, err := c.PullWithProgress(ctx, args[0], auth, show.Update)
+		show.Done(err == nil)
 		if err != nil {
 			return interruptStatus(ctx, err)
 		}
@@ -49,16 +48,4 @@ func parseCreds(creds string) (*runtimeapi.AuthConfig, error) {
 		return nil, fmt.Errorf("--creds: want user:password")
 	}
 	return &runtimeapi.AuthConfig{Username: user, Password: password}, nil
-}
-
-// terminalSize returns the size of the terminal that w is; false if it is none.
-func terminalSize(w any) (term.Winsize, bool) {
-	f, ok := w.(*os.File)
-	if !ok || !term.IsTerminal(f.Fd()) {
-		return term.Winsize{}, false
-	}
-	if size, err := term.GetWinsize(f.Fd()); err == nil && size.Width > 0 && size.Height > 0 {
-		return *size, true
-	}
-	return term.Winsize{Width: 80, Height: 24}, true // a terminal that does not tell, e.g. a serial line
 }

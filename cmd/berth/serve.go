@@ -31,6 +31,7 @@ import (
 	"berth/internal/nri"
 	"berth/internal/pages"
 	"berth/internal/task"
+	"berth/internal/tidier"
 	"berth/sandbox"
 	"berth/sandbox/handler"
 	"berth/sandbox/plugins"
@@ -152,10 +153,10 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 		return err
 	}
 	closing.Add("end streaming sessions", end.closer(serveStreaming(sessions, log)))
-	tidier := newTidier(restTime, pages.ReleaseStartup, log)
-	closing.Add("end tidying", tidier.Close)
+	tidy := tidier.New(restTime, pages.ReleaseStartup, log)
+	closing.Add("end tidying", tidy.Close)
 	serverCfg := serverConfig(cfg, node, network, sessions, tracing, waits)
-	serverCfg.Changing = tidier.changing
+	serverCfg.Changing = tidy.Changing
 	return announce(ctx, listener, server.New(serverCfg, pods, images, log), waits, log)
 }
 

@@ -17,6 +17,8 @@ import (
 	"k8s.io/client-go/tools/remotecommand"
 	clientexec "k8s.io/client-go/util/exec"
 	"k8s.io/streaming/pkg/httpstream"
+
+	"berth/internal/terminal"
 )
 
 // session is what exec and attach have in common: a connection of a client's input
@@ -158,7 +160,7 @@ func (s *screen) Next() *remotecommand.TerminalSize {
 			return nil
 		case <-s.changed:
 		}
-		if size, ok := terminalSize(s.file); ok {
+		if size, ok := terminal.Size(s.file); ok {
 			return &remotecommand.TerminalSize{Width: size.Width, Height: size.Height}
 		}
 	}

@@ -16,6 +16,7 @@ import (
 
 	"berth/internal/client"
 	"berth/internal/errdefs"
+	"berth/internal/terminal"
 	"berth/internal/trace"
 	"berth/internal/waterfall"
 )
@@ -99,7 +100,7 @@ func printTrace(w io.Writer, how drawing, pod *runtimeapi.PodSandbox, operations
 		return chart.SVG(w)
 	}
 	columns := plainColumns
-	if size, ok := terminalSize(w); ok {
+	if size, ok := terminal.Size(w); ok {
 		columns = int(size.Width)
 	}
 	return chart.Text(w, columns)

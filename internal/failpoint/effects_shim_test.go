@@ -12,7 +12,7 @@ import (
 )
 
 // shimEffects are further effects of launchers and monitors: what libcontainer and the programs of runtimes do for them.
-var shimEffects = regexp.MustCompile(`^(libcontainer\.Create|container\.(Start|Run|Destroy)|Runtime\.(Create|Start|Exec|Delete|Kill)|logfile\.Open|killtree\.Kill)$`)
+var shimEffects = regexp.MustCompile(`^(libcontainer\.Create|container\.(Start|Run|Destroy)|Runtime\.(Create|Start|Exec|Delete|Kill)|logfile\.Open|killtree\.Kill|proctree\.Kill)$`)
 
 // unmarkedOfShims are the functions of launchers and monitors with effects and without a failpoint, each with the reason.
 var unmarkedOfShims = map[string]string{
@@ -20,7 +20,6 @@ var unmarkedOfShims = map[string]string{
 	"shim/launcher.endChildren":      signal,
 	"shim/launcher.execute":          byCaller,
 	"shim/launcher.chown":            "about pipes of its own",
-	"shim/launcher.killDescendants":  signal,
 	"shim/launcher.nameProcess":      "about the launcher itself",
 	"shim/launcher.openOOM":          "a registration that ends with the process",
 	"shim/launcher.removeEmptyExecs": "cgroups without use, which whoever comes next removes",

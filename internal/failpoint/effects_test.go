@@ -125,6 +125,7 @@ var unmarked = map[string]string{
 	"internal/netns.setUp: netlink.LinkSetUp":                                     unpinned,
 	"internal/nri.awaitProgram: pidfd.Signal":                                     signal,
 	"internal/pidfd.Signal: unix.PidfdSendSignal":                                 byCaller,
+	"internal/proctree.Kill: pidfd.Signal unix.Kill":                              signal,
 	"internal/rootfs.Attach: unix.MoveMount":                                      launcher,
 	"internal/rootfs.ProbeIDMap: os.MkdirTemp os.RemoveAll os.Mkdir os.WriteFile": probe,
 	"internal/rootfs.bindReadOnly: unix.Mount unix.Mount":                         launcher,

@@ -18,6 +18,7 @@ import (
 	"berth/internal/failpoint"
 	"berth/internal/killtree"
 	"berth/internal/pidfd"
+	"berth/internal/proctree"
 	"berth/shim/control"
 )
 
@@ -374,7 +375,7 @@ func (e *execution) obey(ctx context.Context) error {
 			return err
 		case r.Kill == e.ExecID: // else it was for one that has ended
 			if err := e.killStarting(); err != nil {
-				e.l.warnings.add(fmt.Sprintf("kill exec %s in %s: %v", e.ExecID, e.ID, err))
+				e.l.warnings.Add(fmt.Sprintf("kill exec %s in %s: %v", e.ExecID, e.ID, err))
 			}
 		}
 	}
@@ -411,7 +412,7 @@ func (e *execution) killProcesses() error {
 	case cgroup != "":
 		return killtree.Kill(cgroup, killTime)
 	case proc != nil:
-		return killDescendants(pid, proc)
+		return proctree.Kill(pid, proc) // but for what the container's init has adopted, which ends with the container
 	}
 	return nil // nothing runs
 }

@@ -27,6 +27,7 @@ import (
 
 	"berth/shim/control"
 	"berth/shim/launcher/filter"
+	"berth/shim/launcher/warnings"
 )
 
 // memoryLimit is when the garbage collector begins to work. A launch allocates far
@@ -63,7 +64,7 @@ type launcher struct {
 	conn     *control.Conn
 	hostMnt  *os.File // the daemon's mount namespace
 	filters  *filter.Table
-	warnings *warnings
+	warnings *warnings.List
 	last     *loaded // the container of the last exec; nil: none yet
 }
 
@@ -85,7 +86,7 @@ func start() (*launcher, error) {
 		conn:     conn,
 		hostMnt:  os.NewFile(control.MountNSFD, "host mount namespace"),
 		filters:  filter.NewTable(os.NewFile(control.FiltersFD, "seccomp filters")),
-		warnings: collectWarnings(),
+		warnings: warnings.Collect(),
 	}, nil
 }
 
@@ -151,7 +152,7 @@ func heapExceeds(bytes uint64) bool {
 
 // reply sends a reply with what libcontainer has warned of since the last one.
 func (l *launcher) reply(r control.Reply, files ...*os.File) error {
-	r.Warnings = l.warnings.take()
+	r.Warnings = l.warnings.Take()
 	return l.conn.Send(r, files...)
 }
 

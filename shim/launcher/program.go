@@ -19,6 +19,7 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
+	"berth/internal/proctree"
 	"berth/shim/control"
 	"berth/shim/ociruntime"
 	"berth/shim/record"
@@ -233,7 +234,7 @@ func reapAll() (left bool) {
 // endChildren kills what a start that failed has left to us, and collects it: even a zombie keeps its cgroup busy, and its PID namespace from ending.
 func endChildren(patience time.Duration) {
 	for deadline := time.Now().Add(patience); reapAll() && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
-		below, err := descendants(os.Getpid())
+		below, err := proctree.Below(os.Getpid())
 		if err != nil {
 			return
 		}
@@ -425,7 +426,7 @@ func (e *programExec) enterCgroup(pid int) {
 	}
 	failpoint.Reach("launcher.enter-exec-cgroup")
 	for moved := []int{}; ; {
-		below, err := descendants(pid)
+		below, err := proctree.Below(pid)
 		if err != nil {
 			return
 		}

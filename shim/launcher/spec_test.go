@@ -189,17 +189,3 @@ func TestExitCode(t *testing.T) {
 		t.Errorf("a process that was lost: %d", got)
 	}
 }
-
-// What libcontainer says while many things go wrong does not fill the reply, and is told once.
-func TestWarnings(t *testing.T) {
-	w := &warnings{}
-	for range 2 * maxWarnings {
-		w.add("again")
-	}
-	if got := w.take(); len(got) != maxWarnings {
-		t.Errorf("%d warnings", len(got))
-	}
-	if got := w.take(); got != nil {
-		t.Errorf("they are told again: %q", got)
-	}
-}

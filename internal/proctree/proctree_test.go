@@ -1,4 +1,4 @@
-package launcher
+package proctree
 
 import (
 	"bufio"
@@ -12,7 +12,7 @@ import (
 	"berth/internal/pidfd"
 )
 
-func TestKillDescendants(t *testing.T) {
+func TestKill(t *testing.T) {
 	cmd := exec.Command("sh", "-c", "sh -c 'sleep 1001 & echo $!; wait' & echo $!; wait")
 	out, err := cmd.StdoutPipe()
 	if err != nil {
@@ -43,7 +43,7 @@ func TestKillDescendants(t *testing.T) {
 		defer f.Close()
 		below = append(below, f)
 	}
-	if err := killDescendants(cmd.Process.Pid, fd); err != nil {
+	if err := Kill(cmd.Process.Pid, fd); err != nil {
 		t.Fatal(err)
 	}
 	for _, f := range below {

@@ -1,4 +1,4 @@
-package main
+package terminal
 
 import (
 	"fmt"
@@ -16,15 +16,15 @@ const (
 	statePresent = "present" // was there before the pull
 )
 
-// progress shows how far the layers of a pull are.
-type progress interface {
-	update(layers []client.Layer)
-	done(ok bool) // the pull has ended; no update comes after it
+// Progress shows how far the layers of a pull are.
+type Progress interface {
+	Update(layers []client.Layer)
+	Done(ok bool) // the pull has ended; no update comes after it
 }
 
-// newProgress shows bars where w is a terminal, and plain lines elsewhere.
-func newProgress(w io.Writer, now func() time.Time) progress {
-	if size, ok := terminalSize(w); ok {
+// NewProgress shows bars where w is a terminal, and plain lines elsewhere.
+func NewProgress(w io.Writer, now func() time.Time) Progress {
+	if size, ok := Size(w); ok {
 		return &bars{out: w, width: int(size.Width), height: int(size.Height)}
 	}
 	return &lines{out: w, state: map[string]string{}, now: now, started: now()}
@@ -38,7 +38,8 @@ type bars struct {
 	last          []client.Layer
 }
 
-func (b *bars) update(layers []client.Layer) {
+// Update draws them.
+func (b *bars) Update(layers []client.Layer) {
 	b.last = layers
 	layers = b.fitting(layers)
 	var frame strings.Builder
@@ -67,12 +68,12 @@ func (b *bars) fitting(layers []client.Layer) []client.Layer {
 	return pending[:min(len(pending), b.height-1)]
 }
 
-// done draws the end, which no update told: a pull that has ended is not under way.
-func (b *bars) done(ok bool) {
+// Done draws the end, which no update told: a pull that has ended is not under way.
+func (b *bars) Done(ok bool) {
 	if !ok || len(b.last) == 0 {
 		return
 	}
-	b.update(finished(b.last))
+	b.Update(finished(b.last))
 }
 
 // finished returns the layers as they are after a pull that succeeded.
@@ -109,11 +110,11 @@ func barLine(l client.Layer, width int) string {
 func progressWords(l client.Layer) string {
 	switch {
 	case l.State == statePresent || (l.State == stateDone && l.Total > 0):
-		return size(uint64(l.Total))
+		return Bytes(uint64(l.Total))
 	case l.Total > 0:
-		return size(uint64(l.Done)) + " / " + size(uint64(l.Total))
+		return Bytes(uint64(l.Done)) + " / " + Bytes(uint64(l.Total))
 	case l.Done > 0:
-		return size(uint64(l.Done))
+		return Bytes(uint64(l.Done))
 	}
 	return ""
 }
@@ -135,7 +136,8 @@ type lines struct {
 	started time.Time
 }
 
-func (p *lines) update(layers []client.Layer) {
+// Update prints what has changed.
+func (p *lines) Update(layers []client.Layer) {
 	for _, l := range layers {
 		if p.state[l.Digest] == l.State {
 			continue
@@ -143,13 +145,14 @@ func (p *lines) update(layers []client.Layer) {
 		p.state[l.Digest] = l.State
 		line := client.ShortID(l.Digest) + ": " + l.State
 		if l.Total > 0 {
-			line += " (" + size(uint64(l.Total)) + ")"
+			line += " (" + Bytes(uint64(l.Total)) + ")"
 		}
 		_, _ = fmt.Fprintln(p.out, line) // the ID at the end reports a broken pipe
 	}
 }
 
-func (p *lines) done(ok bool) {
+// Done prints how long it took.
+func (p *lines) Done(ok bool) {
 	if ok && len(p.state) > 0 {
 		_, _ = fmt.Fprintf(p.out, "%d layers in %.1f s\n", len(p.state), p.now().Sub(p.started).Seconds())
 	}

@@ -1,4 +1,4 @@
-package main
+package tidier
 
 import (
 	"log/slog"
@@ -8,10 +8,12 @@ import (
 	"time"
 )
 
+const restTime = 3 * time.Second
+
 func TestTidier(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var released atomic.Int64
-		tidier := newTidier(restTime, func() error { released.Add(1); return nil }, slog.New(slog.DiscardHandler))
+		tidier := New(restTime, func() error { released.Add(1); return nil }, slog.New(slog.DiscardHandler))
 		want := func(n int64) {
 			t.Helper()
 			synctest.Wait()
@@ -24,7 +26,7 @@ func TestTidier(t *testing.T) {
 		time.Sleep(10 * restTime)
 		want(1) // what starting needed
 		for range 5 {
-			tidier.changing()()
+			tidier.Changing()()
 			time.Sleep(restTime - 1)
 			want(1) // and again in time
 		}
@@ -32,10 +34,10 @@ func TestTidier(t *testing.T) {
 		want(2)
 		time.Sleep(10 * restTime)
 		want(2) // once is enough
-		tidier.changing()()
+		tidier.Changing()()
 		time.Sleep(restTime)
 		want(3)
-		long, short := tidier.changing(), tidier.changing()
+		long, short := tidier.Changing(), tidier.Changing()
 		short()
 		time.Sleep(10 * restTime)
 		want(3) // a change takes long
@@ -45,7 +47,7 @@ func TestTidier(t *testing.T) {
 		if err := tidier.Close(); err != nil {
 			t.Error(err)
 		}
-		tidier.changing()() // a late request
+		tidier.Changing()() // a late request
 		want(4)
 	})
 }

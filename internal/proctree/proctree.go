@@ -1,4 +1,6 @@
-package launcher
+// Package proctree finds and kills processes by who started them, from what /proc tells at the moment: a process whose parent has ended is
+// below whoever has adopted it.
+package proctree
 
 import (
 	"errors"
@@ -11,11 +13,9 @@ import (
 	"berth/internal/pidfd"
 )
 
-// killDescendants kills a child of ours and everything below it in the process
-// tree. It is for an exec without a cgroup of its own: what has been adopted by
-// the container's init meanwhile is out of reach, until the container ends.
-func killDescendants(pid int, fd *os.File) error {
-	below, err := descendants(pid)
+// Kill kills a child of ours, whose pidfd fd is, and everything below it.
+func Kill(pid int, fd *os.File) error {
+	below, err := Below(pid)
 	// The root first, so that it does not end in its own way meanwhile.
 	if killErr := pidfd.Signal(fd, unix.SIGKILL); killErr != nil && !errors.Is(killErr, os.ErrProcessDone) {
 		err = errors.Join(err, killErr)
@@ -28,8 +28,8 @@ func killDescendants(pid int, fd *os.File) error {
 	return err
 }
 
-// descendants returns the processes below root, parents before children.
-func descendants(root int) ([]int, error) {
+// Below returns the processes below root, parents before children.
+func Below(root int) ([]int, error) {
 	children, err := processTree()
 	if err != nil {
 		return nil, err
