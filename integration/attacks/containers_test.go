@@ -195,6 +195,37 @@ func TestCVE_2019_5736_RuntimeOverwritten(t *testing.T) {
 	}
 }
 
+// The filter that a command gets is compiled elsewhere and comes on a descriptor of its first process. A container that may trace its processes sees that one, and
+// writes to it: the filter of the command, or of another container, would be its own.
+func TestSeccompFilterOverwritten(t *testing.T) {
+	d := harness.StartDaemon(t)
+	filtered := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+		s.Seccomp = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_RuntimeDefault}
+		s.Capabilities = &runtimeapi.Capability{AddCapabilities: []string{"SYS_PTRACE"}}
+	})
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t, filtered, harness.Script(`while :; do for p in /proc/[0-9]*; do
+		case $(readlink $p/fd/3) in *memfd*) echo seen; echo x 2>/dev/null >>$p/fd/3 && echo written; true >$p/fd/3 && echo truncated ;; esac
+	done; done 2>/dev/null`))
+	refused := func(c *harness.Container) {
+		t.Helper()
+		harness.Equal(t, "unshare in a command", c.Exec(t, "sh", "-c", "unshare -U true 2>/dev/null || echo refused"), "refused")
+	}
+	for tries := 0; !strings.Contains(c.Output(t), "seen"); tries++ {
+		if tries == 300 {
+			t.Fatal("no command's filter was seen in 300")
+		}
+		refused(c)
+	}
+	for range 10 {
+		refused(c)
+	}
+	refused(pod.Run(t, filtered, harness.Script("exec sleep 1000")))
+	if out := c.Output(t); strings.Contains(out, "written") || strings.Contains(out, "truncated") {
+		t.Errorf("a command's filter could be changed: %q", out)
+	}
+}
+
 func filesBelow(t *testing.T, dir string) (files []string) {
 	t.Helper()
 	harness.Must(t, filepath.WalkDir(dir, func(path string, e os.DirEntry, err error) error {
