@@ -4,12 +4,15 @@ import (
 	"bytes"
 	"encoding/json"
 	"net"
+	"net/http"
 	"net/netip"
 	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
+	"github.com/google/nftables"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
@@ -93,6 +96,27 @@ func TestOwnNetworkOutlivesDaemon(t *testing.T) {
 		}
 		d.StateMatches(t)
 	}
+}
+
+// Who deletes all rules of the packet filter, as a reload of nftables.service does, closes host ports for a moment only.
+func TestOwnNetworkOutlivesFlush(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+	pod := d.RunPod(t, harness.HostPort(18080, 80, runtimeapi.Protocol_TCP))
+	serveHTTP(t, pod, "still-there")
+	harness.Equal(t, "page", httpGet(t, "http://127.0.0.1:18080/"), "still-there\n")
+	conn, err := nftables.New()
+	harness.Must(t, err)
+	conn.FlushRuleset()
+	harness.Must(t, conn.Flush())
+	client := http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}} // no flow from before
+	harness.Eventually(t, "the host port is open again", func() error {
+		answer, err := client.Get("http://127.0.0.1:18080/")
+		if err != nil {
+			return err
+		}
+		return answer.Body.Close()
+	})
+	d.StateMatches(t)
 }
 
 // After a reboot nothing of the network is there but what is on disk, and addresses come back.

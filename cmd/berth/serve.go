@@ -179,7 +179,9 @@ func openNetwork(cfg *config.Config, end ending, closing *cleanup.List, waits *t
 		return nil, err
 	}
 	closing.Add("close network", end.closer(func() error { network.Close(); return nil }))
-	closing.Add("end the watch of nftables", watchOwnNetwork(own, log))
+	if cfg.Network == nodenet.Own {
+		closing.Add("end the watch of nftables", watchOwnNetwork(own, log))
+	}
 	return network, nil
 }
 
