@@ -15,11 +15,13 @@ import (
 
 	"berth/image/layer"
 	"berth/image/unpack/process"
+	"berth/internal/rootfs"
 )
 
 // BenchmarkPull pulls the image of fixture.PullImage, eight layers of 628 MB, from a registry on loopback that is a process of its
 // own, and removes it. cpu-s/op is the CPU time of this process and of its berth-unpacks for a pull. TMPDIR decides on
-// which filesystem the layers are.
+// which filesystem the layers are. disk-MB is what they take there, deleted-ms the time until that is free again, rss-MB the most memory that
+// this process has had.
 func BenchmarkPull(b *testing.B) {
 	dir := b.TempDir()
 	images := startRegistry(b, dir)
@@ -27,7 +29,9 @@ func BenchmarkPull(b *testing.B) {
 		path := filepath.Join(dir, "berth-unpack-"+build.name)
 		compile(b, path, build.env, build.tags, "berth/cmd/berth-unpack")
 		for _, codec := range []string{"gzip", "zstd"} {
-			b.Run(codec+"/"+build.name, func(b *testing.B) { pullAndRemove(b, path, images[codec]) })
+			for _, driver := range []rootfs.Kind{rootfs.Directory, rootfs.EROFS} {
+				b.Run(codec+"/"+build.name+"/"+string(driver), func(b *testing.B) { pullAndRemove(b, path, images[codec], driver) })
+			}
 		}
 	}
 }
@@ -75,14 +79,14 @@ func startRegistry(b *testing.B, dir string) map[string]string {
 	return images
 }
 
-func pullAndRemove(b *testing.B, unpacker, ref string) {
+func pullAndRemove(b *testing.B, unpacker, ref string, driver rootfs.Kind) {
 	log := slog.New(slog.NewTextHandler(io.Discard, nil))
 	p, err := process.Open(unpacker, time.Minute, log)
 	if err != nil {
 		b.Fatal(err)
 	}
 	defer p.Close()
-	s, err := Open(b.Context(), Config{Root: b.TempDir(), Unpack: layer.Unpacker(p.Unpack)}, log)
+	s, err := Open(b.Context(), Config{Root: b.TempDir(), Unpack: layer.Unpacker(p.Unpack), Pack: layer.Packer(p.Pack), Driver: string(driver)}, log)
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -90,7 +94,8 @@ func pullAndRemove(b *testing.B, unpacker, ref string) {
 	if err := s.CollectGarbage(b.Context()); err != nil {
 		b.Fatal(err)
 	}
-	var cpu, removal time.Duration
+	var cpu, removal, deletion time.Duration
+	var disk uint64
 	for b.Loop() {
 		before := cpuTime(b)
 		if _, err := s.Pull(b.Context(), ref, nil); err != nil {
@@ -98,16 +103,31 @@ func pullAndRemove(b *testing.B, unpacker, ref string) {
 		}
 		b.StopTimer()
 		cpu += cpuTime(b) - before
+		disk = s.layers.Usage().Bytes
 		began := time.Now()
 		if err := s.Remove(b.Context(), ref); err != nil {
 			b.Fatal(err)
 		}
 		removal += time.Since(began)
 		waitDeleted(b, s)
+		deletion += time.Since(began)
 		b.StartTimer()
 	}
 	b.ReportMetric(cpu.Seconds()/float64(b.N), "cpu-s/op")
 	b.ReportMetric(float64(removal.Microseconds())/1e3/float64(b.N), "remove-ms/op")
+	b.ReportMetric(float64(deletion.Microseconds())/1e3/float64(b.N), "deleted-ms/op")
+	b.ReportMetric(float64(disk)/1e6, "disk-MB")
+	b.ReportMetric(residentMB(b), "rss-MB")
+}
+
+// residentMB is the most memory that this process has had.
+func residentMB(b *testing.B) float64 {
+	b.Helper()
+	var usage unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &usage); err != nil {
+		b.Fatal(err)
+	}
+	return float64(usage.Maxrss) / 1e3
 }
 
 // waitDeleted waits until the files of removed layers are gone.

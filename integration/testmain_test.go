@@ -11,6 +11,7 @@ import (
 // TestMain is also an NRI plugin: the daemon starts this program as one of its directory.
 func TestMain(m *testing.M) {
 	if !isInstalledPlugin() {
+		harness.OnDisk()
 		harness.Main(m)
 	}
 	if err := runInstalledPlugin(); err != nil {

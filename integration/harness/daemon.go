@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/containernetworking/cni/pkg/types"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/credentials/insecure"
@@ -91,6 +92,19 @@ func WithLayerDriver(driver string) DaemonOption {
 }
 
 const diskDir = "/var/tmp"
+
+// OnDisk has the root of all daemons of this process on a disk, if there is one here, so that layers can be EROFS images. It is for TestMain, before
+// Main; layerDriverEnv goes before it.
+func OnDisk() {
+	var fs unix.Statfs_t
+	if os.Getenv(layerDriverEnv) != "" || unix.Statfs(diskDir, &fs) != nil {
+		return
+	}
+	switch fs.Type { // not an overlay, which containers' overlays can't be on
+	case unix.EXT4_SUPER_MAGIC, unix.XFS_SUPER_MAGIC, unix.BTRFS_SUPER_MAGIC:
+		_ = os.Setenv(layerDriverEnv, "auto") // it has no zero in it
+	}
+}
 
 // SetConfig replaces a line of the configuration file, for the next start.
 func (d *Daemon) SetConfig(t *testing.T, old, line string) {

@@ -20,7 +20,10 @@ import (
 	"berth/integration/machine"
 )
 
-func TestMain(m *testing.M) { harness.Main(m) }
+func TestMain(m *testing.M) {
+	harness.OnDisk()
+	harness.Main(m)
+}
 
 // Bounds that a daemon and its helpers keep, whatever is pulled.
 const (

@@ -6,4 +6,7 @@ import (
 	"berth/integration/harness"
 )
 
-func TestMain(m *testing.M) { harness.Main(m) }
+func TestMain(m *testing.M) {
+	harness.OnDisk()
+	harness.Main(m)
+}
