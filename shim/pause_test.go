@@ -199,19 +199,22 @@ func TestLauncherServesAfterPause(t *testing.T) {
 
 // What a launcher is does not change by a pause.
 func TestPauseLeavesItsLauncherAsItWas(t *testing.T) {
-	e := newEnv(t, func(c *Config) { c.Idle = 2 })
-	if e.runtime() != nil {
-		t.Skip("only libcontainer's pods have it")
-	}
-	network := filepath.Join(e.dir, "netns")
-	if err := netns.New(network); err != nil {
-		t.Fatal(err)
-	}
+	var network string
+	e := newEnv(t, func(c *Config) {
+		c.Idle = 2
+		network = filepath.Join(filepath.Dir(c.StateRoot), "netns")
+		if err := netns.New(network); err != nil { // before there is a launcher, which would not see it
+			t.Fatal(err)
+		}
+	})
 	t.Cleanup(func() {
 		if err := netns.Remove(network); err != nil {
 			t.Error(err)
 		}
 	})
+	if e.runtime() != nil {
+		t.Skip("only libcontainer's pods have it")
+	}
 	e.awaitLaunchers()
 	before := e.idlePIDs()
 	var was map[string]string
