@@ -91,6 +91,8 @@ func (p plant) away(path, want string) planted {
 	other := filepath.Join(p.d.Dir, "away-"+filepath.Base(path))
 	if strings.HasPrefix(path, p.d.State) { // a mount of its own
 		other = path + ".away"
+	} else if strings.HasPrefix(path, p.d.Root) { // perhaps on a disk
+		other = p.d.Root + "-away-" + filepath.Base(path)
 	}
 	harness.Must(p.t, os.Rename(path, other))
 	return p.planted(want, func() { harness.Must(p.t, os.Rename(other, path)) })
