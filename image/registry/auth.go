@@ -18,6 +18,7 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/remote/transport"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/registry/challenge"
 	"berth/internal/errdefs"
 )
 
@@ -58,7 +59,7 @@ func (a *authorizer) set(header Secret) {
 
 // answer reacts to the challenges of a 401 that a request of the given generation
 // got. After nil the request may be sent once more.
-func (a *authorizer) answer(ctx context.Context, challenges []challenge, generation int) error {
+func (a *authorizer) answer(ctx context.Context, challenges []challenge.Challenge, generation int) error {
 	if _, now := a.current(); now != generation {
 		return nil // another request has renewed the token meanwhile
 	}
@@ -71,7 +72,7 @@ func (a *authorizer) answer(ctx context.Context, challenges []challenge, generat
 	}
 	for _, scheme := range []string{"bearer", "basic"} {
 		for _, c := range challenges {
-			if c.scheme != scheme {
+			if c.Scheme != scheme {
 				continue
 			}
 			if scheme == "bearer" {
@@ -104,8 +105,8 @@ func (a *authorizer) try(header Secret, refused string) error {
 // answerBearer gets a token from the server that the challenge names. The
 // registry's choice of that server is trusted, as by every client of the
 // protocol, but not to take credentials off TLS.
-func (a *authorizer) answerBearer(ctx context.Context, c challenge, cred Credentials) error {
-	realm, err := url.Parse(c.params["realm"])
+func (a *authorizer) answerBearer(ctx context.Context, c challenge.Challenge, cred Credentials) error {
+	realm, err := url.Parse(c.Params["realm"])
 	if err != nil || realm.Host == "" {
 		return errdefs.New(codes.Unauthenticated, "the registry's challenge names no valid token server")
 	}
@@ -122,7 +123,7 @@ func (a *authorizer) answerBearer(ctx context.Context, c challenge, cred Credent
 
 // exchange runs the token protocol (GET with basic authentication, or POST with
 // an identity token) through go-containerregistry.
-func (a *authorizer) exchange(ctx context.Context, c challenge, cred Credentials, realmHost string) (Secret, error) {
+func (a *authorizer) exchange(ctx context.Context, c challenge.Challenge, cred Credentials, realmHost string) (Secret, error) {
 	// Exchange refuses realms on private addresses unless they are the registry's
 	// own; on a cluster's network that is where a token server lives. So it is
 	// told the realm's host; it uses the name for nothing else.
@@ -130,13 +131,13 @@ func (a *authorizer) exchange(ctx context.Context, c challenge, cred Credentials
 	if err != nil {
 		return "", errdefs.New(codes.Unauthenticated, "not a valid host name")
 	}
-	scope := c.params["scope"]
+	scope := c.Params["scope"]
 	if scope == "" {
 		scope = a.scope
 	}
 	limited, cancel := context.WithTimeout(ctx, tokenTimeout)
 	defer cancel()
-	offer := &transport.Challenge{Scheme: "bearer", Parameters: c.params, Insecure: a.isPlain()}
+	offer := &transport.Challenge{Scheme: "bearer", Parameters: c.Params, Insecure: a.isPlain()}
 	token, err := transport.Exchange(limited, server, cred.authenticator(), a.tokens, []string{scope}, offer)
 	if err != nil {
 		return "", tokenError(ctx, err)

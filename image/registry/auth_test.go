@@ -4,10 +4,8 @@ import (
 	"context"
 	"encoding/base64"
 	"fmt"
-	"net/http"
 	"os"
 	"path/filepath"
-	"reflect"
 	"strings"
 	"testing"
 
@@ -17,44 +15,6 @@ import (
 	"berth/image/registry/registrytest"
 	"berth/internal/errdefs"
 )
-
-func TestParseChallenges(t *testing.T) {
-	type params = map[string]string
-	for _, c := range []struct {
-		headers []string
-		want    []challenge
-	}{
-		{nil, nil},
-		{[]string{`Basic realm="Registry"`}, []challenge{{"basic", params{"realm": "Registry"}}}},
-		{[]string{`Bearer realm="https://auth/token",service="reg",scope="repository:a/b:pull,push"`},
-			[]challenge{{"bearer", params{"realm": "https://auth/token", "service": "reg", "scope": "repository:a/b:pull,push"}}}},
-		{[]string{`BEARER REALM = "a" , Service=plain`}, []challenge{{"bearer", params{"realm": "a", "service": "plain"}}}},
-		{[]string{`Negotiate, Basic realm="x", Bearer realm="y"`},
-			[]challenge{{"negotiate", params{}}, {"basic", params{"realm": "x"}}, {"bearer", params{"realm": "y"}}}},
-		{[]string{`Basic realm="x"`, `Bearer realm="y"`}, []challenge{{"basic", params{"realm": "x"}}, {"bearer", params{"realm": "y"}}}},
-		{[]string{`Bearer realm="a \"quoted\" \\ one", x=""`}, []challenge{{"bearer", params{"realm": `a "quoted" \ one`, "x": ""}}}},
-		{[]string{`Bearer realm="unterminated`}, []challenge{{"bearer", params{"realm": "unterminated"}}}},
-		{[]string{`"garbage"`, ``, `,,`}, nil},
-	} {
-		got := parseChallenges(http.Header{"Www-Authenticate": c.headers})
-		if !reflect.DeepEqual(got, c.want) {
-			t.Errorf("%q:\n got %v\nwant %v", c.headers, got, c.want)
-		}
-	}
-}
-
-func FuzzParseChallenges(f *testing.F) {
-	f.Add(`Bearer realm="https://auth/token",service="reg",scope="repository:a/b:pull"`)
-	f.Add(`Negotiate, Basic realm="x\`)
-	f.Add(`a=b=c, ="`)
-	f.Fuzz(func(t *testing.T, s string) {
-		for _, c := range parseChallenges(http.Header{"Www-Authenticate": {s}}) {
-			if c.scheme == "" || c.params == nil {
-				t.Fatalf("%q: %+v", s, c)
-			}
-		}
-	})
-}
 
 func TestFromCRI(t *testing.T) {
 	b64 := base64.StdEncoding.EncodeToString

@@ -11,6 +11,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"berth/image/registry/challenge"
 	"berth/image/registry/hosts"
 )
 
@@ -111,7 +112,7 @@ func (e *endpoint) request(ctx context.Context, method, suffix string, header ht
 		if resp.StatusCode != http.StatusUnauthorized || !e.isOwn(resp) || round == maxAuthRounds {
 			return resp, nil
 		}
-		challenges := parseChallenges(resp.Header)
+		challenges := challenge.Parse(resp.Header)
 		drain(resp.Body)
 		if err := e.auth.answer(ctx, challenges, generation); err != nil {
 			return nil, err

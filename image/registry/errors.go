@@ -15,6 +15,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 
+	"berth/image/registry/leash"
 	"berth/internal/errdefs"
 )
 
@@ -48,7 +49,7 @@ func requestError(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return fmt.Errorf("%w: %v", ctx.Err(), err)
 	}
-	var near *tooNearError
+	var near *leash.TooNearError
 	if errors.As(err, &near) {
 		return errdefs.FailedPrecondition("%w", err)
 	}

@@ -80,33 +80,6 @@ func FuzzFromCRI(f *testing.F) {
 	})
 }
 
-// FuzzChallenge: what is written by the rules (RFC 7235) is read back, whatever stands before and after it.
-func FuzzChallenge(f *testing.F) {
-	f.Add("Bearer", "realm", `https://a/b?c="d\e`, "Basic realm=x")
-	f.Add("a!", "B", "", `="`)
-	f.Fuzz(func(t *testing.T, scheme, name, value, more string) {
-		isToken := func(s string) bool { tok, rest := token(s); return tok != "" && rest == "" }
-		if !isToken(scheme) || !isToken(name) {
-			t.Skip("no scheme")
-		}
-		quoted := `"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(value) + `"`
-		header := http.Header{"Www-Authenticate": {more, fmt.Sprintf("%s %s=%s , %s", scheme, name, quoted, more)}}
-		for _, c := range parseChallenges(header) {
-			if c.scheme == strings.ToLower(scheme) && c.params[strings.ToLower(name)] == value {
-				return
-			}
-			if c.scheme != strings.ToLower(c.scheme) || c.scheme == "" {
-				t.Fatalf("scheme %q", c.scheme)
-			}
-		}
-		// A parameter that follows may have the same name, and then it counts.
-		if again := parseChallenges(http.Header{"Www-Authenticate": {fmt.Sprintf("%s %s=%s", scheme, name, quoted)}}); len(again) != 1 ||
-			again[0].params[strings.ToLower(name)] != value {
-			t.Fatalf("%q: %+v", header, again)
-		}
-	})
-}
-
 // FuzzContentRange: a partial answer is taken only for the rest of the blob.
 func FuzzContentRange(f *testing.F) {
 	f.Add("bytes 5-9/10", int64(5), int64(10))

@@ -1,7 +1,6 @@
 package registry
 
 import (
-	"context"
 	"crypto/tls"
 	"errors"
 	"fmt"
@@ -14,6 +13,7 @@ import (
 	"time"
 
 	"berth/image/registry/hosts"
+	"berth/image/registry/leash"
 )
 
 const (
@@ -27,9 +27,9 @@ const (
 
 // connections are the connection pools of an endpoint: TLS options of a host are for that host alone.
 type connections struct {
-	name   string // of the host, without its port
+	leash  *leash.Leash
 	own    *http.Transport
-	others *elsewhere
+	others *leash.Elsewhere
 }
 
 // newConnections makes the connection pools for one host and those that it sends its clients on to.
@@ -42,23 +42,15 @@ func newConnections(h *hosts.Host, headerTimeout time.Duration) (*connections, e
 	if h.DialTimeout > 0 {
 		dialer.Timeout = h.DialTimeout
 	}
-	held := newLeash(h)
-	away := &elsewhere{
-		leash:   held,
-		direct:  newTransport(held.dialElsewhere(dialer), others, headerTimeout),
-		proxied: newTransport(dialer.DialContext, others.Clone(), headerTimeout),
-	}
-	away.direct.Proxy = nil
-	return &connections{name: held.host, own: newTransport(held.dialHome(dialer), own, headerTimeout), others: away}, nil
+	held := leash.New(h)
+	away := func(connect leash.Dial) *http.Transport { return newTransport(connect, others.Clone(), headerTimeout) }
+	return &connections{leash: held, own: newTransport(held.DialHome(dialer), own, headerTimeout), others: held.Elsewhere(dialer, away)}, nil
 }
-
-// dial is a DialContext of net/http's.
-type dial = func(ctx context.Context, network, address string) (net.Conn, error)
 
 // newTransport makes a connection pool. HTTP/2 stays off: on one
 // connection the layers of an image would share one congestion window, and the
 // slowest could stop the others.
-func newTransport(connect dial, tlsConfig *tls.Config, headerTimeout time.Duration) *http.Transport {
+func newTransport(connect leash.Dial, tlsConfig *tls.Config, headerTimeout time.Duration) *http.Transport {
 	var protocols http.Protocols
 	protocols.SetHTTP1(true)
 	return &http.Transport{
@@ -76,7 +68,7 @@ func newTransport(connect dial, tlsConfig *tls.Config, headerTimeout time.Durati
 }
 
 func (c *connections) RoundTrip(r *http.Request) (*http.Response, error) {
-	if hostname(r.URL.Host) == c.name {
+	if c.leash.IsHome(r.URL.Host) {
 		return c.own.RoundTrip(r)
 	}
 	return c.others.RoundTrip(r)
@@ -85,11 +77,8 @@ func (c *connections) RoundTrip(r *http.Request) (*http.Response, error) {
 // closeIdle closes connections that are not in use.
 func (c *connections) closeIdle() {
 	c.own.CloseIdleConnections()
-	c.others.closeIdle()
+	c.others.CloseIdleConnections()
 }
-
-// hostname returns a host without its port.
-func hostname(host string) string { return strings.ToLower((&url.URL{Host: host}).Hostname()) }
 
 // plainFallback asks by https and, once a host has answered that in plain HTTP,
 // by http. For hosts on loopback and http hosts with TLS options.

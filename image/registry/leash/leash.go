@@ -1,4 +1,15 @@
-package registry
+// Package leash holds the requests that a registry has berth send to other hosts, by a redirect or as its token
+// server: they go no nearer to this machine than the registry itself is. Otherwise any registry could have the
+// node ask what only the node may (its cloud's metadata, services on loopback), and read from the errors what came of it.
+//
+// # Contract
+//
+// What counts are the addresses that are connected to, each looked at when it is, not names. Private networks are as far as
+// others: there is where the storage and the token servers of private registries are. How near the registry is tell the
+// connections that DialHome makes; before the first it is far. Of several places the farthest counts. A host's
+// redirect_to (hosts.Host) allows more. Through a proxy only an address that the URL spells out is looked at: what it
+// connects to is the decision of whoever runs it. What is refused is a *TooNearError, and nothing was connected to.
+package leash
 
 import (
 	"context"
@@ -7,6 +18,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"net/url"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -65,40 +77,35 @@ func nearnessOf(a netip.Addr) nearness {
 	return far
 }
 
-// leash holds the requests that a registry has berth send to other hosts, by a redirect or as its token
-// server: they go no nearer to this machine than the registry itself is. Otherwise any registry could have the
-// node ask what only the node may (its cloud's metadata, services on loopback), and read from the errors what came of it.
-//
-// What counts are the addresses that are connected to, not names. Private networks are as far as
-// others: there is where the storage and the token servers of private registries are.
-type leash struct {
-	host    string         // the registry's, without a port
+// Leash is that of one registry. Its methods may be called concurrently.
+type Leash struct {
+	host    string         // the registry's, without its port
 	ports   []string       // the registry's
 	allowed []netip.Prefix // redirect_to in hosts.toml
 	home    atomic.Int32   // the farthest nearness at which the registry has been connected to
 }
 
-// newLeash makes it for one host.
-func newLeash(h *hosts.Host) *leash {
-	l := &leash{host: hostname(h.Host), allowed: h.RedirectTo, ports: []string{"443", "80"}}
+// New makes it for one host.
+func New(h *hosts.Host) *Leash {
+	l := &Leash{host: hostname(h.Host), allowed: h.RedirectTo, ports: []string{"443", "80"}}
 	if port := hosts.Port(h.Host); port != "" {
 		l.ports = []string{port}
 	}
 	return l
 }
 
-// tooNearError is the error of a request that leads too near.
-type tooNearError struct {
+// TooNearError is the error of a request that leads too near.
+type TooNearError struct {
 	addr netip.Addr
 	near nearness
 }
 
-func (e *tooNearError) Error() string {
+func (e *TooNearError) Error() string {
 	return fmt.Sprintf("the registry may not send requests to %s, which is an address %s; redirect_to in its hosts.toml would allow it", e.addr, e.near)
 }
 
 // check refuses an address that is nearer than the registry.
-func (l *leash) check(a netip.Addr) error {
+func (l *Leash) check(a netip.Addr) error {
 	near := nearnessOf(a)
 	if near == far || near != oracle && near <= nearness(l.home.Load()) {
 		return nil
@@ -108,12 +115,12 @@ func (l *leash) check(a netip.Addr) error {
 			return nil
 		}
 	}
-	return &tooNearError{a, near}
+	return &TooNearError{a, near}
 }
 
 // note remembers where the registry is. Of several places the farthest counts: its owner may
 // have its name lead anywhere for a moment.
-func (l *leash) note(a net.Addr) {
+func (l *Leash) note(a net.Addr) {
 	tcp, ok := a.(*net.TCPAddr)
 	if !ok {
 		return
@@ -127,9 +134,18 @@ func (l *leash) note(a net.Addr) {
 	}
 }
 
-// dialHome connects for requests to the registry's name. A proxy's place says nothing of the registry's. Of ports that are not
+// IsHome tells whether a host, with a port or without, has the registry's name.
+func (l *Leash) IsHome(host string) bool { return hostname(host) == l.host }
+
+// hostname returns a host without its port.
+func hostname(host string) string { return strings.ToLower((&url.URL{Host: host}).Hostname()) }
+
+// Dial is a DialContext of net/http's.
+type Dial = func(ctx context.Context, network, address string) (net.Conn, error)
+
+// DialHome connects for requests to the registry's name. A proxy's place says nothing of the registry's. Of ports that are not
 // its own it is not known whose they are: its name may lead anywhere at another moment.
-func (l *leash) dialHome(dialer *net.Dialer) dial {
+func (l *Leash) DialHome(dialer *net.Dialer) Dial {
 	held := l.dialElsewhere(dialer)
 	return func(ctx context.Context, network, address string) (net.Conn, error) {
 		host, port, err := net.SplitHostPort(address)
@@ -150,7 +166,7 @@ func (l *leash) dialHome(dialer *net.Dialer) dial {
 
 // dialElsewhere connects for requests to other hosts. Each address is looked at when it is about to be connected to:
 // what a name stands for may change at any time.
-func (l *leash) dialElsewhere(dialer *net.Dialer) dial {
+func (l *Leash) dialElsewhere(dialer *net.Dialer) Dial {
 	held := *dialer
 	held.Control = func(_, address string, _ syscall.RawConn) error {
 		to, err := netip.ParseAddrPort(address)
@@ -162,15 +178,23 @@ func (l *leash) dialElsewhere(dialer *net.Dialer) dial {
 	return held.DialContext
 }
 
-// elsewhere sends requests to hosts that are not the registry.
-type elsewhere struct {
-	leash   *leash
+// Elsewhere sends requests to hosts that are not the registry.
+type Elsewhere struct {
+	leash   *Leash
 	direct  *http.Transport // without a proxy
 	proxied *http.Transport // whoever runs the proxy decides what it connects to
 }
 
+// Elsewhere returns what sends the registry's requests to other hosts, through the environment's proxy where it has one for them.
+// pool makes a connection pool that connects by a function.
+func (l *Leash) Elsewhere(dialer *net.Dialer, pool func(Dial) *http.Transport) *Elsewhere {
+	e := &Elsewhere{leash: l, direct: pool(l.dialElsewhere(dialer)), proxied: pool(dialer.DialContext)}
+	e.direct.Proxy, e.proxied.Proxy = nil, http.ProxyFromEnvironment
+	return e
+}
+
 // RoundTrip implements http.RoundTripper.
-func (e *elsewhere) RoundTrip(r *http.Request) (*http.Response, error) {
+func (e *Elsewhere) RoundTrip(r *http.Request) (*http.Response, error) {
 	proxy, err := http.ProxyFromEnvironment(r)
 	if err != nil {
 		return nil, errors.New("the proxy in the environment is not a valid URL") // which may hold a password
@@ -186,7 +210,8 @@ func (e *elsewhere) RoundTrip(r *http.Request) (*http.Response, error) {
 	return e.proxied.RoundTrip(r)
 }
 
-func (e *elsewhere) closeIdle() {
+// CloseIdleConnections closes connections that are not in use.
+func (e *Elsewhere) CloseIdleConnections() {
 	e.direct.CloseIdleConnections()
 	e.proxied.CloseIdleConnections()
 }

@@ -1,26 +1,34 @@
-package registry
+// Package challenge reads what a server asks for with 401: the WWW-Authenticate headers (RFC 7235, section 4.1). It is pure.
+//
+// # Contract
+//
+// Whatever the headers are, there is an answer and no error: what cannot be parsed ends its header, and what stands before it in
+// that header, and in others, counts. Names of schemes and parameters are in lower case; values are as they were meant, without quotes and escapes. Of a
+// parameter that is given twice the last one counts. Nothing else is checked: which schemes there are, and whether a
+// value may be sent or shown, the caller knows.
+package challenge
 
 import (
 	"net/http"
 	"strings"
 )
 
-// challenge is one authentication scheme a server offers (RFC 7235, section 4.1).
-type challenge struct {
-	scheme string // lower case
-	params map[string]string
+// Challenge is one authentication scheme that a server offers.
+type Challenge struct {
+	Scheme string            // lower case
+	Params map[string]string // by name, lower case; not nil
 }
 
-// parseChallenges reads all WWW-Authenticate headers. A header holds a list of
+// Parse reads all WWW-Authenticate headers. A header holds a list of
 // challenges separated by commas, as are the parameters of a challenge; what
 // cannot be parsed ends its header.
-func parseChallenges(h http.Header) []challenge {
-	var all []challenge
+func Parse(h http.Header) []Challenge {
+	var all []Challenge
 	for _, v := range h.Values("WWW-Authenticate") {
 		for {
-			var c challenge
+			var c Challenge
 			c, v = parseChallenge(v)
-			if c.scheme == "" {
+			if c.Scheme == "" {
 				break
 			}
 			all = append(all, c)
@@ -30,16 +38,16 @@ func parseChallenges(h http.Header) []challenge {
 }
 
 // parseChallenge reads one challenge and returns what follows it.
-func parseChallenge(s string) (challenge, string) {
+func parseChallenge(s string) (Challenge, string) {
 	scheme, rest := token(skipList(s))
-	c := challenge{scheme: strings.ToLower(scheme), params: map[string]string{}}
+	c := Challenge{Scheme: strings.ToLower(scheme), Params: map[string]string{}}
 	for {
 		name, after := token(skipList(rest))
 		value, ok := strings.CutPrefix(strings.TrimLeft(after, " \t"), "=")
 		if name == "" || !ok {
 			return c, rest // the end, or the next challenge's scheme
 		}
-		c.params[strings.ToLower(name)], rest = parseValue(strings.TrimLeft(value, " \t"))
+		c.Params[strings.ToLower(name)], rest = parseValue(strings.TrimLeft(value, " \t"))
 	}
 }
 
