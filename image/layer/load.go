@@ -161,7 +161,7 @@ func (s *Store) dropSetAside(folder string, needed map[string]bool) (left bool, 
 			left = true
 			continue
 		}
-		if err := s.trash.take(filepath.Join(folder, e.Name()), Usage{}); err != nil {
+		if err := s.trash.Take(filepath.Join(folder, e.Name()), Usage{}); err != nil {
 			failed = append(failed, err)
 		}
 	}
@@ -186,7 +186,7 @@ func (s *Store) discardAll(folder string) error {
 	}
 	for _, e := range entries {
 		path := filepath.Join(s.root, folder, e.Name())
-		err := s.trash.take(path, Usage{})
+		err := s.trash.Take(path, Usage{})
 		if errdefs.IsUnwritable(err) {
 			s.log.Warn("what a pull has left stays until the next start", "path", path, "error", err)
 			continue

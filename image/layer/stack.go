@@ -303,7 +303,7 @@ func (s *Store) removeJoin(chainID digest.Digest) error {
 	if !j.onDisk {
 		return nil
 	}
-	if err := s.trash.take(s.joinDir(chainID), j.Usage); err != nil {
+	if err := s.trash.Take(s.joinDir(chainID), j.Usage); err != nil {
 		owned.set(j)
 		return err
 	}

@@ -15,6 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/layer/trash"
+	"berth/image/layer/writeback"
 	"berth/image/unpack"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
@@ -29,9 +31,9 @@ type Store struct {
 	log     *slog.Logger
 	layers  *table[Info]
 	joins   *table[join]
-	trash   *trash
+	trash   *trash.Trash
 	home    *os.File // root; older than all that syncs brings to the disk
-	syncs   *syncer
+	syncs   *writeback.Syncer
 	reserve Reserve
 	statfs  func() (unix.Statfs_t, error) // of root
 	aside   atomic.Bool                   // there may be something that was set aside
@@ -62,15 +64,15 @@ func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	undo.Add("close "+root, home.Close)
-	s.home, s.syncs = home, newSyncer(home)
-	s.trash = newTrash(filepath.Join(root, trashDir), driver.Remove, log)
+	s.home, s.syncs = home, writeback.New(home)
+	s.trash = trash.New(filepath.Join(root, trashDir), driver.Remove, log)
 	if err := s.load(); err != nil {
 		return nil, fmt.Errorf("open layer store %s: %w", root, err)
 	}
 	if err := s.makeEmpty(); err != nil {
 		return nil, fmt.Errorf("open layer store %s: make the empty layer: %w", root, err)
 	}
-	s.trash.start()
+	s.trash.Start()
 	undo.Release()
 	return s, nil
 }
@@ -90,7 +92,7 @@ func (s *Store) emptyDir() string { return filepath.Join(s.root, "empty-"+string
 // Close ends the deleter; what it has not deleted yet goes at the next Open. No
 // other method may be running or be called later.
 func (s *Store) Close() error {
-	s.trash.stop()
+	s.trash.Stop()
 	var failed error
 	for _, j := range s.joins.all() {
 		failed = errors.Join(failed, j.unmount())
@@ -127,7 +129,7 @@ func (s *Store) List() []digest.Digest {
 // deleted, and, for those being made, the bytes of their tars that have arrived. It
 // reads nothing: the sizes were counted when the layers were made.
 func (s *Store) Usage() Usage {
-	sum := s.trash.sizes.sum()
+	sum := s.trash.Usage()
 	sum.Bytes += uint64(s.making.Load())
 	for _, info := range s.layers.all() {
 		sum = sum.Add(info.Usage)
@@ -256,8 +258,8 @@ func (s *Store) build(name, kind string, fill func(tmp string) (record any, err 
 	failpoint.Reach("layer.place-made")
 	undo := cleanup.New()
 	defer undo.Run(&err)
-	undo.Add("discard "+tmp, func() error { return s.trash.take(tmp, Usage{}) })
-	since := s.syncs.begin()
+	undo.Add("discard "+tmp, func() error { return s.trash.Take(tmp, Usage{}) })
+	since := s.syncs.Begin()
 	record, err := fill(tmp)
 	if err != nil {
 		return err
@@ -267,7 +269,7 @@ func (s *Store) build(name, kind string, fill func(tmp string) (record any, err 
 		return err
 	}
 	failpoint.Reach("layer.recorded")
-	if err := s.syncs.wait(since); err != nil {
+	if err := s.syncs.Wait(since); err != nil {
 		return fmt.Errorf("sync %s: %w", tmp, err)
 	}
 	failpoint.Reach("layer.synced")
@@ -326,7 +328,7 @@ func (s *Store) Remove(name digest.Digest) error {
 		layer.set(info)
 		return fmt.Errorf("remove layer %s: %w", name, err)
 	}
-	if err := s.trash.take(s.layerDir(name), info.Usage); err != nil {
+	if err := s.trash.Take(s.layerDir(name), info.Usage); err != nil {
 		layer.set(info)
 		return fmt.Errorf("remove layer %s: %w", name, err)
 	}

@@ -1,4 +1,4 @@
-package layer
+package writeback
 
 import (
 	"errors"
@@ -12,7 +12,7 @@ func TestSyncerGathers(t *testing.T) {
 	const many = 50
 	var syncs atomic.Int64
 	began, goOn := make(chan struct{}), make(chan struct{})
-	s := &syncer{turn: make(chan struct{}, 1), sync: func() error {
+	s := &Syncer{turn: make(chan struct{}, 1), sync: func() error {
 		if syncs.Add(1) == 1 {
 			close(began)
 			<-goOn
@@ -21,7 +21,7 @@ func TestSyncerGathers(t *testing.T) {
 	}}
 	var all sync.WaitGroup
 	all.Go(func() {
-		if err := s.wait(s.begin()); err != nil {
+		if err := s.Wait(s.Begin()); err != nil {
 			t.Error(err)
 		}
 	})
@@ -30,7 +30,7 @@ func TestSyncerGathers(t *testing.T) {
 	boarded.Add(many)
 	for range many {
 		all.Go(func() {
-			since := s.begin()
+			since := s.Begin()
 			r, leads := s.board()
 			boarded.Done()
 			if err := s.ride(r, leads, since); err != nil {
@@ -53,21 +53,21 @@ func TestSyncerGathers(t *testing.T) {
 func TestSyncerFails(t *testing.T) {
 	full := errors.New("input/output error")
 	fails := true
-	s := &syncer{turn: make(chan struct{}, 1), sync: func() error {
+	s := &Syncer{turn: make(chan struct{}, 1), sync: func() error {
 		if fails {
 			return full
 		}
 		return nil
 	}}
-	writing, waits := s.begin(), s.begin()
-	if err := s.wait(waits); !errors.Is(err, full) {
+	writing, waits := s.Begin(), s.Begin()
+	if err := s.Wait(waits); !errors.Is(err, full) {
 		t.Errorf("the first: %v", err)
 	}
 	fails = false
-	if err := s.wait(writing); !errors.Is(err, errNotWritten) {
+	if err := s.Wait(writing); !errors.Is(err, errNotWritten) {
 		t.Errorf("who had begun to write: %v", err)
 	}
-	if err := s.wait(s.begin()); err != nil {
+	if err := s.Wait(s.Begin()); err != nil {
 		t.Errorf("who comes later: %v", err)
 	}
 }

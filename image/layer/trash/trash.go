@@ -1,4 +1,12 @@
-package layer
+// Package trash deletes directories in the background.
+//
+// # Contract
+//
+// A directory on disk is the queue: the goroutine looks into it when it starts and whenever something is put there, so nothing is
+// forgotten, be it by an error, the end of the process or of the machine. To put something there is one rename: it is gone from
+// its place at once, or is still there. What can't be deleted is tried again, ever more seldom, and hinders nothing else; what it
+// takes on disk counts until it is deleted.
+package trash
 
 import (
 	"context"
@@ -11,15 +19,14 @@ import (
 	"sync/atomic"
 	"time"
 
+	"berth/image/unpack"
 	"berth/internal/failpoint"
 	"berth/internal/seldom"
 	"berth/internal/task"
 )
 
-// trash deletes directories in the background. The directory trash is its
-// queue: the goroutine looks into it whenever it is woken, so nothing put there is
-// forgotten, be it by an error, the end of the process or of the machine.
-type trash struct {
+// Trash is one such directory. Take and Usage may be called concurrently.
+type Trash struct {
 	dir    string
 	remove func(ctx context.Context, dir string) error
 	log    *slog.Logger
@@ -33,12 +40,14 @@ type trash struct {
 	done   chan struct{}
 }
 
-func newTrash(dir string, remove func(context.Context, string) error, log *slog.Logger) *trash {
+// New returns the trash in dir, which exists and belongs to it alone. remove deletes a directory, and may give up when its context is
+// done. Nothing is deleted until Start.
+func New(dir string, remove func(context.Context, string) error, log *slog.Logger) *Trash {
 	ctx, quit := context.WithCancel(context.Background())
-	return &trash{
+	return &Trash{
 		dir: dir, remove: remove, log: log,
 		prefix: strconv.FormatInt(time.Now().UnixNano(), 36),
-		sizes:  sizes{of: map[string]Usage{}},
+		sizes:  sizes{of: map[string]unpack.Usage{}},
 		wake:   make(chan struct{}, 1), ctx: ctx, quit: quit, done: make(chan struct{}),
 	}
 }
@@ -46,35 +55,38 @@ func newTrash(dir string, remove func(context.Context, string) error, log *slog.
 // sizes knows what is taken by the things in the trash, as far as it is known.
 type sizes struct {
 	mu sync.Mutex // guards of
-	of map[string]Usage
+	of map[string]unpack.Usage
 }
 
-func (s *sizes) set(name string, u Usage) {
+func (s *sizes) set(name string, u unpack.Usage) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.of[name] = u; u == (Usage{}) {
+	if s.of[name] = u; u == (unpack.Usage{}) {
 		delete(s.of, name)
 	}
 }
 
-func (s *sizes) sum() Usage {
+func (s *sizes) sum() unpack.Usage {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	var sum Usage
+	var sum unpack.Usage
 	for _, u := range s.of {
 		sum = sum.Add(u)
 	}
 	return sum
 }
 
-// take moves path, on the same filesystem, into the trash. size is what it takes
+// Usage is what is taken by the things in the trash, as far as it is known.
+func (t *Trash) Usage() unpack.Usage { return t.sizes.sum() }
+
+// Take moves path, on the same filesystem, into the trash. size is what it takes
 // on disk until it is deleted, zero if that is not known.
-func (t *trash) take(path string, size Usage) error {
+func (t *Trash) Take(path string, size unpack.Usage) error {
 	name := fmt.Sprintf("%s-%d", t.prefix, t.count.Add(1))
 	t.sizes.set(name, size)
 	failpoint.Reach("layer.discard")
 	if err := os.Rename(path, filepath.Join(t.dir, name)); err != nil {
-		t.sizes.set(name, Usage{})
+		t.sizes.set(name, unpack.Usage{})
 		return fmt.Errorf("discard: %w", err)
 	}
 	failpoint.Reach("layer.discarded")
@@ -91,8 +103,8 @@ const (
 	emptySeldom = 10 * time.Minute
 )
 
-// start starts the goroutine, which looks at once.
-func (t *trash) start() {
+// Start starts the goroutine, which looks at once.
+func (t *Trash) Start() {
 	go func() {
 		defer close(t.done)
 		for pause := emptyAgain; ; {
@@ -113,14 +125,14 @@ func (t *trash) start() {
 	}()
 }
 
-// stop waits for the goroutine to end, which leaves the deletion it is at unfinished.
-func (t *trash) stop() {
+// Stop waits for the goroutine of Start to end, which leaves the deletion it is at unfinished.
+func (t *Trash) Stop() {
 	t.quit()
 	<-t.done
 }
 
 // empty deletes what is in the trash. What cannot be deleted stays for the next time; it returns false then.
-func (t *trash) empty() (all bool) {
+func (t *Trash) empty() (all bool) {
 	entries, err := os.ReadDir(t.dir)
 	all = err == nil
 	if err != nil {
@@ -142,7 +154,7 @@ func (t *trash) empty() (all bool) {
 			continue
 		}
 		failpoint.Reach("layer.deleted")
-		t.sizes.set(e.Name(), Usage{})
+		t.sizes.set(e.Name(), unpack.Usage{})
 	}
 	return all
 }
