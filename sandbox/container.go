@@ -46,7 +46,7 @@ type container struct {
 
 	stopUntold atomic.Pointer[chan struct{}]  // closed when plugins were told of its exit; nil: nothing is to be told
 	running    atomic.Pointer[running]        // nil without a shim
-	launching  atomic.Pointer[launching]      // nil unless it is being made or launched
+	launching  launch.UnderWay                // when it is being made or launched
 	info       atomic.Pointer[view.Container] // nil until created: nobody sees half a container
 	started    atomic.Pointer[trace.Trace]    // where the time of its start went; nil unless this daemon started it
 	census     census.Ledger                  // what it has written
@@ -196,7 +196,7 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	if c.removed { // with its pod, before we had the turn
 		return errdefs.FailedPrecondition("pod sandbox %s was removed", p.id)
 	}
-	looking, looked := c.beginLaunch(ctx)
+	looking, looked := c.launching.Begin(ctx)
 	defer looked()
 	if _, err := m.readyPod(p.id); err != nil { // a stop that has not seen the look begin is seen by this
 		return err
@@ -215,7 +215,7 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	}
 	m.appArmor.Ensure(ctx)
 	others, err := m.describeContainer(ctx, looking, p, c)
-	if err != nil && errors.Is(context.Cause(looking), errLaunchStopped) {
+	if err != nil && errors.Is(context.Cause(looking), launch.ErrStopped) {
 		return errdefs.FailedPrecondition("pod sandbox %s was stopped: %v", p.id, err)
 	}
 	if err != nil {

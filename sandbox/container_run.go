@@ -12,12 +12,13 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/internal/failpoint"
 	"berth/internal/nri"
 	"berth/internal/pidfd"
 	"berth/internal/task"
 	"berth/internal/trace"
 	"berth/oci"
+	"berth/sandbox/ending"
+	"berth/sandbox/launch"
 	"berth/sandbox/process"
 	"berth/sandbox/record"
 	"berth/shim"
@@ -51,7 +52,7 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 		return errdefs.FailedPrecondition("container %s has exited", c.id)
 	}
 	c.started.Store(trace.Of(ctx))
-	launchCtx, launched := c.beginLaunch(ctx)
+	launchCtx, launched := c.launching.Begin(ctx)
 	defer launched()
 	p, err := m.readyPod(c.podID) // a stop that has not seen the launch begin is seen by this
 	if err != nil {
@@ -69,8 +70,8 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	if err != nil && ctx.Err() != nil && m.tasks.Operations.Context().Err() != nil {
 		return m.startInterrupted(ctx, c, err)
 	}
-	if err != nil && errors.Is(context.Cause(launchCtx), errLaunchStopped) {
-		err = errdefs.FailedPrecondition("%v: %v", errLaunchStopped, err)
+	if err != nil && errors.Is(context.Cause(launchCtx), launch.ErrStopped) {
+		err = errdefs.FailedPrecondition("%v: %v", launch.ErrStopped, err)
 	}
 	if err != nil {
 		return m.startFailed(c, err)
@@ -82,28 +83,6 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 		return err
 	}
 	return nil
-}
-
-// launching is a launch under way, or, while the container is made, what finds out whether one could be.
-type launching struct{ giveUp context.CancelCauseFunc }
-
-var errLaunchStopped = errors.New("it was stopped while it was being started")
-
-// beginLaunch returns what a launch's context is to be, and what ends it. It needs the container's turn.
-func (c *container) beginLaunch(ctx context.Context) (launchCtx context.Context, end func()) {
-	launchCtx, cancel := context.WithCancelCause(ctx)
-	c.launching.Store(&launching{cancel})
-	return launchCtx, func() {
-		c.launching.Store(nil)
-		cancel(nil)
-	}
-}
-
-// giveLaunchUp has a launch that is under way taken back, if there is one: its launcher may hang.
-func (c *container) giveLaunchUp() {
-	if l := c.launching.Load(); l != nil {
-		l.giveUp(errLaunchStopped)
-	}
 }
 
 // readyPod finds a pod that is ready, and asks its pause whether that still
@@ -164,9 +143,12 @@ func (m *Manager) publishRunning(c *container, run *running) {
 // watchContainer publishes the exit of a container that has a shim.
 func (m *Manager) watchContainer(c *container, run *running) {
 	m.watchRunning(c, run, func() {
-		if m.processes.AwaitEnd(run.Shim, "shim of container "+c.id) {
-			m.settleExit(c, run)
-		} // else the daemon is ending, the container goes on
+		if !m.processes.AwaitEnd(run.Shim, "shim of container "+c.id) {
+			return // the daemon is ending, the container goes on
+		}
+		if exit, settled := m.ending.Settle(m.toEnd(c), run.StartedAt); settled {
+			m.noteExit(c, exit)
+		}
 	})
 }
 
@@ -185,35 +167,6 @@ func (m *Manager) closeRunning(c *container, run *running) {
 	if err := errors.Join(run.Close(), run.meter.Close()); err != nil {
 		m.log.Warn("close pidfds and statistics", "container", c.id, "error", err)
 	}
-}
-
-// settleExit turns the end of a shim into the exit of its container: by the exit
-// record, or, where the shim was lost, by ending what it left.
-func (m *Manager) settleExit(c *container, run *running) {
-	exit, lost, err := m.processes.ReadExit(m.tasks.Watchers.Context(), c.id, run.StartedAt)
-	switch {
-	case err != nil: // the daemon is ending; the next one finds out
-	case lost:
-		m.settleLost(c, exit)
-	default:
-		m.noteExit(c, exit)
-	}
-}
-
-// settleLost ends what a lost shim left of its container, however often that has to be tried, and publishes the exit then:
-// kubelet starts another instance when it sees it.
-func (m *Manager) settleLost(c *container, exit record.Exit) {
-	ctx := m.tasks.Watchers.Context()
-	for err := m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath); err != nil; err = m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath) {
-		if ctx.Err() == nil {
-			m.stuck.Warn(m.log, "what a lost shim left does not end; it is tried again", "container", c.id, "error", err)
-		}
-		if !m.tasks.Sleep(ctx, time.Second, "another try to kill what its lost shim left", c.String()) {
-			return // the daemon is ending; the next one finds out
-		}
-	}
-	exit.FinishedAt = time.Now()
-	m.noteExit(c, exit)
 }
 
 // noteExit fails only when the daemon is ending; the next one finds the exit record, or that the shim was lost.
@@ -312,58 +265,29 @@ func (m *Manager) stopContainer(ctx context.Context, c *container, timeout time.
 // endContainer holds no turn while it waits: the exit is published with it.
 func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.Duration) error {
 	var run *running
-	overdue := time.AfterFunc(min(timeout, math.MaxInt64-process.KillWait)+process.KillWait, c.giveLaunchUp)
+	overdue := time.AfterFunc(min(timeout, math.MaxInt64-process.KillWait)+process.KillWait, c.launching.GiveUp)
 	err := m.tasks.WithTurn(ctx, c.turn, "stop", c.String(), func() error { run = c.running.Load(); return nil })
 	overdue.Stop()
 	if err != nil || run == nil {
 		return err
 	}
-	if timeout > 0 {
-		failpoint.Reach("container.signal")
-		if err := m.processes.Signal(ctx, c.id, m.runtimeOf(c), run.Running, stopSignal(c)); err != nil {
-			m.log.Warn("a container can't be asked to stop and is killed", "container", c.id, "error", err)
-			return m.killContainer(ctx, c)
-		}
-		failpoint.Reach("container.signalled")
-		end := m.tasks.BeginUpTo(timeout, "exit", c.String())
-		exited := m.processes.AwaitStop(ctx, c.id, run.Running, timeout)
-		end()
-		if exited {
-			return nil
-		}
-		if err := ctx.Err(); err != nil {
-			return fmt.Errorf("stop container %s: %w", c.id, err)
-		}
-	}
-	return m.killContainer(ctx, c)
+	return m.ending.Stop(ctx, m.toEnd(c), run.Running, stopSignal(c), timeout)
 }
 
-// killContainer kills a container and waits for its exit, looking again and again.
-// A container that does not run is no error. It must not hold the turn: the exit is
-// published with it. What is in the way of reading the exit is the error: its watcher tries again.
+// killContainer kills a container and waits for its exit, see ending.Kit. A container that does not run is no error. It must not
+// hold the turn: the exit is published with it.
 func (m *Manager) killContainer(ctx context.Context, c *container) error {
-	defer m.tasks.Begin("its end after SIGKILL", c.String())()
-	for delay := 50 * time.Millisecond; ; delay = min(2*delay, time.Second) {
-		run := c.running.Load()
-		if run == nil {
-			return nil
+	return m.ending.Kill(ctx, m.toEnd(c))
+}
+
+// toEnd is the container as what ends it sees it.
+func (m *Manager) toEnd(c *container) ending.Container {
+	return ending.Container{ID: c.id, CgroupsPath: c.rec.CgroupsPath, Runtime: m.runtimeOf(c), Running: func() *process.Running {
+		if run := c.running.Load(); run != nil {
+			return run.Running
 		}
-		err := m.processes.Kill(ctx, c.id, c.rec.CgroupsPath, m.runtimeOf(c), run.Running)
-		if run.ShimHangs() {
-			failpoint.Reach("container.kill-shim")
-			err = errors.Join(err, run.KillShim())
-			failpoint.Reach("container.shim-killed")
-		}
-		if m.processes.AwaitExit(ctx, run.Running, delay) {
-			return nil
-		}
-		if unreadable := m.processes.UnreadableExit(c.id, run.Running); unreadable != nil {
-			return fmt.Errorf("container %s has ended: %w", c.id, unreadable)
-		}
-		if ctx.Err() != nil {
-			return errors.Join(fmt.Errorf("kill container %s: its process %d does not end: %w", c.id, run.PID, ctx.Err()), err)
-		}
-	}
+		return nil
+	}}
 }
 
 // stopSignal is the signal that asks the container to end: the config's, else the

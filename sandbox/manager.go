@@ -24,6 +24,7 @@ import (
 	"berth/oci"
 	"berth/sandbox/census"
 	"berth/sandbox/describe"
+	"berth/sandbox/ending"
 	"berth/sandbox/footprint"
 	"berth/sandbox/handler"
 	"berth/sandbox/imagefs"
@@ -87,6 +88,7 @@ type Manager struct {
 	trash         *layout.Trash
 	namespaces    namespaces.Kit
 	processes     process.Kit
+	ending        *ending.Kit
 	roots         roots.Kit
 	launch        launch.Kit
 	footprint     footprint.Kit
@@ -103,7 +105,6 @@ type Manager struct {
 	events        *view.Events
 	census        *census.Counter
 	unmeasured    seldom.Seldom // warnings of usage that can't be kept
-	stuck         seldom.Seldom // warnings of processes that SIGKILL does not end
 	tasks         *task.Runner
 	handlers      *handler.Set
 	disks         writable.Watch // root and state
@@ -122,6 +123,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	m.unfinished = unfinished.New(m.tasks)
 	m.dirs = layout.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
 	m.processes = process.Kit{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
+	m.ending = ending.New(m.processes)
 	m.Lists, m.events = view.NewLists(m.pods, m.containers)
 	m.roots = roots.Kit{Images: images, Dirs: m.dirs}
 	m.trash = layout.NewTrash(m.dirs, m.tasks)

@@ -99,7 +99,7 @@ func (m *Manager) killContainers(ctx context.Context, p *pod) error {
 	defer cancel()
 	var kills []func() error
 	for _, c := range m.containersOf(p.id) {
-		c.giveLaunchUp()
+		c.launching.GiveUp()
 		kills = append(kills, func() error { return m.killContainer(ctx, c) })
 	}
 	return m.tasks.Together("kill containers of", p.String(), kills...)

@@ -310,7 +310,11 @@ func (m *Manager) watchLost(c *container, ids shim.Launched, exit record.Exit) e
 	}
 	run := &running{left, m.containerMeter(c)}
 	m.publishRunning(c, run)
-	m.watchRunning(c, run, func() { m.settleLost(c, exit) })
+	m.watchRunning(c, run, func() {
+		if exit, settled := m.ending.SettleLost(m.toEnd(c), exit); settled {
+			m.noteExit(c, exit)
+		}
+	})
 	return nil
 }
 

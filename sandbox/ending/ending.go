@@ -1,0 +1,126 @@
+// Package ending ends containers, and finds out how they ended.
+//
+// # Contract
+//
+// Ending is level-triggered: what is left of a container is looked at, signalled, and looked at again, until its exit is published
+// (process.Running.Exited) or the context ends. Nobody who waits here holds the container's turn: the exit is published with it.
+//
+// How a container ended its shim has written down. Where the shim was lost, what it left is killed first, however often that has
+// to be tried: another instance is started when the exit is seen. The end of the daemon, of the lifetime Watchers, interrupts
+// that, and says nothing of the container; the next daemon finds out.
+package ending
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
+	"berth/internal/seldom"
+	"berth/sandbox/process"
+	"berth/sandbox/record"
+	"berth/shim/ociruntime"
+)
+
+// Kit is what is needed to end containers. Its methods may be called concurrently.
+type Kit struct {
+	processes process.Kit
+	stuck     seldom.Seldom // warnings of processes that SIGKILL does not end
+}
+
+// New returns a Kit for these processes.
+func New(processes process.Kit) *Kit { return &Kit{processes: processes} }
+
+// Container is one that is to end, or has.
+type Container struct {
+	ID          string
+	CgroupsPath string
+	Runtime     *ociruntime.Runtime     // nil: libcontainer
+	Running     func() *process.Running // its processes; nil when its exit is published
+}
+
+func (c Container) String() string { return "container " + c.ID }
+
+// Stop sends the signal to a container that runs as run, gives it timeout to exit, and kills it then; at once if timeout is zero.
+func (k *Kit) Stop(ctx context.Context, c Container, run *process.Running, signal unix.Signal, timeout time.Duration) error {
+	if timeout > 0 {
+		failpoint.Reach("container.signal")
+		if err := k.processes.Signal(ctx, c.ID, c.Runtime, run, signal); err != nil {
+			k.processes.Log.Warn("a container can't be asked to stop and is killed", "container", c.ID, "error", err)
+			return k.Kill(ctx, c)
+		}
+		failpoint.Reach("container.signalled")
+		end := k.processes.Tasks.BeginUpTo(timeout, "exit", c.String())
+		exited := k.processes.AwaitStop(ctx, c.ID, run, timeout)
+		end()
+		if exited {
+			return nil
+		}
+		if err := ctx.Err(); err != nil {
+			return fmt.Errorf("stop container %s: %w", c.ID, err)
+		}
+	}
+	return k.Kill(ctx, c)
+}
+
+// Kill kills a container and waits for its exit, looking again and again. A container that does not run is no error. What is in
+// the way of reading the exit is the error: its watcher tries again.
+func (k *Kit) Kill(ctx context.Context, c Container) error {
+	defer k.processes.Tasks.Begin("its end after SIGKILL", c.String())()
+	for delay := 50 * time.Millisecond; ; delay = min(2*delay, time.Second) {
+		run := c.Running()
+		if run == nil {
+			return nil
+		}
+		err := k.processes.Kill(ctx, c.ID, c.CgroupsPath, c.Runtime, run)
+		if run.ShimHangs() {
+			failpoint.Reach("container.kill-shim")
+			err = errors.Join(err, run.KillShim())
+			failpoint.Reach("container.shim-killed")
+		}
+		if k.processes.AwaitExit(ctx, run, delay) {
+			return nil
+		}
+		if unreadable := k.processes.UnreadableExit(c.ID, run); unreadable != nil {
+			return fmt.Errorf("container %s has ended: %w", c.ID, unreadable)
+		}
+		if ctx.Err() != nil {
+			return errors.Join(fmt.Errorf("kill container %s: its process %d does not end: %w", c.ID, run.PID, ctx.Err()), err)
+		}
+	}
+}
+
+// Settle returns how a container ended whose shim has: by the exit record, or, where the shim was lost, by what it left having
+// ended. False: the daemon is ending.
+func (k *Kit) Settle(c Container, startedAt time.Time) (exit record.Exit, settled bool) {
+	exit, lost, err := k.processes.ReadExit(k.processes.Tasks.Watchers.Context(), c.ID, startedAt)
+	switch {
+	case err != nil:
+		return record.Exit{}, false
+	case lost:
+		return k.SettleLost(c, exit)
+	}
+	return exit, true
+}
+
+// SettleLost ends what a lost shim left of its container and returns the exit with the time of that. False: the daemon is ending.
+func (k *Kit) SettleLost(c Container, exit record.Exit) (_ record.Exit, settled bool) {
+	ctx := k.processes.Tasks.Watchers.Context()
+	for err := k.killLeft(ctx, c); err != nil; err = k.killLeft(ctx, c) {
+		if ctx.Err() == nil {
+			k.stuck.Warn(k.processes.Log, "what a lost shim left does not end; it is tried again", "container", c.ID, "error", err)
+		}
+		if !k.processes.Tasks.Sleep(ctx, time.Second, "another try to kill what its lost shim left", c.String()) {
+			return record.Exit{}, false
+		}
+	}
+	exit.FinishedAt = time.Now()
+	return exit, true
+}
+
+func (k *Kit) killLeft(ctx context.Context, c Container) error {
+	return k.processes.KillLeftBehind(ctx, c.ID, c.CgroupsPath)
+}

@@ -1,0 +1,180 @@
+package ending
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/pidfd"
+	"berth/internal/task"
+	"berth/sandbox/layout"
+	"berth/sandbox/process"
+	"berth/sandbox/record"
+	"berth/shim"
+	shimrecord "berth/shim/record"
+)
+
+func testKit(t *testing.T) *Kit {
+	t.Helper()
+	log := slog.New(slog.DiscardHandler)
+	return New(process.Kit{Dirs: layout.Dirs{State: t.TempDir()}, Tasks: task.NewRunner(log, nil), Log: log})
+}
+
+// contained is a container of that kit whose processes these are. It has no cgroup (any more).
+func contained(run *process.Running) Container {
+	return Container{ID: "c", CgroupsPath: fmt.Sprintf("/berth-unit-test-no-such-group-%d", os.Getpid()), Running: func() *process.Running { return run }}
+}
+
+// command starts a shell command as the init of a container, whose exit is published when it ends; status then tells how it ended.
+// It returns when the command has printed a line.
+func command(t *testing.T, script string) (run *process.Running, status func() syscall.WaitStatus) {
+	t.Helper()
+	cmd := exec.Command("sh", "-c", script)
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	init, err := pidfd.Open(cmd.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := out.Read(make([]byte, 1)); err != nil {
+		t.Fatal(err)
+	}
+	run = process.Launched(&shim.Started{Init: init, InitPID: cmd.Process.Pid, StartedAt: time.Now()})
+	go func() {
+		defer close(run.Exited)
+		_ = cmd.Wait() // how it ended is in its state
+	}()
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill() // it has ended, or the test has failed
+		<-run.Exited
+		if err := run.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return run, func() syscall.WaitStatus { <-run.Exited; return cmd.ProcessState.Sys().(syscall.WaitStatus) }
+}
+
+// A container is asked first, if it has time, and killed if it does not do as it is told.
+func TestStop(t *testing.T) {
+	const willing, unwilling = `echo ready; exec sleep 1000`, `trap "" TERM; echo ready; while :; do sleep 1000; done`
+	for name, test := range map[string]struct {
+		script  string
+		timeout time.Duration
+		signal  syscall.Signal // that ends it
+	}{
+		"it does as it is told": {willing, time.Minute, unix.SIGTERM},
+		"it does not":           {unwilling, 100 * time.Millisecond, unix.SIGKILL},
+		"it has no time":        {willing, 0, unix.SIGKILL},
+	} {
+		run, status := command(t, test.script)
+		if err := testKit(t).Stop(t.Context(), contained(run), run, unix.SIGTERM, test.timeout); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if got := status().Signal(); got != test.signal {
+			t.Errorf("%s: it was ended by %v, want %v", name, got, test.signal)
+		}
+	}
+}
+
+// Whoever kills a container looks again and again whether it has ended: its exit may be published otherwise.
+func TestKillLooksAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var looks atomic.Int64
+		c := contained(process.Launched(&shim.Started{}))
+		run := c.Running
+		c.Running = func() *process.Running {
+			if looks.Add(1) > 3 {
+				return nil
+			}
+			return run()
+		}
+		if err := testKit(t).Kill(t.Context(), c); err != nil || looks.Load() != 4 {
+			t.Errorf("after %d looks: %v", looks.Load(), err)
+		}
+	})
+}
+
+// Whoever kills a container that does not end is told so.
+func TestKillGivesUp(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	err := testKit(t).Kill(ctx, contained(process.Launched(&shim.Started{InitPID: 77})))
+	if !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "its process 77 does not end") {
+		t.Error(err)
+	}
+}
+
+// A shim that hangs when its container has ended is killed: nobody else tells of the end.
+func TestKillOfAShimThatHangs(t *testing.T) {
+	left, status := command(t, `echo ready; exec sleep 1000`) // a shim, to this test
+	synctest.Test(t, func(t *testing.T) {
+		run := process.Launched(&shim.Started{Shim: left.Init})
+		ctx, cancel := context.WithTimeout(t.Context(), 2*process.ShimPatience)
+		defer cancel()
+		if err := testKit(t).Kill(ctx, contained(run)); !errors.Is(err, context.DeadlineExceeded) {
+			t.Error(err)
+		}
+	})
+	if got := status().Signal(); got != unix.SIGKILL {
+		t.Errorf("it was ended by %v", got)
+	}
+}
+
+// The exit is the shim's record, or that the shim was lost, when nothing is left of its container.
+func TestSettle(t *testing.T) {
+	k, started := testKit(t), time.Unix(100, 0)
+	exit, settled := k.Settle(contained(nil), started)
+	if !settled || exit.Reason != record.ReasonShimLost || exit.FinishedAt.IsZero() || !exit.StartedAt.Equal(started) {
+		t.Errorf("without a record: %+v, %v", exit, settled)
+	}
+	dir := k.processes.Dirs.Shim("c")
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	written := shimrecord.Exit{Code: 7, At: time.Unix(200, 0).UnixNano()}
+	if err := os.WriteFile(filepath.Join(dir, shimrecord.ExitFile), written.Encode(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	exit, settled = k.Settle(contained(nil), started)
+	if !settled || exit.Code != 7 || !exit.FinishedAt.Equal(time.Unix(200, 0)) || !exit.StartedAt.Equal(started) {
+		t.Errorf("with one: %+v, %v", exit, settled)
+	}
+}
+
+// What a lost shim left is killed again and again. While that fails nobody is told of an exit, nor when the daemon ends meanwhile.
+func TestWhatDoesNotEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		k, c := testKit(t), contained(nil)
+		c.CgroupsPath = "no path of a cgroup" // which is an error each time
+		settled := make(chan bool, 1)
+		go func() { _, s := k.Settle(c, time.Time{}); settled <- s }()
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		select {
+		case <-settled:
+			t.Fatal("it is settled")
+		default:
+		}
+		k.processes.Tasks.Watchers.Cancel()
+		if <-settled {
+			t.Error("it is settled when the daemon ends")
+		}
+	})
+}

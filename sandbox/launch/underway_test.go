@@ -1,0 +1,31 @@
+package launch
+
+import (
+	"context"
+	"errors"
+	"testing"
+)
+
+// A launch is given up while it is under way, and what was asked for before or after it concerns no other.
+func TestUnderWay(t *testing.T) {
+	var u UnderWay
+	u.GiveUp()
+	first, end := u.Begin(t.Context())
+	if first.Err() != nil {
+		t.Errorf("it was given up before it began: %v", context.Cause(first))
+	}
+	end()
+	u.GiveUp()
+	if errors.Is(context.Cause(first), ErrStopped) {
+		t.Error("it was given up after its end")
+	}
+	second, end := u.Begin(t.Context())
+	defer end()
+	if second.Err() != nil {
+		t.Errorf("it was given up for the one before: %v", context.Cause(second))
+	}
+	u.GiveUp()
+	if !errors.Is(context.Cause(second), ErrStopped) {
+		t.Errorf("it was not given up: %v", context.Cause(second))
+	}
+}
