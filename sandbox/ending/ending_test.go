@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"strings"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -37,11 +36,11 @@ func contained(run *process.Running) Container {
 	return Container{ID: "c", CgroupsPath: fmt.Sprintf("/berth-unit-test-no-such-group-%d", os.Getpid()), Running: func() *process.Running { return run }}
 }
 
-// command starts a shell command as the init of a container, whose exit is published when it ends; status then tells how it ended.
-// It returns when the command has printed a line.
-func command(t *testing.T, script string) (run *process.Running, status func() syscall.WaitStatus) {
+// command starts a shell command, which is to print its process ID, as the init of a container, whose exit is published when it ends.
+// status then tells how it ended, as a shell does. It is another process's child: looking at a pidfd reaps children.
+func command(t *testing.T, script string) (run *process.Running, status func() string) {
 	t.Helper()
-	cmd := exec.Command("sh", "-c", script)
+	cmd := exec.Command("sh", "-c", `sh -c "$1" & wait $!; echo $?`, "sh", script)
 	out, err := cmd.StdoutPipe()
 	if err != nil {
 		t.Fatal(err)
@@ -49,46 +48,53 @@ func command(t *testing.T, script string) (run *process.Running, status func() s
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	init, err := pidfd.Open(cmd.Process.Pid)
+	var pid int
+	if _, err := fmt.Fscanln(out, &pid); err != nil {
+		t.Fatal(err)
+	}
+	init, err := pidfd.Open(pid)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := out.Read(make([]byte, 1)); err != nil {
-		t.Fatal(err)
-	}
-	run = process.Launched(&shim.Started{Init: init, InitPID: cmd.Process.Pid, StartedAt: time.Now()})
+	run = process.Launched(&shim.Started{Init: init, InitPID: pid, StartedAt: time.Now()})
+	var ended string
 	go func() {
 		defer close(run.Exited)
-		_ = cmd.Wait() // how it ended is in its state
+		if _, err := fmt.Fscanln(out, &ended); err != nil {
+			t.Error(err)
+		}
+		if err := cmd.Wait(); err != nil {
+			t.Error(err)
+		}
 	}()
 	t.Cleanup(func() {
-		_ = cmd.Process.Kill() // it has ended, or the test has failed
+		_ = pidfd.Signal(init, unix.SIGKILL) // it has ended, or the test has failed
 		<-run.Exited
 		if err := run.Close(); err != nil {
 			t.Error(err)
 		}
 	})
-	return run, func() syscall.WaitStatus { <-run.Exited; return cmd.ProcessState.Sys().(syscall.WaitStatus) }
+	return run, func() string { <-run.Exited; return ended }
 }
 
 // A container is asked first, if it has time, and killed if it does not do as it is told.
 func TestStop(t *testing.T) {
-	const willing, unwilling = `echo ready; exec sleep 1000`, `trap "" TERM; echo ready; while :; do sleep 1000; done`
+	const willing, unwilling = `echo $$; exec sleep 1000`, `trap "" TERM; echo $$; exec sleep 1000`
 	for name, test := range map[string]struct {
 		script  string
 		timeout time.Duration
-		signal  syscall.Signal // that ends it
+		status  string // TERM is 15, KILL 9
 	}{
-		"it does as it is told": {willing, time.Minute, unix.SIGTERM},
-		"it does not":           {unwilling, 100 * time.Millisecond, unix.SIGKILL},
-		"it has no time":        {willing, 0, unix.SIGKILL},
+		"it does as it is told": {willing, time.Minute, "143"},
+		"it does not":           {unwilling, 100 * time.Millisecond, "137"},
+		"it has no time":        {willing, 0, "137"},
 	} {
 		run, status := command(t, test.script)
 		if err := testKit(t).Stop(t.Context(), contained(run), run, unix.SIGTERM, test.timeout); err != nil {
 			t.Errorf("%s: %v", name, err)
 		}
-		if got := status().Signal(); got != test.signal {
-			t.Errorf("%s: it was ended by %v, want %v", name, got, test.signal)
+		if got := status(); got != test.status {
+			t.Errorf("%s: it ended with %s, want %s", name, got, test.status)
 		}
 	}
 }
@@ -123,7 +129,7 @@ func TestKillGivesUp(t *testing.T) {
 
 // A shim that hangs when its container has ended is killed: nobody else tells of the end.
 func TestKillOfAShimThatHangs(t *testing.T) {
-	left, status := command(t, `echo ready; exec sleep 1000`) // a shim, to this test
+	left, status := command(t, `echo $$; exec sleep 1000`) // a shim, to this test
 	synctest.Test(t, func(t *testing.T) {
 		run := process.Launched(&shim.Started{Shim: left.Init})
 		ctx, cancel := context.WithTimeout(t.Context(), 2*process.ShimPatience)
@@ -132,8 +138,8 @@ func TestKillOfAShimThatHangs(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	if got := status().Signal(); got != unix.SIGKILL {
-		t.Errorf("it was ended by %v", got)
+	if got := status(); got != "137" {
+		t.Errorf("it ended with %s", got)
 	}
 }
 
