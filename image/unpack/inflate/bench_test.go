@@ -4,35 +4,18 @@ import (
 	"bytes"
 	"crypto/sha256"
 	"io"
-	"math/rand/v2"
 	"testing"
 
 	"github.com/klauspost/compress/gzip"
 	"github.com/klauspost/compress/zstd"
-)
 
-// sample is data that compresses as programs and texts do, to about a third.
-func sample(size int) []byte {
-	r := rand.New(rand.NewPCG(1, 2))
-	words := make([][]byte, 4096)
-	for i := range words {
-		words[i] = make([]byte, 2+r.IntN(10))
-		for j := range words[i] {
-			words[i][j] = byte(r.IntN(64) * r.IntN(4))
-		}
-	}
-	var b bytes.Buffer
-	for b.Len() < size {
-		n := r.IntN(len(words))
-		b.Write(words[n*n/len(words)])
-	}
-	return b.Bytes()[:size]
-}
+	"berth/image/unpack/inflate/inflatetest"
+)
 
 // BenchmarkReader inflates what layers come in; the rate is that of what comes out. With the tag isal gzip is ISA-L's, else
 // klauspost's (BenchmarkGunzip in package isal has them side by side). sha256 is what a layer is hashed with beside.
 func BenchmarkReader(b *testing.B) {
-	data := sample(32 << 20)
+	data := inflatetest.Sample(32 << 20)
 	for name, blob := range map[string][]byte{"gzip": compressed(b, data, newGzip), "zstd": compressed(b, data, newZstd), "plain": data} {
 		b.Run(name, func(b *testing.B) {
 			b.SetBytes(int64(len(data)))

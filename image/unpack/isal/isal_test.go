@@ -8,12 +8,13 @@ import (
 	"compress/gzip"
 	"errors"
 	"io"
-	"math/rand/v2"
 	"strings"
 	"testing"
 	"testing/iotest"
 
 	klauspost "github.com/klauspost/compress/gzip"
+
+	"berth/image/unpack/inflate/inflatetest"
 )
 
 // most is how much of what a fuzzer makes is inflated.
@@ -93,27 +94,9 @@ func pack(t testing.TB, data []byte, level int) []byte {
 	return b.Bytes()
 }
 
-// sample is data that compresses as programs and texts do, to about a third.
-func sample(size int) []byte {
-	r := rand.New(rand.NewPCG(1, 2))
-	words := make([][]byte, 4096)
-	for i := range words {
-		words[i] = make([]byte, 2+r.IntN(10))
-		for j := range words[i] {
-			words[i][j] = byte(r.IntN(64) * r.IntN(4))
-		}
-	}
-	var b bytes.Buffer
-	for b.Len() < size {
-		n := r.IntN(len(words))
-		b.Write(words[n*n/len(words)])
-	}
-	return b.Bytes()[:size]
-}
-
 // BenchmarkGunzip compares the library with Go's packages. The rate is that of what comes out.
 func BenchmarkGunzip(b *testing.B) {
-	data := sample(32 << 20)
+	data := inflatetest.Sample(32 << 20)
 	blob := pack(b, data, 6)
 	for name, open := range map[string]func(io.Reader) (io.ReadCloser, error){
 		"isal":      func(r io.Reader) (io.ReadCloser, error) { return NewReader(bufio.NewReaderSize(r, 256<<10)) },

@@ -1,0 +1,25 @@
+// Package inflatetest has what the benchmarks of decompressors inflate, so that their figures can be compared.
+package inflatetest
+
+import (
+	"bytes"
+	"math/rand/v2"
+)
+
+// Sample returns so many bytes that compress as programs and texts do, to about a third; the same ones each time.
+func Sample(size int) []byte {
+	r := rand.New(rand.NewPCG(1, 2))
+	words := make([][]byte, 4096)
+	for i := range words {
+		words[i] = make([]byte, 2+r.IntN(10))
+		for j := range words[i] {
+			words[i][j] = byte(r.IntN(64) * r.IntN(4))
+		}
+	}
+	var b bytes.Buffer
+	for b.Len() < size {
+		n := r.IntN(len(words))
+		b.Write(words[n*n/len(words)])
+	}
+	return b.Bytes()[:size]
+}
