@@ -372,6 +372,30 @@ func TestStatsWritableLayer(t *testing.T) {
 	harness.Equal(t, "bytes of no container", harness.Get(d.Images.ImageFsInfo(t.Context()))(t).ContainerFilesystems[0].UsedBytes.Value, 0)
 }
 
+// What another container of the pod writes into a layer counts, though the layer's own container sleeps.
+func TestStatsWritableLayerOfSleeper(t *testing.T) {
+	d := harness.StartDaemon(t, harness.WithConfig(`stats_period = "100ms"`))
+	pod := d.RunPod(t, harness.HostNetwork, harness.SharedPID)
+	sleeper, writer := pod.Run(t, harness.ContainerNamed("sleeper"), harness.Command("sleep", "98765")), pod.Run(t, harness.ContainerNamed("writer"))
+	var before *runtimeapi.FilesystemUsage
+	harness.Eventually(t, "the layer is counted twice", func() error {
+		layer := containerStats(t, sleeper).WritableLayer
+		if layer == nil || before == nil || layer.Timestamp == before.Timestamp {
+			before = layer
+			return fmt.Errorf("it is %v", layer)
+		}
+		return nil
+	})
+	const size = 3 << 20
+	writer.Exec(t, "sh", "-c", fmt.Sprintf(`for p in /proc/[0-9]*; do if grep -q 98765 $p/cmdline && ! grep -q proc $p/cmdline; then head -c %d /dev/zero >$p/root/written; fi; done`, size))
+	harness.Eventually(t, "what was written is counted", func() error {
+		if layer := containerStats(t, sleeper).WritableLayer; layer.UsedBytes.Value < size {
+			return fmt.Errorf("it is %v", layer)
+		}
+		return nil
+	})
+}
+
 // Writable layers on a filesystem of their own have another name than the images',
 // which is how kubelet knows (KEP-4191).
 func TestStatsSplitFilesystem(t *testing.T) {

@@ -17,7 +17,7 @@ import (
 )
 
 // poses has a pod have another's addresses, too, and tells whether a datagram with one of them as its source arrives.
-func poses(t *testing.T, pod, other, server *testPod, v6 bool) (arrives bool) {
+func poses(t *testing.T, pod, other, server *testPod, v6, expected bool) (arrives bool) {
 	t.Helper()
 	must(t, netns.In(pod.netns, func() error {
 		link, err := netlink.LinkByName("eth0")
@@ -31,19 +31,23 @@ func poses(t *testing.T, pod, other, server *testPod, v6 bool) (arrives bool) {
 		addr.Flags = unix.IFA_F_NODAD
 		return netlink.AddrReplace(link, addr)
 	}))
-	return hears(t, pod, server, net.ParseIP(other.ip(v6)), v6)
+	return hears(t, pod, server, net.ParseIP(other.ip(v6)), v6, expected)
 }
 
-// hears tells whether a server gets a datagram from a source.
-func hears(t *testing.T, pod, server *testPod, source net.IP, v6 bool) bool {
+// hears tells whether a server gets a datagram from a source. What is expected is waited for longer.
+func hears(t *testing.T, pod, server *testPod, source net.IP, v6, expected bool) bool {
 	t.Helper()
+	limit := dropped
+	if expected {
+		limit = patience
+	}
 	var listener net.PacketConn
 	must(t, netns.In(server.netns, func() (err error) {
 		listener, err = net.ListenPacket("udp", ":99")
 		return err
 	}))
 	defer listener.Close()
-	must(t, listener.SetReadDeadline(time.Now().Add(dropped)))
+	must(t, listener.SetReadDeadline(time.Now().Add(limit)))
 	must(t, netns.In(pod.netns, func() error {
 		conn, err := net.DialUDP("udp", &net.UDPAddr{IP: source}, &net.UDPAddr{IP: net.ParseIP(server.ip(v6)), Port: 99})
 		if err != nil {
@@ -64,10 +68,10 @@ func TestSourceIsChecked(t *testing.T) {
 			b := newBed(t, map[string]any{"checkSource": checked})
 			pod, other, server := b.attached(nil), b.attached(nil), b.attached(nil)
 			for _, v6 := range []bool{false, true} {
-				if !hears(t, pod, server, net.ParseIP(pod.ip(v6)), v6) {
+				if !hears(t, pod, server, net.ParseIP(pod.ip(v6)), v6, true) {
 					t.Errorf("a pod is not heard, IPv6 %v", v6)
 				}
-				if arrives := poses(t, pod, other, server, v6); arrives == checked {
+				if arrives := poses(t, pod, other, server, v6, !checked); arrives == checked {
 					t.Errorf("a pod is heard as another one: %v, IPv6 %v", arrives, v6)
 				}
 			}
@@ -76,7 +80,7 @@ func TestSourceIsChecked(t *testing.T) {
 				must(t, err)
 				return netlink.LinkSetHardwareAddr(link, net.HardwareAddr{2, 0, 0, 0, 0, 9})
 			}))
-			if arrives := hears(t, other, server, net.ParseIP(other.ip(false)), false); arrives == checked {
+			if arrives := hears(t, other, server, net.ParseIP(other.ip(false)), false, !checked); arrives == checked {
 				t.Errorf("a pod is heard with another hardware address: %v", arrives)
 			}
 		})
@@ -154,4 +158,18 @@ func limitOf(t *testing.T, device string) string {
 	}
 	tbf := all[at].(*netlink.Tbf)
 	return fmt.Sprintf("rate %d, limit %d", tbf.Rate, tbf.Limit)
+}
+
+// When a pod is attached the bridge takes what it sends.
+func TestPortForwards(t *testing.T) {
+	newWorld(t)
+	b := newBed(t, nil)
+	for range 20 {
+		pod := b.attached(nil)
+		port, err := netlink.LinkByName(links.PortName(pod.id, "eth0"))
+		must(t, err)
+		if state := port.Attrs().OperState; state != netlink.OperUp {
+			t.Errorf("the port of pod %s is %v", pod.id, state)
+		}
+	}
 }

@@ -282,14 +282,11 @@ func fieldsAfterName(stat []byte) [][]byte {
 	return bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:])
 }
 
+// dup's error wraps os.ErrClosed if f is closed.
 func dup(f *os.File) (*os.File, error) {
-	conn, err := f.SyscallConn()
-	if err != nil {
-		return nil, fmt.Errorf("duplicate %s: %w", f.Name(), err)
-	}
 	var fd int
 	var dupErr error
-	if err := conn.Control(func(old uintptr) { fd, dupErr = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0) }); err != nil {
+	if err := control(f, func(old uintptr) { fd, dupErr = unix.FcntlInt(old, unix.F_DUPFD_CLOEXEC, 0) }); err != nil {
 		return nil, fmt.Errorf("duplicate %s: %w", f.Name(), err)
 	}
 	if dupErr != nil {

@@ -205,6 +205,9 @@ func TestClosedFile(t *testing.T) {
 	if err := Signal(f, 0); !errors.Is(err, os.ErrClosed) {
 		t.Errorf("Signal: %v", err)
 	}
+	if err := Wait(t.Context(), f); !errors.Is(err, os.ErrClosed) {
+		t.Errorf("Wait: %v", err)
+	}
 }
 
 // Who has no descriptor left waits all the same: a child that nobody reaps would stay a zombie.

@@ -27,7 +27,8 @@ type Count struct {
 
 	Processes *Processes // nil when the container did not run
 
-	usedCPU string // before it was counted
+	usedCPU string    // by the pod, before it was counted; empty: it is to be counted again
+	seen    time.Time // when it was counted, where At is when it was found to have done nothing since
 }
 
 // Ledger is what is known of one container. Its zero value is of one that was never counted.
@@ -193,7 +194,8 @@ func (c *Counter) count(ctx context.Context, s *Subject) error {
 		return fmt.Errorf("open writable layer: %w", err)
 	}
 	defer upper.Close()
-	counted := &Count{At: time.Now(), Mountpoint: c.mountpoint, usedCPU: used}
+	now := time.Now()
+	counted := &Count{At: now, Mountpoint: c.mountpoint, usedCPU: used, seen: now}
 	counted.Layer, err = diskusage.Tree(ctx, upper)
 	if errors.Is(err, diskusage.ErrTooDeep) { // kubelet takes nothing for 0: the rest is better
 		c.cfg.Log.Warn("a writable layer takes more than was counted", "container", s.ID, "counted", counted.Layer.Bytes, "error", err)
@@ -204,6 +206,9 @@ func (c *Counter) count(ctx context.Context, s *Subject) error {
 	}
 	if s.Init != 0 {
 		counted.Processes, err = countProcesses(ctx, s.CgroupsPath, c.cfg.SystemdCgroup, s.Init)
+	}
+	if err != nil {
+		counted.usedCPU = ""
 	}
 	s.Ledger.last.Store(counted)
 	return err

@@ -128,7 +128,7 @@ func TestAddFiles(t *testing.T) {
 // What was counted holds for a container none of whose processes has run since.
 func TestIdleSince(t *testing.T) {
 	now := time.Now()
-	counted := &Count{At: now.Add(-time.Hour), usedCPU: "17\n", Processes: &Processes{Files: 3}}
+	counted := &Count{At: now.Add(-time.Minute), seen: now.Add(-maxUnseen), usedCPU: "17\n", Processes: &Processes{Files: 3}}
 	for name, c := range map[string]struct {
 		last *Count
 		used string
@@ -136,6 +136,7 @@ func TestIdleSince(t *testing.T) {
 	}{
 		"never counted":        {nil, "17\n", false},
 		"idle":                 {counted, "17\n", true},
+		"too long ago":         {&Count{At: now, seen: now.Add(-maxUnseen - 1), usedCPU: "17\n"}, "17\n", false},
 		"has run":              {counted, "18\n", false},
 		"unknown now":          {counted, "", false},
 		"unknown now and then": {&Count{}, "", false},

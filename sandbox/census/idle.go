@@ -8,11 +8,18 @@ import (
 	"path/filepath"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"berth/internal/cgroup"
 )
 
-// usedCPU returns what the processes of a container's cgroup have used of the CPU, in the kernel's words. They are empty where the
-// kernel does not say, or not of all of the container's processes.
+// maxUnseen is how old a count may become of a pod that does nothing: a file can have been opened for somebody in another pod, by a
+// descriptor that was passed.
+const maxUnseen = time.Hour
+
+// usedCPU returns what the processes of a container's pod have used of the CPU, in the kernel's words. It is the pod's because one container
+// can write what counts as another's, through /proc in a shared PID namespace. The words are empty where the kernel does not say, or not of all of the
+// container's processes.
 func usedCPU(s *Subject, systemd bool) (string, error) {
 	if s.Init == 0 {
 		return "", nil
@@ -26,22 +33,22 @@ func usedCPU(s *Subject, systemd bool) (string, error) {
 		return "", nil
 	}
 	for _, name := range []string{"cpuacct.usage", "cpu.stat"} { // of cgroup v1 and v2
-		content, err := os.ReadFile(filepath.Join(dir, name))
+		content, err := os.ReadFile(filepath.Join(filepath.Dir(dir), name))
 		if err == nil {
 			return string(content), nil
 		}
-		if !errors.Is(err, fs.ErrNotExist) {
+		if !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENODEV) { // that of a group that was removed since it was opened
 			return "", fmt.Errorf("CPU time: %w", err)
 		}
 	}
 	return "", nil // it has ended
 }
 
-// idleSince returns the last count as one of now if none of the container's processes has run since then: it has neither written nor
-// opened anything. Else it returns nil.
+// idleSince returns the last count as one of now if none of the pod's processes has run since then. Else, or when that was too long ago, it
+// returns nil.
 func (l *Ledger) idleSince(usedCPU string, now time.Time) *Count {
 	last := l.last.Load()
-	if last == nil || usedCPU == "" || last.usedCPU != usedCPU {
+	if last == nil || usedCPU == "" || last.usedCPU != usedCPU || now.Sub(last.seen) > maxUnseen {
 		return nil
 	}
 	again := *last

@@ -20,6 +20,7 @@ import (
 	"net/netip"
 	"os"
 	"strings"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netlink/nl"
@@ -104,7 +105,35 @@ func Connect(a Attachment) (Connected, error) {
 	if err := a.makePair(ns, made); err != nil {
 		return made, err
 	}
-	return made, netns.In(a.NetNS, func() error { return a.setUpPod() })
+	if err := netns.In(a.NetNS, func() error { return a.setUpPod() }); err != nil {
+		return made, err
+	}
+	return made, a.awaitForwarding()
+}
+
+// linkTime is how long it may take until a port with a carrier forwards: the kernel has a work queue for that, which waits for the lock of
+// all network devices.
+const linkTime = 5 * time.Second
+
+// awaitForwarding waits until the bridge takes what the pod sends. What comes before is dropped, and a pod's first question for a hardware
+// address is asked again after a second. The bridge plugin waits for the same.
+func (a *Attachment) awaitForwarding() error {
+	port := PortName(a.ContainerID, a.IfName)
+	begin := time.Now()
+	for pause := 100 * time.Microsecond; ; pause = min(2*pause, 20*time.Millisecond) {
+		link, err := netlink.LinkByName(port)
+		if err != nil {
+			return fmt.Errorf("state of port %s: %w", port, err)
+		}
+		state := link.Attrs().OperState
+		if state == netlink.OperUp {
+			return nil
+		}
+		if time.Since(begin) > linkTime {
+			return fmt.Errorf("port %s does not forward after %v: it is %v", port, linkTime, state)
+		}
+		time.Sleep(pause)
+	}
 }
 
 // makePair makes the devices, each in its namespace, and then sets up the port. The pod's is down, so there is no carrier yet, and the kernel
