@@ -13,7 +13,8 @@ const (
 	idleTime = 6 * time.Minute
 )
 
-// idle is a node whose pods do nothing and of which nobody asks anything. All runtimes are idle at the same time.
+// idle is a node whose pods do nothing and of which nobody asks anything. All runtimes are idle at the same time,
+// but for the start of the others' pods.
 var idle = experiment{
 	name: "100 pods, idle", rows: []string{"cpu-idle-100"}, suits: plugins, samples: once, limit: idleTime + 3*time.Minute,
 	prepare: func(ctx context.Context, _ *bench, s *subject.Subject) (any, error) {

@@ -118,8 +118,8 @@ func (b *bench) setting() string {
 	for _, c := range b.columns() {
 		versions = append(versions, c.Version)
 	}
-	return fmt.Sprintf("%s, %d CPUs, %.0f GiB, Linux %s, %s; %s; %d samples (rows that take long have fewer); %s.\n", processor(), goruntime.NumCPU(), memorySize(),
-		kernel(), cgroups(), strings.Join(versions, ", "), b.samples, time.Now().UTC().Format("2 January 2006"))
+	return fmt.Sprintf("%s, %d CPUs, %.0f GiB, Linux %s, %s, images on %s; %s; %d samples (rows that take long have fewer); %s.\n", processor(), goruntime.NumCPU(), memorySize(),
+		kernel(), cgroups(), filesystem(b.dir), strings.Join(versions, ", "), b.samples, time.Now().UTC().Format("2 January 2006"))
 }
 
 // processor is what the processor calls itself.
@@ -151,6 +151,25 @@ func kernel() string {
 		return "of unknown version"
 	}
 	return unix.ByteSliceToString(u.Release[:])
+}
+
+// filesystem names that of a directory.
+func filesystem(dir string) string {
+	var fs unix.Statfs_t
+	if err := unix.Statfs(dir, &fs); err != nil {
+		return "an unknown filesystem"
+	}
+	switch fs.Type {
+	case unix.EXT4_SUPER_MAGIC:
+		return "ext4"
+	case unix.XFS_SUPER_MAGIC:
+		return "XFS"
+	case unix.BTRFS_SUPER_MAGIC:
+		return "btrfs"
+	case unix.TMPFS_MAGIC:
+		return "tmpfs"
+	}
+	return fmt.Sprintf("a filesystem of type %#x", fs.Type)
 }
 
 func cgroups() string {
