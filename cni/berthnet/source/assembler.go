@@ -34,6 +34,12 @@ func (a *assembler) atLeast(size uint32) {
 	a.to(drop)
 }
 
+// atLeastX drops frames that have fewer bytes after X. They are known to have as many at all.
+func (a *assembler) atLeastX(size uint32) {
+	a.add(bpf.LoadExtension{Num: bpf.ExtLen}, bpf.ALUOpConstant{Op: bpf.ALUOpSub, Val: size}, bpf.JumpIfX{Cond: bpf.JumpGreaterOrEqual, SkipTrue: 1})
+	a.to(drop)
+}
+
 // when jumps if what was loaded is a value, unless jumps if it is not. A conditional jump reaches 255 instructions, an unconditional one all.
 func (a *assembler) when(value uint32, label string) {
 	a.add(bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: value, SkipTrue: 1})

@@ -3,7 +3,8 @@
 //
 // # Contract
 //
-// Program is pure. Frames pass that have the pod's hardware address and, of IPv4, ARP and IPv6, one of its addresses as their source. So a
+// Program is pure. Frames of IPv4, ARP and IPv6 pass that have the pod's hardware address and one of its addresses as their source, and no
+// others: of a frame with two VLAN tags for no VLAN (VID 0) the kernel takes one off before the program sees it, and the other one after (Linux 5.0). So a
 // pod can't speak as another pod or as the node, nor draw their packets to itself: neighbours can be told of its own addresses only, and router
 // advertisements and redirects it cannot send at all. Nothing passes to 127.0.0.0/8 either, which the bridge would take for the sake of host ports
 // (CVE-2020-8558), whether the packet filter's rules are there or not.
@@ -18,8 +19,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Verdicts of the program, as of a classifier that acts itself. A program that reads beyond the end of a frame lets it pass, so lengths are
-// looked at first.
+// Verdicts of the program, as of a classifier that acts itself. A program that reads beyond the end of a frame ends with 0, TC_ACT_OK: the frame
+// passes, and by the classifiers after it, of which one limits the rate. So lengths are looked at first.
 const (
 	Pass = 0xffffffff // TC_ACT_UNSPEC: on to the next classifier
 	Drop = 2          // TC_ACT_SHOT
@@ -61,6 +62,7 @@ func Program(mac net.HardwareAddr, ips []netip.Addr) []bpf.Instruction {
 		}
 	}
 	var a assembler
+	a.atLeast(ethernet)
 	a.load(ethSource, 4)
 	a.unless(binary.BigEndian.Uint32(mac), drop)
 	a.load(ethSource+4, 2)
@@ -69,7 +71,7 @@ func Program(mac net.HardwareAddr, ips []netip.Addr) []bpf.Instruction {
 	a.when(unix.ETH_P_IP, "ip4")
 	a.when(unix.ETH_P_ARP, "arp")
 	a.when(unix.ETH_P_IPV6, "ip6")
-	a.to(pass)
+	a.to(drop)
 
 	a.label("ip4")
 	a.ip4(ip4)
@@ -150,6 +152,7 @@ func (a *assembler) ip6(mac net.HardwareAddr, ip netip.Addr) {
 		}
 		a.to(pass)
 		a.label(skip)
+		a.atLeastX(2)
 		a.add(bpf.LoadIndirect{Off: 0, Size: 1}, bpf.StoreScratch{Src: bpf.RegA, N: 0}, // the one after it
 			bpf.LoadIndirect{Off: 1, Size: 1}, bpf.ALUOpConstant{Op: bpf.ALUOpAdd, Val: 1}, bpf.ALUOpConstant{Op: bpf.ALUOpMul, Val: 8},
 			bpf.ALUOpX{Op: bpf.ALUOpAdd}, bpf.TAX{}, bpf.LoadScratch{Dst: bpf.RegA, N: 0})
@@ -158,11 +161,13 @@ func (a *assembler) ip6(mac net.HardwareAddr, ip netip.Addr) {
 	a.to(drop) // nobody needs so many
 
 	a.label("icmp")
+	a.atLeastX(1)
 	a.add(bpf.LoadIndirect{Off: 0, Size: 1})
 	a.when(icmpRouter, drop)
 	a.when(icmpGoThere, drop)
 	a.unless(icmpNA, pass)
 	const target = 8
+	a.atLeastX(target + 16)
 	load := func(word int) { a.add(bpf.LoadIndirect{Off: uint32(target + 4*word), Size: 4}) }
 	a.compare6(load, ip, "target-not-own")
 	a.to(pass)

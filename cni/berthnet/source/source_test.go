@@ -45,6 +45,9 @@ func extension(next, more byte) []byte {
 	return append([]byte{next, more}, make([]byte, 6+8*int(more))...)
 }
 
+// tag is what follows the type of a frame with a VLAN tag: no VLAN, and the type of what is in it.
+func tag(kind uint16) []byte { return binary.BigEndian.AppendUint16([]byte{0, 0}, kind) }
+
 func icmp(kind byte, target netip.Addr) []byte {
 	return append([]byte{kind, 0, 0, 0, 0, 0, 0, 0}, target.AsSlice()...)
 }
@@ -63,7 +66,7 @@ func verdict(t testing.TB, frame []byte, ips ...netip.Addr) int {
 }
 
 func TestProgram(t *testing.T) {
-	const arpType, v4, v6, lldp = 0x0806, 0x0800, 0x86dd, 0x88cc
+	const arpType, v4, v6, lldp, vlan, provider = 0x0806, 0x0800, 0x86dd, 0x88cc, 0x8100, 0x88a8
 	chain := func(n int) []byte {
 		all := ip6(own6, 60)
 		for i := range n {
@@ -83,7 +86,11 @@ func TestProgram(t *testing.T) {
 		{"own IPv4", frame(ownMAC, v4, ip4(own4, other4)), true},
 		{"another's MAC", frame(otherMAC, v4, ip4(own4, other4)), false},
 		{"another's MAC, no IP", frame(otherMAC, lldp), false},
-		{"no IP", frame(ownMAC, lldp), true},
+		{"no IP", frame(ownMAC, lldp), false},
+		{"IPv4 with a VLAN tag", frame(ownMAC, vlan, tag(v4), ip4(own4, other4)), false}, // the kernel has taken off another one
+		{"another's IPv4 with a VLAN tag", frame(ownMAC, vlan, tag(v4), ip4(other4, own4)), false},
+		{"another's ARP with a provider's VLAN tag", frame(ownMAC, provider, tag(arpType), arp(ownMAC, other4)), false},
+		{"no frame", frame(ownMAC, v4)[:13], false},
 		{"another's IPv4", frame(ownMAC, v4, ip4(other4, own4)), false},
 		{"no IPv4", frame(ownMAC, v4, ip4(none4, other4)), false},
 		{"to loopback", frame(ownMAC, v4, ip4(own4, netip.MustParseAddr("127.8.0.1"))), false},
@@ -112,6 +119,12 @@ func TestProgram(t *testing.T) {
 		{"hidden advertisement", frame(ownMAC, v6, chain(1)), false},
 		{"well hidden advertisement", frame(ownMAC, v6, chain(3)), false},
 		{"very well hidden advertisement", frame(ownMAC, v6, chain(6)), false},
+		{"header cut off", frame(ownMAC, v6, ip6(own6, 60)), false},
+		{"header cut off after its type", frame(ownMAC, v6, ip6(own6, 60), []byte{17}), false},
+		{"header that ends beyond the frame, after it another one", frame(ownMAC, v6, ip6(own6, 60), []byte{60, 255, 0, 0, 0, 0, 0, 0}), false},
+		{"header that ends beyond the frame, after it ICMP", frame(ownMAC, v6, ip6(own6, 60), []byte{58, 255, 0, 0, 0, 0, 0, 0}), false},
+		{"ICMP cut off", frame(ownMAC, v6, ip6(own6, 58)), false},
+		{"neighbour advertisement cut off", frame(ownMAC, v6, ip6(own6, 58), icmp(136, own6)[:23]), false},
 		{"hidden data", frame(ownMAC, v6, ip6(own6, 43), extension(17, 2), make([]byte, 8)), true},
 	} {
 		if got := verdict(t, c.frame, own4, own6); (got == Pass) != c.pass || got != Pass && got != Drop {
@@ -126,19 +139,30 @@ func TestProgram(t *testing.T) {
 	}
 }
 
-// Whatever is in a frame, it passes as nobody else's, and the kernel accepts the program: it has the form of one, and ends.
+// Whatever is in a frame, the program has a verdict of its own, not that of one that reads beyond the end; and what passes is nobody else's, and
+// nothing that becomes another frame on its way.
 func FuzzProgram(f *testing.F) {
 	f.Add(frame(ownMAC, 0x0800, ip4(own4, other4)))
 	f.Add(frame(ownMAC, 0x0806, arp(ownMAC, own4)))
 	f.Add(frame(ownMAC, 0x86dd, ip6(own6, 0), extension(58, 0), icmp(136, own6)))
+	f.Add(frame(ownMAC, 0x86dd, ip6(own6, 60), []byte{60, 255, 0, 0, 0, 0, 0, 0}))
+	f.Add(frame(ownMAC, 0x8100, tag(0x0800), ip4(other4, own4)))
 	f.Fuzz(func(t *testing.T, data []byte) {
-		if verdict(t, data, own4, own6) != Pass || len(data) < ethernet {
+		switch verdict(t, data, own4, own6) {
+		case Drop:
 			return
+		case Pass:
+		default:
+			t.Fatal("reads beyond the end")
 		}
 		if !slices.Equal(data[ethSource:ethType], ownMAC) {
 			t.Errorf("passes with another's hardware address")
 		}
-		switch binary.BigEndian.Uint16(data[ethType:]) {
+		switch kind := binary.BigEndian.Uint16(data[ethType:]); kind {
+		case 0x0806:
+			if ip, _ := netip.AddrFromSlice(data[arpSender4 : arpSender4+4]); ip != own4 && ip != none4 {
+				t.Errorf("passes with ARP for %s", ip)
+			}
 		case 0x0800:
 			if ip, _ := netip.AddrFromSlice(data[ip4Source:ip4Dest]); ip != own4 {
 				t.Errorf("passes with the address %s", ip)
@@ -147,6 +171,8 @@ func FuzzProgram(f *testing.F) {
 			if ip, _ := netip.AddrFromSlice(data[ip6Source : ip6Source+16]); ip != own6 && ip != ownLocal && ip != none6 {
 				t.Errorf("passes with the address %s", ip)
 			}
+		default:
+			t.Errorf("passes with type %#x", kind)
 		}
 	})
 }
