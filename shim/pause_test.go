@@ -226,7 +226,7 @@ func TestPauseLeavesItsLauncherAsItWas(t *testing.T) {
 				warm++
 			}
 		}
-		return warm == len(before)
+		return warm == len(before) && maps.Equal(allOf(t, before), was) // nor is anything open for that look
 	})
 	req := e.pauseRequest("pause")
 	score := 500
