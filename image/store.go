@@ -149,17 +149,22 @@ func (s *Store) close() error {
 }
 
 // load reads the records. One that is damaged, or whose layers are not all there,
-// is set aside and the image has to be pulled again.
+// is set aside and the image has to be pulled again. One whose layers only another kernel can mount sleeps.
 func (s *Store) load() error {
 	records := map[string]record{}
+	asleep := 0
 	damaged, err := s.records.Load(func(name string, version int, body []byte) error {
 		id := "sha256:" + name
 		rec, err := decodeRecord(id, body)
 		if err != nil {
 			return err
 		}
-		if err := s.layers.has(distinct(rec.layers())); err != nil {
-			return err
+		names := distinct(rec.layers())
+		if err := s.layers.has(names); err != nil {
+			if rec.asleep = s.layers.keeps(names); !rec.asleep {
+				return err
+			}
+			asleep++
 		}
 		records[id] = rec
 		return nil
@@ -169,6 +174,9 @@ func (s *Store) load() error {
 	}
 	for _, d := range damaged {
 		s.log.Error("image record set aside; the image must be pulled again", "image", d.Name, "file", d.Path, "error", d.Err)
+	}
+	if asleep > 0 {
+		s.log.Warn("images whose layers this kernel can't mount are not listed; they are there again with one that can", "images", asleep)
 	}
 	for id, rec := range records {
 		s.sequence = max(s.sequence, rec.Sequence)
@@ -222,6 +230,19 @@ func (s *Store) Progress() []PullProgress { return s.pulls.snapshot() }
 // Driver is the form in which layers are made, see Config.
 func (s *Store) Driver() rootfs.Kind { return s.layers.made.Kind() }
 
+// Asleep returns the IDs of the images that are kept for a kernel that can mount their layers, sorted. Nothing else but Remove knows
+// them, and Pull, which makes such an image anew.
+func (s *Store) Asleep() []string {
+	ids := []string{}
+	for id, rec := range s.index.Load().records {
+		if rec.asleep {
+			ids = append(ids, id)
+		}
+	}
+	slices.Sort(ids)
+	return ids
+}
+
 // Root returns the directory of images.
 func (s *Store) Root() string { return s.cfg.Root }
 
@@ -235,7 +256,7 @@ type Usage struct {
 func (s *Store) Usage(context.Context) (Usage, error) {
 	x := s.index.Load()
 	used := s.layers.Usage()
-	return Usage{Mountpoint: s.cfg.Root, Bytes: used.Bytes + x.bytes, Inodes: used.Inodes + uint64(len(x.images))}, nil
+	return Usage{Mountpoint: s.cfg.Root, Bytes: used.Bytes + x.bytes, Inodes: used.Inodes + uint64(len(x.records))}, nil
 }
 
 // Remove removes the image that ref names, with all its tags. Its layers go
@@ -248,24 +269,24 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 	}
 	defer release()
 	x := s.index.Load()
-	img, err := x.find(ref)
+	id, err := x.recorded(ref)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}
 	if err != nil {
 		return fmt.Errorf("remove image: %w", err)
 	}
-	if err := s.records.Remove(recordName(img.ID)); err != nil {
-		return fmt.Errorf("remove image %s: %w", img.ID, err)
+	if err := s.records.Remove(recordName(id)); err != nil {
+		return fmt.Errorf("remove image %s: %w", id, err)
 	}
 	records := maps.Clone(x.records)
-	delete(records, img.ID)
-	delete(s.stale, img.ID)
+	delete(records, id)
+	delete(s.stale, id)
 	s.writeStale(records)
 	s.index.Store(newIndex(records, s.index.Load(), s.pinned))
-	layers := s.refs.release(imageOwner(img.ID))
+	layers := s.refs.release(imageOwner(id))
 	if err := s.sweepAfter(layers); err != nil {
-		return fmt.Errorf("remove image %s: %w", img.ID, err)
+		return fmt.Errorf("remove image %s: %w", id, err)
 	}
 	return nil
 }
@@ -387,7 +408,8 @@ func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registr
 	x := s.index.Load()
 	chain := layersOf(img)
 	id, rec, known := x.place(img)
-	if !known {
+	if !known || rec.asleep {
+		rec.asleep = false
 		if rec.Size, err = s.sizeOf(chain); err != nil {
 			return nil, err
 		}
@@ -396,8 +418,10 @@ func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registr
 	if records[id], err = s.write(id, rec.with(ref, img.Digest)); err != nil {
 		return nil, err
 	}
-	if old, ok := x.byName[ref.String()]; ok && ref.Tag != "" && old.ID != id {
-		records[old.ID] = s.untag(old.ID, x.records[old.ID].without(ref.String()))
+	for other, old := range x.records {
+		if ref.Tag != "" && other != id && slices.Contains(old.Tags, ref.String()) {
+			records[other] = s.untag(other, old.without(ref.String()))
+		}
 	}
 	s.refs.tryAcquire(imageOwner(id), chain) // the caller holds them: none is dying
 	next := newIndex(records, s.index.Load(), s.pinned)

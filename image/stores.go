@@ -34,6 +34,9 @@ type stores struct {
 	made   *layer.Store   // where layers are made
 	usable []*layer.Store // those that can be mounted, made first
 	all    []*layer.Store // that of directories first
+	// asleep is the one whose layers this kernel can't mount, nil if there is none. They are kept for one that can: a module that
+	// is missing, or a rescue system that was started once, shall not cost a node its images.
+	asleep *layer.Store
 }
 
 // driverAuto is a driver of Config: EROFS where it can be mounted.
@@ -73,8 +76,8 @@ func (s *stores) open(root string, driver layer.Driver, reserve layer.Reserve) (
 	return store, nil
 }
 
-// openImages opens the store of the EROFS driver, if it is to be used or was used before, and finds out what it is good for. Only
-// what a kernel can't mount for certain is unusable, for its images are lost then. Where that can't be found out at the moment, on a
+// openImages opens the store of the EROFS driver, if it is to be used or was used before, and finds out what it is good for. What a
+// kernel can't mount for certain sleeps until one can. Where that can't be found out at the moment, on a
 // full disk say, the layers that are there are used as ever, and auto makes no more of them until the next start.
 func (s *stores) openImages(cfg Config, directory *layer.Store) error {
 	root := filepath.Join(cfg.Root, erofsDir)
@@ -96,7 +99,7 @@ func (s *stores) openImages(cfg Config, directory *layer.Store) error {
 		s.log.Info("layers are kept as directories: EROFS images can't be mounted from files", "reason", lacks)
 		return nil
 	case cannot:
-		s.log.Warn("layers that are EROFS images can't be mounted: their images must be pulled again", "reason", lacks)
+		s.log.Warn("layers that are EROFS images can't be mounted: their images are kept, but can't be used", "reason", lacks)
 	case lacks != nil:
 		s.log.Warn("whether layers can be EROFS images is not known", "error", lacks)
 	}
@@ -108,6 +111,7 @@ func (s *stores) openImages(cfg Config, directory *layer.Store) error {
 	case err != nil:
 		return err
 	case cannot:
+		s.asleep = images
 	case s.choice == string(rootfs.EROFS), s.choice == driverAuto && lacks == nil:
 		s.made, s.usable = images, []*layer.Store{images, directory}
 	default:
@@ -157,6 +161,11 @@ func (s *stores) has(names []digest.Digest) error {
 		}
 	}
 	return nil
+}
+
+// keeps reports whether an image that can't be used could be by another kernel.
+func (s *stores) keeps(names []digest.Digest) bool {
+	return s.asleep != nil && hasAll(s.asleep, names)
 }
 
 func hasAll(store *layer.Store, names []digest.Digest) bool {

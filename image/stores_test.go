@@ -21,7 +21,6 @@ import (
 	"berth/internal/rootfs"
 	"berth/internal/rootfs/mounttest"
 	"berth/internal/safefs"
-	"berth/internal/testbuffer"
 )
 
 // What a probe may say.
@@ -94,7 +93,7 @@ func wantContent(t *testing.T, s *Store, ref, name, text string, kind rootfs.Kin
 	}
 }
 
-// Images stay usable whatever the driver of new ones is, and are lost only where the kernel can't mount them for certain.
+// Images stay usable whatever the driver of new ones is, and sleep where the kernel can't mount them for certain.
 func TestDriverChanges(t *testing.T) {
 	cfg := driversConfig(t)
 	reg := registrytest.New(t)
@@ -131,30 +130,131 @@ func TestDriverChanges(t *testing.T) {
 	}
 	wantContent(t, s, old, "f", "old", rootfs.EROFS)
 
-	var log testbuffer.Buffer
-	if err := s.Close(); err != nil {
-		t.Fatal(err)
+	// A kernel that can't: images of EROFS layers sleep until one can, with their layers and the image of these.
+	id, wasUsed := mustGet(t, s, old).ID, used(t, s)
+	for range 2 {
+		s = restart(t, s, cfg.with("auto", cannot))
+		_, err := s.Get(old)
+		wantCode(t, err, codes.NotFound)
+		if got := s.Asleep(); !slices.Equal(got, []string{id}) {
+			t.Errorf("images that sleep: %v", got)
+		}
+		if got := used(t, s); got != wasUsed {
+			t.Errorf("%d bytes are used, %d were", got, wasUsed)
+		}
+		wantContent(t, s, fresh, "f", "new", rootfs.Directory)
 	}
-	s = openUnsettled(t, cfg.with("auto", cannot), &log)
-	if err := s.CollectGarbage(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	_, err := s.Get(old)
-	wantCode(t, err, codes.NotFound)
-	wantContent(t, s, fresh, "f", "new", rootfs.Directory)
-	pull(t, s, old)
-	wantContent(t, s, old, "f", "old", rootfs.Directory)
-	if left, err := os.ReadDir(filepath.Join(cfg.Root, erofsDir, "layers")); err != nil || len(left) > 0 {
-		t.Errorf("%d layers are left that nobody can use, %v", len(left), err)
-	}
+	reg.Close() // nothing is pulled again
 	s = restart(t, s, cfg.with("auto", works))
-	wantContent(t, s, old, "f", "old", rootfs.Directory)
-
+	wantContent(t, s, old, "f", "old", rootfs.EROFS)
+	if got := s.Asleep(); len(got) > 0 {
+		t.Errorf("images that sleep: %v", got)
+	}
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
 	}
-	_, err = Open(t.Context(), cfg.with("erofs", cannot), slog.New(slog.DiscardHandler))
+	_, err := Open(t.Context(), cfg.with("erofs", cannot), slog.New(slog.DiscardHandler))
 	wantCode(t, err, codes.FailedPrecondition, "an old kernel")
+}
+
+func mustGet(t *testing.T, s *Store, ref string) *Image {
+	t.Helper()
+	img, err := s.Get(ref)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return img
+}
+
+func used(t *testing.T, s *Store) uint64 {
+	t.Helper()
+	u, err := s.Usage(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return u.Bytes
+}
+
+// What becomes of an image that sleeps: it is pulled anew, loses its tag to a newer one, or is removed.
+func TestImageThatSleeps(t *testing.T) {
+	cfg := driversConfig(t)
+	reg := registrytest.New(t)
+	reg.PutImage("app", "v1", "app", plain(t, "f", "app"), plain(t, "g", "2"))
+	app := reg.Host() + "/app:v1"
+	start := func(t *testing.T, probe func(string) error) *Store {
+		s := restart(t, nil, cfg.with("auto", works))
+		reg.PutImage("app", "v1", "app", plain(t, "f", "app"), plain(t, "g", "2"))
+		pull(t, s, app)
+		wantContent(t, s, app, "f", "app", rootfs.EROFS)
+		return restart(t, s, cfg.with("auto", probe))
+	}
+	empty := func(t *testing.T, s *Store) {
+		for _, id := range s.Asleep() {
+			if err := s.Remove(t.Context(), id); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, img := range s.List() {
+			if err := s.Remove(t.Context(), img.ID); err != nil {
+				t.Fatal(err)
+			}
+		}
+		wantEmpty(t, s)
+		if err := s.Close(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Run("pulled", func(t *testing.T) {
+		s := start(t, cannot)
+		pull(t, s, app)
+		wantContent(t, s, app, "f", "app", rootfs.Directory)
+		s = restart(t, s, cfg.with("auto", cannot))
+		wantContent(t, s, app, "f", "app", rootfs.Directory)
+		if len(s.List()) != 1 || len(s.Asleep()) != 0 {
+			t.Errorf("%d images, %v sleep", len(s.List()), s.Asleep())
+		}
+		s = restart(t, s, cfg.with("auto", works))
+		if text, _ := content(t, s, app, "f"); text != "app" {
+			t.Errorf("it holds %q", text)
+		}
+		empty(t, s)
+	})
+	t.Run("another has its tag", func(t *testing.T) {
+		s := start(t, cannot)
+		reg.PutImage("app", "v1", "newer", plain(t, "f", "newer"))
+		pull(t, s, app)
+		s = restart(t, s, cfg.with("auto", works))
+		wantContent(t, s, app, "f", "newer", rootfs.Directory)
+		if len(s.List()) != 2 {
+			t.Errorf("%d images", len(s.List()))
+		}
+		empty(t, s)
+	})
+	for what, name := range map[string]func(id string) string{
+		"removed by ID":      func(id string) string { return id },
+		"removed by its tag": func(string) string { return app },
+	} {
+		t.Run(what, func(t *testing.T) {
+			s := start(t, cannot)
+			if err := s.Remove(t.Context(), name(s.Asleep()[0])); err != nil {
+				t.Fatal(err)
+			}
+			wantEmpty(t, s)
+			empty(t, s)
+		})
+	}
+	t.Run("not whole", func(t *testing.T) {
+		s := start(t, works)
+		layers := mustGet(t, s, app).Layers
+		if err := s.layers.Remove(layers[0]); err != nil {
+			t.Fatal(err)
+		}
+		s = restart(t, s, cfg.with("auto", cannot))
+		if got := s.Asleep(); len(got) > 0 {
+			t.Errorf("images that sleep: %v", got)
+		}
+		wantEmpty(t, s)
+	})
 }
 
 // Where no layer was ever an EROFS image, the store of them is not made until it is of use.

@@ -72,15 +72,15 @@ func TestLayerDrivers(t *testing.T) {
 	if status := d.ImageStatus(t, name); status != nil {
 		t.Errorf("an image that can't be mounted is listed: %v", status)
 	}
+	harness.Equal(t, "images that sleep", harness.Get(d.Cri.Status(t.Context(), true))(t).Info["asleep"], `["`+id+`"]`)
 	if d.ImageStatus(t, other) == nil {
 		t.Error("an image of directories is gone")
 	}
 	harness.Equal(t, "the container of before", running.Exec(t, "cat", "/e/kept"), "kept drivers\nmore")
 	harness.Must(t, unix.Unmount(probed, 0))
-	harness.Must(t, os.RemoveAll(filepath.Join(d.Root, "images/records/set-aside"))) // the operator's part
 	d.Restart(t)
 	harness.Equal(t, "driver", harness.Get(d.Cri.Status(t.Context(), true))(t).Info["layerDriver"], `"erofs"`)
-	harness.Equal(t, "pulled again", d.Pull(t, name), id)
+	harness.Equal(t, "images that sleep", harness.Get(d.Cri.Status(t.Context(), true))(t).Info["asleep"], `[]`)
 	harness.Equal(t, "EROFS again", pod.Sh(t, showLayered, harness.Image(name)), want)
 	harness.Equal(t, "the container of before", running.Exec(t, "cat", "/e/kept"), "kept drivers\nmore")
 	harness.Equal(t, "a directory under auto", pod.Sh(t, showLayered, harness.Image(other)), strings.ReplaceAll(want, "drivers", "other"))

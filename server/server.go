@@ -96,6 +96,7 @@ type Images interface {
 	Usage(ctx context.Context) (image.Usage, error)
 	Progress() []image.PullProgress
 	Driver() rootfs.Kind // the form in which layers are made
+	Asleep() []string    // IDs of images that this kernel can't mount
 }
 
 // Config is what the server tells about the runtime it fronts.
