@@ -19,6 +19,7 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"berth/image/erofs"
+	"berth/image/tree"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
@@ -41,6 +42,44 @@ func newTwin(t testing.TB) twin {
 		return s
 	}
 	return twin{open("directory", NewDirectory(unpack.Layer)), open("erofs", NewEROFS(unpack.Pack))}
+}
+
+// As many extended attributes as a tree may have are packed and mounted; more are for another driver to take, whichever entries of a directory
+// they are of.
+func TestAsManyAttributesAsATreeHas(t *testing.T) {
+	root := filepath.Join(mounttest.DiskDir(t), "store")
+	s := openImages(t, root, Reserve{})
+	defer func() { must(t, s.Close()) }()
+	attributes := func(h header, first, n, size int) header {
+		h.PAXRecords = map[string]string{}
+		for i := range n {
+			h.PAXRecords[unpack.XattrRecord+fmt.Sprintf("user.%04d", first+i)] = strings.Repeat("v", size)
+		}
+		return h
+	}
+	const most, names = tree.MaxXattrs, tree.MaxXattrs * len("user.0000")
+	for name, c := range map[string]struct {
+		layer []header
+		large bool
+	}{
+		"as many as there may be":  {[]header{attributes(file("f", "x"), 0, most, (tree.MaxXattrBytes-names)/most)}, false},
+		"one more":                 {[]header{attributes(file("f", "x"), 0, most+1, 0)}, true},
+		"a byte more each":         {[]header{attributes(file("f", "x"), 0, most, (tree.MaxXattrBytes-names)/most+1)}, true},
+		"a directory listed twice": {[]header{attributes(dir("d", 0o755), 0, most/2, 0), attributes(dir("d", 0o755), most/2, most/2, 0), file("f", "x")}, false},
+		"and once more":            {[]header{attributes(dir("d", 0o755), 0, most, 0), attributes(dir("d", 0o755), most, 1, 0)}, true},
+	} {
+		data := makeTar(t, c.layer...)
+		id := digest.FromBytes(data)
+		err := s.Create(t.Context(), Source{DiffID: id}, bytes.NewReader(data), unpack.Limits{})
+		if errors.Is(err, ErrTooLarge) != c.large || !c.large && err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		if err == nil {
+			if got := shown(t, s, "f", id); got != "x" {
+				t.Errorf("%s: %q", name, got)
+			}
+		}
+	}
 }
 
 // create makes a layer in both stores, or in none: "" then.

@@ -40,12 +40,13 @@ const (
 
 // What a filesystem takes.
 const (
-	maxName   = unix.NAME_MAX
-	maxPath   = unix.PathMax - 1
-	modeBits  = 0o7777
-	maxMajor  = 0xfff
-	maxMinor  = 0xfffff
-	maxXattrs = 1 << 12
+	maxName  = unix.NAME_MAX
+	maxPath  = unix.PathMax - 1
+	modeBits = 0o7777
+	maxMajor = 0xfff
+	maxMinor = 0xfffff
+	// MaxXattrs is how many extended attributes a file may have: with MaxXattrBytes it bounds what EROFS makes of them.
+	MaxXattrs = 1 << 12
 	// MaxXattrValue is one less than Linux takes: EROFS has two bytes for the length.
 	MaxXattrValue = 1<<16 - 1
 	// MaxXattrBytes is what all extended attributes of a file may take, names and values: EROFS counts words in two bytes.
@@ -311,7 +312,7 @@ func (r *reader) attributes(n *Node) error {
 }
 
 func (r *reader) xattrs(n *Node) error {
-	count, err := r.number(maxXattrs)
+	count, err := r.number(MaxXattrs)
 	if err != nil {
 		return err
 	}

@@ -34,7 +34,8 @@ func (p *packer) dress(n *tree.Node, hdr *tar.Header) (err error) {
 	return nil
 }
 
-// setXattrs sets the extended attributes of an entry that an image may set.
+// setXattrs sets the extended attributes of an entry that an image may set. More than a tree may have are OutOfRange: a filesystem
+// may have room for them.
 func (p *packer) setXattrs(n *tree.Node, hdr *tar.Header) error {
 	names, err := keptXattrs(hdr)
 	if err != nil {
@@ -61,8 +62,8 @@ func (p *packer) setXattrs(n *tree.Node, hdr *tar.Header) error {
 	for _, x := range n.Xattrs {
 		total += len(x.Name) + len(x.Value)
 	}
-	if total > tree.MaxXattrBytes {
-		return refuse("extended attributes of %d bytes, more than %d", total, tree.MaxXattrBytes)
+	if total > tree.MaxXattrBytes || len(n.Xattrs) > tree.MaxXattrs {
+		return &Error{OutOfRange, fmt.Errorf("%d extended attributes of %d bytes, of which a file may have %d of %d bytes", len(n.Xattrs), total, tree.MaxXattrs, tree.MaxXattrBytes)}
 	}
 	return nil
 }
