@@ -2,8 +2,10 @@ package erofs
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 
 	"golang.org/x/sync/semaphore"
@@ -13,13 +15,14 @@ import (
 )
 
 const (
-	// MaxNames is how many names the layers of one image have at most, together, and those that a Merger works on at a
-	// time: one in memory takes some 400 bytes.
-	MaxNames = 1 << 20
+	// MaxMemory is what the layers of one image may take of it, together, while they are merged, and those that a Merger works on at a
+	// time. 140,000 files take so much.
+	MaxMemory = 64 << 20
 	// maxTreeBytes bounds the trees of one image on disk, for the names and extended attributes in them.
 	maxTreeBytes = 64 << 20
-	// leastName is less than any name takes on disk.
-	leastName = 3
+	// usualMemory is what most trees take of it for each byte on disk. A whiteout takes ten times as much.
+	usualMemory = 16
+	leastMemory = 64 << 10 // of small ones that is not true
 )
 
 // Files are those of a layer: its tree (tree.Encode), of which nothing is believed, and its data.
@@ -27,29 +30,38 @@ type Files struct{ Tree, Data string }
 
 // Merger merges layers. What all its merges have in memory at a time is bounded.
 type Merger struct {
-	names *semaphore.Weighted // that may be in memory
-	most  int64               // of these
+	memory *semaphore.Weighted
+	most   int64 // of it
 }
 
 // NewMerger returns a Merger that is at nothing.
-func NewMerger() *Merger { return newMerger(MaxNames) }
+func NewMerger() *Merger { return newMerger(MaxMemory) }
 
-func newMerger(names int64) *Merger { return &Merger{semaphore.NewWeighted(names), names} }
+func newMerger(memory int64) *Merger { return &Merger{semaphore.NewWeighted(memory), memory} }
 
 // Merge writes the image of layers, lowest first, as tree.Merger merges them, and returns those whose data it refers to, by index: its
 // devices, in order. It waits for other merges where together they would need too much memory. pay is tree.Merger's. tree.ErrTooLarge
-// if the layers have too many names or too long ones. It ends with ctx, and with its cause.
+// if the layers have too many names, too long ones or too many attributes. It ends with ctx, and with its cause.
 func (m *Merger) Merge(ctx context.Context, out io.Writer, layers []Files, pay func(steps int) error) (used []int, err error) {
 	bytes, err := treeBytes(layers)
 	if err != nil {
 		return nil, err
 	}
-	names := min(bytes/leastName, m.most) // or fewer
-	if err := m.names.Acquire(ctx, names); err != nil {
+	usual := min(bytes*usualMemory+leastMemory, m.most)
+	used, err = m.mergeWithin(ctx, out, layers, usual, pay)
+	if errors.Is(err, tree.ErrTooLarge) && usual < m.most {
+		return m.mergeWithin(ctx, out, layers, m.most, pay)
+	}
+	return used, err
+}
+
+// mergeWithin is Merge with so much memory. Nothing is written where that does not do.
+func (m *Merger) mergeWithin(ctx context.Context, out io.Writer, layers []Files, memory int64, pay func(steps int) error) (used []int, err error) {
+	if err := m.memory.Acquire(ctx, memory); err != nil {
 		return nil, fmt.Errorf("wait for other images that are merged: %w", context.Cause(ctx))
 	}
-	defer m.names.Release(names)
-	root, blocks, err := mergeTrees(ctx, layers, m.most, pay)
+	defer m.memory.Release(memory)
+	root, blocks, err := mergeTrees(ctx, layers, memory, pay)
 	if err != nil {
 		return nil, err
 	}
@@ -76,17 +88,17 @@ func treeBytes(layers []Files) (sum int64, err error) {
 	return sum, nil
 }
 
-// mergeTrees returns the merged tree of layers with so many names at most, and how many blocks of data each layer has.
+// mergeTrees returns the merged tree of layers that take so much memory at most, and how many blocks of data each layer has.
 func mergeTrees(ctx context.Context, layers []Files, left int64, pay func(steps int) error) (_ *tree.Node, blocks []int64, err error) {
 	m := &tree.Merger{Pay: pay}
 	blocks = make([]int64, len(layers))
 	for i, files := range layers {
 		var root *tree.Node
-		var names int64
-		if root, names, blocks[i], err = files.read(ctx, i, left); err != nil {
+		var memory int64
+		if root, memory, blocks[i], err = files.read(ctx, i, left); err != nil {
 			return nil, nil, fmt.Errorf("tree of layer %d: %w", i, err)
 		}
-		left -= names
+		left -= memory
 		if err := m.Add(root); err != nil {
 			return nil, nil, err
 		}
@@ -96,12 +108,12 @@ func mergeTrees(ctx context.Context, layers []Files, left int64, pay func(steps 
 
 // Read returns the tree of one layer.
 func (f Files) Read() (*tree.Node, error) {
-	root, _, _, err := f.read(context.Background(), 0, MaxNames)
+	root, _, _, err := f.read(context.Background(), 0, math.MaxInt64)
 	return root, err
 }
 
-// read returns the tree with its data in the given device, how many names it has, and how many blocks its data has.
-func (f Files) read(ctx context.Context, device int, most int64) (root *tree.Node, names, blocks int64, err error) {
+// read returns the tree with its data in the given device, how much memory it takes, and how many blocks its data has.
+func (f Files) read(ctx context.Context, device int, most int64) (root *tree.Node, memory, blocks int64, err error) {
 	st, err := os.Stat(f.Data)
 	if err != nil {
 		return nil, 0, 0, err
@@ -112,8 +124,8 @@ func (f Files) read(ctx context.Context, device int, most int64) (root *tree.Nod
 	}
 	defer in.Close() // read only
 	blocks = st.Size() / tree.BlockSize
-	root, names, err = tree.Decode(&pacedReader{ctx, in}, device, tree.Limit{Bytes: maxTreeBytes, Nodes: most, Blocks: blocks})
-	return root, names, blocks, err
+	root, memory, err = tree.Decode(&pacedReader{ctx, in}, device, tree.Limit{Bytes: maxTreeBytes, Memory: most, Blocks: blocks})
+	return root, memory, blocks, err
 }
 
 // pacedReader reads until ctx ends.

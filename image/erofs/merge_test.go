@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"path/filepath"
+	"runtime"
 	"testing"
 	"testing/synctest"
 
@@ -42,9 +44,9 @@ func TestMergeIsBounded(t *testing.T) {
 	if _, err := m.Merge(t.Context(), io.Discard, []Files{half}, free); err == nil || errors.Is(err, tree.ErrTooLarge) {
 		t.Errorf("zeros behind a tree: %v", err)
 	}
-	const most = 1000
+	const most = 1 << 20
 	many := tree.NewDir()
-	for i := range most / 2 {
+	for i := range 1500 {
 		many.Children[fmt.Sprint(i)] = &tree.Node{Mode: unix.S_IFCHR}
 	}
 	names := layerOf(t, many)
@@ -53,7 +55,102 @@ func TestMergeIsBounded(t *testing.T) {
 		t.Error(err)
 	}
 	if _, err := m.Merge(t.Context(), io.Discard, []Files{names, names}, free); !errors.Is(err, tree.ErrTooLarge) {
-		t.Errorf("too many names together: %v", err)
+		t.Errorf("too much together: %v", err)
+	}
+}
+
+// heapWriter looks, when the first byte is written, at what is in memory then: the merged tree, and what the image is planned by.
+type heapWriter struct{ live uint64 }
+
+func (w *heapWriter) Write(b []byte) (int, error) {
+	if w.live == 0 {
+		w.live = liveHeap()
+	}
+	return len(b), nil
+}
+
+func liveHeap() uint64 {
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return m.HeapAlloc
+}
+
+// What a merge has in memory is not more than what is counted, whatever the layers consist of.
+func TestMemoryOfMerges(t *testing.T) {
+	const most = 4 << 20
+	file := func(int) *tree.Node { return &tree.Node{Mode: unix.S_IFREG | 0o644} }
+	dir := func(children map[string]*tree.Node) *tree.Node {
+		return &tree.Node{Mode: unix.S_IFDIR | 0o755, Children: children}
+	}
+	for name, node := range map[string]func(i int) *tree.Node{
+		"files":       file,
+		"whiteouts":   func(int) *tree.Node { return &tree.Node{Mode: unix.S_IFCHR} },
+		"directories": func(int) *tree.Node { return dir(map[string]*tree.Node{}) },
+		"one in each": func(i int) *tree.Node { return dir(map[string]*tree.Node{"f": file(i)}) },
+		"nine in each": func(i int) *tree.Node {
+			d := dir(map[string]*tree.Node{})
+			for n := range 9 {
+				d.Children[fmt.Sprint(n)] = file(i)
+			}
+			return d
+		},
+		"in each other": func(int) *tree.Node {
+			d := dir(map[string]*tree.Node{})
+			for range 100 {
+				d = dir(map[string]*tree.Node{"d": d})
+			}
+			return d
+		},
+		"symlinks": func(int) *tree.Node { return &tree.Node{Mode: unix.S_IFLNK | 0o777, Target: "t"} },
+		"small attributes": func(int) *tree.Node {
+			n := file(0)
+			for i := range 1000 {
+				n.Xattrs = append(n.Xattrs, tree.Xattr{Name: fmt.Sprintf("user.%03d", i)})
+			}
+			return n
+		},
+		"one attribute": func(int) *tree.Node {
+			n := file(0)
+			n.Xattrs = []tree.Xattr{{Name: "user.a", Value: "v"}}
+			return n
+		},
+		"links": func(i int) *tree.Node {
+			if i == 0 {
+				return file(0)
+			}
+			return &tree.Node{Target: "0"}
+		},
+	} {
+		layer := func(n int) Files {
+			root := tree.NewDir()
+			for i := range n {
+				root.Children[fmt.Sprint(i)] = node(i)
+			}
+			return layerOf(t, root)
+		}
+		n := 1
+		for fits := true; fits; n *= 2 { // so many that they just fit
+			_, err := newMerger(most).Merge(t.Context(), io.Discard, []Files{layer(2 * n)}, free)
+			if fits = err == nil; !fits && !errors.Is(err, tree.ErrTooLarge) {
+				t.Fatal(err)
+			}
+			if !fits {
+				break
+			}
+		}
+		files, w := layer(n), &heapWriter{}
+		_, counted, _, err := files.read(t.Context(), 0, math.MaxInt64)
+		must(t, err)
+		before := liveHeap()
+		_, err = newMerger(most).Merge(t.Context(), w, []Files{files}, free)
+		must(t, err)
+		took := int64(w.live - before)
+		t.Logf("%s: %d take %d, counted are %d (%.2f)", name, n, took, counted, float64(took)/float64(counted))
+		const buffers = 384 << 10
+		if took > counted+buffers {
+			t.Errorf("%s: %d take %d bytes, counted are %d", name, n, took, counted)
+		}
 	}
 }
 
@@ -62,7 +159,7 @@ func TestMergesWait(t *testing.T) {
 	l := layerOf(t, tree.NewDir())
 	synctest.Test(t, func(t *testing.T) {
 		m := NewMerger()
-		must(t, m.names.Acquire(t.Context(), MaxNames)) // another merge is at work
+		must(t, m.memory.Acquire(t.Context(), MaxMemory)) // another merge is at work
 		reason := errors.New("enough")
 		patient, ended := t.Context(), make(chan error, 1)
 		impatient, cancel := context.WithCancelCause(patient)
@@ -81,7 +178,7 @@ func TestMergesWait(t *testing.T) {
 		if len(ended) > 0 {
 			t.Errorf("did not wait: %v", <-ended)
 		}
-		m.names.Release(MaxNames)
+		m.memory.Release(MaxMemory)
 		must(t, <-ended)
 	})
 }

@@ -405,7 +405,7 @@ func FuzzMerge(f *testing.F) {
 		}}
 		layers := 0
 		for _, data := range [][]byte{a, b, c} {
-			root, _, err := tree.Decode(bytes.NewReader(data), layers, tree.Limit{Bytes: 1 << 20, Nodes: 5000, Blocks: fuzzBlocks})
+			root, _, err := tree.Decode(bytes.NewReader(data), layers, tree.Limit{Bytes: 1 << 20, Memory: 2 << 20, Blocks: fuzzBlocks})
 			if err != nil {
 				continue
 			}

@@ -131,7 +131,7 @@ func (e *EROFS) Merge(effort *Effort, dir string, chain []string) (_ Usage, used
 	used, err = e.merger.Merge(effort.ctx, image, layers, effort.steps)
 	failpoint.Reach("layer.image-written")
 	if errors.Is(err, tree.ErrTooLarge) {
-		return Usage{}, nil, errdefs.New(codes.ResourceExhausted, "%w: it has more than %d files, or too much is to be said of them: %w", ErrTooLarge, erofs.MaxNames, err)
+		return Usage{}, nil, errdefs.New(codes.ResourceExhausted, "%w: to merge its layers takes more than %d bytes of memory: %w", ErrTooLarge, int64(erofs.MaxMemory), err)
 	}
 	if err != nil {
 		return Usage{}, nil, blame(err)

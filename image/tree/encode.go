@@ -56,9 +56,17 @@ const (
 // Limit is what Decode takes at most.
 type Limit struct {
 	Bytes  int64 // of the form, which bounds the memory for it
-	Nodes  int64 // names
+	Memory int64 // of the nodes, as Decode counts it
 	Blocks int64 // of the data file
 }
+
+// What nodes take of memory, their strings apart, from Decode until an image is made of them, in which there is about as much again
+// (image/erofs: TestMemoryOfMerges).
+const (
+	nodeMemory  = 448 // with its place in its directory
+	dirMemory   = 384 // of a directory besides
+	xattrMemory = 48
+)
 
 // Encode writes a tree, whose root is a directory. Devices are not written.
 func Encode(out io.Writer, root *Node) error {
@@ -150,25 +158,25 @@ func malformed(format string, args ...any) error {
 // ErrTooLarge is returned by Decode for a tree beyond its Limit.
 var ErrTooLarge = errors.New("the tree of a layer is too large")
 
-// Decode reads a tree to its end, with its data in the given device, and returns how many names there are.
-func Decode(in io.Reader, device int, limit Limit) (_ *Node, names int64, err error) {
+// Decode reads a tree to its end, with its data in the given device, and returns how much memory is counted for it.
+func Decode(in io.Reader, device int, limit Limit) (_ *Node, memory int64, err error) {
 	limited := &io.LimitedReader{R: in, N: limit.Bytes + 1}
 	r := &reader{Reader: bufio.NewReaderSize(limited, 64<<10), device: device, limit: limit}
 	root, err := r.tree()
 	if limited.N <= 0 {
-		return nil, r.nodes, ErrTooLarge
+		return nil, r.memory, ErrTooLarge
 	}
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
-		return nil, r.nodes, malformed("it ends too soon")
+		return nil, r.memory, malformed("it ends too soon")
 	}
-	return root, r.nodes, err
+	return root, r.memory, err
 }
 
 type reader struct {
 	*bufio.Reader
 	device int
 	limit  Limit
-	nodes  int64
+	memory int64
 	known  []*Node // files that are not directories
 }
 
@@ -221,15 +229,26 @@ func (r *reader) text(max uint64) (string, error) {
 	if err != nil {
 		return "", err
 	}
+	if err := r.keep(n); err != nil {
+		return "", err
+	}
 	buf := make([]byte, n)
 	_, err = io.ReadFull(r, buf)
 	return string(buf), err
 }
 
+// keep counts bytes of memory.
+func (r *reader) keep(n uint64) error {
+	if r.memory += int64(n); r.memory > r.limit.Memory {
+		return ErrTooLarge
+	}
+	return nil
+}
+
 // node reads a node whose path has so many bytes.
 func (r *reader) node(path int) (*Node, error) {
-	if r.nodes++; r.nodes > r.limit.Nodes {
-		return nil, ErrTooLarge
+	if err := r.keep(nodeMemory); err != nil {
+		return nil, err
 	}
 	kind, err := r.ReadByte()
 	if err != nil {
@@ -318,6 +337,9 @@ func (r *reader) xattrs(n *Node) error {
 	}
 	total, last := 0, ""
 	for range count {
+		if err := r.keep(xattrMemory); err != nil {
+			return err
+		}
 		var x Xattr
 		if x.Name, err = r.text(maxName); err != nil {
 			return err
@@ -389,6 +411,9 @@ func (r *reader) data(d *Data) error {
 }
 
 func (r *reader) directory(n *Node, path int) error {
+	if err := r.keep(dirMemory); err != nil {
+		return err
+	}
 	flags, err := r.ReadByte()
 	if err != nil {
 		return err

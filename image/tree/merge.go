@@ -29,7 +29,8 @@ func (m *Merger) Add(layer *Node) error {
 		return err
 	}
 	if m.root == nil {
-		m.root = settled(layer)
+		settle(layer)
+		m.root = layer
 	} else {
 		if layer.Opaque {
 			m.root.Children = map[string]*Node{}
@@ -40,17 +41,24 @@ func (m *Merger) Add(layer *Node) error {
 		return err
 	}
 	for _, l := range links {
-		m.place(l)
+		if err := m.place(l); err != nil {
+			return err
+		}
 	}
 	return nil
 }
 
-// settled is a directory of a layer with nothing below it.
-func settled(n *Node) *Node {
-	d := *n
-	d.Children, d.Opaque, d.Implied = make(map[string]*Node, len(n.Children)), false, false
-	put(&d, n)
-	return &d
+// settle makes a directory of a layer, with nothing below it, one of the merged tree: a second one would be memory.
+func settle(dir *Node) {
+	dir.Opaque, dir.Implied = false, false
+	for name, n := range dir.Children {
+		switch {
+		case n.IsLink(), n.IsWhiteout(): // a link is placed when its target is known
+			delete(dir.Children, name)
+		case n.IsDir():
+			settle(n)
+		}
+	}
 }
 
 // put puts a directory of a layer on one of the merged tree.
@@ -67,11 +75,11 @@ func put(base, top *Node) {
 		case n.IsDir() && below != nil && below.IsDir() && !n.Opaque:
 			put(below, n)
 		case n.IsDir():
-			d := settled(n)
 			if n.Implied && below != nil && below.IsDir() { // opaque: what is in the one below is hidden, but not what it is like
-				d.dressLike(below)
+				n.dressLike(below)
 			}
-			base.Children[name] = d
+			settle(n)
+			base.Children[name] = n
 		default:
 			base.Children[name] = n
 		}
@@ -87,6 +95,7 @@ func (n *Node) dressLike(other *Node) {
 type where struct {
 	parent *where // nil: the root
 	name   string
+	node   *Node // in the merged tree, once it was looked up
 }
 
 func (w *where) path() string {
@@ -96,12 +105,16 @@ func (w *where) path() string {
 	return w.parent.path() + w.name + "/"
 }
 
-// in finds the directory in a tree that has it.
+// in finds the directory in the merged tree, which has the layer's; each once, however many links are in it.
 func (w *where) in(root *Node) *Node {
-	if w.parent == nil {
-		return root
+	switch {
+	case w.node != nil:
+	case w.parent == nil:
+		w.node = root
+	default:
+		w.node = w.parent.in(root).Children[w.name]
 	}
-	return w.parent.in(root).Children[w.name]
+	return w.node
 }
 
 // link is a hard link to a layer below.
@@ -133,7 +146,7 @@ func findLinks(layer *Node) (links []*link) {
 			if child := n.Children[name]; child.IsLink() {
 				links = append(links, &link{dir: dir, name: name, target: child.Target})
 			} else {
-				walk(child, &where{dir, name})
+				walk(child, &where{parent: dir, name: name})
 			}
 		}
 	}
@@ -222,4 +235,10 @@ func (m *Merger) resolve(p string) (*Node, error) {
 }
 
 // place gives the file of a link its name. The directory is there: the layer has it, with the link in it.
-func (m *Merger) place(l *link) { l.dir.in(m.root).Children[l.name] = l.file }
+func (m *Merger) place(l *link) error {
+	if err := m.Pay(1); err != nil {
+		return err
+	}
+	l.dir.in(m.root).Children[l.name] = l.file
+	return nil
+}

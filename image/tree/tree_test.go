@@ -3,6 +3,7 @@ package tree
 import (
 	"bytes"
 	"errors"
+	"fmt"
 	"math"
 	"strings"
 	"testing"
@@ -10,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-var limit = Limit{Bytes: 1 << 20, Nodes: 1000, Blocks: 1 << 30}
+var limit = Limit{Bytes: 1 << 20, Memory: 1 << 20, Blocks: 1 << 30}
 
 const (
 	goodCapability = "\x00\x00\x00\x02" + "\x00\x20\x00\x00" + "\x00\x00\x00\x00" + "\x00\x00\x00\x00" + "\x00\x00\x00\x00"
@@ -47,9 +48,9 @@ func encoded(t testing.TB, n *Node) []byte {
 // What is decoded is what was encoded, second names included.
 func TestDecode(t *testing.T) {
 	data := encoded(t, sample())
-	got, names, err := Decode(bytes.NewReader(data), 0, limit)
-	if err != nil || names != 12 {
-		t.Fatal(names, err)
+	got, memory, err := Decode(bytes.NewReader(data), 0, limit)
+	if least := int64(12*nodeMemory + 2*xattrMemory); err != nil || memory <= least || memory > limit.Memory {
+		t.Fatal(memory, err)
 	}
 	if again := encoded(t, got); !bytes.Equal(again, data) {
 		t.Errorf("%q\n%q", again, data)
@@ -116,7 +117,7 @@ func TestDecodeRefuses(t *testing.T) {
 			t.Errorf("%d bytes of %d are a tree", n, len(data))
 		}
 	}
-	for _, l := range []Limit{{Bytes: int64(len(data)) - 1, Nodes: 100, Blocks: 1 << 30}, {Bytes: 1 << 20, Nodes: 11, Blocks: 1 << 30}} {
+	for _, l := range []Limit{{Bytes: int64(len(data)) - 1, Memory: 1 << 20, Blocks: 1 << 30}, {Bytes: 1 << 20, Memory: 11 * nodeMemory, Blocks: 1 << 30}} {
 		if _, _, err := Decode(bytes.NewReader(data), 0, l); !errors.Is(err, ErrTooLarge) {
 			t.Errorf("%+v: %v", l, err)
 		}
@@ -158,6 +159,31 @@ func TestMergerIsPaid(t *testing.T) {
 	}
 }
 
+// Giving links their names is paid for, too, and not for each directory above them.
+func TestPlacingIsPaid(t *testing.T) {
+	below, layer := NewDir(), NewDir()
+	below.Children["f"] = &Node{Mode: unix.S_IFREG}
+	dir := layer
+	for range 100 {
+		dir.Children["d"] = NewDir()
+		dir = dir.Children["d"]
+	}
+	const links = 50
+	for i := range links {
+		dir.Children[fmt.Sprint(i)] = &Node{Target: "f"}
+	}
+	paid := 0
+	m := &Merger{Pay: func(steps int) error { paid += steps; return nil }}
+	for _, l := range []*Node{below, layer} {
+		if err := m.Add(l); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if paid != 2*links {
+		t.Errorf("%d steps for %d links, which are found and placed", paid, links)
+	}
+}
+
 // The errors of links tell which, and the links do not keep the paths of all.
 func TestMergerNamesLinks(t *testing.T) {
 	root := NewDir()
@@ -179,6 +205,7 @@ func TestMergerNamesLinks(t *testing.T) {
 		t.Error(err)
 	}
 	delete(dir.Children, "b")
+	dir.Children["a"] = &Node{Target: "f"} // the merge that failed has taken the nodes over
 	m = &Merger{Pay: m.Pay}
 	for _, layer := range []*Node{below, root} {
 		if err := m.Add(layer); err != nil {
@@ -199,12 +226,12 @@ func FuzzDecode(f *testing.F) {
 	f.Add(encoded(f, sample()))
 	f.Add(encoded(f, NewDir()))
 	f.Fuzz(func(t *testing.T, data []byte) {
-		root, names, err := Decode(bytes.NewReader(data), 0, limit)
+		root, memory, err := Decode(bytes.NewReader(data), 0, limit)
 		if err != nil {
 			return
 		}
-		if names > limit.Nodes {
-			t.Errorf("%d names", names)
+		if memory > limit.Memory {
+			t.Errorf("%d bytes of memory", memory)
 		}
 		again := encoded(t, root)
 		if second, _, err := Decode(bytes.NewReader(again), 0, limit); err != nil || !bytes.Equal(encoded(t, second), again) {
