@@ -134,12 +134,13 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	err = s.fetchInto(ctx, store, repo, img, tracks)
 	if other := s.layers.other(store); other != nil && errors.Is(err, layer.ErrTooLarge) {
 		s.log.Info("an image is too much for one driver of layers, and tried with another", "image", repo.Reference().String(), "not", store.Kind(), "driver", other.Kind(), "error", err)
-		err = s.fetchInto(ctx, other, repo, img, tracks)
+		store = other
+		err = s.fetchInto(ctx, store, repo, img, tracks)
 	}
 	if err != nil {
 		return nil, err
 	}
-	return s.commit(ctx, repo.Reference(), img)
+	return s.commit(ctx, repo.Reference(), img, store)
 }
 
 // fetchInto gets the layers of an image that a store lacks, and finds out whether they can be stacked.

@@ -8,9 +8,12 @@ import (
 
 	"github.com/opencontainers/go-digest"
 	"github.com/opencontainers/image-spec/identity"
+
+	"berth/internal/rootfs"
 )
 
 // layerRefs knows who needs which layer, and which chains of layers, of which there may be images. Owners are images, holders and pulls.
+// An image needs its layers in one form. Holders and pulls need them in whatever form there is: a container may run on any.
 //
 // A layer or chain that nobody needs is first marked dying, under the lock, and then
 // deleted, without it. Whoever comes to need a dying one waits until it is gone
@@ -27,22 +30,65 @@ type layerRefs struct {
 type need struct {
 	layers []digest.Digest
 	chain  digest.Digest // the ID of the chain that they are stacked as
+	kinds  []rootfs.Kind // the forms of both
+}
+
+// form is a layer, or a chain of layers, in one form.
+type form struct {
+	kind rootfs.Kind
+	name digest.Digest
+}
+
+var anyKind = []rootfs.Kind{rootfs.Directory, rootfs.EROFS}
+
+func (n need) layerForms() (list []form) {
+	for _, kind := range n.kinds {
+		for _, d := range n.layers {
+			list = append(list, form{kind, d})
+		}
+	}
+	return list
+}
+
+func (n need) chainForms() (list []form) {
+	for _, kind := range n.kinds {
+		list = append(list, form{kind, n.chain})
+	}
+	return list
 }
 
 // uses are those of things of one kind.
 type uses struct {
-	count map[digest.Digest]int
-	dying map[digest.Digest]chan struct{} // closed when deleted
+	count map[form]int
+	dying map[form]chan struct{} // closed when deleted
 }
 
 func newUses() uses {
-	return uses{count: map[digest.Digest]int{}, dying: map[digest.Digest]chan struct{}{}}
+	return uses{count: map[form]int{}, dying: map[form]chan struct{}{}}
 }
 
-func (u uses) drop(d digest.Digest) {
-	if u.count[d]--; u.count[d] == 0 {
-		delete(u.count, d)
+func (u uses) add(list []form) {
+	for _, f := range list {
+		u.count[f]++
 	}
+}
+
+func (u uses) drop(list []form) {
+	for _, f := range list {
+		if u.count[f]--; u.count[f] == 0 {
+			delete(u.count, f)
+		}
+	}
+}
+
+// isDying returns what is closed when one of the list has been deleted, if one is being deleted.
+func (u uses) isDying(list []form) (gone <-chan struct{}, dying bool) {
+	for _, f := range list {
+		if gone, ok := u.dying[f]; ok {
+			return gone, true
+		}
+	}
+	return nil, false
 }
 
 func newLayerRefs() *layerRefs {
@@ -50,10 +96,10 @@ func newLayerRefs() *layerRefs {
 }
 
 // acquire registers an owner's layers, waiting for those that are being deleted.
-// An owner that is registered already gets the new layers instead of the old.
-func (l *layerRefs) acquire(ctx context.Context, owner string, layers []digest.Digest) error {
+// An owner that is registered already gets the new layers instead of the old. Without kinds they are needed in any form.
+func (l *layerRefs) acquire(ctx context.Context, owner string, layers []digest.Digest, kinds ...rootfs.Kind) error {
 	for {
-		gone, ok := l.tryAcquire(owner, layers)
+		gone, ok := l.tryAcquire(owner, layers, kinds...)
 		if ok {
 			return nil
 		}
@@ -67,24 +113,23 @@ func (l *layerRefs) acquire(ctx context.Context, owner string, layers []digest.D
 
 // tryAcquire registers an owner's layers unless one of them, or their chain, is being deleted;
 // then it returns a channel that is closed when that is done.
-func (l *layerRefs) tryAcquire(owner string, layers []digest.Digest) (gone <-chan struct{}, ok bool) {
-	chain := identity.ChainID(distinct(layers))
+func (l *layerRefs) tryAcquire(owner string, layers []digest.Digest, kinds ...rootfs.Kind) (gone <-chan struct{}, ok bool) {
+	if len(kinds) == 0 {
+		kinds = anyKind
+	}
+	needs := need{slices.Clone(layers), identity.ChainID(distinct(layers)), kinds}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	for _, d := range layers {
-		if gone, ok := l.layers.dying[d]; ok {
-			return gone, false
-		}
-	}
-	if gone, ok := l.chains.dying[chain]; ok {
+	if gone, dying := l.layers.isDying(needs.layerForms()); dying {
 		return gone, false
 	}
-	for _, d := range layers {
-		l.layers.count[d]++
+	if gone, dying := l.chains.isDying(needs.chainForms()); dying {
+		return gone, false
 	}
-	l.chains.count[chain]++
+	l.layers.add(needs.layerForms())
+	l.chains.add(needs.chainForms())
 	l.drop(owner)
-	l.owners[owner] = need{slices.Clone(layers), chain}
+	l.owners[owner] = needs
 	return nil, true
 }
 
@@ -118,10 +163,8 @@ func (l *layerRefs) drop(owner string) {
 	if !known {
 		return
 	}
-	for _, d := range owned.layers {
-		l.layers.drop(d)
-	}
-	l.chains.drop(owned.chain)
+	l.layers.drop(owned.layerForms())
+	l.chains.drop(owned.chainForms())
 	delete(l.owners, owner)
 }
 
@@ -146,39 +189,39 @@ func (l *layerRefs) held() (chains [][]digest.Digest, all bool) {
 
 // condemn marks those of the given layers dying that nobody needs, and returns
 // them. The caller deletes each and calls buried.
-func (l *layerRefs) condemn(layers []digest.Digest) []digest.Digest {
+func (l *layerRefs) condemn(layers []form) []form {
 	return l.condemnOf(l.layers, layers)
 }
 
 // buried ends the dying of a layer, whether it was deleted or could not be.
-func (l *layerRefs) buried(d digest.Digest) { l.buriedOf(l.layers, d) }
+func (l *layerRefs) buried(f form) { l.buriedOf(l.layers, f) }
 
 // condemnChains is condemn for the IDs of chains. For each the caller calls chainBuried.
-func (l *layerRefs) condemnChains(chains []digest.Digest) []digest.Digest {
+func (l *layerRefs) condemnChains(chains []form) []form {
 	return l.condemnOf(l.chains, chains)
 }
 
 // chainBuried is buried for a chain.
-func (l *layerRefs) chainBuried(d digest.Digest) { l.buriedOf(l.chains, d) }
+func (l *layerRefs) chainBuried(f form) { l.buriedOf(l.chains, f) }
 
-func (l *layerRefs) condemnOf(u uses, list []digest.Digest) (condemned []digest.Digest) {
+func (l *layerRefs) condemnOf(u uses, list []form) (condemned []form) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if !l.settled {
 		return nil
 	}
-	for _, d := range list {
-		if u.count[d] == 0 && u.dying[d] == nil {
-			u.dying[d] = make(chan struct{})
-			condemned = append(condemned, d)
+	for _, f := range list {
+		if u.count[f] == 0 && u.dying[f] == nil {
+			u.dying[f] = make(chan struct{})
+			condemned = append(condemned, f)
 		}
 	}
 	return condemned
 }
 
-func (l *layerRefs) buriedOf(u uses, d digest.Digest) {
+func (l *layerRefs) buriedOf(u uses, f form) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	close(u.dying[d])
-	delete(u.dying, d)
+	close(u.dying[f])
+	delete(u.dying, f)
 }

@@ -180,7 +180,7 @@ func (s *Store) load() error {
 	}
 	for id, rec := range records {
 		s.sequence = max(s.sequence, rec.Sequence)
-		s.refs.tryAcquire(imageOwner(id), rec.layers()) // nothing is dying yet
+		s.refs.tryAcquire(imageOwner(id), rec.layers(), s.layers.kindOf(rec)) // nothing is dying yet
 	}
 	for id, tags := range settleTags(records) {
 		s.log.Warn("tags were moving between images when berth stopped; they belong to the newer one", "tags", tags, "older", id)
@@ -360,14 +360,14 @@ func (s *Store) sweep(mine []digest.Digest) (own, others error) {
 		others = s.layers.DropSetAside(inUse)
 	}
 	others = errors.Join(others, s.sweepChains())
-	for _, d := range s.refs.condemn(s.layers.List()) {
-		end := s.cfg.Waits.Begin("its makers to end, to delete it", "layer "+d.String())
-		err := s.layers.Remove(d)
+	for _, d := range s.refs.condemn(s.layers.list()) {
+		end := s.cfg.Waits.Begin("its makers to end, to delete it", "layer "+d.name.String())
+		err := s.layers.remove(d)
 		end()
 		s.refs.buried(d)
 		switch {
 		case err == nil:
-		case slices.Contains(mine, d):
+		case slices.Contains(mine, d.name):
 			own = errors.Join(own, err)
 		default:
 			others = errors.Join(others, err)
@@ -378,8 +378,8 @@ func (s *Store) sweep(mine []digest.Digest) (own, others error) {
 
 // sweepChains deletes the images of chains of layers that nobody needs any more, where the layers are others' too.
 func (s *Store) sweepChains() (failed error) {
-	for _, chain := range s.refs.condemnChains(s.layers.Merged()) {
-		failed = errors.Join(failed, s.layers.RemoveMerged(chain))
+	for _, chain := range s.refs.condemnChains(s.layers.merged()) {
+		failed = errors.Join(failed, s.layers.removeMerged(chain))
 		s.refs.chainBuried(chain)
 	}
 	return failed
@@ -397,9 +397,9 @@ func (s *Store) becomeWriter(ctx context.Context) (release func(), err error) {
 	}
 }
 
-// commit makes a pulled image durable and visible under a name. The caller holds
-// its layers. If another image has the tag, it loses it.
-func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registry.Image) (*Image, error) {
+// commit makes a pulled image, whose layers are in the store, durable and visible under a name. The caller holds
+// them. If another image has the tag, it loses it.
+func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registry.Image, store *layer.Store) (*Image, error) {
 	release, err := s.becomeWriter(ctx)
 	if err != nil {
 		return nil, err
@@ -410,7 +410,7 @@ func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registr
 	id, rec, known := x.place(img)
 	if !known || rec.asleep {
 		rec.asleep = false
-		if rec.Size, err = s.sizeOf(chain); err != nil {
+		if rec.Size, err = sizeOf(store, chain); err != nil {
 			return nil, err
 		}
 	}
@@ -423,7 +423,7 @@ func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registr
 			records[other] = s.untag(other, old.without(ref.String()))
 		}
 	}
-	s.refs.tryAcquire(imageOwner(id), chain) // the caller holds them: none is dying
+	s.refs.tryAcquire(imageOwner(id), chain, store.Kind()) // the caller holds them: none is dying
 	next := newIndex(records, s.index.Load(), s.pinned)
 	s.index.Store(next)
 	return next.byID[id], nil
@@ -482,9 +482,8 @@ func (s *Store) write(id string, rec record) (record, error) {
 }
 
 // sizeOf adds up the layers of an image, each once.
-func (s *Store) sizeOf(layers []digest.Digest) (uint64, error) {
+func sizeOf(store *layer.Store, layers []digest.Digest) (uint64, error) {
 	var total uint64
-	store := s.layers.home(distinct(layers))
 	for _, d := range distinct(layers) {
 		info, err := store.Info(d)
 		if err != nil {

@@ -38,6 +38,7 @@ import (
 	"berth/image/registry/registrytest"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
+	"berth/internal/rootfs"
 	"berth/internal/testbuffer"
 )
 
@@ -668,7 +669,7 @@ func TestDamagedRecordIsSetAside(t *testing.T) {
 	reg.PutImage("other", "v1", "other", plain(t, "f", "2"))
 	reg.PutImage("third", "v1", "third", plain(t, "f", "3"))
 	broken, fine, hollow := pull(t, s, reg.Host()+"/app:v1"), pull(t, s, reg.Host()+"/other:v1"), pull(t, s, reg.Host()+"/third:v1")
-	if err := s.layers.Remove(hollow.Layers[0]); err != nil {
+	if err := s.layers.made.Remove(hollow.Layers[0]); err != nil {
 		t.Fatal(err)
 	}
 	if err := s.Close(); err != nil {
@@ -1440,15 +1441,20 @@ func TestDyingLayerIsWaitedFor(t *testing.T) {
 		refs := newLayerRefs()
 		refs.settle()
 		layers := []digest.Digest{"sha256:a", "sha256:b"}
-		if got := refs.condemn(layers[:1]); !slices.Equal(got, layers[:1]) {
+		forms := []form{{rootfs.Directory, layers[0]}, {rootfs.EROFS, layers[1]}}
+		if got := refs.condemn(forms[:1]); !slices.Equal(got, forms[:1]) {
 			t.Fatalf("condemned %v", got)
 		}
-		if got := refs.condemn(layers[:1]); len(got) != 0 {
+		if got := refs.condemn(forms[:1]); len(got) != 0 {
 			t.Errorf("condemned twice: %v", got)
 		}
 		if _, ok := refs.tryAcquire("ctr", layers); ok {
 			t.Error("got a dying layer")
 		}
+		if _, ok := refs.tryAcquire("image", layers, rootfs.EROFS); !ok {
+			t.Error("did not get a layer of which another form is dying")
+		}
+		refs.release("image")
 		done := make(chan error)
 		go func() { done <- refs.acquire(t.Context(), "pull", layers) }()
 		synctest.Wait()
@@ -1457,14 +1463,14 @@ func TestDyingLayerIsWaitedFor(t *testing.T) {
 			t.Fatal("did not wait")
 		default:
 		}
-		refs.buried(layers[0])
+		refs.buried(forms[0])
 		if err := <-done; err != nil {
 			t.Fatal(err)
 		}
-		if got := refs.condemn(layers); len(got) != 0 {
+		if got := refs.condemn(forms); len(got) != 0 {
 			t.Errorf("condemned %v, which is needed", got)
 		}
-		refs.condemn([]digest.Digest{"sha256:c"})
+		refs.condemn([]form{{rootfs.EROFS, "sha256:c"}})
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
 		if err := refs.acquire(ctx, "pull", []digest.Digest{"sha256:c"}); err != context.Canceled {

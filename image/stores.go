@@ -168,6 +168,14 @@ func (s *stores) keeps(names []digest.Digest) bool {
 	return s.asleep != nil && hasAll(s.asleep, names)
 }
 
+// kindOf is the form of the layers of an image that is there.
+func (s *stores) kindOf(rec record) rootfs.Kind {
+	if rec.asleep {
+		return s.asleep.Kind()
+	}
+	return s.home(distinct(rec.layers())).Kind()
+}
+
 func hasAll(store *layer.Store, names []digest.Digest) bool {
 	for _, name := range names {
 		if !store.Has(name) {
@@ -202,42 +210,35 @@ func (s *stores) Usage() (sum layer.Usage) {
 	return sum
 }
 
-// List returns the names of all layers, those that can't be mounted included.
-func (s *stores) List() (names []digest.Digest) {
-	seen := map[digest.Digest]bool{}
+// list returns all layers, in each form that there is, those that can't be mounted included.
+func (s *stores) list() (layers []form) {
 	for _, store := range s.all {
 		for _, name := range store.List() {
-			if !seen[name] {
-				seen[name] = true
-				names = append(names, name)
-			}
+			layers = append(layers, form{store.Kind(), name})
 		}
 	}
-	return names
+	return layers
 }
 
-// Remove removes a layer of every kind.
-func (s *stores) Remove(name digest.Digest) (failed error) {
-	for _, store := range s.all {
-		failed = errors.Join(failed, store.Remove(name))
-	}
-	return failed
-}
+// remove removes a layer of one form.
+func (s *stores) remove(layer form) error { return s.of(layer.kind).Remove(layer.name) }
 
-// Merged returns the chains of layers that there are images of, see layer.Store.
-func (s *stores) Merged() (chains []digest.Digest) {
+// merged returns the chains of layers that there are images of, see layer.Store.
+func (s *stores) merged() (chains []form) {
 	for _, store := range s.all {
-		chains = append(chains, store.Merged()...)
+		for _, chain := range store.Merged() {
+			chains = append(chains, form{store.Kind(), chain})
+		}
 	}
 	return chains
 }
 
-// RemoveMerged removes the image of a chain of layers, wherever there is one.
-func (s *stores) RemoveMerged(chain digest.Digest) (failed error) {
-	for _, store := range s.all {
-		failed = errors.Join(failed, store.RemoveMerged(chain))
-	}
-	return failed
+// removeMerged removes the image of a chain of layers.
+func (s *stores) removeMerged(chain form) error { return s.of(chain.kind).RemoveMerged(chain.name) }
+
+// of returns the store of a kind that there is one of.
+func (s *stores) of(kind rootfs.Kind) *layer.Store {
+	return s.all[slices.IndexFunc(s.all, func(store *layer.Store) bool { return store.Kind() == kind })]
 }
 
 // DropSetAside is layer.Store's.

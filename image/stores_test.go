@@ -11,6 +11,7 @@ import (
 	"slices"
 	"testing"
 
+	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
@@ -175,6 +176,71 @@ func used(t *testing.T, s *Store) uint64 {
 	return u.Bytes
 }
 
+// List returns the names of all layers, each once.
+func (s *stores) List() (names []digest.Digest) {
+	for _, f := range s.list() {
+		if !slices.Contains(names, f.name) {
+			names = append(names, f.name)
+		}
+	}
+	return names
+}
+
+// wantLayers checks how many layers there are in each form.
+func wantLayers(t *testing.T, s *Store, directory, erofs int) {
+	t.Helper()
+	if d, e := formsOf(s); d != directory || e != erofs {
+		t.Errorf("%d layers are directories, %d EROFS; want %d and %d", d, e, directory, erofs)
+	}
+}
+
+func formsOf(s *Store) (directory, erofs int) {
+	count := map[rootfs.Kind]int{}
+	for _, f := range s.layers.list() {
+		count[f.kind]++
+	}
+	return count[rootfs.Directory], count[rootfs.EROFS]
+}
+
+// Layers are there in the forms in which images and containers need them, and in no other.
+func TestFormsGoWhenNobodyNeedsThem(t *testing.T) {
+	cfg := driversConfig(t)
+	reg := registrytest.New(t)
+	low, high := plain(t, "f", "1"), plain(t, "g", "2")
+	reg.PutImage("app", "v1", "app", low, high)
+	reg.PutImage("more", "v1", "more", low, high, plain(t, "h", "3"))
+	app, more := reg.Host()+"/app:v1", reg.Host()+"/more:v1"
+	s := restart(t, nil, cfg.with("directory", nil))
+	pull(t, s, app)
+	s = restart(t, s, cfg.with("auto", nil))
+	pull(t, s, more)
+	wantLayers(t, s, 2, 3)
+	if _, err := s.Hold("container", mustGet(t, s, app).Layers); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Remove(t.Context(), app); err != nil {
+		t.Fatal(err)
+	}
+	wantLayers(t, s, 2, 3)
+	if err := s.Release("container"); err != nil {
+		t.Fatal(err)
+	}
+	wantLayers(t, s, 0, 3)
+	wantContent(t, s, more, "f", "1", rootfs.EROFS)
+
+	// What slept when its image was pulled anew, and is in use again.
+	s = restart(t, s, cfg.with("auto", cannot))
+	wantLayers(t, s, 0, 3)
+	pull(t, s, more)
+	s = restart(t, s, cfg.with("auto", works))
+	if d, e := formsOf(s); d+e != 3 {
+		t.Errorf("%d layers are directories, %d EROFS, of an image of three", d, e)
+	}
+	if text, _ := content(t, s, more, "h"); text != "3" {
+		t.Errorf("it holds %q", text)
+	}
+}
+
 // What becomes of an image that sleeps: it is pulled anew, loses its tag to a newer one, or is removed.
 func TestImageThatSleeps(t *testing.T) {
 	cfg := driversConfig(t)
@@ -246,7 +312,7 @@ func TestImageThatSleeps(t *testing.T) {
 	t.Run("not whole", func(t *testing.T) {
 		s := start(t, works)
 		layers := mustGet(t, s, app).Layers
-		if err := s.layers.Remove(layers[0]); err != nil {
+		if err := s.layers.made.Remove(layers[0]); err != nil {
 			t.Fatal(err)
 		}
 		s = restart(t, s, cfg.with("auto", cannot))
@@ -297,7 +363,7 @@ func TestImageStaysWithItsDriver(t *testing.T) {
 	pull(t, s, more)
 	wantContent(t, s, more, "f", "1", rootfs.EROFS)
 	wantContent(t, s, app, "f", "1", rootfs.Directory)
-	if n := len(s.layers.Merged()); n != 1 {
+	if n := len(s.layers.merged()); n != 1 {
 		t.Errorf("%d images of chains, of one that was pulled", n)
 	}
 }
@@ -316,8 +382,8 @@ func TestMergedGoesWithItsImage(t *testing.T) {
 	wantMerged := func(want int) {
 		t.Helper()
 		images, err := filepath.Glob(filepath.Join(cfg.Root, erofsDir, "joins", "*", "image"))
-		if err != nil || len(images) != want || len(s.layers.Merged()) != want {
-			t.Errorf("%d images of layers on disk, %d known, %v; want %d", len(images), len(s.layers.Merged()), err, want)
+		if err != nil || len(images) != want || len(s.layers.merged()) != want {
+			t.Errorf("%d images of layers on disk, %d known, %v; want %d", len(images), len(s.layers.merged()), err, want)
 		}
 		if n := erofsMounts(t); n > want {
 			t.Errorf("%d are mounted", n)
@@ -393,6 +459,28 @@ func TestImageTooLargeForADriver(t *testing.T) {
 	}
 	pull(t, s, app)
 	wantContent(t, s, app, "f", "1", rootfs.Directory)
+
+	// Nor is anything left of the layers that it did take.
+	last := &countingPacker{refuse: 2}
+	cfg.Pack = last.pack
+	reg.PutImage("big", "v1", "big", plain(t, "g", "2"), plain(t, "h", "3"))
+	s = restart(t, s, cfg.with("auto", nil))
+	s.cfg.MaxParallelDownloads = 1
+	pull(t, s, reg.Host()+"/big:v1")
+	wantLayers(t, s, 3, 0)
+	if last.calls != 2 {
+		t.Errorf("%d layers were packed", last.calls)
+	}
+}
+
+// countingPacker packs layers until it refuses one.
+type countingPacker struct{ calls, refuse int }
+
+func (p *countingPacker) pack(ctx context.Context, data, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
+	if p.calls++; p.calls < p.refuse {
+		return unpack.Pack(ctx, data, tree, blob, job)
+	}
+	return unpack.Result{}, &unpack.Error{Code: unpack.OutOfRange, Err: errors.New("its tree takes too much memory")}
 }
 
 // Pulls, removals and containers of images that share their layers do not get in each other's way.
@@ -442,7 +530,7 @@ func TestMergedUnderLoad(t *testing.T) {
 	if err := s.Remove(t.Context(), reg.Host()+"/app:v1"); err != nil {
 		t.Fatal(err)
 	}
-	if merged := s.layers.Merged(); len(merged) != 1 {
-		t.Errorf("images of layers: %v", slices.Sorted(slices.Values(merged)))
+	if merged := s.layers.merged(); len(merged) != 1 {
+		t.Errorf("images of layers: %v", merged)
 	}
 }
