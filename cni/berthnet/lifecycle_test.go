@@ -224,7 +224,7 @@ func TestCheck(t *testing.T) {
 			must(t, b.plugin.filter.ClosePorts(b.key(), b.openPorts()))
 			must(t, addresses.Inspect(b.dir+"/test").Release(kept))
 		}, "no address is reserved"},
-		{"the rules are gone", func(*testPod) { must(t, b.plugin.filter.Remove(b.key())) }, "rules of network test-"},
+		{"the rules are gone", func(*testPod) { b.removeRules() }, "rules of network test-"},
 	} {
 		t.Run(c.what, func(t *testing.T) {
 			p := b.attached(with)

@@ -13,10 +13,12 @@ import (
 	"testing"
 
 	types100 "github.com/containernetworking/cni/pkg/types/100"
+	"github.com/google/nftables"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	"berth/cni/berthnet/conf"
+	"berth/cni/berthnet/rules"
 	"berth/internal/netns"
 )
 
@@ -90,13 +92,26 @@ func newBed(t testing.TB, changes map[string]any) *bed {
 	for key, value := range changes {
 		b.conf[key] = value
 	}
-	t.Cleanup(func() { must(t, errors.Join(b.plugin.filter.Remove(b.key()), b.plugin.Close())) })
+	t.Cleanup(func() {
+		b.removeRules()
+		must(t, b.plugin.Close())
+	})
 	t.Cleanup(func() {
 		if link, err := netlink.LinkByName(b.conf["bridge"].(string)); err == nil {
 			must(t, netlink.LinkDel(link))
 		}
 	})
 	return b
+}
+
+// removeRules deletes the network's table, whether it is there or not.
+func (b *bed) removeRules() {
+	b.t.Helper()
+	conn, err := nftables.New()
+	must(b.t, err)
+	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyINet, Name: rules.TablePrefix + b.key()})
+	conn.DelTable(table)
+	must(b.t, conn.Flush())
 }
 
 // key is the network's on the node.

@@ -2,6 +2,8 @@ package crash
 
 import (
 	"context"
+	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"syscall"
@@ -22,6 +24,8 @@ var variants = []operation{
 
 	{name: "RunPodSandbox_ownNetwork", daemon: ownNetwork, prepare: withPod(hostPort), request: runPod, again: anotherPod, more: true},
 	{name: "StopPodSandbox_ownNetwork", daemon: ownNetwork, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: stopPod, more: true},
+	{name: "RunPodSandbox_ownNetwork_bandwidth", daemon: ownNetwork, prepare: withPod(udpHostPort, bandwidth), request: runPod, again: anotherPod, more: true},
+	{name: "StopPodSandbox_ownNetwork_bandwidth", daemon: ownNetwork, prepare: with(podRuns(udpHostPort, bandwidth), converse), request: stopPod, more: true},
 
 	{name: "RunPodSandbox_crun", daemon: withCrun, prepare: with(byCrun, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
 	{name: "StartContainer_crun", daemon: withCrun, prepare: with(byCrun, podRuns(harness.HostNetwork), withContainer(), created), request: startContainer,
@@ -54,6 +58,22 @@ func limit(t *testing.T, w *world) error {
 // would differ from case to case.
 func ownNetwork(*testing.T) harness.DaemonOption {
 	return harness.WithOwnNetwork(`network_subnets = ["10.83.0.0/16"]`)
+}
+
+const udpPort = 18053
+
+var udpHostPort = harness.HostPort(udpPort, 53, runtimeapi.Protocol_UDP)
+
+// bandwidth limits what the pod sends and receives.
+func bandwidth(c *runtimeapi.PodSandboxConfig) {
+	c.Annotations["kubernetes.io/ingress-bandwidth"], c.Annotations["kubernetes.io/egress-bandwidth"] = "1G", "1G"
+}
+
+// converse has the kernel know of a conversation by the host port.
+func converse(t *testing.T, _ *world) {
+	conn := harness.Get(net.Dial("udp4", fmt.Sprintf("127.0.0.1:%d", udpPort)))(t)
+	harness.Get(conn.Write([]byte("?")))(t)
+	harness.Must(t, conn.Close())
 }
 
 // withCrun gives the daemon a handler whose containers crun makes.

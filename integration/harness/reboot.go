@@ -12,10 +12,11 @@ import (
 	"syscall"
 	"testing"
 
+	"github.com/google/nftables"
+	"golang.org/x/sys/unix"
+
 	"berth/cni/berthnet/rules"
 	"berth/integration/machine"
-
-	"golang.org/x/sys/unix"
 )
 
 // LosePower ends the daemon and all that runs in its pods, and takes away what does not outlive a boot:
@@ -29,13 +30,23 @@ func (d *Daemon) LosePower(t *testing.T) {
 	d.LoseState(t)
 	unpinNetworks(t)
 	d.removeNetwork(t)
-	filter := &rules.Filter{}
-	Must(t, errors.Join(filter.Remove(d.NetworkKey()), filter.Close()))
+	Must(t, d.removeRules())
 	for _, flag := range []string{"-F", "-X"} {
 		if out, err := exec.Command("iptables", "-t", "nat", flag).CombinedOutput(); err != nil {
 			t.Fatalf("iptables %s: %v: %s", flag, err, out)
 		}
 	}
+}
+
+// removeRules deletes the table of the daemon's own network, whether it is there or not.
+func (d *Daemon) removeRules() error {
+	conn, err := nftables.New()
+	if err != nil {
+		return err
+	}
+	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyINet, Name: rules.TablePrefix + d.NetworkKey()})
+	conn.DelTable(table)
+	return conn.Flush()
 }
 
 func unpinNetworks(t *testing.T) {

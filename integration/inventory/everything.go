@@ -38,9 +38,9 @@ func Everything(t *testing.T, groups Cgroups, d *Daemon, pid int) Items {
 	return s
 }
 
-var deviceName = regexp.MustCompile(`veth[0-9a-f]{8,11}`)
+var deviceName = regexp.MustCompile(`(veth|vifb)[0-9a-f]{8,11}`)
 
 // alike makes names equal that differ in IDs, addresses and numbers.
 func alike(name string) string {
-	return idPattern.ReplaceAllString(deviceName.ReplaceAllString(name, "veth#"), "#")
+	return idPattern.ReplaceAllString(deviceName.ReplaceAllString(name, "$1#"), "#")
 }

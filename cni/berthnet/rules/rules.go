@@ -286,22 +286,6 @@ func (n *Network) isolateNode(conn *nftables.Conn, c *nftables.Chain) {
 	add(conn, c, verdict(expr.VerdictDrop))
 }
 
-// Remove deletes the table of the network with a key. It may be repeated.
-func (f *Filter) Remove(network string) error {
-	err := f.with(func(conn *nftables.Conn) error {
-		conn.AddTable(table(network)) // so that it can be deleted
-		conn.DelTable(table(network))
-		failpoint.Reach("net.uninstall")
-		err := conn.Flush()
-		failpoint.Reach("net.uninstalled")
-		return err
-	})
-	if err != nil {
-		return fmt.Errorf("delete the table of network %s: %w", network, err)
-	}
-	return nil
-}
-
 // Networks returns the keys of networks that have a table.
 func (f *Filter) Networks() (keys []string, err error) {
 	err = f.with(func(conn *nftables.Conn) error {
