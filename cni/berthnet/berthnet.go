@@ -93,18 +93,18 @@ func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.
 	if a.store, err = addresses.Open(a.Dir()); err != nil {
 		return nil, err
 	}
+	undo := cleanup.New()
+	defer undo.Run(&err)
+	kept, err := a.reserve(ctx) // before the bridge is looked at: from now on nobody takes the gateway away
+	if err != nil {
+		return nil, err
+	}
+	undo.Add("detach", func() error { return a.release(context.WithoutCancel(ctx), kept) })
 	bridge, err := a.network(ctx)
 	if err != nil {
 		return nil, err
 	}
 	p.seen.Store(a.Key(), a.Net)
-	undo := cleanup.New()
-	defer undo.Run(&err)
-	kept, err := a.reserve(ctx)
-	if err != nil {
-		return nil, err
-	}
-	undo.Add("detach", func() error { return a.release(context.WithoutCancel(ctx), kept) })
 	connected, err := links.Connect(a.describe(bridge, kept))
 	if err != nil {
 		return nil, err
@@ -154,7 +154,7 @@ func (a *attachment) network(ctx context.Context) (*links.Bridge, error) {
 	if bridge, err = links.MakeBridge(&d); err != nil {
 		return nil, refused(err)
 	}
-	_, err = a.install(bridge)
+	_, err = a.install()
 	return bridge, err
 }
 
@@ -174,8 +174,13 @@ func (a *attachment) addressesInUse() (all []netip.Addr, err error) {
 	return all, err
 }
 
-// install writes the rules, unless they are there, and opens the host ports of all pods. The store is locked.
-func (a *attachment) install(bridge *links.Bridge) (written bool, err error) {
+// install writes the rules, unless they are there, and opens the host ports of all pods. The store is locked, so nobody else of the network
+// changes the bridge, whose addresses are in the rules.
+func (a *attachment) install() (written bool, err error) {
+	bridge, err := links.FindBridge(a.Bridge)
+	if err != nil || !bridge.BelongsTo(a.Key()) {
+		return false, err // there is none yet, or it is to be made anew
+	}
 	if ok, err := a.filter.Installed(a.rules(bridge)); ok || err != nil {
 		return false, err
 	}
@@ -185,6 +190,13 @@ func (a *attachment) install(bridge *links.Bridge) (written bool, err error) {
 	}
 	var pods []rules.Pod
 	for _, n := range notes {
+		there, err := links.HasPort(n.ContainerID, n.IfName)
+		if err != nil {
+			return false, err
+		}
+		if !there {
+			continue // the pod is gone, as all are after a boot; its DEL is to come
+		}
 		pod := rules.Pod{ID: n.ContainerID}
 		if json.Unmarshal(n.Note, &pod.Ports) != nil {
 			continue // a power cut tore it; since then there was none
@@ -199,7 +211,7 @@ func (a *attachment) install(bridge *links.Bridge) (written bool, err error) {
 func (a *attachment) restore(ctx context.Context) (written bool, err error) {
 	bridge, err := links.FindBridge(a.Bridge)
 	if err != nil || !bridge.BelongsTo(a.Key()) {
-		return false, err // there is none yet, or it is to be made anew
+		return false, err
 	}
 	if err := bridge.Prepare(bridge.Prefixes); err != nil {
 		return false, err
@@ -212,12 +224,12 @@ func (a *attachment) restore(ctx context.Context) (written bool, err error) {
 		return false, err
 	}
 	defer unlock()
-	return a.install(bridge)
+	return a.install()
 }
 
 // rules is what the packet filter is told. Subnets are all that the bridge serves: pods from before a change have theirs.
 func (a *attachment) rules(b *links.Bridge) rules.Network {
-	n := rules.Network{Key: a.Key(), Bridge: b.Name, Masquerade: a.Masquerades(), NoMasquerade: a.NoMasquerade,
+	n := rules.Network{Key: a.Key(), Name: a.Name, Bridge: b.Name, Masquerade: a.Masquerades(), NoMasquerade: a.NoMasquerade,
 		IsolatePods: a.Isolates(conf.IsolatePods), IsolateIngress: a.Isolates(conf.IsolateIngress), IsolateNode: a.Isolates(conf.IsolateNode)}
 	for _, p := range b.Prefixes {
 		n.Subnets = append(n.Subnets, p.Masked())
@@ -295,6 +307,9 @@ func (a *attachment) openPorts(ctx context.Context, kept addresses.Reservation) 
 		return err
 	}
 	defer unlock()
+	if _, err := a.install(); err != nil { // somebody may have deleted the rules since
+		return err
+	}
 	if err := a.store.SetNote(kept, note); err != nil {
 		return err
 	}

@@ -62,8 +62,11 @@ func (b *Bridge) owner() (network string, made bool) {
 	if network == b.alias {
 		return "", false
 	}
-	return network, false
+	return network, b.isOurs()
 }
+
+// isOurs tells, by the hardware address, that newBridge has made the bridge, of whatever version, and if it was killed before the alias was set.
+func (b *Bridge) isOurs() bool { return bytes.Equal(b.MAC, bridgeMAC(b.Name)) }
 
 // FindBridge returns the bridge of a name; nil if there is none. It is an error if there is something else.
 func FindBridge(name string) (*Bridge, error) {
@@ -181,7 +184,7 @@ func (b *Bridge) claim(network string, made bool) error {
 		return fmt.Errorf("%w: %s has the alias %q", ErrTaken, b.Name, b.alias)
 	}
 	b.alias = foundBy + network
-	if made {
+	if made || b.isOurs() {
 		b.alias = madeBy + network
 	}
 	var host batch
@@ -255,7 +258,8 @@ func (b *Bridge) setUp(gateways, obsolete []netip.Prefix) error {
 	for _, g := range obsolete {
 		message := nl.NewIfAddrmsg(family(g.Addr()))
 		message.Prefixlen, message.Index = uint8(g.Bits()), uint32(b.Index)
-		host.add("remove address "+g.String(), unix.RTM_DELADDR, 0, message, nl.NewRtAttr(unix.IFA_LOCAL, g.Addr().AsSlice()))
+		address := g.Addr().AsSlice() // with the length, the kernel compares IFA_ADDRESS
+		host.add("remove address "+g.String(), unix.RTM_DELADDR, 0, message, nl.NewRtAttr(unix.IFA_LOCAL, address), nl.NewRtAttr(unix.IFA_ADDRESS, address))
 		host.pass(unix.EADDRNOTAVAIL)
 	}
 	if !b.up {

@@ -295,6 +295,12 @@ const (
 	brportLocked  = 39 // IFLA_BRPORT_LOCKED, which older kernels pass over
 )
 
+// HasPort tells whether the node has the port of an attachment.
+func HasPort(id, ifName string) (bool, error) {
+	index, err := indexOf(PortName(id, ifName))
+	return index != 0, err
+}
+
 // Port is a device on the node that Connect made: a port of the bridge, or what limits it.
 type Port struct{ Name, ContainerID, IfName string }
 

@@ -31,6 +31,7 @@ import (
 // Network is what a table is made from.
 type Network struct {
 	Key            string // of the network
+	Name           string // of which, alone, earlier versions named the table
 	Bridge         string
 	Subnets        []netip.Prefix // of pods
 	Masquerade     bool
@@ -52,7 +53,7 @@ func table(network string) *nftables.Table {
 const markerPrefix = "made-from-"
 
 // format is part of that, to be counted up with each change of the rules.
-const format = "2"
+const format = "3"
 
 func (n *Network) marker() string {
 	sum := sha256.Sum256(fmt.Appendf(nil, "%s %+v", format, *n))
@@ -88,8 +89,8 @@ func (n *Network) normalize() {
 // setNumbers guards the number that the library counts sets with.
 var setNumbers sync.Mutex
 
-// Install writes the network's table, and opens host ports of pods. Those that are open stay. Tables of other networks for the same bridge go. It is
-// called by one at a time for a network.
+// Install writes the network's table, and opens host ports of pods. Those that are open stay. Tables of other networks for the same bridge go, and
+// that of an earlier version. It is called by one at a time for a network.
 func (f *Filter) Install(n Network, pods []Pod) error {
 	n.normalize()
 	there, err := f.Ports(n.Key)
@@ -133,7 +134,7 @@ func (n *Network) markers(conn *nftables.Conn) (names []string, others []*nftabl
 		case !strings.HasPrefix(c.Name, markerPrefix) || !strings.HasPrefix(c.Table.Name, TablePrefix):
 		case c.Table.Name == TablePrefix+n.Key:
 			names = append(names, c.Name)
-		case strings.HasSuffix(c.Name, markerOf(n.Bridge)):
+		case strings.HasSuffix(c.Name, markerOf(n.Bridge)), c.Table.Name == TablePrefix+n.Name && !strings.Contains(c.Name, markerOf("")):
 			others = append(others, &nftables.Table{Family: nftables.TableFamilyINet, Name: c.Table.Name})
 		}
 	}

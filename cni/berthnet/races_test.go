@@ -1,0 +1,173 @@
+package berthnet
+
+import (
+	"context"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"github.com/containernetworking/cni/pkg/skel"
+	"github.com/google/nftables"
+	"github.com/vishvananda/netlink"
+
+	"berth/cni/berthnet/addresses"
+	"berth/cni/berthnet/conf"
+	"berth/cni/berthnet/links"
+	"berth/cni/berthnet/rules"
+)
+
+// What others do at the same time, or have done before.
+
+// waitsForLock waits until somebody of this process waits for the lock of the bed's addresses, which the test has.
+func (b *bed) waitsForLock(t *testing.T) {
+	t.Helper()
+	lock := filepath.Join(b.dir, "test", "lock")
+	eventually(t, "somebody waits for the lock", func() bool {
+		entries, err := os.ReadDir("/proc/self/fd")
+		must(t, err)
+		n := 0
+		for _, e := range entries {
+			if to, err := os.Readlink("/proc/self/fd/" + e.Name()); err == nil && to == lock {
+				n++
+			}
+		}
+		return n == 2
+	})
+}
+
+// othersBridge is what an ADD with another subnet does to the bridge: the gateways go that no pod needs.
+func (b *bed) othersBridge(t *testing.T) {
+	t.Helper()
+	_, err := links.MakeBridge(&links.Description{Name: "bn0", Network: b.key(), Gateways: []netip.Prefix{netip.MustParsePrefix("10.98.0.1/24")}})
+	must(t, err)
+}
+
+// An ADD that finds the gateway of its subnet, and then waits, has it in the end.
+func TestGatewayIsThere(t *testing.T) {
+	b := newBed(t, nil)
+	must(t, b.attached(nil).del())
+	unlock, err := b.store().Lock(context.Background())
+	must(t, err)
+	pod := b.pod(nil)
+	added := make(chan error, 1)
+	go func() { added <- pod.add() }()
+	b.waitsForLock(t)
+	b.othersBridge(t)
+	unlock()
+	must(t, <-added)
+	t.Cleanup(func() { must(t, pod.del()) })
+	answering(t, pod.netns, "tcp", 80)
+	conversation{"node to pod", "", "tcp4", "80", pod.ip(false), "10.99.0.1"}.check(t)
+}
+
+// STATUS writes rules of the bridge as it is, and not as it was before another was waited for.
+func TestRulesAreOfTheBridge(t *testing.T) {
+	b := newBed(t, nil)
+	pod := b.attached(nil)
+	unlock, err := b.store().Lock(context.Background())
+	must(t, err)
+	flushRuleset(t)
+	done := make(chan error, 1)
+	go func() {
+		_, err := pod.call("STATUS", "", nil)
+		done <- err
+	}()
+	b.waitsForLock(t)
+	b.othersBridge(t)
+	unlock()
+	must(t, <-done)
+	bridge, err := links.FindBridge("bn0")
+	must(t, err)
+	if installed, err := b.plugin.filter.Installed(b.unattached(t, pod).rules(bridge)); !installed || err != nil {
+		t.Errorf("rules of the bridge with %v are there: %v; %v", bridge.Prefixes, installed, err)
+	}
+}
+
+// unattached is what the plugin makes of a pod's ADD.
+func (b *bed) unattached(t *testing.T, p *testPod) *attachment {
+	t.Helper()
+	a, err := b.plugin.attachment(&skel.CmdArgs{ContainerID: p.id, Netns: p.netns, IfName: "eth0", StdinData: p.stdin(p.with)}, conf.Parse)
+	must(t, err)
+	a.store, err = addresses.Open(a.Dir())
+	must(t, err)
+	return a
+}
+
+// Rules that are deleted in the middle of an ADD are there at its end, with the host ports of all pods.
+func TestFlushedRulesetWhileAdding(t *testing.T) {
+	b := newBed(t, nil)
+	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
+	pod := b.pod(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80}))
+	a := b.unattached(t, pod)
+	kept, err := a.reserve(t.Context())
+	must(t, err)
+	defer func() { must(t, pod.del()) }()
+	_, err = a.network(t.Context())
+	must(t, err)
+	flushRuleset(t)
+	must(t, a.openPorts(t.Context(), kept))
+	if open := b.openPorts(); len(open) != 4 {
+		t.Errorf("open are %v", open)
+	}
+}
+
+// Of a pod that went without a DEL, as all do with the power, no host port is opened again.
+func TestPortsOfTheDead(t *testing.T) {
+	b := newBed(t, nil)
+	pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
+	dead := b.attached(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80}))
+	link, err := netlink.LinkByName(links.PortName(dead.id, "eth0"))
+	must(t, err)
+	must(t, netlink.LinkDel(link))
+	flushRuleset(t)
+	_, err = pod.call("STATUS", "", nil)
+	must(t, err)
+	for _, p := range b.openPorts() {
+		if p.HostPort != 8080 {
+			t.Errorf("open is %s", p)
+		}
+	}
+	next := b.attached(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80})) // nobody's
+	must(t, dead.del())
+	if open := b.openPorts(); len(open) != 4 || !slices.ContainsFunc(open, func(p rules.HostPort) bool { return p.Pod.String() == next.ip(false) }) {
+		t.Errorf("open after the DEL of the dead are %v", open)
+	}
+}
+
+// What a version before keys has left is taken over: the bridge, with its addresses, and the rules.
+func TestEarlierVersion(t *testing.T) {
+	b := newBed(t, nil)
+	must(t, b.attached(nil).del())
+	link, err := netlink.LinkByName("bn0")
+	must(t, err)
+	conn, err := nftables.New()
+	must(t, err)
+	named := func(name, marker string) {
+		table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyINet, Name: rules.TablePrefix + name})
+		conn.AddChain(&nftables.Chain{Table: table, Name: marker})
+	}
+	for what, alias := range map[string]string{"the first": "", "one that took it for somebody else's": "berth-net bridge found by " + b.key()} {
+		must(t, netlink.LinkSetAlias(link, alias))
+		addressed(t, "bn0", "10.97.0.1/24")
+		conn.FlushRuleset()
+		named("test", "made-from-0123456789abcdef01234567")
+		named("other", "made-from-0123456789abcdef01234567")
+		named("other-01234567", "made-from-0123456789abcdef01234567-for-bn1")
+		must(t, conn.Flush())
+		must(t, b.attached(nil).del())
+		bridge, err := links.FindBridge("bn0")
+		must(t, err)
+		if slices.Contains(bridge.Prefixes, netip.MustParsePrefix("10.97.0.1/24")) {
+			t.Errorf("%s: the bridge has %v", what, bridge.Prefixes)
+		}
+		networks, err := b.plugin.filter.Networks()
+		must(t, err)
+		slices.Sort(networks)
+		if want := []string{"other", "other-01234567", b.key()}; !slices.Equal(networks, want) {
+			t.Errorf("%s: tables of %v, want %v", what, networks, want)
+		}
+	}
+	flushRuleset(t)
+}
