@@ -275,7 +275,7 @@ func TestGC(t *testing.T) {
 	if !strings.Contains(left, links.PortName(valid.id, "eth0")) || !strings.Contains(left, "tcp port 8080") || strings.Contains(left, "8081") || strings.Contains(left, "8082") {
 		t.Errorf("left of %d bytes:\n%s", before, left)
 	}
-	if !strings.Contains(left, links.PortName(others.id, "eth0")) {
+	if left := other.traces(); !strings.Contains(left, links.PortName(others.id, "eth0")) {
 		t.Errorf("another network's port is gone:\n%s", left)
 	}
 }

@@ -203,7 +203,8 @@ func (b *bed) traces() string {
 	list, err := netlink.LinkList()
 	must(b.t, err)
 	for _, l := range list {
-		if l.Type() == "veth" {
+		of := strings.Fields(l.Attrs().Alias) // where it was made wholly; another network's may be about to go with its pod's namespace
+		if l.Type() == "veth" && (len(of) < 2 || of[0] != "berth-net" || of[1] == b.key()) {
 			all = append(all, l.Attrs().Name)
 		}
 	}

@@ -45,8 +45,8 @@ func TestOtherDirectories(t *testing.T) {
 		must(t, err)
 	}
 	conversation{"host port", worldNS, "tcp4", "8080", node4, world4}.check(t)
-	if left := ours.traces(); !strings.Contains(left, links.PortName(pod.id, "eth0")) || strings.Contains(left, links.PortName(others.id, "eth0")) {
-		t.Errorf("GC of two others, one of which has a pod, leaves\n%s", left)
+	if left := ours.traces(); !strings.Contains(left, links.PortName(pod.id, "eth0")) || strings.Contains(other.traces(), links.PortName(others.id, "eth0")) {
+		t.Errorf("GC of two others, one of which has a pod, leaves\n%s\n%s", left, other.traces())
 	}
 	if _, err := pod.call("GC", "", nil); codeOf(err) != types.ErrInvalidNetworkConfig {
 		t.Errorf("GC that is not told what is valid: %v", err)

@@ -5,6 +5,8 @@ import (
 	"path/filepath"
 	"testing"
 
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
@@ -167,7 +169,7 @@ func runNextPod(t *testing.T, w *world) error {
 		}
 	}
 	w.pod.Metadata.Attempt++
-	if err := runPod(t, w); err != nil {
+	if err := runPodLater(t, w); err != nil {
 		return err
 	}
 	for _, id := range old {
@@ -176,6 +178,18 @@ func runNextPod(t *testing.T, w *world) error {
 		}
 	}
 	return nil
+}
+
+// runPodLater asks again where it is told to, as kubelet does: a pod that was being made has its host ports until the daemon has undone
+// it, which it does in the background.
+func runPodLater(t *testing.T, w *world) (err error) {
+	harness.Eventually(t, "the pod's host ports are free", func() error {
+		if err = runPod(t, w); status.Code(err) == codes.Unavailable {
+			return err
+		}
+		return nil
+	})
+	return err
 }
 
 func stopPod(t *testing.T, w *world) error { return w.d.Cri.StopPodSandbox(t.Context(), w.podID) }
