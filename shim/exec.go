@@ -68,7 +68,7 @@ func (l *Launchers) execWith(ctx context.Context, req ExecRequest, take func() (
 	if err := l.oom.lend(p.pid); err != nil { // what dies now is found out by asking it
 		l.cfg.Log.Warn("an exec is not as easily killed as it should be", "container", req.ID, "error", err)
 	}
-	p.served, p.executedIn = true, req.ID
+	p.executedIn = req.ID
 	e := &Exec{l: l, p: p, req: req}
 	again, err := e.start(ctx, req)
 	switch {

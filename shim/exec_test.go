@@ -1,6 +1,7 @@
 package shim
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -12,6 +13,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -412,35 +414,133 @@ func TestSpareLaunchers(t *testing.T) {
 		t.Errorf("%d launchers are idle", n)
 	}
 	setSpareTime(time.Millisecond)
-	e.wantMore() // or fewer: the owner looks
+	e.until("there is none but that of an exec, while execs come and go", func() bool {
+		if _, _, code := c.execIn("probe", "true"); code != 0 {
+			t.Errorf("an exec ended with %d", code)
+		}
+		return len(e.idlePIDs()) <= e.cfg.Idle+1
+	})
 	e.until("there are as many as before", func() bool { return len(e.idlePIDs()) == e.cfg.Idle })
 }
 
-// An exec takes the launcher that knows its container, a launch one that knows none.
-func TestWhichLauncherIsTaken(t *testing.T) {
-	l := &Launchers{}
-	put := func(pid int, knows string) {
-		l.idle = append(l.idle, idleLauncher{&launcher{pid: pid, executedIn: knows}, func() {}})
+// idleAs puts a launcher without a process into the pool.
+func (l *Launchers) idleAs(pid int, knows string) {
+	l.idle = append(l.idle, idleLauncher{&launcher{pid: pid, executedIn: knows}, func() {}, time.Now()})
+}
+
+// A launcher is spare if it was idle for long itself, however many others were taken and came back meanwhile.
+func TestSpareLaunchersAgeWhileOthersServe(t *testing.T) {
+	for name, takenFor := range map[string]func(i int) string{
+		"pauses":                             func(int) string { return "" },
+		"probes of one container":            func(int) string { return "0" },
+		"probes of more than are kept":       func(i int) string { return itoa(i % 3) },
+		"probes of more than there ever are": func(i int) string { return itoa(i % 100) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				l := &Launchers{cfg: Config{Idle: 2}, spareTime: spareTime}
+				burst := l.cfg.Idle + maxSpare
+				for pid := range burst {
+					l.idleAs(pid, "")
+				}
+				serve := func(i int) (left int) {
+					id := takenFor(i)
+					p := l.pop(id)
+					l.idleAs(p.pid, cmp.Or(id, p.executedIn))
+					if _, rest := l.takeSpare(); len(l.idle) > l.enough() && rest <= 0 {
+						t.Fatalf("%d launchers are idle, and their owner does not look again", len(l.idle))
+					}
+					return len(l.idle)
+				}
+				const pace = 100 * time.Millisecond
+				began := time.Now()
+				i := 0
+				for ; time.Since(began) < spareTime-pace; i++ {
+					if left := serve(i); left != burst {
+						t.Fatalf("after %v %d launchers are left", time.Since(began), left)
+					}
+					time.Sleep(pace)
+				}
+				for ; time.Since(began) < 2*spareTime; i++ {
+					serve(i)
+					time.Sleep(pace)
+				}
+				if len(l.idle) != l.cfg.Idle {
+					t.Errorf("after %v there are %d launchers", time.Since(began), len(l.idle))
+				}
+			})
+		})
 	}
-	put(1, "a")
-	put(2, "")
-	put(3, "b")
-	put(4, "a")
-	put(5, "c")
-	for _, step := range []struct {
+}
+
+// An exec takes the launcher that knows its container, a launch one that knows none. Where there is no such one, it is one that knows none,
+// or the one that has been idle for the longest; but none that is spare.
+func TestWhichLauncherIsTaken(t *testing.T) {
+	type pool []string // what each launcher knows; its PID is its index
+	for name, test := range map[string]struct {
+		idle   pool
 		execIn string
 		want   int
-	}{{"a", 4}, {"", 2}, {"b", 3}, {"a", 1}, {"d", 5}} {
-		if p := l.pop(step.execIn); p == nil || p.pid != step.want {
-			t.Errorf("for %q: launcher %+v, want %d", step.execIn, p, step.want)
+	}{
+		"the last that knows it":             {pool{"a", "", "a", "b"}, "a", 2},
+		"a spare one that knows it":          {pool{"a", "", "", "b"}, "a", 0},
+		"the last that knows none":           {pool{"", "", "a", "b"}, "", 1},
+		"one that knows none for an exec":    {pool{"a", ""}, "b", 1},
+		"the longest idle for an exec":       {pool{"a", "b"}, "c", 0},
+		"the longest idle for a launch":      {pool{"a", "b"}, "", 0},
+		"none that is spare for an exec":     {pool{"", "a", "b", "c"}, "d", 2},
+		"none that is spare for a launch":    {pool{"a", "b", "c"}, "", 1},
+		"the only one for an exec":           {pool{"a"}, "b", 0},
+		"the only one for a launch":          {pool{"a"}, "", 0},
+		"one that knows none where some are": {pool{"a", "", "b", ""}, "c", 3},
+	} {
+		l := &Launchers{cfg: Config{Idle: 2}}
+		for pid, knows := range test.idle {
+			l.idleAs(pid, knows)
+		}
+		if p := l.pop(test.execIn); p == nil || p.pid != test.want || len(l.idle) != len(test.idle)-1 {
+			t.Errorf("%s: launcher %+v, want %d; there are %d", name, p, test.want, len(l.idle))
 		}
 	}
-	put(6, "a")
-	if p := l.pop(""); p == nil || p.pid != 6 {
-		t.Errorf("the last one is %+v", p)
-	}
-	if p := l.pop("a"); p != nil {
+	if p := (&Launchers{}).pop("a"); p != nil {
 		t.Errorf("of none there is %+v", p)
+	}
+}
+
+// Each of two containers that are probed in turn has the launcher that knows it, and what has served execs serves a launch.
+func TestProbesInTurn(t *testing.T) {
+	e := newEnv(t, func(c *Config) { c.Idle = 2 })
+	names := []string{"a", "b"}
+	containers := map[string]*container{}
+	for _, name := range names {
+		containers[name] = e.run(name, "exec sleep 1000")
+	}
+	e.until("there are launchers", func() bool { return len(e.idlePIDs()) == e.cfg.Idle })
+	served := map[string]int{}
+	for round := range 3 {
+		for _, name := range names {
+			x, err := e.Exec(e.ctx, ExecRequest{ID: containers[name].ID, ExecID: name + itoa(round), Process: testProcess("true")})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if code, err := x.Wait(e.ctx); code != 0 || err != nil {
+				t.Errorf("Wait = %d, %v", code, err)
+			}
+			if err := x.Close(); err != nil {
+				t.Error(err)
+			}
+			if before := served[name]; round > 0 && x.p.pid != before {
+				t.Errorf("round %d: launcher %d serves %s, not %d", round, x.p.pid, name, before)
+			}
+			served[name] = x.p.pid
+		}
+	}
+	if served["a"] == served["b"] {
+		t.Error("one launcher serves both")
+	}
+	third := e.run("c", "echo here; exec sleep 1000")
+	if out, _, code := third.execIn("x", "echo here"); out != "here\n" || code != 0 {
+		t.Errorf("an exec in what was launched after execs wrote %q and ended with %d", out, code)
 	}
 }
 

@@ -54,7 +54,7 @@ func (l *Launchers) keepLockFast() {
 	}
 }
 
-// idlePID returns the launcher that will be taken last, 0 if there is none.
+// idlePID returns the launcher that has been idle for the longest, 0 if there is none.
 func (l *Launchers) idlePID() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()

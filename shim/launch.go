@@ -64,7 +64,6 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 	}
 	switch {
 	case again && err == nil:
-		p.served = true
 		l.put(p)
 	case req.Pause || err != nil:
 		l.retire(p)

@@ -51,10 +51,9 @@ type Launchers struct {
 	expecting   atomic.Bool // keepLockFast runs
 	expectUntil atomic.Pointer[time.Time]
 
-	mu     sync.Mutex // guards what follows
-	lent   int        // launchers that serve execs or pauses, and come back
-	idle   []idleLauncher
-	taken  time.Time // when the last one was taken out of idle
+	mu     sync.Mutex     // guards what follows
+	lent   int            // launchers that serve execs or pauses, and come back
+	idle   []idleLauncher // the one that has been idle for the longest first
 	closed bool
 }
 
@@ -62,13 +61,14 @@ type Launchers struct {
 // a time, the next ones come soon, and to start a launcher takes more CPU time (10 ms) than an exec's own part.
 const (
 	maxSpare  = 8               // some MB each
-	spareTime = 5 * time.Second // since one was taken out of the pool
+	spareTime = 5 * time.Second // that one is idle
 )
 
 // idleLauncher is a launcher in the pool, which is watched: one that dies there is no zombie until the next launch.
 type idleLauncher struct {
 	*launcher
 	unwatch context.CancelFunc
+	since   time.Time
 }
 
 // New starts the pool. ShimPath is read once, here.
@@ -118,7 +118,6 @@ type launcher struct {
 	pid  int
 	proc *os.File // pidfd
 
-	served     bool   // an exec or a pause
 	executedIn string // the container of its last exec, which it still knows; empty: none
 }
 
@@ -255,7 +254,7 @@ func (l *Launchers) keep(p *launcher) (kept, spare bool) {
 		return false, false
 	}
 	ctx, unwatch := context.WithCancel(l.ctx)
-	l.idle = append(l.idle, idleLauncher{p, unwatch})
+	l.idle = append(l.idle, idleLauncher{p, unwatch, time.Now()})
 	l.owned.Go(func() { l.watch(ctx, p) })
 	return true, len(l.idle) > l.enough()
 }
@@ -271,7 +270,7 @@ func (l *Launchers) spare() int {
 	return maxSpare
 }
 
-// retireSpare ends spare launchers if none was taken for spareTime, or returns what is left of that.
+// retireSpare ends spare launchers that were not needed for spareTime, and returns what is left of that for the next one; 0: there is none.
 func (l *Launchers) retireSpare() (rest time.Duration) {
 	spare, rest := l.takeSpare()
 	for _, p := range spare {
@@ -280,19 +279,15 @@ func (l *Launchers) retireSpare() (rest time.Duration) {
 	return rest
 }
 
-// takeSpare takes spare launchers out of the pool, those that have served before the others.
+// takeSpare takes them out of the pool. That others are taken and come back meanwhile, as by probes all the time, keeps none of them.
 func (l *Launchers) takeSpare() (spare []*launcher, rest time.Duration) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if len(l.idle) <= l.enough() {
-		return nil, 0
-	}
-	if rest := l.spareTime - time.Since(l.taken); rest > 0 {
-		return nil, rest
-	}
 	for len(l.idle) > l.enough() {
-		i := max(slices.IndexFunc(l.idle, func(p idleLauncher) bool { return p.served }), 0)
-		spare = append(spare, l.takeAt(i))
+		if rest := l.spareTime - time.Since(l.idle[0].since); rest > 0 {
+			return spare, rest
+		}
+		spare = append(spare, l.takeAt(0))
 	}
 	return spare, 0
 }
@@ -360,24 +355,30 @@ func (l *Launchers) take(mayBeIdle bool, execIn string) (*launcher, error) {
 	return l.start()
 }
 
-// pop takes the launcher out of the pool that knows the container of an exec. For a launch, where execIn is empty, it is one that
-// knows none, so that those stay which do. The last one will do for both.
+// pop takes a launcher out of the pool, for a launch if execIn is empty.
 func (l *Launchers) pop(execIn string) *launcher {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	n := len(l.idle)
-	if n == 0 {
+	if len(l.idle) == 0 {
 		return nil
 	}
-	i := n - 1
-	for at, p := range slices.Backward(l.idle) {
+	return l.takeAt(l.choose(execIn))
+}
+
+// choose finds the launcher that knows the container of an exec; for a launch, one that knows none, so that those stay which do.
+//
+// Without one any will do, and what it knows is lost. So an exec has one that knows nothing, be it the last: a launch works as well
+// with another, and comes less often than probes do. Then it is the one that has been idle for the longest, so that
+// as many containers as there are launchers can be probed in turn. It is none of the spare ones, which would not become old otherwise.
+func (l *Launchers) choose(execIn string) int {
+	for i, p := range slices.Backward(l.idle) {
 		if p.executedIn == execIn {
-			i = at
-			break
+			return i
 		}
 	}
-	l.taken = time.Now()
-	return l.takeAt(i)
+	first := max(len(l.idle)-l.enough(), 0)
+	knowsNone := func(p idleLauncher) bool { return p.executedIn == "" }
+	return first + max(slices.IndexFunc(l.idle[first:], knowsNone), 0)
 }
 
 // retireTime is how long a launcher that was told to end may take.
