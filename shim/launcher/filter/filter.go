@@ -32,7 +32,8 @@ const initFD = 3
 const seals = unix.F_SEAL_SEAL | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_WRITE
 
 // Lend gives a process that is about to be started what its container's profile is compiled to, and returns what takes it back when the process has
-// been started. Without a profile it does nothing; nor with one that cannot be compiled, for init will tell why.
+// been started. Without a profile it does nothing; nor with one that cannot be compiled, for init will tell why, nor where sealing would take
+// time: init compiles the profile then.
 func (t *Table) Lend(p *libcontainer.Process, profile *configs.Seccomp) (takeBack func() error, err error) {
 	nothing := func() error { return nil }
 	if profile == nil {
@@ -43,7 +44,7 @@ func (t *Table) Lend(p *libcontainer.Process, profile *configs.Seccomp) (takeBac
 		return nothing, err
 	}
 	f, err := sealed(memo)
-	if err != nil {
+	if err != nil || f == nil {
 		return nothing, err
 	}
 	p.ExtraFiles = []*os.File{f}
@@ -65,7 +66,7 @@ func (t *Table) memo(profile *configs.Seccomp) ([]byte, error) {
 	return memo, t.add(key, memo)
 }
 
-// sealed puts a memo into memory that nobody can change.
+// sealed puts a memo into memory that nobody can change; nil: it cannot be had now.
 func sealed(memo []byte) (*os.File, error) {
 	const flags = unix.MFD_CLOEXEC | unix.MFD_ALLOW_SEALING
 	fd, err := unix.MemfdCreate("seccomp", flags|unix.MFD_NOEXEC_SEAL)
@@ -76,11 +77,20 @@ func sealed(memo []byte) (*os.File, error) {
 		return nil, os.NewSyscallError("memfd_create", err)
 	}
 	f := os.NewFile(uintptr(fd), "seccomp")
-	_, err = f.Write(memo)
-	if err == nil {
-		_, err = unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals)
+	if _, err := f.Write(memo); err != nil {
+		return nil, errors.Join(fmt.Errorf("write a seccomp filter: %w", err), f.Close())
 	}
-	if err != nil {
+	return seal(f)
+}
+
+// seal seals f, or closes it. It returns nil if somebody else, such as page migration, holds one of the pages (memfd_wait_for_pins):
+// the kernel has waited 150 ms for that, and to wait again takes longer than to compile.
+func seal(f *os.File) (*os.File, error) {
+	_, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, seals)
+	switch {
+	case errors.Is(err, unix.EBUSY):
+		return nil, f.Close()
+	case err != nil:
 		return nil, errors.Join(fmt.Errorf("seal a seccomp filter: %w", err), f.Close())
 	}
 	return f, nil

@@ -193,6 +193,36 @@ func TestSealed(t *testing.T) {
 	}
 }
 
+// A page that somebody holds, here a pipe, keeps its memory from being sealed: that is no error, and init compiles.
+func TestHeldPageIsNotSealed(t *testing.T) {
+	fd, err := unix.MemfdCreate("seccomp", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := os.NewFile(uintptr(fd), "seccomp")
+	if _, err := f.Write(make([]byte, os.Getpagesize())); err != nil {
+		t.Fatal(err)
+	}
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	defer w.Close()
+	if n, err := unix.Splice(fd, new(int64), int(w.Fd()), nil, os.Getpagesize(), 0); n != int64(os.Getpagesize()) || err != nil {
+		t.Fatalf("splice: %d, %v", n, err)
+	}
+	if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, unix.F_SEAL_WRITE); err != unix.EBUSY {
+		t.Skipf("a page in a pipe can be sealed: %v", err)
+	}
+	if got, err := seal(f); got != nil || err != nil {
+		t.Errorf("seal = %v, %v", got, err)
+	}
+	if err := f.Close(); err == nil {
+		t.Error("it was left open")
+	}
+}
+
 // FuzzDecode checks that what is accepted says again what was read.
 func FuzzDecode(f *testing.F) {
 	f.Add(sample(1))

@@ -48,6 +48,7 @@ type Maker struct {
 	mgr     cgroups.Manager
 	cgroups *cgroups.Cgroup
 
+	pid    int
 	first  *exec.Cmd // makes the second stage, which becomes pause, and is its parent; nil from Execute on
 	second *os.File  // pidfd
 	parent *os.File  // our end of the socket of the first stage
@@ -97,8 +98,11 @@ func isPlainSpec(s *specs.Spec) bool {
 		!slices.ContainsFunc(s.Mounts, isNeededMount) && allowsPause(l.Seccomp) && ownsSysctls(flags, l.Sysctl)
 }
 
-// command is what the second stage executes.
-var command = []string{"/pause"}
+// command is what the second stage executes, and executed what /proc/PID/cmdline is then.
+var (
+	command  = []string{"/pause"}
+	executed = strings.Join(command, "\x00") + "\x00"
+)
 
 // ipcSysctls are those of an IPC namespace, but for the ones below fs.mqueue.
 var ipcSysctls = []string{"kernel.msgmax", "kernel.msgmnb", "kernel.msgmni", "kernel.sem", "kernel.shmall", "kernel.shmmax", "kernel.shmmni", "kernel.shm_rmid_forced"}
@@ -212,6 +216,7 @@ func (m *Maker) Create() (pid int, err error) {
 		return 0, err
 	}
 	failpoint.Reach("launcher.pause-ready")
+	m.pid = pid
 	return pid, nil
 }
 
@@ -447,11 +452,23 @@ func (m *Maker) Execute() error {
 	return errors.Join(reportErr, err, m.child.Close(), m.second.Close())
 }
 
-// checkAlive tells a pause that has executed its command, which closed its socket, from one that was killed before.
+// endTime is more than a process needs from closing its files to its end.
+const endTime = time.Second
+
+// checkAlive tells a pause that has executed its command, which closed its socket, from one that was killed. That one's socket
+// is closed, and its arguments are gone, a moment before its pidfd says so (do_exit: exit_mm, exit_files, exit_notify).
 func (m *Maker) checkAlive() error {
-	ended, err := pidfd.Exited(m.second)
+	args, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", m.pid))
+	if err != nil || string(args) != executed {
+		ctx, cancel := context.WithTimeout(context.Background(), endTime)
+		defer cancel()
+		if err := pidfd.Wait(ctx, m.second); err != nil && ctx.Err() == nil {
+			return err
+		}
+	}
+	ended, err := pidfd.Exited(m.second) // if not, what was read is not another process's with the same ID
 	if err == nil && ended {
-		err = errors.New("it was killed before it ran")
+		err = errors.New("it was killed")
 	}
 	return err
 }

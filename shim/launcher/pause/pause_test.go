@@ -1,10 +1,13 @@
 package pause
 
 import (
+	"encoding/binary"
+	"errors"
+	"fmt"
 	"os"
 	"os/exec"
-	"sync"
 	"testing"
+	"time"
 
 	"github.com/moby/profiles/seccomp"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -134,46 +137,78 @@ func TestStepError(t *testing.T) {
 	}
 }
 
+// stageEnv makes the test binary a second stage: it holds descriptor 3, awaits the word to go on, and does what the variable says.
+const stageEnv = "BERTH_TEST_PAUSE"
+
+func TestMain(m *testing.M) {
+	if what := os.Getenv(stageEnv); what != "" {
+		fmt.Fprintln(os.Stderr, stage(what))
+		os.Exit(1)
+	}
+	os.Exit(m.Run())
+}
+
+func stage(what string) error {
+	if what == "hold" { // it is pause
+		time.Sleep(time.Hour)
+	}
+	if n, err := unix.Read(3, make([]byte, 1)); n != 1 || err != nil {
+		return fmt.Errorf("it is not told to go on: %d, %w", n, err)
+	}
+	switch what {
+	case "executes":
+		unix.CloseOnExec(3)
+		return unix.Exec("/proc/self/exe", command, []string{stageEnv + "=hold"})
+	case "is killed":
+		return unix.Kill(os.Getpid(), unix.SIGKILL)
+	}
+	_, err := unix.Write(3, binary.NativeEndian.AppendUint32(binary.NativeEndian.AppendUint32(nil, uint32(len(steps)-1)), uint32(unix.ENOENT)))
+	return err
+}
+
 // The end of the second stage's socket says that it has executed pause, unless it was killed meanwhile.
 func TestExecute(t *testing.T) {
-	for name, killed := range map[string]bool{"it runs": false, "it was killed": true} {
-		t.Run(name, func(t *testing.T) {
-			second := exec.Command("sleep", "1000")
-			m := &Maker{first: exec.Command("true")}
-			for _, cmd := range []*exec.Cmd{second, m.first} {
-				if err := cmd.Start(); err != nil {
-					t.Fatal(err)
+	for what, want := range map[string]string{"executes": "", "is killed": "it was killed", "fails": "execute it: no such file or directory"} {
+		t.Run(what, func(t *testing.T) {
+			for range 10 { // the socket of one that is killed is closed a moment before it has ended
+				m, second := startStage(t, what)
+				err := m.Execute()
+				switch {
+				case want == "" && err != nil, want != "" && (err == nil || err.Error() != want):
+					t.Errorf("Execute: %v, want %q", err, want)
 				}
+				_ = second.Process.Kill() // it may have ended,
+				_ = second.Wait()         // and been reaped
 			}
-			defer func() { _ = second.Process.Kill(); _ = second.Wait() }()
-			var err error
-			if m.second, err = pidfd.Open(second.Process.Pid); err != nil {
-				t.Fatal(err)
-			}
-			theirs := [2]*os.File{}
-			for i, ours := range []**os.File{&m.parent, &m.child} {
-				fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
-				if err != nil {
-					t.Fatal(err)
-				}
-				*ours, theirs[i] = os.NewFile(uintptr(fds[0]), "ours"), os.NewFile(uintptr(fds[1]), "theirs")
-			}
-			defer theirs[0].Close()
-			var stage sync.WaitGroup
-			stage.Go(func() {
-				if n, err := theirs[1].Read(make([]byte, 1)); n != 1 || err != nil {
-					t.Errorf("it is not told to go on: %v", err)
-				}
-				if killed {
-					_ = second.Process.Kill()
-					_ = second.Wait()
-				}
-				_ = theirs[1].Close()
-			})
-			if err := m.Execute(); (err != nil) != killed {
-				t.Errorf("Execute: %v", err)
-			}
-			stage.Wait()
 		})
 	}
+}
+
+// startStage starts a second stage, which alone has the other end of m.child.
+func startStage(t *testing.T, what string) (*Maker, *exec.Cmd) {
+	t.Helper()
+	second := exec.Command("/proc/self/exe")
+	second.Env, second.Stderr = append(os.Environ(), stageEnv+"="+what), t.Output()
+	m := &Maker{Launch: plainOrder(), first: exec.Command("true")}
+	for _, s := range []struct {
+		cmd  *exec.Cmd
+		ours **os.File
+	}{{m.first, &m.parent}, {second, &m.child}} {
+		fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		*s.ours = os.NewFile(uintptr(fds[0]), "ours")
+		theirs := os.NewFile(uintptr(fds[1]), "theirs")
+		s.cmd.ExtraFiles = []*os.File{theirs}
+		if err := errors.Join(s.cmd.Start(), theirs.Close()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	m.pid = second.Process.Pid
+	var err error
+	if m.second, err = pidfd.Open(m.pid); err != nil {
+		t.Fatal(err)
+	}
+	return m, second
 }
