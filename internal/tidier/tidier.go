@@ -3,35 +3,65 @@ package tidier
 
 import (
 	"log/slog"
-	"sync/atomic"
+	"sync"
 	"time"
 )
 
 // Tidier gives memory back after starting, and after changes. While nothing is changed no timer runs.
 type Tidier struct {
-	underWay atomic.Int64  // changes
-	changes  chan struct{} // one waits: that a change has ended, not how many
-	stop     chan struct{}
-	stopped  chan struct{}
+	changes chan struct{} // one waits: that a change has begun or ended, not how many
+	stop    chan struct{}
+	stopped chan struct{}
+
+	mu       sync.Mutex // guards what follows
+	underWay map[*change]struct{}
 }
 
-// New starts a Tidier that calls release when nothing was being changed for rest; its own start is the first change. Close ends it.
+// change is one that is under way.
+type change struct{ began time.Time }
+
+// waits is how long after it has begun a change counts no more: what takes longer mostly waits, for a grace period, which can be an
+// hour, or a registry.
+const waits = 30 * time.Second
+
+// New starts a Tidier that calls release when for rest no change has begun or ended, and none is under way but what has been so for half a
+// minute. Its own start is the first change. Close ends it.
 func New(rest time.Duration, release func() error, log *slog.Logger) *Tidier {
-	t := &Tidier{changes: make(chan struct{}, 1), stop: make(chan struct{}), stopped: make(chan struct{})}
+	t := &Tidier{changes: make(chan struct{}, 1), stop: make(chan struct{}), stopped: make(chan struct{}), underWay: map[*change]struct{}{}}
 	go t.run(rest, release, log)
 	return t
 }
 
-// Changing notes that something is being changed, until changed is called. Neither blocks.
+// Changing notes that something is being changed, until changed is called. Neither waits for memory that is given back.
 func (t *Tidier) Changing() (changed func()) {
-	t.underWay.Add(1)
+	c := &change{time.Now()}
+	t.mu.Lock()
+	t.underWay[c] = struct{}{}
+	t.mu.Unlock()
+	t.restAnew()
 	return func() {
-		t.underWay.Add(-1)
-		select {
-		case t.changes <- struct{}{}:
-		default: // one waits already
-		}
+		t.mu.Lock()
+		delete(t.underWay, c)
+		t.mu.Unlock()
+		t.restAnew()
 	}
+}
+
+func (t *Tidier) restAnew() {
+	select {
+	case t.changes <- struct{}{}:
+	default: // one waits already
+	}
+}
+
+// busy returns for how long changes that are under way still count.
+func (t *Tidier) busy() (rest time.Duration) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for c := range t.underWay {
+		rest = max(rest, waits-time.Since(c.began))
+	}
+	return rest
 }
 
 // Close waits until nothing is given back any more.
@@ -51,10 +81,11 @@ func (t *Tidier) run(rest time.Duration, release func() error, log *slog.Logger)
 		case <-t.changes:
 			resting = time.After(rest)
 		case <-resting:
-			resting = nil
-			if t.underWay.Load() > 0 {
-				continue // its end comes
+			if busy := t.busy(); busy > 0 {
+				resting = time.After(busy)
+				continue
 			}
+			resting = nil
 			if err := release(); err != nil {
 				log.Warn("memory that changes needed is kept", "error", err)
 			}

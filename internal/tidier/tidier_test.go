@@ -39,15 +39,25 @@ func TestTidier(t *testing.T) {
 		want(3)
 		long, short := tidier.Changing(), tidier.Changing()
 		short()
-		time.Sleep(10 * restTime)
+		time.Sleep(waits - 1)
 		want(3) // a change takes long
+		time.Sleep(1)
+		want(4) // too long
+		time.Sleep(10 * waits)
+		want(4)
+		tidier.Changing()()
+		time.Sleep(restTime)
+		want(5) // what it waits for is nothing to the others
+		tidier.Changing()
+		time.Sleep(waits)
+		want(6) // what began after memory was given back
 		long()
 		time.Sleep(restTime)
-		want(4)
+		want(7)
 		if err := tidier.Close(); err != nil {
 			t.Error(err)
 		}
 		tidier.Changing()() // a late request
-		want(4)
+		want(7)
 	})
 }
