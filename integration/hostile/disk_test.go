@@ -3,6 +3,7 @@ package hostile
 import (
 	"archive/tar"
 	"bytes"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -13,6 +14,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	imagestore "berth/image"
+	"berth/image/erofs"
 	"berth/integration/fixture"
 	"berth/integration/harness"
 )
@@ -107,6 +109,40 @@ func writeFiles(w io.Writer, n int) error {
 		}
 	}
 	return out.Close()
+}
+
+// Images just below what may be in the daemon's memory while their layers are merged: as many files as that takes, and two of them at a time.
+func TestImagesThatTakeMemory(t *testing.T) {
+	if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
+		t.Skip("NOT TESTED: ", err)
+	}
+	const files = 140_000
+	d := startDaemon(t)
+	var names [2]string
+	for i := range names {
+		reader, writer := io.Pipe()
+		go func() { writer.CloseWithError(writeFiles(writer, files+i)) }()
+		_, names[i] = image(t, gzipped(t, reader))
+	}
+	pulls := make(chan error)
+	for _, name := range names {
+		go func() { pulls <- pull(t, d, name, nil) }()
+	}
+	for range names {
+		if err := <-pulls; err != nil {
+			t.Error(err)
+		}
+	}
+	images, err := filepath.Glob(filepath.Join(d.Root, "images/erofs/joins/*/image"))
+	if harness.Must(t, err); len(images) != len(names) {
+		t.Errorf("%d images of layers were made of %d: there is too much in them for this test", len(images), len(names))
+	}
+	for _, name := range names {
+		harness.Must(t, d.Images.RemoveImage(t.Context(), imageSpec(name)))
+	}
+	for _, name := range names {
+		noTraceOf(t, d, name)
+	}
 }
 
 // Many files with as many extended attributes as there may be: a million in contrib/torture. What takes them, the filesystem
