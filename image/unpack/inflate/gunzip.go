@@ -1,5 +1,3 @@
-//go:build !isal || !cgo
-
 package inflate
 
 import (
@@ -7,7 +5,22 @@ import (
 	"io"
 
 	"github.com/klauspost/compress/gzip"
+
+	"berth/image/unpack/isal"
 )
 
+// Gunzip names what reads gzip: "ISA-L" or "Go".
+func Gunzip() string {
+	if isal.Loaded() {
+		return "ISA-L"
+	}
+	return "Go"
+}
+
 // newGunzip returns a reader of the gzip in blob.
-func newGunzip(blob *bufio.Reader) (io.ReadCloser, error) { return gzip.NewReader(blob) }
+func newGunzip(blob *bufio.Reader) (io.ReadCloser, error) {
+	if isal.Loaded() {
+		return isal.NewReader(blob)
+	}
+	return gzip.NewReader(blob)
+}

@@ -3,7 +3,7 @@
 // # Contract
 //
 // Its memory is bounded by maxWindow, whatever the blob says. What is not compressed as it should be is a CorruptError; the blob's own
-// errors are passed on, in preference to what the decompressor makes of them. gzip is read by ISA-L in builds that have it (package isal).
+// errors are passed on, in preference to what the decompressor makes of them. gzip is read by ISA-L where that is there (package isal).
 package inflate
 
 import (

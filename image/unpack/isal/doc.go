@@ -1,7 +1,10 @@
 // Package isal reads gzip by ISA-L, a library of C and assembly that takes a third of the time of
-// Go's implementations. It is there in builds with cgo and the tag isal, which need the library and its headers.
+// Go's implementations. It is there in builds with cgo and the tag isal, which need the library's headers,
+// where libisal.so.2 can be loaded when the program starts.
 //
 // # Contract
+//
+// Loaded tells whether it is there, and says the same for as long as the program runs: nothing is loaded later, when the program may be confined.
 //
 // Reader reads what gzip.Reader reads: all members, each verified by its checksum and length. It is an error if
 // anything follows the last one.

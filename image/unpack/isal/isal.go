@@ -3,9 +3,9 @@
 package isal
 
 /*
-#cgo LDFLAGS: -lisal
+#cgo LDFLAGS: -ldl
 #include <stdlib.h>
-#include <isa-l/igzip_lib.h>
+#include "load.h"
 
 struct step {
 	int code;
@@ -22,8 +22,8 @@ struct reader {
 
 static void begin(struct reader *r)
 {
-	isal_inflate_init(&r->state);
-	isal_gzip_header_init(&r->header);
+	isal_library.inflate_init(&r->state);
+	isal_library.gzip_header_init(&r->header);
 	r->header.flags = 0;
 	r->state.crc_flag = ISAL_GZIP_NO_HDR_VER; // the trailer is verified
 	r->in_header = 1;
@@ -32,12 +32,12 @@ static void begin(struct reader *r)
 static int inflate_some(struct reader *r)
 {
 	if (r->in_header) {
-		int code = isal_read_gzip_header(&r->state, &r->header);
+		int code = isal_library.read_gzip_header(&r->state, &r->header);
 		if (code != ISAL_DECOMP_OK)
 			return code;
 		r->in_header = 0;
 	}
-	return isal_inflate(&r->state);
+	return isal_library.inflate(&r->state);
 }
 
 // inflate keeps neither buffer: the library has copied what it needs of them when it returns.
@@ -73,7 +73,10 @@ type Reader struct {
 	err   error            // final
 }
 
-// NewReader returns a reader of the gzip in from. The caller closes it, which does not close from.
+// Loaded tells whether the library is there.
+func Loaded() bool { return C.isal_library.inflate != nil }
+
+// NewReader returns a reader of the gzip in from. The library must be Loaded. The caller closes the reader, which does not close from.
 func NewReader(from *bufio.Reader) (*Reader, error) {
 	state := (*C.struct_reader)(C.calloc(1, C.sizeof_struct_reader))
 	if state == nil {

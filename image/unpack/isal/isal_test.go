@@ -37,6 +37,14 @@ func inflateBy(r io.Reader, size int) ([]byte, error) {
 	return out.Bytes(), nil
 }
 
+// need skips a test where there is no library.
+func need(t testing.TB) {
+	t.Helper()
+	if !Loaded() {
+		t.Skip("libisal.so.2 cannot be loaded")
+	}
+}
+
 func byISAL(blob io.Reader, inBuffer, outBuffer int) ([]byte, error) {
 	r, err := NewReader(bufio.NewReaderSize(blob, inBuffer))
 	if err != nil {
@@ -57,6 +65,7 @@ func byGo(blob []byte) ([]byte, error) {
 // FuzzAgainstGo: the library inflates what Go's does, to the same bytes, and refuses what that refuses, however input and output
 // are divided.
 func FuzzAgainstGo(f *testing.F) {
+	need(f)
 	text := []byte(strings.Repeat("some text that repeats itself, some text ", 400))
 	for level := gzip.HuffmanOnly; level <= gzip.BestCompression; level++ {
 		f.Add(pack(f, text, level), uint16(16), uint16(100))
@@ -96,6 +105,7 @@ func pack(t testing.TB, data []byte, level int) []byte {
 
 // BenchmarkGunzip compares the library with Go's packages. The rate is that of what comes out.
 func BenchmarkGunzip(b *testing.B) {
+	need(b)
 	data := inflatetest.Sample(32 << 20)
 	blob := pack(b, data, 6)
 	for name, open := range map[string]func(io.Reader) (io.ReadCloser, error){

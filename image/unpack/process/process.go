@@ -122,7 +122,7 @@ func (p *Program) do(ctx context.Context, tree *os.File, files []*os.File, blob 
 		s.Stop() // nobody takes what may come
 	}
 	helpers.Wait()
-	p.log.Debug("unpacked a layer", "digest", result.Digest, "error", err, "cpu", end.UserTime()+end.SystemTime(), "peakKiB", peak(end))
+	p.log.Debug("unpacked a layer", "digest", result.Digest, "error", err, "cpu", end.UserTime()+end.SystemTime(), "peakKiB", peak(end), "gunzip", w.gunzip)
 	return result, err
 }
 
@@ -148,6 +148,8 @@ type work struct {
 
 	in  *os.File // the blob goes there
 	out *os.File // the answer comes from there
+
+	gunzip string // what it reads gzip by, when it has answered
 
 	fed      atomic.Bool  // all of the blob, and it was right
 	awaiting atomic.Bool  // bytes of the blob: then it is not the process that is slow
@@ -352,12 +354,14 @@ var errHasty = errors.New("an answer before the end of the blob")
 // answer reads what the process says, and refuses what cannot be true.
 func (w *work) answer(limits unpack.Limits, progress func(n int)) (unpack.Result, error) {
 	defer w.out.Close()
-	result, err := wire.NewReader(w.out).Result(func(n int64) {
+	r := wire.NewReader(w.out)
+	result, err := r.Result(func(n int64) {
 		w.steps.Add(1)
 		if progress != nil {
 			progress(int(n))
 		}
 	})
+	w.gunzip = r.Gunzip()
 	if err == nil && !w.fed.Load() {
 		err = errHasty
 	}

@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"compress/gzip"
 	"context"
+	"debug/elf"
 	"errors"
 	"fmt"
 	"io"
@@ -33,19 +34,35 @@ import (
 	"berth/internal/safefs"
 )
 
-// built is the real berth-unpack, as it is without ISA-L; withISAL the other build, empty where the library is missing.
-var built, withISAL string
+// built is the real berth-unpack, as it is without ISA-L.
+var built string
 
-// eachBuild runs a test with each build of berth-unpack.
+// builds are berth-unpacks by their names.
+var builds = map[string]*struct {
+	library string // looked for instead of libisal.so.2
+	gunzip  string // what reads gzip
+	path    string // of the program; empty where ISA-L's headers are missing
+}{
+	"go":                        {gunzip: "Go"},
+	"isal":                      {gunzip: "ISA-L"},
+	"isal without the library":  {gunzip: "Go", library: "libnone.so.2"},
+	"isal with another library": {gunzip: "Go", library: "libc.so.6"},
+}
+
+// eachBuild runs a test with each build of berth-unpack. Those that do without the library are alike.
 func eachBuild(t *testing.T, stall time.Duration, test func(*testing.T, *Program)) {
-	for name, path := range map[string]string{"go": built, "isal": withISAL} {
-		t.Run(name, func(t *testing.T) {
-			if path == "" {
-				t.Skip("libisal-dev is not installed")
-			}
-			test(t, open(t, path, stall))
-		})
+	for _, name := range []string{"go", "isal", "isal without the library"} {
+		t.Run(name, func(t *testing.T) { test(t, open(t, need(t, name), stall)) })
 	}
+}
+
+// need returns the path of a build, and skips the test if there is none.
+func need(t *testing.T, name string) string {
+	t.Helper()
+	if builds[name].path == "" {
+		t.Skip("libisal-dev is not installed")
+	}
+	return builds[name].path
 }
 
 func TestMain(m *testing.M) {
@@ -69,20 +86,56 @@ func run(m *testing.M) int {
 		return 1
 	}
 	defer os.RemoveAll(dir)
-	if built, err = build(dir, "go", "CGO_ENABLED=0"); err == nil && exec.Command("cc", "-E", "-include", "isa-l/igzip_lib.h", "/dev/null").Run() == nil {
-		withISAL, err = build(dir, "isal", "CGO_ENABLED=1", "-tags=isal")
-	}
-	if err != nil {
+	if err := buildAll(dir); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}
 	return m.Run()
 }
 
+// buildAll builds what can be built of builds, in dir.
+func buildAll(dir string) error {
+	headers := exec.Command("cc", "-E", "-include", "isa-l/igzip_lib.h", "/dev/null").Run() == nil
+	for name, b := range builds {
+		env, tags := "CGO_ENABLED=1", "isal"
+		switch {
+		case name == "go":
+			env, tags = "CGO_ENABLED=0", ""
+		case !headers:
+			continue
+		}
+		var err error
+		if b.path, err = build(dir, name, env, tags); err != nil {
+			return err
+		}
+		if b.library != "" {
+			if err := loadInstead(b.path, b.library); err != nil {
+				return err
+			}
+		}
+	}
+	built = builds["go"].path
+	return nil
+}
+
+// loadInstead has a program look for another library than ISA-L, whose name may not be longer.
+func loadInstead(path, library string) error {
+	program, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	const name = "libisal.so.2\x00"
+	if n := bytes.Count(program, []byte(name)); n != 1 {
+		return fmt.Errorf("%s names libisal.so.2 %d times", path, n)
+	}
+	other := append([]byte(library), make([]byte, len(name)-len(library))...)
+	return os.WriteFile(path, bytes.Replace(program, []byte(name), other, 1), 0o755)
+}
+
 // build builds berth-unpack and returns its path.
-func build(dir, name, env string, flags ...string) (string, error) {
-	path := filepath.Join(dir, "berth-unpack-"+name)
-	cmd := exec.Command("go", slices.Concat([]string{"build", "-o", path}, flags, []string{"berth/cmd/berth-unpack"})...)
+func build(dir, name, env, tags string) (string, error) {
+	path := filepath.Join(dir, "berth-unpack "+name)
+	cmd := exec.Command("go", "build", "-tags", tags, "-o", path, "berth/cmd/berth-unpack")
 	cmd.Env = append(os.Environ(), env)
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return "", fmt.Errorf("build berth-unpack (%s): %w\n%s", name, err, out)
@@ -293,6 +346,38 @@ func describe(t *testing.T, root string) map[string]string {
 		t.Fatal(err)
 	}
 	return all
+}
+
+// ISA-L is used where it can be loaded, which is before the process is confined, and no other library in its place. The daemon's
+// log says so.
+func TestGunzip(t *testing.T) {
+	blob := gzipped(t, pack(t, file("f", "content")))
+	for name, b := range builds {
+		t.Run(name, func(t *testing.T) {
+			p := open(t, need(t, name), time.Minute)
+			var log bytes.Buffer
+			p.log = slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))
+			if _, err := p.Unpack(t.Context(), tree(t), bytes.NewReader(blob), job); err != nil {
+				t.Fatal(err)
+			}
+			if !strings.Contains(log.String(), "gunzip="+b.gunzip+"\n") {
+				t.Errorf("want gunzip=%s: %s", b.gunzip, &log)
+			}
+		})
+	}
+}
+
+// A node without ISA-L can run the program: it is not linked with the library.
+func TestLinkedLibraries(t *testing.T) {
+	program, err := elf.Open(need(t, "isal"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer program.Close()
+	libraries, err := program.ImportedLibraries()
+	if err != nil || len(libraries) == 0 || slices.ContainsFunc(libraries, func(l string) bool { return strings.HasPrefix(l, "libisal") }) {
+		t.Errorf("linked with %q, %v", libraries, err)
+	}
 }
 
 // The process does what the library does, with every kind of entry, however the blob is compressed.

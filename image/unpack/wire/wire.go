@@ -30,9 +30,10 @@ import (
 
 // Version is the first argument of berth-unpack: a daemon and a berth-unpack of different
 // versions refuse each other.
-const Version = "3"
+const Version = "4"
 
 const (
+	kindGunzip   = 'G' // name of what reads gzip
 	kindProgress = 'P' // bytes of the tar read so far
 	kindLink     = 'L' // name, zero, target
 	kindImplied  = 'I' // name
@@ -46,6 +47,8 @@ const (
 	// maxBody is that of a link.
 	maxBody = 2*unix.PathMax + 1
 	maxText = 4 << 10
+	// maxGunzip is that of the name of what reads gzip.
+	maxGunzip = 16
 	// maxBytes is more than a layer can take or have: sums of a few stay far from overflow.
 	maxBytes = 1 << 56
 )
@@ -63,6 +66,9 @@ func (w *Writer) put(kind byte, body []byte) {
 	_, _ = w.w.Write(header[:]) // Flush has the error of both
 	_, _ = w.w.Write(body)
 }
+
+// Gunzip says what reads gzip, by the name that inflate.Gunzip has for it. It is sent with the next message of another kind.
+func (w *Writer) Gunzip(name string) { w.put(kindGunzip, []byte(name)) }
 
 // Progress says how many bytes of the tar have been read so far.
 func (w *Writer) Progress(tarBytes int64) error {
@@ -109,12 +115,17 @@ type Reader struct {
 	body [maxBody]byte
 	told unpack.Contents
 	left int // bytes of names that may still come
+
+	gunzip string
 }
 
 // NewReader returns a Reader from r.
 func NewReader(r io.Reader) *Reader {
 	return &Reader{r: bufio.NewReaderSize(r, 16<<10), left: unpack.MaxTold}
 }
+
+// Gunzip returns the name of what reads gzip, empty if Result has not been told.
+func (r *Reader) Gunzip() string { return r.gunzip }
 
 // ErrEnded is returned by Result when the messages end before the last one.
 var ErrEnded = errors.New("the messages end before the result")
@@ -129,6 +140,11 @@ func (r *Reader) Result(progress func(n int64)) (unpack.Result, error) {
 			return unpack.Result{}, err
 		}
 		switch kind {
+		case kindGunzip:
+			if len(body) > maxGunzip {
+				return unpack.Result{}, malformed(kind, body)
+			}
+			r.gunzip = printable(string(body))
 		case kindProgress:
 			n, rest := number(body)
 			if rest == nil || len(rest) > 0 || n < tarBytes || n > maxBytes {

@@ -37,6 +37,10 @@ func sent(t testing.TB, send ...func(*Writer) error) []byte {
 	return b.Bytes()
 }
 
+func gunzip(name string) func(*Writer) error {
+	return func(w *Writer) error { w.Gunzip(name); return nil }
+}
+
 func result(r unpack.Result) func(*Writer) error {
 	return func(w *Writer) error { return w.Result(r) }
 }
@@ -51,7 +55,11 @@ func failure(code unpack.Code, text string) func(*Writer) error {
 
 func TestResult(t *testing.T) {
 	var sum int64
-	got, err := NewReader(bytes.NewReader(sent(t, progress(5), progress(5), progress(100), result(sample())))).Result(func(n int64) { sum += n })
+	r := NewReader(bytes.NewReader(sent(t, gunzip("Go\n"), progress(5), progress(5), progress(100), result(sample()))))
+	got, err := r.Result(func(n int64) { sum += n })
+	if r.Gunzip() != "Go\uFFFD" {
+		t.Errorf("gunzip %q", r.Gunzip())
+	}
 	if err != nil || !reflect.DeepEqual(got, sample()) || sum != 100 {
 		t.Errorf("%+v, %v, progress %d", got, err, sum)
 	}
@@ -77,6 +85,7 @@ func TestMalformed(t *testing.T) {
 		"half":                    sent(t, result(sample()))[:20],
 		"long":                    {'P', 0xff, 0xff, 0xff, 0xff},
 		"unknown":                 {'x', 0, 0, 0, 0},
+		"gunzip without end":      sent(t, gunzip(strings.Repeat("x", maxGunzip+1)), result(sample())),
 		"no number":               {'P', 0, 0, 0, 1, 0x80},
 		"progress backwards":      sent(t, progress(7), progress(6)),
 		"progress beyond measure": sent(t, progress(-1)),
@@ -108,7 +117,7 @@ func TestMalformed(t *testing.T) {
 // FuzzReader: whatever comes, the answer is an error or a result that passes its checks, and is
 // read again the same when it is sent again.
 func FuzzReader(f *testing.F) {
-	f.Add(sent(f, progress(5), result(sample())))
+	f.Add(sent(f, gunzip("ISA-L"), progress(5), result(sample())))
 	f.Add(sent(f, failure(unpack.InvalidArgument, "entry")))
 	f.Add([]byte("L\x00\x00\x00\x03a\x00bR\x00\x00\x00\x00"))
 	f.Fuzz(func(t *testing.T, data []byte) {

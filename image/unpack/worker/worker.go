@@ -26,6 +26,7 @@ import (
 	"berth/image/unpack"
 	"berth/image/unpack/confine"
 	"berth/image/unpack/confine/early"
+	"berth/image/unpack/inflate"
 	"berth/image/unpack/wire"
 )
 
@@ -173,6 +174,7 @@ func answer(out io.Writer, job *unpack.Job, layer func() (unpack.Result, error))
 	var read, steps atomic.Int64
 	job.Progress = func(n int) { read.Add(int64(n)); steps.Add(1) }
 	w := wire.NewWriter(out)
+	w.Gunzip(inflate.Gunzip())
 	stop := report(w, &read, &steps)
 	result, err := layer()
 	if err := stop(); err != nil {

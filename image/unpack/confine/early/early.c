@@ -62,6 +62,7 @@ static void limit_stacks(void)
 	pthread_attr_destroy(&attr);
 }
 
+// Without a priority it comes after all that have one: package isal has loaded its library by then.
 __attribute__((constructor)) static void confine_early(void)
 {
 	must(fcntl(tree, F_GETFD) >= 0, "berth-unpack is started by berth, not by hand");
