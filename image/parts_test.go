@@ -36,8 +36,9 @@ func TestRangesOfALayer(t *testing.T) {
 			}
 			rest := l.Blob
 			if wholes.Add(1) == 1 {
-				for ; parts.Load() == 0; rest = rest[1:] { // slowly, until that is too slow
-					if _, err := w.Write(rest[:1]); err != nil || len(rest) == 1 {
+				const chunk = 4 << 10
+				for ; parts.Load() == 0; rest = rest[chunk:] { // slowly, until that is too slow
+					if _, err := w.Write(rest[:chunk]); err != nil || len(rest) == chunk {
 						return true
 					}
 					w.(http.Flusher).Flush()

@@ -6,34 +6,62 @@ import (
 	"io"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"berth/internal/errdefs"
 )
 
 const (
-	// partSize is how much of a blob one range request is for, and the memory that it takes.
-	partSize = 4 << 20
+	// PartSize is how much of a blob one range request is for, and the memory that it takes.
+	PartSize = 4 << 20
 	// watchTime is how long a reader is watched before parts are fetched for it: most of this time it has waited for the network.
 	watchTime = 200 * time.Millisecond
+	// fastEnough is the rate, in bytes a second, from which parts are fetched for a reader. On a line that is full they share it with the
+	// transfers of all layers: shared with 16 parts this still is twice slowest.
+	fastEnough = 32 * slowest
+	// crawling is the share of fastEnough below which a part shows that the line has become too slow for more.
+	crawling = 8
+	// trialTime is how long parts are fetched before they must have been worth it: connecting takes some of it.
+	trialTime = 8 * watchTime
+	// worthwhile is how many times as fast a blob must come with parts as without them.
+	worthwhile = 1.25
 )
 
 // ahead fetches parts of a blob that its reader has not come to, each by a connection of its own, while the reader waits for the
 // network: many registries give a connection so much and no more. Whatever goes wrong with a part, the reader fetches that piece of the
-// blob as if there were no parts, and no more of them are begun. It is the reader's: not safe for concurrent use.
+// blob as if there were no parts, and no more of them are begun. Until a registry is known to have ranges, one part is tried. It is the
+// reader's: not safe for concurrent use, but for the atomics, which fetches change.
 type ahead struct {
-	size  int64 // of a part
-	watch time.Duration
-	spare func() (giveBack func(), ok bool) // leave to fetch a part, for as long as it takes memory
+	partsConfig
+	leave func() (giveBack func(), ok bool) // to fetch a part, for as long as it takes memory; nil: there is none
 
-	parts   []*part  // by offset; the reader is before them, or in the first
-	buffers [][]byte // of parts that the reader has passed
-	over    bool     // no more are begun
+	parts   []*part            // by offset; the reader is before them, or in the first
+	buffers [][]byte           // of parts that the reader has passed
+	cancel  context.CancelFunc // ends the fetches; nil: there were none since clear
+	ctx     context.Context    // theirs
 	used    bool
 	running sync.WaitGroup
 
-	since  time.Time     // when the reader began to be watched; zero: it is not
+	over    atomic.Bool  // no more are begun
+	ranges  atomic.Bool  // the registry is known to have ranges
+	arrived atomic.Int64 // bytes, by the transfer and by parts, as long as the reader is watched
+
+	since  sample        // when the reader began to be watched
 	waited time.Duration // since then, for the network
+	begun  sample        // when the first of the parts were
+	alone  float64       // bytes a second that came before that
+}
+
+// sample is how much had arrived at a time.
+type sample struct {
+	at      time.Time // zero: none was taken
+	arrived int64
+}
+
+// rate is how many bytes a second have arrived since a sample.
+func (a *ahead) rate(since sample, now time.Time) float64 {
+	return float64(a.arrived.Load()-since.arrived) / now.Sub(since.at).Seconds()
 }
 
 // part is a range of a blob.
@@ -41,10 +69,12 @@ type part struct {
 	offset   int64
 	buf      []byte
 	giveBack func()
+	began    time.Time
 	news     chan struct{} // holds a token if there is something that the reader has not seen
 
 	mu      sync.Mutex // guards what follows
 	arrived int        // bytes of buf
+	whole   time.Time  // when all of them had arrived
 	err     error      // why no more will come; nil also when all have come
 }
 
@@ -55,6 +85,9 @@ func (p *part) add(n int, err error) {
 	p.mu.Lock()
 	p.arrived += n
 	p.err = err
+	if p.arrived == len(p.buf) {
+		p.whole = time.Now()
+	}
 	p.mu.Unlock()
 	select {
 	case p.news <- struct{}{}:
@@ -107,33 +140,50 @@ func (a *ahead) drop() {
 	p.mu.Unlock()
 	if whole { // nobody writes to it any more
 		a.buffers = append(a.buffers, p.buf[:cap(p.buf)])
-	} else {
-		a.over = true
 	}
 	p.giveBack()
 }
 
-// waits tells of a time that the reader has waited for bytes, and reports whether parts are wanted.
-func (a *ahead) waits(began time.Time) bool {
-	if a.over || a.spare == nil {
+// waits tells of a time that the reader has waited for n bytes of its transfer, and reports whether parts are wanted.
+func (a *ahead) waits(began, now time.Time, n int) bool {
+	if a.over.Load() || a.leave == nil {
 		return false
 	}
-	now := time.Now()
-	if a.since.IsZero() {
-		a.since = began
+	if a.since.at.IsZero() {
+		a.since.at = began
 	}
+	a.arrived.Add(int64(n))
 	a.waited += now.Sub(began)
-	watched := now.Sub(a.since)
-	if watched < a.watch {
+	watched := now.Sub(a.since.at)
+	if watched <= a.watch {
 		return false
 	}
-	wanted := a.waited > watched/2
-	a.since, a.waited = now, 0
-	return wanted
+	rate, waited := a.rate(a.since, now), a.waited
+	a.since, a.waited = sample{now, a.arrived.Load()}, 0
+	if waited <= watched/2 || rate < a.enough {
+		return false
+	}
+	if len(a.parts) == 0 {
+		a.begun, a.alone = a.since, rate
+	}
+	return true
 }
 
-// extend begins as many parts as there is leave for. A reader that is at an offset, of a size, goes on by itself for the time of one.
-func (a *ahead) extend(offset, size int64, fetch func(p *part) error) {
+// judge tells of a time when the first part has been read. No more are begun where the line is what is slow: where the blob comes no
+// faster than without parts, or a part crawled.
+func (a *ahead) judge(now time.Time) {
+	p := a.parts[0]
+	p.mu.Lock()
+	took := p.whole.Sub(p.began)
+	p.mu.Unlock()
+	crawled := float64(len(p.buf)) < took.Seconds()*a.enough/crawling
+	if crawled || now.Sub(a.begun.at) >= a.trial && a.rate(a.begun, now) < worthwhile*a.alone {
+		a.over.Store(true)
+	}
+}
+
+// extend begins as many parts as there is leave for, for as long as ctx lasts. A reader that is at an offset, of a size, goes on by itself for the time of one.
+func (a *ahead) extend(ctx context.Context, offset, size int64, fetch func(ctx context.Context, p *part) error) {
 	defer func() { a.buffers = nil }() // there is no leave for their memory
 	next := offset + a.size
 	if n := len(a.parts); n > 0 {
@@ -141,19 +191,34 @@ func (a *ahead) extend(offset, size int64, fetch func(p *part) error) {
 	} else if next+a.size > size {
 		return // not worth it
 	}
-	for ; !a.over && next < size; next = a.parts[len(a.parts)-1].end() {
-		giveBack, ok := a.spare()
+	for ; !a.over.Load() && next < size; next = a.parts[len(a.parts)-1].end() {
+		if len(a.parts) > 0 && !a.ranges.Load() {
+			return // that is the trial
+		}
+		giveBack, ok := a.leave()
 		if !ok {
 			return
 		}
-		p := &part{offset: next, buf: a.buffer()[:min(a.size, size-next)], giveBack: giveBack, news: make(chan struct{}, 1)}
+		p := &part{offset: next, buf: a.buffer()[:min(a.size, size-next)], giveBack: giveBack, began: time.Now(), news: make(chan struct{}, 1)}
 		a.parts, a.used = append(a.parts, p), true
-		a.running.Go(func() {
-			if err := fetch(p); err != nil {
-				p.add(0, err)
-			}
-		})
+		a.begin(ctx, p, fetch)
 	}
+}
+
+// begin has a part fetched.
+func (a *ahead) begin(ctx context.Context, p *part, fetch func(ctx context.Context, p *part) error) {
+	if a.cancel == nil {
+		a.ctx, a.cancel = context.WithCancel(ctx)
+	}
+	ctx = a.ctx
+	a.running.Go(func() {
+		if err := fetch(ctx, p); err != nil {
+			if ctx.Err() == nil {
+				a.over.Store(true)
+			}
+			p.add(0, err)
+		}
+	})
 }
 
 func (a *ahead) buffer() []byte {
@@ -165,8 +230,12 @@ func (a *ahead) buffer() []byte {
 	return make([]byte, a.size)
 }
 
-// clear gives up all parts. Their fetches are to have been cancelled.
+// clear ends the fetches, and gives up all parts.
 func (a *ahead) clear() {
+	if a.cancel != nil {
+		a.cancel()
+		a.cancel = nil
+	}
 	a.running.Wait()
 	for _, p := range a.parts {
 		p.giveBack()
@@ -188,16 +257,17 @@ func (b *Blob) fetchPart(ctx context.Context, e *endpoint, p *part) error {
 	if got, err := rangeOf(resp, p.offset, b.want.Size); err != nil || got != last {
 		return errdefs.Internal("a part that ends at %d, not %d: %w", got, last, err)
 	}
+	b.ahead.ranges.Store(true)
 	for at := 0; at < len(p.buf); {
 		n, err := resp.Body.Read(p.buf[at:])
 		at += n
-		if at == len(p.buf) {
-			err = nil
-		} else if err == io.EOF {
-			err = io.ErrUnexpectedEOF
-		}
-		p.add(n, err)
-		if err != nil {
+		b.ahead.arrived.Add(int64(n))
+		p.add(n, nil)
+		switch {
+		case at == len(p.buf):
+		case err == io.EOF:
+			return io.ErrUnexpectedEOF
+		case err != nil:
 			return err
 		}
 	}

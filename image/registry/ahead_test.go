@@ -2,12 +2,14 @@ package registry
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -33,6 +35,9 @@ type partServer struct {
 	want ocispec.Descriptor
 	// answer answers a request for a range; nil: as it should be.
 	answer func(w http.ResponseWriter, r *http.Request, first, last int64)
+
+	// ignorant of ranges: it answers each request with all that there is.
+	ignorant atomic.Bool
 
 	wholes, parts atomic.Int64
 	atOnce, most  atomic.Int64  // parts that are being answered
@@ -86,6 +91,11 @@ func askedFor(r *http.Request) (first, last int64, inPart bool) {
 
 // whole sends what follows, the second half of a part only when enough parts are being asked for.
 func (s *partServer) whole(w http.ResponseWriter, r *http.Request, first int64) {
+	if s.ignorant.Load() {
+		first = 0
+	} else {
+		w.Header().Set("Accept-Ranges", "bytes")
+	}
 	w.Header().Set("Content-Length", fmt.Sprint(int64(len(s.data))-first))
 	if first > 0 {
 		w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", first, len(s.data)-1, len(s.data)))
@@ -130,7 +140,8 @@ func (s *partServer) blob(t testing.TB, l *leave, first int) *Blob {
 		t.Fatal(err)
 	}
 	c := NewClient(Config{Spare: l.take, StallTimeout: time.Minute})
-	c.parts.size, c.parts.watch, c.pause = testPart, 0, time.Millisecond
+	c.parts = partsConfig{spare: l.take, size: testPart, trial: time.Hour}
+	c.pause = time.Millisecond
 	repo, err := c.Open(ref, Credentials{})
 	if err != nil {
 		t.Fatal(err)
@@ -169,7 +180,7 @@ func TestBlobInParts(t *testing.T) {
 // Whatever becomes of parts, the blob comes; and what makes no sense is not asked for again and again.
 func TestPartsThatFail(t *testing.T) {
 	for name, answer := range map[string]func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64){
-		"ranges are ignored": func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64) { _, _ = w.Write(s.data) },
+		"ranges with an end are ignored": func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64) { _, _ = w.Write(s.data) },
 		"too many requests": func(s *partServer, w http.ResponseWriter, r *http.Request, first, last int64) {
 			w.Header().Set("Retry-After", "3600")
 			w.WriteHeader(http.StatusTooManyRequests)
@@ -217,10 +228,160 @@ func TestPartsThatFail(t *testing.T) {
 			if n := s.parts.Load(); n > 2*l.most {
 				t.Errorf("%d parts were asked for", n)
 			}
+			if n := s.wholes.Load(); name != "some" && name != "ends early" && n != 1 {
+				t.Errorf("%d transfers of the whole", n)
+			}
 			if err := b.Close(); err != nil || l.taken.Load() != 0 {
 				t.Errorf("%d not given back, %v", l.taken.Load(), err)
 			}
 		})
+	}
+}
+
+// Of a registry that ignores ranges, one part is tried, and the transfer goes on.
+func TestRangesIgnored(t *testing.T) {
+	l := &leave{most: 8}
+	s := newPartServer(t, 1)
+	s.ignorant.Store(true)
+	s.answer = func(w http.ResponseWriter, r *http.Request, _, _ int64) { s.whole(w, r, 0) }
+	b := s.blob(t, l, 0)
+	got, err := io.ReadAll(b)
+	if err != nil || !bytes.Equal(got, s.data) || !b.InParts() {
+		t.Errorf("%d bytes, %v", len(got), err)
+	}
+	if whole, parts := s.wholes.Load(), s.parts.Load(); whole != 1 || parts != 1 {
+		t.Errorf("%d transfers, and %d of parts", whole, parts)
+	}
+}
+
+// A registry that answers a resumed transfer with the whole is asked for no more parts, of which some are there.
+func TestRangesIgnoredLater(t *testing.T) {
+	l := &leave{most: 4}
+	s := newPartServer(t, l.most)
+	s.answer = func(w http.ResponseWriter, r *http.Request, first, last int64) {
+		if first == testPart/2+2*testPart { // the second
+			w.WriteHeader(http.StatusServiceUnavailable)
+			s.ignorant.Store(true) // before the reader comes here
+			return
+		}
+		s.rangeOf(w, first, last)
+	}
+	b := s.blob(t, l, 0)
+	got, err := io.ReadAll(b)
+	if err != nil || !bytes.Equal(got, s.data) || !b.InParts() {
+		t.Errorf("%d bytes, %v", len(got), err)
+	}
+	if whole, parts := s.wholes.Load(), s.parts.Load(); whole != 2 || parts > 2*l.most {
+		t.Errorf("%d transfers, and %d of parts", whole, parts)
+	}
+}
+
+// A registry that has not said that it has ranges gets one part, and more when it has answered that.
+func TestTrialPart(t *testing.T) {
+	a := ahead{leave: func() (func(), bool) { return func() {}, true }, partsConfig: partsConfig{size: 10}}
+	defer a.clear()
+	fetch := func(ctx context.Context, p *part) error { <-ctx.Done(); return ctx.Err() }
+	for _, step := range []struct {
+		ranges bool
+		want   int
+	}{{false, 1}, {false, 1}, {true, 9}} {
+		a.ranges.Store(step.ranges)
+		if a.extend(t.Context(), 0, 100, fetch); len(a.parts) != step.want {
+			t.Errorf("ranges known %v: %d parts, not %d", step.ranges, len(a.parts), step.want)
+		}
+	}
+}
+
+// On a line that is slow as a whole no parts are fetched: they would share it with the transfer.
+func TestSlowLine(t *testing.T) {
+	const rate = 32 << 10
+	l := &leave{most: 8}
+	s := newPartServer(t, 1)
+	line := make(chan struct{}, 1) // one sends at a time
+	s.Before = func(w http.ResponseWriter, r *http.Request) bool {
+		first, _, inPart := askedFor(r)
+		if inPart {
+			s.parts.Add(1)
+		}
+		w.Header().Set("Accept-Ranges", "bytes")
+		if first > 0 {
+			w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", first, len(s.data)-1, len(s.data)))
+			w.WriteHeader(http.StatusPartialContent)
+		}
+		w.(http.Flusher).Flush()
+		for chunk := range slices.Chunk(s.data[first:], 512) {
+			line <- struct{}{}
+			time.Sleep(time.Duration(len(chunk)) * time.Second / rate)
+			<-line
+			if _, err := w.Write(chunk); err != nil {
+				return true
+			}
+			w.(http.Flusher).Flush()
+		}
+		return true
+	}
+	b := s.blob(t, l, 0)
+	b.ahead.watch, b.ahead.enough = 50*time.Millisecond, fastEnough
+	got, err := io.ReadAll(b)
+	if err != nil || !bytes.Equal(got, s.data) || s.parts.Load() > 0 {
+		t.Errorf("%d bytes, %v, and %d parts", len(got), err, s.parts.Load())
+	}
+}
+
+// Parts are wanted of a transfer that is waited for, and is no slower than a line must be that parts share with it.
+func TestPartsWanted(t *testing.T) {
+	for _, c := range []struct {
+		rate    int     // bytes a second
+		waiting float64 // share of the time
+		want    bool
+	}{{fastEnough - 1, 1, false}, {fastEnough, 1, true}, {100 << 20, 1, true}, {100 << 20, 0.4, false}, {100 << 20, 0.6, true}} {
+		a := ahead{leave: func() (func(), bool) { return nil, false }, partsConfig: partsConfig{watch: watchTime, enough: fastEnough}}
+		start := time.Now()
+		a.since.at = start
+		end := start.Add(time.Second)
+		if got := a.waits(end.Add(-time.Duration(c.waiting*float64(time.Second))), end, c.rate); got != c.want {
+			t.Errorf("%d bytes a second, waited for %v: %v", c.rate, c.waiting, got)
+		}
+	}
+}
+
+// Parts go on as long as the blob comes faster with them, and none crawls.
+func TestPartsJudged(t *testing.T) {
+	const alone = 1 << 20
+	for name, c := range map[string]struct {
+		after   time.Duration // they began
+		arrived int64         // since then
+		took    time.Duration // the part
+		over    bool
+	}{
+		"faster":                  {2 * trialTime, 2 * alone * int64(2*trialTime) / int64(time.Second), time.Second, false},
+		"no faster":               {2 * trialTime, alone * int64(2*trialTime) / int64(time.Second), time.Second, true},
+		"no faster, in the trial": {trialTime / 2, alone * int64(trialTime) / 2 / int64(time.Second), time.Second, false},
+		"a part crawled":          {time.Hour, 2 * alone * 3600, PartSize * time.Second / (fastEnough / crawling) * 2, true},
+	} {
+		a := ahead{alone: alone, partsConfig: partsConfig{trial: trialTime, enough: fastEnough}}
+		now := time.Now()
+		a.begun.at = now.Add(-c.after)
+		a.arrived.Store(c.arrived)
+		a.parts = []*part{{buf: make([]byte, PartSize), began: now.Add(-c.took), whole: now}}
+		if a.judge(now); a.over.Load() != c.over {
+			t.Errorf("%s: over is %v", name, !c.over)
+		}
+	}
+}
+
+// A transfer that stalls beside parts, which may have taken its share of the line, is tried again without them.
+func TestStallBesideParts(t *testing.T) {
+	l := &leave{most: 4}
+	s := newPartServer(t, l.most+1) // it answers nothing
+	b := s.blob(t, l, 0)
+	b.repo.endpoints[0].stall = 200 * time.Millisecond
+	got, err := io.ReadAll(b)
+	if err != nil || !bytes.Equal(got, s.data) {
+		t.Errorf("%d bytes, %v", len(got), err)
+	}
+	if whole, parts := s.wholes.Load(), s.parts.Load(); whole != 2 || parts != l.most || l.taken.Load() != 0 {
+		t.Errorf("%d transfers, and %d of parts, %d not given back", whole, parts, l.taken.Load())
 	}
 }
 

@@ -7,6 +7,7 @@ import (
 	"hash"
 	"io"
 	"net/http"
+	"strings"
 	"time"
 
 	"github.com/opencontainers/go-digest"
@@ -64,9 +65,9 @@ func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first in
 	}
 	b := &Blob{owner: ctx, repo: r, want: want, first: first, onBytes: onBytes, hash: want.Digest.Algorithm().Hash()}
 	b.ctx, b.stop = context.WithCancel(ctx)
-	b.ahead = ahead{size: r.parts.size, watch: r.parts.watch}
+	b.ahead.partsConfig = r.parts
 	if spare := r.parts.spare; spare != nil && first == 0 {
-		b.ahead.spare = func() (func(), bool) { return spare(r.ref.Domain) }
+		b.ahead.leave = func() (func(), bool) { return spare(r.ref.Domain) }
 	}
 	return b, nil
 }
@@ -104,16 +105,19 @@ func (b *Blob) readBody(p []byte) int {
 	b.take(p[:n])
 	if err != nil && b.offset < b.want.Size {
 		b.err = b.interrupted(err)
-	} else if b.ahead.waits(began) {
+	} else if b.ahead.waits(began, time.Now(), n) {
 		b.extend()
 	}
 	return n
 }
 
-// readPart reads what was fetched ahead. Of a part that fails the rest is read by a transfer as if there had been none.
+// readPart reads what was fetched ahead. Of a part that fails the rest is read by a transfer as if there had been none: by
+// the one that there is, if nothing of the part has come.
 func (b *Blob) readPart(part *part, p []byte) int {
-	b.closeBody() // what it would bring next is here
 	n, err := part.read(b.ctx, p, b.offset)
+	if n > 0 {
+		b.closeBody() // what it would bring next is here
+	}
 	b.take(p[:n])
 	switch {
 	case b.ctx.Err() != nil && err != nil:
@@ -121,6 +125,7 @@ func (b *Blob) readPart(part *part, p []byte) int {
 	case err != nil:
 		b.ahead.drop()
 	case b.offset == part.end():
+		b.ahead.judge(time.Now())
 		b.ahead.drop()
 		b.extend()
 	}
@@ -129,8 +134,8 @@ func (b *Blob) readPart(part *part, p []byte) int {
 
 // extend has parts fetched that follow.
 func (b *Blob) extend() {
-	ctx, host := b.ctx, b.host
-	b.ahead.extend(b.offset, b.want.Size, func(p *part) error { return b.fetchPart(ctx, host, p) })
+	host := b.host
+	b.ahead.extend(b.ctx, b.offset, b.want.Size, func(ctx context.Context, p *part) error { return b.fetchPart(ctx, host, p) })
 }
 
 // Stop ends a Read that is under way, and makes those that follow fail, until Resume. It may be called beside Read, but
@@ -190,7 +195,7 @@ func (b *Blob) verify() error {
 }
 
 // interrupted decides whether a transfer that ended early goes on. One that
-// stalled does not: its host had its time.
+// stalled does not: its host had its time. But parts beside it may have taken what it lacked.
 func (b *Blob) interrupted(err error) error {
 	b.closeBody()
 	if e := b.ctx.Err(); e != nil {
@@ -199,10 +204,18 @@ func (b *Blob) interrupted(err error) error {
 	if errors.Is(err, io.EOF) {
 		err = io.ErrUnexpectedEOF
 	}
-	if errors.Is(err, errStalled) {
+	if len(b.ahead.parts) > 0 && errors.Is(err, errStalled) {
+		b.noParts()
+	} else if errors.Is(err, errStalled) {
 		return fmt.Errorf("%s: from %s: %w", b, b.from, &UnavailableError{Err: err})
 	}
 	return b.failed(&UnavailableError{Err: fmt.Errorf("from %s: %w", b.from, err), temporary: true})
+}
+
+// noParts gives up what is fetched ahead, for good.
+func (b *Blob) noParts() {
+	b.ahead.over.Store(true)
+	b.ahead.clear()
 }
 
 // failed counts a failure and waits before the next try, or gives up. nil means
@@ -263,10 +276,19 @@ func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
 		_ = resp.Body.Close()
 		return nil, err
 	}
-	if !resp.ProtoAtLeast(1, 1) || resp.Header.Get("Accept-Ranges") == "none" {
-		b.ahead.over = true
-	}
+	b.noteRanges(resp)
 	return resp.Body, nil
+}
+
+// noteRanges notes what an answer tells of whether its host has ranges.
+func (b *Blob) noteRanges(resp *http.Response) {
+	accepts := resp.Header.Get("Accept-Ranges")
+	switch ignored := b.offset > 0 && resp.StatusCode == http.StatusOK; {
+	case ignored, !resp.ProtoAtLeast(1, 1), strings.EqualFold(accepts, "none"):
+		b.noParts()
+	case resp.StatusCode == http.StatusPartialContent, strings.EqualFold(accepts, "bytes"):
+		b.ahead.ranges.Store(true)
+	}
 }
 
 // path is the blob's below the repository.

@@ -18,7 +18,7 @@ type Config struct {
 	UserAgent    string        // empty: "berth"
 
 	// Spare, if not nil, gives leave for one more range request to a registry, for a part of a large blob that comes slowly. It
-	// does not wait. A part takes partSize bytes of memory until giveBack is called.
+	// does not wait. A part takes PartSize bytes of memory until giveBack is called.
 	Spare func(registry string) (giveBack func(), ok bool)
 }
 
@@ -39,16 +39,18 @@ type Client struct {
 
 // partsConfig says how large blobs are divided.
 type partsConfig struct {
-	spare func(registry string) (giveBack func(), ok bool)
-	size  int64         // partSize, smaller in tests
-	watch time.Duration // watchTime, shorter in tests
+	spare  func(registry string) (giveBack func(), ok bool)
+	size   int64         // PartSize, smaller in tests
+	watch  time.Duration // watchTime, shorter in tests
+	trial  time.Duration // trialTime, longer in tests
+	enough float64       // fastEnough, others in tests
 }
 
 // NewClient returns a client for a configuration. Host directories and
 // credentials are read when a repository is opened, so that changes need no restart.
 func NewClient(cfg Config) *Client {
 	c := &Client{dirs: cfg.Dirs, dockerConfig: cfg.DockerConfig, stall: cfg.StallTimeout, pause: firstDelay, document: documentTime, agent: cfg.UserAgent,
-		parts: partsConfig{cfg.Spare, partSize, watchTime}}
+		parts: partsConfig{cfg.Spare, PartSize, watchTime, trialTime, fastEnough}}
 	if c.stall <= 0 {
 		c.stall = DefaultStallTimeout
 	}

@@ -170,8 +170,8 @@ func drain(body io.ReadCloser) {
 }
 
 // slowest is the rate, in bytes a second, below which a transfer counts as stalled: a
-// registry that sends a byte now and then would keep a pull going for ever. All transfers of a
-// pull together have that on a line of half a megabit.
+// registry that sends a byte now and then would keep a pull going for ever. The eight transfers of a
+// pull together have that on a line of half a megabit: parts are fetched beside them only where there is far more, see fastEnough.
 const slowest = 8 << 10
 
 // guardedBody is a response body that fails with errStalled when a Read waits
