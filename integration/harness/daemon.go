@@ -194,7 +194,7 @@ func StartDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 	if SystemdDriver() {
 		d.meetSystemd(t)
 	}
-	d.WaitIdle(t)
+	d.waitWatched(t)
 	d.Empty = d.Snapshot(t)
 	t.Cleanup(func() { d.removePodCgroups(t) })
 	t.Cleanup(func() { d.NoLeaks(t) })
@@ -352,6 +352,21 @@ func (d *Daemon) WaitIdle(t *testing.T) {
 	Eventually(t, "idle launchers are ready", func() error {
 		if n := len(d.Launchers()); n < idleLaunchers {
 			return Unexpected("their number", n, idleLaunchers)
+		}
+		return nil
+	})
+}
+
+// waitWatched is WaitIdle until the daemon also watches them, with a goroutine and a second pidfd for each: a launcher is a process, and
+// counted by WaitIdle, before it is ready.
+func (d *Daemon) waitWatched(t *testing.T) {
+	t.Helper()
+	d.WaitIdle(t)
+	Eventually(t, "idle launchers are watched", func() error {
+		for _, pid := range d.Launchers() {
+			if n := machine.PidfdsOf(d.Cmd.Process.Pid, pid); n < 2 {
+				return fmt.Errorf("the daemon has %d pidfds of launcher %d", n, pid)
+			}
 		}
 		return nil
 	})

@@ -59,6 +59,17 @@ func ChildrenOf(parent int) (pids []int) {
 	return pids
 }
 
+// PidfdsOf returns how many pidfds of a process another one holds.
+func PidfdsOf(holder, pid int) (n int) {
+	dir := fmt.Sprintf("/proc/%d/fdinfo/", holder)
+	for _, fd := range ReadDir(dir) {
+		if slices.Contains(ReadLines(dir+fd), fmt.Sprintf("Pid:\t%d", pid)) {
+			n++
+		}
+	}
+	return n
+}
+
 // Alive tells whether there is such a process, and it is no zombie.
 func Alive(pid int) bool {
 	lines := ReadLines("/proc/" + strconv.Itoa(pid) + "/stat")
