@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"berth/image"
+	"berth/image/registry"
 	"berth/internal/memlimit"
 )
 
@@ -38,6 +39,17 @@ func unpackersFor(limit int64) int {
 		return 0
 	}
 	return int(min(image.DefaultUnpacking, max(1, (1-ownShare)*float64(limit)/unpackerShare)))
+}
+
+// aheadShare is the part of what the daemon keeps to that may hold what is fetched ahead of large layers.
+const aheadShare = 0.25
+
+// rangeRequestsFor returns how many parts of layers may be fetched at a time with that memory limit, most at most: each is in the daemon's memory.
+func rangeRequestsFor(most int, limit int64) int {
+	if limit == 0 {
+		return most
+	}
+	return int(min(float64(most), aheadShare*ownShare*float64(limit)/registry.PartSize))
 }
 
 // restTime is how long nothing must have been changed before the memory that changes needed is given back: what begins

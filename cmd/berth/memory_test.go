@@ -15,3 +15,16 @@ func TestRunsWithoutItsPages(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// What is fetched ahead takes no more than its share of a memory limit.
+func TestRangeRequestsFor(t *testing.T) {
+	for _, c := range []struct {
+		most  int
+		limit int64
+		want  int
+	}{{16, 0, 16}, {0, 0, 0}, {0, 1 << 30, 0}, {16, 16 << 20, 0}, {16, 64 << 20, 2}, {16, 512 << 20, 16}, {4, 1 << 40, 4}, {1000, 1 << 30, 32}} {
+		if got := rangeRequestsFor(c.most, c.limit); got != c.want {
+			t.Errorf("%d with %d MiB: %d, not %d", c.most, c.limit>>20, got, c.want)
+		}
+	}
+}

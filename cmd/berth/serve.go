@@ -123,7 +123,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 		return err
 	}
 	closing.Add("close berth-unpack", unpacker.Close)
-	images, err := image.Open(ctx, imageConfig(cfg, unpacker, unpackersFor(memory), waits), log)
+	images, err := image.Open(ctx, imageConfig(cfg, unpacker, memory, waits), log)
 	if err != nil {
 		return err
 	}
@@ -276,7 +276,7 @@ func ignoreClosed(err error) error {
 	return err
 }
 
-func imageConfig(cfg *config.Config, u *process.Program, unpackers int, waits *task.Waits) image.Config {
+func imageConfig(cfg *config.Config, u *process.Program, memory int64, waits *task.Waits) image.Config {
 	pinned := cfg.PinnedImages
 	if cfg.PauseImage != "" {
 		pinned = append([]string{cfg.PauseImage}, pinned...)
@@ -291,8 +291,8 @@ func imageConfig(cfg *config.Config, u *process.Program, unpackers int, waits *t
 		RegistryDirs:         cfg.RegistryDirs,
 		Pinned:               pinned,
 		MaxParallelDownloads: cfg.MaxParallelDownloads,
-		MaxUnpacking:         unpackers,
-		MaxRangeRequests:     cfg.MaxRangeRequests,
+		MaxUnpacking:         unpackersFor(memory),
+		MaxRangeRequests:     rangeRequestsFor(cfg.MaxRangeRequests, memory),
 		StallTimeout:         cfg.StallTimeout.Duration,
 		DockerConfig:         cfg.DockerConfig,
 		Waits:                waits,
