@@ -38,11 +38,26 @@ type retry struct {
 }
 
 func (o operation) retries() []retry {
-	same := []retry{{"same", o.request}}
+	same := []retry{{"same", later(o.request)}}
 	if !everything {
 		return same
 	}
 	return append(same, o.again...)
+}
+
+// later is a request that is made again where the answer is to try later, as kubelet does: a pod that was being made has its host ports until
+// the daemon that was started has undone it, which it does in the background.
+func later(request func(*testing.T, *world) error) func(*testing.T, *world) error {
+	return func(t *testing.T, w *world) (err error) {
+		t.Helper()
+		harness.Eventually(t, "the daemon does not put it off", func() error {
+			if err = request(t, w); status.Code(err) == codes.Unavailable {
+				return err
+			}
+			return nil
+		})
+		return err
+	}
 }
 
 var (
@@ -169,7 +184,7 @@ func runNextPod(t *testing.T, w *world) error {
 		}
 	}
 	w.pod.Metadata.Attempt++
-	if err := runPodLater(t, w); err != nil {
+	if err := later(runPod)(t, w); err != nil {
 		return err
 	}
 	for _, id := range old {
@@ -178,18 +193,6 @@ func runNextPod(t *testing.T, w *world) error {
 		}
 	}
 	return nil
-}
-
-// runPodLater asks again where it is told to, as kubelet does: a pod that was being made has its host ports until the daemon has undone
-// it, which it does in the background.
-func runPodLater(t *testing.T, w *world) (err error) {
-	harness.Eventually(t, "the pod's host ports are free", func() error {
-		if err = runPod(t, w); status.Code(err) == codes.Unavailable {
-			return err
-		}
-		return nil
-	})
-	return err
 }
 
 func stopPod(t *testing.T, w *world) error { return w.d.Cri.StopPodSandbox(t.Context(), w.podID) }
