@@ -39,14 +39,14 @@ var built string
 
 // builds are berth-unpacks by their names.
 var builds = map[string]*struct {
-	library string // looked for instead of libisal.so.2
-	gunzip  string // what reads gzip
-	path    string // of the program; empty where ISA-L's headers are missing
+	loads  string // looked for instead of libisal.so.2
+	gunzip string // what reads gzip
+	path   string // of the program; empty where ISA-L's headers are missing
 }{
 	"go":                        {gunzip: "Go"},
 	"isal":                      {gunzip: "ISA-L"},
-	"isal without the library":  {gunzip: "Go", library: "libnone.so.2"},
-	"isal with another library": {gunzip: "Go", library: "libc.so.6"},
+	"isal without the library":  {gunzip: "Go", loads: "libnone.so.2"},
+	"isal with another library": {gunzip: "Go", loads: "libc.so.6"},
 }
 
 // eachBuild runs a test with each build of berth-unpack. Those that do without the library are alike.
@@ -108,8 +108,8 @@ func buildAll(dir string) error {
 		if b.path, err = build(dir, name, env, tags); err != nil {
 			return err
 		}
-		if b.library != "" {
-			if err := loadInstead(b.path, b.library); err != nil {
+		if b.loads != "" {
+			if err := loadInstead(b.path, b.loads); err != nil {
 				return err
 			}
 		}

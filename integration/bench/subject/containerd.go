@@ -34,11 +34,7 @@ func (at *Site) Containerd(ctx context.Context, peers, ociRuntime, registry, san
 		return nil, err
 	}
 	hosts := filepath.Join(at.Dir, name, "certs.d")
-	if err := os.MkdirAll(filepath.Join(hosts, registry), 0o755); err != nil {
-		return nil, err
-	}
-	host := fmt.Sprintf("server = %q\n[host.%[1]q]\n  capabilities = [\"pull\", \"resolve\"]\n", "http://"+registry)
-	if err := os.WriteFile(filepath.Join(hosts, registry, "hosts.toml"), []byte(host), 0o600); err != nil {
+	if err := speakHTTP(hosts, registry); err != nil {
 		return nil, err
 	}
 	s := &Subject{Column: "containerd + " + oci, Root: root}
@@ -90,4 +86,13 @@ path = %[11]q
 			return append(legacyCgroups(oci), filepath.Join(bin, "containerd"), "--config", config, "--log-level", "warn")
 		},
 	})
+}
+
+// speakHTTP tells containerd, in its directory of registries, that one is spoken to over HTTP.
+func speakHTTP(dir, registry string) error {
+	if err := os.MkdirAll(filepath.Join(dir, registry), 0o755); err != nil {
+		return err
+	}
+	host := fmt.Sprintf("server = %q\n[host.%[1]q]\n  capabilities = [\"pull\", \"resolve\"]\n", "http://"+registry)
+	return os.WriteFile(filepath.Join(dir, registry, "hosts.toml"), []byte(host), 0o600)
 }
