@@ -96,7 +96,8 @@ greatest); in parentheses the median in units of berth's. A goal that berth reac
 with runc takes 121 ms for the first row. "To Running" is RunPodSandbox, CreateContainer and StartContainer together, one pod after another unless said. CPU time is that of the
 runtime's cgroup with its pods, so it holds what ended processes, plugins and preparations for the next pod have used; before each sample the
 runtime comes to rest. Memory is that of a runtime which was left alone for 5 s (berth gives memory back after 3) and then has answered the two lists that kubelet asks for
-every second; while 100 pods are idle nobody asks anything. What the kernel's own threads do for a pod, such as taking a network namespace apart, is in nobody's. The pods' only process is
+every second; while 100 pods are idle nobody asks anything (containerd 2.4 has its shims read all pods' statistics every second by
+itself, by default). What the kernel's own threads do for a pod, such as taking a network namespace apart, is in nobody's. The pods' only process is
 the same small program for all, which waits for SIGTERM. [contrib/bench](../contrib/bench) repeats all of it.
 
 `, p.Setting)
