@@ -3,12 +3,14 @@ package crash
 import (
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/cni/berthnet/rules"
 	"berth/integration/harness"
 )
 
@@ -45,13 +47,13 @@ func (o operation) retries() []retry {
 	return append(same, o.again...)
 }
 
-// later is a request that is made again where the answer is to try later, as kubelet does: a pod that was being made has its host ports until
-// the daemon that was started has undone it, which it does in the background.
+// later is a request that is made again where the answer is that its host port is in use, as kubelet does: a pod that was being made has it until
+// the daemon that was started has undone it, which it does in the background. Nothing else may be put off.
 func later(request func(*testing.T, *world) error) func(*testing.T, *world) error {
 	return func(t *testing.T, w *world) (err error) {
 		t.Helper()
 		harness.Eventually(t, "the daemon does not put it off", func() error {
-			if err = request(t, w); status.Code(err) == codes.Unavailable {
+			if err = request(t, w); status.Code(err) == codes.Unavailable && strings.Contains(err.Error(), rules.ErrInUse.Error()) {
 				return err
 			}
 			return nil

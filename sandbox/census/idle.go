@@ -14,12 +14,13 @@ import (
 )
 
 // maxUnseen is how old a count may become of a pod that does nothing: a file can have been opened for somebody in another pod, by a
-// descriptor that was passed.
-const maxUnseen = time.Hour
+// descriptor that was passed. So long a file can grow without counting against its container's ephemeral storage.
+const maxUnseen = 10 * time.Minute
 
 // usedCPU returns what the processes of a container's pod have used of the CPU, in the kernel's words. It is the pod's because one container
-// can write what counts as another's, through /proc in a shared PID namespace. The words are empty where the kernel does not say, or not of all of the
-// container's processes.
+// can write what counts as another's, through /proc in a shared PID namespace. Without a pod's cgroup (no cgroup_parent in the pod's
+// configuration) it is that of all pods that have none, so that such a pod is idle when all of them are. The words are empty where the
+// kernel does not say, or not of all of the container's processes.
 func usedCPU(s *Subject, systemd bool) (string, error) {
 	if s.Init == 0 {
 		return "", nil
