@@ -7,8 +7,9 @@
 // no program. It implements CNI 1.1.0 (ADD, DEL, CHECK, STATUS, GC, VERSION) for configurations from 0.3.0 on. The daemon calls it
 // as a function, Exec; anybody else runs it as a program, Main. Both may work at the same time.
 //
-// What is on the node bears the network's key, of its name and the place of its addresses (conf.Net.Key). A bridge is one network's. So two
-// daemons, or a daemon and another runtime, do not touch each other's pods; a bridge on which another network has pods is refused.
+// What is on the node bears the network's key, of its name and the place of its addresses (conf.Net.Key). A bridge is one network's, and changes
+// hands under a lock of the node's (links.Lock). So two daemons, or a daemon and another runtime, do not touch each other's pods; a bridge on which another
+// network has pods is refused.
 //
 // It may be killed at any instruction, in the daemon together with it. So an ADD writes down first whose the addresses are
 // (package addresses), and a DEL removes that last. All that is made for an attachment is found from its container ID, its
@@ -43,6 +44,7 @@ import (
 	"berth/cni/berthnet/links"
 	"berth/cni/berthnet/rules"
 	"berth/internal/cleanup"
+	"berth/internal/lockfile"
 )
 
 // Versions are those of the specification that the plugin knows.
@@ -100,20 +102,19 @@ func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.
 		return nil, err
 	}
 	undo.Add("detach", func() error { return a.release(context.WithoutCancel(ctx), kept) })
-	bridge, err := a.network(ctx)
+	bridge, plugged, err := a.plug(ctx, kept)
 	if err != nil {
 		return nil, err
 	}
 	p.seen.Store(a.Key(), a.Net)
-	connected, err := links.Connect(a.describe(bridge, kept))
-	if err != nil {
+	if err := links.SetUp(a.describe(bridge, kept)); err != nil {
 		return nil, err
 	}
 	if err := a.openPorts(ctx, kept); err != nil {
 		return nil, err
 	}
 	undo.Release()
-	return a.result(bridge, kept, connected), nil
+	return a.result(bridge, kept, plugged), nil
 }
 
 // gateways are the bridge's addresses.
@@ -124,38 +125,83 @@ func (a *attachment) gateways() (all []netip.Prefix) {
 	return all
 }
 
-// network returns the bridge, with the rules for all pods in force. What is missing is made: after a boot all of it.
-func (a *attachment) network(ctx context.Context) (*links.Bridge, error) {
+// plugAttempts is how often the bridge and the rules are made because others have changed them since.
+const plugAttempts = 10
+
+// plug connects the pod's port with the bridge. What is missing of the bridge and of the rules for all pods is made: after a boot all of it.
+func (a *attachment) plug(ctx context.Context, kept addresses.Reservation) (bridge *links.Bridge, made links.Plugged, err error) {
+	for range plugAttempts {
+		bridge, made, err = a.plugIfReady(ctx, kept)
+		if bridge != nil || err != nil {
+			return bridge, made, err
+		}
+		if err := a.makeNetwork(ctx); err != nil {
+			return nil, made, err
+		}
+	}
+	return nil, made, types.NewError(types.ErrTryAgainLater, "bridge "+a.Bridge+" and its rules change all the time", "")
+}
+
+// plugIfReady returns no bridge if something is missing. The bridge does not become another network's before that would be told that there is a port.
+func (a *attachment) plugIfReady(ctx context.Context, kept addresses.Reservation) (*links.Bridge, links.Plugged, error) {
+	unlock, err := links.Lock(ctx, lockfile.Shared)
+	if err != nil {
+		return nil, links.Plugged{}, err
+	}
+	defer unlock()
+	bridge, err := a.ready()
+	if bridge == nil || err != nil {
+		return nil, links.Plugged{}, err
+	}
+	made, err := links.Plug(a.describe(bridge, kept))
+	return bridge, made, err
+}
+
+// description is what the bridge shall be like, but for what pods have need of.
+func (a *attachment) description() *links.Description {
+	return &links.Description{Name: a.Bridge, Network: a.Key(), MTU: a.MTU, Gateways: a.gateways()}
+}
+
+// ready returns the network's bridge, nil unless it is as described and the rules for all pods are in force.
+func (a *attachment) ready() (*links.Bridge, error) {
 	bridge, err := links.FindBridge(a.Bridge)
 	if err != nil {
 		return nil, err
 	}
-	d := links.Description{Name: a.Bridge, Network: a.Key(), MTU: a.MTU, Gateways: a.gateways()}
-	if bridge.BelongsTo(d.Network) && bridge.Serves(d.Gateways) {
-		if len(bridge.Prefixes) > len(d.Gateways) { // from before a change
-			if d.InUse, err = a.addressesInUse(); err != nil {
-				return nil, err
-			}
-		}
-		if len(bridge.Obsolete(&d)) == 0 {
-			if ok, err := a.filter.Installed(a.rules(bridge)); ok || err != nil {
-				return bridge, err
-			}
+	d := a.description()
+	if !bridge.BelongsTo(d.Network) || !bridge.Serves(d.Gateways) {
+		return nil, nil
+	}
+	if len(bridge.Prefixes) > len(d.Gateways) { // from before a change
+		if d.InUse, err = a.addressesInUse(); err != nil {
+			return nil, err
 		}
 	}
+	if len(bridge.Obsolete(d)) > 0 {
+		return nil, nil
+	}
+	if installed, err := a.filter.Installed(a.rules(bridge)); !installed || err != nil {
+		return nil, err
+	}
+	return bridge, nil
+}
+
+// makeNetwork makes the bridge and the rules for all pods, as far as they are missing.
+func (a *attachment) makeNetwork(ctx context.Context) error {
 	unlock, err := a.store.Lock(ctx) // others may be about to do the same
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer unlock()
+	d := a.description()
 	if d.InUse, err = a.addressesInUse(); err != nil {
-		return nil, err
+		return err
 	}
-	if bridge, err = links.MakeBridge(&d); err != nil {
-		return nil, refused(err)
+	if err := links.MakeBridge(ctx, d); err != nil {
+		return refused(err)
 	}
-	_, err = a.install()
-	return bridge, err
+	_, err = a.install(ctx)
+	return err
 }
 
 // refused gives what an administrator has to mend its code.
@@ -175,8 +221,13 @@ func (a *attachment) addressesInUse() (all []netip.Addr, err error) {
 }
 
 // install writes the rules, unless they are there, and opens the host ports of all pods. The store is locked, so nobody else of the network
-// changes the bridge, whose addresses are in the rules.
-func (a *attachment) install() (written bool, err error) {
+// changes the bridge, whose addresses are in the rules; nor does it become another's, whose rules would be taken for old ones.
+func (a *attachment) install(ctx context.Context) (written bool, err error) {
+	unlock, err := links.Lock(ctx, lockfile.Shared)
+	if err != nil {
+		return false, err
+	}
+	defer unlock()
 	bridge, err := links.FindBridge(a.Bridge)
 	if err != nil || !bridge.BelongsTo(a.Key()) {
 		return false, err // there is none yet, or it is to be made anew
@@ -224,7 +275,7 @@ func (a *attachment) restore(ctx context.Context) (written bool, err error) {
 		return false, err
 	}
 	defer unlock()
-	return a.install()
+	return a.install(ctx)
 }
 
 // rules is what the packet filter is told. Subnets are all that the bridge serves: pods from before a change have theirs.
@@ -292,7 +343,7 @@ func unspecified(like netip.Addr) netip.Addr {
 	return netip.IPv6Unspecified()
 }
 
-// openPorts opens host ports, which the reservation says before. Nobody writes the rules anew meanwhile.
+// openPorts opens host ports, which the reservation says before. Nobody of the network writes the rules anew meanwhile.
 func (a *attachment) openPorts(ctx context.Context, kept addresses.Reservation) error {
 	ports := rules.HostPorts(a.Ports, kept.IPs)
 	if len(ports) == 0 {
@@ -307,19 +358,10 @@ func (a *attachment) openPorts(ctx context.Context, kept addresses.Reservation) 
 		return err
 	}
 	defer unlock()
-	if _, err := a.install(); err != nil { // somebody may have deleted the rules since
-		return err
-	}
-	if err := a.store.SetNote(kept, note); err != nil {
-		return err
-	}
-	err = a.filter.OpenPorts(a.Key(), rules.Pod{ID: a.id, Ports: ports})
-	if errors.Is(err, rules.ErrInUse) { // until its DEL, which may be under way
-		inUse := types.NewError(types.ErrTryAgainLater, "host ports of container "+a.id, err.Error())
-		if err := a.store.SetNote(kept, nil); err != nil {
-			return errors.Join(inUse, err)
+	for range rules.Attempts {
+		if err = a.tryPorts(ctx, kept, ports, note); !errors.Is(err, rules.ErrGone) {
+			break
 		}
-		return inUse
 	}
 	if err != nil {
 		return err
@@ -327,12 +369,34 @@ func (a *attachment) openPorts(ctx context.Context, kept addresses.Reservation) 
 	return a.filter.ForgetOthers(ports)
 }
 
-func (a *attachment) result(b *links.Bridge, kept addresses.Reservation, c links.Connected) *types100.Result {
+// tryPorts fails with ErrGone if somebody deletes the rules in the middle of it. A note of ports that are not open is taken back: whoever writes the rules
+// would open them, though they are another's.
+func (a *attachment) tryPorts(ctx context.Context, kept addresses.Reservation, ports []rules.HostPort, note []byte) error {
+	if _, err := a.install(ctx); err != nil { // somebody may have deleted the rules since
+		return err
+	}
+	if err := a.store.SetNote(kept, note); err != nil {
+		return err
+	}
+	err := a.filter.OpenPorts(a.Key(), rules.Pod{ID: a.id, Ports: ports})
+	if !errors.Is(err, rules.ErrInUse) && !errors.Is(err, rules.ErrGone) {
+		return err
+	}
+	if errors.Is(err, rules.ErrInUse) { // until its DEL, which may be under way
+		err = types.NewError(types.ErrTryAgainLater, "host ports of container "+a.id, err.Error())
+	}
+	if e := a.store.SetNote(kept, nil); e != nil {
+		return errors.Join(err, e)
+	}
+	return err
+}
+
+func (a *attachment) result(b *links.Bridge, kept addresses.Reservation, made links.Plugged) *types100.Result {
 	const pod = 2 // index
 	r := &types100.Result{CNIVersion: types100.ImplementedSpecVersion, DNS: a.DNS, Interfaces: []*types100.Interface{
 		{Name: b.Name, Mac: b.MAC.String()},
-		{Name: links.PortName(a.id, a.ifName), Mac: c.PortMAC.String()},
-		pod: {Name: a.ifName, Mac: c.PodMAC.String(), Sandbox: a.netns},
+		{Name: links.PortName(a.id, a.ifName), Mac: made.PortMAC.String()},
+		pod: {Name: a.ifName, Mac: made.PodMAC.String(), Sandbox: a.netns},
 	}}
 	for i, ip := range a.prefixes(kept) {
 		r.IPs = append(r.IPs, &types100.IPConfig{Interface: types100.Int(pod), Address: ipNet(ip), Gateway: a.Ranges[i].Gateway.AsSlice()})

@@ -2,20 +2,27 @@ package berthnet
 
 import (
 	"context"
+	"errors"
+	"io"
 	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
+	"sync"
 	"testing"
 
 	"github.com/containernetworking/cni/pkg/skel"
+	"github.com/containernetworking/cni/pkg/types"
 	"github.com/google/nftables"
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"berth/cni/berthnet/addresses"
 	"berth/cni/berthnet/conf"
 	"berth/cni/berthnet/links"
 	"berth/cni/berthnet/rules"
+	"berth/internal/lockfile"
 )
 
 // What others do at the same time, or have done before.
@@ -23,8 +30,13 @@ import (
 // waitsForLock waits until somebody of this process waits for the lock of the bed's addresses, which the test has.
 func (b *bed) waitsForLock(t *testing.T) {
 	t.Helper()
-	lock := filepath.Join(b.dir, "test", "lock")
-	eventually(t, "somebody waits for the lock", func() bool {
+	waitsFor(t, filepath.Join(b.dir, "test", "lock"))
+}
+
+// waitsFor waits until somebody of this process waits for a lock, which the test has.
+func waitsFor(t *testing.T, lock string) {
+	t.Helper()
+	eventually(t, "somebody waits for "+lock, func() bool {
 		entries, err := os.ReadDir("/proc/self/fd")
 		must(t, err)
 		n := 0
@@ -40,8 +52,7 @@ func (b *bed) waitsForLock(t *testing.T) {
 // othersBridge is what an ADD with another subnet does to the bridge: the gateways go that no pod needs.
 func (b *bed) othersBridge(t *testing.T) {
 	t.Helper()
-	_, err := links.MakeBridge(&links.Description{Name: "bn0", Network: b.key(), Gateways: []netip.Prefix{netip.MustParsePrefix("10.98.0.1/24")}})
-	must(t, err)
+	must(t, links.MakeBridge(t.Context(), &links.Description{Name: "bn0", Network: b.key(), Gateways: []netip.Prefix{netip.MustParsePrefix("10.98.0.1/24")}}))
 }
 
 // An ADD that finds the gateway of its subnet, and then waits, has it in the end.
@@ -104,12 +115,114 @@ func TestFlushedRulesetWhileAdding(t *testing.T) {
 	kept, err := a.reserve(t.Context())
 	must(t, err)
 	defer func() { must(t, pod.del()) }()
-	_, err = a.network(t.Context())
+	_, _, err = a.plug(t.Context(), kept)
 	must(t, err)
 	flushRuleset(t)
 	must(t, a.openPorts(t.Context(), kept))
 	if open := b.openPorts(); len(open) != 4 {
 		t.Errorf("open are %v", open)
+	}
+}
+
+// An ADD whose rules are deleted right before it opens host ports writes them again.
+func TestFlushBeforePortsOpen(t *testing.T) {
+	const many = 1000 // the note does not fit into a pipe
+	b := newBed(t, nil)
+	var ports []map[string]any
+	for i := range many {
+		ports = append(ports, map[string]any{"hostPort": 20000 + i, "containerPort": 80})
+	}
+	pod := b.pod(hostPorts(ports...))
+	a := b.unattached(t, pod)
+	kept, err := a.reserve(t.Context())
+	must(t, err)
+	defer func() { must(t, pod.del()) }()
+	_, _, err = a.plug(t.Context(), kept)
+	must(t, err)
+
+	file := b.store().Path(kept) // the note is written to it when the rules are there, and whoever writes it waits for its reader
+	must(t, os.Remove(file))
+	must(t, unix.Mkfifo(file, 0o600))
+	opened := make(chan error, 1)
+	go func() { opened <- a.openPorts(t.Context(), kept) }()
+	reader, err := os.Open(file)
+	must(t, err)
+	flushRuleset(t)
+	next := filepath.Join(b.dir, "next")
+	must(t, os.WriteFile(next, nil, 0o600))
+	must(t, os.Rename(next, file))
+	_, err = io.Copy(io.Discard, reader)
+	must(t, errors.Join(err, reader.Close()))
+	must(t, <-opened)
+	if open := b.openPorts(); len(open) != 2*many {
+		t.Errorf("%d ports are open", len(open))
+	}
+}
+
+// A bridge whose network has no pod goes to no other network while one is being attached.
+func TestBridgeOfAnAdd(t *testing.T) {
+	ours, theirs := newBed(t, nil), newBed(t, nil)
+	left := ours.attached(nil)
+	must(t, left.del())
+	must(t, links.Cut(left.id, "eth0", true))
+	pod, other := ours.pod(nil), theirs.pod(nil)
+	a := ours.unattached(t, pod)
+	kept, err := a.reserve(t.Context())
+	must(t, err)
+	defer func() { must(t, pod.del()) }()
+
+	unlock, err := links.Lock(t.Context(), lockfile.Shared)
+	must(t, err)
+	refused := make(chan error, 1)
+	go func() { refused <- other.add() }()
+	waitsFor(t, "/run/berth-net.lock")
+	bridge, err := a.ready()
+	must(t, err)
+	if bridge == nil {
+		t.Fatal("the bridge is taken away from an ADD")
+	}
+	_, err = links.Plug(a.describe(bridge, kept))
+	must(t, err)
+	unlock()
+	if err := <-refused; codeOf(err) != types.ErrInvalidNetworkConfig || !strings.Contains(err.Error(), "1 pods of network "+ours.key()) {
+		t.Errorf("ADD of the other network: %v", err)
+	}
+	if bridge, err := links.FindBridge("bn0"); err != nil || !bridge.BelongsTo(ours.key()) {
+		t.Errorf("the bridge is not the first network's any more; %v", err)
+	}
+}
+
+// Of two networks that begin at the same time with the same bridge, or with the same addresses, one has them.
+func TestNetworksBeginTogether(t *testing.T) {
+	for what, second := range map[string]map[string]any{"bridge": {"subnets": []string{"10.98.0.0/24"}}, "subnet": {"bridge": "bn1", "subnets": []string{"10.99.0.0/16"}}} {
+		for range 10 {
+			beds := []*bed{newBed(t, nil), newBed(t, second)}
+			var pods []*testPod
+			for _, b := range beds {
+				pods = append(pods, b.pod(nil))
+			}
+			errs := []error{nil, nil}
+			var adds sync.WaitGroup
+			for i, p := range pods {
+				adds.Go(func() { errs[i] = p.add() })
+			}
+			adds.Wait()
+			loser := slices.IndexFunc(errs, func(err error) bool { return err != nil })
+			if loser < 0 || errs[1-loser] != nil || codeOf(errs[loser]) != types.ErrInvalidNetworkConfig {
+				t.Fatalf("two ADDs with the same %s: %v", what, errs)
+			}
+			winner := pods[1-loser]
+			if bridge, err := links.FindBridge(winner.conf["bridge"].(string)); err != nil || !bridge.BelongsTo(winner.key()) {
+				t.Errorf("the bridge is not that of the network whose ADD succeeds; %v", err)
+			}
+			for _, p := range pods {
+				must(t, p.del())
+				must(t, links.Cut(p.id, "eth0", true))
+				if link, err := netlink.LinkByName(p.conf["bridge"].(string)); err == nil {
+					must(t, netlink.LinkDel(link))
+				}
+			}
+		}
 	}
 }
 

@@ -101,6 +101,26 @@ func flushRuleset(t *testing.T) {
 	must(t, conn.Flush())
 }
 
+// rewriteRuleset deletes all rules in one transaction with new ones, some of which come before.
+func rewriteRuleset(t *testing.T, before int) {
+	t.Helper()
+	conn, err := nftables.New()
+	must(t, err)
+	table := &nftables.Table{Family: nftables.TableFamilyIPv4, Name: "others"}
+	add := func(n int) {
+		conn.AddTable(table)
+		for i := range n {
+			conn.AddChain(&nftables.Chain{Table: table, Name: fmt.Sprintf("chain%d", i)})
+		}
+	}
+	if before > 0 {
+		add(before)
+	}
+	conn.FlushRuleset()
+	add(1)
+	must(t, conn.Flush())
+}
+
 // Who deletes all rules of the packet filter cuts no pod off for long: ADD and STATUS write them again, and where the kernel tells of it, it takes a moment.
 func TestFlushedRuleset(t *testing.T) {
 	newWorld(t)
@@ -135,9 +155,14 @@ func TestFlushedRuleset(t *testing.T) {
 	ctx, stop := context.WithCancel(context.Background())
 	ended := make(chan error)
 	go func() { ended <- b.plugin.Watch(ctx, slog.New(slog.NewTextHandler(t.Output(), nil))) }()
-	for range 2 {
-		flushRuleset(t)
-		eventually(t, "the rules are written again", func() bool { return len(b.openPorts()) == 2 })
+	for what, flush := range map[string]func(){
+		"nft flush ruleset":                    func() { flushRuleset(t) },
+		"nft -f with a flush, and then others": func() { rewriteRuleset(t, 0) },
+		"nft -f with others before the flush":  func() { rewriteRuleset(t, 3) },
+		"nft -f with many before the flush":    func() { rewriteRuleset(t, 60) },
+	} {
+		flush()
+		eventually(t, "the rules are written again after "+what, func() bool { return len(b.openPorts()) == 2 })
 		check()
 	}
 	stop()

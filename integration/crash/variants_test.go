@@ -11,6 +11,7 @@ import (
 
 	"github.com/containerd/nri/pkg/api"
 	"github.com/containerd/nri/pkg/stub"
+	"github.com/vishvananda/netlink"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
@@ -22,7 +23,8 @@ var variants = []operation{
 	{name: "UpdateContainerResources", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: limit, more: true},
 	{name: "CreateContainer_hostPath", prepare: with(podRuns(harness.HostNetwork), withContainer(), withHostPath), request: createContainer, again: anotherContainer, more: true},
 
-	{name: "RunPodSandbox_ownNetwork", daemon: ownNetwork, prepare: withPod(hostPort), request: runPod, again: anotherPod, more: true},
+	{name: "RunPodSandbox_ownNetwork", daemon: ownNetwork, prepare: with(networkLost, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
+	{name: "RunPodSandbox_ownNetwork_found", daemon: ownNetwork, prepare: with(networkLost, foundBridge, withPod(hostPort)), request: runPod, again: anotherPod, more: true},
 	{name: "StopPodSandbox_ownNetwork", daemon: ownNetwork, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: stopPod, more: true},
 	{name: "RunPodSandbox_ownNetwork_bandwidth", daemon: ownNetwork, prepare: withPod(udpHostPort, bandwidth), request: runPod, again: anotherPod, more: true},
 	{name: "StopPodSandbox_ownNetwork_bandwidth", daemon: ownNetwork, prepare: with(podRuns(udpHostPort, bandwidth), converse), request: stopPod, more: true},
@@ -58,6 +60,14 @@ func limit(t *testing.T, w *world) error {
 // would differ from case to case.
 func ownNetwork(*testing.T) harness.DaemonOption {
 	return harness.WithOwnNetwork(`network_subnets = ["10.83.0.0/16"]`)
+}
+
+// networkLost has the pod be the first one after a boot.
+func networkLost(t *testing.T, w *world) { w.d.LoseNetwork(t) }
+
+// foundBridge makes the bridge, as an administrator may. Results of ADD have its hardware address.
+func foundBridge(t *testing.T, _ *world) {
+	harness.Must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "berth0", HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 1}}}))
 }
 
 const udpPort = 18053

@@ -29,13 +29,19 @@ func (d *Daemon) LosePower(t *testing.T) {
 	d.KillAll(t)
 	d.LoseState(t)
 	unpinNetworks(t)
-	d.removeNetwork(t)
-	Must(t, d.removeRules())
+	d.LoseNetwork(t)
 	for _, flag := range []string{"-F", "-X"} {
 		if out, err := exec.Command("iptables", "-t", "nat", flag).CombinedOutput(); err != nil {
 			t.Fatalf("iptables %s: %v: %s", flag, err, out)
 		}
 	}
+}
+
+// LoseNetwork takes away what the daemon's own network has made for all pods: the bridge and the packet filter's rules.
+func (d *Daemon) LoseNetwork(t *testing.T) {
+	t.Helper()
+	d.removeNetwork(t)
+	Must(t, d.removeRules())
 }
 
 // removeRules deletes the table of the daemon's own network, whether it is there or not.

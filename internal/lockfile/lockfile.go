@@ -1,4 +1,4 @@
-// Package lockfile makes sure that one process at a time uses a directory.
+// Package lockfile makes sure that one process at a time uses a directory (Acquire), or changes something (Wait).
 //
 // # Contract
 //
@@ -10,6 +10,7 @@ package lockfile
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -57,6 +58,38 @@ func lock(file *os.File) error {
 		err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 		if !errors.Is(err, unix.EWOULDBLOCK) || time.Now().After(deadline) {
 			return err
+		}
+	}
+}
+
+// Mode is how a lock is held.
+type Mode int
+
+// Modes: by one, or by any number who keep out only those that want it for themselves.
+const (
+	Exclusive Mode = unix.LOCK_EX
+	Shared    Mode = unix.LOCK_SH
+)
+
+// Wait takes the lock at path as soon as nobody has it, in this process or another, or gives up when ctx ends, whose error it wraps then.
+// The file's content is left alone.
+func Wait(ctx context.Context, path string, mode Mode) (unlock func(), err error) {
+	file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("open lock: %w", err)
+	}
+	for delay := 100 * time.Microsecond; ; delay = min(2*delay, 5*time.Millisecond) {
+		err := unix.Flock(int(file.Fd()), int(mode)|unix.LOCK_NB)
+		if err == nil {
+			return func() { file.Close() }, nil // the lock goes with the descriptor
+		}
+		if !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR) {
+			return nil, errors.Join(&os.PathError{Op: "flock", Path: path, Err: err}, file.Close())
+		}
+		select {
+		case <-ctx.Done():
+			return nil, errors.Join(fmt.Errorf("wait for lock %s: %w", path, ctx.Err()), file.Close())
+		case <-time.After(delay):
 		}
 	}
 }

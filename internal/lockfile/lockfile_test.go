@@ -2,6 +2,8 @@ package lockfile
 
 import (
 	"bufio"
+	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -93,6 +95,43 @@ func TestReleaseAndTakeAgain(t *testing.T) {
 	}
 }
 
+// Those who share a lock have it together; who wants it for himself waits for all of them, and they for him.
+func TestWait(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "lock")
+	take := func(ctx context.Context, mode Mode) func() {
+		t.Helper()
+		unlock, err := Wait(ctx, path, mode)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return unlock
+	}
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+	first, second := take(gone, Shared), take(gone, Shared) // a lock that is free needs no time
+	alone := make(chan func(), 1)
+	go func() {
+		unlock, err := Wait(t.Context(), path, Exclusive)
+		if err != nil {
+			t.Error(err)
+		}
+		alone <- unlock
+	}()
+	first()
+	if _, err := Wait(gone, path, Exclusive); !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), path) {
+		t.Errorf("with one that shares the lock: %v", err)
+	}
+	second()
+	unlock := <-alone
+	for _, mode := range []Mode{Shared, Exclusive} {
+		if _, err := Wait(gone, path, mode); !errors.Is(err, context.Canceled) {
+			t.Errorf("with one that has the lock for himself: %v", err)
+		}
+	}
+	unlock()
+	take(gone, Exclusive)()
+}
+
 func TestHolderWithoutPID(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "lock")
 	lock, err := Acquire(path)
@@ -117,6 +156,9 @@ func TestSymlinkIsNotFollowed(t *testing.T) {
 	}
 	if _, err := Acquire(filepath.Join(dir, "lock")); err == nil {
 		t.Error("followed")
+	}
+	if _, err := Wait(t.Context(), filepath.Join(dir, "lock"), Exclusive); err == nil {
+		t.Error("followed by Wait")
 	}
 	if _, err := os.Lstat(filepath.Join(dir, "victim")); !os.IsNotExist(err) {
 		t.Error("the target was made")

@@ -26,10 +26,9 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"berth/cni/berthnet/conf"
 	"berth/internal/failpoint"
+	"berth/internal/lockfile"
 	"berth/internal/safefs"
 )
 
@@ -74,24 +73,11 @@ func Inspect(dir string) *Store { return &Store{dir: dir} }
 
 // Lock waits until no other has the store, or ctx ends. The lock is free when its owner has died, too.
 func (s *Store) Lock(ctx context.Context) (unlock func(), err error) {
-	f, err := os.OpenFile(filepath.Join(s.dir, lockName), os.O_RDWR|os.O_CREATE, 0o600)
+	unlock, err = lockfile.Wait(ctx, filepath.Join(s.dir, lockName), lockfile.Exclusive)
 	if err != nil {
 		return nil, fmt.Errorf("lock addresses: %w", err)
 	}
-	for delay := 100 * time.Microsecond; ; delay = min(2*delay, 5*time.Millisecond) {
-		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if err == nil {
-			return func() { f.Close() }, nil // the lock goes with the descriptor
-		}
-		if !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR) {
-			return nil, errors.Join(&os.PathError{Op: "flock", Path: f.Name(), Err: err}, f.Close())
-		}
-		select {
-		case <-ctx.Done():
-			return nil, errors.Join(fmt.Errorf("wait for the lock of addresses in %s: %w", s.dir, ctx.Err()), f.Close())
-		case <-time.After(delay):
-		}
-	}
+	return unlock, nil
 }
 
 // Reserve gives an attachment an address of each range. Errors: ErrExists, ErrFull, and the filesystem's.

@@ -2,6 +2,7 @@ package links
 
 import (
 	"bytes"
+	"context"
 	"crypto/sha256"
 	"errors"
 	"fmt"
@@ -18,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
+	"berth/internal/lockfile"
 )
 
 // Bridge is the node's end of a network, as it is.
@@ -40,7 +42,7 @@ type Description struct {
 	InUse    []netip.Addr // addresses of pods, whose gateways stay
 }
 
-// Errors of MakeBridge.
+// Errors of MakeBridge and CheckBridge.
 var (
 	ErrTaken   = errors.New("the bridge is another network's")
 	ErrOverlap = errors.New("the subnet overlaps with another network of the node")
@@ -126,48 +128,69 @@ func (b *Bridge) Obsolete(d *Description) (some []netip.Prefix) {
 }
 
 // MakeBridge makes the bridge as it is described, as far as it is not so, and has the node forward packets. A bridge that is there keeps
-// its MTU, and one that others have made its addresses. ErrTaken if another network has pods on it, ErrOverlap if the node
-// reaches somebody else by the addresses.
-func MakeBridge(d *Description) (*Bridge, error) {
+// its MTU, and one that others have made its addresses. Nobody else makes bridges meanwhile. Errors as of CheckBridge.
+func MakeBridge(ctx context.Context, d *Description) error {
+	unlock, err := Lock(ctx, lockfile.Exclusive)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	b, err := d.find()
+	if err != nil {
+		return err
+	}
+	if b == nil {
+		if b, err = newBridge(d); err != nil {
+			return err
+		}
+	}
+	if err := b.claim(d.Network); err != nil {
+		return err
+	}
+	if err := b.Prepare(d.Gateways); err != nil {
+		return err
+	}
+	return b.setUp(d.Gateways, b.Obsolete(d))
+}
+
+// CheckBridge tells why MakeBridge would refuse, and changes nothing: ErrTaken if another network has pods on the bridge, ErrOverlap if the node
+// reaches somebody else by the addresses; or there is something else of the bridge's name, or no IPv6 for its addresses.
+func CheckBridge(d *Description) error {
+	_, err := d.find()
+	return err
+}
+
+// find returns the bridge, nil if there is none, unless MakeBridge has to refuse.
+func (d *Description) find() (*Bridge, error) {
 	b, err := FindBridge(d.Name)
 	if err != nil {
 		return nil, err
 	}
-	made := false
-	if b == nil {
-		if err := CheckOverlap(d.Gateways, ""); err != nil {
-			return nil, err
-		}
-		if made, err = newBridge(d.Name, d.MTU); err != nil {
-			return nil, err
-		}
-		if b, err = FindBridge(d.Name); err != nil {
+	if b != nil {
+		if err := b.mayBecome(d.Network); err != nil {
 			return nil, err
 		}
 	}
-	if b == nil {
-		return nil, fmt.Errorf("bridge %s vanishes", d.Name)
-	}
-	if err := b.claim(d.Network, made); err != nil {
-		return nil, err
+	for _, g := range d.Gateways {
+		if err := checkFamily(g); err != nil {
+			return nil, err
+		}
 	}
 	if !b.Serves(d.Gateways) {
-		if err := CheckOverlap(d.Gateways, b.Name); err != nil {
+		own := ""
+		if b != nil {
+			own = b.Name
+		}
+		if err := CheckOverlap(d.Gateways, own); err != nil {
 			return nil, err
 		}
 	}
-	if err := b.Prepare(d.Gateways); err != nil {
-		return nil, err
-	}
-	if err := b.setUp(d.Gateways, b.Obsolete(d)); err != nil {
-		return nil, err
-	}
-	return FindBridge(d.Name)
+	return b, nil
 }
 
-// claim makes the bridge a network's. One of which another network has no pods any more is taken over.
-func (b *Bridge) claim(network string, made bool) error {
-	owner, before := b.owner()
+// mayBecome tells, by ErrTaken, that the bridge cannot be a network's: another one has pods on it, or somebody else has said that it is his.
+func (b *Bridge) mayBecome(network string) error {
+	owner, _ := b.owner()
 	switch {
 	case owner == network:
 		return nil
@@ -179,42 +202,68 @@ func (b *Bridge) claim(network string, made bool) error {
 		if len(ports) > 0 {
 			return fmt.Errorf("%w: %s has %d pods of network %s, whose addresses are kept elsewhere", ErrTaken, b.Name, len(ports), owner)
 		}
-		made = before
 	case b.alias != "":
 		return fmt.Errorf("%w: %s has the alias %q", ErrTaken, b.Name, b.alias)
 	}
-	b.alias = foundBy + network
-	if made || b.isOurs() {
-		b.alias = madeBy + network
+	return nil
+}
+
+// claim makes the bridge, which may become that, a network's.
+func (b *Bridge) claim(network string) error {
+	owner, made := b.owner()
+	if owner == network {
+		return nil
 	}
+	by := foundBy
+	if made || b.isOurs() {
+		by = madeBy
+	}
+	return b.setAlias(by + network)
+}
+
+// setAlias has the bridge say whose it is.
+func (b *Bridge) setAlias(alias string) error {
 	var host batch
-	host.add("name bridge "+b.Name, unix.RTM_NEWLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC), name(b.Name), nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(b.alias)))
+	host.add("name bridge "+b.Name, unix.RTM_NEWLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC), name(b.Name), nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(alias)))
 	failpoint.Reach("net.claim-bridge")
 	err := host.do()
 	failpoint.Reach("net.bridge-claimed")
+	if err == nil {
+		b.alias = alias
+	}
 	return err
 }
 
-// newBridge makes a bridge that is down, unless another process was quicker. Its hardware address is given: the kernel would change its
-// own with each port.
-func newBridge(name string, mtu int) (made bool, err error) {
+// newBridge makes a bridge that is down, and says whose it is: the kernel takes no alias with the request for a device, but does the next request before
+// the sender of both can die. The hardware address is given: the kernel would change its own with each port.
+func newBridge(d *Description) (*Bridge, error) {
+	mtu := d.MTU
 	if mtu == 0 {
 		mtu = outsideMTU()
 	}
 	info := nl.NewRtAttr(unix.IFLA_LINKINFO, nil)
 	info.AddRtAttr(unix.IFLA_INFO_KIND, []byte("bridge"))
 	var host batch
-	host.add("make bridge "+name, unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nl.NewIfInfomsg(unix.AF_UNSPEC),
-		nl.NewRtAttr(unix.IFLA_IFNAME, nl.ZeroTerminated(name)), nl.NewRtAttr(unix.IFLA_ADDRESS, bridgeMAC(name)), number(unix.IFLA_MTU, mtu), info)
-	// Given when it is made, it lasts until the last port goes, and is Ethernet's then (br_mtu_auto_adjust, Linux 4.17).
-	host.add("set the MTU of bridge "+name, unix.RTM_NEWLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC), nl.NewRtAttr(unix.IFLA_IFNAME, nl.ZeroTerminated(name)), number(unix.IFLA_MTU, mtu))
+	host.add("make bridge "+d.Name, unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nl.NewIfInfomsg(unix.AF_UNSPEC),
+		name(d.Name), nl.NewRtAttr(unix.IFLA_ADDRESS, bridgeMAC(d.Name)), number(unix.IFLA_MTU, mtu), info)
+	// An MTU that is given with the request lasts until the last port goes, and is Ethernet's then (br_mtu_auto_adjust, Linux 4.17).
+	host.add("name bridge "+d.Name+" and set its MTU", unix.RTM_NEWLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC), name(d.Name),
+		number(unix.IFLA_MTU, mtu), nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(madeBy+d.Network)))
 	failpoint.Reach("net.make-bridge")
-	err = host.do()
+	err := host.do()
 	failpoint.Reach("net.bridge-made")
-	if errors.Is(err, unix.EEXIST) {
-		return false, nil
+	another := errors.Is(err, unix.EEXIST) // somebody who does not know the lock was quicker, and it is his bridge that was named
+	if err != nil && !another {
+		return nil, err
 	}
-	return err == nil, err
+	b, err := FindBridge(d.Name)
+	if err == nil && b == nil {
+		err = fmt.Errorf("bridge %s vanishes", d.Name)
+	}
+	if err == nil && another {
+		err = b.setAlias(foundBy + d.Network)
+	}
+	return b, err
 }
 
 // bridgeMAC follows from the name and the machine, so that a bridge that is made again is the same to pods that have met it.
@@ -275,7 +324,8 @@ func (b *Bridge) setUp(gateways, obsolete []netip.Prefix) error {
 }
 
 // CheckOverlap tells, by ErrOverlap, that the node has addresses in one of the subnets, or reaches part of it or all of it, by another interface than
-// the bridge, "" for none. A wider route, such as that of a whole cluster's pods, is none of the node's business.
+// the bridge, "" for none. A wider route, such as that of a whole cluster's pods, is none of the node's business, unless it is that of
+// another network's bridge.
 func CheckOverlap(subnets []netip.Prefix, bridge string) error {
 	own := -1
 	if bridge != "" {
@@ -290,9 +340,18 @@ func CheckOverlap(subnets []netip.Prefix, bridge string) error {
 		return fmt.Errorf("read the node's addresses: %w", err)
 	}
 	for _, a := range addrs {
-		if ip, ok := netip.AddrFromSlice(a.IP); ok && a.LinkIndex != own {
+		if a.LinkIndex == own {
+			continue
+		}
+		if ip, ok := netip.AddrFromSlice(a.IP); ok {
 			if s := containing(subnets, netip.PrefixFrom(ip.Unmap(), ip.Unmap().BitLen())); s.IsValid() {
 				return fmt.Errorf("%w: %s, with address %s of interface %s", ErrOverlap, s.Masked(), a.IPNet, linkName(a.LinkIndex))
+			}
+		}
+		if wider, ok := prefixOf(a.IPNet); ok {
+			i := slices.IndexFunc(subnets, func(s netip.Prefix) bool { return wider.Overlaps(s) })
+			if i >= 0 && isNetworks(a.LinkIndex) {
+				return fmt.Errorf("%w: %s, with the subnet %s of bridge %s", ErrOverlap, subnets[i].Masked(), wider.Masked(), linkName(a.LinkIndex))
 			}
 		}
 	}
@@ -337,6 +396,16 @@ func prefixOf(n *net.IPNet) (netip.Prefix, bool) {
 	return netip.PrefixFrom(ip.Unmap(), ones), ok
 }
 
+// isNetworks tells whether an interface is the bridge of a network like ours.
+func isNetworks(index int) bool {
+	link, err := netlink.LinkByIndex(index)
+	if err != nil {
+		return false // gone meanwhile, with its addresses
+	}
+	alias := link.Attrs().Alias
+	return link.Type() == "bridge" && (strings.HasPrefix(alias, madeBy) || strings.HasPrefix(alias, foundBy))
+}
+
 func linkName(index int) string {
 	link, err := netlink.LinkByIndex(index)
 	if err != nil {
@@ -361,8 +430,8 @@ func (b *Bridge) Prepare(gateways []netip.Prefix) error {
 			}
 			continue
 		}
-		if IPv6Off() {
-			return fmt.Errorf("subnet %s: IPv6 is switched off on this node (net.ipv6.conf.all.disable_ipv6)", g.Masked())
+		if err := checkFamily(g); err != nil {
+			return err
 		}
 		if err := keepRouters(); err != nil {
 			return err
@@ -374,6 +443,13 @@ func (b *Bridge) Prepare(gateways []netip.Prefix) error {
 		}
 	}
 	return refuseRouters(b.Name)
+}
+
+func checkFamily(p netip.Prefix) error {
+	if p.Addr().Is6() && IPv6Off() {
+		return fmt.Errorf("subnet %s: IPv6 is switched off on this node (net.ipv6.conf.all.disable_ipv6)", p.Masked())
+	}
+	return nil
 }
 
 // IPv6Off tells whether the kernel has no IPv6, or the administrator has switched it off for all interfaces.

@@ -85,30 +85,31 @@ type Route struct {
 	Gateway netip.Addr
 }
 
-// Connected is what Connect has made.
-type Connected struct{ PortMAC, PodMAC net.HardwareAddr }
+// Plugged is what Plug has made.
+type Plugged struct{ PortMAC, PodMAC net.HardwareAddr }
 
 // alias is what the port says of whose it is.
 func alias(network, id, ifName string) string {
 	return "berth-net " + network + " " + id + " " + ifName
 }
 
-// Connect makes the pair of devices, with the pod's addresses and routes. Errors wrap the kernel's: EEXIST where the
+// Plug makes the pair of devices, one of them a port of the bridge, which must not become another network's meanwhile (Lock). Errors wrap the kernel's: EEXIST where the
 // port or the interface exists.
-func Connect(a Attachment) (Connected, error) {
-	made := Connected{portMAC(a.ContainerID, a.IfName), podMAC(a.IPs)}
+func Plug(a Attachment) (Plugged, error) {
+	made := Plugged{portMAC(a.ContainerID, a.IfName), podMAC(a.IPs)}
 	ns, err := os.Open(a.NetNS)
 	if err != nil {
 		return made, fmt.Errorf("network namespace: %w", err)
 	}
-	defer ns.Close()
-	if err := a.makePair(ns, made); err != nil {
-		return made, err
-	}
+	return made, errors.Join(a.makePair(ns, made), ns.Close())
+}
+
+// SetUp gives the device that Plug has put into the pod its addresses and routes, and waits until the bridge takes what it sends.
+func SetUp(a Attachment) error {
 	if err := netns.In(a.NetNS, func() error { return a.setUpPod() }); err != nil {
-		return made, err
+		return err
 	}
-	return made, a.awaitForwarding()
+	return a.awaitForwarding()
 }
 
 // linkTime is how long it may take until a port with a carrier forwards: the kernel has a work queue for that, which waits for the lock of
@@ -138,7 +139,7 @@ func (a *Attachment) awaitForwarding() error {
 
 // makePair makes the devices, each in its namespace, and then sets up the port. The pod's is down, so there is no carrier yet, and the kernel
 // leaves the port without addresses while it is told to for good.
-func (a *Attachment) makePair(ns *os.File, macs Connected) error {
+func (a *Attachment) makePair(ns *os.File, macs Plugged) error {
 	port := PortName(a.ContainerID, a.IfName)
 	var host batch
 	host.add("make veth "+port, unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nl.NewIfInfomsg(unix.AF_UNSPEC),
@@ -161,7 +162,7 @@ func (a *Attachment) makePair(ns *os.File, macs Connected) error {
 }
 
 // setUpPort has the port do its work: first it checks what comes in.
-func (a *Attachment) setUpPort(index int, macs Connected) error {
+func (a *Attachment) setUpPort(index int, macs Plugged) error {
 	var host batch
 	if err := a.control(&host, index, macs); err != nil {
 		return err
@@ -301,10 +302,10 @@ func HasPort(id, ifName string) (bool, error) {
 	return index != 0, err
 }
 
-// Port is a device on the node that Connect made: a port of the bridge, or what limits it.
+// Port is a device on the node that Plug made: a port of the bridge, or what limits it.
 type Port struct{ Name, ContainerID, IfName string }
 
-// Ports returns the devices on the node that Connect made for the network with a key.
+// Ports returns the devices on the node that Plug made for the network with a key.
 func Ports(network string) ([]Port, error) {
 	all, err := netlink.LinkList()
 	if err != nil {

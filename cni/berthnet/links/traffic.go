@@ -12,6 +12,7 @@ import (
 
 	"berth/cni/berthnet/source"
 	"berth/internal/failpoint"
+	"berth/internal/netns"
 )
 
 // What is done with a pod's traffic at its port, by tc: what it may send is checked where it comes in, before the bridge sees it; and
@@ -42,7 +43,7 @@ const (
 
 // addIngress has an interface look at what comes in. It is done while the interface is down: one that is up waits for all processors.
 func (b *batch) addIngress(index int) {
-	b.add("look at what the pod sends", unix.RTM_NEWQDISC, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
+	b.add("look at what the pod sends (CONFIG_NET_SCH_INGRESS)", unix.RTM_NEWQDISC, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
 		tcMessage(index, handleIngress, parentIngress, 0), nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated("ingress")))
 }
 
@@ -53,8 +54,35 @@ func (b *batch) checkSource(index int, program []bpf.Instruction) error {
 		return err
 	}
 	options.AddRtAttr(nl.TCA_BPF_FLAGS, nl.Uint32Attr(nl.TCA_BPF_FLAG_ACT_DIRECT))
-	b.addFilter("check what the pod sends (CONFIG_NET_CLS_BPF; option checkSource)", index, 1, options)
+	b.addFilter("check what the pod sends (CONFIG_NET_CLS_BPF; option checkSource)", classifier, index, 1, options)
 	return nil
+}
+
+// CanCheckSource tells, by an error, that the kernel can't check what pods send (CheckSource). Unless both modules are loaded, that is tried in a network namespace
+// that goes with the try, and loads them.
+func CanCheckSource() error {
+	loaded := func(module string) bool {
+		_, err := os.Stat("/sys/module/" + module)
+		return err == nil
+	}
+	if loaded("sch_ingress") && loaded("cls_bpf") {
+		return nil
+	}
+	return tryClassifier(classifier)
+}
+
+// tryClassifier has a loopback device of nobody's look at what comes in, with a classifier of a kind.
+func tryClassifier(kind string) error {
+	options := nl.NewRtAttr(nl.TCA_OPTIONS, nil)
+	if err := addProgram(options, []bpf.Instruction{bpf.RetConstant{Val: 0}}); err != nil {
+		return err
+	}
+	options.AddRtAttr(nl.TCA_BPF_FLAGS, nl.Uint32Attr(nl.TCA_BPF_FLAG_ACT_DIRECT))
+	const loopback = 1 // the index in every namespace (LOOPBACK_IFINDEX)
+	var try batch
+	try.addIngress(loopback)
+	try.addFilter("check what pods send (CONFIG_NET_CLS_BPF; option checkSource)", kind, loopback, 1, options)
+	return netns.InNew(try.do)
 }
 
 // redirect leads what comes in by an interface to another one.
@@ -67,14 +95,17 @@ func (b *batch) redirect(index, to int) error {
 	action := options.AddRtAttr(nl.TCA_BPF_ACT, nil).AddRtAttr(1, nil)
 	action.AddRtAttr(nl.TCA_ACT_KIND, nl.ZeroTerminated("mirred"))
 	action.AddRtAttr(nl.TCA_ACT_OPTIONS, nil).AddRtAttr(nl.TCA_MIRRED_PARMS, words(0, 0, stolen, 0, 0, redirect, uint32(to)))
-	b.addFilter("limit what the pod sends", index, 2, options)
+	b.addFilter("limit what the pod sends", classifier, index, 2, options)
 	return nil
 }
 
-func (b *batch) addFilter(what string, index int, priority uint16, options *nl.RtAttr) {
+// classifier is the kind of those at ports.
+const classifier = "bpf"
+
+func (b *batch) addFilter(what, kind string, index int, priority uint16, options *nl.RtAttr) {
 	info := uint32(priority)<<16 | uint32(nl.Swap16(unix.ETH_P_ALL))
 	b.add(what, unix.RTM_NEWTFILTER, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
-		tcMessage(index, 0, handleIngress, info), nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated("bpf")), options)
+		tcMessage(index, 0, handleIngress, info), nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated(kind)), options)
 }
 
 func addProgram(options *nl.RtAttr, program []bpf.Instruction) error {
@@ -159,7 +190,7 @@ func (a *Attachment) setUpShaper(index int) error {
 }
 
 // control has the port check and limit what passes. The port is down.
-func (a *Attachment) control(host *batch, port int, macs Connected) error {
+func (a *Attachment) control(host *batch, port int, macs Plugged) error {
 	if a.CheckSource || a.Egress.Rate > 0 {
 		host.addIngress(port)
 	}

@@ -3,6 +3,7 @@ package rules
 import (
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 
 	"github.com/google/nftables"
@@ -53,6 +54,27 @@ func (f *Filter) drop() error {
 	err := f.conn.CloseLasting()
 	f.conn = nil
 	return err
+}
+
+// ErrGone says that somebody has deleted a network's table in the middle of something (nft flush ruleset): it is to be installed again.
+var ErrGone = errors.New("the packet filter's rules were deleted meanwhile")
+
+// Attempts is how often something is done that others' deletions keep from being done.
+const Attempts = 5
+
+// again repeats what looks at tables, and then fails because somebody has deleted them since.
+func again(do func() error) (err error) {
+	for range Attempts {
+		if err = do(); !isMissing(err) {
+			return err
+		}
+	}
+	return err
+}
+
+// isMissing tells that something is not there. The library does not wrap every error of the kernel's.
+func isMissing(err error) bool {
+	return err != nil && (errors.Is(err, unix.ENOENT) || strings.Contains(err.Error(), unix.ENOENT.Error()))
 }
 
 // withFlows runs what asks the kernel about connections.

@@ -210,7 +210,7 @@ type Pod struct {
 	Ports []HostPort
 }
 
-// OpenPorts opens host ports, all or none.
+// OpenPorts opens host ports, all or none: ErrInUse if one is another pod's, ErrGone without the network's table.
 func (f *Filter) OpenPorts(network string, pod Pod) error {
 	err := f.with(func(conn *nftables.Conn) error {
 		if err := openPorts(conn, network, []Pod{pod}); err != nil {
@@ -223,6 +223,9 @@ func (f *Filter) OpenPorts(network string, pod Pod) error {
 	})
 	if errors.Is(err, unix.EBUSY) || errors.Is(err, unix.EEXIST) { // the key is there with another value
 		return errors.Join(ErrInUse, f.taken(network, pod.Ports))
+	}
+	if isMissing(err) {
+		err = ErrGone
 	}
 	if err != nil {
 		return fmt.Errorf("open host ports of %s: %w", pod.ID, err)
@@ -330,19 +333,25 @@ func (f *Filter) ClosePorts(network string, ports []HostPort) error {
 	if len(ports) == 0 {
 		return nil
 	}
-	open, err := f.Ports(network)
-	if err != nil {
-		return err
-	}
-	var gone, stay []HostPort
-	for _, p := range open {
-		if slices.Contains(ports, p) {
-			gone = append(gone, p)
-		} else {
-			stay = append(stay, p)
+	err := again(func() error {
+		open, err := f.Ports(network)
+		if err != nil {
+			return err
 		}
+		var gone, stay []HostPort
+		for _, p := range open {
+			if slices.Contains(ports, p) {
+				gone = append(gone, p)
+			} else {
+				stay = append(stay, p)
+			}
+		}
+		return f.closePorts(network, gone, stay)
+	})
+	if err != nil {
+		return fmt.Errorf("close host ports: %w", err)
 	}
-	return f.closePorts(network, gone, stay)
+	return nil
 }
 
 func (f *Filter) closePorts(network string, ports, stay []HostPort) error {
@@ -350,7 +359,7 @@ func (f *Filter) closePorts(network string, ports, stay []HostPort) error {
 		return nil
 	}
 	t := table(network)
-	err := f.with(func(conn *nftables.Conn) error {
+	return f.with(func(conn *nftables.Conn) error {
 		redirections, err := redirectionsOf(conn, t)
 		if err != nil {
 			return err
@@ -376,10 +385,6 @@ func (f *Filter) closePorts(network string, ports, stay []HostPort) error {
 		failpoint.Reach("net.ports-closed")
 		return err
 	})
-	if err != nil {
-		return fmt.Errorf("close host ports: %w", err)
-	}
-	return nil
 }
 
 // redirectionsOf are the keys of the redirections that there are.
@@ -399,27 +404,34 @@ func redirectionsOf(conn *nftables.Conn, t *nftables.Table) (map[string]bool, er
 
 // Ports returns the host ports that are open; none where the network has no table.
 func (f *Filter) Ports(network string) (all []HostPort, err error) {
-	t := table(network)
-	err = f.with(func(conn *nftables.Conn) error {
-		tables, err := conn.ListTablesOfFamily(nftables.TableFamilyINet)
-		if err != nil || !slices.ContainsFunc(tables, func(other *nftables.Table) bool { return other.Name == t.Name }) {
+	err = again(func() error {
+		all = nil
+		return f.with(func(conn *nftables.Conn) (err error) {
+			all, err = portsIn(conn, table(network))
 			return err
-		}
-		for _, m := range maps {
-			elements, err := conn.GetSetElements(m.set(t))
-			if err != nil {
-				return err
-			}
-			for _, e := range elements {
-				if p, ok := m.parse(e); ok {
-					all = append(all, p)
-				}
-			}
-		}
-		return nil
+		})
 	})
 	if err != nil {
 		return nil, fmt.Errorf("read host ports of network %s: %w", network, err)
+	}
+	return all, nil
+}
+
+func portsIn(conn *nftables.Conn, t *nftables.Table) (all []HostPort, err error) {
+	tables, err := conn.ListTablesOfFamily(nftables.TableFamilyINet)
+	if err != nil || !slices.ContainsFunc(tables, func(other *nftables.Table) bool { return other.Name == t.Name }) {
+		return nil, err
+	}
+	for _, m := range maps {
+		elements, err := conn.GetSetElements(m.set(t))
+		if err != nil {
+			return nil, err
+		}
+		for _, e := range elements {
+			if p, ok := m.parse(e); ok {
+				all = append(all, p)
+			}
+		}
 	}
 	return all, nil
 }

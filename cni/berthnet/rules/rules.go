@@ -70,7 +70,7 @@ func (f *Filter) Installed(n Network) (installed bool, err error) {
 		if err == nil {
 			installed = true
 		}
-		if err != nil && strings.Contains(err.Error(), unix.ENOENT.Error()) { // the library does not wrap it
+		if isMissing(err) {
 			return nil
 		}
 		return err
@@ -93,12 +93,20 @@ var setNumbers sync.Mutex
 // that of an earlier version. It is called by one at a time for a network.
 func (f *Filter) Install(n Network, pods []Pod) error {
 	n.normalize()
+	if err := again(func() error { return f.install(&n, pods) }); err != nil {
+		return fmt.Errorf("write the table of network %s: %w", n.Key, err)
+	}
+	return nil
+}
+
+// install fails with ENOENT if somebody deletes the table after it was looked at: its old mark goes in the same transaction.
+func (f *Filter) install(n *Network, pods []Pod) error {
 	there, err := f.Ports(n.Key)
 	if err != nil {
 		return err
 	}
 	missing := absent(pods, there)
-	err = f.with(func(conn *nftables.Conn) error {
+	return f.with(func(conn *nftables.Conn) error {
 		old, others, err := n.markers(conn)
 		if err != nil {
 			return err
@@ -117,10 +125,6 @@ func (f *Filter) Install(n Network, pods []Pod) error {
 		failpoint.Reach("net.installed")
 		return err
 	})
-	if err != nil {
-		return fmt.Errorf("write the table of network %s: %w", n.Key, err)
-	}
-	return nil
 }
 
 // markers are the marks that the network's table has, and tables of other networks for its bridge.

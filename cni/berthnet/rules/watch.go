@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"strings"
 
 	"github.com/mdlayher/netlink"
@@ -29,7 +30,7 @@ func Watch(ctx context.Context, deleted func()) error {
 }
 
 func watch(conn *netlink.Conn, deleted func()) error {
-	program, err := bpf.Assemble(deletions)
+	program, err := bpf.Assemble(deletions())
 	if err != nil {
 		return err
 	}
@@ -50,27 +51,51 @@ func watch(conn *netlink.Conn, deleted func()) error {
 	}
 }
 
-const (
-	deleteTable     = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELTABLE
-	deleteChain     = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELCHAIN
-	deleteRule      = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELRULE
-	deleteSet       = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELSET
-	deleteObject    = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELOBJ
-	deleteFlowtable = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELFLOWTABLE
-)
+const deleteTable = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELTABLE
 
-// deletions lets through what a transaction may begin with that deletes a table. Host ports that come and go, and others' elements, of
-// which a busy node has many, wake nobody. The type is in the order of the machine, and a program loads in the network's.
-var deletions = []bpf.Instruction{
-	bpf.LoadAbsolute{Off: 4, Size: 2},
-	bpf.JumpIf{Cond: bpf.JumpEqual, Val: asLoaded(deleteTable), SkipTrue: 6},
-	bpf.JumpIf{Cond: bpf.JumpEqual, Val: asLoaded(deleteObject), SkipTrue: 5},
-	bpf.JumpIf{Cond: bpf.JumpEqual, Val: asLoaded(deleteFlowtable), SkipTrue: 4},
-	bpf.JumpIf{Cond: bpf.JumpEqual, Val: asLoaded(deleteChain), SkipTrue: 3},
-	bpf.JumpIf{Cond: bpf.JumpEqual, Val: asLoaded(deleteRule), SkipTrue: 2},
-	bpf.JumpIf{Cond: bpf.JumpEqual, Val: asLoaded(deleteSet), SkipTrue: 1},
-	bpf.RetConstant{Val: 0},
-	bpf.RetConstant{Val: 0xffffffff},
+// lookedAt is how many messages of a packet are looked at for a table's deletion. The kernel puts those of a transaction together, up to a page (Linux 5.8);
+// a program for more would not fit into what a socket may have (net.core.optmem_max, 20 KiB before Linux 6.7).
+const lookedAt = 32
+
+// deletions lets through what has a deletion of a table among its first messages, or has more of them. So host ports that come and go, and others'
+// elements, of which a busy node has many, wake nobody.
+func deletions() []bpf.Instruction {
+	const type_ = 4 // after the length
+	program := []bpf.Instruction{bpf.LoadConstant{Dst: bpf.RegX, Val: 0}}
+	for range lookedAt {
+		program = append(program,
+			bpf.LoadIndirect{Off: type_, Size: 2}, // beyond the end of the packet this is the program's end, and nothing passes
+			bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: asLoaded(deleteTable), SkipTrue: 1},
+			bpf.RetConstant{Val: math.MaxUint32})
+		program = append(program, nextMessage()...)
+	}
+	return append(program, bpf.LoadIndirect{Off: type_, Size: 2}, bpf.RetConstant{Val: math.MaxUint32}) // there is another one
+}
+
+// nextMessage adds the length of the message at X, as aligned, to X. Lengths and types are in the order of the machine, and a program loads in
+// the network's. One of 64 KiB does not fit into a packet.
+func nextMessage() []bpf.Instruction {
+	const at, length = 0, 1 // in the scratch memory
+	program := []bpf.Instruction{bpf.TXA{}, bpf.StoreScratch{Src: bpf.RegA, N: at}}
+	if asLoaded(1) == 1 {
+		program = append(program, bpf.LoadIndirect{Off: 2, Size: 2})
+	} else {
+		program = append(program,
+			bpf.LoadIndirect{Off: 0, Size: 2},
+			bpf.StoreScratch{Src: bpf.RegA, N: length},
+			bpf.ALUOpConstant{Op: bpf.ALUOpShiftRight, Val: 8},
+			bpf.TAX{},
+			bpf.LoadScratch{Dst: bpf.RegA, N: length},
+			bpf.ALUOpConstant{Op: bpf.ALUOpAnd, Val: 0xff},
+			bpf.ALUOpConstant{Op: bpf.ALUOpShiftLeft, Val: 8},
+			bpf.ALUOpX{Op: bpf.ALUOpOr})
+	}
+	return append(program,
+		bpf.ALUOpConstant{Op: bpf.ALUOpAdd, Val: unix.NLMSG_ALIGNTO - 1},
+		bpf.ALUOpConstant{Op: bpf.ALUOpAnd, Val: ^uint32(unix.NLMSG_ALIGNTO - 1)},
+		bpf.LoadScratch{Dst: bpf.RegX, N: at},
+		bpf.ALUOpX{Op: bpf.ALUOpAdd},
+		bpf.TAX{})
 }
 
 func asLoaded(kind uint16) uint32 { return uint32(binary.BigEndian.Uint16(nlenc.Uint16Bytes(kind))) }

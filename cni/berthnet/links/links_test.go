@@ -1,0 +1,40 @@
+package links
+
+import (
+	"fmt"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+
+	"berth/internal/netns"
+)
+
+// A bridge says whose it is when it is there. One that somebody else has made at the same time is not taken for our own.
+func TestNewBridge(t *testing.T) {
+	for _, quicker := range []bool{false, true} {
+		err := netns.InNew(func() error {
+			if quicker {
+				if err := netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0"}}); err != nil {
+					return err
+				}
+			}
+			returned, err := newBridge(&Description{Name: "bn0", Network: "net-1"})
+			if err != nil {
+				return err
+			}
+			there, err := FindBridge("bn0")
+			if err != nil {
+				return err
+			}
+			for _, b := range []*Bridge{returned, there} {
+				if owner, made := b.owner(); owner != "net-1" || made == quicker {
+					return fmt.Errorf("it is %q's, made %v", owner, made)
+				}
+			}
+			return nil
+		})
+		if err != nil {
+			t.Errorf("the bridge, with somebody being quicker %v: %v", quicker, err)
+		}
+	}
+}
