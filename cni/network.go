@@ -54,6 +54,8 @@ const (
 	statusTimeout = 10 * time.Second
 	// maxViewAge is the age at which Status asks for a fresh view.
 	maxViewAge = 5 * time.Second
+	// maxObstaclesAge is the age at which a STATUS is followed by another look for obstacles. A firewall may have many rules.
+	maxObstaclesAge = time.Minute
 	// wholeGate is the weight of GC, more than there can be operations.
 	wholeGate = math.MaxInt64
 )
@@ -83,8 +85,9 @@ type Network struct {
 	plugins *runner
 	lib     *libcni.CNIConfig
 
-	view    atomic.Pointer[view] // written by New, then by the owner goroutine alone
-	refresh chan struct{}        // wakes the owner; capacity 1
+	view    atomic.Pointer[view]        // written by New, then by the owner goroutine alone
+	refresh chan struct{}               // wakes the owner; capacity 1
+	ranges  atomic.Pointer[[][]IPRange] // of new pods; nil: none were given
 
 	// gate keeps GC alone: the specification (section 3, lifecycle and ordering)
 	// forbids ADD and DEL while it runs. An operation holds 1, GC holds all.
@@ -185,7 +188,13 @@ func (n *Network) AskStatus(ctx context.Context) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, statusTimeout)
 	defer cancel()
-	return n.askStatus(ctx, v.net.list)
+	return n.askStatus(ctx, v.net.list, n.ranges.Load())
+}
+
+// SetIPRanges tells where new pods have their addresses from, so that STATUS is asked about that. ADD is told with each pod.
+func (n *Network) SetIPRanges(ranges [][]IPRange) {
+	n.ranges.Store(&ranges)
+	n.askRefresh()
 }
 
 func (n *Network) askRefresh() {
@@ -216,6 +225,7 @@ type Info struct {
 	Plugins    []string  `json:"plugins,omitempty"`    // their types, in chain order
 	Skipped    []Skipped `json:"skipped,omitempty"`    // invalid files before it
 	Error      string    `json:"error,omitempty"`      // why the network is not ready
+	Obstacles  []string  `json:"obstacles,omitempty"`  // what is in the way of pods all the same, and what mends it
 	At         time.Time `json:"at"`                   // when this was found
 }
 
@@ -234,6 +244,9 @@ func (n *Network) Info() Info {
 	}
 	if v.net != nil {
 		info.File, info.Network, info.CNIVersion = v.net.file, v.net.list.Name, v.net.list.CNIVersion
+		for _, o := range v.obstacles {
+			info.Obstacles = append(info.Obstacles, o.What+": "+o.Mend)
+		}
 		for _, p := range v.net.list.Plugins {
 			info.Plugins = append(info.Plugins, p.Network.Type)
 		}

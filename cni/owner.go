@@ -10,6 +10,7 @@ import (
 	"github.com/fsnotify/fsnotify"
 	"google.golang.org/grpc/codes"
 
+	"berth/cni/berthnet"
 	"berth/internal/errdefs"
 )
 
@@ -29,6 +30,9 @@ type view struct {
 	judged  bool      // STATUS has been asked, or does not exist in net's version
 	verdict error     // its outcome
 	at      time.Time // when the directory was last looked at
+
+	obstacles   []berthnet.Obstacle // what pods of berth-net would meet
+	obstaclesAt time.Time           // when they were looked for
 }
 
 func (v *view) ready() error {
@@ -64,8 +68,12 @@ type owner struct {
 
 // verdict is the outcome of one round of STATUS.
 type verdict struct {
-	net *network
-	err error
+	net    *network
+	ranges *[][]IPRange // that it is about
+	err    error
+
+	looked    bool // for obstacles
+	obstacles []berthnet.Obstacle
 }
 
 func newOwner(ctx context.Context, n *Network) *owner {
@@ -141,6 +149,7 @@ func (o *owner) reload() {
 	v.net, v.skipped, v.loadErr = o.n.configured()
 	if v.net.same(old.net) {
 		v.net, v.judged, v.verdict = old.net, old.judged, old.verdict
+		v.obstacles, v.obstaclesAt = old.obstacles, old.obstaclesAt
 	}
 	if v.net != nil {
 		v.missing = o.n.findPlugins(v.net.list)
@@ -199,7 +208,8 @@ func (o *owner) logChanges(old, v *view) {
 // probe asks the plugins for their STATUS in a goroutine of its own, one at a
 // time. A probe of a network that is no longer current is ended.
 func (o *owner) probe() {
-	net := o.n.view.Load().net
+	view := o.n.view.Load()
+	net := view.net
 	if o.probing != nil && o.probing != net {
 		o.endProbe()
 		o.probing = nil
@@ -211,7 +221,11 @@ func (o *owner) probe() {
 	o.probing, o.endProbe = net, cancel
 	o.n.done.Go(func() {
 		defer cancel()
-		v := verdict{net: net, err: o.n.askStatus(ctx, net.list)}
+		v := verdict{net: net, ranges: o.n.ranges.Load()}
+		v.err = o.n.askStatus(ctx, net.list, v.ranges)
+		if v.looked = v.err == nil && time.Since(view.obstaclesAt) > maxObstaclesAge; v.looked {
+			v.obstacles = o.n.lookForObstacles(net.list)
+		}
 		select {
 		case o.verdicts <- v:
 		case <-o.ctx.Done():
@@ -225,9 +239,17 @@ func (o *owner) judge(v verdict) {
 		return
 	}
 	o.probing = nil
+	if v.ranges != o.n.ranges.Load() {
+		o.probe()
+		return
+	}
 	old := o.n.view.Load()
 	now := *old
 	now.judged, now.verdict = true, v.err
+	if v.looked {
+		now.obstacles, now.obstaclesAt = v.obstacles, time.Now()
+		o.logObstacles(old.obstacles, now.obstacles)
+	}
 	o.n.view.Store(&now)
 	switch {
 	case v.err != nil && (old.verdict == nil || old.verdict.Error() != v.err.Error()):
@@ -237,11 +259,38 @@ func (o *owner) judge(v verdict) {
 	}
 }
 
-// askStatus runs STATUS for every plugin of the chain; plugins that do not know
+func (o *owner) logObstacles(old, now []berthnet.Obstacle) {
+	for _, one := range now {
+		if !slices.Contains(old, one) {
+			o.n.log.Warn("pods of berth-net may not reach everybody, nor be reached", "obstacle", one.What, "mend", one.Mend)
+		}
+	}
+	if len(now) == 0 && len(old) > 0 {
+		o.n.log.Info("nothing is in the way of pods of berth-net any more")
+	}
+}
+
+// lookForObstacles finds what pods of networks of berth-net in a list would meet. Where the look fails, so does their STATUS.
+func (n *Network) lookForObstacles(list *libcni.NetworkConfigList) (all []berthnet.Obstacle) {
+	for _, own := range ownNetworks(list) {
+		found, err := berthnet.Obstacles(own)
+		if err != nil {
+			n.log.Debug("look for what is in the way of pods", "network", list.Name, "error", err)
+		}
+		all = append(all, found...)
+	}
+	return all
+}
+
+// askStatus runs STATUS for every plugin of the chain, with ranges of addresses where they know that capability; plugins that do not know
 // the verb count as healthy.
-func (n *Network) askStatus(ctx context.Context, list *libcni.NetworkConfigList) error {
+func (n *Network) askStatus(ctx context.Context, list *libcni.NetworkConfigList, ranges *[][]IPRange) error {
 	for _, p := range list.Plugins {
-		err := n.runVerb(ctx, list, p, "STATUS", nil)
+		var extra map[string]any
+		if ranges != nil && len(*ranges) > 0 && p.Network.Capabilities[capIPRanges] {
+			extra = map[string]any{"runtimeConfig": map[string]any{capIPRanges: *ranges}}
+		}
+		err := n.runVerb(ctx, list, p, "STATUS", extra)
 		if err != nil && !errors.Is(err, errVerbUnknown) {
 			return errdefs.New(codes.Unavailable, "CNI network %q: STATUS: %w", list.Name, err)
 		}

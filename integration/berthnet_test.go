@@ -6,6 +6,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
@@ -13,6 +14,7 @@ import (
 	"time"
 
 	"github.com/google/nftables"
+	"github.com/vishvananda/netlink"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
@@ -76,6 +78,75 @@ func TestOwnNetwork(t *testing.T) {
 	if next, _ := addressesOf(t, pod); next == ip4 {
 		t.Errorf("%s is given again at once", next)
 	}
+}
+
+// What keeps pods from being attached keeps the node from being ready, and says why, until it is mended.
+func TestOwnNetworkNotReady(t *testing.T) {
+	harness.Must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "berth0"}}))
+	bridge, err := netlink.LinkByName("berth0")
+	harness.Must(t, err)
+	harness.Must(t, netlink.LinkSetAlias(bridge, "somebody's"))
+	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+	const why = `berth0 has the alias "somebody's"`
+	says := func(why string) {
+		t.Helper()
+		harness.Eventually(t, "the condition says "+why, func() error {
+			if c := networkReady(t, d); c.Status || c.Reason != "NetworkPluginNotReady" || !strings.Contains(c.Message, why) {
+				return harness.Unexpected("NetworkReady", c, why)
+			}
+			return nil
+		})
+	}
+	says(why)
+	config := d.PodConfig(t)
+	if _, err := d.Cri.RunPodSandbox(t.Context(), config, ""); err == nil || !strings.Contains(err.Error(), why) {
+		t.Errorf("RunPodSandbox: %v", err)
+	}
+	harness.RemoveLink(t, "berth0")
+	waitNetworkReady(t, d, true)
+	d.RunPodConfig(t, config).Remove(t)
+
+	// The pod CIDR counts, once there is one, whatever the options say.
+	setCIDR := func(cidr string) {
+		harness.Must(t, d.Cri.UpdateRuntimeConfig(t.Context(), &runtimeapi.RuntimeConfig{NetworkConfig: &runtimeapi.NetworkConfig{PodCidr: cidr}}))
+	}
+	harness.Must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "other0"}}))
+	t.Cleanup(func() { harness.RemoveLink(t, "other0") })
+	other, err := netlink.LinkByName("other0")
+	harness.Must(t, err)
+	address, err := netlink.ParseAddr("192.0.2.1/24")
+	harness.Must(t, err)
+	harness.Must(t, netlink.AddrAdd(other, address))
+	setCIDR("192.0.2.0/24")
+	says("192.0.2.1/24 of interface other0")
+	setCIDR("10.200.3.0/24")
+	waitNetworkReady(t, d, true)
+}
+
+// A firewall that drops what it does not know is named in verbose Status and in the log; the node is ready.
+func TestOwnNetworkNamesFirewalls(t *testing.T) {
+	conn, err := nftables.New()
+	harness.Must(t, err)
+	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyINet, Name: "strict"})
+	drop := nftables.ChainPolicyDrop
+	conn.AddChain(&nftables.Chain{Table: table, Name: "forward", Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter, Policy: &drop})
+	harness.Must(t, conn.Flush())
+	t.Cleanup(func() {
+		conn.DelTable(table)
+		harness.Must(t, conn.Flush())
+	})
+	d := harness.StartDaemon(t, harness.WithOwnNetwork())
+	waitNetworkReady(t, d, true)
+	status, err := d.Cri.Status(t.Context(), true)
+	harness.Must(t, err)
+	var info struct{ Obstacles []string }
+	harness.Must(t, json.Unmarshal([]byte(status.Info["network"]), &info))
+	if len(info.Obstacles) != 1 || !strings.Contains(info.Obstacles[0], "inet strict forward") {
+		t.Errorf("verbose Status has obstacles %q", info.Obstacles)
+	}
+	log, err := os.ReadFile(d.LogFile())
+	harness.Must(t, err)
+	harness.Equal(t, "warnings in the log", strings.Count(string(log), "inet strict forward"), 1)
 }
 
 // Pods keep addresses and host ports while the daemon is replaced or killed, and give them back to the next one.

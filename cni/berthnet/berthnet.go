@@ -9,7 +9,7 @@
 //
 // What is on the node bears the network's key, of its name and the place of its addresses (conf.Net.Key). A bridge is one network's, and changes
 // hands under a lock of the node's (links.Lock). So two daemons, or a daemon and another runtime, do not touch each other's pods; a bridge on which another
-// network has pods is refused.
+// network has pods is refused. STATUS refuses what ADD would.
 //
 // It may be killed at any instruction, in the daemon together with it. So an ADD writes down first whose the addresses are
 // (package addresses), and a DEL removes that last. All that is made for an attachment is found from its container ID, its
@@ -32,6 +32,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"sync"
+	"sync/atomic"
 
 	"github.com/containernetworking/cni/pkg/skel"
 	"github.com/containernetworking/cni/pkg/types"
@@ -56,6 +57,9 @@ type Plugin struct {
 
 	filter rules.Filter
 	seen   sync.Map // configurations that ADD and STATUS came with, *conf.Net by their keys: for Watch
+
+	checksSource   atomic.Bool  // the kernel can, as was tried
+	tryCheckSource func() error // nil: links.CanCheckSource
 }
 
 // Open opens what the plugin keeps open, which the first pod would do. An error says that no pod can be attached for now.
@@ -530,21 +534,43 @@ func (a *attachment) closeStrays(used map[netip.Addr]bool) error {
 	return a.filter.ClosePorts(a.Key(), strays)
 }
 
-// status tells whether an ADD could succeed: not whether an address is free, since a node that has no more of them goes on with the pods
-// that it has. What pods that are there miss on the node is made again.
+// status tells whether an ADD with the same configuration could succeed: not whether an address is free, since a node that has no more of them goes on with
+// the pods that it has. What pods that are there miss on the node is made again. Codes: 50 if no pod can be attached; 51 if pods that are there may have
+// lost their connections as well (specification, section 2, STATUS).
 func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 	a, err := p.attachment(args, conf.Parse)
 	if err != nil {
 		return err
 	}
 	p.seen.Store(a.Key(), a.Net)
-	if err = a.filter.Available(); err == nil && !p.Passive {
-		_, err = a.restore(ctx)
-	}
-	if err != nil {
+	if err := p.able(a); err != nil {
 		return types.NewError(types.ErrPluginNotAvailable, "berth-net can attach no pod", err.Error())
 	}
+	if p.Passive {
+		return nil
+	}
+	if _, err := a.restore(ctx); err != nil {
+		return types.NewError(types.ErrLimitedConnectivity, "berth-net can attach no pod, and those that are there may not be reached", err.Error())
+	}
 	return nil
+}
+
+// able tells why an ADD would be refused, or nil. It changes nothing, but that modules of the kernel may be loaded.
+func (p *Plugin) able(a *attachment) error {
+	if err := a.filter.Available(); err != nil {
+		return err
+	}
+	if a.ChecksSource() && !p.checksSource.Load() {
+		try := p.tryCheckSource
+		if try == nil {
+			try = links.CanCheckSource
+		}
+		if err := try(); err != nil {
+			return err
+		}
+		p.checksSource.Store(true)
+	}
+	return links.CheckBridge(a.description())
 }
 
 // Watch writes the rules of networks again that others have deleted, until ctx ends. Networks are those that ADD and STATUS were called

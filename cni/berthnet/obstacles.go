@@ -13,31 +13,27 @@ import (
 // Obstacle is something on the node that pods of a network would meet, though it can be made.
 type Obstacle struct{ What, Mend string }
 
-// Obstacles looks for what is in the way of a network's pods: firewalls that do not know the bridge, and other networks with the same
+// Obstacles looks for what is in the way of a network's pods: firewalls that know neither the bridge nor the pods' addresses, and other networks with the same
 // addresses. Nothing is changed.
 func Obstacles(n *conf.Net) (all []Obstacle, err error) {
+	bridge, err := links.FindBridge(n.Bridge)
+	if err != nil {
+		return nil, err
+	}
+	subnets, own := subnetsOf(n, bridge), ""
+	if bridge != nil {
+		own = bridge.Name
+	}
 	filter := &rules.Filter{}
-	chains, err := filter.Blocking(n.Bridge)
+	chains, err := filter.Blocking(n.Bridge, subnets)
 	if err := errors.Join(err, filter.Close()); err != nil {
 		return nil, err
 	}
 	for _, c := range chains {
 		all = append(all, Obstacle{
-			What: fmt.Sprintf("the packet filter's chain %q drops forwarded packets that it has no rule for, and no rule of its table is about %s: pods may reach nobody outside, and their host ports not be reached", c, n.Bridge),
+			What: fmt.Sprintf("the packet filter's chain %q drops forwarded packets that it has no rule for, and no rule of its table is about %s or its subnets: pods may reach nobody outside, and their host ports not be reached", c, n.Bridge),
 			Mend: fmt.Sprintf("with docker or ufw: iptables -I FORWARD -i %[1]s -j ACCEPT; iptables -I FORWARD -o %[1]s -j ACCEPT (ip6tables likewise; docker's users' chain is DOCKER-USER); with firewalld: firewall-cmd --permanent --zone=trusted --add-interface=%[1]s", n.Bridge),
 		})
-	}
-	var subnets []netip.Prefix
-	for _, r := range n.Ranges {
-		subnets = append(subnets, r.Subnet)
-	}
-	own := n.Bridge
-	bridge, err := links.FindBridge(own)
-	if err != nil {
-		return nil, err
-	}
-	if bridge == nil {
-		own = ""
 	}
 	err = links.CheckOverlap(subnets, own)
 	if errors.Is(err, links.ErrOverlap) {
@@ -45,4 +41,18 @@ func Obstacles(n *conf.Net) (all []Obstacle, err error) {
 		err = nil
 	}
 	return all, err
+}
+
+// subnetsOf are those that pods have: of the bridge, once it is the network's, since the runtime may have given others than are configured.
+func subnetsOf(n *conf.Net, bridge *links.Bridge) (subnets []netip.Prefix) {
+	if bridge.BelongsTo(n.Key()) && len(bridge.Prefixes) > 0 {
+		for _, p := range bridge.Prefixes {
+			subnets = append(subnets, p.Masked())
+		}
+		return subnets
+	}
+	for _, r := range n.Ranges {
+		subnets = append(subnets, r.Subnet)
+	}
+	return subnets
 }

@@ -424,6 +424,33 @@ func TestObstacles(t *testing.T) {
 		&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte("bn0\x00")}, &expr.Verdict{Kind: expr.VerdictAccept}}})
 	must(t, conn.Flush())
 	about("with one that knows the bridge", "2001:db8::1/64")
+	name := func(data string) []expr.Any {
+		return []expr.Any{&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: 1}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte(data)}}
+	}
+	source := func(data ...byte) []expr.Any {
+		return []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: 12, Len: uint32(len(data))}, &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: data}}
+	}
+	for what, c := range map[string]struct {
+		exprs []expr.Any
+		known bool
+	}{
+		"another bridge's name":             {name("bn01\x00"), false},
+		"the beginning of the name":         {name("bn"), true},
+		"the beginning of another name":     {name("br"), false},
+		"the subnet's address":              {source(10, 99, 0, 0), true},
+		"the subnet's address, as nft does": {source(10, 99, 0), true},
+		"another subnet's address":          {source(10, 98, 0), false},
+		"the address of a wider one":        {source(10), false},
+	} {
+		conn.FlushTable(table)
+		conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: append(c.exprs, &expr.Verdict{Kind: expr.VerdictAccept})})
+		must(t, conn.Flush())
+		want := []string{`"ip filter FORWARD"`, "2001:db8::1/64"}
+		if c.known {
+			want = want[1:]
+		}
+		about("with a rule about "+what, want...)
+	}
 }
 
 // A look at the status changes nothing where that is asked for.

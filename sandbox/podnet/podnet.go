@@ -64,9 +64,14 @@ func (n *Networks) SetPodCIDR(ctx context.Context, cidr string) error {
 		if err := n.records.Write("runtime", record.Runtime{PodCIDR: cidr}); err != nil {
 			return err
 		}
-		n.ranges.Store(&ranges)
+		n.setRanges(ranges)
 		return nil
 	})
+}
+
+func (n *Networks) setRanges(ranges [][]cni.IPRange) {
+	n.ranges.Store(&ranges)
+	n.network.SetIPRanges(ranges)
 }
 
 // Load reads the pod CIDR that kubelet told an earlier daemon. damaged are records that can't be trusted.
@@ -80,7 +85,7 @@ func (n *Networks) Load() (damaged []checkpoint.Damaged, err error) {
 		if err != nil {
 			return err
 		}
-		n.ranges.Store(&ranges)
+		n.setRanges(ranges)
 		return nil
 	})
 }

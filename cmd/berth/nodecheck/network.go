@@ -25,7 +25,7 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 		findings = append(findings, lacking(Warning, "CNI configuration", fmt.Sprintf("%s: %s", s.File, s.Error), "mend or remove it"))
 	}
 	if statusErr != nil && n.Network.List != nil {
-		return append(findings, lacking(Warning, subject, statusErr.Error(), "mend what berth's own network needs, or set network to cni; until then only pods with the host's network run"))
+		return append(findings, lacking(Warning, subject, statusErr.Error(), "mend that, by the options network_… where it is about them, or set network to cni; until then only pods with the host's network run"))
 	}
 	if statusErr != nil {
 		// A warning: it is how each node is before its network is installed, and that is done by pods with the host's.

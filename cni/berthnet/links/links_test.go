@@ -1,10 +1,12 @@
 package links
 
 import (
+	"errors"
 	"fmt"
 	"testing"
 
 	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"berth/internal/netns"
 )
@@ -36,5 +38,17 @@ func TestNewBridge(t *testing.T) {
 		if err != nil {
 			t.Errorf("the bridge, with somebody being quicker %v: %v", quicker, err)
 		}
+	}
+}
+
+// What the kernel lacks for checking what pods send is found out.
+func TestTryClassifier(t *testing.T) {
+	for kind, want := range map[string]error{classifier: nil, "nothing": unix.ENOENT} {
+		if err := tryClassifier(kind); !errors.Is(err, want) {
+			t.Errorf("classifier %q: %v, want %v", kind, err, want)
+		}
+	}
+	if err := CanCheckSource(); err != nil {
+		t.Error(err)
 	}
 }

@@ -3,14 +3,17 @@ package rules
 import (
 	"bytes"
 	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
 )
 
 // Blocking returns the chains of others that drop forwarded packets which none of their rules accepts, and whose tables have no rule that
-// names the bridge: what is accepted in a network's own table is dropped there all the same.
-func (f *Filter) Blocking(bridge string) (chains []string, err error) {
+// is about the bridge or its subnets: what is accepted in a network's own table is dropped there all the same.
+func (f *Filter) Blocking(bridge string, subnets []netip.Prefix) (chains []string, err error) {
 	err = f.with(func(conn *nftables.Conn) error {
 		all, err := conn.ListChains()
 		if err != nil {
@@ -20,11 +23,11 @@ func (f *Filter) Blocking(bridge string) (chains []string, err error) {
 			if !drops(c) {
 				continue
 			}
-			named, err := names(conn, all, c.Table, bridge)
+			known, err := knows(conn, all, c.Table, bridge, subnets)
 			if err != nil {
 				return err
 			}
-			if !named {
+			if !known {
 				chains = append(chains, fmt.Sprintf("%s %s %s", families[c.Table.Family], c.Table.Name, c.Name))
 			}
 		}
@@ -46,8 +49,8 @@ func drops(c *nftables.Chain) bool {
 	return c.Policy != nil && *c.Policy == nftables.ChainPolicyDrop || c.Table.Name == "firewalld" && c.Name == "filter_FORWARD"
 }
 
-// names tells whether a rule of a table compares with the name of an interface.
-func names(conn *nftables.Conn, all []*nftables.Chain, t *nftables.Table, ifName string) (bool, error) {
+// knows tells whether a rule of a table compares with the name of an interface, or with the address of a subnet.
+func knows(conn *nftables.Conn, all []*nftables.Chain, t *nftables.Table, ifName string, subnets []netip.Prefix) (bool, error) {
 	for _, c := range all {
 		if c.Table.Name != t.Name || c.Table.Family != t.Family {
 			continue
@@ -57,12 +60,46 @@ func names(conn *nftables.Conn, all []*nftables.Chain, t *nftables.Table, ifName
 			return false, err
 		}
 		for _, r := range found {
-			for _, e := range r.Exprs {
-				if cmp, ok := e.(*expr.Cmp); ok && string(bytes.TrimRight(cmp.Data, "\x00")) == ifName {
-					return true, nil
-				}
+			if about(r.Exprs, ifName, subnets) {
+				return true, nil
 			}
 		}
 	}
 	return false, nil
+}
+
+// about tells whether expressions compare with an interface's name, its beginning included, or with a subnet's address: what is compared is what
+// the expression before has loaded, or what that has masked.
+func about(all []expr.Any, ifName string, subnets []netip.Prefix) bool {
+	var loaded expr.Any
+	for _, e := range all {
+		switch e := e.(type) {
+		case *expr.Meta, *expr.Payload:
+			loaded = e
+		case *expr.Cmp:
+			switch from := loaded.(type) {
+			case *expr.Meta:
+				if (from.Key == expr.MetaKeyIIFNAME || from.Key == expr.MetaKeyOIFNAME) && isName(e.Data, ifName) {
+					return true
+				}
+			case *expr.Payload:
+				if from.Base == expr.PayloadBaseNetworkHeader && slices.ContainsFunc(subnets, func(s netip.Prefix) bool { return isAddress(e.Data, s) }) {
+					return true
+				}
+			}
+		}
+	}
+	return false
+}
+
+// isName tells whether data is an interface's name, or begins it: a name as such ends with a zero.
+func isName(data []byte, ifName string) bool {
+	name, _, ended := strings.Cut(string(data), "\x00")
+	return name == ifName || !ended && name != "" && strings.HasPrefix(ifName, name)
+}
+
+// isAddress tells whether data is a subnet's address, or its first bytes, of which nft compares no more than the subnet has.
+func isAddress(data []byte, s netip.Prefix) bool {
+	address := s.Masked().Addr().AsSlice()
+	return len(data)*8 >= s.Bits() && len(data) <= len(address) && bytes.Equal(data, address[:len(data)])
 }

@@ -1,0 +1,146 @@
+package berthnet
+
+import (
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/containernetworking/cni/pkg/types"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"berth/cni/berthnet/links"
+)
+
+// status asks for the STATUS, with further configuration.
+func (b *bed) status(with map[string]any) error {
+	_, err := (&testPod{bed: b}).call("STATUS", "", with)
+	return err
+}
+
+// STATUS refuses, with code 50, what ADD would refuse, says why, and changes nothing.
+func TestStatusRefuses(t *testing.T) {
+	newWorld(t)
+	outside, err := netlink.LinkByName("outside")
+	must(t, err)
+	for _, c := range []struct {
+		what    string
+		conf    map[string]any
+		prepare func(t *testing.T)
+		want    string
+	}{
+		{"the bridge of another network with pods", nil, func(t *testing.T) { newBed(t, nil).attached(nil) }, "has 1 pods of network test-"},
+		{"a bridge that somebody says is his", nil, func(t *testing.T) {
+			must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0"}}))
+			link, err := netlink.LinkByName("bn0")
+			must(t, err)
+			must(t, netlink.LinkSetAlias(link, "somebody's"))
+		}, `has the alias "somebody's"`},
+		{"something else of the bridge's name", map[string]any{"bridge": "outside"}, func(*testing.T) {}, "outside is no bridge"},
+		{"an address of the node", map[string]any{"subnets": []string{"192.0.2.0/24"}}, func(*testing.T) {}, "192.0.2.1/24"},
+		{"a route of the node", nil, func(t *testing.T) {
+			_, dst, err := net.ParseCIDR("10.99.0.128/25")
+			must(t, err)
+			route := &netlink.Route{LinkIndex: outside.Attrs().Index, Dst: dst}
+			must(t, netlink.RouteAdd(route))
+			t.Cleanup(func() { must(t, netlink.RouteDel(route)) })
+		}, "route to 10.99.0.128/25"},
+		{"part of another network", nil, func(t *testing.T) {
+			newBed(t, map[string]any{"name": "wide", "bridge": "bn1", "subnets": []string{"10.96.0.0/12"}}).attached(nil)
+		}, "subnet 10.96.0.0/12 of bridge bn1"},
+		{"a gateway of another network", map[string]any{"subnets": []string{"10.96.0.0/12"}}, func(t *testing.T) {
+			newBed(t, map[string]any{"name": "narrow", "bridge": "bn1"}).attached(nil)
+		}, "10.99.0.1/24 of interface bn1"},
+	} {
+		t.Run(c.what, func(t *testing.T) {
+			b := newBed(t, c.conf)
+			c.prepare(t)
+			before := bridges(t)
+			if err := b.status(nil); codeOf(err) != types.ErrPluginNotAvailable || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("STATUS: %v, want %q", err, c.want)
+			}
+			if after := bridges(t); after != before {
+				t.Errorf("STATUS changes %s to %s", before, after)
+			}
+			if err := b.pod(nil).add(); err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("ADD: %v, want %q", err, c.want)
+			}
+			if b.conf["bridge"] == "outside" {
+				b.conf["bridge"] = "bn0" // newWorld takes it away
+			}
+		})
+	}
+	if err := newBed(t, nil).status(nil); err != nil {
+		t.Errorf("STATUS of a network in nobody's way: %v", err)
+	}
+}
+
+// bridges are the names of the node's, with their aliases.
+func bridges(t *testing.T) string {
+	t.Helper()
+	all, err := netlink.LinkList()
+	must(t, err)
+	var names []string
+	for _, l := range all {
+		if l.Type() == "bridge" {
+			names = append(names, l.Attrs().Name+" "+l.Attrs().Alias)
+		}
+	}
+	return strings.Join(names, ", ")
+}
+
+// The runtime's ranges count where it gives some, as for ADD; a bridge whose network has no pods any more is in nobody's way.
+func TestStatusAllows(t *testing.T) {
+	newWorld(t)
+	b := newBed(t, map[string]any{"subnets": []string{"192.0.2.0/24"}})
+	ranges := map[string]any{"runtimeConfig": map[string]any{"ipRanges": []any{[]any{map[string]any{"subnet": subnet4}}}}}
+	if err := b.status(ranges); err != nil {
+		t.Errorf("with other ranges: %v", err)
+	}
+	other := newBed(t, nil)
+	left := other.attached(nil)
+	must(t, left.del())
+	must(t, links.Cut(left.id, "eth0", true))
+	if err := b.status(ranges); err != nil {
+		t.Errorf("with another's bridge without pods: %v", err)
+	}
+	if bridge, err := links.FindBridge("bn0"); err != nil || !bridge.BelongsTo(other.key()) {
+		t.Errorf("STATUS has taken the bridge; %v", err)
+	}
+}
+
+// A kernel that can't check what pods send is found out before the first pod.
+func TestStatusWithoutClassifier(t *testing.T) {
+	b := newBed(t, nil)
+	b.plugin.tryCheckSource = func() error { return unix.ENOENT }
+	if err := b.status(nil); codeOf(err) != types.ErrPluginNotAvailable || !strings.Contains(err.Error(), unix.ENOENT.Error()) {
+		t.Errorf("STATUS: %v", err)
+	}
+	if err := b.status(map[string]any{"checkSource": false}); err != nil {
+		t.Errorf("STATUS without checkSource: %v", err)
+	}
+	b.plugin.tryCheckSource = nil // the module has come
+	if err := b.status(nil); err != nil {
+		t.Errorf("STATUS with the classifier: %v", err)
+	}
+}
+
+// Where pods that are there may be cut off the code is 51.
+func TestStatusOfPodsThatAreThere(t *testing.T) {
+	b := newBed(t, nil)
+	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
+	flushRuleset(t)
+	lock := filepath.Join(b.dir, "test", "lock")
+	must(t, os.Remove(lock))
+	must(t, os.Symlink("elsewhere", lock))
+	if err := b.status(nil); codeOf(err) != types.ErrLimitedConnectivity || !strings.Contains(err.Error(), "lock addresses") {
+		t.Errorf("STATUS that cannot write the rules: %v", err)
+	}
+	must(t, os.Remove(lock))
+	must(t, b.status(nil))
+	if open := b.openPorts(); len(open) != 2 {
+		t.Errorf("open are %v", open)
+	}
+}

@@ -1,0 +1,112 @@
+package cni
+
+import (
+	"bytes"
+	"context"
+	"io"
+	"log/slog"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/google/nftables"
+	"google.golang.org/grpc/codes"
+
+	"berth/cni/berthnet"
+	"berth/internal/errdefs"
+)
+
+// ownList is a network of berth-net.
+const ownList = `{"cniVersion":"1.1.0","name":"pods","plugins":[{"type":"berth-net","bridge":"bn0","subnets":["10.99.0.0/24"],"capabilities":{"ipRanges":true}}]}`
+
+// STATUS is asked about the addresses that new pods get, also when these change while it is being asked.
+func TestStatusIsAboutRanges(t *testing.T) {
+	b := newBed(t)
+	b.plugin("berth-net", `[ -e $record/go ] || { touch $record/asked; while [ ! -e $record/go ]; do sleep 0.01; done; }
+grep -q 10.1.2.0/24 $record/berth-net.STATUS.stdin || { echo '{"code":50,"msg":"the subnet overlaps"}'; exit 1; }`)
+	b.writeConf("1.conflist", ownList)
+	n := b.start()
+	eventually(t, "STATUS is asked", func() bool { _, err := os.Stat(b.record + "/asked"); return err == nil })
+	ranges, err := ParsePodCIDRs("10.1.2.0/24")
+	must(t, err)
+	n.SetIPRanges(ranges)
+	must(t, os.WriteFile(b.record+"/go", nil, 0o600))
+	b.ready(true)
+	if seen := b.saw("berth-net.STATUS.stdin"); !strings.Contains(seen, `"runtimeConfig":{"ipRanges":[[{"subnet":"10.1.2.0/24"}]]}`) {
+		t.Errorf("STATUS saw %s", seen)
+	}
+	must(t, n.AskStatus(t.Context()))
+	n.SetIPRanges(nil)
+	eventually(t, "the plugin's word", func() bool {
+		err := n.Status(context.Background())
+		return errdefs.Code(err) == codes.Unavailable && strings.Contains(err.Error(), "the subnet overlaps")
+	})
+}
+
+// lines is a log that a test reads.
+type lines struct {
+	lock sync.Mutex // of text
+	text bytes.Buffer
+}
+
+func (l *lines) Write(data []byte) (int, error) {
+	l.lock.Lock()
+	defer l.lock.Unlock()
+	return l.text.Write(data)
+}
+
+func (l *lines) count(what string) int {
+	l.lock.Lock()
+	defer l.lock.Unlock()
+	return strings.Count(l.text.String(), what)
+}
+
+// A firewall that drops what pods forward is named in the log, once, and in verbose Status; the network is ready all the same.
+func TestObstaclesAreNamed(t *testing.T) {
+	conn, err := nftables.New()
+	must(t, err)
+	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyIPv4, Name: "filter"})
+	drop := nftables.ChainPolicyDrop
+	conn.AddChain(&nftables.Chain{Table: table, Name: "FORWARD", Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter, Policy: &drop})
+	must(t, conn.Flush())
+	removed := false
+	remove := func() {
+		if !removed {
+			conn.DelTable(table)
+			must(t, conn.Flush())
+			removed = true
+		}
+	}
+	defer remove()
+
+	log := &lines{}
+	own := &berthnet.Plugin{}
+	defer func() { must(t, own.Close()) }()
+	n, err := New(Config{ConfDir: "/nowhere", BinDirs: []string{"/nowhere"}, CacheDir: t.TempDir(), List: []byte(ownList), BuiltIn: map[string]BuiltIn{berthnet.Type: own.Exec}},
+		slog.New(slog.NewTextHandler(io.MultiWriter(log, testWriter{t}), nil)))
+	must(t, err)
+	defer n.Close()
+	b := &bed{t: t, n: n}
+	b.ready(true)
+	if all := n.Info().Obstacles; len(all) != 1 || !strings.Contains(all[0], "ip filter FORWARD") || !strings.Contains(all[0], "DOCKER-USER") {
+		t.Errorf("obstacles are %q", all)
+	}
+	lookAnew := func() {
+		old := *n.view.Load()
+		old.obstaclesAt = old.obstaclesAt.Add(-2 * maxObstaclesAge)
+		n.view.Store(&old)
+		n.askRefresh()
+		eventually(t, "another look", func() bool { return n.view.Load().obstaclesAt.After(old.obstaclesAt) })
+	}
+	lookAnew()
+	const warning = "may not reach everybody"
+	if log.count(warning) != 1 {
+		t.Errorf("%d warnings", log.count(warning))
+	}
+	remove()
+	lookAnew()
+	if all := n.Info().Obstacles; len(all) != 0 || log.count(warning) != 1 || log.count("nothing is in the way") != 1 {
+		t.Errorf("with the firewall gone obstacles are %q, with %d warnings", all, log.count(warning))
+	}
+}
