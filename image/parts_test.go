@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"berth/image/registry"
 	"berth/image/registry/registrytest"
 )
 
@@ -17,36 +18,9 @@ func TestRangesOfALayer(t *testing.T) {
 		reg := registrytest.New(t)
 		l := plain(t, "f", strings.Repeat("0123456789abcdef", 1<<20))
 		reg.PutImage("app", "v1", "", l)
-		var wholes, parts atomic.Int64
-		reg.Before = func(w http.ResponseWriter, r *http.Request) bool {
-			if !strings.HasSuffix(r.URL.Path, diffID(l).String()) {
-				return false
-			}
-			var first, last int64
-			if n, _ := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-%d", &first, &last); n == 2 {
-				parts.Add(1)
-				w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", first, last, len(l.Blob)))
-				w.WriteHeader(http.StatusPartialContent)
-				data := l.Blob[first : last+1]
-				if wrong {
-					data = make([]byte, last+1-first)
-				}
-				_, _ = w.Write(data)
-				return true
-			}
-			rest := l.Blob
-			if wholes.Add(1) == 1 {
-				const chunk = 4 << 10
-				for ; parts.Load() == 0; rest = rest[chunk:] { // slowly, until that is too slow
-					if _, err := w.Write(rest[:chunk]); err != nil || len(rest) == chunk {
-						return true
-					}
-					w.(http.Flusher).Flush()
-					time.Sleep(time.Millisecond)
-				}
-			}
-			_, _ = w.Write(rest)
-			return true
+		r := &rangeServer{blob: l.Blob, wrong: wrong}
+		reg.Before = func(w http.ResponseWriter, req *http.Request) bool {
+			return strings.HasSuffix(req.URL.Path, diffID(l).String()) && r.serve(w, req)
 		}
 		s := openStore(t, Config{MaxRangeRequests: 4})
 		img := pull(t, s, reg.Host()+"/app:v1")
@@ -57,8 +31,54 @@ func TestRangesOfALayer(t *testing.T) {
 		if wrong {
 			want = 2
 		}
-		if wholes.Load() != want || parts.Load() == 0 {
-			t.Errorf("wrong %v: %d transfers of the whole, %d of parts", wrong, wholes.Load(), parts.Load())
+		if r.anew.Load() != want || r.parts.Load() == 0 {
+			t.Errorf("wrong %v: %d transfers from the beginning, %d of parts", wrong, r.anew.Load(), r.parts.Load())
 		}
 	}
+}
+
+// rangeServer serves a blob, slowly until a part is asked for. How often a transfer goes on after parts is a matter of
+// time, and not counted.
+type rangeServer struct {
+	blob  []byte
+	wrong bool // parts are of zeros
+
+	anew, parts atomic.Int64 // transfers from the beginning; of parts
+}
+
+func (s *rangeServer) serve(w http.ResponseWriter, r *http.Request) bool {
+	var first, last int64
+	if _, err := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-%d", &first, &last); err != nil {
+		s.anew.Add(1)
+		s.whole(w)
+		return true
+	}
+	data := s.blob[first : last+1]
+	if len(data) <= registry.PartSize {
+		s.parts.Add(1)
+		if s.wrong {
+			data = make([]byte, len(data))
+		}
+	}
+	s.partial(w, first, data)
+	return true
+}
+
+func (s *rangeServer) partial(w http.ResponseWriter, first int64, data []byte) {
+	w.Header().Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", first, first+int64(len(data))-1, len(s.blob)))
+	w.WriteHeader(http.StatusPartialContent)
+	_, _ = w.Write(data) // a client that hangs up is part of the test
+}
+
+func (s *rangeServer) whole(w http.ResponseWriter) {
+	const chunk = 4 << 10
+	rest := s.blob
+	for ; s.parts.Load() == 0 && len(rest) > chunk; rest = rest[chunk:] { // slowly, until that is too slow
+		if _, err := w.Write(rest[:chunk]); err != nil {
+			return
+		}
+		w.(http.Flusher).Flush()
+		time.Sleep(time.Millisecond)
+	}
+	_, _ = w.Write(rest)
 }

@@ -47,21 +47,24 @@ type ahead struct {
 	ranges  atomic.Bool  // the registry is known to have ranges
 	arrived atomic.Int64 // bytes, by the transfer and by parts, as long as the reader is watched
 
-	since  sample        // when the reader began to be watched
-	waited time.Duration // since then, for the network
+	waited time.Duration // for the network, as long as the reader is watched
+	since  sample        // when it began to be watched
 	begun  sample        // when the first of the parts were
-	alone  float64       // bytes a second that came before that
+	alone  float64       // how fast the blob came before that, see rate
 }
 
-// sample is how much had arrived at a time.
+// sample is how much had arrived at a time, and how long the reader had waited.
 type sample struct {
 	at      time.Time // zero: none was taken
 	arrived int64
+	waited  time.Duration
 }
 
-// rate is how many bytes a second have arrived since a sample.
-func (a *ahead) rate(since sample, now time.Time) float64 {
-	return float64(a.arrived.Load()-since.arrived) / now.Sub(since.at).Seconds()
+func (a *ahead) sample(now time.Time) sample { return sample{now, a.arrived.Load(), a.waited} }
+
+// rate is how many bytes came for each second that the reader waited: how fast the network is, however busy the reader was.
+func (s sample) rate(since sample) float64 {
+	return float64(s.arrived-since.arrived) / (s.waited - since.waited).Seconds()
 }
 
 // part is a range of a blob.
@@ -70,6 +73,7 @@ type part struct {
 	buf      []byte
 	giveBack func()
 	began    time.Time
+	entered  bool          // by the reader
 	news     chan struct{} // holds a token if there is something that the reader has not seen
 
 	mu      sync.Mutex // guards what follows
@@ -158,13 +162,13 @@ func (a *ahead) waits(began, now time.Time, n int) bool {
 	if watched <= a.watch {
 		return false
 	}
-	rate, waited := a.rate(a.since, now), a.waited
-	a.since, a.waited = sample{now, a.arrived.Load()}, 0
-	if waited <= watched/2 || rate < a.enough {
+	last, current := a.since, a.sample(now)
+	a.since = current
+	if current.waited-last.waited <= watched/2 || float64(current.arrived-last.arrived) < a.enough*watched.Seconds() {
 		return false
 	}
 	if len(a.parts) == 0 {
-		a.begun, a.alone = a.since, rate
+		a.begun, a.alone = current, current.rate(last)
 	}
 	return true
 }
@@ -177,7 +181,7 @@ func (a *ahead) judge(now time.Time) {
 	took := p.whole.Sub(p.began)
 	p.mu.Unlock()
 	crawled := float64(len(p.buf)) < took.Seconds()*a.enough/crawling
-	if crawled || now.Sub(a.begun.at) >= a.trial && a.rate(a.begun, now) < worthwhile*a.alone {
+	if crawled || now.Sub(a.begun.at) >= a.trial && a.sample(now).rate(a.begun) < worthwhile*a.alone {
 		a.over.Store(true)
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"path"
 	"slices"
 	"strings"
 	"sync"
@@ -38,6 +39,10 @@ type partServer struct {
 
 	// ignorant of ranges: it answers each request with all that there is.
 	ignorant atomic.Bool
+	// silent: it does not say that it has them.
+	silent bool
+	// refusing: it answers no more requests for a range, nor for a part.
+	refusing atomic.Bool
 
 	wholes, parts atomic.Int64
 	atOnce, most  atomic.Int64  // parts that are being answered
@@ -57,6 +62,10 @@ func newPartServer(t testing.TB, await int64) *partServer {
 }
 
 func (s *partServer) serveBlob(w http.ResponseWriter, r *http.Request) {
+	if s.refusing.Load() && r.Header.Get("Range") != "" {
+		w.WriteHeader(http.StatusRequestedRangeNotSatisfiable)
+		return
+	}
 	first, last, inPart := askedFor(r)
 	if !inPart {
 		s.wholes.Add(1)
@@ -83,17 +92,17 @@ func (s *partServer) serveBlob(w http.ResponseWriter, r *http.Request) {
 	s.rangeOf(w, first, last)
 }
 
-// askedFor is the range that a request is for, and whether it is one with an end.
+// askedFor is the range that a request is for, and whether it is for a part, and not for the rest.
 func askedFor(r *http.Request) (first, last int64, inPart bool) {
 	n, _ := fmt.Sscanf(r.Header.Get("Range"), "bytes=%d-%d", &first, &last)
-	return first, last, n == 2
+	return first, last, n == 2 && last-first < testPart
 }
 
 // whole sends what follows, the second half of a part only when enough parts are being asked for.
 func (s *partServer) whole(w http.ResponseWriter, r *http.Request, first int64) {
 	if s.ignorant.Load() {
 		first = 0
-	} else {
+	} else if !s.silent {
 		w.Header().Set("Accept-Ranges", "bytes")
 	}
 	w.Header().Set("Content-Length", fmt.Sprint(int64(len(s.data))-first))
@@ -276,6 +285,54 @@ func TestRangesIgnoredLater(t *testing.T) {
 	}
 }
 
+// A registry that has no ranges any more, in the middle of a blob after parts, is asked for all of it.
+func TestRangesRefusedLater(t *testing.T) {
+	l := &leave{most: 4}
+	s := newPartServer(t, l.most)
+	s.answer = func(w http.ResponseWriter, r *http.Request, first, last int64) {
+		if first == testPart/2+2*testPart { // the second
+			s.refusing.Store(true) // before the reader comes here
+			w.WriteHeader(http.StatusRequestedRangeNotSatisfiable)
+			return
+		}
+		s.rangeOf(w, first, last)
+	}
+	b := s.blob(t, l, 0)
+	got, err := io.ReadAll(b)
+	if err != nil || !bytes.Equal(got, s.data) || !b.InParts() {
+		t.Errorf("%d bytes, %v", len(got), err)
+	}
+	if whole := s.wholes.Load(); whole != 2 {
+		t.Errorf("%d transfers", whole)
+	}
+}
+
+// A registry like go-containerregistry's, which takes ranges that have an end only, is asked for no others.
+func TestRangesHaveEnds(t *testing.T) {
+	l := &leave{most: 4}
+	s := newPartServer(t, l.most)
+	serve := s.Before
+	s.Before = func(w http.ResponseWriter, r *http.Request) bool {
+		if strings.HasSuffix(r.Header.Get("Range"), "-") {
+			w.WriteHeader(http.StatusRequestedRangeNotSatisfiable)
+			t.Errorf("asked for %s", r.Header.Get("Range"))
+			return true
+		}
+		return serve(w, r)
+	}
+	s.answer = func(w http.ResponseWriter, r *http.Request, first, last int64) {
+		if first/testPart%2 == 1 { // the rest is asked for again and again
+			w.WriteHeader(http.StatusInternalServerError)
+			return
+		}
+		s.rangeOf(w, first, last)
+	}
+	got, err := io.ReadAll(s.blob(t, l, 0))
+	if err != nil || !bytes.Equal(got, s.data) || s.wholes.Load() < 2 {
+		t.Errorf("%d bytes by %d transfers, %v", len(got), s.wholes.Load(), err)
+	}
+}
+
 // A registry that has not said that it has ranges gets one part, and more when it has answered that.
 func TestTrialPart(t *testing.T) {
 	a := ahead{leave: func() (func(), bool) { return func() {}, true }, partsConfig: partsConfig{size: 10}}
@@ -289,6 +346,44 @@ func TestTrialPart(t *testing.T) {
 		if a.extend(t.Context(), 0, 100, fetch); len(a.parts) != step.want {
 			t.Errorf("ranges known %v: %d parts, not %d", step.ranges, len(a.parts), step.want)
 		}
+	}
+}
+
+// The part that was the trial is followed by others, also where the reader is there before it is known that there are ranges: no transfer
+// of the rest is begun.
+func TestTrialIsFollowed(t *testing.T) {
+	l := &leave{most: 4}
+	s := newPartServer(t, 1)
+	s.silent = true
+	b := s.blob(t, l, 0)
+	var offset atomic.Int64
+	moved := make(chan struct{}, 1)
+	b.onBytes = func(n int) {
+		offset.Add(int64(n))
+		select {
+		case moved <- struct{}{}:
+		default:
+		}
+	}
+	var trial sync.Once
+	s.answer = func(w http.ResponseWriter, r *http.Request, first, last int64) {
+		trial.Do(func() {
+			for offset.Load() < first {
+				select {
+				case <-moved:
+				case <-r.Context().Done():
+					return
+				}
+			}
+		})
+		s.rangeOf(w, first, last)
+	}
+	got, err := io.ReadAll(b)
+	if err != nil || !bytes.Equal(got, s.data) {
+		t.Errorf("%d bytes, %v", len(got), err)
+	}
+	if whole, parts := s.wholes.Load(), s.parts.Load(); whole != 1 || parts < testParts-1 {
+		t.Errorf("%d transfers, and %d of parts", whole, parts)
 	}
 }
 
@@ -350,18 +445,21 @@ func TestPartsJudged(t *testing.T) {
 	const alone = 1 << 20
 	for name, c := range map[string]struct {
 		after   time.Duration // they began
+		waited  time.Duration // of that, by the reader
 		arrived int64         // since then
 		took    time.Duration // the part
 		over    bool
 	}{
-		"faster":                  {2 * trialTime, 2 * alone * int64(2*trialTime) / int64(time.Second), time.Second, false},
-		"no faster":               {2 * trialTime, alone * int64(2*trialTime) / int64(time.Second), time.Second, true},
-		"no faster, in the trial": {trialTime / 2, alone * int64(trialTime) / 2 / int64(time.Second), time.Second, false},
-		"a part crawled":          {time.Hour, 2 * alone * 3600, PartSize * time.Second / (fastEnough / crawling) * 2, true},
+		"faster":                  {2 * trialTime, 2 * trialTime, 2 * alone * int64(2*trialTime) / int64(time.Second), time.Second, false},
+		"no faster":               {2 * trialTime, 2 * trialTime, alone * int64(2*trialTime) / int64(time.Second), time.Second, true},
+		"the reader is slow":      {2 * trialTime, trialTime, alone * int64(2*trialTime) / int64(time.Second), time.Second, false},
+		"it does not wait at all": {2 * trialTime, 0, alone, time.Second, false},
+		"no faster, in the trial": {trialTime / 2, trialTime / 2, alone * int64(trialTime) / 2 / int64(time.Second), time.Second, false},
+		"a part crawled":          {time.Hour, time.Hour, 2 * alone * 3600, PartSize * time.Second / (fastEnough / crawling) * 2, true},
 	} {
 		a := ahead{alone: alone, partsConfig: partsConfig{trial: trialTime, enough: fastEnough}}
 		now := time.Now()
-		a.begun.at = now.Add(-c.after)
+		a.begun.at, a.waited = now.Add(-c.after), c.waited
 		a.arrived.Store(c.arrived)
 		a.parts = []*part{{buf: make([]byte, PartSize), began: now.Add(-c.took), whole: now}}
 		if a.judge(now); a.over.Load() != c.over {
@@ -479,72 +577,140 @@ func BenchmarkSlowRegistry(b *testing.B) {
 		size = 64 << 20
 		rate = 20 << 20
 	)
-	data := []byte(strings.Repeat("0123456789abcdef", size/16))
-	s := registrytest.Start(b, func(s *httptest.Server) {
-		s.Listener = slowListener{s.Listener, rate}
-		s.Start()
-	})
-	s.Before = func(w http.ResponseWriter, r *http.Request) bool {
-		http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(data))
-		return true
-	}
-	want := ocispec.Descriptor{Digest: digest.FromBytes(data), Size: size}
-	ref, err := ParseReference(s.Host() + "/app:v1")
-	if err != nil {
-		b.Fatal(err)
-	}
+	s := newBenchRegistry(b, func() *line { return &line{rate: rate} }, size)
 	for _, most := range []int64{0, 2, 8} {
 		b.Run(fmt.Sprintf("%d-parts", most), func(b *testing.B) {
-			repo, err := NewClient(Config{Spare: (&leave{most: most}).take}).Open(ref, Credentials{})
-			if err != nil {
-				b.Fatal(err)
-			}
-			defer repo.Close()
 			b.SetBytes(size)
 			for b.Loop() {
-				blob, err := repo.Blob(b.Context(), want, 0, nil)
-				if err != nil {
-					b.Fatal(err)
-				}
-				if _, err := io.Copy(io.Discard, blob); err != nil {
-					b.Fatal(err)
-				}
-				blob.Close()
+				s.read(b, most)
 			}
 		})
 	}
 }
 
-// slowListener accepts connections that send so many bytes a second.
-type slowListener struct {
-	net.Listener
-	rate int
+// BenchmarkSharedLine reads three blobs at once over a line that gives all connections together so many bytes a second. Who gets
+// parts gets more of it, and all of them together take as long as without.
+func BenchmarkSharedLine(b *testing.B) {
+	const rate = 4 << 20
+	sizes := []int64{32 << 20, 8 << 20, 1 << 20}
+	shared := &line{rate: rate}
+	s := newBenchRegistry(b, func() *line { return shared }, sizes...)
+	for _, most := range []int64{0, 8} {
+		b.Run(fmt.Sprintf("%d-parts", most), func(b *testing.B) {
+			took := make([]time.Duration, len(sizes))
+			for b.Loop() {
+				for i, d := range s.read(b, most) {
+					took[i] += d
+				}
+			}
+			for i, size := range sizes {
+				b.ReportMetric(took[i].Seconds()/float64(b.N), fmt.Sprintf("s-for-%d-MiB", size>>20))
+			}
+		})
+	}
 }
 
-func (l slowListener) Accept() (net.Conn, error) {
-	c, err := l.Listener.Accept()
-	return &slowConn{Conn: c, rate: l.rate}, err
+// benchRegistry has blobs of some sizes.
+type benchRegistry struct {
+	*registrytest.Server
+	blobs []ocispec.Descriptor
 }
 
-type slowConn struct {
-	net.Conn
+func newBenchRegistry(b *testing.B, lineOf func() *line, sizes ...int64) *benchRegistry {
+	s := &benchRegistry{Server: registrytest.Start(b, func(s *httptest.Server) {
+		s.Listener = slowListener{s.Listener, lineOf}
+		s.Start()
+	})}
+	content := map[string][]byte{}
+	for _, size := range sizes {
+		data := []byte(strings.Repeat("0123456789abcdef", int(size/16)))
+		d := digest.FromBytes(data)
+		content[d.String()] = data
+		s.blobs = append(s.blobs, ocispec.Descriptor{Digest: d, Size: size})
+	}
+	s.Before = func(w http.ResponseWriter, r *http.Request) bool {
+		http.ServeContent(w, r, "", time.Time{}, bytes.NewReader(content[path.Base(r.URL.Path)]))
+		return true
+	}
+	return s
+}
+
+// read reads all blobs at once, and tells how long each took.
+func (s *benchRegistry) read(b *testing.B, most int64) []time.Duration {
+	ref, err := ParseReference(s.Host() + "/app:v1")
+	if err != nil {
+		b.Fatal(err)
+	}
+	repo, err := NewClient(Config{Spare: (&leave{most: most}).take}).Open(ref, Credentials{})
+	if err != nil {
+		b.Fatal(err)
+	}
+	defer repo.Close()
+	took := make([]time.Duration, len(s.blobs))
+	var readers sync.WaitGroup
+	began := time.Now()
+	for i, want := range s.blobs {
+		readers.Go(func() {
+			blob, err := repo.Blob(b.Context(), want, 0, nil)
+			if err != nil {
+				b.Error(err)
+				return
+			}
+			defer blob.Close()
+			if _, err := io.Copy(io.Discard, blob); err != nil {
+				b.Error(err)
+			}
+			took[i] = time.Since(began)
+		})
+	}
+	readers.Wait()
+	return took
+}
+
+// line sends so many bytes a second.
+type line struct {
+	mu   sync.Mutex // guards free
 	rate int
 	free time.Time // when what was sent before has taken its time
 }
 
-func (c *slowConn) Write(p []byte) (int, error) {
+// send waits until there is room for n bytes.
+func (l *line) send(n int) {
+	l.mu.Lock()
+	if now := time.Now(); l.free.Before(now) {
+		l.free = now
+	}
+	turn := l.free
+	l.free = l.free.Add(time.Duration(n) * time.Second / time.Duration(l.rate))
+	l.mu.Unlock()
+	time.Sleep(time.Until(turn))
+}
+
+// slowListener accepts connections, each of which has a line, its own or the others'.
+type slowListener struct {
+	net.Listener
+	lineOf func() *line
+}
+
+func (l slowListener) Accept() (net.Conn, error) {
+	c, err := l.Listener.Accept()
+	return &slowConn{c, l.lineOf()}, err
+}
+
+type slowConn struct {
+	net.Conn
+	line *line
+}
+
+func (c *slowConn) Write(p []byte) (sent int, err error) {
 	const most = 64 << 10
-	sent := 0
 	for len(p) > 0 {
-		time.Sleep(time.Until(c.free))
-		n, err := c.Conn.Write(p[:min(len(p), most)])
+		chunk := p[:min(len(p), most)]
+		c.line.send(len(chunk))
+		n, err := c.Conn.Write(chunk)
 		if sent += n; err != nil {
 			return sent, err
 		}
-		if now := time.Now(); c.free.Before(now) {
-			c.free = now
-		}
-		c.free = c.free.Add(time.Duration(n) * time.Second / time.Duration(c.rate))
 		p = p[n:]
 	}
 	return sent, nil

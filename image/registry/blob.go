@@ -46,7 +46,10 @@ type Blob struct {
 	offset   int64
 	failures int   // since the offset mark
 	mark     int64 // offset at the first of these failures
-	err      error // final result
+	resumed  bool  // a host has answered a request for the rest with that
+	// rangeless: one has refused such a request, and not the one for the whole.
+	rangeless bool
+	err       error // final result
 }
 
 // Hosts returns the number of hosts that a blob can be read from.
@@ -114,9 +117,13 @@ func (b *Blob) readBody(p []byte) int {
 // readPart reads what was fetched ahead. Of a part that fails the rest is read by a transfer as if there had been none: by
 // the one that there is, if nothing of the part has come.
 func (b *Blob) readPart(part *part, p []byte) int {
+	began := time.Now()
 	n, err := part.read(b.ctx, p, b.offset)
-	if n > 0 {
+	b.ahead.waited += time.Since(began)
+	if n > 0 && !part.entered {
+		part.entered = true
 		b.closeBody() // what it would bring next is here
+		b.extend()    // this one may have been the trial, and is not to be the last
 	}
 	b.take(p[:n])
 	switch {
@@ -254,13 +261,11 @@ func (b *Blob) open() error {
 	return fmt.Errorf("%s: %w", b, err)
 }
 
-// openAt asks one host for the blob from the current offset on.
+// openAt asks one host for the blob from the current offset on. No blob fails because of ranges: a host that refuses the request for the
+// rest is asked for the whole, and so is one, in the last try, that never had an answer to such requests.
 func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
-	header := http.Header{"Accept": {"*/*"}}
-	if b.offset > 0 {
-		header.Set("Range", fmt.Sprintf("bytes=%d-", b.offset))
-	}
-	resp, err := e.request(b.ctx, http.MethodGet, b.path(), header)
+	last := b.failures == maxFailures-1 && !b.resumed
+	resp, err := b.ask(e, b.offset > 0 && !b.rangeless && !last)
 	if err != nil {
 		return nil, err
 	}
@@ -269,6 +274,7 @@ func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
 		err = b.skip(resp)
 	case http.StatusPartialContent:
 		_, err = rangeOf(resp, b.offset, b.want.Size)
+		b.resumed = true
 	default:
 		return nil, e.statusError(resp)
 	}
@@ -278,6 +284,35 @@ func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
 	}
 	b.noteRanges(resp)
 	return resp.Body, nil
+}
+
+// ask asks one host for the rest of the blob, or for the whole.
+func (b *Blob) ask(e *endpoint, rest bool) (*http.Response, error) {
+	header := http.Header{"Accept": {"*/*"}}
+	if rest { // with its end: go-containerregistry's registry answers 416 to a range that has none
+		header.Set("Range", fmt.Sprintf("bytes=%d-%d", b.offset, b.want.Size-1))
+	}
+	resp, err := e.request(b.ctx, http.MethodGet, b.path(), header)
+	if err != nil || !rest || !refusesRange(resp.StatusCode) {
+		return resp, err
+	}
+	drain(resp.Body)
+	whole, err := b.ask(e, false)
+	if err == nil && whole.StatusCode == http.StatusOK {
+		b.rangeless = true
+	}
+	return whole, err
+}
+
+// refusesRange tells a status that may be about the range: the same request without one may do.
+func refusesRange(status int) bool {
+	switch status {
+	case http.StatusUnauthorized, http.StatusRequestTimeout, http.StatusTooManyRequests:
+		return false
+	case http.StatusNotImplemented:
+		return true
+	}
+	return status >= http.StatusBadRequest && status < http.StatusInternalServerError
 }
 
 // noteRanges notes what an answer tells of whether its host has ranges.
