@@ -19,6 +19,7 @@ import (
 	"berth/checkpoint"
 	"berth/image/layer"
 	"berth/image/registry"
+	"berth/image/registry/platform"
 	"berth/image/unpack"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
@@ -115,7 +116,7 @@ func newStore(cfg Config, layers *stores, records *checkpoint.Dir, pinned map[st
 		cfg.MaxUnpacking = DefaultUnpacking
 	}
 	if cfg.Platform.OS == "" {
-		cfg.Platform = registry.DefaultPlatform()
+		cfg.Platform = platform.Default()
 	}
 	cfg.Limits = cfg.Limits.WithDefaults()
 	ctx, cancel := context.WithCancel(context.Background())

@@ -19,6 +19,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/registry/platform"
 	"berth/image/registry/registrytest"
 )
 
@@ -275,7 +276,7 @@ func TestStalledManifest(t *testing.T) {
 		<-release
 	})
 	defer close(release)
-	_, err := s.open(t, Config{StallTimeout: soon}).Resolve(t.Context(), DefaultPlatform())
+	_, err := s.open(t, Config{StallTimeout: soon}).Resolve(t.Context(), platform.Default())
 	wantUnavailable(t, err, "fetch manifest", "transfer stalled")
 }
 
@@ -301,7 +302,7 @@ func TestSlowManifest(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer repo.Close()
-	_, err = repo.Resolve(t.Context(), DefaultPlatform())
+	_, err = repo.Resolve(t.Context(), platform.Default())
 	wantUnavailable(t, err, "fetch manifest", "not complete after 100ms")
 }
 

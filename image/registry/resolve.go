@@ -12,6 +12,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
 	"berth/image/registry/hosts"
+	"berth/image/registry/platform"
 	"berth/internal/errdefs"
 )
 
@@ -73,8 +74,8 @@ func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image
 			return nil, errdefs.FailedPrecondition("more than %d indexes are nested", MaxIndexDepth)
 		}
 		var ok bool
-		if chosen, ok = choosePlatform(doc.index, node); !ok {
-			return nil, errdefs.NotFound("no image for platform %s in the index %s", platformString(node), top)
+		if chosen, ok = platform.Choose(doc.index, node); !ok {
+			return nil, errdefs.NotFound("no image for platform %s in the index %s", platform.String(node), top)
 		}
 		if err := checkDescriptor(chosen, MaxManifestSize); err != nil {
 			return nil, corrupt("index %s: %w", top, err)
@@ -95,18 +96,13 @@ func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image
 // index did not say what the image is for, one of another architecture. Whoever
 // names a manifest of another architecture directly may have an emulator for it.
 func checkConfigPlatform(c ocispec.Image, node ocispec.Platform, unsaid bool) error {
-	if c.OS != "" && normalizePlatform(c.Platform).OS != normalizePlatform(node).OS {
-		return errdefs.FailedPrecondition("image is for %s, this node is %s", errdefs.Clip(platformString(c.Platform)), platformString(node))
+	if c.OS != "" && !platform.SameOS(c.Platform, node) {
+		return errdefs.FailedPrecondition("image is for %s, this node is %s", errdefs.Clip(platform.String(c.Platform)), platform.String(node))
 	}
-	if !unsaid {
+	if !unsaid || platform.Runs(node, c.Platform) {
 		return nil
 	}
-	for _, want := range runnable(node) {
-		if samePlatform(c.Platform, want) {
-			return nil
-		}
-	}
-	return errdefs.NotFound("no image for platform %s in the index", platformString(node))
+	return errdefs.NotFound("no image for platform %s in the index", platform.String(node))
 }
 
 // fetchDocument fetches a manifest or index by tag or digest. want holds the

@@ -1,21 +1,24 @@
-package registry
+// Package platform chooses, of the images that an index has, the one that suits a node. It is pure. Architectures are told by any of the names
+// that are in use for them.
+package platform
 
 import (
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 )
 
-// DefaultPlatform is the platform this program runs on.
-func DefaultPlatform() ocispec.Platform {
+// Default is the platform this program runs on.
+func Default() ocispec.Platform {
 	return ocispec.Platform{OS: runtime.GOOS, Architecture: runtime.GOARCH}
 }
 
-// normalizePlatform spells a platform the way the OCI image spec does. The
+// normalize spells a platform the way the OCI image spec does. The
 // baseline variant of an architecture is spelled as none.
-func normalizePlatform(p ocispec.Platform) ocispec.Platform {
+func normalize(p ocispec.Platform) ocispec.Platform {
 	p.OS = strings.ToLower(p.OS)
 	p.Architecture = strings.ToLower(p.Architecture)
 	p.Variant = strings.ToLower(p.Variant)
@@ -46,7 +49,7 @@ func normalizePlatform(p ocispec.Platform) ocispec.Platform {
 // runnable lists what a node of the given platform can run, best first: its own
 // variant, lower ones, then the 32-bit sister of its architecture.
 func runnable(node ocispec.Platform) []ocispec.Platform {
-	node = normalizePlatform(node)
+	node = normalize(node)
 	with := func(arch, variant string) ocispec.Platform {
 		return ocispec.Platform{OS: node.OS, Architecture: arch, Variant: variant}
 	}
@@ -80,12 +83,12 @@ func runnable(node ocispec.Platform) []ocispec.Platform {
 	return list
 }
 
-// choosePlatform picks the manifest of an index that suits the node best: the
+// Choose picks the manifest of an index that suits the node best: the
 // first of the most wanted platform; failing that, one that names no platform.
-func choosePlatform(manifests []ocispec.Descriptor, node ocispec.Platform) (ocispec.Descriptor, bool) {
+func Choose(manifests []ocispec.Descriptor, node ocispec.Platform) (ocispec.Descriptor, bool) {
 	for _, want := range runnable(node) {
 		for _, m := range manifests {
-			if m.Platform != nil && samePlatform(*m.Platform, want) {
+			if m.Platform != nil && same(*m.Platform, want) {
 				return m, true
 			}
 		}
@@ -98,13 +101,21 @@ func choosePlatform(manifests []ocispec.Descriptor, node ocispec.Platform) (ocis
 	return ocispec.Descriptor{}, false
 }
 
-func samePlatform(have, want ocispec.Platform) bool {
-	have = normalizePlatform(have)
+// Runs reports whether a node of the given platform can run what an image is for.
+func Runs(node, image ocispec.Platform) bool {
+	return slices.ContainsFunc(runnable(node), func(p ocispec.Platform) bool { return same(image, p) })
+}
+
+// SameOS reports whether both are of one operating system.
+func SameOS(a, b ocispec.Platform) bool { return normalize(a).OS == normalize(b).OS }
+
+func same(have, want ocispec.Platform) bool {
+	have = normalize(have)
 	return have.OS == want.OS && have.Architecture == want.Architecture && have.Variant == want.Variant
 }
 
-// platformString formats a platform as os/arch[/variant].
-func platformString(p ocispec.Platform) string {
+// String formats a platform as os/arch[/variant].
+func String(p ocispec.Platform) string {
 	s := p.OS + "/" + p.Architecture
 	if p.Variant != "" {
 		s += "/" + p.Variant

@@ -1,0 +1,53 @@
+package platform
+
+import (
+	"strings"
+	"testing"
+
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
+)
+
+func TestChoose(t *testing.T) {
+	for _, c := range []struct {
+		node, manifests, want string
+	}{
+		{"linux/amd64", "linux/arm64 linux/amd64 windows/amd64", "linux/amd64"},
+		{"linux/amd64", "unknown/unknown linux/x86_64", "linux/x86_64"},
+		{"linux/amd64", "linux/amd64/v2 linux/amd64", "linux/amd64"},
+		{"linux/amd64", "linux/amd64/v1", "linux/amd64/v1"},
+		{"linux/amd64", "linux/amd64/v3", ""},
+		{"linux/amd64/v3", "linux/amd64 linux/amd64/v2 linux/amd64/v4", "linux/amd64/v2"},
+		{"linux/amd64", "linux/386", "linux/386"},
+		{"linux/arm64", "linux/arm/v7 linux/arm64/v8", "linux/arm64/v8"},
+		{"linux/aarch64", "linux/arm64", "linux/arm64"},
+		{"linux/arm64/v9", "linux/arm64", "linux/arm64"},
+		{"linux/arm64", "linux/arm/v6 linux/arm/v7", "linux/arm/v7"},
+		{"linux/arm/v7", "linux/arm/v5 linux/arm/v6 linux/arm64", "linux/arm/v6"},
+		{"linux/arm/v6", "linux/arm/v7", ""},
+		{"linux/arm", "linux/armhf", "linux/armhf"},
+		{"linux/arm/v7", "linux/arm", "linux/arm"},
+		{"linux/riscv64", "linux/amd64 linux/riscv64", "linux/riscv64"},
+		{"linux/s390x", "linux/amd64 none", "none"},
+		{"linux/s390x", "none linux/s390x", "linux/s390x"},
+		{"linux/amd64", "unknown/unknown", ""},
+	} {
+		var list []ocispec.Descriptor
+		for _, m := range strings.Fields(c.manifests) {
+			d := ocispec.Descriptor{Annotations: map[string]string{"name": m}}
+			if m != "none" {
+				p := parse(m)
+				d.Platform = &p
+			}
+			list = append(list, d)
+		}
+		got, ok := Choose(list, parse(c.node))
+		if got.Annotations["name"] != c.want || ok != (c.want != "") {
+			t.Errorf("%s of %s: %q, want %q", c.node, c.manifests, got.Annotations["name"], c.want)
+		}
+	}
+}
+
+func parse(s string) ocispec.Platform {
+	parts := append(strings.Split(s, "/"), "", "")
+	return ocispec.Platform{OS: parts[0], Architecture: parts[1], Variant: parts[2]}
+}
