@@ -207,7 +207,7 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, repo *regist
 	for {
 		started, err := s.flights.join(ctx, key, track.downloading, func(ctx context.Context, received *atomic.Int64) error {
 			defer repo.Close()
-			return s.download(ctx, store, repo, l, received)
+			return s.obtain(ctx, store, repo, l, received)
 		})
 		switch {
 		case err == nil:
@@ -217,6 +217,27 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, repo *regist
 			return fmt.Errorf("layer %s: %w", l.Blob.Digest, err)
 		}
 	}
+}
+
+// obtain makes a layer from the form in which another store has it, if one does, or else of its blob.
+func (s *Store) obtain(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, received *atomic.Int64) error {
+	name := sourceOf(l).Name()
+	other := s.layers.keeper(store, name)
+	if other == nil {
+		return s.download(ctx, store, repo, l, received)
+	}
+	err := s.inTurn(ctx, repo.Reference().Domain, func() error {
+		return store.CreateFrom(ctx, other, name, limitsOf(l.Blob, s.cfg.Limits))
+	})
+	if err == nil {
+		s.log.Info("layer was made from its other form, and not fetched", "layer", l.DiffID, "from", other.Kind(), "as", store.Kind())
+		return nil
+	}
+	if ctx.Err() != nil {
+		return err
+	}
+	s.log.Warn("layer can't be made from its other form, and is fetched", "layer", l.DiffID, "from", other.Kind(), "as", store.Kind(), "error", err)
+	return s.download(ctx, store, repo, l, received)
 }
 
 // download fetches and stores a layer. If one host's content is corrupt the next
@@ -247,7 +268,9 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 		return false, err
 	}
 	defer blob.Close() // read to its end or given up
-	err = s.createInTurn(ctx, store, repo.Reference().Domain, l, blob)
+	err = s.inTurn(ctx, repo.Reference().Domain, func() error {
+		return store.Create(ctx, sourceOf(l), blob, limitsOf(l.Blob, s.cfg.Limits))
+	})
 	inParts = blob.InParts()
 	if refusesContent(err) && (repo.Hosts() > 1 || inParts) {
 		err = faultOf(ctx, blob, err)
@@ -255,14 +278,14 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 	return inParts, err
 }
 
-// createInTurn makes a layer of its blob when its registry may have another one unpacked.
-func (s *Store) createInTurn(ctx context.Context, store *layer.Store, domain string, l registry.Layer, blob *registry.Blob) error {
+// inTurn makes a layer when its registry may have another one unpacked.
+func (s *Store) inTurn(ctx context.Context, domain string, make func() error) error {
 	giveBack, err := s.turns.take(ctx, domain)
 	if err != nil {
 		return err
 	}
 	defer giveBack()
-	return store.Create(ctx, sourceOf(l), blob, limitsOf(l.Blob, s.cfg.Limits))
+	return make()
 }
 
 // refusesContent tells an error that says that a layer cannot be what its tar says.

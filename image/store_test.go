@@ -112,7 +112,11 @@ func gzipped(t *testing.T, name, content string) registrytest.Layer {
 // zstandard is a layer with one file, in zstd.
 func zstandard(t *testing.T, name, content string) registrytest.Layer {
 	t.Helper()
-	data := tarOf(t, name, content)
+	return zstandardOf(t, tarOf(t, name, content))
+}
+
+func zstandardOf(t *testing.T, data []byte) registrytest.Layer {
+	t.Helper()
 	w, err := zstd.NewWriter(nil)
 	if err != nil {
 		t.Fatal(err)

@@ -152,6 +152,16 @@ func (s *stores) other(store *layer.Store) *layer.Store {
 	return s.all[0]
 }
 
+// keeper returns a store of whose form of a layer the given one can make it, whether that can be mounted or not; nil if there is none.
+func (s *stores) keeper(store *layer.Store, name digest.Digest) *layer.Store {
+	for _, other := range s.all {
+		if other != store && other.IsKeeper() && other.Has(name) {
+			return other
+		}
+	}
+	return nil
+}
+
 // has reports whether an image can be used.
 func (s *stores) has(names []digest.Digest) error {
 	store := s.home(names)

@@ -1,6 +1,8 @@
 package image
 
 import (
+	"archive/tar"
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -9,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/opencontainers/go-digest"
@@ -460,10 +463,11 @@ func TestImageTooLargeForADriver(t *testing.T) {
 	pull(t, s, app)
 	wantContent(t, s, app, "f", "1", rootfs.Directory)
 
-	// Nor is anything left of the layers that it did take.
+	// What it did take is not fetched again, and nothing is left of it.
 	last := &countingPacker{refuse: 2}
 	cfg.Pack = last.pack
-	reg.PutImage("big", "v1", "big", plain(t, "g", "2"), plain(t, "h", "3"))
+	low, high := plain(t, "g", "2"), plain(t, "h", "3")
+	reg.PutImage("big", "v1", "big", low, high)
 	s = restart(t, s, cfg.with("auto", nil))
 	s.cfg.MaxParallelDownloads = 1
 	pull(t, s, reg.Host()+"/big:v1")
@@ -471,6 +475,95 @@ func TestImageTooLargeForADriver(t *testing.T) {
 	if last.calls != 2 {
 		t.Errorf("%d layers were packed", last.calls)
 	}
+	if n := fetches(reg, low); n != 1 {
+		t.Errorf("the layer that was packed was fetched %d times", n)
+	}
+	wantContent(t, s, reg.Host()+"/big:v1", "g", "2", rootfs.Directory)
+	wantContent(t, s, reg.Host()+"/big:v1", "h", "3", rootfs.Directory)
+}
+
+// Layers that can't be merged, each of which could be packed, become directories without being fetched again, and are what they would
+// have been.
+func TestImageTooLargeToMerge(t *testing.T) {
+	cfg := driversConfig(t)
+	reg := registrytest.New(t)
+	layers := []registrytest.Layer{longLinks(t, "a", 7500), longLinks(t, "b", 7500)}
+	reg.PutImage("big", "v1", "", layers...)
+	big := reg.Host() + "/big:v1"
+	s := restart(t, nil, cfg.with("erofs", nil))
+	_, err := s.Pull(t.Context(), big, nil)
+	wantCode(t, err, codes.ResourceExhausted, "memory")
+	wantEmpty(t, s)
+	before := []int{fetches(reg, layers[0]), fetches(reg, layers[1])}
+	s = restart(t, s, cfg.with("auto", nil))
+	pull(t, s, big)
+	wantLayers(t, s, 2, 0)
+	wantContent(t, s, big, "a/file", "a", rootfs.Directory)
+	wantContent(t, s, big, "b/file", "b", rootfs.Directory)
+	for i, l := range layers {
+		if n := fetches(reg, l) - before[i]; n != 1 {
+			t.Errorf("layer %d was fetched %d times", i, n)
+		}
+	}
+}
+
+// What can't be made of what was packed, because that is damaged, is fetched again.
+func TestPackedLayerThatIsDamaged(t *testing.T) {
+	cfg := driversConfig(t)
+	reg := registrytest.New(t)
+	low, high := plain(t, "g", "2"), plain(t, "h", "3")
+	reg.PutImage("big", "v1", "big", low, high)
+	refusing := &countingPacker{refuse: 2}
+	cfg.Pack = func(ctx context.Context, data, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
+		if refusing.calls == 1 {
+			damaged, err := filepath.Glob(filepath.Join(cfg.Root, erofsDir, "layers", "*", "data"))
+			if err != nil || len(damaged) != 1 {
+				t.Errorf("data files: %v, %v", damaged, err)
+			}
+			for _, file := range damaged {
+				if err := os.WriteFile(file, make([]byte, 4096), 0o600); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+		return refusing.pack(ctx, data, tree, blob, job)
+	}
+	s := restart(t, nil, cfg.with("auto", nil))
+	s.cfg.MaxParallelDownloads = 1
+	pull(t, s, reg.Host()+"/big:v1")
+	wantContent(t, s, reg.Host()+"/big:v1", "g", "2", rootfs.Directory)
+	if n := fetches(reg, low); n != 2 {
+		t.Errorf("the damaged layer was fetched %d times", n)
+	}
+}
+
+// longLinks is a layer whose tree is large though little is in it: a directory of so many symlinks to nowhere.
+func longLinks(t *testing.T, dir string, n int) registrytest.Layer {
+	t.Helper()
+	var b bytes.Buffer
+	w := tar.NewWriter(&b)
+	add := func(hdr *tar.Header, content string) {
+		hdr.Size = int64(len(content))
+		if err := w.WriteHeader(hdr); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.WriteString(w, content); err != nil {
+			t.Fatal(err)
+		}
+	}
+	add(&tar.Header{Typeflag: tar.TypeReg, Name: dir + "/file", Mode: 0o644}, dir)
+	for i := range n {
+		add(&tar.Header{Typeflag: tar.TypeSymlink, Name: fmt.Sprintf("%s/%0200d", dir, i), Linkname: strings.Repeat("t/", unix.PathMax/2-1)}, "")
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return zstandardOf(t, b.Bytes())
+}
+
+// fetches is how often a layer's blob was asked for.
+func fetches(reg *registrytest.Server, l registrytest.Layer) int {
+	return reg.Count("/blobs/" + digest.FromBytes(l.Blob).String())
 }
 
 // countingPacker packs layers until it refuses one.

@@ -14,6 +14,7 @@ import (
 	"berth/image/erofs"
 	"berth/image/tree"
 	"berth/image/unpack"
+	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/rootfs"
@@ -75,6 +76,40 @@ func (e *EROFS) Apply(ctx context.Context, dir string, blob io.Reader, job unpac
 	}
 	result.Usage, err = usageOf(data, tree)
 	return result, err
+}
+
+// Packed implements Keeper.
+func (e *EROFS) Packed(dir string) (_ io.ReadCloser, size int64, err error) {
+	p := &packedLayer{}
+	undo := cleanup.New()
+	defer undo.Run(&err)
+	undo.Add("close "+dir, p.Close)
+	for _, name := range []string{dataFile, treeFile} {
+		f, err := os.Open(filepath.Join(dir, name))
+		if err != nil {
+			return nil, 0, err
+		}
+		p.files = append(p.files, f)
+	}
+	if p.Reader, size, err = unpack.PackedBlob(p.files[0], p.files[1]); err != nil {
+		return nil, 0, err
+	}
+	undo.Release()
+	return p, size, nil
+}
+
+// packedLayer is a layer that is read.
+type packedLayer struct {
+	io.Reader
+	files []*os.File
+}
+
+// Close implements io.Closer.
+func (p *packedLayer) Close() (failed error) {
+	for _, f := range p.files {
+		failed = errors.Join(failed, f.Close())
+	}
+	return failed
 }
 
 // usageOf counts files as diskusage.Nominal does. How many blocks one with holes takes is known when they are allocated.

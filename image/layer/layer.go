@@ -88,6 +88,14 @@ type Merger interface {
 	Merge(effort *Effort, dir string, chain []string) (_ Usage, used []int, err error)
 }
 
+// Keeper is a Driver of whose layers those of another can be made, without the blob.
+type Keeper interface {
+	Driver
+
+	// Packed opens what Apply left in dir as the blob of an unpack.Job that is Packed, of so many bytes.
+	Packed(dir string) (blob io.ReadCloser, size int64, err error)
+}
+
 // Part is a layer as Join sees it.
 type Part struct {
 	Dir      string

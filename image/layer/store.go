@@ -103,6 +103,12 @@ func (s *Store) Close() error {
 // Kind is the form in which it keeps layers.
 func (s *Store) Kind() rootfs.Kind { return s.driver.Kind() }
 
+// IsKeeper reports whether layers can be made from those of the store (CreateFrom).
+func (s *Store) IsKeeper() bool {
+	_, ok := s.driver.(Keeper)
+	return ok
+}
+
 // Has reports whether the layer of that name is there.
 func (s *Store) Has(name digest.Digest) bool { return s.layers.get(name) != nil }
 
@@ -157,12 +163,53 @@ func (s *Store) Create(ctx context.Context, from Source, blob io.Reader, limits 
 	if s.Has(from.Name()) {
 		return nil
 	}
+	return s.create(ctx, from, blob, unpack.Job{Limits: limits}, func(made unpack.Result) (tarBytes int64, err error) {
+		if made.Digest != from.DiffID {
+			return 0, errdefs.New(codes.DataLoss, "its %d bytes have the digest %s", made.TarBytes, made.Digest)
+		}
+		return made.TarBytes, nil
+	})
+}
+
+// CreateFrom is Create for a layer that is in another Store, whose form of it stands in for the blob. The layer is as if it were made of that, but
+// for the access times of files; DataLoss if its checksum is another. errors.ErrUnsupported if its form has too little in it.
+// The caller sees to it that the layer stays there meanwhile.
+func (s *Store) CreateFrom(ctx context.Context, other *Store, name digest.Digest, limits unpack.Limits) error {
+	keeper, ok := other.driver.(Keeper)
+	if !ok {
+		return fmt.Errorf("layer %s of kind %q: %w", name, other.Kind(), errors.ErrUnsupported)
+	}
+	info, err := other.Info(name)
+	if err != nil || s.Has(name) {
+		return err
+	}
+	blob, size, err := keeper.Packed(other.layerDir(name))
+	if err != nil {
+		return fmt.Errorf("layer %s: %w", info.DiffID, err)
+	}
+	defer blob.Close() // read only
+	limits.Tar = size
+	return s.create(ctx, info.Source, blob, unpack.Job{Limits: limits, Packed: true}, func(made unpack.Result) (tarBytes int64, err error) {
+		if made.Sum != info.Sum {
+			return 0, errdefs.New(codes.DataLoss, "its checksum is %s, and was %s when it was packed", made.Sum, info.Sum)
+		}
+		return info.TarBytes, nil
+	})
+}
+
+// create makes a layer of a source from what stands for its blob. check tells how long the tar was, if the result is right.
+func (s *Store) create(ctx context.Context, from Source, blob io.Reader, job unpack.Job, check func(unpack.Result) (tarBytes int64, err error)) error {
 	var made record
 	count := &tally{sum: &s.making}
 	defer count.end()
-	job := unpack.Job{Limits: limits, Algorithm: from.DiffID.Algorithm(), Progress: count.more}
-	err := s.build(from.Name().Encoded(), layerKind, func(tmp string) (_ any, err error) {
-		made, err = s.apply(ctx, tmp, from, blob, job)
+	job.Algorithm, job.Progress = from.DiffID.Algorithm(), count.more
+	err := s.build(from.Name().Encoded(), layerKind, func(tmp string) (any, error) {
+		result, err := s.apply(ctx, tmp, from, blob, job)
+		if err != nil {
+			return nil, err
+		}
+		tarBytes, err := check(result)
+		made = s.recordOf(from, result, tarBytes)
 		return made, err
 	}, func(tmp string) error { return s.admit(ctx, tmp, made.Info) })
 	if err == errThere {
@@ -207,26 +254,24 @@ func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
 	return nil
 }
 
-// apply lets the driver write the layer into dir and checks the diffID.
-func (s *Store) apply(ctx context.Context, dir string, from Source, blob io.Reader, job unpack.Job) (record, error) {
+// apply lets the driver write the layer into dir.
+func (s *Store) apply(ctx context.Context, dir string, from Source, blob io.Reader, job unpack.Job) (unpack.Result, error) {
 	guarded, stop, err := s.guard(ctx)
 	if err != nil {
-		return record{}, err
+		return unpack.Result{}, err
 	}
 	defer stop()
 	made, err := s.driver.Apply(guarded, dir, blob, job)
-	if err != nil {
-		return record{}, err
-	}
-	if made.Digest != from.DiffID {
-		return record{}, errdefs.New(codes.DataLoss, "its %d bytes have the digest %s", made.TarBytes, made.Digest)
-	}
-	if made.Unsupported > 0 {
+	if err == nil && made.Unsupported > 0 {
 		s.log.Warn("extended attributes of a layer dropped: the filesystem does not support them", "layer", from.DiffID, "count", made.Unsupported)
 	}
-	info := Info{Name: from.Name(), Source: from, TarBytes: made.TarBytes, Kind: s.driver.Kind(), Summary: made.Summary}
+	return made, err
+}
+
+func (s *Store) recordOf(from Source, made unpack.Result, tarBytes int64) record {
+	info := Info{Name: from.Name(), Source: from, TarBytes: tarBytes, Kind: s.driver.Kind(), Summary: made.Summary}
 	info.PendingLinks, info.ImpliedDirs = len(made.Links), len(made.Implied)
-	return record{info, made.Links, made.Implied}, nil
+	return record{info, made.Links, made.Implied}
 }
 
 // errInTheWay is why something is set aside that was found unusable before.

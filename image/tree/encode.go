@@ -148,11 +148,11 @@ func (w *writer) directory(n *Node) {
 	w.text("") // no name is empty: the end
 }
 
-// errMalformed is wrapped by the error of what is no tree.
-var errMalformed = errors.New("malformed tree of a layer")
+// ErrMalformed is wrapped by the error of what is no tree.
+var ErrMalformed = errors.New("malformed tree of a layer")
 
 func malformed(format string, args ...any) error {
-	return fmt.Errorf("%w: %s", errMalformed, fmt.Sprintf(format, args...))
+	return fmt.Errorf("%w: %s", ErrMalformed, fmt.Sprintf(format, args...))
 }
 
 // ErrTooLarge is returned by Decode for a tree beyond its Limit.

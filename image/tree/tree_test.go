@@ -107,7 +107,7 @@ func TestDecodeRefuses(t *testing.T) {
 		}),
 	}
 	for name, data := range cases {
-		if _, _, err := Decode(bytes.NewReader(data), 0, limit); !errors.Is(err, errMalformed) {
+		if _, _, err := Decode(bytes.NewReader(data), 0, limit); !errors.Is(err, ErrMalformed) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}

@@ -13,6 +13,8 @@ const (
 	AccessACL  = "system.posix_acl_access"
 	defaultACL = "system.posix_acl_default"
 	capability = "security.capability"
+
+	maxLinuxXattr = 64 << 10 // XATTR_SIZE_MAX (linux/limits.h)
 )
 
 // knownXattr reports whether a tree may have the attribute: one that images may set (unpack.KeepXattr) and that has a
@@ -29,12 +31,12 @@ func knownXattr(name string) bool {
 }
 
 // CheckXattr does what Linux does with an attribute that is set on a file of a type (the S_IFMT bits of mode): it refuses it, has no
-// place for it (ok is false), or keeps a value, or none.
+// place for it (ok is false), or keeps a value, or none. A value that is kept may be longer than MaxXattrValue.
 func CheckXattr(mode uint32, name, value string) (kept *string, ok bool, err error) {
 	switch {
 	case len(name) > unix.NAME_MAX:
 		return nil, false, unix.ERANGE
-	case len(value) > MaxXattrValue:
+	case len(value) > maxLinuxXattr:
 		return nil, false, unix.E2BIG
 	case name == AccessACL || name == defaultACL:
 		return checkACL(mode, name, value)

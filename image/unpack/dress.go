@@ -50,6 +50,9 @@ func (p *packer) setXattrs(n *tree.Node, hdr *tar.Header) error {
 			p.unsupported++
 			continue
 		}
+		if value != nil && len(*value) > tree.MaxXattrValue {
+			return &Error{OutOfRange, fmt.Errorf("extended attribute %q of %d bytes, of which one may have %d", name, len(*value), tree.MaxXattrValue)}
+		}
 		if err := p.keep(64 + len(name) + len(hdr.PAXRecords[XattrRecord+name])); err != nil {
 			return err
 		}

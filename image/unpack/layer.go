@@ -45,6 +45,9 @@ func (l Limits) WithDefaults() Limits {
 type Job struct {
 	Limits    Limits
 	Algorithm digest.Algorithm // of Result.Digest
+	// Packed: the blob is no tar but what Pack has made of one (PackedBlob), and the result is what Layer would make of that, but for
+	// the access times. Result.Digest and TarBytes are the blob's.
+	Packed bool
 	// Progress, if not nil, is called with each number of bytes of the tar that are read,
 	// and with 0 where something else takes time. Calls come from several goroutines.
 	Progress func(n int)
@@ -211,7 +214,13 @@ func run[D directory](ctx context.Context, blob io.Reader, job Job, open func(ti
 		return Result{}, err
 	}
 	defer to.close()
-	if err := (walk[D]{to}).all(ctx, tar.NewReader(s), limits); err != nil {
+	w := walk[D]{to}
+	if job.Packed {
+		err = w.packed(ctx, s, limits)
+	} else {
+		err = w.all(ctx, tar.NewReader(s), limits)
+	}
+	if err != nil {
 		return Result{}, err
 	}
 	n, sum, err := s.finish()

@@ -110,10 +110,13 @@ func (s *Sum) status(st *unix.Stat_t, c content) {
 
 // SumTree reads a tree that nobody changes and returns its sum, which is that of the layer if it is as it was
 // unpacked. It needs no more descriptors for a deep tree than for a flat one.
-func SumTree(ctx context.Context, root *os.File) (Sum, error) { return sumTree(ctx, root, func() {}) }
+func SumTree(ctx context.Context, root *os.File) (Sum, error) {
+	_, sum, err := sumTree(ctx, root, func() {})
+	return sum, err
+}
 
-// sumTree is SumTree, and calls tick again and again.
-func sumTree(ctx context.Context, root *os.File, tick func()) (Sum, error) {
+// sumTree is SumTree, counts whiteouts, and calls tick again and again.
+func sumTree(ctx context.Context, root *os.File, tick func()) (whiteouts int, _ Sum, err error) {
 	t := summing{ctx: ctx, root: root, tick: tick, linked: map[uint64]bool{}, dirs: []string{""}, buf: copyPool.Get().(*[copySize]byte)}
 	defer copyPool.Put(t.buf)
 	for len(t.dirs) > 0 {
@@ -121,20 +124,21 @@ func sumTree(ctx context.Context, root *os.File, tick func()) (Sum, error) {
 		dir := t.dirs[last]
 		t.dirs = t.dirs[:last]
 		if err := t.directory(dir); err != nil {
-			return Sum{}, fmt.Errorf("sum directory %s: %w", quoted(dir), err)
+			return 0, Sum{}, fmt.Errorf("sum directory %s: %w", quoted(dir), err)
 		}
 	}
-	return t.sum, nil
+	return t.whiteouts, t.sum, nil
 }
 
 type summing struct {
-	ctx    context.Context
-	root   *os.File
-	tick   func()
-	sum    Sum
-	linked map[uint64]bool // inodes with several names that have been added
-	dirs   []string        // directories that are still to be read
-	buf    *[copySize]byte
+	ctx       context.Context
+	root      *os.File
+	tick      func()
+	sum       Sum
+	whiteouts int
+	linked    map[uint64]bool // inodes with several names that have been added
+	dirs      []string        // directories that are still to be read
+	buf       *[copySize]byte
 }
 
 func (t *summing) directory(path string) (err error) {
@@ -167,6 +171,9 @@ func (t *summing) entry(dir *safefs.Dir, name string) error {
 		return nil
 	}
 	t.sum.name(path, st.Mode)
+	if IsWhiteout(&st) {
+		t.whiteouts++
+	}
 	if st.Nlink > 1 {
 		if t.linked[st.Ino] {
 			return nil

@@ -65,7 +65,7 @@ type unpacker struct {
 	sum         Sum
 	whiteouts   int
 	opaque      bool   // the root
-	recount     bool   // something was removed: usage and sum have to be made from the tree
+	recount     bool   // something was removed: usage, sum and whiteouts have to be made from the tree
 	gone        string // the whiteout that a directory is about to be made in place of
 	unsupported int    // extended attributes that the filesystem refused
 }
@@ -296,9 +296,6 @@ func (u *unpacker) replacing(at filePlace, make func() error) error {
 // clear removes what is at a place, and all that is known of it.
 func (u *unpacker) clear(at filePlace, st *unix.Stat_t) error {
 	u.recount = true
-	if IsWhiteout(st) {
-		u.whiteouts--
-	}
 	if st.Mode&unix.S_IFMT == unix.S_IFDIR {
 		u.forgetBelow(at.path())
 	}
@@ -436,7 +433,7 @@ func (u *unpacker) finish(ctx context.Context) (Contents, error) {
 		if u.usage, err = countTree(u.root, u.block); err != nil {
 			return Contents{}, err
 		}
-		if u.sum, err = sumTree(ctx, u.root, u.tick); err != nil {
+		if u.whiteouts, u.sum, err = sumTree(ctx, u.root, u.tick); err != nil {
 			return Contents{}, err
 		}
 	}

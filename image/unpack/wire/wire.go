@@ -30,7 +30,7 @@ import (
 
 // Version is the first argument of berth-unpack: a daemon and a berth-unpack of different
 // versions refuse each other.
-const Version = "4"
+const Version = "5"
 
 const (
 	kindGunzip   = 'G' // name of what reads gzip

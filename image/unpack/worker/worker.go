@@ -40,8 +40,9 @@ const (
 
 // What is done with the layer.
 const (
-	toUnpack = "unpack"
-	toPack   = "pack"
+	toUnpack   = "unpack"
+	toPack     = "pack"
+	fromPacked = "unpack what was packed"
 )
 
 const (
@@ -64,8 +65,11 @@ const progressPeriod = 200 * time.Millisecond
 func Args(job unpack.Job, pack bool) []string {
 	number := func(n int64) string { return strconv.FormatInt(n, 10) }
 	what := toUnpack
-	if pack {
+	switch {
+	case pack:
 		what = toPack
+	case job.Packed:
+		what = fromPacked
 	}
 	return []string{wire.Version, what, job.Algorithm.String(), number(job.Limits.Tar), number(job.Limits.Bytes), number(job.Limits.Entries)}
 }
@@ -77,7 +81,13 @@ func parse(args []string) (job unpack.Job, pack bool, err error) {
 	if len(args) != 6 {
 		return job, false, fmt.Errorf("%d arguments", len(args))
 	}
-	if pack = args[1] == toPack; !pack && args[1] != toUnpack {
+	switch args[1] {
+	case toUnpack:
+	case toPack:
+		pack = true
+	case fromPacked:
+		job.Packed = true
+	default:
 		return job, false, fmt.Errorf("to do %q", args[1])
 	}
 	if job.Algorithm = digest.Algorithm(args[2]); !job.Algorithm.Available() {
