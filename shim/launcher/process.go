@@ -2,10 +2,12 @@ package launcher
 
 import (
 	"fmt"
+	"strconv"
 
 	"github.com/opencontainers/runc/libcontainer"
 	"github.com/opencontainers/runc/libcontainer/configs"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"github.com/sirupsen/logrus"
 	"golang.org/x/sys/unix"
 
 	"berth/shim/control"
@@ -25,6 +27,10 @@ func (l *launcher) lendFilter(p *libcontainer.Process, config *configs.Config) (
 	}
 }
 
+// initLogLevel is what libcontainer's init logs: what package warnings takes. Without a level its C code sends some 25 lines for debugging,
+// which are parsed and thrown away here.
+var initLogLevel = strconv.Itoa(int(logrus.WarnLevel))
+
 // newProcess translates a runtime-spec process for libcontainer.
 func newProcess(p *specs.Process) (*libcontainer.Process, error) {
 	if p == nil || len(p.Args) == 0 {
@@ -41,6 +47,7 @@ func newProcess(p *specs.Process) (*libcontainer.Process, error) {
 		NoNewPrivileges: &p.NoNewPrivileges,
 		Scheduler:       p.Scheduler,
 		IOPriority:      p.IOPriority,
+		LogLevel:        initLogLevel,
 	}
 	for _, g := range p.User.AdditionalGids {
 		lp.AdditionalGroups = append(lp.AdditionalGroups, int(g))
