@@ -453,7 +453,7 @@ func (l *Launchers) startWith(socket *os.File) (*launcher, error) {
 	// With Unshareflags instead, package os would make all mounts private.
 	attr := &os.ProcAttr{
 		Files: []*os.File{null, null, os.Stderr, control.SocketFD: socket, control.MountNSFD: mnt, control.ExeFD: l.exe, control.FiltersFD: l.filters},
-		Env:   append([]string{"PATH=" + os.Getenv("PATH")}, failpoint.Env()...),
+		Env:   append([]string{"PATH=" + os.Getenv("PATH"), control.SlackEnv + "=1"}, failpoint.Env()...),
 		Sys:   &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS, Setsid: true, PidFD: &fd},
 		Dir:   "/",
 	}

@@ -2,9 +2,12 @@ package shim
 
 import (
 	"os"
+	"runtime"
 	"strconv"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
 )
 
 func TestOOMScoreAdj(t *testing.T) {
@@ -39,5 +42,29 @@ func TestReadOnlyRootfs(t *testing.T) {
 	c.wait()
 	if got := c.output("stdout"); got != "1\n" {
 		t.Errorf("touch on a read-only root said %q, %q", got, c.output("stderr"))
+	}
+}
+
+// What quiets Go's runtime in launchers and init (shim/launcher/sysmon) reaches neither the container's command nor one that is executed there:
+// both have the timer slack of the thread that has started their launcher.
+func TestTimerSlack(t *testing.T) {
+	for name, slack := range map[string]int{"usual": 50_000, "unusual": 70_000} {
+		t.Run(name, func(t *testing.T) {
+			runtime.LockOSThread() // for good: the thread ends with this function
+			if err := unix.Prctl(unix.PR_SET_TIMERSLACK, uintptr(slack), 0, 0, 0); err != nil {
+				t.Fatal(err)
+			}
+			e := newEnv(t, func(c *Config) { c.Warm = false }) // this thread starts the launchers
+			c := e.run("slack", "cat /proc/self/timerslack_ns; exec sleep 1000")
+			e.until("the container speaks", func() bool { return c.output("stdout") != "" })
+			if got := strings.TrimSpace(c.output("stdout")); got != strconv.Itoa(slack) {
+				t.Errorf("its command has a timer slack of %s ns, want %d", got, slack)
+			}
+			for i := range 5 {
+				if got, _, _ := c.execIn(itoa(i), "cat /proc/self/timerslack_ns"); strings.TrimSpace(got) != strconv.Itoa(slack) {
+					t.Errorf("a command that is executed there has one of %s ns, want %d", got, slack)
+				}
+			}
+		})
 	}
 }

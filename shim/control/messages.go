@@ -29,6 +29,9 @@ const (
 	FiltersFD = 6 // the table of seccomp filters of all launchers (package shim/launcher/filter)
 )
 
+// SlackEnv is set in a launcher's environment: package shim/launcher/sysmon looks for it before Go's runtime starts.
+const SlackEnv = "BERTH_TIMER_SLACK"
+
 // Request is a message to the launcher. Exactly one field is set.
 type Request struct {
 	Launch *Launch `json:"launch,omitempty"`

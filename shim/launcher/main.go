@@ -18,6 +18,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"runtime"
 	"runtime/debug"
 	"runtime/metrics"
 	"time"
@@ -27,6 +28,7 @@ import (
 
 	"berth/shim/control"
 	"berth/shim/launcher/filter"
+	"berth/shim/launcher/sysmon"
 	"berth/shim/launcher/warnings"
 )
 
@@ -44,6 +46,7 @@ func Main() int {
 	// libcontainer gives it to the container's init, whose start it shortens. Ours
 	// has been read already. It cannot fail for such a name.
 	_ = os.Setenv("GOMAXPROCS", "1")
+	_ = os.Unsetenv(control.SlackEnv) // it is not for hooks
 	nameProcess()
 	debug.SetGCPercent(-1)
 	debug.SetMemoryLimit(memoryLimit)
@@ -98,23 +101,29 @@ func (l *launcher) serve() error {
 		if err != nil {
 			return err
 		}
-		switch {
-		case r.Launch != nil:
-			var again bool
-			if again, err = l.serveLaunch(r.Launch, files); err == nil && !again {
-				return nil
-			}
-		case r.Exec != nil:
-			err = l.serveExec(r.Exec, files)
-		case r.Kill != "":
-			// The exec that it was for has ended in the meantime.
-		default:
-			err = errors.New("an order of an unknown kind; berth and berth-shim are of different versions")
-		}
-		if err != nil {
+		if again, err := l.carryOut(&r, files); err != nil || !again {
 			return err
 		}
 	}
+}
+
+// carryOut carries out an order, and tells whether there may be another one. It does so on one thread: the processes that it starts
+// inherit that thread's timer slack, which is to be the daemon's.
+func (l *launcher) carryOut(r *control.Request, files []*os.File) (again bool, err error) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if err := sysmon.Restore(); err != nil {
+		return false, err
+	}
+	switch {
+	case r.Launch != nil:
+		return l.serveLaunch(r.Launch, files)
+	case r.Exec != nil:
+		return true, l.serveExec(r.Exec, files)
+	case r.Kill != "": // the exec that it was for has ended in the meantime
+		return true, nil
+	}
+	return false, errors.New("an order of an unknown kind; berth and berth-shim are of different versions")
 }
 
 // restTime is how long a launcher waits for its next order before it gives back what earlier ones have left in its memory.

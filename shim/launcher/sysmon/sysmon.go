@@ -1,0 +1,27 @@
+// Package sysmon keeps the monitor thread of Go's runtime from taking a part of what launchers and containers' inits do.
+//
+// That thread (sysmon in Go's runtime/proc.go) sleeps for 20 µs at a time while the program works, also while that is in a system call. It took a
+// fifth of what a launcher did for an exec. Init, which has one P (libcontainer sets GOMAXPROCS=1), loses that in each system call that
+// lasts longer to another thread, which is woken, finds nothing to do and sleeps again.
+//
+// A program that imports this package has it sleep for half a millisecond, in a launcher and in init: the timer slack (prctl(2),
+// PR_SET_TIMERSLACK) of the process's first thread is set before Go's runtime starts, and inherited by the threads that are started then.
+// For so long a goroutine may wait for the P of one in a system call, where all are, which is seldom there.
+//
+// # Contract
+//
+// Nothing that is executed has that slack: a process is started, and a program executed, by a thread that has called [Restore].
+package sysmon
+
+// #include "slack.h"
+import "C"
+
+import "os"
+
+// Restore gives the calling thread the timer slack that the process was started with.
+func Restore() error {
+	if status, err := C.sysmon_slack_back(); status != 0 {
+		return os.NewSyscallError("prctl(PR_SET_TIMERSLACK)", err)
+	}
+	return nil
+}
