@@ -423,6 +423,28 @@ func TestSpareLaunchers(t *testing.T) {
 	e.until("there are as many as before", func() bool { return len(e.idlePIDs()) == e.cfg.Idle })
 }
 
+// While a launcher comes back from an exec there is no moment at which another one seems to be needed.
+func TestLauncherComesBackAtOnce(t *testing.T) {
+	e := newEnv(t, func(c *Config) { c.Idle = 2 })
+	e.awaitLaunchers()
+	ctx, stop := context.WithCancel(e.ctx)
+	var looking sync.WaitGroup
+	looking.Go(func() {
+		for ctx.Err() == nil {
+			if n := e.missing(); n > 0 {
+				t.Errorf("%d launchers seem to be needed", n)
+				return
+			}
+		}
+	})
+	for range 3000 {
+		e.lend(1)
+		e.giveBack(e.pop(""))
+	}
+	stop()
+	looking.Wait()
+}
+
 // idleAs puts a launcher without a process into the pool.
 func (l *Launchers) idleAs(pid int, knows string) {
 	l.idle = append(l.idle, idleLauncher{&launcher{pid: pid, executedIn: knows}, func() {}, time.Now()})

@@ -179,12 +179,12 @@ func (l *Launchers) lend(n int) {
 
 // giveBack ends the use of a launcher for an exec, which has come to its end.
 func (l *Launchers) giveBack(p *launcher) {
-	l.lend(-1)
 	err := l.oom.giveBack(p.pid)
 	if err == nil {
-		l.put(p)
+		l.offer(p, 1)
 		return
 	}
+	l.lend(-1)
 	l.cfg.Log.Warn("a launcher serves no more", "pid", p.pid, "error", err)
 	l.retire(p)
 	l.wantMore()
@@ -237,8 +237,11 @@ func (l *Launchers) tryEndLeft(req ExecRequest) (ended bool) {
 }
 
 // put makes p available, or retires it if there are more than enough.
-func (l *Launchers) put(p *launcher) {
-	kept, spare := l.keep(p)
+func (l *Launchers) put(p *launcher) { l.offer(p, 0) }
+
+// offer is put of one that comes back from so many that are lent: 1, or 0.
+func (l *Launchers) offer(p *launcher, lent int) {
+	kept, spare := l.keep(p, lent)
 	if !kept {
 		l.retire(p)
 	}
@@ -247,9 +250,10 @@ func (l *Launchers) put(p *launcher) {
 	}
 }
 
-func (l *Launchers) keep(p *launcher) (kept, spare bool) {
+func (l *Launchers) keep(p *launcher, lent int) (kept, spare bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.lent -= lent // not before: the owner might look in between, and start another one
 	if l.closed || len(l.idle) >= l.enough()+l.spare() {
 		return false, false
 	}
