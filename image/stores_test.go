@@ -312,6 +312,32 @@ func TestImageThatSleeps(t *testing.T) {
 			empty(t, s)
 		})
 	}
+	for what, giveUp := range map[string]func(*Store) error{
+		"no room at start": func(s *Store) error { return s.CollectGarbage(t.Context()) },
+		"no room for another": func(s *Store) error {
+			name := fmt.Sprintf("other%d", len(s.List()))
+			reg.PutImage(name, "v1", name, plain(t, "f", name))
+			pull(t, s, reg.Host()+"/"+name+":v1")
+			return nil
+		},
+	} {
+		t.Run(what, func(t *testing.T) {
+			s := start(t, cannot)
+			for _, c := range []struct {
+				full float64
+				want int
+			}{{0, 1}, {1, 1}, {1e-9, 0}} { // a disk with an image on it is fuller than that
+				s.cfg.MaxFullAsleep = c.full
+				if err := giveUp(s); err != nil {
+					t.Fatal(err)
+				}
+				if got := s.Asleep(); len(got) != c.want {
+					t.Errorf("full to %g: images that sleep: %v", c.full, got)
+				}
+			}
+			empty(t, s)
+		})
+	}
 	t.Run("not whole", func(t *testing.T) {
 		s := start(t, works)
 		layers := mustGet(t, s, app).Layers

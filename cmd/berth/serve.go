@@ -276,6 +276,9 @@ func ignoreClosed(err error) error {
 	return err
 }
 
+// maxFullAsleep is below the 85 % from which kubelet removes images, by default, and no more than the 80 % at which it stops.
+const maxFullAsleep = 0.8
+
 func imageConfig(cfg *config.Config, u *process.Program, memory int64, waits *task.Waits) image.Config {
 	pinned := cfg.PinnedImages
 	if cfg.PauseImage != "" {
@@ -287,6 +290,7 @@ func imageConfig(cfg *config.Config, u *process.Program, memory int64, waits *ta
 		Pack:                 u.Pack,
 		Driver:               cfg.LayerDriver,
 		Limits:               unpack.Limits{Tar: int64(cfg.MaxLayerBytes), Bytes: int64(cfg.MaxLayerBytes), Entries: int64(cfg.MaxLayerEntries)},
+		MaxFullAsleep:        maxFullAsleep,
 		Reserve:              layer.Reserve{Percent: cfg.DiskReservePercent, Bytes: int64(cfg.DiskReserveBytes)},
 		RegistryDirs:         cfg.RegistryDirs,
 		Pinned:               pinned,
