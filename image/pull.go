@@ -273,8 +273,12 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 		return store.Create(ctx, sourceOf(l), blob, limitsOf(l.Blob, s.cfg.Limits))
 	})
 	inParts = blob.InParts()
-	if refusesContent(err) && (repo.Hosts() > 1 || inParts) {
-		err = faultOf(ctx, blob, err)
+	switch {
+	case !refusesContent(err):
+	case repo.Hosts() > 1 || inParts:
+		err = faultOf(ctx, blob, err, faultTime)
+	case blob.Left() <= littleLeft:
+		err = faultOf(ctx, blob, err, littleTime)
 	}
 	return inParts, err
 }
@@ -295,13 +299,19 @@ func refusesContent(err error) bool {
 	return code == codes.InvalidArgument || code == codes.ResourceExhausted && !errors.Is(err, unix.ENOSPC)
 }
 
-// faultTime is how long a blob is read on to learn whose fault it was.
-const faultTime = time.Minute
+const (
+	// faultTime is how long a blob is read on to learn whose fault it was, where another host, or the same once more, may do better.
+	faultTime = time.Minute
+	// littleLeft is how much is read on, for littleTime at most, only to tell a blob that is not what it should be from a bad tar: without that it would be
+	// a matter of time which of them a short one is said to be.
+	littleLeft = 4 << 20
+	littleTime = 3 * time.Second
+)
 
 // faultOf reads a blob to its end whose layer was refused, and returns the blob's own error if it is not what it
 // should be: a byte that changed in a host's cache shows first as a tar that cannot be. It takes no turn, for nothing is unpacked.
-func faultOf(ctx context.Context, blob *registry.Blob, refused error) error {
-	ctx, cancel := context.WithTimeout(ctx, faultTime)
+func faultOf(ctx context.Context, blob *registry.Blob, refused error, within time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
 	blob.Resume() // whoever refused it may have stopped it
 	defer context.AfterFunc(ctx, blob.Stop)()

@@ -38,6 +38,7 @@ type Config struct {
 	MaxFullAsleep        float64            // how full the filesystem may be, of 1, while images sleep (Asleep); 0: however full
 	Pack                 layer.Packer       // makes EROFS layers of blobs
 	Probe                func(string) error // tells whether EROFS layers in a directory could be mounted; nil: erofs.Probe
+	MergeMemory          int64              // bytes for merging EROFS layers, of all images at a time; 0: erofs.MaxMemory
 	Driver               string             // form of layers, a rootfs.Kind, or "auto": EROFS where it can be mounted; empty: directory
 	Pinned               []string           // references or IDs of images that kubelet must not collect
 	MaxParallelDownloads int                // layers of one pull fetched at a time; 0: DefaultParallelDownloads

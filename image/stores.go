@@ -106,7 +106,7 @@ func (s *stores) openImages(cfg Config, directory *layer.Store) error {
 	if lacks != nil && never && s.choice != string(rootfs.EROFS) {
 		return nil
 	}
-	images, err := s.open(root, layer.NewEROFS(cfg.Pack), cfg.Reserve)
+	images, err := s.open(root, layer.NewEROFS(cfg.Pack, cfg.MergeMemory), cfg.Reserve)
 	switch {
 	case err != nil:
 		return err

@@ -7,7 +7,9 @@ import (
 	"time"
 
 	"berth/image"
+	"berth/image/erofs"
 	"berth/image/registry"
+	"berth/image/unpack"
 	"berth/internal/memlimit"
 )
 
@@ -50,6 +52,29 @@ func rangeRequestsFor(most int, limit int64) int {
 		return most
 	}
 	return int(min(float64(most), aheadShare*ownShare*float64(limit)/registry.PartSize))
+}
+
+// mergeShare is the part of what the daemon keeps to that trees may take while the layers of an image are merged.
+const mergeShare = 0.25
+
+// mergeMemoryFor returns how many bytes the daemon may take with that memory limit to merge EROFS layers. 0: as many as usual. An
+// image that needs more is kept as directories, where the operator leaves that to berth.
+func mergeMemoryFor(limit int64) int64 {
+	if limit == 0 {
+		return 0
+	}
+	return min(erofs.MaxMemory, int64(mergeShare*ownShare*float64(limit)))
+}
+
+// packShare is the part of what the daemon leaves to others that the tree of a layer may take in the process that packs it.
+const packShare = 0.5
+
+// packMemoryFor returns how many bytes that is with that memory limit. 0: as many as usual. Directories need no such memory.
+func packMemoryFor(limit int64) int64 {
+	if limit == 0 {
+		return 0
+	}
+	return min(unpack.DefaultLimits.Memory, int64(packShare*(1-ownShare)*float64(limit)))
 }
 
 // restTime is how long nothing must have been changed before the memory that changes needed is given back: what begins

@@ -28,3 +28,12 @@ func TestRangeRequestsFor(t *testing.T) {
 		}
 	}
 }
+
+// So do trees of layers, in the daemon and in the processes that pack them, and none of them more than without a limit.
+func TestTreeMemoryFor(t *testing.T) {
+	for _, c := range []struct{ limit, merge, pack int64 }{{0, 0, 0}, {64, 8, 16}, {256, 32, 64}, {512, 64, 128}, {4096, 64, 384}} {
+		if merge, pack := mergeMemoryFor(c.limit<<20), packMemoryFor(c.limit<<20); merge != c.merge<<20 || pack != c.pack<<20 {
+			t.Errorf("with %d MiB: %d and %d bytes, not %d and %d MiB", c.limit, merge, pack, c.merge, c.pack)
+		}
+	}
+}

@@ -15,7 +15,7 @@ import (
 )
 
 const (
-	// MaxMemory is what the layers of one image may take of it, together, while they are merged, and those that a Merger works on at a
+	// MaxMemory is what the layers of one image may take of it at most, together, while they are merged, and those that a Merger works on at a
 	// time. 140,000 files take so much.
 	MaxMemory = 64 << 20
 	// maxTreeBytes bounds the trees of one image on disk, for the names and extended attributes in them.
@@ -34,10 +34,16 @@ type Merger struct {
 	most   int64 // of it
 }
 
-// NewMerger returns a Merger that is at nothing.
-func NewMerger() *Merger { return newMerger(MaxMemory) }
+// NewMerger returns a Merger that is at nothing. Its merges have so many bytes of memory, MaxMemory at most; 0: MaxMemory.
+func NewMerger(memory int64) *Merger {
+	if memory = min(memory, MaxMemory); memory == 0 {
+		memory = MaxMemory
+	}
+	return &Merger{semaphore.NewWeighted(memory), memory}
+}
 
-func newMerger(memory int64) *Merger { return &Merger{semaphore.NewWeighted(memory), memory} }
+// Memory is what its merges have of it.
+func (m *Merger) Memory() int64 { return m.most }
 
 // Merge writes the image of layers, lowest first, as tree.Merger merges them, and returns those whose data it refers to, by index: its
 // devices, in order. It waits for other merges where together they would need too much memory. pay is tree.Merger's. tree.ErrTooLarge

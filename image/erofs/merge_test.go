@@ -35,7 +35,7 @@ func layerOf(t testing.TB, root *tree.Node) Files {
 
 // The trees of an image are bounded together, whichever of its layers they are of.
 func TestMergeIsBounded(t *testing.T) {
-	m := NewMerger()
+	m := NewMerger(0)
 	half := layerOf(t, tree.NewDir())
 	must(t, os.Truncate(half.Tree, maxTreeBytes/2))
 	if _, err := m.Merge(t.Context(), io.Discard, []Files{half, half, layerOf(t, tree.NewDir())}, free); !errors.Is(err, tree.ErrTooLarge) {
@@ -50,7 +50,7 @@ func TestMergeIsBounded(t *testing.T) {
 		many.Children[fmt.Sprint(i)] = &tree.Node{Mode: unix.S_IFCHR}
 	}
 	names := layerOf(t, many)
-	m = newMerger(most)
+	m = NewMerger(most)
 	if _, err := m.Merge(t.Context(), io.Discard, []Files{names}, free); err != nil {
 		t.Error(err)
 	}
@@ -131,7 +131,7 @@ func TestMemoryOfMerges(t *testing.T) {
 		}
 		n := 1
 		for fits := true; fits; n *= 2 { // so many that they just fit
-			_, err := newMerger(most).Merge(t.Context(), io.Discard, []Files{layer(2 * n)}, free)
+			_, err := NewMerger(most).Merge(t.Context(), io.Discard, []Files{layer(2 * n)}, free)
 			if fits = err == nil; !fits && !errors.Is(err, tree.ErrTooLarge) {
 				t.Fatal(err)
 			}
@@ -143,7 +143,7 @@ func TestMemoryOfMerges(t *testing.T) {
 		_, counted, _, err := files.read(t.Context(), 0, math.MaxInt64)
 		must(t, err)
 		before := liveHeap()
-		_, err = newMerger(most).Merge(t.Context(), w, []Files{files}, free)
+		_, err = NewMerger(most).Merge(t.Context(), w, []Files{files}, free)
 		must(t, err)
 		took := int64(w.live - before)
 		t.Logf("%s: %d take %d, counted are %d (%.2f)", name, n, took, counted, float64(took)/float64(counted))
@@ -158,7 +158,7 @@ func TestMemoryOfMerges(t *testing.T) {
 func TestMergesWait(t *testing.T) {
 	l := layerOf(t, tree.NewDir())
 	synctest.Test(t, func(t *testing.T) {
-		m := NewMerger()
+		m := NewMerger(0)
 		must(t, m.memory.Acquire(t.Context(), MaxMemory)) // another merge is at work
 		reason := errors.New("enough")
 		patient, ended := t.Context(), make(chan error, 1)
@@ -190,7 +190,7 @@ func TestMergeIsCancelled(t *testing.T) {
 	below, links := tree.NewDir(), tree.NewDir()
 	below.Children["f"] = &tree.Node{Mode: unix.S_IFREG}
 	links.Children["l"] = &tree.Node{Target: "f"}
-	_, err := NewMerger().Merge(ctx, io.Discard, []Files{layerOf(t, below), layerOf(t, links), layerOf(t, below)}, func(int) error {
+	_, err := NewMerger(0).Merge(ctx, io.Discard, []Files{layerOf(t, below), layerOf(t, links), layerOf(t, below)}, func(int) error {
 		cancel(reason)
 		return nil
 	})
@@ -198,7 +198,7 @@ func TestMergeIsCancelled(t *testing.T) {
 		t.Errorf("while trees are read: %v", err)
 	}
 	ctx, cancel = context.WithCancelCause(t.Context())
-	_, err = NewMerger().Merge(ctx, io.Discard, []Files{layerOf(t, below), layerOf(t, links)}, func(int) error {
+	_, err = NewMerger(0).Merge(ctx, io.Discard, []Files{layerOf(t, below), layerOf(t, links)}, func(int) error {
 		cancel(reason)
 		return nil
 	})

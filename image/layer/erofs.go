@@ -46,8 +46,8 @@ type EROFS struct {
 	merger *erofs.Merger
 }
 
-// NewEROFS returns the EROFS driver, which has blobs packed by the function.
-func NewEROFS(p Packer) *EROFS { return &EROFS{p, erofs.NewMerger()} }
+// NewEROFS returns the EROFS driver, which has blobs packed by the function, and merges layers with so much memory (erofs.NewMerger).
+func NewEROFS(p Packer, memory int64) *EROFS { return &EROFS{p, erofs.NewMerger(memory)} }
 
 // Kind implements Driver.
 func (e *EROFS) Kind() rootfs.Kind { return rootfs.EROFS }
@@ -166,7 +166,7 @@ func (e *EROFS) Merge(effort *Effort, dir string, chain []string) (_ Usage, used
 	used, err = e.merger.Merge(effort.ctx, image, layers, effort.steps)
 	failpoint.Reach("layer.image-written")
 	if errors.Is(err, tree.ErrTooLarge) {
-		return Usage{}, nil, errdefs.New(codes.ResourceExhausted, "%w: to merge its layers takes more than %d bytes of memory: %w", ErrTooLarge, int64(erofs.MaxMemory), err)
+		return Usage{}, nil, errdefs.New(codes.ResourceExhausted, "%w: to merge its layers takes more than %d bytes of memory: %w", ErrTooLarge, e.merger.Memory(), err)
 	}
 	if err != nil {
 		return Usage{}, nil, blame(err)

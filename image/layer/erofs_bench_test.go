@@ -33,7 +33,7 @@ func cpu(b *testing.B) (user, sys time.Duration) {
 func BenchmarkDrivers(b *testing.B) {
 	data := benchTar(b, 10_000)
 	id := digest.FromBytes(data)
-	for _, d := range []Driver{NewDirectory(unpack.Layer), NewEROFS(unpack.Pack)} {
+	for _, d := range []Driver{NewDirectory(unpack.Layer), NewEROFS(unpack.Pack, 0)} {
 		open := func(b *testing.B) *Store {
 			s, err := Open(filepath.Join(mounttest.DiskDir(b), "store"), d, Reserve{}, discardLog())
 			must(b, err)
@@ -101,7 +101,7 @@ func BenchmarkRead(b *testing.B) {
 	large := makeTar(b, file("large", strings.Repeat("0123456789abcdef", 8<<20)))
 	for name, data := range map[string][]byte{"small": data, "large": large} {
 		id := digest.FromBytes(data)
-		for _, d := range []Driver{NewDirectory(unpack.Layer), NewEROFS(unpack.Pack)} {
+		for _, d := range []Driver{NewDirectory(unpack.Layer), NewEROFS(unpack.Pack, 0)} {
 			root := filepath.Join(mounttest.DiskDir(b), "store")
 			open := func() *Store {
 				s, err := Open(root, d, Reserve{}, discardLog())

@@ -44,7 +44,7 @@ func newTwin(t testing.TB) twin {
 		return s
 	}
 	directory := NewDirectory(unpack.Layer)
-	return twin{open("directory", directory), open("erofs", NewEROFS(unpack.Pack)), open("converted", directory)}
+	return twin{open("directory", directory), open("erofs", NewEROFS(unpack.Pack, 0)), open("converted", directory)}
 }
 
 // As many extended attributes as a tree may have are packed and mounted; more are for another driver to take, whichever entries of a directory

@@ -112,9 +112,9 @@ func FuzzPacked(f *testing.F) {
 func packedBlob(t testing.TB, data []byte) []byte {
 	t.Helper()
 	dir := t.TempDir()
-	_, err := NewEROFS(unpack.Pack).Apply(context.Background(), dir, bytes.NewReader(data), unpack.Job{Algorithm: digest.SHA256})
+	_, err := NewEROFS(unpack.Pack, 0).Apply(context.Background(), dir, bytes.NewReader(data), unpack.Job{Algorithm: digest.SHA256})
 	must(t, err)
-	blob, _, err := NewEROFS(unpack.Pack).Packed(dir)
+	blob, _, err := NewEROFS(unpack.Pack, 0).Packed(dir)
 	must(t, err)
 	defer blob.Close()
 	all, err := io.ReadAll(blob)

@@ -29,7 +29,7 @@ func openImages(t testing.TB, root string, reserve Reserve) *Store {
 	} else {
 		must(t, err)
 	}
-	s, err := Open(root, NewEROFS(unpack.Pack), reserve, discardLog())
+	s, err := Open(root, NewEROFS(unpack.Pack, 0), reserve, discardLog())
 	must(t, err)
 	return s
 }

@@ -78,6 +78,9 @@ func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first in
 // InParts reports whether a part of the blob was fetched by itself.
 func (b *Blob) InParts() bool { return b.ahead.used }
 
+// Left is how many bytes have not been read. It is not to be called beside Read.
+func (b *Blob) Left() int64 { return b.want.Size - b.offset }
+
 // Read implements io.Reader.
 func (b *Blob) Read(p []byte) (int, error) {
 	for b.err == nil {

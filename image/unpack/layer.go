@@ -22,10 +22,11 @@ type Limits struct {
 	Tar     int64 // length of the tar, which bounds what its files take on disk
 	Bytes   int64 // length of all its files, with holes counted
 	Entries int64 // entries of the tar
+	Memory  int64 // for its tree, where that is in memory: see Pack, and Job.Packed
 }
 
 // DefaultLimits are far above what is known of real images.
-var DefaultLimits = Limits{Tar: 256 << 30, Bytes: 256 << 30, Entries: 4 << 20}
+var DefaultLimits = Limits{Tar: 256 << 30, Bytes: 256 << 30, Entries: 4 << 20, Memory: 384 << 20}
 
 // WithDefaults fills in what is zero.
 func (l Limits) WithDefaults() Limits {
@@ -37,6 +38,9 @@ func (l Limits) WithDefaults() Limits {
 	}
 	if l.Entries == 0 {
 		l.Entries = DefaultLimits.Entries
+	}
+	if l.Memory == 0 {
+		l.Memory = DefaultLimits.Memory
 	}
 	return l
 }

@@ -19,23 +19,21 @@ import (
 
 // Pack does what Layer does without a filesystem: it appends the files' data to data and writes the tree to out (tree.Encode), both
 // empty files, and needs nothing else. It makes the same of a tar as Layer, with these differences: the tree is in memory until the
-// end, at most maxTree bytes of it; what remains for those who know the layers below is in the tree and not in Contents; Usage is
+// end, at most Limits.Memory of it: more is OutOfRange; what remains for those who know the layers below is in the tree and not in Contents; Usage is
 // not counted; a file whose extended attributes are more than a tree may have, or have a byte more than it may, is OutOfRange; and where a
 // directory has a default ACL, what is in it does not inherit that, for a tar lists all attributes.
 func Pack(ctx context.Context, data, out *os.File, blob io.Reader, job Job) (Result, error) {
+	memory := job.Limits.WithDefaults().Memory
 	return run(ctx, blob, job, func(tick func()) (sink[found], error) {
 		return &packer{
 			root: &tree.Node{Mode: unix.S_IFDIR | 0o755, Implied: true, Children: map[string]*tree.Node{}},
-			data: &dataFile{out: data, buf: make([]byte, 0, dataBuffer)}, out: out, tick: tick, left: maxTree, hash: xxhash.New(),
+			data: &dataFile{out: data, buf: make([]byte, 0, dataBuffer)}, out: out, tick: tick, memory: memory, left: memory, hash: xxhash.New(),
 		}, nil
 	})
 }
 
-const (
-	// maxTree bounds the memory for a tree: perNode bytes and its names for each file.
-	maxTree = 384 << 20
-	perNode = 400
-)
+// perNode is what counts as memory for a file in a tree, beside its names.
+const perNode = 400
 
 // packer keeps the tree of one layer in memory.
 type packer struct {
@@ -43,8 +41,9 @@ type packer struct {
 	data        *dataFile
 	out         io.Writer
 	tick        func()
-	left        int // bytes for the tree
-	steps       int // left for walks
+	memory      int64 // for the tree
+	left        int64 // of that
+	steps       int   // left for walks
 	hash        *xxhash.Digest
 	opaque      bool
 	unsupported int
@@ -121,8 +120,8 @@ func (p *packer) add(at spot, n *tree.Node) error {
 
 // keep counts bytes that are in memory until the end.
 func (p *packer) keep(n int) error {
-	if p.left -= n; p.left < 0 {
-		return &Error{OutOfRange, fmt.Errorf("its tree takes more than the %d bytes of memory allowed", maxTree)}
+	if p.left -= int64(n); p.left < 0 {
+		return &Error{OutOfRange, fmt.Errorf("its tree takes more than the %d bytes of memory allowed", p.memory)}
 	}
 	return nil
 }

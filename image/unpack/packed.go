@@ -39,8 +39,8 @@ func PackedBlob(data, out *os.File) (blob io.Reader, size int64, err error) {
 	return io.MultiReader(parts...), size + int64(len(header)), nil
 }
 
-// readPacked reads a packed layer up to its data. Of the tree nothing is believed.
-func readPacked(in io.Reader) (*tree.Node, error) {
+// readPacked reads a packed layer up to its data, with a tree that takes so much memory at most. Of the tree nothing is believed.
+func readPacked(in io.Reader, memory int64) (*tree.Node, error) {
 	var header [len(packedMagic) + 16]byte
 	if n, err := io.ReadFull(in, header[:]); err == io.EOF {
 		return nil, io.ErrUnexpectedEOF
@@ -52,14 +52,14 @@ func readPacked(in io.Reader) (*tree.Node, error) {
 		return nil, refuse("it begins with %q", header[:len(packedMagic)])
 	}
 	treeSize, dataSize := binary.BigEndian.Uint64(numbers), binary.BigEndian.Uint64(numbers[8:])
-	if treeSize > maxTree {
-		return nil, exceeds("its tree has more than %d bytes", maxTree)
+	if treeSize > uint64(memory) {
+		return nil, exceeds("its tree has more than %d bytes", memory)
 	}
-	limit := tree.Limit{Bytes: int64(treeSize), Memory: maxTree, Blocks: int64(dataSize / tree.BlockSize)}
+	limit := tree.Limit{Bytes: int64(treeSize), Memory: memory, Blocks: int64(dataSize / tree.BlockSize)}
 	root, _, err := tree.Decode(io.LimitReader(in, int64(treeSize)), 0, limit)
 	switch {
 	case errors.Is(err, tree.ErrTooLarge):
-		return nil, exceeds("its tree takes more than the %d bytes of memory allowed", maxTree)
+		return nil, exceeds("its tree takes more than the %d bytes of memory allowed", memory)
 	case errors.Is(err, tree.ErrMalformed):
 		return nil, &Error{InvalidArgument, err}
 	}
@@ -69,7 +69,7 @@ func readPacked(in io.Reader) (*tree.Node, error) {
 // packed hands a sink what is in a packed layer, within the limits: what its tar would have come to, whatever the order was in which that
 // told it. Files come as their data lies there, for it is read once.
 func (w walk[D]) packed(ctx context.Context, in io.Reader, limits Limits) error {
-	root, err := readPacked(in)
+	root, err := readPacked(in, limits.Memory)
 	if err != nil {
 		return blame(fmt.Errorf("read tree: %w", err))
 	}

@@ -117,7 +117,7 @@ func TestImagesThatTakeMemory(t *testing.T) {
 		t.Skip("NOT TESTED: ", err)
 	}
 	const files = 140_000
-	d := startDaemon(t)
+	d := startDaemonWith(t, nil, harness.WithLayerDriver("auto"))
 	var names [2]string
 	for i := range names {
 		reader, writer := io.Pipe()

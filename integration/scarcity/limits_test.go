@@ -1,18 +1,32 @@
 package scarcity
 
 import (
+	"archive/tar"
+	"bytes"
+	"compress/gzip"
+	"crypto/sha256"
 	"errors"
 	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/opencontainers/go-digest"
+	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/image/erofs"
+	"berth/image/registry"
+	"berth/image/registry/registrytest"
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
@@ -22,12 +36,94 @@ import (
 // to half of that; where launchers and plugins need the rest one of them is killed, or the daemon, and the next one goes on.
 // Every error says so. In the end there are the image and the pods.
 func TestMemoryLimit(t *testing.T) {
+	t.Run("directories", func(t *testing.T) { underMemoryLimit(t, nil) })
+	t.Run("EROFS images, a layer in parts, and one of many files", func(t *testing.T) {
+		if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
+			t.Skip("NOT TESTED: ", err)
+		}
+		slow, parts := slowLayer(t)
+		underMemoryLimit(t, []string{slow, manyFiles(t, 100_000)}, harness.WithLayerDriver("auto"))
+		if parts.Load() == 0 {
+			t.Error("no part of the slow layer was fetched by itself")
+		}
+	})
+}
+
+// slowLayer is an image with one large layer, whose registry sends it slowly until parts are asked for, and how many were.
+func slowLayer(t *testing.T) (name string, parts *atomic.Int64) {
+	t.Helper()
+	data := make([]byte, 24<<20)
+	_, err := rand.NewChaCha8(sha256.Sum256([]byte("slow"))).Read(data)
+	harness.Must(t, err)
+	var blob bytes.Buffer
+	w := tar.NewWriter(&blob)
+	harness.Must(t, w.WriteHeader(&tar.Header{Name: "large", Mode: 0o644, Size: int64(len(data))}))
+	_, err = w.Write(data)
+	harness.Must(t, errors.Join(err, w.Close()))
+	r := registrytest.New(t)
+	r.PutImage("slow", "v1", "", registrytest.Layer{Blob: blob.Bytes()})
+	parts = new(atomic.Int64)
+	r.Before = func(w http.ResponseWriter, req *http.Request) bool {
+		if !strings.HasSuffix(req.URL.Path, digest.FromBytes(blob.Bytes()).String()) {
+			return false
+		}
+		var first, last int64
+		if _, err := fmt.Sscanf(req.Header.Get("Range"), "bytes=%d-%d", &first, &last); err == nil && last-first < registry.PartSize {
+			parts.Add(1)
+		}
+		slow := &pacedWriter{ResponseWriter: w, until: func() bool { return parts.Load() > 0 }}
+		http.ServeContent(slow, req, "", time.Time{}, bytes.NewReader(blob.Bytes()))
+		return true
+	}
+	return r.Host() + "/slow:v1", parts
+}
+
+// manyFiles is an image of so many empty files.
+func manyFiles(t *testing.T, n int) (name string) {
+	t.Helper()
+	var blob bytes.Buffer
+	z := gzip.NewWriter(&blob)
+	sum := digest.SHA256.Digester()
+	w := tar.NewWriter(io.MultiWriter(z, sum.Hash()))
+	for i := range n {
+		harness.Must(t, w.WriteHeader(&tar.Header{Name: fmt.Sprintf("%d/%d", i/1000, i), Mode: 0o644}))
+	}
+	harness.Must(t, errors.Join(w.Close(), z.Close()))
+	r := registrytest.New(t)
+	r.PutImage("many", "v1", "", registrytest.Layer{Blob: blob.Bytes(), MediaType: ocispec.MediaTypeImageLayerGzip, DiffID: sum.Digest()})
+	return r.Host() + "/many:v1"
+}
+
+// pacedWriter sends 4 MB a second until something is so.
+type pacedWriter struct {
+	http.ResponseWriter
+	until func() bool
+}
+
+func (w *pacedWriter) Write(data []byte) (sent int, err error) {
+	const chunk = 4 << 10
+	for len(data) > chunk && err == nil && !w.until() {
+		var n int
+		n, err = w.ResponseWriter.Write(data[:chunk])
+		w.ResponseWriter.(http.Flusher).Flush()
+		time.Sleep(time.Millisecond)
+		sent, data = sent+n, data[n:]
+	}
+	if err != nil {
+		return sent, err
+	}
+	n, err := w.ResponseWriter.Write(data)
+	return sent + n, err
+}
+
+// underMemoryLimit has the images pulled besides one of many layers.
+func underMemoryLimit(t *testing.T, images []string, options ...harness.DaemonOption) {
 	group, option := inGroup(t, "memory")
 	const limit = 64 << 20
 	group.limitMemory(t, limit)
-	d := harness.StartDaemon(t, option)
+	d := harness.StartDaemon(t, append(options, option)...)
 	var trees []fixture.Tree
-	for i := range 12 { // 1 MiB each: root is on a tmpfs here, so they count for good
+	for i := range 12 { // 1 MiB each, which count for good where root is on a tmpfs
 		var body strings.Builder
 		for n := 0; body.Len() < 1<<20; n++ {
 			fmt.Fprintf(&body, "%d of layer %d is %x\n", n, i, n*n*2654435761)
@@ -36,7 +132,10 @@ func TestMemoryLimit(t *testing.T) {
 	}
 	name, _ := harness.Push(t, harness.Registry, "layers:latest", harness.BuildImage(t, v1.Config{}, trees...))
 	var left []func() error // what kubelet wants, and asks for until it has it
-	left = append(left, func() error { _, err := d.TryPull(t, name, nil); return err })
+	for _, name := range append(images, name) {
+		left = append(left, func() error { _, err := d.TryPull(t, name, nil); return err })
+	}
+	wanted := len(left) + 50
 	for range 50 {
 		config := d.PodConfig(t)
 		left = append(left, func() error { _, err := d.Cri.RunPodSandbox(t.Context(), config, ""); return err })
@@ -44,7 +143,7 @@ func TestMemoryLimit(t *testing.T) {
 	deaths, failed, taken := 0, 0, uint64(0)
 	for round := 0; len(left) > 0; round++ {
 		if round == 20 {
-			t.Fatalf("%d of 51 calls do not succeed: %v", len(left), left[0]())
+			t.Fatalf("%d of %d calls do not succeed: %v", len(left), wanted, left[0]())
 		}
 		var errs []error
 		left, errs = callAll(left, 3)

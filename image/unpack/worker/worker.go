@@ -49,6 +49,8 @@ const (
 	// heapLimit is from where on Go collects garbage at any price; what lives can be more:
 	// a window of zstd, and the names of directories.
 	heapLimit = 256 << 20
+	// heapBase is what a process needs that has no tree in memory.
+	heapBase = 8 << 20
 	// collectAt is by how much, in percent, the heap grows before garbage is collected: with the
 	// default that would be each few megabytes.
 	collectAt = 400
@@ -71,14 +73,14 @@ func Args(job unpack.Job, pack bool) []string {
 	case job.Packed:
 		what = fromPacked
 	}
-	return []string{wire.Version, what, job.Algorithm.String(), number(job.Limits.Tar), number(job.Limits.Bytes), number(job.Limits.Entries)}
+	return []string{wire.Version, what, job.Algorithm.String(), number(job.Limits.Tar), number(job.Limits.Bytes), number(job.Limits.Entries), number(job.Limits.Memory)}
 }
 
 func parse(args []string) (job unpack.Job, pack bool, err error) {
 	if len(args) == 0 || args[0] != wire.Version {
 		return job, false, errors.New("berth-unpack is started by berth, not by hand, and by a berth of its own version")
 	}
-	if len(args) != 6 {
+	if len(args) != 7 {
 		return job, false, fmt.Errorf("%d arguments", len(args))
 	}
 	switch args[1] {
@@ -93,7 +95,7 @@ func parse(args []string) (job unpack.Job, pack bool, err error) {
 	if job.Algorithm = digest.Algorithm(args[2]); !job.Algorithm.Available() {
 		return job, false, fmt.Errorf("digest %q", args[2])
 	}
-	for i, n := range []*int64{&job.Limits.Tar, &job.Limits.Bytes, &job.Limits.Entries} {
+	for i, n := range []*int64{&job.Limits.Tar, &job.Limits.Bytes, &job.Limits.Entries, &job.Limits.Memory} {
 		if *n, err = strconv.ParseInt(args[3+i], 10, 64); err != nil {
 			return job, false, err
 		}
@@ -131,7 +133,7 @@ func run(args []string) error {
 	if err := os.NewFile(ExeFD, "berth-unpack").Close(); err != nil {
 		return err
 	}
-	debug.SetMemoryLimit(heapLimit)
+	debug.SetMemoryLimit(min(heapLimit, job.Limits.Memory*3/2+heapBase))
 	debug.SetGCPercent(collectAt)
 	tree := os.NewFile(TreeFD, "tree")
 	// A file is never larger than all of them may be.
