@@ -129,21 +129,13 @@ func (a *attachment) gateways() (all []netip.Prefix) {
 	return all
 }
 
-// plugAttempts is how often the bridge and the rules are made because others have changed them since.
-const plugAttempts = 10
-
 // plug connects the pod's port with the bridge. What is missing of the bridge and of the rules for all pods is made: after a boot all of it.
-func (a *attachment) plug(ctx context.Context, kept addresses.Reservation) (bridge *links.Bridge, made links.Plugged, err error) {
-	for range plugAttempts {
-		bridge, made, err = a.plugIfReady(ctx, kept)
-		if bridge != nil || err != nil {
-			return bridge, made, err
-		}
-		if err := a.makeNetwork(ctx); err != nil {
-			return nil, made, err
-		}
+func (a *attachment) plug(ctx context.Context, kept addresses.Reservation) (*links.Bridge, links.Plugged, error) {
+	bridge, made, err := a.plugIfReady(ctx, kept)
+	if bridge != nil || err != nil {
+		return bridge, made, err
 	}
-	return nil, made, types.NewError(types.ErrTryAgainLater, "bridge "+a.Bridge+" and its rules change all the time", "")
+	return a.makeAndPlug(ctx, kept)
 }
 
 // plugIfReady returns no bridge if something is missing. The bridge does not become another network's before that would be told that there is a port.
@@ -155,6 +147,26 @@ func (a *attachment) plugIfReady(ctx context.Context, kept addresses.Reservation
 	defer unlock()
 	bridge, err := a.ready()
 	if bridge == nil || err != nil {
+		return nil, links.Plugged{}, err
+	}
+	made, err := links.Plug(a.describe(bridge, kept))
+	return bridge, made, err
+}
+
+// makeAndPlug keeps other networks from the bridge until there is a port: else two that begin at the same time would take it from each other.
+func (a *attachment) makeAndPlug(ctx context.Context, kept addresses.Reservation) (*links.Bridge, links.Plugged, error) {
+	unlockStore, err := a.store.Lock(ctx) // others may be about to do the same
+	if err != nil {
+		return nil, links.Plugged{}, err
+	}
+	defer unlockStore()
+	unlock, err := links.Lock(ctx, lockfile.Exclusive)
+	if err != nil {
+		return nil, links.Plugged{}, err
+	}
+	defer unlock()
+	bridge, err := a.makeNetwork()
+	if err != nil {
 		return nil, links.Plugged{}, err
 	}
 	made, err := links.Plug(a.describe(bridge, kept))
@@ -190,22 +202,19 @@ func (a *attachment) ready() (*links.Bridge, error) {
 	return bridge, nil
 }
 
-// makeNetwork makes the bridge and the rules for all pods, as far as they are missing.
-func (a *attachment) makeNetwork(ctx context.Context) error {
-	unlock, err := a.store.Lock(ctx) // others may be about to do the same
-	if err != nil {
-		return err
-	}
-	defer unlock()
+// makeNetwork makes the bridge and the rules for all pods, as far as they are missing. Both locks are held.
+func (a *attachment) makeNetwork() (*links.Bridge, error) {
 	d := a.description()
+	var err error
 	if d.InUse, err = a.addressesInUse(); err != nil {
-		return err
+		return nil, err
 	}
-	if err := links.MakeBridge(ctx, d); err != nil {
-		return refused(err)
+	bridge, err := links.MakeBridge(d)
+	if err != nil {
+		return nil, refused(err)
 	}
-	_, err = a.install(ctx)
-	return err
+	_, err = a.installFor(bridge)
+	return bridge, err
 }
 
 // refused gives what an administrator has to mend its code.
@@ -236,6 +245,10 @@ func (a *attachment) install(ctx context.Context) (written bool, err error) {
 	if err != nil || !bridge.BelongsTo(a.Key()) {
 		return false, err // there is none yet, or it is to be made anew
 	}
+	return a.installFor(bridge)
+}
+
+func (a *attachment) installFor(bridge *links.Bridge) (written bool, err error) {
 	if ok, err := a.filter.Installed(a.rules(bridge)); ok || err != nil {
 		return false, err
 	}

@@ -1,6 +1,7 @@
 package berthnet
 
 import (
+	"sync"
 	"testing"
 
 	"berth/cni/berthnet/addresses"
@@ -61,5 +62,36 @@ func BenchmarkAddDel(b *testing.B) {
 				b.StartTimer()
 			}
 		})
+	}
+}
+
+// Pods that come eight at a time.
+func BenchmarkAddParallel(b *testing.B) {
+	bed := newBed(b, nil)
+	bed.attached(nil)
+	work := make(chan *testPod, b.N)
+	var pods []*testPod
+	for range b.N {
+		p := bed.pod(nil)
+		pods = append(pods, p)
+		work <- p
+	}
+	close(work)
+	b.ResetTimer()
+	var adds sync.WaitGroup
+	for range 8 {
+		adds.Go(func() {
+			for p := range work {
+				if err := p.add(); err != nil {
+					b.Error(err)
+				}
+			}
+		})
+	}
+	adds.Wait()
+	b.StopTimer()
+	for _, p := range pods {
+		must(b, p.del())
+		must(b, netns.Remove(p.netns))
 	}
 }

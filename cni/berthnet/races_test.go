@@ -52,7 +52,8 @@ func waitsFor(t *testing.T, lock string) {
 // othersBridge is what an ADD with another subnet does to the bridge: the gateways go that no pod needs.
 func (b *bed) othersBridge(t *testing.T) {
 	t.Helper()
-	must(t, links.MakeBridge(t.Context(), &links.Description{Name: "bn0", Network: b.key(), Gateways: []netip.Prefix{netip.MustParsePrefix("10.98.0.1/24")}}))
+	_, err := links.MakeBridge(&links.Description{Name: "bn0", Network: b.key(), Gateways: []netip.Prefix{netip.MustParsePrefix("10.98.0.1/24")}})
+	must(t, err)
 }
 
 // An ADD that finds the gateway of its subnet, and then waits, has it in the end.

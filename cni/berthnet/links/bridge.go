@@ -2,7 +2,6 @@ package links
 
 import (
 	"bytes"
-	"context"
 	"crypto/sha256"
 	"errors"
 	"fmt"
@@ -19,7 +18,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
-	"berth/internal/lockfile"
 )
 
 // Bridge is the node's end of a network, as it is.
@@ -128,29 +126,31 @@ func (b *Bridge) Obsolete(d *Description) (some []netip.Prefix) {
 }
 
 // MakeBridge makes the bridge as it is described, as far as it is not so, and has the node forward packets. A bridge that is there keeps
-// its MTU, and one that others have made its addresses. Nobody else makes bridges meanwhile. Errors as of CheckBridge.
-func MakeBridge(ctx context.Context, d *Description) error {
-	unlock, err := Lock(ctx, lockfile.Exclusive)
-	if err != nil {
-		return err
-	}
-	defer unlock()
+// its MTU, and one that others have made its addresses. The caller has the lock for itself. Errors as of CheckBridge.
+func MakeBridge(d *Description) (*Bridge, error) {
 	b, err := d.find()
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if b == nil {
 		if b, err = newBridge(d); err != nil {
-			return err
+			return nil, err
 		}
 	}
 	if err := b.claim(d.Network); err != nil {
-		return err
+		return nil, err
 	}
 	if err := b.Prepare(d.Gateways); err != nil {
-		return err
+		return nil, err
 	}
-	return b.setUp(d.Gateways, b.Obsolete(d))
+	if err := b.setUp(d.Gateways, b.Obsolete(d)); err != nil {
+		return nil, err
+	}
+	b, err = FindBridge(d.Name)
+	if err == nil && b == nil {
+		err = fmt.Errorf("bridge %s vanishes", d.Name)
+	}
+	return b, err
 }
 
 // CheckBridge tells why MakeBridge would refuse, and changes nothing: ErrTaken if another network has pods on the bridge, ErrOverlap if the node

@@ -116,7 +116,7 @@ func SetUp(a Attachment) error {
 // all network devices.
 const linkTime = 5 * time.Second
 
-// awaitForwarding waits until the bridge takes what the pod sends. What comes before is dropped, and a pod's first question for a hardware
+// awaitForwarding waits until the bridge takes what the pod sends, but for a bridge of others' with STP, which takes half a minute. What comes before is dropped, and a pod's first question for a hardware
 // address is asked again after a second. The bridge plugin waits for the same.
 func (a *Attachment) awaitForwarding() error {
 	port := PortName(a.ContainerID, a.IfName)

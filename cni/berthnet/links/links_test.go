@@ -1,13 +1,16 @@
 package links
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"berth/internal/lockfile"
 	"berth/internal/netns"
 )
 
@@ -39,6 +42,41 @@ func TestNewBridge(t *testing.T) {
 			t.Errorf("the bridge, with somebody being quicker %v: %v", quicker, err)
 		}
 	}
+}
+
+// Who wants the lock for himself has it as soon as those have it no more who had it when he came.
+func TestLockIsFair(t *testing.T) {
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+	first, err := Lock(t.Context(), lockfile.Shared)
+	if err != nil {
+		t.Fatal(err)
+	}
+	alone := make(chan func(), 1)
+	go func() {
+		unlock, err := Lock(t.Context(), lockfile.Exclusive)
+		if err != nil {
+			t.Error(err)
+		}
+		alone <- unlock
+	}()
+	for deadline := time.Now().Add(30 * time.Second); ; {
+		second, err := Lock(gone, lockfile.Shared)
+		if errors.Is(err, context.Canceled) {
+			break
+		}
+		if err != nil || time.Now().After(deadline) {
+			t.Fatalf("others get the lock all the time; %v", err)
+		}
+		second()
+	}
+	first()
+	(<-alone)()
+	last, err := Lock(t.Context(), lockfile.Shared)
+	if err != nil {
+		t.Fatal(err)
+	}
+	last()
 }
 
 // What the kernel lacks for checking what pods send is found out.

@@ -127,7 +127,8 @@ func (f *Filter) install(n *Network, pods []Pod) error {
 	})
 }
 
-// markers are the marks that the network's table has, and tables of other networks for its bridge.
+// markers are the marks that the network's table has, and tables of other networks for its bridge. Networks of the same name had one table in common before it
+// was named by the key: whoever of them comes first removes it.
 func (n *Network) markers(conn *nftables.Conn) (names []string, others []*nftables.Table, err error) {
 	chains, err := conn.ListChainsOfTableFamily(nftables.TableFamilyINet)
 	if err != nil {
