@@ -360,7 +360,7 @@ func (m *Maker) confine() error {
 		return fmt.Errorf("join its cgroup: %w", err)
 	}
 	failpoint.Reach("launcher.cgroup-joined")
-	if err := m.mgr.Set(m.cgroups.Resources); err != nil {
+	if err := keepLockLimit(func() error { return m.mgr.Set(m.cgroups.Resources) }); err != nil {
 		return fmt.Errorf("set up its cgroup: %w", err)
 	}
 	failpoint.Reach("launcher.cgroup-set")
@@ -370,6 +370,19 @@ func (m *Maker) confine() error {
 		}
 	}
 	return nil
+}
+
+// keepLockLimit calls set with this process's limit of locked memory as it is, and as it is again afterwards: to load the program that says which
+// devices may be used (cgroup v2), the library lifts it, for kernels before 5.11, and what the launcher starts next would have no limit.
+func keepLockLimit(set func() error) error {
+	var limit unix.Rlimit
+	if err := unix.Getrlimit(unix.RLIMIT_MEMLOCK, &limit); err != nil {
+		return os.NewSyscallError("getrlimit", err)
+	}
+	if err := set(); err != nil {
+		return err
+	}
+	return os.NewSyscallError("setrlimit", unix.Setrlimit(unix.RLIMIT_MEMLOCK, &limit))
 }
 
 // letGo lets the first stage make the second.
