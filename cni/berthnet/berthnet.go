@@ -570,7 +570,7 @@ func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 
 // able tells why an ADD would be refused, or nil. It changes nothing, but that modules of the kernel may be loaded.
 func (p *Plugin) able(a *attachment) error {
-	if err := a.filter.Available(); err != nil {
+	if err := errors.Join(a.filter.Available(), addresses.Check(a.Dir())); err != nil {
 		return err
 	}
 	if a.ChecksSource() && !p.checksSource.Load() {

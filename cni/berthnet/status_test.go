@@ -38,6 +38,7 @@ func TestStatusRefuses(t *testing.T) {
 			must(t, err)
 			must(t, netlink.LinkSetAlias(link, "somebody's"))
 		}, `has the alias "somebody's"`},
+		{"no place for addresses", map[string]any{"dataDir": "/dev/null/x"}, func(*testing.T) {}, "not a directory"},
 		{"something else of the bridge's name", map[string]any{"bridge": "outside"}, func(*testing.T) {}, "outside is no bridge"},
 		{"an address of the node", map[string]any{"subnets": []string{"192.0.2.0/24"}}, func(*testing.T) {}, "192.0.2.1/24"},
 		{"a route of the node", nil, func(t *testing.T) {

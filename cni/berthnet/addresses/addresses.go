@@ -26,6 +26,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"berth/cni/berthnet/conf"
 	"berth/internal/failpoint"
 	"berth/internal/lockfile"
@@ -66,6 +68,21 @@ func Open(dir string) (*Store, error) {
 		return nil, fmt.Errorf("make directory of addresses: %w", err)
 	}
 	return &Store{dir: dir}, nil
+}
+
+// Check tells why nothing can be reserved in a directory, as far as that can be told without making anything: there is something else, or
+// it, or the one that it would be made in, can't be written to.
+func Check(dir string) error {
+	for {
+		err := unix.Access(dir, unix.W_OK|unix.X_OK)
+		if err == nil {
+			return nil
+		}
+		if !errors.Is(err, unix.ENOENT) || dir == filepath.Dir(dir) {
+			return fmt.Errorf("addresses can't be kept: %w", &os.PathError{Op: "access", Path: dir, Err: err})
+		}
+		dir = filepath.Dir(dir)
+	}
 }
 
 // Inspect returns the store in a directory for reading, whether it exists or not.

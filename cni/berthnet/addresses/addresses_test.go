@@ -39,6 +39,25 @@ func (s *Store) give(t *testing.T, id string, ranges []conf.Range) string {
 	return join(r.IPs)
 }
 
+// What Check allows can be opened, and what it refuses can't; it makes nothing.
+func TestCheck(t *testing.T) {
+	dir := t.TempDir()
+	must(t, os.WriteFile(filepath.Join(dir, "file"), nil, 0o600))
+	must(t, os.Mkdir(filepath.Join(dir, "there"), 0o700))
+	for path, good := range map[string]bool{"there": true, "there/not/yet": true, "file": false, "file/below": false} {
+		path = filepath.Join(dir, path)
+		_, before := os.Lstat(path)
+		err := Check(path)
+		if _, after := os.Lstat(path); (before == nil) != (after == nil) {
+			t.Errorf("%s is made", path)
+		}
+		_, opened := Open(path)
+		if (err == nil) != good || (opened == nil) != good {
+			t.Errorf("%s: Check says %v, Open %v", path, err, opened)
+		}
+	}
+}
+
 // Addresses are given in turn, one that came back as late as possible, none twice, and the gateway never.
 func TestReserve(t *testing.T) {
 	s, ranges := newStore(t), small(t)[:1]
