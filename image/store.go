@@ -411,12 +411,10 @@ func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registr
 	defer release()
 	x := s.index.Load()
 	chain := layersOf(img)
-	id, rec, known := x.place(img)
-	if !known || rec.asleep {
-		rec.asleep = false
-		if rec.Size, err = sizeOf(store, chain); err != nil {
-			return nil, err
-		}
+	id, rec := x.place(img)
+	rec.asleep = false
+	if rec.Size, err = sizeOf(store, chain); err != nil { // in another form than before, perhaps
+		return nil, err
 	}
 	records := maps.Clone(x.records)
 	if records[id], err = s.write(id, rec.with(ref, img.Digest)); err != nil {
@@ -435,23 +433,23 @@ func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registr
 
 // place returns the ID that a pulled image has or is to have, and its record. The image that has the ID
 // may be another: one with the same configuration, and other blobs.
-func (x *index) place(img *registry.Image) (id string, rec record, known bool) {
+func (x *index) place(img *registry.Image) (id string, rec record) {
 	rec = record{Config: img.RawConfig}
 	for _, l := range img.Layers {
 		rec.Blobs = append(rec.Blobs, l.Blob.Digest)
 	}
 	usual, other := img.ConfigDigest.String(), rec.otherID()
 	if there, ok := x.records[other]; ok {
-		return other, there, true
+		return other, there
 	}
 	there, ok := x.records[usual]
 	switch {
 	case !ok:
-		return usual, rec, false
+		return usual, rec
 	case slices.Equal(there.Blobs, rec.Blobs):
-		return usual, there, true
+		return usual, there
 	}
-	return other, rec, false
+	return other, rec
 }
 
 // untag writes the record of an image that has lost its tag to another one. The

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"strings"
 	"testing"
 	"testing/synctest"
 
@@ -110,6 +111,19 @@ func TestMemoryOfMerges(t *testing.T) {
 			}
 			return n
 		},
+		"attributes that nothing fits": func(int) *tree.Node { // neither 257 of them nor strings of 33 bytes
+			n := file(0)
+			for i := range 257 {
+				n.Xattrs = append(n.Xattrs, tree.Xattr{Name: fmt.Sprintf("user.%028d", i), Value: strings.Repeat("v", 33)})
+			}
+			return n
+		},
+		"long attributes": func(int) *tree.Node { // 40 KiB of memory each
+			n := file(0)
+			n.Xattrs = []tree.Xattr{{Name: "user.a", Value: strings.Repeat("v", 32<<10+1)}}
+			return n
+		},
+		"long targets": func(int) *tree.Node { return &tree.Node{Mode: unix.S_IFLNK | 0o777, Target: strings.Repeat("t", 2049)} },
 		"one attribute": func(int) *tree.Node {
 			n := file(0)
 			n.Xattrs = []tree.Xattr{{Name: "user.a", Value: "v"}}

@@ -65,7 +65,9 @@ type Limit struct {
 const (
 	nodeMemory  = 448 // with its place in its directory
 	dirMemory   = 384 // of a directory besides
-	xattrMemory = 48
+	xattrMemory = 64
+	// roomy is how long a string is at most whose place is counted there; of a longer one the allocator may leave a quarter empty.
+	roomy = 64
 )
 
 // Encode writes a tree, whose root is a directory. Devices are not written.
@@ -229,7 +231,11 @@ func (r *reader) text(max uint64) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	if err := r.keep(n); err != nil {
+	place := n
+	if n > roomy {
+		place += n / 4
+	}
+	if err := r.keep(place); err != nil {
 		return "", err
 	}
 	buf := make([]byte, n)
@@ -335,11 +341,14 @@ func (r *reader) xattrs(n *Node) error {
 	if err != nil {
 		return err
 	}
+	if err := r.keep(count * xattrMemory); err != nil {
+		return err
+	}
+	if count > 0 {
+		n.Xattrs = make([]Xattr, 0, count)
+	}
 	total, last := 0, ""
 	for range count {
-		if err := r.keep(xattrMemory); err != nil {
-			return err
-		}
 		var x Xattr
 		if x.Name, err = r.text(maxName); err != nil {
 			return err

@@ -2,10 +2,44 @@
 
 #include <dlfcn.h>
 #include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
 
 #include "load.h"
 
 struct library isal_library;
+
+// works has a library inflate a gzip. The program was built with another machine's header, perhaps, and a library whose structures are other ones
+// is to be noticed here and not with a layer. So there is room behind the structures.
+static int works(const struct library *l)
+{
+	static uint8_t gzip[] = {
+		0x1f, 0x8b, 0x08, 0x00, 0x00, 0x00, 0x00, 0x00, 0x00, 0xff, 0x2b, 0xcf, 0x48, 0x2c, 0x51, 0xc8,
+		0xcc, 0x4b, 0xcb, 0x49, 0x2c, 0x49, 0x2d, 0x56, 0x28, 0xc9, 0xc8, 0x2c, 0xd6, 0x41, 0x70, 0x73,
+		0x12, 0x2b, 0x53, 0x8b, 0x8a, 0xb9, 0x00, 0x44, 0x8d, 0x72, 0x78, 0x24, 0x00, 0x00, 0x00,
+	};
+	static const char text[] = "what inflates this, inflates layers\n";
+	struct {
+		struct inflate_state state;
+		char room[16 << 10];
+		struct isal_gzip_header header;
+		char more[4 << 10];
+		char out[2 * sizeof text];
+	} *t = calloc(1, sizeof *t);
+	if (t == NULL)
+		return 0;
+	l->inflate_init(&t->state);
+	l->gzip_header_init(&t->header);
+	t->state.crc_flag = ISAL_GZIP_NO_HDR_VER;
+	t->state.next_in = gzip, t->state.avail_in = sizeof gzip;
+	t->state.next_out = (uint8_t *)t->out, t->state.avail_out = sizeof t->out;
+	int right = l->read_gzip_header(&t->state, &t->header) == ISAL_DECOMP_OK && l->inflate(&t->state) == ISAL_DECOMP_OK &&
+		t->state.block_state == ISAL_BLOCK_FINISH && t->state.avail_in == 0 &&
+		t->state.avail_out == sizeof t->out - strlen(text) && memcmp(t->out, text, strlen(text)) == 0;
+	free(t);
+	return right;
+}
 
 // It is loaded from the node's root directory, before berth-unpack leaves that for a layer's: constructors with a priority
 // come before those without, as package early's is. 101 is the first that programs may have.
@@ -20,8 +54,8 @@ __attribute__((constructor(101))) static void load(void)
 		.read_gzip_header = dlsym(so, "isal_read_gzip_header"),
 		.inflate = dlsym(so, "isal_inflate"),
 	};
-	if (found.inflate_init && found.gzip_header_init && found.read_gzip_header && found.inflate)
+	if (found.inflate_init && found.gzip_header_init && found.read_gzip_header && found.inflate && works(&found))
 		isal_library = found;
 	else
-		dlclose(so); // another version
+		dlclose(so); // another version: Go inflates
 }
