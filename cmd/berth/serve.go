@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/cmd/berth/nodenet"
+	"berth/cmd/berth/watchdog"
 	"berth/cni"
 	"berth/cni/berthnet"
 	"berth/image"
@@ -37,6 +38,7 @@ import (
 	"berth/sandbox/plugins"
 	"berth/sandbox/streams"
 	"berth/server"
+	"berth/server/streaming"
 )
 
 func newServeCommand() *cobra.Command {
@@ -98,114 +100,159 @@ func setUpProcess() {
 // serve is the daemon from start to end. What it opens is closed in the reverse
 // order, whether it ends well or not.
 func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error) {
-	closing := cleanup.New()
-	defer closing.Run(&err)
-	end := newEnding(stopLimit)
-	defer context.AfterFunc(ctx, func() { end.deadline() })() // it begins with the signal, or with the first thing that is closed
+	a := &assembly{cfg: cfg, end: newEnding(stopLimit), closing: cleanup.New(), log: log}
+	defer a.closing.Run(&err)
+	defer context.AfterFunc(ctx, func() { a.end.deadline() })() // it begins with the signal, or with the first thing that is closed
 
 	memory := limitMemory(log)
-	if err := lockDirectories(cfg, closing); err != nil {
+	if err := lockDirectories(cfg, a.closing); err != nil {
 		return err
 	}
 	listener, err := listen(cfg.Listen)
 	if err != nil {
 		return err
 	}
-	closing.Add("close socket", func() error { return ignoreClosed(listener.Close()) })
-
+	a.closing.Add("close socket", func() error { return ignoreClosed(listener.Close()) })
 	node, err := discover(cfg)
 	if err != nil {
 		return err
 	}
-	waits := watchWaits(cfg, closing, log)
-	unpacker, err := process.Open(node.unpack, cfg.StallTimeout.Duration, log)
+	a.watchWaits()
+	images, err := a.openImages(ctx, node, memory)
 	if err != nil {
 		return err
 	}
-	closing.Add("close berth-unpack", unpacker.Close)
-	images, err := image.Open(ctx, imageConfig(cfg, unpacker, memory, waits), log)
+	network, err := a.openNetwork()
 	if err != nil {
 		return err
 	}
-	closing.Add("close image store", end.closer(images.Close))
-	network, err := openNetwork(cfg, end, closing, waits, log)
+	tracing, err := startTracing(cfg, a.end, a.closing, log)
 	if err != nil {
 		return err
 	}
-	plugins, err := newPlugins(cfg, waits, log)
+	pods, err := a.openPods(ctx, node, images, network)
 	if err != nil {
 		return err
 	}
-	tracing, err := startTracing(cfg, end, closing, log)
+	sessions, err := a.openSessions(pods)
 	if err != nil {
 		return err
 	}
-	pods, err := sandbox.Open(ctx, sandboxConfig(cfg, node, plugins, waits, log), images, network)
-	if err != nil {
-		return err
-	}
-	closing.Add("close sandboxes", end.within(pods.Close))
-	if err := images.CollectGarbage(ctx); err != nil { // they are in nobody's way
-		log.Error("layers that nobody needs stay until others are deleted", "error", err)
-	}
-	sessions, err := listenStreaming(cfg, pods, log)
-	if err != nil {
-		return err
-	}
-	closing.Add("end streaming sessions", end.closer(serveStreaming(sessions, log)))
 	tidy := tidier.New(restTime, pages.ReleaseStartup, log)
-	closing.Add("end tidying", tidy.Close)
-	serverCfg := serverConfig(cfg, node, network, sessions, tracing, waits)
+	a.closing.Add("end tidying", tidy.Close)
+	serverCfg := serverConfig(cfg, node, network, sessions, tracing, a.waits)
 	serverCfg.Changing = tidy.Changing
-	return announce(ctx, listener, server.New(serverCfg, pods, images, log), waits, log)
+	return announce(ctx, listener, server.New(serverCfg, pods, images, log), a.waits, log)
 }
 
-// openNetwork opens the network of pods, which closing closes.
-func openNetwork(cfg *config.Config, end ending, closing *cleanup.List, waits *task.Waits, log *slog.Logger) (*cni.Network, error) {
-	own := &berthnet.Plugin{}
-	closing.Add("close berth-net", end.closer(own.Close))
-	networkCfg, err := nodenet.Config(cfg, own)
+// assembly is the daemon while its parts are opened. What it opens closing closes, within the time that end grants.
+type assembly struct {
+	cfg     *config.Config
+	end     ending
+	closing *cleanup.List
+	waits   *task.Waits // all of the daemon's; nil before watchWaits
+	log     *slog.Logger
+}
+
+// watchWaits makes the set of all waits, which is watched.
+func (a *assembly) watchWaits() {
+	a.waits = &task.Waits{}
+	a.waits.SetLimit(a.cfg.WaitLimit.Duration)
+	a.closing.Add("stop watching waits", whileServing(func(ctx context.Context) { a.waits.Watch(ctx, a.log) }))
+}
+
+// whileServing runs a goroutine and returns the function that ends it and waits for that.
+func whileServing(run func(context.Context)) (stop func() error) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	running.Go(func() { run(ctx) })
+	return func() error {
+		cancel()
+		running.Wait()
+		return nil
+	}
+}
+
+// openImages opens the store of images, and the program that unpacks their layers.
+func (a *assembly) openImages(ctx context.Context, node *node, memory int64) (*image.Store, error) {
+	unpacker, err := process.Open(node.unpack, a.cfg.StallTimeout.Duration, a.log)
 	if err != nil {
 		return nil, err
 	}
-	if cfg.Network == nodenet.Own {
+	a.closing.Add("close berth-unpack", unpacker.Close)
+	images, err := image.Open(ctx, imageConfig(a.cfg, unpacker, memory, a.waits), a.log)
+	if err != nil {
+		return nil, err
+	}
+	a.closing.Add("close image store", a.end.closer(images.Close))
+	return images, nil
+}
+
+// openNetwork opens the network of pods.
+func (a *assembly) openNetwork() (*cni.Network, error) {
+	own := &berthnet.Plugin{}
+	a.closing.Add("close berth-net", a.end.closer(own.Close))
+	networkCfg, err := nodenet.Config(a.cfg, own)
+	if err != nil {
+		return nil, err
+	}
+	isOwn := a.cfg.Network == nodenet.Own
+	if isOwn {
 		if err := own.Open(); err != nil { // the status says it, too
-			log.Warn("berth's own network cannot be used", "error", err)
+			a.log.Warn("berth's own network cannot be used", "error", err)
 		}
 	}
-	networkCfg.RunDir, networkCfg.Waits = filepath.Join(cfg.State, "cni"), waits
-	network, err := cni.New(networkCfg, log)
+	networkCfg.RunDir, networkCfg.Waits = filepath.Join(a.cfg.State, "cni"), a.waits
+	network, err := cni.New(networkCfg, a.log)
 	if err != nil {
 		return nil, err
 	}
-	closing.Add("close network", end.closer(func() error { network.Close(); return nil }))
-	if cfg.Network == nodenet.Own {
-		closing.Add("end the watch of nftables", watchOwnNetwork(own, log))
+	a.closing.Add("close network", a.end.closer(func() error { network.Close(); return nil }))
+	if isOwn {
+		a.closing.Add("end the watch of nftables", whileServing(func(ctx context.Context) { watchOwnNetwork(ctx, own, a.log) }))
 	}
 	return network, nil
 }
 
-// watchOwnNetwork has the rules of berth's own network written again when others delete them. The function returned ends that.
-func watchOwnNetwork(own *berthnet.Plugin, log *slog.Logger) (end func() error) {
-	ctx, cancel := context.WithCancel(context.Background())
-	var watch sync.WaitGroup
-	watch.Go(func() {
-		if err := own.Watch(ctx, log); err != nil {
-			log.Warn("rules of berth's own network that others delete are written again when the status is asked only", "error", err)
-		}
-	})
-	return func() error {
-		cancel()
-		watch.Wait()
-		return nil
+// watchOwnNetwork has the rules of berth's own network written again when others delete them, until ctx ends.
+func watchOwnNetwork(ctx context.Context, own *berthnet.Plugin, log *slog.Logger) {
+	if err := own.Watch(ctx, log); err != nil {
+		log.Warn("rules of berth's own network that others delete are written again when the status is asked only", "error", err)
 	}
+}
+
+// openPods finds all pods and containers again. Layers that none of them needs are deleted.
+func (a *assembly) openPods(ctx context.Context, node *node, images *image.Store, network *cni.Network) (*sandbox.Manager, error) {
+	plugins, err := newPlugins(a.cfg, a.waits, a.log)
+	if err != nil {
+		return nil, err
+	}
+	pods, err := sandbox.Open(ctx, sandboxConfig(a.cfg, node, plugins, a.waits, a.log), images, network)
+	if err != nil {
+		return nil, err
+	}
+	a.closing.Add("close sandboxes", a.end.within(pods.Close))
+	if err := images.CollectGarbage(ctx); err != nil { // they are in nobody's way
+		a.log.Error("layers that nobody needs stay until others are deleted", "error", err)
+	}
+	return pods, nil
+}
+
+// openSessions serves exec, attach and port-forward sessions, which all end with the daemon.
+func (a *assembly) openSessions(pods *sandbox.Manager) (*streaming.Server, error) {
+	sessions, err := listenStreaming(a.cfg, pods, a.log)
+	if err != nil {
+		return nil, err
+	}
+	a.closing.Add("end streaming sessions", a.end.closer(serveStreaming(sessions, a.log)))
+	return sessions, nil
 }
 
 // announce serves and tells systemd when that starts and ends.
 func announce(ctx context.Context, listener net.Listener, srv *server.Server, waits *task.Waits, log *slog.Logger) error {
 	log.Info("berth serves", "version", version(), "socket", listener.Addr().String())
 	notify(log, daemon.SdNotifyReady)
-	defer startWatchdog(ctx, listener, waits, log)()
+	defer watchdog.Start(ctx, listener, waits, log)()
 	stop := context.AfterFunc(ctx, func() {
 		log.Info("berth stops, containers go on")
 		notify(log, daemon.SdNotifyStopping)

@@ -1,4 +1,4 @@
-package main
+package watchdog
 
 import (
 	"bytes"
@@ -9,12 +9,15 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"berth/internal/client/fakecri"
 	"berth/internal/task"
 )
+
+var discardLog = slog.New(slog.DiscardHandler)
 
 // fakeSystemd returns the socket at which systemd would hear of the daemon, every period.
 func fakeSystemd(t *testing.T, period time.Duration) *net.UnixConn {
@@ -31,6 +34,29 @@ func fakeSystemd(t *testing.T, period time.Duration) *net.UnixConn {
 	return systemd
 }
 
+// receive returns what systemd hears next.
+func receive(t *testing.T, systemd *net.UnixConn) string {
+	t.Helper()
+	message := make([]byte, 100)
+	n, err := systemd.Read(message)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(message[:n])
+}
+
+// watch has waits watched until the test ends.
+func watch(t *testing.T, waits *task.Waits) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	var watching sync.WaitGroup
+	watching.Go(func() { waits.Watch(ctx, discardLog) })
+	t.Cleanup(func() { cancel(); watching.Wait() })
+	for waits.Looked().Unix() <= 0 { // until it does
+		time.Sleep(time.Millisecond)
+	}
+}
+
 // addressOf is a listener that has nothing but an address.
 type addressOf struct {
 	net.Listener
@@ -44,20 +70,14 @@ func TestWatchdogOfHealthyDaemon(t *testing.T) {
 	systemd := fakeSystemd(t, 30*time.Second/1000)
 	socket := strings.TrimPrefix(fakecri.Start(t, &fakecri.Server{}), "unix://")
 	waits := new(task.Waits)
-	stopWatching := whileServing(func(ctx context.Context) { waits.Watch(ctx, discardLog) })
-	for waits.Looked().Unix() <= 0 { // until it watches
-		time.Sleep(time.Millisecond)
-	}
-	stop := startWatchdog(t.Context(), addressOf{path: socket}, waits, discardLog)
+	watch(t, waits)
+	stop := Start(t.Context(), addressOf{path: socket}, waits, discardLog)
 	for range 3 {
 		if got := receive(t, systemd); got != "WATCHDOG=1" {
 			t.Errorf("message %q", got)
 		}
 	}
 	stop()
-	if err := stopWatching(); err != nil {
-		t.Error(err)
-	}
 }
 
 // It hears nothing of one that does not answer at its socket, or that does not watch its waits any more.
@@ -69,10 +89,7 @@ func TestWatchdogOfSickDaemon(t *testing.T) {
 	defer silent.Close()
 	answers := strings.TrimPrefix(fakecri.Start(t, &fakecri.Server{}), "unix://")
 	watched := new(task.Waits)
-	defer whileServing(func(ctx context.Context) { watched.Watch(ctx, discardLog) })()
-	for watched.Looked().Unix() <= 0 {
-		time.Sleep(time.Millisecond)
-	}
+	watch(t, watched)
 	for _, tt := range []struct {
 		name, socket string
 		waits        *task.Waits
@@ -120,5 +137,5 @@ func (c *callingOff) Write(line []byte) (int, error) {
 
 func TestWatchdogOnlyIfAskedFor(t *testing.T) {
 	t.Setenv("WATCHDOG_USEC", "")
-	startWatchdog(t.Context(), nil, nil, discardLog)()
+	Start(t.Context(), nil, nil, discardLog)()
 }

@@ -1,42 +1,29 @@
-package main
+// Package watchdog feeds systemd's watchdog, if the unit says WatchdogSec.
+//
+// # Contract
+//
+// systemd is told that the daemon is well as long as it answers at its own socket and its watch of waits makes progress. A daemon of
+// which systemd hears nothing is aborted, which logs all stacks, and started anew; its containers run on.
+package watchdog
 
 import (
 	"context"
 	"fmt"
 	"log/slog"
 	"net"
+	"sync"
 	"time"
 
 	"github.com/coreos/go-systemd/v22/daemon"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/cleanup"
 	"berth/internal/client"
-	"berth/internal/config"
 	"berth/internal/task"
 )
 
-// watchWaits returns the set of all waits of the daemon, which is watched until closing runs.
-func watchWaits(cfg *config.Config, closing *cleanup.List, log *slog.Logger) *task.Waits {
-	waits := &task.Waits{}
-	waits.SetLimit(cfg.WaitLimit.Duration)
-	closing.Add("stop watching waits", whileServing(func(ctx context.Context) { waits.Watch(ctx, log) }))
-	return waits
-}
-
-// whileServing runs a goroutine and returns the function that ends it and waits for that.
-func whileServing(run func(context.Context)) (stop func() error) {
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan struct{})
-	go func() { defer close(ended); run(ctx) }()
-	return func() error { cancel(); <-ended; return nil }
-}
-
-// startWatchdog tells systemd regularly that the daemon is well, if the unit says WatchdogSec: as long as it
-// answers at its own socket and its watch of waits makes progress. A daemon of which systemd hears nothing is
-// aborted, which logs all stacks, and started anew; its containers run on. It ends with stop, or when ctx does:
-// a daemon that stops has TimeoutStopSec.
-func startWatchdog(ctx context.Context, listener net.Listener, waits *task.Waits, log *slog.Logger) (stop func()) {
+// Start feeds it for a daemon that serves CRI at listener and waits for these waits. It ends with stop, which waits for that, or when ctx
+// does: a daemon that stops has TimeoutStopSec.
+func Start(ctx context.Context, listener net.Listener, waits *task.Waits, log *slog.Logger) (stop func()) {
 	period, err := daemon.SdWatchdogEnabled(false)
 	if err != nil {
 		log.Warn("systemd's watchdog is not served", "error", err)
@@ -45,13 +32,13 @@ func startWatchdog(ctx context.Context, listener net.Listener, waits *task.Waits
 		return func() {}
 	}
 	w := &watchdog{period: period, began: time.Now(), socket: listener.Addr().String(), waits: waits, log: log}
-	end := whileServing(func(own context.Context) {
-		own, cancel := context.WithCancel(own)
-		defer cancel()
-		defer context.AfterFunc(ctx, cancel)()
-		w.run(own)
-	})
-	return func() { _ = end() } // it has no error
+	ctx, cancel := context.WithCancel(ctx)
+	var running sync.WaitGroup
+	running.Go(func() { w.run(ctx) })
+	return func() {
+		cancel()
+		running.Wait()
+	}
 }
 
 // watchdog is what systemd's is fed by.
@@ -76,13 +63,19 @@ func (w *watchdog) run(ctx context.Context) {
 		case err != nil:
 			w.log.Error("the daemon is not well, systemd will restart it if that lasts", "error", err)
 		default:
-			notify(w.log, daemon.SdNotifyWatchdog)
+			w.feed()
 		}
 		select {
 		case <-ctx.Done():
 			return
 		case <-ticker.C:
 		}
+	}
+}
+
+func (w *watchdog) feed() {
+	if _, err := daemon.SdNotify(false, daemon.SdNotifyWatchdog); err != nil {
+		w.log.Warn("systemd was not told that the daemon is well", "error", err)
 	}
 }
 
