@@ -65,7 +65,7 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 		return "", err
 	}
 	identity := request.PodIdentity(config.Metadata)
-	m.launchers.Expect()
+	m.launchers.ExpectPause(m.cfg.SystemdCgroup)
 	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
 	checking.End()
 	id, err := m.podIDs.Create(ctx, identity, sum, join.Maker{

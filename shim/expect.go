@@ -27,6 +27,14 @@ func (l *Launchers) Expect() {
 	}
 }
 
+// ExpectPause is Expect for a pause, which comes at once. Where pauses need no such lock it does nothing: who takes the lock for the first time has
+// all changes of cgroups wait for it, also the making of the pause's. The container that comes next is expected when the pause runs.
+func (l *Launchers) ExpectPause(systemd bool) {
+	if !cgroup.MovesItself(systemd) {
+		l.Expect()
+	}
+}
+
 func (l *Launchers) keepLockFast() {
 	defer l.expecting.Store(false) // an Expect that comes just now is not served; so be it
 	var moved int                  // the launcher that was moved last

@@ -40,8 +40,13 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	l.Expect()
-	if req.servesAgain() {
+	plainPause := req.servesAgain()
+	if plainPause && cgroup.MovesItself(req.SystemdCgroup) {
+		defer l.Expect() // its pod's containers
+	} else {
+		l.Expect()
+	}
+	if plainPause {
 		l.lend(1)
 		defer l.wantMore() // if it does not
 		defer l.lend(-1)

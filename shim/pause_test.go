@@ -60,6 +60,7 @@ func TestPauseIsConfined(t *testing.T) {
 			t.Error(err)
 		}
 	})
+	var cgroups string // of the one before, in all hierarchies
 	for _, builtIn := range []bool{true, false} {
 		t.Run(fmt.Sprintf("builtIn=%v", builtIn), func(t *testing.T) {
 			req := e.pauseRequest(fmt.Sprintf("pause-%v", builtIn))
@@ -95,6 +96,11 @@ func TestPauseIsConfined(t *testing.T) {
 			}
 			if pids, err := c.group().Procs(); err != nil || !slices.Equal(pids, []int{c.InitPID}) {
 				t.Errorf("processes in its cgroup: %v, %v; want %d", pids, err, c.InitPID)
+			}
+			before := cgroups
+			cgroups = strings.ReplaceAll(procOf(t, c.InitPID, "cgroup"), req.ID, "ID")
+			if before != "" && cgroups != before {
+				t.Errorf("one moved itself into\n%s, libcontainer moves one into\n%s", before, cgroups)
 			}
 			group, err := cgroup.FromState(filepath.Join(e.cfg.StateRoot, req.ID, "state.json"))
 			if err != nil {

@@ -41,6 +41,10 @@ func StayOf(pid int) (*Stay, error) {
 	return s, nil
 }
 
+// MovesItself tells whether a process of one thread can move itself into a group without that lock: by cgroup v1's lists of threads, since
+// Linux 5.5 (9a3284fad42f). With the systemd driver systemd moves it.
+func MovesItself(systemd bool) bool { return !systemd && !cgroups.IsCgroup2UnifiedMode() }
+
 // root is where hierarchies are mounted.
 const root = "/sys/fs/cgroup"
 

@@ -48,6 +48,9 @@ type Maker struct {
 	mgr     cgroups.Manager
 	cgroups *cgroups.Cgroup
 
+	lists   []string // files by which the first stage moves itself into the cgroup; none: it is moved
+	unified string   // the cgroup's directory in v2's hierarchy beside those of v1, in which it is born; empty: there is none
+
 	pid    int
 	first  *exec.Cmd // makes the second stage, which becomes pause, and is its parent; nil from Execute on
 	second *os.File  // pidfd
@@ -201,7 +204,7 @@ func (m *Maker) Create() (pid int, err error) {
 		return 0, err
 	}
 	m.undo.Add("destroy pause "+m.ID, m.Destroy)
-	for _, step := range []func() error{m.start, m.confine, m.letGo} {
+	for _, step := range []func() error{m.makeCgroup, m.start, m.confine, m.letGo} {
 		if err := step(); err != nil {
 			return 0, err
 		}
@@ -271,33 +274,74 @@ func (m *Maker) writeState() error {
 	return nil
 }
 
+// makeCgroup makes the cgroup that the first stage moves itself into, if it does.
+func (m *Maker) makeCgroup() error {
+	if !cgroup.MovesItself(m.SystemdCgroup) {
+		return nil
+	}
+	const nobody = -1 // to package cgroups
+	failpoint.Reach("launcher.make-cgroup")
+	if err := m.mgr.Apply(nobody); err != nil {
+		return fmt.Errorf("make its cgroup: %w", err)
+	}
+	failpoint.Reach("launcher.cgroup-made")
+	for _, dir := range slices.Compact(slices.Sorted(maps.Values(m.mgr.GetPaths()))) { // a hierarchy may have several controllers
+		tasks := filepath.Join(dir, "tasks")
+		switch {
+		case unix.Access(tasks, unix.F_OK) == nil:
+			m.lists = append(m.lists, tasks)
+		case unix.Access(dir, unix.F_OK) == nil:
+			m.unified = dir
+		} // else it is one of systemd's that could not be made, which nobody needs
+	}
+	return nil
+}
+
 // start starts the first stage, which waits.
 func (m *Maker) start() error {
 	flags, err := namespaces(m.Spec)
 	if err != nil {
 		return err
 	}
-	dir := m.Rootfs.Layers[0].Path
-	m.first = &exec.Cmd{Path: filepath.Join(dir, m.Spec.Process.Args[0]), Args: arguments(flags, dir, m.Spec), Env: m.Spec.Process.Env, Dir: "/"}
 	files, err := m.openFiles()
 	defer closeAll(files)
 	if err != nil {
 		return err
 	}
-	m.first.ExtraFiles = files
 	if err := utils.CloseExecFrom(3); err != nil { // what this process was born with, as libcontainer does
 		return fmt.Errorf("mark files close-on-exec: %w", err)
 	}
 	failpoint.Reach("launcher.start-pause")
-	if err := m.first.Start(); err != nil {
+	err = m.startInCgroup(flags, files)
+	if err != nil && m.unified != "" { // CLONE_INTO_CGROUP is Linux 5.7: it is moved
+		m.lists, m.unified = nil, ""
+		err = m.startInCgroup(flags, files)
+	}
+	if err != nil {
 		return fmt.Errorf("start it: %w", err)
 	}
 	failpoint.Reach("launcher.pause-started")
 	return nil
 }
 
+// startInCgroup starts it in unified, if there is that.
+func (m *Maker) startInCgroup(flags uintptr, files []*os.File) error {
+	dir := m.Rootfs.Layers[0].Path
+	m.first = &exec.Cmd{Path: filepath.Join(dir, m.Spec.Process.Args[0]), Args: arguments(flags, dir, m.lists, m.Spec), Env: m.Spec.Process.Env, Dir: "/", ExtraFiles: files}
+	if m.unified == "" {
+		return m.first.Start()
+	}
+	unified, err := os.Open(m.unified)
+	if err != nil {
+		return err
+	}
+	defer unified.Close()
+	m.first.SysProcAttr = &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(unified.Fd())}
+	return m.first.Start()
+}
+
 // arguments are the arguments of "pause enter".
-func arguments(flags uintptr, dir string, s *specs.Spec) []string {
+func arguments(flags uintptr, dir string, lists []string, s *specs.Spec) []string {
 	mode := ""
 	switch {
 	case s.Linux.Seccomp != nil:
@@ -310,7 +354,8 @@ func arguments(flags uintptr, dir string, s *specs.Spec) []string {
 		groups = append(groups, number(g))
 	}
 	args := []string{s.Process.Args[0], "enter", number(flags), dir, s.Hostname, number(s.Process.User.UID), number(s.Process.User.GID),
-		strings.Join(groups, ","), mode}
+		strings.Join(groups, ","), mode, strconv.Itoa(len(lists))}
+	args = append(args, lists...)
 	for _, key := range sysctlNames(s) {
 		args = append(args, "/proc/sys/"+strings.ReplaceAll(key, ".", "/"), s.Linux.Sysctl[key])
 	}
@@ -352,14 +397,17 @@ func closeAll(files []*os.File) {
 	}
 }
 
-// confine puts the first stage into the cgroup, so that the second one is born there.
+// confine puts the first stage into the cgroup, unless it moves itself, and sets the limits. The second one is born there.
 func (m *Maker) confine() error {
 	pid := m.first.Process.Pid
-	failpoint.Reach("launcher.join-cgroup")
-	if err := m.mgr.Apply(pid); err != nil {
-		return fmt.Errorf("join its cgroup: %w", err)
+	if len(m.lists) == 0 {
+		failpoint.Reach("launcher.join-cgroup")
+		if err := m.mgr.Apply(pid); err != nil {
+			return fmt.Errorf("join its cgroup: %w", err)
+		}
+		failpoint.Reach("launcher.cgroup-joined")
 	}
-	failpoint.Reach("launcher.cgroup-joined")
+	failpoint.Reach("launcher.set-cgroup")
 	if err := keepLockLimit(func() error { return m.mgr.Set(m.cgroups.Resources) }); err != nil {
 		return fmt.Errorf("set up its cgroup: %w", err)
 	}
@@ -385,7 +433,7 @@ func keepLockLimit(set func() error) error {
 	return os.NewSyscallError("setrlimit", unix.Setrlimit(unix.RLIMIT_MEMLOCK, &limit))
 }
 
-// letGo lets the first stage make the second.
+// letGo lets the first stage join the cgroup and make the second.
 func (m *Maker) letGo() error {
 	failpoint.Reach("launcher.enter-pause")
 	m.going = true
@@ -411,7 +459,7 @@ const (
 
 var steps = []string{"started", "ready", "clone", "join its network namespace", "", "make its mounts private", "mount its root",
 	"change its root", "set its hostname", "join a keyring", "set its groups", "drop its capabilities", "change its user",
-	"set no_new_privs", "set its filter of system calls", "execute it"}
+	"set no_new_privs", "set its filter of system calls", "join its cgroup", "execute it"}
 
 // stepError is a step of pause's that failed.
 type stepError struct {

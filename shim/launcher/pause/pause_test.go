@@ -129,7 +129,7 @@ func TestStepError(t *testing.T) {
 		stepSysctl + 2<<8: `failed to write sysctl net.b = "2": invalid argument`, // package launcher knows it by that
 		stepSysctl + 3<<8: "step 772: invalid argument",
 		len(steps) - 1:    "execute it: invalid argument",
-		len(steps):        "step 16: invalid argument",
+		len(steps):        "step 17: invalid argument",
 	} {
 		if got := (&stepError{step: step, errno: 22, spec: spec}).Error(); got != want {
 			t.Errorf("step %d: %q, want %q", step, got, want)
