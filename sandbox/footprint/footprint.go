@@ -122,13 +122,12 @@ func (k Kit) filesOf(p Pod) podfiles.Pod {
 }
 
 // TakeDown removes what exists for a pod outside its files: network, pause and
-// shm. It does every step.
+// shm. It does every step, side by side: the end of a namespace and each unmounting wait for an RCU grace period, which may be the same.
 func (k Kit) TakeDown(ctx context.Context, p Pod) error {
-	return errors.Join(
-		k.Tasks.Together("take down", p.String(),
-			func() error { return k.detachNetwork(ctx, p) },
-			func() error { return k.removePause(ctx, p) }),
-		k.removeMounts(p.Rec.ID))
+	return k.Tasks.Together("take down", p.String(),
+		func() error { return k.detachNetwork(ctx, p) },
+		func() error { return k.removePause(ctx, p) },
+		func() error { return k.removeMounts(p.Rec.ID) })
 }
 
 // detachNetwork runs CNI DEL with the configuration that ADD had, and removes
