@@ -191,7 +191,8 @@ func (e *libraryExec) load() (err error) {
 	return e.checkRunning()
 }
 
-// run starts the process. What it will wait for in the kernel is waited for meanwhile.
+// run starts the process. What it will wait for in the kernel is waited for meanwhile, and not before: the kernel holds cgroup_mutex so long,
+// which the exec's own cgroup is made with.
 func (e *libraryExec) run() error {
 	var preparing sync.WaitGroup
 	defer preparing.Wait()
