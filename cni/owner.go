@@ -72,7 +72,7 @@ type verdict struct {
 	ranges *[][]IPRange // that it is about
 	err    error
 
-	looked    bool // for obstacles
+	looked    bool // for obstacles, with success
 	obstacles []berthnet.Obstacle
 }
 
@@ -223,8 +223,11 @@ func (o *owner) probe() {
 		defer cancel()
 		v := verdict{net: net, ranges: o.n.ranges.Load()}
 		v.err = o.n.askStatus(ctx, net.list, v.ranges)
-		if v.looked = v.err == nil && time.Since(view.obstaclesAt) > maxObstaclesAge; v.looked {
-			v.obstacles = o.n.lookForObstacles(net.list)
+		if v.err != nil && view.judged && view.verdict == nil && ctx.Err() == nil {
+			v.err = o.n.askStatus(ctx, net.list, v.ranges) // a node is not taken out of service for what passes
+		}
+		if v.err == nil && time.Since(view.obstaclesAt) > maxObstaclesAge {
+			v.obstacles, v.looked = o.n.lookForObstacles(net.list)
 		}
 		select {
 		case o.verdicts <- v:
@@ -270,16 +273,17 @@ func (o *owner) logObstacles(old, now []berthnet.Obstacle) {
 	}
 }
 
-// lookForObstacles finds what pods of networks of berth-net in a list would meet. Where the look fails, so does their STATUS.
-func (n *Network) lookForObstacles(list *libcni.NetworkConfigList) (all []berthnet.Obstacle) {
+// lookForObstacles finds what pods of networks of berth-net in a list would meet; looked is false where that could not be found out.
+func (n *Network) lookForObstacles(list *libcni.NetworkConfigList) (all []berthnet.Obstacle, looked bool) {
 	for _, own := range ownNetworks(list) {
 		found, err := berthnet.Obstacles(own)
 		if err != nil {
 			n.log.Debug("look for what is in the way of pods", "network", list.Name, "error", err)
+			return nil, false
 		}
 		all = append(all, found...)
 	}
-	return all
+	return all, true
 }
 
 // askStatus runs STATUS for every plugin of the chain, with ranges of addresses where they know that capability; plugins that do not know

@@ -81,6 +81,24 @@ func TestAskStatus(t *testing.T) {
 	}
 }
 
+// A network that was ready is so until its plugin has refused twice.
+func TestStatusAsksOnceMore(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", `[ ! -e $record/once ] || { rm $record/once; echo '{"code":50,"msg":"for once"}'; exit 1; }
+[ ! -e $record/down ] || { echo '{"code":50,"msg":"for good"}'; exit 1; }`)
+	b.writeConf("1.conflist", conflist("1.1.0", "n", "a"))
+	n := b.start()
+	b.ready(true)
+	must(t, os.WriteFile(b.record+"/once", nil, 0o600))
+	asked := len(b.calls())
+	n.askRefresh()
+	eventually(t, "STATUS is asked twice", func() bool { return len(b.calls()) >= asked+2 })
+	must(t, n.Status(context.Background()))
+	must(t, os.WriteFile(b.record+"/down", nil, 0o600))
+	n.askRefresh()
+	b.ready(false)
+}
+
 func TestStatusVerbUnknown(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", `[ $CNI_COMMAND = STATUS ] && { echo '{"code":4,"msg":"unknown CNI_COMMAND: STATUS"}'; exit 1; }; exit 0`)

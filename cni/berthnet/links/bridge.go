@@ -82,7 +82,7 @@ func FindBridge(name string) (*Bridge, error) {
 	}
 	at := link.Attrs()
 	b := &Bridge{Name: name, Index: at.Index, MTU: at.MTU, MAC: at.HardwareAddr, up: at.Flags&net.FlagUp != 0, alias: at.Alias}
-	addrs, err := netlink.AddrList(link, netlink.FAMILY_ALL) // ports have none, so there are not many
+	addrs, err := dump(func() ([]netlink.Addr, error) { return netlink.AddrList(link, netlink.FAMILY_ALL) }) // ports have none, so there are not many
 	if err != nil {
 		return nil, fmt.Errorf("read addresses of bridge %s: %w", name, err)
 	}
@@ -277,7 +277,9 @@ func bridgeMAC(name string) net.HardwareAddr {
 func outsideMTU() int {
 	const ethernet = 1500
 	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
-		routes, err := netlink.RouteListFiltered(family, &netlink.Route{Table: unix.RT_TABLE_MAIN}, netlink.RT_FILTER_TABLE)
+		routes, err := dump(func() ([]netlink.Route, error) {
+			return netlink.RouteListFiltered(family, &netlink.Route{Table: unix.RT_TABLE_MAIN}, netlink.RT_FILTER_TABLE)
+		})
 		if err != nil {
 			continue
 		}
@@ -335,7 +337,7 @@ func CheckOverlap(subnets []netip.Prefix, bridge string) error {
 		}
 		own = link.Attrs().Index
 	}
-	addrs, err := netlink.AddrList(nil, netlink.FAMILY_ALL)
+	addrs, err := dump(func() ([]netlink.Addr, error) { return netlink.AddrList(nil, netlink.FAMILY_ALL) })
 	if err != nil {
 		return fmt.Errorf("read the node's addresses: %w", err)
 	}
@@ -355,7 +357,9 @@ func CheckOverlap(subnets []netip.Prefix, bridge string) error {
 			}
 		}
 	}
-	routes, err := netlink.RouteListFiltered(netlink.FAMILY_ALL, &netlink.Route{Table: unix.RT_TABLE_MAIN, Type: unix.RTN_UNICAST}, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE)
+	routes, err := dump(func() ([]netlink.Route, error) {
+		return netlink.RouteListFiltered(netlink.FAMILY_ALL, &netlink.Route{Table: unix.RT_TABLE_MAIN, Type: unix.RTN_UNICAST}, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_TYPE)
+	})
 	if err != nil {
 		return fmt.Errorf("read the node's routes: %w", err)
 	}

@@ -47,7 +47,7 @@ func (e *Expected) checkPod() error {
 }
 
 func (e *Expected) checkAddresses(link netlink.Link) error {
-	addrs, err := netlink.AddrList(link, netlink.FAMILY_ALL)
+	addrs, err := dump(func() ([]netlink.Addr, error) { return netlink.AddrList(link, netlink.FAMILY_ALL) })
 	if err != nil {
 		return fmt.Errorf("addresses of %s in the pod: %w", e.IfName, err)
 	}
@@ -60,7 +60,7 @@ func (e *Expected) checkAddresses(link netlink.Link) error {
 }
 
 func (e *Expected) checkRoutes(link netlink.Link) error {
-	routes, err := netlink.RouteList(link, netlink.FAMILY_ALL)
+	routes, err := dump(func() ([]netlink.Route, error) { return netlink.RouteList(link, netlink.FAMILY_ALL) })
 	if err != nil {
 		return fmt.Errorf("routes of the pod: %w", err)
 	}

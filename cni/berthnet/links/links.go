@@ -307,7 +307,7 @@ type Port struct{ Name, ContainerID, IfName string }
 
 // Ports returns the devices on the node that Plug made for the network with a key.
 func Ports(network string) ([]Port, error) {
-	all, err := netlink.LinkList()
+	all, err := dump(netlink.LinkList)
 	if err != nil {
 		return nil, fmt.Errorf("list interfaces: %w", err)
 	}

@@ -14,7 +14,8 @@ import (
 // Blocking returns the chains of others that drop forwarded packets which none of their rules accepts, and whose tables have no rule that
 // is about the bridge or its subnets: what is accepted in a network's own table is dropped there all the same.
 func (f *Filter) Blocking(bridge string, subnets []netip.Prefix) (chains []string, err error) {
-	err = f.with(func(conn *nftables.Conn) error {
+	look := func(conn *nftables.Conn) error {
+		chains = nil
 		all, err := conn.ListChains()
 		if err != nil {
 			return err
@@ -32,7 +33,8 @@ func (f *Filter) Blocking(bridge string, subnets []netip.Prefix) (chains []strin
 			}
 		}
 		return nil
-	})
+	}
+	err = again(func() error { return f.with(look) }) // others may delete a chain between two questions
 	if err != nil {
 		return nil, fmt.Errorf("read chains of nftables: %w", err)
 	}
