@@ -287,6 +287,9 @@ func (a *attachment) restore(ctx context.Context) (written bool, err error) {
 	if ok, err := a.filter.Installed(a.rules(bridge)); ok || err != nil {
 		return false, err
 	}
+	if a.store, err = addresses.Open(a.Dir()); err != nil { // somebody may have deleted the directory, with the lock in it
+		return false, err
+	}
 	unlock, err := a.store.Lock(ctx)
 	if err != nil {
 		return false, err

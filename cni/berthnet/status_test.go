@@ -145,3 +145,13 @@ func TestStatusOfPodsThatAreThere(t *testing.T) {
 		t.Errorf("open are %v", open)
 	}
 }
+
+// Who deletes the directory of addresses and all rules of the packet filter leaves a node that can be used.
+func TestStatusWithoutDirectory(t *testing.T) {
+	b := newBed(t, nil)
+	must(t, b.attached(nil).del())
+	flushRuleset(t)
+	must(t, os.RemoveAll(b.dir))
+	must(t, b.status(nil))
+	must(t, b.attached(nil).del())
+}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -77,6 +78,26 @@ func TestLockIsFair(t *testing.T) {
 		t.Fatal(err)
 	}
 	last()
+}
+
+// Whoever has the lock and is stuck does not stop others for ever, who say which lock it is.
+func TestLockIsNotWaitedForInVain(t *testing.T) {
+	unlock, err := Lock(t.Context(), lockfile.Exclusive)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, mode := range []lockfile.Mode{lockfile.Shared, lockfile.Exclusive} {
+		_, err := lockWithin(t.Context(), mode, time.Millisecond)
+		if !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), lockPath) {
+			t.Errorf("with mode %d: %v", mode, err)
+		}
+	}
+	unlock()
+	unlock, err = Lock(t.Context(), lockfile.Exclusive)
+	if err != nil {
+		t.Fatal(err)
+	}
+	unlock()
 }
 
 // What the kernel lacks for checking what pods send is found out.

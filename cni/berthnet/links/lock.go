@@ -3,6 +3,7 @@ package links
 import (
 	"context"
 	"fmt"
+	"time"
 
 	"berth/internal/lockfile"
 )
@@ -14,12 +15,23 @@ const (
 	turnPath = "/run/berth-net.turn"
 )
 
-// Lock keeps bridges from changing hands, or ctx ends: Shared for who relies on whose they are, as long as the port that says so is being
-// made; Exclusive for who calls MakeBridge. It is waited for after the lock of a network's addresses, never before. It is free when its owner has died, too.
+// lockPatience is how long Lock waits: of a network's that has it and is stuck, others shall say so instead of waiting with locks of their own. Who has
+// it calls the kernel a few times.
+const lockPatience = 10 * time.Second
+
+// Lock keeps bridges from changing hands, or fails when ctx ends, or after lockPatience, with context.DeadlineExceeded: Shared for who relies on whose they are,
+// as long as the port that says so is being made; Exclusive for who calls MakeBridge. It is waited for after the lock of a network's addresses, never before.
+// It is free when its owner has died, too.
 func Lock(ctx context.Context, mode lockfile.Mode) (unlock func(), err error) {
+	return lockWithin(ctx, mode, lockPatience)
+}
+
+func lockWithin(ctx context.Context, mode lockfile.Mode, patience time.Duration) (unlock func(), err error) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
 	next, err := lockfile.Wait(ctx, turnPath, mode)
 	if err != nil {
-		return nil, fmt.Errorf("lock bridges: %w", err)
+		return nil, fmt.Errorf("lock bridges by %s: %w", lockPath, err)
 	}
 	defer next()
 	if unlock, err = lockfile.Wait(ctx, lockPath, mode); err != nil {
