@@ -131,7 +131,7 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 		}
 	}()
 	store := s.layers.home(distinct(chain))
-	s.giveUpSleepers(ctx, missing(store, img))
+	s.giveUpSleepers(ctx, chain, missing(store, img))
 	err = s.fetchInto(ctx, store, repo, img, tracks)
 	if other := s.layers.other(store); other != nil && errors.Is(err, layer.ErrTooLarge) {
 		s.log.Info("an image is too much for one driver of layers, and tried with another", "image", repo.Reference().String(), "not", store.Kind(), "driver", other.Kind(), "error", err)

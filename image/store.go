@@ -35,7 +35,7 @@ type Config struct {
 	Unpack               layer.Unpacker     // makes files of blobs
 	Limits               unpack.Limits      // of one layer; zero fields: unpack.DefaultLimits
 	Reserve              layer.Reserve      // of the disk, which layers leave free; zero: none
-	MaxFullAsleep        float64            // how full the filesystem may be, of 1, while images sleep (Asleep); 0: however full
+	MaxFullAsleep        float64            // how full the filesystem may become, of 1, by pulls while images sleep (Asleep); 0: as full as can be
 	Pack                 layer.Packer       // makes EROFS layers of blobs
 	Probe                func(string) error // tells whether EROFS layers in a directory could be mounted; nil: erofs.Probe
 	MergeMemory          int64              // bytes for merging EROFS layers, of all images at a time; 0: erofs.MaxMemory
@@ -233,7 +233,7 @@ func (s *Store) Progress() []PullProgress { return s.pulls.snapshot() }
 // Driver is the form in which layers are made, see Config.
 func (s *Store) Driver() rootfs.Kind { return s.layers.made.Kind() }
 
-// Asleep returns the IDs of the images that are kept for a kernel that can mount their layers, sorted, as long as the disk has room. Nothing else but Remove knows
+// Asleep returns the IDs of the images that are kept for a kernel that can mount their layers, sorted. Nothing else but Remove knows
 // them, and Pull, which makes such an image anew.
 func (s *Store) Asleep() []string {
 	ids := []string{}
@@ -271,18 +271,22 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 		return fmt.Errorf("remove image %s: %w", ref, err)
 	}
 	defer release()
-	x := s.index.Load()
-	id, err := x.recorded(ref)
+	id, err := s.index.Load().recorded(ref)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}
 	if err != nil {
 		return fmt.Errorf("remove image: %w", err)
 	}
+	return s.remove(id)
+}
+
+// remove removes an image for whoever is the writer, and what nobody needs then.
+func (s *Store) remove(id string) error {
 	if err := s.records.Remove(recordName(id)); err != nil {
 		return fmt.Errorf("remove image %s: %w", id, err)
 	}
-	records := maps.Clone(x.records)
+	records := maps.Clone(s.index.Load().records)
 	delete(records, id)
 	delete(s.stale, id)
 	s.writeStale(records)
@@ -338,13 +342,12 @@ func (s *Store) Release(holder string) error {
 
 // CollectGarbage deletes the layers that neither an image nor a holder has. The
 // daemon calls it once, after the holders of its predecessor have called Hold;
-// before that nothing is ever deleted. Images that sleep go, too, if the filesystem is too full for them.
-func (s *Store) CollectGarbage(ctx context.Context) error {
+// before that nothing is ever deleted.
+func (s *Store) CollectGarbage(context.Context) error {
 	s.refs.settle()
 	if _, err := s.sweep(nil); err != nil {
 		return fmt.Errorf("collect unused layers: %w", err)
 	}
-	s.giveUpSleepers(ctx, 0)
 	return nil
 }
 

@@ -323,7 +323,7 @@ func ignoreClosed(err error) error {
 	return err
 }
 
-// maxFullAsleep is below the 85 % from which kubelet removes images, by default, and no more than the 80 % at which it stops.
+// maxFullAsleep is where kubelet, which begins at 85 %, stops to remove images by default.
 const maxFullAsleep = 0.8
 
 func imageConfig(cfg *config.Config, u *process.Program, memory int64, waits *task.Waits) image.Config {

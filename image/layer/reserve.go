@@ -86,15 +86,16 @@ func (s *Store) HasRoom(bytes uint64) error {
 	return s.reserve.check(&fs, bytes)
 }
 
-// Fullness is how full the filesystem of layers would be with so many bytes more, of 1, as df(1) counts: room that only root may use is none.
-func (s *Store) Fullness(bytes uint64) (float64, error) {
+// Excess is how many bytes more than a share of the filesystem would be used with so many more, as df(1) counts: what only root may use is
+// not part of it.
+func (s *Store) Excess(share float64, bytes uint64) (uint64, error) {
 	fs, err := s.statfs()
 	if err != nil {
 		return 0, fmt.Errorf("look at the free space of %s: %w", s.root, err)
 	}
 	block := uint64(fs.Bsize)
 	used, free := (fs.Blocks-fs.Bfree)*block, fs.Bavail*block
-	return float64(used+bytes) / max(1, float64(used+free)), nil
+	return uint64(max(0, float64(used+bytes)-share*float64(used+free))), nil
 }
 
 // statfsOf returns a function that looks at the filesystem that a path is on.
