@@ -44,7 +44,7 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 	if plainPause && cgroup.MovesItself(req.SystemdCgroup) {
 		defer l.Expect() // its pod's containers
 	} else {
-		l.Expect()
+		defer l.expect()()
 	}
 	if plainPause {
 		l.lend(1)
