@@ -88,6 +88,17 @@ func Inspect(root, state string) (*Found, error) {
 	return r, nil
 }
 
+// PodCIDR is what kubelet has told a daemon with that root, which may be running; "" if nothing, or what is written down can't be trusted.
+func PodCIDR(root string) (cidr string, err error) {
+	_, err = checkpoint.Inspect(filepath.Join(root, "runtime"), "runtime", runtimeVersion, func(_ string, _ int, body []byte) error {
+		var rec Runtime
+		err := json.Unmarshal(body, &rec)
+		cidr = rec.PodCIDR
+		return err
+	})
+	return cidr, err
+}
+
 func (r *Found) addPod(dirs layout.Dirs, name string, body []byte) error {
 	rec, config, _, err := ReadPod(name, body)
 	if err != nil {

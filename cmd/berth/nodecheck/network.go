@@ -7,6 +7,7 @@ import (
 
 	"berth/cni"
 	"berth/cni/berthnet"
+	"berth/sandbox/record"
 )
 
 // checkNetwork asks package cni, which is who decides for the daemon, and the plugins
@@ -19,6 +20,9 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 	}
 	defer network.Close()
 	var findings []Finding
+	if err := tellRanges(network, n.Config.Root); err != nil {
+		findings = append(findings, lacking(Warning, "pod CIDR", err.Error(), "mend that; until then the network is asked about the addresses of its configuration"))
+	}
 	statusErr := network.AskStatus(ctx)
 	info := network.Info()
 	for _, s := range info.Skipped {
@@ -36,6 +40,20 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 		return append(append(findings, ok(subject, "berth's own")), checkOwnNetwork(n.Network.List)...)
 	}
 	return append(findings, ok(subject, "%s from %s: %s", info.Network, info.File, strings.Join(info.Plugins, ", ")))
+}
+
+// tellRanges has the network asked about the addresses that the daemon would give to pods, by the pod CIDR that it was told.
+func tellRanges(network *cni.Network, root string) error {
+	cidr, err := record.PodCIDR(root)
+	if err != nil {
+		return err
+	}
+	ranges, err := cni.ParsePodCIDRs(cidr)
+	if err != nil {
+		return err
+	}
+	network.SetIPRanges(ranges)
+	return nil
 }
 
 // checkOwnNetwork tells what is in the way of pods of berth's own network.
