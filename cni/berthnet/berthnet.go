@@ -217,10 +217,13 @@ func (a *attachment) makeNetwork() (*links.Bridge, error) {
 	return bridge, err
 }
 
-// refused gives what an administrator has to mend its code.
+// refused gives what an administrator has to mend its code, and what passes.
 func refused(err error) error {
 	if errors.Is(err, links.ErrTaken) || errors.Is(err, links.ErrOverlap) {
 		return types.NewError(types.ErrInvalidNetworkConfig, err.Error(), "")
+	}
+	if errors.Is(err, links.ErrQuicker) {
+		return types.NewError(types.ErrTryAgainLater, err.Error(), "")
 	}
 	return err
 }

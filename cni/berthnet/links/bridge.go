@@ -40,10 +40,11 @@ type Description struct {
 	InUse    []netip.Addr // addresses of pods, whose gateways stay
 }
 
-// Errors of MakeBridge and CheckBridge.
+// Errors of MakeBridge, the first two of CheckBridge, too.
 var (
 	ErrTaken   = errors.New("the bridge is another network's")
 	ErrOverlap = errors.New("the subnet overlaps with another network of the node")
+	ErrQuicker = errors.New("somebody else has made the bridge just now")
 )
 
 // What a bridge's alias says of whose it is: a network by its key, which has made it, or found it without one. Of a bridge that it has
@@ -126,7 +127,7 @@ func (b *Bridge) Obsolete(d *Description) (some []netip.Prefix) {
 }
 
 // MakeBridge makes the bridge as it is described, as far as it is not so, and has the node forward packets. A bridge that is there keeps
-// its MTU, and one that others have made its addresses. The caller has the lock for itself. Errors as of CheckBridge.
+// its MTU, and one that others have made its addresses. The caller has the lock for itself. Errors as of CheckBridge, and ErrQuicker: it is to be looked at anew.
 func MakeBridge(d *Description) (*Bridge, error) {
 	b, err := d.find()
 	if err != nil {
@@ -214,17 +215,19 @@ func (b *Bridge) claim(network string) error {
 	if owner == network {
 		return nil
 	}
-	by := foundBy
+	alias := foundBy + network
 	if made || b.isOurs() {
-		by = madeBy
+		alias = madeBy + network
 	}
-	return b.setAlias(by + network)
-}
-
-// setAlias has the bridge say whose it is.
-func (b *Bridge) setAlias(alias string) error {
+	message := nl.NewIfInfomsg(unix.AF_UNSPEC)
+	message.Index = int32(b.Index) // of the device that was looked at, whatever is called so by now
+	parts := []nl.NetlinkRequestData{message, nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(alias))}
+	if b.alias == "" && b.isOurs() {
+		// An MTU that is given with the request for a bridge lasts until the last port goes, and is Ethernet's then (br_mtu_auto_adjust, Linux 4.17).
+		parts = append(parts, number(unix.IFLA_MTU, b.MTU))
+	}
 	var host batch
-	host.add("name bridge "+b.Name, unix.RTM_NEWLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC), name(b.Name), nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(alias)))
+	host.add("name bridge "+b.Name, unix.RTM_NEWLINK, 0, parts...)
 	failpoint.Reach("net.claim-bridge")
 	err := host.do()
 	failpoint.Reach("net.bridge-claimed")
@@ -234,8 +237,9 @@ func (b *Bridge) setAlias(alias string) error {
 	return err
 }
 
-// newBridge makes a bridge that is down, and says whose it is: the kernel takes no alias with the request for a device, but does the next request before
-// the sender of both can die. The hardware address is given: the kernel would change its own with each port.
+// newBridge makes a bridge that is down. The kernel takes no alias with the request for a device, and by another one sent with it would name whatever
+// has the name, were somebody quicker who does not know the lock (ErrQuicker): so claim says whose it is. If the sender dies before, the hardware address
+// tells that it is ours. It is given also because the kernel would change its own with each port.
 func newBridge(d *Description) (*Bridge, error) {
 	mtu := d.MTU
 	if mtu == 0 {
@@ -246,22 +250,18 @@ func newBridge(d *Description) (*Bridge, error) {
 	var host batch
 	host.add("make bridge "+d.Name, unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL, nl.NewIfInfomsg(unix.AF_UNSPEC),
 		name(d.Name), nl.NewRtAttr(unix.IFLA_ADDRESS, bridgeMAC(d.Name)), number(unix.IFLA_MTU, mtu), info)
-	// An MTU that is given with the request lasts until the last port goes, and is Ethernet's then (br_mtu_auto_adjust, Linux 4.17).
-	host.add("name bridge "+d.Name+" and set its MTU", unix.RTM_NEWLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC), name(d.Name),
-		number(unix.IFLA_MTU, mtu), nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(madeBy+d.Network)))
 	failpoint.Reach("net.make-bridge")
 	err := host.do()
 	failpoint.Reach("net.bridge-made")
-	another := errors.Is(err, unix.EEXIST) // somebody who does not know the lock was quicker, and it is his bridge that was named
-	if err != nil && !another {
+	if errors.Is(err, unix.EEXIST) {
+		return nil, fmt.Errorf("%w: %w", ErrQuicker, err)
+	}
+	if err != nil {
 		return nil, err
 	}
 	b, err := FindBridge(d.Name)
 	if err == nil && b == nil {
 		err = fmt.Errorf("bridge %s vanishes", d.Name)
-	}
-	if err == nil && another {
-		err = b.setAlias(foundBy + d.Network)
 	}
 	return b, err
 }

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -15,33 +17,44 @@ import (
 	"berth/internal/netns"
 )
 
-// A bridge says whose it is when it is there. One that somebody else has made at the same time is not taken for our own.
-func TestNewBridge(t *testing.T) {
-	for _, quicker := range []bool{false, true} {
+// A bridge says whose it is when it is made, also where somebody was killed in between. One that somebody else has made at the same time is left alone.
+func TestMakeBridge(t *testing.T) {
+	d := &Description{Name: "bn0", Network: "net-1", MTU: 1400}
+	for _, begun := range []bool{false, true} {
 		err := netns.InNew(func() error {
-			if quicker {
-				if err := netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0"}}); err != nil {
+			if begun {
+				if _, err := newBridge(d); err != nil {
 					return err
 				}
 			}
-			returned, err := newBridge(&Description{Name: "bn0", Network: "net-1"})
+			b, err := MakeBridge(d)
 			if err != nil {
 				return err
 			}
-			there, err := FindBridge("bn0")
-			if err != nil {
-				return err
-			}
-			for _, b := range []*Bridge{returned, there} {
-				if owner, made := b.owner(); owner != "net-1" || made == quicker {
-					return fmt.Errorf("it is %q's, made %v", owner, made)
-				}
+			if owner, made := b.owner(); owner != "net-1" || !made || b.MTU != 1400 {
+				return fmt.Errorf("it is %q's, made %v, MTU %d", owner, made, b.MTU)
 			}
 			return nil
 		})
 		if err != nil {
-			t.Errorf("the bridge, with somebody being quicker %v: %v", quicker, err)
+			t.Errorf("the bridge, begun before %v: %v", begun, err)
 		}
+	}
+	err := netns.InNew(func() error {
+		if err := netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "bn0", MTU: 1300}}); err != nil {
+			return err
+		}
+		if _, err := newBridge(d); !errors.Is(err, ErrQuicker) {
+			return fmt.Errorf("making it: %w", err)
+		}
+		b, err := FindBridge("bn0")
+		if err == nil && (b.alias != "" || b.MTU != 1300) {
+			err = fmt.Errorf("it has the alias %q and MTU %d", b.alias, b.MTU)
+		}
+		return err
+	})
+	if err != nil {
+		t.Errorf("somebody else's bridge: %v", err)
 	}
 }
 
@@ -109,5 +122,21 @@ func TestTryClassifier(t *testing.T) {
 	}
 	if err := CanCheckSource(); err != nil {
 		t.Error(err)
+	}
+}
+
+// A module that is built in need not be tried.
+func TestHasModule(t *testing.T) {
+	list := filepath.Join(t.TempDir(), "modules.builtin")
+	if err := os.WriteFile(list, []byte("kernel/net/sched/sch_some.ko\nkernel/net/sched/cls_some.ko\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for module, want := range map[string]bool{"cls_some": true, "sch_some": true, "some": false, "cls_som": false} {
+		if got := hasModule(module, list); got != want {
+			t.Errorf("module %s: %v, want %v", module, got, want)
+		}
+	}
+	if hasModule("cls_some", list+".none") {
+		t.Error("a module of which nobody knows is there")
 	}
 }

@@ -1,6 +1,7 @@
 package links
 
 import (
+	"bytes"
 	"encoding/binary"
 	"fmt"
 	"math"
@@ -13,6 +14,7 @@ import (
 	"berth/cni/berthnet/source"
 	"berth/internal/failpoint"
 	"berth/internal/netns"
+	"berth/internal/safefs"
 )
 
 // What is done with a pod's traffic at its port, by tc: what it may send is checked where it comes in, before the bridge sees it; and
@@ -58,17 +60,31 @@ func (b *batch) checkSource(index int, program []bpf.Instruction) error {
 	return nil
 }
 
-// CanCheckSource tells, by an error, that the kernel can't check what pods send (CheckSource). Unless both modules are loaded, that is tried in a network namespace
-// that goes with the try, and loads them.
+// CanCheckSource tells, by an error, that the kernel can't check what pods send (CheckSource). Unless both modules are loaded or said to be built in, that is tried
+// in a network namespace that goes with the try, and loads them.
 func CanCheckSource() error {
-	loaded := func(module string) bool {
-		_, err := os.Stat("/sys/module/" + module)
-		return err == nil
-	}
-	if loaded("sch_ingress") && loaded("cls_bpf") {
+	if hasModule("sch_ingress", builtInModules()) && hasModule("cls_bpf", builtInModules()) {
 		return nil
 	}
 	return tryClassifier(classifier)
+}
+
+// hasModule tells whether the kernel has a module, as far as that is known: one that is built in has no directory where it has no parameters, but is in the list that is
+// installed with the kernel.
+func hasModule(module, builtIn string) bool {
+	if _, err := os.Stat("/sys/module/" + module); err == nil {
+		return true
+	}
+	list, err := safefs.ReadHostFile(builtIn, 1<<20)
+	return err == nil && bytes.Contains(list, []byte("/"+module+".ko\n"))
+}
+
+func builtInModules() string {
+	var name unix.Utsname
+	if unix.Uname(&name) != nil {
+		return ""
+	}
+	return "/lib/modules/" + unix.ByteSliceToString(name.Release[:]) + "/modules.builtin"
 }
 
 // tryClassifier has a loopback device of nobody's look at what comes in, with a classifier of a kind.
