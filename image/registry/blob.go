@@ -47,7 +47,7 @@ type Blob struct {
 	failures int   // since the offset mark
 	mark     int64 // offset at the first of these failures
 	resumed  bool  // a host has answered a request for the rest with that
-	// rangeless: one has refused such a request, and not the one for the whole.
+	// rangeless: one has refused such a request or answered it with something else, and not the one for the whole.
 	rangeless bool
 	err       error // final result
 }
@@ -265,7 +265,7 @@ func (b *Blob) open() error {
 }
 
 // openAt asks one host for the blob from the current offset on. No blob fails because of ranges: a host that refuses the request for the
-// rest is asked for the whole, and so is one, in the last try, that never had an answer to such requests.
+// rest, or answers it with what is not said to be that, is asked for the whole, and so is one, in the last try, that never had an answer to such requests.
 func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
 	last := b.failures == maxFailures-1 && !b.resumed
 	resp, err := b.ask(e, b.offset > 0 && !b.rangeless && !last)
@@ -277,7 +277,7 @@ func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
 		err = b.skip(resp)
 	case http.StatusPartialContent:
 		_, err = rangeOf(resp, b.offset, b.want.Size)
-		b.resumed = true
+		b.resumed = b.resumed || err == nil
 	default:
 		return nil, e.statusError(resp)
 	}
@@ -296,7 +296,7 @@ func (b *Blob) ask(e *endpoint, rest bool) (*http.Response, error) {
 		header.Set("Range", fmt.Sprintf("bytes=%d-%d", b.offset, b.want.Size-1))
 	}
 	resp, err := e.request(b.ctx, http.MethodGet, b.path(), header)
-	if err != nil || !rest || !refusesRange(resp.StatusCode) {
+	if err != nil || !rest || !b.refusesRange(resp) {
 		return resp, err
 	}
 	drain(resp.Body)
@@ -307,15 +307,20 @@ func (b *Blob) ask(e *endpoint, rest bool) (*http.Response, error) {
 	return whole, err
 }
 
-// refusesRange tells a status that may be about the range: the same request without one may do.
-func refusesRange(status int) bool {
-	switch status {
+// refusesRange tells an answer that may be about the range: the same request without one may do. A partial answer without the right
+// Content-Range is one: caches and proxies that strip that header, or send it all as 206.
+func (b *Blob) refusesRange(resp *http.Response) bool {
+	switch status := resp.StatusCode; status {
 	case http.StatusUnauthorized, http.StatusRequestTimeout, http.StatusTooManyRequests:
 		return false
 	case http.StatusNotImplemented:
 		return true
+	case http.StatusPartialContent:
+		_, err := rangeOf(resp, b.offset, b.want.Size)
+		return err != nil
+	default:
+		return status >= http.StatusBadRequest && status < http.StatusInternalServerError
 	}
-	return status >= http.StatusBadRequest && status < http.StatusInternalServerError
 }
 
 // noteRanges notes what an answer tells of whether its host has ranges.
