@@ -41,9 +41,12 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 		return nil, err
 	}
 	plainPause := req.servesAgain()
-	if plainPause && cgroup.MovesItself(req.SystemdCgroup) {
+	switch {
+	case plainPause && cgroup.MovesItself(req.SystemdCgroup):
 		defer l.Expect() // its pod's containers
-	} else {
+	case req.Pause:
+		l.Expect() // these, too
+	default:
 		defer l.expect()()
 	}
 	if plainPause {
