@@ -1,6 +1,7 @@
 package shim
 
 import (
+	"fmt"
 	"os"
 	"runtime"
 	"strconv"
@@ -46,7 +47,7 @@ func TestReadOnlyRootfs(t *testing.T) {
 }
 
 // What quiets Go's runtime in launchers and init (shim/launcher/sysmon) reaches neither the container's command nor one that is executed there:
-// both have the timer slack of the thread that has started their launcher.
+// both have the timer slack of the thread that has started their launcher, and it is the default that they go back to.
 func TestTimerSlack(t *testing.T) {
 	for name, slack := range map[string]int{"usual": 50_000, "unusual": 70_000} {
 		t.Run(name, func(t *testing.T) {
@@ -55,14 +56,16 @@ func TestTimerSlack(t *testing.T) {
 				t.Fatal(err)
 			}
 			e := newEnv(t, func(c *Config) { c.Warm = false }) // this thread starts the launchers
-			c := e.run("slack", "cat /proc/self/timerslack_ns; exec sleep 1000")
-			e.until("the container speaks", func() bool { return c.output("stdout") != "" })
-			if got := strings.TrimSpace(c.output("stdout")); got != strconv.Itoa(slack) {
-				t.Errorf("its command has a timer slack of %s ns, want %d", got, slack)
+			const look = "read now </proc/self/timerslack_ns; echo 0 >/proc/self/timerslack_ns; read default </proc/self/timerslack_ns; echo $now $default"
+			want := fmt.Sprintf("%d %[1]d", slack)
+			c := e.run("slack", look+"; exec sleep 1000")
+			e.until("the container speaks", func() bool { return strings.HasSuffix(c.output("stdout"), "\n") })
+			if got := strings.TrimSpace(c.output("stdout")); got != want {
+				t.Errorf("its command has a timer slack, and a default one, of %q ns, want %q", got, want)
 			}
 			for i := range 5 {
-				if got, _, _ := c.execIn(itoa(i), "cat /proc/self/timerslack_ns"); strings.TrimSpace(got) != strconv.Itoa(slack) {
-					t.Errorf("a command that is executed there has one of %s ns, want %d", got, slack)
+				if got, _, _ := c.execIn(itoa(i), look); strings.TrimSpace(got) != want {
+					t.Errorf("a command that is executed there has %q ns, want %q", got, want)
 				}
 			}
 		})

@@ -10,13 +10,19 @@
 //
 // # Contract
 //
-// Nothing that is executed has that slack: a process is started, and a program executed, by a thread that has called [Restore].
+// Nothing that is executed has that slack, nor has it for its default: a process is started, and a program executed, by a thread that has called
+// [Restore].
 package sysmon
 
+// #cgo LDFLAGS: -Wl,--wrap=nsexec
 // #include "slack.h"
 import "C"
 
-import "os"
+import (
+	"os"
+
+	_ "github.com/opencontainers/runc/libcontainer/nsenter" // calls nsexec
+)
 
 // Restore gives the calling thread the timer slack that the process was started with.
 func Restore() error {
