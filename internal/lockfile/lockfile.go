@@ -5,7 +5,8 @@
 // A lock is a flock(2) on a file. It ends with the process that holds it, however
 // that ends, and no process it starts inherits it. The file holds the pid of the
 // last holder for the message others get; it is never removed, since removing it
-// would let two processes lock two files of the same name.
+// would let two processes lock two files of the same name. Where somebody else removes
+// it Wait makes it anew; only he who has the old one does not know.
 package lockfile
 
 import (
@@ -13,7 +14,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
+	"path/filepath"
 	"strconv"
 	"time"
 
@@ -72,26 +75,80 @@ const (
 )
 
 // Wait takes the lock at path as soon as nobody has it, in this process or another, or gives up when ctx ends, whose error it wraps then.
-// The file's content is left alone.
+// The file's content is left alone. If somebody has deleted the file, or the directory, while it was waited for, the lock is the new file.
 func Wait(ctx context.Context, path string, mode Mode) (unlock func(), err error) {
-	file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
-	if err != nil {
-		return nil, fmt.Errorf("open lock: %w", err)
+	for {
+		file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)
+		if err != nil {
+			return nil, fmt.Errorf("open lock: %w", err)
+		}
+		err = waitFor(ctx, file, mode)
+		there := false
+		if err == nil {
+			there, err = isAt(file, path)
+		}
+		if there && err == nil {
+			return func() { file.Close() }, nil // the lock goes with the descriptor
+		}
+		if err := errors.Join(err, file.Close()); err != nil {
+			return nil, err
+		}
 	}
+}
+
+func waitFor(ctx context.Context, file *os.File, mode Mode) error {
 	for delay := 100 * time.Microsecond; ; delay = min(2*delay, 5*time.Millisecond) {
 		err := unix.Flock(int(file.Fd()), int(mode)|unix.LOCK_NB)
 		if err == nil {
-			return func() { file.Close() }, nil // the lock goes with the descriptor
+			return nil
 		}
 		if !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR) {
-			return nil, errors.Join(&os.PathError{Op: "flock", Path: path, Err: err}, file.Close())
+			return &os.PathError{Op: "flock", Path: file.Name(), Err: err}
 		}
 		select {
 		case <-ctx.Done():
-			return nil, errors.Join(fmt.Errorf("wait for lock %s: %w", path, ctx.Err()), file.Close())
+			return fmt.Errorf("wait for lock %s: %w", file.Name(), ctx.Err())
 		case <-time.After(delay):
 		}
 	}
+}
+
+// isAt tells whether a file is still that at path.
+func isAt(file *os.File, path string) (bool, error) {
+	have, err := file.Stat()
+	if err != nil {
+		return false, fmt.Errorf("look at lock: %w", err)
+	}
+	there, err := os.Lstat(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("look at lock: %w", err)
+	}
+	return os.SameFile(have, there), nil
+}
+
+// Check tells why Wait could not take the lock at path, however long it waits, or nil. It makes no file, and does not wait.
+func Check(path string) error {
+	file, err := os.OpenFile(path, os.O_RDWR|unix.O_NOFOLLOW, 0)
+	if errors.Is(err, fs.ErrNotExist) {
+		dir := filepath.Dir(path)
+		if err := unix.Access(dir, unix.W_OK|unix.X_OK); err != nil {
+			return fmt.Errorf("open lock %s: %w", path, &os.PathError{Op: "access", Path: dir, Err: err})
+		}
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("open lock: %w", err)
+	}
+	err = unix.Flock(int(file.Fd()), unix.LOCK_SH|unix.LOCK_NB)
+	if errors.Is(err, unix.EWOULDBLOCK) {
+		err = nil
+	} else if err != nil {
+		err = &os.PathError{Op: "flock", Path: path, Err: err}
+	}
+	return errors.Join(err, file.Close())
 }
 
 // Release gives the lock up.

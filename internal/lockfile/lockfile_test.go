@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"google.golang.org/grpc/codes"
 
@@ -130,6 +131,86 @@ func TestWait(t *testing.T) {
 	}
 	unlock()
 	take(gone, Exclusive)()
+}
+
+// A file that somebody deletes is no lock any more for those who have waited for it.
+func TestWaitForDeletedFile(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "lock")
+	first, err := Wait(t.Context(), path, Exclusive)
+	if err != nil {
+		t.Fatal(err)
+	}
+	second := make(chan func(), 1)
+	go func() {
+		unlock, err := Wait(t.Context(), path, Exclusive)
+		if err != nil {
+			t.Error(err)
+		}
+		second <- unlock
+	}()
+	for deadline := time.Now().Add(30 * time.Second); opened(t, path) < 2; time.Sleep(time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("nobody waits for the lock")
+		}
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	first()
+	unlock := <-second
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := Wait(gone, path, Exclusive); !errors.Is(err, context.Canceled) {
+		t.Errorf("a third one, with the second one having the lock: %v", err)
+	}
+	unlock()
+}
+
+// opened counts this process's descriptors of a file.
+func opened(t *testing.T, path string) (n int) {
+	t.Helper()
+	all, err := filepath.Glob("/proc/self/fd/*")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, fd := range all {
+		if to, err := os.Readlink(fd); err == nil && to == path {
+			n++
+		}
+	}
+	return n
+}
+
+// Check tells what waiting would not help with, and makes nothing.
+func TestCheck(t *testing.T) {
+	dir := t.TempDir()
+	path := filepath.Join(dir, "lock")
+	if err := Check(path); err != nil {
+		t.Errorf("without a file: %v", err)
+	}
+	if _, err := os.Lstat(path); !os.IsNotExist(err) {
+		t.Errorf("it was made: %v", err)
+	}
+	unlock, err := Wait(t.Context(), path, Exclusive)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := Check(path); err != nil {
+		t.Errorf("with somebody who has it: %v", err)
+	}
+	unlock()
+	link := filepath.Join(dir, "link")
+	if err := os.Symlink(path, link); err != nil {
+		t.Fatal(err)
+	}
+	for _, bad := range []string{dir, link, filepath.Join(dir, "none", "lock")} {
+		if Check(bad) == nil {
+			t.Errorf("%s could be a lock", bad)
+		}
+		if _, err := Wait(t.Context(), bad, Shared); err == nil {
+			t.Errorf("%s is a lock", bad)
+		}
+	}
 }
 
 func TestHolderWithoutPID(t *testing.T) {
