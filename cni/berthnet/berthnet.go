@@ -129,13 +129,19 @@ func (a *attachment) gateways() (all []netip.Prefix) {
 	return all
 }
 
-// plug connects the pod's port with the bridge. What is missing of the bridge and of the rules for all pods is made: after a boot all of it.
-func (a *attachment) plug(ctx context.Context, kept addresses.Reservation) (*links.Bridge, links.Plugged, error) {
-	bridge, made, err := a.plugIfReady(ctx, kept)
-	if bridge != nil || err != nil {
-		return bridge, made, err
+// plug connects the pod's port with the bridge. What is missing of the bridge and of the rules for all pods is made: after a boot all of it, by the
+// first of the pods that come together; the others then share the lock.
+func (a *attachment) plug(ctx context.Context, kept addresses.Reservation) (bridge *links.Bridge, made links.Plugged, err error) {
+	for _, unlessReady := range []bool{true, false} {
+		bridge, made, err = a.plugIfReady(ctx, kept)
+		if bridge == nil && err == nil {
+			bridge, made, err = a.makeAndPlug(ctx, kept, unlessReady)
+		}
+		if bridge != nil || err != nil {
+			break
+		}
 	}
-	return a.makeAndPlug(ctx, kept)
+	return bridge, made, err
 }
 
 // plugIfReady returns no bridge if something is missing. The bridge does not become another network's before that would be told that there is a port.
@@ -153,13 +159,19 @@ func (a *attachment) plugIfReady(ctx context.Context, kept addresses.Reservation
 	return bridge, made, err
 }
 
-// makeAndPlug keeps other networks from the bridge until there is a port: else two that begin at the same time would take it from each other.
-func (a *attachment) makeAndPlug(ctx context.Context, kept addresses.Reservation) (*links.Bridge, links.Plugged, error) {
+// makeAndPlug keeps other networks from the bridge until there is a port: else two that begin at the same time would take it from each other. With
+// unlessReady it returns no bridge if all was made while it waited.
+func (a *attachment) makeAndPlug(ctx context.Context, kept addresses.Reservation, unlessReady bool) (*links.Bridge, links.Plugged, error) {
 	unlockStore, err := a.store.Lock(ctx) // others may be about to do the same
 	if err != nil {
 		return nil, links.Plugged{}, err
 	}
 	defer unlockStore()
+	if unlessReady {
+		if bridge, err := a.ready(); bridge != nil || err != nil {
+			return nil, links.Plugged{}, err
+		}
+	}
 	unlock, err := links.Lock(ctx, lockfile.Exclusive)
 	if err != nil {
 		return nil, links.Plugged{}, err
@@ -565,11 +577,13 @@ func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 	if err := p.able(a); err != nil {
 		return types.NewError(types.ErrPluginNotAvailable, "berth-net can attach no pod", err.Error())
 	}
-	if p.Passive {
-		return nil
+	if !p.Passive {
+		if _, err := a.restore(ctx); err != nil {
+			return types.NewError(types.ErrLimitedConnectivity, "berth-net can attach no pod, and those that are there may not be reached", err.Error())
+		}
 	}
-	if _, err := a.restore(ctx); err != nil {
-		return types.NewError(types.ErrLimitedConnectivity, "berth-net can attach no pod, and those that are there may not be reached", err.Error())
+	if err := errors.Join(links.CheckLock(), a.store.CheckLock()); err != nil { // after what may need them: that is worse
+		return types.NewError(types.ErrPluginNotAvailable, "berth-net can attach no pod", err.Error())
 	}
 	return nil
 }

@@ -155,3 +155,18 @@ func TestStatusWithoutDirectory(t *testing.T) {
 	must(t, b.status(nil))
 	must(t, b.attached(nil).del())
 }
+
+// A node is not ready whose pods' addresses can't be locked, though nothing is to be written for now.
+func TestStatusWithoutLock(t *testing.T) {
+	b := newBed(t, nil)
+	pod := b.attached(nil)
+	lock := filepath.Join(b.dir, "test", "lock")
+	must(t, os.Remove(lock))
+	must(t, os.Symlink("elsewhere", lock))
+	if err := b.status(nil); codeOf(err) != types.ErrPluginNotAvailable || !strings.Contains(err.Error(), lock) {
+		t.Errorf("STATUS: %v", err)
+	}
+	must(t, os.Remove(lock))
+	must(t, b.status(nil))
+	must(t, pod.del())
+}

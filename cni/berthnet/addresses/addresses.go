@@ -97,6 +97,17 @@ func (s *Store) Lock(ctx context.Context) (unlock func(), err error) {
 	return unlock, nil
 }
 
+// CheckLock tells why Lock would fail, however long it waits, or nil; also where there is no directory yet (Check).
+func (s *Store) CheckLock() error {
+	if _, err := os.Stat(s.dir); errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err := lockfile.Check(filepath.Join(s.dir, lockName)); err != nil {
+		return fmt.Errorf("lock addresses: %w", err)
+	}
+	return nil
+}
+
 // Reserve gives an attachment an address of each range. Errors: ErrExists, ErrFull, and the filesystem's.
 func (s *Store) Reserve(ctx context.Context, id, ifName string, ranges []conf.Range) (Reservation, error) {
 	r := Reservation{ContainerID: id, IfName: ifName}

@@ -2,6 +2,7 @@ package links
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -38,4 +39,12 @@ func lockWithin(ctx context.Context, mode lockfile.Mode, patience time.Duration)
 		return nil, fmt.Errorf("lock bridges: %w", err)
 	}
 	return unlock, nil
+}
+
+// CheckLock tells why Lock would fail, however long it waits, or nil.
+func CheckLock() error {
+	if err := errors.Join(lockfile.Check(turnPath), lockfile.Check(lockPath)); err != nil {
+		return fmt.Errorf("lock bridges: %w", err)
+	}
+	return nil
 }
