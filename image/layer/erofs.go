@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
@@ -78,8 +79,26 @@ func (e *EROFS) Apply(ctx context.Context, dir string, blob io.Reader, job unpac
 	return result, err
 }
 
+// TreeDigest implements Keeper.
+func (e *EROFS) TreeDigest(dir string) (digest.Digest, error) {
+	f, err := os.Open(filepath.Join(dir, treeFile))
+	if err != nil {
+		return "", err
+	}
+	defer f.Close() // read only
+	return treeDigest(f)
+}
+
+func treeDigest(f *os.File) (digest.Digest, error) {
+	d, err := digest.SHA256.FromReader(f)
+	if err != nil {
+		return "", fmt.Errorf("digest of %s: %w", f.Name(), err)
+	}
+	return d, nil
+}
+
 // Packed implements Keeper.
-func (e *EROFS) Packed(dir string) (_ io.ReadCloser, size int64, err error) {
+func (e *EROFS) Packed(dir string, tree digest.Digest) (_ io.ReadCloser, size int64, err error) {
 	p := &packedLayer{}
 	undo := cleanup.New()
 	defer undo.Run(&err)
@@ -90,6 +109,12 @@ func (e *EROFS) Packed(dir string) (_ io.ReadCloser, size int64, err error) {
 			return nil, 0, err
 		}
 		p.files = append(p.files, f)
+	}
+	switch got, err := treeDigest(p.files[1]); {
+	case err != nil:
+		return nil, 0, err
+	case got != tree:
+		return nil, 0, errdefs.New(codes.DataLoss, "its tree has the digest %s, and had %s when it was packed", got, tree)
 	}
 	if p.Reader, size, err = unpack.PackedBlob(p.files[0], p.files[1]); err != nil {
 		return nil, 0, err

@@ -92,8 +92,12 @@ type Merger interface {
 type Keeper interface {
 	Driver
 
-	// Packed opens what Apply left in dir as the blob of an unpack.Job that is Packed, of so many bytes.
-	Packed(dir string) (blob io.ReadCloser, size int64, err error)
+	// TreeDigest is that of all that Apply left in dir but the content of files, of which there is an unpack.Sum.
+	TreeDigest(dir string) (digest.Digest, error)
+
+	// Packed opens what Apply left in dir as the blob of an unpack.Job that is Packed, of so many bytes; DataLoss if the digest of
+	// the tree is another by now.
+	Packed(dir string, tree digest.Digest) (blob io.ReadCloser, size int64, err error)
 }
 
 // Part is a layer as Join sees it.
@@ -140,6 +144,8 @@ type Info struct {
 	TarBytes int64       `json:"tarBytes"` // length of the tar
 	Kind     rootfs.Kind `json:"kind"`
 	unpack.Summary
+	// Tree is the digest of a Keeper's form, which has what Sum leaves out: times and extended attributes.
+	Tree digest.Digest `json:"tree,omitempty"`
 	// How many Links and Implied its record has.
 	PendingLinks int `json:"pendingLinks,omitempty"`
 	ImpliedDirs  int `json:"impliedDirs,omitempty"`

@@ -172,7 +172,8 @@ func (s *Store) Create(ctx context.Context, from Source, blob io.Reader, limits 
 }
 
 // CreateFrom is Create for a layer that is in another Store, whose form of it stands in for the blob. The layer is as if it were made of that, but
-// for the access times of files; DataLoss if its checksum is another. errors.ErrUnsupported if its form has too little in it.
+// for the access times of files; DataLoss if the form is not what it was. errors.ErrUnsupported if it has too little in it, or nobody recorded what
+// it was; OutOfRange where it does not tell what the layer is (unpack.Job).
 // The caller sees to it that the layer stays there meanwhile.
 func (s *Store) CreateFrom(ctx context.Context, other *Store, name digest.Digest, limits unpack.Limits) error {
 	keeper, ok := other.driver.(Keeper)
@@ -183,15 +184,19 @@ func (s *Store) CreateFrom(ctx context.Context, other *Store, name digest.Digest
 	if err != nil || s.Has(name) {
 		return err
 	}
-	blob, size, err := keeper.Packed(other.layerDir(name))
+	if info.Tree == "" {
+		return fmt.Errorf("layer %s has no digest of its tree in its record: %w", info.DiffID, errors.ErrUnsupported)
+	}
+	blob, size, err := keeper.Packed(other.layerDir(name), info.Tree)
 	if err != nil {
 		return fmt.Errorf("layer %s: %w", info.DiffID, err)
 	}
 	defer blob.Close() // read only
 	limits.Tar = size
 	return s.create(ctx, info.Source, blob, unpack.Job{Limits: limits, Packed: true}, func(made unpack.Result) (tarBytes int64, err error) {
-		if made.Sum != info.Sum {
-			return 0, errdefs.New(codes.DataLoss, "its checksum is %s, and was %s when it was packed", made.Sum, info.Sum)
+		was := info.Summary
+		if was.Usage = made.Usage; made.Summary != was { // what it takes on disk is the form's affair
+			return 0, errdefs.New(codes.DataLoss, "it came to %+v, and to %+v when it was packed", made.Summary, was)
 		}
 		return info.TarBytes, nil
 	})
@@ -209,7 +214,10 @@ func (s *Store) create(ctx context.Context, from Source, blob io.Reader, job unp
 			return nil, err
 		}
 		tarBytes, err := check(result)
-		made = s.recordOf(from, result, tarBytes)
+		if err != nil {
+			return nil, err
+		}
+		made, err = s.recordOf(tmp, from, result, tarBytes)
 		return made, err
 	}, func(tmp string) error { return s.admit(ctx, tmp, made.Info) })
 	if err == errThere {
@@ -268,10 +276,14 @@ func (s *Store) apply(ctx context.Context, dir string, from Source, blob io.Read
 	return made, err
 }
 
-func (s *Store) recordOf(from Source, made unpack.Result, tarBytes int64) record {
+// recordOf is the record of what was made in dir.
+func (s *Store) recordOf(dir string, from Source, made unpack.Result, tarBytes int64) (_ record, err error) {
 	info := Info{Name: from.Name(), Source: from, TarBytes: tarBytes, Kind: s.driver.Kind(), Summary: made.Summary}
 	info.PendingLinks, info.ImpliedDirs = len(made.Links), len(made.Implied)
-	return record{info, made.Links, made.Implied}
+	if keeper, ok := s.driver.(Keeper); ok {
+		info.Tree, err = keeper.TreeDigest(dir)
+	}
+	return record{info, made.Links, made.Implied}, err
 }
 
 // errInTheWay is why something is set aside that was found unusable before.

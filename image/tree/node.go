@@ -82,5 +82,10 @@ func (n *Node) IsLink() bool { return n.Mode == 0 }
 // IsWhiteout reports whether n hides what the layers below have of its name.
 func (n *Node) IsWhiteout() bool { return n.Type() == unix.S_IFCHR && n.Major == 0 && n.Minor == 0 }
 
+// HandsDown reports whether what is made in a directory inherits an ACL.
+func (n *Node) HandsDown() bool {
+	return slices.ContainsFunc(n.Xattrs, func(x Xattr) bool { return x.Name == DefaultACL })
+}
+
 // Names are the names in a directory, sorted.
 func (n *Node) Names() []string { return slices.Sorted(maps.Keys(n.Children)) }

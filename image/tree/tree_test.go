@@ -82,7 +82,7 @@ func TestDecodeRefuses(t *testing.T) {
 		"an ACL":          with(func(_, f *Node) { f.Xattrs = []Xattr{{AccessACL, goodACL[:len(goodACL)-8]}} }),
 		"ACL's version":   with(func(_, f *Node) { f.Xattrs = []Xattr{{AccessACL, "\x01" + goodACL[1:]}} }),
 		"a mode as ACL":   with(func(_, f *Node) { f.Xattrs = []Xattr{{AccessACL, goodACL[:4]}} }),
-		"file's default":  with(func(_, f *Node) { f.Xattrs = []Xattr{{defaultACL, goodACL}} }),
+		"file's default":  with(func(_, f *Node) { f.Xattrs = []Xattr{{DefaultACL, goodACL}} }),
 		"symlink's user":  with(func(r, _ *Node) { r.Children["e"].Xattrs = []Xattr{{"user.a", ""}} }),
 		"overlay's xattr": with(func(_, f *Node) { f.Xattrs = []Xattr{{"trusted.overlay.redirect", "/"}} }),
 		"overlay's user":  with(func(_, f *Node) { f.Xattrs = []Xattr{{"user.overlay.redirect", "/"}} }),
@@ -128,7 +128,7 @@ func TestDecodeRefuses(t *testing.T) {
 func TestDecodeXattrs(t *testing.T) {
 	root := sample()
 	root.Children["a"].Xattrs = []Xattr{{capability, goodCapability}, {AccessACL, goodACL}, {"user.a", "\x00"}}
-	root.Children["i"].Xattrs = []Xattr{{AccessACL, goodACL}, {defaultACL, goodACL}}
+	root.Children["i"].Xattrs = []Xattr{{AccessACL, goodACL}, {DefaultACL, goodACL}}
 	if _, _, err := Decode(bytes.NewReader(encoded(t, root)), 0, limit); err != nil {
 		t.Error(err)
 	}

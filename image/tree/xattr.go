@@ -10,8 +10,9 @@ import (
 
 const (
 	// AccessACL is the name of the attribute that says more of a file than the permissions in its mode.
-	AccessACL  = "system.posix_acl_access"
-	defaultACL = "system.posix_acl_default"
+	AccessACL = "system.posix_acl_access"
+	// DefaultACL is that of what a directory hands down to the files that are made in it.
+	DefaultACL = "system.posix_acl_default"
 	capability = "security.capability"
 
 	maxLinuxXattr = 64 << 10 // XATTR_SIZE_MAX (linux/limits.h)
@@ -27,7 +28,7 @@ func knownXattr(name string) bool {
 	case ok:
 		return user != "" && !strings.HasPrefix(user, "overlay.")
 	}
-	return name == capability || name == AccessACL || name == defaultACL
+	return name == capability || name == AccessACL || name == DefaultACL
 }
 
 // CheckXattr does what Linux does with an attribute that is set on a file of a type (the S_IFMT bits of mode): it refuses it, has no
@@ -38,7 +39,7 @@ func CheckXattr(mode uint32, name, value string) (kept *string, ok bool, err err
 		return nil, false, unix.ERANGE
 	case len(value) > maxLinuxXattr:
 		return nil, false, unix.E2BIG
-	case name == AccessACL || name == defaultACL:
+	case name == AccessACL || name == DefaultACL:
 		return checkACL(mode, name, value)
 	case name == capability:
 		return &value, true, checkCapability(value)
@@ -112,7 +113,7 @@ func checkACL(mode uint32, name, value string) (kept *string, ok bool, err error
 	switch {
 	case err != nil:
 		return nil, false, err
-	case name == defaultACL && mode != unix.S_IFDIR:
+	case name == DefaultACL && mode != unix.S_IFDIR:
 		return nil, false, unix.EACCES
 	case name == AccessACL && !more:
 		return nil, true, nil // it says what the mode says

@@ -25,7 +25,7 @@ const (
 	InvalidArgument   Code = 3
 	DeadlineExceeded  Code = 4
 	ResourceExhausted Code = 8
-	OutOfRange        Code = 11 // of Pack alone: Layer may take it
+	OutOfRange        Code = 11 // of Pack, and of what is Packed: Layer may take the tar
 	Internal          Code = 13
 	DataLoss          Code = 15
 )

@@ -50,7 +50,8 @@ type Job struct {
 	Limits    Limits
 	Algorithm digest.Algorithm // of Result.Digest
 	// Packed: the blob is no tar but what Pack has made of one (PackedBlob), and the result is what Layer would make of that, but for
-	// the access times. Result.Digest and TarBytes are the blob's.
+	// the access times; it is OutOfRange where that can't be known: the files of a directory with a default ACL have inherited it if
+	// the tar lists them later. Result.Digest and TarBytes are the blob's.
 	Packed bool
 	// Progress, if not nil, is called with each number of bytes of the tar that are read,
 	// and with 0 where something else takes time. Calls come from several goroutines.

@@ -147,6 +147,9 @@ func (r *replay[D]) directory(path string, n *tree.Node) error {
 // enter makes a directory as its entry would, or as implied by what is in it.
 func (r *replay[D]) enter(path string, n *tree.Node) error {
 	r.next()
+	if n.HandsDown() && len(n.Children) > 0 {
+		return &Error{OutOfRange, errors.New("which of its files have inherited its default ACL is not known")}
+	}
 	if path != "" && !n.Implied {
 		dir, name := safefs.Split(path)
 		in, err := r.parent(dir)
