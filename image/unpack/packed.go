@@ -73,7 +73,7 @@ func (w walk[D]) packed(ctx context.Context, in io.Reader, limits Limits) error 
 	if err != nil {
 		return blame(fmt.Errorf("read tree: %w", err))
 	}
-	r := &replay[D]{walk: w, ctx: ctx, in: in, left: limits.Bytes, known: map[*tree.Node]named{}}
+	r := &replay[D]{walk: w, ctx: ctx, in: in, left: limits.Bytes, most: limits.Entries, known: map[*tree.Node]named{}}
 	if err := r.directory("", root); err != nil {
 		return err
 	}
@@ -94,13 +94,30 @@ func (w walk[D]) packed(ctx context.Context, in io.Reader, limits Limits) error 
 // replay is a packed layer on its way into a sink.
 type replay[D directory] struct {
 	walk[D]
-	ctx   context.Context
-	in    io.Reader            // the data
-	pos   int64                // in it
-	left  int64                // bytes that the files may still have
-	known map[*tree.Node]named // first names of what is no directory
-	files []file               // those with data
-	links []link               // second names
+	ctx     context.Context
+	in      io.Reader            // the data
+	pos     int64                // in it
+	left    int64                // bytes that the files may still have
+	entries int64                // of a tar: for so many names there was one at least
+	most    int64                // of these
+	known   map[*tree.Node]named // first names of what is no directory
+	files   []file               // those with data
+	links   []link               // second names
+}
+
+// begin begins with a name. Of those that no entry is for, which are directories, the sink has its own bound.
+func (r *replay[D]) begin(implied bool) error {
+	if r.ctx.Err() != nil {
+		return context.Cause(r.ctx)
+	}
+	if !implied {
+		r.entries++
+	}
+	if r.entries > r.most {
+		return exceeds("it has more than the %d entries allowed", r.most)
+	}
+	r.next()
+	return nil
 }
 
 // named is a place by the path of its directory.
@@ -117,10 +134,9 @@ type link struct{ named, target named }
 
 // each has something done at a place.
 func (r *replay[D]) each(n named, do func(at place[D]) error) error {
-	if r.ctx.Err() != nil {
-		return context.Cause(r.ctx)
+	if err := r.begin(false); err != nil {
+		return err
 	}
-	r.next()
 	dir, err := r.parent(n.dir)
 	if err == nil {
 		err = do(place[D]{dir, n.name})
@@ -146,7 +162,9 @@ func (r *replay[D]) directory(path string, n *tree.Node) error {
 
 // enter makes a directory as its entry would, or as implied by what is in it.
 func (r *replay[D]) enter(path string, n *tree.Node) error {
-	r.next()
+	if err := r.begin(n.Implied); err != nil {
+		return err
+	}
 	if n.HandsDown() && len(n.Children) > 0 {
 		return &Error{OutOfRange, errors.New("which of its files have inherited its default ACL is not known")}
 	}

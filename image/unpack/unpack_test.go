@@ -125,6 +125,47 @@ func many(n int, entry func(i int) tar.Header) []tar.Header {
 	return list
 }
 
+// A layer may have as many entries, whether they come as a tar or as what was packed of that.
+func TestEntries(t *testing.T) {
+	entries := []tar.Header{
+		{Typeflag: tar.TypeDir, Name: "./", Mode: 0o755}, {Typeflag: tar.TypeDir, Name: "d/", Mode: 0o755},
+		{Typeflag: tar.TypeReg, Name: "d/f", Size: 1}, {Typeflag: tar.TypeReg, Name: "implied/empty"}, {Typeflag: tar.TypeReg, Name: "implied/too/.wh.w"},
+		{Typeflag: tar.TypeSymlink, Name: "l", Linkname: "d"}, {Typeflag: tar.TypeLink, Name: "second", Linkname: "d/f"}, {Typeflag: tar.TypeLink, Name: "below", Linkname: "x"},
+		{Typeflag: tar.TypeFifo, Name: "p"},
+	}
+	data := makeTar(t, "x", entries...)
+	var files [2]*os.File
+	for i := range files {
+		f, err := os.CreateTemp(t.TempDir(), "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		files[i] = f
+	}
+	if _, err := Pack(t.Context(), files[0], files[1], bytes.NewReader(data), Job{Algorithm: digest.SHA256}); err != nil {
+		t.Fatal(err)
+	}
+	for _, packed := range []bool{false, true} {
+		for _, c := range []struct {
+			most int
+			code Code
+		}{{len(entries), OK}, {len(entries) - 1, ResourceExhausted}, {1, ResourceExhausted}} {
+			blob := io.Reader(bytes.NewReader(data))
+			if packed {
+				var err error
+				if blob, _, err = PackedBlob(files[0], files[1]); err != nil {
+					t.Fatal(err)
+				}
+			}
+			_, err := Layer(t.Context(), emptyTree(t), blob, Job{Limits: Limits{Entries: int64(c.most)}, Algorithm: digest.SHA256, Packed: packed})
+			if CodeOf(err) != c.code {
+				t.Errorf("packed: %t, %d entries of %d: %v", packed, len(entries), c.most, err)
+			}
+		}
+	}
+}
+
 // Hard links to nowhere and directories have to be remembered: not without end.
 func TestManyNames(t *testing.T) {
 	cases := map[string]func(i int) tar.Header{"directories": func(i int) tar.Header {
