@@ -3,6 +3,7 @@ package shim
 import (
 	"fmt"
 	"os"
+	"path/filepath"
 	"runtime"
 	"strconv"
 	"strings"
@@ -69,5 +70,47 @@ func TestTimerSlack(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// An OCI runtime's program has the timer slack of the thread that has started the launcher with every command: what the command leaves behind
+// inherits it, such as gVisor's server of the root filesystem.
+func TestTimerSlackOfRuntime(t *testing.T) {
+	const slack = "70000"
+	runtime.LockOSThread() // for good: the thread ends with this function
+	if err := unix.Prctl(unix.PR_SET_TIMERSLACK, 70_000, 0, 0, 0); err != nil {
+		t.Fatal(err)
+	}
+	e := newEnv(t, func(c *Config) { c.Warm = false }) // this thread starts the launchers
+	program := e.runtime()
+	if program == nil {
+		t.Skip("it is about OCI runtimes")
+	}
+	seen := filepath.Join(e.dir, "seen")
+	wrapper := filepath.Join(e.dir, "runtime")
+	script := fmt.Sprintf(`#!/bin/sh
+read slack </proc/self/timerslack_ns
+for command; do case $command in create|start|exec) echo $command $slack >>%s; break ;; esac; done
+exec %s "$@"
+`, seen, program.Path)
+	if err := os.WriteFile(wrapper, []byte(script), 0o700); err != nil { //nolint:gosec // is to be run
+		t.Fatal(err)
+	}
+	program.Path = wrapper
+	c := e.run("slack", "exec sleep 1000", func(r *LaunchRequest) { r.Runtime = program })
+	x, err := e.Launchers.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: "slack", Dir: c.Dir, Runtime: program, Process: testProcess("true")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer x.Close()
+	if _, err := x.Wait(e.ctx); err != nil {
+		t.Fatal(err)
+	}
+	got, err := os.ReadFile(seen)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := "create " + slack + "\nstart " + slack + "\nexec " + slack + "\n"; string(got) != want {
+		t.Errorf("the runtime's program was called with\n%swant\n%s", got, want)
 	}
 }

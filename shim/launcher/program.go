@@ -21,6 +21,7 @@ import (
 	"berth/internal/pidfd"
 	"berth/internal/proctree"
 	"berth/shim/control"
+	"berth/shim/launcher/sysmon"
 	"berth/shim/ociruntime"
 	"berth/shim/record"
 )
@@ -148,7 +149,9 @@ func (m *programMaker) execute() error {
 		if m.streams != nil {
 			streams = m.streams.IO
 		}
-		err := adopting(m.inheritsOrphans(), func() error { return m.Runtime.Start(m.ctx, m.ID, m.Dir, streams) })
+		err := adopting(m.inheritsOrphans(), func() error {
+			return sysmon.WithRestored(func() error { return m.Runtime.Start(m.ctx, m.ID, m.Dir, streams) })
+		})
 		done <- nameCommand(m.Spec.Process, err)
 	}()
 	err := <-done
@@ -466,7 +469,7 @@ func (e *programExec) kill() error {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), killTime)
 	defer cancel()
-	err := e.Runtime.KillExec(ctx, e.ID, internal)
+	err := sysmon.WithRestored(func() error { return e.Runtime.KillExec(ctx, e.ID, internal) }) // obey's goroutine is another than ours
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.pidfd != nil {

@@ -20,6 +20,7 @@ import "C"
 
 import (
 	"os"
+	"runtime"
 
 	_ "github.com/opencontainers/runc/libcontainer/nsenter" // calls nsexec
 )
@@ -30,4 +31,15 @@ func Restore() error {
 		return os.NewSyscallError("prctl(PR_SET_TIMERSLACK)", err)
 	}
 	return nil
+}
+
+// WithRestored calls do, which may start processes, on a thread that has called [Restore]. That is for goroutines other than the one whose thread is
+// restored already.
+func WithRestored(do func() error) error {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if err := Restore(); err != nil {
+		return err
+	}
+	return do()
 }
