@@ -111,6 +111,7 @@ func newHTTPSender(cfg Config) *httpSender {
 	transport := http.DefaultTransport.(*http.Transport).Clone()
 	transport.Proxy = nil // what is sent goes to the configured collector, whatever the environment says of images' registries
 	transport.MaxIdleConnsPerHost = 1
+	transport.IdleConnTimeout = sendTime                                                  // a daemon that starts no pods keeps neither a connection nor its goroutines
 	transport.HTTP2 = &http.HTTP2Config{SendPingTimeout: sendTime, PingTimeout: sendTime} // as above
 	return &httpSender{client: &http.Client{Transport: transport, CheckRedirect: noRedirect}, url: scheme + cfg.Endpoint + "/v1/traces", agent: "berth/" + cfg.Version}
 }
