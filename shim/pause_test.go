@@ -1,16 +1,22 @@
 package shim
 
 import (
+	"encoding/binary"
+	"errors"
 	"fmt"
+	"io"
 	"maps"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
 	"github.com/moby/profiles/seccomp"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/cgroup"
@@ -177,6 +183,40 @@ func TestPauseRefused(t *testing.T) {
 			}
 			e.nothingLeft(req)
 		})
+	}
+}
+
+// A cgroup that may be missing is told by a "-". With these flags clone fails, so that nothing is made here.
+func TestPauseJoinsCgroups(t *testing.T) {
+	const (
+		stepClone  = 2 // of pause.c's enum step
+		stepCgroup = 15
+	)
+	for list, want := range map[string][2]uint32{
+		"/none/tasks":  {stepCgroup, uint32(unix.ENOENT)},
+		"-/none/tasks": {stepClone, uint32(unix.EINVAL)},
+	} {
+		fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ours, theirs := os.NewFile(uintptr(fds[0]), "pause"), os.NewFile(uintptr(fds[1]), "pause")
+		cmd := exec.Command(os.Getenv(workEnv)+"/pause-root/pause", "enter", strconv.Itoa(unix.CLONE_NEWNS|unix.CLONE_FS), "/", "", "0", "0", "", "", "1", list)
+		cmd.ExtraFiles = []*os.File{theirs, theirs}
+		if err := errors.Join(cmd.Start(), theirs.Close()); err != nil {
+			t.Fatal(err)
+		}
+		_, sayErr := ours.Write([]byte("+"))
+		report := make([]byte, 8)
+		_, readErr := io.ReadFull(ours, report)
+		closeErr := ours.Close() // upon which it ends
+		_ = cmd.Wait()           // with a status that tells nothing
+		if err := errors.Join(sayErr, readErr, closeErr); err != nil {
+			t.Fatal(err)
+		}
+		if got := [2]uint32{binary.NativeEndian.Uint32(report), binary.NativeEndian.Uint32(report[4:])}; got != want {
+			t.Errorf("%s: step and errno %v, want %v", list, got, want)
+		}
 	}
 }
 

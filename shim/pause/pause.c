@@ -266,17 +266,19 @@ enum {
 
 /*
  * join_cgroups joins the cgroups of these files, "tasks" of cgroup v1. Who moves itself as the only thread there is needs no lock of all
- * forks and exits of the machine, for which others wait 5 to 15 ms (Linux 5.5, internal/cgroup/stay.go).
+ * forks and exits of the machine, for which others wait 5 to 15 ms (Linux 5.5, internal/cgroup/stay.go). One that may fail has a "-" before it.
  */
 static long join_cgroups(char **files, unsigned long n)
 {
 	for (; n > 0; n--, files++) {
-		long fd = SYSCALL(openat, -1, files[0], O_WRONLY | O_CLOEXEC, 0, 0);
+		int optional = files[0][0] == '-';
+		long fd = SYSCALL(openat, -1, files[0] + optional, O_WRONLY | O_CLOEXEC, 0, 0);
 		long ret = fd < 0 ? fd : SYSCALL(write, fd, "0", 1, 0, 0);
 
-		if (ret < 0)
+		if (ret < 0 && !optional)
 			return ret;
-		SYSCALL(close, fd, 0, 0, 0, 0);
+		if (fd >= 0)
+			SYSCALL(close, fd, 0, 0, 0, 0);
 	}
 	return 0;
 }

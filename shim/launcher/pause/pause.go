@@ -48,7 +48,7 @@ type Maker struct {
 	mgr     cgroups.Manager
 	cgroups *cgroups.Cgroup
 
-	lists   []string // files by which the first stage moves itself into the cgroup; none: it is moved
+	lists   []string // files by which the first stage moves itself into the cgroup, see listsOf; none: it is moved
 	unified string   // the cgroup's directory in v2's hierarchy beside those of v1, in which it is born; empty: there is none
 
 	pid    int
@@ -285,16 +285,33 @@ func (m *Maker) makeCgroup() error {
 		return fmt.Errorf("make its cgroup: %w", err)
 	}
 	failpoint.Reach("launcher.cgroup-made")
-	for _, dir := range slices.Compact(slices.Sorted(maps.Values(m.mgr.GetPaths()))) { // a hierarchy may have several controllers
+	m.lists, m.unified = listsOf(m.mgr.GetPaths())
+	return nil
+}
+
+// optional are the hierarchies that package cgroups does not mind to fail to join (NameGroup), beside v2's.
+var optional = []string{"name=systemd", "misc"}
+
+// listsOf returns by which files a process joins a cgroup, as pause.c takes them, and the cgroup's directory in v2's hierarchy, empty if there is none.
+// paths are the cgroup's directories by controller.
+func listsOf(paths map[string]string) (lists []string, unified string) {
+	controllers := map[string][]string{} // by directory: a hierarchy may have several
+	for name, dir := range paths {
+		controllers[dir] = append(controllers[dir], name)
+	}
+	for _, dir := range slices.Sorted(maps.Keys(controllers)) {
+		needed := slices.ContainsFunc(controllers[dir], func(name string) bool { return !slices.Contains(optional, name) })
 		tasks := filepath.Join(dir, "tasks")
 		switch {
+		case unix.Access(tasks, unix.F_OK) == nil && needed:
+			lists = append(lists, tasks)
 		case unix.Access(tasks, unix.F_OK) == nil:
-			m.lists = append(m.lists, tasks)
+			lists = append(lists, "-"+tasks)
 		case unix.Access(dir, unix.F_OK) == nil:
-			m.unified = dir
+			unified = dir
 		} // else it is one of systemd's that could not be made, which nobody needs
 	}
-	return nil
+	return lists, unified
 }
 
 // start starts the first stage, which waits.

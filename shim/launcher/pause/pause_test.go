@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
@@ -133,6 +135,35 @@ func TestStepError(t *testing.T) {
 	} {
 		if got := (&stepError{step: step, errno: 22, spec: spec}).Error(); got != want {
 			t.Errorf("step %d: %q, want %q", step, got, want)
+		}
+	}
+}
+
+// Only of hierarchies that limit nothing may it fail to join the cgroup.
+func TestListsOf(t *testing.T) {
+	root := t.TempDir()
+	dir := func(hierarchy, file string) string {
+		path := filepath.Join(root, hierarchy)
+		if err := errors.Join(os.Mkdir(path, 0o700), os.WriteFile(filepath.Join(path, file), nil, 0o600)); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	cpu, memory, shared := dir("cpu", "tasks"), dir("memory", "tasks"), dir("pids,misc", "tasks")
+	systemd, misc, v2 := dir("systemd", "tasks"), dir("misc", "tasks"), dir("unified", "cgroup.procs")
+	for name, test := range map[string]struct {
+		paths   map[string]string
+		lists   []string
+		unified string
+	}{
+		"hybrid": {map[string]string{"cpu": cpu, "cpuacct": cpu, "memory": memory, "name=systemd": systemd, "misc": misc, "": v2},
+			[]string{cpu + "/tasks", memory + "/tasks", "-" + misc + "/tasks", "-" + systemd + "/tasks"}, v2},
+		"misc with another": {map[string]string{"pids": shared, "misc": shared}, []string{shared + "/tasks"}, ""},
+		"systemd's is gone": {map[string]string{"cpu": cpu, "name=systemd": filepath.Join(root, "none")}, []string{cpu + "/tasks"}, ""},
+	} {
+		lists, unified := listsOf(test.paths)
+		if !slices.Equal(lists, test.lists) || unified != test.unified {
+			t.Errorf("%s: %q, %q, want %q, %q", name, lists, unified, test.lists, test.unified)
 		}
 	}
 }
