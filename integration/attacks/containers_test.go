@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"syscall"
@@ -212,6 +213,9 @@ func TestSeccompFilterOverwritten(t *testing.T) {
 		harness.Equal(t, "unshare in a command", c.Exec(t, "sh", "-c", "unshare -U true 2>/dev/null || echo refused"), "refused")
 	}
 	for tries := 0; !strings.Contains(c.Output(t), "seen"); tries++ {
+		if tries == 300 && runtime.NumCPU() == 1 {
+			t.Skip("NOT TESTED: the only processor was init's as long as it had a filter, 300 times")
+		}
 		if tries == 300 {
 			t.Fatal("no command's filter was seen in 300")
 		}
