@@ -8,6 +8,7 @@ import (
 	"strconv"
 
 	"github.com/opencontainers/cgroups"
+	"github.com/opencontainers/runc/libcontainer/system/kernelversion"
 )
 
 // Stay is a process in the cgroup that it is in. To move it there again changes nothing but this: the next move of any process is
@@ -43,7 +44,13 @@ func StayOf(pid int) (*Stay, error) {
 
 // MovesItself tells whether a process of one thread can move itself into a group without that lock: by cgroup v1's lists of threads, since
 // Linux 5.5 (9a3284fad42f). With the systemd driver systemd moves it.
-func MovesItself(systemd bool) bool { return !systemd && !cgroups.IsCgroup2UnifiedMode() }
+func MovesItself(systemd bool) bool {
+	if systemd || cgroups.IsCgroup2UnifiedMode() {
+		return false
+	}
+	without, err := kernelversion.GreaterEqualThan(kernelversion.KernelVersion{Kernel: 5, Major: 5})
+	return err == nil && without // else it is moved, as elsewhere
+}
 
 // root is where hierarchies are mounted.
 const root = "/sys/fs/cgroup"
