@@ -21,6 +21,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -41,8 +42,13 @@ func TestMemoryLimit(t *testing.T) {
 		if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
 			t.Skip("NOT TESTED: ", err)
 		}
+		const files = 100_000
+		var fs unix.Statfs_t
+		if harness.Must(t, unix.Statfs("/var/tmp", &fs)); fs.Files > 0 && fs.Ffree < 2*files { // too much for EROFS with that memory, so they become files of the host
+			t.Skipf("NOT TESTED: the disk has %d inodes for %d files", fs.Ffree, files)
+		}
 		slow, parts := slowLayer(t)
-		underMemoryLimit(t, []string{slow, manyFiles(t, 100_000)}, harness.WithLayerDriver("auto"))
+		underMemoryLimit(t, []string{slow, manyFiles(t, files)}, harness.WithLayerDriver("auto"))
 		if parts.Load() == 0 {
 			t.Error("no part of the slow layer was fetched by itself")
 		}
