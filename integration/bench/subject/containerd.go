@@ -21,32 +21,9 @@ func legacyCgroups(oci string) []string {
 	return []string{"unshare", "--mount", "--propagation", "slave", "sh", "-c", "umount " + unified + ` && exec "$@"`, "sh"}
 }
 
-// Containerd starts a containerd whose pods run under an OCI runtime: runc, or crun with runc's command line.
-// The programs containerd and containerd-shim-runc-v2 are in the directory peers; ociRuntime is a path. registry is a host that is
-// spoken to over HTTP, and sandboxImage what its pods' pause is from.
-func (at *Site) Containerd(ctx context.Context, peers, ociRuntime, registry, sandboxImage string) (*Subject, error) {
-	oci := filepath.Base(ociRuntime)
-	name := "containerd-" + oci
-	d := at.dir(name)
-	root := filepath.Join(at.Dir, name, "root")
-	plugins, err := at.network(d.netd)
-	if err != nil {
-		return nil, err
-	}
-	hosts := filepath.Join(at.Dir, name, "certs.d")
-	if err := speakHTTP(hosts, registry); err != nil {
-		return nil, err
-	}
-	s := &Subject{Column: "containerd + " + oci, Root: root}
-	version, err := exec.CommandContext(ctx, ociRuntime, "--version").Output()
-	if err != nil {
-		return nil, fmt.Errorf("%s --version: %w", ociRuntime, err)
-	}
-	s.with, _, _ = strings.Cut(string(version), "\n")
-	return at.start(ctx, s, recipe{
-		name:     name,
-		programs: []string{filepath.Join(peers, "containerd"), filepath.Join(peers, "containerd-shim-runc-v2"), ociRuntime},
-		config: fmt.Sprintf(`version = 3
+// containerdConfig is formatted with root, state, socket, sandbox image, directory of registries, OCI runtime, CNI plugins and
+// configurations, socket and directory of NRI, and a directory that containerd would else make in /opt.
+const containerdConfig = `version = 3
 root = %[1]q
 state = %[2]q
 
@@ -80,7 +57,34 @@ plugin_config_path = %[10]q
 
 [plugins.'io.containerd.internal.v1.opt']
 path = %[11]q
-`, root, d.state+"/state", d.socket, sandboxImage, hosts, filepath.Join(d.bin, oci), plugins, d.netd,
+`
+
+// Containerd starts a containerd whose pods run under an OCI runtime: runc, or crun with runc's command line.
+// The programs containerd and containerd-shim-runc-v2 are in the directory peers; ociRuntime is a path. registry is a host that is
+// spoken to over HTTP, and sandboxImage what its pods' pause is from.
+func (at *Site) Containerd(ctx context.Context, peers, ociRuntime, registry, sandboxImage string) (*Subject, error) {
+	oci := filepath.Base(ociRuntime)
+	name := "containerd-" + oci
+	d := at.dir(name)
+	root := filepath.Join(at.Dir, name, "root")
+	plugins, err := at.network(d.netd)
+	if err != nil {
+		return nil, err
+	}
+	hosts := filepath.Join(at.Dir, name, "certs.d")
+	if err := speakHTTP(hosts, registry); err != nil {
+		return nil, err
+	}
+	s := &Subject{Column: "containerd + " + oci, Root: root}
+	version, err := exec.CommandContext(ctx, ociRuntime, "--version").Output()
+	if err != nil {
+		return nil, fmt.Errorf("%s --version: %w", ociRuntime, err)
+	}
+	s.with, _, _ = strings.Cut(string(version), "\n")
+	return at.start(ctx, s, recipe{
+		name:     name,
+		programs: []string{filepath.Join(peers, "containerd"), filepath.Join(peers, "containerd-shim-runc-v2"), ociRuntime},
+		config: fmt.Sprintf(containerdConfig, root, d.state+"/state", d.socket, sandboxImage, hosts, filepath.Join(d.bin, oci), plugins, d.netd,
 			d.state+"/nri.sock", d.state+"/nri", filepath.Join(at.Dir, name, "opt")),
 		args: func(bin, config string) []string {
 			return append(legacyCgroups(oci), filepath.Join(bin, "containerd"), "--config", config, "--log-level", "warn")
