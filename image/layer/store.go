@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"berth/image/layer/scatter"
 	"berth/image/layer/trash"
 	"berth/image/layer/writeback"
 	"berth/image/unpack"
@@ -54,7 +55,7 @@ func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store
 			return nil, fmt.Errorf("open layer store: %w", err)
 		}
 	}
-	if err := scatter(filepath.Join(root, tmpDir)); err != nil {
+	if err := scatter.Below(filepath.Join(root, tmpDir)); err != nil {
 		log.Debug("layers are not spread over the disk", "error", err)
 	}
 	home, err := os.Open(root)

@@ -20,6 +20,7 @@ import (
 	"berth/internal/pidfd"
 	"berth/internal/proctree"
 	"berth/shim/control"
+	"berth/shim/launcher/complaint"
 )
 
 // execution is one exec on its way.
@@ -71,7 +72,7 @@ func (l *launcher) serveExec(order *control.Exec, files []*os.File) error {
 		if gone != nil {
 			return gone
 		}
-		return l.reply(control.Reply{Error: describe(err)})
+		return l.reply(control.Reply{Error: complaint.Describe(err)})
 	}
 	if err := e.announce(); err != nil {
 		gone := stopListening()

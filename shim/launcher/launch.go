@@ -22,6 +22,7 @@ import (
 	"berth/internal/trace"
 	"berth/shim/control"
 	"berth/shim/handoff"
+	"berth/shim/launcher/complaint"
 	"berth/shim/record"
 )
 
@@ -62,7 +63,7 @@ func (l *launcher) serveLaunch(order *control.Launch, mounts []*os.File) (again 
 	failpoint.Reach("launcher.launch-ordered")
 	if err := c.run(); err != nil {
 		failpoint.Reach("launcher.launch-undone")
-		return false, l.reply(control.Reply{Error: describe(err)})
+		return false, l.reply(control.Reply{Error: complaint.Describe(err)})
 	}
 	failpoint.Reach("launcher.launch-answered")
 	if c.Pause { // it goes to init or the next subreaper

@@ -21,6 +21,7 @@ import (
 	"berth/internal/pidfd"
 	"berth/internal/proctree"
 	"berth/shim/control"
+	"berth/shim/launcher/complaint"
 	"berth/shim/launcher/sysmon"
 	"berth/shim/ociruntime"
 	"berth/shim/record"
@@ -114,7 +115,7 @@ func (m *programMaker) create() (pid int, err error) {
 
 // nameCommand adds the command to a complaint about it: crun does not always name it.
 func nameCommand(p *specs.Process, err error) error {
-	if badProgramRequest(err) {
+	if complaint.IsOfRequest(err) {
 		return fmt.Errorf("command %q: %w", p.Args[0], err)
 	}
 	return err

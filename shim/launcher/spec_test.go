@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/shim/control"
+	"berth/shim/launcher/complaint"
 	"berth/shim/ociruntime"
 )
 
@@ -149,8 +150,8 @@ func TestInsideVolume(t *testing.T) {
 // A program's complaint about its command is the user's fault, and names the command; any other stays as it is.
 func TestNameCommand(t *testing.T) {
 	p := &specs.Process{Args: []string{"no-such-command", "argument"}}
-	complaint := nameCommand(p, &ociruntime.Error{Message: "executable file `no-such-command` not found in $PATH"})
-	if got := describe(complaint); got.Code != control.InvalidArgument || got.Message[:24] != `command "no-such-command` {
+	named := nameCommand(p, &ociruntime.Error{Message: "executable file `no-such-command` not found in $PATH"})
+	if got := complaint.Describe(named); got.Code != control.InvalidArgument || got.Message[:24] != `command "no-such-command` {
 		t.Errorf("%d, %q", got.Code, got.Message)
 	}
 	if other := errors.New("no space left on device"); nameCommand(p, other) != other {

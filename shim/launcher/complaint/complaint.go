@@ -1,4 +1,5 @@
-package launcher
+// Package complaint finds out what kind of error libcontainer, or an OCI runtime's program, tells of.
+package complaint
 
 import (
 	"errors"
@@ -35,8 +36,8 @@ var programComplaints = []string{
 	badCommand, badCwd,                 // runc
 }
 
-// badProgramRequest tells whether a runtime complains of what it was asked to run.
-func badProgramRequest(err error) bool {
+// IsOfRequest tells whether a runtime complains of what it was asked to run.
+func IsOfRequest(err error) bool {
 	var e *ociruntime.Error
 	return errors.As(err, &e) && slices.ContainsFunc(programComplaints, func(s string) bool { return strings.Contains(e.Message, s) })
 }
@@ -49,16 +50,16 @@ var noise = strings.NewReplacer(
 	"set in config.json failed", "failed",
 )
 
-// describe gives an error of libcontainer's the code and the text that the daemon
+// Describe gives an error of libcontainer's the code and the text that the daemon
 // passes on.
-func describe(err error) *control.Error {
+func Describe(err error) *control.Error {
 	code := control.Internal
 	text := err.Error()
 	var own *control.Error
 	switch {
 	case errors.As(err, &own):
 		code = own.Code
-	case badProgramRequest(err):
+	case IsOfRequest(err):
 		code = control.InvalidArgument
 	case strings.Contains(text, badCommand), strings.Contains(text, badCwd),
 		strings.Contains(text, makeCwd) && strings.HasSuffix(text, notDirectory),

@@ -1,4 +1,4 @@
-package launcher
+package complaint
 
 import (
 	"errors"
@@ -21,7 +21,7 @@ func TestDescribe(t *testing.T) {
 		{fmt.Errorf("outer: %w", control.Errorf(control.FailedPrecondition, "inner %d", 1)), control.FailedPrecondition, "outer: inner 1"},
 		{errors.New("anything else"), control.Internal, "anything else"},
 	} {
-		if got := describe(tt.err); got.Code != tt.code || got.Message != tt.text {
+		if got := Describe(tt.err); got.Code != tt.code || got.Message != tt.text {
 			t.Errorf("describe(%q) = %d, %q; want %d, %q", tt.err, got.Code, got.Message, tt.code, tt.text)
 		}
 	}
