@@ -15,6 +15,7 @@ import (
 	"berth/image/erofs"
 	"berth/image/tree"
 	"berth/image/unpack"
+	"berth/image/unpack/packed"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
@@ -116,7 +117,7 @@ func (e *EROFS) Packed(dir string, tree digest.Digest) (_ io.ReadCloser, size in
 	case got != tree:
 		return nil, 0, errdefs.New(codes.DataLoss, "its tree has the digest %s, and had %s when it was packed", got, tree)
 	}
-	if p.Reader, size, err = unpack.PackedBlob(p.files[0], p.files[1]); err != nil {
+	if p.Reader, size, err = packed.Blob(p.files[0], p.files[1]); err != nil {
 		return nil, 0, err
 	}
 	undo.Release()

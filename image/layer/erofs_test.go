@@ -23,6 +23,7 @@ import (
 	"berth/image/erofs"
 	"berth/image/tree"
 	"berth/image/unpack"
+	"berth/image/unpack/checksum"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
 	"berth/internal/rootfs/mounttest"
@@ -107,7 +108,7 @@ func (w twin) create(t testing.TB, data []byte) digest.Digest {
 	if a != "OK" {
 		return ""
 	}
-	var sums [2]unpack.Sum
+	var sums [2]checksum.Sum
 	for i, s := range []*Store{w.directory, w.erofs} {
 		info, err := s.Info(id)
 		must(t, err)
@@ -332,13 +333,13 @@ func TestDriversAgreeOnTars(t *testing.T) {
 		root := t.TempDir()
 		corpus(t, root, seed)
 		sparseFiles(t, root)
-		chain = append(chain, w.create(t, packed(t, root, "--sparse")))
+		chain = append(chain, w.create(t, gnuTar(t, root, "--sparse")))
 		w.compare(t, chain...)
 	}
 }
 
-// packed is a tar of a directory by GNU tar.
-func packed(t testing.TB, dir string, args ...string) []byte {
+// gnuTar is the tar of a directory by GNU tar.
+func gnuTar(t testing.TB, dir string, args ...string) []byte {
 	t.Helper()
 	data, err := exec.Command("tar", append([]string{"-C", dir, "--numeric-owner", "--xattrs", "--xattrs-include=*", "--format=pax", "-c", "."}, args...)...).Output()
 	must(t, err)

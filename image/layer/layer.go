@@ -92,7 +92,7 @@ type Merger interface {
 type Keeper interface {
 	Driver
 
-	// TreeDigest is that of all that Apply left in dir but the content of files, of which there is an unpack.Sum.
+	// TreeDigest is that of all that Apply left in dir but the content of files, of which there is a checksum.Sum.
 	TreeDigest(dir string) (digest.Digest, error)
 
 	// Packed opens what Apply left in dir as the blob of an unpack.Job that is Packed, of so many bytes; DataLoss if the digest of

@@ -13,7 +13,7 @@ import (
 	"github.com/opencontainers/image-spec/identity"
 
 	"berth/checkpoint"
-	"berth/image/unpack"
+	"berth/image/unpack/checksum"
 	"berth/internal/diskusage"
 	"berth/internal/rootfs"
 	"berth/internal/safefs"
@@ -36,7 +36,7 @@ type Stored struct {
 	Kind   rootfs.Kind
 	Layers []digest.Digest // a layer's name; the names of those that a join is for
 	Usage  Usage           // as it was counted when it was made
-	Sum    unpack.Sum      // as it was made then; zero if berth up to 0.2.0 did
+	Sum    checksum.Sum    // as it was made then; zero if berth up to 0.2.0 did
 }
 
 // Inspect reads the directory of a Store, which may be open, and changes nothing. A
@@ -131,29 +131,31 @@ func (s *Survey) read(path, kind string, record any) bool {
 }
 
 // SumNow sums a layer as it was summed when it was made. It reads all of it.
-func (s Stored) SumNow(ctx context.Context) (unpack.Sum, error) {
+func (s Stored) SumNow(ctx context.Context) (checksum.Sum, error) {
 	if s.Kind == rootfs.EROFS {
 		return s.sumPacked(ctx)
 	}
 	root, err := safefs.OpenRoot(filepath.Join(s.Dir, treeDir))
 	if err != nil {
-		return unpack.Sum{}, err
+		return checksum.Sum{}, err
 	}
 	defer root.Close()
-	return unpack.SumTree(ctx, root)
+	found, err := checksum.OfDirectory(ctx, root, func() {})
+	return found.Sum, err
 }
 
-func (s Stored) sumPacked(ctx context.Context) (unpack.Sum, error) {
+func (s Stored) sumPacked(ctx context.Context) (checksum.Sum, error) {
 	root, err := filesOf(s.Dir).Read()
 	if err != nil {
-		return unpack.Sum{}, err
+		return checksum.Sum{}, err
 	}
 	data, err := os.Open(filepath.Join(s.Dir, dataFile))
 	if err != nil {
-		return unpack.Sum{}, err
+		return checksum.Sum{}, err
 	}
 	defer data.Close() // read only
-	return unpack.SumPacked(ctx, root, data)
+	found, err := checksum.OfPacked(ctx, root, data, func() {})
+	return found.Sum, err
 }
 
 // Count counts a layer as it was counted when it was made.

@@ -12,6 +12,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	"berth/image/unpack/checksum"
 	"berth/image/unpack/inflate"
 	"berth/internal/safefs"
 )
@@ -49,7 +50,7 @@ func (l Limits) WithDefaults() Limits {
 type Job struct {
 	Limits    Limits
 	Algorithm digest.Algorithm // of Result.Digest
-	// Packed: the blob is no tar but what Pack has made of one (PackedBlob), and the result is what Layer would make of that, but for
+	// Packed: the blob is no tar but what Pack has made of one (packed.Blob), and the result is what Layer would make of that, but for
 	// the access times; it is OutOfRange where that can't be known: the files of a directory with a default ACL have inherited it if
 	// the tar lists them later. Result.Digest and TarBytes are the blob's.
 	Packed bool
@@ -121,7 +122,7 @@ type Summary struct {
 	// devices if it is not mounted through overlayfs.
 	Whiteouts int `json:"whiteouts,omitempty"`
 	// Sum is that of the tree.
-	Sum Sum `json:"sum,omitzero"`
+	Sum checksum.Sum `json:"sum,omitzero"`
 }
 
 // Link is a hard link that is still to be made.

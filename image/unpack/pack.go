@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/image/tree"
+	"berth/image/unpack/checksum"
 )
 
 // Pack does what Layer does without a filesystem: it appends the files' data to data and writes the tree to out (tree.Encode), both
@@ -78,7 +79,11 @@ func (p *packer) finish(context.Context) (Contents, error) {
 	p.root.Opaque = p.opaque
 	c := Contents{Unsupported: p.unsupported}
 	c.Opaque = p.opaque
-	c.Whiteouts, c.Sum, _ = sumOf(p.root, p.tick, func(n *tree.Node) (uint64, error) { return n.Data.Hash, nil })
+	found, err := checksum.OfTree(p.root, p.tick, func(n *tree.Node) (uint64, error) { return n.Data.Hash, nil })
+	if err != nil {
+		return Contents{}, err
+	}
+	c.Sum, c.Whiteouts = found.Sum, found.Whiteouts
 	return c, tree.Encode(p.out, p.root)
 }
 

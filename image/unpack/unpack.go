@@ -14,6 +14,7 @@ import (
 	"github.com/cespare/xxhash/v2"
 	"golang.org/x/sys/unix"
 
+	"berth/image/unpack/checksum"
 	"berth/internal/diskusage"
 	"berth/internal/safefs"
 )
@@ -62,7 +63,7 @@ type unpacker struct {
 	steps   int                  // left for walks
 
 	usage       Usage
-	sum         Sum
+	sum         checksum.Sum
 	whiteouts   int
 	opaque      bool   // the root
 	recount     bool   // something was removed: usage, sum and whiteouts have to be made from the tree
@@ -119,20 +120,20 @@ func (u *unpacker) file(at filePlace, hdr *tar.Header, content io.Reader) error 
 }
 
 // summed adds what was made at a place, with the attributes of its entry.
-func (u *unpacker) summed(at filePlace, hdr *tar.Header, mode uint32, dev uint64, holds content) {
-	u.sum.name(at.path(), mode)
-	u.sum.file(mode, uint32(hdr.Uid), uint32(hdr.Gid), dev, holds)
+func (u *unpacker) summed(at filePlace, hdr *tar.Header, mode uint32, dev uint64, holds checksum.Content) {
+	u.sum.AddName(at.path(), mode)
+	u.sum.AddFile(mode, uint32(hdr.Uid), uint32(hdr.Gid), dev, holds)
 }
 
 // fill writes the content of a file and returns the number of bytes that are not holes.
-func (u *unpacker) fill(f *os.File, hdr *tar.Header, in io.Reader) (written int64, holds content, err error) {
+func (u *unpacker) fill(f *os.File, hdr *tar.Header, in io.Reader) (written int64, holds checksum.Content, err error) {
 	u.hash.Reset()
 	if isSparse(hdr) {
 		written, err = u.fillSparse(f, hdr.Size, io.TeeReader(in, u.hash))
-		return written, content{size: hdr.Size, hash: u.hash.Sum64()}, err
+		return written, checksum.Content{Size: hdr.Size, Hash: u.hash.Sum64()}, err
 	}
 	written, err = io.CopyBuffer(onlyWriter{io.MultiWriter(f, u.hash)}, onlyReader{in}, u.buf[:])
-	return written, content{size: written, hash: u.hash.Sum64()}, err
+	return written, checksum.Content{Size: written, Hash: u.hash.Sum64()}, err
 }
 
 // onlyWriter and onlyReader keep io.CopyBuffer from going past its buffer.
@@ -213,10 +214,10 @@ func (u *unpacker) listed(dir *safefs.Dir, hdr *tar.Header) error {
 // special makes a symlink, a device or a FIFO.
 func (u *unpacker) special(at filePlace, hdr *tar.Header, mode uint32, dev uint64) error {
 	create := func() error { return at.dir.Mknod(at.name, mode|0o600, dev) }
-	perm, holds := uint32(hdr.Mode&ModeBits), content{}
+	perm, holds := uint32(hdr.Mode&ModeBits), checksum.Content{}
 	if mode == unix.S_IFLNK {
 		create = func() error { return at.dir.Symlink(hdr.Linkname, at.name) }
-		perm, holds = 0o777, content{target: hdr.Linkname}
+		perm, holds = 0o777, checksum.Content{Target: hdr.Linkname}
 	}
 	if err := u.replacing(at, create); err != nil {
 		return err
@@ -257,7 +258,7 @@ func (u *unpacker) link(at, target filePlace) error {
 	if err := u.replacing(at, func() error { return at.dir.Link(target.dir, target.name, at.name) }); err != nil {
 		return err
 	}
-	u.sum.name(at.path(), st.Mode)
+	u.sum.AddName(at.path(), st.Mode)
 	return nil
 }
 
@@ -418,8 +419,8 @@ func (u *unpacker) setTime(name string, t unix.Timespec) (err error) {
 	if err != nil {
 		return err
 	}
-	u.sum.name(name, st.Mode)
-	u.sum.status(&st, content{})
+	u.sum.AddName(name, st.Mode)
+	u.sum.AddStatus(&st, checksum.Content{})
 	return nil
 }
 
@@ -433,9 +434,11 @@ func (u *unpacker) finish(ctx context.Context) (Contents, error) {
 		if u.usage, err = countTree(u.root, u.block); err != nil {
 			return Contents{}, err
 		}
-		if u.whiteouts, u.sum, err = sumTree(ctx, u.root, u.tick); err != nil {
+		found, err := checksum.OfDirectory(ctx, u.root, u.tick)
+		if err != nil {
 			return Contents{}, err
 		}
+		u.sum, u.whiteouts = found.Sum, found.Whiteouts
 	}
 	c := Contents{Summary: Summary{Usage: u.usage, Opaque: u.opaque, Whiteouts: u.whiteouts, Sum: u.sum}, Unsupported: u.unsupported}
 	for _, name := range slices.Sorted(maps.Keys(u.links)) {

@@ -18,6 +18,7 @@ import (
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
+	"berth/image/unpack/packed"
 	"berth/internal/safefs"
 )
 
@@ -146,21 +147,21 @@ func TestEntries(t *testing.T) {
 	if _, err := Pack(t.Context(), files[0], files[1], bytes.NewReader(data), Job{Algorithm: digest.SHA256}); err != nil {
 		t.Fatal(err)
 	}
-	for _, packed := range []bool{false, true} {
+	for _, again := range []bool{false, true} {
 		for _, c := range []struct {
 			most int
 			code Code
 		}{{len(entries), OK}, {len(entries) - 1, ResourceExhausted}, {1, ResourceExhausted}} {
 			blob := io.Reader(bytes.NewReader(data))
-			if packed {
+			if again {
 				var err error
-				if blob, _, err = PackedBlob(files[0], files[1]); err != nil {
+				if blob, _, err = packed.Blob(files[0], files[1]); err != nil {
 					t.Fatal(err)
 				}
 			}
-			_, err := Layer(t.Context(), emptyTree(t), blob, Job{Limits: Limits{Entries: int64(c.most)}, Algorithm: digest.SHA256, Packed: packed})
+			_, err := Layer(t.Context(), emptyTree(t), blob, Job{Limits: Limits{Entries: int64(c.most)}, Algorithm: digest.SHA256, Packed: again})
 			if CodeOf(err) != c.code {
-				t.Errorf("packed: %t, %d entries of %d: %v", packed, len(entries), c.most, err)
+				t.Errorf("packed: %t, %d entries of %d: %v", again, len(entries), c.most, err)
 			}
 		}
 	}

@@ -7,6 +7,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/image/unpack/checksum"
 	"berth/internal/failpoint"
 	"berth/internal/safefs"
 )
@@ -92,8 +93,8 @@ func (u *unpacker) makeWhiteout(at filePlace) error {
 	}
 	u.whiteouts++
 	u.count(0)
-	u.sum.name(at.path(), unix.S_IFCHR)
-	u.sum.file(unix.S_IFCHR, 0, 0, whiteoutDev, content{})
+	u.sum.AddName(at.path(), unix.S_IFCHR)
+	u.sum.AddFile(unix.S_IFCHR, 0, 0, whiteoutDev, checksum.Content{})
 	return nil
 }
 

@@ -13,6 +13,7 @@ import (
 
 	"berth/image/layer"
 	"berth/image/unpack"
+	"berth/image/unpack/checksum"
 )
 
 // storeOf is the layer of a store with one, whose only file f holds "content".
@@ -55,7 +56,7 @@ func TestBytes(t *testing.T) {
 		stored := storeOf(t)
 		must(t, c.change(filepath.Join(stored.Dir, "fs/f")))
 		if !c.sum {
-			stored.Sum = unpack.Sum{}
+			stored.Sum = checksum.Sum{}
 		}
 		f := &facts{layers: &layer.Survey{Layers: map[digest.Digest]layer.Stored{stored.Layers[0]: stored}}}
 		report := &Report{}

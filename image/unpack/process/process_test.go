@@ -29,6 +29,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/unpack"
+	"berth/image/unpack/packed"
 	"berth/image/unpack/wire"
 	"berth/internal/errdefs"
 	"berth/internal/safefs"
@@ -472,7 +473,7 @@ func testUnpackPacked(t *testing.T, p *Program) {
 		t.Fatal(err)
 	}
 	data, out := packedFiles(t, tarBlob)
-	whole, size, err := unpack.PackedBlob(data, out)
+	whole, size, err := packed.Blob(data, out)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -480,10 +481,10 @@ func testUnpackPacked(t *testing.T, p *Program) {
 	if err != nil || int64(len(blob)) != size {
 		t.Fatalf("%d bytes, said to be %d, %v", len(blob), size, err)
 	}
-	packed := job
-	packed.Packed = true
+	again := job
+	again.Packed = true
 	got := tree(t)
-	answer, err := p.Unpack(t.Context(), got, bytes.NewReader(blob), packed)
+	answer, err := p.Unpack(t.Context(), got, bytes.NewReader(blob), again)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -504,11 +505,11 @@ func testUnpackPacked(t *testing.T, p *Program) {
 
 	// What has lost some of it is refused, wherever that was.
 	for _, n := range []int{1, 30, len(blob) / 2, len(blob) - int(lastBlock)} {
-		if _, err := p.Unpack(t.Context(), tree(t), bytes.NewReader(blob[:n]), packed); errdefs.Code(err) != codes.InvalidArgument {
+		if _, err := p.Unpack(t.Context(), tree(t), bytes.NewReader(blob[:n]), again); errdefs.Code(err) != codes.InvalidArgument {
 			t.Errorf("%d bytes of %d: %v", n, len(blob), err)
 		}
 	}
-	if _, err := p.Unpack(t.Context(), tree(t), bytes.NewReader(tarBlob), packed); errdefs.Code(err) != codes.InvalidArgument {
+	if _, err := p.Unpack(t.Context(), tree(t), bytes.NewReader(tarBlob), again); errdefs.Code(err) != codes.InvalidArgument {
 		t.Errorf("a tar: %v", err)
 	}
 }

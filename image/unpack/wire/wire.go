@@ -26,6 +26,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/image/unpack"
+	"berth/image/unpack/checksum"
 )
 
 // Version is the first argument of berth-unpack: a daemon and a berth-unpack of different
@@ -223,10 +224,10 @@ func (r *Reader) summary(body []byte) (unpack.Result, error) {
 			return unpack.Result{}, malformed(kindResult, body)
 		}
 	}
-	if len(rest) < unpack.SumSize {
+	if len(rest) < checksum.Size {
 		return unpack.Result{}, malformed(kindResult, body)
 	}
-	sum, rest := unpack.SumOf([unpack.SumSize]byte(rest)), rest[unpack.SumSize:]
+	sum, rest := checksum.FromBytes([checksum.Size]byte(rest)), rest[checksum.Size:]
 	result := unpack.Result{Digest: digest.Digest(rest), TarBytes: int64(numbers[0]), Contents: r.told}
 	result.Usage = unpack.Usage{Bytes: numbers[1], Inodes: numbers[2]}
 	result.Opaque, result.Sum = numbers[3] == 1, sum

@@ -11,6 +11,7 @@ import (
 	"github.com/opencontainers/go-digest"
 
 	"berth/image/unpack"
+	"berth/image/unpack/checksum"
 )
 
 func sample() unpack.Result {
@@ -20,7 +21,7 @@ func sample() unpack.Result {
 	r.Opaques = []unpack.Name{"f"}
 	r.Usage = unpack.Usage{Bytes: 1 << 41, Inodes: 7}
 	r.Opaque, r.Whiteouts, r.Unsupported = true, 3, 4
-	r.Sum = unpack.Sum{1, 2, 3, 1<<64 - 1}
+	r.Sum = checksum.Sum{1, 2, 3, 1<<64 - 1}
 	return r
 }
 

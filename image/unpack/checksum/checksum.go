@@ -1,4 +1,11 @@
-package unpack
+// Package checksum has a checksum of a layer: of the tree that its blob was unpacked into, or packed.
+//
+// # Contract
+//
+// The same layer has the same Sum whether it is summed while it is made (AddName, AddFile), as a directory (OfDirectory) or as what it was packed
+// into (OfTree, OfPacked). Reading a tree changes nothing of it, access times included, and takes memory for the names of its
+// directories that are still to be read and for the inode numbers of files with several names.
+package checksum
 
 import (
 	"context"
@@ -37,11 +44,11 @@ func (s Sum) Bytes() []byte {
 	return b
 }
 
-// SumSize is the length of Bytes.
-const SumSize = 32
+// Size is the length of a Sum's Bytes.
+const Size = 32
 
-// SumOf is the sum that has these Bytes.
-func SumOf(b [SumSize]byte) (s Sum) {
+// FromBytes is the sum that has these Bytes.
+func FromBytes(b [Size]byte) (s Sum) {
 	for i := range s {
 		s[i] = binary.BigEndian.Uint64(b[8*i:])
 	}
@@ -57,88 +64,92 @@ func (s Sum) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
 // UnmarshalText implements encoding.TextUnmarshaler.
 func (s *Sum) UnmarshalText(text []byte) error {
 	b, err := hex.DecodeString(string(text))
-	if err != nil || len(b) != SumSize {
+	if err != nil || len(b) != Size {
 		return fmt.Errorf("%.80q is no checksum of a tree", text)
 	}
-	*s = SumOf([SumSize]byte(b))
+	*s = FromBytes([Size]byte(b))
 	return nil
 }
 
 // add adds what is hashed as text.
 func (s *Sum) add(text []byte) {
-	sum := SumOf(sha256.Sum256(text))
+	sum := FromBytes(sha256.Sum256(text))
 	for i := range s {
 		s[i] += sum[i]
 	}
 }
 
-// name adds a name of something of a type (S_IFMT).
-func (s *Sum) name(path string, mode uint32) {
+// AddName adds a name of something of a type (S_IFMT).
+func (s *Sum) AddName(path string, mode uint32) {
 	text := binary.BigEndian.AppendUint32([]byte("name"), mode&unix.S_IFMT)
 	s.add(append(text, path...))
 }
 
-// content is what is in a regular file or a symlink; of others the zero value.
-type content struct {
-	size   int64  // of a regular file
-	hash   uint64 // of that
-	target string // of a symlink
+// Content is what is in a regular file or a symlink; of others the zero value.
+type Content struct {
+	Size   int64  // of a regular file
+	Hash   uint64 // of that, by xxhash
+	Target string // of a symlink
 }
 
-// file adds something that has names. Of a whiteout nothing counts but that it is one.
-func (s *Sum) file(mode, uid, gid uint32, dev uint64, c content) {
-	if mode&unix.S_IFMT == unix.S_IFCHR && dev == whiteoutDev {
+// AddFile adds something that has names. Of a whiteout nothing counts but that it is one.
+func (s *Sum) AddFile(mode, uid, gid uint32, dev uint64, c Content) {
+	if isWhiteout(mode, dev) {
 		mode, uid, gid = unix.S_IFCHR, 0, 0
 	}
 	text := binary.BigEndian.AppendUint32([]byte("file"), mode)
 	text = binary.BigEndian.AppendUint32(text, uid)
 	text = binary.BigEndian.AppendUint32(text, gid)
 	text = binary.BigEndian.AppendUint64(text, dev)
-	text = binary.BigEndian.AppendUint64(text, uint64(c.size))
-	text = binary.BigEndian.AppendUint64(text, c.hash)
-	s.add(append(text, c.target...))
+	text = binary.BigEndian.AppendUint64(text, uint64(c.Size))
+	text = binary.BigEndian.AppendUint64(text, c.Hash)
+	s.add(append(text, c.Target...))
 }
 
-// status adds something that has names by its status.
-func (s *Sum) status(st *unix.Stat_t, c content) {
+// AddStatus adds something that has names by its status.
+func (s *Sum) AddStatus(st *unix.Stat_t, c Content) {
 	dev := st.Rdev
 	if t := st.Mode & unix.S_IFMT; t != unix.S_IFCHR && t != unix.S_IFBLK {
 		dev = 0
 	}
-	s.file(st.Mode, st.Uid, st.Gid, dev, c)
+	s.AddFile(st.Mode, st.Uid, st.Gid, dev, c)
 }
 
-// SumTree reads a tree that nobody changes and returns its sum, which is that of the layer if it is as it was
-// unpacked. It needs no more descriptors for a deep tree than for a flat one.
-func SumTree(ctx context.Context, root *os.File) (Sum, error) {
-	_, sum, err := sumTree(ctx, root, func() {})
-	return sum, err
+// isWhiteout tells overlayfs' mark for a name that is hidden.
+func isWhiteout(mode uint32, dev uint64) bool { return mode&unix.S_IFMT == unix.S_IFCHR && dev == 0 }
+
+// Found is what a tree comes to.
+type Found struct {
+	Sum       Sum
+	Whiteouts int
 }
 
-// sumTree is SumTree, counts whiteouts, and calls tick again and again.
-func sumTree(ctx context.Context, root *os.File, tick func()) (whiteouts int, _ Sum, err error) {
-	t := summing{ctx: ctx, root: root, tick: tick, linked: map[uint64]bool{}, dirs: []string{""}, buf: copyPool.Get().(*[copySize]byte)}
-	defer copyPool.Put(t.buf)
+// OfDirectory reads a tree that nobody changes, whose sum is that of the layer if it is as it was unpacked. It calls tick again and again. It
+// needs no more descriptors for a deep tree than for a flat one.
+func OfDirectory(ctx context.Context, root *os.File, tick func()) (Found, error) {
+	t := summing{ctx: ctx, root: root, tick: tick, linked: map[uint64]bool{}, dirs: []string{""}, buf: make([]byte, bufferSize)}
 	for len(t.dirs) > 0 {
 		last := len(t.dirs) - 1
 		dir := t.dirs[last]
 		t.dirs = t.dirs[:last]
 		if err := t.directory(dir); err != nil {
-			return 0, Sum{}, fmt.Errorf("sum directory %s: %w", quoted(dir), err)
+			return Found{}, fmt.Errorf("sum directory %.256q: %w", dir, err)
 		}
 	}
-	return t.whiteouts, t.sum, nil
+	return t.Found, nil
 }
 
+// bufferSize is how much of a file is read at once.
+const bufferSize = 128 << 10
+
 type summing struct {
-	ctx       context.Context
-	root      *os.File
-	tick      func()
-	sum       Sum
-	whiteouts int
-	linked    map[uint64]bool // inodes with several names that have been added
-	dirs      []string        // directories that are still to be read
-	buf       *[copySize]byte
+	Found
+	ctx    context.Context
+	root   *os.File
+	tick   func()
+	linked map[uint64]bool // inodes with several names that have been added
+	dirs   []string        // directories that are still to be read
+	buf    []byte
 }
 
 func (t *summing) directory(path string) (err error) {
@@ -151,8 +162,8 @@ func (t *summing) directory(path string) (err error) {
 	if err != nil {
 		return err
 	}
-	t.sum.name(path, st.Mode)
-	t.sum.status(&st, content{})
+	t.Sum.AddName(path, st.Mode)
+	t.Sum.AddStatus(&st, Content{})
 	return dir.EachName(func(name string) error { return t.entry(dir, name) })
 }
 
@@ -170,9 +181,9 @@ func (t *summing) entry(dir *safefs.Dir, name string) error {
 		t.dirs = append(t.dirs, path)
 		return nil
 	}
-	t.sum.name(path, st.Mode)
-	if IsWhiteout(&st) {
-		t.whiteouts++
+	t.Sum.AddName(path, st.Mode)
+	if isWhiteout(st.Mode, st.Rdev) {
+		t.Whiteouts++
 	}
 	if st.Nlink > 1 {
 		if t.linked[st.Ino] {
@@ -180,30 +191,30 @@ func (t *summing) entry(dir *safefs.Dir, name string) error {
 		}
 		t.linked[st.Ino] = true
 	}
-	var c content
+	var c Content
 	switch st.Mode & unix.S_IFMT {
 	case unix.S_IFREG:
 		c, err = t.regular(path)
 	case unix.S_IFLNK:
-		c.target, err = dir.Readlink(name)
+		c.Target, err = dir.Readlink(name)
 	}
 	if err != nil {
-		return fmt.Errorf("%s: %w", quoted(name), err)
+		return fmt.Errorf("%.256q: %w", name, err)
 	}
-	t.sum.status(&st, c)
+	t.Sum.AddStatus(&st, c)
 	return nil
 }
 
-func (t *summing) regular(path string) (content, error) {
+func (t *summing) regular(path string) (Content, error) {
 	// Reading is to leave no trace: a layer has the access times that its tar says.
 	f, err := safefs.Open(t.root, path, unix.O_RDONLY|unix.O_NOATIME, 0)
 	if err != nil {
-		return content{}, err
+		return Content{}, err
 	}
 	defer f.Close() // read only
 	h := xxhash.New()
-	n, err := io.CopyBuffer(onlyWriter{h}, &untilDone{t, f}, t.buf[:])
-	return content{size: n, hash: h.Sum64()}, err
+	n, err := io.CopyBuffer(h, &untilDone{t, f}, t.buf)
+	return Content{Size: n, Hash: h.Sum64()}, err
 }
 
 // untilDone is a reader that fails when the context is done: a file may be large.
@@ -220,23 +231,19 @@ func (r *untilDone) Read(p []byte) (int, error) {
 	return r.in.Read(p)
 }
 
-// SumPacked is SumTree for a layer that was packed: root is its tree, data its data file.
-func SumPacked(ctx context.Context, root *tree.Node, data *os.File) (Sum, error) {
-	buf := copyPool.Get().(*[copySize]byte)
-	defer copyPool.Put(buf)
-	t := &summing{ctx: ctx, tick: func() {}}
-	h := xxhash.New()
-	_, sum, err := sumOf(root, t.tick, func(n *tree.Node) (uint64, error) {
+// OfPacked is OfDirectory for a layer that was packed: root is its tree, data its data file.
+func OfPacked(ctx context.Context, root *tree.Node, data *os.File, tick func()) (Found, error) {
+	t, buf, h := &summing{ctx: ctx, tick: tick}, make([]byte, bufferSize), xxhash.New()
+	return OfTree(root, tick, func(n *tree.Node) (uint64, error) {
 		h.Reset()
 		content := io.NewSectionReader(data, int64(n.Data.Block)*tree.BlockSize, n.Data.Size)
-		_, err := io.CopyBuffer(onlyWriter{h}, &untilDone{t, content}, buf[:])
+		_, err := io.CopyBuffer(h, &untilDone{t, content}, buf)
 		return h.Sum64(), err
 	})
-	return sum, err
 }
 
-// sumOf sums a tree whose files' content hash tells, and counts its whiteouts.
-func sumOf(root *tree.Node, tick func(), hash func(n *tree.Node) (uint64, error)) (whiteouts int, sum Sum, err error) {
+// OfTree is OfPacked where hash tells the xxhash of a regular file's content.
+func OfTree(root *tree.Node, tick func(), hash func(n *tree.Node) (uint64, error)) (found Found, err error) {
 	known := map[*tree.Node]bool{}
 	var walk func(path string, n *tree.Node) error
 	walk = func(path string, n *tree.Node) error {
@@ -244,24 +251,24 @@ func sumOf(root *tree.Node, tick func(), hash func(n *tree.Node) (uint64, error)
 		if n.IsLink() {
 			return nil // to a layer below: whose it is
 		}
-		sum.name(path, n.Mode)
+		found.Sum.AddName(path, n.Mode)
 		if known[n] {
 			return nil
 		}
-		dev, c := uint64(0), content{target: n.Target}
+		dev, c := uint64(0), Content{Target: n.Target}
 		switch n.Type() {
 		case unix.S_IFREG:
 			known[n] = true
 			h, err := hash(n)
 			if err != nil {
-				return fmt.Errorf("%s: %w", quoted(path), err)
+				return fmt.Errorf("%.256q: %w", path, err)
 			}
-			c.size, c.hash = n.Data.Size, h
+			c.Size, c.Hash = n.Data.Size, h
 		case unix.S_IFCHR, unix.S_IFBLK:
 			known[n] = true
 			dev = unix.Mkdev(n.Major, n.Minor)
 			if n.IsWhiteout() {
-				whiteouts++
+				found.Whiteouts++
 			}
 		case unix.S_IFDIR:
 			for name, child := range n.Children {
@@ -272,8 +279,8 @@ func sumOf(root *tree.Node, tick func(), hash func(n *tree.Node) (uint64, error)
 		default:
 			known[n] = true
 		}
-		sum.file(n.Mode, n.UID, n.GID, dev, c)
+		found.Sum.AddFile(n.Mode, n.UID, n.GID, dev, c)
 		return nil
 	}
-	return whiteouts, sum, walk("", root)
+	return found, walk("", root)
 }

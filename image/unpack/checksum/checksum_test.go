@@ -1,4 +1,4 @@
-package unpack
+package checksum_test
 
 import (
 	"archive/tar"
@@ -11,10 +11,44 @@ import (
 
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
+
+	"berth/image/unpack"
+	"berth/image/unpack/checksum"
+	"berth/internal/safefs"
 )
 
+// emptyTree opens an empty directory.
+func emptyTree(t *testing.T) *os.File {
+	t.Helper()
+	root, err := safefs.OpenRoot(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { root.Close() })
+	return root
+}
+
+// makeTar returns the tar of the entries, which have the content if they have a size.
+func makeTar(t *testing.T, content string, entries ...tar.Header) []byte {
+	t.Helper()
+	var b bytes.Buffer
+	w := tar.NewWriter(&b)
+	for _, e := range entries {
+		if err := w.WriteHeader(&e); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := w.Write([]byte(content[:e.Size])); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := w.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return b.Bytes()
+}
+
 // Whatever is changed in a tree changes its sum, but for what the sum leaves out.
-func TestSumTree(t *testing.T) {
+func TestOfDirectory(t *testing.T) {
 	entry := func(typ byte, name string) tar.Header { return tar.Header{Typeflag: typ, Name: name, Mode: 0o644} }
 	regular, link, hard, device := entry(tar.TypeReg, "d/f"), entry(tar.TypeSymlink, "d/l"), entry(tar.TypeLink, "d/h"), entry(tar.TypeBlock, "d/b")
 	regular.Size, link.Linkname, hard.Linkname, device.Devmajor, device.Devminor = 7, "f", "d/f", 7, 1
@@ -50,19 +84,19 @@ func TestSumTree(t *testing.T) {
 		"other whiteout": func(dir string) error { return os.Rename(dir+"/d/w", dir+"/d/x") },
 	} {
 		root := emptyTree(t)
-		result, err := Layer(context.Background(), root, bytes.NewReader(data), Job{Algorithm: digest.SHA256})
+		result, err := unpack.Layer(context.Background(), root, bytes.NewReader(data), unpack.Job{Algorithm: digest.SHA256})
 		if err != nil {
 			t.Fatal(err)
 		}
 		if err := change(filepath.Clean(root.Name())); err != nil {
 			t.Fatalf("%s: %v", what, err)
 		}
-		now, err := SumTree(context.Background(), root)
+		now, err := checksum.OfDirectory(context.Background(), root, func() {})
 		if err != nil {
 			t.Fatal(err)
 		}
-		if same := what == "nothing" || what == "times"; (now == result.Sum) != same {
-			t.Errorf("%s: %s became %s", what, result.Sum, now)
+		if same := what == "nothing" || what == "times"; (now.Sum == result.Sum) != same {
+			t.Errorf("%s: %s became %s", what, result.Sum, now.Sum)
 		}
 	}
 }
@@ -75,18 +109,18 @@ func replaced(path string, with func(string) error) error {
 }
 
 // Equal files do not cancel each other out.
-func TestSumOfEqualFiles(t *testing.T) {
-	var none, one, two Sum
-	one.file(unix.S_IFREG, 0, 0, 0, content{})
-	two.file(unix.S_IFREG, 0, 0, 0, content{})
-	two.file(unix.S_IFREG, 0, 0, 0, content{})
+func TestEqualFiles(t *testing.T) {
+	var none, one, two checksum.Sum
+	one.AddFile(unix.S_IFREG, 0, 0, 0, checksum.Content{})
+	two.AddFile(unix.S_IFREG, 0, 0, 0, checksum.Content{})
+	two.AddFile(unix.S_IFREG, 0, 0, 0, checksum.Content{})
 	if none == one || none == two || one == two {
 		t.Error(none, one, two)
 	}
 }
 
 // Reading a tree leaves its access times alone, and ends when nobody wants the sum any more.
-func TestSumTreeLeavesNoTrace(t *testing.T) {
+func TestOfDirectoryLeavesNoTrace(t *testing.T) {
 	root := emptyTree(t)
 	path := root.Name() + "/f"
 	if err := os.WriteFile(path, bytes.Repeat([]byte("x"), 1<<20), 0o600); err != nil {
@@ -96,7 +130,7 @@ func TestSumTreeLeavesNoTrace(t *testing.T) {
 	if err := unix.UtimesNano(path, old); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := SumTree(context.Background(), root); err != nil {
+	if _, err := checksum.OfDirectory(context.Background(), root, func() {}); err != nil {
 		t.Fatal(err)
 	}
 	var st unix.Stat_t
@@ -105,22 +139,22 @@ func TestSumTreeLeavesNoTrace(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	cancel()
-	if _, err := SumTree(ctx, root); err == nil {
+	if _, err := checksum.OfDirectory(ctx, root, func() {}); err == nil {
 		t.Error("it was summed all the same")
 	}
 }
 
-func TestSumInJSON(t *testing.T) {
-	summary := Summary{Sum: Sum{1, 2, 3, 1<<64 - 1}}
+func TestInJSON(t *testing.T) {
+	summary := unpack.Summary{Sum: checksum.Sum{1, 2, 3, 1<<64 - 1}}
 	data, err := json.Marshal(summary)
 	if err != nil {
 		t.Fatal(err)
 	}
-	var got Summary
+	var got unpack.Summary
 	if err := json.Unmarshal(data, &got); err != nil || got != summary {
 		t.Errorf("%s became %+v, %v", data, got, err)
 	}
-	if data, err = json.Marshal(Summary{}); err != nil || bytes.Contains(data, []byte("sum")) {
+	if data, err = json.Marshal(unpack.Summary{}); err != nil || bytes.Contains(data, []byte("sum")) {
 		t.Errorf("no sum is %s, %v", data, err)
 	}
 	for _, text := range []string{`"12"`, `"x"`, `7`} {
