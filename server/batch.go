@@ -19,10 +19,15 @@ const batchBytes = 1 << 20
 //
 // items may make the items one by one; a batch is sent before the next one is made.
 func sendBatches[T proto.Message](items iter.Seq[T], send func([]T) error) error {
+	return inBatches(items, func(item T) int { return proto.Size(item) }, send)
+}
+
+// inBatches is sendBatches of items whose size in bytes is known otherwise.
+func inBatches[T any](items iter.Seq[T], sizeOf func(T) int, send func([]T) error) error {
 	var batch []T
 	size := 0
 	for item := range items {
-		bytes := proto.Size(item)
+		bytes := sizeOf(item)
 		if len(batch) > 0 && size+bytes > batchBytes {
 			if err := send(batch); err != nil {
 				return err

@@ -70,18 +70,20 @@ func (s *runtimeService) RemoveContainer(ctx context.Context, req *runtimeapi.Re
 	return &runtimeapi.RemoveContainerResponse{}, nil
 }
 
-// ListContainers implements RuntimeService. Its items are in the answer as they were encoded for an earlier one, see encodedItems.
-func (s *runtimeService) ListContainers(_ context.Context, req *runtimeapi.ListContainersRequest) (*runtimeapi.ListContainersResponse, error) {
+// listContainers is RuntimeService's ListContainers, see encodedLists.
+func (s *runtimeService) listContainers(req *runtimeapi.ListContainersRequest) (encoded, error) {
+	return s.encodedContainers(req.GetFilter())
+}
+
+// encodedContainers returns a list of containers, the oldest first.
+func (s *runtimeService) encodedContainers(filter *runtimeapi.ContainerFilter) (encoded, error) {
 	keep := func(c *view.Container) *view.Answer {
 		if namedByID(c) { // its image may be given other names
 			return nil
 		}
 		return c.Listed
 	}
-	items, err := encodedItems(s.filterContainers(req.GetFilter()), keep, s.containerItem)
-	resp := &runtimeapi.ListContainersResponse{}
-	resp.ProtoReflect().SetUnknown(items)
-	return resp, err
+	return encodedItems(s.filterContainers(filter), keep, s.containerItem)
 }
 
 // filterContainers returns the containers that a list is asked for, the oldest first.

@@ -9,6 +9,7 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
@@ -57,7 +58,7 @@ func allRPCs(pods Sandboxes, images Images) []rpc {
 			}})
 		}
 	}
-	add(&runtimeapi.RuntimeService_ServiceDesc, &runtimeService{cfg: testConfig, stopping: context.Background(), pods: pods, images: images})
+	add(runtimeServiceDesc(), &runtimeService{cfg: testConfig, stopping: context.Background(), pods: pods, images: images})
 	add(&runtimeapi.ImageService_ServiceDesc, &imageService{images: images, pods: pods})
 	return all
 }
@@ -121,14 +122,10 @@ func check(t *testing.T, name string, err error) {
 	}
 }
 
-// reread has an answer be as a client sees it.
-func reread(t *testing.T, answer proto.Message) {
+// read has an answer be as a client sees it.
+func read(t *testing.T, answer encoded, as proto.Message) {
 	t.Helper()
-	data, err := proto.Marshal(answer)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := proto.Unmarshal(data, answer); err != nil {
+	if err := proto.Unmarshal(mem.BufferSlice(answer).Materialize(), as); err != nil {
 		t.Fatal(err)
 	}
 }
@@ -136,18 +133,20 @@ func reread(t *testing.T, answer proto.Message) {
 func readBack(t *testing.T, s *runtimeService) {
 	t.Helper()
 	ctx := context.Background()
-	list, err := s.ListPodSandbox(ctx, &runtimeapi.ListPodSandboxRequest{})
+	list, err := s.encodedPods(nil)
 	check(t, "ListPodSandbox", err)
-	reread(t, list)
-	for _, p := range list.Items {
+	var pods runtimeapi.ListPodSandboxResponse
+	read(t, list, &pods)
+	for _, p := range pods.Items {
 		if _, err := s.PodSandboxStatus(ctx, &runtimeapi.PodSandboxStatusRequest{PodSandboxId: p.Id, Verbose: true}); err != nil {
 			t.Errorf("status of a pod that is listed: %v", err)
 		}
 	}
-	ctrs, err := s.ListContainers(ctx, &runtimeapi.ListContainersRequest{})
+	list, err = s.encodedContainers(nil)
 	check(t, "ListContainers", err)
-	reread(t, ctrs)
-	for _, c := range ctrs.Containers {
+	var containers runtimeapi.ListContainersResponse
+	read(t, list, &containers)
+	for _, c := range containers.Containers {
 		if _, err := s.ContainerStatus(ctx, &runtimeapi.ContainerStatusRequest{ContainerId: c.Id, Verbose: true}); err != nil {
 			t.Errorf("status of a container that is listed: %v", err)
 		}

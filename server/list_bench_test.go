@@ -1,7 +1,9 @@
 package server
 
 import (
+	"errors"
 	"fmt"
+	"io"
 	"testing"
 	"time"
 
@@ -89,6 +91,84 @@ func TestListsFromWhatWasKept(t *testing.T) {
 	}
 }
 
+// streamContainers returns what StreamContainers answers.
+func streamContainers(tb testing.TB, h *harness, filter *runtimeapi.ContainerFilter) (all []*runtimeapi.Container) {
+	tb.Helper()
+	stream, err := h.runtime.StreamContainers(tb.Context(), &runtimeapi.StreamContainersRequest{Filter: filter})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	for {
+		answer, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			return all
+		}
+		if err != nil {
+			tb.Fatal(err)
+		}
+		all = append(all, answer.Containers...)
+	}
+}
+
+// A streaming list says in several messages what the list says in one, filters and all.
+func TestStreamedListsAreTheLists(t *testing.T) {
+	const count = 3000 // more than batchBytes
+	pods := &fakePods{}
+	for i := range count {
+		c := kubeletContainer(i)
+		if i%3 == 0 {
+			c.State = runtimeapi.ContainerState_CONTAINER_EXITED
+		}
+		pods.containers = append(pods.containers, c)
+		pods.pods = append(pods.pods, &view.Pod{ID: c.ID, Listed: new(view.Answer), Ready: i%2 == 0, Config: &runtimeapi.PodSandboxConfig{
+			Metadata: &runtimeapi.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: c.ID}, Labels: c.Config.Labels}})
+	}
+	h := start(t, testConfig, pods, &fakeImages{})
+	id := pods.containers[7].ID
+	for name, tt := range map[string]struct {
+		filter *runtimeapi.ContainerFilter
+		want   int
+	}{
+		"all":    {nil, count},
+		"exited": {&runtimeapi.ContainerFilter{State: &runtimeapi.ContainerStateValue{State: runtimeapi.ContainerState_CONTAINER_EXITED}}, count / 3},
+		"by ID":  {&runtimeapi.ContainerFilter{Id: id}, 1},
+		"label":  {&runtimeapi.ContainerFilter{LabelSelector: map[string]string{"io.kubernetes.pod.name": "pod-7"}}, 1},
+		"none":   {&runtimeapi.ContainerFilter{Id: "unknown"}, 0},
+	} {
+		list, err := h.runtime.ListContainers(t.Context(), &runtimeapi.ListContainersRequest{Filter: tt.filter})
+		if err != nil {
+			t.Fatal(err)
+		}
+		streamed := &runtimeapi.ListContainersResponse{Containers: streamContainers(t, h, tt.filter)}
+		if len(list.Containers) != tt.want || !proto.Equal(list, streamed) {
+			t.Errorf("%s: %d containers listed, %d streamed, want %d, the same", name, len(list.Containers), len(streamed.Containers), tt.want)
+		}
+	}
+	ready := &runtimeapi.PodSandboxFilter{State: &runtimeapi.PodSandboxStateValue{State: runtimeapi.PodSandboxState_SANDBOX_READY}}
+	list, err := h.runtime.ListPodSandbox(t.Context(), &runtimeapi.ListPodSandboxRequest{Filter: ready})
+	if err != nil {
+		t.Fatal(err)
+	}
+	stream, err := h.runtime.StreamPodSandboxes(t.Context(), &runtimeapi.StreamPodSandboxesRequest{Filter: ready})
+	if err != nil {
+		t.Fatal(err)
+	}
+	streamed := &runtimeapi.ListPodSandboxResponse{}
+	for {
+		answer, err := stream.Recv()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		streamed.Items = append(streamed.Items, answer.PodSandboxes...)
+	}
+	if len(list.Items) != count/2 || !proto.Equal(list, streamed) {
+		t.Errorf("%d pods listed, %d streamed want %d, the same", len(list.Items), len(streamed.Items), count/2)
+	}
+}
+
 // 1000 containers are listed to a client like kubelet over the socket, and one of them is asked for. The CPU time is also that of the
 // client, which is in this process.
 func BenchmarkListContainers1000(b *testing.B) {
@@ -109,6 +189,13 @@ func BenchmarkListContainers1000(b *testing.B) {
 				if answer, err = proto.Marshal(list); err != nil {
 					b.Fatal(err)
 				}
+			}
+		})
+	})
+	b.Run("stream", func(b *testing.B) {
+		measureCPU(b, func() {
+			if streamed := streamContainers(b, h, nil); len(streamed) != count {
+				b.Fatalf("%d containers", len(streamed))
 			}
 		})
 	})

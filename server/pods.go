@@ -88,12 +88,14 @@ type podDetail struct {
 	Config         *runtimeapi.PodSandboxConfig `json:"config"`
 }
 
-// ListPodSandbox implements RuntimeService. Its items are in the answer as they were encoded for an earlier one, see encodedItems.
-func (s *runtimeService) ListPodSandbox(_ context.Context, req *runtimeapi.ListPodSandboxRequest) (*runtimeapi.ListPodSandboxResponse, error) {
-	items, err := encodedItems(s.filterPods(req.GetFilter()), func(p *view.Pod) *view.Answer { return p.Listed }, podItem)
-	resp := &runtimeapi.ListPodSandboxResponse{}
-	resp.ProtoReflect().SetUnknown(items)
-	return resp, err
+// listPodSandbox is RuntimeService's ListPodSandbox, see encodedLists.
+func (s *runtimeService) listPodSandbox(req *runtimeapi.ListPodSandboxRequest) (encoded, error) {
+	return s.encodedPods(req.GetFilter())
+}
+
+// encodedPods returns a list of pods, the oldest first.
+func (s *runtimeService) encodedPods(filter *runtimeapi.PodSandboxFilter) (encoded, error) {
+	return encodedItems(s.filterPods(filter), func(p *view.Pod) *view.Answer { return p.Listed }, podItem)
 }
 
 // filterPods returns the pods that a list is asked for, the oldest first.

@@ -146,10 +146,11 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 		grpc.SharedWriteBuffer(true),
 		grpc.WaitForHandlers(true),
 		grpc.Creds(peerCredentials{log: log}),
+		grpc.ForceServerCodecV2(newCodec()),
 		grpc.UnaryInterceptor(s.unary),
 		grpc.StreamInterceptor(s.stream),
 	)
-	runtimeapi.RegisterRuntimeServiceServer(s.grpc, &runtimeService{cfg: cfg, stopping: s.stopping, pods: pods, images: images, log: log})
+	s.grpc.RegisterService(runtimeServiceDesc(), &runtimeService{cfg: cfg, stopping: s.stopping, pods: pods, images: images, log: log})
 	runtimeapi.RegisterImageServiceServer(s.grpc, &imageService{images: images, pods: pods})
 	return s
 }
