@@ -65,6 +65,9 @@ func (c *container) Visible() bool  { return c.info.Load() != nil }
 // Info implements view.Published.
 func (c *container) Info() *view.Container { return c.info.Load() }
 
+// Birth implements view.Published.
+func (c *container) Birth() view.Birth { return view.Birth{At: c.rec.CreatedAt, ID: c.id} } // which never changes
+
 // CreateContainer makes a container in a ready pod and returns its ID. A call
 // with the identity and content of an existing container, or of one being made,
 // returns that one.

@@ -48,6 +48,9 @@ func (p *pod) Visible() bool  { return p.info.Load() != nil }
 // Info implements view.Published.
 func (p *pod) Info() *view.Pod { return p.info.Load() }
 
+// Birth implements view.Published.
+func (p *pod) Birth() view.Birth { return view.Birth{At: p.rec.CreatedAt, ID: p.id} } // which never changes
+
 // RunPodSandbox creates and starts a pod, and returns its ID when its network is up
 // and its pause runs. A call with the identity and content of an existing pod, or of one
 // being started, returns that one.

@@ -8,6 +8,7 @@ package index
 
 import (
 	"maps"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -24,18 +25,36 @@ type Object interface {
 type Index[T Object] struct {
 	kind string // for messages
 	mu   sync.Mutex
-	all  atomic.Pointer[map[string]T]
+	all  atomic.Pointer[objects[T]]
+}
+
+// objects are those of an index between two changes.
+type objects[T Object] struct {
+	byID   map[string]T
+	sorted atomic.Pointer[[]T] // nil until somebody asks
 }
 
 // New returns an empty index of objects of a kind, which error texts name.
 func New[T Object](kind string) *Index[T] {
 	ix := &Index[T]{kind: kind}
-	ix.all.Store(&map[string]T{})
+	ix.all.Store(&objects[T]{byID: map[string]T{}})
 	return ix
 }
 
 // Snapshot returns all objects by ID; it is never changed.
-func (ix *Index[T]) Snapshot() map[string]T { return *ix.all.Load() }
+func (ix *Index[T]) Snapshot() map[string]T { return ix.all.Load().byID }
+
+// Sorted returns all objects in the order of compare; it is never changed. compare is the same with each call, and so is what it says of two
+// objects: until one is put or removed, they are sorted once.
+func (ix *Index[T]) Sorted(compare func(a, b T) int) []T {
+	all := ix.all.Load()
+	if sorted := all.sorted.Load(); sorted != nil {
+		return *sorted
+	}
+	sorted := slices.SortedFunc(maps.Values(all.byID), compare)
+	all.sorted.Store(&sorted)
+	return sorted
+}
 
 // Put enters an object.
 func (ix *Index[T]) Put(id string, v T) {
@@ -50,9 +69,9 @@ func (ix *Index[T]) Remove(id string) {
 func (ix *Index[T]) change(edit func(map[string]T)) {
 	ix.mu.Lock()
 	defer ix.mu.Unlock()
-	next := maps.Clone(*ix.all.Load())
+	next := maps.Clone(ix.Snapshot())
 	edit(next)
-	ix.all.Store(&next)
+	ix.all.Store(&objects[T]{byID: next})
 }
 
 // Get returns the object with exactly that ID, visible or not.

@@ -1,6 +1,8 @@
 package index
 
 import (
+	"cmp"
+	"slices"
 	"testing"
 
 	"google.golang.org/grpc/codes"
@@ -52,4 +54,24 @@ func TestSnapshotDoesNotChange(t *testing.T) {
 	if len(before) != 1 || before["a"] != "1" {
 		t.Errorf("an old snapshot changed: %v", before)
 	}
+}
+
+func TestSorted(t *testing.T) {
+	ix := New[item]("pod")
+	want := func(want ...item) {
+		t.Helper()
+		for range 2 {
+			if got := ix.Sorted(cmp.Compare); !slices.Equal(got, want) {
+				t.Errorf("got %v, want %v", got, want)
+			}
+		}
+	}
+	want()
+	ix.Put("b", "b")
+	ix.Put("a", "a")
+	want("a", "b")
+	ix.Put("c", "0") // sorted as objects, not by ID
+	want("0", "a", "b")
+	ix.Remove("a")
+	want("0", "b")
 }

@@ -1,6 +1,10 @@
 package view
 
 import (
+	"cmp"
+	"slices"
+	"time"
+
 	"berth/internal/feed"
 	"berth/internal/index"
 )
@@ -9,6 +13,33 @@ import (
 type Published[Snapshot any] interface {
 	index.Object
 	Info() *Snapshot // nil until then
+	Birth() Birth    // never changes
+}
+
+// Birth is what lists are sorted by.
+type Birth struct {
+	At time.Time // of creation, as recorded
+	ID string
+}
+
+// oldestFirst compares pods, or containers.
+func oldestFirst[Snapshot any, T Published[Snapshot]](a, b T) int {
+	older, younger := a.Birth(), b.Birth()
+	if order := older.At.Compare(younger.At); order != 0 {
+		return order
+	}
+	return cmp.Compare(older.ID, younger.ID)
+}
+
+// infos returns what was published of these, in their order.
+func infos[Snapshot any, T Published[Snapshot]](all []T) []*Snapshot {
+	published := make([]*Snapshot, 0, len(all))
+	for _, object := range all {
+		if info := object.Info(); info != nil {
+			published = append(published, info)
+		}
+	}
+	return published
 }
 
 // Lists are all pods and containers, as they were published.
@@ -37,15 +68,7 @@ func (l *Lists[P, C]) Pod(id string) (*Pod, error) {
 
 // Pods returns all pods, oldest first.
 func (l *Lists[P, C]) Pods() []*Pod {
-	all := l.pods.Snapshot()
-	infos := make([]*Pod, 0, len(all))
-	for _, p := range all {
-		if info := p.Info(); info != nil {
-			infos = append(infos, info)
-		}
-	}
-	SortPods(infos)
-	return infos
+	return infos[Pod](l.pods.Sorted(oldestFirst[Pod]))
 }
 
 // Container returns the container with that ID or unique ID prefix; NotFound, or
@@ -60,15 +83,7 @@ func (l *Lists[P, C]) Container(id string) (*Container, error) {
 
 // Containers returns all containers, oldest first.
 func (l *Lists[P, C]) Containers() []*Container {
-	all := l.containers.Snapshot()
-	infos := make([]*Container, 0, len(all))
-	for _, c := range all {
-		if info := c.Info(); info != nil {
-			infos = append(infos, info)
-		}
-	}
-	SortContainers(infos)
-	return infos
+	return infos[Container](l.containers.Sorted(oldestFirst[Container]))
 }
 
 // Events subscribes to what happens to all pods and containers from now on; the
@@ -87,12 +102,12 @@ func (l *Lists[P, C]) published(id string) *Pod {
 // containersOf are the pod's containers, oldest first. Events are made of it under the
 // feed's lock: only the pod's own are copied and sorted.
 func (l *Lists[P, C]) containersOf(podID string) []*Container {
-	var of []*Container
+	var of []C
 	for _, c := range l.containers.Snapshot() {
 		if info := c.Info(); info != nil && info.PodID == podID {
-			of = append(of, info)
+			of = append(of, c)
 		}
 	}
-	SortContainers(of)
-	return of
+	slices.SortFunc(of, oldestFirst[Container])
+	return infos[Container](of)
 }

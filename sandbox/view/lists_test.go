@@ -3,6 +3,7 @@ package view
 import (
 	"fmt"
 	"runtime"
+	"slices"
 	"testing"
 	"time"
 
@@ -10,17 +11,63 @@ import (
 )
 
 // published is a container, or pod, and what was published of it.
-type published[T any] struct{ info *T }
+type published[T any] struct {
+	info  *T
+	birth Birth
+}
 
 func (p published[T]) Visible() bool { return p.info != nil }
 func (p published[T]) Info() *T      { return p.info }
+func (p published[T]) Birth() Birth  { return p.birth }
+
+func publishedPod(p *Pod) published[Pod] { return published[Pod]{p, Birth{p.CreatedAt, p.ID}} }
+
+func publishedContainer(c *Container) published[Container] {
+	return published[Container]{c, Birth{c.CreatedAt, c.ID}}
+}
+
+// Lists have the oldest first, also what came or went since the last ones, and nothing that was not published.
+func TestOldestFirst(t *testing.T) {
+	pods, containers := index.New[published[Pod]]("pod"), index.New[published[Container]]("container")
+	l, _ := NewLists(pods, containers)
+	add := func(id string, created int64) {
+		pods.Put(id, publishedPod(&Pod{ID: id, CreatedAt: time.Unix(created, 0)}))
+		containers.Put(id, publishedContainer(&Container{ID: id, CreatedAt: time.Unix(created, 0)}))
+	}
+	want := func(ids ...string) {
+		t.Helper()
+		var gotPods, gotContainers []string
+		for _, p := range l.Pods() {
+			gotPods = append(gotPods, p.ID)
+		}
+		for _, c := range l.Containers() {
+			gotContainers = append(gotContainers, c.ID)
+		}
+		if !slices.Equal(gotPods, ids) || !slices.Equal(gotContainers, ids) {
+			t.Errorf("pods %v, containers %v, want %v", gotPods, gotContainers, ids)
+		}
+	}
+	want()
+	add("c", 2)
+	add("b", 1)
+	add("a", 2)
+	pods.Put("half made", published[Pod]{})
+	containers.Put("half made", published[Container]{})
+	want("b", "a", "c")
+	want("b", "a", "c")
+	add("d", 0)
+	want("d", "b", "a", "c")
+	pods.Remove("b")
+	containers.Remove("b")
+	want("d", "a", "c")
+}
 
 // Events are made under the feed's lock: what one costs must not grow with the other pods of the node.
 func TestContainersOfOnePod(t *testing.T) {
 	containers := index.New[published[Container]]("container")
 	l, _ := NewLists(index.New[published[Pod]]("pod"), containers)
 	add := func(id, podID string, age int) {
-		containers.Put(id, published[Container]{&Container{ID: id, PodID: podID, CreatedAt: time.Unix(int64(-age), 0)}})
+		containers.Put(id, publishedContainer(&Container{ID: id, PodID: podID, CreatedAt: time.Unix(int64(-age), 0)}))
 	}
 	add("young", "p", 1)
 	add("old", "p", 2)
@@ -41,5 +88,19 @@ func TestContainersOfOnePod(t *testing.T) {
 	runtime.ReadMemStats(&after)
 	if bytes := (after.TotalAlloc - before.TotalAlloc) / runs; bytes >= others*8 {
 		t.Errorf("%d bytes: the others' containers are copied too", bytes)
+	}
+}
+
+func BenchmarkContainers1000(b *testing.B) {
+	containers := index.New[published[Container]]("container")
+	l, _ := NewLists(index.New[published[Pod]]("pod"), containers)
+	for i := range 1000 {
+		containers.Put(fmt.Sprint(i), publishedContainer(&Container{ID: fmt.Sprint(i), CreatedAt: time.Unix(int64(i), 0)}))
+	}
+	b.ReportAllocs()
+	for b.Loop() {
+		if all := l.Containers(); len(all) != 1000 {
+			b.Fatal(len(all))
+		}
 	}
 }

@@ -9,8 +9,6 @@
 package view
 
 import (
-	"cmp"
-	"slices"
 	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -100,18 +98,4 @@ func NewContainer(rec *record.Container, config *runtimeapi.ContainerConfig, res
 		c.StartedAt, c.FinishedAt = exit.StartedAt, exit.FinishedAt
 	}
 	return c
-}
-
-// SortPods puts the oldest first.
-func SortPods(pods []*Pod) {
-	slices.SortFunc(pods, func(a, b *Pod) int {
-		return cmp.Or(a.CreatedAt.Compare(b.CreatedAt), cmp.Compare(a.ID, b.ID))
-	})
-}
-
-// SortContainers puts the oldest first.
-func SortContainers(containers []*Container) {
-	slices.SortFunc(containers, func(a, b *Container) int {
-		return cmp.Or(a.CreatedAt.Compare(b.CreatedAt), cmp.Compare(a.ID, b.ID))
-	})
 }

@@ -65,19 +65,6 @@ func TestContainers(t *testing.T) {
 	}
 }
 
-func TestOldestFirst(t *testing.T) {
-	at := func(n int64) time.Time { return time.Unix(n, 0) }
-	pods := []*Pod{{ID: "c", CreatedAt: at(2)}, {ID: "b", CreatedAt: at(1)}, {ID: "a", CreatedAt: at(2)}}
-	containers := []*Container{{ID: "c", CreatedAt: at(2)}, {ID: "b", CreatedAt: at(1)}, {ID: "a", CreatedAt: at(2)}}
-	SortPods(pods)
-	SortContainers(containers)
-	for i, want := range []string{"b", "a", "c"} {
-		if pods[i].ID != want || containers[i].ID != want {
-			t.Errorf("at %d: pod %s, container %s, want %s", i, pods[i].ID, containers[i].ID, want)
-		}
-	}
-}
-
 // Each step from one snapshot to the next is told once; what changes nothing that a client sees is not.
 func TestEvents(t *testing.T) {
 	pod := &Pod{ID: "p", Ready: true}
