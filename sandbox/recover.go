@@ -89,6 +89,7 @@ func (m *Manager) recordedPods(yield func(*record.Pod, *runtimeapi.PodSandboxCon
 }
 
 func (m *Manager) loadPods() error {
+	pods := map[string]*pod{}
 	damaged, err := m.podRecords.Load(func(name string, _ int, body []byte) error {
 		rec, config, update, err := record.ReadPod(name, body)
 		if err != nil {
@@ -98,23 +99,26 @@ func (m *Manager) loadPods() error {
 		if update != nil {
 			p.updated = p.withResources(update)
 		}
-		m.pods.Put(p.id, p)
+		pods[p.id] = p
 		return nil
 	})
+	m.pods.PutAll(pods)
 	m.logDamaged("pod", damaged)
 	return err
 }
 
 func (m *Manager) loadContainers() error {
+	containers := map[string]*container{}
 	damaged, err := m.containerRecs.Load(func(name string, _ int, body []byte) error {
 		rec, config, resources, err := record.ReadContainer(name, body)
 		if err != nil {
 			return err
 		}
 		c := &container{id: name, podID: rec.PodID, turn: task.NewTurn(), config: config, resources: resources, rec: rec}
-		m.containers.Put(c.id, c)
+		containers[c.id] = c
 		return nil
 	})
+	m.containers.PutAll(containers)
 	m.logDamaged("container", damaged)
 	return err
 }

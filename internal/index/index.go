@@ -61,6 +61,11 @@ func (ix *Index[T]) Put(id string, v T) {
 	ix.change(func(next map[string]T) { next[id] = v })
 }
 
+// PutAll enters objects by ID, with one change of the index.
+func (ix *Index[T]) PutAll(objects map[string]T) {
+	ix.change(func(next map[string]T) { maps.Copy(next, objects) })
+}
+
 // Remove takes out the object with that ID.
 func (ix *Index[T]) Remove(id string) {
 	ix.change(func(next map[string]T) { delete(next, id) })

@@ -74,4 +74,6 @@ func TestSorted(t *testing.T) {
 	want("0", "a", "b")
 	ix.Remove("a")
 	want("0", "b")
+	ix.PutAll(map[string]item{"a": "a", "c": "1"})
+	want("1", "a", "b")
 }
