@@ -228,7 +228,9 @@ func (s *Store) obtain(ctx context.Context, store *layer.Store, repo *registry.R
 		return s.download(ctx, store, repo, l, received)
 	}
 	err := s.inTurn(ctx, repo.Reference().Domain, func() error {
-		return store.CreateFrom(ctx, other, name, limitsOf(l.Blob, s.cfg.Limits))
+		limits, giveBack := s.withTree(limitsOf(l.Blob, s.cfg.Limits))
+		defer giveBack()
+		return store.CreateFrom(ctx, other, name, limits)
 	})
 	if err == nil {
 		s.log.Info("layer was made from its other form, and not fetched", "layer", l.DiffID, "from", other.Kind(), "as", store.Kind())
@@ -270,7 +272,13 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 	}
 	defer blob.Close() // read to its end or given up
 	err = s.inTurn(ctx, repo.Reference().Domain, func() error {
-		return store.Create(ctx, sourceOf(l), blob, limitsOf(l.Blob, s.cfg.Limits))
+		limits := limitsOf(l.Blob, s.cfg.Limits)
+		if store.IsKeeper() { // others have no tree in memory
+			var giveBack func()
+			limits, giveBack = s.withTree(limits)
+			defer giveBack()
+		}
+		return store.Create(ctx, sourceOf(l), blob, limits)
 	})
 	inParts = blob.InParts()
 	switch {
@@ -291,6 +299,12 @@ func (s *Store) inTurn(ctx context.Context, domain string, make func() error) er
 	}
 	defer giveBack()
 	return make()
+}
+
+// withTree gives a layer its share of the memory for trees.
+func (s *Store) withTree(limits unpack.Limits) (_ unpack.Limits, giveBack func()) {
+	limits.Memory, giveBack = s.trees.share(limits.Memory)
+	return limits, giveBack
 }
 
 // refusesContent tells an error that says that a layer cannot be what its tar says.

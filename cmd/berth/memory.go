@@ -9,7 +9,6 @@ import (
 	"berth/image"
 	"berth/image/erofs"
 	"berth/image/registry"
-	"berth/image/unpack"
 	"berth/internal/memlimit"
 )
 
@@ -66,16 +65,12 @@ func mergeMemoryFor(limit int64) int64 {
 	return min(erofs.MaxMemory, int64(mergeShare*ownShare*float64(limit)))
 }
 
-// packShare is the part of what the daemon leaves to others that the tree of a layer may take in the process that packs it.
-const packShare = 0.5
+// treeShare is the part of what the daemon leaves to others that trees of layers may take in the processes that pack them, all at a time: with
+// half as much for garbage, and a quarter of their unpackerShare that each process needs without a tree, that is all of it.
+const treeShare = 0.5
 
-// packMemoryFor returns how many bytes that is with that memory limit. 0: as many as usual. Directories need no such memory.
-func packMemoryFor(limit int64) int64 {
-	if limit == 0 {
-		return 0
-	}
-	return min(unpack.DefaultLimits.Memory, int64(packShare*(1-ownShare)*float64(limit)))
-}
+// treeMemoryFor returns how many bytes that is with that memory limit. 0: as many as usual. Directories need no such memory.
+func treeMemoryFor(limit int64) int64 { return int64(treeShare * (1 - ownShare) * float64(limit)) }
 
 // restTime is how long nothing must have been changed before the memory that changes needed is given back: what begins
 // soon after another change finds all as that left it.

@@ -3,6 +3,8 @@ package main
 import (
 	"testing"
 
+	"berth/image/unpack"
+	"berth/image/unpack/worker"
 	"berth/internal/pages"
 )
 
@@ -29,11 +31,24 @@ func TestRangeRequestsFor(t *testing.T) {
 	}
 }
 
-// So do trees of layers, in the daemon and in the processes that pack them, and none of them more than without a limit.
+// So do trees of layers, in the daemon, there never more than without a limit, and in all the processes that pack them.
 func TestTreeMemoryFor(t *testing.T) {
-	for _, c := range []struct{ limit, merge, pack int64 }{{0, 0, 0}, {64, 8, 16}, {256, 32, 64}, {512, 64, 128}, {4096, 64, 384}} {
-		if merge, pack := mergeMemoryFor(c.limit<<20), packMemoryFor(c.limit<<20); merge != c.merge<<20 || pack != c.pack<<20 {
-			t.Errorf("with %d MiB: %d and %d bytes, not %d and %d MiB", c.limit, merge, pack, c.merge, c.pack)
+	for _, c := range []struct{ limit, merge, trees int64 }{{0, 0, 0}, {64, 8, 16}, {256, 32, 64}, {512, 64, 128}, {4096, 64, 1024}} {
+		if merge, trees := mergeMemoryFor(c.limit<<20), treeMemoryFor(c.limit<<20); merge != c.merge<<20 || trees != c.trees<<20 {
+			t.Errorf("with %d MiB: %d and %d bytes, not %d and %d MiB", c.limit, merge, trees, c.merge, c.trees)
+		}
+	}
+}
+
+// However many layers are packed at a time, and whatever shares of the memory for trees they have, their heaps take what the daemon leaves to
+// others, and no more: a process that the OOM killer ends cannot say that its layer is too much.
+func TestPackersKeepToTheLimit(t *testing.T) {
+	for _, mib := range []int64{64, 100, 256, 512, 1000, 1 << 10, 4 << 10, 64 << 10} {
+		limit := mib << 20
+		n := int64(unpackersFor(limit))
+		share := treeMemoryFor(limit) / n // a heap grows with its share: it does not matter whose part is larger
+		if sum := n * worker.HeapFor(unpack.Job{Limits: unpack.Limits{Memory: share}}, true); sum > limit/2 {
+			t.Errorf("with %d MiB %d processes take %d MiB", mib, n, sum>>20)
 		}
 	}
 }

@@ -37,22 +37,35 @@ import (
 // to half of that; where launchers and plugins need the rest one of them is killed, or the daemon, and the next one goes on.
 // Every error says so. In the end there are the image and the pods.
 func TestMemoryLimit(t *testing.T) {
-	t.Run("directories", func(t *testing.T) { underMemoryLimit(t, nil) })
+	const small = 64 << 20 // of which one layer is packed at a time
+	t.Run("directories", func(t *testing.T) { underMemoryLimit(t, small, nil) })
 	t.Run("EROFS images, a layer in parts, and one of many files", func(t *testing.T) {
-		if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
-			t.Skip("NOT TESTED: ", err)
-		}
-		const files = 100_000
-		var fs unix.Statfs_t
-		if harness.Must(t, unix.Statfs("/var/tmp", &fs)); fs.Files > 0 && fs.Ffree < 2*files { // too much for EROFS with that memory, so they become files of the host
-			t.Skipf("NOT TESTED: the disk has %d inodes for %d files", fs.Ffree, files)
-		}
+		const files = 100_000 // too much for EROFS with that memory, so they become files of the host
+		needEROFS(t, 2*files)
 		slow, parts := slowLayer(t)
-		underMemoryLimit(t, []string{slow, manyFiles(t, files)}, harness.WithLayerDriver("auto"))
+		underMemoryLimit(t, small, []string{slow, manyFiles(t, files)}, harness.WithLayerDriver("auto"))
 		if parts.Load() == 0 {
 			t.Error("no part of the slow layer was fetched by itself")
 		}
 	})
+	t.Run("EROFS images, four layers of many files at a time", func(t *testing.T) {
+		const files = 25_000
+		needEROFS(t, 8*files)
+		underMemoryLimit(t, 256<<20, []string{manyFiles(t, files, files, files, files)}, harness.WithLayerDriver("auto"))
+	})
+}
+
+// needEROFS skips the test where layers can't be EROFS images, or the disk has not so many inodes for files.
+func needEROFS(t *testing.T, files uint64) {
+	t.Helper()
+	const disk = "/var/tmp"
+	if err := erofs.Probe(disk); errors.Is(err, errors.ErrUnsupported) {
+		t.Skip("NOT TESTED: ", err)
+	}
+	var fs unix.Statfs_t
+	if harness.Must(t, unix.Statfs(disk, &fs)); fs.Files > 0 && fs.Ffree < files {
+		t.Skipf("NOT TESTED: the disk has %d inodes for %d files", fs.Ffree, files)
+	}
 }
 
 // slowLayer is an image with one large layer, whose registry sends it slowly until parts are asked for, and how many were.
@@ -84,20 +97,29 @@ func slowLayer(t *testing.T) (name string, parts *atomic.Int64) {
 	return r.Host() + "/slow:v1", parts
 }
 
-// manyFiles is an image of so many empty files.
-func manyFiles(t *testing.T, n int) (name string) {
+// manyFiles is an image of layers with so many empty files each.
+func manyFiles(t *testing.T, files ...int) (name string) {
+	t.Helper()
+	var layers []registrytest.Layer
+	for i, n := range files {
+		layers = append(layers, emptyFiles(t, fmt.Sprint(i), n))
+	}
+	r := registrytest.New(t)
+	r.PutImage("many", "v1", "", layers...)
+	return r.Host() + "/many:v1"
+}
+
+func emptyFiles(t *testing.T, dir string, n int) registrytest.Layer {
 	t.Helper()
 	var blob bytes.Buffer
 	z := gzip.NewWriter(&blob)
 	sum := digest.SHA256.Digester()
 	w := tar.NewWriter(io.MultiWriter(z, sum.Hash()))
 	for i := range n {
-		harness.Must(t, w.WriteHeader(&tar.Header{Name: fmt.Sprintf("%d/%d", i/1000, i), Mode: 0o644}))
+		harness.Must(t, w.WriteHeader(&tar.Header{Name: fmt.Sprintf("%s/%d/%d", dir, i/1000, i), Mode: 0o644}))
 	}
 	harness.Must(t, errors.Join(w.Close(), z.Close()))
-	r := registrytest.New(t)
-	r.PutImage("many", "v1", "", registrytest.Layer{Blob: blob.Bytes(), MediaType: ocispec.MediaTypeImageLayerGzip, DiffID: sum.Digest()})
-	return r.Host() + "/many:v1"
+	return registrytest.Layer{Blob: blob.Bytes(), MediaType: ocispec.MediaTypeImageLayerGzip, DiffID: sum.Digest()}
 }
 
 // pacedWriter sends 4 MB a second until something is so.
@@ -123,9 +145,8 @@ func (w *pacedWriter) Write(data []byte) (sent int, err error) {
 }
 
 // underMemoryLimit has the images pulled besides one of many layers.
-func underMemoryLimit(t *testing.T, images []string, options ...harness.DaemonOption) {
+func underMemoryLimit(t *testing.T, limit int64, images []string, options ...harness.DaemonOption) {
 	group, option := inGroup(t, "memory")
-	const limit = 64 << 20
 	group.limitMemory(t, limit)
 	d := harness.StartDaemon(t, append(options, option)...)
 	var trees []fixture.Tree
@@ -163,10 +184,10 @@ func underMemoryLimit(t *testing.T, images []string, options ...harness.DaemonOp
 			deaths++
 		}
 		heap := d.Heap(t)
-		harness.Equal(t, "limit of the daemon's own memory", heap.Limit, limit/2)
+		harness.Equal(t, "limit of the daemon's own memory", heap.Limit, uint64(limit/2))
 		taken = max(taken, heap.Taken)
 	}
-	if taken > limit/2 {
+	if taken > uint64(limit/2) {
 		t.Errorf("the daemon's own memory is %d KiB of %d", taken>>10, limit/2>>10)
 	}
 	pods := harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)

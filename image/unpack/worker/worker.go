@@ -125,10 +125,10 @@ func Main(args []string) int {
 	return 0
 }
 
-// heapFor is from where on garbage is collected at any price: early where a tree in memory is what takes most, and is bounded
+// HeapFor is from where on garbage is collected at any price: early where a tree in memory is what takes most, and is bounded
 // for a small cgroup's sake. Where there is none, what lives is the window of a zstd blob (128 MiB at most), which no collection
 // makes smaller: a limit below that costs half of the CPU time.
-func heapFor(job unpack.Job, pack bool) int64 {
+func HeapFor(job unpack.Job, pack bool) int64 {
 	if !pack && !job.Packed {
 		return heapLimit
 	}
@@ -143,7 +143,7 @@ func run(args []string) error {
 	if err := os.NewFile(ExeFD, "berth-unpack").Close(); err != nil {
 		return err
 	}
-	debug.SetMemoryLimit(heapFor(job, pack))
+	debug.SetMemoryLimit(HeapFor(job, pack))
 	debug.SetGCPercent(collectAt)
 	tree := os.NewFile(TreeFD, "tree")
 	// A file is never larger than all of them may be.

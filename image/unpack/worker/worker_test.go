@@ -20,7 +20,7 @@ func TestHeapFor(t *testing.T) {
 		"to pack in a small cgroup":         {unpack.Job{Limits: small}, true, 32},
 		"what was packed in a small cgroup": {unpack.Job{Limits: small, Packed: true}, false, 32},
 	} {
-		if got := heapFor(c.job, c.pack); got != c.want<<20 {
+		if got := HeapFor(c.job, c.pack); got != c.want<<20 {
 			t.Errorf("%s: %d bytes, want %d MiB", name, got, c.want)
 		}
 	}
