@@ -117,7 +117,7 @@ func (s *Store) unchanged(ctx context.Context, repo *registry.Repository) *Image
 // fetched when it fails is deleted, unless somebody else needs it.
 func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *registry.Image, tracks []*layerTrack) (*Image, error) {
 	chain := layersOf(img)
-	owner := fmt.Sprintf("pull %d", s.pullID.Add(1))
+	owner := fmt.Sprintf("%s%d", pullPrefix, s.pullID.Add(1))
 	end := s.cfg.Waits.Begin("layers that are being deleted", "image "+repo.Reference().String())
 	err := s.refs.acquire(ctx, owner, chain)
 	end()
@@ -131,7 +131,9 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 		}
 	}()
 	store := s.layers.home(distinct(chain))
-	s.giveUpSleepers(ctx, chain, missing(store, img))
+	if wanted := missing(store, img); wanted > 0 {
+		s.makeRoom(ctx, wanted)
+	}
 	err = s.fetchInto(ctx, store, repo, img, tracks)
 	if other := s.layers.other(store); other != nil && errors.Is(err, layer.ErrTooLarge) {
 		s.log.Info("an image is too much for one driver of layers, and tried with another", "image", repo.Reference().String(), "not", store.Kind(), "driver", other.Kind(), "error", err)
@@ -147,7 +149,7 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 // fetchInto gets the layers of an image that a store lacks, and finds out whether they can be stacked.
 func (s *Store) fetchInto(ctx context.Context, store *layer.Store, repo *registry.Repository, img *registry.Image, tracks []*layerTrack) error {
 	if wanted := missing(store, img); wanted > 0 {
-		if err := store.HasRoom(wanted); err != nil {
+		if err := store.HasRoom(wanted, s.layers.deleting()); err != nil {
 			return err
 		}
 	}

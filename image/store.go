@@ -35,7 +35,7 @@ type Config struct {
 	Unpack               layer.Unpacker     // makes files of blobs
 	Limits               unpack.Limits      // of one layer; zero fields: unpack.DefaultLimits
 	Reserve              layer.Reserve      // of the disk, which layers leave free; zero: none
-	MaxFullAsleep        float64            // how full the filesystem may become, of 1, by pulls while images sleep (Asleep); 0: as full as can be
+	MaxFullAsleep        float64            // how full the filesystem may be, of 1, while images sleep (Asleep), the oldest of which go where it is fuller; 0: as full as can be
 	Pack                 layer.Packer       // makes EROFS layers of blobs
 	Probe                func(string) error // tells whether EROFS layers in a directory could be mounted; nil: erofs.Probe
 	MergeMemory          int64              // bytes for merging EROFS layers, of all images at a time; 0: erofs.MaxMemory
@@ -80,7 +80,10 @@ type Store struct {
 	pulls   pulls
 	pullID  atomic.Uint64
 
-	ctx       context.Context // of pulls and downloads, ends with shutdown
+	fullness   chan struct{}  // holds a token if images that sleep may be in the way, see attendSleepers
+	background sync.WaitGroup // what goes on beside calls
+
+	ctx       context.Context // of pulls, downloads and what is in the background, ends with shutdown
 	shutdown  context.CancelFunc
 	closeOnce func() error
 }
@@ -107,6 +110,9 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 	s := newStore(cfg, layers, records, pinned, log)
 	if err := s.load(); err != nil {
 		return nil, err
+	}
+	if layers.asleep != nil && cfg.MaxFullAsleep > 0 {
+		s.background.Go(s.attendSleepers)
 	}
 	undo.Release()
 	return s, nil
@@ -135,6 +141,7 @@ func newStore(cfg Config, layers *stores, records *checkpoint.Dir, pinned map[st
 		flights:  newFlights(ctx, log),
 		turns:    newTurns(cfg.MaxUnpacking),
 		trees:    newTreeMemory(cfg.TreeMemory, cfg.MergeMemory, cfg.MaxUnpacking),
+		fullness: make(chan struct{}, 1),
 		ctx:      ctx,
 		shutdown: cancel,
 	}
@@ -151,6 +158,7 @@ func (s *Store) close() error {
 	s.shutdown()
 	s.pulls.close()
 	s.flights.wait()
+	s.background.Wait()
 	return s.layers.close()
 }
 
@@ -258,8 +266,9 @@ type Usage struct {
 	Bytes, Inodes uint64
 }
 
-// Usage returns what layers and records take on disk, from memory.
+// Usage returns what layers and records take on disk, from memory. Who asks wants to know of full disks: see attendSleepers.
 func (s *Store) Usage(context.Context) (Usage, error) {
+	defer s.noteFullness()
 	x := s.index.Load()
 	used := s.layers.Usage()
 	return Usage{Mountpoint: s.cfg.Root, Bytes: used.Bytes + x.bytes, Inodes: used.Inodes + uint64(len(x.records))}, nil
@@ -269,6 +278,7 @@ func (s *Store) Usage(context.Context) (Usage, error) {
 // unless somebody else needs them. An unknown image is no error, nor is it one that
 // something else, which nobody needs either, cannot be deleted.
 func (s *Store) Remove(ctx context.Context, ref string) error {
+	defer s.noteFullness() // kubelet removes images where a disk is full
 	release, err := s.becomeWriter(ctx)
 	if err != nil {
 		return fmt.Errorf("remove image %s: %w", ref, err)
@@ -522,5 +532,8 @@ func recordName(id string) string      { return strings.TrimPrefix(id, "sha256:"
 func imageOwner(id string) string      { return "image " + id }
 func holderOwner(holder string) string { return holderPrefix + holder }
 
-// holderPrefix begins the names of the owners that are holders.
-const holderPrefix = "holder "
+// What the names of the owners begin with that are holders, and pulls.
+const (
+	holderPrefix = "holder "
+	pullPrefix   = "pull "
+)

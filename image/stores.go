@@ -220,6 +220,21 @@ func (s *stores) Usage() (sum layer.Usage) {
 	return sum
 }
 
+// deleting is how many bytes those layers take that are being deleted.
+func (s *stores) deleting() (bytes uint64) {
+	for _, store := range s.all {
+		bytes += store.Deleting().Bytes
+	}
+	return bytes
+}
+
+// excess is layer.Store's, but for what is being deleted.
+func (s *stores) excess(share float64, wanted uint64) (uint64, error) {
+	going := s.deleting() // asked first: what is deleted since is not on the filesystem either, and rather counts twice than not at all
+	excess, err := s.made.Excess(share, wanted)
+	return excess - min(excess, going), err
+}
+
 // list returns all layers, in each form that there is, those that can't be mounted included.
 func (s *stores) list() (layers []form) {
 	for _, store := range s.all {

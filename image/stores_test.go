@@ -312,56 +312,6 @@ func TestImageThatSleeps(t *testing.T) {
 			empty(t, s)
 		})
 	}
-	t.Run("no room", func(t *testing.T) {
-		others := 0
-		pullAnother := func(s *Store) {
-			name := fmt.Sprintf("other%d", others)
-			others++
-			reg.PutImage(name, "v1", name, plain(t, "f", name))
-			pull(t, s, reg.Host()+"/"+name+":v1")
-		}
-		s := start(t, cannot)
-		for _, c := range []struct {
-			full   float64
-			pinned bool
-			want   int
-		}{{0, false, 1}, {1, false, 1}, {1e-9, true, 1}, {1e-9, false, 0}} { // a disk with an image on it is fuller than that
-			s.cfg.MaxFullAsleep = c.full
-			s.pinned = map[string]bool{app: c.pinned}
-			pullAnother(s)
-			if got := s.Asleep(); len(got) != c.want {
-				t.Errorf("full to %g, pinned %v: images that sleep: %v", c.full, c.pinned, got)
-			}
-		}
-		empty(t, s)
-	})
-	t.Run("no room for itself", func(t *testing.T) { // it is not removed, and keeps its names
-		s := start(t, cannot)
-		s.cfg.MaxFullAsleep = 1e-9
-		reg.PutImage("same", "v1", "app", plain(t, "f", "app"), plain(t, "g", "2"))
-		img := pull(t, s, reg.Host()+"/same:v1")
-		if !slices.Contains(img.RepoTags, app) {
-			t.Errorf("it has the tags %v", img.RepoTags)
-		}
-		empty(t, s)
-	})
-	t.Run("oldest first", func(t *testing.T) {
-		s := restart(t, nil, cfg.with("auto", works))
-		pullAt := func(name string) string {
-			reg.PutImage(name, "v1", name, plain(t, "f", name))
-			return pull(t, s, reg.Host()+"/"+name+":v1").ID
-		}
-		older, newer := pullAt("older"), pullAt("newer")
-		s = restart(t, s, cfg.with("auto", cannot))
-		size, err := s.removeSleeper(t.Context(), s.sleepers(nil)[0])
-		if got := s.Asleep(); err != nil || size == 0 || !slices.Equal(got, []string{newer}) {
-			t.Errorf("%v; %d bytes of %s are freed, %v sleep", err, size, older, got)
-		}
-		if size, err := s.removeSleeper(t.Context(), older); size != 0 || err != nil {
-			t.Errorf("once more: %d bytes, %v", size, err)
-		}
-		empty(t, s)
-	})
 	t.Run("not whole", func(t *testing.T) {
 		s := start(t, works)
 		layers := mustGet(t, s, app).Layers

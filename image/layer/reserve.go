@@ -16,6 +16,8 @@ import (
 type Reserve struct {
 	Percent int   // of the filesystem, of its bytes and of its inodes
 	Bytes   int64 // but no more than so many
+
+	Statfs func(path string) (unix.Statfs_t, error) // looks at the filesystem; nil: statfs(2)
 }
 
 func (r Reserve) isNone() bool { return r.Percent == 0 || r.Bytes == 0 }
@@ -28,11 +30,12 @@ const (
 	lookPeriod = 50 * time.Millisecond
 )
 
-// check fails with ResourceExhausted, and ENOSPC in it, if a filesystem has less free than the reserve and so many bytes.
-func (r Reserve) check(fs *unix.Statfs_t, wanted uint64) error {
+// check fails with ResourceExhausted, and ENOSPC in it, if a filesystem, with so many bytes freed, has less free than the reserve and the
+// bytes that are wanted.
+func (r Reserve) check(fs *unix.Statfs_t, wanted, freed uint64) error {
 	block := uint64(fs.Bsize)
 	bytes := min(fs.Blocks*block/100*uint64(r.Percent), uint64(r.Bytes))
-	switch free := fs.Bavail * block; {
+	switch free := fs.Bavail*block + freed; {
 	case free < bytes:
 		return exhausted("%d bytes are free on the filesystem of images and %d are kept free", free, bytes)
 	case free-bytes < wanted:
@@ -51,7 +54,7 @@ func exhausted(format string, args ...any) error {
 // guard looks at the free space, at once and until stop is called. The context ends, with the reason as its
 // cause, when there is less than the reserve. It is who reads the filesystem that decides, not who writes the layer.
 func (s *Store) guard(ctx context.Context) (guarded context.Context, stop func(), err error) {
-	if err := s.HasRoom(0); err != nil {
+	if err := s.HasRoom(0, 0); err != nil {
 		return nil, nil, err
 	}
 	guarded, cancel := context.WithCancelCause(ctx)
@@ -65,7 +68,7 @@ func (s *Store) guard(ctx context.Context) (guarded context.Context, stop func()
 			case <-guarded.Done():
 				return
 			case <-tick.C:
-				if err := s.HasRoom(0); err != nil {
+				if err := s.HasRoom(0, 0); err != nil {
 					cancel(err)
 				}
 			}
@@ -74,17 +77,26 @@ func (s *Store) guard(ctx context.Context) (guarded context.Context, stop func()
 	return guarded, func() { cancel(nil); <-done }, nil
 }
 
-// HasRoom fails with ResourceExhausted if layers can't take so many bytes more and leave the reserve.
-func (s *Store) HasRoom(bytes uint64) error {
+// HasRoom fails with ResourceExhausted if layers can't take so many bytes more and leave the reserve, once what is to be freed is. Without
+// a reserve there is always room.
+func (s *Store) HasRoom(bytes, freed uint64) error {
 	if s.reserve.isNone() {
 		return nil
 	}
+	return s.CouldTake(bytes, freed)
+}
+
+// CouldTake is HasRoom that counts without a reserve, too.
+func (s *Store) CouldTake(bytes, freed uint64) error {
 	fs, err := s.statfs()
 	if err != nil {
 		return fmt.Errorf("look at the free space of %s: %w", s.root, err)
 	}
-	return s.reserve.check(&fs, bytes)
+	return s.reserve.check(&fs, bytes, freed)
 }
+
+// Deleting is what those layers take that are being deleted: a part of Usage.
+func (s *Store) Deleting() Usage { return s.trash.Usage() }
 
 // Excess is how many bytes more than a share of the filesystem would be used with so many more, as df(1) counts: what only root may use is
 // not part of it.
@@ -99,7 +111,10 @@ func (s *Store) Excess(share float64, bytes uint64) (uint64, error) {
 }
 
 // statfsOf returns a function that looks at the filesystem that a path is on.
-func statfsOf(path string) func() (unix.Statfs_t, error) {
+func (r Reserve) statfsOf(path string) func() (unix.Statfs_t, error) {
+	if r.Statfs != nil {
+		return func() (unix.Statfs_t, error) { return r.Statfs(path) }
+	}
 	return func() (fs unix.Statfs_t, err error) {
 		for {
 			if err = unix.Statfs(path, &fs); err != unix.EINTR {

@@ -25,26 +25,31 @@ func TestReserve(t *testing.T) {
 	disk := func(size, free uint64, inodes, freeInodes uint64) unix.Statfs_t {
 		return unix.Statfs_t{Bsize: 4096, Blocks: size / 4096, Bavail: free / 4096, Files: inodes, Ffree: freeInodes}
 	}
+	kept := Reserve{Percent: 5, Bytes: 4 * gib}
 	for _, c := range []struct {
 		what    string
 		reserve Reserve
 		wanted  uint64
+		freed   uint64
 		fs      unix.Statfs_t
 		text    string // of the error; empty: none
 	}{
-		{"enough", Reserve{5, 4 * gib}, 0, disk(100*gib, 4*gib, 1000, 50), ""},
-		{"less than the bytes", Reserve{5, 4 * gib}, 0, disk(100*gib, 4*gib-4096, 1000, 1000), "4294963200 bytes are free"},
-		{"less than the percentage, of a small disk", Reserve{5, 4 * gib}, 0, disk(10*gib, gib/2-gib/64, 1000, 1000), "bytes are free"},
-		{"enough of a small disk", Reserve{5, 4 * gib}, 0, disk(10*gib, gib/2, 1000, 1000), ""},
-		{"few inodes", Reserve{5, 4 * gib}, 0, disk(100*gib, 90*gib, 1000, 49), "49 inodes are free"},
-		{"few of very many inodes", Reserve{5, 4 * gib}, 0, disk(100*gib, 90*gib, 1<<30, 1<<16), ""},
-		{"too few of very many inodes", Reserve{5, 4 * gib}, 0, disk(100*gib, 90*gib, 1<<30, 1<<16-1), "65536 are kept free"},
-		{"more than all", Reserve{5, 4 * gib}, 1 << 63, disk(100*gib, 90*gib, 1000, 1000), "9223372036854775808 or more are needed"},
-		{"all that is not kept", Reserve{5, 4 * gib}, 86 * gib, disk(100*gib, 90*gib, 1000, 1000), ""},
-		{"more than that", Reserve{5, 4 * gib}, 86*gib + 1, disk(100*gib, 90*gib, 1000, 1000), "are needed"},
-		{"no inodes are told of", Reserve{5, 4 * gib}, 0, disk(100*gib, 90*gib, 0, 0), ""},
+		{"enough", kept, 0, 0, disk(100*gib, 4*gib, 1000, 50), ""},
+		{"less than the bytes", kept, 0, 0, disk(100*gib, 4*gib-4096, 1000, 1000), "4294963200 bytes are free"},
+		{"less than the percentage, of a small disk", kept, 0, 0, disk(10*gib, gib/2-gib/64, 1000, 1000), "bytes are free"},
+		{"enough of a small disk", kept, 0, 0, disk(10*gib, gib/2, 1000, 1000), ""},
+		{"few inodes", kept, 0, 0, disk(100*gib, 90*gib, 1000, 49), "49 inodes are free"},
+		{"few of very many inodes", kept, 0, 0, disk(100*gib, 90*gib, 1<<30, 1<<16), ""},
+		{"too few of very many inodes", kept, 0, 0, disk(100*gib, 90*gib, 1<<30, 1<<16-1), "65536 are kept free"},
+		{"more than all", kept, 1 << 63, 0, disk(100*gib, 90*gib, 1000, 1000), "9223372036854775808 or more are needed"},
+		{"all that is not kept", kept, 86 * gib, 0, disk(100*gib, 90*gib, 1000, 1000), ""},
+		{"more than that", kept, 86*gib + 1, 0, disk(100*gib, 90*gib, 1000, 1000), "are needed"},
+		{"as much as that and what is freed", kept, 88 * gib, 2 * gib, disk(100*gib, 90*gib, 1000, 1000), ""},
+		{"more than both", kept, 88*gib + 1, 2 * gib, disk(100*gib, 90*gib, 1000, 1000), "are needed"},
+		{"what is kept was taken, and is freed", kept, 0, gib, disk(100*gib, 3*gib, 1000, 1000), ""},
+		{"no inodes are told of", kept, 0, 0, disk(100*gib, 90*gib, 0, 0), ""},
 	} {
-		err := c.reserve.check(&c.fs, c.wanted)
+		err := c.reserve.check(&c.fs, c.wanted, c.freed)
 		switch {
 		case c.text == "" && err != nil:
 			t.Errorf("%s: %v", c.what, err)

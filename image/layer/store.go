@@ -49,7 +49,7 @@ type Store struct {
 // can't be read for want of something, or that a newer berth wrote, is an error. No layer
 // is made where less than the reserve is free.
 func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store, error) {
-	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join](), reserve: reserve, statfs: statfsOf(root), effort: allEffort}
+	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join](), reserve: reserve, statfs: reserve.statfsOf(root), effort: allEffort}
 	for _, dir := range []string{layersDir, joinsDir, tmpDir, trashDir} {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o700); err != nil {
 			return nil, fmt.Errorf("open layer store: %w", err)
