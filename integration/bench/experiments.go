@@ -209,11 +209,11 @@ var calls = experiment{
 // memoryPods is how many pods run while memory is measured.
 const memoryPods = 20
 
-// memory compares what runs with pods to what runs without, after a fresh start of the daemon where it is ours.
-// Processes that a runtime always has, like those that wait to launch a container, are on both sides and cancel out.
+// memory compares what runs with pods to what runs without, after a fresh start of the daemon where it is ours. A sample removes
+// its pods, so that one runtime at a time has some.
 var memory = experiment{
 	name: "memory", rows: []string{"pss-pod", "pss-daemon-idle", "pss-daemon-20"}, suits: plugins,
-	samples: few, limit: 3 * time.Minute, budget: 2 * time.Minute, oneByOne: true,
+	samples: atMost(10), limit: 3 * time.Minute, budget: 2 * time.Minute,
 	sample: func(ctx context.Context, c *contestant) (values, error) {
 		if c.s.Daemon != nil {
 			if _, err := c.s.Restart(ctx, 0); err != nil {
@@ -240,8 +240,8 @@ var memory = experiment{
 	},
 }
 
-// few is for samples that take long and vary little.
-func few(wanted int) int { return min(wanted, 3) }
+// atMost is for samples that take long and vary little.
+func atMost(n int) func(int) int { return func(wanted int) int { return min(wanted, n) } }
 
 func ms(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 func mib(bytes float64) float64  { return bytes / (1 << 20) }

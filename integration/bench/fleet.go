@@ -16,7 +16,7 @@ const (
 // fleet is a node with more pods than anybody has: what is asked of it is listed, and its daemon started again.
 var fleet = experiment{
 	name: "500 pods with 1,000 containers", rows: []string{"list-1000", "restart-500"}, suits: ownImages, oneByOne: true,
-	warmUp: 1, samples: wanted, limit: 6 * time.Minute, budget: 30 * time.Second,
+	warmUp: 1, samples: wanted, limit: 6 * time.Minute, budget: time.Minute,
 	prepare: func(ctx context.Context, _ *bench, s *subject.Subject) (any, error) {
 		return nil, inParallel(ctx, fleetPods, func(ctx context.Context, _ int) error {
 			pod, err := s.RunSandbox(ctx, true)

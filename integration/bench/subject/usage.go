@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 	"syscall"
@@ -129,40 +130,117 @@ func PSS(pid int) (float64, error) {
 	return 0, fmt.Errorf("%s has no Pss", path)
 }
 
-// Memory is the PSS in bytes of a daemon, and of all other processes on this machine but for containers and ourselves.
+// Memory is the PSS in bytes of a runtime's processes that belong to no pod, and of all other processes on this machine but for containers
+// and ourselves.
 type Memory struct{ Daemon, Others float64 }
 
 // Memory takes stock. The others' processes belong to all runtimes: compare two Memories of a machine on which
 // only this one has changed.
 func (s *Subject) Memory() (Memory, error) {
-	var m Memory
+	all, err := processes()
+	if err != nil {
+		return Memory{}, err
+	}
+	if _, ok := all[s.Pid]; !ok {
+		return Memory{}, fmt.Errorf("the daemon, process %d, is gone", s.Pid)
+	}
+	return sumMemory(all, s.Pid), nil
+}
+
+// sumMemory tells the processes of a daemon from all others: itself, and what it has started and keeps, such as processes that wait
+// to launch the next container, but for what belongs to a pod. A shim or monitor is the pod's, whoever started it.
+func sumMemory(all map[int]process, daemon int) (m Memory) {
+	for pid, p := range all {
+		switch {
+		case p.container:
+		case descends(all, pid, daemon) && !p.ofPod:
+			m.Daemon += p.pss
+		default:
+			m.Others += p.pss
+		}
+	}
+	return m
+}
+
+// descends tells whether a process is another one or has been started by it, directly or not.
+func descends(all map[int]process, pid, ancestor int) bool {
+	for range all { // in a list taken while processes end and begin there might be a circle
+		if pid == ancestor {
+			return true
+		}
+		p, ok := all[pid]
+		if !ok {
+			return false
+		}
+		pid = p.parent
+	}
+	return false
+}
+
+// process is what counts of one.
+type process struct {
+	parent    int
+	pss       float64
+	container bool // the workload itself
+	ofPod     bool
+}
+
+// podID is how containerd, CRI-O and berth call pods and containers. Their shims and monitors have it on their command lines, and all that is in
+// a pod has it in the name of its cgroup.
+var podID = regexp.MustCompile(`[0-9a-f]{64}`)
+
+// processes returns all but kernel threads and ourselves.
+func processes() (map[int]process, error) {
 	dirs, err := filepath.Glob("/proc/[0-9]*")
 	if err != nil {
-		return m, err
+		return nil, err
 	}
+	all := map[int]process{}
 	for _, dir := range dirs {
 		pid, err := strconv.Atoi(filepath.Base(dir))
 		if err != nil || pid == os.Getpid() {
 			continue
 		}
-		cmdline, err := os.ReadFile(filepath.Join(dir, "cmdline"))
-		if err != nil || len(cmdline) == 0 || strings.Contains(string(cmdline), workMark) {
-			continue // gone, a kernel thread, or a container
-		}
-		pss, err := PSS(pid)
-		if err != nil {
-			continue // ended meanwhile
-		}
-		if pid == s.Pid {
-			m.Daemon = pss
-		} else {
-			m.Others += pss
+		if p, ok := readProcess(pid); ok {
+			all[pid] = p
 		}
 	}
-	if m.Daemon == 0 {
-		return m, fmt.Errorf("the daemon, process %d, is gone", s.Pid)
+	return all, nil
+}
+
+// readProcess returns false for a kernel thread, and for what has ended meanwhile.
+func readProcess(pid int) (p process, ok bool) {
+	cmdline, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+	if err != nil || len(cmdline) == 0 {
+		return p, false
 	}
-	return m, nil
+	cgroup, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
+	if err != nil {
+		return p, false
+	}
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		return p, false
+	}
+	if p.parent, err = parentIn(string(status)); err != nil {
+		return p, false
+	}
+	if p.pss, err = PSS(pid); err != nil {
+		return p, false
+	}
+	p.container = strings.Contains(string(cmdline), workMark)
+	p.ofPod = podID.Match(cmdline) || podID.Match(cgroup)
+	return p, true
+}
+
+// parentIn reads /proc/PID/status.
+func parentIn(status string) (int, error) {
+	for line := range strings.Lines(status) {
+		if value, ok := strings.CutPrefix(line, "PPid:"); ok {
+			return strconv.Atoi(strings.TrimSpace(value))
+		}
+	}
+	return 0, errors.New("no parent in it")
 }
 
 // settleTime is how long all runtimes are left alone before their memory counts: what matters of it is what it is for hours, and

@@ -69,6 +69,34 @@ func TestPSS(t *testing.T) {
 	}
 }
 
+// What waits for pods is the daemon's, what a pod has is not, and what nobody has started for it is another's.
+func TestSumMemory(t *testing.T) {
+	all := map[int]process{
+		10: {parent: 1, pss: 1},                    // the daemon
+		11: {parent: 10, pss: 2},                   // a launcher that waits
+		12: {parent: 11, pss: 4},                   // what that has started
+		13: {parent: 10, pss: 8, ofPod: true},      // a monitor
+		14: {parent: 1, pss: 16, ofPod: true},      // a shim
+		15: {parent: 13, pss: 32, container: true}, // the workload
+		20: {parent: 1, pss: 64},                   // another daemon
+		30: {parent: 31, pss: 128}, 31: {parent: 30, pss: 256},
+	}
+	want := Memory{Daemon: 1 + 2 + 4, Others: 8 + 16 + 64 + 128 + 256}
+	if got := sumMemory(all, 10); got != want {
+		t.Errorf("got %v, want %v", got, want)
+	}
+}
+
+func TestReadProcess(t *testing.T) {
+	p, ok := readProcess(os.Getpid())
+	if !ok || p.parent != os.Getppid() || p.pss <= 0 || p.container || p.ofPod {
+		t.Errorf("got %+v, %v", p, ok)
+	}
+	if _, err := parentIn("Name:\tsh\n"); err == nil {
+		t.Error("no error for a status without a parent")
+	}
+}
+
 func TestExpectsTerm(t *testing.T) {
 	for status, want := range map[string]bool{
 		"Name:\tawait-term\nState:\tS (sleeping)\nSigCgt:\t0000000000000000\n":                    true,
