@@ -1,7 +1,8 @@
 // Command bench measures CRI runtimes side by side with the same client: berth, those that it finds programs for, and
 // those that run already. contrib/bench builds what it needs and calls it; its header explains the options.
 //
-// The samples of several runtimes alternate, forwards and backwards, so that all of them see the same neighbours.
+// The samples of several runtimes alternate, forwards and backwards, so that all of them see the same neighbours, but for an experiment whose
+// preparation is too much for two of them at a time.
 // Between two samples each runtime comes to rest (subject.Rest). What an experiment needs of a runtime and what it measures
 // is in experiments.go; a runtime that fails in one is left out of the rest of it, and the table says so.
 package main
@@ -108,7 +109,7 @@ func (b *bench) write() error {
 		return nil
 	}
 	return report.Page{
-		Setting: b.setting(), Results: &b.results, Columns: b.columns(), Timelines: b.timelines,
+		Setting: b.setting(), Cgroup1: !subject.Cgroup2(), Results: &b.results, Columns: b.columns(), Timelines: b.timelines,
 	}.Write(b.docs)
 }
 
@@ -118,7 +119,7 @@ func (b *bench) setting() string {
 	for _, c := range b.columns() {
 		versions = append(versions, c.Version)
 	}
-	return fmt.Sprintf("%s, %d CPUs, %.0f GiB, Linux %s, %s, images on %s; %s; %d samples (rows that take long have fewer); %s.\n", processor(), goruntime.NumCPU(), memorySize(),
+	return fmt.Sprintf("%s, %d CPUs, %.0f GiB, Linux %s, %s, images on %s; %s; %d samples (rows that take long have fewer: n); %s.\n", processor(), goruntime.NumCPU(), memorySize(),
 		kernel(), cgroups(), filesystem(b.dir), strings.Join(versions, ", "), b.samples, time.Now().UTC().Format("2 January 2006"))
 }
 

@@ -40,18 +40,21 @@ func TestCell(t *testing.T) {
 	row := Row{Key: "k", Unit: "ms", Goal: 15}
 	var results Results
 	*results.Of("k", Ours) = Series{Values: []float64{10, 20, 14}}
+	*results.Of("k", "ten") = Series{Values: []float64{28, 28, 28, 28, 28, 28, 28, 28, 28, 35}}
+	*results.Of("k", "thirty") = Series{Values: slices.Repeat([]float64{7}, 30)}
 	*results.Of("k", "other") = Series{Values: []float64{28}}
 	*results.Of("k", "broken") = Series{Failed: "it fails"}
 	*results.Of("k", "late") = Series{Values: []float64{14}, Failed: "it fails"}
 	for column, want := range map[string]string{
-		Ours: "**14.0** / 20.0", "other": "28.0 (×2.00)", "broken": "failed", "late": "14.0 (×1.00)", "absent": "–",
+		Ours: "**14.0** (n 3)", "other": "28.0 (×2.00, n 1)", "broken": "failed", "late": "14.0 (×1.00, n 1)", "absent": "–",
+		"ten": "28.0 / 35.0 (×2.00, n 10)", "thirty": "7.00 (×0.50)",
 	} {
 		if got := cell(&results, row, column); got != want {
 			t.Errorf("%s: got %q, want %q", column, got, want)
 		}
 	}
 	row.Goal99 = 19
-	if got := cell(&results, row, Ours); got != "14.0 / 20.0" {
+	if got := cell(&results, row, Ours); got != "14.0 (n 3)" {
 		t.Errorf("a goal for the 99th percentile that is not reached: got %q", got)
 	}
 }
@@ -70,9 +73,10 @@ func TestPage(t *testing.T) {
 	var results Results
 	*results.Of("start-host", Ours) = Series{Values: []float64{16}}
 	*results.Of("exec", Ours) = Series{Values: []float64{4}}
+	*results.Of("remove-image-disk", Ours) = Series{Values: []float64{4}}
 	*results.Of("exec", "other") = Series{Failed: "it `fails`\nfor this reason"}
 	dir := t.TempDir()
-	page := Page{Setting: "here", Results: &results, Columns: []Column{{Name: "other"}, {Name: Ours}},
+	page := Page{Setting: "here", Cgroup1: true, Results: &results, Columns: []Column{{Name: "other"}, {Name: Ours}},
 		Timelines: []Timeline{{Network: "host", Name: Ours, Took: 3 * time.Millisecond, Spans: []Span{{Name: "RunPodSandbox", End: 3 * time.Millisecond}}}}}
 	if err := page.Write(dir); err != nil {
 		t.Fatal(err)
@@ -81,11 +85,15 @@ func TestPage(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if strings.Contains(string(content), "until the disk is free**") {
+		t.Errorf("a row without a goal misses one:\n%s", content)
+	}
 	for _, want := range []string{
-		"| host network, to Running, ms | 15.0 | – | 16.0 |\n",
-		"| ExecSync `true`, ms | 5.00 | failed | **4.00** |\n",
+		"| host network, to Running, ms | 15.0 | – | 16.0 (n 1) |\n",
+		"| ExecSync `true`, ms | 5.00 | failed | **4.00** (n 1) |\n",
 		"- **host network, to Running**: 16.0 instead of 15.0 ms.",
 		"- ExecSync `true`, other, after 0 samples: `it 'fails'`\n",
+		"of cgroup v1 alone", "CRI-O could not be had",
 	} {
 		if !strings.Contains(string(content), want) {
 			t.Errorf("the page lacks %q:\n%s", want, content)

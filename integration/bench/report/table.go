@@ -55,7 +55,10 @@ func (r Row) goal() string {
 	return number(r.Goal) + " / " + number(r.Goal99)
 }
 
-// cell is the median, in bold for a goal that is reached, the 99th percentile, and the ratio to ours.
+// Of fewer values than fewForTail no percentile but the median is told, and of fewer than fewToTell how many there are.
+const fewForTail, fewToTell = 10, 30
+
+// cell is the median, in bold for a goal that is reached, the 99th percentile, the ratio to ours, and how few values these are of.
 func cell(results *Results, row Row, column string) string {
 	s := results.Of(row.Key, column)
 	switch {
@@ -64,16 +67,22 @@ func cell(results *Results, row Row, column string) string {
 	case len(s.Values) == 0:
 		return "–"
 	}
-	median := number(s.Quantile(0.5))
+	text := number(s.Quantile(0.5))
 	if column == Ours && row.reached(*s) {
-		median = "**" + median + "**"
+		text = "**" + text + "**"
 	}
-	text := median
-	if p99 := number(s.Quantile(0.99)); p99 != number(s.Quantile(0.5)) {
+	if p99 := number(s.Quantile(0.99)); len(s.Values) >= fewForTail && p99 != number(s.Quantile(0.5)) {
 		text += " / " + p99
 	}
+	var notes []string
 	if ours := results.Of(row.Key, Ours); column != Ours && len(ours.Values) > 0 && ours.Quantile(0.5) > 0 {
-		text += fmt.Sprintf(" (×%s)", number(s.Quantile(0.5)/ours.Quantile(0.5)))
+		notes = append(notes, "×"+number(s.Quantile(0.5)/ours.Quantile(0.5)))
+	}
+	if n := len(s.Values); n < fewToTell {
+		notes = append(notes, fmt.Sprintf("n %d", n))
+	}
+	if len(notes) > 0 {
+		text += " (" + strings.Join(notes, ", ") + ")"
 	}
 	return text
 }
