@@ -14,6 +14,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/integration/machine"
 )
 
 // Requests with the same identity and config join, at once and afterwards.
@@ -120,7 +121,7 @@ func TestCreateContainerJoins(t *testing.T) {
 	create := func(ctx context.Context) (string, error) {
 		return d.Cri.CreateContainer(ctx, pod.Id, config, pod.Config)
 	}
-	giveUpWhile(t, asked, func(ctx context.Context) error { _, err := create(ctx); return err })
+	giveUpWhile(t, d, asked, func(ctx context.Context) error { _, err := create(ctx); return err })
 	for range 3 {
 		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 		_, err := create(ctx)
@@ -149,7 +150,7 @@ func TestCreateContainerRetriedWithAnotherContent(t *testing.T) {
 	pod := d.RunPod(t, harness.HostNetwork)
 	d.EnsureImage(t, harness.BaseImage)
 	config := pod.ContainerConfig(func(c *runtimeapi.ContainerConfig) { c.LogPath = "" })
-	giveUpWhile(t, asked, func(ctx context.Context) error {
+	giveUpWhile(t, d, asked, func(ctx context.Context) error {
 		_, err := d.Cri.CreateContainer(ctx, pod.Id, config, pod.Config)
 		return err
 	})
@@ -183,7 +184,7 @@ func TestRunPodSandboxJoinsSlowPull(t *testing.T) {
 	})
 	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("pause_image = %q", name)))
 	config := d.PodConfig(t, harness.HostNetwork)
-	giveUpWhile(t, asked, func(ctx context.Context) error { _, err := d.Cri.RunPodSandbox(ctx, config, ""); return err })
+	giveUpWhile(t, d, asked, func(ctx context.Context) error { _, err := d.Cri.RunPodSandbox(ctx, config, ""); return err })
 	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
 	defer cancel()
 	_, err := d.Cri.RunPodSandbox(ctx, config, "")
@@ -213,13 +214,29 @@ func slowPlugin(t *testing.T, d *harness.Daemon) (p *nriPlugin, asked <-chan str
 	return p, calls, release
 }
 
-// giveUpWhile cancels a call as soon as it has come to where it is held up.
-func giveUpWhile(t *testing.T, heldUp <-chan struct{}, call func(context.Context) error) {
+// giveUpWhile cancels a call as soon as it has come to where it is held up, and returns when the daemon has noticed that:
+// what it ends before, it has told somebody of.
+func giveUpWhile(t *testing.T, d *harness.Daemon, heldUp <-chan struct{}, call func(context.Context) error) {
 	t.Helper()
+	givenUp := func() (n int) {
+		for _, line := range machine.ReadLines(d.LogFile()) {
+			if strings.Contains(line, "code=Canceled") {
+				n++
+			}
+		}
+		return n
+	}
+	before := givenUp()
 	ctx, cancel := context.WithCancel(t.Context())
 	result := make(chan error, 1)
 	go func() { result <- call(ctx) }()
 	<-heldUp
 	cancel()
 	harness.WantCode(t, <-result, codes.Canceled)
+	harness.Eventually(t, "the daemon has noticed that nobody listens", func() error {
+		if n := givenUp(); n <= before {
+			return harness.Unexpected("calls given up", n, before+1)
+		}
+		return nil
+	})
 }

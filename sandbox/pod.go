@@ -68,7 +68,7 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 		return "", err
 	}
 	identity := request.PodIdentity(config.Metadata)
-	m.launchers.ExpectPause(m.cfg.SystemdCgroup)
+	m.launchers.ExpectPause(m.hasPlainPause(config, handler), m.cfg.SystemdCgroup)
 	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
 	checking.End()
 	id, err := m.podIDs.Create(ctx, identity, sum, join.Maker{
@@ -87,6 +87,13 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 		return "", errdefs.AlreadyExists("run %s: it exists (%s) and was stopped; remove it, or use another attempt", identity, id)
 	}
 	return id, nil
+}
+
+// hasPlainPause guesses whether the pod's pause will be one that makes its namespaces itself (shim/launcher/pause).
+func (m *Manager) hasPlainPause(config *runtimeapi.PodSandboxConfig, handler string) bool {
+	options := config.GetLinux().GetSecurityContext().GetNamespaceOptions()
+	return (handler == "" || handler == m.cfg.Handler) && m.cfg.PauseImage == "" && !m.cfg.Host.AppArmor && !m.cfg.Host.SELinux &&
+		options.GetUsernsOptions().GetMode() != runtimeapi.NamespaceMode_POD
 }
 
 // checkPodConfig refuses what no later step would refuse as precisely.

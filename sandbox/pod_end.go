@@ -43,7 +43,11 @@ func (m *Manager) stopPod(ctx context.Context, p *pod) error {
 		unrecorded = m.podRecords.Write(p.id, p.rec)
 		m.publishPod(p)
 	}
-	err := errors.Join(m.killContainers(ctx, p), m.takeDown(ctx, p))
+	err := m.killContainers(ctx, p)
+	if unrecorded != nil { // before the rest: with its pause a daemon that is started meanwhile would take the pod for ready
+		m.footprint.EndPause(ctx, p.onHost())
+	}
+	err = errors.Join(err, m.takeDown(ctx, p))
 	for _, c := range m.containersOf(p.id) { // whose stop comes before the pod's
 		err = errors.Join(err, m.awaitTold(ctx, c))
 	}

@@ -36,10 +36,11 @@ func (l *Launchers) expect() (done func()) {
 	}
 }
 
-// ExpectPause is Expect for a pause, which comes at once. Where pauses need no such lock it does nothing: who takes the lock for the first time has
-// all changes of cgroups wait for it, also the making of the pause's. The container that comes next is expected when the pause runs.
-func (l *Launchers) ExpectPause(systemd bool) {
-	if !cgroup.MovesItself(systemd) {
+// ExpectPause is Expect for a pause, which comes at once. A plain one, of the built-in runtime without security labels or user namespace, may need no such
+// lock; then it does nothing: who takes the lock for the first time has all changes of cgroups wait for it, also the making of the pause's. The
+// container that comes next is expected when the pause runs.
+func (l *Launchers) ExpectPause(plain, systemd bool) {
+	if !plain || !cgroup.MovesItself(systemd) {
 		l.Expect()
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -71,6 +72,21 @@ func TestTimerSlack(t *testing.T) {
 			}
 		})
 	}
+}
+
+// Go's runtime is quieted in launchers: else the tests above would show nothing.
+func TestTimerSlackOfLauncher(t *testing.T) {
+	e := newEnv(t)
+	e.until("a launcher waits, and has threads with the longer slack", func() bool { return hasThreadWithSlack(e.Launchers.idlePID(), 500_000) })
+}
+
+// hasThreadWithSlack tells whether one of a process's threads has a timer slack of so many nanoseconds.
+func hasThreadWithSlack(pid, slack int) bool {
+	threads, err := os.ReadDir(fmt.Sprintf("/proc/%d/task", pid))
+	return err == nil && slices.ContainsFunc(threads, func(thread os.DirEntry) bool {
+		got, err := os.ReadFile(filepath.Join("/proc", thread.Name(), "timerslack_ns"))
+		return err == nil && strings.TrimSpace(string(got)) == itoa(slack)
+	})
 }
 
 // An OCI runtime's program has the timer slack of the thread that has started the launcher with every command: what the command leaves behind

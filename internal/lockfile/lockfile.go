@@ -75,7 +75,8 @@ const (
 )
 
 // Wait takes the lock at path as soon as nobody has it, in this process or another, or gives up when ctx ends, whose error it wraps then.
-// The file's content is left alone. If somebody has deleted the file, or the directory, while it was waited for, the lock is the new file.
+// The file's content is left alone. If somebody has deleted the file while it was waited for, the lock is the new file; a directory
+// that was deleted must have been made again by then.
 func Wait(ctx context.Context, path string, mode Mode) (unlock func(), err error) {
 	for {
 		file, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|unix.O_NOFOLLOW, 0o600)

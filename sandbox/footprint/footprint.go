@@ -155,9 +155,7 @@ func (k Kit) detachNetwork(ctx context.Context, p Pod) error {
 func (k Kit) removePause(ctx context.Context, p Pod) error {
 	ctx, cancel := context.WithTimeout(ctx, process.KillWait)
 	defer cancel()
-	if p.Pause != nil && p.Rec.Runtime == nil {
-		k.endPause(ctx, p)
-	}
+	k.EndPause(ctx, p)
 	return k.Processes.Remove(ctx, p.Rec.ID, p.Rec.CgroupsPath)
 }
 
@@ -165,7 +163,11 @@ func (k Kit) removePause(ctx context.Context, p Pod) error {
 // cgroup thaws it, and needs the rest of the time.
 const endPatience = time.Second
 
-func (k Kit) endPause(ctx context.Context, p Pod) {
+// EndPause kills the pause, unless that is for its runtime to do.
+func (k Kit) EndPause(ctx context.Context, p Pod) {
+	if p.Pause == nil || p.Rec.Runtime != nil {
+		return
+	}
 	ctx, cancel := context.WithTimeout(ctx, endPatience)
 	defer cancel()
 	if err := k.Processes.End(ctx, p.Pause); err != nil {

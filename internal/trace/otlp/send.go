@@ -66,6 +66,7 @@ func newGRPCSender(cfg Config) (*grpcSender, error) {
 		grpc.WithTransportCredentials(secure),
 		grpc.WithUserAgent("berth/"+cfg.Version),
 		grpc.WithNoProxy(),
+		grpc.WithIdleTimeout(sendTime), // a daemon that starts no pods keeps neither a connection nor its goroutines
 		// A collector that went without a word is given up when it does not answer for that long, and looked for anew. Nothing is sent, and no
 		// timer runs, while there is nothing to export.
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: sendTime, Timeout: sendTime}),
@@ -111,7 +112,7 @@ func newHTTPSender(cfg Config) *httpSender {
 	transport := http.DefaultTransport.(*http.Transport).Clone()
 	transport.Proxy = nil // what is sent goes to the configured collector, whatever the environment says of images' registries
 	transport.MaxIdleConnsPerHost = 1
-	transport.IdleConnTimeout = sendTime                                                  // a daemon that starts no pods keeps neither a connection nor its goroutines
+	transport.IdleConnTimeout = sendTime                                                  // as above
 	transport.HTTP2 = &http.HTTP2Config{SendPingTimeout: sendTime, PingTimeout: sendTime} // as above
 	return &httpSender{client: &http.Client{Transport: transport, CheckRedirect: noRedirect}, url: scheme + cfg.Endpoint + "/v1/traces", agent: "berth/" + cfg.Version}
 }

@@ -10,8 +10,8 @@
 //
 // # Contract
 //
-// Nothing that is executed has that slack, nor has it for its default: a process is started, and a program executed, by a thread that has called
-// [Restore].
+// Nothing that is executed but the monitor, which starts nothing, has that slack, nor has it for its default: a process is started, and a program
+// executed, by a thread that has called [Restore].
 package sysmon
 
 // #cgo LDFLAGS: -Wl,--wrap=nsexec
