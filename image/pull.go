@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -131,19 +132,48 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 		}
 	}()
 	store := s.layers.home(distinct(chain))
+	tooLarge := false
+	if other := s.layers.other(store); other != nil && missing(store, img) > 0 && s.isMostlyTooLarge(img) {
+		store, tooLarge = other, true
+	}
 	if wanted := missing(store, img); wanted > 0 {
 		s.makeRoom(ctx, wanted)
 	}
 	err = s.fetchInto(ctx, store, repo, img, tracks)
 	if other := s.layers.other(store); other != nil && errors.Is(err, layer.ErrTooLarge) {
 		s.log.Info("an image is too much for one driver of layers, and tried with another", "image", repo.Reference().String(), "not", store.Kind(), "driver", other.Kind(), "error", err)
-		store = other
+		store, tooLarge = other, true
 		err = s.fetchInto(ctx, store, repo, img, tracks)
 	}
 	if err != nil {
 		return nil, err
 	}
-	return s.commit(ctx, repo.Reference(), img, store)
+	return s.commit(ctx, repo.Reference(), img, store, tooLarge)
+}
+
+// isMostlyTooLarge reports whether half of an image or more, by its blobs, is in an image that was too much for EROFS: this one is a newer
+// version of that, or made from it, and would be fetched in full, only to be too much again.
+func (s *Store) isMostlyTooLarge(img *registry.Image) bool {
+	var all int64
+	for _, l := range img.Layers {
+		all += l.Blob.Size
+	}
+	for _, rec := range s.index.Load().records {
+		if !rec.TooLarge || rec.asleep {
+			continue
+		}
+		names := rec.layers()
+		var shared int64
+		for _, l := range img.Layers {
+			if slices.Contains(names, sourceOf(l).Name()) {
+				shared += l.Blob.Size
+			}
+		}
+		if shared >= all-shared {
+			return true
+		}
+	}
+	return false
 }
 
 // fetchInto gets the layers of an image that a store lacks, and finds out whether they can be stacked.
@@ -284,6 +314,7 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 	})
 	inParts = blob.InParts()
 	switch {
+	case errors.Is(err, layer.ErrTooLarge): // another driver may take it: that is no fault of the blob
 	case !refusesContent(err):
 	case repo.Hosts() > 1 || inParts:
 		err = faultOf(ctx, blob, err, faultTime)

@@ -12,6 +12,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/opencontainers/go-digest"
@@ -19,6 +20,8 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/erofs"
+	"berth/image/layer"
+	"berth/image/registry"
 	"berth/image/registry/registrytest"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
@@ -500,10 +503,59 @@ func TestImageTooLargeToMerge(t *testing.T) {
 	wantLayers(t, s, 2, 0)
 	wantContent(t, s, big, "a/file", "a", rootfs.Directory)
 	wantContent(t, s, big, "b/file", "b", rootfs.Directory)
+	// So does the next version, of which only the rest is fetched, and after a restart too; the one after that, when the first is gone; and not what
+	// has little of it.
+	small := plain(t, "small", "2")
+	for _, v := range []string{"v2", "v3"} {
+		s = restart(t, s, cfg.with("auto", nil))
+		reg.PutImage("big", v, v, append(layers, plain(t, v, v), small)...)
+		pull(t, s, reg.Host()+"/big:"+v)
+		wantContent(t, s, reg.Host()+"/big:"+v, v, v, rootfs.Directory)
+		if err := s.Remove(t.Context(), big); err != nil {
+			t.Fatal(err)
+		}
+		wantLayers(t, s, 4, 0)
+		big = reg.Host() + "/big:" + v
+	}
+	reg.PutImage("other", "v1", "other", small, plain(t, "f", strings.Repeat("f", 1<<20)))
+	pull(t, s, reg.Host()+"/other:v1")
+	wantContent(t, s, reg.Host()+"/other:v1", "small", "2", rootfs.EROFS)
 	for i, l := range layers {
 		if n := fetches(reg, l) - before[i]; n != 1 {
 			t.Errorf("layer %d was fetched %d times", i, n)
 		}
+	}
+}
+
+// What a driver can't take is no reason to read the rest of it: the blob is not to blame.
+func TestLayerTooLargeIsNotReadToItsEnd(t *testing.T) {
+	cfg := driversConfig(t)
+	cfg.Pack = func(_ context.Context, _, _ *os.File, blob io.Reader, _ unpack.Job) (unpack.Result, error) {
+		if _, err := io.ReadFull(blob, make([]byte, 512)); err != nil {
+			return unpack.Result{}, err
+		}
+		return unpack.Result{}, &unpack.Error{Code: unpack.OutOfRange, Err: errors.New("its tree takes too much memory")}
+	}
+	reg := registrytest.New(t)
+	reg.PutImage("app", "v1", "", plain(t, "f", strings.Repeat("f", littleLeft/2))) // so little would be read to the end
+	s := restart(t, nil, cfg.with("erofs", nil))
+	ref, err := registry.ParseReference(reg.Host() + "/app:v1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	repo, err := s.client.Open(ref, registry.Credentials{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer repo.Close()
+	img, err := repo.Resolve(t.Context(), s.cfg.Platform)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var n atomic.Int64
+	_, err = s.downloadFrom(t.Context(), s.layers.made, repo, img.Layers[0], 0, &n)
+	if got := n.Load(); !errors.Is(err, layer.ErrTooLarge) || got >= littleLeft/2 {
+		t.Errorf("%v, after %d bytes", err, got)
 	}
 }
 
