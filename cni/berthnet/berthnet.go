@@ -24,6 +24,7 @@
 package berthnet
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -33,6 +34,7 @@ import (
 	"net/netip"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"github.com/containernetworking/cni/pkg/skel"
 	"github.com/containernetworking/cni/pkg/types"
@@ -58,6 +60,9 @@ type Plugin struct {
 	filter rules.Filter
 	seen   sync.Map // configurations that ADD and STATUS came with, *conf.Net by their keys: for Watch
 
+	leaving     leaving
+	leavingTime time.Duration // 0: leavingTime
+
 	checksSource   atomic.Bool  // the kernel can, as was tried
 	tryCheckSource func() error // nil: links.CanCheckSource
 }
@@ -66,7 +71,10 @@ type Plugin struct {
 func (p *Plugin) Open() error { return p.filter.Open() }
 
 // Close closes what the plugin has open. Nothing else is changed.
-func (p *Plugin) Close() error { return p.filter.Close() }
+func (p *Plugin) Close() error {
+	p.leaving.close()
+	return p.filter.Close()
+}
 
 // attachment is what one call is about.
 type attachment struct {
@@ -450,13 +458,18 @@ func (p *Plugin) del(ctx context.Context, args *skel.CmdArgs, goes bool) error {
 	}
 	a.goes = goes && a.netns != ""
 	kept, ok, err := a.store.Of(a.id, a.ifName)
-	if err != nil {
+	switch {
+	case err != nil:
 		return err
+	case ok:
+		err = a.release(ctx, kept)
+	default: // nothing was made before there was a reservation; but it may have been lost
+		err = links.Cut(a.id, a.ifName, !a.goes)
 	}
-	if !ok { // nothing was made before there was a reservation; but it may have been lost
-		return links.Cut(a.id, a.ifName, !a.goes)
+	if a.goes && err == nil {
+		p.leaving.add(a.id, a.ifName, cmp.Or(p.leavingTime, leavingTime))
 	}
-	return a.release(ctx, kept)
+	return err
 }
 
 // release takes back what is reserved and what was made with it. The reservation goes last.

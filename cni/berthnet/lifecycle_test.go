@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/containernetworking/cni/libcni"
 	"github.com/containernetworking/cni/pkg/invoke"
@@ -406,4 +407,30 @@ func TestDelCutsOff(t *testing.T) {
 			t.Errorf("%s is given again at once; %v", ip, err)
 		}
 	}
+}
+
+// The namespace of a pod stays for a minute or more if one of its connections could not be closed. Its port does not.
+func TestPortOfNamespaceThatStays(t *testing.T) {
+	b := newBed(t, nil)
+	b.plugin.leavingTime = time.Millisecond
+	pod := b.attached(nil)
+	listener, err := net.Listen("tcp4", "10.99.0.1:0")
+	must(t, err)
+	defer listener.Close()
+	var conn net.Conn
+	must(t, netns.In(pod.netns, func() error {
+		conn, err = net.Dial("tcp4", listener.Addr().String())
+		return err
+	}))
+	peer, err := listener.Accept()
+	must(t, err)
+	defer peer.Close()
+	must(t, pod.del())
+	must(t, conn.Close()) // of which nobody hears
+	must(t, netns.Remove(pod.netns))
+	eventually(t, "the port is gone", func() bool {
+		there, err := links.HasPort(pod.id, "eth0")
+		must(t, err)
+		return !there
+	})
 }
