@@ -622,16 +622,25 @@ func (p *Plugin) able(a *attachment) error {
 // Watch writes the rules of networks again that others have deleted, until ctx ends. Networks are those that ADD and STATUS were called
 // for. An error says why that cannot be noticed.
 func (p *Plugin) Watch(ctx context.Context, log *slog.Logger) error {
-	return rules.Watch(ctx, func() {
+	said := map[string]string{} // of each network, so that what lasts is not logged with each try
+	return rules.Watch(ctx, func() error {
+		var errs []error
 		for key, n := range p.seen.Range {
 			a := &attachment{Net: n.(*conf.Net), filter: &p.filter, store: addresses.Inspect(n.(*conf.Net).Dir())}
 			written, err := a.restore(ctx)
-			if err != nil {
+			switch {
+			case err != nil && err.Error() != said[key.(string)]:
 				log.Error("write the packet filter's rules again, which were deleted", "network", key, "error", err)
-			} else if written {
+				said[key.(string)] = err.Error()
+			case err == nil && written:
 				log.Warn("the packet filter's rules were deleted, and are written again", "network", key)
 			}
+			if err == nil {
+				delete(said, key.(string))
+			}
+			errs = append(errs, err)
 		}
+		return errors.Join(errs...)
 	})
 }
 

@@ -2,12 +2,14 @@ package berthnet
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"log/slog"
 	"net"
 	"net/netip"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -21,6 +23,7 @@ import (
 
 	"berth/cni/berthnet/conf"
 	"berth/cni/berthnet/links"
+	"berth/cni/berthnet/rules"
 	"berth/internal/netns"
 )
 
@@ -167,6 +170,91 @@ func TestFlushedRuleset(t *testing.T) {
 	}
 	stop()
 	must(t, <-ended)
+}
+
+// What keeps the rules from being written when somebody deletes them may pass: they are written then, though nobody asks.
+func TestFlushedRulesetIsTriedAgain(t *testing.T) {
+	b := newBed(t, nil)
+	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
+	ctx, stop := context.WithCancel(context.Background())
+	ended := make(chan error)
+	log := make(logged, 100)
+	go func() {
+		ended <- b.plugin.Watch(ctx, slog.New(slog.NewTextHandler(io.MultiWriter(log, t.Output()), nil)))
+	}()
+	lock := filepath.Join(b.dir, "test", "lock")
+	must(t, os.Remove(lock))
+	must(t, os.Symlink("elsewhere", lock))
+	flushRuleset(t)
+	log.await(t, "lock addresses")
+	if ports := b.openPorts(); len(ports) != 0 {
+		t.Errorf("open are %v", ports)
+	}
+	must(t, os.Remove(lock))
+	eventually(t, "the rules are written", func() bool { return len(b.openPorts()) == 2 })
+	stop()
+	must(t, <-ended)
+}
+
+// logged are lines of a log.
+type logged chan string
+
+func (l logged) Write(data []byte) (int, error) {
+	l <- string(data)
+	return len(data), nil
+}
+
+func (l logged) await(t *testing.T, what string) {
+	t.Helper()
+	for limit := time.After(patience); ; {
+		select {
+		case line := <-l:
+			if strings.Contains(line, what) {
+				return
+			}
+		case <-limit:
+			t.Fatalf("the log does not say %q", what)
+		}
+	}
+}
+
+// A flush in the middle of the rules' being written does not take open host ports away for good: who writes them does it again, or has others do it.
+func TestFlushWhileInstalling(t *testing.T) {
+	b := newBed(t, nil)
+	pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
+	kept, ok, err := b.store().Of(pod.id, "eth0")
+	must(t, err)
+	if !ok {
+		t.Fatal("nothing is reserved")
+	}
+	note, err := b.store().Noted(kept)
+	must(t, err)
+	pods := []rules.Pod{{ID: pod.id}}
+	must(t, json.Unmarshal(note, &pods[0].Ports))
+	bridge, err := links.FindBridge("bn0")
+	must(t, err)
+	network := b.unattached(t, pod).rules(bridge)
+	others := &rules.Filter{}
+	defer func() { must(t, others.Close()) }()
+	for i := range 120 {
+		network.Masquerade = !network.Masquerade // a table that is there, and is to be changed
+		installed := make(chan error, 1)
+		go func() { installed <- b.plugin.filter.Install(network, pods) }()
+		for range i % 12 { // the flush comes a little later each time
+			_, err := others.Networks()
+			must(t, err)
+		}
+		flushRuleset(t)
+		must(t, <-installed)
+		there, err := b.plugin.filter.Installed(network)
+		must(t, err)
+		if open := b.openPorts(); there && len(open) != 2 {
+			t.Fatalf("in round %d open are %v", i, open)
+		}
+		if !there {
+			must(t, b.plugin.filter.Install(network, pods))
+		}
+	}
 }
 
 // What was switched off on the node is on again after STATUS.

@@ -99,22 +99,22 @@ func (f *Filter) Install(n Network, pods []Pod) error {
 	return nil
 }
 
-// install fails with ENOENT if somebody deletes the table after it was looked at: its old mark goes in the same transaction.
+// install fails with ENOENT if somebody deletes the table after its mark was looked for: the mark goes in the same transaction. So which host ports are open
+// is asked after that, or ports that are deleted between the two questions would be taken for open ones.
 func (f *Filter) install(n *Network, pods []Pod) error {
-	there, err := f.Ports(n.Key)
-	if err != nil {
-		return err
-	}
-	missing := absent(pods, there)
 	return f.with(func(conn *nftables.Conn) error {
 		old, others, err := n.markers(conn)
+		if err != nil {
+			return err
+		}
+		open, err := portsIn(conn, table(n.Key))
 		if err != nil {
 			return err
 		}
 		if err := n.write(conn, old); err != nil {
 			return err
 		}
-		if err := openPorts(conn, n.Key, missing); err != nil {
+		if err := openPorts(conn, n.Key, absent(pods, open)); err != nil {
 			return err
 		}
 		for _, other := range others {

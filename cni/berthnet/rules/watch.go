@@ -6,7 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"os"
 	"strings"
+	"time"
 
 	"github.com/mdlayher/netlink"
 	"github.com/mdlayher/netlink/nlenc"
@@ -14,22 +16,23 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Watch calls deleted whenever a network's table may have been deleted, and first when it begins to watch, until ctx ends. An error says why that cannot be noticed.
-func Watch(ctx context.Context, deleted func()) error {
+// Watch calls restore whenever a network's table may have been deleted, and first when it begins to watch, until ctx ends: again after a while where
+// restore fails, for nobody else may come who would. An error says why deletions cannot be noticed.
+func Watch(ctx context.Context, restore func() error) error {
 	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{Groups: 1 << (unix.NFNLGRP_NFTABLES - 1)})
 	if err != nil {
 		return fmt.Errorf("watch nftables: %w", err)
 	}
 	closed := make(chan error, 1)
 	stop := context.AfterFunc(ctx, func() { closed <- conn.Close() })
-	err = watch(conn, deleted)
+	err = watch(conn, restore)
 	if stop() {
 		return errors.Join(fmt.Errorf("watch nftables: %w", err), conn.Close())
 	}
 	return <-closed
 }
 
-func watch(conn *netlink.Conn, deleted func()) error {
+func watch(conn *netlink.Conn, restore func() error) error {
 	program, err := bpf.Assemble(deletions())
 	if err != nil {
 		return err
@@ -37,18 +40,48 @@ func watch(conn *netlink.Conn, deleted func()) error {
 	if err := conn.SetBPF(program); err != nil {
 		return err
 	}
-	deleted()
+	var due backoff
+	for {
+		if err := conn.SetReadDeadline(due.after(restore())); err != nil {
+			return err
+		}
+		if err := awaitDeletion(conn); err != nil {
+			return err
+		}
+	}
+}
+
+// awaitDeletion waits until a table may have been deleted, or the connection's deadline.
+func awaitDeletion(conn *netlink.Conn) error {
 	for {
 		messages, err := conn.Receive()
 		switch {
-		case errors.Is(err, unix.ENOBUFS): // some were lost
-			deleted()
+		case errors.Is(err, unix.ENOBUFS), errors.Is(err, os.ErrDeadlineExceeded): // some were lost, or it is time
+			return nil
 		case err != nil:
 			return err
 		case anyTableDeleted(messages):
-			deleted()
+			return nil
 		}
 	}
+}
+
+// backoff tells when something that failed is tried again: the pauses grow.
+type backoff struct{ pause time.Duration }
+
+const (
+	firstPause = 100 * time.Millisecond
+	lastPause  = 30 * time.Second
+)
+
+// after returns the time for another try, none after a success.
+func (b *backoff) after(outcome error) time.Time {
+	if outcome == nil {
+		b.pause = 0
+		return time.Time{}
+	}
+	b.pause = min(max(2*b.pause, firstPause), lastPause)
+	return time.Now().Add(b.pause)
 }
 
 const deleteTable = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELTABLE
