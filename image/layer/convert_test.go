@@ -2,7 +2,10 @@ package layer
 
 import (
 	"archive/tar"
+	"bytes"
+	"context"
 	"errors"
+	"io"
 	"os"
 	"path/filepath"
 	"testing"
@@ -13,6 +16,7 @@ import (
 
 	"berth/image/unpack"
 	"berth/internal/errdefs"
+	"berth/internal/rootfs/mounttest"
 )
 
 // defaultACL is one that a directory may hand down: user::rwx user:1000:rwx group::r-x mask::rwx other::---
@@ -30,6 +34,9 @@ func TestCreateFromRefuses(t *testing.T) {
 		must(t, readRecord(dir, layerKind, &r))
 		r.Tree = "" // as it was before there was one
 		must(t, writeRecord(dir, layerKind, r))
+	}
+	longer := func(name string) func(t *testing.T, dir string) {
+		return func(t *testing.T, dir string) { must(t, os.Truncate(filepath.Join(dir, name), endless)) }
 	}
 	// treeOf puts the tree of another layer in the place of a layer's.
 	treeOf := func(other ...header) func(t *testing.T, dir string) {
@@ -55,12 +62,14 @@ func TestCreateFromRefuses(t *testing.T) {
 		"with a directory opaque":            {plain, treeOf(plain[0], file("d/.wh..wh..opq", ""), plain[1]), codes.DataLoss},
 		"with a directory implied":           {plain, treeOf(plain[1]), codes.DataLoss},
 		"with another link to a layer below": {[]header{hardlink("l", "a")}, treeOf(hardlink("l", "b")), codes.DataLoss},
+		"with data that goes on":             {plain, longer(dataFile), codes.ResourceExhausted},
+		"with a tree that goes on":           {plain, longer(treeFile), codes.ResourceExhausted},
 		"with a default ACL":                 {[]header{handsDown}, nil, codes.OK},
 		"that files may have inherited":      {[]header{handsDown, file("d/f", "x")}, nil, codes.OutOfRange},
 		"or not":                             {[]header{file("d/f", "x"), handsDown}, nil, codes.OutOfRange},
 	} {
 		t.Run(name, func(t *testing.T) {
-			root := t.TempDir()
+			root := mounttest.DiskDir(t)
 			packed := packedStore(t, root)
 			id := create(t, packed, makeTar(t, c.layer...))
 			if c.change != nil {
@@ -78,6 +87,36 @@ func TestCreateFromRefuses(t *testing.T) {
 				t.Errorf("%v", err)
 			}
 		})
+	}
+}
+
+// endless is the length of a file that takes hours to read, and nothing to make.
+const endless = 4 << 40
+
+// What a packer that was taken over writes is not read further than a tree can be, nor longer than the pull lasts.
+func TestTreeThatGoesOn(t *testing.T) {
+	root := mounttest.DiskDir(t) // a tmpfs has no such files
+	length := int64(endless)
+	pack := func(ctx context.Context, data, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
+		result, err := unpack.Pack(ctx, data, tree, blob, job)
+		return result, errors.Join(err, tree.Truncate(length))
+	}
+	s, err := Open(root, NewEROFS(pack, 0), Reserve{}, discardLog())
+	must(t, err)
+	defer func() { must(t, s.Close()) }()
+	data := makeTar(t, file("f", "x"))
+	err = s.Create(t.Context(), Source{DiffID: digest.FromBytes(data)}, bytes.NewReader(data), unpack.Limits{})
+	if errdefs.Code(err) != codes.ResourceExhausted || errors.Is(err, ErrTooLarge) {
+		t.Errorf("it is made: %v", err)
+	}
+	dir := filepath.Join(root, "dir")
+	must(t, os.Mkdir(dir, 0o700))
+	must(t, os.WriteFile(filepath.Join(dir, treeFile), nil, 0o600))
+	must(t, os.Truncate(filepath.Join(dir, treeFile), endless))
+	ended, end := context.WithCancelCause(t.Context())
+	end(io.ErrClosedPipe)
+	if _, err := NewEROFS(unpack.Pack, 0).TreeDigest(ended, dir, endless); !errors.Is(err, io.ErrClosedPipe) {
+		t.Errorf("it is read on: %v", err)
 	}
 }
 

@@ -81,25 +81,46 @@ func (e *EROFS) Apply(ctx context.Context, dir string, blob io.Reader, job unpac
 }
 
 // TreeDigest implements Keeper.
-func (e *EROFS) TreeDigest(dir string) (digest.Digest, error) {
+func (e *EROFS) TreeDigest(ctx context.Context, dir string, most int64) (digest.Digest, error) {
 	f, err := os.Open(filepath.Join(dir, treeFile))
 	if err != nil {
 		return "", err
 	}
 	defer f.Close() // read only
-	return treeDigest(f)
+	return treeDigest(ctx, f, most)
 }
 
-func treeDigest(f *os.File) (digest.Digest, error) {
-	d, err := digest.SHA256.FromReader(f)
+// treeDigest reads a file that may have been made as long as a file can be, with holes, by who has no right to write that much.
+func treeDigest(ctx context.Context, f *os.File, most int64) (digest.Digest, error) {
+	st, err := f.Stat()
+	if err != nil {
+		return "", err
+	}
+	if st.Size() > most {
+		return "", errdefs.New(codes.ResourceExhausted, "its tree has %d bytes, and may have %d", st.Size(), most)
+	}
+	d, err := digest.SHA256.FromReader(untilDone{ctx, io.NewSectionReader(f, 0, st.Size())})
 	if err != nil {
 		return "", fmt.Errorf("digest of %s: %w", f.Name(), err)
 	}
 	return d, nil
 }
 
+// untilDone is a reader that ends with a context.
+type untilDone struct {
+	ctx  context.Context
+	from io.Reader
+}
+
+func (r untilDone) Read(p []byte) (int, error) {
+	if r.ctx.Err() != nil {
+		return 0, context.Cause(r.ctx)
+	}
+	return r.from.Read(p)
+}
+
 // Packed implements Keeper.
-func (e *EROFS) Packed(dir string, tree digest.Digest) (_ io.ReadCloser, size int64, err error) {
+func (e *EROFS) Packed(ctx context.Context, dir string, tree digest.Digest, most int64) (_ io.ReadCloser, size int64, err error) {
 	p := &packedLayer{}
 	undo := cleanup.New()
 	defer undo.Run(&err)
@@ -111,7 +132,7 @@ func (e *EROFS) Packed(dir string, tree digest.Digest) (_ io.ReadCloser, size in
 		}
 		p.files = append(p.files, f)
 	}
-	switch got, err := treeDigest(p.files[1]); {
+	switch got, err := treeDigest(ctx, p.files[1], most); {
 	case err != nil:
 		return nil, 0, err
 	case got != tree:

@@ -93,11 +93,12 @@ type Keeper interface {
 	Driver
 
 	// TreeDigest is that of all that Apply left in dir but the content of files, of which there is a checksum.Sum.
-	TreeDigest(dir string) (digest.Digest, error)
+	// A tree with more bytes than there may be is ResourceExhausted: who wrote it may have been taken over.
+	TreeDigest(ctx context.Context, dir string, most int64) (digest.Digest, error)
 
 	// Packed opens what Apply left in dir as the blob of an unpack.Job that is Packed, of so many bytes; DataLoss if the digest of
-	// the tree is another by now.
-	Packed(dir string, tree digest.Digest) (blob io.ReadCloser, size int64, err error)
+	// the tree is another by now, ResourceExhausted if it has more than so many bytes.
+	Packed(ctx context.Context, dir string, tree digest.Digest, most int64) (blob io.ReadCloser, size int64, err error)
 }
 
 // Part is a layer as Join sees it.

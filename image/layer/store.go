@@ -18,6 +18,7 @@ import (
 	"berth/image/layer/scatter"
 	"berth/image/layer/trash"
 	"berth/image/layer/writeback"
+	"berth/image/tree"
 	"berth/image/unpack"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
@@ -188,11 +189,15 @@ func (s *Store) CreateFrom(ctx context.Context, other *Store, name digest.Digest
 	if info.Tree == "" {
 		return fmt.Errorf("layer %s has no digest of its tree in its record: %w", info.DiffID, errors.ErrUnsupported)
 	}
-	blob, size, err := keeper.Packed(other.layerDir(name), info.Tree)
+	limits = limits.WithDefaults()
+	blob, size, err := keeper.Packed(ctx, other.layerDir(name), info.Tree, limits.Memory)
 	if err != nil {
 		return fmt.Errorf("layer %s: %w", info.DiffID, err)
 	}
 	defer blob.Close() // read only
+	if most := mostPacked(limits); size > most {
+		return errdefs.New(codes.ResourceExhausted, "layer %s: it has %d bytes when it is packed, and may have %d", info.DiffID, size, most)
+	}
 	limits.Tar = size
 	return s.create(ctx, info.Source, blob, unpack.Job{Limits: limits, Packed: true}, func(made unpack.Result) (tarBytes int64, err error) {
 		was := info.Summary
@@ -201,6 +206,12 @@ func (s *Store) CreateFrom(ctx context.Context, other *Store, name digest.Digest
 		}
 		return info.TarBytes, nil
 	})
+}
+
+// mostPacked is how long the packed form of a layer within the limits may be: its tree, and the content of its files, each in whole blocks.
+func mostPacked(limits unpack.Limits) int64 {
+	const tarBlock = 512 // no entry is shorter
+	return limits.Memory + limits.Bytes + min(limits.Entries, limits.Tar/tarBlock+1)*tree.BlockSize
 }
 
 // create makes a layer of a source from what stands for its blob. check tells how long the tar was, if the result is right.
@@ -218,7 +229,7 @@ func (s *Store) create(ctx context.Context, from Source, blob io.Reader, job unp
 		if err != nil {
 			return nil, err
 		}
-		made, err = s.recordOf(tmp, from, result, tarBytes)
+		made, err = s.recordOf(ctx, tmp, from, job.Limits, result, tarBytes)
 		return made, err
 	}, func(tmp string) error { return s.admit(ctx, tmp, made.Info) })
 	if err == errThere {
@@ -278,11 +289,11 @@ func (s *Store) apply(ctx context.Context, dir string, from Source, blob io.Read
 }
 
 // recordOf is the record of what was made in dir.
-func (s *Store) recordOf(dir string, from Source, made unpack.Result, tarBytes int64) (_ record, err error) {
+func (s *Store) recordOf(ctx context.Context, dir string, from Source, limits unpack.Limits, made unpack.Result, tarBytes int64) (_ record, err error) {
 	info := Info{Name: from.Name(), Source: from, TarBytes: tarBytes, Kind: s.driver.Kind(), Summary: made.Summary}
 	info.PendingLinks, info.ImpliedDirs = len(made.Links), len(made.Implied)
 	if keeper, ok := s.driver.(Keeper); ok {
-		info.Tree, err = keeper.TreeDigest(dir)
+		info.Tree, err = keeper.TreeDigest(ctx, dir, limits.WithDefaults().Memory)
 	}
 	return record{info, made.Links, made.Implied}, err
 }
