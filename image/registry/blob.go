@@ -47,8 +47,8 @@ type Blob struct {
 	failures int   // since the offset mark
 	mark     int64 // offset at the first of these failures
 	resumed  bool  // a host has answered a request for the rest with that
-	// rangeless: one has refused such a request or answered it with something else, and not the one for the whole.
-	rangeless bool
+	// rangeless are the hosts that have refused such a request or answered it with something else, and sent the whole up to where it was wanted.
+	rangeless map[*endpoint]bool
 	err       error // final result
 }
 
@@ -66,7 +66,7 @@ func (r *Repository) Blob(ctx context.Context, want ocispec.Descriptor, first in
 	if onBytes == nil {
 		onBytes = func(int) {}
 	}
-	b := &Blob{owner: ctx, repo: r, want: want, first: first, onBytes: onBytes, hash: want.Digest.Algorithm().Hash()}
+	b := &Blob{owner: ctx, repo: r, want: want, first: first, onBytes: onBytes, hash: want.Digest.Algorithm().Hash(), rangeless: map[*endpoint]bool{}}
 	b.ctx, b.stop = context.WithCancel(ctx)
 	b.ahead.partsConfig = r.parts
 	if spare := r.parts.spare; spare != nil && first == 0 {
@@ -268,14 +268,17 @@ func (b *Blob) open() error {
 // rest, or answers it with what is not said to be that, is asked for the whole, and so is one, in the last try, that never had an answer to such requests.
 func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
 	last := b.failures == maxFailures-1 && !b.resumed
-	resp, err := b.ask(e, b.offset > 0 && !b.rangeless && !last)
+	rest := b.offset > 0 && !b.rangeless[e] && !last
+	resp, refused, err := b.ask(e, rest)
 	if err != nil {
 		return nil, err
 	}
-	switch resp.StatusCode {
-	case http.StatusOK:
+	whole := resp.StatusCode == http.StatusOK || (!rest || refused) && b.isWhole(resp)
+	switch {
+	case whole:
 		err = b.skip(resp)
-	case http.StatusPartialContent:
+		b.rangeless[e] = err == nil && (refused || b.rangeless[e]) // one that breaks off before is asked for the rest again: it may have refused that for another reason
+	case resp.StatusCode == http.StatusPartialContent:
 		_, err = rangeOf(resp, b.offset, b.want.Size)
 		b.resumed = b.resumed || err == nil
 	default:
@@ -285,26 +288,32 @@ func (b *Blob) openAt(e *endpoint) (io.ReadCloser, error) {
 		_ = resp.Body.Close()
 		return nil, err
 	}
-	b.noteRanges(resp)
+	b.noteRanges(resp, whole)
 	return resp.Body, nil
 }
 
-// ask asks one host for the rest of the blob, or for the whole.
-func (b *Blob) ask(e *endpoint, rest bool) (*http.Response, error) {
+// ask asks one host for the rest of the blob, or for the whole, or for that too if the host has refused the rest.
+func (b *Blob) ask(e *endpoint, rest bool) (_ *http.Response, refused bool, err error) {
 	header := http.Header{"Accept": {"*/*"}}
 	if rest { // with its end: go-containerregistry's registry answers 416 to a range that has none
 		header.Set("Range", fmt.Sprintf("bytes=%d-%d", b.offset, b.want.Size-1))
 	}
 	resp, err := e.request(b.ctx, http.MethodGet, b.path(), header)
 	if err != nil || !rest || !b.refusesRange(resp) {
-		return resp, err
+		return resp, false, err
 	}
 	drain(resp.Body)
-	whole, err := b.ask(e, false)
-	if err == nil && whole.StatusCode == http.StatusOK {
-		b.rangeless = true
+	resp, _, err = b.ask(e, false)
+	return resp, true, err
+}
+
+// isWhole tells the answer to a request without a range from a server that sends everything as 206.
+func (b *Blob) isWhole(resp *http.Response) bool {
+	if resp.StatusCode != http.StatusPartialContent {
+		return false
 	}
-	return whole, err
+	last, err := rangeOf(resp, 0, b.want.Size)
+	return resp.Header.Get("Content-Range") == "" || err == nil && last == b.want.Size-1
 }
 
 // refusesRange tells an answer that may be about the range: the same request without one may do. A partial answer without the right
@@ -323,13 +332,13 @@ func (b *Blob) refusesRange(resp *http.Response) bool {
 	}
 }
 
-// noteRanges notes what an answer tells of whether its host has ranges.
-func (b *Blob) noteRanges(resp *http.Response) {
+// noteRanges notes what an answer, with the whole blob or the rest, tells of whether its host has ranges.
+func (b *Blob) noteRanges(resp *http.Response, whole bool) {
 	accepts := resp.Header.Get("Accept-Ranges")
-	switch ignored := b.offset > 0 && resp.StatusCode == http.StatusOK; {
+	switch ignored := b.offset > 0 && whole; {
 	case ignored, !resp.ProtoAtLeast(1, 1), strings.EqualFold(accepts, "none"):
 		b.noParts()
-	case resp.StatusCode == http.StatusPartialContent, strings.EqualFold(accepts, "bytes"):
+	case !whole, strings.EqualFold(accepts, "bytes"):
 		b.ahead.ranges.Store(true)
 	}
 }

@@ -130,6 +130,17 @@ func TestBlobResumes(t *testing.T) {
 			}
 			s.part(w, 0, min(int64(n)*120_000, int64(len(s.data))))
 		},
+		"everything is said to be a part": func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			w.Header().Set("Content-Range", fmt.Sprintf("bytes 0-%d/%d", len(s.data)-1, len(s.data)))
+			w.Header().Set("Content-Length", fmt.Sprint(len(s.data)))
+			w.WriteHeader(http.StatusPartialContent)
+			_, _ = w.Write(s.data[:min(n*120_000, len(s.data))])
+		},
+		"everything is said to be some part": func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			w.Header().Set("Content-Length", fmt.Sprint(len(s.data)))
+			w.WriteHeader(http.StatusPartialContent)
+			_, _ = w.Write(s.data[:min(n*120_000, len(s.data))])
+		},
 		"range fails": func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
 			if offset > 0 {
 				w.WriteHeader(http.StatusInternalServerError)
@@ -218,7 +229,7 @@ func TestBlobWrongContent(t *testing.T) {
 				s.part(w, 0, 500)
 				return
 			}
-			w.Header().Set("Content-Range", "bytes 0-999/1000")
+			w.Header().Set("Content-Range", "bytes 1-999/1000")
 			w.WriteHeader(http.StatusPartialContent)
 		}, "Content-Range"},
 	} {
@@ -459,6 +470,62 @@ func TestStoppedBlobStaysCorrupt(t *testing.T) {
 
 // TestBlobChangesHosts: a mirror that always breaks off or has something else
 // does not keep the blob from coming from the server.
+// A host that refuses to send the rest once is asked for it again, if it does not get as far with the whole, and so are others.
+func TestRangeRefusedOnce(t *testing.T) {
+	data := randomBytes(t, 300_000)
+	all := fmt.Sprintf("bytes=%%d-%d", len(data)-1)
+	t.Run("by one of two hosts", func(t *testing.T) {
+		server := newBlobServer(t, data, func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			if offset < 1000 {
+				s.part(w, offset, 1000)
+				return
+			}
+			s.part(w, offset, int64(len(s.data)))
+		})
+		mirror := newBlobServer(t, data, func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			switch n {
+			case 1:
+				s.part(w, 0, 500)
+			case 2:
+				w.WriteHeader(http.StatusForbidden)
+			default:
+				s.part(w, 0, 2000)
+			}
+		})
+		dir := t.TempDir()
+		registrytest.WriteFile(t, filepath.Join(dir, "example.com/hosts.toml"), fmt.Sprintf("server = %q\n[host.%q]", server.URL, mirror.URL))
+		got, err := readBlob(t, open(t, Config{Dirs: []string{dir}}, "example.com/app:v1", Credentials{}), mirror.want)
+		if err != nil || !bytes.Equal(got, data) {
+			t.Errorf("%d bytes, %v", len(got), err)
+		}
+		if asked, want := server.asked(), []string{fmt.Sprintf(all, 500), fmt.Sprintf(all, 2000)}; !slices.Equal(asked, want) {
+			t.Errorf("server was asked for %q, want %q; mirror for %q", asked, want, mirror.asked())
+		}
+	})
+	t.Run("that does not get as far", func(t *testing.T) {
+		s := newBlobServer(t, data, func(s *blobServer, w http.ResponseWriter, n int, offset int64) {
+			switch n {
+			case 1:
+				s.part(w, 0, 200_000)
+			case 2:
+				w.WriteHeader(http.StatusForbidden)
+			case 3:
+				s.part(w, 0, 1000)
+			default:
+				s.part(w, offset, int64(len(s.data)))
+			}
+		})
+		got, err := readBlob(t, s.open(t, Config{}), s.want)
+		if err != nil || !bytes.Equal(got, data) {
+			t.Errorf("%d bytes, %v", len(got), err)
+		}
+		rest := fmt.Sprintf(all, 200_000)
+		if asked, want := s.asked(), []string{"", rest, "", rest}; !slices.Equal(asked, want) {
+			t.Errorf("asked for %q, want %q", asked, want)
+		}
+	})
+}
+
 func TestBlobChangesHosts(t *testing.T) {
 	data := randomBytes(t, 1000)
 	var broken atomic.Int64
