@@ -2,10 +2,13 @@ package subject
 
 import (
 	"context"
+	"debug/buildinfo"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime/debug"
+	"slices"
 	"strings"
 
 	"berth/integration/fixture"
@@ -34,7 +37,11 @@ func (at *Site) Berth(ctx context.Context, bin, revision string, ownNetwork bool
 	if err != nil {
 		return nil, err
 	}
-	s := &Subject{Column: "berth", with: revision, OwnNetwork: ownNetwork, Root: filepath.Join(at.Dir, name, "root")}
+	inflates, err := berthInflates(ctx, bin)
+	if err != nil {
+		return nil, err
+	}
+	s := &Subject{Column: "berth", with: revision + ", gzip by " + inflates, OwnNetwork: ownNetwork, Root: filepath.Join(at.Dir, name, "root")}
 	return at.start(ctx, s, recipe{
 		name: name, programs: programs,
 		// Beside another daemon, that of this machine perhaps.
@@ -43,6 +50,26 @@ func (at *Site) Berth(ctx context.Context, bin, revision string, ownNetwork bool
 			return append([]string{filepath.Join(bin, "berth"), "serve", "--config", config}, flags...)
 		},
 	})
+}
+
+// berthInflates names what the berth of a directory of programs inflates gzip with: a library, if berth-unpack was built for it and it is
+// there to be loaded.
+func berthInflates(ctx context.Context, bin string) (string, error) {
+	info, err := buildinfo.ReadFile(filepath.Join(bin, "berth-unpack"))
+	if err != nil {
+		return "", err
+	}
+	libraries, err := exec.CommandContext(ctx, "ldconfig", "-p").Output()
+	if err != nil {
+		return "", fmt.Errorf("ldconfig -p: %w", err)
+	}
+	knowsISAL := slices.ContainsFunc(info.Settings, func(s debug.BuildSetting) bool {
+		return s.Key == "-tags" && slices.Contains(strings.Split(s.Value, ","), "isal")
+	})
+	if knowsISAL && strings.Contains(string(libraries), "libisal.so.2 ") {
+		return "ISA-L", nil
+	}
+	return "Go", nil
 }
 
 // ownNetworkFlag is berth serve's for a network without plugins.

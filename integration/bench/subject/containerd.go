@@ -81,6 +81,7 @@ func (at *Site) Containerd(ctx context.Context, peers, ociRuntime, registry, san
 		return nil, fmt.Errorf("%s --version: %w", ociRuntime, err)
 	}
 	s.with, _, _ = strings.Cut(string(version), "\n")
+	s.with += ", gzip by " + containerdInflates()
 	return at.start(ctx, s, recipe{
 		name:     name,
 		programs: []string{filepath.Join(peers, "containerd"), filepath.Join(peers, "containerd-shim-runc-v2"), ociRuntime},
@@ -90,6 +91,17 @@ func (at *Site) Containerd(ctx context.Context, peers, ociRuntime, registry, san
 			return append(legacyCgroups(oci), filepath.Join(bin, "containerd"), "--config", config, "--log-level", "warn")
 		},
 	})
+}
+
+// containerdInflates names what containerd inflates gzip with: the first of these programs in its PATH (gzipDecompress in its
+// pkg/archive/compression, version 2.4).
+func containerdInflates() string {
+	for _, program := range []string{"igzip", "unpigz"} {
+		if _, err := exec.LookPath(program); err == nil {
+			return program
+		}
+	}
+	return "Go"
 }
 
 // speakHTTP tells containerd, in its directory of registries, that one is spoken to over HTTP.
