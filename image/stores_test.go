@@ -208,18 +208,31 @@ func formsOf(s *Store) (directory, erofs int) {
 	return count[rootfs.Directory], count[rootfs.EROFS]
 }
 
-// Layers are there in the forms in which images and containers need them, and in no other.
-func TestFormsGoWhenNobodyNeedsThem(t *testing.T) {
-	cfg := driversConfig(t)
+// sharingImages are two in a registry, one of two layers, and one of the same two and another.
+func sharingImages(t *testing.T) (app, more string) {
+	t.Helper()
 	reg := registrytest.New(t)
 	low, high := plain(t, "f", "1"), plain(t, "g", "2")
 	reg.PutImage("app", "v1", "app", low, high)
 	reg.PutImage("more", "v1", "more", low, high, plain(t, "h", "3"))
-	app, more := reg.Host()+"/app:v1", reg.Host()+"/more:v1"
-	s := restart(t, nil, cfg.with("directory", nil))
+	return reg.Host() + "/app:v1", reg.Host() + "/more:v1"
+}
+
+// pulledAsBoth is a store with the first of them as directories, and the second as EROFS.
+func pulledAsBoth(t *testing.T, cfg Config) (s *Store, app, more string) {
+	t.Helper()
+	app, more = sharingImages(t)
+	s = restart(t, nil, cfg.with("directory", nil))
 	pull(t, s, app)
 	s = restart(t, s, cfg.with("auto", nil))
 	pull(t, s, more)
+	return s, app, more
+}
+
+// Layers are there in the forms in which images and containers need them, and in no other.
+func TestFormsGoWhenNobodyNeedsThem(t *testing.T) {
+	cfg := driversConfig(t)
+	s, app, more := pulledAsBoth(t, cfg)
 	wantLayers(t, s, 2, 3)
 	if _, err := s.Hold("container", mustGet(t, s, app).Layers); err != nil {
 		t.Fatal(err)
@@ -358,15 +371,7 @@ func TestDriverNeverUsed(t *testing.T) {
 // An image stays with its driver, though others have made its layers those of another driver.
 func TestImageStaysWithItsDriver(t *testing.T) {
 	cfg := driversConfig(t)
-	reg := registrytest.New(t)
-	low, high := plain(t, "f", "1"), plain(t, "g", "2")
-	reg.PutImage("app", "v1", "app", low, high)
-	reg.PutImage("more", "v1", "more", low, high, plain(t, "h", "3"))
-	app, more := reg.Host()+"/app:v1", reg.Host()+"/more:v1"
-	s := restart(t, nil, cfg.with("directory", nil))
-	pull(t, s, app)
-	s = restart(t, s, cfg.with("auto", nil))
-	pull(t, s, more)
+	s, app, more := pulledAsBoth(t, cfg)
 	wantContent(t, s, more, "f", "1", rootfs.EROFS)
 	wantContent(t, s, app, "f", "1", rootfs.Directory)
 	if n := len(s.layers.merged()); n != 1 {
@@ -377,11 +382,7 @@ func TestImageStaysWithItsDriver(t *testing.T) {
 // An image of layers goes with the last that needs it, though its layers stay for others; and so does its mount.
 func TestMergedGoesWithItsImage(t *testing.T) {
 	cfg := driversConfig(t).with("erofs", nil)
-	reg := registrytest.New(t)
-	low, high := plain(t, "f", "1"), plain(t, "g", "2")
-	reg.PutImage("app", "v1", "app", low, high)
-	reg.PutImage("more", "v1", "more", low, high, plain(t, "h", "3"))
-	app, more := reg.Host()+"/app:v1", reg.Host()+"/more:v1"
+	app, more := sharingImages(t)
 	s := restart(t, nil, cfg)
 	layers := pull(t, s, app).Layers
 	pull(t, s, more)
@@ -631,18 +632,15 @@ func (p *countingPacker) pack(ctx context.Context, data, tree *os.File, blob io.
 // Pulls, removals and containers of images that share their layers do not get in each other's way.
 func TestMergedUnderLoad(t *testing.T) {
 	cfg := driversConfig(t).with("erofs", nil)
-	reg := registrytest.New(t)
-	low, high := plain(t, "f", "1"), plain(t, "g", "2")
-	reg.PutImage("app", "v1", "app", low, high)
-	reg.PutImage("more", "v1", "more", low, high, plain(t, "h", "3"))
+	app, more := sharingImages(t)
 	s := restart(t, nil, cfg)
-	pull(t, s, reg.Host()+"/more:v1")
+	pull(t, s, more)
 	done := make(chan error)
 	for worker := range 4 {
 		go func() {
 			done <- func() error {
 				for range 30 {
-					img, err := s.Pull(t.Context(), reg.Host()+"/app:v1", nil)
+					img, err := s.Pull(t.Context(), app, nil)
 					if err != nil {
 						return err
 					}
@@ -672,7 +670,7 @@ func TestMergedUnderLoad(t *testing.T) {
 			t.Error(err)
 		}
 	}
-	if err := s.Remove(t.Context(), reg.Host()+"/app:v1"); err != nil {
+	if err := s.Remove(t.Context(), app); err != nil {
 		t.Fatal(err)
 	}
 	if merged := s.layers.merged(); len(merged) != 1 {

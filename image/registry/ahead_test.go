@@ -247,17 +247,35 @@ func TestPartsThatFail(t *testing.T) {
 	}
 }
 
+// failSecond has the second part fail with a status, and the registry be one that ignores or refuses ranges from then on.
+func (s *partServer) failSecond(status int, from *atomic.Bool) {
+	s.answer = func(w http.ResponseWriter, _ *http.Request, first, last int64) {
+		if first == testPart/2+2*testPart {
+			from.Store(true) // before the reader comes here
+			w.WriteHeader(status)
+			return
+		}
+		s.rangeOf(w, first, last)
+	}
+}
+
+// wantInParts reads the blob, some of it in parts.
+func (s *partServer) wantInParts(t *testing.T, l *leave) {
+	t.Helper()
+	b := s.blob(t, l, 0)
+	got, err := io.ReadAll(b)
+	if err != nil || !bytes.Equal(got, s.data) || !b.InParts() {
+		t.Errorf("%d bytes, %v", len(got), err)
+	}
+}
+
 // Of a registry that ignores ranges, one part is tried, and the transfer goes on.
 func TestRangesIgnored(t *testing.T) {
 	l := &leave{most: 8}
 	s := newPartServer(t, 1)
 	s.ignorant.Store(true)
 	s.answer = func(w http.ResponseWriter, r *http.Request, _, _ int64) { s.whole(w, r, 0) }
-	b := s.blob(t, l, 0)
-	got, err := io.ReadAll(b)
-	if err != nil || !bytes.Equal(got, s.data) || !b.InParts() {
-		t.Errorf("%d bytes, %v", len(got), err)
-	}
+	s.wantInParts(t, l)
 	if whole, parts := s.wholes.Load(), s.parts.Load(); whole != 1 || parts != 1 {
 		t.Errorf("%d transfers, and %d of parts", whole, parts)
 	}
@@ -267,19 +285,8 @@ func TestRangesIgnored(t *testing.T) {
 func TestRangesIgnoredLater(t *testing.T) {
 	l := &leave{most: 4}
 	s := newPartServer(t, l.most)
-	s.answer = func(w http.ResponseWriter, r *http.Request, first, last int64) {
-		if first == testPart/2+2*testPart { // the second
-			w.WriteHeader(http.StatusServiceUnavailable)
-			s.ignorant.Store(true) // before the reader comes here
-			return
-		}
-		s.rangeOf(w, first, last)
-	}
-	b := s.blob(t, l, 0)
-	got, err := io.ReadAll(b)
-	if err != nil || !bytes.Equal(got, s.data) || !b.InParts() {
-		t.Errorf("%d bytes, %v", len(got), err)
-	}
+	s.failSecond(http.StatusServiceUnavailable, &s.ignorant)
+	s.wantInParts(t, l)
 	if whole, parts := s.wholes.Load(), s.parts.Load(); whole != 2 || parts > 2*l.most {
 		t.Errorf("%d transfers, and %d of parts", whole, parts)
 	}
@@ -289,19 +296,8 @@ func TestRangesIgnoredLater(t *testing.T) {
 func TestRangesRefusedLater(t *testing.T) {
 	l := &leave{most: 4}
 	s := newPartServer(t, l.most)
-	s.answer = func(w http.ResponseWriter, r *http.Request, first, last int64) {
-		if first == testPart/2+2*testPart { // the second
-			s.refusing.Store(true) // before the reader comes here
-			w.WriteHeader(http.StatusRequestedRangeNotSatisfiable)
-			return
-		}
-		s.rangeOf(w, first, last)
-	}
-	b := s.blob(t, l, 0)
-	got, err := io.ReadAll(b)
-	if err != nil || !bytes.Equal(got, s.data) || !b.InParts() {
-		t.Errorf("%d bytes, %v", len(got), err)
-	}
+	s.failSecond(http.StatusRequestedRangeNotSatisfiable, &s.refusing)
+	s.wantInParts(t, l)
 	if whole := s.wholes.Load(); whole != 2 {
 		t.Errorf("%d transfers", whole)
 	}
