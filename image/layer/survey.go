@@ -37,6 +37,7 @@ type Stored struct {
 	Layers []digest.Digest // a layer's name; the names of those that a join is for
 	Usage  Usage           // as it was counted when it was made
 	Sum    checksum.Sum    // as it was made then; zero if berth up to 0.2.0 did
+	Tree   digest.Digest   // of the tree of one that was packed, as it was then; empty: not known
 }
 
 // Inspect reads the directory of a Store, which may be open, and changes nothing. A
@@ -103,7 +104,7 @@ func (s *Survey) addLayer(path string) {
 		s.Damaged[path] = err
 		return
 	}
-	s.Layers[info.Name] = Stored{Dir: path, Kind: info.Kind, Layers: []digest.Digest{info.Name}, Usage: info.Usage, Sum: info.Sum}
+	s.Layers[info.Name] = Stored{Dir: path, Kind: info.Kind, Layers: []digest.Digest{info.Name}, Usage: info.Usage, Sum: info.Sum, Tree: info.Tree}
 }
 
 func (s *Survey) addJoin(path string) {
@@ -156,6 +157,11 @@ func (s Stored) sumPacked(ctx context.Context) (checksum.Sum, error) {
 	defer data.Close() // read only
 	found, err := checksum.OfPacked(ctx, root, data, func() {})
 	return found.Sum, err
+}
+
+// TreeNow is the digest of the tree of a layer that was packed. One that has become longer than the layer was is not read.
+func (s Stored) TreeNow(ctx context.Context) (digest.Digest, error) {
+	return new(EROFS).TreeDigest(ctx, s.Dir, int64(s.Usage.Bytes))
 }
 
 // Count counts a layer as it was counted when it was made.

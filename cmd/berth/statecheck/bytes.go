@@ -11,7 +11,8 @@ import (
 )
 
 // Bytes: what is in each layer is what was in it when it was made: as many files, with as many bytes; and
-// with these names, contents, owners and modes, as far as berth made a checksum of them.
+// with these names, contents, owners and modes, as far as berth made a checksum of them. Of a layer that was packed the list of its
+// files is the same byte for byte, times and extended attributes included, as far as berth noted its digest.
 
 // compareBytes reads all layers, once: they never change.
 func compareBytes(ctx context.Context, f *facts, report *Report) error {
@@ -51,6 +52,15 @@ func compareLayer(ctx context.Context, s layer.Stored) (mismatch, error) {
 	}
 	if used != s.Usage {
 		return mismatch{fmt.Sprintf("%d files with %d bytes", s.Usage.Inodes, s.Usage.Bytes), fmt.Sprintf("%d files with %d bytes", used.Inodes, used.Bytes)}, nil
+	}
+	if s.Tree != "" {
+		now, err := s.TreeNow(ctx)
+		if err != nil {
+			return mismatch{}, err
+		}
+		if now != s.Tree {
+			return mismatch{fmt.Sprintf("a list of its files with the digest %.19s", s.Tree), fmt.Sprintf("%.19s, in as many blocks", now)}, nil
+		}
 	}
 	if s.Sum.IsZero() {
 		return mismatch{}, nil

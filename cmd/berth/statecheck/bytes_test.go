@@ -3,11 +3,13 @@ package statecheck
 import (
 	"archive/tar"
 	"bytes"
+	"errors"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/opencontainers/go-digest"
 
@@ -16,17 +18,22 @@ import (
 	"berth/image/unpack/checksum"
 )
 
-// storeOf is the layer of a store with one, whose only file f holds "content".
-func storeOf(t *testing.T) layer.Stored {
+// file is what layers have of it here.
+func file() tar.Header {
+	return tar.Header{Name: "f", Mode: 0o644, Size: 7, Typeflag: tar.TypeReg, ModTime: time.Unix(1, 0), PAXRecords: map[string]string{"SCHILY.xattr.user.x": "1"}}
+}
+
+// storeOf is the layer of a store with one, whose only file holds "content".
+func storeOf(t *testing.T, driver layer.Driver, file tar.Header) layer.Stored {
 	t.Helper()
 	var b bytes.Buffer
 	w := tar.NewWriter(&b)
-	must(t, w.WriteHeader(&tar.Header{Name: "f", Mode: 0o644, Size: 7, Typeflag: tar.TypeReg}))
+	must(t, w.WriteHeader(&file))
 	_, err := w.Write([]byte("content"))
 	must(t, err)
 	must(t, w.Close())
 	root := t.TempDir()
-	s, err := layer.Open(root, layer.NewDirectory(unpack.Layer), layer.Reserve{}, slog.New(slog.DiscardHandler))
+	s, err := layer.Open(root, driver, layer.Reserve{}, slog.New(slog.DiscardHandler))
 	must(t, err)
 	from := layer.Source{Blob: digest.FromString("blob"), DiffID: digest.FromBytes(b.Bytes())}
 	must(t, s.Create(t.Context(), from, &b, unpack.Limits{}))
@@ -53,22 +60,95 @@ func TestBytes(t *testing.T) {
 		"the tree":                 {func(file string) error { return os.RemoveAll(filepath.Dir(file)) }, true, "expected a layer that can be read", ""},
 		"the layer, which is gone": {func(file string) error { return os.RemoveAll(filepath.Dir(filepath.Dir(file))) }, true, "", ""},
 	} {
-		stored := storeOf(t)
+		stored := storeOf(t, layer.NewDirectory(unpack.Layer), file())
 		must(t, c.change(filepath.Join(stored.Dir, "fs/f")))
 		if !c.sum {
 			stored.Sum = checksum.Sum{}
 		}
-		f := &facts{layers: &layer.Survey{Layers: map[digest.Digest]layer.Stored{stored.Layers[0]: stored}}}
-		report := &Report{}
-		must(t, compareBytes(t.Context(), f, report))
-		switch {
-		case c.found == "" && len(report.Differences) > 0:
-			t.Errorf("%s: %v", what, report.Differences)
-		case c.found != "" && (len(report.Differences) != 1 || !strings.Contains(report.Differences[0].String(), c.found)):
-			t.Errorf("%s: %v, want %q", what, report.Differences, c.found)
-		}
+		report := wantBytes(t, what, stored, c.found)
 		if skipped := strings.Join(report.Skipped, ""); !strings.Contains(skipped, c.skipped) || c.skipped == "" && skipped != "" {
 			t.Errorf("%s: skipped %q, want %q", what, skipped, c.skipped)
 		}
 	}
+}
+
+// wantBytes compares a layer: what is found is in the only difference; empty: there is none.
+func wantBytes(t *testing.T, what string, stored layer.Stored, found string) *Report {
+	t.Helper()
+	f := &facts{layers: &layer.Survey{Layers: map[digest.Digest]layer.Stored{stored.Layers[0]: stored}}}
+	report := &Report{}
+	must(t, compareBytes(t.Context(), f, report))
+	switch {
+	case found == "" && len(report.Differences) > 0:
+		t.Errorf("%s: %v", what, report.Differences)
+	case found != "" && (len(report.Differences) != 1 || !strings.Contains(report.Differences[0].String(), found)):
+		t.Errorf("%s: %v, want %q", what, report.Differences, found)
+	}
+	return report
+}
+
+// A packed layer whose file has another content, mode, time or extended attribute than it had is named.
+func TestBytesOfPacked(t *testing.T) {
+	packed := func(file tar.Header) layer.Stored { return storeOf(t, layer.NewEROFS(unpack.Pack, 0), file) }
+	// treeOf puts the tree of another layer in the place of the layer's.
+	treeOf := func(change func(*tar.Header)) func(dir string) error {
+		return func(dir string) error {
+			other := file()
+			change(&other)
+			tree, err := os.ReadFile(filepath.Join(packed(other).Dir, "tree"))
+			must(t, err)
+			return os.WriteFile(filepath.Join(dir, "tree"), tree, 0o600)
+		}
+	}
+	const byDigest, bySum = "expected a list of its files with the digest sha256:", "expected names, contents, owners and modes with the checksum"
+	xattr := treeOf(func(h *tar.Header) { h.PAXRecords["SCHILY.xattr.user.x"] = "2" })
+	for what, c := range map[string]struct {
+		change func(dir string) error
+		digest bool
+		found  string
+	}{
+		"nothing":           {func(string) error { return nil }, true, ""},
+		"content":           {contentIn("CONTENT"), true, bySum},
+		"mode":              {treeOf(func(h *tar.Header) { h.Mode = 0o755 }), true, byDigest},
+		"xattr":             {xattr, true, byDigest},
+		"time":              {treeOf(func(h *tar.Header) { h.ModTime = time.Unix(2, 0) }), true, byDigest},
+		"no tree":           {func(dir string) error { return os.Remove(filepath.Join(dir, "tree")) }, true, "expected a layer that can be read"},
+		"a damaged tree":    {func(dir string) error { return damage(filepath.Join(dir, "tree")) }, true, byDigest},
+		"mode, no digest":   {treeOf(func(h *tar.Header) { h.Mode = 0o755 }), false, bySum},
+		"xattr, no digest":  {xattr, false, ""},
+		"an endless tree":   {func(dir string) error { return os.Truncate(filepath.Join(dir, "tree"), 1<<40) }, true, "and may have"},
+		"damage, no digest": {func(dir string) error { return damage(filepath.Join(dir, "tree")) }, false, "expected a layer that can be read"},
+	} {
+		stored := packed(file())
+		must(t, c.change(stored.Dir))
+		if stored.Tree == "" {
+			t.Fatal("no digest of the tree was noted")
+		}
+		if !c.digest {
+			stored.Tree = ""
+		}
+		wantBytes(t, what, stored, c.found)
+	}
+}
+
+// contentIn gives the data of a layer another beginning.
+func contentIn(content string) func(dir string) error {
+	return func(dir string) error {
+		f, err := os.OpenFile(filepath.Join(dir, "data"), os.O_WRONLY, 0)
+		if err != nil {
+			return err
+		}
+		_, err = f.WriteString(content)
+		return errors.Join(err, f.Close())
+	}
+}
+
+// damage changes the first byte of a file.
+func damage(path string) error {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	data[0] ^= 1
+	return os.WriteFile(path, data, 0o600)
 }
