@@ -3,15 +3,19 @@ package inflate
 import (
 	"bufio"
 	"io"
+	"sync/atomic"
 
 	"github.com/klauspost/compress/gzip"
 
 	"berth/image/unpack/isal"
 )
 
-// Gunzip names what reads gzip: "ISA-L" or "Go".
+// unfit: ISA-L was to read a gzip and can't.
+var unfit atomic.Bool
+
+// Gunzip names what reads gzip: "ISA-L" or "Go". Whether a library that is there can be used shows when it is to read the first.
 func Gunzip() string {
-	if isal.Loaded() {
+	if isal.Loaded() && !unfit.Load() {
 		return "ISA-L"
 	}
 	return "Go"
@@ -19,8 +23,9 @@ func Gunzip() string {
 
 // newGunzip returns a reader of the gzip in blob.
 func newGunzip(blob *bufio.Reader) (io.ReadCloser, error) {
-	if isal.Loaded() {
+	if isal.Works() {
 		return isal.NewReader(blob)
 	}
+	unfit.Store(true)
 	return gzip.NewReader(blob)
 }

@@ -5,6 +5,8 @@
 // # Contract
 //
 // Loaded tells whether it is there, and says the same for as long as the program runs: nothing is loaded later, when the program may be confined.
+// Works tells whether it can be used, and has it inflate something to find out, the first time: what is wrong with a library concerns those who
+// have a gzip to read.
 //
 // Reader reads what gzip.Reader reads: all members, each verified by its checksum and length. It is an error if
 // anything follows the last one.

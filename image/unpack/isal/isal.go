@@ -60,6 +60,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"sync"
 	"unsafe"
 )
 
@@ -73,10 +74,15 @@ type Reader struct {
 	err   error            // final
 }
 
-// Loaded tells whether the library is there.
+// Loaded tells whether a library is there.
 func Loaded() bool { return C.isal_library.inflate != nil }
 
-// NewReader returns a reader of the gzip in from. The library must be Loaded. The caller closes the reader, which does not close from.
+// Works tells whether the library is there and inflates what it should.
+func Works() bool { return works() }
+
+var works = sync.OnceValue(func() bool { return Loaded() && C.isal_works() != 0 })
+
+// NewReader returns a reader of the gzip in from. The library must be one that Works. The caller closes the reader, which does not close from.
 func NewReader(from *bufio.Reader) (*Reader, error) {
 	state := (*C.struct_reader)(C.calloc(1, C.sizeof_struct_reader))
 	if state == nil {

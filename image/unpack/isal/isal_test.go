@@ -40,8 +40,8 @@ func inflateBy(r io.Reader, size int) ([]byte, error) {
 // need skips a test where there is no library.
 func need(t testing.TB) {
 	t.Helper()
-	if !Loaded() {
-		t.Skip("libisal.so.2 cannot be loaded")
+	if !Works() {
+		t.Skip("libisal.so.2 cannot be used")
 	}
 }
 

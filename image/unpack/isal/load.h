@@ -13,4 +13,7 @@ struct library {
 
 extern struct library isal_library;
 
+// isal_works reports whether the library, which was loaded, can be used.
+int isal_works(void);
+
 #endif

@@ -11,5 +11,8 @@ import (
 // Loaded tells whether the library is there.
 func Loaded() bool { return false }
 
+// Works tells whether it can be used.
+func Works() bool { return false }
+
 // NewReader fails.
 func NewReader(*bufio.Reader) (io.ReadCloser, error) { return nil, errors.ErrUnsupported }

@@ -41,13 +41,16 @@ var built string
 // builds are berth-unpacks by their names.
 var builds = map[string]*struct {
 	loads  string // looked for instead of libisal.so.2
-	gunzip string // what reads gzip
+	stub   string // instead: how a library inflates that is built for it
+	gunzip string // what reads gzip; empty: the process dies of it
 	path   string // of the program; empty where ISA-L's headers are missing
 }{
 	"go":                        {gunzip: "Go"},
 	"isal":                      {gunzip: "ISA-L"},
 	"isal without the library":  {gunzip: "Go", loads: "libnone.so.2"},
 	"isal with another library": {gunzip: "Go", loads: "libc.so.6"},
+	"isal that refuses":         {gunzip: "Go", stub: "return -1"},
+	"isal that crashes":         {stub: "__builtin_trap()"},
 }
 
 // eachBuild runs a test with each build of berth-unpack. Those that do without the library are alike.
@@ -87,6 +90,7 @@ func run(m *testing.M) int {
 		return 1
 	}
 	defer os.RemoveAll(dir)
+	defer removeStubs()
 	if err := buildAll(dir); err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return 1
@@ -109,6 +113,11 @@ func buildAll(dir string) error {
 		if b.path, err = build(dir, name, env, tags); err != nil {
 			return err
 		}
+		if b.stub != "" {
+			if b.loads, err = buildStub(b.stub); err != nil {
+				return err
+			}
+		}
 		if b.loads != "" {
 			if err := loadInstead(b.path, b.loads); err != nil {
 				return err
@@ -117,6 +126,42 @@ func buildAll(dir string) error {
 	}
 	built = builds["go"].path
 	return nil
+}
+
+// buildStub builds a library with ISA-L's functions, of which one inflates so, and returns its path: no longer than the name of ISA-L's.
+func buildStub(inflate string) (path string, err error) {
+	for n := range 1000 {
+		path = fmt.Sprintf("/tmp/%03d.so", n)
+		f, err := os.OpenFile(path, os.O_CREATE|os.O_EXCL, 0o700)
+		if errors.Is(err, os.ErrExist) {
+			continue
+		}
+		if err != nil {
+			return "", err
+		}
+		stubs = append(stubs, path)
+		if err := f.Close(); err != nil {
+			return "", err
+		}
+		source := "void isal_inflate_init() {} void isal_gzip_header_init() {} int isal_read_gzip_header() { return 0; } int isal_inflate() { " + inflate + "; }"
+		cc := exec.Command("cc", "-w", "-shared", "-fPIC", "-x", "c", "-o", path, "-")
+		cc.Stdin = strings.NewReader(source)
+		if out, err := cc.CombinedOutput(); err != nil {
+			return "", fmt.Errorf("build %s: %w\n%s", path, err, out)
+		}
+		return path, nil
+	}
+	return "", errors.New("no name is left for a library")
+}
+
+var stubs []string // by their paths
+
+func removeStubs() {
+	for _, path := range stubs {
+		if err := os.Remove(path); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+		}
+	}
 }
 
 // loadInstead has a program look for another library than ISA-L, whose name may not be longer.
@@ -349,19 +394,25 @@ func describe(t *testing.T, root string) map[string]string {
 	return all
 }
 
-// ISA-L is used where it can be loaded, which is before the process is confined, and no other library in its place. The daemon's
-// log says so.
+// ISA-L is used where it can be loaded, which is before the process is confined, and no other library in its place. What it
+// can't do, or crashes at, concerns gzip alone. The daemon's log says what reads that.
 func TestGunzip(t *testing.T) {
-	blob := gzipped(t, pack(t, file("f", "content")))
+	data := pack(t, file("f", "content"))
+	blob := gzipped(t, data)
 	for name, b := range builds {
 		t.Run(name, func(t *testing.T) {
 			p := open(t, need(t, name), time.Minute)
 			var log bytes.Buffer
 			p.log = slog.New(slog.NewTextHandler(&log, &slog.HandlerOptions{Level: slog.LevelDebug}))
-			if _, err := p.Unpack(t.Context(), tree(t), bytes.NewReader(blob), job); err != nil {
+			if _, err := p.Unpack(t.Context(), tree(t), bytes.NewReader(zstandard(t, data)), job); err != nil {
+				t.Fatalf("what is not in gzip: %v", err)
+			}
+			log.Reset()
+			_, err := p.Unpack(t.Context(), tree(t), bytes.NewReader(blob), job)
+			if (err != nil) != (b.gunzip == "") {
 				t.Fatal(err)
 			}
-			if !strings.Contains(log.String(), "gunzip="+b.gunzip+"\n") {
+			if err == nil && !strings.Contains(log.String(), "gunzip="+b.gunzip+"\n") {
 				t.Errorf("want gunzip=%s: %s", b.gunzip, &log)
 			}
 		})

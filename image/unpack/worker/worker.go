@@ -196,12 +196,13 @@ func answer(out io.Writer, job *unpack.Job, layer func() (unpack.Result, error))
 	var read, steps atomic.Int64
 	job.Progress = func(n int) { read.Add(int64(n)); steps.Add(1) }
 	w := wire.NewWriter(out)
-	w.Gunzip(inflate.Gunzip())
+	w.Gunzip(inflate.Gunzip()) // should the process not come to tell more
 	stop := report(w, &read, &steps)
 	result, err := layer()
 	if err := stop(); err != nil {
 		return err
 	}
+	w.Gunzip(inflate.Gunzip())
 	if err != nil {
 		return w.Error(unpack.CodeOf(err), err.Error())
 	}
