@@ -63,6 +63,8 @@ type Plugin struct {
 	leaving     leaving
 	leavingTime time.Duration // 0: leavingTime
 
+	lockPatience time.Duration // of addresses' locks; 0: theirs
+
 	checksSource   atomic.Bool  // the kernel can, as was tried
 	tryCheckSource func() error // nil: links.CanCheckSource
 }
@@ -92,7 +94,27 @@ func (p *Plugin) attachment(args *skel.CmdArgs, parse func(data []byte) (*conf.N
 	if err != nil {
 		return nil, err
 	}
-	return &attachment{Net: n, filter: &p.filter, store: addresses.Inspect(n.Dir()), id: args.ContainerID, ifName: args.IfName, netns: args.Netns}, nil
+	a := p.of(n)
+	a.id, a.ifName, a.netns = args.ContainerID, args.IfName, args.Netns
+	return a, nil
+}
+
+// of is no attachment yet, but what all of a network have in common.
+func (p *Plugin) of(n *conf.Net) *attachment {
+	a := &attachment{Net: n, filter: &p.filter, store: addresses.Inspect(n.Dir())}
+	a.store.Patience = p.lockPatience
+	return a
+}
+
+// openStore makes the directory of addresses, where there is none.
+func (a *attachment) openStore() error {
+	store, err := addresses.Open(a.Dir())
+	if err != nil {
+		return err
+	}
+	store.Patience = a.store.Patience
+	a.store = store
+	return nil
 }
 
 // add connects a pod. What it has done is undone if it fails.
@@ -104,7 +126,7 @@ func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.
 	if len(a.Ranges) == 0 {
 		return nil, types.NewError(types.ErrInvalidNetworkConfig, "invalid configuration of berth-net", "no subnet is given, by subnets or by ipRanges")
 	}
-	if a.store, err = addresses.Open(a.Dir()); err != nil {
+	if err := a.openStore(); err != nil {
 		return nil, err
 	}
 	undo := cleanup.New()
@@ -310,7 +332,7 @@ func (a *attachment) restore(ctx context.Context) (written bool, err error) {
 	if ok, err := a.filter.Installed(a.rules(bridge)); ok || err != nil {
 		return false, err
 	}
-	if a.store, err = addresses.Open(a.Dir()); err != nil { // somebody may have deleted the directory, with the lock in it
+	if err := a.openStore(); err != nil { // somebody may have deleted the directory, with the lock in it
 		return false, err
 	}
 	unlock, err := a.store.Lock(ctx)
@@ -472,7 +494,8 @@ func (p *Plugin) del(ctx context.Context, args *skel.CmdArgs, goes bool) error {
 	return err
 }
 
-// release takes back what is reserved and what was made with it. The reservation goes last.
+// release takes back what is reserved and what was made with it. The reservation goes last: what is left where the store's lock can't be had in time, host ports and
+// the reservation, the next DEL or GC finds.
 func (a *attachment) release(ctx context.Context, kept addresses.Reservation) error {
 	if err := links.Cut(kept.ContainerID, kept.IfName, !a.goes); err != nil {
 		return err
@@ -524,12 +547,14 @@ func (a *attachment) portsOf(ips []netip.Addr) (some []rules.HostPort, err error
 	return some, err
 }
 
-// gc gives back what is kept for attachments that are not valid.
+// gc gives back what is kept for attachments that are not valid. It waits for locks no longer than one attachment's DEL does.
 func (p *Plugin) gc(ctx context.Context, args *skel.CmdArgs) error {
 	a, err := p.attachment(args, conf.ParseGC)
 	if err != nil {
 		return err
 	}
+	ctx, cancel := context.WithTimeout(ctx, cmp.Or(a.store.Patience, addresses.LockPatience)) // a lock that is free needs no time
+	defer cancel()
 	valid := map[types.GCAttachment]bool{}
 	for _, v := range a.Valid {
 		valid[v] = true
@@ -626,8 +651,7 @@ func (p *Plugin) Watch(ctx context.Context, log *slog.Logger) error {
 	return rules.Watch(ctx, func() error {
 		var errs []error
 		for key, n := range p.seen.Range {
-			a := &attachment{Net: n.(*conf.Net), filter: &p.filter, store: addresses.Inspect(n.(*conf.Net).Dir())}
-			written, err := a.restore(ctx)
+			written, err := p.of(n.(*conf.Net)).restore(ctx)
 			switch {
 			case err != nil && err.Error() != said[key.(string)]:
 				log.Error("write the packet filter's rules again, which were deleted", "network", key, "error", err)

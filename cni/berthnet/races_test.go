@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/containernetworking/cni/pkg/skel"
 	"github.com/containernetworking/cni/pkg/types"
@@ -225,6 +226,47 @@ func TestNetworksBeginTogether(t *testing.T) {
 			}
 		}
 	}
+}
+
+// Who is stuck with the lock of a network's addresses has no DEL wait for ever, nor an ADD that fails: they say which lock it is, and what they leave is found later.
+func TestLockOfAddressesIsNotWaitedForInVain(t *testing.T) {
+	b := newBed(t, nil)
+	b.plugin.lockPatience = time.Millisecond
+	first := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
+	second := b.pod(hostPorts(map[string]any{"hostPort": 8081, "containerPort": 80}))
+	a := b.unattached(t, second)
+	kept, err := a.reserve(t.Context())
+	must(t, err)
+	_, _, err = a.plug(t.Context(), kept)
+	must(t, err)
+	must(t, a.openPorts(t.Context(), kept))
+
+	unlock, err := b.store().Lock(t.Context())
+	must(t, err)
+	for what, err := range map[string]error{
+		"DEL":                     first.del(),
+		"the undo of an ADD":      asCNI(a.release(context.Background(), kept)),
+		"ADD":                     b.pod(nil).add(),
+		"GC":                      b.collect(),
+		"GC that is repeated":     b.collect(),
+		"the second DEL of a pod": first.del(),
+	} {
+		if codeOf(err) != types.ErrTryAgainLater || !strings.Contains(err.Error(), filepath.Join(b.dir, "test", "lock")) {
+			t.Errorf("%s with a lock that another has: %v", what, err)
+		}
+	}
+	unlock()
+	must(t, first.del())
+	must(t, b.collect())
+	if left := b.traces(); left != "" {
+		t.Errorf("left are %s", left)
+	}
+}
+
+// collect is a GC without a valid attachment.
+func (b *bed) collect() error {
+	_, err := (&testPod{bed: b}).call("GC", "", map[string]any{"cni.dev/valid-attachments": []any{}})
+	return err
 }
 
 // Of a pod that went without a DEL, as all do with the power, no host port is opened again.

@@ -15,6 +15,7 @@
 package addresses
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -46,8 +47,16 @@ const (
 	maxLast = 256
 )
 
+// LockPatience is how long Lock waits. Who has the lock may be waiting for that of the node's bridges, for a third of it (links.Lock), and calls the kernel
+// a few times.
+const LockPatience = 30 * time.Second
+
 // Store is a directory of addresses. Its methods may be called concurrently.
-type Store struct{ dir string }
+type Store struct {
+	Patience time.Duration // of Lock; 0: LockPatience
+
+	dir string
+}
 
 // Reservation is what is kept for an attachment.
 type Reservation struct {
@@ -88,8 +97,11 @@ func Check(dir string) error {
 // Inspect returns the store in a directory for reading, whether it exists or not.
 func Inspect(dir string) *Store { return &Store{dir: dir} }
 
-// Lock waits until no other has the store, or ctx ends. The lock is free when its owner has died, too.
+// Lock waits until no other has the store, or ctx ends, or its patience, with context.DeadlineExceeded and the lock's name: who is stuck with it shall not
+// have others wait for ever. The lock is free when its owner has died, too.
 func (s *Store) Lock(ctx context.Context) (unlock func(), err error) {
+	ctx, cancel := context.WithTimeout(ctx, cmp.Or(s.Patience, LockPatience))
+	defer cancel()
 	unlock, err = lockfile.Wait(ctx, filepath.Join(s.dir, lockName), lockfile.Exclusive)
 	if err != nil {
 		return nil, fmt.Errorf("lock addresses: %w", err)
