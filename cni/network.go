@@ -38,6 +38,7 @@ import (
 	"github.com/containernetworking/cni/libcni"
 	"golang.org/x/sync/semaphore"
 
+	"berth/cni/berthnet/links"
 	"berth/internal/errdefs"
 	"berth/internal/task"
 )
@@ -55,7 +56,7 @@ const (
 	// maxViewAge is the age at which Status asks for a fresh view.
 	maxViewAge = 5 * time.Second
 	// maxObstaclesAge is the age at which a STATUS is followed by another look for obstacles. A firewall may have many rules.
-	maxObstaclesAge = time.Minute
+	maxObstaclesAge = links.LookAge
 	// wholeGate is the weight of GC, more than there can be operations.
 	wholeGate = math.MaxInt64
 )

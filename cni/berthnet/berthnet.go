@@ -63,6 +63,8 @@ type Plugin struct {
 	leaving     leaving
 	leavingTime time.Duration // 0: leavingTime
 
+	overlaps links.Overlaps // as STATUS has found them
+
 	lockPatience time.Duration // of addresses' locks; 0: theirs
 
 	checksSource   atomic.Bool  // the kernel can, as was tried
@@ -81,6 +83,7 @@ func (p *Plugin) Close() error {
 // attachment is what one call is about.
 type attachment struct {
 	*conf.Net
+	plugin *Plugin
 	filter *rules.Filter
 	store  *addresses.Store
 	id     string
@@ -101,7 +104,7 @@ func (p *Plugin) attachment(args *skel.CmdArgs, parse func(data []byte) (*conf.N
 
 // of is no attachment yet, but what all of a network have in common.
 func (p *Plugin) of(n *conf.Net) *attachment {
-	a := &attachment{Net: n, filter: &p.filter, store: addresses.Inspect(n.Dir())}
+	a := &attachment{Net: n, plugin: p, filter: &p.filter, store: addresses.Inspect(n.Dir())}
 	a.store.Patience = p.lockPatience
 	return a
 }
@@ -253,6 +256,7 @@ func (a *attachment) makeNetwork() (*links.Bridge, error) {
 	}
 	bridge, err := links.MakeBridge(d)
 	if err != nil {
+		a.plugin.overlaps.Forget() // STATUS shall not say for a minute that it could be made
 		return nil, refused(err)
 	}
 	_, err = a.installFor(bridge)
@@ -641,7 +645,7 @@ func (p *Plugin) able(a *attachment) error {
 		}
 		p.checksSource.Store(true)
 	}
-	return links.CheckBridge(a.description())
+	return links.CheckBridge(a.description(), p.overlaps.Check)
 }
 
 // Watch writes the rules of networks again that others have deleted, until ctx ends. Networks are those that ADD and STATUS were called

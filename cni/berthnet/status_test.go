@@ -112,6 +112,31 @@ func TestStatusAllows(t *testing.T) {
 	}
 }
 
+// That nobody else has a network's addresses STATUS knows for a while; an ADD looks, and STATUS after an ADD that is refused.
+func TestStatusRemembersNoOverlap(t *testing.T) {
+	newWorld(t)
+	outside, err := netlink.LinkByName("outside")
+	must(t, err)
+	b := newBed(t, nil)
+	must(t, b.status(nil))
+	_, dst, err := net.ParseCIDR("10.99.0.128/25")
+	must(t, err)
+	route := &netlink.Route{LinkIndex: outside.Attrs().Index, Dst: dst}
+	must(t, netlink.RouteAdd(route))
+	if err := b.status(nil); err != nil {
+		t.Errorf("STATUS looks at all routes again: %v", err)
+	}
+	const why = "route to 10.99.0.128/25"
+	if err := b.pod(nil).add(); err == nil || !strings.Contains(err.Error(), why) {
+		t.Errorf("ADD: %v", err)
+	}
+	if err := b.status(nil); err == nil || !strings.Contains(err.Error(), why) {
+		t.Errorf("STATUS after that: %v", err)
+	}
+	must(t, netlink.RouteDel(route))
+	must(t, b.status(nil))
+}
+
 // A kernel that can't check what pods send is found out before the first pod.
 func TestStatusWithoutClassifier(t *testing.T) {
 	b := newBed(t, nil)

@@ -129,7 +129,7 @@ func (b *Bridge) Obsolete(d *Description) (some []netip.Prefix) {
 // MakeBridge makes the bridge as it is described, as far as it is not so, and has the node forward packets. A bridge that is there keeps
 // its MTU, and one that others have made its addresses. The caller has the lock for itself. Errors as of CheckBridge, and ErrQuicker: it is to be looked at anew.
 func MakeBridge(d *Description) (*Bridge, error) {
-	b, err := d.find()
+	b, err := d.find(CheckOverlap)
 	if err != nil {
 		return nil, err
 	}
@@ -155,14 +155,15 @@ func MakeBridge(d *Description) (*Bridge, error) {
 }
 
 // CheckBridge tells why MakeBridge would refuse, and changes nothing: ErrTaken if another network has pods on the bridge, ErrOverlap if the node
-// reaches somebody else by the addresses; or there is something else of the bridge's name, or no IPv6 for its addresses.
-func CheckBridge(d *Description) error {
-	_, err := d.find()
+// reaches somebody else by the addresses, as checkOverlap tells (CheckOverlap, or Overlaps'); or there is something else of the bridge's name, or no IPv6 for
+// its addresses.
+func CheckBridge(d *Description, checkOverlap func(subnets []netip.Prefix, bridge string) error) error {
+	_, err := d.find(checkOverlap)
 	return err
 }
 
 // find returns the bridge, nil if there is none, unless MakeBridge has to refuse.
-func (d *Description) find() (*Bridge, error) {
+func (d *Description) find(checkOverlap func(subnets []netip.Prefix, bridge string) error) (*Bridge, error) {
 	b, err := FindBridge(d.Name)
 	if err != nil {
 		return nil, err
@@ -182,7 +183,7 @@ func (d *Description) find() (*Bridge, error) {
 		if b != nil {
 			own = b.Name
 		}
-		if err := CheckOverlap(d.Gateways, own); err != nil {
+		if err := checkOverlap(d.Gateways, own); err != nil {
 			return nil, err
 		}
 	}

@@ -1,0 +1,49 @@
+package links
+
+import (
+	"net/netip"
+	"testing"
+)
+
+// That there is no overlap is known for a while, that there is one is not.
+func TestOverlaps(t *testing.T) {
+	var answer error
+	looks := 0
+	o := &Overlaps{check: func([]netip.Prefix, string) error { looks++; return answer }}
+	one, other := []netip.Prefix{netip.MustParsePrefix("10.99.0.1/24")}, []netip.Prefix{netip.MustParsePrefix("10.98.0.1/24")}
+	for _, c := range []struct {
+		when    string
+		change  func()
+		subnets []netip.Prefix
+		bridge  string
+		looks   int // by now
+		refused bool
+	}{
+		{"at first", func() {}, one, "", 1, false},
+		{"again", func() {}, one, "", 1, false},
+		{"of others", func() {}, other, "", 2, false},
+		{"with a bridge", func() {}, one, "bn0", 3, false},
+		{"of the first ones again, with an overlap by now", func() { answer = ErrOverlap }, one, "", 3, false},
+		{"when that is forgotten", o.Forget, one, "", 4, true},
+		{"with an overlap as before", func() {}, one, "", 5, true},
+		{"with the overlap mended", func() { answer = nil }, one, "", 6, false},
+		{"once more", func() {}, one, "", 6, false},
+		{"later", func() {
+			for question, at := range o.none {
+				o.none[question] = at.Add(-LookAge)
+			}
+		}, one, "", 7, false},
+	} {
+		c.change()
+		err := o.Check(c.subnets, c.bridge)
+		if looks != c.looks {
+			t.Errorf("%s: %d looks, want %d", c.when, looks, c.looks)
+		}
+		if c.refused != (err != nil) {
+			t.Errorf("%s: %v", c.when, err)
+		}
+	}
+	if len(o.none) != 1 {
+		t.Errorf("%d old answers are kept", len(o.none)-1)
+	}
+}
