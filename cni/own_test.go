@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
 	"google.golang.org/grpc/codes"
 
 	"berth/cni/berthnet"
@@ -108,5 +109,44 @@ func TestObstaclesAreNamed(t *testing.T) {
 	lookAnew()
 	if all := n.Info().Obstacles; len(all) != 0 || log.count(warning) != 1 || log.count("nothing is in the way") != 1 {
 		t.Errorf("with the firewall gone obstacles are %q, with %d warnings", all, log.count(warning))
+	}
+}
+
+// What is in the way of pods is looked for with the addresses that they get, and anew when these change.
+func TestObstaclesAreAboutRanges(t *testing.T) {
+	conn, err := nftables.New()
+	must(t, err)
+	table := conn.AddTable(&nftables.Table{Family: nftables.TableFamilyIPv4, Name: "filter"})
+	drop := nftables.ChainPolicyDrop
+	chain := conn.AddChain(&nftables.Chain{Table: table, Name: "FORWARD", Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookForward, Priority: nftables.ChainPriorityFilter, Policy: &drop})
+	conn.AddRule(&nftables.Rule{Table: table, Chain: chain, Exprs: []expr.Any{
+		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: 12, Len: 3},
+		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{10, 1, 2}}, &expr.Verdict{Kind: expr.VerdictAccept}}})
+	must(t, conn.Flush())
+	defer func() {
+		conn.DelTable(table)
+		must(t, conn.Flush())
+	}()
+	own := &berthnet.Plugin{}
+	defer func() { must(t, own.Close()) }()
+	n, err := New(Config{ConfDir: "/nowhere", BinDirs: []string{"/nowhere"}, CacheDir: t.TempDir(), List: []byte(ownList), BuiltIn: map[string]BuiltIn{berthnet.Type: own.Exec}},
+		slog.New(slog.NewTextHandler(testWriter{t}, nil)))
+	must(t, err)
+	defer n.Close()
+	(&bed{t: t, n: n}).ready(true)
+	for _, c := range []struct {
+		cidr      string
+		obstacles int
+	}{{"", 1}, {"10.1.2.0/24", 0}, {"10.1.3.0/24", 1}} {
+		var ranges [][]IPRange
+		if c.cidr != "" {
+			ranges, err = ParsePodCIDRs(c.cidr)
+			must(t, err)
+		}
+		n.SetIPRanges(ranges)
+		eventually(t, "obstacles of pods of "+c.cidr, func() bool { return len(n.Info().Obstacles) == c.obstacles })
+		if found, err := n.LookForObstacles(); err != nil || len(found) != c.obstacles {
+			t.Errorf("with the pod CIDR %q: %v, %v", c.cidr, found, err)
+		}
 	}
 }

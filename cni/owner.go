@@ -33,6 +33,7 @@ type view struct {
 
 	obstacles   []berthnet.Obstacle // what pods of berth-net would meet
 	obstaclesAt time.Time           // when they were looked for
+	obstaclesOf *[][]IPRange        // for pods with which addresses
 }
 
 func (v *view) ready() error {
@@ -149,7 +150,7 @@ func (o *owner) reload() {
 	v.net, v.skipped, v.loadErr = o.n.configured()
 	if v.net.same(old.net) {
 		v.net, v.judged, v.verdict = old.net, old.judged, old.verdict
-		v.obstacles, v.obstaclesAt = old.obstacles, old.obstaclesAt
+		v.obstacles, v.obstaclesAt, v.obstaclesOf = old.obstacles, old.obstaclesAt, old.obstaclesOf
 	}
 	if v.net != nil {
 		v.missing = o.n.findPlugins(v.net.list)
@@ -226,8 +227,8 @@ func (o *owner) probe() {
 		if v.err != nil && view.judged && view.verdict == nil && ctx.Err() == nil {
 			v.err = o.n.askStatus(ctx, net.list, v.ranges) // a node is not taken out of service for what passes
 		}
-		if v.err == nil && time.Since(view.obstaclesAt) > maxObstaclesAge {
-			v.obstacles, v.looked = o.n.lookForObstacles(net.list)
+		if v.err == nil && (time.Since(view.obstaclesAt) > maxObstaclesAge || v.ranges != view.obstaclesOf) {
+			v.obstacles, v.looked = o.n.lookForObstacles(net.list, v.ranges)
 		}
 		select {
 		case o.verdicts <- v:
@@ -250,7 +251,7 @@ func (o *owner) judge(v verdict) {
 	now := *old
 	now.judged, now.verdict = true, v.err
 	if v.looked {
-		now.obstacles, now.obstaclesAt = v.obstacles, time.Now()
+		now.obstacles, now.obstaclesAt, now.obstaclesOf = v.obstacles, time.Now(), v.ranges
 		o.logObstacles(old.obstacles, now.obstacles)
 	}
 	o.n.view.Store(&now)
@@ -274,30 +275,50 @@ func (o *owner) logObstacles(old, now []berthnet.Obstacle) {
 }
 
 // lookForObstacles finds what pods of networks of berth-net in a list would meet; looked is false where that could not be found out.
-func (n *Network) lookForObstacles(list *libcni.NetworkConfigList) (all []berthnet.Obstacle, looked bool) {
-	for _, own := range ownNetworks(list) {
+func (n *Network) lookForObstacles(list *libcni.NetworkConfigList, ranges *[][]IPRange) (all []berthnet.Obstacle, looked bool) {
+	all, err := obstacles(list, ranges)
+	if err != nil {
+		n.log.Debug("look for what is in the way of pods", "network", list.Name, "error", err)
+	}
+	return all, err == nil
+}
+
+// LookForObstacles finds what pods of the network would meet, as far as it is of berth-net, with the addresses that SetIPRanges has told.
+func (n *Network) LookForObstacles() ([]berthnet.Obstacle, error) {
+	v := n.view.Load()
+	if v.net == nil {
+		return nil, v.loadErr
+	}
+	return obstacles(v.net.list, n.ranges.Load())
+}
+
+func obstacles(list *libcni.NetworkConfigList, ranges *[][]IPRange) (all []berthnet.Obstacle, err error) {
+	for _, own := range ownNetworks(list, ranges) {
 		found, err := berthnet.Obstacles(own)
 		if err != nil {
-			n.log.Debug("look for what is in the way of pods", "network", list.Name, "error", err)
-			return nil, false
+			return nil, err
 		}
 		all = append(all, found...)
 	}
-	return all, true
+	return all, nil
 }
 
 // askStatus runs STATUS for every plugin of the chain, with ranges of addresses where they know that capability; plugins that do not know
 // the verb count as healthy.
 func (n *Network) askStatus(ctx context.Context, list *libcni.NetworkConfigList, ranges *[][]IPRange) error {
 	for _, p := range list.Plugins {
-		var extra map[string]any
-		if ranges != nil && len(*ranges) > 0 && p.Network.Capabilities[capIPRanges] {
-			extra = map[string]any{"runtimeConfig": map[string]any{capIPRanges: *ranges}}
-		}
-		err := n.runVerb(ctx, list, p, "STATUS", extra)
+		err := n.runVerb(ctx, list, p, "STATUS", withRanges(p, ranges))
 		if err != nil && !errors.Is(err, errVerbUnknown) {
 			return errdefs.New(codes.Unavailable, "CNI network %q: STATUS: %w", list.Name, err)
 		}
 	}
 	return nil
+}
+
+// withRanges is what a plugin's configuration has more where ranges of addresses are given, and it knows that capability.
+func withRanges(p *libcni.PluginConfig, ranges *[][]IPRange) map[string]any {
+	if ranges == nil || len(*ranges) == 0 || !p.Network.Capabilities[capIPRanges] {
+		return nil
+	}
+	return map[string]any{"runtimeConfig": map[string]any{capIPRanges: *ranges}}
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -120,7 +121,7 @@ func Reservations(lists ...[]byte) ([]Reservation, error) {
 			}
 			all = append(all, found...)
 		}
-		for _, own := range ownNetworks(network) {
+		for _, own := range ownNetworks(network, nil) {
 			if seen[own.Dir()] {
 				continue
 			}
@@ -139,22 +140,15 @@ func Reservations(lists ...[]byte) ([]Reservation, error) {
 	return all, nil
 }
 
-// OwnNetworks are the configurations of berth-net in a configuration list.
-func OwnNetworks(list []byte) ([]*conf.Net, error) {
-	network, err := parseConf(list, true)
-	if err != nil {
-		return nil, err
-	}
-	return ownNetworks(network), nil
-}
-
-// ownNetworks are the configurations of berth-net in a list.
-func ownNetworks(list *libcni.NetworkConfigList) (all []*conf.Net) {
+// ownNetworks are the configurations of berth-net in a list, with ranges of addresses where some are given.
+func ownNetworks(list *libcni.NetworkConfigList, ranges *[][]IPRange) (all []*conf.Net) {
 	for _, p := range list.Plugins {
 		if p.Network.Type != berthnet.Type {
 			continue
 		}
-		whole, err := libcni.InjectConf(p, map[string]any{"name": list.Name, "cniVersion": list.CNIVersion})
+		more := map[string]any{"name": list.Name, "cniVersion": list.CNIVersion}
+		maps.Copy(more, withRanges(p, ranges))
+		whole, err := libcni.InjectConf(p, more)
 		if err != nil {
 			continue // such a network never had a pod
 		}
@@ -176,7 +170,7 @@ func Traces(lists ...[]byte) (all []Trace, err error) {
 		if err != nil || seen[network.Name] {
 			continue
 		}
-		for _, own := range ownNetworks(network) {
+		for _, own := range ownNetworks(network, nil) {
 			seen[network.Name] = true
 			found, err := berthnet.Traces(own)
 			if err != nil {
@@ -208,7 +202,7 @@ func mayHold(cacheDir, dataDir, podID, netnsPath string) (bool, error) {
 // KeepsAddresses tells whether a network with this configuration list has its addresses from a store that Reservations reads.
 func KeepsAddresses(list []byte) bool {
 	conf, err := parseConf(list, true)
-	return err == nil && (hostlocal.Uses(conf) || len(ownNetworks(conf)) > 0)
+	return err == nil && (hostlocal.Uses(conf) || len(ownNetworks(conf, nil)) > 0)
 }
 
 // Current returns the configuration list of the network that new pods join, nil without one.

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 
 	"berth/cni/berthnet/conf"
 	"berth/cni/berthnet/links"
@@ -43,16 +44,21 @@ func Obstacles(n *conf.Net) (all []Obstacle, err error) {
 	return all, err
 }
 
-// subnetsOf are those that pods have: of the bridge, once it is the network's, since the runtime may have given others than are configured.
+// subnetsOf are those that pods have: of the bridge, once it is the network's, and those that the runtime has new ones get, which the bridge may not have yet. The
+// configured ones count only before there are others.
 func subnetsOf(n *conf.Net, bridge *links.Bridge) (subnets []netip.Prefix) {
-	if bridge.BelongsTo(n.Key()) && len(bridge.Prefixes) > 0 {
+	if bridge.BelongsTo(n.Key()) {
 		for _, p := range bridge.Prefixes {
 			subnets = append(subnets, p.Masked())
 		}
+	}
+	if len(subnets) > 0 && len(n.Runtime.IPRanges) == 0 {
 		return subnets
 	}
 	for _, r := range n.Ranges {
-		subnets = append(subnets, r.Subnet)
+		if !slices.Contains(subnets, r.Subnet) {
+			subnets = append(subnets, r.Subnet)
+		}
 	}
 	return subnets
 }

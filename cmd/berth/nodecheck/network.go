@@ -6,7 +6,6 @@ import (
 	"strings"
 
 	"berth/cni"
-	"berth/cni/berthnet"
 	"berth/sandbox/record"
 )
 
@@ -37,7 +36,7 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 			fmt.Sprintf("install a CNI network (configuration in %s, plugins in %s); until then only pods with the host's network run", info.ConfDir, strings.Join(info.BinDirs, " or "))))
 	}
 	if n.Network.List != nil {
-		return append(append(findings, ok(subject, "berth's own")), checkOwnNetwork(n.Network.List)...)
+		return append(append(findings, ok(subject, "berth's own")), checkOwnNetwork(network)...)
 	}
 	return append(findings, ok(subject, "%s from %s: %s", info.Network, info.File, strings.Join(info.Plugins, ", ")))
 }
@@ -57,20 +56,14 @@ func tellRanges(network *cni.Network, root string) error {
 }
 
 // checkOwnNetwork tells what is in the way of pods of berth's own network.
-func checkOwnNetwork(list []byte) (findings []Finding) {
+func checkOwnNetwork(network *cni.Network) (findings []Finding) {
 	const subject = "berth's own network"
-	networks, err := cni.OwnNetworks(list)
+	obstacles, err := network.LookForObstacles()
 	if err != nil {
-		return []Finding{lacking(Warning, subject, err.Error(), "mend the options network_…")}
+		findings = append(findings, lacking(Warning, subject, err.Error(), "it was not found out whether something is in its way"))
 	}
-	for _, n := range networks {
-		obstacles, err := berthnet.Obstacles(n)
-		if err != nil {
-			findings = append(findings, lacking(Warning, subject, err.Error(), "it was not found out whether something is in its way"))
-		}
-		for _, o := range obstacles {
-			findings = append(findings, lacking(Warning, subject, o.What, o.Mend))
-		}
+	for _, o := range obstacles {
+		findings = append(findings, lacking(Warning, subject, o.What, o.Mend))
 	}
 	return findings
 }
