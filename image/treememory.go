@@ -7,7 +7,7 @@ import (
 	"berth/image/erofs"
 )
 
-// leastTree is what each tree may take, where all of them may take so much for each. 20,000 files take so much.
+// leastTree is what each tree may take, where all of them may take so much for each. 18,000 files take so much.
 const leastTree = 8 << 20
 
 // treeMemory is what trees of layers may take of the memory, each in the process that packs the layer or that makes a directory of what was
@@ -27,7 +27,7 @@ func newTreeMemory(all, merging int64, trees int) *treeMemory {
 		return nil
 	}
 	least := min(leastTree, all/int64(trees))
-	most := cmp.Or(merging, erofs.MaxMemory) * 5 / 4 // what takes more can't be merged: there a file counts for an eighth more, too
+	most := cmp.Or(merging, erofs.MaxMemory) * 5 / 4 // what takes more can't be merged; only while it is packed what is replaced counts, too
 	return &treeMemory{least: least, most: max(least, most), free: all - least*int64(trees)}
 }
 

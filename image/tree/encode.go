@@ -61,11 +61,12 @@ type Limit struct {
 }
 
 // What nodes take of memory, their strings apart, from Decode until an image is made of them, in which there is about as much again
-// (image/erofs: TestMemoryOfMerges).
+// (image/erofs: TestMemoryOfMerges). Who makes a tree counts alike (unpack.Pack): one that is too large for Decode is better not
+// made.
 const (
-	nodeMemory  = 448 // with its place in its directory
-	dirMemory   = 384 // of a directory besides
-	xattrMemory = 64
+	NodeMemory  = 448 // with its place in its directory
+	DirMemory   = 384 // of a directory besides
+	XattrMemory = 64
 	// roomy is how long a string is at most whose place is counted there; of a longer one the allocator may leave a quarter empty.
 	roomy = 64
 )
@@ -231,16 +232,20 @@ func (r *reader) text(max uint64) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	place := n
-	if n > roomy {
-		place += n / 4
-	}
-	if err := r.keep(place); err != nil {
+	if err := r.keep(TextMemory(n)); err != nil {
 		return "", err
 	}
 	buf := make([]byte, n)
 	_, err = io.ReadFull(r, buf)
 	return string(buf), err
+}
+
+// TextMemory is what a string of so many bytes takes.
+func TextMemory(n uint64) uint64 {
+	if n > roomy {
+		return n + n/4
+	}
+	return n
 }
 
 // keep counts bytes of memory.
@@ -253,7 +258,7 @@ func (r *reader) keep(n uint64) error {
 
 // node reads a node whose path has so many bytes.
 func (r *reader) node(path int) (*Node, error) {
-	if err := r.keep(nodeMemory); err != nil {
+	if err := r.keep(NodeMemory); err != nil {
 		return nil, err
 	}
 	kind, err := r.ReadByte()
@@ -341,7 +346,7 @@ func (r *reader) xattrs(n *Node) error {
 	if err != nil {
 		return err
 	}
-	if err := r.keep(count * xattrMemory); err != nil {
+	if err := r.keep(count * XattrMemory); err != nil {
 		return err
 	}
 	if count > 0 {
@@ -420,7 +425,7 @@ func (r *reader) data(d *Data) error {
 }
 
 func (r *reader) directory(n *Node, path int) error {
-	if err := r.keep(dirMemory); err != nil {
+	if err := r.keep(DirMemory); err != nil {
 		return err
 	}
 	flags, err := r.ReadByte()

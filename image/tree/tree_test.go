@@ -49,7 +49,7 @@ func encoded(t testing.TB, n *Node) []byte {
 func TestDecode(t *testing.T) {
 	data := encoded(t, sample())
 	got, memory, err := Decode(bytes.NewReader(data), 0, limit)
-	if least := int64(12*nodeMemory + 2*xattrMemory); err != nil || memory <= least || memory > limit.Memory {
+	if least := int64(12*NodeMemory + 2*XattrMemory); err != nil || memory <= least || memory > limit.Memory {
 		t.Fatal(memory, err)
 	}
 	if again := encoded(t, got); !bytes.Equal(again, data) {
@@ -117,7 +117,7 @@ func TestDecodeRefuses(t *testing.T) {
 			t.Errorf("%d bytes of %d are a tree", n, len(data))
 		}
 	}
-	for _, l := range []Limit{{Bytes: int64(len(data)) - 1, Memory: 1 << 20, Blocks: 1 << 30}, {Bytes: 1 << 20, Memory: 11 * nodeMemory, Blocks: 1 << 30}} {
+	for _, l := range []Limit{{Bytes: int64(len(data)) - 1, Memory: 1 << 20, Blocks: 1 << 30}, {Bytes: 1 << 20, Memory: 11 * NodeMemory, Blocks: 1 << 30}} {
 		if _, _, err := Decode(bytes.NewReader(data), 0, l); !errors.Is(err, ErrTooLarge) {
 			t.Errorf("%+v: %v", l, err)
 		}

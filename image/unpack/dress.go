@@ -53,7 +53,7 @@ func (p *packer) setXattrs(n *tree.Node, hdr *tar.Header) error {
 		if value != nil && len(*value) > tree.MaxXattrValue {
 			return &Error{OutOfRange, fmt.Errorf("extended attribute %q of %d bytes, of which one may have %d", name, len(*value), tree.MaxXattrValue)}
 		}
-		if err := p.keep(64 + len(name) + len(hdr.PAXRecords[XattrRecord+name])); err != nil {
+		if err := p.keep(tree.XattrMemory + textMemory(name) + textMemory(hdr.PAXRecords[XattrRecord+name])); err != nil {
 			return err
 		}
 		if value != nil {

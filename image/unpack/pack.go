@@ -26,15 +26,13 @@ import (
 func Pack(ctx context.Context, data, out *os.File, blob io.Reader, job Job) (Result, error) {
 	memory := job.Limits.WithDefaults().Memory
 	return run(ctx, blob, job, func(tick func()) (sink[found], error) {
-		return &packer{
+		p := &packer{
 			root: &tree.Node{Mode: unix.S_IFDIR | 0o755, Implied: true, Children: map[string]*tree.Node{}},
 			data: &dataFile{out: data, buf: make([]byte, 0, dataBuffer)}, out: out, tick: tick, memory: memory, left: memory, hash: xxhash.New(),
-		}, nil
+		}
+		return p, p.keep(tree.NodeMemory + tree.DirMemory) // the root
 	})
 }
-
-// perNode is what counts as memory for a file in a tree, beside its names.
-const perNode = 400
 
 // packer keeps the tree of one layer in memory.
 type packer struct {
@@ -113,7 +111,11 @@ func (p *packer) whiteout(at spot) error { return p.add(at, &tree.Node{Mode: uni
 
 // add gives a node a name, in place of what is there.
 func (p *packer) add(at spot, n *tree.Node) error {
-	if err := p.keep(perNode + len(at.name) + len(n.Target)); err != nil {
+	takes := tree.NodeMemory + textMemory(at.name) + textMemory(n.Target)
+	if n.IsDir() {
+		takes += tree.DirMemory
+	}
+	if err := p.keep(takes); err != nil {
 		return err
 	}
 	if old := p.at(at); old != nil && (old.IsDir() || old.Type() == unix.S_IFLNK) {
@@ -123,8 +125,10 @@ func (p *packer) add(at spot, n *tree.Node) error {
 	return nil
 }
 
-// keep counts bytes that are in memory until the end.
-func (p *packer) keep(n int) error {
+func textMemory[T string | []byte](text T) uint64 { return tree.TextMemory(uint64(len(text))) }
+
+// keep counts bytes that are in memory until the end, as tree.Decode will.
+func (p *packer) keep(n uint64) error {
 	if p.left -= int64(n); p.left < 0 {
 		return &Error{OutOfRange, fmt.Errorf("its tree takes more than the %d bytes of memory allowed", p.memory)}
 	}
@@ -148,7 +152,7 @@ func (p *packer) file(at spot, hdr *tar.Header, content io.Reader) error {
 		return err
 	}
 	n.Data.Hash = p.hash.Sum64()
-	if err := p.keep(len(n.Data.Holes)); err != nil {
+	if err := p.keep(textMemory(n.Data.Holes)); err != nil {
 		return err
 	}
 	return p.add(at, n)

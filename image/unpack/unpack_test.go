@@ -369,3 +369,73 @@ func TestNames(t *testing.T) {
 		t.Error("a broken name was taken")
 	}
 }
+
+// What packs within some memory is read within as much: else the layer would be fetched again to make it a directory.
+func TestPackedIsReadWithinAsMuchMemory(t *testing.T) {
+	named := func(name string, n int, h tar.Header) (list []tar.Header) {
+		for i := range n {
+			h.Name = fmt.Sprintf(name, i)
+			list = append(list, h)
+		}
+		return list
+	}
+	file := tar.Header{Typeflag: tar.TypeReg, Mode: 0o644}
+	attributes := file
+	attributes.PAXRecords = map[string]string{XattrRecord + "user.short": "v", XattrRecord + "user." + strings.Repeat("n", 200): strings.Repeat("v", 5000)}
+	for name, entries := range map[string][]tar.Header{
+		"nothing":             nil,
+		"files":               named("%d", 40, file),
+		"long names":          named("%0250d", 40, file),
+		"directories":         named("%d/", 40, tar.Header{Typeflag: tar.TypeDir, Mode: 0o755}),
+		"implied directories": named("%d/d/f", 40, file),
+		"symlinks":            named("%d", 40, tar.Header{Typeflag: tar.TypeSymlink, Linkname: strings.Repeat("t/", 500)}),
+		"whiteouts":           named(".wh.%d", 40, file),
+		"second names":        append(named("f", 1, file), named("%0100d", 40, tar.Header{Typeflag: tar.TypeLink, Linkname: "f"})...),
+		"links below":         named("%d", 40, tar.Header{Typeflag: tar.TypeLink, Linkname: strings.Repeat("t/", 100) + "t"}),
+		"devices":             named("%d", 40, tar.Header{Typeflag: tar.TypeChar, Devmajor: 1, Devminor: 3}),
+		"attributes":          named("%d", 40, attributes),
+	} {
+		blob := makeTar(t, "", entries...)
+		least, most := int64(1), int64(1<<20) // it does not pack within the first, and within the second
+		for most-least > 1 {
+			if memory := (least + most) / 2; packsWithin(t, blob, memory, nil) {
+				most = memory
+			} else {
+				least = memory
+			}
+		}
+		packsWithin(t, blob, most, func(in io.Reader) {
+			if _, err := packed.NewReader(in, most); err != nil {
+				t.Errorf("%s: packed with %d bytes of memory, and %v", name, most, err)
+			}
+		})
+	}
+}
+
+// packsWithin packs a tar within so much memory, if that is possible, and has the packed layer read.
+func packsWithin(t *testing.T, blob []byte, memory int64, read func(io.Reader)) bool {
+	t.Helper()
+	dir := t.TempDir()
+	var files []*os.File
+	for _, name := range []string{"data", "tree"} {
+		f, err := os.Create(filepath.Join(dir, name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer f.Close()
+		files = append(files, f)
+	}
+	_, err := Pack(t.Context(), files[0], files[1], bytes.NewReader(blob), Job{Limits: Limits{Memory: memory}, Algorithm: digest.SHA256})
+	if err != nil && CodeOf(err) != OutOfRange {
+		t.Fatal(err)
+	}
+	if err != nil || read == nil {
+		return err == nil
+	}
+	in, _, err := packed.Blob(files[0], files[1])
+	if err != nil {
+		t.Fatal(err)
+	}
+	read(in)
+	return true
+}
