@@ -28,7 +28,7 @@ func TestCrash(t *testing.T) {
 		t.Skip("the enumeration takes minutes")
 	}
 	killed, all := map[string]bool{}, everything
-	for _, op := range slices.Concat(operations, variants, starts) {
+	for _, op := range slices.Concat(operations, variants, converted, starts) {
 		if op.more && !everything {
 			continue
 		}

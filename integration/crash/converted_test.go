@@ -1,0 +1,61 @@
+package crash
+
+import (
+	"errors"
+	"slices"
+	"testing"
+
+	"berth/image/erofs"
+	"berth/integration/harness"
+)
+
+// converted are operations on an image that is to be directories, of whose layers two are here as they were packed for EROFS: directories are made of
+// these. That is what becomes of an image that turns out to be too large for EROFS when its layers are merged.
+var converted = []operation{
+	{name: "PullImage_converted", daemon: onDisk, prepare: packed, request: pullConverted, more: true},
+	{name: "Recovery_of_PullImage_converted", daemon: onDisk, first: &point{"layer.marked-opaque", 1}, prepare: packed, request: pullConverted, more: true},
+}
+
+const (
+	asDirectories = `layer_driver = "directory"`
+	asEROFS       = `layer_driver = "erofs"`
+)
+
+// onDisk has the daemon be one that keeps layers as EROFS at first: what it has for these is there from the beginning.
+func onDisk(t *testing.T) harness.DaemonOption {
+	if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
+		t.Skip("NOT TESTED: ", err)
+	}
+	return harness.WithLayerDriver("erofs")
+}
+
+// packed has an image as EROFS, and the daemon go on with directories.
+func packed(t *testing.T, w *world) {
+	if slices.Contains(w.d.Extra, asDirectories) { // of the case before
+		w.d.SetConfig(t, asDirectories, asEROFS)
+		w.d.Restart(t)
+	}
+	has(first)(t, w)
+	w.d.SetConfig(t, asEROFS, asDirectories)
+	w.d.Restart(t)
+}
+
+// pullConverted pulls an image that has two layers of the first: they are not fetched.
+func pullConverted(t *testing.T, w *world) error {
+	img, err := secondImage()
+	harness.Must(t, err)
+	layers, err := img.Layers()
+	harness.Must(t, err)
+	fetched := func() (n int) {
+		for _, l := range layers[:2] {
+			n += harness.Registry.Count("GET", harness.Get(l.Digest())(t).String())
+		}
+		return n
+	}
+	before := fetched()
+	err = pull(second)(t, w)
+	if n := fetched() - before; n > 0 {
+		t.Errorf("%d layers were fetched that were here", n)
+	}
+	return err
+}
