@@ -23,6 +23,9 @@ import (
 // which filesystem the layers are. disk-MB is what they take there, deleted-ms the time until that is free again, rss-MB the most memory that
 // this process has had.
 func BenchmarkPull(b *testing.B) {
+	if testing.Short() {
+		b.Skip("it builds programs, and writes gigabytes")
+	}
 	dir := b.TempDir()
 	images := startRegistry(b, dir)
 	for _, build := range []struct{ name, env, tags string }{{"isal", "CGO_ENABLED=1", "isal"}, {"go", "CGO_ENABLED=0", ""}} {

@@ -31,6 +31,9 @@ func cpu(b *testing.B) (user, sys time.Duration) {
 
 // BenchmarkDrivers makes the layer of BenchmarkApply, removes it, and mounts it, with both drivers.
 func BenchmarkDrivers(b *testing.B) {
+	if testing.Short() {
+		b.Skip("it writes the same layer many times")
+	}
 	data := benchTar(b, 10_000)
 	id := digest.FromBytes(data)
 	for _, d := range []Driver{NewDirectory(unpack.Layer), NewEROFS(unpack.Pack, 0)} {
@@ -97,6 +100,9 @@ func BenchmarkDrivers(b *testing.B) {
 // BenchmarkRead reads all files of a layer through an overlay, as a container does, with both drivers: what is in memory, and what is
 // not, as far as a process can have it so.
 func BenchmarkRead(b *testing.B) {
+	if testing.Short() {
+		b.Skip("it reads 128 MiB and 10,000 files, four times each")
+	}
 	data := append(benchTar(b, 10_000), 0)
 	large := makeTar(b, file("large", strings.Repeat("0123456789abcdef", 8<<20)))
 	for name, data := range map[string][]byte{"small": data, "large": large} {

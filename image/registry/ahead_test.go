@@ -587,6 +587,9 @@ func BenchmarkSlowRegistry(b *testing.B) {
 // BenchmarkSharedLine reads three blobs at once over a line that gives all connections together so many bytes a second. Who gets
 // parts gets more of it, and all of them together take as long as without.
 func BenchmarkSharedLine(b *testing.B) {
+	if testing.Short() {
+		b.Skip("its line is slow: 20 s")
+	}
 	const rate = 4 << 20
 	sizes := []int64{32 << 20, 8 << 20, 1 << 20}
 	shared := &line{rate: rate}

@@ -47,6 +47,9 @@ func distribution(b *testing.B, size int) []byte {
 // BenchmarkUnpack compares a process of its own with none. What counts is CPU time: elapsed time
 // depends on what else the machine does.
 func BenchmarkUnpack(b *testing.B) {
+	if testing.Short() {
+		b.Skip("it unpacks 200 MiB, by two ways")
+	}
 	blob := distribution(b, 200<<20)
 	p := open(b, built, time.Minute)
 	type unpacker = func(context.Context, *os.File, io.Reader, unpack.Job) (unpack.Result, error)
