@@ -32,8 +32,8 @@ func Obstacles(n *conf.Net) (all []Obstacle, err error) {
 	}
 	for _, c := range chains {
 		all = append(all, Obstacle{
-			What: fmt.Sprintf("the packet filter's chain %q drops forwarded packets that it has no rule for, and no rule of its table is about %s or its subnets: pods may reach nobody outside, and their host ports not be reached", c, n.Bridge),
-			Mend: fmt.Sprintf("with docker or ufw: iptables -I FORWARD -i %[1]s -j ACCEPT; iptables -I FORWARD -o %[1]s -j ACCEPT (ip6tables likewise; docker's users' chain is DOCKER-USER); with firewalld: firewall-cmd --permanent --zone=trusted --add-interface=%[1]s", n.Bridge),
+			What: fmt.Sprintf("the packet filter's chain %q drops forwarded packets that it has no rule for, and no rule of its table is about %s or its subnets: pods may reach nobody outside, and their host ports not be reached", c.Chain, n.Bridge),
+			Mend: mend(c.Tool, n.Bridge),
 		})
 	}
 	err = links.CheckOverlap(subnets, own)
@@ -42,6 +42,14 @@ func Obstacles(n *conf.Net) (all []Obstacle, err error) {
 		err = nil
 	}
 	return all, err
+}
+
+// mend says how a firewall is told to let a bridge's packets pass.
+func mend(tool, bridge string) string {
+	if tool == "" {
+		tool = "iptables"
+	}
+	return fmt.Sprintf("with docker or ufw: %[2]s -I FORWARD -i %[1]s -j ACCEPT; %[2]s -I FORWARD -o %[1]s -j ACCEPT (docker's users' chain is DOCKER-USER); with firewalld: firewall-cmd --permanent --zone=trusted --add-interface=%[1]s", bridge, tool)
 }
 
 // subnetsOf are those that pods have: of the bridge, once it is the network's, and those that the runtime has new ones get, which the bridge may not have yet. The

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -538,6 +539,76 @@ func TestObstacles(t *testing.T) {
 			want = want[1:]
 		}
 		about("with a rule about "+what, want...)
+	}
+}
+
+// Firewalls of iptables-legacy are named, too, and a namespace without its tables is left without.
+func TestObstaclesOfLegacyRules(t *testing.T) {
+	b := newBed(t, nil)
+	n, err := conf.Parse(b.stdin(nil))
+	must(t, err)
+	for _, family := range []struct{ tool, tables, subnet, wider string }{
+		{"iptables-legacy", "/proc/thread-self/net/ip_tables_names", subnet4, "10.0.0.0/8"},
+		{"ip6tables-legacy", "/proc/thread-self/net/ip6_tables_names", subnet6, "fd00::/8"},
+	} {
+		t.Run(family.tool, func(t *testing.T) {
+			if _, err := exec.LookPath(family.tool); err != nil {
+				t.Skip(err)
+			}
+			about := func(when string, named bool) {
+				t.Helper()
+				found, err := Obstacles(n)
+				must(t, err)
+				want := family.tool + " filter FORWARD"
+				if named != (len(found) == 1) || named && (!strings.Contains(found[0].What, want) || !strings.Contains(found[0].Mend, family.tool+" -I FORWARD -i bn0")) {
+					t.Errorf("%s: %v; %q is named: %v", when, found, want, named)
+				}
+			}
+			before, _ := os.ReadFile(family.tables) // there is none where nobody has used such rules since the boot
+			about("before", false)
+			if after, _ := os.ReadFile(family.tables); string(after) != string(before) {
+				t.Errorf("by the look the tables %q become %q", before, after)
+			}
+			run := func(args ...string) {
+				t.Helper()
+				if out, err := exec.Command(family.tool, args...).CombinedOutput(); err != nil {
+					t.Fatalf("%s %v: %v: %s", family.tool, args, err, out)
+				}
+			}
+			if out, err := exec.Command(family.tool, "-L").CombinedOutput(); err != nil {
+				t.Skipf("the kernel has no such rules: %v: %s", err, out)
+			}
+			run("-P", "FORWARD", "ACCEPT")
+			about("with a policy to accept", false)
+			defer run("-P", "FORWARD", "ACCEPT")
+			run("-P", "FORWARD", "DROP")
+			about("with a policy to drop", true)
+			for _, c := range []struct {
+				rule  []string
+				named bool
+			}{
+				{[]string{"-A", "FORWARD", "-i", "bn0", "-j", "ACCEPT"}, false},
+				{[]string{"-A", "FORWARD", "-o", "bn0", "-j", "ACCEPT"}, false},
+				{[]string{"-A", "FORWARD", "-i", "bn+", "-j", "ACCEPT"}, false},
+				{[]string{"-A", "FORWARD", "-i", "br+", "-j", "ACCEPT"}, true},
+				{[]string{"-A", "FORWARD", "-i", "bn01", "-j", "ACCEPT"}, true},
+				{[]string{"-A", "FORWARD", "-s", family.subnet, "-j", "ACCEPT"}, false},
+				{[]string{"-A", "FORWARD", "-d", family.subnet, "-j", "ACCEPT"}, false},
+				{[]string{"-A", "FORWARD", "-s", family.wider, "-j", "ACCEPT"}, true},
+				{[]string{"-A", "FORWARD", "-m", "conntrack", "--ctstate", "ESTABLISHED", "-j", "ACCEPT"}, true},
+			} {
+				run(c.rule...)
+				about(strings.Join(c.rule, " "), c.named)
+				run("-F", "FORWARD")
+			}
+			run("-N", "users") // a chain of somebody's, where the rule may be
+			run("-A", "FORWARD", "-j", "users")
+			about("with a jump", true)
+			run("-A", "users", "-i", "bn0", "-j", "ACCEPT")
+			about("with a jump to a rule about the bridge", false)
+			run("-F")
+			run("-X")
+		})
 	}
 }
 

@@ -11,37 +11,47 @@ import (
 	"github.com/google/nftables/expr"
 )
 
+// Blocker is a chain of others that drops forwarded packets, and the program of the iptables family that changes it.
+type Blocker struct{ Chain, Tool string }
+
 // Blocking returns the chains of others that drop forwarded packets which none of their rules accepts, and whose tables have no rule that
-// is about the bridge or its subnets: what is accepted in a network's own table is dropped there all the same.
-func (f *Filter) Blocking(bridge string, subnets []netip.Prefix) (chains []string, err error) {
-	look := func(conn *nftables.Conn) error {
-		chains = nil
-		all, err := conn.ListChains()
-		if err != nil {
-			return err
-		}
-		for _, c := range all {
-			if !drops(c) {
-				continue
-			}
-			known, err := knows(conn, all, c.Table, bridge, subnets)
-			if err != nil {
-				return err
-			}
-			if !known {
-				chains = append(chains, fmt.Sprintf("%s %s %s", families[c.Table.Family], c.Table.Name, c.Name))
-			}
-		}
-		return nil
+// is about the bridge or its subnets: what is accepted in a network's own table is dropped there all the same. Those of iptables-legacy are among them.
+func (f *Filter) Blocking(bridge string, subnets []netip.Prefix) (all []Blocker, err error) {
+	look := func(conn *nftables.Conn) (err error) {
+		all, err = blocking(conn, bridge, subnets)
+		return err
 	}
-	err = again(func() error { return f.with(look) }) // others may delete a chain between two questions
-	if err != nil {
+	if err := again(func() error { return f.with(look) }); err != nil { // others may delete a chain between two questions
 		return nil, fmt.Errorf("read chains of nftables: %w", err)
 	}
-	return chains, nil
+	legacy, err := blockingLegacy(bridge, subnets)
+	return append(all, legacy...), err
+}
+
+func blocking(conn *nftables.Conn, bridge string, subnets []netip.Prefix) (some []Blocker, err error) {
+	all, err := conn.ListChains()
+	if err != nil {
+		return nil, err
+	}
+	for _, c := range all {
+		if !drops(c) {
+			continue
+		}
+		known, err := knows(conn, all, c.Table, bridge, subnets)
+		if err != nil {
+			return nil, err
+		}
+		if !known {
+			some = append(some, Blocker{Chain: fmt.Sprintf("%s %s %s", families[c.Table.Family], c.Table.Name, c.Name), Tool: tools[c.Table.Family]})
+		}
+	}
+	return some, nil
 }
 
 var families = map[nftables.TableFamily]string{nftables.TableFamilyINet: "inet", nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6"}
+
+// tools change chains of others that do not do so themselves; those of inet are nobody's.
+var tools = map[nftables.TableFamily]string{nftables.TableFamilyIPv4: "iptables", nftables.TableFamilyIPv6: "ip6tables"}
 
 // drops tells whether a chain looks at forwarded packets and drops those that it has no rule for. firewalld's does, by its last rule.
 func drops(c *nftables.Chain) bool {
