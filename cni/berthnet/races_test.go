@@ -19,7 +19,6 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
-	"berth/cni/berthnet/addresses"
 	"berth/cni/berthnet/conf"
 	"berth/cni/berthnet/links"
 	"berth/cni/berthnet/rules"
@@ -103,8 +102,7 @@ func (b *bed) unattached(t *testing.T, p *testPod) *attachment {
 	t.Helper()
 	a, err := b.plugin.attachment(&skel.CmdArgs{ContainerID: p.id, Netns: p.netns, IfName: "eth0", StdinData: p.stdin(p.with)}, conf.Parse)
 	must(t, err)
-	a.store, err = addresses.Open(a.Dir())
-	must(t, err)
+	must(t, a.openStore())
 	return a
 }
 
