@@ -95,8 +95,8 @@ func (p Page) markdown(out *bytes.Buffer) error {
 Each cell is the median, and the 99th percentile where it differs (with fewer than 100 values, as in all rows but those of 64 pods, it is the
 greatest); in parentheses the median in units of berth's, and n, how many values there are, where these are fewer than 30; of fewer than 10 there is the
 median alone. The runtimes' samples alternate, forwards and backwards, but in three rows: those of 500 pods are
-measured with one runtime after the other, since its pods take their part of the machine, and 100 idle pods of all runtimes at the same time, once, for six minutes are what berth's
-slowest period needs. More samples of other rows would take more than half an hour for all of it: a restart with 500 pods takes containerd seconds, and memory differs by a percent. A goal that berth reaches is in bold; the goals are of a machine on which containerd
+measured with one runtime after the other, since its pods take their part of the machine, and that of 100 idle pods with all runtimes at the same time, once: six minutes, for
+berth's slowest period is five. More samples of other rows would take more than half an hour for all of it: a restart with 500 pods takes containerd seconds, and memory differs by a percent. A goal that berth reaches is in bold; the goals are of a machine on which containerd
 with runc takes 121 ms for the first row. "To Running" is RunPodSandbox, CreateContainer and StartContainer together, one pod after another unless said. CPU time is that of the
 runtime's cgroup with its pods, so it holds what ended processes, plugins and preparations for the next pod have used; before each sample the
 runtime comes to rest. Memory of the daemon is the proportional set size (PSS) of all its processes that belong to no pod, for each runtime by the same rule: berth's are the daemon and two

@@ -41,7 +41,7 @@ func (at *Site) Berth(ctx context.Context, bin, revision string, ownNetwork bool
 	if err != nil {
 		return nil, err
 	}
-	s := &Subject{Column: "berth", with: revision + ", gzip by " + inflates, OwnNetwork: ownNetwork, Root: filepath.Join(at.Dir, name, "root")}
+	s := &Subject{Column: "berth", with: strings.TrimPrefix(revision+", gzip by "+inflates, ", "), OwnNetwork: ownNetwork, Root: filepath.Join(at.Dir, name, "root")}
 	return at.start(ctx, s, recipe{
 		name: name, programs: programs,
 		// Beside another daemon, that of this machine perhaps.
