@@ -28,8 +28,8 @@ func NoMachineLeaks(t *testing.T, before inventory.Items, d *Daemon) {
 	d.leaks(t, before, func() inventory.Items { return MachineSnapshot(d) })
 }
 
-// leakPatience is how long things may take to go away after the last call. The longest is a connection to a collector of traces: it is closed
-// when it was idle for 10 s, and used last when traces were gathered for 5 s.
+// leakPatience is how long things may take to go away after the last call. The longest is a connection to a collector of traces, which is
+// closed when it was idle for 10 s: in a guest with one processor, beside other work, 15 s in all were too short.
 const leakPatience = 25 * time.Second
 
 func (d *Daemon) leaks(t *testing.T, before inventory.Items, now func() inventory.Items) {
