@@ -242,7 +242,7 @@ func withType(h header, typ byte) header { h.Typeflag = typ; return h }
 // checkUsage compares what was counted with what a walk finds.
 func checkUsage(t testing.TB, s *Store) {
 	t.Helper()
-	for _, info := range s.layers.all() {
+	for _, info := range s.layers.All() {
 		checkTree(t, filepath.Join(s.layerDir(info.DiffID), treeDir), info.Usage)
 	}
 }

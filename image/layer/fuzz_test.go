@@ -67,7 +67,7 @@ func (f *fuzzStore) check(t testing.TB) {
 	t.Helper()
 	compareTrees(t, f.watched(t), f.canary)
 	expectEmpty(t, f.root+"/tmp")
-	for _, info := range f.layers.all() {
+	for _, info := range f.layers.All() {
 		path := filepath.Join(f.layerDir(info.DiffID), treeDir)
 		checkTree(t, path, info.Usage)
 		must(t, filepath.WalkDir(path, func(path string, d fs.DirEntry, err error) error {

@@ -47,7 +47,7 @@ func (s *Store) loadLayer(path string) error {
 	if err := s.checkKind(info.Kind); err != nil {
 		return err
 	}
-	s.layers.items[info.Name] = &item[Info]{value: &info}
+	s.layers.Add(info.Name, &info)
 	return nil
 }
 
@@ -68,7 +68,7 @@ func (s *Store) loadJoin(path string) error {
 		return err
 	}
 	j.onDisk = true
-	s.joins.items[j.ChainID] = &item[join]{value: &j}
+	s.joins.Add(j.ChainID, &j)
 	return nil
 }
 

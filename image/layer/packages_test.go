@@ -120,7 +120,7 @@ func (w twin) fsck(t *testing.T) {
 		t.Log("NOT TESTED: what fsck.erofs says of the image: ", err)
 		return
 	}
-	for _, j := range w.erofs.joins.all() {
+	for _, j := range w.erofs.joins.All() {
 		l := w.erofs.imageOf(j)
 		args := []string{"--extract"}
 		for _, d := range l.Data {

@@ -11,6 +11,7 @@ import (
 	"github.com/opencontainers/image-spec/identity"
 	"golang.org/x/sys/unix"
 
+	"berth/image/layer/table"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
@@ -84,15 +85,15 @@ func (s *Store) stack(ctx context.Context, names []digest.Digest) ([]string, err
 // with the directories below it.
 func (s *Store) join(ctx context.Context, effort *Effort, names []digest.Digest, below []string) (*join, error) {
 	chainID := identity.ChainID(names)
-	if j := s.joins.get(chainID); j != nil {
+	if j := s.joins.Get(chainID); j != nil {
 		return j, nil
 	}
-	owned, err := s.joins.acquire(ctx, chainID)
+	owned, err := s.joins.Acquire(ctx, chainID)
 	if err != nil {
 		return nil, fmt.Errorf("wait for the other maker of join %s: %w", chainID, err)
 	}
-	defer owned.release()
-	if j := owned.value(); j != nil {
+	defer owned.Release()
+	if j := owned.Value(); j != nil {
 		return j, nil
 	}
 	j := &join{ChainID: chainID, Layers: slices.Clone(names), Kind: s.driver.Kind(), onDisk: true}
@@ -116,7 +117,7 @@ func (s *Store) join(ctx context.Context, effort *Effort, names []digest.Digest,
 	case err != nil:
 		return nil, coded(fmt.Errorf("join with the layers below: %w", err))
 	}
-	owned.set(j)
+	owned.Set(j)
 	return j, nil
 }
 
@@ -142,7 +143,7 @@ func (s *Store) part(name digest.Digest) (Part, error) {
 
 // removeJoins removes the joins that name takes part in.
 func (s *Store) removeJoins(name digest.Digest) error {
-	for _, j := range s.joins.all() {
+	for _, j := range s.joins.All() {
 		if !slices.Contains(j.Layers, name) {
 			continue
 		}
@@ -156,7 +157,7 @@ func (s *Store) removeJoins(name digest.Digest) error {
 // merged returns the image of a chain of layers, mounted.
 func (s *Store) merged(ctx context.Context, driver Merger, names []digest.Digest) ([]rootfs.Layer, error) {
 	chainID := identity.ChainID(names)
-	j := s.joins.get(chainID)
+	j := s.joins.Get(chainID)
 	if j == nil || j.mount.Load() == nil {
 		var err error
 		if j, err = s.mountMerged(ctx, driver, chainID, names); err != nil {
@@ -180,12 +181,12 @@ func (s *Store) imageOf(j *join) rootfs.Layer {
 // mountMerged mounts the image of a chain, which it makes if it is not there. The mount has no place; it goes with the image, or
 // with this Store, and lives on where a container has it.
 func (s *Store) mountMerged(ctx context.Context, driver Merger, chainID digest.Digest, names []digest.Digest) (*join, error) {
-	owned, err := s.joins.acquire(ctx, chainID)
+	owned, err := s.joins.Acquire(ctx, chainID)
 	if err != nil {
 		return nil, fmt.Errorf("wait for the other maker of image %s: %w", chainID, err)
 	}
-	defer owned.release()
-	j := owned.value()
+	defer owned.Release()
+	j := owned.Value()
 	found := j != nil
 	if !found {
 		if j, err = s.merge(ctx, driver, owned, names); err != nil {
@@ -221,8 +222,8 @@ func isDamaged(err error) bool {
 }
 
 // merge makes the image of the chain that is owned, in place of one that is there. No more is written than the reserve leaves.
-func (s *Store) merge(ctx context.Context, driver Merger, chain *owned[join], names []digest.Digest) (*join, error) {
-	j := &join{ChainID: chain.key, Layers: slices.Clone(names), Kind: driver.Kind(), onDisk: true}
+func (s *Store) merge(ctx context.Context, driver Merger, chain *table.Owned[join], names []digest.Digest) (*join, error) {
+	j := &join{ChainID: chain.Key(), Layers: slices.Clone(names), Kind: driver.Kind(), onDisk: true}
 	dirs := make([]string, 0, len(names))
 	for _, name := range names {
 		if _, err := s.Info(name); err != nil {
@@ -235,7 +236,7 @@ func (s *Store) merge(ctx context.Context, driver Merger, chain *owned[join], na
 		return nil, fmt.Errorf("merge layers: %w", err)
 	}
 	defer stop()
-	err = s.publish(s.joinDir(chain.key), joinKind, func(dir string) (any, error) {
+	err = s.publish(s.joinDir(chain.Key()), joinKind, func(dir string) (any, error) {
 		usage, used, err := driver.Merge(newEffort(guarded, s.effort), dir, dirs)
 		j.Usage = usage
 		for _, i := range used {
@@ -246,14 +247,14 @@ func (s *Store) merge(ctx context.Context, driver Merger, chain *owned[join], na
 	if err != nil {
 		return nil, coded(fmt.Errorf("merge layers: %w", err))
 	}
-	chain.set(j)
+	chain.Set(j)
 	return j, nil
 }
 
 // IsStacked reports whether Stack has nothing left to make for a chain of layers.
 func (s *Store) IsStacked(names []digest.Digest) bool {
 	if _, merges := s.driver.(Merger); merges {
-		return s.joins.get(identity.ChainID(names)) != nil
+		return s.joins.Get(identity.ChainID(names)) != nil
 	}
 	return true // joins are for parts of a chain; what is missing is made
 }
@@ -262,7 +263,7 @@ func (s *Store) IsStacked(names []digest.Digest) bool {
 // any more.
 func (s *Store) Merged() (chains []digest.Digest) {
 	if _, merges := s.driver.(Merger); merges {
-		for _, j := range s.joins.all() {
+		for _, j := range s.joins.All() {
 			chains = append(chains, j.ChainID)
 		}
 	}
@@ -290,21 +291,21 @@ func (j *join) unmount() error {
 }
 
 func (s *Store) removeJoin(chainID digest.Digest) error {
-	owned, err := s.joins.acquire(context.Background(), chainID)
+	owned, err := s.joins.Acquire(context.Background(), chainID)
 	if err != nil {
 		return err
 	}
-	defer owned.release()
-	j := owned.value()
+	defer owned.Release()
+	j := owned.Value()
 	if j == nil {
 		return nil
 	}
-	owned.set(nil)
+	owned.Set(nil)
 	if !j.onDisk {
 		return nil
 	}
 	if err := s.trash.Take(s.joinDir(chainID), j.Usage); err != nil {
-		owned.set(j)
+		owned.Set(j)
 		return err
 	}
 	return j.unmount()

@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/layer/scatter"
+	"berth/image/layer/table"
 	"berth/image/layer/trash"
 	"berth/image/layer/writeback"
 	"berth/image/tree"
@@ -31,8 +32,8 @@ type Store struct {
 	root    string
 	driver  Driver
 	log     *slog.Logger
-	layers  *table[Info]
-	joins   *table[join]
+	layers  *table.Table[Info]
+	joins   *table.Table[join]
 	trash   *trash.Trash
 	home    *os.File // root; older than all that syncs brings to the disk
 	syncs   *writeback.Syncer
@@ -50,7 +51,7 @@ type Store struct {
 // can't be read for want of something, or that a newer berth wrote, is an error. No layer
 // is made where less than the reserve is free.
 func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store, error) {
-	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join](), reserve: reserve, statfs: reserve.statfsOf(root), effort: allEffort}
+	s := &Store{root: root, driver: driver, log: log, layers: table.New[Info](), joins: table.New[join](), reserve: reserve, statfs: reserve.statfsOf(root), effort: allEffort}
 	for _, dir := range []string{layersDir, joinsDir, tmpDir, trashDir} {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o700); err != nil {
 			return nil, fmt.Errorf("open layer store: %w", err)
@@ -96,7 +97,7 @@ func (s *Store) emptyDir() string { return filepath.Join(s.root, "empty-"+string
 func (s *Store) Close() error {
 	s.trash.Stop()
 	var failed error
-	for _, j := range s.joins.all() {
+	for _, j := range s.joins.All() {
 		failed = errors.Join(failed, j.unmount())
 	}
 	return errors.Join(failed, s.home.Close())
@@ -112,11 +113,11 @@ func (s *Store) IsKeeper() bool {
 }
 
 // Has reports whether the layer of that name is there.
-func (s *Store) Has(name digest.Digest) bool { return s.layers.get(name) != nil }
+func (s *Store) Has(name digest.Digest) bool { return s.layers.Get(name) != nil }
 
 // Info returns what is known of a layer; NotFound if it is not there.
 func (s *Store) Info(name digest.Digest) (Info, error) {
-	info := s.layers.get(name)
+	info := s.layers.Get(name)
 	if info == nil {
 		return Info{}, errdefs.NotFound("layer %s is not there", name)
 	}
@@ -126,7 +127,7 @@ func (s *Store) Info(name digest.Digest) (Info, error) {
 // List returns the names of all layers, sorted.
 func (s *Store) List() []digest.Digest {
 	var names []digest.Digest
-	for _, info := range s.layers.all() {
+	for _, info := range s.layers.All() {
 		names = append(names, info.Name)
 	}
 	slices.Sort(names)
@@ -139,10 +140,10 @@ func (s *Store) List() []digest.Digest {
 func (s *Store) Usage() Usage {
 	sum := s.trash.Usage()
 	sum.Bytes += uint64(s.making.Load())
-	for _, info := range s.layers.all() {
+	for _, info := range s.layers.All() {
 		sum = sum.Add(info.Usage)
 	}
-	for _, j := range s.joins.all() {
+	for _, j := range s.joins.All() {
 		sum = sum.Add(j.Usage)
 	}
 	return sum
@@ -259,18 +260,18 @@ var errThere = errors.New("the layer is there")
 
 // admit makes the layer that was built in tmp visible, unless it is by now.
 func (s *Store) admit(ctx context.Context, tmp string, info Info) error {
-	layer, err := s.layers.acquire(ctx, info.Name)
+	layer, err := s.layers.Acquire(ctx, info.Name)
 	if err != nil {
 		return fmt.Errorf("wait for its other maker: %w", err)
 	}
-	defer layer.release()
-	if layer.value() != nil {
+	defer layer.Release()
+	if layer.Value() != nil {
 		return errThere
 	}
 	if err := s.show(tmp, s.layerDir(info.Name)); err != nil {
 		return err
 	}
-	layer.set(&info)
+	layer.Set(&info)
 	return nil
 }
 
@@ -379,26 +380,26 @@ func (s *Store) show(tmp, dir string) (err error) {
 // it returns at once; the files are deleted in the background. It is no error if
 // the layer is not there. The caller sees to it that nothing uses the layer.
 func (s *Store) Remove(name digest.Digest) error {
-	if s.layers.get(name) == nil {
+	if s.layers.Get(name) == nil {
 		return nil
 	}
-	layer, err := s.layers.acquire(context.Background(), name)
+	layer, err := s.layers.Acquire(context.Background(), name)
 	if err != nil {
 		return fmt.Errorf("remove layer %s: %w", name, err)
 	}
-	defer layer.release()
-	info := layer.value()
+	defer layer.Release()
+	info := layer.Value()
 	if info == nil {
 		return nil
 	}
-	layer.set(nil)
+	layer.Set(nil)
 	// The joins first: one may hold the last name of a file of this layer.
 	if err := s.removeJoins(name); err != nil {
-		layer.set(info)
+		layer.Set(info)
 		return fmt.Errorf("remove layer %s: %w", name, err)
 	}
 	if err := s.trash.Take(s.layerDir(name), info.Usage); err != nil {
-		layer.set(info)
+		layer.Set(info)
 		return fmt.Errorf("remove layer %s: %w", name, err)
 	}
 	return nil

@@ -362,7 +362,7 @@ func TestLinkBelowIsLink(t *testing.T) {
 	if a.Ino != b.Ino {
 		t.Errorf("inodes %d and %d", a.Ino, b.Ino)
 	}
-	if j := s.joins.all(); len(j) != 1 || j[0].Usage != (Usage{Bytes: 2 * 4096, Inodes: 2}) {
+	if j := s.joins.All(); len(j) != 1 || j[0].Usage != (Usage{Bytes: 2 * 4096, Inodes: 2}) {
 		t.Errorf("joins %+v", j)
 	}
 	// A container that changes one changes neither layer.
