@@ -212,7 +212,7 @@ const memoryPods = 20
 // memory compares what runs with pods to what runs without, after a fresh start of the daemon where it is ours. A sample removes
 // its pods, so that one runtime at a time has some.
 var memory = experiment{
-	name: "memory", rows: []string{"pss-pod", "pss-daemon-idle", "pss-daemon-20"}, suits: plugins,
+	name: "memory", rows: []string{"pss-pod", "pss-daemon-idle", "pss-all-idle", "pss-daemon-20", "pss-all-20"}, suits: plugins,
 	samples: atMost(10), limit: 3 * time.Minute, budget: 2 * time.Minute,
 	sample: func(ctx context.Context, c *contestant) (values, error) {
 		if c.s.Daemon != nil {
@@ -235,7 +235,8 @@ var memory = experiment{
 		}
 		return values{
 			"pss-pod":         {mib((after.Others - before.Others) / memoryPods)},
-			"pss-daemon-idle": {mib(before.Daemon)}, "pss-daemon-20": {mib(after.Daemon)},
+			"pss-daemon-idle": {mib(before.Daemon)}, "pss-all-idle": {mib(before.Daemon + before.Kept)},
+			"pss-daemon-20": {mib(after.Daemon)}, "pss-all-20": {mib(after.Daemon + after.Kept)},
 		}, c.s.Clean(ctx)
 	},
 }

@@ -99,8 +99,9 @@ measured with one runtime after the other, since its pods take their part of the
 berth's slowest period is five. More samples of other rows would take more than half an hour for all of it: a restart with 500 pods takes containerd seconds, and memory differs by a percent. A goal that berth reaches is in bold; the goals are of a machine on which containerd
 with runc takes 121 ms for the first row. "To Running" is RunPodSandbox, CreateContainer and StartContainer together, one pod after another unless said. CPU time is that of the
 runtime's cgroup with its pods, so it holds what ended processes, plugins and preparations for the next pod have used; before each sample the
-runtime comes to rest. Memory of the daemon is the proportional set size (PSS) of all its processes that belong to no pod, for each runtime by the same rule: berth's are the daemon and two
-launchers, which wait for the next container; shims and monitors are the pods'. It is that of a runtime which was left alone for 5 s (berth gives memory back after 3) and then has answered the two lists that kubelet asks for
+runtime comes to rest. Memory is the proportional set size (PSS). What a daemon keeps ready is
+all processes that it has started for no pod: berth has two launchers, which wait for the next container; shims and monitors are the pods'. A launcher has some 1.7 MiB for itself, two thirds of
+it Go's heap, and both share 6 MiB of their program, a sealed copy in memory that no container can write to (CVE-2019-5736). It is the memory of a runtime which was left alone for 5 s (berth gives memory back after 3) and then has answered the two lists that kubelet asks for
 every second; while 100 pods are idle nobody asks anything (containerd 2.4 has its shims read all pods' statistics every second by
 itself, by default). An image's disk is free when no file of its is left in the runtime's directory, by a look each 10 ms: containerd deletes before it answers, berth after. What the kernel's own threads do for a pod, such as taking a network namespace apart, is in nobody's. The pods' only process is
 the same small program for all, which waits for SIGTERM. [contrib/bench](../contrib/bench) repeats all of it.

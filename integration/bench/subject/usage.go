@@ -130,9 +130,11 @@ func PSS(pid int) (float64, error) {
 	return 0, fmt.Errorf("%s has no Pss", path)
 }
 
-// Memory is the PSS in bytes of a runtime's processes that belong to no pod, and of all other processes on this machine but for containers
-// and ourselves.
-type Memory struct{ Daemon, Others float64 }
+// Memory is the PSS in bytes of a daemon, of the processes that it keeps and that belong to no pod, and of all others on this machine but for
+// containers and ourselves.
+type Memory struct{ Daemon, Kept, Others float64 }
+
+func (m Memory) sum() float64 { return m.Daemon + m.Kept + m.Others }
 
 // Memory takes stock. The others' processes belong to all runtimes: compare two Memories of a machine on which
 // only this one has changed.
@@ -153,8 +155,10 @@ func sumMemory(all map[int]process, daemon int) (m Memory) {
 	for pid, p := range all {
 		switch {
 		case p.container:
+		case pid == daemon:
+			m.Daemon = p.pss
 		case descends(all, pid, daemon) && !p.ofPod:
-			m.Daemon += p.pss
+			m.Kept += p.pss
 		default:
 			m.Others += p.pss
 		}
@@ -261,7 +265,7 @@ func (s *Subject) SettledMemory(ctx context.Context) (Memory, error) {
 		}
 		var now Memory
 		if now, err = s.polledMemory(ctx); err == nil {
-			if diff := now.Daemon + now.Others - last.Daemon - last.Others; -tolerance < diff && diff < tolerance {
+			if diff := now.sum() - last.sum(); -tolerance < diff && diff < tolerance {
 				return now, nil
 			}
 		}

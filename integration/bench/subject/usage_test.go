@@ -81,7 +81,7 @@ func TestSumMemory(t *testing.T) {
 		20: {parent: 1, pss: 64},                   // another daemon
 		30: {parent: 31, pss: 128}, 31: {parent: 30, pss: 256},
 	}
-	want := Memory{Daemon: 1 + 2 + 4, Others: 8 + 16 + 64 + 128 + 256}
+	want := Memory{Daemon: 1, Kept: 2 + 4, Others: 8 + 16 + 64 + 128 + 256}
 	if got := sumMemory(all, 10); got != want {
 		t.Errorf("got %v, want %v", got, want)
 	}
