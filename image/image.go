@@ -156,8 +156,6 @@ type record struct {
 	// Blobs are the layers as the registry has them, bottom first. Up to 0.2.0 there are none: layers were
 	// named by the tars that the configuration names.
 	Blobs []digest.Digest `json:"blobs,omitempty"`
-	// TooLarge: the layers are directories because the image, or one that most of it is from, was too much for EROFS.
-	TooLarge bool `json:"tooLarge,omitempty"`
 
 	asleep bool // this kernel can't mount the layers, another can: it is kept, and not shown
 }

@@ -1,11 +1,11 @@
 package image
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
-	"slices"
 	"sync/atomic"
 	"time"
 
@@ -17,8 +17,10 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
+	"berth/image/erofs"
 	"berth/image/layer"
 	"berth/image/registry"
+	"berth/image/tree"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/task"
@@ -132,53 +134,31 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 		}
 	}()
 	store := s.layers.home(distinct(chain))
-	tooLarge := false
-	if other := s.layers.other(store); other != nil && missing(store, img) > 0 && s.isMostlyTooLarge(img) {
-		store, tooLarge = other, true
-	}
-	if wanted := missing(store, img); wanted > 0 {
-		s.makeRoom(ctx, wanted)
+	if other := s.layers.other(store); other != nil && missing(store, img) > 0 && other.Inodes(distinct(chain)) > s.mostInodes() {
+		store = other // what is there of it was too much before, as of its last version: the rest would be fetched, and then all of it
 	}
 	err = s.fetchInto(ctx, store, repo, img, tracks)
 	if other := s.layers.other(store); other != nil && errors.Is(err, layer.ErrTooLarge) {
 		s.log.Info("an image is too much for one driver of layers, and tried with another", "image", repo.Reference().String(), "not", store.Kind(), "driver", other.Kind(), "error", err)
-		store, tooLarge = other, true
+		store = other
 		err = s.fetchInto(ctx, store, repo, img, tracks)
 	}
 	if err != nil {
 		return nil, err
 	}
-	return s.commit(ctx, repo.Reference(), img, store, tooLarge)
+	return s.commit(ctx, repo.Reference(), img, store)
 }
 
-// isMostlyTooLarge reports whether half of an image or more, by its blobs, is in an image that was too much for EROFS: this one is a newer
-// version of that, or made from it, and would be fetched in full, only to be too much again.
-func (s *Store) isMostlyTooLarge(img *registry.Image) bool {
-	var all int64
-	for _, l := range img.Layers {
-		all += l.Blob.Size
-	}
-	for _, rec := range s.index.Load().records {
-		if !rec.TooLarge || rec.asleep {
-			continue
-		}
-		names := rec.layers()
-		var shared int64
-		for _, l := range img.Layers {
-			if slices.Contains(names, sourceOf(l).Name()) {
-				shared += l.Blob.Size
-			}
-		}
-		if shared >= all-shared {
-			return true
-		}
-	}
-	return false
+// mostInodes is how many files EROFS layers that are merged may have at most, however short their names are. Those of layers that hide
+// each other's files are counted too often: then an image becomes directories that need not be.
+func (s *Store) mostInodes() uint64 {
+	return uint64(cmp.Or(s.cfg.MergeMemory, erofs.MaxMemory)) / tree.NodeMemory
 }
 
 // fetchInto gets the layers of an image that a store lacks, and finds out whether they can be stacked.
 func (s *Store) fetchInto(ctx context.Context, store *layer.Store, repo *registry.Repository, img *registry.Image, tracks []*layerTrack) error {
 	if wanted := missing(store, img); wanted > 0 {
+		s.makeRoom(ctx, wanted)
 		if err := store.HasRoom(wanted, s.layers.deleting()); err != nil {
 			return err
 		}
@@ -314,7 +294,7 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 	})
 	inParts = blob.InParts()
 	switch {
-	case errors.Is(err, layer.ErrTooLarge): // another driver may take it: that is no fault of the blob
+	case errors.Is(err, layer.ErrTooLarge) && s.layers.other(store) != nil: // which looks at the whole blob
 	case !refusesContent(err):
 	case repo.Hosts() > 1 || inParts:
 		err = faultOf(ctx, blob, err, faultTime)

@@ -418,8 +418,8 @@ func (s *Store) becomeWriter(ctx context.Context) (release func(), err error) {
 }
 
 // commit makes a pulled image, whose layers are in the store, durable and visible under a name. The caller holds
-// them. If another image has the tag, it loses it. tooLarge: its layers are directories because it is too much for EROFS.
-func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registry.Image, store *layer.Store, tooLarge bool) (*Image, error) {
+// them. If another image has the tag, it loses it.
+func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registry.Image, store *layer.Store) (*Image, error) {
 	release, err := s.becomeWriter(ctx)
 	if err != nil {
 		return nil, err
@@ -429,7 +429,6 @@ func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registr
 	chain := layersOf(img)
 	id, rec := x.place(img)
 	rec.asleep = false
-	rec.TooLarge = tooLarge || rec.TooLarge && store.Kind() == rootfs.Directory
 	if rec.Size, err = sizeOf(store, chain); err != nil { // in another form than before, perhaps
 		return nil, err
 	}

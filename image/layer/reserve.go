@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
@@ -95,8 +96,18 @@ func (s *Store) CouldTake(bytes, freed uint64) error {
 	return s.reserve.check(&fs, bytes, freed)
 }
 
-// Deleting is what those layers take that are being deleted: a part of Usage.
-func (s *Store) Deleting() Usage { return s.trash.Usage() }
+// Inodes is how many files those of the layers have that are there.
+func (s *Store) Inodes(names []digest.Digest) (sum uint64) {
+	for _, name := range names {
+		if info, err := s.Info(name); err == nil {
+			sum += info.Inodes
+		}
+	}
+	return sum
+}
+
+// Deleting is what those layers take that are being deleted, but for what could not be: a part of Usage.
+func (s *Store) Deleting() Usage { return s.trash.Going() }
 
 // Excess is how many bytes more than a share of the filesystem would be used with so many more, as df(1) counts: what only root may use is
 // not part of it.

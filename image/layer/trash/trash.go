@@ -47,15 +47,16 @@ func New(dir string, remove func(context.Context, string) error, log *slog.Logge
 	return &Trash{
 		dir: dir, remove: remove, log: log,
 		prefix: strconv.FormatInt(time.Now().UnixNano(), 36),
-		sizes:  sizes{of: map[string]unpack.Usage{}},
+		sizes:  sizes{of: map[string]unpack.Usage{}, stuck: map[string]bool{}},
 		wake:   make(chan struct{}, 1), ctx: ctx, quit: quit, done: make(chan struct{}),
 	}
 }
 
 // sizes knows what is taken by the things in the trash, as far as it is known.
 type sizes struct {
-	mu sync.Mutex // guards of
-	of map[string]unpack.Usage
+	mu    sync.Mutex // guards what follows
+	of    map[string]unpack.Usage
+	stuck map[string]bool // what could not be deleted when that was tried last
 }
 
 func (s *sizes) set(name string, u unpack.Usage) {
@@ -63,21 +64,33 @@ func (s *sizes) set(name string, u unpack.Usage) {
 	defer s.mu.Unlock()
 	if s.of[name] = u; u == (unpack.Usage{}) {
 		delete(s.of, name)
+		delete(s.stuck, name)
 	}
 }
 
-func (s *sizes) sum() unpack.Usage {
+func (s *sizes) setStuck(name string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.stuck[name] = true
+}
+
+func (s *sizes) sum(of func(stuck bool) bool) unpack.Usage {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var sum unpack.Usage
-	for _, u := range s.of {
-		sum = sum.Add(u)
+	for name, u := range s.of {
+		if of(s.stuck[name]) {
+			sum = sum.Add(u)
+		}
 	}
 	return sum
 }
 
 // Usage is what is taken by the things in the trash, as far as it is known.
-func (t *Trash) Usage() unpack.Usage { return t.sizes.sum() }
+func (t *Trash) Usage() unpack.Usage { return t.sizes.sum(func(bool) bool { return true }) }
+
+// Going is Usage without what could not be deleted when that was tried last.
+func (t *Trash) Going() unpack.Usage { return t.sizes.sum(func(stuck bool) bool { return !stuck }) }
 
 // Take moves path, on the same filesystem, into the trash. size is what it takes
 // on disk until it is deleted, zero if that is not known.
@@ -149,6 +162,7 @@ func (t *Trash) empty() (all bool) {
 			return false
 		}
 		if err != nil {
+			t.sizes.setStuck(e.Name())
 			t.seldom.Warn(t.log, "a layer could not be deleted and will be tried again", "path", path, "err", err)
 			all = false
 			continue

@@ -282,5 +282,6 @@ func OfTree(root *tree.Node, tick func(), hash func(n *tree.Node) (uint64, error
 		found.Sum.AddFile(n.Mode, n.UID, n.GID, dev, c)
 		return nil
 	}
-	return found, walk("", root)
+	err = walk("", root)
+	return found, err
 }

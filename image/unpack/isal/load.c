@@ -12,7 +12,7 @@ struct library isal_library;
 
 // works has the library inflate a gzip. The program was built with another machine's header, perhaps, and a library whose structures are other ones
 // is to be noticed here and not with a layer. So there is room behind the structures. It is called where a gzip is to be read, in the confined
-// program: a library that crashes is no reason that no layer can be unpacked.
+// program: with a library that crashes no gzip can be unpacked, but all else.
 int isal_works(void)
 {
 	const struct library *l = &isal_library;
