@@ -11,6 +11,9 @@ import (
 // namespaces of the machine.
 const leavingTime = 5 * time.Second
 
+// leavingTries is how often it is tried to delete one: for a minute. What is left then is the next GC's.
+const leavingTries = 12
+
 // leaving are ports that go with the namespaces of their pods, and are deleted if they don't. A namespace stays, when all processes have left it, while the kernel
 // goes on to close one of its TCP connections: it repeats what the other side has not acknowledged (tcp_orphan_retries), and nothing comes through
 // a port that is disabled. That takes a minute and more. Whoever dies before leaves what is left to the next GC.
@@ -26,13 +29,18 @@ type leaving struct {
 type leavingPort struct {
 	id, ifName string
 	due        time.Time
+	tries      int // that have failed
 }
 
 // add has a port deleted that is still there after a time.
 func (l *leaving) add(id, ifName string, after time.Duration) {
+	l.put(leavingPort{id: id, ifName: ifName, due: time.Now().Add(after)})
+}
+
+func (l *leaving) put(p leavingPort) {
 	l.lock.Lock()
 	defer l.lock.Unlock()
-	l.ports = append(l.ports, leavingPort{id, ifName, time.Now().Add(after)})
+	l.ports = append(l.ports, p)
 	l.arm()
 }
 
@@ -49,8 +57,10 @@ func (l *leaving) arm() {
 func (l *leaving) sweep() {
 	defer l.running.Done()
 	for _, p := range l.due() {
-		if err := links.Cut(p.id, p.ifName, true); err != nil {
-			l.add(p.id, p.ifName, leavingTime)
+		err := links.Cut(p.id, p.ifName, true)
+		if p.tries++; err != nil && p.tries < leavingTries {
+			p.due = time.Now().Add(leavingTime)
+			l.put(p)
 		}
 	}
 	l.lock.Lock()

@@ -13,15 +13,17 @@ const LookAge = time.Minute
 // Overlaps is CheckOverlap for who asks often: that there is no overlap is kept for LookAge, that there is one never, so that who mends it need not wait. The zero
 // value may be used, concurrently.
 type Overlaps struct {
-	lock  sync.Mutex           // of none
-	none  map[string]time.Time // of which question that was the answer, and when
-	check func(subnets []netip.Prefix, bridge string) error
+	lock    sync.Mutex           // of what follows
+	none    map[string]time.Time // of which question that was the answer, and when
+	forgets int
+	check   func(subnets []netip.Prefix, bridge string) error
 }
 
 // Check is CheckOverlap.
 func (o *Overlaps) Check(subnets []netip.Prefix, bridge string) error {
 	question := fmt.Sprint(bridge, subnets)
-	if o.knows(question) {
+	known, forgets := o.knows(question)
+	if known {
 		return nil
 	}
 	check := o.check
@@ -31,28 +33,33 @@ func (o *Overlaps) Check(subnets []netip.Prefix, bridge string) error {
 	asked := time.Now()
 	err := check(subnets, bridge)
 	if err == nil {
-		o.keep(question, asked)
+		o.keep(question, asked, forgets)
 	}
 	return err
 }
 
-// Forget has the next Check look, whatever was found.
+// Forget has the next Check look, whatever was found, or is by a look that is under way.
 func (o *Overlaps) Forget() {
 	o.lock.Lock()
 	defer o.lock.Unlock()
+	o.forgets++
 	clear(o.none)
 }
 
-func (o *Overlaps) knows(question string) bool {
+// knows tells whether there is none, and how often that was forgotten.
+func (o *Overlaps) knows(question string) (none bool, forgets int) {
 	o.lock.Lock()
 	defer o.lock.Unlock()
 	at, ok := o.none[question]
-	return ok && time.Since(at) < LookAge
+	return ok && time.Since(at) < LookAge, o.forgets
 }
 
-func (o *Overlaps) keep(question string, at time.Time) {
+func (o *Overlaps) keep(question string, at time.Time, forgets int) {
 	o.lock.Lock()
 	defer o.lock.Unlock()
+	if forgets != o.forgets {
+		return
+	}
 	if o.none == nil {
 		o.none = map[string]time.Time{}
 	}

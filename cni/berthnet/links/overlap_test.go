@@ -43,6 +43,23 @@ func TestOverlaps(t *testing.T) {
 			t.Errorf("%s: %v", c.when, err)
 		}
 	}
+	o.check = func([]netip.Prefix, string) error { o.Forget(); return nil } // while it looks
+	o.Forget()
+	if err := o.Check(one, ""); err != nil || len(o.none) != 0 {
+		t.Errorf("a look that was under way when it was forgotten: %v, kept %v", err, o.none)
+	}
+}
+
+func TestOverlapsThatAreOld(t *testing.T) {
+	o := &Overlaps{check: func([]netip.Prefix, string) error { return nil }}
+	for _, subnet := range []string{"10.99.0.1/24", "10.98.0.1/24"} {
+		for question, at := range o.none {
+			o.none[question] = at.Add(-LookAge)
+		}
+		if err := o.Check([]netip.Prefix{netip.MustParsePrefix(subnet)}, ""); err != nil {
+			t.Error(err)
+		}
+	}
 	if len(o.none) != 1 {
 		t.Errorf("%d old answers are kept", len(o.none)-1)
 	}

@@ -57,6 +57,9 @@ const (
 // blockingLegacy is Blocking for rules of iptables-legacy. Nothing is asked of a namespace that has none: the kernel would make the table.
 func blockingLegacy(bridge string, subnets []netip.Prefix) (all []Blocker, err error) {
 	for _, f := range legacyFamilies {
+		if !hasFamily(subnets, f.address == 4) {
+			continue
+		}
 		table, err := f.read()
 		if err != nil {
 			return nil, fmt.Errorf("read the rules of %s: %w", f.tool, err)
@@ -94,6 +97,9 @@ func (f *legacyFamily) read() (*legacyRules, error) {
 		return nil, nil
 	}
 	socket, err := unix.Socket(f.domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0) // any socket of the family will do
+	if errors.Is(err, unix.EAFNOSUPPORT) {
+		return nil, nil // ipv6.disable=1
+	}
 	if err != nil {
 		return nil, os.NewSyscallError("socket", err)
 	}

@@ -34,7 +34,7 @@ func blocking(conn *nftables.Conn, bridge string, subnets []netip.Prefix) (some 
 		return nil, err
 	}
 	for _, c := range all {
-		if !drops(c) {
+		if !drops(c) || c.Table.Family != nftables.TableFamilyINet && !hasFamily(subnets, c.Table.Family == nftables.TableFamilyIPv4) {
 			continue
 		}
 		known, err := knows(conn, all, c.Table, bridge, subnets)
@@ -46,6 +46,11 @@ func blocking(conn *nftables.Conn, bridge string, subnets []netip.Prefix) (some 
 		}
 	}
 	return some, nil
+}
+
+// hasFamily tells whether one of them is of IPv4, or of IPv6: what is dropped of the other one is not the pods'.
+func hasFamily(subnets []netip.Prefix, ip4 bool) bool {
+	return slices.ContainsFunc(subnets, func(s netip.Prefix) bool { return s.Addr().Unmap().Is4() == ip4 })
 }
 
 var families = map[nftables.TableFamily]string{nftables.TableFamilyINet: "inet", nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6"}

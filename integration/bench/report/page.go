@@ -103,7 +103,7 @@ runtime comes to rest. Memory is the proportional set size (PSS). What a daemon 
 all processes that it has started for no pod: berth has two launchers, which wait for the next container; shims and monitors are the pods'. A launcher has some 1.7 MiB for itself, two thirds of
 it Go's heap, and both share 6 MiB of their program, a sealed copy in memory that no container can write to (CVE-2019-5736). It is the memory of a runtime which was left alone for 5 s (berth gives memory back after 3) and then has answered the two lists that kubelet asks for
 every second; while 100 pods are idle nobody asks anything (containerd 2.4 has its shims read all pods' statistics every second by
-itself, by default). An image's disk is free when no file of its is left in the runtime's directory, by a look each 10 ms: containerd deletes before it answers, berth after. What the kernel's own threads do for a pod, such as taking a network namespace apart, is in nobody's. The pods' only process is
+itself, by default). An image's disk is free when no file of its is left in the runtime's directory, by looks 10 ms apart, each of which lists that directory (on the same processors): containerd deletes before it answers, berth after. What the kernel's own threads do for a pod, such as taking a network namespace apart, is in nobody's. The pods' only process is
 the same small program for all, which waits for SIGTERM. [contrib/bench](../contrib/bench) repeats all of it.
 
 `, p.Setting)
