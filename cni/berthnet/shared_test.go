@@ -173,6 +173,105 @@ func TestFlushedRuleset(t *testing.T) {
 	must(t, <-ended)
 }
 
+// ownTable is the network's, as others change it.
+func (b *bed) ownTable() *nftables.Table {
+	return &nftables.Table{Family: nftables.TableFamilyINet, Name: rules.TablePrefix + b.key()}
+}
+
+// marker is the chain that tells what the network's table was made from.
+func (b *bed) marker(conn *nftables.Conn) *nftables.Chain {
+	b.t.Helper()
+	all, err := conn.ListChainsOfTableFamily(nftables.TableFamilyINet)
+	must(b.t, err)
+	for _, c := range all {
+		if c.Table.Name == b.ownTable().Name && strings.HasPrefix(c.Name, "made-from-") {
+			return c
+		}
+	}
+	b.t.Fatal("there is no marker")
+	return nil
+}
+
+// Who deletes the rules of the network's table, but neither it nor its chains (nft flush table), is noticed by CHECK, and mended by STATUS and ADD.
+func TestFlushedTable(t *testing.T) {
+	newWorld(t)
+	b := newBed(t, nil)
+	pod := b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
+	answering(t, pod.netns, "tcp", 80)
+	answering(t, worldNS, "tcp", 80)
+	conn, err := nftables.New()
+	must(t, err)
+	check := func(when string) {
+		t.Helper()
+		conversation{"host port " + when, worldNS, "tcp4", "8080", node4, world4}.check(t)
+		conversation{"pod to the world " + when, pod.netns, "tcp4", "80", world4, node4}.check(t)
+	}
+	check("before")
+	for what, mend := range map[string]func(){
+		"STATUS": func() { must(t, b.status(nil)) },
+		"ADD":    func() { must(t, b.attached(nil).del()) },
+	} {
+		conn.FlushTable(b.ownTable())
+		must(t, conn.Flush())
+		with := map[string]any{"prevResult": pod.result, "runtimeConfig": pod.with["runtimeConfig"]}
+		if _, err := pod.call("CHECK", pod.netns, with); err == nil || !strings.Contains(err.Error(), "rules of network test-") {
+			t.Errorf("CHECK before %s: %v", what, err)
+		}
+		mend()
+		check("after " + what)
+		if _, err := pod.call("CHECK", pod.netns, with); err != nil {
+			t.Errorf("CHECK after %s: %v", what, err)
+		}
+	}
+}
+
+// A table of an earlier version, whose marker has no rule, is written anew, once, and no host port is closed meanwhile.
+func TestMarkerWithoutRule(t *testing.T) {
+	b := newBed(t, nil)
+	b.attached(hostPorts(map[string]any{"hostPort": 8080, "containerPort": 80}))
+	n, err := conf.Parse(b.stdin(nil))
+	must(t, err)
+	restore := func() bool {
+		t.Helper()
+		written, err := b.plugin.of(n).restore(t.Context())
+		must(t, err)
+		return written
+	}
+	others := &rules.Filter{}
+	defer func() { must(t, others.Close()) }()
+	conn, err := nftables.New()
+	must(t, err)
+	for range 10 {
+		conn.FlushChain(b.marker(conn))
+		must(t, conn.Flush())
+		done, fewest := make(chan struct{}), make(chan int)
+		go func() {
+			least := 2
+			for {
+				open, err := others.Ports(b.key())
+				if err != nil {
+					t.Error(err)
+				}
+				least = min(least, len(open))
+				select {
+				case <-done:
+					fewest <- least
+					return
+				default:
+				}
+			}
+		}()
+		written := restore()
+		close(done)
+		if least := <-fewest; !written || least != 2 {
+			t.Errorf("it is written anew: %v; %d host ports were open", written, least)
+		}
+		if restore() {
+			t.Error("it is written once more")
+		}
+	}
+}
+
 // What keeps the rules from being written when somebody deletes them may pass: they are written then, though nobody asks.
 func TestFlushedRulesetIsTriedAgain(t *testing.T) {
 	b := newBed(t, nil)

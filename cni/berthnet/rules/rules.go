@@ -3,11 +3,12 @@
 // # Contract
 //
 // A network has one table of nftables, with nothing of others' in it. Its rules are about the network as a whole, written in one
-// transaction by Install when they are not there or not as they shall be, which the name of an empty chain tells (Installed asks for
-// that alone). What a pod needs of its own, its host ports, are elements of maps, so that to attach a pod is to add elements: one transaction
+// transaction by Install when they are not there or not as they shall be, which the name of a chain that no packet meets tells, and the rule in it, which
+// goes with all others (Installed asks for that alone). What a pod needs of its own, its host ports, are elements of maps, so that to attach a pod is to add elements: one transaction
 // too, and none for a pod without host ports. Packets are told apart by their interfaces and by what conntrack knows of them; there are no marks.
 //
-// Others may delete the table, with all there is (nft flush ruleset): Watch tells of it, and Install is given the host ports that were open.
+// Others may delete the table, with all there is (nft flush ruleset): Watch tells of it, and Install is given the host ports that were open. Or they
+// delete the table's rules alone (nft flush table), which leaves the host ports in the maps: who asks Installed next learns of that.
 //
 // A Filter works in one network namespace, and may be used concurrently.
 package rules
@@ -23,6 +24,7 @@ import (
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
+	"github.com/google/nftables/userdata"
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
@@ -49,7 +51,7 @@ func table(network string) *nftables.Table {
 	return &nftables.Table{Family: nftables.TableFamilyINet, Name: TablePrefix + network}
 }
 
-// markerPrefix begins the name of the empty chain that tells what the table was made from, and which bridge it is for.
+// markerPrefix begins the name of the chain that tells what the table was made from, and which bridge it is for.
 const markerPrefix = "made-from-"
 
 // format is part of that, to be counted up with each change of the rules.
@@ -62,14 +64,18 @@ func (n *Network) marker() string {
 
 func markerOf(bridge string) string { return "-for-" + bridge }
 
-// Installed tells whether the network's table is there, made from the same.
+// markerRule is all that is in that chain: a flush of the table leaves chains, without rules. Versions that knew no flushes had none.
+func markerRule(marker *nftables.Chain) *nftables.Rule {
+	return &nftables.Rule{Table: marker.Table, Chain: marker, Exprs: verdict(expr.VerdictReturn),
+		UserData: userdata.AppendString(nil, userdata.TypeComment, "the rules of this table are there")}
+}
+
+// Installed tells whether the network's table is there, made from the same, with its rules.
 func (f *Filter) Installed(n Network) (installed bool, err error) {
 	n.normalize()
 	err = f.with(func(conn *nftables.Conn) error {
-		_, err := conn.ListChain(table(n.Key), n.marker())
-		if err == nil {
-			installed = true
-		}
+		found, err := conn.GetRules(table(n.Key), &nftables.Chain{Name: n.marker()}) // none where there is no such table or chain
+		installed = len(found) > 0
 		if isMissing(err) {
 			return nil
 		}
@@ -179,7 +185,7 @@ func (n *Network) write(conn *nftables.Conn, old []string) error {
 	for _, name := range old {
 		conn.DelChain(&nftables.Chain{Table: t, Name: name})
 	}
-	conn.AddChain(&nftables.Chain{Table: t, Name: n.marker()})
+	conn.AddRule(markerRule(conn.AddChain(&nftables.Chain{Table: t, Name: n.marker()})))
 	return nil
 }
 
