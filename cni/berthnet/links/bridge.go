@@ -83,17 +83,14 @@ func FindBridge(name string) (*Bridge, error) {
 	}
 	at := link.Attrs()
 	b := &Bridge{Name: name, Index: at.Index, MTU: at.MTU, MAC: at.HardwareAddr, up: at.Flags&net.FlagUp != 0, alias: at.Alias}
-	addrs, err := dump(func() ([]netlink.Addr, error) { return netlink.AddrList(link, netlink.FAMILY_ALL) }) // ports have none, so there are not many
+	addresses, err := addressesOf(b.Index)
+	if errors.Is(err, unix.ENODEV) { // it went after it was found
+		return nil, nil
+	}
 	if err != nil {
 		return nil, fmt.Errorf("read addresses of bridge %s: %w", name, err)
 	}
-	for _, a := range addrs {
-		ip, ok := netip.AddrFromSlice(a.IP)
-		ones, _ := a.Mask.Size()
-		if ip = ip.Unmap(); ok && !ip.IsLinkLocalUnicast() {
-			b.Prefixes = append(b.Prefixes, netip.PrefixFrom(ip, ones))
-		}
-	}
+	b.Prefixes = slices.DeleteFunc(addresses, func(p netip.Prefix) bool { return p.Addr().IsLinkLocalUnicast() })
 	slices.SortFunc(b.Prefixes, netip.Prefix.Compare)
 	return b, nil
 }
