@@ -9,9 +9,11 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
+	"github.com/vishvananda/netlink"
 	"google.golang.org/grpc/codes"
 
 	"berth/cni/berthnet"
@@ -90,26 +92,80 @@ func TestObstaclesAreNamed(t *testing.T) {
 	defer n.Close()
 	b := &bed{t: t, n: n}
 	b.ready(true)
+	eventually(t, "a look", func() bool { return !n.view.Load().obstaclesAt.IsZero() })
 	if all := n.Info().Obstacles; len(all) != 1 || !strings.Contains(all[0], "ip filter FORWARD") || !strings.Contains(all[0], "DOCKER-USER") {
 		t.Errorf("obstacles are %q", all)
 	}
-	lookAnew := func() {
-		old := *n.view.Load()
-		old.obstaclesAt = old.obstaclesAt.Add(-2 * maxObstaclesAge)
-		n.view.Store(&old)
-		n.askRefresh()
-		eventually(t, "another look", func() bool { return n.view.Load().obstaclesAt.After(old.obstaclesAt) })
-	}
-	lookAnew()
+	b.lookForObstacles()
 	const warning = "may not reach everybody"
 	if log.count(warning) != 1 {
 		t.Errorf("%d warnings", log.count(warning))
 	}
 	remove()
-	lookAnew()
+	b.lookForObstacles()
 	if all := n.Info().Obstacles; len(all) != 0 || log.count(warning) != 1 || log.count("nothing is in the way") != 1 {
 		t.Errorf("with the firewall gone obstacles are %q, with %d warnings", all, log.count(warning))
 	}
+}
+
+// lookForObstacles makes the owner look, and waits until it did.
+func (b *bed) lookForObstacles() {
+	b.t.Helper()
+	begin := time.Now()
+	eventually(b.t, "another look", func() bool {
+		now := b.n.view.Load()
+		if now.obstaclesAt.After(begin) {
+			return true
+		}
+		if time.Since(now.obstaclesAt) < maxObstaclesAge { // the owner may store another view at the same time
+			old := *now
+			old.obstaclesAt = old.obstaclesAt.Add(-2 * maxObstaclesAge)
+			b.n.view.CompareAndSwap(now, &old)
+			b.n.askRefresh()
+		}
+		return false
+	})
+}
+
+// A look for obstacles that fails is logged once, not repeated with each STATUS, and no reason not to be ready.
+func TestFailedLookForObstacles(t *testing.T) {
+	b := newBed(t)
+	b.plugin("berth-net", `exit 0`)
+	b.writeConf("1.conflist", ownList)
+	taken := &netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "bn0"}, PeerName: "bn0-peer"} // not a bridge
+	must(t, netlink.LinkAdd(taken))
+	defer func() { must(t, netlink.LinkDel(taken)) }()
+	log := &lines{}
+	n, err := New(Config{ConfDir: b.conf, BinDirs: []string{b.bin}, CacheDir: b.cache, RunDir: b.runs}, slog.New(slog.NewTextHandler(io.MultiWriter(log, testWriter{t}), nil)))
+	must(t, err)
+	defer n.Close()
+	b.n = n
+	b.ready(true)
+	const warning = "bn0 is no bridge"
+	eventually(t, "the warning", func() bool { return log.count(warning) == 1 })
+	at := n.view.Load().obstaclesAt
+	if at.IsZero() {
+		t.Fatal("the next look does not wait")
+	}
+	asked := len(b.calls())
+	eventually(t, "STATUS is asked three times", func() bool { // the first two have been judged then
+		n.askRefresh()
+		return len(b.calls()) >= asked+3
+	})
+	if again := n.view.Load().obstaclesAt; again != at {
+		t.Error("STATUS has it looked again")
+	}
+	b.lookForObstacles()
+	if log.count(warning) != 1 {
+		t.Errorf("%d warnings", log.count(warning))
+	}
+
+	must(t, netlink.LinkDel(taken))
+	b.lookForObstacles()
+	must(t, netlink.LinkAdd(taken))
+	b.lookForObstacles()
+	eventually(t, "a warning of what is back", func() bool { return log.count(warning) == 2 })
+	must(t, n.Status(context.Background()))
 }
 
 // What is in the way of pods is looked for with the addresses that they get, and anew when these change.

@@ -32,7 +32,7 @@ type view struct {
 	at      time.Time // when the directory was last looked at
 
 	obstacles   []berthnet.Obstacle // what pods of berth-net would meet
-	obstaclesAt time.Time           // when they were looked for
+	obstaclesAt time.Time           // when they were last looked for, with success or not
 	obstaclesOf *[][]IPRange        // for pods with which addresses
 }
 
@@ -65,6 +65,10 @@ type owner struct {
 	probing  *network // whose STATUS is being asked; nil: nobody's
 	endProbe context.CancelFunc
 	verdicts chan verdict
+
+	looking bool   // for obstacles
+	lookErr string // why that failed the last time, logged once
+	sights  chan sight
 }
 
 // verdict is the outcome of one round of STATUS.
@@ -72,13 +76,10 @@ type verdict struct {
 	net    *network
 	ranges *[][]IPRange // that it is about
 	err    error
-
-	looked    bool // for obstacles, with success
-	obstacles []berthnet.Obstacle
 }
 
 func newOwner(ctx context.Context, n *Network) *owner {
-	o := &owner{n: n, ctx: ctx, verdicts: make(chan verdict)}
+	o := &owner{n: n, ctx: ctx, verdicts: make(chan verdict), sights: make(chan sight)}
 	if n.cfg.List != nil {
 		return o // there is nothing to watch
 	}
@@ -114,6 +115,8 @@ func (o *owner) run() {
 			o.probe()
 		case v := <-o.verdicts:
 			o.judge(v)
+		case s := <-o.sights:
+			o.see(s)
 		}
 	}
 }
@@ -227,9 +230,6 @@ func (o *owner) probe() {
 		if v.err != nil && view.judged && view.verdict == nil && ctx.Err() == nil {
 			v.err = o.n.askStatus(ctx, net.list, v.ranges) // a node is not taken out of service for what passes
 		}
-		if v.err == nil && (time.Since(view.obstaclesAt) > maxObstaclesAge || v.ranges != view.obstaclesOf) {
-			v.obstacles, v.looked = o.n.lookForObstacles(net.list, v.ranges)
-		}
 		select {
 		case o.verdicts <- v:
 		case <-o.ctx.Done():
@@ -250,10 +250,6 @@ func (o *owner) judge(v verdict) {
 	old := o.n.view.Load()
 	now := *old
 	now.judged, now.verdict = true, v.err
-	if v.looked {
-		now.obstacles, now.obstaclesAt, now.obstaclesOf = v.obstacles, time.Now(), v.ranges
-		o.logObstacles(old.obstacles, now.obstacles)
-	}
 	o.n.view.Store(&now)
 	switch {
 	case v.err != nil && (old.verdict == nil || old.verdict.Error() != v.err.Error()):
@@ -261,46 +257,7 @@ func (o *owner) judge(v verdict) {
 	case v.err == nil && old.verdict != nil:
 		o.n.log.Info("CNI network ready", "network", v.net.list.Name)
 	}
-}
-
-func (o *owner) logObstacles(old, now []berthnet.Obstacle) {
-	for _, one := range now {
-		if !slices.Contains(old, one) {
-			o.n.log.Warn("pods of berth-net may not reach everybody, nor be reached", "obstacle", one.What, "mend", one.Mend)
-		}
-	}
-	if len(now) == 0 && len(old) > 0 {
-		o.n.log.Info("nothing is in the way of pods of berth-net any more")
-	}
-}
-
-// lookForObstacles finds what pods of networks of berth-net in a list would meet; looked is false where that could not be found out.
-func (n *Network) lookForObstacles(list *libcni.NetworkConfigList, ranges *[][]IPRange) (all []berthnet.Obstacle, looked bool) {
-	all, err := obstacles(list, ranges)
-	if err != nil {
-		n.log.Debug("look for what is in the way of pods", "network", list.Name, "error", err)
-	}
-	return all, err == nil
-}
-
-// LookForObstacles finds what pods of the network would meet, as far as it is of berth-net, with the addresses that SetIPRanges has told.
-func (n *Network) LookForObstacles() ([]berthnet.Obstacle, error) {
-	v := n.view.Load()
-	if v.net == nil {
-		return nil, v.loadErr
-	}
-	return obstacles(v.net.list, n.ranges.Load())
-}
-
-func obstacles(list *libcni.NetworkConfigList, ranges *[][]IPRange) (all []berthnet.Obstacle, err error) {
-	for _, own := range ownNetworks(list, ranges) {
-		found, err := berthnet.Obstacles(own)
-		if err != nil {
-			return nil, err
-		}
-		all = append(all, found...)
-	}
-	return all, nil
+	o.look()
 }
 
 // askStatus runs STATUS for every plugin of the chain, with ranges of addresses where they know that capability; plugins that do not know

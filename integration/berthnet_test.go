@@ -137,13 +137,16 @@ func TestOwnNetworkNamesFirewalls(t *testing.T) {
 	})
 	d := harness.StartDaemon(t, harness.WithOwnNetwork())
 	waitNetworkReady(t, d, true)
-	status, err := d.Cri.Status(t.Context(), true)
-	harness.Must(t, err)
-	var info struct{ Obstacles []string }
-	harness.Must(t, json.Unmarshal([]byte(status.Info["network"]), &info))
-	if len(info.Obstacles) != 1 || !strings.Contains(info.Obstacles[0], "inet strict forward") {
-		t.Errorf("verbose Status has obstacles %q", info.Obstacles)
-	}
+	harness.Eventually(t, "verbose Status names it", func() error { // the look comes after the first STATUS
+		status, err := d.Cri.Status(t.Context(), true)
+		harness.Must(t, err)
+		var info struct{ Obstacles []string }
+		harness.Must(t, json.Unmarshal([]byte(status.Info["network"]), &info))
+		if len(info.Obstacles) != 1 || !strings.Contains(info.Obstacles[0], "inet strict forward") {
+			return harness.Unexpected("obstacles", info.Obstacles, "inet strict forward")
+		}
+		return nil
+	})
 	log, err := os.ReadFile(d.LogFile())
 	harness.Must(t, err)
 	harness.Equal(t, "warnings in the log", strings.Count(string(log), "inet strict forward"), 1)
