@@ -127,7 +127,7 @@ func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.
 		return nil, err
 	}
 	if len(a.Ranges) == 0 {
-		return nil, types.NewError(types.ErrInvalidNetworkConfig, "invalid configuration of berth-net", "no subnet is given, by subnets or by ipRanges")
+		return nil, types.NewError(types.ErrInvalidNetworkConfig, "invalid configuration of berth-net", errNoSubnet.Error())
 	}
 	if err := a.openStore(); err != nil {
 		return nil, err
@@ -153,6 +153,8 @@ func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.
 	undo.Release()
 	return a.result(bridge, kept, plugged), nil
 }
+
+var errNoSubnet = errors.New("no subnet is given, by subnets or by ipRanges")
 
 // gateways are the bridge's addresses.
 func (a *attachment) gateways() (all []netip.Prefix) {
@@ -632,6 +634,9 @@ func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 
 // able tells why an ADD would be refused, or nil. It changes nothing, but that modules of the kernel may be loaded.
 func (p *Plugin) able(a *attachment) error {
+	if len(a.Ranges) == 0 && !a.Capabilities[conf.CapabilityRanges] { // else the runtime may tell the pods', though it tells none here
+		return errNoSubnet
+	}
 	if err := errors.Join(a.filter.Available(), addresses.Check(a.Dir())); err != nil {
 		return err
 	}

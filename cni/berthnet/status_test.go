@@ -39,6 +39,7 @@ func TestStatusRefuses(t *testing.T) {
 			must(t, netlink.LinkSetAlias(link, "somebody's"))
 		}, `has the alias "somebody's"`},
 		{"no place for addresses", map[string]any{"dataDir": "/dev/null/x"}, func(*testing.T) {}, "not a directory"},
+		{"no subnet", map[string]any{"subnets": []string{}}, func(*testing.T) {}, "no subnet is given"},
 		{"something else of the bridge's name", map[string]any{"bridge": "outside"}, func(*testing.T) {}, "outside is no bridge"},
 		{"an address of the node", map[string]any{"subnets": []string{"192.0.2.0/24"}}, func(*testing.T) {}, "192.0.2.1/24"},
 		{"a route of the node", nil, func(t *testing.T) {
@@ -92,13 +93,16 @@ func bridges(t *testing.T) string {
 	return strings.Join(names, ", ")
 }
 
-// The runtime's ranges count where it gives some, as for ADD; a bridge whose network has no pods any more is in nobody's way.
+// The runtime's ranges count where it gives some, as for ADD, and may come with the pods only; a bridge whose network has no pods any more is in nobody's way.
 func TestStatusAllows(t *testing.T) {
 	newWorld(t)
 	b := newBed(t, map[string]any{"subnets": []string{"192.0.2.0/24"}})
 	ranges := map[string]any{"runtimeConfig": map[string]any{"ipRanges": []any{[]any{map[string]any{"subnet": subnet4}}}}}
 	if err := b.status(ranges); err != nil {
 		t.Errorf("with other ranges: %v", err)
+	}
+	if err := newBed(t, map[string]any{"subnets": []string{}, "capabilities": map[string]bool{"ipRanges": true}}).status(nil); err != nil {
+		t.Errorf("without a subnet, which the runtime may tell with each pod: %v", err)
 	}
 	other := newBed(t, nil)
 	left := other.attached(nil)

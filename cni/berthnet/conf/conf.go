@@ -38,6 +38,9 @@ const (
 	maxPorts = 4096 // host ports of a pod
 )
 
+// CapabilityRanges is the capability by which a runtime tells ranges of addresses.
+const CapabilityRanges = "ipRanges"
+
 // Kinds of isolation.
 const (
 	IsolatePods    = "pods"    // pods of the network don't reach each other, nor each other's host ports
