@@ -626,7 +626,7 @@ func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 			return types.NewError(types.ErrLimitedConnectivity, "berth-net can attach no pod, and those that are there may not be reached", err.Error())
 		}
 	}
-	if err := errors.Join(links.CheckLock(), a.store.CheckLock()); err != nil { // after what may need them: that is worse
+	if err := errors.Join(links.CheckLock(ctx), a.store.CheckLock()); err != nil { // after what may need them: that is worse
 		return types.NewError(types.ErrPluginNotAvailable, "berth-net can attach no pod", err.Error())
 	}
 	return nil

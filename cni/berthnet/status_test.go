@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/cni/berthnet/links"
+	"berth/internal/lockfile"
 )
 
 // status asks for the STATUS, with further configuration.
@@ -198,4 +199,20 @@ func TestStatusWithoutLock(t *testing.T) {
 	must(t, os.Remove(lock))
 	must(t, b.status(nil))
 	must(t, pod.del())
+}
+
+// Nor is one ready on which somebody has the lock of bridges, and is stuck: each ADD would wait for it in vain.
+func TestStatusWithLockHeld(t *testing.T) {
+	b := newBed(t, nil)
+	b.attached(nil)
+	unlock, err := links.Lock(t.Context(), lockfile.Exclusive)
+	must(t, err)
+	if err := b.status(nil); codeOf(err) != types.ErrPluginNotAvailable || !strings.Contains(err.Error(), "berth-net.lock") {
+		t.Errorf("STATUS: %v", err)
+	}
+	unlock()
+	unlock, err = links.Lock(t.Context(), lockfile.Shared)
+	must(t, err)
+	defer unlock()
+	must(t, b.status(nil))
 }

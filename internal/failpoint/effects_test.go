@@ -120,7 +120,7 @@ var unmarked = map[string]string{
 	"internal/killtree.write: os.OpenFile":                                        signal,
 	"internal/lockfile.Acquire: os.OpenFile":                                      lock,
 	"internal/lockfile.Wait: os.OpenFile":                                         lock,
-	"internal/lockfile.Check: os.OpenFile":                                        "makes nothing",
+	"internal/lockfile.check: os.OpenFile":                                        "makes nothing",
 	"internal/netns.createMountpoint: os.OpenFile":                                byCaller,
 	"internal/netns.refuseRouters: os.WriteFile":                                  unpinned,
 	"internal/netns.setUp: netlink.LinkSetUp":                                     unpinned,

@@ -132,6 +132,21 @@ func isAt(file *os.File, path string) (bool, error) {
 
 // Check tells why Wait could not take the lock at path, however long it waits, or nil. It makes no file, and does not wait.
 func Check(path string) error {
+	return check(path, func(file *os.File) error {
+		err := unix.Flock(int(file.Fd()), unix.LOCK_SH|unix.LOCK_NB)
+		if err != nil && !errors.Is(err, unix.EWOULDBLOCK) {
+			return &os.PathError{Op: "flock", Path: path, Err: err}
+		}
+		return nil
+	})
+}
+
+// CheckShared tells why Wait could not share the lock at path until ctx ends, or nil: who has it for himself may be stuck. It makes no file.
+func CheckShared(ctx context.Context, path string) error {
+	return check(path, func(file *os.File) error { return waitFor(ctx, file, Shared) })
+}
+
+func check(path string, try func(*os.File) error) error {
 	file, err := os.OpenFile(path, os.O_RDWR|unix.O_NOFOLLOW, 0)
 	if errors.Is(err, fs.ErrNotExist) {
 		dir := filepath.Dir(path)
@@ -143,13 +158,7 @@ func Check(path string) error {
 	if err != nil {
 		return fmt.Errorf("open lock: %w", err)
 	}
-	err = unix.Flock(int(file.Fd()), unix.LOCK_SH|unix.LOCK_NB)
-	if errors.Is(err, unix.EWOULDBLOCK) {
-		err = nil
-	} else if err != nil {
-		err = &os.PathError{Op: "flock", Path: path, Err: err}
-	}
-	return errors.Join(err, file.Close())
+	return errors.Join(try(file), file.Close())
 }
 
 // Release gives the lock up.

@@ -198,13 +198,25 @@ func TestCheck(t *testing.T) {
 	if err := Check(path); err != nil {
 		t.Errorf("with somebody who has it: %v", err)
 	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+	defer cancel()
+	if err := CheckShared(ctx, path); !errors.Is(err, context.DeadlineExceeded) || !strings.Contains(err.Error(), path) {
+		t.Errorf("with somebody who has it and does not share it: %v", err)
+	}
+	unlock()
+	if unlock, err = Wait(t.Context(), path, Shared); err != nil {
+		t.Fatal(err)
+	}
+	if err := CheckShared(t.Context(), path); err != nil {
+		t.Errorf("with somebody who shares it: %v", err)
+	}
 	unlock()
 	link := filepath.Join(dir, "link")
 	if err := os.Symlink(path, link); err != nil {
 		t.Fatal(err)
 	}
 	for _, bad := range []string{dir, link, filepath.Join(dir, "none", "lock")} {
-		if Check(bad) == nil {
+		if Check(bad) == nil || CheckShared(t.Context(), bad) == nil {
 			t.Errorf("%s could be a lock", bad)
 		}
 		if _, err := Wait(t.Context(), bad, Shared); err == nil {

@@ -41,9 +41,14 @@ func lockWithin(ctx context.Context, mode lockfile.Mode, patience time.Duration)
 	return unlock, nil
 }
 
-// CheckLock tells why Lock would fail, however long it waits, or nil.
-func CheckLock() error {
-	if err := errors.Join(lockfile.Check(turnPath), lockfile.Check(lockPath)); err != nil {
+// checkPatience is how long CheckLock waits: longer than anybody has the lock for himself who is not stuck.
+const checkPatience = time.Second
+
+// CheckLock tells why Lock would fail, or nil; also if somebody has the lock for himself for longer than checkPatience, or until ctx ends. It takes and makes nothing.
+func CheckLock(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, checkPatience)
+	defer cancel()
+	if err := errors.Join(lockfile.CheckShared(ctx, turnPath), lockfile.CheckShared(ctx, lockPath)); err != nil {
 		return fmt.Errorf("lock bridges: %w", err)
 	}
 	return nil
