@@ -69,6 +69,9 @@ type Plugin struct {
 
 	checksSource   atomic.Bool  // the kernel can, as was tried
 	tryCheckSource func() error // nil: links.CanCheckSource
+
+	filters   atomic.Bool               // the kernel can have the rules, as was tried or seen
+	tryFilter func(rules.Network) error // nil: rules.Try
 }
 
 // Open opens what the plugin keeps open, which the first pod would do. An error says that no pod can be attached for now.
@@ -640,6 +643,9 @@ func (p *Plugin) able(a *attachment) error {
 	if err := errors.Join(a.filter.Available(), addresses.Check(a.Dir())); err != nil {
 		return err
 	}
+	if err := p.canFilter(a); err != nil {
+		return err
+	}
 	if a.ChecksSource() && !p.checksSource.Load() {
 		try := p.tryCheckSource
 		if try == nil {
@@ -651,6 +657,39 @@ func (p *Plugin) able(a *attachment) error {
 		p.checksSource.Store(true)
 	}
 	return links.CheckBridge(a.description(), p.overlaps.Check)
+}
+
+// canFilter tells why the kernel can't have the network's rules, or nil. That is tried until it can, but not where they are there, nor where there are pods: what
+// these lack is written by restore, or is its error.
+func (p *Plugin) canFilter(a *attachment) error {
+	if p.filters.Load() {
+		return nil
+	}
+	bridge, err := links.FindBridge(a.Bridge)
+	if err != nil {
+		return err
+	}
+	if bridge.BelongsTo(a.Key()) {
+		installed, err := a.filter.Installed(a.rules(bridge))
+		if installed {
+			p.filters.Store(true)
+		}
+		if installed || err != nil {
+			return err
+		}
+		if ports, err := links.Ports(a.Key()); len(ports) > 0 || err != nil {
+			return err
+		}
+	}
+	try := p.tryFilter
+	if try == nil {
+		try = rules.Try
+	}
+	if err := try(a.rules(&links.Bridge{Name: a.Bridge, Prefixes: a.gateways()})); err != nil {
+		return err
+	}
+	p.filters.Store(true)
+	return nil
 }
 
 // Watch writes the rules of networks again that others have deleted, until ctx ends. Networks are those that ADD and STATUS were called

@@ -2,6 +2,7 @@ package berthnet
 
 import (
 	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -12,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/cni/berthnet/links"
+	"berth/cni/berthnet/rules"
 	"berth/internal/lockfile"
 )
 
@@ -155,6 +157,67 @@ func TestStatusWithoutClassifier(t *testing.T) {
 	b.plugin.tryCheckSource = nil // the module has come
 	if err := b.status(nil); err != nil {
 		t.Errorf("STATUS with the classifier: %v", err)
+	}
+}
+
+// A kernel that can't have the rules is found out before the first pod, by a try that is not repeated once it was a success.
+func TestStatusWithoutRules(t *testing.T) {
+	b := newBed(t, nil)
+	tries := 0
+	outcome := error(unix.ENOENT)
+	status := func(when string, want int) {
+		t.Helper()
+		tries = 0
+		err := b.status(nil)
+		if tries != want {
+			t.Errorf("%s the rules are tried %d times, want %d", when, tries, want)
+		}
+		if refused := want > 0 && outcome != nil; refused != (codeOf(err) == types.ErrPluginNotAvailable) || !refused && err != nil {
+			t.Errorf("STATUS %s: %v", when, err)
+		}
+	}
+	b.plugin.tryFilter = func(n rules.Network) error {
+		tries++
+		if n.Bridge != "bn0" || n.Key != b.key() || len(n.Subnets) != 2 {
+			t.Errorf("tried is %+v", n)
+		}
+		return outcome
+	}
+	status("without a bridge", 1)
+	pod := b.attached(nil)
+	flushRuleset(t)
+	status("with a pod whose rules are gone", 0)
+	must(t, pod.del())
+	must(t, links.Cut(pod.id, "eth0", true))
+	flushRuleset(t)
+	status("with a bridge alone", 1)
+	outcome = nil
+	status("with a better kernel", 1)
+	status("after that", 0)
+
+	seen := newBed(t, nil)
+	seen.conf["dataDir"] = b.dir
+	seen.plugin.tryFilter = func(rules.Network) error { tries++; return nil }
+	must(t, seen.status(nil))
+	flushRuleset(t)
+	must(t, seen.status(nil))
+	if tries != 0 {
+		t.Errorf("another process tries %d times what is there", tries)
+	}
+}
+
+// Rules are tried where nobody sees them; what the kernel refuses is an error.
+func TestTryRules(t *testing.T) {
+	b := newBed(t, nil)
+	n := rules.Network{Key: b.key(), Name: "test", Bridge: "bn0", Masquerade: true, IsolatePods: true, IsolateIngress: true, IsolateNode: true,
+		Subnets: []netip.Prefix{netip.MustParsePrefix(subnet4), netip.MustParsePrefix(subnet6)}}
+	must(t, rules.Try(n))
+	if networks, err := b.plugin.filter.Networks(); err != nil || len(networks) != 0 {
+		t.Errorf("tables of %v; %v", networks, err)
+	}
+	n.Key = strings.Repeat("x", 300) // longer than a table's name can be
+	if err := rules.Try(n); err == nil || !strings.Contains(err.Error(), n.Key) {
+		t.Errorf("rules that no kernel has: %v", err)
 	}
 }
 

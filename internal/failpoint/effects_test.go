@@ -78,6 +78,7 @@ var unmarked = map[string]string{
 	"cni/hostlocal.lock: os.OpenFile":            lock,
 	"cni/berthnet/addresses.Open: os.MkdirAll":   again,
 	"cni/berthnet/links.open: unix.Bind":         "the daemon's own socket",
+	"cni/berthnet/rules.Try: conn.Flush":         unpinned,
 	"cni.endAll: os.MkdirAll":                    again,
 	"cni.killIf: pidfd.Signal":                   signal,
 	"cmd/berth.privateDir: os.MkdirAll os.Chmod": again,

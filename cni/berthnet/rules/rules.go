@@ -16,6 +16,7 @@ package rules
 import (
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -28,6 +29,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
+	"berth/internal/netns"
 )
 
 // Network is what a table is made from.
@@ -296,6 +298,26 @@ func (n *Network) isolateNode(conn *nftables.Conn, c *nftables.Chain) {
 		add(conn, c, isProtocol(protocol), verdict(expr.VerdictReturn))
 	}
 	add(conn, c, verdict(expr.VerdictDrop))
+}
+
+// Try tells why the kernel can't have the network's table, or nil. It is written in a network namespace that goes with the try; modules of the
+// kernel that it needs are loaded.
+func Try(n Network) error {
+	n.normalize()
+	filter := &Filter{}
+	err := netns.InNew(func() error {
+		err := filter.with(func(conn *nftables.Conn) error {
+			if err := n.write(conn, nil); err != nil {
+				return err
+			}
+			return conn.Flush()
+		})
+		return errors.Join(err, filter.Close())
+	})
+	if err != nil {
+		return fmt.Errorf("the kernel can't have the rules of network %s (Linux 5.2; CONFIG_NFT_NAT, NFT_MASQ, NFT_CT, NFT_FIB_INET): %w", n.Key, err)
+	}
+	return nil
 }
 
 // Networks returns the keys of networks that have a table.
