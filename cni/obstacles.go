@@ -46,12 +46,15 @@ func (o *owner) see(s sight) {
 	}
 	now := *old
 	now.obstaclesAt, now.obstaclesOf = time.Now(), s.ranges
-	if s.err == nil {
+	switch {
+	case s.err == nil:
 		now.obstacles = s.obstacles
 		o.logObstacles(old.obstacles, now.obstacles)
+	case s.ranges != old.obstaclesOf:
+		now.obstacles = nil // those that are known are about other addresses
 	}
-	o.n.view.Store(&now)
 	o.logLook(s)
+	o.n.view.Store(&now)
 }
 
 // logLook logs what a look fails with, once.

@@ -149,10 +149,13 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	return s.commit(ctx, repo.Reference(), img, store)
 }
 
-// mostInodes is how many files EROFS layers that are merged may have at most, however short their names are. Those of layers that hide
+// usualFile is what a file takes of the memory for merging, with its name and its part of its directory: 140,000 files take all of it.
+const usualFile = tree.NodeMemory + 32
+
+// mostInodes is how many usual files EROFS layers that are merged may have at most. Those of layers that hide
 // each other's files are counted too often: then an image becomes directories that need not be.
 func (s *Store) mostInodes() uint64 {
-	return uint64(cmp.Or(s.cfg.MergeMemory, erofs.MaxMemory)) / tree.NodeMemory
+	return uint64(cmp.Or(s.cfg.MergeMemory, erofs.MaxMemory)) / usualFile
 }
 
 // fetchInto gets the layers of an image that a store lacks, and finds out whether they can be stacked.

@@ -11,7 +11,7 @@ import (
 // namespaces of the machine.
 const leavingTime = 5 * time.Second
 
-// leavingTries is how often it is tried to delete one: for a minute. What is left then is the next GC's.
+// leavingTries is how often it is tried to delete one: for a minute. What is left then is the next GC's, for which the daemon has to start again.
 const leavingTries = 12
 
 // leaving are ports that go with the namespaces of their pods, and are deleted if they don't. A namespace stays, when all processes have left it, while the kernel

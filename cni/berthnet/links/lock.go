@@ -41,8 +41,9 @@ func lockWithin(ctx context.Context, mode lockfile.Mode, patience time.Duration)
 	return unlock, nil
 }
 
-// checkPatience is how long CheckLock waits: longer than anybody has the lock for himself who is not stuck.
-const checkPatience = time.Second
+// checkPatience is how long CheckLock waits. Who makes a bridge has the lock for himself while he reads all routes and while the kernel is busy with other
+// changes of the network; who waits for it has the turn.
+const checkPatience = 4 * time.Second
 
 // CheckLock tells why Lock would fail, or nil; also if somebody has the lock for himself for longer than checkPatience, or until ctx ends. It takes and makes nothing.
 func CheckLock(ctx context.Context) error {
