@@ -652,7 +652,7 @@ func TestObstaclesOfLegacyRules(t *testing.T) {
 	} {
 		t.Run(family.tool, func(t *testing.T) {
 			if _, err := exec.LookPath(family.tool); err != nil {
-				t.Skip(err)
+				t.Skip("NOT TESTED: ", err)
 			}
 			about := func(when string, named bool) {
 				t.Helper()
@@ -675,7 +675,7 @@ func TestObstaclesOfLegacyRules(t *testing.T) {
 				}
 			}
 			if out, err := exec.Command(family.tool, "-L").CombinedOutput(); err != nil {
-				t.Skipf("the kernel has no such rules: %v: %s", err, out)
+				t.Skipf("NOT TESTED: the kernel has no such rules: %v: %s", err, out)
 			}
 			run("-P", "FORWARD", "ACCEPT")
 			about("with a policy to accept", false)
