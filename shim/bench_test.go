@@ -140,7 +140,7 @@ func BenchmarkPod(b *testing.B) {
 	})
 }
 
-// awaitOurs waits until a pause that libcontainer has made is not its launcher's child any more: only then is it reaped by remove.
+// awaitOurs waits until a pause that libcontainer or crun has made is not its launcher's child any more: only then is it reaped by remove.
 func awaitOurs(c *container) {
 	c.until("pause is ours to reap", func() bool {
 		stat, err := os.ReadFile("/proc/" + itoa(c.InitPID) + "/stat")
@@ -257,6 +257,7 @@ func BenchmarkMemory(b *testing.B) {
 		}
 		for _, c := range running {
 			if c.Pause {
+				awaitOurs(c)
 				pauses += pss(b, c.InitPID)
 				continue
 			}
