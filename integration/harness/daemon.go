@@ -581,8 +581,17 @@ func RemoveLink(t *testing.T, name string) {
 	}
 }
 
-// ForgetMounts removes the two mounts a stopped daemon leaves for its running containers.
+// ForgetMounts removes the mounts of options, and the two that a stopped daemon leaves for its running containers.
 func (d *Daemon) ForgetMounts(t *testing.T) {
+	t.Helper()
+	d.forgetOwnMounts(t)
+	for _, path := range d.Mounts {
+		Must(t, syscall.Unmount(path, 0))
+	}
+	d.Mounts = nil
+}
+
+func (d *Daemon) forgetOwnMounts(t *testing.T) {
 	t.Helper()
 	mounts := machine.Mountpoints(t, os.Getpid())
 	for i := len(mounts) - 1; i >= 0; i-- {
@@ -590,8 +599,4 @@ func (d *Daemon) ForgetMounts(t *testing.T) {
 			Must(t, syscall.Unmount(mounts[i], 0))
 		}
 	}
-	for _, path := range d.Mounts {
-		Must(t, syscall.Unmount(path, 0))
-	}
-	d.Mounts = nil
 }

@@ -66,7 +66,7 @@ func unpinNetworks(t *testing.T) {
 // LoseState empties the state directory of a daemon that has ended.
 func (d *Daemon) LoseState(t *testing.T) {
 	t.Helper()
-	d.ForgetMounts(t)
+	d.forgetOwnMounts(t)
 	Must(t, os.RemoveAll(d.State))
 }
 

@@ -2,6 +2,7 @@ package upgrade
 
 import (
 	"encoding/json"
+	"errors"
 	"flag"
 	"os"
 	"os/exec"
@@ -10,8 +11,10 @@ import (
 	"testing"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/image/erofs"
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
@@ -50,11 +53,29 @@ func TestGoldenState(t *testing.T) {
 		for name, sameBoot := range map[string]bool{"same boot": true, "after a reboot": false} {
 			t.Run(version+" "+name, func(t *testing.T) { openGolden(t, file, sameBoot) })
 		}
+		t.Run(version+" on a disk that can have EROFS", func(t *testing.T) { openGoldenOnDisk(t, file) })
 	}
 }
 
-func openGolden(t *testing.T, file string, sameBoot bool) {
-	d := emptyDaemon(t)
+// openGoldenOnDisk opens the state with images that are directories, as released versions made them, where new ones become EROFS.
+func openGoldenOnDisk(t *testing.T, file string) {
+	if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
+		t.Skip("NOT TESTED: ", err)
+	}
+	d := openGolden(t, file, true, harness.WithLayerDriver("auto"))
+	harness.Equal(t, "driver", harness.Get(d.Cri.Status(t.Context(), true))(t).Info["layerDriver"], `"erofs"`)
+	directories := len(machine.ReadDir(filepath.Join(d.Root, "images/layers")))
+	if directories == 0 {
+		t.Error("the old image is none of directories")
+	}
+	pod := d.RunPod(t, harness.HostNetwork)
+	harness.Equal(t, "a container of a new image", pod.Sh(t, "echo fine"), "fine\n")
+	pod.Remove(t)
+	harness.Equal(t, "layers that are directories", len(machine.ReadDir(filepath.Join(d.Root, "images/layers"))), directories)
+}
+
+func openGolden(t *testing.T, file string, sameBoot bool, opts ...harness.DaemonOption) *harness.Daemon {
+	d := emptyDaemon(t, opts...)
 	tar(t, "-xzf", file, "-C", goldenDir)
 	var g golden
 	harness.Must(t, json.Unmarshal(harness.Get(os.ReadFile(filepath.Join(goldenDir, aboutFile)))(t), &g))
@@ -88,6 +109,7 @@ func openGolden(t *testing.T, file string, sameBoot bool) {
 	for _, id := range g.Pods {
 		(&harness.Pod{D: d, Id: id}).Remove(t)
 	}
+	return d
 }
 
 // checkContainer compares a container with what it was. What ran has lost its monitor, and after a reboot what was
@@ -106,13 +128,26 @@ func checkContainer(t *testing.T, d *harness.Daemon, name string, want goldenCon
 }
 
 // emptyDaemon is a daemon in the golden directory that was started once, for the leak check, and has no state.
-func emptyDaemon(t *testing.T) *harness.Daemon {
+func emptyDaemon(t *testing.T, opts ...harness.DaemonOption) *harness.Daemon {
 	t.Helper()
-	d := harness.StartDaemonIn(t, goldenDir)
+	d := harness.StartDaemonIn(t, goldenDir, append(opts, rootWritten)...)
 	d.Stop(t)
 	d.LoseState(t)
-	harness.Must(t, os.RemoveAll(d.Root))
+	for _, name := range machine.ReadDir(d.Root) {
+		harness.Must(t, os.RemoveAll(filepath.Join(d.Root, name)))
+	}
 	return d
+}
+
+// rootWritten has the root at the path that is written down, also if it is on another disk so that images can be EROFS.
+func rootWritten(t *testing.T, d *harness.Daemon) {
+	root := filepath.Join(goldenDir, "root")
+	if d.Root == root {
+		return
+	}
+	harness.Must(t, os.Mkdir(root, 0o711))
+	harness.Must(t, unix.Mount(d.Root, root, "", unix.MS_BIND, ""))
+	d.Root, d.Mounts = root, append(d.Mounts, root)
 }
 
 // writeGolden lets a released version make one of everything, and packs the state that it leaves when it is killed.
