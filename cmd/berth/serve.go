@@ -190,7 +190,7 @@ func (a *assembly) openImages(ctx context.Context, node *node, memory int64) (*i
 
 // openNetwork opens the network of pods.
 func (a *assembly) openNetwork() (*cni.Network, error) {
-	own := &berthnet.Plugin{}
+	own := &berthnet.Plugin{Log: a.log}
 	a.closing.Add("close berth-net", a.end.closer(own.Close))
 	networkCfg, err := nodenet.Config(a.cfg, own)
 	if err != nil {
@@ -216,7 +216,7 @@ func (a *assembly) openNetwork() (*cni.Network, error) {
 
 // watchOwnNetwork has the rules of berth's own network written again when others delete them, until ctx ends.
 func watchOwnNetwork(ctx context.Context, own *berthnet.Plugin, log *slog.Logger) {
-	if err := own.Watch(ctx, log); err != nil {
+	if err := own.Watch(ctx); err != nil {
 		log.Warn("rules of berth's own network that others delete are written again when the status is asked only", "error", err)
 	}
 }

@@ -55,7 +55,8 @@ var Versions = version.VersionsStartingFrom("0.3.0")
 
 // Plugin is the plugin, for the network namespace in which it is first used. Its methods may be called concurrently.
 type Plugin struct {
-	Passive bool // STATUS only looks, and mends nothing
+	Passive bool         // STATUS only looks, and mends nothing
+	Log     *slog.Logger // of what fails while nobody waits for it; nil: that is not logged
 
 	filter rules.Filter
 	seen   sync.Map // configurations that ADD and STATUS came with, *conf.Net by their keys: for Watch
@@ -76,6 +77,8 @@ type Plugin struct {
 
 // Open opens what the plugin keeps open, which the first pod would do. An error says that no pod can be attached for now.
 func (p *Plugin) Open() error { return p.filter.Open() }
+
+func (p *Plugin) log() *slog.Logger { return cmp.Or(p.Log, slog.New(slog.DiscardHandler)) }
 
 // Close closes what the plugin has open. Nothing else is changed.
 func (p *Plugin) Close() error {
@@ -498,7 +501,7 @@ func (p *Plugin) del(ctx context.Context, args *skel.CmdArgs, goes bool) error {
 		err = links.Cut(a.id, a.ifName, !a.goes)
 	}
 	if a.goes && err == nil {
-		p.leaving.add(a.id, a.ifName, cmp.Or(p.leavingTime, leavingTime))
+		p.leaving.add(p.log(), a.id, a.ifName, cmp.Or(p.leavingTime, leavingTime))
 	}
 	return err
 }
@@ -694,7 +697,7 @@ func (p *Plugin) canFilter(a *attachment) error {
 
 // Watch writes the rules of networks again that others have deleted, until ctx ends. Networks are those that ADD and STATUS were called
 // for. An error says why that cannot be noticed.
-func (p *Plugin) Watch(ctx context.Context, log *slog.Logger) error {
+func (p *Plugin) Watch(ctx context.Context) error {
 	said := map[string]string{} // of each network, so that what lasts is not logged with each try
 	return rules.Watch(ctx, func() error {
 		var errs []error
@@ -702,10 +705,10 @@ func (p *Plugin) Watch(ctx context.Context, log *slog.Logger) error {
 			written, err := p.of(n.(*conf.Net)).restore(ctx)
 			switch {
 			case err != nil && err.Error() != said[key.(string)]:
-				log.Error("write the packet filter's rules again, which were deleted", "network", key, "error", err)
+				p.log().Error("write the packet filter's rules again, which were deleted", "network", key, "error", err)
 				said[key.(string)] = err.Error()
 			case err == nil && written:
-				log.Warn("the packet filter's rules were deleted, and are written again", "network", key)
+				p.log().Warn("the packet filter's rules were deleted, and are written again", "network", key)
 			}
 			if err == nil {
 				delete(said, key.(string))

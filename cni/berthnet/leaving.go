@@ -1,6 +1,7 @@
 package berthnet
 
 import (
+	"log/slog"
 	"sync"
 	"time"
 
@@ -27,14 +28,15 @@ type leaving struct {
 
 // leavingPort is a port and when it is deleted.
 type leavingPort struct {
+	log        *slog.Logger
 	id, ifName string
 	due        time.Time
 	tries      int // that have failed
 }
 
-// add has a port deleted that is still there after a time.
-func (l *leaving) add(id, ifName string, after time.Duration) {
-	l.put(leavingPort{id: id, ifName: ifName, due: time.Now().Add(after)})
+// add has a port deleted that is still there after a time. That it can't be is logged.
+func (l *leaving) add(log *slog.Logger, id, ifName string, after time.Duration) {
+	l.put(leavingPort{log: log, id: id, ifName: ifName, due: time.Now().Add(after)})
 }
 
 func (l *leaving) put(p leavingPort) {
@@ -58,9 +60,14 @@ func (l *leaving) sweep() {
 	defer l.running.Done()
 	for _, p := range l.due() {
 		err := links.Cut(p.id, p.ifName, true)
-		if p.tries++; err != nil && p.tries < leavingTries {
+		p.tries++
+		switch {
+		case err == nil:
+		case p.tries < leavingTries:
 			p.due = time.Now().Add(leavingTime)
 			l.put(p)
+		default:
+			p.log.Error("delete the port of a pod that is gone; the next start of the daemon does", "id", p.id, "interface", p.ifName, "error", err)
 		}
 	}
 	l.lock.Lock()

@@ -158,7 +158,8 @@ func TestFlushedRuleset(t *testing.T) {
 
 	ctx, stop := context.WithCancel(context.Background())
 	ended := make(chan error)
-	go func() { ended <- b.plugin.Watch(ctx, slog.New(slog.NewTextHandler(t.Output(), nil))) }()
+	b.plugin.Log = slog.New(slog.NewTextHandler(t.Output(), nil))
+	go func() { ended <- b.plugin.Watch(ctx) }()
 	for what, flush := range map[string]func(){
 		"nft flush ruleset":                    func() { flushRuleset(t) },
 		"nft -f with a flush, and then others": func() { rewriteRuleset(t, 0) },
@@ -279,9 +280,8 @@ func TestFlushedRulesetIsTriedAgain(t *testing.T) {
 	ctx, stop := context.WithCancel(context.Background())
 	ended := make(chan error)
 	log := make(logged, 100)
-	go func() {
-		ended <- b.plugin.Watch(ctx, slog.New(slog.NewTextHandler(io.MultiWriter(log, t.Output()), nil)))
-	}()
+	b.plugin.Log = slog.New(slog.NewTextHandler(io.MultiWriter(log, t.Output()), nil))
+	go func() { ended <- b.plugin.Watch(ctx) }()
 	lock := filepath.Join(b.dir, "test", "lock")
 	must(t, os.Remove(lock))
 	must(t, os.Symlink("elsewhere", lock))
