@@ -35,8 +35,8 @@ func (o *owner) look() {
 	})
 }
 
-// see publishes what a look has found, unless it is about another network or other addresses than there are now: then there is another look. One that fails
-// changes nothing but that the next comes when it would have come after a success.
+// see publishes what a look has found, unless it is about another network or other addresses than there are now: then there is another look. Of one that fails
+// what was known stays, if it is about the same addresses, and the next comes when it would have come after a success.
 func (o *owner) see(s sight) {
 	o.looking = false
 	old := o.n.view.Load()

@@ -1,6 +1,7 @@
 package berthnet
 
 import (
+	"cmp"
 	"log/slog"
 	"sync"
 	"time"
@@ -12,7 +13,7 @@ import (
 // namespaces of the machine.
 const leavingTime = 5 * time.Second
 
-// leavingTries is how often it is tried to delete one: for a minute. What is left then is the next GC's, for which the daemon has to start again.
+// leavingTries is how often it is tried to delete one: for a minute. What is left then is the next GC's: the daemon has it when it starts, for networks of CNI 1.1.
 const leavingTries = 12
 
 // leaving are ports that go with the namespaces of their pods, and are deleted if they don't. A namespace stays, when all processes have left it, while the kernel
@@ -24,6 +25,9 @@ type leaving struct {
 	timer   *time.Timer    // for the first of them; nil: there is none
 	closed  bool           // none is waited for any more
 	running sync.WaitGroup // of the timer's function, also before it is called
+
+	again time.Duration                 // from one try to the next; 0: leavingTime. Not changed
+	cut   func(id, ifName string) error // nil: links.Cut. Not changed
 }
 
 // leavingPort is a port and when it is deleted.
@@ -59,21 +63,28 @@ func (l *leaving) arm() {
 func (l *leaving) sweep() {
 	defer l.running.Done()
 	for _, p := range l.due() {
-		err := links.Cut(p.id, p.ifName, true)
+		err := l.delete(p)
 		p.tries++
 		switch {
 		case err == nil:
 		case p.tries < leavingTries:
-			p.due = time.Now().Add(leavingTime)
+			p.due = time.Now().Add(cmp.Or(l.again, leavingTime))
 			l.put(p)
 		default:
-			p.log.Error("delete the port of a pod that is gone; the next start of the daemon does", "id", p.id, "interface", p.ifName, "error", err)
+			p.log.Error("delete the port of a pod that is gone; it is left to GC", "id", p.id, "interface", p.ifName, "error", err)
 		}
 	}
 	l.lock.Lock()
 	defer l.lock.Unlock()
 	l.timer = nil
 	l.arm()
+}
+
+func (l *leaving) delete(p leavingPort) error {
+	if l.cut != nil {
+		return l.cut(p.id, p.ifName)
+	}
+	return links.Cut(p.id, p.ifName, true)
 }
 
 // due takes those ports out whose time has come.

@@ -1,0 +1,34 @@
+package berthnet
+
+import (
+	"errors"
+	"io"
+	"log/slog"
+	"testing"
+	"time"
+)
+
+// A port that can't be deleted is tried again, and then given up with a line in the log. Others are deleted meanwhile.
+func TestPortThatCannotBeDeleted(t *testing.T) {
+	tries, deleted := 0, make(chan string, 1)
+	l := leaving{again: time.Millisecond, cut: func(id, _ string) error { // of one goroutine at a time
+		if id == "stays" {
+			tries++
+			return errors.New("the kernel does not want to")
+		}
+		deleted <- id
+		return nil
+	}}
+	log := make(logged, 1)
+	lines := slog.New(slog.NewTextHandler(io.MultiWriter(log, t.Output()), nil))
+	l.add(lines, "stays", "eth0", 0)
+	l.add(lines, "goes", "eth0", 0)
+	if id := <-deleted; id != "goes" {
+		t.Errorf("deleted is %q", id)
+	}
+	log.await(t, "the kernel does not want to")
+	l.close()
+	if tries != leavingTries {
+		t.Errorf("%d tries, want %d", tries, leavingTries)
+	}
+}
