@@ -264,6 +264,10 @@ func (c *contestant) sample(ctx context.Context, warmUp bool) {
 	defer cancel()
 	begin := time.Now()
 	err := c.s.Rest(limited)
+	var pace float64
+	if err == nil {
+		pace, err = measurePace(limited)
+	}
 	var values values
 	if err == nil {
 		values, err = c.e.sample(limited, c)
@@ -280,6 +284,10 @@ func (c *contestant) sample(ctx context.Context, warmUp bool) {
 	for row, v := range values {
 		series := c.b.results.Of(row, c.s.Column)
 		series.Values = append(series.Values, v...)
+		if c.s.Column == report.Ours { // others do more when they rest
+			p := c.b.results.Pace(row)
+			p.Values = append(p.Values, pace)
+		}
 	}
 }
 

@@ -30,7 +30,7 @@ const (
 // throughKubelet gives a real kubelet all the pods that a node takes, as manifests in a directory, and waits until it says that they
 // are ready. It is for machines of our own: kubelet has fixed places in /var/lib.
 var throughKubelet = experiment{
-	name: "110 pods through kubelet", rows: []string{"kubelet-110"}, suits: ownImages,
+	name: "110 pods through kubelet", rows: []string{"kubelet-110"}, suits: func(s *subject.Subject) bool { return ownImages(s) && s.Daemon != nil },
 	samples: atMost(5), limit: 6 * time.Minute, budget: 2 * time.Minute,
 	sample: func(ctx context.Context, c *contestant) (v values, err error) {
 		n, err := c.b.startNode(ctx, c.s)

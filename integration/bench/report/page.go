@@ -96,7 +96,10 @@ Each cell is the median, and the 99th percentile where it differs (with fewer th
 greatest); in parentheses the median in units of berth's, and n, how many values there are, where these are fewer than 30; of fewer than 10 there is the
 median alone. The runtimes' samples alternate, forwards and backwards, but in three rows: those of 500 pods are
 measured with one runtime after the other, since its pods take their part of the machine, and that of 100 idle pods with all runtimes at the same time, once: six minutes, for
-berth's slowest period is five. More samples of other rows would take more than half an hour for all of it: a restart with 500 pods takes containerd seconds, and memory differs by a percent. A goal that berth reaches is in bold; the goals are of a machine on which containerd
+berth's slowest period is five. A row
+has fewer where a runtime has used up its time for it, mostly 100 to 120 s; more would take hours for all of it. A dash is what was not measured: containerd is one and the same with both OCI runtimes where no pod is started, and in rows that take
+long, all but berth have no network of their own, and the last row needs the option -kubelet. Machine is how slow it was meanwhile, for it is shared with strangers: the time of ten starts of a small program before each sample of berth's, the
+median, in units of the row with the smallest (%.1f ms). A goal that berth reaches is in bold; the goals are of a machine on which containerd
 with runc takes 121 ms for the first row. "To Running" is RunPodSandbox, CreateContainer and StartContainer together, one pod after another unless said. CPU time is that of the
 runtime's cgroup with its pods, so it holds what ended processes, plugins and preparations for the next pod have used; before each sample the
 runtime comes to rest. Memory is the proportional set size (PSS). What a daemon keeps ready is
@@ -106,7 +109,7 @@ every second; while 100 pods are idle nobody asks anything (containerd 2.4 has i
 itself, by default). An image's disk is free when no file of its is left in the runtime's directory, by looks 10 ms apart, each of which lists that directory (on the same processors): containerd deletes before it answers, berth after. What the kernel's own threads do for a pod, such as taking a network namespace apart, is in nobody's. The pods' only process is
 the same small program for all, which waits for SIGTERM. [contrib/bench](../contrib/bench) repeats all of it.
 
-`, p.Setting)
+`, p.Setting, p.Results.QuickestPace())
 	for _, caveat := range p.caveats() {
 		fmt.Fprintf(out, "%s\n\n", caveat)
 	}
@@ -129,7 +132,7 @@ func (p Page) caveats() (all []string) {
 (BenchmarkExec in shim), for its init is born in its cgroup instead of being moved there, which waits for an RCU grace period; and a container has 14 mounts less.`)
 	}
 	if !slices.ContainsFunc(p.Columns, func(c Column) bool { return strings.Contains(strings.ToLower(c.Version), "cri-o") }) {
-		all = append(all, "CRI-O could not be had where this page was made; contrib/bench takes one that runs, as `NAME=SOCKET`.")
+		all = append(all, "CRI-O, which is what needs conmon, could not be had where this page was made; contrib/bench takes one that runs, as `NAME=SOCKET`.")
 	}
 	return all
 }

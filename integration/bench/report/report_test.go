@@ -74,6 +74,7 @@ func TestPage(t *testing.T) {
 	*results.Of("start-host", Ours) = Series{Values: []float64{16}}
 	*results.Of("exec", Ours) = Series{Values: []float64{4}}
 	*results.Of("remove-image-disk", Ours) = Series{Values: []float64{4}}
+	results.Pace("start-host").Values, results.Pace("exec").Values = []float64{8, 9, 9}, []float64{5, 6, 7}
 	*results.Of("exec", "other") = Series{Failed: "it `fails`\nfor this reason"}
 	dir := t.TempDir()
 	page := Page{Setting: "here", Cgroup1: true, Results: &results, Columns: []Column{{Name: "other"}, {Name: Ours}},
@@ -89,11 +90,11 @@ func TestPage(t *testing.T) {
 		t.Errorf("a row without a goal misses one:\n%s", content)
 	}
 	for _, want := range []string{
-		"| host network, to Running, ms | 15.0 | – | 16.0 (n 1) |\n",
-		"| ExecSync `true`, ms | 5.00 | failed | **4.00** (n 1) |\n",
+		"| host network, to Running, ms | 15.0 | – | 16.0 (n 1) | ×1.50 |\n",
+		"| ExecSync `true`, ms | 5.00 | failed | **4.00** (n 1) | ×1.00 |\n",
 		"- **host network, to Running**: 16.0 instead of 15.0 ms.",
 		"- ExecSync `true`, other, after 0 samples: `it 'fails'`\n",
-		"of cgroup v1 alone", "CRI-O could not be had",
+		"of cgroup v1 alone", "CRI-O, which is what needs conmon, could not be had", "smallest (6.0 ms)", "StopPodSandbox, own network, ms | 8.00 | – | – | – |",
 	} {
 		if !strings.Contains(string(content), want) {
 			t.Errorf("the page lacks %q:\n%s", want, content)

@@ -18,7 +18,10 @@ func (s Series) Quantile(q float64) float64 {
 }
 
 // Results are the series by row and column.
-type Results struct{ series map[[2]string]*Series }
+type Results struct {
+	series map[[2]string]*Series
+	paces  map[string]*Series
+}
 
 // Of returns the series of a row and a column, for reading and for adding to it.
 func (r *Results) Of(row, column string) *Series {
@@ -30,6 +33,36 @@ func (r *Results) Of(row, column string) *Series {
 		r.series[key] = &Series{}
 	}
 	return r.series[key]
+}
+
+// Pace returns how long the fixed piece of work took in ms that precedes each sample of a row, for reading and for adding to it.
+func (r *Results) Pace(row string) *Series {
+	if r.paces == nil {
+		r.paces = map[string]*Series{}
+	}
+	if r.paces[row] == nil {
+		r.paces[row] = &Series{}
+	}
+	return r.paces[row]
+}
+
+// QuickestPace is the median of the row while which the machine was fastest; 0: nothing was measured.
+func (r *Results) QuickestPace() (ms float64) {
+	for _, s := range r.paces {
+		if len(s.Values) > 0 && (ms == 0 || s.Quantile(0.5) < ms) {
+			ms = s.Quantile(0.5)
+		}
+	}
+	return ms
+}
+
+// slowness is a row's pace in units of the quickest one.
+func (r *Results) slowness(row string) string {
+	s := r.paces[row]
+	if s == nil || len(s.Values) == 0 {
+		return "–"
+	}
+	return "×" + number(s.Quantile(0.5)/r.QuickestPace())
 }
 
 // Column is a runtime in the table.

@@ -9,15 +9,15 @@ import (
 // Ours is the column that others are compared with.
 const Ours = "berth"
 
-// Table writes the rows that selected names as Markdown: median and 99th percentile, and what the others'
-// median is in units of ours.
+// Table writes the rows that selected names as Markdown: median and 99th percentile, what the others'
+// median is in units of ours, and how slow the machine was.
 func Table(w io.Writer, results *Results, columns []Column, selected func(Row) bool) error {
 	t := tableWriter{w: w}
 	t.line("|", " | goal |")
 	for _, c := range columns {
 		t.printf(" %s |", c.Name)
 	}
-	t.printf("\n|---|---:|%s\n", strings.Repeat("---:|", len(columns)))
+	t.printf(" machine |\n|---|---:|%s\n", strings.Repeat("---:|", len(columns)+1))
 	for _, row := range Rows {
 		if !selected(row) {
 			continue
@@ -26,7 +26,7 @@ func Table(w io.Writer, results *Results, columns []Column, selected func(Row) b
 		for _, c := range columns {
 			t.printf(" %s |", cell(results, row, c.Name))
 		}
-		t.printf("\n")
+		t.printf(" %s |\n", results.slowness(row.Key))
 	}
 	return t.err
 }
@@ -87,7 +87,7 @@ func cell(results *Results, row Row, column string) string {
 	return text
 }
 
-// reached tells whether the goal is reached, as far as the table's digits show it.
+// reached tells whether the goal is reached.
 func (r Row) reached(s Series) bool {
 	return r.Goal > 0 && len(s.Values) > 0 && s.Quantile(0.5) <= r.Goal && (r.Goal99 == 0 || s.Quantile(0.99) <= r.Goal99)
 }
