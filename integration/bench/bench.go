@@ -21,6 +21,7 @@ import (
 // bench is one run of the benchmark.
 type bench struct {
 	options
+	begin    processors
 	registry *fixture.Registry
 	subjects []*subject.Subject
 	results  report.Results

@@ -75,6 +75,9 @@ func run(ctx context.Context, o options) (err error) {
 		return fmt.Errorf("-rows %q matches none of %v", o.rows, keys())
 	}
 	b := &bench{options: o, pushed: map[string]string{}}
+	if b.begin, err = readProcessors(); err != nil {
+		return err
+	}
 	defer func() { err = errors.Join(err, b.close()) }()
 	if err := b.open(ctx); err != nil {
 		return err
@@ -119,8 +122,12 @@ func (b *bench) setting() string {
 	for _, c := range b.columns() {
 		versions = append(versions, c.Version)
 	}
-	return fmt.Sprintf("%s, %d CPUs, %.0f GiB, Linux %s, %s, images on %s; %s; %d samples (rows that take long have fewer: n); %s.\n", processor(), goruntime.NumCPU(), memorySize(),
-		kernel(), cgroups(), filesystem(b.dir), strings.Join(versions, ", "), b.samples, time.Now().UTC().Format("2 January 2006"))
+	stolen := "an unknown part"
+	if now, err := readProcessors(); err == nil {
+		stolen = fmt.Sprintf("%.0f %%", 100*now.stolenSince(b.begin))
+	}
+	return fmt.Sprintf("%s, %d CPUs, %.0f GiB, Linux %s, %s, images on %s; %s; %d samples (rows that take long have fewer: n); %s, %s of the processor time that was asked for given to other machines (steal).\n",
+		processor(), goruntime.NumCPU(), memorySize(), kernel(), cgroups(), filesystem(b.dir), strings.Join(versions, ", "), b.samples, time.Now().UTC().Format("2 January 2006"), stolen)
 }
 
 // processor is what the processor calls itself.

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"os"
 	"os/exec"
 	"time"
 )
@@ -20,4 +21,34 @@ func measurePace(ctx context.Context) (took float64, err error) {
 		}
 	}
 	return ms(time.Since(begin)), nil
+}
+
+// processors is the time that this machine's processors have been busy since it started, in ticks, and how much of it the hypervisor gave to others meanwhile.
+type processors struct{ busy, stolen float64 }
+
+// readProcessors reads /proc/stat (proc_stat(5)).
+func readProcessors() (processors, error) {
+	content, err := os.ReadFile("/proc/stat")
+	if err != nil {
+		return processors{}, err
+	}
+	return parseProcessors(string(content))
+}
+
+func parseProcessors(stat string) (p processors, err error) {
+	var user, nice, system, idle, iowait, irq, softirq float64
+	if _, err := fmt.Sscanf(stat, "cpu %g %g %g %g %g %g %g %g", &user, &nice, &system, &idle, &iowait, &irq, &softirq, &p.stolen); err != nil {
+		return processors{}, fmt.Errorf("read the processors' times: %w", err)
+	}
+	p.busy = user + nice + system + irq + softirq
+	return p, nil
+}
+
+// stolenSince is the share of the processor time that was asked for since then and that others got.
+func (p processors) stolenSince(then processors) float64 {
+	busy, stolen := p.busy-then.busy, p.stolen-then.stolen
+	if busy+stolen <= 0 {
+		return 0
+	}
+	return stolen / (busy + stolen)
 }
