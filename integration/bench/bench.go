@@ -22,6 +22,7 @@ import (
 type bench struct {
 	options
 	begin    processors
+	waited   time.Duration // for a quiet machine
 	registry *fixture.Registry
 	subjects []*subject.Subject
 	results  report.Results
@@ -207,6 +208,7 @@ func (b *bench) measure(ctx context.Context) {
 
 // experiment runs one experiment on several runtimes in turn.
 func (b *bench) experiment(ctx context.Context, e experiment, subjects []*subject.Subject) {
+	b.awaitQuiet(ctx)
 	var all []*contestant
 	for _, s := range subjects {
 		c := &contestant{b: b, e: e, s: s}
@@ -216,6 +218,10 @@ func (b *bench) experiment(ctx context.Context, e experiment, subjects []*subjec
 	}
 	samples := e.samples(b.samples)
 	for n := range e.warmUp + samples {
+		// What has been prepared may keep its runtime busy.
+		if n > 0 && e.prepare == nil && slices.ContainsFunc(all, (*contestant).goesOn) {
+			b.awaitQuiet(ctx)
+		}
 		for i := range all {
 			if n%2 == 1 {
 				i = len(all) - 1 - i
@@ -256,9 +262,12 @@ func (c *contestant) prepare(ctx context.Context) bool {
 	return !c.failed
 }
 
+// goesOn tells whether more samples are wanted: the runtime has not failed, nor used up its time.
+func (c *contestant) goesOn() bool { return !c.failed && (c.n < enough || c.spent <= c.e.budget) }
+
 // sample takes a sample, unless the runtime has failed or used up its time.
 func (c *contestant) sample(ctx context.Context, warmUp bool) {
-	if c.failed || ctx.Err() != nil || c.n >= enough && c.spent > c.e.budget {
+	if ctx.Err() != nil || !c.goesOn() {
 		return
 	}
 	limited, cancel := context.WithTimeout(ctx, c.e.limit)

@@ -31,6 +31,7 @@ type options struct {
 	revision string // of berth
 	image    string
 	samples  int
+	quiet    float64 // greatest pace in ms at which a round begins; 0: any
 	rows     *regexp.Regexp
 	dir      string // on a disk
 	state    string // on tmpfs
@@ -48,6 +49,7 @@ func main() {
 	flag.StringVar(&o.revision, "revision", "", "what berth's version is not precise enough for")
 	flag.StringVar(&o.image, "image", "", "image of the pods, with sh, sleep and true; empty: one that a registry on loopback serves")
 	flag.IntVar(&o.samples, "samples", 30, "samples of each row and runtime, where time allows")
+	flag.Float64Var(&o.quiet, "quiet", 0, "begin rounds of samples when ten starts of a small program take so many ms at most, and wait for that; 0: never")
 	flag.Func("rows", "rows to measure: a regular expression that matches part of their keys", func(text string) (err error) {
 		o.rows, err = regexp.Compile(text)
 		return err
@@ -122,12 +124,16 @@ func (b *bench) setting() string {
 	for _, c := range b.columns() {
 		versions = append(versions, c.Version)
 	}
+	waited := ""
+	if b.quiet > 0 {
+		waited = fmt.Sprintf(" Rounds of samples, but for those of runtimes that had something running, began when ten starts of a small program took at most %g ms, for which %s were waited in all (%s at most).", b.quiet, b.waited, quietPatience)
+	}
 	stolen := "an unknown part"
 	if now, err := readProcessors(); err == nil {
 		stolen = fmt.Sprintf("%.0f %%", 100*now.stolenSince(b.begin))
 	}
-	return fmt.Sprintf("%s, %d CPUs, %.0f GiB, Linux %s, %s, images on %s; %s; %d samples (rows that take long have fewer: n); %s, %s of the processor time that was asked for given to other machines (steal).\n",
-		processor(), goruntime.NumCPU(), memorySize(), kernel(), cgroups(), filesystem(b.dir), strings.Join(versions, ", "), b.samples, time.Now().UTC().Format("2 January 2006"), stolen)
+	return fmt.Sprintf("%s, %d CPUs, %.0f GiB, Linux %s, %s, images on %s; %s; %d samples (rows that take long have fewer: n); %s, %s of the processor time that was asked for given to other machines (steal).%s\n",
+		processor(), goruntime.NumCPU(), memorySize(), kernel(), cgroups(), filesystem(b.dir), strings.Join(versions, ", "), b.samples, time.Now().UTC().Format("2 January 2006"), stolen, waited)
 }
 
 // processor is what the processor calls itself.

@@ -23,6 +23,32 @@ func measurePace(ctx context.Context) (took float64, err error) {
 	return ms(time.Since(begin)), nil
 }
 
+// quietPatience is how long a run waits for a quiet machine, in all; quietPause is the time between two looks.
+const (
+	quietPatience = 2 * time.Hour
+	quietPause    = 5 * time.Second
+)
+
+// awaitQuiet waits until the machine is as fast as the option -quiet wants it, or the patience of this run is used up.
+func (b *bench) awaitQuiet(ctx context.Context) {
+	for b.quiet > 0 && b.waited < quietPatience {
+		pace, err := measurePace(ctx)
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "bench:", err) // the samples tell whether they can be measured
+			return
+		}
+		if pace <= b.quiet {
+			return
+		}
+		select {
+		case <-time.After(quietPause):
+			b.waited += quietPause
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
 // processors is the time that this machine's processors have been busy since it started, in ticks, and how much of it the hypervisor gave to others meanwhile.
 type processors struct{ busy, stolen float64 }
 
