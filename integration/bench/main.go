@@ -126,7 +126,7 @@ func (b *bench) setting() string {
 	}
 	waited := ""
 	if b.quiet > 0 {
-		waited = fmt.Sprintf(" Rounds of samples, but for those of runtimes that had something running, began when ten starts of a small program took at most %g ms, for which %s were waited in all (%s at most).", b.quiet, b.waited, quietPatience)
+		waited = fmt.Sprintf(" Rounds of samples, but for those of runtimes that had something running, began when ten starts of a small program took at most %g ms, for which %.0f minutes were waited in all (%.0f at most).", b.quiet, b.waited.Minutes(), quietPatience.Minutes())
 	}
 	stolen := "an unknown part"
 	if now, err := readProcessors(); err == nil {
