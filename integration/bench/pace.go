@@ -23,21 +23,24 @@ func measurePace(ctx context.Context) (took float64, err error) {
 	return ms(time.Since(begin)), nil
 }
 
-// quietPatience is how long a run waits for a quiet machine, in all; quietPause is the time between two looks.
+// quietPatience is how long a run waits for a quiet machine, in all; quietPause is the time between two looks, short
+// because strangers come and go by the second. A processor that had nothing to do is slow at first, which says nothing of them:
+// of quietTries in a row the best one counts.
 const (
-	quietPatience = 2 * time.Hour
-	quietPause    = 5 * time.Second
+	quietPatience = time.Hour
+	quietPause    = time.Second
+	quietTries    = 3
 )
 
 // awaitQuiet waits until the machine is as fast as the option -quiet wants it, or the patience of this run is used up.
 func (b *bench) awaitQuiet(ctx context.Context) {
 	for b.quiet > 0 && b.waited < quietPatience {
-		pace, err := measurePace(ctx)
+		quiet, err := b.isQuiet(ctx)
 		if err != nil {
 			fmt.Fprintln(os.Stderr, "bench:", err) // the samples tell whether they can be measured
 			return
 		}
-		if pace <= b.quiet {
+		if quiet {
 			return
 		}
 		select {
@@ -47,6 +50,17 @@ func (b *bench) awaitQuiet(ctx context.Context) {
 			return
 		}
 	}
+}
+
+// isQuiet reports whether the machine is as fast now as the option -quiet wants it.
+func (b *bench) isQuiet(ctx context.Context) (bool, error) {
+	for range quietTries {
+		pace, err := measurePace(ctx)
+		if err != nil || pace <= b.quiet {
+			return err == nil, err
+		}
+	}
+	return false, nil
 }
 
 // processors is the time that this machine's processors have been busy since it started, in ticks, and how much of it the hypervisor gave to others meanwhile.
