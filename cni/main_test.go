@@ -149,8 +149,8 @@ func (b *bed) plugin(name, body string) {
 	b.t.Helper()
 	b.write(b.bin+"/"+name, fmt.Sprintf(`#!/bin/sh
 export record=%[1]s; me=%[2]s
-cat >$record/$me.$CNI_COMMAND.stdin
-env >$record/$me.$CNI_COMMAND.env
+cat >$record/.stdin.$$; mv $record/.stdin.$$ $record/$me.$CNI_COMMAND.stdin
+env >$record/.env.$$; mv $record/.env.$$ $record/$me.$CNI_COMMAND.env
 echo "$me $CNI_COMMAND $CNI_CONTAINERID" >>$record/calls
 %[3]s
 `, b.record, name, body))
@@ -255,6 +255,9 @@ func (b *bed) readPID(file string) int {
 
 // isGone reports whether a process has ended; a zombie that nobody has reaped counts.
 func isGone(pid int) bool {
+	if environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid)); err != nil || len(environ) == 0 {
+		return true // it has no memory any more, and executes nothing: exit_mm comes before it is a zombie
+	}
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
 		return true

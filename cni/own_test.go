@@ -143,10 +143,8 @@ func TestFailedLookForObstacles(t *testing.T) {
 	b.ready(true)
 	const warning = "bn0 is no bridge"
 	eventually(t, "the warning", func() bool { return log.count(warning) == 1 })
-	at := n.view.Load().obstaclesAt
-	if at.IsZero() {
-		t.Fatal("the next look does not wait")
-	}
+	var at time.Time
+	eventually(t, "the next look waits", func() bool { at = n.view.Load().obstaclesAt; return !at.IsZero() }) // it is logged before
 	asked := len(b.calls())
 	eventually(t, "STATUS is asked three times", func() bool { // the first two have been judged then
 		n.askRefresh()

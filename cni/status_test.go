@@ -106,7 +106,7 @@ func TestStatusVerbUnknown(t *testing.T) {
 	b.writeConf("1.conflist", conflist("1.1.0", "n", "a", "b"))
 	b.start()
 	b.ready(true)
-	if want := []string{"a STATUS ", "b STATUS "}; !slices.Equal(b.calls(), want) {
+	if want := []string{"a STATUS ", "b STATUS "}; !slices.Equal(b.calls()[:2], want) { // they may be asked again by now
 		t.Errorf("calls %q, want %q", b.calls(), want)
 	}
 }
@@ -193,12 +193,15 @@ func TestStatusAge(t *testing.T) {
 	b.plugin("a", okResult)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
 	n := b.start()
+	fresh := *n.view.Load()
+	fresh.at = time.Now().Add(time.Hour)
+	n.view.Store(&fresh)
 	must(t, n.Status(context.Background()))
 	if len(n.refresh) != 0 {
 		t.Error("a fresh answer was refreshed")
 	}
 	old := *n.view.Load()
-	old.at = old.at.Add(-maxViewAge)
+	old.at = time.Now().Add(-maxViewAge)
 	n.view.Store(&old)
 	must(t, n.Status(context.Background()))
 	eventually(t, "another look", func() bool { return n.Info().At.After(old.at) })

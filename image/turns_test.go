@@ -61,22 +61,26 @@ func TestSlowRegistryStarvesNobody(t *testing.T) {
 	slow.PutImage("app", "v1", "", held)
 	other.PutImage("app", "v1", "", gzipped(t, "f", "2"))
 	gate := gateBlob(slow, held.Blob)
-	ctx, cancel := context.WithCancel(t.Context())
-	done := pullLater(ctx, s, slow.Host()+"/app:v1")
+	holds, endHolding := context.WithCancel(t.Context())
+	done := pullLater(holds, s, slow.Host()+"/app:v1")
 	<-gate.arrived
 	more := gzipped(t, "f", "3")
 	slow.PutImage("more", "v1", "", more)
-	waits := pullLater(ctx, s, slow.Host()+"/more:v1")
+	queues, endQueuing := context.WithCancel(t.Context())
+	waits := pullLater(queues, s, slow.Host()+"/more:v1")
 	eventually(t, "both layers of the slow one are under way", downloading(s, 2))
 	pull(t, s, other.Host()+"/app:v1")
 	if n := slow.Count(digest.FromBytes(more.Blob).String()); n != 0 {
 		t.Errorf("the slow registry was asked for another layer %d times", n)
 	}
-	cancel()
-	for _, ended := range []<-chan error{done, waits} {
-		if err := <-ended; err == nil || !strings.Contains(err.Error(), "canceled") {
-			t.Errorf("got %v", err)
-		}
+	// The one that waits first: the other's turn would be its own, and time enough to be pulled after all.
+	endQueuing()
+	if err := <-waits; err == nil || !strings.Contains(err.Error(), "canceled") {
+		t.Errorf("the pull that waits for a turn ended with %v", err)
+	}
+	endHolding()
+	if err := <-done; err == nil || !strings.Contains(err.Error(), "canceled") {
+		t.Errorf("the pull that holds a turn ended with %v", err)
 	}
 	close(gate.open)
 }

@@ -80,7 +80,7 @@ func TestBadContainers(t *testing.T) {
 	d.Pull(t, harness.BaseImage)
 	pod := d.RunPod(t)
 	pod.PausePID(t)
-	d.WaitIdle(t)
+	d.WaitWatched(t)
 	empty := d.Empty
 	d.Empty = d.Snapshot(t) // each case must leave what there was: the pod
 	t.Cleanup(func() { d.Empty = empty })

@@ -420,7 +420,7 @@ containers:
 // Who does not obey SIGTERM is killed when the grace period is over.
 func testKubeletDeletionAfterGrace(t *testing.T, n *node) {
 	p := n.apply(t, "stubborn", `
-terminationGracePeriodSeconds: 2
+terminationGracePeriodSeconds: 15
 containers:
 - command: [sh, -c, 'trap "echo heard >> /host/end" TERM; touch /ready; while :; do sleep 0.1; done']
   readinessProbe: {exec: {command: [test, -e, /ready]}, periodSeconds: 1}

@@ -320,7 +320,7 @@ func TestThawedMonitor(t *testing.T) {
 	talks := pod.Run(t, harness.Script("i=0; while [ ! -e /tmp/stop ]; do i=$((i+1)); echo $i; sleep 0.005; done; exit 3"))
 	talks.WaitOutput(t, "3\n")
 	monitor = freeze(t, d, talks)
-	talks.Exec(t, "touch", "/tmp/stop")
+	talks.Release(t, "/tmp/stop")
 	harness.Must(t, syscall.Kill(monitor, syscall.SIGCONT))
 	harness.Equal(t, "exit code", talks.WaitExited(t).ExitCode, 3)
 	for i, l := range talks.Log(t) {

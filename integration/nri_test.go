@@ -249,7 +249,7 @@ func TestNRISynchronisation(t *testing.T) {
 // A plugin that does not answer is dropped, and nothing but the time it was given is lost; the others
 // are asked as ever.
 func TestNRIHangingPlugin(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "3s"`)) // for the other plugin, on a loaded machine
+	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "10s"`)) // for the other plugin, on a loaded machine
 	for _, event := range []string{"RunPodSandbox", "CreateContainer", "StartContainer", "UpdateContainer", "StopContainer", "RemoveContainer", "StopPodSandbox", "RemovePodSandbox"} {
 		t.Run(event, func(t *testing.T) {
 			end := make(chan struct{})
@@ -281,13 +281,17 @@ func TestNRIHangingPlugin(t *testing.T) {
 
 // One that does not answer when it registers is not registered.
 func TestNRIHangingRegistration(t *testing.T) {
-	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "3s"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`nri_request_timeout = "10s"`))
 	asked, end := make(chan struct{}), make(chan struct{})
 	p := &nriPlugin{closed: make(chan struct{}), before: func(string) error { close(asked); <-end; return nil }}
 	p.stub = harness.Get(stub.New(p, stub.WithSocketPath(nriSocket(d)), stub.WithPluginIdx("10"), stub.WithPluginName("mute"),
 		stub.WithOnClose(func() { close(p.closed) }), stub.WithLogger(quiet{})))(t)
 	harness.Must(t, p.stub.Start(t.Context()))
-	<-asked
+	select {
+	case <-asked:
+	case <-p.closed:
+		t.Fatal("it was dropped before it was asked")
+	}
 	d.RunPod(t, harness.HostNetwork).Run(t)
 	<-p.closed
 	close(end)
@@ -624,7 +628,7 @@ func TestNRIRefusesToStart(t *testing.T) {
 
 // Installed plugins that do not start, or do not register, are passed over.
 func TestNRIBrokenPlugins(t *testing.T) {
-	d := harness.StartDaemon(t, installPlugin("20-good", ""), harness.WithConfig(`nri_registration_timeout = "3s"`), func(t *testing.T, d *harness.Daemon) {
+	d := harness.StartDaemon(t, installPlugin("20-good", ""), harness.WithConfig(`nri_registration_timeout = "15s"`), func(t *testing.T, d *harness.Daemon) {
 		for name, script := range map[string]string{"05-ends": "#!/bin/sh\nexit 1\n", "06-silent": "#!/bin/sh\nexec sleep 1000\n", "07-nothing": "no program\n"} {
 			harness.Must(t, os.WriteFile(filepath.Join(d.Dir, "plugins", name), []byte(script), 0o755))
 		}

@@ -373,7 +373,7 @@ func TestPullStalled(t *testing.T) {
 		}
 		panic(http.ErrAbortHandler)
 	})
-	d := harness.StartDaemon(t, harness.WithConfig(`stall_timeout = "1s"`))
+	d := harness.StartDaemon(t, harness.WithConfig(`stall_timeout = "5s"`)) // other layers come faster, also on a slow machine
 	_, err := d.TryPull(t, name, nil)
 	wantUnavailable(t, err, digest)
 	harness.NoTraceOf(t, d, name)

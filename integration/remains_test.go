@@ -16,8 +16,8 @@ func TestRemainsAreEnded(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
 	running, created := pod.Run(t), pod.Create(t)
-	d.WaitIdle(t)
 	left := []int{harness.MonitorOf(t, d, running), running.Pid(t), pod.PausePID(t)}
+	d.WaitWatched(t) // after the monitor, which would be counted as a launcher
 	launchers := d.Launchers()
 	for _, pid := range launchers {
 		harness.Must(t, syscall.Kill(pid, syscall.SIGSTOP))

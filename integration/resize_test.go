@@ -266,7 +266,9 @@ func TestThreadedCgroups(t *testing.T) {
 		sleep 100000`))
 	c.WaitOutput(t, "moved")
 	harness.Equal(t, "exec", c.Exec(t, "echo", "hello"), "hello")
-	harness.Equal(t, "processes in the threaded cgroup", len(machine.CommandLines("sleep 77777")), 1)
+	harness.Eventually(t, "the process in the threaded cgroup is there", func() error {
+		return wantEqual("processes", len(machine.CommandLines("sleep 77777")), 1)
+	})
 	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sleep", "1000"}, time.Second)
 	if err == nil || !harness.Contains(err.Error(), "timed out") {
 		t.Errorf("an exec that outlives its timeout: %v", err)

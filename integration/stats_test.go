@@ -47,6 +47,7 @@ func TestStatsCPU(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
 	busy, idle := pod.Run(t, harness.Script("while :; do :; done")), pod.Run(t)
+	idle.Pid(t) // which has executed its command then
 	first := containerStats(t, busy)
 	if first.Cpu.UsageNanoCores != nil {
 		t.Errorf("a rate from one sample: %v", first.Cpu)
@@ -267,6 +268,7 @@ func TestStatsOfPodWithoutCgroup(t *testing.T) {
 	config.Linux.CgroupParent = ""
 	pod := d.RunPodConfig(t, config)
 	a, b := pod.Run(t), pod.Run(t)
+	waitProcesses(t, pod, 3) // what launches them takes more memory than they do
 	one, two := containerStats(t, a), containerStats(t, b)
 	whole := podStats(t, pod).Linux
 	if sum := one.Cpu.UsageCoreNanoSeconds.Value + two.Cpu.UsageCoreNanoSeconds.Value; whole.Cpu.UsageCoreNanoSeconds.Value < sum {
@@ -275,7 +277,6 @@ func TestStatsOfPodWithoutCgroup(t *testing.T) {
 	if whole.Memory.UsageBytes.Value < one.Memory.UsageBytes.Value/2 {
 		t.Errorf("memory of the pod %v, of a container %v", whole.Memory, one.Memory)
 	}
-	waitProcesses(t, pod, 3)
 	busy := pod.Run(t, harness.Script("while [ ! -e /tmp/stop ]; do :; done"))
 	const work = uint64(100 * time.Millisecond) // by the clock that is read: a guest's may count little of what a host's does
 	harness.Eventually(t, "it has worked", func() error {
@@ -387,6 +388,7 @@ func TestStatsWritableLayerOfSleeper(t *testing.T) {
 		return nil
 	})
 	const size = 3 << 20
+	sleeper.Pid(t) // which has executed its command then
 	writer.Exec(t, "sh", "-c", fmt.Sprintf(`for p in /proc/[0-9]*; do if grep -q 98765 $p/cmdline && ! grep -q proc $p/cmdline; then head -c %d /dev/zero >$p/root/written; fi; done`, size))
 	harness.Eventually(t, "what was written is counted", func() error {
 		if layer := containerStats(t, sleeper).WritableLayer; layer.UsedBytes.Value < size {

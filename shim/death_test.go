@@ -52,6 +52,7 @@ func daemon() int {
 // the container runs then and everything says so, or nothing is left.
 func TestDaemonDiesDuringLaunch(t *testing.T) {
 	e := newEnv(t)
+	e.until("its own launcher is there", func() bool { return countCommand("berth-shim\x00launcher") == 1 })
 	for i, point := range []struct{ name, file string }{
 		{"rootfs", "c/rootfs"},
 		{"socket", "c/sock"},

@@ -350,7 +350,10 @@ func TestExecAgainInTheSameContainer(t *testing.T) {
 			t.Fatal(err)
 		}
 		c := &container{env: e, LaunchRequest: req, Started: started}
-		c.until("it has said its name", func() bool { _, err := os.Stat(filepath.Join(req.Rootfs.Upper, "name")); return err == nil })
+		c.until("it has said its name", func() bool {
+			name, _ := os.ReadFile(filepath.Join(req.Rootfs.Upper, "name"))
+			return string(name) == says+"\n"
+		})
 		for i := range 2 {
 			if stdout, _, code := c.execIn(says+itoa(i), "cat /name"); stdout != says+"\n" || code != 0 {
 				t.Errorf("it is called %q (%d), want %s", stdout, code, says)
@@ -569,7 +572,6 @@ func TestProbesInTurn(t *testing.T) {
 // An order goes to another launcher if the first does not read it, as one that is frozen.
 func TestFrozenIdleLauncher(t *testing.T) {
 	e := newEnv(t)
-	e.hearTime = 3 * time.Second // the one that comes after it has to start in that time
 	freeze := e.freezeIdle
 	gone := func(p *launcher) {
 		e.until("the frozen one is gone", func() bool { return unix.Kill(p.pid, 0) == unix.ESRCH })
@@ -600,7 +602,6 @@ func (e *env) freezeIdle() *launcher {
 func TestOrderTakenBackFromFrozenLauncher(t *testing.T) {
 	var log testbuffer.Buffer
 	e := newEnv(t, func(c *Config) { c.Log = slog.New(slog.NewTextHandler(&log, nil)) })
-	e.hearTime = 3 * time.Second // in which it is taken back
 	frozen := e.freezeIdle()
 	ctx, cancel := context.WithCancel(e.ctx)
 	defer cancel()

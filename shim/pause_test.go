@@ -268,6 +268,9 @@ func TestPauseLeavesItsLauncherAsItWas(t *testing.T) {
 		was = allOf(t, before)
 		warm := 0 // which ends with a look at the cgroups
 		for _, value := range was {
+			if strings.HasSuffix(value, "/cgroup.procs") {
+				return false // it is at that look
+			}
 			if value == "/sys/fs/cgroup" {
 				warm++
 			}

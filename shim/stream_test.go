@@ -53,8 +53,14 @@ func TestKillNamesItsExec(t *testing.T) {
 func TestKillOfAnExecDuringALaunch(t *testing.T) {
 	e := newEnv(t)
 	var p *launcher
-	e.until("a launcher is idle", func() bool { p = e.pop(""); return p != nil })
-	e.put(p) // it is the next that is taken
+	e.until("a launcher is idle", func() bool { // it is the next that is taken
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		if len(e.idle) == 1 {
+			p = e.idle[0].launcher
+		}
+		return p != nil
+	})
 	fifo := filepath.Join(e.dir, "fifo")
 	if err := unix.Mkfifo(fifo, 0o600); err != nil {
 		t.Fatal(err)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -40,7 +41,8 @@ func execCommand(o *operator) *cobra.Command {
 				Tty: s.terminal, Stdin: s.stdin, Stdout: true, Stderr: !s.terminal})
 			return reply.GetUrl(), err
 		})
-		if cause := context.Cause(limited); errors.Is(cause, errTimeout) && errors.Is(err, context.DeadlineExceeded) {
+		ended := errors.Is(err, context.DeadlineExceeded) || errors.Is(err, os.ErrDeadlineExceeded) // the latter by the handshake
+		if cause := context.Cause(limited); errors.Is(cause, errTimeout) && ended {
 			err = fmt.Errorf("%w after %v", cause, timeout)
 		}
 		return sessionStatus(ctx, "exec in container "+client.ShortID(container.GetId()), err)

@@ -165,7 +165,11 @@ func TestLifeOfADetachedPod(t *testing.T) {
 		t.Errorf("rm of a running container: %q, %d", stderr, code)
 	}
 	c.must("rm", "--run-dir", c.runDir, "--force", id[:12])
-	if calls := c.Calls(); !slices.Contains(calls, "StopContainer app/0 3") {
+	asManifestSays := func(call string) bool { // of its grace period some may be over
+		left, ok := strings.CutPrefix(call, "StopContainer app/0 ")
+		return ok && slices.Contains([]string{"1", "2", "3"}, left)
+	}
+	if calls := c.Calls(); !slices.ContainsFunc(calls, asManifestSays) {
 		t.Errorf("the manifest's grace period was not given: %q", calls)
 	}
 	if left := c.Left(); len(left) > 0 {

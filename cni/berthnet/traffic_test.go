@@ -141,7 +141,7 @@ func ask(path, network, address string, patience time.Duration) (seen string, er
 }
 
 const (
-	patience = 5 * time.Second
+	patience = time.Minute            // twice the longest pause between two tries to write rules
 	dropped  = 300 * time.Millisecond // what is dropped is never answered
 )
 

@@ -412,7 +412,7 @@ func TestSlowLine(t *testing.T) {
 		return true
 	}
 	b := s.blob(t, l, 0)
-	b.ahead.watch, b.ahead.enough = 50*time.Millisecond, fastEnough
+	b.ahead.watch, b.ahead.enough = 100*time.Millisecond, fastEnough // in which all of the blob would be too little, whenever it is read
 	got, err := io.ReadAll(b)
 	if err != nil || !bytes.Equal(got, s.data) || s.parts.Load() > 0 {
 		t.Errorf("%d bytes, %v, and %d parts", len(got), err, s.parts.Load())
@@ -469,9 +469,16 @@ func TestStallBesideParts(t *testing.T) {
 	l := &leave{most: 4}
 	s := newPartServer(t, l.most+1) // it answers nothing
 	b := s.blob(t, l, 0)
-	b.repo.endpoints[0].stall = 200 * time.Millisecond
-	got, err := io.ReadAll(b)
-	if err != nil || !bytes.Equal(got, s.data) {
+	got := make([]byte, testPart/2)
+	if _, err := io.ReadFull(b, got); err != nil {
+		t.Fatal(err)
+	}
+	for s.parts.Load() < l.most { // asked for, though not answered
+		time.Sleep(time.Millisecond)
+	}
+	b.body.(*guardedBody).timeout = 200 * time.Millisecond // of this transfer alone
+	rest, err := io.ReadAll(b)
+	if got = append(got, rest...); err != nil || !bytes.Equal(got, s.data) {
 		t.Errorf("%d bytes, %v", len(got), err)
 	}
 	if whole, parts := s.wholes.Load(), s.parts.Load(); whole != 2 || parts != l.most || l.taken.Load() != 0 {

@@ -297,7 +297,9 @@ func TestSlowErrorText(t *testing.T) {
 		}
 		return true
 	}
-	_, err := resolve(t, Config{StallTimeout: soon}, reg.Host()+"/app:v1", Credentials{})
+	repo := open(t, Config{}, reg.Host()+"/app:v1", Credentials{})
+	repo.endpoints[0].stall = soon // once there are headers
+	_, err := repo.Resolve(t.Context(), platform.Default())
 	wantCode(t, err, codes.NotFound)
 }
 

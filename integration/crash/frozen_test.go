@@ -70,7 +70,7 @@ func TestFrozenExec(t *testing.T) {
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	fp.FreezeNext(t, harness.LauncherProgram, "launcher.exec-announced", 1)
-	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "sleep 100003 & sleep 100004"}, time.Second)
+	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "sleep 100003 & sleep 100004"}, 10*time.Second) // in which the launcher gets to its point
 	harness.Must(t, expectTimeout(err))
 	if !fp.WaitReached(deathPatience) {
 		t.Fatal("the launcher does not get to its point, so it was not stopped")

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"os/exec"
@@ -144,11 +145,13 @@ func TestDifferencesAreSeen(t *testing.T) {
 	} {
 		t.Run(c.kind, func(t *testing.T) {
 			undo := c.make(t)
-			found := strings.Join(d.FullState(t).Differences(before), "\n")
+			harness.Eventually(t, "it is seen", func() error { // a connection is the daemon's when it has accepted it
+				if found := strings.Join(d.FullState(t).Differences(before), "\n"); !strings.Contains(found, c.kind+": ") {
+					return fmt.Errorf("the differences are %q", found)
+				}
+				return nil
+			})
 			undo()
-			if !strings.Contains(found, c.kind+": ") {
-				t.Errorf("not seen; the differences are %q", found)
-			}
 			if left := d.Becomes(t, before); len(left) > 0 {
 				t.Errorf("differences without a cause:\n%s", strings.Join(left, "\n"))
 			}

@@ -194,7 +194,7 @@ func StartDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 	if SystemdDriver() {
 		d.meetSystemd(t)
 	}
-	d.waitWatched(t)
+	d.WaitWatched(t)
 	d.Empty = d.Snapshot(t)
 	t.Cleanup(func() { d.removePodCgroups(t) })
 	t.Cleanup(func() { d.NoLeaks(t) })
@@ -271,9 +271,10 @@ func (d *Daemon) UseVersion(t *testing.T, bin string, config ...string) {
 // bearSlowPlugins gives NRI plugins more than the default of two seconds, which a loaded machine
 // may need: a plugin that did not answer in time is dropped.
 func (d *Daemon) bearSlowPlugins() {
-	const option = "nri_request_timeout"
-	if !slices.ContainsFunc(d.Extra, func(line string) bool { return strings.HasPrefix(line, option) }) {
-		d.Extra = slices.Insert(d.Extra, 0, option+` = "20s"`) // first: a test's last lines may be of a table
+	for _, option := range []string{"nri_request_timeout", "nri_registration_timeout"} {
+		if !slices.ContainsFunc(d.Extra, func(line string) bool { return strings.HasPrefix(line, option) }) {
+			d.Extra = slices.Insert(d.Extra, 0, option+` = "20s"`) // first: a test's last lines may be of a table
+		}
 	}
 }
 
@@ -357,9 +358,9 @@ func (d *Daemon) WaitIdle(t *testing.T) {
 	})
 }
 
-// waitWatched is WaitIdle until the daemon also watches them, with a goroutine and a second pidfd for each: a launcher is a process, and
+// WaitWatched is WaitIdle until the daemon also watches them, with a goroutine and a second pidfd for each: a launcher is a process, and
 // counted by WaitIdle, before it is ready.
-func (d *Daemon) waitWatched(t *testing.T) {
+func (d *Daemon) WaitWatched(t *testing.T) {
 	t.Helper()
 	d.WaitIdle(t)
 	Eventually(t, "idle launchers are watched", func() error {

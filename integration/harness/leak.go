@@ -74,6 +74,7 @@ func (d *Daemon) belongings() *inventory.Daemon {
 // are repeated.
 func (d *Daemon) Held(t *testing.T) (grown func(t *testing.T) []string) {
 	t.Helper()
+	d.WaitWatched(t)
 	before := d.settled(t)
 	return func(t *testing.T) (diff []string) {
 		t.Helper()

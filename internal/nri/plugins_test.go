@@ -201,6 +201,8 @@ func testUpdatePodShowsOldAndNew(t *testing.T, p *Plugins, plugin *answering) {
 
 // A container whose turn does not come keeps no other from its update; those of one container are made in order.
 func TestUpdatesDoNotWaitForEachOther(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
 	var order []int64
 	p := testPlugins(t, testRuntime{update: func(ctx context.Context, u Update) error {
 		if u.ContainerID == "busy" {
@@ -210,16 +212,19 @@ func TestUpdatesDoNotWaitForEachOther(t *testing.T) {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		order = append(order, u.Resources.MemoryLimitInBytes)
+		if order = append(order, u.Resources.MemoryLimitInBytes); len(order) == 2 {
+			cancel() // upon which the busy ones are given up
+		}
 		return nil
 	}})
+	p.cfg.RequestTimeout = time.Hour
 	var updates []*api.ContainerUpdate
 	for i, id := range []string{"busy", "free", "free", "busy"} {
 		u := &api.ContainerUpdate{ContainerId: id}
 		u.SetLinuxMemoryLimit(int64(i))
 		updates = append(updates, u)
 	}
-	failed, err := p.unsolicited(t.Context(), updates)
+	failed, err := p.unsolicited(ctx, updates)
 	if err != nil || len(failed) != 2 || failed[0] != updates[0] || failed[1] != updates[3] || !slices.Equal(order, []int64{1, 2}) {
 		t.Errorf("failed are %v (%v), done %v", failed, err, order)
 	}

@@ -49,7 +49,7 @@ func TestOfPrograms(t *testing.T) {
 		{name: "more", script: "echo one; echo two", limit: 5, kept: "one\nt"},
 		{name: "more than a pipe holds", script: "head -c 300000 /dev/zero | tr '\\0' x", limit: 300000, kept: strings.Repeat("x", 300000)},
 		{name: "a child has the output", script: "sleep 1000 & echo $! >&2; echo done", limit: 100, kept: "done\n"},
-		{name: "a child goes on printing", script: "yes & echo $! >&2; sleep 0.1", limit: 4, kept: "y\ny\n", most: true},
+		{name: "a child goes on printing", script: "echo y; echo y; yes & echo $! >&2; sleep 0.1", limit: 4, kept: "y\ny\n", most: true},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			o, child := newOutput(t, tt.limit), newOutput(t, 100)

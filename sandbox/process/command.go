@@ -11,8 +11,9 @@ const (
 	// launcherExe is what the container's init executes until it executes the container's command: the sealed
 	// copy of berth-shim.
 	launcherExe = "/memfd:berth-shim (deleted)"
-	// commandPatience bounds the wait for that. OCI hooks of the kind startContainer run before it.
-	commandPatience = 2 * time.Second
+	// commandPatience bounds the wait for that. OCI hooks of the kind startContainer run before it, and on a node that is
+	// overcommitted init gets no processor for seconds.
+	commandPatience = 10 * time.Second
 )
 
 // awaitCommand waits until the container's init has executed the container's command. A launch is over a moment before: runc's

@@ -71,7 +71,7 @@ func (p *paused) Read(b []byte) (int, error) {
 // inTheMiddle starts to unpack data and calls do while the process waits for the rest of it.
 func inTheMiddle(ctx context.Context, t *testing.T, p *Program, data []byte, do func(pid int)) (unpack.Result, error) {
 	t.Helper()
-	blob := pausing(data, len(data)/2)
+	blob := pausing(data, min(len(data)/2, pipeSize/2)) // the pipe takes it, whether or not the process reads yet
 	type answer struct {
 		result unpack.Result
 		err    error

@@ -530,8 +530,8 @@ func (m *Maker) Execute() error {
 	return errors.Join(reportErr, err, m.child.Close(), m.second.Close())
 }
 
-// endTime is more than a process needs from closing its files to its end.
-const endTime = time.Second
+// endTime is more than a process needs from closing its files to its end, also where it gets no processor for a while. Only one that ends is waited for.
+const endTime = 10 * time.Second
 
 // checkAlive tells a pause that has executed its command, which closed its socket, from one that was killed. That one's socket
 // is closed, and its arguments are gone, a moment before its pidfd says so (do_exit: exit_mm, exit_files, exit_notify).
