@@ -253,7 +253,6 @@ func TestSleepersThatAreBeingDeleted(t *testing.T) {
 	if err := deleter.Close(); err != nil { // nothing is deleted from here on
 		t.Fatal(err)
 	}
-	s.layers.all = slices.DeleteFunc(s.layers.all, func(o *layer.Store) bool { return o == deleter }) // it is closed already
 	s.disk.static.Store(true)
 	s.disk.others.Store(mayBeTaken + mib/2)
 	s.giveUp(0)
@@ -262,5 +261,6 @@ func TestSleepersThatAreBeingDeleted(t *testing.T) {
 		t.Errorf("%q sleep", left)
 	}
 	s.giveUp(mib)
+	s.layers.all = slices.DeleteFunc(s.layers.all, func(o *layer.Store) bool { return o == deleter }) // it is closed already
 	s.want("c")
 }
