@@ -379,3 +379,27 @@ func TestPluginEnvironment(t *testing.T) {
 		}
 	}
 }
+
+// A process in the middle of execve, when the kernel tells no environment of it, is not overlooked.
+func TestStrayThatExecutes(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "again")
+	must(t, os.WriteFile(path, []byte("#!/bin/sh\nexec $0\n"), 0o700))
+	const id = "0123456789abcdef"
+	cmd := exec.Command(path)
+	cmd.Env = []string{runVar + "=" + id}
+	must(t, cmd.Start())
+	overlooked := 0
+	const looks = 20_000
+	for range looks {
+		if !belongs(cmd.Process.Pid, []string{id}) {
+			overlooked++
+		}
+	}
+	must(t, cmd.Process.Kill())
+	if cmd.Wait() == nil {
+		t.Error("it was not killed")
+	}
+	if overlooked > 0 {
+		t.Errorf("%d of %d looks did not find it", overlooked, looks)
+	}
+}

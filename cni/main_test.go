@@ -255,7 +255,7 @@ func (b *bed) readPID(file string) int {
 
 // isGone reports whether a process has ended; a zombie that nobody has reaped counts.
 func isGone(pid int) bool {
-	if environ, err := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid)); err != nil || len(environ) == 0 {
+	if _, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid)); err != nil {
 		return true // it has no memory any more, and executes nothing: exit_mm comes before it is a zombie
 	}
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))

@@ -188,14 +188,39 @@ func killIf(pid int, condition func() bool) error {
 // belongs reads the environment that a process was started with; zombies have none. Who is gone, or
 // hides his environment even from root, is not one of ours.
 func belongs(pid int, ids []string) bool {
-	environ, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/environ")
-	if err != nil {
-		return false
-	}
-	for kv := range strings.SplitSeq(string(environ), "\x00") {
+	for kv := range strings.SplitSeq(environment("/proc/"+strconv.Itoa(pid)), "\x00") {
 		if id, ok := strings.CutPrefix(kv, runVar+"="); ok {
 			return slices.Contains(ids, id)
 		}
 	}
 	return false
+}
+
+// execTime bounds the wait for a process to come out of execve.
+const execTime = 100 * time.Millisecond
+
+// environment returns what a process was started with, "" if it can't be read. In the middle of execve, between exec_mmap and
+// create_elf_tables, the kernel has a program and neither arguments nor an environment to tell; without a program it has ended, or is the kernel's.
+func environment(dir string) string {
+	end := time.Now().Add(execTime)
+	for empty := 0; ; {
+		environ, err := os.ReadFile(dir + "/environ")
+		if err != nil || len(environ) > 0 {
+			return string(environ)
+		}
+		args, err := os.ReadFile(dir + "/cmdline")
+		if err != nil {
+			return ""
+		}
+		if len(args) > 0 { // it may have come out of execve meanwhile, and even be in the next
+			if empty++; empty == 10 {
+				return ""
+			}
+			continue
+		}
+		if _, err := os.Readlink(dir + "/exe"); err != nil || time.Now().After(end) {
+			return ""
+		}
+		time.Sleep(50 * time.Microsecond)
+	}
 }

@@ -239,8 +239,8 @@ func waitDead(t *testing.T, pid int) {
 	})
 }
 
-// While pods come and go nothing is named: what is seen in the middle of an operation is not there
-// any more at the next look.
+// While pods come and go nothing stays named: what is seen in the middle of an operation is not there
+// any more at one of the next looks.
 func TestStateCheckBesideWork(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.EnsureImage(t, harness.BaseImage)

@@ -109,7 +109,7 @@ func (e *Exec) start(ctx context.Context, req ExecRequest) (again bool, err erro
 		return false, errdefs.Internal("ask the launcher: %w", err)
 	}
 	var reply control.Reply
-	heard := e.p.listen(e.l.hearTime)
+	heard := e.p.listen(hearTime)
 	got, err := e.receive(ctx, &reply)
 	err = heard.result(err)
 	e.l.logWarnings(req.ID, reply.Warnings)

@@ -109,7 +109,7 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchReque
 	failpoint.Reach("launch.sent")
 	var files []*os.File
 	if err == nil {
-		heard := p.listen(l.hearTime)
+		heard := p.listen(hearTime)
 		files, err = l.receive(ctx, p, &reply)
 		err = heard.result(err)
 	}

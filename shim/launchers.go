@@ -38,8 +38,7 @@ type Config struct {
 type Launchers struct {
 	cfg       Config
 	oom       oomScores
-	hearTime  time.Duration // hearTime, but in tests
-	spareTime time.Duration // the same
+	spareTime time.Duration // spareTime, but in tests
 	filters   *os.File      // seccomp filters that launchers have compiled, for all of them
 	exe       *os.File      // sealed copy of ShimPath: a container cannot write to it (CVE-2019-5736), and no launcher has to copy it
 
@@ -88,7 +87,7 @@ func New(cfg Config) (*Launchers, error) {
 	if err != nil {
 		return nil, errors.Join(err, exe.Close())
 	}
-	l := &Launchers{cfg: cfg, oom: scores, hearTime: hearTime, spareTime: spareTime, exe: exe, filters: filters, refill: make(chan struct{}, 1)}
+	l := &Launchers{cfg: cfg, oom: scores, spareTime: spareTime, exe: exe, filters: filters, refill: make(chan struct{}, 1)}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	l.owned.Go(l.keepFilled)
 	l.wantMore()

@@ -42,6 +42,9 @@ func execCommand(o *operator) *cobra.Command {
 			return reply.GetUrl(), err
 		})
 		ended := errors.Is(err, context.DeadlineExceeded) || errors.Is(err, os.ErrDeadlineExceeded) // the latter by the handshake
+		if end, ok := limited.Deadline(); ok && ended && !time.Now().Before(end) {
+			<-limited.Done() // the connection has a timer of its own, which may be a moment earlier
+		}
 		if cause := context.Cause(limited); errors.Is(cause, errTimeout) && ended {
 			err = fmt.Errorf("%w after %v", cause, timeout)
 		}

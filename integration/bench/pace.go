@@ -35,6 +35,7 @@ const (
 // awaitQuiet waits until the machine is as fast as the option -quiet wants it, or the patience of this run is used up.
 func (b *bench) awaitQuiet(ctx context.Context) {
 	for b.quiet > 0 && b.waited < quietPatience {
+		began := time.Now()
 		quiet, err := b.isQuiet(ctx)
 		if err != nil {
 			fmt.Fprintln(os.Stderr, "bench:", err) // the samples tell whether they can be measured
@@ -45,7 +46,7 @@ func (b *bench) awaitQuiet(ctx context.Context) {
 		}
 		select {
 		case <-time.After(quietPause):
-			b.waited += quietPause
+			b.waited += time.Since(began)
 		case <-ctx.Done():
 			return
 		}

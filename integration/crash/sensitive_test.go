@@ -145,13 +145,16 @@ func TestDifferencesAreSeen(t *testing.T) {
 	} {
 		t.Run(c.kind, func(t *testing.T) {
 			undo := c.make(t)
-			harness.Eventually(t, "it is seen", func() error { // a connection is the daemon's when it has accepted it
+			err := harness.WaitFor(func() error { // a connection is the daemon's when it has accepted it
 				if found := strings.Join(d.FullState(t).Differences(before), "\n"); !strings.Contains(found, c.kind+": ") {
 					return fmt.Errorf("the differences are %q", found)
 				}
 				return nil
 			})
 			undo()
+			if err != nil {
+				t.Errorf("not seen: %v", err)
+			}
 			if left := d.Becomes(t, before); len(left) > 0 {
 				t.Errorf("differences without a cause:\n%s", strings.Join(left, "\n"))
 			}

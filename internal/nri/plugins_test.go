@@ -217,7 +217,7 @@ func TestUpdatesDoNotWaitForEachOther(t *testing.T) {
 		}
 		return nil
 	}})
-	p.cfg.RequestTimeout = time.Hour
+	p.cfg.RequestTimeout = time.Minute
 	var updates []*api.ContainerUpdate
 	for i, id := range []string{"busy", "free", "free", "busy"} {
 		u := &api.ContainerUpdate{ContainerId: id}
