@@ -18,14 +18,16 @@ import (
 )
 
 // Open returns a pidfd of the process pid (a thread group leader in the caller's
-// PID namespace). The error wraps os.ErrProcessDone if there is no such process.
+// PID namespace). The error wraps os.ErrProcessDone if there is no such process, also where its ID
+// is that of another process's thread by now.
 func Open(pid int) (*os.File, error) {
 	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
 	if errors.Is(err, unix.EINVAL) { // PIDFD_NONBLOCK is Linux 5.10
 		fd, err = openBlocking(pid)
 	}
 	switch {
-	case errors.Is(err, unix.ESRCH):
+	case errors.Is(err, unix.ESRCH), errors.Is(err, unix.ENOENT) && pid > 0, errors.Is(err, unix.EINVAL) && pid > 0:
+		// The last two for a thread that leads no group: EINVAL before Linux 6.15.
 		return nil, fmt.Errorf("open pidfd of %d: %w", pid, os.ErrProcessDone)
 	case err != nil:
 		return nil, fmt.Errorf("open pidfd of %d: %w", pid, err)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"os"
 	"os/exec"
+	"runtime"
 	"sync"
 	"testing"
 	"time"
@@ -242,5 +243,27 @@ func TestWaitWithoutDescriptors(t *testing.T) {
 	}
 	if _, err := Open(cmd.Process.Pid); !errors.Is(err, os.ErrProcessDone) {
 		t.Errorf("Open after Wait = %v: the child was not reaped", err)
+	}
+}
+
+// The ID of a process that has ended may be a thread's by now.
+func TestOpenOfAThread(t *testing.T) {
+	ids, end := make(chan int), make(chan struct{})
+	go func() {
+		runtime.LockOSThread() // for good: the thread ends with the goroutine
+		if id := unix.Gettid(); id != os.Getpid() {
+			ids <- id
+		} else { // the first thread stays this one's, so the next goroutine has another
+			go func() { runtime.LockOSThread(); ids <- unix.Gettid(); <-end }()
+		}
+		<-end
+	}()
+	defer close(end)
+	thread := <-ids
+	if f, err := Open(thread); !errors.Is(err, os.ErrProcessDone) {
+		t.Errorf("Open = %v, %v", f, err)
+	}
+	if f, err := OpenVerified(thread, 1); !errors.Is(err, os.ErrProcessDone) {
+		t.Errorf("OpenVerified = %v, %v", f, err)
 	}
 }
