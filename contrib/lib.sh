@@ -209,6 +209,9 @@ machine_init() {
 	mount -t proc proc /proc
 	mount -t tmpfs -o mode=0755 berth-run /run
 	mkdir -p /run/lock /run/tmp
+	# Mounts do not protect a device node from chmod: a test that tries that gets one of its own.
+	mknod -m 0666 /run/null c 1 3
+	mount --bind /run/null /dev/null
 	# systemd-resolved keeps the file below /run, where it is hidden now.
 	if [ -L /etc/resolv.conf ] && [ ! -e /etc/resolv.conf ]; then
 		mkdir -p "$(dirname "$(readlink -m /etc/resolv.conf)")"
