@@ -348,6 +348,22 @@ func TestUserNamespaceOnHostNetwork(t *testing.T) {
 	}
 }
 
+// The node's mounts below /sys are read-only in such a container, whatever their files' modes allow.
+func TestUserNamespaceOnHostNetworkCannotWriteBelowSys(t *testing.T) {
+	const base = 6 * usernsLength
+	const below, later = "/sys/kernel/debug", "/sys/fs/pstore"
+	machine.MountTmpfs(t, below, syscall.MS_SHARED)
+	harness.Must(t, os.Chmod(below, 0o777))
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork, userNamespace(base))
+	c := pod.Run(t, inUserNamespace(base))
+	harness.Equal(t, "the mount is seen", sees(t, c, below), true)
+	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "echo x >" + below + "/file"}, 0)
+	harness.Equal(t, "a file can be made", err == nil, false)
+	machine.MountTmpfs(t, later, syscall.MS_SHARED)
+	harness.Equal(t, "a mount made later is seen", sees(t, c, later), false)
+}
+
 func TestPrivilegedInUserNamespace(t *testing.T) {
 	const base = 7 * usernsLength
 	d := harness.StartDaemon(t)

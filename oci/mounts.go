@@ -68,7 +68,7 @@ func kernelMounts(in ContainerInput) []specs.Mount {
 			// Group 5 is tty, everywhere.
 			Options: []string{"nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "gid=5"}},
 		{Destination: "/dev/mqueue", Type: "mqueue", Source: "mqueue", Options: []string{"nosuid", "noexec", "nodev"}},
-		sysMount(in.Pod, access),
+		sysMount(in, access),
 		{Destination: "/sys/fs/cgroup", Type: "cgroup", Source: "cgroup",
 			Options: []string{"nosuid", "noexec", "nodev", "relatime", access}},
 	}

@@ -162,13 +162,17 @@ func setFirstNamespaces(pod Pod, spec *specs.Spec) error {
 	return nil
 }
 
-// sysMount is the container's /sys. It shows a network namespace and can only be
-// mounted by who that belongs to: a pod on the node's network that has a user
-// namespace sees the node's /sys.
-func sysMount(pod Pod, access string) specs.Mount {
-	if pod.UserNS != "" && pod.hostNetwork() {
+// sysMount returns the container's /sys. A sysfs shows one network namespace, and only the owner of
+// that namespace can mount it. So a pod with a user namespace on the node's network gets the node's
+// /sys. The node's mounts below it, such as cgroups and debugfs, are read-only as well. Later ones of
+// the node do not appear: they would be writable.
+func sysMount(in ContainerInput, access string) specs.Mount {
+	if in.Pod.UserNS != "" && in.Pod.hostNetwork() {
+		if access == "ro" && in.Host.RecursiveReadOnly {
+			access = "rro"
+		}
 		return specs.Mount{Destination: "/sys", Type: "bind", Source: "/sys",
-			Options: []string{"rbind", "rslave", "nosuid", "noexec", "nodev", access}}
+			Options: []string{"rbind", "rprivate", "nosuid", "noexec", "nodev", access}}
 	}
 	return specs.Mount{Destination: "/sys", Type: "sysfs", Source: "sysfs",
 		Options: []string{"nosuid", "noexec", "nodev", access}}

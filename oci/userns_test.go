@@ -133,9 +133,26 @@ func TestUserNamespaceOnHostNetwork(t *testing.T) {
 	in := testInput()
 	in.Pod.giveUserNamespace(usernsOptions(65536, 65536))
 	in.Pod.Config.Linux.SecurityContext.NamespaceOptions.Network = nsNode
-	spec := mustSpec(t, in)
-	if m := findMount(spec, "/sys"); m.Type != "bind" || !slices.Contains(m.Options, "ro") || !slices.Contains(m.Options, "rbind") {
-		t.Errorf("/sys: %v", m)
+	for _, test := range []struct {
+		name                  string
+		privileged, recursive bool
+		access                string
+	}{
+		{name: "submounts are read-only", recursive: true, access: "rro"},
+		{name: "kernel without recursive read-only mounts", access: "ro"},
+		{name: "privileged", privileged: true, recursive: true, access: "rw"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			in := in
+			in.Host.RecursiveReadOnly = test.recursive
+			if test.privileged {
+				in.privilege()
+			}
+			want := []string{"rbind", "rprivate", "nosuid", "noexec", "nodev", test.access}
+			if m := findMount(mustSpec(t, in), "/sys"); m.Type != "bind" || !slices.Equal(m.Options, want) {
+				t.Errorf("/sys: %v", m)
+			}
+		})
 	}
 }
 
