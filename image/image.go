@@ -20,7 +20,7 @@ import (
 type Image struct {
 	ID          string              // "sha256:" and the digest of the configuration, or see record.otherID
 	RepoTags    []string            // normalized name:tag, sorted
-	RepoDigests []string            // normalized name@digest, sorted
+	RepoDigests []string            // normalized name@digest, the one pulled last at the end
 	Size        uint64              // bytes on disk: layers, shared ones in full, and configuration
 	Pinned      bool                // kubelet must not collect it
 	Config      ocispec.ImageConfig // what a container takes of it: no labels, no volumes, no ports
@@ -36,6 +36,26 @@ func (i *Image) Specification() (ocispec.Image, error) {
 		return c, fmt.Errorf("decode configuration of image %s: %w", i.ID, err)
 	}
 	return c, nil
+}
+
+// DigestedReference returns the name@digest under which a container of this image is reported, "" if the image has none.
+// The digest is that of the manifest or index that the registry served. Among several it prefers the name that the user
+// wrote, then the repository of that name, then the one that was pulled last.
+func (i *Image) DigestedReference(written string) string {
+	if ref, err := registry.ParseReference(written); err == nil {
+		if ref.Digest != "" && slices.Contains(i.RepoDigests, ref.String()) {
+			return ref.String()
+		}
+		for _, name := range slices.Backward(i.RepoDigests) {
+			if strings.HasPrefix(name, ref.Name()+"@") {
+				return name
+			}
+		}
+	}
+	if len(i.RepoDigests) == 0 {
+		return ""
+	}
+	return i.RepoDigests[len(i.RepoDigests)-1]
 }
 
 // ofContainers returns the part of a configuration that containers use. It goes into the record of each.
@@ -232,7 +252,7 @@ func (r record) image(id string, pinned map[string]bool) *Image {
 	img := &Image{
 		ID:          id,
 		RepoTags:    slices.Sorted(slices.Values(r.Tags)),
-		RepoDigests: slices.Sorted(slices.Values(r.Digests)),
+		RepoDigests: slices.Clone(r.Digests),
 		Size:        r.Size + uint64(len(r.Config)),
 		Config:      ofContainers(c.Config),
 		Layers:      r.layers(),
@@ -261,15 +281,15 @@ func (r record) diskSize() uint64 {
 // another form, it gets one more.
 const maxDigests = 64
 
-// with returns a copy that has one more name, and lacks the oldest of too many digests.
+// with returns a copy that has one more name, and lacks the oldest of too many digests. The digest of this pull becomes the
+// last one, for DigestedReference.
 func (r record) with(ref registry.Reference, d digest.Digest) record {
 	r.Tags, r.Digests = slices.Clone(r.Tags), slices.Clone(r.Digests)
 	if ref.Tag != "" && !slices.Contains(r.Tags, ref.String()) {
 		r.Tags = append(r.Tags, ref.String())
 	}
-	if name := ref.WithDigest(d); !slices.Contains(r.Digests, name) {
-		r.Digests = append(r.Digests, name)
-	}
+	name := ref.WithDigest(d)
+	r.Digests = append(slices.DeleteFunc(r.Digests, func(other string) bool { return other == name }), name)
 	r.Digests = r.Digests[max(0, len(r.Digests)-maxDigests):]
 	return r
 }

@@ -1487,3 +1487,37 @@ func TestDyingLayerIsWaitedFor(t *testing.T) {
 		}
 	})
 }
+
+// A container is reported by the digest that the registry knows, in the repository that its author wrote.
+func TestDigestedReference(t *testing.T) {
+	digestOf := func(n int) string { return digest.FromString(fmt.Sprint(n)).String() }
+	first, moved, other := "docker.io/library/app@"+digestOf(1), "docker.io/library/app@"+digestOf(2), "example.com/app@"+digestOf(1)
+	img := &Image{ID: digestOf(9), RepoDigests: []string{first, moved, other}}
+	for _, tc := range []struct{ name, written, want string }{
+		{"tag", "example.com/app:v1", other},
+		{"short name", "app", moved},
+		{"digest that the image has", "app@" + digestOf(1), first},
+		{"digest that the image lacks", "app@" + digestOf(3), moved},
+		{"another repository", "example.com/apple:v1", other},
+		{"the ID", digestOf(9), other},
+		{"no reference", "//", other},
+		{"nothing", "", other},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			if got := img.DigestedReference(tc.written); got != tc.want {
+				t.Errorf("got %s, want %s", got, tc.want)
+			}
+		})
+	}
+	if got := (&Image{ID: digestOf(9)}).DigestedReference("app"); got != "" {
+		t.Errorf("an image without digests: %q", got)
+	}
+	ref, err := registry.ParseReference("app")
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := record{Digests: []string{first, moved}}.with(ref, digest.Digest(digestOf(1)))
+	if !slices.Equal(r.Digests, []string{moved, first}) {
+		t.Errorf("after another pull of the first digest: %q", r.Digests)
+	}
+}

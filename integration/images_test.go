@@ -283,13 +283,14 @@ func TestRemoveImageUnderContainer(t *testing.T) {
 	harness.WantCode(t, err, codes.NotFound, name)
 }
 
-// Whatever names an image does so by the same value (strict since v1.36): PullImage, ImageStatus, ListImages, the
-// status and the list of containers, image volumes, and events.
+// Whatever identifies an image does so by its ID (strict since v1.36): PullImage, ImageStatus, ListImages, image_id in the
+// status and the list of containers, image volumes, and events. image_ref of a container is the digest in the registry.
 func TestImageIDIsTheSameEverywhere(t *testing.T) {
 	d := harness.StartDaemon(t)
 	stream := events(t, d)
 	id := d.Pull(t, harness.BaseImage)
 	harness.Equal(t, "ID of ImageStatus", d.ImageStatus(t, harness.BaseImage).Id, id)
+	ref := d.ImageStatus(t, harness.BaseImage).RepoDigests[0]
 	listed := harness.Get(d.Images.ListImages(t.Context(), nil))(t)
 	harness.Equal(t, "number of images", len(listed), 1)
 	harness.Equal(t, "listed ID", listed[0].Id, id)
@@ -299,7 +300,7 @@ func TestImageIDIsTheSameEverywhere(t *testing.T) {
 	byID := pod.Run(t, harness.Image(id))
 	check := func(where string, status *runtimeapi.ContainerStatus) {
 		harness.Equal(t, "image_id in "+where, status.ImageId, id)
-		harness.Equal(t, "image_ref in "+where, status.ImageRef, id)
+		harness.Equal(t, "image_ref in "+where, status.ImageRef, ref)
 	}
 	for _, c := range []*harness.Container{byName, byID} {
 		check("status", c.Status(t))
@@ -308,7 +309,7 @@ func TestImageIDIsTheSameEverywhere(t *testing.T) {
 	harness.Equal(t, "image_ref of the volume", byName.Status(t).Mounts[0].Image.ImageRef, id)
 	for _, c := range harness.Get(d.Cri.ListContainers(t.Context(), nil))(t) {
 		harness.Equal(t, "listed image_id", c.ImageId, id)
-		harness.Equal(t, "listed image_ref", c.ImageRef, id)
+		harness.Equal(t, "listed image_ref", c.ImageRef, ref)
 	}
 	for _, status := range harness.Get(d.Cri.PodSandboxStatus(t.Context(), pod.Id, false))(t).ContainersStatuses {
 		check("the pod's status", status)
@@ -322,6 +323,46 @@ func TestImageIDIsTheSameEverywhere(t *testing.T) {
 			told++
 		}
 	}
+}
+
+// image_ref of a container is repository@digest, with the repository that the pod names and the digest that the registry
+// served: scanners and policy engines look images up by it. It stays the same when the image gets other names or goes.
+func TestContainerImageRefIsARepositoryDigest(t *testing.T) {
+	d := harness.StartDaemon(t)
+	img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("ref", 0o644, "x")})
+	one, id := harness.Push(t, harness.Registry, "ref-a:one", img)
+	two, _ := harness.Push(t, harness.Registry, "ref-b:two", img)
+	d.Pull(t, one)
+	pod := d.RunPod(t, harness.HostNetwork)
+	wants := map[*harness.Container]string{}
+	digested := func(name string) string { return harness.Repository(name) + "@" + harness.DigestOf(t, img) }
+	run := func(written, want string) {
+		c := pod.Run(t, harness.Image(id), func(config *runtimeapi.ContainerConfig) { config.Image.UserSpecifiedImage = written })
+		wants[c] = want
+	}
+	check := func(when string) {
+		t.Helper()
+		for c, want := range wants {
+			harness.Equal(t, "image_ref "+when, c.Status(t).ImageRef, want)
+			harness.Equal(t, "image_id "+when, c.Status(t).ImageId, id)
+		}
+		for _, c := range harness.Get(d.Cri.ListContainers(t.Context(), nil))(t) {
+			if c.ImageId != id || c.ImageRef == id {
+				t.Errorf("listed %s: %s, %s", when, c.ImageId, c.ImageRef)
+			}
+		}
+	}
+	run(one, digested(one))
+	d.Pull(t, two)
+	run(two, digested(two))
+	run(one, digested(one))
+	run(digested(one), digested(one))
+	run("", digested(two)) // the one that was pulled last
+	check("while the image is there")
+	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: id}))
+	check("after the image was removed")
+	d.Restart(t)
+	check("after a restart")
 }
 
 // Removing an image by one name removes all its names, also those in other repositories.

@@ -528,7 +528,7 @@ volumes:
 `)
 	pod := p.awaitReady(t)
 	harness.Equal(t, "image", containerStatus(pod, "main").Image, harness.BaseImage)
-	harness.Equal(t, "image ID", containerStatus(pod, "main").ImageID, n.d.ImageStatus(t, harness.BaseImage).Id)
+	harness.Equal(t, "image ID", containerStatus(pod, "main").ImageID, n.d.ImageStatus(t, harness.BaseImage).RepoDigests[0])
 	main := p.container(t, "main")
 	harness.Equal(t, "user", main.Exec(t, "sh", "-c", "id -u; id -g; id -G"), "1001\n2001\n2001 3001 4001")
 	harness.Equal(t, "group of the volume", main.Exec(t, "stat", "-c", "%g", "/disk"), "3001")

@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -135,6 +136,11 @@ func (m *Manager) newContainer(caller context.Context, p *pod, config *runtimeap
 	return c.id, nil
 }
 
+// writtenName is the image's name as the pod's author wrote it. kubelet itself asks for images by their IDs.
+func writtenName(config *runtimeapi.ContainerConfig) string {
+	return cmp.Or(config.GetImage().GetUserSpecifiedImage(), config.GetImage().GetImage())
+}
+
 // planContainer decides everything that follows from the request and writes down
 // what is about to exist.
 func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.ContainerConfig) (*container, error) {
@@ -146,7 +152,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	}
 	c := &container{id: layout.NewID(), podID: p.id, config: config, turn: task.NewTurn(), resources: config.GetLinux().GetResources(), created: trace.Of(ctx)}
 	c.rec = record.Container{ID: c.id, PodID: p.id, BootID: m.bootID, Phase: record.ContainerCreated, CreatedAt: m.containerCreation(p.id),
-		Image: record.Image{ID: img.ID, Layers: img.Layers, Config: img.Config}}
+		Image: record.Image{ID: img.ID, Ref: img.DigestedReference(writtenName(config)), Layers: img.Layers, Config: img.Config}}
 	if c.rec.Volumes, err = m.roots.FindVolumes(config); err != nil {
 		return nil, err
 	}

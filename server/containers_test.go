@@ -134,6 +134,9 @@ func TestListContainersFilters(t *testing.T) {
 	}
 }
 
+// refA is idA's reference by digest.
+const refA = "docker.io/library/busybox@" + idB
+
 // exited is a container with every field of its status set.
 func exited() *view.Container {
 	cfg := containerConfig("c", idA)
@@ -142,7 +145,7 @@ func exited() *view.Container {
 	cfg.Annotations = map[string]string{"n": " kept\n"}
 	cfg.Mounts = []*runtimeapi.Mount{{ContainerPath: "/data", HostPath: "/host", Readonly: true}}
 	return &view.Container{
-		ID: "c1", PodID: "p1", Config: cfg, ImageID: idA, State: runtimeapi.ContainerState_CONTAINER_EXITED,
+		ID: "c1", PodID: "p1", Config: cfg, ImageID: idA, ImageRef: refA, State: runtimeapi.ContainerState_CONTAINER_EXITED,
 		CreatedAt: time.Unix(1, 1), StartedAt: time.Unix(2, 2), FinishedAt: time.Unix(3, 3),
 		ExitCode: 137, Reason: "OOMKilled", Message: "out of memory", LogPath: "/var/log/pods/x/c/2.log", PID: 0,
 		User:       &runtimeapi.ContainerUser{Linux: &runtimeapi.LinuxContainerUser{Uid: 5, Gid: 6, SupplementalGroups: []int64{6, 7}}},
@@ -164,7 +167,7 @@ func TestContainerStatus(t *testing.T) {
 		Id: "c1", Metadata: cfg.Metadata, State: runtimeapi.ContainerState_CONTAINER_EXITED,
 		CreatedAt: 1e9 + 1, StartedAt: 2e9 + 2, FinishedAt: 3e9 + 3, ExitCode: 137,
 		Image:    &runtimeapi.ImageSpec{Image: "busybox:1", UserSpecifiedImage: "busybox:1", Annotations: map[string]string{"a": "b"}},
-		ImageRef: idA, ImageId: idA, Reason: "OOMKilled", Message: "out of memory",
+		ImageRef: refA, ImageId: idA, Reason: "OOMKilled", Message: "out of memory",
 		Labels: cfg.Labels, Annotations: cfg.Annotations, Mounts: cfg.Mounts, LogPath: "/var/log/pods/x/c/2.log",
 		Resources:  &runtimeapi.ContainerResources{Linux: &runtimeapi.LinuxContainerResources{MemoryLimitInBytes: 1 << 20}},
 		User:       exited().User,
@@ -200,7 +203,7 @@ func TestContainerStatus(t *testing.T) {
 		t.Fatal(err)
 	}
 	item := &runtimeapi.Container{
-		Id: "c1", PodSandboxId: "p1", Metadata: cfg.Metadata, Image: want.Image, ImageRef: idA, ImageId: idA, State: want.State,
+		Id: "c1", PodSandboxId: "p1", Metadata: cfg.Metadata, Image: want.Image, ImageRef: refA, ImageId: idA, State: want.State,
 		CreatedAt: 1e9 + 1, Labels: cfg.Labels, Annotations: cfg.Annotations,
 	}
 	if len(list.Containers) != 1 || !proto.Equal(list.Containers[0], item) {

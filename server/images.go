@@ -66,8 +66,8 @@ type imageDetail struct {
 	Config ocispec.Image `json:"imageSpec"`
 }
 
-// PullImage implements ImageService. The reference it returns is the image's ID,
-// the same value as in every other message of the API. All runtime handlers use the
+// PullImage implements ImageService. The reference it returns is the image's ID, as the API wants since v1.36: kubelet
+// compares its records of pulls (KEP-2535) with Image.id, and its garbage collector Image.id with image_id. All runtime handlers use the
 // same images, so one that is known changes nothing. The pod's config and the image's
 // annotations are not used.
 func (s *imageService) PullImage(ctx context.Context, req *runtimeapi.PullImageRequest) (*runtimeapi.PullImageResponse, error) {

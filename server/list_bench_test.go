@@ -19,7 +19,7 @@ func kubeletContainer(i int) *view.Container {
 	id := fmt.Sprintf("%064x", i)
 	return &view.Container{
 		ID: id, PodID: fmt.Sprintf("%064x", i/2), State: runtimeapi.ContainerState_CONTAINER_RUNNING,
-		ImageID: "sha256:" + id, CreatedAt: time.Unix(int64(i), 0), StartedAt: time.Unix(int64(i), 1), LogPath: "/var/log/pods/" + id,
+		ImageID: "sha256:" + id, ImageRef: "registry.example/app@sha256:" + id, CreatedAt: time.Unix(int64(i), 0), StartedAt: time.Unix(int64(i), 1), LogPath: "/var/log/pods/" + id,
 		Listed: new(view.Answer),
 		Config: &runtimeapi.ContainerConfig{
 			Metadata: &runtimeapi.ContainerMetadata{Name: "main"},

@@ -94,7 +94,7 @@ func openGolden(t *testing.T, file string, sameBoot bool, opts ...harness.Daemon
 	}
 	for name, want := range g.Containers {
 		d.Objects = append(d.Objects, want.ID)
-		checkContainer(t, d, name, want, sameBoot)
+		checkContainer(t, d, name, g.ImageID, want, sameBoot)
 	}
 	image := d.ImageStatus(t, g.Image)
 	if image == nil || image.Id != g.ImageID {
@@ -114,7 +114,7 @@ func openGolden(t *testing.T, file string, sameBoot bool, opts ...harness.Daemon
 
 // checkContainer compares a container with what it was. What ran has lost its monitor, and after a reboot what was
 // created has lost its pod.
-func checkContainer(t *testing.T, d *harness.Daemon, name string, want goldenContainer, sameBoot bool) {
+func checkContainer(t *testing.T, d *harness.Daemon, name, imageID string, want goldenContainer, sameBoot bool) {
 	t.Helper()
 	response, err := d.Cri.ContainerStatus(t.Context(), want.ID, false)
 	harness.Must(t, err)
@@ -125,6 +125,8 @@ func checkContainer(t *testing.T, d *harness.Daemon, name string, want goldenCon
 	harness.Equal(t, "name", got.Metadata.Name, name)
 	harness.Equal(t, name+": state", got.State, want.State)
 	harness.Equal(t, name+": exit code", got.ExitCode, want.ExitCode)
+	harness.Equal(t, name+": image_id", got.ImageId, imageID)
+	harness.Equal(t, name+": image_ref", got.ImageRef, imageID) // its record has no digest of a repository
 }
 
 // emptyDaemon is a daemon in the golden directory that was started once, for the leak check, and has no state.

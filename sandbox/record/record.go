@@ -78,6 +78,7 @@ type Pod struct {
 // Image is what a container keeps of its image, which may be removed before it.
 type Image struct {
 	ID     string              `json:"id"`
+	Ref    string              `json:"ref,omitempty"` // name@digest; empty: the image had none, or 0.2.0 or earlier made the record
 	Layers []digest.Digest     `json:"layers"`
 	Config ocispec.ImageConfig `json:"config"`
 }

@@ -1,6 +1,7 @@
 package record
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"path/filepath"
@@ -55,6 +56,7 @@ type FoundContainer struct {
 	Config      *runtimeapi.ContainerConfig
 	CgroupsPath string // as in the runtime-spec
 	ImageID     string
+	ImageRef    string          // what answers have as image_ref
 	Layers      []digest.Digest // held for it: its image's and its image volumes'
 }
 
@@ -133,7 +135,7 @@ func (r *Found) addContainer(name string, _ int, body []byte) error {
 		return err
 	}
 	c := &FoundContainer{ID: rec.ID, PodID: rec.PodID, BootID: rec.BootID, Config: config, CgroupsPath: rec.CgroupsPath,
-		ImageID: rec.Image.ID, Layers: rec.Image.Layers,
+		ImageID: rec.Image.ID, ImageRef: cmp.Or(rec.Image.Ref, rec.Image.ID), Layers: rec.Image.Layers,
 		Stage: map[Phase]Stage{ContainerCreated: Created, ContainerStarting: Running, ContainerRunning: Running,
 			ContainerExited: Ended, Removing: BeingRemoved}[rec.Phase]}
 	if c.Stage == "" {

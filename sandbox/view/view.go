@@ -9,6 +9,7 @@
 package view
 
 import (
+	"cmp"
 	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
@@ -56,6 +57,7 @@ type Container struct {
 	ID, PodID  string
 	Config     *runtimeapi.ContainerConfig
 	ImageID    string
+	ImageRef   string // the image's name@digest at the container's creation, or its ID
 	State      runtimeapi.ContainerState
 	CreatedAt  time.Time
 	StartedAt  time.Time // zero until started
@@ -80,7 +82,7 @@ type Container struct {
 // NewContainer returns what the record says. resources are the record's, decoded; pid and startedAt are of the init of
 // one that runs.
 func NewContainer(rec *record.Container, config *runtimeapi.ContainerConfig, resources *runtimeapi.LinuxContainerResources, pid int, startedAt time.Time) *Container {
-	c := &Container{Listed: new(Answer), ID: rec.ID, PodID: rec.PodID, Config: config, ImageID: rec.Image.ID, CreatedAt: rec.CreatedAt,
+	c := &Container{Listed: new(Answer), ID: rec.ID, PodID: rec.PodID, Config: config, ImageID: rec.Image.ID, ImageRef: cmp.Or(rec.Image.Ref, rec.Image.ID), CreatedAt: rec.CreatedAt,
 		LogPath: rec.LogPath, User: rec.User.CRI(), Resources: resources,
 		StopSignal: oci.CRISignal(oci.StopSignal(config.GetStopSignal(), rec.Image.Config.StopSignal)),
 		Mounts:     roots.StatusMounts(config, rec.Volumes),

@@ -30,6 +30,7 @@ const (
 	daemonPID, pausePID, monitorPID, initPID, idlePID = 10, 20, 30, 31, 11
 
 	imageID  = "sha256:aa"
+	imageRef = "a@sha256:cc"
 	list     = `{"cniVersion": "1.0.0", "name": "net", "plugins": [{"type": "bridge", "ipam": {"type": "host-local"}}]}`
 	layerOne = digest.Digest("sha256:01")
 )
@@ -53,8 +54,8 @@ func healthy(t *testing.T) *facts {
 		NetNS:  netns, Shm: filepath.Join(f.dirs.SharedMounts(), podID, "shm"), Network: &cni.Attachment{Network: "net", ConfList: []byte(list)},
 		IPs: []string{"10.0.0.2"}, PausePID: pausePID, PauseStart: 200}}
 	f.containers = map[string]*record.FoundContainer{
-		runningID: {ID: runningID, PodID: podID, BootID: "boot", Stage: record.Running, CgroupsPath: "/kubepods/pod1/" + runningID, ImageID: imageID, Layers: []digest.Digest{layerOne}},
-		exitedID:  {ID: exitedID, PodID: podID, BootID: "boot", Stage: record.Ended, CgroupsPath: "/kubepods/pod1/" + exitedID, ImageID: imageID, Layers: []digest.Digest{layerOne}},
+		runningID: {ID: runningID, PodID: podID, BootID: "boot", Stage: record.Running, CgroupsPath: "/kubepods/pod1/" + runningID, ImageID: imageID, ImageRef: imageRef, Layers: []digest.Digest{layerOne}},
+		exitedID:  {ID: exitedID, PodID: podID, BootID: "boot", Stage: record.Ended, CgroupsPath: "/kubepods/pod1/" + exitedID, ImageID: imageID, ImageRef: imageRef, Layers: []digest.Digest{layerOne}},
 	}
 	f.images = map[string]*image.Recorded{imageID: {ID: imageID, Tags: []string{"a:1"}, Layers: []digest.Digest{layerOne}, Sequence: 1}}
 	f.layers = &layer.Survey{Layers: map[digest.Digest]layer.Stored{layerOne: {Dir: dir + "/none"}}, Damaged: map[string]error{}}
@@ -86,11 +87,11 @@ func healthy(t *testing.T) *facts {
 	f.views = &views{
 		pods: map[string]*runtimeapi.PodSandbox{podID: {Id: podID, Metadata: &runtimeapi.PodSandboxMetadata{Name: "name"}}},
 		containers: map[string]*runtimeapi.Container{
-			runningID: {Id: runningID, PodSandboxId: podID, ImageRef: imageID, ImageId: imageID, State: runtimeapi.ContainerState_CONTAINER_RUNNING},
-			exitedID:  {Id: exitedID, PodSandboxId: podID, ImageRef: imageID, ImageId: imageID, State: runtimeapi.ContainerState_CONTAINER_EXITED},
+			runningID: {Id: runningID, PodSandboxId: podID, ImageRef: imageRef, ImageId: imageID, State: runtimeapi.ContainerState_CONTAINER_RUNNING},
+			exitedID:  {Id: exitedID, PodSandboxId: podID, ImageRef: imageRef, ImageId: imageID, State: runtimeapi.ContainerState_CONTAINER_EXITED},
 		},
 		images:   map[string]*runtimeapi.Image{imageID: {Id: imageID, RepoTags: []string{"a:1"}}},
-		statuses: map[string]*runtimeapi.ContainerStatus{runningID: {State: runtimeapi.ContainerState_CONTAINER_RUNNING, ImageRef: imageID, ImageId: imageID}},
+		statuses: map[string]*runtimeapi.ContainerStatus{runningID: {State: runtimeapi.ContainerState_CONTAINER_RUNNING, ImageRef: imageRef, ImageId: imageID}},
 		resolved: map[string]string{"a:1": imageID},
 	}
 	for _, path := range []string{
@@ -278,7 +279,8 @@ func TestDifferencesAreNamed(t *testing.T) {
 		{"an exited container that is listed as running", func(_ *testing.T, f *facts) {
 			f.views.containers[exitedID].State = runtimeapi.ContainerState_CONTAINER_RUNNING
 		}, []string{"views: container " + exitedID + ": expected a state that goes with its record (ended)"}},
-		{"another image", func(_ *testing.T, f *facts) { f.views.containers[exitedID].ImageRef = "sha256:bb" }, []string{"views: container " + exitedID + ": expected the image sha256:aa"}},
+		{"another image", func(_ *testing.T, f *facts) { f.views.containers[exitedID].ImageId = "sha256:bb" }, []string{"views: container " + exitedID + ": expected the image sha256:aa"}},
+		{"another image reference", func(_ *testing.T, f *facts) { f.views.containers[exitedID].ImageRef = "sha256:bb" }, []string{"views: container " + exitedID + ": expected the image sha256:aa"}},
 		{"an image with another tag", func(_ *testing.T, f *facts) { f.views.images[imageID].RepoTags = nil }, []string{"views: image sha256:aa: expected the tags [a:1] in ListImages, found []"}},
 		{"a tag that leads elsewhere", func(_ *testing.T, f *facts) { f.views.resolved["a:1"] = "sha256:bb" }, []string{"views: image sha256:aa: expected that ImageStatus finds it by a:1"}},
 	} {

@@ -231,8 +231,8 @@ func (f *facts) compareContainerView(d *finder, c *record.FoundContainer, listed
 	if listed.PodSandboxId != c.PodID {
 		d.differ(name, "the pod "+c.PodID+" in ListContainers", "%s", listed.PodSandboxId)
 	}
-	if listed.ImageRef != c.ImageID || listed.ImageId != c.ImageID {
-		d.differ(name, "the image "+c.ImageID+" in ListContainers", "%s and %s", listed.ImageRef, listed.ImageId)
+	if listed.ImageRef != c.ImageRef || listed.ImageId != c.ImageID {
+		d.differ(name, fmt.Sprintf("the image %s (%s) in ListContainers", c.ImageID, c.ImageRef), "%s (%s)", listed.ImageId, listed.ImageRef)
 	}
 	status := f.views.statuses[c.ID]
 	if status == nil {
@@ -241,8 +241,8 @@ func (f *facts) compareContainerView(d *finder, c *record.FoundContainer, listed
 	if status.State != listed.State {
 		d.differ(name, "the same state in ListContainers and ContainerStatus", "%s and %s", listed.State, status.State)
 	}
-	if status.ImageRef != c.ImageID || status.ImageId != c.ImageID {
-		d.differ(name, "the image "+c.ImageID+" in ContainerStatus", "%s and %s", status.ImageRef, status.ImageId)
+	if status.ImageRef != c.ImageRef || status.ImageId != c.ImageID {
+		d.differ(name, fmt.Sprintf("the image %s (%s) in ContainerStatus", c.ImageID, c.ImageRef), "%s (%s)", status.ImageId, status.ImageRef)
 	}
 }
 
