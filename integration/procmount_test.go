@@ -1,10 +1,14 @@
 package integration
 
 import (
+	"errors"
+	"fmt"
+	"strings"
 	"testing"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/image/erofs"
 	"berth/integration/harness"
 )
 
@@ -25,4 +29,39 @@ func TestUnmaskedProc(t *testing.T) {
 		unshare -U -r -m -p -f mount -t proc proc /mnt 2>/dev/null && echo mounted || echo refused`
 	harness.Equal(t, "masked", pod.Sh(t, look, inUserNamespace(base)), "character special file\nhidden\nrefused\n")
 	harness.Equal(t, "unmasked", pod.Sh(t, look, inUserNamespace(base), unmasked), "regular empty file\nall\nmounted\n")
+}
+
+// mountsWithProc returns what Kubernetes' tests DefaultProcMount and ProcMount look at, and how many of these mounts are read-only.
+func mountsWithProc(t *testing.T, c *harness.Container) (lines []string, readOnly int) {
+	t.Helper()
+	out := strings.TrimSpace(c.Exec(t, "/bin/sh", "-ec", "mount | grep /proc"))
+	return strings.Split(out, "\n"), strings.Count(out, "(ro")
+}
+
+// Kubernetes' tests count the mounts in whose line there is "/proc": with Unmasked it is one, that of proc.
+// The root's line must not name its layers below /proc.
+func TestMountsWithProc(t *testing.T) {
+	for i, driver := range []string{"directory", "erofs"} {
+		t.Run(driver, func(t *testing.T) {
+			if err := erofs.Probe("/var/tmp"); driver == "erofs" && errors.Is(err, errors.ErrUnsupported) {
+				t.Skip("NOT TESTED: ", err)
+			}
+			base := uint32(20+i) * usernsLength
+			d := harness.StartDaemon(t, harness.WithLayerDriver(driver))
+			masked := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
+				s.MaskedPaths, s.ReadonlyPaths = []string{"/proc/keys"}, []string{"/proc/bus", "/proc/sys"}
+			})
+			unmasked := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) { s.MaskedPaths, s.ReadonlyPaths = nil, nil })
+
+			host := d.RunPod(t)
+			lines, readOnly := mountsWithProc(t, host.Run(t, masked))
+			harness.Equal(t, "default, mounts: "+fmt.Sprintf("%q", lines), len(lines), 4)
+			harness.Equal(t, "default, read-only mounts", readOnly, 2)
+
+			pod := d.RunPod(t, userNamespace(base))
+			lines, readOnly = mountsWithProc(t, pod.Run(t, inUserNamespace(base), unmasked))
+			harness.Equal(t, "unmasked, mounts: "+fmt.Sprintf("%q", lines), len(lines), 1)
+			harness.Equal(t, "unmasked, read-only mounts", readOnly, 0)
+		})
+	}
 }

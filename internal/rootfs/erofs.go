@@ -45,7 +45,7 @@ func (l Layer) mountImage() (*os.File, error) {
 			return nil, err
 		}
 	}
-	if err := unix.FsconfigCreate(fsfd); err != nil {
+	if err := names.create(fsfd); err != nil {
 		if err == unix.ENOTBLK { // before Linux 6.12, or configured so
 			err = fmt.Errorf("%w (%w)", errors.ErrUnsupported, err)
 		}
@@ -58,7 +58,8 @@ func (l Layer) mountImage() (*os.File, error) {
 	return os.NewFile(uintptr(fd), "erofs"), nil
 }
 
-// fileNames are files that are open because their paths are too long for fsconfig(2).
+// fileNames are files that are open because their paths are too long for fsconfig(2). Their numbers are their names,
+// below /proc/self/fd: containers see the name of an image in their mounts, see setByNumber.
 type fileNames []*os.File
 
 func (n *fileNames) set(fsfd int, option, path string) error {
@@ -69,12 +70,20 @@ func (n *fileNames) set(fsfd int, option, path string) error {
 			return fmt.Errorf("open %s: %w", path, err)
 		}
 		*n = append(*n, os.NewFile(uintptr(fd), path))
-		name = "/proc/self/fd/" + strconv.Itoa(fd)
+		name = strconv.Itoa(fd)
 	}
 	if err := unix.FsconfigSetString(fsfd, option, name); err != nil {
 		return fmt.Errorf("erofs option %s=%s: %w%s", option, path, err, messages(fsfd))
 	}
 	return nil
+}
+
+// create creates the filesystem, for which the kernel opens the files.
+func (n *fileNames) create(fsfd int) error {
+	if len(*n) == 0 {
+		return unix.FsconfigCreate(fsfd)
+	}
+	return inFDs(func() error { return unix.FsconfigCreate(fsfd) })
 }
 
 func (n *fileNames) close() {

@@ -110,7 +110,7 @@ func overlayOnStack(dirs *dirs, place string) (mount *os.File, err error) {
 }
 
 // cloneMapped is a detached bind mount of an open file, mostly a directory, private, with the mapping of ns. Its
-// name is no path, see optionName: the path leads to the mount it is a clone of.
+// name is no path, see setDir: the path leads to the mount it is a clone of.
 func cloneMapped(source, ns *os.File, attributes uint64) (*os.File, error) {
 	path := source.Name()
 	fd, err := unix.OpenTree(int(source.Fd()), "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)

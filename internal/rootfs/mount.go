@@ -8,7 +8,6 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
-	"strconv"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -243,13 +242,18 @@ func (s Spec) mountOverlay() (*os.File, error) {
 
 // overlayOf needs "lowerdir+", which takes one layer a call and has no
 // separator to escape and no page to fit in (Linux 6.7).
-func overlayOf(dirs *dirs) (*os.File, error) {
+func overlayOf(dirs *dirs) (*os.File, error) { return overlayWith(dirs, setDir) }
+
+// dirSetter sets an option of a filesystem context whose value is a directory.
+type dirSetter func(fsfd int, key string, dir *os.File) error
+
+func overlayWith(dirs *dirs, setDir dirSetter) (*os.File, error) {
 	fsfd, err := unix.Fsopen("overlay", unix.FSOPEN_CLOEXEC)
 	if err != nil {
 		return nil, fmt.Errorf("open overlay filesystem: %w", orUnsupported(err))
 	}
 	defer unix.Close(fsfd)
-	if err := configure(fsfd, dirs); err != nil {
+	if err := configure(fsfd, dirs, setDir); err != nil {
 		return nil, err
 	}
 	fd, err := unix.Fsmount(fsfd, unix.FSMOUNT_CLOEXEC, 0)
@@ -259,17 +263,22 @@ func overlayOf(dirs *dirs) (*os.File, error) {
 	return os.NewFile(uintptr(fd), "overlay"), nil
 }
 
-func configure(fsfd int, dirs *dirs) error {
+func configure(fsfd int, dirs *dirs, setDir dirSetter) error {
 	for i, dir := range dirs.lower {
-		err := unix.FsconfigSetString(fsfd, "lowerdir+", optionName(dir))
-		if err == unix.EINVAL && i == 0 {
+		err := setDir(fsfd, "lowerdir+", dir)
+		if errors.Is(err, unix.EINVAL) && i == 0 {
 			return fmt.Errorf("overlay option lowerdir+: %w", errors.ErrUnsupported)
 		}
 		if err != nil {
 			return fmt.Errorf("overlay layer %s: %w%s", dir.Name(), err, messages(fsfd))
 		}
 	}
-	for _, o := range dirs.options(optionName) {
+	for _, d := range dirs.writable() {
+		if err := setDir(fsfd, d.key, d.dir); err != nil {
+			return fmt.Errorf("overlay option %s=%s: %w%s", d.key, d.dir.Name(), err, messages(fsfd))
+		}
+	}
+	for _, o := range dirs.options() {
 		if err := set(fsfd, o); err != nil {
 			return fmt.Errorf("overlay option %s: %w%s", o, err, messages(fsfd))
 		}
@@ -280,22 +289,44 @@ func configure(fsfd int, dirs *dirs) error {
 	return nil
 }
 
+// setDir sets an option whose value is a directory. The kernel shows what the directory was called in
+// /proc/PID/mounts of the container. A path is best: an operator finds it again. A directory without
+// a usable path is passed as a descriptor: a detached mount, a path longer than a string of fsconfig(2),
+// or one with a character that overlayfs unescapes.
+func setDir(fsfd int, key string, dir *os.File) error {
+	if path := dir.Name(); len(path) < maxOption && filepath.IsAbs(path) && !strings.ContainsAny(path, `\,:`) {
+		return unix.FsconfigSetString(fsfd, key, path)
+	}
+	err := unix.FsconfigSetFd(fsfd, key, int(dir.Fd()))
+	if err == unix.EINVAL || err == unix.EBADF { // Linux 6.13, and 6.15 for O_PATH
+		err = setByNumber(fsfd, key, dir)
+	}
+	runtime.KeepAlive(dir)
+	return err
+}
+
+// setByNumber is setDir for kernels whose overlayfs takes no descriptors. The directory's name is its number below
+// /proc/self/fd, the working directory. An absolute path would show "/proc" in each container's mounts, which
+// Kubernetes' test of ProcMount counts.
+func setByNumber(fsfd int, key string, dir *os.File) error {
+	return inFDs(func() error { return unix.FsconfigSetString(fsfd, key, fdName(dir)) })
+}
+
+// inFDs calls f in a thread whose working directory is /proc/self/fd.
+func inFDs(f func() error) error {
+	return onThread(unix.CLONE_FS, func() error {
+		if err := unix.Chdir("/proc/self/fd"); err != nil {
+			return fmt.Errorf("change to /proc/self/fd: %w", err)
+		}
+		return f()
+	})
+}
+
 func set(fsfd int, o option) error {
 	if o.value == "" {
 		return unix.FsconfigSetFlag(fsfd, o.key)
 	}
 	return unix.FsconfigSetString(fsfd, o.key, o.value)
-}
-
-// optionName is how a directory is named to fsconfig(2): by its path, which an
-// operator finds again in /proc/PID/mountinfo, unless that is longer than an
-// fsconfig string may be (256 with the zero) or holds a character that overlayfs
-// unescapes; then by its descriptor.
-func optionName(dir *os.File) string {
-	if path := dir.Name(); len(path) < maxOption && filepath.IsAbs(path) && !strings.ContainsAny(path, `\,:`) {
-		return path
-	}
-	return "/proc/self/fd/" + strconv.Itoa(int(dir.Fd()))
 }
 
 // maxOption is how long the value of an fsconfig option may be, with the zero at its end.
@@ -341,11 +372,25 @@ func openDir(path string) (*os.File, error) {
 	return os.NewFile(uintptr(fd), path), nil
 }
 
-// options are all but the lower layers; name tells how to name a directory.
-func (d *dirs) options(name func(*os.File) string) []option {
+// dirOption is an option whose value is a directory.
+type dirOption struct {
+	key string
+	dir *os.File
+}
+
+// writable returns the options for the upper and the work directory; none for a read-only overlay.
+func (d *dirs) writable() []dirOption {
+	if d.upper == nil {
+		return nil
+	}
+	return []dirOption{{"upperdir", d.upper}, {"workdir", d.work}}
+}
+
+// options returns the options whose values are no directories.
+func (d *dirs) options() []option {
 	all := options
 	if d.upper != nil {
-		all = append([]option{{"upperdir", name(d.upper)}, {"workdir", name(d.work)}, volatileOption}, all...)
+		all = append([]option{volatileOption}, all...)
 	}
 	if d.label != "" {
 		all = append([]option{{contextOption, d.label}}, all...)

@@ -84,7 +84,10 @@ func (d *dirs) data() string {
 		lower = append(lower, fdName(f))
 	}
 	all := []string{"lowerdir=" + strings.Join(lower, ":")}
-	for _, o := range d.options(fdName) {
+	for _, w := range d.writable() {
+		all = append(all, w.key+"="+fdName(w.dir))
+	}
+	for _, o := range d.options() {
 		all = append(all, o.String())
 	}
 	return strings.Join(all, ",")
