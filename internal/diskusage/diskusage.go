@@ -6,19 +6,25 @@
 // files, directories and long symlinks too. Nominal counts what the data needs, so that
 // the same tree has the same figure on every filesystem with that block size: file data in
 // whole blocks, holes not, one block for a directory. A file with several names
-// counts once.
+// counts once; where there are very many of them, each name counts as its part of the file.
 //
 // The tree may be changing and may belong to somebody hostile: nothing is followed out
-// of it, names that vanish are left out, and neither memory nor descriptors grow with
-// its size or depth. What can't be counted within these bounds is ErrTooDeep, with what was.
-// Of files with several names, those beyond a large number count once for each name.
+// of it, names that vanish are left out, and memory and descriptors are bounded. A figure
+// that may be too low comes with an error that says so:
+//
+//   - ErrChanged: directories changed meanwhile, and what was moved may be left out.
+//   - safefs.ErrTooDeep: directories are nested deeper than a walk goes.
+//   - any other: the walk ended before it was complete.
+//
+// A file that is open and has no name any more is not counted: no walk finds it.
 package diskusage
 
 import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
+	"io"
+	"math"
 	"os"
 
 	"golang.org/x/sys/unix"
@@ -26,19 +32,17 @@ import (
 	"berth/internal/safefs"
 )
 
+// ErrChanged says that directories changed while a tree was counted. What was moved meanwhile may
+// be left out.
+var ErrChanged = errors.New("directories changed while they were counted")
+
 const (
-	// levels is how deep a tree is walked at once: each directory on the way is open, twice.
-	levels = 256
-	// maxDeeper is how many directories at that depth are left open, to be walked later.
-	maxDeeper = 1024
+	// maxSeen is how many files are remembered so that they count once.
+	maxSeen = 200_000
+	// largeFile is the size of files that count once also when they are moved during the walk: one that is counted
+	// twice could get its pod evicted.
+	largeFile = 1 << 20
 )
-
-// ErrTooDeep says that a tree has more than a thousand directories so deep in it that they
-// were not counted.
-var ErrTooDeep = errors.New("too many directories are nested too deep to be counted")
-
-// maxLinked is how many files with several names are remembered.
-const maxLinked = 100_000
 
 // Usage is what a tree takes.
 type Usage struct {
@@ -58,16 +62,16 @@ func BlockSize(f *os.File) (int64, error) {
 	return int64(st.Bsize), nil
 }
 
-// Tree counts what root, a directory, and all below it has allocated. Beside
-// ErrTooDeep there is the usage of the rest.
+// Tree counts what root, a directory, and all below it on its filesystem has allocated. Beside an error
+// there is the usage of what was counted.
 func Tree(ctx context.Context, root *os.File) (Usage, error) {
 	return tree(ctx, root, func(st *unix.Stat_t) int64 { return st.Blocks * 512 })
 }
 
 // Nominal counts what root, a directory on a filesystem with that block size, and all
-// below it needs. Beside ErrTooDeep there is the usage of the rest.
+// below it needs. Beside an error there is the usage of what was counted. The tree is expected not to change.
 func Nominal(ctx context.Context, root *os.File, block int64) (Usage, error) {
-	return tree(ctx, root, func(st *unix.Stat_t) int64 {
+	usage, err := tree(ctx, root, func(st *unix.Stat_t) int64 {
 		switch st.Mode & unix.S_IFMT {
 		case unix.S_IFDIR:
 			return block
@@ -77,109 +81,95 @@ func Nominal(ctx context.Context, root *os.File, block int64) (Usage, error) {
 			return 0
 		}
 	})
+	if errors.Is(err, ErrChanged) { // it was made a moment ago
+		err = nil
+	}
+	return usage, err
 }
 
 func tree(ctx context.Context, root *os.File, size func(*unix.Stat_t) int64) (usage Usage, err error) {
-	dir, err := safefs.OpenDir(root, "")
+	walk, err := safefs.NewWalk(root, true)
 	if err != nil {
 		return Usage{}, err
 	}
-	c := counter{ctx: ctx, size: size, linked: map[uint64]bool{}, deeper: []*safefs.Dir{dir}}
-	defer func() { err = errors.Join(err, c.close()) }()
-	st, err := dir.Stat("")
-	if err != nil {
-		return Usage{}, err
+	defer func() { err = errors.Join(err, walk.Close()) }()
+	var st unix.Stat_t
+	if err := unix.Fstat(int(root.Fd()), &st); err != nil {
+		return Usage{}, fmt.Errorf("stat %s: %w", root.Name(), err)
 	}
+	c := counter{size: size, device: st.Dev, seen: map[uint64]struct{}{}}
 	c.add(&st)
-	for len(c.deeper) > 0 && err == nil {
-		last := len(c.deeper) - 1
-		dir, c.deeper = c.deeper[last], c.deeper[:last]
-		err = errors.Join(c.content(dir, 1), dir.Close())
+	if err := c.content(ctx, walk); err != nil {
+		return c.usage(), err
 	}
-	if err == nil && c.tooDeep {
-		err = ErrTooDeep
+	if err := walk.Incomplete(); err != nil {
+		return c.usage(), err
 	}
-	return c.usage, err
+	if walk.Changed() {
+		return c.usage(), ErrChanged
+	}
+	return c.usage(), nil
 }
 
 type counter struct {
-	ctx     context.Context
-	size    func(*unix.Stat_t) int64
-	linked  map[uint64]bool // inodes with several names that have been counted
-	deeper  []*safefs.Dir   // directories whose content is still to be counted
-	tooDeep bool            // and some that could not be kept for that
-	usage   Usage
+	size   func(*unix.Stat_t) int64
+	device uint64
+	seen   map[uint64]struct{} // inodes that must not count again
+	bytes  uint64
+	inodes float64 // each name of a file with several has its part, where that is not in seen
 }
 
-func (c *counter) close() (err error) {
-	for _, dir := range c.deeper {
-		err = errors.Join(err, dir.Close())
-	}
-	return err
-}
-
-// content counts what is in a directory. level is its depth below one of c.deeper.
-func (c *counter) content(dir *safefs.Dir, level int) error {
-	if err := c.ctx.Err(); err != nil {
-		return err
-	}
-	return ignoreGone(dir.EachName(func(name string) error { return ignoreGone(c.entry(dir, name, level)) }))
-}
-
-func (c *counter) entry(dir *safefs.Dir, name string, level int) error {
-	if err := c.ctx.Err(); err != nil {
-		return err
-	}
-	st, err := dir.Stat(name)
-	if err != nil {
-		return err
-	}
-	if st.Mode&unix.S_IFMT != unix.S_IFDIR {
-		if !c.isAgain(&st) {
-			c.add(&st)
+// content counts all that walk finds.
+func (c *counter) content(ctx context.Context, walk *safefs.Walk) error {
+	for {
+		if err := ctx.Err(); err != nil {
+			return context.Cause(ctx)
 		}
-		return nil
+		e, err := walk.Next()
+		if err == io.EOF {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		st, err := e.Stat()
+		if safefs.IsGone(err) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		if st.Dev != c.device {
+			continue
+		}
+		if !c.add(&st) && e.Dir { // it was moved, and its content was counted at the other place
+			walk.Skip()
+		}
 	}
-	c.add(&st)
-	return c.directory(dir, name, level)
 }
 
-func (c *counter) directory(parent *safefs.Dir, name string, level int) error {
-	if level == levels && len(c.deeper) == maxDeeper {
-		c.tooDeep = true
-		return nil
+// add counts a file, unless it was counted before.
+func (c *counter) add(st *unix.Stat_t) bool {
+	size := uint64(c.size(st))
+	isDir := st.Mode&unix.S_IFMT == unix.S_IFDIR
+	names := uint64(1)
+	if !isDir {
+		names = max(1, uint64(st.Nlink))
 	}
-	dir, err := parent.Open(name)
-	if err != nil {
-		return err
+	if isDir || names > 1 || size >= largeFile {
+		if _, again := c.seen[st.Ino]; again {
+			return false
+		}
+		if len(c.seen) < maxSeen {
+			c.seen[st.Ino] = struct{}{}
+			names = 1
+		}
 	}
-	if level == levels {
-		c.deeper = append(c.deeper, dir)
-		return nil
-	}
-	return errors.Join(c.content(dir, level+1), dir.Close())
+	c.bytes += (size + names - 1) / names
+	c.inodes += 1 / float64(names)
+	return true
 }
 
-func (c *counter) isAgain(st *unix.Stat_t) bool {
-	if st.Nlink < 2 {
-		return false
-	}
-	again := c.linked[st.Ino]
-	if len(c.linked) < maxLinked {
-		c.linked[st.Ino] = true
-	}
-	return again
-}
-
-func (c *counter) add(st *unix.Stat_t) {
-	c.usage.Inodes++
-	c.usage.Bytes += uint64(c.size(st))
-}
-
-// ignoreGone drops the errors of what vanished, or became something else, meanwhile.
-func ignoreGone(err error) error {
-	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENOTDIR) || errors.Is(err, unix.ELOOP) {
-		return nil
-	}
-	return err
+func (c *counter) usage() Usage {
+	return Usage{Bytes: c.bytes, Inodes: uint64(math.Ceil(c.inodes - 1e-6))}
 }

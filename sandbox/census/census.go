@@ -3,7 +3,6 @@ package census
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"iter"
 	"log/slog"
@@ -29,6 +28,7 @@ type Count struct {
 
 	usedCPU string    // by the pod, before it was counted; empty: it is to be counted again
 	seen    time.Time // when it was counted, where At is when it was found to have done nothing since
+	walks   walks
 }
 
 // Ledger is what is known of one container. Its zero value is of one that was never counted.
@@ -196,13 +196,8 @@ func (c *Counter) count(ctx context.Context, s *Subject) error {
 	defer upper.Close()
 	now := time.Now()
 	counted := &Count{At: now, Mountpoint: c.mountpoint, usedCPU: used, seen: now}
-	counted.Layer, err = diskusage.Tree(ctx, upper)
-	if errors.Is(err, diskusage.ErrTooDeep) { // kubelet takes nothing for 0: the rest is better
-		c.cfg.Log.Warn("a writable layer takes more than was counted", "container", s.ID, "counted", counted.Layer.Bytes, "error", err)
-		err = nil
-	}
-	if err != nil {
-		return fmt.Errorf("count writable layer: %w", err)
+	if err := c.measureLayer(ctx, s, upper, counted); err != nil {
+		return err
 	}
 	if s.Init != 0 {
 		counted.Processes, err = countProcesses(ctx, s.CgroupsPath, c.cfg.SystemdCgroup, s.Init)

@@ -20,6 +20,8 @@ type Filesystem struct {
 	Bytes      uint64          // its size
 	Inodes     uint64          // 0 where the filesystem has no fixed number
 	FreeInodes uint64
+
+	occupied diskusage.Usage // by everything that is on it
 }
 
 // Locate finds out where writable layers are. It is called once, before the others.
@@ -77,7 +79,8 @@ func (c *Counter) measureFilesystem() error {
 		return fmt.Errorf("size of the filesystem of writable layers: %w", err)
 	}
 	c.filesystem.Store(&Filesystem{At: time.Now(), Mountpoint: c.mountpoint, Device: c.device,
-		Bytes: st.Blocks * uint64(st.Frsize), Inodes: st.Files, FreeInodes: st.Ffree})
+		Bytes: st.Blocks * uint64(st.Frsize), Inodes: st.Files, FreeInodes: st.Ffree,
+		occupied: diskusage.Usage{Bytes: (st.Blocks - min(st.Bfree, st.Blocks)) * uint64(st.Frsize), Inodes: st.Files - min(st.Ffree, st.Files)}})
 	return nil
 }
 

@@ -1,0 +1,175 @@
+package safefs
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// newWalk begins a walk of a directory, which the test's end closes.
+func newWalk(t *testing.T, path string) *Walk {
+	t.Helper()
+	root, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer root.Close()
+	w, err := NewWalk(root, true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := w.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return w
+}
+
+// finish returns how often the walk returns each name from now on.
+func finish(t *testing.T, w *Walk) map[string]int {
+	t.Helper()
+	names := map[string]int{}
+	for {
+		e, err := w.Next()
+		if err == io.EOF {
+			return names
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		names[e.Name]++
+	}
+}
+
+func write(t *testing.T, path string) {
+	t.Helper()
+	if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, nil, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestWalk(t *testing.T) {
+	top, outside := t.TempDir(), t.TempDir()
+	write(t, outside+"/not reached")
+	want := map[string]int{"out": 1, "sub": 1, "fifo": 1}
+	for i := range 1000 { // more than are read at a time
+		name := fmt.Sprintf("%0100d", i)
+		write(t, filepath.Join(top, "sub", name))
+		want[name]++
+	}
+	if err := errors.Join(os.Symlink(outside, top+"/out"), unix.Mkfifo(top+"/fifo", 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	w := newWalk(t, top)
+	if got := finish(t, w); !maps.Equal(got, want) {
+		t.Errorf("%d names, want %d", len(got), len(want))
+	}
+	if err := w.Incomplete(); err != nil {
+		t.Error(err)
+	}
+}
+
+// Directories that the walk has closed are read on where it left them, with handles and without.
+func TestWalkIsDeep(t *testing.T) {
+	for name, mount := range map[string]int{"by handle": 0, "by dot dot": -1} {
+		t.Run(name, func(t *testing.T) {
+			top, want := t.TempDir(), map[string]int{}
+			for i, dir := 0, top; i < 5*walkOpen; i++ {
+				for j := range 8 {
+					name := fmt.Sprintf("%0*d-%d", 1+200*(i%2), i, j)
+					write(t, filepath.Join(dir, name))
+					want[name]++
+				}
+				dir = filepath.Join(dir, "d")
+				want["d"]++
+				write(t, filepath.Join(dir, "last"))
+				want["last"]++
+			}
+			w := newWalk(t, top)
+			if mount < 0 {
+				w.mount = mount
+			}
+			if got := finish(t, w); !maps.Equal(got, want) {
+				t.Errorf("got %d names, want %d", len(got), len(want))
+			}
+			if len(w.spare) > walkOpen+1 || w.Incomplete() != nil {
+				t.Errorf("%d directories were open, %v", len(w.spare), w.Incomplete())
+			}
+		})
+	}
+}
+
+// Content of a directory below which the walk is, and that somebody moves, is not left out, or the walk says that it is.
+func TestWalkBelowMovedDirectory(t *testing.T) {
+	for name, byHandle := range map[string]bool{"by handle": true, "by dot dot": false} {
+		t.Run(name, func(t *testing.T) {
+			top := t.TempDir()
+			// moved is not the only entry of what the walk has closed when it comes to the bottom.
+			bottom := "a/moved" + strings.Repeat("/d", 2*walkOpen) + "/bottom"
+			write(t, filepath.Join(top, bottom))
+			for i := range 500 {
+				write(t, filepath.Join(top, "a/moved", fmt.Sprintf("%0100d", i)))
+			}
+			w := newWalk(t, top)
+			if !byHandle {
+				w.mount = -1
+			}
+			names, elsewhere := map[string]int{}, t.TempDir()
+			for e, err := w.Next(); err != io.EOF; e, err = w.Next() {
+				if err != nil {
+					t.Fatal(err)
+				}
+				names[e.Name]++
+				if e.Name == "bottom" {
+					if err := errors.Join(os.Mkdir(elsewhere+"/x", 0o700), os.Rename(top+"/a/moved/d", elsewhere+"/x/d")); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
+			if all := len(names) == 4+500; all != byHandle {
+				t.Errorf("%d names", len(names))
+			}
+			if err := w.Incomplete(); errors.Is(err, ErrMoved) == byHandle || !w.Changed() {
+				t.Errorf("incomplete: %v, changed %v", err, w.Changed())
+			}
+		})
+	}
+}
+
+func TestWalkIsTooDeep(t *testing.T) {
+	top := t.TempDir()
+	write(t, top+"/a/b/c/file")
+	write(t, top+"/other")
+	w := newWalk(t, top)
+	w.levels = 3
+	got := slices.Sorted(maps.Keys(finish(t, w)))
+	if want := []string{"a", "b", "c", "other"}; !slices.Equal(got, want) || !errors.Is(w.Incomplete(), ErrTooDeep) {
+		t.Errorf("got %v, %v", got, w.Incomplete())
+	}
+}
+
+// A directory that becomes a symlink after its name was read is not followed.
+func TestWalkSwappedDirectory(t *testing.T) {
+	top, outside := t.TempDir(), t.TempDir()
+	write(t, outside+"/not reached")
+	write(t, top+"/dir/file")
+	w := newWalk(t, top)
+	if e, err := w.Next(); err != nil || e.Name != "dir" || !e.Dir {
+		t.Fatalf("%+v, %v", e, err)
+	}
+	if err := errors.Join(os.Rename(top+"/dir", top+"/other"), os.Symlink(outside, top+"/dir")); err != nil {
+		t.Fatal(err)
+	}
+	if got := finish(t, w); got["not reached"] != 0 || !w.Changed() {
+		t.Errorf("got %v, changed %v", got, w.Changed())
+	}
+}

@@ -1,0 +1,77 @@
+package census
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"berth/internal/diskusage"
+	"berth/internal/safefs"
+)
+
+// walkLimit is how long one writable layer is counted: the others wait meanwhile.
+const walkLimit = 5 * time.Minute
+
+// errWalkLimit says that a layer was not counted to its end within walkLimit.
+var errWalkLimit = fmt.Errorf("counting takes longer than %v", walkLimit)
+
+// walks has what the last walks of a layer found, the latest first.
+type walks [3]diskusage.Usage
+
+// after returns the walks with one more.
+func (w walks) after(found diskusage.Usage) walks { return walks{found, w[0], w[1]} }
+
+// most is the most that any of them found.
+func (w walks) most() (u diskusage.Usage) {
+	for _, found := range w {
+		u = larger(u, found)
+	}
+	return u
+}
+
+func larger(a, b diskusage.Usage) diskusage.Usage {
+	return diskusage.Usage{Bytes: max(a.Bytes, b.Bytes), Inodes: max(a.Inodes, b.Inodes)}
+}
+
+// measureLayer counts a writable layer and decides what kubelet is told of it, which evicts by that.
+func (c *Counter) measureLayer(ctx context.Context, s *Subject, upper *os.File, counted *Count) error {
+	limited, cancel := context.WithTimeoutCause(ctx, walkLimit, errWalkLimit)
+	defer cancel()
+	found, err := diskusage.Tree(limited, upper)
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	var last Count
+	if l := s.Ledger.last.Load(); l != nil {
+		last = *l
+	}
+	counted.walks = last.walks.after(found)
+	counted.Layer = settle(last.Layer, counted.walks, err, c.filesystem.Load().occupied)
+	if err != nil && !errors.Is(err, diskusage.ErrChanged) {
+		counted.usedCPU = "" // it is to be counted again, even if its pod does nothing
+		c.cfg.Log.Warn("count writable layer: not all of it was counted", "container", s.ID,
+			"counted", found.Bytes, "told", counted.Layer.Bytes, "error", err)
+	}
+	return nil
+}
+
+// settle returns what a layer is said to take after a walk that ended with err. It is never less than what is known:
+//
+//   - Directories that change all the time are common. Who hides files by moving them while they are counted
+//     must succeed three times in a row: the most of the last three walks counts.
+//   - Directories nested too deep to be counted are an evasion: the layer takes as much as is used of the filesystem.
+//   - Of any other walk that did not end, as one that takes too long, the last figure stays, unless more was found.
+func settle(last diskusage.Usage, w walks, err error, occupied diskusage.Usage) diskusage.Usage {
+	switch {
+	case err == nil:
+		return w[0]
+	case errors.Is(err, diskusage.ErrChanged):
+		return w.most()
+	case errors.Is(err, safefs.ErrTooDeep):
+		return larger(w[0], occupied)
+	default:
+		return larger(w[0], last)
+	}
+}

@@ -1,0 +1,81 @@
+package census
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"berth/internal/diskusage"
+	"berth/internal/safefs"
+)
+
+// kubelet evicts by what is published, so it is never less than what is known, whatever a container does to the count.
+func TestSettle(t *testing.T) {
+	usage := func(n uint64) diskusage.Usage { return diskusage.Usage{Bytes: n << 10, Inodes: n} }
+	for name, c := range map[string]struct {
+		walks walks // the latest first
+		last  uint64
+		err   error
+		want  uint64
+	}{
+		"files were removed":                    {walks{usage(1), usage(9), usage(9)}, 9, nil, 1},
+		"files may have been moved":             {walks{usage(1), usage(2), usage(9)}, 9, diskusage.ErrChanged, 9},
+		"directories change, three walks agree": {walks{usage(1), usage(1), usage(1)}, 9, diskusage.ErrChanged, 1},
+		"more, and directories change":          {walks{usage(9), usage(2), usage(1)}, 2, diskusage.ErrChanged, 9},
+		"too deep":                              {walks{usage(1), usage(1)}, 1, safefs.ErrTooDeep, 1000},
+		"too slow":                              {walks{usage(3), usage(9)}, 9, errWalkLimit, 9},
+		"too slow, and more than before":        {walks{usage(10), usage(9)}, 9, errWalkLimit, 10},
+		"interrupted by a moved directory":      {walks{usage(3), usage(9)}, 9, safefs.ErrMoved, 9},
+		"the disk fails":                        {walks{usage(3), usage(9)}, 9, io.ErrUnexpectedEOF, 9},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got := settle(usage(c.last), c.walks, c.err, usage(1000)); got != usage(c.want) {
+				t.Errorf("got %+v, want %+v", got, usage(c.want))
+			}
+		})
+	}
+}
+
+// A layer that can't be counted keeps its figure, and is counted again although its pod does nothing.
+func TestLayerThatIsNotCounted(t *testing.T) {
+	upper := filepath.Join(t.TempDir(), "upper")
+	for i := range 100 {
+		if err := os.MkdirAll(fmt.Sprintf("%s/%d%s", upper, i, strings.Repeat("/d", 20)), 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c := New(Config{Layers: filepath.Dir(upper), Images: filepath.Dir(upper), Log: slog.New(slog.DiscardHandler)})
+	if err := c.Locate(); err != nil {
+		t.Fatal(err)
+	}
+	root, err := os.Open(upper)
+	if err != nil {
+		t.Fatal(err)
+	}
+	counted := func(last *Count) (*Count, error) {
+		s := &Subject{ID: "c", Ledger: &Ledger{}}
+		s.Ledger.last.Store(last)
+		count := &Count{usedCPU: "17"}
+		return count, c.measureLayer(t.Context(), s, root, count)
+	}
+	first, err := counted(nil)
+	if err != nil || first.Layer.Inodes != 1+100*21 || first.usedCPU == "" {
+		t.Fatalf("%+v, %v", first, err)
+	}
+	if err := errors.Join(root.Close(), os.RemoveAll(upper), os.WriteFile(upper, nil, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	if root, err = os.Open(upper); err != nil { // no directory any more
+		t.Fatal(err)
+	}
+	defer root.Close()
+	second, err := counted(first)
+	if err != nil || second.Layer != first.Layer || second.usedCPU != "" {
+		t.Errorf("%+v, %v, want %+v", second, err, first.Layer)
+	}
+}
