@@ -48,7 +48,9 @@ func newServeCommand() *cobra.Command {
 		Long: `Run the daemon: serve CRI on a unix socket.
 
 SIGTERM and SIGINT stop the daemon and leave all containers running; the next
-"berth serve" finds them again. Every option is explained by "berth config default".`,
+"berth serve" finds them again. SIGHUP does not reload the configuration, it is
+logged and has no other effect. SIGUSR1 writes the stacks of all goroutines to
+standard error. Every option is explained by "berth config default".`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			cfg, err := config.Load(cmd.Flags())
@@ -104,6 +106,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	defer a.closing.Run(&err)
 	defer context.AfterFunc(ctx, func() { a.end.deadline() })() // it begins with the signal, or with the first thing that is closed
 
+	a.closing.Add("stop watching signals", watchSignals(os.Stderr, log))
 	memory := limitMemory(log)
 	if err := lockDirectories(cfg, a.closing); err != nil {
 		return err

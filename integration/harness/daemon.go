@@ -268,7 +268,7 @@ func (d *Daemon) UseVersion(t *testing.T, bin string, config ...string) {
 	d.writeConfig(t, config)
 }
 
-// bearSlowPlugins gives NRI plugins more than the default of two seconds, which a loaded machine
+// bearSlowPlugins gives NRI plugins more than the default of five seconds, which a loaded machine
 // may need: a plugin that did not answer in time is dropped.
 func (d *Daemon) bearSlowPlugins() {
 	for _, option := range []string{"nri_request_timeout", "nri_registration_timeout"} {

@@ -92,7 +92,7 @@ type Config struct {
 	NRIPluginDir           string   `toml:"nri_plugin_dir" default:"/opt/nri/plugins" path:"abs" doc:"Directory of plugins that are started with the daemon: every program in it whose name is NN-name. It need not exist."`
 	NRIPluginConfigDir     string   `toml:"nri_plugin_config_dir" default:"/etc/nri/conf.d" path:"abs" doc:"Directory of these plugins' configuration: NN-name.conf or name.conf is handed to the plugin."`
 	NRIRegistrationTimeout Duration `toml:"nri_registration_timeout" default:"5s" min:"10ms" doc:"A plugin that has not registered so long after it was started, or has connected, is dropped."`
-	NRIRequestTimeout      Duration `toml:"nri_request_timeout" default:"2s" min:"10ms" doc:"A plugin that does not answer within this time is dropped, and pods go on without it, unless it registered with another failure policy."`
+	NRIRequestTimeout      Duration `toml:"nri_request_timeout" default:"5s" min:"10ms" doc:"A plugin that does not answer within this time is dropped, and pods go on without it, unless it registered with another failure policy."`
 	NRIReject              []string `toml:"nri_reject" oneof:"hooks,namespaces,sysctl,seccomp-default,seccomp-custom,seccomp-unconfined" doc:"Adjustments that no plugin may make; a container for which one does is not created. The kinds of seccomp are those that the container asks for."`
 	NRIRequiredPlugins     []string `toml:"nri_required_plugins" doc:"Names of plugins without which no container is created. This holds for static pods too."`
 

@@ -28,7 +28,7 @@ func TestDefaults(t *testing.T) {
 		LayerDriver: "auto",
 		MaxLogLine:  16384, IdleLaunchers: 2, StatsPeriod: Duration{10 * time.Second}, CDISpecDirs: []string{"/etc/cdi", "/var/run/cdi"}, DefaultHandler: "berth",
 		NRI: true, NRISocket: "/var/run/nri/nri.sock", NRIPluginDir: "/opt/nri/plugins", NRIPluginConfigDir: "/etc/nri/conf.d",
-		NRIRegistrationTimeout: Duration{5 * time.Second}, NRIRequestTimeout: Duration{2 * time.Second}, NRIReject: []string{}, NRIRequiredPlugins: []string{},
+		NRIRegistrationTimeout: Duration{5 * time.Second}, NRIRequestTimeout: Duration{5 * time.Second}, NRIReject: []string{}, NRIRequiredPlugins: []string{},
 		StreamAddress: "127.0.0.1:0", StreamIdleTimeout: Duration{4 * time.Hour}, MaxExecs: 512, MaxContainerExecs: 128, MaxSessions: 4096,
 		TracingProtocol: "grpc", LogLevel: "info", LogFormat: "text",
 	}

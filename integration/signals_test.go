@@ -1,0 +1,41 @@
+package integration
+
+import (
+	"errors"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+
+	"berth/integration/harness"
+)
+
+// Signals that reload or inspect other daemons do not end this one.
+func TestSignalsThatDoNotEndTheDaemon(t *testing.T) {
+	tests := []struct {
+		name   string
+		signal syscall.Signal
+		said   string // in the log; empty: nothing
+	}{
+		{"SIGHUP", syscall.SIGHUP, "SIGHUP does not reload the configuration"},
+		{"SIGUSR1", syscall.SIGUSR1, "goroutine 1 ["},
+		{"SIGUSR2", syscall.SIGUSR2, ""},
+		{"SIGPIPE", syscall.SIGPIPE, ""},
+	}
+	d := harness.StartDaemon(t)
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			harness.Must(t, d.Cmd.Process.Signal(test.signal))
+			harness.Eventually(t, "the daemon tells of the signal", func() error {
+				log, err := os.ReadFile(d.LogFile())
+				if err == nil && !strings.Contains(string(log), test.said) {
+					err = errors.New("not in its log: " + test.said)
+				}
+				return err
+			})
+			if _, err := d.Cri.Version(t.Context(), ""); err != nil || d.Gone() {
+				t.Errorf("the daemon does not answer any more: %v", err)
+			}
+		})
+	}
+}
