@@ -8,6 +8,7 @@ import (
 
 	"github.com/opencontainers/go-digest"
 
+	"berth/image/registry"
 	"berth/internal/rootfs"
 	"berth/internal/task"
 )
@@ -16,10 +17,11 @@ import (
 // layer, from one registry. Another registry does not count: it could keep a
 // download of somebody else's layer waiting.
 type flightKey struct {
-	domain string
-	blob   digest.Digest
-	diffID digest.Digest
-	kind   rootfs.Kind // of the store that it is to be in
+	domain     string
+	repository string // of a download that only shows that it has the blob; empty: any of the registry
+	blob       digest.Digest
+	diffID     digest.Digest
+	kind       rootfs.Kind // of the store that it is to be in; empty: in none
 }
 
 // flights lets pulls of the same layer share one download.
@@ -34,7 +36,8 @@ type flights struct {
 
 // flight is a download under way.
 type flight struct {
-	bytes   *atomic.Int64 // received
+	by      registry.Reference // whose download it is
+	bytes   *atomic.Int64      // received
 	waiters int
 	cancel  context.CancelFunc
 	done    chan struct{}
@@ -47,23 +50,24 @@ func newFlights(ctx context.Context, log *slog.Logger) *flights {
 
 // join waits for the flight of a key, starting it by run if there is none. It
 // reports whether it did: the failure of somebody else's download may have
-// reasons that ours does not have. onStart is told where the bytes are counted.
+// reasons that ours does not have. by is the image for which
+// the flight was started. onStart is told where the bytes are counted.
 //
 // The download does not end with ctx but when nobody waits for it any more; the
 // last to leave waits until it has ended.
-func (f *flights) join(ctx context.Context, key flightKey, onStart func(*atomic.Int64), run func(context.Context, *atomic.Int64) error) (started bool, err error) {
-	fl, started := f.board(key, run)
+func (f *flights) join(ctx context.Context, key flightKey, ref registry.Reference, onStart func(*atomic.Int64), run func(context.Context, *atomic.Int64) error) (by registry.Reference, started bool, err error) {
+	fl, started := f.board(key, ref, run)
 	onStart(fl.bytes)
 	select {
 	case <-fl.done:
-		return started, fl.err
+		return fl.by, started, fl.err
 	case <-ctx.Done():
 		f.leave(key, fl)
-		return started, ctx.Err()
+		return fl.by, started, ctx.Err()
 	}
 }
 
-func (f *flights) board(key flightKey, run func(context.Context, *atomic.Int64) error) (fl *flight, started bool) {
+func (f *flights) board(key flightKey, ref registry.Reference, run func(context.Context, *atomic.Int64) error) (fl *flight, started bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if fl, ok := f.active[key]; ok {
@@ -71,7 +75,7 @@ func (f *flights) board(key flightKey, run func(context.Context, *atomic.Int64) 
 		return fl, false
 	}
 	ctx, cancel := context.WithCancel(f.ctx)
-	fl = &flight{bytes: new(atomic.Int64), waiters: 1, cancel: cancel, done: make(chan struct{})}
+	fl = &flight{by: ref, bytes: new(atomic.Int64), waiters: 1, cancel: cancel, done: make(chan struct{})}
 	f.active[key] = fl
 	f.wg.Go(func() {
 		defer cancel()

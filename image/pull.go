@@ -133,15 +133,17 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 			s.log.Warn("delete unused layers after a pull", "image", repo.Reference().String(), "error", err)
 		}
 	}()
+	a := s.accesses.begin(repo)
+	defer a.end()
 	store := s.layers.home(distinct(chain))
 	if other := s.layers.other(store); other != nil && missing(store, img) > 0 && other.Inodes(distinct(chain)) > s.mostInodes() {
 		store = other // what is there of it was too much before, as of its last version: the rest would be fetched, and then all of it
 	}
-	err = s.fetchInto(ctx, store, repo, img, tracks)
+	err = s.fetchInto(ctx, store, a, img, tracks)
 	if other := s.layers.other(store); other != nil && errors.Is(err, layer.ErrTooLarge) {
 		s.log.Info("an image is too much for one driver of layers, and tried with another", "image", repo.Reference().String(), "not", store.Kind(), "driver", other.Kind(), "error", err)
 		store = other
-		err = s.fetchInto(ctx, store, repo, img, tracks)
+		err = s.fetchInto(ctx, store, a, img, tracks)
 	}
 	if err != nil {
 		return nil, err
@@ -159,7 +161,7 @@ func (s *Store) mostInodes() uint64 {
 }
 
 // fetchInto gets the layers of an image that a store lacks, and finds out whether they can be stacked.
-func (s *Store) fetchInto(ctx context.Context, store *layer.Store, repo *registry.Repository, img *registry.Image, tracks []*layerTrack) error {
+func (s *Store) fetchInto(ctx context.Context, store *layer.Store, a *access, img *registry.Image, tracks []*layerTrack) error {
 	if wanted := missing(store, img); wanted > 0 {
 		s.makeRoom(ctx, wanted)
 		if err := store.HasRoom(wanted, s.layers.deleting()); err != nil {
@@ -170,7 +172,7 @@ func (s *Store) fetchInto(ctx context.Context, store *layer.Store, repo *registr
 	group.SetLimit(s.cfg.MaxParallelDownloads)
 	for i, l := range img.Layers {
 		group.Go(func() error {
-			return task.Guard(s.log, "pull", "layer "+l.DiffID.String(), func() error { return s.fetchLayer(groupCtx, store, repo, l, tracks[i]) })
+			return task.Guard(s.log, "pull", "layer "+l.DiffID.String(), func() error { return s.fetchLayer(groupCtx, store, a, l, tracks[i]) })
 		})
 	}
 	if err := group.Wait(); err != nil {
@@ -211,24 +213,39 @@ func layersOf(img *registry.Image) []digest.Digest {
 	return names
 }
 
-// fetchLayer makes sure that a layer is here, by a download that other pulls may
-// share. If the download of another pull fails, it tries one of its own.
-func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, track *layerTrack) error {
-	key := flightKey{domain: repo.Reference().Domain, blob: l.Blob.Digest, diffID: l.DiffID, kind: store.Kind()}
-	if store.Has(sourceOf(l).Name()) {
-		track.set(LayerPresent)
-		return nil
+// fetchLayer makes sure that a layer is here and that the pull may use it, by a download that other pulls
+// may share.
+func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l registry.Layer, track *layerTrack) error {
+	name, ref := sourceOf(l).Name(), a.repo.Reference()
+	if store.Has(name) {
+		return s.use(ctx, a, l, s.originOf(ref, name), track)
 	}
+	key := flightKey{domain: ref.Domain, blob: l.Blob.Digest, diffID: l.DiffID, kind: store.Kind()}
+	return s.share(ctx, a, key, l, track, func(ctx context.Context, received *atomic.Int64) error {
+		return s.obtain(ctx, store, a, l, received)
+	})
+}
+
+// share runs a download that shows that the pull's registry has a layer, or waits for that of another
+// pull. If that one fails, it runs its own.
+func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.Layer, track *layerTrack, run func(context.Context, *atomic.Int64) error) error {
+	name, ref := sourceOf(l).Name(), a.repo.Reference()
 	defer s.cfg.Waits.BeginOpen("its bytes, and to be unpacked", "layer "+l.DiffID.String())() // stalls are given up
 	for {
-		started, err := s.flights.join(ctx, key, track.downloading, func(ctx context.Context, received *atomic.Int64) error {
-			defer repo.Close()
-			return s.obtain(ctx, store, repo, l, received)
+		by, started, err := s.flights.join(ctx, key, ref, track.downloading, func(ctx context.Context, received *atomic.Int64) error {
+			defer a.repo.Close()
+			err := run(ctx, received)
+			if err == nil {
+				a.grant(name)
+			}
+			return err
 		})
 		switch {
-		case err == nil:
+		case err == nil && started:
 			track.set(LayerDone)
 			return nil
+		case err == nil:
+			return s.use(ctx, a, l, max(nameOrigin(ref, by.String()), s.originOf(ref, name)), track)
 		case started || ctx.Err() != nil:
 			return fmt.Errorf("layer %s: %w", l.Blob.Digest, err)
 		}
@@ -236,10 +253,10 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, repo *regist
 }
 
 // obtain makes a layer from the form in which another store has it, if one does, or else of its blob.
-func (s *Store) obtain(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, received *atomic.Int64) error {
-	name := sourceOf(l).Name()
+func (s *Store) obtain(ctx context.Context, store *layer.Store, a *access, l registry.Layer, received *atomic.Int64) error {
+	name, repo := sourceOf(l).Name(), a.repo
 	other := s.layers.keeper(store, name)
-	if other == nil {
+	if other == nil || !s.mayUse(ctx, a, l, s.originOf(repo.Reference(), name)) {
 		return s.download(ctx, store, repo, l, received)
 	}
 	err := s.inTurn(ctx, repo.Reference().Domain, func() error {
@@ -258,15 +275,22 @@ func (s *Store) obtain(ctx context.Context, store *layer.Store, repo *registry.R
 	return s.download(ctx, store, repo, l, received)
 }
 
-// download fetches and stores a layer. If one host's content is corrupt the next
-// one is asked: a mirror's cache may be damaged. If there is none, and some of it was fetched in parts, the same is asked for the
-// whole.
+// download fetches and stores a layer.
 func (s *Store) download(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, received *atomic.Int64) error {
+	return s.fromHosts(repo, l, received, func(host int) (inParts bool, err error) {
+		return s.downloadFrom(ctx, store, repo, l, host, received)
+	})
+}
+
+// fromHosts fetches a layer from the hosts of a repository, by their numbers. If one host's content is
+// corrupt the next one is asked: a mirror's cache may be damaged. If there is none, and some of it was
+// fetched in parts, the same is asked for the whole.
+func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received *atomic.Int64, fetch func(host int) (inParts bool, err error)) error {
 	var err error
 	for first, tries := 0, repo.Hosts(); first < tries; first++ {
 		received.Store(0)
 		var inParts bool
-		inParts, err = s.downloadFrom(ctx, store, repo, l, first, received)
+		inParts, err = fetch(first)
 		if errdefs.Code(err) != codes.DataLoss {
 			return err
 		}
@@ -295,6 +319,9 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 		}
 		return store.Create(ctx, sourceOf(l), blob, limits)
 	})
+	if err == nil { // if another pull has made it meanwhile, the blob was not read
+		_, err = io.Copy(io.Discard, blob)
+	}
 	inParts = blob.InParts()
 	switch {
 	case errors.Is(err, layer.ErrTooLarge) && s.layers.other(store) != nil: // which looks at the whole blob

@@ -73,12 +73,13 @@ type Store struct {
 	stale    map[string]bool // IDs of images that have a tag on disk still which they have lost; the writer's
 	writing  chan struct{}   // holds one token: whoever has it is the writer
 
-	refs    *layerRefs
-	flights *flights
-	turns   *turns
-	trees   *treeMemory
-	pulls   pulls
-	pullID  atomic.Uint64
+	refs     *layerRefs
+	flights  *flights
+	turns    *turns
+	trees    *treeMemory
+	pulls    pulls
+	accesses accesses
+	pullID   atomic.Uint64
 
 	fullness   chan struct{}  // holds a token if images that sleep may be in the way, see attendSleepers
 	background sync.WaitGroup // what goes on beside calls

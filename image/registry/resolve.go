@@ -61,6 +61,25 @@ func (r *Repository) Digest(ctx context.Context) digest.Digest {
 	return found
 }
 
+// HasBlob asks whether the repository would serve a blob, without fetching it (HEAD). It is false where no
+// host says so, for whatever reason: a GET tells. A host can say so of a blob that it does not have, too.
+func (r *Repository) HasBlob(ctx context.Context, want ocispec.Descriptor) bool {
+	if checkDescriptor(want, 0) != nil {
+		return false
+	}
+	return r.askOnce(ctx, hosts.Pull, 0, func(e *endpoint) error {
+		resp, err := e.request(ctx, http.MethodHead, "blobs/"+want.Digest.String(), http.Header{"Accept": {"*/*"}})
+		if err != nil {
+			return err
+		}
+		defer drain(resp.Body)
+		if resp.StatusCode != http.StatusOK || resp.ContentLength >= 0 && resp.ContentLength != want.Size {
+			return errors.New("no such blob")
+		}
+		return nil
+	}) == nil
+}
+
 // Resolve fetches the manifest that the reference names and the configuration of
 // the image in it, choosing by platform where it is an index.
 func (r *Repository) Resolve(ctx context.Context, node ocispec.Platform) (*Image, error) {

@@ -98,6 +98,13 @@ func (s *Server) Count(text string) int {
 	return n
 }
 
+// Requests returns the requests so far, as "GET /v2/…".
+func (s *Server) Requests() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Clone(s.requests)
+}
+
 // Headers returns all values that a header had in the requests so far.
 func (s *Server) Headers(name string) []string {
 	s.mu.Lock()
