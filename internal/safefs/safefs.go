@@ -47,6 +47,16 @@ func OpenRoot(path string) (*os.File, error) {
 	return os.NewFile(uintptr(fd), path), nil
 }
 
+// OpenHost opens path, an absolute path of the host that was resolved before, for what needs no more than a
+// descriptor (O_PATH). ELOOP if there is a symlink in it: somebody has put it there since.
+func OpenHost(path string) (*os.File, error) {
+	fd, err := openat2(unix.AT_FDCWD, path, unix.O_PATH, 0, unix.RESOLVE_NO_SYMLINKS)
+	if err != nil {
+		return nil, &fs.PathError{Op: "open", Path: path, Err: err}
+	}
+	return os.NewFile(uintptr(fd), path), nil
+}
+
 // Open opens path inside root with the given open(2) flags; mode matters with
 // O_CREAT only. O_CLOEXEC is added, and O_NONBLOCK so that a FIFO or a device
 // cannot make the call wait. An empty path is the root itself.

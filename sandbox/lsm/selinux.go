@@ -3,15 +3,15 @@ package lsm
 import (
 	"errors"
 	"fmt"
-	"strings"
+	"path/filepath"
 
 	"github.com/opencontainers/selinux/go-selinux"
-	"github.com/opencontainers/selinux/go-selinux/label"
 	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
 	"berth/internal/host"
+	"berth/internal/safefs"
 	"berth/oci"
 	"berth/oci/confine"
 )
@@ -28,18 +28,7 @@ type SELinux struct {
 var HostSELinux = SELinux{
 	ReserveLabel: selinux.ReserveLabelV2,
 	ReleaseLabel: func(l string) { selinux.ReleaseLabel(l) },
-	Relabel:      func(path, l string) error { return refused(label.Relabel(path, l, false)) },
-}
-
-// errSystemPath is what Relabel returns for paths that are never labelled anew, such as /usr.
-var errSystemPath = errors.New("a path of the system keeps its label")
-
-// refused gives the library's refusal of such a path, which is nothing but a text, an error of its own.
-func refused(err error) error {
-	if err != nil && strings.HasPrefix(err.Error(), "SELinux relabeling of ") && strings.HasSuffix(err.Error(), " is not allowed") {
-		return fmt.Errorf("%w: %w", errSystemPath, err)
-	}
-	return err
+	Relabel:      relabelHost,
 }
 
 // Reserve keeps the categories of labels that are in use; several may use the same.
@@ -65,7 +54,11 @@ func (s SELinux) LabelOwn(dir string, labels confine.Labels) error {
 	if labels.Mount == "" {
 		return nil
 	}
-	if err := s.Relabel(dir, labels.Mount); err != nil && !errors.Is(err, unix.ENOTSUP) {
+	real, err := filepath.EvalSymlinks(dir) // the way to it is the operator's
+	if err != nil {
+		return fmt.Errorf("selinux: label %s: %w", dir, err)
+	}
+	if err := s.Relabel(real, labels.Mount); err != nil && !errors.Is(err, unix.ENOTSUP) {
 		return fmt.Errorf("selinux: label %s: %w", dir, err)
 	}
 	return nil
@@ -80,8 +73,8 @@ func MountsToLabel(config *runtimeapi.ContainerConfig, labels confine.Labels) ([
 	return oci.RelabelSources(config, host.Files{})
 }
 
-// LabelMount labels such a source. InvalidArgument for folders of the system, which the library refuses,
-// FailedPrecondition where files can't have labels.
+// LabelMount labels such a source. InvalidArgument for folders of the system,
+// FailedPrecondition where files can't have labels, or somebody has put a symlink into the path since it was resolved.
 func (s SELinux) LabelMount(source string, labels confine.Labels) error {
 	err := s.Relabel(source, labels.Mount)
 	switch {
@@ -89,7 +82,8 @@ func (s SELinux) LabelMount(source string, labels confine.Labels) error {
 		return nil
 	case errors.Is(err, errSystemPath):
 		return errdefs.InvalidArgument("selinux: label %s: %w", source, err)
-	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES), errors.Is(err, unix.EROFS):
+	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES), errors.Is(err, unix.EROFS),
+		errors.Is(err, unix.ELOOP), errors.Is(err, safefs.ErrTooDeep), errors.Is(err, safefs.ErrMoved):
 		return errdefs.FailedPrecondition("selinux: label %s: %w", source, err)
 	case err != nil:
 		return fmt.Errorf("selinux: label %s: %w", source, err)
