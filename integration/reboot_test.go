@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"testing"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
@@ -38,9 +39,15 @@ func newRebooted(t *testing.T, d *harness.Daemon, pod []harness.PodOption, inPod
 	return r
 }
 
+// Messages of containers that ended with the machine.
+const (
+	afterReboot  = "the machine was restarted"
+	afterRestart = "the machine was restarted, or its state directory emptied" // the boot ID is the same
+)
+
 // check looks at what a daemon makes of the pod after a reboot: it and its containers have ended, their logs
 // are there, nothing can be started in them.
-func (r *rebooted) check(t *testing.T) {
+func (r *rebooted) check(t *testing.T, message string) {
 	t.Helper()
 	harness.Equal(t, "pod state", r.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
 	for name, c := range map[string]*harness.Container{"running": r.running, "created": r.created} {
@@ -48,7 +55,7 @@ func (r *rebooted) check(t *testing.T) {
 		harness.Equal(t, "state of the container that was "+name, status.State, runtimeapi.ContainerState_CONTAINER_EXITED)
 		harness.Equal(t, "exit code of the container that was "+name, status.ExitCode, 255)
 		harness.Equal(t, "reason of the container that was "+name, status.Reason, "Unknown")
-		harness.Equal(t, "message of the container that was "+name, status.Message, "the machine was restarted")
+		harness.Equal(t, "message of the container that was "+name, status.Message, message)
 		if status.FinishedAt <= status.CreatedAt || status.FinishedAt < status.StartedAt {
 			t.Errorf("the container that was %s is created at %d, started at %d, finished at %d", name, status.CreatedAt, status.StartedAt, status.FinishedAt)
 		}
@@ -85,17 +92,120 @@ func (r *rebooted) nextAttempt(t *testing.T) {
 	pod.Remove(t)
 }
 
-// After a reboot no process is there, /run is empty and the boot ID is new: pods are not ready and give their addresses and host
-// ports back without being asked, containers have exited, images and logs are there, and kubelet's next attempts run.
-func TestReboot(t *testing.T) {
+// podsToReboot are pods of each kind.
+func podsToReboot(t *testing.T, d *harness.Daemon) map[string]*rebooted {
+	t.Helper()
 	const base = 5 * usernsLength
-	d := harness.StartDaemon(t)
-	pods := map[string]*rebooted{
+	return map[string]*rebooted{
 		"host port":          newRebooted(t, d, []harness.PodOption{harness.HostPort(18089, 80, runtimeapi.Protocol_TCP)}),
 		"shared PIDs":        newRebooted(t, d, []harness.PodOption{harness.SharedPID}),
 		"the node's network": newRebooted(t, d, []harness.PodOption{harness.HostNetwork}),
 		"a namespace of IDs": newRebooted(t, d, []harness.PodOption{userNamespace(base)}, inUserNamespace(base)),
 	}
+}
+
+// A node that is a container itself (kind, LXC, nspawn) restarts with the boot ID of its host: /run is empty, no process is there. All is
+// as after a reboot, twice.
+func TestRestartOfTheNodeInTheSameBoot(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pods := podsToReboot(t, d)
+	for restart := range 2 {
+		d.LosePower(t)
+		d.Start(t)
+		for name, r := range pods {
+			t.Run(fmt.Sprintf("%s, restart %d", name, restart+1), func(t *testing.T) { r.check(t, afterRestart) })
+		}
+		harness.Eventually(t, "addresses are given back", func() error { return noAddresses(d) })
+		d.Restart(t) // which is no restart of the node
+	}
+	for name, r := range pods {
+		t.Run("the next attempt of "+name, r.nextAttempt)
+	}
+	d.StateSettles(t)
+}
+
+// Where the state directory is emptied, or covered by another filesystem, while pods run, their processes are killed before their
+// containers are said to have ended: kubelet starts the next ones beside them.
+func TestStateDirectoryIsLostWhilePodsRun(t *testing.T) {
+	t.Run("emptied", func(t *testing.T) {
+		d := harness.StartDaemon(t)
+		checkStateLost(t, d, func() { d.LoseState(t) })
+		d.StateSettles(t)
+	})
+	t.Run("covered", func(t *testing.T) {
+		d := harness.StartDaemon(t)
+		checkStateLost(t, d, func() { harness.Must(t, unix.Mount("run", d.State, "tmpfs", 0, "mode=700")) })
+		d.Kill(t)
+		d.LoseState(t) // with what was covered
+		d.Start(t)
+	})
+}
+
+func checkStateLost(t *testing.T, d *harness.Daemon, lose func()) {
+	t.Helper()
+	pods := map[string]*rebooted{
+		"host port":   newRebooted(t, d, []harness.PodOption{harness.HostPort(18089, 80, runtimeapi.Protocol_TCP)}),
+		"shared PIDs": newRebooted(t, d, []harness.PodOption{harness.SharedPID}),
+	}
+	var inits, others []int
+	for _, r := range pods {
+		inits = append(inits, r.running.Pid(t))
+		others = append(others, r.PausePID(t), harness.MonitorOf(t, d, r.running))
+	}
+	d.Kill(t)
+	lose()
+	for _, pid := range append(inits, others...) {
+		if !machine.Alive(pid) {
+			t.Errorf("process %d ended with the state directory", pid)
+		}
+	}
+	d.Start(t)
+	for _, r := range pods { // the first answers
+		harness.Equal(t, "state of the container", r.running.Status(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
+	}
+	for _, pid := range inits {
+		if machine.Alive(pid) {
+			t.Errorf("process %d of a container that is said to have exited lives", pid)
+		}
+	}
+	for name, r := range pods {
+		t.Run(name, func(t *testing.T) { r.check(t, afterRestart) })
+	}
+	for _, pid := range others {
+		waitDead(t, pid)
+	}
+	harness.Eventually(t, "addresses are given back", func() error { return noAddresses(d) })
+	for name, r := range pods {
+		t.Run("the next attempt of "+name, r.nextAttempt)
+	}
+}
+
+// Nothing is lost with the ID of the state directory alone.
+func TestOnlyTheIDOfTheStateDirectoryIsLost(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t)
+	running, created := pod.Run(t), pod.Create(t)
+	pid := running.Pid(t)
+	d.Kill(t)
+	harness.Must(t, os.Remove(filepath.Join(d.State, "run-id")))
+	for range 2 { // the second daemon finds the new ID, in records too
+		d.Start(t)
+		harness.Equal(t, "state of the pod", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_READY)
+		harness.Equal(t, "process of the container", running.Pid(t), pid)
+		harness.Equal(t, "state of the other container", created.Status(t).State, runtimeapi.ContainerState_CONTAINER_CREATED)
+		d.StateMatches(t)
+		d.Kill(t)
+	}
+	d.Start(t)
+	created.Start(t)
+	pod.Remove(t)
+}
+
+// After a reboot no process is there, /run is empty and the boot ID is new: pods are not ready and give their addresses and host
+// ports back without being asked, containers have exited, images and logs are there, and kubelet's next attempts run.
+func TestReboot(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pods := podsToReboot(t, d)
 	stopped := d.RunPod(t)
 	stopped.Stop(t)
 	images := harness.Get(d.Images.ListImages(t.Context(), nil))(t)
@@ -105,7 +215,7 @@ func TestReboot(t *testing.T) {
 		d.LosePower(t)
 		d.Boot(t)
 		for name, r := range pods {
-			t.Run(fmt.Sprintf("%s, reboot %d", name, reboot+1), r.check)
+			t.Run(fmt.Sprintf("%s, reboot %d", name, reboot+1), func(t *testing.T) { r.check(t, afterReboot) })
 			at := r.running.Status(t).FinishedAt
 			if reboot > 0 {
 				harness.Equal(t, "the end of its container", at, finished[name])

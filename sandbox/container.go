@@ -151,7 +151,7 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 		return nil, err
 	}
 	c := &container{id: layout.NewID(), podID: p.id, config: config, turn: task.NewTurn(), resources: config.GetLinux().GetResources(), created: trace.Of(ctx)}
-	c.rec = record.Container{ID: c.id, PodID: p.id, BootID: m.bootID, Phase: record.ContainerCreated, CreatedAt: m.containerCreation(p.id),
+	c.rec = record.Container{ID: c.id, PodID: p.id, BootID: m.bootID, RunID: m.run.ID, Phase: record.ContainerCreated, CreatedAt: m.containerCreation(p.id),
 		Image: record.Image{ID: img.ID, Ref: img.DigestedReference(writtenName(config)), Layers: img.Layers, Config: img.Config}}
 	if c.rec.Volumes, err = m.roots.FindVolumes(config); err != nil {
 		return nil, err

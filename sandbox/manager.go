@@ -83,6 +83,7 @@ type Manager struct {
 	plugins   plugins.Kit
 	payload   payload.Paths
 	bootID    string
+	run       layout.Run // of the state directory
 
 	dirs          layout.Dirs
 	trash         *layout.Trash
@@ -137,7 +138,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		m.networks, err = podnet.Open(network, cfg.Root, m.tasks, m.log)
 		return err
 	}
-	for _, step := range []func() error{cgroup.Prepare, m.readBootID, m.dirs.Prepare, m.openRecords, openNetworks, m.startLaunchers, m.probeUserNamespaces,
+	for _, step := range []func() error{cgroup.Prepare, m.readBootID, m.openRun, m.dirs.Prepare, m.openRecords, openNetworks, m.startLaunchers, m.probeUserNamespaces,
 		func() error { return m.openHandlers(ctx) }} {
 		if err := step(); err != nil {
 			return nil, err
@@ -185,6 +186,16 @@ func (m *Manager) readBootID() error {
 	}
 	m.bootID = strings.TrimSpace(string(data))
 	return nil
+}
+
+// openRun finds out whether the state directory is that of the daemon before this one.
+func (m *Manager) openRun() (err error) {
+	m.run, err = m.dirs.OpenRun()
+	if err == nil && m.run.ID == "" {
+		m.log.Warn("write the ID of the state directory: there is no room, or it is read-only; until it is written a restart without a new boot ID is not noticed",
+			"path", m.dirs.RunID())
+	}
+	return err
 }
 
 func (m *Manager) openRecords() (err error) {

@@ -13,7 +13,6 @@ import (
 
 	"berth/checkpoint"
 	"berth/internal/join"
-	"berth/internal/pidfd"
 	"berth/internal/task"
 	"berth/sandbox/process"
 	"berth/sandbox/record"
@@ -162,22 +161,28 @@ func (m *Manager) recoverPod(p *pod) error {
 		}
 	}
 	m.publishPod(p)
-	switch {
-	case p.rec.Phase == record.PodReady && p.rec.BootID == m.bootID:
-		return m.findPause(p)
-	case p.rec.Phase == record.PodReady: // the machine was restarted: give its addresses back
-		m.publishPauseless(p)
-	case p.rec.Phase != record.PodStopped:
-		return fmt.Errorf("its record has the unknown phase %q", p.rec.Phase)
+	switch p.rec.Phase {
+	case record.PodReady:
+		lost, err := m.stateLost(p.rec.BootID, p.rec.RunID, p.id)
+		if err != nil {
+			return err
+		}
+		if !lost {
+			m.markPod(p)
+			return m.findPause(p)
+		}
+		return m.recoverStateless(p)
+	case record.PodStopped:
+		m.unfinished.LaterWithPod("stop", p.String(), p.turn, func(ctx context.Context) error { return m.stopPod(ctx, p) }) // perhaps it was half done
+		return nil
 	}
-	m.unfinished.LaterWithPod("stop", p.String(), p.turn, func(ctx context.Context) error { return m.stopPod(ctx, p) }) // perhaps it was half done
-	return nil
+	return fmt.Errorf("its record has the unknown phase %q", p.rec.Phase)
 }
 
 // findPause watches the pause of a pod again, or publishes the pod as not ready:
 // its network is there still and goes with StopPodSandbox.
 func (m *Manager) findPause(p *pod) error {
-	pause, err := pidfd.OpenVerified(p.rec.PausePID, p.rec.PauseStart)
+	pause, err := openPause(p)
 	if errors.Is(err, os.ErrProcessDone) {
 		m.log.Warn("the pause process is gone", "pod", p.id)
 		m.publishPauseless(p)
@@ -232,16 +237,29 @@ func (m *Manager) recoverContainer(c *container) (launched bool, err error) {
 		})
 		return false, nil
 	case c.rec.BootID != m.bootID:
-		m.exited(c, record.Exit{Code: record.CodeUnknown, Reason: record.ReasonUnknown, StartedAt: c.rec.StartedAt, FinishedAt: time.Now(),
-			Message: "the machine was restarted"})
+		m.exited(c, exitOfRestart(c))
 		return false, nil
 	case c.rec.Phase == record.ContainerCreated:
-		m.publishContainer(c)
-		return false, nil
+		return false, m.recoverCreated(c)
 	case c.rec.Phase != record.ContainerStarting && c.rec.Phase != record.ContainerRunning:
 		return false, fmt.Errorf("its record has the unknown phase %q", c.rec.Phase)
 	}
 	return true, nil
+}
+
+// recoverCreated publishes a container that was not started. It ends with its pod where that is lost, as after a reboot.
+func (m *Manager) recoverCreated(c *container) error {
+	lost, err := m.stateLost(c.rec.BootID, c.rec.RunID, c.podID)
+	switch {
+	case err != nil:
+		return err
+	case lost:
+		m.exited(c, exitOfStateLost(c))
+	default:
+		m.markContainer(c)
+		m.publishContainer(c)
+	}
+	return nil
 }
 
 // findShim watches the shim of a container again, or publishes how it ended.
@@ -251,8 +269,17 @@ func (m *Manager) findShim(ctx context.Context, c *container) error {
 		return err
 	}
 	if found == nil {
+		lost, err := m.stateLost(c.rec.BootID, c.rec.RunID, c.id, c.podID)
+		if err != nil {
+			return err
+		}
+		if lost {
+			return m.publishStateless(ctx, c)
+		}
+		m.markContainer(c)
 		return m.publishLost(ctx, c, ids)
 	}
+	m.markContainer(c)
 	run := &running{found, m.containerMeter(c)}
 	m.publishRunning(c, run)
 	m.watchContainer(c, run)

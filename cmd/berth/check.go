@@ -1,9 +1,11 @@
 package main
 
 import (
+	"context"
 	"encoding/json"
 	"fmt"
 	"io"
+	"time"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -12,6 +14,7 @@ import (
 	"berth/cmd/berth/nodenet"
 	"berth/cmd/berth/statecheck"
 	"berth/cni/berthnet"
+	"berth/internal/client"
 	"berth/internal/config"
 	"berth/internal/host"
 )
@@ -29,7 +32,11 @@ is not installed yet runs those with the host's network.
 With --state it compares what berth has written down with what is on the machine, and
 names each difference: processes, shims, network namespaces, addresses, layers, mounts,
 file descriptors, records, with --bytes the content of layers, and what CRI lists. It
-changes nothing, works with the daemon running or not, and fails if there is a difference.`,
+changes nothing, works with the daemon running or not, and fails if there is a difference.
+
+A daemon that serves on the socket (--listen) is asked for its configuration, with the flags
+that it was started with; without one it is that of the file. With --config the node is
+checked for that file.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ofState := takeStateFlag(cmd.Flags())
@@ -37,15 +44,22 @@ changes nothing, works with the daemon running or not, and fails if there is a d
 			if err != nil {
 				return err
 			}
-			if ofState {
-				return checkState(cmd, cfg, bytes, asJSON)
+			ctx, stop := interruptible(cmd.Context()) // what is tried is undone
+			defer stop()
+			checked := configured{cfg, "of a daemon that is started now: none answers at " + cfg.Listen}
+			if ofState || !cmd.Flags().Changed("config") {
+				if checked, err = askDaemon(ctx, cmd.Flags(), checked); err != nil {
+					return err
+				}
 			}
-			node, err := checkedNode(cfg)
+			if ofState {
+				return checkState(ctx, cmd, checked.Config, bytes, asJSON)
+			}
+			node, err := checkedNode(checked.Config)
 			if err != nil {
 				return err
 			}
-			ctx, stop := interruptible(cmd.Context()) // what is tried is undone
-			defer stop()
+			node.Source = checked.source
 			findings := nodecheck.Run(ctx, node)
 			if ctx.Err() != nil {
 				return interruptStatus(ctx, ctx.Err())
@@ -63,33 +77,71 @@ changes nothing, works with the daemon running or not, and fails if there is a d
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print the findings as JSON")
 	cmd.Flags().BoolVar(&bytes, "bytes", false, "with --state: read what is in every layer")
 	state := cmd.Flags().Lookup(stateFlag)
-	state.NoOptDefVal, state.Usage = configured, "compare records with the machine instead; --state=DIR if the state directory is not the configured one"
+	state.NoOptDefVal, state.Usage = noDirectory, "compare records with the machine instead; --state=DIR if the state directory is not the configured one"
 	return cmd
 }
 
 // stateFlag is the daemon's option for its directory, which here says also what to check.
 const (
-	stateFlag  = "state"
-	configured = "configured" // its value where none is given
+	stateFlag   = "state"
+	noDirectory = "configured" // its value where none is given
 )
 
 // takeStateFlag tells whether --state was given, and leaves to the configuration what has a directory.
 func takeStateFlag(flags *pflag.FlagSet) bool {
 	f := flags.Lookup(stateFlag)
 	given := f.Changed
-	f.Changed = given && f.Value.String() != configured
+	f.Changed = given && f.Value.String() != noDirectory
 	return given
 }
 
+// configured is a configuration, and where it is from.
+type configured struct {
+	*config.Config
+	source string
+}
+
+// askLimit bounds how long the daemon is waited for. It answers from memory.
+const askLimit = 5 * time.Second
+
+// askDaemon returns the configuration that the daemon runs with, its flags and those given here included. Without a daemon at the
+// socket, or with one that has other directories than these flags say, it is what was loaded.
+func askDaemon(ctx context.Context, flags *pflag.FlagSet, loaded configured) (configured, error) {
+	asking, cancel := context.WithTimeout(ctx, askLimit)
+	defer cancel()
+	c, err := client.Dial(asking, loaded.Listen)
+	if err != nil {
+		return loaded, nil
+	}
+	defer c.Close() // nothing is under way any more
+	told, err := c.Settings(asking)
+	if err != nil {
+		loaded.source = fmt.Sprintf("of a daemon that is started now: what answers at %s does not tell its own: %v", loaded.Listen, err)
+		return loaded, nil
+	}
+	running, err := config.LoadTold(flags, told)
+	if err != nil {
+		return loaded, err
+	}
+	own, err := config.LoadTold(pflag.NewFlagSet("", pflag.ContinueOnError), told)
+	if err != nil {
+		return loaded, err
+	}
+	if running.Root != own.Root || running.State != own.State {
+		loaded.source = fmt.Sprintf("of a daemon that is started now: the one at %s has the directories %s and %s", loaded.Listen, own.Root, own.State)
+		return loaded, nil
+	}
+	running.Listen = loaded.Listen // where it answered: systemd may have handed it the socket
+	return configured{running, "of the daemon that serves on " + loaded.Listen}, nil
+}
+
 // checkState compares records with the machine.
-func checkState(cmd *cobra.Command, cfg *config.Config, bytes, asJSON bool) error {
+func checkState(ctx context.Context, cmd *cobra.Command, cfg *config.Config, bytes, asJSON bool) error {
 	node, err := statecheck.NodeOf(cfg)
 	if err != nil {
 		return err
 	}
 	node.Bytes = bytes
-	ctx, stop := interruptible(cmd.Context())
-	defer stop()
 	report, err := statecheck.Run(ctx, node)
 	if ctx.Err() != nil {
 		return interruptStatus(ctx, ctx.Err())

@@ -13,6 +13,7 @@
 package config
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -198,6 +199,29 @@ func Load(flags *pflag.FlagSet) (*Config, error) {
 			return "--" + flag
 		}
 		return lines.where(key)
+	})
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// LoadTold returns the configuration of a daemon that runs, as it tells it in verbose Status: its own flags are in it. Flags that
+// were given here win over that. An option that an older daemon does not tell has its default.
+func LoadTold(flags *pflag.FlagSet, told []byte) (*Config, error) {
+	c := Default()
+	if err := json.Unmarshal(told, c); err != nil {
+		return nil, fmt.Errorf("read the configuration of the daemon: %w", err)
+	}
+	fromFlag, err := applyFlags(flags, c)
+	if err != nil {
+		return nil, err
+	}
+	err = c.validate(func(key string) string {
+		if flag, ok := fromFlag[key]; ok {
+			return "--" + flag
+		}
+		return "the daemon's " + key
 	})
 	if err != nil {
 		return nil, err

@@ -49,6 +49,9 @@ func (d Dirs) EmptyLayer() string { return filepath.Join(d.Root, "empty") }
 
 // Below State:
 
+// RunID has the ID of this state directory: see Run.
+func (d Dirs) RunID() string { return filepath.Join(d.State, "run-id") }
+
 // Shim is the shim directory of a container or pause.
 func (d Dirs) Shim(id string) string { return filepath.Join(d.State, "c", id) }
 

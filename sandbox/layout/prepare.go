@@ -53,11 +53,11 @@ func bindOnItself(dir string, propagation uintptr) error {
 	if err != nil {
 		return fmt.Errorf("resolve %s: %w", dir, err)
 	}
-	mounted, err := mountinfo.GetMounts(mountinfo.SingleEntryFilter(real))
+	mounted, err := mountinfo.Mounted(real) // not by the mount table: what is there may be covered by another mount
 	if err != nil {
 		return fmt.Errorf("look for a mount at %s: %w", real, err)
 	}
-	if len(mounted) == 0 {
+	if !mounted {
 		failpoint.Reach("layout.bind")
 		if err := unix.Mount(real, real, "", unix.MS_BIND, ""); err != nil {
 			return fmt.Errorf("bind %s on itself: %w", real, err)

@@ -54,7 +54,8 @@ const (
 // the names of everything that exists for it and does not follow from its ID.
 type Pod struct {
 	ID        string    `json:"id"`
-	BootID    string    `json:"bootID"` // nothing of it but files and addresses outlives the boot
+	BootID    string    `json:"bootID"`          // nothing of it but files and addresses outlives the boot
+	RunID     string    `json:"runID,omitempty"` // of the state directory (layout.Run), nor that; empty in records of earlier versions
 	Phase     Phase     `json:"phase"`
 	CreatedAt time.Time `json:"createdAt"`
 	Config    []byte    `json:"config"` // runtime.v1.PodSandboxConfig, as protobuf
@@ -88,6 +89,7 @@ type Container struct {
 	ID        string    `json:"id"`
 	PodID     string    `json:"podID"`
 	BootID    string    `json:"bootID"`
+	RunID     string    `json:"runID,omitempty"` // as in Pod
 	Phase     Phase     `json:"phase"`
 	CreatedAt time.Time `json:"createdAt"`
 	Config    []byte    `json:"config"`              // runtime.v1.ContainerConfig, as protobuf

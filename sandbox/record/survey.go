@@ -4,7 +4,11 @@ import (
 	"cmp"
 	"encoding/json"
 	"errors"
+	"fmt"
+	"io/fs"
+	"os"
 	"path/filepath"
+	"strings"
 
 	"github.com/opencontainers/go-digest"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -33,6 +37,7 @@ const (
 type FoundPod struct {
 	ID          string
 	BootID      string
+	RunID       string // "": an earlier version wrote the record
 	Stage       Stage
 	Config      *runtimeapi.PodSandboxConfig
 	Program     bool   // an OCI runtime's program runs it, not libcontainer
@@ -52,6 +57,7 @@ type FoundContainer struct {
 	ID          string
 	PodID       string
 	BootID      string
+	RunID       string // "": an earlier version wrote the record
 	Stage       Stage
 	Config      *runtimeapi.ContainerConfig
 	CgroupsPath string // as in the runtime-spec
@@ -90,6 +96,23 @@ func Inspect(root, state string) (*Found, error) {
 	return r, nil
 }
 
+// IDs are those of the pods and containers that a daemon with that root has recorded, whether the records can be trusted or not.
+func IDs(root string) ([]string, error) {
+	var ids []string
+	for _, folder := range []string{"pods", "containers"} {
+		entries, err := os.ReadDir(filepath.Join(root, folder))
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return nil, fmt.Errorf("list the records below %s: %w", root, err)
+		}
+		for _, e := range entries {
+			if id, _, _ := strings.Cut(e.Name(), "."); layout.IsID(id) {
+				ids = append(ids, id)
+			}
+		}
+	}
+	return ids, nil
+}
+
 // PodCIDR is what kubelet has told a daemon with that root, which may be running; "" if nothing, or what is written down can't be trusted.
 func PodCIDR(root string) (cidr string, err error) {
 	_, err = checkpoint.Inspect(filepath.Join(root, "runtime"), "runtime", runtimeVersion, func(_ string, _ int, body []byte) error {
@@ -106,7 +129,7 @@ func (r *Found) addPod(dirs layout.Dirs, name string, body []byte) error {
 	if err != nil {
 		return err
 	}
-	p := &FoundPod{ID: rec.ID, BootID: rec.BootID, Config: config, Program: rec.Runtime != nil, CgroupsPath: rec.CgroupsPath,
+	p := &FoundPod{ID: rec.ID, BootID: rec.BootID, RunID: rec.RunID, Config: config, Program: rec.Runtime != nil, CgroupsPath: rec.CgroupsPath,
 		NetNS: rec.NetNS, Network: rec.Network, IPs: rec.IPs, PausePID: rec.PausePID, PauseStart: rec.PauseStart,
 		Stage: map[Phase]Stage{PodStarting: BeingMade, PodReady: Running, PodStopped: Ended, Removing: BeingRemoved}[rec.Phase]}
 	if p.Stage == "" {
@@ -134,7 +157,7 @@ func (r *Found) addContainer(name string, _ int, body []byte) error {
 	if err != nil {
 		return err
 	}
-	c := &FoundContainer{ID: rec.ID, PodID: rec.PodID, BootID: rec.BootID, Config: config, CgroupsPath: rec.CgroupsPath,
+	c := &FoundContainer{ID: rec.ID, PodID: rec.PodID, BootID: rec.BootID, RunID: rec.RunID, Config: config, CgroupsPath: rec.CgroupsPath,
 		ImageID: rec.Image.ID, ImageRef: cmp.Or(rec.Image.Ref, rec.Image.ID), Layers: rec.Image.Layers,
 		Stage: map[Phase]Stage{ContainerCreated: Created, ContainerStarting: Running, ContainerRunning: Running,
 			ContainerExited: Ended, Removing: BeingRemoved}[rec.Phase]}

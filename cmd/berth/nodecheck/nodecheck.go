@@ -40,6 +40,7 @@ type Finding struct {
 // Node is what the checks look at.
 type Node struct {
 	Config        *config.Config
+	Source        string // whose configuration that is
 	Facts         host.Facts
 	SystemdCgroup bool   // the cgroup driver, "auto" decided
 	Shim          string // the berth-shim program; empty if there is none
@@ -61,7 +62,7 @@ func Run(ctx context.Context, n *Node) []Finding {
 	}
 	var all []Finding
 	for _, c := range []check{
-		checkProcess, checkKernel, checkFilesystems, checkSysctls, checkCgroups, checkDirectories, checkPropagation,
+		checkSource, checkProcess, checkKernel, checkFilesystems, checkSysctls, checkCgroups, checkDirectories, checkPropagation,
 		checkUserNamespaces, checkSecurityModules, checkPrograms, checkSockets, checkHandlers, checkNetworkParts, checkNetwork,
 	} {
 		if ctx.Err() != nil {
@@ -70,6 +71,14 @@ func Run(ctx context.Context, n *Node) []Finding {
 		all = append(all, c(ctx, n)...)
 	}
 	return all
+}
+
+// checkSource tells whose configuration the others look at.
+func checkSource(_ context.Context, n *Node) []Finding {
+	if n.Source == "" {
+		return nil
+	}
+	return []Finding{ok("configuration", "%s", n.Source)}
 }
 
 // Worst is the level of the worst finding.

@@ -68,6 +68,7 @@ func compareAddresses(f *facts, d *finder) {
 // compareHeld is about something that is kept for a pod.
 func (f *facts) compareHeld(d *finder, id, file, what string) {
 	switch p := f.pods[id]; {
+	case p == nil && f.others[id]: // berths may share a network
 	case p == nil:
 		d.differ(file, "a recorded pod that holds "+what, "no record of %q", id)
 	case f.podIsOver(p):

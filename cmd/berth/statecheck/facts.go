@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"maps"
 	"os"
@@ -27,6 +28,7 @@ type facts struct {
 	node *Node
 	dirs layout.Dirs
 	boot string // boot ID
+	run  string // ID of the state directory; "": it has none
 
 	// records
 	pods       map[string]*record.FoundPod
@@ -35,7 +37,8 @@ type facts struct {
 	surveys    []checkpoint.Survey
 
 	// the machine
-	daemon       int // process ID, 0: none runs
+	daemon       int             // process ID, 0: none runs
+	others       map[string]bool // IDs of pods and containers that other berths of this machine have recorded
 	processes    map[int]*process
 	mounts       []*mountinfo.Info
 	shims        map[string]*shimDir
@@ -55,7 +58,7 @@ func gather(ctx context.Context, n *Node) (*facts, error) {
 	f := &facts{node: n, dirs: layout.Dirs{Root: n.Root, State: n.State, NetNSs: n.NetNSDir}}
 	for _, step := range []func() error{
 		f.readBoot, f.readProcesses, f.findDaemon, f.readMounts, f.readShims, f.readNamespaces, f.readLayers, f.readDescriptors,
-		f.readRecords, f.readNetwork, func() error { return f.readViews(ctx) },
+		f.readOthers, f.readRecords, f.readNetwork, func() error { return f.readViews(ctx) },
 	} {
 		if err := step(); err != nil {
 			return nil, err
@@ -71,10 +74,28 @@ func (f *facts) procFile(parts ...string) string {
 	return filepath.Join(append([]string{f.node.proc}, parts...)...)
 }
 
-func (f *facts) readBoot() error {
-	data, err := os.ReadFile(f.procFile("sys/kernel/random/boot_id"))
+func (f *facts) readBoot() (err error) {
+	data, err := f.readProc("sys/kernel/random/boot_id")
+	if err != nil {
+		return err
+	}
 	f.boot = strings.TrimSpace(string(data))
+	f.run, err = f.dirs.ReadRunID()
 	return err
+}
+
+// maxProcFile is more than the kernel writes into any of the files in /proc that are read here, whatever a process does: paths of
+// cgroups are the longest, with 4096 bytes in each of some 15 hierarchies.
+const maxProcFile = 256 << 10
+
+// readProc reads a file in /proc, with a limit: what it holds may be up to the process that it is about.
+func (f *facts) readProc(parts ...string) ([]byte, error) {
+	file, err := os.Open(f.procFile(parts...))
+	if err != nil {
+		return nil, err
+	}
+	defer file.Close()
+	return io.ReadAll(io.LimitReader(file, maxProcFile))
 }
 
 // findDaemon finds who holds the lock of root: a process that has the lock file open. That is who signed it, unless there was no
@@ -98,7 +119,7 @@ func (f *facts) findDaemon() error {
 		}
 	}
 	for _, pid := range candidates {
-		if slices.ContainsFunc(f.linksOf(pid), func(link descriptor) bool { return link.target == path }) {
+		if slices.ContainsFunc(f.linksOf(pid, firstDescriptors), func(link descriptor) bool { return link.target == path }) {
 			f.daemon, err = strconv.Atoi(pid)
 			return err
 		}
@@ -153,9 +174,9 @@ func podName(id string) string       { return "pod " + id }
 func containerName(id string) string { return "container " + id }
 
 // podRuns tells that a pod has a pause, a network and mounts, as far as its record says. Those of
-// an earlier boot have none.
+// an earlier boot, or of an earlier run of the state directory, have none.
 func (f *facts) podRuns(p *record.FoundPod) bool {
-	return p.Stage == record.Running && p.BootID == f.boot
+	return p.Stage == record.Running && p.BootID == f.boot && f.isThisRun(p.RunID)
 }
 
 // podIsOver tells that a pod has nothing of that any more. A stop that a daemon did not finish
@@ -166,8 +187,12 @@ func (f *facts) podIsOver(p *record.FoundPod) bool {
 
 // containerRuns tells that a container was launched in this boot, as far as its record says.
 func (f *facts) containerRuns(c *record.FoundContainer) bool {
-	return c.Stage == record.Running && c.BootID == f.boot
+	return c.Stage == record.Running && c.BootID == f.boot && f.isThisRun(c.RunID)
 }
+
+// isThisRun tells whether something that was recorded in a run of the state directory can have runtime state: that is not emptied
+// since. Earlier versions have no IDs of runs.
+func (f *facts) isThisRun(id string) bool { return id == f.run || id == "" || f.run == "" }
 
 // containerIsIdle tells that a container has nothing that a launch makes: it was not started, or
 // what there was has been cleaned up.

@@ -22,9 +22,20 @@ type descriptor struct {
 	pid    int    // of a pidfd: its process; -1: one that has ended and was reaped
 }
 
-// linksOf returns the open files of a process, none of one that is gone.
-func (f *facts) linksOf(pid string) []descriptor {
-	names, _ := namesIn(f.procFile(pid, "fd"))
+// Limits of how many open files of a process are looked at: any process may have a million.
+const (
+	firstDescriptors = 1 << 10 // of one that may be a daemon, which opens its lock at its start
+	mostLinks        = 1 << 18 // of the daemon
+)
+
+// linksOf returns the open files of a process, the first ones where there are more than most, none of one that is gone.
+func (f *facts) linksOf(pid string, most int) []descriptor {
+	dir, err := os.Open(f.procFile(pid, "fd"))
+	if err != nil {
+		return nil
+	}
+	defer dir.Close()
+	names, _ := dir.Readdirnames(most) // with an error the process has ended
 	var all []descriptor
 	for _, name := range names {
 		if target, err := os.Readlink(f.procFile(pid, "fd", name)); err == nil {
@@ -41,7 +52,7 @@ func (f *facts) readDescriptors() error {
 		return nil
 	}
 	daemon := strconv.Itoa(f.daemon)
-	f.descriptors = f.linksOf(daemon)
+	f.descriptors = f.linksOf(daemon, mostLinks)
 	for i := range f.descriptors {
 		if fd := &f.descriptors[i]; fd.isProcess() {
 			fd.pid = f.processOf(daemon, fd.number)
@@ -57,7 +68,7 @@ func (fd descriptor) isProcess() bool {
 
 // processOf reads the line "Pid:" of a pidfd's fdinfo; 0 if it was closed meanwhile.
 func (f *facts) processOf(daemon, fd string) int {
-	info, _ := os.ReadFile(f.procFile(daemon, "fdinfo", fd))
+	info, _ := f.readProc(daemon, "fdinfo", fd)
 	for line := range strings.Lines(string(info)) {
 		if text, ok := strings.CutPrefix(line, "Pid:"); ok {
 			pid, _ := strconv.Atoi(strings.TrimSpace(text)) // the kernel writes numbers

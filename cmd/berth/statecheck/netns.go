@@ -36,6 +36,7 @@ func compareNamespaces(f *facts, d *finder) {
 	for _, path := range f.netns {
 		id := strings.TrimPrefix(path, f.dirs.NetNS(""))
 		switch p := f.pods[id]; {
+		case p == nil && f.others[id]: // berths may have their namespaces in the same directory
 		case p == nil || p.NetNS != path:
 			d.differ(path, "a recorded pod with this network namespace", "none")
 		case f.podIsOver(p):

@@ -61,7 +61,7 @@ func (f *facts) readProcesses() error {
 // readProcess returns nil for a process that is gone.
 func (f *facts) readProcess(pid int) *process {
 	dir := strconv.Itoa(pid)
-	stat, err := os.ReadFile(f.procFile(dir, "stat"))
+	stat, err := f.readProc(dir, "stat")
 	if err != nil {
 		return nil
 	}
@@ -69,9 +69,9 @@ func (f *facts) readProcess(pid int) *process {
 	if p == nil || kernel || p.ended {
 		return p
 	}
-	p.exe, _ = os.Readlink(f.procFile(dir, "exe"))      // nothing if it is gone by now
-	groups, _ := os.ReadFile(f.procFile(dir, "cgroup")) // the same
-	for line := range strings.Lines(string(groups)) {   // hierarchy:controllers:path
+	p.exe, _ = os.Readlink(f.procFile(dir, "exe"))    // nothing if it is gone by now
+	groups, _ := f.readProc(dir, "cgroup")            // the same
+	for line := range strings.Lines(string(groups)) { // hierarchy:controllers:path
 		fields := strings.SplitN(strings.TrimSpace(line), ":", 3)
 		if len(fields) == 3 && !slices.Contains(p.groups, fields[2]) {
 			p.groups = append(p.groups, fields[2])
@@ -131,7 +131,7 @@ func (f *facts) compareMember(d *finder, p *process) {
 		d.differ(podName(id), "no process of a pod that was stopped", "%s", p)
 	case container != nil && f.containerIsIdle(container):
 		d.differ(containerName(id), "no process of a container that does not run", "%s", p)
-	case !f.known(id) && (f.isOurGroup(id, p) || f.isOrphan(id, p)):
+	case !f.known(id) && !f.others[id] && (f.isOurGroup(id, p) || f.isOrphan(id, p)):
 		d.differ(p.String(), "the pod or container that its cgroup is named after", "no record of %s", id)
 	}
 }

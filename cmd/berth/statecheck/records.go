@@ -20,8 +20,8 @@ import (
 // What there is in root, state and the directory of images, beside what users of a socket put
 // there.
 var (
-	inRoot   = []string{"pods", "containers", "runtime", "images", "sandboxes", "rootfs", "empty", "bin", "cni", "lock"}
-	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock"}
+	inRoot   = []string{"pods", "containers", "runtime", "images", "sandboxes", "rootfs", "empty", "bin", "cni", "lock", "run"} // run: the files of berth run
+	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock", "run-id"}
 	inImages = []string{"records", "layers", "joins", "tmp", "trash", "empty-directory", "erofs"}
 	inErofs  = []string{"layers", "joins", "tmp", "trash", "empty-erofs"}
 )

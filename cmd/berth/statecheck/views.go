@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
@@ -50,7 +51,7 @@ func (f *facts) readViews(ctx context.Context) error {
 	}
 	asking, cancel := context.WithTimeout(ctx, viewLimit)
 	defer cancel()
-	v, err := askViews(asking, f.node.Socket)
+	v, err := askViews(asking, f.node.Socket, f.node.Root)
 	if ctx.Err() != nil {
 		return ctx.Err()
 	}
@@ -61,7 +62,25 @@ func (f *facts) readViews(ctx context.Context) error {
 	return nil
 }
 
-func askViews(ctx context.Context, socket string) (_ *views, err error) {
+// ofRoot is an error if the daemon has another root: there may be several on a machine.
+func ofRoot(root string) func(context.Context, *client.Client) error {
+	return func(ctx context.Context, c *client.Client) error {
+		told, err := c.Settings(ctx)
+		if err != nil {
+			return err
+		}
+		var its struct{ Root string }
+		if err := json.Unmarshal(told, &its); err != nil {
+			return fmt.Errorf("verbose status tells no root: %w", err)
+		}
+		if filepath.Clean(its.Root) != filepath.Clean(root) {
+			return fmt.Errorf("the daemon there has the root %s, not %s; --listen names the socket of the other", its.Root, root)
+		}
+		return nil
+	}
+}
+
+func askViews(ctx context.Context, socket, root string) (_ *views, err error) {
 	c, err := client.Dial(ctx, socket)
 	if err != nil {
 		return nil, err
@@ -69,7 +88,7 @@ func askViews(ctx context.Context, socket string) (_ *views, err error) {
 	defer c.Close() // nothing is under way any more
 	v := &views{pods: map[string]*runtimeapi.PodSandbox{}, containers: map[string]*runtimeapi.Container{}, images: map[string]*runtimeapi.Image{},
 		statuses: map[string]*runtimeapi.ContainerStatus{}, podStates: map[string]runtimeapi.PodSandboxState{}, resolved: map[string]string{}}
-	for _, ask := range []func(context.Context, *client.Client) error{v.askLists, v.askStatuses, v.askWork} {
+	for _, ask := range []func(context.Context, *client.Client) error{ofRoot(root), v.askLists, v.askStatuses, v.askWork} {
 		if err := ask(ctx, c); err != nil {
 			return nil, err
 		}

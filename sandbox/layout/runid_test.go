@@ -1,0 +1,67 @@
+package layout
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+// An ID lasts as long as the directory. A directory with folders and without ID is an earlier version's, and not new.
+func TestOpenRun(t *testing.T) {
+	for name, c := range map[string]struct {
+		made  func(d Dirs) error
+		id    string // "": any new one
+		isNew bool
+	}{
+		"an empty directory":                  {func(Dirs) error { return nil }, "", true},
+		"a directory of an earlier version":   {func(d Dirs) error { return os.MkdirAll(d.Shim(""), 0o700) }, "", false},
+		"a directory with an ID":              {func(d Dirs) error { return os.WriteFile(d.RunID(), []byte("this\n"), 0o600) }, "this", false},
+		"an ID whose writer was killed":       {func(d Dirs) error { return os.WriteFile(d.RunID()+".tmp", nil, 0o600) }, "", true},
+		"a directory with an ID and an empty": {func(d Dirs) error { return os.WriteFile(d.RunID(), nil, 0o600) }, "", true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := Dirs{State: t.TempDir()}
+			if err := c.made(d); err != nil {
+				t.Fatal(err)
+			}
+			run, err := d.OpenRun()
+			if err != nil || run.ID == "" || run.New != c.isNew || c.id != "" && run.ID != c.id {
+				t.Fatalf("got %+v, %v", run, err)
+			}
+			if again, err := d.OpenRun(); err != nil || again != (Run{ID: run.ID}) {
+				t.Errorf("then %+v, %v", again, err)
+			}
+			if err := os.RemoveAll(d.State); err != nil {
+				t.Fatal(err)
+			}
+			if err := os.Mkdir(d.State, 0o700); err != nil {
+				t.Fatal(err)
+			}
+			if next, err := d.OpenRun(); err != nil || !next.New || next.ID == run.ID {
+				t.Errorf("emptied: %+v, %v", next, err)
+			}
+		})
+	}
+}
+
+// What is in the place of the ID and is none is an error: nobody is killed for it.
+func TestReadRunIDRefuses(t *testing.T) {
+	for name, made := range map[string]func(path string) error{
+		"a long file":                       func(path string) error { return os.WriteFile(path, []byte(strings.Repeat("a", 1<<20)), 0o600) },
+		"a directory":                       func(path string) error { return os.Mkdir(path, 0o700) },
+		"a FIFO, which would be waited for": func(path string) error { return unix.Mkfifo(path, 0o600) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := Dirs{State: filepath.Join(t.TempDir())}
+			if err := made(d.RunID()); err != nil {
+				t.Fatal(err)
+			}
+			if run, err := d.OpenRun(); err == nil {
+				t.Errorf("got %+v", run)
+			}
+		})
+	}
+}

@@ -1,0 +1,126 @@
+package sandbox
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"berth/internal/pidfd"
+	"berth/sandbox/process"
+	"berth/sandbox/record"
+	"berth/shim"
+)
+
+// A node that is a container itself (kind, LXC, nspawn) restarts without a new boot ID: the state directory is empty then, and
+// the processes are gone. Where somebody has emptied or covered the directory on a running node, the processes are not gone. Both
+// are recognized by the ID of the state directory, and end as a reboot does, after what still runs was killed.
+
+// stateLost tells whether an object that was recorded in a boot and a run of the state directory has lost its runtime state.
+// Where a shim directory of its own is there, or of its pod, it has not: somebody has deleted nothing but the ID.
+func (m *Manager) stateLost(bootID, runID string, ids ...string) (bool, error) {
+	if bootID != m.bootID {
+		return true, nil
+	}
+	same := runID == m.run.ID || runID == "" // earlier versions record none
+	if same && !m.run.New {
+		return false, nil
+	}
+	for _, id := range ids {
+		if has, err := m.dirs.HasState(id); has || err != nil {
+			return false, err
+		}
+	}
+	return true, nil
+}
+
+// markPod records the run of a pod that an earlier version recorded, so that the next restart is noticed.
+func (m *Manager) markPod(p *pod) {
+	if p.rec.RunID == m.run.ID || m.run.ID == "" {
+		return
+	}
+	p.rec.RunID = m.run.ID
+	if err := m.podRecords.Write(p.id, p.rec); err != nil {
+		m.log.Warn("record the state directory's ID; the next daemon will", "pod", p.id, "error", err)
+	}
+}
+
+// markContainer is markPod for a container.
+func (m *Manager) markContainer(c *container) {
+	if c.rec.RunID == m.run.ID || m.run.ID == "" {
+		return
+	}
+	c.rec.RunID = m.run.ID
+	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
+		m.log.Warn("record the state directory's ID; the next daemon will", "container", c.id, "error", err)
+	}
+}
+
+// exitOfRestart is how a container ended whose node was restarted.
+func exitOfRestart(c *container) record.Exit {
+	return record.Exit{Code: record.CodeUnknown, Reason: record.ReasonUnknown, StartedAt: c.rec.StartedAt, FinishedAt: time.Now(),
+		Message: "the machine was restarted"}
+}
+
+// exitOfStateLost is exitOfRestart where the boot is the same.
+func exitOfStateLost(c *container) record.Exit {
+	exit := exitOfRestart(c)
+	exit.Message = "the machine was restarted, or its state directory emptied"
+	return exit
+}
+
+// openPause returns the pidfd of a pod's pause as it is recorded. The error wraps os.ErrProcessDone if that is gone.
+func openPause(p *pod) (*os.File, error) {
+	if p.rec.PausePID == 0 { // it had ended when the record was written last
+		return nil, os.ErrProcessDone
+	}
+	return pidfd.OpenVerified(p.rec.PausePID, p.rec.PauseStart)
+}
+
+// recoverStateless publishes a pod as not ready whose runtime state is gone, and has it stopped, so that it gives its addresses
+// back. A pause that runs all the same is killed first: with it go the processes of a shared PID namespace.
+func (m *Manager) recoverStateless(p *pod) error {
+	var pause *os.File
+	if p.rec.BootID == m.bootID {
+		var err error
+		pause, err = openPause(p)
+		if err != nil && !errors.Is(err, os.ErrProcessDone) {
+			return err
+		}
+		m.log.Warn("the runtime state of a pod is gone: the machine was restarted, or its state directory emptied", "pod", p.id, "runs", pause != nil)
+	}
+	m.publishPauseless(p)
+	m.unfinished.LaterWithPod("stop", p.String(), p.turn, func(ctx context.Context) error {
+		return errors.Join(m.endLostPause(ctx, p, &pause), m.stopPod(ctx, p))
+	})
+	return nil
+}
+
+// endLostPause kills the pause of a pod without runtime state, once.
+func (m *Manager) endLostPause(ctx context.Context, p *pod, pause **os.File) error {
+	if *pause == nil {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, process.KillWait)
+	defer cancel()
+	if err := m.processes.End(ctx, *pause); err != nil {
+		return fmt.Errorf("end the pause of pod %s: %w", p.id, err)
+	}
+	err := (*pause).Close()
+	*pause = nil
+	return err
+}
+
+// publishStateless publishes a container as exited whose runtime state is gone, after what still runs in its cgroup was killed. One
+// of which something does not end runs until it does.
+func (m *Manager) publishStateless(ctx context.Context, c *container) error {
+	exit := exitOfStateLost(c)
+	if err := m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath); err != nil {
+		m.log.Error("what is left of a container without runtime state does not end", "container", c.id, "error", err)
+		return m.watchLost(c, shim.Launched{StartedAt: c.rec.StartedAt}, exit)
+	}
+	exit.FinishedAt = time.Now()
+	m.exited(c, exit)
+	return nil
+}
