@@ -167,13 +167,28 @@ func TestPodHostIPCSharedMemory(t *testing.T) {
 	harness.Equal(t, "content", d.RunPod(t, harness.HostIPC).Run(t).Exec(t, "cat", path), "host")
 }
 
+// Hostnames are those that kubelet sends: its own /etc/hosts, which is mounted over berth's, has the same names.
 func TestPodHostnameAndHosts(t *testing.T) {
 	d := harness.StartDaemon(t)
-	pod := d.RunPod(t, func(c *runtimeapi.PodSandboxConfig) { c.Hostname = "web-0" })
-	c := pod.Run(t)
-	harness.Equal(t, "hostname", c.Exec(t, "hostname"), "web-0")
-	harness.Equal(t, "/etc/hostname", c.Exec(t, "cat", "/etc/hostname"), "web-0")
-	harness.Equal(t, "HOSTNAME", c.Exec(t, "sh", "-c", "echo $HOSTNAME"), "web-0")
+	longest := strings.Repeat("n", 54) + ".t.ns.svc."
+	for what, test := range map[string]struct{ hostname, names string }{
+		"pod name":                           {"web-0", "web-0"},
+		"fully qualified":                    {"web-0.shop.default.svc.cluster.local", "web-0.shop.default.svc.cluster.local\tweb-0"},
+		"fully qualified, no cluster domain": {"web-0.shop.default.svc.", "web-0.shop.default.svc.\tweb-0"},
+		"64 bytes":                           {longest, longest + "\t" + strings.Repeat("n", 54)},
+	} {
+		t.Run(what, func(t *testing.T) {
+			c := d.RunPod(t, func(c *runtimeapi.PodSandboxConfig) { c.Hostname = test.hostname }).Run(t)
+			harness.Equal(t, "hostname", c.Exec(t, "hostname"), test.hostname)
+			harness.Equal(t, "/etc/hostname", c.Exec(t, "cat", "/etc/hostname"), test.hostname)
+			harness.Equal(t, "HOSTNAME", c.Exec(t, "sh", "-c", "echo $HOSTNAME"), test.hostname)
+			address := strings.Fields(c.Exec(t, "sh", "-c", "ip -4 -o address show dev eth0"))[3]
+			address, _, _ = strings.Cut(address, "/")
+			if hosts := c.Exec(t, "cat", "/etc/hosts"); !strings.Contains(hosts+"\n", address+"\t"+test.names+"\n") {
+				t.Errorf("/etc/hosts gives %s other names: %q", address, hosts)
+			}
+		})
+	}
 }
 
 func TestPodResolvConf(t *testing.T) {

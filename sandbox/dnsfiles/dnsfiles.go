@@ -182,11 +182,12 @@ func Hostname(hostname string) ([]byte, error) {
 // CheckHostname refuses what cannot be a pod's hostname: it has 1 to 64 bytes,
 // and the parts between dots consist of letters, digits, "-" and "_" (which the
 // kernel takes and some images' hosts have), at most 63 each, without "-" at either end.
+// One dot may end it: with setHostnameAsFQDN and an empty cluster domain kubelet sends "web.shop.default.svc.".
 func CheckHostname(hostname string) error {
 	if hostname == "" || len(hostname) > maxHostname {
 		return errdefs.InvalidArgument("hostname %q: must have 1 to %d bytes, not %d", hostname, maxHostname, len(hostname))
 	}
-	for label := range strings.SplitSeq(hostname, ".") {
+	for label := range strings.SplitSeq(strings.TrimSuffix(hostname, "."), ".") {
 		if !isLabel(label) {
 			return errdefs.InvalidArgument("hostname %q: %q is not a DNS label", hostname, label)
 		}

@@ -94,6 +94,10 @@ func TestHosts(t *testing.T) {
 	if want := localHosts + "192.0.2.5\tweb-0.shop.example\tweb-0\n"; err != nil || string(got) != want {
 		t.Errorf("got %q, %v, want %q", got, err, want)
 	}
+	got, err = Hosts("web-0.shop.default.svc.", ips[:1])
+	if want := localHosts + "192.0.2.5\tweb-0.shop.default.svc.\tweb-0\n"; err != nil || string(got) != want {
+		t.Errorf("got %q, %v, want %q", got, err, want)
+	}
 	if got, err = Hosts("", ips); err != nil || string(got) != localHosts {
 		t.Errorf("without hostname: %q, %v", got, err)
 	}
@@ -112,14 +116,15 @@ func TestHosts(t *testing.T) {
 }
 
 func TestHostname(t *testing.T) {
-	for _, name := range []string{"a", "web-0", "Web_0", "1", "node1.example.com", strings.Repeat("a", 63), strings.Repeat("a", 32) + "." + strings.Repeat("b", 31)} {
+	for _, name := range []string{"a", "web-0", "Web_0", "1", "node1.example.com", strings.Repeat("a", 63), strings.Repeat("a", 32) + "." + strings.Repeat("b", 31),
+		"a.", "web-0.shop.default.svc.", strings.Repeat("a", 63) + "."} {
 		got, err := Hostname(name)
 		if err != nil || string(got) != name+"\n" {
 			t.Errorf("%q: %q, %v", name, got, err)
 		}
 	}
-	for _, name := range []string{"", ".", "a.", ".a", "a..b", "-a", "a-", "a.-b", "a b", "a\n", "a\x00", "ä", "a/b", "a#b",
-		strings.Repeat("a", 64), strings.Repeat("a", 33) + "." + strings.Repeat("b", 31)} {
+	for _, name := range []string{"", ".", "..", "a..", ".a", "a..b", "a-.", "-a", "a-", "a.-b", "a b", "a\n", "a\x00", "ä", "a/b", "a#b",
+		strings.Repeat("a", 64), strings.Repeat("a", 33) + "." + strings.Repeat("b", 31), strings.Repeat("a", 32) + "." + strings.Repeat("b", 31) + "."} {
 		if got, err := Hostname(name); errdefs.Code(err) != codes.InvalidArgument {
 			t.Errorf("%q: %q, %v", name, got, err)
 		}

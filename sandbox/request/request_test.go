@@ -46,6 +46,38 @@ func TestCheckPod(t *testing.T) {
 	}
 }
 
+// kubelet cuts a pod's own name at 63 bytes, and refuses a longer fully qualified one than 64 (kubelet_pods.go,
+// util.GetNodenameForKernel).
+func TestCheckPodTakesTheHostnamesThatKubeletSends(t *testing.T) {
+	label := func(n int) string { return strings.Repeat("n", n) }
+	for what, test := range map[string]struct {
+		hostname string
+		ok       bool
+	}{
+		"none":                                 {"", true},
+		"pod name":                             {"web-0", true},
+		"pod name that was cut":                {label(63), true},
+		"pod name that is a DNS subdomain":     {"web.v1.2", true},
+		"fully qualified":                      {"web-0.shop.default.svc.cluster.local", true},
+		"fully qualified, no cluster domain":   {"web-0.shop.default.svc.", true},
+		"cluster domain that ends with a dot":  {"web-0.shop.default.svc.cluster.local.", true},
+		"fully qualified, 64 bytes":            {label(43) + ".t.ns.svc.cluster.lan", true},
+		"fully qualified, 64 bytes with a dot": {label(54) + ".t.ns.svc.", true},
+		"65 bytes":                             {label(44) + ".t.ns.svc.cluster.lan", false},
+		"65 bytes with a dot":                  {label(55) + ".t.ns.svc.", false},
+		"label of 64 bytes":                    {label(64), false},
+		"two dots at the end":                  {"web-0.shop..", false},
+		"only a dot":                           {".", false},
+	} {
+		t.Run(what, func(t *testing.T) {
+			config := &runtimeapi.PodSandboxConfig{Hostname: test.hostname, Metadata: &runtimeapi.PodSandboxMetadata{Name: "web-0"}}
+			if err := CheckPod(config); test.ok != (err == nil) || !test.ok && errdefs.Code(err) != codes.InvalidArgument {
+				t.Errorf("%q of %d bytes: %v", test.hostname, len(test.hostname), err)
+			}
+		})
+	}
+}
+
 func TestCheckContainer(t *testing.T) {
 	logged, unlogged := &runtimeapi.PodSandboxConfig{LogDirectory: "/logs"}, &runtimeapi.PodSandboxConfig{}
 	for what, test := range map[string]struct {
