@@ -270,14 +270,15 @@ func psiData(s *cgstats.Stall) *runtimeapi.PsiData {
 	return &runtimeapi.PsiData{Total: s.Total, Avg10: s.Avg10, Avg60: s.Avg60, Avg300: s.Avg300}
 }
 
-// networkUsage is nil for pods without a network of their own: kubelet reads the
-// default interface without looking whether there is one.
+// networkUsage returns the traffic of all interfaces, the default one among them, as containerd does: kubelet's summary
+// copies the list, and its readers take one without the default interface for a pod without a network. It is nil
+// for pods without a network of their own: kubelet reads the default interface without looking whether there is one.
 func networkUsage(stats *usage.Pod) *runtimeapi.NetworkUsage {
 	if len(stats.Interfaces) == 0 {
 		return nil
 	}
 	network := &runtimeapi.NetworkUsage{Timestamp: stats.Usage.At.UnixNano(), DefaultInterface: interfaceUsage(&stats.Interfaces[0])}
-	for _, in := range stats.Interfaces[1:] {
+	for _, in := range stats.Interfaces {
 		network.Interfaces = append(network.Interfaces, interfaceUsage(&in))
 	}
 	return network

@@ -114,7 +114,8 @@ func TestStatsAreTranslated(t *testing.T) {
 			Process: &runtimeapi.ProcessUsage{Timestamp: at, ProcessCount: v(12)},
 			Network: &runtimeapi.NetworkUsage{Timestamp: at,
 				DefaultInterface: &runtimeapi.NetworkInterfaceUsage{Name: "eth0", RxBytes: v(1), RxErrors: v(3), TxBytes: v(5), TxErrors: v(7)},
-				Interfaces:       []*runtimeapi.NetworkInterfaceUsage{{Name: "net1", RxBytes: v(0), RxErrors: v(0), TxBytes: v(0), TxErrors: v(0)}}}}}
+				Interfaces: []*runtimeapi.NetworkInterfaceUsage{{Name: "eth0", RxBytes: v(1), RxErrors: v(3), TxBytes: v(5), TxErrors: v(7)},
+					{Name: "net1", RxBytes: v(0), RxErrors: v(0), TxBytes: v(0), TxErrors: v(0)}}}}}
 	pod, err := h.runtime.PodSandboxStats(t.Context(), &runtimeapi.PodSandboxStatsRequest{PodSandboxId: "p1"})
 	if err != nil || !proto.Equal(pod.Stats, wantPod) {
 		t.Errorf("error %v\n got %v\nwant %v", err, pod.GetStats(), wantPod)
