@@ -17,6 +17,7 @@ func main() {
 		berthnet.Main()
 		return
 	}
+	silenceLibraries() // serve has them write to its log
 	os.Exit(exitCode(newRootCommand().ExecuteContext(context.Background()), os.Stderr))
 }
 

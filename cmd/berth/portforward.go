@@ -2,15 +2,21 @@ package main
 
 import (
 	"context"
+	"fmt"
+	"log/slog"
 	"net/http"
 	"net/url"
+	"strings"
+	"sync"
 
+	"github.com/go-logr/logr"
 	"github.com/spf13/cobra"
 	"k8s.io/apimachinery/pkg/util/httpstream"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/portforward"
 	"k8s.io/client-go/transport/spdy"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	"k8s.io/klog/v2"
 
 	"berth/internal/client"
 )
@@ -43,17 +49,65 @@ func portForwardCommand(o *operator) *cobra.Command {
 		if err != nil {
 			return err
 		}
-		forwarder, err := portforward.NewOnAddresses(dialer, []string{address}, args[1:], ctx.Done(), make(chan struct{}), cmd.OutOrStdout(), cmd.ErrOrStderr())
+		refusals := &refusals{}
+		forwarder, err := portforward.NewOnAddressesWithContext(refusals.context(ctx), dialer, []string{address}, args[1:], make(chan struct{}), cmd.OutOrStdout(), cmd.ErrOrStderr())
 		if err != nil {
 			return err
 		}
 		if err := forwarder.ForwardPorts(); err != nil {
-			return client.Explain(what, err)
+			return client.Explain(what, refusals.explain(err))
 		}
 		return logStatus(interruptStatus(ctx, context.Cause(ctx))) // nothing else ends it well
 	})
 	return cmd
 }
+
+// refusals is a slog.Handler that keeps why the runtime last refused to forward a connection. client-go tells that in its
+// log only, and then ends all connections.
+type refusals struct {
+	mu     sync.Mutex // guards reason
+	reason error
+}
+
+// context has client-go log to r.
+func (r *refusals) context(parent context.Context) context.Context {
+	return klog.NewContext(parent, logr.FromSlogHandler(r))
+}
+
+// explain adds the reason, if there is one, to the error with which the session ended.
+func (r *refusals) explain(err error) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.reason == nil {
+		return err
+	}
+	return fmt.Errorf("%w: %s", err, strings.ReplaceAll(r.reason.Error(), "\n", "; "))
+}
+
+// Enabled implements slog.Handler.
+func (r *refusals) Enabled(_ context.Context, level slog.Level) bool { return level >= slog.LevelError }
+
+// Handle implements slog.Handler. Other messages than that of a refusal are about how a connection ended.
+func (r *refusals) Handle(_ context.Context, record slog.Record) error {
+	if record.Message != "An error occurred forwarding" {
+		return nil
+	}
+	record.Attrs(func(a slog.Attr) bool {
+		if reason, ok := a.Value.Any().(error); ok {
+			r.mu.Lock()
+			r.reason = reason
+			r.mu.Unlock()
+		}
+		return true
+	})
+	return nil
+}
+
+// WithAttrs implements slog.Handler.
+func (r *refusals) WithAttrs([]slog.Attr) slog.Handler { return r }
+
+// WithGroup implements slog.Handler.
+func (r *refusals) WithGroup(string) slog.Handler { return r }
 
 // portForwardDialer connects to a URL that the runtime has given out.
 func portForwardDialer(address string, tls rest.TLSClientConfig) (httpstream.Dialer, error) {

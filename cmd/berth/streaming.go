@@ -10,8 +10,6 @@ import (
 	"os"
 	"sync/atomic"
 
-	"k8s.io/klog/v2"
-
 	"berth/internal/config"
 	"berth/server/streaming"
 )
@@ -22,8 +20,6 @@ func listenStreaming(cfg *config.Config, runtime streaming.Runtime, log *slog.Lo
 	if err != nil {
 		return nil, err
 	}
-	// The library logs how each client's connection ended.
-	klog.SetSlogLogger(slog.New(quiet{log.Handler()}))
 	return streaming.Listen(streaming.Config{Address: cfg.StreamAddress, TLS: tlsConfig, IdleTimeout: cfg.StreamIdleTimeout.Duration, Log: log}, runtime)
 }
 
@@ -73,21 +69,6 @@ func readStreamTLS(cfg *config.Config) (*tls.Config, error) {
 	}
 	return t, nil
 }
-
-// quiet logs everything as debug.
-type quiet struct{ slog.Handler }
-
-func (q quiet) Enabled(ctx context.Context, _ slog.Level) bool {
-	return q.Handler.Enabled(ctx, slog.LevelDebug)
-}
-
-func (q quiet) Handle(ctx context.Context, r slog.Record) error {
-	r.Level = slog.LevelDebug
-	return q.Handler.Handle(ctx, r)
-}
-
-func (q quiet) WithAttrs(attrs []slog.Attr) slog.Handler { return quiet{q.Handler.WithAttrs(attrs)} }
-func (q quiet) WithGroup(name string) slog.Handler       { return quiet{q.Handler.WithGroup(name)} }
 
 // serveStreaming serves sessions in the background. stop ends them all and waits.
 func serveStreaming(s *streaming.Server, log *slog.Logger) (stop func() error) {

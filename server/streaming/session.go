@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -142,7 +143,11 @@ type forwarder struct {
 
 // PortForward implements portforward.PortForwarder.
 func (f forwarder) PortForward(_ context.Context, _, _ string, port int32, stream io.ReadWriteCloser) error {
-	err := f.runtime.PortForward(f.ctx, f.pod, port, stream)
+	client := &forwardClient{ReadWriteCloser: stream}
+	err := f.runtime.PortForward(f.ctx, f.pod, port, client)
+	if client.left.Load() {
+		err = nil
+	}
 	s, ok := stream.(interface{ Reset() error })
 	switch {
 	case !ok: // WebSocket
@@ -154,6 +159,35 @@ func (f forwarder) PortForward(_ context.Context, _, _ string, port int32, strea
 		// Both sides have been told. What the client sends all the same would hold up
 		// its other connections, since nobody reads it.
 		_ = s.Reset() // it fails if the client is gone
+	}
+	return err
+}
+
+// forwardClient is the client's side of a forwarded connection. It notes that the client has reset it, which is no failure
+// of the forwarding: clients give up all other connections when they are told of one.
+type forwardClient struct {
+	io.ReadWriteCloser
+	left atomic.Bool
+}
+
+// Read implements io.Reader.
+func (c *forwardClient) Read(p []byte) (int, error) {
+	n, err := c.ReadWriteCloser.Read(p)
+	return n, c.note(err)
+}
+
+// Write implements io.Writer.
+func (c *forwardClient) Write(p []byte) (int, error) {
+	n, err := c.ReadWriteCloser.Write(p)
+	return n, c.note(err)
+}
+
+// Close implements io.Closer.
+func (c *forwardClient) Close() error { return c.note(c.ReadWriteCloser.Close()) }
+
+func (c *forwardClient) note(err error) error {
+	if err != nil && err != io.EOF {
+		c.left.Store(true)
 	}
 	return err
 }
