@@ -3,8 +3,10 @@ package shim
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -421,5 +423,28 @@ func TestOOM(t *testing.T) {
 	})
 	if got := c.wait(); !got.OOMKilled || got.Code != 137 {
 		t.Errorf("exit = %+v, want an OOM kill", got)
+	}
+}
+
+// The program that all launchers execute stays executable, whoever gets a descriptor of it.
+func TestSealedCopyStaysExecutable(t *testing.T) {
+	f, err := sealedCopy("/bin/true")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	probe, err := unix.MemfdCreate("probe", unix.MFD_EXEC)
+	if errors.Is(err, unix.EINVAL) {
+		t.Skip("NOT TESTED: F_SEAL_EXEC is Linux 6.3, as MFD_EXEC is")
+	}
+	defer unix.Close(probe)
+	if err := f.Chmod(0o600); !errors.Is(err, unix.EPERM) {
+		t.Errorf("chmod: %v", err)
+	}
+	if err := f.Truncate(0); !errors.Is(err, unix.EPERM) {
+		t.Errorf("truncate: %v", err)
+	}
+	if err := exec.Command(fmt.Sprintf("/proc/self/fd/%d", f.Fd())).Run(); err != nil {
+		t.Errorf("execute it: %v", err)
 	}
 }

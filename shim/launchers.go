@@ -514,7 +514,13 @@ func sealedCopy(path string) (_ *os.File, err error) {
 	}
 	// These are what libcontainer looks for to know that it need not copy again.
 	const seals = unix.F_SEAL_SEAL | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_WRITE
-	if err := addSeals(f, seals); err != nil {
+	// A container with CAP_SYS_PTRACE can open the file while an exec enters it. Without F_SEAL_EXEC (Linux 6.3) its root, who
+	// owns the file, could make it a file that nobody can execute any more.
+	err = addSeals(f, seals|unix.F_SEAL_EXEC)
+	if errors.Is(err, unix.EINVAL) {
+		err = addSeals(f, seals)
+	}
+	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
 	return f, nil

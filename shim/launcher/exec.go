@@ -228,11 +228,21 @@ func (e *libraryExec) checkRunning() error {
 	return nil
 }
 
-// setIO makes the process's streams of the files that came with the order, or a terminal.
+// setIO makes the process's streams of the files that came with the order, or a terminal. The others are a null device.
 func (e *execution) setIO() (err error) {
 	if e.Process.Terminal {
-		return e.io.makeTerminal(e.Runtime == nil)
+		err = e.io.makeTerminal(e.Runtime == nil)
+	} else {
+		e.takeFiles()
 	}
+	if err != nil {
+		return err
+	}
+	return e.io.theirs.fill()
+}
+
+// takeFiles takes the files that came with the order for the streams that it names.
+func (e *execution) takeFiles() {
 	rest := e.files
 	take := func(there bool) *os.File {
 		if !there || len(rest) == 0 {
@@ -245,7 +255,6 @@ func (e *execution) setIO() (err error) {
 	e.io.theirs.stdin = take(e.Stdin)
 	e.io.theirs.stdout = take(e.Stdout)
 	e.io.theirs.stderr = take(e.Stderr)
-	return nil
 }
 
 // makeCgroup makes the exec's own cgroup, which libcontainer puts the process into.

@@ -35,16 +35,51 @@ type stdio struct {
 // the terminal's master to.
 type ends struct{ stdin, stdout, stderr, console *os.File }
 
-func (e *ends) all() []*os.File {
-	return slices.DeleteFunc([]*os.File{e.stdin, e.stdout, e.stderr, e.console}, func(f *os.File) bool { return f == nil })
+// all returns each file once: one null device may serve as several streams.
+func (e *ends) all() (files []*os.File) {
+	for _, f := range []*os.File{e.stdin, e.stdout, e.stderr, e.console} {
+		if f != nil && !slices.Contains(files, f) {
+			files = append(files, f)
+		}
+	}
+	return files
+}
+
+// fill sets the streams that are missing to a null device of the process's own. Without a file package os/exec
+// would take the host's.
+func (e *ends) fill() error {
+	if e.stdin != nil && e.stdout != nil && e.stderr != nil {
+		return nil
+	}
+	null, err := newNull()
+	if err != nil {
+		return err
+	}
+	for _, stream := range []**os.File{&e.stdin, &e.stdout, &e.stderr} {
+		if *stream == nil {
+			*stream = null
+		}
+	}
+	return nil
 }
 
 // openIO makes what the container's process and its monitor read and write.
 func (c *launch) openIO() (err error) {
 	c.io = &stdio{}
-	if c.Pause {
-		return nil
+	if _, plain := c.maker.(*pauseMaker); plain {
+		return nil // pause closes its streams
 	}
+	if !c.Pause {
+		err = c.openMonitored()
+	}
+	if err != nil {
+		return err
+	}
+	return c.io.theirs.fill()
+}
+
+// openMonitored makes the streams that the monitor has the other ends of, and its socket.
+func (c *launch) openMonitored() (err error) {
 	if c.io.listener, err = listen(c.Dir); err != nil {
 		return fmt.Errorf("socket: %w", err)
 	}
@@ -92,7 +127,7 @@ func (s *stdio) makePipes(m maker, withStdin bool) (err error) {
 	return nil
 }
 
-// pipes are those ends that are pipes: another file may be the host's /dev/null.
+// pipes returns those ends that are pipes: another one is a null device, which belongs to root everywhere.
 func (e *ends) pipes() *ends {
 	only := func(f *os.File) *os.File {
 		var st unix.Stat_t

@@ -59,7 +59,7 @@ func (e *Error) Error() string { return e.Command + ": " + e.Message }
 func (e *Error) Unwrap() error { return e.Err }
 
 // IO is what a container or an exec gets from the command that makes it. A nil
-// file is /dev/null.
+// file is the host's /dev/null, which no container is to get.
 type IO struct {
 	Stdin, Stdout, Stderr *os.File
 	ConsoleSocket         string // for a terminal instead: where to send its master

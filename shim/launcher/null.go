@@ -1,0 +1,83 @@
+package launcher
+
+import (
+	"errors"
+	"fmt"
+	"os"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
+)
+
+// newNull makes a null device for one process, and opens it. A process may change the mode and the owner of a
+// node that it has a descriptor of. If that was the host's, nobody on the host could use it any more.
+//
+// The node is at /dev/null of a tmpfs of its own, which has no place in any mount namespace and goes with the
+// last descriptor. So its name is what programs expect, and no handle leads to another process's node.
+func newNull() (_ *os.File, err error) {
+	root, err := newTmpfs()
+	if err != nil {
+		return nil, fmt.Errorf("null device: %w", err)
+	}
+	defer root.Close()
+	dir := int(root.Fd())
+	failpoint.Reach("launcher.make-null")
+	if err := unix.Mkdirat(dir, "dev", 0o755); err != nil {
+		return nil, fmt.Errorf("null device: %w", os.NewSyscallError("mkdirat", err))
+	}
+	if err := unix.Mknodat(dir, "dev/null", unix.S_IFCHR|0o666, int(unix.Mkdev(1, 3))); err != nil {
+		return nil, fmt.Errorf("null device: %w", os.NewSyscallError("mknodat", err))
+	}
+	if err := unix.Fchmodat(dir, "dev/null", 0o666, 0); err != nil { // mknod obeys the umask
+		return nil, fmt.Errorf("null device: %w", os.NewSyscallError("fchmodat", err))
+	}
+	fd, err := unix.Openat(dir, "dev/null", unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("null device: %w", os.NewSyscallError("openat", err))
+	}
+	failpoint.Reach("launcher.null-made")
+	null := os.NewFile(uintptr(fd), os.DevNull)
+	if err := copyLabel(os.DevNull, null); err != nil {
+		return nil, errors.Join(fmt.Errorf("null device: %w", err), null.Close())
+	}
+	return null, nil
+}
+
+// newTmpfs mounts a tmpfs that has no place.
+func newTmpfs() (*os.File, error) {
+	fs, err := unix.Fsopen("tmpfs", unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		return nil, os.NewSyscallError("fsopen", err)
+	}
+	defer unix.Close(fs)
+	if err := unix.FsconfigCreate(fs); err != nil {
+		return nil, os.NewSyscallError("fsconfig", err)
+	}
+	fd, err := unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_NOSUID|unix.MOUNT_ATTR_NOEXEC)
+	if err != nil {
+		return nil, os.NewSyscallError("fsmount", err)
+	}
+	return os.NewFile(uintptr(fd), "tmpfs"), nil
+}
+
+// seLinuxLabel is the attribute in which SELinux keeps a file's label.
+const seLinuxLabel = "security.selinux"
+
+// copyLabel gives a file the SELinux label of another one, which all containers may use. Without SELinux there is none.
+func copyLabel(from string, to *os.File) error {
+	label := make([]byte, 256)
+	n, err := unix.Getxattr(from, seLinuxLabel, label)
+	if err == unix.ENODATA || err == unix.ENOTSUP {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("SELinux label: %w", err)
+	}
+	failpoint.Reach("launcher.label-null")
+	if err := unix.Fsetxattr(int(to.Fd()), seLinuxLabel, label[:n], 0); err != nil {
+		return fmt.Errorf("SELinux label: %w", err)
+	}
+	failpoint.Reach("launcher.null-labelled")
+	return nil
+}
