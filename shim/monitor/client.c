@@ -47,7 +47,7 @@ static void watch_client(struct monitor *m, struct client *c)
 	if (events == 0)
 		forget(m, c->fd); /* epoll would report its hang-up again and again */
 	else
-		watch(m, c->fd, events);
+		watch_connection(m, c->fd, c->serial, events);
 }
 
 /* stdin_left notes that a client gives no input any more. */
@@ -107,21 +107,53 @@ static bool may_connect(int fd)
 	return peer.uid == 0 || peer.uid == (uint32_t)sys_geteuid();
 }
 
+/* ACCEPT_REST is how long no connection is accepted after there was no descriptor or no memory for one: the next try would fail, too. */
+#define ACCEPT_REST (100 * MILLISECOND)
+
+void clients_accept_again(struct monitor *m)
+{
+	if (m->accept_again == 0 || now(CLOCK_MONOTONIC) < m->accept_again)
+		return;
+	if (!failed(watch(m, m->params.listen, EPOLLIN)))
+		m->accept_again = 0;
+}
+
+/* accept_failed stops watching a socket that would be ready again at once. Other errors are of the connection, which is gone. */
+static void accept_failed(struct monitor *m, long error)
+{
+	if (error != -EMFILE && error != -ENFILE && error != -ENOBUFS && error != -ENOMEM)
+		return;
+	forget(m, m->params.listen);
+	m->accept_again = now(CLOCK_MONOTONIC) + ACCEPT_REST;
+}
+
+/* next_serial returns a number that no connection of the last billions has. */
+static uint32_t next_serial(struct monitor *m)
+{
+	if (++m->last_serial == 0) /* that is what is no connection */
+		m->last_serial = 1;
+	return m->last_serial;
+}
+
 void client_accept(struct monitor *m)
 {
 	long fd = sys_accept(m->params.listen);
+	uint32_t serial;
 	bool allowed;
 
-	if (failed(fd))
+	if (failed(fd)) {
+		accept_failed(m, fd);
 		return;
+	}
+	serial = next_serial(m);
 	allowed = may_connect((int)fd);
 	if (allowed && m->client_count == MAX_CLIENTS)
 		evict(m);
-	if (!allowed || m->client_count == MAX_CLIENTS || failed(watch(m, (int)fd, EPOLLIN))) {
+	if (!allowed || m->client_count == MAX_CLIENTS || failed(watch_connection(m, (int)fd, serial, EPOLLIN))) {
 		sys_close((int)fd);
 		return;
 	}
-	m->clients[m->client_count++] = (struct client){.fd = (int)fd};
+	m->clients[m->client_count++] = (struct client){.fd = (int)fd, .serial = serial};
 }
 
 /* send_now sends what the socket takes now. It returns how much, or -1 if the connection is lost. */

@@ -185,7 +185,7 @@ static void talk(struct monitor *m, int client, int stdin, struct buffer *answer
 
 	while ((n = sys_epoll_wait(m->epoll, events, 16, 0)) > 0) {
 		for (long i = 0; i < n; i++)
-			handle(m, (int)events[i].data, events[i].events);
+			handle(m, events[i].data, events[i].events);
 		clients_sweep(m);
 		for (int i = 0; i < m->client_count; i++)
 			expect(m->clients[i].in.len <= HEADER_SIZE + MAX_PAYLOAD && m->clients[i].queue.len <= MAX_QUEUED);
@@ -257,6 +257,81 @@ static void ask_client(struct text q)
 	sys_close(m.epoll);
 }
 
+/* ask_zombie: the content of a /proc/PID/stat. The answer is the status, nothing if there is none. */
+static void ask_zombie(struct text q)
+{
+	int status;
+
+	if (zombie_status(q, &status))
+		line_int(&reply, status);
+}
+
+/* next_event returns what epoll reports first. */
+static struct epoll_event next_event(const struct monitor *m)
+{
+	struct epoll_event e = {0};
+
+	expect(sys_epoll_wait(m->epoll, &e, 1, 0) == 1);
+	return e;
+}
+
+/* connect_to returns a client's end of a connection that waits to be accepted. */
+static int connect_to(const char *address, unsigned int size)
+{
+	long fd = SYS3(socket, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+
+	expect(!failed(fd) && !failed(SYS3(connect, fd, address, size)));
+	return (int)fd;
+}
+
+/*
+ * ask_stale makes room for clients by closing the oldest, whose descriptor's number a new one gets, and hands an event of the old one to
+ * the monitor then. The answer is whether the new one has the number, and whether it counts as gone.
+ */
+static void ask_stale(void)
+{
+	static struct monitor m;
+	int ends[MAX_CLIENTS + 2], number;
+	char address[128] = {AF_UNIX, 0};
+	unsigned int size = 2; /* the kernel chooses a name */
+	struct epoll_event old;
+	struct client *last;
+
+	m = (struct monitor){
+		.params = {.log_path = "", .init = -1, .listen = (int)SYS3(socket, AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0), .console = -1},
+		.epoll = (int)sys_epoll_create(),
+		.children = -1,
+		.log = -1,
+		.stdin = -1,
+		.oom = {.file = -1, .notify = -1, .parent = -1},
+	};
+	expect(!failed(SYS3(bind, m.params.listen, address, size)) && !failed(SYS2(listen, m.params.listen, 8)));
+	size = sizeof(address);
+	expect(!failed(SYS3(getsockname, m.params.listen, address, &size)));
+	for (int i = 0; i < MAX_CLIENTS; i++) {
+		ends[i] = connect_to(address, size);
+		client_accept(&m);
+	}
+	number = m.clients[0].fd;
+	SYS2(shutdown, ends[0], SHUT_WR);
+	old = next_event(&m);
+	for (int i = MAX_CLIENTS; i < MAX_CLIENTS + 2; i++)
+		ends[i] = connect_to(address, size);
+	client_accept(&m); /* the oldest client goes */
+	client_accept(&m);
+	handle(&m, old.data, old.events | EPOLLHUP);
+	last = &m.clients[m.client_count - 1];
+	put_number(last->fd == number);
+	put_number(last->gone || last->dead);
+	for (int i = 0; i < m.client_count; i++)
+		m.clients[i].dead = true;
+	clients_sweep(&m);
+	for (int i = 0; i < MAX_CLIENTS + 2; i++)
+		sys_close(ends[i]);
+	sys_close(m.params.listen);
+	sys_close(m.epoll);
+}
+
 /* ask_kill_tree: a directory. The answer is whether nothing was left in it. */
 static void ask_kill_tree(struct text q)
 {
@@ -278,6 +353,8 @@ static void answer(char kind, struct text q)
 	case 'r': ask_record(q); break;
 	case 'p': ask_params(q); break;
 	case 'c': ask_client(q); break;
+	case 'z': ask_zombie(q); break;
+	case 'e': ask_stale(); break;
 	case 'k': ask_kill_tree(q); break;
 	default: expect(false);
 	}

@@ -3,6 +3,13 @@
 /* How long processes may take to die that a shared PID namespace let outlive init. Whoever removes the container tries again. */
 #define KILL_PATIENCE (2 * SECOND)
 
+static void note_end(struct monitor *m, int status)
+{
+	m->init_ended = true;
+	m->init_status = status;
+	m->init_end = now(CLOCK_REALTIME);
+}
+
 bool reap(struct monitor *m)
 {
 	for (;;) {
@@ -13,11 +20,105 @@ bool reap(struct monitor *m)
 			continue;
 		if (pid <= 0)
 			return pid == 0;
-		if (pid == m->params.init_pid) {
-			m->init_ended = true;
-			m->init_status = status;
-			m->init_end = now(CLOCK_REALTIME);
-		}
+		if (pid == m->params.init_pid)
+			note_end(m, status);
+	}
+}
+
+bool zombie_status(struct text stat, int *status)
+{
+	struct text field;
+	uint64_t n;
+
+	/* "PID (NAME) STATE ...": the name may hold anything, so fields are counted after the last ')'. */
+	if (!text_after(&stat, ")"))
+		return false;
+	while (text_after(&stat, ")"))
+		;
+	if (stat.len == 0 || stat.at[stat.len - 1] != '\n')
+		return false;
+	stat.len--;
+	if (!text_cut(&stat, ' ', &field) || field.len != 0)
+		return false;
+	for (int i = 3; i < 52; i++) /* field 52, the last one since Linux 3.5, is the status */
+		if (!text_cut(&stat, ' ', &field) || (i == 3 && !text_equals(field, "Z")))
+			return false;
+	text_cut(&stat, ' ', &field);
+	if (!text_unsigned(field, 0xffff, &n))
+		return false;
+	*status = (int)n;
+	return true;
+}
+
+/* proc_path composes /proc/PID/NAME. */
+static void proc_path(char *to, size_t size, int pid, const char *name)
+{
+	struct line l = {.at = to, .cap = size - 1};
+
+	line_text(&l, "/proc/");
+	line_int(&l, pid);
+	line_text(&l, "/");
+	line_text(&l, name);
+	to[l.len] = 0;
+}
+
+/* may_see tells whether the kernel shows us the status of a process: it writes 0 for those who may not trace it, and refuses them this link, too. */
+static bool may_see(int pid)
+{
+	char path[64], target[64];
+
+	proc_path(path, sizeof(path), pid, "ns/pid");
+	return !failed(SYS4(readlinkat, AT_FDCWD, path, target, sizeof(target)));
+}
+
+/* read_zombie reads the status of a child that has ended, and was not reaped: its process ID is no other's. */
+static bool read_zombie(int pid, int *status)
+{
+	char path[64], stat[2048];
+	long fd, n;
+
+	proc_path(path, sizeof(path), pid, "stat");
+	fd = sys_openat(AT_FDCWD, path, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0);
+	if (failed(fd))
+		return false;
+	n = sys_read((int)fd, stat, sizeof(stat));
+	sys_close((int)fd);
+	return !failed(n) && zombie_status((struct text){stat, (size_t)n}, status) && may_see(pid);
+}
+
+/*
+ * await_tracer waits for SIGCHLD, which the kernel sends when the tracer has let go of init: the pidfd would be reported all the time.
+ * Without a descriptor for that it looks again and again, with a pause.
+ */
+static void await_tracer(struct monitor *m)
+{
+	if (failed(watch_children(m))) {
+		sleep_for(10 * MILLISECOND);
+		return;
+	}
+	forget(m, m->params.init);
+	reap(m); /* SIGCHLD may have come before it was watched for */
+}
+
+/*
+ * A process of another container, in a PID namespace that both share, may trace init and never wait for it. Then the kernel keeps init's
+ * status from us, its parent, as long as the tracer lives. /proc/PID/stat has it all the same.
+ */
+void init_unreaped(struct monitor *m)
+{
+	int status = 0;
+	long result = sys_wait4(m->params.init_pid, &status, WNOHANG);
+
+	if (result == m->params.init_pid) {
+		note_end(m, status);
+	} else if (result == -ECHILD) {
+		note_end(m, 0);
+		m->init_lost = true;
+	} else if (read_zombie(m->params.init_pid, &status)) {
+		note_end(m, status);
+		m->init_zombie = true;
+	} else {
+		await_tracer(m);
 	}
 }
 
@@ -63,6 +164,8 @@ static bool verdict(struct monitor *m, struct exit_record *exit)
 	*exit = (struct exit_record){.oom_killed = m->oom.kills > 0, .at = m->init_end};
 	if (m->params.verdict >= 0)
 		return read_verdict(m->params.verdict, &exit->code);
+	if (m->init_lost)
+		return false;
 	exit->signal = signal;
 	exit->code = signal != 0 ? 128 + signal : m->init_status >> 8 & 0xff;
 	return true;
@@ -78,7 +181,7 @@ static void end_orphans(struct monitor *m)
 
 	REACH("monitor.kill-orphans");
 	kill_tree(m->params.kill_dir, KILL_PATIENCE);
-	while (reap(m) && now(CLOCK_MONOTONIC) < deadline)
+	while (reap(m) && !m->init_zombie && now(CLOCK_MONOTONIC) < deadline)
 		sleep_for(MILLISECOND);
 	REACH("monitor.orphans-ended");
 }

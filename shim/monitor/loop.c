@@ -18,9 +18,11 @@ long set_nonblock(int fd)
 	return failed(flags) ? flags : sys_fcntl(fd, F_SETFL, flags | O_NONBLOCK);
 }
 
-long watch(struct monitor *m, int fd, uint32_t events)
+long watch(struct monitor *m, int fd, uint32_t events) { return watch_connection(m, fd, 0, events); }
+
+long watch_connection(struct monitor *m, int fd, uint32_t serial, uint32_t events)
 {
-	struct epoll_event e = {.events = events, .data = (uint64_t)fd};
+	struct epoll_event e = {.events = events, .data = event_data(fd, serial)};
 	long result = sys_epoll_ctl(m->epoll, EPOLL_CTL_ADD, fd, &e);
 
 	if (result == -EEXIST)
@@ -89,13 +91,12 @@ static long open_streams(struct monitor *m)
 	return result;
 }
 
-/* watch_children has the end of orphans reported, which may come at any time. */
-static long watch_children(struct monitor *m)
+long watch_children(struct monitor *m)
 {
 	const unsigned long set = 1UL << (SIGCHLD - 1);
 	long fd;
 
-	if (!m->params.orphans)
+	if (m->children >= 0)
 		return 0;
 	fd = SYS4(signalfd4, -1, &set, sizeof(set), O_CLOEXEC | O_NONBLOCK);
 	if (failed(fd))
@@ -123,7 +124,7 @@ long monitor_init(struct monitor *m, const struct params *p)
 		result = set_nonblock(p->listen); /* a client may be gone before it is accepted */
 	if (!failed(result))
 		result = watch(m, p->listen, EPOLLIN);
-	if (!failed(result))
+	if (!failed(result) && p->orphans) /* they may end at any time */
 		result = watch_children(m);
 	if (!failed(result))
 		result = open_streams(m);
@@ -131,6 +132,9 @@ long monitor_init(struct monitor *m, const struct params *p)
 		oom_watch(m);
 	return failed(result) ? result : 0;
 }
+
+/* ACCEPT_LOOK is how often a monitor that rests from accepting looks whether it may go on, in milliseconds. */
+enum { ACCEPT_LOOK = 50 };
 
 int monitor_run(struct monitor *m)
 {
@@ -140,15 +144,17 @@ int monitor_run(struct monitor *m)
 	if (m->params.orphans)
 		reap(m); /* who ended before SIGCHLD was blocked */
 	while (!m->init_ended) {
-		long n = sys_epoll_wait(m->epoll, events, sizeof(events) / sizeof(events[0]), -1);
+		int timeout = m->accept_again == 0 ? -1 : ACCEPT_LOOK;
+		long n = sys_epoll_wait(m->epoll, events, sizeof(events) / sizeof(events[0]), timeout);
 
 		if (n == -EINTR)
 			continue;
 		if (failed(n))
 			return 1;
 		for (long i = 0; i < n; i++)
-			handle(m, (int)events[i].data, events[i].events);
+			handle(m, events[i].data, events[i].events);
 		clients_sweep(m);
+		clients_accept_again(m);
 	}
 	return finish(m);
 }
@@ -162,14 +168,17 @@ static void take_signals(const struct monitor *m)
 		;
 }
 
-void handle(struct monitor *m, int fd, uint32_t events)
+void handle(struct monitor *m, uint64_t data, uint32_t events)
 {
 	const struct params *p = &m->params;
+	int fd = (int)(uint32_t)data;
 
 	if (fd == m->children)
 		take_signals(m);
 	if (fd == p->init || fd == m->children) {
 		reap(m);
+		if (fd == p->init && !m->init_ended)
+			init_unreaped(m);
 		return;
 	}
 	if (fd == p->listen) {
@@ -189,7 +198,7 @@ void handle(struct monitor *m, int fd, uint32_t events)
 		}
 	}
 	for (int i = 0; i < m->client_count; i++) {
-		if (m->clients[i].fd == fd) {
+		if (event_data(m->clients[i].fd, m->clients[i].serial) == data) {
 			client_serve(m, &m->clients[i], events);
 			return;
 		}

@@ -93,6 +93,7 @@ enum {
 /* client is one connection to Dir/sock. */
 struct client {
 	int fd;
+	uint32_t serial;     /* of the connection: an event of an earlier one with the same descriptor is not this one's */
 	struct buffer in;    /* received, not yet carried out */
 	struct buffer queue; /* to be sent */
 	unsigned char wants; /* WANT_... */
@@ -128,6 +129,8 @@ struct monitor {
 
 	struct client clients[MAX_CLIENTS]; /* the oldest first */
 	int client_count;
+	uint32_t last_serial;  /* of the connections accepted so far, 0: none */
+	int64_t accept_again;  /* when connections are accepted again, on the monotonic clock; 0: they are accepted */
 
 	int stdin;             /* -1: there is none, or it is closed */
 	struct buffer pending; /* what the container was not ready to take; clients wait meanwhile */
@@ -136,7 +139,9 @@ struct monitor {
 	struct oom oom;
 
 	bool init_ended;
-	int init_status; /* of wait4 */
+	bool init_lost;   /* nobody can tell how it ended */
+	bool init_zombie; /* another process traces it: it cannot be reaped before that one lets go of it */
+	int init_status;  /* as wait4 has it */
 	int64_t init_end; /* unix nanoseconds */
 };
 
@@ -149,12 +154,19 @@ extern char frame[HEADER_SIZE + MAX_PAYLOAD];
 long monitor_init(struct monitor *m, const struct params *p);
 /* monitor_run handles events until init has ended, and then finishes. It returns the exit code. */
 int monitor_run(struct monitor *m);
-void handle(struct monitor *m, int fd, uint32_t events);
+/* handle acts on an event. data is what epoll keeps for it: event_data. */
+void handle(struct monitor *m, uint64_t data, uint32_t events);
+/* event_data composes what epoll keeps for a descriptor: the connection's serial number, 0 for what is no connection, and the descriptor. */
+static inline uint64_t event_data(int fd, uint32_t serial) { return (uint64_t)serial << 32 | (uint32_t)fd; }
 /* watch adds fd to epoll, or changes what is waited for. forget removes it; it may not be there. */
 long watch(struct monitor *m, int fd, uint32_t events);
+/* watch_connection is watch for the connection with that serial number. */
+long watch_connection(struct monitor *m, int fd, uint32_t serial, uint32_t events);
 void forget(struct monitor *m, int fd);
 /* set_nonblock returns 0 or -errno. */
 long set_nonblock(int fd);
+/* watch_children has the end of every child reported by a descriptor. It returns 0 or -errno. */
+long watch_children(struct monitor *m);
 
 /* output.c */
 
@@ -174,7 +186,10 @@ int logfile_open(const char *dir, const char *path, struct line *why);
 
 /* client.c */
 
+/* client_accept takes one connection. Where there is no descriptor or memory for it, accepting rests for a while. */
 void client_accept(struct monitor *m);
+/* clients_accept_again ends that rest when its time is over. */
+void clients_accept_again(struct monitor *m);
 void client_serve(struct monitor *m, struct client *c, uint32_t events);
 /* clients_resume goes on with requests that waited for the container. */
 void clients_resume(struct monitor *m);
@@ -211,6 +226,10 @@ bool oom_kills(struct text data, uint64_t *kills);
 
 /* reap collects the children that have ended: init, and orphans. It tells whether there are others. */
 bool reap(struct monitor *m);
+/* init_unreaped handles the end of an init that reap has not collected. */
+void init_unreaped(struct monitor *m);
+/* zombie_status finds the status that wait4 would give in the /proc/PID/stat of a process that has ended. False: it has not, or this is no such text. */
+bool zombie_status(struct text stat, int *status);
 /* finish does what has to be done after init's end. It returns the exit code. */
 int finish(struct monitor *m);
 /* exit_status finds "exitStatus": N in what a process wrote that waited for the container and has ended. */

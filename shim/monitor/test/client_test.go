@@ -89,3 +89,15 @@ func kindsOf(t *testing.T, data []byte) (kinds []byte) {
 	}
 	return kinds
 }
+
+// An event of a connection that was closed to make room is not taken for one of the next connection, which has the same
+// descriptor.
+func TestEventOfClosedConnection(t *testing.T) {
+	got := ask(t, 'e')
+	if binary.BigEndian.Uint32(got) == 0 {
+		t.Fatal("the new connection has another descriptor: nothing was tested")
+	}
+	if binary.BigEndian.Uint32(got[4:]) != 0 {
+		t.Error("the new connection counts as hung up")
+	}
+}

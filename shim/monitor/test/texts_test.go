@@ -69,6 +69,66 @@ func FuzzExitStatus(f *testing.F) {
 	})
 }
 
+// zombieStatus asks what the monitor reads out of a /proc/PID/stat.
+func zombieStatus(t *testing.T, stat string) (status int, ok bool) {
+	t.Helper()
+	return number(t, ask(t, 'z', []byte(stat)))
+}
+
+// statLine is a /proc/PID/stat with a name, a state and field 52.
+func statLine(name, state, status string) string {
+	return "7 (" + name + ") " + state + strings.Repeat(" -1", 52-4) + " " + status
+}
+
+// The status of a process that has ended is found whatever it calls itself, and only in a whole text of the kernel's.
+func TestZombieStatus(t *testing.T) {
+	for name, c := range map[string]struct {
+		stat string
+		want int // -1: none
+	}{
+		"exited":               {statLine("sh", "Z", "1792\n"), 7 << 8},
+		"killed":               {statLine("sh", "Z", "9\n"), 9},
+		"core dumped":          {statLine("sh", "Z", "139\n"), 139},
+		"well":                 {statLine("sh", "Z", "0\n"), 0},
+		"later fields":         {statLine("sh", "Z", "256 3 4\n"), 256},
+		"a name like a stat":   {statLine(statLine("x", "Z", "9"), "Z", "256\n"), 256},
+		"a name of brackets":   {statLine(") Z )(", "Z", "256\n"), 256},
+		"a name with a line":   {statLine("a\nb", "Z", "256\n"), 256},
+		"runs":                 {statLine("sh", "S", "256\n"), -1},
+		"state of two letters": {statLine("sh", "ZZ", "256\n"), -1},
+		"no end":               {statLine("sh", "Z", "256"), -1},
+		"no status":            {statLine("sh", "Z", "\n"), -1},
+		"too large":            {statLine("sh", "Z", "65536\n"), -1},
+		"negative":             {statLine("sh", "Z", "-1\n"), -1},
+		"no number":            {statLine("sh", "Z", "x\n"), -1},
+		"a field is missing":   {"7 (sh) Z" + strings.Repeat(" 1", 52-4) + "\n", -1},
+		"no name":              {" Z" + strings.Repeat(" 1", 52-3) + "\n", -1},
+		"only a name":          {"7 (sh)", -1},
+		"nothing":              {"", -1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, ok := zombieStatus(t, c.stat)
+			if ok != (c.want >= 0) || ok && got != c.want {
+				t.Errorf("%d, %t; want %d", got, ok, c.want)
+			}
+		})
+	}
+}
+
+// FuzzZombieStatus: a status is one that wait4 can give, and the name has no say in it.
+func FuzzZombieStatus(f *testing.F) {
+	f.Add("sh", "7 (sh) Z 1", uint16(9))
+	f.Add("a) Z 1 2 3", statLine("sh", "Z", "70000\n"), uint16(7<<8))
+	f.Fuzz(func(t *testing.T, name, stat string, status uint16) {
+		if got, ok := zombieStatus(t, stat); ok && (got < 0 || got > math.MaxUint16) {
+			t.Errorf("%q: %d", stat, got)
+		}
+		if got, ok := zombieStatus(t, statLine(name, "Z", strconv.Itoa(int(status))+"\n")); got != int(status) || !ok {
+			t.Errorf("%q: %d, %t, want %d", name, got, ok, status)
+		}
+	})
+}
+
 func TestOOMKills(t *testing.T) {
 	for _, tt := range []struct{ data, want string }{
 		{"low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 0\n", "2"}, // v2
