@@ -145,6 +145,32 @@ func TestPodSysctls(t *testing.T) {
 	}
 }
 
+// A container that writes to the pod's /etc/hosts without end fills a tmpfs of the pod's, and not the node's disk.
+func TestPodFilesAreBounded(t *testing.T) {
+	d := harness.StartDaemon(t)
+	const limit = 64 << 20
+	for name, options := range map[string][]harness.PodOption{"usual": nil, "node's IPC": {harness.HostIPC}} {
+		t.Run(name, func(t *testing.T) {
+			pod := d.RunPod(t, options...)
+			c := pod.Run(t)
+			for _, file := range []string{"/etc/hosts", "/etc/hostname", "/etc/resolv.conf"} {
+				c.Exec(t, "sh", "-c", "! dd if=/dev/zero bs=1M count=65 2>/dev/null >>"+file)
+				size, err := strconv.ParseInt(c.Exec(t, "stat", "-c", "%s", file), 10, 64)
+				harness.Must(t, err)
+				if size > limit {
+					t.Errorf("%s has %d bytes", file, size)
+				}
+				c.Exec(t, "sh", "-c", ": >"+file)
+			}
+			harness.Equal(t, "files after a restart of the daemon", func() string {
+				c.Exec(t, "sh", "-c", "printf mine >/etc/hosts")
+				d.Restart(t)
+				return pod.Sh(t, "cat /etc/hosts")
+			}(), "mine")
+		})
+	}
+}
+
 func TestPodSharedMemory(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)

@@ -141,7 +141,8 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 		return nil, errdefs.InvalidArgument("encode pod config: %w", err)
 	}
 	p := &pod{id: layout.NewID(), config: config, turn: task.NewTurn(), started: trace.Of(ctx)}
-	p.rec = record.Pod{ID: p.id, BootID: m.bootID, RunID: m.run.ID, Phase: record.PodStarting, CreatedAt: m.podCreation(config.GetMetadata()), Config: data, Handler: handler}
+	p.rec = record.Pod{ID: p.id, BootID: m.bootID, RunID: m.run.ID, Phase: record.PodStarting, CreatedAt: m.podCreation(config.GetMetadata()), Config: data,
+		Handler: handler, Tmpfs: true}
 	p.rec.CgroupsPath, err = oci.CgroupsPath(config.GetLinux().GetCgroupParent(), p.id, m.cfg.SystemdCgroup)
 	if err != nil {
 		return nil, err

@@ -59,8 +59,8 @@ func TestDifferencesAreSeen(t *testing.T) {
 		{"file below root", file(filepath.Join(d.Root, "sandboxes/left"), "")},
 		{"file below state", file(filepath.Join(d.State, "c/left"), "")},
 		{"file of logs", file(filepath.Join(d.LogDir, "uid/left"), "")},
-		{"file below root", func(t *testing.T) func() { // its content
-			path := filepath.Join(d.Root, "sandboxes", w.podID, "hostname")
+		{"file below state", func(t *testing.T) func() { // its content
+			path := filepath.Join(d.State, "pods", w.podID, "tmpfs/etc/hostname")
 			content, err := os.ReadFile(path)
 			harness.Must(t, err)
 			harness.Must(t, os.WriteFile(path, []byte("another\n"), 0o644))

@@ -142,10 +142,13 @@ var unmarked = map[string]string{
 	"internal/rootfs.probeOverlay: unix.Mount":                                    probe,
 	"internal/rootfs.probeTmpfs: unix.MountSetattr":                               probe,
 
-	"sandbox/process.openShim: pidfd.Signal": signal,
-	"sandbox/process.KillShim: .signal":      byCaller,
-	"sandbox/process.signal: .signal":        byCaller,
-	"sandbox/process.signal: pidfd.Signal":   byCaller,
+	"sandbox/lsm.set: unix.Setxattr":              "the label of a file, which the next creation of the container sets again",
+	"sandbox/podfiles.makeDir: os.Mkdir os.Chmod": byCaller,
+	"sandbox/podfiles.giveToRoot: os.Chown":       byCaller,
+	"sandbox/process.openShim: pidfd.Signal":      signal,
+	"sandbox/process.KillShim: .signal":           byCaller,
+	"sandbox/process.signal: .signal":             byCaller,
+	"sandbox/process.signal: pidfd.Signal":        byCaller,
 
 	"shim.set: os.WriteFile":           "about a process of its own",
 	"shim.Kill: pidfd.Signal":          signal,

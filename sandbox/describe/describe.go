@@ -44,13 +44,14 @@ type Pod struct {
 	Runtime  *handler.Runtime // nil: libcontainer
 	NetNS    string           // empty: the node's
 	PausePID int              // 0 for its pause
+	Tmpfs    bool             // see record.Pod
 	Labels   confine.Labels
 }
 
 // NewPod returns what is written down of a pod. pausePID is 0 for its pause. What does not change any more once the pod is
 // published is read of the record.
 func NewPod(rec *record.Pod, config *runtimeapi.PodSandboxConfig, pausePID int) Pod {
-	return Pod{ID: rec.ID, Config: config, Runtime: rec.Runtime, NetNS: rec.NetNS, PausePID: pausePID, Labels: rec.SELinux}
+	return Pod{ID: rec.ID, Config: config, Runtime: rec.Runtime, NetNS: rec.NetNS, PausePID: pausePID, Labels: rec.SELinux, Tmpfs: rec.Tmpfs}
 }
 
 // Container is what they need to know of a container.
@@ -118,10 +119,13 @@ func (n Node) facts(p Pod) host.Facts {
 
 // pod is the pod as package oci sees it.
 func (n Node) pod(p Pod) oci.Pod {
-	dir := n.Dirs.PodFiles(p.ID)
+	dir, shm := n.Dirs.Etc(p.ID), n.Dirs.Shm(p.ID)
+	if !p.Tmpfs {
+		dir, shm = n.Dirs.PodFiles(p.ID), n.Dirs.OldShm(p.ID)
+	}
 	pod := oci.Pod{ID: p.ID, Config: p.Config, CgroupParent: p.Config.GetLinux().GetCgroupParent(), NetNS: p.NetNS,
 		ResolvConf: filepath.Join(dir, "resolv.conf"), Hostname: filepath.Join(dir, "hostname"), Hosts: filepath.Join(dir, "hosts"),
-		Shm: n.Dirs.Shm(p.ID), PausePID: p.PausePID}
+		Shm: shm, OwnsFiles: p.Tmpfs, PausePID: p.PausePID}
 	if request.HostIPC(p.Config) {
 		pod.Shm = "/dev/shm"
 	}

@@ -22,21 +22,32 @@ func TestPodForSpecs(t *testing.T) {
 		options     *runtimeapi.NamespaceOption
 		shm, userns string
 	}{
-		"usual":            {nil, "/state/pods/p/shm", ""},
+		"usual":            {nil, "/state/pods/p/tmpfs/shm", ""},
 		"node's IPC":       {&runtimeapi.NamespaceOption{Ipc: runtimeapi.NamespaceMode_NODE}, "/dev/shm", ""},
-		"user namespace":   {&runtimeapi.NamespaceOption{UsernsOptions: users(runtimeapi.NamespaceMode_POD)}, "/state/pods/p/shm", "/state/pods/p/userns"},
-		"the node's users": {&runtimeapi.NamespaceOption{UsernsOptions: &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_NODE}}, "/state/pods/p/shm", ""},
+		"user namespace":   {&runtimeapi.NamespaceOption{UsernsOptions: users(runtimeapi.NamespaceMode_POD)}, "/state/pods/p/tmpfs/shm", "/state/pods/p/userns"},
+		"the node's users": {&runtimeapi.NamespaceOption{UsernsOptions: &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_NODE}}, "/state/pods/p/tmpfs/shm", ""},
 	} {
 		config := &runtimeapi.PodSandboxConfig{Linux: &runtimeapi.LinuxPodSandboxConfig{CgroupParent: "/kubepods/p",
 			SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: test.options}}}
-		got := n.pod(Pod{ID: "p", Config: config, NetNS: "/netns/p", PausePID: 7})
+		got := n.pod(Pod{ID: "p", Config: config, NetNS: "/netns/p", PausePID: 7, Tmpfs: true})
 		if got.Shm != test.shm || got.UserNS != test.userns {
 			t.Errorf("%s: shm %s, user namespace %q", name, got.Shm, got.UserNS)
 		}
-		if got.ResolvConf != "/root/sandboxes/p/resolv.conf" || got.Hosts != "/root/sandboxes/p/hosts" || got.Hostname != "/root/sandboxes/p/hostname" ||
+		const etc = "/state/pods/p/tmpfs/etc/"
+		if got.ResolvConf != etc+"resolv.conf" || got.Hosts != etc+"hosts" || got.Hostname != etc+"hostname" || !got.OwnsFiles ||
 			got.NetNS != "/netns/p" || got.PausePID != 7 || got.CgroupParent != "/kubepods/p" {
 			t.Errorf("%s: %+v", name, got)
 		}
+	}
+}
+
+// A pod that 0.2.0 made has its files where they were then.
+func TestPodOfEarlierVersion(t *testing.T) {
+	n := Node{Dirs: layout.Dirs{Root: "/root", State: "/state"}}
+	got := n.pod(Pod{ID: "p", Config: &runtimeapi.PodSandboxConfig{}})
+	const etc = "/root/sandboxes/p/"
+	if got.Shm != "/state/pods/p/shm" || got.ResolvConf != etc+"resolv.conf" || got.Hosts != etc+"hosts" || got.Hostname != etc+"hostname" || got.OwnsFiles {
+		t.Errorf("%+v", got)
 	}
 }
 

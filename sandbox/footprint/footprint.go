@@ -110,7 +110,7 @@ func (k Kit) FinishFiles(ctx context.Context, p Pod) error {
 	if err := k.filesOf(p).WriteHosts(p.Rec.IPs); err != nil {
 		return err
 	}
-	if err := k.SELinux.LabelOwn(k.Dirs.PodFiles(p.Rec.ID), p.Rec.SELinux); err != nil {
+	if err := k.SELinux.LabelOwn(k.Dirs.Etc(p.Rec.ID), p.Rec.SELinux); err != nil {
 		return fmt.Errorf("pod %s: %w", p.Rec.ID, err)
 	}
 	return nil
@@ -121,8 +121,8 @@ func (k Kit) filesOf(p Pod) podfiles.Pod {
 	return podfiles.Pod{Dirs: k.Dirs, ID: p.Rec.ID, Config: p.Config, MountLabel: p.Rec.SELinux.Mount}
 }
 
-// TakeDown removes what exists for a pod outside its files: network, pause and
-// shm. It does every step, side by side: the end of a namespace and each unmounting wait for an RCU grace period, which may be the same.
+// TakeDown removes what exists for a pod until it is stopped: network, pause and
+// tmpfs. It does every step, side by side: the end of a namespace and each unmounting wait for an RCU grace period, which may be the same.
 func (k Kit) TakeDown(ctx context.Context, p Pod) error {
 	return k.Tasks.Together("take down", p.String(),
 		func() error { return k.detachNetwork(ctx, p) },
@@ -175,13 +175,13 @@ func (k Kit) EndPause(ctx context.Context, p Pod) {
 	}
 }
 
-// removeMounts takes away the pod's shm and the pin of its user namespace.
+// removeMounts takes away the pod's tmpfs and the pin of its user namespace.
 // Containers that still have them keep their view.
 func (k Kit) removeMounts(podID string) error {
 	if err := k.Namespaces.Unpin(podID); err != nil {
 		return fmt.Errorf("pod %s: %w", podID, err)
 	}
-	return podfiles.RemoveShm(k.Dirs, podID)
+	return podfiles.Unmount(k.Dirs, podID)
 }
 
 // Remove removes the rest of a pod that was taken down, its containers too: what their runtime kept, the image of its

@@ -39,7 +39,7 @@ func makeAll(t *testing.T, dirs ...string) {
 func TestFinishFiles(t *testing.T) {
 	labels := map[string]string{}
 	k := Kit{Dirs: dirsBelow(t.TempDir()), SELinux: lsm.SELinux{Relabel: func(path, label string) error { labels[path] = label; return nil }}}
-	dir := k.Dirs.PodFiles("p")
+	dir := k.Dirs.Etc("p")
 	makeAll(t, dir)
 	pod := Pod{Rec: &record.Pod{ID: "p", IPs: []string{"10.0.0.7"}, SELinux: confine.Labels{Process: "pod-process", Mount: "pod-files"}},
 		Config: &runtimeapi.PodSandboxConfig{Hostname: "ship"}}
@@ -105,7 +105,7 @@ func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 	if err := os.WriteFile(kept, []byte(`{"containerId": "`+id+`"}`), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	makeAll(t, k.Dirs.PodFiles(id), k.Dirs.Writable(id), k.Dirs.Shm(id))
+	makeAll(t, k.Dirs.PodFiles(id), k.Dirs.Writable(id), k.Dirs.Tmpfs(id), k.Dirs.OldShm(id))
 	if err := k.RemoveUnrecorded(t.Context(), id); errdefs.Code(err) != codes.FailedPrecondition {
 		t.Errorf("with an address and no network: %v", err)
 	}

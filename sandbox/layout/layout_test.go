@@ -37,9 +37,14 @@ func TestPlacesAreApart(t *testing.T) {
 			}
 		}
 	}
-	for _, place := range []string{d.Shm(a), d.UserNS(a)} {
+	for _, place := range []string{d.Tmpfs(a), d.OldShm(a), d.UserNS(a)} {
 		if filepath.Dir(place) != d.PodMounts(a) {
 			t.Errorf("%s is not removed with the pod's mounts", place)
+		}
+	}
+	for _, place := range []string{d.Etc(a), d.Shm(a)} {
+		if filepath.Dir(place) != d.Tmpfs(a) {
+			t.Errorf("%s is not removed with the pod's tmpfs", place)
 		}
 	}
 }

@@ -3,9 +3,10 @@
 //
 // # Contract
 //
-// The contents are package dnsfiles'; here they are written, for everybody to read. All places
-// follow from the pod's ID (package layout), and what is left of an interrupted Make is removed with them. Files of
-// the node are read up to a limit.
+// The contents are package dnsfiles'; here they are written, for everybody to read. Containers may write to them too,
+// so they are on a tmpfs of the pod's own, together with /dev/shm: its size bounds them, and they
+// count as memory of who writes. All places follow from the pod's ID (package layout), and what is left of an
+// interrupted Make is removed with them. Files of the node are read up to a limit.
 package podfiles
 
 import (
@@ -39,9 +40,8 @@ type Pod struct {
 // Make makes what containers of the pod find in /etc and /dev/shm, but for /etc/hosts. hostResolvConf is the
 // node's resolv.conf.
 func (p Pod) Make(hostResolvConf string) error {
-	dir := p.Dirs.PodFiles(p.ID)
 	failpoint.Reach("pod.make-files")
-	if err := os.MkdirAll(dir, 0o700); err != nil {
+	if err := os.MkdirAll(p.Dirs.PodFiles(p.ID), 0o700); err != nil {
 		return fmt.Errorf("make files of pod %s: %w", p.ID, err)
 	}
 	failpoint.Reach("pod.directory-made")
@@ -57,7 +57,10 @@ func (p Pod) Make(hostResolvConf string) error {
 	if err != nil {
 		return err
 	}
-	if err := writeFiles(dir, map[string][]byte{"resolv.conf": resolv, "hostname": name}); err != nil {
+	if err := p.mountTmpfs(); err != nil {
+		return err
+	}
+	if err := p.writeFiles(map[string][]byte{"resolv.conf": resolv, "hostname": name}); err != nil {
 		return err
 	}
 	if logs := p.Config.GetLogDirectory(); logs != "" {
@@ -67,10 +70,7 @@ func (p Pod) Make(hostResolvConf string) error {
 		}
 		failpoint.Reach("pod.logs-made")
 	}
-	if request.HostIPC(p.Config) {
-		return nil
-	}
-	return p.mountShm()
+	return nil
 }
 
 // resolvConf reads the node's only where it is what the pod gets.
@@ -91,7 +91,7 @@ func (p Pod) WriteHosts(addresses []string) error {
 	if err != nil {
 		return err
 	}
-	return writeFiles(p.Dirs.PodFiles(p.ID), map[string][]byte{"hosts": hosts})
+	return p.writeFiles(map[string][]byte{"hosts": hosts})
 }
 
 func (p Pod) hosts(addresses []string) ([]byte, error) {
@@ -130,56 +130,88 @@ func nodeName(name string, err error) (string, error) {
 	return name, err
 }
 
-// mountShm gives a pod its /dev/shm, 64 MiB as everywhere in the field.
-func (p Pod) mountShm() error {
-	dir := p.Dirs.Shm(p.ID)
-	failpoint.Reach("shm.make")
-	if err := os.MkdirAll(dir, 0o700); err != nil {
-		return fmt.Errorf("make shm of pod %s: %w", p.ID, err)
+const (
+	// shmSize is the size of a pod's tmpfs in bytes: /dev/shm has 64 MiB everywhere in the field.
+	shmSize = 64 << 20
+	// etcSize is the size of the tmpfs of a pod with the node's IPC namespace, and its /dev/shm.
+	etcSize = 4 << 20
+)
+
+// mountTmpfs mounts the pod's tmpfs and makes the directories in it.
+func (p Pod) mountTmpfs() error {
+	place, size := p.Dirs.Tmpfs(p.ID), shmSize
+	failpoint.Reach("tmpfs.make")
+	if err := os.MkdirAll(place, 0o700); err != nil {
+		return fmt.Errorf("make tmpfs of pod %s: %w", p.ID, err)
 	}
-	failpoint.Reach("shm.place-made")
-	mappings, err := oci.UserNamespace(p.Config)
-	if err != nil {
-		return err
+	failpoint.Reach("tmpfs.place-made")
+	dirs := map[string]os.FileMode{p.Dirs.Etc(p.ID): 0o755, p.Dirs.Shm(p.ID): 0o777 | os.ModeSticky}
+	if request.HostIPC(p.Config) {
+		size = etcSize
+		delete(dirs, p.Dirs.Shm(p.ID))
 	}
-	options := "mode=1777,size=67108864"
-	if mappings != nil { // the pod's root owns it, as in other pods
-		options += fmt.Sprintf(",uid=%d,gid=%d", mappings.HostUID(0), mappings.HostGID(0))
-	}
+	options := fmt.Sprintf("mode=0755,size=%d", size)
 	if l := p.MountLabel; l != "" {
 		options += fmt.Sprintf(",context=%q", l)
 	}
-	err = unix.Mount("shm", dir, "tmpfs", unix.MS_NOEXEC|unix.MS_NOSUID|unix.MS_NODEV, options)
-	if err != nil {
-		return fmt.Errorf("mount shm of pod %s: %w", p.ID, err)
+	if err := unix.Mount("shm", place, "tmpfs", unix.MS_NOEXEC|unix.MS_NOSUID|unix.MS_NODEV, options); err != nil {
+		return fmt.Errorf("mount tmpfs of pod %s: %w", p.ID, err)
 	}
-	failpoint.Reach("shm.mounted")
+	failpoint.Reach("tmpfs.mounted")
+	for dir, mode := range dirs {
+		if err := p.makeDir(dir, mode); err != nil {
+			return fmt.Errorf("make tmpfs of pod %s: %w", p.ID, err)
+		}
+		failpoint.Reach("tmpfs.directory-made")
+	}
 	return nil
 }
 
-// RemoveShm takes away a pod's shm, and the folder it is in, which must be empty but for it.
-// Containers that still have it keep their view. It may be repeated.
-func RemoveShm(dirs layout.Dirs, podID string) error {
-	failpoint.Reach("shm.unmount")
-	err := unix.Unmount(dirs.Shm(podID), unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
-	if err != nil && err != unix.EINVAL && err != unix.ENOENT { // not mounted, no such folder
-		return fmt.Errorf("unmount shm of pod %s: %w", podID, err)
+func (p Pod) makeDir(dir string, mode os.FileMode) error {
+	if err := os.Mkdir(dir, mode); err != nil {
+		return err
 	}
-	failpoint.Reach("shm.unmounted")
-	for _, dir := range []string{dirs.Shm(podID), dirs.PodMounts(podID)} {
-		if err := os.Remove(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return fmt.Errorf("remove shm of pod %s: %w", podID, err)
+	if err := os.Chmod(dir, mode); err != nil { // whatever the umask is
+		return err
+	}
+	return p.giveToRoot(dir)
+}
+
+// giveToRoot makes the pod's root the owner, as which it appears to be root in a pod with a user namespace.
+func (p Pod) giveToRoot(path string) error {
+	mappings, err := oci.UserNamespace(p.Config)
+	if err != nil || mappings == nil {
+		return err
+	}
+	return os.Chown(path, int(mappings.HostUID(0)), int(mappings.HostGID(0)))
+}
+
+// Unmount takes away a pod's tmpfs, and the folder it is in, which must be empty but for it.
+// Containers that still have it keep their view. It may be repeated.
+func Unmount(dirs layout.Dirs, podID string) error {
+	for _, place := range []string{dirs.Tmpfs(podID), dirs.OldShm(podID)} {
+		failpoint.Reach("tmpfs.unmount")
+		err := unix.Unmount(place, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
+		if err != nil && err != unix.EINVAL && err != unix.ENOENT { // not mounted, no such folder
+			return fmt.Errorf("unmount tmpfs of pod %s: %w", podID, err)
 		}
-		failpoint.Reach("shm.directory-removed")
+		failpoint.Reach("tmpfs.unmounted")
+	}
+	for _, dir := range []string{dirs.Tmpfs(podID), dirs.OldShm(podID), dirs.PodMounts(podID)} {
+		if err := os.Remove(dir); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return fmt.Errorf("remove tmpfs of pod %s: %w", podID, err)
+		}
+		failpoint.Reach("tmpfs.directory-removed")
 	}
 	return nil
 }
 
 // writeFiles writes small files, mode 0644: containers of any user read them.
-func writeFiles(dir string, files map[string][]byte) error {
+func (p Pod) writeFiles(files map[string][]byte) error {
 	for name, data := range files {
+		path := filepath.Join(p.Dirs.Etc(p.ID), name)
 		failpoint.Reach("pod.write-file")
-		if err := os.WriteFile(filepath.Join(dir, name), data, 0o644); err != nil {
+		if err := errors.Join(os.WriteFile(path, data, 0o644), p.giveToRoot(path)); err != nil {
 			return fmt.Errorf("write pod file: %w", err)
 		}
 		failpoint.Reach("pod.file-written")

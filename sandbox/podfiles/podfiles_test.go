@@ -15,21 +15,41 @@ import (
 	"berth/sandbox/layout"
 )
 
-// shared is a pod with the node's IPC, so that no shm is mounted; it has the node's network too, if onNode.
+// shared is a pod with the node's IPC; it has the node's network too, if onNode. Its tmpfs goes with the test.
 func shared(t *testing.T, onNode bool) Pod {
 	t.Helper()
 	namespaces := &runtimeapi.NamespaceOption{Ipc: runtimeapi.NamespaceMode_NODE}
 	if onNode {
 		namespaces.Network = runtimeapi.NamespaceMode_NODE
 	}
-	return Pod{Dirs: layout.Dirs{Root: t.TempDir()}, ID: "p", Config: &runtimeapi.PodSandboxConfig{Hostname: "ship",
+	return podOf(t, namespaces)
+}
+
+// podOf is a pod with these namespaces. Its tmpfs goes with the test.
+func podOf(t *testing.T, namespaces *runtimeapi.NamespaceOption) Pod {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("only root mounts the tmpfs of a pod")
+	}
+	p := Pod{Dirs: layout.Dirs{Root: t.TempDir(), State: t.TempDir()}, ID: "p", Config: &runtimeapi.PodSandboxConfig{Hostname: "ship",
 		Linux: &runtimeapi.LinuxPodSandboxConfig{SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: namespaces}}}}
+	t.Cleanup(func() {
+		for range 2 { // it may be repeated
+			if err := Unmount(p.Dirs, p.ID); err != nil {
+				t.Error(err)
+			}
+		}
+		if _, err := os.Stat(p.Dirs.PodMounts(p.ID)); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("left: %v", err)
+		}
+	})
+	return p
 }
 
 // read returns what a file of the pod has.
 func read(t *testing.T, p Pod, name string) string {
 	t.Helper()
-	content, err := os.ReadFile(filepath.Join(p.Dirs.PodFiles(p.ID), name))
+	content, err := os.ReadFile(filepath.Join(p.Dirs.Etc(p.ID), name))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -48,10 +68,8 @@ func TestMake(t *testing.T) {
 	for _, onNode := range []bool{false, true} {
 		p := shared(t, onNode)
 		p.Config.LogDirectory = filepath.Join(t.TempDir(), "logs/of/pod")
-		for range 2 { // an interrupted one is not in the way
-			if err := p.Make(resolvConf); err != nil {
-				t.Fatal(err)
-			}
+		if err := p.Make(resolvConf); err != nil {
+			t.Fatal(err)
 		}
 		if err := p.WriteHosts([]string{"10.0.0.7", "fd00::7"}); err != nil {
 			t.Fatal(err)
@@ -73,6 +91,55 @@ func TestMake(t *testing.T) {
 		if info, err := os.Stat(p.Config.LogDirectory); err != nil || !info.IsDir() {
 			t.Errorf("no place for logs: %v", err)
 		}
+	}
+}
+
+// What containers write to the pod's files is bounded, so that they can't fill the node's disk.
+func TestFilesAreBounded(t *testing.T) {
+	users := func() *runtimeapi.UserNamespace {
+		mapping := []*runtimeapi.IDMapping{{HostId: 65536, Length: 65536}}
+		return &runtimeapi.UserNamespace{Mode: runtimeapi.NamespaceMode_POD, Uids: mapping, Gids: mapping}
+	}
+	for name, c := range map[string]struct {
+		namespaces *runtimeapi.NamespaceOption
+		size       int
+		owner      uint32
+		shm        bool
+	}{
+		"usual":          {nil, shmSize, 0, true},
+		"node's IPC":     {&runtimeapi.NamespaceOption{Ipc: runtimeapi.NamespaceMode_NODE}, etcSize, 0, false},
+		"user namespace": {&runtimeapi.NamespaceOption{UsernsOptions: users()}, shmSize, 65536, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := podOf(t, c.namespaces)
+			if err := errors.Join(p.Make(filepath.Join(t.TempDir(), "none")), p.WriteHosts(nil)); err != nil {
+				t.Fatal(err)
+			}
+			for _, name := range []string{"hosts", "hostname", "resolv.conf"} {
+				var st unix.Stat_t
+				if err := unix.Stat(filepath.Join(p.Dirs.Etc(p.ID), name), &st); err != nil || st.Uid != c.owner || st.Gid != c.owner || st.Mode&0o777 != 0o644 {
+					t.Errorf("%s: %v, owner %d:%d, mode %o", name, err, st.Uid, st.Gid, st.Mode)
+				}
+			}
+			var st unix.Stat_t
+			if err := unix.Stat(p.Dirs.Shm(p.ID), &st); (err == nil) != c.shm || c.shm && (st.Uid != c.owner || st.Mode&0o7777 != 0o1777) {
+				t.Errorf("/dev/shm: %v, owner %d, mode %o", err, st.Uid, st.Mode)
+			}
+			f, err := os.OpenFile(filepath.Join(p.Dirs.Etc(p.ID), "hosts"), os.O_WRONLY|os.O_APPEND, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer f.Close()
+			written, chunk := 0, make([]byte, 1<<20)
+			for err == nil && written <= shmSize {
+				var n int
+				n, err = f.Write(chunk)
+				written += n
+			}
+			if !errors.Is(err, unix.ENOSPC) || written > c.size {
+				t.Errorf("%d bytes were written: %v", written, err)
+			}
+		})
 	}
 }
 

@@ -64,6 +64,8 @@ type Pod struct {
 
 	Runtime *handler.Runtime `json:"runtime,omitempty"` // nil: libcontainer
 
+	Tmpfs bool `json:"tmpfs,omitempty"` // its files and /dev/shm are on a tmpfs of its own; false: 0.2.0 or earlier made it
+
 	CgroupsPath string          `json:"cgroupsPath"`
 	NetNS       string          `json:"netns,omitempty"`   // empty: the host's
 	Network     *cni.Attachment `json:"network,omitempty"` // set before ADD, cleared after DEL

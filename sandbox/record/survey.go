@@ -44,7 +44,8 @@ type FoundPod struct {
 	CgroupsPath string // as in the runtime-spec
 	NetNS       string // where its network namespace is pinned; "": it has none of its own
 	UserNS      string // where its user namespace is pinned; "": it has none of its own
-	Shm         string // where its shm is mounted; "": it has none of its own
+	Tmpfs       string // where its tmpfs is mounted; "": it has none
+	Etc         string // the directory of its resolv.conf, hosts and hostname
 	Network     *cni.Attachment
 	IPs         []string
 	PausePID    int
@@ -142,8 +143,13 @@ func (r *Found) addPod(dirs layout.Dirs, name string, body []byte) error {
 	if mappings != nil {
 		p.UserNS = dirs.UserNS(p.ID)
 	}
-	if !request.HostIPC(config) {
-		p.Shm = dirs.Shm(p.ID)
+	switch {
+	case rec.Tmpfs:
+		p.Tmpfs, p.Etc = dirs.Tmpfs(p.ID), dirs.Etc(p.ID)
+	case request.HostIPC(config):
+		p.Etc = dirs.PodFiles(p.ID)
+	default:
+		p.Tmpfs, p.Etc = dirs.OldShm(p.ID), dirs.PodFiles(p.ID)
 	}
 	if rec.PauseImage != nil {
 		p.Layers = rec.PauseImage.Layers

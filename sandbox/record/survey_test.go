@@ -36,7 +36,7 @@ func TestInspect(t *testing.T) {
 	pods := map[Phase]Stage{PodStarting: BeingMade, PodReady: Running, PodStopped: Ended, Removing: BeingRemoved}
 	for phase := range pods {
 		rec := Pod{ID: string(phase), BootID: "boot", Phase: phase, CreatedAt: time.Now(), Config: config, CgroupsPath: "/c/" + string(phase),
-			NetNS: dirs.NetNS("x"), Network: &cni.Attachment{Network: "net"}, IPs: []string{"10.0.0.2"}, PausePID: 5, PauseStart: 6}
+			Tmpfs: phase != PodStopped, NetNS: dirs.NetNS("x"), Network: &cni.Attachment{Network: "net"}, IPs: []string{"10.0.0.2"}, PausePID: 5, PauseStart: 6}
 		if err := podRecords.Write(rec.ID, rec); err != nil {
 			t.Fatal(err)
 		}
@@ -57,8 +57,12 @@ func TestInspect(t *testing.T) {
 	}
 	for phase, stage := range pods {
 		p := got.Pods[string(phase)]
+		tmpfs, etc := dirs.Tmpfs(string(phase)), dirs.Etc(string(phase))
+		if phase == PodStopped { // of an earlier version
+			tmpfs, etc = dirs.OldShm(string(phase)), dirs.PodFiles(string(phase))
+		}
 		if p == nil || p.Stage != stage || p.BootID != "boot" || p.NetNS != "/run/netns/berth-x" || p.Network.Network != "net" || p.IPs[0] != "10.0.0.2" ||
-			p.PausePID != 5 || p.PauseStart != 6 || p.Shm != dirs.Shm(p.ID) || p.UserNS != dirs.UserNS(p.ID) || p.CgroupsPath != "/c/"+p.ID {
+			p.PausePID != 5 || p.PauseStart != 6 || p.Tmpfs != tmpfs || p.Etc != etc || p.UserNS != dirs.UserNS(p.ID) || p.CgroupsPath != "/c/"+p.ID {
 			t.Errorf("pod in phase %s: %+v", phase, p)
 		}
 	}

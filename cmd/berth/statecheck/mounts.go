@@ -6,7 +6,7 @@ import (
 )
 
 // Mounts: in the host's mount table there are, below the daemon's directories, the mounts that it
-// makes for itself, and of each running pod its shm and the pins of its namespaces: each once, and
+// makes for itself, and of each running pod its tmpfs and the pins of its namespaces: each once, and
 // no others. What launchers mount stays in their own mount namespaces.
 
 func compareMounts(f *facts, d *finder) {
@@ -43,7 +43,7 @@ func (f *facts) expectedMounts() (expected map[string]string, allowed map[string
 		}
 	}
 	for _, p := range f.pods {
-		for _, point := range []string{p.Shm, p.NetNS, p.UserNS} {
+		for _, point := range []string{p.Tmpfs, p.NetNS, p.UserNS} {
 			if point == "" || f.podIsOver(p) {
 				continue
 			}

@@ -101,8 +101,12 @@ func (f *facts) compareFiles(d *finder) {
 		if p.Stage != record.Running && p.Stage != record.Ended {
 			continue
 		}
+		f.compareExists(d, podName(id), f.dirs.PodFiles(id))
+		if !f.podRuns(p) { // its tmpfs is unmounted when it is stopped
+			continue
+		}
 		for _, name := range []string{"resolv.conf", "hostname", "hosts"} {
-			f.compareExists(d, podName(id), filepath.Join(f.dirs.PodFiles(""), id, name))
+			f.compareExists(d, podName(id), filepath.Join(p.Etc, name))
 		}
 	}
 	for id, c := range f.containers {

@@ -51,7 +51,7 @@ func healthy(t *testing.T) *facts {
 	netns := filepath.Join(n.NetNSDir, "berth-"+podID)
 	f.pods = map[string]*record.FoundPod{podID: {ID: podID, BootID: "boot", Stage: record.Running, CgroupsPath: "/kubepods/pod1/" + podID,
 		Config: &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "name"}},
-		NetNS:  netns, Shm: filepath.Join(f.dirs.SharedMounts(), podID, "shm"), Network: &cni.Attachment{Network: "net", ConfList: []byte(list)},
+		NetNS:  netns, Tmpfs: f.dirs.Tmpfs(podID), Etc: f.dirs.Etc(podID), Network: &cni.Attachment{Network: "net", ConfList: []byte(list)},
 		IPs: []string{"10.0.0.2"}, PausePID: pausePID, PauseStart: 200}}
 	f.containers = map[string]*record.FoundContainer{
 		runningID: {ID: runningID, PodID: podID, BootID: "boot", Stage: record.Running, CgroupsPath: "/kubepods/pod1/" + runningID, ImageID: imageID, ImageRef: imageRef, Layers: []digest.Digest{layerOne}},
@@ -81,7 +81,7 @@ func healthy(t *testing.T) *facts {
 	}
 	f.descriptors = []descriptor{{number: "1", target: "/dev/null"}, {number: "5", target: pidfdTarget, pid: pausePID}, {number: "6", target: "pidfd:[7]", pid: idlePID}}
 	f.mounts = []*mountinfo.Info{}
-	for _, point := range []string{n.State, f.dirs.SharedMounts(), f.dirs.RootPlace(), f.pods[podID].Shm, netns, n.Root} {
+	for _, point := range []string{n.State, f.dirs.SharedMounts(), f.dirs.RootPlace(), f.pods[podID].Tmpfs, netns, n.Root} {
 		f.mounts = append(f.mounts, &mountinfo.Info{Mountpoint: point, FSType: "tmpfs", Source: "made up"})
 	}
 	f.views = &views{
@@ -96,12 +96,12 @@ func healthy(t *testing.T) *facts {
 	}
 	for _, path := range []string{
 		filepath.Join(f.dirs.PodFiles(""), podID), f.dirs.Trash(), filepath.Join(f.dirs.Writable(""), runningID, "upper"), filepath.Join(f.dirs.Writable(""), exitedID, "upper"),
-		f.pods[podID].Shm, filepath.Join(f.dirs.Libcontainer(), podID), filepath.Join(f.dirs.Libcontainer(), runningID), n.NetNSDir, n.proc + "/" + strconv.Itoa(pausePID) + "/ns",
+		f.pods[podID].Etc, filepath.Join(f.dirs.Libcontainer(), podID), filepath.Join(f.dirs.Libcontainer(), runningID), n.NetNSDir, n.proc + "/" + strconv.Itoa(pausePID) + "/ns",
 	} {
 		must(t, os.MkdirAll(path, 0o700))
 	}
 	for _, name := range []string{"resolv.conf", "hostname", "hosts"} {
-		write(t, filepath.Join(f.dirs.PodFiles(""), podID, name))
+		write(t, filepath.Join(f.dirs.Etc(podID), name))
 	}
 	must(t, os.Symlink("/proc/self/ns/net", netns))
 	must(t, os.Symlink("/proc/self/ns/net", n.proc+"/"+strconv.Itoa(pausePID)+"/ns/net"))
@@ -259,7 +259,7 @@ func TestDifferencesAreNamed(t *testing.T) {
 			must(t, os.Mkdir(filepath.Join(f.dirs.Writable(""), strangeID), 0o700))
 		}, []string{"records: …" + strangeID + ": expected a recorded pod or container that has it"}},
 		{"a pod's file that is gone", func(t *testing.T, f *facts) {
-			must(t, os.Remove(filepath.Join(f.dirs.PodFiles(""), podID, "hosts")))
+			must(t, os.Remove(filepath.Join(f.dirs.Etc(podID), "hosts")))
 		}, []string{"records: pod " + podID + ": expected …/hosts"}},
 
 		{"a daemon that does not answer", func(_ *testing.T, f *facts) { f.views = &views{err: errors.New("refused"), pulls: 1} }, []string{"views: the daemon: expected an answer"}},
