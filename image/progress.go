@@ -50,6 +50,7 @@ type pulls struct {
 type pullTrack struct {
 	ref     string
 	started time.Time
+	hosts   []string // that answered; belongs to the pull
 	layers  atomic.Pointer[[]*layerTrack]
 }
 
@@ -100,6 +101,20 @@ func (p *pulls) snapshot() []PullProgress {
 		all = append(all, t.snapshot())
 	}
 	return all
+}
+
+// received is how many bytes of layers were fetched for the pull, also where another pull that goes on at the same time fetches them.
+func (t *pullTrack) received() (bytes int64) {
+	layers := t.layers.Load()
+	if layers == nil {
+		return 0
+	}
+	for _, l := range *layers {
+		if b := l.bytes.Load(); b != nil {
+			bytes += b.Load()
+		}
+	}
+	return bytes
 }
 
 func (t *pullTrack) snapshot() PullProgress {

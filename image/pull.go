@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
+	"strings"
 	"sync/atomic"
 	"time"
 
@@ -44,7 +46,8 @@ func (s *Store) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfi
 	if err != nil {
 		return nil, pullError(ref, err)
 	}
-	s.log.Info("pulled image", "ref", ref, "image", img.ID, "size", img.Size, "took", time.Since(track.started))
+	s.log.Info("image pulled", "ref", ref, "image", img.ID, "size", img.Size, "host", strings.Join(track.hosts, ","), "bytes", track.received(),
+		"seconds", math.Round(time.Since(track.started).Seconds()*1000)/1000)
 	return img, nil
 }
 
@@ -71,6 +74,7 @@ func (s *Store) pull(ctx context.Context, name string, auth *runtimeapi.AuthConf
 		return nil, err
 	}
 	defer repo.Close()
+	defer func() { track.hosts = repo.Served() }()
 	end := s.cfg.Waits.BeginOpen("its registry to tell what it is", "image "+ref.String()) // stalls are given up
 	if img := s.unchanged(ctx, repo); img != nil {
 		end()

@@ -292,7 +292,12 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 	if err != nil {
 		return fmt.Errorf("remove image: %w", err)
 	}
-	return s.remove(id)
+	tags := s.index.Load().records[id].Tags
+	if err := s.remove(id); err != nil {
+		return err
+	}
+	s.log.Info("image removed", "image", id, "tags", tags)
+	return nil
 }
 
 // remove removes an image for whoever is the writer, and what nobody needs then.

@@ -184,7 +184,7 @@ func (m *Manager) imageOf(config *runtimeapi.ContainerConfig) (*image.Image, err
 // the container or its refusal.
 func (m *Manager) enterContainer(ctx context.Context, p *pod, c *container) error {
 	if info := p.info.Load(); info == nil || !info.Ready {
-		return errdefs.FailedPrecondition("pod sandbox %s is not ready", p.id)
+		return notReady(p)
 	}
 	if err := m.writeContainer(ctx, c); err != nil {
 		return err
@@ -225,7 +225,7 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	m.appArmor.Ensure(ctx)
 	others, err := m.describeContainer(ctx, looking, p, c)
 	if err != nil && errors.Is(context.Cause(looking), launch.ErrStopped) {
-		return errdefs.FailedPrecondition("pod sandbox %s was stopped: %v", p.id, err)
+		return errdefs.Superseded(errdefs.FailedPrecondition("pod sandbox %s was stopped: %v", p.id, err))
 	}
 	if err != nil {
 		return err

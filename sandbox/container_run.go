@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"math"
 	"os"
 	"time"
@@ -71,7 +72,7 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 		return m.startInterrupted(ctx, c, err)
 	}
 	if err != nil && errors.Is(context.Cause(launchCtx), launch.ErrStopped) {
-		err = errdefs.FailedPrecondition("%v: %v", launch.ErrStopped, err)
+		err = errdefs.Superseded(errdefs.FailedPrecondition("%v: %v", launch.ErrStopped, err))
 	}
 	if err != nil {
 		return m.startFailed(c, err)
@@ -94,16 +95,21 @@ func (m *Manager) readyPod(id string) (*pod, error) {
 	}
 	pause := p.pause.Load()
 	if !p.info.Load().Ready || pause == nil {
-		return nil, errdefs.FailedPrecondition("pod sandbox %s is not ready", p.id)
+		return nil, notReady(p)
 	}
 	ended, err := pidfd.Exited(pause)
 	if err != nil && !errors.Is(err, os.ErrClosed) {
 		return nil, fmt.Errorf("pause of pod sandbox %s: %w", p.id, err)
 	}
 	if ended || err != nil {
-		return nil, errdefs.FailedPrecondition("pod sandbox %s is not ready: its pause has ended", p.id)
+		return nil, fmt.Errorf("%w: its pause has ended", notReady(p))
 	}
 	return p, nil
+}
+
+// notReady refuses something in a pod that is not ready. Why it is not was logged, or will be: it is being stopped, or has lost its pause.
+func notReady(p *pod) error {
+	return errdefs.Superseded(errdefs.FailedPrecondition("pod sandbox %s is not ready", p.id))
 }
 
 // startInterrupted makes a container created again whose start the end of the daemon has cancelled: it is not the
@@ -129,6 +135,7 @@ func (m *Manager) containerStarted(ctx context.Context, c *container, s *shim.St
 	defer trace.Begin(ctx, "publish").End()
 	run := &running{process.Launched(s), m.containerMeter(c)}
 	m.publishRunning(c, run)
+	m.logContainer("container started", c, slog.Int("pid", run.PID))
 	m.watchContainer(c, run)
 	m.census.Soon()
 }
@@ -189,6 +196,7 @@ func (m *Manager) exited(c *container, exit record.Exit) {
 	told := make(chan struct{})
 	c.stopUntold.Store(&told)
 	m.publishContainer(c)
+	m.logExit(c, exit)
 	if run := c.running.Swap(nil); run != nil {
 		close(run.Exited) // first: the wait for a kill is short, and plugins take their time
 		m.keepUsage(c, run)

@@ -67,6 +67,7 @@ type Config struct {
 	OwnDevices     bool        // devices belong to the user and group of the security context
 	Waits          *task.Waits // where waits are noted
 	Log            *slog.Logger
+	LogFormat      string // of Log: json or text
 }
 
 // Manager owns all pods and containers.
@@ -223,6 +224,7 @@ func (m *Manager) startLaunchers() (err error) {
 		Idle:        m.cfg.IdleLaunchers,
 		Warm:        m.cfg.Host.RootShared,
 		Log:         m.log,
+		LogFormat:   m.cfg.LogFormat,
 	})
 	return err
 }

@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"sync/atomic"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
@@ -39,6 +41,7 @@ type pod struct {
 
 	presented  bool // plugins were asked about it; belongs to the holder of turn
 	unrecorded bool // that it is stopped is yet to be recorded, in the background; belongs to the holder of turn
+	stopping   bool // it was ready, and what it has is being taken down; belongs to the holder of turn
 	takenDown  bool // nothing of it is left but its files; belongs to the holder of turn
 }
 
@@ -205,6 +208,7 @@ func (m *Manager) finishPod(ctx context.Context, p *pod, started *shim.Started) 
 	defer trace.Begin(ctx, "publish").End()
 	m.publishPod(p)
 	m.watchPause(p, started.Init)
+	m.logPod("pod ready", p, slog.Any("ips", p.rec.IPs), seconds(time.Since(p.rec.CreatedAt)))
 	return nil
 }
 

@@ -39,6 +39,7 @@ func (m *Manager) stopPod(ctx context.Context, p *pod) error {
 	first := p.rec.Phase != record.PodStopped
 	var unrecorded error
 	if first {
+		p.stopping = true
 		p.rec.Phase = record.PodStopped
 		unrecorded = m.podRecords.Write(p.id, p.rec)
 		m.publishPod(p)
@@ -56,6 +57,10 @@ func (m *Manager) stopPod(ctx context.Context, p *pod) error {
 	}
 	if unrecorded != nil {
 		m.recordStopLater(p, unrecorded)
+	}
+	if p.stopping && err == nil {
+		p.stopping = false
+		m.logPod("pod stopped", p)
 	}
 	return err
 }
@@ -188,6 +193,9 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	}
 	m.labels.Release(m.selinux, p.rec.SELinux, p.id)
 	m.pods.Remove(p.id)
+	if p.Visible() { // else nobody was told of it
+		m.logPod("pod removed", p)
+	}
 	m.events.PodDeleted(p.info.Load())
 	m.podIDs.Forget(request.PodIdentity(p.config.Metadata), p.id)
 	if p.presented && !p.Visible() {

@@ -303,6 +303,7 @@ func (m *Manager) publishLost(ctx context.Context, c *container, ids shim.Launch
 		return nil
 	}
 	if lost {
+		m.processes.LogLost(c.id)
 		if err := m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath); err != nil {
 			m.log.Error("what a lost shim left does not end", "container", c.id, "error", err)
 			return m.watchLost(c, ids, exit)

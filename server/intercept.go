@@ -25,9 +25,10 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 		if p := recover(); p != nil {
 			resp, err = nil, s.panicked(info.FullMethod, p)
 		}
+		level := levelOf(err)
 		err = coded(err)
 		s.endTrace(traced, info.FullMethod, req, resp, err)
-		s.logCall(ctx, info.FullMethod, time.Since(began), err, append(ids(req), ids(resp)...))
+		s.logCall(ctx, level, info.FullMethod, time.Since(began), err, append(ids(req), ids(resp)...))
 	}()
 	if !s.requests.TryAcquire(1) {
 		return nil, errdefs.Unavailable("berth is stopping")
@@ -61,8 +62,9 @@ func (s *Server) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerIn
 		if p := recover(); p != nil {
 			err = s.panicked(info.FullMethod, p)
 		}
+		level := levelOf(err)
 		err = coded(err)
-		s.logCall(ss.Context(), info.FullMethod, time.Since(began), err, nil)
+		s.logCall(ss.Context(), level, info.FullMethod, time.Since(began), err, nil)
 	}()
 	return handler(srv, ss)
 }
@@ -88,18 +90,25 @@ func coded(err error) error {
 	return st.Err()
 }
 
-// logCall logs one RPC: at debug, or as a warning if it failed in a way that an
+// levelOf is the level at which an RPC with that outcome is logged: debug, or a warning if it failed in a way that an
 // operator should know of.
-func (s *Server) logCall(ctx context.Context, method string, took time.Duration, err error, attrs []slog.Attr) {
-	level, code := slog.LevelDebug, status.Code(err)
-	switch code {
+func levelOf(err error) slog.Level {
+	switch status.Code(coded(err)) {
 	case codes.OK, codes.NotFound, codes.Canceled, codes.Unimplemented:
-	default:
-		level = slog.LevelWarn
+		return slog.LevelDebug
 	}
+	if errdefs.IsSuperseded(err) {
+		return slog.LevelDebug
+	}
+	return slog.LevelWarn
+}
+
+// logCall logs one RPC.
+func (s *Server) logCall(ctx context.Context, level slog.Level, method string, took time.Duration, err error, attrs []slog.Attr) {
 	if !s.log.Enabled(ctx, level) {
 		return
 	}
+	code := status.Code(err)
 	attrs = append(attrs, slog.Duration("took", took), slog.String("code", code.String()))
 	if p, ok := peer.FromContext(ctx); ok {
 		if info, ok := p.AuthInfo.(peerInfo); ok {

@@ -30,6 +30,7 @@ type Config struct {
 	Idle        int          // launchers kept ready
 	Warm        bool         // keep launchers for Launch; false: what is mounted later would not reach them, start one per launch
 	Log         *slog.Logger // nil: slog.Default()
+	LogFormat   string       // of the lines that launchers log themselves: "json", else text
 }
 
 // Launchers starts containers and execs, each in a launcher process of its own.
@@ -456,7 +457,7 @@ func (l *Launchers) startWith(socket *os.File) (*launcher, error) {
 	// With Unshareflags instead, package os would make all mounts private.
 	attr := &os.ProcAttr{
 		Files: []*os.File{null, null, os.Stderr, control.SocketFD: socket, control.MountNSFD: mnt, control.ExeFD: l.exe, control.FiltersFD: l.filters},
-		Env:   append([]string{"PATH=" + os.Getenv("PATH"), control.SlackEnv + "=1"}, failpoint.Env()...),
+		Env:   append([]string{"PATH=" + os.Getenv("PATH"), control.SlackEnv + "=1", control.LogFormatEnv + "=" + l.cfg.LogFormat}, failpoint.Env()...),
 		Sys:   &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS, Setsid: true, PidFD: &fd},
 		Dir:   "/",
 	}

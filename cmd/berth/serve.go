@@ -396,6 +396,7 @@ func sandboxConfig(cfg *config.Config, node *node, plugins plugins.Plugins, wait
 		OwnDevices:     cfg.DeviceOwnership,
 		Waits:          waits,
 		Log:            log,
+		LogFormat:      cfg.LogFormat,
 	}
 }
 

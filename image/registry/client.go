@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
+	"sync"
 	"time"
 
 	"berth/image/registry/hosts"
@@ -67,6 +69,9 @@ type Repository struct {
 	endpoints []*endpoint
 	pause     time.Duration
 	parts     partsConfig
+
+	mu     sync.Mutex // guards served
+	served []string
 }
 
 // Open prepares to fetch the image that ref names, with the credentials given for
@@ -91,6 +96,21 @@ func (c *Client) Open(ref Reference, given Credentials) (*Repository, error) {
 func (r *Repository) Close() {
 	for _, e := range r.endpoints {
 		e.wires.closeIdle()
+	}
+}
+
+// Served returns the hosts that have answered, with their ports, in the order of their first answers.
+func (r *Repository) Served() []string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.Clone(r.served)
+}
+
+func (r *Repository) noteServed(e *endpoint) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !slices.Contains(r.served, e.base.Host) {
+		r.served = append(r.served, e.base.Host)
 	}
 }
 
@@ -146,7 +166,10 @@ func (r *Repository) askOnce(ctx context.Context, caps hosts.Capability, first i
 	for i, e := range places {
 		err := e.down()
 		if err == nil || i == len(places)-1 {
-			if err = ask(e); err == nil || ctx.Err() != nil {
+			if err = ask(e); err == nil {
+				r.noteServed(e)
+			}
+			if err == nil || ctx.Err() != nil {
 				return err
 			}
 			e.noteDown(err)

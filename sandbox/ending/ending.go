@@ -101,6 +101,7 @@ func (k *Kit) Settle(c Container, startedAt time.Time) (exit record.Exit, settle
 	case err != nil:
 		return record.Exit{}, false
 	case lost:
+		k.processes.LogLost(c.ID)
 		return k.SettleLost(c, exit)
 	}
 	return exit, true

@@ -135,7 +135,6 @@ func (k Kit) ReadExit(ctx context.Context, id string, startedAt time.Time) (exit
 		left, err = shim.ReadExit(k.Dirs.Shim(id))
 	}
 	if err != nil {
-		k.Log.Error("the shim was lost", "container", id, "error", err)
 		return record.Exit{Code: record.CodeUnknown, Reason: record.ReasonShimLost, StartedAt: startedAt, FinishedAt: time.Now(),
 			Message: "the container's shim was lost, its exit code is unknown"}, true, nil
 	}
@@ -148,6 +147,13 @@ func (k Kit) ReadExit(ctx context.Context, id string, startedAt time.Time) (exit
 		exit.Reason = record.ReasonError
 	}
 	return exit, false, nil
+}
+
+// LogLost logs that the shim of a container was lost which had started it, and why its exit is not known. A start that was
+// taken back has no exit either, and is no loss.
+func (k Kit) LogLost(id string) {
+	_, err := shim.ReadExit(k.Dirs.Shim(id))
+	k.Log.Error("the shim was lost", "container", id, "error", err)
 }
 
 // UnreadableExit tells why the exit of a container whose shim has ended cannot be read at the moment, for lack of descriptors say: who

@@ -32,6 +32,9 @@ const (
 // SlackEnv is set in a launcher's environment: package shim/launcher/sysmon looks for it before Go's runtime starts.
 const SlackEnv = "BERTH_TIMER_SLACK"
 
+// LogFormatEnv is "json" in the environment of a launcher whose daemon logs JSON.
+const LogFormatEnv = "BERTH_LOG_FORMAT"
+
 // Request is a message to the launcher. Exactly one field is set.
 type Request struct {
 	Launch *Launch `json:"launch,omitempty"`

@@ -14,8 +14,8 @@ package launcher
 
 import (
 	"errors"
-	"fmt"
 	"io"
+	"log/slog"
 	"os"
 	"os/signal"
 	"runtime"
@@ -46,7 +46,10 @@ func Main() int {
 	// libcontainer gives it to the container's init, whose start it shortens. Ours
 	// has been read already. It cannot fail for such a name.
 	_ = os.Setenv("GOMAXPROCS", "1")
-	_ = os.Unsetenv(control.SlackEnv) // it is not for hooks
+	format := os.Getenv(control.LogFormatEnv)
+	for _, name := range []string{control.SlackEnv, control.LogFormatEnv} { // they are not for hooks
+		_ = os.Unsetenv(name)
+	}
 	nameProcess()
 	debug.SetGCPercent(-1)
 	debug.SetMemoryLimit(memoryLimit)
@@ -55,11 +58,30 @@ func Main() int {
 		warm()
 		err = l.serve()
 	}
-	if err != nil && err != io.EOF {
-		fmt.Fprintf(os.Stderr, "berth-shim: %v\n", err)
+	if err != nil && !daemonIsGone(err) {
+		logFailure(os.Stderr, format, l, err)
 		return 1
 	}
 	return 0
+}
+
+// daemonIsGone tells whether the daemon has closed the connection, or its end has: it has given up the order, or was
+// killed. The launcher has undone what it did; nobody waits for its answer.
+func daemonIsGone(err error) bool {
+	return err == io.EOF || errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET)
+}
+
+// logFailure writes a line as the daemon logs them: standard error is its own. l is nil for a launcher that did not start.
+func logFailure(w io.Writer, format string, l *launcher, err error) {
+	var handler slog.Handler = slog.NewTextHandler(w, nil)
+	if format == "json" {
+		handler = slog.NewJSONHandler(w, nil)
+	}
+	log := slog.New(handler).With("pid", os.Getpid())
+	if l != nil && l.container != "" {
+		log = log.With("container", l.container)
+	}
+	log.Error("a launcher has failed", "error", err)
 }
 
 // launcher is one process's state.
@@ -69,6 +91,8 @@ type launcher struct {
 	filters  *filter.Table
 	warnings *warnings.List
 	last     *loaded // the container of the last exec; nil: none yet
+
+	container string // ID of the container or pod of the last order; "": none yet
 }
 
 // start takes over the descriptors that the daemon has put in place.
@@ -117,8 +141,10 @@ func (l *launcher) carryOut(r *control.Request, files []*os.File) (again bool, e
 	}
 	switch {
 	case r.Launch != nil:
+		l.container = r.Launch.ID
 		return l.serveLaunch(r.Launch, files)
 	case r.Exec != nil:
+		l.container = r.Exec.ID
 		return true, l.serveExec(r.Exec, files)
 	case r.Kill != "": // the exec that it was for has ended in the meantime
 		return true, nil

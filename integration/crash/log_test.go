@@ -1,0 +1,87 @@
+package crash
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+	"berth/integration/machine"
+)
+
+const pointLimit = time.Minute // to reach a point on a slow machine
+
+// startUntil starts a container whose launcher is stopped at a point, and returns what the start becomes.
+func startUntil(t *testing.T, fp *harness.Failpoints, c *harness.Container, point string) chan error {
+	t.Helper()
+	fp.FreezeNext(t, harness.LauncherProgram, point, 1)
+	started := make(chan error, 1)
+	cri := c.Pod.D.Cri
+	go func() { started <- cri.StartContainer(context.WithoutCancel(t.Context()), c.Id) }()
+	if !fp.WaitReached(pointLimit) {
+		t.Fatal("the point was not reached")
+	}
+	return started
+}
+
+// A start that is taken back because its pod is stopped is no reason to warn.
+func TestLogOfAStartThatIsStopped(t *testing.T) {
+	var fp harness.Failpoints
+	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Create(t)
+	started := startUntil(t, &fp, c, "launcher.open-log")
+	pod.Stop(t)
+	harness.WantCode(t, <-started, codes.FailedPrecondition, "stopped")
+	harness.Equal(t, "state", c.WaitExited(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
+	pod.Remove(t)
+	d.QuietLog(t)
+}
+
+// A start that ends with its daemon is taken back by the next one. Neither that nor the launcher, to whom nobody listens, is
+// worth an error.
+func TestLogOfAStartThatIsTakenBack(t *testing.T) {
+	var fp harness.Failpoints
+	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Create(t)
+	started := startUntil(t, &fp, c, "launcher.open-log")
+	launcher := stoppedLauncher(t)
+	d.Kill(t)
+	<-started
+	harness.Must(t, syscall.Kill(launcher, syscall.SIGCONT))
+	harness.Eventually(t, "the launcher ends", func() error {
+		if machine.Alive(launcher) {
+			return fmt.Errorf("process %d lives", launcher)
+		}
+		return nil
+	})
+	d.Start(t)
+	harness.Equal(t, "state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_CREATED)
+	c.Start(t)
+	pod.Remove(t)
+	d.QuietLog(t)
+}
+
+// stoppedLauncher finds the launcher that a failpoint has stopped.
+func stoppedLauncher(t *testing.T) (found int) {
+	t.Helper()
+	harness.Eventually(t, "a launcher is stopped", func() error {
+		for _, pid := range machine.Processes() {
+			stat, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+			if _, state, ok := strings.Cut(string(stat), "(berth-shim) "); ok && strings.HasPrefix(state, "T") {
+				found = pid
+				return nil
+			}
+		}
+		return fmt.Errorf("none is")
+	})
+	return found
+}

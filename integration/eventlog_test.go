@@ -1,0 +1,182 @@
+package integration
+
+import (
+	"context"
+	"encoding/json"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	v1 "github.com/google/go-containerregistry/pkg/v1"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+)
+
+// eventsOf returns the lines of an event, and fails the test unless they are at the level info and n.
+func eventsOf(t *testing.T, d *harness.Daemon, n int, event string, want harness.LogLine) []harness.LogLine {
+	t.Helper()
+	var found []harness.LogLine
+	for _, line := range d.LogLines(t) {
+		matches := line["msg"] == event && line["level"] == "INFO"
+		for key, value := range want {
+			matches = matches && line[key] == value
+		}
+		if matches {
+			found = append(found, line)
+		}
+	}
+	if len(found) != n {
+		t.Fatalf("the log has %d lines %q with %v, want %d:\n%s", len(found), event, map[string]string(want), n, d.Tail())
+	}
+	return found
+}
+
+// wantKeys demands that a line has these keys, with values.
+func wantKeys(t *testing.T, line harness.LogLine, keys ...string) {
+	t.Helper()
+	for _, key := range keys {
+		if line[key] == "" {
+			t.Errorf("no %s in %s", key, line)
+		}
+	}
+}
+
+// Each event in the life of pods, containers and images is a line at the level info, with names, and no ordinary life is worth a warning.
+func TestEventLog(t *testing.T) {
+	d := harness.StartDaemon(t)
+	name, id := harness.Push(t, harness.Registry, "eventlog:1", harness.BuildImage(t, v1.Config{}))
+	d.Pull(t, name)
+	d.Pull(t, name)
+	pulled := eventsOf(t, d, 2, "image pulled", harness.LogLine{"ref": name, "image": id, "host": harness.Registry.Host})
+	wantKeys(t, pulled[0], "size", "seconds")
+	if pulled[0]["bytes"] == "0" || pulled[1]["bytes"] != "0" {
+		t.Errorf("bytes of the first pull are %s, of the second %s", pulled[0]["bytes"], pulled[1]["bytes"])
+	}
+
+	pod := d.RunPod(t, harness.PodNamed("web"))
+	names := harness.LogLine{"namespace": pod.Config.Metadata.Namespace, "podName": "web", "pod": pod.Id, "attempt": "0"}
+	ready := eventsOf(t, d, 1, "pod ready", names)
+	wantKeys(t, ready[0], "seconds")
+	harness.Equal(t, "ips", ready[0]["ips"], "["+pod.Ip(t)+"]")
+
+	limit := harness.Resources(func(r *runtimeapi.LinuxContainerResources) { r.MemoryLimitInBytes = 16 << 20 })
+	for what, c := range map[string]struct {
+		options           []harness.ContainerOption
+		code, reason, oom string
+	}{
+		"well":   {[]harness.ContainerOption{harness.Script("exit 0")}, "0", "Completed", "false"},
+		"failed": {[]harness.ContainerOption{harness.Script("exit 3")}, "3", "Error", "false"},
+		"hog":    {[]harness.ContainerOption{limit, harness.Command("tail", "/dev/zero")}, "137", "OOMKilled", "true"},
+	} {
+		ctr, _ := pod.RunToEnd(t, append(c.options, harness.ContainerNamed(what))...)
+		its := harness.LogLine{"containerName": what, "container": ctr.Id, "attempt": "0", "namespace": names["namespace"], "podName": "web", "pod": pod.Id}
+		wantKeys(t, eventsOf(t, d, 1, "container started", its)[0], "pid")
+		its["code"], its["reason"], its["oom"] = c.code, c.reason, c.oom
+		wantKeys(t, eventsOf(t, d, 1, "container exited", its)[0], "seconds")
+	}
+	running := pod.Run(t)
+	d.Restart(t) // a daemon that finds pods again tells nothing of them
+	running.Stop(t, 0)
+	pod.Stop(t)
+	pod.Stop(t)
+	pod.Remove(t)
+	eventsOf(t, d, 1, "pod ready", nil)
+	eventsOf(t, d, 4, "container started", nil)
+	eventsOf(t, d, 4, "container exited", nil)
+	eventsOf(t, d, 1, "pod stopped", names)
+	eventsOf(t, d, 1, "pod removed", names)
+	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: name}))
+	harness.Must(t, d.Images.RemoveImage(t.Context(), &runtimeapi.ImageSpec{Image: name})) // it is gone
+	eventsOf(t, d, 1, "image removed", harness.LogLine{"image": id, "tags": "[" + name + "]"})
+	d.QuietLog(t)
+}
+
+// Names may be anything: each event is one line, which can be parsed. No credentials are in the log.
+func TestEventLogOfHostileNames(t *testing.T) {
+	const hostile = "a\u2028 level=ERROR msg=\"forged\" \u202e time=now" // control characters are refused
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.PodNamed(hostile), harness.HostNetwork)
+	pod.RunToEnd(t, harness.ContainerNamed("c"+hostile), harness.Script("exit 0"), func(c *runtimeapi.ContainerConfig) { c.LogPath = "" })
+	line := eventsOf(t, d, 1, "pod ready", harness.LogLine{"pod": pod.Id})[0]
+	if strings.ContainsAny(line["podName"], "\u2028\u202e") || !strings.Contains(line["podName"], "forged") {
+		t.Errorf("the pod's name is %q", line["podName"])
+	}
+	pod.Remove(t)
+	for _, line := range d.LogLines(t) {
+		if line["msg"] == "forged" {
+			t.Errorf("a forged line: %s", line)
+		}
+	}
+	d.QuietLog(t)
+
+	inJSON := harness.StartDaemon(t, harness.WithConfig(`log_format = "json"`))
+	pod = inJSON.RunPod(t, harness.PodNamed(hostile), harness.HostNetwork)
+	pod.Remove(t)
+	found := 0
+	for text := range strings.Lines(string(harness.Get(os.ReadFile(inJSON.LogFile()))(t))) {
+		var line map[string]any
+		harness.Must(t, json.Unmarshal([]byte(text), &line))
+		if line["msg"] == "pod ready" && line["pod"] == pod.Id {
+			found++
+		}
+	}
+	harness.Equal(t, "lines of the pod that is ready", found, 1)
+}
+
+// Clients that give up, and pods that are stopped while something begins in them, are no reason to warn.
+func TestNoWarningsOfClientsThatCancel(t *testing.T) {
+	d := harness.StartDaemon(t)
+	d.EnsureImage(t, harness.BaseImage)
+	pod := d.RunPod(t, harness.HostNetwork)
+	running := pod.Run(t)
+	soon := func(do func(ctx context.Context)) {
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() { defer close(done); do(ctx) }()
+		time.AfterFunc(20*time.Millisecond, cancel)
+		<-done
+		cancel()
+	}
+	for range 5 {
+		config := d.PodConfig(t, harness.HostNetwork)
+		soon(func(ctx context.Context) { _, _ = d.Cri.RunPodSandbox(ctx, config, "") })
+		c := pod.Create(t)
+		soon(func(ctx context.Context) { _ = d.Cri.StartContainer(ctx, c.Id) })
+		soon(func(ctx context.Context) { _, _, _ = d.Cri.ExecSync(ctx, running.Id, []string{"sleep", "1000"}, 0) })
+		soon(func(ctx context.Context) { _ = d.Cri.StopContainer(ctx, running.Id, 3600) })
+		id := harness.Get(d.Cri.RunPodSandbox(t.Context(), config, ""))(t)
+		harness.Must(t, d.Cri.StopPodSandbox(t.Context(), id))
+		harness.Must(t, d.Cri.RemovePodSandbox(t.Context(), id))
+	}
+	for range 10 { // the start begins before, in, or after the stop
+		other := d.RunPod(t, harness.HostNetwork)
+		c := other.Create(t)
+		started := make(chan struct{})
+		go func() { defer close(started); _ = d.Cri.StartContainer(t.Context(), c.Id) }()
+		other.Stop(t)
+		<-started
+		other.Remove(t)
+	}
+	pod.Remove(t)
+	d.QuietLog(t)
+}
+
+// What pulls are made with is not in the log, whether they succeed or fail.
+func TestNoCredentialsInTheLog(t *testing.T) {
+	r := harness.NewRegistry(t)
+	d := harness.StartDaemon(t)
+	name, _ := harness.Push(t, r, "private:1", harness.BuildImage(t, v1.Config{}))
+	r.Hook(harness.BasicAuth)
+	for _, auth := range []*runtimeapi.AuthConfig{{Username: "user", Password: "secret"}, {Username: "user", Password: "hunter2"}} {
+		_, _ = d.Images.PullImage(t.Context(), &runtimeapi.ImageSpec{Image: name}, auth, nil)
+	}
+	log := string(harness.Get(os.ReadFile(d.LogFile()))(t))
+	for _, secret := range []string{"secret", "hunter2", "dXNlcj"} {
+		if strings.Contains(log, secret) {
+			t.Errorf("the log has %q", secret)
+		}
+	}
+	eventsOf(t, d, 1, "image pulled", harness.LogLine{"ref": name, "host": r.Host})
+}

@@ -1,0 +1,76 @@
+package harness
+
+import (
+	"fmt"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+// LogLine is a line of the daemon's log, by its keys.
+type LogLine map[string]string
+
+func (l LogLine) String() string {
+	return l["time"] + " " + l["level"] + " " + l["msg"] + " " + fmt.Sprint(map[string]string(l))
+}
+
+// LogLines returns what the daemon has logged. A line that is not one of slog's text form, with time, level and msg, fails the test.
+func (d *Daemon) LogLines(t *testing.T) (lines []LogLine) {
+	t.Helper()
+	for text := range strings.Lines(string(Get(os.ReadFile(d.LogFile()))(t))) {
+		line, err := parseLogLine(strings.TrimSuffix(text, "\n"))
+		if err != nil {
+			t.Errorf("the log has %q: %v", text, err)
+			continue
+		}
+		lines = append(lines, line)
+	}
+	return lines
+}
+
+func parseLogLine(text string) (LogLine, error) {
+	line := LogLine{}
+	for text != "" {
+		key, rest, ok := strings.Cut(text, "=")
+		if !ok || key == "" || strings.ContainsAny(key, " \"") {
+			return nil, fmt.Errorf("no key at %q", text)
+		}
+		value, after, _ := strings.Cut(rest, " ")
+		if strings.HasPrefix(rest, `"`) {
+			quoted, err := strconv.QuotedPrefix(rest)
+			if err != nil {
+				return nil, err
+			}
+			if value, err = strconv.Unquote(quoted); err != nil {
+				return nil, err
+			}
+			after = strings.TrimPrefix(rest[len(quoted):], " ")
+		}
+		if _, twice := line[key]; twice {
+			return nil, fmt.Errorf("the key %s is there twice", key)
+		}
+		line[key], text = value, after
+	}
+	for _, key := range []string{"time", "level", "msg"} {
+		if line[key] == "" {
+			return nil, fmt.Errorf("no %s", key)
+		}
+	}
+	return line, nil
+}
+
+// ofMachine are the beginnings of warnings about the machine that tests run on.
+var ofMachine = []string{"the kernel refuses to lower oom_score_adj", "berth-unpack may", "pods can't have user namespaces"}
+
+// QuietLog fails the test for each warning and error in the daemon's log, but for those about this machine.
+func (d *Daemon) QuietLog(t *testing.T) {
+	t.Helper()
+	for _, line := range d.LogLines(t) {
+		known := slices.ContainsFunc(ofMachine, func(begin string) bool { return strings.HasPrefix(line["msg"], begin) })
+		if (line["level"] == "WARN" || line["level"] == "ERROR") && !known {
+			t.Errorf("the daemon warns: %s", line)
+		}
+	}
+}

@@ -1,0 +1,51 @@
+package sandbox
+
+import (
+	"log/slog"
+	"math"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/sandbox/record"
+)
+
+// Each event in the life of a pod or container is one line at the level info, with the names that kubelet gave: their keys are
+// namespace, podName, containerName and attempt; pod and container are IDs, as in all other lines. docs/reliability.md lists the events.
+
+// nameAttrs are the names of a pod.
+func nameAttrs(m *runtimeapi.PodSandboxMetadata) []any {
+	return []any{slog.String("namespace", errdefs.Clip(m.GetNamespace())), slog.String("podName", errdefs.Clip(m.GetName()))}
+}
+
+// logPod logs an event of a pod.
+func (m *Manager) logPod(event string, p *pod, more ...any) {
+	attrs := append(nameAttrs(p.config.GetMetadata()), slog.Uint64("attempt", uint64(p.config.GetMetadata().GetAttempt())), slog.String("pod", p.id))
+	m.log.Info(event, append(attrs, more...)...)
+}
+
+// logContainer logs an event of a container.
+func (m *Manager) logContainer(event string, c *container, more ...any) {
+	var attrs []any
+	if p, known := m.pods.Get(c.podID); known {
+		attrs = nameAttrs(p.config.GetMetadata())
+	}
+	attrs = append(attrs, slog.String("containerName", errdefs.Clip(c.config.GetMetadata().GetName())),
+		slog.Uint64("attempt", uint64(c.config.GetMetadata().GetAttempt())), slog.String("pod", c.podID), slog.String("container", c.id))
+	m.log.Info(event, append(attrs, more...)...)
+}
+
+// logExit logs how a container ended.
+func (m *Manager) logExit(c *container, exit record.Exit) {
+	attrs := []any{slog.Int("code", int(exit.Code)), slog.String("reason", exit.Reason), slog.Bool("oom", exit.Reason == record.ReasonOOMKilled)}
+	if !exit.StartedAt.IsZero() {
+		attrs = append(attrs, seconds(exit.FinishedAt.Sub(exit.StartedAt)))
+	}
+	m.logContainer("container exited", c, attrs...)
+}
+
+// seconds is how long something took, to the millisecond.
+func seconds(d time.Duration) slog.Attr {
+	return slog.Float64("seconds", math.Round(max(d, 0).Seconds()*1000)/1000)
+}

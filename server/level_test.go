@@ -1,0 +1,36 @@
+package server
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"testing"
+
+	"berth/internal/errdefs"
+)
+
+// Operators are warned of calls that fail, but not of those that clients gave up, or ended themselves by another call.
+func TestLevelOf(t *testing.T) {
+	refused := errdefs.FailedPrecondition("the pod is not ready")
+	for name, c := range map[string]struct {
+		err  error
+		want slog.Level
+	}{
+		"success":                      {nil, slog.LevelDebug},
+		"it does not exist":            {errdefs.NotFound("no such pod"), slog.LevelDebug},
+		"the client gave up":           {fmt.Errorf("pull: %w", context.Canceled), slog.LevelDebug},
+		"the client's time is over":    {fmt.Errorf("pull: %w", context.DeadlineExceeded), slog.LevelWarn},
+		"refused":                      {refused, slog.LevelWarn},
+		"refused for another call":     {errdefs.Superseded(refused), slog.LevelDebug},
+		"the same, wrapped":            {fmt.Errorf("start: %w", errdefs.Superseded(refused)), slog.LevelDebug},
+		"an error of no known code":    {errors.New("disk"), slog.LevelWarn},
+		"no success of another's call": {errdefs.Superseded(nil), slog.LevelDebug},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got := levelOf(c.err); got != c.want {
+				t.Errorf("got %s", got)
+			}
+		})
+	}
+}
