@@ -70,9 +70,9 @@ func kubernetesProgram(t *testing.T, name string) string {
 
 // startNode starts a daemon and a kubelet that takes its pods from a directory. When
 // the test ends kubelet must have removed what it made of its pods; then the daemon's own leak check follows.
-func startNode(t *testing.T, config string) *node {
+func startNode(t *testing.T, config string, opts ...harness.DaemonOption) *node {
 	t.Helper()
-	n := newNode(t, config)
+	n := newNode(t, config, opts...)
 	n.start(t)
 	t.Cleanup(func() { n.stop(t) })
 	t.Cleanup(func() { n.awaitEmpty(t) })
@@ -80,14 +80,25 @@ func startNode(t *testing.T, config string) *node {
 }
 
 // newNode makes all of a node but its kubelet.
-func newNode(t *testing.T, config string) *node {
+func newNode(t *testing.T, config string, opts ...harness.DaemonOption) *node {
+	t.Helper()
+	prepareNode(t)
+	return newNodeOf(t, harness.StartDaemon(t, opts...), config)
+}
+
+// prepareNode gives the machine what kubelet needs.
+func prepareNode(t *testing.T) {
 	t.Helper()
 	kubernetesProgram(t, "kubelet")
 	// What has a fixed place in kubelet: device plugins, and links to logs.
 	hideBelowTmpfs(t, "/var/lib")
 	hideBelowTmpfs(t, "/var/log")
 	addNodeAddress(t)
-	d := harness.StartDaemon(t)
+}
+
+// newNodeOf makes all of the node of a runtime but its kubelet.
+func newNodeOf(t *testing.T, d *harness.Daemon, config string) *node {
+	t.Helper()
 	n := &node{d: d, dir: d.Dir + "/kubelet", config: config}
 	for _, dir := range []string{n.manifests(), n.hostDir()} {
 		harness.Must(t, os.MkdirAll(dir, 0o755))

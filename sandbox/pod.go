@@ -29,15 +29,16 @@ import (
 
 // pod is the one owner of a pod's state.
 type pod struct {
-	id      string
-	config  *runtimeapi.PodSandboxConfig // as in rec, decoded; never changed
-	updated *runtimeapi.PodSandboxConfig // config with the resources of the last update, nil without one; belongs to the holder of turn
-	turn    task.Turn
-	rec     record.Pod                // belongs to the holder of turn
-	info    atomic.Pointer[view.Pod]  // nil until the pod is ready: nobody sees half a pod
-	pause   atomic.Pointer[os.File]   // pidfd, owned by the pod's watcher
-	meter   atomic.Pointer[meter.Pod] // nil without a pause; owned by the pod's watcher
-	started *trace.Trace              // where the time of its start went; nil if an earlier daemon started it; never changed
+	id       string
+	config   *runtimeapi.PodSandboxConfig // as in rec, decoded; never changed
+	updated  *runtimeapi.PodSandboxConfig // config with the resources of the last update, nil without one; belongs to the holder of turn
+	turn     task.Turn
+	rec      record.Pod                // belongs to the holder of turn
+	info     atomic.Pointer[view.Pod]  // nil until the pod is ready: nobody sees half a pod
+	pause    atomic.Pointer[os.File]   // pidfd, owned by the pod's watcher
+	meter    atomic.Pointer[meter.Pod] // nil without a pause; owned by the pod's watcher
+	launched atomic.Int64              // process ID of the pause, before info has it; 0: it does not run yet, or an earlier daemon started it
+	started  *trace.Trace              // where the time of its start went; nil if an earlier daemon started it; never changed
 
 	presented  bool // plugins were asked about it; belongs to the holder of turn
 	unrecorded bool // that it is stopped is yet to be recorded, in the background; belongs to the holder of turn
@@ -53,6 +54,19 @@ func (p *pod) Info() *view.Pod { return p.info.Load() }
 
 // Birth implements view.Published.
 func (p *pod) Birth() view.Birth { return view.Birth{At: p.rec.CreatedAt, ID: p.id} } // which never changes
+
+// PodOrPlanned returns the pod with exactly that ID. Of one that is being made it tells the config and, as soon as there is
+// one, the process ID of the pause. NotFound if there is none.
+func (m *Manager) PodOrPlanned(id string) (*view.Pod, error) {
+	p, known := m.pods.Get(id)
+	if !known {
+		return nil, errdefs.NotFound("pod sandbox %q does not exist", id)
+	}
+	if info := p.info.Load(); info != nil {
+		return info, nil
+	}
+	return &view.Pod{ID: p.id, Config: p.config, CreatedAt: p.rec.CreatedAt, PausePID: int(p.launched.Load())}, nil
+}
 
 // RunPodSandbox creates and starts a pod, and returns its ID when its network is up
 // and its pause runs. A call with the identity and content of an existing pod, or of one
@@ -187,7 +201,7 @@ func (m *Manager) bringUp(ctx context.Context, p *pod) error {
 
 // onHost is the pod as what it has on the host is made from. It needs the pod's turn.
 func (p *pod) onHost() footprint.Pod {
-	return footprint.Pod{Rec: &p.rec, Config: p.config, Pause: p.pause.Load()}
+	return footprint.Pod{Rec: &p.rec, Config: p.config, Pause: p.pause.Load(), Launched: func(pid int) { p.launched.Store(int64(pid)) }}
 }
 
 // finishPod presents the pod to plugins, records that it is ready, publishes it and watches its pause.

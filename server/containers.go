@@ -297,7 +297,7 @@ func (s *runtimeService) containerImage(c *view.Container) *runtimeapi.ImageSpec
 	if spec.UserSpecifiedImage != "" {
 		spec.Image = spec.UserSpecifiedImage
 	} else if namedByID(c) {
-		spec.Image = s.nameOf(c.ImageID)
+		spec.Image = imageName(s.images, c.ImageID)
 	}
 	return spec
 }

@@ -147,9 +147,9 @@ func isID(ref, id string) bool {
 	return ref == hex || len(ref) >= 7 && strings.HasPrefix(hex, ref)
 }
 
-// nameOf returns a name the image has at the moment, or else its ID.
-func (s *runtimeService) nameOf(id string) string {
-	img, err := s.images.Get(id)
+// imageName returns a name the image has at the moment, or else its ID.
+func imageName(images Images, id string) string {
+	img, err := images.Get(id)
 	switch {
 	case err != nil: // removed while a container uses it
 		return id

@@ -24,9 +24,21 @@ import (
 // directories, so that no other berth starts at the same time.
 //
 // Closing the listener removes the socket.
-func Listen(path string) (net.Listener, error) {
+func Listen(path string) (net.Listener, error) { return listenIn(path, 0o700) }
+
+// ListenForCadvisor is Listen for the socket of Cadvisor. A directory that it makes has the mode 0711, as containerd's:
+// other programs have theirs in it.
+func ListenForCadvisor(path string) (net.Listener, error) {
+	l, err := listenIn(path, 0o711)
+	if err != nil {
+		return nil, fmt.Errorf("cadvisor_socket: %w; stop what serves there, or set another path, or none", err)
+	}
+	return l, nil
+}
+
+func listenIn(path string, dirMode fs.FileMode) (net.Listener, error) {
 	failpoint.Reach("socket.make-directory")
-	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+	if err := os.MkdirAll(filepath.Dir(path), dirMode); err != nil {
 		return nil, fmt.Errorf("make directory of socket %s: %w", path, err)
 	}
 	failpoint.Reach("socket.directory-made")

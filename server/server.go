@@ -1,5 +1,6 @@
 // Package server is berth's gRPC face: it serves the CRI v1 services
-// RuntimeService and ImageService (k8s.io/cri-api) on a unix socket.
+// RuntimeService and ImageService (k8s.io/cri-api) on a unix socket. On a second one, see
+// Cadvisor, it answers what kubelet's cAdvisor asks of containerd.
 //
 // # Contract
 //

@@ -116,6 +116,10 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 		return err
 	}
 	a.closing.Add("close socket", func() error { return ignoreClosed(listener.Close()) })
+	cadvisor, err := a.listenForCadvisor()
+	if err != nil {
+		return err
+	}
 	node, err := discover(cfg)
 	if err != nil {
 		return err
@@ -141,6 +145,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	if err != nil {
 		return err
 	}
+	a.serveCadvisor(cadvisor, pods, images)
 	tidy := tidier.New(restTime, pages.ReleaseStartup, log)
 	a.closing.Add("end tidying", tidy.Close)
 	serverCfg := serverConfig(cfg, node, network, sessions, tracing, a.waits)
@@ -205,7 +210,7 @@ func (a *assembly) openNetwork() (*cni.Network, error) {
 			a.log.Warn("berth's own network cannot be used", "error", err)
 		}
 	}
-	networkCfg.RunDir, networkCfg.Waits = nodenet.RunDir(a.cfg), a.waits
+	networkCfg.RunDir, networkCfg.Waits = filepath.Join(a.cfg.State, "cni"), a.waits
 	network, err := cni.New(networkCfg, a.log)
 	if err != nil {
 		return nil, err
@@ -249,6 +254,37 @@ func (a *assembly) openSessions(pods *sandbox.Manager) (*streaming.Server, error
 	}
 	a.closing.Add("end streaming sessions", a.end.closer(serveStreaming(sessions, a.log)))
 	return sessions, nil
+}
+
+// listenForCadvisor makes the socket for cAdvisor, before anything else is done: another runtime may have it. nil: none is wanted.
+func (a *assembly) listenForCadvisor() (net.Listener, error) {
+	if a.cfg.CadvisorSocket == "" {
+		return nil, nil
+	}
+	l, err := server.ListenForCadvisor(a.cfg.CadvisorSocket)
+	if err != nil {
+		return nil, err
+	}
+	a.closing.Add("close socket for cAdvisor", func() error { return ignoreClosed(l.Close()) })
+	return l, nil
+}
+
+// serveCadvisor serves cAdvisor on l until the daemon ends.
+func (a *assembly) serveCadvisor(l net.Listener, pods *sandbox.Manager, images *image.Store) {
+	if l == nil {
+		return
+	}
+	cfg := server.CadvisorConfig{Version: version(), PauseImage: a.cfg.PauseImage}
+	srv := server.NewCadvisor(cfg, pods, images, a.log)
+	stop := whileServing(func(context.Context) {
+		if err := srv.Serve(l); err != nil {
+			a.log.Error("cAdvisor gets no answers until berth is started again", "error", err)
+		}
+	})
+	a.closing.Add("stop serving cAdvisor", func() error {
+		srv.Stop()
+		return stop()
+	})
 }
 
 // announce serves and tells systemd when that starts and ends.

@@ -44,6 +44,8 @@ type Config struct {
 	Root   string `toml:"root" flag:"root" default:"/var/lib/berth" path:"abs" doc:"Directory of what outlives a reboot: images, writable layers, records of pods and containers. One daemon per directory."`
 	State  string `toml:"state" flag:"state" default:"/run/berth" path:"abs" doc:"Directory of what ends with the boot: sockets, the running containers' directories. It becomes a private mount. One daemon per directory."`
 
+	CadvisorSocket string `toml:"cadvisor_socket" default:"" path:"optional" doc:"Unix socket on which the calls of containerd's API are served that cAdvisor makes; cAdvisor is a part of kubelet and knows other runtimes' containers by their cgroups only. With /run/containerd/containerd.sock, where kubelet looks, its summary and /metrics/cadvisor have each pod's network, processes and containers, without feature gates. Only root may connect. Empty: none. berth does not start while another process listens there."`
+
 	CgroupDriver string `toml:"cgroup_driver" flag:"cgroup-driver" default:"auto" oneof:"auto,cgroupfs,systemd" doc:"Who makes cgroups. auto: systemd where systemd is PID 1 and cgroups are version 2, else cgroupfs. kubelet asks for it and must not see it change while pods exist."`
 
 	Network             string   `toml:"network" flag:"network" default:"cni" oneof:"cni,berth-net" doc:"What pods are connected by. cni: what cni_conf_dir describes; until there is something, only pods with the host's network run. berth-net: a network of berth's own, a bridge with addresses, host ports and masquerading, for which nothing needs to be installed and no file be written."`

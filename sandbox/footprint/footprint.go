@@ -59,6 +59,8 @@ type Pod struct {
 	Rec    *record.Pod
 	Config *runtimeapi.PodSandboxConfig
 	Pause  *os.File // pidfd; nil: it has ended, or nobody knows its process
+
+	Launched func(pausePID int) // Make calls it when the pause runs, which may be long before the network is up
 }
 
 func (p Pod) String() string { return "pod " + p.Rec.ID }
@@ -82,7 +84,9 @@ func (k Kit) Make(ctx context.Context, p Pod) (*shim.Started, error) {
 	})
 	group.Go(func() error {
 		return k.Tasks.Guard("launch pause", p.String(), func() (err error) {
-			pause, err = k.Launch.Pause(gctx, describe.NewPod(p.Rec, p.Config, 0), p.Rec.PauseImage)
+			if pause, err = k.Launch.Pause(gctx, describe.NewPod(p.Rec, p.Config, 0), p.Rec.PauseImage); err == nil {
+				p.Launched(pause.InitPID)
+			}
 			return err
 		})
 	})

@@ -36,9 +36,13 @@ func checkSockets(_ context.Context, n *Node) []Finding {
 	if n.Config.NRI && n.Config.NRISocket != "" {
 		findings = append(findings, checkNRISocket(n.Config.NRISocket, n.listenersAt(listening, n.Config.NRISocket), own))
 	}
+	cadvisor := n.Config.CadvisorSocket
+	if cadvisor != "" {
+		findings = append(findings, checkCadvisorSocket(cadvisor, n.listenersAt(listening, cadvisor), own))
+	}
 	for _, path := range otherRuntimes {
 		others := n.listenersAt(listening, path)
-		if len(others) > 0 && path != n.Config.Listen {
+		if len(others) > 0 && path != n.Config.Listen && (cadvisor == "" || n.resolved(path) != n.resolved(cadvisor)) {
 			findings = append(findings, lacking(Warning, "other runtime", fmt.Sprintf("%s listens on %s", others[0], path),
 				fmt.Sprintf("have kubelet use one: containerRuntimeEndpoint: unix://%s; stop the other if nothing else needs it, for neither knows of the other's pods", n.Config.Listen)))
 		}
@@ -72,6 +76,19 @@ func checkNRISocket(path string, listeners, daemon []process) Finding {
 	}
 	return lacking(Failure, subject, fmt.Sprintf("%s listens on %s", listeners[0], path),
 		"set nri_socket to another path, or nri to false: berth does not start while it is another runtime's")
+}
+
+// checkCadvisorSocket judges who has the socket for cAdvisor: the daemon that has the CRI socket may, and nobody else.
+func checkCadvisorSocket(path string, listeners, daemon []process) Finding {
+	const subject = "cAdvisor socket"
+	if len(listeners) == 0 {
+		return ok(subject, "%s is free", path)
+	}
+	if slices.ContainsFunc(listeners, func(p process) bool { return slices.Contains(daemon, p) }) {
+		return ok(subject, "%s has %s", listeners[0], path)
+	}
+	return lacking(Failure, subject, fmt.Sprintf("%s listens on %s", listeners[0], path),
+		"stop it, or remove cadvisor_socket: berth does not start while another process serves there")
 }
 
 // listener is a listening unix socket that has a path.
@@ -120,48 +137,18 @@ func (n *Node) resolved(path string) string {
 // owners returns the processes that have a socket. One that ends meanwhile has none.
 func (n *Node) owners(inode string) []process {
 	var found []process
-	forEachName(n.path("/proc"), func(name string) bool {
-		pid, err := strconv.Atoi(name)
-		if err != nil || !n.holds(pid, "socket:["+inode+"]") {
-			return true
+	fds, _ := filepath.Glob(n.path("/proc/[0-9]*/fd/*")) // the pattern is not malformed, which is the only error
+	for _, fd := range fds {
+		if target, err := os.Readlink(fd); err != nil || target != "socket:["+inode+"]" {
+			continue
 		}
-		comm, err := os.ReadFile(n.path(fmt.Sprintf("/proc/%d/comm", pid))) // 64 bytes at most
-		if p := (process{pid: pid, name: strings.TrimSpace(string(comm))}); err == nil {
+		dir := filepath.Dir(filepath.Dir(fd))
+		name, err := os.ReadFile(filepath.Join(dir, "comm"))
+		pid, numErr := strconv.Atoi(filepath.Base(dir))
+		p := process{pid: pid, name: strings.TrimSpace(string(name))}
+		if err == nil && numErr == nil && !slices.Contains(found, p) {
 			found = append(found, p)
 		}
-		return true
-	})
+	}
 	return found
-}
-
-// holds tells whether a process has a file open that /proc calls that.
-func (n *Node) holds(pid int, file string) (held bool) {
-	dir := n.path(fmt.Sprintf("/proc/%d/fd", pid))
-	forEachName(dir, func(name string) bool {
-		target, err := os.Readlink(filepath.Join(dir, name))
-		held = err == nil && target == file
-		return !held
-	})
-	return held
-}
-
-// forEachName calls do with each name in a directory until it returns false. It keeps few of them at a time: any process may
-// have a million descriptors.
-func forEachName(dir string, do func(name string) bool) {
-	f, err := os.Open(dir)
-	if err != nil {
-		return // a process that is gone
-	}
-	defer f.Close()
-	for {
-		names, err := f.Readdirnames(256)
-		for _, name := range names {
-			if !do(name) {
-				return
-			}
-		}
-		if err != nil { // the end, or it is gone
-			return
-		}
-	}
 }

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -71,6 +72,44 @@ func TestSockets(t *testing.T) {
 			findings := checkSockets(t.Context(), n)
 			if f := find(t, findings, tc.subject, tc.found); f.Level != tc.level {
 				t.Errorf("%s is %s, want %s: %s", f.Subject, f.Level, tc.level, f.Found)
+			}
+		})
+	}
+}
+
+// The socket that kubelet's cAdvisor asks is containerd's own.
+func TestSocketForCadvisor(t *testing.T) {
+	const cri, containerd = "/run/berth/berth.sock", "/run/containerd/containerd.sock"
+	type listens struct {
+		pid        int
+		name, path string
+	}
+	for _, tc := range []struct {
+		name   string
+		wanted string
+		who    []listens
+		level  Level
+		found  string
+		others bool // another runtime is warned of
+	}{
+		{"nobody", containerd, nil, OK, "free", false},
+		{"the daemon", containerd, []listens{{7, "berth", cri}, {7, "berth", containerd}}, OK, "berth (pid 7)", false},
+		{"containerd", containerd, []listens{{8, "containerd", containerd}}, Failure, "containerd (pid 8)", false},
+		{"another berth", containerd, []listens{{7, "berth", cri}, {8, "berth", containerd}}, Failure, "berth (pid 8)", false},
+		{"containerd elsewhere", "/run/berth/cadvisor.sock", []listens{{8, "containerd", containerd}}, OK, "free", true},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			n := machine(t, kernel(6, 12), map[string]string{"/proc/net/unix": "", "/run/x": ""})
+			n.Config.Listen, n.Config.NRI, n.Config.CadvisorSocket = cri, false, tc.wanted
+			for _, w := range tc.who {
+				n.listening(t, w.pid, w.name, w.path)
+			}
+			findings := checkSockets(t.Context(), n)
+			if f := find(t, findings, "cAdvisor socket", tc.found); f.Level != tc.level {
+				t.Errorf("%s is %s, want %s: %s", f.Subject, f.Level, tc.level, f.Found)
+			}
+			if warned := slices.ContainsFunc(findings, func(f Finding) bool { return f.Subject == "other runtime" }); warned != tc.others {
+				t.Errorf("warned of another runtime: %v; %+v", warned, findings)
 			}
 		})
 	}

@@ -21,10 +21,7 @@ func (f *facts) readNetwork() (err error) {
 	if f.reservations, err = cni.Reservations(f.networks()...); err != nil {
 		return err
 	}
-	if f.traces, err = cni.Traces(f.networks()...); err != nil {
-		return err
-	}
-	f.runs, err = cni.ReadNotedRuns(f.node.CNIRunDir)
+	f.traces, err = cni.Traces(f.networks()...)
 	return err
 }
 

@@ -46,7 +46,6 @@ type facts struct {
 	results      []cni.KeptResult
 	reservations []cni.Reservation
 	traces       []cni.Trace
-	runs         cni.NotedRuns
 	layers       *layer.Survey
 	descriptors  []descriptor
 
