@@ -216,3 +216,20 @@ func FuzzSysctls(f *testing.F) {
 		}
 	})
 }
+
+func TestSetsNetworkSysctls(t *testing.T) {
+	for name, want := range map[string]bool{
+		"net.ipv4.conf.eth0.arp_ignore": true, "net/ipv4/conf/eth0/arp_ignore": true, "net.core.somaxconn": true,
+		"kernel.shm_rmid_forced": false, "fs.mqueue.msg_max": false, "netx.y": false,
+	} {
+		t.Run(name, func(t *testing.T) {
+			config := &runtimeapi.PodSandboxConfig{Linux: &runtimeapi.LinuxPodSandboxConfig{Sysctls: map[string]string{name: "1"}}}
+			if got := SetsNetworkSysctls(config); got != want {
+				t.Errorf("got %t", got)
+			}
+		})
+	}
+	if SetsNetworkSysctls(&runtimeapi.PodSandboxConfig{}) {
+		t.Error("a pod without sysctls sets some")
+	}
+}

@@ -6,6 +6,8 @@ import (
 	"strconv"
 	"strings"
 
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
 	"berth/internal/errdefs"
 )
 
@@ -34,6 +36,16 @@ func Sysctl(pod Pod, name, value string) (string, error) {
 		return "", errdefs.InvalidArgument("sysctl %s: value %q is empty or has characters that no sysctl has", name, value)
 	}
 	return key, nil
+}
+
+// SetsNetworkSysctls tells whether a pod's config asks for sysctls of its network, beside defaultSysctls.
+func SetsNetworkSysctls(config *runtimeapi.PodSandboxConfig) bool {
+	for name := range config.GetLinux().GetSysctls() {
+		if strings.HasPrefix(name, "net.") || strings.HasPrefix(name, "net/") {
+			return true
+		}
+	}
+	return false
 }
 
 // sysctls checks a pod's sysctls and adds defaultSysctls.

@@ -26,6 +26,7 @@ import (
 	"berth/internal/netns"
 	"berth/internal/task"
 	"berth/internal/trace"
+	"berth/oci"
 	"berth/sandbox/describe"
 	"berth/sandbox/launch"
 	"berth/sandbox/layout"
@@ -66,7 +67,7 @@ type Pod struct {
 func (p Pod) String() string { return "pod " + p.Rec.ID }
 
 // Make makes everything the pod needs and returns its pause, which runs. The network and the pause
-// come up side by side: both need no more than the namespace.
+// come up side by side where both need no more than the namespace.
 func (k Kit) Make(ctx context.Context, p Pod) (*shim.Started, error) {
 	if err := k.makeFiles(ctx, p); err != nil {
 		return nil, err
@@ -75,8 +76,8 @@ func (k Kit) Make(ctx context.Context, p Pod) (*shim.Started, error) {
 		return nil, err
 	}
 	group, gctx := errgroup.WithContext(ctx)
-	if p.Rec.Runtime.IsSandboxed() {
-		group.SetLimit(1) // a sandbox takes over the addresses that it finds when it is made
+	if needsNetwork(p) {
+		group.SetLimit(1) // one after the other
 	}
 	var pause *shim.Started
 	group.Go(func() error {
@@ -95,6 +96,13 @@ func (k Kit) Make(ctx context.Context, p Pod) (*shim.Started, error) {
 		err = errors.Join(err, pause.Init.Close())
 	}
 	return pause, err
+}
+
+// needsNetwork tells whether the pause can be made only when the pod is attached to its network. A sandbox takes over the addresses
+// that it finds. Sysctls that the pod asks for may be those of an interface (net.ipv4.conf.eth0.arp_ignore), and
+// hold whatever plugins set.
+func needsNetwork(p Pod) bool {
+	return p.Rec.Runtime.IsSandboxed() || oci.SetsNetworkSysctls(p.Config)
 }
 
 func (k Kit) makeFiles(ctx context.Context, p Pod) error {
