@@ -165,7 +165,13 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	if dir := p.config.GetLogDirectory(); dir != "" && config.GetLogPath() != "" {
 		c.rec.LogPath = filepath.Join(dir, config.GetLogPath())
 	}
+	if c.rec.Project, err = m.roots.Quotas.Take(); err != nil {
+		return nil, err
+	}
 	err = m.tasks.WithTurn(ctx, p.turn, "create a container in", p.String(), func() error { return m.enterContainer(ctx, p, c) })
+	if err != nil {
+		m.roots.Quotas.Release(c.rec.Project)
+	}
 	return c, err
 }
 
@@ -411,6 +417,7 @@ func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 		func() error { return m.images.Release(c.id) },
 		func() error { return m.roots.ReleaseVolumes(c.id, c.rec.Volumes) },
 		func() error { return m.trash.Discard(m.dirs.Writable(c.id)) },
+		func() error { return m.roots.Quotas.Clear(c.rec.Project) },
 		func() error { return m.containerRecs.Remove(c.id) },
 	}
 	for _, step := range steps {
@@ -419,6 +426,7 @@ func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 		}
 	}
 	m.labels.Release(m.selinux, c.rec.SELinux, c.id)
+	m.roots.Quotas.Release(c.rec.Project)
 	c.removed = true
 	m.containers.Remove(c.id)
 	m.events.ContainerDeleted(c.info.Load())

@@ -61,6 +61,8 @@ type Config struct {
 	MaxLogLine     int                       // bytes before a log line is split as partial
 	Plugins        plugins.Plugins           // nil: none
 	CensusPeriod   time.Duration             // between two counts of what a container has written
+	LayerLimit     uint64                    // bytes that a container's writable layer may take; 0: no limit
+	LayerProjects  uint32                    // the first of the project IDs of writable layers
 	Streams        streams.Limits            // what clients may have under way
 	Host           *host.Facts
 	CDI            cdi.Dirs    // where CDI devices are described
@@ -139,7 +141,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		m.networks, err = podnet.Open(network, cfg.Root, m.tasks, m.log)
 		return err
 	}
-	for _, step := range []func() error{cgroup.Prepare, m.readBootID, m.openRun, m.dirs.Prepare, m.openRecords, openNetworks, m.startLaunchers, m.probeUserNamespaces,
+	for _, step := range []func() error{cgroup.Prepare, m.readBootID, m.openRun, m.dirs.Prepare, m.openQuotas, m.openRecords, openNetworks, m.startLaunchers, m.probeUserNamespaces,
 		func() error { return m.openHandlers(ctx) }} {
 		if err := step(); err != nil {
 			return nil, err
@@ -172,11 +174,16 @@ func (m *Manager) Close(ctx context.Context) error {
 	idle, err := m.tasks.End(ctx, m.networks.Leave)
 	m.plugins.Plugins.Close()
 	if idle { // else they are in use
-		err = errors.Join(err, m.launchers.Close())
+		err = errors.Join(err, m.launchers.Close(), m.roots.Quotas.Close())
 	}
 	if len(m.pods.Snapshot()) == 0 && !m.cfg.SystemdCgroup {
 		err = errors.Join(err, cgroup.RemoveIfEmpty(oci.DefaultCgroupParent))
 	}
+	return err
+}
+
+func (m *Manager) openQuotas() (err error) {
+	m.roots.Quotas, err = roots.OpenQuotas(m.dirs.Writable(""), m.cfg.LayerLimit, m.cfg.LayerProjects)
 	return err
 }
 

@@ -115,6 +115,7 @@ func (m *Manager) loadContainers() error {
 		}
 		c := &container{id: name, podID: rec.PodID, turn: task.NewTurn(), config: config, resources: resources, rec: rec}
 		containers[c.id] = c
+		m.roots.Quotas.Keep(rec.Project)
 		return nil
 	})
 	m.containers.PutAll(containers)

@@ -7,6 +7,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/cgstats"
+	"berth/internal/diskusage"
 	"berth/oci"
 	"berth/sandbox/census"
 	"berth/sandbox/meter"
@@ -94,7 +95,8 @@ func (m *Manager) openCensus() error {
 // newCensus returns the counter of the containers that are visible.
 func (m *Manager) newCensus() *census.Counter {
 	return census.New(census.Config{Period: m.cfg.CensusPeriod, Subjects: m.censusSubjects, Layers: m.dirs.Writable(""),
-		Images: m.images.Root(), SystemdCgroup: m.cfg.SystemdCgroup, Begin: m.tasks.BeginOpen, Log: m.log})
+		Images: m.images.Root(), SystemdCgroup: m.cfg.SystemdCgroup, Begin: m.tasks.BeginOpen, Log: m.log,
+		Quota: func(project uint32) (diskusage.Usage, bool, error) { return m.roots.Quotas.Usage(project) }})
 }
 
 // censusSubjects is an iter.Seq.
@@ -105,7 +107,7 @@ func (m *Manager) censusSubjects(yield func(census.Subject) bool) {
 			continue
 		}
 		s := census.Subject{ID: id, Ledger: &c.census, Running: info.State == runtimeapi.ContainerState_CONTAINER_RUNNING,
-			FinishedAt: info.FinishedAt, CgroupsPath: c.rec.CgroupsPath}
+			FinishedAt: info.FinishedAt, CgroupsPath: c.rec.CgroupsPath, Project: c.rec.Project}
 		if p, known := m.pods.Get(c.podID); known && !p.sandboxed() {
 			if run := c.running.Load(); run != nil {
 				s.Init = run.PID

@@ -425,6 +425,8 @@ func sandboxConfig(cfg *config.Config, node *node, plugins plugins.Plugins, wait
 		IdleLaunchers:  cfg.IdleLaunchers,
 		MaxLogLine:     cfg.MaxLogLine,
 		CensusPeriod:   cfg.StatsPeriod.Duration,
+		LayerLimit:     uint64(cfg.WritableLayerLimit),
+		LayerProjects:  uint32(cfg.WritableLayerProjects),
 		Streams:        streams.Limits{Execs: cfg.MaxExecs, ExecsPerContainer: cfg.MaxContainerExecs, Sessions: cfg.MaxSessions},
 		Plugins:        plugins,
 		Host:           &node.facts,

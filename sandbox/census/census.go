@@ -45,6 +45,8 @@ type Subject struct {
 	Running    bool
 	FinishedAt time.Time // zero: it has not ended
 
+	Project uint32 // of its writable layer; 0: none
+
 	// Where its processes are. Init is 0 if it has none, or none that the node can see.
 	CgroupsPath string
 	Init        int // process ID
@@ -58,7 +60,10 @@ type Config struct {
 	Images        string                                 // the folder of the images
 	SystemdCgroup bool                                   // paths name scopes of systemd's
 	Begin         func(what, object string) (end func()) // notes what is waited for, however long it takes
-	Log           *slog.Logger
+
+	// Quota returns what a writable layer's project takes. ok is false where that is not known.
+	Quota func(project uint32) (usage diskusage.Usage, ok bool, err error)
+	Log   *slog.Logger
 }
 
 // Counter counts.

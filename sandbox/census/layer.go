@@ -49,6 +49,9 @@ func (c *Counter) measureLayer(ctx context.Context, s *Subject, upper *os.File, 
 	}
 	counted.walks = last.walks.after(found)
 	counted.Layer = settle(last.Layer, counted.walks, err, c.filesystem.Load().occupied)
+	if err := c.addQuota(s, counted); err != nil {
+		return err
+	}
 	if err != nil && !errors.Is(err, diskusage.ErrChanged) {
 		counted.usedCPU = "" // it is to be counted again, even if its pod does nothing
 		c.cfg.Log.Warn("count writable layer: not all of it was counted", "container", s.ID,
@@ -74,4 +77,20 @@ func settle(last diskusage.Usage, w walks, err error, occupied diskusage.Usage) 
 	default:
 		return larger(w[0], last)
 	}
+}
+
+// addQuota takes the kernel's figure where it is larger. It has files that are open and have no name any more, which a walk does not find.
+// The walk has files that the container has taken out of its project.
+func (c *Counter) addQuota(s *Subject, counted *Count) error {
+	if c.cfg.Quota == nil {
+		return nil
+	}
+	used, ok, err := c.cfg.Quota(s.Project)
+	if err != nil {
+		return fmt.Errorf("count writable layer: %w", err)
+	}
+	if ok {
+		counted.Layer = larger(counted.Layer, used)
+	}
+	return nil
 }

@@ -41,6 +41,35 @@ func TestSettle(t *testing.T) {
 	}
 }
 
+// The larger figure of walk and quota is published: each has files that the other does not know.
+func TestQuotaOfLayer(t *testing.T) {
+	broken := errors.New("broken")
+	for name, c := range map[string]struct {
+		known bool
+		quota uint64
+		err   error
+		want  uint64
+	}{
+		"open files without names":     {true, 9, nil, 9},
+		"files left the project":       {true, 1, nil, 5},
+		"no quotas":                    {false, 0, nil, 5},
+		"the quota can't be asked for": {false, 0, broken, 5},
+	} {
+		t.Run(name, func(t *testing.T) {
+			counter := New(Config{Quota: func(project uint32) (diskusage.Usage, bool, error) {
+				if project != 7 {
+					t.Errorf("project %d", project)
+				}
+				return diskusage.Usage{Bytes: c.quota, Inodes: c.quota}, c.known, c.err
+			}})
+			count := &Count{Layer: diskusage.Usage{Bytes: 5, Inodes: 5}}
+			if err := counter.addQuota(&Subject{Project: 7}, count); !errors.Is(err, c.err) || count.Layer.Bytes != c.want {
+				t.Errorf("%v, %+v", err, count.Layer)
+			}
+		})
+	}
+}
+
 // A layer that can't be counted keeps its figure, and is counted again although its pod does nothing.
 func TestLayerThatIsNotCounted(t *testing.T) {
 	upper := filepath.Join(t.TempDir(), "upper")

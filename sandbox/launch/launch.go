@@ -75,7 +75,7 @@ func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *record.Image) (
 	if image != nil {
 		// Writable, because the usual pause image is nothing but its program: the
 		// folders to mount on have to be made.
-		if root, err = k.Roots.Writable(pod.ID, image, idMap, pod.Labels.Mount); err != nil {
+		if root, err = k.Roots.Writable(pod.ID, image, idMap, pod.Labels.Mount, 0); err != nil {
 			return nil, fmt.Errorf("pause image: %w", err)
 		}
 		if files, err = k.Users.Of(image.ID, root); err != nil {
@@ -113,7 +113,7 @@ func (k Kit) Root(ctx context.Context, pod describe.Pod, c Container) (rootfs.Sp
 	if err != nil {
 		return rootfs.Spec{}, err
 	}
-	return k.Roots.Writable(c.Rec.ID, &c.Rec.Image, idMap, c.Rec.SELinux.Mount)
+	return k.Roots.Writable(c.Rec.ID, &c.Rec.Image, idMap, c.Rec.SELinux.Mount, c.Rec.Project)
 }
 
 // User finds out who a container runs as. root is its root filesystem.

@@ -103,6 +103,7 @@ type Container struct {
 	Image       Image          `json:"image"`
 	Volumes     []Volume       `json:"volumes,omitempty"` // images mounted as volumes
 	User        users.User     `json:"user"`
+	Project     uint32         `json:"project,omitempty"` // of the writable layer, in the quotas of its filesystem; 0: none
 	CgroupsPath string         `json:"cgroupsPath"`
 	LogPath     string         `json:"logPath,omitempty"`
 	SELinux     confine.Labels `json:"selinux,omitzero"`

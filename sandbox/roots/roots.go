@@ -25,11 +25,12 @@ import (
 type Kit struct {
 	Images *image.Store
 	Dirs   layout.Dirs
+	Quotas *Quotas
 }
 
 // Writable holds the layers of an image for a container or pause with that ID
-// and makes the folders of its writable layer. label is SELinux's.
-func (k Kit) Writable(id string, image *record.Image, idMap *rootfs.IDMap, label string) (rootfs.Spec, error) {
+// and makes the folders of its writable layer. label is SELinux's; project is of Quotas, 0 for none.
+func (k Kit) Writable(id string, image *record.Image, idMap *rootfs.IDMap, label string, project uint32) (rootfs.Spec, error) {
 	root, err := k.Images.Hold(id, image.Layers)
 	if err != nil {
 		return root, fmt.Errorf("layers of image %s: %w", image.ID, err)
@@ -40,6 +41,9 @@ func (k Kit) Writable(id string, image *record.Image, idMap *rootfs.IDMap, label
 		return root, fmt.Errorf("make writable layer of %s: %w", id, err)
 	}
 	failpoint.Reach("container.rootfs-made")
+	if err := k.Quotas.assign(dir, project); err != nil {
+		return root, fmt.Errorf("writable layer of %s: %w", id, err)
+	}
 	root.IDMap, root.Label = idMap, label
 	root.Upper, root.Work = filepath.Join(dir, "upper"), filepath.Join(dir, "work")
 	if err := root.MakeUpper(); err != nil {

@@ -13,6 +13,7 @@ import (
 
 	"berth/image/erofs"
 	"berth/image/unpack/confine"
+	"berth/internal/projectquota"
 	"berth/internal/rootfs"
 )
 
@@ -24,7 +25,7 @@ const (
 )
 
 func checkDirectories(_ context.Context, n *Node) []Finding {
-	findings := []Finding{n.checkRoom(), n.checkOverlay(), n.checkLayerDriver()}
+	findings := []Finding{n.checkRoom(), n.checkOverlay(), n.checkLayerDriver(), n.checkQuotas()}
 	dir := nearest(n.Config.State)
 	var st unix.Statfs_t
 	if err := unix.Statfs(dir, &st); err == nil && st.Type != unix.TMPFS_MAGIC && st.Type != unix.RAMFS_MAGIC {
@@ -56,6 +57,25 @@ func (n *Node) checkRoom() Finding {
 		return lacking(Warning, subject, found, fmt.Sprintf("free some: kubelet evicts pods below %d %% of space, %d %% of inodes", leastRoom, leastInodes))
 	}
 	return ok(subject, "%s", found)
+}
+
+// checkQuotas tells whether writable layers can have a hard limit.
+func (n *Node) checkQuotas() Finding {
+	const subject = "project quotas"
+	quotas, err := projectquota.Open(nearest(filepath.Join(n.Config.Root, "rootfs")))
+	if err == nil {
+		err = quotas.Close()
+	}
+	switch limited := n.Config.WritableLayerLimit > 0; {
+	case err == nil && limited:
+		return ok(subject, "writable layers are limited to %d bytes each", n.Config.WritableLayerLimit)
+	case err == nil:
+		return ok(subject, "on: writable_layer_limit can be set")
+	case errors.Is(err, projectquota.ErrUnsupported) && !limited:
+		return ok(subject, "off: writable layers have no hard limit, kubelet evicts by their usage")
+	default:
+		return lacking(Failure, subject, err.Error(), "mount the filesystem of "+n.Config.Root+" with prjquota (XFS; ext4 with the features project and quota), or unset writable_layer_limit")
+	}
 }
 
 // percent is 100 for file systems that do not count, such as btrfs its inodes.

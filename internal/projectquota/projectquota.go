@@ -1,0 +1,167 @@
+// Package projectquota limits and counts what directories take by project quotas of their filesystem, which XFS and
+// ext4 have.
+//
+// # Contract
+//
+// A directory that was assigned to a project passes that on to all that is made in it. The kernel counts what
+// belongs to a project, also what has no name any more, and refuses (ENOSPC, EDQUOT) what exceeds its limit. A process that owns
+// a file can take the file out of its project, by FS_IOC_FSSETXATTR, unless it is in a user namespace: what the kernel
+// counts is a lower bound.
+//
+// It needs quotactl_fd(2), Linux 5.14, and CAP_SYS_ADMIN.
+package projectquota
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
+)
+
+// ErrUnsupported says that a filesystem has no project quotas, or that they are off.
+var ErrUnsupported = errors.New("no project quotas: the filesystem is not XFS or ext4 mounted with prjquota")
+
+// Usage is what a project takes.
+type Usage struct {
+	Bytes  uint64
+	Inodes uint64
+}
+
+// Filesystem is one with project quotas that are on.
+type Filesystem struct{ root *os.File }
+
+// Open returns the filesystem that a directory is on. ErrUnsupported if it has no project quotas, or does not enforce them.
+func Open(dir string) (*Filesystem, error) {
+	root, err := os.Open(dir)
+	if err != nil {
+		return nil, err
+	}
+	f := &Filesystem{root: root}
+	if err := f.check(); err != nil {
+		return nil, errors.Join(fmt.Errorf("project quotas of %s: %w", dir, err), root.Close())
+	}
+	return f, nil
+}
+
+// Close ends its use.
+func (f *Filesystem) Close() error { return f.root.Close() }
+
+// The kernel's interface, include/uapi/linux/dqblk_xfs.h and fs.h. ext4 has it too.
+const (
+	projectType   = 2
+	cmdSetLimit   = 0x5804<<8 | projectType // Q_XSETQLIM
+	cmdGetQuota   = 0x5803<<8 | projectType // Q_XGETQUOTA
+	cmdGetState   = 0x5808<<8 | projectType // Q_XGETQSTATV
+	stateVersion  = 1                       // FS_QSTATV_VERSION1
+	stateEnforced = 1 << 5                  // FS_QUOTA_PDQ_ENFD
+	quotaVersion  = 1                       // FS_DQUOT_VERSION
+	quotaProject  = 2                       // FS_PROJ_QUOTA
+	fieldSoft     = 1 << 2                  // FS_DQ_BSOFT
+	fieldHard     = 1 << 3                  // FS_DQ_BHARD
+	block         = 512
+
+	getAttributes = 0x801c581f // FS_IOC_FSGETXATTR
+	setAttributes = 0x401c5820 // FS_IOC_FSSETXATTR
+	inherit       = 0x200      // FS_XFLAG_PROJINHERIT
+)
+
+// quota is struct fs_disk_quota.
+type quota struct {
+	version                                int8
+	flags                                  int8
+	fields                                 uint16
+	id                                     uint32
+	hard, soft, inodesHard, inodesSoft     uint64
+	blocks, inodes                         uint64
+	_                                      [16]byte // timers and warnings
+	realtimeHard, realtimeSoft, realtimeIn uint64
+	_                                      [16]byte
+}
+
+// state is struct fs_quota_statv, whose first fields are of interest.
+type state struct {
+	version int8
+	_       uint8
+	flags   uint16
+	_       [508]byte
+}
+
+// attributes is struct fsxattr.
+type attributes struct {
+	flags, extentSize, extents, project, copySize uint32
+	_                                             [8]byte
+}
+
+func (f *Filesystem) call(cmd int, id uint32, data unsafe.Pointer) error {
+	_, _, errno := unix.Syscall6(unix.SYS_QUOTACTL_FD, f.root.Fd(), uintptr(cmd), uintptr(id), uintptr(data), 0, 0)
+	if errno != 0 {
+		return errno
+	}
+	return nil
+}
+
+func (f *Filesystem) check() error {
+	s := state{version: stateVersion}
+	err := f.call(cmdGetState, 0, unsafe.Pointer(&s))
+	switch {
+	case errors.Is(err, unix.ENOSYS), errors.Is(err, unix.EINVAL), errors.Is(err, unix.ESRCH), errors.Is(err, unix.ENOTBLK),
+		errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.EPERM), errors.Is(err, unix.ENODEV):
+		return fmt.Errorf("%w (%w)", ErrUnsupported, err)
+	case err != nil:
+		return err
+	case s.flags&stateEnforced == 0:
+		return ErrUnsupported
+	}
+	return nil
+}
+
+// Usage returns what a project takes. A project that nothing was ever assigned to takes nothing.
+func (f *Filesystem) Usage(id uint32) (Usage, error) {
+	var q quota
+	err := f.call(cmdGetQuota, id, unsafe.Pointer(&q))
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return Usage{}, fmt.Errorf("usage of project %d: %w", id, err)
+	}
+	return Usage{Bytes: q.blocks * block, Inodes: q.inodes}, nil
+}
+
+// SetLimit limits what a project may take; 0: it has no limit.
+func (f *Filesystem) SetLimit(id uint32, bytes uint64) error {
+	q := quota{version: quotaVersion, flags: quotaProject, fields: fieldHard | fieldSoft, id: id, hard: (bytes + block - 1) / block}
+	failpoint.Reach("quota.set-limit")
+	if err := f.call(cmdSetLimit, id, unsafe.Pointer(&q)); err != nil {
+		return fmt.Errorf("limit project %d: %w", id, err)
+	}
+	failpoint.Reach("quota.limit-set")
+	return nil
+}
+
+// Assign gives an empty directory to a project, with all that will be made in it.
+func Assign(dir *os.File, id uint32) error {
+	var a attributes
+	if err := ioctl(dir, getAttributes, &a); err != nil {
+		return fmt.Errorf("project of %s: %w", dir.Name(), err)
+	}
+	if a.project == id && a.flags&inherit != 0 {
+		return nil
+	}
+	a.project, a.flags = id, a.flags|inherit
+	failpoint.Reach("quota.assign")
+	if err := ioctl(dir, setAttributes, &a); err != nil {
+		return fmt.Errorf("assign %s to project %d: %w", dir.Name(), id, err)
+	}
+	failpoint.Reach("quota.assigned")
+	return nil
+}
+
+func ioctl(f *os.File, request uintptr, a *attributes) error {
+	_, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), request, uintptr(unsafe.Pointer(a)))
+	if errno != 0 {
+		return errno
+	}
+	return nil
+}

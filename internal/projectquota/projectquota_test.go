@@ -1,0 +1,119 @@
+package projectquota
+
+import (
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+func TestSizesOfKernelStructures(t *testing.T) {
+	if q, a := unsafe.Sizeof(quota{}), unsafe.Sizeof(attributes{}); q != 112 || a != 28 {
+		t.Errorf("struct fs_disk_quota has %d bytes, struct fsxattr %d", q, a)
+	}
+}
+
+// A filesystem without project quotas is no error of its own.
+func TestUnsupported(t *testing.T) {
+	if _, err := Open("/proc"); !errors.Is(err, ErrUnsupported) {
+		t.Errorf("got %v", err)
+	}
+}
+
+// mounted makes a filesystem with project quotas, and skips the test where the kernel has none.
+func mounted(t *testing.T, mkfs ...string) string {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("only root mounts")
+	}
+	image, dir := filepath.Join(t.TempDir(), "image"), t.TempDir()
+	if err := errors.Join(os.WriteFile(image, nil, 0o600), os.Truncate(image, 320<<20)); err != nil {
+		t.Fatal(err)
+	}
+	if out, err := exec.Command(mkfs[0], append(mkfs[1:], image)...).CombinedOutput(); err != nil {
+		t.Skipf("%s: %v, %s", mkfs[0], err, out)
+	}
+	if out, err := exec.Command("mount", "-o", "loop,prjquota", image, dir).CombinedOutput(); err != nil {
+		t.Skipf("the kernel has no project quotas for it: %v, %s", err, out)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, 0); err != nil {
+			t.Error(err)
+		}
+	})
+	return dir
+}
+
+func TestLimit(t *testing.T) {
+	for name, mkfs := range map[string][]string{
+		"ext4": {"mkfs.ext4", "-q", "-O", "project,quota", "-E", "quotatype=prjquota"},
+		"xfs":  {"mkfs.xfs", "-q"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := mounted(t, mkfs...)
+			f, err := Open(dir)
+			if errors.Is(err, ErrUnsupported) {
+				t.Skip(err) // XFS mounts without, where its part of the kernel has none
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer f.Close()
+			const id, limit = 1 << 30, 4 << 20
+			layer, err := os.Open(mkdir(t, filepath.Join(dir, "layer")))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer layer.Close()
+			for range 2 { // it may be repeated
+				if err := errors.Join(Assign(layer, id), f.SetLimit(id, limit)); err != nil {
+					t.Fatal(err)
+				}
+			}
+			below := mkdir(t, filepath.Join(dir, "layer", "sub"))
+			written, err := fill(filepath.Join(below, "file"))
+			if !errors.Is(err, unix.ENOSPC) && !errors.Is(err, unix.EDQUOT) || written > limit {
+				t.Errorf("%d bytes were written: %v", written, err)
+			}
+			if got, err := f.Usage(id); err != nil || got.Bytes < limit/2 || got.Bytes > limit || got.Inodes != 3 {
+				t.Errorf("usage %+v, %v", got, err)
+			}
+			if got, err := f.Usage(id + 1); err != nil || got != (Usage{}) {
+				t.Errorf("usage of another project %+v, %v", got, err)
+			}
+			if err := f.SetLimit(id, 0); err != nil {
+				t.Fatal(err)
+			}
+			if written, err := fill(filepath.Join(below, "another")); written < 2*limit {
+				t.Errorf("%d bytes without a limit: %v", written, err)
+			}
+		})
+	}
+}
+
+func mkdir(t *testing.T, dir string) string {
+	t.Helper()
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	return dir
+}
+
+// fill writes up to 16 MiB.
+func fill(path string) (written int, err error) {
+	f, err := os.Create(path)
+	if err != nil {
+		return 0, err
+	}
+	chunk := make([]byte, 64<<10)
+	for err == nil && written < 16<<20 {
+		var n int
+		n, err = f.Write(chunk)
+		written += n
+	}
+	return written, errors.Join(err, f.Close())
+}

@@ -1,0 +1,144 @@
+package roots
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"os"
+	"sync"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/diskusage"
+	"berth/internal/errdefs"
+	"berth/internal/projectquota"
+)
+
+// Projects is how many project IDs Quotas draws from.
+const Projects = 1 << 20
+
+// Quotas gives each writable layer a project of its filesystem's project quotas. Where these are off nil takes its
+// place, and no layer has a project.
+//
+// An ID that was used lately is not used again soon, and none that anything on the filesystem still
+// belongs to: a layer is deleted in the background after its container's removal.
+type Quotas struct {
+	filesystem *projectquota.Filesystem
+	limit      uint64 // bytes of a layer; 0: none
+	first      uint32
+
+	mu   sync.Mutex // guards the fields below
+	next uint32     // counted from first
+	used map[uint32]bool
+}
+
+// OpenQuotas returns the quotas of the filesystem of dir. limit is how many bytes a layer may take, 0 means without
+// limit; it is an error if there is one and the filesystem has no quotas. first is the first of the project IDs that are berth's.
+func OpenQuotas(dir string, limit uint64, first uint32) (*Quotas, error) {
+	filesystem, err := projectquota.Open(dir)
+	if errors.Is(err, projectquota.ErrUnsupported) && limit == 0 {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, errdefs.FailedPrecondition("writable_layer_limit can't be kept: %w", err)
+	}
+	return &Quotas{filesystem: filesystem, limit: limit, first: first, next: rand.Uint32N(Projects), used: map[uint32]bool{}}, nil
+}
+
+// Close ends their use.
+func (q *Quotas) Close() error {
+	if q == nil {
+		return nil
+	}
+	return q.filesystem.Close()
+}
+
+// Keep notes that a layer that an earlier daemon made has that project.
+func (q *Quotas) Keep(project uint32) {
+	if q == nil || project == 0 {
+		return
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.used[project] = true
+}
+
+// Take returns a project that nothing belongs to, 0 without quotas. It is the caller's until Release.
+func (q *Quotas) Take() (uint32, error) {
+	if q == nil {
+		return 0, nil
+	}
+	const tries = 1000
+	for range tries {
+		project := q.reserve()
+		usage, err := q.filesystem.Usage(project)
+		if err == nil && usage == (projectquota.Usage{}) {
+			return project, nil
+		}
+		q.Release(project)
+		if err != nil {
+			return 0, err
+		}
+	}
+	return 0, errdefs.New(codes.ResourceExhausted, "each of %d project IDs from %d on has files: somebody else uses them, see writable_layer_projects", tries, q.first)
+}
+
+// reserve returns the next project that has no container.
+func (q *Quotas) reserve() uint32 {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	for {
+		project := q.first + q.next
+		q.next = (q.next + 1) % Projects
+		if !q.used[project] {
+			q.used[project] = true
+			return project
+		}
+	}
+}
+
+// Release gives a project back whose container is removed.
+func (q *Quotas) Release(project uint32) {
+	if q == nil || project == 0 {
+		return
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	delete(q.used, project)
+}
+
+// Clear takes the limit off a project whose layer is being removed.
+func (q *Quotas) Clear(project uint32) error {
+	if q == nil || project == 0 {
+		return nil
+	}
+	return q.filesystem.SetLimit(project, 0)
+}
+
+// Usage returns what a project takes, also files that are open and have no name any more. ok is false if nothing is known.
+func (q *Quotas) Usage(project uint32) (usage diskusage.Usage, ok bool, err error) {
+	if q == nil || project == 0 {
+		return usage, false, nil
+	}
+	found, err := q.filesystem.Usage(project)
+	return diskusage.Usage{Bytes: found.Bytes, Inodes: found.Inodes}, err == nil, err
+}
+
+// assign makes dir, and what will be made in it, the project's, with the limit of this daemon's configuration.
+func (q *Quotas) assign(dir string, project uint32) error {
+	if q == nil || project == 0 {
+		return nil
+	}
+	f, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if err := q.filesystem.SetLimit(project, q.limit); err != nil {
+		return err
+	}
+	if err := projectquota.Assign(f, project); err != nil {
+		return fmt.Errorf("quota: %w", err)
+	}
+	return nil
+}
