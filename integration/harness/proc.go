@@ -15,13 +15,18 @@ import (
 	"berth/integration/machine"
 )
 
-// Pid returns the container's init, once that runs its program: StartContainer
-// returns a moment before, and then it still has the runtime's name and privileges.
+// Pid returns the container's init, once that runs its program.
 func (c *Container) Pid(t *testing.T) int {
+	t.Helper()
+	return waitProgram(t, c.InitPID(t))
+}
+
+// InitPID is Pid, whatever the process executes.
+func (c *Container) InitPID(t *testing.T) int {
 	t.Helper()
 	response, err := c.Pod.D.Cri.ContainerStatus(t.Context(), c.Id, true)
 	Must(t, err)
-	return waitProgram(t, infoPID(t, response.Info))
+	return infoPID(t, response.Info)
 }
 
 // WaitStoppable waits until SIGTERM reaches the container's program, and returns its process: it catches the signal, or waits for it
@@ -60,6 +65,7 @@ func (p *Pod) PausePID(t *testing.T) int {
 	return waitProgram(t, infoPID(t, response.Info))
 }
 
+// waitProgram waits until a process executes its program: daemons of earlier versions answer before.
 func waitProgram(t *testing.T, pid int) int {
 	t.Helper()
 	Eventually(t, fmt.Sprintf("process %d runs its program", pid), func() error {

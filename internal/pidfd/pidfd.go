@@ -173,16 +173,22 @@ func control(f *os.File, do func(fd uintptr)) error {
 // Exited reports whether the process has ended, and reaps it if it is a child. The
 // error wraps os.ErrClosed if f is closed.
 func Exited(f *os.File) (bool, error) {
+	done, err := Ended(f)
+	if err != nil || !done {
+		return false, err
+	}
+	_, err = reap(f) // one that is traced stays for Wait
+	return true, err
+}
+
+// Ended is Exited for who leaves a child to be reaped by another.
+func Ended(f *os.File) (bool, error) {
 	var done bool
 	var pollErr error
 	if err := control(f, func(fd uintptr) { done, pollErr = ended(int(fd)) }); err != nil {
 		return false, fmt.Errorf("poll %s: %w", f.Name(), err)
 	}
-	if pollErr != nil || !done {
-		return false, pollErr
-	}
-	_, err := reap(f) // one that is traced stays for Wait
-	return true, err
+	return done, pollErr
 }
 
 // Signal sends sig to the process. The error wraps os.ErrProcessDone if it is
@@ -257,6 +263,38 @@ func StartTime(pid int) (uint64, error) {
 		return 0, fmt.Errorf("read start time of %d: %w", pid, err)
 	}
 	return ticks, nil
+}
+
+// Executed tells whether a process has executed a program since it was forked. It does so also of one that has ended
+// and was not reaped. runnable: it wants a processor, or the kernel works for it; it does not sleep.
+// The error wraps os.ErrProcessDone if there is no such process.
+func Executed(pid int) (executed, runnable bool, err error) {
+	stat, err := readStat(pid)
+	if err != nil {
+		return false, false, fmt.Errorf("read flags of %d: %w", pid, err)
+	}
+	executed, runnable, err = parseExecuted(stat)
+	if err != nil {
+		return false, false, fmt.Errorf("read flags of %d: %w", pid, err)
+	}
+	return executed, runnable, nil
+}
+
+// forkNoExec is PF_FORKNOEXEC: forked, and no program was executed. ps shows it in its column F.
+const forkNoExec = 0x40
+
+// parseExecuted finds fields 3 and 9.
+func parseExecuted(stat []byte) (executed, runnable bool, err error) {
+	const state, flags = 3 - 3, 9 - 3
+	fields := fieldsAfterName(stat)
+	if len(fields) <= flags {
+		return false, false, fmt.Errorf("malformed stat line %q", stat)
+	}
+	set, err := strconv.ParseUint(string(fields[flags]), 10, 32)
+	if err != nil {
+		return false, false, err
+	}
+	return set&forkNoExec == 0, bytes.ContainsAny(fields[state], "RD"), nil
 }
 
 // readStat returns the content of /proc/PID/stat.

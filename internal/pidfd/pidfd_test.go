@@ -145,6 +145,57 @@ func TestParseStartTime(t *testing.T) {
 	}
 }
 
+func TestParseExecuted(t *testing.T) {
+	for _, tt := range []struct {
+		name, stat         string
+		executed, runnable bool
+		ok                 bool
+	}{
+		{"executed", "7 (sh) S 1 2 3 4 5 4194560 7", true, false, true},
+		{"forked only", "7 (a) b) R 1 2 3 4 5 4194368 7", false, true, true},
+		{"in the kernel", "7 (sh) D 1 2 3 4 5 64", false, true, true},
+		{"short", "7 (sh) S 1 2", false, false, false},
+		{"no number", "7 (sh) S 1 2 3 4 5 x 7", false, false, false},
+		{"empty", "", false, false, false},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			executed, runnable, err := parseExecuted([]byte(tt.stat))
+			if executed != tt.executed || runnable != tt.runnable || (err == nil) != tt.ok {
+				t.Errorf("parseExecuted(%q) = %v, %v, %v", tt.stat, executed, runnable, err)
+			}
+		})
+	}
+}
+
+func TestExecuted(t *testing.T) {
+	if executed, _, err := Executed(os.Getpid()); !executed || err != nil {
+		t.Errorf("this program: %v, %v", executed, err)
+	}
+	// A shell's background job is forked, and its read keeps it from executing anything.
+	cmd := exec.Command("/bin/sh", "-c", "exec 3<&0; { read x <&3; } & echo $!; wait")
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	pid := readPID(t, out)
+	if executed, _, err := Executed(pid); executed || err != nil {
+		t.Errorf("a process that was forked: %v, %v", executed, err)
+	}
+	if err := errors.Join(in.Close(), cmd.Wait()); err != nil {
+		t.Error(err)
+	}
+	if _, _, err := Executed(cmd.Process.Pid); !errors.Is(err, os.ErrProcessDone) {
+		t.Errorf("a process that is gone: %v", err)
+	}
+}
+
 func TestStopped(t *testing.T) {
 	cmd, f := start(t, "sleep", "1000")
 	is := func(want bool) {

@@ -30,7 +30,7 @@ type maker interface {
 	// init waits for execute. What is made is entered in the launch's undo list. The
 	// process is a child of ours; 0: there is none that stands for the container until it runs.
 	create() (pid int, err error)
-	// execute lets init execute its command.
+	// execute lets init execute its command, and returns when it has.
 	execute() error
 	// follow returns a child of ours that ends when the container, which runs, does,
 	// and writes to verdict how that ended. It is for containers that create returned no process of.
@@ -123,7 +123,12 @@ func (m *libraryMaker) create() (pid int, err error) {
 	return m.process.Pid()
 }
 
-func (m *libraryMaker) execute() error { return m.container.Exec() }
+func (m *libraryMaker) execute() error {
+	if err := m.container.Exec(); err != nil {
+		return err
+	}
+	return m.explainNotExecuted(m.awaitCommand(always))
+}
 
 func (m *libraryMaker) follow() (int, *os.File, error) {
 	return 0, nil, errors.New("libcontainer's init is followed from the beginning")

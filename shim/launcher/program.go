@@ -156,6 +156,9 @@ func (m *programMaker) execute() error {
 		done <- nameCommand(m.Spec.Process, err)
 	}()
 	err := <-done
+	if err == nil && !m.Runtime.Sandboxed { // gVisor answers when the command runs
+		err = m.explainNotExecuted(m.awaitCommand(ofProgram))
+	}
 	if m.streams == nil {
 		return err
 	}

@@ -1,0 +1,111 @@
+package launcher
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/pidfd"
+	"berth/shim/control"
+)
+
+// How often init is looked at until it has executed the command. That takes it less than a millisecond, but for hooks of the
+// kind startContainer, and where it gets no processor.
+const (
+	firstLook = 50 * time.Microsecond
+	lastLook  = 10 * time.Millisecond
+)
+
+// errNotExecuted is that init has ended without executing the container's command.
+var errNotExecuted = errors.New("it ended before it executed its command")
+
+// awaitCommand waits until init, which was let go, has executed the container's command. Without it the daemon would
+// answer while init is still the launcher's program: an exec sees that as process 1, and what it writes to
+// /proc/1/fd/1 is refused. errNotExecuted if init ends instead. patience ends the wait without an error.
+func (c *launch) awaitCommand(patience func(waited time.Duration, runnable bool) bool) error {
+	begin := time.Now()
+	for pause := firstLook; ; pause = min(2*pause, lastLook) {
+		ended, err := pidfd.Ended(c.init) // the monitor reaps it
+		if err != nil {
+			return err
+		}
+		executed, runnable, err := pidfd.Executed(c.started.InitPID) // our child, not reaped: it is this one
+		if err != nil {
+			return err
+		}
+		switch {
+		case executed:
+			c.awaitIdentity()
+			return nil
+		case ended:
+			return errNotExecuted
+		case c.ctx.Err() != nil:
+			return control.Errorf(control.Canceled, "the launch was cancelled")
+		case !patience(time.Since(begin), runnable):
+			return nil
+		}
+		interval := unix.NsecToTimespec(int64(pause))
+		_ = unix.Nanosleep(&interval, nil) // an interrupted one is a shorter one
+	}
+}
+
+// awaitIdentity waits until execve has given the process the command's name and rights, which it does some microseconds
+// after it counts as executed. To look at a process's memory the kernel waits for the end of its execve (exec_update_lock).
+func (c *launch) awaitIdentity() {
+	if f, err := os.Open(fmt.Sprintf("/proc/%d/auxv", c.started.InitPID)); err == nil { // else it has ended
+		_ = f.Close() // nothing was written
+	}
+}
+
+// always is the patience with libcontainer's init, which executes the command or ends.
+func always(time.Duration, bool) bool { return true }
+
+// The patience with the init of an OCI runtime's program. It may be one that never executes anything: crun runs WebAssembly
+// in its init itself.
+const (
+	programSleeps  = 20 * time.Millisecond // while it sleeps
+	programRunning = time.Second           // while it wants a processor
+)
+
+func ofProgram(waited time.Duration, runnable bool) bool {
+	return waited < programSleeps || runnable && waited < programRunning
+}
+
+// explainNotExecuted adds to errNotExecuted what init has written about it: libcontainer and crun have closed all but the
+// container's streams by then.
+func (c *launch) explainNotExecuted(err error) error {
+	if !errors.Is(err, errNotExecuted) {
+		return err
+	}
+	said := c.lastWords()
+	code := control.Internal
+	if strings.Contains(strings.ToLower(said), "exec ") {
+		code = control.InvalidArgument
+	}
+	if said == "" {
+		return control.Errorf(code, "command %q: %v", c.Spec.Process.Args[0], err)
+	}
+	return control.Errorf(code, "command %q: %s", c.Spec.Process.Args[0], said)
+}
+
+// maxWords bounds what is read of it, in bytes.
+const maxWords = 1 << 10
+
+// lastWords returns what is in the container's standard error, or on its terminal.
+func (c *launch) lastWords() string {
+	for _, f := range []*os.File{c.io.stderr, c.io.console} {
+		if f == nil || unix.SetNonblock(int(f.Fd()), true) != nil { // this process ends with the failure
+			continue
+		}
+		text := make([]byte, maxWords)
+		n, err := unix.Read(int(f.Fd()), text)
+		if err == nil && n > 0 {
+			return strings.TrimSpace(strings.ToValidUTF8(string(text[:n]), "?"))
+		}
+	}
+	return ""
+}
