@@ -50,7 +50,7 @@ var errVerbUnknown = errors.New("verb not supported")
 type runner struct {
 	version.PluginDecoder
 	log     *slog.Logger
-	runs    runs
+	runs    *runs
 	builtIn map[string]BuiltIn
 }
 
@@ -80,16 +80,15 @@ func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, envi
 	}
 	run := &pluginRun{path: path, verb: lookup(environ, "CNI_COMMAND"), stdin: stdin, env: withoutServiceVars(environ)}
 	defer trace.Begin(ctx, run.name()).End()
-	id, err := r.runs.begin(run.verb + " " + path + " " + lookup(environ, "CNI_CONTAINERID"))
+	noted, err := r.runs.begin(run.verb + " " + path + " " + lookup(environ, "CNI_CONTAINERID"))
 	if err != nil && run.verb == "ADD" {
-		r.runs.forget(id) // the file may be there, without content
 		return nil, err
 	}
 	if err != nil { // a full disk must not keep what fills it
 		r.log.Warn("a CNI plugin runs all the same", "plugin", path, "verb", run.verb, "error", err)
 	}
-	defer func() { r.runs.end(id, !run.killed) }()
-	run.env = append(run.env, runVar+"="+id)
+	defer func() { r.runs.end(noted, !run.killed) }()
+	run.start = func(cmd *exec.Cmd) error { return r.runs.start(noted, cmd) }
 	for attempt := 0; ; attempt++ {
 		failpoint.Reach("cni.exec")
 		err := run.exec(ctx)
@@ -134,9 +133,10 @@ type pluginRun struct {
 	path, verb     string
 	stdin          []byte
 	env            []string
-	stdout, stderr []byte // what is kept of it
-	printed        int    // bytes, to stdout
-	killed         bool   // it did not end by itself
+	start          func(*exec.Cmd) error // starts it in its cgroup
+	stdout, stderr []byte                // what is kept of it
+	printed        int                   // bytes, to stdout
+	killed         bool                  // it did not end by itself
 }
 
 // exec starts the plugin and waits for it. A plugin whose daemon is killed goes on; the next
@@ -165,7 +165,7 @@ func (p *pluginRun) execInto(ctx context.Context, stdout, stderr *output.Output)
 	cmd.Cancel = func() error { return unix.Kill(-cmd.Process.Pid, unix.SIGKILL) }
 	cmd.WaitDelay = stdinDelay
 
-	if err := cmd.Start(); err != nil {
+	if err := p.start(cmd); err != nil {
 		return err
 	}
 	failpoint.Reach("cni.started")

@@ -69,7 +69,7 @@ func TestPluginFailures(t *testing.T) {
 func TestHungPlugin(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", `sleep 1000 & echo $! >$record/child; setsid sh -c 'echo $$ >$record/apart; exec sleep 1000' & echo $$ >$record/self; wait`)
-	r := &runner{log: testLog(t), runs: runs{dir: b.runs, log: testLog(t)}}
+	r := &runner{log: testLog(t), runs: newRuns(b.runs, testLog(t))}
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	done := make(chan error, 1)
@@ -215,7 +215,7 @@ func TestOwnDeadline(t *testing.T) {
 // The end of a plugin is its exit, not the end of its output.
 func TestBackgroundChild(t *testing.T) {
 	b := newBed(t)
-	b.plugin("a", `sleep 1000 & echo $! >$record/child; `+okResult)
+	b.plugin("a", `if [ "$CNI_COMMAND" = ADD ]; then sleep 1000 & echo $! >$record/child; fi; `+okResult)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
 	n := b.start()
 	r, err := n.Add(context.Background(), b.plan(), testPod("p1"))
@@ -224,10 +224,74 @@ func TestBackgroundChild(t *testing.T) {
 		t.Errorf("addresses %v", r.IPs)
 	}
 	child := b.readPID("child")
+	b.start() // another daemon
 	if isGone(child) {
 		t.Error("the child of a plugin that succeeded was killed")
 	}
+	if left := readDir(t, b.runs); len(left) != 1 || !strings.HasSuffix(left[0], overMark) {
+		t.Errorf("noted: %v", left)
+	}
 	must(t, unix.Kill(child, unix.SIGKILL))
+	eventually(t, "child is gone", func() bool { return isGone(child) })
+	eventually(t, "its cgroup is removed with a later run", func() bool {
+		must(t, b.n.Del(context.Background(), b.plan(), testPod("p1")))
+		return len(readDir(t, b.runs)) == 0
+	})
+}
+
+// What a plugin that died by a signal has started is killed, whatever it did to be alone.
+func TestWhatDiedPluginStarted(t *testing.T) {
+	const stay = `echo $$ >$record/child; exec sleep 1000`
+	tests := []struct{ name, start string }{
+		{"session of its own", `setsid sh -c '` + stay + `' &`},
+		{"second fork", `(setsid sh -c '` + stay + `' &)`},
+		{"emptied environment", `env -i record=$record /usr/bin/setsid sh -c 'exec env -i /bin/sh -c "echo \$\$ >'$record'/child; exec /bin/sleep 1000"' &`},
+		{"always in execve", `printf '#!/bin/sh\n[ -e '$record'/child ] || echo $$ >'$record'/child\nexec $0\n' >$record/again; chmod +x $record/again; setsid $record/again &`},
+		{"stopped", `setsid sh -c 'echo $$ >$record/child; kill -STOP $$' &`},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			b := newBed(t)
+			b.plugin("a", test.start+`
+while [ ! -s $record/child ]; do sleep 0.01; done
+kill -9 $$`)
+			b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+			n := b.start()
+			if _, err := n.Add(context.Background(), b.plan(), testPod("p1")); err == nil || !strings.Contains(err.Error(), "signal: killed") {
+				t.Errorf("ADD: %v", err)
+			}
+			if !isGone(b.readPID("child")) {
+				t.Error("it runs on")
+			}
+			if left := readDir(t, b.runs); len(left) > 0 {
+				t.Errorf("still noted as running: %v", left)
+			}
+		})
+	}
+}
+
+// What other processes offer in /proc costs nothing when a plugin's processes are looked for: here one without rights, whose
+// environment is 1 GiB of memory.
+func TestProcessWithHugeEnvironment(t *testing.T) {
+	b := newBed(t)
+	b.plugin("a", `kill -9 $$`)
+	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
+	hostile := b.startHugeEnvironment()
+	n := b.start()
+	must(t, os.WriteFile("/proc/self/clear_refs", []byte("5"), 0)) // peak = now
+	before := peakMemory(t)
+	if _, err := n.Add(context.Background(), b.plan(), testPod("p1")); err == nil {
+		t.Error("ADD succeeded")
+	}
+	n.Close()
+	must(t, os.WriteFile(filepath.Join(b.runs, runPrefix+"LEFT"), []byte("/sys/fs/cgroup/"+runPrefix+"LEFT\nADD\n"), 0o600))
+	b.start() // looks for what a daemon before it has left
+	if grown := peakMemory(t) - before; grown > 128<<20 {
+		t.Errorf("peak memory grew by %d MiB", grown>>20)
+	}
+	if isGone(hostile) {
+		t.Error("a process that no plugin started was killed")
+	}
 }
 
 // A plugin that is being installed is waited for.
@@ -235,7 +299,7 @@ func TestPluginBeingWritten(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)
 	waiting := make(chan string, busyRetries)
-	r := &runner{log: slog.New(slog.NewTextHandler(sink(waiting), &slog.HandlerOptions{Level: slog.LevelDebug}))}
+	r := &runner{runs: newRuns("", testLog(t)), log: slog.New(slog.NewTextHandler(sink(waiting), &slog.HandlerOptions{Level: slog.LevelDebug}))}
 	f, err := os.OpenFile(b.bin+"/a", os.O_WRONLY, 0)
 	must(t, err)
 	defer f.Close()
@@ -380,26 +444,26 @@ func TestPluginEnvironment(t *testing.T) {
 	}
 }
 
-// A process in the middle of execve, when the kernel tells no environment of it, is not overlooked.
-func TestStrayThatExecutes(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "again")
-	must(t, os.WriteFile(path, []byte("#!/bin/sh\nexec $0\n"), 0o700))
-	const id = "0123456789abcdef"
-	cmd := exec.Command(path)
-	cmd.Env = []string{runVar + "=" + id}
-	must(t, cmd.Start())
-	overlooked := 0
-	const looks = 20_000
-	for range looks {
-		if !belongs(cmd.Process.Pid, []string{id}) {
-			overlooked++
-		}
+// A note that is damaged, or leads elsewhere, names no cgroup: what is in that would be killed.
+func TestReadRun(t *testing.T) {
+	const name = runPrefix + "ID"
+	tests := []struct{ name, file, content, group string }{
+		{"whole", name, "/sys/fs/cgroup/x/" + name + "\nADD\n", "/sys/fs/cgroup/x/" + name},
+		{"over", name + overMark, "/sys/fs/cgroup/" + name + "\nADD\n", "/sys/fs/cgroup/" + name},
+		{"empty", name, "", ""},
+		{"cut off", name, "/sys/fs/cgroup/" + name, ""},
+		{"another cgroup", name, "/sys/fs/cgroup/\nADD\n", ""},
+		{"relative", name, name + "\nADD\n", ""},
+		{"of an earlier version", "ID", "ADD /bin/ID ID\n", ""},
+		{"too long", name, "/" + name + "\n" + strings.Repeat("x", maxNote), ""},
 	}
-	must(t, cmd.Process.Kill())
-	if cmd.Wait() == nil {
-		t.Error("it was not killed")
-	}
-	if overlooked > 0 {
-		t.Errorf("%d of %d looks did not find it", overlooked, looks)
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), test.file)
+			must(t, os.WriteFile(path, []byte(test.content), 0o600))
+			if got := readRun(path); got != (run{name: test.file, group: test.group}) {
+				t.Errorf("read %+v", got)
+			}
+		})
 	}
 }

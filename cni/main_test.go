@@ -32,6 +32,10 @@ func TestMain(m *testing.M) {
 		skel.PluginMainFuncs(skelFuncs, version.All, "test plugin")
 		return
 	}
+	if os.Getenv(hugeEnvironmentVar) != "" {
+		fmt.Fprintln(os.Stderr, "huge environment ended:", haveHugeEnvironment())
+		os.Exit(1)
+	}
 	if os.Getenv(insideVar) != "" {
 		if err := enterTestNamespaces(); err != nil {
 			fmt.Fprintln(os.Stderr, err)

@@ -14,7 +14,7 @@
 // every Add, the failed ones too, until it returns nil, and never two operations
 // for one pod at the same time.
 //
-// A plugin that has begun ends by itself or is killed, with all that it started, after Config.Timeout (strays.go):
+// A plugin runs in a cgroup of its own (runs.go). One that has begun ends by itself, or is killed with all that it started after Config.Timeout:
 // one that is killed half-way may not be able to go on where it was. A caller's context bounds what comes before that. Plugins of a
 // daemon that stops (Leave) or is killed go on; New of the next one waits for them and ends those that hang. The pod's network namespace is made by netns.New, with its
 // loopback interface up, so no loopback plugin is needed.
@@ -66,7 +66,7 @@ type Config struct {
 	ConfDir  string        // configuration files; need not exist
 	BinDirs  []string      // plugins, first match wins; also given to plugins as CNI_PATH
 	CacheDir string        // libcni's record of results, private to berth, survives a restart
-	RunDir   string        // where running plugins are noted, gone after a reboot; empty: nowhere, and their children can outlive a daemon that is killed
+	RunDir   string        // where running plugins are noted, gone after a reboot; empty: nowhere, they have no cgroups, and their children can outlive them
 	Timeout  time.Duration // longest ADD, DEL or CHECK; 0: DefaultTimeout
 	Waits    *task.Waits   // where waits are noted; nil: nowhere
 
@@ -112,7 +112,7 @@ func New(cfg Config, log *slog.Logger) (*Network, error) {
 	if cfg.Timeout == 0 {
 		cfg.Timeout = DefaultTimeout
 	}
-	plugins := &runner{log: log, runs: runs{dir: cfg.RunDir, log: log}, builtIn: cfg.BuiltIn}
+	plugins := &runner{log: log, runs: newRuns(cfg.RunDir, log), builtIn: cfg.BuiltIn}
 	n := &Network{
 		cfg:     cfg,
 		log:     log,

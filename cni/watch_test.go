@@ -132,7 +132,7 @@ func TestWatchPluginFiles(t *testing.T) {
 func TestWithoutWatch(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)
-	n := &Network{cfg: Config{ConfDir: b.conf, BinDirs: []string{b.bin}}, log: testLog(t), plugins: &runner{log: testLog(t)}, refresh: make(chan struct{}, 1)}
+	n := &Network{cfg: Config{ConfDir: b.conf, BinDirs: []string{b.bin}}, log: testLog(t), plugins: &runner{runs: newRuns("", testLog(t)), log: testLog(t)}, refresh: make(chan struct{}, 1)}
 	ctx, cancel := context.WithCancel(context.Background())
 	n.stop = cancel
 	o := &owner{n: n, ctx: ctx, verdicts: make(chan verdict)}

@@ -201,6 +201,17 @@ machine_run() {
 		bash -c '. "$1"; shift; machine_init "$@"; exit' machine "$BERTH_SRC/contrib/lib.sh" "$@"
 }
 
+# join_cgroups NAME moves this shell to NAME in cgroup v2's hierarchy and in that of v1's freezer, below which the daemon makes
+# cgroups for CNI plugins.
+join_cgroups() {
+	local hierarchy
+	for hierarchy in /sys/fs/cgroup{,/unified,/freezer}; do
+		[ -e "$hierarchy/cgroup.procs" ] || continue
+		mkdir -p "$hierarchy/$1"
+		echo 0 >"$hierarchy/$1/cgroup.procs"
+	done
+}
+
 # machine_init is pid 1 inside: bash reaps orphans, which is all an init must do.
 machine_init() {
 	local resolv
@@ -220,6 +231,7 @@ machine_init() {
 	mount --make-rshared / # as systemd does: what is mounted later reaches warm launchers
 	hostname berth-machine
 	ip link set lo up
+	join_cgroups "$BERTH_MACHINE/self"
 	echo 1 >/proc/sys/net/ipv4/ip_forward
 	export TMPDIR=/run/tmp # gone with the machine, and overlayfs accepts it as its upper layer
 	unset GOTMPDIR         # testing.T.TempDir prefers it

@@ -210,7 +210,7 @@ func (a *assembly) openNetwork() (*cni.Network, error) {
 			a.log.Warn("berth's own network cannot be used", "error", err)
 		}
 	}
-	networkCfg.RunDir, networkCfg.Waits = filepath.Join(a.cfg.State, "cni"), a.waits
+	networkCfg.RunDir, networkCfg.Waits = nodenet.RunDir(a.cfg), a.waits
 	network, err := cni.New(networkCfg, a.log)
 	if err != nil {
 		return nil, err

@@ -74,13 +74,14 @@ var unmarked = map[string]string{
 
 	"cni.Add: lib.AddNetworkList":                "each plugin is between points, and so is the result",
 	"cni.delStale: lib.DelNetworkList":           "each plugin is between points",
-	"cni.execInto: unix.Kill cmd.Start":          byCaller,
+	"cni.execInto: unix.Kill":                    byCaller,
+	"cni.start: cmd.Start":                       byCaller,
 	"cni/hostlocal.lock: os.OpenFile":            lock,
 	"cni/berthnet/addresses.Open: os.MkdirAll":   again,
 	"cni/berthnet/links.open: unix.Bind":         "the daemon's own socket",
 	"cni/berthnet/rules.Try: conn.Flush":         unpinned,
 	"cni.endAll: os.MkdirAll":                    again,
-	"cni.killIf: pidfd.Signal":                   signal,
+	"cni.newRuns: os.MkdirAll":                   again,
 	"cmd/berth.privateDir: os.MkdirAll os.Chmod": again,
 
 	"image/layer.Remove: parent.RemoveAllUntil":                           byCaller,
@@ -107,6 +108,8 @@ var unmarked = map[string]string{
 	"image/unpack.makeWhiteout: dir.Mknod":                                worker,
 
 	"internal/cgroup.Again: os.WriteFile":                                         "it changes nothing",
+	"internal/cgroup.Start: cmd.Start":                                            byCaller,
+	"internal/cgroup.startByThread: .writeFile cmd.Start .writeFile":              byCaller,
 	"internal/cgroup.RemoveIfEmpty: unix.Rmdir":                                   "the last step of a daemon that ends in good order",
 	"internal/cgroup.Signal: .writeFile":                                          signal,
 	"internal/cgroup.destroyOnce: mgr.Destroy":                                    byCaller,

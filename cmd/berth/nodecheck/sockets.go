@@ -137,18 +137,48 @@ func (n *Node) resolved(path string) string {
 // owners returns the processes that have a socket. One that ends meanwhile has none.
 func (n *Node) owners(inode string) []process {
 	var found []process
-	fds, _ := filepath.Glob(n.path("/proc/[0-9]*/fd/*")) // the pattern is not malformed, which is the only error
-	for _, fd := range fds {
-		if target, err := os.Readlink(fd); err != nil || target != "socket:["+inode+"]" {
-			continue
+	forEachName(n.path("/proc"), func(name string) bool {
+		pid, err := strconv.Atoi(name)
+		if err != nil || !n.holds(pid, "socket:["+inode+"]") {
+			return true
 		}
-		dir := filepath.Dir(filepath.Dir(fd))
-		name, err := os.ReadFile(filepath.Join(dir, "comm"))
-		pid, numErr := strconv.Atoi(filepath.Base(dir))
-		p := process{pid: pid, name: strings.TrimSpace(string(name))}
-		if err == nil && numErr == nil && !slices.Contains(found, p) {
+		comm, err := os.ReadFile(n.path(fmt.Sprintf("/proc/%d/comm", pid))) // 64 bytes at most
+		if p := (process{pid: pid, name: strings.TrimSpace(string(comm))}); err == nil {
 			found = append(found, p)
 		}
-	}
+		return true
+	})
 	return found
+}
+
+// holds tells whether a process has a file open that /proc calls that.
+func (n *Node) holds(pid int, file string) (held bool) {
+	dir := n.path(fmt.Sprintf("/proc/%d/fd", pid))
+	forEachName(dir, func(name string) bool {
+		target, err := os.Readlink(filepath.Join(dir, name))
+		held = err == nil && target == file
+		return !held
+	})
+	return held
+}
+
+// forEachName calls do with each name in a directory until it returns false. It keeps few of them at a time: any process may
+// have a million descriptors.
+func forEachName(dir string, do func(name string) bool) {
+	f, err := os.Open(dir)
+	if err != nil {
+		return // a process that is gone
+	}
+	defer f.Close()
+	for {
+		names, err := f.Readdirnames(256)
+		for _, name := range names {
+			if !do(name) {
+				return
+			}
+		}
+		if err != nil { // the end, or it is gone
+			return
+		}
+	}
 }

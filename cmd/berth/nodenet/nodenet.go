@@ -37,6 +37,9 @@ func Config(cfg *config.Config, plugin *berthnet.Plugin) (cni.Config, error) {
 	return c, err
 }
 
+// RunDir is where the daemon notes the CNI plugins that it runs.
+func RunDir(cfg *config.Config) string { return filepath.Join(cfg.State, "cni") }
+
 // List is the configuration list of berth's own network; nil where the directory's is used.
 func List(cfg *config.Config) ([]byte, error) {
 	if cfg.Network != Own {

@@ -21,7 +21,10 @@ func (f *facts) readNetwork() (err error) {
 	if f.reservations, err = cni.Reservations(f.networks()...); err != nil {
 		return err
 	}
-	f.traces, err = cni.Traces(f.networks()...)
+	if f.traces, err = cni.Traces(f.networks()...); err != nil {
+		return err
+	}
+	f.runs, err = cni.ReadNotedRuns(f.node.CNIRunDir)
 	return err
 }
 

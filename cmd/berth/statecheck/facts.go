@@ -46,6 +46,7 @@ type facts struct {
 	results      []cni.KeptResult
 	reservations []cni.Reservation
 	traces       []cni.Trace
+	runs         cni.NotedRuns
 	layers       *layer.Survey
 	descriptors  []descriptor
 

@@ -15,7 +15,7 @@ import (
 )
 
 // Processes: each process in a cgroup of berth's, each launcher and each monitor belongs to a
-// recorded object that may have processes; and each object whose record says that it runs has
+// recorded object that may have processes; each process in the cgroup of a CNI plugin's run belongs to a run that is noted; and each object whose record says that it runs has
 // the process that its record, or its shim's, names by ID and start time.
 
 // process is one line of ps.
@@ -112,6 +112,7 @@ func compareProcesses(f *facts, d *finder) {
 		f.compareMember(d, p)
 		f.compareLauncher(d, p)
 		f.compareMonitor(d, p)
+		f.comparePlugin(d, p)
 	}
 	for _, p := range f.pods {
 		f.comparePause(d, p)
@@ -217,6 +218,15 @@ func (f *facts) isOrphan(id string, p *process) bool {
 			return false
 		}
 		p = parent
+	}
+}
+
+// comparePlugin is about a process that a CNI plugin of the daemon has started.
+func (f *facts) comparePlugin(d *finder, p *process) {
+	for _, group := range p.groups {
+		if run := f.runs.Unnoted(group); run != "" && !p.ended {
+			d.differ(p.String(), "a note of the CNI plugin's run that its cgroup is named after", "none of %s", run)
+		}
 	}
 }
 

@@ -64,6 +64,7 @@ type Node struct {
 	NetNSDir    string // where network namespaces are pinned
 	CNIConfDir  string
 	CNICacheDir string
+	CNIRunDir   string // where plugins that run are noted
 	Network     []byte // the configuration list of berth's own; nil: the one in CNIConfDir is used
 	Bytes       bool   // read what is in every layer: all files of the images
 
@@ -75,7 +76,7 @@ type Node struct {
 func NodeOf(cfg *config.Config) (*Node, error) {
 	network, err := nodenet.Config(cfg, nil)
 	return &Node{Root: cfg.Root, State: cfg.State, Socket: cfg.Listen, NetNSDir: cfg.NetNSDir,
-		CNIConfDir: cfg.CNIConfDir, CNICacheDir: network.CacheDir, Network: network.List}, err
+		CNIConfDir: cfg.CNIConfDir, CNICacheDir: network.CacheDir, CNIRunDir: nodenet.RunDir(cfg), Network: network.List}, err
 }
 
 // The pauses between looks, as long as there are differences.

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -154,6 +155,8 @@ func TestDifferencesAreNamed(t *testing.T) {
 		{"a process of an exited container", func(_ *testing.T, f *facts) {
 			f.processes[50] = &process{pid: 50, parent: 1, name: "leaked", groups: []string{"/kubepods/pod1/" + exitedID}}
 		}, []string{"processes: container " + exitedID + ": expected no process"}},
+		{"a CNI plugin's child whose run is noted", func(t *testing.T, f *facts) { f.withPlugin(t, true) }, nil},
+		{"a CNI plugin's child whose run is not noted", func(t *testing.T, f *facts) { f.withPlugin(t, false) }, []string{"processes: process 50 (plugin): expected a note"}},
 		{"a launcher without a daemon", func(_ *testing.T, f *facts) { f.processes[idlePID].parent = 1; f.descriptors = nil }, []string{"processes: process 11 (berth-shim): expected the daemon"}},
 		{"a monitor that nothing names", func(_ *testing.T, f *facts) {
 			f.processes[50] = &process{pid: 50, parent: 1, name: "berth-monitor", exe: f.processes[monitorPID].exe}
@@ -383,4 +386,22 @@ func TestFindDaemon(t *testing.T) {
 			t.Errorf("a daemon that could not sign the lock: %+v", report)
 		}
 	}
+}
+
+// withPlugin adds a process of a CNI plugin that the daemon runs.
+func (f *facts) withPlugin(t *testing.T, noted bool) {
+	t.Helper()
+	dir := t.TempDir()
+	n, err := cni.New(cni.Config{ConfDir: dir, BinDirs: []string{dir}, CacheDir: dir, RunDir: dir + "/run"}, slog.New(slog.DiscardHandler))
+	must(t, err)
+	n.Close()
+	f.runs, err = cni.ReadNotedRuns(dir + "/run")
+	must(t, err)
+	name := f.runs.Prefix() + "ID"
+	if noted {
+		must(t, os.WriteFile(dir+"/run/"+name, nil, 0o600))
+		f.runs, err = cni.ReadNotedRuns(dir + "/run")
+		must(t, err)
+	}
+	f.processes[50] = &process{pid: 50, parent: 1, name: "plugin", groups: []string{"/system.slice/berth.service/" + name}}
 }

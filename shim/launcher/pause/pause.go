@@ -536,8 +536,8 @@ const endTime = 10 * time.Second
 // checkAlive tells a pause that has executed its command, which closed its socket, from one that was killed. That one's socket
 // is closed, and its arguments are gone, a moment before its pidfd says so (do_exit: exit_mm, exit_files, exit_notify).
 func (m *Maker) checkAlive() error {
-	args, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", m.pid))
-	if err != nil || string(args) != executed {
+	alive, err := m.hasExecuted()
+	if err != nil || !alive {
 		ctx, cancel := context.WithTimeout(context.Background(), endTime)
 		defer cancel()
 		if err := pidfd.Wait(ctx, m.second); err != nil && ctx.Err() == nil {
@@ -549,6 +549,17 @@ func (m *Maker) checkAlive() error {
 		err = errors.New("it was killed")
 	}
 	return err
+}
+
+// hasExecuted compares the pause's arguments. No more is read: a process decides itself how long what /proc/PID/cmdline tells is.
+func (m *Maker) hasExecuted() (bool, error) {
+	f, err := os.Open(fmt.Sprintf("/proc/%d/cmdline", m.pid))
+	if err != nil {
+		return false, err
+	}
+	defer f.Close()
+	args, err := io.ReadAll(io.LimitReader(f, int64(len(executed))+1))
+	return string(args) == executed, err
 }
 
 // reapTime is how long the first stage may take to reap the second before both are killed.

@@ -1,0 +1,159 @@
+package cgroup
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/opencontainers/cgroups"
+	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
+	"berth/internal/killtree"
+)
+
+// Children are cgroups below the daemon's own, in one hierarchy, for programs that it runs: whatever such a program starts can
+// be killed as a whole. v2's hierarchy is taken where it is mounted, beside those of v1 too, else that of v1's freezer: both can
+// kill a group that is forking. No controller is enabled in them, so the daemon may stay in their parent, and what they use is
+// accounted to the daemon.
+type Children struct {
+	parent string // the directory of the daemon's own cgroup
+	v1     bool
+}
+
+// FindChildren finds the place of children of this process's cgroup.
+func FindChildren() (*Children, error) {
+	own, err := cgroups.ParseCgroupFile("/proc/self/cgroup")
+	if err != nil {
+		return nil, fmt.Errorf("find the daemon's cgroup: %w", err)
+	}
+	return childrenIn(root, own)
+}
+
+// childrenIn looks below mounts, where hierarchies are mounted; own are the daemon's cgroups by controller, that of v2 under "".
+func childrenIn(mounts string, own map[string]string) (*Children, error) {
+	for _, hierarchy := range []struct {
+		dir, controller string
+		v1              bool
+	}{
+		{mounts, "", false},
+		{filepath.Join(mounts, "unified"), "", false},
+		{filepath.Join(mounts, "freezer"), "freezer", true},
+	} {
+		path, known := own[hierarchy.controller]
+		if !known || !isHierarchy(hierarchy.dir, hierarchy.v1) {
+			continue
+		}
+		parent := filepath.Join(hierarchy.dir, path)
+		if strings.HasPrefix(path, "/..") || unix.Access(parent, unix.W_OK) != nil {
+			parent = hierarchy.dir // our own cgroup is outside of what is mounted
+		}
+		return &Children{parent: parent, v1: hierarchy.v1}, nil
+	}
+	return nil, errors.New("neither cgroup v2 nor the freezer of v1 is mounted in " + mounts)
+}
+
+// isHierarchy tells whether a cgroup hierarchy of that version is mounted at dir.
+func isHierarchy(dir string, v1 bool) bool {
+	var s unix.Statfs_t
+	if err := unix.Statfs(dir, &s); err != nil {
+		return false
+	}
+	if v1 {
+		return s.Type == unix.CGROUP_SUPER_MAGIC
+	}
+	return s.Type == unix.CGROUP2_SUPER_MAGIC
+}
+
+// Dir returns the directory of a child.
+func (c *Children) Dir(name string) string { return filepath.Join(c.parent, name) }
+
+// Start starts a command in a child's directory, which exists. The command's first instruction is in the cgroup already.
+func (c *Children) Start(cmd *exec.Cmd, dir string) error {
+	if c.v1 {
+		return c.startByThread(cmd, dir)
+	}
+	group, err := os.OpenFile(dir, unix.O_PATH|unix.O_DIRECTORY, 0)
+	if err != nil {
+		return fmt.Errorf("open cgroup: %w", err)
+	}
+	defer group.Close()
+	if cmd.SysProcAttr == nil {
+		cmd.SysProcAttr = &syscall.SysProcAttr{}
+	}
+	cmd.SysProcAttr.UseCgroupFD, cmd.SysProcAttr.CgroupFD = true, int(group.Fd())
+	return cmd.Start()
+}
+
+// startByThread has a thread of ours enter the cgroup, start the command, and leave it: on v1 each thread has a cgroup of its own,
+// and a process begins in that of the thread that made it. To move oneself by the list of threads takes no RCU grace period
+// (see Stay). A thread that could not leave ends, and the process with it at the latest.
+func (c *Children) startByThread(cmd *exec.Cmd, dir string) error {
+	done := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread()
+		if err := writeFile(filepath.Join(dir, "tasks"), "0"); err != nil {
+			runtime.UnlockOSThread()
+			done <- fmt.Errorf("enter cgroup: %w", err)
+			return
+		}
+		err := cmd.Start()
+		if left := writeFile(filepath.Join(c.parent, "tasks"), "0"); left != nil {
+			done <- errors.Join(err, fmt.Errorf("leave cgroup %s: %w", dir, left))
+			return
+		}
+		runtime.UnlockOSThread()
+		done <- err
+	}()
+	return <-done
+}
+
+// HasProcesses tells whether a process is in a cgroup's directory or below it. One that is gone has none.
+func HasProcesses(dir string) (bool, error) {
+	pids, err := killtree.Procs(dir)
+	return len(pids) > 0, err
+}
+
+// KillChild kills all that is in a child's directory and below it, within patience.
+func KillChild(dir string, patience time.Duration) error {
+	pids, err := killtree.Procs(dir)
+	if err != nil {
+		return err
+	}
+	for _, pid := range pids {
+		if pid == os.Getpid() { // a thread of startByThread could not leave
+			return fmt.Errorf("the daemon is in cgroup %s itself", dir)
+		}
+	}
+	return killtree.Kill(dir, patience)
+}
+
+// RemoveChild removes a child's directory and those below it. Where there are processes the error is EBUSY. One that
+// is gone is removed.
+func RemoveChild(dir string) error {
+	failpoint.Reach("cgroup.remove-child")
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return ignoreGone(err)
+	}
+	for _, e := range entries {
+		if e.IsDir() {
+			if err := RemoveChild(filepath.Join(dir, e.Name())); err != nil {
+				return err
+			}
+		}
+	}
+	err = unix.Rmdir(dir)
+	failpoint.Reach("cgroup.child-removed")
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return &fs.PathError{Op: "rmdir", Path: dir, Err: err}
+	}
+	return nil
+}
