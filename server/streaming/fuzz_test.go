@@ -90,11 +90,11 @@ func FuzzConnections(f *testing.F) {
 	f.Add(uint8(0), false, "GET", "/exec/../exec/AAAA", "Content-Length: 5\r\n", []byte("xGET / HTTP/1.1\r\n\r\n"))
 	f.Fuzz(func(t *testing.T, kind uint8, known bool, method, more, header string, body []byte) {
 		target := more
-		if known {
-			target = s.offered(t, kind) + more
+		if offered := s.offered(t, kind); known { // without any nobody is answered
+			target = offered + more
 		}
 		runtime.sessions.Store(0)
-		exchange(t, s.listener.Addr().String(), bytes.Join([][]byte{[]byte(method + " " + target + " HTTP/1.1\r\nHost: x\r\n" + header + "\r\n"), body}, nil))
+		exchange(t, s.gate.Addr().String(), bytes.Join([][]byte{[]byte(method + " " + target + " HTTP/1.1\r\nHost: x\r\n" + header + "\r\n"), body}, nil))
 		if n := runtime.sessions.Load(); n > 1 || n == 1 && !known {
 			t.Errorf("%d sessions", n)
 		}

@@ -1,12 +1,14 @@
 package streaming
 
 import (
+	"container/list"
 	"errors"
 	"fmt"
 	"net"
 	"os"
 	"sync"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -86,6 +88,12 @@ func (h *hangups) take(id uint64) func() {
 // reads of the client's end, which may be before we are told.
 type connection struct {
 	*net.TCPConn
+	gate     *gate // nil in tests
+	accepted time.Time
+	heard    bool          // the first bytes have been read; of Read, of which there is one at a time
+	in       *list.List    // of gate's, guarded by its lock; nil: in none
+	place    *list.Element // in in
+
 	mu     sync.Mutex // guards what follows
 	gone   func()     // nil: nobody waits
 	closed bool
@@ -99,6 +107,9 @@ func (c *connection) Close() error {
 	c.mu.Unlock()
 	if gone != nil {
 		gone()
+	}
+	if c.gate != nil {
+		c.gate.forget(c)
 	}
 	return c.TCPConn.Close()
 }
@@ -114,18 +125,6 @@ func (c *connection) onClose(gone func()) {
 	if closed && gone != nil {
 		gone()
 	}
-}
-
-// connections makes the connections of a listener.
-type connections struct{ net.Listener }
-
-// Accept implements net.Listener.
-func (l connections) Accept() (net.Conn, error) {
-	c, err := l.Listener.Accept()
-	if err != nil {
-		return nil, err
-	}
-	return &connection{TCPConn: c.(*net.TCPConn)}, nil
 }
 
 // add calls gone, once and quickly, when conn is closed, by whomever, or lost.

@@ -18,12 +18,12 @@ func connected(t *testing.T) (ours *connection, theirs *net.TCPConn) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	server, err := connections{l}.Accept()
+	server, err := l.Accept()
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { client.Close(); server.Close() })
-	return server.(*connection), client.(*net.TCPConn)
+	return &connection{TCPConn: server.(*net.TCPConn)}, client.(*net.TCPConn)
 }
 
 func watching(t *testing.T) *hangups {

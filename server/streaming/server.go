@@ -11,6 +11,9 @@
 // close stdin), and can't end connections that have been upgraded. Here a session's
 // context ends when the client's connection does, whoever reads it, or when the
 // server stops; and Serve returns when all sessions have ended.
+//
+// Any process of the node may connect. Connections are accepted while a token is outstanding, those that show none are few and
+// short, and none takes the daemon's last descriptors (gate.go).
 package streaming
 
 import (
@@ -48,9 +51,14 @@ type Config struct {
 	Log         *slog.Logger
 }
 
-// headerTimeout is how long a client may take to say what it wants, and then to open
-// its streams.
-const headerTimeout = 30 * time.Second
+const (
+	// requestTimeout is how long a client may take for the TLS handshake, and to say what it wants.
+	requestTimeout = 10 * time.Second
+	// streamsTimeout is how long a client may take to open its streams.
+	streamsTimeout = 30 * time.Second
+	// maxRequest bounds the headers of a request. apiserver and kubelet pass on those of their clients.
+	maxRequest = 64 << 10
+)
 
 // Server gives out URLs and serves them. Make one with Listen.
 type Server struct {
@@ -58,7 +66,7 @@ type Server struct {
 	runtime  Runtime
 	base     url.URL
 	tokens   tokens
-	listener net.Listener
+	gate     *gate
 	http     *http.Server
 	hangups  *hangups
 	patience time.Duration // how long a client may take to open its streams; tests have less
@@ -75,11 +83,14 @@ func Listen(cfg Config, runtime Runtime) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("serve streaming sessions: %w", err)
 	}
-	hangups, err := watchHangups()
+	s := &Server{cfg: cfg, runtime: runtime, patience: streamsTimeout, sessions: map[*connection]context.CancelCauseFunc{}}
+	s.gate, err = newGate(listener.(*net.TCPListener), &s.tokens, cfg.TLS != nil, cfg.Log)
+	if err == nil {
+		s.hangups, err = watchHangups()
+	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("serve streaming sessions: %w", err), listener.Close())
 	}
-	s := &Server{cfg: cfg, runtime: runtime, listener: connections{listener}, hangups: hangups, patience: headerTimeout, sessions: map[*connection]context.CancelCauseFunc{}}
 	s.base = url.URL{Scheme: "http", Host: reachable(listener.Addr())}
 	if cfg.TLS != nil {
 		s.base.Scheme = "https"
@@ -89,11 +100,12 @@ func Listen(cfg Config, runtime Runtime) (*Server, error) {
 	var protocols http.Protocols
 	protocols.SetHTTP1(true) // HTTP/2 can't be upgraded
 	s.http = &http.Server{
-		Handler:           mux,
+		Handler:           closing(mux),
 		TLSConfig:         cfg.TLS,
 		Protocols:         &protocols,
-		ReadHeaderTimeout: headerTimeout,
-		IdleTimeout:       headerTimeout,
+		ReadHeaderTimeout: requestTimeout,
+		IdleTimeout:       requestTimeout,
+		MaxHeaderBytes:    maxRequest,
 		ErrorLog:          slog.NewLogLogger(cfg.Log.Handler(), slog.LevelDebug),
 		ConnContext:       withConnection,
 	}
@@ -121,9 +133,9 @@ func (s *Server) Serve(ctx context.Context) error {
 	defer stop()
 	var err error
 	if s.cfg.TLS != nil {
-		err = s.http.ServeTLS(s.listener, "", "")
+		err = s.http.ServeTLS(s.gate, "", "")
 	} else {
-		err = s.http.Serve(s.listener)
+		err = s.http.Serve(s.gate)
 	}
 	if errors.Is(err, http.ErrServerClosed) && ctx.Err() != nil {
 		err = nil
@@ -154,6 +166,16 @@ func withConnection(ctx context.Context, c net.Conn) context.Context {
 	return context.WithValue(ctx, connKey{}, c)
 }
 
+func connectionOf(r *http.Request) *connection { return r.Context().Value(connKey{}).(*connection) }
+
+// closing ends a connection after its first request. Those for sessions set the header anew.
+func closing(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Connection", "close")
+		h.ServeHTTP(w, r)
+	})
+}
+
 // serve handles one connection: the session that its token stands for.
 func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 	serve, ok := s.tokens.take(r.PathValue("kind"), r.PathValue("token"))
@@ -161,6 +183,9 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 		http.NotFound(w, r)
 		return
 	}
+	s.gate.used()
+	s.gate.forget(connectionOf(r))
+	w.Header().Del("Connection")
 	ctx, end, err := s.begin(r)
 	if err != nil {
 		http.Error(w, err.Error(), http.StatusServiceUnavailable)
@@ -173,7 +198,7 @@ func (s *Server) serve(w http.ResponseWriter, r *http.Request) {
 // begin makes a session's context. end closes the connection, which ends whatever the
 // protocols' implementation has left running.
 func (s *Server) begin(r *http.Request) (_ context.Context, end func(), err error) {
-	conn := r.Context().Value(connKey{}).(*connection)
+	conn := connectionOf(r)
 	ctx, cancel := context.WithCancelCause(r.Context())
 	forget, err := s.hangups.add(conn, func() { cancel(errGone) })
 	if err != nil {
@@ -221,7 +246,7 @@ func (s *Server) PortForward(req *runtimeapi.PortForwardRequest) (string, error)
 }
 
 func (s *Server) offer(kind string, serve http.HandlerFunc) (string, error) {
-	token, err := s.tokens.add(kind, serve)
+	token, err := s.gate.offer(func() (string, error) { return s.tokens.add(kind, serve) })
 	if err != nil {
 		return "", err
 	}

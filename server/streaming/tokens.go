@@ -29,6 +29,7 @@ type offer struct {
 	kind    string // of the URL
 	serve   http.HandlerFunc
 	expires time.Time
+	claimed bool // by a connection
 }
 
 // add returns a new token. ResourceExhausted if too many are unused.
@@ -59,6 +60,32 @@ func (t *tokens) take(kind, token string) (http.HandlerFunc, bool) {
 	}
 	delete(t.waiting, token)
 	return o.serve, o.kind == kind && now.Before(o.expires)
+}
+
+// claim reports whether a token may be taken, once: connections that show it after that are not preferred.
+func (t *tokens) claim(kind, token string) bool {
+	now := time.Now()
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	o, ok := t.waiting[token]
+	if !ok || o.kind != kind || o.claimed || !now.Before(o.expires) {
+		return false
+	}
+	o.claimed = true
+	t.waiting[token] = o
+	return true
+}
+
+// outstanding reports whether a token may still be taken.
+func (t *tokens) outstanding(now time.Time) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, o := range t.waiting {
+		if now.Before(o.expires) {
+			return true
+		}
+	}
+	return false
 }
 
 // dropExpired needs the lock.

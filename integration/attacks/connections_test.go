@@ -1,0 +1,234 @@
+package attacks
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"k8s.io/client-go/tools/remotecommand"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/integration/harness"
+	"berth/integration/machine"
+	"berth/integration/sessions"
+)
+
+const (
+	nobody = 65534 // the user whose processes attack
+	// fewFiles is the daemon's limit of descriptors in these tests, of which it leaves a quarter to CRI and itself.
+	fewFiles     = 512
+	reserved     = fewFiles / 4
+	strangers    = fewFiles / 4 // connections without a token that the daemon keeps
+	idleAttacker = 3000         // connections that an attacker holds
+)
+
+// streamPort is where the daemon serves sessions.
+func streamPort(t *testing.T, address string) netip.AddrPort {
+	t.Helper()
+	return harness.Get(netip.ParseAddrPort(harness.Get(url.Parse(address))(t).Host))(t)
+}
+
+// attacker holds TCP connections of another user's, the newest of as many as it may have.
+type attacker struct {
+	target netip.AddrPort
+	say    string // what it sends on each
+	most   int
+	held   []int
+	made   int
+}
+
+// connect makes one more connection, without waiting for it to stand.
+func (a *attacker) connect() error {
+	if len(a.held) >= a.most {
+		if err := unix.Close(a.held[0]); err != nil {
+			return err
+		}
+		a.held = a.held[1:]
+	}
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		return fmt.Errorf("socket: %w", err)
+	}
+	a.held = append(a.held, fd)
+	err = unix.Connect(fd, &unix.SockaddrInet4{Port: int(a.target.Port()), Addr: a.target.Addr().As4()})
+	if err != nil && !errors.Is(err, unix.EINPROGRESS) && !errors.Is(err, unix.EAGAIN) { // no port is free
+		return fmt.Errorf("connect: %w", err)
+	}
+	a.made++
+	if a.say != "" {
+		_, _ = unix.Write(fd, []byte(a.say)) // the daemon may have reset it, or not taken it yet
+	}
+	return nil
+}
+
+func (a *attacker) leave() {
+	for _, fd := range a.held {
+		_ = unix.Close(fd)
+	}
+}
+
+// attack runs on a thread that is another user's, until stop. It returns when the first connections are made.
+func (a *attacker) attack(ctx context.Context, t *testing.T) (stop func()) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(ctx)
+	ready, ended := make(chan struct{}), make(chan error, 1)
+	go func() {
+		runtime.LockOSThread() // and not unlocked: the thread ends with its user
+		defer a.leave()
+		if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, nobody, nobody, nobody); errno != 0 { // of this thread only
+			close(ready)
+			ended <- errno
+			return
+		}
+		pace := time.NewTicker(time.Millisecond) // that of a process that wants to stay, not of one that burns a processor
+		defer pace.Stop()
+		var err error
+		for err == nil && ctx.Err() == nil {
+			err = a.connect()
+			if a.made == a.most {
+				close(ready)
+			}
+			if a.made >= a.most {
+				<-pace.C
+			}
+		}
+		if a.made < a.most {
+			close(ready)
+		}
+		ended <- err
+	}()
+	<-ready
+	stop = sync.OnceFunc(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Errorf("the attacker: %v", err)
+		}
+		t.Logf("the attacker made %d connections", a.made)
+	})
+	t.Cleanup(stop)
+	return stop
+}
+
+// Any user of the node may connect to the port of the sessions, as often as it wants. Its connections were kept until the
+// daemon had no descriptor left: no CRI client could connect, nor the daemon's own watchdog.
+func TestIdleConnectionsDoNotCutKubeletOff(t *testing.T) {
+	d := harness.StartDaemon(t, harness.StartedBy("prlimit", fmt.Sprintf("--nofile=%d", fewFiles)))
+	c := d.RunPod(t, harness.HostNetwork).Run(t)
+	port := streamPort(t, offerExec(t, d, c))
+	execIn(t, d, c)
+	before := machine.CountFiles(t, d.Cmd.Process.Pid, "fd")
+	bound := before + strangers + 40 // the client's own, an exec's, launchers'
+	for name, say := range map[string]string{"silent": "", "half a request": "GET /exec/AAAA HTTP/1.1\r\nHost: ", "TLS": "\x16\x03\x01\x02\x00"} {
+		t.Run(name, func(t *testing.T) {
+			defer (&attacker{target: port, say: say, most: idleAttacker}).attack(t.Context(), t)()
+			highest := 0
+			for range 3 {
+				execIn(t, d, c)
+				newClientAsks(t, d)
+				if _, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"true"}, 0); err != nil {
+					t.Error(err)
+				}
+				highest = max(highest, machine.CountFiles(t, d.Cmd.Process.Pid, "fd"))
+			}
+			t.Logf("descriptors: %d before, at most %d meanwhile, bound %d", before, highest, bound)
+			if highest > bound {
+				t.Errorf("the daemon had %d descriptors, %d before the attack; the bound is %d", highest, before, bound)
+			}
+		})
+	}
+}
+
+func offerExec(t *testing.T, d *harness.Daemon, c *harness.Container) string {
+	t.Helper()
+	return harness.Get(d.Cri.Exec(t.Context(), &runtimeapi.ExecRequest{ContainerId: c.Id, Cmd: []string{"echo", "here"}, Stdout: true, Stderr: true}))(t).Url
+}
+
+// execIn has a session, in each protocol.
+func execIn(t *testing.T, d *harness.Daemon, c *harness.Container) {
+	t.Helper()
+	for _, p := range sessions.Protocols {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		began := time.Now()
+		var out, failures bytes.Buffer
+		if code, err := p.Stream(ctx, sessions.Plain(), offerExec(t, d, c), remotecommand.StreamOptions{Stdout: &out, Stderr: &failures}); err != nil || code != 0 || out.String() != "here\n" {
+			t.Errorf("exec over %s: code %d, %q, %q, %v", p.Name, code, out.String(), failures.String(), err)
+		}
+		t.Logf("exec over %s: %v", p.Name, time.Since(began).Round(time.Millisecond))
+	}
+}
+
+// newClientAsks makes a connection to the CRI socket, as the watchdog does, and a call.
+func newClientAsks(t *testing.T, d *harness.Daemon) {
+	t.Helper()
+	conn := harness.Get(grpc.NewClient("unix://"+d.Socket, grpc.WithTransportCredentials(insecure.NewCredentials())))(t)
+	defer conn.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	if _, err := runtimeapi.NewRuntimeServiceClient(conn).Version(ctx, &runtimeapi.VersionRequest{}); err != nil {
+		t.Errorf("a new client of CRI: %v", err)
+	}
+}
+
+// Sessions that clients may have leave descriptors to CRI, the watchdog and the daemon itself, too.
+func TestSessionsLeaveDescriptors(t *testing.T) {
+	d := harness.StartDaemon(t, harness.StartedBy("prlimit", fmt.Sprintf("--nofile=%d", fewFiles)))
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := pod.Run(t)
+	refused := 0
+	for range fewFiles {
+		conn, err := forwardSession(t, d, pod)
+		if err != nil {
+			refused++
+			continue
+		}
+		defer conn.Close()
+	}
+	used := machine.CountFiles(t, d.Cmd.Process.Pid, "fd")
+	t.Logf("%d of %d sessions refused, %d of %d descriptors in use", refused, fewFiles, used, fewFiles)
+	if refused == 0 || used > fewFiles-reserved+40 {
+		t.Errorf("%d sessions were refused, %d descriptors are in use", refused, used)
+	}
+	newClientAsks(t, d)
+	if _, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"true"}, 0); err != nil {
+		t.Error(err)
+	}
+	pod.Run(t)
+}
+
+// forwardSession opens the session of a port-forward.
+func forwardSession(t *testing.T, d *harness.Daemon, pod *harness.Pod) (net.Conn, error) {
+	t.Helper()
+	u := harness.Get(url.Parse(harness.Get(d.Cri.PortForward(t.Context(), &runtimeapi.PortForwardRequest{PodSandboxId: pod.Id}))(t).Url))(t)
+	conn, err := net.Dial("tcp", u.Host)
+	if err != nil {
+		return nil, err
+	}
+	_ = conn.SetDeadline(time.Now().Add(time.Minute))
+	_, err = fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: %s\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\nX-Stream-Protocol-Version: portforward.k8s.io\r\n\r\n", u.Path, u.Host)
+	if err != nil {
+		return nil, errors.Join(err, conn.Close())
+	}
+	response, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	if err != nil {
+		return nil, errors.Join(err, conn.Close())
+	}
+	if response.StatusCode != http.StatusSwitchingProtocols {
+		return nil, errors.Join(errors.New(strings.TrimSpace(response.Status)), conn.Close())
+	}
+	return conn, nil
+}

@@ -1,0 +1,350 @@
+package streaming
+
+import (
+	"bytes"
+	"container/list"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/descriptors"
+	"berth/internal/seldom"
+)
+
+const (
+	// maxStrangers bounds the connections that have not shown a token. With a header of 64 KiB each they take 16 MiB.
+	maxStrangers = 256
+	// silentTime is how long a connection that has sent nothing is kept when there are more. It is short: others wait
+	// in the kernel's queue meanwhile, and when that is full the kernel drops them.
+	silentTime = 5 * time.Millisecond
+	// handshakeTime is the same for a connection that has sent something else than a token, where it may be a TLS handshake.
+	handshakeTime = 250 * time.Millisecond
+	// lateTime is how long clients are answered after the last token has been used: one that uses a URL twice gets a 404.
+	lateTime = 5 * time.Second
+	// maxQueue is more than the kernel queues of a listener (net.core.somaxconn, of which Go takes 16 bits).
+	maxQueue = 1 << 16
+)
+
+// gate is the listener of a server whose port anybody on the node may connect to: the kernel does not say whose a TCP
+// connection is. It
+//   - accepts only while a token is outstanding, and resets what had connected before that: nobody had a URL;
+//   - keeps few connections that have not shown a token. Where there are more, it resets the oldest, those first that have
+//     sent nothing. One whose request names a token is none of them, whether the server has read the request or not. With TLS the
+//     request can't be seen, so such a connection has to be through its handshake in time;
+//   - leaves descriptors to others (package descriptors).
+//
+// It goes on to listen while it does not accept: else another process could take the port (SO_REUSEADDR), and be told tokens.
+type gate struct {
+	listener *net.TCPListener
+	tokens   *tokens
+	quota    descriptors.Quota
+	most     int           // connections without a token
+	patience time.Duration // handshakeTime with TLS; without it a request shows its token at once
+	log      *slog.Logger
+	warned   seldom.Seldom
+
+	closed chan struct{}
+	close  sync.Once
+
+	mu     sync.Mutex    // guards what follows; tokens' lock is taken under it
+	late   time.Time     // until when late clients are answered
+	wake   chan struct{} // sent to, without waiting, when a first token is offered
+	silent list.List     // of *connection that have sent nothing, oldest first
+	spoken list.List     // of *connection that have sent something else than a token
+}
+
+func newGate(listener *net.TCPListener, tokens *tokens, overTLS bool, log *slog.Logger) (*gate, error) {
+	quota, err := descriptors.ForSessions()
+	if err != nil {
+		return nil, err
+	}
+	g := &gate{listener: listener, tokens: tokens, quota: quota, most: max(1, min(quota.Limit()/4, maxStrangers)), log: log,
+		closed: make(chan struct{}), wake: make(chan struct{}, 1)}
+	if overTLS {
+		g.patience = handshakeTime
+	}
+	return g, nil
+}
+
+// offer adds a token. What has connected before the first one is reset: the queue is empty when its client comes.
+func (g *gate) offer(add func() (string, error)) (string, error) {
+	token, drained, err := g.offerDrained(add)
+	if drained > 0 {
+		g.warned.Warn(g.log, "connections to the streaming server are reset, for they came before any session was offered", "connections", drained)
+	}
+	return token, err
+}
+
+func (g *gate) offerDrained(add func() (string, error)) (token string, drained int, err error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.openLocked() {
+		token, err = add()
+		return token, 0, err
+	}
+	drained = g.drain() // nobody else has a token for whom a connection could be
+	token, err = add()
+	select {
+	case g.wake <- struct{}{}:
+	default:
+	}
+	return token, drained, err
+}
+
+// drain resets the connections that the kernel has queued. It does not wait.
+func (g *gate) drain() (drained int) {
+	raw, err := g.listener.SyscallConn()
+	if err != nil {
+		return 0 // it is closed
+	}
+	_ = raw.Control(func(fd uintptr) { // it fails when the listener is closed
+		for range maxQueue {
+			conn, _, err := unix.Accept4(int(fd), unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK)
+			if err == unix.EINTR || err == unix.ECONNABORTED {
+				continue
+			}
+			if err != nil {
+				return
+			}
+			_ = unix.SetsockoptLinger(conn, unix.SOL_SOCKET, unix.SO_LINGER, &unix.Linger{Onoff: 1})
+			_ = unix.Close(conn)
+			drained++
+		}
+	})
+	return drained
+}
+
+// used notes that a token has been used.
+func (g *gate) used() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.late = time.Now().Add(lateTime)
+}
+
+// openLocked reports whether a client may come. It needs the lock.
+func (g *gate) openLocked() bool {
+	now := time.Now()
+	return now.Before(g.late) || g.tokens.outstanding(now)
+}
+
+func (g *gate) open() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.openLocked()
+}
+
+// Accept implements net.Listener.
+func (g *gate) Accept() (net.Conn, error) {
+	for {
+		if err := g.waitOpen(); err != nil {
+			return nil, err
+		}
+		if err := g.makeRoom(); err != nil {
+			return nil, err
+		}
+		conn, err := g.listener.AcceptTCP()
+		if err != nil {
+			return nil, err
+		}
+		if c := g.admit(conn); c != nil {
+			return c, nil
+		}
+	}
+}
+
+// waitOpen waits until a client may come.
+func (g *gate) waitOpen() error {
+	for !g.open() {
+		select {
+		case <-g.wake:
+		case <-g.closed:
+			return net.ErrClosed
+		}
+	}
+	return nil
+}
+
+// admit makes a connection one of those without a token; nil if it has been reset.
+func (g *gate) admit(conn *net.TCPConn) *connection {
+	if fd := descriptorOf(conn); !g.quota.Allows(fd) {
+		reset(conn)
+		g.warned.Warn(g.log, "connections to the streaming server are reset, for the file descriptors that are left are reserved", "descriptor", fd)
+		return nil
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if !g.openLocked() { // it came while Accept waited for one
+		reset(conn)
+		return nil
+	}
+	c := &connection{TCPConn: conn, gate: g, accepted: time.Now()}
+	c.in, c.place = &g.silent, g.silent.PushBack(c)
+	return c
+}
+
+// reset closes a connection so that nothing of it stays in the kernel.
+func reset(conn *net.TCPConn) {
+	_ = conn.SetLinger(0) // it fails where the connection is lost
+	_ = conn.Close()
+}
+
+func descriptorOf(conn *net.TCPConn) (number int) {
+	raw, err := conn.SyscallConn()
+	if err == nil {
+		err = raw.Control(func(fd uintptr) { number = int(fd) })
+	}
+	if err != nil {
+		return -1 // closed
+	}
+	return number
+}
+
+// makeRoom resets connections until there is room for another one without a token.
+func (g *gate) makeRoom() error {
+	for {
+		victim, wait := g.surplus()
+		switch {
+		case victim == nil:
+			return nil
+		case wait > 0:
+			timer := time.NewTimer(wait)
+			select {
+			case <-timer.C:
+			case <-g.closed:
+				timer.Stop()
+				return net.ErrClosed
+			}
+		default:
+			g.warned.Warn(g.log, "connections to the streaming server are reset, for too many show no token of a session", "most", g.most)
+			_ = victim.SetLinger(0) // as in reset
+			_ = victim.Close()
+		}
+	}
+}
+
+// surplus returns the connection that is to be reset, and in what time; nil if there is room.
+func (g *gate) surplus() (victim *connection, wait time.Duration) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for g.silent.Len()+g.spoken.Len() >= g.most && g.silent.Len() > 0 {
+		c := g.silent.Front().Value.(*connection)
+		data := c.peek()
+		if len(data) == 0 {
+			return c, silentTime - time.Since(c.accepted)
+		}
+		g.heardLocked(c, data) // it is not in silent any more
+	}
+	if g.silent.Len()+g.spoken.Len() < g.most {
+		return nil, 0
+	}
+	c := g.spoken.Front().Value.(*connection)
+	return c, g.patience - time.Since(c.accepted)
+}
+
+// heardLocked sorts a connection by the first bytes that it has sent. It needs the lock.
+func (g *gate) heardLocked(c *connection, data []byte) {
+	if c.in != &g.silent {
+		return
+	}
+	kind, token := requested(data)
+	g.forgetLocked(c)
+	if g.tokens.claim(kind, token) {
+		return
+	}
+	c.in, c.place = &g.spoken, g.spoken.PushBack(c)
+}
+
+// forget takes a connection out of those without a token: it has shown one, or is closed.
+func (g *gate) forget(c *connection) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.forgetLocked(c)
+}
+
+func (g *gate) forgetLocked(c *connection) {
+	if c.in != nil {
+		c.in.Remove(c.place)
+		c.in, c.place = nil, nil
+	}
+}
+
+// requested returns what the first line of an HTTP request says of a session, as server.go's pattern has it.
+func requested(data []byte) (kind, token string) {
+	line, _, _ := bytes.Cut(data, []byte("\r\n"))
+	_, target, _ := bytes.Cut(line, []byte(" "))
+	target, _, _ = bytes.Cut(target, []byte(" "))
+	target, _, _ = bytes.Cut(target, []byte("?"))
+	parts := bytes.Split(target, []byte("/"))
+	if len(parts) != 3 || len(parts[0]) != 0 {
+		return "", ""
+	}
+	return string(parts[1]), string(parts[2])
+}
+
+// Close implements net.Listener.
+func (g *gate) Close() error {
+	g.close.Do(func() { close(g.closed) })
+	return g.listener.Close()
+}
+
+// Addr implements net.Listener.
+func (g *gate) Addr() net.Addr { return g.listener.Addr() }
+
+// maxFirstLine is more than a request for a session has before its headers.
+const maxFirstLine = 256
+
+// peek returns what the client has sent and nobody has read; nothing if it has hung up.
+func (c *connection) peek() []byte {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return nil
+	}
+	data, n := make([]byte, maxFirstLine), 0
+	err = raw.Control(func(fd uintptr) {
+		n, _, _ = unix.Recvfrom(int(fd), data, unix.MSG_PEEK|unix.MSG_DONTWAIT)
+	})
+	if err != nil {
+		return nil
+	}
+	return data[:max(n, 0)]
+}
+
+// Read implements net.Conn. The first bytes are read and looked at in one step, or the gate could take the connection for
+// a silent one in between.
+func (c *connection) Read(p []byte) (n int, err error) {
+	if c.heard || c.gate == nil || len(p) == 0 {
+		return c.TCPConn.Read(p)
+	}
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return 0, err
+	}
+	var readErr error
+	err = raw.Read(func(fd uintptr) (done bool) {
+		c.gate.mu.Lock()
+		defer c.gate.mu.Unlock()
+		n, _, readErr = unix.Recvfrom(int(fd), p, unix.MSG_DONTWAIT)
+		if readErr == unix.EAGAIN || readErr == unix.EINTR {
+			return false
+		}
+		if n > 0 {
+			c.gate.heardLocked(c, p[:n])
+		}
+		return true
+	})
+	switch {
+	case err != nil:
+		return 0, err
+	case readErr != nil:
+		return 0, &net.OpError{Op: "read", Net: "tcp", Source: c.LocalAddr(), Addr: c.RemoteAddr(), Err: os.NewSyscallError("recvfrom", readErr)}
+	case n == 0:
+		return 0, io.EOF
+	}
+	c.heard = true
+	return n, nil
+}

@@ -1,0 +1,233 @@
+package streaming
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/url"
+	"testing"
+	"time"
+
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
+
+	"berth/internal/descriptors"
+	"berth/sandbox/session"
+)
+
+func TestRequested(t *testing.T) {
+	for name, test := range map[string]struct{ data, kind, token string }{
+		"request":          {"GET /exec/TOKEN HTTP/1.1\r\nHost: x\r\n\r\n", "exec", "TOKEN"},
+		"parameters":       {"POST /attach/TOKEN?a=/b HTTP/1.1\r\n", "attach", "TOKEN"},
+		"no end of line":   {"GET /exec/TOKEN HTTP/1.1", "exec", "TOKEN"},
+		"other path":       {"GET /exec HTTP/1.1\r\n", "", ""},
+		"longer path":      {"GET /exec/TOKEN/more HTTP/1.1\r\n", "", ""},
+		"absolute address": {"GET http://x/exec/TOKEN HTTP/1.1\r\n", "", ""},
+		"TLS":              {"\x16\x03\x01\x02\x00\x01\x00\x01", "", ""},
+		"nothing":          {"", "", ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if kind, token := requested([]byte(test.data)); kind != test.kind || token != test.token {
+				t.Errorf("kind %q, token %q", kind, token)
+			}
+		})
+	}
+}
+
+func (g *gate) strangers() int {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.silent.Len() + g.spoken.Len()
+}
+
+// keep sets how many connections without a token are kept.
+func (g *gate) keep(most int) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.most = most
+}
+
+func dial(t *testing.T, s *Server) net.Conn {
+	t.Helper()
+	conn, err := net.Dial("tcp", s.gate.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	return conn
+}
+
+// wasReset waits until the server has ended a connection without an answer.
+func wasReset(t *testing.T, conn net.Conn) {
+	t.Helper()
+	_ = conn.SetReadDeadline(time.Now().Add(20 * time.Second))
+	if n, err := conn.Read(make([]byte, 1)); n > 0 || errors.Is(err, context.DeadlineExceeded) || isTimeout(err) {
+		t.Fatalf("the connection was not reset: %d bytes, %v", n, err)
+	}
+}
+
+func isTimeout(err error) bool {
+	var e net.Error
+	return errors.As(err, &e) && e.Timeout()
+}
+
+func idle(_ context.Context, s session.Streams) error {
+	_, err := io.Copy(io.Discard, s.Stdin)
+	return err
+}
+
+// Without an outstanding token nobody is accepted, and who came then is gone when the first session is offered.
+func TestNobodyIsAcceptedWithoutATokenOutstanding(t *testing.T) {
+	s := serving(t, doing{exec: idle})
+	early := []net.Conn{dial(t, s), dial(t, s), dial(t, s)}
+	if n := s.gate.strangers(); n != 0 {
+		t.Errorf("%d connections have been accepted", n)
+	}
+	s.execClient(t, &runtimeapi.ExecRequest{Stdin: true})
+	for _, conn := range early {
+		wasReset(t, conn)
+	}
+}
+
+// A URL that was used is answered for a while.
+func TestUsedTokenIsNotFound(t *testing.T) {
+	s := serving(t, doing{exec: idle})
+	address, err := s.Exec(&runtimeapi.ExecRequest{Stdin: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.spdyClient(t, address, remotecommand.StreamProtocolV4Name)
+	response, err := http.Get(address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	response.Body.Close()
+	if response.StatusCode != http.StatusNotFound || !response.Close {
+		t.Errorf("%s, the connection stays %t", response.Status, !response.Close)
+	}
+}
+
+// Connections that show no token are replaced, the oldest first, and clients with a token come through.
+func TestStrangersAreFew(t *testing.T) {
+	for name, say := range map[string]string{"silent": "", "half a request": "GET /exec/AAAA HTTP/1.1\r\nHost:", "not HTTP": "\x16\x03\x01"} {
+		t.Run(name, func(t *testing.T) {
+			s := serving(t, doing{exec: idle})
+			s.gate.keep(4)
+			if _, err := s.Exec(&runtimeapi.ExecRequest{Stdin: true}); err != nil { // opens the gate
+				t.Fatal(err)
+			}
+			var strangers []net.Conn
+			for i := range 20 {
+				conn := dial(t, s)
+				if _, err := io.WriteString(conn, say); err != nil {
+					t.Fatal(err)
+				}
+				strangers = append(strangers, conn)
+				if i%5 == 4 {
+					s.execClient(t, &runtimeapi.ExecRequest{Stdin: true})
+				}
+			}
+			for _, conn := range strangers[:len(strangers)-s.gate.most] {
+				wasReset(t, conn)
+			}
+			if n := s.gate.strangers(); n > s.gate.most {
+				t.Errorf("%d connections without a token are kept, %d is the limit", n, s.gate.most)
+			}
+		})
+	}
+}
+
+// A client that has sent its request is no stranger, though the server has not read it.
+func TestUnreadRequestWithATokenIsKept(t *testing.T) {
+	s := serving(t, doing{exec: idle})
+	address, err := s.PortForward(&runtimeapi.PortForwardRequest{PodSandboxId: "pod"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	u, err := url.Parse(address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ours, theirs := connected(t)
+	s.gate.keep(1)
+	s.gate.mu.Lock()
+	ours.gate, ours.in, ours.place = s.gate, &s.gate.silent, s.gate.silent.PushBack(ours)
+	s.gate.mu.Unlock()
+	if _, err := fmt.Fprintf(theirs, "GET %s HTTP/1.1\r\n", u.Path); err != nil {
+		t.Fatal(err)
+	}
+	for s.gate.strangers() > 0 { // until the bytes have arrived
+		if victim, _ := s.gate.surplus(); victim != nil && len(victim.peek()) > 0 {
+			t.Fatal("it is to be reset")
+		}
+	}
+	buffer := make([]byte, 3)
+	if _, err := io.ReadFull(ours, buffer); err != nil || string(buffer) != "GET" {
+		t.Errorf("%q, %v", buffer, err)
+	}
+}
+
+// A token makes one connection a client's; who repeats its request keeps none.
+func TestTokenIsClaimedOnce(t *testing.T) {
+	var all tokens
+	token, err := all.add("exec", nothing)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if all.claim("attach", token) || all.claim("exec", "another") {
+		t.Error("another is claimed")
+	}
+	if !all.claim("exec", token) || all.claim("exec", token) {
+		t.Error("a token is not claimed exactly once")
+	}
+	if _, ok := all.take("exec", token); !ok {
+		t.Error("a token that was claimed is not good")
+	}
+}
+
+// Connections leave descriptors to others, and a client comes through when there are some again.
+func TestConnectionsLeaveDescriptors(t *testing.T) {
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	var all tokens
+	g, err := newGate(listener.(*net.TCPListener), &all, false, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := g.offer(func() (string, error) { return all.add("exec", nothing) }); err != nil {
+		t.Fatal(err)
+	}
+	connect := func() (ours *connection, theirs net.Conn) {
+		theirs, err := net.Dial("tcp", listener.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { theirs.Close() })
+		accepted, err := g.listener.AcceptTCP()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return g.admit(accepted), theirs
+	}
+	enough := g.quota
+	g.quota = descriptors.Quota{}
+	ours, theirs := connect()
+	if ours != nil {
+		t.Error("a descriptor of the reserve is used")
+	}
+	wasReset(t, theirs)
+	g.quota = enough
+	if ours, _ = connect(); ours == nil {
+		t.Fatal("a connection is reset though there are descriptors")
+	}
+	if err := ours.Close(); err != nil || g.strangers() != 0 {
+		t.Errorf("%d connections after the last was closed: %v", g.strangers(), err)
+	}
+}
