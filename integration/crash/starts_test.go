@@ -24,6 +24,7 @@ var starts = []operation{
 	{name: "Start_damaged_records", named: checkpoint.SetAsideDir, spoil: with(damageRecords, tearAddress), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn},
 	{name: "Start_other_programs", spoil: with(ageProgram("pause"), ageProgram("monitor")), prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn, more: true},
 	{name: "Start_damaged_layer", named: checkpoint.SetAsideDir, spoil: damageLayers, prepare: has(first), request: pull(first), more: true},
+	{name: "Start_lost_state_of_running_pod", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn, more: true},
 	{name: "Start_lost_state", spoil: func(t *testing.T, w *world) { w.d.LoseState(t) }, prepare: nothing, request: goOn, more: true},
 }
 

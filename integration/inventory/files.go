@@ -39,6 +39,7 @@ var (
 	}
 	statePlaces = []place{
 		{regexp.MustCompile(`^/c/[^/]+/exit$`), alike, exited},
+		{regexp.MustCompile(`^/run-id$`), alike, sized}, // it is random
 		{regexp.MustCompile(``), alike, alikeText},
 	}
 	logPlaces = []place{{regexp.MustCompile(``), alike, logged}}
@@ -122,6 +123,11 @@ func alikeText(path, _ string, st *unix.Stat_t) (string, error) {
 	return "", nil
 }
 
+// sized tells how long a text is in which everything differs.
+func sized(_, _ string, st *unix.Stat_t) (string, error) {
+	return fmt.Sprintf("%d bytes", st.Size), nil
+}
+
 // hardware is the address of a network device.
 var hardware = regexp.MustCompile(`\b([0-9a-f]{2}:){5}[0-9a-f]{2}\b`)
 
@@ -147,7 +153,7 @@ func exited(path, _ string, _ *unix.Stat_t) (string, error) {
 }
 
 // differing are the fields of records that are not the same in two runs. Only whether they are there is told.
-var differing = []string{"createdAt", "startedAt", "sequence", "pausePID", "pauseStart"}
+var differing = []string{"runID", "createdAt", "startedAt", "sequence", "pausePID", "pauseStart"}
 
 // recorded tells what is in a record: its fields, and the messages in those.
 func recorded(path, _ string, _ *unix.Stat_t) (string, error) {
