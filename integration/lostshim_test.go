@@ -3,6 +3,7 @@ package integration
 import (
 	"context"
 	"fmt"
+	"os"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -36,6 +37,18 @@ func wantLost(t *testing.T, c *harness.Container, sleepers ...int) {
 	if !strings.Contains(status.Message, "shim was lost") {
 		t.Errorf("the message %q does not say that the shim was lost", status.Message)
 	}
+	if status.StartedAt == 0 || status.FinishedAt < status.StartedAt {
+		t.Errorf("it ran from %d to %d", status.StartedAt, status.FinishedAt)
+	}
+	nothingRuns(t, sleepers...)
+}
+
+// wantExited checks that a container has ended with a code, and that nothing of it runs.
+func wantExited(t *testing.T, c *harness.Container, code int32, sleepers ...int) {
+	t.Helper()
+	status := c.WaitExited(t)
+	harness.Equal(t, "exit code", status.ExitCode, code)
+	harness.Equal(t, "reason", status.Reason, "Error")
 	if status.StartedAt == 0 || status.FinishedAt < status.StartedAt {
 		t.Errorf("it ran from %d to %d", status.StartedAt, status.FinishedAt)
 	}
@@ -261,7 +274,7 @@ func TestFrozenMonitor(t *testing.T) {
 	answer(t, "while a container with a frozen monitor is being stopped", calls, monitors[1])
 	harness.Must(t, <-ended)
 	harness.Must(t, ctx.Err()) // it ended within the grace period
-	wantLost(t, stopped, 110300, 110301)
+	wantExited(t, stopped, 7, 110300, 110301)
 
 	stopping := make(chan error, 1)
 	go func() { stopping <- d.Cri.StopPodSandbox(t.Context(), pod.Id) }()
@@ -269,7 +282,7 @@ func TestFrozenMonitor(t *testing.T) {
 	answer(t, "while a pod with a frozen monitor is being stopped", calls)
 	harness.Equal(t, "what a container of another pod prints", other.Sh(t, "echo still"), "still\n")
 	harness.Must(t, <-stopping)
-	wantLost(t, withPod, 110302, 110303)
+	wantExited(t, withPod, 137, 110302, 110303)
 	for _, m := range monitors {
 		waitDead(t, m)
 	}
@@ -287,6 +300,41 @@ func waitGone(t *testing.T, sleepers ...int) {
 		}
 		return nil
 	})
+}
+
+// A container whose monitor is in a frozen cgroup, where no signal reaches it, ends with its exit code and can be removed.
+func TestMonitorInFrozenCgroup(t *testing.T) {
+	d := harness.StartDaemon(t)
+	pod := d.RunPod(t, harness.HostNetwork)
+	c := whenReady(t, pod.Run(t, family(110310, 110311)))
+	monitor := harness.MonitorOf(t, d, c)
+	thaw := freezeInCgroup(t, monitor)
+	harness.Must(t, d.Cri.StopContainer(t.Context(), c.Id, 5))
+	wantExited(t, c, 7, 110310, 110311)
+	harness.Must(t, d.Cri.RemoveContainer(t.Context(), c.Id))
+	thaw()
+	waitDead(t, monitor)
+	d.StateMatches(t)
+}
+
+// freezeInCgroup moves a process to a cgroup of its own and freezes that. The function returned thaws it; the cgroup goes at the
+// test's end.
+func freezeInCgroup(t *testing.T, pid int) (thaw func()) {
+	t.Helper()
+	dir, file, frozen, thawed := "/sys/fs/cgroup/freezer", "freezer.state", "FROZEN", "THAWED"
+	if _, err := os.Stat(dir); err != nil {
+		dir, file, frozen, thawed = "/sys/fs/cgroup", "cgroup.freeze", "1", "0"
+	}
+	dir += fmt.Sprintf("/berth-test-frozen-%d", pid)
+	harness.Must(t, os.Mkdir(dir, 0o755))
+	write := func(name, text string) { harness.Must(t, os.WriteFile(filepath.Join(dir, name), []byte(text), 0)) }
+	write("cgroup.procs", fmt.Sprint(pid))
+	write(file, frozen)
+	t.Cleanup(func() {
+		write(file, thawed)
+		harness.Eventually(t, "the cgroup is removed", func() error { return syscall.Rmdir(dir) })
+	})
+	return func() { write(file, thawed) }
 }
 
 // A frozen pod is removed in one go, also when there is no daemon while its monitor freezes.

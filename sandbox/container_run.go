@@ -150,12 +150,13 @@ func (m *Manager) publishRunning(c *container, run *running) {
 // watchContainer publishes the exit of a container that has a shim.
 func (m *Manager) watchContainer(c *container, run *running) {
 	m.watchRunning(c, run, func() {
-		if !m.processes.AwaitEnd(run.Shim, "shim of container "+c.id) {
+		if !m.processes.AwaitShim(run.Running, "shim of container "+c.id) {
 			return // the daemon is ending, the container goes on
 		}
 		if exit, settled := m.ending.Settle(m.toEnd(c), run.StartedAt); settled {
 			m.noteExit(c, exit)
 		}
+		m.processes.AwaitEnd(run.Shim, "shim of container "+c.id) // one that was killed while it is frozen ends, and is reaped, later
 	})
 }
 

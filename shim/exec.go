@@ -47,7 +47,7 @@ func (l *Launchers) Exec(ctx context.Context, req ExecRequest) (*Exec, error) {
 		return nil, err
 	}
 	e, err := l.execWith(ctx, req, func() (*launcher, error) { return l.take(true, req.ID) })
-	if errors.Is(err, errDeaf) {
+	if errors.Is(err, errUnresponsive) {
 		if ctx.Err() != nil { // the command is not to run after who asked for it was told that its time is over
 			return nil, context.Cause(ctx)
 		}
@@ -78,8 +78,8 @@ func (l *Launchers) execWith(ctx context.Context, req ExecRequest, take func() (
 		l.giveBack(p)
 		return nil, err
 	}
-	if errors.Is(err, errDeaf) {
-		l.giveUpDeaf(p, req)
+	if errors.Is(err, errUnresponsive) {
+		l.giveUpUnresponsive(p, req)
 	} else {
 		l.giveUp(p, req)
 	}
@@ -105,13 +105,13 @@ func (e *Exec) start(ctx context.Context, req ExecRequest) (again bool, err erro
 			files = append(files, f)
 		}
 	}
-	if err := notSent(e.p.conn.Send(control.Request{Exec: order}, files...)); err != nil {
+	watch := e.p.watchOrder(readTime)
+	if err := watch.sent(e.p.conn.Send(control.Request{Exec: order}, files...)); err != nil {
 		return false, errdefs.Internal("ask the launcher: %w", err)
 	}
 	var reply control.Reply
-	heard := e.p.listen(hearTime)
 	got, err := e.receive(ctx, &reply)
-	err = heard.result(err)
+	err = watch.result(err)
 	e.l.logWarnings(req.ID, reply.Warnings)
 	switch {
 	case errors.Is(err, os.ErrDeadlineExceeded): // not waited for: the launcher kills what it has started when it is retired

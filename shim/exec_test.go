@@ -569,32 +569,44 @@ func TestProbesInTurn(t *testing.T) {
 	}
 }
 
-// An order goes to another launcher if the first does not read it, as one that is frozen.
+// An order goes to another launcher if the first does not read it, as one that is frozen: long before the time that a slow one has.
 func TestFrozenIdleLauncher(t *testing.T) {
-	e := newEnv(t)
-	freeze := e.freezeIdle
-	gone := func(p *launcher) {
-		e.until("the frozen one is gone", func() bool { return unix.Kill(p.pid, 0) == unix.ESRCH })
+	for name, freeze := range map[string]func(t *testing.T, pid int) (thaw func()){
+		"stopped":   func(t *testing.T, pid int) func() { stop(t, pid); return func() {} },
+		"by cgroup": freezeInCgroup,
+	} {
+		t.Run(name, func(t *testing.T) {
+			e := newEnv(t)
+			ends := func(p *launcher, thaw func()) {
+				thaw()
+				e.until("the frozen one is gone", func() bool { return unix.Kill(p.pid, 0) == unix.ESRCH })
+			}
+			frozen := e.idleLauncher()
+			thaw, begin := freeze(t, frozen.pid), time.Now()
+			c := e.run("c", "exec sleep 1000")
+			took := time.Since(begin)
+			ends(frozen, thaw)
+			frozen = e.idleLauncher()
+			thaw, begin = freeze(t, frozen.pid), time.Now()
+			if out, _, code := c.execIn("x", "echo here"); out != "here\n" || code != 0 {
+				t.Errorf("the exec wrote %q and ended with %d", out, code)
+			}
+			took = max(took, time.Since(begin))
+			ends(frozen, thaw)
+			if took >= slowTime {
+				t.Errorf("a launch or an exec took %v", took)
+			}
+			t.Logf("TOOK %v at most", took)
+		})
 	}
-	frozen := freeze()
-	c := e.run("c", "exec sleep 1000")
-	gone(frozen)
-	frozen = freeze()
-	if out, _, code := c.execIn("x", "echo here"); out != "here\n" || code != 0 {
-		t.Errorf("the exec wrote %q and ended with %d", out, code)
-	}
-	gone(frozen)
 }
 
-// freezeIdle stops the idle launcher.
-func (e *env) freezeIdle() *launcher {
+// idleLauncher waits until there is one idle launcher.
+func (e *env) idleLauncher() *launcher {
 	e.Helper()
 	e.until("a launcher is idle", func() bool { e.mu.Lock(); defer e.mu.Unlock(); return len(e.idle) == 1 })
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if err := pidfd.Signal(e.idle[0].proc, unix.SIGSTOP); err != nil {
-		e.Fatal(err)
-	}
 	return e.idle[0].launcher
 }
 
@@ -602,7 +614,8 @@ func (e *env) freezeIdle() *launcher {
 func TestOrderTakenBackFromFrozenLauncher(t *testing.T) {
 	var log testbuffer.Buffer
 	e := newEnv(t, func(c *Config) { c.Log = slog.New(slog.NewTextHandler(&log, nil)) })
-	frozen := e.freezeIdle()
+	frozen := e.idleLauncher()
+	stop(t, frozen.pid)
 	ctx, cancel := context.WithCancel(e.ctx)
 	defer cancel()
 	req, ended := e.request("c", "exec sleep 1000"), make(chan error, 1)

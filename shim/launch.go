@@ -59,8 +59,9 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 		return nil, err
 	}
 	started, again, err := l.launchWith(ctx, p, req)
-	if errors.Is(err, errDeaf) {
+	if errors.Is(err, errUnresponsive) {
 		l.retire(p)
+		l.retireStopped()
 		if ctx.Err() != nil { // what nobody wants any more is begun by no other: its pod may have been taken down meanwhile
 			return nil, fmt.Errorf("%w: %w", err, ctx.Err())
 		}
@@ -105,17 +106,17 @@ func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchReque
 	sent := trace.Now()
 	failpoint.Reach("launch.send")
 	order := l.order(req)
-	err = p.conn.Send(control.Request{Launch: order}, order.PassMounts()...)
+	watch := p.watchOrder(readTime)
+	err = watch.sent(p.conn.Send(control.Request{Launch: order}, order.PassMounts()...))
 	failpoint.Reach("launch.sent")
 	var files []*os.File
 	if err == nil {
-		heard := p.listen(hearTime)
 		files, err = l.receive(ctx, p, &reply)
-		err = heard.result(err)
+		err = watch.result(err)
 	}
-	switch err = notSent(err); {
-	case errors.Is(err, errDeaf):
-		if scrubErr := l.scrub(p, req); scrubErr != nil { // it may be reading now
+	switch {
+	case errors.Is(err, errUnresponsive):
+		if scrubErr := l.scrubUnresponsive(p, req); scrubErr != nil { // it may be reading now
 			err = errdefs.Internal("%v: %w", err, scrubErr)
 		}
 	case err != nil:
@@ -235,6 +236,25 @@ func (l *Launchers) scrub(p *launcher, req LaunchRequest) error {
 	if err := kill(p.proc); err != nil {
 		return fmt.Errorf("kill the launcher: %w", err)
 	}
+	return l.scrubLeft(req)
+}
+
+// scrubUnresponsive is scrub of a launcher that has not read its order.
+func (l *Launchers) scrubUnresponsive(p *launcher, req LaunchRequest) error {
+	if err := p.killUnresponsive(); err != nil {
+		return fmt.Errorf("kill the launcher: %w", err)
+	}
+	failpoint.Reach("launch.remove-record")
+	err := remove(filepath.Join(req.Dir, record.ShimFile)) // it may end later, and that is not waited for
+	failpoint.Reach("launch.record-removed")
+	if err != nil {
+		return err
+	}
+	return l.scrubLeft(req)
+}
+
+// scrubLeft removes what a launcher that was killed may have left.
+func (l *Launchers) scrubLeft(req LaunchRequest) error {
 	if req.Spec == nil || req.Spec.Linux == nil {
 		return nil
 	}

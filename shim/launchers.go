@@ -41,6 +41,7 @@ type Launchers struct {
 	oom       oomScores
 	spareTime time.Duration // spareTime, but in tests
 	filters   *os.File      // seccomp filters that launchers have compiled, for all of them
+	program   os.FileInfo   // of exe
 	exe       *os.File      // sealed copy of ShimPath: a container cannot write to it (CVE-2019-5736), and no launcher has to copy it
 
 	refill chan struct{} // tells the owner to look; capacity 1
@@ -80,6 +81,10 @@ func New(cfg Config) (*Launchers, error) {
 	if err != nil {
 		return nil, fmt.Errorf("launcher %s: %w", cfg.ShimPath, err)
 	}
+	program, err := exe.Stat()
+	if err != nil {
+		return nil, errors.Join(err, exe.Close())
+	}
 	scores, err := readOOMScores()
 	if err != nil {
 		return nil, errors.Join(err, exe.Close())
@@ -88,12 +93,15 @@ func New(cfg Config) (*Launchers, error) {
 	if err != nil {
 		return nil, errors.Join(err, exe.Close())
 	}
-	l := &Launchers{cfg: cfg, oom: scores, spareTime: spareTime, exe: exe, filters: filters, refill: make(chan struct{}, 1)}
+	l := &Launchers{cfg: cfg, oom: scores, spareTime: spareTime, program: program, exe: exe, filters: filters, refill: make(chan struct{}, 1)}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	l.owned.Go(l.keepFilled)
 	l.wantMore()
 	return l, nil
 }
+
+// Program is the file that launchers execute, and inits before their container's command.
+func (l *Launchers) Program() os.FileInfo { return l.program }
 
 // Close ends idle launchers and waits for them. Launches and execs must have
 // returned; containers and their monitors live on.
@@ -198,16 +206,16 @@ func (l *Launchers) giveUp(p *launcher, req ExecRequest) {
 	l.wantMore()
 }
 
-// giveUpDeaf is giveUp of a launcher that does not read its order, and returns when nothing is left: the next one that gets
+// giveUpUnresponsive is giveUp of a launcher that does not read its order, and returns when nothing is left: the next one that gets
 // the order makes what bears the same names.
-func (l *Launchers) giveUpDeaf(p *launcher, req ExecRequest) {
+func (l *Launchers) giveUpUnresponsive(p *launcher, req ExecRequest) {
 	l.lend(-1)
-	if err := kill(p.proc); err != nil {
+	if err := p.killUnresponsive(); err != nil {
 		l.cfg.Log.Error("kill a launcher", "pid", p.pid, "error", err)
 	}
 	l.tryEndLeft(req)
 	l.retire(p)
-	l.wantMore()
+	l.retireStopped()
 }
 
 // Pauses between two tries to end what a launcher has left of an exec.
@@ -416,11 +424,14 @@ func (l *Launchers) awaitEnd(p *launcher) {
 }
 
 // kill ends a process and reaps it.
-func kill(proc *os.File) error {
+func kill(proc *os.File) error { return killUpTo(proc, retireTime) }
+
+// killUpTo is kill that waits for the end no longer than limit.
+func killUpTo(proc *os.File, limit time.Duration) error {
 	if err := pidfd.Signal(proc, unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), retireTime)
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
 	defer cancel()
 	return pidfd.Wait(ctx, proc)
 }

@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"time"
 
+	"berth/internal/failpoint"
 	"berth/shim/record"
 )
 
@@ -48,4 +49,19 @@ func ReadExit(dir string) (Exit, error) {
 		return Exit{}, fmt.Errorf("read exit record of %s: %w", dir, err)
 	}
 	return Exit{Code: e.Code, Signal: int(e.Signal), OOMKilled: e.OOMKilled, At: time.Unix(0, e.At)}, nil
+}
+
+// WriteExit writes Dir/exit for a monitor that does not. One that is there, and can be trusted, stays.
+func WriteExit(dir string, e Exit) error {
+	if _, err := ReadExit(dir); err == nil {
+		return nil
+	}
+	r := record.Exit{Code: e.Code, Signal: int32(e.Signal), OOMKilled: e.OOMKilled, At: e.At.UnixNano()}
+	failpoint.Reach("exit.write")
+	err := record.Write(dir, record.ExitFile, r.Encode())
+	failpoint.Reach("exit.written")
+	if err != nil {
+		return fmt.Errorf("write exit record of %s: %w", dir, err)
+	}
+	return nil
 }

@@ -14,6 +14,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"time"
 
@@ -131,6 +132,32 @@ func (g *Group) Members() ([]int, error) {
 		}
 	}
 	return g.Procs()
+}
+
+// OOMKills returns how many processes of the group, and on v2 of those below it, the kernel has killed for lack of memory. 0 where
+// the group has no memory controller.
+func (g *Group) OOMKills() (uint64, error) {
+	name := "memory.oom_control"
+	if cgroups.IsCgroup2UnifiedMode() {
+		name = "memory.events"
+	}
+	dir := g.Dir("memory")
+	if dir == "" {
+		return 0, nil
+	}
+	content, err := os.ReadFile(filepath.Join(dir, name))
+	if gone(err) {
+		return 0, nil
+	}
+	if err != nil {
+		return 0, fmt.Errorf("OOM kills in cgroup %s: %w", g.path, err)
+	}
+	for line := range strings.Lines(string(content)) {
+		if n, found := strings.CutPrefix(strings.TrimSpace(line), "oom_kill "); found { // on v1 since Linux 4.13
+			return strconv.ParseUint(n, 10, 64)
+		}
+	}
+	return 0, nil
 }
 
 // Kill sends SIGKILL to every process in the group and waits until none is left,

@@ -6,7 +6,9 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"math"
 	"os"
+	"strconv"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -31,18 +33,54 @@ func countProcesses(ctx context.Context, cgroupsPath string, systemd bool, init 
 	if err != nil {
 		return nil, err
 	}
-	var limit unix.Rlimit
-	err = unix.Prlimit(init, unix.RLIMIT_NOFILE, nil, &limit)
-	if err != nil && err != unix.ESRCH {
+	limit, err := openFilesLimit(fmt.Sprintf("/proc/%d/limits", init))
+	if err != nil && !ended(err) {
 		return nil, fmt.Errorf("limits of process %d: %w", init, err)
 	}
-	counted := &Processes{MaxFiles: limit.Cur}
+	counted := &Processes{MaxFiles: limit}
 	for _, pid := range pids {
 		if err := counted.addFiles(ctx, fmt.Sprintf("/proc/%d/fd/", pid)); err != nil {
 			return nil, fmt.Errorf("count open files: %w", err)
 		}
 	}
 	return counted, nil
+}
+
+// maxLimits is more than /proc/PID/limits has: 17 lines of 81 bytes.
+const maxLimits = 8 << 10
+
+// openFilesLimit reads the soft limit of open files from a /proc/PID/limits. Everybody may read that; prlimit(2) of a process of
+// another user needs CAP_SYS_RESOURCE.
+func openFilesLimit(path string) (uint64, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return 0, err
+	}
+	defer f.Close()
+	content, err := io.ReadAll(io.LimitReader(f, maxLimits))
+	if err != nil {
+		return 0, err
+	}
+	return parseOpenFiles(string(content))
+}
+
+// parseOpenFiles finds the soft limit of open files.
+func parseOpenFiles(limits string) (uint64, error) {
+	for line := range strings.Lines(limits) {
+		values, found := strings.CutPrefix(line, "Max open files ")
+		if !found {
+			continue
+		}
+		fields := strings.Fields(values) // soft, hard, unit
+		if len(fields) < 2 {
+			break
+		}
+		if fields[0] == "unlimited" {
+			return math.MaxUint64, nil
+		}
+		return strconv.ParseUint(fields[0], 10, 64)
+	}
+	return 0, errors.New("no limit of open files among them")
 }
 
 // addFiles counts the descriptors in a folder /proc/PID/fd. A process that has ended has none.

@@ -23,7 +23,8 @@ import (
 // Kit is what is needed to find processes, and what was made for them.
 type Kit struct {
 	Dirs          layout.Dirs
-	SystemdCgroup bool // cgroup paths name scopes of systemd's
+	SystemdCgroup bool               // cgroup paths name scopes of systemd's
+	LauncherFile  func() os.FileInfo // the program that launchers, and inits before their command, execute; nil: not known
 	Tasks         *task.Runner
 	Log           *slog.Logger
 }
@@ -36,6 +37,9 @@ const KillWait = 10 * time.Second
 // stop need not fail for it.
 const ShimPatience = KillWait / 2
 
+// stoppedPatience is the same for a shim that is stopped, and so does nothing.
+const stoppedPatience = 2 * time.Second
+
 // Running are the processes of a container that has a shim.
 type Running struct {
 	Init, Shim *os.File // pidfds; nil for what had ended when an earlier daemon's container was found
@@ -43,18 +47,23 @@ type Running struct {
 	StartedAt  time.Time
 	Exited     chan struct{} // closed when the exit is published
 
-	left atomic.Pointer[time.Time] // when Init was first found to have ended, its shim not
+	left    atomic.Pointer[time.Time] // when Init was first found to have ended, its shim not
+	settled context.Context           // ends when the exit record is written and the shim does nothing any more, though it may not have ended
+	settle  context.CancelFunc
 }
 
 // Launched returns the processes that a launch has made.
 func Launched(s *shim.Started) *Running { return newRunning(s.Init, s.Shim, s.InitPID, s.StartedAt) }
 
 func newRunning(init, shim *os.File, pid int, startedAt time.Time) *Running {
-	return &Running{Init: init, Shim: shim, PID: pid, StartedAt: startedAt, Exited: make(chan struct{})}
+	r := &Running{Init: init, Shim: shim, PID: pid, StartedAt: startedAt, Exited: make(chan struct{})}
+	r.settled, r.settle = context.WithCancel(context.Background())
+	return r
 }
 
 // Close gives up the pidfds.
 func (r *Running) Close() error {
+	r.settle()
 	var errs []error
 	for _, f := range []*os.File{r.Shim, r.Init} {
 		if f != nil {
@@ -64,8 +73,51 @@ func (r *Running) Close() error {
 	return errors.Join(errs...)
 }
 
-// KillShim kills a shim that hangs.
-func (r *Running) KillShim() error { return signal(r.Shim, unix.SIGKILL) }
+// EndShim ends a shim that hangs, and notes how its container ended, as the shim would have: its init is still there with the status, but
+// no longer when the shim is gone, whose child it is. Then nobody waits for the shim any more (AwaitShim): one that is frozen
+// does not end before it is thawed, and does nothing then.
+func (k Kit) EndShim(id, cgroupsPath string, run *Running) error {
+	noteErr := k.noteEnd(id, cgroupsPath, run)
+	if noteErr != nil { // the exit code is unknown then
+		k.Log.Error("find out how a container has ended whose shim hangs", "container", id, "error", noteErr)
+	}
+	if err := signal(run.Shim, unix.SIGKILL); err != nil {
+		return err
+	}
+	if noteErr == nil {
+		run.settle()
+	}
+	return nil
+}
+
+// noteEnd writes the exit record from the status of init, unless the shim has written one.
+func (k Kit) noteEnd(id, cgroupsPath string, run *Running) error {
+	if _, err := shim.ReadExit(k.Dirs.Shim(id)); err == nil {
+		return nil
+	}
+	if run.Init == nil {
+		return errors.New("its init was gone before")
+	}
+	status, err := pidfd.ZombieStatus(run.Init)
+	if err != nil {
+		return err
+	}
+	exit := shim.Exit{Code: int32(status.ExitStatus()), At: *run.left.Load()}
+	if status.Signaled() {
+		exit.Signal = int(status.Signal())
+		exit.Code = 128 + int32(exit.Signal)
+	}
+	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
+	if err != nil {
+		return err
+	}
+	kills, err := group.OOMKills()
+	if err != nil {
+		return err
+	}
+	exit.OOMKilled = kills > 0
+	return shim.WriteExit(k.Dirs.Shim(id), exit)
+}
 
 // Signal sends a signal to the init of a container that r runs, nil being libcontainer; in a sandbox of its runtime's it is the
 // runtime that does it. One that has ended is no error: its exit follows.
@@ -133,14 +185,27 @@ func (k Kit) End(ctx context.Context, process *os.File) error {
 // ShimHangs tells whether only the container's shim is left, and that for so long that it won't tell of the end: it is
 // stopped, or writes to a log that can't be written. The time counts from the first such question.
 func (r *Running) ShimHangs() bool {
-	if !r.HasEnded() {
+	if !r.HasEnded() && !r.isZombie() {
 		return false
 	}
 	if r.left.Load() == nil {
 		now := time.Now() // with its monotonic reading
 		r.left.CompareAndSwap(nil, &now)
 	}
-	return time.Since(*r.left.Load()) > ShimPatience
+	patience := ShimPatience
+	if r.shimIsStopped() {
+		patience = stoppedPatience
+	}
+	return time.Since(*r.left.Load()) > patience
+}
+
+// isZombie tells whether each thread of the init has ended, though its pidfd does not say so: another process traces one of them.
+func (r *Running) isZombie() bool {
+	if r.Init == nil {
+		return false
+	}
+	_, err := pidfd.ZombieStatus(r.Init)
+	return err == nil
 }
 
 // shimIsStopped tells whether the shim can do nothing. Where that can't be found out it counts as at work.
@@ -195,12 +260,25 @@ func (k Kit) AwaitStop(ctx context.Context, id string, run *Running, limit time.
 // AwaitEnd waits until a process has ended; false means that the daemon ends, and with it the lifetime Watchers. Trouble
 // with the pidfd does not mean that the process has ended: it is waited for again.
 func (k Kit) AwaitEnd(process *os.File, object string) bool {
+	return k.awaitEnd(process, object, context.Background())
+}
+
+// AwaitShim is AwaitEnd of a container's shim, and returns, too, when that does nothing any more (EndShim).
+func (k Kit) AwaitShim(run *Running, object string) bool {
+	return k.awaitEnd(run.Shim, object, run.settled)
+}
+
+// awaitEnd waits until the process or enough has ended.
+func (k Kit) awaitEnd(process *os.File, object string, enough context.Context) bool {
+	ctx, cancel := context.WithCancel(k.Tasks.Watchers.Context())
+	defer cancel()
+	defer context.AfterFunc(enough, cancel)()
 	for {
-		err := pidfd.Wait(k.Tasks.Watchers.Context(), process)
+		err := pidfd.Wait(ctx, process)
 		if k.Tasks.Watchers.Context().Err() != nil {
 			return false
 		}
-		if err == nil {
+		if err == nil || enough.Err() != nil {
 			return true
 		}
 		k.Log.Error("watch a process", "object", object, "error", err)

@@ -1,0 +1,137 @@
+package pidfd
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strconv"
+
+	"golang.org/x/sys/unix"
+)
+
+// ErrNotKnown says that nobody tells how a process has ended.
+var ErrNotKnown = errors.New("its status is not known")
+
+// ZombieStatus returns how a process has ended that nobody has reaped yet, which may be no child of the caller. It has ended when
+// each of its threads has: where another process traces one of them, the pidfd does not tell before that tracer has let go.
+//
+// The error wraps ErrNotKnown if the process runs, or was reaped, or if the caller may not trace it: the kernel shows 0 then.
+func ZombieStatus(f *os.File) (unix.WaitStatus, error) {
+	pid, err := pidOf(f)
+	if err != nil {
+		return 0, err
+	}
+	if pid <= 0 {
+		return 0, fmt.Errorf("it was reaped: %w", ErrNotKnown)
+	}
+	status, err := zombieStatus(pid)
+	if err != nil {
+		return 0, fmt.Errorf("status of process %d: %w", pid, err)
+	}
+	if now, err := pidOf(f); err != nil || now != pid { // what was read may be another process's with the same ID
+		return 0, errors.Join(fmt.Errorf("process %d was reaped: %w", pid, ErrNotKnown), err)
+	}
+	return status, nil
+}
+
+func zombieStatus(pid int) (unix.WaitStatus, error) {
+	proc := "/proc/" + strconv.Itoa(pid)
+	if dead, err := threadsEnded(proc + "/task"); err != nil || !dead {
+		return 0, errors.Join(fmt.Errorf("it runs: %w", ErrNotKnown), err)
+	}
+	// The kernel asks for the same right here as for the status.
+	if _, err := os.Readlink(proc + "/ns/pid"); err != nil {
+		return 0, fmt.Errorf("%w: %w", ErrNotKnown, err)
+	}
+	stat, err := readStat(pid)
+	if err != nil {
+		return 0, fmt.Errorf("%w: %w", ErrNotKnown, err)
+	}
+	return parseZombie(stat)
+}
+
+// parseZombie finds field 52, exit_code, of a process that has ended.
+func parseZombie(stat []byte) (unix.WaitStatus, error) {
+	const state, exitCode = 3 - 3, 52 - 3
+	fields := fieldsAfterName(stat)
+	if len(fields) <= exitCode || string(fields[state]) != "Z" {
+		return 0, fmt.Errorf("stat line %q is of no process that has ended: %w", stat, ErrNotKnown)
+	}
+	status, err := strconv.ParseUint(string(fields[exitCode]), 10, 16)
+	if err != nil {
+		return 0, fmt.Errorf("exit code in stat line: %w: %w", ErrNotKnown, err)
+	}
+	return unix.WaitStatus(status), nil
+}
+
+// Thread is a thread of a process.
+type Thread struct {
+	ID    int
+	State byte // field 3 of its stat: R, S, D, T, t, Z, X ...
+}
+
+// Threads returns the threads of a process. Those that end meanwhile may be missing.
+func Threads(pid int) (threads []Thread, err error) {
+	err = eachThread("/proc/"+strconv.Itoa(pid)+"/task", func(t Thread) bool {
+		threads = append(threads, t)
+		return true
+	})
+	return threads, err
+}
+
+// threadsEnded tells whether each thread in a folder /proc/PID/task has ended. It stops at the first that has not.
+func threadsEnded(dir string) (bool, error) {
+	dead := true
+	err := eachThread(dir, func(t Thread) bool {
+		dead = t.State == 'Z' || t.State == 'X'
+		return dead
+	})
+	return dead, err
+}
+
+// eachThread calls do for each thread in a folder /proc/PID/task until it returns false.
+func eachThread(dir string, do func(Thread) bool) error {
+	tasks, err := os.Open(dir)
+	if err != nil {
+		return err
+	}
+	defer tasks.Close()
+	for {
+		names, err := tasks.Readdirnames(64)
+		for _, name := range names {
+			t, err := readThread(dir, name)
+			if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ESRCH) { // it is gone
+				continue
+			}
+			if err != nil {
+				return err
+			}
+			if !do(t) {
+				return nil
+			}
+		}
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+	}
+}
+
+func readThread(dir, name string) (Thread, error) {
+	stat, err := os.ReadFile(dir + "/" + name + "/stat")
+	if err != nil {
+		return Thread{}, err
+	}
+	id, err := strconv.Atoi(name)
+	if err != nil {
+		return Thread{}, err
+	}
+	fields := fieldsAfterName(stat)
+	if len(fields) == 0 {
+		return Thread{}, fmt.Errorf("malformed stat line %q", stat)
+	}
+	return Thread{id, fields[0][0]}, nil
+}

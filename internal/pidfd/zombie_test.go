@@ -1,0 +1,87 @@
+package pidfd
+
+import (
+	"errors"
+	"os"
+	"os/exec"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// zombie returns the pidfd of a child that ends as the script says, and that is not reaped before the test is over.
+func zombie(t *testing.T, script string) (cmd *exec.Cmd, f *os.File) {
+	t.Helper()
+	cmd = exec.Command("sh", "-c", script)
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	fd, err := unix.PidfdOpen(cmd.Process.Pid, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f = os.NewFile(uintptr(fd), "pidfd")
+	t.Cleanup(func() { _ = cmd.Wait(); f.Close() })
+	return cmd, f
+}
+
+func TestZombieStatus(t *testing.T) {
+	for name, c := range map[string]struct {
+		script string
+		want   unix.WaitStatus
+	}{
+		"exited": {"exit 7", 7 << 8},
+		"well":   {"exit 0", 0},
+		"killed": {"kill -KILL $$", unix.WaitStatus(unix.SIGKILL)},
+	} {
+		t.Run(name, func(t *testing.T) {
+			cmd, f := zombie(t, c.script)
+			got, err := ZombieStatus(f)
+			for errors.Is(err, ErrNotKnown) && t.Context().Err() == nil { // it runs for a moment
+				time.Sleep(time.Millisecond)
+				got, err = ZombieStatus(f)
+			}
+			if err != nil || got != c.want {
+				t.Errorf("%x, %v; want %x", got, err, c.want)
+			}
+			_ = cmd.Wait() // it is as the script says
+			if got, err := ZombieStatus(f); !errors.Is(err, ErrNotKnown) {
+				t.Errorf("reaped: %x, %v", got, err)
+			}
+		})
+	}
+}
+
+func TestZombieStatusOfRunning(t *testing.T) {
+	_, f := start(t, "sleep", "1000")
+	if got, err := ZombieStatus(f); !errors.Is(err, ErrNotKnown) {
+		t.Errorf("%x, %v", got, err)
+	}
+}
+
+func TestParseZombie(t *testing.T) {
+	line := func(name, state, status string) string {
+		return "7 (" + name + ") " + state + strings.Repeat(" -1", 52-4) + " " + status + "\n"
+	}
+	for name, c := range map[string]struct {
+		stat string
+		want int // -1: none
+	}{
+		"exited":             {line("sh", "Z", "1792"), 7 << 8},
+		"a name like a stat": {line(line("x", "Z", "9"), "Z", "256"), 256},
+		"runs":               {line("sh", "S", "256"), -1},
+		"too large":          {line("sh", "Z", "65536"), -1},
+		"negative":           {line("sh", "Z", "-1"), -1},
+		"cut off":            {"7 (sh) Z 1 2 3", -1},
+		"nothing":            {"", -1},
+	} {
+		t.Run(name, func(t *testing.T) {
+			got, err := parseZombie([]byte(c.stat))
+			if (err == nil) != (c.want >= 0) || err == nil && int(got) != c.want {
+				t.Errorf("%d, %v; want %d", got, err, c.want)
+			}
+		})
+	}
+}

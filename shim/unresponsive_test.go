@@ -1,0 +1,157 @@
+package shim
+
+import (
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/cgroup"
+	"berth/internal/pidfd"
+	"berth/shim/control"
+)
+
+// A launcher that reads and replies while it is being given up is not, and what it says next is waited for.
+func TestReplyAtTheLastMoment(t *testing.T) {
+	conn, file, err := control.Pair()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	theirs, err := control.New(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer theirs.Close()
+	if err := conn.Send(control.Request{Kill: "x"}); err != nil {
+		t.Fatal(err)
+	}
+	h := (&launcher{conn: conn}).watchOrder(time.Hour)
+	h.unresponsive = true // as if it had been frozen
+	if err := conn.Interrupt(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := conn.Receive(&control.Reply{}); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("one that reads nothing: %v", err)
+	}
+	if err := h.result(nil); err != nil { // as if the reply had been faster
+		t.Errorf("one that has replied: %v", err)
+	}
+	if err := theirs.Send(control.Reply{Exited: &control.Exited{Code: 7}}); err != nil {
+		t.Fatal(err)
+	}
+	var next control.Reply
+	if _, err := conn.Receive(&next); err != nil || next.Exited.Code != 7 {
+		t.Errorf("the next reply is %+v: %v", next, err)
+	}
+}
+
+// A launcher that runs but does not get to its order, for lack of a processor, is waited for longer than one that is frozen.
+func TestSlowLauncher(t *testing.T) {
+	cmd := exec.Command("sh", "-c", "while :; do :; done")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer cmd.Wait()
+	defer cmd.Process.Kill()
+	conn, theirs, err := control.Pair()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	defer theirs.Close()
+	p := &launcher{conn: conn, pid: cmd.Process.Pid}
+	w := p.watchOrder(time.Hour)
+	if err := w.sent(conn.Send(control.Request{Kill: "x"})); err != nil {
+		t.Fatal(err)
+	}
+	for p.isFrozen() && t.Context().Err() == nil { // until it is executed
+		time.Sleep(time.Millisecond)
+	}
+	if w.look(); w.unresponsive {
+		t.Error("a launcher that runs is given up")
+	}
+	w.begun = w.begun.Add(-slowTime)
+	if w.look(); !w.unresponsive {
+		t.Error("a launcher that runs is waited for for ever")
+	}
+	if err := w.result(os.ErrDeadlineExceeded); !errors.Is(err, errUnresponsive) {
+		t.Error(err)
+	}
+}
+
+// A launcher is frozen if it is stopped or its cgroup is frozen. It counts as frozen, too, when it sleeps, in spite of an order.
+func TestIsFrozen(t *testing.T) {
+	for name, freeze := range map[string]func(t *testing.T, pid int) (thaw func()){
+		"stopped":   func(t *testing.T, pid int) func() { stop(t, pid); return func() {} },
+		"by cgroup": freezeInCgroup,
+	} {
+		t.Run(name, func(t *testing.T) {
+			cmd := exec.Command("sh", "-c", "while :; do :; done")
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			proc, err := pidfd.Open(cmd.Process.Pid)
+			if err != nil {
+				t.Fatal(err)
+			}
+			p := &launcher{pid: cmd.Process.Pid, proc: proc}
+			thaw := freeze(t, p.pid)
+			for !p.isFrozen() {
+				time.Sleep(time.Millisecond)
+			}
+			if err := p.killUnresponsive(); err != nil {
+				t.Error(err)
+			}
+			thaw()
+			if err := pidfd.Wait(t.Context(), proc); err != nil {
+				t.Error(err)
+			}
+			_ = cmd.Wait() // it was reaped
+			proc.Close()
+		})
+	}
+}
+
+func stop(t *testing.T, pid int) {
+	t.Helper()
+	if err := unix.Kill(pid, unix.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// freezeInCgroup moves a process to a cgroup of its own and freezes that. The function returned thaws it; the cgroup goes at the
+// test's end.
+func freezeInCgroup(t *testing.T, pid int) (thaw func()) {
+	t.Helper()
+	group, err := cgroup.Open(cgroupRoot+"/frozen-"+strconv.Itoa(pid), false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir, file, frozen, thawed := group.Dir("freezer"), "freezer.state", "FROZEN", "THAWED"
+	if v2 := group.Paths()[""]; v2 != "" {
+		dir, file, frozen, thawed = v2, "cgroup.freeze", "1", "0"
+	}
+	write := func(name, text string) {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0); err != nil {
+			t.Error(err)
+		}
+	}
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	write("cgroup.procs", strconv.Itoa(pid))
+	write(file, frozen)
+	t.Cleanup(func() {
+		for err := unix.Rmdir(dir); err == unix.EBUSY; err = unix.Rmdir(dir) {
+			time.Sleep(time.Millisecond)
+		}
+		_ = unix.Rmdir(filepath.Dir(dir)) // others may use it
+	})
+	return func() { write(file, thawed) }
+}
