@@ -131,7 +131,7 @@ func TestTreeThatIsDeep(t *testing.T) {
 // Thousands of directories deep in a tree count as others do, with what is in them.
 func TestTreeThatIsDeepAndWide(t *testing.T) {
 	top := t.TempDir()
-	const levels, wide, size = 300, 2000, 8192
+	const levels, wide, size = 255, 2000, 8192
 	deep := top + strings.Repeat("/d", levels)
 	must(t, os.MkdirAll(deep, 0o700))
 	for i := range wide {
