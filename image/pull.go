@@ -264,7 +264,7 @@ func (s *Store) obtain(ctx context.Context, store *layer.Store, a *access, l reg
 		return s.download(ctx, store, repo, l, received)
 	}
 	err := s.inTurn(ctx, repo.Reference().Domain, func() error {
-		limits, giveBack := s.withTree(limitsOf(l.Blob, s.cfg.Limits))
+		limits, giveBack := s.memory.share(limitsOf(l.Blob, s.cfg.Limits))
 		defer giveBack()
 		return store.CreateFrom(ctx, other, name, limits)
 	})
@@ -282,7 +282,13 @@ func (s *Store) obtain(ctx context.Context, store *layer.Store, a *access, l reg
 // download fetches and stores a layer.
 func (s *Store) download(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, received *atomic.Int64) error {
 	return s.fromHosts(repo, l, received, func(host int) (inParts bool, err error) {
-		return s.downloadFrom(ctx, store, repo, l, host, received)
+		for more := (lack{}); ; received.Store(0) {
+			had, inParts, err := s.downloadFrom(ctx, store, repo, l, host, received, more)
+			if !more.grow(s.memory, had, err) {
+				return inParts, err
+			}
+			s.log.Info("layer is fetched again, to be unpacked with more memory", "image", repo.Reference().String(), "layer", l.Blob.Digest, "error", err)
+		}
 	})
 }
 
@@ -307,27 +313,29 @@ func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received 
 }
 
 // downloadFrom streams a layer from the network through its checks into the layer
-// store, beginning with the host of the given number. It reports whether some of it was fetched in parts.
-func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, first int, received *atomic.Int64) (inParts bool, err error) {
+// store, beginning with the host of the given number. It returns the limits that the layer had, and reports whether some of
+// it was fetched in parts.
+func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, first int, received *atomic.Int64, more lack) (had unpack.Limits, inParts bool, err error) {
 	blob, err := repo.Blob(ctx, l.Blob, first, func(n int) { received.Add(int64(n)) })
 	if err != nil {
-		return false, err
+		return had, false, err
 	}
 	defer blob.Close() // read to its end or given up
 	err = s.inTurn(ctx, repo.Reference().Domain, func() error {
-		limits := limitsOf(l.Blob, s.cfg.Limits)
-		if store.IsKeeper() { // others have no tree in memory
-			var giveBack func()
-			limits, giveBack = s.withTree(limits)
-			defer giveBack()
+		limits, giveBack, err := s.withMemory(ctx, l, more)
+		if err != nil {
+			return err
 		}
+		defer giveBack()
+		had = limits
 		return store.Create(ctx, sourceOf(l), blob, limits)
 	})
 	if err == nil { // if another pull has made it meanwhile, the blob was not read
 		_, err = io.Copy(io.Discard, blob)
 	}
 	inParts = blob.InParts()
-	switch {
+	switch again := more; {
+	case again.grow(s.memory, had, err):
 	case errors.Is(err, layer.ErrTooLarge) && s.layers.other(store) != nil: // which looks at the whole blob
 	case !refusesContent(err):
 	case repo.Hosts() > 1 || inParts:
@@ -335,7 +343,18 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 	case blob.Left() <= littleLeft:
 		err = faultOf(ctx, blob, err, littleTime)
 	}
-	return inParts, err
+	return had, inParts, err
+}
+
+// withMemory returns the limits of a layer with its share of the memory for unpacking. It waits where the layer is known to need more.
+func (s *Store) withMemory(ctx context.Context, l registry.Layer, more lack) (_ unpack.Limits, giveBack func(), err error) {
+	limits := limitsOf(l.Blob, s.cfg.Limits)
+	if more == (lack{}) {
+		limits, giveBack = s.memory.share(limits)
+		return limits, giveBack, nil
+	}
+	defer s.cfg.Waits.BeginOpen("memory to be unpacked with", "layer "+l.DiffID.String())()
+	return s.memory.wait(ctx, limits, more)
 }
 
 // inTurn makes a layer when its registry may have another one unpacked.
@@ -346,12 +365,6 @@ func (s *Store) inTurn(ctx context.Context, domain string, make func() error) er
 	}
 	defer giveBack()
 	return make()
-}
-
-// withTree gives a layer its share of the memory for trees.
-func (s *Store) withTree(limits unpack.Limits) (_ unpack.Limits, giveBack func()) {
-	limits.Memory, giveBack = s.trees.share(limits.Memory)
-	return limits, giveBack
 }
 
 // refusesContent tells an error that says that a layer cannot be what its tar says.

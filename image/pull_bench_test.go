@@ -41,7 +41,7 @@ func BenchmarkPull(b *testing.B) {
 }
 
 // compile builds a program.
-func compile(b *testing.B, path, env, tags, pkg string) {
+func compile(b testing.TB, path, env, tags, pkg string) {
 	b.Helper()
 	cmd := exec.Command("go", "build", "-tags", tags, "-o", path, pkg)
 	cmd.Env = append(os.Environ(), env)

@@ -39,7 +39,7 @@ type Config struct {
 	Pack                 layer.Packer       // makes EROFS layers of blobs
 	Probe                func(string) error // tells whether EROFS layers in a directory could be mounted; nil: erofs.Probe
 	MergeMemory          int64              // bytes for merging EROFS layers, of all images at a time; 0: erofs.MaxMemory
-	TreeMemory           int64              // bytes for trees of EROFS layers that are packed, or made directories, of all at a time; 0: Limits.Memory for each
+	WorkMemory           int64              // bytes that processes which unpack layers may keep of them (unpack.Limits.Memory and Window), all at a time; 0: what Limits say for each
 	Driver               string             // form of layers, a rootfs.Kind, or "auto": EROFS where it can be mounted; empty: directory
 	Pinned               []string           // references or IDs of images that kubelet must not collect
 	MaxParallelDownloads int                // layers of one pull fetched at a time; 0: DefaultParallelDownloads
@@ -76,7 +76,7 @@ type Store struct {
 	refs     *layerRefs
 	flights  *flights
 	turns    *turns
-	trees    *treeMemory
+	memory   *workMemory
 	pulls    pulls
 	accesses accesses
 	pullID   atomic.Uint64
@@ -141,7 +141,7 @@ func newStore(cfg Config, layers *stores, records *checkpoint.Dir, pinned map[st
 		refs:     newLayerRefs(),
 		flights:  newFlights(ctx, log),
 		turns:    newTurns(cfg.MaxUnpacking),
-		trees:    newTreeMemory(cfg.TreeMemory, cfg.MergeMemory, cfg.MaxUnpacking),
+		memory:   newWorkMemory(cfg.WorkMemory, cfg.MergeMemory, cfg.MaxUnpacking),
 		fullness: make(chan struct{}, 1),
 		ctx:      ctx,
 		shutdown: cancel,

@@ -451,7 +451,7 @@ func TestImageTooLargeForADriver(t *testing.T) {
 		if _, err := io.Copy(io.Discard, blob); err != nil {
 			return unpack.Result{}, err
 		}
-		return unpack.Result{}, &unpack.Error{Code: unpack.OutOfRange, Err: errors.New("its tree takes too much memory")}
+		return unpack.Result{}, &unpack.Error{Code: unpack.MoreMemory, Err: errors.New("its tree takes too much memory")}
 	}
 	reg := registrytest.New(t)
 	reg.PutImage("app", "v1", "", plain(t, "f", "1"))
@@ -552,7 +552,7 @@ func TestLayerTooLargeIsNotReadToItsEnd(t *testing.T) {
 		if _, err := io.ReadFull(blob, make([]byte, 512)); err != nil {
 			return unpack.Result{}, err
 		}
-		return unpack.Result{}, &unpack.Error{Code: unpack.OutOfRange, Err: errors.New("its tree takes too much memory")}
+		return unpack.Result{}, &unpack.Error{Code: unpack.MoreMemory, Err: errors.New("its tree takes too much memory")}
 	}
 	reg := registrytest.New(t)
 	reg.PutImage("app", "v1", "", plain(t, "f", strings.Repeat("f", littleLeft/2))) // so little would be read to the end
@@ -571,7 +571,7 @@ func TestLayerTooLargeIsNotReadToItsEnd(t *testing.T) {
 		t.Fatal(err)
 	}
 	var n atomic.Int64
-	_, err = s.downloadFrom(t.Context(), s.layers.made, repo, img.Layers[0], 0, &n)
+	_, _, err = s.downloadFrom(t.Context(), s.layers.made, repo, img.Layers[0], 0, &n, lack{})
 	if got := n.Load(); !errors.Is(err, layer.ErrTooLarge) || got >= littleLeft/2 {
 		t.Errorf("%v, after %d bytes", err, got)
 	}
@@ -643,7 +643,7 @@ func (p *countingPacker) pack(ctx context.Context, data, tree *os.File, blob io.
 	if p.calls++; p.calls < p.refuse {
 		return unpack.Pack(ctx, data, tree, blob, job)
 	}
-	return unpack.Result{}, &unpack.Error{Code: unpack.OutOfRange, Err: errors.New("its tree takes too much memory")}
+	return unpack.Result{}, &unpack.Error{Code: unpack.MoreMemory, Err: errors.New("its tree takes too much memory")}
 }
 
 // Pulls, removals and containers of images that share their layers do not get in each other's way.

@@ -6,31 +6,54 @@ import (
 	"runtime/debug"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"berth/image"
 	"berth/image/erofs"
 	"berth/image/registry"
 	"berth/internal/memlimit"
 )
 
-// ownShare is the part of the memory limit of its cgroup that the daemon keeps to. The rest is for the
-// program's own pages, launchers, monitors and CNI plugins, which are in the same cgroup.
+// What berth takes of a node for pulls, where its cgroup allows no less: a part of the memory, and no more than
+// is of use. All that layers make it take comes out of this: the daemon's own heap, and the processes that unpack layers.
+const (
+	nodeShare  = 0.25
+	mostBudget = 2 << 30
+)
+
+// budgetFor returns how many bytes that is, for a node with so much memory and that memory limit. 0: no limit.
+func budgetFor(limit, node int64) int64 {
+	budget := min(mostBudget, int64(nodeShare*float64(node)))
+	if limit > 0 {
+		budget = min(budget, limit)
+	}
+	return budget
+}
+
+// ownShare is the part of the budget that the daemon keeps to. The rest is for processes that unpack layers.
 const ownShare = 0.5
 
-// limitMemory makes the garbage collector work harder near the cgroup's limit: the daemon shall not be
-// killed for garbage. GOMEMLIMIT overrides it. It returns the cgroup's limit, 0 if there is none.
-func limitMemory(log *slog.Logger) (limit int64) {
+// limitMemory makes the garbage collector work harder near the daemon's share of the budget: the daemon shall not
+// be killed for garbage. GOMEMLIMIT overrides it. It returns the budget, 0 if that cannot be told.
+func limitMemory(log *slog.Logger) (budget int64) {
 	limit, err := memlimit.Own("/")
 	if err != nil {
 		log.Warn("the memory limit of berth's cgroup is not kept to", "error", err)
-		return 0
 	}
-	if limit > 0 && os.Getenv("GOMEMLIMIT") == "" {
-		debug.SetMemoryLimit(int64(ownShare * float64(limit)))
+	var info unix.Sysinfo_t
+	if err := unix.Sysinfo(&info); err != nil {
+		log.Warn("how much memory the node has is not known", "error", err)
+		return limit
 	}
-	return limit
+	budget = budgetFor(limit, int64(info.Totalram)*int64(info.Unit))
+	if os.Getenv("GOMEMLIMIT") == "" {
+		debug.SetMemoryLimit(int64(ownShare * float64(budget)))
+	}
+	return budget
 }
 
-// unpackerShare is what one process that unpacks a layer may need, beside an unusual window of zstd's.
+// unpackerShare is what one process that unpacks a layer may need, beside an unusual window of zstd's and a large tree: half
+// of it whatever the layer is, half for its part of workShare.
 const unpackerShare = 32 << 20
 
 // unpackersFor returns how many layers may be unpacked at a time with that memory limit: each is unpacked by a
@@ -65,12 +88,12 @@ func mergeMemoryFor(limit int64) int64 {
 	return min(erofs.MaxMemory, int64(mergeShare*ownShare*float64(limit)))
 }
 
-// treeShare is the part of what the daemon leaves to others that trees of layers may take in the processes that pack them, all at a time: with
-// half as much for garbage, and a quarter of their unpackerShare that each process needs without a tree, that is all of it.
-const treeShare = 0.5
+// workShare is the part of what the daemon leaves to others that the processes which unpack layers may keep of them, all at a
+// time: with half as much for garbage, and half of their unpackerShare that each process needs anyway, that is all of it.
+const workShare = 1. / 3
 
-// treeMemoryFor returns how many bytes that is with that memory limit. 0: as many as usual. Directories need no such memory.
-func treeMemoryFor(limit int64) int64 { return int64(treeShare * (1 - ownShare) * float64(limit)) }
+// workMemoryFor returns how many bytes that is with that budget. 0: as many as usual.
+func workMemoryFor(budget int64) int64 { return int64(workShare * (1 - ownShare) * float64(budget)) }
 
 // restTime is how long nothing must have been changed before the memory that changes needed is given back: what begins
 // soon after another change finds all as that left it.

@@ -31,23 +31,34 @@ func TestRangeRequestsFor(t *testing.T) {
 	}
 }
 
-// So do trees of layers, in the daemon, there never more than without a limit, and in all the processes that pack them.
-func TestTreeMemoryFor(t *testing.T) {
-	for _, c := range []struct{ limit, merge, trees int64 }{{0, 0, 0}, {64, 8, 16}, {256, 32, 64}, {512, 64, 128}, {4096, 64, 1024}} {
-		if merge, trees := mergeMemoryFor(c.limit<<20), treeMemoryFor(c.limit<<20); merge != c.merge<<20 || trees != c.trees<<20 {
-			t.Errorf("with %d MiB: %d and %d bytes, not %d and %d MiB", c.limit, merge, trees, c.merge, c.trees)
+// What pulls make berth take is a part of the node's memory, and less where its cgroup has a lower limit.
+func TestBudgetFor(t *testing.T) {
+	for _, c := range []struct{ limit, node, want int64 }{ // MiB
+		{0, 1 << 10, 256}, {0, 4 << 10, 1 << 10}, {0, 64 << 10, 2 << 10}, {512, 64 << 10, 512}, {8 << 10, 64 << 10, 2 << 10}, {8 << 10, 4 << 10, 1 << 10},
+	} {
+		if got := budgetFor(c.limit<<20, c.node<<20); got != c.want<<20 {
+			t.Errorf("of %d MiB, limited to %d: %d MiB, not %d", c.node, c.limit, got>>20, c.want)
 		}
 	}
 }
 
-// However many layers are packed at a time, and whatever shares of the memory for trees they have, their heaps take what the daemon leaves to
+// Trees of layers take no more than their share, in the daemon that merges them, and in the processes that pack them.
+func TestWorkMemoryFor(t *testing.T) {
+	for _, c := range []struct{ budget, merge, work int64 }{{0, 0, 0}, {96, 12, 16}, {384, 48, 64}, {768, 64, 128}, {6144, 64, 1024}} {
+		if merge, work := mergeMemoryFor(c.budget<<20), workMemoryFor(c.budget<<20); merge != c.merge<<20 || work != c.work<<20 {
+			t.Errorf("with %d MiB: %d and %d bytes, not %d and %d MiB", c.budget, merge, work, c.merge, c.work)
+		}
+	}
+}
+
+// However many layers are unpacked at a time, and whatever shares of the memory they have, their heaps take what the daemon leaves to
 // others, and no more: a process that the OOM killer ends cannot say that its layer is too much.
-func TestPackersKeepToTheLimit(t *testing.T) {
-	for _, mib := range []int64{64, 100, 256, 512, 1000, 1 << 10, 4 << 10, 64 << 10} {
-		limit := mib << 20
-		n := int64(unpackersFor(limit))
-		share := treeMemoryFor(limit) / n // a heap grows with its share: it does not matter whose part is larger
-		if sum := n * worker.HeapFor(unpack.Job{Limits: unpack.Limits{Memory: share}}, true); sum > limit/2 {
+func TestUnpackersKeepToTheBudget(t *testing.T) {
+	for _, mib := range []int64{64, 100, 256, 512, 1000, 1 << 10, 2 << 10} {
+		budget := mib << 20
+		n := int64(unpackersFor(budget))
+		share := workMemoryFor(budget) / n // a heap grows with its share: it does not matter whose part is larger
+		if sum := n * worker.HeapFor(unpack.Job{Limits: unpack.Limits{Memory: share, Window: 8 << 20}}, true); sum > budget/2 {
 			t.Errorf("with %d MiB %d processes take %d MiB", mib, n, sum>>20)
 		}
 	}

@@ -375,7 +375,7 @@ func imageConfig(cfg *config.Config, u *process.Program, memory int64, waits *ta
 		Unpack:               u.Unpack,
 		Pack:                 u.Pack,
 		MergeMemory:          mergeMemoryFor(memory),
-		TreeMemory:           treeMemoryFor(memory),
+		WorkMemory:           workMemoryFor(memory),
 		Driver:               cfg.LayerDriver,
 		Limits:               unpack.Limits{Tar: int64(cfg.MaxLayerBytes), Bytes: int64(cfg.MaxLayerBytes), Entries: int64(cfg.MaxLayerEntries)},
 		MaxFullAsleep:        maxFullAsleep,

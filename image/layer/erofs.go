@@ -70,7 +70,7 @@ func (e *EROFS) Apply(ctx context.Context, dir string, blob io.Reader, job unpac
 	failpoint.Reach("layer.tree-made")
 	defer func() { err = errors.Join(err, tree.Close()) }()
 	result, err := e.pack(ctx, data, tree, blob, job)
-	if code := errdefs.Code(coded(err)); code == codes.OutOfRange {
+	if err != nil && (unpack.CodeOf(err) == unpack.MoreMemory || errdefs.Code(coded(err)) == codes.OutOfRange) {
 		err = errdefs.New(codes.ResourceExhausted, "%w: %w", ErrTooLarge, err)
 	}
 	if err != nil {

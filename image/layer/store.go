@@ -428,7 +428,7 @@ func coded(err error) error {
 		return err
 	}
 	if code := unpack.CodeOf(err); code != unpack.Unknown {
-		return errdefs.New(codes.Code(code), "%w", err)
+		return errdefs.New(codes.Code(code.Status()), "%w", err)
 	}
 	return err
 }

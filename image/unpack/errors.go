@@ -25,10 +25,20 @@ const (
 	InvalidArgument   Code = 3
 	DeadlineExceeded  Code = 4
 	ResourceExhausted Code = 8
+	MoreWindow        Code = 9  // ResourceExhausted: Limits.Window is too little
+	MoreMemory        Code = 10 // ResourceExhausted: Limits.Memory is too little
 	OutOfRange        Code = 11 // of Pack, and of what is Packed: Layer may take the tar
 	Internal          Code = 13
 	DataLoss          Code = 15
 )
+
+// Status is the code of the answer to a client.
+func (c Code) Status() Code {
+	if c == MoreWindow || c == MoreMemory {
+		return ResourceExhausted
+	}
+	return c
+}
 
 // Error is an error with a code.
 type Error struct {
@@ -59,6 +69,8 @@ func CodeOf(err error) Code {
 		return OK
 	case errors.As(err, &e):
 		return e.Code
+	case errors.Is(err, inflate.ErrWindow):
+		return MoreWindow
 	case errors.As(err, &corrupt):
 		return DataLoss
 	case errors.Is(err, context.Canceled):

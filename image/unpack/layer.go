@@ -23,11 +23,12 @@ type Limits struct {
 	Tar     int64 // length of the tar, which bounds what its files take on disk
 	Bytes   int64 // length of all its files, with holes counted
 	Entries int64 // entries of the tar
-	Memory  int64 // for its tree, where that is in memory: see Pack, and Job.Packed
+	Memory  int64 // for its tree, where that is in memory (see Pack, and Job.Packed), or for names that are kept; more is MoreMemory
+	Window  int64 // of zstd; more is MoreWindow
 }
 
 // DefaultLimits are far above what is known of real images.
-var DefaultLimits = Limits{Tar: 256 << 30, Bytes: 256 << 30, Entries: 4 << 20, Memory: 384 << 20}
+var DefaultLimits = Limits{Tar: 256 << 30, Bytes: 256 << 30, Entries: 4 << 20, Memory: 384 << 20, Window: inflate.MaxWindow}
 
 // WithDefaults fills in what is zero.
 func (l Limits) WithDefaults() Limits {
@@ -42,6 +43,9 @@ func (l Limits) WithDefaults() Limits {
 	}
 	if l.Memory == 0 {
 		l.Memory = DefaultLimits.Memory
+	}
+	if l.Window == 0 {
+		l.Window = DefaultLimits.Window
 	}
 	return l
 }
@@ -194,12 +198,14 @@ func (c *Contents) Check() error {
 //
 // Nothing is synced, and the Opaques are not marked. After an error there may be anything in tree.
 func Layer(ctx context.Context, tree *os.File, blob io.Reader, job Job) (Result, error) {
-	return run(ctx, blob, job, func(tick func()) (sink[*safefs.Dir], error) { return newUnpacker(tree, tick) })
+	return run(ctx, blob, job, func(tick func()) (sink[*safefs.Dir], error) {
+		return newUnpacker(tree, job.Limits.WithDefaults().Memory, tick)
+	})
 }
 
 // run inflates and hashes a blob, and has its entries made.
 func run[D directory](ctx context.Context, blob io.Reader, job Job, open func(tick func()) (sink[D], error)) (_ Result, err error) {
-	in, err := inflate.NewReader(blob)
+	in, err := inflate.NewReader(blob, job.Limits.WithDefaults().Window)
 	if err != nil {
 		return Result{}, err
 	}

@@ -20,7 +20,7 @@ import (
 
 // Pack does what Layer does without a filesystem: it appends the files' data to data and writes the tree to out (tree.Encode), both
 // empty files, and needs nothing else. It makes the same of a tar as Layer, with these differences: the tree is in memory until the
-// end, at most Limits.Memory of it: more is OutOfRange; what remains for those who know the layers below is in the tree and not in Contents; Usage is
+// end, at most Limits.Memory of it: more is MoreMemory; what remains for those who know the layers below is in the tree and not in Contents; Usage is
 // not counted; a file whose extended attributes are more than a tree may have, or have a byte more than it may, is OutOfRange; and where a
 // directory has a default ACL, what is in it does not inherit that, for a tar lists all attributes.
 func Pack(ctx context.Context, data, out *os.File, blob io.Reader, job Job) (Result, error) {
@@ -130,7 +130,7 @@ func textMemory[T string | []byte](text T) uint64 { return tree.TextMemory(uint6
 // keep counts bytes that are in memory until the end, as tree.Decode will.
 func (p *packer) keep(n uint64) error {
 	if p.left -= int64(n); p.left < 0 {
-		return &Error{OutOfRange, fmt.Errorf("its tree takes more than the %d bytes of memory allowed", p.memory)}
+		return &Error{MoreMemory, fmt.Errorf("its tree takes more than the %d bytes of memory allowed", p.memory)}
 	}
 	return nil
 }

@@ -71,7 +71,7 @@ type unpacker struct {
 	unsupported int    // extended attributes that the filesystem refused
 }
 
-func newUnpacker(root *os.File, tick func()) (*unpacker, error) {
+func newUnpacker(root *os.File, memory int64, tick func()) (*unpacker, error) {
 	block, err := diskusage.BlockSize(root)
 	if err != nil {
 		return nil, err
@@ -79,7 +79,7 @@ func newUnpacker(root *os.File, tick func()) (*unpacker, error) {
 	return &unpacker{
 		root: root, tick: tick, parents: newDirCache(), buf: copyPool.Get().(*[copySize]byte), hash: xxhash.New(), block: block,
 		links: map[string]string{}, implied: map[string]bool{"": true}, opaques: map[string]bool{}, times: map[string]time.Time{"": impliedTime},
-		within: map[string][]string{}, names: maxNames, steps: freeSteps,
+		within: map[string][]string{}, names: int(min(maxNames, memory)), steps: freeSteps,
 		usage: Usage{Bytes: uint64(block), Inodes: 1},
 	}, nil
 }
@@ -390,7 +390,7 @@ func (u *unpacker) impliedMade(dir *safefs.Dir) error {
 // remember counts the bytes of names that are kept.
 func (u *unpacker) remember(n int) error {
 	if u.names -= n + perEntry; u.names < 0 {
-		return exceeds("the names of its directories and links take too much memory")
+		return &Error{MoreMemory, errors.New("the names of its directories and links take too much memory")}
 	}
 	return nil
 }

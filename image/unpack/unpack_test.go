@@ -177,14 +177,14 @@ func TestManyNames(t *testing.T) {
 	}
 	for name, entry := range cases {
 		t.Run(name, func(t *testing.T) {
-			u, err := newUnpacker(emptyTree(t), func() {})
+			u, err := newUnpacker(emptyTree(t), maxNames, func() {})
 			if err != nil {
 				t.Fatal(err)
 			}
 			defer u.close()
 			u.names = 10_000
 			err = (walk[*safefs.Dir]{u}).all(context.Background(), tar.NewReader(bytes.NewReader(makeTar(t, "", many(200, entry)...))), DefaultLimits)
-			if CodeOf(err) != ResourceExhausted || !strings.Contains(err.Error(), "names") {
+			if CodeOf(err) != MoreMemory || !strings.Contains(err.Error(), "names") {
 				t.Errorf("%v", err)
 			}
 		})
@@ -226,7 +226,7 @@ func TestLongWays(t *testing.T) {
 func TestForgetBelow(t *testing.T) {
 	random := rand.New(rand.NewPCG(1, 2))
 	for range 200 {
-		u, err := newUnpacker(emptyTree(t), func() {})
+		u, err := newUnpacker(emptyTree(t), maxNames, func() {})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -286,7 +286,7 @@ func keys[V any](m map[string]V) map[string]bool {
 // A hole takes time, and is progress.
 func TestHolesAreProgress(t *testing.T) {
 	ticks := 0
-	u, err := newUnpacker(emptyTree(t), func() { ticks++ })
+	u, err := newUnpacker(emptyTree(t), maxNames, func() { ticks++ })
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -426,7 +426,7 @@ func packsWithin(t *testing.T, blob []byte, memory int64, read func(io.Reader)) 
 		files = append(files, f)
 	}
 	_, err := Pack(t.Context(), files[0], files[1], bytes.NewReader(blob), Job{Limits: Limits{Memory: memory}, Algorithm: digest.SHA256})
-	if err != nil && CodeOf(err) != OutOfRange {
+	if err != nil && CodeOf(err) != MoreMemory {
 		t.Fatal(err)
 	}
 	if err != nil || read == nil {

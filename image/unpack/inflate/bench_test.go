@@ -22,7 +22,7 @@ func BenchmarkReader(b *testing.B) {
 			b.ReportMetric(float64(len(data))/float64(len(blob)), "ratio")
 			buf := make([]byte, 256<<10)
 			for b.Loop() {
-				r, err := NewReader(bytes.NewReader(blob))
+				r, err := NewReader(bytes.NewReader(blob), MaxWindow)
 				if err != nil {
 					b.Fatal(err)
 				}

@@ -2,13 +2,14 @@
 //
 // # Contract
 //
-// Its memory is bounded by maxWindow, whatever the blob says. What is not compressed as it should be is a CorruptError; the blob's own
+// Its memory is bounded by the window that NewReader is given, whatever the blob says. What is not compressed as it should be is a CorruptError; the blob's own
 // errors are passed on, in preference to what the decompressor makes of them. gzip is read by ISA-L where that is there (package isal).
 package inflate
 
 import (
 	"bufio"
 	"bytes"
+	"errors"
 	"io"
 
 	"github.com/klauspost/compress/zstd"
@@ -22,8 +23,8 @@ var (
 const (
 	// blobBuffer is how much of a blob is buffered in front of the decompressor.
 	blobBuffer = 256 << 10
-	// maxWindow is the memory a zstd layer may ask for: what `zstd --long` needs.
-	maxWindow = 128 << 20
+	// MaxWindow is the memory a zstd layer may ask for: what `zstd --long` needs.
+	MaxWindow = 128 << 20
 )
 
 // CorruptError says that a blob cannot be decompressed.
@@ -32,6 +33,9 @@ type CorruptError struct{ Err error }
 func (e *CorruptError) Error() string { return "decompress: " + e.Err.Error() }
 func (e *CorruptError) Unwrap() error { return e.Err }
 
+// ErrWindow is wrapped by the error about a zstd blob whose window is larger than NewReader was given, and not larger than MaxWindow.
+var ErrWindow = errors.New("decompress: the window is larger than allowed for now")
+
 // Reader is the tar in a layer's blob. It returns io.EOF only after the blob
 // has been read to its own verified end. Not safe for concurrent use.
 type Reader struct {
@@ -39,6 +43,7 @@ type Reader struct {
 	blob   *bufio.Reader // of source
 	tar    io.Reader
 	close  func()
+	window int64
 }
 
 // source remembers how a blob failed.
@@ -57,9 +62,9 @@ func (s *source) Read(p []byte) (int, error) {
 
 // NewReader decompresses a blob as its first bytes demand: gzip, zstd or not
 // at all. Media types are not asked; they are known to be wrong in places. The
-// caller closes the reader, which does not close the blob.
-func NewReader(blob io.Reader) (*Reader, error) {
-	t := &Reader{source: &source{Reader: blob}, close: func() {}}
+// caller closes the reader, which does not close the blob. window is the memory that a zstd blob may ask for.
+func NewReader(blob io.Reader, window int64) (*Reader, error) {
+	t := &Reader{source: &source{Reader: blob}, close: func() {}, window: min(window, MaxWindow)}
 	t.blob = bufio.NewReaderSize(t.source, blobBuffer)
 	magic, err := t.blob.Peek(len(zstdMagic))
 	if err != nil && err != io.EOF {
@@ -73,7 +78,7 @@ func NewReader(blob io.Reader) (*Reader, error) {
 		}
 		t.tar, t.close = z, func() { _ = z.Close() } // it was read to its end, or given up
 	case bytes.HasPrefix(magic, zstdMagic):
-		z, err := zstd.NewReader(t.blob, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(maxWindow))
+		z, err := zstd.NewReader(t.blob, zstd.WithDecoderConcurrency(1), zstd.WithDecoderLowmem(true), zstd.WithDecoderMaxWindow(uint64(t.window)))
 		if err != nil {
 			return nil, t.failure(err)
 		}
@@ -104,6 +109,9 @@ func (r *Reader) Read(p []byte) (int, error) {
 func (r *Reader) failure(err error) error {
 	if r.source.err != nil {
 		return r.source.err
+	}
+	if errors.Is(err, zstd.ErrWindowSizeExceeded) && r.window < MaxWindow {
+		return ErrWindow
 	}
 	return &CorruptError{err}
 }

@@ -17,7 +17,7 @@ import (
 
 // inflate reads a blob's tar.
 func inflate(blob io.Reader) ([]byte, error) {
-	r, err := NewReader(blob)
+	r, err := NewReader(blob, MaxWindow)
 	if err != nil {
 		return nil, err
 	}

@@ -380,7 +380,7 @@ func verdict(cause, answer error, end *os.ProcessState, said string, most time.D
 	case cause != nil:
 		return cause
 	case errors.As(answer, &refused):
-		return errdefs.New(codes.Code(refused.Code), "%w", answer)
+		return errdefs.New(codes.Code(refused.Code.Status()), "%w", answer)
 	case !errors.Is(answer, wire.ErrEnded):
 		return errdefs.Internal("berth-unpack: %w", answer)
 	case end.UserTime()+end.SystemTime() >= time.Duration(nearly*float64(most)):

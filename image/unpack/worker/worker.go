@@ -46,15 +46,19 @@ const (
 )
 
 const (
-	// heapLimit is from where on Go collects garbage at any price; what lives can be more:
-	// a window of zstd, and the names of directories.
+	// heapLimit is from where on Go collects garbage at any price, whatever the limits of the layer.
 	heapLimit = 256 << 20
-	// heapBase is what a process needs that has no tree in memory.
-	heapBase = 8 << 20
+	// heapBase is what a process needs that keeps nothing of its layer, with a window of zstd of usualWindow.
+	heapBase    = 16 << 20
+	usualWindow = 8 << 20
+	// mostNames bounds the names that are kept of a layer that is not packed.
+	mostNames = 64 << 20
 	// collectAt is by how much, in percent, the heap grows before garbage is collected: with the
 	// default that would be each few megabytes.
 	collectAt = 400
-	// memoryLimit is where the kernel refuses more.
+	// addresses is what Go's runtime and the C library map of writable memory beside the heap. Little of it is used.
+	addresses = 128 << 20
+	// memoryLimit is where the kernel refuses more, whatever the limits of the layer.
 	memoryLimit = 640 << 20
 	// fileLimit is a descriptor for each level of a directory that is removed, and some.
 	fileLimit = 4096
@@ -73,14 +77,14 @@ func Args(job unpack.Job, pack bool) []string {
 	case job.Packed:
 		what = fromPacked
 	}
-	return []string{wire.Version, what, job.Algorithm.String(), number(job.Limits.Tar), number(job.Limits.Bytes), number(job.Limits.Entries), number(job.Limits.Memory)}
+	return []string{wire.Version, what, job.Algorithm.String(), number(job.Limits.Tar), number(job.Limits.Bytes), number(job.Limits.Entries), number(job.Limits.Memory), number(job.Limits.Window)}
 }
 
 func parse(args []string) (job unpack.Job, pack bool, err error) {
 	if len(args) == 0 || args[0] != wire.Version {
 		return job, false, errors.New("berth-unpack is started by berth, not by hand, and by a berth of its own version")
 	}
-	if len(args) != 7 {
+	if len(args) != 8 {
 		return job, false, fmt.Errorf("%d arguments", len(args))
 	}
 	switch args[1] {
@@ -95,7 +99,7 @@ func parse(args []string) (job unpack.Job, pack bool, err error) {
 	if job.Algorithm = digest.Algorithm(args[2]); !job.Algorithm.Available() {
 		return job, false, fmt.Errorf("digest %q", args[2])
 	}
-	for i, n := range []*int64{&job.Limits.Tar, &job.Limits.Bytes, &job.Limits.Entries, &job.Limits.Memory} {
+	for i, n := range []*int64{&job.Limits.Tar, &job.Limits.Bytes, &job.Limits.Entries, &job.Limits.Memory, &job.Limits.Window} {
 		if *n, err = strconv.ParseInt(args[3+i], 10, 64); err != nil {
 			return job, false, err
 		}
@@ -125,14 +129,20 @@ func Main(args []string) int {
 	return 0
 }
 
-// HeapFor is from where on garbage is collected at any price: early where a tree in memory is what takes most, and is bounded
-// for a small cgroup's sake. Where there is none, what lives is the window of a zstd blob (128 MiB at most), which no collection
-// makes smaller: a limit below that costs half of the CPU time.
+// HeapFor is from where on garbage is collected at any price: what the layer's limits let it keep, with half as much for garbage, and a
+// window of zstd, of which there is no garbage.
 func HeapFor(job unpack.Job, pack bool) int64 {
+	limits := job.Limits.WithDefaults()
 	if !pack && !job.Packed {
-		return heapLimit
+		limits.Memory = min(limits.Memory, mostNames)
 	}
-	return min(heapLimit, job.Limits.Memory*3/2+heapBase)
+	return min(heapLimit, heapBase+limits.Memory*3/2+max(0, limits.Window-usualWindow))
+}
+
+// MemoryFor is where the kernel refuses more memory to a process: its heap may be twice what is said to Go, which
+// takes that for a goal.
+func MemoryFor(job unpack.Job, pack bool) int64 {
+	return min(memoryLimit, addresses+2*HeapFor(job, pack))
 }
 
 func run(args []string) error {
@@ -147,7 +157,7 @@ func run(args []string) error {
 	debug.SetGCPercent(collectAt)
 	tree := os.NewFile(TreeFD, "tree")
 	// A file is never larger than all of them may be.
-	grant := confine.Grant{Memory: memoryLimit, FileSize: uint64(job.Limits.Bytes), Files: fileLimit, CPU: uint64(CPULimit(job.Limits).Seconds())}
+	grant := confine.Grant{Memory: uint64(MemoryFor(job, pack)), FileSize: uint64(job.Limits.Bytes), Files: fileLimit, CPU: uint64(CPULimit(job.Limits).Seconds())}
 	layer := func(blob io.Reader) (unpack.Result, error) {
 		return unpack.Layer(context.Background(), tree, blob, job)
 	}

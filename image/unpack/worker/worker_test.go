@@ -6,22 +6,26 @@ import (
 	"berth/image/unpack"
 )
 
-// Only what has a tree in memory is bounded by the memory that this may take.
+// What a process may take follows from what its layer may keep.
 func TestHeapFor(t *testing.T) {
-	small, usual := unpack.Limits{Memory: 16 << 20}, unpack.DefaultLimits
+	least, small := unpack.Limits{Memory: 2 << 20, Window: 8 << 20}, unpack.Limits{Memory: 16 << 20, Window: 8 << 20}
+	window, usual := unpack.Limits{Memory: 2 << 20, Window: 128 << 20}, unpack.DefaultLimits
 	for name, c := range map[string]struct {
-		job  unpack.Job
-		pack bool
-		want int64 // MiB
+		job        unpack.Job
+		pack       bool
+		heap, most int64 // MiB
 	}{
-		"to unpack":                         {unpack.Job{Limits: usual}, false, 256},
-		"to unpack in a small cgroup":       {unpack.Job{Limits: small}, false, 256},
-		"to pack":                           {unpack.Job{Limits: usual}, true, 256},
-		"to pack in a small cgroup":         {unpack.Job{Limits: small}, true, 32},
-		"what was packed in a small cgroup": {unpack.Job{Limits: small, Packed: true}, false, 32},
+		"to unpack with no limits":     {unpack.Job{Limits: usual}, false, 232, 592},
+		"to unpack with little":        {unpack.Job{Limits: least}, false, 19, 166},
+		"to pack with no limits":       {unpack.Job{Limits: usual}, true, 256, 640},
+		"to pack with a small tree":    {unpack.Job{Limits: small}, true, 40, 208},
+		"to pack with a window":        {unpack.Job{Limits: window}, true, 139, 406},
+		"what was packed, with little": {unpack.Job{Limits: least, Packed: true}, false, 19, 166},
 	} {
-		if got := HeapFor(c.job, c.pack); got != c.want<<20 {
-			t.Errorf("%s: %d bytes, want %d MiB", name, got, c.want)
-		}
+		t.Run(name, func(t *testing.T) {
+			if heap, most := HeapFor(c.job, c.pack), MemoryFor(c.job, c.pack); heap != c.heap<<20 || most != c.most<<20 {
+				t.Errorf("%d and %d MiB, want %d and %d", heap>>20, most>>20, c.heap, c.most)
+			}
+		})
 	}
 }
