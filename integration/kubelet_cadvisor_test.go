@@ -218,36 +218,11 @@ func (n *node) statistics(p *kubePod) ([]string, error) {
 			all["series "+r.kind()+" "+r.metric+r.others()] = true
 		}
 	}
-	var summary struct{ Pods []map[string]any }
-	if err := n.read("/stats/summary", &summary); err != nil {
-		return nil, err
+	fields, err := n.summaryOf(p)
+	for path := range fields {
+		all["summary."+path] = true
 	}
-	for _, pod := range summary.Pods {
-		if ref, ok := pod["podRef"].(map[string]any); ok && ref["name"] == p.name {
-			noteFields(all, "summary", pod)
-		}
-	}
-	return slices.Sorted(maps.Keys(all)), nil
-}
-
-// noteFields notes the path of each value in a JSON document. Elements of lists are named by their names.
-func noteFields(paths map[string]bool, path string, value any) {
-	switch value := value.(type) {
-	case map[string]any:
-		for key, field := range value {
-			noteFields(paths, path+"."+key, field)
-		}
-	case []any:
-		for _, element := range value {
-			name := ""
-			if named, ok := element.(map[string]any); ok {
-				name, _ = named["name"].(string)
-			}
-			noteFields(paths, path+"["+name+"]", element)
-		}
-	default:
-		paths[path] = true
-	}
+	return slices.Sorted(maps.Keys(all)), err
 }
 
 // row is a line of /metrics/cadvisor.

@@ -48,6 +48,10 @@ func TestKubeletFeatureGates(t *testing.T) {
 				kubeletPods[name](t, n)
 			})
 		}
+		t.Run("Summary", func(t *testing.T) {
+			t.Parallel()
+			testKubeletSummary(t, n)
+		})
 	})
 	for _, method := range []string{"StreamContainers", "StreamPodSandboxes", "StreamPodSandboxStats"} {
 		if !wasAsked(n.d, method) {
@@ -91,6 +95,8 @@ var kubeletPods = map[string]func(*testing.T, *node){
 	"ImagePullFails":      testKubeletImagePullFails,
 	"CommandDoesNotExist": testKubeletCommandDoesNotExist,
 	"ManifestChanges":     testKubeletManifestChanges,
+	"Hostname":            testKubeletHostname,
+	"ProcMount":           testKubeletProcMount,
 }
 
 // Init containers run one after the other, a sidecar runs from its turn until the
