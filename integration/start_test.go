@@ -51,7 +51,7 @@ func TestStartAnswersWhenCommandRuns(t *testing.T) {
 	}
 }
 
-// A start that waits for the command ends when the container is stopped.
+// A start that waits for the command ends when its pod is stopped.
 func TestStopEndsStartThatWaitsForCommand(t *testing.T) {
 	dir, option := cdiDir(t)
 	writeCDI(t, filepath.Join(dir, "vendor.json"), map[string]any{
@@ -68,11 +68,11 @@ func TestStopEndsStartThatWaitsForCommand(t *testing.T) {
 		}
 		return nil
 	})
-	c.Stop(t, 0)
+	pod.Stop(t) // StopContainer would leave the start ten seconds
 	harness.WantCode(t, <-started, codes.FailedPrecondition, c.Id)
 	awaitNoProcesses(t, "sleep 4242")
 	harness.Equal(t, "reason", c.WaitExited(t).Reason, "StartError")
-	harness.Equal(t, "the next container", pod.Sh(t, "echo works"), "works\n")
+	harness.Equal(t, "the next container", d.RunPod(t, harness.HostNetwork).Sh(t, "echo works"), "works\n")
 }
 
 // A command that execve refuses is an error of StartContainer: the container never ran.
