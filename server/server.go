@@ -47,6 +47,9 @@ const MaxMessage = 16 << 20
 // handlers once more after their contexts were cancelled.
 const stopGrace = 10 * time.Second
 
+// handshakeTimeout is how long a client may take from its connection to the first frames of HTTP/2.
+const handshakeTimeout = 10 * time.Second
+
 // streamGrace is how long streams get to end after the last other request.
 const streamGrace = time.Second
 
@@ -146,6 +149,7 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 		grpc.MaxSendMsgSize(MaxMessage),
 		grpc.SharedWriteBuffer(true),
 		grpc.WaitForHandlers(true),
+		grpc.ConnectionTimeout(handshakeTimeout),
 		grpc.Creds(peerCredentials{log: log}),
 		grpc.ForceServerCodecV2(newCodec()),
 		grpc.UnaryInterceptor(s.unary),

@@ -5,6 +5,7 @@ import (
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
+	"crypto/tls"
 	"crypto/x509"
 	"encoding/pem"
 	"log/slog"
@@ -12,6 +13,7 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
+	"time"
 
 	"berth/internal/config"
 )
@@ -24,26 +26,40 @@ func TestStreamTLSFollowsItsFiles(t *testing.T) {
 		t.Error("there was no error without the files")
 	}
 	first := writeCertificate(t, cfg, 1)
-	c, err := streamTLS(cfg, slog.New(slog.DiscardHandler))
-	if err != nil {
+	now := time.Now()
+	f := &tlsFiles{cfg: cfg, log: slog.New(slog.DiscardHandler), now: func() time.Time { return now }}
+	if err := f.read(now); err != nil {
 		t.Fatal(err)
 	}
-	shown := func(want []byte) {
+	shown := func(want []byte) *tls.Config {
 		t.Helper()
-		current, err := c.GetConfigForClient(nil)
-		if err != nil {
-			t.Fatal(err)
-		}
+		current := f.current()
 		if !bytes.Equal(current.Certificates[0].Certificate[0], want) {
 			t.Error("another certificate is shown")
 		}
+		return current
 	}
 	shown(first)
 	second := writeCertificate(t, cfg, 2)
+	shown(first) // the files are looked at once a second
+	now = now.Add(tlsPeriod)
 	shown(second)
 	writeFile(t, cfg.StreamTLSCert, []byte("half of"))
+	now = now.Add(tlsPeriod)
 	shown(second)
-	shown(writeCertificate(t, cfg, 3))
+	third := writeCertificate(t, cfg, 3)
+	now = now.Add(tlsPeriod)
+	shown(third)
+	now = now.Add(tlsSettled)
+	settled := shown(third)
+	for range 3 {
+		now = now.Add(tlsPeriod)
+		if shown(third) != settled {
+			t.Error("files that have not changed are read again")
+		}
+	}
+	now = now.Add(time.Minute)
+	shown(writeCertificate(t, cfg, 4))
 }
 
 // writeCertificate writes a new key and certificate, which it returns.

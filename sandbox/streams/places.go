@@ -1,6 +1,7 @@
 package streams
 
 import (
+	"fmt"
 	"sync"
 
 	"google.golang.org/grpc/codes"
@@ -40,7 +41,8 @@ func (s *Streams) takeSession(c Container) (release func(), err error) {
 type places struct {
 	what    string // "execs"
 	max     int
-	maxEach int // for one object
+	maxEach int          // for one object
+	spare   func() error // tells whether there are descriptors; nil: not asked
 
 	mu    sync.Mutex
 	taken int
@@ -53,6 +55,11 @@ func newPlaces(what string, all, each int) *places {
 
 // take takes a place until release is called. ResourceExhausted if there is none.
 func (p *places) take(object string) (release func(), err error) {
+	if p.spare != nil {
+		if err := p.spare(); err != nil {
+			return nil, fmt.Errorf("%s: %w", object, err)
+		}
+	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.taken >= p.max {

@@ -145,3 +145,20 @@ func TestSessionsLeavePlacesForProbes(t *testing.T) {
 		t.Errorf("left: %d, %d, %v", s.execs.taken, s.connected.taken, s.connected.each)
 	}
 }
+
+// Without descriptors to spare no session begins, and no place is taken for it.
+func TestSessionsNeedSpareDescriptors(t *testing.T) {
+	s := testStreams()
+	none := errdefs.New(codes.ResourceExhausted, "none to spare")
+	s.connected.spare = func() error { return none }
+	s.attached.spare = s.connected.spare
+	_, exec := s.Exec(t.Context(), "runs", []string{"true"}, false, noClient)
+	for name, err := range map[string]error{"Exec": exec, "Attach": s.Attach(t.Context(), "runs", false, noClient), "PortForward": s.PortForward(t.Context(), "ready", 1, nil)} {
+		if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "none to spare") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if s.execs.taken+s.connected.taken+s.attached.taken != 0 {
+		t.Error("places are taken")
+	}
+}

@@ -10,6 +10,7 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
+	"berth/internal/descriptors"
 	"berth/internal/errdefs"
 	"berth/internal/task"
 	"berth/oci"
@@ -70,10 +71,21 @@ type Streams struct {
 
 // New returns what connects clients to these targets, whose cgroups are systemd's or not.
 func New(targets Targets, launchers *shim.Launchers, dirs layout.Dirs, systemd bool, limits Limits, tasks *task.Runner) *Streams {
-	return &Streams{targets: targets, launchers: launchers, dirs: dirs, systemd: systemd, tasks: tasks, dials: session.NewDials(), outputs: &session.Outputs{},
+	s := &Streams{targets: targets, launchers: launchers, dirs: dirs, systemd: systemd, tasks: tasks, dials: session.NewDials(), outputs: &session.Outputs{},
 		execs:     newPlaces("execs", limits.Execs, limits.ExecsPerContainer),
 		connected: newPlaces("exec sessions", limits.execSessions(), limits.ExecsPerContainer),
 		attached:  newPlaces("attached sessions and forwarded connections", limits.Sessions, limits.podSessions())}
+	s.connected.spare, s.attached.spare = spareDescriptors, spareDescriptors
+	return s
+}
+
+// spareDescriptors returns ResourceExhausted if a session would take descriptors that CRI and the daemon itself need.
+func spareDescriptors() error {
+	quota, err := descriptors.ForSessions()
+	if err != nil {
+		return err
+	}
+	return quota.Check()
 }
 
 // sessions runs sessions for the time of an operation.
