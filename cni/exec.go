@@ -171,7 +171,7 @@ func (p *pluginRun) execInto(ctx context.Context, stdout, stderr *output.Output)
 	failpoint.Reach("cni.started")
 	err := errors.Join(stdout.Started(), stderr.Started())
 	ended := cmd.Wait()
-	p.killed = cmd.ProcessState.Sys().(syscall.WaitStatus).Signaled()
+	p.killed = cmd.ProcessState == nil || cmd.ProcessState.Sys().(syscall.WaitStatus).Signaled() // nil: nobody knows how it ended
 	if errors.Is(ended, exec.ErrWaitDelay) && cmd.ProcessState.Success() {
 		ended = nil
 	}

@@ -92,9 +92,11 @@ func (c *Children) Start(cmd *exec.Cmd, dir string) error {
 	return cmd.Start()
 }
 
-// startByThread has a thread of ours enter the cgroup, start the command, and leave it: on v1 each thread has a cgroup of its own,
-// and a process begins in that of the thread that made it. To move oneself by the list of threads takes no RCU grace period
-// (see Stay). A thread that could not leave ends, and the process with it at the latest.
+// startByThread has a thread of the daemon enter the cgroup, start the command and leave the cgroup.
+// On v1 each thread has a cgroup, and a process begins in that of the thread that made it. A thread
+// that moves itself by the list of threads waits for no RCU grace period (see Stay). A thread that
+// cannot leave ends with its goroutine: what it started later would be in the cgroup, too. The command is
+// killed then, because the caller waits for no process whose start failed.
 func (c *Children) startByThread(cmd *exec.Cmd, dir string) error {
 	done := make(chan error, 1)
 	go func() {
@@ -106,13 +108,25 @@ func (c *Children) startByThread(cmd *exec.Cmd, dir string) error {
 		}
 		err := cmd.Start()
 		if left := writeFile(filepath.Join(c.parent, "tasks"), "0"); left != nil {
-			done <- errors.Join(err, fmt.Errorf("leave cgroup %s: %w", dir, left))
-			return
+			if err == nil {
+				err = discard(cmd)
+			}
+			done <- errors.Join(fmt.Errorf("leave cgroup %s: %w", dir, left), err)
+			return // the thread is locked, so it ends
 		}
 		runtime.UnlockOSThread()
 		done <- err
 	}()
 	return <-done
+}
+
+// discard kills a command that has been started, and waits for its end. What that is does not matter.
+func discard(cmd *exec.Cmd) error {
+	if err := cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("kill %s: %w", cmd.Path, err)
+	}
+	_ = cmd.Wait()
+	return nil
 }
 
 // HasProcesses tells whether a process is in a cgroup's directory or below it. One that is gone has none.

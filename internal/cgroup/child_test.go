@@ -2,14 +2,18 @@ package cgroup
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"berth/internal/killtree"
 )
 
 // placesOfChildren are the hierarchies of this machine in which there can be children.
@@ -39,22 +43,29 @@ func placesOfChildren(t *testing.T) map[string]*Children {
 	return places
 }
 
-// A command is in its cgroup from its first instruction on, and nothing of what it starts survives, or keeps the cgroup: sessions of their own, second
-// forks, empty environments, forks without end.
+// maxForked bounds what a test forks. The shell's own ulimit does not know that limit in dash.
+const maxForked = 100
+
+// A command is in its cgroup from its first instruction on. A kill ends whatever it has started, and
+// the cgroup can be removed then: sessions of their own, second forks, empty environments, forks
+// without end.
 func TestChildren(t *testing.T) {
-	programs := map[string]string{
-		"ends by itself":    `exit 0`,
-		"daemon":            `(setsid sh -c 'exec env -i sleep 1000' &)`,
-		"stopped":           `kill -STOP $$`,
-		"forks without end": `f() { (f) & (f) & wait; }; ulimit -u 500; f`,
+	tests := []struct {
+		name, program string
+		before        func(dir string) bool // is true when the kill is to come; nil: at once
+	}{
+		{"ends by itself", `exit 0`, nil},
+		{"daemon", `(setsid sh -c 'exec env -i sleep 1000' &)`, func(dir string) bool { return hasCommand(dir, "sleep") }},
+		{"stopped", `kill -STOP $$`, func(dir string) bool { return hasState(dir, "T") }},
+		{"forks without end", `f() { (f) & (f) & wait; }; f`, func(dir string) bool { return len(procs(dir)) >= maxForked/2 }},
 	}
 	for place, c := range placesOfChildren(t) {
-		for name, program := range programs {
-			t.Run(place+"/"+name, func(t *testing.T) {
-				dir := c.Dir("berth-test-" + strings.ReplaceAll(name, " ", "-"))
+		for _, test := range tests {
+			t.Run(place+"/"+test.name, func(t *testing.T) {
+				dir := c.Dir("berth-test-" + strings.ReplaceAll(test.name, " ", "-"))
 				must(t, os.Mkdir(dir, 0o755))
-				cmd := exec.Command("setpriv", "--reuid", "64999", "--clear-groups", "sh", "-c", `cat /proc/self/cgroup; `+program)
-				var out strings.Builder
+				cmd := exec.Command("prlimit", fmt.Sprintf("--nproc=%d", maxForked), "setpriv", "--reuid", "64999", "--clear-groups",
+					"sh", "-c", `cat /proc/self/cgroup; `+test.program)
 				read, write, err := os.Pipe()
 				must(t, err)
 				cmd.Stdout = write
@@ -63,32 +74,89 @@ func TestChildren(t *testing.T) {
 				line := make([]byte, 4096)
 				n, err := read.Read(line)
 				must(t, err)
-				out.Write(line[:n])
 				must(t, read.Close())
-				if !strings.Contains(out.String(), filepath.Base(dir)) {
-					t.Errorf("it began in %s", out.String())
+				if !strings.Contains(string(line[:n]), filepath.Base(dir)) {
+					t.Errorf("it began in %s", line[:n])
+				}
+				if test.before != nil {
+					eventually(t, test.name, func() bool { return test.before(dir) })
 				}
 				must(t, KillChild(dir, time.Minute))
 				_ = cmd.Wait() // it was killed, or not
 				if busy, err := HasProcesses(dir); busy || err != nil {
 					t.Errorf("processes are left: %v, %v", busy, err)
 				}
-				removed := func() bool {
-					err := RemoveChild(dir)
-					if err != nil && !errors.Is(err, unix.EBUSY) {
-						t.Fatal(err)
-					}
-					return err == nil
-				}
-				for end := time.Now().Add(time.Minute); !removed(); time.Sleep(time.Millisecond) {
-					if time.Now().After(end) {
-						t.Fatal("the cgroup cannot be removed")
-					}
-				}
-				if in, err := os.ReadFile("/proc/self/cgroup"); err != nil || strings.Contains(string(in), "berth-test-") {
-					t.Errorf("this process is in %s, %v", in, err)
-				}
+				eventually(t, "the cgroup is removed", func() bool { return isRemoved(t, dir) })
+				wantOutside(t)
 			})
+		}
+	}
+}
+
+// A command whose thread cannot leave the cgroup of v1 is not left behind: its start has failed.
+func TestChildOfThreadThatCannotLeave(t *testing.T) {
+	c := placesOfChildren(t)["freezer"]
+	if c == nil {
+		t.Skip("NOT TESTED: the freezer of cgroup v1 is not mounted")
+	}
+	dir := c.Dir("berth-test-stays")
+	must(t, os.Mkdir(dir, 0o755))
+	cmd := exec.Command("sleep", "1000")
+	if err := (&Children{parent: t.TempDir() + "/gone", v1: true}).Start(cmd, dir); err == nil || !strings.Contains(err.Error(), "leave cgroup") {
+		t.Errorf("error %v", err)
+	}
+	if cmd.ProcessState == nil {
+		t.Error("nobody waits for the command")
+	}
+	eventually(t, "the thread ends and the cgroup is removed", func() bool { return isRemoved(t, dir) })
+	wantOutside(t)
+}
+
+// wantOutside checks that this process is in none of the tests' cgroups.
+func wantOutside(t *testing.T) {
+	t.Helper()
+	if in, err := os.ReadFile("/proc/self/cgroup"); err != nil || strings.Contains(string(in), "berth-test-") {
+		t.Errorf("this process is in %s, %v", in, err)
+	}
+}
+
+// isRemoved removes a cgroup, and tells whether it is gone. One with processes is not.
+func isRemoved(t *testing.T, dir string) bool {
+	t.Helper()
+	err := RemoveChild(dir)
+	if err != nil && !errors.Is(err, unix.EBUSY) {
+		t.Fatal(err)
+	}
+	return err == nil
+}
+
+func procs(dir string) []int {
+	pids, _ := killtree.Procs(dir) // the test fails on an error by KillChild, too
+	return pids
+}
+
+// hasCommand tells whether a process in a cgroup executes a program of that name.
+func hasCommand(dir, name string) bool {
+	return slices.ContainsFunc(procs(dir), func(pid int) bool {
+		comm, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)) // it may have ended
+		return strings.TrimSpace(string(comm)) == name
+	})
+}
+
+// hasState tells whether a process in a cgroup is in that state.
+func hasState(dir, state string) bool {
+	return slices.ContainsFunc(procs(dir), func(pid int) bool {
+		stat, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		_, after, _ := strings.Cut(string(stat), ") ")
+		return strings.HasPrefix(after, state)
+	})
+}
+
+func eventually(t *testing.T, what string, done func() bool) {
+	t.Helper()
+	for end := time.Now().Add(time.Minute); !done(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("never: %s", what)
 		}
 	}
 }

@@ -109,6 +109,7 @@ var unmarked = map[string]string{
 
 	"internal/cgroup.Again: os.WriteFile":                                         "it changes nothing",
 	"internal/cgroup.Start: cmd.Start":                                            byCaller,
+	"internal/cgroup.discard: Process.Kill":                                       signal,
 	"internal/cgroup.startByThread: .writeFile cmd.Start .writeFile":              byCaller,
 	"internal/cgroup.RemoveIfEmpty: unix.Rmdir":                                   "the last step of a daemon that ends in good order",
 	"internal/cgroup.Signal: .writeFile":                                          signal,
