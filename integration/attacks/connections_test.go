@@ -32,7 +32,7 @@ const (
 	// fewFiles is the daemon's limit of descriptors in these tests, of which it leaves a quarter to CRI and itself.
 	fewFiles     = 512
 	reserved     = fewFiles / 4
-	strangers    = fewFiles / 4 // connections without a token that the daemon keeps
+	unidentified = fewFiles / 4 // connections without a token that the daemon keeps
 	idleAttacker = 3000         // connections that an attacker holds
 )
 
@@ -131,7 +131,7 @@ func TestIdleConnectionsDoNotCutKubeletOff(t *testing.T) {
 	port := streamPort(t, offerExec(t, d, c))
 	execIn(t, d, c)
 	before := machine.CountFiles(t, d.Cmd.Process.Pid, "fd")
-	bound := before + strangers + 40 // the client's own, an exec's, launchers'
+	bound := before + unidentified + 40 // the client's own, an exec's, launchers'
 	for name, say := range map[string]string{"silent": "", "half a request": "GET /exec/AAAA HTTP/1.1\r\nHost: ", "TLS": "\x16\x03\x01\x02\x00"} {
 		t.Run(name, func(t *testing.T) {
 			defer (&attacker{target: port, say: say, most: idleAttacker}).attack(t.Context(), t)()

@@ -17,28 +17,33 @@ import (
 )
 
 const (
-	// maxStrangers bounds the connections that have not shown a token. With a header of 64 KiB each they take 16 MiB.
-	maxStrangers = 256
-	// silentTime is how long a connection that has sent nothing is kept when there are more. It is short: others wait
-	// in the kernel's queue meanwhile, and when that is full the kernel drops them.
+	// maxUnidentified bounds the connections that have not shown a token. With a header of 64 KiB
+	// each they take 16 MiB.
+	maxUnidentified = 256
+	// silentTime is how long a connection that has sent nothing is kept when there are too many. It
+	// is short: other clients wait in the kernel's queue meanwhile, and a full queue drops them.
 	silentTime = 5 * time.Millisecond
-	// handshakeTime is the same for a connection that has sent something else than a token, where it may be a TLS handshake.
+	// handshakeTime is the same for a connection that has sent data without a token, where that may
+	// be a TLS handshake.
 	handshakeTime = 250 * time.Millisecond
-	// lateTime is how long clients are answered after the last token has been used: one that uses a URL twice gets a 404.
+	// lateTime is how long connections are accepted after a token was used. A client that uses a URL
+	// twice gets a 404.
 	lateTime = 5 * time.Second
 	// maxQueue is more than the kernel queues of a listener (net.core.somaxconn, of which Go takes 16 bits).
 	maxQueue = 1 << 16
 )
 
-// gate is the listener of a server whose port anybody on the node may connect to: the kernel does not say whose a TCP
-// connection is. It
-//   - accepts only while a token is outstanding, and resets what had connected before that: nobody had a URL;
-//   - keeps few connections that have not shown a token. Where there are more, it resets the oldest, those first that have
-//     sent nothing. One whose request names a token is none of them, whether the server has read the request or not. With TLS the
-//     request can't be seen, so such a connection has to be through its handshake in time;
-//   - leaves descriptors to others (package descriptors).
+// gate is a listener that limits what connections without a token can use up. Any process of the node
+// may connect to the port, and the kernel does not tell which user owns a TCP connection. The gate
+//   - accepts only while a token is outstanding, and resets connections made before: nobody had a URL;
+//   - keeps few connections that have not shown a token. Where there are more it resets the oldest,
+//     beginning with those that have sent nothing. A connection whose request names a token is not
+//     counted, even if the server has not read the request. With TLS the request cannot be seen, so
+//     the client must finish its handshake and its request in time;
+//   - leaves descriptors for other uses (package descriptors).
 //
-// It goes on to listen while it does not accept: else another process could take the port (SO_REUSEADDR), and be told tokens.
+// The gate keeps listening while it does not accept. Otherwise another process could take the port
+// (SO_REUSEADDR) and receive tokens.
 type gate struct {
 	listener *net.TCPListener
 	tokens   *tokens
@@ -63,7 +68,7 @@ func newGate(listener *net.TCPListener, tokens *tokens, overTLS bool, log *slog.
 	if err != nil {
 		return nil, err
 	}
-	g := &gate{listener: listener, tokens: tokens, quota: quota, most: max(1, min(quota.Limit()/4, maxStrangers)), log: log,
+	g := &gate{listener: listener, tokens: tokens, quota: quota, most: max(1, min(quota.Limit()/4, maxUnidentified)), log: log,
 		closed: make(chan struct{}), wake: make(chan struct{}, 1)}
 	if overTLS {
 		g.patience = handshakeTime
@@ -71,7 +76,8 @@ func newGate(listener *net.TCPListener, tokens *tokens, overTLS bool, log *slog.
 	return g, nil
 }
 
-// offer adds a token. What has connected before the first one is reset: the queue is empty when its client comes.
+// offer adds a token. If none is outstanding it resets all connections in the kernel's queue, so that
+// the queue is empty when the token's client connects.
 func (g *gate) offer(add func() (string, error)) (string, error) {
 	token, drained, err := g.offerDrained(add)
 	if drained > 0 {
@@ -87,7 +93,7 @@ func (g *gate) offerDrained(add func() (string, error)) (token string, drained i
 		token, err = add()
 		return token, 0, err
 	}
-	drained = g.drain() // nobody else has a token for whom a connection could be
+	drained = g.drain() // no client has a token yet
 	token, err = add()
 	select {
 	case g.wake <- struct{}{}:
@@ -246,7 +252,8 @@ func (g *gate) surplus() (victim *connection, wait time.Duration) {
 	return c, g.patience - time.Since(c.accepted)
 }
 
-// heardLocked sorts a connection by the first bytes that it has sent. It needs the lock.
+// heardLocked sorts a connection by the first bytes that it has sent: one that names a token is not
+// counted any more. It needs the lock.
 func (g *gate) heardLocked(c *connection, data []byte) {
 	if c.in != &g.silent {
 		return
@@ -314,8 +321,8 @@ func (c *connection) peek() []byte {
 	return data[:max(n, 0)]
 }
 
-// Read implements net.Conn. The first bytes are read and looked at in one step, or the gate could take the connection for
-// a silent one in between.
+// Read implements net.Conn. It reads and examines the first bytes under the gate's lock. Otherwise
+// the gate could see an empty buffer in between and reset the connection as silent.
 func (c *connection) Read(p []byte) (n int, err error) {
 	if c.heard || c.gate == nil || len(p) == 0 {
 		return c.TCPConn.Read(p)

@@ -1,19 +1,23 @@
 package streaming
 
 import (
+	"bufio"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"net/url"
 	"testing"
 	"time"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
+	"k8s.io/streaming/pkg/httpstream"
 
 	"berth/internal/descriptors"
 	"berth/sandbox/session"
@@ -38,7 +42,7 @@ func TestRequested(t *testing.T) {
 	}
 }
 
-func (g *gate) strangers() int {
+func (g *gate) unidentified() int {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.silent.Len() + g.spoken.Len()
@@ -84,7 +88,7 @@ func idle(_ context.Context, s session.Streams) error {
 func TestNobodyIsAcceptedWithoutATokenOutstanding(t *testing.T) {
 	s := serving(t, doing{exec: idle})
 	early := []net.Conn{dial(t, s), dial(t, s), dial(t, s)}
-	if n := s.gate.strangers(); n != 0 {
+	if n := s.gate.unidentified(); n != 0 {
 		t.Errorf("%d connections have been accepted", n)
 	}
 	s.execClient(t, &runtimeapi.ExecRequest{Stdin: true})
@@ -111,8 +115,8 @@ func TestUsedTokenIsNotFound(t *testing.T) {
 	}
 }
 
-// Connections that show no token are replaced, the oldest first, and clients with a token come through.
-func TestStrangersAreFew(t *testing.T) {
+// Connections that show no token are reset, the oldest first. Clients with a token get their session.
+func TestConnectionsWithoutTokenAreLimited(t *testing.T) {
 	for name, say := range map[string]string{"silent": "", "half a request": "GET /exec/AAAA HTTP/1.1\r\nHost:", "not HTTP": "\x16\x03\x01"} {
 		t.Run(name, func(t *testing.T) {
 			s := serving(t, doing{exec: idle})
@@ -120,28 +124,94 @@ func TestStrangersAreFew(t *testing.T) {
 			if _, err := s.Exec(&runtimeapi.ExecRequest{Stdin: true}); err != nil { // opens the gate
 				t.Fatal(err)
 			}
-			var strangers []net.Conn
+			var others []net.Conn
 			for i := range 20 {
 				conn := dial(t, s)
 				if _, err := io.WriteString(conn, say); err != nil {
 					t.Fatal(err)
 				}
-				strangers = append(strangers, conn)
+				others = append(others, conn)
 				if i%5 == 4 {
 					s.execClient(t, &runtimeapi.ExecRequest{Stdin: true})
 				}
 			}
-			for _, conn := range strangers[:len(strangers)-s.gate.most] {
+			for _, conn := range others[:len(others)-s.gate.most] {
 				wasReset(t, conn)
 			}
-			if n := s.gate.strangers(); n > s.gate.most {
+			if n := s.gate.unidentified(); n > s.gate.most {
 				t.Errorf("%d connections without a token are kept, %d is the limit", n, s.gate.most)
 			}
 		})
 	}
 }
 
-// A client that has sent its request is no stranger, though the server has not read it.
+// With TLS the gate cannot see the request. Connections that do not finish the handshake are reset,
+// the oldest first, and a client with a token gets its session all the same.
+func TestConnectionsWithoutTokenAreLimitedWithTLS(t *testing.T) {
+	for name, say := range map[string]string{"silent": "", "half a handshake": "\x16\x03\x01\x02\x00\x01"} {
+		t.Run(name, func(t *testing.T) {
+			certificates, client := testTLS(t)
+			s := servingOverTLS(t, doing{exec: idle}, certificates)
+			s.gate.keep(4)
+			if _, err := s.Exec(&runtimeapi.ExecRequest{Stdin: true}); err != nil { // opens the gate
+				t.Fatal(err)
+			}
+			var others []net.Conn
+			for i := range 12 {
+				conn := dial(t, s)
+				if _, err := io.WriteString(conn, say); err != nil {
+					t.Fatal(err)
+				}
+				others = append(others, conn)
+				if i%6 == 5 {
+					s.upgradeOverTLS(t, client)
+				}
+			}
+			for _, conn := range others[:len(others)-s.gate.most] {
+				wasReset(t, conn)
+			}
+			if n := s.gate.unidentified(); n > s.gate.most {
+				t.Errorf("%d connections without a token are kept, %d is the limit", n, s.gate.most)
+			}
+		})
+	}
+}
+
+// testTLS returns a server's certificates, and the configuration of a client that knows them.
+func testTLS(t *testing.T) (server, client *tls.Config) {
+	t.Helper()
+	s := httptest.NewTLSServer(http.NotFoundHandler())
+	defer s.Close()
+	client = s.Client().Transport.(*http.Transport).TLSClientConfig.Clone()
+	client.ServerName, client.NextProtos = "example.com", nil // the certificate's
+	return &tls.Config{Certificates: s.TLS.Certificates}, client
+}
+
+// upgradeOverTLS begins a session as a client with a token.
+func (s *Server) upgradeOverTLS(t *testing.T, client *tls.Config) {
+	t.Helper()
+	address, err := s.Exec(&runtimeapi.ExecRequest{Stdin: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	u, err := url.Parse(address)
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn, err := tls.Dial("tcp", u.Host, client)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
+	fmt.Fprintf(conn, "POST %s HTTP/1.1\r\nHost: %s\r\nConnection: Upgrade\r\nUpgrade: SPDY/3.1\r\n%s: %s\r\n\r\n", u.Path, u.Host,
+		httpstream.HeaderProtocolVersion, remotecommand.StreamProtocolV4Name)
+	response, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	if err != nil || response.StatusCode != http.StatusSwitchingProtocols {
+		t.Fatalf("%v %v", response, err)
+	}
+}
+
+// A client that has sent its request is not reset, even if the server has not read it.
 func TestUnreadRequestWithATokenIsKept(t *testing.T) {
 	s := serving(t, doing{exec: idle})
 	address, err := s.PortForward(&runtimeapi.PortForwardRequest{PodSandboxId: "pod"})
@@ -160,7 +230,7 @@ func TestUnreadRequestWithATokenIsKept(t *testing.T) {
 	if _, err := fmt.Fprintf(theirs, "GET %s HTTP/1.1\r\n", u.Path); err != nil {
 		t.Fatal(err)
 	}
-	for s.gate.strangers() > 0 { // until the bytes have arrived
+	for s.gate.unidentified() > 0 { // until the bytes have arrived
 		if victim, _ := s.gate.surplus(); victim != nil && len(victim.peek()) > 0 {
 			t.Fatal("it is to be reset")
 		}
@@ -227,7 +297,7 @@ func TestConnectionsLeaveDescriptors(t *testing.T) {
 	if ours, _ = connect(); ours == nil {
 		t.Fatal("a connection is reset though there are descriptors")
 	}
-	if err := ours.Close(); err != nil || g.strangers() != 0 {
-		t.Errorf("%d connections after the last was closed: %v", g.strangers(), err)
+	if err := ours.Close(); err != nil || g.unidentified() != 0 {
+		t.Errorf("%d connections after the last was closed: %v", g.unidentified(), err)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"io"
@@ -48,7 +49,13 @@ func (d doing) PortForward(ctx context.Context, _ string, _ int32, stream io.Rea
 // nothing running.
 func serving(t *testing.T, d doing) *Server {
 	t.Helper()
-	s, err := Listen(Config{Address: "127.0.0.1:0", IdleTimeout: time.Hour, Log: slog.New(slog.DiscardHandler)}, d)
+	return servingOverTLS(t, d, nil)
+}
+
+// servingOverTLS is serving with certificates; nil: without TLS.
+func servingOverTLS(t *testing.T, d doing, certificates *tls.Config) *Server {
+	t.Helper()
+	s, err := Listen(Config{Address: "127.0.0.1:0", TLS: certificates, IdleTimeout: time.Hour, Log: slog.New(slog.DiscardHandler)}, d)
 	if err != nil {
 		t.Fatal(err)
 	}
