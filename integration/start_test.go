@@ -24,23 +24,24 @@ func TestStartAnswersWhenCommandRuns(t *testing.T) {
 	writeCDI(t, filepath.Join(dir, "vendor.json"), map[string]any{
 		"slow": map[string]any{"hooks": []any{map[string]any{"hookName": "startContainer", "path": "/bin/sleep", "args": []string{"sleep", "0.3"}}}},
 	})
-	d := harness.StartDaemon(t, option)
+	d := harness.StartDaemon(t, option, harness.WithHandler("crun", harness.Crun(t)))
 	seccomp := harness.Security(func(s *runtimeapi.LinuxContainerSecurityContext) {
 		s.Seccomp = &runtimeapi.SecurityProfile{ProfileType: runtimeapi.SecurityProfile_RuntimeDefault}
 	})
 	for _, test := range []struct {
-		name    string
-		pod     []harness.PodOption
-		options []harness.ContainerOption
+		name, handler string
+		pod           []harness.PodOption
+		options       []harness.ContainerOption
 	}{
-		{"plain", []harness.PodOption{harness.HostNetwork}, nil},
-		{"seccomp and another user", []harness.PodOption{harness.HostNetwork}, []harness.ContainerOption{seccomp, harness.RunAs(1000)}},
-		{"terminal", []harness.PodOption{harness.HostNetwork}, []harness.ContainerOption{harness.WithTerminal}},
-		{"shared PID namespace", []harness.PodOption{harness.SharedPID}, nil},
-		{"user namespace", []harness.PodOption{userNamespace(base)}, []harness.ContainerOption{inUserNamespace(base)}},
+		{"plain", "", []harness.PodOption{harness.HostNetwork}, nil},
+		{"seccomp and another user", "", []harness.PodOption{harness.HostNetwork}, []harness.ContainerOption{seccomp, harness.RunAs(1000)}},
+		{"terminal", "", []harness.PodOption{harness.HostNetwork}, []harness.ContainerOption{harness.WithTerminal}},
+		{"shared PID namespace", "", []harness.PodOption{harness.SharedPID}, nil},
+		{"user namespace", "", []harness.PodOption{userNamespace(base)}, []harness.ContainerOption{inUserNamespace(base)}},
+		{"another runtime", "crun", []harness.PodOption{harness.HostNetwork}, nil},
 	} {
 		t.Run(test.name, func(t *testing.T) {
-			pod := d.RunPod(t, test.pod...)
+			pod := runPodWith(t, d, test.handler, test.pod...)
 			c := pod.Run(t, append(test.options, harness.Cdi("slow"), harness.Command("sleep", "1000"))...)
 			harness.Equal(t, "init's name", strings.Join(machine.ReadLines(fmt.Sprintf("/proc/%d/comm", c.InitPID(t))), ""), "sleep")
 			if test.name != "shared PID namespace" {

@@ -64,15 +64,39 @@ func (c *launch) awaitIdentity() {
 // always is the patience with libcontainer's init, which executes the command or ends.
 func always(time.Duration, bool) bool { return true }
 
-// The patience with the init of an OCI runtime's program. It may be one that never executes anything: crun runs WebAssembly
-// in its init itself.
+// How long the init of an OCI runtime's program is waited for. It may never execute a command: crun
+// runs WebAssembly in its init.
 const (
 	programSleeps  = 20 * time.Millisecond // while it sleeps
 	programRunning = time.Second           // while it wants a processor
 )
 
-func ofProgram(waited time.Duration, runnable bool) bool {
+// programPatience returns the patience with a program's init. The init of crun runs the hooks of the
+// kind startContainer as its children and sleeps meanwhile, so a time with children does not count.
+func (c *launch) programPatience() func(waited time.Duration, runnable bool) bool {
+	hooks := c.Spec.Hooks != nil && len(c.Spec.Hooks.StartContainer) > 0
+	var idleSince time.Duration
+	return func(waited time.Duration, runnable bool) bool {
+		if hooks && hasChild(c.started.InitPID) {
+			idleSince = waited
+		}
+		return isPatient(waited-idleSince, runnable)
+	}
+}
+
+func isPatient(waited time.Duration, runnable bool) bool {
 	return waited < programSleeps || runnable && waited < programRunning
+}
+
+// hasChild tells whether a process, which has one thread, has a child.
+func hasChild(pid int) bool {
+	f, err := os.Open(fmt.Sprintf("/proc/%d/task/%d/children", pid, pid)) // needs CONFIG_PROC_CHILDREN
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	n, _ := f.Read(make([]byte, 1)) // an error is the end of the list or of the process
+	return n > 0
 }
 
 // explainNotExecuted adds to errNotExecuted what init has written about it: libcontainer and crun have closed all but the

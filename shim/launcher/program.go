@@ -157,7 +157,7 @@ func (m *programMaker) execute() error {
 	}()
 	err := <-done
 	if err == nil && !m.Runtime.Sandboxed { // gVisor answers when the command runs
-		err = m.explainNotExecuted(m.awaitCommand(ofProgram))
+		err = m.explainNotExecuted(m.awaitCommand(m.programPatience()))
 	}
 	if m.streams == nil {
 		return err
