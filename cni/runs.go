@@ -20,13 +20,15 @@ import (
 	"berth/internal/failpoint"
 )
 
-// Each run of a plugin has a cgroup of its own, below the daemon's, which whatever it starts is in. A note in a private directory
-// names the cgroup from before it is made until it is removed, so that the next daemon finds the runs that did not end. It lets
-// them end by themselves, for a while, and then kills the cgroup: a DEL that is killed half-way may not be able to go on where it
-// was (the bridge plugin finds the rules it made by the addresses of the link that it deletes first). Children of a run that ended
-// by itself, well or not, are what the plugin wanted: the note says so by its name, nobody kills them, and the cgroup is
-// removed when a later run ends, or a daemon starts, after they have ended. Nothing is read of the processes themselves: what
-// /proc tells of a process can be as large as that process likes.
+// Each run of a plugin has a cgroup of its own, below the daemon's, which whatever it starts is in.
+// A note in a private directory names the cgroup from before it is made until it is removed, so
+// that the next daemon finds the runs that did not end. It lets them end by themselves, for a
+// while, and then kills the cgroup: a DEL that is killed half-way may not be able to go on where it
+// was (the bridge plugin finds the rules it made by the addresses of the link that it deletes
+// first). Children of a run that ended by itself, well or not, are what the plugin wanted: the note
+// says so by its name, nobody kills them, and the cgroup is removed when a later run ends, or a
+// daemon starts, after they have ended. Nothing is read of the processes themselves: what /proc
+// tells of a process can be as large as that process likes.
 
 const (
 	runPrefix = "berth-cni-" // begins the names of cgroups and notes
@@ -70,8 +72,8 @@ func newRuns(dir string, log *slog.Logger) *runs {
 	return r
 }
 
-// prefixOf returns how the names of cgroups begin whose runs are noted in a directory. It tells those of several daemons apart, in
-// whatever mount namespace each has its directory.
+// prefixOf returns how the names of cgroups begin whose runs are noted in a directory. It tells
+// those of several daemons apart, in whatever mount namespace each has its directory.
 func prefixOf(dir string) (string, error) {
 	var s unix.Stat_t
 	if err := unix.Stat(dir, &s); err != nil {
@@ -80,8 +82,8 @@ func prefixOf(dir string) (string, error) {
 	return fmt.Sprintf("%s%x-%x-", runPrefix, s.Dev, s.Ino), nil
 }
 
-// begin notes a run and makes its cgroup. If that fails the run is as it would be without; whether to go on all the same is the
-// caller's decision.
+// begin notes a run and makes its cgroup. If that fails nothing is left of both, and the caller
+// decides whether the plugin runs without a cgroup.
 func (r *runs) begin(what string) (run, error) {
 	if r.dir == "" {
 		return run{}, nil
@@ -124,8 +126,9 @@ func (r *runs) start(this run, cmd *exec.Cmd) error {
 	return r.groups.Start(cmd, this.group)
 }
 
-// end removes the cgroup of a run. Of one that did not end by itself it kills what is left, and remembers what does not end. What
-// others have left is kept.
+// end removes the cgroup of a run. If the run did not end by itself, end kills what it has left.
+// The note of a cgroup that cannot be emptied stays, so that the next daemon tries again. Processes
+// that a run left when it ended by itself are kept.
 func (r *runs) end(this run, byItself bool) {
 	if this.group == "" {
 		return
@@ -196,9 +199,9 @@ func (r *runs) forget(this run) {
 	failpoint.Reach("cni.run-forgotten")
 }
 
-// endAll waits for plugins of an earlier daemon, and kills what does not end by itself: what it did after a DEL would never be
-// undone. The error names what does not end; the next daemon looks for it again. All of it takes leftLimit and
-// killLimit, and some milliseconds for each run.
+// endAll waits for plugins of an earlier daemon, and kills what does not end by itself: what it did
+// after a DEL would never be undone. The error names what does not end; the next daemon looks for
+// it again. All of it takes leftLimit and killLimit, and some milliseconds for each run.
 func (r *runs) endAll(ctx context.Context) error {
 	if r.dir == "" {
 		return nil
@@ -227,7 +230,8 @@ func (r *runs) endAll(ctx context.Context) error {
 	return failed
 }
 
-// read returns the runs that are noted as running. Of those that are over it forgets which have no processes any more.
+// read returns the runs that are noted as running. Runs that are over are forgotten once they have
+// no processes.
 func (r *runs) read() (running []run, err error) {
 	entries, err := os.ReadDir(r.dir)
 	if err != nil {
@@ -251,7 +255,8 @@ func (r *runs) read() (running []run, err error) {
 // maxNote is more than a note has, in bytes.
 const maxNote = 16 << 10
 
-// readRun reads a note. One that its daemon did not write to the end has no cgroup yet, and that of an earlier version has none.
+// readRun reads a note. One that its daemon did not write to the end has no cgroup yet, and that of
+// an earlier version has none.
 func readRun(path string) run {
 	this := run{name: filepath.Base(path)}
 	data, err := os.ReadFile(path) // written by us, in a private directory
@@ -266,8 +271,8 @@ func readRun(path string) run {
 	return this
 }
 
-// untilEnded waits until runs have no processes, or leftLimit is over. Of runs that an earlier version of berth noted, which had
-// no cgroups, it cannot be known: they get all of the time.
+// untilEnded waits until runs have no processes, or leftLimit is over. Of runs that an earlier
+// version of berth noted, which had no cgroups, it cannot be known: they get all of the time.
 func untilEnded(ctx context.Context, running []run) error {
 	ctx, cancel := context.WithTimeout(ctx, leftLimit)
 	defer cancel()
@@ -296,8 +301,8 @@ func untilEnded(ctx context.Context, running []run) error {
 	}
 }
 
-// killAndRemove kills all that is in a run's cgroup, at least once, and removes the cgroup. The kernel calls it busy for a moment after the last
-// process was killed.
+// killAndRemove kills all that is in a run's cgroup, at least once, and removes the cgroup. The
+// kernel calls it busy for a moment after the last process was killed.
 func killAndRemove(group string, deadline time.Time) error {
 	failpoint.Reach("cni.kill-group")
 	if err := cgroup.KillChild(group, time.Until(deadline)); err != nil {
@@ -314,7 +319,8 @@ func killAndRemove(group string, deadline time.Time) error {
 	}
 }
 
-// NotedRuns tells which cgroups of plugins' runs are noted in a Config's RunDir, whether a Network is open there or not.
+// NotedRuns tells which cgroups of plugins' runs are noted in a Config's RunDir, whether a Network
+// is open there or not.
 type NotedRuns struct {
 	prefix string
 	names  map[string]bool
@@ -342,7 +348,8 @@ func ReadNotedRuns(runDir string) (NotedRuns, error) {
 // Prefix begins the names of the cgroups.
 func (n NotedRuns) Prefix() string { return n.prefix }
 
-// Unnoted returns the name of the run of this daemon in whose cgroup, or below it, a cgroup's path is, if that run is not noted; else it is empty.
+// Unnoted returns the run that a cgroup's path belongs to if that run is this daemon's and has no
+// note; else it returns "".
 func (n NotedRuns) Unnoted(group string) string {
 	for part := range strings.SplitSeq(group, "/") {
 		if n.prefix != "" && strings.HasPrefix(part, n.prefix) && !n.names[part] {

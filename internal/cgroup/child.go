@@ -19,10 +19,11 @@ import (
 	"berth/internal/killtree"
 )
 
-// Children are cgroups below the daemon's own, in one hierarchy, for programs that it runs: whatever such a program starts can
-// be killed as a whole. v2's hierarchy is taken where it is mounted, beside those of v1 too, else that of v1's freezer: both can
-// kill a group that is forking. No controller is enabled in them, so the daemon may stay in their parent, and what they use is
-// accounted to the daemon.
+// Children are cgroups below the daemon's own, in one hierarchy, for programs that it runs:
+// whatever such a program starts can be killed as a whole. v2's hierarchy is taken where it is
+// mounted, beside those of v1 too, else that of v1's freezer: both can kill a group that is
+// forking. No controller is enabled in them, so the daemon may stay in their parent, and what they
+// use is accounted to the daemon.
 type Children struct {
 	parent string // the directory of the daemon's own cgroup
 	v1     bool
@@ -37,7 +38,8 @@ func FindChildren() (*Children, error) {
 	return childrenIn(root, own)
 }
 
-// childrenIn looks below mounts, where hierarchies are mounted; own are the daemon's cgroups by controller, that of v2 under "".
+// childrenIn looks below mounts, where hierarchies are mounted; own are the daemon's cgroups by
+// controller, that of v2 under "".
 func childrenIn(mounts string, own map[string]string) (*Children, error) {
 	for _, hierarchy := range []struct {
 		dir, controller string
@@ -75,7 +77,8 @@ func isHierarchy(dir string, v1 bool) bool {
 // Dir returns the directory of a child.
 func (c *Children) Dir(name string) string { return filepath.Join(c.parent, name) }
 
-// Start starts a command in a child's directory, which exists. The command's first instruction is in the cgroup already.
+// Start starts a command in a child's directory, which exists. The command's first instruction is
+// in the cgroup already.
 func (c *Children) Start(cmd *exec.Cmd, dir string) error {
 	if c.v1 {
 		return c.startByThread(cmd, dir)
@@ -92,11 +95,11 @@ func (c *Children) Start(cmd *exec.Cmd, dir string) error {
 	return cmd.Start()
 }
 
-// startByThread has a thread of the daemon enter the cgroup, start the command and leave the cgroup.
-// On v1 each thread has a cgroup, and a process begins in that of the thread that made it. A thread
-// that moves itself by the list of threads waits for no RCU grace period (see Stay). A thread that
-// cannot leave ends with its goroutine: what it started later would be in the cgroup, too. The command is
-// killed then, because the caller waits for no process whose start failed.
+// startByThread has a thread of the daemon enter the cgroup, start the command and leave the
+// cgroup. On v1 each thread has a cgroup, and a process begins in that of the thread that made it.
+// A thread that moves itself by the list of threads waits for no RCU grace period (see Stay). A
+// thread that cannot leave ends with its goroutine: what it started later would be in the cgroup,
+// too. The command is killed then, because the caller waits for no process whose start failed.
 func (c *Children) startByThread(cmd *exec.Cmd, dir string) error {
 	done := make(chan error, 1)
 	go func() {
@@ -120,7 +123,8 @@ func (c *Children) startByThread(cmd *exec.Cmd, dir string) error {
 	return <-done
 }
 
-// discard kills a command that has been started, and waits for its end. What that is does not matter.
+// discard kills a command that has been started, and waits for its end. What that is does not
+// matter.
 func discard(cmd *exec.Cmd) error {
 	if err := cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return fmt.Errorf("kill %s: %w", cmd.Path, err)
@@ -129,7 +133,8 @@ func discard(cmd *exec.Cmd) error {
 	return nil
 }
 
-// HasProcesses tells whether a process is in a cgroup's directory or below it. One that is gone has none.
+// HasProcesses tells whether a process is in a cgroup's directory or below it. One that is gone has
+// none.
 func HasProcesses(dir string) (bool, error) {
 	pids, err := killtree.Procs(dir)
 	return len(pids) > 0, err
@@ -149,8 +154,8 @@ func KillChild(dir string, patience time.Duration) error {
 	return killtree.Kill(dir, patience)
 }
 
-// RemoveChild removes a child's directory and those below it. Where there are processes the error is EBUSY. One that
-// is gone is removed.
+// RemoveChild removes a child's directory and those below it. Where there are processes the error
+// is EBUSY. One that is gone is removed.
 func RemoveChild(dir string) error {
 	failpoint.Reach("cgroup.remove-child")
 	entries, err := os.ReadDir(dir)

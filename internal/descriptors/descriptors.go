@@ -2,8 +2,9 @@
 //
 // # Contract
 //
-// The kernel gives out the lowest number that is free. So nothing that asks Quota opens a descriptor of the reserve, whose
-// numbers are the highest, and what does not ask it has the reserve: CRI connections, the watchdog, the daemon's own files.
+// The kernel gives out the lowest number that is free. So nothing that asks Quota opens a
+// descriptor of the reserve, whose numbers are the highest, and what does not ask it has the
+// reserve: CRI connections, the watchdog, the daemon's own files.
 package descriptors
 
 import (
@@ -25,7 +26,8 @@ const (
 // Quota is which descriptors sessions may have.
 type Quota struct{ limit, reserve int }
 
-// ForSessions returns the quota of a process with this one's limit of open files. Go has raised that to the hard limit.
+// ForSessions returns the quota of a process with this one's limit of open files. Go has raised
+// that to the hard limit.
 func ForSessions() (Quota, error) {
 	var limit unix.Rlimit
 	if err := unix.Getrlimit(unix.RLIMIT_NOFILE, &limit); err != nil {

@@ -26,15 +26,17 @@ const (
 	// handshakeTime is the same for a connection that has sent data without a token, where that may
 	// be a TLS handshake.
 	handshakeTime = 250 * time.Millisecond
-	// lateTime is how long connections are accepted after a token was used. A client that uses a URL
-	// twice gets a 404.
+	// lateTime is how long connections are accepted after a token was used. A client that uses a
+	// URL twice gets a 404.
 	lateTime = 5 * time.Second
-	// maxQueue is more than the kernel queues of a listener (net.core.somaxconn, of which Go takes 16 bits).
+	// maxQueue is more than the kernel queues of a listener (net.core.somaxconn, of which Go takes
+	// 16 bits).
 	maxQueue = 1 << 16
 )
 
-// gate is a listener that limits what connections without a token can use up. Any process of the node
-// may connect to the port, and the kernel does not tell which user owns a TCP connection. The gate
+// gate is a listener that limits what connections without a token can use up. Any process of the
+// node may connect to the port, and the kernel does not tell which user owns a TCP connection. The
+// gate
 //   - accepts only while a token is outstanding, and resets connections made before: nobody had a URL;
 //   - keeps few connections that have not shown a token. Where there are more it resets the oldest,
 //     beginning with those that have sent nothing. A connection whose request names a token is not
@@ -76,8 +78,8 @@ func newGate(listener *net.TCPListener, tokens *tokens, overTLS bool, log *slog.
 	return g, nil
 }
 
-// offer adds a token. If none is outstanding it resets all connections in the kernel's queue, so that
-// the queue is empty when the token's client connects.
+// offer adds a token. If none is outstanding it resets all connections in the kernel's queue, so
+// that the queue is empty when the token's client connects.
 func (g *gate) offer(add func() (string, error)) (string, error) {
 	token, drained, err := g.offerDrained(add)
 	if drained > 0 {
@@ -280,7 +282,8 @@ func (g *gate) forgetLocked(c *connection) {
 	}
 }
 
-// requested returns what the first line of an HTTP request says of a session, as server.go's pattern has it.
+// requested returns what the first line of an HTTP request says of a session, as server.go's
+// pattern has it.
 func requested(data []byte) (kind, token string) {
 	line, _, _ := bytes.Cut(data, []byte("\r\n"))
 	_, target, _ := bytes.Cut(line, []byte(" "))

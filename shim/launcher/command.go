@@ -13,8 +13,8 @@ import (
 	"berth/shim/control"
 )
 
-// How often init is looked at until it has executed the command. That takes it less than a millisecond, but for hooks of the
-// kind startContainer, and where it gets no processor.
+// How often init is looked at until it has executed the command. That takes it less than a
+// millisecond, but for hooks of the kind startContainer, and where it gets no processor.
 const (
 	firstLook = 50 * time.Microsecond
 	lastLook  = 10 * time.Millisecond
@@ -23,9 +23,10 @@ const (
 // errNotExecuted is that init has ended without executing the container's command.
 var errNotExecuted = errors.New("it ended before it executed its command")
 
-// awaitCommand waits until init, which was let go, has executed the container's command. Without it the daemon would
-// answer while init is still the launcher's program: an exec sees that as process 1, and what it writes to
-// /proc/1/fd/1 is refused. errNotExecuted if init ends instead. patience ends the wait without an error.
+// awaitCommand waits until init, which was let go, has executed the container's command. Without it
+// the daemon would answer while init is still the launcher's program: an exec sees that as process
+// 1, and what it writes to /proc/1/fd/1 is refused. errNotExecuted if init ends instead. patience
+// ends the wait without an error.
 func (c *launch) awaitCommand(patience func(waited time.Duration, runnable bool) bool) error {
 	begin := time.Now()
 	for pause := firstLook; ; pause = min(2*pause, lastLook) {
@@ -53,8 +54,9 @@ func (c *launch) awaitCommand(patience func(waited time.Duration, runnable bool)
 	}
 }
 
-// awaitIdentity waits until execve has given the process the command's name and rights, which it does some microseconds
-// after it counts as executed. To look at a process's memory the kernel waits for the end of its execve (exec_update_lock).
+// awaitIdentity waits until execve has given the process the command's name and rights, which it
+// does some microseconds after it counts as executed. To look at a process's memory the kernel
+// waits for the end of its execve (exec_update_lock).
 func (c *launch) awaitIdentity() {
 	if f, err := os.Open(fmt.Sprintf("/proc/%d/auxv", c.started.InitPID)); err == nil { // else it has ended
 		_ = f.Close() // nothing was written
@@ -71,8 +73,9 @@ const (
 	programRunning = time.Second           // while it wants a processor
 )
 
-// programPatience returns the patience with a program's init. The init of crun runs the hooks of the
-// kind startContainer as its children and sleeps meanwhile, so a time with children does not count.
+// programPatience returns the patience with a program's init. The init of crun runs the hooks of
+// the kind startContainer as its children and sleeps meanwhile, so a time with children does not
+// count.
 func (c *launch) programPatience() func(waited time.Duration, runnable bool) bool {
 	hooks := c.Spec.Hooks != nil && len(c.Spec.Hooks.StartContainer) > 0
 	var idleSince time.Duration
@@ -99,8 +102,8 @@ func hasChild(pid int) bool {
 	return n > 0
 }
 
-// explainNotExecuted adds to errNotExecuted what init has written about it: libcontainer and crun have closed all but the
-// container's streams by then.
+// explainNotExecuted adds to errNotExecuted what init has written about it: libcontainer and crun
+// have closed all but the container's streams by then.
 func (c *launch) explainNotExecuted(err error) error {
 	if !errors.Is(err, errNotExecuted) {
 		return err

@@ -10,11 +10,13 @@ import (
 	"berth/internal/failpoint"
 )
 
-// newNull makes a null device for one process, and opens it. A process may change the mode and the owner of a
-// node that it has a descriptor of. If that was the host's, nobody on the host could use it any more.
+// newNull makes a null device for one process, and opens it. A process may change the mode and the
+// owner of a node that it has a descriptor of. If that was the host's, nobody on the host could use
+// it any more.
 //
-// The node is at /dev/null of a tmpfs of its own, which has no place in any mount namespace and goes with the
-// last descriptor. So its name is what programs expect, and no handle leads to another process's node.
+// The node is at /dev/null of a tmpfs of its own, which has no place in any mount namespace and
+// goes with the last descriptor. So its name is what programs expect, and no handle leads to
+// another process's node.
 func newNull() (_ *os.File, err error) {
 	root, err := newTmpfs()
 	if err != nil {
@@ -64,7 +66,8 @@ func newTmpfs() (*os.File, error) {
 // seLinuxLabel is the attribute in which SELinux keeps a file's label.
 const seLinuxLabel = "security.selinux"
 
-// copyLabel gives a file the SELinux label of another one, which all containers may use. Without SELinux there is none.
+// copyLabel gives a file the SELinux label of another one, which all containers may use. Without
+// SELinux there is none.
 func copyLabel(from string, to *os.File) error {
 	label := make([]byte, 256)
 	n, err := unix.Getxattr(from, seLinuxLabel, label)
