@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"strings"
 	"testing"
@@ -119,7 +120,13 @@ func TestTreeThatIsDeep(t *testing.T) {
 	for i := range 1000 {
 		must(t, os.WriteFile(filepath.Join(top, fmt.Sprint(i)), []byte(strings.Repeat("x", 1+i%2)), 0o600))
 	}
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
 	got, err := count(t, t.Context(), top)
+	runtime.ReadMemStats(&after)
+	if made, limit := after.TotalAlloc-before.TotalAlloc, uint64(levels*2<<10); made > limit {
+		t.Errorf("%d bytes of memory were allocated for %d levels, want at most %d", made, levels, limit)
+	}
 	if err != nil && !errors.Is(err, ErrChanged) {
 		t.Fatal(err)
 	}

@@ -225,9 +225,11 @@ func (w *Walk) look(fd int) error {
 }
 
 func (w *Walk) push(fd int, cursor int64) {
-	r := &reader{buf: make([]byte, walkBuffer)}
+	var r *reader
 	if n := len(w.spare); n > 0 {
 		r, w.spare = w.spare[n-1], w.spare[:n-1]
+	} else {
+		r = &reader{buf: make([]byte, walkBuffer)}
 	}
 	r.fd, r.left, r.cursor = fd, nil, cursor
 	w.open = append(w.open, r)
