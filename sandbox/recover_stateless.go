@@ -23,8 +23,7 @@ func (m *Manager) stateLost(bootID, runID string, ids ...string) (bool, error) {
 	if bootID != m.bootID {
 		return true, nil
 	}
-	same := runID == m.run.ID || runID == "" // earlier versions record none
-	if same && !m.run.New {
+	if !m.run.New && m.run.Has(runID) {
 		return false, nil
 	}
 	for _, id := range ids {

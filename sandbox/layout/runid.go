@@ -19,52 +19,69 @@ import (
 type Run struct {
 	ID  string // random; "" if it could not be written down
 	New bool   // the state directory was empty: nothing of an earlier daemon is in it
+
+	// Adopted tells that the directory had the state of a version without IDs when it got its own. Records without an ID can
+	// belong to such a run only. The file says so, because the daemon that adopts may be killed before it has marked all records.
+	Adopted bool
 }
 
-// maxRunID is more than an ID has, in bytes.
-const maxRunID = 64
+// Has tells whether a record that names this ID can be of this run. Earlier versions record none.
+func (r Run) Has(id string) bool { return id == r.ID || id == "" && r.Adopted }
 
-// ReadRunID returns the ID of the state directory's run, "" if there is none. It changes nothing.
-func (d Dirs) ReadRunID() (string, error) {
+const (
+	// maxRunID is more than the file has, in bytes.
+	maxRunID = 64
+	// adopted follows the ID in the file of a directory that was adopted.
+	adopted = "adopted"
+)
+
+// ReadRun returns the run of the state directory, without an ID if it has none. It changes nothing.
+func (d Dirs) ReadRun() (Run, error) {
 	data, err := safefs.ReadHostFile(d.RunID(), maxRunID)
 	if errors.Is(err, fs.ErrNotExist) {
-		return "", nil
+		return Run{}, nil
 	}
 	if err != nil {
-		return "", fmt.Errorf("read the ID of the state directory: %w", err)
+		return Run{}, fmt.Errorf("read the ID of the state directory: %w", err)
 	}
-	return strings.TrimSpace(string(data)), nil
+	id, mark, _ := strings.Cut(strings.TrimSpace(string(data)), " ")
+	return Run{ID: id, Adopted: mark == adopted}, nil
 }
 
 // OpenRun returns the run of the state directory, which must exist. It writes a new ID where there is none; call it before
-// Prepare. A directory of an earlier version has no ID, but folders: it is not new. On a filesystem that is full or read-only
-// the ID stays empty.
+// Prepare. A directory of an earlier version has no ID, but folders: it is adopted, and not new. On a filesystem that is full or
+// read-only the ID stays empty.
 func (d Dirs) OpenRun() (Run, error) {
-	id, err := d.ReadRunID()
-	if err != nil || id != "" {
-		return Run{ID: id}, err
+	run, err := d.ReadRun()
+	if err != nil || run.ID != "" {
+		return run, err
 	}
 	_, err = os.Lstat(d.Shim(""))
-	isNew := errors.Is(err, fs.ErrNotExist)
-	if err != nil && !isNew {
+	run.New = errors.Is(err, fs.ErrNotExist)
+	run.Adopted = !run.New
+	if err != nil && !run.New {
 		return Run{}, fmt.Errorf("look at the state directory: %w", err)
 	}
-	id = rand.Text()
-	err = d.writeRunID(id)
+	run.ID = rand.Text()
+	err = d.writeRun(run)
 	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) || errors.Is(err, unix.EROFS) {
-		return Run{New: isNew}, nil
+		run.ID = ""
+		return run, nil
 	}
 	if err != nil {
 		return Run{}, fmt.Errorf("write the ID of the state directory: %w", err)
 	}
-	return Run{ID: id, New: isNew}, nil
+	return run, nil
 }
 
-// writeRunID puts a file in place that has the whole ID.
-func (d Dirs) writeRunID(id string) error {
-	draft := d.RunID() + ".tmp"
+// writeRun puts a file in place that has the whole ID.
+func (d Dirs) writeRun(run Run) error {
+	content, draft := run.ID+"\n", d.RunID()+".tmp"
+	if run.Adopted {
+		content = run.ID + " " + adopted + "\n"
+	}
 	failpoint.Reach("layout.write-run-id")
-	err := os.WriteFile(draft, []byte(id+"\n"), 0o600)
+	err := os.WriteFile(draft, []byte(content), 0o600)
 	failpoint.Reach("layout.run-id-written")
 	if err != nil {
 		return err

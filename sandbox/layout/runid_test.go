@@ -31,7 +31,7 @@ func TestOpenRun(t *testing.T) {
 			if err != nil || run.ID == "" || run.New != c.isNew || c.id != "" && run.ID != c.id {
 				t.Fatalf("got %+v, %v", run, err)
 			}
-			if again, err := d.OpenRun(); err != nil || again != (Run{ID: run.ID}) {
+			if again, err := d.OpenRun(); err != nil || again != (Run{ID: run.ID, Adopted: run.Adopted}) {
 				t.Errorf("then %+v, %v", again, err)
 			}
 			if err := os.RemoveAll(d.State); err != nil {
@@ -42,6 +42,34 @@ func TestOpenRun(t *testing.T) {
 			}
 			if next, err := d.OpenRun(); err != nil || !next.New || next.ID == run.ID {
 				t.Errorf("emptied: %+v, %v", next, err)
+			}
+		})
+	}
+}
+
+// Records of earlier versions name no ID. They can be of a directory that such a version made, and of no other, also for the daemon
+// that follows one that was killed while it marked records.
+func TestRunOfRecordsWithoutID(t *testing.T) {
+	for name, c := range map[string]struct {
+		made func(d Dirs) error
+		want bool
+	}{
+		"an empty directory":                {func(Dirs) error { return nil }, false},
+		"a directory of an earlier version": {func(d Dirs) error { return os.MkdirAll(d.Shim(""), 0o700) }, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			d := Dirs{State: t.TempDir()}
+			if err := c.made(d); err != nil {
+				t.Fatal(err)
+			}
+			for daemon := range 3 {
+				run, err := d.OpenRun()
+				if err != nil || run.Has("") != c.want || !run.Has(run.ID) || run.Has("another") {
+					t.Errorf("daemon %d: %+v, %v", daemon, run, err)
+				}
+				if err := os.MkdirAll(d.Shim(""), 0o700); err != nil { // it prepares the directory, and is killed
+					t.Fatal(err)
+				}
 			}
 		})
 	}

@@ -27,8 +27,8 @@ import (
 type facts struct {
 	node *Node
 	dirs layout.Dirs
-	boot string // boot ID
-	run  string // ID of the state directory; "": it has none
+	boot string     // boot ID
+	run  layout.Run // of the state directory
 
 	// records
 	pods       map[string]*record.FoundPod
@@ -81,7 +81,7 @@ func (f *facts) readBoot() (err error) {
 		return err
 	}
 	f.boot = strings.TrimSpace(string(data))
-	f.run, err = f.dirs.ReadRunID()
+	f.run, err = f.dirs.ReadRun()
 	return err
 }
 
@@ -191,9 +191,9 @@ func (f *facts) containerRuns(c *record.FoundContainer) bool {
 	return c.Stage == record.Running && c.BootID == f.boot && f.isThisRun(c.RunID)
 }
 
-// isThisRun tells whether something that was recorded in a run of the state directory can have runtime state: that is not emptied
-// since. Earlier versions have no IDs of runs.
-func (f *facts) isThisRun(id string) bool { return id == f.run || id == "" || f.run == "" }
+// isThisRun tells whether an object that was recorded in a run of the state directory can have runtime state: the directory was
+// not emptied since. Earlier versions have no IDs of runs.
+func (f *facts) isThisRun(id string) bool { return f.run.Has(id) || f.run.ID == "" }
 
 // containerIsIdle tells that a container has nothing that a launch makes: it was not started, or
 // what there was has been cleaned up.
