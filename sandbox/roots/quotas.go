@@ -14,11 +14,18 @@ import (
 	"berth/internal/projectquota"
 )
 
-// Projects is how many project IDs Quotas draws from.
-const Projects = 1 << 20
+const (
+	// projects is how many project IDs Quotas draws from.
+	projects = 1 << 30
+	// maxDrawn is how many of them one daemon uses. XFS keeps a block of 4 KiB for each ID that was ever used.
+	maxDrawn = 1 << 16
+)
 
 // Quotas gives each writable layer a project of its filesystem's project quotas. Where these are off nil takes its
 // place, and no layer has a project.
+//
+// IDs are drawn at random. Whoever owns a file can assign it to any project by FS_IOC_FSSETXATTR, outside of user namespaces: a
+// container that knew its neighbour's ID could use up the neighbour's limit, or have its pod evicted.
 //
 // An ID that was used lately is not used again soon, and none that anything on the filesystem still
 // belongs to: a layer is deleted in the background after its container's removal.
@@ -27,9 +34,10 @@ type Quotas struct {
 	limit      uint64 // bytes of a layer; 0: none
 	first      uint32
 
-	mu   sync.Mutex // guards the fields below
-	next uint32     // counted from first
-	used map[uint32]bool
+	mu    sync.Mutex // guards the fields below
+	drawn []uint32   // at most maxDrawn
+	next  int        // index of the ID of a full drawn that is used next
+	used  map[uint32]bool
 }
 
 // OpenQuotas returns the quotas of the filesystem of dir. limit is how many bytes a layer may take, 0 means without
@@ -42,7 +50,7 @@ func OpenQuotas(dir string, limit uint64, first uint32) (*Quotas, error) {
 	if err != nil {
 		return nil, errdefs.FailedPrecondition("writable_layer_limit can't be kept: %w", err)
 	}
-	return &Quotas{filesystem: filesystem, limit: limit, first: first, next: rand.Uint32N(Projects), used: map[uint32]bool{}}, nil
+	return &Quotas{filesystem: filesystem, limit: limit, first: first, used: map[uint32]bool{}}, nil
 }
 
 // Close ends their use.
@@ -80,7 +88,7 @@ func (q *Quotas) Take() (uint32, error) {
 			return 0, err
 		}
 	}
-	return 0, errdefs.New(codes.ResourceExhausted, "each of %d project IDs from %d on has files: somebody else uses them, see writable_layer_projects", tries, q.first)
+	return 0, errdefs.New(codes.ResourceExhausted, "each of %d project IDs drawn from %d on has files: another program uses them, see writable_layer_projects", tries, q.first)
 }
 
 // reserve returns the next project that has no container.
@@ -88,13 +96,24 @@ func (q *Quotas) reserve() uint32 {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	for {
-		project := q.first + q.next
-		q.next = (q.next + 1) % Projects
+		project := q.draw()
 		if !q.used[project] {
 			q.used[project] = true
 			return project
 		}
 	}
+}
+
+// draw returns a new random ID, or the one that was drawn the longest ago if there are maxDrawn. It needs mu.
+func (q *Quotas) draw() uint32 {
+	if len(q.drawn) < maxDrawn {
+		project := q.first + rand.Uint32N(projects) // seeded by the kernel, and not predictable
+		q.drawn = append(q.drawn, project)
+		return project
+	}
+	project := q.drawn[q.next]
+	q.next = (q.next + 1) % len(q.drawn)
+	return project
 }
 
 // Release gives a project back whose container is removed.

@@ -7,18 +7,51 @@ import (
 	"berth/internal/projectquota"
 )
 
-// Two layers never have the same project, and one that was used lately is not used again soon.
+// Two layers never have the same project, one that was used lately is not used again soon, and a container that knows its own does not
+// know its neighbours'.
 func TestProjectsAreUnique(t *testing.T) {
-	q := &Quotas{first: 1000, next: Projects - 2, used: map[uint32]bool{}}
-	q.Keep(1000)
-	last := uint32(1000 + Projects - 1)
-	for i, want := range []uint32{last - 1, last, 1001, 1002} {
-		if got := q.reserve(); got != want {
-			t.Errorf("project %d is %d, want %d", i, got, want)
+	const first = 1000
+	q := &Quotas{first: first, used: map[uint32]bool{}}
+	given, near := make([]uint32, maxDrawn), 0
+	seen := map[uint32]bool{}
+	for i := range given {
+		given[i] = q.reserve()
+		if given[i] < first || given[i] >= first+projects || seen[given[i]] {
+			t.Fatalf("project %d is %d", i, given[i])
+		}
+		seen[given[i]] = true
+		if i > 0 && max(given[i], given[i-1])-min(given[i], given[i-1]) < 1000 {
+			near++
 		}
 	}
-	q.Release(1001)
-	if got := q.reserve(); got != 1003 {
+	if near > 100 { // 0.1 are to be expected
+		t.Errorf("%d of %d projects are next to the one before", near, len(given))
+	}
+	var kept uint32
+	for _, project := range given {
+		if kept == 0 {
+			kept = project
+			continue
+		}
+		q.Release(project)
+	}
+	for i := 1; i < 10 && len(q.drawn) == maxDrawn; i++ {
+		if got := q.reserve(); got == kept || !seen[got] {
+			t.Errorf("project %d after all were used: %d", i, got)
+		}
+	}
+}
+
+// A project that a container of an earlier daemon has is not given to another.
+func TestProjectsOfEarlierDaemon(t *testing.T) {
+	q := &Quotas{first: 1000, used: map[uint32]bool{}}
+	q.drawn = make([]uint32, maxDrawn)
+	for i := range q.drawn {
+		q.drawn[i] = 1000 + uint32(i)
+	}
+	q.Keep(1000)
+	q.Keep(1001)
+	if got := q.reserve(); got != 1002 {
 		t.Errorf("got %d", got)
 	}
 }
