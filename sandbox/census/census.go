@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -29,13 +30,15 @@ type Count struct {
 	usedCPU string    // by the pod, before it was counted; empty: it is to be counted again
 	seen    time.Time // when it was counted, where At is when it was found to have done nothing since
 	walks   walks
+	partial bool // the count was given up, and the goroutine for slow layers takes it over
 }
 
 // Ledger is what is known of one container. Its zero value is of one that was never counted.
 type Ledger struct {
 	last  atomic.Pointer[Count]
 	asked atomic.Bool // for the last count
-	due   time.Time   // when it is to be counted again if somebody has asked; of the goroutine that counts
+	slow  atomic.Bool // the goroutine for slow layers counts it
+	due   time.Time   // when it is to be counted again if somebody has asked; of the goroutine that counts it
 }
 
 // Subject is a container as it is at the moment.
@@ -73,10 +76,14 @@ type Counter struct {
 	mountpoint string
 	device     string                     // empty if it is not known
 	filesystem atomic.Pointer[Filesystem] // without Used
+
+	quick, longest time.Duration // quickLimit and walkLimit, but for tests
 }
 
 // New returns a counter. It touches nothing.
-func New(cfg Config) *Counter { return &Counter{cfg: cfg, wake: make(chan struct{}, 1)} }
+func New(cfg Config) *Counter {
+	return &Counter{cfg: cfg, wake: make(chan struct{}, 1), quick: quickLimit, longest: walkLimit}
+}
 
 const (
 	// patience is how much longer than a count took nothing is counted after it: with it,
@@ -112,29 +119,58 @@ func (c *Counter) Last(l *Ledger) *Count {
 	return l.last.Load()
 }
 
-// Run counts containers until ctx ends, after Locate. It has a thread of its own,
-// which ends with it, because a low priority can't be taken back.
+// Run counts containers until ctx ends, after Locate. Layers that take long to count have a goroutine of their own, so that a
+// container with millions of files does not hide what its neighbours write.
 func (c *Counter) Run(ctx context.Context) {
+	var slow sync.WaitGroup
+	slow.Go(func() { c.run(ctx, true) })
+	c.run(ctx, false)
+	slow.Wait()
+}
+
+// run counts the slow layers, or the others. It has a thread of its own, which ends with its goroutine, because a low priority can't
+// be taken back.
+func (c *Counter) run(ctx context.Context, slow bool) {
 	runtime.LockOSThread()
 	if err := unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), 19); err != nil {
 		c.cfg.Log.Warn("count writable layers at a low priority", "error", err)
 	}
+	wake := c.wake
+	if slow {
+		wake = nil // no layer is slow before it was counted
+	}
 	for ctx.Err() == nil {
-		if err := c.measureFilesystem(); err != nil {
-			c.cfg.Log.Warn("count writable layers", "error", err)
+		if !slow {
+			if err := c.measureFilesystem(); err != nil {
+				c.cfg.Log.Warn("count writable layers", "error", err)
+			}
 		}
-		s, wait := c.next()
+		s, wait := c.next(slow)
 		if s == nil {
-			rest(ctx, c.wake, min(wait, maxIdle))
+			rest(ctx, wake, min(wait, maxIdle))
 			continue
 		}
 		begin := time.Now()
-		s.Ledger.asked.Store(false) // who asks from now on asks for the next count
-		if err := c.count(ctx, s); err != nil && ctx.Err() == nil {
-			c.cfg.Log.Warn("count the writable layer", "container", s.ID, "error", err)
-		}
-		s.Ledger.due = time.Now().Add(c.cfg.Period)
+		c.countNext(ctx, s)
 		rest(ctx, nil, restAfter(time.Since(begin)))
+	}
+}
+
+// countNext counts a container, and decides when and by which goroutine it is counted next.
+func (c *Counter) countNext(ctx context.Context, s *Subject) {
+	begin := time.Now()
+	s.Ledger.asked.Store(false) // who asks from now on asks for the next count
+	if err := c.count(ctx, s); err != nil && ctx.Err() == nil {
+		c.cfg.Log.Warn("count the writable layer", "container", s.ID, "error", err)
+	}
+	s.Ledger.due = time.Now().Add(c.cfg.Period)
+	last := s.Ledger.last.Load()
+	switch {
+	case last != nil && last.partial && !s.Ledger.slow.Load():
+		s.Ledger.due = time.Time{}
+		s.Ledger.slow.Store(true)
+	case time.Since(begin) < c.quick/2:
+		s.Ledger.slow.Store(false)
 	}
 }
 
@@ -149,11 +185,11 @@ func rest(ctx context.Context, wake <-chan struct{}, d time.Duration) {
 	}
 }
 
-// next returns the container that waits longest, or nil and after how long the next one is due.
-func (c *Counter) next() (*Subject, time.Duration) {
+// next returns the container that waits longest, of those that are slow or of the others, or nil and after how long the next one is due.
+func (c *Counter) next(slow bool) (*Subject, time.Duration) {
 	var first *Subject
 	for s := range c.cfg.Subjects {
-		if s.needsCount() && (first == nil || cmp.Or(c.dueOf(&s).Compare(c.dueOf(first)), cmp.Compare(s.ID, first.ID)) < 0) {
+		if s.Ledger.slow.Load() == slow && s.needsCount() && (first == nil || cmp.Or(c.dueOf(&s).Compare(c.dueOf(first)), cmp.Compare(s.ID, first.ID)) < 0) {
 			first = &s
 		}
 	}
@@ -177,7 +213,7 @@ func (c *Counter) dueOf(s *Subject) time.Time {
 // needsCount is false for what can't have changed since it was counted.
 func (s *Subject) needsCount() bool {
 	counted := s.Ledger.last.Load()
-	return counted == nil || s.Running || counted.Processes != nil || s.FinishedAt.After(counted.At)
+	return counted == nil || counted.partial || s.Running || counted.Processes != nil || s.FinishedAt.After(counted.At)
 }
 
 // count counts what a container has written and, if it runs, has open.

@@ -60,7 +60,7 @@ func TestNextToCount(t *testing.T) {
 					}
 				}
 			}})
-			got, wait := counter.next()
+			got, wait := counter.next(false)
 			if (got == nil) != (c.want == "") || got != nil && got.ID != c.want {
 				t.Errorf("got %v", got)
 			}
@@ -76,12 +76,12 @@ func TestUnasked(t *testing.T) {
 	var ledger Ledger
 	counted := &Count{At: time.Now()}
 	c := New(Config{Period: time.Minute, Subjects: func(yield func(Subject) bool) { yield(Subject{ID: "a", Running: true, Ledger: &ledger}) }})
-	if s, _ := c.next(); s == nil {
+	if s, _ := c.next(false); s == nil {
 		t.Error("what was never counted is not due")
 	}
 	ledger.last.Store(counted)
 	ledger.due = time.Now().Add(-time.Second)
-	if s, wait := c.next(); s != nil || wait < (unasked-2)*time.Minute {
+	if s, wait := c.next(false); s != nil || wait < (unasked-2)*time.Minute {
 		t.Errorf("nobody has asked: %v is due, or in %v", s, wait)
 	}
 	if c.Last(&ledger) != counted {
@@ -92,7 +92,7 @@ func TestUnasked(t *testing.T) {
 	default:
 		t.Error("nobody is woken")
 	}
-	if s, _ := c.next(); s == nil {
+	if s, _ := c.next(false); s == nil {
 		t.Error("somebody has asked, and it is not due")
 	}
 	c.Last(&ledger)

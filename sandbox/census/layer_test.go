@@ -1,6 +1,7 @@
 package census
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -9,6 +10,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"berth/internal/diskusage"
 	"berth/internal/safefs"
@@ -28,8 +30,9 @@ func TestSettle(t *testing.T) {
 		"directories change, three walks agree": {walks{usage(1), usage(1), usage(1)}, 9, diskusage.ErrChanged, 1},
 		"more, and directories change":          {walks{usage(9), usage(2), usage(1)}, 2, diskusage.ErrChanged, 9},
 		"too deep":                              {walks{usage(1), usage(1)}, 1, safefs.ErrTooDeep, 1000},
-		"too slow":                              {walks{usage(3), usage(9)}, 9, errWalkLimit, 9},
-		"too slow, and more than before":        {walks{usage(10), usage(9)}, 9, errWalkLimit, 10},
+		"slow":                                  {walks{usage(3), usage(9)}, 9, errSlow, 9},
+		"slow, and more than before":            {walks{usage(10), usage(9)}, 9, errSlow, 10},
+		"too slow":                              {walks{usage(3), usage(9)}, 9, errWalkLimit, 1000},
 		"interrupted by a moved directory":      {walks{usage(3), usage(9)}, 9, safefs.ErrMoved, 9},
 		"the disk fails":                        {walks{usage(3), usage(9)}, 9, io.ErrUnexpectedEOF, 9},
 	} {
@@ -107,4 +110,80 @@ func TestLayerThatIsNotCounted(t *testing.T) {
 	if err != nil || second.Layer != first.Layer || second.usedCPU != "" {
 		t.Errorf("%+v, %v, want %+v", second, err, first.Layer)
 	}
+}
+
+// A layer that takes long to count is handed to the goroutine for slow layers, also when its container has ended. That counts it to
+// its end, or publishes all that is used of the filesystem.
+func TestSlowLayer(t *testing.T) {
+	for name, c := range map[string]struct {
+		longest time.Duration
+		whole   bool
+	}{
+		"counted beside the others": {time.Hour, true},
+		"too slow":                  {1, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			layers := t.TempDir()
+			if err := errors.Join(os.MkdirAll(layers+"/a/upper/b/c", 0o700), os.WriteFile(layers+"/a/upper/b/file", make([]byte, 1<<20), 0o600)); err != nil {
+				t.Fatal(err)
+			}
+			var ledger Ledger
+			counter := New(Config{Layers: layers, Images: layers, Log: slog.New(slog.DiscardHandler),
+				Begin: func(string, string) func() { return func() {} }, Subjects: func(yield func(Subject) bool) {
+					yield(Subject{ID: "a", Ledger: &ledger, FinishedAt: time.Now().Add(-time.Hour)})
+				}})
+			counter.quick, counter.longest = 1, c.longest
+			if err := counter.Locate(); err != nil {
+				t.Fatal(err)
+			}
+			first, _ := counter.next(false)
+			counter.countNext(t.Context(), first)
+			if again, _ := counter.next(false); again != nil || !ledger.last.Load().partial {
+				t.Fatalf("%+v, next %v", ledger.last.Load(), again)
+			}
+			second, _ := counter.next(true)
+			counter.countNext(t.Context(), second)
+			got := ledger.last.Load()
+			if c.whole && (got.Layer.Inodes != 4 || got.Layer.Bytes < 1<<20) || !c.whole && got.Layer != counter.filesystem.Load().occupied {
+				t.Errorf("got %+v", got)
+			}
+			if again, _ := counter.next(true); again != nil {
+				t.Error("it is counted again")
+			}
+		})
+	}
+}
+
+// While a slow layer is counted the others are, too.
+func TestSlowLayerHoldsUpNoOther(t *testing.T) {
+	layers := t.TempDir()
+	ledgers := map[string]*Ledger{"slow": {}, "other": {}}
+	ledgers["slow"].slow.Store(true)
+	ctx, cancel := context.WithCancel(t.Context())
+	begun, ended := make(chan struct{}), make(chan struct{})
+	counter := New(Config{Layers: layers, Images: layers, Log: slog.New(slog.DiscardHandler), Begin: func(_, object string) func() {
+		switch object {
+		case "container slow":
+			close(begun)
+			<-ctx.Done()
+		case "container other":
+			<-begun
+			cancel()
+		}
+		return func() {}
+	}, Subjects: func(yield func(Subject) bool) {
+		for id, ledger := range ledgers {
+			if !yield(Subject{ID: id, Ledger: ledger}) {
+				return
+			}
+		}
+	}})
+	if err := counter.Locate(); err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		defer close(ended)
+		counter.Run(ctx)
+	}()
+	<-ended // each waits for the other
 }
