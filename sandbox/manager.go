@@ -126,8 +126,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		selinux: lsm.HostSELinux, tasks: task.NewRunner(cfg.Log, cfg.Waits)}
 	m.unfinished = unfinished.New(m.tasks)
 	m.dirs = layout.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
-	m.processes = process.Kit{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log,
-		LauncherFile: func() os.FileInfo { return m.launchers.Program() }}
+	m.processes = process.Kit{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
 	m.ending = ending.New(m.processes)
 	m.Lists, m.events = view.NewLists(m.pods, m.containers)
 	m.roots = roots.Kit{Images: images, Dirs: m.dirs}

@@ -41,7 +41,6 @@ type Launchers struct {
 	oom       oomScores
 	spareTime time.Duration // spareTime, but in tests
 	filters   *os.File      // seccomp filters that launchers have compiled, for all of them
-	program   os.FileInfo   // of exe
 	exe       *os.File      // sealed copy of ShimPath: a container cannot write to it (CVE-2019-5736), and no launcher has to copy it
 
 	refill chan struct{} // tells the owner to look; capacity 1
@@ -81,10 +80,6 @@ func New(cfg Config) (*Launchers, error) {
 	if err != nil {
 		return nil, fmt.Errorf("launcher %s: %w", cfg.ShimPath, err)
 	}
-	program, err := exe.Stat()
-	if err != nil {
-		return nil, errors.Join(err, exe.Close())
-	}
 	scores, err := readOOMScores()
 	if err != nil {
 		return nil, errors.Join(err, exe.Close())
@@ -93,15 +88,12 @@ func New(cfg Config) (*Launchers, error) {
 	if err != nil {
 		return nil, errors.Join(err, exe.Close())
 	}
-	l := &Launchers{cfg: cfg, oom: scores, spareTime: spareTime, program: program, exe: exe, filters: filters, refill: make(chan struct{}, 1)}
+	l := &Launchers{cfg: cfg, oom: scores, spareTime: spareTime, exe: exe, filters: filters, refill: make(chan struct{}, 1)}
 	l.ctx, l.stop = context.WithCancel(context.Background())
 	l.owned.Go(l.keepFilled)
 	l.wantMore()
 	return l, nil
 }
-
-// Program is the file that launchers execute, and inits before their container's command.
-func (l *Launchers) Program() os.FileInfo { return l.program }
 
 // Close ends idle launchers and waits for them. Launches and execs must have
 // returned; containers and their monitors live on.
@@ -418,9 +410,12 @@ func (l *Launchers) awaitEnd(p *launcher) {
 		return
 	}
 	l.cfg.Log.Warn("a launcher does not end; killing it", "pid", p.pid)
-	if err := kill(p.proc); err != nil {
-		l.cfg.Log.Error("kill a launcher", "pid", p.pid, "error", err)
+	err := kill(p.proc)
+	if err == nil {
+		return
 	}
+	l.cfg.Log.Error("kill a launcher", "pid", p.pid, "error", err)
+	_ = pidfd.Wait(l.ctx, p.proc) // one that is frozen ends when it is thawed, and would stay a zombie
 }
 
 // kill ends a process and reaps it.

@@ -5,17 +5,18 @@ import (
 	"errors"
 	"os"
 	"slices"
-	"strconv"
-	"strings"
 	"sync"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"berth/internal/pidfd"
 )
 
 const (
 	// readTime is how long a launcher may take to read its order before it is looked at. One that runs does so in a millisecond.
-	readTime = 500 * time.Millisecond
+	// It is given up at the second look at the earliest, after 500 ms.
+	readTime = 400 * time.Millisecond
 	// lookAgain is how often it is looked at from then on.
 	lookAgain = 100 * time.Millisecond
 	// slowTime is how long a launcher may take that is not frozen, but gets no processor or waits for a disk: to replace it
@@ -32,8 +33,9 @@ type orderWatch struct {
 	timer *time.Timer
 	begun time.Time
 
-	mu                 sync.Mutex
-	over, unresponsive bool
+	mu                         sync.Mutex
+	isSent, over, unresponsive bool
+	wasFrozen                  bool // at the look before, when the order was unread, too
 }
 
 // watchOrder begins before an order is sent. If that is not read, its sending and the wait for a reply to it end: after limit
@@ -54,13 +56,17 @@ func (w *orderWatch) look() {
 		return
 	}
 	unread, err := w.p.conn.Unread()
-	if err != nil || unread == 0 { // the connection has ended, or the order was read
+	if err != nil || unread == 0 && w.isSent { // the connection has ended, or the order was read
 		return
 	}
-	if frozen || time.Since(w.begun) > slowTime {
+	// Where this process got no processor to send the order, it may have been sent after the launcher was looked at: a healthy one
+	// slept until then. So one look does not tell.
+	frozen = frozen && unread > 0
+	if frozen && w.wasFrozen || unread > 0 && time.Since(w.begun) > slowTime {
 		w.unresponsive = true
 		_ = w.p.conn.Interrupt() // it fails on a closed connection, when nobody waits
 	}
+	w.wasFrozen = frozen
 	w.timer.Reset(lookAgain) // a send that begins now would lift the interruption
 }
 
@@ -83,6 +89,9 @@ func (w *orderWatch) result(err error) error {
 // sent is the error of sending the order; it ends the watch if there is one. It is errUnresponsive if the launcher reads nothing.
 func (w *orderWatch) sent(err error) error {
 	if err == nil {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		w.isSent = true
 		return nil
 	}
 	if errors.Is(err, os.ErrDeadlineExceeded) {
@@ -99,15 +108,8 @@ func (p *launcher) isFrozen() bool {
 		return false
 	}
 	return !slices.ContainsFunc(threads, func(t pidfd.Thread) bool {
-		return t.State == 'R' || t.State == 'D' && !p.inFreezer(t.ID)
+		return t.State == 'R' || t.State == 'D' && !t.InFreezer(p.pid)
 	})
-}
-
-// inFreezer tells whether a thread is frozen by the freezer of cgroup v1, which looks like a wait for a disk. On v2 a frozen thread
-// counts as asleep.
-func (p *launcher) inFreezer(tid int) bool {
-	wchan, err := os.ReadFile("/proc/" + strconv.Itoa(p.pid) + "/task/" + strconv.Itoa(tid) + "/wchan")
-	return err == nil && strings.Contains(string(wchan), "refrigerator")
 }
 
 // frozenEnd is how long the end of a killed launcher is waited for that may be frozen.
@@ -126,14 +128,15 @@ func (p *launcher) killUnresponsive() error {
 	return kill(p.proc)
 }
 
-// retireStopped ends the idle launchers that are stopped, as one was that did not read its order: each call that took one would wait.
+// retireStopped ends the idle launchers that are stopped or frozen, as one was that did not read its order: each call that
+// took one would wait.
 func (l *Launchers) retireStopped() {
 	for _, p := range l.takeStopped() {
 		l.cfg.Log.Warn("an idle launcher is stopped, it is killed", "pid", p.pid)
-		if err := p.killUnresponsive(); err != nil {
+		if err := pidfd.Signal(p.proc, unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
 			l.cfg.Log.Error("kill a launcher", "pid", p.pid, "error", err)
 		}
-		l.retire(p)
+		l.retire(p) // which waits for its end: a call waits here
 	}
 	l.wantMore()
 }
@@ -144,9 +147,8 @@ func (l *Launchers) takeStopped() (stopped []*launcher) {
 	idle := slices.Clone(l.idle)
 	l.mu.Unlock()
 	for _, p := range idle {
-		threads, err := pidfd.Threads(p.pid) // if it is taken and ends meanwhile, drop says so
-		isStopped := func(t pidfd.Thread) bool { return t.State == 'T' || t.State == 't' }
-		if err == nil && slices.ContainsFunc(threads, isStopped) && l.drop(p.launcher) {
+		isStopped, err := pidfd.AnyStopped(p.pid) // if it is taken and ends meanwhile, drop says so
+		if err == nil && isStopped && l.drop(p.launcher) {
 			stopped = append(stopped, p.launcher)
 		}
 	}

@@ -85,6 +85,43 @@ func TestSlowLauncher(t *testing.T) {
 	}
 }
 
+// A daemon that gets no processor between the beginning of the watch and the order gives up no healthy launcher, and still
+// gives up a frozen one.
+func TestOrderSentLate(t *testing.T) {
+	cmd := exec.Command("sleep", "1000") // it sleeps, and reads nothing: as a launcher before it is woken, or a frozen one
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer cmd.Wait()
+	defer cmd.Process.Kill()
+	conn, theirs, err := control.Pair()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	defer theirs.Close()
+	p := &launcher{conn: conn, pid: cmd.Process.Pid}
+	for !p.isFrozen() && t.Context().Err() == nil { // until it sleeps
+		time.Sleep(time.Millisecond)
+	}
+	w := p.watchOrder(time.Hour)
+	w.look() // nothing was sent yet
+	w.timer.Stop()
+	if err := w.sent(conn.Send(control.Request{Kill: "x"})); err != nil {
+		t.Fatal(err)
+	}
+	w.look()
+	if w.unresponsive {
+		t.Error("a launcher is given up that has had its order for a moment")
+	}
+	if _, err := conn.Receive(&control.Reply{}); !errors.Is(err, os.ErrDeadlineExceeded) { // the next look comes by itself
+		t.Errorf("one that reads nothing: %v", err)
+	}
+	if err := w.result(os.ErrDeadlineExceeded); !errors.Is(err, errUnresponsive) {
+		t.Error(err)
+	}
+}
+
 // A launcher is frozen if it is stopped or its cgroup is frozen. It counts as frozen, too, when it sleeps, in spite of an order.
 func TestIsFrozen(t *testing.T) {
 	for name, freeze := range map[string]func(t *testing.T, pid int) (thaw func()){

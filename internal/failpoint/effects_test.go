@@ -160,6 +160,7 @@ var unmarked = map[string]string{
 	"shim.finish: pidfd.Signal":        signal,
 	"shim.removeGroup: unix.Rmdir":     byCaller,
 	"shim.killUpTo: pidfd.Signal":      signal,
+	"shim.retireStopped: pidfd.Signal": signal,
 	"shim.remove: os.Remove":           byCaller,
 	"shim.scrubLeft: .remove os.RemoveAll .remove .remove .remove .remove .remove": undo,
 	"shim/ociruntime.runWith: cmd.Run":                                             launcher,

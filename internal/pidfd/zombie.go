@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 	"strconv"
+	"strings"
 
 	"golang.org/x/sys/unix"
 )
@@ -69,6 +71,32 @@ func parseZombie(stat []byte) (unix.WaitStatus, error) {
 type Thread struct {
 	ID    int
 	State byte // field 3 of its stat: R, S, D, T, t, Z, X ...
+}
+
+// stopped tells whether the thread of that process does nothing before somebody has it go on.
+func (t Thread) stopped(pid int) bool {
+	return t.State == 'T' || t.State == 't' || t.InFreezer(pid)
+}
+
+// InFreezer tells whether the thread of that process is frozen by its cgroup. The freezer of cgroup v1 looks like a wait for
+// a disk, that of v2 like sleep: only where the thread is in the kernel tells. Compilers make the function that v2 waits in
+// a part of get_signal, which sleeps for no other reason.
+func (t Thread) InFreezer(pid int) bool {
+	if t.State != 'D' && t.State != 'S' {
+		return false
+	}
+	wchan, err := os.ReadFile("/proc/" + strconv.Itoa(pid) + "/task/" + strconv.Itoa(t.ID) + "/wchan")
+	if err != nil {
+		return false
+	}
+	name := string(wchan)
+	return strings.Contains(name, "refrigerator") || name == "do_freezer_trap" || name == "get_signal"
+}
+
+// AnyStopped tells whether a process has a thread that does nothing before somebody has it go on.
+func AnyStopped(pid int) (bool, error) {
+	threads, err := Threads(pid)
+	return slices.ContainsFunc(threads, func(t Thread) bool { return t.stopped(pid) }), err
 }
 
 // Threads returns the threads of a process. Those that end meanwhile may be missing.

@@ -78,7 +78,7 @@ func (k *Kit) Kill(ctx context.Context, c Container) error {
 		err := k.processes.Kill(ctx, c.ID, c.CgroupsPath, c.Runtime, run)
 		if run.ShimHangs() {
 			failpoint.Reach("container.kill-shim")
-			err = errors.Join(err, k.processes.EndShim(c.ID, c.CgroupsPath, run))
+			err = errors.Join(err, k.processes.EndShim(ctx, c.ID, c.CgroupsPath, c.Runtime, run))
 			failpoint.Reach("container.shim-killed")
 		}
 		if k.processes.AwaitExit(ctx, run, delay) {

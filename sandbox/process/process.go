@@ -23,8 +23,7 @@ import (
 // Kit is what is needed to find processes, and what was made for them.
 type Kit struct {
 	Dirs          layout.Dirs
-	SystemdCgroup bool               // cgroup paths name scopes of systemd's
-	LauncherFile  func() os.FileInfo // the program that launchers, and inits before their command, execute; nil: not known
+	SystemdCgroup bool // cgroup paths name scopes of systemd's
 	Tasks         *task.Runner
 	Log           *slog.Logger
 }
@@ -39,6 +38,9 @@ const ShimPatience = KillWait / 2
 
 // stoppedPatience is the same for a shim that is stopped, and so does nothing.
 const stoppedPatience = 2 * time.Second
+
+// orphanPatience is how long what an init has left may take to end before the exit is noted in place of the shim.
+const orphanPatience = 2 * time.Second
 
 // Running are the processes of a container that has a shim.
 type Running struct {
@@ -76,8 +78,8 @@ func (r *Running) Close() error {
 // EndShim ends a shim that hangs, and notes how its container ended, as the shim would have: its init is still there with the status, but
 // no longer when the shim is gone, whose child it is. Then nobody waits for the shim any more (AwaitShim): one that is frozen
 // does not end before it is thawed, and does nothing then.
-func (k Kit) EndShim(id, cgroupsPath string, run *Running) error {
-	noteErr := k.noteEnd(id, cgroupsPath, run)
+func (k Kit) EndShim(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
+	noteErr := k.noteEnd(ctx, id, cgroupsPath, r, run)
 	if noteErr != nil { // the exit code is unknown then
 		k.Log.Error("find out how a container has ended whose shim hangs", "container", id, "error", noteErr)
 	}
@@ -90,10 +92,14 @@ func (k Kit) EndShim(id, cgroupsPath string, run *Running) error {
 	return nil
 }
 
-// noteEnd writes the exit record from the status of init, unless the shim has written one.
-func (k Kit) noteEnd(id, cgroupsPath string, run *Running) error {
+// noteEnd writes the exit record from the status of init, unless the shim has written one. What else is in the container's
+// cgroup ends before, as with the shim: another instance is started when the exit is seen.
+func (k Kit) noteEnd(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
 	if _, err := shim.ReadExit(k.Dirs.Shim(id)); err == nil {
 		return nil
+	}
+	if r != nil && r.Sandboxed {
+		return errors.New("only its shim reads what the runtime tells of the end") // run.Init is "runsc wait", which exits with 0
 	}
 	if run.Init == nil {
 		return errors.New("its init was gone before")
@@ -116,15 +122,17 @@ func (k Kit) noteEnd(id, cgroupsPath string, run *Running) error {
 		return err
 	}
 	exit.OOMKilled = kills > 0
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), orphanPatience) // whoever gave up waiting wants the exit, too
+	defer cancel()
+	if err := group.Kill(ctx); err != nil {
+		return err
+	}
 	return shim.WriteExit(k.Dirs.Shim(id), exit)
 }
 
 // Signal sends a signal to the init of a container that r runs, nil being libcontainer; in a sandbox of its runtime's it is the
 // runtime that does it. One that has ended is no error: its exit follows.
 func (k Kit) Signal(ctx context.Context, id string, r *ociruntime.Runtime, run *Running, sig unix.Signal) error {
-	if r == nil && sig != unix.SIGKILL {
-		k.awaitCommand(ctx, id, run)
-	}
 	if r == nil || !r.Sandboxed || run.HasEnded() {
 		return run.signal(sig)
 	}

@@ -96,13 +96,13 @@ long watch_children(struct monitor *m)
 	const unsigned long set = 1UL << (SIGCHLD - 1);
 	long fd;
 
-	if (m->children >= 0)
-		return 0;
-	fd = SYS4(signalfd4, -1, &set, sizeof(set), O_CLOEXEC | O_NONBLOCK);
-	if (failed(fd))
-		return fd;
-	m->children = (int)fd;
-	return watch(m, m->children, EPOLLIN);
+	if (m->children < 0) {
+		fd = SYS4(signalfd4, -1, &set, sizeof(set), O_CLOEXEC | O_NONBLOCK);
+		if (failed(fd))
+			return fd;
+		m->children = (int)fd;
+	}
+	return watch(m, m->children, EPOLLIN); /* again, where it failed before */
 }
 
 long monitor_init(struct monitor *m, const struct params *p)

@@ -1,0 +1,84 @@
+package process
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/pidfd"
+	"berth/shim"
+	"berth/shim/ociruntime"
+)
+
+// opened starts a command and returns it with its pidfd.
+func opened(t *testing.T, args ...string) (*exec.Cmd, *os.File) {
+	t.Helper()
+	cmd := exec.Command(args[0], args[1:]...)
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	f, err := pidfd.Open(cmd.Process.Pid)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	})
+	return cmd, f
+}
+
+// The exit of a container whose shim hangs is init's, where that is the container's own process. Of a sandboxed runtime init is a
+// program that waits for the container, and succeeds whatever the container's exit code is: the code is unknown then, not 0.
+func TestExitOfHangingShim(t *testing.T) {
+	for _, c := range []struct {
+		name    string
+		runtime *ociruntime.Runtime
+		script  string
+		noted   bool
+		want    shim.Exit
+	}{
+		{"libcontainer", nil, "exit 7", true, shim.Exit{Code: 7}},
+		{"killed", nil, "kill -9 $$", true, shim.Exit{Code: 137, Signal: 9}},
+		{"another runtime", &ociruntime.Runtime{}, "exit 7", true, shim.Exit{Code: 7}},
+		{"sandboxed runtime", &ociruntime.Runtime{Sandboxed: true}, "exit 0", false, shim.Exit{}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			k := testKit(t)
+			if err := os.MkdirAll(k.Dirs.Shim("c"), 0o700); err != nil {
+				t.Fatal(err)
+			}
+			initCmd, init := opened(t, "sh", "-c", c.script)
+			monitorCmd, monitor := opened(t, "sleep", "1000")
+			if err := pidfd.Signal(monitor, unix.SIGSTOP); err != nil {
+				t.Fatal(err)
+			}
+			run := newRunning(init, monitor, initCmd.Process.Pid, time.Now())
+			defer run.Close()
+			ended := time.Now()
+			run.left.Store(&ended)
+			for !run.isZombie() && t.Context().Err() == nil { // nobody reaps it, as while the shim hangs
+				time.Sleep(time.Millisecond)
+			}
+			group := fmt.Sprintf("/berth-unit-test-no-such-group-%d", os.Getpid())
+			if err := k.EndShim(t.Context(), "c", group, c.runtime, run); err != nil {
+				t.Fatal(err)
+			}
+			_ = monitorCmd.Wait() // it was killed
+			got, err := shim.ReadExit(k.Dirs.Shim("c"))
+			if (err == nil) != c.noted {
+				t.Fatalf("the exit is %+v, %v", got, err)
+			}
+			if c.noted && (got.Code != c.want.Code || got.Signal != c.want.Signal || !got.At.Equal(ended)) {
+				t.Errorf("the exit is %+v, want %+v", got, c.want)
+			}
+			if settled := run.settled.Err() != nil; settled != c.noted {
+				t.Errorf("nobody waits for the shim any more: %t", settled)
+			}
+		})
+	}
+}
