@@ -3,7 +3,6 @@ package image
 import (
 	"context"
 	"io"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -17,29 +16,36 @@ import (
 type origin int
 
 const (
-	fromElsewhere  origin = iota // no image here is known to have it from the pull's registry
+	fromElsewhere  origin = iota // from another registry, or from none that is known
 	fromRegistry                 // from another repository of the same registry
 	fromRepository               // from the same repository
 )
 
-// accesses keeps which layers the pulls under way may use. For images that are recorded the index tells.
+// accesses keeps which layers the pulls under way may use. Nothing of it is on disk: a pull that a crash
+// cut off has shown nothing. Of recorded images the index knows the repositories.
 type accesses struct {
 	mu     sync.Mutex // guards active and the layers of each access
 	active map[*access]bool
 }
 
-// access is what one pull has shown of its right to read layers. Naming a digest shows nothing: whoever
-// publishes a manifest could read the private layers of others that this node has. The registry has to
-// serve the layer to this pull, or to say that it would (docs/adr/001-layer-access.md).
+// access keeps the layers that one pull has proved that it may read. A digest in a manifest proves nothing:
+// anyone could publish a manifest that names private layers of others. The registry has to serve
+// the layer to this pull, or to say that it would (docs/adr/001-layer-access.md).
 type access struct {
 	all    *accesses
 	repo   *registry.Repository
-	layers map[digest.Digest]bool // names in the layer store
+	wanted []digest.Digest        // the image's layers, by their names in the layer store
+	layers map[digest.Digest]bool // those that the pull may read
+
+	mu      sync.Mutex // guards the rest
+	seen    *index     // from which origins was made
+	origins map[digest.Digest]origin
 }
 
-// begin returns the access of a pull. The caller ends it when the image is recorded or the pull has failed.
-func (a *accesses) begin(repo *registry.Repository) *access {
-	begun := &access{all: a, repo: repo, layers: map[digest.Digest]bool{}}
+// begin returns the access of a pull of these layers. The caller ends it when the image is recorded or the
+// pull has failed.
+func (a *accesses) begin(repo *registry.Repository, wanted []digest.Digest) *access {
+	begun := &access{all: a, repo: repo, wanted: wanted, layers: map[digest.Digest]bool{}}
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.active == nil {
@@ -69,7 +75,7 @@ func (a *access) has(layer digest.Digest) bool {
 	return a.layers[layer]
 }
 
-// origin is where the pulls under way have a layer from.
+// origin returns the nearest place from which the pulls under way have a layer.
 func (a *accesses) origin(ref registry.Reference, layer digest.Digest) origin {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -82,10 +88,11 @@ func (a *accesses) origin(ref registry.Reference, layer digest.Digest) origin {
 	return best
 }
 
-// nameOrigin compares the name of an image with the reference of a pull.
+// nameOrigin compares the name of an image, name:tag or name@digest, with the reference of a pull.
 func nameOrigin(ref registry.Reference, name string) origin {
-	switch rest, same := strings.CutPrefix(name, ref.Name()); {
-	case same && (rest[:min(1, len(rest))] == ":" || rest[:min(1, len(rest))] == "@"):
+	repository := ref.Name()
+	switch {
+	case strings.HasPrefix(name, repository+":") || strings.HasPrefix(name, repository+"@"):
 		return fromRepository
 	case strings.HasPrefix(name, ref.Domain+"/"):
 		return fromRegistry
@@ -93,39 +100,69 @@ func nameOrigin(ref registry.Reference, name string) origin {
 	return fromElsewhere
 }
 
-// origin is where the images that are recorded have a layer from.
-func (x *index) origin(ref registry.Reference, layer digest.Digest) origin {
-	best := fromElsewhere
+// origins returns for each of some layers the nearest place from which a recorded image has it. It takes one pass over
+// the images, of which a node may have a thousand.
+func (x *index) origins(ref registry.Reference, layers []digest.Digest) map[digest.Digest]origin {
+	nearest := map[digest.Digest]origin{}
+	for _, layer := range layers {
+		nearest[layer] = fromElsewhere
+	}
 	for id, rec := range x.records {
-		layers := []digest.Digest(nil)
-		if img := x.byID[id]; img != nil {
-			layers = img.Layers
-		} else {
-			layers = rec.layers() // not listed: the kernel can't mount it
-		}
-		if !slices.Contains(layers, layer) {
+		from := rec.origin(ref)
+		if from == fromElsewhere {
 			continue
 		}
-		for _, name := range slices.Concat(rec.Tags, rec.Digests) {
+		for _, layer := range x.layersOf(id, rec) {
+			if so, wanted := nearest[layer]; wanted {
+				nearest[layer] = max(so, from)
+			}
+		}
+	}
+	return nearest
+}
+
+// layersOf returns the layers of an image. An image that this kernel can't mount is not listed.
+func (x *index) layersOf(id string, rec record) []digest.Digest {
+	if img := x.byID[id]; img != nil {
+		return img.Layers
+	}
+	return rec.layers()
+}
+
+// origin returns the nearest place from which the image was pulled.
+func (r record) origin(ref registry.Reference) origin {
+	best := fromElsewhere
+	for _, names := range [][]string{r.Digests, r.Tags} {
+		for _, name := range names {
 			best = max(best, nameOrigin(ref, name))
 		}
 	}
 	return best
 }
 
-// originOf is where images and pulls have a layer from.
-func (s *Store) originOf(ref registry.Reference, layer digest.Digest) origin {
-	return max(s.accesses.origin(ref, layer), s.index.Load().origin(ref, layer))
+// recorded returns the nearest place from which the images of an index have a layer of the pull.
+func (a *access) recorded(x *index, layer digest.Digest) origin {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.seen != x {
+		a.seen, a.origins = x, x.origins(a.repo.Reference(), a.wanted)
+	}
+	return a.origins[layer]
 }
 
-// mayUse reports whether a pull may use a layer that is here, without fetching it. A registry may say so
-// of a blob that it has served before. Any other could lie about a blob that it does not have.
+// originOf returns the nearest place from which images and pulls have a layer of a pull.
+func (s *Store) originOf(a *access, layer digest.Digest) origin {
+	return max(s.accesses.origin(a.repo.Reference(), layer), a.recorded(s.index.Load(), layer))
+}
+
+// mayUse reports whether a pull may use a layer that is here, without fetching it. A registry that has served
+// the blob before is asked. Another registry is not: it could claim a blob that it does not have.
 func (s *Store) mayUse(ctx context.Context, a *access, l registry.Layer, from origin) bool {
 	name := sourceOf(l).Name()
 	switch {
 	case a.has(name):
 		return true
-	case from == fromRepository: // it has served the manifest to this pull
+	case from == fromRepository: // whose manifest was served to this pull
 	case from == fromRegistry && s.hasBlob(ctx, a.repo, l):
 	default:
 		return false
@@ -139,8 +176,8 @@ func (s *Store) hasBlob(ctx context.Context, repo *registry.Repository, l regist
 	return repo.HasBlob(ctx, l.Blob)
 }
 
-// use makes sure that a pull may use a layer that is here. If there is no other way it fetches the blob,
-// which is not unpacked.
+// use makes sure that a pull may use a layer that is here. Where mayUse says no, it fetches the blob to
+// check its digest, and does not unpack it.
 func (s *Store) use(ctx context.Context, a *access, l registry.Layer, from origin, track *layerTrack) error {
 	if s.mayUse(ctx, a, l, from) {
 		track.set(LayerPresent)

@@ -12,6 +12,7 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/image/registry"
 	"berth/image/registry/registrytest"
 	"berth/image/unpack"
 )
@@ -47,22 +48,21 @@ func denyBlob(repository string, l registrytest.Layer, head, get int) func(http.
 	}
 }
 
-// A manifest that names the digest of a private layer of this node gets the layer only where the registry serves the blob to
-// that pull, or says that it would and is known to have it.
+// A manifest that names a private layer of this node does not get the layer, unless its registry serves the blob to that pull, or has
+// the blob and says that it would.
 func TestPrivateLayerIsNotServedToOthers(t *testing.T) {
 	private := gzipped(t, "secret", "private")
 	for _, tc := range []struct {
-		name       string
-		same       bool // the attacker's repository is in the same registry
-		head, get  int
-		want       codes.Code
-		wantServed bool
+		name      string
+		same      bool // the attacker's repository is in the same registry
+		head, get int
+		want      codes.Code
 	}{
-		{"another registry that says it has the blob", false, http.StatusOK, http.StatusNotFound, codes.NotFound, false},
-		{"another registry that knows nothing of it", false, http.StatusNotFound, http.StatusNotFound, codes.NotFound, false},
-		{"another repository that lacks it", true, http.StatusNotFound, http.StatusNotFound, codes.NotFound, false},
-		{"another repository that refuses it", true, http.StatusForbidden, http.StatusForbidden, codes.PermissionDenied, false},
-		{"another repository that wants other credentials", true, http.StatusUnauthorized, http.StatusUnauthorized, codes.Unauthenticated, false},
+		{"another registry that says it has the blob", false, http.StatusOK, http.StatusNotFound, codes.NotFound},
+		{"another registry that knows nothing of it", false, http.StatusNotFound, http.StatusNotFound, codes.NotFound},
+		{"another repository that lacks it", true, http.StatusNotFound, http.StatusNotFound, codes.NotFound},
+		{"another repository that refuses it", true, http.StatusForbidden, http.StatusForbidden, codes.PermissionDenied},
+		{"another repository that wants other credentials", true, http.StatusUnauthorized, http.StatusUnauthorized, codes.Unauthenticated},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			victim := registrytest.New(t)
@@ -97,7 +97,7 @@ func TestPrivateLayerIsNotServedToOthers(t *testing.T) {
 	}
 }
 
-// While somebody pulls a private image, the download of its layer is of no use to a manifest that only names it.
+// A pull that only names a private layer gets nothing from another pull's download of it.
 func TestDownloadOfAPrivateLayerIsNotSharedWithOthers(t *testing.T) {
 	private := gzipped(t, "secret", "private")
 	reg := registrytest.New(t)
@@ -127,7 +127,7 @@ func TestDownloadOfAPrivateLayerIsNotSharedWithOthers(t *testing.T) {
 	}
 }
 
-// What a pull asks for a layer that is here follows from where the layer came from.
+// The requests for a layer that is here depend on the registry and repository that it came from.
 func TestRequestsForALayerThatIsHere(t *testing.T) {
 	base := gzipped(t, "base", "x")
 	for _, tc := range []struct {
@@ -181,7 +181,7 @@ func denyHead(w http.ResponseWriter, r *http.Request) bool {
 	return true
 }
 
-// A layer that only a container still has came from nowhere that is known: it is fetched again, and kept as it is.
+// The origin of a layer that only a container uses is not known: the layer is fetched again, and kept as it is.
 func TestHeldLayerOfARemovedImageIsFetchedAgain(t *testing.T) {
 	reg := registrytest.New(t)
 	s := openStore(t, Config{})
@@ -227,7 +227,7 @@ func TestPullsOfOneImageFetchALayerOnce(t *testing.T) {
 	}
 }
 
-// Credentials count: the image that is here is of no use to who may not read its repository.
+// An image in the store serves only those whose credentials its repository accepts.
 func TestPullWithOtherCredentials(t *testing.T) {
 	reg := registrytest.New(t)
 	s := openStore(t, Config{})
@@ -262,7 +262,7 @@ func TestPullWithOtherCredentials(t *testing.T) {
 	}
 }
 
-// A layer is not made for a manifest that only names it from the form that another driver has either.
+// A pull that only names a layer does not get it by conversion from another driver's form either.
 func TestOtherFormOfALayerIsNotServedToOthers(t *testing.T) {
 	private := gzipped(t, "secret", "private")
 	victim, attacker := registrytest.New(t), registrytest.New(t)
@@ -281,6 +281,60 @@ func TestOtherFormOfALayerIsNotServedToOthers(t *testing.T) {
 	pull(t, s, victim.Host()+"/victim:v1")
 	if n := downloads(victim, private); n != 1 {
 		t.Errorf("for its own image it was fetched %d times", n)
+	}
+}
+
+// The nearest place counts, whichever image comes first, and names that only begin the same are others.
+func TestOrigins(t *testing.T) {
+	layer := func(n int) digest.Digest { return digest.FromString(fmt.Sprint(n)) }
+	listed, unlisted := "sha256:"+strings.Repeat("1", 64), "sha256:"+strings.Repeat("2", 64)
+	asleep := record{Config: fmt.Appendf(nil, `{"rootfs": {"diff_ids": [%q]}}`, layer(1)), Tags: []string{"reg.example/app:v2"}, asleep: true}
+	ref, err := registry.ParseReference("reg.example/app:v1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, tc := range []struct {
+		name  string
+		names []string // of an image with the layers 1 and 2
+		want  origin   // of the layer 2
+	}{
+		{"a tag of the repository", []string{"other.example/app:v1", "reg.example/app:v3"}, fromRepository},
+		{"a digest of the repository", []string{"reg.example/app@" + listed}, fromRepository},
+		{"another repository", []string{"reg.example/apple:v1"}, fromRegistry},
+		{"a repository below it", []string{"reg.example/app/part:v1"}, fromRegistry},
+		{"another registry", []string{"reg.example.org/app:v1"}, fromElsewhere},
+		{"another port", []string{"reg.example:5000/app:v1"}, fromElsewhere},
+		{"no name", nil, fromElsewhere},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			img := &Image{ID: listed, Layers: []digest.Digest{layer(1), layer(2)}}
+			x := &index{byID: map[string]*Image{listed: img}, records: map[string]record{listed: {Tags: tc.names}, unlisted: asleep}}
+			got := x.origins(ref, []digest.Digest{layer(1), layer(2), layer(3)})
+			if got[layer(1)] != fromRepository || got[layer(2)] != tc.want || got[layer(3)] != fromElsewhere {
+				t.Errorf("got %v, want %d of layer 2", got, tc.want)
+			}
+		})
+	}
+}
+
+// BenchmarkOrigins looks for the layers of an image among those of a thousand images of the same registry.
+func BenchmarkOrigins(b *testing.B) {
+	const layers = 10
+	x := &index{byID: map[string]*Image{}, records: map[string]record{}}
+	for i := range 1000 {
+		id := digest.FromString(fmt.Sprint(i)).String()
+		img := &Image{ID: id}
+		for l := range layers {
+			img.Layers = append(img.Layers, digest.FromString(fmt.Sprint(i, l)))
+		}
+		x.byID[id], x.records[id] = img, record{Tags: []string{fmt.Sprint("reg.example/app:", i)}, Digests: []string{"reg.example/app@" + id}}
+	}
+	ref, err := registry.ParseReference("reg.example/other:v1")
+	if err != nil {
+		b.Fatal(err)
+	}
+	for b.Loop() {
+		x.origins(ref, x.byID[digest.FromString("7").String()].Layers)
 	}
 }
 

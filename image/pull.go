@@ -137,7 +137,7 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 			s.log.Warn("delete unused layers after a pull", "image", repo.Reference().String(), "error", err)
 		}
 	}()
-	a := s.accesses.begin(repo)
+	a := s.accesses.begin(repo, chain)
 	defer a.end()
 	store := s.layers.home(distinct(chain))
 	if other := s.layers.other(store); other != nil && missing(store, img) > 0 && other.Inodes(distinct(chain)) > s.mostInodes() {
@@ -220,11 +220,10 @@ func layersOf(img *registry.Image) []digest.Digest {
 // fetchLayer makes sure that a layer is here and that the pull may use it, by a download that other pulls
 // may share.
 func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l registry.Layer, track *layerTrack) error {
-	name, ref := sourceOf(l).Name(), a.repo.Reference()
-	if store.Has(name) {
-		return s.use(ctx, a, l, s.originOf(ref, name), track)
+	if name := sourceOf(l).Name(); store.Has(name) {
+		return s.use(ctx, a, l, s.originOf(a, name), track)
 	}
-	key := flightKey{domain: ref.Domain, blob: l.Blob.Digest, diffID: l.DiffID, kind: store.Kind()}
+	key := flightKey{domain: a.repo.Reference().Domain, blob: l.Blob.Digest, diffID: l.DiffID, kind: store.Kind()}
 	return s.share(ctx, a, key, l, track, func(ctx context.Context, received *atomic.Int64) error {
 		return s.obtain(ctx, store, a, l, received)
 	})
@@ -249,7 +248,7 @@ func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.
 			track.set(LayerDone)
 			return nil
 		case err == nil:
-			return s.use(ctx, a, l, max(nameOrigin(ref, by.String()), s.originOf(ref, name)), track)
+			return s.use(ctx, a, l, max(nameOrigin(ref, by.String()), s.originOf(a, name)), track)
 		case started || ctx.Err() != nil:
 			return fmt.Errorf("layer %s: %w", l.Blob.Digest, err)
 		}
@@ -260,7 +259,7 @@ func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.
 func (s *Store) obtain(ctx context.Context, store *layer.Store, a *access, l registry.Layer, received *atomic.Int64) error {
 	name, repo := sourceOf(l).Name(), a.repo
 	other := s.layers.keeper(store, name)
-	if other == nil || !s.mayUse(ctx, a, l, s.originOf(repo.Reference(), name)) {
+	if other == nil || !s.mayUse(ctx, a, l, s.originOf(a, name)) {
 		return s.download(ctx, store, repo, l, received)
 	}
 	err := s.inTurn(ctx, repo.Reference().Domain, func() error {
