@@ -47,7 +47,7 @@ func (c cadvisor) task(id string) (*tasktypes.Process, error) {
 	return resp.GetProcess(), err
 }
 
-// cAdvisor is told of pods and containers from the moment at which their cgroups appear until they are removed, by any daemon.
+// cAdvisor gets answers about pods and containers from the appearance of their cgroups until their removal, also from the next daemon.
 func TestCadvisorSocket(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "new", "cadvisor.sock")
 	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("cadvisor_socket = %q", socket)))
@@ -99,8 +99,8 @@ func TestCadvisorSocket(t *testing.T) {
 	d.Start(t)
 }
 
-// A pod's cgroup is there long before a slow network is up. cAdvisor asks for it once; what it gets no answer for has
-// neither labels nor network in its statistics.
+// A pod's cgroup is there long before a slow network is up. cAdvisor asks about it once; without an answer the pod's statistics
+// have neither labels nor network.
 func TestCadvisorSocketKnowsPodsThatAreBeingMade(t *testing.T) {
 	dir := t.TempDir()
 	goOn := filepath.Join(dir, "go-on")
@@ -140,7 +140,48 @@ func TestCadvisorSocketKnowsPodsThatAreBeingMade(t *testing.T) {
 	harness.Must(t, <-run)
 }
 
-// A daemon does not take the socket of a runtime that serves there, and says so; one that a killed daemon has left it takes.
+// The pause of a pod that failed ends when the pod is undone, which may take long. Another process may get its ID meanwhile,
+// whose network cAdvisor would count to the pod.
+func TestCadvisorSocketNamesNoPauseOfAPodThatFailed(t *testing.T) {
+	dir := t.TempDir()
+	fails, goOn := filepath.Join(dir, "fails"), filepath.Join(dir, "go-on")
+	plugin := newFakePlugin(t, "fake", fmt.Sprintf(`while [ ! -e %s ]; do sleep 0.05; done
+echo '{"cniVersion": "1.0.0", "code": 100, "msg": "no network"}'
+exit 1
+fi
+if [ "$CNI_COMMAND" = DEL ]; then
+[ $(grep -c ^DEL ${0%%/*}/calls) -gt 1 ] || exit 1 # the first is a part of the attempt
+while [ ! -e %s ]; do sleep 0.05; done`, fails, goOn))
+	socket := filepath.Join(dir, "cadvisor.sock")
+	d := harness.StartDaemon(t, withBinDir(plugin.dir), harness.WithConfig(fmt.Sprintf("cadvisor_socket = %q", socket)),
+		harness.WithNetwork(`{"cniVersion": "1.0.0", "name": "fake", "plugins": [{"type": "fake"}]}`))
+	asked := newCadvisor(t, socket)
+	config := d.PodConfig(t)
+	run := make(chan error, 1)
+	go func() { _, err := d.Cri.RunPodSandbox(t.Context(), config, ""); run <- err }()
+	harness.Eventually(t, "the pause runs", func() error {
+		adds := plugin.calls("ADD")
+		if len(adds) == 0 {
+			return fmt.Errorf("ADD was not called")
+		}
+		_, err := asked.task(adds[0].id)
+		return err
+	})
+	harness.Must(t, os.WriteFile(fails, nil, 0o600))
+	harness.Eventually(t, "the network is undone", func() error {
+		if n := len(plugin.calls("DEL")); n < 2 {
+			return fmt.Errorf("DEL was called %d times", n)
+		}
+		return nil
+	})
+	if pause, err := asked.task(plugin.calls("ADD")[0].id); status.Code(err) != codes.NotFound {
+		t.Errorf("the pause of a pod that failed: %v, %v", pause, err)
+	}
+	harness.Must(t, os.WriteFile(goOn, nil, 0o600))
+	harness.WantCode(t, <-run, codes.Internal, "no network")
+}
+
+// A daemon does not take the socket of a runtime that serves there, and says so.
 func TestCadvisorSocketOfAnotherRuntime(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "containerd.sock")
 	other := harness.Get(net.Listen("unix", socket))(t)

@@ -288,6 +288,7 @@ func (m *Manager) publishPauseless(p *pod) {
 // abandonPod undoes a pod that could not be started. It has its own time, in which a DEL may hang as long as the ADD before it: the
 // operation's may be used up. What can't be undone now is tried again and again.
 func (m *Manager) abandonPod(p *pod) {
+	p.launched.Store(0) // the pause ends, and its process ID may become another process's
 	undo := func(ctx context.Context) error {
 		return m.tasks.WithTurn(ctx, p.turn, "undo", p.String(), func() error { return m.erasePod(ctx, p) })
 	}
