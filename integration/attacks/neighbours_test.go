@@ -158,6 +158,9 @@ func (s *soak) startNeighbours(t *testing.T, image string) {
 			if !strings.Contains(out, "ready") {
 				return fmt.Errorf("it says %q", out)
 			}
+			if strings.Contains(out, "refused") {
+				t.Logf("the attack %s was %s", n.attack, out)
+			}
 			return nil
 		})
 		if n.attack == "trace" {
