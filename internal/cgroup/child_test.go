@@ -57,7 +57,7 @@ func TestChildren(t *testing.T) {
 		{"ends by itself", `exit 0`, nil},
 		{"daemon", `(setsid sh -c 'exec env -i sleep 1000' &)`, func(dir string) bool { return hasCommand(dir, "sleep") }},
 		{"stopped", `kill -STOP $$`, func(dir string) bool { return hasState(dir, "T") }},
-		{"forks without end", `f() { (f) & (f) & wait; }; f`, func(dir string) bool { return len(procs(dir)) >= maxForked/2 }},
+		{"forks without end", `f() { (f) & (f) & wait; }; f`, nil}, // at the limit it would end by itself
 	}
 	for place, c := range placesOfChildren(t) {
 		for _, test := range tests {
