@@ -104,6 +104,11 @@ func (c *Children) startByThread(cmd *exec.Cmd, dir string) error {
 	done := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread()
+		if unix.Gettid() == os.Getpid() { // the process's first thread never ends: another one has to do it
+			done <- c.startByThread(cmd, dir)
+			runtime.UnlockOSThread()
+			return
+		}
 		if err := writeFile(filepath.Join(dir, "tasks"), "0"); err != nil {
 			runtime.UnlockOSThread()
 			done <- fmt.Errorf("enter cgroup: %w", err)

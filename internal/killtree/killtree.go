@@ -43,7 +43,7 @@ func round(dir string) error {
 	if exists(dir + "/cgroup.freeze") { // v2 before Linux 5.14
 		freezer, frozen, thawed = dir+"/cgroup.freeze", "1", "0"
 	}
-	freezeErr := write(freezer, frozen) // a hierarchy without a freezer takes more rounds
+	freezeErr := freeze(freezer, frozen) // a hierarchy without a freezer takes more rounds
 	if gone(freezeErr) {
 		freezeErr = nil
 	}
@@ -54,6 +54,26 @@ func round(dir string) error {
 		err = errors.Join(err, thawErr)
 	}
 	return err
+}
+
+// freezePatience is how long a cgroup may take to freeze. A process in uninterruptible sleep can keep it from that.
+const freezePatience = 200 * time.Millisecond
+
+// freeze freezes a cgroup and waits until it is frozen. The freezer of v1 answers while processes still
+// run; those that fork escape the signals, and thousands of them fork faster than they are killed.
+func freeze(freezer, frozen string) error {
+	for deadline := time.Now().Add(freezePatience); ; time.Sleep(time.Millisecond) {
+		if err := write(freezer, frozen); err != nil {
+			return err
+		}
+		state, err := os.ReadFile(freezer)
+		if err != nil {
+			return err
+		}
+		if strings.TrimSpace(string(state)) == frozen || time.Now().After(deadline) {
+			return nil
+		}
+	}
 }
 
 func signal(dir string) error {
