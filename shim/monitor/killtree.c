@@ -116,6 +116,40 @@ static long tree_pids(int dir, int sig, size_t *count, int depth)
 	return failed(result) ? result : child_pids(dir, sig, count, depth);
 }
 
+/* FREEZE_PATIENCE is how long a cgroup may take to freeze. A process in uninterruptible sleep can keep it from that. */
+#define FREEZE_PATIENCE (200 * MILLISECOND)
+
+/* begins_with tells whether a file's content begins with text. */
+static bool begins_with(int dir, const char *name, const char *text)
+{
+	char buf[16];
+	long fd = sys_openat(dir, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0), n;
+
+	if (failed(fd))
+		return false;
+	n = sys_read((int)fd, buf, sizeof(buf));
+	sys_close((int)fd);
+	if (n < (long)strlen(text))
+		return false;
+	for (size_t i = 0; i < strlen(text); i++) {
+		if (buf[i] != text[i])
+			return false;
+	}
+	return true;
+}
+
+/*
+ * freeze freezes a cgroup and waits until it is frozen. The freezer of v1 answers while processes still run; those that fork
+ * escape the signals. A hierarchy without a freezer takes more rounds.
+ */
+static void freeze(int dir, const char *freezer, const char *frozen)
+{
+	int64_t deadline = now(CLOCK_MONOTONIC) + FREEZE_PATIENCE;
+
+	while (!failed(write_to(dir, freezer, frozen)) && !begins_with(dir, freezer, frozen) && now(CLOCK_MONOTONIC) < deadline)
+		sleep_for(MILLISECOND);
+}
+
 /* kill_all kills what is there now. On v1 the group is frozen meanwhile, so that no fork escapes. */
 static void kill_all(int dir)
 {
@@ -129,7 +163,7 @@ static void kill_all(int dir)
 		frozen = "1";
 		thawed = "0";
 	}
-	write_to(dir, freezer, frozen); /* a hierarchy without a freezer takes more rounds */
+	freeze(dir, freezer, frozen);
 	REACH("monitor.orphans-frozen");
 	tree_pids(dir, SIGKILL, &count, 0);
 	REACH("monitor.orphans-signalled");
