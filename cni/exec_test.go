@@ -270,8 +270,8 @@ kill -9 $$`)
 	}
 }
 
-// What other processes offer in /proc costs nothing when a plugin's processes are looked for: here one without rights, whose
-// environment is 1 GiB of memory.
+// What other processes offer in /proc costs nothing when a plugin's processes are looked for: here
+// one without rights, whose environment is 1 GiB of memory.
 func TestProcessWithHugeEnvironment(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", `kill -9 $$`)

@@ -28,7 +28,8 @@ type mmMap struct {
 	exeFD                                                             int32
 }
 
-// startHugeEnvironment starts a process of uid 1001 with the file descriptors of the test and no capability.
+// startHugeEnvironment starts a process of uid 1001 with the file descriptors of the test and no
+// capability.
 func (b *bed) startHugeEnvironment() (pid int) {
 	b.t.Helper()
 	cmd := exec.Command("/proc/self/exe")

@@ -2,25 +2,25 @@
 //
 // # Contract
 //
-// A Network follows one configuration directory. The first valid file in lexical
-// order is the network new pods join (Plan); Status tells whether pods can join
-// at all. Both answer from memory: one owner goroutine watches the directory,
-// reads it, looks for the plugins and asks them for their STATUS, and publishes
-// what it found as an immutable view.
+// A Network follows one configuration directory. The first valid file in lexical order is the
+// network new pods join (Plan); Status tells whether pods can join at all. Both answer from memory:
+// one owner goroutine watches the directory, reads it, looks for the plugins and asks them for
+// their STATUS, and publishes what it found as an immutable view.
 //
-// What a pod's ADD used is its Attachment, which the caller stores before Add.
-// Del and Check work from the Attachment alone, so a configuration that was changed or
-// deleted meanwhile does not matter to pods that exist. The caller runs Del after
-// every Add, the failed ones too, until it returns nil, and never two operations
-// for one pod at the same time.
+// What a pod's ADD used is its Attachment, which the caller stores before Add. Del and Check work
+// from the Attachment alone, so a configuration that was changed or deleted meanwhile does not
+// matter to pods that exist. The caller runs Del after every Add, the failed ones too, until it
+// returns nil, and never two operations for one pod at the same time.
 //
-// A plugin runs in a cgroup of its own (runs.go). One that has begun ends by itself, or is killed with all that it started after Config.Timeout:
-// one that is killed half-way may not be able to go on where it was. A caller's context bounds what comes before that. Plugins of a
-// daemon that stops (Leave) or is killed go on; New of the next one waits for them and ends those that hang. The pod's network namespace is made by netns.New, with its
-// loopback interface up, so no loopback plugin is needed.
+// A plugin runs in a cgroup of its own (runs.go). One that has begun ends by itself, or is killed
+// with all that it started after Config.Timeout: one that is killed half-way may not be able to go
+// on where it was. A caller's context bounds what comes before that. Plugins of a daemon that stops
+// (Leave) or is killed go on; New of the next one waits for them and ends those that hang. The
+// pod's network namespace is made by netns.New, with its loopback interface up, so no loopback
+// plugin is needed.
 //
-// A plugin that is built in (Config.BuiltIn) is called, not executed. It ends with the daemon at any instruction, and is made for that: its DEL
-// goes on wherever it was.
+// A plugin that is built in (Config.BuiltIn) is called, not executed. It ends with the daemon at
+// any instruction, and is made for that: its DEL goes on wherever it was.
 //
 // Specification: CNI 1.1.0; configurations from 0.1.0 to 1.1.0 are understood.
 package cni

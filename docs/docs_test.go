@@ -13,7 +13,8 @@ import (
 // checkout is the root of the sources.
 const checkout = ".."
 
-// security.md names the test that shows each promise. A test that was renamed or removed leaves a promise without one.
+// security.md names the test that shows each promise. A test that was renamed or removed leaves a
+// promise without one.
 func TestSecurityPageNamesTestsThatExist(t *testing.T) {
 	t.Parallel()
 	tests := map[string]bool{}

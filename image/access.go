@@ -21,16 +21,16 @@ const (
 	fromRepository               // from the same repository
 )
 
-// accesses keeps which layers the pulls under way may use. Nothing of it is on disk: a pull that a crash
-// cut off has shown nothing. Of recorded images the index knows the repositories.
+// accesses keeps which layers the pulls under way may use. Nothing of it is on disk: a pull that a
+// crash cut off has shown nothing. Of recorded images the index knows the repositories.
 type accesses struct {
 	mu     sync.Mutex // guards active and the layers of each access
 	active map[*access]bool
 }
 
-// access keeps the layers that one pull has proved that it may read. A digest in a manifest proves nothing:
-// anyone could publish a manifest that names private layers of others. The registry has to serve
-// the layer to this pull, or to say that it would (docs/adr/001-layer-access.md).
+// access keeps the layers that one pull has proved that it may read. A digest in a manifest proves
+// nothing: anyone could publish a manifest that names private layers of others. The registry has to
+// serve the layer to this pull, or to say that it would (docs/adr/001-layer-access.md).
 type access struct {
 	all    *accesses
 	repo   *registry.Repository
@@ -42,8 +42,8 @@ type access struct {
 	origins map[digest.Digest]origin
 }
 
-// begin returns the access of a pull of these layers. The caller ends it when the image is recorded or the
-// pull has failed.
+// begin returns the access of a pull of these layers. The caller ends it when the image is recorded
+// or the pull has failed.
 func (a *accesses) begin(repo *registry.Repository, wanted []digest.Digest) *access {
 	begun := &access{all: a, repo: repo, wanted: wanted, layers: map[digest.Digest]bool{}}
 	a.mu.Lock()
@@ -100,8 +100,8 @@ func nameOrigin(ref registry.Reference, name string) origin {
 	return fromElsewhere
 }
 
-// origins returns for each of some layers the nearest place from which a recorded image has it. It takes one pass over
-// the images, of which a node may have a thousand.
+// origins returns for each of some layers the nearest place from which a recorded image has it. It
+// takes one pass over the images, of which a node may have a thousand.
 func (x *index) origins(ref registry.Reference, layers []digest.Digest) map[digest.Digest]origin {
 	nearest := map[digest.Digest]origin{}
 	for _, layer := range layers {
@@ -155,8 +155,9 @@ func (s *Store) originOf(a *access, layer digest.Digest) origin {
 	return max(s.accesses.origin(a.repo.Reference(), layer), a.recorded(s.index.Load(), layer))
 }
 
-// mayUse reports whether a pull may use a layer that is here, without fetching it. A registry that has served
-// the blob before is asked. Another registry is not: it could claim a blob that it does not have.
+// mayUse reports whether a pull may use a layer that is here, without fetching it. A registry that
+// has served the blob before is asked. Another registry is not: it could claim a blob that it does
+// not have.
 func (s *Store) mayUse(ctx context.Context, a *access, l registry.Layer, from origin) bool {
 	name := sourceOf(l).Name()
 	switch {
@@ -176,8 +177,8 @@ func (s *Store) hasBlob(ctx context.Context, repo *registry.Repository, l regist
 	return repo.HasBlob(ctx, l.Blob)
 }
 
-// use makes sure that a pull may use a layer that is here. Where mayUse says no, it fetches the blob to
-// check its digest, and does not unpack it.
+// use makes sure that a pull may use a layer that is here. Where mayUse says no, it fetches the
+// blob to check its digest, and does not unpack it.
 func (s *Store) use(ctx context.Context, a *access, l registry.Layer, from origin, track *layerTrack) error {
 	if s.mayUse(ctx, a, l, from) {
 		track.set(LayerPresent)

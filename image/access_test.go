@@ -32,7 +32,8 @@ func downloads(reg *registrytest.Server, l registrytest.Layer) int {
 	return asked(reg, http.MethodGet, l)
 }
 
-// denyBlob makes a registry answer requests for a layer's blob with a status, in one repository. A HEAD gets another.
+// denyBlob makes a registry answer requests for a layer's blob with a status, in one repository. A
+// HEAD gets another.
 func denyBlob(repository string, l registrytest.Layer, head, get int) func(http.ResponseWriter, *http.Request) bool {
 	path := "/v2/" + repository + "/blobs/" + digest.FromBytes(l.Blob).String()
 	return func(w http.ResponseWriter, r *http.Request) bool {
@@ -48,8 +49,8 @@ func denyBlob(repository string, l registrytest.Layer, head, get int) func(http.
 	}
 }
 
-// A manifest that names a private layer of this node does not get the layer, unless its registry serves the blob to that pull, or has
-// the blob and says that it would.
+// A manifest that names a private layer of this node does not get the layer, unless its registry
+// serves the blob to that pull, or has the blob and says that it would.
 func TestPrivateLayerIsNotServedToOthers(t *testing.T) {
 	private := gzipped(t, "secret", "private")
 	for _, tc := range []struct {
@@ -181,7 +182,8 @@ func denyHead(w http.ResponseWriter, r *http.Request) bool {
 	return true
 }
 
-// The origin of a layer that only a container uses is not known: the layer is fetched again, and kept as it is.
+// The origin of a layer that only a container uses is not known: the layer is fetched again, and
+// kept as it is.
 func TestHeldLayerOfARemovedImageIsFetchedAgain(t *testing.T) {
 	reg := registrytest.New(t)
 	s := openStore(t, Config{})
@@ -204,7 +206,8 @@ func TestHeldLayerOfARemovedImageIsFetchedAgain(t *testing.T) {
 	}
 }
 
-// Pulls of one image at the same time, and pulls that follow while it is not complete, fetch a layer once.
+// Pulls of one image at the same time, and pulls that follow while it is not complete, fetch a
+// layer once.
 func TestPullsOfOneImageFetchALayerOnce(t *testing.T) {
 	reg := registrytest.New(t)
 	s := openStore(t, Config{})
@@ -284,7 +287,8 @@ func TestOtherFormOfALayerIsNotServedToOthers(t *testing.T) {
 	}
 }
 
-// The nearest place counts, whichever image comes first, and names that only begin the same are others.
+// The nearest place counts, whichever image comes first, and names that only begin the same are
+// others.
 func TestOrigins(t *testing.T) {
 	layer := func(n int) digest.Digest { return digest.FromString(fmt.Sprint(n)) }
 	listed, unlisted := "sha256:"+strings.Repeat("1", 64), "sha256:"+strings.Repeat("2", 64)
@@ -317,7 +321,8 @@ func TestOrigins(t *testing.T) {
 	}
 }
 
-// BenchmarkOrigins looks for the layers of an image among those of a thousand images of the same registry.
+// BenchmarkOrigins looks for the layers of an image among those of a thousand images of the same
+// registry.
 func BenchmarkOrigins(b *testing.B) {
 	const layers = 10
 	x := &index{byID: map[string]*Image{}, records: map[string]record{}}
@@ -338,7 +343,8 @@ func BenchmarkOrigins(b *testing.B) {
 	}
 }
 
-// BenchmarkAccess pulls an image of eight layers that are here, from a registry that answers after 20 ms.
+// BenchmarkAccess pulls an image of eight layers that are here, from a registry that answers after
+// 20 ms.
 func BenchmarkAccess(b *testing.B) {
 	for _, repository := range []string{"app", "other"} {
 		b.Run(repository, func(b *testing.B) { benchmarkAccess(b, repository) })

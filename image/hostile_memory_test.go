@@ -27,14 +27,16 @@ import (
 	"berth/internal/rootfs"
 )
 
-// Pulls of layers that take as much memory as they can, side by side, keep the processes that unpack them within one budget. All of them
-// end: what fits in the budget is pulled, one after the other if need be, the rest is refused, and small images are pulled beside.
+// Pulls of layers that take as much memory as they can, side by side, keep the processes that
+// unpack them within one budget. All of them end: what fits in the budget is pulled, one after the
+// other if need be, the rest is refused, and small images are pulled beside.
 func TestHostileLayersKeepToTheBudget(t *testing.T) {
 	const (
 		processes = 8
 		work      = 64 * mib
 		merging   = 2 * mib
-		// As cmd/berth reckons: 16 MiB for each process, and half as much again as what it keeps; and what Go takes beside its heap.
+		// As cmd/berth reckons: 16 MiB for each process, and half as much again as what it keeps;
+		// and what Go takes beside its heap.
 		budget = processes*16*mib + work*3/2 + processes*6*mib
 	)
 	program := filepath.Join(t.TempDir(), "berth-unpack")
@@ -131,7 +133,8 @@ func namesLayer(prefix string, n int) registrytest.Layer {
 	return registrytest.Layer{Blob: blob.Bytes(), MediaType: "application/vnd.oci.image.layer.v1.tar+zstd", DiffID: sum.Digest()}
 }
 
-// watchChildren adds up the memory of this process's children again and again. peak ends that and returns the largest sum.
+// watchChildren adds up the memory of this process's children again and again. peak ends that and
+// returns the largest sum.
 func watchChildren(t *testing.T) (peak func() int64) {
 	own, err := os.ReadFile("/proc/self/comm")
 	if err != nil {
@@ -159,7 +162,8 @@ func watchChildren(t *testing.T) (peak func() int64) {
 	}
 }
 
-// childrenMemory is the anonymous memory of all children that have executed a program: others show this process's.
+// childrenMemory is the anonymous memory of all children that have executed a program: others show
+// this process's.
 func childrenMemory(own string) (sum int64) {
 	lists, _ := filepath.Glob("/proc/self/task/*/children")
 	for _, list := range lists {

@@ -38,9 +38,10 @@ func (i *Image) Specification() (ocispec.Image, error) {
 	return c, nil
 }
 
-// DigestedReference returns the name@digest under which a container of this image is reported, "" if the
-// image has none. The digest is that of the manifest or index that the registry served. Among several it
-// prefers the name that the user wrote, then the repository of that name, then the one pulled last.
+// DigestedReference returns the name@digest under which a container of this image is reported, ""
+// if the image has none. The digest is that of the manifest or index that the registry served.
+// Among several it prefers the name that the user wrote, then the repository of that name, then the
+// one pulled last.
 func (i *Image) DigestedReference(written string) string {
 	if ref, err := registry.ParseReference(written); err == nil {
 		if ref.Digest != "" && slices.Contains(i.RepoDigests, ref.String()) {
@@ -281,8 +282,8 @@ func (r record) diskSize() uint64 {
 // another form, it gets one more.
 const maxDigests = 64
 
-// with returns a copy that has one more name, and lacks the oldest of too many digests. The digest of this
-// pull becomes the last one, for DigestedReference.
+// with returns a copy that has one more name, and lacks the oldest of too many digests. The digest
+// of this pull becomes the last one, for DigestedReference.
 func (r record) with(ref registry.Reference, d digest.Digest) record {
 	r.Tags, r.Digests = slices.Clone(r.Tags), slices.Clone(r.Digests)
 	if ref.Tag != "" && !slices.Contains(r.Tags, ref.String()) {

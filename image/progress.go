@@ -103,7 +103,8 @@ func (p *pulls) snapshot() []PullProgress {
 	return all
 }
 
-// received is how many bytes of layers were fetched for the pull, also where another pull that goes on at the same time fetches them.
+// received is how many bytes of layers were fetched for the pull, also where another pull that goes
+// on at the same time fetches them.
 func (t *pullTrack) received() (bytes int64) {
 	layers := t.layers.Load()
 	if layers == nil {

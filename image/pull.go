@@ -217,8 +217,8 @@ func layersOf(img *registry.Image) []digest.Digest {
 	return names
 }
 
-// fetchLayer makes sure that a layer is here and that the pull may use it, by a download that other pulls
-// may share.
+// fetchLayer makes sure that a layer is here and that the pull may use it, by a download that other
+// pulls may share.
 func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l registry.Layer, track *layerTrack) error {
 	if name := sourceOf(l).Name(); store.Has(name) {
 		return s.use(ctx, a, l, s.originOf(a, name), track)
@@ -229,8 +229,8 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l
 	})
 }
 
-// share runs a download that shows that the pull's registry has a layer, or waits for that of another
-// pull. If that one fails, it runs its own.
+// share runs a download that shows that the pull's registry has a layer, or waits for that of
+// another pull. If that one fails, it runs its own.
 func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.Layer, track *layerTrack, run func(context.Context, *atomic.Int64) error) error {
 	name, ref := sourceOf(l).Name(), a.repo.Reference()
 	defer s.cfg.Waits.BeginOpen("its bytes, and to be unpacked", "layer "+l.DiffID.String())() // stalls are given up
@@ -291,9 +291,9 @@ func (s *Store) download(ctx context.Context, store *layer.Store, repo *registry
 	})
 }
 
-// fromHosts fetches a layer from the hosts of a repository, by their numbers. If one host's content is
-// corrupt the next one is asked: a mirror's cache may be damaged. If there is none, and some of it was
-// fetched in parts, the same is asked for the whole.
+// fromHosts fetches a layer from the hosts of a repository, by their numbers. If one host's content
+// is corrupt the next one is asked: a mirror's cache may be damaged. If there is none, and some of
+// it was fetched in parts, the same is asked for the whole.
 func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received *atomic.Int64, fetch func(host int) (inParts bool, err error)) error {
 	var err error
 	for first, tries := 0, repo.Hosts(); first < tries; first++ {
@@ -311,9 +311,9 @@ func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received 
 	return err
 }
 
-// downloadFrom streams a layer from the network through its checks into the layer
-// store, beginning with the host of the given number. It returns the limits that the layer had, and reports whether some of
-// it was fetched in parts.
+// downloadFrom streams a layer from the network through its checks into the layer store, beginning
+// with the host of the given number. It returns the limits that the layer had, and reports whether
+// some of it was fetched in parts.
 func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, first int, received *atomic.Int64, more lack) (had unpack.Limits, inParts bool, err error) {
 	blob, err := repo.Blob(ctx, l.Blob, first, func(n int) { received.Add(int64(n)) })
 	if err != nil {
@@ -345,7 +345,8 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 	return had, inParts, err
 }
 
-// withMemory returns the limits of a layer with its share of the memory for unpacking. It waits where the layer is known to need more.
+// withMemory returns the limits of a layer with its share of the memory for unpacking. It waits
+// where the layer is known to need more.
 func (s *Store) withMemory(ctx context.Context, l registry.Layer, more lack) (_ unpack.Limits, giveBack func(), err error) {
 	limits := limitsOf(l.Blob, s.cfg.Limits)
 	if more == (lack{}) {

@@ -1488,7 +1488,8 @@ func TestDyingLayerIsWaitedFor(t *testing.T) {
 	})
 }
 
-// A container is reported by the digest that the registry knows, in the repository that its author wrote.
+// A container is reported by the digest that the registry knows, in the repository that its author
+// wrote.
 func TestDigestedReference(t *testing.T) {
 	digestOf := func(n int) string { return digest.FromString(fmt.Sprint(n)).String() }
 	first, moved, other := "docker.io/library/app@"+digestOf(1), "docker.io/library/app@"+digestOf(2), "example.com/app@"+digestOf(1)

@@ -10,19 +10,22 @@ import (
 	"berth/image/unpack"
 )
 
-// leastMemory is what each process that unpacks a layer may take for what it keeps of the layer. 4,500 files of a tree take so much.
+// leastMemory is what each process that unpacks a layer may take for what it keeps of the layer.
+// 4,500 files of a tree take so much.
 const leastMemory = 2 << 20
 
-// usualWindow is the zstd window that each process may take beside that. Encoders use up to 8 MiB by default.
+// usualWindow is the zstd window that each process may take beside that. Encoders use up to 8 MiB
+// by default.
 const usualWindow = 8 << 20
 
-// workMemory is what the processes that unpack layers may keep in memory, all together: trees of layers that
-// are packed, names of directories, windows of zstd beyond usualWindow.
+// workMemory is what the processes that unpack layers may keep in memory, all together: trees of
+// layers that are packed, names of directories, windows of zstd beyond usualWindow.
 //
-// How much a layer takes shows when it is read, so each process gets a share at once: the least, which is kept
-// for as many as there can be at a time, and half of what is free of the rest. A process whose layer takes more
-// ends, and begins again when there is as much as any layer may take. Those wait in line. Nobody waits who has more than
-// the least, so whoever waits gets it, and small layers go on meanwhile.
+// How much a layer takes shows when it is read, so each process gets a share at once: the least,
+// which is kept for as many as there can be at a time, and half of what is free of the rest. A
+// process whose layer takes more ends, and begins again when there is as much as any layer may
+// take. Those wait in line. Nobody waits who has more than the least, so whoever waits gets it, and
+// small layers go on meanwhile.
 type workMemory struct {
 	least, most int64         // of a tree
 	rest        int64         // beside the least of each
@@ -34,8 +37,8 @@ type workMemory struct {
 	given   chan struct{} // closed when something is given back
 }
 
-// newWorkMemory is all of the memory, for so many processes at a time. Trees are merged with so much (Config.MergeMemory).
-// 0: each may take what its layer's limits say.
+// newWorkMemory is all of the memory, for so many processes at a time. Trees are merged with so
+// much (Config.MergeMemory). 0: each may take what its layer's limits say.
 func newWorkMemory(all, merging int64, processes int) *workMemory {
 	if all <= 0 {
 		return nil
@@ -73,7 +76,8 @@ func (m *workMemory) giveBack(bytes int64) {
 // lack is what a layer was found to need more of than its share.
 type lack struct{ memory, window bool }
 
-// grow notes what made a process fail, and reports whether the layer may get more of it than the limits that it had.
+// grow notes what made a process fail, and reports whether the layer may get more of it than the
+// limits that it had.
 func (n *lack) grow(m *workMemory, had unpack.Limits, err error) bool {
 	if m == nil || err == nil {
 		return false
@@ -95,7 +99,8 @@ func (n *lack) grow(m *workMemory, had unpack.Limits, err error) bool {
 	return true
 }
 
-// wait waits in line for all that a layer may take of what it needs more of. The caller gives it back.
+// wait waits in line for all that a layer may take of what it needs more of. The caller gives it
+// back.
 func (m *workMemory) wait(ctx context.Context, limits unpack.Limits, n lack) (_ unpack.Limits, giveBack func(), err error) {
 	memory, window := m.least, int64(usualWindow)
 	if n.memory {
@@ -135,7 +140,8 @@ func (m *workMemory) take(ctx context.Context, bytes int64) error {
 	}
 }
 
-// try takes bytes for the first in line, or returns a channel that is closed when it is worth trying again.
+// try takes bytes for the first in line, or returns a channel that is closed when it is worth
+// trying again.
 func (m *workMemory) try(bytes int64) (given <-chan struct{}, ok bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

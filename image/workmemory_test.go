@@ -9,7 +9,8 @@ import (
 	"berth/image/unpack"
 )
 
-// However many layers there are, they take no more than there is together, the last as much as is kept for it; all comes back.
+// However many layers there are, they take no more than there is together, the last as much as is
+// kept for it; all comes back.
 func TestWorkMemory(t *testing.T) {
 	for _, c := range []struct {
 		name                string
@@ -52,7 +53,8 @@ func TestWorkMemory(t *testing.T) {
 	}
 }
 
-// A layer that needs more than its share gets what any layer may have, when it is there. Small ones do not wait for it.
+// A layer that needs more than its share gets what any layer may have, when it is there. Small ones
+// do not wait for it.
 func TestLayerWaitsForWorkMemory(t *testing.T) {
 	m := newWorkMemory(341*mib, 64*mib, 32)
 	usual := unpack.DefaultLimits

@@ -47,7 +47,8 @@ func (c cadvisor) task(id string) (*tasktypes.Process, error) {
 	return resp.GetProcess(), err
 }
 
-// cAdvisor gets answers about pods and containers from the appearance of their cgroups until their removal, also from the next daemon.
+// cAdvisor gets answers about pods and containers from the appearance of their cgroups until their
+// removal, also from the next daemon.
 func TestCadvisorSocket(t *testing.T) {
 	socket := filepath.Join(t.TempDir(), "new", "cadvisor.sock")
 	d := harness.StartDaemon(t, harness.WithConfig(fmt.Sprintf("cadvisor_socket = %q", socket)))
@@ -99,8 +100,8 @@ func TestCadvisorSocket(t *testing.T) {
 	d.Start(t)
 }
 
-// A pod's cgroup is there long before a slow network is up. cAdvisor asks about it once; without an answer the pod's statistics
-// have neither labels nor network.
+// A pod's cgroup is there long before a slow network is up. cAdvisor asks about it once; without an
+// answer the pod's statistics have neither labels nor network.
 func TestCadvisorSocketKnowsPodsThatAreBeingMade(t *testing.T) {
 	dir := t.TempDir()
 	goOn := filepath.Join(dir, "go-on")
@@ -140,8 +141,8 @@ func TestCadvisorSocketKnowsPodsThatAreBeingMade(t *testing.T) {
 	harness.Must(t, <-run)
 }
 
-// The pause of a pod that failed ends when the pod is undone, which may take long. Another process may get its ID meanwhile,
-// whose network cAdvisor would count to the pod.
+// The pause of a pod that failed ends when the pod is undone, which may take long. Another process
+// may get its ID meanwhile, whose network cAdvisor would count to the pod.
 func TestCadvisorSocketNamesNoPauseOfAPodThatFailed(t *testing.T) {
 	dir := t.TempDir()
 	fails, goOn := filepath.Join(dir, "fails"), filepath.Join(dir, "go-on")

@@ -36,8 +36,8 @@ spec:
 	harness.Must(t, os.RemoveAll(runDir))
 }
 
-// What another berth on the machine has in cgroups and directories that both use is no difference, whether its daemon
-// runs, was restarted, or ended.
+// What another berth on the machine has in cgroups and directories that both use is no difference,
+// whether its daemon runs, was restarted, or ended.
 func TestStateCheckBesideAnotherBerth(t *testing.T) {
 	d, other := harness.StartDaemon(t), harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -65,7 +65,8 @@ func checkOf(t *testing.T, d *harness.Daemon, flags ...string) (out string, err 
 	return string(raw), err
 }
 
-// `berth check` looks at what the daemon that runs was started with, flags included, and with flags of its own at that.
+// `berth check` looks at what the daemon that runs was started with, flags included, and with flags
+// of its own at that.
 func TestCheckAsksTheDaemon(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)
@@ -102,7 +103,8 @@ func TestCheckAsksTheDaemon(t *testing.T) {
 	pod.Remove(t)
 }
 
-// Nothing is amiss with user namespaces where pods have them, whatever the mode of the state directory is.
+// Nothing is amiss with user namespaces where pods have them, whatever the mode of the state
+// directory is.
 func TestCheckOfUserNamespaces(t *testing.T) {
 	d := harness.StartDaemon(t)
 	const base = 6 * usernsLength

@@ -53,7 +53,8 @@ func wantOwnDescriptors(t *testing.T, pid int) {
 	}
 }
 
-// listDescriptors makes a shell write down its descriptors. Those that the redirection replaces are kept, with another number.
+// listDescriptors makes a shell write down its descriptors. Those that the redirection replaces are
+// kept, with another number.
 const listDescriptors = `{ for f in /proc/$$/fd/*; do stat -L -c '%d %n' $f 2>&1 && readlink $f; done; true; } >/descriptors`
 
 // wantListed checks what listDescriptors has written.
@@ -88,8 +89,9 @@ var openedBy = []struct {
 	{"terminal", remotecommand.StreamOptions{Stdin: strings.NewReader(""), Stdout: &bytes.Buffer{}, Tty: true}},
 }
 
-// What a process of a container has open is its own or its container's. Whoever has a descriptor of a device node may change the node's
-// mode and owner, for everybody who has it: the host's /dev/null became unusable.
+// What a process of a container has open is its own or its container's. Whoever has a descriptor of
+// a device node may change the node's mode and owner, for everybody who has it: the host's
+// /dev/null became unusable.
 func TestDescriptorsAreNotTheHosts(t *testing.T) {
 	for _, handler := range []string{"", "crun"} {
 		t.Run("handler "+handler, func(t *testing.T) {
@@ -136,7 +138,8 @@ func wantUsableNull(t *testing.T) {
 	harness.Equal(t, "its owner", info.Sys().(*syscall.Stat_t).Uid, 0)
 }
 
-// Neither init nor an exec can change the host's /dev/null, with any handler. The next exec works all the same.
+// Neither init nor an exec can change the host's /dev/null, with any handler. The next exec works
+// all the same.
 func TestContainerCannotChangeHostsNull(t *testing.T) {
 	if info, err := os.Stat("/run/null"); err != nil || info.Mode().Type() != os.ModeDevice|os.ModeCharDevice {
 		t.Skip("NOT TESTED: /dev/null is not one that contrib/machine has made")

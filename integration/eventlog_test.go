@@ -14,7 +14,8 @@ import (
 	"berth/integration/harness"
 )
 
-// eventsOf returns the lines of an event, and fails the test unless they are at the level info and n.
+// eventsOf returns the lines of an event, and fails the test unless they are at the level info and
+// n.
 func eventsOf(t *testing.T, d *harness.Daemon, n int, event string, want harness.LogLine) []harness.LogLine {
 	t.Helper()
 	var found []harness.LogLine
@@ -43,7 +44,8 @@ func wantKeys(t *testing.T, line harness.LogLine, keys ...string) {
 	}
 }
 
-// Each event in the life of pods, containers and images is a line at the level info, with names, and no ordinary life is worth a warning.
+// Each event in the life of pods, containers and images is a line at the level info, with names,
+// and no ordinary life is worth a warning.
 func TestEventLog(t *testing.T) {
 	d := harness.StartDaemon(t)
 	name, id := harness.Push(t, harness.Registry, "eventlog:1", harness.BuildImage(t, v1.Config{}))
@@ -93,7 +95,8 @@ func TestEventLog(t *testing.T) {
 	d.QuietLog(t)
 }
 
-// Names may be anything: each event is one line, which can be parsed. No credentials are in the log.
+// Names may be anything: each event is one line, which can be parsed. No credentials are in the
+// log.
 func TestEventLogOfHostileNames(t *testing.T) {
 	const hostile = "a\u2028 level=ERROR msg=\"forged\" \u202e time=now" // control characters are refused
 	d := harness.StartDaemon(t)
@@ -125,7 +128,8 @@ func TestEventLogOfHostileNames(t *testing.T) {
 	harness.Equal(t, "lines of the pod that is ready", found, 1)
 }
 
-// Clients that give up, and pods that are stopped while something begins in them, are no reason to warn.
+// Clients that give up, and pods that are stopped while something begins in them, are no reason to
+// warn.
 func TestNoWarningsOfClientsThatCancel(t *testing.T) {
 	d := harness.StartDaemon(t)
 	d.EnsureImage(t, harness.BaseImage)

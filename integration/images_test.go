@@ -283,8 +283,9 @@ func TestRemoveImageUnderContainer(t *testing.T) {
 	harness.WantCode(t, err, codes.NotFound, name)
 }
 
-// Whatever identifies an image does so by its ID (strict since v1.36): PullImage, ImageStatus, ListImages, image_id in the
-// status and the list of containers, image volumes, and events. image_ref of a container is the digest in the registry.
+// Whatever identifies an image does so by its ID (strict since v1.36): PullImage, ImageStatus,
+// ListImages, image_id in the status and the list of containers, image volumes, and events.
+// image_ref of a container is the digest in the registry.
 func TestImageIDIsTheSameEverywhere(t *testing.T) {
 	d := harness.StartDaemon(t)
 	stream := events(t, d)
@@ -325,8 +326,9 @@ func TestImageIDIsTheSameEverywhere(t *testing.T) {
 	}
 }
 
-// image_ref of a container is repository@digest, with the repository that the pod names and the digest that the registry
-// served: scanners and policy engines look images up by it. It stays the same when the image gets other names or goes.
+// image_ref of a container is repository@digest, with the repository that the pod names and the
+// digest that the registry served: scanners and policy engines look images up by it. It stays the
+// same when the image gets other names or goes.
 func TestContainerImageRefIsARepositoryDigest(t *testing.T) {
 	d := harness.StartDaemon(t)
 	img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("ref", 0o644, "x")})

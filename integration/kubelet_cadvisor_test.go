@@ -24,10 +24,12 @@ import (
 // containerdSocket is where kubelet's cAdvisor looks for containerd.
 const containerdSocket = "/run/containerd/containerd.sock"
 
-// containerdEnv names a directory with the programs containerd, containerd-shim-runc-v2 and runc, such as contrib/bench installs.
+// containerdEnv names a directory with the programs containerd, containerd-shim-runc-v2 and runc,
+// such as contrib/bench installs.
 const containerdEnv = "BERTH_CONTAINERD"
 
-// recordedStatistics is what kubelet with default feature gates tells of observedPod on containerd, with cgroup v1.
+// recordedStatistics is what kubelet with default feature gates tells of observedPod on containerd,
+// with cgroup v1.
 const recordedStatistics = "testdata/kubelet-containerd-statistics"
 
 var updateStatistics = flag.Bool("update-statistics", false, "rewrite "+recordedStatistics+" (with "+containerdEnv+")")
@@ -44,7 +46,8 @@ containers:
   readinessProbe: {exec: {command: [test, -e, /file]}, periodSeconds: 1, timeoutSeconds: 20}
 `
 
-// With its default feature gates kubelet tells of pods on berth what it tells of them on containerd.
+// With its default feature gates kubelet tells of pods on berth what it tells of them on
+// containerd.
 func TestKubeletCadvisor(t *testing.T) {
 	n := startNode(t, quickKubelet, harness.WithConfig(fmt.Sprintf("cadvisor_socket = %q", containerdSocket)))
 	p := n.apply(t, "observed", observedPod)
@@ -69,8 +72,9 @@ func TestKubeletCadvisor(t *testing.T) {
 	})
 }
 
-// testCadvisorAfterKill starts pods at the next daemon until kubelet's cAdvisor knows the network of one. It dials a socket at
-// which nobody has answered anew only after up to three seconds, and never asks again about a cgroup that it has seen before.
+// testCadvisorAfterKill starts pods at the next daemon until kubelet's cAdvisor knows the network
+// of one. It dials a socket at which nobody has answered anew only after up to three seconds, and
+// never asks again about a cgroup that it has seen before.
 func (n *node) testCadvisorAfterKill(t *testing.T) {
 	n.d.Kill(t)
 	n.d.Start(t)
@@ -86,7 +90,8 @@ func (n *node) testCadvisorAfterKill(t *testing.T) {
 	t.Errorf("the network of no pod of the next daemon is known: %v", err)
 }
 
-// What recordedStatistics says is what containerd gives. It takes the programs of containerd, which are not the project's.
+// What recordedStatistics says is what containerd gives. It takes the programs of containerd, which
+// are not the project's.
 func TestKubeletStatisticsOfContainerd(t *testing.T) {
 	bin := os.Getenv(containerdEnv)
 	if bin == "" {
@@ -121,7 +126,8 @@ func TestKubeletStatisticsOfContainerd(t *testing.T) {
 	n.checkIdentity(t, p)
 }
 
-// containerdConfig is formatted with a directory of containerd's own, socket, sandbox image, runc, and directories of CNI.
+// containerdConfig is formatted with a directory of containerd's own, socket, sandbox image, runc,
+// and directories of CNI.
 const containerdConfig = `version = 3
 root = "%[1]s/root"
 state = "%[1]s/state"
@@ -149,7 +155,8 @@ disable = true
 path = "%[1]s/opt"
 `
 
-// startContainerd starts containerd at its usual socket, with everything else in a directory of its own, and returns it as a runtime for a node.
+// startContainerd starts containerd at its usual socket, with everything else in a directory of its
+// own, and returns it as a runtime for a node.
 func startContainerd(t *testing.T, bin string) *harness.Daemon {
 	t.Helper()
 	d := harness.NewDaemon(t) // its directories, and its network
@@ -338,7 +345,8 @@ func (n *node) checkIdentity(t *testing.T, p *kubePod) {
 	}
 }
 
-// checkNoOthers checks that cgroups inside of containers, those of execs, are not counted as the pod's once more.
+// checkNoOthers checks that cgroups inside of containers, those of execs, are not counted as the
+// pod's once more.
 func (n *node) checkNoOthers(t *testing.T, p *kubePod) {
 	main := p.container(t, "web")
 	for range 5 {

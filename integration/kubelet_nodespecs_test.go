@@ -12,8 +12,8 @@ import (
 
 // What Kubernetes' own tests of a node look at (test/e2e_node of its repository), as static pods.
 
-// Pods have the hostname of "Hostname of Pod": the pod's name, or all of the FQDN where the pod wants that. Without a cluster domain
-// the FQDN ends with a dot.
+// Pods have the hostname of "Hostname of Pod": the pod's name, or all of the FQDN where the pod
+// wants that. Without a cluster domain the FQDN ends with a dot.
 func testKubeletHostname(t *testing.T, n *node) {
 	const base = "fqdn"
 	longest := strings.Repeat("l", 64-len("-"+kubeletNode+".t.default.svc.")) // what the kernel takes, and kubelet lets through
@@ -40,7 +40,8 @@ func testKubeletHostname(t *testing.T, n *node) {
 	}
 }
 
-// "DefaultProcMount" and "ProcMount" count the mounts with /proc in their lines: with Unmasked there is one, and it is writable.
+// "DefaultProcMount" and "ProcMount" count the mounts with /proc in their lines: with Unmasked
+// there is one, and it is writable.
 func testKubeletProcMount(t *testing.T, n *node) {
 	t.Run("Default", func(t *testing.T) {
 		p := n.apply(t, "proc-default", "containers: [{securityContext: {procMount: Default}}]")
@@ -65,8 +66,8 @@ containers: [{securityContext: {procMount: Unmasked}}]`)
 	})
 }
 
-// "Summary API" wants these fields of a pod after a restart of its container. Those of CPU, memory and disks
-// must not be zero, for the container uses them.
+// "Summary API" wants these fields of a pod after a restart of its container. Those of CPU, memory
+// and disks must not be zero, for the container uses them.
 func testKubeletSummary(t *testing.T, n *node) {
 	p := n.apply(t, "summary", `
 containers:
@@ -123,7 +124,8 @@ volumes:
 	})
 }
 
-// summaryOf returns the pod's part of kubelet's summary: the values by their paths, in which elements of lists have their names.
+// summaryOf returns the pod's part of kubelet's summary: the values by their paths, in which
+// elements of lists have their names.
 func (n *node) summaryOf(p *kubePod) (map[string]any, error) {
 	var summary struct{ Pods []map[string]any }
 	if err := n.read("/stats/summary", &summary); err != nil {

@@ -302,7 +302,8 @@ func waitGone(t *testing.T, sleepers ...int) {
 	})
 }
 
-// A container whose monitor is in a frozen cgroup, where no signal reaches it, ends with its exit code and can be removed.
+// A container whose monitor is in a frozen cgroup, where no signal reaches it, ends with its exit
+// code and can be removed.
 func TestMonitorInFrozenCgroup(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t, harness.HostNetwork)
@@ -317,8 +318,8 @@ func TestMonitorInFrozenCgroup(t *testing.T) {
 	d.StateMatches(t)
 }
 
-// freezeInCgroup moves a process to a cgroup of its own and freezes that. The function returned thaws it; the cgroup goes at the
-// test's end.
+// freezeInCgroup moves a process to a cgroup of its own and freezes that. The function returned
+// thaws it; the cgroup goes at the test's end.
 func freezeInCgroup(t *testing.T, pid int) (thaw func()) {
 	t.Helper()
 	dir, file, frozen, thawed := "/sys/fs/cgroup/freezer", "freezer.state", "FROZEN", "THAWED"

@@ -85,7 +85,8 @@ func TestOperatorSessionsCutOffPrintOneLine(t *testing.T) {
 	d.Start(t)
 }
 
-// A client of a forwarded port that resets its connection is not the operator's concern; a port that nobody listens on is.
+// A client of a forwarded port that resets its connection is not the operator's concern; a port
+// that nobody listens on is.
 func TestOperatorPortForwardPrintsRefusalsOnly(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pod := d.RunPod(t)

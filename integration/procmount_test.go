@@ -31,15 +31,16 @@ func TestUnmaskedProc(t *testing.T) {
 	harness.Equal(t, "unmasked", pod.Sh(t, look, inUserNamespace(base), unmasked), "regular empty file\nall\nmounted\n")
 }
 
-// mountsWithProc returns what Kubernetes' tests DefaultProcMount and ProcMount look at, and how many of these mounts are read-only.
+// mountsWithProc returns what Kubernetes' tests DefaultProcMount and ProcMount look at, and how
+// many of these mounts are read-only.
 func mountsWithProc(t *testing.T, c *harness.Container) (lines []string, readOnly int) {
 	t.Helper()
 	out := strings.TrimSpace(c.Exec(t, "/bin/sh", "-ec", "mount | grep /proc"))
 	return strings.Split(out, "\n"), strings.Count(out, "(ro")
 }
 
-// Kubernetes' tests count the mounts in whose line there is "/proc": with Unmasked it is one, that of proc.
-// The root's line must not name its layers below /proc.
+// Kubernetes' tests count the mounts in whose line there is "/proc": with Unmasked it is one, that
+// of proc. The root's line must not name its layers below /proc.
 func TestMountsWithProc(t *testing.T) {
 	for i, driver := range []string{"directory", "erofs"} {
 		t.Run(driver, func(t *testing.T) {

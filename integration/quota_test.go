@@ -15,7 +15,8 @@ import (
 	"berth/internal/projectquota"
 )
 
-// onQuotas puts a daemon's root on a filesystem with project quotas. The test is skipped where the kernel has none.
+// onQuotas puts a daemon's root on a filesystem with project quotas. The test is skipped where the
+// kernel has none.
 func onQuotas(t *testing.T, mkfs ...string) func(*testing.T, *harness.Daemon) {
 	t.Helper()
 	image, place := filepath.Join(t.TempDir(), "image"), t.TempDir()
@@ -43,7 +44,8 @@ func onQuotas(t *testing.T, mkfs ...string) func(*testing.T, *harness.Daemon) {
 	}
 }
 
-// A container can't write more than writable_layer_limit into its own filesystem; others can write as much.
+// A container can't write more than writable_layer_limit into its own filesystem; others can write
+// as much.
 func TestWritableLayerLimit(t *testing.T) {
 	for name, mkfs := range map[string][]string{
 		"ext4": {"mkfs.ext4", "-q", "-O", "project,quota", "-E", "quotatype=prjquota"},

@@ -104,8 +104,8 @@ func podsToReboot(t *testing.T, d *harness.Daemon) map[string]*rebooted {
 	}
 }
 
-// A node that is a container itself (kind, LXC, nspawn) restarts with the boot ID of its host: /run is empty, no process is there. All is
-// as after a reboot, twice.
+// A node that is a container itself (kind, LXC, nspawn) restarts with the boot ID of its host: /run
+// is empty, no process is there. All is as after a reboot, twice.
 func TestRestartOfTheNodeInTheSameBoot(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pods := podsToReboot(t, d)
@@ -124,8 +124,9 @@ func TestRestartOfTheNodeInTheSameBoot(t *testing.T) {
 	d.StateSettles(t)
 }
 
-// Where the state directory is emptied, or covered by another filesystem, while pods run, their processes are killed before their
-// containers are said to have ended: kubelet starts the next ones beside them.
+// Where the state directory is emptied, or covered by another filesystem, while pods run, their
+// processes are killed before their containers are said to have ended: kubelet starts the next ones
+// beside them.
 func TestStateDirectoryIsLostWhilePodsRun(t *testing.T) {
 	t.Run("emptied", func(t *testing.T) {
 		d := harness.StartDaemon(t)
@@ -201,8 +202,9 @@ func TestOnlyTheIDOfTheStateDirectoryIsLost(t *testing.T) {
 	pod.Remove(t)
 }
 
-// After a reboot no process is there, /run is empty and the boot ID is new: pods are not ready and give their addresses and host
-// ports back without being asked, containers have exited, images and logs are there, and kubelet's next attempts run.
+// After a reboot no process is there, /run is empty and the boot ID is new: pods are not ready and
+// give their addresses and host ports back without being asked, containers have exited, images and
+// logs are there, and kubelet's next attempts run.
 func TestReboot(t *testing.T) {
 	d := harness.StartDaemon(t)
 	pods := podsToReboot(t, d)

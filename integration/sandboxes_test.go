@@ -145,7 +145,8 @@ func TestPodSysctls(t *testing.T) {
 	}
 }
 
-// A container that writes to the pod's /etc/hosts without end fills a tmpfs of the pod's, and not the node's disk.
+// A container that writes to the pod's /etc/hosts without end fills a tmpfs of the pod's, and not
+// the node's disk.
 func TestPodFilesAreBounded(t *testing.T) {
 	d := harness.StartDaemon(t)
 	const limit = 64 << 20
@@ -193,7 +194,8 @@ func TestPodHostIPCSharedMemory(t *testing.T) {
 	harness.Equal(t, "content", d.RunPod(t, harness.HostIPC).Run(t).Exec(t, "cat", path), "host")
 }
 
-// Hostnames are those that kubelet sends: its own /etc/hosts, which is mounted over berth's, has the same names.
+// Hostnames are those that kubelet sends: its own /etc/hosts, which is mounted over berth's, has
+// the same names.
 func TestPodHostnameAndHosts(t *testing.T) {
 	d := harness.StartDaemon(t)
 	longest := strings.Repeat("n", 54) + ".t.ns.svc."

@@ -16,8 +16,9 @@ import (
 	"berth/integration/machine"
 )
 
-// StartContainer answers when the container's command runs: kubelet runs postStart hooks at once, which may look at process 1 or
-// write to its output. An OCI hook makes the moment between libcontainer's answer and execve long.
+// StartContainer answers when the container's command runs: kubelet runs postStart hooks at once,
+// which may look at process 1 or write to its output. An OCI hook makes the moment between
+// libcontainer's answer and execve long.
 func TestStartAnswersWhenCommandRuns(t *testing.T) {
 	const base = 24 * usernsLength
 	dir, option := cdiDir(t)

@@ -348,7 +348,8 @@ func TestUserNamespaceOnHostNetwork(t *testing.T) {
 	}
 }
 
-// The node's mounts below /sys are read-only in such a container, whatever their files' modes allow.
+// The node's mounts below /sys are read-only in such a container, whatever their files' modes
+// allow.
 func TestUserNamespaceOnHostNetworkCannotWriteBelowSys(t *testing.T) {
 	const base = 6 * usernsLength
 	const below, later = "/sys/kernel/mm", "/sys/dev/char" // which each kernel has

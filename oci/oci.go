@@ -75,8 +75,9 @@ type Pod struct {
 	// /etc/hostname, /etc/hosts, /dev/shm. Empty: not mounted; Shm is required unless
 	// the pod is on the node's IPC namespace.
 	ResolvConf, Hostname, Hosts, Shm string
-	// OwnsFiles tells that the first three belong to the pod's root on the host, which is another user there if
-	// the pod has a user namespace. Else they are the host's root's, and mounted with the namespace's mappings.
+	// OwnsFiles tells that the first three belong to the pod's root on the host, which is another
+	// user there if the pod has a user namespace. Else they are the host's root's, and mounted with
+	// the namespace's mappings.
 	OwnsFiles bool
 }
 

@@ -38,7 +38,8 @@ func Sysctl(pod Pod, name, value string) (string, error) {
 	return key, nil
 }
 
-// SetsNetworkSysctls tells whether a pod's config asks for sysctls of its network, beside defaultSysctls.
+// SetsNetworkSysctls tells whether a pod's config asks for sysctls of its network, beside
+// defaultSysctls.
 func SetsNetworkSysctls(config *runtimeapi.PodSandboxConfig) bool {
 	for name := range config.GetLinux().GetSysctls() {
 		if strings.HasPrefix(name, "net.") || strings.HasPrefix(name, "net/") {

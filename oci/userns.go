@@ -164,8 +164,8 @@ func setFirstNamespaces(pod Pod, spec *specs.Spec) error {
 
 // sysMount returns the container's /sys. A sysfs shows one network namespace, and only the owner of
 // that namespace can mount it. So a pod with a user namespace on the node's network gets the node's
-// /sys. The node's mounts below it, such as cgroups and debugfs, are read-only as well. Later ones of
-// the node do not appear: they would be writable.
+// /sys. The node's mounts below it, such as cgroups and debugfs, are read-only as well. Later ones
+// of the node do not appear: they would be writable.
 func sysMount(in ContainerInput, access string) specs.Mount {
 	if in.Pod.UserNS != "" && in.Pod.hostNetwork() {
 		if access == "ro" && in.Host.RecursiveReadOnly {

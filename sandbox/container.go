@@ -136,7 +136,8 @@ func (m *Manager) newContainer(caller context.Context, p *pod, config *runtimeap
 	return c.id, nil
 }
 
-// writtenName is the image's name as the pod's author wrote it. kubelet itself asks for images by their IDs.
+// writtenName is the image's name as the pod's author wrote it. kubelet itself asks for images by
+// their IDs.
 func writtenName(config *runtimeapi.ContainerConfig) string {
 	return cmp.Or(config.GetImage().GetUserSpecifiedImage(), config.GetImage().GetImage())
 }

@@ -107,7 +107,8 @@ func (m *Manager) readyPod(id string) (*pod, error) {
 	return p, nil
 }
 
-// notReady refuses something in a pod that is not ready. Why it is not was logged, or will be: it is being stopped, or has lost its pause.
+// notReady refuses something in a pod that is not ready. Why it is not was logged, or will be: it
+// is being stopped, or has lost its pause.
 func notReady(p *pod) error {
 	return errdefs.Superseded(errdefs.FailedPrecondition("pod sandbox %s is not ready", p.id))
 }

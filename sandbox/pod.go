@@ -55,8 +55,8 @@ func (p *pod) Info() *view.Pod { return p.info.Load() }
 // Birth implements view.Published.
 func (p *pod) Birth() view.Birth { return view.Birth{At: p.rec.CreatedAt, ID: p.id} } // which never changes
 
-// PodOrPlanned returns the pod with exactly that ID. Of one that is being made it tells the config and, as soon as there is
-// one, the process ID of the pause. NotFound if there is none.
+// PodOrPlanned returns the pod with exactly that ID. Of one that is being made it tells the config
+// and, as soon as there is one, the process ID of the pause. NotFound if there is none.
 func (m *Manager) PodOrPlanned(id string) (*view.Pod, error) {
 	p, known := m.pods.Get(id)
 	if !known {

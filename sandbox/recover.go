@@ -248,7 +248,8 @@ func (m *Manager) recoverContainer(c *container) (launched bool, err error) {
 	return true, nil
 }
 
-// recoverCreated publishes a container that was not started. It ends with its pod where that is lost, as after a reboot.
+// recoverCreated publishes a container that was not started. It ends with its pod where that is
+// lost, as after a reboot.
 func (m *Manager) recoverCreated(c *container) error {
 	lost, err := m.stateLost(c.rec.BootID, c.rec.RunID, c.podID)
 	switch {

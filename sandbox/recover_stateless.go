@@ -13,12 +13,14 @@ import (
 	"berth/shim"
 )
 
-// A node that is a container itself (kind, LXC, nspawn) restarts without a new boot ID: the state directory is empty then, and
-// the processes are gone. Where somebody has emptied or covered the directory on a running node, the processes are not gone. Both
-// are recognized by the ID of the state directory, and end as a reboot does, after what still runs was killed.
+// A node that is a container itself (kind, LXC, nspawn) restarts without a new boot ID: the state
+// directory is empty then, and the processes are gone. Where somebody has emptied or covered the
+// directory on a running node, the processes are not gone. Both are recognized by the ID of the
+// state directory, and end as a reboot does, after what still runs was killed.
 
-// stateLost tells whether an object that was recorded in a boot and a run of the state directory has lost its runtime state.
-// Where a shim directory of its own is there, or of its pod, it has not: somebody has deleted nothing but the ID.
+// stateLost tells whether an object that was recorded in a boot and a run of the state directory
+// has lost its runtime state. Where a shim directory of its own is there, or of its pod, it has
+// not: somebody has deleted nothing but the ID.
 func (m *Manager) stateLost(bootID, runID string, ids ...string) (bool, error) {
 	if bootID != m.bootID {
 		return true, nil
@@ -34,7 +36,8 @@ func (m *Manager) stateLost(bootID, runID string, ids ...string) (bool, error) {
 	return true, nil
 }
 
-// markPod records the run of a pod that an earlier version recorded, so that the next restart is noticed.
+// markPod records the run of a pod that an earlier version recorded, so that the next restart is
+// noticed.
 func (m *Manager) markPod(p *pod) {
 	if p.rec.RunID == m.run.ID || m.run.ID == "" {
 		return
@@ -69,7 +72,8 @@ func exitOfStateLost(c *container) record.Exit {
 	return exit
 }
 
-// openPause returns the pidfd of a pod's pause as it is recorded. The error wraps os.ErrProcessDone if that is gone.
+// openPause returns the pidfd of a pod's pause as it is recorded. The error wraps os.ErrProcessDone
+// if that is gone.
 func openPause(p *pod) (*os.File, error) {
 	if p.rec.PausePID == 0 { // it had ended when the record was written last
 		return nil, os.ErrProcessDone
@@ -77,8 +81,9 @@ func openPause(p *pod) (*os.File, error) {
 	return pidfd.OpenVerified(p.rec.PausePID, p.rec.PauseStart)
 }
 
-// recoverStateless publishes a pod as not ready whose runtime state is gone, and has it stopped, so that it gives its addresses
-// back. A pause that runs all the same is killed first: with it go the processes of a shared PID namespace.
+// recoverStateless publishes a pod as not ready whose runtime state is gone, and has it stopped, so
+// that it gives its addresses back. A pause that runs all the same is killed first: with it go the
+// processes of a shared PID namespace.
 func (m *Manager) recoverStateless(p *pod) error {
 	var pause *os.File
 	if p.rec.BootID == m.bootID {
@@ -111,8 +116,8 @@ func (m *Manager) endLostPause(ctx context.Context, p *pod, pause **os.File) err
 	return err
 }
 
-// publishStateless publishes a container as exited whose runtime state is gone, after what still runs in its cgroup was killed. One
-// of which something does not end runs until it does.
+// publishStateless publishes a container as exited whose runtime state is gone, after what still
+// runs in its cgroup was killed. One of which something does not end runs until it does.
 func (m *Manager) publishStateless(ctx context.Context, c *container) error {
 	exit := exitOfStateLost(c)
 	if err := m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath); err != nil {

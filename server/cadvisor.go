@@ -36,7 +36,8 @@ const (
 	cadvisorNamespace = "k8s.io"
 	namespaceHeader   = "containerd-namespace"
 
-	// kindLabel tells cAdvisor which container of a pod has the pod's network (containerd/handler.go of cAdvisor).
+	// kindLabel tells cAdvisor which container of a pod has the pod's network
+	// (containerd/handler.go of cAdvisor).
 	kindLabel     = "io.cri-containerd.kind"
 	kindSandbox   = "sandbox"
 	kindContainer = "container"
@@ -44,15 +45,16 @@ const (
 	// specType is the name of containerd's for a runtime-spec in JSON.
 	specType = "types.containerd.io/opencontainers/runtime-spec/1/Spec"
 
-	// ownPauseImage names the built-in pause, which has no image. Metrics of a pod's network have it in the label
-	// image, and dashboards leave out what has none.
+	// ownPauseImage names the built-in pause, which has no image. Metrics of a pod's network have
+	// it in the label image, and dashboards leave out what has none.
 	ownPauseImage = "localhost/berth-pause:built-in"
 
 	cadvisorMaxRequest     = 64 << 10 // bytes; requests hold an ID
 	cadvisorConnectTimeout = 5 * time.Second
 )
 
-// CadvisorPods is what the socket for cAdvisor needs of the sandbox manager. All of it is read from snapshots.
+// CadvisorPods is what the socket for cAdvisor needs of the sandbox manager. All of it is read from
+// snapshots.
 type CadvisorPods interface {
 	// PodOrPlanned returns the pod with exactly that ID, also one that is being made: cAdvisor
 	// asks as soon as it sees the cgroup.
@@ -66,9 +68,9 @@ type CadvisorConfig struct {
 	PauseImage string // empty: the built-in pause
 }
 
-// Cadvisor serves the calls of containerd's API that cAdvisor makes: Version, and Get of containers and of tasks.
-// kubelet has cAdvisor built in, which finds out about cgroups from containerd and CRI-O only. Any other
-// call is answered with Unimplemented. Make one with NewCadvisor.
+// Cadvisor serves the calls of containerd's API that cAdvisor makes: Version, and Get of containers
+// and of tasks. kubelet has cAdvisor built in, which finds out about cgroups from containerd and
+// CRI-O only. Any other call is answered with Unimplemented. Make one with NewCadvisor.
 type Cadvisor struct {
 	grpc *grpc.Server
 }
@@ -154,7 +156,8 @@ type cadvisorVersion struct {
 	service *cadvisorService
 }
 
-// Version implements VersionServer. The version is berth's: nobody is to take berth for a containerd.
+// Version implements VersionServer. The version is berth's: nobody is to take berth for a
+// containerd.
 func (v cadvisorVersion) Version(context.Context, *emptypb.Empty) (*versionapi.VersionResponse, error) {
 	return &versionapi.VersionResponse{Version: v.service.cfg.Version, Revision: "berth"}, nil
 }
@@ -212,8 +215,9 @@ func (s *cadvisorService) ofPause(p *view.Pod) (*containersapi.Container, error)
 		CreatedAt: timestamppb.New(p.CreatedAt), UpdatedAt: timestamppb.New(p.CreatedAt)}, nil
 }
 
-// kindLabels adds the label of a kind to those that kubelet has set. Labels of images are no part of them, as they
-// are with containerd: an image must not be able to say what pod its container belongs to.
+// kindLabels adds the label of a kind to those that kubelet has set. Labels of images are no part
+// of them, as they are with containerd: an image must not be able to say what pod its container
+// belongs to.
 func kindLabels(labels map[string]string, kind string) map[string]string {
 	all := maps.Clone(labels)
 	if all == nil {
@@ -223,8 +227,8 @@ func kindLabels(labels map[string]string, kind string) map[string]string {
 	return all
 }
 
-// encodedSpec returns the parts of a runtime-spec that cAdvisor may be told to read. The rest stays out: it
-// would have to be made from the record, and is large.
+// encodedSpec returns the parts of a runtime-spec that cAdvisor may be told to read. The rest stays
+// out: it would have to be made from the record, and is large.
 func encodedSpec(process *specs.Process, annotations map[string]string) (*anypb.Any, error) {
 	data, err := json.Marshal(&specs.Spec{Version: specs.Version, Process: process, Annotations: annotations})
 	if err != nil {
@@ -233,7 +237,8 @@ func encodedSpec(process *specs.Process, annotations map[string]string) (*anypb.
 	return &anypb.Any{TypeUrl: specType, Value: data}, nil
 }
 
-// fullImageName is the name of a container's image as containerd has it: with registry, and with tag or digest.
+// fullImageName is the name of a container's image as containerd has it: with registry, and with
+// tag or digest.
 func (s *cadvisorService) fullImageName(c *view.Container) string {
 	asked := c.Config.GetImage()
 	if named, err := reference.ParseDockerRef(asked.GetUserSpecifiedImage()); err == nil {
@@ -253,7 +258,8 @@ type cadvisorTasks struct {
 	service *cadvisorService
 }
 
-// Get implements TasksServer. NotFound is what cAdvisor expects of what is about to start: it asks again.
+// Get implements TasksServer. NotFound is what cAdvisor expects of what is about to start: it asks
+// again.
 func (t cadvisorTasks) Get(ctx context.Context, req *tasksapi.GetRequest) (*tasksapi.GetResponse, error) {
 	id := req.GetContainerID()
 	container, pod, err := t.service.find(ctx, id)

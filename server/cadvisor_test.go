@@ -31,7 +31,8 @@ import (
 	"berth/sandbox/view"
 )
 
-// cadvisorFake has one of each: pods and containers that were told of, and one pod that is being made.
+// cadvisorFake has one of each: pods and containers that were told of, and one pod that is being
+// made.
 type cadvisorFake struct {
 	pods       map[string]*view.Pod
 	containers map[string]*view.Container

@@ -66,10 +66,10 @@ type imageDetail struct {
 	Config ocispec.Image `json:"imageSpec"`
 }
 
-// PullImage implements ImageService. The reference it returns is the image's ID, as the API wants since v1.36: kubelet
-// compares its records of pulls (KEP-2535) with Image.id, and its garbage collector Image.id with image_id. All runtime handlers use the
-// same images, so one that is known changes nothing. The pod's config and the image's
-// annotations are not used.
+// PullImage implements ImageService. The reference it returns is the image's ID, as the API wants
+// since v1.36: kubelet compares its records of pulls (KEP-2535) with Image.id, and its garbage
+// collector Image.id with image_id. All runtime handlers use the same images, so one that is known
+// changes nothing. The pod's config and the image's annotations are not used.
 func (s *imageService) PullImage(ctx context.Context, req *runtimeapi.PullImageRequest) (*runtimeapi.PullImageResponse, error) {
 	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
 		return nil, err

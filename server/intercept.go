@@ -90,8 +90,8 @@ func coded(err error) error {
 	return st.Err()
 }
 
-// levelOf is the level at which an RPC with that outcome is logged: debug, or a warning if it failed in a way that an
-// operator should know of.
+// levelOf is the level at which an RPC with that outcome is logged: debug, or a warning if it
+// failed in a way that an operator should know of.
 func levelOf(err error) slog.Level {
 	switch status.Code(coded(err)) {
 	case codes.OK, codes.NotFound, codes.Canceled, codes.Unimplemented:

@@ -10,7 +10,8 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Operators are warned of calls that fail, but not of those that clients gave up, or ended themselves by another call.
+// Operators are warned of calls that fail, but not of those that clients gave up, or ended
+// themselves by another call.
 func TestLevelOf(t *testing.T) {
 	refused := errdefs.FailedPrecondition("the pod is not ready")
 	for name, c := range map[string]struct {

@@ -26,8 +26,8 @@ import (
 // Closing the listener removes the socket.
 func Listen(path string) (net.Listener, error) { return listenIn(path, 0o700) }
 
-// ListenForCadvisor is Listen for the socket of Cadvisor. A directory that it makes has the mode 0711, as containerd's:
-// other programs have theirs in it.
+// ListenForCadvisor is Listen for the socket of Cadvisor. A directory that it makes has the mode
+// 0711, as containerd's: other programs have theirs in it.
 func ListenForCadvisor(path string) (net.Listener, error) {
 	l, err := listenIn(path, 0o711)
 	if err != nil {

@@ -270,9 +270,10 @@ func psiData(s *cgstats.Stall) *runtimeapi.PsiData {
 	return &runtimeapi.PsiData{Total: s.Total, Avg10: s.Avg10, Avg60: s.Avg60, Avg300: s.Avg300}
 }
 
-// networkUsage returns the traffic of all interfaces, the default one among them, as containerd does: kubelet's summary
-// copies the list, and its readers take one without the default interface for a pod without a network. It is nil
-// for pods without a network of their own: kubelet reads the default interface without looking whether there is one.
+// networkUsage returns the traffic of all interfaces, the default one among them, as containerd
+// does: kubelet's summary copies the list, and its readers take one without the default interface
+// for a pod without a network. It is nil for pods without a network of their own: kubelet reads the
+// default interface without looking whether there is one.
 func networkUsage(stats *usage.Pod) *runtimeapi.NetworkUsage {
 	if len(stats.Interfaces) == 0 {
 		return nil

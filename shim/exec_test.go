@@ -569,7 +569,8 @@ func TestProbesInTurn(t *testing.T) {
 	}
 }
 
-// An order goes to another launcher if the first does not read it, as one that is frozen: long before the time that a slow one has.
+// An order goes to another launcher if the first does not read it, as one that is frozen: long
+// before the time that a slow one has.
 func TestFrozenIdleLauncher(t *testing.T) {
 	for name, freeze := range map[string]func(t *testing.T, pid int) (thaw func()){
 		"stopped":   func(t *testing.T, pid int) func() { stop(t, pid); return func() {} },

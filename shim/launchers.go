@@ -198,8 +198,8 @@ func (l *Launchers) giveUp(p *launcher, req ExecRequest) {
 	l.wantMore()
 }
 
-// giveUpUnresponsive is giveUp of a launcher that does not read its order, and returns when nothing is left: the next one that gets
-// the order makes what bears the same names.
+// giveUpUnresponsive is giveUp of a launcher that does not read its order, and returns when nothing
+// is left: the next one that gets the order makes what bears the same names.
 func (l *Launchers) giveUpUnresponsive(p *launcher, req ExecRequest) {
 	l.lend(-1)
 	if err := p.killUnresponsive(); err != nil {
@@ -521,8 +521,9 @@ func sealedCopy(path string) (_ *os.File, err error) {
 	}
 	// These are what libcontainer looks for to know that it need not copy again.
 	const seals = unix.F_SEAL_SEAL | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_WRITE
-	// A container with CAP_SYS_PTRACE can open the file while an exec enters it. Without F_SEAL_EXEC (Linux 6.3) its root, who
-	// owns the file, could make it a file that nobody can execute any more.
+	// A container with CAP_SYS_PTRACE can open the file while an exec enters it. Without
+	// F_SEAL_EXEC (Linux 6.3) its root, who owns the file, could make it a file that nobody can
+	// execute any more.
 	err = addSeals(f, seals|unix.F_SEAL_EXEC)
 	if errors.Is(err, unix.EINVAL) {
 		err = addSeals(f, seals)

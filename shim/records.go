@@ -51,7 +51,8 @@ func ReadExit(dir string) (Exit, error) {
 	return Exit{Code: e.Code, Signal: int(e.Signal), OOMKilled: e.OOMKilled, At: time.Unix(0, e.At)}, nil
 }
 
-// WriteExit writes Dir/exit for a monitor that does not. One that is there, and can be trusted, stays.
+// WriteExit writes Dir/exit for a monitor that does not. One that is there, and can be trusted,
+// stays.
 func WriteExit(dir string, e Exit) error {
 	if _, err := ReadExit(dir); err == nil {
 		return nil

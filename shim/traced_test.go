@@ -27,8 +27,8 @@ func onThread(do func()) {
 	runtime.UnlockOSThread()
 }
 
-// seize traces a process, as one of another container in the same PID namespace can, and waits for nothing of it. The
-// function returned lets go of it.
+// seize traces a process, as one of another container in the same PID namespace can, and waits for
+// nothing of it. The function returned lets go of it.
 func seize(t *testing.T, pid int) (letGo func()) {
 	t.Helper()
 	result, end, ended := make(chan error), make(chan struct{}), make(chan struct{})
@@ -51,7 +51,8 @@ func seize(t *testing.T, pid int) (letGo func()) {
 	return func() { close(end); <-ended }
 }
 
-// sharePIDNamespace has a container live in the PID namespace of the tests, where other processes can trace it.
+// sharePIDNamespace has a container live in the PID namespace of the tests, where other processes
+// can trace it.
 func sharePIDNamespace(r *LaunchRequest) {
 	var own []specs.LinuxNamespace
 	for _, ns := range r.Spec.Linux.Namespaces {
@@ -62,8 +63,8 @@ func sharePIDNamespace(r *LaunchRequest) {
 	r.Spec.Linux.Namespaces, r.Stdin = own, true
 }
 
-// The exit code of an init is recorded though another process traces it and never waits for it; what was made for the container can
-// be removed.
+// The exit code of an init is recorded though another process traces it and never waits for it;
+// what was made for the container can be removed.
 func TestTracedInit(t *testing.T) {
 	for name, c := range map[string]struct {
 		script string
@@ -114,7 +115,8 @@ func stateOf(t *testing.T, pid int) string {
 	return strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))[0]
 }
 
-// A monitor that nobody tells how its init has ended sleeps until the tracer lets go of it, and has the exit code then.
+// A monitor that nobody tells how its init has ended sleeps until the tracer lets go of it, and has
+// the exit code then.
 func TestTracedInitWithoutStatus(t *testing.T) {
 	e := newEnv(t)
 	traced := e.run("traced", "echo ready; read x; exit 7", sharePIDNamespace)
@@ -147,7 +149,8 @@ func TestTracedInitWithoutStatus(t *testing.T) {
 	}
 }
 
-// A monitor that has no descriptor for a connection does not try to accept it all the time, and accepts it when it has one.
+// A monitor that has no descriptor for a connection does not try to accept it all the time, and
+// accepts it when it has one.
 func TestConnectionWithoutDescriptor(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("full", "exec sleep 1000")
@@ -172,7 +175,8 @@ func TestConnectionWithoutDescriptor(t *testing.T) {
 	}
 }
 
-// sleeps tells whether a process sleeps each of many times that it is looked at. One that polls without waiting never does.
+// sleeps tells whether a process sleeps each of many times that it is looked at. One that polls
+// without waiting never does.
 func sleeps(t *testing.T, pid int) bool {
 	t.Helper()
 	for range 20 {

@@ -14,13 +14,14 @@ import (
 )
 
 const (
-	// readTime is how long a launcher may take to read its order before it is looked at. One that runs does so in a millisecond.
-	// It is given up at the second look at the earliest, after 500 ms.
+	// readTime is how long a launcher may take to read its order before it is looked at. One that
+	// runs does so in a millisecond. It is given up at the second look at the earliest, after 500
+	// ms.
 	readTime = 400 * time.Millisecond
 	// lookAgain is how often it is looked at from then on.
 	lookAgain = 100 * time.Millisecond
-	// slowTime is how long a launcher may take that is not frozen, but gets no processor or waits for a disk: to replace it
-	// would cost a loaded machine more than to wait.
+	// slowTime is how long a launcher may take that is not frozen, but gets no processor or waits
+	// for a disk: to replace it would cost a loaded machine more than to wait.
 	slowTime = 10 * time.Second
 )
 
@@ -38,8 +39,8 @@ type orderWatch struct {
 	wasFrozen                  bool // at the look before, when the order was unread, too
 }
 
-// watchOrder begins before an order is sent. If that is not read, its sending and the wait for a reply to it end: after limit
-// where the launcher is frozen, after slowTime where it is slow.
+// watchOrder begins before an order is sent. If that is not read, its sending and the wait for a
+// reply to it end: after limit where the launcher is frozen, after slowTime where it is slow.
 func (p *launcher) watchOrder(limit time.Duration) *orderWatch {
 	w := &orderWatch{p: p, begun: time.Now()}
 	w.mu.Lock() // it is complete when it looks
@@ -59,8 +60,8 @@ func (w *orderWatch) look() {
 	if err != nil || unread == 0 && w.isSent { // the connection has ended, or the order was read
 		return
 	}
-	// Where this process got no processor to send the order, it may have been sent after the launcher was looked at: a healthy one
-	// slept until then. So one look does not tell.
+	// Where this process got no processor to send the order, it may have been sent after the
+	// launcher was looked at: a healthy one slept until then. So one look does not tell.
 	frozen = frozen && unread > 0
 	if frozen && w.wasFrozen || unread > 0 && time.Since(w.begun) > slowTime {
 		w.unresponsive = true
@@ -86,7 +87,8 @@ func (w *orderWatch) result(err error) error {
 	return errors.Join(err, w.p.conn.SetDeadline(time.Time{}))
 }
 
-// sent is the error of sending the order; it ends the watch if there is one. It is errUnresponsive if the launcher reads nothing.
+// sent is the error of sending the order; it ends the watch if there is one. It is errUnresponsive
+// if the launcher reads nothing.
 func (w *orderWatch) sent(err error) error {
 	if err == nil {
 		w.mu.Lock()
@@ -100,8 +102,9 @@ func (w *orderWatch) sent(err error) error {
 	return w.result(err)
 }
 
-// isFrozen tells whether a launcher does nothing although it has an order to read: none of its threads runs, is about to, or waits
-// for a disk. That is so if it is stopped by a signal or a tracer, or frozen by its cgroup.
+// isFrozen tells whether a launcher does nothing although it has an order to read: none of its
+// threads runs, is about to, or waits for a disk. That is so if it is stopped by a signal or a
+// tracer, or frozen by its cgroup.
 func (p *launcher) isFrozen() bool {
 	threads, err := pidfd.Threads(p.pid)
 	if err != nil || len(threads) == 0 {
@@ -115,8 +118,8 @@ func (p *launcher) isFrozen() bool {
 // frozenEnd is how long the end of a killed launcher is waited for that may be frozen.
 const frozenEnd = 500 * time.Millisecond
 
-// killUnresponsive kills a launcher that has not read its order. One that the freezer of cgroup v1 holds ends when it is thawed; it
-// executes nothing before, and so is not waited for.
+// killUnresponsive kills a launcher that has not read its order. One that the freezer of cgroup v1
+// holds ends when it is thawed; it executes nothing before, and so is not waited for.
 func (p *launcher) killUnresponsive() error {
 	err := killUpTo(p.proc, frozenEnd)
 	if !errors.Is(err, context.DeadlineExceeded) {
@@ -128,8 +131,8 @@ func (p *launcher) killUnresponsive() error {
 	return kill(p.proc)
 }
 
-// retireStopped ends the idle launchers that are stopped or frozen, as one was that did not read its order: each call that
-// took one would wait.
+// retireStopped ends the idle launchers that are stopped or frozen, as one was that did not read
+// its order: each call that took one would wait.
 func (l *Launchers) retireStopped() {
 	for _, p := range l.takeStopped() {
 		l.cfg.Log.Warn("an idle launcher is stopped, it is killed", "pid", p.pid)

@@ -16,7 +16,8 @@ import (
 	"berth/shim/control"
 )
 
-// A launcher that reads and replies while it is being given up is not, and what it says next is waited for.
+// A launcher that reads and replies while it is being given up is not, and what it says next is
+// waited for.
 func TestReplyAtTheLastMoment(t *testing.T) {
 	conn, file, err := control.Pair()
 	if err != nil {
@@ -51,7 +52,8 @@ func TestReplyAtTheLastMoment(t *testing.T) {
 	}
 }
 
-// A launcher that runs but does not get to its order, for lack of a processor, is waited for longer than one that is frozen.
+// A launcher that runs but does not get to its order, for lack of a processor, is waited for longer
+// than one that is frozen.
 func TestSlowLauncher(t *testing.T) {
 	cmd := exec.Command("sh", "-c", "while :; do :; done")
 	if err := cmd.Start(); err != nil {
@@ -85,8 +87,8 @@ func TestSlowLauncher(t *testing.T) {
 	}
 }
 
-// A daemon that gets no processor between the beginning of the watch and the order gives up no healthy launcher, and still
-// gives up a frozen one.
+// A daemon that gets no processor between the beginning of the watch and the order gives up no
+// healthy launcher, and still gives up a frozen one.
 func TestOrderSentLate(t *testing.T) {
 	cmd := exec.Command("sleep", "1000") // it sleeps, and reads nothing: as a launcher before it is woken, or a frozen one
 	if err := cmd.Start(); err != nil {
@@ -122,7 +124,8 @@ func TestOrderSentLate(t *testing.T) {
 	}
 }
 
-// A launcher is frozen if it is stopped or its cgroup is frozen. It counts as frozen, too, when it sleeps, in spite of an order.
+// A launcher is frozen if it is stopped or its cgroup is frozen. It counts as frozen, too, when it
+// sleeps, in spite of an order.
 func TestIsFrozen(t *testing.T) {
 	for name, freeze := range map[string]func(t *testing.T, pid int) (thaw func()){
 		"stopped":   func(t *testing.T, pid int) func() { stop(t, pid); return func() {} },
@@ -162,8 +165,8 @@ func stop(t *testing.T, pid int) {
 	}
 }
 
-// freezeInCgroup moves a process to a cgroup of its own and freezes that. The function returned thaws it; the cgroup goes at the
-// test's end.
+// freezeInCgroup moves a process to a cgroup of its own and freezes that. The function returned
+// thaws it; the cgroup goes at the test's end.
 func freezeInCgroup(t *testing.T, pid int) (thaw func()) {
 	t.Helper()
 	group, err := cgroup.Open(cgroupRoot+"/frozen-"+strconv.Itoa(pid), false)

@@ -104,8 +104,9 @@ type configured struct {
 // askLimit bounds how long the daemon is waited for. It answers from memory.
 const askLimit = 5 * time.Second
 
-// askDaemon returns the configuration that the daemon runs with, its flags and those given here included. Without a daemon at the
-// socket, or with one that has other directories than these flags say, it is what was loaded.
+// askDaemon returns the configuration that the daemon runs with, its flags and those given here
+// included. Without a daemon at the socket, or with one that has other directories than these flags
+// say, it is what was loaded.
 func askDaemon(ctx context.Context, flags *pflag.FlagSet, loaded configured) (configured, error) {
 	asking, cancel := context.WithTimeout(ctx, askLimit)
 	defer cancel()

@@ -14,7 +14,8 @@ import (
 // one form.
 type libraryLog struct{ log *slog.Logger }
 
-// captureLibraryLog sends logrus's and klog's messages to log; it keeps both from writing them themselves.
+// captureLibraryLog sends logrus's and klog's messages to log; it keeps both from writing them
+// themselves.
 func captureLibraryLog(log *slog.Logger) {
 	logrus.SetOutput(io.Discard)
 	logrus.SetLevel(logrus.WarnLevel)
@@ -23,8 +24,8 @@ func captureLibraryLog(log *slog.Logger) {
 	klog.SetSlogLogger(slog.New(debugOnly{log.Handler()})) // it tells how each client's connection ended
 }
 
-// silenceLibraries drops what libraries (k8s.io/client-go) log through klog to standard error, where it would mix with
-// what the command of an operator prints. Their errors are returned, too.
+// silenceLibraries drops what libraries (k8s.io/client-go) log through klog to standard error,
+// where it would mix with what the command of an operator prints. Their errors are returned, too.
 func silenceLibraries() {
 	klog.SetLoggerWithOptions(logr.Discard(), klog.ContextualLogger(true))
 }

@@ -14,14 +14,16 @@ import (
 	"berth/internal/memlimit"
 )
 
-// What berth takes of a node for pulls, where its cgroup allows no less: a part of the memory, and no more than
-// is of use. All that layers make it take comes out of this: the daemon's own heap, and the processes that unpack layers.
+// What berth takes of a node for pulls, where its cgroup allows no less: a part of the memory, and
+// no more than is of use. All that layers make it take comes out of this: the daemon's own heap,
+// and the processes that unpack layers.
 const (
 	nodeShare  = 0.25
 	mostBudget = 2 << 30
 )
 
-// budgetFor returns how many bytes that is, for a node with so much memory and that memory limit. 0: no limit.
+// budgetFor returns how many bytes that is, for a node with so much memory and that memory limit.
+// 0: no limit.
 func budgetFor(limit, node int64) int64 {
 	budget := min(mostBudget, int64(nodeShare*float64(node)))
 	if limit > 0 {
@@ -30,11 +32,13 @@ func budgetFor(limit, node int64) int64 {
 	return budget
 }
 
-// ownShare is the part of the budget that the daemon keeps to. The rest is for processes that unpack layers.
+// ownShare is the part of the budget that the daemon keeps to. The rest is for processes that
+// unpack layers.
 const ownShare = 0.5
 
-// limitMemory makes the garbage collector work harder near the daemon's share of the budget: the daemon shall not
-// be killed for garbage. GOMEMLIMIT overrides it. It returns the budget, 0 if that cannot be told.
+// limitMemory makes the garbage collector work harder near the daemon's share of the budget: the
+// daemon shall not be killed for garbage. GOMEMLIMIT overrides it. It returns the budget, 0 if that
+// cannot be told.
 func limitMemory(log *slog.Logger) (budget int64) {
 	limit, err := memlimit.Own("/")
 	if err != nil {
@@ -52,8 +56,8 @@ func limitMemory(log *slog.Logger) (budget int64) {
 	return budget
 }
 
-// unpackerShare is what one process that unpacks a layer may need, beside an unusual window of zstd's and a large tree: half
-// of it whatever the layer is, half for its part of workShare.
+// unpackerShare is what one process that unpacks a layer may need, beside an unusual window of
+// zstd's and a large tree: half of it whatever the layer is, half for its part of workShare.
 const unpackerShare = 32 << 20
 
 // unpackersFor returns how many layers may be unpacked at a time with that memory limit: each is unpacked by a
@@ -88,8 +92,9 @@ func mergeMemoryFor(limit int64) int64 {
 	return min(erofs.MaxMemory, int64(mergeShare*ownShare*float64(limit)))
 }
 
-// workShare is the part of what the daemon leaves to others that the processes which unpack layers may keep of them, all at a
-// time: with half as much for garbage, and half of their unpackerShare that each process needs anyway, that is all of it.
+// workShare is the part of what the daemon leaves to others that the processes which unpack layers
+// may keep of them, all at a time: with half as much for garbage, and half of their unpackerShare
+// that each process needs anyway, that is all of it.
 const workShare = 1. / 3
 
 // workMemoryFor returns how many bytes that is with that budget. 0: as many as usual.

@@ -31,7 +31,8 @@ func TestRangeRequestsFor(t *testing.T) {
 	}
 }
 
-// What pulls make berth take is a part of the node's memory, and less where its cgroup has a lower limit.
+// What pulls make berth take is a part of the node's memory, and less where its cgroup has a lower
+// limit.
 func TestBudgetFor(t *testing.T) {
 	for _, c := range []struct{ limit, node, want int64 }{ // MiB
 		{0, 1 << 10, 256}, {0, 4 << 10, 1 << 10}, {0, 64 << 10, 2 << 10}, {512, 64 << 10, 512}, {8 << 10, 64 << 10, 2 << 10}, {8 << 10, 4 << 10, 1 << 10},
@@ -42,7 +43,8 @@ func TestBudgetFor(t *testing.T) {
 	}
 }
 
-// Trees of layers take no more than their share, in the daemon that merges them, and in the processes that pack them.
+// Trees of layers take no more than their share, in the daemon that merges them, and in the
+// processes that pack them.
 func TestWorkMemoryFor(t *testing.T) {
 	for _, c := range []struct{ budget, merge, work int64 }{{0, 0, 0}, {96, 12, 16}, {384, 48, 64}, {768, 64, 128}, {6144, 64, 1024}} {
 		if merge, work := mergeMemoryFor(c.budget<<20), workMemoryFor(c.budget<<20); merge != c.merge<<20 || work != c.work<<20 {
@@ -51,8 +53,9 @@ func TestWorkMemoryFor(t *testing.T) {
 	}
 }
 
-// However many layers are unpacked at a time, and whatever shares of the memory they have, their heaps take what the daemon leaves to
-// others, and no more: a process that the OOM killer ends cannot say that its layer is too much.
+// However many layers are unpacked at a time, and whatever shares of the memory they have, their
+// heaps take what the daemon leaves to others, and no more: a process that the OOM killer ends
+// cannot say that its layer is too much.
 func TestUnpackersKeepToTheBudget(t *testing.T) {
 	for _, mib := range []int64{64, 100, 256, 512, 1000, 1 << 10, 2 << 10} {
 		budget := mib << 20

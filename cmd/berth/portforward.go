@@ -62,8 +62,8 @@ func portForwardCommand(o *operator) *cobra.Command {
 	return cmd
 }
 
-// refusals is a slog.Handler that keeps why the runtime last refused to forward a connection. client-go tells that in its
-// log only, and then ends all connections.
+// refusals is a slog.Handler that keeps why the runtime last refused to forward a connection.
+// client-go tells that in its log only, and then ends all connections.
 type refusals struct {
 	mu     sync.Mutex // guards reason
 	reason error
@@ -87,7 +87,8 @@ func (r *refusals) explain(err error) error {
 // Enabled implements slog.Handler.
 func (r *refusals) Enabled(_ context.Context, level slog.Level) bool { return level >= slog.LevelError }
 
-// Handle implements slog.Handler. Other messages than that of a refusal are about how a connection ended.
+// Handle implements slog.Handler. Other messages than that of a refusal are about how a connection
+// ended.
 func (r *refusals) Handle(_ context.Context, record slog.Record) error {
 	if record.Message != "An error occurred forwarding" {
 		return nil

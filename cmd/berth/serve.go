@@ -256,7 +256,8 @@ func (a *assembly) openSessions(pods *sandbox.Manager) (*streaming.Server, error
 	return sessions, nil
 }
 
-// listenForCadvisor makes the socket for cAdvisor, before anything else is done: another runtime may have it. nil: none is wanted.
+// listenForCadvisor makes the socket for cAdvisor, before anything else is done: another runtime
+// may have it. nil: none is wanted.
 func (a *assembly) listenForCadvisor() (net.Listener, error) {
 	if a.cfg.CadvisorSocket == "" {
 		return nil, nil

@@ -15,10 +15,10 @@ import (
 // maxStacks bounds what SIGUSR1 prints, in bytes.
 const maxStacks = 1 << 20
 
-// watchSignals answers the signals by which the daemon does not end, until stop is called. SIGHUP reloads the
-// configuration of other daemons; of this one it is logged that a restart does. SIGUSR1 writes the stacks of all
-// goroutines to w, as with containerd and CRI-O. Both are caught, not ignored: children inherit what is ignored.
-// Go's runtime ignores SIGUSR2.
+// watchSignals answers the signals by which the daemon does not end, until stop is called. SIGHUP
+// reloads the configuration of other daemons; of this one it is logged that a restart does. SIGUSR1
+// writes the stacks of all goroutines to w, as with containerd and CRI-O. Both are caught, not
+// ignored: children inherit what is ignored. Go's runtime ignores SIGUSR2.
 func watchSignals(w io.Writer, log *slog.Logger) (stop func() error) {
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, syscall.SIGHUP, syscall.SIGUSR1)

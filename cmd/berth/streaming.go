@@ -44,14 +44,16 @@ func streamTLS(cfg *config.Config, log *slog.Logger) (*tls.Config, error) {
 }
 
 const (
-	// tlsPeriod is how often the files are looked at, at most: anybody on the node may begin handshakes.
+	// tlsPeriod is how often the files are looked at, at most: anybody on the node may begin
+	// handshakes.
 	tlsPeriod = time.Second
-	// tlsSettled is how long a file has rested when its times tell of the next change. Kernels' clocks for them are coarse.
+	// tlsSettled is how long a file has rested when its times tell of the next change. Kernels'
+	// clocks for them are coarse.
 	tlsSettled = 2 * time.Second
 )
 
-// tlsFiles are the files of certificates and key, and what was last read of them. While they can't be used, say in the middle of
-// a rotation, the last ones that could are.
+// tlsFiles are the files of certificates and key, and what was last read of them. While they can't
+// be used, say in the middle of a rotation, the last ones that could are.
 type tlsFiles struct {
 	cfg  *config.Config
 	log  *slog.Logger
@@ -85,7 +87,8 @@ func (f *tlsFiles) refresh(now time.Time) error {
 	return f.read(now)
 }
 
-// read reads the files. Their version is looked at before, so that a change in between is seen the next time.
+// read reads the files. Their version is looked at before, so that a change in between is seen the
+// next time.
 func (f *tlsFiles) read(now time.Time) error {
 	f.looked, f.version = now, ""
 	version, changed, err := f.identify()

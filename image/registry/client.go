@@ -99,7 +99,8 @@ func (r *Repository) Close() {
 	}
 }
 
-// Served returns the hosts that have answered, with their ports, in the order of their first answers.
+// Served returns the hosts that have answered, with their ports, in the order of their first
+// answers.
 func (r *Repository) Served() []string {
 	r.mu.Lock()
 	defer r.mu.Unlock()

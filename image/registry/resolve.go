@@ -61,8 +61,9 @@ func (r *Repository) Digest(ctx context.Context) digest.Digest {
 	return found
 }
 
-// HasBlob asks whether the repository would serve a blob, without fetching it (HEAD). It is false where no
-// host says so, for whatever reason: a GET tells. A host can say so of a blob that it does not have, too.
+// HasBlob asks whether the repository would serve a blob, without fetching it (HEAD). It is false
+// where no host says so, for whatever reason: a GET tells. A host can say so of a blob that it does
+// not have, too.
 func (r *Repository) HasBlob(ctx context.Context, want ocispec.Descriptor) bool {
 	if checkDescriptor(want, 0) != nil {
 		return false

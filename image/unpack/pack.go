@@ -18,11 +18,13 @@ import (
 	"berth/image/unpack/checksum"
 )
 
-// Pack does what Layer does without a filesystem: it appends the files' data to data and writes the tree to out (tree.Encode), both
-// empty files, and needs nothing else. It makes the same of a tar as Layer, with these differences: the tree is in memory until the
-// end, at most Limits.Memory of it: more is MoreMemory; what remains for those who know the layers below is in the tree and not in Contents; Usage is
-// not counted; a file whose extended attributes are more than a tree may have, or have a byte more than it may, is OutOfRange; and where a
-// directory has a default ACL, what is in it does not inherit that, for a tar lists all attributes.
+// Pack does what Layer does without a filesystem: it appends the files' data to data and writes the
+// tree to out (tree.Encode), both empty files, and needs nothing else. It makes the same of a tar
+// as Layer, with these differences: the tree is in memory until the end, at most Limits.Memory of
+// it: more is MoreMemory; what remains for those who know the layers below is in the tree and not
+// in Contents; Usage is not counted; a file whose extended attributes are more than a tree may
+// have, or have a byte more than it may, is OutOfRange; and where a directory has a default ACL,
+// what is in it does not inherit that, for a tar lists all attributes.
 func Pack(ctx context.Context, data, out *os.File, blob io.Reader, job Job) (Result, error) {
 	memory := job.Limits.WithDefaults().Memory
 	return run(ctx, blob, job, func(tick func()) (sink[found], error) {

@@ -29,7 +29,8 @@ import (
 
 const (
 	nobody = 65534 // the user whose processes attack
-	// fewFiles is the daemon's limit of descriptors in these tests, of which it leaves a quarter to CRI and itself.
+	// fewFiles is the daemon's limit of descriptors in these tests, of which it leaves a quarter to
+	// CRI and itself.
 	fewFiles     = 512
 	reserved     = fewFiles / 4
 	unidentified = fewFiles / 4 // connections without a token that the daemon keeps
@@ -81,7 +82,8 @@ func (a *attacker) leave() {
 	}
 }
 
-// attack runs on a thread that is another user's, until stop. It returns when the first connections are made.
+// attack runs on a thread that is another user's, until stop. It returns when the first connections
+// are made.
 func (a *attacker) attack(ctx context.Context, t *testing.T) (stop func()) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(ctx)
@@ -123,8 +125,9 @@ func (a *attacker) attack(ctx context.Context, t *testing.T) (stop func()) {
 	return stop
 }
 
-// Any user of the node may connect to the port of the sessions, as often as it wants. Its connections were kept until the
-// daemon had no descriptor left: no CRI client could connect, nor the daemon's own watchdog.
+// Any user of the node may connect to the port of the sessions, as often as it wants. Its
+// connections were kept until the daemon had no descriptor left: no CRI client could connect, nor
+// the daemon's own watchdog.
 func TestIdleConnectionsDoNotCutKubeletOff(t *testing.T) {
 	d := harness.StartDaemon(t, harness.StartedBy("prlimit", fmt.Sprintf("--nofile=%d", fewFiles)))
 	c := d.RunPod(t, harness.HostNetwork).Run(t)

@@ -37,8 +37,9 @@ type neighbour struct {
 	opts   []harness.ContainerOption
 }
 
-// Pods without privileges attack the daemon in every way that the program neighbour knows, all at once. Other pods
-// live meanwhile, and the daemon is killed and started. What it takes stays within the bounds.
+// Pods without privileges attack the daemon in every way that the program neighbour knows, all at
+// once. Other pods live meanwhile, and the daemon is killed and started. What it takes stays within
+// the bounds.
 func TestHostileNeighbours(t *testing.T) {
 	duration := 30 * time.Second
 	switch {
@@ -175,7 +176,8 @@ func (s *soak) startNeighbours(t *testing.T, image string) {
 	}))
 }
 
-// startLogAttack runs a container that replaces its log by a FIFO that nobody reads, again and again.
+// startLogAttack runs a container that replaces its log by a FIFO that nobody reads, again and
+// again.
 func (s *soak) startLogAttack(t *testing.T) {
 	t.Helper()
 	pod := s.d.RunPod(t, harness.HostNetwork)
@@ -195,7 +197,8 @@ func (s *soak) life(t *testing.T) {
 	s.lives = append(s.lives, time.Since(began))
 }
 
-// killPlugin has a CNI plugin die of a signal. What it left has to be found and killed among the neighbours' processes.
+// killPlugin has a CNI plugin die of a signal. What it left has to be found and killed among the
+// neighbours' processes.
 func (s *soak) killPlugin(t *testing.T) {
 	t.Helper()
 	began := time.Now()
@@ -231,7 +234,8 @@ func (s *soak) attackLog(t *testing.T) {
 func (s *soak) checkVictim(t *testing.T) {
 	t.Helper()
 	began := time.Now()
-	// It waits for a second without a child: the shell would never hear of the end of a child that is traced.
+	// It waits for a second without a child: the shell would never hear of the end of a child that
+	// is traced.
 	_, status := s.traced.RunToEnd(t, harness.Script("read -t 1 line <>/dev/ptmx; exit 7"))
 	harness.Equal(t, "exit code of a traced container", status.ExitCode, 7)
 	if took := time.Since(began); took > lifeBound {

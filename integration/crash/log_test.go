@@ -18,7 +18,8 @@ import (
 
 const pointLimit = time.Minute // to reach a point on a slow machine
 
-// startUntil starts a container whose launcher is stopped at a point, and returns what the start becomes.
+// startUntil starts a container whose launcher is stopped at a point, and returns what the start
+// becomes.
 func startUntil(t *testing.T, fp *harness.Failpoints, c *harness.Container, point string) chan error {
 	t.Helper()
 	fp.FreezeNext(t, harness.LauncherProgram, point, 1)
@@ -45,8 +46,8 @@ func TestLogOfAStartThatIsStopped(t *testing.T) {
 	d.QuietLog(t)
 }
 
-// A start that ends with its daemon is taken back by the next one. Neither that nor the launcher, to whom nobody listens, is
-// worth an error.
+// A start that ends with its daemon is taken back by the next one. Neither that nor the launcher,
+// to whom nobody listens, is worth an error.
 func TestLogOfAStartThatIsTakenBack(t *testing.T) {
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))

@@ -16,7 +16,8 @@ func (l LogLine) String() string {
 	return l["time"] + " " + l["level"] + " " + l["msg"] + " " + fmt.Sprint(map[string]string(l))
 }
 
-// LogLines returns what the daemon has logged. A line that is not one of slog's text form, with time, level and msg, fails the test.
+// LogLines returns what the daemon has logged. A line that is not one of slog's text form, with
+// time, level and msg, fails the test.
 func (d *Daemon) LogLines(t *testing.T) (lines []LogLine) {
 	t.Helper()
 	for text := range strings.Lines(string(Get(os.ReadFile(d.LogFile()))(t))) {
@@ -64,7 +65,8 @@ func parseLogLine(text string) (LogLine, error) {
 // ofMachine are the beginnings of warnings about the machine that tests run on.
 var ofMachine = []string{"the kernel refuses to lower oom_score_adj", "berth-unpack may", "CNI configuration is not watched", "pods can't have user namespaces"}
 
-// QuietLog fails the test for each warning and error in the daemon's log, but for those about this machine.
+// QuietLog fails the test for each warning and error in the daemon's log, but for those about this
+// machine.
 func (d *Daemon) QuietLog(t *testing.T) {
 	t.Helper()
 	for _, line := range d.LogLines(t) {

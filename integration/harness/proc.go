@@ -65,7 +65,8 @@ func (p *Pod) PausePID(t *testing.T) int {
 	return waitProgram(t, infoPID(t, response.Info))
 }
 
-// waitProgram waits until a process executes its program: daemons of earlier versions answer before.
+// waitProgram waits until a process executes its program: daemons of earlier versions answer
+// before.
 func waitProgram(t *testing.T, pid int) int {
 	t.Helper()
 	Eventually(t, fmt.Sprintf("process %d runs its program", pid), func() error {

@@ -134,8 +134,8 @@ func (g *Group) Members() ([]int, error) {
 	return g.Procs()
 }
 
-// OOMKills returns how many processes of the group, and on v2 of those below it, the kernel has killed for lack of memory. 0 where
-// the group has no memory controller.
+// OOMKills returns how many processes of the group, and on v2 of those below it, the kernel has
+// killed for lack of memory. 0 where the group has no memory controller.
 func (g *Group) OOMKills() (uint64, error) {
 	name := "memory.oom_control"
 	if cgroups.IsCgroup2UnifiedMode() {

@@ -46,9 +46,9 @@ func placesOfChildren(t *testing.T) map[string]*Children {
 // maxForked bounds what a test forks. The shell's own ulimit does not know that limit in dash.
 const maxForked = 100
 
-// A command is in its cgroup from its first instruction on. A kill ends whatever it has started, and
-// the cgroup can be removed then: sessions of their own, second forks, empty environments, forks
-// without end.
+// A command is in its cgroup from its first instruction on. A kill ends whatever it has started,
+// and the cgroup can be removed then: sessions of their own, second forks, empty environments,
+// forks without end.
 func TestChildren(t *testing.T) {
 	tests := []struct {
 		name, program string

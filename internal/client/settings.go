@@ -7,8 +7,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// Settings returns the configuration that a daemon of berth runs with, as JSON, of at most the size of a message. Another
-// runtime's is an error.
+// Settings returns the configuration that a daemon of berth runs with, as JSON, of at most the size
+// of a message. Another runtime's is an error.
 func (c *Client) Settings(ctx context.Context) ([]byte, error) {
 	version, err := c.Version(ctx, &runtimeapi.VersionRequest{})
 	if err != nil {

@@ -211,8 +211,9 @@ func Load(flags *pflag.FlagSet) (*Config, error) {
 	return c, nil
 }
 
-// LoadTold returns the configuration of a daemon that runs, as it tells it in verbose Status: its own flags are in it. Flags that
-// were given here win over that. An option that an older daemon does not tell has its default.
+// LoadTold returns the configuration of a daemon that runs, as it tells it in verbose Status: its
+// own flags are in it. Flags that were given here win over that. An option that an older daemon
+// does not tell has its default.
 func LoadTold(flags *pflag.FlagSet, told []byte) (*Config, error) {
 	c := Default()
 	if err := json.Unmarshal(told, c); err != nil {

@@ -39,8 +39,8 @@ var ErrChanged = errors.New("directories changed while they were counted")
 const (
 	// maxSeen is how many files are remembered so that they count once.
 	maxSeen = 200_000
-	// largeFile is the size of files that count once also when they are moved during the walk: one that is counted
-	// twice could get its pod evicted.
+	// largeFile is the size of files that count once also when they are moved during the walk: one
+	// that is counted twice could get its pod evicted.
 	largeFile = 1 << 20
 )
 
@@ -62,14 +62,15 @@ func BlockSize(f *os.File) (int64, error) {
 	return int64(st.Bsize), nil
 }
 
-// Tree counts what root, a directory, and all below it on its filesystem has allocated. Beside an error
-// there is the usage of what was counted.
+// Tree counts what root, a directory, and all below it on its filesystem has allocated. Beside an
+// error there is the usage of what was counted.
 func Tree(ctx context.Context, root *os.File) (Usage, error) {
 	return tree(ctx, root, func(st *unix.Stat_t) int64 { return st.Blocks * 512 })
 }
 
-// Nominal counts what root, a directory on a filesystem with that block size, and all
-// below it needs. Beside an error there is the usage of what was counted. The tree is expected not to change.
+// Nominal counts what root, a directory on a filesystem with that block size, and all below it
+// needs. Beside an error there is the usage of what was counted. The tree is expected not to
+// change.
 func Nominal(ctx context.Context, root *os.File, block int64) (Usage, error) {
 	usage, err := tree(ctx, root, func(st *unix.Stat_t) int64 {
 		switch st.Mode & unix.S_IFMT {

@@ -155,7 +155,8 @@ func TestTreeThatIsDeepAndWide(t *testing.T) {
 	}
 }
 
-// What is moved while it is counted counts once, and the count says that it may have left out something.
+// What is moved while it is counted counts once, and the count says that it may have left out
+// something.
 func TestTreeWithMovedFiles(t *testing.T) {
 	for name, isDir := range map[string]bool{"file": false, "directory": true} {
 		t.Run(name, func(t *testing.T) {

@@ -56,11 +56,13 @@ func round(dir string) error {
 	return err
 }
 
-// freezePatience is how long a cgroup may take to freeze. A process in uninterruptible sleep can keep it from that.
+// freezePatience is how long a cgroup may take to freeze. A process in uninterruptible sleep can
+// keep it from that.
 const freezePatience = 200 * time.Millisecond
 
-// freeze freezes a cgroup and waits until it is frozen. The freezer of v1 answers while processes still
-// run; those that fork escape the signals, and thousands of them fork faster than they are killed.
+// freeze freezes a cgroup and waits until it is frozen. The freezer of v1 answers while processes
+// still run; those that fork escape the signals, and thousands of them fork faster than they are
+// killed.
 func freeze(freezer, frozen string) error {
 	for deadline := time.Now().Add(freezePatience); ; time.Sleep(time.Millisecond) {
 		if err := write(freezer, frozen); err != nil {

@@ -265,9 +265,9 @@ func StartTime(pid int) (uint64, error) {
 	return ticks, nil
 }
 
-// Executed tells whether a process has executed a program since it was forked. It does so also of one that has ended
-// and was not reaped. runnable: it wants a processor, or the kernel works for it; it does not sleep.
-// The error wraps os.ErrProcessDone if there is no such process.
+// Executed tells whether a process has executed a program since it was forked. It does so also of
+// one that has ended and was not reaped. runnable: it wants a processor, or the kernel works for
+// it; it does not sleep. The error wraps os.ErrProcessDone if there is no such process.
 func Executed(pid int) (executed, runnable bool, err error) {
 	stat, err := readStat(pid)
 	if err != nil {

@@ -15,10 +15,12 @@ import (
 // ErrNotKnown says that nobody tells how a process has ended.
 var ErrNotKnown = errors.New("its status is not known")
 
-// ZombieStatus returns how a process has ended that nobody has reaped yet, which may be no child of the caller. It has ended when
-// each of its threads has: where another process traces one of them, the pidfd does not tell before that tracer has let go.
+// ZombieStatus returns how a process has ended that nobody has reaped yet, which may be no child of
+// the caller. It has ended when each of its threads has: where another process traces one of them,
+// the pidfd does not tell before that tracer has let go.
 //
-// The error wraps ErrNotKnown if the process runs, or was reaped, or if the caller may not trace it: the kernel shows 0 then.
+// The error wraps ErrNotKnown if the process runs, or was reaped, or if the caller may not trace
+// it: the kernel shows 0 then.
 func ZombieStatus(f *os.File) (unix.WaitStatus, error) {
 	pid, err := pidOf(f)
 	if err != nil {
@@ -78,9 +80,10 @@ func (t Thread) stopped(pid int) bool {
 	return t.State == 'T' || t.State == 't' || t.InFreezer(pid)
 }
 
-// InFreezer tells whether the thread of that process is frozen by its cgroup. The freezer of cgroup v1 looks like a wait for
-// a disk, that of v2 like sleep: only where the thread is in the kernel tells. Compilers make the function that v2 waits in
-// a part of get_signal, which sleeps for no other reason.
+// InFreezer tells whether the thread of that process is frozen by its cgroup. The freezer of cgroup
+// v1 looks like a wait for a disk, that of v2 like sleep: only where the thread is in the kernel
+// tells. Compilers make the function that v2 waits in a part of get_signal, which sleeps for no
+// other reason.
 func (t Thread) InFreezer(pid int) bool {
 	if t.State != 'D' && t.State != 'S' {
 		return false
@@ -108,7 +111,8 @@ func Threads(pid int) (threads []Thread, err error) {
 	return threads, err
 }
 
-// threadsEnded tells whether each thread in a folder /proc/PID/task has ended. It stops at the first that has not.
+// threadsEnded tells whether each thread in a folder /proc/PID/task has ended. It stops at the
+// first that has not.
 func threadsEnded(dir string) (bool, error) {
 	dead := true
 	err := eachThread(dir, func(t Thread) bool {

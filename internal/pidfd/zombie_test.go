@@ -11,7 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// zombie returns the pidfd of a child that ends as the script says, and that is not reaped before the test is over.
+// zombie returns the pidfd of a child that ends as the script says, and that is not reaped before
+// the test is over.
 func zombie(t *testing.T, script string) (cmd *exec.Cmd, f *os.File) {
 	t.Helper()
 	cmd = exec.Command("sh", "-c", script)

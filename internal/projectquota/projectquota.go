@@ -1,12 +1,12 @@
-// Package projectquota limits and counts what directories take by project quotas of their filesystem, which XFS and
-// ext4 have.
+// Package projectquota limits and counts what directories take by project quotas of their
+// filesystem, which XFS and ext4 have.
 //
 // # Contract
 //
-// A directory that was assigned to a project passes that on to all that is made in it. The kernel counts what
-// belongs to a project, also what has no name any more, and refuses (ENOSPC, EDQUOT) what exceeds its limit. A process that owns
-// a file can take the file out of its project, by FS_IOC_FSSETXATTR, unless it is in a user namespace: what the kernel
-// counts is a lower bound.
+// A directory that was assigned to a project passes that on to all that is made in it. The kernel
+// counts what belongs to a project, also what has no name any more, and refuses (ENOSPC, EDQUOT)
+// what exceeds its limit. A process that owns a file can take the file out of its project, by
+// FS_IOC_FSSETXATTR, unless it is in a user namespace: what the kernel counts is a lower bound.
 //
 // It needs quotactl_fd(2), Linux 5.14, and CAP_SYS_ADMIN.
 package projectquota
@@ -34,7 +34,8 @@ type Usage struct {
 // Filesystem is one with project quotas that are on.
 type Filesystem struct{ root *os.File }
 
-// Open returns the filesystem that a directory is on. ErrUnsupported if it has no project quotas, or does not enforce them.
+// Open returns the filesystem that a directory is on. ErrUnsupported if it has no project quotas,
+// or does not enforce them.
 func Open(dir string) (*Filesystem, error) {
 	root, err := os.Open(dir)
 	if err != nil {

@@ -97,7 +97,8 @@ func TestLimit(t *testing.T) {
 	}
 }
 
-// withoutResources runs f without CAP_SYS_RESOURCE, before which ext4's limits give way. The thread ends with it.
+// withoutResources runs f without CAP_SYS_RESOURCE, before which ext4's limits give way. The thread
+// ends with it.
 func withoutResources(t *testing.T, f func()) {
 	t.Helper()
 	done := make(chan error)

@@ -58,8 +58,9 @@ func (l Layer) mountImage() (*os.File, error) {
 	return os.NewFile(uintptr(fd), "erofs"), nil
 }
 
-// fileNames are files that are open because their paths are too long for fsconfig(2). Their numbers are their names,
-// below /proc/self/fd: containers see the name of an image in their mounts, see setByNumber.
+// fileNames are files that are open because their paths are too long for fsconfig(2). Their numbers
+// are their names, below /proc/self/fd: containers see the name of an image in their mounts, see
+// setByNumber.
 type fileNames []*os.File
 
 func (n *fileNames) set(fsfd int, option, path string) error {

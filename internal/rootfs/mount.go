@@ -289,10 +289,10 @@ func configure(fsfd int, dirs *dirs, setDir dirSetter) error {
 	return nil
 }
 
-// setDir sets an option whose value is a directory. The kernel shows what the directory was called in
-// /proc/PID/mounts of the container. A path is best: an operator finds it again. A directory without
-// a usable path is passed as a descriptor: a detached mount, a path longer than a string of fsconfig(2),
-// or one with a character that overlayfs unescapes.
+// setDir sets an option whose value is a directory. The kernel shows what the directory was called
+// in /proc/PID/mounts of the container. A path is best: an operator finds it again. A directory
+// without a usable path is passed as a descriptor: a detached mount, a path longer than a string of
+// fsconfig(2), or one with a character that overlayfs unescapes.
 func setDir(fsfd int, key string, dir *os.File) error {
 	if path := dir.Name(); len(path) < maxOption && filepath.IsAbs(path) && !strings.ContainsAny(path, `\,:`) {
 		return unix.FsconfigSetString(fsfd, key, path)
@@ -305,9 +305,9 @@ func setDir(fsfd int, key string, dir *os.File) error {
 	return err
 }
 
-// setByNumber is setDir for kernels whose overlayfs takes no descriptors. The directory's name is its number below
-// /proc/self/fd, the working directory. An absolute path would show "/proc" in each container's mounts, which
-// Kubernetes' test of ProcMount counts.
+// setByNumber is setDir for kernels whose overlayfs takes no descriptors. The directory's name is
+// its number below /proc/self/fd, the working directory. An absolute path would show "/proc" in
+// each container's mounts, which Kubernetes' test of ProcMount counts.
 func setByNumber(fsfd int, key string, dir *os.File) error {
 	return inFDs(func() error { return unix.FsconfigSetString(fsfd, key, fdName(dir)) })
 }

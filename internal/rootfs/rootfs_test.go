@@ -398,7 +398,8 @@ func TestOptions(t *testing.T) {
 	t.Errorf("%s is not in the mount table", root)
 }
 
-// A container sees the options of its root's mount. Kubernetes' test of ProcMount counts the mounts with "/proc" in their line.
+// A container sees the options of its root's mount. Kubernetes' test of ProcMount counts the mounts
+// with "/proc" in their line.
 func TestMountLineDoesNotNameProc(t *testing.T) {
 	for _, f := range mountFuncs {
 		for _, name := range awkward {

@@ -47,8 +47,9 @@ func OpenRoot(path string) (*os.File, error) {
 	return os.NewFile(uintptr(fd), path), nil
 }
 
-// OpenHost opens path, an absolute path of the host that was resolved before, for what needs no more than a
-// descriptor (O_PATH). ELOOP if there is a symlink in it: somebody has put it there since.
+// OpenHost opens path, an absolute path of the host that was resolved before, for what needs no
+// more than a descriptor (O_PATH). ELOOP if there is a symlink in it: somebody has put it there
+// since.
 func OpenHost(path string) (*os.File, error) {
 	fd, err := openat2(unix.AT_FDCWD, path, unix.O_PATH, 0, unix.RESOLVE_NO_SYMLINKS)
 	if err != nil {

@@ -18,11 +18,13 @@ const (
 	walkOpen = 32
 	// walkBuffer is how many bytes of names are read from a directory at a time.
 	walkBuffer = 8 << 10
-	// walkLevels is how deep a walk goes. Each level beyond walkOpen takes about 100 bytes of memory.
+	// walkLevels is how deep a walk goes. Each level beyond walkOpen takes about 100 bytes of
+	// memory.
 	walkLevels = 1 << 17
 )
 
-// ErrTooDeep says that directories are nested deeper than a walk goes, and that their content was left out.
+// ErrTooDeep says that directories are nested deeper than a walk goes, and that their content was
+// left out.
 var ErrTooDeep = errors.New("directories are nested too deep")
 
 // ErrMoved says that a directory was moved or removed while a walk was below it, and that a part of
@@ -30,12 +32,12 @@ var ErrTooDeep = errors.New("directories are nested too deep")
 var ErrMoved = errors.New("a directory was moved during the walk")
 
 // Walk visits everything below a directory, in no order. The tree may belong to somebody hostile
-// who changes it meanwhile: nothing is followed out of it, and memory and descriptors are
-// bounded, however deep and wide it is. A Walk is used by one goroutine, and must be closed.
+// who changes it meanwhile: nothing is followed out of it, and memory and descriptors are bounded,
+// however deep and wide it is. A Walk is used by one goroutine, and must be closed.
 //
-// At most walkOpen directories are open. Those above are closed and found again by their file handle
-// (open_by_handle_at(2)), wherever they were moved to. Where there are no handles they are found by
-// "..", and ErrMoved tells of one that is somewhere else.
+// At most walkOpen directories are open. Those above are closed and found again by their file
+// handle (open_by_handle_at(2)), wherever they were moved to. Where there are no handles they are
+// found by "..", and ErrMoved tells of one that is somewhere else.
 type Walk struct {
 	oneFilesystem bool
 	root          *os.File // for reading, of which handles are opened
@@ -73,7 +75,8 @@ type Entry struct {
 	dir  int
 }
 
-// NewWalk begins a walk of what is below root, a directory. With oneFilesystem what other filesystems have in the tree is left out.
+// NewWalk begins a walk of what is below root, a directory. With oneFilesystem what other
+// filesystems have in the tree is left out.
 func NewWalk(root *os.File, oneFilesystem bool) (*Walk, error) {
 	fd, err := open(root, "", unix.O_RDONLY|unix.O_DIRECTORY, 0)
 	if err != nil {
@@ -108,12 +111,12 @@ func (w *Walk) Close() error {
 	return errors.Join(append(errs, w.root.Close())...)
 }
 
-// Changed tells whether a directory has changed since the walk began. Then the walk may have left out
-// what was moved from a directory that it had not read to one that it had.
+// Changed tells whether a directory has changed since the walk began. Then the walk may have left
+// out what was moved from a directory that it had not read to one that it had.
 func (w *Walk) Changed() bool { return w.changed }
 
-// Incomplete tells why parts of the tree were left out: ErrTooDeep, ErrMoved. It is nil if the walk left out nothing that
-// stayed where it was.
+// Incomplete tells why parts of the tree were left out: ErrTooDeep, ErrMoved. It is nil if the walk
+// left out nothing that stayed where it was.
 func (w *Walk) Incomplete() error {
 	switch {
 	case w.tooDeep:
@@ -127,7 +130,8 @@ func (w *Walk) Incomplete() error {
 // Skip leaves out the content of the directory that Next has just returned.
 func (w *Walk) Skip() { w.enter = "" }
 
-// Next returns the next entry, io.EOF after the last one. The content of a directory comes after it.
+// Next returns the next entry, io.EOF after the last one. The content of a directory comes after
+// it.
 func (w *Walk) Next() (Entry, error) {
 	if name := w.enter; name != "" {
 		w.enter = ""
@@ -154,7 +158,8 @@ func (w *Walk) Next() (Entry, error) {
 	return Entry{}, io.EOF
 }
 
-// isGone tells whether an error is of what vanished, or became something else, meanwhile, or is in another filesystem.
+// isGone tells whether an error is of what vanished, or became something else, meanwhile, or is in
+// another filesystem.
 func (w *Walk) isGone(err error) bool {
 	switch {
 	case errors.Is(err, unix.EXDEV):
@@ -207,7 +212,8 @@ func (w *Walk) openDir(dir int, name string) (int, error) {
 	return fd, err
 }
 
-// look notes whether a directory has changed since the walk began. Nobody can set the time of the change back.
+// look notes whether a directory has changed since the walk began. Nobody can set the time of the
+// change back.
 func (w *Walk) look(fd int) error {
 	if w.changed {
 		return nil
@@ -294,7 +300,8 @@ func (w *Walk) ascend() error {
 	return w.leave()
 }
 
-// reopen opens a directory that the walk has closed, at the place where it was. below is one below it.
+// reopen opens a directory that the walk has closed, at the place where it was. below is one below
+// it.
 func (w *Walk) reopen(below int, p place) (int, error) {
 	fd, err := w.find(below, p)
 	if err != nil {
@@ -396,7 +403,8 @@ func (e Entry) Stat() (unix.Stat_t, error) {
 	}
 }
 
-// Open opens the entry itself, also where it is a symlink or a device, for what needs no more than its descriptor (O_PATH).
+// Open opens the entry itself, also where it is a symlink or a device, for what needs no more than
+// its descriptor (O_PATH).
 func (e Entry) Open() (*os.File, error) {
 	fd, err := openat2(e.dir, e.Name, unix.O_PATH|unix.O_NOFOLLOW, 0, 0)
 	if err != nil {

@@ -108,12 +108,14 @@ func TestWalkIsDeep(t *testing.T) {
 	}
 }
 
-// Content of a directory below which the walk is, and that somebody moves, is not left out, or the walk says that it is.
+// Content of a directory below which the walk is, and that somebody moves, is not left out, or the
+// walk says that it is.
 func TestWalkBelowMovedDirectory(t *testing.T) {
 	for name, byHandle := range map[string]bool{"by handle": true, "by dot dot": false} {
 		t.Run(name, func(t *testing.T) {
 			top := t.TempDir()
-			// Whichever the walk comes to first, it has closed the directory of the others when it is at the bottom.
+			// Whichever the walk comes to first, it has closed the directory of the others when it
+			// is at the bottom.
 			const all = 200
 			for i := range all {
 				write(t, filepath.Join(top, "a/moved", fmt.Sprintf("%0200d", i), strings.Repeat("d/", 2*walkOpen), "bottom"))

@@ -119,8 +119,9 @@ func (c *Counter) Last(l *Ledger) *Count {
 	return l.last.Load()
 }
 
-// Run counts containers until ctx ends, after Locate. Layers that take long to count have a goroutine of their own, so that a
-// container with millions of files does not hide what its neighbours write.
+// Run counts containers until ctx ends, after Locate. Layers that take long to count have a
+// goroutine of their own, so that a container with millions of files does not hide what its
+// neighbours write.
 func (c *Counter) Run(ctx context.Context) {
 	var slow sync.WaitGroup
 	slow.Go(func() { c.run(ctx, true) })
@@ -128,8 +129,8 @@ func (c *Counter) Run(ctx context.Context) {
 	slow.Wait()
 }
 
-// run counts the slow layers, or the others. It has a thread of its own, which ends with its goroutine, because a low priority can't
-// be taken back.
+// run counts the slow layers, or the others. It has a thread of its own, which ends with its
+// goroutine, because a low priority can't be taken back.
 func (c *Counter) run(ctx context.Context, slow bool) {
 	runtime.LockOSThread()
 	if err := unix.Setpriority(unix.PRIO_PROCESS, unix.Gettid(), 19); err != nil {
@@ -185,7 +186,8 @@ func rest(ctx context.Context, wake <-chan struct{}, d time.Duration) {
 	}
 }
 
-// next returns the container that waits longest, of those that are slow or of the others, or nil and after how long the next one is due.
+// next returns the container that waits longest, of those that are slow or of the others, or nil
+// and after how long the next one is due.
 func (c *Counter) next(slow bool) (*Subject, time.Duration) {
 	var first *Subject
 	for s := range c.cfg.Subjects {

@@ -12,9 +12,11 @@ import (
 )
 
 const (
-	// quickLimit is how long one writable layer is counted while others wait. One that takes longer is counted with the slow ones.
+	// quickLimit is how long one writable layer is counted while others wait. One that takes longer
+	// is counted with the slow ones.
 	quickLimit = 30 * time.Second
-	// walkLimit is how long a slow one is counted: all inodes of most filesystems can be read in that time.
+	// walkLimit is how long a slow one is counted: all inodes of most filesystems can be read in
+	// that time.
 	walkLimit = 30 * time.Minute
 )
 
@@ -95,8 +97,9 @@ func settle(last diskusage.Usage, w walks, err error, occupied diskusage.Usage) 
 	}
 }
 
-// addQuota takes the kernel's figure where it is larger. It has files that are open and have no name any more, which a walk does not find.
-// The walk has files that the container has taken out of its project.
+// addQuota takes the kernel's figure where it is larger. It has files that are open and have no
+// name any more, which a walk does not find. The walk has files that the container has taken out of
+// its project.
 func (c *Counter) addQuota(s *Subject, counted *Count) error {
 	if c.cfg.Quota == nil {
 		return nil

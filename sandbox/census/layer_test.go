@@ -16,7 +16,8 @@ import (
 	"berth/internal/safefs"
 )
 
-// kubelet evicts by what is published, so it is never less than what is known, whatever a container does to the count.
+// kubelet evicts by what is published, so it is never less than what is known, whatever a container
+// does to the count.
 func TestSettle(t *testing.T) {
 	usage := func(n uint64) diskusage.Usage { return diskusage.Usage{Bytes: n << 10, Inodes: n} }
 	for name, c := range map[string]struct {
@@ -73,7 +74,8 @@ func TestQuotaOfLayer(t *testing.T) {
 	}
 }
 
-// A layer that can't be counted keeps its figure, and is counted again although its pod does nothing.
+// A layer that can't be counted keeps its figure, and is counted again although its pod does
+// nothing.
 func TestLayerThatIsNotCounted(t *testing.T) {
 	upper := filepath.Join(t.TempDir(), "upper")
 	for i := range 100 {
@@ -112,8 +114,8 @@ func TestLayerThatIsNotCounted(t *testing.T) {
 	}
 }
 
-// A layer that takes long to count is handed to the goroutine for slow layers, also when its container has ended. That counts it to
-// its end, or publishes all that is used of the filesystem.
+// A layer that takes long to count is handed to the goroutine for slow layers, also when its
+// container has ended. That counts it to its end, or publishes all that is used of the filesystem.
 func TestSlowLayer(t *testing.T) {
 	for name, c := range map[string]struct {
 		longest time.Duration

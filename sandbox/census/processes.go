@@ -49,8 +49,8 @@ func countProcesses(ctx context.Context, cgroupsPath string, systemd bool, init 
 // maxLimits is more than /proc/PID/limits has: 17 lines of 81 bytes.
 const maxLimits = 8 << 10
 
-// openFilesLimit reads the soft limit of open files from a /proc/PID/limits. Everybody may read that; prlimit(2) of a process of
-// another user needs CAP_SYS_RESOURCE.
+// openFilesLimit reads the soft limit of open files from a /proc/PID/limits. Everybody may read
+// that; prlimit(2) of a process of another user needs CAP_SYS_RESOURCE.
 func openFilesLimit(path string) (uint64, error) {
 	f, err := os.Open(path)
 	if err != nil {

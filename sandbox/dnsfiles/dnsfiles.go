@@ -179,10 +179,10 @@ func Hostname(hostname string) ([]byte, error) {
 	return []byte(hostname + "\n"), nil
 }
 
-// CheckHostname refuses what cannot be a pod's hostname: it has 1 to 64 bytes,
-// and the parts between dots consist of letters, digits, "-" and "_" (which the
-// kernel takes and some images' hosts have), at most 63 each, without "-" at either end.
-// One dot may end it: with setHostnameAsFQDN and an empty cluster domain kubelet sends "web.shop.default.svc.".
+// CheckHostname refuses what cannot be a pod's hostname: it has 1 to 64 bytes, and the parts
+// between dots consist of letters, digits, "-" and "_" (which the kernel takes and some images'
+// hosts have), at most 63 each, without "-" at either end. One dot may end it: with
+// setHostnameAsFQDN and an empty cluster domain kubelet sends "web.shop.default.svc.".
 func CheckHostname(hostname string) error {
 	if hostname == "" || len(hostname) > maxHostname {
 		return errdefs.InvalidArgument("hostname %q: must have 1 to %d bytes, not %d", hostname, maxHostname, len(hostname))

@@ -98,9 +98,9 @@ func (k Kit) Make(ctx context.Context, p Pod) (*shim.Started, error) {
 	return pause, err
 }
 
-// needsNetwork tells whether the pause can be made only when the pod is attached to its network. A sandbox takes over the addresses
-// that it finds. Sysctls that the pod asks for may be those of an interface (net.ipv4.conf.eth0.arp_ignore), and
-// hold whatever plugins set.
+// needsNetwork tells whether the pause can be made only when the pod is attached to its network. A
+// sandbox takes over the addresses that it finds. Sysctls that the pod asks for may be those of an
+// interface (net.ipv4.conf.eth0.arp_ignore), and hold whatever plugins set.
 func needsNetwork(p Pod) bool {
 	return p.Rec.Runtime.IsSandboxed() || oci.SetsNetworkSysctls(p.Config)
 }
@@ -133,8 +133,9 @@ func (k Kit) filesOf(p Pod) podfiles.Pod {
 	return podfiles.Pod{Dirs: k.Dirs, ID: p.Rec.ID, Config: p.Config, MountLabel: p.Rec.SELinux.Mount}
 }
 
-// TakeDown removes what exists for a pod until it is stopped: network, pause and
-// tmpfs. It does every step, side by side: the end of a namespace and each unmounting wait for an RCU grace period, which may be the same.
+// TakeDown removes what exists for a pod until it is stopped: network, pause and tmpfs. It does
+// every step, side by side: the end of a namespace and each unmounting wait for an RCU grace
+// period, which may be the same.
 func (k Kit) TakeDown(ctx context.Context, p Pod) error {
 	return k.Tasks.Together("take down", p.String(),
 		func() error { return k.detachNetwork(ctx, p) },

@@ -35,8 +35,8 @@ type Dirs struct {
 
 // Below Root:
 
-// PodFiles shows that an ID is a pod's, also after a reboot. A pod of 0.2.0 or earlier has its resolv.conf, hosts
-// and hostname there.
+// PodFiles shows that an ID is a pod's, also after a reboot. A pod of 0.2.0 or earlier has its
+// resolv.conf, hosts and hostname there.
 func (d Dirs) PodFiles(podID string) string { return filepath.Join(d.Root, "sandboxes", podID) }
 
 // Writable has the writable layer of a container, or of a pause that is an image's.
@@ -68,7 +68,8 @@ func (d Dirs) SharedMounts() string { return filepath.Join(d.State, "pods") }
 // PodMounts has a pod's part of these.
 func (d Dirs) PodMounts(podID string) string { return filepath.Join(d.SharedMounts(), podID) }
 
-// Tmpfs is where a pod's tmpfs is mounted. What its containers write there is bounded by its size, and is memory of theirs.
+// Tmpfs is where a pod's tmpfs is mounted. What its containers write there is bounded by its size,
+// and is memory of theirs.
 func (d Dirs) Tmpfs(podID string) string { return filepath.Join(d.PodMounts(podID), "tmpfs") }
 
 // Etc has a pod's resolv.conf, hosts and hostname.

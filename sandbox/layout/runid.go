@@ -14,14 +14,16 @@ import (
 	"berth/internal/safefs"
 )
 
-// Run is one life of the state directory: from the moment it was made until it is emptied. It ends with the boot, and with each
-// restart of a node that is a container itself (kind, LXC, nspawn), which keeps the boot ID of its host.
+// Run is one life of the state directory: from the moment it was made until it is emptied. It ends
+// with the boot, and with each restart of a node that is a container itself (kind, LXC, nspawn),
+// which keeps the boot ID of its host.
 type Run struct {
 	ID  string // random; "" if it could not be written down
 	New bool   // the state directory was empty: nothing of an earlier daemon is in it
 
-	// Adopted tells that the directory had the state of a version without IDs when it got its own. Records without an ID can
-	// belong to such a run only. The file says so, because the daemon that adopts may be killed before it has marked all records.
+	// Adopted tells that the directory had the state of a version without IDs when it got its own.
+	// Records without an ID can belong to such a run only. The file says so, because the daemon
+	// that adopts may be killed before it has marked all records.
 	Adopted bool
 }
 
@@ -48,9 +50,9 @@ func (d Dirs) ReadRun() (Run, error) {
 	return Run{ID: id, Adopted: mark == adopted}, nil
 }
 
-// OpenRun returns the run of the state directory, which must exist. It writes a new ID where there is none; call it before
-// Prepare. A directory of an earlier version has no ID, but folders: it is adopted, and not new. On a filesystem that is full or
-// read-only the ID stays empty.
+// OpenRun returns the run of the state directory, which must exist. It writes a new ID where there
+// is none; call it before Prepare. A directory of an earlier version has no ID, but folders: it is
+// adopted, and not new. On a filesystem that is full or read-only the ID stays empty.
 func (d Dirs) OpenRun() (Run, error) {
 	run, err := d.ReadRun()
 	if err != nil || run.ID != "" {

@@ -9,7 +9,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// An ID lasts as long as the directory. A directory with folders and without ID is an earlier version's, and not new.
+// An ID lasts as long as the directory. A directory with folders and without ID is an earlier
+// version's, and not new.
 func TestOpenRun(t *testing.T) {
 	for name, c := range map[string]struct {
 		made  func(d Dirs) error
@@ -47,8 +48,8 @@ func TestOpenRun(t *testing.T) {
 	}
 }
 
-// Records of earlier versions name no ID. They can be of a directory that such a version made, and of no other, also for the daemon
-// that follows one that was killed while it marked records.
+// Records of earlier versions name no ID. They can be of a directory that such a version made, and
+// of no other, also for the daemon that follows one that was killed while it marked records.
 func TestRunOfRecordsWithoutID(t *testing.T) {
 	for name, c := range map[string]struct {
 		made func(d Dirs) error

@@ -17,8 +17,9 @@ import (
 // errSystemPath is what Relabel returns for paths that are never labelled anew, such as /usr.
 var errSystemPath = errors.New("a path of the system keeps its label")
 
-// systemPaths are never labelled anew (CVE-2021-43816): what runs on the host would lose its access. What is in some of
-// them may be. They are those of the SELinux library, whose own function walks by paths.
+// systemPaths are never labelled anew (CVE-2021-43816): what runs on the host would lose its
+// access. What is in some of them may be. They are those of the SELinux library, whose own function
+// walks by paths.
 var systemPaths = []string{
 	"/", "/bin", "/boot", "/dev", "/etc", "/etc/passwd", "/etc/pki", "/etc/shadow", "/home", "/lib", "/lib64", "/media", "/opt",
 	"/proc", "/root", "/run", "/sbin", "/srv", "/sys", "/tmp", "/usr", "/var", "/var/lib", "/var/log",
@@ -30,7 +31,8 @@ type labeller struct {
 	system    []string
 }
 
-// relabelHost labels path, which has no symlinks, and all below it. Without SELinux it does nothing.
+// relabelHost labels path, which has no symlinks, and all below it. Without SELinux it does
+// nothing.
 func relabelHost(path, label string) error {
 	if label == "" || !selinux.GetEnabled() {
 		return nil
@@ -42,8 +44,8 @@ func relabelHost(path, label string) error {
 	return labeller{attribute: "security.selinux", system: system}.relabel(path, label)
 }
 
-// relabel labels path and all below it. Nothing outside is reached, whatever somebody changes there meanwhile. path comes
-// last, so that what was interrupted is not taken for done.
+// relabel labels path and all below it. Nothing outside is reached, whatever somebody changes there
+// meanwhile. path comes last, so that what was interrupted is not taken for done.
 func (l labeller) relabel(path, label string) (err error) {
 	root, err := safefs.OpenHost(path)
 	if err != nil {
@@ -81,7 +83,8 @@ func (l labeller) checkPath(path string, st os.FileInfo) error {
 	return nil
 }
 
-// relabelBelow labels all below root, a directory. Files that can't have labels are left as they are.
+// relabelBelow labels all below root, a directory. Files that can't have labels are left as they
+// are.
 func (l labeller) relabelBelow(root *os.File, label string) (err error) {
 	walk, err := safefs.NewWalk(root, false)
 	if err != nil {
@@ -110,9 +113,11 @@ func (l labeller) relabelEntry(e safefs.Entry, label string) error {
 	return errors.Join(l.set(f, label), f.Close())
 }
 
-// set labels the very file that is open, also a symlink. A label that it has already is not written again.
+// set labels the very file that is open, also a symlink. A label that it has already is not written
+// again.
 func (l labeller) set(f *os.File, label string) error {
-	// A descriptor without access (O_PATH) is reached by the process's own link to it only, before setxattrat(2) of Linux 6.13.
+	// A descriptor without access (O_PATH) is reached by the process's own link to it only, before
+	// setxattrat(2) of Linux 6.13.
 	own := "/proc/self/fd/" + strconv.Itoa(int(f.Fd()))
 	present := make([]byte, len(label)+2)
 	if n, err := unix.Getxattr(own, l.attribute, present); err == nil && unix.ByteSliceToString(present[:n]) == label {

@@ -73,8 +73,8 @@ func MountsToLabel(config *runtimeapi.ContainerConfig, labels confine.Labels) ([
 	return oci.RelabelSources(config, host.Files{})
 }
 
-// LabelMount labels such a source. InvalidArgument for folders of the system,
-// FailedPrecondition where files can't have labels, or somebody has put a symlink into the path since it was resolved.
+// LabelMount labels such a source. InvalidArgument for folders of the system, FailedPrecondition
+// where files can't have labels, or somebody has put a symlink into the path since it was resolved.
 func (s SELinux) LabelMount(source string, labels confine.Labels) error {
 	err := s.Relabel(source, labels.Mount)
 	switch {

@@ -3,10 +3,11 @@
 //
 // # Contract
 //
-// The contents are package dnsfiles'; here they are written, for everybody to read. Containers may write to them too,
-// so they are on a tmpfs of the pod's own, together with /dev/shm: its size bounds them, and they
-// count as memory of who writes. All places follow from the pod's ID (package layout), and what is left of an
-// interrupted Make is removed with them. Files of the node are read up to a limit.
+// The contents are package dnsfiles'; here they are written, for everybody to read. Containers may
+// write to them too, so they are on a tmpfs of the pod's own, together with /dev/shm: its size
+// bounds them, and they count as memory of who writes. All places follow from the pod's ID (package
+// layout), and what is left of an interrupted Make is removed with them. Files of the node are read
+// up to a limit.
 package podfiles
 
 import (
@@ -177,7 +178,8 @@ func (p Pod) makeDir(dir string, mode os.FileMode) error {
 	return p.giveToRoot(dir)
 }
 
-// giveToRoot makes the pod's root the owner, as which it appears to be root in a pod with a user namespace.
+// giveToRoot makes the pod's root the owner, as which it appears to be root in a pod with a user
+// namespace.
 func (p Pod) giveToRoot(path string) error {
 	mappings, err := oci.UserNamespace(p.Config)
 	if err != nil || mappings == nil {

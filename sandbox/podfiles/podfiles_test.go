@@ -15,7 +15,8 @@ import (
 	"berth/sandbox/layout"
 )
 
-// shared is a pod with the node's IPC; it has the node's network too, if onNode. Its tmpfs goes with the test.
+// shared is a pod with the node's IPC; it has the node's network too, if onNode. Its tmpfs goes
+// with the test.
 func shared(t *testing.T, onNode bool) Pod {
 	t.Helper()
 	namespaces := &runtimeapi.NamespaceOption{Ipc: runtimeapi.NamespaceMode_NODE}

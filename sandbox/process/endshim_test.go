@@ -32,8 +32,9 @@ func opened(t *testing.T, args ...string) (*exec.Cmd, *os.File) {
 	return cmd, f
 }
 
-// The exit of a container whose shim hangs is init's, where that is the container's own process. Of a sandboxed runtime init is a
-// program that waits for the container, and succeeds whatever the container's exit code is: the code is unknown then, not 0.
+// The exit of a container whose shim hangs is init's, where that is the container's own process. Of
+// a sandboxed runtime init is a program that waits for the container, and succeeds whatever the
+// container's exit code is: the code is unknown then, not 0.
 func TestExitOfHangingShim(t *testing.T) {
 	for _, c := range []struct {
 		name    string

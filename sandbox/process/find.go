@@ -149,8 +149,8 @@ func (k Kit) ReadExit(ctx context.Context, id string, startedAt time.Time) (exit
 	return exit, false, nil
 }
 
-// LogLost logs that the shim of a container was lost which had started it, and why its exit is not known. A start that was
-// taken back has no exit either, and is no loss.
+// LogLost logs that the shim of a container was lost which had started it, and why its exit is not
+// known. A start that was taken back has no exit either, and is no loss.
 func (k Kit) LogLost(id string) {
 	_, err := shim.ReadExit(k.Dirs.Shim(id))
 	k.Log.Error("the shim was lost", "container", id, "error", err)

@@ -39,7 +39,8 @@ const ShimPatience = KillWait / 2
 // stoppedPatience is the same for a shim that is stopped, and so does nothing.
 const stoppedPatience = 2 * time.Second
 
-// orphanPatience is how long what an init has left may take to end before the exit is noted in place of the shim.
+// orphanPatience is how long what an init has left may take to end before the exit is noted in
+// place of the shim.
 const orphanPatience = 2 * time.Second
 
 // Running are the processes of a container that has a shim.
@@ -75,9 +76,10 @@ func (r *Running) Close() error {
 	return errors.Join(errs...)
 }
 
-// EndShim ends a shim that hangs, and notes how its container ended, as the shim would have: its init is still there with the status, but
-// no longer when the shim is gone, whose child it is. Then nobody waits for the shim any more (AwaitShim): one that is frozen
-// does not end before it is thawed, and does nothing then.
+// EndShim ends a shim that hangs, and notes how its container ended, as the shim would have: its
+// init is still there with the status, but no longer when the shim is gone, whose child it is. Then
+// nobody waits for the shim any more (AwaitShim): one that is frozen does not end before it is
+// thawed, and does nothing then.
 func (k Kit) EndShim(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
 	noteErr := k.noteEnd(ctx, id, cgroupsPath, r, run)
 	if noteErr != nil { // the exit code is unknown then
@@ -92,8 +94,9 @@ func (k Kit) EndShim(ctx context.Context, id, cgroupsPath string, r *ociruntime.
 	return nil
 }
 
-// noteEnd writes the exit record from the status of init, unless the shim has written one. What else is in the container's
-// cgroup ends before, as with the shim: another instance is started when the exit is seen.
+// noteEnd writes the exit record from the status of init, unless the shim has written one. What
+// else is in the container's cgroup ends before, as with the shim: another instance is started when
+// the exit is seen.
 func (k Kit) noteEnd(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
 	if _, err := shim.ReadExit(k.Dirs.Shim(id)); err == nil {
 		return nil
@@ -207,7 +210,8 @@ func (r *Running) ShimHangs() bool {
 	return time.Since(*r.left.Load()) > patience
 }
 
-// isZombie tells whether each thread of the init has ended, though its pidfd does not say so: another process traces one of them.
+// isZombie tells whether each thread of the init has ended, though its pidfd does not say so:
+// another process traces one of them.
 func (r *Running) isZombie() bool {
 	if r.Init == nil {
 		return false
@@ -271,7 +275,8 @@ func (k Kit) AwaitEnd(process *os.File, object string) bool {
 	return k.awaitEnd(process, object, context.Background())
 }
 
-// AwaitShim is AwaitEnd of a container's shim, and returns, too, when that does nothing any more (EndShim).
+// AwaitShim is AwaitEnd of a container's shim, and returns, too, when that does nothing any more
+// (EndShim).
 func (k Kit) AwaitShim(run *Running, object string) bool {
 	return k.awaitEnd(run.Shim, object, run.settled)
 }

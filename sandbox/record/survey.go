@@ -97,7 +97,8 @@ func Inspect(root, state string) (*Found, error) {
 	return r, nil
 }
 
-// IDs are those of the pods and containers that a daemon with that root has recorded, whether the records can be trusted or not.
+// IDs are those of the pods and containers that a daemon with that root has recorded, whether the
+// records can be trusted or not.
 func IDs(root string) ([]string, error) {
 	var ids []string
 	for _, folder := range []string{"pods", "containers"} {

@@ -46,8 +46,8 @@ func TestCheckPod(t *testing.T) {
 	}
 }
 
-// kubelet cuts a pod's own name at 63 bytes, and refuses a longer fully qualified one than 64 (kubelet_pods.go,
-// util.GetNodenameForKernel).
+// kubelet cuts a pod's own name at 63 bytes, and refuses a longer fully qualified one than 64
+// (kubelet_pods.go, util.GetNodenameForKernel).
 func TestCheckPodTakesTheHostnamesThatKubeletSends(t *testing.T) {
 	label := func(n int) string { return strings.Repeat("n", n) }
 	for what, test := range map[string]struct {

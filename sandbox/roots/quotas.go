@@ -17,15 +17,17 @@ import (
 const (
 	// projects is how many project IDs Quotas draws from.
 	projects = 1 << 30
-	// maxDrawn is how many of them one daemon uses. XFS keeps a block of 4 KiB for each ID that was ever used.
+	// maxDrawn is how many of them one daemon uses. XFS keeps a block of 4 KiB for each ID that was
+	// ever used.
 	maxDrawn = 1 << 16
 )
 
-// Quotas gives each writable layer a project of its filesystem's project quotas. Where these are off nil takes its
-// place, and no layer has a project.
+// Quotas gives each writable layer a project of its filesystem's project quotas. Where these are
+// off nil takes its place, and no layer has a project.
 //
-// IDs are drawn at random. Whoever owns a file can assign it to any project by FS_IOC_FSSETXATTR, outside of user namespaces: a
-// container that knew its neighbour's ID could use up the neighbour's limit, or have its pod evicted.
+// IDs are drawn at random. Whoever owns a file can assign it to any project by FS_IOC_FSSETXATTR,
+// outside of user namespaces: a container that knew its neighbour's ID could use up the neighbour's
+// limit, or have its pod evicted.
 //
 // An ID that was used lately is not used again soon, and none that anything on the filesystem still
 // belongs to: a layer is deleted in the background after its container's removal.
@@ -40,8 +42,9 @@ type Quotas struct {
 	used  map[uint32]bool
 }
 
-// OpenQuotas returns the quotas of the filesystem of dir. limit is how many bytes a layer may take, 0 means without
-// limit; it is an error if there is one and the filesystem has no quotas. first is the first of the project IDs that are berth's.
+// OpenQuotas returns the quotas of the filesystem of dir. limit is how many bytes a layer may take,
+// 0 means without limit; it is an error if there is one and the filesystem has no quotas. first is
+// the first of the project IDs that are berth's.
 func OpenQuotas(dir string, limit uint64, first uint32) (*Quotas, error) {
 	filesystem, err := projectquota.Open(dir)
 	if errors.Is(err, projectquota.ErrUnsupported) && limit == 0 {
@@ -71,7 +74,8 @@ func (q *Quotas) Keep(project uint32) {
 	q.used[project] = true
 }
 
-// Take returns a project that nothing belongs to, 0 without quotas. It is the caller's until Release.
+// Take returns a project that nothing belongs to, 0 without quotas. It is the caller's until
+// Release.
 func (q *Quotas) Take() (uint32, error) {
 	if q == nil {
 		return 0, nil
@@ -104,7 +108,8 @@ func (q *Quotas) reserve() uint32 {
 	}
 }
 
-// draw returns a new random ID, or the one that was drawn the longest ago if there are maxDrawn. It needs mu.
+// draw returns a new random ID, or the one that was drawn the longest ago if there are maxDrawn. It
+// needs mu.
 func (q *Quotas) draw() uint32 {
 	if len(q.drawn) < maxDrawn {
 		project := q.first + rand.Uint32N(projects) // seeded by the kernel, and not predictable
@@ -134,7 +139,8 @@ func (q *Quotas) Clear(project uint32) error {
 	return q.filesystem.SetLimit(project, 0)
 }
 
-// Usage returns what a project takes, also files that are open and have no name any more. ok is false if nothing is known.
+// Usage returns what a project takes, also files that are open and have no name any more. ok is
+// false if nothing is known.
 func (q *Quotas) Usage(project uint32) (usage diskusage.Usage, ok bool, err error) {
 	if q == nil || project == 0 {
 		return usage, false, nil
@@ -143,7 +149,8 @@ func (q *Quotas) Usage(project uint32) (usage diskusage.Usage, ok bool, err erro
 	return diskusage.Usage{Bytes: found.Bytes, Inodes: found.Inodes}, err == nil, err
 }
 
-// assign makes dir, and what will be made in it, the project's, with the limit of this daemon's configuration.
+// assign makes dir, and what will be made in it, the project's, with the limit of this daemon's
+// configuration.
 func (q *Quotas) assign(dir string, project uint32) error {
 	if q == nil || project == 0 {
 		return nil

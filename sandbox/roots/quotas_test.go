@@ -7,8 +7,8 @@ import (
 	"berth/internal/projectquota"
 )
 
-// Two layers never have the same project, one that was used lately is not used again soon, and a container that knows its own does not
-// know its neighbours'.
+// Two layers never have the same project, one that was used lately is not used again soon, and a
+// container that knows its own does not know its neighbours'.
 func TestProjectsAreUnique(t *testing.T) {
 	const first = 1000
 	q := &Quotas{first: first, used: map[uint32]bool{}}

@@ -28,8 +28,8 @@ type Kit struct {
 	Quotas *Quotas
 }
 
-// Writable holds the layers of an image for a container or pause with that ID
-// and makes the folders of its writable layer. label is SELinux's; project is of Quotas, 0 for none.
+// Writable holds the layers of an image for a container or pause with that ID and makes the folders
+// of its writable layer. label is SELinux's; project is of Quotas, 0 for none.
 func (k Kit) Writable(id string, image *record.Image, idMap *rootfs.IDMap, label string, project uint32) (rootfs.Spec, error) {
 	root, err := k.Images.Hold(id, image.Layers)
 	if err != nil {

@@ -79,7 +79,8 @@ func New(targets Targets, launchers *shim.Launchers, dirs layout.Dirs, systemd b
 	return s
 }
 
-// spareDescriptors returns ResourceExhausted if a session would take descriptors that CRI and the daemon itself need.
+// spareDescriptors returns ResourceExhausted if a session would take descriptors that CRI and the
+// daemon itself need.
 func spareDescriptors() error {
 	quota, err := descriptors.ForSessions()
 	if err != nil {

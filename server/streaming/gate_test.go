@@ -84,7 +84,8 @@ func idle(_ context.Context, s session.Streams) error {
 	return err
 }
 
-// Without an outstanding token nobody is accepted, and who came then is gone when the first session is offered.
+// Without an outstanding token nobody is accepted, and who came then is gone when the first session
+// is offered.
 func TestNobodyIsAcceptedWithoutATokenOutstanding(t *testing.T) {
 	s := serving(t, doing{exec: idle})
 	early := []net.Conn{dial(t, s), dial(t, s), dial(t, s)}
@@ -115,7 +116,8 @@ func TestUsedTokenIsNotFound(t *testing.T) {
 	}
 }
 
-// Connections that show no token are reset, the oldest first. Clients with a token get their session.
+// Connections that show no token are reset, the oldest first. Clients with a token get their
+// session.
 func TestConnectionsWithoutTokenAreLimited(t *testing.T) {
 	for name, say := range map[string]string{"silent": "", "half a request": "GET /exec/AAAA HTTP/1.1\r\nHost:", "not HTTP": "\x16\x03\x01"} {
 		t.Run(name, func(t *testing.T) {

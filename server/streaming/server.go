@@ -1,19 +1,18 @@
-// Package streaming serves the sessions of CRI's Exec, Attach and PortForward over
-// HTTP: SPDY and WebSocket, as kubelet, crictl and kubectl speak them.
+// Package streaming serves the sessions of CRI's Exec, Attach and PortForward over HTTP: SPDY and
+// WebSocket, as kubelet, crictl and kubectl speak them.
 //
 // # Contract
 //
-// The RPC gives out a URL with a token that is good for one connection within a
-// minute; who has it has the session. Tokens are in no log and no error text.
+// The RPC gives out a URL with a token that is good for one connection within a minute; who has it
+// has the session. Tokens are in no log and no error text.
 //
-// The protocols are k8s.io/cri-streaming's. Its server is not used: it gives
-// port-forwards no context, does not know WebSocket's v5.channel.k8s.io (which can
-// close stdin), and can't end connections that have been upgraded. Here a session's
-// context ends when the client's connection does, whoever reads it, or when the
-// server stops; and Serve returns when all sessions have ended.
+// The protocols are k8s.io/cri-streaming's. Its server is not used: it gives port-forwards no
+// context, does not know WebSocket's v5.channel.k8s.io (which can close stdin), and can't end
+// connections that have been upgraded. Here a session's context ends when the client's connection
+// does, whoever reads it, or when the server stops; and Serve returns when all sessions have ended.
 //
-// Any process of the node may connect. Connections are accepted while a token is outstanding, those that show none are few and
-// short, and none takes the daemon's last descriptors (gate.go).
+// Any process of the node may connect. Connections are accepted while a token is outstanding, those
+// that show none are few and short, and none takes the daemon's last descriptors (gate.go).
 package streaming
 
 import (
@@ -56,7 +55,8 @@ const (
 	requestTimeout = 10 * time.Second
 	// streamsTimeout is how long a client may take to open its streams.
 	streamsTimeout = 30 * time.Second
-	// maxRequest bounds the headers of a request. apiserver and kubelet pass on those of their clients.
+	// maxRequest bounds the headers of a request. apiserver and kubelet pass on those of their
+	// clients.
 	maxRequest = 64 << 10
 )
 

@@ -163,8 +163,9 @@ func (f forwarder) PortForward(_ context.Context, _, _ string, port int32, strea
 	return err
 }
 
-// forwardClient is the client's side of a forwarded connection. It notes that the client has reset it, which is no failure
-// of the forwarding: clients give up all other connections when they are told of one.
+// forwardClient is the client's side of a forwarded connection. It notes that the client has reset
+// it, which is no failure of the forwarding: clients give up all other connections when they are
+// told of one.
 type forwardClient struct {
 	io.ReadWriteCloser
 	left atomic.Bool

@@ -62,7 +62,8 @@ func (t *tokens) take(kind, token string) (http.HandlerFunc, bool) {
 	return o.serve, o.kind == kind && now.Before(o.expires)
 }
 
-// claim reports whether a token may be taken, once: connections that show it after that are not preferred.
+// claim reports whether a token may be taken, once: connections that show it after that are not
+// preferred.
 func (t *tokens) claim(kind, token string) bool {
 	now := time.Now()
 	t.mu.Lock()

@@ -198,7 +198,8 @@ func parseRights(oob []byte) ([]*os.File, error) {
 // SetDeadline bounds Receive; the zero time lifts the bound.
 func (c *Conn) SetDeadline(t time.Time) error { return c.unix.SetReadDeadline(t) }
 
-// Interrupt has a Send and a Receive that are under way fail with os.ErrDeadlineExceeded, and Receives to come until SetDeadline.
+// Interrupt has a Send and a Receive that are under way fail with os.ErrDeadlineExceeded, and
+// Receives to come until SetDeadline.
 func (c *Conn) Interrupt() error { return c.unix.SetDeadline(time.Unix(1, 0)) }
 
 // Unread returns how much of what was sent the other end has not read, in bytes of the kernel's memory; 0: it has read all.

@@ -228,7 +228,8 @@ func (e *libraryExec) checkRunning() error {
 	return nil
 }
 
-// setIO makes the process's streams of the files that came with the order, or a terminal. The others are a null device.
+// setIO makes the process's streams of the files that came with the order, or a terminal. The
+// others are a null device.
 func (e *execution) setIO() (err error) {
 	if e.Process.Terminal {
 		err = e.io.makeTerminal(e.Runtime == nil)

@@ -9,8 +9,8 @@ import (
 	"testing"
 )
 
-// The modules whose internals berth relies on have the versions that somebody has read (docs/runc.md), and in them there is what the page
-// tells to read.
+// The modules whose internals berth relies on have the versions that somebody has read
+// (docs/runc.md), and in them there is what the page tells to read.
 func TestFollowedVersions(t *testing.T) {
 	page, err := os.ReadFile("../../docs/runc.md")
 	if err != nil {

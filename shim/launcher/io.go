@@ -45,8 +45,8 @@ func (e *ends) all() (files []*os.File) {
 	return files
 }
 
-// fill sets the streams that are missing to a null device of the process's own. Without a file package os/exec
-// would take the host's.
+// fill sets the streams that are missing to a null device of the process's own. Without a file
+// package os/exec would take the host's.
 func (e *ends) fill() error {
 	if e.stdin != nil && e.stdout != nil && e.stderr != nil {
 		return nil
@@ -127,7 +127,8 @@ func (s *stdio) makePipes(m maker, withStdin bool) (err error) {
 	return nil
 }
 
-// pipes returns those ends that are pipes: another one is a null device, which belongs to root everywhere.
+// pipes returns those ends that are pipes: another one is a null device, which belongs to root
+// everywhere.
 func (e *ends) pipes() *ends {
 	only := func(f *os.File) *os.File {
 		var st unix.Stat_t

@@ -12,7 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A launcher's last word is a line as the daemon's are, with time and container; an order that the daemon has given up is no failure.
+// A launcher's last word is a line as the daemon's are, with time and container; an order that the
+// daemon has given up is no failure.
 func TestLogFailure(t *testing.T) {
 	failure := errors.New("no\nroom")
 	for name, c := range map[string]struct {

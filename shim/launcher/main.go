@@ -65,13 +65,14 @@ func Main() int {
 	return 0
 }
 
-// daemonIsGone tells whether the daemon has closed the connection, or its end has: it has given up the order, or was
-// killed. The launcher has undone what it did; nobody waits for its answer.
+// daemonIsGone tells whether the daemon has closed the connection, or its end has: it has given up
+// the order, or was killed. The launcher has undone what it did; nobody waits for its answer.
 func daemonIsGone(err error) bool {
 	return err == io.EOF || errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET)
 }
 
-// logFailure writes a line as the daemon logs them: standard error is its own. l is nil for a launcher that did not start.
+// logFailure writes a line as the daemon logs them: standard error is its own. l is nil for a
+// launcher that did not start.
 func logFailure(w io.Writer, format string, l *launcher, err error) {
 	var handler slog.Handler = slog.NewTextHandler(w, nil)
 	if format == "json" {

@@ -78,7 +78,8 @@ func checkNRISocket(path string, listeners, daemon []process) Finding {
 		"set nri_socket to another path, or nri to false: berth does not start while it is another runtime's")
 }
 
-// checkCadvisorSocket judges who has the socket for cAdvisor: the daemon that has the CRI socket may, and nobody else.
+// checkCadvisorSocket judges who has the socket for cAdvisor: the daemon that has the CRI socket
+// may, and nobody else.
 func checkCadvisorSocket(path string, listeners, daemon []process) Finding {
 	const subject = "cAdvisor socket"
 	if len(listeners) == 0 {
@@ -162,8 +163,8 @@ func (n *Node) holds(pid int, file string) (held bool) {
 	return held
 }
 
-// forEachName calls do with each name in a directory until it returns false. It keeps few of them at a time: any process may
-// have a million descriptors.
+// forEachName calls do with each name in a directory until it returns false. It keeps few of them
+// at a time: any process may have a million descriptors.
 func forEachName(dir string, do func(name string) bool) {
 	f, err := os.Open(dir)
 	if err != nil {

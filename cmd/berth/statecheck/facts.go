@@ -85,11 +85,13 @@ func (f *facts) readBoot() (err error) {
 	return err
 }
 
-// maxProcFile is more than the kernel writes into any of the files in /proc that are read here, whatever a process does: paths of
-// cgroups are the longest, with 4096 bytes in each of some 15 hierarchies.
+// maxProcFile is more than the kernel writes into any of the files in /proc that are read here,
+// whatever a process does: paths of cgroups are the longest, with 4096 bytes in each of some 15
+// hierarchies.
 const maxProcFile = 256 << 10
 
-// readProc reads a file in /proc, with a limit: what it holds may be up to the process that it is about.
+// readProc reads a file in /proc, with a limit: what it holds may be up to the process that it is
+// about.
 func (f *facts) readProc(parts ...string) ([]byte, error) {
 	file, err := os.Open(f.procFile(parts...))
 	if err != nil {
@@ -191,8 +193,8 @@ func (f *facts) containerRuns(c *record.FoundContainer) bool {
 	return c.Stage == record.Running && c.BootID == f.boot && f.isThisRun(c.RunID)
 }
 
-// isThisRun tells whether an object that was recorded in a run of the state directory can have runtime state: the directory was
-// not emptied since. Earlier versions have no IDs of runs.
+// isThisRun tells whether an object that was recorded in a run of the state directory can have
+// runtime state: the directory was not emptied since. Earlier versions have no IDs of runs.
 func (f *facts) isThisRun(id string) bool { return f.run.Has(id) || f.run.ID == "" }
 
 // containerIsIdle tells that a container has nothing that a launch makes: it was not started, or

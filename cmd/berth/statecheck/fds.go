@@ -28,7 +28,8 @@ const (
 	mostLinks        = 1 << 18 // of the daemon
 )
 
-// linksOf returns the open files of a process, the first ones where there are more than most, none of one that is gone.
+// linksOf returns the open files of a process, the first ones where there are more than most, none
+// of one that is gone.
 func (f *facts) linksOf(pid string, most int) []descriptor {
 	dir, err := os.Open(f.procFile(pid, "fd"))
 	if err != nil {

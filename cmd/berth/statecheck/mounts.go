@@ -6,8 +6,8 @@ import (
 )
 
 // Mounts: in the host's mount table there are, below the daemon's directories, the mounts that it
-// makes for itself, and of each running pod its tmpfs and the pins of its namespaces: each once, and
-// no others. What launchers mount stays in their own mount namespaces.
+// makes for itself, and of each running pod its tmpfs and the pins of its namespaces: each once,
+// and no others. What launchers mount stays in their own mount namespaces.
 
 func compareMounts(f *facts, d *finder) {
 	expected, allowed := f.expectedMounts()

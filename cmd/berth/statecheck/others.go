@@ -12,14 +12,16 @@ import (
 	"berth/sandbox/record"
 )
 
-// Several berths may run on a machine, with directories of their own. What they have recorded is none of this one's: its processes
-// may be in cgroups beside ours, its network namespaces and addresses in the same directories.
+// Several berths may run on a machine, with directories of their own. What they have recorded is
+// none of this one's: its processes may be in cgroups beside ours, its network namespaces and
+// addresses in the same directories.
 
-// maxOthers bounds how many processes are looked at that may be other daemons: any process may have their name.
+// maxOthers bounds how many processes are looked at that may be other daemons: any process may have
+// their name.
 const maxOthers = 64
 
-// readOthers finds the records of other berths: by the programs of their monitors, and by the locks of their daemons. Things before
-// records, as in gather.
+// readOthers finds the records of other berths: by the programs of their monitors, and by the locks
+// of their daemons. Things before records, as in gather.
 func (f *facts) readOthers() error {
 	f.others = map[string]bool{}
 	own := f.realPath(f.node.Root)
@@ -62,7 +64,8 @@ func (f *facts) otherRoots() map[string]bool {
 	return roots
 }
 
-// isDaemons tells whether a directory may be a daemon's: others than root can neither make nor read those.
+// isDaemons tells whether a directory may be a daemon's: others than root can neither make nor read
+// those.
 func isDaemons(dir string) bool {
 	info, err := os.Lstat(dir)
 	if err != nil || info.Mode() != os.ModeDir|0o700 {

@@ -15,8 +15,9 @@ import (
 )
 
 // Processes: each process in a cgroup of berth's, each launcher and each monitor belongs to a
-// recorded object that may have processes; each process in the cgroup of a CNI plugin's run belongs to a run that is noted; and each object whose record says that it runs has
-// the process that its record, or its shim's, names by ID and start time.
+// recorded object that may have processes; each process in the cgroup of a CNI plugin's run belongs
+// to a run that is noted; and each object whose record says that it runs has the process that its
+// record, or its shim's, names by ID and start time.
 
 // process is one line of ps.
 type process struct {

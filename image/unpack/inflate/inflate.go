@@ -2,8 +2,9 @@
 //
 // # Contract
 //
-// Its memory is bounded by the window that NewReader is given, whatever the blob says. What is not compressed as it should be is a CorruptError; the blob's own
-// errors are passed on, in preference to what the decompressor makes of them. gzip is read by ISA-L where that is there (package isal).
+// Its memory is bounded by the window that NewReader is given, whatever the blob says. What is not
+// compressed as it should be is a CorruptError; the blob's own errors are passed on, in preference
+// to what the decompressor makes of them. gzip is read by ISA-L where that is there (package isal).
 package inflate
 
 import (
@@ -33,7 +34,8 @@ type CorruptError struct{ Err error }
 func (e *CorruptError) Error() string { return "decompress: " + e.Err.Error() }
 func (e *CorruptError) Unwrap() error { return e.Err }
 
-// ErrWindow is wrapped by the error about a zstd blob whose window is larger than NewReader was given, and not larger than MaxWindow.
+// ErrWindow is wrapped by the error about a zstd blob whose window is larger than NewReader was
+// given, and not larger than MaxWindow.
 var ErrWindow = errors.New("decompress: the window is larger than allowed for now")
 
 // Reader is the tar in a layer's blob. It returns io.EOF only after the blob
@@ -60,9 +62,9 @@ func (s *source) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// NewReader decompresses a blob as its first bytes demand: gzip, zstd or not
-// at all. Media types are not asked; they are known to be wrong in places. The
-// caller closes the reader, which does not close the blob. window is the memory that a zstd blob may ask for.
+// NewReader decompresses a blob as its first bytes demand: gzip, zstd or not at all. Media types
+// are not asked; they are known to be wrong in places. The caller closes the reader, which does not
+// close the blob. window is the memory that a zstd blob may ask for.
 func NewReader(blob io.Reader, window int64) (*Reader, error) {
 	t := &Reader{source: &source{Reader: blob}, close: func() {}, window: min(window, MaxWindow)}
 	t.blob = bufio.NewReaderSize(t.source, blobBuffer)

@@ -46,9 +46,11 @@ const (
 )
 
 const (
-	// heapLimit is from where on Go collects garbage at any price, whatever the limits of the layer.
+	// heapLimit is from where on Go collects garbage at any price, whatever the limits of the
+	// layer.
 	heapLimit = 256 << 20
-	// heapBase is what a process needs that keeps nothing of its layer, with a window of zstd of usualWindow.
+	// heapBase is what a process needs that keeps nothing of its layer, with a window of zstd of
+	// usualWindow.
 	heapBase    = 16 << 20
 	usualWindow = 8 << 20
 	// mostNames bounds the names that are kept of a layer that is not packed.
@@ -56,7 +58,8 @@ const (
 	// collectAt is by how much, in percent, the heap grows before garbage is collected: with the
 	// default that would be each few megabytes.
 	collectAt = 400
-	// addresses is what Go's runtime and the C library map of writable memory beside the heap. Little of it is used.
+	// addresses is what Go's runtime and the C library map of writable memory beside the heap.
+	// Little of it is used.
 	addresses = 128 << 20
 	// memoryLimit is where the kernel refuses more, whatever the limits of the layer.
 	memoryLimit = 640 << 20
@@ -129,8 +132,8 @@ func Main(args []string) int {
 	return 0
 }
 
-// HeapFor is from where on garbage is collected at any price: what the layer's limits let it keep, with half as much for garbage, and a
-// window of zstd, of which there is no garbage.
+// HeapFor is from where on garbage is collected at any price: what the layer's limits let it keep,
+// with half as much for garbage, and a window of zstd, of which there is no garbage.
 func HeapFor(job unpack.Job, pack bool) int64 {
 	limits := job.Limits.WithDefaults()
 	if !pack && !job.Packed {
@@ -139,8 +142,8 @@ func HeapFor(job unpack.Job, pack bool) int64 {
 	return min(heapLimit, heapBase+limits.Memory*3/2+max(0, limits.Window-usualWindow))
 }
 
-// MemoryFor is where the kernel refuses more memory to a process: its heap may be twice what is said to Go, which
-// takes that for a goal.
+// MemoryFor is where the kernel refuses more memory to a process: its heap may be twice what is
+// said to Go, which takes that for a goal.
 func MemoryFor(job unpack.Job, pack bool) int64 {
 	return min(memoryLimit, addresses+2*HeapFor(job, pack))
 }

@@ -1,5 +1,6 @@
-// Command neighbour is a program of a pod that attacks the node's runtime without any privilege. Its
-// argument names the attack. It prints "ready" once the attack is under way and goes on until it is killed.
+// Command neighbour is a program of a pod that attacks the node's runtime without any privilege.
+// Its argument names the attack. It prints "ready" once the attack is under way and goes on until
+// it is killed.
 //
 // It is built without cgo, so that it runs in an image without a C library.
 package main
@@ -22,7 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// attacks are the attacks by name. Each returns when it is under way, and an error if it is impossible.
+// attacks are the attacks by name. Each returns when it is under way, and an error if it is
+// impossible.
 var attacks = map[string]func() error{
 	"environ":     hugeEnvironment,
 	"no-environ":  emptyEnvironments,
@@ -53,7 +55,8 @@ func main() {
 	rest()
 }
 
-// rest keeps the process as it is. A main goroutine that only selects would be taken for a deadlock.
+// rest keeps the process as it is. A main goroutine that only selects would be taken for a
+// deadlock.
 func rest() {
 	for {
 		_ = unix.Pause() // it returns for a signal that has a handler
@@ -101,8 +104,8 @@ type memoryMap struct {
 	auxvSize, exeFd                                       uint32
 }
 
-// moveEnvironment has the kernel show other memory as this process's environment: size bytes that were
-// never touched. It needs no privilege (Linux 4.10, CONFIG_CHECKPOINT_RESTORE).
+// moveEnvironment has the kernel show other memory as this process's environment: size bytes that
+// were never touched. It needs no privilege (Linux 4.10, CONFIG_CHECKPOINT_RESTORE).
 func moveEnvironment(size int) error {
 	stat, err := os.ReadFile("/proc/self/stat")
 	if err != nil {
@@ -140,7 +143,8 @@ func emptyEnvironments() error {
 	return nil
 }
 
-// hugeArguments has processes with as long a command line as the kernel allows: 128 KiB an argument.
+// hugeArguments has processes with as long a command line as the kernel allows: 128 KiB an
+// argument.
 func hugeArguments() error {
 	args := make([]string, 12)
 	for i := range args {
@@ -154,8 +158,8 @@ func hugeArguments() error {
 	return nil
 }
 
-// idleConnections opens as many connections to an address as its descriptors allow, sends nothing, and
-// replaces those that the other side closes.
+// idleConnections opens as many connections to an address as its descriptors allow, sends nothing,
+// and replaces those that the other side closes.
 func idleConnections() error {
 	address := os.Args[2]
 	const workers = 4
@@ -183,8 +187,8 @@ func idleConnections() error {
 	return nil
 }
 
-// traceAll traces every process that it sees and never waits for one: the end of a traced process is not
-// told to its parent.
+// traceAll traces every process that it sees and never waits for one: the end of a traced process
+// is not told to its parent.
 func traceAll() error {
 	go func() {
 		runtime.LockOSThread()
@@ -217,7 +221,8 @@ func exhaustInotify() error {
 	}
 }
 
-// fillPipes takes the memory that a user's pipes may have (pipe-user-pages-soft), and keeps it full.
+// fillPipes takes the memory that a user's pipes may have (pipe-user-pages-soft), and keeps it
+// full.
 func fillPipes() error {
 	for n := range 2000 {
 		var fds [2]int
@@ -237,7 +242,8 @@ func fillPipes() error {
 	return nil
 }
 
-// deepTrees makes trees deeper than a path may be long, with a file at each end, and moves their parts about.
+// deepTrees makes trees deeper than a path may be long, with a file at each end, and moves their
+// parts about.
 func deepTrees() error {
 	top, err := os.MkdirTemp("/tmp", "deep")
 	if err != nil {
@@ -315,7 +321,8 @@ func manyMounts() error {
 	return nil
 }
 
-// shimNames has processes that call themselves what berth's own are called: by name, arguments and program.
+// shimNames has processes that call themselves what berth's own are called: by name, arguments and
+// program.
 func shimNames() error {
 	self, err := os.ReadFile("/proc/self/exe")
 	if err != nil {
@@ -338,7 +345,8 @@ func shimNames() error {
 	return nil
 }
 
-// growNodeFiles writes to the files that the runtime mounts into each container, until there is no room.
+// growNodeFiles writes to the files that the runtime mounts into each container, until there is no
+// room.
 func growNodeFiles() error {
 	block := make([]byte, 1<<20)
 	for _, name := range []string{"/etc/hosts", "/etc/hostname", "/etc/resolv.conf"} {

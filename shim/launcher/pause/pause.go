@@ -551,7 +551,8 @@ func (m *Maker) checkAlive() error {
 	return err
 }
 
-// hasExecuted compares the pause's arguments. No more is read: a process decides itself how long what /proc/PID/cmdline tells is.
+// hasExecuted compares the pause's arguments. No more is read: a process decides itself how long
+// what /proc/PID/cmdline tells is.
 func (m *Maker) hasExecuted() (bool, error) {
 	f, err := os.Open(fmt.Sprintf("/proc/%d/cmdline", m.pid))
 	if err != nil {

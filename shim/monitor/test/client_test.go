@@ -90,8 +90,8 @@ func kindsOf(t *testing.T, data []byte) (kinds []byte) {
 	return kinds
 }
 
-// An event of a connection that was closed to make room is not taken for one of the next connection, which has the same
-// descriptor.
+// An event of a connection that was closed to make room is not taken for one of the next
+// connection, which has the same descriptor.
 func TestEventOfClosedConnection(t *testing.T) {
 	got := ask(t, 'e')
 	if binary.BigEndian.Uint32(got) == 0 {

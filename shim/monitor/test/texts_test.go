@@ -80,7 +80,8 @@ func statLine(name, state, status string) string {
 	return "7 (" + name + ") " + state + strings.Repeat(" -1", 52-4) + " " + status
 }
 
-// The status of a process that has ended is found whatever it calls itself, and only in a whole text of the kernel's.
+// The status of a process that has ended is found whatever it calls itself, and only in a whole
+// text of the kernel's.
 func TestZombieStatus(t *testing.T) {
 	for name, c := range map[string]struct {
 		stat string
