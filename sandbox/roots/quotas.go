@@ -37,7 +37,7 @@ type Quotas struct {
 	first      uint32
 
 	mu    sync.Mutex // guards the fields below
-	drawn []uint32   // at most maxDrawn
+	drawn []uint32   // maxDrawn, unless more layers than that exist at a time
 	next  int        // index of the ID of a full drawn that is used next
 	used  map[uint32]bool
 }
@@ -95,30 +95,35 @@ func (q *Quotas) Take() (uint32, error) {
 	return 0, errdefs.New(codes.ResourceExhausted, "each of %d project IDs drawn from %d on has files: another program uses them, see writable_layer_projects", tries, q.first)
 }
 
-// reserve returns the next project that has no container.
+// reserve returns a project that no container has. When maxDrawn IDs have been drawn it takes the one
+// that was drawn the longest ago.
 func (q *Quotas) reserve() uint32 {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	for {
-		project := q.draw()
+	for range q.drawn {
+		if len(q.drawn) < maxDrawn {
+			break
+		}
+		project := q.drawn[q.next]
+		q.next = (q.next + 1) % len(q.drawn)
 		if !q.used[project] {
 			q.used[project] = true
 			return project
 		}
 	}
+	return q.draw()
 }
 
-// draw returns a new random ID, or the one that was drawn the longest ago if there are maxDrawn. It
-// needs mu.
+// draw returns a random ID that no container has: far fewer are used than there are. It needs mu.
 func (q *Quotas) draw() uint32 {
-	if len(q.drawn) < maxDrawn {
+	for {
 		project := q.first + rand.Uint32N(projects) // seeded by the kernel, and not predictable
-		q.drawn = append(q.drawn, project)
-		return project
+		if !q.used[project] {
+			q.used[project] = true
+			q.drawn = append(q.drawn, project)
+			return project
+		}
 	}
-	project := q.drawn[q.next]
-	q.next = (q.next + 1) % len(q.drawn)
-	return project
 }
 
 // Release gives a project back whose container is removed.

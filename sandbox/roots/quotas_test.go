@@ -42,6 +42,19 @@ func TestProjectsAreUnique(t *testing.T) {
 	}
 }
 
+// More layers than a daemon draws IDs for get further IDs.
+func TestProjectsWhenAllAreUsed(t *testing.T) {
+	q := &Quotas{first: 1000, used: map[uint32]bool{}}
+	q.drawn = make([]uint32, maxDrawn)
+	for i := range q.drawn {
+		q.drawn[i] = 1000 + uint32(i)
+		q.Keep(q.drawn[i])
+	}
+	if got := q.reserve(); got < 1000+maxDrawn {
+		t.Errorf("got %d, which a layer has", got)
+	}
+}
+
 // A project that a container of an earlier daemon has is not given to another.
 func TestProjectsOfEarlierDaemon(t *testing.T) {
 	q := &Quotas{first: 1000, used: map[uint32]bool{}}
