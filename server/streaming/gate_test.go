@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/url"
+	"syscall"
 	"testing"
 	"time"
 
@@ -62,6 +63,24 @@ func dial(t *testing.T, s *Server) net.Conn {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { conn.Close() })
+	return conn
+}
+
+// intrude connects without a token and sends what there is to say. It returns nil if the server has
+// reset the connection by then, as it does where the test gets no processor.
+func intrude(t *testing.T, s *Server, say string) net.Conn {
+	t.Helper()
+	conn, err := net.Dial("tcp", s.gate.Addr().String())
+	if err == nil {
+		t.Cleanup(func() { conn.Close() })
+		_, err = io.WriteString(conn, say)
+	}
+	if errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) {
+		return nil
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
 	return conn
 }
 
@@ -128,17 +147,15 @@ func TestConnectionsWithoutTokenAreLimited(t *testing.T) {
 			}
 			var others []net.Conn
 			for i := range 20 {
-				conn := dial(t, s)
-				if _, err := io.WriteString(conn, say); err != nil {
-					t.Fatal(err)
-				}
-				others = append(others, conn)
+				others = append(others, intrude(t, s, say))
 				if i%5 == 4 {
 					s.execClient(t, &runtimeapi.ExecRequest{Stdin: true})
 				}
 			}
 			for _, conn := range others[:len(others)-s.gate.most] {
-				wasReset(t, conn)
+				if conn != nil {
+					wasReset(t, conn)
+				}
 			}
 			if n := s.gate.unidentified(); n > s.gate.most {
 				t.Errorf("%d connections without a token are kept, %d is the limit", n, s.gate.most)
@@ -160,17 +177,15 @@ func TestConnectionsWithoutTokenAreLimitedWithTLS(t *testing.T) {
 			}
 			var others []net.Conn
 			for i := range 12 {
-				conn := dial(t, s)
-				if _, err := io.WriteString(conn, say); err != nil {
-					t.Fatal(err)
-				}
-				others = append(others, conn)
+				others = append(others, intrude(t, s, say))
 				if i%6 == 5 {
 					s.upgradeOverTLS(t, client)
 				}
 			}
 			for _, conn := range others[:len(others)-s.gate.most] {
-				wasReset(t, conn)
+				if conn != nil {
+					wasReset(t, conn)
+				}
 			}
 			if n := s.gate.unidentified(); n > s.gate.most {
 				t.Errorf("%d connections without a token are kept, %d is the limit", n, s.gate.most)
