@@ -77,12 +77,13 @@ func (c *Counter) measureLayer(ctx context.Context, s *Subject, upper *os.File, 
 	return nil
 }
 
-// settle returns the figure to publish for a layer after a walk that ended with err. It is never less than what is known:
+// settle returns the figure to publish for a layer after a walk that ended with err. It is never
+// less than what is known:
 //
-//   - Directories that change all the time are common. The most of the last three walks counts, so that a container
-//     that hides files by moving them during walks must succeed three times in a row.
-//   - Directories nested too deep to be counted are an evasion, and so are more files than can be counted in walkLimit: the layer
-//     takes as much as is used of the filesystem.
+//   - Directories that change all the time are common. The most of the last three walks counts, so
+//     that a container that hides files by moving them during walks must succeed three times in a row.
+//   - Directories nested too deep to be counted are an evasion, and so are more files than can be
+//     counted in walkLimit: the layer takes as much as is used of the filesystem.
 //   - After any other walk that did not end, the last figure stays, unless more was found.
 func settle(last diskusage.Usage, w walks, err error, occupied diskusage.Usage) diskusage.Usage {
 	switch {

@@ -37,7 +37,8 @@ const (
 // gate is a listener that limits what connections without a token can use up. Any process of the
 // node may connect to the port, and the kernel does not tell which user owns a TCP connection. The
 // gate
-//   - accepts only while a token is outstanding, and resets connections made before: nobody had a URL;
+//   - accepts only while a token is outstanding, and resets connections made before, when nobody had
+//     a URL;
 //   - keeps few connections that have not shown a token. Where there are more it resets the oldest,
 //     beginning with those that have sent nothing. A connection whose request names a token is not
 //     counted, even if the server has not read the request. With TLS the request cannot be seen, so
