@@ -1,0 +1,14 @@
+package testenv
+
+import "testing"
+
+func TestAllFollowsEnvironment(t *testing.T) {
+	for value, want := range map[string]bool{"": false, "0": false, "1": !testing.Short()} {
+		t.Run("value "+value, func(t *testing.T) {
+			t.Setenv(allVar, value)
+			if got := All(); got != want {
+				t.Errorf("All() = %t with %s=%q, want %t", got, allVar, value, want)
+			}
+		})
+	}
+}
