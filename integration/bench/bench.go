@@ -44,17 +44,13 @@ func (b *bench) open(ctx context.Context) error {
 		}
 	}
 	site := &subject.Site{Machine: b.machine, Dir: b.dir, State: b.state, Work: work}
-	s, err := site.Berth(ctx, b.berth, b.revision, false)
-	if err != nil {
+	if err := b.openBerth(ctx, site, report.Ours, b.berth, b.revision); err != nil {
 		return err
 	}
-	b.subjects = append(b.subjects, s)
-	own, err := subject.HasOwnNetwork(ctx, b.berth)
-	if err != nil {
-		return err
-	}
-	if own {
-		b.add(site.Berth(ctx, b.berth, b.revision, true))
+	if b.against != "" {
+		if err := b.openBerth(ctx, site, "berth-other", b.against, ""); err != nil {
+			return err
+		}
 	}
 	if b.peers != "" {
 		if err := b.openPeers(ctx, site); err != nil {
@@ -71,6 +67,23 @@ func (b *bench) open(ctx context.Context) error {
 		}
 		return err != nil
 	})
+	return nil
+}
+
+// openBerth starts one build of berth, once with CNI plugins and once with its own network.
+func (b *bench) openBerth(ctx context.Context, site *subject.Site, column, bin, revision string) error {
+	s, err := site.Berth(ctx, column, bin, revision, false)
+	if err != nil {
+		return err
+	}
+	b.subjects = append(b.subjects, s)
+	own, err := subject.HasOwnNetwork(ctx, bin)
+	if err != nil {
+		return err
+	}
+	if own {
+		b.add(site.Berth(ctx, column, bin, revision, true))
+	}
 	return nil
 }
 

@@ -27,6 +27,7 @@ import (
 
 type options struct {
 	berth    string // directory of programs
+	against  string // directory of another build of berth; empty: none
 	peers    string
 	revision string // of berth
 	image    string
@@ -45,6 +46,7 @@ type options struct {
 func main() {
 	o := options{rows: regexp.MustCompile("")}
 	flag.StringVar(&o.berth, "berth", "bin", "directory of berth's programs")
+	flag.StringVar(&o.against, "against", "", "directory of the programs of another build of berth, to compare with; empty: none")
 	flag.StringVar(&o.peers, "peers", "", "directory of the programs of others; empty: none")
 	flag.StringVar(&o.revision, "revision", "", "what berth's version is not precise enough for")
 	flag.StringVar(&o.image, "image", "", "image of the pods, with sh, sleep and true; empty: one that a registry on loopback serves")

@@ -14,12 +14,12 @@ import (
 	"berth/integration/fixture"
 )
 
-// Berth starts the berth of a directory of programs, with the CNI plugins of the distribution or with its own network.
-// revision is the commit that it is from.
-func (at *Site) Berth(ctx context.Context, bin, revision string, ownNetwork bool) (*Subject, error) {
-	name := "berth"
+// Berth starts the berth daemon of the programs in bin, with the distribution's CNI plugins or with
+// berth's own network. column names it in the table, revision is the commit that it was built from.
+func (at *Site) Berth(ctx context.Context, column, bin, revision string, ownNetwork bool) (*Subject, error) {
+	name := column
 	if ownNetwork {
-		name = "berth-own"
+		name += "-own"
 	}
 	d := at.dir(name)
 	flags := []string{"--root", filepath.Join(at.Dir, name, "root"), "--state", d.state + "/state", "--listen", d.socket,
@@ -41,7 +41,7 @@ func (at *Site) Berth(ctx context.Context, bin, revision string, ownNetwork bool
 	if err != nil {
 		return nil, err
 	}
-	s := &Subject{Column: "berth", with: strings.TrimPrefix(revision+", gzip by "+inflates, ", "), OwnNetwork: ownNetwork, Root: filepath.Join(at.Dir, name, "root")}
+	s := &Subject{Column: column, with: strings.TrimPrefix(revision+", gzip by "+inflates, ", "), OwnNetwork: ownNetwork, Root: filepath.Join(at.Dir, name, "root")}
 	return at.start(ctx, s, recipe{
 		name: name, programs: programs,
 		// Beside another daemon, that of this machine perhaps.
