@@ -8,14 +8,14 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/integration/faults"
 	"berth/integration/harness"
-	"berth/integration/moody"
 )
 
 // A container with a volume whose server is dead can't be created: that ends with the caller's time, shows among the waits, and one look
 // at the volume hangs, however often it is tried. Its pod can be removed meanwhile, nothing of it is left, and other pods are well.
 func TestContainersOfADeadVolume(t *testing.T) {
-	volume := moody.NewVolume(t)
+	volume := faults.NewVolume(t)
 	d := harness.StartDaemon(t)
 	defer volume.Answer()
 	dead := harness.Mount(&runtimeapi.Mount{HostPath: volume.Path(), ContainerPath: "/v", SelinuxRelabel: true})

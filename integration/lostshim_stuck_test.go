@@ -8,9 +8,9 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/integration/faults"
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/integration/moody"
 )
 
 // A container whose process nothing can end runs until that ends, though its monitor is lost, with a daemon and without one: kubelet
@@ -18,7 +18,7 @@ import (
 func TestMonitorKilledWhileAProcessIsStuck(t *testing.T) {
 	for name, alone := range map[string]bool{"with a daemon": false, "without daemon": true} {
 		t.Run(name, func(t *testing.T) {
-			volume := moody.NewVolume(t)
+			volume := faults.NewVolume(t)
 			d := harness.StartDaemon(t)
 			defer volume.Answer()
 			pod := d.RunPod(t, harness.HostNetwork)

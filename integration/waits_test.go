@@ -19,10 +19,10 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/integration/faults"
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/integration/moody"
 )
 
 // waitInfo is an entry of "waits" in verbose Status.
@@ -90,9 +90,9 @@ func TestWaitForFrozenShim(t *testing.T) {
 
 // So does one for a CNI plugin that hangs, until it is killed.
 func TestWaitForHungPlugin(t *testing.T) {
-	plugin := moody.NewPlugin(t, "portmap")
+	plugin := faults.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, harness.WithConfig(longWaits), plugin.Option)
-	plugin.Is(t, "ADD", moody.Hang)
+	plugin.Inject(t, "ADD", faults.Hang)
 	config, ended := d.PodConfig(t), make(chan error, 1)
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
@@ -122,7 +122,7 @@ func endHungPlugins(t *testing.T) {
 // that a test can bring about last at the same time; docs/reliability.md has a table of them. An operation is among them whatever it waits
 // for, and so if its caller has gone.
 func TestWaitsAreShown(t *testing.T) {
-	plugin := moody.NewPlugin(t, "portmap")
+	plugin := faults.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, harness.WithConfig(`wait_limit = "100s"`, `stall_timeout = "10m"`), plugin.Option)
 	d.Pull(t, harness.BaseImage)
 	host, victim := d.RunPod(t, harness.HostNetwork), d.RunPod(t)
@@ -135,8 +135,8 @@ func TestWaitsAreShown(t *testing.T) {
 	// letGo ends all waits. A failure does so, too: a stop with a grace period of 100 minutes would be waited for.
 	letGo := sync.OnceFunc(func() {
 		close(speak)
-		plugin.Is(t, "ADD", "")
-		plugin.Is(t, "DEL", "")
+		plugin.Inject(t, "ADD", "")
+		plugin.Inject(t, "DEL", "")
 		for _, pid := range stopped {
 			_ = syscall.Kill(pid, syscall.SIGCONT) // it has ended
 		}
@@ -192,14 +192,14 @@ func TestWaitsAreShown(t *testing.T) {
 		shown(what, object, 0)
 	}
 
-	plugin.Is(t, "ADD", moody.WorkPause)
+	plugin.Inject(t, "ADD", faults.WorkPause)
 	run := func(ctx context.Context) error { _, err := d.Cri.RunPodSandbox(ctx, config, ""); return err }
 	begin("run", run)
 	shown("CNI ADD", "pod ", general)
 	begin("run, joined", run)
 	shown("it to be made", config.Metadata.Name, 4*minutes+slack)
 	shown("run", config.Metadata.Name, 4*minutes+slack)
-	plugin.Is(t, "DEL", moody.WorkPause)
+	plugin.Inject(t, "DEL", faults.WorkPause)
 	begin("stop pod", func(ctx context.Context) error { return d.Cri.StopPodSandbox(ctx, victim.Id) })
 	shown("CNI DEL", "pod "+victim.Id, general)
 	shown("stop", "pod "+victim.Id, 4*minutes+slack)

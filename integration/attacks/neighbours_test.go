@@ -16,10 +16,10 @@ import (
 	"k8s.io/client-go/tools/remotecommand"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/integration/faults"
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/integration/moody"
 )
 
 // The bounds of TestHostileNeighbours. docs/reliability.md states them with what was measured.
@@ -48,7 +48,7 @@ func TestHostileNeighbours(t *testing.T) {
 	case testing.Short():
 		duration = 10 * time.Second
 	}
-	plugin := moody.NewPlugin(t, "portmap")
+	plugin := faults.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, plugin.Option)
 	image := neighbourImage(t)
 	null := nodeOf(t, "/dev/null")
@@ -112,7 +112,7 @@ func streamingAddress(t *testing.T, d *harness.Daemon) string {
 // soak is what is measured while the neighbours attack.
 type soak struct {
 	d         *harness.Daemon
-	plugin    *moody.Plugin
+	plugin    *faults.Plugin
 	streaming string
 	pods      []*harness.Pod
 	execs     *harness.Container // root without capabilities
@@ -202,9 +202,9 @@ func (s *soak) life(t *testing.T) {
 func (s *soak) killPlugin(t *testing.T) {
 	t.Helper()
 	began := time.Now()
-	s.plugin.Is(t, "ADD", moody.WorkDie)
+	s.plugin.Inject(t, "ADD", faults.WorkDie)
 	_, err := s.d.Cri.RunPodSandbox(t.Context(), s.d.PodConfig(t), "")
-	s.plugin.Is(t, "ADD", "")
+	s.plugin.Inject(t, "ADD", "")
 	harness.WantCode(t, err, codes.Internal, "signal: killed")
 	if took := time.Since(began); took > lifeBound {
 		t.Errorf("a pod whose CNI plugin died took %v to fail", took)

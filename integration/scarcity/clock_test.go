@@ -11,8 +11,8 @@ import (
 	"k8s.io/client-go/tools/remotecommand"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/integration/faults"
 	"berth/integration/harness"
-	"berth/integration/moody"
 	"berth/integration/sessions"
 )
 
@@ -81,7 +81,7 @@ func TestClockJumps(t *testing.T) {
 	ownClock(t)
 	for name, jump := range map[string]time.Duration{"a year forward": 365 * 24 * time.Hour, "a day back": -24 * time.Hour} {
 		t.Run(name, func(t *testing.T) {
-			plugin := moody.NewPlugin(t, "portmap")
+			plugin := faults.NewPlugin(t, "portmap")
 			d := harness.StartDaemon(t, plugin.Option)
 			pod := d.RunPod(t)
 			c := pod.Run(t, harness.Script("trap 'echo asked' TERM; while :; do sleep 0.1; done"))
@@ -90,8 +90,8 @@ func TestClockJumps(t *testing.T) {
 			harness.Get(d.Cri.ContainerStats(t.Context(), c2.Id))(t)
 			url := c2.ExecURL(t, remotecommand.StreamOptions{Stdout: &sessions.Screen{}}, "echo", "here")
 			// An undo that is tried again by and by.
-			plugin.Is(t, "ADD", moody.Fail(1))
-			plugin.Is(t, "DEL", moody.Fail(3))
+			plugin.Inject(t, "ADD", faults.Fail(1))
+			plugin.Inject(t, "DEL", faults.Fail(3))
 			_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t), "")
 			harness.WantCode(t, err, codes.Unavailable)
 

@@ -15,9 +15,9 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/integration/faults"
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/integration/moody"
 )
 
 // shortTimeout is for plugins that hang; the others need tens of milliseconds.
@@ -25,20 +25,20 @@ var shortTimeout = harness.WithConfig(`cni_timeout = "3s"`)
 
 // addCases are ways in which an ADD fails.
 var addCases = []struct {
-	mood  string
+	fault string
 	code  codes.Code
 	parts []string
 }{
-	{moody.Hang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
-	{moody.WorkHang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
-	{moody.Die, codes.Internal, []string{"signal: killed"}},
-	{moody.WorkDie, codes.Internal, []string{"signal: killed"}},
-	{moody.Crash, codes.Internal, []string{"exit status 2", "out of cheese"}},
-	{moody.Garbage, codes.Internal, []string{"its result is invalid", "<html>not found"}},
-	{moody.WorkGarbage, codes.Internal, []string{"its result is invalid", "<html>not found"}},
-	{moody.WorkNothing, codes.Internal, []string{"its result is invalid"}},
-	{moody.WorkFlood, codes.Internal, []string{"printed 2097152 bytes"}},
-	{moody.Fail(1), codes.Unavailable, []string{"no room in the inn", "come back later"}},
+	{faults.Hang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
+	{faults.WorkHang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
+	{faults.Die, codes.Internal, []string{"signal: killed"}},
+	{faults.WorkDie, codes.Internal, []string{"signal: killed"}},
+	{faults.Crash, codes.Internal, []string{"exit status 2", "out of cheese"}},
+	{faults.Garbage, codes.Internal, []string{"its result is invalid", "<html>not found"}},
+	{faults.WorkGarbage, codes.Internal, []string{"its result is invalid", "<html>not found"}},
+	{faults.WorkNothing, codes.Internal, []string{"its result is invalid"}},
+	{faults.WorkFlood, codes.Internal, []string{"printed 2097152 bytes"}},
+	{faults.Fail(1), codes.Unavailable, []string{"no room in the inn", "come back later"}},
 }
 
 // An ADD that fails leaves nothing, whatever the plugin had done by then; the same pod runs when the
@@ -47,18 +47,18 @@ var addCases = []struct {
 func TestFailedAdd(t *testing.T) {
 	for _, name := range []string{"bridge", "portmap"} {
 		t.Run(name, func(t *testing.T) {
-			plugin := moody.NewPlugin(t, name)
+			plugin := faults.NewPlugin(t, name)
 			d := harness.StartDaemon(t, shortTimeout, plugin.Option)
 			for _, tt := range addCases {
-				t.Run(tt.mood, func(t *testing.T) {
-					plugin.Is(t, "ADD", tt.mood)
+				t.Run(tt.fault, func(t *testing.T) {
+					plugin.Inject(t, "ADD", tt.fault)
 					config := d.PodConfig(t, harness.HostPort(18090, 80, runtimeapi.Protocol_TCP))
 					_, err := d.Cri.RunPodSandbox(t.Context(), config, "")
 					harness.WantCode(t, err, tt.code, append(tt.parts, "CNI plugin "+name, "CNI ADD of pod", config.Metadata.Name)...)
 					harness.Equal(t, "number of pods", len(harness.Get(d.Cri.ListPodSandbox(t.Context(), nil))(t)), 0)
 					d.NoLeaks(t)
 					d.StateSettles(t)
-					plugin.Is(t, "ADD", "")
+					plugin.Inject(t, "ADD", "")
 					d.RunPodConfig(t, config).Remove(t)
 				})
 			}
@@ -68,30 +68,30 @@ func TestFailedAdd(t *testing.T) {
 
 // delCases are ways in which a DEL fails, or seems to.
 var delCases = []struct {
-	mood  string
+	fault string
 	code  codes.Code // OK: what the plugin says does not matter if it ends well
 	parts []string
 }{
-	{moody.Hang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
-	{moody.WorkHang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
-	{moody.Die, codes.Internal, []string{"signal: killed"}},
-	{moody.WorkDie, codes.Internal, []string{"signal: killed"}},
-	{moody.Crash, codes.Internal, []string{"exit status 2", "out of cheese"}},
-	{moody.WorkGarbage, codes.OK, nil},
-	{moody.WorkFlood, codes.Internal, []string{"printed 2097152 bytes"}},
-	{moody.Fail(1), codes.Unavailable, []string{"no room in the inn"}},
+	{faults.Hang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
+	{faults.WorkHang, codes.DeadlineExceeded, []string{"did not end in time and was killed"}},
+	{faults.Die, codes.Internal, []string{"signal: killed"}},
+	{faults.WorkDie, codes.Internal, []string{"signal: killed"}},
+	{faults.Crash, codes.Internal, []string{"exit status 2", "out of cheese"}},
+	{faults.WorkGarbage, codes.OK, nil},
+	{faults.WorkFlood, codes.Internal, []string{"printed 2097152 bytes"}},
+	{faults.Fail(1), codes.Unavailable, []string{"no room in the inn"}},
 }
 
 // A DEL that fails is an error of StopPodSandbox. The pod is not ready all the same and its
 // processes are gone; the next call takes its network away.
 func TestFailedDel(t *testing.T) {
-	plugin := moody.NewPlugin(t, "bridge")
+	plugin := faults.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, shortTimeout, plugin.Option)
 	for _, tt := range delCases {
-		t.Run(tt.mood, func(t *testing.T) {
+		t.Run(tt.fault, func(t *testing.T) {
 			pod := d.RunPod(t)
 			c := pod.Run(t)
-			plugin.Is(t, "DEL", tt.mood)
+			plugin.Inject(t, "DEL", tt.fault)
 			err := d.Cri.StopPodSandbox(t.Context(), pod.Id)
 			if tt.code == codes.OK {
 				harness.Must(t, err)
@@ -100,7 +100,7 @@ func TestFailedDel(t *testing.T) {
 			}
 			harness.Equal(t, "the pod's state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
 			harness.Equal(t, "the container's state", c.Status(t).State, runtimeapi.ContainerState_CONTAINER_EXITED)
-			plugin.Is(t, "DEL", "")
+			plugin.Inject(t, "DEL", "")
 			d.StateSettles(t)
 			pod.Remove(t)
 			d.Clean(t)
@@ -112,11 +112,11 @@ func TestFailedDel(t *testing.T) {
 
 // The pod of a DEL that fails ten times is stopped by the eleventh call, and keeps its address until then.
 func TestDelFailsTenTimes(t *testing.T) {
-	plugin := moody.NewPlugin(t, "bridge")
+	plugin := faults.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, plugin.Option)
 	pod := d.RunPod(t)
 	address := filepath.Join(d.DataDir, "test", pod.Ip(t))
-	plugin.Is(t, "DEL", moody.Fail(10))
+	plugin.Inject(t, "DEL", faults.Fail(10))
 	for i := range 10 {
 		harness.WantCode(t, d.Cri.StopPodSandbox(t.Context(), pod.Id), codes.Unavailable, "no room in the inn")
 		if _, err := os.Stat(address); err != nil {
@@ -140,10 +140,10 @@ func TestUndoIsRetried(t *testing.T) {
 	if harness.Thorough() {
 		failures, longest = 10, 60
 	}
-	plugin := moody.NewPlugin(t, "portmap")
+	plugin := faults.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, plugin.Option)
-	plugin.Is(t, "ADD", moody.Fail(1))
-	plugin.Is(t, "DEL", moody.Fail(1000))
+	plugin.Inject(t, "ADD", faults.Fail(1))
+	plugin.Inject(t, "DEL", faults.Fail(1000))
 	config := d.PodConfig(t)
 	_, err := d.Cri.RunPodSandbox(t.Context(), config, "")
 	harness.WantCode(t, err, codes.Unavailable, "no room in the inn")
@@ -161,7 +161,7 @@ func TestUndoIsRetried(t *testing.T) {
 		}
 		return nil
 	}))
-	plugin.Is(t, "DEL", "")
+	plugin.Inject(t, "DEL", "")
 	harness.Must(t, harness.PollUpTo(2*time.Minute, 100*time.Millisecond, func() error {
 		if undoPause(t, d) > 0 {
 			return errors.New("it is not undone")
@@ -196,21 +196,21 @@ func undoPause(t *testing.T, d *harness.Daemon) float64 {
 // The daemon dies while a plugin works. The next one ends what the plugin started, and the pod
 // that kubelet asks for again runs.
 func TestDaemonDiesWithPlugin(t *testing.T) {
-	for _, mood := range []string{moody.Hang, moody.WorkHang, moody.WorkKill} {
+	for _, fault := range []string{faults.Hang, faults.WorkHang, faults.WorkKill} {
 		for _, name := range []string{"bridge", "portmap"} {
-			t.Run(name+" "+mood, func(t *testing.T) {
-				plugin := moody.NewPlugin(t, name)
+			t.Run(name+" "+fault, func(t *testing.T) {
+				plugin := faults.NewPlugin(t, name)
 				d := harness.StartDaemon(t, plugin.Option)
 				config := d.PodConfig(t, harness.HostPort(18090, 80, runtimeapi.Protocol_TCP))
-				plugin.Is(t, "ADD", mood)
+				plugin.Inject(t, "ADD", fault)
 				during(t, d, plugin, func() error { _, err := d.Cri.RunPodSandbox(t.Context(), config, ""); return err })
-				plugin.Is(t, "ADD", "")
+				plugin.Inject(t, "ADD", "")
 				d.Start(t)
 				pod := d.RunPodConfig(t, config)
 
-				plugin.Is(t, "DEL", mood)
+				plugin.Inject(t, "DEL", fault)
 				during(t, d, plugin, func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) })
-				plugin.Is(t, "DEL", "")
+				plugin.Inject(t, "DEL", "")
 				d.Start(t)
 				harness.Equal(t, "the pod's state", pod.Status(t).State, runtimeapi.PodSandboxState_SANDBOX_NOTREADY)
 				pod.Remove(t)
@@ -220,7 +220,7 @@ func TestDaemonDiesWithPlugin(t *testing.T) {
 }
 
 // during kills the daemon when the plugin is at work for a call, which must fail.
-func during(t *testing.T, d *harness.Daemon, plugin *moody.Plugin, call func() error) {
+func during(t *testing.T, d *harness.Daemon, plugin *faults.Plugin, call func() error) {
 	t.Helper()
 	before := plugin.Left()
 	ended := make(chan error, 1)
@@ -234,9 +234,9 @@ func during(t *testing.T, d *harness.Daemon, plugin *moody.Plugin, call func() e
 
 // Children of a plugin that ended well are what it wanted: they stay, also when the daemon is killed.
 func TestPluginsChildStays(t *testing.T) {
-	plugin := moody.NewPlugin(t, "bridge")
+	plugin := faults.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, plugin.Option)
-	plugin.Is(t, "ADD", moody.WorkLeave)
+	plugin.Inject(t, "ADD", faults.WorkLeave)
 	pod := d.RunPod(t)
 	d.End(t)
 	d.Start(t)
@@ -253,12 +253,12 @@ func TestPluginsChildStays(t *testing.T) {
 // While a plugin hangs for one pod, others on the host's network and on another network come and
 // go, and everybody who asks is answered.
 func TestHungPluginHoldsNobodyUp(t *testing.T) {
-	plugin := moody.NewPlugin(t, "portmap")
+	plugin := faults.NewPlugin(t, "portmap")
 	d := harness.StartDaemon(t, plugin.Option)
 	victim := d.RunPod(t)
 	for _, verb := range []string{"ADD", "DEL"} {
 		t.Run(verb, func(t *testing.T) {
-			plugin.Is(t, verb, moody.Hang)
+			plugin.Inject(t, verb, faults.Hang)
 			before := plugin.Left()
 			ctx, cancel := context.WithCancel(t.Context())
 			config, ended := d.PodConfig(t), make(chan error, 1)
@@ -271,7 +271,7 @@ func TestHungPluginHoldsNobodyUp(t *testing.T) {
 				ended <- d.Cri.StopPodSandbox(ctx, victim.Id)
 			}()
 			plugin.AwaitChildren(t, before)
-			plugin.Is(t, verb, "")
+			plugin.Inject(t, verb, "")
 			d.RunPod(t, harness.HostNetwork).Remove(t)
 			harness.WithNetwork(fmt.Sprintf(otherNetwork, d.DataDir))(t, d)
 			other := d.RunPod(t)
@@ -361,7 +361,7 @@ func TestLostRecord(t *testing.T) {
 
 // A daemon that is told to stop does not interrupt a plugin, whoever wanted it: the next one could not go on in the middle of what it did.
 func TestStopInterruptsNoPlugin(t *testing.T) {
-	plugin := moody.NewPlugin(t, "bridge")
+	plugin := faults.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, plugin.Option)
 	stopWhilePaused := func(t *testing.T, exitCode int) {
 		t.Helper()
@@ -370,8 +370,8 @@ func TestStopInterruptsNoPlugin(t *testing.T) {
 		d.Signal(t, syscall.SIGTERM)
 		harness.Equal(t, "the daemon's exit code", d.Cmd.ProcessState.ExitCode(), exitCode)
 		before := plugin.Resumed()
-		plugin.Is(t, "ADD", "")
-		plugin.Is(t, "DEL", "")
+		plugin.Inject(t, "ADD", "")
+		plugin.Inject(t, "DEL", "")
 		harness.Eventually(t, "the plugin ends by itself", func() error {
 			if plugin.Resumed() == before {
 				return errors.New("it was killed, or does not end")
@@ -387,14 +387,14 @@ func TestStopInterruptsNoPlugin(t *testing.T) {
 	}
 	t.Run("of a client's request", func(t *testing.T) {
 		config := d.PodConfig(t)
-		plugin.Is(t, "ADD", moody.WorkPause)
+		plugin.Inject(t, "ADD", faults.WorkPause)
 		ended := inBackground(func() error { _, err := d.Cri.RunPodSandbox(t.Context(), config, ""); return err })
 		stopWhilePaused(t, 1)
 		if <-ended == nil {
 			t.Error("the request succeeded")
 		}
 		pod := d.RunPodConfig(t, config)
-		plugin.Is(t, "DEL", moody.WorkPause)
+		plugin.Inject(t, "DEL", faults.WorkPause)
 		ended = inBackground(func() error { return d.Cri.StopPodSandbox(t.Context(), pod.Id) })
 		stopWhilePaused(t, 1)
 		if <-ended == nil {
@@ -403,11 +403,11 @@ func TestStopInterruptsNoPlugin(t *testing.T) {
 		pod.Remove(t)
 	})
 	t.Run("of another try to undo", func(t *testing.T) {
-		plugin.Is(t, "ADD", moody.Fail(1))
-		plugin.Is(t, "DEL", moody.Fail(1))
+		plugin.Inject(t, "ADD", faults.Fail(1))
+		plugin.Inject(t, "DEL", faults.Fail(1))
 		_, err := d.Cri.RunPodSandbox(t.Context(), d.PodConfig(t), "")
 		harness.WantCode(t, err, codes.Unavailable, "no room in the inn")
-		plugin.Is(t, "DEL", moody.WorkPause)
+		plugin.Inject(t, "DEL", faults.WorkPause)
 		stopWhilePaused(t, 0)
 	})
 }

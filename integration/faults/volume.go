@@ -1,4 +1,4 @@
-package moody
+package faults
 
 import (
 	"context"
@@ -15,17 +15,17 @@ import (
 	"berth/integration/harness"
 )
 
-// Volume is a volume whose server does not answer, as NFS without one: of its empty directory there are attributes, but who
-// looks for something in it is in an uninterruptible sleep, which no signal ends, until Answer.
+// Volume is an empty volume whose server does not answer, like NFS without its server. stat of the
+// mount point works. A lookup inside sleeps uninterruptibly until Answer is called.
 type Volume struct {
 	Dir     string
 	asked   atomic.Int32
 	answers chan struct{}
-	Answer  func() // from now on: there is nothing; may be called again
+	Answer  func() // lets lookups return ENOENT from now on; may be called again
 }
 
-// NewVolume mounts a volume, which has to be made before the daemon that uses it: it is unmounted afterwards. The test is
-// skipped without FUSE.
+// NewVolume mounts a volume until the test ends. Call it before the daemon is started, so that the
+// unmount comes after the daemon's end. It skips the test without FUSE.
 func NewVolume(t *testing.T) *Volume {
 	t.Helper()
 	v := &Volume{Dir: t.TempDir(), answers: make(chan struct{})}
@@ -42,18 +42,18 @@ func NewVolume(t *testing.T) *Volume {
 	return v
 }
 
-// Path is of something in the volume, of which nobody knows whether it is there.
+// Path returns a path in the volume. A lookup of it does not return.
 func (v *Volume) Path() string { return filepath.Join(v.Dir, "something") }
 
-// Asked is how often something was looked for.
+// Asked returns the number of lookups.
 func (v *Volume) Asked() int { return int(v.asked.Load()) }
 
-// AwaitAsked waits until something was looked for so often.
+// AwaitAsked waits for a number of lookups.
 func (v *Volume) AwaitAsked(t *testing.T, times int) {
 	t.Helper()
-	harness.Eventually(t, "the volume is looked at", func() error {
+	harness.Eventually(t, "the volume is looked up", func() error {
 		if got := v.Asked(); got < times {
-			return harness.Unexpected("how often it was", got, times)
+			return harness.Unexpected("number of lookups", got, times)
 		}
 		return nil
 	})
@@ -66,7 +66,7 @@ type silent struct {
 
 var _ fs.NodeLookuper = (*silent)(nil)
 
-// Lookup implements fs.NodeLookuper. That who asks has been killed changes nothing.
+// Lookup implements fs.NodeLookuper. It ignores that the caller was killed.
 func (s *silent) Lookup(context.Context, string, *fuse.EntryOut) (*fs.Inode, syscall.Errno) {
 	s.volume.asked.Add(1)
 	<-s.volume.answers
