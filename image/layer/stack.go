@@ -11,7 +11,6 @@ import (
 	"github.com/opencontainers/image-spec/identity"
 	"golang.org/x/sys/unix"
 
-	"berth/image/layer/table"
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
@@ -222,7 +221,7 @@ func isDamaged(err error) bool {
 }
 
 // merge makes the image of the chain that is owned, in place of one that is there. No more is written than the reserve leaves.
-func (s *Store) merge(ctx context.Context, driver Merger, chain *table.Owned[join], names []digest.Digest) (*join, error) {
+func (s *Store) merge(ctx context.Context, driver Merger, chain *owned[join], names []digest.Digest) (*join, error) {
 	j := &join{ChainID: chain.Key(), Layers: slices.Clone(names), Kind: driver.Kind(), onDisk: true}
 	dirs := make([]string, 0, len(names))
 	for _, name := range names {

@@ -15,10 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
-	"berth/image/layer/scatter"
-	"berth/image/layer/table"
 	"berth/image/layer/trash"
-	"berth/image/layer/writeback"
 	"berth/image/tree"
 	"berth/image/unpack"
 	"berth/internal/cleanup"
@@ -32,11 +29,11 @@ type Store struct {
 	root    string
 	driver  Driver
 	log     *slog.Logger
-	layers  *table.Table[Info]
-	joins   *table.Table[join]
+	layers  *table[Info]
+	joins   *table[join]
 	trash   *trash.Trash
 	home    *os.File // root; older than all that syncs brings to the disk
-	syncs   *writeback.Syncer
+	syncs   *syncer
 	reserve Reserve
 	statfs  func() (unix.Statfs_t, error) // of root
 	aside   atomic.Bool                   // there may be something that was set aside
@@ -51,13 +48,13 @@ type Store struct {
 // can't be read for want of something, or that a newer berth wrote, is an error. No layer
 // is made where less than the reserve is free.
 func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store, error) {
-	s := &Store{root: root, driver: driver, log: log, layers: table.New[Info](), joins: table.New[join](), reserve: reserve, statfs: reserve.statfsOf(root), effort: allEffort}
+	s := &Store{root: root, driver: driver, log: log, layers: newTable[Info](), joins: newTable[join](), reserve: reserve, statfs: reserve.statfsOf(root), effort: allEffort}
 	for _, dir := range []string{layersDir, joinsDir, tmpDir, trashDir} {
 		if err := os.MkdirAll(filepath.Join(root, dir), 0o700); err != nil {
 			return nil, fmt.Errorf("open layer store: %w", err)
 		}
 	}
-	if err := scatter.Below(filepath.Join(root, tmpDir)); err != nil {
+	if err := spreadOverDisk(filepath.Join(root, tmpDir)); err != nil {
 		log.Debug("layers are not spread over the disk", "error", err)
 	}
 	home, err := os.Open(root)
@@ -67,7 +64,7 @@ func Open(root string, driver Driver, reserve Reserve, log *slog.Logger) (*Store
 	undo := cleanup.New()
 	defer undo.Run(&err)
 	undo.Add("close "+root, home.Close)
-	s.home, s.syncs = home, writeback.New(home)
+	s.home, s.syncs = home, newSyncer(home)
 	s.trash = trash.New(filepath.Join(root, trashDir), driver.Remove, log)
 	if err := s.load(); err != nil {
 		return nil, fmt.Errorf("open layer store %s: %w", root, err)

@@ -18,7 +18,6 @@ import (
 	"github.com/google/go-containerregistry/pkg/v1/remote/transport"
 	"google.golang.org/grpc/codes"
 
-	"berth/image/registry/challenge"
 	"berth/internal/errdefs"
 )
 
@@ -59,7 +58,7 @@ func (a *authorizer) set(header Secret) {
 
 // answer reacts to the challenges of a 401 that a request of the given generation
 // got. After nil the request may be sent once more.
-func (a *authorizer) answer(ctx context.Context, challenges []challenge.Challenge, generation int) error {
+func (a *authorizer) answer(ctx context.Context, challenges []challenge, generation int) error {
 	if _, now := a.current(); now != generation {
 		return nil // another request has renewed the token meanwhile
 	}
@@ -105,7 +104,7 @@ func (a *authorizer) try(header Secret, refused string) error {
 // answerBearer gets a token from the server that the challenge names. The
 // registry's choice of that server is trusted, as by every client of the
 // protocol, but not to take credentials off TLS.
-func (a *authorizer) answerBearer(ctx context.Context, c challenge.Challenge, cred Credentials) error {
+func (a *authorizer) answerBearer(ctx context.Context, c challenge, cred Credentials) error {
 	realm, err := url.Parse(c.Params["realm"])
 	if err != nil || realm.Host == "" {
 		return errdefs.New(codes.Unauthenticated, "the registry's challenge names no valid token server")
@@ -123,7 +122,7 @@ func (a *authorizer) answerBearer(ctx context.Context, c challenge.Challenge, cr
 
 // exchange runs the token protocol (GET with basic authentication, or POST with
 // an identity token) through go-containerregistry.
-func (a *authorizer) exchange(ctx context.Context, c challenge.Challenge, cred Credentials, realmHost string) (Secret, error) {
+func (a *authorizer) exchange(ctx context.Context, c challenge, cred Credentials, realmHost string) (Secret, error) {
 	// Exchange refuses realms on private addresses unless they are the registry's
 	// own; on a cluster's network that is where a token server lives. So it is
 	// told the realm's host; it uses the name for nothing else.

@@ -13,7 +13,6 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
-	"berth/image/registry/hosts"
 	"berth/internal/errdefs"
 )
 
@@ -247,7 +246,7 @@ func (b *Blob) failed(err *UnavailableError) error {
 // open starts a transfer at the current offset. After failures the next host is
 // asked first, so that one that always breaks off does not spoil all tries.
 func (b *Blob) open() error {
-	err := b.repo.askOnce(b.ctx, hosts.Pull, b.first+b.failures, func(e *endpoint) error {
+	err := b.repo.askOnce(b.ctx, capPull, b.first+b.failures, func(e *endpoint) error {
 		body, err := b.openAt(e)
 		if err == nil {
 			b.body, b.host, b.from = body, e, e.String()

@@ -8,7 +8,6 @@ import (
 	"sync"
 	"time"
 
-	"berth/image/registry/hosts"
 	"berth/internal/errdefs"
 )
 
@@ -77,7 +76,7 @@ type Repository struct {
 // Open prepares to fetch the image that ref names, with the credentials given for
 // it (zero: none). Nothing is sent yet. The caller closes the repository.
 func (c *Client) Open(ref Reference, given Credentials) (*Repository, error) {
-	places, err := hosts.Load(c.dirs, ref.Domain)
+	places, err := loadHosts(c.dirs, ref.Domain)
 	if err != nil {
 		return nil, err
 	}
@@ -120,7 +119,7 @@ func (r *Repository) Reference() Reference { return r.ref }
 
 // lookupFor returns a function that finds the credentials for a host: those given
 // for the pull if they are meant for it, else docker's.
-func (c *Client) lookupFor(given Credentials, h hosts.Host, ref Reference) func(context.Context) (Credentials, error) {
+func (c *Client) lookupFor(given Credentials, h hostConfig, ref Reference) func(context.Context) (Credentials, error) {
 	return func(ctx context.Context) (Credentials, error) {
 		if given.belongTo(h.Host, h.Home, ref.Domain) {
 			return given, nil
@@ -142,7 +141,7 @@ const (
 // askAll calls ask for the hosts with the given capabilities, in order, until one
 // has an answer. If the last one failed in a way that may pass, all are asked
 // again after a pause, maxRounds times at most.
-func (r *Repository) askAll(ctx context.Context, caps hosts.Capability, ask func(*endpoint) error) error {
+func (r *Repository) askAll(ctx context.Context, caps capability, ask func(*endpoint) error) error {
 	for round := 1; ; round++ {
 		err := r.askOnce(ctx, caps, 0, ask)
 		var u *UnavailableError
@@ -161,7 +160,7 @@ func (r *Repository) askAll(ctx context.Context, caps hosts.Capability, ask func
 // A host that could not be reached before is not asked again for this image,
 // unless it is the last that is left: a mirror that is down would take its dial
 // timeout of each manifest and layer anew.
-func (r *Repository) askOnce(ctx context.Context, caps hosts.Capability, first int, ask func(*endpoint) error) error {
+func (r *Repository) askOnce(ctx context.Context, caps capability, first int, ask func(*endpoint) error) error {
 	var failed []error
 	places := r.hosts(caps, first)
 	for i, e := range places {
@@ -188,7 +187,7 @@ func (r *Repository) askOnce(ctx context.Context, caps hosts.Capability, first i
 }
 
 // hosts returns the hosts with the given capabilities, beginning with number first.
-func (r *Repository) hosts(caps hosts.Capability, first int) []*endpoint {
+func (r *Repository) hosts(caps capability, first int) []*endpoint {
 	var list []*endpoint
 	n := len(r.endpoints)
 	for i := range n {

@@ -25,7 +25,6 @@ import (
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 	"google.golang.org/grpc/codes"
 
-	"berth/image/registry/hosts"
 	"berth/image/registry/platform"
 	"berth/image/registry/registrytest"
 	"berth/internal/errdefs"
@@ -868,7 +867,7 @@ func TestForeignTextInErrors(t *testing.T) {
 }
 
 func TestDialTimeoutOption(t *testing.T) {
-	h := hosts.Host{DialTimeout: time.Nanosecond}
+	h := hostConfig{DialTimeout: time.Nanosecond}
 	tr, err := newConnections(&h, time.Minute)
 	if err != nil {
 		t.Fatal(err)

@@ -7,7 +7,6 @@ import (
 	"github.com/google/go-containerregistry/pkg/authn"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/image/registry/hosts"
 	"berth/internal/errdefs"
 )
 
@@ -99,6 +98,6 @@ func (c Credentials) belongTo(host string, home bool, domain string) bool {
 	if c.ServerAddress == "" {
 		return home
 	}
-	server := hosts.Canonical(c.ServerAddress)
-	return server == hosts.Canonical(host) || home && server == hosts.Canonical(domain)
+	server := canonicalHost(c.ServerAddress)
+	return server == canonicalHost(host) || home && server == canonicalHost(domain)
 }

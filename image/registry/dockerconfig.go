@@ -12,7 +12,6 @@ import (
 	"strings"
 	"time"
 
-	"berth/image/registry/hosts"
 	"berth/internal/errdefs"
 	"berth/internal/output"
 )
@@ -57,7 +56,7 @@ func loadDockerConfig(path string) (dockerConfig, error) {
 // lookup returns the credentials for a host: from its helper, else from the file,
 // else from the store for all hosts. None is no error.
 func (c dockerConfig) lookup(ctx context.Context, host string) (Credentials, error) {
-	want := hosts.Canonical(host)
+	want := canonicalHost(host)
 	if key, ok := findHost(c.CredHelpers, want); ok {
 		return runHelper(ctx, c.CredHelpers[key], key)
 	}
@@ -77,7 +76,7 @@ func findHost[V comparable](m map[string]V, want string) (string, bool) {
 	var empty V
 	best, found := "", false
 	for key, value := range m {
-		if value == empty || hosts.Canonical(key) != want || !wholeHost(key) {
+		if value == empty || canonicalHost(key) != want || !wholeHost(key) {
 			continue
 		}
 		if !found || len(key) < len(best) || len(key) == len(best) && key < best {
@@ -98,7 +97,7 @@ func wholeHost(key string) bool {
 
 // storeKey returns the name under which `docker login` stores a host's credentials.
 func storeKey(host string) string {
-	if host == hosts.DockerHub {
+	if host == dockerHub {
 		return "https://index.docker.io/v1/"
 	}
 	return host

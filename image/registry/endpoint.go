@@ -10,14 +10,11 @@ import (
 	"path"
 	"sync/atomic"
 	"time"
-
-	"berth/image/registry/challenge"
-	"berth/image/registry/hosts"
 )
 
 // endpoint is one host of a registry, ready to be asked for one repository.
 type endpoint struct {
-	caps     hosts.Capability
+	caps     capability
 	base     url.URL // API root and repository: https://host/v2/library/busybox
 	ns       string  // registry this host is a proxy for; "" if it is the registry
 	agent    string
@@ -32,7 +29,7 @@ type endpoint struct {
 
 // newEndpoint prepares host h for the repository of ref. lookup finds credentials
 // for it when it asks for some.
-func newEndpoint(h hosts.Host, ref Reference, c *Client, given Credentials) (*endpoint, error) {
+func newEndpoint(h hostConfig, ref Reference, c *Client, given Credentials) (*endpoint, error) {
 	wires, err := newConnections(&h, c.stall)
 	if err != nil {
 		return nil, err
@@ -45,7 +42,7 @@ func newEndpoint(h hosts.Host, ref Reference, c *Client, given Credentials) (*en
 		document: c.document,
 		wires:    wires,
 	}
-	if hosts.Canonical(h.Host) != hosts.Canonical(ref.Domain) {
+	if canonicalHost(h.Host) != canonicalHost(ref.Domain) {
 		e.ns = ref.Domain
 	}
 	var wire http.RoundTripper = wires
@@ -112,7 +109,7 @@ func (e *endpoint) request(ctx context.Context, method, suffix string, header ht
 		if resp.StatusCode != http.StatusUnauthorized || !e.isOwn(resp) || round == maxAuthRounds {
 			return resp, nil
 		}
-		challenges := challenge.Parse(resp.Header)
+		challenges := parseChallenges(resp.Header)
 		drain(resp.Body)
 		if err := e.auth.answer(ctx, challenges, generation); err != nil {
 			return nil, err

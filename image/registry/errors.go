@@ -15,7 +15,7 @@ import (
 
 	"google.golang.org/grpc/codes"
 
-	"berth/image/registry/leash"
+	"berth/image/registry/redirectguard"
 	"berth/internal/errdefs"
 )
 
@@ -49,7 +49,7 @@ func requestError(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return fmt.Errorf("%w: %v", ctx.Err(), err)
 	}
-	var near *leash.TooNearError
+	var near *redirectguard.ForbiddenTargetError
 	if errors.As(err, &near) {
 		return errdefs.FailedPrecondition("%w", err)
 	}

@@ -12,8 +12,6 @@ import (
 	"unicode"
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
-
-	"berth/image/registry/hosts"
 )
 
 // FuzzDockerConfig: credentials come from a key that stands for the host, and errors quote nothing.
@@ -49,7 +47,7 @@ func FuzzDockerConfig(f *testing.F) {
 			return
 		}
 		for key := range c.Auths {
-			if hosts.Canonical(key) == hosts.Canonical(host) && wholeHost(key) {
+			if canonicalHost(key) == canonicalHost(host) && wholeHost(key) {
 				return
 			}
 		}

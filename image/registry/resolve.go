@@ -11,7 +11,6 @@ import (
 	"github.com/opencontainers/go-digest"
 	ocispec "github.com/opencontainers/image-spec/specs-go/v1"
 
-	"berth/image/registry/hosts"
 	"berth/image/registry/platform"
 	"berth/internal/errdefs"
 )
@@ -34,9 +33,9 @@ type Layer struct {
 // Digest asks what the reference names, without fetching it (HEAD). It returns ""
 // if no host can tell or lets us see it; only a GET has the reasons.
 func (r *Repository) Digest(ctx context.Context) digest.Digest {
-	caps := hosts.Pull
+	caps := capPull
 	if r.ref.Digest == "" {
-		caps |= hosts.Resolve
+		caps |= capResolve
 	}
 	var found digest.Digest
 	err := r.askOnce(ctx, caps, 0, func(e *endpoint) error {
@@ -68,7 +67,7 @@ func (r *Repository) HasBlob(ctx context.Context, want ocispec.Descriptor) bool 
 	if checkDescriptor(want, 0) != nil {
 		return false
 	}
-	return r.askOnce(ctx, hosts.Pull, 0, func(e *endpoint) error {
+	return r.askOnce(ctx, capPull, 0, func(e *endpoint) error {
 		resp, err := e.request(ctx, http.MethodHead, "blobs/"+want.Digest.String(), http.Header{"Accept": {"*/*"}})
 		if err != nil {
 			return err
@@ -128,9 +127,9 @@ func checkConfigPlatform(c ocispec.Image, node ocispec.Platform, unsaid bool) er
 // fetchDocument fetches a manifest or index by tag or digest. want holds the
 // digest it must have, and its size if that is known too.
 func (r *Repository) fetchDocument(ctx context.Context, identifier string, want ocispec.Descriptor) (doc document, d digest.Digest, err error) {
-	caps := hosts.Pull
+	caps := capPull
 	if want.Digest == "" {
-		caps |= hosts.Resolve
+		caps |= capResolve
 	}
 	err = r.askAll(ctx, caps, func(e *endpoint) error {
 		want := want // fetch fills in what this host says it is
@@ -151,7 +150,7 @@ func (r *Repository) fetchConfig(ctx context.Context, m ocispec.Manifest) (*Imag
 		return nil, errdefs.FailedPrecondition("config %s: an image's ID must be a sha256 digest", m.Config.Digest)
 	}
 	img := &Image{ConfigDigest: m.Config.Digest}
-	err := r.askAll(ctx, hosts.Pull, func(e *endpoint) error {
+	err := r.askAll(ctx, capPull, func(e *endpoint) error {
 		want := m.Config
 		data, _, err := e.fetch(ctx, "blobs/"+want.Digest.String(), &want, MaxConfigSize)
 		if err != nil {

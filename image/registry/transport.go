@@ -12,8 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"berth/image/registry/hosts"
-	"berth/image/registry/leash"
+	"berth/image/registry/redirectguard"
 )
 
 const (
@@ -27,14 +26,14 @@ const (
 
 // connections are the connection pools of an endpoint: TLS options of a host are for that host alone.
 type connections struct {
-	leash  *leash.Leash
+	guard  *redirectguard.Guard
 	own    *http.Transport
-	others *leash.Elsewhere
+	others *redirectguard.OtherHosts
 }
 
 // newConnections makes the connection pools for one host and those that it sends its clients on to.
-func newConnections(h *hosts.Host, headerTimeout time.Duration) (*connections, error) {
-	own, others, err := h.TLS()
+func newConnections(h *hostConfig, headerTimeout time.Duration) (*connections, error) {
+	own, others, err := h.tlsConfigs()
 	if err != nil {
 		return nil, err
 	}
@@ -42,15 +41,17 @@ func newConnections(h *hosts.Host, headerTimeout time.Duration) (*connections, e
 	if h.DialTimeout > 0 {
 		dialer.Timeout = h.DialTimeout
 	}
-	held := leash.New(h)
-	away := func(connect leash.Dial) *http.Transport { return newTransport(connect, others.Clone(), headerTimeout) }
-	return &connections{leash: held, own: newTransport(held.DialHome(dialer), own, headerTimeout), others: held.Elsewhere(dialer, away)}, nil
+	guard := redirectguard.New(h.Host, h.RedirectTo)
+	otherTransport := func(connect redirectguard.Dial) *http.Transport {
+		return newTransport(connect, others.Clone(), headerTimeout)
+	}
+	return &connections{guard: guard, own: newTransport(guard.DialRegistry(dialer), own, headerTimeout), others: guard.OtherHosts(dialer, otherTransport)}, nil
 }
 
 // newTransport makes a connection pool. HTTP/2 stays off: on one
 // connection the layers of an image would share one congestion window, and the
 // slowest could stop the others.
-func newTransport(connect leash.Dial, tlsConfig *tls.Config, headerTimeout time.Duration) *http.Transport {
+func newTransport(connect redirectguard.Dial, tlsConfig *tls.Config, headerTimeout time.Duration) *http.Transport {
 	var protocols http.Protocols
 	protocols.SetHTTP1(true)
 	return &http.Transport{
@@ -68,7 +69,7 @@ func newTransport(connect leash.Dial, tlsConfig *tls.Config, headerTimeout time.
 }
 
 func (c *connections) RoundTrip(r *http.Request) (*http.Response, error) {
-	if c.leash.IsHome(r.URL.Host) {
+	if c.guard.IsRegistry(r.URL.Host) {
 		return c.own.RoundTrip(r)
 	}
 	return c.others.RoundTrip(r)
@@ -118,7 +119,7 @@ func speaksPlain(err error, host string) bool {
 		return true
 	}
 	var op *net.OpError // without a port, http is another port that may be open
-	return hosts.Port(host) == "" && errors.As(err, &op) && op.Op == "dial"
+	return portOf(host) == "" && errors.As(err, &op) && op.Op == "dial"
 }
 
 // originOnly adds what belongs to one host, and only to requests to that host:

@@ -40,7 +40,7 @@ var leftOut = map[string]string{
 	"cmd/berth/nodecheck":         "berth check",
 	"cmd/berth/podrun":            "berth run",
 	"image/registry/registrytest": "tests",
-	"image/unpack/confine":        "berth-unpack",
+	"image/unpack/jail":           "berth-unpack",
 	"image/unpack/worker":         "berth-unpack",
 	"internal/client/fakecri":     "tests",
 	"internal/failpoint":          "these failpoints",

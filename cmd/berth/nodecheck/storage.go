@@ -12,7 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/image/erofs"
-	"berth/image/unpack/confine"
+	"berth/image/unpack/jail"
 	"berth/internal/projectquota"
 	"berth/internal/rootfs"
 )
@@ -194,7 +194,7 @@ func checkPrograms(_ context.Context, n *Node) []Finding {
 
 // checkConfinement tells what berth-unpack is not denied on an architecture.
 func checkConfinement(arch string) []Finding {
-	if confine.FiltersCalls(arch) {
+	if jail.FiltersCalls(arch) {
 		return nil
 	}
 	return []Finding{lacking(Warning, "berth-unpack", "may make any system call: there is no filter for "+arch,

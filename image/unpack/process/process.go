@@ -35,7 +35,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/unpack"
-	"berth/image/unpack/confine"
+	"berth/image/unpack/jail"
 	"berth/image/unpack/wire"
 	"berth/image/unpack/worker"
 	"berth/internal/errdefs"
@@ -60,7 +60,7 @@ func Open(path string, stall time.Duration, log *slog.Logger) (*Program, error) 
 	if err != nil {
 		return nil, fmt.Errorf("berth-unpack: %w", err)
 	}
-	if !confine.FiltersCalls(runtime.GOARCH) {
+	if !jail.FiltersCalls(runtime.GOARCH) {
 		log.Warn("berth-unpack may make any system call: there is no filter for this architecture", "architecture", runtime.GOARCH)
 	}
 	return &Program{exe: exe, stall: stall, most: worker.CPULimit, log: log}, nil

@@ -24,9 +24,9 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/image/unpack"
-	"berth/image/unpack/confine"
-	"berth/image/unpack/confine/early"
 	"berth/image/unpack/inflate"
+	"berth/image/unpack/jail"
+	"berth/image/unpack/jail/early"
 	"berth/image/unpack/wire"
 )
 
@@ -160,7 +160,7 @@ func run(args []string) error {
 	debug.SetGCPercent(collectAt)
 	tree := os.NewFile(TreeFD, "tree")
 	// A file is never larger than all of them may be.
-	grant := confine.Grant{Memory: uint64(MemoryFor(job, pack)), FileSize: uint64(job.Limits.Bytes), Files: fileLimit, CPU: uint64(CPULimit(job.Limits).Seconds())}
+	grant := jail.Grant{Memory: uint64(MemoryFor(job, pack)), FileSize: uint64(job.Limits.Bytes), Files: fileLimit, CPU: uint64(CPULimit(job.Limits).Seconds())}
 	layer := func(blob io.Reader) (unpack.Result, error) {
 		return unpack.Layer(context.Background(), tree, blob, job)
 	}
@@ -172,7 +172,7 @@ func run(args []string) error {
 			return unpack.Pack(context.Background(), data, out, blob, job)
 		}
 	}
-	if err := confine.Process(tree, grant, early.Done); err != nil {
+	if err := jail.Process(tree, grant, early.Done); err != nil {
 		return err
 	}
 	blob, err := openBlob()

@@ -1,11 +1,4 @@
-// Package hosts knows where the images of a registry are asked for: hosts.toml in containerd's layout, Docker's
-// certificate files, and what holds where there is neither.
-//
-// # Contract
-//
-// Files are read anew at each Load, so that changes need no restart. What is wrong in them is FailedPrecondition and
-// names the file; texts show no URL, which may hold a password. Nothing is asked of any host here.
-package hosts
+package registry
 
 import (
 	"crypto/tls"
@@ -31,28 +24,28 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Capability is what a host may be asked for.
-type Capability uint8
+// capability is a set of requests that a host serves.
+type capability uint8
 
 const (
-	Pull    Capability = 1 << iota // content by digest
-	Resolve                        // a tag's digest: the host is trusted to name it
-	push                           // parsed, not used
-	refer                          // parsed, not used
+	capPull      capability = 1 << iota // content by digest
+	capResolve                          // a tag's digest: the host is trusted to name it
+	capPush                             // parsed, not used
+	capReferrers                        // parsed, not used
 
-	everything = Pull | Resolve | push | refer
+	allCapabilities = capPull | capResolve | capPush | capReferrers
 )
 
-var capabilityNames = map[string]Capability{
-	"pull": Pull, "resolve": Resolve, "push": push, "referrers": refer,
+var capabilityNames = map[string]capability{
+	"pull": capPull, "resolve": capResolve, "push": capPush, "referrers": capReferrers,
 }
 
 // Host is one place to ask for the images of a registry.
-type Host struct {
+type hostConfig struct {
 	Scheme string
 	Host   string // with port if one is given; empty: the registry's own
 	Path   string // API root, "/v2" unless overridden
-	Caps   Capability
+	Caps   capability
 
 	caCerts     []string    // PEM files, added to the system's
 	clientPairs [][2]string // certificate and key file; key "": in the same file
@@ -67,13 +60,16 @@ type Host struct {
 
 // explicitTLS reports whether TLS was configured, which makes an http:// host one
 // that is asked by https first.
-func (h *Host) explicitTLS() bool {
+func (h *hostConfig) explicitTLS() bool {
 	return h.caCerts != nil || h.clientPairs != nil || h.skipVerify != nil
 }
 
-// Load returns the hosts to ask for images of domain, in order.
-func Load(dirs []string, domain string) ([]Host, error) {
-	hosts := []Host{{}}
+// loadHosts returns the hosts that serve images of domain, in the order to try them. It reads hosts.toml in containerd's
+// layout or Docker's certificate files, and applies the defaults if there are neither. It reads the files at each call, so
+// changes need no restart. An invalid file is FailedPrecondition; the text names the file but shows no URL, which may contain a
+// password.
+func loadHosts(dirs []string, domain string) ([]hostConfig, error) {
+	hosts := []hostConfig{{}}
 	dir, own, err := findHostDir(dirs, domain)
 	if err == nil && dir != "" {
 		hosts, err = loadHostDir(dir)
@@ -124,7 +120,7 @@ func hostDirNames(domain string) []string {
 
 // loadHostDir reads hosts.toml, or Docker's certificate files where there is none.
 // The last host returned is the server.
-func loadHostDir(dir string) ([]Host, error) {
+func loadHostDir(dir string) ([]hostConfig, error) {
 	file := filepath.Join(dir, "hosts.toml")
 	data, err := os.ReadFile(file)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -132,7 +128,7 @@ func loadHostDir(dir string) ([]Host, error) {
 	}
 	if len(data) == 0 {
 		h, err := loadCertFiles(dir)
-		return []Host{h}, err
+		return []hostConfig{h}, err
 	}
 	hosts, err := parseHosts(dir, data)
 	if err != nil {
@@ -143,8 +139,8 @@ func loadHostDir(dir string) ([]Host, error) {
 
 // loadCertFiles reads Docker's layout: *.crt are CA certificates, *.cert client
 // certificates with their key in *.key or in the same file.
-func loadCertFiles(dir string) (Host, error) {
-	var h Host
+func loadCertFiles(dir string) (hostConfig, error) {
+	var h hostConfig
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return h, err
@@ -183,7 +179,7 @@ type hostTable struct {
 
 // parseHosts parses a hosts.toml found in dir: the host tables in the order of
 // the file, then the server.
-func parseHosts(dir string, data []byte) ([]Host, error) {
+func parseHosts(dir string, data []byte) ([]hostConfig, error) {
 	var doc struct {
 		hostTable
 		Server string               `toml:"server"`
@@ -192,7 +188,7 @@ func parseHosts(dir string, data []byte) ([]Host, error) {
 	if err := toml.Unmarshal(data, &doc); err != nil {
 		return nil, err
 	}
-	var hosts []Host
+	var hosts []hostConfig
 	for i, name := range hostOrder(data, doc.Hosts) { // errors count them: a URL may hold a password
 		if name == "" {
 			return nil, errors.New("a host table without a name")
@@ -249,8 +245,8 @@ func hostOrder(data []byte, tables map[string]hostTable) []string {
 }
 
 // parseHost converts one table. An empty name leaves scheme, host and path open.
-func parseHost(name, dir string, t hostTable) (Host, error) {
-	h := Host{skipVerify: t.SkipVerify}
+func parseHost(name, dir string, t hostTable) (hostConfig, error) {
+	h := hostConfig{skipVerify: t.SkipVerify}
 	var err error
 	if name != "" {
 		if err := h.setURL(name, t.OverridePath); err != nil {
@@ -285,7 +281,7 @@ func parseHost(name, dir string, t hostTable) (Host, error) {
 
 // setURL takes scheme, host and API root from a host's URL. The root is /v2 below
 // the URL's path unless the path ends in it or override says it is the root.
-func (h *Host) setURL(raw string, override bool) error {
+func (h *hostConfig) setURL(raw string, override bool) error {
 	if !strings.Contains(raw, "://") {
 		raw = "https://" + raw
 	}
@@ -309,11 +305,11 @@ func (h *Host) setURL(raw string, override bool) error {
 	return nil
 }
 
-func parseCapabilities(names []string) (Capability, error) {
+func parseCapabilities(names []string) (capability, error) {
 	if len(names) == 0 {
-		return everything, nil
+		return allCapabilities, nil
 	}
-	var caps Capability
+	var caps capability
 	for _, n := range names {
 		c, ok := capabilityNames[strings.ToLower(n)]
 		if !ok {
@@ -424,12 +420,12 @@ func absolute(dir, name string) string {
 // setDefault fills in the registry's own place. On loopback the scheme depends on
 // the port, as in containerd: none or 443 means https, 80 http, and any other
 // https first, without verification, then http.
-func (h *Host) setDefault(domain string) {
-	h.Scheme, h.Host, h.Path, h.Caps = "https", apiHost(domain), "/v2", everything
+func (h *hostConfig) setDefault(domain string) {
+	h.Scheme, h.Host, h.Path, h.Caps = "https", apiHost(domain), "/v2", allCapabilities
 	if !isLoopback(domain) {
 		return
 	}
-	port := Port(domain)
+	port := portOf(domain)
 	if port != "" && port != "443" {
 		h.Scheme = "http"
 	}
@@ -442,7 +438,7 @@ func (h *Host) setDefault(domain string) {
 // apiHost returns where a registry is asked. Docker Hub's name is that of a web
 // site; many a hosts.toml has it as its server all the same.
 func apiHost(host string) string {
-	if host == DockerHub {
+	if host == dockerHub {
 		return "registry-1.docker.io"
 	}
 	return host
@@ -450,17 +446,17 @@ func apiHost(host string) string {
 
 // settle decides what depends on the whole: an http host with TLS options is
 // asked by https first, and a host that is the registry by name is its home.
-func (h *Host) settle(domain string) {
-	if h.Scheme == "http" && h.explicitTLS() && Port(h.Host) != "80" {
+func (h *hostConfig) settle(domain string) {
+	if h.Scheme == "http" && h.explicitTLS() && portOf(h.Host) != "80" {
 		h.Scheme, h.PlainNext = "https", true
 	}
-	if Canonical(h.Host) == Canonical(domain) {
+	if canonicalHost(h.Host) == canonicalHost(domain) {
 		h.Home = true
 	}
 }
 
 // Port is the port of a host that names one, else "".
-func Port(host string) string {
+func portOf(host string) string {
 	_, port, err := net.SplitHostPort(host)
 	if err != nil {
 		return ""
@@ -476,12 +472,12 @@ func isLoopback(domain string) bool {
 	return host == "localhost" || net.ParseIP(host).IsLoopback()
 }
 
-// DockerHub is the name of Docker Hub in references.
-const DockerHub = "docker.io"
+// dockerHub is the name of Docker Hub in references.
+const dockerHub = "docker.io"
 
 // Canonical reduces a server address, as found in credentials, to a host for
 // comparison: no scheme and path, lower case, one name for Docker Hub.
-func Canonical(address string) string {
+func canonicalHost(address string) string {
 	if _, rest, ok := strings.Cut(address, "://"); ok {
 		address = rest
 	}
@@ -489,7 +485,7 @@ func Canonical(address string) string {
 	host = strings.ToLower(strings.TrimSuffix(host, ":443"))
 	switch host {
 	case "index.docker.io", "registry-1.docker.io":
-		return DockerHub
+		return dockerHub
 	}
 	return host
 }
@@ -497,7 +493,7 @@ func Canonical(address string) string {
 // TLS reads the certificate files of a host. own is for the host itself, on any port. others is for where the host sends
 // its clients on to, token servers and redirects: they are always verified, by the host's CA certificates too, for they
 // are often of one house, and are shown no client certificate.
-func (h *Host) TLS() (own, others *tls.Config, err error) {
+func (h *hostConfig) tlsConfigs() (own, others *tls.Config, err error) {
 	others = &tls.Config{MinVersion: tls.VersionTLS12}
 	if h.caCerts != nil {
 		if others.RootCAs, err = x509.SystemCertPool(); err != nil {

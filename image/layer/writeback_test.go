@@ -1,4 +1,4 @@
-package writeback
+package layer
 
 import (
 	"errors"
@@ -12,7 +12,7 @@ func TestSyncerGathers(t *testing.T) {
 	const many = 50
 	var syncs atomic.Int64
 	began, goOn := make(chan struct{}), make(chan struct{})
-	s := &Syncer{turn: make(chan struct{}, 1), sync: func() error {
+	s := &syncer{turn: make(chan struct{}, 1), sync: func() error {
 		if syncs.Add(1) == 1 {
 			close(began)
 			<-goOn
@@ -53,7 +53,7 @@ func TestSyncerGathers(t *testing.T) {
 func TestSyncerFails(t *testing.T) {
 	full := errors.New("input/output error")
 	fails := true
-	s := &Syncer{turn: make(chan struct{}, 1), sync: func() error {
+	s := &syncer{turn: make(chan struct{}, 1), sync: func() error {
 		if fails {
 			return full
 		}

@@ -1,4 +1,4 @@
-package hosts
+package registry
 
 import (
 	"net/http"
@@ -55,19 +55,19 @@ unknown_option_of_a_newer_containerd = 1
 
 func TestParseHosts(t *testing.T) {
 	yes, no := true, false
-	want := []Host{
-		{Scheme: "http", Host: "z-first:8080", Path: "/v2", Caps: Pull},
-		{Scheme: "https", Host: "mirror.example.com", Path: "/team/v2", Caps: Pull | Resolve,
+	want := []hostConfig{
+		{Scheme: "http", Host: "z-first:8080", Path: "/v2", Caps: capPull},
+		{Scheme: "https", Host: "mirror.example.com", Path: "/team/v2", Caps: capPull | capResolve,
 			caCerts:     []string{"/etc/ca-1.pem", "/dir/ca-2.pem"},
 			clientPairs: [][2]string{{"/dir/cert.pem", "/keys/key.pem"}, {"/dir/both.pem", ""}, {"/dir/single.pem", ""}},
 			skipVerify:  &no, DialTimeout: 3 * time.Second,
 			Header: http.Header{"X-One": {"1"}, "X-Many": {"2", "3"}}},
-		{Scheme: "https", Host: "odd.example.com", Path: "/v2/prefix", Caps: everything, clientPairs: [][2]string{{"/dir/client.pem", ""}}},
-		{Scheme: "https", Host: "root.example.com", Path: "", Caps: everything, skipVerify: &yes,
+		{Scheme: "https", Host: "odd.example.com", Path: "/v2/prefix", Caps: allCapabilities, clientPairs: [][2]string{{"/dir/client.pem", ""}}},
+		{Scheme: "https", Host: "root.example.com", Path: "", Caps: allCapabilities, skipVerify: &yes,
 			RedirectTo: []netip.Prefix{netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("fe80::1/128")}},
-		{Scheme: "https", Host: "bare.example.com:5000", Path: "/b/v2", Caps: everything},
-		{Scheme: "https", Host: "header-only.example.com", Path: "/v2", Caps: everything, Header: http.Header{"X": {"y"}}},
-		{Scheme: "https", Host: "registry.example.com", Path: "/v2", Caps: everything,
+		{Scheme: "https", Host: "bare.example.com:5000", Path: "/b/v2", Caps: allCapabilities},
+		{Scheme: "https", Host: "header-only.example.com", Path: "/v2", Caps: allCapabilities, Header: http.Header{"X": {"y"}}},
+		{Scheme: "https", Host: "registry.example.com", Path: "/v2", Caps: allCapabilities,
 			caCerts: []string{"/dir/ca.pem"}, Header: http.Header{"X-Team": {"infra"}}},
 	}
 	got, err := parseHosts("/dir", []byte(everyOption))
@@ -186,7 +186,7 @@ func FuzzParseHosts(f *testing.F) {
 }
 
 // brief formats a host as what it is asked by.
-func brief(hosts []Host) string {
+func brief(hosts []hostConfig) string {
 	var s []string
 	for _, h := range hosts {
 		b := h.Scheme + "://" + h.Host + h.Path
@@ -216,7 +216,7 @@ func TestLoadHosts(t *testing.T) {
 	registrytest.WriteFile(t, filepath.Join(first, "eighty.example.com/hosts.toml"), "server = \"http://eighty.example.com:80\"\nskip_verify = true")
 	registrytest.WriteFile(t, filepath.Join(second, "docker.io/hosts.toml"), `server = "https://never"`)
 	registrytest.WriteFile(t, filepath.Join(second, "second.example.com/hosts.toml"), `server = "https://second"`)
-	registrytest.WriteFile(t, filepath.Join(second, "_default/hosts.toml"), "server = \"https://everything\"\n[host.\"http://127.0.0.1:5000\"]")
+	registrytest.WriteFile(t, filepath.Join(second, "_default/hosts.toml"), "server = \"https://allCapabilities\"\n[host.\"http://127.0.0.1:5000\"]")
 
 	for domain, want := range map[string]string{
 		"docker.io":              "https://mirror/v2, https://registry-1.docker.io/v2 home",
@@ -227,10 +227,10 @@ func TestLoadHosts(t *testing.T) {
 		"both.example.com":       "https://both.example.com/v2 home or-http unverified",
 		"eighty.example.com":     "http://eighty.example.com:80/v2 home unverified",
 		"second.example.com":     "https://second/v2 home",
-		"else.example.com":       "http://127.0.0.1:5000/v2, https://everything/v2",
-		"everything":             "http://127.0.0.1:5000/v2, https://everything/v2 home",
+		"else.example.com":       "http://127.0.0.1:5000/v2, https://allCapabilities/v2",
+		"everything":             "http://127.0.0.1:5000/v2, https://allCapabilities/v2 home",
 	} {
-		got, err := Load([]string{first, filepath.Join(first, "missing"), second}, domain)
+		got, err := loadHosts([]string{first, filepath.Join(first, "missing"), second}, domain)
 		if err != nil || brief(got) != want {
 			t.Errorf("%s: %q, %v; want %q", domain, brief(got), err, want)
 		}
@@ -246,7 +246,7 @@ func TestLoadHosts(t *testing.T) {
 		"[::1]:5000":       "https://[::1]:5000/v2 home or-http unverified",
 		"[::1]":            "https://[::1]/v2 home unverified",
 	} {
-		got, err := Load(nil, domain)
+		got, err := loadHosts(nil, domain)
 		if err != nil || brief(got) != want {
 			t.Errorf("%s without configuration: %q, %v; want %q", domain, brief(got), err, want)
 		}
@@ -257,7 +257,7 @@ func TestLoadHosts(t *testing.T) {
 func TestDockerHubAsServer(t *testing.T) {
 	dir := t.TempDir()
 	registrytest.WriteFile(t, filepath.Join(dir, "docker.io/hosts.toml"), "server = \"https://docker.io\"\n[host.\"https://mirror\"]")
-	got, err := Load([]string{dir}, "docker.io")
+	got, err := loadHosts([]string{dir}, "docker.io")
 	if want := "https://mirror/v2, https://registry-1.docker.io/v2 home"; err != nil || brief(got) != want {
 		t.Errorf("%q, %v; want %q", brief(got), err, want)
 	}
@@ -269,7 +269,7 @@ func TestLoadHostsCertificateFiles(t *testing.T) {
 	for _, name := range []string{"a.crt", "b.crt", "client.cert", "client.key", "lone.cert", "other.txt", "sub/c.crt"} {
 		registrytest.WriteFile(t, filepath.Join(host, name), "x")
 	}
-	hosts, err := Load([]string{dir}, "example.com")
+	hosts, err := loadHosts([]string{dir}, "example.com")
 	if err != nil || len(hosts) != 1 {
 		t.Fatalf("%+v, %v", hosts, err)
 	}
@@ -283,7 +283,7 @@ func TestLoadHostsCertificateFiles(t *testing.T) {
 func TestBrokenHostsFileFailsByName(t *testing.T) {
 	dir := t.TempDir()
 	file := registrytest.WriteFile(t, filepath.Join(dir, "example.com/hosts.toml"), "server = [")
-	_, err := Load([]string{dir}, "example.com")
+	_, err := loadHosts([]string{dir}, "example.com")
 	if errdefs.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), file) {
 		t.Errorf("got %v", err)
 	}

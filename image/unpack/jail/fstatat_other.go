@@ -1,6 +1,6 @@
 //go:build !amd64
 
-package confine
+package jail
 
 import "golang.org/x/sys/unix"
 

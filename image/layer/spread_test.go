@@ -1,4 +1,4 @@
-package scatter
+package layer
 
 import (
 	"errors"
@@ -13,7 +13,7 @@ import (
 func TestScatter(t *testing.T) {
 	dir := t.TempDir()
 	for range 2 { // the second time it is so
-		told := Below(dir)
+		told := spreadOverDisk(dir)
 		f, err := os.Open(dir)
 		if err != nil {
 			t.Fatal(err)
@@ -28,7 +28,7 @@ func TestScatter(t *testing.T) {
 			t.Errorf("attributes %#x, %v, %v", flags, err, told)
 		}
 	}
-	if err := Below(filepath.Join(dir, "nothing")); !errors.Is(err, os.ErrNotExist) {
+	if err := spreadOverDisk(filepath.Join(dir, "nothing")); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("no directory: %v", err)
 	}
 }

@@ -1,4 +1,4 @@
-package table
+package layer
 
 import (
 	"context"
@@ -11,7 +11,7 @@ import (
 
 // A thing has one owner at a time, whoever waits gets it or gives up, and of what is gone no key is left.
 func TestOwners(t *testing.T) {
-	table, key := New[int](), digest.FromString("x")
+	table, key := newTable[int](), digest.FromString("x")
 	var wg sync.WaitGroup
 	owners := 0 // guarded by the key
 	for range 8 {

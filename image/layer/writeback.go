@@ -1,12 +1,4 @@
-// Package writeback brings to the disk what several have written, for all of them at once: the layers of an image come to
-// their ends together, and each syncfs writes what anybody has written to the filesystem.
-//
-// # Contract
-//
-// When Wait has returned nil, everything that its caller wrote since Begin is on the disk, whoever's sync it was. A sync that
-// fails is told to all whose data it may be about: the kernel tells it only once, so the next sync says nothing of it. There is
-// one sync at a time; whoever asks during one waits for the next, together with all others.
-package writeback
+package layer
 
 import (
 	"errors"
@@ -17,8 +9,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Syncer is that of one filesystem. Its methods may be called concurrently.
-type Syncer struct {
+// syncer flushes one filesystem to disk. The layers of an image finish together and each syncfs writes everybody's data,
+// so concurrent callers share a sync: one runs at a time, and whoever asks during it waits for the next.
+//
+// When Wait returns nil, everything that its caller wrote since Begin is on disk. The kernel reports a write error only
+// once. So a failed sync fails every Wait whose data it may have lost. Its methods may be called concurrently.
+type syncer struct {
 	sync   func() error
 	turn   chan struct{} // held during a sync
 	failed atomic.Int64  // syncs that have failed
@@ -33,26 +29,26 @@ type round struct {
 	err  error // valid after done
 }
 
-// New returns a Syncer of the filesystem of dir, an open file, which is to be older than all that is synced: what
+// newSyncer returns a syncer of the filesystem of dir, an open file, which is to be older than all that is synced: what
 // cannot be written back is reported once for each open file (Linux 5.8).
-func New(dir *os.File) *Syncer {
-	return &Syncer{sync: func() error { return unix.Syncfs(int(dir.Fd())) }, turn: make(chan struct{}, 1)}
+func newSyncer(dir *os.File) *syncer {
+	return &syncer{sync: func() error { return unix.Syncfs(int(dir.Fd())) }, turn: make(chan struct{}, 1)}
 }
 
 // errNotWritten is returned to those whose data may be what an earlier sync could not write.
 var errNotWritten = errors.New("not all that was written meanwhile has come to the disk")
 
 // Begin is to be called before data is written that is to be synced.
-func (s *Syncer) Begin() (since int64) { return s.failed.Load() }
+func (s *syncer) Begin() (since int64) { return s.failed.Load() }
 
 // Wait returns when everything that was written since Begin is on the disk, or has failed to come there.
-func (s *Syncer) Wait(since int64) error {
+func (s *syncer) Wait(since int64) error {
 	r, leads := s.board()
 	return s.ride(r, leads, since)
 }
 
 // ride returns when a round that was boarded has ended.
-func (s *Syncer) ride(r *round, leads bool, since int64) error {
+func (s *syncer) ride(r *round, leads bool, since int64) error {
 	if leads {
 		s.run(r)
 	}
@@ -64,7 +60,7 @@ func (s *Syncer) ride(r *round, leads bool, since int64) error {
 }
 
 // board returns the round that begins next, and whether the caller has to run it.
-func (s *Syncer) board() (r *round, leads bool) {
+func (s *syncer) board() (r *round, leads bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.next == nil {
@@ -74,7 +70,7 @@ func (s *Syncer) board() (r *round, leads bool) {
 }
 
 // run runs a round when the one before it has ended. From then on it is too late to board it.
-func (s *Syncer) run(r *round) {
+func (s *syncer) run(r *round) {
 	s.turn <- struct{}{}
 	defer func() { <-s.turn }()
 	s.mu.Lock()

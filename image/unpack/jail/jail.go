@@ -1,4 +1,4 @@
-// Package confine takes from a process what it does not need in order to write files below
+// Package jail takes from a process what it does not need in order to write files below
 // one directory.
 //
 // # Contract
@@ -20,7 +20,7 @@
 //
 // Namespaces are made by who starts the process. Landlock would say once more what the root directory
 // says; it took 6 % more CPU time for a layer of a distribution, and was left out.
-package confine
+package jail
 
 import (
 	"errors"

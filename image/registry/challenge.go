@@ -1,32 +1,25 @@
-// Package challenge reads what a server asks for with 401: the WWW-Authenticate headers (RFC 7235, section 4.1). It is pure.
-//
-// # Contract
-//
-// Whatever the headers are, there is an answer and no error: what cannot be parsed ends its header, and what stands before it in
-// that header, and in others, counts. Names of schemes and parameters are in lower case; values are as they were meant, without quotes and escapes. Of a
-// parameter that is given twice the last one counts. Nothing else is checked: which schemes there are, and whether a
-// value may be sent or shown, the caller knows.
-package challenge
+package registry
 
 import (
 	"net/http"
 	"strings"
 )
 
-// Challenge is one authentication scheme that a server offers.
-type Challenge struct {
+// challenge is one authentication scheme that a server offers.
+type challenge struct {
 	Scheme string            // lower case
 	Params map[string]string // by name, lower case; not nil
 }
 
-// Parse reads all WWW-Authenticate headers. A header holds a list of
-// challenges separated by commas, as are the parameters of a challenge; what
-// cannot be parsed ends its header.
-func Parse(h http.Header) []Challenge {
-	var all []Challenge
+// parseChallenges parses the WWW-Authenticate headers of a 401 response (RFC 7235, section 4.1). A header is a list of
+// challenges separated by commas, as are the parameters of a challenge. A syntax error ends the header; what precedes it counts.
+// Schemes and parameter names are in lower case, values are unquoted. The last of repeated parameters counts. It does not check
+// whether a scheme is supported or whether a value is safe to send or to show.
+func parseChallenges(h http.Header) []challenge {
+	var all []challenge
 	for _, v := range h.Values("WWW-Authenticate") {
 		for {
-			var c Challenge
+			var c challenge
 			c, v = parseChallenge(v)
 			if c.Scheme == "" {
 				break
@@ -38,9 +31,9 @@ func Parse(h http.Header) []Challenge {
 }
 
 // parseChallenge reads one challenge and returns what follows it.
-func parseChallenge(s string) (Challenge, string) {
+func parseChallenge(s string) (challenge, string) {
 	scheme, rest := token(skipList(s))
-	c := Challenge{Scheme: strings.ToLower(scheme), Params: map[string]string{}}
+	c := challenge{Scheme: strings.ToLower(scheme), Params: map[string]string{}}
 	for {
 		name, after := token(skipList(rest))
 		value, ok := strings.CutPrefix(strings.TrimLeft(after, " \t"), "=")

@@ -1,4 +1,4 @@
-package confine
+package jail
 
 import "golang.org/x/sys/unix"
 

@@ -1,4 +1,4 @@
-package challenge
+package registry
 
 import (
 	"fmt"
@@ -8,37 +8,37 @@ import (
 	"testing"
 )
 
-func TestParse(t *testing.T) {
+func TestParseChallenges(t *testing.T) {
 	type params = map[string]string
 	for _, c := range []struct {
 		headers []string
-		want    []Challenge
+		want    []challenge
 	}{
 		{nil, nil},
-		{[]string{`Basic realm="Registry"`}, []Challenge{{"basic", params{"realm": "Registry"}}}},
+		{[]string{`Basic realm="Registry"`}, []challenge{{"basic", params{"realm": "Registry"}}}},
 		{[]string{`Bearer realm="https://auth/token",service="reg",scope="repository:a/b:pull,push"`},
-			[]Challenge{{"bearer", params{"realm": "https://auth/token", "service": "reg", "scope": "repository:a/b:pull,push"}}}},
-		{[]string{`BEARER REALM = "a" , Service=plain`}, []Challenge{{"bearer", params{"realm": "a", "service": "plain"}}}},
+			[]challenge{{"bearer", params{"realm": "https://auth/token", "service": "reg", "scope": "repository:a/b:pull,push"}}}},
+		{[]string{`BEARER REALM = "a" , Service=plain`}, []challenge{{"bearer", params{"realm": "a", "service": "plain"}}}},
 		{[]string{`Negotiate, Basic realm="x", Bearer realm="y"`},
-			[]Challenge{{"negotiate", params{}}, {"basic", params{"realm": "x"}}, {"bearer", params{"realm": "y"}}}},
-		{[]string{`Basic realm="x"`, `Bearer realm="y"`}, []Challenge{{"basic", params{"realm": "x"}}, {"bearer", params{"realm": "y"}}}},
-		{[]string{`Bearer realm="a \"quoted\" \\ one", x=""`}, []Challenge{{"bearer", params{"realm": `a "quoted" \ one`, "x": ""}}}},
-		{[]string{`Bearer realm="unterminated`}, []Challenge{{"bearer", params{"realm": "unterminated"}}}},
+			[]challenge{{"negotiate", params{}}, {"basic", params{"realm": "x"}}, {"bearer", params{"realm": "y"}}}},
+		{[]string{`Basic realm="x"`, `Bearer realm="y"`}, []challenge{{"basic", params{"realm": "x"}}, {"bearer", params{"realm": "y"}}}},
+		{[]string{`Bearer realm="a \"quoted\" \\ one", x=""`}, []challenge{{"bearer", params{"realm": `a "quoted" \ one`, "x": ""}}}},
+		{[]string{`Bearer realm="unterminated`}, []challenge{{"bearer", params{"realm": "unterminated"}}}},
 		{[]string{`"garbage"`, ``, `,,`}, nil},
 	} {
-		got := Parse(http.Header{"Www-Authenticate": c.headers})
+		got := parseChallenges(http.Header{"Www-Authenticate": c.headers})
 		if !reflect.DeepEqual(got, c.want) {
 			t.Errorf("%q:\n got %v\nwant %v", c.headers, got, c.want)
 		}
 	}
 }
 
-func FuzzParse(f *testing.F) {
+func FuzzParseChallenges(f *testing.F) {
 	f.Add(`Bearer realm="https://auth/token",service="reg",scope="repository:a/b:pull"`)
 	f.Add(`Negotiate, Basic realm="x\`)
 	f.Add(`a=b=c, ="`)
 	f.Fuzz(func(t *testing.T, s string) {
-		for _, c := range Parse(http.Header{"Www-Authenticate": {s}}) {
+		for _, c := range parseChallenges(http.Header{"Www-Authenticate": {s}}) {
 			if c.Scheme == "" || c.Params == nil {
 				t.Fatalf("%q: %+v", s, c)
 			}
@@ -57,7 +57,7 @@ func FuzzChallenge(f *testing.F) {
 		}
 		quoted := `"` + strings.NewReplacer(`\`, `\\`, `"`, `\"`).Replace(value) + `"`
 		header := http.Header{"Www-Authenticate": {more, fmt.Sprintf("%s %s=%s , %s", scheme, name, quoted, more)}}
-		for _, c := range Parse(header) {
+		for _, c := range parseChallenges(header) {
 			if c.Scheme == strings.ToLower(scheme) && c.Params[strings.ToLower(name)] == value {
 				return
 			}
@@ -66,7 +66,7 @@ func FuzzChallenge(f *testing.F) {
 			}
 		}
 		// A parameter that follows may have the same name, and then it counts.
-		if again := Parse(http.Header{"Www-Authenticate": {fmt.Sprintf("%s %s=%s", scheme, name, quoted)}}); len(again) != 1 ||
+		if again := parseChallenges(http.Header{"Www-Authenticate": {fmt.Sprintf("%s %s=%s", scheme, name, quoted)}}); len(again) != 1 ||
 			again[0].Params[strings.ToLower(name)] != value {
 			t.Fatalf("%q: %+v", header, again)
 		}
