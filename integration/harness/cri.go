@@ -289,8 +289,8 @@ func (c *Container) AttachURL(t *testing.T, o remotecommand.StreamOptions) strin
 	return response.Url
 }
 
-// Release makes a file in the container that it waits for to end. What makes the file may be
-// killed with the container before it has ended itself.
+// Release makes a file in the container that the container's command waits for. The command that
+// makes the file may be killed with the container, so its error is ignored.
 func (c *Container) Release(t *testing.T, path string) {
 	t.Helper()
 	_, stderr, err := c.Pod.D.Cri.ExecSync(t.Context(), c.Id, []string{"touch", path}, time.Minute)
@@ -409,7 +409,7 @@ func (c *Container) Log(t *testing.T) []logs.Line {
 	return logs.Read(t, c.LogPath())
 }
 
-// Output returns what the container wrote, from its log.
+// Output returns the container's output, read from its log.
 func (c *Container) Output(t *testing.T) string {
 	t.Helper()
 	return logs.Text(c.Log(t))

@@ -57,7 +57,7 @@ type Daemon struct {
 	exited  chan struct{} // closed when cmd has been waited for
 	Cri     internalapi.RuntimeService
 	Images  internalapi.ImageManagerService
-	Objects []string        // IDs of all pods and containers made, for the leak check
+	Objects []string        // IDs of all pods and containers made; used by the leak check
 	Parents []string        // the pods' cgroups
 	Mounts  []string        // made for the daemon by options
 	Empty   inventory.Items // the daemon and the machine before the first pod
@@ -76,7 +76,8 @@ func WithConfig(lines ...string) DaemonOption {
 // layerDriverEnv names the layer driver of all daemons of a test run; empty: the default.
 const layerDriverEnv = "BERTH_TEST_LAYER_DRIVER"
 
-// WithLayerDriver sets the form in which layers are kept, and has root on a disk: files of a tmpfs can't be mounted.
+// WithLayerDriver sets the layer driver. It puts root on a disk, because files on tmpfs cannot be
+// mounted.
 func WithLayerDriver(driver string) DaemonOption {
 	return func(t *testing.T, d *Daemon) {
 		if !strings.HasPrefix(d.Root, diskDir) {
@@ -106,7 +107,7 @@ func OnDisk() {
 	}
 }
 
-// SetConfig replaces a line of the configuration file, for the next start.
+// SetConfig replaces a line of the configuration file. The daemon reads it at its next start.
 func (d *Daemon) SetConfig(t *testing.T, old, line string) {
 	t.Helper()
 	d.Extra[slices.Index(d.Extra, old)] = line
@@ -234,7 +235,7 @@ func newDaemonIn(t *testing.T, dir string, opts ...DaemonOption) *Daemon {
 	t.Cleanup(func() { Must(t, os.RemoveAll(dir)) })
 	t.Cleanup(func() {
 		d.end(t)
-		if t.Failed() { // the self check of each later test would find what a test has left that ended in the middle
+		if t.Failed() { // otherwise the leftovers of an aborted test would fail the state check of each later test
 			d.KillAll(t)
 			unpinNetworks(t)
 		}
@@ -268,8 +269,8 @@ func (d *Daemon) UseVersion(t *testing.T, bin string, config ...string) {
 	d.writeConfig(t, config)
 }
 
-// bearSlowPlugins gives NRI plugins more than the default of five seconds, which a loaded machine
-// may need: a plugin that did not answer in time is dropped.
+// bearSlowPlugins raises nri_request_timeout. A plugin that misses the default of five seconds, as
+// on a loaded machine, is dropped.
 func (d *Daemon) bearSlowPlugins() {
 	for _, option := range []string{"nri_request_timeout", "nri_registration_timeout"} {
 		if !slices.ContainsFunc(d.Extra, func(line string) bool { return strings.HasPrefix(line, option) }) {
@@ -300,8 +301,8 @@ func (d *Daemon) Start(t *testing.T) {
 	d.connect(t)
 }
 
-// StartUntilKilled starts a daemon that is killed by a failpoint before it answers, or after that, for which it
-// waits no longer than limit. It tells whether it was killed.
+// StartUntilKilled starts a daemon that a failpoint kills, before or after it answers. It waits up
+// to limit for the kill, and reports whether it came.
 func (d *Daemon) StartUntilKilled(t *testing.T, limit time.Duration) bool {
 	t.Helper()
 	d.launch(t)
@@ -358,8 +359,8 @@ func (d *Daemon) WaitIdle(t *testing.T) {
 	})
 }
 
-// WaitWatched is WaitIdle until the daemon also watches them, with a goroutine and a second pidfd for each: a launcher is a process, and
-// counted by WaitIdle, before it is ready.
+// WaitWatched waits until the launchers are idle and the daemon watches them, with a goroutine and
+// a second pidfd each. WaitIdle alone counts launchers that are not ready yet.
 func (d *Daemon) WaitWatched(t *testing.T) {
 	t.Helper()
 	d.WaitIdle(t)
@@ -449,8 +450,7 @@ func (d *Daemon) Stop(t *testing.T) {
 	}
 }
 
-// WaitKilled waits for the end of a daemon that is killed by a failpoint, for at most limit, and
-// tells whether it came.
+// WaitKilled waits up to limit for a failpoint to kill the daemon, and reports whether it did.
 func (d *Daemon) WaitKilled(t *testing.T, limit time.Duration) bool {
 	t.Helper()
 	select {
@@ -493,7 +493,7 @@ func (d *Daemon) Restart(t *testing.T) {
 	d.Start(t)
 }
 
-// Gone tells whether the daemon has ended.
+// Gone reports whether the daemon has ended.
 func (d *Daemon) Gone() bool {
 	select {
 	case <-d.exited:
@@ -516,7 +516,7 @@ func (d *Daemon) Signal(t *testing.T, sig syscall.Signal) {
 	}
 }
 
-// quietCall matches log lines of calls that only read, of which tests make many.
+// quietCall matches log lines of read-only calls. Tests make many.
 var quietCall = regexp.MustCompile(`level=DEBUG msg=(Version|ImageFsInfo|List\w+|\w*Status) .*code=OK`)
 
 // end kills a daemon that a test could not stop as it should.
@@ -561,7 +561,7 @@ func (d *Daemon) Clean(t *testing.T) {
 	}
 }
 
-// NetworkKey is that of the daemon's own network, should it have one.
+// NetworkKey returns the key of the daemon's own network.
 func (d *Daemon) NetworkKey() string {
 	n := conf.Net{NetConf: types.NetConf{Name: "berth-net"}, DataDir: filepath.Join(d.Root, "network")}
 	return n.Key()

@@ -86,7 +86,8 @@ func (d *Daemon) removePodCgroups(t *testing.T) {
 	}
 }
 
-// stopSlice waits for systemd to forget a slice. It must be empty: systemd would kill what is in it.
+// stopSlice stops a slice and waits until systemd has unloaded it. The slice must be empty, because
+// systemd kills the processes in it.
 func stopSlice(t *testing.T, slice string) {
 	t.Helper()
 	group, err := exec.CommandContext(context.Background(), "systemctl", "show", "--property", "ControlGroup", "--value", slice).Output()

@@ -25,8 +25,8 @@ func MainWithFailpoints(m *testing.M) {
 	Main(m)
 }
 
-// findFailpoints sets BinDir to the directory of the binaries with failpoints. In a checkout it builds them, which takes
-// two seconds when nothing has changed; elsewhere, in a guest, they are what was put there.
+// findFailpoints sets BinDir to the directory of the binaries with failpoints. In a checkout it
+// builds them, which takes two seconds when nothing has changed. A guest has them already.
 func findFailpoints() error {
 	inCheckout, err := isBuiltHere(BinDir)
 	if err != nil {
@@ -60,7 +60,7 @@ func isBuiltHere(dir string) (bool, error) {
 // ReleasedBinaries is the directory of the binaries that have no failpoints.
 func ReleasedBinaries() string { return strings.TrimSuffix(BinDir, "/"+failpointsDir) }
 
-// Failpoints controls those of a daemon; see package berth/internal/failpoint.
+// Failpoints controls the failpoints of a daemon; see package berth/internal/failpoint.
 type Failpoints struct{ dir string }
 
 // WithFailpoints starts a daemon whose failpoints obey what f becomes.
@@ -126,7 +126,7 @@ func (f *Failpoints) FreezeNext(t *testing.T, program, name string, n int) {
 	f.arm(t, name, n, "stop", program)
 }
 
-// WaitReached waits until the armed point was reached, for at most limit, and tells whether it was.
+// WaitReached waits up to limit until the armed point was reached, and reports whether it was.
 func (f *Failpoints) WaitReached(limit time.Duration) bool {
 	return WaitUpTo(limit, func() error {
 		if _, err := os.Lstat(filepath.Join(f.dir, "armed")); !errors.Is(err, fs.ErrNotExist) {
@@ -143,5 +143,5 @@ func (f *Failpoints) arm(t *testing.T, name string, n int, action, process strin
 	Must(t, os.Rename(path+".new", path))
 }
 
-// Disarm takes that back, and tells whether the point was not reached.
+// Disarm undoes Arm. It reports whether the point was still armed, that is, not reached.
 func (f *Failpoints) Disarm() (armed bool) { return os.Remove(filepath.Join(f.dir, "armed")) == nil }

@@ -23,8 +23,8 @@ func WithHandler(name, path string, args ...string) DaemonOption {
 	return WithConfig(lines...)
 }
 
-// Crun returns the path of crun, $BERTH_CRUN or the one in PATH, and lets it believe that no cgroup controller is on
-// version 2: it refuses hybrid set-ups where one is.
+// Crun returns the path of crun: $BERTH_CRUN, or the one in PATH. A wrapper hides cgroup v2's
+// controllers from it, because crun refuses hybrid set-ups with a controller on version 2.
 func Crun(t *testing.T) string {
 	t.Helper()
 	path := os.Getenv("BERTH_CRUN")

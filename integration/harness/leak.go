@@ -28,8 +28,8 @@ func NoMachineLeaks(t *testing.T, before inventory.Items, d *Daemon) {
 	d.leaks(t, before, func() inventory.Items { return MachineSnapshot(d) })
 }
 
-// leakPatience is how long things may take to go away after the last call. The longest is a connection to a collector of traces, which is
-// closed when it was idle for 10 s: in a guest with one processor, beside other work, 15 s in all were too short.
+// leakPatience is the time limit of the leak check. A connection to a trace collector closes after
+// 10 s of idleness. In a busy guest with one processor, 15 s were too short for that.
 const leakPatience = 25 * time.Second
 
 func (d *Daemon) leaks(t *testing.T, before inventory.Items, now func() inventory.Items) {
@@ -61,7 +61,7 @@ func MachineSnapshot(d *Daemon) inventory.Items {
 	return inventory.OfMachine(podCgroups(), d.belongings())
 }
 
-// belongings is where to look for what is the daemon's; nil for none.
+// belongings returns the daemon's directories and objects for the inventory; nil without a daemon.
 func (d *Daemon) belongings() *inventory.Daemon {
 	if d == nil {
 		return nil
@@ -69,9 +69,8 @@ func (d *Daemon) belongings() *inventory.Daemon {
 	return &inventory.Daemon{Root: d.Root, State: d.State, Logs: d.LogDir, Addresses: d.DataDir, Objects: d.Objects}
 }
 
-// Held takes what the daemon and the machine hold, and returns what later tells of everything
-// there is more of. Some things end a moment after the call that asks for it, so both looks
-// are repeated.
+// Held takes an inventory of the daemon and the machine. grown takes a second one and returns the
+// additions. Both are repeated, because some things end a moment after the call that ends them.
 func (d *Daemon) Held(t *testing.T) (grown func(t *testing.T) []string) {
 	t.Helper()
 	d.WaitWatched(t)
@@ -111,7 +110,7 @@ func (d *Daemon) Memory(t *testing.T) (kilobytes int) {
 	return kilobytes
 }
 
-// Heap is what the daemon says of its memory, in bytes.
+// Heap holds the daemon's own memory statistics, in bytes.
 type Heap struct{ InUse, Collections, Taken, Limit uint64 }
 
 // Heap asks the daemon for it.
@@ -123,12 +122,12 @@ func (d *Daemon) Heap(t *testing.T) (heap Heap) {
 	return heap
 }
 
-// HeapInUse returns how many bytes of the daemon's heap are in use, garbage not counted. What is garbage now has been
-// collected by then: answers to verbose Status make new garbage, so asking for it drives the collector. What is made while it
-// works counts as in use, so it is the least of several collections.
+// HeapInUse returns the bytes of the daemon's heap in use, without garbage. Answers to verbose
+// Status make garbage, so polling it drives the collector. HeapInUse returns the minimum over
+// several collections, because temporary objects count as in use.
 func (d *Daemon) HeapInUse(t *testing.T) (bytes uint64) {
 	t.Helper()
-	const emptiesPools, looks = 3, 6 // collections; the first may be under way, and what is pooled outlives one more
+	const emptiesPools, looks = 3, 6 // collections; the first may be in progress, and pooled objects survive one more
 	first := d.Heap(t).Collections
 	bytes = math.MaxUint64
 	Eventually(t, "garbage is collected", func() error {

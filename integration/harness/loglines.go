@@ -16,8 +16,8 @@ func (l LogLine) String() string {
 	return l["time"] + " " + l["level"] + " " + l["msg"] + " " + fmt.Sprint(map[string]string(l))
 }
 
-// LogLines returns what the daemon has logged. A line that is not one of slog's text form, with
-// time, level and msg, fails the test.
+// LogLines returns the daemon's log. It fails the test for a line that is not in slog's text form,
+// with time, level and msg.
 func (d *Daemon) LogLines(t *testing.T) (lines []LogLine) {
 	t.Helper()
 	for text := range strings.Lines(string(Get(os.ReadFile(d.LogFile()))(t))) {

@@ -25,7 +25,7 @@ const (
 	buildScript = "contrib/build"
 )
 
-// What all tests share.
+// State shared by all tests.
 var (
 	BinDir    string
 	Machine   string            // name of the machine's cgroups
@@ -34,8 +34,8 @@ var (
 	BaseImage string            // busybox
 )
 
-// Main is a test package's TestMain: it finds or builds the binaries, enters a machine of
-// its own if this is none, starts the registry, and runs the tests.
+// Main is a test package's TestMain. It finds or builds the binaries, enters a machine unless it
+// runs in one, starts the registry, and runs the tests.
 func Main(m *testing.M) {
 	flag.Parse()
 	code, err := run(m)
@@ -81,7 +81,7 @@ func run(m *testing.M) (int, error) {
 	return code, Registry.Close()
 }
 
-// findBinaries sets binDir, and builds what is not there.
+// findBinaries sets binDir, and builds missing binaries.
 func findBinaries() error {
 	if BinDir = os.Getenv(binEnv); BinDir != "" {
 		return nil
@@ -119,6 +119,6 @@ func source() string {
 	return "."
 }
 
-// Thorough tells whether tests that enumerate are to try everything, which takes hours, and not
-// the selection that each change is tested with. contrib/torture asks for it.
+// Thorough reports whether tests that enumerate cases should run all of them, which takes hours.
+// Otherwise they run a selection. contrib/torture sets BERTH_TORTURE.
 func Thorough() bool { return os.Getenv("BERTH_TORTURE") != "" }

@@ -49,7 +49,7 @@ func expectsTerm(t *testing.T, pid int) error {
 	if mask&term != 0 {
 		return nil
 	}
-	// While a process is in sigtimedwait its mask does not have what it waits for.
+	// In sigtimedwait the kernel removes the awaited signals from the process's mask.
 	call, err := os.ReadFile(fmt.Sprintf("/proc/%d/syscall", pid))
 	if err == nil && !strings.HasPrefix(string(call), strconv.Itoa(unix.SYS_RT_SIGTIMEDWAIT)+" ") {
 		err = fmt.Errorf("it catches %s and is in system call %s", caught, bytes.TrimSpace(call))

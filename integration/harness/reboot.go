@@ -19,7 +19,7 @@ import (
 	"berth/integration/machine"
 )
 
-// LosePower ends the daemon and all that runs in its pods, and takes away what does not outlive a boot:
+// LosePower kills the daemon and its pods' processes. It removes everything that a reboot removes:
 // the state directory, network namespaces, devices and the packet filter's rules.
 func (d *Daemon) LosePower(t *testing.T) {
 	t.Helper()
@@ -37,7 +37,8 @@ func (d *Daemon) LosePower(t *testing.T) {
 	}
 }
 
-// LoseNetwork takes away what the daemon's own network has made for all pods: the bridge and the packet filter's rules.
+// LoseNetwork removes the shared parts of the daemon's own network: the bridge and the packet
+// filter's rules.
 func (d *Daemon) LoseNetwork(t *testing.T) {
 	t.Helper()
 	d.removeNetwork(t)
@@ -70,7 +71,7 @@ func (d *Daemon) LoseState(t *testing.T) {
 	Must(t, os.RemoveAll(d.State))
 }
 
-// KillAll kills the processes of the daemon's pods: monitors, launchers and what is in the pods' cgroups.
+// KillAll kills the daemon's monitors, launchers and the processes in its pods' cgroups.
 func (d *Daemon) KillAll(t *testing.T) {
 	t.Helper()
 	Eventually(t, "the processes of all pods end", func() error {
@@ -87,8 +88,8 @@ func (d *Daemon) KillAll(t *testing.T) {
 	})
 }
 
-// podProcesses are the processes in the pods' cgroups and those of berth-shim. The machine, and so all of
-// them, is this test's.
+// podProcesses returns the processes in the pods' cgroups and those of berth-shim. No other daemon
+// runs in the test's machine.
 func (d *Daemon) podProcesses(t *testing.T) (pids []int) {
 	t.Helper()
 	inPod := func(pid int) bool {
@@ -117,8 +118,8 @@ func (d *Daemon) Boot(t *testing.T) {
 	d.StartInBoot(t, hex.EncodeToString(id[:]))
 }
 
-// StartInBoot starts the daemon with a boot ID. The machine has it only for as long as the daemon needs to read
-// it, for with anything mounted in /proc the kernel gives user namespaces no /proc of their own.
+// StartInBoot starts the daemon with a boot ID. It covers the kernel's boot ID only until the
+// daemon has read it: with a mount in /proc the kernel refuses proc mounts in user namespaces.
 func (d *Daemon) StartInBoot(t *testing.T, id string) {
 	t.Helper()
 	const path = "/proc/sys/kernel/random/boot_id"

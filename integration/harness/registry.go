@@ -74,7 +74,7 @@ func BasicAuth(w http.ResponseWriter, r *http.Request) bool {
 	return true
 }
 
-// UnusedAddress returns a loopback address at which nobody listens.
+// UnusedAddress returns a loopback address without a listener.
 func UnusedAddress(t *testing.T) string {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")

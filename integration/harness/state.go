@@ -10,9 +10,9 @@ import (
 	"berth/integration/inventory"
 )
 
-// FullState takes all that there is of a daemon's pods, containers and images, on the machine and
-// in its lists, with what has to differ between two runs of the same requests made equal. The daemon's goroutines are
-// not part of it.
+// FullState takes a complete inventory of the daemon's pods, containers and images: on the machine
+// and in its lists. It replaces values that differ between two runs of the same requests. It leaves
+// out the daemon's goroutines.
 func (d *Daemon) FullState(t *testing.T) inventory.Items {
 	t.Helper()
 	Registry.DropIdle()
@@ -56,7 +56,7 @@ func (d *Daemon) BecomesWithin(t *testing.T, want inventory.Items, limit time.Du
 	return differences
 }
 
-// addLists adds what the daemon tells of each of its objects.
+// addLists adds the daemon's CRI status of each of its objects.
 func (d *Daemon) addLists(t *testing.T, s inventory.Items) {
 	t.Helper()
 	ctx := context.Background() // of a test that has ended, too

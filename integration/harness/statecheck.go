@@ -58,8 +58,8 @@ func (d *Daemon) StateCheck(t *testing.T, args ...string) []Difference {
 	return report.Differences
 }
 
-// StateMatches fails the test if what berth has written down is not what is there. A test that
-// makes a difference on purpose tells so by Daemon.Tolerate.
+// StateMatches fails the test if berth's records differ from the machine. A test that causes a
+// difference on purpose calls Daemon.Tolerate.
 func (d *Daemon) StateMatches(t *testing.T) {
 	t.Helper()
 	for _, text := range d.mismatches(t) {
@@ -67,8 +67,8 @@ func (d *Daemon) StateMatches(t *testing.T) {
 	}
 }
 
-// StateSettles is StateMatches for the end of a case: what could not be written down or removed, on a full
-// disk say, berth tries again by and by.
+// StateSettles is StateMatches with retries, for the end of a case. The daemon retries writes and
+// removals that failed, on a full disk for example.
 func (d *Daemon) StateSettles(t *testing.T) {
 	t.Helper()
 	var found []string
@@ -94,8 +94,7 @@ func (d *Daemon) mismatches(t *testing.T) (texts []string) {
 	return texts
 }
 
-// Tolerate lets StateMatches pass over differences whose text contains part, for a test
-// that makes them and removes them in another way than the daemon would.
+// Tolerate makes StateMatches ignore differences whose text contains part.
 func (d *Daemon) Tolerate(part string) { d.tolerated = append(d.tolerated, part) }
 
 func (d *Daemon) tolerates(found Difference) bool {

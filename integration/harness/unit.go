@@ -22,18 +22,18 @@ const (
 )
 
 const (
-	// unitsEnv names the directory of the unit files; unset, it is that of the checkout.
+	// unitsEnv names the directory of the unit files. The default is the checkout's.
 	unitsEnv = "BERTH_UNITS"
 	// unitDir is where systemd looks for units until the machine is switched off.
 	unitDir = "/run/systemd/system"
-	// What the unit expects, by README.
+	// Paths that the unit expects; see docs/install.md.
 	installDir    = "/usr/local/bin"
 	installConfig = "/etc/berth/config.toml"
 )
 
-// ByUnit has systemd run the daemon by the unit file that berth ships, as it is: the programs are installed where README
-// says, and what other tests say by options is in the configuration file, but for the cgroup driver, which the daemon finds out. It is for
-// a machine that is the test's alone, whose PID 1 is systemd; elsewhere the test is skipped.
+// ByUnit makes systemd run the daemon with berth's unit file, unchanged. It installs the programs
+// in the unit's paths and writes all options to the configuration file, except the cgroup driver,
+// which the daemon detects. It skips the test unless PID 1 of the test's own machine is systemd.
 func ByUnit(t *testing.T, d *Daemon) {
 	t.Helper()
 	if !SystemdDriver() {
@@ -66,7 +66,7 @@ func uninstallUnit(t *testing.T) {
 
 func dropInFile(unit string) string { return filepath.Join(unitDir, unit+".d", "test.conf") }
 
-// DropIn adds lines to a unit; those of its drop-in before are gone. They hold from the next start on, some at once.
+// DropIn replaces the lines of a unit's drop-in. Most take effect at the next start, some at once.
 func DropIn(t *testing.T, unit string, lines ...string) {
 	t.Helper()
 	file := dropInFile(unit)
@@ -89,7 +89,8 @@ func (d *Daemon) startUnit(t *testing.T) {
 	d.adopt(t, MainPID(t))
 }
 
-// AdoptRestarted waits until systemd has started another daemon than the one that d was, and makes d that one.
+// AdoptRestarted waits until systemd has replaced d's process with another, and makes d refer to
+// it.
 func (d *Daemon) AdoptRestarted(t *testing.T) {
 	t.Helper()
 	before := d.Cmd.Process.Pid
@@ -107,7 +108,7 @@ func (d *Daemon) AdoptRestarted(t *testing.T) {
 	d.connect(t)
 }
 
-// adopt makes d a daemon that somebody else has started.
+// adopt makes d refer to a daemon that d did not start.
 func (d *Daemon) adopt(t *testing.T, pid int) {
 	t.Helper()
 	process, err := os.FindProcess(pid)
@@ -157,7 +158,8 @@ func UnitProcesses(t *testing.T) []int {
 	return Get(killtree.Procs(UnitCgroup(t)))(t)
 }
 
-// Journal is what the unit's daemons have logged, and systemd about them; or why it can't be read.
+// Journal returns the journal of the unit: the daemons' log lines and systemd's. If the journal
+// cannot be read, Journal returns the reason.
 func Journal() string {
 	out, err := exec.CommandContext(context.Background(), "journalctl", "--no-pager", "--output", "cat", "--unit", UnitName).CombinedOutput()
 	if err != nil {

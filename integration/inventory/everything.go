@@ -9,10 +9,11 @@ import (
 	"berth/integration/machine"
 )
 
-// Everything takes all that there is of a daemon, whose process is pid, and of its pods, containers and images on the machine: processes, mounts with their options, namespaces, devices, the packet filter's rules, cgroups with their limits,
-// addresses, files with all that can be seen of them, records, logs, the daemon's descriptors. What has to differ
-// between two runs of the same requests is made equal: IDs, addresses, times. What the
-// daemon tells of itself is not part of it.
+// Everything takes a complete inventory of a daemon, its pods, containers and images. pid is the
+// daemon's process. It covers processes, mounts with their options, namespaces, devices, packet
+// filter rules, cgroups with their limits, addresses, files with their metadata, records, logs and
+// the daemon's descriptors. It replaces IDs, addresses and times, which differ between two runs of
+// the same requests. It leaves out the answers of the daemon's API.
 func Everything(t *testing.T, groups Cgroups, d *Daemon, pid int) Items {
 	t.Helper()
 	s := Items{}

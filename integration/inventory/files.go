@@ -45,7 +45,7 @@ var (
 	logPlaces = []place{{regexp.MustCompile(``), alike, logged}}
 )
 
-// addFiles adds the files of a tree, each with its type, mode, owner and what else can be told of it.
+// addFiles adds the files of a tree, each with its type, mode, owner and content summary.
 func addFiles(s Items, where, root string, places []place) {
 	names := fileNames{}
 	_ = filepath.WalkDir(root, func(path string, _ fs.DirEntry, err error) error {
@@ -65,7 +65,8 @@ func addFiles(s Items, where, root string, places []place) {
 	})
 }
 
-// line tells of one file. The error wraps fs.ErrNotExist if it is gone; any other is what the line says.
+// line describes one file. The error wraps fs.ErrNotExist if the file is gone. Any other error
+// becomes part of the line.
 func (p place) line(path, below string, names fileNames) (string, error) {
 	var st unix.Stat_t
 	if err := unix.Lstat(path, &st); err != nil {
@@ -110,7 +111,7 @@ func ofLayer(path, below string, st *unix.Stat_t) (string, error) {
 // inside tells content and attributes.
 func inside(path, _ string, st *unix.Stat_t) (string, error) { return sums.of(path, st) }
 
-// alikeText tells the content of a text in which IDs and numbers differ.
+// alikeText returns a text with its IDs and numbers replaced.
 func alikeText(path, _ string, st *unix.Stat_t) (string, error) {
 	switch st.Mode & unix.S_IFMT {
 	case unix.S_IFREG:
@@ -123,7 +124,7 @@ func alikeText(path, _ string, st *unix.Stat_t) (string, error) {
 	return "", nil
 }
 
-// sized tells how long a text is in which everything differs.
+// sized returns the length of a text whose content differs in each run.
 func sized(_, _ string, st *unix.Stat_t) (string, error) {
 	return fmt.Sprintf("%d bytes", st.Size), nil
 }
@@ -152,10 +153,11 @@ func exited(path, _ string, _ *unix.Stat_t) (string, error) {
 	return fmt.Sprintf("code %d signal %d out of memory %v", e.Code, e.Signal, e.OOMKilled), err
 }
 
-// differing are the fields of records that are not the same in two runs. Only whether they are there is told.
+// differing lists the record fields that differ in each run. The inventory notes only their
+// presence.
 var differing = []string{"runID", "createdAt", "startedAt", "sequence", "pausePID", "pauseStart"}
 
-// recorded tells what is in a record: its fields, and the messages in those.
+// recorded returns the fields of a record, with embedded messages decoded.
 func recorded(path, _ string, _ *unix.Stat_t) (string, error) {
 	data, err := os.ReadFile(path)
 	if err != nil {
@@ -199,7 +201,7 @@ func messagesOf(kind string) map[string]proto.Message {
 	return nil
 }
 
-// decodeField replaces a message in base64 by what it says.
+// decodeField replaces a base64 message with its decoded form.
 func decodeField(fields map[string]any, name string, message proto.Message) error {
 	encoded, ok := fields[name].(string)
 	if !ok {
@@ -217,7 +219,7 @@ func decodeField(fields map[string]any, name string, message proto.Message) erro
 	return err
 }
 
-// sums remembers what is in files that have not changed since.
+// sums caches the digests of unchanged files.
 var sums = contentSums{known: map[string]string{}}
 
 type contentSums struct {

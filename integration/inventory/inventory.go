@@ -1,12 +1,13 @@
-// Package inventory takes stock: what there is on a machine, and of a daemon on it, by kind.
+// Package inventory lists everything on a machine, and of a daemon on it, by kind.
 //
 // # Contract
 //
-// Items are sets of names, so two inventories can be compared: what has grown from one moment to the next, or what differs between two
-// runs of the same requests. OfMachine and OfDaemon are for the first; they name things as finely as it takes to
-// see that there are more. Everything is for the second: it tells all that can be seen of each thing, its content included,
-// and makes equal what has to differ, such as IDs, addresses and times. Looking changes nothing, and what vanishes while it is looked at
-// is left out. The package knows no daemon but by its process, its directories and the IDs of its objects.
+// Items are sets of names, so two inventories can be compared. OfMachine and OfDaemon serve leak
+// checks: they name things finely enough to see growth between two moments. Everything serves
+// comparisons of two runs of the same requests. It describes each thing in full and replaces values
+// that always differ, such as IDs, addresses and times. An inventory changes nothing and skips
+// things that vanish meanwhile. The package identifies a daemon by its process, its directories and
+// the IDs of its objects.
 package inventory
 
 import (

@@ -15,8 +15,7 @@ import (
 // peerGroup is the number of a mount's peer group in /proc/PID/mountinfo.
 var peerGroup = regexp.MustCompile(`:\d+`)
 
-// addMountOptions adds what a process sees of each mount beside its place: what is mounted, how, and whether mounts
-// in it are seen elsewhere.
+// addMountOptions adds the source, options and propagation of each mount that a process sees.
 func addMountOptions(s Items, what string, pid int) {
 	for _, line := range machine.ReadLines(fmt.Sprintf("/proc/%d/mountinfo", pid)) {
 		here, super, _ := strings.Cut(line, " - ")
@@ -49,7 +48,7 @@ func addLimits(s Items, cgroups []string) {
 	}
 }
 
-// addAllRules adds the packet filter's chains and rules, whoever made them.
+// addAllRules adds all chains and rules of the packet filter.
 func addAllRules(s Items) {
 	for _, tool := range []string{"iptables-save", "ip6tables-save"} {
 		out, err := exec.CommandContext(context.Background(), tool).Output()
@@ -64,8 +63,9 @@ func addAllRules(s Items) {
 	}
 }
 
-// addDescriptors adds what the daemon has open, but for mounts of images: one is made when it is first needed, and kept as long as its
-// image, so a daemon that has just started has fewer. OfDaemon finds those that stay.
+// addDescriptors adds the daemon's open descriptors, without mounts of images. The daemon makes
+// these on first use and keeps them with the image, so a new daemon has fewer. OfDaemon counts
+// them.
 func addDescriptors(s Items, pid int, systemd bool) {
 	const kind = "fd of the daemon"
 	for _, target := range OpenFiles(pid) {

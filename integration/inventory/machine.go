@@ -28,14 +28,14 @@ type Cgroups struct {
 	Systemd   bool   // it is systemd that makes them
 }
 
-// Daemon is one of which stock is taken.
+// Daemon identifies the daemon of an inventory.
 type Daemon struct {
 	Root, State, Logs string   // its directories
-	Addresses         string   // where host-local keeps those of its pods
+	Addresses         string   // host-local's directory of the pods' addresses
 	Objects           []string // IDs of all pods and containers made
 }
 
-// OfDaemon takes what the machine holds, and a daemon, whose process is pid.
+// OfDaemon takes an inventory of the machine and of a daemon. pid is the daemon's process.
 func OfDaemon(t *testing.T, groups Cgroups, d *Daemon, pid int) Items {
 	t.Helper()
 	s := OfMachine(groups, d)
@@ -50,8 +50,8 @@ func OfDaemon(t *testing.T, groups Cgroups, d *Daemon, pid int) Items {
 	return s
 }
 
-// OfMachine takes what exists outside of any daemon. d may be nil; it tells
-// the addresses' directory and the objects whose cgroups may be anywhere.
+// OfMachine takes an inventory of the machine alone. d names the directory of addresses and the
+// objects whose cgroups may be anywhere. It may be nil.
 func OfMachine(groups Cgroups, d *Daemon) Items {
 	s := Items{}
 	addProcesses(s)
@@ -139,8 +139,8 @@ func addRules(s Items, tool string) {
 	}
 }
 
-// addCgroups adds the cgroups below the machine's own, but for the pods' own,
-// which in this place of kubelet we made, and anywhere those named after one of the daemon's objects.
+// addCgroups adds the cgroups below the machine's own, and all cgroups named after the daemon's
+// objects. It leaves out the pods' parents, which the tests make in kubelet's place.
 func addCgroups(s Items, groups Cgroups, d *Daemon) {
 	for _, root := range groups.roots(d) {
 		groups.addBelow(s, d, root)
@@ -183,7 +183,7 @@ func (g Cgroups) addBelow(s Items, d *Daemon, root string) {
 	})
 }
 
-// addHostPorts adds those that berth's own network has open.
+// addHostPorts adds the open host ports of berth's own network.
 func addHostPorts(s Items) {
 	filter := &rules.Filter{}
 	networks, err := filter.Networks()
@@ -222,7 +222,7 @@ func addTree(s Items, kind, root string) {
 // imageMount is what OpenFiles calls a mount of an EROFS image, which has no name.
 const imageMount = "a mount of an image"
 
-// OpenFiles describes what the process's file descriptors refer to.
+// OpenFiles describes the files that the process's descriptors refer to.
 func OpenFiles(pid int) []string {
 	dir := fmt.Sprintf("/proc/%d/fd", pid)
 	var out []string

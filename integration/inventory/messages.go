@@ -9,7 +9,7 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// What differs in messages about the same object.
+// differs lists the parts of CRI messages that differ in each run.
 var differs = []struct {
 	pattern *regexp.Regexp
 	with    string

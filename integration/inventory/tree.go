@@ -55,7 +55,7 @@ type fileNames map[inode]string
 
 type inode struct{ device, number uint64 }
 
-// another returns the name by which the file has been seen, "" if this is the first.
+// another returns the name under which the file was seen before, or "".
 func (n fileNames) another(name string, st *unix.Stat_t) string {
 	if st.Mode&unix.S_IFMT == unix.S_IFDIR {
 		return ""
@@ -81,7 +81,8 @@ func describe(path, name string, names fileNames) (string, error) {
 	return fmt.Sprintf("mode %o owner %d:%d %s%s", st.Mode, st.Uid, st.Gid, modified(name, &st), content), err
 }
 
-// modified tells a file's mtime, where that is the image's: it is not in whiteouts and what is beside the tree.
+// modified returns a file's mtime if it comes from the image. Whiteouts and files beside the tree
+// have other mtimes.
 func modified(name string, st *unix.Stat_t) string {
 	whiteout := st.Mode&unix.S_IFMT == unix.S_IFCHR && st.Rdev == 0
 	if whiteout || name != "/fs" && !strings.HasPrefix(name, "/fs/") {

@@ -1,5 +1,5 @@
-// Package logs reads container logs as kubelet does, which means by the format's definition and not by berth's code: a time, a
-// stream, a tag and a text in each line. What is not a record of a CRI log fails the test, an unfinished last line too.
+// Package logs reads container logs by the definition of the CRI log format, without berth's code:
+// each line has a time, a stream, a tag and a text. A malformed or unfinished line fails the test.
 package logs
 
 import (
@@ -53,7 +53,7 @@ func Numbered(t *testing.T, lines []Line) {
 	}
 }
 
-// Text is what was written to the log.
+// Text returns the text of the log.
 func Text(lines []Line) string {
 	var out strings.Builder
 	for _, l := range lines {

@@ -69,7 +69,7 @@ func Mountpoints(t *testing.T, pid int) []string {
 	return out
 }
 
-// IsMountpoint tells whether something is mounted at path in the tests' own mount namespace.
+// IsMountpoint reports whether path is a mount point in the tests' own mount namespace.
 func IsMountpoint(t *testing.T, path string) bool {
 	t.Helper()
 	return slices.Contains(Mountpoints(t, os.Getpid()), path)

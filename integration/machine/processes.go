@@ -70,7 +70,7 @@ func PidfdsOf(holder, pid int) (n int) {
 	return n
 }
 
-// Alive tells whether there is such a process, and it is no zombie.
+// Alive reports whether the process exists and is no zombie.
 func Alive(pid int) bool {
 	lines := ReadLines("/proc/" + strconv.Itoa(pid) + "/stat")
 	if len(lines) == 0 {
@@ -123,7 +123,7 @@ func CountFiles(t *testing.T, pid int, dir string) int {
 	return len(entries)
 }
 
-// SessionsLeft tells whether a monitor has clients.
+// SessionsLeft returns an error if a monitor has clients.
 func SessionsLeft(monitor int) error {
 	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", monitor))
 	if err != nil {

@@ -17,7 +17,7 @@ import (
 	"k8s.io/client-go/tools/remotecommand"
 )
 
-// Protocol is a way in which clients have sessions.
+// Protocol is a client protocol of sessions.
 type Protocol struct {
 	Name     string
 	executor func(*rest.Config, string) (remotecommand.Executor, error)
