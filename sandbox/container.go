@@ -21,14 +21,13 @@ import (
 	"berth/internal/task"
 	"berth/internal/trace"
 	"berth/oci"
-	"berth/sandbox/census"
 	"berth/sandbox/describe"
 	"berth/sandbox/launch"
 	"berth/sandbox/layout"
-	"berth/sandbox/meter"
 	"berth/sandbox/process"
 	"berth/sandbox/record"
 	"berth/sandbox/request"
+	"berth/sandbox/stats"
 	"berth/sandbox/view"
 )
 
@@ -50,14 +49,14 @@ type container struct {
 	launching  launch.UnderWay                // when it is being made or launched
 	info       atomic.Pointer[view.Container] // nil until created: nobody sees half a container
 	started    atomic.Pointer[trace.Trace]    // where the time of its start went; nil unless this daemon started it
-	census     census.Ledger                  // what it has written
+	sample     stats.SampleState              // what it has written
 	looking    atomic.Bool                    // somebody looks at its mounts
 }
 
 // running is a container that has a shim.
 type running struct {
 	*process.Running
-	meter *meter.Container
+	meter *stats.ContainerMeter
 }
 
 func (c *container) String() string { return "container " + c.id }

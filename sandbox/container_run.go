@@ -138,7 +138,7 @@ func (m *Manager) containerStarted(ctx context.Context, c *container, s *shim.St
 	m.publishRunning(c, run)
 	m.logContainer("container started", c, slog.Int("pid", run.PID))
 	m.watchContainer(c, run)
-	m.census.Soon()
+	m.sampler.Soon()
 }
 
 // publishRunning needs the container's turn.
@@ -202,7 +202,7 @@ func (m *Manager) exited(c *container, exit record.Exit) {
 	if run := c.running.Swap(nil); run != nil {
 		close(run.Exited) // first: the wait for a kill is short, and plugins take their time
 		m.keepUsage(c, run)
-		m.census.Soon()
+		m.sampler.Soon()
 	}
 	m.tellOfContainer(m.tasks.Watchers.Context(), nri.ContainerStopped, c)
 	if err == nil {

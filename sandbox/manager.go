@@ -22,7 +22,6 @@ import (
 	"berth/internal/task"
 	"berth/internal/writable"
 	"berth/oci"
-	"berth/sandbox/census"
 	"berth/sandbox/describe"
 	"berth/sandbox/ending"
 	"berth/sandbox/footprint"
@@ -37,9 +36,9 @@ import (
 	"berth/sandbox/process"
 	"berth/sandbox/record"
 	"berth/sandbox/roots"
-	"berth/sandbox/streams"
+	"berth/sandbox/stats"
+	"berth/sandbox/stream"
 	"berth/sandbox/unfinished"
-	"berth/sandbox/usage"
 	"berth/sandbox/view"
 	"berth/shim"
 	"berth/shim/payload"
@@ -60,10 +59,10 @@ type Config struct {
 	IdleLaunchers  int                       // launchers kept ready
 	MaxLogLine     int                       // bytes before a log line is split as partial
 	Plugins        plugins.Plugins           // nil: none
-	CensusPeriod   time.Duration             // between two counts of what a container has written
+	SamplePeriod   time.Duration             // between two counts of what a container has written
 	LayerLimit     uint64                    // bytes that a container's writable layer may take; 0: no limit
 	LayerProjects  uint32                    // the first of the project IDs of writable layers
-	Streams        streams.Limits            // what clients may have under way
+	Streams        stream.Limits             // what clients may have under way
 	Host           *host.Facts
 	CDI            cdi.Dirs    // where CDI devices are described
 	OwnDevices     bool        // devices belong to the user and group of the security context
@@ -75,8 +74,8 @@ type Config struct {
 // Manager owns all pods and containers.
 type Manager struct {
 	*view.Lists[*pod, *container] // Pods, Containers, Events
-	*streams.Streams              // Exec, ExecSync, Attach, PortForward
-	*usage.Statistics             // ContainerStats, PodStats
+	*stream.Service               // Exec, ExecSync, Attach, PortForward
+	*stats.Reader                 // ContainerStats, PodStats
 
 	cfg       Config
 	log       *slog.Logger
@@ -107,7 +106,7 @@ type Manager struct {
 	labels        lsm.Holders
 	unfinished    *unfinished.Work // found half done by recover
 	events        *view.Events
-	census        *census.Counter
+	sampler       *stats.Sampler
 	unmeasured    seldom.Seldom // warnings of usage that can't be kept
 	tasks         *task.Runner
 	handlers      *handler.Set
@@ -131,7 +130,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	m.Lists, m.events = view.NewLists(m.pods, m.containers)
 	m.roots = roots.Kit{Images: images, Dirs: m.dirs}
 	m.trash = layout.NewTrash(m.dirs, m.tasks)
-	m.census = m.newCensus()
+	m.sampler = m.newSampler()
 	m.appArmor = lsm.NewAppArmor(cfg.Host.AppArmor, m.tasks, m.log)
 	m.plugins = plugins.Kit{Plugins: cfg.Plugins, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: m.log}
 	if cfg.Plugins == nil {
@@ -156,7 +155,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 	err := m.recover(ctx)
 	if err == nil {
 		m.tasks.Watchers.Spawn(func() { m.disks.Run(m.tasks.Watchers.Context(), m.cfg.Root, m.cfg.State) })
-		err = m.openCensus()
+		err = m.startSampler()
 	}
 	if err != nil {
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), closeLimit)
@@ -256,8 +255,8 @@ func (m *Manager) assemble() {
 		Sources: launch.NewSources(m.tasks), Launchers: m.launchers, PauseDir: m.payload.Pause, MaxLogLine: m.cfg.MaxLogLine, Tasks: m.tasks}
 	m.footprint = footprint.Kit{Dirs: m.dirs, HostResolvConf: m.cfg.HostResolvConf, Namespaces: m.namespaces, Networks: m.networks,
 		Launch: m.launch, Processes: m.processes, SELinux: m.selinux, Images: m.images, Trash: m.trash, Records: m.podRecords, Tasks: m.tasks, Log: m.log}
-	m.Statistics = usage.New(meters{m}, m.log)
-	m.Streams = streams.New(streamTargets{m}, m.launchers, m.dirs, m.cfg.SystemdCgroup, m.cfg.Streams, m.tasks)
+	m.Reader = stats.NewReader(meters{m}, m.log)
+	m.Service = stream.New(streamTargets{m}, m.launchers, m.dirs, m.cfg.SystemdCgroup, m.cfg.Streams, m.tasks)
 }
 
 // Waits returns what operations are waiting for at the moment, oldest first.

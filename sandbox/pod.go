@@ -20,9 +20,9 @@ import (
 	"berth/oci/confine"
 	"berth/sandbox/footprint"
 	"berth/sandbox/layout"
-	"berth/sandbox/meter"
 	"berth/sandbox/record"
 	"berth/sandbox/request"
+	"berth/sandbox/stats"
 	"berth/sandbox/view"
 	"berth/shim"
 )
@@ -33,12 +33,12 @@ type pod struct {
 	config   *runtimeapi.PodSandboxConfig // as in rec, decoded; never changed
 	updated  *runtimeapi.PodSandboxConfig // config with the resources of the last update, nil without one; belongs to the holder of turn
 	turn     task.Turn
-	rec      record.Pod                // belongs to the holder of turn
-	info     atomic.Pointer[view.Pod]  // nil until the pod is ready: nobody sees half a pod
-	pause    atomic.Pointer[os.File]   // pidfd, owned by the pod's watcher
-	meter    atomic.Pointer[meter.Pod] // nil without a pause; owned by the pod's watcher
-	launched atomic.Int64              // process ID of the pause, before info has it; 0: it does not run yet, or an earlier daemon started it
-	started  *trace.Trace              // where the time of its start went; nil if an earlier daemon started it; never changed
+	rec      record.Pod                     // belongs to the holder of turn
+	info     atomic.Pointer[view.Pod]       // nil until the pod is ready: nobody sees half a pod
+	pause    atomic.Pointer[os.File]        // pidfd, owned by the pod's watcher
+	meter    atomic.Pointer[stats.PodMeter] // nil without a pause; owned by the pod's watcher
+	launched atomic.Int64                   // process ID of the pause, before info has it; 0: it does not run yet, or an earlier daemon started it
+	started  *trace.Trace                   // where the time of its start went; nil if an earlier daemon started it; never changed
 
 	presented  bool // plugins were asked about it; belongs to the holder of turn
 	unrecorded bool // that it is stopped is yet to be recorded, in the background; belongs to the holder of turn
@@ -258,7 +258,7 @@ func (m *Manager) watchPause(p *pod, pause *os.File) {
 	}
 }
 
-func (m *Manager) closePause(p *pod, pause *os.File, measured *meter.Pod) {
+func (m *Manager) closePause(p *pod, pause *os.File, measured *stats.PodMeter) {
 	p.pause.Store(nil)
 	p.meter.Store(nil)
 	if err := errors.Join(pause.Close(), measured.Close()); err != nil {

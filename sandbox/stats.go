@@ -9,15 +9,14 @@ import (
 	"berth/internal/cgstats"
 	"berth/internal/diskusage"
 	"berth/oci"
-	"berth/sandbox/census"
-	"berth/sandbox/meter"
+	"berth/sandbox/stats"
 )
 
 // meters are the manager's, as statistics see them.
 type meters struct{ m *Manager }
 
-// ContainerMeter implements usage.Meters.
-func (s meters) ContainerMeter(id string) (measured *meter.Container, cgroupsPath string, count *census.Count) {
+// ContainerMeter implements stats.Meters.
+func (s meters) ContainerMeter(id string) (measured *stats.ContainerMeter, cgroupsPath string, count *stats.Sample) {
 	c, known := s.m.containers.Get(id)
 	if !known {
 		return nil, "", nil
@@ -25,11 +24,11 @@ func (s meters) ContainerMeter(id string) (measured *meter.Container, cgroupsPat
 	if run := c.running.Load(); run != nil {
 		measured = run.meter
 	}
-	return measured, c.rec.CgroupsPath, s.m.census.Last(&c.census)
+	return measured, c.rec.CgroupsPath, s.m.sampler.Last(&c.sample)
 }
 
-// PodMeter implements usage.Meters.
-func (s meters) PodMeter(id string) (measured *meter.Pod, cgroup string) {
+// PodMeter implements stats.Meters.
+func (s meters) PodMeter(id string) (measured *stats.PodMeter, cgroup string) {
 	p, known := s.m.pods.Get(id)
 	if !known {
 		return nil, ""
@@ -43,12 +42,12 @@ func (s meters) PodMeter(id string) (measured *meter.Pod, cgroup string) {
 
 // containerMeter measures a container's cgroup. That of a Sandboxed runtime's is empty:
 // all its containers are in the cgroup of the pause, and their zeros would look measured.
-func (m *Manager) containerMeter(c *container) *meter.Container {
+func (m *Manager) containerMeter(c *container) *stats.ContainerMeter {
 	p, known := m.pods.Get(c.podID)
 	if known && p.sandboxed() {
-		return &meter.Container{}
+		return &stats.ContainerMeter{}
 	}
-	return m.cgroups().Container(c.rec.CgroupsPath, known && !p.hasCgroup())
+	return m.cgroups().ContainerMeter(c.rec.CgroupsPath, known && !p.hasCgroup())
 }
 
 // keepUsage adds to its pod what a container has used that has ended. It must not run any more for those who
@@ -69,12 +68,12 @@ func (m *Manager) keepUsage(c *container, run *running) {
 
 // podMeter measures a pod whose pause runs. The network is that of the pinned namespace: the process
 // of a Sandboxed runtime's pause is in the node's.
-func (m *Manager) podMeter(p *pod) *meter.Pod {
-	return m.cgroups().Pod(p.rec.CgroupsPath, p.hasCgroup(), p.rec.NetNS)
+func (m *Manager) podMeter(p *pod) *stats.PodMeter {
+	return m.cgroups().PodMeter(p.rec.CgroupsPath, p.hasCgroup(), p.rec.NetNS)
 }
 
-func (m *Manager) cgroups() meter.Cgroups {
-	return meter.Cgroups{V2: m.cfg.Host.CgroupV2, Systemd: m.cfg.SystemdCgroup}
+func (m *Manager) cgroups() stats.Cgroups {
+	return stats.Cgroups{V2: m.cfg.Host.CgroupV2, Systemd: m.cfg.SystemdCgroup}
 }
 
 // sandboxed tells whether the pod's containers run where the node can't see them.
@@ -83,30 +82,30 @@ func (p *pod) sandboxed() bool { return p.rec.Runtime.IsSandboxed() }
 // hasCgroup tells whether the pod has a cgroup, to be its containers' parent.
 func (p *pod) hasCgroup() bool { return p.config.GetLinux().GetCgroupParent() != "" }
 
-// openCensus finds out where writable layers are and starts to count.
-func (m *Manager) openCensus() error {
-	if err := m.census.Locate(); err != nil {
+// startSampler finds out where writable layers are and starts to count.
+func (m *Manager) startSampler() error {
+	if err := m.sampler.Locate(); err != nil {
 		return err
 	}
-	m.tasks.Watchers.Spawn(func() { m.census.Run(m.tasks.Watchers.Context()) })
+	m.tasks.Watchers.Spawn(func() { m.sampler.Run(m.tasks.Watchers.Context()) })
 	return nil
 }
 
-// newCensus returns the counter of the containers that are visible.
-func (m *Manager) newCensus() *census.Counter {
-	return census.New(census.Config{Period: m.cfg.CensusPeriod, Subjects: m.censusSubjects, Layers: m.dirs.Writable(""),
+// newSampler returns the counter of the containers that are visible.
+func (m *Manager) newSampler() *stats.Sampler {
+	return stats.NewSampler(stats.SamplerConfig{Period: m.cfg.SamplePeriod, Targets: m.sampleTargets, Layers: m.dirs.Writable(""),
 		Images: m.images.Root(), SystemdCgroup: m.cfg.SystemdCgroup, Begin: m.tasks.BeginOpen, Log: m.log,
 		Quota: func(project uint32) (diskusage.Usage, bool, error) { return m.roots.Quotas.Usage(project) }})
 }
 
-// censusSubjects is an iter.Seq.
-func (m *Manager) censusSubjects(yield func(census.Subject) bool) {
+// sampleTargets is an iter.Seq.
+func (m *Manager) sampleTargets(yield func(stats.Target) bool) {
 	for id, c := range m.containers.Snapshot() {
 		info := c.info.Load()
 		if info == nil {
 			continue
 		}
-		s := census.Subject{ID: id, Ledger: &c.census, Running: info.State == runtimeapi.ContainerState_CONTAINER_RUNNING,
+		s := stats.Target{ID: id, State: &c.sample, Running: info.State == runtimeapi.ContainerState_CONTAINER_RUNNING,
 			FinishedAt: info.FinishedAt, CgroupsPath: c.rec.CgroupsPath, Project: c.rec.Project}
 		if p, known := m.pods.Get(c.podID); known && !p.sandboxed() {
 			if run := c.running.Load(); run != nil {
@@ -121,4 +120,4 @@ func (m *Manager) censusSubjects(yield func(census.Subject) bool) {
 
 // WritableFilesystem returns where writable layers are and what they take there,
 // from memory.
-func (m *Manager) WritableFilesystem() census.Filesystem { return m.census.Filesystem() }
+func (m *Manager) WritableFilesystem() stats.Filesystem { return m.sampler.Filesystem() }

@@ -7,17 +7,16 @@ import (
 
 	"berth/internal/host"
 	"berth/internal/index"
-	"berth/sandbox/census"
 	"berth/sandbox/handler"
-	"berth/sandbox/usage"
+	"berth/sandbox/stats"
 	"berth/sandbox/view"
 	"berth/shim/ociruntime"
 )
 
 // The cgroup of a container in a sandbox of its runtime's is there, and empty.
 func TestSandboxedContainerHasNoFigures(t *testing.T) {
-	m := &Manager{cfg: Config{Host: &host.Facts{}}, census: census.New(census.Config{}), containers: index.New[*container]("container"), pods: index.New[*pod]("pod")}
-	m.Statistics = usage.New(meters{m}, nil)
+	m := &Manager{cfg: Config{Host: &host.Facts{}}, sampler: stats.NewSampler(stats.SamplerConfig{}), containers: index.New[*container]("container"), pods: index.New[*pod]("pod")}
+	m.Reader = stats.NewReader(meters{m}, nil)
 	p := &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}}
 	p.rec.Runtime = &handler.Runtime{Runtime: ociruntime.Runtime{Sandboxed: true}}
 	m.pods.Put(p.id, p)

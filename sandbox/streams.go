@@ -1,26 +1,26 @@
 package sandbox
 
-import "berth/sandbox/streams"
+import "berth/sandbox/stream"
 
 // streamTargets is the manager as streams see it.
 type streamTargets struct{ m *Manager }
 
-// StreamContainer implements streams.Targets.
-func (t streamTargets) StreamContainer(id string) (streams.Container, error) {
+// StreamContainer implements stream.Targets.
+func (t streamTargets) StreamContainer(id string) (stream.ContainerTarget, error) {
 	c, err := t.m.containers.Find(id)
 	if err != nil {
-		return streams.Container{}, err
+		return stream.ContainerTarget{}, err
 	}
 	run := c.running.Load()
-	return streams.Container{ID: c.id, PodID: c.podID, Process: c.info.Load().Process, Runtime: t.m.runtimeOf(c), Cgroup: c.rec.CgroupsPath,
+	return stream.ContainerTarget{ID: c.id, PodID: c.podID, Process: c.info.Load().Process, Runtime: t.m.runtimeOf(c), Cgroup: c.rec.CgroupsPath,
 		Terminal: c.config.GetTty(), Stdin: c.config.GetStdin(), Running: run != nil && !run.HasEnded()}, nil
 }
 
-// StreamPod implements streams.Targets.
-func (t streamTargets) StreamPod(id string) (streams.Pod, error) {
+// StreamPod implements stream.Targets.
+func (t streamTargets) StreamPod(id string) (stream.PodTarget, error) {
 	info, err := t.m.Pod(id)
 	if err != nil {
-		return streams.Pod{}, err
+		return stream.PodTarget{}, err
 	}
-	return streams.Pod{ID: info.ID, NetNS: info.NetNS, Ready: info.Ready, Sandboxed: info.Sandboxed}, nil
+	return stream.PodTarget{ID: info.ID, NetNS: info.NetNS, Ready: info.Ready, Sandboxed: info.Sandboxed}, nil
 }

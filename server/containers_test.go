@@ -16,7 +16,7 @@ import (
 
 	"berth/image"
 	"berth/internal/errdefs"
-	"berth/sandbox/session"
+	"berth/sandbox/stream"
 	"berth/sandbox/view"
 )
 
@@ -72,7 +72,7 @@ func TestContainerCalls(t *testing.T) {
 }
 
 func TestExecSync(t *testing.T) {
-	pods := &fakePods{exec: session.Result{Stdout: []byte("o\x00ut"), Stderr: []byte("err"), ExitCode: 7}}
+	pods := &fakePods{exec: stream.Result{Stdout: []byte("o\x00ut"), Stderr: []byte("err"), ExitCode: 7}}
 	h := start(t, testConfig, pods, &fakeImages{})
 	got, err := h.runtime.ExecSync(t.Context(), &runtimeapi.ExecSyncRequest{ContainerId: "c", Cmd: []string{"a", "b"}, Timeout: 5})
 	want := &runtimeapi.ExecSyncResponse{Stdout: []byte("o\x00ut"), Stderr: []byte("err"), ExitCode: 7}

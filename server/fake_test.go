@@ -23,7 +23,7 @@ import (
 	"berth/internal/task"
 	"berth/internal/testbuffer"
 	"berth/internal/trace"
-	"berth/sandbox/session"
+	"berth/sandbox/stream"
 	"berth/sandbox/view"
 )
 
@@ -37,7 +37,7 @@ type fakePods struct {
 	pods       []*view.Pod
 	containers []*view.Container
 	calls      []string
-	exec       session.Result
+	exec       stream.Result
 	network    error
 	runtime    error
 	waits      []task.Wait
@@ -141,7 +141,7 @@ func (f *fakePods) Containers() []*view.Container {
 	return slices.Clone(f.containers)
 }
 
-func (f *fakePods) ExecSync(ctx context.Context, id string, cmd []string, timeout time.Duration) (*session.Result, error) {
+func (f *fakePods) ExecSync(ctx context.Context, id string, cmd []string, timeout time.Duration) (*stream.Result, error) {
 	if err := f.call(ctx, "ExecSync", id, " ", cmd, " ", timeout); err != nil {
 		return nil, err
 	}

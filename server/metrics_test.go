@@ -14,7 +14,7 @@ import (
 	"berth/image"
 	"berth/internal/cgstats"
 	"berth/internal/diskusage"
-	"berth/sandbox/census"
+	"berth/sandbox/stats"
 	"berth/sandbox/view"
 )
 
@@ -50,8 +50,8 @@ func metricsFake() *fakePods {
 	return &fakePods{containers: []*view.Container{c}, pods: []*view.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}, {ID: "p2", Config: podConfig("b", nil)}},
 		stats: statsFake{usage: u,
 			interfaces: []cgstats.Interface{{Name: "eth0", Rx: cgstats.Traffic{Bytes: 1, Packets: 2, Errors: 3, Dropped: 4}, Tx: cgstats.Traffic{Bytes: 5, Packets: 6, Errors: 7, Dropped: 8}}},
-			census: &census.Count{At: time.Unix(9, 0), Mountpoint: "/writable", Layer: diskusage.Usage{Bytes: 51, Inodes: 52},
-				Processes: &census.Processes{Files: 53, Sockets: 54, MaxFiles: 55}},
+			sample: &stats.Sample{At: time.Unix(9, 0), Mountpoint: "/writable", Layer: diskusage.Usage{Bytes: 51, Inodes: 52},
+				Processes: &stats.Processes{Files: 53, Sockets: 54, MaxFiles: 55}},
 			detail: &cgstats.Detail{CPU: cgstats.CPU{Known: true, TimesKnown: true, QuotaKnown: true, Usage: 61*second + second/2, User: 62 * second, System: 63 * second, Periods: 64, ThrottledPeriods: 65, Throttled: 66 * second},
 				MaxUsage: known(67), KernelMemory: known(68), LimitHits: known(69), OOMKills: known(70), Tasks: known(71), TasksMax: known(cgstats.Unlimited),
 				Processes: known(72), Reservation: known(cgstats.Unlimited),

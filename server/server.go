@@ -35,7 +35,7 @@ import (
 	"berth/internal/rootfs"
 	"berth/internal/seldom"
 	"berth/internal/task"
-	"berth/sandbox/session"
+	"berth/sandbox/stream"
 	"berth/sandbox/view"
 )
 
@@ -79,7 +79,7 @@ type Sandboxes interface {
 	Container(id string) (*view.Container, error)
 	Containers() []*view.Container
 	RuntimeSpec(ctx context.Context, id string) (*specs.Spec, error)
-	ExecSync(ctx context.Context, id string, cmd []string, timeout time.Duration) (*session.Result, error)
+	ExecSync(ctx context.Context, id string, cmd []string, timeout time.Duration) (*stream.Result, error)
 	UpdateContainerResources(ctx context.Context, id string, resources *runtimeapi.LinuxContainerResources) error
 	ReopenContainerLog(ctx context.Context, id string) error
 

@@ -21,7 +21,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/sandbox/session"
+	"berth/sandbox/stream"
 )
 
 func TestPanicBecomesInternalAndTheServerLives(t *testing.T) {
@@ -85,7 +85,7 @@ func TestDeadlineReachesTheManager(t *testing.T) {
 
 func TestMessageSizes(t *testing.T) {
 	big := bytes.Repeat([]byte("x"), MaxMessage)
-	pods := &fakePods{exec: session.Result{Stdout: big, Stderr: big, ExitCode: -1}}
+	pods := &fakePods{exec: stream.Result{Stdout: big, Stderr: big, ExitCode: -1}}
 	h := start(t, testConfig, pods, &fakeImages{})
 
 	resp, err := h.runtime.ExecSync(t.Context(), &runtimeapi.ExecSyncRequest{ContainerId: "c", Cmd: []string{"a"}})

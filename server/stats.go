@@ -9,19 +9,17 @@ import (
 
 	"berth/internal/cgstats"
 	"berth/internal/diskusage"
-	"berth/sandbox/census"
-	"berth/sandbox/meter"
-	"berth/sandbox/usage"
+	"berth/sandbox/stats"
 	"berth/sandbox/view"
 )
 
 // Statistics is what the server needs of the sandbox manager to tell what
 // containers and pods use.
 type Statistics interface {
-	ContainerStats(info *view.Container) (usage.Container, error)
-	PodStats(info *view.Pod, containers []*view.Container) (usage.Pod, error)
+	ContainerStats(info *view.Container) (stats.ContainerUsage, error)
+	PodStats(info *view.Pod, containers []*view.Container) (stats.PodUsage, error)
 	ContainerDetail(id string) (*cgstats.Detail, error)
-	WritableFilesystem() census.Filesystem
+	WritableFilesystem() stats.Filesystem
 }
 
 // ContainerStats implements RuntimeService. A container that does not run has no
@@ -128,8 +126,8 @@ func (s *runtimeService) StreamPodSandboxStats(req *runtimeapi.StreamPodSandboxS
 
 // allPodStats measures the ready pods that match, one after the other, until ctx ends. One that
 // can't be measured is left out, for it says nothing of the others.
-func (s *runtimeService) allPodStats(ctx context.Context, filter *runtimeapi.PodSandboxStatsFilter) iter.Seq[usage.Pod] {
-	return func(yield func(usage.Pod) bool) {
+func (s *runtimeService) allPodStats(ctx context.Context, filter *runtimeapi.PodSandboxStatsFilter) iter.Seq[stats.PodUsage] {
+	return func(yield func(stats.PodUsage) bool) {
 		pods := s.pods.Pods()
 		id, known := resolve(filter.GetId(), pods, func(p *view.Pod) string { return p.ID })
 		if !known {
@@ -163,7 +161,7 @@ func (s *runtimeService) containersByPod() map[string][]*view.Container {
 	return byPod
 }
 
-func containerStats(stats *usage.Container) *runtimeapi.ContainerStats {
+func containerStats(stats *stats.ContainerUsage) *runtimeapi.ContainerStats {
 	item := &runtimeapi.ContainerStats{Attributes: &runtimeapi.ContainerAttributes{
 		Id:          stats.Info.ID,
 		Metadata:    stats.Info.Config.GetMetadata(),
@@ -173,7 +171,7 @@ func containerStats(stats *usage.Container) *runtimeapi.ContainerStats {
 	if u := &stats.Usage; stats.Running {
 		item.Cpu, item.Memory, item.Swap, item.Io = cpuUsage(u), memoryUsage(u), swapUsage(u), ioUsage(u)
 	}
-	if c := stats.Census; c != nil {
+	if c := stats.Sample; c != nil {
 		item.WritableLayer = filesystemUsage(c.Mountpoint, c.At, c.Layer)
 	}
 	return item
@@ -184,7 +182,7 @@ func filesystemUsage(mountpoint string, at time.Time, used diskusage.Usage) *run
 		UsedBytes: value(used.Bytes), InodesUsed: value(used.Inodes)}
 }
 
-func podStats(stats *usage.Pod) *runtimeapi.PodSandboxStats {
+func podStats(stats *stats.PodUsage) *runtimeapi.PodSandboxStats {
 	item := &runtimeapi.PodSandboxStats{
 		Attributes: &runtimeapi.PodSandboxAttributes{
 			Id:          stats.Info.ID,
@@ -211,7 +209,7 @@ func podStats(stats *usage.Pod) *runtimeapi.PodSandboxStats {
 
 // cpuUsage is nil where the kernel does not count CPU time per cgroup. So are the
 // others where they are not known: kubelet takes a value for a measured one.
-func cpuUsage(u *meter.Usage) *runtimeapi.CpuUsage {
+func cpuUsage(u *stats.Usage) *runtimeapi.CpuUsage {
 	if !u.CPU.Known {
 		return nil
 	}
@@ -222,7 +220,7 @@ func cpuUsage(u *meter.Usage) *runtimeapi.CpuUsage {
 	return cpu
 }
 
-func memoryUsage(u *meter.Usage) *runtimeapi.MemoryUsage {
+func memoryUsage(u *stats.Usage) *runtimeapi.MemoryUsage {
 	if !u.Memory.Known {
 		return nil
 	}
@@ -241,7 +239,7 @@ func memoryUsage(u *meter.Usage) *runtimeapi.MemoryUsage {
 	return memory
 }
 
-func swapUsage(u *meter.Usage) *runtimeapi.SwapUsage {
+func swapUsage(u *stats.Usage) *runtimeapi.SwapUsage {
 	if !u.Memory.SwapKnown {
 		return nil
 	}
@@ -252,7 +250,7 @@ func swapUsage(u *meter.Usage) *runtimeapi.SwapUsage {
 	return swap
 }
 
-func ioUsage(u *meter.Usage) *runtimeapi.IoUsage {
+func ioUsage(u *stats.Usage) *runtimeapi.IoUsage {
 	if !u.IO.Known {
 		return nil
 	}
@@ -274,7 +272,7 @@ func psiData(s *cgstats.Stall) *runtimeapi.PsiData {
 // does: kubelet's summary copies the list, and its readers take one without the default interface
 // for a pod without a network. It is nil for pods without a network of their own: kubelet reads the
 // default interface without looking whether there is one.
-func networkUsage(stats *usage.Pod) *runtimeapi.NetworkUsage {
+func networkUsage(stats *stats.PodUsage) *runtimeapi.NetworkUsage {
 	if len(stats.Interfaces) == 0 {
 		return nil
 	}

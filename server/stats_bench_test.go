@@ -13,18 +13,17 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/cgroup"
-	"berth/sandbox/meter"
-	"berth/sandbox/usage"
+	"berth/sandbox/stats"
 	"berth/sandbox/view"
 )
 
 // measuredPods are containers whose statistics are those of real cgroups.
 type measuredPods struct {
 	*fakePods
-	meters map[string]*meter.Container
+	meters map[string]*stats.ContainerMeter
 }
 
-func (m measuredPods) ContainerStats(c *view.Container) (stats usage.Container, err error) {
+func (m measuredPods) ContainerStats(c *view.Container) (stats stats.ContainerUsage, err error) {
 	stats.Info, stats.Running = c, true
 	return stats, m.meters[c.ID].Read(&stats.Usage)
 }
@@ -39,15 +38,15 @@ func newMeasuredPods(b *testing.B, count int) measuredPods {
 	if err := unix.Statfs("/sys/fs/cgroup", &st); err != nil {
 		b.Fatal(err)
 	}
-	cgroups := meter.Cgroups{V2: st.Type == unix.CGROUP2_SUPER_MAGIC}
-	pods := measuredPods{&fakePods{}, map[string]*meter.Container{}}
+	cgroups := stats.Cgroups{V2: st.Type == unix.CGROUP2_SUPER_MAGIC}
+	pods := measuredPods{&fakePods{}, map[string]*stats.ContainerMeter{}}
 	for i := range count {
 		config := &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}, Labels: map[string]string{
 			"io.kubernetes.container.name": "main", "io.kubernetes.pod.name": fmt.Sprintf("pod-%d", i), "io.kubernetes.pod.namespace": "default"}}
 		info := &view.Container{ID: fmt.Sprintf("bench%d", i), Config: config, State: runtimeapi.ContainerState_CONTAINER_RUNNING}
 		path := "/" + machine + "/" + info.ID
 		makeCgroups(b, path)
-		measured := cgroups.Container(path, false)
+		measured := cgroups.ContainerMeter(path, false)
 		b.Cleanup(func() {
 			if err := measured.Close(); err != nil {
 				b.Error(err)

@@ -20,35 +20,33 @@ import (
 	"berth/internal/cgstats"
 	"berth/internal/diskusage"
 	"berth/internal/errdefs"
-	"berth/sandbox/census"
-	"berth/sandbox/meter"
-	"berth/sandbox/usage"
+	"berth/sandbox/stats"
 	"berth/sandbox/view"
 )
 
 // statsFake measures what runs, and fails for the IDs in broken.
 type statsFake struct {
-	usage      meter.Usage
+	usage      stats.Usage
 	interfaces []cgstats.Interface
-	census     *census.Count
+	sample     *stats.Sample
 	detail     *cgstats.Detail
 	broken     []string
 }
 
-func (f *fakePods) ContainerStats(c *view.Container) (usage.Container, error) {
-	stats := usage.Container{Info: c, Cgroup: "/cgroup/" + c.ID}
+func (f *fakePods) ContainerStats(c *view.Container) (stats.ContainerUsage, error) {
+	stats := stats.ContainerUsage{Info: c, Cgroup: "/cgroup/" + c.ID}
 	if slices.Contains(f.stats.broken, c.ID) {
 		return stats, errdefs.Internal("read cgroup of %s", c.ID)
 	}
 	if c.State == runtimeapi.ContainerState_CONTAINER_RUNNING {
 		stats.Running, stats.Usage = true, f.stats.usage
 	}
-	stats.Census = f.stats.census
+	stats.Sample = f.stats.sample
 	return stats, nil
 }
 
-func (f *fakePods) PodStats(p *view.Pod, containers []*view.Container) (usage.Pod, error) {
-	stats := usage.Pod{Info: p, Cgroup: "/cgroup/" + p.ID}
+func (f *fakePods) PodStats(p *view.Pod, containers []*view.Container) (stats.PodUsage, error) {
+	stats := stats.PodUsage{Info: p, Cgroup: "/cgroup/" + p.ID}
 	if slices.Contains(f.stats.broken, p.ID) {
 		return stats, errdefs.Internal("read cgroup of %s", p.ID)
 	}
@@ -63,14 +61,14 @@ func (f *fakePods) PodStats(p *view.Pod, containers []*view.Container) (usage.Po
 	return stats, nil
 }
 
-func (f *fakePods) WritableFilesystem() census.Filesystem {
-	return census.Filesystem{At: time.Unix(7, 8), Mountpoint: "/writable", Device: "/dev/vdb", Used: diskusage.Usage{Bytes: 41, Inodes: 42},
+func (f *fakePods) WritableFilesystem() stats.Filesystem {
+	return stats.Filesystem{At: time.Unix(7, 8), Mountpoint: "/writable", Device: "/dev/vdb", Used: diskusage.Usage{Bytes: 41, Inodes: 42},
 		Bytes: 43, Inodes: 44, FreeInodes: 45}
 }
 
 // someUsage has another value in each field.
-func someUsage() meter.Usage {
-	return meter.Usage{NanoCores: 11, NanoCoresKnown: true, Sample: cgstats.Sample{At: time.Unix(5, 6), Tasks: 12, TasksKnown: true,
+func someUsage() stats.Usage {
+	return stats.Usage{NanoCores: 11, NanoCoresKnown: true, Sample: cgstats.Sample{At: time.Unix(5, 6), Tasks: 12, TasksKnown: true,
 		CPU: cgstats.CPU{Known: true, Usage: 13, User: 113, System: 114, Periods: 115, ThrottledPeriods: 116, Throttled: 117,
 			Pressure: cgstats.Pressure{Known: true, Some: cgstats.Stall{Total: 14, Avg10: 1.5, Avg60: 2.5, Avg300: 3.5}, Full: cgstats.Stall{Total: 15}}},
 		Memory: cgstats.Memory{Known: true, Usage: 1000, Limit: 5000, RSS: 16, Cache: 17, MappedFile: 18, InactiveFile: 100, ActiveFile: 118, PageFaults: 19,
@@ -89,7 +87,7 @@ func TestStatsAreTranslated(t *testing.T) {
 	u := someUsage()
 	pods := &fakePods{containers: []*view.Container{runningContainer("c1", "p1", nil)},
 		pods: []*view.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}},
-		stats: statsFake{usage: u, census: &census.Count{At: time.Unix(9, 0), Mountpoint: "/writable", Layer: diskusage.Usage{Bytes: 51, Inodes: 52}}, interfaces: []cgstats.Interface{
+		stats: statsFake{usage: u, sample: &stats.Sample{At: time.Unix(9, 0), Mountpoint: "/writable", Layer: diskusage.Usage{Bytes: 51, Inodes: 52}}, interfaces: []cgstats.Interface{
 			{Name: "eth0", Rx: cgstats.Traffic{Bytes: 1, Packets: 2, Errors: 3, Dropped: 4}, Tx: cgstats.Traffic{Bytes: 5, Packets: 6, Errors: 7, Dropped: 8}}, {Name: "net1"}}}}
 	h := start(t, testConfig, pods, &fakeImages{})
 	at := u.At.UnixNano()
@@ -124,7 +122,7 @@ func TestStatsAreTranslated(t *testing.T) {
 
 // What the kernel does not tell is left out: kubelet takes a zero for a measured one.
 func TestStatsLeaveOutWhatIsUnknown(t *testing.T) {
-	u := meter.Usage{Sample: cgstats.Sample{At: time.Unix(1, 0), CPU: cgstats.CPU{Known: true}, Memory: cgstats.Memory{Known: true, Limit: cgstats.Unlimited, SwapKnown: true, SwapLimit: cgstats.Unlimited}}}
+	u := stats.Usage{Sample: cgstats.Sample{At: time.Unix(1, 0), CPU: cgstats.CPU{Known: true}, Memory: cgstats.Memory{Known: true, Limit: cgstats.Unlimited, SwapKnown: true, SwapLimit: cgstats.Unlimited}}}
 	pods := &fakePods{containers: []*view.Container{runningContainer("c1", "p1", nil), exited()},
 		pods:  []*view.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}, {ID: "p2", Config: podConfig("b", nil)}},
 		stats: statsFake{usage: u}}
@@ -138,7 +136,7 @@ func TestStatsLeaveOutWhatIsUnknown(t *testing.T) {
 	if s.Cpu.UsageNanoCores != nil || s.Cpu.Psi != nil || s.Memory.AvailableBytes != nil || s.Memory.Psi != nil || s.Swap.SwapAvailableBytes != nil || s.Io != nil || s.WritableLayer != nil {
 		t.Errorf("got %v", s)
 	}
-	pods.stats.usage = meter.Usage{Sample: cgstats.Sample{At: time.Unix(1, 0)}}
+	pods.stats.usage = stats.Usage{Sample: cgstats.Sample{At: time.Unix(1, 0)}}
 	one, err = h.runtime.ContainerStats(t.Context(), &runtimeapi.ContainerStatsRequest{ContainerId: "c1"})
 	if s := one.GetStats(); err != nil || s.Cpu != nil || s.Memory != nil || s.Swap != nil || s.Io != nil {
 		t.Errorf("%v, %v", s, err)

@@ -36,7 +36,7 @@ import (
 	"berth/sandbox"
 	"berth/sandbox/handler"
 	"berth/sandbox/plugins"
-	"berth/sandbox/streams"
+	"berth/sandbox/stream"
 	"berth/server"
 	"berth/server/streaming"
 )
@@ -425,10 +425,10 @@ func sandboxConfig(cfg *config.Config, node *node, plugins plugins.Plugins, wait
 		ShimPath:       node.shim,
 		IdleLaunchers:  cfg.IdleLaunchers,
 		MaxLogLine:     cfg.MaxLogLine,
-		CensusPeriod:   cfg.StatsPeriod.Duration,
+		SamplePeriod:   cfg.StatsPeriod.Duration,
 		LayerLimit:     uint64(cfg.WritableLayerLimit),
 		LayerProjects:  uint32(cfg.WritableLayerProjects),
-		Streams:        streams.Limits{Execs: cfg.MaxExecs, ExecsPerContainer: cfg.MaxContainerExecs, Sessions: cfg.MaxSessions},
+		Streams:        stream.Limits{Execs: cfg.MaxExecs, ExecsPerContainer: cfg.MaxContainerExecs, Sessions: cfg.MaxSessions},
 		Plugins:        plugins,
 		Host:           &node.facts,
 		CDI:            cfg.CDISpecDirs,

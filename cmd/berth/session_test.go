@@ -15,7 +15,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"berth/internal/client/fakecri"
-	streams "berth/sandbox/session"
+	"berth/sandbox/stream"
 	"berth/server/streaming"
 )
 
@@ -23,7 +23,7 @@ import (
 type commands struct{ streaming.Runtime }
 
 // Exec understands a few commands.
-func (commands) Exec(ctx context.Context, _ string, command []string, terminal bool, s streams.Streams) (int32, error) {
+func (commands) Exec(ctx context.Context, _ string, command []string, terminal bool, s stream.IO) (int32, error) {
 	switch command[0] {
 	case "cat":
 		if s.Stdin == nil {
@@ -48,7 +48,7 @@ func (commands) Exec(ctx context.Context, _ string, command []string, terminal b
 }
 
 // Attach sends back what it is sent.
-func (c commands) Attach(ctx context.Context, id string, terminal bool, s streams.Streams) error {
+func (c commands) Attach(ctx context.Context, id string, terminal bool, s stream.IO) error {
 	if s.Stdin == nil {
 		_, err := c.Exec(ctx, id, []string{"hang"}, terminal, s)
 		return err

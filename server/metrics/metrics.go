@@ -19,9 +19,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/cgstats"
-	"berth/sandbox/census"
-	"berth/sandbox/meter"
-	"berth/sandbox/usage"
+	"berth/sandbox/stats"
 	"berth/sandbox/view"
 )
 
@@ -34,11 +32,11 @@ const podContainer = "POD"
 
 // measured is what metrics are taken from. Parts that are nil are not there.
 type measured struct {
-	usage      *meter.Usage
+	usage      *stats.Usage
 	detail     *cgstats.Detail
 	container  *view.Container
-	census     *census.Count
-	filesystem *census.Filesystem
+	sample     *stats.Sample
+	filesystem *stats.Filesystem
 	interfaces []cgstats.Interface
 }
 
@@ -54,7 +52,7 @@ type metric struct {
 	values     func(m *measured, emit emit)
 }
 
-func ofCensus(m *measured) time.Time { return m.census.At }
+func ofSample(m *measured) time.Time { return m.sample.At }
 func ofStatfs(m *measured) time.Time { return m.filesystem.At }
 
 const (
@@ -134,13 +132,13 @@ var memoryMetrics = []metric{
 
 var diskMetrics = []metric{
 	{name: "container_fs_inodes_free", help: "Number of available Inodes", kind: gauge, labels: []string{"device"}, counted: ofStatfs,
-		values: ofFilesystem(func(f *census.Filesystem, _ *census.Count) uint64 { return f.FreeInodes })},
+		values: ofFilesystem(func(f *stats.Filesystem, _ *stats.Sample) uint64 { return f.FreeInodes })},
 	{name: "container_fs_inodes_total", help: "Number of Inodes", kind: gauge, labels: []string{"device"}, counted: ofStatfs,
-		values: ofFilesystem(func(f *census.Filesystem, _ *census.Count) uint64 { return f.Inodes })},
+		values: ofFilesystem(func(f *stats.Filesystem, _ *stats.Sample) uint64 { return f.Inodes })},
 	{name: "container_fs_limit_bytes", help: "Number of bytes that can be consumed by the container on this filesystem.", kind: gauge, labels: []string{"device"}, counted: ofStatfs,
-		values: ofFilesystem(func(f *census.Filesystem, _ *census.Count) uint64 { return f.Bytes })},
-	{name: "container_fs_usage_bytes", help: "Number of bytes that are consumed by the container on this filesystem.", kind: gauge, labels: []string{"device"}, counted: ofCensus,
-		values: ofFilesystem(func(_ *census.Filesystem, c *census.Count) uint64 { return c.Layer.Bytes })},
+		values: ofFilesystem(func(f *stats.Filesystem, _ *stats.Sample) uint64 { return f.Bytes })},
+	{name: "container_fs_usage_bytes", help: "Number of bytes that are consumed by the container on this filesystem.", kind: gauge, labels: []string{"device"}, counted: ofSample,
+		values: ofFilesystem(func(_ *stats.Filesystem, c *stats.Sample) uint64 { return c.Layer.Bytes })},
 	{name: "container_fs_reads_bytes_total", help: "Cumulative count of bytes read", kind: counter, labels: []string{"device"},
 		values: ofDevices(func(d *cgstats.Device) uint64 { return d.ReadBytes })},
 	{name: "container_fs_reads_total", help: "Cumulative count of reads completed", kind: counter, labels: []string{"device"},
@@ -185,13 +183,13 @@ var processMetrics = []metric{
 		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return d.Tasks })},
 	{name: "container_threads_max", help: "Maximum number of threads allowed inside the container, infinity if value is zero", kind: gauge,
 		values: ofFigure(func(d *cgstats.Detail) cgstats.Figure { return limitFigure(d.TasksMax) })},
-	{name: "container_file_descriptors", help: "Number of open file descriptors for the container.", kind: gauge, counted: ofCensus,
-		values: ofProcesses(func(p *census.Processes, emit emit) { emit(p.Files) })},
-	{name: "container_sockets", help: "Number of open sockets for the container.", kind: gauge, counted: ofCensus,
-		values: ofProcesses(func(p *census.Processes, emit emit) { emit(p.Sockets) })},
+	{name: "container_file_descriptors", help: "Number of open file descriptors for the container.", kind: gauge, counted: ofSample,
+		values: ofProcesses(func(p *stats.Processes, emit emit) { emit(p.Files) })},
+	{name: "container_sockets", help: "Number of open sockets for the container.", kind: gauge, counted: ofSample,
+		values: ofProcesses(func(p *stats.Processes, emit emit) { emit(p.Sockets) })},
 	{name: "container_ulimits_soft", help: "Soft ulimit values for the container root process. Unlimited if -1, except priority and nice", kind: gauge,
-		labels: []string{"ulimit"}, counted: ofCensus,
-		values: ofProcesses(func(p *census.Processes, emit emit) {
+		labels: []string{"ulimit"}, counted: ofSample,
+		values: ofProcesses(func(p *stats.Processes, emit emit) {
 			if p.MaxFiles != math.MaxUint64 { // CRI has no -1
 				emit(p.MaxFiles, "max_open_files")
 			}
@@ -227,25 +225,25 @@ var specMetrics = []metric{
 
 var pressureMetrics = []metric{
 	{name: "container_pressure_cpu_stalled_seconds_total", help: "Total time duration no tasks in the container could make progress due to CPU congestion.", kind: counter,
-		values: ofPressure(func(u *meter.Usage) (*cgstats.Pressure, *cgstats.Stall) {
+		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.CPU.Pressure, &u.CPU.Pressure.Full
 		})},
 	{name: "container_pressure_cpu_waiting_seconds_total", help: "Total time duration tasks in the container have waited due to CPU congestion.", kind: counter,
-		values: ofPressure(func(u *meter.Usage) (*cgstats.Pressure, *cgstats.Stall) {
+		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.CPU.Pressure, &u.CPU.Pressure.Some
 		})},
 	{name: "container_pressure_memory_stalled_seconds_total", help: "Total time duration no tasks in the container could make progress due to memory congestion.", kind: counter,
-		values: ofPressure(func(u *meter.Usage) (*cgstats.Pressure, *cgstats.Stall) {
+		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.Memory.Pressure, &u.Memory.Pressure.Full
 		})},
 	{name: "container_pressure_memory_waiting_seconds_total", help: "Total time duration tasks in the container have waited due to memory congestion.", kind: counter,
-		values: ofPressure(func(u *meter.Usage) (*cgstats.Pressure, *cgstats.Stall) {
+		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) {
 			return &u.Memory.Pressure, &u.Memory.Pressure.Some
 		})},
 	{name: "container_pressure_io_stalled_seconds_total", help: "Total time duration no tasks in the container could make progress due to IO congestion.", kind: counter,
-		values: ofPressure(func(u *meter.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Full })},
+		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Full })},
 	{name: "container_pressure_io_waiting_seconds_total", help: "Total time duration tasks in the container have waited due to IO congestion.", kind: counter,
-		values: ofPressure(func(u *meter.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Some })},
+		values: ofPressure(func(u *stats.Usage) (*cgstats.Pressure, *cgstats.Stall) { return &u.IO, &u.IO.Some })},
 }
 
 func seconds64(nanoseconds uint64) uint64 { return nanoseconds / uint64(time.Second) }
@@ -342,18 +340,18 @@ func ofDevices(value func(*cgstats.Device) uint64) func(*measured, emit) {
 	})
 }
 
-func ofFilesystem(value func(*census.Filesystem, *census.Count) uint64) func(*measured, emit) {
+func ofFilesystem(value func(*stats.Filesystem, *stats.Sample) uint64) func(*measured, emit) {
 	return func(m *measured, emit emit) {
-		if m.census != nil && m.filesystem != nil {
-			emit(value(m.filesystem, m.census), m.filesystem.Device)
+		if m.sample != nil && m.filesystem != nil {
+			emit(value(m.filesystem, m.sample), m.filesystem.Device)
 		}
 	}
 }
 
-func ofProcesses(values func(*census.Processes, emit)) func(*measured, emit) {
+func ofProcesses(values func(*stats.Processes, emit)) func(*measured, emit) {
 	return func(m *measured, emit emit) {
-		if m.census != nil && m.census.Processes != nil {
-			values(m.census.Processes, emit)
+		if m.sample != nil && m.sample.Processes != nil {
+			values(m.sample.Processes, emit)
 		}
 	}
 }
@@ -374,7 +372,7 @@ func ofContainer(values func(*view.Container, emit)) func(*measured, emit) {
 	}
 }
 
-func ofPressure(of func(*meter.Usage) (*cgstats.Pressure, *cgstats.Stall)) func(*measured, emit) {
+func ofPressure(of func(*stats.Usage) (*cgstats.Pressure, *cgstats.Stall)) func(*measured, emit) {
 	return func(m *measured, emit emit) {
 		if m.usage == nil {
 			return
@@ -395,15 +393,15 @@ func Descriptors() []*runtimeapi.MetricDescriptor {
 }
 
 // OfContainer returns a container's metrics. image is the name that it was asked for by; detail is nil where it was not measured.
-func OfContainer(pod *view.Pod, image string, c *usage.Container, detail *cgstats.Detail, filesystem *census.Filesystem) []*runtimeapi.Metric {
+func OfContainer(pod *view.Pod, image string, c *stats.ContainerUsage, detail *cgstats.Detail, filesystem *stats.Filesystem) []*runtimeapi.Metric {
 	md := pod.Config.GetMetadata()
 	labels := []string{c.Info.Config.GetMetadata().GetName(), c.Cgroup, image, c.Info.ID, md.GetNamespace(), md.GetName()}
-	return take(labels, &measured{usage: &c.Usage, detail: detail, container: c.Info, census: c.Census, filesystem: filesystem})
+	return take(labels, &measured{usage: &c.Usage, detail: detail, container: c.Info, sample: c.Sample, filesystem: filesystem})
 }
 
 // OfPod returns those of the pod's cgroup, which have no container's name as with
 // cAdvisor, and those of its network, which all its containers share.
-func OfPod(stats *usage.Pod) []*runtimeapi.Metric {
+func OfPod(stats *stats.PodUsage) []*runtimeapi.Metric {
 	md := stats.Info.Config.GetMetadata()
 	labels := func(container string) []string {
 		return []string{container, stats.Cgroup, "", stats.Info.ID, md.GetNamespace(), md.GetName()}

@@ -20,7 +20,7 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 	"k8s.io/klog/v2"
 
-	"berth/sandbox/session"
+	"berth/sandbox/stream"
 )
 
 // counted runs sessions that take what they are sent, and counts them.
@@ -29,7 +29,7 @@ type counted struct {
 	badPort  atomic.Int32
 }
 
-func (c *counted) Exec(_ context.Context, _ string, _ []string, _ bool, s session.Streams) (int32, error) {
+func (c *counted) Exec(_ context.Context, _ string, _ []string, _ bool, s stream.IO) (int32, error) {
 	c.sessions.Add(1)
 	if s.Stdin != nil {
 		_, _ = io.Copy(io.Discard, s.Stdin)
@@ -40,7 +40,7 @@ func (c *counted) Exec(_ context.Context, _ string, _ []string, _ bool, s sessio
 	return 3, nil
 }
 
-func (c *counted) Attach(ctx context.Context, id string, terminal bool, s session.Streams) error {
+func (c *counted) Attach(ctx context.Context, id string, terminal bool, s stream.IO) error {
 	_, err := c.Exec(ctx, id, nil, terminal, s)
 	return err
 }

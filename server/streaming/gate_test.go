@@ -21,7 +21,7 @@ import (
 	"k8s.io/streaming/pkg/httpstream"
 
 	"berth/internal/descriptors"
-	"berth/sandbox/session"
+	"berth/sandbox/stream"
 )
 
 func TestRequested(t *testing.T) {
@@ -98,7 +98,7 @@ func isTimeout(err error) bool {
 	return errors.As(err, &e) && e.Timeout()
 }
 
-func idle(_ context.Context, s session.Streams) error {
+func idle(_ context.Context, s stream.IO) error {
 	_, err := io.Copy(io.Discard, s.Stdin)
 	return err
 }

@@ -32,13 +32,13 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/sandbox/session"
+	"berth/sandbox/stream"
 )
 
 // Runtime runs sessions. See package sandbox for the methods' contracts.
 type Runtime interface {
-	Exec(ctx context.Context, id string, command []string, terminal bool, s session.Streams) (int32, error)
-	Attach(ctx context.Context, id string, terminal bool, s session.Streams) error
+	Exec(ctx context.Context, id string, command []string, terminal bool, s stream.IO) (int32, error)
+	Attach(ctx context.Context, id string, terminal bool, s stream.IO) error
 	PortForward(ctx context.Context, podID string, port int32, stream io.ReadWriteCloser) error
 }
 

@@ -15,7 +15,7 @@ import (
 	"k8s.io/streaming/pkg/httpstream/wsstream"
 	utilexec "k8s.io/utils/exec"
 
-	"berth/sandbox/session"
+	"berth/sandbox/stream"
 )
 
 // killedCode is the exit code of a command whose session was cut off: it was killed.
@@ -23,7 +23,7 @@ const killedCode = 128 + 9
 
 func (s *Server) serveExec(w http.ResponseWriter, r *http.Request, req *runtimeapi.ExecRequest) {
 	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(), TTY: req.GetTty()}
-	s.serveCommand(w, r, options, func(ctx context.Context, streams session.Streams) error {
+	s.serveCommand(w, r, options, func(ctx context.Context, streams stream.IO) error {
 		code, err := s.runtime.Exec(ctx, req.GetContainerId(), req.GetCmd(), req.GetTty(), streams)
 		switch {
 		case ctx.Err() != nil:
@@ -43,7 +43,7 @@ func exitError(code int) error {
 
 func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtimeapi.AttachRequest) {
 	options := remotecommand.Options{Stdin: req.GetStdin(), Stdout: req.GetStdout(), Stderr: req.GetStderr(), TTY: req.GetTty()}
-	s.serveCommand(w, r, options, func(ctx context.Context, streams session.Streams) error {
+	s.serveCommand(w, r, options, func(ctx context.Context, streams stream.IO) error {
 		err := s.runtime.Attach(ctx, req.GetContainerId(), req.GetTty(), streams)
 		switch cause := context.Cause(ctx); {
 		case errors.Is(cause, errGone): // nobody is there to be told
@@ -56,7 +56,7 @@ func (s *Server) serveAttach(w http.ResponseWriter, r *http.Request, req *runtim
 }
 
 // serveCommand serves an exec or attach in whatever protocol the client asks for.
-func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, options remotecommand.Options, run func(context.Context, session.Streams) error) {
+func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, options remotecommand.Options, run func(context.Context, stream.IO) error) {
 	c := &command{options: options, run: run}
 	defer c.sizes.Wait()
 	ctx, cancel := context.WithCancel(r.Context())
@@ -74,14 +74,14 @@ func (s *Server) serveCommand(w http.ResponseWriter, r *http.Request, options re
 // remotecommand.Executor and Attacher.
 type command struct {
 	options remotecommand.Options
-	run     func(context.Context, session.Streams) error
+	run     func(context.Context, stream.IO) error
 	sizes   sync.WaitGroup // what passes on the terminal's sizes, until the request's context ends
 }
 
 // ExecInContainer implements remotecommand.Executor. What it is to be done, and where,
 // the request has said.
 func (c *command) ExecInContainer(ctx context.Context, _, _, _ string, _ []string, in io.Reader, out, err io.WriteCloser, _ bool, resize <-chan remotecommand.TerminalSize, _ time.Duration) error {
-	var streams session.Streams
+	var streams stream.IO
 	// WebSocket has all streams, whatever was asked for.
 	if c.options.Stdin {
 		streams.Stdin = in
@@ -104,13 +104,13 @@ func (c *command) AttachContainer(ctx context.Context, _, _, _ string, in io.Rea
 }
 
 // passSizes converts terminal sizes until ctx or the client's stream ends.
-func (c *command) passSizes(ctx context.Context, from <-chan remotecommand.TerminalSize) <-chan session.TerminalSize {
-	to := make(chan session.TerminalSize)
+func (c *command) passSizes(ctx context.Context, from <-chan remotecommand.TerminalSize) <-chan stream.TerminalSize {
+	to := make(chan stream.TerminalSize)
 	c.sizes.Go(func() {
 		defer close(to)
 		for size := range from {
 			select {
-			case to <- session.TerminalSize{Width: size.Width, Height: size.Height}:
+			case to <- stream.TerminalSize{Width: size.Width, Height: size.Height}:
 			case <-ctx.Done():
 				return
 			}

@@ -13,13 +13,13 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 
-	"berth/sandbox/session"
+	"berth/sandbox/stream"
 )
 
 // However long a client may take, its session is not waited for when it is gone, or
 // when the daemon ends.
 func TestSessionsThatNeverBegin(t *testing.T) {
-	s := serving(t, doing{exec: func(context.Context, session.Streams) error {
+	s := serving(t, doing{exec: func(context.Context, stream.IO) error {
 		t.Error("it began")
 		return nil
 	}})
@@ -50,7 +50,7 @@ func TestStatusOfSessions(t *testing.T) {
 		{remotecommand.StreamProtocolV4Name, nil, ""},
 		{remotecommand.StreamProtocolV4Name, errors.New("no such thing"), "no such thing"},
 	} {
-		s := serving(t, doing{exec: func(context.Context, session.Streams) error { return c.err }})
+		s := serving(t, doing{exec: func(context.Context, stream.IO) error { return c.err }})
 		address, err := s.Attach(&runtimeapi.AttachRequest{Stdout: true})
 		if err != nil {
 			t.Fatal(err)

@@ -24,20 +24,20 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 	"k8s.io/streaming/pkg/httpstream"
 
-	"berth/sandbox/session"
+	"berth/sandbox/stream"
 )
 
 // doing is a Runtime whose sessions are what a test says.
 type doing struct {
-	exec    func(context.Context, session.Streams) error
+	exec    func(context.Context, stream.IO) error
 	forward func(context.Context, io.ReadWriteCloser) error
 }
 
-func (d doing) Exec(ctx context.Context, _ string, _ []string, _ bool, s session.Streams) (int32, error) {
+func (d doing) Exec(ctx context.Context, _ string, _ []string, _ bool, s stream.IO) (int32, error) {
 	return 0, d.exec(ctx, s)
 }
 
-func (d doing) Attach(ctx context.Context, _ string, _ bool, s session.Streams) error {
+func (d doing) Attach(ctx context.Context, _ string, _ bool, s stream.IO) error {
 	return d.exec(ctx, s)
 }
 
@@ -181,7 +181,7 @@ func TestLongDataFramesAreSplit(t *testing.T) {
 	_, _ = rand.Read(sent)
 	var got []byte
 	done := make(chan struct{})
-	s := serving(t, doing{exec: func(_ context.Context, streams session.Streams) error {
+	s := serving(t, doing{exec: func(_ context.Context, streams stream.IO) error {
 		defer close(done)
 		buffer := make([]byte, 2*len(sent))
 		for {
@@ -214,7 +214,7 @@ func TestSessionsWithOtherStreamsEnd(t *testing.T) {
 		"an unwanted one": {remotecommand.StreamTypeError, remotecommand.StreamTypeResize},
 	} {
 		t.Run(name, func(t *testing.T) {
-			s := serving(t, doing{exec: func(_ context.Context, streams session.Streams) error {
+			s := serving(t, doing{exec: func(_ context.Context, streams stream.IO) error {
 				_, err := io.Copy(io.Discard, streams.Stdin)
 				return err
 			}})

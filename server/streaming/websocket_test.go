@@ -21,7 +21,7 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 
 	"berth/internal/errdefs"
-	"berth/sandbox/session"
+	"berth/sandbox/stream"
 )
 
 // webSocketProtocols are all that clients may speak over WebSocket.
@@ -84,7 +84,7 @@ func TestWebSocketProtocols(t *testing.T) {
 	failure := errors.New("no such thing")
 	for _, protocol := range webSocketProtocols {
 		for _, result := range []error{nil, failure} {
-			s := serving(t, doing{exec: func(_ context.Context, streams session.Streams) error {
+			s := serving(t, doing{exec: func(_ context.Context, streams stream.IO) error {
 				input := make([]byte, 5)
 				if _, err := io.ReadFull(streams.Stdin, input); err != nil {
 					return err
@@ -123,7 +123,7 @@ func TestWebSocketProtocols(t *testing.T) {
 func TestWebSocketFramesAreBounded(t *testing.T) {
 	for _, protocol := range webSocketProtocols {
 		got := make(chan int, 1)
-		s := serving(t, doing{exec: func(ctx context.Context, streams session.Streams) error {
+		s := serving(t, doing{exec: func(ctx context.Context, streams stream.IO) error {
 			n, _ := io.Copy(io.Discard, streams.Stdin)
 			got <- int(n)
 			<-ctx.Done()
@@ -233,7 +233,7 @@ func FuzzWebSocketGuard(f *testing.F) {
 // Sizes of a terminal that there is not hold up nothing else that the client says.
 func TestSizesWithoutTerminal(t *testing.T) {
 	for _, protocol := range webSocketProtocols {
-		s := serving(t, doing{exec: func(_ context.Context, streams session.Streams) error {
+		s := serving(t, doing{exec: func(_ context.Context, streams stream.IO) error {
 			input := make([]byte, 5)
 			_, err := io.ReadFull(streams.Stdin, input)
 			return err

@@ -1,0 +1,191 @@
+package stats
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"berth/internal/diskusage"
+	"berth/internal/safefs"
+)
+
+// kubelet evicts by what is published, so it is never less than what is known, whatever a container
+// does to the count.
+func TestSettle(t *testing.T) {
+	usage := func(n uint64) diskusage.Usage { return diskusage.Usage{Bytes: n << 10, Inodes: n} }
+	for name, c := range map[string]struct {
+		walks walks // the latest first
+		last  uint64
+		err   error
+		want  uint64
+	}{
+		"files were removed":                    {walks{usage(1), usage(9), usage(9)}, 9, nil, 1},
+		"files may have been moved":             {walks{usage(1), usage(2), usage(9)}, 9, diskusage.ErrChanged, 9},
+		"directories change, three walks agree": {walks{usage(1), usage(1), usage(1)}, 9, diskusage.ErrChanged, 1},
+		"more, and directories change":          {walks{usage(9), usage(2), usage(1)}, 2, diskusage.ErrChanged, 9},
+		"too deep":                              {walks{usage(1), usage(1)}, 1, safefs.ErrTooDeep, 1000},
+		"slow":                                  {walks{usage(3), usage(9)}, 9, errSlow, 9},
+		"slow, and more than before":            {walks{usage(10), usage(9)}, 9, errSlow, 10},
+		"too slow":                              {walks{usage(3), usage(9)}, 9, errWalkLimit, 1000},
+		"interrupted by a moved directory":      {walks{usage(3), usage(9)}, 9, safefs.ErrMoved, 9},
+		"the disk fails":                        {walks{usage(3), usage(9)}, 9, io.ErrUnexpectedEOF, 9},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if got := settle(usage(c.last), c.walks, c.err, usage(1000)); got != usage(c.want) {
+				t.Errorf("got %+v, want %+v", got, usage(c.want))
+			}
+		})
+	}
+}
+
+// The larger figure of walk and quota is published: each has files that the other does not know.
+func TestQuotaOfLayer(t *testing.T) {
+	broken := errors.New("broken")
+	for name, c := range map[string]struct {
+		known bool
+		quota uint64
+		err   error
+		want  uint64
+	}{
+		"open files without names":     {true, 9, nil, 9},
+		"files left the project":       {true, 1, nil, 5},
+		"no quotas":                    {false, 0, nil, 5},
+		"the quota can't be asked for": {false, 0, broken, 5},
+	} {
+		t.Run(name, func(t *testing.T) {
+			counter := NewSampler(SamplerConfig{Quota: func(project uint32) (diskusage.Usage, bool, error) {
+				if project != 7 {
+					t.Errorf("project %d", project)
+				}
+				return diskusage.Usage{Bytes: c.quota, Inodes: c.quota}, c.known, c.err
+			}})
+			count := &Sample{Layer: diskusage.Usage{Bytes: 5, Inodes: 5}}
+			if err := counter.addQuota(&Target{Project: 7}, count); !errors.Is(err, c.err) || count.Layer.Bytes != c.want {
+				t.Errorf("%v, %+v", err, count.Layer)
+			}
+		})
+	}
+}
+
+// A layer that can't be counted keeps its figure, and is counted again although its pod does
+// nothing.
+func TestLayerThatIsNotCounted(t *testing.T) {
+	upper := filepath.Join(t.TempDir(), "upper")
+	for i := range 100 {
+		if err := os.MkdirAll(fmt.Sprintf("%s/%d%s", upper, i, strings.Repeat("/d", 20)), 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c := NewSampler(SamplerConfig{Layers: filepath.Dir(upper), Images: filepath.Dir(upper), Log: slog.New(slog.DiscardHandler)})
+	if err := c.Locate(); err != nil {
+		t.Fatal(err)
+	}
+	root, err := os.Open(upper)
+	if err != nil {
+		t.Fatal(err)
+	}
+	counted := func(last *Sample) (*Sample, error) {
+		s := &Target{ID: "c", State: &SampleState{}}
+		s.State.last.Store(last)
+		count := &Sample{usedCPU: "17"}
+		return count, c.measureLayer(t.Context(), s, root, count)
+	}
+	first, err := counted(nil)
+	if err != nil || first.Layer.Inodes != 1+100*21 || first.usedCPU == "" {
+		t.Fatalf("%+v, %v", first, err)
+	}
+	if err := errors.Join(root.Close(), os.RemoveAll(upper), os.WriteFile(upper, nil, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	if root, err = os.Open(upper); err != nil { // no directory any more
+		t.Fatal(err)
+	}
+	defer root.Close()
+	second, err := counted(first)
+	if err != nil || second.Layer != first.Layer || second.usedCPU != "" {
+		t.Errorf("%+v, %v, want %+v", second, err, first.Layer)
+	}
+}
+
+// A layer that takes long to count is handed to the goroutine for slow layers, also when its
+// container has ended. That counts it to its end, or publishes all that is used of the filesystem.
+func TestSlowLayer(t *testing.T) {
+	for name, c := range map[string]struct {
+		longest time.Duration
+		whole   bool
+	}{
+		"counted beside the others": {time.Hour, true},
+		"too slow":                  {1, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			layers := t.TempDir()
+			if err := errors.Join(os.MkdirAll(layers+"/a/upper/b/c", 0o700), os.WriteFile(layers+"/a/upper/b/file", make([]byte, 1<<20), 0o600)); err != nil {
+				t.Fatal(err)
+			}
+			var ledger SampleState
+			counter := NewSampler(SamplerConfig{Layers: layers, Images: layers, Log: slog.New(slog.DiscardHandler),
+				Begin: func(string, string) func() { return func() {} }, Targets: func(yield func(Target) bool) {
+					yield(Target{ID: "a", State: &ledger, FinishedAt: time.Now().Add(-time.Hour)})
+				}})
+			counter.quick, counter.longest = 1, c.longest
+			if err := counter.Locate(); err != nil {
+				t.Fatal(err)
+			}
+			first, _ := counter.next(false)
+			counter.countNext(t.Context(), first)
+			if again, _ := counter.next(false); again != nil || !ledger.last.Load().partial {
+				t.Fatalf("%+v, next %v", ledger.last.Load(), again)
+			}
+			second, _ := counter.next(true)
+			counter.countNext(t.Context(), second)
+			got := ledger.last.Load()
+			if c.whole && (got.Layer.Inodes != 4 || got.Layer.Bytes < 1<<20) || !c.whole && got.Layer != counter.filesystem.Load().occupied {
+				t.Errorf("got %+v", got)
+			}
+			if again, _ := counter.next(true); again != nil {
+				t.Error("it is counted again")
+			}
+		})
+	}
+}
+
+// While a slow layer is counted the others are, too.
+func TestSlowLayerHoldsUpNoOther(t *testing.T) {
+	layers := t.TempDir()
+	ledgers := map[string]*SampleState{"slow": {}, "other": {}}
+	ledgers["slow"].slow.Store(true)
+	ctx, cancel := context.WithCancel(t.Context())
+	begun, ended := make(chan struct{}), make(chan struct{})
+	counter := NewSampler(SamplerConfig{Layers: layers, Images: layers, Log: slog.New(slog.DiscardHandler), Begin: func(_, object string) func() {
+		switch object {
+		case "container slow":
+			close(begun)
+			<-ctx.Done()
+		case "container other":
+			<-begun
+			cancel()
+		}
+		return func() {}
+	}, Targets: func(yield func(Target) bool) {
+		for id, ledger := range ledgers {
+			if !yield(Target{ID: id, State: ledger}) {
+				return
+			}
+		}
+	}})
+	if err := counter.Locate(); err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		defer close(ended)
+		counter.Run(ctx)
+	}()
+	<-ended // each waits for the other
+}

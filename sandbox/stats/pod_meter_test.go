@@ -1,0 +1,134 @@
+package stats
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+
+	"berth/internal/cgstats"
+	"berth/internal/netns"
+)
+
+// The pause of a runtime with a sandbox of its own is a process in the node's
+// network, which is not the pod's.
+func TestNetworkIsThatOfThePinnedNamespace(t *testing.T) {
+	if os.Geteuid() != 0 || os.Getenv("BERTH_MACHINE") == "" {
+		t.Skip("needs contrib/machine to make a network namespace")
+	}
+	netnsPath := t.TempDir() + "/ns"
+	if err := netns.New(netnsPath); err != nil {
+		t.Fatal(err)
+	}
+	if err := netns.In(netnsPath, func() error {
+		return netlink.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: "net1"}, PeerName: defaultInterface})
+	}); err != nil {
+		t.Fatal(err)
+	}
+	pod := Cgroups{}.PodMeter("/p", true, netnsPath)
+	found, err := pod.net.Read()
+	if names := interfaceNames(defaultFirst(found)); err != nil || len(names) != 2 || names[0] != defaultInterface || names[1] != "net1" {
+		t.Errorf("interfaces %v, %v", names, err)
+	}
+	if err := errors.Join(pod.Close(), netns.Remove(netnsPath)); err != nil {
+		t.Fatal(err)
+	}
+	stopped := Cgroups{}.PodMeter("/p", true, netnsPath)
+	if _, err := stopped.net.Read(); !errors.Is(err, cgstats.ErrGone) {
+		t.Errorf("without the namespace: %v", err)
+	}
+	if err := stopped.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
+// fakeContainer measures a made-up cgroup of version 2. spend adds to its CPU time, in microseconds.
+func fakeContainer(t *testing.T) (c *ContainerMeter, spend func(uint64)) {
+	t.Helper()
+	dir, used := t.TempDir(), uint64(0)
+	spend = func(more uint64) {
+		used += more
+		if err := os.WriteFile(filepath.Join(dir, "cpu.stat"), fmt.Appendf(nil, "usage_usec %d\nuser_usec %d\nsystem_usec 0\n", used, used), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	spend(0)
+	c = &ContainerMeter{reader: cgstats.New(func() (cgstats.Group, error) {
+		return cgstats.Group{V2: true, Dir: func(string) string { return dir }}, nil
+	}, false)}
+	t.Cleanup(func() {
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return c, spend
+}
+
+// A pod without a cgroup has used what those have that have ended, too; it is never told to have used less than before.
+func TestUsageOfEndedContainersIsKept(t *testing.T) {
+	t.Run("cgroup there", func(t *testing.T) { testUsageIsKept(t, false) })
+	t.Run("cgroup gone", func(t *testing.T) { testUsageIsKept(t, true) })
+}
+
+func testUsageIsKept(t *testing.T, gone bool) {
+	pod := Cgroups{}.PodMeter("/p", false, "")
+	pause, _ := fakeContainer(t)
+	pod.pause = pause
+	ending, spendEnding := fakeContainer(t)
+	staying, spendStaying := fakeContainer(t)
+	spendEnding(500)
+	spendStaying(20)
+	used := func(past *cgstats.Sample, running ...*ContainerMeter) uint64 {
+		t.Helper()
+		var usages []*Usage
+		for _, c := range running {
+			u := &Usage{}
+			if err := c.Read(u); err != nil {
+				t.Fatal(err)
+			}
+			usages = append(usages, u)
+		}
+		var u Usage
+		if _, err := pod.Read(&u, past, slices.Values(usages)); err != nil {
+			t.Fatal(err)
+		}
+		if u.CPU.User != u.CPU.Usage {
+			t.Errorf("user time %d, all %d", u.CPU.User, u.CPU.Usage)
+		}
+		return u.CPU.Usage / 1000
+	}
+	check := func(what string, got, want uint64) {
+		t.Helper()
+		if got != want {
+			t.Errorf("%s: %d µs, want %d", what, got, want)
+		}
+	}
+	check("both run", used(pod.Past(), ending, staying), 520)
+	check("one is neither running nor kept", used(pod.Past(), staying), 520)
+	before := pod.Past()
+	if gone {
+		removeGroup(t, ending)
+	}
+	if err := pod.Ended(ending); err != nil {
+		t.Fatal(err)
+	}
+	if !gone {
+		check("one who began to measure before it ended", used(before, ending, staying), 520)
+	}
+	check("it has ended", used(pod.Past(), staying), 520)
+	spendStaying(7)
+	check("the other goes on", used(pod.Past(), staying), 527)
+}
+
+// removeGroup lets a meter's reads fail as where the cgroup has been removed.
+func removeGroup(t *testing.T, c *ContainerMeter) {
+	t.Helper()
+	if err := c.Close(); err != nil {
+		t.Fatal(err)
+	}
+	c.reader = cgstats.New(func() (cgstats.Group, error) { return cgstats.Group{}, cgstats.ErrGone }, false)
+}

@@ -1,0 +1,121 @@
+package stats
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"math"
+	"os"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/cgroup"
+)
+
+// Processes is what a container's processes have open, of maxFiles files at most.
+type Processes struct {
+	Files, Sockets uint64
+	MaxFiles       uint64 // soft limit of the init; math.MaxUint64: none
+}
+
+// countProcesses counts what the processes in a cgroup have open. Those that end
+// meanwhile count as far as they were seen.
+func countProcesses(ctx context.Context, cgroupsPath string, systemd bool, init int) (*Processes, error) {
+	group, err := cgroup.Open(cgroupsPath, systemd)
+	if err != nil {
+		return nil, err
+	}
+	pids, err := group.Members()
+	if err != nil {
+		return nil, err
+	}
+	limit, err := openFilesLimit(fmt.Sprintf("/proc/%d/limits", init))
+	if err != nil && !ended(err) {
+		return nil, fmt.Errorf("limits of process %d: %w", init, err)
+	}
+	counted := &Processes{MaxFiles: limit}
+	for _, pid := range pids {
+		if err := counted.addFiles(ctx, fmt.Sprintf("/proc/%d/fd/", pid)); err != nil {
+			return nil, fmt.Errorf("count open files: %w", err)
+		}
+	}
+	return counted, nil
+}
+
+// maxLimits is more than /proc/PID/limits has: 17 lines of 81 bytes.
+const maxLimits = 8 << 10
+
+// openFilesLimit reads the soft limit of open files from a /proc/PID/limits. Everybody may read
+// that; prlimit(2) of a process of another user needs CAP_SYS_RESOURCE.
+func openFilesLimit(path string) (uint64, error) {
+	f, err := os.Open(path)
+	if err != nil {
+		return 0, err
+	}
+	defer f.Close()
+	content, err := io.ReadAll(io.LimitReader(f, maxLimits))
+	if err != nil {
+		return 0, err
+	}
+	return parseOpenFiles(string(content))
+}
+
+// parseOpenFiles finds the soft limit of open files.
+func parseOpenFiles(limits string) (uint64, error) {
+	for line := range strings.Lines(limits) {
+		values, found := strings.CutPrefix(line, "Max open files ")
+		if !found {
+			continue
+		}
+		fields := strings.Fields(values) // soft, hard, unit
+		if len(fields) < 2 {
+			break
+		}
+		if fields[0] == "unlimited" {
+			return math.MaxUint64, nil
+		}
+		return strconv.ParseUint(fields[0], 10, 64)
+	}
+	return 0, errors.New("no limit of open files among them")
+}
+
+// addFiles counts the descriptors in a folder /proc/PID/fd. A process that has ended has none.
+func (p *Processes) addFiles(ctx context.Context, dir string) error {
+	f, err := os.Open(dir)
+	if ended(err) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	for p.Files < maxFiles {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		names, err := f.Readdirnames(256)
+		for _, name := range names {
+			target, err := os.Readlink(dir + name)
+			if err != nil && !ended(err) {
+				return err
+			}
+			p.Files++
+			if strings.HasPrefix(target, "socket:") {
+				p.Sockets++
+			}
+		}
+		if err == io.EOF || ended(err) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func ended(err error) bool { return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESRCH) }

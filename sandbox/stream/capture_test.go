@@ -1,0 +1,78 @@
+package stream
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+// Whatever the order in which two streams come, each has the beginning of what was written, half of the room if it wants it, and
+// both fill it.
+func TestCapture(t *testing.T) {
+	const limit = 100
+	for _, want := range []struct{ out, err, keptOut, keptErr int }{
+		{0, 0, 0, 0}, {40, 60, 40, 60}, {100, 0, 100, 0}, {110, 0, 100, 0}, {0, 110, 0, 100}, {200, 200, 50, 50}, {200, 30, 70, 30}, {30, 200, 30, 70},
+	} {
+		for range 20 {
+			all := &outputBudget{}
+			c := &capture{all: all, max: limit}
+			left := [2][]byte{bytes.Repeat([]byte("o"), want.out), bytes.Repeat([]byte("e"), want.err)}
+			for len(left[0])+len(left[1]) > 0 {
+				stream := rand.IntN(2)
+				n := min(len(left[stream]), 1+rand.IntN(30))
+				if written, err := c.writer(stream).Write(left[stream][:n]); err != nil || written != n {
+					t.Fatalf("%d of %d bytes written: %v", written, n, err)
+				}
+				left[stream] = left[stream][n:]
+			}
+			if len(c.data[0]) != want.keptOut || len(c.data[1]) != want.keptErr {
+				t.Errorf("of %d and %d bytes %d and %d were kept, want %d and %d", want.out, want.err, len(c.data[0]), len(c.data[1]), want.keptOut, want.keptErr)
+			}
+			c.release()
+			if held := all.held.Load(); held != 0 {
+				t.Errorf("%d bytes are not given back", held)
+			}
+		}
+	}
+}
+
+// All commands together have a limit, beyond which one fails that writes much, and others go on when it has given back what it
+// had. One that writes little never fails.
+func TestOutputsOfAll(t *testing.T) {
+	all := &outputBudget{}
+	chunk := make([]byte, MaxOutput)
+	var held []*capture
+	for {
+		c := newCapture(all)
+		if _, err := c.writer(0).Write(chunk); err != nil {
+			break
+		}
+		held = append(held, c)
+	}
+	if len(held) < maxHeld/MaxOutput {
+		t.Errorf("there is room for %d outputs", len(held))
+	}
+	much, little := newCapture(all), newCapture(all)
+	for stream, own := range [][]byte{chunk[:ownOutput-1], chunk[:1]} {
+		if _, err := little.writer(stream).Write(own); err != nil {
+			t.Errorf("little: %v", err)
+		}
+	}
+	if _, err := much.writer(1).Write(chunk); errdefs.Code(err) != codes.ResourceExhausted {
+		t.Errorf("beyond the limit: %v", err)
+	}
+	held[0].release()
+	if _, err := much.writer(1).Write(chunk); err != nil {
+		t.Error(err)
+	}
+	for _, c := range append(held[1:], much, little) {
+		c.release()
+	}
+	if left := all.held.Load(); left != 0 {
+		t.Errorf("%d bytes are not given back", left)
+	}
+}

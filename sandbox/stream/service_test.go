@@ -1,0 +1,122 @@
+package stream
+
+import (
+	"log/slog"
+	"net"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+	"berth/internal/task"
+	"berth/sandbox/layout"
+)
+
+// targets knows containers and pods by their full names.
+type targets struct {
+	containers map[string]ContainerTarget
+	pods       map[string]PodTarget
+}
+
+func (t targets) StreamContainer(id string) (ContainerTarget, error) {
+	c, known := t.containers[id]
+	if !known {
+		return c, errdefs.NotFound("container %q does not exist", id)
+	}
+	return c, nil
+}
+
+func (t targets) StreamPod(id string) (PodTarget, error) {
+	p, known := t.pods[id]
+	if !known {
+		return p, errdefs.NotFound("pod sandbox %q does not exist", id)
+	}
+	return p, nil
+}
+
+var (
+	testLimits = Limits{Execs: 10, ExecsPerContainer: 3, Sessions: 4}
+	noClient   IO
+)
+
+func testStreams() *Service {
+	return New(targets{
+		containers: map[string]ContainerTarget{
+			"runs":     {ID: "runs-with-a-longer-id", PodID: "ready-with-a-longer-id", Running: true},
+			"terminal": {ID: "terminal-with-a-longer-id", Running: true, Terminal: true},
+			"ended":    {ID: "ended-with-a-longer-id"},
+		},
+		pods: map[string]PodTarget{"sandboxed": {ID: "sandboxed-with-a-longer-id", Ready: true, Sandboxed: true}, "ready": {ID: "ready-with-a-longer-id", Ready: true}, "stopped": {ID: "stopped-with-a-longer-id"}},
+	}, nil, layout.Dirs{}, false, testLimits, task.NewRunner(slog.New(slog.DiscardHandler), nil))
+}
+
+// What can't be is refused before a client gets a URL, and what can be is told by its full ID.
+func TestChecks(t *testing.T) {
+	s := testStreams()
+	exec := func(command ...string) func(string) (string, error) {
+		return func(id string) (string, error) { return s.CheckExec(id, command) }
+	}
+	attach := func(terminal bool) func(string) (string, error) {
+		return func(id string) (string, error) { return s.CheckAttach(id, terminal) }
+	}
+	for name, test := range map[string]struct {
+		check func(string) (string, error)
+		id    string
+		want  codes.Code
+	}{
+		"exec":                                    {exec("true"), "runs", codes.OK},
+		"exec in what is unknown":                 {exec("true"), "none", codes.NotFound},
+		"exec in what has ended":                  {exec("true"), "ended", codes.FailedPrecondition},
+		"exec of nothing":                         {exec(), "runs", codes.InvalidArgument},
+		"exec of an empty name":                   {exec("", "argument"), "runs", codes.InvalidArgument},
+		"exec of nothing in what has ended":       {exec(), "ended", codes.FailedPrecondition},
+		"attach":                                  {attach(false), "runs", codes.OK},
+		"attach to a terminal":                    {attach(true), "terminal", codes.OK},
+		"attach to a terminal that is not there":  {attach(true), "runs", codes.InvalidArgument},
+		"attach to a terminal as if it were none": {attach(false), "terminal", codes.InvalidArgument},
+		"attach to what has ended":                {attach(false), "ended", codes.FailedPrecondition},
+		"attach to what is unknown":               {attach(false), "none", codes.NotFound},
+		"forward a port":                          {s.CheckPortForward, "ready", codes.OK},
+		"forward a port of a stopped pod":         {s.CheckPortForward, "stopped", codes.FailedPrecondition},
+		"forward a port of what is unknown":       {s.CheckPortForward, "none", codes.NotFound},
+	} {
+		full, err := test.check(test.id)
+		if got := errdefs.Code(err); got != test.want {
+			t.Errorf("%s: %v (%v), want %v", name, got, err, test.want)
+		}
+		if want := test.id + "-with-a-longer-id"; err == nil && full != want {
+			t.Errorf("%s: the ID is %q, want %q", name, full, want)
+		}
+	}
+}
+
+// A port that can't be is refused before anything is connected to.
+func TestPorts(t *testing.T) {
+	for _, port := range []int32{-1, 0, 65536} {
+		if err := testStreams().PortForward(t.Context(), "ready", port, nil); errdefs.Code(err) != codes.InvalidArgument {
+			t.Errorf("port %d: %v, want InvalidArgument", port, err)
+		}
+	}
+}
+
+// nobodysPort is one at localhost on which nobody listens.
+func nobodysPort(t *testing.T) int32 {
+	t.Helper()
+	l, err := net.Listen("tcp", "localhost:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return int32(l.Addr().(*net.TCPAddr).Port)
+}
+
+// That nobody listens says nothing where the pod's localhost is another one than what can be dialled.
+func TestForwardWhereNobodyListens(t *testing.T) {
+	s := testStreams()
+	port := nobodysPort(t)
+	for pod, want := range map[string]codes.Code{"ready": codes.Unavailable, "sandboxed": codes.FailedPrecondition} {
+		if err := s.PortForward(t.Context(), pod, port, nil); errdefs.Code(err) != want {
+			t.Errorf("%s: %v, want %v", pod, err, want)
+		}
+	}
+}

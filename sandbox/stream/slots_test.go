@@ -1,0 +1,164 @@
+package stream
+
+import (
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+
+	"berth/internal/errdefs"
+)
+
+func TestPlaces(t *testing.T) {
+	p := newSlots("execs", 3, 2)
+	var releases []func()
+	take := func(object string) error {
+		release, err := p.take(object)
+		if err == nil {
+			releases = append(releases, release)
+		}
+		return err
+	}
+	refused := func(object, text string) {
+		t.Helper()
+		if err := take(object); errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), text) {
+			t.Errorf("%s: %v", object, err)
+		}
+	}
+	for _, object := range []string{"a", "a"} {
+		if err := take(object); err != nil {
+			t.Fatal(err)
+		}
+	}
+	refused("a", "a has 2 execs")
+	if err := take("b"); err != nil {
+		t.Fatal(err)
+	}
+	refused("c", "c: there are 3 execs")
+	releases[0]()
+	if err := take("a"); err != nil {
+		t.Error(err)
+	}
+	for _, release := range releases[1:] {
+		release()
+	}
+	if p.taken != 0 || len(p.each) != 0 {
+		t.Errorf("left: %d, %v", p.taken, p.each)
+	}
+}
+
+// What comes without a place is refused before anything is made for it, and a place is given back.
+func TestSessionsHavePlaces(t *testing.T) {
+	s := testStreams()
+	for range 2 * testLimits.Sessions { // each ends, for nobody listens
+		if err := s.PortForward(t.Context(), "ready", nobodysPort(t), nil); errdefs.Code(err) != codes.Unavailable {
+			t.Fatal(err)
+		}
+	}
+	for range testLimits.ExecsPerContainer {
+		if _, err := s.execs.take("container runs-with-a-longer-id"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, pod := range []string{"pod other", "pod another"} { // each has half of them
+		for range testLimits.Sessions / 2 {
+			if _, err := s.attached.take(pod); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	_, exec := s.ExecSync(t.Context(), "runs", []string{"true"}, 0)
+	_, session := s.Exec(t.Context(), "runs", []string{"true"}, false, noClient)
+	for name, err := range map[string]error{"ExecSync": exec, "Exec": session, "Attach": s.Attach(t.Context(), "runs", false, noClient),
+		"PortForward": s.PortForward(t.Context(), "ready", 1, nil)} {
+		if errdefs.Code(err) != codes.ResourceExhausted {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}
+
+// A pod has half of the sessions at most, those of its containers and its ports together.
+func TestSessionsLeavePlacesForOtherPods(t *testing.T) {
+	s := testStreams()
+	for range testLimits.Sessions / 2 {
+		if _, err := s.attached.take("pod ready-with-a-longer-id"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for name, err := range map[string]error{"Attach": s.Attach(t.Context(), "runs", false, noClient), "PortForward": s.PortForward(t.Context(), "ready", 1, nil)} {
+		if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "pod ready-with-a-longer-id has 2") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if err := s.PortForward(t.Context(), "sandboxed", nobodysPort(t), nil); errdefs.Code(err) == codes.ResourceExhausted {
+		t.Errorf("another pod: %v", err)
+	}
+	if got := (Limits{Sessions: 1}).podSessions(); got != 1 {
+		t.Errorf("of one session a pod may have %d", got)
+	}
+}
+
+// Clients who open sessions leave places for probes.
+func TestSessionsLeavePlacesForProbes(t *testing.T) {
+	s := testStreams()
+	var releases []func()
+	take := func(take func(ContainerTarget) (func(), error), id string) error {
+		release, err := take(ContainerTarget{ID: id})
+		if err == nil {
+			releases = append(releases, release)
+		}
+		return err
+	}
+	probe := func(c ContainerTarget) (func(), error) { return s.execs.take(c.String()) }
+	sessions := 0
+	for id := 'a'; ; id++ { // each container has one
+		if err := take(s.takeSession, string(id)); err != nil {
+			if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "exec sessions") {
+				t.Error(err)
+			}
+			break
+		}
+		sessions++
+	}
+	for range testLimits.Execs - sessions {
+		if err := take(probe, "probed"); err != nil {
+			t.Errorf("beside %d sessions: %v", sessions, err)
+		}
+	}
+	if sessions == testLimits.Execs {
+		t.Error("no place is left")
+	}
+	if err := take(probe, "other"); errdefs.Code(err) != codes.ResourceExhausted {
+		t.Errorf("beyond the limit of all: %v", err)
+	}
+	releases[0]()
+	if err := take(probe, "other"); err != nil {
+		t.Error(err)
+	}
+	if err := take(s.takeSession, "other"); errdefs.Code(err) != codes.ResourceExhausted { // and gives back the place of the session
+		t.Errorf("a session without a place for an exec: %v", err)
+	}
+	for _, release := range releases[1:] {
+		release()
+	}
+	if s.execs.taken != 0 || s.connected.taken != 0 || len(s.connected.each) != 0 {
+		t.Errorf("left: %d, %d, %v", s.execs.taken, s.connected.taken, s.connected.each)
+	}
+}
+
+// Without descriptors to spare no session begins, and no place is taken for it.
+func TestSessionsNeedSpareDescriptors(t *testing.T) {
+	s := testStreams()
+	none := errdefs.New(codes.ResourceExhausted, "none to spare")
+	s.connected.spare = func() error { return none }
+	s.attached.spare = s.connected.spare
+	_, exec := s.Exec(t.Context(), "runs", []string{"true"}, false, noClient)
+	for name, err := range map[string]error{"Exec": exec, "Attach": s.Attach(t.Context(), "runs", false, noClient), "PortForward": s.PortForward(t.Context(), "ready", 1, nil)} {
+		if errdefs.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "none to spare") {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if s.execs.taken+s.connected.taken+s.attached.taken != 0 {
+		t.Error("places are taken")
+	}
+}
