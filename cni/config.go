@@ -231,3 +231,12 @@ func validateList(list *libcni.NetworkConfigList) error {
 	}
 	return nil
 }
+
+// ConfiguredList returns the configuration list in confDir that new pods join, nil without one.
+func ConfiguredList(confDir string) []byte {
+	net, _, err := load(confDir)
+	if err != nil {
+		return nil
+	}
+	return net.list.Bytes
+}

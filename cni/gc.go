@@ -9,7 +9,6 @@ import (
 	"github.com/containernetworking/cni/libcni"
 	"github.com/containernetworking/cni/pkg/types"
 
-	"berth/cni/hostlocal"
 	"berth/internal/errdefs"
 	"berth/internal/netns"
 )
@@ -67,7 +66,7 @@ func (n *Network) collect(ctx context.Context, valid []Pod) error {
 		errs = append(errs, n.delStale(ctx, a, list))
 	}
 	for _, list := range lists {
-		errs = append(errs, n.gcNetwork(ctx, list, keep), n.releaseTorn(ctx, list))
+		errs = append(errs, n.gcNetwork(ctx, list, keep), n.releaseOrphans(ctx, list))
 	}
 	if err := errors.Join(errs...); err != nil {
 		return fmt.Errorf("CNI GC: %w", err)
@@ -143,12 +142,12 @@ func (n *Network) gcNetwork(ctx context.Context, list *libcni.NetworkConfigList,
 	return errors.Join(errs...)
 }
 
-// releaseTorn gives back the addresses of a network whose reservations name nobody.
-func (n *Network) releaseTorn(ctx context.Context, list *libcni.NetworkConfigList) error {
+// releaseOrphans frees addresses that IPAM plugins keep for no pod.
+func (n *Network) releaseOrphans(ctx context.Context, list *libcni.NetworkConfigList) error {
 	var errs []error
-	for _, dir := range hostlocal.Dirs(list) {
-		if err := hostlocal.ReleaseTorn(ctx, dir, n.log); err != nil {
-			errs = append(errs, fmt.Errorf("addresses of network %q in %s: %w", list.Name, dir, err))
+	for _, ipam := range n.cfg.Readers.IPAMs {
+		if err := ipam.ReleaseOrphans(ctx, list, n.log); err != nil {
+			errs = append(errs, fmt.Errorf("release orphaned addresses of network %q: %w", list.Name, err))
 		}
 	}
 	return errors.Join(errs...)

@@ -38,7 +38,6 @@ import (
 	"github.com/containernetworking/cni/libcni"
 	"golang.org/x/sync/semaphore"
 
-	"berth/cni/berthnet/links"
 	"berth/internal/errdefs"
 	"berth/internal/task"
 )
@@ -55,8 +54,9 @@ const (
 	statusTimeout = 10 * time.Second
 	// maxViewAge is the age at which Status asks for a fresh view.
 	maxViewAge = 5 * time.Second
-	// maxObstaclesAge is the age at which a STATUS is followed by another look for obstacles. A firewall may have many rules.
-	maxObstaclesAge = links.LookAge
+	// maxObstaclesAge is the age at which a STATUS triggers another search for obstacles. It is long
+	// because a firewall may have many rules.
+	maxObstaclesAge = time.Minute
 	// wholeGate is the weight of GC, more than there can be operations.
 	wholeGate = math.MaxInt64
 )
@@ -70,8 +70,9 @@ type Config struct {
 	Timeout  time.Duration // longest ADD, DEL or CHECK; 0: DefaultTimeout
 	Waits    *task.Waits   // where waits are noted; nil: nowhere
 
-	BuiltIn map[string]BuiltIn // plugins that are called instead of executed, by their types
-	List    []byte             // the configuration list of the network, complete; nil: it is looked for in ConfDir
+	BuiltIn map[string]BuiltIn // plugins that are called instead of executed, by plugin type
+	Readers Readers
+	List    []byte // the complete configuration list of the network; nil: ConfDir has it
 }
 
 // BuiltIn is a plugin as a function: stdin, environment and output are the program's (CNI specification, section 3). Its errors are
@@ -192,10 +193,19 @@ func (n *Network) AskStatus(ctx context.Context) error {
 	return n.askStatus(ctx, v.net.list, n.ranges.Load())
 }
 
-// SetIPRanges tells where new pods have their addresses from, so that STATUS is asked about that. ADD is told with each pod.
+// SetIPRanges sets the ranges that new pods get their addresses from. STATUS uses them at once. The
+// caller passes them to Add in Pod.IPRanges, since a pod keeps its ranges.
 func (n *Network) SetIPRanges(ranges [][]IPRange) {
 	n.ranges.Store(&ranges)
 	n.askRefresh()
+}
+
+// IPRanges returns the ranges of new pods, nil if none were set.
+func (n *Network) IPRanges() [][]IPRange {
+	if ranges := n.ranges.Load(); ranges != nil {
+		return *ranges
+	}
+	return nil
 }
 
 func (n *Network) askRefresh() {
@@ -246,7 +256,7 @@ func (n *Network) Info() Info {
 	if v.net != nil {
 		info.File, info.Network, info.CNIVersion = v.net.file, v.net.list.Name, v.net.list.CNIVersion
 		for _, o := range v.obstacles {
-			info.Obstacles = append(info.Obstacles, o.What+": "+o.Mend)
+			info.Obstacles = append(info.Obstacles, o.Problem+": "+o.Fix)
 		}
 		for _, p := range v.net.list.Plugins {
 			info.Plugins = append(info.Plugins, p.Network.Type)

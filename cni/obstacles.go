@@ -3,45 +3,44 @@ package cni
 import (
 	"slices"
 	"time"
-
-	"github.com/containernetworking/cni/libcni"
-
-	"berth/cni/berthnet"
 )
 
-// sight is what a look for obstacles has found.
-type sight struct {
+// search is the outcome of a search for obstacles.
+type search struct {
 	net       *network
-	ranges    *[][]IPRange // that it is about
-	obstacles []berthnet.Obstacle
+	ranges    *[][]IPRange // the ranges that the search used
+	obstacles []Obstacle
 	err       error
 }
 
-// look looks for what is in the way of pods, of a network that is ready, where the last look is old or was about other addresses. It is done in a goroutine of
-// its own, one at a time, for there may be very many rules and routes: nobody waits for it, least of all who asks for the STATUS.
-func (o *owner) look() {
+// startSearch searches for obstacles in a goroutine, one at a time, because a node may have very many
+// rules and routes. It does nothing while the network is not ready, and while the last search is
+// recent and used the same ranges.
+func (o *owner) startSearch() {
 	v, ranges := o.n.view.Load(), o.n.ranges.Load()
-	if o.looking || v.net == nil || !v.judged || v.verdict != nil || time.Since(v.obstaclesAt) <= maxObstaclesAge && v.obstaclesOf == ranges {
+	recent := time.Since(v.obstaclesAt) <= maxObstaclesAge && v.obstaclesOf == ranges
+	if o.searching || v.net == nil || !v.asked || v.statusErr != nil || recent {
 		return
 	}
-	o.looking = true
+	o.searching = true
 	o.n.done.Go(func() {
-		s := sight{net: v.net, ranges: ranges}
-		s.obstacles, s.err = obstacles(v.net.list, ranges)
+		s := search{net: v.net, ranges: ranges}
+		s.obstacles, s.err = o.n.cfg.Readers.obstacles(v.net.list, ranges)
 		select {
-		case o.sights <- s:
+		case o.searches <- s:
 		case <-o.ctx.Done():
 		}
 	})
 }
 
-// see publishes what a look has found, unless it is about another network or other addresses than there are now: then there is another look. Of one that fails
-// what was known stays, if it is about the same addresses, and the next comes when it would have come after a success.
-func (o *owner) see(s sight) {
-	o.looking = false
+// endSearch publishes the outcome of a search, and starts another one if the network or the ranges
+// have changed meanwhile. After a failure the obstacles of the same ranges stay, and the next
+// search comes when it would have come after a success.
+func (o *owner) endSearch(s search) {
+	o.searching = false
 	old := o.n.view.Load()
 	if s.net != old.net || s.ranges != o.n.ranges.Load() {
-		o.look()
+		o.startSearch()
 		return
 	}
 	now := *old
@@ -51,50 +50,40 @@ func (o *owner) see(s sight) {
 		now.obstacles = s.obstacles
 		o.logObstacles(old.obstacles, now.obstacles)
 	case s.ranges != old.obstaclesOf:
-		now.obstacles = nil // those that are known are about other addresses
+		now.obstacles = nil // the known ones belong to other addresses
 	}
-	o.logLook(s)
+	o.logSearchError(s)
 	o.n.view.Store(&now)
 }
 
-// logLook logs what a look fails with, once.
-func (o *owner) logLook(s sight) {
-	said := o.lookErr
-	if o.lookErr = ""; s.err != nil {
-		o.lookErr = s.err.Error()
+// logSearchError logs an error once, not after each search.
+func (o *owner) logSearchError(s search) {
+	logged := o.searchErr
+	if o.searchErr = ""; s.err != nil {
+		o.searchErr = s.err.Error()
 	}
-	if s.err != nil && o.lookErr != said {
-		o.n.log.Warn("what is in the way of pods of berth-net can't be found out", "network", s.net.list.Name, "error", s.err)
+	if s.err != nil && o.searchErr != logged {
+		o.n.log.Warn("search for firewalls and routes that restrict pods", "network", s.net.list.Name, "error", s.err)
 	}
 }
 
-func (o *owner) logObstacles(old, now []berthnet.Obstacle) {
+func (o *owner) logObstacles(old, now []Obstacle) {
 	for _, one := range now {
 		if !slices.Contains(old, one) {
-			o.n.log.Warn("pods of berth-net may not reach everybody, nor be reached", "obstacle", one.What, "mend", one.Mend)
+			o.n.log.Warn("pods of the node's network may lack connections", "obstacle", one.Problem, "fix", one.Fix)
 		}
 	}
 	if len(now) == 0 && len(old) > 0 {
-		o.n.log.Info("nothing is in the way of pods of berth-net any more")
+		o.n.log.Info("obstacles of pods are gone")
 	}
 }
 
-// LookForObstacles finds what pods of the network would meet, as far as it is of berth-net, with the addresses that SetIPRanges has told.
-func (n *Network) LookForObstacles() ([]berthnet.Obstacle, error) {
+// Obstacles searches for settings of the node that restrict new pods of the network, with the ranges
+// given to SetIPRanges.
+func (n *Network) Obstacles() ([]Obstacle, error) {
 	v := n.view.Load()
 	if v.net == nil {
 		return nil, v.loadErr
 	}
-	return obstacles(v.net.list, n.ranges.Load())
-}
-
-func obstacles(list *libcni.NetworkConfigList, ranges *[][]IPRange) (all []berthnet.Obstacle, err error) {
-	for _, own := range ownNetworks(list, ranges) {
-		found, err := berthnet.Obstacles(own)
-		if err != nil {
-			return nil, err
-		}
-		all = append(all, found...)
-	}
-	return all, nil
+	return n.cfg.Readers.obstacles(v.net.list, n.ranges.Load())
 }

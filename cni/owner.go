@@ -10,7 +10,6 @@ import (
 	"github.com/fsnotify/fsnotify"
 	"google.golang.org/grpc/codes"
 
-	"berth/cni/berthnet"
 	"berth/internal/errdefs"
 )
 
@@ -21,19 +20,20 @@ const (
 	settleMax   = time.Second
 )
 
-// view is what the owner goroutine knows about the network. Immutable.
+// view is the state of the network that the owner publishes. It is immutable.
 type view struct {
 	net     *network  // nil: no valid configuration
 	skipped []Skipped // invalid files before net's
 	loadErr error     // why net is nil
 	missing error     // a plugin that is not installed
-	judged  bool      // STATUS has been asked, or does not exist in net's version
-	verdict error     // its outcome
-	at      time.Time // when the directory was last looked at
+	at      time.Time // when the directory was last read
 
-	obstacles   []berthnet.Obstacle // what pods of berth-net would meet
-	obstaclesAt time.Time           // when they were last looked for, with success or not
-	obstaclesOf *[][]IPRange        // for pods with which addresses
+	asked     bool  // STATUS has run, or does not exist in net's version
+	statusErr error // its error
+
+	obstacles   []Obstacle
+	obstaclesAt time.Time    // when the last search ended, with or without success
+	obstaclesOf *[][]IPRange // the ranges that the last search used
 }
 
 func (v *view) ready() error {
@@ -42,10 +42,10 @@ func (v *view) ready() error {
 		return v.loadErr
 	case v.missing != nil:
 		return v.missing
-	case !v.judged:
+	case !v.asked:
 		return errdefs.Unavailable("CNI network %q: waiting for the plugins' STATUS", v.net.list.Name)
 	}
-	return v.verdict
+	return v.statusErr
 }
 
 // owner is the goroutine that keeps a Network's view. Nothing else touches its
@@ -54,7 +54,7 @@ type owner struct {
 	n   *Network
 	ctx context.Context // ends with Close
 
-	watch    *watcher // nil: no inotify, Status makes the owner look
+	watch    *watcher // nil: no inotify instance, only Status triggers a reload
 	events   <-chan fsnotify.Event
 	errs     <-chan error
 	watchErr string // the last failure to watch, logged once
@@ -62,30 +62,30 @@ type owner struct {
 	settle     <-chan time.Time // fires when a burst of changes is over
 	burstSince time.Time
 
-	probing  *network // whose STATUS is being asked; nil: nobody's
+	probing  *network // the network whose STATUS runs; nil: none
 	endProbe context.CancelFunc
-	verdicts chan verdict
+	statuses chan status
 
-	looking bool   // for obstacles
-	lookErr string // why that failed the last time, logged once
-	sights  chan sight
+	searching bool   // for obstacles
+	searchErr string // the last failure to search, logged once
+	searches  chan search
 }
 
-// verdict is the outcome of one round of STATUS.
-type verdict struct {
+// status is the outcome of one round of STATUS.
+type status struct {
 	net    *network
-	ranges *[][]IPRange // that it is about
+	ranges *[][]IPRange // the ranges that STATUS got
 	err    error
 }
 
 func newOwner(ctx context.Context, n *Network) *owner {
-	o := &owner{n: n, ctx: ctx, verdicts: make(chan verdict), sights: make(chan sight)}
+	o := &owner{n: n, ctx: ctx, statuses: make(chan status), searches: make(chan search)}
 	if n.cfg.List != nil {
-		return o // there is nothing to watch
+		return o // no file to watch
 	}
 	w, err := newWatcher(n.cfg.ConfDir)
 	if err != nil {
-		n.log.Warn("CNI configuration is not watched, changes are seen when the status is asked; fs.inotify.max_user_instances may be too low",
+		n.log.Warn("CNI configuration directory cannot be watched, changes are detected only when kubelet asks for the status; raise fs.inotify.max_user_instances",
 			"dir", n.cfg.ConfDir, "error", err)
 		return o
 	}
@@ -104,7 +104,7 @@ func (o *owner) run() {
 				o.changed()
 			}
 		case err := <-o.errs:
-			// An overflow lost events; look at everything again.
+			// An overflow lost events: reload everything.
 			o.n.log.Warn("watch CNI configuration", "dir", o.n.cfg.ConfDir, "error", err)
 			o.changed()
 		case <-o.settle:
@@ -113,10 +113,10 @@ func (o *owner) run() {
 		case <-o.n.refresh:
 			o.reload()
 			o.probe()
-		case v := <-o.verdicts:
-			o.judge(v)
-		case s := <-o.sights:
-			o.see(s)
+		case s := <-o.statuses:
+			o.endStatus(s)
+		case s := <-o.searches:
+			o.endSearch(s)
 		}
 	}
 }
@@ -132,7 +132,7 @@ func (o *owner) close() {
 	}
 }
 
-// changed schedules a reload for when the burst of changes is over.
+// changed schedules a reload after the burst of changes.
 func (o *owner) changed() {
 	now := time.Now()
 	if o.settle == nil {
@@ -141,8 +141,7 @@ func (o *owner) changed() {
 	o.settle = time.After(min(settleQuiet, o.burstSince.Add(settleMax).Sub(now)))
 }
 
-// reload looks at the directory and publishes what it finds. A changed network
-// has its STATUS asked.
+// reload reads the directory and publishes the result. A changed network triggers STATUS.
 func (o *owner) reload() {
 	o.syncWatch()
 	old := o.n.view.Load()
@@ -152,12 +151,12 @@ func (o *owner) reload() {
 	v := &view{at: time.Now()}
 	v.net, v.skipped, v.loadErr = o.n.configured()
 	if v.net.same(old.net) {
-		v.net, v.judged, v.verdict = old.net, old.judged, old.verdict
+		v.net, v.asked, v.statusErr = old.net, old.asked, old.statusErr
 		v.obstacles, v.obstaclesAt, v.obstaclesOf = old.obstacles, old.obstaclesAt, old.obstaclesOf
 	}
 	if v.net != nil {
 		v.missing = o.n.findPlugins(v.net.list)
-		v.judged = v.judged || !supports11(v.net.list)
+		v.asked = v.asked || !supports11(v.net.list)
 	}
 	o.n.view.Store(v)
 	o.logChanges(old, v)
@@ -177,7 +176,7 @@ func (o *owner) syncWatch() {
 	}
 	if err.Error() != o.watchErr {
 		o.watchErr = err.Error()
-		o.n.log.Warn("CNI configuration is not watched, changes are seen when the status is asked", "dir", o.n.cfg.ConfDir, "error", err)
+		o.n.log.Warn("CNI configuration directory cannot be watched, changes are detected only when kubelet asks for the status", "dir", o.n.cfg.ConfDir, "error", err)
 	}
 }
 
@@ -209,8 +208,8 @@ func (o *owner) logChanges(old, v *view) {
 	}
 }
 
-// probe asks the plugins for their STATUS in a goroutine of its own, one at a
-// time. A probe of a network that is no longer current is ended.
+// probe runs STATUS in a goroutine, one round at a time. A round of a network that is no longer
+// current is cancelled.
 func (o *owner) probe() {
 	view := o.n.view.Load()
 	net := view.net
@@ -225,46 +224,46 @@ func (o *owner) probe() {
 	o.probing, o.endProbe = net, cancel
 	o.n.done.Go(func() {
 		defer cancel()
-		v := verdict{net: net, ranges: o.n.ranges.Load()}
-		v.err = o.n.askStatus(ctx, net.list, v.ranges)
-		if v.err != nil && view.judged && view.verdict == nil && ctx.Err() == nil {
-			v.err = o.n.askStatus(ctx, net.list, v.ranges) // a node is not taken out of service for what passes
+		s := status{net: net, ranges: o.n.ranges.Load()}
+		s.err = o.n.askStatus(ctx, net.list, s.ranges)
+		if s.err != nil && view.asked && view.statusErr == nil && ctx.Err() == nil {
+			s.err = o.n.askStatus(ctx, net.list, s.ranges) // a passing error must not make the node NotReady
 		}
 		select {
-		case o.verdicts <- v:
+		case o.statuses <- s:
 		case <-o.ctx.Done():
 		}
 	})
 }
 
-// judge publishes a verdict, unless its network is no longer current.
-func (o *owner) judge(v verdict) {
-	if v.net != o.probing {
+// endStatus publishes the outcome of STATUS, unless its network is no longer current. It runs STATUS
+// again if the ranges have changed meanwhile.
+func (o *owner) endStatus(s status) {
+	if s.net != o.probing {
 		return
 	}
 	o.probing = nil
-	if v.ranges != o.n.ranges.Load() {
+	if s.ranges != o.n.ranges.Load() {
 		o.probe()
 		return
 	}
 	old := o.n.view.Load()
 	now := *old
-	now.judged, now.verdict = true, v.err
+	now.asked, now.statusErr = true, s.err
 	o.n.view.Store(&now)
 	switch {
-	case v.err != nil && (old.verdict == nil || old.verdict.Error() != v.err.Error()):
-		o.n.log.Warn("CNI network not ready", "network", v.net.list.Name, "error", v.err)
-	case v.err == nil && old.verdict != nil:
-		o.n.log.Info("CNI network ready", "network", v.net.list.Name)
+	case s.err != nil && (old.statusErr == nil || old.statusErr.Error() != s.err.Error()):
+		o.n.log.Warn("CNI network not ready", "network", s.net.list.Name, "error", s.err)
+	case s.err == nil && old.statusErr != nil:
+		o.n.log.Info("CNI network ready", "network", s.net.list.Name)
 	}
-	o.look()
+	o.startSearch()
 }
 
-// askStatus runs STATUS for every plugin of the chain, with ranges of addresses where they know that capability; plugins that do not know
-// the verb count as healthy.
+// askStatus runs STATUS for every plugin of the chain. Plugins without the verb count as ready.
 func (n *Network) askStatus(ctx context.Context, list *libcni.NetworkConfigList, ranges *[][]IPRange) error {
 	for _, p := range list.Plugins {
-		err := n.runVerb(ctx, list, p, "STATUS", withRanges(p, ranges))
+		err := n.runVerb(ctx, list, p, "STATUS", rangesConfig(p, ranges))
 		if err != nil && !errors.Is(err, errVerbUnknown) {
 			return errdefs.New(codes.Unavailable, "CNI network %q: STATUS: %w", list.Name, err)
 		}
@@ -272,8 +271,8 @@ func (n *Network) askStatus(ctx context.Context, list *libcni.NetworkConfigList,
 	return nil
 }
 
-// withRanges is what a plugin's configuration has more where ranges of addresses are given, and it knows that capability.
-func withRanges(p *libcni.PluginConfig, ranges *[][]IPRange) map[string]any {
+// rangesConfig returns the configuration keys that pass ranges to a plugin with that capability.
+func rangesConfig(p *libcni.PluginConfig, ranges *[][]IPRange) map[string]any {
 	if ranges == nil || len(*ranges) == 0 || !p.Network.Capabilities[capIPRanges] {
 		return nil
 	}

@@ -135,7 +135,7 @@ func TestWithoutWatch(t *testing.T) {
 	n := &Network{cfg: Config{ConfDir: b.conf, BinDirs: []string{b.bin}}, log: testLog(t), plugins: &runner{runs: newRuns("", testLog(t)), log: testLog(t)}, refresh: make(chan struct{}, 1)}
 	ctx, cancel := context.WithCancel(context.Background())
 	n.stop = cancel
-	o := &owner{n: n, ctx: ctx, verdicts: make(chan verdict)}
+	o := &owner{n: n, ctx: ctx, statuses: make(chan status)}
 	o.reload()
 	n.done.Go(o.run)
 	defer n.Close()

@@ -12,7 +12,7 @@ import (
 )
 
 // Obstacle is something on the node that pods of a network would meet, though it can be made.
-type Obstacle struct{ What, Mend string }
+type Obstacle struct{ Problem, Fix string }
 
 // Obstacles looks for what is in the way of a network's pods: firewalls that know neither the bridge nor the pods' addresses, and other networks with the same
 // addresses. Nothing is changed.
@@ -32,20 +32,20 @@ func Obstacles(n *conf.Net) (all []Obstacle, err error) {
 	}
 	for _, c := range chains {
 		all = append(all, Obstacle{
-			What: fmt.Sprintf("the packet filter's chain %q drops forwarded packets that it has no rule for, and no rule of its table is about %s or its subnets: pods may reach nobody outside, and their host ports not be reached", c.Chain, n.Bridge),
-			Mend: mend(c.Tool, n.Bridge),
+			Problem: fmt.Sprintf("the packet filter's chain %q drops forwarded packets that it has no rule for, and no rule of its table is about %s or its subnets: pods may reach nobody outside, and their host ports not be reached", c.Chain, n.Bridge),
+			Fix:     howToPass(c.Tool, n.Bridge),
 		})
 	}
 	err = links.CheckOverlap(subnets, own)
 	if errors.Is(err, links.ErrOverlap) {
-		all = append(all, Obstacle{What: err.Error(), Mend: "choose others with network_subnets, unless the control plane gives the node a pod CIDR"})
+		all = append(all, Obstacle{Problem: err.Error(), Fix: "choose others with network_subnets, unless the control plane gives the node a pod CIDR"})
 		err = nil
 	}
 	return all, err
 }
 
-// mend says how a firewall is told to let a bridge's packets pass.
-func mend(tool, bridge string) string {
+// howToPass says how a firewall is told to let a bridge's packets pass.
+func howToPass(tool, bridge string) string {
 	if tool == "" {
 		tool = "iptables"
 	}

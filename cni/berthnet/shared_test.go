@@ -594,7 +594,7 @@ func TestObstacles(t *testing.T) {
 			t.Fatalf("%s: %v, want %q", when, found, want)
 		}
 		for i, o := range found {
-			if !strings.Contains(o.What, want[i]) || o.Mend == "" {
+			if !strings.Contains(o.Problem, want[i]) || o.Fix == "" {
 				t.Errorf("%s: %+v, want %q", when, o, want[i])
 			}
 		}
@@ -659,7 +659,7 @@ func TestObstaclesOfLegacyRules(t *testing.T) {
 				found, err := Obstacles(n)
 				must(t, err)
 				want := family.tool + " filter FORWARD"
-				if named != (len(found) == 1) || named && (!strings.Contains(found[0].What, want) || !strings.Contains(found[0].Mend, family.tool+" -I FORWARD -i bn0")) {
+				if named != (len(found) == 1) || named && (!strings.Contains(found[0].Problem, want) || !strings.Contains(found[0].Fix, family.tool+" -I FORWARD -i bn0")) {
 					t.Errorf("%s: %v; %q is named: %v", when, found, want, named)
 				}
 			}

@@ -1,16 +1,17 @@
-// Package hostlocal knows the files of host-local, the CNI project's plugin for addresses: which a network uses, whom addresses are
-// kept for, and which are kept for nobody.
+// Package hostlocal reads the files of host-local, the CNI project's IPAM plugin.
 //
 // # Contract
 //
-// host-local keeps a file for each address in use, whose content names the container it is for. It syncs none of them. After a power cut
-// the newest are there and empty: no DEL ever finds them again, and there is no GC in host-local, so that each would be lost for good.
-// An empty file is nobody's, for host-local writes the name before it gives its lock up; ReleaseTorn has the
-// lock. Nothing else is ever changed: what is kept for a container is given back by a DEL.
+// host-local keeps one file per address in use. Its content names the container that has the
+// address. host-local syncs no file and has no GC: after a power cut the newest files are empty, no DEL
+// finds them, and their addresses would be lost. ReleaseOrphans removes such files. That is safe
+// because host-local writes the container's name before it releases its lock, and
+// ReleaseOrphans holds that lock. Files that name a container are never changed.
 package hostlocal
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -27,28 +28,40 @@ import (
 	"github.com/containernetworking/cni/libcni"
 	"golang.org/x/sys/unix"
 
+	"berth/cni"
 	"berth/internal/failpoint"
 	"berth/internal/safefs"
 )
 
-// DefaultDir is host-local's default "dataDir".
-const DefaultDir = "/var/lib/cni/networks"
+// defaultDir is host-local's default "dataDir".
+const defaultDir = "/var/lib/cni/networks"
 
-// Dirs returns where a network may have its addresses: where its configuration says, or in the default
-// place, which plugins use that call host-local by themselves.
-func Dirs(list *libcni.NetworkConfigList) []string {
-	dirs := []string{filepath.Join(DefaultDir, list.Name)}
+// maxSize is the largest file of an address that is read.
+const maxSize = 1 << 20
+
+// Reader reads host-local's files. It implements cni.IPAMReader.
+type Reader struct {
+	DefaultDir string // host-local's default "dataDir"; "": /var/lib/cni/networks
+}
+
+var _ cni.IPAMReader = Reader{}
+
+func (r Reader) defaultDir() string { return cmp.Or(r.DefaultDir, defaultDir) }
+
+// dirs returns the directories that may hold a network's addresses: those that its configuration
+// names, and the default one, since some plugins call host-local by themselves.
+func (r Reader) dirs(list *libcni.NetworkConfigList) []string {
+	dirs := []string{filepath.Join(r.defaultDir(), list.Name)}
 	for _, p := range list.Plugins {
-		if dataDir, ok := asks(p); ok && dataDir != "" {
+		if dataDir, ok := ipamOf(p); ok && dataDir != "" {
 			dirs = append(dirs, filepath.Join(dataDir, list.Name))
 		}
 	}
 	return dirs
 }
 
-// asks tells whether a plugin is told to get addresses from host-local, and where those are kept; "": in
-// the default place.
-func asks(p *libcni.PluginConfig) (dataDir string, ok bool) {
+// ipamOf reports whether a plugin uses host-local, and its "dataDir", "" for the default.
+func ipamOf(p *libcni.PluginConfig) (dataDir string, ok bool) {
 	var conf struct {
 		IPAM struct {
 			Type    string `json:"type"`
@@ -59,10 +72,84 @@ func asks(p *libcni.PluginConfig) (dataDir string, ok bool) {
 	return conf.IPAM.DataDir, err == nil && conf.IPAM.Type == "host-local"
 }
 
-// ReleaseTorn gives back the addresses in a directory whose files name nobody. While another has the lock it waits, until ctx ends.
-func ReleaseTorn(ctx context.Context, dir string, log *slog.Logger) error {
-	torn, err := tornReservations(dir)
-	if len(torn) == 0 || err != nil {
+// Uses reports whether a plugin of the list names host-local as its IPAM plugin.
+func (r Reader) Uses(list *libcni.NetworkConfigList) bool {
+	return slices.ContainsFunc(list.Plugins, func(p *libcni.PluginConfig) bool { _, ok := ipamOf(p); return ok })
+}
+
+// Reservations returns the addresses of a network in all directories that may hold them.
+func (r Reader) Reservations(list *libcni.NetworkConfigList) (all []cni.Reservation, err error) {
+	for _, dir := range r.dirs(list) {
+		found, err := reservations(dir)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, found...)
+	}
+	return all, nil
+}
+
+// reservations reads the addresses in a directory, which need not exist.
+func reservations(dir string) ([]cni.Reservation, error) {
+	entries, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("read addresses of host-local: %w", err)
+	}
+	var all []cni.Reservation
+	for _, e := range entries {
+		ip, err := netip.ParseAddr(e.Name())
+		if err != nil {
+			continue // the lock file and the last reserved address
+		}
+		data, err := safefs.ReadHostFile(filepath.Join(dir, e.Name()), maxSize)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return nil, fmt.Errorf("read address of host-local: %w", err)
+		}
+		id, _, _ := strings.Cut(string(data), "\n") // the second line is the interface
+		all = append(all, cni.Reservation{File: filepath.Join(dir, e.Name()), IP: ip.String(), PodID: strings.TrimSpace(id)})
+	}
+	return all, nil
+}
+
+// Holds reports whether a network in the default directory has an address of the pod.
+func (r Reader) Holds(podID string) (bool, error) {
+	networks, err := os.ReadDir(r.defaultDir())
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return true, fmt.Errorf("read addresses of host-local: %w", err)
+	}
+	for _, network := range networks {
+		if !network.IsDir() {
+			continue
+		}
+		reserved, err := reservations(filepath.Join(r.defaultDir(), network.Name()))
+		if err != nil || slices.ContainsFunc(reserved, func(r cni.Reservation) bool { return r.PodID == podID }) {
+			return true, err
+		}
+	}
+	return false, nil
+}
+
+// ReleaseOrphans removes the files of a network's addresses that name no container. It waits for
+// host-local's lock until ctx ends. One failure does not stop the rest.
+func (r Reader) ReleaseOrphans(ctx context.Context, list *libcni.NetworkConfigList, log *slog.Logger) error {
+	var errs []error
+	for _, dir := range r.dirs(list) {
+		if err := releaseOrphans(ctx, dir, log); err != nil {
+			errs = append(errs, fmt.Errorf("host-local directory %s: %w", dir, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func releaseOrphans(ctx context.Context, dir string, log *slog.Logger) error {
+	orphans, err := findOrphans(dir)
+	if len(orphans) == 0 || err != nil {
 		return err
 	}
 	unlock, err := lock(ctx, dir)
@@ -70,22 +157,22 @@ func ReleaseTorn(ctx context.Context, dir string, log *slog.Logger) error {
 		return err
 	}
 	defer unlock()
-	if torn, err = tornReservations(dir); err != nil { // some may have been about to be written
+	if orphans, err = findOrphans(dir); err != nil { // host-local may have been writing some of them
 		return err
 	}
-	for _, path := range torn {
+	for _, path := range orphans {
 		failpoint.Reach("cni.release-torn")
 		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
 		}
 		failpoint.Reach("cni.torn-released")
-		log.Warn("an address was reserved for nobody: its file is empty, as after a power cut", "file", path)
+		log.Warn("released an address whose reservation was empty, as after a power cut", "file", path)
 	}
 	return nil
 }
 
-// tornReservations returns the files of addresses that name nobody.
-func tornReservations(dir string) (torn []string, err error) {
+// findOrphans returns the files of addresses that name no container.
+func findOrphans(dir string) (orphans []string, err error) {
 	entries, err := os.ReadDir(dir)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
@@ -105,14 +192,14 @@ func tornReservations(dir string) (torn []string, err error) {
 		if err != nil {
 			return nil, err
 		}
-		if len(bytes.Trim(content, "\x00")) == 0 { // some filesystems fill up with zeros
-			torn = append(torn, path)
+		if len(bytes.Trim(content, "\x00")) == 0 { // some filesystems fill lost data with zeros
+			orphans = append(orphans, path)
 		}
 	}
-	return torn, nil
+	return orphans, nil
 }
 
-// lock takes the lock that host-local has while it works.
+// lock takes host-local's own lock.
 func lock(ctx context.Context, dir string) (unlock func(), err error) {
 	f, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
@@ -121,7 +208,7 @@ func lock(ctx context.Context, dir string) (unlock func(), err error) {
 	for {
 		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
 		if err == nil {
-			return func() { f.Close() }, nil // the lock goes with the descriptor
+			return func() { f.Close() }, nil // closing the descriptor releases the lock
 		}
 		if !errors.Is(err, unix.EWOULDBLOCK) {
 			return nil, errors.Join(&os.PathError{Op: "flock", Path: f.Name(), Err: err}, f.Close())
@@ -132,65 +219,4 @@ func lock(ctx context.Context, dir string) (unlock func(), err error) {
 		case <-time.After(50 * time.Millisecond):
 		}
 	}
-}
-
-// Uses tells whether a network has its addresses from host-local, as far as its configuration tells.
-func Uses(list *libcni.NetworkConfigList) bool {
-	return slices.ContainsFunc(list.Plugins, func(p *libcni.PluginConfig) bool { _, ok := asks(p); return ok })
-}
-
-// Reservation is an address that host-local keeps for a pod, in a file.
-type Reservation struct {
-	File  string
-	IP    string
-	PodID string
-}
-
-// maxSize is the largest file of an address that is read.
-const maxSize = 1 << 20
-
-// Reservations reads the addresses in a directory. One that does not exist has none.
-func Reservations(dir string) ([]Reservation, error) {
-	entries, err := os.ReadDir(dir)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("read addresses of host-local: %w", err)
-	}
-	var all []Reservation
-	for _, e := range entries {
-		ip, err := netip.ParseAddr(e.Name())
-		if err != nil {
-			continue // its lock and the last address it gave
-		}
-		data, err := safefs.ReadHostFile(filepath.Join(dir, e.Name()), maxSize)
-		if errors.Is(err, fs.ErrNotExist) {
-			continue
-		}
-		if err != nil {
-			return nil, fmt.Errorf("read address of host-local: %w", err)
-		}
-		id, _, _ := strings.Cut(string(data), "\n") // the interface is in the second line
-		all = append(all, Reservation{File: filepath.Join(dir, e.Name()), IP: ip.String(), PodID: strings.TrimSpace(id)})
-	}
-	return all, nil
-}
-
-// Holds tells whether an address is kept for a pod, in any network below dataDir.
-func Holds(dataDir, podID string) (bool, error) {
-	networks, err := os.ReadDir(dataDir)
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return true, fmt.Errorf("read addresses of host-local: %w", err)
-	}
-	for _, network := range networks {
-		if !network.IsDir() {
-			continue
-		}
-		reserved, err := Reservations(filepath.Join(dataDir, network.Name()))
-		if err != nil || slices.ContainsFunc(reserved, func(r Reservation) bool { return r.PodID == podID }) {
-			return true, err
-		}
-	}
-	return false, nil
 }

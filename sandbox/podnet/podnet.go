@@ -145,7 +145,7 @@ func (n *Networks) Detach(ctx context.Context, rec *record.Pod, config *runtimea
 }
 
 // Forget removes what is kept of a pod that was detached.
-func (n *Networks) Forget(id string) error { return n.network.Forget(id) }
+func (n *Networks) Forget(id string) error { return n.network.DropCachedResults(id) }
 
 // DetachUnrecorded runs CNI DEL for what was a pod, with the configuration that there is now: the one that its
 // ADD used is lost with the record. FailedPrecondition if there is none, and something may be held for the pod.

@@ -58,12 +58,12 @@ func tellRanges(network *cni.Network, root string) error {
 // checkOwnNetwork tells what is in the way of pods of berth's own network.
 func checkOwnNetwork(network *cni.Network) (findings []Finding) {
 	const subject = "berth's own network"
-	obstacles, err := network.LookForObstacles()
+	obstacles, err := network.Obstacles()
 	if err != nil {
 		findings = append(findings, lacking(Warning, subject, err.Error(), "it was not found out whether something is in its way"))
 	}
 	for _, o := range obstacles {
-		findings = append(findings, lacking(Warning, subject, o.What, o.Mend))
+		findings = append(findings, lacking(Warning, subject, o.Problem, o.Fix))
 	}
 	return findings
 }

@@ -25,7 +25,7 @@ const Addresses = "network"
 // Config is what package cni is to be opened with. plugin is berth's own, which works for configurations in the directory, too;
 // nil: it is not run.
 func Config(cfg *config.Config, plugin *berthnet.Plugin) (cni.Config, error) {
-	c := cni.Config{ConfDir: cfg.CNIConfDir, BinDirs: cfg.CNIBinDirs, CacheDir: cfg.CNICacheDir, Timeout: cfg.CNITimeout.Duration}
+	c := cni.Config{ConfDir: cfg.CNIConfDir, BinDirs: cfg.CNIBinDirs, CacheDir: cfg.CNICacheDir, Timeout: cfg.CNITimeout.Duration, Readers: Readers()}
 	if c.CacheDir == "" {
 		c.CacheDir = filepath.Join(cfg.Root, "cni")
 	}

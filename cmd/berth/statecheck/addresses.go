@@ -15,13 +15,13 @@ import (
 
 // readNetwork needs the records: pods may have networks that the configuration has no more.
 func (f *facts) readNetwork() (err error) {
-	if f.results, err = cni.KeptResults(f.node.CNICacheDir); err != nil {
+	if f.results, err = cni.CachedResults(f.node.CNICacheDir); err != nil {
 		return err
 	}
-	if f.reservations, err = cni.Reservations(f.networks()...); err != nil {
+	if f.reservations, err = f.node.Networks.Reservations(f.networks()...); err != nil {
 		return err
 	}
-	if f.traces, err = cni.Traces(f.networks()...); err != nil {
+	if f.objects, err = f.node.Networks.Objects(f.networks()...); err != nil {
 		return err
 	}
 	f.runs, err = cni.ReadNotedRuns(f.node.CNIRunDir)
@@ -39,7 +39,7 @@ func (f *facts) networks() [][]byte {
 	if f.node.Network != nil {
 		return append(lists, f.node.Network)
 	}
-	return append(lists, cni.Current(f.node.CNIConfDir))
+	return append(lists, cni.ConfiguredList(f.node.CNIConfDir))
 }
 
 func compareAddresses(f *facts, d *finder) {
@@ -53,15 +53,15 @@ func compareAddresses(f *facts, d *finder) {
 		reserved[r.PodID] = append(reserved[r.PodID], r.IP)
 		f.compareHeld(d, r.PodID, r.File, "the address "+r.IP)
 	}
-	for _, t := range f.traces {
-		f.compareHeld(d, t.ContainerID, t.What, t.What)
+	for _, o := range f.objects {
+		f.compareHeld(d, o.PodID, o.Description, o.Description)
 	}
 	for _, p := range f.pods {
 		if p.Network == nil || !f.podRuns(p) {
 			continue
 		}
 		compareIPs(d, p, "the CNI library's result", kept[p.ID])
-		if cni.KeepsAddresses(p.Network.ConfList) {
+		if f.node.Networks.KnowsAddressesOf(p.Network.ConfList) {
 			compareIPs(d, p, "the store of addresses", reserved[p.ID])
 		}
 	}

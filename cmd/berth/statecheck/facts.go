@@ -43,9 +43,9 @@ type facts struct {
 	mounts       []*mountinfo.Info
 	shims        map[string]*shimDir
 	netns        []string // paths
-	results      []cni.KeptResult
+	results      []cni.CachedResult
 	reservations []cni.Reservation
-	traces       []cni.Trace
+	objects      []cni.Object
 	runs         cni.NotedRuns
 	layers       *layer.Survey
 	descriptors  []descriptor

@@ -22,6 +22,7 @@ import (
 	"time"
 
 	"berth/cmd/berth/nodenet"
+	"berth/cni"
 	"berth/internal/config"
 )
 
@@ -65,6 +66,7 @@ type Node struct {
 	CNIConfDir  string
 	CNICacheDir string
 	CNIRunDir   string // where plugins that run are noted
+	Networks    cni.Readers
 	Network     []byte // the configuration list of berth's own; nil: the one in CNIConfDir is used
 	Bytes       bool   // read what is in every layer: all files of the images
 
@@ -76,7 +78,7 @@ type Node struct {
 func NodeOf(cfg *config.Config) (*Node, error) {
 	network, err := nodenet.Config(cfg, nil)
 	return &Node{Root: cfg.Root, State: cfg.State, Socket: cfg.Listen, NetNSDir: cfg.NetNSDir,
-		CNIConfDir: cfg.CNIConfDir, CNICacheDir: network.CacheDir, CNIRunDir: nodenet.RunDir(cfg), Network: network.List}, err
+		CNIConfDir: cfg.CNIConfDir, CNICacheDir: network.CacheDir, CNIRunDir: nodenet.RunDir(cfg), Networks: network.Readers, Network: network.List}, err
 }
 
 // The pauses between looks, as long as there are differences.

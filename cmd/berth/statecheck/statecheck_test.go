@@ -17,8 +17,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint"
+	"berth/cmd/berth/nodenet"
 	"berth/cni"
-	"berth/cni/hostlocal"
 	"berth/image"
 	"berth/image/layer"
 	"berth/sandbox/layout"
@@ -47,7 +47,7 @@ var (
 func healthy(t *testing.T) *facts {
 	t.Helper()
 	dir := t.TempDir()
-	n := &Node{Root: dir + "/root", State: dir + "/state", NetNSDir: dir + "/netns", Socket: dir + "/state/sock", proc: dir + "/proc"}
+	n := &Node{Root: dir + "/root", State: dir + "/state", NetNSDir: dir + "/netns", Socket: dir + "/state/sock", Networks: nodenet.Readers(), proc: dir + "/proc"}
 	f := &facts{node: n, dirs: layout.Dirs{Root: n.Root, State: n.State, NetNSs: n.NetNSDir}, boot: "boot", daemon: daemonPID}
 	netns := filepath.Join(n.NetNSDir, "berth-"+podID)
 	f.pods = map[string]*record.FoundPod{podID: {ID: podID, BootID: "boot", Stage: record.Running, CgroupsPath: "/kubepods/pod1/" + podID,
@@ -62,8 +62,8 @@ func healthy(t *testing.T) *facts {
 	f.layers = &layer.Survey{Layers: map[digest.Digest]layer.Stored{layerOne: {Dir: dir + "/none"}}, Damaged: map[string]error{}}
 	f.surveys = []checkpoint.Survey{{}}
 	f.netns = []string{netns}
-	f.results = []cni.KeptResult{{File: "result", PodID: podID, Network: "net", IPs: []string{"10.0.0.2"}}}
-	f.reservations = []hostlocal.Reservation{{File: "10.0.0.2", IP: "10.0.0.2", PodID: podID}}
+	f.results = []cni.CachedResult{{File: "result", PodID: podID, Network: "net", IPs: []string{"10.0.0.2"}}}
+	f.reservations = []cni.Reservation{{File: "10.0.0.2", IP: "10.0.0.2", PodID: podID}}
 	missing := fmt.Errorf("no exit record: %w", fs.ErrNotExist)
 	f.shims = map[string]*shimDir{
 		podID:     {launched: shim.Launched{InitPID: pausePID, InitStartTime: 200}, exit: missing},
@@ -196,10 +196,10 @@ func TestDifferencesAreNamed(t *testing.T) {
 		}, []string{"netns: pod " + podID + ": expected its pause in the network namespace"}},
 
 		{"an address of nobody", func(_ *testing.T, f *facts) {
-			f.reservations = append(f.reservations, hostlocal.Reservation{File: "10.0.0.3", IP: "10.0.0.3", PodID: strangeID})
+			f.reservations = append(f.reservations, cni.Reservation{File: "10.0.0.3", IP: "10.0.0.3", PodID: strangeID})
 		}, []string{"addresses: 10.0.0.3: expected a recorded pod"}},
 		{"an address that is not kept", func(_ *testing.T, f *facts) { f.reservations = nil }, []string{"addresses: pod " + podID + ": expected the addresses 10.0.0.2 in the store of addresses"}},
-		{"a result of nobody", func(_ *testing.T, f *facts) { f.results = append(f.results, cni.KeptResult{File: "other"}) }, []string{"addresses: other: expected a recorded pod"}},
+		{"a result of nobody", func(_ *testing.T, f *facts) { f.results = append(f.results, cni.CachedResult{File: "other"}) }, []string{"addresses: other: expected a recorded pod"}},
 		{"an address twice", func(_ *testing.T, f *facts) {
 			other := *f.pods[podID]
 			other.ID, other.Stage = strangeID, record.BeingMade

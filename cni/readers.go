@@ -1,0 +1,172 @@
+package cni
+
+import (
+	"context"
+	"iter"
+	"log/slog"
+	"maps"
+
+	"github.com/containernetworking/cni/libcni"
+)
+
+// Readers inspect what plugins keep on the node. CNI has no verb for that. A plugin without a
+// reader works as well: its addresses and network devices are not compared with pods.
+type Readers struct {
+	Plugins map[string]PluginReader // by plugin type
+	IPAMs   []IPAMReader
+}
+
+// PluginReader inspects a plugin that assigns addresses itself. conf is a plugin configuration as
+// STATUS gets it. A configuration that the plugin refuses has never attached a pod: its methods
+// return nothing and no error. No method changes anything.
+type PluginReader interface {
+	// Obstacles finds settings of the node that restrict the network's pods.
+	Obstacles(conf []byte) ([]Obstacle, error)
+	// Reservations returns the addresses that the plugin keeps for pods.
+	Reservations(conf []byte) ([]Reservation, error)
+	// Objects returns the network devices and host ports that the plugin has made for pods.
+	Objects(conf []byte) ([]Object, error)
+}
+
+// IPAMReader reads the addresses that other plugins get from an IPAM plugin.
+type IPAMReader interface {
+	// Uses reports whether the list names the IPAM plugin.
+	Uses(list *libcni.NetworkConfigList) bool
+	// Reservations returns the addresses that pods of a network with this list may have.
+	Reservations(list *libcni.NetworkConfigList) ([]Reservation, error)
+	// Holds reports whether any network has an address of the pod in the plugin's default directory.
+	Holds(podID string) (bool, error)
+	// ReleaseOrphans frees addresses of the network that a power cut left reserved without a pod ID.
+	ReleaseOrphans(ctx context.Context, list *libcni.NetworkConfigList, log *slog.Logger) error
+}
+
+// Obstacle is a setting of the node, such as a firewall's policy, that restricts pods of a network
+// which can be attached all the same.
+type Obstacle struct{ Problem, Fix string }
+
+// Reservation is an address that is reserved for a pod, in a file.
+type Reservation struct {
+	File  string
+	IP    string
+	PodID string
+}
+
+// Object is a network device or a host port that exists for a pod. PodID is empty where it cannot
+// be determined.
+type Object struct{ PodID, Description string }
+
+// Reservations reads the addresses that are reserved for pods of networks with these configuration
+// lists. Invalid lists are passed over: such a network never had a pod.
+func (r Readers) Reservations(lists ...[]byte) ([]Reservation, error) {
+	var all distinct[Reservation]
+	for _, list := range parseDistinct(lists) {
+		for _, ipam := range r.IPAMs {
+			if err := all.add(ipam.Reservations(list)); err != nil {
+				return nil, err
+			}
+		}
+		for reader, conf := range r.plugins(list, nil) {
+			if err := all.add(reader.Reservations(conf)); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return all.items, nil
+}
+
+// Objects returns what networks with these configuration lists have made on the node for pods.
+func (r Readers) Objects(lists ...[]byte) ([]Object, error) {
+	var all distinct[Object]
+	for _, list := range parseDistinct(lists) {
+		for reader, conf := range r.plugins(list, nil) {
+			if err := all.add(reader.Objects(conf)); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return all.items, nil
+}
+
+// KnowsAddressesOf reports whether Reservations can read the addresses of a network with this
+// configuration list.
+func (r Readers) KnowsAddressesOf(list []byte) bool {
+	network, err := parseConf(list, true)
+	if err != nil {
+		return false
+	}
+	for _, ipam := range r.IPAMs {
+		if ipam.Uses(network) {
+			return true
+		}
+	}
+	for range r.plugins(network, nil) {
+		return true
+	}
+	return false
+}
+
+func (r Readers) obstacles(list *libcni.NetworkConfigList, ranges *[][]IPRange) (all []Obstacle, err error) {
+	for reader, conf := range r.plugins(list, ranges) {
+		found, err := reader.Obstacles(conf)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, found...)
+	}
+	return all, nil
+}
+
+// plugins yields each plugin of a list that has a reader, with its configuration.
+func (r Readers) plugins(list *libcni.NetworkConfigList, ranges *[][]IPRange) iter.Seq2[PluginReader, []byte] {
+	return func(yield func(PluginReader, []byte) bool) {
+		for _, p := range list.Plugins {
+			reader := r.Plugins[p.Network.Type]
+			if reader == nil {
+				continue
+			}
+			inject := map[string]any{"name": list.Name, "cniVersion": list.CNIVersion}
+			maps.Copy(inject, rangesConfig(p, ranges))
+			conf, err := libcni.InjectConf(p, inject)
+			if err != nil {
+				continue // such a network never had a pod
+			}
+			if !yield(reader, conf.Bytes) {
+				return
+			}
+		}
+	}
+}
+
+// parseDistinct decodes each list once: many pods have the same one.
+func parseDistinct(lists [][]byte) (all []*libcni.NetworkConfigList) {
+	seen := map[string]bool{}
+	for _, data := range lists {
+		if seen[string(data)] {
+			continue
+		}
+		seen[string(data)] = true
+		if list, err := parseConf(data, true); err == nil {
+			all = append(all, list)
+		}
+	}
+	return all
+}
+
+// distinct collects items without repetitions: lists may share a directory.
+type distinct[T comparable] struct {
+	items []T
+	seen  map[T]bool
+}
+
+func (d *distinct[T]) add(items []T, err error) error {
+	if d.seen == nil {
+		d.seen = map[T]bool{}
+	}
+	for _, item := range items {
+		if !d.seen[item] {
+			d.seen[item] = true
+			d.items = append(d.items, item)
+		}
+	}
+	return err
+}
