@@ -21,9 +21,9 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/codes"
 
+	"berth/internal/capture"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
-	"berth/internal/output"
 	"berth/internal/trace"
 )
 
@@ -142,11 +142,11 @@ type pluginRun struct {
 // exec starts the plugin and waits for it. A plugin whose daemon is killed goes on; the next
 // daemon waits for it (runs.endAll).
 func (p *pluginRun) exec(ctx context.Context) error {
-	stdout, err := output.New(maxStdout)
+	stdout, err := capture.New(maxStdout)
 	if err != nil {
 		return err
 	}
-	stderr, err := output.New(maxStderr)
+	stderr, err := capture.New(maxStderr)
 	if err != nil {
 		return errors.Join(err, stdout.End())
 	}
@@ -156,7 +156,7 @@ func (p *pluginRun) exec(ctx context.Context) error {
 	return err
 }
 
-func (p *pluginRun) execInto(ctx context.Context, stdout, stderr *output.Output) error {
+func (p *pluginRun) execInto(ctx context.Context, stdout, stderr *capture.Output) error {
 	cmd := exec.CommandContext(ctx, p.path)
 	cmd.Env = p.env
 	cmd.Stdin = bytes.NewReader(p.stdin)

@@ -23,8 +23,8 @@ import (
 	"berth/image/unpack"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
+	"berth/internal/lograte"
 	"berth/internal/rootfs"
-	"berth/internal/seldom"
 	"berth/internal/task"
 )
 
@@ -62,7 +62,7 @@ const DefaultUnpacking = 64
 type Store struct {
 	cfg     Config
 	log     *slog.Logger
-	seldom  seldom.Seldom // for what sweeps cannot delete, which each of them tries
+	seldom  lograte.Limiter // for what sweeps cannot delete, which each of them tries
 	client  *registry.Client
 	layers  *stores
 	records *checkpoint.Dir

@@ -39,7 +39,7 @@ import (
 	"berth/image/unpack"
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
-	"berth/internal/testbuffer"
+	"berth/internal/testutil"
 )
 
 // openStore opens a store that has seen all its holders, and closes it at the end.
@@ -362,7 +362,7 @@ func TestTagThatWasMoving(t *testing.T) {
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
 	}
-	log := &testbuffer.Buffer{}
+	log := &testutil.Buffer{}
 	s = openUnsettled(t, Config{Root: root}, log)
 	img, err := s.Get(name + ":v1")
 	if err != nil || img.ID != second.ID {
@@ -474,7 +474,7 @@ func TestRemoveBesideWhatCannotBeDeleted(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	log := &testbuffer.Buffer{}
+	log := &testutil.Buffer{}
 	s = openUnsettled(t, Config{Root: root}, log)
 	first := slices.Min(torn.Layers)
 	aside := filepath.Join(layers, "set-aside", first.Encoded()+".0")
@@ -688,7 +688,7 @@ func TestDamagedRecordIsSetAside(t *testing.T) {
 	if err := os.WriteFile(file, data, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	log := &testbuffer.Buffer{}
+	log := &testutil.Buffer{}
 	s = openUnsettled(t, Config{Root: root}, log)
 	if images := s.List(); len(images) != 1 || images[0].ID != fine.ID {
 		t.Errorf("%d images", len(images))

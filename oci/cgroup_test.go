@@ -8,7 +8,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
-	"berth/internal/errdefs/errdefstest"
+	"berth/internal/testutil"
 )
 
 func TestCgroupPath(t *testing.T) {
@@ -61,7 +61,7 @@ func TestCgroupsPath(t *testing.T) {
 	} {
 		got, err := CgroupsPath(test.parent, test.id, test.systemd)
 		if test.err != "" {
-			errdefstest.Want(t, err, codes.InvalidArgument, test.err)
+			testutil.WantError(t, err, codes.InvalidArgument, test.err)
 		} else if err != nil || got != test.want {
 			t.Errorf("%q, %q: got %q, %v, want %q", test.parent, test.id, got, err, test.want)
 		}

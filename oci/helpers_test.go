@@ -12,8 +12,8 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/errdefs/errdefstest"
 	"berth/internal/host"
+	"berth/internal/testutil"
 	"berth/oci/users"
 )
 
@@ -174,7 +174,7 @@ func refused(t *testing.T, change func(*ContainerInput), code codes.Code, parts 
 	in := testInput()
 	change(&in)
 	_, err := ContainerSpec(in)
-	errdefstest.Want(t, err, code, parts...)
+	testutil.WantError(t, err, code, parts...)
 }
 
 func (in *ContainerInput) sc() *runtimeapi.LinuxContainerSecurityContext {

@@ -8,7 +8,7 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/errdefs/errdefstest"
+	"berth/internal/testutil"
 )
 
 func imageMount(change func(*runtimeapi.Mount)) *runtimeapi.Mount {
@@ -62,7 +62,7 @@ func TestImageVolumeRefused(t *testing.T) {
 		in.Config.Mounts = []*runtimeapi.Mount{imageMount(test.change)}
 		in.ImageVolumes = map[int]string{0: "/run/berth/c/ctr1/volume-0"}
 		_, err := ContainerSpec(in)
-		errdefstest.Want(t, err, codes.InvalidArgument, test.err, "/model")
+		testutil.WantError(t, err, codes.InvalidArgument, test.err, "/model")
 		if err != nil && !strings.HasPrefix(err.Error(), "ImageVolumeMountFailed: ") { // what kubelet looks for
 			t.Errorf("the error begins otherwise: %v", err)
 		}

@@ -7,7 +7,7 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/errdefs/errdefstest"
+	"berth/internal/testutil"
 )
 
 func destinations(t *testing.T, in ContainerInput) []string {
@@ -223,7 +223,7 @@ func TestRecursiveReadOnlyUnsupported(t *testing.T) {
 	in.Host.RecursiveReadOnly = false
 	in.Config.Mounts = []*runtimeapi.Mount{{ContainerPath: "/a", HostPath: "/srv/data", Readonly: true, RecursiveReadOnly: true}}
 	_, err := ContainerSpec(in)
-	errdefstest.Want(t, err, codes.FailedPrecondition, "/a", "5.12")
+	testutil.WantError(t, err, codes.FailedPrecondition, "/a", "5.12")
 	if got := err.Error()[:len("RROUnsupported")]; got != "RROUnsupported" { // what kubelet looks for
 		t.Errorf("error begins with %q", got)
 	}

@@ -10,7 +10,7 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/errdefs/errdefstest"
+	"berth/internal/testutil"
 	"berth/oci/users"
 )
 
@@ -36,7 +36,7 @@ func TestArgs(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			config := &runtimeapi.ContainerConfig{Command: test.command, Args: test.args}
 			got, err := processArgs(config, &ocispec.ImageConfig{Entrypoint: test.entry, Cmd: test.im})
-			errdefstest.Want(t, err, test.code)
+			testutil.WantError(t, err, test.code)
 			if !slices.Equal(got, test.want) {
 				t.Errorf("got %q, want %q", got, test.want)
 			}
@@ -116,7 +116,7 @@ func TestCwd(t *testing.T) {
 		{image: "/x/../proc/1/cwd", code: codes.InvalidArgument},
 	} {
 		got, err := processCwd(test.config, test.image)
-		errdefstest.Want(t, err, test.code)
+		testutil.WantError(t, err, test.code)
 		if got != test.want {
 			t.Errorf("%q, %q: got %q, want %q", test.config, test.image, got, test.want)
 		}

@@ -7,7 +7,7 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/errdefs/errdefstest"
+	"berth/internal/testutil"
 )
 
 func TestLinuxResources(t *testing.T) {
@@ -102,7 +102,7 @@ func TestLinuxResourcesRefused(t *testing.T) {
 		{v1, unified("pids.max", "1"), "cgroup v2"},
 	} {
 		_, err := LinuxResources(test.r, test.host)
-		errdefstest.Want(t, err, codes.InvalidArgument, test.err)
+		testutil.WantError(t, err, codes.InvalidArgument, test.err)
 	}
 }
 

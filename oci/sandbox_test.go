@@ -12,7 +12,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/internal/errdefs/errdefstest"
+	"berth/internal/testutil"
 	"berth/oci/users"
 )
 
@@ -25,7 +25,7 @@ func sandboxRefused(t *testing.T, change func(*SandboxInput), code codes.Code, p
 	in := testSandbox()
 	change(&in)
 	_, err := SandboxSpec(in)
-	errdefstest.Want(t, err, code, parts...)
+	testutil.WantError(t, err, code, parts...)
 }
 
 func TestSandboxNamespaces(t *testing.T) {

@@ -7,7 +7,7 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/errdefs/errdefstest"
+	"berth/internal/testutil"
 )
 
 func TestParseSignal(t *testing.T) {
@@ -22,7 +22,7 @@ func TestParseSignal(t *testing.T) {
 	}
 	for _, text := range []string{"", "0", "65", "-1", "SIG", "SIGFOO", "SIGSIGTERM", "RTMIN-1", "RTMAX+1", "RTMIN+31", "RTMIN+", "RTMIN+-1", "15 ", "SIGTERM\n"} {
 		sig, err := ParseSignal(text)
-		errdefstest.Want(t, err, codes.InvalidArgument, "is not a signal")
+		testutil.WantError(t, err, codes.InvalidArgument, "is not a signal")
 		if sig != 0 {
 			t.Errorf("%q: error, but also %d", text, sig)
 		}

@@ -11,7 +11,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/internal/errdefs/errdefstest"
+	"berth/internal/testutil"
 )
 
 const testUserNS = "/run/berth/pods/pod1/userns"
@@ -72,7 +72,7 @@ func TestUserNamespaceValidation(t *testing.T) {
 			}
 			got, err := UserNamespace(pod.Config)
 			if test.err != "" {
-				errdefstest.Want(t, err, codes.InvalidArgument, test.err)
+				testutil.WantError(t, err, codes.InvalidArgument, test.err)
 			} else if err != nil || (got != nil) != test.own {
 				t.Errorf("got %v, %v", got, err)
 			}
@@ -198,7 +198,7 @@ func TestIDMappedMounts(t *testing.T) {
 			in.Config.Mounts = []*runtimeapi.Mount{test.mount}
 			spec, err := ContainerSpec(in)
 			if test.err != "" {
-				errdefstest.Want(t, err, codes.InvalidArgument, "/data", test.err)
+				testutil.WantError(t, err, codes.InvalidArgument, "/data", test.err)
 				return
 			}
 			if err != nil {

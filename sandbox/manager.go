@@ -18,7 +18,7 @@ import (
 	"berth/internal/host"
 	"berth/internal/index"
 	"berth/internal/join"
-	"berth/internal/seldom"
+	"berth/internal/lograte"
 	"berth/internal/task"
 	"berth/internal/writable"
 	"berth/oci"
@@ -107,7 +107,7 @@ type Manager struct {
 	unfinished    *unfinished.Work // found half done by recover
 	events        *view.Events
 	sampler       *stats.Sampler
-	unmeasured    seldom.Seldom // warnings of usage that can't be kept
+	unmeasured    lograte.Limiter // warnings of usage that can't be kept
 	tasks         *task.Runner
 	handlers      *handler.Set
 	disks         writable.Watch // root and state

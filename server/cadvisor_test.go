@@ -27,7 +27,7 @@ import (
 
 	"berth/image"
 	"berth/internal/errdefs"
-	"berth/internal/testbuffer"
+	"berth/internal/testutil"
 	"berth/sandbox/view"
 )
 
@@ -59,14 +59,14 @@ func (f cadvisorFake) Container(id string) (*view.Container, error) {
 }
 
 // startCadvisor serves pods on a socket, and returns a connection and the log.
-func startCadvisor(t *testing.T, cfg CadvisorConfig, pods CadvisorPods, images Images) (*grpc.ClientConn, string, *testbuffer.Buffer) {
+func startCadvisor(t *testing.T, cfg CadvisorConfig, pods CadvisorPods, images Images) (*grpc.ClientConn, string, *testutil.Buffer) {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "run", "containerd.sock")
 	l, err := ListenForCadvisor(path)
 	if err != nil {
 		t.Fatal(err)
 	}
-	var log testbuffer.Buffer
+	var log testutil.Buffer
 	srv := NewCadvisor(cfg, pods, images, slog.New(slog.NewTextHandler(&log, nil)))
 	served := make(chan error, 1)
 	go func() { served <- srv.Serve(l) }()

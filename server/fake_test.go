@@ -21,7 +21,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/rootfs"
 	"berth/internal/task"
-	"berth/internal/testbuffer"
+	"berth/internal/testutil"
 	"berth/internal/trace"
 	"berth/sandbox/stream"
 	"berth/sandbox/view"
@@ -226,7 +226,7 @@ func idsOf[T interface{ GetId() string }](items []T) string {
 type harness struct {
 	server  *Server
 	path    string
-	log     *testbuffer.Buffer
+	log     *testutil.Buffer
 	conn    *grpc.ClientConn
 	runtime runtimeapi.RuntimeServiceClient
 	images  runtimeapi.ImageServiceClient
@@ -238,7 +238,7 @@ var testConfig = Config{Version: "1.2.3", Settings: map[string]int{"max_log_line
 // start serves pods and images on a socket in a temporary directory.
 func start(t testing.TB, cfg Config, pods Sandboxes, images Images) *harness {
 	t.Helper()
-	h := &harness{path: filepath.Join(t.TempDir(), "berth.sock"), log: new(testbuffer.Buffer)}
+	h := &harness{path: filepath.Join(t.TempDir(), "berth.sock"), log: new(testutil.Buffer)}
 	h.server = New(cfg, pods, images, slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug})))
 	l, err := Listen(h.path)
 	if err != nil {

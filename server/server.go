@@ -32,8 +32,8 @@ import (
 
 	"berth/cni"
 	"berth/image"
+	"berth/internal/lograte"
 	"berth/internal/rootfs"
-	"berth/internal/seldom"
 	"berth/internal/task"
 	"berth/sandbox/stream"
 	"berth/sandbox/view"
@@ -235,7 +235,7 @@ type runtimeService struct {
 	images   Images
 	log      *slog.Logger
 
-	unmeasured struct{ containers, pods, details seldom.Seldom } // warnings
+	unmeasured struct{ containers, pods, details lograte.Limiter } // warnings
 }
 
 // imageService implements CRI's ImageService.

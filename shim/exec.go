@@ -14,7 +14,6 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
-	"berth/internal/killtree"
 	"berth/internal/pidfd"
 	"berth/shim/control"
 )
@@ -284,7 +283,7 @@ func scrubExec(req ExecRequest) error {
 		}
 		dir = filepath.Join(dir, control.ExecName(req.ExecID))
 		failpoint.Reach("exec.kill-left")
-		err = errors.Join(err, killtree.Kill(dir, execScrubTime), removeGroup(dir))
+		err = errors.Join(err, cgroup.KillDir(dir, execScrubTime), removeGroup(dir))
 		failpoint.Reach("exec.left-killed")
 	}
 	return err

@@ -22,7 +22,7 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/pidfd"
-	"berth/internal/testbuffer"
+	"berth/internal/testutil"
 )
 
 func testProcess(args ...string) *specs.Process {
@@ -613,7 +613,7 @@ func (e *env) idleLauncher() *launcher {
 
 // An order that was taken back while its launcher did not read it is given to no other: what it would be made in may have gone.
 func TestOrderTakenBackFromFrozenLauncher(t *testing.T) {
-	var log testbuffer.Buffer
+	var log testutil.Buffer
 	e := newEnv(t, func(c *Config) { c.Log = slog.New(slog.NewTextHandler(&log, nil)) })
 	frozen := e.idleLauncher()
 	stop(t, frozen.pid)

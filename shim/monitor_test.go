@@ -13,7 +13,7 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
-	"berth/internal/testbuffer"
+	"berth/internal/testutil"
 	"berth/shim/wire"
 )
 
@@ -21,7 +21,7 @@ import (
 type attached struct {
 	env            *env
 	stdin          *io.PipeWriter
-	stdout, stderr testbuffer.Buffer
+	stdout, stderr testutil.Buffer
 	cancel         context.CancelFunc
 	done           chan error
 	resize         chan Size

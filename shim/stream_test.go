@@ -16,7 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/pidfd"
-	"berth/internal/testbuffer"
+	"berth/internal/testutil"
 	"berth/shim/control"
 	"berth/shim/wire"
 )
@@ -282,7 +282,7 @@ func TestOutputOutlivesTheMonitor(t *testing.T) {
 	if got := c.wait(); got.Code != 6 { // nobody has read anything
 		t.Errorf("exit = %+v", got)
 	}
-	var out testbuffer.Buffer
+	var out testutil.Buffer
 	if err := slow.output(AttachIO{Stdout: &out}); err != nil {
 		t.Fatal(err)
 	}

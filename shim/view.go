@@ -5,11 +5,10 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"slices"
 	"strconv"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
-
-	"berth/internal/bindmount"
 )
 
 // takeFor returns a launcher for a launch: an idle one, unless it would give the container
@@ -45,7 +44,7 @@ func hostPaths(spec *specs.Spec) []string {
 	}
 	var sources []string
 	for _, m := range spec.Mounts {
-		if bindmount.Is(m.Type, m.Options) {
+		if isBind(m) {
 			sources = append(sources, m.Source)
 		}
 	}
@@ -58,6 +57,13 @@ func hostPaths(spec *specs.Spec) []string {
 		}
 	}
 	return sources
+}
+
+// isBind reports whether m binds a path of the host. The runtime-spec (config.md, Linux mount
+// options) has bind and rbind as options, and mounts of CDI vendors and NRI plugins often have no
+// type or "none".
+func isBind(m specs.Mount) bool {
+	return m.Type == "bind" || slices.Contains(m.Options, "bind") || slices.Contains(m.Options, "rbind")
 }
 
 // sameView tells whether a process sees the same mounts at, above and below the sources as we do.

@@ -10,12 +10,12 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/config"
 	"berth/cmd/berth/nodecheck"
 	"berth/cmd/berth/nodenet"
 	"berth/cmd/berth/statecheck"
 	"berth/cni/berthnet"
-	"berth/internal/client"
-	"berth/internal/config"
 	"berth/internal/host"
 )
 

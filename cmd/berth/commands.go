@@ -10,7 +10,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"berth/internal/client"
+	"berth/cmd/berth/client"
 )
 
 // operator holds what the operator commands share: they are clients of a

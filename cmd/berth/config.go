@@ -3,7 +3,7 @@ package main
 import (
 	"github.com/spf13/cobra"
 
-	"berth/internal/config"
+	"berth/cmd/berth/config"
 )
 
 func newConfigCommand() *cobra.Command {

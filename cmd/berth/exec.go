@@ -10,7 +10,7 @@ import (
 	"github.com/spf13/cobra"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/client"
+	"berth/cmd/berth/client"
 )
 
 func execCommand(o *operator) *cobra.Command {

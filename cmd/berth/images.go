@@ -10,8 +10,8 @@ import (
 	"github.com/spf13/cobra"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/client"
-	"berth/internal/terminal"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/terminal"
 )
 
 func imagesCommand(o *operator) *cobra.Command {

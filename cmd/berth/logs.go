@@ -9,8 +9,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"berth/internal/client"
-	"berth/internal/crilog"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/crilog"
 )
 
 func logsCommand(o *operator) *cobra.Command {

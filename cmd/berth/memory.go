@@ -8,10 +8,10 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"berth/cmd/berth/serve/memory"
 	"berth/image"
 	"berth/image/erofs"
 	"berth/image/registry"
-	"berth/internal/memlimit"
 )
 
 // What berth takes of a node for pulls, where its cgroup allows no less: a part of the memory, and
@@ -40,7 +40,7 @@ const ownShare = 0.5
 // daemon shall not be killed for garbage. GOMEMLIMIT overrides it. It returns the budget, 0 if that
 // cannot be told.
 func limitMemory(log *slog.Logger) (budget int64) {
-	limit, err := memlimit.Own("/")
+	limit, err := memory.OwnLimit("/")
 	if err != nil {
 		log.Warn("the memory limit of berth's cgroup is not kept to", "error", err)
 	}

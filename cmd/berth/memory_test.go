@@ -3,14 +3,14 @@ package main
 import (
 	"testing"
 
+	"berth/cmd/berth/serve/memory"
 	"berth/image/unpack"
 	"berth/image/unpack/worker"
-	"berth/internal/pages"
 )
 
 // The program runs on when its pages were given back.
 func TestRunsWithoutItsPages(t *testing.T) {
-	if err := pages.ReleaseStartup(); err != nil {
+	if err := memory.Release(); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := run("config", "default"); err != nil {

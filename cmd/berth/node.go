@@ -6,7 +6,7 @@ import (
 	"os/exec"
 	"path/filepath"
 
-	"berth/internal/config"
+	"berth/cmd/berth/config"
 	"berth/internal/host"
 )
 

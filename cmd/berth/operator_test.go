@@ -17,9 +17,9 @@ import (
 	"github.com/spf13/cobra"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/client/fakecri"
-	"berth/internal/crilog"
-	"berth/internal/testbuffer"
+	"berth/cmd/berth/client/fakecri"
+	"berth/cmd/berth/crilog"
+	"berth/internal/testutil"
 )
 
 var updateGolden = flag.Bool("update", false, "write the golden files of the operator commands")
@@ -37,7 +37,7 @@ type console struct {
 
 // sink takes what a command prints.
 type sink struct {
-	testbuffer.Buffer
+	testutil.Buffer
 	written func()
 }
 

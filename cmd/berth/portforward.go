@@ -18,7 +18,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	"k8s.io/klog/v2"
 
-	"berth/internal/client"
+	"berth/cmd/berth/client"
 )
 
 func portForwardCommand(o *operator) *cobra.Command {

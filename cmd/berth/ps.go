@@ -9,10 +9,10 @@ import (
 	"github.com/spf13/cobra"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/client"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/podyaml"
+	"berth/cmd/berth/terminal"
 	"berth/internal/errdefs"
-	"berth/internal/podyaml"
-	"berth/internal/terminal"
 )
 
 func psCommand(o *operator) *cobra.Command {

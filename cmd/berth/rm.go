@@ -7,8 +7,8 @@ import (
 	"github.com/spf13/cobra"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/cmd/berth/client"
 	"berth/cmd/berth/podrun"
-	"berth/internal/client"
 )
 
 func rmCommand(o *operator) *cobra.Command {

@@ -8,9 +8,9 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"berth/cmd/berth/client"
 	"berth/cmd/berth/podrun"
-	"berth/internal/client"
-	"berth/internal/podyaml"
+	"berth/cmd/berth/podyaml"
 )
 
 const (

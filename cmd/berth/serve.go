@@ -18,7 +18,9 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
+	"berth/cmd/berth/config"
 	"berth/cmd/berth/nodenet"
+	"berth/cmd/berth/serve/memory"
 	"berth/cmd/berth/watchdog"
 	"berth/cni"
 	"berth/cni/berthnet"
@@ -27,12 +29,9 @@ import (
 	"berth/image/unpack"
 	"berth/image/unpack/process"
 	"berth/internal/cleanup"
-	"berth/internal/config"
 	"berth/internal/lockfile"
 	"berth/internal/nri"
-	"berth/internal/pages"
 	"berth/internal/task"
-	"berth/internal/tidier"
 	"berth/sandbox"
 	"berth/sandbox/handler"
 	"berth/sandbox/plugins"
@@ -107,7 +106,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 	defer context.AfterFunc(ctx, func() { a.end.deadline() })() // it begins with the signal, or with the first thing that is closed
 
 	a.closing.Add("stop watching signals", watchSignals(os.Stderr, log))
-	memory := limitMemory(log)
+	memoryLimit := limitMemory(log)
 	if err := lockDirectories(cfg, a.closing); err != nil {
 		return err
 	}
@@ -125,7 +124,7 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 		return err
 	}
 	a.watchWaits()
-	images, err := a.openImages(ctx, node, memory)
+	images, err := a.openImages(ctx, node, memoryLimit)
 	if err != nil {
 		return err
 	}
@@ -146,8 +145,8 @@ func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error
 		return err
 	}
 	a.serveCadvisor(cadvisor, pods, images)
-	tidy := tidier.New(restTime, pages.ReleaseStartup, log)
-	a.closing.Add("end tidying", tidy.Close)
+	tidy := memory.NewIdleTrimmer(restTime, memory.Release, log)
+	a.closing.Add("stop the idle trimmer", tidy.Close)
 	serverCfg := serverConfig(cfg, node, network, sessions, tracing, a.waits)
 	serverCfg.Changing = tidy.Changing
 	return announce(ctx, listener, server.New(serverCfg, pods, images, log), a.waits, log)

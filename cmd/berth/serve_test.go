@@ -23,8 +23,8 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/cmd/berth/config"
 	"berth/internal/cleanup"
-	"berth/internal/config"
 	"berth/internal/task"
 	"berth/server"
 )

@@ -18,7 +18,7 @@ import (
 	clientexec "k8s.io/client-go/util/exec"
 	"k8s.io/streaming/pkg/httpstream"
 
-	"berth/internal/terminal"
+	"berth/cmd/berth/terminal"
 )
 
 // session is what exec and attach have in common: a connection of a client's input

@@ -14,7 +14,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"berth/internal/client/fakecri"
+	"berth/cmd/berth/client/fakecri"
 	"berth/sandbox/stream"
 	"berth/server/streaming"
 )

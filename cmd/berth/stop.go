@@ -7,8 +7,8 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"berth/cmd/berth/client"
 	"berth/cmd/berth/podrun"
-	"berth/internal/client"
 )
 
 // fromManifest asks for the grace period of the pod's manifest.

@@ -15,7 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/config"
+	"berth/cmd/berth/config"
 	"berth/server/streaming"
 )
 

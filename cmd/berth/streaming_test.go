@@ -15,7 +15,7 @@ import (
 	"testing"
 	"time"
 
-	"berth/internal/config"
+	"berth/cmd/berth/config"
 )
 
 // Certificates are replaced without a restart, and what can't be used is not.

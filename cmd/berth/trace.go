@@ -14,11 +14,11 @@ import (
 	"github.com/spf13/cobra"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/client"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/terminal"
+	"berth/cmd/berth/waterfall"
 	"berth/internal/errdefs"
-	"berth/internal/terminal"
 	"berth/internal/trace"
-	"berth/internal/waterfall"
 )
 
 // foldIdle is how long berth may have nothing to do for a pod before that is left out of the drawing: what kubelet does

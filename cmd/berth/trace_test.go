@@ -8,7 +8,7 @@ import (
 	"testing"
 	"unicode"
 
-	"berth/internal/client/fakecri"
+	"berth/cmd/berth/client/fakecri"
 	"berth/internal/trace"
 )
 

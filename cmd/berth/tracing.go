@@ -7,8 +7,8 @@ import (
 	"os"
 	"time"
 
+	"berth/cmd/berth/config"
 	"berth/internal/cleanup"
-	"berth/internal/config"
 	"berth/internal/trace/otlp"
 	"berth/server"
 )

@@ -12,8 +12,8 @@ import (
 	"strings"
 	"time"
 
+	"berth/internal/capture"
 	"berth/internal/errdefs"
-	"berth/internal/output"
 )
 
 // helperTimeout bounds a credential helper's run.
@@ -136,7 +136,7 @@ func runHelper(ctx context.Context, name, server string) (Credentials, error) {
 	cmd := exec.CommandContext(ctx, "docker-credential-"+name, "get")
 	cmd.WaitDelay = time.Second // a grandchild may keep the pipe of standard input
 	cmd.Stdin = strings.NewReader(server)
-	out, err := output.New(maxHelperOutput)
+	out, err := capture.New(maxHelperOutput)
 	if err != nil {
 		return Credentials{}, fmt.Errorf("credential helper %s for %s: %w", name, server, err)
 	}

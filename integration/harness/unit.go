@@ -11,7 +11,7 @@ import (
 	"strings"
 	"testing"
 
-	"berth/internal/killtree"
+	"berth/internal/cgroup"
 	"berth/internal/pidfd"
 )
 
@@ -155,7 +155,7 @@ func UnitCgroup(t *testing.T) string {
 // UnitProcesses are the processes in the unit's cgroup and below it.
 func UnitProcesses(t *testing.T) []int {
 	t.Helper()
-	return Get(killtree.Procs(UnitCgroup(t)))(t)
+	return Get(cgroup.ProcsIn(UnitCgroup(t)))(t)
 }
 
 // Journal returns the journal of the unit: the daemons' log lines and systemd's. If the journal

@@ -11,7 +11,7 @@ import (
 	"testing"
 
 	"berth/integration/harness"
-	"berth/internal/testbuffer"
+	"berth/internal/testutil"
 
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/remotecommand"
@@ -56,7 +56,7 @@ func (p Protocol) Stream(ctx context.Context, c *rest.Config, address string, op
 func Plain() *rest.Config { return &rest.Config{} }
 
 // Screen is a buffer that may be read while it is written.
-type Screen struct{ testbuffer.Buffer }
+type Screen struct{ testutil.Buffer }
 
 func (s *Screen) WaitFor(t *testing.T, text string) {
 	t.Helper()

@@ -23,7 +23,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
-	"berth/internal/killtree"
 )
 
 // FromState returns the group of a container whose libcontainer state file is at
@@ -105,7 +104,7 @@ func (g *Group) Procs() ([]int, error) {
 	seen := map[int]bool{}
 	var pids []int
 	for _, dir := range g.dirs() {
-		in, err := killtree.Procs(dir)
+		in, err := ProcsIn(dir)
 		if err != nil {
 			return nil, fmt.Errorf("list processes of cgroup %s: %w", g.path, err)
 		}
@@ -124,7 +123,7 @@ func (g *Group) Procs() ([]int, error) {
 func (g *Group) Members() ([]int, error) {
 	for _, controller := range []string{"pids", "memory", "freezer"} {
 		if dir := g.Dir(controller); dir != "" {
-			pids, err := killtree.Procs(dir)
+			pids, err := ProcsIn(dir)
 			if err != nil {
 				return nil, fmt.Errorf("list processes of cgroup %s: %w", g.path, err)
 			}

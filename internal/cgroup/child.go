@@ -16,7 +16,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
-	"berth/internal/killtree"
 )
 
 // Children are cgroups below the daemon's own, in one hierarchy, for programs that it runs:
@@ -141,13 +140,13 @@ func discard(cmd *exec.Cmd) error {
 // HasProcesses tells whether a process is in a cgroup's directory or below it. One that is gone has
 // none.
 func HasProcesses(dir string) (bool, error) {
-	pids, err := killtree.Procs(dir)
+	pids, err := ProcsIn(dir)
 	return len(pids) > 0, err
 }
 
 // KillChild kills all that is in a child's directory and below it, within patience.
 func KillChild(dir string, patience time.Duration) error {
-	pids, err := killtree.Procs(dir)
+	pids, err := ProcsIn(dir)
 	if err != nil {
 		return err
 	}
@@ -156,7 +155,7 @@ func KillChild(dir string, patience time.Duration) error {
 			return fmt.Errorf("the daemon is in cgroup %s itself", dir)
 		}
 	}
-	return killtree.Kill(dir, patience)
+	return KillDir(dir, patience)
 }
 
 // RemoveChild removes a child's directory and those below it. Where there are processes the error

@@ -12,8 +12,6 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-
-	"berth/internal/killtree"
 )
 
 // placesOfChildren are the hierarchies of this machine in which there can be children.
@@ -131,7 +129,7 @@ func isRemoved(t *testing.T, dir string) bool {
 }
 
 func procs(dir string) []int {
-	pids, _ := killtree.Procs(dir) // the test fails on an error by KillChild, too
+	pids, _ := ProcsIn(dir) // the test fails on an error by KillChild, too
 	return pids
 }
 

@@ -12,7 +12,7 @@ import (
 )
 
 // shimEffects are further effects of launchers and monitors: what libcontainer and the programs of runtimes do for them.
-var shimEffects = regexp.MustCompile(`^(libcontainer\.Create|container\.(Start|Run|Destroy)|Runtime\.(Create|Start|Exec|Delete|Kill)|logfile\.Open|killtree\.Kill|proctree\.Kill)$`)
+var shimEffects = regexp.MustCompile(`^(libcontainer\.Create|container\.(Start|Run|Destroy)|Runtime\.(Create|Start|Exec|Delete|Kill)|logfile\.Open|cgroup\.KillDir|pidfd\.KillTree)$`)
 
 // unmarkedOfShims are the functions of launchers and monitors with effects and without a failpoint, each with the reason.
 var unmarkedOfShims = map[string]string{

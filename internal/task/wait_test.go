@@ -9,7 +9,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"berth/internal/testbuffer"
+	"berth/internal/testutil"
 )
 
 func TestNilWaitsNoteNothing(t *testing.T) {
@@ -46,7 +46,7 @@ func TestLimits(t *testing.T) {
 // Each wait that passes its limit is logged once; the stacks once a minute, whatever the number of waits.
 func TestWatch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var out testbuffer.Buffer // a synctest wait is not enough for the race detector
+		var out testutil.Buffer // a synctest wait is not enough for the race detector
 		w := new(Waits)
 		w.SetLimit(10 * time.Second)
 		ctx, cancel := context.WithCancel(t.Context())
@@ -92,7 +92,7 @@ func TestWatch(t *testing.T) {
 // While nothing has a limit nobody looks, but for who is asked to; a wait that begins then is watched.
 func TestWatchSleeps(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var out testbuffer.Buffer
+		var out testutil.Buffer
 		w := new(Waits)
 		w.SetLimit(10 * time.Second)
 		ctx, cancel := context.WithCancel(t.Context())

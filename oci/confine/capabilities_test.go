@@ -7,8 +7,8 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/errdefs/errdefstest"
 	"berth/internal/host"
+	"berth/internal/testutil"
 )
 
 // allNames are all capabilities, ordered by number.
@@ -86,7 +86,7 @@ func TestCapabilitiesWeDoNotHold(t *testing.T) {
 		}
 	}
 	_, err := Capabilities(&runtimeapi.Capability{AddCapabilities: []string{"NET_ADMIN"}}, false, facts)
-	errdefstest.Want(t, err, codes.FailedPrecondition, "CAP_NET_ADMIN")
+	testutil.WantError(t, err, codes.FailedPrecondition, "CAP_NET_ADMIN")
 }
 
 func TestCapabilitiesUnknown(t *testing.T) {
@@ -95,7 +95,7 @@ func TestCapabilitiesUnknown(t *testing.T) {
 			{AddCapabilities: []string{name}}, {DropCapabilities: []string{name}}, {AddAmbientCapabilities: []string{name}},
 		} {
 			_, err := Capabilities(c, false, host.Facts{Capabilities: allNames()})
-			errdefstest.Want(t, err, codes.InvalidArgument, "unknown capability")
+			testutil.WantError(t, err, codes.InvalidArgument, "unknown capability")
 		}
 	}
 }

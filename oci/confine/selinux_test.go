@@ -9,8 +9,8 @@ import (
 	"google.golang.org/grpc/codes"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/errdefs/errdefstest"
 	"berth/internal/host"
+	"berth/internal/testutil"
 )
 
 func TestSELinuxOptions(t *testing.T) {
@@ -20,7 +20,7 @@ func TestSELinuxOptions(t *testing.T) {
 	}
 	for _, o := range []*runtimeapi.SELinuxOption{{User: "a:b"}, {Role: "a b"}, {Type: "a\n"}, {Level: "c1"}, {Level: "s0:x"}} {
 		_, err := NewLabels(o, Labels{}, host.Facts{}) // also on a host without SELinux
-		errdefstest.Want(t, err, codes.InvalidArgument, "selinux_options")
+		testutil.WantError(t, err, codes.InvalidArgument, "selinux_options")
 	}
 }
 

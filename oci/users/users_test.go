@@ -12,7 +12,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/internal/errdefs/errdefstest"
+	"berth/internal/testutil"
 )
 
 const testPasswd = `root:x:0:0:root:/root:/bin/sh
@@ -108,7 +108,7 @@ func TestResolve(t *testing.T) {
 		t.Run(test.name, func(t *testing.T) {
 			got, err := Resolve([]byte(testPasswd), []byte(testGroup), test.req)
 			if test.err != "" {
-				errdefstest.Want(t, err, codes.InvalidArgument, test.err)
+				testutil.WantError(t, err, codes.InvalidArgument, test.err)
 				if !reflect.DeepEqual(got, User{}) {
 					t.Errorf("error, but also user %+v", got)
 				}
@@ -130,7 +130,7 @@ func TestResolveWithoutFiles(t *testing.T) {
 		t.Errorf("got %+v, %v", u, err)
 	}
 	_, err = Resolve(nil, nil, Request{ImageUser: "app"})
-	errdefstest.Want(t, err, codes.InvalidArgument, `"app"`, "/etc/passwd")
+	testutil.WantError(t, err, codes.InvalidArgument, `"app"`, "/etc/passwd")
 }
 
 func TestResolveTooManyGroups(t *testing.T) {
@@ -139,7 +139,7 @@ func TestResolveTooManyGroups(t *testing.T) {
 		fmt.Fprintf(&group, "g%d:x:%d:root\n", i, i)
 	}
 	_, err := Resolve([]byte(testPasswd), []byte(group.String()), Request{})
-	errdefstest.Want(t, err, codes.InvalidArgument, "65537 groups")
+	testutil.WantError(t, err, codes.InvalidArgument, "65537 groups")
 }
 
 func TestRequests(t *testing.T) {

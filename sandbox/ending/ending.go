@@ -19,7 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
-	"berth/internal/seldom"
+	"berth/internal/lograte"
 	"berth/sandbox/process"
 	"berth/sandbox/record"
 	"berth/shim/ociruntime"
@@ -28,7 +28,7 @@ import (
 // Kit is what is needed to end containers. Its methods may be called concurrently.
 type Kit struct {
 	processes process.Kit
-	stuck     seldom.Seldom // warnings of processes that SIGKILL does not end
+	stuck     lograte.Limiter // warnings of processes that SIGKILL does not end
 }
 
 // New returns a Kit for these processes.

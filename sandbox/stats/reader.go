@@ -8,7 +8,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/cgstats"
-	"berth/internal/seldom"
+	"berth/internal/lograte"
 	"berth/oci"
 	"berth/sandbox/view"
 )
@@ -43,7 +43,7 @@ type Meters interface {
 // Reader measures pods and containers.
 type Reader struct {
 	meters     Meters
-	unmeasured seldom.Seldom // warnings of containers that can't be measured
+	unmeasured lograte.Limiter // warnings of containers that can't be measured
 	log        *slog.Logger
 }
 

@@ -10,8 +10,8 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
-	"berth/internal/descriptors"
 	"berth/internal/errdefs"
+	"berth/internal/fdquota"
 	"berth/internal/task"
 	"berth/oci"
 	"berth/sandbox/layout"
@@ -81,7 +81,7 @@ func New(targets Targets, launchers *shim.Launchers, dirs layout.Dirs, systemd b
 // spareDescriptors returns ResourceExhausted if a session would take descriptors that CRI and the
 // daemon itself need.
 func spareDescriptors() error {
-	quota, err := descriptors.ForSessions()
+	quota, err := fdquota.ForSessions()
 	if err != nil {
 		return err
 	}

@@ -12,8 +12,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/internal/descriptors"
-	"berth/internal/seldom"
+	"berth/internal/fdquota"
+	"berth/internal/lograte"
 )
 
 const (
@@ -50,11 +50,11 @@ const (
 type gate struct {
 	listener *net.TCPListener
 	tokens   *tokens
-	quota    descriptors.Quota
+	quota    fdquota.Quota
 	most     int           // connections without a token
 	patience time.Duration // handshakeTime with TLS; without it a request shows its token at once
 	log      *slog.Logger
-	warned   seldom.Seldom
+	warned   lograte.Limiter
 
 	closed chan struct{}
 	close  sync.Once
@@ -67,7 +67,7 @@ type gate struct {
 }
 
 func newGate(listener *net.TCPListener, tokens *tokens, overTLS bool, log *slog.Logger) (*gate, error) {
-	quota, err := descriptors.ForSessions()
+	quota, err := fdquota.ForSessions()
 	if err != nil {
 		return nil, err
 	}

@@ -20,7 +20,7 @@ import (
 	"k8s.io/cri-streaming/pkg/streaming/remotecommand"
 	"k8s.io/streaming/pkg/httpstream"
 
-	"berth/internal/descriptors"
+	"berth/internal/fdquota"
 	"berth/sandbox/stream"
 )
 
@@ -304,7 +304,7 @@ func TestConnectionsLeaveDescriptors(t *testing.T) {
 		return g.admit(accepted), theirs
 	}
 	enough := g.quota
-	g.quota = descriptors.Quota{}
+	g.quota = fdquota.Quota{}
 	ours, theirs := connect()
 	if ours != nil {
 		t.Error("a descriptor of the reserve is used")

@@ -15,10 +15,9 @@ import (
 	"github.com/opencontainers/runc/libcontainer"
 	"golang.org/x/sys/unix"
 
+	"berth/internal/cgroup"
 	"berth/internal/failpoint"
-	"berth/internal/killtree"
 	"berth/internal/pidfd"
-	"berth/internal/proctree"
 	"berth/shim/control"
 	"berth/shim/launcher/complaint"
 )
@@ -345,7 +344,7 @@ func (e *execution) removeCgroup() {
 			failpoint.Reach("launcher.exec-cgroup-removed")
 			return
 		}
-		if pids, err := killtree.Procs(e.cgroup); err != nil || len(pids) > 0 {
+		if pids, err := cgroup.ProcsIn(e.cgroup); err != nil || len(pids) > 0 {
 			return
 		}
 	}
@@ -418,13 +417,13 @@ const killTime = 10 * time.Second
 func (e *execution) killProcesses() error {
 	failpoint.Reach("launcher.kill-exec")
 	e.mu.Lock()
-	cgroup, pid, proc := e.cgroup, e.pid, e.pidfd
+	dir, pid, proc := e.cgroup, e.pid, e.pidfd
 	e.mu.Unlock()
 	switch {
-	case cgroup != "":
-		return killtree.Kill(cgroup, killTime)
+	case dir != "":
+		return cgroup.KillDir(dir, killTime)
 	case proc != nil:
-		return proctree.Kill(pid, proc) // but for what the container's init has adopted, which ends with the container
+		return pidfd.KillTree(pid, proc) // but for what the container's init has adopted, which ends with the container
 	}
 	return nil // nothing runs
 }

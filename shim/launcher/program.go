@@ -19,7 +19,6 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
-	"berth/internal/proctree"
 	"berth/shim/control"
 	"berth/shim/launcher/complaint"
 	"berth/shim/launcher/sysmon"
@@ -241,7 +240,7 @@ func reapAll() (left bool) {
 // endChildren kills what a start that failed has left to us, and collects it: even a zombie keeps its cgroup busy, and its PID namespace from ending.
 func endChildren(patience time.Duration) {
 	for deadline := time.Now().Add(patience); reapAll() && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
-		below, err := proctree.Below(os.Getpid())
+		below, err := pidfd.Below(os.Getpid())
 		if err != nil {
 			return
 		}
@@ -433,7 +432,7 @@ func (e *programExec) enterCgroup(pid int) {
 	}
 	failpoint.Reach("launcher.enter-exec-cgroup")
 	for moved := []int{}; ; {
-		below, err := proctree.Below(pid)
+		below, err := pidfd.Below(pid)
 		if err != nil {
 			return
 		}

@@ -1,4 +1,4 @@
-/* What package internal/killtree does, for the monitor: it ends every process in a cgroup directory and below it. */
+/* What cgroup.KillDir does, for the monitor: it ends every process in a cgroup directory and below it. */
 #include <asm/signal.h>
 
 #include "monitor.h"

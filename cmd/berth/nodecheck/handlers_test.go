@@ -5,7 +5,7 @@ import (
 	"path/filepath"
 	"testing"
 
-	"berth/internal/config"
+	"berth/cmd/berth/config"
 	"berth/internal/host"
 )
 

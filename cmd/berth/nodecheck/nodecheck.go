@@ -15,8 +15,8 @@ import (
 	"fmt"
 	"log/slog"
 
+	"berth/cmd/berth/config"
 	"berth/cni"
-	"berth/internal/config"
 	"berth/internal/host"
 )
 

@@ -7,8 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"berth/cmd/berth/config"
 	"berth/cni"
-	"berth/internal/config"
 	"berth/internal/host"
 )
 

@@ -9,11 +9,11 @@ import (
 	"path/filepath"
 	"strings"
 
+	"berth/cmd/berth/config"
 	"berth/cni"
 	"berth/cni/berthnet"
 	"berth/cni/berthnet/conf"
 	"berth/cni/berthnet/links"
-	"berth/internal/config"
 )
 
 // Own is the value of the option "network" for berth's own network, and that one's name.

@@ -10,9 +10,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/client"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/podyaml"
 	"berth/internal/errdefs"
-	"berth/internal/podyaml"
 )
 
 // attempt is one start of a container. Its fields do not change after start,

@@ -8,8 +8,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/client"
-	"berth/internal/podyaml"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/podyaml"
 )
 
 // DefaultGrace is the grace period of pods whose manifest is not known.

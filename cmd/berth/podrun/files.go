@@ -11,7 +11,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 
-	"berth/internal/podyaml"
+	"berth/cmd/berth/podyaml"
 )
 
 // files are a pod's own files on the host, below one directory named by its uid:

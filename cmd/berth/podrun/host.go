@@ -13,9 +13,9 @@ import (
 	"golang.org/x/sys/unix"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/client"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/podyaml"
 	machine "berth/internal/host"
-	"berth/internal/podyaml"
 )
 
 // DetectHost gathers what a plan must know about this machine and its runtime.

@@ -9,7 +9,7 @@ import (
 	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/podyaml"
+	"berth/cmd/berth/podyaml"
 )
 
 // The IDs of the host that pods with a user namespace get from here: those that systemd's

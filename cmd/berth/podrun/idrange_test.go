@@ -5,8 +5,8 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/client/fakecri"
-	"berth/internal/podyaml"
+	"berth/cmd/berth/client/fakecri"
+	"berth/cmd/berth/podyaml"
 )
 
 func TestOverlaps(t *testing.T) {

@@ -9,7 +9,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/podyaml"
+	"berth/cmd/berth/podyaml"
 )
 
 // imageKey is an image as a container asks for it.

@@ -7,8 +7,8 @@ import (
 	"path/filepath"
 	"sync"
 
-	"berth/internal/crilog"
-	"berth/internal/podyaml"
+	"berth/cmd/berth/crilog"
+	"berth/cmd/berth/podyaml"
 )
 
 // prefixer writes lines of several containers, each led by the container's name.

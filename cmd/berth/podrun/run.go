@@ -25,9 +25,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/podyaml"
 	"berth/internal/cleanup"
-	"berth/internal/client"
-	"berth/internal/podyaml"
 )
 
 // Config says how to run a pod.

@@ -16,10 +16,10 @@ import (
 	"google.golang.org/grpc/status"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/client"
-	"berth/internal/client/fakecri"
-	"berth/internal/podyaml"
-	"berth/internal/testbuffer"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/client/fakecri"
+	"berth/cmd/berth/podyaml"
+	"berth/internal/testutil"
 )
 
 // bench is a fake runtime, a client and what a run printed.
@@ -28,8 +28,8 @@ type bench struct {
 	t              *testing.T
 	client         *client.Client
 	config         Config
-	stdout, stderr testbuffer.Buffer
-	reports        testbuffer.Buffer
+	stdout, stderr testutil.Buffer
+	reports        testutil.Buffer
 }
 
 const image = "registry.test/app:1"

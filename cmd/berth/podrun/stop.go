@@ -11,8 +11,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/client"
-	"berth/internal/podyaml"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/podyaml"
 )
 
 // leastGrace is what a sidecar gets even if the others used the pod's grace

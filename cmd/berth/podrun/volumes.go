@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
 
-	"berth/internal/podyaml"
+	"berth/cmd/berth/podyaml"
 )
 
 // makeVolumes makes the pod's emptyDir volumes and checks its hostPath volumes.

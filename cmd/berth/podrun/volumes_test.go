@@ -14,8 +14,8 @@ import (
 	"github.com/moby/sys/mountinfo"
 	"golang.org/x/sys/unix"
 
-	"berth/internal/client/fakecri"
-	"berth/internal/podyaml"
+	"berth/cmd/berth/client/fakecri"
+	"berth/cmd/berth/podyaml"
 )
 
 // inMountNamespace runs the rest of a test in a process with a mount namespace of

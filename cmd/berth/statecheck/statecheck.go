@@ -21,9 +21,9 @@ import (
 	"strings"
 	"time"
 
+	"berth/cmd/berth/config"
 	"berth/cmd/berth/nodenet"
 	"berth/cni"
-	"berth/internal/config"
 )
 
 // Difference is one thing that is not as an invariant says.

@@ -11,8 +11,8 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
+	"berth/cmd/berth/client"
 	"berth/image"
-	"berth/internal/client"
 	"berth/sandbox/record"
 )
 

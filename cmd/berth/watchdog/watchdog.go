@@ -17,7 +17,7 @@ import (
 	"github.com/coreos/go-systemd/v22/daemon"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/internal/client"
+	"berth/cmd/berth/client"
 	"berth/internal/task"
 )
 

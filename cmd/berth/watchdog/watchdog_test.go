@@ -13,7 +13,7 @@ import (
 	"testing"
 	"time"
 
-	"berth/internal/client/fakecri"
+	"berth/cmd/berth/client/fakecri"
 	"berth/internal/task"
 )
 

@@ -21,7 +21,7 @@ import (
 
 	"berth/image/unpack"
 	"berth/internal/failpoint"
-	"berth/internal/seldom"
+	"berth/internal/lograte"
 	"berth/internal/task"
 )
 
@@ -30,8 +30,8 @@ type Trash struct {
 	dir    string
 	remove func(ctx context.Context, dir string) error
 	log    *slog.Logger
-	seldom seldom.Seldom // for what cannot be deleted, which may be much and for long
-	prefix string        // makes names differ from those of earlier processes
+	seldom lograte.Limiter // for what cannot be deleted, which may be much and for long
+	prefix string          // makes names differ from those of earlier processes
 	count  atomic.Uint64
 	sizes  sizes
 	wake   chan struct{} // holds one: look again

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"time"
 
-	"berth/internal/waterfall"
+	"berth/cmd/berth/waterfall"
 )
 
 // Span is a part of a pod's start.

@@ -21,7 +21,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"berth/internal/seldom"
+	"berth/internal/lograte"
 	"berth/internal/task"
 	"berth/internal/trace"
 )
@@ -63,7 +63,7 @@ type Exporter struct {
 	ctx      context.Context // ends when Close gives up
 	giveUp   context.CancelFunc
 	owner    sync.WaitGroup
-	failures seldom.Seldom // warnings
+	failures lograte.Limiter // warnings
 
 	exported, dropped atomic.Uint64 // spans, and traces that were lost
 	problem           atomic.Pointer[string]

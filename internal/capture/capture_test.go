@@ -1,0 +1,83 @@
+package capture
+
+import (
+	"os/exec"
+	"strings"
+	"testing"
+)
+
+func newOutput(t *testing.T, limit int) *Output {
+	t.Helper()
+	o, err := New(limit)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return o
+}
+
+func end(t *testing.T, o *Output) {
+	t.Helper()
+	if err := o.End(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// What was written before the end is there, whether or not anybody has come to read it.
+func TestNothingIsLost(t *testing.T) {
+	text := strings.Repeat("x", 60<<10)
+	for range 1000 {
+		o := newOutput(t, 1<<20)
+		if _, err := o.File().WriteString(text); err != nil {
+			t.Fatal(err)
+		}
+		end(t, o)
+		if string(o.Bytes()) != text || o.Total() != len(text) {
+			t.Fatalf("%d bytes are kept of %d", len(o.Bytes()), len(text))
+		}
+	}
+}
+
+func TestOfPrograms(t *testing.T) {
+	for _, tt := range []struct {
+		name, script string
+		limit        int
+		kept         string
+		most         bool // it prints more than any limit
+	}{
+		{name: "nothing", script: "exit 1", limit: 10},
+		{name: "less than the limit", script: "echo one; echo two", limit: 100, kept: "one\ntwo\n"},
+		{name: "more", script: "echo one; echo two", limit: 5, kept: "one\nt"},
+		{name: "more than a pipe holds", script: "head -c 300000 /dev/zero | tr '\\0' x", limit: 300000, kept: strings.Repeat("x", 300000)},
+		{name: "a child has the output", script: "sleep 1000 & echo $! >&2; echo done", limit: 100, kept: "done\n"},
+		{name: "a child goes on printing", script: "echo y; echo y; yes & echo $! >&2; sleep 0.1", limit: 4, kept: "y\ny\n", most: true},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			o, child := newOutput(t, tt.limit), newOutput(t, 100)
+			cmd := exec.Command("sh", "-c", tt.script)
+			cmd.Stdout, cmd.Stderr = o.File(), child.File()
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			if err := o.Started(); err != nil {
+				t.Fatal(err)
+			}
+			_ = cmd.Wait() // some fail
+			end(t, o)
+			end(t, child)
+			if pid := strings.TrimSpace(string(child.Bytes())); pid != "" {
+				_ = exec.Command("kill", "-9", pid).Run() // yes may have ended, with nobody to read
+			}
+			if string(o.Bytes()) != tt.kept || !tt.most && tt.name != "more" && o.Total() != len(tt.kept) {
+				t.Errorf("kept %.40q of %d bytes, want %.40q", o.Bytes(), o.Total(), tt.kept)
+			}
+		})
+	}
+}
+
+func TestNotStarted(t *testing.T) {
+	o := newOutput(t, 10)
+	end(t, o)
+	if len(o.Bytes()) != 0 {
+		t.Errorf("%q", o.Bytes())
+	}
+}

@@ -1,0 +1,124 @@
+package cgroup
+
+import (
+	"errors"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/internal/failpoint"
+)
+
+// KillDir sends SIGKILL to all processes in dir and below, and looks again until
+// none is left: processes may be forking, frozen, or in uninterruptible sleep. It
+// gives up after patience. A directory that does not exist has no processes.
+func KillDir(dir string, patience time.Duration) error {
+	deadline := time.Now().Add(patience)
+	for delay := time.Millisecond; ; delay = min(2*delay, 50*time.Millisecond) {
+		err := killRound(dir)
+		pids, listErr := ProcsIn(dir)
+		if listErr == nil && len(pids) == 0 {
+			return nil
+		}
+		if time.Now().After(deadline) {
+			return errors.Join(errors.New(strconv.Itoa(len(pids))+" processes in "+dir+" do not end"), err, listErr)
+		}
+		time.Sleep(delay)
+	}
+}
+
+// killRound kills what is there now. Linux 5.14 does it in one step on cgroup v2. On
+// v1 the group is frozen meanwhile, so that no fork escapes.
+func killRound(dir string) error {
+	if err := writeFile(dir+"/cgroup.kill", "1"); err == nil {
+		return nil
+	}
+	freezer, frozen, thawed := dir+"/freezer.state", "FROZEN", "THAWED"
+	if exists(dir + "/cgroup.freeze") { // v2 before Linux 5.14
+		freezer, frozen, thawed = dir+"/cgroup.freeze", "1", "0"
+	}
+	freezeErr := freezeDir(freezer, frozen) // a hierarchy without a freezer takes more rounds
+	if gone(freezeErr) {
+		freezeErr = nil
+	}
+	failpoint.Reach("killtree.frozen")
+	err := errors.Join(freezeErr, signalDir(dir))
+	failpoint.Reach("killtree.signalled")
+	if thawErr := writeFile(freezer, thawed); thawErr != nil && !gone(thawErr) {
+		err = errors.Join(err, thawErr)
+	}
+	return err
+}
+
+// freezePatience is how long a cgroup may take to freeze. A process in uninterruptible sleep can
+// keep it from that.
+const freezePatience = 200 * time.Millisecond
+
+// freezeDir freezes a cgroup and waits until it is frozen. The freezer of v1 answers while processes
+// still run; those that fork escape the signals, and thousands of them fork faster than they are
+// killed.
+func freezeDir(freezer, frozen string) error {
+	for deadline := time.Now().Add(freezePatience); ; time.Sleep(time.Millisecond) {
+		if err := writeFile(freezer, frozen); err != nil {
+			return err
+		}
+		state, err := os.ReadFile(freezer)
+		if err != nil {
+			return err
+		}
+		if strings.TrimSpace(string(state)) == frozen || time.Now().After(deadline) {
+			return nil
+		}
+	}
+}
+
+func signalDir(dir string) error {
+	pids, err := ProcsIn(dir)
+	for _, pid := range pids {
+		if killErr := unix.Kill(pid, unix.SIGKILL); killErr != nil && killErr != unix.ESRCH {
+			err = errors.Join(err, os.NewSyscallError("kill "+strconv.Itoa(pid), killErr))
+		}
+	}
+	return err
+}
+
+// ProcsIn lists the processes in dir and below.
+func ProcsIn(dir string) ([]int, error) {
+	data, err := os.ReadFile(dir + "/cgroup.procs")
+	if errors.Is(err, unix.EOPNOTSUPP) {
+		// A threaded cgroup (v2) lists its processes by their threads; a signal to one reaches the process.
+		data, err = os.ReadFile(dir + "/cgroup.threads")
+	}
+	if gone(err) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	var pids []int
+	for line := range strings.Lines(string(data)) {
+		// 0 is a process outside the reader's PID namespace.
+		if pid, err := strconv.Atoi(strings.TrimSuffix(line, "\n")); err == nil && pid > 0 {
+			pids = append(pids, pid)
+		}
+	}
+	entries, err := os.ReadDir(dir)
+	if err != nil && !gone(err) {
+		return pids, err
+	}
+	for _, e := range entries {
+		if e.IsDir() {
+			below, err := ProcsIn(dir + "/" + e.Name())
+			pids = append(pids, below...)
+			if err != nil {
+				return pids, err
+			}
+		}
+	}
+	return pids, nil
+}
+
+func exists(path string) bool { return unix.Access(path, unix.F_OK) == nil }

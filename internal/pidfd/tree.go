@@ -1,0 +1,82 @@
+package pidfd
+
+import (
+	"errors"
+	"os"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Kill kills a child of ours, whose pidfd fd is, and everything below it.
+func KillTree(pid int, fd *os.File) error {
+	below, err := Below(pid)
+	// The root first, so that it does not end in its own way meanwhile.
+	if killErr := Signal(fd, unix.SIGKILL); killErr != nil && !errors.Is(killErr, os.ErrProcessDone) {
+		err = errors.Join(err, killErr)
+	}
+	for _, p := range below {
+		if killErr := unix.Kill(p, unix.SIGKILL); killErr != nil && killErr != unix.ESRCH {
+			err = errors.Join(err, os.NewSyscallError("kill "+strconv.Itoa(p), killErr))
+		}
+	}
+	return err
+}
+
+// Below returns the processes below root, parents before children.
+func Below(root int) ([]int, error) {
+	children, err := processTree()
+	if err != nil {
+		return nil, err
+	}
+	var all []int
+	for next := children[root]; len(next) > 0; {
+		var below []int
+		for _, pid := range next {
+			below = append(below, children[pid]...)
+		}
+		all = append(all, next...)
+		next = below
+	}
+	return all, nil
+}
+
+// processTree maps parents to children.
+func processTree() (map[int][]int, error) {
+	proc, err := os.Open("/proc")
+	if err != nil {
+		return nil, err
+	}
+	defer proc.Close()
+	names, err := proc.Readdirnames(-1)
+	if err != nil {
+		return nil, err
+	}
+	children := map[int][]int{}
+	for _, name := range names {
+		pid, err := strconv.Atoi(name)
+		if err != nil {
+			continue
+		}
+		if parent, ok := parentOf(name); ok {
+			children[parent] = append(children[parent], pid)
+		}
+	}
+	return children, nil
+}
+
+// parentOf reads the fourth field of /proc/PID/stat; the second may hold anything
+// and ends with the last parenthesis.
+func parentOf(pid string) (int, bool) {
+	stat, err := os.ReadFile("/proc/" + pid + "/stat")
+	if err != nil {
+		return 0, false // it has ended meanwhile
+	}
+	fields := strings.Fields(string(stat[strings.LastIndexByte(string(stat), ')')+1:]))
+	if len(fields) < 2 {
+		return 0, false
+	}
+	parent, err := strconv.Atoi(fields[1])
+	return parent, err == nil
+}
