@@ -5,7 +5,7 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // podCreation returns the time of creation for a new attempt of a pod.
@@ -17,7 +17,7 @@ func (m *Manager) podCreation(metadata *runtimeapi.PodSandboxMetadata) time.Time
 			before = append(before, p.rec.CreatedAt) // which never changes
 		}
 	}
-	return record.CreationAfter(time.Now(), before)
+	return state.CreationAfter(time.Now(), before)
 }
 
 // containerCreation returns the time of creation for a new container of a pod.
@@ -26,5 +26,5 @@ func (m *Manager) containerCreation(podID string) time.Time {
 	for _, c := range m.containersOf(podID) {
 		before = append(before, c.rec.CreatedAt) // which never changes
 	}
-	return record.CreationAfter(time.Now(), before)
+	return state.CreationAfter(time.Now(), before)
 }

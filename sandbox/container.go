@@ -23,12 +23,9 @@ import (
 	"berth/oci"
 	"berth/sandbox/describe"
 	"berth/sandbox/launch"
-	"berth/sandbox/layout"
 	"berth/sandbox/process"
-	"berth/sandbox/record"
-	"berth/sandbox/request"
+	"berth/sandbox/state"
 	"berth/sandbox/stats"
-	"berth/sandbox/view"
 )
 
 // container is the one owner of a container's state.
@@ -39,18 +36,18 @@ type container struct {
 	created   *trace.Trace // where the time of its creation went; nil if an earlier daemon created it; never changed
 
 	// These belong to the holder of turn.
-	rec       record.Container
+	rec       state.ContainerRecord
 	resources *runtimeapi.LinuxContainerResources // as in rec, decoded; replaced, never changed
 	presented bool                                // plugins were asked about it
 	removed   bool
 
-	stopUntold atomic.Pointer[chan struct{}]  // closed when plugins were told of its exit; nil: nothing is to be told
-	running    atomic.Pointer[running]        // nil without a shim
-	launching  launch.UnderWay                // when it is being made or launched
-	info       atomic.Pointer[view.Container] // nil until created: nobody sees half a container
-	started    atomic.Pointer[trace.Trace]    // where the time of its start went; nil unless this daemon started it
-	sample     stats.SampleState              // what it has written
-	looking    atomic.Bool                    // somebody looks at its mounts
+	stopUntold atomic.Pointer[chan struct{}]   // closed when plugins were told of its exit; nil: nothing is to be told
+	running    atomic.Pointer[running]         // nil without a shim
+	launching  launch.UnderWay                 // when it is being made or launched
+	info       atomic.Pointer[state.Container] // nil until created: nobody sees half a container
+	started    atomic.Pointer[trace.Trace]     // where the time of its start went; nil unless this daemon started it
+	sample     stats.SampleState               // what it has written
+	looking    atomic.Bool                     // somebody looks at its mounts
 }
 
 // running is a container that has a shim.
@@ -62,11 +59,11 @@ type running struct {
 func (c *container) String() string { return "container " + c.id }
 func (c *container) Visible() bool  { return c.info.Load() != nil }
 
-// Info implements view.Published.
-func (c *container) Info() *view.Container { return c.info.Load() }
+// Info implements state.Published.
+func (c *container) Info() *state.Container { return c.info.Load() }
 
-// Birth implements view.Published.
-func (c *container) Birth() view.Birth { return view.Birth{At: c.rec.CreatedAt, ID: c.id} } // which never changes
+// Birth implements state.Published.
+func (c *container) Birth() state.Birth { return state.Birth{At: c.rec.CreatedAt, ID: c.id} } // which never changes
 
 // CreateContainer makes a container in a ready pod and returns its ID. A call
 // with the identity and content of an existing container, or of one being made,
@@ -82,14 +79,14 @@ func (m *Manager) CreateContainer(ctx context.Context, podID string, config *run
 	if err != nil {
 		return "", err
 	}
-	if err := request.CheckContainer(config, p.config); err != nil {
+	if err := state.CheckContainer(config, p.config); err != nil {
 		return "", err
 	}
 	sum, err := join.Of(config)
 	if err != nil {
 		return "", err
 	}
-	identity := request.ContainerIdentity(p.id, config.Metadata)
+	identity := state.ContainerIdentity(p.id, config.Metadata)
 	m.launchers.Expect() // who creates a container starts it at once
 	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
 	checking.End()
@@ -150,9 +147,9 @@ func (m *Manager) planContainer(ctx context.Context, p *pod, config *runtimeapi.
 	if err != nil {
 		return nil, err
 	}
-	c := &container{id: layout.NewID(), podID: p.id, config: config, turn: task.NewTurn(), resources: config.GetLinux().GetResources(), created: trace.Of(ctx)}
-	c.rec = record.Container{ID: c.id, PodID: p.id, BootID: m.bootID, RunID: m.run.ID, Phase: record.ContainerCreated, CreatedAt: m.containerCreation(p.id),
-		Image: record.Image{ID: img.ID, Ref: img.DigestedReference(writtenName(config)), Layers: img.Layers, Config: img.Config}}
+	c := &container{id: state.NewID(), podID: p.id, config: config, turn: task.NewTurn(), resources: config.GetLinux().GetResources(), created: trace.Of(ctx)}
+	c.rec = state.ContainerRecord{ID: c.id, PodID: p.id, BootID: m.bootID, RunID: m.run.ID, Phase: state.ContainerCreated, CreatedAt: m.containerCreation(p.id),
+		Image: state.Image{ID: img.ID, Ref: img.DigestedReference(writtenName(config)), Layers: img.Layers, Config: img.Config}}
 	if c.rec.Volumes, err = m.roots.FindVolumes(config); err != nil {
 		return nil, err
 	}
@@ -326,13 +323,13 @@ func (m *Manager) publishContainer(c *container) {
 }
 
 // snapshot is what the record says. The caller has the container's turn.
-func (c *container) snapshot() *view.Container {
+func (c *container) snapshot() *state.Container {
 	var pid int
 	var startedAt time.Time
 	if run := c.running.Load(); run != nil {
 		pid, startedAt = run.PID, run.StartedAt
 	}
-	return view.NewContainer(&c.rec, c.config, c.resources, pid, startedAt)
+	return state.NewContainer(&c.rec, c.config, c.resources, pid, startedAt)
 }
 
 // abandonContainer undoes a container that could not be created. What can't be
@@ -394,7 +391,7 @@ func (m *Manager) replaceContainer(ctx context.Context, id string) error {
 			if c.removed {
 				return nil
 			}
-			if c.rec.Phase != record.ContainerCreated && c.rec.Phase != record.Removing {
+			if c.rec.Phase != state.ContainerCreated && c.rec.Phase != state.Removing {
 				return fmt.Errorf("container %s was started: %w", id, join.ErrInUse)
 			}
 			return m.eraseContainer(ctx, c)
@@ -405,9 +402,9 @@ func (m *Manager) replaceContainer(ctx context.Context, id string) error {
 // eraseContainer removes what exists for the container, its record last. It needs
 // the container's turn and may be repeated.
 func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
-	if c.rec.Phase != record.Removing {
-		c.rec.Phase = record.Removing
-		m.containerIDs.Going(request.ContainerIdentity(c.podID, c.config.Metadata), c.id)
+	if c.rec.Phase != state.Removing {
+		c.rec.Phase = state.Removing
+		m.containerIDs.Going(state.ContainerIdentity(c.podID, c.config.Metadata), c.id)
 		if err := m.containerRecs.Write(c.id, c.rec); err != nil {
 			m.log.Warn("record a removal, which goes on", "container", c.id, "error", err) // a full disk must not keep what fills it
 		}
@@ -430,7 +427,7 @@ func (m *Manager) eraseContainer(ctx context.Context, c *container) error {
 	c.removed = true
 	m.containers.Remove(c.id)
 	m.events.ContainerDeleted(c.info.Load())
-	m.containerIDs.Forget(request.ContainerIdentity(c.podID, c.config.Metadata), c.id)
+	m.containerIDs.Forget(state.ContainerIdentity(c.podID, c.config.Metadata), c.id)
 	if c.presented || c.Visible() {
 		m.tellOfContainer(ctx, nri.ContainerRemoved, c)
 	}

@@ -21,7 +21,7 @@ import (
 	"berth/sandbox/ending"
 	"berth/sandbox/launch"
 	"berth/sandbox/process"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 	"berth/shim"
 )
 
@@ -45,11 +45,11 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	switch {
 	case c.removed:
 		return errdefs.NotFound("container %q does not exist", c.id)
-	case c.rec.Phase == record.ContainerRunning:
+	case c.rec.Phase == state.ContainerRunning:
 		return nil
-	case c.rec.Phase == record.ContainerStarting: // by an earlier daemon
+	case c.rec.Phase == state.ContainerStarting: // by an earlier daemon
 		return errdefs.Unavailable("container %s: what an earlier start left of it has not ended", c.id)
-	case c.rec.Phase != record.ContainerCreated:
+	case c.rec.Phase != state.ContainerCreated:
 		return errdefs.FailedPrecondition("container %s has exited", c.id)
 	}
 	c.started.Store(trace.Of(ctx))
@@ -59,9 +59,9 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	if err != nil {
 		return err
 	}
-	c.rec.Phase, c.rec.StartedAt = record.ContainerStarting, time.Now()
+	c.rec.Phase, c.rec.StartedAt = state.ContainerStarting, time.Now()
 	if err := m.writeContainer(ctx, c); err != nil {
-		c.rec.Phase = record.ContainerCreated
+		c.rec.Phase = state.ContainerCreated
 		return err
 	}
 	var started *shim.Started
@@ -126,7 +126,7 @@ func (m *Manager) startInterrupted(ctx context.Context, c *container, cause erro
 
 // startFailed publishes a container that never ran, and returns the cause.
 func (m *Manager) startFailed(c *container, cause error) error {
-	m.exited(c, record.Exit{Code: record.CodeStartError, Reason: record.ReasonStartError, Message: cause.Error(), FinishedAt: time.Now()})
+	m.exited(c, state.Exit{Code: state.CodeStartError, Reason: state.ReasonStartError, Message: cause.Error(), FinishedAt: time.Now()})
 	return fmt.Errorf("start container %s: %w", c.id, cause)
 }
 
@@ -144,7 +144,7 @@ func (m *Manager) containerStarted(ctx context.Context, c *container, s *shim.St
 // publishRunning needs the container's turn.
 func (m *Manager) publishRunning(c *container, run *running) {
 	c.running.Store(run)
-	c.rec.Phase = record.ContainerRunning
+	c.rec.Phase = state.ContainerRunning
 	m.publishContainer(c)
 }
 
@@ -179,7 +179,7 @@ func (m *Manager) closeRunning(c *container, run *running) {
 }
 
 // noteExit fails only when the daemon is ending; the next one finds the exit record, or that the shim was lost.
-func (m *Manager) noteExit(c *container, exit record.Exit) {
+func (m *Manager) noteExit(c *container, exit state.Exit) {
 	_ = m.tasks.WithTurn(m.tasks.Watchers.Context(), c.turn, "note the exit of", c.String(), func() error {
 		m.exited(c, exit)
 		return nil
@@ -189,11 +189,11 @@ func (m *Manager) noteExit(c *container, exit record.Exit) {
 // exited records and publishes an exit, tells plugins of it, and then removes the runtime state. It
 // needs the container's turn. An exit that can't be recorded is seen all the same;
 // the runtime state then stays, as the only record there is, until it can.
-func (m *Manager) exited(c *container, exit record.Exit) {
+func (m *Manager) exited(c *container, exit state.Exit) {
 	if c.removed { // nothing of it is to come back; it had no shim then
 		return
 	}
-	c.rec.Phase, c.rec.Exit = record.ContainerExited, &exit
+	c.rec.Phase, c.rec.Exit = state.ContainerExited, &exit
 	err := m.containerRecs.Write(c.id, c.rec)
 	told := make(chan struct{})
 	c.stopUntold.Store(&told)
@@ -212,7 +212,7 @@ func (m *Manager) exited(c *container, exit record.Exit) {
 	m.log.Error("record the exit", "container", c.id, "error", err)
 	m.tasks.InBackground("record the exit of", c.String(), func(ctx context.Context) error {
 		return m.tasks.WithTurn(ctx, c.turn, "record the exit of", c.String(), func() error {
-			if c.removed || c.rec.Phase != record.ContainerExited {
+			if c.removed || c.rec.Phase != state.ContainerExited {
 				return nil
 			}
 			if err := m.containerRecs.Write(c.id, c.rec); err != nil {
@@ -237,7 +237,7 @@ func (m *Manager) cleanExited(c *container) {
 	m.log.Warn(what+" container", "container", c.id, "error", err)
 	m.tasks.InBackground(what, c.String(), func(ctx context.Context) error {
 		return m.tasks.WithTurn(ctx, c.turn, what, c.String(), func() error {
-			if c.removed || c.rec.Phase != record.ContainerExited {
+			if c.removed || c.rec.Phase != state.ContainerExited {
 				return nil
 			}
 			return m.processes.Remove(ctx, c.id, c.rec.CgroupsPath)

@@ -8,7 +8,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // Each event in the life of a pod or container is one line at the level info, with the names that
@@ -38,8 +38,8 @@ func (m *Manager) logContainer(event string, c *container, more ...any) {
 }
 
 // logExit logs how a container ended.
-func (m *Manager) logExit(c *container, exit record.Exit) {
-	attrs := []any{slog.Int("code", int(exit.Code)), slog.String("reason", exit.Reason), slog.Bool("oom", exit.Reason == record.ReasonOOMKilled)}
+func (m *Manager) logExit(c *container, exit state.Exit) {
+	attrs := []any{slog.Int("code", int(exit.Code)), slog.String("reason", exit.Reason), slog.Bool("oom", exit.Reason == state.ReasonOOMKilled)}
 	if !exit.StartedAt.IsZero() {
 		attrs = append(attrs, seconds(exit.FinishedAt.Sub(exit.StartedAt)))
 	}

@@ -28,18 +28,16 @@ import (
 	"berth/sandbox/handler"
 	"berth/sandbox/imagefs"
 	"berth/sandbox/launch"
-	"berth/sandbox/layout"
 	"berth/sandbox/lsm"
 	"berth/sandbox/namespaces"
 	"berth/sandbox/plugins"
 	"berth/sandbox/podnet"
 	"berth/sandbox/process"
-	"berth/sandbox/record"
 	"berth/sandbox/roots"
+	"berth/sandbox/state"
 	"berth/sandbox/stats"
 	"berth/sandbox/stream"
 	"berth/sandbox/unfinished"
-	"berth/sandbox/view"
 	"berth/shim"
 	"berth/shim/payload"
 )
@@ -73,9 +71,9 @@ type Config struct {
 
 // Manager owns all pods and containers.
 type Manager struct {
-	*view.Lists[*pod, *container] // Pods, Containers, Events
-	*stream.Service               // Exec, ExecSync, Attach, PortForward
-	*stats.Reader                 // ContainerStats, PodStats
+	*state.Lists[*pod, *container] // Pods, Containers, Events
+	*stream.Service                // Exec, ExecSync, Attach, PortForward
+	*stats.Reader                  // ContainerStats, PodStats
 
 	cfg       Config
 	log       *slog.Logger
@@ -85,10 +83,10 @@ type Manager struct {
 	plugins   plugins.Kit
 	payload   payload.Paths
 	bootID    string
-	run       layout.Run // of the state directory
+	run       state.Run // of the state directory
 
-	dirs          layout.Dirs
-	trash         *layout.Trash
+	dirs          state.Dirs
+	trash         *state.Trash
 	namespaces    namespaces.Kit
 	processes     process.Kit
 	ending        *ending.Kit
@@ -105,7 +103,7 @@ type Manager struct {
 	selinux       lsm.SELinux
 	labels        lsm.Holders
 	unfinished    *unfinished.Work // found half done by recover
-	events        *view.Events
+	events        *state.Events
 	sampler       *stats.Sampler
 	unmeasured    lograte.Limiter // warnings of usage that can't be kept
 	tasks         *task.Runner
@@ -124,12 +122,12 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
 		selinux: lsm.HostSELinux, tasks: task.NewRunner(cfg.Log, cfg.Waits)}
 	m.unfinished = unfinished.New(m.tasks)
-	m.dirs = layout.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
+	m.dirs = state.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
 	m.processes = process.Kit{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
 	m.ending = ending.New(m.processes)
-	m.Lists, m.events = view.NewLists(m.pods, m.containers)
+	m.Lists, m.events = state.NewLists(m.pods, m.containers)
 	m.roots = roots.Kit{Images: images, Dirs: m.dirs}
-	m.trash = layout.NewTrash(m.dirs, m.tasks)
+	m.trash = state.NewTrash(m.dirs, m.tasks)
 	m.sampler = m.newSampler()
 	m.appArmor = lsm.NewAppArmor(cfg.Host.AppArmor, m.tasks, m.log)
 	m.plugins = plugins.Kit{Plugins: cfg.Plugins, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: m.log}
@@ -206,10 +204,10 @@ func (m *Manager) openRun() (err error) {
 }
 
 func (m *Manager) openRecords() (err error) {
-	if m.podRecords, err = record.OpenPods(m.cfg.Root); err != nil {
+	if m.podRecords, err = state.OpenPods(m.cfg.Root); err != nil {
 		return err
 	}
-	if m.containerRecs, err = record.OpenContainers(m.cfg.Root); err != nil {
+	if m.containerRecs, err = state.OpenContainers(m.cfg.Root); err != nil {
 		return err
 	}
 	m.podRecords.Note(m.tasks.Begin)

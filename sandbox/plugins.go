@@ -12,7 +12,7 @@ import (
 	"berth/internal/trace"
 	"berth/sandbox/limits"
 	"berth/sandbox/plugins"
-	"berth/sandbox/view"
+	"berth/sandbox/state"
 )
 
 // presentPod asks the plugins about a pod that is about to be published, see plugins.Kit. It needs the pod's turn.
@@ -34,7 +34,7 @@ func (m *Manager) tellOfPod(ctx context.Context, event nri.PodEvent, p *pod) {
 	})
 }
 
-func (p *pod) forPlugins(info *view.Pod) *nri.Pod {
+func (p *pod) forPlugins(info *state.Pod) *nri.Pod {
 	return plugins.DescribePod(info, p.rec.CgroupsPath)
 }
 
@@ -91,7 +91,7 @@ func (m *Manager) describer(c *container) plugins.Container {
 	}
 }
 
-func (m *Manager) containerForPlugins(c *container, info *view.Container) *nri.Container {
+func (m *Manager) containerForPlugins(c *container, info *state.Container) *nri.Container {
 	return plugins.DescribeContainer(info, c.rec.Adjustment, *m.cfg.Host)
 }
 

@@ -19,11 +19,8 @@ import (
 	"berth/oci"
 	"berth/oci/confine"
 	"berth/sandbox/footprint"
-	"berth/sandbox/layout"
-	"berth/sandbox/record"
-	"berth/sandbox/request"
+	"berth/sandbox/state"
 	"berth/sandbox/stats"
-	"berth/sandbox/view"
 	"berth/shim"
 )
 
@@ -33,8 +30,8 @@ type pod struct {
 	config   *runtimeapi.PodSandboxConfig // as in rec, decoded; never changed
 	updated  *runtimeapi.PodSandboxConfig // config with the resources of the last update, nil without one; belongs to the holder of turn
 	turn     task.Turn
-	rec      record.Pod                     // belongs to the holder of turn
-	info     atomic.Pointer[view.Pod]       // nil until the pod is ready: nobody sees half a pod
+	rec      state.PodRecord                // belongs to the holder of turn
+	info     atomic.Pointer[state.Pod]      // nil until the pod is ready: nobody sees half a pod
 	pause    atomic.Pointer[os.File]        // pidfd, owned by the pod's watcher
 	meter    atomic.Pointer[stats.PodMeter] // nil without a pause; owned by the pod's watcher
 	launched atomic.Int64                   // process ID of the pause, before info has it; 0: it does not run yet, or an earlier daemon started it
@@ -49,15 +46,15 @@ type pod struct {
 func (p *pod) String() string { return "pod " + p.id }
 func (p *pod) Visible() bool  { return p.info.Load() != nil }
 
-// Info implements view.Published.
-func (p *pod) Info() *view.Pod { return p.info.Load() }
+// Info implements state.Published.
+func (p *pod) Info() *state.Pod { return p.info.Load() }
 
-// Birth implements view.Published.
-func (p *pod) Birth() view.Birth { return view.Birth{At: p.rec.CreatedAt, ID: p.id} } // which never changes
+// Birth implements state.Published.
+func (p *pod) Birth() state.Birth { return state.Birth{At: p.rec.CreatedAt, ID: p.id} } // which never changes
 
 // PodOrPlanned returns the pod with exactly that ID. Of one that is being made it tells the config
 // and, as soon as there is one, the process ID of the pause. NotFound if there is none.
-func (m *Manager) PodOrPlanned(id string) (*view.Pod, error) {
+func (m *Manager) PodOrPlanned(id string) (*state.Pod, error) {
 	p, known := m.pods.Get(id)
 	if !known {
 		return nil, errdefs.NotFound("pod sandbox %q does not exist", id)
@@ -65,7 +62,7 @@ func (m *Manager) PodOrPlanned(id string) (*view.Pod, error) {
 	if info := p.info.Load(); info != nil {
 		return info, nil
 	}
-	return &view.Pod{ID: p.id, Config: p.config, CreatedAt: p.rec.CreatedAt, PausePID: int(p.launched.Load())}, nil
+	return &state.Pod{ID: p.id, Config: p.config, CreatedAt: p.rec.CreatedAt, PausePID: int(p.launched.Load())}, nil
 }
 
 // RunPodSandbox creates and starts a pod, and returns its ID when its network is up
@@ -84,7 +81,7 @@ func (m *Manager) RunPodSandbox(ctx context.Context, config *runtimeapi.PodSandb
 	if err != nil {
 		return "", err
 	}
-	identity := request.PodIdentity(config.Metadata)
+	identity := state.PodIdentity(config.Metadata)
 	m.launchers.ExpectPause(m.hasPlainPause(config, handler), m.cfg.SystemdCgroup)
 	defer m.tasks.BeginUpTo(task.Limit, "it to be made", identity)()
 	checking.End()
@@ -115,16 +112,16 @@ func (m *Manager) hasPlainPause(config *runtimeapi.PodSandboxConfig, handler str
 
 // checkPodConfig refuses what no later step would refuse as precisely.
 func (m *Manager) checkPodConfig(config *runtimeapi.PodSandboxConfig, handler string) error {
-	if err := request.CheckPod(config); err != nil {
+	if err := state.CheckPod(config); err != nil {
 		return err
 	}
 	if _, err := m.handlers.Find(handler); err != nil {
 		return err
 	}
-	if err := request.CheckPodResources(config.GetLinux().GetOverhead(), config.GetLinux().GetResources(), *m.cfg.Host); err != nil {
+	if err := state.CheckPodResources(config.GetLinux().GetOverhead(), config.GetLinux().GetResources(), *m.cfg.Host); err != nil {
 		return err
 	}
-	return request.CheckUserNamespace(config, *m.cfg.Host)
+	return state.CheckUserNamespace(config, *m.cfg.Host)
 }
 
 // newPod runs in a goroutine of its own, whatever becomes of the caller.
@@ -157,8 +154,8 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 	if err != nil {
 		return nil, errdefs.InvalidArgument("encode pod config: %w", err)
 	}
-	p := &pod{id: layout.NewID(), config: config, turn: task.NewTurn(), started: trace.Of(ctx)}
-	p.rec = record.Pod{ID: p.id, BootID: m.bootID, RunID: m.run.ID, Phase: record.PodStarting, CreatedAt: m.podCreation(config.GetMetadata()), Config: data,
+	p := &pod{id: state.NewID(), config: config, turn: task.NewTurn(), started: trace.Of(ctx)}
+	p.rec = state.PodRecord{ID: p.id, BootID: m.bootID, RunID: m.run.ID, Phase: state.PodStarting, CreatedAt: m.podCreation(config.GetMetadata()), Config: data,
 		Handler: handler, Tmpfs: true}
 	p.rec.CgroupsPath, err = oci.CgroupsPath(config.GetLinux().GetCgroupParent(), p.id, m.cfg.SystemdCgroup)
 	if err != nil {
@@ -167,7 +164,7 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 	if p.rec.Runtime, err = m.planRuntime(ctx, p, handler); err != nil {
 		return nil, err
 	}
-	if !request.HostNetwork(config) {
+	if !state.HostNetwork(config) {
 		p.rec.NetNS = m.dirs.NetNS(p.id)
 		if err := m.networks.Plan(&p.rec, config); err != nil {
 			return nil, err
@@ -207,7 +204,7 @@ func (p *pod) onHost() footprint.Pod {
 // finishPod presents the pod to plugins, records that it is ready, publishes it and watches its pause.
 func (m *Manager) finishPod(ctx context.Context, p *pod, started *shim.Started) error {
 	p.rec.PausePID, p.rec.PauseStart = started.InitPID, started.InitStartTime
-	p.rec.Phase = record.PodReady
+	p.rec.Phase = state.PodReady
 	release, err := m.presentPod(ctx, p)
 	defer release()
 	if err == nil {
@@ -239,7 +236,7 @@ func (m *Manager) publishPod(p *pod) {
 }
 
 // snapshot is what the record says. The caller has the pod's turn.
-func (p *pod) snapshot() *view.Pod { return view.NewPod(&p.rec, p.shownConfig()) }
+func (p *pod) snapshot() *state.Pod { return state.NewPod(&p.rec, p.shownConfig()) }
 
 // watchPause owns the pause's pidfd: the pod stops being ready when it ends.
 func (m *Manager) watchPause(p *pod, pause *os.File) {
@@ -270,7 +267,7 @@ func (m *Manager) closePause(p *pod, pause *os.File, measured *stats.PodMeter) {
 // away by StopPodSandbox, which kubelet calls when it sees the pod NotReady.
 func (m *Manager) pauseEnded(p *pod) {
 	_ = m.tasks.WithTurn(m.tasks.Watchers.Context(), p.turn, "note the end of its pause", p.String(), func() error {
-		if p.rec.Phase == record.PodReady { // else stopped on purpose
+		if p.rec.Phase == state.PodReady { // else stopped on purpose
 			m.log.Warn("the pause process ended, the pod is not ready any more", "pod", p.id)
 			m.publishPauseless(p)
 		}

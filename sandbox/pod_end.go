@@ -10,8 +10,7 @@ import (
 	"berth/internal/nri"
 	"berth/internal/task"
 	"berth/sandbox/process"
-	"berth/sandbox/record"
-	"berth/sandbox/request"
+	"berth/sandbox/state"
 )
 
 // StopPodSandbox ends everything that runs in the pod and takes its network away,
@@ -33,14 +32,14 @@ func (m *Manager) StopPodSandbox(ctx context.Context, id string) error {
 // starts in the pod, and does every step whatever became of the others: a full
 // disk, for one, is no reason to let a pod run.
 func (m *Manager) stopPod(ctx context.Context, p *pod) error {
-	if _, known := m.pods.Get(p.id); !known || p.rec.Phase == record.Removing {
+	if _, known := m.pods.Get(p.id); !known || p.rec.Phase == state.Removing {
 		return nil
 	}
-	first := p.rec.Phase != record.PodStopped
+	first := p.rec.Phase != state.PodStopped
 	var unrecorded error
 	if first {
 		p.stopping = true
-		p.rec.Phase = record.PodStopped
+		p.rec.Phase = state.PodStopped
 		unrecorded = m.podRecords.Write(p.id, p.rec)
 		m.publishPod(p)
 	}
@@ -86,7 +85,7 @@ func (m *Manager) recordStopLater(p *pod, cause error) {
 	m.log.Warn("record that a pod is stopped", "pod", p.id, "error", cause)
 	m.tasks.InBackground("record the stop of", p.String(), func(ctx context.Context) error {
 		return m.tasks.WithTurn(ctx, p.turn, "record the stop of", p.String(), func() error {
-			if _, known := m.pods.Get(p.id); !known || p.rec.Phase != record.PodStopped {
+			if _, known := m.pods.Get(p.id); !known || p.rec.Phase != state.PodStopped {
 				return nil
 			}
 			if p.rec.Network == nil { // it was detached
@@ -149,7 +148,7 @@ func (m *Manager) replacePod(ctx context.Context, id string) error {
 	}
 	return m.tasks.Detach(ctx, task.Limit, "replace", p.String(), func(ctx context.Context) error {
 		return m.tasks.WithTurn(ctx, p.turn, "replace", p.String(), func() error {
-			if p.rec.Phase != record.Removing && len(m.containersOf(id)) > 0 {
+			if p.rec.Phase != state.Removing && len(m.containersOf(id)) > 0 {
 				return fmt.Errorf("pod sandbox %s has containers: %w", id, join.ErrInUse)
 			}
 			return m.endPod(ctx, p)
@@ -171,9 +170,9 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	if _, known := m.pods.Get(p.id); !known {
 		return nil // somebody else had the turn before
 	}
-	if p.rec.Phase != record.Removing {
-		p.rec.Phase = record.Removing
-		m.podIDs.Going(request.PodIdentity(p.config.Metadata), p.id)
+	if p.rec.Phase != state.Removing {
+		p.rec.Phase = state.Removing
+		m.podIDs.Going(state.PodIdentity(p.config.Metadata), p.id)
 		if err := m.podRecords.Write(p.id, p.rec); err != nil {
 			m.log.Warn("record a removal, which goes on", "pod", p.id, "error", err) // a full disk must not keep what fills it
 		}
@@ -197,7 +196,7 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 		m.logPod("pod removed", p)
 	}
 	m.events.PodDeleted(p.info.Load())
-	m.podIDs.Forget(request.PodIdentity(p.config.Metadata), p.id)
+	m.podIDs.Forget(state.PodIdentity(p.config.Metadata), p.id)
 	if p.presented && !p.Visible() {
 		m.tellOfPod(ctx, nri.PodStopped, p)
 	}

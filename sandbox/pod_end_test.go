@@ -6,14 +6,14 @@ import (
 	"testing"
 
 	"berth/cni"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // However often a pod is stopped while its disk takes nothing, one goroutine records it in the end.
 func TestStopIsRecordedOnce(t *testing.T) {
 	m, p, _ := aReadyPod(t)
 	m.log = m.tasks.Log
-	p.rec.Phase, p.rec.Network = record.PodStopped, &cni.Attachment{}
+	p.rec.Phase, p.rec.Network = state.PodStopped, &cni.Attachment{}
 	var writes atomic.Int32
 	m.podRecords.Note(func(string, string) func() { writes.Add(1); return func() {} })
 	stops := func() {

@@ -9,8 +9,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/nri"
 	"berth/internal/task"
-	"berth/sandbox/record"
-	"berth/sandbox/request"
+	"berth/sandbox/state"
 )
 
 // UpdatePodSandboxResources notes new resources of a pod as a whole, and its overhead, in the
@@ -23,7 +22,7 @@ func (m *Manager) UpdatePodSandboxResources(ctx context.Context, id string, over
 	if err != nil {
 		return err
 	}
-	if err := request.CheckPodResources(overhead, resources, *m.cfg.Host); err != nil {
+	if err := state.CheckPodResources(overhead, resources, *m.cfg.Host); err != nil {
 		return err
 	}
 	return m.tasks.Detach(ctx, task.Limit, "update", p.String(), func(ctx context.Context) error {
@@ -35,7 +34,7 @@ func (m *Manager) UpdatePodSandboxResources(ctx context.Context, id string, over
 
 // updatePodResources needs the pod's turn.
 func (m *Manager) updatePodResources(ctx context.Context, p *pod, overhead, resources *runtimeapi.LinuxContainerResources) error {
-	if _, known := m.pods.Get(p.id); !known || p.rec.Phase == record.Removing {
+	if _, known := m.pods.Get(p.id); !known || p.rec.Phase == state.Removing {
 		return errdefs.NotFound("pod sandbox %q does not exist", p.id)
 	}
 	if !p.info.Load().Ready {

@@ -14,8 +14,7 @@ import (
 	"berth/internal/task"
 	"berth/sandbox/lsm"
 	"berth/sandbox/plugins"
-	"berth/sandbox/record"
-	"berth/sandbox/view"
+	"berth/sandbox/state"
 )
 
 // aReadyPod is a pod of a manager that has just enough for updates of its resources.
@@ -23,16 +22,16 @@ func aReadyPod(t *testing.T) (m *Manager, p *pod, records string) {
 	t.Helper()
 	root := t.TempDir()
 	records = filepath.Join(root, "pods")
-	dir, err := record.OpenPods(root)
+	dir, err := state.OpenPods(root)
 	if err != nil {
 		t.Fatal(err)
 	}
 	m = &Manager{cfg: Config{Host: &host.Facts{}}, plugins: plugins.Kit{Plugins: plugins.None{}}, podRecords: dir,
 		pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
 		appArmor: lsm.NewAppArmor(false, nil, nil), tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil)}
-	m.Lists, m.events = view.NewLists(m.pods, m.containers)
+	m.Lists, m.events = state.NewLists(m.pods, m.containers)
 	p = &pod{id: "p", config: &runtimeapi.PodSandboxConfig{}, turn: task.NewTurn()}
-	p.rec = record.Pod{ID: p.id, Phase: record.PodReady, CgroupsPath: "/kubepods/p", NetNS: "/run/netns/p"}
+	p.rec = state.PodRecord{ID: p.id, Phase: state.PodReady, CgroupsPath: "/kubepods/p", NetNS: "/run/netns/p"}
 	p.info.Store(p.snapshot())
 	m.pods.Put(p.id, p)
 	return m, p, records

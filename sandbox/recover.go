@@ -15,8 +15,7 @@ import (
 	"berth/internal/join"
 	"berth/internal/task"
 	"berth/sandbox/process"
-	"berth/sandbox/record"
-	"berth/sandbox/request"
+	"berth/sandbox/state"
 	"berth/shim"
 )
 
@@ -79,7 +78,7 @@ func (m *Manager) loadPodCIDR() error {
 }
 
 // recordedPods is an iter.Seq2.
-func (m *Manager) recordedPods(yield func(*record.Pod, *runtimeapi.PodSandboxConfig) bool) {
+func (m *Manager) recordedPods(yield func(*state.PodRecord, *runtimeapi.PodSandboxConfig) bool) {
 	for _, p := range m.pods.Snapshot() {
 		if !yield(&p.rec, p.config) {
 			return
@@ -90,7 +89,7 @@ func (m *Manager) recordedPods(yield func(*record.Pod, *runtimeapi.PodSandboxCon
 func (m *Manager) loadPods() error {
 	pods := map[string]*pod{}
 	damaged, err := m.podRecords.Load(func(name string, _ int, body []byte) error {
-		rec, config, update, err := record.ReadPod(name, body)
+		rec, config, update, err := state.ReadPod(name, body)
 		if err != nil {
 			return err
 		}
@@ -109,7 +108,7 @@ func (m *Manager) loadPods() error {
 func (m *Manager) loadContainers() error {
 	containers := map[string]*container{}
 	damaged, err := m.containerRecs.Load(func(name string, _ int, body []byte) error {
-		rec, config, resources, err := record.ReadContainer(name, body)
+		rec, config, resources, err := state.ReadContainer(name, body)
 		if err != nil {
 			return err
 		}
@@ -147,7 +146,7 @@ func (m *Manager) reserveLabels() error {
 
 // recoverPod decides by phase. No turn is needed: nobody else knows the manager yet.
 func (m *Manager) recoverPod(p *pod) error {
-	if p.rec.Phase == record.PodStarting || p.rec.Phase == record.Removing { // never reported, or to go
+	if p.rec.Phase == state.PodStarting || p.rec.Phase == state.Removing { // never reported, or to go
 		m.unfinished.LaterWithPod("undo", p.String(), p.turn, func(ctx context.Context) error { return m.erasePod(ctx, p) })
 		return nil
 	}
@@ -155,7 +154,7 @@ func (m *Manager) recoverPod(p *pod) error {
 	if err != nil {
 		return err
 	}
-	m.podIDs.Adopt(request.PodIdentity(p.config.Metadata), sum, p.id)
+	m.podIDs.Adopt(state.PodIdentity(p.config.Metadata), sum, p.id)
 	if image := p.rec.PauseImage; image != nil {
 		if _, err := m.images.Hold(p.id, image.Layers); err != nil {
 			m.log.Error("pause image", "pod", p.id, "error", err)
@@ -163,7 +162,7 @@ func (m *Manager) recoverPod(p *pod) error {
 	}
 	m.publishPod(p)
 	switch p.rec.Phase {
-	case record.PodReady:
+	case state.PodReady:
 		lost, err := m.stateLost(p.rec.BootID, p.rec.RunID, p.id)
 		if err != nil {
 			return err
@@ -173,7 +172,7 @@ func (m *Manager) recoverPod(p *pod) error {
 			return m.findPause(p)
 		}
 		return m.recoverStateless(p)
-	case record.PodStopped:
+	case state.PodStopped:
 		m.unfinished.LaterWithPod("stop", p.String(), p.turn, func(ctx context.Context) error { return m.stopPod(ctx, p) }) // perhaps it was half done
 		return nil
 	}
@@ -209,7 +208,7 @@ func (m *Manager) finishStop(p *pod) error {
 
 // recoverContainer decides by phase. Of one that was launched in this boot the shim directory tells the rest.
 func (m *Manager) recoverContainer(c *container) (launched bool, err error) {
-	if _, known := m.pods.Get(c.podID); !known || c.rec.Phase == record.Removing || c.rec.Process == nil {
+	if _, known := m.pods.Get(c.podID); !known || c.rec.Phase == state.Removing || c.rec.Process == nil {
 		// Without its pod, to go, or never reported.
 		m.unfinished.Later("undo", c.String(), func(ctx context.Context) error { return m.removeContainer(ctx, c) })
 		return false, nil
@@ -218,7 +217,7 @@ func (m *Manager) recoverContainer(c *container) (launched bool, err error) {
 	if err != nil {
 		return false, err
 	}
-	m.containerIDs.Adopt(request.ContainerIdentity(c.podID, c.config.Metadata), sum, c.id)
+	m.containerIDs.Adopt(state.ContainerIdentity(c.podID, c.config.Metadata), sum, c.id)
 	if _, err := m.images.Hold(c.id, c.rec.Image.Layers); err != nil {
 		m.log.Error("layers of a container", "container", c.id, "image", c.rec.Image.ID, "error", err)
 	}
@@ -226,7 +225,7 @@ func (m *Manager) recoverContainer(c *container) (launched bool, err error) {
 		m.log.Error("layers of a container's image volumes", "container", c.id, "error", err)
 	}
 	switch {
-	case c.rec.Phase == record.ContainerExited:
+	case c.rec.Phase == state.ContainerExited:
 		m.publishContainer(c)
 		m.unfinished.Later("clean up after", c.String(), func(ctx context.Context) error { // perhaps it was not
 			return m.tasks.WithTurn(ctx, c.turn, "clean up after", c.String(), func() error {
@@ -240,9 +239,9 @@ func (m *Manager) recoverContainer(c *container) (launched bool, err error) {
 	case c.rec.BootID != m.bootID:
 		m.exited(c, exitOfRestart(c))
 		return false, nil
-	case c.rec.Phase == record.ContainerCreated:
+	case c.rec.Phase == state.ContainerCreated:
 		return false, m.recoverCreated(c)
-	case c.rec.Phase != record.ContainerStarting && c.rec.Phase != record.ContainerRunning:
+	case c.rec.Phase != state.ContainerStarting && c.rec.Phase != state.ContainerRunning:
 		return false, fmt.Errorf("its record has the unknown phase %q", c.rec.Phase)
 	}
 	return true, nil
@@ -327,7 +326,7 @@ func (m *Manager) startLost(ctx context.Context, c *container) {
 	m.publishContainer(c)
 	m.unfinished.Later(what, c.String(), func(ctx context.Context) error {
 		return m.tasks.WithTurn(ctx, c.turn, what, c.String(), func() error {
-			if c.removed || c.rec.Phase != record.ContainerStarting {
+			if c.removed || c.rec.Phase != state.ContainerStarting {
 				return nil
 			}
 			return m.takeStartBack(ctx, c)
@@ -337,7 +336,7 @@ func (m *Manager) startLost(ctx context.Context, c *container) {
 
 // watchLost publishes a container as running of which a process is left that SIGKILL does not end, in a call to a volume whose server
 // does not answer for one, and as exited when nothing of it is left.
-func (m *Manager) watchLost(c *container, ids shim.Launched, exit record.Exit) error {
+func (m *Manager) watchLost(c *container, ids shim.Launched, exit state.Exit) error {
 	left, err := process.LeftBehind(ids)
 	if err != nil {
 		return err
@@ -360,7 +359,7 @@ func (m *Manager) takeStartBack(ctx context.Context, c *container) error {
 	if err := m.processes.Remove(ctx, c.id, c.rec.CgroupsPath); err != nil {
 		return err
 	}
-	c.rec.Phase, c.rec.StartedAt = record.ContainerCreated, time.Time{}
+	c.rec.Phase, c.rec.StartedAt = state.ContainerCreated, time.Time{}
 	if err := m.containerRecs.Write(c.id, c.rec); err != nil {
 		m.log.Warn("record that a start was taken back; the next daemon will do it once more", "container", c.id, "error", err)
 	}

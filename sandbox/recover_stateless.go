@@ -9,7 +9,7 @@ import (
 
 	"berth/internal/pidfd"
 	"berth/sandbox/process"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 	"berth/shim"
 )
 
@@ -60,13 +60,13 @@ func (m *Manager) markContainer(c *container) {
 }
 
 // exitOfRestart is how a container ended whose node was restarted.
-func exitOfRestart(c *container) record.Exit {
-	return record.Exit{Code: record.CodeUnknown, Reason: record.ReasonUnknown, StartedAt: c.rec.StartedAt, FinishedAt: time.Now(),
+func exitOfRestart(c *container) state.Exit {
+	return state.Exit{Code: state.CodeUnknown, Reason: state.ReasonUnknown, StartedAt: c.rec.StartedAt, FinishedAt: time.Now(),
 		Message: "the machine was restarted"}
 }
 
 // exitOfStateLost is exitOfRestart where the boot is the same.
-func exitOfStateLost(c *container) record.Exit {
+func exitOfStateLost(c *container) state.Exit {
 	exit := exitOfRestart(c)
 	exit.Message = "the machine was restarted, or its state directory emptied"
 	return exit

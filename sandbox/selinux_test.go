@@ -12,7 +12,7 @@ import (
 	"berth/internal/index"
 	"berth/oci/confine"
 	"berth/sandbox/lsm"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // fakeSELinux is a host with SELinux: labels that are in use, and those of files.
@@ -45,9 +45,9 @@ func (f *fakeSELinux) labels() []string { return slices.Sorted(maps.Keys(f.inUse
 // labelledManager has a pod, a container with the pod's labels and one with its own.
 func labelledManager(host *fakeSELinux) (m *Manager, p *pod, shares, own *container) {
 	m = &Manager{selinux: host.selinux(), pods: index.New[*pod]("pod"), containers: index.New[*container]("container")}
-	p = &pod{id: "p", rec: record.Pod{SELinux: confine.Labels{Process: "pod-process", Mount: "pod-files"}}}
-	shares = &container{id: "shares", podID: "p", rec: record.Container{SELinux: p.rec.SELinux}}
-	own = &container{id: "own", podID: "p", rec: record.Container{SELinux: confine.Labels{Process: "own-process", Mount: "own-files"}}}
+	p = &pod{id: "p", rec: state.PodRecord{SELinux: confine.Labels{Process: "pod-process", Mount: "pod-files"}}}
+	shares = &container{id: "shares", podID: "p", rec: state.ContainerRecord{SELinux: p.rec.SELinux}}
+	own = &container{id: "own", podID: "p", rec: state.ContainerRecord{SELinux: confine.Labels{Process: "own-process", Mount: "own-files"}}}
 	m.pods.Put(p.id, p)
 	m.containers.Put(shares.id, shares)
 	m.containers.Put(own.id, own)
@@ -82,7 +82,7 @@ func TestLabelsOfTwoPods(t *testing.T) {
 	m, _, _, _ := labelledManager(host)
 	const level = ":s0:c1,c2"
 	for _, id := range []string{"a", "b"} {
-		m.pods.Put(id, &pod{id: id, rec: record.Pod{SELinux: confine.Labels{Process: "u:r:" + id + level, Mount: "files"}}})
+		m.pods.Put(id, &pod{id: id, rec: state.PodRecord{SELinux: confine.Labels{Process: "u:r:" + id + level, Mount: "files"}}})
 	}
 	if err := m.reserveLabels(); err != nil {
 		t.Fatal(err)

@@ -8,8 +8,8 @@ import (
 	"berth/internal/host"
 	"berth/internal/index"
 	"berth/sandbox/handler"
+	"berth/sandbox/state"
 	"berth/sandbox/stats"
-	"berth/sandbox/view"
 	"berth/shim/ociruntime"
 )
 
@@ -25,7 +25,7 @@ func TestSandboxedContainerHasNoFigures(t *testing.T) {
 	run := &running{meter: m.containerMeter(c)}
 	c.running.Store(run)
 	m.containers.Put(c.id, c)
-	stats, err := m.ContainerStats(&view.Container{ID: c.id})
+	stats, err := m.ContainerStats(&state.Container{ID: c.id})
 	if err != nil || !stats.Running || stats.Usage.CPU.Known || stats.Usage.Memory.Known || stats.Usage.At.IsZero() {
 		t.Errorf("%+v, %v", stats, err)
 	}

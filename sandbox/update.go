@@ -11,7 +11,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/nri"
 	"berth/sandbox/limits"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // updateResources makes an update as plugins want it. It needs the container's turn.
@@ -35,7 +35,7 @@ func checkUpdatable(c *container) error {
 	if c.removed {
 		return errdefs.NotFound("container %q does not exist", c.id)
 	}
-	if c.rec.Phase != record.ContainerCreated && c.rec.Phase != record.ContainerRunning {
+	if c.rec.Phase != state.ContainerCreated && c.rec.Phase != state.ContainerRunning {
 		return errdefs.FailedPrecondition("container %s has exited", c.id)
 	}
 	return nil
@@ -50,7 +50,7 @@ func (m *Manager) changeResources(c *container, change nri.Update) (err error) {
 		return err
 	}
 	restore := func() error { return nil }
-	if c.rec.Phase == record.ContainerRunning {
+	if c.rec.Phase == state.ContainerRunning {
 		restore, err = m.applyLimits(c)
 	}
 	if err == nil {

@@ -18,15 +18,14 @@ import (
 	"berth/internal/nri"
 	"berth/internal/task"
 	"berth/sandbox/plugins"
-	"berth/sandbox/record"
-	"berth/sandbox/view"
+	"berth/sandbox/state"
 )
 
 // containerManager has no pods, and just enough for containers that have no process. Their records are in records.
 func containerManager(t *testing.T) (m *Manager, records string) {
 	t.Helper()
 	root := t.TempDir()
-	dir, err := record.OpenContainers(root)
+	dir, err := state.OpenContainers(root)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -34,14 +33,14 @@ func containerManager(t *testing.T) (m *Manager, records string) {
 	m = &Manager{cfg: Config{Host: &host.Facts{}}, log: log, pods: index.New[*pod]("pod sandbox"), containers: index.New[*container]("container"),
 		containerRecs: dir, tasks: task.NewRunner(log, nil)}
 	m.plugins = plugins.Kit{Plugins: plugins.None{}, Runtime: pluginRuntime{m}, Tasks: m.tasks, Log: log}
-	m.Lists, m.events = view.NewLists(m.pods, m.containers)
+	m.Lists, m.events = state.NewLists(m.pods, m.containers)
 	return m, filepath.Join(root, "containers")
 }
 
 // addContainer publishes a container.
-func addContainer(m *Manager, id, podID string, phase record.Phase) *container {
+func addContainer(m *Manager, id, podID string, phase state.Phase) *container {
 	c := &container{id: id, podID: podID, config: &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: id}}, turn: task.NewTurn()}
-	c.rec = record.Container{ID: id, PodID: podID, Phase: phase, CreatedAt: time.Unix(1, 0)}
+	c.rec = state.ContainerRecord{ID: id, PodID: podID, Phase: phase, CreatedAt: time.Unix(1, 0)}
 	c.info.Store(c.snapshot())
 	m.containers.Put(id, c)
 	return c
@@ -50,7 +49,7 @@ func addContainer(m *Manager, id, podID string, phase record.Phase) *container {
 // An update is seen when it is on disk, and merged into what was before.
 func TestContainerUpdate(t *testing.T) {
 	m, records := containerManager(t)
-	c := addContainer(m, "c", "p", record.ContainerCreated)
+	c := addContainer(m, "c", "p", state.ContainerCreated)
 	before := c.info.Load()
 	update := func(r *runtimeapi.LinuxContainerResources) error {
 		return m.UpdateContainerResources(t.Context(), "c", r)
@@ -82,9 +81,9 @@ func TestContainerUpdate(t *testing.T) {
 
 func TestWhatCanBeUpdated(t *testing.T) {
 	m, _ := containerManager(t)
-	for phase, want := range map[record.Phase]codes.Code{
-		record.ContainerCreated: codes.OK, record.ContainerRunning: codes.OK,
-		record.ContainerStarting: codes.FailedPrecondition, record.ContainerExited: codes.FailedPrecondition, record.Removing: codes.FailedPrecondition,
+	for phase, want := range map[state.Phase]codes.Code{
+		state.ContainerCreated: codes.OK, state.ContainerRunning: codes.OK,
+		state.ContainerStarting: codes.FailedPrecondition, state.ContainerExited: codes.FailedPrecondition, state.Removing: codes.FailedPrecondition,
 	} {
 		c := addContainer(m, "c", "p", phase)
 		if err := checkUpdatable(c); errdefs.Code(err) != want {
@@ -95,7 +94,7 @@ func TestWhatCanBeUpdated(t *testing.T) {
 			t.Errorf("%s, removed: %v", phase, err)
 		}
 	}
-	addContainer(m, "c", "p", record.ContainerCreated)
+	addContainer(m, "c", "p", state.ContainerCreated)
 	bad := &runtimeapi.LinuxContainerResources{CpusetCpus: "no numbers"}
 	for id, want := range map[string]codes.Code{"c": codes.InvalidArgument, "unknown": codes.NotFound} {
 		if err := m.UpdateContainerResources(t.Context(), id, bad); errdefs.Code(err) != want {
@@ -107,14 +106,14 @@ func TestWhatCanBeUpdated(t *testing.T) {
 // What a plugin that registers is told of: what others were not told the end of.
 func TestObjectsForPlugins(t *testing.T) {
 	m, _ := containerManager(t)
-	addContainer(m, "created", "p", record.ContainerCreated)
-	addContainer(m, "exited", "p", record.ContainerExited)
-	untold := addContainer(m, "exited, untold", "p", record.ContainerExited)
+	addContainer(m, "created", "p", state.ContainerCreated)
+	addContainer(m, "exited", "p", state.ContainerExited)
+	untold := addContainer(m, "exited, untold", "p", state.ContainerExited)
 	told := make(chan struct{})
 	untold.stopUntold.Store(&told)
-	addContainer(m, "half made", "p", record.ContainerCreated).info.Store(nil)
+	addContainer(m, "half made", "p", state.ContainerCreated).info.Store(nil)
 	half := &pod{id: "half made"}
-	ready := &pod{id: "ready", rec: record.Pod{ID: "ready", CgroupsPath: "/kubepods/ready"}}
+	ready := &pod{id: "ready", rec: state.PodRecord{ID: "ready", CgroupsPath: "/kubepods/ready"}}
 	ready.info.Store(ready.snapshot())
 	m.pods.Put(half.id, half)
 	m.pods.Put(ready.id, ready)
@@ -148,7 +147,7 @@ func TestObjectsForPlugins(t *testing.T) {
 func TestCreationAfterEarlierAttempts(t *testing.T) {
 	m, _ := containerManager(t)
 	future := time.Now().Add(time.Hour)
-	addContainer(m, "c", "p", record.ContainerExited).rec.CreatedAt = future
+	addContainer(m, "c", "p", state.ContainerExited).rec.CreatedAt = future
 	if got := m.containerCreation("p"); !got.After(future) {
 		t.Errorf("a container is created at %v, before the last one", got)
 	}
@@ -158,7 +157,7 @@ func TestCreationAfterEarlierAttempts(t *testing.T) {
 	metadata := func(name string) *runtimeapi.PodSandboxMetadata {
 		return &runtimeapi.PodSandboxMetadata{Name: name, Namespace: "n", Uid: "u"}
 	}
-	m.pods.Put("p", &pod{id: "p", config: &runtimeapi.PodSandboxConfig{Metadata: metadata("web")}, rec: record.Pod{CreatedAt: future}})
+	m.pods.Put("p", &pod{id: "p", config: &runtimeapi.PodSandboxConfig{Metadata: metadata("web")}, rec: state.PodRecord{CreatedAt: future}})
 	if got := m.podCreation(metadata("web")); !got.After(future) {
 		t.Errorf("a pod is created at %v, before its last attempt", got)
 	}

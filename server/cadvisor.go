@@ -28,7 +28,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/sandbox/view"
+	"berth/sandbox/state"
 )
 
 const (
@@ -58,8 +58,8 @@ const (
 type CadvisorPods interface {
 	// PodOrPlanned returns the pod with exactly that ID, also one that is being made: cAdvisor
 	// asks as soon as it sees the cgroup.
-	PodOrPlanned(id string) (*view.Pod, error)
-	Container(id string) (*view.Container, error)
+	PodOrPlanned(id string) (*state.Pod, error)
+	Container(id string) (*state.Container, error)
 }
 
 // CadvisorConfig is what the socket for cAdvisor tells beside pods and containers.
@@ -136,7 +136,7 @@ func checkNamespace(ctx context.Context) error {
 }
 
 // find returns the container with that ID, or the pod whose pause has it as its ID.
-func (s *cadvisorService) find(ctx context.Context, id string) (*view.Container, *view.Pod, error) {
+func (s *cadvisorService) find(ctx context.Context, id string) (*state.Container, *state.Pod, error) {
 	if err := checkNamespace(ctx); err != nil {
 		return nil, nil, err
 	}
@@ -188,7 +188,7 @@ func (c cadvisorContainers) Get(ctx context.Context, req *containersapi.GetConta
 }
 
 // ofContainer returns what cAdvisor takes of a container: labels, image, environment.
-func (s *cadvisorService) ofContainer(c *view.Container) (*containersapi.Container, error) {
+func (s *cadvisorService) ofContainer(c *state.Container) (*containersapi.Container, error) {
 	process := &specs.Process{}
 	if c.Process != nil {
 		process.Args, process.Env, process.Cwd = c.Process.Args, c.Process.Env, c.Process.Cwd
@@ -202,7 +202,7 @@ func (s *cadvisorService) ofContainer(c *view.Container) (*containersapi.Contain
 }
 
 // ofPause returns what cAdvisor takes of a pod's pause, to which it counts the pod's network.
-func (s *cadvisorService) ofPause(p *view.Pod) (*containersapi.Container, error) {
+func (s *cadvisorService) ofPause(p *state.Pod) (*containersapi.Container, error) {
 	spec, err := encodedSpec(&specs.Process{}, p.Config.GetAnnotations())
 	if err != nil {
 		return nil, fmt.Errorf("pod sandbox %s: %w", p.ID, err)
@@ -239,7 +239,7 @@ func encodedSpec(process *specs.Process, annotations map[string]string) (*anypb.
 
 // fullImageName is the name of a container's image as containerd has it: with registry, and with
 // tag or digest.
-func (s *cadvisorService) fullImageName(c *view.Container) string {
+func (s *cadvisorService) fullImageName(c *state.Container) string {
 	asked := c.Config.GetImage()
 	if named, err := reference.ParseDockerRef(asked.GetUserSpecifiedImage()); err == nil {
 		return named.String()

@@ -28,17 +28,17 @@ import (
 	"berth/image"
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
-	"berth/sandbox/view"
+	"berth/sandbox/state"
 )
 
 // cadvisorFake has one of each: pods and containers that were told of, and one pod that is being
 // made.
 type cadvisorFake struct {
-	pods       map[string]*view.Pod
-	containers map[string]*view.Container
+	pods       map[string]*state.Pod
+	containers map[string]*state.Container
 }
 
-func (f cadvisorFake) PodOrPlanned(id string) (*view.Pod, error) {
+func (f cadvisorFake) PodOrPlanned(id string) (*state.Pod, error) {
 	if p := f.pods[id]; p != nil {
 		return p, nil
 	}
@@ -46,7 +46,7 @@ func (f cadvisorFake) PodOrPlanned(id string) (*view.Pod, error) {
 }
 
 // Container finds containers by the beginning of their ID, too, as the manager does.
-func (f cadvisorFake) Container(id string) (*view.Container, error) {
+func (f cadvisorFake) Container(id string) (*state.Container, error) {
 	for full, c := range f.containers {
 		if id != "" && strings.HasPrefix(full, id) {
 			return c, nil
@@ -88,17 +88,17 @@ func inNamespace(t *testing.T, name string) context.Context {
 func observed() cadvisorFake {
 	created := time.Unix(100, 0)
 	labels := map[string]string{"io.kubernetes.pod.name": "p", "io.cri-containerd.kind": "sandbox"} // which a user could set
-	container := func(id string, state runtimeapi.ContainerState, pid int, code int32) *view.Container {
-		return &view.Container{ID: id, PodID: "pod", CreatedAt: created, State: state, PID: pid, ExitCode: code, FinishedAt: created.Add(time.Second), ImageID: idA,
+	container := func(id string, in runtimeapi.ContainerState, pid int, code int32) *state.Container {
+		return &state.Container{ID: id, PodID: "pod", CreatedAt: created, State: in, PID: pid, ExitCode: code, FinishedAt: created.Add(time.Second), ImageID: idA,
 			Config:  &runtimeapi.ContainerConfig{Labels: labels, Annotations: map[string]string{"a": "b"}, Image: &runtimeapi.ImageSpec{Image: idA}},
 			Process: &specs.Process{Args: []string{"sh"}, Env: []string{"A=B"}, Cwd: "/", Capabilities: &specs.LinuxCapabilities{Bounding: []string{"CAP_KILL"}}}}
 	}
-	pod := func(id string, pause int) *view.Pod {
-		return &view.Pod{ID: id, CreatedAt: created, PausePID: pause, Config: &runtimeapi.PodSandboxConfig{Labels: map[string]string{"io.kubernetes.pod.name": "p"}}}
+	pod := func(id string, pause int) *state.Pod {
+		return &state.Pod{ID: id, CreatedAt: created, PausePID: pause, Config: &runtimeapi.PodSandboxConfig{Labels: map[string]string{"io.kubernetes.pod.name": "p"}}}
 	}
 	return cadvisorFake{
-		pods: map[string]*view.Pod{"pod": pod("pod", 7), "planned": pod("planned", 0)},
-		containers: map[string]*view.Container{
+		pods: map[string]*state.Pod{"pod": pod("pod", 7), "planned": pod("planned", 0)},
+		containers: map[string]*state.Container{
 			"created": container("created", runtimeapi.ContainerState_CONTAINER_CREATED, 0, 0),
 			"running": container("running", runtimeapi.ContainerState_CONTAINER_RUNNING, 8, 0),
 			"exited":  container("exited", runtimeapi.ContainerState_CONTAINER_EXITED, 0, 137),
@@ -154,7 +154,7 @@ func TestCadvisorImageNames(t *testing.T) {
 			if tc.image == idB {
 				id = idB
 			}
-			c := &view.Container{ImageID: id, Config: &runtimeapi.ContainerConfig{Image: &runtimeapi.ImageSpec{Image: tc.image, UserSpecifiedImage: tc.user}}}
+			c := &state.Container{ImageID: id, Config: &runtimeapi.ContainerConfig{Image: &runtimeapi.ImageSpec{Image: tc.image, UserSpecifiedImage: tc.user}}}
 			if got := s.fullImageName(c); got != tc.want {
 				t.Errorf("got %q, want %q", got, tc.want)
 			}

@@ -10,7 +10,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/sandbox/view"
+	"berth/sandbox/state"
 )
 
 // CreateContainer implements RuntimeService. The pod's config in the request is
@@ -77,7 +77,7 @@ func (s *runtimeService) listContainers(req *runtimeapi.ListContainersRequest) (
 
 // encodedContainers returns a list of containers, the oldest first.
 func (s *runtimeService) encodedContainers(filter *runtimeapi.ContainerFilter) (encoded, error) {
-	keep := func(c *view.Container) *view.Answer {
+	keep := func(c *state.Container) *state.Answer {
 		if namedByID(c) { // its image may be given other names
 			return nil
 		}
@@ -87,17 +87,17 @@ func (s *runtimeService) encodedContainers(filter *runtimeapi.ContainerFilter) (
 }
 
 // filterContainers returns the containers that a list is asked for, the oldest first.
-func (s *runtimeService) filterContainers(filter *runtimeapi.ContainerFilter) []*view.Container {
+func (s *runtimeService) filterContainers(filter *runtimeapi.ContainerFilter) []*state.Container {
 	containers := s.pods.Containers()
-	id, known := resolve(filter.GetId(), containers, func(c *view.Container) string { return c.ID })
+	id, known := resolve(filter.GetId(), containers, func(c *state.Container) string { return c.ID })
 	pod, podKnown := filter.GetPodSandboxId(), true
 	if pod != "" {
-		pod, podKnown = resolve(pod, s.pods.Pods(), func(p *view.Pod) string { return p.ID })
+		pod, podKnown = resolve(pod, s.pods.Pods(), func(p *state.Pod) string { return p.ID })
 	}
 	if !known || !podKnown {
 		return nil
 	}
-	return slices.DeleteFunc(containers, func(c *view.Container) bool {
+	return slices.DeleteFunc(containers, func(c *state.Container) bool {
 		return id != "" && c.ID != id ||
 			pod != "" && c.PodID != pod ||
 			filter.GetState() != nil && filter.GetState().GetState() != c.State ||
@@ -135,7 +135,7 @@ type containerDetail struct {
 	SpecError string      `json:"runtimeSpecError,omitempty"` // a mount's source may be gone by now
 }
 
-func (s *runtimeService) containerDetail(ctx context.Context, c *view.Container) containerDetail {
+func (s *runtimeService) containerDetail(ctx context.Context, c *state.Container) containerDetail {
 	detail := containerDetail{PID: c.PID, PodID: c.PodID, Config: c.Config}
 	spec, err := s.pods.RuntimeSpec(ctx, c.ID)
 	if err != nil {
@@ -232,7 +232,7 @@ func (s *runtimeService) containerStatuses(pod string) []*runtimeapi.ContainerSt
 	return all
 }
 
-func (s *runtimeService) containerItem(c *view.Container) *runtimeapi.Container {
+func (s *runtimeService) containerItem(c *state.Container) *runtimeapi.Container {
 	return &runtimeapi.Container{
 		Id:           c.ID,
 		PodSandboxId: c.PodID,
@@ -247,7 +247,7 @@ func (s *runtimeService) containerItem(c *view.Container) *runtimeapi.Container 
 	}
 }
 
-func (s *runtimeService) containerStatus(c *view.Container) *runtimeapi.ContainerStatus {
+func (s *runtimeService) containerStatus(c *state.Container) *runtimeapi.ContainerStatus {
 	status := &runtimeapi.ContainerStatus{
 		Id:          c.ID,
 		Metadata:    c.Config.GetMetadata(),
@@ -286,7 +286,7 @@ func nanos(t time.Time) int64 {
 // kubelet asks for the image by ID and sends what the pod's manifest says in
 // user_specified_image; other clients send a name. If there is only an ID, a name
 // the image has now stands in.
-func (s *runtimeService) containerImage(c *view.Container) *runtimeapi.ImageSpec {
+func (s *runtimeService) containerImage(c *state.Container) *runtimeapi.ImageSpec {
 	asked := c.Config.GetImage()
 	spec := &runtimeapi.ImageSpec{
 		Image:              asked.GetImage(),
@@ -303,7 +303,7 @@ func (s *runtimeService) containerImage(c *view.Container) *runtimeapi.ImageSpec
 }
 
 // namedByID tells whether nobody has said what name the container's image is to be shown by.
-func namedByID(c *view.Container) bool {
+func namedByID(c *state.Container) bool {
 	asked := c.Config.GetImage()
 	return asked.GetUserSpecifiedImage() == "" && isID(asked.GetImage(), c.ImageID)
 }

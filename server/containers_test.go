@@ -16,8 +16,8 @@ import (
 
 	"berth/image"
 	"berth/internal/errdefs"
+	"berth/sandbox/state"
 	"berth/sandbox/stream"
-	"berth/sandbox/view"
 )
 
 func containerConfig(name, image string) *runtimeapi.ContainerConfig {
@@ -92,8 +92,8 @@ func TestListContainersFilters(t *testing.T) {
 		return cfg
 	}
 	pods := &fakePods{
-		pods: []*view.Pod{{ID: "pod1"}, {ID: "pod2"}, {ID: "other"}},
-		containers: []*view.Container{
+		pods: []*state.Pod{{ID: "pod1"}, {ID: "pod2"}, {ID: "other"}},
+		containers: []*state.Container{
 			{ID: "aa11", PodID: "pod1", State: running, Config: labelled(map[string]string{"app": "x"})},
 			{ID: "aa22", PodID: "pod1", State: created, Config: labelled(map[string]string{"app": "x", "b": "2"})},
 			{ID: "bb33", PodID: "other", State: runtimeapi.ContainerState_CONTAINER_EXITED, Config: labelled(nil)},
@@ -138,13 +138,13 @@ func TestListContainersFilters(t *testing.T) {
 const refA = "docker.io/library/busybox@" + idB
 
 // exited is a container with every field of its status set.
-func exited() *view.Container {
+func exited() *state.Container {
 	cfg := containerConfig("c", idA)
 	cfg.Image.UserSpecifiedImage, cfg.Image.Annotations = "busybox:1", map[string]string{"a": "b"}
 	cfg.Labels = map[string]string{"l": "1"}
 	cfg.Annotations = map[string]string{"n": " kept\n"}
 	cfg.Mounts = []*runtimeapi.Mount{{ContainerPath: "/data", HostPath: "/host", Readonly: true}}
-	return &view.Container{
+	return &state.Container{
 		ID: "c1", PodID: "p1", Config: cfg, ImageID: idA, ImageRef: refA, State: runtimeapi.ContainerState_CONTAINER_EXITED,
 		CreatedAt: time.Unix(1, 1), StartedAt: time.Unix(2, 2), FinishedAt: time.Unix(3, 3),
 		ExitCode: 137, Reason: "OOMKilled", Message: "out of memory", LogPath: "/var/log/pods/x/c/2.log", PID: 0,
@@ -156,7 +156,7 @@ func exited() *view.Container {
 }
 
 func TestContainerStatus(t *testing.T) {
-	pods := &fakePods{containers: []*view.Container{exited(), {ID: "c2", PodID: "p1", PID: 55, Config: containerConfig("d", "busybox"), CreatedAt: time.Unix(9, 0)}}}
+	pods := &fakePods{containers: []*state.Container{exited(), {ID: "c2", PodID: "p1", PID: 55, Config: containerConfig("d", "busybox"), CreatedAt: time.Unix(9, 0)}}}
 	h := start(t, testConfig, pods, &fakeImages{})
 	got, err := h.runtime.ContainerStatus(t.Context(), &runtimeapi.ContainerStatusRequest{ContainerId: "c1"})
 	if err != nil {
@@ -232,7 +232,7 @@ func TestContainerImageName(t *testing.T) {
 		cfg := containerConfig("c", tc.asked)
 		cfg.Image.UserSpecifiedImage = tc.user
 		s := &runtimeService{images: &fakeImages{images: tc.images}}
-		if got := s.containerImage(&view.Container{Config: cfg, ImageID: tc.id}); got.Image != tc.want {
+		if got := s.containerImage(&state.Container{Config: cfg, ImageID: tc.id}); got.Image != tc.want {
 			t.Errorf("asked for %q, user wrote %q: %q, want %q", tc.asked, tc.user, got.Image, tc.want)
 		}
 	}

@@ -12,7 +12,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/sandbox/view"
+	"berth/sandbox/state"
 )
 
 // encoded is the encoding of an answer, in parts that are never changed again: what a handler may answer with in place of a message.
@@ -71,7 +71,7 @@ const itemsField = 1
 
 // encodedItems returns a list's answer. The encoding of a repeated field is that of its items, one after the other, so items that were in
 // an earlier answer are those of that one (keep; nil: none is kept) and neither made nor encoded again.
-func encodedItems[Snapshot any, Item proto.Message](all []Snapshot, keep func(Snapshot) *view.Answer, item func(Snapshot) Item) (encoded, error) {
+func encodedItems[Snapshot any, Item proto.Message](all []Snapshot, keep func(Snapshot) *state.Answer, item func(Snapshot) Item) (encoded, error) {
 	items := make(encoded, 0, len(all))
 	for _, snapshot := range all {
 		part, err := keep(snapshot).Get(func() ([]byte, error) { return encodedItem(item(snapshot)) })

@@ -12,12 +12,12 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/feed"
-	"berth/sandbox/view"
+	"berth/sandbox/state"
 )
 
 // Events is what GetContainerEvents needs of the sandbox manager.
 type Events interface {
-	Events() *feed.Reader[view.Event]
+	Events() *feed.Reader[state.Event]
 }
 
 // GetContainerEvents implements RuntimeService (KEP-3386). The client gets all that
@@ -49,7 +49,7 @@ func (s *runtimeService) GetContainerEvents(_ *runtimeapi.GetEventsRequest, stre
 	}
 }
 
-func (s *runtimeService) eventResponse(event view.Event) *runtimeapi.ContainerEventResponse {
+func (s *runtimeService) eventResponse(event state.Event) *runtimeapi.ContainerEventResponse {
 	resp := &runtimeapi.ContainerEventResponse{
 		ContainerId:        event.ID,
 		ContainerEventType: event.Type,

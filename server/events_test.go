@@ -15,24 +15,24 @@ import (
 
 	"berth/image"
 	"berth/internal/feed"
-	"berth/sandbox/view"
+	"berth/sandbox/state"
 )
 
 // eventsFake is a feed with room for two unread events.
 type eventsFake struct {
 	once sync.Once
-	feed *feed.Feed[view.Event]
+	feed *feed.Feed[state.Event]
 }
 
-func (e *eventsFake) get() *feed.Feed[view.Event] {
-	e.once.Do(func() { e.feed = feed.New[view.Event](2) })
+func (e *eventsFake) get() *feed.Feed[state.Event] {
+	e.once.Do(func() { e.feed = feed.New[state.Event](2) })
 	return e.feed
 }
 
-func (f *fakePods) Events() *feed.Reader[view.Event] { return f.events.get().Subscribe() }
+func (f *fakePods) Events() *feed.Reader[state.Event] { return f.events.get().Subscribe() }
 
-func (f *fakePods) publish(event view.Event) {
-	f.events.get().Publish(func() view.Event { return event })
+func (f *fakePods) publish(event state.Event) {
+	f.events.get().Publish(func() state.Event { return event })
 }
 
 // subscribe returns when the server has subscribed.
@@ -53,8 +53,8 @@ func TestEventsReachAllClients(t *testing.T) {
 	h := start(t, testConfig, pods, &fakeImages{})
 	streams := []runtimeapi.RuntimeService_GetContainerEventsClient{subscribe(t, h), subscribe(t, h)}
 	at := time.Unix(3, 4)
-	pods.publish(view.Event{Type: runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT, ID: "c1", At: at,
-		Pod: &view.Pod{ID: "p1", Config: podConfig("a", nil)}, Containers: []*view.Container{exited()}})
+	pods.publish(state.Event{Type: runtimeapi.ContainerEventType_CONTAINER_STOPPED_EVENT, ID: "c1", At: at,
+		Pod: &state.Pod{ID: "p1", Config: podConfig("a", nil)}, Containers: []*state.Container{exited()}})
 	for _, stream := range streams {
 		event, err := stream.Recv()
 		if err != nil {
@@ -73,7 +73,7 @@ func publishLarge(pods *fakePods, n int) {
 	large := exited()
 	large.Message = strings.Repeat("x", 1<<20)
 	for n := range n {
-		pods.publish(view.Event{ID: fmt.Sprint(n), Containers: []*view.Container{large}})
+		pods.publish(state.Event{ID: fmt.Sprint(n), Containers: []*state.Container{large}})
 	}
 }
 

@@ -23,8 +23,8 @@ import (
 	"berth/internal/task"
 	"berth/internal/testutil"
 	"berth/internal/trace"
+	"berth/sandbox/state"
 	"berth/sandbox/stream"
-	"berth/sandbox/view"
 )
 
 // fakePods keeps pods and containers in memory: a Sandboxes whose every effect
@@ -34,8 +34,8 @@ type fakePods struct {
 	hook func(ctx context.Context, method string) error
 
 	mu         sync.Mutex
-	pods       []*view.Pod
-	containers []*view.Container
+	pods       []*state.Pod
+	containers []*state.Container
 	calls      []string
 	exec       stream.Result
 	network    error
@@ -68,7 +68,7 @@ func (f *fakePods) RunPodSandbox(ctx context.Context, cfg *runtimeapi.PodSandbox
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	p := &view.Pod{ID: fmt.Sprintf("pod%d", len(f.pods)), Config: cfg, Handler: handler, Ready: true, CreatedAt: time.Unix(1, int64(len(f.pods)))}
+	p := &state.Pod{ID: fmt.Sprintf("pod%d", len(f.pods)), Config: cfg, Handler: handler, Ready: true, CreatedAt: time.Unix(1, int64(len(f.pods)))}
 	f.pods = append(f.pods, p)
 	return p.ID, nil
 }
@@ -81,7 +81,7 @@ func (f *fakePods) RemovePodSandbox(ctx context.Context, id string) error {
 	return f.call(ctx, "RemovePodSandbox", id)
 }
 
-func (f *fakePods) Pod(id string) (*view.Pod, error) {
+func (f *fakePods) Pod(id string) (*state.Pod, error) {
 	for _, p := range f.Pods() {
 		if p.ID == id {
 			return p, nil
@@ -90,7 +90,7 @@ func (f *fakePods) Pod(id string) (*view.Pod, error) {
 	return nil, errdefs.NotFound("pod sandbox %q does not exist", id)
 }
 
-func (f *fakePods) Pods() []*view.Pod {
+func (f *fakePods) Pods() []*state.Pod {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return slices.Clone(f.pods)
@@ -102,7 +102,7 @@ func (f *fakePods) CreateContainer(ctx context.Context, podID string, cfg *runti
 	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	c := &view.Container{ID: fmt.Sprintf("ctr%d", len(f.containers)), PodID: podID, Config: cfg, ImageID: idA, CreatedAt: time.Unix(2, int64(len(f.containers)))}
+	c := &state.Container{ID: fmt.Sprintf("ctr%d", len(f.containers)), PodID: podID, Config: cfg, ImageID: idA, CreatedAt: time.Unix(2, int64(len(f.containers)))}
 	f.containers = append(f.containers, c)
 	return c.ID, nil
 }
@@ -126,7 +126,7 @@ func (f *fakePods) RuntimeSpec(_ context.Context, id string) (*specs.Spec, error
 	return &specs.Spec{Version: specs.Version}, nil
 }
 
-func (f *fakePods) Container(id string) (*view.Container, error) {
+func (f *fakePods) Container(id string) (*state.Container, error) {
 	for _, c := range f.Containers() {
 		if c.ID == id {
 			return c, nil
@@ -135,7 +135,7 @@ func (f *fakePods) Container(id string) (*view.Container, error) {
 	return nil, errdefs.NotFound("container %q does not exist", id)
 }
 
-func (f *fakePods) Containers() []*view.Container {
+func (f *fakePods) Containers() []*state.Container {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return slices.Clone(f.containers)

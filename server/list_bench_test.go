@@ -11,16 +11,16 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/image"
-	"berth/sandbox/view"
+	"berth/sandbox/state"
 )
 
 // kubeletContainer is a container with the labels and annotations that kubelet gives it.
-func kubeletContainer(i int) *view.Container {
+func kubeletContainer(i int) *state.Container {
 	id := fmt.Sprintf("%064x", i)
-	return &view.Container{
+	return &state.Container{
 		ID: id, PodID: fmt.Sprintf("%064x", i/2), State: runtimeapi.ContainerState_CONTAINER_RUNNING,
 		ImageID: "sha256:" + id, ImageRef: "registry.example/app@sha256:" + id, CreatedAt: time.Unix(int64(i), 0), StartedAt: time.Unix(int64(i), 1), LogPath: "/var/log/pods/" + id,
-		Listed: new(view.Answer),
+		Listed: new(state.Answer),
 		Config: &runtimeapi.ContainerConfig{
 			Metadata: &runtimeapi.ContainerMetadata{Name: "main"},
 			Image:    &runtimeapi.ImageSpec{Image: "sha256:" + id, UserSpecifiedImage: "registry.example/main:1"},
@@ -44,7 +44,7 @@ func TestListsFromWhatWasKept(t *testing.T) {
 	for i := range 3 {
 		c := kubeletContainer(i)
 		pods.containers = append(pods.containers, c)
-		pods.pods = append(pods.pods, &view.Pod{ID: c.ID, Listed: new(view.Answer), Ready: true, Config: &runtimeapi.PodSandboxConfig{
+		pods.pods = append(pods.pods, &state.Pod{ID: c.ID, Listed: new(state.Answer), Ready: true, Config: &runtimeapi.PodSandboxConfig{
 			Metadata: &runtimeapi.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: c.ID}, Labels: c.Config.Labels}})
 	}
 	named := pods.containers[1]
@@ -120,7 +120,7 @@ func TestStreamedListsAreTheLists(t *testing.T) {
 			c.State = runtimeapi.ContainerState_CONTAINER_EXITED
 		}
 		pods.containers = append(pods.containers, c)
-		pods.pods = append(pods.pods, &view.Pod{ID: c.ID, Listed: new(view.Answer), Ready: i%2 == 0, Config: &runtimeapi.PodSandboxConfig{
+		pods.pods = append(pods.pods, &state.Pod{ID: c.ID, Listed: new(state.Answer), Ready: i%2 == 0, Config: &runtimeapi.PodSandboxConfig{
 			Metadata: &runtimeapi.PodSandboxMetadata{Name: "pod", Namespace: "default", Uid: c.ID}, Labels: c.Config.Labels}})
 	}
 	h := start(t, testConfig, pods, &fakeImages{})

@@ -14,8 +14,8 @@ import (
 	"berth/image"
 	"berth/internal/cgstats"
 	"berth/internal/diskusage"
+	"berth/sandbox/state"
 	"berth/sandbox/stats"
-	"berth/sandbox/view"
 )
 
 // cadvisorNames are the metrics of kubelet's cAdvisor that critest of cri-tools v1.37 expects of a runtime.
@@ -47,7 +47,7 @@ func metricsFake() *fakePods {
 	u := someUsage()
 	u.CPU.Usage = 61*second + second/2
 	u.CPU.Pressure.Some.Total, u.CPU.Pressure.Full.Total = 7*second+1, 8*second
-	return &fakePods{containers: []*view.Container{c}, pods: []*view.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}, {ID: "p2", Config: podConfig("b", nil)}},
+	return &fakePods{containers: []*state.Container{c}, pods: []*state.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}, {ID: "p2", Config: podConfig("b", nil)}},
 		stats: statsFake{usage: u,
 			interfaces: []cgstats.Interface{{Name: "eth0", Rx: cgstats.Traffic{Bytes: 1, Packets: 2, Errors: 3, Dropped: 4}, Tx: cgstats.Traffic{Bytes: 5, Packets: 6, Errors: 7, Dropped: 8}}},
 			sample: &stats.Sample{At: time.Unix(9, 0), Mountpoint: "/writable", Layer: diskusage.Usage{Bytes: 51, Inodes: 52},

@@ -8,7 +8,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/sandbox/view"
+	"berth/sandbox/state"
 )
 
 // RunPodSandbox implements RuntimeService.
@@ -95,24 +95,24 @@ func (s *runtimeService) listPodSandbox(req *runtimeapi.ListPodSandboxRequest) (
 
 // encodedPods returns a list of pods, the oldest first.
 func (s *runtimeService) encodedPods(filter *runtimeapi.PodSandboxFilter) (encoded, error) {
-	return encodedItems(s.filterPods(filter), func(p *view.Pod) *view.Answer { return p.Listed }, podItem)
+	return encodedItems(s.filterPods(filter), func(p *state.Pod) *state.Answer { return p.Listed }, podItem)
 }
 
 // filterPods returns the pods that a list is asked for, the oldest first.
-func (s *runtimeService) filterPods(filter *runtimeapi.PodSandboxFilter) []*view.Pod {
+func (s *runtimeService) filterPods(filter *runtimeapi.PodSandboxFilter) []*state.Pod {
 	pods := s.pods.Pods()
-	id, known := resolve(filter.GetId(), pods, func(p *view.Pod) string { return p.ID })
+	id, known := resolve(filter.GetId(), pods, func(p *state.Pod) string { return p.ID })
 	if !known {
 		return nil
 	}
-	return slices.DeleteFunc(pods, func(p *view.Pod) bool {
+	return slices.DeleteFunc(pods, func(p *state.Pod) bool {
 		return id != "" && p.ID != id ||
 			filter.GetState() != nil && filter.GetState().GetState() != podState(p) ||
 			!selected(filter.GetLabelSelector(), p.Config.GetLabels())
 	})
 }
 
-func podItem(pod *view.Pod) *runtimeapi.PodSandbox {
+func podItem(pod *state.Pod) *runtimeapi.PodSandbox {
 	return &runtimeapi.PodSandbox{
 		Id:             pod.ID,
 		Metadata:       pod.Config.GetMetadata(),
@@ -124,7 +124,7 @@ func podItem(pod *view.Pod) *runtimeapi.PodSandbox {
 	}
 }
 
-func podStatus(pod *view.Pod) *runtimeapi.PodSandboxStatus {
+func podStatus(pod *state.Pod) *runtimeapi.PodSandboxStatus {
 	return &runtimeapi.PodSandboxStatus{
 		Id:             pod.ID,
 		Metadata:       pod.Config.GetMetadata(),
@@ -138,7 +138,7 @@ func podStatus(pod *view.Pod) *runtimeapi.PodSandboxStatus {
 	}
 }
 
-func podState(pod *view.Pod) runtimeapi.PodSandboxState {
+func podState(pod *state.Pod) runtimeapi.PodSandboxState {
 	if pod.Ready {
 		return runtimeapi.PodSandboxState_SANDBOX_READY
 	}
@@ -161,7 +161,7 @@ func podNetwork(ips []string) *runtimeapi.PodSandboxNetworkStatus {
 
 // podNamespaces are the options the pod was asked for; without any the pod has
 // what their zero value says.
-func podNamespaces(pod *view.Pod) *runtimeapi.NamespaceOption {
+func podNamespaces(pod *state.Pod) *runtimeapi.NamespaceOption {
 	if options := pod.Config.GetLinux().GetSecurityContext().GetNamespaceOptions(); options != nil {
 		return options
 	}

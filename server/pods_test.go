@@ -16,7 +16,7 @@ import (
 	"berth/image"
 	"berth/internal/task"
 	"berth/internal/trace"
-	"berth/sandbox/view"
+	"berth/sandbox/state"
 )
 
 func TestVersion(t *testing.T) {
@@ -240,7 +240,7 @@ func TestRunAndListPods(t *testing.T) {
 
 func TestListPodSandboxFilters(t *testing.T) {
 	ready, notReady := runtimeapi.PodSandboxState_SANDBOX_READY, runtimeapi.PodSandboxState_SANDBOX_NOTREADY
-	pods := &fakePods{pods: []*view.Pod{
+	pods := &fakePods{pods: []*state.Pod{
 		{ID: "aa11", Ready: true, Config: podConfig("1", map[string]string{"app": "x", "tier": "front"})},
 		{ID: "aa22", Ready: false, Config: podConfig("2", map[string]string{"app": "x"})},
 		{ID: "bb33", Ready: true, Config: podConfig("3", map[string]string{"empty": ""})},
@@ -288,11 +288,11 @@ func TestPodSandboxStatus(t *testing.T) {
 	cfg := podConfig("a", map[string]string{"l": "1"})
 	cfg.Linux = &runtimeapi.LinuxPodSandboxConfig{SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: options}}
 	pods := &fakePods{
-		pods: []*view.Pod{
+		pods: []*state.Pod{
 			{ID: "p1", Config: cfg, Handler: "berth", CreatedAt: time.Unix(5, 6), Ready: true, IPs: []string{"10.0.0.2", "fd00::2", "fd00::3"}, NetNS: "/run/netns/berth-p1", PausePID: 77},
 			{ID: "p2", Config: podConfig("b", nil)},
 		},
-		containers: []*view.Container{
+		containers: []*state.Container{
 			{ID: "c0", PodID: "p1", Config: containerConfig("c", "i"), ImageID: idA},
 			{ID: "c1", PodID: "p1", Config: containerConfig("c", "i"), ImageID: idA},
 			{ID: "c2", PodID: "p2", Config: containerConfig("c", "i")},

@@ -35,8 +35,8 @@ import (
 	"berth/internal/lograte"
 	"berth/internal/rootfs"
 	"berth/internal/task"
+	"berth/sandbox/state"
 	"berth/sandbox/stream"
-	"berth/sandbox/view"
 )
 
 // MaxMessage is the largest gRPC message sent or taken, in bytes. kubelet's limit
@@ -69,15 +69,15 @@ type Sandboxes interface {
 	RunPodSandbox(ctx context.Context, cfg *runtimeapi.PodSandboxConfig, handler string) (string, error)
 	StopPodSandbox(ctx context.Context, id string) error
 	RemovePodSandbox(ctx context.Context, id string) error
-	Pod(id string) (*view.Pod, error)
-	Pods() []*view.Pod
+	Pod(id string) (*state.Pod, error)
+	Pods() []*state.Pod
 
 	CreateContainer(ctx context.Context, podID string, cfg *runtimeapi.ContainerConfig) (string, error)
 	StartContainer(ctx context.Context, id string) error
 	StopContainer(ctx context.Context, id string, timeout time.Duration) error
 	RemoveContainer(ctx context.Context, id string) error
-	Container(id string) (*view.Container, error)
-	Containers() []*view.Container
+	Container(id string) (*state.Container, error)
+	Containers() []*state.Container
 	RuntimeSpec(ctx context.Context, id string) (*specs.Spec, error)
 	ExecSync(ctx context.Context, id string, cmd []string, timeout time.Duration) (*stream.Result, error)
 	UpdateContainerResources(ctx context.Context, id string, resources *runtimeapi.LinuxContainerResources) error

@@ -9,15 +9,15 @@ import (
 
 	"berth/internal/cgstats"
 	"berth/internal/diskusage"
+	"berth/sandbox/state"
 	"berth/sandbox/stats"
-	"berth/sandbox/view"
 )
 
 // Statistics is what the server needs of the sandbox manager to tell what
 // containers and pods use.
 type Statistics interface {
-	ContainerStats(info *view.Container) (stats.ContainerUsage, error)
-	PodStats(info *view.Pod, containers []*view.Container) (stats.PodUsage, error)
+	ContainerStats(info *state.Container) (stats.ContainerUsage, error)
+	PodStats(info *state.Pod, containers []*state.Container) (stats.PodUsage, error)
 	ContainerDetail(id string) (*cgstats.Detail, error)
 	WritableFilesystem() stats.Filesystem
 }
@@ -60,8 +60,8 @@ func (s *runtimeService) StreamContainerStats(req *runtimeapi.StreamContainerSta
 func (s *runtimeService) allContainerStats(ctx context.Context, filter *runtimeapi.ContainerStatsFilter) iter.Seq[*runtimeapi.ContainerStats] {
 	return func(yield func(*runtimeapi.ContainerStats) bool) {
 		containers := s.pods.Containers()
-		id, known := resolve(filter.GetId(), containers, func(c *view.Container) string { return c.ID })
-		pod, podKnown := resolve(filter.GetPodSandboxId(), s.pods.Pods(), func(p *view.Pod) string { return p.ID })
+		id, known := resolve(filter.GetId(), containers, func(c *state.Container) string { return c.ID })
+		pod, podKnown := resolve(filter.GetPodSandboxId(), s.pods.Pods(), func(p *state.Pod) string { return p.ID })
 		if !known || !podKnown {
 			return
 		}
@@ -129,7 +129,7 @@ func (s *runtimeService) StreamPodSandboxStats(req *runtimeapi.StreamPodSandboxS
 func (s *runtimeService) allPodStats(ctx context.Context, filter *runtimeapi.PodSandboxStatsFilter) iter.Seq[stats.PodUsage] {
 	return func(yield func(stats.PodUsage) bool) {
 		pods := s.pods.Pods()
-		id, known := resolve(filter.GetId(), pods, func(p *view.Pod) string { return p.ID })
+		id, known := resolve(filter.GetId(), pods, func(p *state.Pod) string { return p.ID })
 		if !known {
 			return
 		}
@@ -153,8 +153,8 @@ func (s *runtimeService) allPodStats(ctx context.Context, filter *runtimeapi.Pod
 }
 
 // containersByPod returns all containers by the ID of their pod, oldest first.
-func (s *runtimeService) containersByPod() map[string][]*view.Container {
-	byPod := map[string][]*view.Container{}
+func (s *runtimeService) containersByPod() map[string][]*state.Container {
+	byPod := map[string][]*state.Container{}
 	for _, c := range s.pods.Containers() {
 		byPod[c.PodID] = append(byPod[c.PodID], c)
 	}

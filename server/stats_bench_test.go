@@ -13,8 +13,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/cgroup"
+	"berth/sandbox/state"
 	"berth/sandbox/stats"
-	"berth/sandbox/view"
 )
 
 // measuredPods are containers whose statistics are those of real cgroups.
@@ -23,7 +23,7 @@ type measuredPods struct {
 	meters map[string]*stats.ContainerMeter
 }
 
-func (m measuredPods) ContainerStats(c *view.Container) (stats stats.ContainerUsage, err error) {
+func (m measuredPods) ContainerStats(c *state.Container) (stats stats.ContainerUsage, err error) {
 	stats.Info, stats.Running = c, true
 	return stats, m.meters[c.ID].Read(&stats.Usage)
 }
@@ -43,7 +43,7 @@ func newMeasuredPods(b *testing.B, count int) measuredPods {
 	for i := range count {
 		config := &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}, Labels: map[string]string{
 			"io.kubernetes.container.name": "main", "io.kubernetes.pod.name": fmt.Sprintf("pod-%d", i), "io.kubernetes.pod.namespace": "default"}}
-		info := &view.Container{ID: fmt.Sprintf("bench%d", i), Config: config, State: runtimeapi.ContainerState_CONTAINER_RUNNING}
+		info := &state.Container{ID: fmt.Sprintf("bench%d", i), Config: config, State: runtimeapi.ContainerState_CONTAINER_RUNNING}
 		path := "/" + machine + "/" + info.ID
 		makeCgroups(b, path)
 		measured := cgroups.ContainerMeter(path, false)

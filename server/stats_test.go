@@ -20,8 +20,8 @@ import (
 	"berth/internal/cgstats"
 	"berth/internal/diskusage"
 	"berth/internal/errdefs"
+	"berth/sandbox/state"
 	"berth/sandbox/stats"
-	"berth/sandbox/view"
 )
 
 // statsFake measures what runs, and fails for the IDs in broken.
@@ -33,7 +33,7 @@ type statsFake struct {
 	broken     []string
 }
 
-func (f *fakePods) ContainerStats(c *view.Container) (stats.ContainerUsage, error) {
+func (f *fakePods) ContainerStats(c *state.Container) (stats.ContainerUsage, error) {
 	stats := stats.ContainerUsage{Info: c, Cgroup: "/cgroup/" + c.ID}
 	if slices.Contains(f.stats.broken, c.ID) {
 		return stats, errdefs.Internal("read cgroup of %s", c.ID)
@@ -45,7 +45,7 @@ func (f *fakePods) ContainerStats(c *view.Container) (stats.ContainerUsage, erro
 	return stats, nil
 }
 
-func (f *fakePods) PodStats(p *view.Pod, containers []*view.Container) (stats.PodUsage, error) {
+func (f *fakePods) PodStats(p *state.Pod, containers []*state.Container) (stats.PodUsage, error) {
 	stats := stats.PodUsage{Info: p, Cgroup: "/cgroup/" + p.ID}
 	if slices.Contains(f.stats.broken, p.ID) {
 		return stats, errdefs.Internal("read cgroup of %s", p.ID)
@@ -77,16 +77,16 @@ func someUsage() stats.Usage {
 	}}
 }
 
-func runningContainer(id, pod string, labels map[string]string) *view.Container {
+func runningContainer(id, pod string, labels map[string]string) *state.Container {
 	cfg := containerConfig(id, idA)
 	cfg.Labels, cfg.Annotations = labels, map[string]string{"n": " kept\n"}
-	return &view.Container{ID: id, PodID: pod, Config: cfg, State: runtimeapi.ContainerState_CONTAINER_RUNNING, ImageID: idA, StartedAt: time.Unix(2, 0)}
+	return &state.Container{ID: id, PodID: pod, Config: cfg, State: runtimeapi.ContainerState_CONTAINER_RUNNING, ImageID: idA, StartedAt: time.Unix(2, 0)}
 }
 
 func TestStatsAreTranslated(t *testing.T) {
 	u := someUsage()
-	pods := &fakePods{containers: []*view.Container{runningContainer("c1", "p1", nil)},
-		pods: []*view.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}},
+	pods := &fakePods{containers: []*state.Container{runningContainer("c1", "p1", nil)},
+		pods: []*state.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}},
 		stats: statsFake{usage: u, sample: &stats.Sample{At: time.Unix(9, 0), Mountpoint: "/writable", Layer: diskusage.Usage{Bytes: 51, Inodes: 52}}, interfaces: []cgstats.Interface{
 			{Name: "eth0", Rx: cgstats.Traffic{Bytes: 1, Packets: 2, Errors: 3, Dropped: 4}, Tx: cgstats.Traffic{Bytes: 5, Packets: 6, Errors: 7, Dropped: 8}}, {Name: "net1"}}}}
 	h := start(t, testConfig, pods, &fakeImages{})
@@ -123,8 +123,8 @@ func TestStatsAreTranslated(t *testing.T) {
 // What the kernel does not tell is left out: kubelet takes a zero for a measured one.
 func TestStatsLeaveOutWhatIsUnknown(t *testing.T) {
 	u := stats.Usage{Sample: cgstats.Sample{At: time.Unix(1, 0), CPU: cgstats.CPU{Known: true}, Memory: cgstats.Memory{Known: true, Limit: cgstats.Unlimited, SwapKnown: true, SwapLimit: cgstats.Unlimited}}}
-	pods := &fakePods{containers: []*view.Container{runningContainer("c1", "p1", nil), exited()},
-		pods:  []*view.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}, {ID: "p2", Config: podConfig("b", nil)}},
+	pods := &fakePods{containers: []*state.Container{runningContainer("c1", "p1", nil), exited()},
+		pods:  []*state.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}, {ID: "p2", Config: podConfig("b", nil)}},
 		stats: statsFake{usage: u}}
 	pods.containers[1].ID = "c2"
 	h := start(t, testConfig, pods, &fakeImages{})
@@ -154,8 +154,8 @@ func TestStatsLeaveOutWhatIsUnknown(t *testing.T) {
 }
 
 func TestStatsErrors(t *testing.T) {
-	pods := &fakePods{containers: []*view.Container{runningContainer("c1", "p1", nil)}, stats: statsFake{broken: []string{"c1", "p1"}},
-		pods: []*view.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}}}
+	pods := &fakePods{containers: []*state.Container{runningContainer("c1", "p1", nil)}, stats: statsFake{broken: []string{"c1", "p1"}},
+		pods: []*state.Pod{{ID: "p1", Config: podConfig("a", nil), Ready: true}}}
 	h := start(t, testConfig, pods, &fakeImages{})
 	for id, code := range map[string]codes.Code{"": codes.InvalidArgument, "x": codes.NotFound} {
 		if _, err := h.runtime.ContainerStats(t.Context(), &runtimeapi.ContainerStatsRequest{ContainerId: id}); status.Code(err) != code {
@@ -180,8 +180,8 @@ func TestStatsListsAndStreams(t *testing.T) {
 	stopped := runningContainer("c4", "p2", app)
 	stopped.State = runtimeapi.ContainerState_CONTAINER_EXITED
 	pods := &fakePods{
-		containers: []*view.Container{runningContainer("c1", "p1", app), runningContainer("c2", "p2", nil), runningContainer("c3", "p2", app), stopped, runningContainer("c5", "p2", app)},
-		pods: []*view.Pod{{ID: "p1", Config: podConfig("a", app), Ready: true}, {ID: "p2", Config: podConfig("b", nil), Ready: true},
+		containers: []*state.Container{runningContainer("c1", "p1", app), runningContainer("c2", "p2", nil), runningContainer("c3", "p2", app), stopped, runningContainer("c5", "p2", app)},
+		pods: []*state.Pod{{ID: "p1", Config: podConfig("a", app), Ready: true}, {ID: "p2", Config: podConfig("b", nil), Ready: true},
 			{ID: "p3", Config: podConfig("c", app)}, {ID: "p4", Config: podConfig("d", app), Ready: true}},
 		stats: statsFake{usage: someUsage(), broken: []string{"c5", "p4"}}}
 	h := start(t, testConfig, pods, &fakeImages{})

@@ -14,7 +14,7 @@ import (
 
 	"berth/integration/harness"
 	"berth/integration/machine"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // TestFrozenLauncher stops a launcher in the middle of a launch. Everybody else goes on, and the pod can be stopped.
@@ -44,7 +44,7 @@ func TestFrozenLauncherIsGivenUp(t *testing.T) {
 		harness.Must(t, expect(<-started, codes.FailedPrecondition))
 	}
 	for _, c := range []*harness.Container{inPod, alone} {
-		harness.Equal(t, "reason", c.WaitExited(t).Reason, record.ReasonStartError)
+		harness.Equal(t, "reason", c.WaitExited(t).Reason, state.ReasonStartError)
 	}
 	harness.Equal(t, "what the next container prints", alone.Pod.Sh(t, "echo fine"), "fine\n")
 	d.StateMatches(t)

@@ -21,10 +21,8 @@ import (
 	"berth/oci/confine"
 	"berth/oci/users"
 	"berth/sandbox/handler"
-	"berth/sandbox/layout"
 	"berth/sandbox/namespaces"
-	"berth/sandbox/record"
-	"berth/sandbox/request"
+	"berth/sandbox/state"
 )
 
 // Node is what descriptions need to know of the node.
@@ -32,7 +30,7 @@ type Node struct {
 	Host          *host.Facts
 	NoAppArmor    func() string // why the default profile can't be had; empty: it can
 	CDI           cdi.Dirs      // where CDI devices are described
-	Dirs          layout.Dirs
+	Dirs          state.Dirs
 	SystemdCgroup bool
 	OwnDevices    bool // devices belong to the user and group of the security context
 }
@@ -44,13 +42,13 @@ type Pod struct {
 	Runtime  *handler.Runtime // nil: libcontainer
 	NetNS    string           // empty: the node's
 	PausePID int              // 0 for its pause
-	Tmpfs    bool             // see record.Pod
+	Tmpfs    bool             // see state.PodRecord
 	Labels   confine.Labels
 }
 
 // NewPod returns what is written down of a pod. pausePID is 0 for its pause. What does not change any more once the pod is
 // published is read of the record.
-func NewPod(rec *record.Pod, config *runtimeapi.PodSandboxConfig, pausePID int) Pod {
+func NewPod(rec *state.PodRecord, config *runtimeapi.PodSandboxConfig, pausePID int) Pod {
 	return Pod{ID: rec.ID, Config: config, Runtime: rec.Runtime, NetNS: rec.NetNS, PausePID: pausePID, Labels: rec.SELinux, Tmpfs: rec.Tmpfs}
 }
 
@@ -126,7 +124,7 @@ func (n Node) pod(p Pod) oci.Pod {
 	pod := oci.Pod{ID: p.ID, Config: p.Config, CgroupParent: p.Config.GetLinux().GetCgroupParent(), NetNS: p.NetNS,
 		ResolvConf: filepath.Join(dir, "resolv.conf"), Hostname: filepath.Join(dir, "hostname"), Hosts: filepath.Join(dir, "hosts"),
 		Shm: shm, OwnsFiles: p.Tmpfs, PausePID: p.PausePID}
-	if request.HostIPC(p.Config) {
+	if state.HostIPC(p.Config) {
 		pod.Shm = "/dev/shm"
 	}
 	if namespaces.HasUser(p.Config) {

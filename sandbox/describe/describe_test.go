@@ -8,12 +8,12 @@ import (
 
 	"berth/internal/host"
 	"berth/sandbox/handler"
-	"berth/sandbox/layout"
+	"berth/sandbox/state"
 )
 
 // What a pod is for package oci: its own shm unless it has the node's IPC, and its user namespace only if it has one.
 func TestPodForSpecs(t *testing.T) {
-	n := Node{Dirs: layout.Dirs{Root: "/root", State: "/state"}}
+	n := Node{Dirs: state.Dirs{Root: "/root", State: "/state"}}
 	users := func(mode runtimeapi.NamespaceMode) *runtimeapi.UserNamespace {
 		mapping := []*runtimeapi.IDMapping{{HostId: 65536, Length: 65536}}
 		return &runtimeapi.UserNamespace{Mode: mode, Uids: mapping, Gids: mapping}
@@ -43,7 +43,7 @@ func TestPodForSpecs(t *testing.T) {
 
 // A pod that 0.2.0 made has its files where they were then.
 func TestPodOfEarlierVersion(t *testing.T) {
-	n := Node{Dirs: layout.Dirs{Root: "/root", State: "/state"}}
+	n := Node{Dirs: state.Dirs{Root: "/root", State: "/state"}}
 	got := n.pod(Pod{ID: "p", Config: &runtimeapi.PodSandboxConfig{}})
 	const etc = "/root/sandboxes/p/"
 	if got.Shm != "/state/pods/p/shm" || got.ResolvConf != etc+"resolv.conf" || got.Hosts != etc+"hosts" || got.Hostname != etc+"hostname" || got.OwnsFiles {

@@ -21,7 +21,7 @@ import (
 	"berth/internal/failpoint"
 	"berth/internal/lograte"
 	"berth/sandbox/process"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 	"berth/shim/ociruntime"
 )
 
@@ -95,11 +95,11 @@ func (k *Kit) Kill(ctx context.Context, c Container) error {
 
 // Settle returns how a container ended whose shim has: by the exit record, or, where the shim was lost, by what it left having
 // ended. False: the daemon is ending.
-func (k *Kit) Settle(c Container, startedAt time.Time) (exit record.Exit, settled bool) {
+func (k *Kit) Settle(c Container, startedAt time.Time) (exit state.Exit, settled bool) {
 	exit, lost, err := k.processes.ReadExit(k.processes.Tasks.Watchers.Context(), c.ID, startedAt)
 	switch {
 	case err != nil:
-		return record.Exit{}, false
+		return state.Exit{}, false
 	case lost:
 		k.processes.LogLost(c.ID)
 		return k.SettleLost(c, exit)
@@ -108,14 +108,14 @@ func (k *Kit) Settle(c Container, startedAt time.Time) (exit record.Exit, settle
 }
 
 // SettleLost ends what a lost shim left of its container and returns the exit with the time of that. False: the daemon is ending.
-func (k *Kit) SettleLost(c Container, exit record.Exit) (_ record.Exit, settled bool) {
+func (k *Kit) SettleLost(c Container, exit state.Exit) (_ state.Exit, settled bool) {
 	ctx := k.processes.Tasks.Watchers.Context()
 	for err := k.killLeft(ctx, c); err != nil; err = k.killLeft(ctx, c) {
 		if ctx.Err() == nil {
 			k.stuck.Warn(k.processes.Log, "what a lost shim left does not end; it is tried again", "container", c.ID, "error", err)
 		}
 		if !k.processes.Tasks.Sleep(ctx, time.Second, "another try to kill what its lost shim left", c.String()) {
-			return record.Exit{}, false
+			return state.Exit{}, false
 		}
 	}
 	exit.FinishedAt = time.Now()

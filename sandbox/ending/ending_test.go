@@ -18,9 +18,8 @@ import (
 
 	"berth/internal/pidfd"
 	"berth/internal/task"
-	"berth/sandbox/layout"
 	"berth/sandbox/process"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 	"berth/shim"
 	shimrecord "berth/shim/record"
 )
@@ -28,7 +27,7 @@ import (
 func testKit(t *testing.T) *Kit {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
-	return New(process.Kit{Dirs: layout.Dirs{State: t.TempDir()}, Tasks: task.NewRunner(log, nil), Log: log})
+	return New(process.Kit{Dirs: state.Dirs{State: t.TempDir()}, Tasks: task.NewRunner(log, nil), Log: log})
 }
 
 // contained is a container of that kit whose processes these are. It has no cgroup (any more).
@@ -147,7 +146,7 @@ func TestKillOfAShimThatHangs(t *testing.T) {
 func TestSettle(t *testing.T) {
 	k, started := testKit(t), time.Unix(100, 0)
 	exit, settled := k.Settle(contained(nil), started)
-	if !settled || exit.Reason != record.ReasonShimLost || exit.FinishedAt.IsZero() || !exit.StartedAt.Equal(started) {
+	if !settled || exit.Reason != state.ReasonShimLost || exit.FinishedAt.IsZero() || !exit.StartedAt.Equal(started) {
 		t.Errorf("without a record: %+v, %v", exit, settled)
 	}
 	dir := k.processes.Dirs.Shim("c")

@@ -29,19 +29,18 @@ import (
 	"berth/oci"
 	"berth/sandbox/describe"
 	"berth/sandbox/launch"
-	"berth/sandbox/layout"
 	"berth/sandbox/lsm"
 	"berth/sandbox/namespaces"
 	"berth/sandbox/podfiles"
 	"berth/sandbox/podnet"
 	"berth/sandbox/process"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 	"berth/shim"
 )
 
 // Kit is what is needed to make it, and to take it away.
 type Kit struct {
-	Dirs           layout.Dirs
+	Dirs           state.Dirs
 	HostResolvConf string // what pods with the Default DNS policy get
 	Namespaces     namespaces.Kit
 	Networks       *podnet.Networks
@@ -49,7 +48,7 @@ type Kit struct {
 	Processes      process.Kit
 	SELinux        lsm.SELinux
 	Images         *image.Store
-	Trash          *layout.Trash
+	Trash          *state.Trash
 	Records        *checkpoint.Dir // of pods
 	Tasks          *task.Runner
 	Log            *slog.Logger
@@ -57,7 +56,7 @@ type Kit struct {
 
 // Pod is what is written down of a pod. Make and TakeDown note in Rec what becomes of its network.
 type Pod struct {
-	Rec    *record.Pod
+	Rec    *state.PodRecord
 	Config *runtimeapi.PodSandboxConfig
 	Pause  *os.File // pidfd; nil: it has ended, or nobody knows its process
 
@@ -151,7 +150,7 @@ func (k Kit) detachNetwork(ctx context.Context, p Pod) error {
 			return fmt.Errorf("detach pod %s from its network: %w", p.Rec.ID, err)
 		}
 		p.Rec.Network = nil
-		if p.Rec.Phase != record.Removing { // else the record goes anyway
+		if p.Rec.Phase != state.Removing { // else the record goes anyway
 			if err := k.Records.Write(p.Rec.ID, p.Rec); err != nil {
 				k.Log.Warn("record that a pod is detached; the next daemon will detach it once more", "pod", p.Rec.ID, "error", err)
 			}

@@ -16,14 +16,13 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/task"
 	"berth/oci/confine"
-	"berth/sandbox/layout"
 	"berth/sandbox/lsm"
 	"berth/sandbox/podnet"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
-func dirsBelow(root string) layout.Dirs {
-	return layout.Dirs{Root: filepath.Join(root, "root"), State: filepath.Join(root, "state"), NetNSs: filepath.Join(root, "netns")}
+func dirsBelow(root string) state.Dirs {
+	return state.Dirs{Root: filepath.Join(root, "root"), State: filepath.Join(root, "state"), NetNSs: filepath.Join(root, "netns")}
 }
 
 func makeAll(t *testing.T, dirs ...string) {
@@ -41,7 +40,7 @@ func TestFinishFiles(t *testing.T) {
 	k := Kit{Dirs: dirsBelow(t.TempDir()), SELinux: lsm.SELinux{Relabel: func(path, label string) error { labels[path] = label; return nil }}}
 	dir := k.Dirs.Etc("p")
 	makeAll(t, dir)
-	pod := Pod{Rec: &record.Pod{ID: "p", IPs: []string{"10.0.0.7"}, SELinux: confine.Labels{Process: "pod-process", Mount: "pod-files"}},
+	pod := Pod{Rec: &state.PodRecord{ID: "p", IPs: []string{"10.0.0.7"}, SELinux: confine.Labels{Process: "pod-process", Mount: "pod-files"}},
 		Config: &runtimeapi.PodSandboxConfig{Hostname: "ship"}}
 	if err := k.FinishFiles(t.Context(), pod); err != nil {
 		t.Fatal(err)
@@ -59,12 +58,12 @@ func TestFinishFiles(t *testing.T) {
 func TestUnrecorded(t *testing.T) {
 	k := Kit{Dirs: dirsBelow(t.TempDir())}
 	makeAll(t, k.Dirs.Shim(""), k.Dirs.Libcontainer(), k.Dirs.OCI(""), k.Dirs.SharedMounts(), k.Dirs.PodFiles(""), k.Dirs.Trash())
-	known, everywhere := layout.NewID(), layout.NewID()
+	known, everywhere := state.NewID(), state.NewID()
 	places := []string{k.Dirs.Shim(known), k.Dirs.Shim("not-an-id"), k.Dirs.Shim(everywhere), k.Dirs.PodFiles(everywhere)}
 	want := []string{everywhere}
 	for _, place := range []func(string) string{k.Dirs.Shim, k.Dirs.OCI, k.Dirs.PodMounts, k.Dirs.PodFiles, k.Dirs.Writable,
 		func(id string) string { return filepath.Join(k.Dirs.Libcontainer(), id) }} {
-		id := layout.NewID()
+		id := state.NewID()
 		places, want = append(places, place(id)), append(want, id)
 	}
 	makeAll(t, places...)
@@ -95,12 +94,12 @@ func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 	defer network.Close()
 	k := Kit{Dirs: dirsBelow(dir), Tasks: task.NewRunner(log, nil), Log: log}
 	makeAll(t, k.Dirs.Trash(), filepath.Join(cache, "results"))
-	k.Trash, k.Processes.Dirs, k.Namespaces.Dirs = layout.NewTrash(k.Dirs, k.Tasks), k.Dirs, k.Dirs
+	k.Trash, k.Processes.Dirs, k.Namespaces.Dirs = state.NewTrash(k.Dirs, k.Tasks), k.Dirs, k.Dirs
 	if k.Networks, err = podnet.Open(network, k.Dirs.Root, k.Tasks, log); err != nil {
 		t.Fatal(err)
 	}
 	exists := func(path string) bool { _, err := os.Lstat(path); return err == nil }
-	id := layout.NewID()
+	id := state.NewID()
 	kept := filepath.Join(cache, "results", "net-"+id+"-eth0")
 	if err := os.WriteFile(kept, []byte(`{"containerId": "`+id+`"}`), 0o600); err != nil {
 		t.Fatal(err)

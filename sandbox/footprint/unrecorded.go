@@ -9,7 +9,7 @@ import (
 
 	"berth/internal/failpoint"
 	"berth/internal/netns"
-	"berth/sandbox/layout"
+	"berth/sandbox/state"
 )
 
 // Unrecorded returns the IDs of pods and containers that have something on the host and are not known: their records
@@ -22,7 +22,7 @@ func (k Kit) Unrecorded(known func(id string) bool) (map[string]bool, error) {
 			return nil, fmt.Errorf("look for what has no record: %w", err)
 		}
 		for _, e := range entries {
-			if layout.IsID(e.Name()) && !known(e.Name()) {
+			if state.IsID(e.Name()) && !known(e.Name()) {
 				ids[e.Name()] = true
 			}
 		}

@@ -27,11 +27,10 @@ import (
 	"berth/oci/users"
 	"berth/sandbox/describe"
 	"berth/sandbox/imagefs"
-	"berth/sandbox/layout"
 	"berth/sandbox/lsm"
 	"berth/sandbox/namespaces"
-	"berth/sandbox/record"
 	"berth/sandbox/roots"
+	"berth/sandbox/state"
 	"berth/shim"
 )
 
@@ -52,7 +51,7 @@ type Kit struct {
 
 // Container is what a container is launched from.
 type Container struct {
-	Rec         *record.Container // what does not change after the container was published is read
+	Rec         *state.ContainerRecord // what does not change after the container was published is read
 	Config      *runtimeapi.ContainerConfig
 	Resources   *runtimeapi.LinuxContainerResources
 	Limits      *nri.Limits            // added to these by plugins
@@ -60,7 +59,7 @@ type Container struct {
 }
 
 // Pause starts the process that holds the pod's namespaces, which there are. image replaces the embedded pause; nil: none.
-func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *record.Image) (*shim.Started, error) {
+func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *state.Image) (*shim.Started, error) {
 	ctx, span := trace.Nest(ctx, "pause")
 	defer span.End()
 	idMap, err := k.Namespaces.IDMap(pod.ID, pod.Config)
@@ -160,7 +159,7 @@ func (k Kit) Prove(ctx context.Context, pod describe.Pod, c Container) (*specs.S
 	var spec *specs.Spec
 	var toLabel []string
 	err := k.aside(ctx, c, "look at the mounts of", func(c Container) (err error) {
-		if err = layout.MakeSources(ctx, c.Config); err != nil {
+		if err = state.MakeSources(ctx, c.Config); err != nil {
 			return err
 		}
 		if spec, err = k.describe(pod, c); err != nil {

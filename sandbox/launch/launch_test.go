@@ -14,7 +14,7 @@ import (
 	"berth/oci/confine"
 	"berth/sandbox/describe"
 	"berth/sandbox/lsm"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // Labelling the files of a volume that hangs is waited for no longer than the caller has time, shows among the waits, and is done
@@ -90,7 +90,7 @@ func TestAsideHasItsOwnRecord(t *testing.T) {
 	k := Kit{Tasks: tasks, Sources: NewSources(tasks)}
 	tasks.Operations.Close() // a container that is being started while berth is told to stop is started
 	ctx, cancel := context.WithCancel(t.Context())
-	c := Container{Rec: &record.Container{ID: "c", LogPath: "before"}, Config: &runtimeapi.ContainerConfig{
+	c := Container{Rec: &state.ContainerRecord{ID: "c", LogPath: "before"}, Config: &runtimeapi.ContainerConfig{
 		Mounts: []*runtimeapi.Mount{{HostPath: t.TempDir()}, {HostPath: "/not/there"}, {HostPath: "not absolute"}, {Image: &runtimeapi.ImageSpec{Image: "x"}}}}}
 	proceed, seen := make(chan struct{}), make(chan string, 1)
 	err := k.aside(ctx, c, "look at", func(c Container) error {
@@ -116,7 +116,7 @@ func TestDescribingShowsAmongTheWaits(t *testing.T) {
 	var during []task.Wait
 	enough := errors.New("enough")
 	look := func() (string, error) { during = waits.List(); return "", enough }
-	if _, err := k.describe(describe.Pod{}, Container{Rec: &record.Container{ID: "c"}, TargetPIDNS: look}); !errors.Is(err, enough) {
+	if _, err := k.describe(describe.Pod{}, Container{Rec: &state.ContainerRecord{ID: "c"}, TargetPIDNS: look}); !errors.Is(err, enough) {
 		t.Fatal(err)
 	}
 	if len(during) != 1 || during[0].Object != "container c" || during[0].Limit == 0 {

@@ -21,12 +21,12 @@ import (
 	"berth/internal/userns"
 	"berth/oci"
 	"berth/sandbox/handler"
-	"berth/sandbox/layout"
+	"berth/sandbox/state"
 )
 
 // Kit is what is needed to make them.
 type Kit struct {
-	Dirs   layout.Dirs
+	Dirs   state.Dirs
 	Holder string // a program that does nothing
 }
 

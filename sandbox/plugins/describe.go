@@ -6,16 +6,16 @@ import (
 	"berth/internal/host"
 	"berth/internal/nri"
 	"berth/sandbox/limits"
-	"berth/sandbox/view"
+	"berth/sandbox/state"
 )
 
 // DescribePod describes a pod to plugins.
-func DescribePod(info *view.Pod, cgroupsPath string) *nri.Pod {
+func DescribePod(info *state.Pod, cgroupsPath string) *nri.Pod {
 	return &nri.Pod{ID: info.ID, Handler: info.Handler, Config: info.Config, IPs: info.IPs, PID: info.PausePID, NetNS: info.NetNS, CgroupsPath: cgroupsPath}
 }
 
 // DescribeContainer describes a container to plugins, with what they changed of it. It looks at no file.
-func DescribeContainer(info *view.Container, adjustment *nri.Adjustment, facts host.Facts) *nri.Container {
+func DescribeContainer(info *state.Container, adjustment *nri.Adjustment, facts host.Facts) *nri.Container {
 	described := &nri.Container{ID: info.ID, PodID: info.PodID, ImageID: info.ImageID, Config: info.Config, State: info.State,
 		CreatedAt: info.CreatedAt, StartedAt: info.StartedAt, FinishedAt: info.FinishedAt, ExitCode: info.ExitCode,
 		Reason: info.Reason, Message: info.Message, PID: info.PID, Resources: info.Resources, Adjustment: adjustment}

@@ -26,13 +26,12 @@ import (
 	"berth/internal/safefs"
 	"berth/oci"
 	"berth/sandbox/dnsfiles"
-	"berth/sandbox/layout"
-	"berth/sandbox/request"
+	"berth/sandbox/state"
 )
 
 // Pod is what the files are made from.
 type Pod struct {
-	Dirs       layout.Dirs
+	Dirs       state.Dirs
 	ID         string
 	Config     *runtimeapi.PodSandboxConfig
 	MountLabel string // SELinux; empty: none
@@ -96,7 +95,7 @@ func (p Pod) WriteHosts(addresses []string) error {
 }
 
 func (p Pod) hosts(addresses []string) ([]byte, error) {
-	if request.HostNetwork(p.Config) {
+	if state.HostNetwork(p.Config) {
 		return readCapped("/etc/hosts")
 	}
 	host, err := hostname(p.Config)
@@ -118,14 +117,14 @@ func (p Pod) hosts(addresses []string) ([]byte, error) {
 // starts with; a pod on the node's network is in the node's UTS namespace. The kernel takes any bytes for a name,
 // "(none)" to begin with: what can't be in a file of words is no reason not to run the pod.
 func hostname(config *runtimeapi.PodSandboxConfig) (string, error) {
-	if name := config.GetHostname(); name != "" && !request.HostNetwork(config) {
-		return name, dnsfiles.CheckHostname(name)
+	if name := config.GetHostname(); name != "" && !state.HostNetwork(config) {
+		return name, state.CheckHostname(name)
 	}
 	return nodeName(os.Hostname())
 }
 
 func nodeName(name string, err error) (string, error) {
-	if err == nil && dnsfiles.CheckHostname(name) != nil {
+	if err == nil && state.CheckHostname(name) != nil {
 		return "localhost", nil
 	}
 	return name, err
@@ -147,7 +146,7 @@ func (p Pod) mountTmpfs() error {
 	}
 	failpoint.Reach("tmpfs.place-made")
 	dirs := map[string]os.FileMode{p.Dirs.Etc(p.ID): 0o755, p.Dirs.Shm(p.ID): 0o777 | os.ModeSticky}
-	if request.HostIPC(p.Config) {
+	if state.HostIPC(p.Config) {
 		size = etcSize
 		delete(dirs, p.Dirs.Shm(p.ID))
 	}
@@ -190,7 +189,7 @@ func (p Pod) giveToRoot(path string) error {
 
 // Unmount takes away a pod's tmpfs, and the folder it is in, which must be empty but for it.
 // Containers that still have it keep their view. It may be repeated.
-func Unmount(dirs layout.Dirs, podID string) error {
+func Unmount(dirs state.Dirs, podID string) error {
 	for _, place := range []string{dirs.Tmpfs(podID), dirs.OldShm(podID)} {
 		failpoint.Reach("tmpfs.unmount")
 		err := unix.Unmount(place, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)

@@ -12,7 +12,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/sandbox/layout"
+	"berth/sandbox/state"
 )
 
 // shared is a pod with the node's IPC; it has the node's network too, if onNode. Its tmpfs goes
@@ -32,7 +32,7 @@ func podOf(t *testing.T, namespaces *runtimeapi.NamespaceOption) Pod {
 	if os.Geteuid() != 0 {
 		t.Skip("only root mounts the tmpfs of a pod")
 	}
-	p := Pod{Dirs: layout.Dirs{Root: t.TempDir(), State: t.TempDir()}, ID: "p", Config: &runtimeapi.PodSandboxConfig{Hostname: "ship",
+	p := Pod{Dirs: state.Dirs{Root: t.TempDir(), State: t.TempDir()}, ID: "p", Config: &runtimeapi.PodSandboxConfig{Hostname: "ship",
 		Linux: &runtimeapi.LinuxPodSandboxConfig{SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: namespaces}}}}
 	t.Cleanup(func() {
 		for range 2 { // it may be repeated

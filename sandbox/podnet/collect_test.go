@@ -13,7 +13,7 @@ import (
 
 	"berth/cni"
 	"berth/internal/task"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // A collection that takes longer than the start has time is not interrupted: it goes on beside the daemon.
@@ -47,7 +47,7 @@ func TestCollectIsNotInterrupted(t *testing.T) {
 		}
 		cancel()
 	}()
-	n.Collect(ctx, func(func(*record.Pod, *runtimeapi.PodSandboxConfig) bool) {})
+	n.Collect(ctx, func(func(*state.PodRecord, *runtimeapi.PodSandboxConfig) bool) {})
 	if !exists("begun") || exists("done") {
 		t.Error("the start did not go on while the plugin works")
 	}

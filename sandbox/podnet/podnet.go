@@ -24,7 +24,7 @@ import (
 	"berth/cni"
 	"berth/internal/task"
 	"berth/internal/trace"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // Networks is the node's network, as pods are attached to it.
@@ -39,7 +39,7 @@ type Networks struct {
 
 // Open returns the node's network. The pod CIDR is written down below root; Load comes before the first pod.
 func Open(network *cni.Network, root string, tasks *task.Runner, log *slog.Logger) (*Networks, error) {
-	records, err := record.OpenRuntime(root)
+	records, err := state.OpenRuntime(root)
 	if err != nil {
 		return nil, err
 	}
@@ -61,7 +61,7 @@ func (n *Networks) SetPodCIDR(ctx context.Context, cidr string) error {
 		return err
 	}
 	return n.tasks.WithTurn(ctx, n.turn, "update", "runtime config", func() error {
-		if err := n.records.Write("runtime", record.Runtime{PodCIDR: cidr}); err != nil {
+		if err := n.records.Write("runtime", state.Runtime{PodCIDR: cidr}); err != nil {
 			return err
 		}
 		n.setRanges(ranges)
@@ -77,7 +77,7 @@ func (n *Networks) setRanges(ranges [][]cni.IPRange) {
 // Load reads the pod CIDR that kubelet told an earlier daemon. damaged are records that can't be trusted.
 func (n *Networks) Load() (damaged []checkpoint.Damaged, err error) {
 	return n.records.Load(func(_ string, _ int, body []byte) error {
-		var rec record.Runtime
+		var rec state.Runtime
 		if err := json.Unmarshal(body, &rec); err != nil {
 			return err
 		}
@@ -92,7 +92,7 @@ func (n *Networks) Load() (damaged []checkpoint.Damaged, err error) {
 
 // Plan decides what a pod is to be attached with, and notes it in the record. FailedPrecondition without a
 // configuration, InvalidArgument for a pod that plugins can't be told of.
-func (n *Networks) Plan(rec *record.Pod, config *runtimeapi.PodSandboxConfig) error {
+func (n *Networks) Plan(rec *state.PodRecord, config *runtimeapi.PodSandboxConfig) error {
 	attachment, err := n.network.Plan()
 	if err != nil {
 		return err
@@ -104,7 +104,7 @@ func (n *Networks) Plan(rec *record.Pod, config *runtimeapi.PodSandboxConfig) er
 
 // Attach runs CNI ADD and notes the addresses in the record; that a DEL is due was written before. A pod
 // on the node's network has nothing to attach.
-func (n *Networks) Attach(ctx context.Context, rec *record.Pod, config *runtimeapi.PodSandboxConfig) error {
+func (n *Networks) Attach(ctx context.Context, rec *state.PodRecord, config *runtimeapi.PodSandboxConfig) error {
 	if rec.Network == nil {
 		return nil
 	}
@@ -132,7 +132,7 @@ func addressStrings(ips []netip.Addr) []string {
 }
 
 // Detach runs CNI DEL with the configuration that ADD had.
-func (n *Networks) Detach(ctx context.Context, rec *record.Pod, config *runtimeapi.PodSandboxConfig) error {
+func (n *Networks) Detach(ctx context.Context, rec *state.PodRecord, config *runtimeapi.PodSandboxConfig) error {
 	pod, err := cniPod(rec, config)
 	if err != nil {
 		n.log.Warn("a pod can't be told to CNI plugins: it has no network to be detached from", "pod", rec.ID, "error", err)
@@ -173,7 +173,7 @@ const gcLimit = 10 * time.Second
 // Collect gives back what networks hold for pods that are not among these: of records that were
 // lost. It begins before the first request, so that every pod there can be is known. A plugin that can't do it, or
 // takes long, keeps nobody from starting.
-func (n *Networks) Collect(ctx context.Context, pods iter.Seq2[*record.Pod, *runtimeapi.PodSandboxConfig]) {
+func (n *Networks) Collect(ctx context.Context, pods iter.Seq2[*state.PodRecord, *runtimeapi.PodSandboxConfig]) {
 	var valid []cni.Pod
 	for rec, config := range pods {
 		if rec.Network == nil {
@@ -210,7 +210,7 @@ func (n *Networks) Leave() { n.network.Leave() }
 
 // cniPod is the pod as plugins see it: the same for ADD and DEL. It fails only for what Plan refuses,
 // now or in an older berth, so plugins were never told of such a pod.
-func cniPod(rec *record.Pod, config *runtimeapi.PodSandboxConfig) (cni.Pod, error) {
+func cniPod(rec *state.PodRecord, config *runtimeapi.PodSandboxConfig) (cni.Pod, error) {
 	pod, err := cni.NewPod(rec.ID, rec.NetNS, config)
 	if err != nil {
 		return pod, err

@@ -14,7 +14,7 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 	"berth/shim"
 )
 
@@ -125,7 +125,7 @@ func isLauncher(pid int, shim *os.File) (bool, error) {
 // ReadExit is the exit according to the shim's record. If there is none, or it
 // can't be trusted, the shim was lost; the exit tells so. Trouble with reading is tried
 // again until ctx ends, which is the error: it would turn a Job's success into a failure.
-func (k Kit) ReadExit(ctx context.Context, id string, startedAt time.Time) (exit record.Exit, lost bool, err error) {
+func (k Kit) ReadExit(ctx context.Context, id string, startedAt time.Time) (exit state.Exit, lost bool, err error) {
 	left, err := shim.ReadExit(k.Dirs.Shim(id))
 	for isTransient(err) {
 		k.Log.Error("read exit record", "container", id, "error", err)
@@ -135,16 +135,16 @@ func (k Kit) ReadExit(ctx context.Context, id string, startedAt time.Time) (exit
 		left, err = shim.ReadExit(k.Dirs.Shim(id))
 	}
 	if err != nil {
-		return record.Exit{Code: record.CodeUnknown, Reason: record.ReasonShimLost, StartedAt: startedAt, FinishedAt: time.Now(),
+		return state.Exit{Code: state.CodeUnknown, Reason: state.ReasonShimLost, StartedAt: startedAt, FinishedAt: time.Now(),
 			Message: "the container's shim was lost, its exit code is unknown"}, true, nil
 	}
 	failpoint.Reach("container.exit-read")
-	exit = record.Exit{Code: left.Code, Reason: record.ReasonCompleted, StartedAt: startedAt, FinishedAt: left.At}
+	exit = state.Exit{Code: left.Code, Reason: state.ReasonCompleted, StartedAt: startedAt, FinishedAt: left.At}
 	switch {
 	case left.OOMKilled && left.Code != 0:
-		exit.Reason = record.ReasonOOMKilled
+		exit.Reason = state.ReasonOOMKilled
 	case left.Code != 0:
-		exit.Reason = record.ReasonError
+		exit.Reason = state.ReasonError
 	}
 	return exit, false, nil
 }

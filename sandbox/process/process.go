@@ -15,14 +15,14 @@ import (
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/internal/task"
-	"berth/sandbox/layout"
+	"berth/sandbox/state"
 	"berth/shim"
 	"berth/shim/ociruntime"
 )
 
 // Kit is what is needed to find processes, and what was made for them.
 type Kit struct {
-	Dirs          layout.Dirs
+	Dirs          state.Dirs
 	SystemdCgroup bool // cgroup paths name scopes of systemd's
 	Tasks         *task.Runner
 	Log           *slog.Logger

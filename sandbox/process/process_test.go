@@ -16,15 +16,14 @@ import (
 
 	"berth/internal/pidfd"
 	"berth/internal/task"
-	"berth/sandbox/layout"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 	shimrecord "berth/shim/record"
 )
 
 func testKit(t *testing.T) Kit {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
-	return Kit{Dirs: layout.Dirs{State: t.TempDir()}, Tasks: task.NewRunner(log, nil), Log: log}
+	return Kit{Dirs: state.Dirs{State: t.TempDir()}, Tasks: task.NewRunner(log, nil), Log: log}
 }
 
 // leave writes a shim directory as a shim has left it.
@@ -50,13 +49,13 @@ func TestReadExit(t *testing.T) {
 		reason string
 		lost   bool
 	}{
-		"well":                       {exit(0, false), 0, record.ReasonCompleted, false},
-		"badly":                      {exit(7, false), 7, record.ReasonError, false},
-		"out of memory":              {exit(137, true), 137, record.ReasonOOMKilled, false},
-		"well, a child was killed":   {exit(0, true), 0, record.ReasonCompleted, false},
-		"no record":                  {nil, record.CodeUnknown, record.ReasonShimLost, true},
-		"a record that is cut off":   {exit(0, false)[:5], record.CodeUnknown, record.ReasonShimLost, true},
-		"only the room for a record": {make([]byte, 64), record.CodeUnknown, record.ReasonShimLost, true},
+		"well":                       {exit(0, false), 0, state.ReasonCompleted, false},
+		"badly":                      {exit(7, false), 7, state.ReasonError, false},
+		"out of memory":              {exit(137, true), 137, state.ReasonOOMKilled, false},
+		"well, a child was killed":   {exit(0, true), 0, state.ReasonCompleted, false},
+		"no record":                  {nil, state.CodeUnknown, state.ReasonShimLost, true},
+		"a record that is cut off":   {exit(0, false)[:5], state.CodeUnknown, state.ReasonShimLost, true},
+		"only the room for a record": {make([]byte, 64), state.CodeUnknown, state.ReasonShimLost, true},
 	} {
 		k := testKit(t)
 		if test.record != nil {

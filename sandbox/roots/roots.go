@@ -17,20 +17,19 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/rootfs"
-	"berth/sandbox/layout"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // Kit is what is needed to have them.
 type Kit struct {
 	Images *image.Store
-	Dirs   layout.Dirs
+	Dirs   state.Dirs
 	Quotas *Quotas
 }
 
 // Writable holds the layers of an image for a container or pause with that ID and makes the folders
 // of its writable layer. label is SELinux's; project is of Quotas, 0 for none.
-func (k Kit) Writable(id string, image *record.Image, idMap *rootfs.IDMap, label string, project uint32) (rootfs.Spec, error) {
+func (k Kit) Writable(id string, image *state.Image, idMap *rootfs.IDMap, label string, project uint32) (rootfs.Spec, error) {
 	root, err := k.Images.Hold(id, image.Layers)
 	if err != nil {
 		return root, fmt.Errorf("layers of image %s: %w", image.ID, err)
@@ -54,7 +53,7 @@ func (k Kit) Writable(id string, image *record.Image, idMap *rootfs.IDMap, label
 
 // PauseImage finds the image that replaces the embedded pause, and pulls it the
 // first time.
-func (k Kit) PauseImage(ctx context.Context, reference string) (*record.Image, error) {
+func (k Kit) PauseImage(ctx context.Context, reference string) (*state.Image, error) {
 	img, err := k.Images.Get(reference)
 	if errdefs.IsNotFound(err) {
 		img, err = k.Images.Pull(ctx, reference, nil)
@@ -62,7 +61,7 @@ func (k Kit) PauseImage(ctx context.Context, reference string) (*record.Image, e
 	if err != nil {
 		return nil, fmt.Errorf("pause image %s: %w", reference, err)
 	}
-	return &record.Image{ID: img.ID, Layers: img.Layers, Config: img.Config}, nil
+	return &state.Image{ID: img.ID, Layers: img.Layers, Config: img.Config}, nil
 }
 
 // Pause is the root filesystem of the embedded pause, a directory of berth's. Only an

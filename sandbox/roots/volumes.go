@@ -4,23 +4,21 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
-	"slices"
 
-	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 	crierrors "k8s.io/cri-api/pkg/errors"
 
 	"berth/internal/rootfs"
 	"berth/oci"
 	"berth/sandbox/imagefs"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 	"berth/shim"
 )
 
 // FindVolumes finds the images that a config's mounts name, by the ID that kubelet got
 // from PullImage or any other reference.
-func (k Kit) FindVolumes(config *runtimeapi.ContainerConfig) ([]record.Volume, error) {
-	var volumes []record.Volume
+func (k Kit) FindVolumes(config *runtimeapi.ContainerConfig) ([]state.Volume, error) {
+	var volumes []state.Volume
 	for i, mount := range config.GetMounts() {
 		if !oci.IsImageVolume(mount) {
 			continue
@@ -29,7 +27,7 @@ func (k Kit) FindVolumes(config *runtimeapi.ContainerConfig) ([]record.Volume, e
 		if err != nil {
 			return nil, volumeFailed(mount, err)
 		}
-		volumes = append(volumes, record.Volume{Mount: i, ImageID: img.ID, Layers: img.Layers})
+		volumes = append(volumes, state.Volume{Mount: i, ImageID: img.ID, Layers: img.Layers})
 	}
 	return volumes, nil
 }
@@ -40,7 +38,7 @@ func volumeFailed(m *runtimeapi.Mount, err error) error {
 }
 
 // VolumePlaces tells where the launcher mounts a container's image volumes, by index of the mount.
-func (k Kit) VolumePlaces(id string, volumes []record.Volume) map[int]string {
+func (k Kit) VolumePlaces(id string, volumes []state.Volume) map[int]string {
 	places := make(map[int]string, len(volumes))
 	for _, v := range volumes {
 		places[v.Mount] = filepath.Join(k.Dirs.Shim(id), fmt.Sprintf("volume-%d", v.Mount))
@@ -49,7 +47,7 @@ func (k Kit) VolumePlaces(id string, volumes []record.Volume) map[int]string {
 }
 
 // HoldVolumes keeps the layers of a container's image volumes alive and returns what to mount.
-func (k Kit) HoldVolumes(id string, config *runtimeapi.ContainerConfig, volumes []record.Volume) ([]shim.Volume, error) {
+func (k Kit) HoldVolumes(id string, config *runtimeapi.ContainerConfig, volumes []state.Volume) ([]shim.Volume, error) {
 	places := k.VolumePlaces(id, volumes)
 	var held []shim.Volume
 	var failed error
@@ -76,7 +74,7 @@ func ShownAs(root rootfs.Spec, volumes []shim.Volume) []shim.Volume {
 }
 
 // ReleaseVolumes ends what HoldVolumes began. It may be repeated.
-func (k Kit) ReleaseVolumes(id string, volumes []record.Volume) error {
+func (k Kit) ReleaseVolumes(id string, volumes []state.Volume) error {
 	var failed error
 	for _, v := range volumes {
 		failed = errors.Join(failed, k.Images.Release(v.Holder(id)))
@@ -86,7 +84,7 @@ func (k Kit) ReleaseVolumes(id string, volumes []record.Volume) error {
 
 // CheckVolumes proves that a container's image volumes can be had: that their layers are
 // there, and in them what the mounts are of.
-func (k Kit) CheckVolumes(id string, config *runtimeapi.ContainerConfig, volumes []record.Volume) error {
+func (k Kit) CheckVolumes(id string, config *runtimeapi.ContainerConfig, volumes []state.Volume) error {
 	held, err := k.HoldVolumes(id, config, volumes)
 	if err != nil {
 		return err
@@ -100,16 +98,4 @@ func (k Kit) CheckVolumes(id string, config *runtimeapi.ContainerConfig, volumes
 		}
 	}
 	return nil
-}
-
-// StatusMounts are the config's mounts with the IDs of the images they are of, which kubelet
-// shows in the pod's status (KEP-5365).
-func StatusMounts(config *runtimeapi.ContainerConfig, volumes []record.Volume) []*runtimeapi.Mount {
-	mounts := slices.Clone(config.GetMounts())
-	for _, v := range volumes {
-		mount := proto.CloneOf(mounts[v.Mount])
-		mount.Image.ImageRef = v.ImageID
-		mounts[v.Mount] = mount
-	}
-	return mounts
 }

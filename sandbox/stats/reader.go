@@ -10,12 +10,12 @@ import (
 	"berth/internal/cgstats"
 	"berth/internal/lograte"
 	"berth/oci"
-	"berth/sandbox/view"
+	"berth/sandbox/state"
 )
 
 // ContainerUsage is what a container uses.
 type ContainerUsage struct {
-	Info    *view.Container
+	Info    *state.Container
 	Running bool    // else Usage is empty
 	Cgroup  string  // its path below the cgroup mounts
 	Usage   Usage   // Tasks is counted only where the pod has no cgroup
@@ -24,7 +24,7 @@ type ContainerUsage struct {
 
 // PodUsage is what a pod uses.
 type PodUsage struct {
-	Info       *view.Pod
+	Info       *state.Pod
 	Running    bool // else all but Containers is empty
 	Usage      Usage
 	Cgroup     string              // its path below the cgroup mounts; of its pause where it has none
@@ -52,7 +52,7 @@ func NewReader(meters Meters, log *slog.Logger) *Reader { return &Reader{meters:
 
 // ContainerStats measures a container. One that does not run, or ends meanwhile,
 // is no error. It reads the kernel's files and waits for nobody.
-func (s *Reader) ContainerStats(info *view.Container) (ContainerUsage, error) {
+func (s *Reader) ContainerStats(info *state.Container) (ContainerUsage, error) {
 	used := ContainerUsage{Info: info}
 	measured, cgroupsPath, count := s.meters.ContainerMeter(info.ID)
 	used.Sample = count
@@ -87,7 +87,7 @@ func (s *Reader) ContainerDetail(id string) (*cgstats.Detail, error) {
 // The pod's figures are those of the cgroup its config names, which kubelet makes
 // for each pod. Without one they are the sum of pause and containers; of those that have ended since the daemon
 // began, what they used. A container that can't be measured is left out.
-func (s *Reader) PodStats(info *view.Pod, containers []*view.Container) (PodUsage, error) {
+func (s *Reader) PodStats(info *state.Pod, containers []*state.Container) (PodUsage, error) {
 	used := PodUsage{Info: info}
 	measured, cgroup := s.meters.PodMeter(info.ID)
 	var past *cgstats.Sample

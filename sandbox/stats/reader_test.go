@@ -6,7 +6,7 @@ import (
 
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
-	"berth/sandbox/view"
+	"berth/sandbox/state"
 )
 
 // fakeMeters has meters of containers, and none of pods.
@@ -26,7 +26,7 @@ func testStatistics() *Reader {
 // What does not run uses nothing, and is no error; what it has written is known all the same.
 func TestContainerStats(t *testing.T) {
 	for id, want := range map[string]struct{ running, fails bool }{"good": {running: true}, "ended": {}, "broken": {fails: true}} {
-		used, err := testStatistics().ContainerStats(&view.Container{ID: id})
+		used, err := testStatistics().ContainerStats(&state.Container{ID: id})
 		if (err != nil) != want.fails || used.Running != want.running || used.Sample == nil {
 			t.Errorf("%s: %+v, %v", id, used, err)
 		}
@@ -42,8 +42,8 @@ func TestContainerStats(t *testing.T) {
 // One container that can't be measured does not hide its pod, and one that is not said to run is not looked at.
 func TestPodStatsLeaveOutWhatCantBeMeasured(t *testing.T) {
 	running, exited := runtimeapi.ContainerState_CONTAINER_RUNNING, runtimeapi.ContainerState_CONTAINER_EXITED
-	containers := []*view.Container{{ID: "broken", State: running}, {ID: "good", State: running}, {ID: "good", State: exited}, {ID: "ended", State: running}}
-	used, err := testStatistics().PodStats(&view.Pod{ID: "p"}, containers)
+	containers := []*state.Container{{ID: "broken", State: running}, {ID: "good", State: running}, {ID: "good", State: exited}, {ID: "ended", State: running}}
+	used, err := testStatistics().PodStats(&state.Pod{ID: "p"}, containers)
 	if err != nil || used.Running || len(used.Containers) != 1 || used.Containers[0].Info != containers[1] {
 		t.Errorf("%+v, %v", used, err)
 	}

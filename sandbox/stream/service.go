@@ -14,7 +14,7 @@ import (
 	"berth/internal/fdquota"
 	"berth/internal/task"
 	"berth/oci"
-	"berth/sandbox/layout"
+	"berth/sandbox/state"
 	"berth/shim"
 	"berth/shim/ociruntime"
 )
@@ -58,7 +58,7 @@ type Targets interface {
 type Service struct {
 	targets   Targets
 	launchers *shim.Launchers
-	dirs      layout.Dirs
+	dirs      state.Dirs
 	systemd   bool         // cgroups are systemd's
 	tasks     *task.Runner // sessions are among its Operations
 	dials     *dialLimiter
@@ -69,7 +69,7 @@ type Service struct {
 }
 
 // New returns what connects clients to these targets, whose cgroups are systemd's or not.
-func New(targets Targets, launchers *shim.Launchers, dirs layout.Dirs, systemd bool, limits Limits, tasks *task.Runner) *Service {
+func New(targets Targets, launchers *shim.Launchers, dirs state.Dirs, systemd bool, limits Limits, tasks *task.Runner) *Service {
 	s := &Service{targets: targets, launchers: launchers, dirs: dirs, systemd: systemd, tasks: tasks, dials: newDialLimiter(), outputs: &outputBudget{},
 		execs:     newSlots("execs", limits.Execs, limits.ExecsPerContainer),
 		connected: newSlots("exec sessions", limits.execSessions(), limits.ExecsPerContainer),
@@ -130,7 +130,7 @@ func (s *Service) ExecSync(ctx context.Context, id string, command []string, tim
 }
 
 func (s *Service) execRequest(c ContainerTarget, command []string, terminal bool) shim.ExecRequest {
-	return shim.ExecRequest{ID: c.ID, Runtime: c.Runtime, Dir: s.dirs.Shim(c.ID), ExecID: layout.NewID()[:16],
+	return shim.ExecRequest{ID: c.ID, Runtime: c.Runtime, Dir: s.dirs.Shim(c.ID), ExecID: state.NewID()[:16],
 		CgroupsPath: c.Cgroup, SystemdCgroup: s.systemd,
 		Process: oci.ExecProcess(&specs.Spec{Process: c.Process}, command, terminal)}
 }

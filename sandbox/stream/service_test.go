@@ -9,7 +9,7 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/task"
-	"berth/sandbox/layout"
+	"berth/sandbox/state"
 )
 
 // targets knows containers and pods by their full names.
@@ -47,7 +47,7 @@ func testStreams() *Service {
 			"ended":    {ID: "ended-with-a-longer-id"},
 		},
 		pods: map[string]PodTarget{"sandboxed": {ID: "sandboxed-with-a-longer-id", Ready: true, Sandboxed: true}, "ready": {ID: "ready-with-a-longer-id", Ready: true}, "stopped": {ID: "stopped-with-a-longer-id"}},
-	}, nil, layout.Dirs{}, false, testLimits, task.NewRunner(slog.New(slog.DiscardHandler), nil))
+	}, nil, state.Dirs{}, false, testLimits, task.NewRunner(slog.New(slog.DiscardHandler), nil))
 }
 
 // What can't be is refused before a client gets a URL, and what can be is told by its full ID.

@@ -19,8 +19,8 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/cgstats"
+	"berth/sandbox/state"
 	"berth/sandbox/stats"
-	"berth/sandbox/view"
 )
 
 // baseLabels are the labels of every metric, as kubelet has cAdvisor set them: id is the
@@ -34,7 +34,7 @@ const podContainer = "POD"
 type measured struct {
 	usage      *stats.Usage
 	detail     *cgstats.Detail
-	container  *view.Container
+	container  *state.Container
 	sample     *stats.Sample
 	filesystem *stats.Filesystem
 	interfaces []cgstats.Interface
@@ -204,17 +204,17 @@ var processMetrics = []metric{
 
 var specMetrics = []metric{
 	{name: "container_start_time_seconds", help: "Start time of the container since unix epoch in seconds.", kind: gauge,
-		values: ofContainer(func(c *view.Container, emit emit) { emit(uint64(c.StartedAt.Unix())) })},
+		values: ofContainer(func(c *state.Container, emit emit) { emit(uint64(c.StartedAt.Unix())) })},
 	{name: "container_spec_cpu_period", help: "CPU period of the container.", kind: gauge,
-		values: ofContainer(func(c *view.Container, emit emit) { emit(orDefault(c.Resources.GetCpuPeriod(), 100000)) })},
+		values: ofContainer(func(c *state.Container, emit emit) { emit(orDefault(c.Resources.GetCpuPeriod(), 100000)) })},
 	{name: "container_spec_cpu_quota", help: "CPU quota of the container.", kind: gauge,
-		values: ofContainer(func(c *view.Container, emit emit) {
+		values: ofContainer(func(c *state.Container, emit emit) {
 			if quota := c.Resources.GetCpuQuota(); quota > 0 {
 				emit(uint64(quota))
 			}
 		})},
 	{name: "container_spec_cpu_shares", help: "CPU share of the container.", kind: gauge,
-		values: ofContainer(func(c *view.Container, emit emit) { emit(orDefault(c.Resources.GetCpuShares(), 1024)) })},
+		values: ofContainer(func(c *state.Container, emit emit) { emit(orDefault(c.Resources.GetCpuShares(), 1024)) })},
 	{name: "container_spec_memory_limit_bytes", help: "Memory limit for the container.", kind: gauge,
 		values: ofMemory(func(m *cgstats.Memory) uint64 { return limit(m.Limit) })},
 	{name: "container_spec_memory_swap_limit_bytes", help: "Memory swap limit for the container.", kind: gauge,
@@ -364,7 +364,7 @@ func ofInterfaces(value func(*cgstats.Interface) uint64) func(*measured, emit) {
 	}
 }
 
-func ofContainer(values func(*view.Container, emit)) func(*measured, emit) {
+func ofContainer(values func(*state.Container, emit)) func(*measured, emit) {
 	return func(m *measured, emit emit) {
 		if m.container != nil {
 			values(m.container, emit)
@@ -393,7 +393,7 @@ func Descriptors() []*runtimeapi.MetricDescriptor {
 }
 
 // OfContainer returns a container's metrics. image is the name that it was asked for by; detail is nil where it was not measured.
-func OfContainer(pod *view.Pod, image string, c *stats.ContainerUsage, detail *cgstats.Detail, filesystem *stats.Filesystem) []*runtimeapi.Metric {
+func OfContainer(pod *state.Pod, image string, c *stats.ContainerUsage, detail *cgstats.Detail, filesystem *stats.Filesystem) []*runtimeapi.Metric {
 	md := pod.Config.GetMetadata()
 	labels := []string{c.Info.Config.GetMetadata().GetName(), c.Cgroup, image, c.Info.ID, md.GetNamespace(), md.GetName()}
 	return take(labels, &measured{usage: &c.Usage, detail: detail, container: c.Info, sample: c.Sample, filesystem: filesystem})

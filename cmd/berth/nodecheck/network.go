@@ -6,7 +6,7 @@ import (
 	"strings"
 
 	"berth/cni"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // checkNetwork asks package cni, which is who decides for the daemon, and the plugins
@@ -43,7 +43,7 @@ func checkNetwork(ctx context.Context, n *Node) []Finding {
 
 // tellRanges has the network asked about the addresses that the daemon would give to pods, by the pod CIDR that it was told.
 func tellRanges(network *cni.Network, root string) error {
-	cidr, err := record.PodCIDR(root)
+	cidr, err := state.PodCIDR(root)
 	if err != nil {
 		return err
 	}

@@ -7,7 +7,7 @@ import (
 	"testing"
 
 	"berth/internal/host"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // The network is asked about the addresses that the daemon would give to pods.
@@ -25,11 +25,11 @@ func TestNetworkIsAskedAboutThePodCIDR(t *testing.T) {
 	if f := find(t, checkNetwork(t.Context(), n), "CNI network", "not these addresses"); f.Level != Warning {
 		t.Errorf("without a pod CIDR: %+v", f)
 	}
-	records, err := record.OpenRuntime(n.Config.Root)
+	records, err := state.OpenRuntime(n.Config.Root)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := records.Write("runtime", record.Runtime{PodCIDR: "10.1.2.0/24"}); err != nil {
+	if err := records.Write("runtime", state.Runtime{PodCIDR: "10.1.2.0/24"}); err != nil {
 		t.Fatal(err)
 	}
 	if f := find(t, checkNetwork(t.Context(), n), "CNI network", "pods from"); f.Level != OK {

@@ -8,7 +8,7 @@ import (
 
 	"berth/internal/rootfs"
 	"berth/internal/userns"
-	"berth/sandbox/layout"
+	"berth/sandbox/state"
 	"berth/shim/payload"
 )
 
@@ -19,7 +19,7 @@ func checkUserNamespaces(_ context.Context, n *Node) []Finding {
 	if limit, err := n.value("/proc/sys/user/max_user_namespaces"); err != nil || limit == "0" {
 		return []Finding{lacking(Warning, subject, "not allowed", "set the sysctl user.max_user_namespaces: pods with hostUsers: false fail without")}
 	}
-	if err := userns.CheckPassable(nearest(layout.Dirs{State: n.Config.State}.RootPlace())); err != nil {
+	if err := userns.CheckPassable(nearest(state.Dirs{State: n.Config.State}.RootPlace())); err != nil {
 		return []Finding{lacking(Warning, subject, err.Error(), "chmod o+x: pods with hostUsers: false are refused without")}
 	}
 	if err := tryUserNamespace(nearest(n.Config.Root)); err != nil {

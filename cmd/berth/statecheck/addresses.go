@@ -6,7 +6,7 @@ import (
 	"strings"
 
 	"berth/cni"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // Addresses: what the CNI library and the plugins host-local and berth-net keep for a pod, and what berth-net has made for it on the node, belongs to a recorded
@@ -79,7 +79,7 @@ func (f *facts) compareHeld(d *finder, id, file, what string) {
 	}
 }
 
-func compareIPs(d *finder, p *record.FoundPod, where string, found []string) {
+func compareIPs(d *finder, p *state.FoundPod, where string, found []string) {
 	want := slices.Sorted(slices.Values(p.IPs))
 	slices.Sort(found)
 	if !slices.Equal(want, found) {

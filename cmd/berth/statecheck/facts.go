@@ -19,20 +19,19 @@ import (
 	"berth/cni"
 	"berth/image"
 	"berth/image/layer"
-	"berth/sandbox/layout"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // facts are what one look has found, in the records and on the machine.
 type facts struct {
 	node *Node
-	dirs layout.Dirs
-	boot string     // boot ID
-	run  layout.Run // of the state directory
+	dirs state.Dirs
+	boot string    // boot ID
+	run  state.Run // of the state directory
 
 	// records
-	pods       map[string]*record.FoundPod
-	containers map[string]*record.FoundContainer
+	pods       map[string]*state.FoundPod
+	containers map[string]*state.FoundContainer
 	images     map[string]*image.Recorded
 	surveys    []checkpoint.Survey
 
@@ -56,7 +55,7 @@ type facts struct {
 // gather looks at everything once. Things before records: what a thing was made for has its
 // record until the thing is gone.
 func gather(ctx context.Context, n *Node) (*facts, error) {
-	f := &facts{node: n, dirs: layout.Dirs{Root: n.Root, State: n.State, NetNSs: n.NetNSDir}}
+	f := &facts{node: n, dirs: state.Dirs{Root: n.Root, State: n.State, NetNSs: n.NetNSDir}}
 	for _, step := range []func() error{
 		f.readBoot, f.readProcesses, f.findDaemon, f.readMounts, f.readShims, f.readNamespaces, f.readLayers, f.readDescriptors,
 		f.readOthers, f.readRecords, f.readNetwork, func() error { return f.readViews(ctx) },
@@ -144,7 +143,7 @@ func (f *facts) readMounts() error {
 }
 
 func (f *facts) readRecords() error {
-	records, err := record.Inspect(f.node.Root, f.node.State)
+	records, err := state.Inspect(f.node.Root, f.node.State)
 	if err != nil {
 		return err
 	}
@@ -178,19 +177,19 @@ func containerName(id string) string { return "container " + id }
 
 // podRuns tells that a pod has a pause, a network and mounts, as far as its record says. Those of
 // an earlier boot, or of an earlier run of the state directory, have none.
-func (f *facts) podRuns(p *record.FoundPod) bool {
-	return p.Stage == record.Running && p.BootID == f.boot && f.isThisRun(p.RunID)
+func (f *facts) podRuns(p *state.FoundPod) bool {
+	return p.Stage == state.Running && p.BootID == f.boot && f.isThisRun(p.RunID)
 }
 
 // podIsOver tells that a pod has nothing of that any more. A stop that a daemon did not finish
 // the next one does.
-func (f *facts) podIsOver(p *record.FoundPod) bool {
-	return f.daemon != 0 && p.Stage == record.Ended && p.Network == nil
+func (f *facts) podIsOver(p *state.FoundPod) bool {
+	return f.daemon != 0 && p.Stage == state.Ended && p.Network == nil
 }
 
 // containerRuns tells that a container was launched in this boot, as far as its record says.
-func (f *facts) containerRuns(c *record.FoundContainer) bool {
-	return c.Stage == record.Running && c.BootID == f.boot && f.isThisRun(c.RunID)
+func (f *facts) containerRuns(c *state.FoundContainer) bool {
+	return c.Stage == state.Running && c.BootID == f.boot && f.isThisRun(c.RunID)
 }
 
 // isThisRun tells whether an object that was recorded in a run of the state directory can have
@@ -199,8 +198,8 @@ func (f *facts) isThisRun(id string) bool { return f.run.Has(id) || f.run.ID == 
 
 // containerIsIdle tells that a container has nothing that a launch makes: it was not started, or
 // what there was has been cleaned up.
-func (f *facts) containerIsIdle(c *record.FoundContainer) bool {
-	return c.Stage == record.Created || c.Stage == record.Ended && f.daemon != 0
+func (f *facts) containerIsIdle(c *state.FoundContainer) bool {
+	return c.Stage == state.Created || c.Stage == state.Ended && f.daemon != 0
 }
 
 // namesIn lists a directory; one that does not exist is empty.

@@ -7,7 +7,7 @@ import (
 	"strconv"
 	"strings"
 
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // File descriptors: the daemon's are bounded by what it has to look after. It holds no namespace,
@@ -152,7 +152,7 @@ func (f *facts) mayWatch(pid int) bool {
 		return true
 	}
 	for _, pod := range f.pods {
-		if pod.PausePID == pid || pod.Stage == record.BeingMade {
+		if pod.PausePID == pid || pod.Stage == state.BeingMade {
 			return true
 		}
 	}

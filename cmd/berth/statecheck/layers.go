@@ -5,7 +5,7 @@ import (
 
 	"berth/image"
 	"berth/image/layer"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // Layers: each layer that an image or a container needs is there; each that is there is needed by
@@ -37,10 +37,10 @@ func compareLayers(f *facts, d *finder) {
 		need("image "+id, image.Layers, true)
 	}
 	for id, p := range f.pods {
-		need(podName(id), p.Layers, p.Stage == record.Running)
+		need(podName(id), p.Layers, p.Stage == state.Running)
 	}
 	for id, c := range f.containers {
-		need(containerName(id), c.Layers, c.Stage == record.Created || c.Stage == record.Running)
+		need(containerName(id), c.Layers, c.Stage == state.Created || c.Stage == state.Running)
 	}
 	for path, err := range f.layers.Damaged {
 		d.differ(path, "a layer", "%v", err)

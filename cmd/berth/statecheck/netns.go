@@ -12,7 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // Network namespaces: each namespace pinned under berth's name belongs to a recorded pod that
@@ -52,7 +52,7 @@ func compareNamespaces(f *facts, d *finder) {
 }
 
 // comparePin is about a namespace of a running pod.
-func (f *facts) comparePin(d *finder, p *record.FoundPod, kind, file, path string) {
+func (f *facts) comparePin(d *finder, p *state.FoundPod, kind, file, path string) {
 	if path == "" {
 		return
 	}

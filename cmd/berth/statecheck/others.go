@@ -9,7 +9,7 @@ import (
 	"strings"
 	"syscall"
 
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // Several berths may run on a machine, with directories of their own. What they have recorded is
@@ -29,7 +29,7 @@ func (f *facts) readOthers() error {
 		if root == own || !isDaemons(root) {
 			continue
 		}
-		ids, err := record.IDs(root)
+		ids, err := state.IDs(root)
 		if err != nil {
 			return err
 		}

@@ -11,7 +11,7 @@ import (
 	"strings"
 
 	"berth/oci"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // Processes: each process in a cgroup of berth's, each launcher and each monitor belongs to a
@@ -259,7 +259,7 @@ func (f *facts) isRecordedShim(p *process) bool {
 	return false
 }
 
-func (f *facts) comparePause(d *finder, p *record.FoundPod) {
+func (f *facts) comparePause(d *finder, p *state.FoundPod) {
 	if !f.podRuns(p) || f.alive(p.PausePID, p.PauseStart) != nil {
 		return
 	}
@@ -271,7 +271,7 @@ func (f *facts) comparePause(d *finder, p *record.FoundPod) {
 
 // compareInit is about a container whose record says that it was started; all else is in its
 // shim directory.
-func (f *facts) compareInit(d *finder, c *record.FoundContainer) {
+func (f *facts) compareInit(d *finder, c *state.FoundContainer) {
 	if !f.containerRuns(c) {
 		return
 	}

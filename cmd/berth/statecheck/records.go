@@ -10,7 +10,7 @@ import (
 
 	"berth/cmd/berth/nodenet"
 	"berth/image"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // Records: each can be trusted (checksum, kind, version, content) and none was set aside; each file
@@ -98,7 +98,7 @@ func (f *facts) compareObjects(d *finder, dir string, belongs func(id string) bo
 // compareFiles is about what an object that is neither being made nor removed must have.
 func (f *facts) compareFiles(d *finder) {
 	for id, p := range f.pods {
-		if p.Stage != record.Running && p.Stage != record.Ended {
+		if p.Stage != state.Running && p.Stage != state.Ended {
 			continue
 		}
 		f.compareExists(d, podName(id), f.dirs.PodFiles(id))
@@ -110,7 +110,7 @@ func (f *facts) compareFiles(d *finder) {
 		}
 	}
 	for id, c := range f.containers {
-		if c.Stage != record.BeingMade && c.Stage != record.BeingRemoved {
+		if c.Stage != state.BeingMade && c.Stage != state.BeingRemoved {
 			f.compareExists(d, containerName(id), filepath.Join(f.dirs.Writable(""), id, "upper"))
 		}
 	}

@@ -9,7 +9,7 @@ import (
 	"path/filepath"
 	"time"
 
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 	"berth/shim"
 )
 
@@ -90,7 +90,7 @@ func (f *facts) compareLaunch(d *finder, path, id string) {
 	}
 }
 
-func (f *facts) compareMonitorOf(d *finder, c *record.FoundContainer, s *shimDir) {
+func (f *facts) compareMonitorOf(d *finder, c *state.FoundContainer, s *shimDir) {
 	monitor := f.processes[s.launched.ShimPID]
 	switch {
 	case s.unread != nil:
@@ -100,7 +100,7 @@ func (f *facts) compareMonitorOf(d *finder, c *record.FoundContainer, s *shimDir
 	}
 }
 
-func (f *facts) comparePauseShim(d *finder, p *record.FoundPod) {
+func (f *facts) comparePauseShim(d *finder, p *state.FoundPod) {
 	if !f.podRuns(p) {
 		return
 	}

@@ -21,8 +21,7 @@ import (
 	"berth/cni"
 	"berth/image"
 	"berth/image/layer"
-	"berth/sandbox/layout"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 	"berth/shim"
 )
 
@@ -48,15 +47,15 @@ func healthy(t *testing.T) *facts {
 	t.Helper()
 	dir := t.TempDir()
 	n := &Node{Root: dir + "/root", State: dir + "/state", NetNSDir: dir + "/netns", Socket: dir + "/state/sock", Networks: nodenet.Readers(), proc: dir + "/proc"}
-	f := &facts{node: n, dirs: layout.Dirs{Root: n.Root, State: n.State, NetNSs: n.NetNSDir}, boot: "boot", daemon: daemonPID}
+	f := &facts{node: n, dirs: state.Dirs{Root: n.Root, State: n.State, NetNSs: n.NetNSDir}, boot: "boot", daemon: daemonPID}
 	netns := filepath.Join(n.NetNSDir, "berth-"+podID)
-	f.pods = map[string]*record.FoundPod{podID: {ID: podID, BootID: "boot", Stage: record.Running, CgroupsPath: "/kubepods/pod1/" + podID,
+	f.pods = map[string]*state.FoundPod{podID: {ID: podID, BootID: "boot", Stage: state.Running, CgroupsPath: "/kubepods/pod1/" + podID,
 		Config: &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "name"}},
 		NetNS:  netns, Tmpfs: f.dirs.Tmpfs(podID), Etc: f.dirs.Etc(podID), Network: &cni.Attachment{Network: "net", ConfList: []byte(list)},
 		IPs: []string{"10.0.0.2"}, PausePID: pausePID, PauseStart: 200}}
-	f.containers = map[string]*record.FoundContainer{
-		runningID: {ID: runningID, PodID: podID, BootID: "boot", Stage: record.Running, CgroupsPath: "/kubepods/pod1/" + runningID, ImageID: imageID, ImageRef: imageRef, Layers: []digest.Digest{layerOne}},
-		exitedID:  {ID: exitedID, PodID: podID, BootID: "boot", Stage: record.Ended, CgroupsPath: "/kubepods/pod1/" + exitedID, ImageID: imageID, ImageRef: imageRef, Layers: []digest.Digest{layerOne}},
+	f.containers = map[string]*state.FoundContainer{
+		runningID: {ID: runningID, PodID: podID, BootID: "boot", Stage: state.Running, CgroupsPath: "/kubepods/pod1/" + runningID, ImageID: imageID, ImageRef: imageRef, Layers: []digest.Digest{layerOne}},
+		exitedID:  {ID: exitedID, PodID: podID, BootID: "boot", Stage: state.Ended, CgroupsPath: "/kubepods/pod1/" + exitedID, ImageID: imageID, ImageRef: imageRef, Layers: []digest.Digest{layerOne}},
 	}
 	f.images = map[string]*image.Recorded{imageID: {ID: imageID, Tags: []string{"a:1"}, Layers: []digest.Digest{layerOne}, Sequence: 1}}
 	f.layers = &layer.Survey{Layers: map[digest.Digest]layer.Stored{layerOne: {Dir: dir + "/none"}}, Damaged: map[string]error{}}
@@ -202,7 +201,7 @@ func TestDifferencesAreNamed(t *testing.T) {
 		{"a result of nobody", func(_ *testing.T, f *facts) { f.results = append(f.results, cni.CachedResult{File: "other"}) }, []string{"addresses: other: expected a recorded pod"}},
 		{"an address twice", func(_ *testing.T, f *facts) {
 			other := *f.pods[podID]
-			other.ID, other.Stage = strangeID, record.BeingMade
+			other.ID, other.Stage = strangeID, state.BeingMade
 			f.pods[strangeID] = &other
 		}, []string{"addresses: address 10.0.0.2: expected one pod"}},
 
@@ -311,7 +310,7 @@ func begins(s, text string) bool {
 }
 
 func TestNothingIsDemandedOfWhatIsBeingMadeOrRemoved(t *testing.T) {
-	for _, stage := range []record.Stage{record.BeingMade, record.BeingRemoved} {
+	for _, stage := range []state.Stage{state.BeingMade, state.BeingRemoved} {
 		f := healthy(t)
 		f.pods[podID].Stage, f.containers[runningID].Stage, f.containers[exitedID].Stage = stage, stage, stage
 		delete(f.processes, monitorPID)

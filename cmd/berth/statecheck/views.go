@@ -13,7 +13,7 @@ import (
 
 	"berth/cmd/berth/client"
 	"berth/image"
-	"berth/sandbox/record"
+	"berth/sandbox/state"
 )
 
 // Views: what the lists of CRI say equals the records, and what the other calls say: which pods,
@@ -204,17 +204,17 @@ func unrecorded[V, R any](d *finder, kind string, listed map[string]V, recorded 
 	}
 }
 
-func (f *facts) comparePodView(d *finder, p *record.FoundPod, listed *runtimeapi.PodSandbox) {
+func (f *facts) comparePodView(d *finder, p *state.FoundPod, listed *runtimeapi.PodSandbox) {
 	name := podName(p.ID)
 	switch {
 	case listed == nil:
-		if p.Stage == record.Running || p.Stage == record.Ended {
+		if p.Stage == state.Running || p.Stage == state.Ended {
 			d.differ(name, "it in ListPodSandbox", "no such pod")
 		}
 		return
-	case p.Stage == record.BeingMade:
+	case p.Stage == state.BeingMade:
 		d.differ(name, "that nobody sees it before it is made", "it in ListPodSandbox")
-	case f.views.isReady(p.ID) != (f.podRuns(p) && f.alive(p.PausePID, p.PauseStart) != nil) && p.Stage != record.BeingRemoved:
+	case f.views.isReady(p.ID) != (f.podRuns(p) && f.alive(p.PausePID, p.PauseStart) != nil) && p.Stage != state.BeingRemoved:
 		d.differ(name, fmt.Sprintf("a state that goes with its record (%s) and its pause", p.Stage), "%s", listed.State)
 	}
 	if state, ok := f.views.podStates[p.ID]; ok && state != listed.State {
@@ -227,13 +227,13 @@ func (f *facts) comparePodView(d *finder, p *record.FoundPod, listed *runtimeapi
 }
 
 // states are those in which a container may be seen, by what its record says.
-var states = map[record.Stage][]runtimeapi.ContainerState{
-	record.Created: {runtimeapi.ContainerState_CONTAINER_CREATED},
-	record.Running: {runtimeapi.ContainerState_CONTAINER_CREATED, runtimeapi.ContainerState_CONTAINER_RUNNING}, // it is being launched
-	record.Ended:   {runtimeapi.ContainerState_CONTAINER_EXITED},
+var states = map[state.Stage][]runtimeapi.ContainerState{
+	state.Created: {runtimeapi.ContainerState_CONTAINER_CREATED},
+	state.Running: {runtimeapi.ContainerState_CONTAINER_CREATED, runtimeapi.ContainerState_CONTAINER_RUNNING}, // it is being launched
+	state.Ended:   {runtimeapi.ContainerState_CONTAINER_EXITED},
 }
 
-func (f *facts) compareContainerView(d *finder, c *record.FoundContainer, listed *runtimeapi.Container) {
+func (f *facts) compareContainerView(d *finder, c *state.FoundContainer, listed *runtimeapi.Container) {
 	name := containerName(c.ID)
 	may, whole := states[c.Stage]
 	switch {
@@ -242,7 +242,7 @@ func (f *facts) compareContainerView(d *finder, c *record.FoundContainer, listed
 			d.differ(name, "it in ListContainers", "no such container")
 		}
 		return
-	case c.Stage == record.BeingMade:
+	case c.Stage == state.BeingMade:
 		d.differ(name, "that nobody sees it before it is made", "it in ListContainers")
 	case whole && !slices.Contains(may, listed.State):
 		d.differ(name, fmt.Sprintf("a state that goes with its record (%s)", c.Stage), "%s", listed.State)

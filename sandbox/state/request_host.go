@@ -1,4 +1,4 @@
-package request
+package state
 
 import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"

@@ -1,24 +1,16 @@
-// Package view is what readers see of pods and containers: snapshots, lists of them, and events, which are steps from one
-// snapshot to the next.
-//
-// # Contract
-//
-// A snapshot is what the record said at a moment, and is never changed; who has the object's turn makes it and
-// publishes it. Events are told by who publishes, with the turn, so those of one object come in their order. Nobody waits for
-// a reader.
-package view
+package state
 
 import (
 	"cmp"
+	"slices"
 	"time"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"google.golang.org/protobuf/proto"
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/nri"
 	"berth/oci"
-	"berth/sandbox/record"
-	"berth/sandbox/roots"
 )
 
 // Pod is a snapshot of a pod.
@@ -36,9 +28,9 @@ type Pod struct {
 }
 
 // NewPod returns what the record says. config has the pod's resources as they are now.
-func NewPod(rec *record.Pod, config *runtimeapi.PodSandboxConfig) *Pod {
+func NewPod(rec *PodRecord, config *runtimeapi.PodSandboxConfig) *Pod {
 	p := &Pod{Listed: new(Answer), ID: rec.ID, Config: config, Handler: rec.Handler, CreatedAt: rec.CreatedAt,
-		Ready: rec.Phase == record.PodReady, IPs: rec.IPs, NetNS: rec.NetNS, Sandboxed: rec.Runtime.IsSandboxed()}
+		Ready: rec.Phase == PodReady, IPs: rec.IPs, NetNS: rec.NetNS, Sandboxed: rec.Runtime.IsSandboxed()}
 	if p.Ready {
 		p.PausePID = rec.PausePID
 	}
@@ -81,16 +73,16 @@ type Container struct {
 
 // NewContainer returns what the record says. resources are the record's, decoded; pid and startedAt are of the init of
 // one that runs.
-func NewContainer(rec *record.Container, config *runtimeapi.ContainerConfig, resources *runtimeapi.LinuxContainerResources, pid int, startedAt time.Time) *Container {
+func NewContainer(rec *ContainerRecord, config *runtimeapi.ContainerConfig, resources *runtimeapi.LinuxContainerResources, pid int, startedAt time.Time) *Container {
 	c := &Container{Listed: new(Answer), ID: rec.ID, PodID: rec.PodID, Config: config, ImageID: rec.Image.ID, ImageRef: cmp.Or(rec.Image.Ref, rec.Image.ID), CreatedAt: rec.CreatedAt,
 		LogPath: rec.LogPath, User: rec.User.CRI(), Resources: resources,
 		StopSignal: oci.CRISignal(oci.StopSignal(config.GetStopSignal(), rec.Image.Config.StopSignal)),
-		Mounts:     roots.StatusMounts(config, rec.Volumes),
+		Mounts:     statusMounts(config, rec.Volumes),
 		Process:    rec.Process, Described: rec.Described, Limits: rec.Limits}
 	switch rec.Phase {
-	case record.ContainerCreated, record.ContainerStarting:
+	case ContainerCreated, ContainerStarting:
 		c.State = runtimeapi.ContainerState_CONTAINER_CREATED
-	case record.ContainerRunning:
+	case ContainerRunning:
 		c.State, c.PID, c.StartedAt = runtimeapi.ContainerState_CONTAINER_RUNNING, pid, startedAt
 	default:
 		c.State = runtimeapi.ContainerState_CONTAINER_EXITED
@@ -100,4 +92,16 @@ func NewContainer(rec *record.Container, config *runtimeapi.ContainerConfig, res
 		c.StartedAt, c.FinishedAt = exit.StartedAt, exit.FinishedAt
 	}
 	return c
+}
+
+// statusMounts are the config's mounts with the IDs of the images they are of, which kubelet
+// shows in the pod's status (KEP-5365).
+func statusMounts(config *runtimeapi.ContainerConfig, volumes []Volume) []*runtimeapi.Mount {
+	mounts := slices.Clone(config.GetMounts())
+	for _, v := range volumes {
+		mount := proto.CloneOf(mounts[v.Mount])
+		mount.Image.ImageRef = v.ImageID
+		mounts[v.Mount] = mount
+	}
+	return mounts
 }

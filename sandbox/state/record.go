@@ -1,12 +1,4 @@
-// Package record has what is written down of pods and containers.
-//
-// # Contract
-//
-// A record is what the next daemon knows: the config as kubelet sent it, and the names of everything that
-// exists and does not follow from the ID. Formats have versions; what an earlier version wrote is
-// read. What is read back is checked to be what it should be, or it is an error: the caller sets
-// such a record aside. Where records are, and how they survive, is package checkpoint's.
-package record
+package state
 
 import (
 	"encoding/json"
@@ -50,12 +42,12 @@ const (
 	ContainerExited   Phase = "exited"
 )
 
-// Pod is what is known of a pod on disk: the checkpoint of its config, and
+// PodRecord is what is known of a pod on disk: the checkpoint of its config, and
 // the names of everything that exists for it and does not follow from its ID.
-type Pod struct {
+type PodRecord struct {
 	ID        string    `json:"id"`
 	BootID    string    `json:"bootID"`          // nothing of it but files and addresses outlives the boot
-	RunID     string    `json:"runID,omitempty"` // of the state directory (layout.Run), nor that; empty in records of earlier versions
+	RunID     string    `json:"runID,omitempty"` // of the state directory (Run), nor that; empty in records of earlier versions
 	Phase     Phase     `json:"phase"`
 	CreatedAt time.Time `json:"createdAt"`
 	Config    []byte    `json:"config"` // runtime.v1.PodSandboxConfig, as protobuf
@@ -86,8 +78,8 @@ type Image struct {
 	Config ocispec.ImageConfig `json:"config"`
 }
 
-// Container is what is known of a container on disk.
-type Container struct {
+// ContainerRecord is what is known of a container on disk.
+type ContainerRecord struct {
 	ID        string    `json:"id"`
 	PodID     string    `json:"podID"`
 	BootID    string    `json:"bootID"`
@@ -156,7 +148,7 @@ func OpenRuntime(root string) (*checkpoint.Dir, error) {
 }
 
 // ReadPod decodes the record of the pod with that ID. update is nil if its resources are those of config.
-func ReadPod(id string, body []byte) (rec Pod, config *runtimeapi.PodSandboxConfig, update *runtimeapi.UpdatePodSandboxResourcesRequest, err error) {
+func ReadPod(id string, body []byte) (rec PodRecord, config *runtimeapi.PodSandboxConfig, update *runtimeapi.UpdatePodSandboxResourcesRequest, err error) {
 	if err = json.Unmarshal(body, &rec); err != nil {
 		return rec, nil, nil, err
 	}
@@ -175,7 +167,7 @@ func ReadPod(id string, body []byte) (rec Pod, config *runtimeapi.PodSandboxConf
 }
 
 // ReadContainer decodes the record of the container with that ID. resources are those in force.
-func ReadContainer(id string, body []byte) (rec Container, config *runtimeapi.ContainerConfig, resources *runtimeapi.LinuxContainerResources, err error) {
+func ReadContainer(id string, body []byte) (rec ContainerRecord, config *runtimeapi.ContainerConfig, resources *runtimeapi.LinuxContainerResources, err error) {
 	if err = json.Unmarshal(body, &rec); err != nil {
 		return rec, nil, nil, err
 	}

@@ -1,4 +1,4 @@
-package record
+package state
 
 import (
 	"encoding/json"
@@ -32,17 +32,17 @@ func shares(n int64) *runtimeapi.LinuxContainerResources {
 
 func TestReadPod(t *testing.T) {
 	config := encode(t, &runtimeapi.PodSandboxConfig{Metadata: &runtimeapi.PodSandboxMetadata{Name: "web"}})
-	rec, read, update, err := ReadPod("p", body(t, Pod{ID: "p", Config: config, Phase: PodReady}))
+	rec, read, update, err := ReadPod("p", body(t, PodRecord{ID: "p", Config: config, Phase: PodReady}))
 	if err != nil || rec.Phase != PodReady || read.Metadata.Name != "web" || update != nil {
 		t.Errorf("%+v, %v, %v, %v", rec, read, update, err)
 	}
 	resources := encode(t, &runtimeapi.UpdatePodSandboxResourcesRequest{Resources: shares(5)})
-	if _, _, update, err = ReadPod("p", body(t, Pod{ID: "p", Config: config, Resources: resources})); err != nil || update.GetResources().GetCpuShares() != 5 {
+	if _, _, update, err = ReadPod("p", body(t, PodRecord{ID: "p", Config: config, Resources: resources})); err != nil || update.GetResources().GetCpuShares() != 5 {
 		t.Errorf("updated: %v, %v", update, err)
 	}
 	for name, damaged := range map[string][]byte{
-		"another pod's": body(t, Pod{ID: "q", Config: config}), "no metadata": body(t, Pod{ID: "p"}), "no JSON": []byte("{"),
-		"no config": body(t, Pod{ID: "p", Config: []byte{0xff}}), "no resources": body(t, Pod{ID: "p", Config: config, Resources: []byte{0xff}}),
+		"another pod's": body(t, PodRecord{ID: "q", Config: config}), "no metadata": body(t, PodRecord{ID: "p"}), "no JSON": []byte("{"),
+		"no config": body(t, PodRecord{ID: "p", Config: []byte{0xff}}), "no resources": body(t, PodRecord{ID: "p", Config: config, Resources: []byte{0xff}}),
 	} {
 		if _, _, _, err := ReadPod("p", damaged); err == nil {
 			t.Errorf("%s: it is trusted", name)
@@ -52,16 +52,16 @@ func TestReadPod(t *testing.T) {
 
 func TestReadContainer(t *testing.T) {
 	config := encode(t, &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}, Linux: &runtimeapi.LinuxContainerConfig{Resources: shares(2)}})
-	rec, read, resources, err := ReadContainer("c", body(t, Container{ID: "c", PodID: "p", Config: config}))
+	rec, read, resources, err := ReadContainer("c", body(t, ContainerRecord{ID: "c", PodID: "p", Config: config}))
 	if err != nil || rec.PodID != "p" || read.Metadata.Name != "main" || resources.GetCpuShares() != 2 {
 		t.Errorf("%+v, %v, %v, %v", rec, read, resources, err)
 	}
-	if _, _, resources, err = ReadContainer("c", body(t, Container{ID: "c", Config: config, Resources: encode(t, shares(5))})); err != nil || resources.GetCpuShares() != 5 {
+	if _, _, resources, err = ReadContainer("c", body(t, ContainerRecord{ID: "c", Config: config, Resources: encode(t, shares(5))})); err != nil || resources.GetCpuShares() != 5 {
 		t.Errorf("updated: %v, %v", resources, err)
 	}
 	for name, damaged := range map[string][]byte{
-		"another container's": body(t, Container{ID: "d", Config: config}), "no metadata": body(t, Container{ID: "c"}), "no JSON": []byte("{"),
-		"no config": body(t, Container{ID: "c", Config: []byte{0xff}}), "no resources": body(t, Container{ID: "c", Config: config, Resources: []byte{0xff}}),
+		"another container's": body(t, ContainerRecord{ID: "d", Config: config}), "no metadata": body(t, ContainerRecord{ID: "c"}), "no JSON": []byte("{"),
+		"no config": body(t, ContainerRecord{ID: "c", Config: []byte{0xff}}), "no resources": body(t, ContainerRecord{ID: "c", Config: config, Resources: []byte{0xff}}),
 	} {
 		if _, _, _, err := ReadContainer("c", damaged); err == nil {
 			t.Errorf("%s: it is trusted", name)

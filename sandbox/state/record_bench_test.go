@@ -1,4 +1,4 @@
-package record
+package state
 
 import (
 	"fmt"
@@ -12,7 +12,7 @@ import (
 )
 
 // recorded is a container as kubelet asks for it, with what is written down of it when it is created.
-func recorded(b *testing.B, id string) Container {
+func recorded(b *testing.B, id string) ContainerRecord {
 	b.Helper()
 	config := &runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "main"}, Labels: map[string]string{
 		"io.kubernetes.container.name": "main", "io.kubernetes.pod.name": "pod", "io.kubernetes.pod.namespace": "default"}}
@@ -31,7 +31,7 @@ func recorded(b *testing.B, id string) Container {
 	if err != nil {
 		b.Fatal(err)
 	}
-	return Container{ID: id, PodID: "pod", BootID: "boot", Phase: ContainerCreated, CreatedAt: time.Now(), Config: encoded,
+	return ContainerRecord{ID: id, PodID: "pod", BootID: "boot", Phase: ContainerCreated, CreatedAt: time.Now(), Config: encoded,
 		Image: Image{ID: "sha256:" + id, Layers: []digest.Digest{digest.FromString("layer")}}, CgroupsPath: "/kubepods/" + id, Process: process, Described: described}
 }
 

@@ -1,4 +1,4 @@
-package record
+package state
 
 import (
 	"testing"
@@ -8,12 +8,11 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/cni"
-	"berth/sandbox/layout"
 )
 
 // What the manager writes down is read back without it, in the words of the self check.
 func TestInspect(t *testing.T) {
-	dirs := layout.Dirs{Root: t.TempDir(), State: "/state", NetNSs: "/run/netns"}
+	dirs := Dirs{Root: t.TempDir(), State: "/state", NetNSs: "/run/netns"}
 	podRecords, err := OpenPods(dirs.Root)
 	if err != nil {
 		t.Fatal(err)
@@ -35,7 +34,7 @@ func TestInspect(t *testing.T) {
 		Linux: &runtimeapi.LinuxPodSandboxConfig{SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: &runtimeapi.NamespaceOption{UsernsOptions: users}}}})
 	pods := map[Phase]Stage{PodStarting: BeingMade, PodReady: Running, PodStopped: Ended, Removing: BeingRemoved}
 	for phase := range pods {
-		rec := Pod{ID: string(phase), BootID: "boot", Phase: phase, CreatedAt: time.Now(), Config: config, CgroupsPath: "/c/" + string(phase),
+		rec := PodRecord{ID: string(phase), BootID: "boot", Phase: phase, CreatedAt: time.Now(), Config: config, CgroupsPath: "/c/" + string(phase),
 			Tmpfs: phase != PodStopped, NetNS: dirs.NetNS("x"), Network: &cni.Attachment{Network: "net"}, IPs: []string{"10.0.0.2"}, PausePID: 5, PauseStart: 6}
 		if err := podRecords.Write(rec.ID, rec); err != nil {
 			t.Fatal(err)
@@ -43,12 +42,12 @@ func TestInspect(t *testing.T) {
 	}
 	containers := map[Phase]Stage{ContainerCreated: BeingMade, ContainerStarting: BeingMade, ContainerExited: BeingMade, Removing: BeingRemoved}
 	for phase := range containers { // without a process they were never reported
-		rec := Container{ID: string(phase), PodID: "p", Phase: phase, Config: encode(&runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "c"}})}
+		rec := ContainerRecord{ID: string(phase), PodID: "p", Phase: phase, Config: encode(&runtimeapi.ContainerConfig{Metadata: &runtimeapi.ContainerMetadata{Name: "c"}})}
 		if err := containerRecords.Write(rec.ID, rec); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := podRecords.Write("other", Pod{ID: "another", Phase: PodReady, Config: config}); err != nil {
+	if err := podRecords.Write("other", PodRecord{ID: "another", Phase: PodReady, Config: config}); err != nil {
 		t.Fatal(err)
 	}
 	got, err := Inspect(dirs.Root, dirs.State)

@@ -1,4 +1,4 @@
-package layout
+package state
 
 import (
 	"crypto/rand"

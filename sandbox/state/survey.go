@@ -1,4 +1,4 @@
-package record
+package state
 
 import (
 	"cmp"
@@ -16,8 +16,6 @@ import (
 	"berth/checkpoint"
 	"berth/cni"
 	"berth/oci"
-	"berth/sandbox/layout"
-	"berth/sandbox/request"
 )
 
 // Stage is how far a record says that its object has got.
@@ -77,7 +75,7 @@ type Found struct {
 // Inspect reads what a daemon has written down below root and state, whether it runs or
 // not, and changes nothing.
 func Inspect(root, state string) (*Found, error) {
-	dirs := layout.Dirs{Root: root, State: state}
+	dirs := Dirs{Root: root, State: state}
 	r := &Found{Pods: map[string]*FoundPod{}, Containers: map[string]*FoundContainer{}}
 	for _, folder := range []struct {
 		name, kind string
@@ -107,7 +105,7 @@ func IDs(root string) ([]string, error) {
 			return nil, fmt.Errorf("list the records below %s: %w", root, err)
 		}
 		for _, e := range entries {
-			if id, _, _ := strings.Cut(e.Name(), "."); layout.IsID(id) {
+			if id, _, _ := strings.Cut(e.Name(), "."); IsID(id) {
 				ids = append(ids, id)
 			}
 		}
@@ -126,7 +124,7 @@ func PodCIDR(root string) (cidr string, err error) {
 	return cidr, err
 }
 
-func (r *Found) addPod(dirs layout.Dirs, name string, body []byte) error {
+func (r *Found) addPod(dirs Dirs, name string, body []byte) error {
 	rec, config, _, err := ReadPod(name, body)
 	if err != nil {
 		return err
@@ -147,7 +145,7 @@ func (r *Found) addPod(dirs layout.Dirs, name string, body []byte) error {
 	switch {
 	case rec.Tmpfs:
 		p.Tmpfs, p.Etc = dirs.Tmpfs(p.ID), dirs.Etc(p.ID)
-	case request.HostIPC(config):
+	case HostIPC(config):
 		p.Etc = dirs.PodFiles(p.ID)
 	default:
 		p.Tmpfs, p.Etc = dirs.OldShm(p.ID), dirs.PodFiles(p.ID)

@@ -1,11 +1,4 @@
-// Package layout knows the places of everything that exists for pods and containers on the host.
-//
-// # Contract
-//
-// Every place follows from an ID, so that who undoes something needs to remember nothing. Prepare
-// makes the folders; nothing else here makes anything. What Root has survives a reboot, what State
-// has does not.
-package layout
+package state
 
 import (
 	"crypto/rand"

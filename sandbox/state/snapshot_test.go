@@ -1,4 +1,4 @@
-package view
+package state
 
 import (
 	"context"
@@ -9,12 +9,11 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/feed"
-	"berth/sandbox/record"
 )
 
 // A pause's process ID is shown only as long as it means something.
 func TestPods(t *testing.T) {
-	rec := record.Pod{ID: "p", Phase: record.PodReady, PausePID: 7, IPs: []string{"10.0.0.7"}}
+	rec := PodRecord{ID: "p", Phase: PodReady, PausePID: 7, IPs: []string{"10.0.0.7"}}
 	ready := NewPod(&rec, nil)
 	if !ready.Ready || ready.PausePID != 7 {
 		t.Errorf("a ready pod is %+v", ready)
@@ -26,7 +25,7 @@ func TestPods(t *testing.T) {
 	if !ready.Ready || ready.PausePID != 7 {
 		t.Error("the snapshot before was changed")
 	}
-	for _, phase := range []record.Phase{record.PodStarting, record.PodStopped, record.Removing} {
+	for _, phase := range []Phase{PodStarting, PodStopped, Removing} {
 		rec.Phase = phase
 		if p := NewPod(&rec, nil); p.Ready || p.PausePID != 0 {
 			t.Errorf("%s: %+v", phase, p)
@@ -36,22 +35,22 @@ func TestPods(t *testing.T) {
 
 func TestContainers(t *testing.T) {
 	started, finished := time.Unix(100, 0), time.Unix(200, 0)
-	exit := &record.Exit{Code: 137, Reason: "OOMKilled", StartedAt: started, FinishedAt: finished}
+	exit := &Exit{Code: 137, Reason: "OOMKilled", StartedAt: started, FinishedAt: finished}
 	for name, test := range map[string]struct {
-		phase    record.Phase
-		exit     *record.Exit
+		phase    Phase
+		exit     *Exit
 		state    runtimeapi.ContainerState
 		pid      int
 		started  time.Time
 		finished time.Time
 	}{
-		"created":  {record.ContainerCreated, nil, runtimeapi.ContainerState_CONTAINER_CREATED, 0, time.Time{}, time.Time{}},
-		"starting": {record.ContainerStarting, nil, runtimeapi.ContainerState_CONTAINER_CREATED, 0, time.Time{}, time.Time{}},
-		"running":  {record.ContainerRunning, nil, runtimeapi.ContainerState_CONTAINER_RUNNING, 7, started, time.Time{}},
-		"exited":   {record.ContainerExited, exit, runtimeapi.ContainerState_CONTAINER_EXITED, 0, started, finished},
-		"removing": {record.Removing, exit, runtimeapi.ContainerState_CONTAINER_EXITED, 0, started, finished},
+		"created":  {ContainerCreated, nil, runtimeapi.ContainerState_CONTAINER_CREATED, 0, time.Time{}, time.Time{}},
+		"starting": {ContainerStarting, nil, runtimeapi.ContainerState_CONTAINER_CREATED, 0, time.Time{}, time.Time{}},
+		"running":  {ContainerRunning, nil, runtimeapi.ContainerState_CONTAINER_RUNNING, 7, started, time.Time{}},
+		"exited":   {ContainerExited, exit, runtimeapi.ContainerState_CONTAINER_EXITED, 0, started, finished},
+		"removing": {Removing, exit, runtimeapi.ContainerState_CONTAINER_EXITED, 0, started, finished},
 	} {
-		rec := record.Container{ID: "c", PodID: "p", Phase: test.phase, Exit: test.exit, Image: record.Image{Config: ocispec.ImageConfig{StopSignal: "SIGUSR1"}}}
+		rec := ContainerRecord{ID: "c", PodID: "p", Phase: test.phase, Exit: test.exit, Image: Image{Config: ocispec.ImageConfig{StopSignal: "SIGUSR1"}}}
 		c := NewContainer(&rec, &runtimeapi.ContainerConfig{}, nil, 7, started)
 		if c.State != test.state || c.PID != test.pid || !c.StartedAt.Equal(test.started) || !c.FinishedAt.Equal(test.finished) {
 			t.Errorf("%s: %+v", name, c)
@@ -129,4 +128,18 @@ func next(t *testing.T, reader *feed.Reader[Event]) Event {
 		t.Fatal(err)
 	}
 	return event
+}
+
+func TestStatusMounts(t *testing.T) {
+	mounts := []*runtimeapi.Mount{
+		{ContainerPath: "/a", HostPath: "/b"},
+		{ContainerPath: "/v", Image: &runtimeapi.ImageSpec{Image: "name", ImageRef: "made up"}},
+	}
+	got := statusMounts(&runtimeapi.ContainerConfig{Mounts: mounts}, []Volume{{Mount: 1, ImageID: "sha256:1"}})
+	if got[0] != mounts[0] || got[1].Image.Image != "name" || got[1].Image.ImageRef != "sha256:1" {
+		t.Errorf("got %v", got)
+	}
+	if mounts[1].Image.ImageRef != "made up" {
+		t.Error("the config was changed")
+	}
 }

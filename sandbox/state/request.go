@@ -1,10 +1,4 @@
-// Package request reads what kubelet asks for.
-//
-// # Contract
-//
-// It is pure: it looks at a config, at most beside the facts of the host, and at nothing else. The checks refuse, with
-// InvalidArgument if they say nothing else, what no later step would refuse as precisely.
-package request
+package state
 
 import (
 	"fmt"
@@ -14,7 +8,6 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
-	"berth/sandbox/dnsfiles"
 )
 
 // CheckPod refuses the config of a pod that can't be.
@@ -37,7 +30,7 @@ func CheckPod(config *runtimeapi.PodSandboxConfig) error {
 		return errdefs.InvalidArgument("log_directory %q is not an absolute path", dir)
 	}
 	if name := config.GetHostname(); name != "" {
-		if err := dnsfiles.CheckHostname(name); err != nil {
+		if err := CheckHostname(name); err != nil {
 			return err
 		}
 	}
