@@ -13,12 +13,14 @@ import (
 
 	"berth/integration/harness"
 	"berth/integration/machine"
+	"berth/internal/testenv"
 )
 
 // Many clients read all events of many containers, in one order, while one of them never reads: it is
 // in nobody's way, loses its stream when more is kept for it than the daemon is willing to, and takes
 // no memory from then on.
 func TestEventsWithADeafClient(t *testing.T) {
+	testenv.Long(t)
 	const (
 		clients = 20
 		lives   = 60   // of containers that are started

@@ -20,6 +20,7 @@ import (
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
+	"berth/internal/testenv"
 )
 
 // runPodWith is runPod with a runtime handler.
@@ -305,6 +306,7 @@ func TestCrunWithoutRecords(t *testing.T) {
 
 // A start that the end of the daemon interrupts is none that the container failed: the next daemon has it as created, and starts it.
 func TestStopDuringStart(t *testing.T) {
+	testenv.Long(t)
 	dir := t.TempDir()
 	hold, held := filepath.Join(dir, "hold"), filepath.Join(dir, "held")
 	slow := filepath.Join(dir, "slow")

@@ -11,11 +11,13 @@ import (
 	"berth/integration/faults"
 	"berth/integration/harness"
 	"berth/integration/machine"
+	"berth/internal/testenv"
 )
 
 // A container whose process nothing can end runs until that ends, though its monitor is lost, with a daemon and without one: kubelet
 // starts the next instance when it sees that it has ended. What is asked of it is answered, and stopping it fails in time.
 func TestMonitorKilledWhileAProcessIsStuck(t *testing.T) {
+	testenv.Long(t)
 	for name, alone := range map[string]bool{"with a daemon": false, "without daemon": true} {
 		t.Run(name, func(t *testing.T) {
 			volume := faults.NewVolume(t)

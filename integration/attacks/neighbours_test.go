@@ -20,6 +20,7 @@ import (
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
+	"berth/internal/testenv"
 )
 
 // The bounds of TestHostileNeighbours. docs/reliability.md states them with what was measured.
@@ -41,6 +42,7 @@ type neighbour struct {
 // once. Other pods live meanwhile, and the daemon is killed and started. What it takes stays within
 // the bounds.
 func TestHostileNeighbours(t *testing.T) {
+	testenv.Long(t)
 	duration := 30 * time.Second
 	switch {
 	case harness.Thorough():

@@ -14,6 +14,7 @@ import (
 
 	"berth/integration/harness"
 	"berth/integration/machine"
+	"berth/internal/testenv"
 	"berth/sandbox/state"
 )
 
@@ -34,6 +35,7 @@ func TestFrozenLauncher(t *testing.T) {
 
 // TestFrozenLauncherIsGivenUp stops launchers for good. A stop of the container, or of its pod, ends them.
 func TestFrozenLauncherIsGivenUp(t *testing.T) {
+	testenv.Long(t)
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
 	inPod, _, podStopped := startFrozen(t, &fp, d.RunPod(t))
@@ -66,6 +68,7 @@ func startFrozen(t *testing.T, fp *harness.Failpoints, pod *harness.Pod) (c *har
 // TestFrozenExec stops the launcher of an exec that has a limit of time. The exec ends in time, and what it has started does
 // when the launcher is given up.
 func TestFrozenExec(t *testing.T) {
+	testenv.Long(t)
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
 	c := d.RunPod(t, harness.HostNetwork).Run(t)

@@ -14,6 +14,7 @@ import (
 
 	"berth/integration/harness"
 	"berth/integration/machine"
+	"berth/internal/testenv"
 )
 
 const pointLimit = time.Minute // to reach a point on a slow machine
@@ -34,6 +35,7 @@ func startUntil(t *testing.T, fp *harness.Failpoints, c *harness.Container, poin
 
 // A start that is taken back because its pod is stopped is no reason to warn.
 func TestLogOfAStartThatIsStopped(t *testing.T) {
+	testenv.Long(t)
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
 	pod := d.RunPod(t, harness.HostNetwork)

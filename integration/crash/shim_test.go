@@ -108,7 +108,7 @@ func (e *shimEnumeration) run(t *testing.T) {
 		t.Fatal("no monitor records an exit")
 	}
 	e.points = len(cases)
-	for i, c := range cases {
+	for _, c := range selected(cases) {
 		for _, daemonToo := range []bool{false, true} {
 			if daemonToo && (!everything || e.execs) {
 				continue
@@ -120,7 +120,7 @@ func (e *shimEnumeration) run(t *testing.T) {
 			}
 			how := atFailpoint(&e.fp, c)
 			how.mayMiss = e.limited
-			if !t.Run(name, func(t *testing.T) { e.crash(t, how, daemonToo, e.wanted(i < recorded)) }) {
+			if !t.Run(name, func(t *testing.T) { e.crash(t, how, daemonToo, e.wanted(slices.Index(cases, c) < recorded)) }) {
 				e.failed++
 				e.startOver(t)
 			}

@@ -18,6 +18,7 @@ import (
 
 	"berth/integration/harness"
 	"berth/integration/machine"
+	"berth/internal/testenv"
 )
 
 // TestLauncherKilledAtSystemCalls kills the launcher after each system call by which it changes something: so it is
@@ -38,8 +39,8 @@ func TestLauncherKilledAtSystemCalls(t *testing.T) {
 	}
 }
 
-// fewCalls is how many cases of an operation the shortened enumeration has.
-const fewCalls = 8
+// fewCalls is the number of cases of an operation in contrib/test -all, fewestCalls without it.
+const fewCalls, fewestCalls = 8, 2
 
 func (e *shimEnumeration) runTraced(t *testing.T) {
 	e.start(t)
@@ -49,7 +50,7 @@ func (e *shimEnumeration) runTraced(t *testing.T) {
 	e.points = len(effects)
 	stride := 1
 	if !everything {
-		stride = max(1, len(effects)/fewCalls)
+		stride = max(1, len(effects)/calls())
 	}
 	for i := stride / 2; i < len(effects); i += stride {
 		e.cases++
@@ -61,6 +62,13 @@ func (e *shimEnumeration) runTraced(t *testing.T) {
 		}
 	}
 	e.mostReached(t)
+}
+
+func calls() int {
+	if testenv.All() {
+		return fewCalls
+	}
+	return fewestCalls
 }
 
 // effects runs the operation without a crash, and returns what its launcher does.

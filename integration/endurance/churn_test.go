@@ -21,6 +21,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/integration/harness"
+	"berth/internal/testenv"
 )
 
 // Pods are created, exec'd and removed, eight at a time, while daemon, launchers and monitors are killed at random. Every exit
@@ -28,6 +29,7 @@ import (
 // grow: it is compared at the end of each tenth of the pods, when none is left, with what it was after the second. In the
 // last third the daemon is not killed, so that its own growth shows.
 func TestChurn(t *testing.T) {
+	testenv.Long(t)
 	pods, kills := 200, 3 // kills of the daemon in each round that has some
 	if harness.Thorough() {
 		pods, kills = 5000, 20

@@ -14,6 +14,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"berth/integration/fixture"
+	"berth/internal/testenv"
 )
 
 const (
@@ -47,9 +48,7 @@ func Main(m *testing.M) {
 }
 
 func run(m *testing.M) (int, error) {
-	if os.Geteuid() != 0 {
-		return 0, fmt.Errorf("needs root")
-	}
+	testenv.MainNeedsRoot()
 	if err := findBinaries(); err != nil {
 		return 0, err
 	}

@@ -17,6 +17,7 @@ import (
 	"berth/image/erofs"
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/internal/testenv"
 )
 
 // onDisk starts a daemon whose root is on a disk of its own, of which layers leave half.
@@ -33,6 +34,7 @@ func onDisk(t *testing.T, bytes, inodes int) *harness.Daemon {
 
 // A layer that would fit, but into what is to stay free.
 func TestLayersThatFillTheDisk(t *testing.T) {
+	testenv.Long(t)
 	for _, c := range []struct {
 		what   string
 		inodes int
@@ -113,6 +115,7 @@ func writeFiles(w io.Writer, n int) error {
 
 // Images just below what may be in the daemon's memory while their layers are merged: as many files as that takes, and two of them at a time.
 func TestImagesThatTakeMemory(t *testing.T) {
+	testenv.Long(t)
 	if err := erofs.Probe("/var/tmp"); errors.Is(err, errors.ErrUnsupported) {
 		t.Skip("NOT TESTED: ", err)
 	}

@@ -20,6 +20,7 @@ import (
 	"berth/image/registry/registrytest"
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/internal/testenv"
 )
 
 // packed is the tar of entries, which may say what fixture.Tree does not: sizes, PAX records.
@@ -247,6 +248,7 @@ func TestOddLayers(t *testing.T) {
 
 // A layer that takes all the memory it can get: the dictionary of zstd is the most.
 func TestMemoryOfALayer(t *testing.T) {
+	testenv.Long(t)
 	d := startDaemon(t)
 	var b bytes.Buffer
 	z, err := zstd.NewWriter(&b, zstd.WithWindowSize(128<<20))

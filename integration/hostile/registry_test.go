@@ -24,6 +24,7 @@ import (
 	"berth/image/registry/registrytest"
 	"berth/integration/fixture"
 	"berth/integration/harness"
+	"berth/internal/testenv"
 )
 
 func imageSpec(name string) *runtimeapi.ImageSpec { return &runtimeapi.ImageSpec{Image: name} }
@@ -75,6 +76,7 @@ func index(t *testing.T, manifests int) []byte {
 }
 
 func TestManifests(t *testing.T) {
+	testenv.Long(t)
 	d := startDaemon(t)
 	const typeIndex, typeManifest = ocispec.MediaTypeImageIndex, ocispec.MediaTypeImageManifest
 	var squeezed bytes.Buffer
@@ -235,6 +237,7 @@ func partial(contentRange string, body []byte) func(http.ResponseWriter) {
 }
 
 func TestRegistries(t *testing.T) {
+	testenv.Long(t)
 	d := startDaemon(t)
 	layer := incompressible(t)
 	blob := layer.Blob
@@ -294,6 +297,7 @@ func TestRegistries(t *testing.T) {
 
 // Token servers are of the registry's choice: their answers are as little to be trusted.
 func TestTokenServers(t *testing.T) {
+	testenv.Long(t)
 	d := startDaemon(t)
 	layer := incompressible(t)
 	auth := &runtimeapi.AuthConfig{Username: "user", Password: "secret-of-the-user"}

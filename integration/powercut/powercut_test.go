@@ -20,6 +20,7 @@ import (
 	"berth/integration/harness"
 	"berth/integration/machine"
 	"berth/integration/powercut/blocklog"
+	"berth/internal/testenv"
 )
 
 // cuts is how many power cuts are tried on a filesystem: BERTH_CUTS, or all with BERTH_TORTURE=1, or a few.
@@ -33,7 +34,10 @@ func (f filesystem) cuts(t *testing.T) int {
 	if harness.Thorough() {
 		return 200
 	}
-	return f.few
+	if testenv.All() {
+		return f.few
+	}
+	return max(1, f.few/4)
 }
 
 // seed returns what all random choices come from.

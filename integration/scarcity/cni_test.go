@@ -18,6 +18,7 @@ import (
 	"berth/integration/faults"
 	"berth/integration/harness"
 	"berth/integration/machine"
+	"berth/internal/testenv"
 )
 
 // shortTimeout is for plugins that hang; the others need tens of milliseconds.
@@ -45,6 +46,7 @@ var addCases = []struct {
 // plugin has recovered. bridge is the first of the chain; when portmap fails there is an
 // address and a veth already.
 func TestFailedAdd(t *testing.T) {
+	testenv.Long(t)
 	for _, name := range []string{"bridge", "portmap"} {
 		t.Run(name, func(t *testing.T) {
 			plugin := faults.NewPlugin(t, name)
@@ -196,6 +198,7 @@ func undoPause(t *testing.T, d *harness.Daemon) float64 {
 // The daemon dies while a plugin works. The next one ends what the plugin started, and the pod
 // that kubelet asks for again runs.
 func TestDaemonDiesWithPlugin(t *testing.T) {
+	testenv.Long(t)
 	for _, fault := range []string{faults.Hang, faults.WorkHang, faults.WorkKill} {
 		for _, name := range []string{"bridge", "portmap"} {
 			t.Run(name+" "+fault, func(t *testing.T) {
@@ -361,6 +364,7 @@ func TestLostRecord(t *testing.T) {
 
 // A daemon that is told to stop does not interrupt a plugin, whoever wanted it: the next one could not go on in the middle of what it did.
 func TestStopInterruptsNoPlugin(t *testing.T) {
+	testenv.Long(t)
 	plugin := faults.NewPlugin(t, "bridge")
 	d := harness.StartDaemon(t, plugin.Option)
 	stopWhilePaused := func(t *testing.T, exitCode int) {

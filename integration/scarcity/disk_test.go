@@ -21,6 +21,7 @@ import (
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
+	"berth/internal/testenv"
 )
 
 // The daemon's directories that are on a disk of their own in a test.
@@ -196,6 +197,7 @@ func TestFullDisk(t *testing.T) {
 
 // The same where there is room for bytes but not for a further file.
 func TestDiskWithoutInodes(t *testing.T) {
+	testenv.Long(t)
 	disks := []string{rootDisk, stateDisk}
 	if harness.Thorough() {
 		disks = append(disks, logDisk)
@@ -210,6 +212,7 @@ func TestDiskWithoutInodes(t *testing.T) {
 
 // The same on a disk that is read-only, as after an error, and again when it is mended.
 func TestReadOnlyDisk(t *testing.T) {
+	testenv.Long(t)
 	for _, which := range []string{rootDisk, stateDisk, logDisk} {
 		t.Run(which, func(t *testing.T) {
 			d, disk := startOn(t, which, tmpfs)
@@ -371,6 +374,7 @@ func TestExitsOnFullDisk(t *testing.T) {
 // Root becomes read-only, as after an error of the disk: berth says so in its status and in errors, what runs goes
 // on and is stopped, a daemon that starts serves, and when the disk is mended it goes on by itself.
 func TestReadOnlyRoot(t *testing.T) {
+	testenv.Long(t)
 	d, disk := startOn(t, rootDisk, tmpfs)
 	d.Pull(t, harness.BaseImage)
 	pod := d.RunPod(t)
@@ -452,6 +456,7 @@ func TestReadOnlyLogs(t *testing.T) {
 // Pods come and go while the disk is filled and emptied at any moment. Errors are about room; what could be
 // started ends with its exit code; and nothing is left.
 func TestDiskFillsAtAnyMoment(t *testing.T) {
+	testenv.Long(t)
 	rounds := 6
 	if harness.Thorough() {
 		rounds = 100

@@ -31,12 +31,14 @@ import (
 	"berth/integration/fixture"
 	"berth/integration/harness"
 	"berth/integration/machine"
+	"berth/internal/testenv"
 )
 
 // A daemon with 64 MiB for itself and all that it starts pulls an image of many layers and runs 50 pods. It keeps its own memory
 // to half of that; where launchers and plugins need the rest one of them is killed, or the daemon, and the next one goes on.
 // Every error says so. In the end there are the image and the pods.
 func TestMemoryLimit(t *testing.T) {
+	testenv.Long(t)
 	const small = 64 << 20 // of which one layer is packed at a time
 	t.Run("directories", func(t *testing.T) { underMemoryLimit(t, small, nil) })
 	t.Run("EROFS images, a layer in parts, and one of many files", func(t *testing.T) {

@@ -9,6 +9,7 @@ import (
 
 	"berth/integration/harness"
 	"berth/integration/machine"
+	"berth/internal/testenv"
 )
 
 func TestMain(m *testing.M) { harness.Main(m) }
@@ -30,6 +31,7 @@ func released(t *testing.T) (versions []string) {
 // programs returns the directory of a version's programs, and skips the test where they can't be built.
 func programs(t *testing.T, version string) string {
 	t.Helper()
+	testenv.Long(t) // contrib/test -all builds the released versions
 	build := exec.Command("./build", version)
 	build.Stderr = os.Stderr
 	out, err := build.Output()

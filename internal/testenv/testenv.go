@@ -3,6 +3,7 @@
 package testenv
 
 import (
+	"fmt"
 	"os"
 	"testing"
 )
@@ -12,13 +13,24 @@ const (
 	machineVar = "BERTH_MACHINE"
 	// allVar selects the complete test suite. `contrib/test -all` sets it.
 	allVar = "BERTH_TEST_ALL"
+
+	rootHint = "needs root: sudo ./contrib/test, or go test -exec $PWD/contrib/machine"
 )
 
 // NeedRoot skips the test unless it runs as root.
 func NeedRoot(t testing.TB) {
 	t.Helper()
 	if os.Geteuid() != 0 {
-		t.Skip("needs root: go test -exec $PWD/contrib/machine")
+		t.Skip(rootHint)
+	}
+}
+
+// MainNeedsRoot ends a test binary whose TestMain needs root. The binary passes, and says that it
+// ran no test.
+func MainNeedsRoot() {
+	if os.Geteuid() != 0 {
+		fmt.Println("--- SKIP: all tests of this package\n    " + rootHint)
+		os.Exit(0)
 	}
 }
 
@@ -45,4 +57,4 @@ func Long(t testing.TB) {
 
 // All reports whether the complete suite was asked for. Tests that enumerate cases run a selection
 // of them otherwise, and log how many they left out.
-func All() bool { return os.Getenv(allVar) == "1" && !testing.Short() }
+func All() bool { return os.Getenv(allVar) == "1" }
