@@ -23,6 +23,7 @@ import (
 	"berth/sandbox/process"
 	"berth/sandbox/state"
 	"berth/shim"
+	"berth/shim/proto"
 )
 
 // StartContainer starts a created container. One that runs already is no error.
@@ -64,7 +65,7 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 		c.rec.Phase = state.ContainerCreated
 		return err
 	}
-	var started *shim.Started
+	var started *proto.Started
 	if err = m.askToStart(ctx, c); err == nil {
 		started, err = m.launch.Container(launchCtx, p.described(), m.toLaunch(c, c.resources, c.rec.Limits))
 	}
@@ -132,7 +133,7 @@ func (m *Manager) startFailed(c *container, cause error) error {
 
 // containerStarted publishes a running container and watches its shim. The record
 // on disk still says "starting": the shim directory knows the rest.
-func (m *Manager) containerStarted(ctx context.Context, c *container, s *shim.Started) {
+func (m *Manager) containerStarted(ctx context.Context, c *container, s *proto.Started) {
 	defer trace.Begin(ctx, "publish").End()
 	run := &running{process.Launched(s), m.containerMeter(c)}
 	m.publishRunning(c, run)

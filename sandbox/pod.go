@@ -21,7 +21,7 @@ import (
 	"berth/sandbox/footprint"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
-	"berth/shim"
+	shimproto "berth/shim/proto"
 )
 
 // pod is the one owner of a pod's state.
@@ -202,7 +202,7 @@ func (p *pod) onHost() footprint.Pod {
 }
 
 // finishPod presents the pod to plugins, records that it is ready, publishes it and watches its pause.
-func (m *Manager) finishPod(ctx context.Context, p *pod, started *shim.Started) error {
+func (m *Manager) finishPod(ctx context.Context, p *pod, started *shimproto.Started) error {
 	p.rec.PausePID, p.rec.PauseStart = started.InitPID, started.InitStartTime
 	p.rec.Phase = state.PodReady
 	release, err := m.presentPod(ctx, p)

@@ -16,7 +16,7 @@ import (
 	"berth/internal/task"
 	"berth/sandbox/process"
 	"berth/sandbox/state"
-	"berth/shim"
+	"berth/shim/proto"
 )
 
 // recover makes the objects of an earlier daemon this one's: what runs is watched
@@ -289,7 +289,7 @@ func (m *Manager) findShim(ctx context.Context, c *container) error {
 
 // publishLost publishes a container whose shim is gone: by its exit record, as
 // lost, or, if it never got to start the container, as created. One of which something does not end runs until it does.
-func (m *Manager) publishLost(ctx context.Context, c *container, ids shim.Launched) error {
+func (m *Manager) publishLost(ctx context.Context, c *container, ids proto.Processes) error {
 	if ids.StartedAt.IsZero() {
 		ids.StartedAt = c.rec.StartedAt
 	}
@@ -336,7 +336,7 @@ func (m *Manager) startLost(ctx context.Context, c *container) {
 
 // watchLost publishes a container as running of which a process is left that SIGKILL does not end, in a call to a volume whose server
 // does not answer for one, and as exited when nothing of it is left.
-func (m *Manager) watchLost(c *container, ids shim.Launched, exit state.Exit) error {
+func (m *Manager) watchLost(c *container, ids proto.Processes, exit state.Exit) error {
 	left, err := process.LeftBehind(ids)
 	if err != nil {
 		return err

@@ -10,7 +10,7 @@ import (
 	"berth/internal/pidfd"
 	"berth/sandbox/process"
 	"berth/sandbox/state"
-	"berth/shim"
+	"berth/shim/proto"
 )
 
 // A node that is a container itself (kind, LXC, nspawn) restarts without a new boot ID: the state
@@ -122,7 +122,7 @@ func (m *Manager) publishStateless(ctx context.Context, c *container) error {
 	exit := exitOfStateLost(c)
 	if err := m.processes.KillLeftBehind(ctx, c.id, c.rec.CgroupsPath); err != nil {
 		m.log.Error("what is left of a container without runtime state does not end", "container", c.id, "error", err)
-		return m.watchLost(c, shim.Launched{StartedAt: c.rec.StartedAt}, exit)
+		return m.watchLost(c, proto.Processes{StartedAt: c.rec.StartedAt}, exit)
 	}
 	exit.FinishedAt = time.Now()
 	m.exited(c, exit)

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"berth/shim/proto"
 	"github.com/moby/profiles/seccomp"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
@@ -61,7 +62,7 @@ func cpuTime(b *testing.B) (sum time.Duration) {
 }
 
 // usual gives a container what those of kubelet's have: mounts, capabilities, masked paths.
-func usual(r *LaunchRequest) {
+func usual(r *proto.Launch) {
 	r.BuiltIn = true // its pod's pause
 	r.Spec.Process.Args = []string{"/bin/true"}
 	caps := []string{"CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FSETID", "CAP_FOWNER", "CAP_MKNOD", "CAP_NET_RAW", "CAP_SETGID",
@@ -83,7 +84,7 @@ func usual(r *LaunchRequest) {
 }
 
 // filtered gives a container of a benchmark the profile RuntimeDefault.
-func filtered(r *LaunchRequest) {
+func filtered(r *proto.Launch) {
 	profile, err := seccomp.GetDefaultProfile(r.Spec)
 	if err != nil {
 		panic(err) // the profile is built in
@@ -117,7 +118,7 @@ func benchLaunch(b *testing.B, e *env, before ...func()) {
 		if err != nil {
 			b.Fatal(err)
 		}
-		(&container{env: e, LaunchRequest: req, Started: started}).remove()
+		(&container{env: e, Launch: req, Started: started}).remove()
 	}
 	s.report(b)
 }
@@ -136,7 +137,7 @@ func BenchmarkPod(b *testing.B) {
 	b.Run("busy", func(b *testing.B) { benchPod(b, func(*env) {}, usual) })
 	b.Run("seccomp", func(b *testing.B) { benchPod(b, (*env).awaitLaunchers, usual, filtered) })
 	b.Run("foreign", func(b *testing.B) {
-		benchPod(b, (*env).awaitLaunchers, usual, func(r *LaunchRequest) { r.BuiltIn = false })
+		benchPod(b, (*env).awaitLaunchers, usual, func(r *proto.Launch) { r.BuiltIn = false })
 	})
 }
 
@@ -148,14 +149,14 @@ func awaitOurs(c *container) {
 	})
 }
 
-func benchPod(b *testing.B, rest func(*env), change ...func(*LaunchRequest)) {
+func benchPod(b *testing.B, rest func(*env), change ...func(*proto.Launch)) {
 	e := newEnvFor(&testing.T{}, b, func(c *Config) { c.Idle = 2 })
 	e.awaitLaunchers()
 	s := newSamples(b)
 	for i := range b.N {
-		reqs := []LaunchRequest{e.pauseRequest(fmt.Sprintf("pause-%d", i)), e.request(fmt.Sprintf("bench-%d", i), "")}
+		reqs := []*proto.Launch{e.pauseRequest(fmt.Sprintf("pause-%d", i)), e.request(fmt.Sprintf("bench-%d", i), "")}
 		for _, c := range change {
-			c(&reqs[1])
+			c(reqs[1])
 		}
 		reqs[0].BuiltIn = reqs[1].BuiltIn
 		rest(e)
@@ -166,7 +167,7 @@ func benchPod(b *testing.B, rest func(*env), change ...func(*LaunchRequest)) {
 			if err != nil {
 				b.Fatal(err)
 			}
-			pod = append(pod, &container{env: e, LaunchRequest: req, Started: started})
+			pod = append(pod, &container{env: e, Launch: req, Started: started})
 		}
 		s.add(begin)
 		awaitOurs(pod[0])
@@ -183,18 +184,18 @@ func BenchmarkExec(b *testing.B) {
 	b.Run("seccomp", func(b *testing.B) { benchExec(b, usual, filtered) })
 }
 
-func benchExec(b *testing.B, change ...func(*LaunchRequest)) {
+func benchExec(b *testing.B, change ...func(*proto.Launch)) {
 	e := newEnvFor(&testing.T{}, b, func(c *Config) { c.Idle = 2 }) // as by default
 	req := e.request("bench", "")
 	for _, c := range change {
-		c(&req)
+		c(req)
 	}
 	req.Spec.Process.Args = []string{"/bin/sleep", "1000"}
 	started, err := e.Launch(b.Context(), req)
 	if err != nil {
 		b.Fatal(err)
 	}
-	defer (&container{env: e, LaunchRequest: req, Started: started}).remove()
+	defer (&container{env: e, Launch: req, Started: started}).remove()
 	process := testProcess("true")
 	process.Args = []string{"/bin/true"}
 	process.Capabilities, process.NoNewPrivileges = req.Spec.Process.Capabilities, req.Spec.Process.NoNewPrivileges
@@ -203,7 +204,7 @@ func benchExec(b *testing.B, change ...func(*LaunchRequest)) {
 	for i := range b.N {
 		time.Sleep(*pauses) // as between probes
 		begin := time.Now()
-		x, err := e.Exec(b.Context(), ExecRequest{ID: "bench", ExecID: itoa(i), Process: process})
+		x, err := e.Exec(b.Context(), &proto.Exec{ID: "bench", ExecID: itoa(i), Process: process})
 		if err != nil {
 			b.Fatal(err)
 		}
@@ -247,12 +248,12 @@ func BenchmarkMemory(b *testing.B) {
 		var monitors, pauses int
 		var running []*container
 		for i := range pods {
-			for _, req := range []LaunchRequest{e.pauseRequest(fmt.Sprintf("pause-%d", i)), e.request(fmt.Sprintf("pod-%d", i), "echo hello; exec sleep 1000")} {
+			for _, req := range []*proto.Launch{e.pauseRequest(fmt.Sprintf("pause-%d", i)), e.request(fmt.Sprintf("pod-%d", i), "echo hello; exec sleep 1000")} {
 				started, err := e.Launch(b.Context(), req)
 				if err != nil {
 					b.Fatal(err)
 				}
-				running = append(running, &container{env: e, LaunchRequest: req, Started: started})
+				running = append(running, &container{env: e, Launch: req, Started: started})
 			}
 		}
 		for _, c := range running {

@@ -14,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/pidfd"
-	"berth/shim/record"
+	"berth/shim/proto"
 )
 
 // The test binary is also a daemon that launches one container and then waits to
@@ -27,7 +27,7 @@ func init() {
 
 type daemonOrder struct {
 	Config  Config
-	Request LaunchRequest
+	Request *proto.Launch
 }
 
 func daemon() int {
@@ -116,7 +116,7 @@ func (e *env) killDaemon(dir, file string) (running bool) {
 }
 
 // outcome waits until the dead daemon's launchers are monitors or gone.
-func (e *env) outcome(req LaunchRequest) (running bool) {
+func (e *env) outcome(req *proto.Launch) (running bool) {
 	e.Helper()
 	e.until("launchers have come to an end", func() bool {
 		reapOrphans()
@@ -129,7 +129,7 @@ func (e *env) outcome(req LaunchRequest) (running bool) {
 	}
 	if rec.InitPID == 0 {
 		// The daemon wrote who the launcher is and died before the order was sent. The next one takes that back.
-		if err := os.Remove(filepath.Join(req.Dir, record.ShimFile)); err != nil {
+		if err := os.Remove(filepath.Join(req.Dir, proto.ShimFile)); err != nil {
 			e.Fatal(err)
 		}
 		e.nothingLeft(req)
@@ -143,7 +143,7 @@ func (e *env) outcome(req LaunchRequest) (running bool) {
 	if err != nil {
 		e.Fatalf("a container, but no monitor: %+v, %v", rec, err)
 	}
-	c := &container{env: e, LaunchRequest: req, Started: &Started{Init: init, Shim: shim, InitPID: rec.InitPID, ShimPID: rec.ShimPID}}
+	c := &container{env: e, Launch: req, Started: &proto.Started{Init: init, Shim: shim, Processes: rec}}
 	if err := OpenMonitor(req.Dir).ReopenLog(e.ctx); err != nil {
 		e.Error(err)
 	}

@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"berth/shim/proto"
 )
 
 // A monitor that does not get to accept its clients in time has the kernel refuse
@@ -23,7 +25,7 @@ func TestClientsWaitForABusyMonitor(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer dir.Close()
-	address := &net.UnixAddr{Name: "/proc/self/fd/" + strconv.Itoa(int(dir.Fd())) + "/" + socketFile, Net: "unix"}
+	address := &net.UnixAddr{Name: "/proc/self/fd/" + strconv.Itoa(int(dir.Fd())) + "/" + proto.SocketFile, Net: "unix"}
 	var crowd []*net.UnixConn
 	for {
 		conn, err := net.DialUnix("unix", nil, address)

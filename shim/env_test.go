@@ -21,6 +21,7 @@ import (
 	"berth/internal/pidfd"
 	"berth/internal/rootfs"
 	"berth/shim/ociruntime"
+	"berth/shim/proto"
 )
 
 // patience is how long a test waits for what must happen. It is only ever used up
@@ -108,12 +109,12 @@ func makeBusybox(dir string) error {
 // container is one launched container of a test.
 type container struct {
 	*env
-	LaunchRequest
-	*Started
+	*proto.Launch
+	*proto.Started
 }
 
 // request returns the launch of a container that runs a shell script.
-func (e *env) request(id, script string) LaunchRequest {
+func (e *env) request(id, script string) *proto.Launch {
 	e.Helper()
 	dir := filepath.Join(e.dir, id)
 	for _, d := range []string{dir, filepath.Join(dir, "upper"), filepath.Join(dir, "work")} {
@@ -121,7 +122,7 @@ func (e *env) request(id, script string) LaunchRequest {
 			e.Fatal(err)
 		}
 	}
-	return LaunchRequest{
+	return &proto.Launch{
 		ID:      id,
 		Dir:     dir,
 		Spec:    testSpec(id, "/bin/sh", "-c", script),
@@ -145,7 +146,7 @@ func (e *env) runtime() *ociruntime.Runtime {
 }
 
 // Exec is that of Launchers, in a container of this env.
-func (e *env) Exec(ctx context.Context, req ExecRequest) (*Exec, error) {
+func (e *env) Exec(ctx context.Context, req *proto.Exec) (*Exec, error) {
 	req.Runtime, req.Dir = e.runtime(), filepath.Join(e.dir, req.ID)
 	return e.Launchers.Exec(ctx, req)
 }
@@ -168,23 +169,23 @@ func testSpec(id string, args ...string) *specs.Spec {
 }
 
 // launch starts a container, and removes it at the test's end.
-func (e *env) launch(req LaunchRequest) *container {
+func (e *env) launch(req *proto.Launch) *container {
 	e.Helper()
 	started, err := e.Launch(e.ctx, req)
 	if err != nil {
 		e.Fatalf("launch %s: %v", req.ID, err)
 	}
-	c := &container{env: e, LaunchRequest: req, Started: started}
+	c := &container{env: e, Launch: req, Started: started}
 	e.Cleanup(c.remove)
 	return c
 }
 
 // run launches a container that runs a script.
-func (e *env) run(id, script string, change ...func(*LaunchRequest)) *container {
+func (e *env) run(id, script string, change ...func(*proto.Launch)) *container {
 	e.Helper()
 	req := e.request(id, script)
 	for _, c := range change {
-		c(&req)
+		c(req)
 	}
 	return e.launch(req)
 }
@@ -224,7 +225,7 @@ func (c *container) group() *cgroup.Group {
 }
 
 // wait waits for the container's end and returns its exit record.
-func (c *container) wait() Exit {
+func (c *container) wait() proto.Exit {
 	c.Helper()
 	if err := pidfd.Wait(c.ctx, c.Shim); err != nil {
 		c.Fatalf("wait for %s: %v\n%s", c.ID, err, c.log())

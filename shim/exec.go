@@ -15,7 +15,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
-	"berth/shim/control"
+	"berth/shim/proto"
 )
 
 // Exec is one process started in a running container. Its methods may be called
@@ -23,7 +23,7 @@ import (
 type Exec struct {
 	l       *Launchers
 	p       *launcher
-	req     ExecRequest
+	req     *proto.Exec
 	pid     int
 	proc    *os.File // pidfd
 	console *os.File
@@ -41,7 +41,7 @@ type Exec struct {
 //
 // Errors do not name the container, which the caller knows. Codes: FailedPrecondition if it is not running, InvalidArgument if
 // the process cannot be carried out, such as a command that does not exist.
-func (l *Launchers) Exec(ctx context.Context, req ExecRequest) (*Exec, error) {
+func (l *Launchers) Exec(ctx context.Context, req *proto.Exec) (*Exec, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
@@ -57,7 +57,7 @@ func (l *Launchers) Exec(ctx context.Context, req ExecRequest) (*Exec, error) {
 }
 
 // execWith has a launcher do it.
-func (l *Launchers) execWith(ctx context.Context, req ExecRequest, take func() (*launcher, error)) (*Exec, error) {
+func (l *Launchers) execWith(ctx context.Context, req *proto.Exec, take func() (*launcher, error)) (*Exec, error) {
 	l.lend(1)
 	p, err := take()
 	if err != nil {
@@ -86,29 +86,13 @@ func (l *Launchers) execWith(ctx context.Context, req ExecRequest, take func() (
 }
 
 // start tells in case of an error whether the launcher can serve again.
-func (e *Exec) start(ctx context.Context, req ExecRequest) (again bool, err error) {
-	order := &control.Exec{
-		StateRoot: e.l.cfg.StateRoot,
-		ID:        req.ID,
-		ExecID:    req.ExecID,
-		Process:   req.Process,
-		Stdin:     req.Stdin != nil,
-		Stdout:    req.Stdout != nil,
-		Stderr:    req.Stderr != nil,
-		Runtime:   req.Runtime,
-		Dir:       req.Dir,
-	}
-	var files []*os.File
-	for _, f := range []*os.File{req.Stdin, req.Stdout, req.Stderr} {
-		if f != nil {
-			files = append(files, f)
-		}
-	}
+func (e *Exec) start(ctx context.Context, req *proto.Exec) (again bool, err error) {
+	order, files := req.PassFiles()
 	watch := e.p.watchOrder(readTime)
-	if err := watch.sent(e.p.conn.Send(control.Request{Exec: order}, files...)); err != nil {
+	if err := watch.sent(e.p.conn.Send(proto.Request{Exec: order}, files...)); err != nil {
 		return false, errdefs.Internal("ask the launcher: %w", err)
 	}
-	var reply control.Reply
+	var reply proto.Reply
 	got, err := e.receive(ctx, &reply)
 	err = watch.result(err)
 	e.l.logWarnings(req.ID, reply.Warnings)
@@ -181,7 +165,7 @@ func (e *Exec) Kill() error {
 	if ended {
 		return nil
 	}
-	if err := e.p.conn.Send(control.Request{Kill: e.req.ExecID}); err != nil {
+	if err := e.p.conn.Send(proto.Request{Kill: e.req.ExecID}); err != nil {
 		return errors.Join(fmt.Errorf("kill exec: %w", err), pidfd.Signal(e.proc, unix.SIGKILL))
 	}
 	return nil
@@ -195,7 +179,7 @@ func (e *Exec) Wait(ctx context.Context) (int32, error) {
 	if ended, code, err := e.result(); ended {
 		return code, err
 	}
-	var reply control.Reply
+	var reply proto.Reply
 	_, err := e.receive(ctx, &reply)
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		return 0, context.Cause(ctx)
@@ -205,7 +189,7 @@ func (e *Exec) Wait(ctx context.Context) (int32, error) {
 }
 
 // receive is Receive until ctx ends, which leaves the connection as it was.
-func (e *Exec) receive(ctx context.Context, reply *control.Reply) ([]*os.File, error) {
+func (e *Exec) receive(ctx context.Context, reply *proto.Reply) ([]*os.File, error) {
 	interrupted := make(chan struct{})
 	stop := context.AfterFunc(ctx, func() {
 		defer close(interrupted)
@@ -227,7 +211,7 @@ func (e *Exec) result() (ended bool, code int32, err error) {
 	return e.ended, e.code, e.err
 }
 
-func (e *Exec) finish(reply *control.Reply, err error) (int32, error) {
+func (e *Exec) finish(reply *proto.Reply, err error) (int32, error) {
 	switch {
 	case err != nil:
 		err = errdefs.Internal("the launcher is lost: %w", err)
@@ -262,11 +246,11 @@ const execScrubTime = 10 * time.Second
 
 // scrubExec ends what is left of an exec without launcher, and removes its cgroup. An exec that has none of its own is missed,
 // but for its process, if that was announced.
-func scrubExec(req ExecRequest) error {
+func scrubExec(req *proto.Exec) error {
 	var err error
 	if req.Runtime != nil {
 		failpoint.Reach("exec.remove-directory")
-		err = os.RemoveAll(filepath.Join(req.Dir, control.ExecName(req.ExecID)))
+		err = os.RemoveAll(filepath.Join(req.Dir, proto.ExecName(req.ExecID)))
 		failpoint.Reach("exec.directory-removed")
 	}
 	if req.CgroupsPath == "" {
@@ -276,12 +260,12 @@ func scrubExec(req ExecRequest) error {
 	if openErr != nil {
 		return errors.Join(err, openErr)
 	}
-	for _, hierarchy := range control.ExecHierarchies {
+	for _, hierarchy := range proto.ExecHierarchies {
 		dir := group.Paths()[hierarchy]
 		if dir == "" {
 			continue
 		}
-		dir = filepath.Join(dir, control.ExecName(req.ExecID))
+		dir = filepath.Join(dir, proto.ExecName(req.ExecID))
 		failpoint.Reach("exec.kill-left")
 		err = errors.Join(err, cgroup.KillDir(dir, execScrubTime), removeGroup(dir))
 		failpoint.Reach("exec.left-killed")

@@ -23,6 +23,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/pidfd"
 	"berth/internal/testutil"
+	"berth/shim/proto"
 )
 
 func testProcess(args ...string) *specs.Process {
@@ -49,7 +50,7 @@ func (c *container) execIn(id, script string) (stdout, stderr string, code int32
 			out[i] = string(data)
 		})
 	}
-	x, err := c.Exec(c.ctx, ExecRequest{ID: c.ID, ExecID: id, Process: testProcess("sh", "-c", script), Stdout: files[0], Stderr: files[1]})
+	x, err := c.Exec(c.ctx, &proto.Exec{ID: c.ID, ExecID: id, Process: testProcess("sh", "-c", script), Stdout: files[0], Stderr: files[1]})
 	closeErr := closeFiles(files[:])
 	reading.Wait()
 	if err = errors.Join(err, closeErr); err != nil {
@@ -111,7 +112,7 @@ func TestExecStdin(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer read.Close()
-	x, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: "1", Process: testProcess("sort"), Stdin: in, Stdout: out})
+	x, err := e.Exec(e.ctx, &proto.Exec{ID: c.ID, ExecID: "1", Process: testProcess("sort"), Stdin: in, Stdout: out})
 	if err := errors.Join(err, in.Close(), out.Close()); err != nil {
 		t.Fatal(err)
 	}
@@ -159,7 +160,7 @@ func TestExecTerminal(t *testing.T) {
 	c := e.run("tty", "exec sleep 1000")
 	p := testProcess("sh", "-c", "test -t 0 && test -t 1 && read x && stty size; exit 6")
 	p.Terminal, p.ConsoleSize = true, &specs.Box{Width: 90, Height: 30}
-	x, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: "1", Process: p})
+	x, err := e.Exec(e.ctx, &proto.Exec{ID: c.ID, ExecID: "1", Process: p})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -196,7 +197,7 @@ func TestExecErrors(t *testing.T) {
 		{"cwd", c.ID, &specs.Process{Args: []string{"true"}, Cwd: "/no/such/dir", Env: []string{"PATH=/bin"}}, codes.InvalidArgument, "/no/such/dir"},
 		{"container", "no-such-container", testProcess("true"), codes.FailedPrecondition, "it is not running"},
 	} {
-		x, err := e.Exec(e.ctx, ExecRequest{ID: tt.id, ExecID: tt.name, Process: tt.process})
+		x, err := e.Exec(e.ctx, &proto.Exec{ID: tt.id, ExecID: tt.name, Process: tt.process})
 		if err == nil {
 			t.Errorf("%s: no error", tt.name)
 			x.Close()
@@ -216,7 +217,7 @@ func TestExecInEndedContainer(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("ended", "exit 0")
 	c.wait()
-	if _, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: "1", Process: testProcess("true")}); errdefs.Code(err) != codes.FailedPrecondition {
+	if _, err := e.Exec(e.ctx, &proto.Exec{ID: c.ID, ExecID: "1", Process: testProcess("true")}); errdefs.Code(err) != codes.FailedPrecondition {
 		t.Errorf("Exec = %v, want FailedPrecondition", err)
 	}
 }
@@ -234,7 +235,7 @@ func (c *container) grandchildren() (x *Exec, before int) {
 		c.Fatal(err)
 	}
 	defer read.Close()
-	x, err = c.Exec(c.ctx, ExecRequest{ID: c.ID, ExecID: "tree", Stdout: out,
+	x, err = c.Exec(c.ctx, &proto.Exec{ID: c.ID, ExecID: "tree", Stdout: out,
 		Process: testProcess("sh", "-c", "(setsid sleep 1001 &); setsid sleep 1002 & trap '' TERM; echo up; sleep 1003; exit 1")})
 	if err := errors.Join(err, out.Close()); err != nil {
 		c.Fatal(err)
@@ -304,7 +305,7 @@ func TestExecLeavesBackgroundChild(t *testing.T) {
 func TestExecEndsWithTheContainer(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("dies", "exec sleep 1000")
-	x, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: "1", Process: testProcess("sleep", "1000")})
+	x, err := e.Exec(e.ctx, &proto.Exec{ID: c.ID, ExecID: "1", Process: testProcess("sleep", "1000")})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -323,7 +324,7 @@ func TestExecLaunchersServeAgain(t *testing.T) {
 	c := e.run("again", "exec sleep 1000")
 	seen := map[int]bool{}
 	for i := range 3 {
-		x, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: itoa(i), Process: testProcess("true")})
+		x, err := e.Exec(e.ctx, &proto.Exec{ID: c.ID, ExecID: itoa(i), Process: testProcess("true")})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -349,7 +350,7 @@ func TestExecAgainInTheSameContainer(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		c := &container{env: e, LaunchRequest: req, Started: started}
+		c := &container{env: e, Launch: req, Started: started}
 		c.until("it has said its name", func() bool {
 			name, _ := os.ReadFile(filepath.Join(req.Rootfs.Upper, "name"))
 			return string(name) == says+"\n"
@@ -361,7 +362,7 @@ func TestExecAgainInTheSameContainer(t *testing.T) {
 		}
 		fails := func(when string) {
 			t.Helper()
-			if _, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: when, Process: testProcess("true")}); errdefs.Code(err) != codes.FailedPrecondition {
+			if _, err := e.Exec(e.ctx, &proto.Exec{ID: c.ID, ExecID: when, Process: testProcess("true")}); errdefs.Code(err) != codes.FailedPrecondition {
 				t.Errorf("%s: Exec = %v, want FailedPrecondition", when, err)
 			}
 		}
@@ -388,7 +389,7 @@ func TestSpareLaunchers(t *testing.T) {
 		t.Helper()
 		var execs []*Exec
 		for i := range 3 {
-			x, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: round + itoa(i), Process: testProcess("cat"), Stdin: closedBy(t)})
+			x, err := e.Exec(e.ctx, &proto.Exec{ID: c.ID, ExecID: round + itoa(i), Process: testProcess("cat"), Stdin: closedBy(t)})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -544,7 +545,7 @@ func TestProbesInTurn(t *testing.T) {
 	served := map[string]int{}
 	for round := range 3 {
 		for _, name := range names {
-			x, err := e.Exec(e.ctx, ExecRequest{ID: containers[name].ID, ExecID: name + itoa(round), Process: testProcess("true")})
+			x, err := e.Exec(e.ctx, &proto.Exec{ID: containers[name].ID, ExecID: name + itoa(round), Process: testProcess("true")})
 			if err != nil {
 				t.Fatal(err)
 			}

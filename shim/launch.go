@@ -18,9 +18,8 @@ import (
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/internal/trace"
-	"berth/shim/control"
 	"berth/shim/ociruntime"
-	"berth/shim/record"
+	"berth/shim/proto"
 )
 
 const (
@@ -36,11 +35,11 @@ const (
 //
 // Errors do not name the container, which the caller knows. Codes: InvalidArgument if the spec cannot be carried out, such as a command that
 // does not exist; Canceled or DeadlineExceeded with ctx; Internal otherwise.
-func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, error) {
+func (l *Launchers) Launch(ctx context.Context, req *proto.Launch) (*proto.Started, error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
-	plainPause := req.servesAgain()
+	plainPause := servesAgain(req)
 	switch {
 	case plainPause && cgroup.MovesItself(req.SystemdCgroup):
 		defer l.Expect() // its pod's containers
@@ -82,7 +81,7 @@ func (l *Launchers) Launch(ctx context.Context, req LaunchRequest) (*Started, er
 
 // servesAgain tells whether the launcher is likely to serve again, as that of a pause without a security module or a user namespace
 // does (shim/launcher/pause: Plain). What it says falsely costs a launcher too few or too many ahead of need.
-func (r *LaunchRequest) servesAgain() bool {
+func servesAgain(r *proto.Launch) bool {
 	s := r.Spec
 	return r.Pause && r.BuiltIn && r.Runtime == nil && s != nil && s.Process != nil && s.Linux != nil &&
 		s.Process.ApparmorProfile == "" && s.Process.SelinuxLabel == "" && s.Linux.MountLabel == "" &&
@@ -90,24 +89,24 @@ func (r *LaunchRequest) servesAgain() bool {
 }
 
 // takeTraced is takeFor with a span: a launcher that there is not ahead of need is waited for.
-func (l *Launchers) takeTraced(ctx context.Context, req LaunchRequest) (*launcher, error) {
+func (l *Launchers) takeTraced(ctx context.Context, req *proto.Launch) (*launcher, error) {
 	defer trace.Begin(ctx, "take a launcher").End()
 	return l.takeFor(req.Spec)
 }
 
 // launchWith has p do it, and tells whether p waits for its next order.
-func (l *Launchers) launchWith(ctx context.Context, p *launcher, req LaunchRequest) (_ *Started, again bool, err error) {
+func (l *Launchers) launchWith(ctx context.Context, p *launcher, req *proto.Launch) (_ *proto.Started, again bool, err error) {
 	if err := recordLauncher(ctx, p, req.Dir); err != nil {
 		return nil, false, errdefs.Internal("launch %s: %w", req.ID, err)
 	}
 	ctx, span := trace.Nest(ctx, "launcher")
 	defer span.End()
-	var reply control.Reply
+	var reply proto.Reply
 	sent := trace.Now()
 	failpoint.Reach("launch.send")
-	order := l.order(req)
+	order, mounts := req.PassFiles()
 	watch := p.watchOrder(readTime)
-	err = watch.sent(p.conn.Send(control.Request{Launch: order}, order.PassMounts()...))
+	err = watch.sent(p.conn.Send(proto.Request{Launch: order}, mounts...))
 	failpoint.Reach("launch.sent")
 	var files []*os.File
 	if err == nil {
@@ -154,39 +153,16 @@ func recordLauncher(ctx context.Context, p *launcher, dir string) error {
 		return fmt.Errorf("the launcher is lost: %w", err)
 	}
 	failpoint.Reach("launch.record")
-	if err := record.Write(dir, record.ShimFile, record.Shim{PID: p.pid, Start: start}.Encode()); err != nil {
+	if err := proto.WriteFile(dir, proto.ShimFile, proto.Processes{ShimPID: p.pid, ShimStartTime: start}.Encode()); err != nil {
 		return fmt.Errorf("record its launcher: %w", err)
 	}
 	failpoint.Reach("launch.recorded")
 	return nil
 }
 
-func (l *Launchers) order(req LaunchRequest) *control.Launch {
-	return &control.Launch{
-		StateRoot:     l.cfg.StateRoot,
-		MonitorPath:   l.cfg.MonitorPath,
-		ID:            req.ID,
-		Dir:           req.Dir,
-		Spec:          req.Spec,
-		Rootfs:        req.Rootfs,
-		Volumes:       req.Volumes,
-		RootPlace:     req.RootPlace,
-		SystemdCgroup: req.SystemdCgroup,
-		Pause:         req.Pause,
-		BuiltIn:       req.BuiltIn,
-		LogDir:        req.LogDir,
-		LogPath:       req.LogPath,
-		MaxLogLine:    req.MaxLogLine,
-		Stdin:         req.Stdin,
-		StdinOnce:     req.StdinOnce,
-		Terminal:      req.Terminal,
-		Runtime:       req.Runtime,
-	}
-}
-
 // receive waits for the reply to a launch. When ctx ends the launcher is told, by
 // the end of the connection's other direction, and may still say how it came out.
-func (l *Launchers) receive(ctx context.Context, p *launcher, reply *control.Reply) ([]*os.File, error) {
+func (l *Launchers) receive(ctx context.Context, p *launcher, reply *proto.Reply) ([]*os.File, error) {
 	stop := context.AfterFunc(ctx, func() {
 		// If either fails the launcher is gone, which ends the wait as well.
 		_ = p.conn.SetDeadline(time.Now().Add(giveUpTime))
@@ -199,27 +175,20 @@ func (l *Launchers) receive(ctx context.Context, p *launcher, reply *control.Rep
 	return files, err
 }
 
-// started makes the result, whose files the caller owns.
-func (l *Launchers) started(p *launcher, req LaunchRequest, s *control.Started, init *os.File) (*Started, error) {
-	init, err := asPidfd(init)
-	if err != nil {
+// started completes the result, whose files the caller owns.
+func (l *Launchers) started(p *launcher, req *proto.Launch, s *proto.Started, init *os.File) (_ *proto.Started, err error) {
+	if s.Init, err = asPidfd(init); err != nil {
 		return nil, errors.Join(err, l.scrub(p, req))
 	}
-	st := &Started{
-		InitPID:       s.InitPID,
-		InitStartTime: s.InitStart,
-		Init:          init,
-		StartedAt:     time.Unix(0, s.StartedAt),
-	}
 	if req.Pause {
-		return st, nil
+		return s, nil
 	}
-	st.ShimPID, st.ShimStartTime, st.Shim = s.ShimPID, s.ShimStart, p.proc
+	s.Shim = p.proc
 	// The connection has ended with the launcher's life as a launcher.
 	if err := p.conn.Close(); err != nil {
 		l.cfg.Log.Warn("close a launcher's connection", "pid", p.pid, "error", err)
 	}
-	return st, nil
+	return s, nil
 }
 
 // asPidfd makes a received pidfd fit for waiting.
@@ -232,7 +201,7 @@ func asPidfd(f *os.File) (*os.File, error) {
 }
 
 // scrub removes what a launcher that did not end its work may have left.
-func (l *Launchers) scrub(p *launcher, req LaunchRequest) error {
+func (l *Launchers) scrub(p *launcher, req *proto.Launch) error {
 	if err := kill(p.proc); err != nil {
 		return fmt.Errorf("kill the launcher: %w", err)
 	}
@@ -240,12 +209,12 @@ func (l *Launchers) scrub(p *launcher, req LaunchRequest) error {
 }
 
 // scrubUnresponsive is scrub of a launcher that has not read its order.
-func (l *Launchers) scrubUnresponsive(p *launcher, req LaunchRequest) error {
+func (l *Launchers) scrubUnresponsive(p *launcher, req *proto.Launch) error {
 	if err := p.killUnresponsive(); err != nil {
 		return fmt.Errorf("kill the launcher: %w", err)
 	}
 	failpoint.Reach("launch.remove-record")
-	err := remove(filepath.Join(req.Dir, record.ShimFile)) // it may end later, and that is not waited for
+	err := remove(filepath.Join(req.Dir, proto.ShimFile)) // it may end later, and that is not waited for
 	failpoint.Reach("launch.record-removed")
 	if err != nil {
 		return err
@@ -254,7 +223,7 @@ func (l *Launchers) scrubUnresponsive(p *launcher, req LaunchRequest) error {
 }
 
 // scrubLeft removes what a launcher that was killed may have left.
-func (l *Launchers) scrubLeft(req LaunchRequest) error {
+func (l *Launchers) scrubLeft(req *proto.Launch) error {
 	if req.Spec == nil || req.Spec.Linux == nil {
 		return nil
 	}
@@ -274,11 +243,11 @@ func (l *Launchers) scrubLeft(req LaunchRequest) error {
 	return errors.Join(
 		err,
 		os.RemoveAll(filepath.Join(l.cfg.StateRoot, req.ID)),
-		remove(filepath.Join(req.Dir, record.RuntimeFile)),
+		remove(filepath.Join(req.Dir, proto.RuntimeFile)),
 		remove(filepath.Join(req.Dir, ociruntime.ConfigFile)),
-		remove(filepath.Join(req.Dir, record.ShimFile)),
-		record.Unreserve(req.Dir, record.ExitFile),
-		remove(filepath.Join(req.Dir, socketFile)),
+		remove(filepath.Join(req.Dir, proto.ShimFile)),
+		proto.UnreserveFile(req.Dir, proto.ExitFile),
+		remove(filepath.Join(req.Dir, proto.SocketFile)),
 		remove(filepath.Join(req.Dir, "rootfs")),
 	)
 }
@@ -292,7 +261,7 @@ func remove(path string) error {
 
 // failure turns a launcher's error into ours. A launch that ctx has ended failed
 // for that reason.
-func failure(ctx context.Context, e *control.Error) error {
+func failure(ctx context.Context, e *proto.Error) error {
 	if err := ctx.Err(); err != nil {
 		return fmt.Errorf("%s: %w", e.Message, err)
 	}

@@ -20,17 +20,18 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/pidfd"
 	"berth/internal/rootfs"
+	"berth/shim/proto"
 )
 
 func TestExit(t *testing.T) {
 	e := newEnv(t)
 	for _, tt := range []struct {
 		name, script string
-		want         Exit
+		want         proto.Exit
 	}{
-		{"zero", "exit 0", Exit{}},
-		{"three", "exit 3", Exit{Code: 3}},
-		{"subshell-killed", "sh -c 'kill -9 $$'; exit $?", Exit{Code: 137}},
+		{"zero", "exit 0", proto.Exit{}},
+		{"three", "exit 3", proto.Exit{Code: 3}},
+		{"subshell-killed", "sh -c 'kill -9 $$'; exit $?", proto.Exit{Code: 137}},
 	} {
 		got := e.run(tt.name, tt.script).wait()
 		if got.Code != tt.want.Code || got.Signal != tt.want.Signal || got.OOMKilled {
@@ -68,8 +69,8 @@ func TestRecords(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	want := Launched{ShimPID: c.ShimPID, ShimStartTime: c.ShimStartTime, InitPID: c.InitPID, InitStartTime: c.InitStartTime, StartedAt: c.StartedAt}
-	if got != want {
+	want := c.Processes
+	if string(got.Encode()) != string(want.Encode()) {
 		t.Errorf("ReadShim = %+v, want %+v", got, want)
 	}
 	for _, p := range []struct {
@@ -153,7 +154,7 @@ func TestMonitorInheritsNothingElse(t *testing.T) {
 
 func TestMonitorIgnoresSignals(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("signals", "read x; exit 5", func(r *LaunchRequest) { r.Stdin = true })
+	c := e.run("signals", "read x; exit 5", func(r *proto.Launch) { r.Stdin = true })
 	if err := OpenMonitor(c.Dir).ReopenLog(e.ctx); err != nil { // the answer comes from the monitor
 		t.Fatal(err)
 	}
@@ -174,31 +175,31 @@ func TestLaunchErrors(t *testing.T) {
 	e := newEnv(t)
 	for _, tt := range []struct {
 		name   string
-		change func(*LaunchRequest)
+		change func(*proto.Launch)
 		code   codes.Code
 		want   string
 	}{
-		{"no-command", func(r *LaunchRequest) { r.Spec.Process.Args = []string{"no-such-command", "x"} }, codes.InvalidArgument, "no-such-command"},
-		{"no-path", func(r *LaunchRequest) { r.Spec.Process.Args = []string{"/no/such/file"} }, codes.InvalidArgument, "/no/such/file"},
-		{"not-executable", func(r *LaunchRequest) { r.Spec.Process.Args = []string{"/etc"} }, codes.InvalidArgument, "/etc"},
-		{"empty-command", func(r *LaunchRequest) { r.Spec.Process.Args = nil }, codes.InvalidArgument, "no command"},
-		{"cwd-is-file", func(r *LaunchRequest) { r.Spec.Process.Cwd = "/bin/sh" }, codes.InvalidArgument, "/bin/sh"},
-		{"mount-source", func(r *LaunchRequest) {
+		{"no-command", func(r *proto.Launch) { r.Spec.Process.Args = []string{"no-such-command", "x"} }, codes.InvalidArgument, "no-such-command"},
+		{"no-path", func(r *proto.Launch) { r.Spec.Process.Args = []string{"/no/such/file"} }, codes.InvalidArgument, "/no/such/file"},
+		{"not-executable", func(r *proto.Launch) { r.Spec.Process.Args = []string{"/etc"} }, codes.InvalidArgument, "/etc"},
+		{"empty-command", func(r *proto.Launch) { r.Spec.Process.Args = nil }, codes.InvalidArgument, "no command"},
+		{"cwd-is-file", func(r *proto.Launch) { r.Spec.Process.Cwd = "/bin/sh" }, codes.InvalidArgument, "/bin/sh"},
+		{"mount-source", func(r *proto.Launch) {
 			r.Spec.Mounts = append(r.Spec.Mounts, specs.Mount{Destination: "/mnt", Source: "/no/such/source", Options: []string{"bind"}})
 		}, codes.Internal, "/no/such/source"},
-		{"layer", func(r *LaunchRequest) {
+		{"layer", func(r *proto.Launch) {
 			r.Rootfs.Layers = []rootfs.Layer{{Kind: rootfs.Directory, Path: "/no/such/layer"}}
 		}, codes.Unknown, "/no/such/layer"},
-		{"log", func(r *LaunchRequest) { r.LogPath = "/no/such/dir/0.log" }, codes.Internal, "/no/such/dir/0.log"},
-		{"namespace", func(r *LaunchRequest) {
+		{"log", func(r *proto.Launch) { r.LogPath = "/no/such/dir/0.log" }, codes.Internal, "/no/such/dir/0.log"},
+		{"namespace", func(r *proto.Launch) {
 			r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: "/no/such/ns"})
 		}, codes.Internal, "/no/such/ns"},
-		{"rlimit", func(r *LaunchRequest) {
+		{"rlimit", func(r *proto.Launch) {
 			r.Spec.Process.Rlimits = []specs.POSIXRlimit{{Type: "RLIMIT_WISHES"}}
 		}, codes.InvalidArgument, "RLIMIT_WISHES"},
 	} {
 		req := e.request(tt.name, "exit 0")
-		tt.change(&req)
+		tt.change(req)
 		_, err := e.Launch(e.ctx, req)
 		if err == nil {
 			t.Fatalf("%s: no error", tt.name)
@@ -211,7 +212,7 @@ func TestLaunchErrors(t *testing.T) {
 }
 
 // nothingLeft checks that a failed launch has undone everything.
-func (e *env) nothingLeft(req LaunchRequest) {
+func (e *env) nothingLeft(req *proto.Launch) {
 	e.Helper()
 	entries, err := os.ReadDir(req.Dir)
 	if err != nil {
@@ -236,14 +237,14 @@ func (e *env) nothingLeft(req LaunchRequest) {
 
 func TestDuplicateID(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("twice", "read x; exit 4", func(r *LaunchRequest) { r.Stdin = true })
+	c := e.run("twice", "read x; exit 4", func(r *proto.Launch) { r.Stdin = true })
 	other := filepath.Join(e.dir, "other")
 	if err := os.Mkdir(other, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	req := c.LaunchRequest
+	req := *c.Launch
 	req.Dir, req.Rootfs.Upper, req.Rootfs.Work = other, "", ""
-	if _, err := e.Launch(e.ctx, req); err == nil {
+	if _, err := e.Launch(e.ctx, &req); err == nil {
 		t.Fatal("a second container with the same ID was launched")
 	}
 	if err := OpenMonitor(c.Dir).CloseStdin(e.ctx); err != nil {
@@ -261,13 +262,13 @@ func TestLaunchCancelled(t *testing.T) {
 	// context that ends at once reaches the launcher somewhere on the way.
 	ctx, cancel := context.WithCancel(e.ctx)
 	var launched sync.WaitGroup
-	var started *Started
+	var started *proto.Started
 	var err error
 	launched.Go(func() { started, err = e.Launch(ctx, req) })
 	cancel()
 	launched.Wait()
 	if err == nil { // it was faster
-		(&container{env: e, LaunchRequest: req, Started: started}).remove()
+		(&container{env: e, Launch: req, Started: started}).remove()
 		return
 	}
 	if !errors.Is(err, context.Canceled) {
@@ -277,7 +278,7 @@ func TestLaunchCancelled(t *testing.T) {
 }
 
 // pauseRequest returns the launch of a pause, berth's own.
-func (e *env) pauseRequest(id string) LaunchRequest {
+func (e *env) pauseRequest(id string) *proto.Launch {
 	e.Helper()
 	req := e.request(id, "")
 	req.Spec = testSpec(id, "/pause")
@@ -310,7 +311,7 @@ func TestPause(t *testing.T) {
 	})
 
 	// It is process 1 of the PID namespace for others, and reaps their orphans.
-	c := e.run("in-pod", "(sleep 0 &); echo $$; exec sleep 1000", func(r *LaunchRequest) {
+	c := e.run("in-pod", "(sleep 0 &); echo $$; exec sleep 1000", func(r *proto.Launch) {
 		for i, ns := range r.Spec.Linux.Namespaces {
 			if ns.Type == specs.PIDNamespace {
 				r.Spec.Linux.Namespaces[i].Path = "/proc/" + itoa(pause.InitPID) + "/ns/pid"
@@ -334,7 +335,7 @@ func TestPause(t *testing.T) {
 
 func TestSharedPIDNamespaceLeavesNoProcess(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("host-pid", "sleep 1000 & sleep 1001 & echo both; exit 6", func(r *LaunchRequest) {
+	c := e.run("host-pid", "sleep 1000 & sleep 1001 & echo both; exit 6", func(r *proto.Launch) {
 		r.Spec.Linux.Namespaces = r.Spec.Linux.Namespaces[1:] // without a PID namespace
 	})
 	if got := c.wait(); got.Code != 6 {
@@ -397,7 +398,7 @@ func TestBidirectionalMount(t *testing.T) {
 	if err := os.Mkdir(shared, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	c := e.run("csi", "mount -t tmpfs tmpfs /mnt && echo hello >/mnt/file && echo done; exec sleep 1000", func(r *LaunchRequest) {
+	c := e.run("csi", "mount -t tmpfs tmpfs /mnt && echo hello >/mnt/file && echo done; exec sleep 1000", func(r *proto.Launch) {
 		r.Spec.Linux.RootfsPropagation = "shared"
 		r.Spec.Mounts = append(r.Spec.Mounts, specs.Mount{Destination: "/mnt", Source: shared, Options: []string{"rbind", "rshared"}})
 		all := []string{"CAP_SYS_ADMIN"}
@@ -418,7 +419,7 @@ func TestOOM(t *testing.T) {
 	}
 	e := newEnv(t)
 	limit := int64(64 << 20) // the test binary, as the container's init, takes 17 MiB if it looks for races
-	c := e.run("oom", "x=a; while :; do x=$x$x; done", func(r *LaunchRequest) {
+	c := e.run("oom", "x=a; while :; do x=$x$x; done", func(r *proto.Launch) {
 		r.Spec.Linux.Resources.Memory = &specs.LinuxMemory{Limit: &limit, Swap: &limit}
 	})
 	if got := c.wait(); !got.OOMKilled || got.Code != 137 {

@@ -19,7 +19,7 @@ import (
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
-	"berth/shim/control"
+	"berth/shim/proto"
 )
 
 // Config is how a pool of launchers works.
@@ -114,7 +114,7 @@ func (l *Launchers) Close() error {
 
 // launcher is the daemon's end of one launcher process.
 type launcher struct {
-	conn *control.Conn
+	conn *proto.Conn
 	pid  int
 	proc *os.File // pidfd
 
@@ -192,7 +192,7 @@ func (l *Launchers) giveBack(p *launcher) {
 
 // giveUp ends the use of a launcher for an exec that it is to end, or that it was lost with. When it
 // is gone, what it has left of the exec is ended.
-func (l *Launchers) giveUp(p *launcher, req ExecRequest) {
+func (l *Launchers) giveUp(p *launcher, req *proto.Exec) {
 	l.lend(-1)
 	l.retire(p, func() { l.endLeft(req) })
 	l.wantMore()
@@ -200,7 +200,7 @@ func (l *Launchers) giveUp(p *launcher, req ExecRequest) {
 
 // giveUpUnresponsive is giveUp of a launcher that does not read its order, and returns when nothing
 // is left: the next one that gets the order makes what bears the same names.
-func (l *Launchers) giveUpUnresponsive(p *launcher, req ExecRequest) {
+func (l *Launchers) giveUpUnresponsive(p *launcher, req *proto.Exec) {
 	l.lend(-1)
 	if err := p.killUnresponsive(); err != nil {
 		l.cfg.Log.Error("kill a launcher", "pid", p.pid, "error", err)
@@ -218,7 +218,7 @@ const (
 
 // endLeft ends what a launcher has left of an exec. What cannot be ended at the moment, for lack of descriptors say, is tried
 // again until it is gone, with the container at the latest, or the daemon ends.
-func (l *Launchers) endLeft(req ExecRequest) {
+func (l *Launchers) endLeft(req *proto.Exec) {
 	for pause := endLeftAgain; !l.tryEndLeft(req); pause = min(2*pause, endLeftSeldom) {
 		select {
 		case <-l.ctx.Done():
@@ -228,7 +228,7 @@ func (l *Launchers) endLeft(req ExecRequest) {
 	}
 }
 
-func (l *Launchers) tryEndLeft(req ExecRequest) (ended bool) {
+func (l *Launchers) tryEndLeft(req *proto.Exec) (ended bool) {
 	err := scrubExec(req)
 	if err != nil {
 		l.cfg.Log.Error("end what a launcher has left of an exec", "container", req.ID, "exec", req.ExecID, "error", err)
@@ -433,7 +433,7 @@ func killUpTo(proc *os.File, limit time.Duration) error {
 
 // start starts a launcher process, in a mount namespace that is a peer of ours.
 func (l *Launchers) start() (*launcher, error) {
-	conn, theirs, err := control.Pair()
+	conn, theirs, err := proto.ConnPair()
 	if err != nil {
 		return nil, err
 	}
@@ -462,14 +462,15 @@ func (l *Launchers) startWith(socket *os.File) (*launcher, error) {
 	fd := -1
 	// With Unshareflags instead, package os would make all mounts private.
 	attr := &os.ProcAttr{
-		Files: []*os.File{null, null, os.Stderr, control.SocketFD: socket, control.MountNSFD: mnt, control.ExeFD: l.exe, control.FiltersFD: l.filters},
-		Env:   append([]string{"PATH=" + os.Getenv("PATH"), control.SlackEnv + "=1", control.LogFormatEnv + "=" + l.cfg.LogFormat}, failpoint.Env()...),
+		Files: []*os.File{null, null, os.Stderr, proto.SocketFD: socket, proto.MountNSFD: mnt, proto.ExeFD: l.exe, proto.FiltersFD: l.filters},
+		Env:   append([]string{"PATH=" + os.Getenv("PATH"), proto.SlackEnv + "=1"}, failpoint.Env()...),
 		Sys:   &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNS, Setsid: true, PidFD: &fd},
 		Dir:   "/",
 	}
-	exe := "/proc/self/fd/" + strconv.Itoa(control.ExeFD)
+	settings := proto.LauncherSettings{StateRoot: l.cfg.StateRoot, MonitorPath: l.cfg.MonitorPath, LogFormat: l.cfg.LogFormat}
+	exe := "/proc/self/fd/" + strconv.Itoa(proto.ExeFD)
 	failpoint.Reach("launchers.start")
-	proc, err := os.StartProcess(exe, []string{"berth-shim", "launcher"}, attr)
+	proc, err := os.StartProcess(exe, append([]string{"berth-shim"}, settings.Args()...), attr)
 	if err != nil {
 		return nil, err
 	}

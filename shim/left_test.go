@@ -11,14 +11,14 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"berth/shim/control"
 	"berth/shim/ociruntime"
+	"berth/shim/proto"
 )
 
 // What a launcher has left of an exec, and cannot be removed for lack of descriptors, is removed when there are some again.
 func TestLeftOfExecIsTriedAgain(t *testing.T) {
 	dir := t.TempDir()
-	left := filepath.Join(dir, control.ExecName("e"))
+	left := filepath.Join(dir, proto.ExecName("e"))
 	if err := errors.Join(os.Mkdir(left, 0o700), os.WriteFile(filepath.Join(left, "file"), nil, 0o600)); err != nil {
 		t.Fatal(err)
 	}
@@ -34,7 +34,7 @@ func TestLeftOfExecIsTriedAgain(t *testing.T) {
 		done := make(chan struct{})
 		go func() {
 			defer close(done)
-			l.endLeft(ExecRequest{ExecID: "e", Dir: dir, Runtime: &ociruntime.Runtime{}})
+			l.endLeft(&proto.Exec{ExecID: "e", Dir: dir, Runtime: &ociruntime.Runtime{}})
 		}()
 		synctest.Wait()
 		if err := unix.Prlimit(0, unix.RLIMIT_NOFILE, &old, nil); err != nil {

@@ -18,6 +18,7 @@ import (
 
 	"berth/internal/testenv"
 	program "berth/shim/launcher"
+	"berth/shim/proto"
 )
 
 // The test binary is the launcher, too: current, and checked for races if the
@@ -26,8 +27,8 @@ func init() {
 	if len(os.Args) == 2 && os.Args[1] == "init" {
 		program.Init()
 	}
-	if len(os.Args) == 2 && os.Args[1] == "launcher" {
-		os.Exit(program.Main())
+	if settings, err := proto.ParseLauncherArgs(os.Args[1:]); err == nil {
+		os.Exit(program.Main(settings))
 	}
 }
 

@@ -16,11 +16,8 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
-	"berth/shim/wire"
+	"berth/shim/proto"
 )
-
-// socketFile is the monitor's socket in a shim directory.
-const socketFile = "sock"
 
 // Monitor talks to the monitor of a running container. Every call makes a
 // connection of its own, so a Monitor holds nothing and is safe for concurrent use.
@@ -34,17 +31,17 @@ func OpenMonitor(dir string) *Monitor { return &Monitor{dir} }
 // ReopenLog makes the monitor open the log's path anew, after a rotation. On an
 // error it goes on with the old file, and there is no new one.
 func (m *Monitor) ReopenLog(ctx context.Context) error {
-	return m.call(ctx, "reopen log", wire.Reopen, nil)
+	return m.call(ctx, "reopen log", proto.FrameReopen, nil)
 }
 
 // Resize changes the size of the container's terminal, in characters.
 func (m *Monitor) Resize(ctx context.Context, width, height uint16) error {
-	return m.call(ctx, "resize terminal", wire.Resize, wire.Size{Width: width, Height: height}.Encode())
+	return m.call(ctx, "resize terminal", proto.FrameResize, proto.TerminalSize{Width: width, Height: height}.Encode())
 }
 
 // CloseStdin closes the container's stdin, once it has read what was sent.
 func (m *Monitor) CloseStdin(ctx context.Context) error {
-	return m.call(ctx, "close stdin", wire.CloseStdin, nil)
+	return m.call(ctx, "close stdin", proto.FrameCloseStdin, nil)
 }
 
 // Listens returns nil if there is a monitor that takes connections, or has room for one that
@@ -58,7 +55,7 @@ func (m *Monitor) Listens(ctx context.Context) error {
 }
 
 // call makes one request and waits for its answer.
-func (m *Monitor) call(ctx context.Context, what string, t wire.Type, payload []byte) error {
+func (m *Monitor) call(ctx context.Context, what string, t proto.FrameType, payload []byte) error {
 	c, err := m.dial(ctx)
 	if err != nil {
 		return fmt.Errorf("%s: %w", what, err)
@@ -86,11 +83,11 @@ type AttachIO struct {
 }
 
 // Size is a terminal's size, in characters.
-type Size = wire.Size
+type Size = proto.TerminalSize
 
 // Attach connects streams to a running container until it ends, or ctx does, or a
 // write to Stdout or Stderr fails. The end of Stdin does not end it; it closes the
-// container's stdin if that is open for once only (LaunchRequest.StdinOnce).
+// container's stdin if that is open for once only (proto.Launch.StdinOnce).
 //
 // A client that does not take output for a while is dropped by the monitor, which
 // looks like the container's end.
@@ -109,7 +106,7 @@ func (m *Monitor) Attach(ctx context.Context, streams AttachIO) error {
 	defer cancel()
 	defer context.AfterFunc(ctx, c.interrupt)()
 
-	err = c.send(wire.Attach, []byte{byte(streams.wants())})
+	err = c.send(proto.FrameAttach, []byte{byte(streams.wants())})
 	if err == nil {
 		err = c.answer()
 	}
@@ -131,16 +128,16 @@ func (m *Monitor) Attach(ctx context.Context, streams AttachIO) error {
 	return nil
 }
 
-func (s AttachIO) wants() wire.Streams {
-	var w wire.Streams
+func (s AttachIO) wants() proto.Streams {
+	var w proto.Streams
 	if s.Stdin != nil {
-		w |= wire.WantStdin
+		w |= proto.WantStdin
 	}
 	if s.Stdout != nil {
-		w |= wire.WantStdout
+		w |= proto.WantStdout
 	}
 	if s.Stderr != nil {
-		w |= wire.WantStderr
+		w |= proto.WantStderr
 	}
 	return w
 }
@@ -165,7 +162,7 @@ func (m *Monitor) dial(ctx context.Context) (*client, error) {
 		return nil, notRunning(err)
 	}
 	defer dir.Close()
-	address := &net.UnixAddr{Name: "/proc/self/fd/" + strconv.Itoa(int(dir.Fd())) + "/" + socketFile, Net: "unix"}
+	address := &net.UnixAddr{Name: "/proc/self/fd/" + strconv.Itoa(int(dir.Fd())) + "/" + proto.SocketFile, Net: "unix"}
 	for {
 		conn, err := net.DialUnix("unix", nil, address)
 		if err == nil {
@@ -193,31 +190,31 @@ func notRunning(err error) error {
 // interrupt makes reads and writes fail.
 func (c *client) interrupt() { _ = c.conn.SetDeadline(time.Unix(1, 0)) }
 
-func (c *client) send(t wire.Type, payload []byte) error {
+func (c *client) send(t proto.FrameType, payload []byte) error {
 	c.sending.Lock()
 	defer c.sending.Unlock()
-	_, err := c.conn.Write(wire.Append(nil, t, payload))
+	_, err := c.conn.Write(proto.AppendFrame(nil, t, payload))
 	return err
 }
 
 // next returns the next frame; its payload is valid until the following call. The
 // error is io.EOF at the end.
-func (c *client) next() (wire.Frame, error) {
+func (c *client) next() (proto.Frame, error) {
 	for {
-		f, size, err := wire.Next(c.in)
+		f, size, err := proto.NextFrame(c.in)
 		if err != nil {
-			return wire.Frame{}, err
+			return proto.Frame{}, err
 		}
 		if size > 0 {
 			c.in = c.in[size:]
 			return f, nil
 		}
 		// Room for the longest frame, so that a payload is copied at most once.
-		buf := make([]byte, len(c.in), wire.HeaderSize+wire.MaxPayload)
+		buf := make([]byte, len(c.in), proto.HeaderSize+proto.MaxPayload)
 		copy(buf, c.in)
 		n, err := c.conn.Read(buf[len(buf):cap(buf)])
 		if err != nil {
-			return wire.Frame{}, err
+			return proto.Frame{}, err
 		}
 		c.in = buf[:len(buf)+n]
 	}
@@ -231,9 +228,9 @@ func (c *client) answer() error {
 		return errdefs.FailedPrecondition("the container has ended")
 	case err != nil:
 		return err
-	case f.Type == wire.Error:
+	case f.Type == proto.FrameError:
 		return errdefs.Reported(codes.Internal, string(f.Payload))
-	case f.Type != wire.OK:
+	case f.Type != proto.FrameOK:
 		return errdefs.Internal("unexpected answer of type %d", f.Type)
 	}
 	return nil
@@ -250,9 +247,9 @@ func (c *client) output(streams AttachIO) error {
 			return err
 		}
 		switch f.Type {
-		case wire.Stdout:
+		case proto.FrameStdout:
 			_, err = streams.Stdout.Write(f.Payload)
-		case wire.Stderr:
+		case proto.FrameStderr:
 			_, err = streams.Stderr.Write(f.Payload)
 		}
 		if err != nil {
@@ -263,14 +260,14 @@ func (c *client) output(streams AttachIO) error {
 
 // sendStdin copies input until it ends or the connection does.
 func (c *client) sendStdin(r io.Reader) {
-	buf := make([]byte, wire.MaxPayload)
+	buf := make([]byte, proto.MaxPayload)
 	for {
 		n, err := r.Read(buf)
-		if n > 0 && c.send(wire.Stdin, buf[:n]) != nil {
+		if n > 0 && c.send(proto.FrameStdin, buf[:n]) != nil {
 			return
 		}
 		if err != nil {
-			_ = c.send(wire.StdinEOF, nil) // if there is no connection any more, nobody waits
+			_ = c.send(proto.FrameStdinEOF, nil) // if there is no connection any more, nobody waits
 			return
 		}
 	}
@@ -284,7 +281,7 @@ func (c *client) sendSizes(ctx context.Context, sizes <-chan Size) {
 		case <-ctx.Done():
 			return
 		case s, ok := <-sizes:
-			if !ok || c.send(wire.Resize, s.Encode()) != nil {
+			if !ok || c.send(proto.FrameResize, s.Encode()) != nil {
 				return
 			}
 		}

@@ -14,7 +14,7 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/testutil"
-	"berth/shim/wire"
+	"berth/shim/proto"
 )
 
 // attached is an attach that runs in the background.
@@ -85,7 +85,7 @@ func TestOutput(t *testing.T) {
 
 func TestMaxLogLine(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("split", "printf abcdefghij; echo kl", func(r *LaunchRequest) { r.MaxLogLine = 5 })
+	c := e.run("split", "printf abcdefghij; echo kl", func(r *proto.Launch) { r.MaxLogLine = 5 })
 	c.wait()
 	var tags []string
 	for line := range strings.Lines(c.log()) {
@@ -99,7 +99,7 @@ func TestMaxLogLine(t *testing.T) {
 
 func TestNoLog(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("no-log", "read x; seq 100000; exit 3", func(r *LaunchRequest) { r.LogPath, r.Stdin = "", true })
+	c := e.run("no-log", "read x; seq 100000; exit 3", func(r *proto.Launch) { r.LogPath, r.Stdin = "", true })
 	a := c.attach()
 	a.send("go\n")
 	if err := a.wait(); err != nil {
@@ -129,7 +129,7 @@ func TestOutputLeftInThePipe(t *testing.T) {
 	e := newEnv(t)
 	// A process that holds the pipe open, in a PID namespace that outlives init,
 	// must not delay the end.
-	c := e.run("left", "sleep 1000 & head -c 60000 /dev/zero | tr '\\0' y; exit 0", func(r *LaunchRequest) {
+	c := e.run("left", "sleep 1000 & head -c 60000 /dev/zero | tr '\\0' y; exit 0", func(r *proto.Launch) {
 		r.Spec.Linux.Namespaces = r.Spec.Linux.Namespaces[1:]
 	})
 	c.wait()
@@ -140,7 +140,7 @@ func TestOutputLeftInThePipe(t *testing.T) {
 
 func TestReopenLog(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("rotate", "echo before; read x; echo after; read x", func(r *LaunchRequest) { r.Stdin = true })
+	c := e.run("rotate", "echo before; read x; echo after; read x", func(r *proto.Launch) { r.Stdin = true })
 	a := c.attach()
 	e.until("the first line", func() bool { return c.log() != "" })
 	rotated := c.LogPath + ".1"
@@ -176,7 +176,7 @@ func TestReopenLogFails(t *testing.T) {
 		{"fifo", func(p string) error { return unix.Mkfifo(p, 0o600) }},
 		{"link", func(p string) error { return os.Symlink(p+".target", p) }},
 	} {
-		c := e.run("obstacle-"+obstacle.name, "echo before; read x; echo after", func(r *LaunchRequest) { r.Stdin = true })
+		c := e.run("obstacle-"+obstacle.name, "echo before; read x; echo after", func(r *proto.Launch) { r.Stdin = true })
 		a := c.attach()
 		e.until("the first line", func() bool { return c.log() != "" })
 		rotated := c.LogPath + ".1"
@@ -210,7 +210,7 @@ func TestFullDisk(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = unix.Unmount(disk, unix.MNT_DETACH) })
-	c := e.run("full", "read x; seq 10000; read x; echo after", func(r *LaunchRequest) { r.LogPath, r.Stdin = disk+"/log", true })
+	c := e.run("full", "read x; seq 10000; read x; echo after", func(r *proto.Launch) { r.LogPath, r.Stdin = disk+"/log", true })
 	a := c.attach()
 	a.send("x\n")
 	e.until("all is said", func() bool { return strings.HasSuffix(a.stdout.String(), "\n10000\n") })
@@ -234,7 +234,7 @@ func TestFullDisk(t *testing.T) {
 
 func TestAttachEcho(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("echo", "while read x; do echo you said $x; echo and on stderr >&2; [ $x = bye ] && exit 8; done", func(r *LaunchRequest) { r.Stdin = true })
+	c := e.run("echo", "while read x; do echo you said $x; echo and on stderr >&2; [ $x = bye ] && exit 8; done", func(r *proto.Launch) { r.Stdin = true })
 	a, b := c.attach(), c.attach(func(s *AttachIO) { s.Stdin = nil })
 	// Both are attached once each has had an answer; b's comes first or not at all.
 	e.until("both get output", func() bool {
@@ -260,7 +260,7 @@ func TestAttachEcho(t *testing.T) {
 
 func TestStdinSurvivesClients(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("many", "cat; echo end", func(r *LaunchRequest) { r.Stdin = true })
+	c := e.run("many", "cat; echo end", func(r *proto.Launch) { r.Stdin = true })
 	for _, text := range []string{"one\n", "two\n"} {
 		a := c.attach()
 		a.send(text)
@@ -282,7 +282,7 @@ func TestStdinSurvivesClients(t *testing.T) {
 
 func TestStdinOnce(t *testing.T) {
 	e := newEnv(t)
-	once := func(r *LaunchRequest) { r.Stdin, r.StdinOnce = true, true }
+	once := func(r *proto.Launch) { r.Stdin, r.StdinOnce = true, true }
 
 	eof := e.run("eof", "cat; echo end", once)
 	a := eof.attach()
@@ -309,7 +309,7 @@ func TestStdinOnce(t *testing.T) {
 
 func TestStdinFasterThanTheContainer(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("slow-reader", "sleep 0.2; wc -c", func(r *LaunchRequest) { r.Stdin, r.StdinOnce = true, true })
+	c := e.run("slow-reader", "sleep 0.2; wc -c", func(r *proto.Launch) { r.Stdin, r.StdinOnce = true, true })
 	a := c.attach()
 	a.send(strings.Repeat("0123456789abcdef", 1<<16)) // 1 MiB, through all buffers
 	a.stdin.Close()
@@ -324,7 +324,7 @@ func TestStdinFasterThanTheContainer(t *testing.T) {
 
 func TestStdinClosedByTheContainer(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("deaf", "trap 'exit 0' TERM; exec <&-; echo closed; while :; do sleep 0.01; done", func(r *LaunchRequest) { r.Stdin = true })
+	c := e.run("deaf", "trap 'exit 0' TERM; exec <&-; echo closed; while :; do sleep 0.01; done", func(r *proto.Launch) { r.Stdin = true })
 	a := c.attach()
 	e.until("stdin is closed", func() bool { return c.log() != "" })
 	a.send(strings.Repeat("x", 200000))
@@ -342,7 +342,7 @@ func TestStdinClosedByTheContainer(t *testing.T) {
 func TestTerminal(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("tty", "test -t 0 && test -t 1 && test -t 2 && echo a terminal; while read x; do stty size; [ $x = bye ] && exit 5; done",
-		func(r *LaunchRequest) { r.Stdin, r.Terminal, r.Spec.Process.Terminal = true, true, true })
+		func(r *proto.Launch) { r.Stdin, r.Terminal, r.Spec.Process.Terminal = true, true, true })
 	a := c.attach()
 	e.until("it starts", func() bool { return strings.Contains(c.output("stdout"), "a terminal\r\n") })
 	a.resize <- Size{Width: 123, Height: 45}
@@ -375,13 +375,13 @@ func TestResizeWithoutTerminal(t *testing.T) {
 
 func TestDeadClientIsDropped(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("chatty", "read x; seq 2000000; echo end >&2; read x", func(r *LaunchRequest) { r.Stdin, r.LogPath = true, "" })
+	c := e.run("chatty", "read x; seq 2000000; echo end >&2; read x", func(r *proto.Launch) { r.Stdin, r.LogPath = true, "" })
 	dead, err := OpenMonitor(c.Dir).dial(e.ctx)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer dead.conn.Close()
-	if err := dead.send(wire.Attach, []byte{byte(wire.WantStdin | wire.WantStdout)}); err != nil {
+	if err := dead.send(proto.FrameAttach, []byte{byte(proto.WantStdin | proto.WantStdout)}); err != nil {
 		t.Fatal(err)
 	}
 	if err := dead.answer(); err != nil {
@@ -405,13 +405,13 @@ func TestDeadClientIsDropped(t *testing.T) {
 
 func TestBadRequests(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("bad", "read x; exit 3", func(r *LaunchRequest) { r.Stdin = true })
+	c := e.run("bad", "read x; exit 3", func(r *proto.Launch) { r.Stdin = true })
 	for _, data := range [][]byte{
-		wire.Header(nil, wire.Stdin, wire.MaxPayload+1),
-		wire.Append(nil, wire.Type(99), nil),
-		wire.Append(nil, wire.Attach, []byte("much too long")),
-		wire.Append(nil, wire.Resize, []byte("x")),
-		wire.Header(nil, wire.Stdin, 100), // and no more
+		proto.AppendHeader(nil, proto.FrameStdin, proto.MaxPayload+1),
+		proto.AppendFrame(nil, proto.FrameType(99), nil),
+		proto.AppendFrame(nil, proto.FrameAttach, []byte("much too long")),
+		proto.AppendFrame(nil, proto.FrameResize, []byte("x")),
+		proto.AppendHeader(nil, proto.FrameStdin, 100), // and no more
 	} {
 		conn, err := OpenMonitor(c.Dir).dial(e.ctx)
 		if err != nil {
@@ -424,7 +424,7 @@ func TestBadRequests(t *testing.T) {
 			t.Fatal(err)
 		}
 		reply, err := io.ReadAll(conn.conn)
-		if f, _, _ := wire.Next(reply); len(reply) > 0 && f.Type != wire.Error || err != nil {
+		if f, _, _ := proto.NextFrame(reply); len(reply) > 0 && f.Type != proto.FrameError || err != nil {
 			t.Errorf("the answer to %q: %q, %v", data, reply, err)
 		}
 		conn.conn.Close()

@@ -22,6 +22,7 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/errdefs"
 	"berth/internal/netns"
+	"berth/shim/proto"
 )
 
 // procOf reads a file of a process.
@@ -133,7 +134,7 @@ func TestPauseIsConfined(t *testing.T) {
 				}
 			}
 			// What a pod has of it is seen from its namespaces.
-			shows := e.run(fmt.Sprintf("in-pod-%v", builtIn), "hostname; cat /proc/sys/net/ipv4/ping_group_range /proc/sys/kernel/shm_rmid_forced", func(r *LaunchRequest) {
+			shows := e.run(fmt.Sprintf("in-pod-%v", builtIn), "hostname; cat /proc/sys/net/ipv4/ping_group_range /proc/sys/kernel/shm_rmid_forced", func(r *proto.Launch) {
 				r.Spec.Linux.Namespaces = []specs.LinuxNamespace{{Type: specs.MountNamespace}, {Type: specs.PIDNamespace}}
 				for kind, name := range map[specs.LinuxNamespaceType]string{specs.UTSNamespace: "uts", specs.IPCNamespace: "ipc", specs.NetworkNamespace: "net"} {
 					r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: kind, Path: fmt.Sprintf("/proc/%d/ns/%s", c.InitPID, name)})
@@ -154,28 +155,28 @@ func TestPauseRefused(t *testing.T) {
 		t.Skip("only libcontainer's pods have it")
 	}
 	for name, test := range map[string]struct {
-		change func(*LaunchRequest)
+		change func(*proto.Launch)
 		code   codes.Code
 		text   string
 	}{
-		"sysctl value": {func(r *LaunchRequest) { r.Spec.Linux.Sysctl = map[string]string{"kernel.shm_rmid_forced": "x"} }, codes.InvalidArgument, "kernel.shm_rmid_forced"},
-		"unknown sysctl": {func(r *LaunchRequest) {
+		"sysctl value": {func(r *proto.Launch) { r.Spec.Linux.Sysctl = map[string]string{"kernel.shm_rmid_forced": "x"} }, codes.InvalidArgument, "kernel.shm_rmid_forced"},
+		"unknown sysctl": {func(r *proto.Launch) {
 			r.Spec.Linux.Sysctl = map[string]string{"kernel.shm_rmid_forced": "0", "fs.mqueue.there_is_none": "1"}
 		}, codes.Internal, "fs.mqueue.there_is_none"},
-		"no network": {func(r *LaunchRequest) {
+		"no network": {func(r *proto.Launch) {
 			r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: e.dir + "/none"})
 		}, codes.Internal, "no such file"},
-		"not a network": {func(r *LaunchRequest) {
+		"not a network": {func(r *proto.Launch) {
 			r.Spec.Linux.Namespaces = append(r.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: specs.NetworkNamespace, Path: "/proc/self/ns/uts"})
 		}, codes.Internal, "join its network namespace: invalid argument"},
-		"no program": {func(r *LaunchRequest) { r.Rootfs.Layers[0].Path = e.layer }, codes.Internal, "no such file"},
+		"no program": {func(r *proto.Launch) { r.Rootfs.Layers[0].Path = e.layer }, codes.Internal, "no such file"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			req := e.pauseRequest("pause-" + strings.ReplaceAll(name, " ", "-"))
-			test.change(&req)
+			test.change(req)
 			started, err := e.Launch(e.ctx, req)
 			if err == nil {
-				(&container{env: e, LaunchRequest: req, Started: started}).remove()
+				(&container{env: e, Launch: req, Started: started}).remove()
 				t.Fatal("it was launched")
 			}
 			if errdefs.Code(err) != test.code || !strings.Contains(err.Error(), test.text) {

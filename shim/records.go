@@ -4,62 +4,45 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"time"
 
 	"berth/internal/failpoint"
-	"berth/shim/record"
+	"berth/shim/proto"
 )
 
-// Launched is the content of Dir/shim: who runs a container. Start times are clock
-// ticks since boot; see pidfd.OpenVerified.
-type Launched struct {
-	ShimPID       int // launcher or monitor; 0 for a pause that runs
-	ShimStartTime uint64
-	InitPID       int // 0: the container's init does not exist yet
-	InitStartTime uint64
-	StartedAt     time.Time
-}
-
 // ReadShim reads Dir/shim. The error wraps fs.ErrNotExist if nothing was launched.
-func ReadShim(dir string) (Launched, error) {
-	data, err := os.ReadFile(filepath.Join(dir, record.ShimFile))
+func ReadShim(dir string) (proto.Processes, error) {
+	data, err := os.ReadFile(filepath.Join(dir, proto.ShimFile))
 	if err != nil {
-		return Launched{}, fmt.Errorf("read shim record: %w", err)
+		return proto.Processes{}, fmt.Errorf("read shim record: %w", err)
 	}
-	s, err := record.DecodeShim(data)
+	p, err := proto.DecodeProcesses(data)
 	if err != nil {
-		return Launched{}, fmt.Errorf("read shim record of %s: %w", dir, err)
+		return proto.Processes{}, fmt.Errorf("read shim record of %s: %w", dir, err)
 	}
-	l := Launched{ShimPID: s.PID, ShimStartTime: s.Start, InitPID: s.InitPID, InitStartTime: s.InitStart}
-	if s.StartedAt != 0 {
-		l.StartedAt = time.Unix(0, s.StartedAt)
-	}
-	return l, nil
+	return p, nil
 }
 
-// ReadExit reads Dir/exit. The error wraps fs.ErrNotExist if there is none: then,
-// if the monitor has ended, it was lost.
-func ReadExit(dir string) (Exit, error) {
-	data, err := os.ReadFile(filepath.Join(dir, record.ExitFile))
+// ReadExit reads Dir/exit. The error wraps fs.ErrNotExist if there is none. If the monitor has ended
+// then, it was lost.
+func ReadExit(dir string) (proto.Exit, error) {
+	data, err := os.ReadFile(filepath.Join(dir, proto.ExitFile))
 	if err != nil {
-		return Exit{}, fmt.Errorf("read exit record: %w", err)
+		return proto.Exit{}, fmt.Errorf("read exit record: %w", err)
 	}
-	e, err := record.DecodeExit(data)
+	e, err := proto.DecodeExit(data)
 	if err != nil {
-		return Exit{}, fmt.Errorf("read exit record of %s: %w", dir, err)
+		return proto.Exit{}, fmt.Errorf("read exit record of %s: %w", dir, err)
 	}
-	return Exit{Code: e.Code, Signal: int(e.Signal), OOMKilled: e.OOMKilled, At: time.Unix(0, e.At)}, nil
+	return e, nil
 }
 
-// WriteExit writes Dir/exit for a monitor that does not. One that is there, and can be trusted,
-// stays.
-func WriteExit(dir string, e Exit) error {
+// WriteExit writes Dir/exit in place of a lost monitor. It keeps a valid record that exists.
+func WriteExit(dir string, e proto.Exit) error {
 	if _, err := ReadExit(dir); err == nil {
 		return nil
 	}
-	r := record.Exit{Code: e.Code, Signal: int32(e.Signal), OOMKilled: e.OOMKilled, At: e.At.UnixNano()}
 	failpoint.Reach("exit.write")
-	err := record.Write(dir, record.ExitFile, r.Encode())
+	err := proto.WriteFile(dir, proto.ExitFile, e.Encode())
 	failpoint.Reach("exit.written")
 	if err != nil {
 		return fmt.Errorf("write exit record of %s: %w", dir, err)

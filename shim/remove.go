@@ -15,13 +15,13 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/pidfd"
 	"berth/shim/ociruntime"
-	"berth/shim/record"
+	"berth/shim/proto"
 )
 
 // RuntimeOf returns the runtime that made the container of a shim directory, as the
 // launcher wrote it down. It is nil if that was libcontainer, or nobody yet.
 func RuntimeOf(dir string) (*ociruntime.Runtime, error) {
-	data, err := os.ReadFile(filepath.Join(dir, record.RuntimeFile))
+	data, err := os.ReadFile(filepath.Join(dir, proto.RuntimeFile))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}

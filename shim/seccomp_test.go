@@ -6,12 +6,13 @@ import (
 	"strings"
 	"testing"
 
+	"berth/shim/proto"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 )
 
 func TestSeccomp(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("seccomp", "mkdir /dir; echo $?", func(r *LaunchRequest) {
+	c := e.run("seccomp", "mkdir /dir; echo $?", func(r *proto.Launch) {
 		errno := uint(13)
 		r.Spec.Linux.Seccomp = &specs.LinuxSeccomp{
 			DefaultAction: specs.ActAllow,
@@ -31,7 +32,7 @@ func TestDefaultProfile(t *testing.T) {
 	const script = "ls /proc/self/fd | tr '\\n' ' '; grep ^Seccomp: /proc/self/status; unshare -m true 2>/dev/null || echo denied"
 	const want = "0 1 2 3 Seccomp:\t2\ndenied\n" // 3 is what ls reads
 	for i := range 2 {
-		c := e.run("default-"+itoa(i), script+"; exec sleep 1000", func(r *LaunchRequest) {
+		c := e.run("default-"+itoa(i), script+"; exec sleep 1000", func(r *proto.Launch) {
 			r.Spec.Process.Capabilities = &specs.LinuxCapabilities{}
 			filtered(r)
 		})
@@ -50,8 +51,8 @@ func TestDefaultProfile(t *testing.T) {
 // TestProfilesOfContainers has containers with different profiles side by side: each keeps its own.
 func TestProfilesOfContainers(t *testing.T) {
 	e := newEnv(t)
-	deny := func(calls ...string) func(*LaunchRequest) {
-		return func(r *LaunchRequest) {
+	deny := func(calls ...string) func(*proto.Launch) {
+		return func(r *proto.Launch) {
 			r.Spec.Linux.Seccomp = &specs.LinuxSeccomp{DefaultAction: specs.ActAllow,
 				Syscalls: []specs.LinuxSyscall{{Names: calls, Action: specs.ActErrno}}}
 		}
@@ -59,12 +60,12 @@ func TestProfilesOfContainers(t *testing.T) {
 	const script = "mkdir /d 2>/dev/null; echo -n $?; : >/f; mv /f /g 2>/dev/null; echo $?"
 	for round := range 2 {
 		for name, c := range map[string]struct {
-			change func(*LaunchRequest)
+			change func(*proto.Launch)
 			want   string
 		}{
 			"mkdir":  {deny("mkdir", "mkdirat"), "10\n"},
 			"rename": {deny("rename", "renameat", "renameat2"), "01\n"},
-			"none":   {func(*LaunchRequest) {}, "00\n"},
+			"none":   {func(*proto.Launch) {}, "00\n"},
 		} {
 			t.Run(name, func(t *testing.T) {
 				profiled := e.run(name+"-"+itoa(round), script, c.change)

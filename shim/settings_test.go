@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"berth/shim/proto"
 	"golang.org/x/sys/unix"
 )
 
@@ -31,7 +32,7 @@ func TestOOMScoreAdj(t *testing.T) {
 		}
 	}
 	for want, ask := range map[int]int{lowest: -998, now: now, 1000: 1000} {
-		c := e.run("oom-score-"+strconv.Itoa(ask), "cat /proc/self/oom_score_adj", func(r *LaunchRequest) { r.Spec.Process.OOMScoreAdj = &ask })
+		c := e.run("oom-score-"+strconv.Itoa(ask), "cat /proc/self/oom_score_adj", func(r *proto.Launch) { r.Spec.Process.OOMScoreAdj = &ask })
 		c.wait()
 		if got := strings.TrimSpace(c.output("stdout")); got != strconv.Itoa(want) {
 			t.Errorf("asked for %d: got %s, want %d", ask, got, want)
@@ -41,7 +42,7 @@ func TestOOMScoreAdj(t *testing.T) {
 
 func TestReadOnlyRootfs(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("readonly", "touch /file; echo $?", func(r *LaunchRequest) { r.Rootfs.Upper, r.Rootfs.Work = "", "" })
+	c := e.run("readonly", "touch /file; echo $?", func(r *proto.Launch) { r.Rootfs.Upper, r.Rootfs.Work = "", "" })
 	c.wait()
 	if got := c.output("stdout"); got != "1\n" {
 		t.Errorf("touch on a read-only root said %q, %q", got, c.output("stderr"))
@@ -113,8 +114,8 @@ exec %s "$@"
 		t.Fatal(err)
 	}
 	program.Path = wrapper
-	c := e.run("slack", "exec sleep 1000", func(r *LaunchRequest) { r.Runtime = program })
-	x, err := e.Launchers.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: "slack", Dir: c.Dir, Runtime: program, Process: testProcess("true")})
+	c := e.run("slack", "exec sleep 1000", func(r *proto.Launch) { r.Runtime = program })
+	x, err := e.Launchers.Exec(e.ctx, &proto.Exec{ID: c.ID, ExecID: "slack", Dir: c.Dir, Runtime: program, Process: testProcess("true")})
 	if err != nil {
 		t.Fatal(err)
 	}

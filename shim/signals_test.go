@@ -5,6 +5,7 @@ import (
 	"strings"
 	"testing"
 
+	"berth/shim/proto"
 	"golang.org/x/sys/unix"
 )
 
@@ -14,7 +15,7 @@ func TestWorkloadsIgnoreNoSignal(t *testing.T) {
 	signal.Ignore(unix.SIGHUP, unix.SIGINT)
 	defer signal.Reset(unix.SIGHUP, unix.SIGINT)
 	e := newEnv(t)
-	c := e.run("signals", "", func(r *LaunchRequest) { // not by busybox's shell, which ignores SIGQUIT
+	c := e.run("signals", "", func(r *proto.Launch) { // not by busybox's shell, which ignores SIGQUIT
 		r.Spec.Process.Args = []string{"/bin/busybox", "grep", "SigIgn", "/proc/self/status"}
 	})
 	c.wait()

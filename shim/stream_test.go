@@ -17,8 +17,7 @@ import (
 
 	"berth/internal/pidfd"
 	"berth/internal/testutil"
-	"berth/shim/control"
-	"berth/shim/wire"
+	"berth/shim/proto"
 )
 
 // A Kill that arrives when its exec has ended must not hit the next one on the
@@ -26,12 +25,12 @@ import (
 func TestKillNamesItsExec(t *testing.T) {
 	e := newEnv(t)
 	c := e.run("names", "exec sleep 1000")
-	x, err := e.Exec(e.ctx, ExecRequest{ID: c.ID, ExecID: "second", Process: testProcess("sh", "-c", "read x; exit 4"), Stdin: closedBy(t)})
+	x, err := e.Exec(e.ctx, &proto.Exec{ID: c.ID, ExecID: "second", Process: testProcess("sh", "-c", "read x; exit 4"), Stdin: closedBy(t)})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer x.Close()
-	if err := x.p.conn.Send(control.Request{Kill: "first"}); err != nil {
+	if err := x.p.conn.Send(proto.Request{Kill: "first"}); err != nil {
 		t.Fatal(err)
 	}
 	// A Kill of its own comes after it on the same connection.
@@ -71,7 +70,7 @@ func TestKillOfAnExecDuringALaunch(t *testing.T) {
 	go func() {
 		f, err := os.OpenFile(fifo, os.O_WRONLY, 0) // which waits until the launch is in the middle
 		if err == nil {
-			err = p.conn.Send(control.Request{Kill: "ended"})
+			err = p.conn.Send(proto.Request{Kill: "ended"})
 		}
 		if err == nil {
 			_, err = f.WriteString("go\n")
@@ -118,7 +117,7 @@ func TestExecGivenUpWhileItStarts(t *testing.T) {
 	ctx, cancel := context.WithCancel(e.ctx)
 	given := make(chan error, 1)
 	go func() {
-		x, err := e.Exec(ctx, ExecRequest{ID: c.ID, ExecID: "1", CgroupsPath: cgroupRoot + "/" + c.ID, Process: testProcess("sleep", "1001")})
+		x, err := e.Exec(ctx, &proto.Exec{ID: c.ID, ExecID: "1", CgroupsPath: cgroupRoot + "/" + c.ID, Process: testProcess("sleep", "1001")})
 		if err == nil {
 			err = x.Close()
 		}
@@ -203,7 +202,7 @@ func (c *container) deaf() *client {
 		c.Fatal(err)
 	}
 	c.Cleanup(func() { deaf.conn.Close() })
-	if err := deaf.send(wire.Attach, []byte{byte(wire.WantStdout)}); err != nil {
+	if err := deaf.send(proto.FrameAttach, []byte{byte(proto.WantStdout)}); err != nil {
 		c.Fatal(err)
 	}
 	if err := deaf.answer(); err != nil {
@@ -216,7 +215,7 @@ func (c *container) deaf() *client {
 // cost is given back.
 func TestDeafClientsShareOneLimit(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("deaf", "read x; seq 2000000; echo end >&2; read x", func(r *LaunchRequest) { r.Stdin, r.LogPath = true, "" })
+	c := e.run("deaf", "read x; seq 2000000; echo end >&2; read x", func(r *proto.Launch) { r.Stdin, r.LogPath = true, "" })
 	if err := OpenMonitor(c.Dir).ReopenLog(e.ctx); err != nil { // the monitor is up when it answers
 		t.Fatal(err)
 	}
@@ -275,7 +274,7 @@ func (c *container) monitorMemory() int {
 // waiting for it.
 func TestOutputOutlivesTheMonitor(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("farewell", "read x; seq 300000; exit 6", func(r *LaunchRequest) { r.Stdin, r.LogPath = true, "" })
+	c := e.run("farewell", "read x; seq 300000; exit 6", func(r *proto.Launch) { r.Stdin, r.LogPath = true, "" })
 	slow := c.deaf()
 	feed := c.attach(func(s *AttachIO) { s.Stdout, s.Stderr = nil, nil })
 	feed.send("go\n")
@@ -298,7 +297,7 @@ func TestOutputOutlivesTheMonitor(t *testing.T) {
 // become anybody's controlling terminal.
 func TestMonitorsTerminalIsCloseOnExec(t *testing.T) {
 	e := newEnv(t)
-	c := e.run("peer", "read x", func(r *LaunchRequest) { r.Stdin, r.Terminal, r.Spec.Process.Terminal = true, true, true })
+	c := e.run("peer", "read x", func(r *proto.Launch) { r.Stdin, r.Terminal, r.Spec.Process.Terminal = true, true, true })
 	a := c.attach(func(s *AttachIO) { s.Stderr = nil })
 	if err := OpenMonitor(c.Dir).Resize(e.ctx, 80, 24); err != nil { // the monitor is up when it answers
 		t.Fatal(err)

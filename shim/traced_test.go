@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/pidfd"
+	"berth/shim/proto"
 )
 
 // onThread runs do on a thread that ends with it. The process's first thread would not.
@@ -53,7 +54,7 @@ func seize(t *testing.T, pid int) (letGo func()) {
 
 // sharePIDNamespace has a container live in the PID namespace of the tests, where other processes
 // can trace it.
-func sharePIDNamespace(r *LaunchRequest) {
+func sharePIDNamespace(r *proto.Launch) {
 	var own []specs.LinuxNamespace
 	for _, ns := range r.Spec.Linux.Namespaces {
 		if ns.Type != specs.PIDNamespace {
@@ -69,11 +70,11 @@ func TestTracedInit(t *testing.T) {
 	for name, c := range map[string]struct {
 		script string
 		end    func(c *container, a *attached) error
-		want   Exit
+		want   proto.Exit
 	}{
-		"exits": {"echo ready; read x; echo last words; exit 7", func(_ *container, a *attached) error { a.send("go\n"); return nil }, Exit{Code: 7}},
+		"exits": {"echo ready; read x; echo last words; exit 7", func(_ *container, a *attached) error { a.send("go\n"); return nil }, proto.Exit{Code: 7}},
 		"killed": {"echo ready; read x", func(c *container, _ *attached) error { return pidfd.Signal(c.Init, unix.SIGKILL) },
-			Exit{Code: 128 + int32(unix.SIGKILL), Signal: int(unix.SIGKILL)}},
+			proto.Exit{Code: 128 + int32(unix.SIGKILL), Signal: int(unix.SIGKILL)}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			e := newEnv(t)

@@ -13,23 +13,23 @@ import (
 
 	"berth/internal/cgroup"
 	"berth/internal/pidfd"
-	"berth/shim/control"
+	"berth/shim/proto"
 )
 
 // A launcher that reads and replies while it is being given up is not, and what it says next is
 // waited for.
 func TestReplyAtTheLastMoment(t *testing.T) {
-	conn, file, err := control.Pair()
+	conn, file, err := proto.ConnPair()
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer conn.Close()
-	theirs, err := control.New(file)
+	theirs, err := proto.NewConn(file)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer theirs.Close()
-	if err := conn.Send(control.Request{Kill: "x"}); err != nil {
+	if err := conn.Send(proto.Request{Kill: "x"}); err != nil {
 		t.Fatal(err)
 	}
 	h := (&launcher{conn: conn}).watchOrder(time.Hour)
@@ -37,16 +37,16 @@ func TestReplyAtTheLastMoment(t *testing.T) {
 	if err := conn.Interrupt(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := conn.Receive(&control.Reply{}); !errors.Is(err, os.ErrDeadlineExceeded) {
+	if _, err := conn.Receive(&proto.Reply{}); !errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("one that reads nothing: %v", err)
 	}
 	if err := h.result(nil); err != nil { // as if the reply had been faster
 		t.Errorf("one that has replied: %v", err)
 	}
-	if err := theirs.Send(control.Reply{Exited: &control.Exited{Code: 7}}); err != nil {
+	if err := theirs.Send(proto.Reply{Exited: &proto.Exited{Code: 7}}); err != nil {
 		t.Fatal(err)
 	}
-	var next control.Reply
+	var next proto.Reply
 	if _, err := conn.Receive(&next); err != nil || next.Exited.Code != 7 {
 		t.Errorf("the next reply is %+v: %v", next, err)
 	}
@@ -61,7 +61,7 @@ func TestSlowLauncher(t *testing.T) {
 	}
 	defer cmd.Wait()
 	defer cmd.Process.Kill()
-	conn, theirs, err := control.Pair()
+	conn, theirs, err := proto.ConnPair()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -69,7 +69,7 @@ func TestSlowLauncher(t *testing.T) {
 	defer theirs.Close()
 	p := &launcher{conn: conn, pid: cmd.Process.Pid}
 	w := p.watchOrder(time.Hour)
-	if err := w.sent(conn.Send(control.Request{Kill: "x"})); err != nil {
+	if err := w.sent(conn.Send(proto.Request{Kill: "x"})); err != nil {
 		t.Fatal(err)
 	}
 	for p.isFrozen() && t.Context().Err() == nil { // until it is executed
@@ -96,7 +96,7 @@ func TestOrderSentLate(t *testing.T) {
 	}
 	defer cmd.Wait()
 	defer cmd.Process.Kill()
-	conn, theirs, err := control.Pair()
+	conn, theirs, err := proto.ConnPair()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -109,14 +109,14 @@ func TestOrderSentLate(t *testing.T) {
 	w := p.watchOrder(time.Hour)
 	w.look() // nothing was sent yet
 	w.timer.Stop()
-	if err := w.sent(conn.Send(control.Request{Kill: "x"})); err != nil {
+	if err := w.sent(conn.Send(proto.Request{Kill: "x"})); err != nil {
 		t.Fatal(err)
 	}
 	w.look()
 	if w.unresponsive {
 		t.Error("a launcher is given up that has had its order for a moment")
 	}
-	if _, err := conn.Receive(&control.Reply{}); !errors.Is(err, os.ErrDeadlineExceeded) { // the next look comes by itself
+	if _, err := conn.Receive(&proto.Reply{}); !errors.Is(err, os.ErrDeadlineExceeded) { // the next look comes by itself
 		t.Errorf("one that reads nothing: %v", err)
 	}
 	if err := w.result(os.ErrDeadlineExceeded); !errors.Is(err, errUnresponsive) {

@@ -9,6 +9,7 @@ import (
 	_ "github.com/opencontainers/runc/libcontainer/nsenter" // enters namespaces before Go's runtime starts
 
 	"berth/shim/launcher"
+	"berth/shim/proto"
 )
 
 // init is where libcontainer goes on in a container's first process: it executes
@@ -20,9 +21,10 @@ func init() {
 }
 
 func main() {
-	if len(os.Args) != 2 || os.Args[1] != "launcher" {
-		fmt.Fprintln(os.Stderr, "berth-shim is started by berth, not by hand")
+	settings, err := proto.ParseLauncherArgs(os.Args[1:])
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "berth-shim:", err)
 		os.Exit(2)
 	}
-	os.Exit(launcher.Main())
+	os.Exit(launcher.Main(settings))
 }

@@ -18,7 +18,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/checkpoint"
-	shimrecord "berth/shim/record"
+	shimproto "berth/shim/proto"
 )
 
 // place is a part of a tree, and what of its files is the same in every run.
@@ -149,7 +149,7 @@ func exited(path, _ string, _ *unix.Stat_t) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	e, err := shimrecord.DecodeExit(data)
+	e, err := shimproto.DecodeExit(data)
 	return fmt.Sprintf("code %d signal %d out of memory %v", e.Code, e.Signal, e.OOMKilled), err
 }
 

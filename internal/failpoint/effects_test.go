@@ -23,7 +23,7 @@ var effects = regexp.MustCompile(`^(` + strings.Join([]string{
 	`netlink\.(Conntrack(Delete|Update|Create)|Link|Addr|Route|Neigh|Rule|Qdisc|Filter)(Set|Add|Del|Replace|Mod)\w*`,
 	`(pidfd|process|Process)\.(Signal|Kill)`,
 	`cmd\.(Run|Start|Output|CombinedOutput)`,
-	`record\.(Write|Reserve)`,
+	`proto\.(Write|Reserve)File`,
 	`mgr\.(Set|Apply|Destroy|Freeze)`,
 	`lib\.(Add|Del|GC)NetworkList`,
 	`(host|pod)\.do`, // package links' batches
@@ -169,10 +169,10 @@ var unmarked = map[string]string{
 	"shim/payload.installTree: os.RemoveAll":                                       undo,
 	"shim/payload.lock: os.MkdirAll":                                               lock,
 	"shim/payload.fill: os.Mkdir os.OpenFile os.Chmod os.Chmod":                    unnamed,
-	"shim/record.Unreserve: unix.Unlink":                                           launcher,
-	"shim/record.Reserve: .writeFile":                                              launcher,
-	"shim/record.Write: .writeFile unix.Rename":                                    byCaller,
-	"shim/record.writeFile: unix.Open unix.Ftruncate":                              byCaller,
+	"shim/proto.UnreserveFile: os.Remove":                                          launcher,
+	"shim/proto.ReserveFile: .writeFile":                                           launcher,
+	"shim/proto.WriteFile: .writeFile os.Rename":                                   byCaller,
+	"shim/proto.writeFile: os.OpenFile":                                            byCaller,
 }
 
 // Every step of the daemon that has an effect has a failpoint right before it and right after it, so that it is the only one

@@ -20,8 +20,7 @@ import (
 	"berth/internal/task"
 	"berth/sandbox/process"
 	"berth/sandbox/state"
-	"berth/shim"
-	shimrecord "berth/shim/record"
+	"berth/shim/proto"
 )
 
 func testKit(t *testing.T) *Kit {
@@ -55,7 +54,7 @@ func command(t *testing.T, script string) (run *process.Running, status func() s
 	if err != nil {
 		t.Fatal(err)
 	}
-	run = process.Launched(&shim.Started{Init: init, InitPID: pid, StartedAt: time.Now()})
+	run = process.Launched(&proto.Started{Init: init, Processes: proto.Processes{InitPID: pid, StartedAt: time.Now()}})
 	var ended string
 	go func() {
 		defer close(run.Exited)
@@ -102,7 +101,7 @@ func TestStop(t *testing.T) {
 func TestKillLooksAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var looks atomic.Int64
-		c := contained(process.Launched(&shim.Started{}))
+		c := contained(process.Launched(&proto.Started{}))
 		run := c.Running
 		c.Running = func() *process.Running {
 			if looks.Add(1) > 3 {
@@ -120,7 +119,7 @@ func TestKillLooksAgain(t *testing.T) {
 func TestKillGivesUp(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	err := testKit(t).Kill(ctx, contained(process.Launched(&shim.Started{InitPID: 77})))
+	err := testKit(t).Kill(ctx, contained(process.Launched(&proto.Started{Processes: proto.Processes{InitPID: 77}})))
 	if !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "its process 77 does not end") {
 		t.Error(err)
 	}
@@ -130,7 +129,7 @@ func TestKillGivesUp(t *testing.T) {
 func TestKillOfAShimThatHangs(t *testing.T) {
 	left, status := command(t, `echo $$; exec sleep 1000`) // a shim, to this test
 	synctest.Test(t, func(t *testing.T) {
-		run := process.Launched(&shim.Started{Shim: left.Init})
+		run := process.Launched(&proto.Started{Shim: left.Init})
 		ctx, cancel := context.WithTimeout(t.Context(), 2*process.ShimPatience)
 		defer cancel()
 		if err := testKit(t).Kill(ctx, contained(run)); !errors.Is(err, context.DeadlineExceeded) {
@@ -153,8 +152,8 @@ func TestSettle(t *testing.T) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	written := shimrecord.Exit{Code: 7, At: time.Unix(200, 0).UnixNano()}
-	if err := os.WriteFile(filepath.Join(dir, shimrecord.ExitFile), written.Encode(), 0o600); err != nil {
+	written := proto.Exit{Code: 7, At: time.Unix(200, 0)}
+	if err := os.WriteFile(filepath.Join(dir, proto.ExitFile), written.Encode(), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	exit, settled = k.Settle(contained(nil), started)

@@ -35,7 +35,7 @@ import (
 	"berth/sandbox/podnet"
 	"berth/sandbox/process"
 	"berth/sandbox/state"
-	"berth/shim"
+	"berth/shim/proto"
 )
 
 // Kit is what is needed to make it, and to take it away.
@@ -67,7 +67,7 @@ func (p Pod) String() string { return "pod " + p.Rec.ID }
 
 // Make makes everything the pod needs and returns its pause, which runs. The network and the pause
 // come up side by side where both need no more than the namespace.
-func (k Kit) Make(ctx context.Context, p Pod) (*shim.Started, error) {
+func (k Kit) Make(ctx context.Context, p Pod) (*proto.Started, error) {
 	if err := k.makeFiles(ctx, p); err != nil {
 		return nil, err
 	}
@@ -78,7 +78,7 @@ func (k Kit) Make(ctx context.Context, p Pod) (*shim.Started, error) {
 	if needsNetwork(p) {
 		group.SetLimit(1) // one after the other
 	}
-	var pause *shim.Started
+	var pause *proto.Started
 	group.Go(func() error {
 		return k.Tasks.Guard("attach network", p.String(), func() error { return k.Networks.Attach(gctx, p.Rec, p.Config) })
 	})

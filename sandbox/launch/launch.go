@@ -32,6 +32,7 @@ import (
 	"berth/sandbox/roots"
 	"berth/sandbox/state"
 	"berth/shim"
+	"berth/shim/proto"
 )
 
 // Kit is what is needed to launch.
@@ -59,7 +60,7 @@ type Container struct {
 }
 
 // Pause starts the process that holds the pod's namespaces, which there are. image replaces the embedded pause; nil: none.
-func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *state.Image) (*shim.Started, error) {
+func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *state.Image) (*proto.Started, error) {
 	ctx, span := trace.Nest(ctx, "pause")
 	defer span.End()
 	idMap, err := k.Namespaces.IDMap(pod.ID, pod.Config)
@@ -97,7 +98,7 @@ func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *state.Image) (*
 	}
 	failpoint.Reach("pause.directory-made")
 	defer k.Tasks.Begin("the launch of its pause", "pod "+pod.ID)()
-	started, err := k.Launchers.Launch(ctx, shim.LaunchRequest{ID: pod.ID, Dir: dir, Spec: spec,
+	started, err := k.Launchers.Launch(ctx, &proto.Launch{ID: pod.ID, Dir: dir, Spec: spec,
 		Rootfs: root, RootPlace: k.Namespaces.RootPlace(root), SystemdCgroup: k.Node.SystemdCgroup, Pause: true, BuiltIn: image == nil, Runtime: pod.Runtime.Program()})
 	if err != nil {
 		return nil, fmt.Errorf("start pause of pod %s: %w", pod.ID, err)
@@ -192,7 +193,7 @@ func (k Kit) labelMounts(ctx context.Context, sources []string, labels confine.L
 }
 
 // Container starts a container of a pod that runs.
-func (k Kit) Container(ctx context.Context, pod describe.Pod, c Container) (*shim.Started, error) {
+func (k Kit) Container(ctx context.Context, pod describe.Pod, c Container) (*proto.Started, error) {
 	root, err := k.Root(ctx, pod, c)
 	if err != nil {
 		return nil, err
@@ -213,7 +214,7 @@ func (k Kit) Container(ctx context.Context, pod describe.Pod, c Container) (*shi
 	}
 	failpoint.Reach("container.directory-made")
 	defer k.Tasks.Begin("its launch", "container "+c.Rec.ID)()
-	return k.Launchers.Launch(ctx, shim.LaunchRequest{
+	return k.Launchers.Launch(ctx, &proto.Launch{
 		ID: c.Rec.ID, Dir: dir, Spec: spec, Rootfs: root, RootPlace: k.Namespaces.RootPlace(root), Volumes: roots.ShownAs(root, volumes),
 		SystemdCgroup: k.Node.SystemdCgroup,
 		LogPath:       c.Rec.LogPath, LogDir: pod.Config.GetLogDirectory(), MaxLogLine: k.MaxLogLine,

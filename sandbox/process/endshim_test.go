@@ -12,6 +12,7 @@ import (
 	"berth/internal/pidfd"
 	"berth/shim"
 	"berth/shim/ociruntime"
+	"berth/shim/proto"
 )
 
 // opened starts a command and returns it with its pidfd.
@@ -41,12 +42,12 @@ func TestExitOfHangingShim(t *testing.T) {
 		runtime *ociruntime.Runtime
 		script  string
 		noted   bool
-		want    shim.Exit
+		want    proto.Exit
 	}{
-		{"libcontainer", nil, "exit 7", true, shim.Exit{Code: 7}},
-		{"killed", nil, "kill -9 $$", true, shim.Exit{Code: 137, Signal: 9}},
-		{"another runtime", &ociruntime.Runtime{}, "exit 7", true, shim.Exit{Code: 7}},
-		{"sandboxed runtime", &ociruntime.Runtime{Sandboxed: true}, "exit 0", false, shim.Exit{}},
+		{"libcontainer", nil, "exit 7", true, proto.Exit{Code: 7}},
+		{"killed", nil, "kill -9 $$", true, proto.Exit{Code: 137, Signal: 9}},
+		{"another runtime", &ociruntime.Runtime{}, "exit 7", true, proto.Exit{Code: 7}},
+		{"sandboxed runtime", &ociruntime.Runtime{Sandboxed: true}, "exit 0", false, proto.Exit{}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			k := testKit(t)

@@ -16,11 +16,12 @@ import (
 	"berth/internal/pidfd"
 	"berth/sandbox/state"
 	"berth/shim"
+	"berth/shim/proto"
 )
 
 // Find finds the processes of a container that an earlier daemon launched, by what the shim directory
 // tells. nil: its shim is gone, or there was none; Launched is what is known of it then.
-func (k Kit) Find(ctx context.Context, id string) (*Running, shim.Launched, error) {
+func (k Kit) Find(ctx context.Context, id string) (*Running, proto.Processes, error) {
 	shimFile, ids, err := k.openShim(ctx, id)
 	if err != nil || shimFile == nil {
 		return nil, ids, err
@@ -33,7 +34,7 @@ func (k Kit) Find(ctx context.Context, id string) (*Running, shim.Launched, erro
 }
 
 // LeftBehind returns the processes of a container whose shim is gone, while something of it does not end.
-func LeftBehind(ids shim.Launched) (*Running, error) {
+func LeftBehind(ids proto.Processes) (*Running, error) {
 	init, err := openInit(ids)
 	if err != nil {
 		return nil, err
@@ -42,7 +43,7 @@ func LeftBehind(ids shim.Launched) (*Running, error) {
 }
 
 // openInit returns the pidfd of a container's init, nil if it has ended or there was none.
-func openInit(ids shim.Launched) (*os.File, error) {
+func openInit(ids proto.Processes) (*os.File, error) {
 	if ids.InitPID == 0 {
 		return nil, nil
 	}
@@ -59,7 +60,7 @@ const HandoverLimit = 15 * time.Second
 
 // openShim returns the pidfd of a container's monitor, nil if there is none. A
 // launcher that is still at work is waited for: its launch ends one way or the other.
-func (k Kit) openShim(ctx context.Context, id string) (*os.File, shim.Launched, error) {
+func (k Kit) openShim(ctx context.Context, id string) (*os.File, proto.Processes, error) {
 	ctx, cancel := context.WithTimeout(ctx, HandoverLimit)
 	defer cancel()
 	for {

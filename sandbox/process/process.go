@@ -18,6 +18,7 @@ import (
 	"berth/sandbox/state"
 	"berth/shim"
 	"berth/shim/ociruntime"
+	"berth/shim/proto"
 )
 
 // Kit is what is needed to find processes, and what was made for them.
@@ -56,7 +57,7 @@ type Running struct {
 }
 
 // Launched returns the processes that a launch has made.
-func Launched(s *shim.Started) *Running { return newRunning(s.Init, s.Shim, s.InitPID, s.StartedAt) }
+func Launched(s *proto.Started) *Running { return newRunning(s.Init, s.Shim, s.InitPID, s.StartedAt) }
 
 func newRunning(init, shim *os.File, pid int, startedAt time.Time) *Running {
 	r := &Running{Init: init, Shim: shim, PID: pid, StartedAt: startedAt, Exited: make(chan struct{})}
@@ -111,7 +112,7 @@ func (k Kit) noteEnd(ctx context.Context, id, cgroupsPath string, r *ociruntime.
 	if err != nil {
 		return err
 	}
-	exit := shim.Exit{Code: int32(status.ExitStatus()), At: *run.left.Load()}
+	exit := proto.Exit{Code: int32(status.ExitStatus()), At: *run.left.Load()}
 	if status.Signaled() {
 		exit.Signal = int(status.Signal())
 		exit.Code = 128 + int32(exit.Signal)

@@ -17,7 +17,7 @@ import (
 	"berth/internal/pidfd"
 	"berth/internal/task"
 	"berth/sandbox/state"
-	shimrecord "berth/shim/record"
+	"berth/shim/proto"
 )
 
 func testKit(t *testing.T) Kit {
@@ -41,7 +41,7 @@ func leave(t *testing.T, k Kit, id, name string, content []byte) {
 func TestReadExit(t *testing.T) {
 	started, ended := time.Unix(100, 0), time.Unix(200, 0)
 	exit := func(code int32, oom bool) []byte {
-		return shimrecord.Exit{Code: code, OOMKilled: oom, At: ended.UnixNano()}.Encode()
+		return proto.Exit{Code: code, OOMKilled: oom, At: ended}.Encode()
 	}
 	for name, test := range map[string]struct {
 		record []byte // nil: none
@@ -59,7 +59,7 @@ func TestReadExit(t *testing.T) {
 	} {
 		k := testKit(t)
 		if test.record != nil {
-			leave(t, k, "c", shimrecord.ExitFile, test.record)
+			leave(t, k, "c", proto.ExitFile, test.record)
 		}
 		got, lost, err := k.ReadExit(t.Context(), "c", started)
 		if err != nil || lost != test.lost || got.Code != test.code || got.Reason != test.reason || !got.StartedAt.Equal(started) {
@@ -92,13 +92,13 @@ func TestFindWhatIsGone(t *testing.T) {
 		t.Errorf("without a shim directory: %v, %v", found, err)
 	}
 	// This process's ID, with another start time: it was given anew.
-	gone := shimrecord.Shim{PID: os.Getpid(), Start: 1, InitPID: os.Getpid(), InitStart: 1, StartedAt: time.Unix(100, 0).UnixNano()}
-	leave(t, k, "c", shimrecord.ShimFile, gone.Encode())
+	gone := proto.Processes{ShimPID: os.Getpid(), ShimStartTime: 1, InitPID: os.Getpid(), InitStartTime: 1, StartedAt: time.Unix(100, 0)}
+	leave(t, k, "c", proto.ShimFile, gone.Encode())
 	found, ids, err := k.Find(t.Context(), "c")
 	if found != nil || err != nil || ids.InitPID != os.Getpid() || !ids.StartedAt.Equal(time.Unix(100, 0)) {
 		t.Errorf("a shim that has ended: %v, %+v, %v", found, ids, err)
 	}
-	leave(t, k, "c", shimrecord.ShimFile, []byte("no record"))
+	leave(t, k, "c", proto.ShimFile, []byte("no record"))
 	if found, _, err := k.Find(t.Context(), "c"); found != nil || err == nil {
 		t.Errorf("a damaged record: %v, %v", found, err)
 	}
@@ -161,7 +161,7 @@ func TestAwaitStop(t *testing.T) {
 // Who waits for an exit is told what is in the way of reading it, when the shim has ended.
 func TestUnreadableExit(t *testing.T) {
 	k := testKit(t)
-	leave(t, k, "c", shimrecord.ExitFile, nil)
+	leave(t, k, "c", proto.ExitFile, nil)
 	cmd := exec.CommandContext(t.Context(), "sleep", "1000")
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)

@@ -4,7 +4,7 @@ import (
 	"testing"
 
 	"berth/internal/rootfs"
-	"berth/shim"
+	"berth/shim/proto"
 )
 
 // Everything that is mounted for a pod shows its label, not the files' own: image volumes and
@@ -20,7 +20,7 @@ func TestMountsGetTheirLabel(t *testing.T) {
 	}
 
 	like := rootfs.Spec{Label: "own-files", IDMap: &rootfs.IDMap{UserNS: "ns"}}
-	volumes := ShownAs(like, []shim.Volume{{Path: "/v", Rootfs: rootfs.Spec{Upper: "u"}}})
+	volumes := ShownAs(like, []proto.Volume{{Path: "/v", Rootfs: rootfs.Spec{Upper: "u"}}})
 	if v := volumes[0]; v.Rootfs.Label != like.Label || v.Rootfs.IDMap != like.IDMap || v.Rootfs.Upper != "u" || v.Path != "/v" {
 		t.Errorf("an image volume is %+v", v)
 	}

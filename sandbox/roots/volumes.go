@@ -12,7 +12,7 @@ import (
 	"berth/oci"
 	"berth/sandbox/imagefs"
 	"berth/sandbox/state"
-	"berth/shim"
+	"berth/shim/proto"
 )
 
 // FindVolumes finds the images that a config's mounts name, by the ID that kubelet got
@@ -47,9 +47,9 @@ func (k Kit) VolumePlaces(id string, volumes []state.Volume) map[int]string {
 }
 
 // HoldVolumes keeps the layers of a container's image volumes alive and returns what to mount.
-func (k Kit) HoldVolumes(id string, config *runtimeapi.ContainerConfig, volumes []state.Volume) ([]shim.Volume, error) {
+func (k Kit) HoldVolumes(id string, config *runtimeapi.ContainerConfig, volumes []state.Volume) ([]proto.Volume, error) {
 	places := k.VolumePlaces(id, volumes)
-	var held []shim.Volume
+	var held []proto.Volume
 	var failed error
 	for _, v := range volumes {
 		mount := config.Mounts[v.Mount]
@@ -59,14 +59,14 @@ func (k Kit) HoldVolumes(id string, config *runtimeapi.ContainerConfig, volumes 
 			continue // after a restart the others are to be held all the same
 		}
 		layers.Layers = k.notAlone(layers.Layers)
-		held = append(held, shim.Volume{Path: places[v.Mount], Rootfs: layers, SubPath: mount.ImageSubPath})
+		held = append(held, proto.Volume{Path: places[v.Mount], Rootfs: layers, SubPath: mount.ImageSubPath})
 	}
 	return held, failed
 }
 
 // ShownAs returns image volumes shown as a root filesystem is: to the same user namespace, with the
 // same SELinux label.
-func ShownAs(root rootfs.Spec, volumes []shim.Volume) []shim.Volume {
+func ShownAs(root rootfs.Spec, volumes []proto.Volume) []proto.Volume {
 	for i := range volumes {
 		volumes[i].Rootfs.IDMap, volumes[i].Rootfs.Label = root.IDMap, root.Label
 	}

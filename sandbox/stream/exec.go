@@ -9,10 +9,11 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/shim"
+	"berth/shim/proto"
 )
 
 // TerminalSize is a terminal's size, in characters.
-type TerminalSize = shim.Size
+type TerminalSize = proto.TerminalSize
 
 // IO are a client's ends of an exec or attach. Any may be nil: the client does
 // not have it.
@@ -43,7 +44,7 @@ type runner struct {
 // The end of the command is its exit, not the end of its output. When ctx ends, or Stdout or
 // Stderr takes no more, the command and all it has started are killed. request's
 // Stdin, Stdout and Stderr are made here. Unavailable if berth is stopping.
-func (r runner) Exec(ctx context.Context, request shim.ExecRequest, s IO) (int32, error) {
+func (r runner) Exec(ctx context.Context, request *proto.Exec, s IO) (int32, error) {
 	if request.Process.Terminal {
 		return r.execTerminal(ctx, request, s)
 	}
@@ -58,7 +59,7 @@ type Result struct {
 
 // ExecSync runs a command as Exec does, without a client, and returns its output, see MaxOutput. ResourceExhausted if all ExecSyncs
 // together have more than they may; the command is killed then.
-func (r runner) ExecSync(ctx context.Context, request shim.ExecRequest) (*Result, error) {
+func (r runner) ExecSync(ctx context.Context, request *proto.Exec) (*Result, error) {
 	kept := newCapture(r.outputs)
 	defer kept.release()
 	code, err := r.execPipes(ctx, request, IO{Stdout: kept.writer(0), Stderr: kept.writer(1)})
@@ -69,7 +70,7 @@ func (r runner) ExecSync(ctx context.Context, request shim.ExecRequest) (*Result
 }
 
 // execPipes runs a command without a terminal.
-func (r runner) execPipes(ctx context.Context, request shim.ExecRequest, s IO) (int32, error) {
+func (r runner) execPipes(ctx context.Context, request *proto.Exec, s IO) (int32, error) {
 	ctx, broken := context.WithCancelCause(ctx)
 	defer broken(nil)
 	var pipes execPipes
@@ -98,7 +99,7 @@ func (r runner) execPipes(ctx context.Context, request shim.ExecRequest, s IO) (
 }
 
 // execTerminal runs a command in a terminal.
-func (r runner) execTerminal(ctx context.Context, request shim.ExecRequest, s IO) (int32, error) {
+func (r runner) execTerminal(ctx context.Context, request *proto.Exec, s IO) (int32, error) {
 	ctx, broken := context.WithCancelCause(ctx)
 	defer broken(nil)
 	process, err := r.Launchers.Exec(ctx, request)

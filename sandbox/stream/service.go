@@ -17,6 +17,7 @@ import (
 	"berth/sandbox/state"
 	"berth/shim"
 	"berth/shim/ociruntime"
+	"berth/shim/proto"
 )
 
 // ContainerTarget is a container that a client can be connected to.
@@ -129,8 +130,8 @@ func (s *Service) ExecSync(ctx context.Context, id string, command []string, tim
 	return result, nil
 }
 
-func (s *Service) execRequest(c ContainerTarget, command []string, terminal bool) shim.ExecRequest {
-	return shim.ExecRequest{ID: c.ID, Runtime: c.Runtime, Dir: s.dirs.Shim(c.ID), ExecID: state.NewID()[:16],
+func (s *Service) execRequest(c ContainerTarget, command []string, terminal bool) *proto.Exec {
+	return &proto.Exec{ID: c.ID, Runtime: c.Runtime, Dir: s.dirs.Shim(c.ID), ExecID: state.NewID()[:16],
 		CgroupsPath: c.Cgroup, SystemdCgroup: s.systemd,
 		Process: oci.ExecProcess(&specs.Spec{Process: c.Process}, command, terminal)}
 }

@@ -5,19 +5,19 @@ import (
 	"testing"
 	"time"
 
-	"berth/shim/control"
+	"berth/shim/proto"
 )
 
 var garbage []byte
 
 // A launcher that rests gives back what earlier orders have left, and takes the next order nevertheless.
 func TestGarbageIsGivenBack(t *testing.T) {
-	daemon, theirs, err := control.Pair()
+	daemon, theirs, err := proto.ConnPair()
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer daemon.Close()
-	conn, err := control.New(theirs)
+	conn, err := proto.NewConn(theirs)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -30,14 +30,14 @@ func TestGarbageIsGivenBack(t *testing.T) {
 		t.Fatal("garbage is not seen")
 	}
 	received := make(chan error, 1)
-	var order control.Request
+	var order proto.Request
 	go func() { _, err := (&launcher{conn: conn}).await(&order); received <- err }()
 	for deadline := time.Now().Add(time.Minute); heapExceeds(keptGarbage); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatal("it is kept")
 		}
 	}
-	if err := daemon.Send(control.Request{Kill: "exec"}); err != nil {
+	if err := daemon.Send(proto.Request{Kill: "exec"}); err != nil {
 		t.Fatal(err)
 	}
 	if err := <-received; err != nil || order.Kill != "exec" {

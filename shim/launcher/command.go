@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/pidfd"
-	"berth/shim/control"
+	"berth/shim/proto"
 )
 
 // How often init is looked at until it has executed the command. That takes it less than a
@@ -45,7 +45,7 @@ func (c *launch) awaitCommand(patience func(waited time.Duration, runnable bool)
 		case ended:
 			return errNotExecuted
 		case c.ctx.Err() != nil:
-			return control.Errorf(control.Canceled, "the launch was cancelled")
+			return proto.Errorf(proto.Canceled, "the launch was cancelled")
 		case !patience(time.Since(begin), runnable):
 			return nil
 		}
@@ -109,14 +109,14 @@ func (c *launch) explainNotExecuted(err error) error {
 		return err
 	}
 	said := c.lastWords()
-	code := control.Internal
+	code := proto.Internal
 	if strings.Contains(strings.ToLower(said), "exec ") {
-		code = control.InvalidArgument
+		code = proto.InvalidArgument
 	}
 	if said == "" {
-		return control.Errorf(code, "command %q: %v", c.Spec.Process.Args[0], err)
+		return proto.Errorf(code, "command %q: %v", c.Spec.Process.Args[0], err)
 	}
-	return control.Errorf(code, "command %q: %s", c.Spec.Process.Args[0], said)
+	return proto.Errorf(code, "command %q: %s", c.Spec.Process.Args[0], said)
 }
 
 // maxWords bounds what is read of it, in bytes.

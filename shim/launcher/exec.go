@@ -18,15 +18,15 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
-	"berth/shim/control"
 	"berth/shim/launcher/complaint"
+	"berth/shim/proto"
 )
 
 // execution is one exec on its way.
 type execution struct {
-	*control.Exec
+	*proto.Exec
 	l     *launcher
-	files []*os.File // stdin, stdout, stderr, as far as there are any
+	files []*os.File // that came with the order
 
 	how      joiner
 	io       *stdio
@@ -58,7 +58,7 @@ func (e *execution) newJoiner() joiner {
 }
 
 // serveExec carries out an exec order. An error means that the daemon is gone.
-func (l *launcher) serveExec(order *control.Exec, files []*os.File) error {
+func (l *launcher) serveExec(order *proto.Exec, files []*os.File) error {
 	failpoint.Reach("launcher.exec-ordered")
 	e := &execution{Exec: order, l: l, files: files, io: &stdio{}, starting: make(chan struct{})}
 	e.how = e.newJoiner()
@@ -71,7 +71,7 @@ func (l *launcher) serveExec(order *control.Exec, files []*os.File) error {
 		if gone != nil {
 			return gone
 		}
-		return l.reply(control.Reply{Error: complaint.Describe(err)})
+		return l.reply(proto.Reply{Error: complaint.Describe(err)})
 	}
 	if err := e.announce(); err != nil {
 		gone := stopListening()
@@ -91,7 +91,7 @@ func (l *launcher) serveExec(order *control.Exec, files []*os.File) error {
 	}
 	failpoint.Reach("launcher.exec-ended")
 	e.removeCgroup()
-	err = l.reply(control.Reply{Exited: &control.Exited{Code: code}})
+	err = l.reply(proto.Reply{Exited: &proto.Exited{Code: code}})
 	failpoint.Reach("launcher.exec-answered")
 	return err
 }
@@ -102,7 +102,7 @@ func (e *execution) announce() error {
 	if e.io.console != nil {
 		files = append(files, e.io.console)
 	}
-	err := e.l.reply(control.Reply{Exec: &control.ExecStarted{PID: e.pid}}, files...)
+	err := e.l.reply(proto.Reply{Exec: &proto.ExecStarted{PID: e.pid}}, files...)
 	if e.io.console != nil {
 		err = errors.Join(err, e.io.console.Close())
 	}
@@ -181,9 +181,9 @@ func (e *libraryExec) wait() (*os.ProcessState, error) { return e.process.Wait()
 func (e *libraryExec) kill() error { return e.killProcesses() }
 
 func (e *libraryExec) load() (err error) {
-	e.loaded, err = e.l.load(e.StateRoot, e.ID)
+	e.loaded, err = e.l.load(e.l.settings.StateRoot, e.ID)
 	if errors.Is(err, libcontainer.ErrNotExist) {
-		return control.Errorf(control.FailedPrecondition, "it is not running")
+		return proto.Errorf(proto.FailedPrecondition, "it is not running")
 	}
 	if err != nil {
 		return fmt.Errorf("load its state: %w", err)
@@ -222,39 +222,25 @@ func (e *libraryExec) checkRunning() error {
 		return fmt.Errorf("look at its state: %w", err)
 	}
 	if status == libcontainer.Stopped {
-		return control.Errorf(control.FailedPrecondition, "it is not running")
+		return proto.Errorf(proto.FailedPrecondition, "it is not running")
 	}
 	return nil
 }
 
 // setIO makes the process's streams of the files that came with the order, or a terminal. The
 // others are a null device.
-func (e *execution) setIO() (err error) {
-	if e.Process.Terminal {
-		err = e.io.makeTerminal(e.Runtime == nil)
-	} else {
-		e.takeFiles()
-	}
-	if err != nil {
+func (e *execution) setIO() error {
+	if err := e.TakeFiles(e.files); err != nil {
 		return err
 	}
-	return e.io.theirs.fill()
-}
-
-// takeFiles takes the files that came with the order for the streams that it names.
-func (e *execution) takeFiles() {
-	rest := e.files
-	take := func(there bool) *os.File {
-		if !there || len(rest) == 0 {
-			return nil
+	if e.Process.Terminal {
+		if err := e.io.makeTerminal(e.Runtime == nil); err != nil {
+			return err
 		}
-		f := rest[0]
-		rest = rest[1:]
-		return f
+	} else {
+		e.io.theirs.stdin, e.io.theirs.stdout, e.io.theirs.stderr = e.Stdin, e.Stdout, e.Stderr
 	}
-	e.io.theirs.stdin = take(e.Stdin)
-	e.io.theirs.stdout = take(e.Stdout)
-	e.io.theirs.stderr = take(e.Stderr)
+	return e.io.theirs.fill()
 }
 
 // makeCgroup makes the exec's own cgroup, which libcontainer puts the process into.
@@ -271,7 +257,7 @@ func (e *libraryExec) makeCgroup() {
 // is empty: the exec runs in the container's.
 func makeExecCgroup(paths map[string]string, execID string) (dir, hierarchy string) {
 	unified := cgroups.IsCgroup2UnifiedMode()
-	for _, hierarchy := range control.ExecHierarchies {
+	for _, hierarchy := range proto.ExecHierarchies {
 		dir := paths[hierarchy]
 		// In hybrid mode there is a path for "" too, but libcontainer takes that
 		// key for "below the container's cgroup in all hierarchies".
@@ -279,7 +265,7 @@ func makeExecCgroup(paths map[string]string, execID string) (dir, hierarchy stri
 			continue
 		}
 		removeEmptyExecs(dir)
-		dir = filepath.Join(dir, control.ExecName(execID))
+		dir = filepath.Join(dir, proto.ExecName(execID))
 		failpoint.Reach("launcher.make-exec-cgroup")
 		if os.Mkdir(dir, 0o755) != nil {
 			continue
@@ -374,7 +360,7 @@ func (e *execution) listen() (stop func() error) {
 
 func (e *execution) obey(ctx context.Context) error {
 	for {
-		var r control.Request
+		var r proto.Request
 		_, err := e.l.conn.Receive(&r)
 		switch {
 		case errors.Is(err, os.ErrDeadlineExceeded) && ctx.Err() != nil:

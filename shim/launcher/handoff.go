@@ -13,8 +13,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
-	"berth/shim/handoff"
 	"berth/shim/logfile"
+	"berth/shim/proto"
 )
 
 // prepareMonitor does all of the handing over that can fail, so that after the
@@ -23,14 +23,14 @@ func (c *launch) prepareMonitor() error {
 	if c.Pause {
 		return nil
 	}
-	signal.Ignore(handoff.Ignored...)
+	signal.Ignore(proto.IgnoredSignals...)
 	if err := c.l.enterHost(); err != nil {
 		return err
 	}
 	if err := c.openLog(); err != nil {
 		return err
 	}
-	c.monitor = handoff.Params{
+	c.monitor = proto.MonitorParams{
 		ID:        c.ID,
 		Dir:       c.Dir,
 		MaxLine:   c.MaxLogLine,
@@ -150,7 +150,7 @@ func (l *launcher) enterHost() error {
 
 // becomeMonitor executes the monitor. It only returns an error. The launch is kept
 // until then: a file that is collected closes the descriptor that was handed over.
-func (l *launcher) becomeMonitor(path string, p *handoff.Params, keep *launch) error {
+func (l *launcher) becomeMonitor(path string, p *proto.MonitorParams, keep *launch) error {
 	defer runtime.KeepAlive(keep)
 	null, err := unix.Open("/dev/null", unix.O_RDWR|unix.O_CLOEXEC, 0)
 	if err != nil {

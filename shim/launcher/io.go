@@ -11,10 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
+	"berth/shim/proto"
 )
-
-// SocketFile is the monitor's socket in the shim directory.
-const SocketFile = "sock"
 
 // stdio is the container's input and output. Each file is there or nil.
 type stdio struct {
@@ -85,7 +83,7 @@ func (c *launch) openMonitored() (err error) {
 	}
 	c.undo.Add("remove the socket", func() error {
 		failpoint.Reach("launcher.remove-socket")
-		return ignore(unix.Unlink(filepath.Join(c.Dir, SocketFile)), unix.ENOENT)
+		return ignore(unix.Unlink(filepath.Join(c.Dir, proto.SocketFile)), unix.ENOENT)
 	})
 	if c.Terminal {
 		return c.io.makeTerminal(c.Runtime == nil)
@@ -232,7 +230,7 @@ func listen(dir string) (_ *os.File, err error) {
 		return nil, err
 	}
 	defer d.Close()
-	path := "/proc/self/fd/" + strconv.Itoa(int(d.Fd())) + "/" + SocketFile
+	path := "/proc/self/fd/" + strconv.Itoa(int(d.Fd())) + "/" + proto.SocketFile
 	if err := unix.Unlink(path); err != nil && err != unix.ENOENT {
 		return nil, os.NewSyscallError("unlink", err)
 	}
@@ -240,7 +238,7 @@ func listen(dir string) (_ *os.File, err error) {
 	if err != nil {
 		return nil, os.NewSyscallError("socket", err)
 	}
-	s := os.NewFile(uintptr(fd), SocketFile)
+	s := os.NewFile(uintptr(fd), proto.SocketFile)
 	failpoint.Reach("launcher.bind")
 	if err := unix.Bind(fd, &unix.SockaddrUnix{Name: path}); err != nil {
 		return nil, errors.Join(os.NewSyscallError("bind", err), s.Close())

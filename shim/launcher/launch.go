@@ -20,10 +20,8 @@ import (
 	"berth/internal/pidfd"
 	"berth/internal/rootfs"
 	"berth/internal/trace"
-	"berth/shim/control"
-	"berth/shim/handoff"
 	"berth/shim/launcher/complaint"
-	"berth/shim/record"
+	"berth/shim/proto"
 )
 
 // destroyPatience is how long a failed launch tries to get rid of processes.
@@ -31,7 +29,7 @@ const destroyPatience = 10 * time.Second
 
 // launch is one container on its way.
 type launch struct {
-	*control.Launch
+	*proto.Launch
 	l      *launcher
 	mounts []*os.File // that came with it
 	undo   *cleanup.List
@@ -41,9 +39,9 @@ type launch struct {
 	io      *stdio
 	init    *os.File // pidfd
 	verdict *os.File // how the container ends, where init's end does not tell
-	started control.Started
+	started proto.Started
 	timedTo int64 // by trace.Now
-	monitor handoff.Params
+	monitor proto.MonitorParams
 
 	ctx     context.Context // ends when the daemon does not want the container any more
 	abort   context.CancelFunc
@@ -56,20 +54,20 @@ type launch struct {
 
 // serveLaunch carries out a launch order. For a container it does not return if it
 // succeeds; otherwise this process has no further use, unless it was told that it has.
-func (l *launcher) serveLaunch(order *control.Launch, mounts []*os.File) (again bool, err error) {
+func (l *launcher) serveLaunch(order *proto.Launch, mounts []*os.File) (again bool, err error) {
 	c := &launch{Launch: order, l: l, mounts: mounts, undo: cleanup.New(), timedTo: trace.Now()}
 	c.maker = c.newMaker()
 	c.ctx, c.abort = context.WithCancel(context.Background())
 	failpoint.Reach("launcher.launch-ordered")
 	if err := c.run(); err != nil {
 		failpoint.Reach("launcher.launch-undone")
-		return false, l.reply(control.Reply{Error: complaint.Describe(err)})
+		return false, l.reply(proto.Reply{Error: complaint.Describe(err)})
 	}
 	failpoint.Reach("launcher.launch-answered")
 	if c.Pause { // it goes to init or the next subreaper
 		return c.started.Again, c.init.Close()
 	}
-	err = l.becomeMonitor(c.MonitorPath, &c.monitor, c)
+	err = l.becomeMonitor(l.settings.MonitorPath, &c.monitor, c)
 	// The daemon believes that the container runs. It will see this process end
 	// without an exit record.
 	return false, errors.Join(fmt.Errorf("execute the monitor: %w", err), c.maker.destroy())
@@ -82,13 +80,13 @@ func (c *launch) run() (err error) {
 	// The daemon has written it: that there is no record says that nothing is made here any more.
 	c.undo.Add("remove the shim record", func() error {
 		failpoint.Reach("launcher.remove-shim-record")
-		return ignore(unix.Unlink(filepath.Join(c.Dir, record.ShimFile)), unix.ENOENT)
+		return ignore(unix.Unlink(filepath.Join(c.Dir, proto.ShimFile)), unix.ENOENT)
 	})
 	if err := c.check(); err != nil {
 		return err
 	}
-	if err := c.TakeMounts(c.mounts); err != nil {
-		return control.Errorf(control.Internal, "%v", err)
+	if err := c.TakeFiles(c.mounts); err != nil {
+		return proto.Errorf(proto.Internal, "%v", err)
 	}
 	c.unwatch = c.watchDaemon()
 	defer c.unwatch()
@@ -131,9 +129,9 @@ func (c *launch) timed(name string) {
 func (c *launch) check() (err error) {
 	switch {
 	case c.Spec == nil || c.Spec.Linux == nil || c.Spec.Process == nil:
-		return control.Errorf(control.Internal, "the spec is incomplete")
-	case !c.Pause && unix.Access(c.MonitorPath, unix.X_OK) != nil:
-		return control.Errorf(control.Internal, "monitor %s is not executable", c.MonitorPath)
+		return proto.Errorf(proto.Internal, "the spec is incomplete")
+	case !c.Pause && unix.Access(c.l.settings.MonitorPath, unix.X_OK) != nil:
+		return proto.Errorf(proto.Internal, "monitor %s is not executable", c.l.settings.MonitorPath)
 	}
 	c.group, err = cgroup.Open(c.Spec.Linux.CgroupsPath, c.SystemdCgroup)
 	return err
@@ -172,7 +170,7 @@ func (c *launch) watchDaemon() (stop func()) {
 // process served before, and ended while it was sent.
 func (c *launch) awaitWord() error {
 	for {
-		var r control.Request
+		var r proto.Request
 		if _, err := c.l.conn.Receive(&r); err != nil || r.Kill == "" {
 			return err
 		}
@@ -260,10 +258,13 @@ func (c *launch) prepare() error {
 	return c.maker.prepare()
 }
 
-// noteLauncher finds out what this process is called outside of it.
+// noteLauncher notes the identity of this process, the container's monitor to be. A pause has none.
 func (c *launch) noteLauncher() (err error) {
+	if c.Pause {
+		return nil
+	}
 	c.started.ShimPID = os.Getpid()
-	c.started.ShimStart, err = pidfd.StartTime(c.started.ShimPID)
+	c.started.ShimStartTime, err = pidfd.StartTime(c.started.ShimPID)
 	return err
 }
 
@@ -275,10 +276,10 @@ func (c *launch) reserveExit() error {
 	}
 	c.undo.Add("give up the exit record's room", func() error {
 		failpoint.Reach("launcher.unreserve-exit")
-		return record.Unreserve(c.Dir, record.ExitFile)
+		return proto.UnreserveFile(c.Dir, proto.ExitFile)
 	})
 	failpoint.Reach("launcher.reserve-exit")
-	if err := record.Reserve(c.Dir, record.ExitFile); err != nil {
+	if err := proto.ReserveFile(c.Dir, proto.ExitFile); err != nil {
 		return err
 	}
 	failpoint.Reach("launcher.exit-reserved")
@@ -319,7 +320,7 @@ func (c *launch) inheritsOrphans() bool {
 // noteInit takes a child of ours for the container's init.
 func (c *launch) noteInit(pid int) (err error) {
 	c.started.InitPID = pid
-	if c.started.InitStart, err = pidfd.StartTime(pid); err != nil {
+	if c.started.InitStartTime, err = pidfd.StartTime(pid); err != nil {
 		return err
 	}
 	c.init, err = pidfd.Open(pid) // our child, not reaped: it is this one
@@ -328,22 +329,12 @@ func (c *launch) noteInit(pid int) (err error) {
 
 // recordInit says in Dir/shim who the container is, before it runs.
 func (c *launch) recordInit() error {
-	c.started.StartedAt = time.Now().UnixNano()
+	c.started.StartedAt = time.Now()
 	if c.init == nil {
 		return nil // there is nobody yet
 	}
-	s := record.Shim{
-		PID:       c.started.ShimPID,
-		Start:     c.started.ShimStart,
-		InitPID:   c.started.InitPID,
-		InitStart: c.started.InitStart,
-		StartedAt: c.started.StartedAt,
-	}
-	if c.Pause {
-		s.PID, s.Start = 0, 0
-	}
 	failpoint.Reach("launcher.record-init")
-	if err := record.Write(c.Dir, record.ShimFile, s.Encode()); err != nil {
+	if err := proto.WriteFile(c.Dir, proto.ShimFile, c.started.Encode()); err != nil {
 		return err
 	}
 	failpoint.Reach("launcher.init-recorded")
@@ -389,13 +380,13 @@ func (c *launch) commit() error {
 	c.committed = !cancelled
 	c.mu.Unlock()
 	if cancelled {
-		return control.Errorf(control.Canceled, "the launch was cancelled")
+		return proto.Errorf(proto.Canceled, "the launch was cancelled")
 	}
 	if _, ok := c.maker.(*pauseMaker); ok {
 		c.started.Again = true
 		c.unwatch() // what comes after the reply is the next order
 	}
-	return c.l.reply(control.Reply{Started: &c.started}, c.init)
+	return c.l.reply(proto.Reply{Started: &c.started}, c.init)
 }
 
 // ignore returns err unless it is the given one.

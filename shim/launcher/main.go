@@ -26,10 +26,10 @@ import (
 	_ "github.com/opencontainers/cgroups/devices" // without it the cgroup managers refuse device rules
 	"golang.org/x/sys/unix"
 
-	"berth/shim/control"
 	"berth/shim/launcher/filter"
 	"berth/shim/launcher/sysmon"
 	"berth/shim/launcher/warnings"
+	"berth/shim/proto"
 )
 
 // memoryLimit is when the garbage collector begins to work. A launch allocates far
@@ -38,7 +38,7 @@ const memoryLimit = 24 << 20
 
 // Main serves orders until the daemon closes the control socket, and returns the
 // exit status. A successful launch does not return.
-func Main() int {
+func Main(settings proto.LauncherSettings) int {
 	// A daemon started by nohup, or in the background by a script, ignores these, and
 	// so would every workload. signal.Reset does not help; a handler of Go's, unlike
 	// SIG_IGN, does not outlive execve.
@@ -46,20 +46,17 @@ func Main() int {
 	// libcontainer gives it to the container's init, whose start it shortens. Ours
 	// has been read already. It cannot fail for such a name.
 	_ = os.Setenv("GOMAXPROCS", "1")
-	format := os.Getenv(control.LogFormatEnv)
-	for _, name := range []string{control.SlackEnv, control.LogFormatEnv} { // they are not for hooks
-		_ = os.Unsetenv(name)
-	}
+	_ = os.Unsetenv(proto.SlackEnv) // it is not for hooks
 	nameProcess()
 	debug.SetGCPercent(-1)
 	debug.SetMemoryLimit(memoryLimit)
-	l, err := start()
+	l, err := start(settings)
 	if err == nil {
 		warm()
 		err = l.serve()
 	}
 	if err != nil && !daemonIsGone(err) {
-		logFailure(os.Stderr, format, l, err)
+		logFailure(os.Stderr, settings.LogFormat, l, err)
 		return 1
 	}
 	return 0
@@ -87,7 +84,8 @@ func logFailure(w io.Writer, format string, l *launcher, err error) {
 
 // launcher is one process's state.
 type launcher struct {
-	conn     *control.Conn
+	settings proto.LauncherSettings
+	conn     *proto.Conn
 	hostMnt  *os.File // the daemon's mount namespace
 	filters  *filter.Table
 	warnings *warnings.List
@@ -97,23 +95,24 @@ type launcher struct {
 }
 
 // start takes over the descriptors that the daemon has put in place.
-func start() (*launcher, error) {
-	for fd := control.SocketFD; fd <= control.FiltersFD; fd++ {
+func start(settings proto.LauncherSettings) (*launcher, error) {
+	for fd := proto.SocketFD; fd <= proto.FiltersFD; fd++ {
 		if _, err := unix.FcntlInt(uintptr(fd), unix.F_SETFD, unix.FD_CLOEXEC); err != nil {
 			return nil, errors.New("it is started by berth, not by hand")
 		}
 	}
-	if err := unix.Close(control.ExeFD); err != nil { // the kernel needs no descriptor of what runs
+	if err := unix.Close(proto.ExeFD); err != nil { // the kernel needs no descriptor of what runs
 		return nil, os.NewSyscallError("close", err)
 	}
-	conn, err := control.New(os.NewFile(control.SocketFD, "control"))
+	conn, err := proto.NewConn(os.NewFile(proto.SocketFD, "control"))
 	if err != nil {
 		return nil, err
 	}
 	return &launcher{
+		settings: settings,
 		conn:     conn,
-		hostMnt:  os.NewFile(control.MountNSFD, "host mount namespace"),
-		filters:  filter.NewTable(os.NewFile(control.FiltersFD, "seccomp filters")),
+		hostMnt:  os.NewFile(proto.MountNSFD, "host mount namespace"),
+		filters:  filter.NewTable(os.NewFile(proto.FiltersFD, "seccomp filters")),
 		warnings: warnings.Collect(),
 	}, nil
 }
@@ -121,7 +120,7 @@ func start() (*launcher, error) {
 // serve carries out one order after another, until the daemon closes the connection.
 func (l *launcher) serve() error {
 	for {
-		var r control.Request
+		var r proto.Request
 		files, err := l.await(&r)
 		if err != nil {
 			return err
@@ -134,7 +133,7 @@ func (l *launcher) serve() error {
 
 // carryOut carries out an order, and tells whether there may be another one. It does so on one thread: the processes that it starts
 // inherit that thread's timer slack, which is to be the daemon's.
-func (l *launcher) carryOut(r *control.Request, files []*os.File) (again bool, err error) {
+func (l *launcher) carryOut(r *proto.Request, files []*os.File) (again bool, err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	if err := sysmon.Restore(); err != nil {
@@ -160,7 +159,7 @@ const restTime = time.Second
 const keptGarbage = 6 << 20
 
 // await receives the next order.
-func (l *launcher) await(r *control.Request) ([]*os.File, error) {
+func (l *launcher) await(r *proto.Request) ([]*os.File, error) {
 	if !heapExceeds(keptGarbage) {
 		return l.conn.Receive(r)
 	}
@@ -187,7 +186,7 @@ func heapExceeds(bytes uint64) bool {
 }
 
 // reply sends a reply with what libcontainer has warned of since the last one.
-func (l *launcher) reply(r control.Reply, files ...*os.File) error {
+func (l *launcher) reply(r proto.Reply, files ...*os.File) error {
 	r.Warnings = l.warnings.Take()
 	return l.conn.Send(r, files...)
 }

@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/failpoint"
-	"berth/shim/control"
 	"berth/shim/launcher/pause"
+	"berth/shim/proto"
 )
 
 // maker is what makes the container of a launch: libcontainer in this process,
@@ -64,7 +64,7 @@ func (m *libraryMaker) prepare() (err error) {
 		Spec:             withoutMappings(m.Spec),
 	})
 	if err != nil {
-		return control.Errorf(control.InvalidArgument, "runtime spec: %v", err)
+		return proto.Errorf(proto.InvalidArgument, "runtime spec: %v", err)
 	}
 	if m.Spec.Hooks != nil {
 		if err := m.writeBundle(); err != nil {
@@ -106,7 +106,7 @@ func hostRootOf(config *configs.Config) (uid, gid int, err error) {
 // in its namespaces for the word to execute the command.
 func (m *libraryMaker) create() (pid int, err error) {
 	failpoint.Reach("launcher.create")
-	m.container, err = libcontainer.Create(m.StateRoot, m.ID, m.config)
+	m.container, err = libcontainer.Create(m.l.settings.StateRoot, m.ID, m.config)
 	if err != nil {
 		return 0, err
 	}
@@ -143,7 +143,7 @@ func (m *libraryMaker) destroy() error {
 	defer cancel()
 	err := errors.Join(m.group.Kill(ctx), m.container.Destroy())
 	failpoint.Reach("launcher.container-destroyed")
-	err = errors.Join(err, m.group.Destroy(ctx), os.RemoveAll(filepath.Join(m.StateRoot, m.ID)))
+	err = errors.Join(err, m.group.Destroy(ctx), os.RemoveAll(filepath.Join(m.l.settings.StateRoot, m.ID)))
 	failpoint.Reach("launcher.destroyed")
 	return err
 }
@@ -154,7 +154,9 @@ type pauseMaker struct {
 	pause pause.Maker
 }
 
-func (m *pauseMaker) prepare() error                      { return m.pause.Prepare(m.Launch, m.group, m.undo) }
+func (m *pauseMaker) prepare() error {
+	return m.pause.Prepare(m.l.settings.StateRoot, m.Launch, m.group, m.undo)
+}
 func (m *pauseMaker) hostRoot() (uid, gid int, err error) { return 0, 0, nil }
 func (m *pauseMaker) create() (pid int, err error)        { return m.pause.Create() }
 func (m *pauseMaker) execute() error                      { return m.pause.Execute() }

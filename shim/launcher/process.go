@@ -10,7 +10,7 @@ import (
 	"github.com/sirupsen/logrus"
 	"golang.org/x/sys/unix"
 
-	"berth/shim/control"
+	"berth/shim/proto"
 )
 
 // lendFilter gives a process that is about to be started its container's seccomp profile in compiled form, and returns what is to be called
@@ -34,7 +34,7 @@ var initLogLevel = strconv.Itoa(int(logrus.WarnLevel))
 // newProcess translates a runtime-spec process for libcontainer.
 func newProcess(p *specs.Process) (*libcontainer.Process, error) {
 	if p == nil || len(p.Args) == 0 {
-		return nil, control.Errorf(control.InvalidArgument, "there is no command to run")
+		return nil, proto.Errorf(proto.InvalidArgument, "there is no command to run")
 	}
 	lp := &libcontainer.Process{
 		Args:            p.Args,
@@ -67,7 +67,7 @@ func newProcess(p *specs.Process) (*libcontainer.Process, error) {
 	for _, r := range p.Rlimits {
 		kind, ok := rlimits[r.Type]
 		if !ok {
-			return nil, control.Errorf(control.InvalidArgument, "unknown resource limit %q", r.Type)
+			return nil, proto.Errorf(proto.InvalidArgument, "unknown resource limit %q", r.Type)
 		}
 		lp.Rlimits = append(lp.Rlimits, configs.Rlimit{Type: kind, Hard: r.Hard, Soft: r.Soft})
 	}

@@ -19,11 +19,10 @@ import (
 	"berth/internal/cgroup"
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
-	"berth/shim/control"
 	"berth/shim/launcher/complaint"
 	"berth/shim/launcher/sysmon"
 	"berth/shim/ociruntime"
-	"berth/shim/record"
+	"berth/shim/proto"
 )
 
 // programMaker is the program of an OCI runtime. The runtime's processes are children
@@ -39,11 +38,11 @@ func (m *programMaker) joinsSandbox() bool { return m.Runtime.Sandboxed && !m.Pa
 
 func (m *programMaker) prepare() error {
 	if len(m.Spec.Process.Args) == 0 {
-		return control.Errorf(control.InvalidArgument, "there is no command to run")
+		return proto.Errorf(proto.InvalidArgument, "there is no command to run")
 	}
 	for _, l := range m.Spec.Process.Rlimits { // crun ignores what it does not know
 		if _, ok := rlimits[l.Type]; !ok {
-			return control.Errorf(control.InvalidArgument, "unknown resource limit %q", l.Type)
+			return proto.Errorf(proto.InvalidArgument, "unknown resource limit %q", l.Type)
 		}
 	}
 	m.Spec.Version = ociruntime.SpecVersion
@@ -122,7 +121,7 @@ func nameCommand(p *specs.Process, err error) error {
 
 // writeBundle makes the shim directory the container's bundle.
 func (m *programMaker) writeBundle() error {
-	for name, content := range map[string]any{record.RuntimeFile: m.Runtime, ociruntime.ConfigFile: m.Spec} {
+	for name, content := range map[string]any{proto.RuntimeFile: m.Runtime, ociruntime.ConfigFile: m.Spec} {
 		data, err := json.Marshal(content)
 		if err != nil {
 			return err
@@ -132,7 +131,7 @@ func (m *programMaker) writeBundle() error {
 			return ignore(unix.Unlink(filepath.Join(m.Dir, name)), unix.ENOENT)
 		})
 		failpoint.Reach("launcher.write-bundle")
-		if err := record.Write(m.Dir, name, data); err != nil {
+		if err := proto.WriteFile(m.Dir, name, data); err != nil {
 			return err
 		}
 		failpoint.Reach("launcher.bundle-written")
@@ -331,13 +330,13 @@ func newProgramExec(e *execution) *programExec {
 
 func (e *programExec) start() (pid int, err error) {
 	if len(e.Process.Args) == 0 {
-		return 0, control.Errorf(control.InvalidArgument, "there is no command to run")
+		return 0, proto.Errorf(proto.InvalidArgument, "there is no command to run")
 	}
-	e.dir = filepath.Join(e.Dir, control.ExecName(e.ExecID))
+	e.dir = filepath.Join(e.Dir, proto.ExecName(e.ExecID))
 	failpoint.Reach("launcher.make-exec-directory")
 	if err := os.Mkdir(e.dir, 0o700); err != nil {
 		if errors.Is(err, os.ErrNotExist) {
-			return 0, control.Errorf(control.FailedPrecondition, "it is not running")
+			return 0, proto.Errorf(proto.FailedPrecondition, "it is not running")
 		}
 		return 0, err
 	}
@@ -347,7 +346,7 @@ func (e *programExec) start() (pid int, err error) {
 	if err != nil {
 		return 0, err
 	}
-	if err := record.Write(e.dir, ociruntime.ProcessFile, data); err != nil {
+	if err := proto.WriteFile(e.dir, ociruntime.ProcessFile, data); err != nil {
 		return 0, err
 	}
 	bundle, err := ociruntime.ReadBundle(e.Dir)
@@ -394,16 +393,16 @@ func (e *programExec) ownPipes(bundle ociruntime.Bundle) error {
 
 // explain gives an error the code that fits if the container has ended.
 func (e *programExec) explain(err error) error {
-	if data, readErr := os.ReadFile(filepath.Join(e.Dir, record.ShimFile)); readErr == nil {
-		if s, decodeErr := record.DecodeShim(data); decodeErr == nil && s.InitPID != 0 {
-			init, openErr := pidfd.OpenVerified(s.InitPID, s.InitStart)
+	if data, readErr := os.ReadFile(filepath.Join(e.Dir, proto.ShimFile)); readErr == nil {
+		if s, decodeErr := proto.DecodeProcesses(data); decodeErr == nil && s.InitPID != 0 {
+			init, openErr := pidfd.OpenVerified(s.InitPID, s.InitStartTime)
 			if openErr == nil {
 				_ = init.Close()
 				return nameCommand(e.Process, err)
 			}
 		}
 	}
-	return control.Errorf(control.FailedPrecondition, "it is not running: %v", err)
+	return proto.Errorf(proto.FailedPrecondition, "it is not running: %v", err)
 }
 
 // makeCgroup makes the exec's own cgroup and returns its name if the runtime can put

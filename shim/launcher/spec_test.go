@@ -12,9 +12,9 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
 
-	"berth/shim/control"
 	"berth/shim/launcher/complaint"
 	"berth/shim/ociruntime"
+	"berth/shim/proto"
 )
 
 func TestNewProcess(t *testing.T) {
@@ -50,10 +50,10 @@ func TestProcessesThatCannotBe(t *testing.T) {
 		"a limit of no kernel": {Args: []string{"true"}, Rlimits: []specs.POSIXRlimit{{Type: "RLIMIT_PATIENCE"}}},
 	} {
 		_, library := newProcess(p)
-		program := (&programMaker{launch: &launch{Launch: &control.Launch{Spec: &specs.Spec{Process: p}}}}).prepare()
+		program := (&programMaker{launch: &launch{Launch: &proto.Launch{Spec: &specs.Spec{Process: p}}}}).prepare()
 		for maker, err := range map[string]error{"libcontainer": library, "program": program} {
-			var refused *control.Error
-			if !errors.As(err, &refused) || refused.Code != control.InvalidArgument {
+			var refused *proto.Error
+			if !errors.As(err, &refused) || refused.Code != proto.InvalidArgument {
 				t.Errorf("%s, %s: %v", maker, name, err)
 			}
 		}
@@ -113,7 +113,7 @@ func TestPIDNamespaces(t *testing.T) {
 		"a pause's":       {[]specs.LinuxNamespace{own}, true, false, true},
 		"the host's, too": {nil, true, false, false},
 	} {
-		c := &launch{Launch: &control.Launch{Pause: test.pause, Spec: &specs.Spec{Linux: &specs.Linux{Namespaces: test.namespaces}}}}
+		c := &launch{Launch: &proto.Launch{Pause: test.pause, Spec: &specs.Spec{Linux: &specs.Linux{Namespaces: test.namespaces}}}}
 		if c.inheritsOrphans() != test.inherits || c.privatePIDs() != test.private {
 			t.Errorf("%s: inherits %t, private %t", name, c.inheritsOrphans(), c.privatePIDs())
 		}
@@ -136,12 +136,12 @@ func TestInsideVolume(t *testing.T) {
 		}
 	}
 	for sub, want := range map[string]string{"": "", "data": "/data", "absolute/deep": "/data/deep", "data/up": "/etc", "../data": "/data"} {
-		if got, err := insideVolume(control.Volume{Path: place, SubPath: sub}); got != place+want || err != nil {
+		if got, err := insideVolume(proto.Volume{Path: place, SubPath: sub}); got != place+want || err != nil {
 			t.Errorf("%q: %s, %v; want %s", sub, got, err, place+want)
 		}
 	}
 	for _, sub := range []string{"none", "loop", "data/none"} {
-		if got, err := insideVolume(control.Volume{Path: place, SubPath: sub}); err == nil {
+		if got, err := insideVolume(proto.Volume{Path: place, SubPath: sub}); err == nil {
 			t.Errorf("%q is %s", sub, got)
 		}
 	}
@@ -151,7 +151,7 @@ func TestInsideVolume(t *testing.T) {
 func TestNameCommand(t *testing.T) {
 	p := &specs.Process{Args: []string{"no-such-command", "argument"}}
 	named := nameCommand(p, &ociruntime.Error{Message: "executable file `no-such-command` not found in $PATH"})
-	if got := complaint.Describe(named); got.Code != control.InvalidArgument || got.Message[:24] != `command "no-such-command` {
+	if got := complaint.Describe(named); got.Code != proto.InvalidArgument || got.Message[:24] != `command "no-such-command` {
 		t.Errorf("%d, %q", got.Code, got.Message)
 	}
 	if other := errors.New("no space left on device"); nameCommand(p, other) != other {

@@ -7,7 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"berth/internal/safefs"
-	"berth/shim/control"
+	"berth/shim/proto"
 )
 
 // mountVolumes mounts the images that the container has as volumes and leads the spec's
@@ -33,7 +33,7 @@ func (c *launch) mountVolumes() error {
 // insideVolume is the path of SubPath, free of symbolic links. The kernel resolves it with
 // the image as the root, so that no link of the image leads out of it; nobody can change
 // the image afterwards, for it is read-only and mounted in this process's namespace alone.
-func insideVolume(v control.Volume) (string, error) {
+func insideVolume(v proto.Volume) (string, error) {
 	if v.SubPath == "" {
 		return v.Path, nil
 	}

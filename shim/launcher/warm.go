@@ -12,7 +12,7 @@ import (
 	"github.com/opencontainers/runc/libcontainer/specconv"
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
-	"berth/shim/control"
+	"berth/shim/proto"
 )
 
 // warm does, before there is an order, what the first launch in a process would
@@ -22,12 +22,12 @@ import (
 func warm() {
 	_ = exeseal.IsSelfExeCloned()
 	_, _ = os.Stat("/proc/self/ns/mnt")
-	order := control.Request{Launch: &control.Launch{Spec: sampleSpec()}}
+	order := proto.Request{Launch: &proto.Launch{Spec: sampleSpec()}}
 	data, err := json.Marshal(order)
 	if err != nil {
 		return
 	}
-	var again control.Request
+	var again proto.Request
 	if json.NewDecoder(bytes.NewReader(data)).Decode(&again) != nil {
 		return
 	}

@@ -11,6 +11,7 @@ import (
 
 	"berth/sandbox/state"
 	"berth/shim"
+	"berth/shim/proto"
 )
 
 // Shims: each shim directory, and each directory of a runtime's state, belongs to a recorded
@@ -19,13 +20,13 @@ import (
 
 // shimDir is a shim directory.
 type shimDir struct {
-	launched shim.Launched // noLaunch: nothing was launched, or it can't be read
-	unread   error         // why it can't be
-	exit     error         // why there is no exit record; nil: there is one
-	listens  error         // why nobody can be talked to; nil: somebody can
+	launched proto.Processes // noLaunch: nothing was launched, or it can't be read
+	unread   error           // why it can't be
+	exit     error           // why there is no exit record; nil: there is one
+	listens  error           // why nobody can be talked to; nil: somebody can
 }
 
-var noLaunch shim.Launched
+var noLaunch proto.Processes
 
 // answerLimit is how long a monitor may take to be reached.
 const answerLimit = time.Second

@@ -22,7 +22,7 @@ import (
 	"berth/image"
 	"berth/image/layer"
 	"berth/sandbox/state"
-	"berth/shim"
+	"berth/shim/proto"
 )
 
 // The made-up node: a daemon, a pod with a running container and one that has exited, an image.
@@ -65,8 +65,8 @@ func healthy(t *testing.T) *facts {
 	f.reservations = []cni.Reservation{{File: "10.0.0.2", IP: "10.0.0.2", PodID: podID}}
 	missing := fmt.Errorf("no exit record: %w", fs.ErrNotExist)
 	f.shims = map[string]*shimDir{
-		podID:     {launched: shim.Launched{InitPID: pausePID, InitStartTime: 200}, exit: missing},
-		runningID: {launched: shim.Launched{ShimPID: monitorPID, ShimStartTime: 300, InitPID: initPID, InitStartTime: 310}, exit: missing},
+		podID:     {launched: proto.Processes{InitPID: pausePID, InitStartTime: 200}, exit: missing},
+		runningID: {launched: proto.Processes{ShimPID: monitorPID, ShimStartTime: 300, InitPID: initPID, InitStartTime: 310}, exit: missing},
 	}
 	f.processes = map[int]*process{}
 	for _, p := range []*process{

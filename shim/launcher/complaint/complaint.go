@@ -6,8 +6,8 @@ import (
 	"slices"
 	"strings"
 
-	"berth/shim/control"
 	"berth/shim/ociruntime"
+	"berth/shim/proto"
 )
 
 // What happens in the container's init reaches us as text only.
@@ -52,19 +52,19 @@ var noise = strings.NewReplacer(
 
 // Describe gives an error of libcontainer's the code and the text that the daemon
 // passes on.
-func Describe(err error) *control.Error {
-	code := control.Internal
+func Describe(err error) *proto.Error {
+	code := proto.Internal
 	text := err.Error()
-	var own *control.Error
+	var own *proto.Error
 	switch {
 	case errors.As(err, &own):
 		code = own.Code
 	case IsOfRequest(err):
-		code = control.InvalidArgument
+		code = proto.InvalidArgument
 	case strings.Contains(text, badCommand), strings.Contains(text, badCwd),
 		strings.Contains(text, makeCwd) && strings.HasSuffix(text, notDirectory),
 		strings.Contains(text, badSysctl) && strings.HasSuffix(text, badValue):
-		code = control.InvalidArgument
+		code = proto.InvalidArgument
 	}
-	return &control.Error{Code: code, Message: noise.Replace(text)}
+	return &proto.Error{Code: code, Message: noise.Replace(text)}
 }

@@ -36,17 +36,17 @@ import (
 	"berth/internal/failpoint"
 	"berth/internal/pidfd"
 	"berth/internal/rootfs"
-	"berth/shim/control"
-	"berth/shim/record"
+	"berth/shim/proto"
 )
 
 // Maker makes the pause of one order. Its methods are called in this order.
 type Maker struct {
-	*control.Launch
-	undo    *cleanup.List
-	group   *cgroup.Group
-	mgr     cgroups.Manager
-	cgroups *cgroups.Cgroup
+	*proto.Launch
+	stateRoot string // of libcontainer
+	undo      *cleanup.List
+	group     *cgroup.Group
+	mgr       cgroups.Manager
+	cgroups   *cgroups.Cgroup
 
 	lists   []string // files by which the first stage moves itself into the cgroup, see listsOf; none: it is moved
 	unified string   // the cgroup's directory in v2's hierarchy beside those of v1, in which it is born; empty: there is none
@@ -60,7 +60,7 @@ type Maker struct {
 }
 
 // Plain tells whether an order is for a pause that Maker can make.
-func Plain(o *control.Launch) bool {
+func Plain(o *proto.Launch) bool {
 	return o.Pause && o.BuiltIn && o.Runtime == nil && o.RootPlace == "" && len(o.Volumes) == 0 && isPlainRoot(o.Rootfs) && isPlainSpec(o.Spec)
 }
 
@@ -182,11 +182,11 @@ func namespaces(s *specs.Spec) (flags uintptr, err error) {
 
 // Prepare finds out whether the spec can be carried out, which makes nothing. InvalidArgument if it can't.
 // What is made later is entered in undo.
-func (m *Maker) Prepare(o *control.Launch, group *cgroup.Group, undo *cleanup.List) error {
-	m.Launch, m.group, m.undo = o, group, undo
+func (m *Maker) Prepare(stateRoot string, o *proto.Launch, group *cgroup.Group, undo *cleanup.List) error {
+	m.Launch, m.stateRoot, m.group, m.undo = o, stateRoot, group, undo
 	config, err := specconv.CreateLibcontainerConfig(&specconv.CreateOpts{CgroupName: m.ID, UseSystemdCgroup: m.SystemdCgroup, Spec: m.Spec})
 	if err != nil {
-		return control.Errorf(control.InvalidArgument, "runtime spec: %v", err)
+		return proto.Errorf(proto.InvalidArgument, "runtime spec: %v", err)
 	}
 	m.cgroups = config.Cgroups
 	if m.mgr, err = manager.New(m.cgroups); err != nil {
@@ -245,7 +245,7 @@ func (m *Maker) checkCgroup() error {
 // writeState writes what names the cgroup to who knows nothing but the ID. As a
 // container's it is there before the first process.
 func (m *Maker) writeState() error {
-	dir := filepath.Join(m.StateRoot, m.ID)
+	dir := filepath.Join(m.stateRoot, m.ID)
 	var state struct {
 		ID     string `json:"id"`
 		Config struct {
@@ -259,7 +259,7 @@ func (m *Maker) writeState() error {
 		return fmt.Errorf("encode its state: %w", err)
 	}
 	failpoint.Reach("launcher.make-state")
-	if err := errors.Join(os.MkdirAll(m.StateRoot, 0o700), os.Mkdir(dir, 0o711)); err != nil {
+	if err := errors.Join(os.MkdirAll(m.stateRoot, 0o700), os.Mkdir(dir, 0o711)); err != nil {
 		return fmt.Errorf("make its state: %w", err)
 	}
 	m.undo.Add("remove "+dir, func() error {
@@ -267,7 +267,7 @@ func (m *Maker) writeState() error {
 		return os.RemoveAll(dir)
 	})
 	failpoint.Reach("launcher.state-made")
-	if err := record.Write(dir, "state.json", data); err != nil {
+	if err := proto.WriteFile(dir, "state.json", data); err != nil {
 		return fmt.Errorf("write its state: %w", err)
 	}
 	failpoint.Reach("launcher.state-written")

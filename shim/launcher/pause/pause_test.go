@@ -17,12 +17,12 @@ import (
 
 	"berth/internal/pidfd"
 	"berth/internal/rootfs"
-	"berth/shim/control"
 	"berth/shim/ociruntime"
+	"berth/shim/proto"
 )
 
-func plainOrder() *control.Launch {
-	return &control.Launch{
+func plainOrder() *proto.Launch {
+	return &proto.Launch{
 		Pause:   true,
 		BuiltIn: true,
 		Rootfs:  rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: "/pause-root"}}},
@@ -44,46 +44,46 @@ func TestPlainPause(t *testing.T) {
 	if !Plain(plainOrder()) {
 		t.Fatal("a pause without anything else is not plain")
 	}
-	namespace := func(kind specs.LinuxNamespaceType, path string) func(*control.Launch) {
-		return func(o *control.Launch) {
+	namespace := func(kind specs.LinuxNamespaceType, path string) func(*proto.Launch) {
+		return func(o *proto.Launch) {
 			o.Spec.Linux.Namespaces = append(o.Spec.Linux.Namespaces, specs.LinuxNamespace{Type: kind, Path: path})
 		}
 	}
-	for name, change := range map[string]func(*control.Launch){
-		"a container":                       func(o *control.Launch) { o.Pause = false },
-		"an image":                          func(o *control.Launch) { o.BuiltIn = false },
-		"a program":                         func(o *control.Launch) { o.Runtime = &ociruntime.Runtime{} },
-		"place of its root":                 func(o *control.Launch) { o.RootPlace = "/run/berth-rootfs" },
-		"writable layer":                    func(o *control.Launch) { o.Rootfs.Upper = "/upper" },
-		"label of its root":                 func(o *control.Launch) { o.Rootfs.Label = "system_u:object_r:container_file_t:s0" },
-		"mapped root":                       func(o *control.Launch) { o.Rootfs.IDMap = &rootfs.IDMap{} },
-		"two layers":                        func(o *control.Launch) { o.Rootfs.Layers = append(o.Rootfs.Layers, o.Rootfs.Layers[0]) },
-		"another program":                   func(o *control.Launch) { o.Spec.Process.Args = []string{"/bin/sh"} },
-		"sysctl of the node":                func(o *control.Launch) { o.Spec.Linux.Sysctl = map[string]string{"kernel.core_pattern": "|/x"} },
-		"sysctl of no namespace of its own": func(o *control.Launch) { o.Spec.Linux.Sysctl = map[string]string{"kernel.shmmax": "1"} },
-		"sysctl that leads elsewhere": func(o *control.Launch) {
+	for name, change := range map[string]func(*proto.Launch){
+		"a container":                       func(o *proto.Launch) { o.Pause = false },
+		"an image":                          func(o *proto.Launch) { o.BuiltIn = false },
+		"a program":                         func(o *proto.Launch) { o.Runtime = &ociruntime.Runtime{} },
+		"place of its root":                 func(o *proto.Launch) { o.RootPlace = "/run/berth-rootfs" },
+		"writable layer":                    func(o *proto.Launch) { o.Rootfs.Upper = "/upper" },
+		"label of its root":                 func(o *proto.Launch) { o.Rootfs.Label = "system_u:object_r:container_file_t:s0" },
+		"mapped root":                       func(o *proto.Launch) { o.Rootfs.IDMap = &rootfs.IDMap{} },
+		"two layers":                        func(o *proto.Launch) { o.Rootfs.Layers = append(o.Rootfs.Layers, o.Rootfs.Layers[0]) },
+		"another program":                   func(o *proto.Launch) { o.Spec.Process.Args = []string{"/bin/sh"} },
+		"sysctl of the node":                func(o *proto.Launch) { o.Spec.Linux.Sysctl = map[string]string{"kernel.core_pattern": "|/x"} },
+		"sysctl of no namespace of its own": func(o *proto.Launch) { o.Spec.Linux.Sysctl = map[string]string{"kernel.shmmax": "1"} },
+		"sysctl that leads elsewhere": func(o *proto.Launch) {
 			o.Spec.Linux.Sysctl = map[string]string{"net.x/../../kernel.core_pattern": "|/x"}
 		},
-		"capabilities":          func(o *control.Launch) { o.Spec.Process.Capabilities.Bounding = []string{"CAP_CHOWN"} },
-		"all capabilities":      func(o *control.Launch) { o.Spec.Process.Capabilities = nil },
-		"SELinux":               func(o *control.Launch) { o.Spec.Process.SelinuxLabel = "system_u:system_r:container_t:s0" },
-		"AppArmor":              func(o *control.Launch) { o.Spec.Process.ApparmorProfile = "default" },
-		"arguments":             func(o *control.Launch) { o.Spec.Process.Args = []string{"/pause", "-v"} },
-		"working directory":     func(o *control.Launch) { o.Spec.Process.Cwd = "/dev" },
-		"limits":                func(o *control.Launch) { o.Spec.Process.Rlimits = []specs.POSIXRlimit{{Type: "RLIMIT_CORE"}} },
-		"hooks":                 func(o *control.Launch) { o.Spec.Hooks = &specs.Hooks{} },
-		"another mount":         func(o *control.Launch) { o.Spec.Mounts = append(o.Spec.Mounts, specs.Mount{Destination: "/etc/hosts"}) },
-		"masked paths":          func(o *control.Launch) { o.Spec.Linux.MaskedPaths = []string{"/proc/kcore"} },
-		"writable root":         func(o *control.Launch) { o.Spec.Root.Readonly = false },
+		"capabilities":          func(o *proto.Launch) { o.Spec.Process.Capabilities.Bounding = []string{"CAP_CHOWN"} },
+		"all capabilities":      func(o *proto.Launch) { o.Spec.Process.Capabilities = nil },
+		"SELinux":               func(o *proto.Launch) { o.Spec.Process.SelinuxLabel = "system_u:system_r:container_t:s0" },
+		"AppArmor":              func(o *proto.Launch) { o.Spec.Process.ApparmorProfile = "default" },
+		"arguments":             func(o *proto.Launch) { o.Spec.Process.Args = []string{"/pause", "-v"} },
+		"working directory":     func(o *proto.Launch) { o.Spec.Process.Cwd = "/dev" },
+		"limits":                func(o *proto.Launch) { o.Spec.Process.Rlimits = []specs.POSIXRlimit{{Type: "RLIMIT_CORE"}} },
+		"hooks":                 func(o *proto.Launch) { o.Spec.Hooks = &specs.Hooks{} },
+		"another mount":         func(o *proto.Launch) { o.Spec.Mounts = append(o.Spec.Mounts, specs.Mount{Destination: "/etc/hosts"}) },
+		"masked paths":          func(o *proto.Launch) { o.Spec.Linux.MaskedPaths = []string{"/proc/kcore"} },
+		"writable root":         func(o *proto.Launch) { o.Spec.Root.Readonly = false },
 		"user namespace":        namespace(specs.UserNamespace, "/run/berth/pods/1/userns"),
 		"cgroup namespace":      namespace(specs.CgroupNamespace, ""),
 		"PID namespace by path": namespace(specs.PIDNamespace, "/proc/1/ns/pid"),
 		"a namespace twice":     namespace(specs.MountNamespace, ""),
-		"new network":           func(o *control.Launch) { o.Spec.Linux.Namespaces[2].Path = "" },
-		"the host's hostname":   func(o *control.Launch) { o.Spec.Linux.Namespaces = o.Spec.Linux.Namespaces[:1] },
-		"no mount namespace":    func(o *control.Launch) { o.Spec.Linux.Namespaces = o.Spec.Linux.Namespaces[1:] },
-		"strict seccomp":        func(o *control.Launch) { o.Spec.Linux.Seccomp = &specs.LinuxSeccomp{DefaultAction: specs.ActErrno} },
-		"no spec":               func(o *control.Launch) { o.Spec = nil },
+		"new network":           func(o *proto.Launch) { o.Spec.Linux.Namespaces[2].Path = "" },
+		"the host's hostname":   func(o *proto.Launch) { o.Spec.Linux.Namespaces = o.Spec.Linux.Namespaces[:1] },
+		"no mount namespace":    func(o *proto.Launch) { o.Spec.Linux.Namespaces = o.Spec.Linux.Namespaces[1:] },
+		"strict seccomp":        func(o *proto.Launch) { o.Spec.Linux.Seccomp = &specs.LinuxSeccomp{DefaultAction: specs.ActErrno} },
+		"no spec":               func(o *proto.Launch) { o.Spec = nil },
 	} {
 		o := plainOrder()
 		change(o)

@@ -7,17 +7,17 @@ import (
 	"io"
 	"testing"
 
-	"berth/shim/wire"
+	"berth/shim/proto"
 )
 
 // FuzzClient sends arbitrary bytes to a monitor: each request is answered, in order, and the container gets
 // what was sent for it, once; whatever comes the monitor ends the connection in the end.
 func FuzzClient(f *testing.F) {
-	hello := wire.Append(wire.Append(wire.Append(nil, wire.Attach, []byte{byte(wire.WantStdin)}), wire.Stdin, []byte("hello")), wire.StdinEOF, nil)
+	hello := proto.AppendFrame(proto.AppendFrame(proto.AppendFrame(nil, proto.FrameAttach, []byte{byte(proto.WantStdin)}), proto.FrameStdin, []byte("hello")), proto.FrameStdinEOF, nil)
 	f.Add(hello, 100, false)
-	f.Add(wire.Append(wire.Append(hello, wire.Stdin, []byte("late")), wire.CloseStdin, nil), 3, true)
-	f.Add(wire.Append(wire.Append(nil, wire.Attach, []byte{7}), wire.Stdin, bytes.Repeat([]byte("x"), 10_000)), 4000, false)
-	f.Add(wire.Append(wire.Append(wire.Append(nil, wire.Attach, nil), wire.Resize, wire.Size{Width: 1}.Encode()), wire.Reopen, nil), 9, false)
+	f.Add(proto.AppendFrame(proto.AppendFrame(hello, proto.FrameStdin, []byte("late")), proto.FrameCloseStdin, nil), 3, true)
+	f.Add(proto.AppendFrame(proto.AppendFrame(nil, proto.FrameAttach, []byte{7}), proto.FrameStdin, bytes.Repeat([]byte("x"), 10_000)), 4000, false)
+	f.Add(proto.AppendFrame(proto.AppendFrame(proto.AppendFrame(nil, proto.FrameAttach, nil), proto.FrameResize, proto.TerminalSize{Width: 1}.Encode()), proto.FrameReopen, nil), 9, false)
 	f.Add([]byte{2, 0xff, 0xff, 0xff, 0xff, 0}, 1, false)
 	f.Fuzz(func(t *testing.T, data []byte, piece int, once bool) {
 		piece = 1 + int(uint(piece)%40_000)
@@ -45,33 +45,33 @@ func FuzzClient(f *testing.F) {
 func wanted(data []byte, once bool) (answers, input []byte) {
 	var attached, feeds, closed bool
 	for {
-		frame, size, err := wire.Next(data)
+		frame, size, err := proto.NextFrame(data)
 		if size == 0 || err != nil {
 			return answers, input
 		}
 		data = data[size:]
-		answer := wire.OK
+		answer := proto.FrameOK
 		switch frame.Type {
-		case wire.Stdin:
+		case proto.FrameStdin:
 			if feeds && !closed {
 				input = append(input, frame.Payload...)
 			}
 			continue
-		case wire.StdinEOF:
+		case proto.FrameStdinEOF:
 			closed = closed || feeds && once
 			feeds = false
 			continue
-		case wire.Attach:
+		case proto.FrameAttach:
 			if attached || len(frame.Payload) != 1 {
-				answer = wire.Error
+				answer = proto.FrameError
 				break
 			}
-			attached, feeds = true, wire.Streams(frame.Payload[0])&wire.WantStdin != 0
-		case wire.CloseStdin:
+			attached, feeds = true, proto.Streams(frame.Payload[0])&proto.WantStdin != 0
+		case proto.FrameCloseStdin:
 			closed = true
-		case wire.Reopen: // there is no log
+		case proto.FrameReopen: // there is no log
 		default: // a size, without a terminal, or nothing known
-			answer = wire.Error
+			answer = proto.FrameError
 		}
 		answers = append(answers, byte(answer))
 	}
@@ -80,7 +80,7 @@ func wanted(data []byte, once bool) (answers, input []byte) {
 func kindsOf(t *testing.T, data []byte) (kinds []byte) {
 	t.Helper()
 	for len(data) > 0 {
-		frame, size, err := wire.Next(data)
+		frame, size, err := proto.NextFrame(data)
 		if size == 0 || err != nil {
 			t.Fatalf("%v in %q", errors.Join(err, io.ErrUnexpectedEOF), data)
 		}

@@ -7,9 +7,9 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
-	"berth/shim/handoff"
-	"berth/shim/record"
+	"berth/shim/proto"
 )
 
 // exitStatus asks what the monitor reads out of what `runsc wait` says.
@@ -169,13 +169,13 @@ func FuzzOOMKills(f *testing.F) {
 
 // The record is what its reader's own encoder makes, checksum included.
 func TestExitRecord(t *testing.T) {
-	for _, e := range []record.Exit{
-		{},
-		{Code: 137, Signal: 9, OOMKilled: true, At: 1_790_000_000_123_456_789},
-		{Code: 255, At: math.MaxInt64},
-		{Code: -1, Signal: math.MaxInt32, At: math.MinInt64},
+	for _, e := range []proto.Exit{
+		{At: time.Unix(0, 0)},
+		{Code: 137, Signal: 9, OOMKilled: true, At: time.Unix(0, 1_790_000_000_123_456_789)},
+		{Code: 255, At: time.Unix(0, math.MaxInt64)},
+		{Code: -1, Signal: math.MaxInt32, At: time.Unix(0, math.MinInt64)},
 	} {
-		got := ask(t, 'r', e.Code, e.Signal, uint32(map[bool]int{true: 1}[e.OOMKilled]), e.At)
+		got := ask(t, 'r', e.Code, int32(e.Signal), uint32(map[bool]int{true: 1}[e.OOMKilled]), e.At.UnixNano())
 		if string(got) != string(e.Encode()) {
 			t.Errorf("%+v: %q, want %q", e, got, e.Encode())
 		}
@@ -199,7 +199,7 @@ func valuesOf(args []string) string {
 }
 
 func TestParams(t *testing.T) {
-	for _, p := range []handoff.Params{
+	for _, p := range []proto.MonitorParams{
 		{},
 		{ID: "a", Dir: "/run/berth/c/a", LogDir: "/var/log", LogPath: "/var/log/with space=and equals/0.log", MaxLine: 16384, InitPID: 77,
 			StdinOnce: true, Orphans: true, Init: 9, KillDir: "/sys/fs/cgroup/x", Listen: 3, Log: 4, Stdin: 5, Stdout: 6, Stderr: 7, Console: -1,
@@ -212,7 +212,7 @@ func TestParams(t *testing.T) {
 }
 
 func TestParamsRefused(t *testing.T) {
-	good := (&handoff.Params{}).Args()
+	good := (&proto.MonitorParams{}).Args()
 	for i := range good {
 		if got := params(t, slices.Delete(slices.Clone(good), i, i+1)); got != "" {
 			t.Errorf("without %q: %q", good[i], got)

@@ -1,7 +1,4 @@
-// Package handoff is what a launcher leaves to the monitor it turns into: the
-// command line, which names the open file descriptors and settings, and is readable
-// in ps. The monitor's side of it is shim/monitor/params.c.
-package handoff
+package proto
 
 import (
 	"os"
@@ -9,17 +6,17 @@ import (
 	"syscall"
 )
 
-// Ignored are the signals that a launcher ignores as soon as its container has
+// IgnoredSignals are the signals that a launcher ignores as soon as its container has
 // signal settings of its own, and the monitor for all its life.
-var Ignored = []os.Signal{
+var IgnoredSignals = []os.Signal{
 	syscall.SIGHUP, syscall.SIGINT, syscall.SIGQUIT, syscall.SIGTERM, syscall.SIGUSR1, syscall.SIGUSR2,
 	syscall.SIGALRM, syscall.SIGVTALRM, syscall.SIGTSTP, syscall.SIGTTIN, syscall.SIGTTOU,
 	syscall.SIGXCPU, syscall.SIGXFSZ, syscall.SIGIO, syscall.SIGPWR,
 }
 
-// Params is everything a monitor starts with. File descriptors that it does not
+// MonitorParams is everything a monitor starts with. File descriptors that it does not
 // have are -1.
-type Params struct {
+type MonitorParams struct {
 	ID        string // the container, for people who read ps
 	Dir       string // the shim directory
 	LogPath   string // for reopening; empty: no log
@@ -52,7 +49,7 @@ type field struct {
 	flag   *bool
 }
 
-func (p *Params) fields() []field {
+func (p *MonitorParams) fields() []field {
 	return []field{
 		{name: "id", text: &p.ID},
 		{name: "dir", text: &p.Dir},
@@ -78,7 +75,7 @@ func (p *Params) fields() []field {
 }
 
 // FDs returns the file descriptors that the monitor inherits.
-func (p *Params) FDs() []int {
+func (p *MonitorParams) FDs() []int {
 	var fds []int
 	for _, fd := range []int{p.Init, p.Listen, p.Log, p.Stdin, p.Stdout, p.Stderr, p.Console, p.Verdict, p.OOM, p.OOMNotify, p.OOMParent} {
 		if fd >= 0 {
@@ -90,7 +87,7 @@ func (p *Params) FDs() []int {
 
 // Args returns the command line, without the program's name. The monitor wants every
 // parameter, in this order.
-func (p *Params) Args() []string {
+func (p *MonitorParams) Args() []string {
 	var args []string
 	for _, f := range p.fields() {
 		args = append(args, f.name+"="+f.value())

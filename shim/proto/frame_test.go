@@ -1,44 +1,44 @@
-package wire
+package proto
 
 import (
 	"bytes"
 	"testing"
 )
 
-func TestNext(t *testing.T) {
-	stream := Append(Append(nil, Stdin, []byte("hello")), Reopen, nil)
+func TestNextFrame(t *testing.T) {
+	stream := AppendFrame(AppendFrame(nil, FrameStdin, []byte("hello")), FrameReopen, nil)
 	for cut := range HeaderSize + 5 {
-		if _, size, err := Next(stream[:cut]); size != 0 || err != nil {
+		if _, size, err := NextFrame(stream[:cut]); size != 0 || err != nil {
 			t.Errorf("Next of %d bytes = %d, %v, want more to be asked for", cut, size, err)
 		}
 	}
-	f, size, err := Next(stream)
-	if f.Type != Stdin || string(f.Payload) != "hello" || size != HeaderSize+5 || err != nil {
+	f, size, err := NextFrame(stream)
+	if f.Type != FrameStdin || string(f.Payload) != "hello" || size != HeaderSize+5 || err != nil {
 		t.Errorf("Next = %+v, %d, %v", f, size, err)
 	}
-	f, size, err = Next(stream[size:])
-	if f.Type != Reopen || len(f.Payload) != 0 || size != HeaderSize || err != nil {
+	f, size, err = NextFrame(stream[size:])
+	if f.Type != FrameReopen || len(f.Payload) != 0 || size != HeaderSize || err != nil {
 		t.Errorf("Next = %+v, %d, %v", f, size, err)
 	}
-	if _, _, err := Next(Header(nil, Stdin, MaxPayload+1)); err == nil {
+	if _, _, err := NextFrame(AppendHeader(nil, FrameStdin, MaxPayload+1)); err == nil {
 		t.Error("a frame beyond the maximum was accepted")
 	}
 }
 
-func TestSize(t *testing.T) {
-	want := Size{Width: 300, Height: 50}
-	if got, err := DecodeSize(want.Encode()); got != want || err != nil {
-		t.Errorf("DecodeSize = %+v, %v", got, err)
+func TestTerminalSize(t *testing.T) {
+	want := TerminalSize{Width: 300, Height: 50}
+	if got, err := DecodeTerminalSize(want.Encode()); got != want || err != nil {
+		t.Errorf("DecodeTerminalSize = %+v, %v", got, err)
 	}
-	if _, err := DecodeSize([]byte{1, 2, 3}); err == nil {
+	if _, err := DecodeTerminalSize([]byte{1, 2, 3}); err == nil {
 		t.Error("three bytes were accepted")
 	}
 }
 
-// FuzzNext: what is decoded encodes to the same bytes, however they arrive.
-func FuzzNext(f *testing.F) {
-	f.Add(Append(nil, Attach, []byte{byte(WantStdin | WantStdout)}), 1)
-	f.Add(Append(Append(nil, Resize, Size{80, 25}.Encode()), CloseStdin, nil), 7)
+// FuzzNextFrame: what is decoded encodes to the same bytes, however they arrive.
+func FuzzNextFrame(f *testing.F) {
+	f.Add(AppendFrame(nil, FrameAttach, []byte{byte(WantStdin | WantStdout)}), 1)
+	f.Add(AppendFrame(AppendFrame(nil, FrameResize, TerminalSize{80, 25}.Encode()), FrameCloseStdin, nil), 7)
 	f.Add([]byte{0xff, 0xff, 0xff, 0xff, 0xff, 0}, 2)
 	f.Fuzz(func(t *testing.T, data []byte, piece int) {
 		whole, wholeErr := frames(t, data, len(data))
@@ -60,7 +60,7 @@ func frames(t *testing.T, data []byte, piece int) (out []byte, err error) {
 		n := min(piece, len(data))
 		in, data = append(in, data[:n]...), data[n:]
 		for {
-			frame, size, err := Next(in)
+			frame, size, err := NextFrame(in)
 			if err != nil {
 				return out, err
 			}
@@ -70,8 +70,8 @@ func frames(t *testing.T, data []byte, piece int) (out []byte, err error) {
 			if len(frame.Payload) > MaxPayload {
 				t.Fatalf("a payload of %d bytes", len(frame.Payload))
 			}
-			out = Append(out, frame.Type, frame.Payload)
-			if size, err := DecodeSize(frame.Payload); err == nil && !bytes.Equal(size.Encode(), frame.Payload) {
+			out = AppendFrame(out, frame.Type, frame.Payload)
+			if size, err := DecodeTerminalSize(frame.Payload); err == nil && !bytes.Equal(size.Encode(), frame.Payload) {
 				t.Fatalf("%v from %q", size, frame.Payload)
 			}
 			in = in[size:]

@@ -1,4 +1,4 @@
-package control
+package proto
 
 import (
 	"encoding/json"

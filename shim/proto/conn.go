@@ -1,4 +1,4 @@
-package control
+package proto
 
 import (
 	"encoding/binary"
@@ -36,8 +36,8 @@ type Conn struct {
 	sending   sync.Mutex    // held for one message, so that messages do not mix
 }
 
-// New makes a Conn of a connected unix stream socket. It takes over file.
-func New(file *os.File) (*Conn, error) {
+// NewConn makes a Conn of a connected unix stream socket. It takes over file.
+func NewConn(file *os.File) (*Conn, error) {
 	c, err := net.FileConn(file)
 	if err := errors.Join(err, file.Close()); err != nil {
 		return nil, fmt.Errorf("control socket: %w", err)
@@ -49,14 +49,14 @@ func New(file *os.File) (*Conn, error) {
 	return &Conn{unix: u, sendLimit: sendLimit}, nil
 }
 
-// Pair returns a Conn and the file that the other end is made of.
-func Pair() (*Conn, *os.File, error) {
+// ConnPair returns a Conn and the file that the other end is made of.
+func ConnPair() (*Conn, *os.File, error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
 		return nil, nil, fmt.Errorf("control socket: %w", err)
 	}
 	other := os.NewFile(uintptr(fds[1]), "control")
-	c, err := New(os.NewFile(uintptr(fds[0]), "control"))
+	c, err := NewConn(os.NewFile(uintptr(fds[0]), "control"))
 	if err != nil {
 		return nil, nil, errors.Join(err, other.Close())
 	}

@@ -1,4 +1,4 @@
-package record
+package proto
 
 import (
 	"errors"
@@ -6,32 +6,31 @@ import (
 	"os"
 	"path/filepath"
 	"testing"
-
-	"golang.org/x/sys/unix"
+	"time"
 )
 
-func TestShim(t *testing.T) {
-	for _, s := range []Shim{
+func TestDecodeProcesses(t *testing.T) {
+	for _, s := range []Processes{
 		{},
-		{PID: 12, Start: 34},
-		{PID: math.MaxInt32, Start: math.MaxUint64, InitPID: 7, InitStart: 9, StartedAt: math.MaxInt64},
+		{ShimPID: 12, ShimStartTime: 34},
+		{ShimPID: math.MaxInt32, ShimStartTime: math.MaxUint64, InitPID: 7, InitStartTime: 9, StartedAt: time.Unix(0, math.MaxInt64)},
 	} {
-		if got, err := DecodeShim(s.Encode()); got != s || err != nil {
-			t.Errorf("DecodeShim(%q) = %+v, %v", s.Encode(), got, err)
+		if got, err := DecodeProcesses(s.Encode()); got != s || err != nil {
+			t.Errorf("DecodeProcesses(%q) = %+v, %v", s.Encode(), got, err)
 		}
 	}
 	for _, bad := range []string{"", "\n", "1 2 3 4 5", "1 2 3 4\n", "1 2 3 4 5 6\n", "-1 2 3 4 5\n", "1 -2 3 4 5\n", "x 2 3 4 5\n", "99999999999 2 3 4 5\n"} {
-		if got, err := DecodeShim([]byte(bad)); err == nil {
-			t.Errorf("DecodeShim(%q) = %+v, want an error", bad, got)
+		if got, err := DecodeProcesses([]byte(bad)); err == nil {
+			t.Errorf("DecodeProcesses(%q) = %+v, want an error", bad, got)
 		}
 	}
 }
 
-func TestExit(t *testing.T) {
+func TestDecodeExit(t *testing.T) {
 	for _, e := range []Exit{
-		{},
-		{Code: 137, Signal: 9, OOMKilled: true, At: math.MaxInt64},
-		{Code: 255, At: 1},
+		{At: time.Unix(0, 0)},
+		{Code: 137, Signal: 9, OOMKilled: true, At: time.Unix(0, math.MaxInt64)},
+		{Code: 255, At: time.Unix(0, 1)},
 	} {
 		data := e.Encode()
 		if got, err := DecodeExit(data); got != e || err != nil {
@@ -50,25 +49,25 @@ func TestExit(t *testing.T) {
 	}
 }
 
-func FuzzDecode(f *testing.F) {
-	f.Add(Exit{Code: 1}.Encode())
-	f.Add(Shim{PID: 1}.Encode())
+func FuzzDecodeRecords(f *testing.F) {
+	f.Add(Exit{Code: 1, At: time.Unix(0, 1)}.Encode())
+	f.Add(Processes{ShimPID: 1}.Encode())
 	f.Fuzz(func(t *testing.T, data []byte) {
 		if e, err := DecodeExit(data); err == nil && string(e.Encode()) != string(data) {
 			t.Errorf("DecodeExit(%q) = %+v", data, e)
 		}
-		if s, err := DecodeShim(data); err == nil {
-			if again, err := DecodeShim(s.Encode()); again != s || err != nil {
-				t.Errorf("DecodeShim(%q) = %+v, again %+v, %v", data, s, again, err)
+		if s, err := DecodeProcesses(data); err == nil {
+			if again, err := DecodeProcesses(s.Encode()); again != s || err != nil {
+				t.Errorf("DecodeProcesses(%q) = %+v, again %+v, %v", data, s, again, err)
 			}
 		}
 	})
 }
 
-func TestWrite(t *testing.T) {
+func TestWriteFile(t *testing.T) {
 	dir := t.TempDir()
 	for _, content := range []string{"a longer first version\n", "second\n"} {
-		if err := Write(dir, "file", []byte(content)); err != nil {
+		if err := WriteFile(dir, "file", []byte(content)); err != nil {
 			t.Fatal(err)
 		}
 		if got, err := os.ReadFile(filepath.Join(dir, "file")); string(got) != content || err != nil {
@@ -78,7 +77,7 @@ func TestWrite(t *testing.T) {
 	if entries, err := os.ReadDir(dir); len(entries) != 1 || err != nil {
 		t.Errorf("left in the directory: %v, %v", entries, err)
 	}
-	if err := Write(filepath.Join(dir, "missing"), "file", nil); !errors.Is(err, unix.ENOENT) {
-		t.Errorf("Write into a missing directory = %v", err)
+	if err := WriteFile(filepath.Join(dir, "missing"), "file", nil); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("WriteFile into a missing directory = %v", err)
 	}
 }

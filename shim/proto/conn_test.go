@@ -1,4 +1,4 @@
-package control
+package proto
 
 import (
 	"errors"
@@ -11,11 +11,11 @@ import (
 
 func pair(t *testing.T) (*Conn, *Conn) {
 	t.Helper()
-	a, file, err := Pair()
+	a, file, err := ConnPair()
 	if err != nil {
 		t.Fatal(err)
 	}
-	b, err := New(file)
+	b, err := NewConn(file)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,0 +1,92 @@
+package proto
+
+import (
+	"errors"
+	"os"
+	"slices"
+
+	"berth/internal/rootfs"
+)
+
+var errFiles = errors.New("the message's files do not match its fields")
+
+// rootfsSpecs returns the root filesystems of the order, the container's own first.
+func (l *Launch) rootfsSpecs() []*rootfs.Spec {
+	list := []*rootfs.Spec{&l.Rootfs}
+	for i := range l.Volumes {
+		list = append(list, &l.Volumes[i].Rootfs)
+	}
+	return list
+}
+
+// PassFiles returns the order as it is sent, and the existing mounts of its layers, which are sent
+// with it. With these mounts all containers of an image share one page cache. A message carries
+// maxFDs files; the launcher itself mounts the layers beyond that. The files stay the caller's.
+func (l *Launch) PassFiles() (*Launch, []*os.File) {
+	order := *l
+	order.Volumes = slices.Clone(l.Volumes)
+	var files []*os.File
+	for _, s := range order.rootfsSpecs() {
+		s.Layers = slices.Clone(s.Layers)
+		for i := range s.Layers {
+			if mount := s.Layers[i].Mount; mount != nil && len(files) < maxFDs {
+				s.Layers[i].Passed = true
+				files = append(files, mount)
+			}
+		}
+	}
+	return &order, files
+}
+
+// TakeFiles assigns the files that came with the order to its layers.
+func (l *Launch) TakeFiles(files []*os.File) error {
+	for _, s := range l.rootfsSpecs() {
+		for i := range s.Layers {
+			if !s.Layers[i].Passed {
+				continue
+			}
+			if len(files) == 0 {
+				return errFiles
+			}
+			s.Layers[i].Mount, files = files[0], files[1:]
+		}
+	}
+	if len(files) > 0 {
+		return errFiles
+	}
+	return nil
+}
+
+// streams returns the fields of the order's streams, in the order of the bits of Streams.
+func (e *Exec) streams() []**os.File { return []**os.File{&e.Stdin, &e.Stdout, &e.Stderr} }
+
+// PassFiles returns the order as it is sent, and the streams that are sent with it. They stay the
+// caller's.
+func (e *Exec) PassFiles() (*Exec, []*os.File) {
+	order := *e
+	var files []*os.File
+	for i, f := range e.streams() {
+		if *f != nil {
+			order.Passed |= 1 << i
+			files = append(files, *f)
+		}
+	}
+	return &order, files
+}
+
+// TakeFiles assigns the files that came with the order to its streams.
+func (e *Exec) TakeFiles(files []*os.File) error {
+	for i, f := range e.streams() {
+		if e.Passed&(1<<i) == 0 {
+			continue
+		}
+		if len(files) == 0 {
+			return errFiles
+		}
+		*f, files = files[0], files[1:]
+	}
+	if len(files) > 0 {
+		return errFiles
+	}
+	return nil
+}

@@ -1,0 +1,179 @@
+package proto
+
+import (
+	"errors"
+	"fmt"
+	"os"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+
+	"berth/internal/rootfs"
+	"berth/internal/trace"
+	"berth/shim/ociruntime"
+)
+
+// The file descriptors that a launcher inherits, besides stdio.
+const (
+	SocketFD  = 3 // its end of the socket pair
+	MountNSFD = 4 // the daemon's mount namespace, where the monitor will run
+	ExeFD     = 5 // the sealed copy of berth-shim that it executes
+	FiltersFD = 6 // the seccomp filters that all launchers share
+)
+
+// SlackEnv is set in a launcher's environment. C code reads it before Go's runtime starts (package
+// shim/launcher/sysmon).
+const SlackEnv = "BERTH_TIMER_SLACK"
+
+// LauncherCommand is the first argument of berth-shim in a launcher.
+const LauncherCommand = "launcher"
+
+// LauncherSettings are the daemon's settings for a launcher. It gets them as arguments.
+type LauncherSettings struct {
+	StateRoot   string // libcontainer's state, a directory per container
+	MonitorPath string // the monitor's executable
+	LogFormat   string // of the lines that a launcher logs itself: "json", otherwise text
+}
+
+// Args returns the arguments that start a launcher with these settings.
+func (s LauncherSettings) Args() []string {
+	return []string{LauncherCommand, s.StateRoot, s.MonitorPath, s.LogFormat}
+}
+
+// ParseLauncherArgs returns the settings that Args has encoded.
+func ParseLauncherArgs(args []string) (LauncherSettings, error) {
+	if len(args) != 4 || args[0] != LauncherCommand {
+		return LauncherSettings{}, errors.New("berth starts berth-shim; it does not work by hand")
+	}
+	return LauncherSettings{StateRoot: args[1], MonitorPath: args[2], LogFormat: args[3]}, nil
+}
+
+// Request is a message to a launcher. Exactly one field is set.
+//
+// The daemon sends one order at a time. The launcher answers with one Reply, to an Exec with two:
+// Exec when the process runs, Exited when it has ended. The daemon may send Kill until it reads the
+// second.
+//
+// End of file is an order, too. An idle launcher exits. During a launch it destroys what there is of
+// the container. During an exec it kills the exec's processes. The reply to a launch is the turning
+// point: from then on the container runs on, whatever happens to the daemon.
+type Request struct {
+	Launch *Launch `json:"launch,omitempty"`
+	Exec   *Exec   `json:"exec,omitempty"`
+	Kill   string  `json:"kill,omitempty"` // ExecID of the exec to kill; ignored when it has ended
+}
+
+// Launch orders a launcher to create and start one container or pause.
+type Launch struct {
+	ID        string      `json:"id"`                  // container or sandbox ID, also libcontainer's
+	Dir       string      `json:"dir"`                 // the shim directory: exists, mode 0700, below the private state mount
+	Spec      *specs.Spec `json:"spec"`                // the launcher sets Root.Path
+	Rootfs    rootfs.Spec `json:"rootfs"`              // mounted in the launcher's own mount namespace at Dir/rootfs
+	Volumes   []Volume    `json:"volumes,omitempty"`   // images mounted as volumes
+	RootPlace string      `json:"rootPlace,omitempty"` // mount point instead of Dir/rootfs: an empty directory on a private mount that the root of a user namespace can reach
+
+	SystemdCgroup bool                `json:"systemdCgroup,omitempty"` // cgroup driver
+	Pause         bool                `json:"pause,omitempty"`         // a sandbox's pause: no monitor, no log, no socket
+	BuiltIn       bool                `json:"builtIn,omitempty"`       // the pause is berth's own program (package payload)
+	Runtime       *ociruntime.Runtime `json:"runtime,omitempty"`       // the OCI runtime that makes the container, recorded in Dir; nil: libcontainer, in the launcher
+
+	// For containers only.
+	LogPath    string `json:"logPath,omitempty"`    // CRI log file; empty: output goes to attached clients only
+	LogDir     string `json:"logDir,omitempty"`     // a parent of LogPath; symbolic links below it are refused; empty: the direct parent
+	MaxLogLine int    `json:"maxLogLine,omitempty"` // maximum bytes of a log record's content; longer lines are split as partial
+	Stdin      bool   `json:"stdin,omitempty"`      // keep stdin open for attach
+	StdinOnce  bool   `json:"stdinOnce,omitempty"`  // close stdin when the first client that attached stdin disconnects
+	Terminal   bool   `json:"terminal,omitempty"`   // a pty instead of pipes
+}
+
+// Volume is an image that the launcher mounts as a volume of the container (KEP-4639). Like the root
+// filesystem it is mounted in the launcher's own mount namespace.
+type Volume struct {
+	Path    string      `json:"path"`              // mount point below Dir; the source of its mounts in the spec
+	Rootfs  rootfs.Spec `json:"rootfs"`            // without Upper: read-only
+	SubPath string      `json:"subPath,omitempty"` // the file or directory in it that the container gets; empty: all
+}
+
+// Exec orders a launcher to start one more process in a running container.
+type Exec struct {
+	ID      string         `json:"id"`      // the container
+	ExecID  string         `json:"execID"`  // unique in the container; see ExecName
+	Process *specs.Process `json:"process"` // complete: arguments, environment, directory, user, capabilities
+
+	// The process's streams. A nil one is /dev/null. None is used with Process.Terminal. They are
+	// sent beside the message, see PassFiles.
+	Stdin  *os.File `json:"-"`
+	Stdout *os.File `json:"-"`
+	Stderr *os.File `json:"-"`
+	Passed Streams  `json:"passed,omitempty"` // the streams whose files come with the message
+
+	Runtime *ociruntime.Runtime `json:"runtime,omitempty"` // the container's; nil: libcontainer
+	Dir     string              `json:"dir,omitempty"`     // the container's shim directory; needed with Runtime only
+
+	// The daemon ends what a lost launcher leaves in this cgroup. Launchers do not need it.
+	CgroupsPath   string `json:"-"` // as in the container's spec
+	SystemdCgroup bool   `json:"-"` // cgroup driver
+}
+
+// ExecName returns the name of an exec's own cgroup below the container's. With a Runtime it is also
+// the name of the exec's directory in the shim directory.
+func ExecName(execID string) string { return "exec-" + execID }
+
+// ExecHierarchies are the cgroup hierarchies that may hold an exec's own cgroup, in order of
+// preference. An exec has one cgroup. The empty name is cgroup v2.
+var ExecHierarchies = []string{"", "freezer", "pids"}
+
+// Reply is a message from a launcher. Exactly one of Started, Exec, Exited and Error is set. Error
+// ends the request.
+type Reply struct {
+	Started  *Started     `json:"started,omitempty"` // comes with the pidfd of the container's init
+	Exec     *ExecStarted `json:"exec,omitempty"`    // comes with the process's pidfd and, for a terminal, the pty's master
+	Exited   *Exited      `json:"exited,omitempty"`
+	Error    *Error       `json:"error,omitempty"`
+	Warnings []string     `json:"warnings,omitempty"` // libcontainer's, for the daemon's log
+}
+
+// Started reports a running container or pause. The caller of Launchers.Launch owns the files.
+type Started struct {
+	Processes
+
+	Init *os.File `json:"-"` // pidfd of the container's init, or of pause
+	Shim *os.File `json:"-"` // pidfd of the monitor; nil for a pause
+
+	Again bool         `json:"again,omitempty"` // the launcher waits for its next order
+	Steps []trace.Step `json:"steps,omitempty"` // the parts of the launch, for traces
+}
+
+// ExecStarted reports that an exec runs.
+type ExecStarted struct {
+	PID int `json:"pid"`
+}
+
+// Exited reports the end of an exec.
+type Exited struct {
+	Code int32 `json:"code"` // exit code, or 128+signal
+}
+
+// Error is a failure with its code in the daemon. Launchers do not use package errdefs: it would
+// link gRPC and protobuf into every container's init and slow its start.
+type Error struct {
+	Code    Code   `json:"code"`
+	Message string `json:"message"`
+}
+
+// Code is a gRPC status code.
+type Code uint32
+
+// The codes that launchers return, with gRPC's numbers.
+const (
+	Canceled           Code = 1
+	InvalidArgument    Code = 3
+	FailedPrecondition Code = 9
+	Internal           Code = 13
+)
+
+// Errorf returns an Error.
+func Errorf(code Code, format string, args ...any) error {
+	return &Error{Code: code, Message: fmt.Sprintf(format, args...)}
+}
+
+func (e *Error) Error() string { return e.Message }
