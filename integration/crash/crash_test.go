@@ -16,7 +16,7 @@ import (
 	"berth/internal/testenv"
 )
 
-// everything tells that all cases are wanted, and not the shortened enumeration.
+// everything selects all cases instead of the shortened enumeration.
 var everything = harness.Thorough()
 
 // deathPatience is how long a point may take to be reached. It is long because some are reached in the
@@ -56,8 +56,8 @@ type enumeration struct {
 	after inventory.Items // after the operation without a crash
 
 	points, cases, failed, differences int
-	missed                             int             // cases in which the daemon was not killed, as the point was not reached that often
-	killed                             map[string]bool // the points at which a daemon was killed, by any operation
+	missed                             int             // cases whose point was not reached often enough to kill the daemon
+	killed                             map[string]bool // the points that killed a daemon, in any operation
 }
 
 // summary is a line that contrib/torture repeats at its end.
@@ -72,7 +72,7 @@ func (e *enumeration) run(t *testing.T) {
 		options = append(options, e.op.daemon(t))
 	}
 	e.d = harness.StartDaemon(t, options...)
-	e.uncrashed(t) // what the first operation makes for good is there from now on
+	e.uncrashed(t) // makes the permanent results of the operation exist before the enumeration
 	trace := e.byDaemon(e.uncrashed(t))
 	if e.op.ofStart() {
 		trace = e.recovered(t)
@@ -99,7 +99,7 @@ func (e *enumeration) mostReached(t *testing.T) {
 	}
 }
 
-// byDaemon is what the daemon has reached of a trace.
+// byDaemon returns the daemon's points of a trace.
 func (e *enumeration) byDaemon(trace []harness.ReachedPoint) (names []string) {
 	for _, p := range trace {
 		if p.PID == e.d.Cmd.Process.Pid {
@@ -109,7 +109,7 @@ func (e *enumeration) byDaemon(trace []harness.ReachedPoint) (names []string) {
 	return names
 }
 
-// uncrashed runs the operation, notes what it leaves, and returns the points that it reaches.
+// uncrashed runs the operation, records its result, and returns the points that it reaches.
 func (e *enumeration) uncrashed(t *testing.T) (trace []harness.ReachedPoint) {
 	t.Helper()
 	w := &world{d: e.d}
@@ -137,8 +137,8 @@ func (e *enumeration) end(t *testing.T, w *world) {
 	e.op.spoil(t, w)
 }
 
-// recovered ends the daemon, and returns the points that the one reaches which is started then. What that leaves of
-// something spoilt is what it shall leave.
+// recovered ends the daemon, starts a new one and returns the points that the new one reaches. For
+// operations that damage something, the result of this start is the expected state.
 func (e *enumeration) recovered(t *testing.T) (trace []string) {
 	t.Helper()
 	w := &world{d: e.d}
@@ -168,9 +168,9 @@ func (e *enumeration) die(t *testing.T, w *world, at point) {
 	}
 }
 
-// notReached ends a case in which the daemon was not killed. That is a failure, unless the point is one that is reached
-// or not, as time will have it: such as one in a loop that looks whether a process has ended, or one at which a recovery kills
-// what the crash before has left, if that has not ended by itself.
+// notReached ends a case in which the daemon was not killed. That is a failure unless the point
+// depends on timing. Examples are a point in a loop that polls for a process's end, and a point at
+// which recovery kills a process that may have ended by itself.
 func (e *enumeration) notReached(t *testing.T, w *world, at point, err error) {
 	t.Helper()
 	e.fp.Disarm()
@@ -183,7 +183,7 @@ func (e *enumeration) notReached(t *testing.T, w *world, at point, err error) {
 	t.Skipf("the point %v was not reached as often this time", at)
 }
 
-// startOver takes what a case that failed has left for given.
+// startOver accepts the leftovers of a failed case as the new initial state.
 func (e *enumeration) startOver(t *testing.T) {
 	t.Helper()
 	e.fp.Disarm()
@@ -198,7 +198,7 @@ func (e *enumeration) startOver(t *testing.T) {
 	}
 }
 
-// point is a place and time at which the daemon is killed.
+// point is a failpoint and a count: the daemon is killed when it reaches the failpoint that often.
 type point struct {
 	point string
 	n     int // the how manyth time that it is reached
@@ -213,7 +213,7 @@ func casesOf(trace []string) (cases []point) {
 	for _, name := range trace {
 		count[name]++
 		if name == answered && count[name] > 1 {
-			continue // the answers to whoever looked what the operation left
+			continue // answers to the inventory, after the operation
 		}
 		if count[name] == 1 || everything {
 			cases = append(cases, point{name, count[name]})

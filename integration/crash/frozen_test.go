@@ -65,15 +65,15 @@ func startFrozen(t *testing.T, fp *harness.Failpoints, pod *harness.Pod) (c *har
 	return c, harness.LauncherOf(t, pod.D, c), ended
 }
 
-// TestFrozenExec stops the launcher of an exec that has a limit of time. The exec ends in time, and what it has started does
-// when the launcher is given up.
+// TestFrozenExec stops the launcher of an exec with a timeout. The exec ends in time. The exec's
+// processes end when the daemon replaces the launcher.
 func TestFrozenExec(t *testing.T) {
 	testenv.Long(t)
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))
 	c := d.RunPod(t, harness.HostNetwork).Run(t)
 	fp.FreezeNext(t, harness.LauncherProgram, "launcher.exec-announced", 1)
-	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "sleep 100003 & sleep 100004"}, 10*time.Second) // in which the launcher gets to its point
+	_, _, err := d.Cri.ExecSync(t.Context(), c.Id, []string{"sh", "-c", "sleep 100003 & sleep 100004"}, 10*time.Second) // time for the launcher to reach its point
 	harness.Must(t, expectTimeout(err))
 	if !fp.WaitReached(deathPatience) {
 		t.Fatal("the launcher does not get to its point, so it was not stopped")
@@ -89,8 +89,9 @@ func TestFrozenExec(t *testing.T) {
 	harness.Equal(t, "another exec", c.Exec(t, "echo", "fine"), "fine")
 }
 
-// TestStartCannotBeTakenBack starts a daemon on a start that the one before was killed in, and of which something does not go.
-// The container is a created one that can't be started, until that has gone.
+// TestStartCannotBeTakenBack kills the daemon during a start, and keeps a process of that start
+// alive. The next daemon shows the container as created and refuses to start it until the process
+// has gone.
 func TestStartCannotBeTakenBack(t *testing.T) {
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))

@@ -12,7 +12,7 @@ import (
 	"berth/integration/harness"
 )
 
-// imageNames are of images that share two of their three layers. What tag stands for changes.
+// imageNames names images that share two of their three layers. tag moves between them.
 type imageNames struct{ first, second, tag string }
 
 func first(n imageNames) string  { return n.first }
@@ -40,7 +40,7 @@ var images = sync.OnceValue(func() imageNames {
 	return imageNames{push("crash/first:1", a), push("crash/second:1", b), push("crash/moving:1", a)}
 })
 
-// threeLayers is an image whose layers have to be joined: one is a hard link to another's file.
+// threeLayers returns an image whose layers need a join: one hard-links a file of another.
 func threeLayers(name string) (v1.Image, error) {
 	trees := []fixture.Tree{
 		{fixture.Dir("bin", 0o755), fixture.File("bin/program", 0o755, "program"), fixture.Symlink("bin/link", "program"), fixture.Dir("etc", 0o700).WithXattr("user.berth", "kept")},
@@ -90,7 +90,7 @@ func removeImage(which func(imageNames) string) func(*testing.T, *world) error {
 	}
 }
 
-// removeImages removes what the operations have pulled.
+// removeImages removes the images that the operations have pulled.
 func (w *world) removeImages(t *testing.T) {
 	t.Helper()
 	for _, i := range harness.Get(w.d.Images.ListImages(t.Context(), nil))(t) {

@@ -19,8 +19,8 @@ import (
 
 const pointLimit = time.Minute // to reach a point on a slow machine
 
-// startUntil starts a container whose launcher is stopped at a point, and returns what the start
-// becomes.
+// startUntil starts a container whose launcher stops at a point. The channel returns the start's
+// error.
 func startUntil(t *testing.T, fp *harness.Failpoints, c *harness.Container, point string) chan error {
 	t.Helper()
 	fp.FreezeNext(t, harness.LauncherProgram, point, 1)
@@ -48,8 +48,8 @@ func TestLogOfAStartThatIsStopped(t *testing.T) {
 	d.QuietLog(t)
 }
 
-// A start that ends with its daemon is taken back by the next one. Neither that nor the launcher,
-// to whom nobody listens, is worth an error.
+// A start that ends with its daemon is undone by the next one. Neither the undoing nor the
+// launcher, which has lost its client, logs an error.
 func TestLogOfAStartThatIsTakenBack(t *testing.T) {
 	var fp harness.Failpoints
 	d := harness.StartDaemon(t, harness.WithFailpoints(&fp))

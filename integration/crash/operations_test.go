@@ -14,23 +14,23 @@ import (
 	"berth/integration/harness"
 )
 
-// operation is a request that changes something, with what is there before it.
+// operation is a request that changes something, with its preparations.
 type operation struct {
 	name    string
 	more    bool // a variant that the shortened enumeration leaves out
 	prepare func(*testing.T, *world)
 	request func(*testing.T, *world) error
 	again   []retry                               // ways to try again other than by the same request
-	daemon  func(*testing.T) harness.DaemonOption // what it needs of the daemon; nil: nothing
-	first   *point                                // not nil: the daemon is killed here first, and the next one at each point of its start and of what it undoes
+	daemon  func(*testing.T) harness.DaemonOption // options of the daemon; nil: none
+	first   *point                                // not nil: the daemon is killed here first, and the next one at each point of its start and recovery
 
-	// spoil, if not nil, does something to what a daemon has left that was killed without work. The next one is killed at each
-	// point of its start; the request is made afterwards.
+	// spoil, if not nil, damages the state of a daemon that was killed while idle. The next daemon
+	// is killed at each point of its start; the request follows.
 	spoil func(*testing.T, *world)
-	named string // what is in the differences that berth check --state then names, for good
+	named string // text of the differences that berth check --state then reports permanently
 }
 
-// ofStart tells that the daemon is killed at the points of its start.
+// ofStart reports whether the daemon is killed at the points of its start.
 func (o operation) ofStart() bool { return o.first != nil || o.spoil != nil }
 
 // retry is how kubelet goes on when the daemon is back.
@@ -47,8 +47,9 @@ func (o operation) retries() []retry {
 	return append(same, o.again...)
 }
 
-// later is a request that is made again where the answer is that its host port is in use, as kubelet does: a pod that was being made has it until
-// the daemon that was started has undone it, which it does in the background. Nothing else may be put off.
+// later repeats a request while its host port is in use, as kubelet does. A pod whose creation was
+// interrupted holds the port until the new daemon has undone it in the background. Other errors end
+// the case.
 func later(request func(*testing.T, *world) error) func(*testing.T, *world) error {
 	return func(t *testing.T, w *world) (err error) {
 		t.Helper()
@@ -115,7 +116,7 @@ var operations = []operation{
 	{name: "RemoveImage_in_use", prepare: with(has(first), podRuns(harness.HostNetwork), withContainer(imageVolume), created), request: removeImage(first), more: true},
 }
 
-// world is what a case has made.
+// world holds the objects of a case.
 type world struct {
 	d         *harness.Daemon
 	pod       *runtimeapi.PodSandboxConfig
@@ -171,8 +172,8 @@ func runPod(t *testing.T, w *world) (err error) {
 	return err
 }
 
-// runNextPod is what kubelet does when it sees in the list what has become of the pod: one that is ready it
-// takes, another it stops, and replaces by the next attempt.
+// runNextPod acts as kubelet does after it has listed the pods. It keeps a ready pod; otherwise it
+// stops the pod and runs the next attempt.
 func runNextPod(t *testing.T, w *world) error {
 	var old []string
 	for _, p := range harness.Get(w.d.Cri.ListPodSandbox(t.Context(), nil))(t) {
@@ -256,8 +257,8 @@ func createContainer(t *testing.T, w *world) (err error) {
 	return err
 }
 
-// createNext is what kubelet does when it sees in the list that there is a container, which was not started: another
-// attempt, after which the old one is collected with its log.
+// createNext acts as kubelet does when it lists a container that was not started. It creates the
+// next attempt and removes the old container with its log.
 func createNext(t *testing.T, w *world) error {
 	old := harness.Get(w.d.Cri.ListContainers(t.Context(), nil))(t)
 	log := filepath.Join(w.pod.LogDirectory, w.container.LogPath)
@@ -281,8 +282,8 @@ func startContainer(t *testing.T, w *world) error {
 	return w.d.Cri.StartContainer(t.Context(), w.id)
 }
 
-// startNext is what kubelet does when it sees in the list what has become of the container: one that runs it takes,
-// another it replaces by the next attempt.
+// startNext acts as kubelet does after it has listed the containers. It keeps a running container;
+// otherwise it replaces it with the next attempt.
 func startNext(t *testing.T, w *world) error {
 	for _, c := range harness.Get(w.d.Cri.ListContainers(t.Context(), nil))(t) {
 		if c.State == runtimeapi.ContainerState_CONTAINER_RUNNING {

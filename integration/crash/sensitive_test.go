@@ -21,7 +21,8 @@ import (
 	"berth/integration/machine"
 )
 
-// What the enumeration must not miss, it sees: each kind of leftover is a difference, and none without one.
+// TestDifferencesAreSeen checks the inventory itself. Each kind of leftover shows as a difference,
+// and without leftovers there is none.
 func TestDifferencesAreSeen(t *testing.T) {
 	d := harness.StartDaemon(t)
 	w := &world{d: d}
@@ -83,8 +84,8 @@ func TestDifferencesAreSeen(t *testing.T) {
 			harness.Must(t, os.Chtimes(path, time.Time{}, info.ModTime().Add(time.Second)))
 			return func() { harness.Must(t, os.Chtimes(path, time.Time{}, info.ModTime())) }
 		})},
-		{"file below root", onLayer(w, unlinkJoined)}, // what was another name of a file has become its copy
-		{"file below root", func(t *testing.T) func() { // what a record says
+		{"file below root", onLayer(w, unlinkJoined)}, // a hard link replaced with a copy
+		{"file below root", func(t *testing.T) func() { // the content of a record
 			path := filepath.Join(d.Root, "pods", w.podID+".record")
 			content, err := os.ReadFile(path)
 			harness.Must(t, err)

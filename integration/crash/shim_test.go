@@ -31,23 +31,23 @@ func TestShimCrash(t *testing.T) {
 	}
 }
 
-// shimOperation is an operation in which launchers and monitors take part.
+// shimOperation is an operation that involves launchers or monitors.
 type shimOperation struct {
 	operation
 	goOn func(*testing.T, *world) error // how kubelet goes on, every time that it looks; nil: by the same request
 
-	// noShim tells that no launcher and no monitor has any part in it.
+	// noShim: the operation involves no launcher and no monitor.
 	noShim bool
-	// exits tells that the container has exited afterwards, by what its monitor told: with the monitor lost
-	// before it wrote that down, it has exited in another way.
+	// exits: the container has exited afterwards, by its monitor's report. A monitor that is killed
+	// before it writes the report causes another exit status.
 	exits bool
-	// execs tells that it is an exec: when both the daemon and its launcher are lost nobody knows of it, and what
-	// it has started goes on, as long as the container.
+	// execs: the operation is an exec. When both the daemon and the launcher are killed, no record
+	// of the exec remains, and its processes live as long as the container.
 	execs bool
-	crun  bool // the daemon shall have it as a handler
-	// launches tells that a launcher does most of it.
+	crun  bool // the daemon has crun as a handler
+	// launches: a launcher does most of the operation.
 	launches bool
-	// limited tells that its time may be over before it gets to a point.
+	// limited: the operation may time out before it reaches a point.
 	limited bool
 }
 
@@ -90,7 +90,7 @@ type shimEnumeration struct {
 	lost inventory.Items // after, where the monitor was lost before the container's exit was written down
 }
 
-// shimPoint is a place and time at which a launcher or monitor is killed.
+// shimPoint is a failpoint and a count at which a launcher or monitor is killed.
 type shimPoint struct {
 	program string
 	point
@@ -142,7 +142,7 @@ func (e *shimEnumeration) startOver(t *testing.T) {
 	e.lost = nil
 }
 
-// wanted is the state that the operation shall lead to.
+// wanted returns the expected state after the operation.
 func (e *shimEnumeration) wanted(unrecorded bool) inventory.Items {
 	if !e.exits || !unrecorded {
 		return e.after
@@ -164,7 +164,7 @@ var (
 
 const lostMessage = `"message":"the container's shim was lost, its exit code is unknown"`
 
-// asLost is a state in which the containers that have exited did so with their monitors.
+// asLost returns the state with the exit status of containers that lost their monitors.
 func asLost(s inventory.Items) inventory.Items {
 	return s.Map(func(kind, name string) string {
 		switch {
@@ -250,8 +250,8 @@ func (e *shimEnumeration) crash(t *testing.T, how killing, daemonToo bool, want 
 	e.report(t, "after everything was removed", e.d.Becomes(t, e.idle))
 }
 
-// repeated does as kubelet, which looks again and again, until the state is the wanted one, and returns what
-// differs if it does not get there.
+// repeated repeats the request, as kubelet does, until the state is the expected one. It returns
+// the remaining differences.
 func (e *shimEnumeration) repeated(t *testing.T, w *world, want inventory.Items) (differences []string) {
 	t.Helper()
 	goOn := e.goOn
@@ -289,13 +289,13 @@ func execute(t *testing.T, w *world) error {
 	return err
 }
 
-// executeTooLong executes what has to be killed, with what it has started.
+// executeTooLong runs an exec that exceeds its timeout and must be killed with its children.
 func executeTooLong(t *testing.T, w *world) error {
 	_, _, err := w.d.Cri.ExecSync(t.Context(), w.id, []string{"sh", "-c", "sleep 100001 & sleep 100002"}, time.Second)
 	return expectTimeout(err)
 }
 
-// expectTimeout is nil for what the client makes of an exec's DeadlineExceeded.
+// expectTimeout returns nil for the client's form of an exec's DeadlineExceeded.
 func expectTimeout(err error) error {
 	if err == nil || !strings.Contains(err.Error(), "timed out after 1") { // second, or ten
 		return fmt.Errorf("an exec that takes too long returned: %v", err)

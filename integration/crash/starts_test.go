@@ -12,7 +12,7 @@ import (
 	"berth/internal/failpoint/points"
 )
 
-// starts are the daemon's starts on what an earlier one has left, and somebody has changed.
+// starts lists starts of the daemon on state that was changed while no daemon ran.
 var starts = []operation{
 	{name: "Start", spoil: nothing, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn},
 	{name: "Start_lost_records", spoil: loseRecords, prepare: with(podRuns(hostPort), withContainer(obedient), started), request: goOn, more: true},
@@ -36,7 +36,7 @@ func (w *world) containerRecord() string {
 	return filepath.Join(w.d.Root, "containers", w.id+".record")
 }
 
-// loseRecords is what a power cut can do.
+// loseRecords removes records, as a power cut can.
 func loseRecords(t *testing.T, w *world) {
 	harness.Must(t, os.Remove(w.podRecord()))
 	loseContainerRecord(t, w)
@@ -65,15 +65,16 @@ func damageLayers(t *testing.T, w *world) {
 	}
 }
 
-// cutShort leaves of a file what is the same in every record of its kind.
+// cutShort truncates a file to the header that all records of its kind share.
 func cutShort(t *testing.T, path string) { harness.Must(t, os.Truncate(path, 16)) }
 
-// tearAddress reserves an address for nobody, as a power cut between the making of host-local's file and its content does.
+// tearAddress makes an empty address file of host-local. A power cut between creation and write
+// leaves such a file.
 func tearAddress(t *testing.T, w *world) {
 	harness.Must(t, os.WriteFile(filepath.Join(w.d.DataDir, "test/10.88.0.99"), nil, 0o600))
 }
 
-// ageProgram makes an installed program that of another version.
+// ageProgram changes an installed program, as an upgrade would.
 func ageProgram(name string) func(*testing.T, *world) {
 	return func(t *testing.T, w *world) {
 		installed, err := filepath.Glob(filepath.Join(w.d.Root, "bin", name+"-*"))
@@ -85,7 +86,7 @@ func ageProgram(name string) func(*testing.T, *world) {
 	}
 }
 
-// unkilled are the points at which no operation has the daemon killed, each with the reason.
+// unkilled lists the points that never kill the daemon in an operation, with reasons.
 var unkilled = map[string]string{
 	"launch.processes-removed": "a launcher was lost, which takes another kill: TestShimCrash has those",
 	"exec.kill-left":           oddExec,

@@ -21,8 +21,8 @@ import (
 	"berth/internal/testenv"
 )
 
-// TestLauncherKilledAtSystemCalls kills the launcher after each system call by which it changes something: so it is
-// killed between any two of libcontainer's steps.
+// TestLauncherKilledAtSystemCalls kills the launcher after each system call that changes something,
+// and so between any two steps of libcontainer.
 func TestLauncherKilledAtSystemCalls(t *testing.T) {
 	if testing.Short() {
 		t.Skip("the enumeration takes minutes")
@@ -99,8 +99,9 @@ func (e *shimEnumeration) atCall(n int) killing {
 	}
 }
 
-// tracer watches launchers (ptrace(2)) and knows of each system call that has an effect outside of them: those of
-// libcontainer, too, where no failpoint can be. Children of launchers are not watched.
+// tracer traces launchers (ptrace(2)) and stops at each system call with an effect outside the
+// launcher. These include libcontainer's calls, which have no failpoints. It does not trace the
+// launchers' children.
 type tracer struct {
 	at int // the how manyth effect its maker is stopped after, to be killed; 0: none
 
@@ -155,8 +156,8 @@ func (tr *tracer) stop() []string {
 	return tr.effects
 }
 
-// kill waits for the launcher to be stopped, for at most limit, and kills it. It tells whether that came to pass. While it is
-// watched only the tracer could reap it, and the daemon would try in vain.
+// kill waits up to limit until the launcher is stopped, kills it, and reports whether it did. Only
+// the tracer can reap a traced process, so kill reaps it for the daemon.
 func (tr *tracer) kill(limit time.Duration) bool {
 	select {
 	case tid := <-tr.reached:
@@ -167,7 +168,7 @@ func (tr *tracer) kill(limit time.Duration) bool {
 					return errors.New("it is watched")
 				}
 			}
-			return unix.Kill(tid, unix.SIGKILL) // a thread's ID will do, and it is stopped: nobody else has that
+			return unix.Kill(tid, unix.SIGKILL) // any thread's ID works; the thread is stopped, so its ID is not reused
 		}) == nil
 	case <-time.After(limit):
 		return false
@@ -228,15 +229,15 @@ func (tr *tracer) follow() {
 	}
 }
 
-// goOn looks why a thread has stopped, and lets it go on to its next system call, unless this was the one. What fails does
-// because the thread has ended.
+// goOn handles a stopped thread and resumes it until its next system call, unless this call was the
+// chosen one. Errors mean that the thread has ended.
 func (tr *tracer) goOn(tid int, status unix.WaitStatus) (reached bool) {
 	signal := 0
 	switch event := int(status) >> 16; {
 	case event == unix.PTRACE_EVENT_EXEC: // it is a monitor now
 		_ = unix.PtraceDetach(tid)
 		return false
-	case event != 0: // it is to be watched, or has made a thread that is
+	case event != 0: // a new thread or the start of tracing
 	case status.StopSignal() == unix.SIGTRAP|0x80:
 		if tr.enter(tid) {
 			_ = unix.Kill(tid, unix.SIGSTOP) // this system call is its last
@@ -260,7 +261,8 @@ type syscallInfo struct {
 	args   [6]uint64
 }
 
-// enter notes the effect of a system call that is about to be made, and tells whether it is the one.
+// enter records the effect of the system call that the thread is entering. It reports whether the
+// call is the chosen one.
 func (tr *tracer) enter(tid int) bool {
 	const entry = 1 // PTRACE_SYSCALL_INFO_ENTRY
 	var info syscallInfo
@@ -290,7 +292,8 @@ var effectOf = map[uint64]struct {
 	unix.SYS_KILL: {"kill", -1}, unix.SYS_PIDFD_SEND_SIGNAL: {"pidfd_send_signal", -1},
 }
 
-// describeEffect returns the system call's name and what it is about; "": it has no effect outside.
+// describeEffect returns the system call's name and object, or "" for a call without an effect
+// outside.
 func describeEffect(tid int, info *syscallInfo) string {
 	call, known := effectOf[info.number]
 	if !known {
@@ -305,7 +308,7 @@ func describeEffect(tid int, info *syscallInfo) string {
 		if info.args[0]&unix.CLONE_THREAD != 0 {
 			return ""
 		}
-	case unix.SYS_WRITE: // to pipes and sockets it is said what else shows
+	case unix.SYS_WRITE: // writes to pipes and sockets show in other effects
 		file, err := os.Readlink(fmt.Sprintf("/proc/%d/fd/%d", tid, info.args[0]))
 		if err != nil || !strings.HasPrefix(file, "/") || strings.HasPrefix(file, "/proc/") || strings.HasPrefix(file, "/dev/") {
 			return ""

@@ -17,7 +17,7 @@ import (
 	"berth/integration/harness"
 )
 
-// variants are operations on what is out of order, or made by somebody else.
+// variants lists operations on unusual state.
 var variants = []operation{
 	{name: "StopContainer_frozen", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started, freezeMonitor), request: stopContainer(0), more: true},
 	{name: "UpdateContainerResources", prepare: with(podRuns(harness.HostNetwork), withContainer(obedient), started), request: limit, more: true},
@@ -45,7 +45,8 @@ func freezeMonitor(t *testing.T, w *world) {
 	harness.Must(t, syscall.Kill(harness.MonitorOf(t, w.d, c), syscall.SIGSTOP))
 }
 
-// withHostPath gives the container a directory of the host that does not exist. It is in the one that is cleaned after each case.
+// withHostPath mounts a missing host directory into the container. Its parent is emptied after each
+// case.
 func withHostPath(_ *testing.T, w *world) {
 	w.container.Mounts = append(w.container.Mounts, &runtimeapi.Mount{HostPath: filepath.Join(w.d.LogDir, "host/path"), ContainerPath: "/host"})
 }
@@ -65,7 +66,8 @@ func ownNetwork(*testing.T) harness.DaemonOption {
 // networkLost has the pod be the first one after a boot.
 func networkLost(t *testing.T, w *world) { w.d.LoseNetwork(t) }
 
-// foundBridge makes the bridge, as an administrator may. Results of ADD have its hardware address.
+// foundBridge makes the bridge in advance, as an administrator may. Results of ADD contain its
+// hardware address.
 func foundBridge(t *testing.T, _ *world) {
 	harness.Must(t, netlink.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "berth0", HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 1}}}))
 }
@@ -74,7 +76,7 @@ const udpPort = 18053
 
 var udpHostPort = harness.HostPort(udpPort, 53, runtimeapi.Protocol_UDP)
 
-// bandwidth limits what the pod sends and receives.
+// bandwidth limits the pod's network traffic.
 func bandwidth(c *runtimeapi.PodSandboxConfig) {
 	c.Annotations["kubernetes.io/ingress-bandwidth"], c.Annotations["kubernetes.io/egress-bandwidth"] = "1G", "1G"
 }
@@ -98,7 +100,7 @@ func withPlugin(*testing.T) harness.DaemonOption {
 	}
 }
 
-// isPlugin tells whether this process was started by a daemon as an NRI plugin.
+// isPlugin reports whether a daemon has started this process as an NRI plugin.
 func isPlugin() bool { return os.Getenv(api.PluginSocketEnvVar) != "" }
 
 // runPlugin is that plugin.
