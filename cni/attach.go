@@ -15,21 +15,22 @@ import (
 	"berth/internal/task"
 )
 
-// Attachment is how a pod is, or shall be, connected. Its zero value means not at
-// all. The caller stores it with the pod before Add.
+// Attachment describes how a pod is connected, or will be. Its zero value means no connection. The
+// caller stores it with the pod before Add.
 type Attachment struct {
 	Network  string `json:"network,omitempty"`
 	IfName   string `json:"ifName,omitempty"`
-	ConfList []byte `json:"confList,omitempty"` // the configuration list ADD uses, complete
+	ConfList []byte `json:"confList,omitempty"` // the complete configuration list that ADD uses
 }
 
-// Add connects a pod and returns its addresses. On any error the caller runs Del:
-// a part of the chain may have done its work.
+// Add connects a pod and returns its addresses. The caller runs Del after any error, since a part
+// of the chain may have done its work.
 //
-// Errors: InvalidArgument for a pod that fails Validate; FailedPrecondition for a
-// plugin that is not installed or refuses its configuration; DeadlineExceeded for a plugin that
-// was killed, or, as Canceled, when ctx ended before one began; Unavailable where the plugin
-// asks to try again, or after Leave; else Internal. A plugin's own error is a *types.Error in the chain.
+// Errors: InvalidArgument for a pod that fails Validate. FailedPrecondition for a plugin that is
+// not installed or refuses its configuration. DeadlineExceeded for a plugin that was killed.
+// DeadlineExceeded or Canceled if ctx ended before a plugin began. Unavailable if the plugin asks
+// to try again, and after Leave. Otherwise Internal. A plugin's own error is a *types.Error in the
+// chain.
 func (n *Network) Add(ctx context.Context, att Attachment, pod Pod) (Result, error) {
 	if err := pod.Validate(); err != nil {
 		return Result{}, err
@@ -48,27 +49,25 @@ func (n *Network) Add(ctx context.Context, att Attachment, pod Pod) (Result, err
 		return err
 	})
 	if err != nil {
-		return Result{}, err // after Leave the plugin's result may be coming still
+		return Result{}, err // after Leave the plugin may still be writing result
 	}
 	return result, nil
 }
 
-// Del disconnects a pod with the configuration its Add used. It is idempotent and
-// works when the network namespace is gone. Until it returns nil, something may
-// be left, and the caller tries again. Errors as of Add.
+// Del disconnects a pod with the configuration that its Add used. It is idempotent and works when
+// the network namespace is gone. The caller repeats it until it returns nil. Errors as of Add.
 //
-// A pod that fails Validate, and one without attachment, was never given to a
-// plugin: nil.
+// Del returns nil for a pod that fails Validate or has no attachment: no plugin ever ran for it.
 func (n *Network) Del(ctx context.Context, att Attachment, pod Pod) error {
 	if len(att.ConfList) == 0 || pod.Validate() != nil {
 		return nil
 	}
-	pod.NetNS = netns.Existing(pod.NetNS) // "" has plugins clean up what is outside of it (specification, DEL)
+	pod.NetNS = netns.Existing(pod.NetNS) // with "" plugins clean up outside of the namespace (specification, DEL)
 	return n.operate(ctx, att, pod, "DEL", n.lib.DelNetworkList)
 }
 
-// Check asks the plugins whether the pod is connected as Add left it. Nil also where
-// the configuration disables CHECK; Unimplemented for configurations before 0.4.0.
+// Check asks the plugins whether the pod is still connected as Add left it. It returns nil if the
+// configuration disables CHECK, and Unimplemented for configurations before 0.4.0.
 func (n *Network) Check(ctx context.Context, att Attachment, pod Pod) error {
 	if err := pod.Validate(); err != nil {
 		return err
@@ -84,7 +83,7 @@ func (n *Network) Check(ctx context.Context, att Attachment, pod Pod) error {
 
 type operation func(context.Context, *libcni.NetworkConfigList, *libcni.RuntimeConf) error
 
-// operate runs one operation of one pod: under the gate, with a deadline of its own.
+// operate runs one operation of one pod under the gate, with a deadline of its own.
 func (n *Network) operate(ctx context.Context, att Attachment, pod Pod, verb string, op operation) error {
 	what := fmt.Sprintf("CNI %s of pod %s to network %q", verb, pod.ID, att.Network)
 	list, err := parseConf(att.ConfList, true)
@@ -92,7 +91,7 @@ func (n *Network) operate(ctx context.Context, att Attachment, pod Pod, verb str
 		return errdefs.FailedPrecondition("%s: stored configuration: %w", what, err)
 	}
 	if err := n.awaitGC(ctx, pod); err != nil {
-		return errdefs.New(errdefs.Code(err), "%s: waiting for CNI GC: %w", what, err)
+		return errdefs.New(errdefs.Code(err), "%s: wait for CNI GC: %w", what, err)
 	}
 	err = n.await(what, func() error {
 		defer n.gate.Release(1)
@@ -102,7 +101,7 @@ func (n *Network) operate(ctx context.Context, att Attachment, pod Pod, verb str
 		failpoint.Reach("cni.result-saved")
 		return err
 	})
-	if errdefs.Code(err) == codes.Unknown { // libcni's own
+	if errdefs.Code(err) == codes.Unknown { // an error of libcni itself
 		return errdefs.Internal("%s: %w", what, err)
 	}
 	if err != nil {
@@ -115,11 +114,11 @@ func (n *Network) operate(ctx context.Context, att Attachment, pod Pod, verb str
 func (n *Network) awaitGC(ctx context.Context, pod Pod) error {
 	ctx, cancel := context.WithTimeout(ctx, n.cfg.Timeout)
 	defer cancel()
-	defer n.cfg.Waits.Begin("CNI GC to end", "pod "+pod.ID)()
+	defer n.cfg.Waits.Begin("end of CNI GC", "pod "+pod.ID)()
 	return n.passGate(ctx, 1)
 }
 
-// passGate waits for the gate until ctx ends, or Leave is called.
+// passGate waits for the gate until ctx ends or Leave is called.
 func (n *Network) passGate(ctx context.Context, weight int64) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -134,7 +133,7 @@ func (n *Network) passGate(ctx context.Context, weight int64) error {
 	return err
 }
 
-// mayBegin tells why no plugin is to be begun any more, or nil.
+// mayBegin returns why no further plugin may start, or nil.
 func (n *Network) mayBegin(ctx context.Context) error {
 	if n.left.Err() != nil {
 		return errdefs.Unavailable("berth is stopping")
@@ -142,31 +141,33 @@ func (n *Network) mayBegin(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// pluginContext is what plugins of one operation run under: it ends with their own time and with nothing else.
+// pluginContext returns the context that an operation's plugins run under. It ends after
+// Config.Timeout and does not depend on the caller's context.
 func (n *Network) pluginContext(ctx context.Context) (context.Context, context.CancelFunc) {
 	return context.WithTimeout(context.WithoutCancel(ctx), n.cfg.Timeout)
 }
 
-// await runs what executes plugins and waits for its end, or for Leave.
+// await runs a function that executes plugins, and waits until it returns or Leave is called.
 func (n *Network) await(what string, run func() error) error {
 	done := make(chan task.Outcome, 1)
-	go func() { done <- task.Catch(run) }() // ends before await, or with the process
+	go func() { done <- task.Catch(run) }() // ends before await does, or with the process
 	select {
 	case outcome := <-done:
 		return outcome.Result()
 	case <-n.left.Done():
-		return errdefs.Unavailable("%s: berth is stopping, the plugin goes on", what)
+		return errdefs.Unavailable("%s: berth is stopping, the plugin continues", what)
 	}
 }
 
-// warnUnusedPorts logs host ports that no plugin of the network will open, or can.
+// warnUnusedPorts logs host ports that no plugin of the network opens, and those that the kernel
+// cannot redirect.
 func (n *Network) warnUnusedPorts(list *libcni.NetworkConfigList, pod Pod) {
 	if len(pod.PortMappings) == 0 {
 		return
 	}
 	for _, p := range pod.PortMappings {
 		if ip, err := netip.ParseAddr(p.HostIP); err == nil && ip == netip.IPv6Loopback() {
-			n.log.Warn("the kernel redirects nothing from ::1: a host port is not reached there", "pod", pod.ID, "port", p.HostPort)
+			n.log.Warn("the host port is not reachable at ::1, the kernel cannot redirect from there", "pod", pod.ID, "port", p.HostPort)
 		}
 	}
 	for _, p := range list.Plugins {
@@ -174,5 +175,5 @@ func (n *Network) warnUnusedPorts(list *libcni.NetworkConfigList, pod Pod) {
 			return
 		}
 	}
-	n.log.Warn("host ports are not opened: no plugin of the network has the portMappings capability", "pod", pod.ID, "network", list.Name)
+	n.log.Warn("host ports are not open: no plugin of the network has the portMappings capability", "pod", pod.ID, "network", list.Name)
 }

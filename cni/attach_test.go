@@ -17,8 +17,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// DEL and CHECK use what ADD used, whatever has become of the file since.
-func TestDelUsesAddsConfig(t *testing.T) {
+func TestDelAndCheckUseConfigOfAdd(t *testing.T) {
 	for _, change := range []string{"changed", "deleted"} {
 		t.Run(change, func(t *testing.T) {
 			b := newBed(t)
@@ -68,7 +67,7 @@ func TestDel(t *testing.T) {
 		pod := testPod("p1")
 		att := b.add(pod)
 		must(t, n.Del(ctx, att, pod))
-		for _, gone := range []string{"/nonexistent/netns", b.conf + "/1.conflist", ""} { // no file, not a namespace, never one
+		for _, gone := range []string{"/nonexistent/netns", b.conf + "/1.conflist", ""} { // missing, not a namespace, empty
 			pod.NetNS = gone
 			must(t, n.Del(ctx, att, pod))
 			if got := lookup(strings.Split(b.saw("a.DEL.env"), "\n"), "CNI_NETNS"); got != "" {
@@ -127,7 +126,7 @@ func TestDel(t *testing.T) {
 	})
 }
 
-// A damaged cache, as after a crash while it was written, does not stop DEL.
+// A crash during a write damages the cache.
 func TestDelWithDamagedCache(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)
@@ -158,7 +157,6 @@ func TestCheckUnsupported(t *testing.T) {
 	}
 }
 
-// A plugin gets the capability arguments it declares, and no others.
 func TestCapabilityArgs(t *testing.T) {
 	b := newBed(t)
 	b.plugin("all", okResult)
@@ -196,8 +194,7 @@ func TestCapabilityArgs(t *testing.T) {
 	}
 }
 
-// Names cannot add arguments, and no plugin runs for a pod that tries.
-func TestArgsInjection(t *testing.T) {
+func TestAddRefusesArgsInjection(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
@@ -257,7 +254,7 @@ func TestGC(t *testing.T) {
 	}
 
 	b.forget()
-	must(t, n.GC(context.Background(), []Pod{kept})) // the stale one's record is gone
+	must(t, n.GC(context.Background(), []Pod{kept})) // the stale pod's record is gone
 	if slices.Contains(b.calls(), "a DEL stale") {
 		t.Errorf("calls %q", b.calls())
 	}
@@ -279,7 +276,7 @@ func TestGCDisabledOrOld(t *testing.T) {
 	}
 }
 
-func TestGCReportsAndGoesOn(t *testing.T) {
+func TestGCContinuesAfterError(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", `[ $CNI_COMMAND != GC ] || exit 1; `+okResult)
 	b.plugin("b", okResult)

@@ -14,7 +14,7 @@ import (
 	"berth/internal/netns"
 )
 
-// CachedResult is the result of an ADD as libcni has cached it.
+// CachedResult is the result of an ADD in libcni's cache.
 type CachedResult struct {
 	File    string
 	PodID   string
@@ -22,9 +22,9 @@ type CachedResult struct {
 	IPs     []string
 }
 
-// CachedResults reads the results below a Config's CacheDir of ADDs that no DEL has undone. A Network
-// may be open there meanwhile: files that vanish are left out. A file that cannot be decoded yields a
-// result without PodID.
+// CachedResults reads the results below a Config's CacheDir of ADDs that no DEL has undone. A
+// Network may be open there: files that vanish meanwhile are left out. A file that cannot be
+// decoded yields a result without PodID.
 func CachedResults(cacheDir string) ([]CachedResult, error) {
 	dir := filepath.Join(cacheDir, "results") // see libcni, getCacheFilePath
 	entries, err := os.ReadDir(dir)
@@ -91,9 +91,9 @@ func cachedResult(file string, data []byte) CachedResult {
 	return r
 }
 
-// MayHold reports whether a pod may still own network resources. It is for pods whose record and
-// network configuration are lost, so it looks for a network namespace, a cached result, and an address in
-// the default directory of an IPAM plugin.
+// MayHold reports whether a pod may still own network resources. It is for pods without record,
+// whose network configuration is unknown. It looks for a network namespace, a cached result, and an
+// address in the default directory of an IPAM plugin.
 func (n *Network) MayHold(podID, netnsPath string) (bool, error) {
 	if netns.Existing(netnsPath) != "" {
 		return true, nil

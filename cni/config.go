@@ -26,7 +26,7 @@ const maxConfSize = 1 << 20
 // network is a valid configuration and the file it came from. Immutable.
 type network struct {
 	file string
-	list *libcni.NetworkConfigList // Bytes holds all of it, plugins included
+	list *libcni.NetworkConfigList // Bytes is the complete list, including plugins
 }
 
 func (n *network) same(o *network) bool {
@@ -36,16 +36,15 @@ func (n *network) same(o *network) bool {
 	return n.file == o.file && bytes.Equal(n.list.Bytes, o.list.Bytes)
 }
 
-// supports11 reports whether STATUS and GC exist in the version the network uses.
+// supports11 reports whether the network's CNI version has STATUS and GC.
 func supports11(list *libcni.NetworkConfigList) bool {
 	ok, err := version.GreaterThanOrEqualTo(list.CNIVersion, "1.1.0")
 	return ok && err == nil
 }
 
-// load returns the first valid configuration in dir, in lexical order of file
-// names, and the invalid files before it. Like containerd and CRI-O it takes
-// *.conflist for lists and *.conf, *.json for single plugins. The error,
-// FailedPrecondition, says why there is no configuration.
+// load returns the first valid configuration in dir, in lexical order of file names, and the
+// invalid files before it. Like containerd and CRI-O it takes *.conflist for lists and *.conf,
+// *.json for single plugins. Without a valid one the error, FailedPrecondition, gives the reasons.
 func load(dir string) (*network, []Skipped, error) {
 	names, err := confFiles(dir, ".conflist", ".conf", ".json")
 	if err != nil {
@@ -73,7 +72,7 @@ func (n *Network) configured() (*network, []Skipped, error) {
 		err = validateList(list)
 	}
 	if err != nil {
-		return nil, nil, errdefs.FailedPrecondition("configuration of the network: %w", err)
+		return nil, nil, errdefs.FailedPrecondition("network configuration: %w", err)
 	}
 	return &network{list: list}, nil, nil
 }
@@ -89,8 +88,8 @@ func noneValid(dir string, skipped []Skipped) error {
 	return errdefs.FailedPrecondition("no CNI network configured: no valid file in %s: %s", dir, strings.Join(parts, "; "))
 }
 
-// confFiles returns the names in dir with one of the extensions, sorted. A
-// directory that does not exist is empty.
+// confFiles returns the sorted names of the files in dir with one of the extensions. It returns
+// none if dir does not exist.
 func confFiles(dir string, extensions ...string) ([]string, error) {
 	entries, err := os.ReadDir(dir) // sorted by name
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -105,7 +104,7 @@ func confFiles(dir string, extensions ...string) ([]string, error) {
 	return names, nil
 }
 
-// loadFile reads one configuration with everything that belongs to it.
+// loadFile reads one configuration and the plugin files that belong to it.
 func loadFile(file string) (*libcni.NetworkConfigList, error) {
 	data, err := readConf(file)
 	if err != nil {
@@ -123,12 +122,12 @@ func loadFile(file string) (*libcni.NetworkConfigList, error) {
 	return list, validateList(list)
 }
 
-// readConf reads a regular file of at most maxConfSize bytes. A FIFO or device
-// put in its place neither blocks nor floods the owner goroutine.
+// readConf reads a regular file of at most maxConfSize bytes. A FIFO or device in its place cannot
+// block the owner goroutine.
 func readConf(file string) ([]byte, error) { return safefs.ReadHostFile(file, maxConfSize) }
 
-// parseConf decodes a list, or a single plugin's configuration as a list of one.
-// The name is valid in what it returns; validateList checks the rest.
+// parseConf decodes a list, or a single plugin's configuration as a list of one. It validates the
+// name and the version; validateList checks the rest.
 func parseConf(data []byte, isList bool) (*libcni.NetworkConfigList, error) {
 	list, err := decodeConf(data, isList)
 	if err != nil {
@@ -148,14 +147,14 @@ func decodeConf(data []byte, isList bool) (*libcni.NetworkConfigList, error) {
 	if err != nil {
 		return nil, err
 	}
-	// Deprecated upstream since spec 1.0 has lists only, but the way to read the
-	// files operators have.
+	// The function is deprecated upstream because CNI 1.0 has lists only, but operators still have
+	// such files.
 	return libcni.ConfListFromConf(conf)
 }
 
-// knownVersion refuses a configuration for specification versions that this
-// runtime does not know. libcni chose v, the highest of cniVersion and cniVersions
-// it knows, and left v empty (which means 0.1.0) if there is none.
+// knownVersion refuses a configuration for CNI versions that this runtime does not support. libcni
+// sets v to the highest supported one of cniVersion and cniVersions, and to "", which means 0.1.0,
+// without any.
 func knownVersion(data []byte, v string) error {
 	var raw struct {
 		CNIVersions []string `json:"cniVersions"`
@@ -172,12 +171,12 @@ func knownVersion(data []byte, v string) error {
 	return nil
 }
 
-// withPluginFiles adds the plugins in dir, one a file, to the list (spec 1.1:
-// "plugins may be loaded from a directory named after the network") and makes
-// list.Bytes complete, since DEL must not depend on files that may change.
+// withPluginFiles adds the plugins in dir, one per file, to the list (CNI 1.1: "plugins may be
+// loaded from a directory named after the network"). It makes list.Bytes complete, since DEL must
+// not depend on files that may change.
 func withPluginFiles(list *libcni.NetworkConfigList, dir string) (*libcni.NetworkConfigList, error) {
 	names, err := confFiles(dir, ".conf")
-	if err != nil && !errors.Is(err, unix.ENOTDIR) { // a file may well have the network's name
+	if err != nil && !errors.Is(err, unix.ENOTDIR) { // a file may have the network's name
 		return nil, err
 	}
 	if len(names) == 0 {

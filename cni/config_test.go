@@ -17,10 +17,10 @@ func TestLoadFirstValid(t *testing.T) {
 	tests := []struct {
 		name    string
 		files   map[string]string
-		want    string // network
+		want    string // name of the network
 		version string
 		skipped []string // file names
-		err     string   // in the error, if there is no network
+		err     string   // expected text of the error without a network
 	}{
 		{name: "lexical order over all extensions",
 			files: map[string]string{"30.conflist": conflist("1.0.0", "third", "a"), "10.json": single, "20.conf": strings.ReplaceAll(single, "single", "second")},
@@ -71,7 +71,6 @@ func TestLoadFirstValid(t *testing.T) {
 	}
 }
 
-// What is not a file neither blocks nor ends the search.
 func TestLoadSkipsSpecialFiles(t *testing.T) {
 	dir := t.TempDir()
 	must(t, unix.Mkfifo(dir+"/10.conf", 0o644))
@@ -88,7 +87,7 @@ func TestLoadSkipsSpecialFiles(t *testing.T) {
 	}
 }
 
-// Spec 1.1: plugins of a network may be files in a directory with its name.
+// CNI 1.1: plugins of a network may be files in a directory with its name.
 func TestLoadPluginFiles(t *testing.T) {
 	dir := t.TempDir()
 	must(t, os.WriteFile(dir+"/10.conflist", []byte(`{"cniVersion":"1.1.0","name":"n","plugins":[{"type":"a"}]}`), 0o644))
@@ -98,7 +97,7 @@ func TestLoadPluginFiles(t *testing.T) {
 	must(t, os.WriteFile(dir+"/n/README", nil, 0o644))
 	net, _, err := load(dir)
 	must(t, err)
-	stored, err := parseConf(net.list.Bytes, true) // what DEL will see
+	stored, err := parseConf(net.list.Bytes, true) // the configuration for DEL
 	must(t, err)
 	var types []string
 	for _, p := range stored.Plugins {
@@ -135,7 +134,7 @@ func FuzzConf(f *testing.F) {
 		}
 		again, err := parseConf(list.Bytes, true)
 		if err != nil {
-			t.Fatalf("what ADD uses cannot be read for DEL: %v", err)
+			t.Fatalf("DEL cannot read the configuration of ADD: %v", err)
 		}
 		if again.Name != list.Name || len(again.Plugins) != len(list.Plugins) {
 			t.Fatalf("read %q with %d plugins, stored %q with %d", list.Name, len(list.Plugins), again.Name, len(again.Plugins))

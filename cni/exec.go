@@ -29,24 +29,24 @@ import (
 
 const (
 	maxStdout  = 1 << 20  // bytes of a result
-	maxStderr  = 16 << 10 // bytes of diagnostics that are kept
-	maxExcerpt = 512      // bytes of foreign text in an error
+	maxStderr  = 16 << 10 // bytes of stderr that are kept
+	maxExcerpt = 512      // bytes of a plugin's text in an error
 
-	// stdinDelay is how long a plugin that has exited is still given what it did not read: only a background child could.
+	// stdinDelay bounds the write of a plugin's remaining stdin after its exit. Only a background
+	// child can still read it.
 	stdinDelay = 500 * time.Millisecond
 
-	// A plugin that is being replaced cannot be executed (ETXTBSY) until its writer
-	// closes it.
+	// A plugin file that is open for writing cannot be executed (ETXTBSY).
 	busyWait    = 100 * time.Millisecond
 	busyRetries = 50
 )
 
-// errVerbUnknown says that a plugin does not know a CNI_COMMAND.
+// errVerbUnknown means that a plugin does not implement a CNI_COMMAND.
 var errVerbUnknown = errors.New("verb not supported")
 
-// runner executes plugins for libcni (invoke.Exec). Unlike libcni's own it ends
-// the plugin's children too, reads all that the plugin has printed when it ends and waits for nobody who goes on printing, and
-// bounds what it keeps.
+// runner executes plugins for libcni (invoke.Exec). Unlike libcni's own implementation it kills the
+// plugin's children too and bounds the output that it keeps. It reads what the plugin had printed
+// at its exit, and does not wait for children that go on printing.
 type runner struct {
 	version.PluginDecoder
 	log     *slog.Logger
@@ -56,8 +56,7 @@ type runner struct {
 
 var _ invoke.Exec = (*runner)(nil)
 
-// FindInPath returns the path of a plugin. FailedPrecondition if it is in none of
-// the directories.
+// FindInPath returns the path of a plugin, or FailedPrecondition if none of the directories has it.
 func (r *runner) FindInPath(plugin string, dirs []string) (string, error) {
 	if r.builtIn[plugin] != nil {
 		return builtInPath + plugin, nil
@@ -69,11 +68,10 @@ func (r *runner) FindInPath(plugin string, dirs []string) (string, error) {
 	return path, nil
 }
 
-// ExecPlugin runs a plugin to its end and returns what it printed. When ctx ends
-// first, the plugin and what it started are killed: DeadlineExceeded or Canceled. A
-// failure that the plugin reported is a *types.Error in the chain: Unavailable
-// where the specification says try again, FailedPrecondition where it blames the
-// configuration, else Internal.
+// ExecPlugin runs a plugin to its end and returns its stdout. If ctx ends first, the plugin and its
+// children are killed, and the error is DeadlineExceeded or Canceled. A failure that the plugin
+// reported is a *types.Error in the chain, with a code by the specification's error codes:
+// Unavailable for "try again", FailedPrecondition for a bad configuration, otherwise Internal.
 func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, environ []string) ([]byte, error) {
 	if plugin, ok := strings.CutPrefix(path, builtInPath); ok {
 		return r.call(ctx, plugin, stdin, environ)
@@ -84,8 +82,8 @@ func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, envi
 	if err != nil && run.verb == "ADD" {
 		return nil, err
 	}
-	if err != nil { // a full disk must not keep what fills it
-		r.log.Warn("a CNI plugin runs all the same", "plugin", path, "verb", run.verb, "error", err)
+	if err != nil { // DEL must run on a full disk: it may free space
+		r.log.Warn("run CNI plugin without a note and a cgroup", "plugin", path, "verb", run.verb, "error", err)
 	}
 	defer func() { r.runs.end(noted, !run.killed) }()
 	run.start = func(cmd *exec.Cmd) error { return r.runs.start(noted, cmd) }
@@ -97,7 +95,7 @@ func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, envi
 			r.logStderr(run)
 			return run.outcome(ctx, err)
 		}
-		r.log.Debug("CNI plugin is being written, waiting", "plugin", path)
+		r.log.Debug("wait for the CNI plugin's file: it is open for writing", "plugin", path)
 		select {
 		case <-ctx.Done():
 			return run.outcome(ctx, err)
@@ -106,10 +104,10 @@ func (r *runner) ExecPlugin(ctx context.Context, path string, stdin []byte, envi
 	}
 }
 
-// builtInPath begins what stands for the path of a plugin that is built in.
+// builtInPath is the prefix of a built-in plugin's path.
 const builtInPath = "built-in:"
 
-// call is ExecPlugin for a plugin that is built in.
+// call implements ExecPlugin for a built-in plugin.
 func (r *runner) call(ctx context.Context, plugin string, stdin []byte, environ []string) ([]byte, error) {
 	defer trace.Begin(ctx, plugin).End()
 	out, err := r.builtIn[plugin](ctx, stdin, environ)
@@ -133,14 +131,14 @@ type pluginRun struct {
 	path, verb     string
 	stdin          []byte
 	env            []string
-	start          func(*exec.Cmd) error // starts it in its cgroup
-	stdout, stderr []byte                // what is kept of it
-	printed        int                   // bytes, to stdout
-	killed         bool                  // it did not end by itself
+	start          func(*exec.Cmd) error // starts the plugin in its cgroup
+	stdout, stderr []byte                // at most maxStdout and maxStderr bytes
+	printed        int                   // total bytes of stdout
+	killed         bool                  // by a signal
 }
 
-// exec starts the plugin and waits for it. A plugin whose daemon is killed goes on; the next
-// daemon waits for it (runs.endAll).
+// exec starts the plugin and waits for it. If the daemon is killed meanwhile, the plugin goes on,
+// and the next daemon waits for it (runs.endAll).
 func (p *pluginRun) exec(ctx context.Context) error {
 	stdout, err := capture.New(maxStdout)
 	if err != nil {
@@ -171,14 +169,14 @@ func (p *pluginRun) execInto(ctx context.Context, stdout, stderr *capture.Output
 	failpoint.Reach("cni.started")
 	err := errors.Join(stdout.Started(), stderr.Started())
 	ended := cmd.Wait()
-	p.killed = cmd.ProcessState == nil || cmd.ProcessState.Sys().(syscall.WaitStatus).Signaled() // nil: nobody knows how it ended
+	p.killed = cmd.ProcessState == nil || cmd.ProcessState.Sys().(syscall.WaitStatus).Signaled() // nil: unknown exit status
 	if errors.Is(ended, exec.ErrWaitDelay) && cmd.ProcessState.Success() {
 		ended = nil
 	}
 	return errors.Join(ended, err)
 }
 
-// outcome turns the end of the plugin into libcni's terms.
+// outcome maps the exit of the plugin to a result or an error for libcni.
 func (p *pluginRun) outcome(ctx context.Context, err error) ([]byte, error) {
 	switch {
 	case err == nil:
@@ -191,7 +189,7 @@ func (p *pluginRun) outcome(ctx context.Context, err error) ([]byte, error) {
 	}
 	failure := p.failure(err)
 	if p.verb == "DEL" && failure.Code == types.ErrUnknownContainer {
-		return nil, nil // spec section 5: no cleanup is needed, and the rest of the chain shall have its turn
+		return nil, nil // CNI section 5: no cleanup needed; libcni goes on with the rest of the chain
 	}
 	if failure.Code == types.ErrInvalidEnvironmentVariables && strings.HasPrefix(failure.Msg, "unknown CNI_COMMAND") {
 		return nil, fmt.Errorf("CNI plugin %s: %w", p.name(), errVerbUnknown)
@@ -201,22 +199,22 @@ func (p *pluginRun) outcome(ctx context.Context, err error) ([]byte, error) {
 
 func (p *pluginRun) name() string { return filepath.Base(p.path) }
 
-// result returns the output of a successful run. libcni reads it for ADD and
-// VERSION only.
+// result returns the output of a successful run. libcni uses it for ADD and VERSION only.
 func (p *pluginRun) result() ([]byte, error) {
 	if p.printed > maxStdout {
-		return nil, errdefs.Internal("CNI plugin %s printed %d bytes, more than the %d a result may have", p.name(), p.printed, maxStdout)
+		return nil, errdefs.Internal("CNI plugin %s printed a result of %d bytes, the limit is %d", p.name(), p.printed, maxStdout)
 	}
 	if p.verb == "ADD" {
 		if err := checkResult(p.stdout); err != nil {
-			return nil, errdefs.Internal("CNI plugin %s ended well but its result is invalid: %w; it printed %s",
+			return nil, errdefs.Internal("CNI plugin %s succeeded but its result is invalid: %w; it printed %s",
 				p.name(), err, excerpt(p.stdout))
 		}
 	}
 	return p.stdout, nil
 }
 
-// failure is the error a plugin printed, or one that tells what it printed instead.
+// failure returns the error that the plugin printed. Without one it returns an error that quotes
+// the output.
 func (p *pluginRun) failure(exit error) *types.Error {
 	e := &types.Error{}
 	if err := json.Unmarshal(p.stdout, e); err != nil || (e.Code == 0 && e.Msg == "") {
@@ -237,8 +235,8 @@ func codeOf(e *types.Error) codes.Code {
 	return codes.Internal
 }
 
-// runVerb runs a verb that is about a network, not about a pod (STATUS, GC), for
-// one plugin of it. errVerbUnknown if the plugin does not have it.
+// runVerb runs a verb for a network instead of a pod (STATUS, GC), with one plugin of the list. It
+// returns errVerbUnknown if the plugin does not implement the verb.
 func (n *Network) runVerb(ctx context.Context, list *libcni.NetworkConfigList, plugin *libcni.PluginConfig, verb string, extra map[string]any) error {
 	defer n.cfg.Waits.Begin("CNI "+verb, "network "+list.Name)()
 	path, err := n.plugins.FindInPath(plugin.Network.Type, n.cfg.BinDirs)
@@ -255,8 +253,8 @@ func (n *Network) runVerb(ctx context.Context, list *libcni.NetworkConfigList, p
 	return invoke.ExecPluginWithoutResult(ctx, path, conf.Bytes, args, n.plugins)
 }
 
-// withoutServiceVars drops what the service manager told this process alone: a
-// plugin must not report readiness or take listening sockets in berth's name.
+// withoutServiceVars drops the service manager's variables. With them a plugin could report
+// readiness or take listening sockets in berth's name.
 func withoutServiceVars(environ []string) []string {
 	var out []string
 	for _, kv := range environ {
@@ -279,7 +277,7 @@ func lookup(environ []string, name string) string {
 	return ""
 }
 
-// excerpt quotes the beginning of foreign bytes for an error.
+// excerpt quotes the beginning of a plugin's output for an error.
 func excerpt(b []byte) string {
 	if len(b) > maxExcerpt {
 		return fmt.Sprintf("%q and %d bytes more", b[:maxExcerpt], len(b)-maxExcerpt)
@@ -287,7 +285,8 @@ func excerpt(b []byte) string {
 	return fmt.Sprintf("%q", b)
 }
 
-// oneLine makes foreign text fit for an error: no control characters, bounded.
+// oneLine makes a plugin's text safe for an error: without control characters and of bounded
+// length.
 func oneLine(s string) string {
 	s = strings.Map(func(r rune) rune {
 		if r < ' ' || r == 0x7f {

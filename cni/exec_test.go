@@ -15,13 +15,14 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/internal/errdefs"
+	"berth/internal/testenv"
 )
 
 func TestPluginFailures(t *testing.T) {
 	tests := []struct {
 		name, body string
 		code       codes.Code
-		text       string // in the error
+		text       string // expected in the error
 		cniCode    uint   // of the *types.Error in the chain; 0: there is none
 	}{
 		{"CNI error", `printf %s '{"cniVersion":"1.0.0","code":110,"msg":"no address\nleft","details":"in 192.0.2.0/24"}'; exit 1`,
@@ -33,7 +34,7 @@ func TestPluginFailures(t *testing.T) {
 		{"died", `kill -9 $$`, codes.Internal, "signal: killed", 999},
 		{"garbage", `echo 'Segmentation fault'`, codes.Internal, `it printed "Segmentation fault\n"`, 0},
 		{"much garbage", `head -c 100000 /dev/zero | tr '\0' x`, codes.Internal, "and 99488 bytes more", 0},
-		{"far too much", `head -c 3000000 /dev/zero`, codes.Internal, "printed 3000000 bytes, more than the 1048576", 0},
+		{"far too much", `head -c 3000000 /dev/zero`, codes.Internal, "printed a result of 3000000 bytes, the limit is 1048576", 0},
 		{"nothing", `exit 0`, codes.Internal, "its result is invalid", 0},
 		{"null", `echo null`, codes.Internal, "its result is invalid: null", 0},
 		{"null address", `echo '{"cniVersion":"0.4.0","ips":[null]}'`, codes.Internal, `null in "ips"`, 0},
@@ -64,9 +65,10 @@ func TestPluginFailures(t *testing.T) {
 	}
 }
 
-// A hung plugin ends with the context that it runs under, and its children with it, though they
-// hold its output open, or have a session of their own.
-func TestHungPlugin(t *testing.T) {
+// A hung plugin is killed with its children, even if they hold its output open or have their own
+// session.
+func TestHungPluginIsKilledWithChildren(t *testing.T) {
+	testenv.NeedRoot(t)
 	b := newBed(t)
 	b.plugin("a", `sleep 1000 & echo $! >$record/child; setsid sh -c 'echo $$ >$record/apart; exec sleep 1000' & echo $$ >$record/self; wait`)
 	r := &runner{log: testLog(t), runs: newRuns(b.runs, testLog(t))}
@@ -89,11 +91,10 @@ func TestHungPlugin(t *testing.T) {
 	}
 }
 
-// waits makes a plugin that works until the test lets it end.
+// waits makes a plugin run until the test creates the file "go".
 const waits = `echo $$ >$record/self; while [ ! -e $record/go ]; do sleep 0.01; done; ` + okResult
 
-// A caller that has no more time, or is told to end, does not end a plugin half-way, and waits for it.
-func TestCallerDoesNotEndPlugin(t *testing.T) {
+func TestCanceledCallerWaitsForPlugin(t *testing.T) {
 	for _, verb := range []string{"ADD", "DEL", "CHECK"} {
 		t.Run(verb, func(t *testing.T) {
 			b := newBed(t)
@@ -108,14 +109,14 @@ func TestCallerDoesNotEndPlugin(t *testing.T) {
 			must(t, os.WriteFile(b.record+"/go", nil, 0o600))
 			must(t, <-done)
 			if err := runOperation(ctx, n, verb, b.plan(), testPod("p2")); !errors.Is(err, context.Canceled) {
-				t.Errorf("an operation began although its caller had ended: %v", err)
+				t.Errorf("an operation began after its caller was cancelled: %v", err)
 			}
 		})
 	}
 }
 
-// When the daemon leaves, who waits for a plugin is told, and the plugin goes on and stays noted for the next daemon.
-func TestLeave(t *testing.T) {
+func TestLeaveKeepsPluginRunning(t *testing.T) {
+	testenv.NeedRoot(t)
 	b := newBed(t)
 	b.plugin("a", waits)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
@@ -124,11 +125,11 @@ func TestLeave(t *testing.T) {
 	go func() { done <- n.Del(context.Background(), b.plan(), testPod("p1")) }()
 	plugin := b.readPID("self")
 	n.Leave()
-	if err := <-done; errdefs.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "the plugin goes on") {
+	if err := <-done; errdefs.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "the plugin continues") {
 		t.Errorf("error %v (%v)", err, errdefs.Code(err))
 	}
 	if isGone(plugin) || len(readDir(t, b.runs)) != 1 {
-		t.Error("the plugin was ended, or is not noted")
+		t.Error("the plugin was killed or has no note")
 	}
 	for _, verb := range []string{"ADD", "DEL", "CHECK"} {
 		if err := runOperation(context.Background(), n, verb, b.plan(), testPod("p2")); errdefs.Code(err) != codes.Unavailable {
@@ -145,8 +146,8 @@ func TestLeave(t *testing.T) {
 	}
 }
 
-// What a plugin answers after Leave is nobody's any more: the race detector is the judge. Between the end of Add and that of
-// the plugin nothing is done that would be an order of the two to it, such as a write.
+// The race detector fails this test if the plugin's late result races with Add's. So nothing
+// between the two ends may synchronize, such as a write.
 func TestResultAfterLeave(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", waits)
@@ -160,11 +161,10 @@ func TestResultAfterLeave(t *testing.T) {
 		t.Error("Add waited for the plugin")
 	}
 	must(t, os.Mkdir(b.record+"/go", 0o700))
-	must(t, n.gate.Acquire(t.Context(), wholeGate)) // when the result is there
+	must(t, n.gate.Acquire(t.Context(), wholeGate)) // waits for the result
 }
 
-// A collection that nobody has time for begins no more plugins, and ends none.
-func TestGCEndsWithItsCaller(t *testing.T) {
+func TestCanceledGCStartsNoPlugin(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
@@ -198,8 +198,7 @@ func runOperation(ctx context.Context, n *Network, verb string, att Attachment, 
 	return n.Check(ctx, att, pod)
 }
 
-// An operation has a deadline of its own where the caller has none.
-func TestOwnDeadline(t *testing.T) {
+func TestOperationHasDeadline(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", `sleep 1000`)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
@@ -212,8 +211,9 @@ func TestOwnDeadline(t *testing.T) {
 	}
 }
 
-// The end of a plugin is its exit, not the end of its output.
-func TestBackgroundChild(t *testing.T) {
+// A plugin ends with its exit, not with the end of its output.
+func TestChildOutlivesPlugin(t *testing.T) {
+	testenv.NeedRoot(t)
 	b := newBed(t)
 	b.plugin("a", `if [ "$CNI_COMMAND" = ADD ]; then sleep 1000 & echo $! >$record/child; fi; `+okResult)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
@@ -239,8 +239,8 @@ func TestBackgroundChild(t *testing.T) {
 	})
 }
 
-// What a plugin that died by a signal has started is killed, whatever it did to be alone.
-func TestWhatDiedPluginStarted(t *testing.T) {
+func TestChildrenOfKilledPluginAreKilled(t *testing.T) {
+	testenv.NeedRoot(t)
 	const stay = `echo $$ >$record/child; exec sleep 1000`
 	tests := []struct{ name, start string }{
 		{"session of its own", `setsid sh -c '` + stay + `' &`},
@@ -261,7 +261,7 @@ kill -9 $$`)
 				t.Errorf("ADD: %v", err)
 			}
 			if !isGone(b.readPID("child")) {
-				t.Error("it runs on")
+				t.Error("the child still runs")
 			}
 			if left := readDir(t, b.runs); len(left) > 0 {
 				t.Errorf("still noted as running: %v", left)
@@ -270,22 +270,23 @@ kill -9 $$`)
 	}
 }
 
-// What other processes offer in /proc costs nothing when a plugin's processes are looked for: here
-// one without rights, whose environment is 1 GiB of memory.
-func TestProcessWithHugeEnvironment(t *testing.T) {
+// Finding a plugin's processes must not read other processes' memory through /proc. Here an
+// unprivileged process has an environment of 1 GiB.
+func TestHugeEnvironmentIsNotRead(t *testing.T) {
+	testenv.NeedRoot(t)
 	b := newBed(t)
 	b.plugin("a", `kill -9 $$`)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
 	hostile := b.startHugeEnvironment()
 	n := b.start()
-	must(t, os.WriteFile("/proc/self/clear_refs", []byte("5"), 0)) // peak = now
+	must(t, os.WriteFile("/proc/self/clear_refs", []byte("5"), 0)) // resets the peak to the present usage
 	before := peakMemory(t)
 	if _, err := n.Add(context.Background(), b.plan(), testPod("p1")); err == nil {
 		t.Error("ADD succeeded")
 	}
 	n.Close()
 	must(t, os.WriteFile(filepath.Join(b.runs, runPrefix+"LEFT"), []byte("/sys/fs/cgroup/"+runPrefix+"LEFT\nADD\n"), 0o600))
-	b.start() // looks for what a daemon before it has left
+	b.start() // looks for runs of an earlier daemon
 	if grown := peakMemory(t) - before; grown > 128<<20 {
 		t.Errorf("peak memory grew by %d MiB", grown>>20)
 	}
@@ -294,8 +295,7 @@ func TestProcessWithHugeEnvironment(t *testing.T) {
 	}
 }
 
-// A plugin that is being installed is waited for.
-func TestPluginBeingWritten(t *testing.T) {
+func TestAddWaitsForPluginFile(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)
 	waiting := make(chan string, busyRetries)
@@ -331,9 +331,10 @@ func (s sink) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// What a plugin that hangs has started does not outlive the next daemon's start: what it did after the
-// next daemon's DEL would never be undone.
-func TestHungPluginOfKilledDaemon(t *testing.T) {
+// The next daemon kills the hung plugin's children at its start: their work after its DEL would
+// never be undone.
+func TestNewKillsHungPluginOfKilledDaemon(t *testing.T) {
+	testenv.NeedRoot(t)
 	b := newBed(t)
 	b.plugin("a", `setsid sh -c 'echo $$ >$record/apart; exec sleep 1000' & sleep 1000 & echo $! >$record/child; echo $$ >$record/self; wait`)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
@@ -342,15 +343,15 @@ func TestHungPluginOfKilledDaemon(t *testing.T) {
 	daemon.kill()
 	b.start()
 	if !isGone(plugin) || !isGone(child) || !isGone(apart) {
-		t.Error("the next daemon started beside what the plugin left")
+		t.Error("the next daemon started while the plugin's child runs")
 	}
 	if left := readDir(t, b.runs); len(left) > 0 {
 		t.Errorf("still noted as running: %v", left)
 	}
 }
 
-// A plugin that works when its daemon is killed is not interrupted, and the next daemon begins when it has ended.
-func TestBusyPluginOfKilledDaemon(t *testing.T) {
+func TestNewWaitsForPluginOfKilledDaemon(t *testing.T) {
+	testenv.NeedRoot(t)
 	b := newBed(t)
 	b.plugin("a", `echo $$ >$record/self; while [ ! -e $record/killed ]; do sleep 0.01; done; sleep 0.5; echo $$ >$record/done`)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
@@ -386,15 +387,16 @@ func (d testDaemon) kill() {
 	}
 }
 
-// Without room to note the run there is no ADD, but a DEL, which gives room.
-func TestRunThatCannotBeNoted(t *testing.T) {
+// ADD needs a note. DEL does not, since it may free space on a full disk.
+func TestRunWithoutNote(t *testing.T) {
+	testenv.NeedRoot(t)
 	b := newBed(t)
 	b.plugin("a", okResult)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
 	n := b.start()
 	must(t, os.RemoveAll(b.runs))
 	must(t, os.WriteFile(b.runs, nil, 0o600)) // in place of the directory
-	if _, err := n.Add(context.Background(), b.plan(), testPod("p1")); err == nil || !strings.Contains(err.Error(), "note that a CNI plugin runs") {
+	if _, err := n.Add(context.Background(), b.plan(), testPod("p1")); err == nil || !strings.Contains(err.Error(), "write note of a CNI plugin run") {
 		t.Errorf("ADD: %v", err)
 	}
 	must(t, n.Del(context.Background(), b.plan(), testPod("p1")))
@@ -444,7 +446,7 @@ func TestPluginEnvironment(t *testing.T) {
 	}
 }
 
-// A note that is damaged, or leads elsewhere, names no cgroup: what is in that would be killed.
+// A damaged or forged note must not name a cgroup, because its processes would be killed.
 func TestReadRun(t *testing.T) {
 	const name = runPrefix + "ID"
 	tests := []struct{ name, file, content, group string }{

@@ -14,7 +14,7 @@ import (
 	"berth/internal/errdefs"
 )
 
-// FuzzFailure reads what plugins print when they fail: the error is one line, not long, and has a code of ours.
+// FuzzFailure checks that the error of a failed plugin is one bounded line with a known code.
 func FuzzFailure(f *testing.F) {
 	failed := exec.Command("false").Run() // a real *exec.ExitError
 	f.Add("ADD", []byte(`{"cniVersion":"1.0.0","code":11,"msg":"no address\nleft","details":"`+strings.Repeat("é", 600)+`"}`), []byte("oops\x1b[2J"))
@@ -26,7 +26,7 @@ func FuzzFailure(f *testing.F) {
 		out, err := run.outcome(context.Background(), failed)
 		if err == nil {
 			if verb != "DEL" || out != nil {
-				t.Fatalf("%s that failed is taken for done: %q", verb, out)
+				t.Fatalf("%s failed but is reported as a success: %q", verb, out)
 			}
 			return
 		}
@@ -47,7 +47,8 @@ func FuzzFailure(f *testing.F) {
 	})
 }
 
-// FuzzPod: what is translated can be told to plugins: no argument adds another, and ports and rates are in their bounds.
+// FuzzPod checks that a translated pod adds no CNI argument, and that ports and rates are in
+// bounds.
 func FuzzPod(f *testing.F) {
 	f.Add("web", "default", "uid", int32(80), int32(8080), int32(0), "127.0.0.1", "10M")
 	f.Add("a;K8S_POD_UID=b", "n\n", "", int32(2), int32(0), int32(99), "::1%eth0", "1e400")

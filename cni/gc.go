@@ -13,22 +13,21 @@ import (
 	"berth/internal/netns"
 )
 
-// GC removes what networks hold for pods that are not in valid: attachments in
-// libcni's records get DEL with the configuration they were made with, then the
-// plugins of networks of version 1.1 get GC, unless disableGC is set. Plugins
-// without the verb are passed over. Addresses that a power cut left reserved for nobody are
-// given back. One failure does not stop the rest, all are joined.
+// GC removes the network resources of pods that are not in valid. Attachments in libcni's cache get
+// DEL with the configuration of their ADD. Then each plugin of a CNI 1.1 network gets GC, unless
+// disableGC is set or the plugin lacks the verb. Finally addresses that a power cut left reserved
+// for no pod are released. One failure does not stop the rest; all errors are joined.
 //
-// valid must hold every pod that has, or is about to get, an attachment. GC waits for
-// running Add and Del calls and keeps new ones waiting until it is done, as the
-// specification demands. After Config.Timeout, or when ctx ends, no plugin is begun any more; one that runs has
-// its own time. Errors: Unavailable after Leave, DeadlineExceeded, else Internal.
+// valid must contain every pod that has an attachment or is about to get one. GC waits for running
+// Add and Del calls and blocks new ones until it returns, as the specification requires. After
+// Config.Timeout, or when ctx ends, GC starts no further plugin. A plugin that runs has a timeout
+// of its own. Errors: Unavailable after Leave, DeadlineExceeded, otherwise Internal.
 func (n *Network) GC(ctx context.Context, valid []Pod) error {
-	end := n.cfg.Waits.Begin("CNI operations to end before GC", "all networks")
+	end := n.cfg.Waits.Begin("CNI operations before GC", "all networks")
 	err := n.passGate(ctx, wholeGate)
 	end()
 	if err != nil {
-		return errdefs.New(errdefs.Code(err), "CNI GC: waiting for running operations: %w", err)
+		return errdefs.New(errdefs.Code(err), "CNI GC: wait for running operations: %w", err)
 	}
 	return n.await("CNI GC", func() error {
 		defer n.gate.Release(wholeGate)
@@ -38,11 +37,11 @@ func (n *Network) GC(ctx context.Context, valid []Pod) error {
 	})
 }
 
-// collect is GC behind the gate. ctx bounds the beginning of plugins, not the plugins.
+// collect implements GC behind the gate. ctx bounds the start of plugins, not their run.
 func (n *Network) collect(ctx context.Context, valid []Pod) error {
 	cached, err := n.lib.GetCachedAttachments("")
 	if err != nil {
-		return errdefs.Internal("CNI GC: read recorded attachments: %w", err)
+		return errdefs.Internal("CNI GC: read cached attachments: %w", err)
 	}
 	keep := attachmentsOf(valid)
 	lists := []*libcni.NetworkConfigList{}
@@ -52,11 +51,11 @@ func (n *Network) collect(ctx context.Context, valid []Pod) error {
 	var errs []error
 	for _, a := range cached {
 		if err := n.mayBegin(ctx); err != nil {
-			return fmt.Errorf("CNI GC is not done: %w", errors.Join(append(errs, err)...))
+			return fmt.Errorf("CNI GC is incomplete: %w", errors.Join(append(errs, err)...))
 		}
 		list, err := parseConf(a.Config, true)
 		if err != nil {
-			errs = append(errs, fmt.Errorf("recorded configuration of pod %s: %w", a.ContainerID, err))
+			errs = append(errs, fmt.Errorf("cached configuration of pod %s: %w", a.ContainerID, err))
 			continue
 		}
 		if keep[types.GCAttachment{ContainerID: a.ContainerID, IfName: a.IfName}] {
@@ -74,8 +73,8 @@ func (n *Network) collect(ctx context.Context, valid []Pod) error {
 	return nil
 }
 
-// attachmentsOf returns the attachments pods may have. Plugins are told all of
-// them, whatever the network: a superset only makes GC more careful.
+// attachmentsOf returns the attachments that pods may have. All networks' plugins get all of them:
+// a superset only makes GC more careful.
 func attachmentsOf(pods []Pod) map[types.GCAttachment]bool {
 	keep := make(map[types.GCAttachment]bool, len(pods))
 	for _, p := range pods {
@@ -84,8 +83,8 @@ func attachmentsOf(pods []Pod) map[types.GCAttachment]bool {
 	return keep
 }
 
-// addList adds a network that old pods still use and the configuration directory
-// may not have any more.
+// addList adds a list that existing pods use, unless it is there. The configuration directory may
+// no longer have it.
 func addList(lists []*libcni.NetworkConfigList, list *libcni.NetworkConfigList) []*libcni.NetworkConfigList {
 	for _, l := range lists {
 		if bytes.Equal(l.Bytes, list.Bytes) {
@@ -112,7 +111,7 @@ func (n *Network) delStale(ctx context.Context, a *libcni.NetworkAttachment, lis
 	return nil
 }
 
-// gcNetwork runs the verb for each plugin of a network that has it.
+// gcNetwork runs GC with each plugin of a network that implements it.
 func (n *Network) gcNetwork(ctx context.Context, list *libcni.NetworkConfigList, keep map[types.GCAttachment]bool) error {
 	if list.DisableGC || !supports11(list) {
 		return nil
@@ -142,7 +141,7 @@ func (n *Network) gcNetwork(ctx context.Context, list *libcni.NetworkConfigList,
 	return errors.Join(errs...)
 }
 
-// releaseOrphans frees addresses that IPAM plugins keep for no pod.
+// releaseOrphans releases addresses that IPAM plugins keep for no pod.
 func (n *Network) releaseOrphans(ctx context.Context, list *libcni.NetworkConfigList) error {
 	var errs []error
 	for _, ipam := range n.cfg.Readers.IPAMs {

@@ -28,8 +28,8 @@ type mmMap struct {
 	exeFD                                                             int32
 }
 
-// startHugeEnvironment starts a process of uid 1001 with the file descriptors of the test and no
-// capability.
+// startHugeEnvironment starts a process of uid 1001 without capabilities, with the test's file
+// descriptors.
 func (b *bed) startHugeEnvironment() (pid int) {
 	b.t.Helper()
 	cmd := exec.Command("/proc/self/exe")
@@ -41,10 +41,10 @@ func (b *bed) startHugeEnvironment() (pid int) {
 	must(b.t, cmd.Start())
 	b.t.Cleanup(func() {
 		must(b.t, cmd.Process.Kill())
-		_ = cmd.Wait() // it was killed
+		_ = cmd.Wait() // killed
 	})
 	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil || line != "ready\n" {
-		b.t.Fatalf("it says %q, %v", line, err)
+		b.t.Fatalf("the process printed %q, %v", line, err)
 	}
 	return cmd.Process.Pid
 }
@@ -67,7 +67,7 @@ func haveHugeEnvironment() error {
 	select {}
 }
 
-// ownMap reads what the kernel has of this process, from proc_pid_stat(5).
+// ownMap returns the kernel's memory map of this process, from proc_pid_stat(5).
 func ownMap() (*mmMap, error) {
 	data, err := os.ReadFile("/proc/self/stat")
 	if err != nil {
@@ -75,7 +75,7 @@ func ownMap() (*mmMap, error) {
 	}
 	_, after, _ := strings.Cut(string(data), ") ")
 	fields := strings.Fields(after)
-	field := func(n int) uint64 { // as the manual counts
+	field := func(n int) uint64 { // numbered as in the manual
 		v, _ := strconv.ParseUint(fields[n-3], 10, 64) // the kernel writes numbers
 		return v
 	}
@@ -84,7 +84,7 @@ func ownMap() (*mmMap, error) {
 		startBrk: field(47), brk: uint64(brk), argStart: field(48), argEnd: field(49), exeFD: -1}, nil
 }
 
-// peakMemory returns the most memory that this process has had resident, in bytes.
+// peakMemory returns this process's peak of resident memory, in bytes.
 func peakMemory(t *testing.T) int {
 	t.Helper()
 	data, err := os.ReadFile("/proc/self/status")
@@ -96,6 +96,6 @@ func peakMemory(t *testing.T) int {
 			return kb << 10
 		}
 	}
-	t.Fatal("the kernel does not tell")
+	t.Fatal("no VmHWM in /proc/self/status")
 	return 0
 }

@@ -47,23 +47,25 @@ func TestMain(m *testing.M) {
 		}
 		os.Exit(m.Run())
 	}
+	if os.Geteuid() != 0 {
+		os.Exit(m.Run()) // tests that need root skip themselves
+	}
 	cmd := exec.Command("/proc/self/exe", os.Args[1:]...)
 	cmd.Env = append(os.Environ(), insideVar+"=1")
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = os.Stdin, os.Stdout, os.Stderr
-	cmd.ExtraFiles = inheritedFiles() // a fuzzing worker talks to its coordinator by them
+	cmd.ExtraFiles = inheritedFiles() // fuzzing workers use them to talk to their coordinator
 	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: unix.CLONE_NEWNET | unix.CLONE_NEWNS, Pdeathsig: unix.SIGKILL}
 	err := cmd.Run()
 	if exit, ok := errors.AsType[*exec.ExitError](err); ok {
 		os.Exit(exit.ExitCode())
 	}
 	if err != nil {
-		fmt.Fprintln(os.Stderr, "tests of package cni need root:", err)
+		fmt.Fprintln(os.Stderr, "run tests of package cni in namespaces:", err)
 		os.Exit(1)
 	}
 }
 
-// daemonVar makes the test binary a daemon that can be killed, which adds a
-// pod in a bed's directory.
+// daemonVar makes the test binary a daemon that adds a pod in a bed's directory and can be killed.
 const daemonVar = "BERTH_CNI_TEST_DAEMON"
 
 func addForever(dir string) error {
@@ -102,8 +104,8 @@ func inheritedFiles() []*os.File {
 	return files
 }
 
-// skelPlugin is the name under which the test binary is a plugin made with the CNI
-// project's own skeleton, like most plugins that exist. It has neither STATUS nor GC.
+// skelPlugin is the file name that makes the test binary a plugin with the CNI project's skeleton.
+// Most plugins use it. It has neither STATUS nor GC.
 const skelPlugin = "skel"
 
 var skelFuncs = skel.CNIFuncs{
@@ -118,7 +120,7 @@ var skelFuncs = skel.CNIFuncs{
 	Del:   func(*skel.CmdArgs) error { return nil },
 }
 
-// bed is a Network with directories of its own and fake plugins.
+// bed is a Network with its own directories and fake plugins.
 type bed struct {
 	t             *testing.T
 	conf, bin     string
@@ -128,16 +130,20 @@ type bed struct {
 }
 
 func newBed(t *testing.T) *bed {
+	t.Helper()
 	dir := t.TempDir()
 	b := &bed{t: t, conf: dir + "/net.d", bin: dir + "/bin", cache: dir + "/cache", record: dir + "/record", runs: dir + "/runs"}
 	for _, d := range []string{b.conf, b.bin, b.record} {
 		must(t, os.Mkdir(d, 0o755))
 	}
+	if os.Geteuid() != 0 {
+		b.runs = "" // no cgroups
+	}
 	return b
 }
 
-// start opens the Network; what the tests do to directories before it is found by
-// New, what they do after it by the watch.
+// start opens the Network. New finds what tests did to directories before; the watch finds later
+// changes.
 func (b *bed) start(extraBinDirs ...string) *Network {
 	b.t.Helper()
 	n, err := New(Config{ConfDir: b.conf, BinDirs: append([]string{b.bin}, extraBinDirs...), CacheDir: b.cache, RunDir: b.runs}, testLog(b.t))
@@ -147,8 +153,8 @@ func (b *bed) start(extraBinDirs ...string) *Network {
 	return n
 }
 
-// plugin installs a shell script that records CNI_COMMAND, environment and stdin, and
-// then runs body, in which $record is the directory of records.
+// plugin installs a shell script that records CNI_COMMAND, environment and stdin, and then runs
+// body. In body $record is the directory of records.
 func (b *bed) plugin(name, body string) {
 	b.t.Helper()
 	b.write(b.bin+"/"+name, fmt.Sprintf(`#!/bin/sh
@@ -163,7 +169,7 @@ echo "$me $CNI_COMMAND $CNI_CONTAINERID" >>$record/calls
 // okResult makes a plugin succeed with the documentation address 192.0.2.5.
 const okResult = `[ "$CNI_COMMAND" = ADD ] && echo '{"cniVersion":"1.0.0","ips":[{"address":"192.0.2.5/24"}]}'; exit 0`
 
-// write puts a file in place by rename, executable.
+// write creates an executable file by rename.
 func (b *bed) write(path, content string) {
 	b.t.Helper()
 	must(b.t, os.WriteFile(path+".tmp", []byte(content), 0o755))
@@ -172,7 +178,7 @@ func (b *bed) write(path, content string) {
 
 func (b *bed) writeConf(name, content string) { b.t.Helper(); b.write(b.conf+"/"+name, content) }
 
-// calls returns what the fake plugins were called with, in order.
+// calls returns the calls of fake plugins in order.
 func (b *bed) calls() []string {
 	data, err := os.ReadFile(b.record + "/calls")
 	if errors.Is(err, os.ErrNotExist) {
@@ -184,7 +190,7 @@ func (b *bed) calls() []string {
 
 func (b *bed) forget() { must(b.t, os.RemoveAll(b.record+"/calls")) }
 
-// saw returns a record: "<plugin>.<verb>.stdin" or ".env".
+// saw returns a record, "<plugin>.<verb>.stdin" or ".env".
 func (b *bed) saw(name string) string {
 	b.t.Helper()
 	data, err := os.ReadFile(filepath.Join(b.record, name))
@@ -207,7 +213,7 @@ func (b *bed) add(pod Pod) Attachment {
 	return att
 }
 
-// conflist is a list of plugins without configuration of their own.
+// conflist returns a list of plugins without further keys.
 func conflist(version, name string, plugins ...string) string {
 	parts := make([]string, len(plugins))
 	for i, p := range plugins {
@@ -227,7 +233,7 @@ func must(t testing.TB, err error) {
 	}
 }
 
-// eventually waits until a condition holds; the deadline only ends a test that fails.
+// eventually waits until a condition holds.
 func eventually(t *testing.T, what string, holds func() bool) {
 	t.Helper()
 	deadline := time.After(30 * time.Second)
@@ -257,10 +263,10 @@ func (b *bed) readPID(file string) int {
 	return pid
 }
 
-// isGone reports whether a process has ended; a zombie that nobody has reaped counts.
+// isGone reports whether a process has ended. A zombie has.
 func isGone(pid int) bool {
 	if _, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid)); err != nil {
-		return true // it has no memory any more, and executes nothing: exit_mm comes before it is a zombie
+		return true // exit_mm ran: the process executes nothing any more and becomes a zombie
 	}
 	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {

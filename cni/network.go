@@ -2,27 +2,27 @@
 //
 // # Contract
 //
-// A Network follows one configuration directory. The first valid file in lexical order is the
-// network new pods join (Plan); Status tells whether pods can join at all. Both answer from memory:
-// one owner goroutine watches the directory, reads it, looks for the plugins and asks them for
-// their STATUS, and publishes what it found as an immutable view.
+// A Network follows one configuration directory. New pods join the network of the first valid file
+// in lexical order (Plan). Status reports whether pods can join at all. Both answer from memory:
+// one owner goroutine watches and reads the directory, finds the plugins, runs their STATUS, and
+// publishes the result as an immutable view.
 //
-// What a pod's ADD used is its Attachment, which the caller stores before Add. Del and Check work
-// from the Attachment alone, so a configuration that was changed or deleted meanwhile does not
-// matter to pods that exist. The caller runs Del after every Add, the failed ones too, until it
-// returns nil, and never two operations for one pod at the same time.
+// An Attachment holds what a pod's ADD used. The caller stores it before Add. Del and Check use
+// only the Attachment, so a configuration may change or vanish while pods use it. The caller runs
+// Del after every Add, also a failed one, until Del returns nil. It never runs two operations for
+// one pod at the same time.
 //
-// A plugin runs in a cgroup of its own (runs.go). One that has begun ends by itself, or is killed
-// with all that it started after Config.Timeout: one that is killed half-way may not be able to go
-// on where it was. A caller's context bounds what comes before that. Plugins of a daemon that stops
-// (Leave) or is killed go on; New of the next one waits for them and ends those that hang. The
-// pod's network namespace is made by netns.New, with its loopback interface up, so no loopback
-// plugin is needed.
+// Each plugin runs in its own cgroup (runs.go). A running plugin ends by itself or is killed with
+// its children after Config.Timeout. A caller's context does not end it, because a plugin that is
+// killed half-way may not be able to continue later. Plugins of a daemon that stops (Leave) or is
+// killed go on. New of the next daemon waits for them and kills those that hang. netns.New makes
+// the pod's network namespace and brings its loopback interface up, so no loopback plugin is
+// needed.
 //
-// A plugin that is built in (Config.BuiltIn) is called, not executed. It ends with the daemon at
-// any instruction, and is made for that: its DEL goes on wherever it was.
+// A built-in plugin (Config.BuiltIn) is called instead of executed. It ends with the daemon at any
+// instruction, and its DEL must cope with that.
 //
-// Specification: CNI 1.1.0; configurations from 0.1.0 to 1.1.0 are understood.
+// Specification: CNI 1.1.0. Configurations from 0.1.0 to 1.1.0 are supported.
 package cni
 
 import (
@@ -42,45 +42,45 @@ import (
 	"berth/internal/task"
 )
 
-// IfName is the name of the interface a pod gets from its network.
+// IfName is the name of a pod's network interface.
 const IfName = "eth0"
 
 const (
-	// DefaultTimeout bounds one ADD, DEL or CHECK. It is less than
-	// half of what kubelet grants RunPodSandbox, so that the undo of a hung ADD has time too, and less than
-	// it grants StopPodSandbox, so that it is told which plugin hung.
+	// DefaultTimeout bounds one ADD, DEL or CHECK. Twice this time is less than kubelet's timeout
+	// of RunPodSandbox, so a hung ADD can be undone. It is also less than kubelet's timeout of
+	// StopPodSandbox, so the error can name the plugin that hung.
 	DefaultTimeout = 110 * time.Second
 	// statusTimeout bounds one round of STATUS.
 	statusTimeout = 10 * time.Second
-	// maxViewAge is the age at which Status asks for a fresh view.
+	// maxViewAge is the age of a view at which Status triggers a reload.
 	maxViewAge = 5 * time.Second
 	// maxObstaclesAge is the age at which a STATUS triggers another search for obstacles. It is long
 	// because a firewall may have many rules.
 	maxObstaclesAge = time.Minute
-	// wholeGate is the weight of GC, more than there can be operations.
+	// wholeGate is the gate's weight for GC. It exceeds any number of operations.
 	wholeGate = math.MaxInt64
 )
 
-// Config tells a Network where things are. All paths are absolute.
+// Config has the paths and limits of a Network. All paths are absolute.
 type Config struct {
-	ConfDir  string        // configuration files; need not exist
-	BinDirs  []string      // plugins, first match wins; also given to plugins as CNI_PATH
-	CacheDir string        // libcni's record of results, private to berth, survives a restart
-	RunDir   string        // where running plugins are noted, gone after a reboot; empty: nowhere, they have no cgroups, and their children can outlive them
-	Timeout  time.Duration // longest ADD, DEL or CHECK; 0: DefaultTimeout
-	Waits    *task.Waits   // where waits are noted; nil: nowhere
+	ConfDir  string        // configuration files; may not exist
+	BinDirs  []string      // plugin directories, first match wins; plugins get them as CNI_PATH
+	CacheDir string        // libcni's cache of results, private to berth; survives a restart
+	RunDir   string        // notes of running plugins, lost at a reboot; "": no notes and no cgroups, so plugins' children can outlive them
+	Timeout  time.Duration // of one ADD, DEL or CHECK; 0: DefaultTimeout
+	Waits    *task.Waits   // register of waits; may be nil
 
-	BuiltIn map[string]BuiltIn // plugins that are called instead of executed, by plugin type
+	BuiltIn map[string]BuiltIn // by plugin type
 	Readers Readers
 	List    []byte // the complete configuration list of the network; nil: ConfDir has it
 }
 
-// BuiltIn is a plugin as a function: stdin, environment and output are the program's (CNI specification, section 3). Its errors are
-// of type *types.Error. ctx bounds its waits.
+// BuiltIn is a plugin that is called instead of executed. stdin, environ and stdout have the
+// contents of CNI specification section 3. Errors have the type *types.Error. ctx bounds waits.
 type BuiltIn func(ctx context.Context, stdin []byte, environ []string) (stdout []byte, err error)
 
-// Network runs plugins for the network configured in a directory. Its methods
-// may be called concurrently.
+// Network runs plugins for the network configured in a directory. Its methods may be called
+// concurrently.
 type Network struct {
 	cfg     Config
 	log     *slog.Logger
@@ -89,23 +89,23 @@ type Network struct {
 
 	view    atomic.Pointer[view]        // written by New, then by the owner goroutine alone
 	refresh chan struct{}               // wakes the owner; capacity 1
-	ranges  atomic.Pointer[[][]IPRange] // of new pods; nil: none were given
+	ranges  atomic.Pointer[[][]IPRange] // of new pods; nil: not set
 
-	// gate keeps GC alone: the specification (section 3, lifecycle and ordering)
-	// forbids ADD and DEL while it runs. An operation holds 1, GC holds all.
+	// gate excludes ADD and DEL while GC runs (specification, section 3, lifecycle and ordering).
+	// An operation holds 1, GC holds all.
 	gate *semaphore.Weighted
 
 	left  context.Context // ends with Leave
 	leave context.CancelFunc
 
 	stop context.CancelFunc
-	done sync.WaitGroup // the owner goroutine and its STATUS probes
+	done sync.WaitGroup // the owner goroutine, its STATUS rounds and searches
 }
 
-// New waits for what plugins of an earlier daemon with the same RunDir left, for some seconds, and kills what
-// hangs; then it reads the configuration and starts to follow it. Errors: InvalidArgument for a Config that cannot work. Where the
-// kernel has no inotify instance left, the directory is followed by Status alone
-// and the log says so.
+// New opens a network. It first waits some seconds for plugins of an earlier daemon with the same
+// RunDir and kills those that hang. Then it reads the configuration and follows it. Errors:
+// InvalidArgument for an invalid Config. If the kernel has no free inotify instance, New logs a
+// warning, and Status triggers each reload.
 func New(cfg Config, log *slog.Logger) (*Network, error) {
 	if err := cfg.validate(); err != nil {
 		return nil, err
@@ -126,7 +126,7 @@ func New(cfg Config, log *slog.Logger) (*Network, error) {
 	ctx, stop := context.WithCancel(context.Background())
 	n.stop = stop
 	if err := plugins.runs.endAll(ctx); err != nil {
-		log.Error("end what CNI plugins of an earlier daemon left running", "error", err)
+		log.Error("end CNI plugins of an earlier daemon", "error", err)
 	}
 	o := newOwner(ctx, n)
 	o.reload()
@@ -151,23 +151,24 @@ func (c Config) validate() error {
 	return nil
 }
 
-// Leave is for a daemon that ends: no operation begins any more, and who waits for one gets Unavailable at once. Plugins
-// that run are not touched. They are noted in RunDir, for the next daemon.
+// Leave prepares the end of the daemon: no operation begins any more, and waiting callers get
+// Unavailable at once. Running plugins are not touched. Their notes in RunDir are for the next
+// daemon.
 func (n *Network) Leave() { n.leave() }
 
-// Close stops following the directory and ends STATUS probes. Running Add, Del,
-// Check and GC calls are not affected.
+// Close stops following the directory and cancels STATUS. Running Add, Del, Check and GC calls are
+// not affected.
 func (n *Network) Close() {
 	n.stop()
 	n.done.Wait()
 }
 
-// Status returns nil if pods can join the network. Otherwise the error tells why
-// not: FailedPrecondition without a valid configuration or with a plugin not
-// installed, Unavailable if a plugin's STATUS (spec 1.1) failed or is not known yet.
+// Status returns nil if pods can join the network. Errors: FailedPrecondition without a valid
+// configuration or with a plugin that is not installed. Unavailable if a plugin's STATUS (CNI 1.1)
+// failed or has not ended yet.
 //
-// The answer comes from memory. When it is older than a few seconds a new one is
-// found in the background for the next caller.
+// The answer comes from memory. An answer older than a few seconds triggers a reload in the
+// background for the next caller.
 func (n *Network) Status(context.Context) error {
 	v := n.view.Load()
 	if time.Since(v.at) > maxViewAge {
@@ -176,8 +177,8 @@ func (n *Network) Status(context.Context) error {
 	return v.ready()
 }
 
-// AskStatus is Status for those who ask once and can wait: it asks the plugins itself, for at
-// most ten seconds or until ctx ends.
+// AskStatus runs STATUS itself and waits for it, for at most ten seconds or until ctx ends. Errors
+// as of Status.
 func (n *Network) AskStatus(ctx context.Context) error {
 	v := n.view.Load()
 	switch {
@@ -211,13 +212,13 @@ func (n *Network) IPRanges() [][]IPRange {
 func (n *Network) askRefresh() {
 	select {
 	case n.refresh <- struct{}{}:
-	default: // a wake-up is already waiting
+	default: // a wake-up is pending
 	}
 }
 
-// Plan returns the attachment a new pod shall use, to be stored before Add.
-// FailedPrecondition without a valid configuration. It does not look at STATUS:
-// the plugin itself refuses an ADD it cannot do.
+// Plan returns the attachment of a new pod, which the caller stores before Add. FailedPrecondition
+// without a valid configuration. Plan ignores STATUS: the plugin itself refuses an ADD that it
+// cannot do.
 func (n *Network) Plan() (Attachment, error) {
 	v := n.view.Load()
 	if v.net == nil {
@@ -226,7 +227,7 @@ func (n *Network) Plan() (Attachment, error) {
 	return Attachment{Network: v.net.list.Name, IfName: IfName, ConfList: v.net.list.Bytes}, nil
 }
 
-// Info describes the network for people: verbose Status prints it as JSON.
+// Info describes the network to the operator. Verbose Status prints it as JSON.
 type Info struct {
 	ConfDir    string    `json:"confDir"`
 	BinDirs    []string  `json:"binDirs"`
@@ -235,18 +236,18 @@ type Info struct {
 	CNIVersion string    `json:"cniVersion,omitempty"` // the specification version in use
 	Plugins    []string  `json:"plugins,omitempty"`    // their types, in chain order
 	Skipped    []Skipped `json:"skipped,omitempty"`    // invalid files before it
-	Error      string    `json:"error,omitempty"`      // why the network is not ready
-	Obstacles  []string  `json:"obstacles,omitempty"`  // what is in the way of pods all the same, and what mends it
-	At         time.Time `json:"at"`                   // when this was found
+	Error      string    `json:"error,omitempty"`      // the reason why the network is not ready
+	Obstacles  []string  `json:"obstacles,omitempty"`  // problems that do not prevent readiness, with their fixes
+	At         time.Time `json:"at"`                   // when the configuration was last read
 }
 
-// Skipped is a configuration file that is not valid.
+// Skipped is an invalid configuration file.
 type Skipped struct {
 	File  string `json:"file"`
 	Error string `json:"error"`
 }
 
-// Info returns what the last look at the configuration found.
+// Info returns the published view of the network.
 func (n *Network) Info() Info {
 	v := n.view.Load()
 	info := Info{ConfDir: n.cfg.ConfDir, BinDirs: n.cfg.BinDirs, Skipped: v.skipped, At: v.at}

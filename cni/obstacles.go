@@ -63,7 +63,7 @@ func (o *owner) logSearchError(s search) {
 		o.searchErr = s.err.Error()
 	}
 	if s.err != nil && o.searchErr != logged {
-		o.n.log.Warn("search for firewalls and routes that restrict pods", "network", s.net.list.Name, "error", s.err)
+		o.n.log.Warn("search for obstacles of pods", "network", s.net.list.Name, "error", s.err)
 	}
 }
 

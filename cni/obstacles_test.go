@@ -44,7 +44,7 @@ grep -q 10.1.2.0/24 $record/built-in.STATUS.stdin || { echo '{"code":50,"msg":"t
 	})
 }
 
-// lines is a log that a test reads.
+// lines is a log that tests can read.
 type lines struct {
 	lock sync.Mutex // guards text
 	text bytes.Buffer
@@ -89,7 +89,7 @@ func firewall([]byte) ([]Obstacle, error) {
 
 func failing([]byte) ([]Obstacle, error) { return nil, errors.New("no firewall to read") }
 
-// newBuiltInBed starts a ready network of a built-in plugin whose obstacles are what reader finds.
+// newBuiltInBed starts a ready network of a built-in plugin whose obstacles come from reader.
 func newBuiltInBed(t *testing.T, reader *fakeReader) (*bed, *lines) {
 	t.Helper()
 	log := &lines{}
@@ -105,7 +105,7 @@ func newBuiltInBed(t *testing.T, reader *fakeReader) (*bed, *lines) {
 	return b, log
 }
 
-// findObstacles makes the owner search and waits until it did.
+// findObstacles triggers a search and waits for its end.
 func (b *bed) findObstacles() {
 	b.t.Helper()
 	begin := time.Now()
@@ -142,7 +142,7 @@ func TestObstaclesAreLoggedOnce(t *testing.T) {
 	}
 }
 
-// The failure is no reason not to be ready, and STATUS does not repeat the search.
+// The network stays ready, and STATUS does not repeat the search.
 func TestFailedObstacleSearchIsLoggedOnce(t *testing.T) {
 	t.Parallel()
 	reader := &fakeReader{found: failing}
@@ -172,7 +172,6 @@ func TestFailedObstacleSearchIsLoggedOnce(t *testing.T) {
 	must(t, b.n.Status(context.Background()))
 }
 
-// The search gets the ranges of new pods, and is repeated when they change.
 func TestObstaclesDependOnRanges(t *testing.T) {
 	t.Parallel()
 	reader := &fakeReader{found: func(conf []byte) ([]Obstacle, error) {

@@ -14,13 +14,13 @@ import (
 )
 
 const (
-	// settleQuiet and settleMax make one reload of a burst of changes: a file that
-	// is being written is not valid until its writer is done.
+	// settleQuiet and settleMax combine a burst of changes into one reload, because a half-written
+	// file is invalid.
 	settleQuiet = 100 * time.Millisecond
 	settleMax   = time.Second
 )
 
-// view is the state of the network that the owner publishes. It is immutable.
+// view is the immutable state of the network that the owner publishes.
 type view struct {
 	net     *network  // nil: no valid configuration
 	skipped []Skipped // invalid files before net's
@@ -43,13 +43,13 @@ func (v *view) ready() error {
 	case v.missing != nil:
 		return v.missing
 	case !v.asked:
-		return errdefs.Unavailable("CNI network %q: waiting for the plugins' STATUS", v.net.list.Name)
+		return errdefs.Unavailable("CNI network %q: STATUS has not ended yet", v.net.list.Name)
 	}
 	return v.statusErr
 }
 
-// owner is the goroutine that keeps a Network's view. Nothing else touches its
-// fields, and nothing else writes the view.
+// owner is the goroutine that maintains a Network's view. Nothing else touches its fields or writes
+// the view.
 type owner struct {
 	n   *Network
 	ctx context.Context // ends with Close
@@ -180,8 +180,8 @@ func (o *owner) syncWatch() {
 	}
 }
 
-// findPlugins returns an error, FailedPrecondition, for the first plugin of the
-// chain that is not installed: every ADD would fail.
+// findPlugins returns FailedPrecondition for the first plugin of the chain that is not installed.
+// Every ADD would fail.
 func (n *Network) findPlugins(list *libcni.NetworkConfigList) error {
 	for _, p := range list.Plugins {
 		if _, err := n.plugins.FindInPath(p.Network.Type, n.cfg.BinDirs); err != nil {

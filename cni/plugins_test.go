@@ -18,9 +18,10 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/netns"
+	"berth/internal/testenv"
 )
 
-// pluginDir is where the CNI project's plugins are: by hand, or by Debian's
+// pluginDir returns the directory of the CNI project's plugins: /opt/cni/bin, or that of Debian's
 // containernetworking-plugins.
 func pluginDir(t *testing.T) string {
 	t.Helper()
@@ -40,6 +41,8 @@ type realBed struct {
 }
 
 func newRealBed(t *testing.T, bridge string, subnet int) *realBed {
+	t.Helper()
+	testenv.NeedRoot(t)
 	b := &realBed{bed: newBed(t), bridge: bridge}
 	b.ipam = filepath.Dir(b.conf) + "/ipam"
 	b.writeConf("10-real.conflist", fmt.Sprintf(`{"cniVersion":"1.0.0","name":"real","plugins":[
@@ -60,7 +63,7 @@ func (b *realBed) pod(id string) Pod {
 	return pod
 }
 
-// allocated returns the addresses host-local has given out.
+// allocated returns the addresses that host-local has assigned.
 func (b *realBed) allocated() []string {
 	b.t.Helper()
 	entries, err := os.ReadDir(b.ipam + "/real")
@@ -104,14 +107,14 @@ func TestRealPlugins(t *testing.T) {
 		t.Fatalf("addresses %v, want IPv4 then IPv6 as the configuration has them", result.IPs)
 	}
 	att := b.add(client)
-	must(t, b.n.Check(ctx, att, client)) // not the server: portmap 1.1.1 looks for IPv4 rules in ip6tables
+	must(t, b.n.Check(ctx, att, client)) // not the server: portmap 1.1.1 expects IPv4 rules in ip6tables
 	wantAddresses(t, server.NetNS, result)
 	stop := serveHello(t, server.NetNS, ":80")
 	defer stop()
 	hello(t, client.NetNS, net.JoinHostPort(result.IPs[0].String(), "80"))
 	hello(t, client.NetNS, "10.91.0.1:18080") // the host port, on the bridge's own address
 	if len(rules(t, "server")) == 0 {
-		t.Error("no rules name the pod: the rules check below would prove nothing")
+		t.Error("no rule names the pod: the check of rules below would pass in any case")
 	}
 
 	must(t, b.n.Del(ctx, att, server))
@@ -193,7 +196,7 @@ func hello(t *testing.T, netnsPath, addr string) {
 	}
 }
 
-// Pods come and go side by side; nobody's address is another's, and none is lost.
+// Each pod has its own address, and all are released.
 func TestRealPluginsParallel(t *testing.T) {
 	b := newRealBed(t, "berth-t1", 92)
 	att := b.plan()
@@ -237,8 +240,8 @@ func TestRealPluginsParallel(t *testing.T) {
 	}
 }
 
-// An ADD that fails in the chain's second plugin has allocated an address; DEL,
-// which knows no result, gives it back.
+// The chain's second plugin fails after the first has allocated an address. DEL has no result and
+// must release it.
 func TestRealPluginsFailedAdd(t *testing.T) {
 	b := newRealBed(t, "berth-t2", 93)
 	att := b.plan()
@@ -249,7 +252,7 @@ func TestRealPluginsFailedAdd(t *testing.T) {
 		t.Fatalf("add: %v (%v)", err, errdefs.Code(err))
 	}
 	if got := b.allocated(); len(got) != 2 {
-		t.Errorf("allocated %v; the test wants an ADD that fails half-way", got)
+		t.Errorf("allocated %v; ADD must fail half-way for this test", got)
 	}
 	must(t, b.n.Del(context.Background(), att, pod))
 	if got := b.allocated(); len(got) != 0 {
@@ -257,7 +260,6 @@ func TestRealPluginsFailedAdd(t *testing.T) {
 	}
 }
 
-// Stale attachments, of pods no record knows any more, go with GC.
 func TestRealPluginsGC(t *testing.T) {
 	b := newRealBed(t, "berth-t3", 94)
 	kept, stale := b.pod("kept"), b.pod("stale")
@@ -268,7 +270,7 @@ func TestRealPluginsGC(t *testing.T) {
 		t.Errorf("allocated %v, want the two of the kept pod", got)
 	}
 	must(t, b.n.Check(context.Background(), b.plan(), kept))
-	// As a caller does, until it succeeds: iptables has been seen to find its chain busy, once.
+	// DEL is repeated until it succeeds, as callers do: iptables once reported its chain as busy.
 	eventually(t, "the kept pod is detached", func() bool {
 		err := b.n.Del(context.Background(), b.plan(), kept)
 		if err != nil {
@@ -278,7 +280,7 @@ func TestRealPluginsGC(t *testing.T) {
 	})
 }
 
-// The pod CIDR of UpdateRuntimeConfig reaches host-local, through bridge.
+// The bridge plugin passes the pod CIDR of UpdateRuntimeConfig to host-local.
 func TestRealPluginsPodCIDR(t *testing.T) {
 	b := newRealBed(t, "berth-t4", 95)
 	b.writeConf("10-real.conflist", fmt.Sprintf(`{"cniVersion":"1.0.0","name":"real","plugins":[

@@ -13,15 +13,15 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Pod is what plugins are told about a pod. DEL needs the same as ADD.
+// Pod is the input of plugins for one pod. DEL needs the same input as ADD.
 type Pod struct {
 	ID        string // the container ID of CNI
 	Name      string
 	Namespace string
 	UID       string
-	NetNS     string // path of its network namespace; for Del it may be gone
+	NetNS     string // path of its network namespace; may be gone at Del
 
-	// Capability arguments: a plugin gets those it declares in its configuration.
+	// Capability arguments. A plugin gets those that its configuration declares.
 	PortMappings []PortMapping
 	Bandwidth    *Bandwidth
 	DNS          *DNS
@@ -38,7 +38,7 @@ type PortMapping struct {
 	HostIP        string `json:"hostIP,omitempty"`
 }
 
-// Bandwidth limits the pod's traffic: rates in bits per second, bursts in bits; 0: no
+// Bandwidth limits the pod's traffic. Rates are in bits per second, bursts in bits; 0 means no
 // limit.
 type Bandwidth struct {
 	IngressRate  uint64 `json:"ingressRate,omitempty"`
@@ -47,14 +47,14 @@ type Bandwidth struct {
 	EgressBurst  uint64 `json:"egressBurst,omitempty"`
 }
 
-// DNS is the pod's resolver configuration, for plugins that hand it on.
+// DNS is the pod's resolver configuration.
 type DNS struct {
 	Servers  []string `json:"servers,omitempty"`
 	Searches []string `json:"searches,omitempty"`
 	Options  []string `json:"options,omitempty"`
 }
 
-// IPRange is a range of addresses the pod's address shall come from.
+// IPRange is a range of addresses for pods.
 type IPRange struct {
 	Subnet     string `json:"subnet"`
 	RangeStart string `json:"rangeStart,omitempty"`
@@ -72,8 +72,8 @@ const (
 	capAliases      = "aliases"
 )
 
-// NewPod translates a CRI pod config. Errors: InvalidArgument, for ports,
-// bandwidth annotations, or names that Validate refuses.
+// NewPod translates a CRI pod config. It returns InvalidArgument for invalid ports, bandwidth
+// annotations, and names that Validate refuses.
 func NewPod(id, netns string, cfg *runtimeapi.PodSandboxConfig) (Pod, error) {
 	ports, err := portMappings(cfg.GetPortMappings())
 	if err != nil {
@@ -99,7 +99,7 @@ func NewPod(id, netns string, cfg *runtimeapi.PodSandboxConfig) (Pod, error) {
 	return pod, pod.Validate()
 }
 
-// portMappings translates CRI port mappings; those without a host port open nothing.
+// portMappings translates CRI port mappings and drops those without a host port.
 func portMappings(in []*runtimeapi.PortMapping) ([]PortMapping, error) {
 	var out []PortMapping
 	for _, m := range in {
@@ -130,18 +130,18 @@ func portMappings(in []*runtimeapi.PortMapping) ([]PortMapping, error) {
 
 func isPort(p int32) bool { return p >= 1 && p <= math.MaxUint16 }
 
-// The pod annotations Kubernetes documents for traffic shaping.
+// The pod annotations that Kubernetes documents for traffic shaping.
 const (
 	ingressAnnotation = "kubernetes.io/ingress-bandwidth"
 	egressAnnotation  = "kubernetes.io/egress-bandwidth"
 )
 
-// Bounds of a rate, as in kubelet's bandwidth validation: 1k to 1P bits per second.
+// Bounds of a rate in bits per second, as in kubelet's validation of bandwidth.
 var minRate, maxRate = resource.MustParse("1k"), resource.MustParse("1P")
 
-// ParseBandwidth reads the limits from a pod's annotations; nil if there are none.
-// The burst is the largest the bandwidth plugin takes, as with containerd and
-// CRI-O. InvalidArgument for what is not a quantity from 1k to 1P.
+// ParseBandwidth reads the limits from a pod's annotations, nil without any. Like containerd and
+// CRI-O it sets the largest burst that the bandwidth plugin accepts. It returns InvalidArgument for
+// a value that is not a quantity from 1k to 1P.
 func ParseBandwidth(annotations map[string]string) (*Bandwidth, error) {
 	ingress, err := parseRate(annotations, ingressAnnotation)
 	if err != nil {
@@ -179,8 +179,8 @@ func parseRate(annotations map[string]string, key string) (uint64, error) {
 	return uint64(q.Value()), nil
 }
 
-// ParsePodCIDRs translates the pod CIDR of UpdateRuntimeConfig, one or more
-// comma-separated, into IPRanges: one set, hence one address, for each. Nil for "".
+// ParsePodCIDRs translates the comma-separated pod CIDRs of UpdateRuntimeConfig into one set of
+// IPRanges each. A pod gets one address of each set. Nil for "".
 func ParsePodCIDRs(cidrs string) ([][]IPRange, error) {
 	if cidrs == "" {
 		return nil, nil
@@ -196,9 +196,8 @@ func ParsePodCIDRs(cidrs string) ([][]IPRange, error) {
 	return sets, nil
 }
 
-// Validate refuses, with InvalidArgument, a pod that cannot be named to plugins
-// safely: its names go into CNI_ARGS, where ";" and "=" would make further arguments of
-// them, and its ID into file names.
+// Validate returns InvalidArgument for a pod whose names could change the plugins' input. Names go
+// into CNI_ARGS, where ";" and "=" separate arguments. The ID goes into file names.
 func (p Pod) Validate() error {
 	if err := utils.ValidateContainerID(p.ID); err != nil {
 		return errdefs.InvalidArgument("pod ID %q: %w", p.ID, err)
@@ -213,7 +212,7 @@ func (p Pod) Validate() error {
 
 func unfitForArgs(r rune) bool { return r == ';' || r == '=' || r < ' ' || r == 0x7f }
 
-// args are the CNI_ARGS every Kubernetes runtime passes.
+// args returns the CNI_ARGS that every Kubernetes runtime passes.
 func (p Pod) args() [][2]string {
 	return [][2]string{
 		{"IgnoreUnknown", "1"},

@@ -17,7 +17,7 @@ func TestNewPod(t *testing.T) {
 		DnsConfig: &runtimeapi.DNSConfig{Servers: []string{"192.0.2.1"}, Searches: []string{"shop"}},
 		PortMappings: []*runtimeapi.PortMapping{
 			{Protocol: runtimeapi.Protocol_UDP, ContainerPort: 53, HostPort: 5353, HostIp: "::1"},
-			{ContainerPort: 80}, // no host port: nothing to open
+			{ContainerPort: 80}, // no host port
 			{Protocol: runtimeapi.Protocol_SCTP, ContainerPort: 1, HostPort: 65535},
 		},
 		Annotations: map[string]string{"kubernetes.io/ingress-bandwidth": "10M", "kubernetes.io/egress-bandwidth": "1.5Gi"},

@@ -9,22 +9,22 @@ import (
 	"github.com/containernetworking/cni/libcni"
 )
 
-// Readers inspect what plugins keep on the node. CNI has no verb for that. A plugin without a
-// reader works as well: its addresses and network devices are not compared with pods.
+// Readers inspect the state that plugins keep on the node, since CNI has no verb for it. Without a
+// reader a plugin works as well, but its addresses and devices cannot be compared with pods.
 type Readers struct {
 	Plugins map[string]PluginReader // by plugin type
 	IPAMs   []IPAMReader
 }
 
 // PluginReader inspects a plugin that assigns addresses itself. conf is a plugin configuration as
-// STATUS gets it. A configuration that the plugin refuses has never attached a pod: its methods
-// return nothing and no error. No method changes anything.
+// STATUS gets it. A configuration that the plugin refuses has never attached a pod; for it the
+// methods return nothing and no error. No method changes anything.
 type PluginReader interface {
 	// Obstacles finds settings of the node that restrict the network's pods.
 	Obstacles(conf []byte) ([]Obstacle, error)
 	// Reservations returns the addresses that the plugin keeps for pods.
 	Reservations(conf []byte) ([]Reservation, error)
-	// Objects returns the network devices and host ports that the plugin has made for pods.
+	// Objects returns the network devices and host ports that the plugin made for pods.
 	Objects(conf []byte) ([]Object, error)
 }
 
@@ -34,29 +34,27 @@ type IPAMReader interface {
 	Uses(list *libcni.NetworkConfigList) bool
 	// Reservations returns the addresses that pods of a network with this list may have.
 	Reservations(list *libcni.NetworkConfigList) ([]Reservation, error)
-	// Holds reports whether any network has an address of the pod in the plugin's default directory.
+	// Holds reports whether a network has an address of the pod in the plugin's default directory.
 	Holds(podID string) (bool, error)
-	// ReleaseOrphans frees addresses of the network that a power cut left reserved without a pod ID.
+	// ReleaseOrphans releases addresses whose reservations a power cut left without a pod ID.
 	ReleaseOrphans(ctx context.Context, list *libcni.NetworkConfigList, log *slog.Logger) error
 }
 
-// Obstacle is a setting of the node, such as a firewall's policy, that restricts pods of a network
-// which can be attached all the same.
+// Obstacle is a setting of the node, such as a firewall's policy, that restricts attached pods.
 type Obstacle struct{ Problem, Fix string }
 
-// Reservation is an address that is reserved for a pod, in a file.
+// Reservation is a file that reserves an address for a pod.
 type Reservation struct {
 	File  string
 	IP    string
 	PodID string
 }
 
-// Object is a network device or a host port that exists for a pod. PodID is empty where it cannot
-// be determined.
+// Object is a network device or a host port of a pod. PodID is empty if it cannot be determined.
 type Object struct{ PodID, Description string }
 
-// Reservations reads the addresses that are reserved for pods of networks with these configuration
-// lists. Invalid lists are passed over: such a network never had a pod.
+// Reservations reads the addresses of pods of networks with these configuration lists. It ignores
+// invalid lists, since such a network never had a pod.
 func (r Readers) Reservations(lists ...[]byte) ([]Reservation, error) {
 	var all distinct[Reservation]
 	for _, list := range parseDistinct(lists) {
@@ -74,7 +72,7 @@ func (r Readers) Reservations(lists ...[]byte) ([]Reservation, error) {
 	return all.items, nil
 }
 
-// Objects returns what networks with these configuration lists have made on the node for pods.
+// Objects returns the objects of pods of networks with these configuration lists.
 func (r Readers) Objects(lists ...[]byte) ([]Object, error) {
 	var all distinct[Object]
 	for _, list := range parseDistinct(lists) {
@@ -137,7 +135,7 @@ func (r Readers) plugins(list *libcni.NetworkConfigList, ranges *[][]IPRange) it
 	}
 }
 
-// parseDistinct decodes each list once: many pods have the same one.
+// parseDistinct decodes each list once, since many pods have the same one.
 func parseDistinct(lists [][]byte) (all []*libcni.NetworkConfigList) {
 	seen := map[string]bool{}
 	for _, data := range lists {
@@ -152,7 +150,7 @@ func parseDistinct(lists [][]byte) (all []*libcni.NetworkConfigList) {
 	return all
 }
 
-// distinct collects items without repetitions: lists may share a directory.
+// distinct collects items without duplicates. Lists may share a directory.
 type distinct[T comparable] struct {
 	items []T
 	seen  map[T]bool

@@ -14,14 +14,14 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Result is what ADD gave the pod.
+// Result is the outcome of a pod's ADD.
 type Result struct {
 	IPs []netip.Addr    `json:"ips"` // primary first; empty for a network without addresses
 	Raw json.RawMessage `json:"raw"` // the result as JSON, in the configuration's CNI version
 }
 
-// checkResult refuses output that libcni cannot take: it wants an object, and
-// converting between versions it dereferences every element of these lists.
+// checkResult refuses output that makes libcni panic. libcni expects an object, and dereferences
+// every element of these lists to convert versions.
 func checkResult(stdout []byte) error {
 	var top map[string]any
 	if err := json.Unmarshal(stdout, &top); err != nil {
@@ -58,10 +58,9 @@ func newResult(r types.Result, ifName string) (Result, error) {
 	return Result{IPs: ips, Raw: raw}, nil
 }
 
-// podIPs returns the addresses of the pod's interface in the order of the result,
-// so the first is the primary one. Addresses without an interface belong to it; if
-// it has none, as with plugins that name the interface their own way, every other
-// one counts. Loopback never does.
+// podIPs returns the addresses of the pod's interface in the order of the result, primary first.
+// Addresses without an interface count as the pod's. If the interface has no address, because the
+// plugin names it differently, all other addresses count. Loopback addresses never count.
 func podIPs(r *types100.Result, ifName string) ([]netip.Addr, error) {
 	var own, others []netip.Addr
 	for _, c := range r.IPs {

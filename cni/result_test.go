@@ -11,8 +11,8 @@ import (
 	"github.com/containernetworking/cni/pkg/version"
 )
 
-// printer stands for a plugin that prints the same bytes to every call; the bytes
-// go the way they go in runner.
+// printer is a fake plugin that prints the same bytes at each call. The bytes take the same way as
+// in runner.
 type printer struct {
 	version.PluginDecoder
 	stdout []byte
@@ -25,7 +25,7 @@ func (p *printer) ExecPlugin(context.Context, string, []byte, []string) ([]byte,
 	return run.outcome(context.Background(), nil)
 }
 
-// addPrinted is an ADD to a chain of two plugins that both print stdout.
+// addPrinted runs ADD with a chain of two plugins that both print stdout.
 func addPrinted(t testing.TB, cache, confVersion string, stdout []byte) (Result, error) {
 	list, err := parseConf([]byte(conflist(confVersion, "n", "a", "b")), true)
 	must(t, err)

@@ -20,42 +20,42 @@ import (
 	"berth/internal/failpoint"
 )
 
-// Each run of a plugin has a cgroup of its own, below the daemon's, which whatever it starts is in.
-// A note in a private directory names the cgroup from before it is made until it is removed, so
-// that the next daemon finds the runs that did not end. It lets them end by themselves, for a
-// while, and then kills the cgroup: a DEL that is killed half-way may not be able to go on where it
-// was (the bridge plugin finds the rules it made by the addresses of the link that it deletes
-// first). Children of a run that ended by itself, well or not, are what the plugin wanted: the note
-// says so by its name, nobody kills them, and the cgroup is removed when a later run ends, or a
-// daemon starts, after they have ended. Nothing is read of the processes themselves: what /proc
-// tells of a process can be as large as that process likes.
+// Each run of a plugin has a cgroup below the daemon's, which also contains the plugin's children.
+// A note in a private directory names the cgroup from before its creation until after its removal,
+// so the next daemon finds runs that did not end. It waits some seconds for them and then kills the
+// cgroup. It waits because a DEL that is killed half-way may not be able to continue. For example,
+// the bridge plugin deletes its link first, and finds its iptables rules by the link's addresses.
+//
+// Children may outlive a plugin that exits by itself. They are not killed. The note's suffix marks
+// the run as over, and a later run or daemon removes the cgroup once it is empty. No code here
+// reads /proc/PID, since a process can make those files arbitrarily large.
 
 const (
-	runPrefix = "berth-cni-" // begins the names of cgroups and notes
-	overMark  = ".over"      // ends the names of notes of runs that ended by themselves
+	runPrefix = "berth-cni-" // prefix of cgroups and notes
+	overMark  = ".over"      // suffix of notes of runs whose plugin exited by itself
 
-	killLimit   = 5 * time.Second // for processes that were killed
-	leftLimit   = 5 * time.Second // for plugins of a daemon that was killed to end by themselves
-	removeLimit = time.Second     // for the cgroup of processes that have ended
-	removeOnce  = 16              // cgroups of earlier runs that one run tries to remove at most
+	killLimit   = 5 * time.Second // for killed processes to end
+	leftLimit   = 5 * time.Second // for plugins of an earlier daemon to exit
+	removeLimit = time.Second     // for the removal of an empty cgroup
+	removeOnce  = 16              // cgroups of earlier runs that one run tries to remove
 )
 
-// runs is where the plugins that run are noted.
+// runs keeps the notes and cgroups of running plugins.
 type runs struct {
-	dir    string           // private, gone after a reboot; empty: nothing is noted, and plugins have no cgroups
-	prefix string           // begins the names of its cgroups and notes
-	groups *cgroup.Children // nil: as found when the daemon started, there is no place for them
+	dir    string           // private, lost at a reboot; "": no notes and no cgroups
+	prefix string           // prefix of this directory's cgroups and notes
+	groups *cgroup.Children // nil: no cgroup could be made when the daemon started
 	absent error            // why groups is nil
 	log    *slog.Logger
 
 	mu   sync.Mutex // guards over
-	over []run      // ended by themselves and have left processes, oldest first
+	over []run      // plugins exited by themselves and left children, oldest first
 }
 
 // run is one execution of a plugin.
 type run struct {
-	name  string // of its note and its cgroup
-	group string // the cgroup's directory; empty: it has none
+	name  string // of its note and cgroup
+	group string // path of the cgroup; "": none
 }
 
 func newRuns(dir string, log *slog.Logger) *runs {
@@ -72,8 +72,8 @@ func newRuns(dir string, log *slog.Logger) *runs {
 	return r
 }
 
-// prefixOf returns how the names of cgroups begin whose runs are noted in a directory. It tells
-// those of several daemons apart, in whatever mount namespace each has its directory.
+// prefixOf returns the prefix of the names of cgroups whose notes are in dir. It distinguishes
+// daemons by device and inode, so it works in any mount namespace.
 func prefixOf(dir string) (string, error) {
 	var s unix.Stat_t
 	if err := unix.Stat(dir, &s); err != nil {
@@ -82,8 +82,8 @@ func prefixOf(dir string) (string, error) {
 	return fmt.Sprintf("%s%x-%x-", runPrefix, s.Dev, s.Ino), nil
 }
 
-// begin notes a run and makes its cgroup. If that fails nothing is left of both, and the caller
-// decides whether the plugin runs without a cgroup.
+// begin writes the note of a run and makes its cgroup. On an error it leaves neither, and the
+// caller decides whether the plugin runs without a cgroup.
 func (r *runs) begin(what string) (run, error) {
 	if r.dir == "" {
 		return run{}, nil
@@ -95,7 +95,7 @@ func (r *runs) begin(what string) (run, error) {
 	this := run{name: name, group: r.groups.Dir(name)}
 	if err := r.note(this, what); err != nil {
 		r.forget(this)
-		return run{}, fmt.Errorf("note that a CNI plugin runs: %w", err)
+		return run{}, fmt.Errorf("write note of a CNI plugin run: %w", err)
 	}
 	failpoint.Reach("cni.make-group")
 	if err := os.Mkdir(this.group, 0o755); err != nil {
@@ -106,7 +106,7 @@ func (r *runs) begin(what string) (run, error) {
 	return this, nil
 }
 
-// note writes the note of a run: the path of its cgroup, and what runs, for people.
+// note writes the note of a run: the path of its cgroup, and a description for the operator.
 func (r *runs) note(this run, what string) error {
 	failpoint.Reach("cni.note-run")
 	if err := os.MkdirAll(r.dir, 0o700); err != nil {
@@ -126,16 +126,15 @@ func (r *runs) start(this run, cmd *exec.Cmd) error {
 	return r.groups.Start(cmd, this.group)
 }
 
-// end removes the cgroup of a run. If the run did not end by itself, end kills what it has left.
-// The note of a cgroup that cannot be emptied stays, so that the next daemon tries again. Processes
-// that a run left when it ended by itself are kept.
+// end removes the cgroup of a run. It kills the plugin's children unless the plugin exited by
+// itself. If the cgroup cannot be emptied, the note stays for the next daemon.
 func (r *runs) end(this run, byItself bool) {
 	if this.group == "" {
 		return
 	}
 	if !byItself {
 		if err := killAndRemove(this.group, time.Now().Add(killLimit)); err != nil {
-			r.log.Error("kill what a CNI plugin started", "cgroup", this.group, "error", err)
+			r.log.Error("kill the processes of a CNI plugin", "cgroup", this.group, "error", err)
 			return
 		}
 		r.forget(this)
@@ -152,13 +151,13 @@ func (r *runs) end(this run, byItself bool) {
 	r.removeOver()
 }
 
-// keep notes that a run has ended by itself and left processes.
+// keep marks a run as over whose plugin exited by itself and left children.
 func (r *runs) keep(this run) {
 	failpoint.Reach("cni.keep-run")
 	err := os.Rename(filepath.Join(r.dir, this.name), filepath.Join(r.dir, this.name+overMark))
 	failpoint.Reach("cni.run-kept")
 	if err != nil {
-		r.log.Warn("note that a CNI plugin has left processes; the next daemon will kill them", "cgroup", this.group, "error", err)
+		r.log.Warn("mark a CNI plugin's run as over; the next daemon will kill the processes that the plugin left", "cgroup", this.group, "error", err)
 	} else {
 		this.name += overMark
 	}
@@ -167,7 +166,7 @@ func (r *runs) keep(this run) {
 	r.mu.Unlock()
 }
 
-// removeOver removes the cgroups of the earliest runs whose processes have ended meanwhile.
+// removeOver removes the cgroups of the oldest runs that are over, as far as they are empty.
 func (r *runs) removeOver() {
 	r.mu.Lock()
 	look := r.over[:min(len(r.over), removeOnce)]
@@ -186,7 +185,7 @@ func (r *runs) removeOver() {
 		busy = append(busy, this)
 	}
 	r.mu.Lock()
-	r.over = append(r.over, busy...) // the others have their turn
+	r.over = append(r.over, busy...) // at the end: the next call tries the others
 	r.mu.Unlock()
 }
 
@@ -194,14 +193,15 @@ func (r *runs) forget(this run) {
 	failpoint.Reach("cni.forget-run")
 	err := os.Remove(filepath.Join(r.dir, this.name))
 	if err != nil && !errors.Is(err, fs.ErrNotExist) && !errors.Is(err, unix.ENOTDIR) {
-		r.log.Warn("forget that a CNI plugin ran", "run", this.name, "error", err)
+		r.log.Warn("remove note of a CNI plugin run", "run", this.name, "error", err)
 	}
 	failpoint.Reach("cni.run-forgotten")
 }
 
-// endAll waits for plugins of an earlier daemon, and kills what does not end by itself: what it did
-// after a DEL would never be undone. The error names what does not end; the next daemon looks for
-// it again. All of it takes leftLimit and killLimit, and some milliseconds for each run.
+// endAll waits for plugins of an earlier daemon and kills those that do not exit, because their
+// work after this daemon's DEL would never be undone. The error names cgroups that cannot be
+// emptied; the next daemon tries again. It takes at most leftLimit and killLimit, and some
+// milliseconds per run.
 func (r *runs) endAll(ctx context.Context) error {
 	if r.dir == "" {
 		return nil
@@ -214,7 +214,7 @@ func (r *runs) endAll(ctx context.Context) error {
 		return err
 	}
 	if err := untilEnded(ctx, running); err != nil {
-		r.log.Warn("CNI plugins of an earlier daemon are killed", "error", err)
+		r.log.Warn("kill CNI plugins of an earlier daemon", "error", err)
 	}
 	deadline := time.Now().Add(killLimit)
 	var failed error
@@ -230,8 +230,7 @@ func (r *runs) endAll(ctx context.Context) error {
 	return failed
 }
 
-// read returns the runs that are noted as running. Runs that are over are forgotten once they have
-// no processes.
+// read returns the runs whose plugins may run. It removes runs that are over and have no processes.
 func (r *runs) read() (running []run, err error) {
 	entries, err := os.ReadDir(r.dir)
 	if err != nil {
@@ -252,14 +251,14 @@ func (r *runs) read() (running []run, err error) {
 	return running, nil
 }
 
-// maxNote is more than a note has, in bytes.
+// maxNote exceeds the size of any note, in bytes.
 const maxNote = 16 << 10
 
-// readRun reads a note. One that its daemon did not write to the end has no cgroup yet, and that of
-// an earlier version has none.
+// readRun reads a note. The run has no cgroup if the note is incomplete, or from a version without
+// cgroups.
 func readRun(path string) run {
 	this := run{name: filepath.Base(path)}
-	data, err := os.ReadFile(path) // written by us, in a private directory
+	data, err := os.ReadFile(path) // private directory, written by this package
 	if err != nil || len(data) > maxNote {
 		return this
 	}
@@ -271,8 +270,8 @@ func readRun(path string) run {
 	return this
 }
 
-// untilEnded waits until runs have no processes, or leftLimit is over. Of runs that an earlier
-// version of berth noted, which had no cgroups, it cannot be known: they get all of the time.
+// untilEnded waits until runs have no processes, at most leftLimit. Runs noted by a version without
+// cgroups count as busy for all of that time.
 func untilEnded(ctx context.Context, running []run) error {
 	ctx, cancel := context.WithTimeout(ctx, leftLimit)
 	defer cancel()
@@ -295,14 +294,14 @@ func untilEnded(ctx context.Context, running []run) error {
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%d do not end, the first is %s: %w", len(left), left[0], ctx.Err())
+			return fmt.Errorf("%d plugins do not end, the first is %s: %w", len(left), left[0], ctx.Err())
 		case <-time.After(delay):
 		}
 	}
 }
 
-// killAndRemove kills all that is in a run's cgroup, at least once, and removes the cgroup. The
-// kernel calls it busy for a moment after the last process was killed.
+// killAndRemove kills all processes in a run's cgroup and removes it. It retries because the cgroup
+// is busy for a moment after its last process was killed.
 func killAndRemove(group string, deadline time.Time) error {
 	failpoint.Reach("cni.kill-group")
 	if err := cgroup.KillChild(group, time.Until(deadline)); err != nil {
@@ -319,14 +318,13 @@ func killAndRemove(group string, deadline time.Time) error {
 	}
 }
 
-// NotedRuns tells which cgroups of plugins' runs are noted in a Config's RunDir, whether a Network
-// is open there or not.
+// NotedRuns are the runs with a note in a Config's RunDir. A Network may be open there.
 type NotedRuns struct {
 	prefix string
 	names  map[string]bool
 }
 
-// ReadNotedRuns reads them. A directory that does not exist has none.
+// ReadNotedRuns reads the notes in runDir, which need not exist.
 func ReadNotedRuns(runDir string) (NotedRuns, error) {
 	entries, err := os.ReadDir(runDir)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -345,11 +343,11 @@ func ReadNotedRuns(runDir string) (NotedRuns, error) {
 	return noted, nil
 }
 
-// Prefix begins the names of the cgroups.
+// Prefix returns the prefix of the names of the runs' cgroups.
 func (n NotedRuns) Prefix() string { return n.prefix }
 
-// Unnoted returns the run that a cgroup's path belongs to if that run is this daemon's and has no
-// note; else it returns "".
+// Unnoted returns the name of the run that a cgroup belongs to, if the run is this daemon's and has
+// no note. Otherwise it returns "".
 func (n NotedRuns) Unnoted(group string) string {
 	for part := range strings.SplitSeq(group, "/") {
 		if n.prefix != "" && strings.HasPrefix(part, n.prefix) && !n.names[part] {

@@ -14,6 +14,7 @@ import (
 
 	"berth/internal/errdefs"
 	"berth/internal/netns"
+	"berth/internal/testenv"
 )
 
 func (b *bed) ready(want bool) {
@@ -21,12 +22,12 @@ func (b *bed) ready(want bool) {
 	eventually(b.t, "readiness", func() bool { return (b.n.Status(context.Background()) == nil) == want })
 }
 
-// lookAgain makes the owner look and waits until it did.
-func (b *bed) lookAgain() {
+// reload makes the owner reload and waits for it.
+func (b *bed) reload() {
 	b.t.Helper()
 	at := b.n.Info().At
 	b.n.askRefresh()
-	eventually(b.t, "another look", func() bool { return b.n.Info().At.After(at) })
+	eventually(b.t, "a reload", func() bool { return b.n.Info().At.After(at) })
 }
 
 func TestStatusVerb(t *testing.T) {
@@ -34,7 +35,7 @@ func TestStatusVerb(t *testing.T) {
 	b.plugin("a", `[ -e $record/up ] || { echo '{"code":50,"msg":"no agent"}'; exit 1; }; exit 0`)
 	b.writeConf("1.conflist", conflist("1.1.0", "n", "a"))
 	n := b.start()
-	eventually(t, "the plugin's word", func() bool {
+	eventually(t, "the plugin's error", func() bool {
 		err := n.Status(context.Background())
 		return errdefs.Code(err) == codes.Unavailable && strings.Contains(err.Error(), "no agent")
 	})
@@ -49,7 +50,6 @@ func TestStatusVerb(t *testing.T) {
 	}
 }
 
-// Who asks once gets the plugins' own answer, not that it is waited for.
 func TestAskStatus(t *testing.T) {
 	for _, test := range []struct {
 		name, version, script string
@@ -81,8 +81,7 @@ func TestAskStatus(t *testing.T) {
 	}
 }
 
-// A network that was ready is so until its plugin has refused twice.
-func TestStatusAsksOnceMore(t *testing.T) {
+func TestStatusIsRetriedBeforeNotReady(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", `[ ! -e $record/once ] || { rm $record/once; echo '{"code":50,"msg":"for once"}'; exit 1; }
 [ ! -e $record/down ] || { echo '{"code":50,"msg":"for good"}'; exit 1; }`)
@@ -106,13 +105,14 @@ func TestStatusVerbUnknown(t *testing.T) {
 	b.writeConf("1.conflist", conflist("1.1.0", "n", "a", "b"))
 	b.start()
 	b.ready(true)
-	if want := []string{"a STATUS ", "b STATUS "}; !slices.Equal(b.calls()[:2], want) { // they may be asked again by now
+	if want := []string{"a STATUS ", "b STATUS "}; !slices.Equal(b.calls()[:2], want) { // another round may have begun
 		t.Errorf("calls %q, want %q", b.calls(), want)
 	}
 }
 
-// Upstream's skeleton answers for a plugin that has no such function.
+// The skeleton answers for verbs that a plugin does not implement.
 func TestSkeletonPlugin(t *testing.T) {
+	testenv.NeedRoot(t)
 	b := newBed(t)
 	self, err := os.Executable()
 	must(t, err)
@@ -142,22 +142,22 @@ func TestStatusVerbOnlyFrom11(t *testing.T) {
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
 	n := b.start()
 	must(t, n.Status(context.Background()))
-	b.lookAgain()
+	b.reload()
 	if b.calls() != nil {
 		t.Errorf("calls %q", b.calls())
 	}
 }
 
-// A hung STATUS keeps nobody waiting: not Status, not a change of the
-// configuration, not Close; and it is killed when nobody needs its answer.
-func TestStatusVerbHangs(t *testing.T) {
+// A hung STATUS blocks neither Status, nor a change of the configuration, nor Close. It is killed
+// when its answer is not needed any more.
+func TestHungStatusBlocksNothing(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", `sleep 1000 & echo $! >$record/child; wait`)
 	b.plugin("b", okResult)
 	b.writeConf("1.conflist", conflist("1.1.0", "n", "a"))
 	n := b.start()
 	first := b.readPID("child")
-	if err := n.Status(context.Background()); errdefs.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "waiting for the plugins' STATUS") {
+	if err := n.Status(context.Background()); errdefs.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "STATUS has not ended yet") {
 		t.Errorf("status: %v", err)
 	}
 	b.writeConf("1.conflist", conflist("1.1.0", "n", "b"))
@@ -172,8 +172,8 @@ func TestStatusVerbHangs(t *testing.T) {
 	eventually(t, "the probe ends with Close", func() bool { return isGone(second) })
 }
 
-// A probe that is overtaken by a configuration without STATUS does not judge it.
-func TestStaleVerdict(t *testing.T) {
+// The configuration changes to one without STATUS while STATUS of the old one runs.
+func TestStaleStatusIsIgnored(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", `echo $$ >$record/probing; exec sleep 1000`)
 	b.plugin("b", okResult)
@@ -183,12 +183,11 @@ func TestStaleVerdict(t *testing.T) {
 	b.writeConf("1.conflist", conflist("1.0.0", "old", "b"))
 	b.network("old")
 	eventually(t, "the old probe is killed", func() bool { return isGone(pid) })
-	b.lookAgain()
+	b.reload()
 	must(t, n.Status(context.Background()))
 }
 
-// Status makes the owner look again when the answer is old, and only then.
-func TestStatusAge(t *testing.T) {
+func TestStatusReloadsOldView(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)
 	b.writeConf("1.conflist", conflist("1.0.0", "n", "a"))
@@ -198,16 +197,15 @@ func TestStatusAge(t *testing.T) {
 	n.view.Store(&fresh)
 	must(t, n.Status(context.Background()))
 	if len(n.refresh) != 0 {
-		t.Error("a fresh answer was refreshed")
+		t.Error("a fresh view was reloaded")
 	}
 	old := *n.view.Load()
 	old.at = time.Now().Add(-maxViewAge)
 	n.view.Store(&old)
 	must(t, n.Status(context.Background()))
-	eventually(t, "another look", func() bool { return n.Info().At.After(old.at) })
+	eventually(t, "a reload", func() bool { return n.Info().At.After(old.at) })
 }
 
-// A Network leaves no goroutine and no file descriptor behind.
 func TestCloseLeavesNothing(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)

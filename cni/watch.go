@@ -11,24 +11,23 @@ import (
 )
 
 const (
-	maxPathSteps = 255 // components walked, symlink targets included
-	maxSubdirs   = 64  // plugin directories watched below the configuration directory
+	maxPathSteps = 255 // path components to walk, including symlink targets
+	maxSubdirs   = 64  // watched plugin directories below the configuration directory
 )
 
-// watcher reports changes of a directory by inotify, also when the directory does
-// not exist yet, or a part of its path is removed, renamed, re-created or a
-// symlink that changes: it watches every directory on the way. It belongs to one
-// goroutine.
+// watcher reports changes of a directory by inotify. It watches every directory on the way, so it
+// also reports that the directory appears, or that a part of its path is removed, renamed, or a
+// changed symlink. It belongs to one goroutine.
 type watcher struct {
 	fs   *fsnotify.Watcher
 	dir  string
 	plan watchPlan
 }
 
-// watchPlan is what must be watched for one directory, as the filesystem is now.
+// watchPlan lists the inotify watches that a directory needs at present.
 type watchPlan struct {
-	dirs   []string // to watch: the directories on the way, then the leaves
-	names  []string // entries on the way, whose own change matters
+	dirs   []string // all watches: the directories on the way, then the leaves
+	names  []string // path components whose own change matters
 	leaves []string // directories in which every entry matters
 }
 
@@ -40,10 +39,9 @@ func newWatcher(dir string) (*watcher, error) {
 	return &watcher{fs: fs, dir: filepath.Clean(dir)}, nil
 }
 
-// sync watches what must be watched now. What is read after it returned, and then
-// changes, is reported. Watches are made anew since a path may be another
-// directory than before; a directory that appears between the look and the watch
-// is found by looking again.
+// sync sets the watches for the present state of the path. Any change after sync returned is
+// reported. It sets watches anew, since a path may lead to another directory than before. It
+// repeats the plan, since a directory may have appeared before its watch.
 func (w *watcher) sync() error {
 	for range maxPathSteps {
 		plan := planWatch(w.dir)
@@ -71,21 +69,21 @@ func (w *watcher) watch(dirs []string) error {
 	return nil
 }
 
-// concerns reports whether an event is about the configuration.
+// concerns reports whether an event affects the configuration.
 func (w *watcher) concerns(ev fsnotify.Event) bool {
 	if ev.Op == fsnotify.Chmod {
 		return false
 	}
-	name := filepath.Clean(ev.Name) // entries of / arrive as //name
+	name := filepath.Clean(ev.Name) // events in / have names that begin with //
 	return slices.Contains(w.plan.names, name) || slices.Contains(w.plan.leaves, filepath.Dir(name))
 }
 
-// planWatch walks to dir, through symlinks, as far as it exists.
+// planWatch walks to dir through symlinks, as far as the path exists.
 func planWatch(dir string) watchPlan {
 	var p watchPlan
 	at, rest := "/", components(dir)
 	for steps := 0; len(rest) > 0; steps++ {
-		next := filepath.Join(at, rest[0]) // ".." is right: at has no symlinks
+		next := filepath.Join(at, rest[0]) // resolves ".." correctly: at has no symlinks
 		p.dirs = append(p.dirs, at)
 		p.names = append(p.names, next)
 		info, err := os.Lstat(next)
@@ -118,11 +116,11 @@ func components(path string) []string {
 	return strings.FieldsFunc(path, func(r rune) bool { return r == '/' })
 }
 
-// subdirs returns the directories in dir: plugins of a network may live there.
+// subdirs returns the directories in dir, which may contain plugins of a network.
 func subdirs(dir string) []string {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
-		return nil // load reads dir too and reports
+		return nil // load reports the error
 	}
 	var dirs []string
 	for _, e := range entries {

@@ -12,8 +12,8 @@ import (
 	"berth/internal/errdefs"
 )
 
-// network waits until the watch has found a network, "" for none. Info does not
-// make the owner look, so inotify alone can.
+// network waits until the view has the network, "" for none. Info triggers no reload, so this tests
+// inotify alone.
 func (b *bed) network(want string) {
 	b.t.Helper()
 	eventually(b.t, "network "+want, func() bool { return b.n.Info().Network == want })
@@ -42,7 +42,7 @@ func TestWatchFiles(t *testing.T) {
 		s := n.Info().Skipped
 		return len(s) == 1 && s[0].File == b.conf+"/10.conflist" && s[0].Error != ""
 	})
-	must(t, n.Status(context.Background())) // the valid one behind it counts
+	must(t, n.Status(context.Background())) // the valid file after it counts
 
 	b.writeConf("10.conflist", conflist("1.0.0", "first", "a"))
 	b.network("first")
@@ -62,7 +62,7 @@ func TestWatchDirectories(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)
 	root := filepath.Dir(b.conf)
-	b.conf = root + "/etc/cni/net.d" // nothing of it exists
+	b.conf = root + "/etc/cni/net.d" // does not exist
 	b.start()
 
 	must(t, os.MkdirAll(b.conf, 0o755))
@@ -95,7 +95,7 @@ func TestWatchSymlinks(t *testing.T) {
 		must(t, os.WriteFile(root+"/"+name+"/deep/1.conflist", []byte(conflist("1.0.0", name, "a")), 0o644))
 	}
 	b.conf = root + "/link"
-	must(t, os.Symlink("current/../current/deep", b.conf)) // relative, and through a second link
+	must(t, os.Symlink("current/../current/deep", b.conf)) // relative, through a second link
 	must(t, os.Symlink(root+"/one", root+"/current"))
 	b.start()
 	b.network("one")
@@ -109,7 +109,7 @@ func TestWatchSymlinks(t *testing.T) {
 
 	must(t, os.Remove(b.conf))
 	b.network("")
-	must(t, os.Symlink("link", b.conf)) // a loop is an empty directory, not an endless walk
+	must(t, os.Symlink("link", b.conf)) // a symlink loop counts as an empty directory
 	must(t, os.Remove(b.conf))
 	must(t, os.Symlink("two/deep", b.conf))
 	b.network("two")
@@ -128,8 +128,7 @@ func TestWatchPluginFiles(t *testing.T) {
 	eventually(t, "the plugin file is gone", func() bool { return len(n.Info().Plugins) == 1 })
 }
 
-// Where inotify is used up, asking the status makes the owner look.
-func TestWithoutWatch(t *testing.T) {
+func TestStatusReloadsWithoutInotify(t *testing.T) {
 	b := newBed(t)
 	b.plugin("a", okResult)
 	n := &Network{cfg: Config{ConfDir: b.conf, BinDirs: []string{b.bin}}, log: testLog(t), plugins: &runner{runs: newRuns("", testLog(t)), log: testLog(t)}, refresh: make(chan struct{}, 1)}
