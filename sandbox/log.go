@@ -13,7 +13,7 @@ import (
 
 // Each event in the life of a pod or container is one line at the level info, with the names that
 // kubelet gave: their keys are namespace, podName, containerName and attempt; pod and container are
-// IDs, as in all other lines. docs/reliability.md lists the events.
+// IDs, as in all other lines. docs/operations.md lists the events.
 
 // nameAttrs are the names of a pod.
 func nameAttrs(m *runtimeapi.PodSandboxMetadata) []any {

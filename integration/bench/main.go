@@ -128,14 +128,17 @@ func (b *bench) setting() string {
 	}
 	waited := ""
 	if b.quiet > 0 {
-		waited = fmt.Sprintf(" Rounds of samples, but for those of runtimes that had something running, began when ten starts of a small program took at most %g ms, for which %.0f minutes were waited in all (%.0f at most).", b.quiet, b.waited.Minutes(), quietPatience.Minutes())
+		waited = fmt.Sprintf("\nSamples began when ten starts of a small program took at most %g ms; that took %.0f minutes of waiting (at most %.0f).",
+			b.quiet, b.waited.Minutes(), quietPatience.Minutes())
 	}
 	stolen := "an unknown part"
 	if now, err := readProcessors(); err == nil {
 		stolen = fmt.Sprintf("%.0f %%", 100*now.stolenSince(b.begin))
 	}
-	return fmt.Sprintf("%s, %d CPUs, %.0f GiB, Linux %s, %s, images on %s; %s; %d samples (rows that take long have fewer: n); %s, %s of the processor time that was asked for given to other machines (steal).%s\n",
-		processor(), goruntime.NumCPU(), memorySize(), kernel(), cgroups(), filesystem(b.dir), strings.Join(versions, ", "), b.samples, time.Now().UTC().Format("2 January 2006"), stolen, waited)
+	return fmt.Sprintf("%s, %d CPUs, %.0f GiB, Linux %s, %s, images on %s. Measured on %s, %d samples per row unless n says otherwise.\n"+
+		"Versions: %s.\nOther machines took %s of the requested processor time (steal).%s\n",
+		processor(), goruntime.NumCPU(), memorySize(), kernel(), cgroups(), filesystem(b.dir), time.Now().UTC().Format("2 January 2006"), b.samples,
+		strings.Join(versions, "; "), stolen, waited)
 }
 
 // processor is what the processor calls itself.

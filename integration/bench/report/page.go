@@ -89,25 +89,29 @@ func (p Page) draw(out *bytes.Buffer, d drawing) error {
 func (p Page) markdown(out *bytes.Buffer) error {
 	fmt.Fprintf(out, `# Performance
 
-<!-- contrib/bench writes this page. What it says about goals that are missed is in integration/bench/report/why.md. -->
+For everyone who compares runtimes. contrib/bench writes this page; the reasons for missed goals come from integration/bench/report/why.md.
 
 %s
-Each cell is the median, and the 99th percentile where it differs (with fewer than 100 values, as in all rows but those of 64 pods, it is the
-greatest); in parentheses the median in units of berth's, and n, how many values there are, where these are fewer than 30; of fewer than 10 there is the
-median alone. The runtimes' samples alternate, forwards and backwards, but in three rows: those of 500 pods are
-measured with one runtime after the other, since its pods take their part of the machine, and that of 100 idle pods with all runtimes at the same time, once: six minutes, for
-berth's slowest period is five. A row
-has fewer where a runtime has used up its time for it, mostly 100 to 120 s; more would take hours for all of it. A dash is what was not measured: containerd is one and the same with both OCI runtimes where no pod is started, and in rows that take
-long, all but berth have no network of their own, and the last row needs the option -kubelet. Machine is how slow it was meanwhile, for it is shared with strangers: the time of ten starts of a small program before each sample of berth's, the
-median, in units of the row with the smallest (%.1f ms). A goal that berth reaches is in bold; the goals are of a machine on which containerd
-with runc takes 121 ms for the first row. "To Running" is RunPodSandbox, CreateContainer and StartContainer together, one pod after another unless said. CPU time is that of the
-runtime's cgroup with its pods, so it holds what ended processes, plugins and preparations for the next pod have used; before each sample the
-runtime comes to rest. Memory is the proportional set size (PSS). What a daemon keeps ready is
-all processes that it has started for no pod: berth has two launchers, which wait for the next container; shims and monitors are the pods'. A launcher has some 1.7 MiB for itself, two thirds of
-it Go's heap, and both share 6 MiB of their program, a sealed copy in memory that no container can write to (CVE-2019-5736). It is the memory of a runtime which was left alone for 5 s (berth gives memory back after 3) and then has answered the two lists that kubelet asks for
-every second; while 100 pods are idle nobody asks anything (containerd 2.4 has its shims read all pods' statistics every second by
-itself, by default). An image's disk is free when no file of its is left in the runtime's directory, by looks 10 ms apart, each of which lists that directory (on the same processors): containerd deletes before it answers, berth after. What the kernel's own threads do for a pod, such as taking a network namespace apart, is in nobody's. The pods' only process is
-the same small program for all, which waits for SIGTERM. [contrib/bench](../contrib/bench) repeats all of it.
+
+How to read the table:
+
+- A cell is the median and, after the slash, the 99th percentile. Rows with fewer than 100 values have the maximum instead, and fewer than 10 values have the median only.
+- In parentheses: the median in multiples of berth's, and n, the number of values if fewer than 30. A runtime gets 100 to 120 s for a row.
+- A bold value reaches its goal. Goals are for a machine that needs 121 ms for the first row with containerd and runc.
+- A dash means not measured. Both OCI runtimes share one containerd in rows that start no pod.
+- "machine" is the slowness of the shared machine during the row: the time of ten starts of a small program before each sample, in multiples of the smallest (%.1f ms).
+
+What is measured:
+
+- "To Running" is RunPodSandbox, CreateContainer and StartContainer, one pod after another unless the row says otherwise. All pods run the same small program.
+- The runtimes' samples alternate, except in the two rows of 500 and 100 pods.
+- CPU time is the CPU time of the runtime's cgroup and its pods, with ended processes, plugins and preparations for the next pod. The kernel's own threads are not included.
+- Memory is the proportional set size (PSS), measured after 5 s without changes and two lists by the client. "What it keeps ready" includes processes that wait for a pod: two launchers of berth,
+  which have 1.7 MiB each and share 6 MiB of program.
+- During the row of 100 idle pods no client sends requests. containerd's shims read statistics every second by default.
+- An image's disk is free when no file of it is left in the runtime's directory. containerd deletes before it answers, berth afterwards.
+
+[contrib/bench](../contrib/bench) repeats all of it.
 
 `, p.Setting, p.Results.QuickestPace())
 	for _, caveat := range p.caveats() {
@@ -118,7 +122,7 @@ the same small program for all, which waits for SIGTERM. [contrib/bench](../cont
 	}
 	p.misses(out)
 	p.failures(out)
-	fmt.Fprint(out, "\n## Where the time goes\n\nOf five pods the one in the middle. Below berth's calls are its own spans, those of `berth trace`, where it has them.\n\n")
+	fmt.Fprint(out, "\n## Where the time goes\n\nThe median of five pods. Berth's calls show the spans of `berth trace`.\n\n")
 	for _, d := range drawings {
 		fmt.Fprintf(out, "![%s](%s)\n\n", d.title, d.file)
 	}
@@ -128,11 +132,11 @@ the same small program for all, which waits for SIGTERM. [contrib/bench](../cont
 // caveats are what the figures do not show.
 func (p Page) caveats() (all []string) {
 	if p.Cgroup1 {
-		all = append(all, `All figures are of cgroup v1 alone. With v2 alone, as most nodes have it, none were taken side by side. What is known: an exec takes berth 6 to 7 ms less there
-(BenchmarkExec in shim), for its init is born in its cgroup instead of being moved there, which waits for an RCU grace period; and a container has 14 mounts less.`)
+		all = append(all, `All figures are of cgroup v1 alone. On cgroup v2 an exec takes berth 6 to 7 ms less (BenchmarkExec in shim): init is created inside its
+cgroup, without the wait for an RCU grace period. A container has 14 mounts less there.`)
 	}
 	if !slices.ContainsFunc(p.Columns, func(c Column) bool { return strings.Contains(strings.ToLower(c.Version), "cri-o") }) {
-		all = append(all, "CRI-O, which is what needs conmon, could not be had where this page was made; contrib/bench takes one that runs, as `NAME=SOCKET`.")
+		all = append(all, "CRI-O was not measured. contrib/bench measures a running one, given as `NAME=SOCKET`.")
 	}
 	return all
 }
@@ -148,7 +152,7 @@ func (p Page) misses(out *bytes.Buffer) {
 		}
 		reason := reasons[row.Key]
 		if reason == "" {
-			reason = "Nobody has found out why yet."
+			reason = "The reason is unknown."
 		}
 		got := number(s.Quantile(0.5))
 		if row.Goal99 != 0 {
