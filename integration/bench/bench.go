@@ -231,7 +231,7 @@ func (b *bench) experiment(ctx context.Context, e experiment, subjects []*subjec
 	}
 	samples := e.samples(b.samples)
 	for n := range e.warmUp + samples {
-		// What has been prepared may keep its runtime busy.
+		// A prepared runtime may be busy for as long as the experiment lasts.
 		if n > 0 && e.prepare == nil && slices.ContainsFunc(all, (*contestant).goesOn) {
 			b.awaitQuiet(ctx)
 		}
@@ -262,7 +262,7 @@ type contestant struct {
 // enough is how many samples a runtime gives at least, however long they take.
 const enough = 5
 
-// prepare tells whether the runtime takes part.
+// prepare runs the experiment's preparation. It returns false if the runtime fails.
 func (c *contestant) prepare(ctx context.Context) bool {
 	ctx, cancel := context.WithTimeout(ctx, c.e.limit)
 	defer cancel()
@@ -275,7 +275,7 @@ func (c *contestant) prepare(ctx context.Context) bool {
 	return !c.failed
 }
 
-// goesOn tells whether more samples are wanted: the runtime has not failed, nor used up its time.
+// goesOn reports whether to take more samples: the runtime has not failed and has time left.
 func (c *contestant) goesOn() bool { return !c.failed && (c.n < enough || c.spent <= c.e.budget) }
 
 // sample takes a sample, unless the runtime has failed or used up its time.
@@ -314,7 +314,7 @@ func (c *contestant) sample(ctx context.Context, warmUp bool) {
 	}
 }
 
-// fail notes an error for all rows of the experiment, and removes what is left.
+// fail records an error for all rows of the experiment and removes its pods.
 func (c *contestant) fail(ctx context.Context, err error) {
 	c.failed = true
 	if ctx.Err() != nil { // we have been interrupted: it has not failed

@@ -21,7 +21,7 @@ type experiment struct {
 	suits   func(*subject.Subject) bool
 	warmUp  int
 	samples func(wanted int) int
-	// oneByOne: what it prepares is too much for two runtimes at a time.
+	// oneByOne: the preparation is too large for two runtimes at a time.
 	oneByOne bool
 	// limit is how long a sample, or the preparation, may take; budget how long one runtime's samples.
 	limit, budget time.Duration
@@ -47,8 +47,8 @@ func ownNetwork(s *subject.Subject) bool { return s.OwnNetwork }
 
 func wanted(n int) int { return n }
 
-// lifecycle is one pod after another on one kind of network: times of its calls, and the CPU time of all of it, with
-// what the runtime does behind them to be ready for the next one.
+// lifecycle runs one pod after another on one kind of network. It measures the duration of each
+// call and the CPU time of the whole, including the runtime's work between pods.
 func lifecycle(network string, suits func(*subject.Subject) bool) experiment {
 	rows := []string{"start-" + network, "cpu-" + network, "stop-sandbox-" + network}
 	if network == "host" {
@@ -73,14 +73,14 @@ func lifecycle(network string, suits func(*subject.Subject) bool) experiment {
 	}
 }
 
-// life is what a pod's life took.
+// life holds the measurements of one pod.
 type life struct {
 	start                           subject.Start
 	stopContainer, stopSandbox, cpu time.Duration
 }
 
-// live leads one pod through its life as kubelet does. It rests before it stops the pod, for the start's work is not
-// the stop's.
+// live runs one pod through its life as kubelet does. It waits for the runtime to rest before it
+// stops the pod, so that work of the start does not count as work of the stop.
 func live(ctx context.Context, s *subject.Subject, hostNetwork bool) (l life, err error) {
 	before, err := s.CPU()
 	if err != nil {

@@ -13,7 +13,8 @@ const (
 	fleetContainers = 2 // in each, created and not started
 )
 
-// fleet is a node with more pods than anybody has: what is asked of it is listed, and its daemon started again.
+// fleet fills a node with more pods than any node has. It measures lists and a restart of the
+// daemon.
 var fleet = experiment{
 	name: "500 pods with 1,000 containers", rows: []string{"list-1000", "restart-500"}, suits: ownImages, oneByOne: true,
 	warmUp: 1, samples: wanted, limit: 6 * time.Minute, budget: time.Minute,

@@ -9,12 +9,13 @@ import (
 
 const (
 	idlePods = 100
-	// idleTime is more than the longest period in which any of the runtimes does something by itself: berth counts files every five minutes.
+	// idleTime exceeds the longest period of any runtime's own work: berth counts files every five
+	// minutes.
 	idleTime = 6 * time.Minute
 )
 
-// idle is a node whose pods do nothing and of which nobody asks anything. All runtimes are idle at the same time,
-// but for the start of the others' pods.
+// idle measures a node with idle pods and no requests. All runtimes are idle at the same time,
+// except during the start of the others' pods.
 var idle = experiment{
 	name: "100 pods, idle", rows: []string{"cpu-idle-100"}, suits: plugins, samples: once, limit: idleTime + 3*time.Minute,
 	prepare: func(ctx context.Context, _ *bench, s *subject.Subject) (any, error) {
@@ -45,7 +46,7 @@ var idle = experiment{
 	},
 }
 
-// idleSince is when a runtime began to be idle, and what it had used of the CPU by then.
+// idleSince holds the time at which a runtime became idle, and its CPU time until then.
 type idleSince struct {
 	at   time.Time
 	used time.Duration

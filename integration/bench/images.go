@@ -45,7 +45,7 @@ func pull(form string, c fixture.Compression) experiment {
 // ownImages leaves out runtimes whose images another one here handles as well.
 func ownImages(s *subject.Subject) bool { return plugins(s) && !s.Twin }
 
-// pullCost is what a pull took.
+// pullCost holds the measurements of a pull.
 type pullCost struct {
 	wall, cpu    time.Duration
 	remove, free time.Duration // of RemoveImage: until its answer, and until the disk is as it was
@@ -86,8 +86,8 @@ func pullOnce(ctx context.Context, s *subject.Subject, image string) (p pullCost
 	return p, err
 }
 
-// removed waits until the disk is as it was, and returns when it was found to be: a runtime may delete files when it has answered, and the next
-// pull is not to pay for that.
+// removed waits until the disk usage is back to empty, and returns the time. A runtime may delete
+// files after its answer, and that work must not slow the next pull.
 func removed(ctx context.Context, s *subject.Subject, empty int64) (freed time.Time, err error) {
 	const (
 		limit = time.Minute

@@ -27,8 +27,9 @@ const (
 	kubeletPause   = 200 * time.Millisecond
 )
 
-// throughKubelet gives a real kubelet all the pods that a node takes, as manifests in a directory, and waits until it says that they
-// are ready. It is for machines of our own: kubelet has fixed places in /var/lib.
+// throughKubelet gives a real kubelet a node's maximum of pods, as manifests in a directory, and
+// waits until they are ready. It needs a machine of its own, because kubelet has fixed places in
+// /var/lib.
 var throughKubelet = experiment{
 	name: "110 pods through kubelet", rows: []string{"kubelet-110"}, suits: func(s *subject.Subject) bool { return ownImages(s) && s.Daemon != nil },
 	samples: atMost(5), limit: 6 * time.Minute, budget: 2 * time.Minute,
@@ -82,7 +83,7 @@ func (b *bench) startNode(ctx context.Context, s *subject.Subject) (*node, error
 }
 
 func (n *node) prepare(ctx context.Context, b *bench) error {
-	// What has a fixed place in kubelet: its pods' directories, device plugins, and links to logs.
+	// kubelet's fixed places: the pods' directories, device plugins, and links to logs.
 	for _, dir := range []string{"/var/lib", "/var/log"} {
 		if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "mode=755"); err != nil {
 			return fmt.Errorf("hide %s: %w", dir, err)
@@ -175,15 +176,15 @@ exec "$@"`
 	return n.cmd.Start()
 }
 
-// stopLimit is how long a kubelet that was told to end may take.
+// stopLimit bounds kubelet's shutdown.
 const stopLimit = 30 * time.Second
 
-// stop ends kubelet and removes what was made for it.
+// stop ends kubelet and removes its directories.
 func (n *node) stop() error {
 	var errs []error
 	if n.cmd != nil && n.cmd.Process != nil {
 		errs = append(errs, n.cmd.Process.Signal(unix.SIGTERM))
-		enough := time.AfterFunc(stopLimit, func() { _ = n.cmd.Process.Kill() }) // Wait tells that it was killed
+		enough := time.AfterFunc(stopLimit, func() { _ = n.cmd.Process.Kill() }) // Wait returns the error
 		defer enough.Stop()
 		var exit *exec.ExitError
 		if err := n.cmd.Wait(); err != nil && (!errors.As(err, &exit) || exit.Sys().(syscall.WaitStatus).Signal() != unix.SIGTERM) {

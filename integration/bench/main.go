@@ -1,10 +1,11 @@
-// Command bench measures CRI runtimes side by side with the same client: berth, those that it finds programs for, and
-// those that run already. contrib/bench builds what it needs and calls it; its header explains the options.
+// Command bench measures CRI runtimes side by side with the same client: berth, the peers whose
+// programs it finds, and runtimes that already run. contrib/bench builds the programs and calls it;
+// its header explains the options.
 //
-// The samples of several runtimes alternate, forwards and backwards, so that all of them see the same neighbours, but for an experiment whose
-// preparation is too much for two of them at a time.
-// Between two samples each runtime comes to rest (subject.Rest). What an experiment needs of a runtime and what it measures
-// is in experiments.go; a runtime that fails in one is left out of the rest of it, and the table says so.
+// The samples of the runtimes alternate, forwards and backwards, so that all of them see the same
+// load from other work. An experiment whose preparation is too large for two runtimes runs one by
+// one. Before each sample the runtime comes to rest (subject.Rest). experiments.go defines the
+// experiments. A runtime that fails in one is left out of the rest of it, and the table says so.
 package main
 
 import (
@@ -32,7 +33,7 @@ type options struct {
 	revision string // of berth
 	image    string
 	samples  int
-	quiet    float64 // greatest pace in ms at which a round begins; 0: any
+	quiet    float64 // greatest pace in ms at which a round may begin; 0: any
 	rows     *regexp.Regexp
 	dir      string // on a disk
 	state    string // on tmpfs
@@ -120,7 +121,7 @@ func (b *bench) write() error {
 	}.Write(b.docs)
 }
 
-// setting tells what was measured where.
+// setting describes the machine, the versions and the date.
 func (b *bench) setting() string {
 	var versions []string
 	for _, c := range b.columns() {
@@ -141,7 +142,7 @@ func (b *bench) setting() string {
 		strings.Join(versions, "; "), stolen, waited)
 }
 
-// processor is what the processor calls itself.
+// processor returns the processor's model name.
 func processor() string {
 	content, err := os.ReadFile("/proc/cpuinfo")
 	if err != nil {
@@ -172,7 +173,7 @@ func kernel() string {
 	return unix.ByteSliceToString(u.Release[:])
 }
 
-// filesystem names that of a directory.
+// filesystem returns the name of the filesystem that holds dir.
 func filesystem(dir string) string {
 	var fs unix.Statfs_t
 	if err := unix.Statfs(dir, &fs); err != nil {

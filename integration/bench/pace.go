@@ -11,8 +11,8 @@ import (
 // paceStarts is how often measurePace starts a program: for some ten milliseconds in all.
 const paceStarts = 10
 
-// measurePace does a fixed piece of work, much like what runtimes do all day, and returns how long it took in ms: on a machine that is shared
-// with strangers it takes twice as long at some times as at others.
+// measurePace does a fixed piece of work, similar to a runtime's, and returns its duration in ms.
+// On a shared machine the duration varies by a factor of two.
 func measurePace(ctx context.Context) (took float64, err error) {
 	begin := time.Now()
 	for range paceStarts {
@@ -23,9 +23,9 @@ func measurePace(ctx context.Context) (took float64, err error) {
 	return ms(time.Since(begin)), nil
 }
 
-// quietPatience is how long a run waits for a quiet machine, in all; quietPause is the time between two looks, short
-// because strangers come and go by the second. A processor that had nothing to do is slow at first, which says nothing of them:
-// of quietTries in a row the best one counts.
+// quietPatience bounds the time that a run waits for a quiet machine, in all. quietPause is the
+// pause between two measurements; it is short because the load changes within seconds. An idle
+// processor is slow at first, so the best of quietTries in a row counts.
 const (
 	quietPatience = time.Hour
 	quietPause    = time.Second
@@ -38,7 +38,7 @@ func (b *bench) awaitQuiet(ctx context.Context) {
 		began := time.Now()
 		quiet, err := b.isQuiet(ctx)
 		if err != nil {
-			fmt.Fprintln(os.Stderr, "bench:", err) // the samples tell whether they can be measured
+			fmt.Fprintln(os.Stderr, "bench:", err) // the samples fail with the same error
 			return
 		}
 		if quiet {
@@ -64,7 +64,8 @@ func (b *bench) isQuiet(ctx context.Context) (bool, error) {
 	return false, nil
 }
 
-// processors is the time that this machine's processors have been busy since it started, in ticks, and how much of it the hypervisor gave to others meanwhile.
+// processors holds the processors' busy time since boot, in ticks, and the part of it that the
+// hypervisor gave to other machines.
 type processors struct{ busy, stolen float64 }
 
 // readProcessors reads /proc/stat (proc_stat(5)).

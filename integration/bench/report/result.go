@@ -5,7 +5,7 @@ import (
 	"slices"
 )
 
-// Series is what was measured of one runtime for one row.
+// Series holds the values of one runtime for one row.
 type Series struct {
 	Values []float64 // in the row's unit
 	Failed string    // why there are no more; empty: all went well
@@ -35,7 +35,7 @@ func (r *Results) Of(row, column string) *Series {
 	return r.series[key]
 }
 
-// Pace returns how long the fixed piece of work took in ms that precedes each sample of a row, for reading and for adding to it.
+// Pace returns the durations in ms of the fixed piece of work before each sample of a row.
 func (r *Results) Pace(row string) *Series {
 	if r.paces == nil {
 		r.paces = map[string]*Series{}

@@ -1,4 +1,4 @@
-// Package report turns what was measured into tables and drawings. It measures nothing.
+// Package report renders measurements as tables and drawings. It measures nothing.
 package report
 
 // Row is one line of the table.

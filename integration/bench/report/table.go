@@ -9,8 +9,8 @@ import (
 // Ours is the column that others are compared with.
 const Ours = "berth"
 
-// Table writes the rows that selected names as Markdown: median and 99th percentile, what the others'
-// median is in units of ours, and how slow the machine was.
+// Table writes the selected rows as Markdown: median and 99th percentile, the ratio of each other
+// runtime's median to ours, and the slowness of the machine.
 func Table(w io.Writer, results *Results, columns []Column, selected func(Row) bool) error {
 	t := tableWriter{w: w}
 	t.line("|", " | goal |")
@@ -55,10 +55,11 @@ func (r Row) goal() string {
 	return number(r.Goal) + " / " + number(r.Goal99)
 }
 
-// Of fewer values than fewForTail no percentile but the median is told, and of fewer than fewToTell how many there are.
+// Below fewForTail values the table shows only the median; below fewToTell it shows their number.
 const fewForTail, fewToTell = 10, 30
 
-// cell is the median, in bold for a goal that is reached, the 99th percentile, the ratio to ours, and how few values these are of.
+// cell formats the median (in bold if it reaches the goal), the 99th percentile, the ratio to ours,
+// and the number of values if they are few.
 func cell(results *Results, row Row, column string) string {
 	s := results.Of(row.Key, column)
 	switch {
@@ -87,7 +88,7 @@ func cell(results *Results, row Row, column string) string {
 	return text
 }
 
-// reached tells whether the goal is reached.
+// reached reports whether the series reaches the row's goal.
 func (r Row) reached(s Series) bool {
 	return r.Goal > 0 && len(s.Values) > 0 && s.Quantile(0.5) <= r.Goal && (r.Goal99 == 0 || s.Quantile(0.99) <= r.Goal99)
 }

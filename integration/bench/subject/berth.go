@@ -14,8 +14,8 @@ import (
 	"berth/integration/fixture"
 )
 
-// Berth starts the berth daemon of the programs in bin, with the distribution's CNI plugins or with
-// berth's own network. column names it in the table, revision is the commit that it was built from.
+// Berth starts the berth daemon of the programs in bin. It uses the distribution's CNI plugins or
+// berth's own network. column is its name in the table, revision its commit.
 func (at *Site) Berth(ctx context.Context, column, bin, revision string, ownNetwork bool) (*Subject, error) {
 	name := column
 	if ownNetwork {
@@ -44,7 +44,7 @@ func (at *Site) Berth(ctx context.Context, column, bin, revision string, ownNetw
 	s := &Subject{Column: column, with: strings.TrimPrefix(revision+", gzip by "+inflates, ", "), OwnNetwork: ownNetwork, Root: filepath.Join(at.Dir, name, "root")}
 	return at.start(ctx, s, recipe{
 		name: name, programs: programs,
-		// Beside another daemon, that of this machine perhaps.
+		// Sockets and directories of its own, because another daemon may use the defaults.
 		config: fmt.Sprintf("nri_socket = %q\nnri_plugin_dir = %[2]q\nnri_plugin_config_dir = %[2]q\n", d.state+"/nri.sock", d.state+"/nri"),
 		args: func(bin, config string) []string {
 			return append([]string{filepath.Join(bin, "berth"), "serve", "--config", config}, flags...)
@@ -52,8 +52,8 @@ func (at *Site) Berth(ctx context.Context, column, bin, revision string, ownNetw
 	})
 }
 
-// berthInflates names what the berth of a directory of programs inflates gzip with: a library, if berth-unpack was built for it and it is
-// there to be loaded.
+// berthInflates returns the library that a build of berth inflates gzip with: ISA-L if berth-unpack
+// was built for it and the library is installed, Go otherwise.
 func berthInflates(ctx context.Context, bin string) (string, error) {
 	info, err := buildinfo.ReadFile(filepath.Join(bin, "berth-unpack"))
 	if err != nil {
@@ -75,7 +75,7 @@ func berthInflates(ctx context.Context, bin string) (string, error) {
 // ownNetworkFlag is berth serve's for a network without plugins.
 const ownNetworkFlag = "--network"
 
-// HasOwnNetwork tells whether that berth can do without CNI plugins.
+// HasOwnNetwork reports whether that build of berth has a network of its own.
 func HasOwnNetwork(ctx context.Context, bin string) (bool, error) {
 	help, err := exec.CommandContext(ctx, filepath.Join(bin, "berth"), "serve", "--help").Output()
 	return strings.Contains(string(help), " "+ownNetworkFlag+" "), err

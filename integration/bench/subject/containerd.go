@@ -12,8 +12,8 @@ import (
 // unified is where cgroup v2 is mounted beside v1, in hybrid mode.
 const unified = "/sys/fs/cgroup/unified"
 
-// legacyCgroups returns what a daemon has to be started by whose OCI runtime cannot bear hybrid mode with controllers in
-// both: crun since 1.9. Its mount namespace has v1 alone.
+// legacyCgroups returns a command that runs a daemon with cgroup v1 alone in its mount namespace.
+// crun needs it since 1.9: it refuses hybrid mode with controllers in both versions.
 func legacyCgroups(oci string) []string {
 	if controllers, err := os.ReadFile(unified + "/cgroup.controllers"); oci != "crun" || err != nil || len(controllers) == 0 {
 		return nil
@@ -21,8 +21,9 @@ func legacyCgroups(oci string) []string {
 	return []string{"unshare", "--mount", "--propagation", "slave", "sh", "-c", "umount " + unified + ` && exec "$@"`, "sh"}
 }
 
-// containerdConfig is formatted with root, state, socket, sandbox image, directory of registries, OCI runtime, CNI plugins and
-// configurations, socket and directory of NRI, and a directory that containerd would else make in /opt.
+// containerdConfig is a format string. Its arguments are root, state, socket, sandbox image,
+// registry directory, OCI runtime, CNI plugin and configuration directories, NRI socket and
+// directory, and a directory that replaces one in /opt.
 const containerdConfig = `version = 3
 root = %[1]q
 state = %[2]q
@@ -59,9 +60,9 @@ plugin_config_path = %[10]q
 path = %[11]q
 `
 
-// Containerd starts a containerd whose pods run under an OCI runtime: runc, or crun with runc's command line.
-// The programs containerd and containerd-shim-runc-v2 are in the directory peers; ociRuntime is a path. registry is a host that is
-// spoken to over HTTP, and sandboxImage what its pods' pause is from.
+// Containerd starts a containerd whose pods run under an OCI runtime: runc, or crun with runc's
+// command line. peers holds the programs containerd and containerd-shim-runc-v2; ociRuntime is a
+// path. registry is a host that speaks plain HTTP. sandboxImage contains pause.
 func (at *Site) Containerd(ctx context.Context, peers, ociRuntime, registry, sandboxImage string) (*Subject, error) {
 	oci := filepath.Base(ociRuntime)
 	name := "containerd-" + oci

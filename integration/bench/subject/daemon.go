@@ -93,9 +93,9 @@ func (at *Site) dir(name string) dirs {
 	}
 }
 
-// copyProgram copies an executable file, in pieces as package managers and cp do. Of a file that was written at once
-// Linux (6.18, ext4) keeps pages of 2 MiB, and a daemon that touches one byte of such a page has all of it: 31 MiB instead of 10 in
-// berth's case, until the file is read from the disk again.
+// copyProgram copies an executable file in small pieces, as package managers and cp do. Linux
+// (6.18, ext4) caches a file that was written at once in pages of 2 MiB. A daemon that touches one
+// byte of such a page then accounts for all of it: 31 MiB instead of 10 in berth's case.
 func copyProgram(to, from string) (err error) {
 	source, err := os.Open(from)
 	if err != nil {

@@ -1,6 +1,7 @@
-// Package subject is what the benchmark measures: a CRI runtime, with its daemon, its cgroup and its pods.
+// Package subject controls a measured CRI runtime: its daemon, its cgroup and its pods.
 //
-// A runtime that the benchmark starts itself (Daemon) has a cgroup of its own with two parts: the daemon with all that
-// it starts, and its pods. What the whole has used of the CPU, also for processes that are gone, is one number of the
-// kernel's. A runtime that runs already is reached over its socket alone: rows that need more are left empty.
+// A runtime that the benchmark starts itself (Daemon) has a cgroup with two parts: the daemon with
+// its children, and the pods. The kernel's CPU time of that cgroup includes processes that have
+// ended. A runtime that already runs is reached only through its socket, so rows that need more
+// stay empty.
 package subject

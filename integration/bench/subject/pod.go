@@ -27,7 +27,7 @@ type Pod struct {
 type Span struct {
 	Name       string
 	Begin, End time.Duration
-	Depth      int // of what it is a part of
+	Depth      int // number of enclosing spans
 }
 
 // Start is how a pod's start went.
@@ -141,8 +141,7 @@ func (p *Pod) CreateContainer(ctx context.Context) error {
 	return nil
 }
 
-// Trace returns what the runtime itself says its calls for this pod consisted of, by call, from its begin. berth does; others
-// give nothing.
+// Trace returns the runtime's own spans of its calls for this pod, by call. Only berth has them.
 func (p *Pod) Trace(ctx context.Context) (map[string][]Span, error) {
 	r, err := p.s.cri.PodSandboxStatus(ctx, &runtimeapi.PodSandboxStatusRequest{PodSandboxId: p.ID, Verbose: true})
 	if err != nil {
@@ -210,8 +209,8 @@ func (p *Pod) Stop(ctx context.Context) (time.Duration, error) {
 	return time.Since(begin), nil
 }
 
-// AwaitReady waits until the processes of all pods' containers are ready for SIGTERM: before
-// that it would be lost, for each is the first of its PID namespace.
+// AwaitReady waits until the containers' processes are ready for SIGTERM. Each is the first process
+// of its PID namespace, so the kernel drops a signal that it does not handle yet.
 func (s *Subject) AwaitReady(ctx context.Context) error {
 	for {
 		ready, err := allReady()
@@ -224,7 +223,7 @@ func (s *Subject) AwaitReady(ctx context.Context) error {
 	}
 }
 
-// allReady tells whether there are containers' processes, and all of them are ready for SIGTERM.
+// allReady reports whether containers' processes exist and all are ready for SIGTERM.
 func allReady() (bool, error) {
 	dirs, err := filepath.Glob("/proc/[0-9]*")
 	if err != nil {
@@ -248,8 +247,9 @@ func allReady() (bool, error) {
 	return found, nil
 }
 
-// expectsTerm tells from /proc/PID/status whether a process is ready for SIGTERM: it catches it, or is pause, by whatever
-// name, and sleeps, which it does in sigtimedwait only. (While it does its mask has the signal no longer.)
+// expectsTerm reports from /proc/PID/status whether a process is ready for SIGTERM. It either
+// catches SIGTERM or is a pause that sleeps in sigtimedwait, which removes the signal from the
+// mask.
 func expectsTerm(status string) bool {
 	const term = 1 << (unix.SIGTERM - 1)
 	waits, sleeps := false, false
@@ -323,7 +323,7 @@ func (s *Subject) CountPods(ctx context.Context) (int, error) {
 	return s.countPods(ctx, &runtimeapi.PodSandboxFilter{LabelSelector: labels()})
 }
 
-// CountAllPods returns how many pods the runtime knows, whoever made them.
+// CountAllPods returns the number of the runtime's pods, including pods of other clients.
 func (s *Subject) CountAllPods(ctx context.Context) (int, error) { return s.countPods(ctx, nil) }
 
 func (s *Subject) countPods(ctx context.Context, filter *runtimeapi.PodSandboxFilter) (int, error) {

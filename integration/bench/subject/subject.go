@@ -28,7 +28,7 @@ type Subject struct {
 	Version string
 	Pid     int     // the daemon's
 	Root    string  // directory of its images; empty: not known
-	Daemon  *Daemon // nil: somebody else's
+	Daemon  *Daemon // nil: the benchmark did not start it
 
 	Image   string // of its containers
 	Command []string
@@ -44,7 +44,7 @@ type Subject struct {
 	next   atomic.Int32
 }
 
-// workMark is an argument of all containers, so that they can be told from the runtime's processes.
+// workMark is an argument of all containers. It tells them from the runtime's processes.
 const workMark = "31536000"
 
 // TermWaiter is what berth's pause is called in images: a program that sleeps until SIGTERM.
@@ -67,8 +67,8 @@ func (w Workload) command() []string {
 // maxMessage is kubelet's limit of an answer.
 const maxMessage = 16 << 20
 
-// External is a runtime that runs already. arg is NAME=SOCKET[,CGROUP-PARENT[,ROOT]]: where its pods'
-// cgroups shall be (default: below the machine's), and the directory of its images.
+// External connects to a runtime that already runs. arg is NAME=SOCKET[,CGROUP-PARENT[,ROOT]]: the
+// parent of its pods' cgroups (default: the machine's) and the directory of its images.
 func External(ctx context.Context, arg, machine, logs string, work Workload) (*Subject, error) {
 	name, socket, ok := strings.Cut(arg, "=")
 	if !ok || name == "" {
@@ -87,7 +87,7 @@ func External(ctx context.Context, arg, machine, logs string, work Workload) (*S
 	return s, nil
 }
 
-// findCgroups tells where a runtime lives that somebody else has started, and where its pods shall.
+// findCgroups finds the cgroup of an external runtime, and chooses the one for its pods.
 func (s *Subject) findCgroups(ctx context.Context, machine string) error {
 	config, err := s.cri.RuntimeConfig(ctx, &runtimeapi.RuntimeConfigRequest{})
 	systemd := err == nil && config.GetLinux().GetCgroupDriver() == runtimeapi.CgroupDriver_SYSTEMD
@@ -216,7 +216,7 @@ func (s *Subject) RemoveImage(ctx context.Context, image string) (time.Duration,
 	return time.Since(begin), nil
 }
 
-// PullWorkload pulls what the pods' containers are made of.
+// PullWorkload pulls the image of the pods.
 func (s *Subject) PullWorkload(ctx context.Context) error {
 	_, err := s.Pull(ctx, s.Image)
 	return err
@@ -243,5 +243,5 @@ func (s *Subject) Clean(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// labels are those of our pods.
+// labels marks the benchmark's pods.
 func labels() map[string]string { return map[string]string{"berth-bench": fmt.Sprint(os.Getpid())} }

@@ -14,7 +14,7 @@ import (
 	"time"
 )
 
-// usageFile returns the file that holds what a cgroup (a path from the root of its hierarchy) has used of the CPU.
+// usageFile returns the file with the CPU time of a cgroup, given as a path in its hierarchy.
 func usageFile(cgroup string) string {
 	if Cgroup2() {
 		return filepath.Join("/sys/fs/cgroup", cgroup, "cpu.stat")
@@ -25,7 +25,7 @@ func usageFile(cgroup string) string {
 // accounting is cgroup v1's hierarchy of CPU time.
 const accounting = "/sys/fs/cgroup/cpuacct"
 
-// Cgroup2 tells whether this machine has the unified hierarchy alone.
+// Cgroup2 reports whether this machine has only the unified hierarchy.
 func Cgroup2() bool {
 	_, err := os.Stat("/sys/fs/cgroup/cgroup.controllers")
 	return err == nil
@@ -54,7 +54,7 @@ func parseUsage(content string) (time.Duration, error) {
 	return 0, errors.New("no CPU time in it")
 }
 
-// CPU returns what the runtime and its pods have used of the CPU since it was started.
+// CPU returns the CPU time of the runtime and its pods since its start.
 func (s *Subject) CPU() (time.Duration, error) {
 	var sum time.Duration
 	for _, cgroup := range s.cgroups {
@@ -75,7 +75,7 @@ func (s *Subject) CPU() (time.Duration, error) {
 	return sum, nil
 }
 
-// AccountsCPU tells whether CPU knows anything.
+// AccountsCPU reports whether CPU is available for this runtime.
 func (s *Subject) AccountsCPU() bool { return len(s.cgroups) > 0 }
 
 // When a runtime counts as at rest: it has used next to nothing for a while. Daemons wake up now and then for nothing.
@@ -85,8 +85,8 @@ const (
 	restLimit  = 3 * time.Second
 )
 
-// Rest waits until the runtime has finished what it does behind its answers, so that a sample has all of its own cost
-// and none of the one before. It gives up after 3 seconds: a runtime that polls is never at rest.
+// Rest waits until the runtime has finished its background work, so that each sample has its own
+// cost only. It gives up after 3 seconds, because a runtime that polls never rests.
 func (s *Subject) Rest(ctx context.Context) error {
 	if !s.AccountsCPU() {
 		return wait(ctx, 2*restWindow)
@@ -130,14 +130,14 @@ func PSS(pid int) (float64, error) {
 	return 0, fmt.Errorf("%s has no Pss", path)
 }
 
-// Memory is the PSS in bytes of a daemon, of the processes that it keeps and that belong to no pod, and of all others on this machine but for
-// containers and ourselves.
+// Memory is the PSS in bytes: of the daemon, of processes that it keeps and that belong to no pod,
+// and of all others on this machine except containers and the benchmark.
 type Memory struct{ Daemon, Kept, Others float64 }
 
 func (m Memory) sum() float64 { return m.Daemon + m.Kept + m.Others }
 
-// Memory takes stock. The others' processes belong to all runtimes: compare two Memories of a machine on which
-// only this one has changed.
+// Memory measures the memory now. Others belongs to all runtimes, so compare two measurements
+// between which only this runtime changed.
 func (s *Subject) Memory() (Memory, error) {
 	all, err := processes()
 	if err != nil {
@@ -149,8 +149,8 @@ func (s *Subject) Memory() (Memory, error) {
 	return sumMemory(all, s.Pid), nil
 }
 
-// sumMemory tells the processes of a daemon from all others: itself, and what it has started and keeps, such as processes that wait
-// to launch the next container, but for what belongs to a pod. A shim or monitor is the pod's, whoever started it.
+// sumMemory assigns processes to the daemon, to the processes that it keeps for later containers,
+// or to others. A shim or monitor belongs to its pod.
 func sumMemory(all map[int]process, daemon int) (m Memory) {
 	for pid, p := range all {
 		switch {
@@ -166,7 +166,7 @@ func sumMemory(all map[int]process, daemon int) (m Memory) {
 	return m
 }
 
-// descends tells whether a process is another one or has been started by it, directly or not.
+// descends reports whether a process is ancestor or its descendant.
 func descends(all map[int]process, pid, ancestor int) bool {
 	for range all { // in a list taken while processes end and begin there might be a circle
 		if pid == ancestor {
@@ -189,8 +189,8 @@ type process struct {
 	ofPod     bool
 }
 
-// podID is how containerd, CRI-O and berth call pods and containers. Their shims and monitors have it on their command lines, and all that is in
-// a pod has it in the name of its cgroup.
+// podID matches the IDs of pods and containers in containerd, CRI-O and berth. They are in the
+// command lines of shims and monitors, and in the names of cgroups.
 var podID = regexp.MustCompile(`[0-9a-f]{64}`)
 
 // processes returns all but kernel threads and ourselves.
@@ -212,7 +212,7 @@ func processes() (map[int]process, error) {
 	return all, nil
 }
 
-// readProcess returns false for a kernel thread, and for what has ended meanwhile.
+// readProcess returns false for kernel threads and for processes that have ended.
 func readProcess(pid int) (p process, ok bool) {
 	cmdline, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
 	if err != nil || len(cmdline) == 0 {
@@ -247,12 +247,13 @@ func parentIn(status string) (int, error) {
 	return 0, errors.New("no parent in it")
 }
 
-// settleTime is how long all runtimes are left alone before their memory counts: what matters of it is what it is for hours, and
-// berth gives back what changes needed 3 s after the last one.
+// settleTime is the idle time before a memory measurement. berth returns memory to the kernel 3 s
+// after the last change, and the memory of a node matters over hours.
 const settleTime = 5 * time.Second
 
-// SettledMemory takes stock when two in a row are nearly the same, or after a while: some daemons never rest. Before each look the
-// daemon answers what a kubelet asks every second, so that what it needs for that counts.
+// SettledMemory returns a measurement once two in a row are nearly equal, or after a limit. Before
+// each one the daemon answers the requests that kubelet makes every second, so that their memory
+// counts.
 func (s *Subject) SettledMemory(ctx context.Context) (Memory, error) {
 	const tolerance, tries = 64 << 10, 8
 	if err := wait(ctx, settleTime); err != nil {

@@ -69,7 +69,8 @@ func TestPSS(t *testing.T) {
 	}
 }
 
-// What waits for pods is the daemon's, what a pod has is not, and what nobody has started for it is another's.
+// Processes that wait for pods count as the daemon's. Processes of pods do not. All others count as
+// others.
 func TestSumMemory(t *testing.T) {
 	all := map[int]process{
 		10: {parent: 1, pss: 1},                    // the daemon
