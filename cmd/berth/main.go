@@ -1,5 +1,5 @@
-// Command berth is the container runtime: "berth serve" is the daemon, the other
-// subcommands are for operators and talk to it over CRI. Under the name berth-net it is a CNI plugin.
+// Command berth is the container runtime: "berth serve" is the daemon, the other subcommands are
+// for operators. Under the name berth-net it is a CNI plugin.
 package main
 
 import (
@@ -9,7 +9,13 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"berth/cmd/berth/check"
+	"berth/cmd/berth/cli"
+	"berth/cmd/berth/config"
+	"berth/cmd/berth/operator"
+	"berth/cmd/berth/serve"
 	"berth/cni/berthnet"
+	"berth/internal/version"
 )
 
 func main() {
@@ -17,19 +23,19 @@ func main() {
 		berthnet.Main()
 		return
 	}
-	silenceLibraries() // serve has them write to its log
-	os.Exit(exitCode(newRootCommand().ExecuteContext(context.Background()), os.Stderr))
+	operator.SilenceLibraries() // serve redirects them to its log
+	os.Exit(cli.ExitCode(newRootCommand().ExecuteContext(context.Background()), os.Stderr))
 }
 
 func newRootCommand() *cobra.Command {
 	root := &cobra.Command{
 		Use:           "berth",
 		Short:         "A container runtime for Kubernetes nodes",
-		Version:       version(),
+		Version:       version.Full(),
 		SilenceUsage:  true,
 		SilenceErrors: true,
 	}
-	root.AddCommand(newServeCommand(), newConfigCommand(), newCheckCommand())
-	addOperatorCommands(root)
+	root.AddCommand(serve.Command(), config.Command(), check.Command())
+	root.AddCommand(operator.Commands()...)
 	return root
 }

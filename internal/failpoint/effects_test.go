@@ -37,7 +37,7 @@ var packages = []string{"checkpoint", "cni", "cmd/berth", "image", "internal", "
 
 // leftOut are packages, with the reason or whose they are.
 var leftOut = map[string]string{
-	"cmd/berth/nodecheck":         "berth check",
+	"cmd/berth/check/nodecheck":   "berth check",
 	"cmd/berth/podrun":            "berth run",
 	"image/registry/registrytest": "tests",
 	"image/unpack/jail":           "berth-unpack",
@@ -72,17 +72,17 @@ var unmarked = map[string]string{
 	"checkpoint.removeIfExists: os.Remove":          byCaller,
 	"checkpoint.replace: os.Rename .removeIfExists": "the second only after an error of the first",
 
-	"cni.Add: lib.AddNetworkList":                "each plugin is between points, and so is the result",
-	"cni.delStale: lib.DelNetworkList":           "each plugin is between points",
-	"cni.execInto: unix.Kill":                    byCaller,
-	"cni.start: cmd.Start":                       byCaller,
-	"cni/hostlocal.lock: os.OpenFile":            lock,
-	"cni/berthnet/addresses.Open: os.MkdirAll":   again,
-	"cni/berthnet/links.open: unix.Bind":         "the daemon's own socket",
-	"cni/berthnet/rules.Try: conn.Flush":         unpinned,
-	"cni.endAll: os.MkdirAll":                    again,
-	"cni.newRuns: os.MkdirAll":                   again,
-	"cmd/berth.privateDir: os.MkdirAll os.Chmod": again,
+	"cni.Add: lib.AddNetworkList":                      "each plugin is between points, and so is the result",
+	"cni.delStale: lib.DelNetworkList":                 "each plugin is between points",
+	"cni.execInto: unix.Kill":                          byCaller,
+	"cni.start: cmd.Start":                             byCaller,
+	"cni/hostlocal.lock: os.OpenFile":                  lock,
+	"cni/berthnet/addresses.Open: os.MkdirAll":         again,
+	"cni/berthnet/links.open: unix.Bind":               "the daemon's own socket",
+	"cni/berthnet/rules.Try: conn.Flush":               unpinned,
+	"cni.endAll: os.MkdirAll":                          again,
+	"cni.newRuns: os.MkdirAll":                         again,
+	"cmd/berth/serve.privateDir: os.MkdirAll os.Chmod": again,
 
 	"image/layer.Remove: parent.RemoveAllUntil":                           byCaller,
 	"image/layer.Remove: os.RemoveAll":                                    byCaller,

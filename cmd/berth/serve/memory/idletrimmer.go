@@ -1,4 +1,3 @@
-// Package tidier has what changes needed given back when nothing was being changed for a while.
 package memory
 
 import (
@@ -7,64 +6,67 @@ import (
 	"time"
 )
 
-// IdleTrimmer gives memory back after starting, and after changes. While nothing is changed no timer runs.
+// IdleTrimmer releases memory after the daemon's start and after changes, once nothing has changed
+// for a while. While nothing changes no timer runs.
 type IdleTrimmer struct {
-	changes chan struct{} // one waits: that a change has begun or ended, not how many
+	changed chan struct{} // capacity 1: a change has begun or ended since run last looked
 	stop    chan struct{}
 	stopped chan struct{}
 
-	mu       sync.Mutex // guards what follows
-	underWay map[*change]struct{}
+	mu     sync.Mutex // guards active
+	active map[*change]struct{}
 }
 
-// change is one that is under way.
+// change is an operation in progress.
 type change struct{ began time.Time }
 
-// waits is how long after it has begun a change counts no more: what takes longer mostly waits, for a grace period, which can be an
-// hour, or a registry.
-const waits = 30 * time.Second
+// maxChange is how long a change in progress delays a release. Longer ones mostly wait: for a grace
+// period, which can take an hour, or for a registry.
+const maxChange = 30 * time.Second
 
-// NewIdleTrimmer starts a IdleTrimmer that calls release when for rest no change has begun or ended, and none is under way but what has been so for half a
-// minute. Its own start is the first change. Close ends it.
+// NewIdleTrimmer calls release after no change has begun or ended for the duration rest, and none
+// younger than maxChange is in progress. Its own start counts as the first change. Close stops it.
 func NewIdleTrimmer(rest time.Duration, release func() error, log *slog.Logger) *IdleTrimmer {
-	t := &IdleTrimmer{changes: make(chan struct{}, 1), stop: make(chan struct{}), stopped: make(chan struct{}), underWay: map[*change]struct{}{}}
+	t := &IdleTrimmer{changed: make(chan struct{}, 1), stop: make(chan struct{}), stopped: make(chan struct{}), active: map[*change]struct{}{}}
 	go t.run(rest, release, log)
 	return t
 }
 
-// Changing notes that something is being changed, until changed is called. Neither waits for memory that is given back.
-func (t *IdleTrimmer) Changing() (changed func()) {
+// Changing records that a change begins; the caller calls done when it has ended. Neither waits for
+// a release in progress.
+func (t *IdleTrimmer) Changing() (done func()) {
 	c := &change{time.Now()}
 	t.mu.Lock()
-	t.underWay[c] = struct{}{}
+	t.active[c] = struct{}{}
 	t.mu.Unlock()
-	t.restAnew()
+	t.restart()
 	return func() {
 		t.mu.Lock()
-		delete(t.underWay, c)
+		delete(t.active, c)
 		t.mu.Unlock()
-		t.restAnew()
+		t.restart()
 	}
 }
 
-func (t *IdleTrimmer) restAnew() {
+// restart begins the rest anew.
+func (t *IdleTrimmer) restart() {
 	select {
-	case t.changes <- struct{}{}:
-	default: // one waits already
+	case t.changed <- struct{}{}:
+	default: // run has not seen the previous one yet
 	}
 }
 
-// busy returns for how long changes that are under way still count.
+// busy returns for how long changes in progress still delay a release.
 func (t *IdleTrimmer) busy() (rest time.Duration) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	for c := range t.underWay {
-		rest = max(rest, waits-time.Since(c.began))
+	for c := range t.active {
+		rest = max(rest, maxChange-time.Since(c.began))
 	}
 	return rest
 }
 
-// Close waits until nothing is given back any more.
+// Close stops the trimmer and waits for a release in progress.
 func (t *IdleTrimmer) Close() error {
 	close(t.stop)
 	<-t.stopped
@@ -73,12 +75,12 @@ func (t *IdleTrimmer) Close() error {
 
 func (t *IdleTrimmer) run(rest time.Duration, release func() error, log *slog.Logger) {
 	defer close(t.stopped)
-	resting := time.After(rest) // nil: all is given back
+	resting := time.After(rest) // nil: released, and nothing has changed since
 	for {
 		select {
 		case <-t.stop:
 			return
-		case <-t.changes:
+		case <-t.changed:
 			resting = time.After(rest)
 		case <-resting:
 			if busy := t.busy(); busy > 0 {
@@ -87,7 +89,7 @@ func (t *IdleTrimmer) run(rest time.Duration, release func() error, log *slog.Lo
 			}
 			resting = nil
 			if err := release(); err != nil {
-				log.Warn("memory that changes needed is kept", "error", err)
+				log.Warn("release unused memory", "error", err)
 			}
 		}
 	}

@@ -10,54 +10,70 @@ import (
 
 const restTime = 3 * time.Second
 
-func TestIdleTrimmer(t *testing.T) {
+// countReleases runs test with a trimmer, and a function that checks how often memory was released.
+func countReleases(t *testing.T, test func(t *testing.T, trimmer *IdleTrimmer, want func(n int64))) {
+	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		var released atomic.Int64
-		tidier := NewIdleTrimmer(restTime, func() error { released.Add(1); return nil }, slog.New(slog.DiscardHandler))
-		want := func(n int64) {
+		trimmer := NewIdleTrimmer(restTime, func() error { released.Add(1); return nil }, slog.New(slog.DiscardHandler))
+		test(t, trimmer, func(n int64) {
 			t.Helper()
 			synctest.Wait()
 			if released.Load() != n {
-				t.Fatalf("memory was given back %d times, not %d", released.Load(), n)
+				t.Fatalf("memory was released %d times, want %d", released.Load(), n)
 			}
+		})
+		if err := trimmer.Close(); err != nil {
+			t.Error(err)
 		}
+		trimmer.Changing()() // a late request
+	})
+}
+
+func TestMemoryIsReleasedOnceAfterStart(t *testing.T) {
+	countReleases(t, func(_ *testing.T, _ *IdleTrimmer, want func(int64)) {
 		time.Sleep(restTime - 1)
 		want(0)
 		time.Sleep(10 * restTime)
-		want(1) // what starting needed
+		want(1)
+	})
+}
+
+func TestMemoryIsReleasedWhenChangesRest(t *testing.T) {
+	countReleases(t, func(_ *testing.T, trimmer *IdleTrimmer, want func(int64)) {
 		for range 5 {
-			tidier.Changing()()
+			trimmer.Changing()()
 			time.Sleep(restTime - 1)
-			want(1) // and again in time
+			want(0)
 		}
 		time.Sleep(1)
-		want(2)
+		want(1)
 		time.Sleep(10 * restTime)
-		want(2) // once is enough
-		tidier.Changing()()
+		want(1)
+		trimmer.Changing()()
 		time.Sleep(restTime)
-		want(3)
-		long, short := tidier.Changing(), tidier.Changing()
+		want(2)
+	})
+}
+
+func TestLongChangeDelaysReleaseForLimitedTime(t *testing.T) {
+	countReleases(t, func(_ *testing.T, trimmer *IdleTrimmer, want func(int64)) {
+		long, short := trimmer.Changing(), trimmer.Changing()
 		short()
-		time.Sleep(waits - 1)
-		want(3) // a change takes long
+		time.Sleep(maxChange - 1)
+		want(0)
 		time.Sleep(1)
-		want(4) // too long
-		time.Sleep(10 * waits)
-		want(4)
-		tidier.Changing()()
+		want(1)
+		time.Sleep(10 * maxChange)
+		want(1)
+		trimmer.Changing()() // the long change does not delay the release after this one
 		time.Sleep(restTime)
-		want(5) // what it waits for is nothing to the others
-		tidier.Changing()
-		time.Sleep(waits)
-		want(6) // what began after memory was given back
+		want(2)
+		trimmer.Changing()
+		time.Sleep(maxChange)
+		want(3)
 		long()
 		time.Sleep(restTime)
-		want(7)
-		if err := tidier.Close(); err != nil {
-			t.Error(err)
-		}
-		tidier.Changing()() // a late request
-		want(7)
+		want(4)
 	})
 }

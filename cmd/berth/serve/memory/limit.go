@@ -1,4 +1,3 @@
-// Package memlimit tells how much memory the cgroups allow this process.
 package memory
 
 import (
@@ -15,18 +14,19 @@ import (
 	"github.com/opencontainers/cgroups"
 )
 
-// noLimit is from where on a v1 limit is none: the kernel's own default is a little below 2^63.
+// noLimit and greater values mean no limit on cgroup v1. The kernel's default is a little below 2^63.
 const noLimit = math.MaxInt64 &^ (1<<20 - 1)
 
-// OwnLimit returns the smallest memory limit, in bytes, of the cgroup that this process is in and those above; 0 if
-// there is none, or no memory controller. root is where proc and sys are: "/".
+// OwnLimit returns the smallest memory limit, in bytes, of this process's cgroup and its ancestors.
+// It returns 0 without a limit or a memory controller. root is the directory that contains proc and
+// sys, "/" outside tests.
 func OwnLimit(root string) (int64, error) {
 	paths, err := cgroups.ParseCgroupFile(filepath.Join(root, "proc/self/cgroup"))
 	if err != nil {
 		return 0, fmt.Errorf("find own cgroup: %w", err)
 	}
 	mount := filepath.Join(root, "sys/fs/cgroup")
-	if path, ok := paths["memory"]; ok { // v1, whose memory.stat takes the groups above into account
+	if path, ok := paths["memory"]; ok { // v1: memory.stat includes the limits of ancestors
 		return ignoreMissing(limitV1(filepath.Join(mount, "memory", path, "memory.stat")))
 	}
 	path, ok := paths[""]

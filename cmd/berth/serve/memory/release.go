@@ -1,10 +1,3 @@
-// Package pages gives back memory that the running program does not need any more.
-//
-// # Contract
-//
-// Garbage is collected and given back, and what is mapped of the program's file is not any more: what is needed after all is mapped
-// again by the kernel. Only mappings are touched that nobody can write and of which no page was ever changed, as the kernel tells; what it
-// tells is refused if it can't be understood.
 package memory
 
 import (
@@ -21,14 +14,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Release gives back the memory that only starting needed: garbage of
-// reading records, and the pages of the program that ran once. The linker lays
-// initialisers and the tables they read all over the program, and the kernel maps
-// 64 KiB around each page that is touched: of the 16 MB of it that are mapped when
-// the daemon has started, an idle daemon needs 5 (measured with Linux 6.18).
+// Release returns unused memory to the kernel: the garbage of the heap, and pages of the program's
+// file that only the start needed. Initialisers and the tables that they read lie all over the
+// program, and the kernel maps 64 KiB around each page that a fault touches. Of the 16 MB mapped
+// after the start, an idle daemon needs 5 (measured with Linux 6.18).
 //
-// The pages stay in the page cache, unmapped, where the kernel can take them
-// without searching for users first. One that is needed after all is a minor fault.
+// The pages stay in the page cache, where the kernel can reclaim them cheaply. Touching one again
+// costs a minor fault.
 func Release() error {
 	debug.FreeOSMemory()
 	smaps, err := os.Open("/proc/self/smaps")
@@ -54,9 +46,9 @@ func Release() error {
 
 type addressRange struct{ start, end uintptr }
 
-// unchangedRanges reads /proc/PID/smaps and returns the mappings of file that
-// nobody can write and whose pages are all the file's: their content comes back
-// from the file. A page that was changed, by relocation or a debugger, would not.
+// unchangedRanges reads /proc/PID/smaps and returns the read-only mappings of file without an
+// anonymous page. The kernel reads their content from the file again. It could not restore a page
+// that relocation or a debugger has changed.
 func unchangedRanges(smaps io.Reader, file string) ([]addressRange, error) {
 	var found []addressRange
 	var current addressRange
@@ -80,7 +72,7 @@ func unchangedRanges(smaps io.Reader, file string) ([]addressRange, error) {
 	return found, lines.Err()
 }
 
-// parseRange reads "400000-d78000".
+// parseRange parses an address range such as "400000-d78000".
 func parseRange(text string) (addressRange, error) {
 	from, to, _ := strings.Cut(text, "-")
 	start, err := strconv.ParseUint(from, 16, 64)

@@ -37,18 +37,17 @@ func TestUnchangedRanges(t *testing.T) {
 		t.Errorf("%x, %v; want %x", got, err, want)
 	}
 	if got, err := unchangedRanges(strings.NewReader("xyz-1 r-xp 0 0 0 /f\n"), "/f"); err == nil {
-		t.Errorf("nonsense read as %x", got)
+		t.Errorf("parsed an invalid line as %x", got)
 	}
 }
 
-// Less of the test's own program is mapped afterwards; cmd/berth's test shows that that one still runs.
-func TestRelease(t *testing.T) {
+func TestReleaseUnmapsPagesOfTheProgram(t *testing.T) {
 	before := mappedFiles(t)
 	if err := Release(); err != nil {
 		t.Fatal(err)
 	}
 	if after := mappedFiles(t); after >= before {
-		t.Errorf("%d kB of files mapped before, %d kB after", before, after)
+		t.Errorf("%d kB of files mapped before the release, %d kB after", before, after)
 	}
 }
 

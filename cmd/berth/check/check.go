@@ -1,0 +1,223 @@
+// Package check provides the command `berth check`.
+package check
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"berth/cmd/berth/check/nodecheck"
+	"berth/cmd/berth/check/statecheck"
+	"berth/cmd/berth/cli"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/config"
+	"berth/cmd/berth/node"
+	"berth/cni/berthnet"
+	"berth/internal/host"
+)
+
+// Command returns the command `berth check`.
+func Command() *cobra.Command {
+	var asJSON, bytes bool
+	cmd := &cobra.Command{
+		Use:   "check",
+		Short: "Tell what the node lacks, or with --state what differs from berth's records",
+		Long: `Tell what the node lacks to run berth and kubelet's pods on it: kernel features,
+cgroups, directories, mount propagation, programs, sockets that other runtimes have, what
+networks are built with, the CNI network. It changes nothing and needs no daemon. It fails if no pod could run; a node whose CNI network
+is not installed yet runs those with the host's network.
+
+With --state it compares what berth has written down with what is on the machine, and
+names each difference: processes, shims, network namespaces, addresses, layers, mounts,
+file descriptors, records, with --bytes the content of layers, and what CRI lists. It
+changes nothing, works with the daemon running or not, and fails if there is a difference.
+
+A daemon that serves on the socket (--listen) is asked for its configuration, with the flags
+that it was started with; without one it is that of the file. With --config the node is
+checked for that file.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			ofState := takeStateFlag(cmd.Flags())
+			cfg, err := config.Load(cmd.Flags())
+			if err != nil {
+				return err
+			}
+			ctx, stop := cli.Interruptible(cmd.Context()) // what is tried is undone
+			defer stop()
+			checked := configured{cfg, "of a daemon that is started now: none answers at " + cfg.Listen}
+			if ofState || !cmd.Flags().Changed("config") {
+				if checked, err = askDaemon(ctx, cmd.Flags(), checked); err != nil {
+					return err
+				}
+			}
+			if ofState {
+				return checkState(ctx, cmd, checked.Config, bytes, asJSON)
+			}
+			checkedNode, err := nodeOf(checked.Config)
+			if err != nil {
+				return err
+			}
+			checkedNode.Source = checked.source
+			findings := nodecheck.Run(ctx, checkedNode)
+			if ctx.Err() != nil {
+				return cli.InterruptStatus(ctx, ctx.Err())
+			}
+			if err := printFindings(cmd.OutOrStdout(), findings, asJSON); err != nil {
+				return err
+			}
+			if nodecheck.Worst(findings) == nodecheck.Failure {
+				return &cli.ExitStatus{Code: 1}
+			}
+			return nil
+		},
+	}
+	config.AddFlags(cmd.Flags())
+	cmd.Flags().BoolVar(&asJSON, "json", false, "print the findings as JSON")
+	cmd.Flags().BoolVar(&bytes, "bytes", false, "with --state: read what is in every layer")
+	state := cmd.Flags().Lookup(stateFlag)
+	state.NoOptDefVal, state.Usage = noDirectory, "compare records with the machine instead; --state=DIR if the state directory is not the configured one"
+	return cmd
+}
+
+// stateFlag is the daemon's option for its directory, which here says also what to check.
+const (
+	stateFlag   = "state"
+	noDirectory = "configured" // its value where none is given
+)
+
+// takeStateFlag tells whether --state was given, and leaves to the configuration what has a directory.
+func takeStateFlag(flags *pflag.FlagSet) bool {
+	f := flags.Lookup(stateFlag)
+	given := f.Changed
+	f.Changed = given && f.Value.String() != noDirectory
+	return given
+}
+
+// configured is a configuration, and where it is from.
+type configured struct {
+	*config.Config
+	source string
+}
+
+// askLimit bounds how long the daemon is waited for. It answers from memory.
+const askLimit = 5 * time.Second
+
+// askDaemon returns the configuration that the daemon runs with, its flags and those given here
+// included. Without a daemon at the socket, or with one that has other directories than these flags
+// say, it is what was loaded.
+func askDaemon(ctx context.Context, flags *pflag.FlagSet, loaded configured) (configured, error) {
+	asking, cancel := context.WithTimeout(ctx, askLimit)
+	defer cancel()
+	c, err := client.Dial(asking, loaded.Listen)
+	if err != nil {
+		return loaded, nil
+	}
+	defer c.Close() // nothing is under way any more
+	told, err := c.Settings(asking)
+	if err != nil {
+		loaded.source = fmt.Sprintf("of a daemon that is started now: what answers at %s does not tell its own: %v", loaded.Listen, err)
+		return loaded, nil
+	}
+	running, err := config.LoadTold(flags, told)
+	if err != nil {
+		return loaded, err
+	}
+	own, err := config.LoadTold(pflag.NewFlagSet("", pflag.ContinueOnError), told)
+	if err != nil {
+		return loaded, err
+	}
+	if running.Root != own.Root || running.State != own.State {
+		loaded.source = fmt.Sprintf("of a daemon that is started now: the one at %s has the directories %s and %s", loaded.Listen, own.Root, own.State)
+		return loaded, nil
+	}
+	running.Listen = loaded.Listen // where it answered: systemd may have handed it the socket
+	return configured{running, "of the daemon that serves on " + loaded.Listen}, nil
+}
+
+// checkState compares records with the machine.
+func checkState(ctx context.Context, cmd *cobra.Command, cfg *config.Config, bytes, asJSON bool) error {
+	node, err := statecheck.NodeOf(cfg)
+	if err != nil {
+		return err
+	}
+	node.Bytes = bytes
+	report, err := statecheck.Run(ctx, node)
+	if ctx.Err() != nil {
+		return cli.InterruptStatus(ctx, ctx.Err())
+	}
+	if err != nil {
+		return err
+	}
+	if err := printReport(cmd.OutOrStdout(), report, asJSON); err != nil {
+		return err
+	}
+	if len(report.Differences) > 0 {
+		return &cli.ExitStatus{Code: 1}
+	}
+	return nil
+}
+
+func printReport(w io.Writer, r *statecheck.Report, asJSON bool) error {
+	if asJSON {
+		encoder := json.NewEncoder(w)
+		encoder.SetIndent("", "  ")
+		return encoder.Encode(r)
+	}
+	for _, d := range r.Differences {
+		if _, err := fmt.Fprintln(w, d); err != nil {
+			return err
+		}
+	}
+	for _, s := range r.Skipped {
+		if _, err := fmt.Fprintln(w, "not compared:", s); err != nil {
+			return err
+		}
+	}
+	_, err := fmt.Fprintf(w, "%d pods, %d containers, %d images: %d differences\n", r.Pods, r.Containers, r.Images, len(r.Differences))
+	return err
+}
+
+// nodeOf is what the daemon would start with. What else keeps a daemon from starting it finds
+// when it takes it, and says so itself: sockets and directories that somebody else has.
+func nodeOf(cfg *config.Config) (*nodecheck.Node, error) {
+	facts, err := host.Detect("/")
+	if err != nil {
+		return nil, err
+	}
+	systemd, err := node.SystemdCgroup(cfg.CgroupDriver, facts.CgroupV2)
+	if err != nil {
+		systemd = true // configured so, and a finding
+	}
+	n := &nodecheck.Node{Config: cfg, Facts: facts, SystemdCgroup: systemd}
+	if n.Network, err = node.NetworkConfig(cfg, &berthnet.Plugin{Passive: true}); err != nil {
+		return nil, err
+	}
+	n.Shim, n.ShimError = node.FindShim(cfg.ShimPath)
+	n.Unpack, n.UnpackError = node.FindUnpack(cfg.UnpackPath)
+	return n, nil
+}
+
+func printFindings(w io.Writer, findings []nodecheck.Finding, asJSON bool) error {
+	if asJSON {
+		encoder := json.NewEncoder(w)
+		encoder.SetIndent("", "  ")
+		return encoder.Encode(findings)
+	}
+	for _, f := range findings {
+		if _, err := fmt.Fprintf(w, "%-8s %s: %s\n", f.Level, f.Subject, f.Found); err != nil {
+			return err
+		}
+		if f.Mend == "" {
+			continue
+		}
+		if _, err := fmt.Fprintf(w, "%8s → %s\n", "", f.Mend); err != nil {
+			return err
+		}
+	}
+	return nil
+}

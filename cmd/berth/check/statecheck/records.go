@@ -1,0 +1,123 @@
+package statecheck
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"berth/cmd/berth/node"
+	"berth/image"
+	"berth/sandbox/state"
+)
+
+// Records: each can be trusted (checksum, kind, version, content) and none was set aside; each file
+// and directory below root and state is one of the daemon's own or belongs to a recorded object, and
+// recorded objects have theirs.
+
+// What there is in root, state and the directory of images, beside what users of a socket put
+// there.
+var (
+	inRoot   = []string{"pods", "containers", "runtime", "images", "sandboxes", "rootfs", "empty", "bin", "cni", "lock", "run"} // run: the files of berth run
+	inState  = []string{"c", "cni", "libcontainer", "oci", "pods", "lock", "run-id"}
+	inImages = []string{"records", "layers", "joins", "tmp", "trash", "empty-directory", "erofs"}
+	inErofs  = []string{"layers", "joins", "tmp", "trash", "empty-erofs"}
+)
+
+func compareRecords(f *facts, d *finder) {
+	for _, s := range f.surveys {
+		for _, bad := range s.Damaged {
+			d.differ(bad.Path, "a record that can be trusted", "%v", bad.Err)
+		}
+		for _, path := range s.Newer {
+			d.differ(path, "a record of this version of berth, or an older one", "a newer one")
+		}
+		for _, path := range s.SetAside {
+			d.differ(path, "no record that was set aside; look at it and delete it", "one")
+		}
+		for _, path := range s.Other {
+			if f.daemon != 0 || !strings.HasSuffix(path, ".tmp") { // the next daemon deletes what a crash left
+				d.differ(path, "a record", "another file")
+			}
+		}
+	}
+	f.compareFolder(d, f.node.Root, inRoot)
+	f.compareFolder(d, f.node.State, inState)
+	roots := image.LayerRoots(f.imageRoot())
+	f.compareFolder(d, roots[0], inImages)
+	for _, root := range roots[1:] {
+		if _, err := os.Lstat(root); !errors.Is(err, fs.ErrNotExist) {
+			f.compareFolder(d, root, inErofs)
+		}
+	}
+	f.compareObjects(d, f.dirs.PodFiles(""), func(id string) bool { return f.pods[id] != nil })
+	f.compareObjects(d, f.dirs.Writable(""), f.known)
+	f.compareObjects(d, f.dirs.SharedMounts(), func(id string) bool { return f.pods[id] != nil && !f.podIsOver(f.pods[id]) })
+	f.compareFiles(d)
+}
+
+// compareFolder is about what else is in one of the daemon's directories.
+func (f *facts) compareFolder(d *finder, dir string, own []string) {
+	names, err := namesIn(dir)
+	if err != nil {
+		d.differ(dir, "a directory of the daemon's", "%v", err)
+	}
+	for _, name := range names {
+		path := filepath.Join(dir, name)
+		if slices.Contains(own, name) || f.holdsOurs(path) {
+			continue
+		}
+		d.differ(path, "a file or directory of the daemon's", "one of unknown origin")
+	}
+}
+
+// holdsOurs tells whether one of the configured places is at or below path.
+func (f *facts) holdsOurs(path string) bool {
+	socket := strings.TrimPrefix(f.node.Socket, "unix://")
+	return slices.ContainsFunc([]string{f.node.Root, f.node.State, socket, f.node.NetNSDir, f.node.CNICacheDir, f.node.CNIConfDir, f.dirs.RootPlace(), filepath.Join(f.node.Root, node.AddressDir)}, func(place string) bool {
+		return place == path || strings.HasPrefix(place, path+"/")
+	})
+}
+
+// compareObjects is about a directory with one folder for each object.
+func (f *facts) compareObjects(d *finder, dir string, belongs func(id string) bool) {
+	names, err := namesIn(dir)
+	if err != nil {
+		d.differ(dir, "a directory of the daemon's", "%v", err)
+	}
+	for _, name := range names {
+		path := filepath.Join(dir, name)
+		if path != f.dirs.Trash() && !belongs(name) {
+			d.differ(path, "a recorded pod or container that has it", "none")
+		}
+	}
+}
+
+// compareFiles is about what an object that is neither being made nor removed must have.
+func (f *facts) compareFiles(d *finder) {
+	for id, p := range f.pods {
+		if p.Stage != state.Running && p.Stage != state.Ended {
+			continue
+		}
+		f.compareExists(d, podName(id), f.dirs.PodFiles(id))
+		if !f.podRuns(p) { // its tmpfs is unmounted when it is stopped
+			continue
+		}
+		for _, name := range []string{"resolv.conf", "hostname", "hosts"} {
+			f.compareExists(d, podName(id), filepath.Join(p.Etc, name))
+		}
+	}
+	for id, c := range f.containers {
+		if c.Stage != state.BeingMade && c.Stage != state.BeingRemoved {
+			f.compareExists(d, containerName(id), filepath.Join(f.dirs.Writable(""), id, "upper"))
+		}
+	}
+}
+
+func (f *facts) compareExists(d *finder, object, path string) {
+	if _, err := os.Lstat(path); errors.Is(err, fs.ErrNotExist) {
+		d.differ(object, path, "no such file")
+	}
+}

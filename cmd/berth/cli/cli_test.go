@@ -1,0 +1,71 @@
+package cli
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"syscall"
+	"testing"
+)
+
+func TestExitCode(t *testing.T) {
+	t.Parallel()
+	cause := errors.New("y")
+	for name, tc := range map[string]struct {
+		err     error
+		code    int
+		printed string
+	}{
+		"success":             {nil, 0, ""},
+		"plain error":         {errors.New("x"), 1, "berth: x\n"},
+		"status, no cause":    {&ExitStatus{Code: 42}, 42, ""},
+		"wrapped status":      {fmt.Errorf("wrapped: %w", &ExitStatus{Code: 3, Cause: cause}), 3, "berth: wrapped: y\n"},
+		"interrupt":           {(&Interrupted{syscall.SIGINT}).Status(&Interrupted{}), 130, "berth: interrupted\n"},
+		"interrupt, silenced": {Silent((&Interrupted{syscall.SIGINT}).Status(&Interrupted{})), 130, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			var printed bytes.Buffer
+			if got := ExitCode(tc.err, &printed); got != tc.code || printed.String() != tc.printed {
+				t.Errorf("exit code %d, printed %q; want %d, %q", got, printed.String(), tc.code, tc.printed)
+			}
+		})
+	}
+}
+
+func raise(t *testing.T, s syscall.Signal) {
+	t.Helper()
+	if err := syscall.Kill(os.Getpid(), s); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestTwoStageInterruptible(t *testing.T) {
+	ctx, now, stop := TwoStageInterruptible(t.Context())
+	defer stop()
+	raise(t, syscall.SIGTERM)
+	<-ctx.Done()
+	var cause *Interrupted
+	if !errors.As(context.Cause(ctx), &cause) || cause.Signal != syscall.SIGTERM {
+		t.Errorf("cause of the cancellation: %v", context.Cause(ctx))
+	}
+	if now.Err() != nil {
+		t.Error("the first signal cancelled the second context")
+	}
+	raise(t, syscall.SIGINT)
+	<-now.Done()
+}
+
+// A run keeps its grace period when the context of its command ends.
+func TestSecondContextOutlivesParent(t *testing.T) {
+	parent, cancel := context.WithCancel(t.Context())
+	ctx, now, stop := TwoStageInterruptible(parent)
+	defer stop()
+	cancel()
+	<-ctx.Done()
+	if now.Err() != nil {
+		t.Error("the second context ended with its parent")
+	}
+}

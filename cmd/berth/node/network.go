@@ -1,0 +1,113 @@
+package node
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"path/filepath"
+	"strings"
+
+	"berth/cmd/berth/config"
+	"berth/cni"
+	"berth/cni/berthnet"
+	"berth/cni/berthnet/conf"
+	"berth/cni/berthnet/links"
+)
+
+// OwnNetwork is the value of the option "network" that selects berth's own network, and the name of
+// that network.
+const OwnNetwork = berthnet.Type
+
+// AddressDir is the directory, relative to the daemon's root, in which berth's own network records
+// address reservations.
+const AddressDir = "network"
+
+// NetworkConfig returns the configuration of package cni. The pods' network is berth's own or the
+// one that CNI's configuration directory describes. plugin runs berth's own plugin as a function,
+// for configurations in the directory too; with nil it does not run.
+func NetworkConfig(cfg *config.Config, plugin *berthnet.Plugin) (cni.Config, error) {
+	c := cni.Config{ConfDir: cfg.CNIConfDir, BinDirs: cfg.CNIBinDirs, CacheDir: cfg.CNICacheDir, Timeout: cfg.CNITimeout.Duration, Readers: Readers()}
+	if c.CacheDir == "" {
+		c.CacheDir = filepath.Join(cfg.Root, "cni")
+	}
+	if plugin != nil {
+		c.BuiltIn = map[string]cni.BuiltIn{berthnet.Type: plugin.Exec}
+	}
+	var err error
+	c.List, err = ownNetworkList(cfg)
+	return c, err
+}
+
+// CNIRunDir is where the daemon records the CNI plugins that it runs.
+func CNIRunDir(cfg *config.Config) string { return filepath.Join(cfg.State, "cni") }
+
+// ownNetworkList returns the CNI configuration list of berth's own network, or nil if the
+// configuration selects another network.
+func ownNetworkList(cfg *config.Config) ([]byte, error) {
+	if cfg.Network != OwnNetwork {
+		return nil, nil
+	}
+	plugin := map[string]any{
+		"type":         berthnet.Type,
+		"bridge":       cfg.NetworkBridge,
+		"subnets":      subnets(cfg.NetworkSubnets),
+		"masquerade":   cfg.NetworkMasquerade,
+		"checkSource":  cfg.NetworkCheckSource,
+		"dataDir":      filepath.Join(cfg.Root, AddressDir),
+		"capabilities": map[string]bool{"portMappings": true, "ipRanges": true, "bandwidth": true},
+	}
+	if cfg.NetworkMTU != 0 {
+		plugin["mtu"] = cfg.NetworkMTU
+	}
+	if len(cfg.NetworkNoMasquerade) > 0 {
+		plugin["noMasquerade"] = cfg.NetworkNoMasquerade
+	}
+	if len(cfg.NetworkIsolation) > 0 {
+		plugin["isolation"] = cfg.NetworkIsolation
+	}
+	if len(cfg.NetworkRoutes) > 0 {
+		var routes []map[string]string
+		for _, dst := range cfg.NetworkRoutes {
+			routes = append(routes, map[string]string{"dst": dst})
+		}
+		plugin["routes"] = routes
+	}
+	if err := checkOwnNetwork(plugin); err != nil {
+		return nil, err
+	}
+	return json.Marshal(map[string]any{"cniVersion": "1.1.0", "name": OwnNetwork, "plugins": []any{plugin}})
+}
+
+// checkOwnNetwork parses the plugin's configuration as the plugin itself will.
+func checkOwnNetwork(plugin map[string]any) error {
+	whole := maps.Clone(plugin)
+	whole["cniVersion"], whole["name"] = "1.1.0", OwnNetwork
+	data, err := json.Marshal(whole)
+	if err != nil {
+		return err
+	}
+	n, err := conf.Parse(data)
+	if err == nil && len(n.Ranges) == 0 {
+		err = errors.New("network_subnets has only IPv6 subnets, and this kernel has no IPv6")
+	}
+	if err != nil {
+		return fmt.Errorf("options of berth's own network (network_…): %w", err)
+	}
+	return nil
+}
+
+// subnets returns the configured subnets, without IPv6 if the kernel lacks it or the administrator
+// has disabled it.
+func subnets(configured []string) []string {
+	if !links.IPv6Off() {
+		return configured
+	}
+	var some []string
+	for _, s := range configured {
+		if !strings.Contains(s, ":") {
+			some = append(some, s)
+		}
+	}
+	return some
+}

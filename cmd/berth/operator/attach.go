@@ -1,0 +1,49 @@
+package operator
+
+import (
+	"context"
+	"errors"
+
+	"github.com/spf13/cobra"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/cmd/berth/cli"
+	"berth/cmd/berth/client"
+)
+
+func attachCommand(o *connection) *cobra.Command {
+	var s session
+	cmd := &cobra.Command{
+		Use:   "attach CONTAINER",
+		Short: "Connect to a container's own input and output",
+		Long: "Connect to a container's own input and output, until it ends. Ctrl-C leaves, and the\n" +
+			"container goes on; when it is passed on, with -it, Ctrl-P Ctrl-Q does.",
+		Args: cobra.ExactArgs(1),
+	}
+	s.addFlags(cmd)
+	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+		container, err := c.FindContainer(cmd.Context(), args[0])
+		if err != nil {
+			return err
+		}
+		ctx, stop := cli.Interruptible(cmd.Context())
+		defer stop()
+		session, leave := context.WithCancelCause(ctx)
+		defer leave(nil)
+		if s.stdin && s.terminal {
+			s.leave = func() { leave(errLeft) }
+		}
+		err = s.run(session, cmd, func(ctx context.Context) (string, error) {
+			reply, err := c.Attach(ctx, &runtimeapi.AttachRequest{ContainerId: container.GetId(),
+				Tty: s.terminal, Stdin: s.stdin, Stdout: true, Stderr: !s.terminal})
+			return reply.GetUrl(), err
+		})
+		if errors.Is(context.Cause(session), errLeft) && errors.Is(err, context.Canceled) {
+			return nil
+		}
+		return cli.Silent(sessionStatus(ctx, "attach to container "+client.ShortID(container.GetId()), err))
+	})
+	return cmd
+}
+
+var errLeft = errors.New("left by Ctrl-P Ctrl-Q")

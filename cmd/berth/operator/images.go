@@ -1,0 +1,84 @@
+package operator
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/spf13/cobra"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/terminal"
+)
+
+func imagesCommand(o *connection) *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "images",
+		Short: "List images",
+		Args:  cobra.NoArgs,
+	}
+	how := addOutputFlag(cmd)
+	cmd.RunE = o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
+		rows, err := imageRows(cmd.Context(), c)
+		if err != nil {
+			return err
+		}
+		return printRows(cmd.OutOrStdout(), *how, imageHeader, rows)
+	})
+	return cmd
+}
+
+// imageRow is an image as images shows it, and its JSON form.
+type imageRow struct {
+	ID      string   `json:"id"`
+	Tags    []string `json:"tags"`
+	Digests []string `json:"digests"`
+	Size    uint64   `json:"size"` // bytes
+	Pinned  bool     `json:"pinned"`
+}
+
+var imageHeader = []string{"IMAGE", "ID", "SIZE"}
+
+func (r imageRow) cells() []string {
+	return []string{r.name(), client.ShortID(r.ID), terminal.Bytes(r.Size)}
+}
+
+// name is what an image is known by: its tags, else where it was pulled from.
+func (r imageRow) name() string {
+	switch {
+	case len(r.Tags) > 0:
+		return strings.Join(r.Tags, ", ")
+	case len(r.Digests) > 0:
+		return r.Digests[0]
+	}
+	return "<none>"
+}
+
+func imageRows(ctx context.Context, c *client.Client) ([]imageRow, error) {
+	reply, err := c.ListImages(ctx, &runtimeapi.ListImagesRequest{})
+	if err != nil {
+		return nil, fmt.Errorf("list images: %w", err)
+	}
+	rows := make([]imageRow, 0, len(reply.GetImages()))
+	for _, image := range reply.GetImages() {
+		rows = append(rows, imageRow{
+			ID: image.GetId(), Tags: orEmpty(image.GetRepoTags()), Digests: orEmpty(image.GetRepoDigests()),
+			Size: image.GetSize(), Pinned: image.GetPinned(),
+		})
+	}
+	slices.SortFunc(rows, func(a, b imageRow) int {
+		return cmp.Or(cmp.Compare(a.name(), b.name()), cmp.Compare(a.ID, b.ID))
+	})
+	return rows, nil
+}
+
+// orEmpty makes a list that is an array in JSON also when there is nothing in it.
+func orEmpty(list []string) []string {
+	if list == nil {
+		return []string{}
+	}
+	return list
+}

@@ -1,0 +1,114 @@
+package operator
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"berth/cmd/berth/cli"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/crilog"
+)
+
+func logsCommand(o *connection) *cobra.Command {
+	var follow, stamps bool
+	var tail int
+	var since string
+	cmd := &cobra.Command{
+		Use:   "logs CONTAINER",
+		Short: "Print what a container wrote to its output",
+		Args:  cobra.ExactArgs(1),
+	}
+	flags := cmd.Flags()
+	flags.BoolVarP(&follow, "follow", "f", false, "go on until the container ends")
+	flags.IntVar(&tail, "tail", crilog.All, "only the last so many lines")
+	flags.StringVar(&since, "since", "", "only lines since a time (2026-01-02T15:04:05Z) or for a duration (10m)")
+	flags.BoolVarP(&stamps, "timestamps", "t", false, "put the time before each line")
+	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+		after, err := parseSince(since, time.Now())
+		if err != nil {
+			return err
+		}
+		ctx, stop := cli.Interruptible(cmd.Context())
+		defer stop()
+		out := &logPrinter{stdout: cmd.OutOrStdout(), stderr: cmd.ErrOrStderr(), stamps: stamps}
+		err = printLog(ctx, c, args[0], crilog.Options{Tail: tail, Since: after, Follow: follow}, out)
+		return cli.Silent(cli.InterruptStatus(ctx, err))
+	})
+	return cmd
+}
+
+// printLog finds the container's log and reads it. A followed log ends with its
+// container.
+func printLog(ctx context.Context, c *client.Client, ref string, o crilog.Options, out *logPrinter) error {
+	container, err := c.FindContainer(ctx, ref)
+	if err != nil {
+		return err
+	}
+	status, err := c.ContainerState(ctx, container.GetId())
+	if err != nil {
+		return err
+	}
+	if status.GetLogPath() == "" {
+		return fmt.Errorf("container %s has no log", client.ShortID(container.GetId()))
+	}
+	if !o.Follow {
+		return crilog.Read(ctx, status.GetLogPath(), o, out.print)
+	}
+	ended := make(chan struct{})
+	failed := make(chan error, 1)
+	ctx, cancel := context.WithCancel(ctx)
+	go func() {
+		defer close(ended)
+		_, err := c.WaitContainer(ctx, container.GetId())
+		failed <- err
+	}()
+	o.Ended = ended
+	err = crilog.Read(ctx, status.GetLogPath(), o, out.print)
+	cancel()
+	if waitErr := <-failed; err == nil {
+		err = waitErr
+	}
+	return err
+}
+
+// parseSince reads a point in time, or a duration before now.
+func parseSince(since string, now time.Time) (time.Time, error) {
+	if since == "" {
+		return time.Time{}, nil
+	}
+	if d, err := time.ParseDuration(since); err == nil {
+		return now.Add(-d), nil
+	}
+	at, err := time.Parse(time.RFC3339Nano, since)
+	if err != nil {
+		return time.Time{}, fmt.Errorf("--since %q: want a time like 2026-01-02T15:04:05Z or a duration like 10m", since)
+	}
+	return at, nil
+}
+
+// logPrinter writes log lines to the stream they came from.
+type logPrinter struct {
+	stdout, stderr io.Writer
+	stamps         bool
+}
+
+func (p *logPrinter) print(r crilog.Record) error {
+	w := p.stdout
+	if r.Stream == crilog.Stderr {
+		w = p.stderr
+	}
+	line := make([]byte, 0, len(time.RFC3339Nano)+len(r.Content)+2)
+	if p.stamps {
+		line = append(r.Time.AppendFormat(line, time.RFC3339Nano), ' ')
+	}
+	line = append(line, r.Content...)
+	if !r.Partial {
+		line = append(line, '\n')
+	}
+	_, err := w.Write(line)
+	return err
+}

@@ -1,0 +1,164 @@
+package operator
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/podyaml"
+	"berth/cmd/berth/terminal"
+	"berth/internal/errdefs"
+)
+
+func psCommand(o *connection) *cobra.Command {
+	var all, pods bool
+	cmd := &cobra.Command{
+		Use:   "ps",
+		Short: "List containers, or pods",
+		Args:  cobra.NoArgs,
+	}
+	how := addOutputFlag(cmd)
+	cmd.Flags().BoolVarP(&all, "all", "a", false, "also those that do not run")
+	cmd.Flags().BoolVar(&pods, "pods", false, "list pods")
+	cmd.RunE = o.connected(func(cmd *cobra.Command, _ []string, c *client.Client) error {
+		if pods {
+			rows, err := podRows(cmd.Context(), c, all)
+			if err != nil {
+				return err
+			}
+			return printRows(cmd.OutOrStdout(), *how, podHeader, rows)
+		}
+		rows, err := containerRows(cmd.Context(), c, all)
+		if err != nil {
+			return err
+		}
+		return printRows(cmd.OutOrStdout(), *how, containerHeader, rows)
+	})
+	return cmd
+}
+
+// containerRow is a container as ps shows it, and its JSON form.
+type containerRow struct {
+	ID       string    `json:"id"`
+	Name     string    `json:"name"`
+	Attempt  uint32    `json:"attempt"`
+	Pod      string    `json:"pod"`
+	PodID    string    `json:"podId"`
+	Image    string    `json:"image"`
+	State    string    `json:"state"` // created, running, exited or unknown
+	ExitCode *int32    `json:"exitCode,omitempty"`
+	Reason   string    `json:"reason,omitempty"`
+	Created  time.Time `json:"created"`
+}
+
+var containerHeader = []string{"CONTAINER", "NAME", "POD", "IMAGE", "STATE", "AGE"}
+
+func (r containerRow) cells() []string {
+	state := r.State
+	if r.ExitCode != nil {
+		state = fmt.Sprintf("%s (%d)", state, *r.ExitCode)
+	}
+	return []string{client.ShortID(r.ID), r.Name, r.Pod, r.Image, state, terminal.Age(time.Now(), r.Created)}
+}
+
+func containerRows(ctx context.Context, c *client.Client, all bool) ([]containerRow, error) {
+	list, err := c.Containers(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var rows []containerRow
+	for _, item := range list {
+		running := item.GetState() == runtimeapi.ContainerState_CONTAINER_RUNNING
+		if !all && !running {
+			continue
+		}
+		row := newContainerRow(item)
+		if item.GetState() == runtimeapi.ContainerState_CONTAINER_EXITED {
+			if err := row.addExit(ctx, c); err != nil {
+				return nil, err
+			}
+		}
+		rows = append(rows, row)
+	}
+	return rows, nil
+}
+
+func newContainerRow(c *runtimeapi.Container) containerRow {
+	image := c.GetImage().GetUserSpecifiedImage()
+	if image == "" {
+		image = c.GetImage().GetImage()
+	}
+	return containerRow{
+		ID: c.GetId(), Name: c.GetMetadata().GetName(), Attempt: c.GetMetadata().GetAttempt(),
+		Pod: c.GetLabels()[podyaml.LabelPodName], PodID: c.GetPodSandboxId(), Image: image,
+		State:   stateWord(c.GetState().String(), "CONTAINER_"),
+		Created: time.Unix(0, c.GetCreatedAt()),
+	}
+}
+
+// addExit adds what a list does not tell. A container that was removed meanwhile
+// is shown without it.
+func (r *containerRow) addExit(ctx context.Context, c *client.Client) error {
+	status, err := c.ContainerState(ctx, r.ID)
+	if errdefs.IsNotFound(err) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	code := status.GetExitCode()
+	r.ExitCode, r.Reason = &code, status.GetReason()
+	return nil
+}
+
+// stateWord turns the name of a protobuf enum into a word.
+func stateWord(name, prefix string) string { return strings.ToLower(strings.TrimPrefix(name, prefix)) }
+
+// podRow is a pod as ps shows it, and its JSON form.
+type podRow struct {
+	ID        string    `json:"id"`
+	Name      string    `json:"name"`
+	Namespace string    `json:"namespace"`
+	UID       string    `json:"uid"`
+	State     string    `json:"state"` // ready or notready
+	IPs       []string  `json:"ips"`
+	Created   time.Time `json:"created"`
+}
+
+var podHeader = []string{"POD", "NAME", "NAMESPACE", "STATE", "IP", "AGE"}
+
+func (r podRow) cells() []string {
+	return []string{
+		client.ShortID(r.ID), r.Name, r.Namespace, r.State, strings.Join(r.IPs, ","), terminal.Age(time.Now(), r.Created),
+	}
+}
+
+func podRows(ctx context.Context, c *client.Client, all bool) ([]podRow, error) {
+	list, err := c.Pods(ctx)
+	if err != nil {
+		return nil, err
+	}
+	var rows []podRow
+	for _, item := range list {
+		ready := item.GetState() == runtimeapi.PodSandboxState_SANDBOX_READY
+		if !all && !ready {
+			continue
+		}
+		status, err := c.PodState(ctx, item.GetId())
+		if err != nil && !errdefs.IsNotFound(err) {
+			return nil, err
+		}
+		meta := item.GetMetadata()
+		rows = append(rows, podRow{
+			ID: item.GetId(), Name: meta.GetName(), Namespace: meta.GetNamespace(), UID: meta.GetUid(),
+			State: stateWord(item.GetState().String(), "SANDBOX_"), IPs: orEmpty(client.PodIPs(status)),
+			Created: time.Unix(0, item.GetCreatedAt()),
+		})
+	}
+	return rows, nil
+}

@@ -1,0 +1,62 @@
+package operator
+
+import (
+	"context"
+	"fmt"
+
+	"github.com/spf13/cobra"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/cmd/berth/cli"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/podrun"
+)
+
+func rmCommand(o *connection) *cobra.Command {
+	var force bool
+	var runDir string
+	cmd := &cobra.Command{
+		Use:   "rm ID…",
+		Short: "Remove containers or pods",
+		Long: "Remove containers or pods, given by ID, by a prefix of it or by name. What runs is refused;\n" +
+			"with --force containers are killed and pods are stopped first, within their grace period.",
+		Args: cobra.MinimumNArgs(1),
+	}
+	cmd.Flags().BoolVarP(&force, "force", "f", false, "also what runs")
+	cmd.Flags().StringVar(&runDir, "run-dir", defaultRunDir, "where berth run keeps the files of pods")
+	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+		ctx, stop := cli.Interruptible(cmd.Context())
+		defer stop()
+		return cli.InterruptStatus(ctx, each(args, func(ref string) error { return removeRef(ctx, c, ref, runDir, force) }))
+	})
+	return cmd
+}
+
+func removeRef(ctx context.Context, c *client.Client, ref, runDir string, force bool) error {
+	container, pod, err := c.Find(ctx, ref)
+	switch {
+	case err != nil:
+		return err
+	case pod != nil:
+		return removePod(ctx, c, pod, runDir, force)
+	case container.GetState() == runtimeapi.ContainerState_CONTAINER_RUNNING && !force:
+		return fmt.Errorf("container %s runs (stop it, or use --force)", client.ShortID(container.GetId()))
+	}
+	return c.Remove(ctx, container.GetId())
+}
+
+// removePod removes a pod, and its files if `berth run` made it.
+func removePod(ctx context.Context, c *client.Client, pod *runtimeapi.PodSandbox, runDir string, force bool) error {
+	if pod.GetState() == runtimeapi.PodSandboxState_SANDBOX_READY {
+		if !force {
+			return fmt.Errorf("pod %s runs (stop it, or use --force)", client.ShortID(pod.GetId()))
+		}
+		if err := podrun.Stop(ctx, c, pod, runDir, fromManifest); err != nil {
+			return err
+		}
+	}
+	if err := c.RemovePod(ctx, pod.GetId()); err != nil {
+		return err
+	}
+	return podrun.RemoveFiles(runDir, pod.GetMetadata().GetUid())
+}

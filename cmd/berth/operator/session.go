@@ -1,0 +1,168 @@
+package operator
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net/http"
+	"net/url"
+	"os"
+	"os/signal"
+	"sync"
+	"syscall"
+
+	"github.com/moby/term"
+	"github.com/spf13/cobra"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/remotecommand"
+	clientexec "k8s.io/client-go/util/exec"
+	"k8s.io/streaming/pkg/httpstream"
+
+	"berth/cmd/berth/cli"
+	"berth/cmd/berth/terminal"
+)
+
+// session is what exec and attach have in common: a connection of a client's input
+// and output with a command, at a URL that the runtime gives out.
+type session struct {
+	stdin, terminal bool
+	tls             rest.TLSClientConfig // for runtimes that serve sessions over TLS
+	leave           func()               // called when Ctrl-P Ctrl-Q is typed; nil: they are passed on
+}
+
+func (s *session) addFlags(cmd *cobra.Command) {
+	cmd.Flags().BoolVarP(&s.stdin, "stdin", "i", false, "pass stdin on")
+	cmd.Flags().BoolVarP(&s.terminal, "tty", "t", false, "with a terminal")
+	addTLSFlags(cmd, &s.tls)
+}
+
+func addTLSFlags(cmd *cobra.Command, tls *rest.TLSClientConfig) {
+	cmd.Flags().StringVar(&tls.CAFile, "tls-ca", "", "certificates that the runtime's streaming server may have, if it serves https (default: the system's)")
+	cmd.Flags().StringVar(&tls.CertFile, "tls-cert", "", "certificate to show to the runtime's streaming server")
+	cmd.Flags().StringVar(&tls.KeyFile, "tls-key", "", "key of --tls-cert")
+}
+
+// run connects the command's input and output until the session or ctx ends. offer
+// asks the runtime for a URL. A command that fails is an *cli.ExitStatus without a cause.
+func (s *session) run(ctx context.Context, cmd *cobra.Command, offer func(context.Context) (string, error)) (err error) {
+	options := remotecommand.StreamOptions{Stdout: cmd.OutOrStdout(), Tty: s.terminal}
+	if !s.terminal {
+		options.Stderr = cmd.ErrOrStderr()
+	}
+	if s.stdin {
+		options.Stdin = cmd.InOrStdin()
+	}
+	if s.terminal {
+		screen, restore, err := openScreen(cmd.OutOrStdout(), options.Stdin)
+		if err != nil {
+			return err
+		}
+		defer restore()
+		if screen != nil {
+			options.TerminalSizeQueue = screen
+		}
+	}
+	if s.stdin && s.leave != nil {
+		options.Stdin = &leaving{term.NewEscapeProxy(options.Stdin, leaveKeys), s.leave}
+	}
+	err = s.stream(ctx, offer, options)
+	var exit clientexec.CodeExitError
+	if errors.As(err, &exit) {
+		return &cli.ExitStatus{Code: exit.Code}
+	}
+	return err
+}
+
+// stream has a session over WebSocket or, with runtimes that know only older versions
+// of it, SPDY. A URL is good for one try.
+func (s *session) stream(ctx context.Context, offer func(context.Context) (string, error), options remotecommand.StreamOptions) error {
+	config := &rest.Config{TLSClientConfig: s.tls}
+	err := streamOver(ctx, offer, options, func(address string) (remotecommand.Executor, error) {
+		return remotecommand.NewWebSocketExecutor(config, http.MethodGet, address)
+	})
+	if !httpstream.IsUpgradeFailure(err) {
+		return err
+	}
+	return streamOver(ctx, offer, options, func(address string) (remotecommand.Executor, error) {
+		u, err := url.Parse(address)
+		if err != nil {
+			return nil, err
+		}
+		return remotecommand.NewSPDYExecutor(config, http.MethodPost, u)
+	})
+}
+
+func streamOver(ctx context.Context, offer func(context.Context) (string, error), options remotecommand.StreamOptions, over func(address string) (remotecommand.Executor, error)) error {
+	address, err := offer(ctx)
+	if err != nil {
+		return err
+	}
+	executor, err := over(address)
+	if err != nil {
+		return err
+	}
+	return executor.StreamWithContext(ctx, options)
+}
+
+// leaveKeys are Ctrl-P Ctrl-Q, as with other clients of containers.
+var leaveKeys = []byte{'P' & 0x1f, 'Q' & 0x1f}
+
+// leaving is input that ends with leaveKeys.
+type leaving struct {
+	io.Reader
+	leave func()
+}
+
+func (l *leaving) Read(b []byte) (int, error) {
+	n, err := l.Reader.Read(b)
+	if errors.As(err, &term.EscapeError{}) {
+		l.leave()
+	}
+	return n, err
+}
+
+// screen is the terminal that we run in. It tells its sizes: remotecommand.TerminalSizeQueue.
+type screen struct {
+	file    *os.File
+	changed chan os.Signal // SIGWINCH
+	ended   chan struct{}  // closed by restore
+}
+
+// openScreen makes what is typed go to the session as it is, and follows the size of
+// the terminal; nil if out is no terminal. restore, which must be called, undoes it.
+func openScreen(out io.Writer, in io.Reader) (s *screen, restore func(), err error) {
+	undo := func() {}
+	if f, ok := in.(*os.File); ok && term.IsTerminal(f.Fd()) {
+		state, err := term.SetRawTerminal(f.Fd())
+		if err != nil {
+			return nil, nil, err
+		}
+		undo = func() { _ = term.RestoreTerminal(f.Fd(), state) } // it fails when the terminal is gone
+	}
+	f, ok := out.(*os.File)
+	if !ok || !term.IsTerminal(f.Fd()) {
+		return nil, undo, nil
+	}
+	s = &screen{file: f, changed: make(chan os.Signal, 1), ended: make(chan struct{})}
+	signal.Notify(s.changed, syscall.SIGWINCH)
+	s.changed <- syscall.SIGWINCH // the size that it has
+	return s, sync.OnceFunc(func() {
+		signal.Stop(s.changed)
+		close(s.ended)
+		undo()
+	}), nil
+}
+
+// Next implements remotecommand.TerminalSizeQueue.
+func (s *screen) Next() *remotecommand.TerminalSize {
+	for {
+		select {
+		case <-s.ended:
+			return nil
+		case <-s.changed:
+		}
+		if size, ok := terminal.Size(s.file); ok {
+			return &remotecommand.TerminalSize{Width: size.Width, Height: size.Height}
+		}
+	}
+}

@@ -1,0 +1,150 @@
+package operator
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"berth/cmd/berth/client/fakecri"
+	"berth/sandbox/stream"
+	"berth/server/streaming"
+)
+
+// commands is a runtime of sessions without processes.
+type commands struct{ streaming.Runtime }
+
+// Exec understands a few commands.
+func (commands) Exec(ctx context.Context, _ string, command []string, terminal bool, s stream.IO) (int32, error) {
+	switch command[0] {
+	case "cat":
+		if s.Stdin == nil {
+			return 0, nil
+		}
+		_, err := io.Copy(s.Stdout, s.Stdin)
+		return 0, err
+	case "complain":
+		_, err := fmt.Fprintf(s.Stderr, "%s\n", strings.Join(command[1:], "\n"))
+		return 5, err
+	case "tty":
+		_, err := fmt.Fprintf(s.Stdout, "%t %t", terminal, s.Stderr == nil)
+		return 0, err
+	case "hang":
+		if _, err := io.WriteString(s.Stdout, "up"); err != nil {
+			return 0, err
+		}
+		<-ctx.Done()
+		return 0, ctx.Err()
+	}
+	return 0, errors.New("no such command: " + command[0])
+}
+
+// Attach sends back what it is sent.
+func (c commands) Attach(ctx context.Context, id string, terminal bool, s stream.IO) error {
+	if s.Stdin == nil {
+		_, err := c.Exec(ctx, id, []string{"hang"}, terminal, s)
+		return err
+	}
+	_, err := c.Exec(ctx, id, []string{"cat"}, terminal, s)
+	return err
+}
+
+// newSessions returns a console with a pod "web" whose container "app" has sessions.
+func newSessions(t *testing.T) *console {
+	t.Helper()
+	server, err := streaming.Listen(streaming.Config{Address: "127.0.0.1:0", IdleTimeout: time.Hour, Log: slog.New(slog.DiscardHandler)}, commands{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- server.Serve(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	c := newConsole(t, &fakecri.Server{Sessions: server})
+	c.detach("containers: [" + app("app") + "]")
+	return c
+}
+
+func TestExec(t *testing.T) {
+	c := newSessions(t)
+	c.stdin = "typed"
+	for _, tt := range []struct {
+		args           []string
+		stdout, stderr string
+		code           int
+	}{
+		{[]string{"app", "complain", "-l", "--all"}, "", "-l\n--all\n", 5},
+		{[]string{"app", "cat"}, "", "", 0},
+		{[]string{"-i", "app", "cat"}, "typed", "", 0},
+		{[]string{"app", "tty"}, "false false", "", 0},
+		{[]string{"-it", "web/app", "tty"}, "true true", "", 0},
+	} {
+		stdout, stderr, code := c.do(append([]string{"exec"}, tt.args...)...)
+		if stdout != tt.stdout || stderr != tt.stderr || code != tt.code {
+			t.Errorf("%q: %q, %q, %d", tt.args, stdout, stderr, code)
+		}
+	}
+	for _, tt := range []struct {
+		args []string
+		want string
+	}{
+		{[]string{"app", "frob"}, ": no such command: frob\n"},
+		{[]string{"--timeout", "50ms", "app", "hang"}, ": command timed out after 50ms\n"},
+		{[]string{"other", "cat"}, `no container "other"` + "\n"},
+	} {
+		if _, stderr, code := c.do(append([]string{"exec"}, tt.args...)...); code != 1 || !strings.HasSuffix(stderr, tt.want) {
+			t.Errorf("%q: %q, %d", tt.args, stderr, code)
+		}
+	}
+	c.Hook = func(context.Context, string) error {
+		return status.Error(codes.FailedPrecondition, "it is not running")
+	}
+	if _, stderr, code := c.do("exec", "app", "cat"); code != 1 || !strings.HasSuffix(stderr, "not possible in this state: it is not running\n") {
+		t.Errorf("%q, %d", stderr, code)
+	}
+}
+
+// Ctrl-C ends the session, and with it the command.
+func TestSessionInterrupted(t *testing.T) {
+	c := newSessions(t)
+	c.onOutput = func() { raise(t, syscall.SIGINT) }
+	if stdout, stderr, code := c.do("exec", "app", "hang"); stdout != "up" || stderr != "berth: interrupted\n" || code != 130 {
+		t.Errorf("exec: %q, %q, %d", stdout, stderr, code)
+	}
+	if stdout, stderr, code := c.do("attach", "app"); stdout != "up" || stderr != "" || code != 130 {
+		t.Errorf("attach: %q, %q, %d", stdout, stderr, code)
+	}
+}
+
+func TestAttach(t *testing.T) {
+	c := newSessions(t)
+	c.stdin = "hello"
+	if got := c.must("attach", "-i", "app"); got != "hello" {
+		t.Errorf("attach: %q", got)
+	}
+	if _, stderr, code := c.do("attach", "other"); code != 1 || !strings.HasSuffix(stderr, `no container "other"`+"\n") {
+		t.Errorf("%q, %d", stderr, code)
+	}
+}
+
+// In a terminal, where Ctrl-C is the container's, other keys leave.
+func TestAttachLeft(t *testing.T) {
+	c := newSessions(t)
+	c.stdin = "\x10\x11"
+	if _, stderr, code := c.do("attach", "-it", "app"); stderr != "" || code != 0 {
+		t.Errorf("%q, %d", stderr, code)
+	}
+}

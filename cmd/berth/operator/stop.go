@@ -1,0 +1,60 @@
+package operator
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"berth/cmd/berth/cli"
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/podrun"
+)
+
+// fromManifest asks for the grace period of the pod's manifest.
+const fromManifest = -1 * time.Second
+
+func stopCommand(o *connection) *cobra.Command {
+	var timeout time.Duration
+	var runDir string
+	cmd := &cobra.Command{
+		Use:   "stop ID…",
+		Short: "Stop containers or pods",
+		Long: "Stop containers or pods, given by ID, by a prefix of it or by name. A pod's containers\n" +
+			"get its grace period, then the pod loses its network; it can still be inspected until `berth rm`.",
+		Args: cobra.MinimumNArgs(1),
+	}
+	cmd.Flags().DurationVarP(&timeout, "timeout", "t", fromManifest, "grace period before SIGKILL (default: the manifest's, or 30s)")
+	cmd.Flags().StringVar(&runDir, "run-dir", defaultRunDir, "where berth run keeps the files of pods")
+	cmd.Flags().Lookup("timeout").DefValue = "0s" // not shown: the text tells the default
+	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+		ctx, stop := cli.Interruptible(cmd.Context())
+		defer stop()
+		return cli.InterruptStatus(ctx, each(args, func(ref string) error { return stopRef(ctx, c, ref, runDir, timeout) }))
+	})
+	return cmd
+}
+
+func stopRef(ctx context.Context, c *client.Client, ref, runDir string, timeout time.Duration) error {
+	container, pod, err := c.Find(ctx, ref)
+	if err != nil {
+		return err
+	}
+	if pod != nil {
+		return podrun.Stop(ctx, c, pod, runDir, timeout)
+	}
+	if timeout < 0 {
+		timeout = podrun.DefaultGrace
+	}
+	return c.Stop(ctx, container.GetId(), timeout)
+}
+
+// each does the same to several things, all of them whatever becomes of one.
+func each(refs []string, do func(ref string) error) error {
+	var errs []error
+	for _, ref := range refs {
+		errs = append(errs, do(ref))
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,160 @@
+package operator
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"math"
+	"time"
+	"unicode"
+	"unicode/utf16"
+
+	"github.com/spf13/cobra"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/cmd/berth/client"
+	"berth/cmd/berth/terminal"
+	"berth/cmd/berth/waterfall"
+	"berth/internal/errdefs"
+	"berth/internal/trace"
+)
+
+// foldIdle is how long berth may have nothing to do for a pod before that is left out of the drawing: what kubelet does
+// between two requests is not berth's time, and may take minutes.
+const foldIdle = 5 * time.Millisecond
+
+// plainColumns is the width of a drawing that goes to no terminal.
+const plainColumns = 120
+
+func traceCommand(o *connection) *cobra.Command {
+	how := drawing("text")
+	cmd := &cobra.Command{
+		Use:   "trace POD",
+		Short: "Show where the time of a pod's start went",
+		Long: "Show where the time of a pod's start went: each request of kubelet's and what berth did for it, as bars,\n" +
+			"or as a picture (--output svg) or data (--output json). The pod is given by ID, by a prefix of it or by name.\n" +
+			"Every start is recorded; a daemon that was started after the pod knows nothing of it.",
+		Args: cobra.ExactArgs(1),
+	}
+	cmd.Flags().VarP(&how, "output", "o", "what to print")
+	cmd.RunE = o.connected(func(cmd *cobra.Command, args []string, c *client.Client) error {
+		pod, err := c.FindPod(cmd.Context(), args[0])
+		if err != nil {
+			return err
+		}
+		operations, err := startOf(cmd.Context(), c, pod)
+		if err != nil {
+			return err
+		}
+		return printTrace(cmd.OutOrStdout(), how, pod, operations)
+	})
+	return cmd
+}
+
+// drawing is the value of --output.
+type drawing string
+
+func (d *drawing) String() string { return string(*d) }
+func (d *drawing) Type() string   { return "text|svg|json" }
+
+// Set takes the value from the command line.
+func (d *drawing) Set(s string) error {
+	switch s {
+	case "text", "svg", "json":
+		*d = drawing(s)
+		return nil
+	}
+	return fmt.Errorf("want text, svg or json")
+}
+
+// startOf asks the daemon for the operations that started a pod.
+func startOf(ctx context.Context, c *client.Client, pod *runtimeapi.PodSandbox) ([]trace.Operation, error) {
+	reply, err := c.PodSandboxStatus(ctx, &runtimeapi.PodSandboxStatusRequest{PodSandboxId: pod.GetId(), Verbose: true})
+	if err != nil {
+		return nil, fmt.Errorf("trace pod %s: %w", client.ShortID(pod.GetId()), err)
+	}
+	text, told := reply.GetInfo()["trace"]
+	if !told {
+		return nil, errdefs.FailedPrecondition("the runtime does not tell where time goes: it is another one, or an older berth")
+	}
+	var operations []trace.Operation
+	if err := json.Unmarshal([]byte(text), &operations); err != nil {
+		return nil, fmt.Errorf("trace of pod %s: %w", client.ShortID(pod.GetId()), err)
+	}
+	if len(operations) == 0 {
+		return nil, errdefs.NotFound("pod %s was started by an earlier daemon, whose record of it is lost", client.ShortID(pod.GetId()))
+	}
+	return operations, nil
+}
+
+func printTrace(w io.Writer, how drawing, pod *runtimeapi.PodSandbox, operations []trace.Operation) error {
+	if how == "json" {
+		return printData(w, operations)
+	}
+	meta := pod.GetMetadata()
+	chart := waterfall.Chart{Fold: foldIdle, Spans: spansOf(operations),
+		Title: fmt.Sprintf("%s/%s: %s in berth", meta.GetNamespace(), meta.GetName(), waterfall.Took(timeIn(operations)))}
+	if how == "svg" {
+		return chart.SVG(w)
+	}
+	columns := plainColumns
+	if size, ok := terminal.Size(w); ok {
+		columns = int(size.Width)
+	}
+	return chart.Text(w, columns)
+}
+
+// printData prints every span. Names and reasons are of any origin, and the output may go to a terminal: what is not to be seen, or turns the
+// direction of text, is escaped, as JSON allows within strings, where alone it can be.
+func printData(w io.Writer, operations []trace.Operation) error {
+	data, err := json.MarshalIndent(operations, "", "  ")
+	if err != nil {
+		return err
+	}
+	var out bytes.Buffer
+	for _, r := range string(data) {
+		switch {
+		case r == '\n' || unicode.IsPrint(r):
+			out.WriteRune(r)
+		case r > math.MaxUint16:
+			high, low := utf16.EncodeRune(r)
+			fmt.Fprintf(&out, `\u%04x\u%04x`, high, low)
+		default:
+			fmt.Fprintf(&out, `\u%04x`, r)
+		}
+	}
+	out.WriteByte('\n')
+	_, err = w.Write(out.Bytes())
+	return err
+}
+
+// timeIn is the time of all operations together.
+func timeIn(operations []trace.Operation) (total time.Duration) {
+	for _, o := range operations {
+		if len(o.Spans) > 0 {
+			total += time.Duration(o.Spans[0].Took)
+		}
+	}
+	return total
+}
+
+// spansOf are operations as bars on one axis.
+func spansOf(operations []trace.Operation) (all []waterfall.Span) {
+	for _, o := range operations {
+		for _, s := range o.Spans {
+			name := s.Name
+			if s.Depth == 0 && o.Object != "" {
+				name += " " + o.Object
+			}
+			if s.Open {
+				name += " …" // goes on
+			}
+			began := o.Monotonic - operations[0].Monotonic + s.From
+			all = append(all, waterfall.Span{Name: name, Depth: s.Depth, Start: time.Duration(began), End: time.Duration(began + s.Took),
+				Failed: s.Depth == 0 && o.Failure != ""})
+		}
+	}
+	return all
+}

@@ -1,0 +1,467 @@
+package serve
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"runtime/debug"
+	"sync"
+	"time"
+
+	"github.com/coreos/go-systemd/v22/activation"
+	"github.com/coreos/go-systemd/v22/daemon"
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"berth/cmd/berth/config"
+	"berth/cmd/berth/node"
+	"berth/cmd/berth/serve/memory"
+	"berth/cmd/berth/serve/watchdog"
+	"berth/cni"
+	"berth/cni/berthnet"
+	"berth/image"
+	"berth/image/layer"
+	"berth/image/unpack"
+	"berth/image/unpack/process"
+	"berth/internal/cleanup"
+	"berth/internal/lockfile"
+	"berth/internal/nri"
+	"berth/internal/task"
+	"berth/internal/version"
+	"berth/sandbox"
+	"berth/sandbox/handler"
+	"berth/sandbox/plugins"
+	"berth/sandbox/stream"
+	"berth/server"
+	"berth/server/streaming"
+)
+
+// Command returns the command `berth serve`.
+func Command() *cobra.Command {
+	cmd := &cobra.Command{
+		Use:   "serve",
+		Short: "Run the daemon: serve CRI on a unix socket",
+		Long: `Run the daemon: serve CRI on a unix socket.
+
+SIGTERM and SIGINT stop the daemon and leave all containers running; the next
+"berth serve" finds them again. SIGHUP does not reload the configuration, it is
+logged and has no other effect. SIGUSR1 writes the stacks of all goroutines to
+standard error. Every option is explained by "berth config default".`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			cfg, err := config.Load(cmd.Flags())
+			if err != nil {
+				return err
+			}
+			if os.Geteuid() != 0 {
+				return errors.New("serve needs root")
+			}
+			ctx, stop := signal.NotifyContext(cmd.Context(), unix.SIGTERM, unix.SIGINT)
+			context.AfterFunc(ctx, stop) // a second signal ends the process at once
+			setUpProcess()
+			log := newLogger(cfg, os.Stderr)
+			captureLibraryLog(log)
+			return serve(ctx, cfg, log)
+		},
+	}
+	config.AddFlags(cmd.Flags())
+	return cmd
+}
+
+// newLogger logs to w; the daemon's is standard error, which systemd connects to
+// the journal.
+func newLogger(cfg *config.Config, w io.Writer) *slog.Logger {
+	var options slog.HandlerOptions
+	var level slog.Level
+	if err := level.UnmarshalText([]byte(cfg.LogLevel)); err == nil { // the config allows slog's names only
+		options.Level = level
+	}
+	if cfg.LogFormat == "json" {
+		return slog.New(slog.NewJSONHandler(w, &options))
+	}
+	return slog.New(slog.NewTextHandler(w, &options))
+}
+
+// setUpProcess gives the process what does not depend on who started it.
+func setUpProcess() {
+	unix.Umask(0o022) // modes are given in full wherever they matter to a container
+	// A log that nobody reads any more must not end the daemon. Not ignored, since
+	// containers would inherit that; caught signals are reset by execve.
+	signal.Notify(make(chan os.Signal, 1), unix.SIGPIPE)
+	// The heap is small and mostly idle: collecting it twice as often as Go would
+	// costs no CPU worth mention and halves the garbage a node carries.
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(50)
+	}
+}
+
+// serve is the daemon from start to end. What it opens is closed in the reverse
+// order, whether it ends well or not.
+func serve(ctx context.Context, cfg *config.Config, log *slog.Logger) (err error) {
+	a := &assembly{cfg: cfg, end: newEnding(stopLimit), closing: cleanup.New(), log: log}
+	defer a.closing.Run(&err)
+	defer context.AfterFunc(ctx, func() { a.end.deadline() })() // it begins with the signal, or with the first thing that is closed
+
+	a.closing.Add("stop watching signals", watchSignals(os.Stderr, log))
+	budget := memory.SetLimit(log)
+	if err := lockDirectories(cfg, a.closing); err != nil {
+		return err
+	}
+	listener, err := listen(cfg.Listen)
+	if err != nil {
+		return err
+	}
+	a.closing.Add("close socket", func() error { return ignoreClosed(listener.Close()) })
+	cadvisor, err := a.listenForCadvisor()
+	if err != nil {
+		return err
+	}
+	n, err := node.Discover(cfg)
+	if err != nil {
+		return err
+	}
+	a.watchWaits()
+	images, err := a.openImages(ctx, n, budget)
+	if err != nil {
+		return err
+	}
+	network, err := a.openNetwork()
+	if err != nil {
+		return err
+	}
+	tracing, err := startTracing(cfg, a.end, a.closing, log)
+	if err != nil {
+		return err
+	}
+	pods, err := a.openPods(ctx, n, images, network)
+	if err != nil {
+		return err
+	}
+	sessions, err := a.openSessions(pods)
+	if err != nil {
+		return err
+	}
+	a.serveCadvisor(cadvisor, pods, images)
+	trimmer := memory.NewIdleTrimmer(restTime, memory.Release, log)
+	a.closing.Add("stop the idle trimmer", trimmer.Close)
+	serverCfg := serverConfig(cfg, n, network, sessions, tracing, a.waits)
+	serverCfg.Changing = trimmer.Changing
+	return announce(ctx, listener, server.New(serverCfg, pods, images, log), a.waits, log)
+}
+
+// assembly is the daemon while its parts are opened. What it opens closing closes, within the time that end grants.
+type assembly struct {
+	cfg     *config.Config
+	end     ending
+	closing *cleanup.List
+	waits   *task.Waits // all of the daemon's; nil before watchWaits
+	log     *slog.Logger
+}
+
+// watchWaits makes the set of all waits, which is watched.
+func (a *assembly) watchWaits() {
+	a.waits = &task.Waits{}
+	a.waits.SetLimit(a.cfg.WaitLimit.Duration)
+	a.closing.Add("stop watching waits", whileServing(func(ctx context.Context) { a.waits.Watch(ctx, a.log) }))
+}
+
+// whileServing runs a goroutine and returns the function that ends it and waits for that.
+func whileServing(run func(context.Context)) (stop func() error) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var running sync.WaitGroup
+	running.Go(func() { run(ctx) })
+	return func() error {
+		cancel()
+		running.Wait()
+		return nil
+	}
+}
+
+// openImages opens the store of images, and the program that unpacks their layers.
+func (a *assembly) openImages(ctx context.Context, n *node.Node, budget memory.Budget) (*image.Store, error) {
+	unpacker, err := process.Open(n.Unpack, a.cfg.StallTimeout.Duration, a.log)
+	if err != nil {
+		return nil, err
+	}
+	a.closing.Add("close berth-unpack", unpacker.Close)
+	images, err := image.Open(ctx, imageConfig(a.cfg, unpacker, budget, a.waits), a.log)
+	if err != nil {
+		return nil, err
+	}
+	a.closing.Add("close image store", a.end.closer(images.Close))
+	return images, nil
+}
+
+// openNetwork opens the network of pods.
+func (a *assembly) openNetwork() (*cni.Network, error) {
+	own := &berthnet.Plugin{Log: a.log}
+	a.closing.Add("close berth-net", a.end.closer(own.Close))
+	networkCfg, err := node.NetworkConfig(a.cfg, own)
+	if err != nil {
+		return nil, err
+	}
+	isOwn := a.cfg.Network == node.OwnNetwork
+	if isOwn {
+		if err := own.Open(); err != nil { // the status says it, too
+			a.log.Warn("berth's own network cannot be used", "error", err)
+		}
+	}
+	networkCfg.RunDir, networkCfg.Waits = node.CNIRunDir(a.cfg), a.waits
+	network, err := cni.New(networkCfg, a.log)
+	if err != nil {
+		return nil, err
+	}
+	a.closing.Add("close network", a.end.closer(func() error { network.Close(); return nil }))
+	if isOwn {
+		a.closing.Add("end the watch of nftables", whileServing(func(ctx context.Context) { watchOwnNetwork(ctx, own, a.log) }))
+	}
+	return network, nil
+}
+
+// watchOwnNetwork has the rules of berth's own network written again when others delete them, until ctx ends.
+func watchOwnNetwork(ctx context.Context, own *berthnet.Plugin, log *slog.Logger) {
+	if err := own.Watch(ctx); err != nil {
+		log.Warn("rules of berth's own network that others delete are written again when the status is asked only", "error", err)
+	}
+}
+
+// openPods finds all pods and containers again. Layers that none of them needs are deleted.
+func (a *assembly) openPods(ctx context.Context, n *node.Node, images *image.Store, network *cni.Network) (*sandbox.Manager, error) {
+	plugins, err := newPlugins(a.cfg, a.waits, a.log)
+	if err != nil {
+		return nil, err
+	}
+	pods, err := sandbox.Open(ctx, sandboxConfig(a.cfg, n, plugins, a.waits, a.log), images, network)
+	if err != nil {
+		return nil, err
+	}
+	a.closing.Add("close sandboxes", a.end.within(pods.Close))
+	if err := images.CollectGarbage(ctx); err != nil { // they are in nobody's way
+		a.log.Error("layers that nobody needs stay until others are deleted", "error", err)
+	}
+	return pods, nil
+}
+
+// openSessions serves exec, attach and port-forward sessions, which all end with the daemon.
+func (a *assembly) openSessions(pods *sandbox.Manager) (*streaming.Server, error) {
+	sessions, err := listenStreaming(a.cfg, pods, a.log)
+	if err != nil {
+		return nil, err
+	}
+	a.closing.Add("end streaming sessions", a.end.closer(serveStreaming(sessions, a.log)))
+	return sessions, nil
+}
+
+// listenForCadvisor makes the socket for cAdvisor, before anything else is done: another runtime
+// may have it. nil: none is wanted.
+func (a *assembly) listenForCadvisor() (net.Listener, error) {
+	if a.cfg.CadvisorSocket == "" {
+		return nil, nil
+	}
+	l, err := server.ListenForCadvisor(a.cfg.CadvisorSocket)
+	if err != nil {
+		return nil, err
+	}
+	a.closing.Add("close socket for cAdvisor", func() error { return ignoreClosed(l.Close()) })
+	return l, nil
+}
+
+// serveCadvisor serves cAdvisor on l until the daemon ends.
+func (a *assembly) serveCadvisor(l net.Listener, pods *sandbox.Manager, images *image.Store) {
+	if l == nil {
+		return
+	}
+	cfg := server.CadvisorConfig{Version: version.Get(), PauseImage: a.cfg.PauseImage}
+	srv := server.NewCadvisor(cfg, pods, images, a.log)
+	stop := whileServing(func(context.Context) {
+		if err := srv.Serve(l); err != nil {
+			a.log.Error("cAdvisor gets no answers until berth is started again", "error", err)
+		}
+	})
+	a.closing.Add("stop serving cAdvisor", func() error {
+		srv.Stop()
+		return stop()
+	})
+}
+
+// announce serves and tells systemd when that starts and ends.
+func announce(ctx context.Context, listener net.Listener, srv *server.Server, waits *task.Waits, log *slog.Logger) error {
+	log.Info("berth serves", "version", version.Get(), "socket", listener.Addr().String())
+	notify(log, daemon.SdNotifyReady)
+	defer watchdog.Start(ctx, listener, waits, log)()
+	stop := context.AfterFunc(ctx, func() {
+		log.Info("berth stops, containers go on")
+		notify(log, daemon.SdNotifyStopping)
+	})
+	defer stop()
+	return srv.Serve(ctx, listener)
+}
+
+func notify(log *slog.Logger, state string) {
+	if _, err := daemon.SdNotify(false, state); err != nil {
+		log.Warn("systemd was not told", "state", state, "error", err)
+	}
+}
+
+// lockDirectories makes root and state and keeps other daemons away from them.
+func lockDirectories(cfg *config.Config, closing *cleanup.List) error {
+	for _, dir := range []string{cfg.Root, cfg.State} {
+		if err := privateDir(dir); err != nil {
+			return err
+		}
+		lock, err := lockfile.Acquire(filepath.Join(dir, "lock"))
+		if err != nil {
+			return fmt.Errorf("another berth uses %s: %w", dir, err)
+		}
+		closing.Add("unlock "+dir, lock.Release)
+	}
+	return nil
+}
+
+// privateDir makes dir and takes it away from everybody but root (CVE-2024-25621). It may be on a filesystem
+// that is read-only by now.
+func privateDir(dir string) error {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return fmt.Errorf("make directory: %w", err)
+	}
+	if info, err := os.Stat(dir); err == nil && info.Mode() == os.ModeDir|0o700 {
+		return nil
+	}
+	if err := os.Chmod(dir, 0o700); err != nil {
+		return fmt.Errorf("make directory private: %w", err)
+	}
+	return nil
+}
+
+// listen takes the socket that systemd hands over, or makes the one at path.
+func listen(path string) (net.Listener, error) {
+	passed, err := activation.Listeners()
+	if err != nil {
+		return nil, fmt.Errorf("take sockets from systemd: %w", err)
+	}
+	switch len(passed) {
+	case 0:
+		return server.Listen(path)
+	case 1:
+		if l, ok := passed[0].(*net.UnixListener); ok {
+			return l, nil
+		}
+		return nil, errors.New("the socket from systemd is no unix stream socket")
+	default:
+		return nil, fmt.Errorf("systemd handed over %d sockets, not one", len(passed))
+	}
+}
+
+func ignoreClosed(err error) error {
+	if errors.Is(err, net.ErrClosed) {
+		return nil
+	}
+	return err
+}
+
+// maxFullAsleep is where kubelet, which begins at 85 %, stops to remove images by default.
+const maxFullAsleep = 0.8
+
+func imageConfig(cfg *config.Config, u *process.Program, budget memory.Budget, waits *task.Waits) image.Config {
+	pinned := cfg.PinnedImages
+	if cfg.PauseImage != "" {
+		pinned = append([]string{cfg.PauseImage}, pinned...)
+	}
+	return image.Config{
+		Root:                 filepath.Join(cfg.Root, "images"),
+		Unpack:               u.Unpack,
+		Pack:                 u.Pack,
+		MergeMemory:          budget.MergeMemory(),
+		WorkMemory:           budget.WorkMemory(),
+		Driver:               cfg.LayerDriver,
+		Limits:               unpack.Limits{Tar: int64(cfg.MaxLayerBytes), Bytes: int64(cfg.MaxLayerBytes), Entries: int64(cfg.MaxLayerEntries)},
+		MaxFullAsleep:        maxFullAsleep,
+		Reserve:              layer.Reserve{Percent: cfg.DiskReservePercent, Bytes: int64(cfg.DiskReserveBytes)},
+		RegistryDirs:         cfg.RegistryDirs,
+		Pinned:               pinned,
+		MaxParallelDownloads: cfg.MaxParallelDownloads,
+		MaxUnpacking:         budget.Unpackers(),
+		MaxRangeRequests:     budget.RangeRequests(cfg.MaxRangeRequests),
+		StallTimeout:         cfg.StallTimeout.Duration,
+		DockerConfig:         cfg.DockerConfig,
+		Waits:                waits,
+	}
+}
+
+// newPlugins returns nil where NRI is off.
+func newPlugins(cfg *config.Config, waits *task.Waits, log *slog.Logger) (plugins.Plugins, error) {
+	if !cfg.NRI {
+		return nil, nil
+	}
+	return nri.New(nri.Config{
+		Version:             version.Get(),
+		Waits:               waits,
+		Socket:              cfg.NRISocket,
+		PluginDir:           cfg.NRIPluginDir,
+		PluginConfigDir:     cfg.NRIPluginConfigDir,
+		RegistrationTimeout: cfg.NRIRegistrationTimeout.Duration,
+		RequestTimeout:      cfg.NRIRequestTimeout.Duration,
+		Reject:              cfg.NRIReject,
+		RequiredPlugins:     cfg.NRIRequiredPlugins,
+		Log:                 log,
+	})
+}
+
+func sandboxConfig(cfg *config.Config, n *node.Node, plugins plugins.Plugins, waits *task.Waits, log *slog.Logger) sandbox.Config {
+	return sandbox.Config{
+		Root:           cfg.Root,
+		State:          cfg.State,
+		NetNSDir:       cfg.NetNSDir,
+		HostResolvConf: n.ResolvConf,
+		SystemdCgroup:  n.SystemdCgroup,
+		Handler:        config.BuiltinHandler,
+		Handlers:       handlers(cfg),
+		DefaultHandler: cfg.DefaultHandler,
+		PauseImage:     cfg.PauseImage,
+		ShimPath:       n.Shim,
+		IdleLaunchers:  cfg.IdleLaunchers,
+		MaxLogLine:     cfg.MaxLogLine,
+		SamplePeriod:   cfg.StatsPeriod.Duration,
+		LayerLimit:     uint64(cfg.WritableLayerLimit),
+		LayerProjects:  uint32(cfg.WritableLayerProjects),
+		Streams:        stream.Limits{Execs: cfg.MaxExecs, ExecsPerContainer: cfg.MaxContainerExecs, Sessions: cfg.MaxSessions},
+		Plugins:        plugins,
+		Host:           &n.Facts,
+		CDI:            cfg.CDISpecDirs,
+		OwnDevices:     cfg.DeviceOwnership,
+		Waits:          waits,
+		Log:            log,
+		LogFormat:      cfg.LogFormat,
+	}
+}
+
+func handlers(cfg *config.Config) map[string]handler.Config {
+	all := map[string]handler.Config{}
+	for name, h := range cfg.Handlers {
+		all[name] = handler.Config{Path: h.Path, Args: h.Args}
+	}
+	return all
+}
+
+func serverConfig(cfg *config.Config, n *node.Node, network *cni.Network, sessions server.Sessions, tracing server.Tracing, waits *task.Waits) server.Config {
+	return server.Config{
+		Version:        version.Get(),
+		SystemdCgroup:  n.SystemdCgroup,
+		UserNamespaces: n.Facts.UserNamespaces,
+		Settings:       cfg,
+		Network:        network.Info,
+		PassedLimit:    waits.PassedLimit,
+		Sessions:       sessions,
+		Tracing:        tracing,
+	}
+}
+
+// restTime is how long nothing must change before the daemon releases unused memory. Requests that
+// follow each other closely find caches and pages as the previous one left them.
+const restTime = 3 * time.Second

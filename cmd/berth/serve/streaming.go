@@ -1,0 +1,164 @@
+package serve
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"berth/cmd/berth/config"
+	"berth/server/streaming"
+)
+
+// listenStreaming opens the port of exec, attach and port-forward sessions.
+func listenStreaming(cfg *config.Config, runtime streaming.Runtime, log *slog.Logger) (*streaming.Server, error) {
+	tlsConfig, err := streamTLS(cfg, log)
+	if err != nil {
+		return nil, err
+	}
+	return streaming.Listen(streaming.Config{Address: cfg.StreamAddress, TLS: tlsConfig, IdleTimeout: cfg.StreamIdleTimeout.Duration, Log: log}, runtime)
+}
+
+// streamTLS returns the configuration of the streaming server's TLS; nil without
+// certificates. They are read anew when their files change, so that a rotation needs no restart.
+func streamTLS(cfg *config.Config, log *slog.Logger) (*tls.Config, error) {
+	if cfg.StreamTLSCert == "" {
+		return nil, nil
+	}
+	f := &tlsFiles{cfg: cfg, log: log, now: time.Now}
+	if err := f.read(f.now()); err != nil {
+		return nil, err
+	}
+	return &tls.Config{MinVersion: tls.VersionTLS12, GetConfigForClient: func(*tls.ClientHelloInfo) (*tls.Config, error) {
+		return f.current(), nil
+	}}, nil
+}
+
+const (
+	// tlsPeriod is how often the files are looked at, at most: anybody on the node may begin
+	// handshakes.
+	tlsPeriod = time.Second
+	// tlsSettled is how long a file has rested when its times tell of the next change. Kernels'
+	// clocks for them are coarse.
+	tlsSettled = 2 * time.Second
+)
+
+// tlsFiles are the files of certificates and key, and what was last read of them. While they can't
+// be used, say in the middle of a rotation, the last ones that could are.
+type tlsFiles struct {
+	cfg  *config.Config
+	log  *slog.Logger
+	now  func() time.Time
+	last atomic.Pointer[tls.Config]
+
+	mu      sync.Mutex // of the goroutine that looks at the files, for which no other waits; guards what follows
+	looked  time.Time
+	version string // of the files that last is of; empty: they may have changed since
+}
+
+// current returns the configuration for a connection.
+func (f *tlsFiles) current() *tls.Config {
+	if f.mu.TryLock() {
+		defer f.mu.Unlock()
+		if now := f.now(); now.Sub(f.looked) >= tlsPeriod {
+			if err := f.refresh(now); err != nil {
+				f.log.Warn("the certificates of the streaming server can't be used: it goes on with those it had", "error", err)
+			}
+		}
+	}
+	return f.last.Load()
+}
+
+// refresh reads the files if they have changed. It needs the lock.
+func (f *tlsFiles) refresh(now time.Time) error {
+	f.looked = now
+	if version, _, err := f.identify(); err == nil && version == f.version {
+		return nil
+	}
+	return f.read(now)
+}
+
+// read reads the files. Their version is looked at before, so that a change in between is seen the
+// next time.
+func (f *tlsFiles) read(now time.Time) error {
+	f.looked, f.version = now, ""
+	version, changed, err := f.identify()
+	if err != nil {
+		return err
+	}
+	next, err := readStreamTLS(f.cfg)
+	if err != nil {
+		return err
+	}
+	f.last.Store(next)
+	if now.Sub(changed) >= tlsSettled {
+		f.version = version
+	}
+	return nil
+}
+
+// identify returns what changes when a file does, and when the last one did.
+func (f *tlsFiles) identify() (version string, changed time.Time, err error) {
+	for _, path := range []string{f.cfg.StreamTLSCert, f.cfg.StreamTLSKey, f.cfg.StreamClientCA} {
+		if path == "" {
+			continue
+		}
+		var st unix.Stat_t
+		if err := unix.Stat(path, &st); err != nil {
+			return "", time.Time{}, &fs.PathError{Op: "stat", Path: path, Err: err}
+		}
+		version += fmt.Sprintln(st.Dev, st.Ino, st.Size, st.Mtim, st.Ctim)
+		if at := time.Unix(st.Ctim.Unix()); at.After(changed) {
+			changed = at
+		}
+	}
+	return version, changed, nil
+}
+
+// readStreamTLS reads certificates and key.
+func readStreamTLS(cfg *config.Config) (*tls.Config, error) {
+	certificate, err := tls.LoadX509KeyPair(cfg.StreamTLSCert, cfg.StreamTLSKey)
+	if err != nil {
+		return nil, fmt.Errorf("stream_tls_cert and stream_tls_key: %w", err)
+	}
+	// No tickets: they would let in whom an authority that is gone has vouched for.
+	t := &tls.Config{Certificates: []tls.Certificate{certificate}, MinVersion: tls.VersionTLS12, SessionTicketsDisabled: true}
+	if cfg.StreamClientCA == "" {
+		return t, nil
+	}
+	data, err := os.ReadFile(cfg.StreamClientCA)
+	if err != nil {
+		return nil, fmt.Errorf("stream_client_ca: %w", err)
+	}
+	t.ClientCAs, t.ClientAuth = x509.NewCertPool(), tls.RequireAndVerifyClientCert
+	if !t.ClientCAs.AppendCertsFromPEM(data) {
+		return nil, errors.New("stream_client_ca: there is no certificate in " + cfg.StreamClientCA)
+	}
+	return t, nil
+}
+
+// serveStreaming serves sessions in the background. stop ends them all and waits.
+func serveStreaming(s *streaming.Server, log *slog.Logger) (stop func() error) {
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() {
+		err := s.Serve(ctx)
+		if err != nil && ctx.Err() == nil {
+			log.Error("exec, attach and port-forward are served no more", "error", err)
+		}
+		ended <- err
+	}()
+	return func() error {
+		cancel()
+		return <-ended
+	}
+}
