@@ -6,23 +6,21 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// batchBytes bounds what one message of a streaming list holds: far below
-// MaxMessage, so that neither side buffers much, and far above an item, so that
-// hundreds of pods need one or two messages.
+// batchBytes bounds one message of a streaming list. It is far below MaxMessage, so neither side
+// buffers much, and far above an item, so hundreds of pods need one or two messages.
 const batchBytes = 1 << 20
 
-// sendBatches answers a streaming list (KEP-5825): it hands items to send in
-// their order, each exactly once, in batches of at least one item and at most
-// batchBytes (an item larger than that is a batch of its own). Without items it
-// sends nothing. The handler returns what it returns: nil closes the stream with
-// EOF, an error of send means that the client is gone or has given up.
+// sendBatches sends the items of a streaming list (KEP-5825) in order, each exactly once. A batch
+// has at least one item and at most batchBytes; a larger item is a batch of its own. Without items
+// it sends nothing. The handler returns its result: nil closes the stream with EOF, and an error of
+// send means that the client has gone.
 //
-// items may make the items one by one; a batch is sent before the next one is made.
+// items may compute the items one by one. Each batch is sent before the next one is computed.
 func sendBatches[T proto.Message](items iter.Seq[T], send func([]T) error) error {
 	return inBatches(items, func(item T) int { return proto.Size(item) }, send)
 }
 
-// inBatches is sendBatches of items whose size in bytes is known otherwise.
+// inBatches is sendBatches for items with another measure of size in bytes.
 func inBatches[T any](items iter.Seq[T], sizeOf func(T) int, send func([]T) error) error {
 	var batch []T
 	size := 0
@@ -32,7 +30,7 @@ func inBatches[T any](items iter.Seq[T], sizeOf func(T) int, send func([]T) erro
 			if err := send(batch); err != nil {
 				return err
 			}
-			batch, size = nil, 0 // not cut: gRPC may still hold the message
+			batch, size = nil, 0 // not reused: gRPC may still hold the message
 		}
 		batch, size = append(batch, item), size+bytes
 	}

@@ -32,45 +32,44 @@ import (
 )
 
 const (
-	// cadvisorNamespace is the namespace of containerd's in which Kubernetes has its containers.
+	// cadvisorNamespace is containerd's namespace of Kubernetes' containers.
 	cadvisorNamespace = "k8s.io"
 	namespaceHeader   = "containerd-namespace"
 
-	// kindLabel tells cAdvisor which container of a pod has the pod's network
-	// (containerd/handler.go of cAdvisor).
+	// kindLabel tells cAdvisor which of a pod's containers has the pod's network (cAdvisor's
+	// containerd/handler.go).
 	kindLabel     = "io.cri-containerd.kind"
 	kindSandbox   = "sandbox"
 	kindContainer = "container"
 
-	// specType is the name of containerd's for a runtime-spec in JSON.
+	// specType is containerd's type name of a runtime-spec in JSON.
 	specType = "types.containerd.io/opencontainers/runtime-spec/1/Spec"
 
-	// ownPauseImage names the built-in pause, which has no image. Metrics of a pod's network have
-	// it in the label image, and dashboards leave out what has none.
+	// ownPauseImage stands for the built-in pause, which has no image. It becomes the label image
+	// of a pod's network metrics, and dashboards leave out metrics without image.
 	ownPauseImage = "localhost/berth-pause:built-in"
 
-	cadvisorMaxRequest     = 64 << 10 // bytes; requests hold an ID
+	cadvisorMaxRequest     = 64 << 10 // bytes; a request has an ID and little else
 	cadvisorConnectTimeout = 5 * time.Second
 )
 
-// CadvisorPods is what the socket for cAdvisor needs of the sandbox manager. All of it is read from
-// snapshots.
+// CadvisorPods is the part of the sandbox manager that Cadvisor uses. Its methods read snapshots.
 type CadvisorPods interface {
-	// PodOrPlanned returns the pod with exactly that ID, also one that is being made: cAdvisor
-	// asks as soon as it sees the cgroup.
+	// PodOrPlanned returns the pod with exactly this ID, even if its creation is in progress:
+	// cAdvisor asks as soon as the cgroup exists.
 	PodOrPlanned(id string) (*state.Pod, error)
 	Container(id string) (*state.Container, error)
 }
 
-// CadvisorConfig is what the socket for cAdvisor tells beside pods and containers.
+// CadvisorConfig has the static answers of Cadvisor.
 type CadvisorConfig struct {
-	Version    string // berth's
-	PauseImage string // empty: the built-in pause
+	Version    string // of berth
+	PauseImage string // "": the built-in pause
 }
 
-// Cadvisor serves the calls of containerd's API that cAdvisor makes: Version, and Get of containers
-// and of tasks. kubelet has cAdvisor built in, which finds out about cgroups from containerd and
-// CRI-O only. Any other call is answered with Unimplemented. Make one with NewCadvisor.
+// Cadvisor implements the calls of containerd's API that cAdvisor makes: Version, and Get of
+// containers and tasks. cAdvisor, which is part of kubelet, finds containers' cgroups only through
+// containerd and CRI-O. Other calls return Unimplemented. Use NewCadvisor.
 type Cadvisor struct {
 	grpc *grpc.Server
 }
@@ -100,10 +99,10 @@ func (c *Cadvisor) Serve(l net.Listener) error {
 	return nil
 }
 
-// Stop ends Serve and all connections. No request waits for anything, so none is cut off for long.
+// Stop ends Serve and all connections. Requests answer from memory, so it cuts none off for long.
 func (c *Cadvisor) Stop() { c.grpc.Stop() }
 
-// cadvisorService translates.
+// cadvisorService answers from snapshots of pods and images.
 type cadvisorService struct {
 	cfg    CadvisorConfig
 	pods   CadvisorPods
@@ -111,7 +110,7 @@ type cadvisorService struct {
 	log    *slog.Logger
 }
 
-// unary surrounds every call.
+// unary wraps every call.
 func (s *cadvisorService) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (resp any, err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -123,7 +122,7 @@ func (s *cadvisorService) unary(ctx context.Context, req any, info *grpc.UnarySe
 	return handler(ctx, req)
 }
 
-// checkNamespace refuses calls about containers that are not Kubernetes', as containerd has them.
+// checkNamespace refuses calls for namespaces other than Kubernetes'.
 func checkNamespace(ctx context.Context) error {
 	namespaces := metadata.ValueFromIncomingContext(ctx, namespaceHeader)
 	if len(namespaces) == 0 {
@@ -135,12 +134,12 @@ func checkNamespace(ctx context.Context) error {
 	return nil
 }
 
-// find returns the container with that ID, or the pod whose pause has it as its ID.
+// find returns the container with this ID, or the pod whose pause has it.
 func (s *cadvisorService) find(ctx context.Context, id string) (*state.Container, *state.Pod, error) {
 	if err := checkNamespace(ctx); err != nil {
 		return nil, nil, err
 	}
-	if c, err := s.pods.Container(id); err == nil && c.ID == id { // not by the beginning of an ID
+	if c, err := s.pods.Container(id); err == nil && c.ID == id { // no prefixes of IDs
 		return c, nil, nil
 	}
 	p, err := s.pods.PodOrPlanned(id)
@@ -156,7 +155,7 @@ type cadvisorVersion struct {
 	service *cadvisorService
 }
 
-// Version implements VersionServer. The version is berth's: nobody is to take berth for a
+// Version implements VersionServer. It returns berth's version, so berth cannot be taken for a
 // containerd.
 func (v cadvisorVersion) Version(context.Context, *emptypb.Empty) (*versionapi.VersionResponse, error) {
 	return &versionapi.VersionResponse{Version: v.service.cfg.Version, Revision: "berth"}, nil
@@ -187,7 +186,7 @@ func (c cadvisorContainers) Get(ctx context.Context, req *containersapi.GetConta
 	return &containersapi.GetContainerResponse{Container: answer}, nil
 }
 
-// ofContainer returns what cAdvisor takes of a container: labels, image, environment.
+// ofContainer returns the fields that cAdvisor uses of a container: labels, image, environment.
 func (s *cadvisorService) ofContainer(c *state.Container) (*containersapi.Container, error) {
 	process := &specs.Process{}
 	if c.Process != nil {
@@ -201,7 +200,8 @@ func (s *cadvisorService) ofContainer(c *state.Container) (*containersapi.Contai
 		CreatedAt: timestamppb.New(c.CreatedAt), UpdatedAt: timestamppb.New(c.CreatedAt)}, nil
 }
 
-// ofPause returns what cAdvisor takes of a pod's pause, to which it counts the pod's network.
+// ofPause returns the fields that cAdvisor uses of a pod's pause. It assigns the pod's network to
+// the pause.
 func (s *cadvisorService) ofPause(p *state.Pod) (*containersapi.Container, error) {
 	spec, err := encodedSpec(&specs.Process{}, p.Config.GetAnnotations())
 	if err != nil {
@@ -215,9 +215,8 @@ func (s *cadvisorService) ofPause(p *state.Pod) (*containersapi.Container, error
 		CreatedAt: timestamppb.New(p.CreatedAt), UpdatedAt: timestamppb.New(p.CreatedAt)}, nil
 }
 
-// kindLabels adds the label of a kind to those that kubelet has set. Labels of images are no part
-// of them, as they are with containerd: an image must not be able to say what pod its container
-// belongs to.
+// kindLabels adds the label of a kind to kubelet's labels. Unlike containerd it leaves out the
+// image's labels: an image must not claim that its container belongs to a pod.
 func kindLabels(labels map[string]string, kind string) map[string]string {
 	all := maps.Clone(labels)
 	if all == nil {
@@ -227,8 +226,8 @@ func kindLabels(labels map[string]string, kind string) map[string]string {
 	return all
 }
 
-// encodedSpec returns the parts of a runtime-spec that cAdvisor may be told to read. The rest stays
-// out: it would have to be made from the record, and is large.
+// encodedSpec returns the parts of a runtime-spec that cAdvisor can be configured to read. The rest
+// is large and would have to be computed from the record.
 func encodedSpec(process *specs.Process, annotations map[string]string) (*anypb.Any, error) {
 	data, err := json.Marshal(&specs.Spec{Version: specs.Version, Process: process, Annotations: annotations})
 	if err != nil {
@@ -237,8 +236,8 @@ func encodedSpec(process *specs.Process, annotations map[string]string) (*anypb.
 	return &anypb.Any{TypeUrl: specType, Value: data}, nil
 }
 
-// fullImageName is the name of a container's image as containerd has it: with registry, and with
-// tag or digest.
+// fullImageName returns the name of a container's image in containerd's form, with registry and tag
+// or digest.
 func (s *cadvisorService) fullImageName(c *state.Container) string {
 	asked := c.Config.GetImage()
 	if named, err := reference.ParseDockerRef(asked.GetUserSpecifiedImage()); err == nil {
@@ -258,8 +257,8 @@ type cadvisorTasks struct {
 	service *cadvisorService
 }
 
-// Get implements TasksServer. NotFound is what cAdvisor expects of what is about to start: it asks
-// again.
+// Get implements TasksServer. It returns NotFound for a container that is about to start; cAdvisor
+// asks again.
 func (t cadvisorTasks) Get(ctx context.Context, req *tasksapi.GetRequest) (*tasksapi.GetResponse, error) {
 	id := req.GetContainerID()
 	container, pod, err := t.service.find(ctx, id)

@@ -13,8 +13,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// CreateContainer implements RuntimeService. The pod's config in the request is
-// not used: the one RunPodSandbox came with is known, and is the truth.
+// CreateContainer implements RuntimeService. It ignores the pod's config in the request, since the
+// manager has the one of RunPodSandbox.
 func (s *runtimeService) CreateContainer(ctx context.Context, req *runtimeapi.CreateContainerRequest) (*runtimeapi.CreateContainerResponse, error) {
 	cfg := req.GetConfig()
 	if err := need(
@@ -70,15 +70,15 @@ func (s *runtimeService) RemoveContainer(ctx context.Context, req *runtimeapi.Re
 	return &runtimeapi.RemoveContainerResponse{}, nil
 }
 
-// listContainers is RuntimeService's ListContainers, see encodedLists.
+// listContainers implements ListContainers, see encodedLists.
 func (s *runtimeService) listContainers(req *runtimeapi.ListContainersRequest) (encoded, error) {
 	return s.encodedContainers(req.GetFilter())
 }
 
-// encodedContainers returns a list of containers, the oldest first.
+// encodedContainers returns a list of containers, oldest first.
 func (s *runtimeService) encodedContainers(filter *runtimeapi.ContainerFilter) (encoded, error) {
 	keep := func(c *state.Container) *state.Answer {
-		if namedByID(c) { // its image may be given other names
+		if namedByID(c) { // the image may get other names
 			return nil
 		}
 		return c.Listed
@@ -124,8 +124,8 @@ func (s *runtimeService) ContainerStatus(ctx context.Context, req *runtimeapi.Co
 	return resp, nil
 }
 
-// containerDetail is what verbose ContainerStatus adds, under the key and with
-// the names that crictl's users know from other runtimes.
+// containerDetail is the additional part of verbose ContainerStatus, with other runtimes' names for
+// users of crictl.
 type containerDetail struct {
 	PID    int                         `json:"pid"`
 	PodID  string                      `json:"sandboxID"`
@@ -145,8 +145,7 @@ func (s *runtimeService) containerDetail(ctx context.Context, c *state.Container
 	return detail
 }
 
-// UpdateContainerResources implements RuntimeService. Annotations steer nothing,
-// so those of the request are not passed on.
+// UpdateContainerResources implements RuntimeService. It ignores the request's annotations.
 func (s *runtimeService) UpdateContainerResources(ctx context.Context, req *runtimeapi.UpdateContainerResourcesRequest) (*runtimeapi.UpdateContainerResourcesResponse, error) {
 	if err := need(
 		field{"container_id", req.GetContainerId() != ""},
@@ -171,8 +170,8 @@ func (s *runtimeService) ReopenContainerLog(ctx context.Context, req *runtimeapi
 	return &runtimeapi.ReopenContainerLogResponse{}, nil
 }
 
-// ExecSync implements RuntimeService. A command that outlives its timeout ends
-// with DeadlineExceeded, which is how kubelet tells a slow probe from a failed one.
+// ExecSync implements RuntimeService. It returns DeadlineExceeded for a command that exceeds its
+// timeout, so that kubelet can tell a slow probe from a failed one.
 func (s *runtimeService) ExecSync(ctx context.Context, req *runtimeapi.ExecSyncRequest) (*runtimeapi.ExecSyncResponse, error) {
 	if err := need(
 		field{"container_id", req.GetContainerId() != ""},
@@ -192,13 +191,12 @@ func (s *runtimeService) ExecSync(ctx context.Context, req *runtimeapi.ExecSyncR
 	return &runtimeapi.ExecSyncResponse{Stdout: stdout, Stderr: stderr, ExitCode: result.ExitCode}, nil
 }
 
-// maxOutput is how many bytes of output an ExecSyncResponse has room for beside
-// the tags, the two lengths and the exit code.
+// maxOutput is the size in bytes of the largest output in an ExecSyncResponse. The rest is for the tags,
+// the two lengths and the exit code.
 const maxOutput = MaxMessage - 64
 
-// fit shortens two outputs so that together they have at most limit bytes; each
-// may have half of it at least. The rest of a longer one is discarded without an
-// error, as the API asks for (CVE-2022-1708).
+// fit shortens two outputs to limit bytes together. Each may have at least half. It discards the
+// rest without an error, as the API requires (CVE-2022-1708).
 func fit(stdout, stderr []byte, limit int) (out, err []byte) {
 	if len(stdout)+len(stderr) <= limit {
 		return stdout, stderr
@@ -208,8 +206,8 @@ func fit(stdout, stderr []byte, limit int) (out, err []byte) {
 	return stdout[:min(len(stdout), limit-len(stderr))], stderr
 }
 
-// seconds converts a request's number of seconds. What is too long for a
-// time.Duration becomes the longest one, 292 years.
+// seconds converts a request's number of seconds. Values beyond time.Duration's range become its
+// maximum, 292 years.
 func seconds(name string, n int64) (time.Duration, error) {
 	if n < 0 {
 		return 0, errdefs.InvalidArgument("%s: %d seconds is negative", name, n)
@@ -220,7 +218,7 @@ func seconds(name string, n int64) (time.Duration, error) {
 	return time.Duration(n) * time.Second, nil
 }
 
-// containerStatuses are those of a pod's containers, newest first: of containers with
+// containerStatuses returns the statuses of a pod's containers, newest first. Of containers with
 // the same name kubelet takes the first for the current one (EventedPLEG, 1.36).
 func (s *runtimeService) containerStatuses(pod string) []*runtimeapi.ContainerStatus {
 	var all []*runtimeapi.ContainerStatus
@@ -274,7 +272,7 @@ func (s *runtimeService) containerStatus(c *state.Container) *runtimeapi.Contain
 	return status
 }
 
-// nanos is a time as CRI has it: 0 stands for none.
+// nanos returns a time as CRI encodes it; 0 means none.
 func nanos(t time.Time) int64 {
 	if t.IsZero() {
 		return 0
@@ -282,10 +280,9 @@ func nanos(t time.Time) int64 {
 	return t.UnixNano()
 }
 
-// containerImage is the image of a container under the name its user knows it by.
-// kubelet asks for the image by ID and sends what the pod's manifest says in
-// user_specified_image; other clients send a name. If there is only an ID, a name
-// the image has now stands in.
+// containerImage returns the image of a container under the name that its user specified. kubelet
+// names the image by ID and sends the name from the pod's manifest in user_specified_image; other
+// clients send a name. With an ID alone it returns a present name of the image.
 func (s *runtimeService) containerImage(c *state.Container) *runtimeapi.ImageSpec {
 	asked := c.Config.GetImage()
 	spec := &runtimeapi.ImageSpec{
@@ -302,7 +299,7 @@ func (s *runtimeService) containerImage(c *state.Container) *runtimeapi.ImageSpe
 	return spec
 }
 
-// namedByID tells whether nobody has said what name the container's image is to be shown by.
+// namedByID reports whether the request named the container's image only by ID.
 func namedByID(c *state.Container) bool {
 	asked := c.Config.GetImage()
 	return asked.GetUserSpecifiedImage() == "" && isID(asked.GetImage(), c.ImageID)

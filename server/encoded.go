@@ -15,14 +15,15 @@ import (
 	"berth/sandbox/state"
 )
 
-// encoded is the encoding of an answer, in parts that are never changed again: what a handler may answer with in place of a message.
+// encoded is an encoded answer in immutable parts. Handlers may return it instead of a message.
 type encoded mem.BufferSlice
 
-// codec is gRPC's own but for answers that are encoded already, which go to the transport as they are: it copies them once, into what it
-// writes to the socket. As messages they would be copied into memory of their size first, 1 MiB of the pool's for more than 32 KiB.
+// codec is gRPC's codec, except that it passes encoded answers to the transport unchanged. The
+// transport copies them once into the socket's buffer. gRPC would first copy a message into a
+// buffer of its size, from 1 MiB of the pool for more than 32 KiB.
 type codec struct{ encoding.CodecV2 }
 
-// newCodec returns the codec of a server; its clients have that of protobuf, there is no other in CRI.
+// newCodec returns the server's codec. Clients use protobuf's, the only one in CRI.
 func newCodec() codec { return codec{encoding.GetCodecV2("proto")} }
 
 // Marshal implements encoding.CodecV2.
@@ -33,7 +34,7 @@ func (c codec) Marshal(v any) (mem.BufferSlice, error) {
 	return c.CodecV2.Marshal(v)
 }
 
-// encodedLists are the methods of RuntimeService that answer with what is encoded.
+// encodedLists are the methods of RuntimeService with encoded answers.
 var encodedLists = map[string]grpc.MethodHandler{
 	"ListContainers": encodedList((*runtimeService).listContainers, runtimeapi.RuntimeService_ListContainers_FullMethodName),
 	"ListPodSandbox": encodedList((*runtimeService).listPodSandbox, runtimeapi.RuntimeService_ListPodSandbox_FullMethodName),
@@ -51,7 +52,8 @@ func runtimeServiceDesc() *grpc.ServiceDesc {
 	return &desc
 }
 
-// encodedList is what protoc-gen-go-grpc generates for a unary method, but for the type of the answer.
+// encodedList does what protoc-gen-go-grpc generates for a unary method, except for the type of the
+// answer.
 func encodedList[Request any](list func(*runtimeService, *Request) (encoded, error), fullMethod string) grpc.MethodHandler {
 	return func(srv any, ctx context.Context, decode func(any) error, interceptor grpc.UnaryServerInterceptor) (any, error) {
 		req := new(Request)
@@ -66,11 +68,13 @@ func encodedList[Request any](list func(*runtimeService, *Request) (encoded, err
 	}
 }
 
-// itemsField is the number of the field that has the items, in the answers of ListContainers and ListPodSandbox and of their streaming forms.
+// itemsField is the field number of the items in the answers of ListContainers, ListPodSandbox and
+// their streaming forms.
 const itemsField = 1
 
-// encodedItems returns a list's answer. The encoding of a repeated field is that of its items, one after the other, so items that were in
-// an earlier answer are those of that one (keep; nil: none is kept) and neither made nor encoded again.
+// encodedItems returns the encoded answer of a list. A repeated field is encoded as the
+// concatenation of its items. So items of an earlier answer are reused, and neither built nor
+// encoded again. keep returns an item's cached encoding; nil disables the cache.
 func encodedItems[Snapshot any, Item proto.Message](all []Snapshot, keep func(Snapshot) *state.Answer, item func(Snapshot) Item) (encoded, error) {
 	items := make(encoded, 0, len(all))
 	for _, snapshot := range all {
@@ -83,7 +87,7 @@ func encodedItems[Snapshot any, Item proto.Message](all []Snapshot, keep func(Sn
 	return items, nil
 }
 
-// encodedItem is an item with its field's number and its length before it.
+// encodedItem returns an item after its field number and length.
 func encodedItem(item proto.Message) ([]byte, error) {
 	size := proto.Size(item)
 	part := make([]byte, 0, protowire.SizeTag(itemsField)+protowire.SizeBytes(size))
@@ -95,7 +99,7 @@ func encodedItem(item proto.Message) ([]byte, error) {
 	return part, nil
 }
 
-// sendItems answers a streaming list with encoded items, as sendBatches does with others.
+// sendItems sends encoded items of a streaming list, as sendBatches does with messages.
 func sendItems(items encoded, stream grpc.ServerStream) error {
 	return inBatches(slices.Values(items), mem.Buffer.Len, func(batch []mem.Buffer) error { return stream.SendMsg(encoded(batch)) })
 }

@@ -15,15 +15,14 @@ import (
 	"berth/sandbox/state"
 )
 
-// Events is what GetContainerEvents needs of the sandbox manager.
+// Events is the part of the sandbox manager that GetContainerEvents uses.
 type Events interface {
 	Events() *feed.Reader[state.Event]
 }
 
-// GetContainerEvents implements RuntimeService (KEP-3386). The client gets all that
-// happens after it has received the stream's header. The stream ends with
-// ResourceExhausted if the client reads so slowly that events had to be dropped, and
-// with Unavailable if berth stops: in both cases it has to list anew.
+// GetContainerEvents implements RuntimeService (KEP-3386). The client gets all events after the
+// stream's header. The stream ends with ResourceExhausted if the client reads too slowly and events
+// were dropped, and with Unavailable if berth stops. In both cases the client must list again.
 func (s *runtimeService) GetContainerEvents(_ *runtimeapi.GetEventsRequest, stream grpc.ServerStreamingServer[runtimeapi.ContainerEventResponse]) error {
 	reader := s.pods.Events()
 	defer reader.Close()
@@ -58,7 +57,7 @@ func (s *runtimeService) eventResponse(event state.Event) *runtimeapi.ContainerE
 	if event.Pod != nil {
 		resp.PodSandboxStatus = podStatus(event.Pod)
 	}
-	for _, c := range slices.Backward(event.Containers) { // as containerStatuses
+	for _, c := range slices.Backward(event.Containers) { // newest first, as in containerStatuses
 		resp.ContainersStatuses = append(resp.ContainersStatuses, s.containerStatus(c))
 	}
 	return resp

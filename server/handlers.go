@@ -7,14 +7,13 @@ import (
 	"berth/sandbox/handler"
 )
 
-// RuntimeHandlers is what the server needs of the sandbox manager to tell what pods
-// can be run with.
+// RuntimeHandlers is the part of the sandbox manager that describes runtime handlers.
 type RuntimeHandlers interface {
 	Handlers() []handler.Info
 }
 
-// runtimeHandlers lists the handlers that pods can be run with (KEP-585), and what they
-// can do (KEP-127, KEP-3857). Those whose program is missing are in the verbose Status.
+// runtimeHandlers lists the available runtime handlers (KEP-585) with their features (KEP-127,
+// KEP-3857). Verbose Status has those whose program is missing.
 func (s *runtimeService) runtimeHandlers() []*runtimeapi.RuntimeHandler {
 	var all []*runtimeapi.RuntimeHandler
 	for _, h := range s.pods.Handlers() {
@@ -29,8 +28,8 @@ func (s *runtimeService) runtimeHandlers() []*runtimeapi.RuntimeHandler {
 	return all
 }
 
-// checkHandler refuses what names a runtime handler that is not configured, with the code
-// that RunPodSandbox has for it. Empty is the default one.
+// checkHandler refuses a runtime handler that is not configured, with the same code as
+// RunPodSandbox. "" is the default handler.
 func (s *imageService) checkHandler(name string) error {
 	for _, h := range s.pods.Handlers() {
 		if h.Name == name {

@@ -4,15 +4,15 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// Health is what the server needs to tell whether pods can be run.
+// Health reports whether pods can be run.
 type Health interface {
-	// RuntimeStatus tells why no pod can be run at the moment, or nil. It answers from memory.
+	// RuntimeStatus returns why no pod can be run at present, or nil. It answers from memory.
 	RuntimeStatus() error
 }
 
-// runtimeReady is the condition RuntimeReady, with which the node is. It is false where
-// berth's directories cannot be written to: nothing can be started then, and nothing that kubelet does helps. A
-// disk that is full is no such case, since kubelet makes room on it.
+// runtimeReady returns the condition RuntimeReady, which decides about the node's readiness. It is
+// false if berth's directories are not writable: no container can start then, and kubelet cannot
+// repair it. A full disk does not count, since kubelet frees space.
 func (s *runtimeService) runtimeReady() *runtimeapi.RuntimeCondition {
 	ready := &runtimeapi.RuntimeCondition{Type: runtimeapi.RuntimeReady, Status: true}
 	if err := s.pods.RuntimeStatus(); err != nil {

@@ -34,8 +34,8 @@ func (s *imageService) ListImages(_ context.Context, req *runtimeapi.ListImagesR
 	return resp, nil
 }
 
-// ImageStatus implements ImageService. An unknown image is no error: the answer
-// has none.
+// ImageStatus implements ImageService. For an unknown image the answer has no image and there is no
+// error.
 func (s *imageService) ImageStatus(_ context.Context, req *runtimeapi.ImageStatusRequest) (*runtimeapi.ImageStatusResponse, error) {
 	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
 		return nil, err
@@ -60,16 +60,16 @@ func (s *imageService) ImageStatus(_ context.Context, req *runtimeapi.ImageStatu
 	return resp, nil
 }
 
-// imageDetail is what verbose ImageStatus adds, under the key and with the name
-// that crictl's users know from other runtimes.
+// imageDetail is the additional part of verbose ImageStatus, with other runtimes' names for users
+// of crictl.
 type imageDetail struct {
 	Config ocispec.Image `json:"imageSpec"`
 }
 
-// PullImage implements ImageService. The reference it returns is the image's ID, as the API wants
-// since v1.36: kubelet compares its records of pulls (KEP-2535) with Image.id, and its garbage
-// collector Image.id with image_id. All runtime handlers use the same images, so one that is known
-// changes nothing. The pod's config and the image's annotations are not used.
+// PullImage implements ImageService. It returns the image's ID, as the API requires since v1.36:
+// kubelet compares its records of pulls (KEP-2535) with Image.id, and its garbage collector
+// compares Image.id with image_id. All runtime handlers share the images, so a known handler makes
+// no difference. The pod's config and the image's annotations are ignored.
 func (s *imageService) PullImage(ctx context.Context, req *runtimeapi.PullImageRequest) (*runtimeapi.PullImageResponse, error) {
 	if err := need(field{"image.image", req.GetImage().GetImage() != ""}); err != nil {
 		return nil, err
@@ -95,10 +95,9 @@ func (s *imageService) RemoveImage(ctx context.Context, req *runtimeapi.RemoveIm
 	return &runtimeapi.RemoveImageResponse{}, nil
 }
 
-// ImageFsInfo implements ImageService. Both filesystems are always named, as kubelet
-// wants since KEP-4191: with the same mountpoint where writable layers and images
-// share one. The images' usage is that of now; the writable layers' was counted in the
-// background.
+// ImageFsInfo implements ImageService. It always names both filesystems, as kubelet expects since
+// KEP-4191. They have the same mountpoint if writable layers and images share a filesystem. The
+// images' usage is current; the writable layers' was sampled in the background.
 func (s *imageService) ImageFsInfo(ctx context.Context, _ *runtimeapi.ImageFsInfoRequest) (*runtimeapi.ImageFsInfoResponse, error) {
 	usage, err := s.images.Usage(ctx)
 	if err != nil {
@@ -125,9 +124,9 @@ func imageItem(img *image.Image) *runtimeapi.Image {
 	return item
 }
 
-// imageUser splits an image's USER as CRI wants it: a number, or else a name.
-// Only digits are a number; kubelet refuses to run names where the pod must not
-// run as root, so an odd spelling of a number cannot pass as one.
+// imageUser splits an image's USER into a number or a name for CRI. Only digits count as a number.
+// kubelet refuses names in pods that must not run as root, so an unusual spelling of a number
+// cannot bypass that check.
 func imageUser(user string) (*runtimeapi.Int64Value, string) {
 	name, _, _ := strings.Cut(user, ":")
 	if name == "" || strings.Trim(name, "0123456789") != "" {
@@ -140,18 +139,18 @@ func imageUser(user string) (*runtimeapi.Int64Value, string) {
 	return &runtimeapi.Int64Value{Value: uid}, ""
 }
 
-// isID reports whether ref is the image's ID or the start of it, and not a name.
+// isID reports whether ref is the image's ID or a prefix of it.
 func isID(ref, id string) bool {
 	hex := strings.TrimPrefix(id, "sha256:")
 	ref = strings.TrimPrefix(ref, "sha256:")
 	return ref == hex || len(ref) >= 7 && strings.HasPrefix(hex, ref)
 }
 
-// imageName returns a name the image has at the moment, or else its ID.
+// imageName returns a present name of the image, or its ID without one.
 func imageName(images Images, id string) string {
 	img, err := images.Get(id)
 	switch {
-	case err != nil: // removed while a container uses it
+	case err != nil: // removed while a container uses the image
 		return id
 	case len(img.RepoTags) > 0:
 		return img.RepoTags[0]

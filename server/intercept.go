@@ -17,7 +17,7 @@ import (
 	"berth/internal/failpoint"
 )
 
-// unary surrounds every unary RPC.
+// unary wraps every unary RPC.
 func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo, handler grpc.UnaryHandler) (resp any, err error) {
 	began := time.Now()
 	ctx, traced := s.beginTrace(ctx, info.FullMethod)
@@ -42,7 +42,7 @@ func (s *Server) unary(ctx context.Context, req any, info *grpc.UnaryServerInfo,
 	return resp, err
 }
 
-// changing are the methods that make, start, stop or remove something.
+// changing are the methods that create, start, stop or remove objects.
 var changing = map[string]bool{
 	runtimeapi.RuntimeService_RunPodSandbox_FullMethodName:    true,
 	runtimeapi.RuntimeService_StopPodSandbox_FullMethodName:   true,
@@ -55,7 +55,7 @@ var changing = map[string]bool{
 	runtimeapi.ImageService_RemoveImage_FullMethodName:        true,
 }
 
-// stream surrounds every streaming RPC.
+// stream wraps every streaming RPC.
 func (s *Server) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerInfo, handler grpc.StreamHandler) (err error) {
 	began := time.Now()
 	defer func() {
@@ -69,15 +69,15 @@ func (s *Server) stream(srv any, ss grpc.ServerStream, info *grpc.StreamServerIn
 	return handler(srv, ss)
 }
 
-// panicked logs a panic with its stack and returns what the client sees of it.
-// It is called from the deferred function that recovered, so the stack is whole.
+// panicked logs a panic with its stack and returns the client's error. The deferred function that
+// recovered must call it, so that the stack is complete.
 func (s *Server) panicked(method string, p any) error {
 	s.log.Error("panic", "method", path.Base(method), "panic", p, "stack", string(debug.Stack()))
 	return status.Errorf(codes.Internal, "%s: internal error, see berth's log", path.Base(method))
 }
 
-// coded turns err into a gRPC status with err's full text: the code it carries,
-// that of its context error or of what the node lacks, or Unknown.
+// coded converts err to a gRPC status with err's full text. The code is err's own, that of a
+// context error, or that of a missing feature of the node, otherwise Unknown.
 func coded(err error) error {
 	if err == nil {
 		return nil
@@ -90,8 +90,8 @@ func coded(err error) error {
 	return st.Err()
 }
 
-// levelOf is the level at which an RPC with that outcome is logged: debug, or a warning if it
-// failed in a way that an operator should know of.
+// levelOf returns the log level of an RPC with this outcome: warning for errors that concern
+// operators, otherwise debug.
 func levelOf(err error) slog.Level {
 	switch status.Code(coded(err)) {
 	case codes.OK, codes.NotFound, codes.Canceled, codes.Unimplemented:
@@ -121,8 +121,7 @@ func (s *Server) logCall(ctx context.Context, level slog.Level, method string, t
 	s.log.LogAttrs(ctx, level, path.Base(method), attrs...)
 }
 
-// ids returns what a message names, as log fields. Nothing else of a message is
-// logged.
+// ids returns the IDs in a message as log fields. Other fields are never logged.
 func ids(msg any) []slog.Attr {
 	var attrs []slog.Attr
 	add := func(key, value string) {

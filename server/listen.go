@@ -18,16 +18,15 @@ import (
 	"berth/internal/failpoint"
 )
 
-// Listen makes the unix socket at path, mode 0600, and its directory, mode 0700,
-// if that does not exist. A socket that nobody listens on any more is replaced;
-// anything else at path is an error. The caller holds the lock of the daemon's
-// directories, so that no other berth starts at the same time.
+// Listen makes the unix socket at path with mode 0600, and a missing directory with mode 0700. It
+// replaces a socket without listener; anything else at path is an error. The caller holds the lock
+// of the daemon's directories, so no other berth starts at the same time.
 //
 // Closing the listener removes the socket.
 func Listen(path string) (net.Listener, error) { return listenIn(path, 0o700) }
 
-// ListenForCadvisor is Listen for the socket of Cadvisor. A directory that it makes has the mode
-// 0711, as containerd's: other programs have theirs in it.
+// ListenForCadvisor is Listen for Cadvisor's socket. It makes a missing directory with mode 0711,
+// like containerd, because other programs have sockets in it.
 func ListenForCadvisor(path string) (net.Listener, error) {
 	l, err := listenIn(path, 0o711)
 	if err != nil {
@@ -45,8 +44,8 @@ func listenIn(path string, dirMode fs.FileMode) (net.Listener, error) {
 	if err := removeStale(path); err != nil {
 		return nil, err
 	}
-	// A unix socket is born with the mode of its unbound inode, less the umask, so
-	// there is no moment at which others could connect (net/unix/af_unix.c, unix_bind_bsd).
+	// The kernel creates the socket file with the mode of the unbound socket's inode and the umask.
+	// So there is no moment in which others could connect (net/unix/af_unix.c, unix_bind_bsd).
 	private := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var err error
 		if e := c.Control(func(fd uintptr) { err = unix.Fchmod(int(fd), 0o600) }); e != nil {
@@ -62,7 +61,7 @@ func listenIn(path string, dirMode fs.FileMode) (net.Listener, error) {
 	return l, nil
 }
 
-// removeStale removes the socket at path if connecting to it is refused.
+// removeStale removes the socket at path if it refuses connections.
 func removeStale(path string) error {
 	info, err := os.Lstat(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -90,7 +89,7 @@ func removeStale(path string) error {
 	return nil
 }
 
-// peerName names the process at the other end of conn.
+// peerName describes the process at the other end of conn for the log.
 func peerName(conn net.Conn) string {
 	if cred, err := peerOf(conn); err == nil && cred.Pid != 0 {
 		return fmt.Sprintf("process %d", cred.Pid)
@@ -98,7 +97,7 @@ func peerName(conn net.Conn) string {
 	return "another process"
 }
 
-// peerOf returns who is at the other end of a unix connection.
+// peerOf returns the credentials of a unix connection's peer.
 func peerOf(conn net.Conn) (*unix.Ucred, error) {
 	u, ok := conn.(*net.UnixConn)
 	if !ok {
@@ -117,9 +116,8 @@ func peerOf(conn net.Conn) (*unix.Ucred, error) {
 	return cred, err
 }
 
-// peerCredentials admits root and the daemon's own user only. The socket's mode
-// says the same; this holds as well where an operator, or a systemd socket unit,
-// gave it another one. Everybody who may use CRI may become root by it.
+// peerCredentials admits only root and the daemon's own user, since any CRI client can become root.
+// The socket's mode has the same effect, but an operator or a systemd socket unit may change it.
 type peerCredentials struct{ log *slog.Logger }
 
 // peerInfo is the AuthInfo of a connection.
@@ -144,7 +142,7 @@ func (p peerCredentials) ServerHandshake(conn net.Conn) (net.Conn, credentials.A
 	return conn, peerInfo{credentials.CommonAuthInfo{SecurityLevel: credentials.PrivacyAndIntegrity}, cred.Pid}, nil
 }
 
-// ClientHandshake implements credentials.TransportCredentials; berth is no client.
+// ClientHandshake implements credentials.TransportCredentials. It always fails.
 func (peerCredentials) ClientHandshake(context.Context, string, net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	return nil, nil, errors.New("peer credentials are for servers")
 }

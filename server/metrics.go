@@ -30,7 +30,7 @@ func (s *runtimeService) StreamPodSandboxMetrics(_ *runtimeapi.StreamPodSandboxM
 	})
 }
 
-// allPodMetrics takes the metrics of the ready pods, one after the other.
+// allPodMetrics yields the metrics of the ready pods.
 func (s *runtimeService) allPodMetrics(ctx context.Context) iter.Seq[*runtimeapi.PodSandboxMetrics] {
 	return func(yield func(*runtimeapi.PodSandboxMetrics) bool) {
 		filesystem := s.pods.WritableFilesystem()

@@ -56,8 +56,8 @@ func (s *runtimeService) PodSandboxStatus(_ context.Context, req *runtimeapi.Pod
 	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
 		return nil, err
 	}
-	// Of a status and an event kubelet believes the later one (KEP-3386): what happens
-	// while we look must not seem older than what we have seen.
+	// kubelet believes the later of a status and an event (KEP-3386). So the timestamp is taken
+	// before the status: a change meanwhile must not seem older.
 	timestamp := time.Now().UnixNano()
 	pod, err := s.pods.Pod(req.GetPodSandboxId())
 	if err != nil {
@@ -79,8 +79,8 @@ func (s *runtimeService) PodSandboxStatus(_ context.Context, req *runtimeapi.Pod
 	return resp, nil
 }
 
-// podDetail is what verbose PodSandboxStatus adds, under the key and with the
-// names that crictl's users know from other runtimes.
+// podDetail is the additional part of verbose PodSandboxStatus, with other runtimes' names for
+// users of crictl.
 type podDetail struct {
 	PID            int                          `json:"pid"`
 	NetNS          string                       `json:"networkNamespace,omitempty"`
@@ -88,17 +88,17 @@ type podDetail struct {
 	Config         *runtimeapi.PodSandboxConfig `json:"config"`
 }
 
-// listPodSandbox is RuntimeService's ListPodSandbox, see encodedLists.
+// listPodSandbox implements ListPodSandbox, see encodedLists.
 func (s *runtimeService) listPodSandbox(req *runtimeapi.ListPodSandboxRequest) (encoded, error) {
 	return s.encodedPods(req.GetFilter())
 }
 
-// encodedPods returns a list of pods, the oldest first.
+// encodedPods returns a list of pods, oldest first.
 func (s *runtimeService) encodedPods(filter *runtimeapi.PodSandboxFilter) (encoded, error) {
 	return encodedItems(s.filterPods(filter), func(p *state.Pod) *state.Answer { return p.Listed }, podItem)
 }
 
-// filterPods returns the pods that a list is asked for, the oldest first.
+// filterPods returns the pods that match, oldest first.
 func (s *runtimeService) filterPods(filter *runtimeapi.PodSandboxFilter) []*state.Pod {
 	pods := s.pods.Pods()
 	id, known := resolve(filter.GetId(), pods, func(p *state.Pod) string { return p.ID })
@@ -145,8 +145,8 @@ func podState(pod *state.Pod) runtimeapi.PodSandboxState {
 	return runtimeapi.PodSandboxState_SANDBOX_NOTREADY
 }
 
-// podNetwork is never nil: kubelet warns about a missing one, and asks for the
-// addresses of pods with a network of their own only.
+// podNetwork never returns nil, because kubelet warns about a missing network. kubelet uses the
+// addresses only for pods with their own network.
 func podNetwork(ips []string) *runtimeapi.PodSandboxNetworkStatus {
 	status := &runtimeapi.PodSandboxNetworkStatus{}
 	for i, ip := range ips {
@@ -159,8 +159,7 @@ func podNetwork(ips []string) *runtimeapi.PodSandboxNetworkStatus {
 	return status
 }
 
-// podNamespaces are the options the pod was asked for; without any the pod has
-// what their zero value says.
+// podNamespaces returns the options of the pod's request, or their zero value without any.
 func podNamespaces(pod *state.Pod) *runtimeapi.NamespaceOption {
 	if options := pod.Config.GetLinux().GetSecurityContext().GetNamespaceOptions(); options != nil {
 		return options
@@ -168,9 +167,8 @@ func podNamespaces(pod *state.Pod) *runtimeapi.NamespaceOption {
 	return &runtimeapi.NamespaceOption{}
 }
 
-// resolve finds the full ID for the ID of a filter, which may be a unique prefix.
-// It reports false if the filter can match nothing. An empty ID, which filters
-// nothing, stays empty.
+// resolve expands the ID of a filter, which may be a unique prefix, to the full ID. It reports
+// false if the filter matches nothing. "" stays "" and matches everything.
 func resolve[T any](id string, all []T, idOf func(T) string) (full string, ok bool) {
 	if id == "" {
 		return "", true
@@ -181,7 +179,7 @@ func resolve[T any](id string, all []T, idOf func(T) string) (full string, ok bo
 			return id, true
 		case len(candidate) < len(id) || candidate[:len(id)] != id:
 		case full != "":
-			full, ok = candidate, false // several; only an exact match can help now
+			full, ok = candidate, false // ambiguous, unless there is an exact match
 		default:
 			full, ok = candidate, true
 		}
@@ -189,7 +187,7 @@ func resolve[T any](id string, all []T, idOf func(T) string) (full string, ok bo
 	return full, ok
 }
 
-// selected reports whether labels has all pairs of the selector.
+// selected reports whether labels contains all pairs of the selector.
 func selected(selector, labels map[string]string) bool {
 	for key, want := range selector {
 		if got, ok := labels[key]; !ok || got != want {
@@ -199,7 +197,7 @@ func selected(selector, labels map[string]string) bool {
 	return true
 }
 
-// field is a field of a request and whether it is there.
+// field is a request's field and whether it is set.
 type field struct {
 	name string
 	set  bool

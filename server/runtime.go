@@ -15,7 +15,7 @@ import (
 
 const (
 	runtimeName       = "berth"
-	kubeletAPIVersion = "0.1.0" // kubelet compares with exactly this
+	kubeletAPIVersion = "0.1.0" // kubelet requires exactly this version
 	runtimeAPIVersion = "v1"
 )
 
@@ -29,8 +29,8 @@ func (s *runtimeService) Version(context.Context, *runtimeapi.VersionRequest) (*
 	}, nil
 }
 
-// Status implements RuntimeService. The runtime is ready as soon as it answers, unless it cannot write:
-// it serves only after everything it had before was found again.
+// Status implements RuntimeService. berth serves only after it has recovered its state, so the
+// runtime is ready unless it cannot write.
 func (s *runtimeService) Status(ctx context.Context, req *runtimeapi.StatusRequest) (*runtimeapi.StatusResponse, error) {
 	network := &runtimeapi.RuntimeCondition{Type: runtimeapi.NetworkReady, Status: true}
 	if err := s.pods.NetworkStatus(ctx); err != nil {
@@ -64,17 +64,17 @@ func (s *runtimeService) cgroupDriver() runtimeapi.CgroupDriver {
 	return runtimeapi.CgroupDriver_CGROUPFS
 }
 
-// verboseStatus is what an operator may want to know, each value as JSON.
+// verboseStatus returns details for operators, each value as JSON.
 func (s *runtimeService) verboseStatus() (map[string]string, error) {
 	values := map[string]any{
 		"config":       s.cfg.Settings,
 		"pulls":        s.images.Progress(),
-		"layerDriver":  s.images.Driver(), // the one that makes layers; "config" has the setting
+		"layerDriver":  s.images.Driver(), // of new layers; "config" has the setting
 		"asleep":       s.images.Asleep(), // images whose layers this kernel can't mount
 		"handlers":     s.pods.Handlers(),
 		"waits":        s.waits(),
 		"heap":         heap(),
-		"goroutines":   runtime.NumGoroutine(), // the integration tests' leak check compares it
+		"goroutines":   runtime.NumGoroutine(), // integration tests compare it to find leaks
 		"cgroupDriver": strings.ToLower(s.cgroupDriver().String()),
 		"versions":     map[string]string{"berth": s.cfg.Version, "go": runtime.Version(), "cri": runtimeAPIVersion},
 	}
@@ -90,12 +90,12 @@ func (s *runtimeService) verboseStatus() (map[string]string, error) {
 	return infoMap(values)
 }
 
-// heapInfo is "heap" in verbose Status, in bytes.
+// heapInfo is the value "heap" of verbose Status, in bytes.
 type heapInfo struct {
-	InUse       uint64 `json:"inUse"` // of it, when garbage was collected last
+	InUse       uint64 `json:"inUse"` // live after the last garbage collection
 	Collections uint64 `json:"collections"`
-	Taken       uint64 `json:"taken"` // by the Go runtime, garbage and stacks included
-	Limit       uint64 `json:"limit"` // to which it keeps that; without one it is 2^63-1
+	Taken       uint64 `json:"taken"` // held by the Go runtime, including garbage and stacks
+	Limit       uint64 `json:"limit"` // GOMEMLIMIT; 2^63-1 without one
 }
 
 func heap() heapInfo {
@@ -106,14 +106,14 @@ func heap() heapInfo {
 	return heapInfo{InUse: value(0), Collections: value(1), Taken: value(2) - value(3), Limit: value(4)}
 }
 
-// waitInfo is one entry of "waits" in verbose Status.
+// waitInfo is an item of "waits" in verbose Status.
 type waitInfo struct {
 	What    string    `json:"what"`
 	Object  string    `json:"object"`
 	Since   time.Time `json:"since"`
 	Seconds float64   `json:"seconds"`
 
-	LimitSeconds float64 `json:"limitSeconds,omitempty"` // none: as long as a client wants it
+	LimitSeconds float64 `json:"limitSeconds,omitempty"` // none: until the client gives up
 	Overdue      bool    `json:"overdue,omitempty"`
 }
 
@@ -127,17 +127,16 @@ func (s *runtimeService) waits() []waitInfo {
 	return all
 }
 
-// RuntimeConfig implements RuntimeService. The driver is always named: kubelet
-// takes a missing one for systemd.
+// RuntimeConfig implements RuntimeService. It always names the driver, because kubelet takes a
+// missing one for systemd.
 func (s *runtimeService) RuntimeConfig(context.Context, *runtimeapi.RuntimeConfigRequest) (*runtimeapi.RuntimeConfigResponse, error) {
 	return &runtimeapi.RuntimeConfigResponse{
 		Linux: &runtimeapi.LinuxRuntimeConfiguration{CgroupDriver: s.cgroupDriver()},
 	}, nil
 }
 
-// UpdateRuntimeConfig implements RuntimeService. It tells the CIDRs of the node's
-// pods, which networks that ask for address ranges get. An empty CIDR means that
-// kubelet has none to tell.
+// UpdateRuntimeConfig implements RuntimeService. It sets the pod CIDRs of the node, which networks
+// with the capability ipRanges get. An empty CIDR means that kubelet has none.
 func (s *runtimeService) UpdateRuntimeConfig(ctx context.Context, req *runtimeapi.UpdateRuntimeConfigRequest) (*runtimeapi.UpdateRuntimeConfigResponse, error) {
 	if cidrs := req.GetRuntimeConfig().GetNetworkConfig().GetPodCidr(); cidrs != "" {
 		if err := s.pods.UpdatePodCIDR(ctx, cidrs); err != nil {

@@ -1,20 +1,18 @@
-// Package server is berth's gRPC face: it serves the CRI v1 services
-// RuntimeService and ImageService (k8s.io/cri-api) on a unix socket. On a second one, see
-// Cadvisor, it answers what kubelet's cAdvisor asks of containerd.
+// Package server serves the CRI v1 services RuntimeService and ImageService (k8s.io/cri-api) by
+// gRPC on a unix socket. On a second socket Cadvisor serves the part of containerd's API that
+// kubelet's cAdvisor uses.
 //
 // # Contract
 //
-// The package translates and decides nothing: it checks that a request has the
-// fields it needs (InvalidArgument names the one that is missing), calls one
-// method of the sandbox manager or the image store, and puts the answer into the
-// messages of the API. Reads come from snapshots and wait for nobody. Errors keep
-// the gRPC code they got where they arose (package errdefs).
+// The package only translates. It checks that a request has the required fields (InvalidArgument
+// names the missing one), calls one method of the sandbox manager or the image store, and encodes
+// the result. Reads come from snapshots and never wait. Errors keep the gRPC code of their origin
+// (package errdefs).
 //
-// A panic in a handler is answered with Internal, its stack goes to the log, and
-// the daemon lives on. Requests are never logged, only the IDs in them: a
-// PullImageRequest holds credentials.
+// A panic in a handler returns Internal and logs the stack, and the daemon continues. Only IDs of
+// requests are logged, since a PullImageRequest has credentials.
 //
-// RPCs of the API that berth does not have yet answer Unimplemented.
+// RPCs that berth does not implement return Unimplemented.
 package server
 
 import (
@@ -39,25 +37,24 @@ import (
 	"berth/sandbox/stream"
 )
 
-// MaxMessage is the largest gRPC message sent or taken, in bytes. kubelet's limit
-// is the same.
+// MaxMessage is the largest gRPC message in bytes, in both directions. kubelet has the same limit.
 const MaxMessage = 16 << 20
 
-// stopGrace is how long running RPCs get to end after Serve was told to stop, and
-// handlers once more after their contexts were cancelled.
+// stopGrace is how long running RPCs may take after Serve is stopped. After that their contexts are
+// cancelled, and handlers get the same time again.
 const stopGrace = 10 * time.Second
 
-// handshakeTimeout is how long a client may take from its connection to the first frames of HTTP/2.
+// handshakeTimeout bounds the time from a client's connection to its first HTTP/2 frames.
 const handshakeTimeout = 10 * time.Second
 
-// streamGrace is how long streams get to end after the last other request.
+// streamGrace is how long streams may take after the last unary request.
 const streamGrace = time.Second
 
-// allRequests is more than there can be requests.
+// allRequests exceeds any number of requests.
 const allRequests = math.MaxInt64
 
-// Sandboxes is what the server needs of the sandbox manager.
-// See package sandbox for the methods' contracts.
+// Sandboxes is the part of the sandbox manager that the server uses. Package sandbox has the
+// contracts.
 type Sandboxes interface {
 	PodResources
 	Events
@@ -90,8 +87,7 @@ type Sandboxes interface {
 	Waits() []task.Wait
 }
 
-// Images is what the server needs of the image store.
-// See package image for the methods' contracts.
+// Images is the part of the image store that the server uses. Package image has the contracts.
 type Images interface {
 	Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfig) (*image.Image, error)
 	Get(ref string) (*image.Image, error)
@@ -99,34 +95,34 @@ type Images interface {
 	Remove(ctx context.Context, ref string) error
 	Usage(ctx context.Context) (image.Usage, error)
 	Progress() []image.PullProgress
-	Driver() rootfs.Kind // the form in which layers are made
+	Driver() rootfs.Kind // the form of new layers
 	Asleep() []string    // IDs of images that this kernel can't mount
 }
 
-// Config is what the server tells about the runtime it fronts.
+// Config has the server's static answers and its callbacks.
 type Config struct {
 	Version        string // runtime_version, semver
-	SystemdCgroup  bool   // the cgroup driver in use, else cgroupfs
-	UserNamespaces bool   // pods can have user namespaces, on the node's network too
-	Settings       any    // the configuration in use, for verbose Status; encodes as JSON
+	SystemdCgroup  bool   // the cgroup driver is systemd, otherwise cgroupfs
+	UserNamespaces bool   // pods can have user namespaces, even with the host's network
+	Settings       any    // the present configuration for verbose Status; encodes as JSON
 
-	// Network tells, for verbose Status, which network pods join, or why none. It
-	// answers from memory; nil: not told.
+	// Network returns for verbose Status which network pods join, or why none. It answers from
+	// memory and may be nil.
 	Network func() cni.Info
 
-	// PassedLimit counts, for verbose Status, the waits that took longer than they should; nil: not told.
+	// PassedLimit counts for verbose Status the waits beyond their limit. It may be nil.
 	PassedLimit func() uint64
 
-	Sessions Sessions // of Exec, Attach and PortForward
+	Sessions Sessions // for Exec, Attach and PortForward
 
-	Tracing Tracing // nil: no operation is exported
+	Tracing Tracing // nil: no export
 
-	// Changing is called before each request that makes, starts, stops or removes something, and what it returns after it; neither
-	// blocks. nil: nobody wants to know.
+	// Changing is called before each request that creates, starts, stops or removes an object, and
+	// its result after the request. Neither may block. It may be nil.
 	Changing func() (changed func())
 }
 
-// Server serves CRI. Make one with New.
+// Server serves CRI. Use New.
 type Server struct {
 	log      *slog.Logger
 	grpc     *grpc.Server
@@ -136,7 +132,7 @@ type Server struct {
 
 	requests *semaphore.Weighted // held by each unary request, and by stop
 
-	stopping   context.Context // ends when Serve was told to stop: streams without end end with it
+	stopping   context.Context // ends when Serve is stopped, and ends endless streams
 	endStreams context.CancelFunc
 }
 
@@ -160,9 +156,9 @@ func New(cfg Config, pods Sandboxes, images Images, log *slog.Logger) *Server {
 	return s
 }
 
-// Serve answers requests on l until ctx ends or l fails. It closes l. When ctx
-// ends it takes no new requests and gives the running ones stopGrace to end; then
-// it cancels their contexts. It returns nil if it was told to stop.
+// Serve answers requests on l until ctx ends or l fails, and closes l. When ctx ends it accepts no
+// further requests. After stopGrace it cancels the contexts of running ones. It returns nil if ctx
+// ended.
 func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	ctx, cancel := context.WithCancel(ctx)
 	stopped := make(chan struct{})
@@ -180,15 +176,15 @@ func (s *Server) Serve(ctx context.Context, l net.Listener) error {
 	return nil
 }
 
-// stop ends the gRPC server: politely, then by cancelling what still runs, and
-// finally without the handlers that do not end even then. Streams have streamGrace once all other
-// requests have ended: one whose client does not read ends only with its connection.
+// stop ends the gRPC server: gracefully, then by cancelled contexts, and finally without the
+// handlers that still run. Streams get streamGrace after the last unary request, since a stream
+// whose client does not read ends only with its connection.
 func (s *Server) stop() {
 	s.endStreams()
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		s.grpc.GracefulStop() // ends with Stop, too
+		s.grpc.GracefulStop() // returns after Stop, too
 	}()
 	ctx, cancel := context.WithTimeout(context.Background(), s.grace)
 	defer cancel()
@@ -208,8 +204,8 @@ func (s *Server) stop() {
 	}
 }
 
-// within runs f and reports whether it returned in time. A late f is left behind:
-// the process is about to end.
+// within runs f and reports whether it returned in time. It abandons a late f, because the process
+// is about to end.
 func within(limit time.Duration, f func()) bool {
 	done := make(chan struct{})
 	go func() {
@@ -235,7 +231,7 @@ type runtimeService struct {
 	images   Images
 	log      *slog.Logger
 
-	unmeasured struct{ containers, pods, details lograte.Limiter } // warnings
+	unmeasured struct{ containers, pods, details lograte.Limiter } // limit warnings
 }
 
 // imageService implements CRI's ImageService.

@@ -13,8 +13,7 @@ import (
 	"berth/sandbox/stats"
 )
 
-// Statistics is what the server needs of the sandbox manager to tell what
-// containers and pods use.
+// Statistics is the part of the sandbox manager that measures containers and pods.
 type Statistics interface {
 	ContainerStats(info *state.Container) (stats.ContainerUsage, error)
 	PodStats(info *state.Pod, containers []*state.Container) (stats.PodUsage, error)
@@ -22,8 +21,8 @@ type Statistics interface {
 	WritableFilesystem() stats.Filesystem
 }
 
-// ContainerStats implements RuntimeService. A container that does not run has no
-// CPU and no memory.
+// ContainerStats implements RuntimeService. The answer for a stopped container has no CPU and
+// memory.
 func (s *runtimeService) ContainerStats(_ context.Context, req *runtimeapi.ContainerStatsRequest) (*runtimeapi.ContainerStatsResponse, error) {
 	if err := need(field{"container_id", req.GetContainerId() != ""}); err != nil {
 		return nil, err
@@ -55,8 +54,8 @@ func (s *runtimeService) StreamContainerStats(req *runtimeapi.StreamContainerSta
 	})
 }
 
-// allContainerStats measures the running containers that match, one after the
-// other, until ctx ends. One that can't be measured is left out, for it says nothing of the others.
+// allContainerStats measures the running containers that match until ctx ends. It leaves out
+// containers that cannot be measured.
 func (s *runtimeService) allContainerStats(ctx context.Context, filter *runtimeapi.ContainerStatsFilter) iter.Seq[*runtimeapi.ContainerStats] {
 	return func(yield func(*runtimeapi.ContainerStats) bool) {
 		containers := s.pods.Containers()
@@ -84,7 +83,7 @@ func (s *runtimeService) allContainerStats(ctx context.Context, filter *runtimea
 	}
 }
 
-// PodSandboxStats implements RuntimeService. A pod that is not ready has no CPU,
+// PodSandboxStats implements RuntimeService. The answer for a pod that is not ready has no CPU,
 // memory, network and processes.
 func (s *runtimeService) PodSandboxStats(_ context.Context, req *runtimeapi.PodSandboxStatsRequest) (*runtimeapi.PodSandboxStatsResponse, error) {
 	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
@@ -124,8 +123,8 @@ func (s *runtimeService) StreamPodSandboxStats(req *runtimeapi.StreamPodSandboxS
 	})
 }
 
-// allPodStats measures the ready pods that match, one after the other, until ctx ends. One that
-// can't be measured is left out, for it says nothing of the others.
+// allPodStats measures the ready pods that match until ctx ends. It leaves out pods that cannot be
+// measured.
 func (s *runtimeService) allPodStats(ctx context.Context, filter *runtimeapi.PodSandboxStatsFilter) iter.Seq[stats.PodUsage] {
 	return func(yield func(stats.PodUsage) bool) {
 		pods := s.pods.Pods()
@@ -197,8 +196,8 @@ func podStats(stats *stats.PodUsage) *runtimeapi.PodSandboxStats {
 	}
 	if u := &stats.Usage; stats.Running {
 		item.Linux.Cpu, item.Linux.Memory, item.Linux.Io = cpuUsage(u), memoryUsage(u), ioUsage(u)
-		// pids.current, as CRI-O answers: threads count as well, where containerd and cAdvisor count processes. It is what
-		// PIDs of the node run out by, which is what kubelet ranks pods by it for.
+		// pids.current counts threads, like CRI-O; containerd and cAdvisor count processes. kubelet
+		// ranks pods by this value, and threads use up the node's PIDs.
 		if u.TasksKnown {
 			item.Linux.Process = &runtimeapi.ProcessUsage{Timestamp: u.At.UnixNano(), ProcessCount: value(u.Tasks)}
 		}
@@ -207,8 +206,8 @@ func podStats(stats *stats.PodUsage) *runtimeapi.PodSandboxStats {
 	return item
 }
 
-// cpuUsage is nil where the kernel does not count CPU time per cgroup. So are the
-// others where they are not known: kubelet takes a value for a measured one.
+// cpuUsage returns nil if the kernel does not count CPU time per cgroup. The other fields are left
+// out too if unknown, because kubelet takes a value for a measured one.
 func cpuUsage(u *stats.Usage) *runtimeapi.CpuUsage {
 	if !u.CPU.Known {
 		return nil
@@ -268,10 +267,10 @@ func psiData(s *cgstats.Stall) *runtimeapi.PsiData {
 	return &runtimeapi.PsiData{Total: s.Total, Avg10: s.Avg10, Avg60: s.Avg60, Avg300: s.Avg300}
 }
 
-// networkUsage returns the traffic of all interfaces, the default one among them, as containerd
-// does: kubelet's summary copies the list, and its readers take one without the default interface
-// for a pod without a network. It is nil for pods without a network of their own: kubelet reads the
-// default interface without looking whether there is one.
+// networkUsage returns the traffic of all interfaces, including the default one, like containerd.
+// kubelet's summary copies the list, and readers of the summary take a list without the default
+// interface for a pod without network. It returns nil for pods on the host's network. kubelet reads
+// the default interface without a check for nil.
 func networkUsage(stats *stats.PodUsage) *runtimeapi.NetworkUsage {
 	if len(stats.Interfaces) == 0 {
 		return nil

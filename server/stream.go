@@ -8,15 +8,14 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Reachable tells what sessions can be had. See package sandbox for the methods'
-// contracts.
+// Reachable checks whether a session is possible. Package sandbox has the contracts.
 type Reachable interface {
 	CheckExec(id string, command []string) (string, error)
 	CheckAttach(id string, terminal bool) (string, error)
 	CheckPortForward(podID string) (string, error)
 }
 
-// Sessions gives out URLs. See package server/streaming for the methods' contracts.
+// Sessions issues URLs. Package server/streaming has the contracts.
 type Sessions interface {
 	Exec(req *runtimeapi.ExecRequest) (string, error)
 	Attach(req *runtimeapi.AttachRequest) (string, error)
@@ -66,7 +65,7 @@ func (s *runtimeService) Attach(_ context.Context, req *runtimeapi.AttachRequest
 	return &runtimeapi.AttachResponse{Url: url}, nil
 }
 
-// checkStreams refuses what the API says can't be.
+// checkStreams refuses combinations of streams that the API forbids.
 func checkStreams(req interface {
 	GetTty() bool
 	GetStdin() bool
@@ -82,8 +81,8 @@ func checkStreams(req interface {
 	return nil
 }
 
-// PortForward implements RuntimeService. SPDY clients name the ports as they go;
-// those of the request are WebSocket's.
+// PortForward implements RuntimeService. The request's ports are for WebSocket clients; SPDY
+// clients name the port of each stream.
 func (s *runtimeService) PortForward(_ context.Context, req *runtimeapi.PortForwardRequest) (*runtimeapi.PortForwardResponse, error) {
 	if err := need(field{"pod_sandbox_id", req.GetPodSandboxId() != ""}); err != nil {
 		return nil, err
@@ -107,6 +106,6 @@ func (s *runtimeService) PortForward(_ context.Context, req *runtimeapi.PortForw
 	return &runtimeapi.PortForwardResponse{Url: url}, nil
 }
 
-// maxPorts is how many ports one WebSocket can carry: it numbers two channels for each
-// with one byte.
+// maxPorts bounds the ports of one WebSocket. Each port needs two channels, and a channel's number
+// is one byte.
 const maxPorts = 127

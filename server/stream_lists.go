@@ -7,10 +7,10 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 )
 
-// The streaming forms of the lists (KEP-5825) answer what the lists answer, from one
-// snapshot, in as many messages as it takes.
+// The streaming forms of the lists (KEP-5825) send the same answers, from one snapshot, in several
+// messages.
 
-// StreamPodSandboxes implements RuntimeService. Its items are encoded as those of ListPodSandbox.
+// StreamPodSandboxes implements RuntimeService. It shares encoded items with ListPodSandbox.
 func (s *runtimeService) StreamPodSandboxes(req *runtimeapi.StreamPodSandboxesRequest, stream grpc.ServerStreamingServer[runtimeapi.StreamPodSandboxesResponse]) error {
 	items, err := s.encodedPods(req.GetFilter())
 	if err != nil {
@@ -19,7 +19,7 @@ func (s *runtimeService) StreamPodSandboxes(req *runtimeapi.StreamPodSandboxesRe
 	return sendItems(items, stream)
 }
 
-// StreamContainers implements RuntimeService. Its items are encoded as those of ListContainers.
+// StreamContainers implements RuntimeService. It shares encoded items with ListContainers.
 func (s *runtimeService) StreamContainers(req *runtimeapi.StreamContainersRequest, stream grpc.ServerStreamingServer[runtimeapi.StreamContainersResponse]) error {
 	items, err := s.encodedContainers(req.GetFilter())
 	if err != nil {

@@ -14,31 +14,31 @@ import (
 	"berth/internal/trace/otlp"
 )
 
-// Traces is what the server needs to show where the time of a pod's start went.
+// Traces returns the recorded operations of a pod's start.
 type Traces interface {
-	// StartOf returns the operations that started a pod: its own and those of its containers, in order of time. Those of an
-	// earlier daemon are not known any more.
+	// StartOf returns the operations that started a pod and its containers, in order of time. It
+	// has no operations of an earlier daemon.
 	StartOf(podID string) []trace.Operation
 }
 
-// Tracing decides what is exported, and exports it.
+// Tracing selects and exports traces.
 type Tracing interface {
-	// Sample tells whether an operation is to be exported, given what asks for it.
+	// Sample reports whether an operation is exported, given its remote parent.
 	Sample(asking trace.Remote) bool
-	// Export takes over a trace that is complete. It does not block.
+	// Export takes over a complete trace. It does not block.
 	Export(*trace.Trace)
-	// Info tells, for verbose Status, what became of them.
+	// Info returns statistics of the export for verbose Status.
 	Info() otlp.Info
 }
 
-// ofStart are the methods whose time is recorded always, whether it is exported or not.
+// ofStart are the methods that are always recorded, whether exported or not.
 var ofStart = map[string]bool{
 	runtimeapi.RuntimeService_RunPodSandbox_FullMethodName:   true,
 	runtimeapi.RuntimeService_CreateContainer_FullMethodName: true,
 	runtimeapi.RuntimeService_StartContainer_FullMethodName:  true,
 }
 
-// beginTrace begins to record an RPC, if its time is recorded: the trace is nil if not.
+// beginTrace begins to record an RPC. The trace is nil if the RPC is not recorded.
 func (s *Server) beginTrace(ctx context.Context, method string) (context.Context, *trace.Trace) {
 	var remote trace.Remote
 	var done func(*trace.Trace)
@@ -55,7 +55,7 @@ func (s *Server) beginTrace(ctx context.Context, method string) (context.Context
 	return ctx, t
 }
 
-// remoteOf is the span of kubelet's that the request says it is part of.
+// remoteOf returns kubelet's span that the request names as its parent.
 func remoteOf(ctx context.Context) trace.Remote {
 	if values := metadata.ValueFromIncomingContext(ctx, "traceparent"); len(values) == 1 {
 		return trace.ParseRemote(values[0])
@@ -63,7 +63,7 @@ func remoteOf(ctx context.Context) trace.Remote {
 	return trace.Remote{}
 }
 
-// endTrace ends the record of an RPC that is answered so.
+// endTrace ends the record of an RPC with its answer.
 func (s *Server) endTrace(t *trace.Trace, method string, req, resp any, err error) {
 	if t == nil {
 		return
@@ -77,7 +77,8 @@ func (s *Server) endTrace(t *trace.Trace, method string, req, resp any, err erro
 	t.End()
 }
 
-// traceAttributes name what an RPC was about, in the words of OpenTelemetry's semantic conventions. Like the log they tell IDs and names and nothing else.
+// traceAttributes returns an RPC's subject in OpenTelemetry's semantic conventions. Like the log it
+// has only IDs and names.
 func traceAttributes(method string, req, resp any, code codes.Code) []trace.Attribute {
 	all := []trace.Attribute{
 		{Key: "rpc.system", Value: "grpc"},

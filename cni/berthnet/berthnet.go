@@ -1,24 +1,32 @@
-// Package berthnet is berth's own network, as a CNI plugin: a bridge, addresses, masquerading, host ports and isolation, of
-// IPv4, IPv6 or both.
+// Package berthnet is berth's own network as a CNI plugin. It sets up a bridge, addresses,
+// masquerading, host ports and isolation, for IPv4, IPv6 or both.
 //
 // # Contract
 //
-// One plugin does what bridge, host-local, portmap and firewall do together, by asking the kernel: netlink and nftables,
-// no program. It implements CNI 1.1.0 (ADD, DEL, CHECK, STATUS, GC, VERSION) for configurations from 0.3.0 on. The daemon calls it
-// as a function, Exec; anybody else runs it as a program, Main. Both may work at the same time.
+// The plugin replaces bridge, host-local, portmap and firewall. It uses netlink and nftables and
+// executes no program. It implements CNI 1.1.0 (ADD, DEL, CHECK, STATUS, GC, VERSION) for
+// configurations from 0.3.0 on. The daemon calls Exec; other runtimes execute a program that calls
+// Main. Both may run at the same time.
 //
-// What is on the node bears the network's key, of its name and the place of its addresses (conf.Net.Key). A bridge is one network's, and changes
-// hands under a lock of the node's (links.Lock). So two daemons, or a daemon and another runtime, do not touch each other's pods; a bridge on which another
-// network has pods is refused. STATUS refuses what ADD would.
+// Everything on the node carries the network's key, which combines its name and the directory of
+// its addresses (conf.Net.Key). A bridge belongs to one network and changes its owner under a lock
+// of the node (links.Lock). So two daemons, or a daemon and another runtime, do not touch each
+// other's pods. A bridge on which another network has pods is refused. STATUS refuses whatever ADD
+// would refuse.
 //
-// It may be killed at any instruction, in the daemon together with it. So an ADD writes down first whose the addresses are
-// (package addresses), and a DEL removes that last. All that is made for an attachment is found from its container ID, its
-// interface's name and that reservation: the port by its name (package links), host ports by their note or, should it be missing,
-// by the pod's addresses (package rules). The bridge and the rules for all pods belong to the node: they are made when an ADD misses
-// them, and stay. Who deletes all rules of the packet filter, as each reload of nftables.service does, deletes these, too: ADD and STATUS write them
-// again, with the host ports of all pods, from the notes of the reservations; the daemon is told by the kernel (Watch).
+// The plugin may be killed at any instruction, together with the daemon. So ADD first writes the
+// reservation of the addresses (package addresses), and DEL removes it last. The container ID, the
+// interface's name and the reservation lead to everything that an attachment has. The port's name
+// derives from the container ID (package links). Host ports are in the reservation's note. If the
+// note is lost, they are found by the pod's addresses (package rules).
 //
-// GC gives back all that is in the reservations, on the bridge and in the rules for attachments that are not valid.
+// The bridge and the rules for all pods belong to the node. ADD makes them when they are missing,
+// and nothing removes them. Flushing the whole packet filter, as each reload of nftables.service
+// does, deletes the rules. ADD and STATUS write them again, including the host ports of all pods,
+// from the notes of the reservations. The kernel notifies the daemon (Watch), which writes them at
+// once.
+//
+// GC releases the reservations, bridge ports and rules of attachments that are not valid.
 //
 // Configuration: package conf.
 package berthnet
@@ -50,43 +58,45 @@ import (
 	"berth/internal/lockfile"
 )
 
-// Versions are those of the specification that the plugin knows.
+// Versions are the supported versions of the specification.
 var Versions = version.VersionsStartingFrom("0.3.0")
 
-// Plugin is the plugin, for the network namespace in which it is first used. Its methods may be called concurrently.
+// Plugin is the plugin for one network namespace, in which it is first used. Its methods may be
+// called concurrently.
 type Plugin struct {
-	Passive bool         // STATUS only looks, and mends nothing
-	Log     *slog.Logger // of what fails while nobody waits for it; nil: that is not logged
+	Passive bool         // STATUS changes nothing
+	Log     *slog.Logger // for failures in the background; nil: discarded
 
 	filter rules.Filter
-	seen   sync.Map // configurations that ADD and STATUS came with, *conf.Net by their keys: for Watch
+	seen   sync.Map // configurations of ADD and STATUS for Watch: *conf.Net by key
 
 	leaving     leaving
-	leavingTime time.Duration // 0: leavingTime
+	leavingTime time.Duration // 0: the constant
 
-	overlaps links.Overlaps // as STATUS has found them
+	overlaps links.Overlaps // cached by STATUS
 
-	lockPatience time.Duration // of addresses' locks; 0: theirs
+	lockPatience time.Duration // of the stores; 0: their default
 
-	checksSource   atomic.Bool  // the kernel can, as was tried
+	checksSource   atomic.Bool  // a trial has shown that the kernel supports it
 	tryCheckSource func() error // nil: links.CanCheckSource
 
-	filters   atomic.Bool               // the kernel can have the rules, as was tried or seen
+	filters   atomic.Bool               // a trial or installed rules have shown that the kernel supports them
 	tryFilter func(rules.Network) error // nil: rules.Try
 }
 
-// Open opens what the plugin keeps open, which the first pod would do. An error says that no pod can be attached for now.
+// Open opens the plugin's sockets ahead of the first pod. An error means that no pod can be
+// attached at present.
 func (p *Plugin) Open() error { return p.filter.Open() }
 
 func (p *Plugin) log() *slog.Logger { return cmp.Or(p.Log, slog.New(slog.DiscardHandler)) }
 
-// Close closes what the plugin has open. Nothing else is changed.
+// Close closes the plugin's sockets. It changes nothing on the node.
 func (p *Plugin) Close() error {
 	p.leaving.close()
 	return p.filter.Close()
 }
 
-// attachment is what one call is about.
+// attachment is the subject of one call.
 type attachment struct {
 	*conf.Net
 	plugin *Plugin
@@ -94,8 +104,8 @@ type attachment struct {
 	store  *addresses.Store
 	id     string
 	ifName string
-	netns  string // path; empty: it is gone
-	goes   bool   // the namespace is about to go, and the pod's device with it
+	netns  string // path; "": the namespace is gone
+	goes   bool   // the namespace is about to be removed with the pod's device
 }
 
 func (p *Plugin) attachment(args *skel.CmdArgs, parse func(data []byte) (*conf.Net, error)) (*attachment, error) {
@@ -108,14 +118,14 @@ func (p *Plugin) attachment(args *skel.CmdArgs, parse func(data []byte) (*conf.N
 	return a, nil
 }
 
-// of is no attachment yet, but what all of a network have in common.
+// of returns an attachment without ID, for work on the whole network.
 func (p *Plugin) of(n *conf.Net) *attachment {
 	a := &attachment{Net: n, plugin: p, filter: &p.filter, store: addresses.Inspect(n.Dir())}
 	a.store.Patience = p.lockPatience
 	return a
 }
 
-// openStore makes the directory of addresses, where there is none.
+// openStore opens the directory of addresses and creates it if necessary.
 func (a *attachment) openStore() error {
 	store, err := addresses.Open(a.Dir())
 	if err != nil {
@@ -126,7 +136,7 @@ func (a *attachment) openStore() error {
 	return nil
 }
 
-// add connects a pod. What it has done is undone if it fails.
+// add connects a pod. On an error it undoes its steps.
 func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.Result, err error) {
 	a, err := p.attachment(args, conf.Parse)
 	if err != nil {
@@ -140,7 +150,7 @@ func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.
 	}
 	undo := cleanup.New()
 	defer undo.Run(&err)
-	kept, err := a.reserve(ctx) // before the bridge is looked at: from now on nobody takes the gateway away
+	kept, err := a.reserve(ctx) // before the look at the bridge: the reservation keeps the gateway in place
 	if err != nil {
 		return nil, err
 	}
@@ -162,7 +172,7 @@ func (p *Plugin) add(ctx context.Context, args *skel.CmdArgs) (result *types100.
 
 var errNoSubnet = errors.New("no subnet is given, by subnets or by ipRanges")
 
-// gateways are the bridge's addresses.
+// gateways returns the bridge's addresses.
 func (a *attachment) gateways() (all []netip.Prefix) {
 	for _, r := range a.Ranges {
 		all = append(all, netip.PrefixFrom(r.Gateway, r.Subnet.Bits()))
@@ -170,8 +180,9 @@ func (a *attachment) gateways() (all []netip.Prefix) {
 	return all
 }
 
-// plug connects the pod's port with the bridge. What is missing of the bridge and of the rules for all pods is made: after a boot all of it, by the
-// first of the pods that come together; the others then share the lock.
+// plug connects the pod's port to the bridge. It makes the missing parts of the bridge and of the
+// rules for all pods. After a boot the first of several concurrent pods makes them, and the others
+// then share the lock.
 func (a *attachment) plug(ctx context.Context, kept addresses.Reservation) (bridge *links.Bridge, made links.Plugged, err error) {
 	for _, unlessReady := range []bool{true, false} {
 		bridge, made, err = a.plugIfReady(ctx, kept)
@@ -185,7 +196,8 @@ func (a *attachment) plug(ctx context.Context, kept addresses.Reservation) (brid
 	return bridge, made, err
 }
 
-// plugIfReady returns no bridge if something is missing. The bridge does not become another network's before that would be told that there is a port.
+// plugIfReady returns no bridge if something is missing. It holds the shared lock until the port
+// exists, so no other network can take the bridge meanwhile.
 func (a *attachment) plugIfReady(ctx context.Context, kept addresses.Reservation) (*links.Bridge, links.Plugged, error) {
 	unlock, err := links.Lock(ctx, lockfile.Shared)
 	if err != nil {
@@ -200,10 +212,11 @@ func (a *attachment) plugIfReady(ctx context.Context, kept addresses.Reservation
 	return bridge, made, err
 }
 
-// makeAndPlug keeps other networks from the bridge until there is a port: else two that begin at the same time would take it from each other. With
-// unlessReady it returns no bridge if all was made while it waited.
+// makeAndPlug holds the exclusive lock until the port exists. Otherwise two networks that begin at
+// the same time would take the bridge from each other. With unlessReady it returns no bridge if
+// another pod has made everything meanwhile.
 func (a *attachment) makeAndPlug(ctx context.Context, kept addresses.Reservation, unlessReady bool) (*links.Bridge, links.Plugged, error) {
-	unlockStore, err := a.store.Lock(ctx) // others may be about to do the same
+	unlockStore, err := a.store.Lock(ctx) // other pods may be making the network
 	if err != nil {
 		return nil, links.Plugged{}, err
 	}
@@ -226,12 +239,13 @@ func (a *attachment) makeAndPlug(ctx context.Context, kept addresses.Reservation
 	return bridge, made, err
 }
 
-// description is what the bridge shall be like, but for what pods have need of.
+// description returns the wanted bridge, without the addresses in use.
 func (a *attachment) description() *links.Description {
 	return &links.Description{Name: a.Bridge, Network: a.Key(), MTU: a.MTU, Gateways: a.gateways()}
 }
 
-// ready returns the network's bridge, nil unless it is as described and the rules for all pods are in force.
+// ready returns the network's bridge, or nil unless it is as described and the rules for all pods
+// are installed.
 func (a *attachment) ready() (*links.Bridge, error) {
 	bridge, err := links.FindBridge(a.Bridge)
 	if err != nil {
@@ -241,7 +255,7 @@ func (a *attachment) ready() (*links.Bridge, error) {
 	if !bridge.BelongsTo(d.Network) || !bridge.Serves(d.Gateways) {
 		return nil, nil
 	}
-	if len(bridge.Prefixes) > len(d.Gateways) { // from before a change
+	if len(bridge.Prefixes) > len(d.Gateways) { // of an earlier configuration
 		if d.InUse, err = a.addressesInUse(); err != nil {
 			return nil, err
 		}
@@ -255,7 +269,8 @@ func (a *attachment) ready() (*links.Bridge, error) {
 	return bridge, nil
 }
 
-// makeNetwork makes the bridge and the rules for all pods, as far as they are missing. Both locks are held.
+// makeNetwork makes the missing parts of the bridge and of the rules for all pods. The caller holds
+// both locks.
 func (a *attachment) makeNetwork() (*links.Bridge, error) {
 	d := a.description()
 	var err error
@@ -264,14 +279,14 @@ func (a *attachment) makeNetwork() (*links.Bridge, error) {
 	}
 	bridge, err := links.MakeBridge(d)
 	if err != nil {
-		a.plugin.overlaps.Forget() // STATUS shall not say for a minute that it could be made
+		a.plugin.overlaps.Forget() // or STATUS would use the cached answer for a minute
 		return nil, refused(err)
 	}
 	_, err = a.installFor(bridge)
 	return bridge, err
 }
 
-// refused gives what an administrator has to mend its code, and what passes.
+// refused maps errors of MakeBridge to CNI error codes.
 func refused(err error) error {
 	if errors.Is(err, links.ErrTaken) || errors.Is(err, links.ErrOverlap) {
 		return types.NewError(types.ErrInvalidNetworkConfig, err.Error(), "")
@@ -290,8 +305,9 @@ func (a *attachment) addressesInUse() (all []netip.Addr, err error) {
 	return all, err
 }
 
-// install writes the rules, unless they are there, and opens the host ports of all pods. The store is locked, so nobody else of the network
-// changes the bridge, whose addresses are in the rules; nor does it become another's, whose rules would be taken for old ones.
+// install writes the rules unless they are installed, and opens the host ports of all pods. The
+// caller holds the store's lock, so the bridge's addresses in the rules do not change. The shared
+// lock keeps the bridge from becoming another network's, which would take these rules for old ones.
 func (a *attachment) install(ctx context.Context) (written bool, err error) {
 	unlock, err := links.Lock(ctx, lockfile.Shared)
 	if err != nil {
@@ -300,7 +316,7 @@ func (a *attachment) install(ctx context.Context) (written bool, err error) {
 	defer unlock()
 	bridge, err := links.FindBridge(a.Bridge)
 	if err != nil || !bridge.BelongsTo(a.Key()) {
-		return false, err // there is none yet, or it is to be made anew
+		return false, err // no bridge, or one to be made anew
 	}
 	return a.installFor(bridge)
 }
@@ -320,19 +336,19 @@ func (a *attachment) installFor(bridge *links.Bridge) (written bool, err error) 
 			return false, err
 		}
 		if !there {
-			continue // the pod is gone, as all are after a boot; its DEL is to come
+			continue // the pod is gone, as after a boot, and its DEL is to come
 		}
 		pod := rules.Pod{ID: n.ContainerID}
 		if json.Unmarshal(n.Note, &pod.Ports) != nil {
-			continue // a power cut tore it; since then there was none
+			continue // damaged by a power cut; no port was opened since
 		}
 		pods = append(pods, pod)
 	}
 	return true, a.filter.Install(a.rules(bridge), pods)
 }
 
-// restore has the node be as pods need it that are there: the rules of the packet filter, which are written if they are gone, and the
-// kernel's settings.
+// restore repairs the node for existing pods: it writes missing rules and sets the kernel's
+// settings.
 func (a *attachment) restore(ctx context.Context) (written bool, err error) {
 	bridge, err := links.FindBridge(a.Bridge)
 	if err != nil || !bridge.BelongsTo(a.Key()) {
@@ -344,7 +360,7 @@ func (a *attachment) restore(ctx context.Context) (written bool, err error) {
 	if ok, err := a.filter.Installed(a.rules(bridge)); ok || err != nil {
 		return false, err
 	}
-	if err := a.openStore(); err != nil { // somebody may have deleted the directory, with the lock in it
+	if err := a.openStore(); err != nil { // the directory with the lock may have been deleted
 		return false, err
 	}
 	unlock, err := a.store.Lock(ctx)
@@ -355,7 +371,8 @@ func (a *attachment) restore(ctx context.Context) (written bool, err error) {
 	return a.install(ctx)
 }
 
-// rules is what the packet filter is told. Subnets are all that the bridge serves: pods from before a change have theirs.
+// rules returns the wanted rules. Their subnets are all of the bridge's, since older pods may have
+// others than the configured ones.
 func (a *attachment) rules(b *links.Bridge) rules.Network {
 	n := rules.Network{Key: a.Key(), Name: a.Name, Bridge: b.Name, Masquerade: a.Masquerades(), NoMasquerade: a.NoMasquerade,
 		IsolatePods: a.Isolates(conf.IsolatePods), IsolateIngress: a.Isolates(conf.IsolateIngress), IsolateNode: a.Isolates(conf.IsolateNode)}
@@ -376,7 +393,7 @@ func (a *attachment) reserve(ctx context.Context) (addresses.Reservation, error)
 	return kept, err
 }
 
-// describe is the attachment as links are made from it.
+// describe returns the attachment for package links.
 func (a *attachment) describe(b *links.Bridge, kept addresses.Reservation) links.Attachment {
 	mtu := a.MTU
 	if mtu == 0 {
@@ -387,10 +404,10 @@ func (a *attachment) describe(b *links.Bridge, kept addresses.Reservation) links
 		Ingress: limit(a.Runtime.Bandwidth.IngressRate, a.Runtime.Bandwidth.IngressBurst), Egress: limit(a.Runtime.Bandwidth.EgressRate, a.Runtime.Bandwidth.EgressBurst), IPs: a.prefixes(kept), Routes: a.podRoutes()}
 }
 
-// limit is one of bits.
+// limit converts bits to bytes.
 func limit(rate, burst uint64) links.Limit { return links.Limit{Rate: rate / 8, Burst: burst / 8} }
 
-// prefixes are the pod's addresses, with the lengths of their subnets.
+// prefixes returns the pod's addresses with the lengths of their subnets.
 func (a *attachment) prefixes(kept addresses.Reservation) (all []netip.Prefix) {
 	for i, ip := range kept.IPs {
 		all = append(all, netip.PrefixFrom(ip, a.Ranges[i].Subnet.Bits()))
@@ -398,7 +415,7 @@ func (a *attachment) prefixes(kept addresses.Reservation) (all []netip.Prefix) {
 	return all
 }
 
-// podRoutes are the configured routes of the families that the pod has, or the default ones.
+// podRoutes returns the configured routes of the pod's families, or the default routes.
 func (a *attachment) podRoutes() (all []links.Route) {
 	for _, r := range a.Ranges {
 		if a.Routes == nil {
@@ -420,7 +437,8 @@ func unspecified(like netip.Addr) netip.Addr {
 	return netip.IPv6Unspecified()
 }
 
-// openPorts opens host ports, which the reservation says before. Nobody of the network writes the rules anew meanwhile.
+// openPorts writes the host ports into the reservation's note and opens them. The store's lock
+// keeps others from rewriting the rules meanwhile.
 func (a *attachment) openPorts(ctx context.Context, kept addresses.Reservation) error {
 	ports := rules.HostPorts(a.Ports, kept.IPs)
 	if len(ports) == 0 {
@@ -446,10 +464,10 @@ func (a *attachment) openPorts(ctx context.Context, kept addresses.Reservation) 
 	return a.filter.ForgetOthers(ports)
 }
 
-// tryPorts fails with ErrGone if somebody deletes the rules in the middle of it. A note of ports that are not open is taken back: whoever writes the rules
-// would open them, though they are another's.
+// tryPorts fails with ErrGone if another program deletes the rules meanwhile. If the ports belong
+// to another pod it removes the note, or the next rewrite of the rules would open them.
 func (a *attachment) tryPorts(ctx context.Context, kept addresses.Reservation, ports []rules.HostPort, note []byte) error {
-	if _, err := a.install(ctx); err != nil { // somebody may have deleted the rules since
+	if _, err := a.install(ctx); err != nil { // the rules may have been deleted since
 		return err
 	}
 	if err := a.store.SetNote(kept, note); err != nil {
@@ -459,7 +477,7 @@ func (a *attachment) tryPorts(ctx context.Context, kept addresses.Reservation, p
 	if !errors.Is(err, rules.ErrInUse) && !errors.Is(err, rules.ErrGone) {
 		return err
 	}
-	if errors.Is(err, rules.ErrInUse) { // until its DEL, which may be under way
+	if errors.Is(err, rules.ErrInUse) { // the other pod's DEL may be running
 		err = types.NewError(types.ErrTryAgainLater, "host ports of container "+a.id, err.Error())
 	}
 	if e := a.store.SetNote(kept, nil); e != nil {
@@ -484,7 +502,7 @@ func (a *attachment) result(b *links.Bridge, kept addresses.Reservation, made li
 	return r
 }
 
-// del disconnects a pod, as far as it is connected. Nothing it needs is in the configuration but where addresses are kept.
+// del disconnects a pod. Of the configuration it uses only the names.
 func (p *Plugin) del(ctx context.Context, args *skel.CmdArgs, goes bool) error {
 	a, err := p.attachment(args, conf.ParseNames)
 	if err != nil {
@@ -497,7 +515,7 @@ func (p *Plugin) del(ctx context.Context, args *skel.CmdArgs, goes bool) error {
 		return err
 	case ok:
 		err = a.release(ctx, kept)
-	default: // nothing was made before there was a reservation; but it may have been lost
+	default: // ADD reserves first, but the reservation may have been lost
 		err = links.Cut(a.id, a.ifName, !a.goes)
 	}
 	if a.goes && err == nil {
@@ -506,21 +524,21 @@ func (p *Plugin) del(ctx context.Context, args *skel.CmdArgs, goes bool) error {
 	return err
 }
 
-// release takes back what is reserved and what was made with it. The reservation goes last: what is left where the store's lock can't be had in time, host ports and
-// the reservation, the next DEL or GC finds.
+// release removes an attachment's port, host ports and, last, its reservation. If the store's lock
+// is not free in time, host ports and reservation are left to the next DEL or GC.
 func (a *attachment) release(ctx context.Context, kept addresses.Reservation) error {
 	if err := links.Cut(kept.ContainerID, kept.IfName, !a.goes); err != nil {
 		return err
 	}
 	note, err := a.store.Noted(kept)
-	if errors.Is(err, fs.ErrNotExist) { // somebody else was quicker
+	if errors.Is(err, fs.ErrNotExist) { // another DEL was faster
 		return nil
 	}
 	if err != nil {
 		return err
 	}
-	if len(note) > 0 { // it was written before any host port was opened
-		unlock, err := a.store.Lock(ctx) // or who writes the rules anew would open them once more
+	if len(note) > 0 { // the note was written before any host port was opened
+		unlock, err := a.store.Lock(ctx) // or a concurrent rewrite of the rules would open them again
 		if err != nil {
 			return err
 		}
@@ -532,10 +550,10 @@ func (a *attachment) release(ctx context.Context, kept addresses.Reservation) er
 	return a.store.Release(kept)
 }
 
-// closePorts closes the host ports of a reservation, which its note tells.
+// closePorts closes the host ports in the note of a reservation.
 func (a *attachment) closePorts(kept addresses.Reservation, note []byte) (err error) {
 	var ports []rules.HostPort
-	if json.Unmarshal(note, &ports) != nil { // a power cut tore it; since then there was none
+	if json.Unmarshal(note, &ports) != nil { // damaged by a power cut; no port was opened since
 		if ports, err = a.portsOf(kept.IPs); err != nil {
 			return err
 		}
@@ -546,7 +564,7 @@ func (a *attachment) closePorts(kept addresses.Reservation, note []byte) (err er
 	return a.filter.ForgetFlows(ports)
 }
 
-// portsOf returns the open host ports of pods with addresses.
+// portsOf returns the open host ports that lead to the addresses.
 func (a *attachment) portsOf(ips []netip.Addr) (some []rules.HostPort, err error) {
 	all, err := a.filter.Ports(a.Key())
 	for _, p := range all {
@@ -559,13 +577,13 @@ func (a *attachment) portsOf(ips []netip.Addr) (some []rules.HostPort, err error
 	return some, err
 }
 
-// gc gives back what is kept for attachments that are not valid. It waits for locks no longer than one attachment's DEL does.
+// gc releases the attachments that are not valid. It waits for locks no longer than one DEL does.
 func (p *Plugin) gc(ctx context.Context, args *skel.CmdArgs) error {
 	a, err := p.attachment(args, conf.ParseGC)
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, cmp.Or(a.store.Patience, addresses.LockPatience)) // a lock that is free needs no time
+	ctx, cancel := context.WithTimeout(ctx, cmp.Or(a.store.Patience, addresses.LockPatience)) // free locks take no time
 	defer cancel()
 	valid := map[types.GCAttachment]bool{}
 	for _, v := range a.Valid {
@@ -586,11 +604,11 @@ func (p *Plugin) gc(ctx context.Context, args *skel.CmdArgs) error {
 			used[ip] = true
 		}
 	}
-	return errors.Join(append(errs, a.cutStrays(valid), a.closeStrays(used))...)
+	return errors.Join(append(errs, a.cutOrphans(valid), a.closeOrphans(used))...)
 }
 
-// cutStrays deletes ports of attachments that are not valid, of which no reservation tells.
-func (a *attachment) cutStrays(valid map[types.GCAttachment]bool) error {
+// cutOrphans deletes ports of attachments that are neither valid nor reserved.
+func (a *attachment) cutOrphans(valid map[types.GCAttachment]bool) error {
 	ports, err := links.Ports(a.Key())
 	for _, p := range ports {
 		if !valid[types.GCAttachment{ContainerID: p.ContainerID, IfName: p.IfName}] {
@@ -600,8 +618,8 @@ func (a *attachment) cutStrays(valid map[types.GCAttachment]bool) error {
 	return err
 }
 
-// closeStrays closes host ports of addresses that are nobody's.
-func (a *attachment) closeStrays(used map[netip.Addr]bool) error {
+// closeOrphans closes host ports that lead to unused addresses.
+func (a *attachment) closeOrphans(used map[netip.Addr]bool) error {
 	all, err := a.filter.Ports(a.Key())
 	if err != nil {
 		return err
@@ -615,9 +633,10 @@ func (a *attachment) closeStrays(used map[netip.Addr]bool) error {
 	return a.filter.ClosePorts(a.Key(), strays)
 }
 
-// status tells whether an ADD with the same configuration could succeed: not whether an address is free, since a node that has no more of them goes on with
-// the pods that it has. What pods that are there miss on the node is made again. Codes: 50 if no pod can be attached; 51 if pods that are there may have
-// lost their connections as well (specification, section 2, STATUS).
+// status reports whether an ADD with the same configuration could succeed. It ignores whether an
+// address is free: a full node continues to run its pods. Unless the plugin is passive it repairs
+// the node for existing pods. Error codes (specification, section 2, STATUS): 50 if no pod can be
+// attached, 51 if existing pods may have lost connections as well.
 func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 	a, err := p.attachment(args, conf.Parse)
 	if err != nil {
@@ -632,15 +651,16 @@ func (p *Plugin) status(ctx context.Context, args *skel.CmdArgs) error {
 			return types.NewError(types.ErrLimitedConnectivity, "berth-net can attach no pod, and those that are there may not be reached", err.Error())
 		}
 	}
-	if err := errors.Join(links.CheckLock(ctx), a.store.CheckLock()); err != nil { // after what may need them: that is worse
+	if err := errors.Join(links.CheckLock(ctx), a.store.CheckLock()); err != nil { // last: errors of existing pods are worse
 		return types.NewError(types.ErrPluginNotAvailable, "berth-net can attach no pod", err.Error())
 	}
 	return nil
 }
 
-// able tells why an ADD would be refused, or nil. It changes nothing, but that modules of the kernel may be loaded.
+// able returns the error that an ADD would return, or nil. It changes nothing, but the kernel may
+// load modules.
 func (p *Plugin) able(a *attachment) error {
-	if len(a.Ranges) == 0 && !a.Capabilities[conf.CapabilityRanges] { // else the runtime may tell the pods', though it tells none here
+	if len(a.Ranges) == 0 && !a.Capabilities[conf.CapabilityRanges] { // with the capability a runtime may pass ranges to ADD that STATUS does not have
 		return errNoSubnet
 	}
 	if err := errors.Join(a.filter.Available(), addresses.Check(a.Dir())); err != nil {
@@ -662,8 +682,9 @@ func (p *Plugin) able(a *attachment) error {
 	return links.CheckBridge(a.description(), p.overlaps.Check)
 }
 
-// canFilter tells why the kernel can't have the network's rules, or nil. That is tried until it can, but not where they are there, nor where there are pods: what
-// these lack is written by restore, or is its error.
+// canFilter returns why the kernel cannot have the network's rules, or nil. It tries them in a
+// namespace until a trial succeeds. It skips the trial if the rules are installed or there are
+// pods, since restore then reports errors.
 func (p *Plugin) canFilter(a *attachment) error {
 	if p.filters.Load() {
 		return nil
@@ -695,10 +716,10 @@ func (p *Plugin) canFilter(a *attachment) error {
 	return nil
 }
 
-// Watch writes the rules of networks again that others have deleted, until ctx ends. Networks are those that ADD and STATUS were called
-// for. An error says why that cannot be noticed.
+// Watch restores rules that other programs delete, until ctx ends. It watches the networks that ADD
+// and STATUS were called for. It returns an error if the kernel cannot notify it.
 func (p *Plugin) Watch(ctx context.Context) error {
-	said := map[string]string{} // of each network, so that what lasts is not logged with each try
+	said := map[string]string{} // by network, so that a lasting error is logged once
 	return rules.Watch(ctx, func() error {
 		var errs []error
 		for key, n := range p.seen.Range {
@@ -719,13 +740,13 @@ func (p *Plugin) Watch(ctx context.Context) error {
 	})
 }
 
-// asCNI makes an error one of the specification.
+// asCNI converts an error to one of the specification.
 func asCNI(err error) *types.Error {
 	if e, ok := errors.AsType[*types.Error](err); ok && error(e) == err {
 		return e
 	}
 	code := types.ErrInternal
-	if e, ok := errors.AsType[*types.Error](err); ok { // with what else went wrong
+	if e, ok := errors.AsType[*types.Error](err); ok { // keeps the joined errors' text
 		code = e.Code
 	}
 	if errors.Is(err, context.DeadlineExceeded) || errors.Is(err, unix.EINTR) {

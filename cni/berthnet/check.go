@@ -20,7 +20,7 @@ func ipNet(p netip.Prefix) net.IPNet {
 	return net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
 }
 
-// check compares what ADD said with what there is. The error names the first difference.
+// check compares the result of ADD with the node. The error names the first difference.
 func (p *Plugin) check(args *skel.CmdArgs) error {
 	a, err := p.attachment(args, conf.Parse)
 	if err != nil {
@@ -65,7 +65,7 @@ func (p *Plugin) check(args *skel.CmdArgs) error {
 	return a.checkPorts(rules.HostPorts(a.Ports, kept.IPs))
 }
 
-// previous is the result of ADD, which a runtime has to hand on.
+// previous returns the result of ADD, which the runtime passes in prevResult.
 func (a *attachment) previous(stdin []byte) (*types100.Result, error) {
 	if a.RawPrevResult == nil {
 		return nil, types.NewError(types.ErrInvalidNetworkConfig, "CHECK needs prevResult", "")
@@ -80,7 +80,7 @@ func (a *attachment) previous(stdin []byte) (*types100.Result, error) {
 	return said, nil
 }
 
-// mine tells whether an address of a result is the pod's interface's.
+// mine reports whether an address of a result belongs to the pod's interface.
 func (a *attachment) mine(said *types100.Result, ip *types100.IPConfig) (netip.Prefix, bool) {
 	if ip.Interface != nil && (*ip.Interface < 0 || *ip.Interface >= len(said.Interfaces) || said.Interfaces[*ip.Interface].Name != a.ifName) {
 		return netip.Prefix{}, false
@@ -99,7 +99,7 @@ func routeOf(r *types.Route) links.Route {
 	return links.Route{Dst: prefixOf(r.Dst), Gateway: gateway.Unmap()}
 }
 
-// checkNetwork is about the bridge and the rules.
+// checkNetwork checks the bridge and the rules.
 func (a *attachment) checkNetwork(e *links.Expected) error {
 	bridge, err := links.FindBridge(a.Bridge)
 	if err != nil {

@@ -9,36 +9,38 @@ import (
 	"berth/cni/berthnet/links"
 )
 
-// leavingTime is how long a port may take to go with its pod's namespace: the kernel does that in the background, one after the other for all
-// namespaces of the machine.
+// leavingTime is how long a port may remain after its pod's DEL. The kernel removes it with the
+// pod's namespace, in the background, one namespace after the other.
 const leavingTime = 5 * time.Second
 
-// leavingTries is how often it is tried to delete one: for a minute. What is left then is the next GC's: the daemon has it when it starts, for networks of CNI 1.1.
+// leavingTries bounds the attempts to delete a port to one minute. The next GC deletes the rest.
+// The daemon runs GC at its start for networks of CNI 1.1.
 const leavingTries = 12
 
-// leaving are ports that go with the namespaces of their pods, and are deleted if they don't. A namespace stays, when all processes have left it, while the kernel
-// goes on to close one of its TCP connections: it repeats what the other side has not acknowledged (tcp_orphan_retries), and nothing comes through
-// a port that is disabled. That takes a minute and more. Whoever dies before leaves what is left to the next GC.
+// leaving holds ports that should vanish with their pods' namespaces, and deletes those that
+// remain. The kernel keeps a namespace without processes while it closes a TCP connection whose
+// data is not acknowledged (tcp_orphan_retries). No acknowledgement comes through a disabled port,
+// so that takes more than a minute. If the daemon ends before, the next GC deletes the ports.
 type leaving struct {
-	lock    sync.Mutex // of what follows
+	lock    sync.Mutex // guards the fields up to running
 	ports   []leavingPort
-	timer   *time.Timer    // for the first of them; nil: there is none
-	closed  bool           // none is waited for any more
-	running sync.WaitGroup // of the timer's function, also before it is called
+	timer   *time.Timer    // for the first port; nil: no port
+	closed  bool           // add ignores further ports
+	running sync.WaitGroup // the timer's function, counted from when the timer is set
 
-	again time.Duration                 // from one try to the next; 0: leavingTime. Not changed
-	cut   func(id, ifName string) error // nil: links.Cut. Not changed
+	again time.Duration                 // time between attempts; 0: leavingTime. Constant
+	cut   func(id, ifName string) error // nil: links.Cut. Constant
 }
 
-// leavingPort is a port and when it is deleted.
+// leavingPort is a port with its deadline.
 type leavingPort struct {
 	log        *slog.Logger
 	id, ifName string
 	due        time.Time
-	tries      int // that have failed
+	tries      int // failed attempts
 }
 
-// add has a port deleted that is still there after a time. That it can't be is logged.
+// add schedules the deletion of a port that remains. Failures are logged.
 func (l *leaving) add(log *slog.Logger, id, ifName string, after time.Duration) {
 	l.put(leavingPort{log: log, id: id, ifName: ifName, due: time.Now().Add(after)})
 }
@@ -50,7 +52,7 @@ func (l *leaving) put(p leavingPort) {
 	l.arm()
 }
 
-// arm sets the timer, unless it is set. The lock is held.
+// arm sets the timer unless it is set. The caller holds the lock.
 func (l *leaving) arm() {
 	if l.closed || l.timer != nil || len(l.ports) == 0 {
 		return
@@ -59,7 +61,7 @@ func (l *leaving) arm() {
 	l.timer = time.AfterFunc(time.Until(l.ports[0].due), l.sweep)
 }
 
-// sweep deletes ports that are due. One that can't be deleted now is tried again.
+// sweep deletes ports that are due, and schedules another attempt after a failure.
 func (l *leaving) sweep() {
 	defer l.running.Done()
 	for _, p := range l.due() {
@@ -87,7 +89,7 @@ func (l *leaving) delete(p leavingPort) error {
 	return links.Cut(p.id, p.ifName, true)
 }
 
-// due takes those ports out whose time has come.
+// due removes and returns the ports whose deadline has passed.
 func (l *leaving) due() (some []leavingPort) {
 	l.lock.Lock()
 	defer l.lock.Unlock()
@@ -99,7 +101,7 @@ func (l *leaving) due() (some []leavingPort) {
 	return some
 }
 
-// close ends the waiting, and waits for who is deleting a port.
+// close drops all ports and waits for a running sweep.
 func (l *leaving) close() {
 	l.lock.Lock()
 	l.closed = true

@@ -15,12 +15,12 @@ import (
 	"berth/cni/berthnet/conf"
 )
 
-// Type is the plugin's name.
+// Type is the plugin's type.
 const Type = conf.Type
 
-// Main is the plugin as a program, which a runtime executes. It exits the process if it fails.
+// Main runs the plugin as a program. It exits the process if the plugin fails.
 func Main() {
-	ctx := context.Background() // a runtime kills whom it has no patience with
+	ctx := context.Background() // the runtime kills the process at its own deadline
 	p := &Plugin{}
 	skel.PluginMainFuncs(skel.CNIFuncs{
 		Add: func(args *skel.CmdArgs) error {
@@ -38,7 +38,7 @@ func Main() {
 	}, Versions, "CNI plugin berth-net: bridge, addresses, masquerading, host ports and isolation in one")
 }
 
-// program gives a function's errors their codes.
+// program converts a function's errors to the specification's.
 func program(run func(*skel.CmdArgs) error) func(*skel.CmdArgs) error {
 	return func(args *skel.CmdArgs) error {
 		if err := run(args); err != nil {
@@ -67,9 +67,9 @@ func (p *Plugin) addAndPrint(ctx context.Context, args *skel.CmdArgs) ([]byte, e
 	return out.Bytes(), err
 }
 
-// Exec is the plugin as a function, for a runtime whose pods' namespaces go right after their DEL: stdin and environment are those
-// of the program, what it would print is returned, and every error is a *types.Error. ctx bounds waits for others that
-// use the plugin, not the kernel's work.
+// Exec runs the plugin as a function. stdin, environ and the returned stdout have the contents of
+// CNI specification section 3. Every error is a *types.Error. After a DEL the caller must remove
+// the pod's namespace at once. ctx bounds waits for locks, not the kernel's work.
 func (p *Plugin) Exec(ctx context.Context, stdin []byte, environ []string) ([]byte, error) {
 	verb, args := parseEnviron(environ)
 	args.StdinData = stdin
@@ -102,7 +102,7 @@ func (p *Plugin) dispatch(ctx context.Context, verb string, args *skel.CmdArgs) 
 	return nil, types.NewError(types.ErrInvalidEnvironmentVariables, "unknown CNI_COMMAND: "+verb, "")
 }
 
-// parseEnviron reads what package skel reads for the program.
+// parseEnviron decodes the variables that package skel decodes for the program.
 func parseEnviron(environ []string) (verb string, args *skel.CmdArgs) {
 	args = &skel.CmdArgs{}
 	into := map[string]*string{"CNI_COMMAND": &verb, "CNI_CONTAINERID": &args.ContainerID, "CNI_NETNS": &args.Netns,
@@ -110,13 +110,13 @@ func parseEnviron(environ []string) (verb string, args *skel.CmdArgs) {
 	for _, kv := range environ {
 		name, value, _ := strings.Cut(kv, "=")
 		if to := into[name]; to != nil {
-			*to = value // of two, the last one counts, as in a process
+			*to = value // the last of duplicates counts, as in a process
 		}
 	}
 	return verb, args
 }
 
-// checkArgs checks what package skel checks for the program.
+// checkArgs does the checks that package skel does for the program.
 func checkArgs(verb string, args *skel.CmdArgs) error {
 	stated, err := (&version.ConfigDecoder{}).Decode(args.StdinData)
 	if err != nil {

@@ -7,13 +7,13 @@ import (
 	"berth/cni/berthnet/rules"
 )
 
-// Reservation is what is reserved for an attachment, and the file that says so.
+// Reservation is an attachment's reservation with its file.
 type Reservation struct {
 	addresses.Reservation
 	File string
 }
 
-// Reservations returns what a network has reserved for attachments.
+// Reservations returns the reservations of a network.
 func Reservations(n *conf.Net) (all []Reservation, err error) {
 	store := addresses.Inspect(n.Dir())
 	found, err := store.All()
@@ -23,8 +23,8 @@ func Reservations(n *conf.Net) (all []Reservation, err error) {
 	return all, err
 }
 
-// Object is a network device or host port that was made for a container. ContainerID is empty for
-// a host port that leads to an address without reservation.
+// Object is a network device or host port of a container. ContainerID is empty for a host port that
+// leads to an address without reservation.
 type Object struct{ ContainerID, Description string }
 
 // Objects returns the bridge ports and host ports of a network's attachments.

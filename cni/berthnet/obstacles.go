@@ -11,11 +11,11 @@ import (
 	"berth/cni/berthnet/rules"
 )
 
-// Obstacle is something on the node that pods of a network would meet, though it can be made.
+// Obstacle is a setting of the node that restricts pods of a network.
 type Obstacle struct{ Problem, Fix string }
 
-// Obstacles looks for what is in the way of a network's pods: firewalls that know neither the bridge nor the pods' addresses, and other networks with the same
-// addresses. Nothing is changed.
+// Obstacles finds firewalls with rules for neither the bridge nor the pods' addresses, and other
+// networks with the same addresses. It changes nothing.
 func Obstacles(n *conf.Net) (all []Obstacle, err error) {
 	bridge, err := links.FindBridge(n.Bridge)
 	if err != nil {
@@ -44,7 +44,7 @@ func Obstacles(n *conf.Net) (all []Obstacle, err error) {
 	return all, err
 }
 
-// howToPass says how a firewall is told to let a bridge's packets pass.
+// howToPass returns the commands that let a bridge's packets pass a firewall.
 func howToPass(tool, bridge string) string {
 	if tool == "" {
 		tool = "iptables"
@@ -52,8 +52,9 @@ func howToPass(tool, bridge string) string {
 	return fmt.Sprintf("with docker or ufw: %[2]s -I FORWARD -i %[1]s -j ACCEPT; %[2]s -I FORWARD -o %[1]s -j ACCEPT (docker's users' chain is DOCKER-USER); with firewalld: firewall-cmd --permanent --zone=trusted --add-interface=%[1]s", bridge, tool)
 }
 
-// subnetsOf are those that pods have: of the bridge, once it is the network's, and those that the runtime has new ones get, which the bridge may not have yet. The
-// configured ones count only before there are others.
+// subnetsOf returns the subnets of existing and new pods: the bridge's, once it belongs to the
+// network, and the runtime's ranges, which the bridge may not have yet. Without either it returns
+// the configured ones.
 func subnetsOf(n *conf.Net, bridge *links.Bridge) (subnets []netip.Prefix) {
 	if bridge.BelongsTo(n.Key()) {
 		for _, p := range bridge.Prefixes {

@@ -1,17 +1,19 @@
-// Package addresses keeps which address is whose, in a directory that several processes share.
+// Package addresses stores the addresses of attachments in a directory that several processes
+// share.
 //
 // # Contract
 //
-// An attachment, a container's ID and an interface, has one file, and all that must not be lost is in the file's name: the
-// addresses and whose they are. So they are reserved and given back together by one step of the filesystem, which a crash does not
-// cut in two, and a file that a power cut leaves empty or torn tells as much as before. Nothing is synced: pods
-// end with the power. If the file's creation was lost, so was the pod; if its removal was, the next DEL or GC removes it again.
+// Each attachment, identified by container ID and interface, has one file. The file's name contains
+// its addresses, container ID and interface. So one filesystem operation reserves or releases them
+// together. A crash cannot split it, and a file that a power cut empties is still valid. Nothing is
+// synced, since no pod survives a power cut. If the creation was lost, so was the pod. If the
+// removal was lost, the next DEL or GC repeats it.
 //
-// A file's content is a note of its owner's, about what ends with the power, too. After a power cut it may be anything.
+// The file's content is a note of the owner. After a power cut it may be anything.
 //
-// Who changes something holds the lock, flock on the file "lock", and so waits for other processes; readers don't. An address
-// that was given back is given again as late as possible: the search goes on from the last one given, which "last" tells; where that
-// file can't be understood the search begins anew.
+// Writers hold the lock, flock on the file "lock". Readers need no lock. A released address is
+// reused as late as possible: the search begins after the last assigned address, which is in the
+// file "last". Without a valid "last" it begins at the start of the range.
 package addresses
 
 import (
@@ -39,26 +41,26 @@ const (
 	lockName = "lock"
 	lastName = "last"
 
-	// MaxID is the longest ID of a container that can be kept: names of files have 255 bytes, of which two addresses, the longest
-	// interface and what is between them take 73.
+	// MaxID is the length of the longest container ID. A file name has at most 255 bytes. Two
+	// addresses, the longest interface name and the separators take 73.
 	MaxID = 182
 
 	maxNote = 1 << 20
 	maxLast = 256
 )
 
-// LockPatience is how long Lock waits. Who has the lock may be waiting for that of the node's bridges, for a third of it (links.Lock), and calls the kernel
-// a few times.
+// LockPatience bounds Lock. It is three times the timeout of the node's bridge lock (links.Lock),
+// since a holder of this lock may wait for that one.
 const LockPatience = 30 * time.Second
 
 // Store is a directory of addresses. Its methods may be called concurrently.
 type Store struct {
-	Patience time.Duration // of Lock; 0: LockPatience
+	Patience time.Duration // limit of Lock; 0: LockPatience
 
 	dir string
 }
 
-// Reservation is what is kept for an attachment.
+// Reservation has the addresses of an attachment.
 type Reservation struct {
 	ContainerID string
 	IfName      string
@@ -71,7 +73,7 @@ var (
 	ErrFull   = errors.New("no address is free")
 )
 
-// Open returns the store in a directory, and makes that.
+// Open returns the store in a directory and creates the directory.
 func Open(dir string) (*Store, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("make directory of addresses: %w", err)
@@ -79,8 +81,8 @@ func Open(dir string) (*Store, error) {
 	return &Store{dir: dir}, nil
 }
 
-// Check tells why nothing can be reserved in a directory, as far as that can be told without making anything: there is something else, or
-// it, or the one that it would be made in, can't be written to.
+// Check reports why nothing can be reserved in a directory, without creating anything. It fails if
+// the path is not a directory, or if it, or its closest existing parent, is not writable.
 func Check(dir string) error {
 	for {
 		err := unix.Access(dir, unix.W_OK|unix.X_OK)
@@ -94,11 +96,11 @@ func Check(dir string) error {
 	}
 }
 
-// Inspect returns the store in a directory for reading, whether it exists or not.
+// Inspect returns the store in a directory for reading. The directory may not exist.
 func Inspect(dir string) *Store { return &Store{dir: dir} }
 
-// Lock waits until no other has the store, or ctx ends, or its patience, with context.DeadlineExceeded and the lock's name: who is stuck with it shall not
-// have others wait for ever. The lock is free when its owner has died, too.
+// Lock takes the store's lock. It waits until ctx ends or the store's patience is over, then
+// returns context.DeadlineExceeded with the lock's path. The lock ends with its owner's process.
 func (s *Store) Lock(ctx context.Context) (unlock func(), err error) {
 	ctx, cancel := context.WithTimeout(ctx, cmp.Or(s.Patience, LockPatience))
 	defer cancel()
@@ -109,7 +111,8 @@ func (s *Store) Lock(ctx context.Context) (unlock func(), err error) {
 	return unlock, nil
 }
 
-// CheckLock tells why Lock would fail, however long it waits, or nil; also where there is no directory yet (Check).
+// CheckLock returns the error that Lock would return without waiting, or nil. It returns nil if the
+// directory does not exist yet (Check).
 func (s *Store) CheckLock() error {
 	if _, err := os.Stat(s.dir); errors.Is(err, fs.ErrNotExist) {
 		return nil
@@ -120,7 +123,8 @@ func (s *Store) CheckLock() error {
 	return nil
 }
 
-// Reserve gives an attachment an address of each range. Errors: ErrExists, ErrFull, and the filesystem's.
+// Reserve assigns an address of each range to an attachment. Errors: ErrExists, ErrFull, and the
+// filesystem's.
 func (s *Store) Reserve(ctx context.Context, id, ifName string, ranges []conf.Range) (Reservation, error) {
 	r := Reservation{ContainerID: id, IfName: ifName}
 	if len(id) > MaxID {
@@ -172,7 +176,7 @@ func (s *Store) keep(r Reservation) error {
 	return nil
 }
 
-// free finds the first address that nobody has after the last one that was given; there is one of each family.
+// free finds the first unused address after the last assigned one of its family.
 func free(r conf.Range, used map[netip.Addr]bool, last []netip.Addr) (netip.Addr, bool) {
 	start := r.First
 	for _, ip := range last {
@@ -181,7 +185,7 @@ func free(r conf.Range, used map[netip.Addr]bool, last []netip.Addr) (netip.Addr
 		}
 	}
 	ip := start
-	for range len(used) + 1 { // so many can't all be used
+	for range len(used) + 1 { // more steps than used addresses always find a free one
 		if !used[ip] {
 			return ip, true
 		}
@@ -195,7 +199,7 @@ func free(r conf.Range, used map[netip.Addr]bool, last []netip.Addr) (netip.Addr
 	return netip.Addr{}, false
 }
 
-// last tells the addresses that were given last, as far as that is known.
+// last returns the addresses that were assigned last, none if that is unknown.
 func (s *Store) last() (ips []netip.Addr) {
 	data, err := safefs.ReadHostFile(filepath.Join(s.dir, lastName), maxLast)
 	if err != nil {
@@ -209,7 +213,8 @@ func (s *Store) last() (ips []netip.Addr) {
 	return ips
 }
 
-// remember writes which addresses were given last. It is not replaced by rename: it may as well be torn.
+// remember writes the addresses that were assigned last. It needs no atomic rename, since a damaged
+// file is ignored.
 func (s *Store) remember(ips []netip.Addr) error {
 	failpoint.Reach("net.remember")
 	err := os.WriteFile(filepath.Join(s.dir, lastName), []byte(join(ips)+"\n"), 0o600)
@@ -220,7 +225,7 @@ func (s *Store) remember(ips []netip.Addr) error {
 	return nil
 }
 
-// All returns what is kept. Files that no Store has named are passed over.
+// All returns all reservations. It ignores files with other names.
 func (s *Store) All() ([]Reservation, error) {
 	dir, err := os.Open(s.dir)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -242,7 +247,7 @@ func (s *Store) All() ([]Reservation, error) {
 	return all, nil
 }
 
-// Of returns what is kept for an attachment; ok is false where that is nothing.
+// Of returns the reservation of an attachment. ok is false without one.
 func (s *Store) Of(id, ifName string) (r Reservation, ok bool, err error) {
 	all, err := s.All()
 	for _, r := range all {
@@ -253,7 +258,7 @@ func (s *Store) Of(id, ifName string) (r Reservation, ok bool, err error) {
 	return Reservation{}, false, err
 }
 
-// SetNote writes an owner's note into the file of its addresses.
+// SetNote writes the owner's note into the reservation's file.
 func (s *Store) SetNote(r Reservation, note []byte) error {
 	failpoint.Reach("net.note")
 	f, err := os.OpenFile(s.path(r), os.O_WRONLY|os.O_TRUNC, 0)
@@ -269,7 +274,7 @@ func (s *Store) SetNote(r Reservation, note []byte) error {
 	return nil
 }
 
-// Noted returns the note, nil where there is none.
+// Noted returns the note of a reservation, nil without one.
 func (s *Store) Noted(r Reservation) ([]byte, error) {
 	note, err := safefs.ReadHostFile(s.path(r), maxNote)
 	if err != nil {
@@ -278,13 +283,13 @@ func (s *Store) Noted(r Reservation) ([]byte, error) {
 	return note, nil
 }
 
-// Note is what an owner has noted of its addresses.
+// Note is a reservation with its note.
 type Note struct {
 	Reservation
 	Note []byte
 }
 
-// Notes returns what owners have noted, the newest first.
+// Notes returns the reservations that have a note, newest first.
 func (s *Store) Notes() ([]Note, error) {
 	all, err := s.All()
 	if err != nil {
@@ -298,7 +303,7 @@ func (s *Store) Notes() ([]Note, error) {
 	for _, r := range all {
 		info, err := os.Lstat(s.path(r))
 		if errors.Is(err, fs.ErrNotExist) {
-			continue // given back meanwhile
+			continue // released meanwhile
 		}
 		if err != nil {
 			return nil, fmt.Errorf("read what addresses are used for: %w", err)
@@ -323,8 +328,8 @@ func (s *Store) Notes() ([]Note, error) {
 	return found, nil
 }
 
-// Release gives the addresses back. It may be repeated. It needs no lock: nobody gives what is in use, and what is
-// not is given a little later.
+// Release releases the addresses of a reservation. It may be repeated. It needs no lock, because
+// Reserve never assigns an address that has a file.
 func (s *Store) Release(r Reservation) error {
 	failpoint.Reach("net.release")
 	err := os.Remove(s.path(r))
@@ -337,10 +342,10 @@ func (s *Store) Release(r Reservation) error {
 
 func (s *Store) path(r Reservation) string { return filepath.Join(s.dir, r.name()) }
 
-// Path is where a reservation is kept.
+// Path returns the file of a reservation.
 func (s *Store) Path(r Reservation) string { return s.path(r) }
 
-// name is the file's: addresses@container@interface.
+// name returns the file name: addresses@container@interface.
 func (r Reservation) name() string { return join(r.IPs) + "@" + r.ContainerID + "@" + r.IfName }
 
 func join(ips []netip.Addr) string {
@@ -351,9 +356,9 @@ func join(ips []netip.Addr) string {
 	return strings.Join(texts, ",")
 }
 
-// parse reads a file's name. Only what name has made is understood.
+// parse decodes a file name. It accepts only names that the method name returns.
 func parse(name string) (r Reservation, ok bool) {
-	parts := strings.SplitN(name, "@", 3) // an interface may have an @ in its name
+	parts := strings.SplitN(name, "@", 3) // an interface name may contain an @
 	if len(parts) != 3 || parts[1] == "" || parts[2] == "" {
 		return r, false
 	}

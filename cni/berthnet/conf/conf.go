@@ -1,10 +1,11 @@
-// Package conf reads the configuration of berth-net, as it comes from an administrator's file, the daemon's options and the
-// runtime.
+// Package conf parses the configuration of berth-net. It combines an administrator's file or the
+// daemon's options with the runtime's arguments.
 //
 // # Contract
 //
-// Parse is pure. What it returns is valid: each name fits the kernel, each range has an address to give, there is at most one
-// range of a family. Errors are *types.Error with the codes of the CNI specification, and name the key.
+// Parse is pure. Its result is valid: the kernel accepts each name, each range has an address to
+// assign, and there is at most one range per family. Errors are *types.Error with the codes of the
+// CNI specification, and name the key.
 package conf
 
 import (
@@ -23,45 +24,45 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Defaults of keys that are not given.
+// Defaults of keys.
 const (
 	DefaultBridge  = "berth0"
 	DefaultDataDir = "/var/lib/cni/berth-net"
 )
 
-// Type is the plugin's name, in configurations and as a file.
+// Type is the plugin's type in configurations and its file name.
 const Type = "berth-net"
 
 const (
-	minMTU   = 1280 // less, and the kernel takes IPv6 off an interface
+	minMTU   = 1280 // the kernel removes IPv6 from an interface with less
 	maxMTU   = 65535
-	maxPorts = 4096 // host ports of a pod
+	maxPorts = 4096 // host ports per pod
 )
 
-// CapabilityRanges is the capability by which a runtime tells ranges of addresses.
+// CapabilityRanges is the capability for ranges of addresses.
 const CapabilityRanges = "ipRanges"
 
 // Kinds of isolation.
 const (
-	IsolatePods    = "pods"    // pods of the network don't reach each other, nor each other's host ports
-	IsolateIngress = "ingress" // who is not on this node doesn't reach pods, but by their host ports
-	IsolateNode    = "node"    // pods don't reach the node's own addresses, but for ICMP
+	IsolatePods    = "pods"    // pods of the network cannot reach each other or each other's host ports
+	IsolateIngress = "ingress" // from other nodes only host ports of pods are reachable
+	IsolateNode    = "node"    // pods cannot reach the node's own addresses, except by ICMP
 )
 
-// Net is the configuration of a network, and what the runtime says of one attachment.
+// Net is the configuration of a network with the runtime's arguments for one attachment.
 type Net struct {
 	types.NetConf
 
-	Bridge       string         `json:"bridge,omitempty"`       // its name; default berth0
-	MTU          int            `json:"mtu,omitempty"`          // 0: as the interface of the node's default route
-	Subnets      []netip.Prefix `json:"subnets,omitempty"`      // of pods, one of each family at most; the first address is the bridge's
-	Routes       []Route        `json:"routes,omitempty"`       // of pods, by the bridge; nil: the default routes
-	Masquerade   *bool          `json:"masquerade,omitempty"`   // whether pods appear outside with the node's address; default yes
-	NoMasquerade []netip.Prefix `json:"noMasquerade,omitempty"` // destinations that see pods' own addresses all the same
-	Hairpin      *bool          `json:"hairpin,omitempty"`      // whether the bridge sends back by the port it came from; default yes
-	CheckSource  *bool          `json:"checkSource,omitempty"`  // whether pods can send with their own addresses only; default yes
-	Isolation    []string       `json:"isolation,omitempty"`    // what is kept apart, see the constants
-	DataDir      string         `json:"dataDir,omitempty"`      // where addresses are kept, in a directory for each network
+	Bridge       string         `json:"bridge,omitempty"`       // name; default berth0
+	MTU          int            `json:"mtu,omitempty"`          // 0: that of the node's default route
+	Subnets      []netip.Prefix `json:"subnets,omitempty"`      // of pods, at most one per family; the bridge has the first address
+	Routes       []Route        `json:"routes,omitempty"`       // of pods, through the bridge; nil: default routes
+	Masquerade   *bool          `json:"masquerade,omitempty"`   // translate pods' addresses to the node's for other networks; default true
+	NoMasquerade []netip.Prefix `json:"noMasquerade,omitempty"` // destinations without masquerading
+	Hairpin      *bool          `json:"hairpin,omitempty"`      // let the bridge send a packet back through its port; default true
+	CheckSource  *bool          `json:"checkSource,omitempty"`  // restrict pods to their own source addresses; default true
+	Isolation    []string       `json:"isolation,omitempty"`    // kinds of isolation, see the constants
+	DataDir      string         `json:"dataDir,omitempty"`      // of addresses, with a subdirectory per network
 
 	Runtime struct {
 		PortMappings []PortMapping `json:"portMappings,omitempty"`
@@ -69,18 +70,18 @@ type Net struct {
 		Bandwidth    Bandwidth     `json:"bandwidth,omitzero"`
 	} `json:"runtimeConfig,omitempty"`
 
-	Valid []types.GCAttachment `json:"-"` // for GC: the attachments that it keeps
+	Valid []types.GCAttachment `json:"-"` // attachments that GC keeps
 
-	Ranges []Range `json:"-"` // of the attachment: the runtime's, else of Subnets
-	Ports  []Port  `json:"-"` // of Runtime.PortMappings
+	Ranges []Range `json:"-"` // of the attachment: the runtime's, or of Subnets
+	Ports  []Port  `json:"-"` // from Runtime.PortMappings
 }
 
-// Route is a destination that pods reach by the bridge.
+// Route is a destination that pods reach through the bridge.
 type Route struct {
 	Dst netip.Prefix `json:"dst"`
 }
 
-// PortMapping is as in the capability portMappings (CNI CONVENTIONS.md).
+// PortMapping is an item of the capability portMappings (CNI CONVENTIONS.md).
 type PortMapping struct {
 	HostPort      int    `json:"hostPort"`
 	ContainerPort int    `json:"containerPort"`
@@ -88,7 +89,8 @@ type PortMapping struct {
 	HostIP        string `json:"hostIP,omitempty"`
 }
 
-// Bandwidth is as in the capability bandwidth: rates in bits a second, bursts in bits; 0: no limit. Ingress is what the pod receives.
+// Bandwidth is the value of the capability bandwidth. Rates are in bits per second, bursts in bits;
+// 0 means no limit. Ingress is traffic to the pod.
 type Bandwidth struct {
 	IngressRate  uint64 `json:"ingressRate,omitempty"`
 	IngressBurst uint64 `json:"ingressBurst,omitempty"`
@@ -96,7 +98,7 @@ type Bandwidth struct {
 	EgressBurst  uint64 `json:"egressBurst,omitempty"`
 }
 
-// IPRange is as in the capability ipRanges.
+// IPRange is an item of the capability ipRanges.
 type IPRange struct {
 	Subnet     netip.Prefix `json:"subnet"`
 	RangeStart netip.Addr   `json:"rangeStart,omitzero"`
@@ -104,14 +106,14 @@ type IPRange struct {
 	Gateway    netip.Addr   `json:"gateway,omitzero"`
 }
 
-// Range is where a pod's address of one family comes from.
+// Range is the source of a pod's address of one family.
 type Range struct {
 	Subnet      netip.Prefix // masked
-	First, Last netip.Addr   // both may be given
-	Gateway     netip.Addr   // the bridge's, given to nobody
+	First, Last netip.Addr   // inclusive
+	Gateway     netip.Addr   // the bridge's, never assigned
 }
 
-// Port is a host port. HostIP is not valid where the port is open on all of the node's addresses.
+// Port is a host port. An invalid HostIP means all of the node's addresses.
 type Port struct {
 	Protocol uint8 // unix.IPPROTO_TCP, _UDP or _SCTP
 	HostIP   netip.Addr
@@ -119,7 +121,7 @@ type Port struct {
 	PodPort  uint16
 }
 
-// Parse reads a plugin's configuration with what the runtime has put into it.
+// Parse decodes a plugin's configuration with the runtime's arguments.
 func Parse(data []byte) (*Net, error) {
 	n := &Net{}
 	if err := json.Unmarshal(data, n); err != nil {
@@ -133,8 +135,8 @@ func Parse(data []byte) (*Net, error) {
 	return n, nil
 }
 
-// ParseNames reads what DEL needs: where things are. What ADD would refuse of the rest has made
-// nothing, and must not keep a pod from being removed.
+// ParseNames decodes only the names and directories, for DEL. A configuration that ADD refuses has
+// made nothing, and must not block the removal of a pod.
 func ParseNames(data []byte) (*Net, error) {
 	var names struct {
 		types.NetConf
@@ -151,14 +153,15 @@ func ParseNames(data []byte) (*Net, error) {
 	return n, nil
 }
 
-// ParseGC reads what GC needs: where things are, and the attachments that are kept. It is an error if these are not given: all
-// would be given back then.
+// ParseGC decodes the names and directories, and the attachments that GC keeps. Missing attachments
+// are an error, because GC would release everything.
 func ParseGC(data []byte) (*Net, error) {
 	n, err := ParseNames(data)
 	if err != nil {
 		return nil, err
 	}
-	// The second one is the name in specification 1.1.0 as first published. A runtime without attachments may say null.
+	// The second key is the name in specification 1.1.0 as first published. A runtime without
+	// attachments may pass null.
 	var raw struct {
 		Valid       json.RawMessage `json:"cni.dev/valid-attachments"`
 		Attachments json.RawMessage `json:"cni.dev/attachments"`
@@ -186,13 +189,13 @@ func (n *Net) names() error {
 	if err := utils.ValidateNetworkName(n.Name); err != nil {
 		return err
 	}
-	if len(n.Name) > 128 { // it is part of a table's name
+	if len(n.Name) > 128 { // part of a table's name
 		return fmt.Errorf("name: longer than 128 bytes")
 	}
 	if n.Bridge == "" {
 		n.Bridge = DefaultBridge
 	}
-	// A colon is for aliases, a percent sign would have the kernel choose a number.
+	// A colon is for aliases, and the kernel replaces a percent sign by a number.
 	if len(n.Bridge) >= unix.IFNAMSIZ || n.Bridge == "." || n.Bridge == ".." || n.Bridge == "all" || n.Bridge == "default" ||
 		strings.ContainsFunc(n.Bridge, func(r rune) bool { return r <= ' ' || r > '~' || strings.ContainsRune("/:%@", r) }) {
 		return fmt.Errorf("bridge: %q is no name of an interface", n.Bridge)
@@ -249,30 +252,30 @@ func (n *Net) isolation() error {
 	return nil
 }
 
-// Isolates tells whether a kind of isolation is asked for.
+// Isolates reports whether a kind of isolation is configured.
 func (n *Net) Isolates(kind string) bool { return slices.Contains(n.Isolation, kind) }
 
-// Masquerades tells whether pods appear outside with the node's address.
+// Masquerades returns Masquerade or its default.
 func (n *Net) Masquerades() bool { return n.Masquerade == nil || *n.Masquerade }
 
-// Hairpins tells whether the bridge sends back by the port it came from.
+// Hairpins returns Hairpin or its default.
 func (n *Net) Hairpins() bool { return n.Hairpin == nil || *n.Hairpin }
 
-// ChecksSource tells whether pods can send with their own addresses only.
+// ChecksSource returns CheckSource or its default.
 func (n *Net) ChecksSource() bool { return n.CheckSource == nil || *n.CheckSource }
 
-// Dir is where the network's addresses are kept.
+// Dir returns the directory of the network's addresses.
 func (n *Net) Dir() string { return filepath.Join(n.DataDir, n.Name) }
 
-// Key names the network on the node: by its name and by where its addresses are kept. Who keeps them elsewhere, as another
-// daemon does, has another network, of which nothing is touched.
+// Key identifies the network on the node by its name and the directory of its addresses. The same
+// name with another directory, as another daemon has it, is another network.
 func (n *Net) Key() string {
 	sum := sha256.Sum256([]byte(n.Dir()))
 	return n.Name + "-" + hex.EncodeToString(sum[:4])
 }
 
-// ranges chooses the ranges of the attachment. A runtime that knows the node's pod CIDR tells it by ipRanges, which
-// replaces the configured subnets.
+// ranges chooses the ranges of the attachment. ipRanges, by which a runtime passes the node's pod
+// CIDR, replaces the configured subnets.
 func (n *Net) ranges() error {
 	asked := make([]IPRange, 0, 2)
 	for _, s := range n.Subnets {
@@ -309,7 +312,8 @@ func (n *Net) ranges() error {
 	return nil
 }
 
-// complete checks a range and gives it its defaults: all of the subnet, whose first address is the gateway.
+// complete checks a range and sets its defaults: the whole subnet, with the first address as
+// gateway.
 func (a IPRange) complete() (Range, error) {
 	if !a.Subnet.IsValid() || a.Subnet.Addr().Is4In6() {
 		return Range{}, fmt.Errorf("subnet: %s is none", a.Subnet)
@@ -323,7 +327,7 @@ func (a IPRange) complete() (Range, error) {
 	}
 	first, last := r.Subnet.Addr().Next(), lastOf(r.Subnet)
 	if first.Is4() {
-		last = last.Prev() // the broadcast address
+		last = last.Prev() // without the broadcast address
 	}
 	r.First, r.Last, r.Gateway = first, last, first
 	for _, given := range []struct {
@@ -352,13 +356,13 @@ func lastOf(p netip.Prefix) netip.Addr {
 	for bit := p.Bits(); bit < len(b)*8; bit++ {
 		b[bit/8] |= 0x80 >> (bit % 8)
 	}
-	last, _ := netip.AddrFromSlice(b) // as long as the address it is made of
+	last, _ := netip.AddrFromSlice(b) // b has the length of an address
 	return last
 }
 
 var protocols = map[string]uint8{"": unix.IPPROTO_TCP, "tcp": unix.IPPROTO_TCP, "udp": unix.IPPROTO_UDP, "sctp": unix.IPPROTO_SCTP}
 
-// ProtocolName is the name of a port's protocol.
+// ProtocolName returns the name of a port's protocol.
 func (p Port) ProtocolName() string {
 	switch p.Protocol {
 	case unix.IPPROTO_TCP:
@@ -375,7 +379,7 @@ func (n *Net) ports() error {
 	}
 	for _, m := range n.Runtime.PortMappings {
 		if m.HostPort == 0 {
-			continue // opens nothing
+			continue // no host port
 		}
 		protocol, known := protocols[strings.ToLower(m.Protocol)]
 		if !known {
@@ -391,7 +395,7 @@ func (n *Net) ports() error {
 				return fmt.Errorf("portMappings: hostIP %q is no address", m.HostIP)
 			}
 			if port.HostIP = ip.Unmap(); port.HostIP == netip.IPv6Loopback() {
-				continue // the kernel redirects nothing from there
+				continue // the kernel cannot redirect from there
 			}
 		}
 		n.Ports = append(n.Ports, port)

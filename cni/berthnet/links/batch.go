@@ -10,12 +10,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// answerTimeout bounds the wait for one answer of the kernel, in seconds. It answers when it has done the work, for which it may have to
-// wait for other changes of the network (the RTNL lock).
+// answerTimeout bounds the wait for one answer of the kernel, in seconds. The kernel answers after
+// the work, which may wait for other network changes (the RTNL lock).
 const answerTimeout = 60
 
-// batch is requests to the kernel's routing netlink that are sent together: one system call, answered one by one. The kernel does each
-// of them, whether those before it failed or not.
+// batch is a series of routing netlink requests that are sent with one system call. The kernel
+// answers each one, and processes all of them even after a failure.
 type batch struct {
 	steps []step
 }
@@ -23,10 +23,10 @@ type batch struct {
 type step struct {
 	what    string
 	request *nl.NetlinkRequest
-	passed  unix.Errno // an error that is none
+	passed  unix.Errno // an errno that counts as success
 }
 
-// add appends a request. what is what an error says.
+// add appends a request. Errors of the request begin with what.
 func (b *batch) add(what string, kind uint16, flags int, data ...nl.NetlinkRequestData) *nl.NetlinkRequest {
 	request := nl.NewNetlinkRequest(int(kind), flags|unix.NLM_F_ACK)
 	for _, d := range data {
@@ -36,11 +36,11 @@ func (b *batch) add(what string, kind uint16, flags int, data ...nl.NetlinkReque
 	return request
 }
 
-// pass makes an error of the last request none.
+// pass makes an errno of the last request count as success.
 func (b *batch) pass(e unix.Errno) { b.steps[len(b.steps)-1].passed = e }
 
-// do sends the requests from the thread's network namespace and waits for all answers. The error is of the first request that
-// failed, and wraps a unix.Errno.
+// do sends the requests from the thread's network namespace and waits for all answers. It returns
+// the error of the first failed request, which wraps a unix.Errno.
 func (b *batch) do() error {
 	socket, err := open()
 	if err != nil {
@@ -56,7 +56,7 @@ func open() (socket int, err error) {
 	if err != nil {
 		return -1, fmt.Errorf("open netlink: %w", err)
 	}
-	for _, option := range []int{unix.NETLINK_CAP_ACK, unix.NETLINK_EXT_ACK} { // short answers, with explanations
+	for _, option := range []int{unix.NETLINK_CAP_ACK, unix.NETLINK_EXT_ACK} { // short answers, with error messages
 		if err == nil {
 			err = unix.SetsockoptInt(socket, unix.SOL_NETLINK, option, 1)
 		}
@@ -111,13 +111,13 @@ func receive(socket int, buffer []byte) (n int, err error) {
 			return 0, fmt.Errorf("no answer for %d s", answerTimeout)
 		}
 		if sender, ok := from.(*unix.SockaddrNetlink); err == nil && (!ok || sender.Pid != nl.PidKernel) {
-			continue // another process
+			continue // not from the kernel
 		}
 		return n, err
 	}
 }
 
-// answers reads acknowledgements and returns how many there have been by now.
+// answers reads acknowledgements and returns the number of answered requests.
 func (b *batch) answers(data []byte, answered int, failures []error) (int, error) {
 	for len(data) >= unix.NLMSG_HDRLEN {
 		order := nl.NativeEndian()
@@ -135,9 +135,9 @@ func (b *batch) answers(data []byte, answered int, failures []error) (int, error
 	return answered, nil
 }
 
-// explained adds what the kernel says of an error.
+// explained adds the kernel's message to an errno.
 func explained(errno unix.Errno, body []byte, flags uint16) error {
-	const echoed = 4 + unix.NLMSG_HDRLEN // with NETLINK_CAP_ACK only the request's header comes back
+	const echoed = 4 + unix.NLMSG_HDRLEN // NETLINK_CAP_ACK: only the request's header is repeated
 	if flags&unix.NLM_F_ACK_TLVS == 0 || len(body) < echoed {
 		return errno
 	}

@@ -20,41 +20,41 @@ import (
 	"berth/internal/failpoint"
 )
 
-// Bridge is the node's end of a network, as it is.
+// Bridge is the present state of a network's bridge.
 type Bridge struct {
 	Name     string
 	Index    int
 	MTU      int
 	MAC      net.HardwareAddr
-	Prefixes []netip.Prefix // its addresses, without the link-local ones
+	Prefixes []netip.Prefix // without link-local addresses
 	up       bool
 	alias    string
 }
 
-// Description is what a bridge shall be like.
+// Description is the wanted state of a bridge.
 type Description struct {
 	Name     string
-	Network  string // key of the network whose it is
-	MTU      int    // of a bridge that is made; 0: as the interface of the node's default route
+	Network  string // key of its network
+	MTU      int    // of a new bridge; 0: that of the interface with the node's default route
 	Gateways []netip.Prefix
-	InUse    []netip.Addr // addresses of pods, whose gateways stay
+	InUse    []netip.Addr // addresses of pods; their gateways stay
 }
 
-// Errors of MakeBridge, the first two of CheckBridge, too.
+// Errors of MakeBridge; the first two also of CheckBridge.
 var (
 	ErrTaken   = errors.New("the bridge is another network's")
 	ErrOverlap = errors.New("the subnet overlaps with another network of the node")
 	ErrQuicker = errors.New("somebody else has made the bridge just now")
 )
 
-// What a bridge's alias says of whose it is: a network by its key, which has made it, or found it without one. Of a bridge that it has
-// not made a network takes nothing away.
+// A bridge's alias names its network by key, and says whether the network made the bridge or found
+// it without an owner. A network removes nothing from a bridge that it found.
 const (
 	madeBy  = "berth-net bridge of "
 	foundBy = "berth-net bridge found by "
 )
 
-// owner is the key of the network that has the bridge; "" if none has.
+// owner returns the key of the bridge's network, "" without one.
 func (b *Bridge) owner() (network string, made bool) {
 	if network, ok := strings.CutPrefix(b.alias, madeBy); ok {
 		return network, true
@@ -66,10 +66,12 @@ func (b *Bridge) owner() (network string, made bool) {
 	return network, b.isOurs()
 }
 
-// isOurs tells, by the hardware address, that newBridge has made the bridge, of whatever version, and if it was killed before the alias was set.
+// isOurs reports whether newBridge of any version made the bridge, by its hardware address. It is
+// true even if newBridge was killed before the alias was set.
 func (b *Bridge) isOurs() bool { return bytes.Equal(b.MAC, bridgeMAC(b.Name)) }
 
-// FindBridge returns the bridge of a name; nil if there is none. It is an error if there is something else.
+// FindBridge returns a bridge by name, nil if the name is unused. A device of another type is an
+// error.
 func FindBridge(name string) (*Bridge, error) {
 	link, err := netlink.LinkByName(name)
 	if isMissing(err) {
@@ -84,7 +86,7 @@ func FindBridge(name string) (*Bridge, error) {
 	at := link.Attrs()
 	b := &Bridge{Name: name, Index: at.Index, MTU: at.MTU, MAC: at.HardwareAddr, up: at.Flags&net.FlagUp != 0, alias: at.Alias}
 	addresses, err := addressesOf(b.Index)
-	if errors.Is(err, unix.ENODEV) { // it went after it was found
+	if errors.Is(err, unix.ENODEV) { // deleted meanwhile
 		return nil, nil
 	}
 	if err != nil {
@@ -95,7 +97,7 @@ func FindBridge(name string) (*Bridge, error) {
 	return b, nil
 }
 
-// BelongsTo tells whether a network has the bridge.
+// BelongsTo reports whether the bridge's owner is the network.
 func (b *Bridge) BelongsTo(network string) bool {
 	if b == nil {
 		return false
@@ -104,13 +106,13 @@ func (b *Bridge) BelongsTo(network string) bool {
 	return owner == network
 }
 
-// Serves tells whether the bridge is up and has these addresses.
+// Serves reports whether the bridge is up and has these addresses.
 func (b *Bridge) Serves(gateways []netip.Prefix) bool {
 	return b != nil && b.up && !slices.ContainsFunc(gateways, func(g netip.Prefix) bool { return !slices.Contains(b.Prefixes, g) })
 }
 
-// Obsolete are the addresses of the bridge that are not among the described ones and that no pod needs. There are none
-// of a bridge that the network has not made.
+// Obsolete returns the addresses of the bridge that are not described and that no pod uses as
+// gateway. It returns none for a bridge that the network did not make.
 func (b *Bridge) Obsolete(d *Description) (some []netip.Prefix) {
 	if _, made := b.owner(); !made || !b.BelongsTo(d.Network) {
 		return nil
@@ -123,8 +125,9 @@ func (b *Bridge) Obsolete(d *Description) (some []netip.Prefix) {
 	return some
 }
 
-// MakeBridge makes the bridge as it is described, as far as it is not so, and has the node forward packets. A bridge that is there keeps
-// its MTU, and one that others have made its addresses. The caller has the lock for itself. Errors as of CheckBridge, and ErrQuicker: it is to be looked at anew.
+// MakeBridge makes the bridge as described and enables forwarding on the node. An existing bridge
+// keeps its MTU, and its addresses unless the network made it. The caller holds Lock exclusively.
+// Errors as of CheckBridge, and ErrQuicker if the caller should try again.
 func MakeBridge(d *Description) (*Bridge, error) {
 	b, err := d.find(CheckOverlap)
 	if err != nil {
@@ -151,15 +154,16 @@ func MakeBridge(d *Description) (*Bridge, error) {
 	return b, err
 }
 
-// CheckBridge tells why MakeBridge would refuse, and changes nothing: ErrTaken if another network has pods on the bridge, ErrOverlap if the node
-// reaches somebody else by the addresses, as checkOverlap tells (CheckOverlap, or Overlaps'); or there is something else of the bridge's name, or no IPv6 for
-// its addresses.
+// CheckBridge returns the error that MakeBridge would return, and changes nothing. It returns
+// ErrTaken if another network has pods on the bridge. It returns ErrOverlap if checkOverlap
+// (CheckOverlap or Overlaps.Check) finds the addresses in other use. Other errors: a device of
+// another type has the name, or the kernel has no IPv6 for the addresses.
 func CheckBridge(d *Description, checkOverlap func(subnets []netip.Prefix, bridge string) error) error {
 	_, err := d.find(checkOverlap)
 	return err
 }
 
-// find returns the bridge, nil if there is none, unless MakeBridge has to refuse.
+// find returns the bridge, nil if there is none, or the error with which MakeBridge has to refuse.
 func (d *Description) find(checkOverlap func(subnets []netip.Prefix, bridge string) error) (*Bridge, error) {
 	b, err := FindBridge(d.Name)
 	if err != nil {
@@ -187,7 +191,8 @@ func (d *Description) find(checkOverlap func(subnets []netip.Prefix, bridge stri
 	return b, nil
 }
 
-// mayBecome tells, by ErrTaken, that the bridge cannot be a network's: another one has pods on it, or somebody else has said that it is his.
+// mayBecome returns ErrTaken if the network cannot take the bridge: it has pods of another network,
+// or an alias that is not berth-net's.
 func (b *Bridge) mayBecome(network string) error {
 	owner, _ := b.owner()
 	switch {
@@ -207,7 +212,7 @@ func (b *Bridge) mayBecome(network string) error {
 	return nil
 }
 
-// claim makes the bridge, which may become that, a network's.
+// claim makes a network the owner of the bridge. The caller has checked mayBecome.
 func (b *Bridge) claim(network string) error {
 	owner, made := b.owner()
 	if owner == network {
@@ -218,10 +223,11 @@ func (b *Bridge) claim(network string) error {
 		alias = madeBy + network
 	}
 	message := nl.NewIfInfomsg(unix.AF_UNSPEC)
-	message.Index = int32(b.Index) // of the device that was looked at, whatever is called so by now
+	message.Index = int32(b.Index) // the inspected device, even if another one has its name now
 	parts := []nl.NetlinkRequestData{message, nl.NewRtAttr(unix.IFLA_IFALIAS, []byte(alias))}
 	if b.alias == "" && b.isOurs() {
-		// An MTU that is given with the request for a bridge lasts until the last port goes, and is Ethernet's then (br_mtu_auto_adjust, Linux 4.17).
+		// The kernel resets an MTU that is part of the request for a new bridge to Ethernet's when
+		// the last port goes (br_mtu_auto_adjust, Linux 4.17).
 		parts = append(parts, number(unix.IFLA_MTU, b.MTU))
 	}
 	var host batch
@@ -235,9 +241,11 @@ func (b *Bridge) claim(network string) error {
 	return err
 }
 
-// newBridge makes a bridge that is down. The kernel takes no alias with the request for a device, and by another one sent with it would name whatever
-// has the name, were somebody quicker who does not know the lock (ErrQuicker): so claim says whose it is. If the sender dies before, the hardware address
-// tells that it is ours. It is given also because the kernel would change its own with each port.
+// newBridge makes a bridge that is down and has no alias. The kernel takes no alias with the
+// request for a device. A second request would set it by name, and could hit a bridge that another
+// program has made meanwhile (ErrQuicker). So claim sets the alias later. If the process dies
+// before, the hardware address shows that the bridge is ours. A fixed hardware address also keeps
+// the kernel from changing it with each port.
 func newBridge(d *Description) (*Bridge, error) {
 	mtu := d.MTU
 	if mtu == 0 {
@@ -264,14 +272,15 @@ func newBridge(d *Description) (*Bridge, error) {
 	return b, err
 }
 
-// bridgeMAC follows from the name and the machine, so that a bridge that is made again is the same to pods that have met it.
+// bridgeMAC derives the address from the name and the machine ID, so a bridge that is made again
+// has the same address for existing pods.
 func bridgeMAC(name string) net.HardwareAddr {
-	machine, _ := os.ReadFile("/etc/machine-id") // a node without one has the MAC of other nodes without, on a bridge of its own
+	machine, _ := os.ReadFile("/etc/machine-id") // without a machine ID all nodes have the same address, each on its own bridge
 	sum := sha256.Sum256(append(bytes.TrimSpace(machine), name...))
 	return append(net.HardwareAddr{sum[0]&^1 | 2}, sum[1:6]...)
 }
 
-// outsideMTU is the MTU of the interface with the node's default route, or Ethernet's.
+// outsideMTU returns the MTU of the interface with the node's default route, or Ethernet's.
 func outsideMTU() int {
 	const ethernet = 1500
 	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
@@ -295,7 +304,7 @@ func outsideMTU() int {
 
 const minMTU = 1280 // of IPv6
 
-// setUp gives the bridge the addresses that it lacks, takes obsolete ones from it, and sets it up.
+// setUp adds missing addresses, removes obsolete ones, and sets the bridge up.
 func (b *Bridge) setUp(gateways, obsolete []netip.Prefix) error {
 	var host batch
 	for _, g := range gateways {
@@ -307,7 +316,7 @@ func (b *Bridge) setUp(gateways, obsolete []netip.Prefix) error {
 	for _, g := range obsolete {
 		message := nl.NewIfAddrmsg(family(g.Addr()))
 		message.Prefixlen, message.Index = uint8(g.Bits()), uint32(b.Index)
-		address := g.Addr().AsSlice() // with the length, the kernel compares IFA_ADDRESS
+		address := g.Addr().AsSlice() // the kernel compares IFA_ADDRESS with the prefix length
 		host.add("remove address "+g.String(), unix.RTM_DELADDR, 0, message, nl.NewRtAttr(unix.IFA_LOCAL, address), nl.NewRtAttr(unix.IFA_ADDRESS, address))
 		host.pass(unix.EADDRNOTAVAIL)
 	}
@@ -323,9 +332,10 @@ func (b *Bridge) setUp(gateways, obsolete []netip.Prefix) error {
 	return err
 }
 
-// CheckOverlap tells, by ErrOverlap, that the node has addresses in one of the subnets, or reaches part of it or all of it, by another interface than
-// the bridge, "" for none. A wider route, such as that of a whole cluster's pods, is none of the node's business, unless it is that of
-// another network's bridge.
+// CheckOverlap returns ErrOverlap if a subnet is in other use: the node has an address in it, or a
+// route to a part or all of it, through another interface than the bridge. bridge is "" if there is
+// none yet. A route to a larger network, such as a whole cluster's pods, is no overlap, unless it
+// leads to another network's bridge.
 func CheckOverlap(subnets []netip.Prefix, bridge string) error {
 	own := -1
 	if bridge != "" {
@@ -379,7 +389,7 @@ func CheckOverlap(subnets []netip.Prefix, bridge string) error {
 	return nil
 }
 
-// containing returns the first subnet that has all of a network; not valid if none has.
+// containing returns the first subnet that contains all of p, an invalid prefix without one.
 func containing(subnets []netip.Prefix, p netip.Prefix) netip.Prefix {
 	for _, s := range subnets {
 		if s.Bits() <= p.Bits() && s.Contains(p.Addr()) {
@@ -398,11 +408,11 @@ func prefixOf(n *net.IPNet) (netip.Prefix, bool) {
 	return netip.PrefixFrom(ip.Unmap(), ones), ok
 }
 
-// isNetworks tells whether an interface is the bridge of a network like ours.
+// isNetworks reports whether an interface is the bridge of a berth-net network.
 func isNetworks(index int) bool {
 	link, err := netlink.LinkByIndex(index)
 	if err != nil {
-		return false // gone meanwhile, with its addresses
+		return false // deleted meanwhile, with its addresses
 	}
 	alias := link.Attrs().Alias
 	return link.Type() == "bridge" && (strings.HasPrefix(alias, madeBy) || strings.HasPrefix(alias, foundBy))
@@ -421,9 +431,10 @@ const (
 	ipv6 = "/proc/sys/net/ipv6"
 )
 
-// Prepare sets what the kernel does with packets of the bridge, as far as it is not set: it forwards them, of either family that the network
-// has; it takes no router advertisements from pods (CVE-2020-10749); and what the node sends to its own loopback addresses may leave by the bridge,
-// which host ports need (what pods send there is dropped: packages rules and source).
+// Prepare sets the kernel's options for packets of the bridge. The kernel forwards packets of the
+// network's families. It ignores router advertisements from pods (CVE-2020-10749). With
+// route_localnet, packets from the node's loopback addresses may leave through the bridge, as host
+// ports need. Packages rules and source drop what pods send to loopback addresses.
 func (b *Bridge) Prepare(gateways []netip.Prefix) error {
 	for _, g := range gateways {
 		if g.Addr().Is4() {
@@ -454,14 +465,15 @@ func checkFamily(p netip.Prefix) error {
 	return nil
 }
 
-// IPv6Off tells whether the kernel has no IPv6, or the administrator has switched it off for all interfaces.
+// IPv6Off reports whether the kernel has no IPv6, or the administrator has disabled it on all
+// interfaces.
 func IPv6Off() bool {
 	off, err := os.ReadFile(ipv6 + "/conf/all/disable_ipv6")
 	return err != nil || string(bytes.TrimSpace(off)) != "0"
 }
 
-// keepRouters has the node go on to learn its own routes from routers: interfaces that do, do no more once it forwards, unless
-// they are told to explicitly.
+// keepRouters lets the node continue to learn routes from router advertisements. With forwarding an
+// interface ignores them unless accept_ra is 2.
 func keepRouters() error {
 	if forwards, err := os.ReadFile(ipv6 + "/conf/all/forwarding"); err != nil || !bytes.Equal(bytes.TrimSpace(forwards), []byte("0")) {
 		return err
@@ -470,7 +482,7 @@ func keepRouters() error {
 	for _, file := range files {
 		accepts, e := os.ReadFile(file)
 		if link := filepath.Base(filepath.Dir(file)); e != nil || link == "all" || link == "default" || link == "lo" {
-			continue // gone meanwhile, or no interface that has routers
+			continue // deleted meanwhile, or an interface without routers
 		}
 		if bytes.Equal(bytes.TrimSpace(accepts), []byte("1")) {
 			err = errors.Join(err, set(file, "2"))
@@ -479,7 +491,7 @@ func keepRouters() error {
 	return err
 }
 
-// refuseRouters has an interface take no router advertisements. There may be no IPv6.
+// refuseRouters makes an interface ignore router advertisements. The kernel may have no IPv6.
 func refuseRouters(ifName string) error {
 	err := set(ipv6+"/conf/"+ifName+"/accept_ra", "0")
 	if errors.Is(err, fs.ErrNotExist) {
@@ -488,7 +500,8 @@ func refuseRouters(ifName string) error {
 	return err
 }
 
-// set writes a value that is not set yet. The files show the namespace of the thread that opens them.
+// set writes a value unless the file has it. The file shows the network namespace of the thread
+// that opens it.
 func set(file, value string) error {
 	now, err := os.ReadFile(file)
 	if err == nil && string(bytes.TrimSpace(now)) == value {

@@ -11,13 +11,13 @@ import (
 	"berth/internal/netns"
 )
 
-// Expected is what an attachment should be like.
+// Expected is the wanted state of an attachment.
 type Expected struct {
 	Attachment
-	MAC string // of the pod's device; empty: any
+	MAC string // of the pod's device; "": any
 }
 
-// Check compares it with what is there. The error names the first difference.
+// Check compares the attachment with the node. The error names the first difference.
 func (e *Expected) Check() error {
 	port, err := netlink.LinkByName(PortName(e.ContainerID, e.IfName))
 	if err != nil {

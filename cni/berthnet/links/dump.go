@@ -12,16 +12,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// How often a list is asked for that changes while the kernel gives it out, and the pauses in between, which grow: what changes it comes in bursts. They take
-// a fifth of a second together.
+// Retries of a list that changes while the kernel returns it. The pauses grow, because changes come
+// in bursts. Together they take a fifth of a second.
 const (
 	dumpAttempts   = 10
 	firstDumpPause = time.Millisecond
 	lastDumpPause  = 50 * time.Millisecond
 )
 
-// dump asks for a list of the kernel's until it comes whole. The kernel gives a long one out in pieces, and says so (NLM_F_DUMP_INTR) where it was changed
-// in between, by whatever pod comes or goes; the library returns what it has, with ErrDumpInterrupted, and what is missing in it nobody knows.
+// dump asks the kernel for a list until it is complete. The kernel returns a long list in pieces
+// and marks it (NLM_F_DUMP_INTR) if a change came in between. The library then returns an
+// incomplete list with ErrDumpInterrupted.
 func dump[T any](ask func() ([]T, error)) (all []T, err error) {
 	pause := firstDumpPause
 	for attempt := range dumpAttempts {
@@ -36,8 +37,8 @@ func dump[T any](ask func() ([]T, error)) (all []T, err error) {
 	return nil, err
 }
 
-// addressesOf returns the addresses of the interface with an index, of IPv4 and IPv6, with the lengths of their subnets. Errors wrap the kernel's: ENODEV where there
-// is no such interface, but none before Linux 4.20.
+// addressesOf returns the IPv4 and IPv6 addresses of an interface with their prefix lengths. For a
+// missing interface the error wraps ENODEV; before Linux 4.20 the list is empty instead.
 func addressesOf(index int) (all []netip.Prefix, err error) {
 	messages, err := dump(func() ([][]byte, error) { return askAddresses(index) })
 	if err != nil {
@@ -55,15 +56,16 @@ func addressesOf(index int) (all []netip.Prefix, err error) {
 	return all, nil
 }
 
-// askAddresses returns the kernel's messages about one interface's addresses, which fit into one piece, so that nothing interrupts them. Those of all
-// interfaces, which older kernels give (before Linux 4.20), come in many where a proxy has an address for each service (kube-ipvs0) or other networks' pods have some on the node.
+// askAddresses returns the kernel's messages about one interface's addresses. They fit into one
+// piece, so changes cannot interrupt them. Kernels before 4.20 return those of all interfaces, in
+// many pieces if a proxy has an address per service (kube-ipvs0).
 func askAddresses(index int) ([][]byte, error) {
-	socket, err := nl.Subscribe(unix.NETLINK_ROUTE) // to nothing: it is the thread's namespace's, and a socket of our own, for its option
+	socket, err := nl.Subscribe(unix.NETLINK_ROUTE) // without groups: a private socket in the thread's namespace, for the option below
 	if err != nil {
 		return nil, fmt.Errorf("open netlink: %w", err)
 	}
 	defer socket.Close()
-	err = unix.SetsockoptInt(socket.GetFd(), unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1) // or the index in a request counts for nothing
+	err = unix.SetsockoptInt(socket.GetFd(), unix.SOL_NETLINK, unix.NETLINK_GET_STRICT_CHK, 1) // otherwise the kernel ignores the index
 	if err != nil && !errors.Is(err, unix.ENOPROTOOPT) {
 		return nil, fmt.Errorf("open netlink: %w", err)
 	}
@@ -78,7 +80,8 @@ func askAddresses(index int) ([][]byte, error) {
 	return request.Execute(unix.NETLINK_ROUTE, unix.RTM_NEWADDR)
 }
 
-// parseAddress reads a message about an address; ok is false where it is another interface's, or of another family. An address with a peer is alone in its subnet.
+// parseAddress decodes a message about an address. ok is false for another interface or family. An
+// address with a peer is alone in its subnet.
 func parseAddress(data []byte, index int) (p netip.Prefix, ok bool, err error) {
 	message := nl.DeserializeIfAddrmsg(data)
 	if int(message.Index) != index || message.Family != unix.AF_INET && message.Family != unix.AF_INET6 {
@@ -88,7 +91,7 @@ func parseAddress(data []byte, index int) (p netip.Prefix, ok bool, err error) {
 	if err != nil {
 		return p, false, fmt.Errorf("address of interface number %d: %w", index, err)
 	}
-	var local, peer []byte // of IPv4 they are the same where there is no peer; of IPv6 there is no local one then
+	var local, peer []byte // without a peer, IPv4 has the same address in both, and IPv6 has no local one
 	for _, a := range attrs {
 		switch a.Attr.Type {
 		case unix.IFA_LOCAL:

@@ -1,14 +1,15 @@
-// Package links makes what pods are connected by: a bridge on the node, and for each pod a pair of veth devices, one of them
-// a port of the bridge, the other one in the pod's network namespace.
+// Package links makes a bridge on the node, and a pair of veth devices per pod. One device of the
+// pair is a port of the bridge, the other one is in the pod's network namespace.
 //
 // # Contract
 //
-// The name of the port follows from the container's ID and the interface, so that Cut finds it with nothing else. Each step is
-// one call of the kernel or may be repeated. Functions work in the network namespace of the calling thread, which the
-// caller does not change; what they do in a pod's they do on a thread of its own (package netns).
+// The port's name derives from the container ID and the interface, so Cut needs nothing else to
+// find it. Each step is one system call or may be repeated. Functions work in the network namespace
+// of the calling thread, which the caller must not change meanwhile. Work in a pod's namespace runs
+// on a thread of its own (package netns).
 //
-// Few calls of the kernel, since each of them waits for the lock of all network changes (RTNL), and the devices have one queue each:
-// more would only make them slower to make, by as many as there are processors.
+// The package makes few requests, because each one waits for the lock of all network changes
+// (RTNL). The devices have one queue each, because the time to make a device grows with its queues.
 package links
 
 import (
@@ -30,23 +31,23 @@ import (
 	"berth/internal/netns"
 )
 
-// Prefix is what the names of ports begin with.
+// Prefix is the prefix of ports' names.
 const Prefix = "veth"
 
-// PortName is the name of an attachment's port.
+// PortName returns the name of an attachment's port.
 func PortName(id, ifName string) string {
 	sum := sha256.Sum256([]byte(id + "\x00" + ifName))
 	return Prefix + hex.EncodeToString(sum[:])[:unix.IFNAMSIZ-1-len(Prefix)]
 }
 
-// portMAC is the port's hardware address. Nobody sends to it.
+// portMAC returns the port's hardware address, which no packet uses.
 func portMAC(id, ifName string) net.HardwareAddr {
 	sum := sha256.Sum256([]byte(id + "\x01" + ifName))
-	return append(net.HardwareAddr{sum[0]&^1 | 2}, sum[1:6]...) // locally administered, one station
+	return append(net.HardwareAddr{sum[0]&^1 | 2}, sum[1:6]...) // locally administered, unicast
 }
 
-// podMAC is the hardware address of a pod with these IP addresses. It follows from one of them, so that what others
-// remember of that one's last owner is still true.
+// podMAC derives the hardware address of a pod from one of its IP addresses. So neighbour caches
+// stay valid when another pod gets the address.
 func podMAC(ips []netip.Prefix) net.HardwareAddr {
 	if b := ips[0].Addr().AsSlice(); len(b) == 4 {
 		return append(net.HardwareAddr{0x0a, 0x58}, b...)
@@ -55,19 +56,19 @@ func podMAC(ips []netip.Prefix) net.HardwareAddr {
 	return append(net.HardwareAddr{0x0a, 0x59}, sum[:4]...)
 }
 
-// Attachment is how a pod is connected.
+// Attachment describes a pod's connection.
 type Attachment struct {
 	ContainerID string
 	IfName      string // in the pod
 	NetNS       string // path
-	Network     string // its key
+	Network     string // key of the network
 	Bridge      *Bridge
 	MTU         int
-	Hairpin     bool           // the bridge sends back by this port what came by it
-	Isolated    bool           // and nothing from this port to others that are isolated
-	CheckSource bool           // the pod can send with its own addresses only
-	Ingress     Limit          // of what the pod receives
-	Egress      Limit          // of what it sends
+	Hairpin     bool           // the bridge may send a packet back through this port
+	Isolated    bool           // no packets between this port and other isolated ones
+	CheckSource bool           // the pod can send only from its own addresses
+	Ingress     Limit          // of traffic to the pod
+	Egress      Limit          // of traffic from the pod
 	IPs         []netip.Prefix // one or two
 	Routes      []Route
 }
@@ -79,22 +80,23 @@ func (a *Attachment) addresses() (all []netip.Addr) {
 	return all
 }
 
-// Route is a route of the pod's by the bridge.
+// Route is a pod's route through the bridge.
 type Route struct {
 	Dst     netip.Prefix
 	Gateway netip.Addr
 }
 
-// Plugged is what Plug has made.
+// Plugged has the addresses of the devices that Plug made.
 type Plugged struct{ PortMAC, PodMAC net.HardwareAddr }
 
-// alias is what the port says of whose it is.
+// alias returns the port's alias, which names its owner.
 func alias(network, id, ifName string) string {
 	return "berth-net " + network + " " + id + " " + ifName
 }
 
-// Plug makes the pair of devices, one of them a port of the bridge, which must not become another network's meanwhile (Lock). Errors wrap the kernel's: EEXIST where the
-// port or the interface exists.
+// Plug makes the pair of devices and adds one to the bridge. The caller holds Lock, so that the
+// bridge keeps its network. Errors wrap the kernel's: EEXIST if the port or the pod's interface
+// exists.
 func Plug(a Attachment) (Plugged, error) {
 	made := Plugged{portMAC(a.ContainerID, a.IfName), podMAC(a.IPs)}
 	ns, err := os.Open(a.NetNS)
@@ -104,7 +106,8 @@ func Plug(a Attachment) (Plugged, error) {
 	return made, errors.Join(a.makePair(ns, made), ns.Close())
 }
 
-// SetUp gives the device that Plug has put into the pod its addresses and routes, and waits until the bridge takes what it sends.
+// SetUp sets addresses and routes of the pod's device, and waits until the bridge forwards its
+// packets.
 func SetUp(a Attachment) error {
 	if err := netns.In(a.NetNS, func() error { return a.setUpPod() }); err != nil {
 		return err
@@ -112,12 +115,14 @@ func SetUp(a Attachment) error {
 	return a.awaitForwarding()
 }
 
-// linkTime is how long it may take until a port with a carrier forwards: the kernel has a work queue for that, which waits for the lock of
-// all network devices.
+// linkTime bounds the time until a port with a carrier forwards. A work queue of the kernel does
+// that, and waits for the lock of all network devices.
 const linkTime = 5 * time.Second
 
-// awaitForwarding waits until the bridge takes what the pod sends, but for a bridge of others' with STP, which takes half a minute. What comes before is dropped, and a pod's first question for a hardware
-// address is asked again after a second. The bridge plugin waits for the same.
+// awaitForwarding waits until the bridge forwards the pod's packets. Earlier packets are dropped,
+// and a pod's first neighbour request would be repeated only after a second. The bridge plugin
+// waits too. awaitForwarding does not wait for a foreign bridge with STP, which takes half a
+// minute.
 func (a *Attachment) awaitForwarding() error {
 	port := PortName(a.ContainerID, a.IfName)
 	begin := time.Now()
@@ -137,8 +142,9 @@ func (a *Attachment) awaitForwarding() error {
 	}
 }
 
-// makePair makes the devices, each in its namespace, and then sets up the port. The pod's is down, so there is no carrier yet, and the kernel
-// leaves the port without addresses while it is told to for good.
+// makePair makes the devices in their namespaces and sets up the port. The pod's device is down, so
+// the port has no carrier yet. The kernel adds no IPv6 address to the port before the request that
+// disables such addresses.
 func (a *Attachment) makePair(ns *os.File, macs Plugged) error {
 	port := PortName(a.ContainerID, a.IfName)
 	var host batch
@@ -161,7 +167,7 @@ func (a *Attachment) makePair(ns *os.File, macs Plugged) error {
 	return a.setUpPort(index, macs)
 }
 
-// setUpPort has the port do its work: first it checks what comes in.
+// setUpPort sets up the port. Checks and limits of traffic come first.
 func (a *Attachment) setUpPort(index int, macs Plugged) error {
 	var host batch
 	if err := a.control(&host, index, macs); err != nil {
@@ -176,7 +182,7 @@ func (a *Attachment) setUpPort(index int, macs Plugged) error {
 	return err
 }
 
-// peer describes the pod's device: its name, address and namespace.
+// peer encodes the pod's device: its name, address and namespace.
 func (a *Attachment) peer(ns *os.File, mac net.HardwareAddr) *nl.RtAttr {
 	info := nl.NewRtAttr(unix.IFLA_LINKINFO, nil)
 	info.AddRtAttr(unix.IFLA_INFO_KIND, []byte("veth"))
@@ -191,7 +197,7 @@ func (a *Attachment) peer(ns *os.File, mac net.HardwareAddr) *nl.RtAttr {
 	return info
 }
 
-// setUpPod gives the pod's device addresses and routes, in its namespace.
+// setUpPod sets addresses and routes of the pod's device, in its namespace.
 func (a *Attachment) setUpPod() error {
 	index, err := indexOf(a.IfName)
 	if err != nil {
@@ -217,7 +223,8 @@ func (a *Attachment) setUpPod() error {
 	return err
 }
 
-// addAddress gives an interface an address, at once: nobody else has it, so that need not be asked (NODAD).
+// addAddress adds an address without duplicate address detection (NODAD), since the reservation
+// makes it unique.
 func (b *batch) addAddress(index int, ip netip.Prefix) {
 	message := nl.NewIfAddrmsg(family(ip.Addr()))
 	message.Prefixlen, message.Index = uint8(ip.Bits()), uint32(index)
@@ -242,9 +249,10 @@ func (b *batch) addRoute(index int, r Route) {
 	b.add("add route to "+r.Dst.String(), unix.RTM_NEWROUTE, unix.NLM_F_CREATE|unix.NLM_F_EXCL, parts...)
 }
 
-// Cut takes the port of an attachment out of service: nothing passes by it any more when Cut returns. With remove the devices are gone, too;
-// that takes the kernel some 20 milliseconds, in which it waits for all processors. Without, they go with the pod's namespace, in the
-// background. It may be repeated, and is nothing where there is no such port.
+// Cut takes the port of an attachment out of service: it forwards nothing after Cut returned. With
+// remove Cut also deletes the devices, for which the kernel waits some 20 ms for all processors.
+// Otherwise they vanish with the pod's namespace, in the background. Cut may be repeated, and does
+// nothing if there is no such port.
 func Cut(id, ifName string, remove bool) error {
 	port, shaper := PortName(id, ifName), ShaperName(id, ifName)
 	var host batch
@@ -254,7 +262,7 @@ func Cut(id, ifName string, remove bool) error {
 		case err != nil:
 			return err
 		case index == 0:
-		case remove || device == shaper: // it is in nobody's namespace but the node's
+		case remove || device == shaper: // the shaper is in the node's namespace and would remain
 			host.add("delete "+device, unix.RTM_DELLINK, 0, nl.NewIfInfomsg(unix.AF_UNSPEC), name(device))
 			host.pass(unix.ENODEV)
 		default:
@@ -268,16 +276,17 @@ func Cut(id, ifName string, remove bool) error {
 	failpoint.Reach("net.cut")
 	err := host.do()
 	failpoint.Reach("net.cut-off")
-	if !remove && err != nil { // it may be a port no more
+	if !remove && err != nil { // it may no longer be a port of a bridge
 		return Cut(id, ifName, true)
 	}
 	return err
 }
 
-// disable has the bridge forward nothing to and from a port, and forget who is behind it. It is a request to the bridge: by one about the
-// device the state changes, too, and the bridge is then told that the device has changed, and enables the port again. The other end can have it
-// enabled, by going down and up; nothing is sent there all the same, for the bridge learns nothing from the port and floods nothing
-// into it, and what comes from there is dropped (by a locked port, Linux 5.18).
+// disable makes the bridge stop forwarding through a port and forget its neighbours. It is a
+// request to the bridge: a request about the device would also notify the bridge of a changed
+// device, and the bridge would enable the port again. The pod can enable the port by setting its
+// device down and up. The bridge still sends nothing there, since it neither learns from the port
+// nor floods into it. A locked port also drops what the pod sends (Linux 5.18).
 func (b *batch) disable(index int) {
 	message := nl.NewIfInfomsg(unix.AF_BRIDGE)
 	message.Index = int32(index)
@@ -293,19 +302,19 @@ func (b *batch) disable(index int) {
 
 const (
 	stateDisabled = 0  // BR_STATE_DISABLED
-	brportLocked  = 39 // IFLA_BRPORT_LOCKED, which older kernels pass over
+	brportLocked  = 39 // IFLA_BRPORT_LOCKED; older kernels ignore it
 )
 
-// HasPort tells whether the node has the port of an attachment.
+// HasPort reports whether the node has the port of an attachment.
 func HasPort(id, ifName string) (bool, error) {
 	index, err := indexOf(PortName(id, ifName))
 	return index != 0, err
 }
 
-// Port is a device on the node that Plug made: a port of the bridge, or what limits it.
+// Port is a device on the node that Plug made: a port of the bridge, or the shaper of its traffic.
 type Port struct{ Name, ContainerID, IfName string }
 
-// Ports returns the devices on the node that Plug made for the network with a key.
+// Ports returns the devices on the node that Plug made for a network.
 func Ports(network string) ([]Port, error) {
 	all, err := dump(netlink.LinkList)
 	if err != nil {
@@ -330,14 +339,14 @@ func name(ifName string) *nl.RtAttr { return nl.NewRtAttr(unix.IFLA_IFNAME, nl.Z
 
 func number(kind, n int) *nl.RtAttr { return nl.NewRtAttr(kind, nl.Uint32Attr(uint32(n))) }
 
-// up is the header of a request about an interface, which shall be up.
+// up returns the header of a request that sets an interface up.
 func up(index int) *nl.IfInfomsg {
 	message := nl.NewIfInfomsg(unix.AF_UNSPEC)
 	message.Index, message.Flags, message.Change = int32(index), unix.IFF_UP, unix.IFF_UP
 	return message
 }
 
-// withoutAddresses keeps the kernel from giving an interface a link-local address of IPv6.
+// withoutAddresses keeps the kernel from adding a link-local IPv6 address to an interface.
 func withoutAddresses() *nl.RtAttr {
 	families := nl.NewRtAttr(unix.IFLA_AF_SPEC, nil)
 	families.AddRtAttr(unix.AF_INET6, nil).AddRtAttr(unix.IFLA_INET6_ADDR_GEN_MODE, []byte{addrGenNone})
@@ -346,7 +355,7 @@ func withoutAddresses() *nl.RtAttr {
 
 const addrGenNone = 1 // IN6_ADDR_GEN_MODE_NONE
 
-// portOptions sets options of a port of a bridge.
+// portOptions encodes options of a bridge's port.
 func portOptions(options map[int]bool) *nl.RtAttr {
 	info := nl.NewRtAttr(unix.IFLA_LINKINFO, nil)
 	info.AddRtAttr(unix.IFLA_INFO_SLAVE_KIND, []byte("bridge"))
@@ -376,7 +385,7 @@ func broadcast(p netip.Prefix) []byte {
 	return b
 }
 
-// isMissing tells that there is no such interface.
+// isMissing reports whether the error means that an interface does not exist.
 func isMissing(err error) bool {
 	_, missing := errors.AsType[netlink.LinkNotFoundError](err)
 	return missing

@@ -9,20 +9,22 @@ import (
 	"berth/internal/lockfile"
 )
 
-// lockPath is the lock of whose bridges are, on the node: networks of all daemons and runtimes have it in common, wherever their addresses are kept. Who wants
-// it has that of turnPath first, until he has it: so one that wants it for himself is not passed by any number of others, who would share it for ever.
+// lockPath is the node's lock of bridges' owners. Networks of all daemons and runtimes share it,
+// wherever their addresses are. A process first locks turnPath and holds it until it has lockPath.
+// So shared holders cannot starve one that waits for exclusive access.
 const (
 	lockPath = "/run/berth-net.lock"
 	turnPath = "/run/berth-net.turn"
 )
 
-// lockPatience is how long Lock waits: of a network's that has it and is stuck, others shall say so instead of waiting with locks of their own. Who has
-// it calls the kernel a few times.
+// lockPatience bounds Lock. A holder needs only a few system calls, so after this time others
+// report an error instead of waiting with further locks.
 const lockPatience = 10 * time.Second
 
-// Lock keeps bridges from changing hands, or fails when ctx ends, or after lockPatience, with context.DeadlineExceeded: Shared for who relies on whose they are,
-// as long as the port that says so is being made; Exclusive for who calls MakeBridge. It is waited for after the lock of a network's addresses, never before.
-// It is free when its owner has died, too.
+// Lock keeps bridges from changing their owners. Callers that make a port use Shared until the port
+// exists, because the port shows the owner. Callers of MakeBridge use Exclusive. Lock fails with
+// context.DeadlineExceeded when ctx ends or after lockPatience. It is taken after the lock of a
+// network's addresses, never before. It ends with its owner's process.
 func Lock(ctx context.Context, mode lockfile.Mode) (unlock func(), err error) {
 	return lockWithin(ctx, mode, lockPatience)
 }
@@ -41,11 +43,13 @@ func lockWithin(ctx context.Context, mode lockfile.Mode, patience time.Duration)
 	return unlock, nil
 }
 
-// checkPatience is how long CheckLock waits. Who makes a bridge has the lock for himself while he reads all routes and while the kernel is busy with other
-// changes of the network; who waits for it has the turn.
+// checkPatience bounds CheckLock. A process that makes a bridge holds the lock exclusively while it
+// reads all routes and waits for other network changes.
 const checkPatience = 4 * time.Second
 
-// CheckLock tells why Lock would fail, or nil; also if somebody has the lock for himself for longer than checkPatience, or until ctx ends. It takes and makes nothing.
+// CheckLock returns the error that Lock would return, or nil. It also fails if another process
+// holds the lock exclusively for longer than checkPatience, or until ctx ends. It takes no lock and
+// creates no file.
 func CheckLock(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, checkPatience)
 	defer cancel()

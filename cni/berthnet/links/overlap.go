@@ -7,19 +7,19 @@ import (
 	"time"
 )
 
-// LookAge is how long what was found by a look at all routes, or at all rules of firewalls, counts for who asks often. There may be very many.
+// LookAge is how long Overlaps caches an answer. A node may have very many routes.
 const LookAge = time.Minute
 
-// Overlaps is CheckOverlap for who asks often: that there is no overlap is kept for LookAge, that there is one never, so that who mends it need not wait. The zero
-// value may be used, concurrently.
+// Overlaps caches CheckOverlap for callers that ask often. It caches only success, so a repaired
+// node is noticed at once. The zero value is ready, and methods may be called concurrently.
 type Overlaps struct {
-	lock    sync.Mutex           // of what follows
-	none    map[string]time.Time // of which question that was the answer, and when
+	lock    sync.Mutex           // guards the fields below
+	none    map[string]time.Time // time of the last success, by question
 	forgets int
 	check   func(subnets []netip.Prefix, bridge string) error
 }
 
-// Check is CheckOverlap.
+// Check is a cached CheckOverlap.
 func (o *Overlaps) Check(subnets []netip.Prefix, bridge string) error {
 	question := fmt.Sprint(bridge, subnets)
 	known, forgets := o.knows(question)
@@ -38,7 +38,7 @@ func (o *Overlaps) Check(subnets []netip.Prefix, bridge string) error {
 	return err
 }
 
-// Forget has the next Check look, whatever was found, or is by a look that is under way.
+// Forget drops all cached answers, including that of a check in progress.
 func (o *Overlaps) Forget() {
 	o.lock.Lock()
 	defer o.lock.Unlock()
@@ -46,7 +46,7 @@ func (o *Overlaps) Forget() {
 	clear(o.none)
 }
 
-// knows tells whether there is none, and how often that was forgotten.
+// knows reports whether success is cached, and the number of Forget calls.
 func (o *Overlaps) knows(question string) (none bool, forgets int) {
 	o.lock.Lock()
 	defer o.lock.Unlock()

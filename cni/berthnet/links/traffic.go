@@ -17,20 +17,21 @@ import (
 	"berth/internal/safefs"
 )
 
-// What is done with a pod's traffic at its port, by tc: what it may send is checked where it comes in, before the bridge sees it; and
-// rates are limited, as the CNI plugin bandwidth does: what the pod receives waits at the port, what it sends at a device of
-// kind ifb, to which it is led and from which it comes back.
+// A pod's traffic is checked and limited at its port by tc. A classifier drops packets with foreign
+// source addresses before the bridge sees them. Rates are limited as by the CNI plugin bandwidth.
+// Traffic to the pod queues at the port. Traffic from the pod is redirected to an ifb device,
+// queues there, and returns.
 
-// Limit is a rate of traffic; the zero value is none.
+// Limit is a limit of traffic. Its zero value means no limit.
 type Limit struct {
-	Rate  uint64 // bytes a second
-	Burst uint64 // bytes that may come at once
+	Rate  uint64 // bytes per second
+	Burst uint64 // bytes
 }
 
-// shaperPrefix is what the names of the devices begin with at which waits what pods send.
+// shaperPrefix is the prefix of the names of shapers: ifb devices that limit traffic from pods.
 const shaperPrefix = "vifb"
 
-// ShaperName is the name of that of an attachment, which has one if its pod may send at a limited rate.
+// ShaperName returns the name of an attachment's shaper. Only pods with an egress limit have one.
 func ShaperName(id, ifName string) string {
 	return shaperPrefix + PortName(id, ifName)[len(Prefix):]
 }
@@ -43,13 +44,14 @@ const (
 	handleRoot    = 0x00010000
 )
 
-// addIngress has an interface look at what comes in. It is done while the interface is down: one that is up waits for all processors.
+// addIngress adds a qdisc for incoming packets. It is added while the interface is down, because
+// the kernel waits for all processors if it is up.
 func (b *batch) addIngress(index int) {
 	b.add("look at what the pod sends (CONFIG_NET_SCH_INGRESS)", unix.RTM_NEWQDISC, unix.NLM_F_CREATE|unix.NLM_F_EXCL,
 		tcMessage(index, handleIngress, parentIngress, 0), nl.NewRtAttr(nl.TCA_KIND, nl.ZeroTerminated("ingress")))
 }
 
-// checkSource drops what a pod sends with addresses that are not its own.
+// checkSource drops packets that the pod sends from foreign addresses.
 func (b *batch) checkSource(index int, program []bpf.Instruction) error {
 	options := nl.NewRtAttr(nl.TCA_OPTIONS, nil)
 	if err := addProgram(options, program); err != nil {
@@ -60,8 +62,9 @@ func (b *batch) checkSource(index int, program []bpf.Instruction) error {
 	return nil
 }
 
-// CanCheckSource tells, by an error, that the kernel can't check what pods send (CheckSource). Unless both modules are loaded or said to be built in, that is tried
-// in a network namespace that goes with the try, and loads them.
+// CanCheckSource returns an error if the kernel cannot check source addresses (CheckSource). Unless
+// both modules are known to be available, it tries them in a temporary network namespace, which
+// loads them.
 func CanCheckSource() error {
 	if hasModule("sch_ingress", builtInModules()) && hasModule("cls_bpf", builtInModules()) {
 		return nil
@@ -69,8 +72,8 @@ func CanCheckSource() error {
 	return tryClassifier(classifier)
 }
 
-// hasModule tells whether the kernel has a module, as far as that is known: one that is built in has no directory where it has no parameters, but is in the list that is
-// installed with the kernel.
+// hasModule reports whether a module is loaded or built in. A built-in module without parameters
+// has no directory in /sys/module, but is in the list that is installed with the kernel.
 func hasModule(module, builtIn string) bool {
 	if _, err := os.Stat("/sys/module/" + module); err == nil {
 		return true
@@ -87,7 +90,7 @@ func builtInModules() string {
 	return "/lib/modules/" + unix.ByteSliceToString(name.Release[:]) + "/modules.builtin"
 }
 
-// tryClassifier has a loopback device of nobody's look at what comes in, with a classifier of a kind.
+// tryClassifier adds a classifier to the loopback device of the thread's namespace.
 func tryClassifier(kind string) error {
 	options := nl.NewRtAttr(nl.TCA_OPTIONS, nil)
 	if err := addProgram(options, []bpf.Instruction{bpf.RetConstant{Val: 0}}); err != nil {
@@ -101,7 +104,7 @@ func tryClassifier(kind string) error {
 	return netns.InNew(try.do)
 }
 
-// redirect leads what comes in by an interface to another one.
+// redirect sends packets that arrive at an interface to another one.
 func (b *batch) redirect(index, to int) error {
 	options := nl.NewRtAttr(nl.TCA_OPTIONS, nil)
 	if err := addProgram(options, []bpf.Instruction{bpf.RetConstant{Val: math.MaxUint32}}); err != nil {
@@ -115,7 +118,7 @@ func (b *batch) redirect(index, to int) error {
 	return nil
 }
 
-// classifier is the kind of those at ports.
+// classifier is the kind of the classifiers at ports.
 const classifier = "bpf"
 
 func (b *batch) addFilter(what, kind string, index int, priority uint16, options *nl.RtAttr) {
@@ -140,20 +143,20 @@ func addProgram(options *nl.RtAttr, program []bpf.Instruction) error {
 	return nil
 }
 
-// queueTime is how long what is over the rate may wait, in thousandths of a second, before more is dropped; minQueue is room for what
-// a machine may send in one piece.
+// queueTime is the longest time in the queue, in milliseconds; packets beyond it are dropped.
+// minQueue is the size of the largest packet before segmentation.
 const (
 	queueTime = 25
 	minQueue  = 128 << 10
 )
 
-// limit has what leaves by an interface wait (qdisc tbf).
+// limit queues packets that leave through an interface (qdisc tbf).
 func (b *batch) limit(index int, l Limit) {
 	rate := uint32(min(l.Rate, math.MaxUint32))
 	burst := uint32(min(l.Burst, math.MaxUint32))
 	queue := uint32(min(max(l.Rate/1000*queueTime, minQueue), math.MaxUint32))
 	const ethernet = 1                                                                       // TC_LINKLAYER_ETHERNET
-	parameters := append([]byte{0, ethernet, 0, 0}, words(0, rate, 0, 0, 0, queue, 0, 0)...) // tc_tbf_qopt: rate, no peak rate, limit; the buffer is given as a burst
+	parameters := append([]byte{0, ethernet, 0, 0}, words(0, rate, 0, 0, 0, queue, 0, 0)...) // tc_tbf_qopt: rate, no peak rate, limit; TCA_TBF_BURST replaces the buffer
 	options := nl.NewRtAttr(nl.TCA_OPTIONS, nil)
 	options.AddRtAttr(nl.TCA_TBF_PARMS, parameters)
 	options.AddRtAttr(nl.TCA_TBF_BURST, nl.Uint32Attr(burst))
@@ -175,7 +178,7 @@ func words(all ...uint32) (data []byte) {
 	return data
 }
 
-// makeShaper makes the device at which waits what the pod sends, and returns its index.
+// makeShaper makes the shaper and returns its index.
 func (a *Attachment) makeShaper() (index int, err error) {
 	shaper := ShaperName(a.ContainerID, a.IfName)
 	info := nl.NewRtAttr(unix.IFLA_LINKINFO, nil)
@@ -194,7 +197,7 @@ func (a *Attachment) makeShaper() (index int, err error) {
 	return indexOf(shaper)
 }
 
-// setUpShaper has it work.
+// setUpShaper sets the shaper up with its limit.
 func (a *Attachment) setUpShaper(index int) error {
 	var host batch
 	host.limit(index, a.Egress)
@@ -205,7 +208,7 @@ func (a *Attachment) setUpShaper(index int) error {
 	return err
 }
 
-// control has the port check and limit what passes. The port is down.
+// control adds checks and limits to the port, which is down.
 func (a *Attachment) control(host *batch, port int, macs Plugged) error {
 	if a.CheckSource || a.Egress.Rate > 0 {
 		host.addIngress(port)
@@ -231,7 +234,8 @@ func (a *Attachment) control(host *batch, port int, macs Plugged) error {
 	return host.redirect(port, shaper)
 }
 
-// indexOf returns the index of an interface in the thread's network namespace; 0 if there is none. It asks without the lock of all network changes.
+// indexOf returns the index of an interface in the thread's network namespace, 0 if there is none.
+// It does not need the RTNL lock.
 func indexOf(ifName string) (index int, err error) {
 	request, err := unix.NewIfreq(ifName)
 	if err != nil {

@@ -10,15 +10,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// expressions are a part of a rule. Each is complete: it loads what it looks at.
+// expressions are a part of a rule. Each part loads the values that it compares.
 type expressions []expr.Any
 
-// add appends a rule made of parts.
+// add appends a rule that consists of parts.
 func add(conn *nftables.Conn, c *nftables.Chain, parts ...expressions) {
 	conn.AddRule(&nftables.Rule{Table: c.Table, Chain: c, Exprs: slices.Concat(parts...)})
 }
 
-// Registers. Those of 32 bits overlap those of 128: 1 is the same as the first four.
+// Registers. The 128-bit register 1 overlaps the first four 32-bit registers.
 const (
 	reg    = unix.NFT_REG_1
 	reg32  = unix.NFT_REG32_00
@@ -35,7 +35,7 @@ func compare(op expr.CmpOp, data []byte) expr.Any {
 	return &expr.Cmp{Op: op, Register: reg, Data: data}
 }
 
-// isFamily is about packets of IPv4 or IPv6.
+// isFamily matches packets of IPv4 or IPv6.
 func isFamily(v6 bool) expressions {
 	family := byte(unix.NFPROTO_IPV4)
 	if v6 {
@@ -48,7 +48,7 @@ func isProtocol(protocol byte) expressions {
 	return expressions{&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: reg}, compare(expr.CmpOpEq, []byte{protocol})}
 }
 
-// device is about packets whose device has a name, or any other one.
+// device matches packets by the name of a device, or by any other name.
 func device(key expr.MetaKey, name string, is bool) expressions {
 	op := expr.CmpOpEq
 	if !is {
@@ -59,11 +59,11 @@ func device(key expr.MetaKey, name string, is bool) expressions {
 	return expressions{&expr.Meta{Key: key, Register: reg}, compare(op, padded)}
 }
 
-// from and to_ are about packets with a source or destination in a network.
+// from and to_ match packets by source or destination network.
 func from(p netip.Prefix) expressions { return address(p, 12, 8) }
 func to_(p netip.Prefix) expressions  { return address(p, 16, 24) }
 
-// address compares the part of the header at an offset, which IPv4 and IPv6 have in different places.
+// address matches an address in the header, whose offset depends on the family.
 func address(p netip.Prefix, offset4, offset6 uint32) expressions {
 	data, offset := p.Masked().Addr().AsSlice(), offset4
 	if p.Addr().Is6() {
@@ -81,29 +81,30 @@ func address(p netip.Prefix, offset4, offset6 uint32) expressions {
 	return append(parts, compare(expr.CmpOpEq, data))
 }
 
-// toLocalAddress is about packets for an address of the node's own.
+// toLocalAddress matches packets to the node's own addresses.
 func toLocalAddress() expressions {
 	return expressions{&expr.Fib{Register: reg, ResultADDRTYPE: true, FlagDADDR: true},
 		compare(expr.CmpOpEq, binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL))}
 }
 
-// masked is a part of the mark or state in the register.
+// masked keeps some bits of the mark or state in the register.
 func masked(bits uint32) expr.Any {
 	return &expr.Bitwise{SourceRegister: reg, DestRegister: reg, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(bits), Xor: make([]byte, 4)}
 }
 
 var notZero = compare(expr.CmpOpNeq, make([]byte, 4))
 
-// known is about packets of connections that have begun.
+// known matches packets of established connections.
 func known() expressions {
 	return expressions{&expr.Ct{Key: expr.CtKeySTATE, Register: reg}, masked(expr.CtStateBitESTABLISHED | expr.CtStateBitRELATED), notZero}
 }
 
-// redirected is about packets whose destination was another one.
+// redirected matches packets of connections with destination NAT.
 func redirected() expressions {
 	const statusDNAT = 1 << 5 // IPS_DST_NAT
 	return expressions{&expr.Ct{Key: expr.CtKeySTATUS, Register: reg}, masked(statusDNAT), notZero}
 }
 
-// masquerade gives packets the node's address, and a port that nobody can guess: those that are chosen in order collide, on several processors.
+// masquerade replaces the source by the node's address and a random port. Ports that are chosen in
+// order collide on several processors.
 func masquerade() expressions { return expressions{&expr.Masq{FullyRandom: true}} }

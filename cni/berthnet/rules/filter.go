@@ -11,28 +11,29 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Filter is the packet filter of the network namespace in which it is first used. Its methods may be called concurrently.
+// Filter is the packet filter of the network namespace in which it is first used. Its methods may
+// be called concurrently.
 //
-// It keeps its sockets: when one is closed, the kernel has the closer wait until what was deleted before, by
-// anybody, is freed (nft_rcv_nl_event), and that takes 15 ms or more.
+// It keeps its sockets open. When a socket of nftables is closed, the kernel waits until all
+// deleted objects are freed (nft_rcv_nl_event), which takes 15 ms or more.
 type Filter struct {
-	turn  sync.Mutex     // of conn: one transaction after the other, as in the kernel
+	turn  sync.Mutex     // guards conn: one transaction at a time, as in the kernel
 	conn  *nftables.Conn // nil: not open
-	flows sync.Mutex     // of conntrack
-	// conntrack asks the kernel about connections; nil: not open
+	flows sync.Mutex     // guards conntrack
+	// nil: not open
 	conntrack *netlink.Conn
 }
 
-// bufferSize is room for a transaction with the host ports of all pods of a node, and for its acknowledgements. The kernel takes memory only for what
-// is in a buffer.
+// bufferSize has room for a transaction with the host ports of all pods of a node, and for its
+// acknowledgements. The kernel allocates memory only for buffered data.
 const bufferSize = 16 << 20
 
 func bigBuffers(conn *netlink.Conn) error {
 	return errors.Join(conn.SetWriteBuffer(bufferSize), conn.SetReadBuffer(bufferSize))
 }
 
-// with runs what asks the kernel. A socket with which something has failed is not used again: answers to one
-// question must not be taken for those to the next.
+// with runs requests on the socket. After an error it closes the socket, because a late answer
+// could be taken for that of the next request.
 func (f *Filter) with(run func(*nftables.Conn) error) (err error) {
 	f.turn.Lock()
 	defer f.turn.Unlock()
@@ -56,13 +57,14 @@ func (f *Filter) drop() error {
 	return err
 }
 
-// ErrGone says that somebody has deleted a network's table in the middle of something (nft flush ruleset): it is to be installed again.
+// ErrGone means that another program deleted a network's table during an operation, as "nft flush
+// ruleset" does. The caller installs the table again.
 var ErrGone = errors.New("the packet filter's rules were deleted meanwhile")
 
-// Attempts is how often something is done that others' deletions keep from being done.
+// Attempts is how often an operation is tried that others' deletions disturb.
 const Attempts = 5
 
-// again repeats what looks at tables, and then fails because somebody has deleted them since.
+// again retries an operation that fails because another program deleted a table meanwhile.
 func again(do func() error) (err error) {
 	for range Attempts {
 		if err = do(); !isMissing(err) {
@@ -72,12 +74,13 @@ func again(do func() error) (err error) {
 	return err
 }
 
-// isMissing tells that something is not there. The library does not wrap every error of the kernel's.
+// isMissing reports whether an error is ENOENT. The library does not wrap all of the kernel's
+// errors.
 func isMissing(err error) bool {
 	return err != nil && (errors.Is(err, unix.ENOENT) || strings.Contains(err.Error(), unix.ENOENT.Error()))
 }
 
-// withFlows runs what asks the kernel about connections.
+// withFlows runs requests on the conntrack socket.
 func (f *Filter) withFlows(run func(*netlink.Conn) error) (err error) {
 	f.flows.Lock()
 	defer f.flows.Unlock()
@@ -94,7 +97,7 @@ func (f *Filter) withFlows(run func(*netlink.Conn) error) (err error) {
 	return nil
 }
 
-// Open opens the sockets, which is done by whoever needs them first, too.
+// Open opens the sockets ahead of their first use.
 func (f *Filter) Open() error {
 	return errors.Join(f.Available(), f.withFlows(func(*netlink.Conn) error { return nil }))
 }

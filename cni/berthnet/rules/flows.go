@@ -23,7 +23,7 @@ const (
 	ctaTupleReply = 2
 	ctaID         = 12
 	ctaZone       = 18
-	ctaFilter     = 25 // Linux 5.8; older ones send all flows, which are looked at here, too
+	ctaFilter     = 25 // Linux 5.8; older kernels ignore it, so this package filters too
 
 	ctaFilterOrig = 1
 
@@ -38,18 +38,19 @@ const (
 	filterProtoDstPort = 1 << 5 // CTA_FILTER_F_CTA_PROTO_DST_PORT
 )
 
-// flow is a conversation as conntrack knows it: whom the client speaks to, and who answers.
+// flow is an entry of conntrack: the client's destination, and the address that answers.
 type flow struct {
 	protocol     uint8
 	asked        netip.AddrPort
 	answers      netip.AddrPort
-	orig, id     []byte // as the kernel wants them to delete it
+	orig, id     []byte // raw, for the request that deletes it
 	zone         []byte
 	isRedirected bool
 }
 
-// ForgetOthers has the kernel forget UDP conversations with the node by ports that are host ports by now: they would go on without the pod.
-// Conversations that go to other machines, or through the node, have nothing to do with the pod.
+// ForgetOthers deletes conntrack entries of UDP flows to the node by ports that have become host
+// ports, because their packets would not reach the pod. It keeps flows to other machines or through
+// the node.
 func (f *Filter) ForgetOthers(ports []HostPort) error {
 	own, err := ownAddresses()
 	if err != nil {
@@ -60,15 +61,15 @@ func (f *Filter) ForgetOthers(ports []HostPort) error {
 	})
 }
 
-// ForgetFlows has the kernel forget UDP conversations with pods by host ports that are closed: they would go to nobody, or to who
-// has the pod's address next.
+// ForgetFlows deletes conntrack entries of UDP flows to pods by closed host ports. Their packets
+// would be lost, or reach the next pod with the address.
 func (f *Filter) ForgetFlows(ports []HostPort) error {
 	return f.forget(ports, func(c *flow, p HostPort) bool {
 		return c.isRedirected && c.answers == netip.AddrPortFrom(p.Pod, p.PodPort)
 	})
 }
 
-// ownAddresses are the node's.
+// ownAddresses returns the node's addresses.
 func ownAddresses() (map[netip.Addr]bool, error) {
 	all, err := net.InterfaceAddrs()
 	if err != nil {
@@ -85,8 +86,9 @@ func ownAddresses() (map[netip.Addr]bool, error) {
 	return own, nil
 }
 
-// forget deletes conversations with UDP ports that are as told. The kernel looks at all that it knows, which takes it milliseconds (it has
-// hundreds of thousands of buckets), so it is asked once for a family, and tells of those with UDP only, of one port if it is one.
+// forget deletes flows to UDP ports that match. The kernel walks its whole table, which takes
+// milliseconds (hundreds of thousands of buckets). So there is one request per family, restricted
+// to UDP, and to the port if there is only one.
 func (f *Filter) forget(ports []HostPort, is func(*flow, HostPort) bool) error {
 	for _, v6 := range []bool{false, true} {
 		var some []HostPort
@@ -129,7 +131,7 @@ func request(kind netlink.HeaderType, flags netlink.HeaderFlags, v6 bool, attrib
 	return netlink.Message{Header: netlink.Header{Type: kind, Flags: netlink.Request | flags}, Data: append([]byte{family, unix.NFNETLINK_V0, 0, 0}, attributes...)}
 }
 
-// forget deletes the conversation. It may have ended meanwhile.
+// forget deletes the flow, which may have ended meanwhile.
 func (c *flow) forget(flows *netlink.Conn, v6 bool) error {
 	failpoint.Reach("net.forget-flow")
 	_, err := flows.Execute(request(deleteFlow, netlink.Acknowledge, v6, c.attributes()))
@@ -140,7 +142,7 @@ func (c *flow) forget(flows *netlink.Conn, v6 bool) error {
 	return err
 }
 
-// flowsTo asks for conversations by UDP, with the port that all of these are.
+// flowsTo encodes a filter for UDP flows, and for the port if all ports are the same.
 func flowsTo(ports []HostPort) []byte {
 	port, what := ports[0].HostPort, uint32(filterProtoNum|filterProtoDstPort)
 	if slices.ContainsFunc(ports, func(p HostPort) bool { return p.HostPort != port }) {
@@ -159,11 +161,11 @@ func flowsTo(ports []HostPort) []byte {
 		e.Uint32(ctaFilterOrig, what)
 		return nil
 	})
-	data, _ := e.Encode() // fails where a function above does
+	data, _ := e.Encode() // fails only if a function above does
 	return data
 }
 
-// attributes name the conversation to the kernel.
+// attributes identify the flow to the kernel.
 func (c *flow) attributes() []byte {
 	e := netlink.NewAttributeEncoder()
 	e.Bytes(ctaTupleOrig|netlink.Nested, c.orig)
@@ -175,7 +177,7 @@ func (c *flow) attributes() []byte {
 	return data
 }
 
-// parseFlow reads what the kernel tells of a conversation; ok is false if that is not what is needed.
+// parseFlow decodes the kernel's message about a flow. ok is false if an attribute is missing.
 func parseFlow(data []byte) (c *flow, ok bool) {
 	const header = 4 // nfgenmsg
 	if len(data) < header {
@@ -207,7 +209,7 @@ func parseFlow(data []byte) (c *flow, ok bool) {
 	return c, d.Err() == nil && c.orig != nil && c.id != nil && asked.dst.IsValid() && answers.src.IsValid()
 }
 
-// endpoints are those of one direction of a conversation.
+// endpoints are the addresses and ports of one direction of a flow.
 type endpoints struct {
 	protocol         uint8
 	src, dst         netip.Addr

@@ -15,18 +15,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The rules of iptables-legacy (x_tables), which nftables does not tell of. They are read as iptables itself reads them, by two socket options (linux/netfilter_ipv4/ip_tables.h,
-// linux/netfilter_ipv6/ip6_tables.h): what a table has, and all of its rules as the kernel has them.
+// Rules of iptables-legacy (x_tables) are not visible through nftables. They are read as iptables
+// does, by two socket options (linux/netfilter_ipv4/ip_tables.h,
+// linux/netfilter_ipv6/ip6_tables.h): the size of a table, and all of its rules.
 
-// legacyFamily is how the rules of a family are read. Offsets and sizes are in bytes, of architectures of 64 bits.
+// legacyFamily describes the layout of a family's rules. Offsets and sizes are in bytes, on 64-bit
+// architectures.
 type legacyFamily struct {
-	tool     string // that changes them
-	names    string // file with the names of the tables that this namespace has
+	tool     string // the program that changes the rules
+	names    string // file with the names of the namespace's tables
 	domain   int
 	level    int
-	address  int // of the family, in bytes; a rule begins with source, destination and their masks
+	address  int // size of an address; a rule begins with source, destination and their masks
 	ruleSize int // struct ipt_entry, ip6t_entry
-	targetAt int // where in it is the offset of its target, and after that its size with all that it has
+	targetAt int // offset of the field with the target's offset; the rule's total size follows it
 }
 
 var legacyFamilies = []legacyFamily{
@@ -46,15 +48,16 @@ const (
 
 	legacyTable   = "filter"
 	legacyForward = 2       // NF_INET_FORWARD
-	legacyMost    = 1 << 28 // bytes of rules that are looked at
+	legacyMost    = 1 << 28 // limit of a table's size in bytes
 
-	legacyTarget = 32     // struct xt_entry_target, which the verdict of a standard one follows; its name is after 2 bytes
+	legacyTarget = 32     // size of struct xt_entry_target; the name is at 2, and a standard target's verdict follows the struct
 	legacyDrop   = -1     // -NF_DROP - 1
-	maskedNames  = 4 * 16 // names of the interfaces by which a packet comes and goes, and the masks of both
+	maskedNames  = 4 * 16 // names of the incoming and outgoing interface, and their masks
 	ifNameSize   = 16     // IFNAMSIZ
 )
 
-// blockingLegacy is Blocking for rules of iptables-legacy. Nothing is asked of a namespace that has none: the kernel would make the table.
+// blockingLegacy implements Blocking for iptables-legacy. It asks only for tables that exist,
+// because the kernel would create the table.
 func blockingLegacy(bridge string, subnets []netip.Prefix) (all []Blocker, err error) {
 	for _, f := range legacyFamilies {
 		if !hasFamily(subnets, f.address == 4) {
@@ -78,13 +81,13 @@ func blockingLegacy(bridge string, subnets []netip.Prefix) (all []Blocker, err e
 	return all, nil
 }
 
-// legacyRules are those of a table, as the kernel has them, and where among them FORWARD's policy is.
+// legacyRules are the rules of a table in the kernel's layout, with the offset of FORWARD's policy.
 type legacyRules struct {
 	rules  []byte
 	policy int
 }
 
-// read returns nil where the namespace has no such table.
+// read returns nil if the namespace has no such table.
 func (f *legacyFamily) read() (*legacyRules, error) {
 	names, err := os.ReadFile(f.names)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -96,7 +99,7 @@ func (f *legacyFamily) read() (*legacyRules, error) {
 	if !slices.Contains(strings.Fields(string(names)), legacyTable) {
 		return nil, nil
 	}
-	socket, err := unix.Socket(f.domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0) // any socket of the family will do
+	socket, err := unix.Socket(f.domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0) // any type of socket works
 	if errors.Is(err, unix.EAFNOSUPPORT) {
 		return nil, nil // ipv6.disable=1
 	}
@@ -106,7 +109,7 @@ func (f *legacyFamily) read() (*legacyRules, error) {
 	defer unix.Close(socket)
 	for range Attempts {
 		table, err := f.ask(socket)
-		if !errors.Is(err, unix.EAGAIN) { // else the table has another size by now
+		if !errors.Is(err, unix.EAGAIN) { // EAGAIN: the table's size has changed
 			return table, err
 		}
 	}
@@ -132,7 +135,7 @@ func (f *legacyFamily) ask(socket int) (*legacyRules, error) {
 	return &legacyRules{entries[legacyHeaderSize:], int(binary.NativeEndian.Uint32(info[legacyPolicies+4*legacyForward:]))}, nil
 }
 
-// getsockopt fills data, which says what is asked for.
+// getsockopt fills data, which begins with the request.
 func getsockopt(socket, level, option int, data []byte) error {
 	size := uint32(len(data))
 	_, _, errno := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(socket), uintptr(level), uintptr(option), uintptr(unsafe.Pointer(&data[0])), uintptr(unsafe.Pointer(&size)), 0)
@@ -144,7 +147,8 @@ func getsockopt(socket, level, option int, data []byte) error {
 
 var errLegacyTorn = errors.New("they are not as expected")
 
-// judge tells whether FORWARD drops what none of its rules accepts, and whether a rule of the table is about the bridge or a subnet.
+// judge reports whether FORWARD's policy is to drop, and whether a rule of the table matches the
+// bridge or a subnet.
 func (f *legacyFamily) judge(t *legacyRules, bridge string, subnets []netip.Prefix) (drops, knows bool, err error) {
 	seen := false
 	for at := 0; at < len(t.rules); {
@@ -168,12 +172,14 @@ func (f *legacyFamily) judge(t *legacyRules, bridge string, subnets []netip.Pref
 	return drops, knows, nil
 }
 
-// isLegacyDrop tells whether a target is the standard one, which has no name, with the verdict to drop.
+// isLegacyDrop reports whether a target is the standard target, which has no name, with the verdict
+// DROP.
 func isLegacyDrop(target []byte) bool {
 	return len(target) >= legacyTarget+4 && target[2] == 0 && int32(binary.NativeEndian.Uint32(target[legacyTarget:])) == legacyDrop
 }
 
-// isAbout tells whether a rule compares with an interface's name, its beginning included, or with the address of a subnet.
+// isAbout reports whether a rule matches the name of an interface, or a prefix of it, or the
+// address of a subnet.
 func (f *legacyFamily) isAbout(rule []byte, bridge string, subnets []netip.Prefix) bool {
 	names := rule[4*f.address:][:maskedNames]
 	for i := range 2 {
@@ -190,7 +196,7 @@ func (f *legacyFamily) isAbout(rule []byte, bridge string, subnets []netip.Prefi
 	return false
 }
 
-// isMaskedName compares as the kernel does; a mask of nothing is for any interface.
+// isMaskedName compares as the kernel does. An empty mask matches any interface.
 func isMaskedName(name, mask []byte, ifName string) bool {
 	var wanted [ifNameSize]byte
 	copy(wanted[:], ifName)

@@ -11,17 +11,19 @@ import (
 	"github.com/google/nftables/expr"
 )
 
-// Blocker is a chain of others that drops forwarded packets, and the program of the iptables family that changes it.
+// Blocker is a chain of another program that drops forwarded packets. Tool is the iptables command
+// that changes the chain.
 type Blocker struct{ Chain, Tool string }
 
-// Blocking returns the chains of others that drop forwarded packets which none of their rules accepts, and whose tables have no rule that
-// is about the bridge or its subnets: what is accepted in a network's own table is dropped there all the same. Those of iptables-legacy are among them.
+// Blocking returns other programs' chains that drop forwarded packets by default, and whose tables
+// have no rule for the bridge or its subnets. They drop a packet even if the network's own table
+// accepts it. Chains of iptables-legacy are included.
 func (f *Filter) Blocking(bridge string, subnets []netip.Prefix) (all []Blocker, err error) {
 	look := func(conn *nftables.Conn) (err error) {
 		all, err = blocking(conn, bridge, subnets)
 		return err
 	}
-	if err := again(func() error { return f.with(look) }); err != nil { // others may delete a chain between two questions
+	if err := again(func() error { return f.with(look) }); err != nil { // a chain may be deleted between two requests
 		return nil, fmt.Errorf("read chains of nftables: %w", err)
 	}
 	legacy, err := blockingLegacy(bridge, subnets)
@@ -48,17 +50,18 @@ func blocking(conn *nftables.Conn, bridge string, subnets []netip.Prefix) (some 
 	return some, nil
 }
 
-// hasFamily tells whether one of them is of IPv4, or of IPv6: what is dropped of the other one is not the pods'.
+// hasFamily reports whether a subnet has the family. Chains of another family do not affect pods.
 func hasFamily(subnets []netip.Prefix, ip4 bool) bool {
 	return slices.ContainsFunc(subnets, func(s netip.Prefix) bool { return s.Addr().Unmap().Is4() == ip4 })
 }
 
 var families = map[nftables.TableFamily]string{nftables.TableFamilyINet: "inet", nftables.TableFamilyIPv4: "ip", nftables.TableFamilyIPv6: "ip6"}
 
-// tools change chains of others that do not do so themselves; those of inet are nobody's.
+// tools are the iptables commands by family. No command covers family inet.
 var tools = map[nftables.TableFamily]string{nftables.TableFamilyIPv4: "iptables", nftables.TableFamilyIPv6: "ip6tables"}
 
-// drops tells whether a chain looks at forwarded packets and drops those that it has no rule for. firewalld's does, by its last rule.
+// drops reports whether a chain drops forwarded packets by its policy or, like firewalld's, by its
+// last rule.
 func drops(c *nftables.Chain) bool {
 	if c.Hooknum == nil || *c.Hooknum != *nftables.ChainHookForward || families[c.Table.Family] == "" || c.Type != nftables.ChainTypeFilter {
 		return false
@@ -66,7 +69,7 @@ func drops(c *nftables.Chain) bool {
 	return c.Policy != nil && *c.Policy == nftables.ChainPolicyDrop || c.Table.Name == "firewalld" && c.Name == "filter_FORWARD"
 }
 
-// knows tells whether a rule of a table compares with the name of an interface, or with the address of a subnet.
+// knows reports whether a rule of a table matches the interface or a subnet.
 func knows(conn *nftables.Conn, all []*nftables.Chain, t *nftables.Table, ifName string, subnets []netip.Prefix) (bool, error) {
 	for _, c := range all {
 		if c.Table.Name != t.Name || c.Table.Family != t.Family {
@@ -85,8 +88,8 @@ func knows(conn *nftables.Conn, all []*nftables.Chain, t *nftables.Table, ifName
 	return false, nil
 }
 
-// about tells whether expressions compare with an interface's name, its beginning included, or with a subnet's address: what is compared is what
-// the expression before has loaded, or what that has masked.
+// about reports whether expressions compare an interface's name, or a prefix of it, or a subnet's
+// address. The compared value is loaded by the expression before, or masked by it.
 func about(all []expr.Any, ifName string, subnets []netip.Prefix) bool {
 	var loaded expr.Any
 	for _, e := range all {
@@ -109,13 +112,14 @@ func about(all []expr.Any, ifName string, subnets []netip.Prefix) bool {
 	return false
 }
 
-// isName tells whether data is an interface's name, or begins it: a name as such ends with a zero.
+// isName reports whether data is the interface's name with a final zero, or a prefix of the name.
 func isName(data []byte, ifName string) bool {
 	name, _, ended := strings.Cut(string(data), "\x00")
 	return name == ifName || !ended && name != "" && strings.HasPrefix(ifName, name)
 }
 
-// isAddress tells whether data is a subnet's address, or its first bytes, of which nft compares no more than the subnet has.
+// isAddress reports whether data is a subnet's address, or its leading bytes. nft compares only the
+// bytes of the prefix.
 func isAddress(data []byte, s netip.Prefix) bool {
 	address := s.Masked().Addr().AsSlice()
 	return len(data)*8 >= s.Bits() && len(data) <= len(address) && bytes.Equal(data, address[:len(data)])

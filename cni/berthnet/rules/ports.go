@@ -16,7 +16,7 @@ import (
 	"berth/internal/failpoint"
 )
 
-// HostPort is a port of the node's that is a pod's.
+// HostPort is a port of the node that leads to a pod.
 type HostPort struct {
 	conf.Port
 	Pod netip.Addr
@@ -30,8 +30,8 @@ func (p HostPort) String() string {
 	return fmt.Sprintf("%s port %d on %s", p.ProtocolName(), p.HostPort, host)
 }
 
-// HostPorts are those that ports ask for, of a pod with these addresses: each for the addresses of its family, and those
-// for any address of the node for both.
+// HostPorts returns the host ports of a pod with these addresses. Each port applies to the
+// addresses of its family, and to both families if it has no host IP.
 func HostPorts(ports []conf.Port, ips []netip.Addr) (all []HostPort) {
 	for _, p := range ports {
 		for _, ip := range ips {
@@ -49,18 +49,18 @@ func HostPorts(ports []conf.Port, ips []netip.Addr) (all []HostPort) {
 	return all
 }
 
-// portMap is one of the maps in which host ports are: by protocol and port, and the node's address where that matters. What is
-// found is a pod's address and port.
+// portMap is a map of host ports. The key is protocol and port, with the node's address in maps of
+// specific addresses. The value is a pod's address and port.
 type portMap struct {
 	name   string
 	v6     bool
 	withIP bool
 }
 
-// maps are all of them, the more special ones first.
+// maps are all maps, those of specific addresses first.
 var maps = []portMap{{"ports4of", false, true}, {"ports6of", true, true}, {"ports4", false, false}, {"ports6", true, false}}
 
-// of returns the map that a port belongs in.
+// portMap returns the map that the port belongs to.
 func (p HostPort) portMap() portMap {
 	for _, m := range maps {
 		if m.v6 == p.Pod.Is6() && m.withIP == p.HostIP.IsValid() {
@@ -86,7 +86,7 @@ func (m portMap) set(t *nftables.Table) *nftables.Set {
 		KeyType: nftables.MustConcatSetType(key...), DataType: nftables.MustConcatSetType(m.addressType(), nftables.TypeInetService)}
 }
 
-// words is how many registers of 32 bits an address takes.
+// words returns the number of 32-bit registers of an address.
 func (m portMap) words() uint32 {
 	if m.v6 {
 		return 4
@@ -94,8 +94,8 @@ func (m portMap) words() uint32 {
 	return 1
 }
 
-// lookUp finds the pod that a packet is for: its address in the first registers, its port in the one after that. A packet that is for
-// none goes on to the next rule.
+// lookUp looks a packet's destination up. It puts the pod's address into the first registers and
+// its port into the next. Without a match the packet continues with the next rule.
 func (m portMap) lookUp() expressions {
 	next := uint32(reg32)
 	var parts expressions
@@ -113,7 +113,7 @@ func (m portMap) lookUp() expressions {
 		&expr.Lookup{SourceRegister: reg32, SetName: m.name, IsDestRegSet: true, DestRegister: reg32})
 }
 
-// toPod redirects to the pod in the registers.
+// toPod redirects a packet to the pod in the registers.
 func (m portMap) toPod() expressions {
 	family := uint32(unix.NFPROTO_IPV4)
 	if m.v6 {
@@ -122,7 +122,7 @@ func (m portMap) toPod() expressions {
 	return expressions{&expr.NAT{Type: expr.NATTypeDestNAT, Family: family, RegAddrMin: reg32, RegProtoMin: reg32 + m.words()}}
 }
 
-// element is the port in its map.
+// element returns the port's element in its map.
 func (p HostPort) element(comment string) nftables.SetElement {
 	var key []byte
 	if p.HostIP.IsValid() {
@@ -133,8 +133,8 @@ func (p HostPort) element(comment string) nftables.SetElement {
 	return nftables.SetElement{Key: key, Val: append(p.Pod.AsSlice(), word(p.PodPort)...), Comment: comment}
 }
 
-// redirectionSet is one of the sets of connections that host ports redirect, of a family: the protocol and the port that a client asked for, with the pod's
-// address and port that it got.
+// redirectionSet is a family's set of connections that host ports redirect: protocol and original
+// port, pod's address and port.
 type redirectionSet struct {
 	name string
 	v6   bool
@@ -156,7 +156,7 @@ func (r redirectionSet) set(t *nftables.Table) *nftables.Set {
 		nftables.TypeInetProto, nftables.TypeInetService, r.addresses().addressType(), nftables.TypeInetService)}
 }
 
-// isOne is about packets of connections that are in the set.
+// isOne matches packets of connections in the set.
 func (r redirectionSet) isOne() expressions {
 	offset, words := uint32(16), r.addresses().words()
 	if r.v6 {
@@ -171,17 +171,17 @@ func (r redirectionSet) isOne() expressions {
 	}
 }
 
-// redirection is the port in its set of redirected connections.
+// redirection returns the port's element in the set of redirections.
 func (p HostPort) redirection() nftables.SetElement {
 	key := append([]byte{p.Protocol, 0, 0, 0}, word(p.HostPort)...)
 	key = append(key, p.Pod.AsSlice()...)
 	return nftables.SetElement{Key: append(key, word(p.PodPort)...)}
 }
 
-// word is a port as in a register.
+// word encodes a port for a register.
 func word(port uint16) []byte { return append(binaryutil.BigEndian.PutUint16(port), 0, 0) }
 
-// parse reads an element; ok is false for one that element has not made.
+// parse decodes an element. ok is false unless the method element made it.
 func (m portMap) parse(e nftables.SetElement) (p HostPort, ok bool) {
 	size := int(4 * m.words())
 	key := e.Key
@@ -201,16 +201,17 @@ func (m portMap) parse(e nftables.SetElement) (p HostPort, ok bool) {
 	return p, true
 }
 
-// ErrInUse says that a host port is another pod's.
+// ErrInUse means that a host port belongs to another pod.
 var ErrInUse = errors.New("the host port is another pod's")
 
-// Pod has host ports. ID is whose they are, for people who look at the table.
+// Pod is a pod with host ports. ID is shown as comment in the table.
 type Pod struct {
 	ID    string
 	Ports []HostPort
 }
 
-// OpenPorts opens host ports, all or none: ErrInUse if one is another pod's, ErrGone without the network's table.
+// OpenPorts opens all host ports of a pod or none. Errors: ErrInUse if another pod has one, ErrGone
+// without the network's table.
 func (f *Filter) OpenPorts(network string, pod Pod) error {
 	err := f.with(func(conn *nftables.Conn) error {
 		if err := openPorts(conn, network, []Pod{pod}); err != nil {
@@ -221,7 +222,7 @@ func (f *Filter) OpenPorts(network string, pod Pod) error {
 		failpoint.Reach("net.ports-open")
 		return err
 	})
-	if errors.Is(err, unix.EBUSY) || errors.Is(err, unix.EEXIST) { // the key is there with another value
+	if errors.Is(err, unix.EBUSY) || errors.Is(err, unix.EEXIST) { // the key exists with another value
 		return errors.Join(ErrInUse, f.taken(network, pod.Ports))
 	}
 	if isMissing(err) {
@@ -233,13 +234,13 @@ func (f *Filter) OpenPorts(network string, pod Pod) error {
 	return nil
 }
 
-// maxElements of a message: the attribute that has them is limited to 64 KiB.
+// maxElements bounds the elements of a message. Their attribute is limited to 64 KiB.
 const maxElements = 200
 
-// change is what is done with elements of a set.
+// change adds or deletes elements of a set.
 type change func(*nftables.Set, []nftables.SetElement) error
 
-// each does something with elements, a message for as many as fit into one.
+// each applies the change in messages of at most maxElements.
 func (do change) each(set *nftables.Set, elements []nftables.SetElement) error {
 	for some := range slices.Chunk(elements, maxElements) {
 		if err := do(set, some); err != nil {
@@ -271,7 +272,7 @@ func openPorts(conn *nftables.Conn, network string, pods []Pod) error {
 	return errors.Join(err, changeRedirections(conn.SetAddElements, t, all))
 }
 
-// changeRedirections does something with the redirections of ports, which several may have in common.
+// changeRedirections changes the redirections of ports. Several ports may share one.
 func changeRedirections(do change, t *nftables.Table, ports []HostPort) error {
 	var err error
 	for _, r := range redirections {
@@ -288,7 +289,8 @@ func changeRedirections(do change, t *nftables.Table, ports []HostPort) error {
 	return err
 }
 
-// absent are host ports that are not open. Of two pods with the same one the first has it.
+// absent returns the host ports that are not open. If two pods have the same port the first one
+// gets it.
 func absent(pods []Pod, open []HostPort) (missing []Pod) {
 	taken := map[string]bool{}
 	for _, p := range open {
@@ -307,10 +309,10 @@ func absent(pods []Pod, open []HostPort) (missing []Pod) {
 	return missing
 }
 
-// key is by what the port is found.
+// key identifies the port's element.
 func (p HostPort) key() string { return p.portMap().name + string(p.element("").Key) }
 
-// taken names the ports that are others'.
+// taken returns an error that names the ports of other pods.
 func (f *Filter) taken(network string, ports []HostPort) error {
 	open, err := f.Ports(network)
 	if err != nil {
@@ -327,8 +329,9 @@ func (f *Filter) taken(network string, ports []HostPort) error {
 	return errors.New(strings.Join(names, ", "))
 }
 
-// ClosePorts closes host ports. It may be repeated, and some may be closed already, or be another pod's by now: so it looks
-// first, for the kernel deletes elements by their keys alone, and none if one is not there (NFT_MSG_DESTROYSETELEM is of Linux 6.3).
+// ClosePorts closes host ports. It may be repeated. It reads the maps first, because a port may be
+// closed or belong to another pod by now. The kernel deletes elements by key alone, and fails the
+// whole transaction if one is missing (NFT_MSG_DESTROYSETELEM needs Linux 6.3).
 func (f *Filter) ClosePorts(network string, ports []HostPort) error {
 	if len(ports) == 0 {
 		return nil
@@ -387,7 +390,7 @@ func (f *Filter) closePorts(network string, ports, stay []HostPort) error {
 	})
 }
 
-// redirectionsOf are the keys of the redirections that there are.
+// redirectionsOf returns the keys of the table's redirections.
 func redirectionsOf(conn *nftables.Conn, t *nftables.Table) (map[string]bool, error) {
 	keys := map[string]bool{}
 	for _, r := range redirections {
@@ -402,7 +405,7 @@ func redirectionsOf(conn *nftables.Conn, t *nftables.Table) (map[string]bool, er
 	return keys, nil
 }
 
-// Ports returns the host ports that are open; none where the network has no table.
+// Ports returns the open host ports, none without the network's table.
 func (f *Filter) Ports(network string) (all []HostPort, err error) {
 	err = again(func() error {
 		all = nil

@@ -2,15 +2,19 @@
 //
 // # Contract
 //
-// A network has one table of nftables, with nothing of others' in it. Its rules are about the network as a whole, written in one
-// transaction by Install when they are not there or not as they shall be, which the name of a chain that no packet meets tells, and the rule in it, which
-// goes with all others (Installed asks for that alone). What a pod needs of its own, its host ports, are elements of maps, so that to attach a pod is to add elements: one transaction
-// too, and none for a pod without host ports. Packets are told apart by their interfaces and by what conntrack knows of them; there are no marks.
+// Each network has its own nftables table. The rules concern the network as a whole. Install writes
+// them in one transaction if they are missing or outdated. A chain that no packet reaches carries
+// the version in its name and has one rule. Installed looks only for that rule, which vanishes with
+// all others. Host ports of pods are elements of maps. So attaching a pod adds elements in one
+// transaction, and none without host ports. Rules distinguish packets by interfaces and conntrack
+// state; there are no marks.
 //
-// Others may delete the table, with all there is (nft flush ruleset): Watch tells of it, and Install is given the host ports that were open. Or they
-// delete the table's rules alone (nft flush table), which leaves the host ports in the maps: who asks Installed next learns of that.
+// Other programs may delete the table with all others (nft flush ruleset). Watch reports that, and
+// the caller passes the open host ports to Install. They may also delete only the table's rules
+// (nft flush table), which keeps the host ports in the maps. The next call of Installed detects
+// that.
 //
-// A Filter works in one network namespace, and may be used concurrently.
+// A Filter works in one network namespace and may be used concurrently.
 package rules
 
 import (
@@ -32,10 +36,10 @@ import (
 	"berth/internal/netns"
 )
 
-// Network is what a table is made from.
+// Network describes the wanted table.
 type Network struct {
 	Key            string // of the network
-	Name           string // of which, alone, earlier versions named the table
+	Name           string // earlier versions named the table by it
 	Bridge         string
 	Subnets        []netip.Prefix // of pods
 	Masquerade     bool
@@ -45,18 +49,18 @@ type Network struct {
 	IsolateNode    bool
 }
 
-// TablePrefix is what the names of networks' tables begin with.
+// TablePrefix is the prefix of the names of networks' tables.
 const TablePrefix = "berth-net-"
 
-// table is that of the network with a key.
+// table returns the table of a network.
 func table(network string) *nftables.Table {
 	return &nftables.Table{Family: nftables.TableFamilyINet, Name: TablePrefix + network}
 }
 
-// markerPrefix begins the name of the chain that tells what the table was made from, and which bridge it is for.
+// markerPrefix is the prefix of the chain whose name has a hash of the description, and the bridge.
 const markerPrefix = "made-from-"
 
-// format is part of that, to be counted up with each change of the rules.
+// format is the version of the rules. Increase it with each change.
 const format = "3"
 
 func (n *Network) marker() string {
@@ -66,17 +70,18 @@ func (n *Network) marker() string {
 
 func markerOf(bridge string) string { return "-for-" + bridge }
 
-// markerRule is all that is in that chain: a flush of the table leaves chains, without rules. Versions that knew no flushes had none.
+// markerRule returns the only rule of the marker chain. A flush of the table keeps chains but
+// deletes rules. Earlier versions had no such rule.
 func markerRule(marker *nftables.Chain) *nftables.Rule {
 	return &nftables.Rule{Table: marker.Table, Chain: marker, Exprs: verdict(expr.VerdictReturn),
 		UserData: userdata.AppendString(nil, userdata.TypeComment, "the rules of this table are there")}
 }
 
-// Installed tells whether the network's table is there, made from the same, with its rules.
+// Installed reports whether the network's table exists with the rules of this description.
 func (f *Filter) Installed(n Network) (installed bool, err error) {
 	n.normalize()
 	err = f.with(func(conn *nftables.Conn) error {
-		found, err := conn.GetRules(table(n.Key), &nftables.Chain{Name: n.marker()}) // none where there is no such table or chain
+		found, err := conn.GetRules(table(n.Key), &nftables.Chain{Name: n.marker()}) // no rules without the table or chain
 		installed = len(found) > 0
 		if isMissing(err) {
 			return nil
@@ -94,11 +99,12 @@ func (n *Network) normalize() {
 	n.NoMasquerade = slices.SortedFunc(slices.Values(n.NoMasquerade), netip.Prefix.Compare)
 }
 
-// setNumbers guards the number that the library counts sets with.
+// setNumbers guards the library's counter of sets.
 var setNumbers sync.Mutex
 
-// Install writes the network's table, and opens host ports of pods. Those that are open stay. Tables of other networks for the same bridge go, and
-// that of an earlier version. It is called by one at a time for a network.
+// Install writes the network's table and opens host ports of pods. Open ports stay open. It deletes
+// tables of other networks for the same bridge, and that of an earlier version. Callers serialize
+// calls for one network.
 func (f *Filter) Install(n Network, pods []Pod) error {
 	n.normalize()
 	if err := again(func() error { return f.install(&n, pods) }); err != nil {
@@ -107,8 +113,9 @@ func (f *Filter) Install(n Network, pods []Pod) error {
 	return nil
 }
 
-// install fails with ENOENT if somebody deletes the table after its mark was looked for: the mark goes in the same transaction. So which host ports are open
-// is asked after that, or ports that are deleted between the two questions would be taken for open ones.
+// install fails with ENOENT if the table is deleted after its marker was found, because the
+// transaction deletes the marker. It reads the open host ports after the marker. Otherwise it could
+// take deleted ports for open ones.
 func (f *Filter) install(n *Network, pods []Pod) error {
 	return f.with(func(conn *nftables.Conn) error {
 		old, others, err := n.markers(conn)
@@ -135,8 +142,9 @@ func (f *Filter) install(n *Network, pods []Pod) error {
 	})
 }
 
-// markers are the marks that the network's table has, and tables of other networks for its bridge. Networks of the same name had one table in common before it
-// was named by the key: whoever of them comes first removes it.
+// markers returns the markers of the network's table, and the tables of other networks for its
+// bridge. Before tables were named by key, networks of the same name shared one; the first network
+// to come deletes it.
 func (n *Network) markers(conn *nftables.Conn) (names []string, others []*nftables.Table, err error) {
 	chains, err := conn.ListChainsOfTableFamily(nftables.TableFamilyINet)
 	if err != nil {
@@ -154,14 +162,14 @@ func (n *Network) markers(conn *nftables.Conn) (names []string, others []*nftabl
 	return names, others, nil
 }
 
-// Chains of a table. The base chains come right before others of the same kind, so that a host port wins over what
-// somebody else does with all of the node's ports, and isolation is not undone.
+// Chains of a table. The base chains run right before others of their kind. So host ports win over
+// other programs' redirections, and nothing can bypass isolation.
 const (
 	chainHostPorts = "hostports"
 	early          = -5
 )
 
-// write fills a transaction.
+// write adds the table to a transaction.
 func (n *Network) write(conn *nftables.Conn, old []string) error {
 	t := conn.AddTable(table(n.Key))
 	setNumbers.Lock()
@@ -191,28 +199,30 @@ func (n *Network) write(conn *nftables.Conn, old []string) error {
 	return nil
 }
 
-// plain adds a chain that others jump to, without rules.
+// plain adds an empty chain that other chains jump to.
 func plain(conn *nftables.Conn, t *nftables.Table, name string) *nftables.Chain {
 	c := conn.AddChain(&nftables.Chain{Table: t, Name: name})
 	conn.FlushChain(c)
 	return c
 }
 
-// base adds a chain that the kernel calls, without rules.
+// base adds an empty chain that the kernel calls.
 func base(conn *nftables.Conn, t *nftables.Table, name string, kind nftables.ChainType, hook *nftables.ChainHook, priority nftables.ChainPriority) *nftables.Chain {
 	c := conn.AddChain(&nftables.Chain{Table: t, Name: name, Type: kind, Hooknum: hook, Priority: &priority})
 	conn.FlushChain(c)
 	return c
 }
 
-// redirect has what is for an address of the node's own looked up among the host ports; but not ::1: the kernel does not let what
-// comes from there out by another interface, as it does with route_localnet for IPv4, and a client that is refused goes on to 127.0.0.1.
+// redirect looks up packets to the node's own addresses among the host ports, except ::1. IPv6 has
+// no route_localnet, so a redirected packet from ::1 would be dropped. A refused client tries
+// 127.0.0.1 next.
 func (n *Network) redirect(conn *nftables.Conn, c *nftables.Chain) {
 	add(conn, c, isFamily(true), to_(loopback6), verdict(expr.VerdictReturn))
 	add(conn, c, toLocalAddress(), jump(chainHostPorts))
 }
 
-// forwardPorts passes host ports on to pods. Ports of one address come before those of all addresses.
+// forwardPorts redirects host ports to pods. Ports of one address take precedence over ports of all
+// addresses.
 func (n *Network) forwardPorts(conn *nftables.Conn, c *nftables.Chain) {
 	for _, m := range maps {
 		add(conn, c, isFamily(m.v6), m.lookUp(), m.toPod())
@@ -236,8 +246,9 @@ func of(prefixes []netip.Prefix, v6 bool) (some []netip.Prefix) {
 	return some
 }
 
-// masquerade gives packets the node's address: those of pods that leave the network, and those from the node's loopback or from a pod to a host
-// port, for the pod would not know the way back to the one, and would answer the other one directly.
+// masquerade replaces the source address of packets that leave the network. It also does so for
+// packets to host ports from the node's loopback or from a pod. The pod has no route back to the
+// former, and would answer the latter directly.
 func (n *Network) masquerade(conn *nftables.Conn, c *nftables.Chain) {
 	for _, r := range redirections {
 		for _, source := range of(append([]netip.Prefix{loopback4}, n.Subnets...), r.v6) {
@@ -259,17 +270,19 @@ func (n *Network) masquerade(conn *nftables.Conn, c *nftables.Chain) {
 	}
 }
 
-// guardLoopback drops what pods send to or from the node's loopback addresses, which the kernel lets in by the bridge for the sake of host ports (CVE-2020-8558).
-// Answers to what came from there are still for the node's address on the bridge here.
+// guardLoopback drops packets from pods from or to the node's loopback addresses, which the kernel
+// accepts from the bridge because of host ports (CVE-2020-8558). Answers to redirected packets from
+// loopback still have the bridge's address here.
 func (n *Network) guardLoopback(conn *nftables.Conn, c *nftables.Chain) {
 	for _, side := range []expressions{to_(loopback4), from(loopback4)} {
 		add(conn, c, device(expr.MetaKeyIIFNAME, n.Bridge, true), isFamily(false), side, verdict(expr.VerdictDrop))
 	}
 }
 
-// isolateForwarded drops connections that begin where none shall. Host ports are meant to be reached (others' redirections, such as
-// kube-proxy's node ports, are not), but not from pods where those are kept apart: ports of
-// the bridge that are isolated would let it pass only where the packet filter does not see bridged packets (br_netfilter).
+// isolateForwarded drops new connections that isolation forbids. Host ports stay reachable, but not
+// from isolated pods; other programs' redirections, such as kube-proxy's node ports, do not.
+// Isolated ports of the bridge alone would let redirected packets pass where the packet filter does
+// not see bridged packets (br_netfilter).
 func (n *Network) isolateForwarded(conn *nftables.Conn, c *nftables.Chain) {
 	if !n.IsolatePods && !n.IsolateIngress {
 		return
@@ -287,7 +300,8 @@ func (n *Network) isolateForwarded(conn *nftables.Conn, c *nftables.Chain) {
 	}
 }
 
-// isolateNode drops what pods send to the node itself, but ICMP, which routes, the neighbours of IPv6 and path MTUs need.
+// isolateNode drops packets from pods to the node, except ICMP, which routing, IPv6 neighbour
+// discovery and path MTU discovery need.
 func (n *Network) isolateNode(conn *nftables.Conn, c *nftables.Chain) {
 	if !n.IsolateNode {
 		return
@@ -300,8 +314,8 @@ func (n *Network) isolateNode(conn *nftables.Conn, c *nftables.Chain) {
 	add(conn, c, verdict(expr.VerdictDrop))
 }
 
-// Try tells why the kernel can't have the network's table, or nil. It is written in a network namespace that goes with the try; modules of the
-// kernel that it needs are loaded.
+// Try returns why the kernel cannot have the network's table, or nil. It writes the table in a
+// temporary network namespace. The kernel loads the modules that it needs.
 func Try(n Network) error {
 	n.normalize()
 	filter := &Filter{}
@@ -323,7 +337,7 @@ func Try(n Network) error {
 	return fmt.Errorf("try whether the kernel can have the rules of network %s: %w", n.Key, err)
 }
 
-// Networks returns the keys of networks that have a table.
+// Networks returns the keys of networks with a table.
 func (f *Filter) Networks() (keys []string, err error) {
 	err = f.with(func(conn *nftables.Conn) error {
 		tables, err := conn.ListTablesOfFamily(nftables.TableFamilyINet)
@@ -340,7 +354,7 @@ func (f *Filter) Networks() (keys []string, err error) {
 	return keys, nil
 }
 
-// Available tells why nftables can't be used, or nil.
+// Available returns why nftables cannot be used, or nil.
 func (f *Filter) Available() error {
 	err := f.with(func(conn *nftables.Conn) error {
 		_, err := conn.ListTablesOfFamily(nftables.TableFamilyINet)

@@ -16,8 +16,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Watch calls restore whenever a network's table may have been deleted, and first when it begins to watch, until ctx ends: again after a while where
-// restore fails, for nobody else may come who would. An error says why deletions cannot be noticed.
+// Watch calls restore at its begin and whenever a network's table may have been deleted, until ctx
+// ends. It retries a failed restore after a pause. It returns an error if deletions cannot be
+// watched.
 func Watch(ctx context.Context, restore func() error) error {
 	conn, err := netlink.Dial(unix.NETLINK_NETFILTER, &netlink.Config{Groups: 1 << (unix.NFNLGRP_NFTABLES - 1)})
 	if err != nil {
@@ -51,12 +52,12 @@ func watch(conn *netlink.Conn, restore func() error) error {
 	}
 }
 
-// awaitDeletion waits until a table may have been deleted, or the connection's deadline.
+// awaitDeletion waits until a table may have been deleted, or until the connection's deadline.
 func awaitDeletion(conn *netlink.Conn) error {
 	for {
 		messages, err := conn.Receive()
 		switch {
-		case errors.Is(err, unix.ENOBUFS), errors.Is(err, os.ErrDeadlineExceeded): // some were lost, or it is time
+		case errors.Is(err, unix.ENOBUFS), errors.Is(err, os.ErrDeadlineExceeded): // messages were lost, or the deadline has passed
 			return nil
 		case err != nil:
 			return err
@@ -66,7 +67,7 @@ func awaitDeletion(conn *netlink.Conn) error {
 	}
 }
 
-// backoff tells when something that failed is tried again: the pauses grow.
+// backoff computes the growing pauses between retries.
 type backoff struct{ pause time.Duration }
 
 const (
@@ -74,7 +75,7 @@ const (
 	lastPause  = 30 * time.Second
 )
 
-// after returns the time for another try, none after a success.
+// after returns the time of the next attempt, the zero time after a success.
 func (b *backoff) after(outcome error) time.Time {
 	if outcome == nil {
 		b.pause = 0
@@ -86,29 +87,31 @@ func (b *backoff) after(outcome error) time.Time {
 
 const deleteTable = unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_DELTABLE
 
-// lookedAt is how many messages of a packet are looked at for a table's deletion. The kernel puts those of a transaction together, up to a page (Linux 5.8);
-// a program for more would not fit into what a socket may have (net.core.optmem_max, 20 KiB before Linux 6.7).
+// lookedAt is how many messages of a packet the socket filter inspects. The kernel combines
+// messages of a transaction, up to a page (Linux 5.8). A longer program would exceed the socket's
+// limit (net.core.optmem_max, 20 KiB before Linux 6.7).
 const lookedAt = 32
 
-// deletions lets through what has a deletion of a table among its first messages, or has more of them. So host ports that come and go, and others'
-// elements, of which a busy node has many, wake nobody.
+// deletions returns a socket filter that accepts packets with the deletion of a table among their
+// first messages, and packets with more messages. So changes of host ports and other programs'
+// elements do not wake the watcher.
 func deletions() []bpf.Instruction {
 	const type_ = 4 // after the length
 	program := []bpf.Instruction{bpf.LoadConstant{Dst: bpf.RegX, Val: 0}}
 	for range lookedAt {
 		program = append(program,
-			bpf.LoadIndirect{Off: type_, Size: 2}, // beyond the end of the packet this is the program's end, and nothing passes
+			bpf.LoadIndirect{Off: type_, Size: 2}, // a load beyond the packet's end ends the program and drops the packet
 			bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: asLoaded(deleteTable), SkipTrue: 1},
 			bpf.RetConstant{Val: math.MaxUint32})
 		program = append(program, nextMessage()...)
 	}
-	return append(program, bpf.LoadIndirect{Off: type_, Size: 2}, bpf.RetConstant{Val: math.MaxUint32}) // there is another one
+	return append(program, bpf.LoadIndirect{Off: type_, Size: 2}, bpf.RetConstant{Val: math.MaxUint32}) // there are more messages
 }
 
-// nextMessage adds the length of the message at X, as aligned, to X. Lengths and types are in the order of the machine, and a program loads in
-// the network's. One of 64 KiB does not fit into a packet.
+// nextMessage adds the aligned length of the message at X to X. Lengths and types are in host byte
+// order, but BPF loads in network byte order. Lengths above 64 KiB do not occur in a packet.
 func nextMessage() []bpf.Instruction {
-	const at, length = 0, 1 // in the scratch memory
+	const at, length = 0, 1 // indexes of scratch memory
 	program := []bpf.Instruction{bpf.TXA{}, bpf.StoreScratch{Src: bpf.RegA, N: at}}
 	if asLoaded(1) == 1 {
 		program = append(program, bpf.LoadIndirect{Off: 2, Size: 2})
@@ -133,7 +136,7 @@ func nextMessage() []bpf.Instruction {
 
 func asLoaded(kind uint16) uint32 { return uint32(binary.BigEndian.Uint16(nlenc.Uint16Bytes(kind))) }
 
-// anyTableDeleted looks for tables of networks.
+// anyTableDeleted reports whether a network's table was deleted.
 func anyTableDeleted(messages []netlink.Message) bool {
 	for _, m := range messages {
 		const header = 4 // nfgenmsg

@@ -2,10 +2,10 @@ package source
 
 import "golang.org/x/net/bpf"
 
-// assembler puts a program together whose jumps go to labels further on.
+// assembler builds a program whose jumps lead forward to labels.
 type assembler struct {
 	code   []bpf.Instruction
-	jumps  map[int]string // by the index of the instruction
+	jumps  map[int]string // label by index of the jump
 	labels map[string]int
 }
 
@@ -23,24 +23,26 @@ func (a *assembler) label(name string) {
 	a.labels[name] = len(a.code)
 }
 
-// load loads what is at an offset of the frame.
+// load loads the value at an offset of the frame.
 func (a *assembler) load(offset uint32, size int) {
 	a.add(bpf.LoadAbsolute{Off: offset, Size: size})
 }
 
-// atLeast drops frames that are shorter.
+// atLeast drops shorter frames.
 func (a *assembler) atLeast(size uint32) {
 	a.add(bpf.LoadExtension{Num: bpf.ExtLen}, bpf.JumpIf{Cond: bpf.JumpGreaterOrEqual, Val: size, SkipTrue: 1})
 	a.to(drop)
 }
 
-// atLeastX drops frames that have fewer bytes after X. They are known to have as many at all.
+// atLeastX drops frames with fewer bytes after X. The frame must have at least that many bytes in
+// total.
 func (a *assembler) atLeastX(size uint32) {
 	a.add(bpf.LoadExtension{Num: bpf.ExtLen}, bpf.ALUOpConstant{Op: bpf.ALUOpSub, Val: size}, bpf.JumpIfX{Cond: bpf.JumpGreaterOrEqual, SkipTrue: 1})
 	a.to(drop)
 }
 
-// when jumps if what was loaded is a value, unless jumps if it is not. A conditional jump reaches 255 instructions, an unconditional one all.
+// when jumps if the loaded value equals value, unless jumps if it does not. A conditional jump
+// reaches 255 instructions, an unconditional one all.
 func (a *assembler) when(value uint32, label string) {
 	a.add(bpf.JumpIf{Cond: bpf.JumpNotEqual, Val: value, SkipTrue: 1})
 	a.to(label)
@@ -59,7 +61,7 @@ func (a *assembler) to(label string) {
 	a.add(bpf.Jump{})
 }
 
-// program resolves the labels. All of them are this package's own.
+// program resolves the labels.
 func (a *assembler) program() []bpf.Instruction {
 	for at, label := range a.jumps {
 		to, known := a.labels[label]

@@ -1,13 +1,18 @@
-// Package source says what a pod may send: a program of classic BPF that the kernel runs on each frame from the pod, before anything
-// else looks at it (tc's classifier bpf, at the ingress of the pod's port).
+// Package source compiles a program in classic BPF that checks the source addresses of frames from
+// a pod. The kernel runs it at the ingress of the pod's port (tc's classifier bpf), before anything
+// else sees the frame.
 //
 // # Contract
 //
-// Program is pure. Frames of IPv4, ARP and IPv6 pass that have the pod's hardware address and one of its addresses as their source, and no
-// others: of a frame with two VLAN tags for no VLAN (VID 0) the kernel takes one off before the program sees it, and the other one after (Linux 5.0). So a
-// pod can't speak as another pod or as the node, nor draw their packets to itself: neighbours can be told of its own addresses only, and router
-// advertisements and redirects it cannot send at all. Nothing passes to 127.0.0.0/8 either, which the bridge would take for the sake of host ports
-// (CVE-2020-8558), whether the packet filter's rules are there or not.
+// Program is pure. It passes only frames of IPv4, ARP and IPv6 whose source is the pod's hardware
+// address and one of its IP addresses. Tagged frames are dropped. The kernel removes VLAN tags for
+// no VLAN (VID 0), one before the program and one after it (Linux 5.0), and the program drops
+// frames with two.
+//
+// So a pod cannot impersonate another pod or the node, or attract their packets. It can announce
+// only its own addresses to neighbours, and cannot send router advertisements or redirects. It
+// cannot reach 127.0.0.0/8 of the node either, which the bridge would accept because of host ports
+// (CVE-2020-8558). That holds without the packet filter's rules too.
 package source
 
 import (
@@ -19,10 +24,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Verdicts of the program, as of a classifier that acts itself. A program that reads beyond the end of a frame ends with 0, TC_ACT_OK: the frame
-// passes, and by the classifiers after it, of which one limits the rate. So lengths are looked at first.
+// Results of the program, as of a classifier with direct action. A program that reads beyond the
+// end of a frame returns 0, TC_ACT_OK. The frame would pass and skip the next classifier, which
+// limits the rate. So the program checks lengths first.
 const (
-	Pass = 0xffffffff // TC_ACT_UNSPEC: on to the next classifier
+	Pass = 0xffffffff // TC_ACT_UNSPEC: continue with the next classifier
 	Drop = 2          // TC_ACT_SHOT
 )
 
@@ -45,13 +51,14 @@ const (
 const (
 	arpHeader   = 0x00010800 // Ethernet and IPv4
 	arpLengths  = 0x0604
-	maxHeaders  = 4 // extension headers of IPv6 that are looked into
+	maxHeaders  = 4 // parsed extension headers of IPv6
 	icmpRouter  = 134
 	icmpNA      = 136 // neighbour advertisement
 	icmpGoThere = 137 // redirect
 )
 
-// Program is that of a pod with a hardware address and IP addresses, one of a family at most.
+// Program returns the program for a pod with a hardware address and at most one IP address per
+// family.
 func Program(mac net.HardwareAddr, ips []netip.Addr) []bpf.Instruction {
 	var ip4, ip6 netip.Addr
 	for _, ip := range ips {
@@ -87,7 +94,7 @@ func Program(mac net.HardwareAddr, ips []netip.Addr) []bpf.Instruction {
 	return a.program()
 }
 
-// ip4 ends the program.
+// ip4 emits the checks of IPv4, the last instructions of the program.
 func (a *assembler) ip4(ip netip.Addr) {
 	if !ip.IsValid() {
 		a.to(drop)
@@ -101,7 +108,8 @@ func (a *assembler) ip4(ip netip.Addr) {
 	a.to(pass)
 }
 
-// arp ends the program. A sender without address asks whether one is in use, and tells nobody anything.
+// arp emits the checks of ARP. A request without sender address (a probe) announces nothing and
+// passes.
 func (a *assembler) arp(mac net.HardwareAddr, ip netip.Addr) {
 	if !ip.IsValid() {
 		a.to(drop)
@@ -122,7 +130,7 @@ func (a *assembler) arp(mac net.HardwareAddr, ip netip.Addr) {
 	a.to(drop)
 }
 
-// ip6 ends the program.
+// ip6 emits the checks of IPv6.
 func (a *assembler) ip6(mac net.HardwareAddr, ip netip.Addr) {
 	if !ip.IsValid() {
 		a.to(drop)
@@ -130,7 +138,7 @@ func (a *assembler) ip6(mac net.HardwareAddr, ip netip.Addr) {
 	}
 	local := linkLocal(mac)
 	a.atLeast(ip6Size)
-	for i, from := range []netip.Addr{ip, local, netip.IPv6Unspecified()} { // the last one asks whether an address is in use
+	for i, from := range []netip.Addr{ip, local, netip.IPv6Unspecified()} { // "::" is for duplicate address detection
 		next := []string{"not-own", "not-local", drop}[i]
 		a.compare6(func(word int) { a.load(uint32(ip6Source+4*word), 4) }, from, next)
 		a.to("headers")
@@ -139,8 +147,8 @@ func (a *assembler) ip6(mac net.HardwareAddr, ip netip.Addr) {
 		}
 	}
 
-	// Headers before ICMPv6 would hide it; X is where the next one is. Neighbours' messages in fragments are refused by who gets them
-	// (RFC 6980).
+	// Skips extension headers, which could hide ICMPv6; X is the offset of the next header.
+	// Receivers drop fragmented neighbour messages (RFC 6980).
 	a.label("headers")
 	a.load(ip6Next, 1)
 	a.add(bpf.LoadConstant{Dst: bpf.RegX, Val: ip6Size})
@@ -153,12 +161,12 @@ func (a *assembler) ip6(mac net.HardwareAddr, ip netip.Addr) {
 		a.to(pass)
 		a.label(skip)
 		a.atLeastX(2)
-		a.add(bpf.LoadIndirect{Off: 0, Size: 1}, bpf.StoreScratch{Src: bpf.RegA, N: 0}, // the one after it
+		a.add(bpf.LoadIndirect{Off: 0, Size: 1}, bpf.StoreScratch{Src: bpf.RegA, N: 0}, // the type of the header after it
 			bpf.LoadIndirect{Off: 1, Size: 1}, bpf.ALUOpConstant{Op: bpf.ALUOpAdd, Val: 1}, bpf.ALUOpConstant{Op: bpf.ALUOpMul, Val: 8},
 			bpf.ALUOpX{Op: bpf.ALUOpAdd}, bpf.TAX{}, bpf.LoadScratch{Dst: bpf.RegA, N: 0})
 		a.label(look)
 	}
-	a.to(drop) // nobody needs so many
+	a.to(drop) // too many headers
 
 	a.label("icmp")
 	a.atLeastX(1)
@@ -176,7 +184,7 @@ func (a *assembler) ip6(mac net.HardwareAddr, ip netip.Addr) {
 	a.to(pass)
 }
 
-// compare6 jumps to another label unless an address is as given. load loads a word of it.
+// compare6 jumps to another label unless the address equals ip. load loads a word of the address.
 func (a *assembler) compare6(load func(word int), ip netip.Addr, other string) {
 	b := ip.As16()
 	for i := range 4 {
@@ -190,7 +198,8 @@ func word(ip netip.Addr) uint32 {
 	return binary.BigEndian.Uint32(b[:])
 }
 
-// linkLocal is the address that the kernel gives an interface with a hardware address (RFC 4291, appendix A).
+// linkLocal returns the address that the kernel derives from a hardware address (RFC 4291, appendix
+// A).
 func linkLocal(mac net.HardwareAddr) netip.Addr {
 	b := [16]byte{0: 0xfe, 1: 0x80, 8: mac[0] ^ 2, 9: mac[1], 10: mac[2], 11: 0xff, 12: 0xfe, 13: mac[3], 14: mac[4], 15: mac[5]}
 	return netip.AddrFrom16(b)
