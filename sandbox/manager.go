@@ -24,14 +24,12 @@ import (
 	"berth/oci"
 	"berth/sandbox/describe"
 	"berth/sandbox/ending"
-	"berth/sandbox/footprint"
 	"berth/sandbox/handler"
 	"berth/sandbox/imagefs"
 	"berth/sandbox/launch"
 	"berth/sandbox/lsm"
-	"berth/sandbox/namespaces"
 	"berth/sandbox/plugins"
-	"berth/sandbox/podnet"
+	"berth/sandbox/podenv"
 	"berth/sandbox/process"
 	"berth/sandbox/roots"
 	"berth/sandbox/state"
@@ -78,7 +76,7 @@ type Manager struct {
 	cfg       Config
 	log       *slog.Logger
 	images    *image.Store
-	networks  *podnet.Networks
+	networks  *podenv.Networks
 	launchers *shim.Launchers
 	plugins   plugins.Kit
 	payload   payload.Paths
@@ -87,12 +85,12 @@ type Manager struct {
 
 	dirs          state.Dirs
 	trash         *state.Trash
-	namespaces    namespaces.Kit
+	namespaces    podenv.Namespaces
 	processes     process.Kit
 	ending        *ending.Kit
 	roots         roots.Kit
 	launch        launch.Kit
-	footprint     footprint.Kit
+	podenv        podenv.Provisioner
 	pods          *index.Index[*pod]
 	containers    *index.Index[*container]
 	podIDs        join.Joiner // by (namespace, name, uid, attempt)
@@ -135,7 +133,7 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		m.plugins.Plugins = plugins.None{}
 	}
 	openNetworks := func() (err error) {
-		m.networks, err = podnet.Open(network, cfg.Root, m.tasks, m.log)
+		m.networks, err = podenv.OpenNetworks(network, cfg.Root, m.tasks, m.log)
 		return err
 	}
 	for _, step := range []func() error{cgroup.Prepare, m.readBootID, m.openRun, m.dirs.Prepare, m.openQuotas, m.openRecords, openNetworks, m.startLaunchers, m.probeUserNamespaces,
@@ -220,7 +218,7 @@ func (m *Manager) startLaunchers() (err error) {
 	if err != nil {
 		return fmt.Errorf("install pause and monitor: %w", err)
 	}
-	m.namespaces = namespaces.Kit{Dirs: m.dirs, Holder: m.payload.Pause + payload.PauseProgram}
+	m.namespaces = podenv.Namespaces{Dirs: m.dirs, Holder: m.payload.Pause + payload.PauseProgram}
 	m.launchers, err = shim.New(shim.Config{
 		ShimPath:    m.cfg.ShimPath,
 		MonitorPath: m.payload.Monitor,
@@ -249,9 +247,9 @@ func (m *Manager) probeUserNamespaces() error {
 func (m *Manager) assemble() {
 	node := describe.Node{Host: m.cfg.Host, NoAppArmor: m.appArmor.Problem, CDI: m.cfg.CDI, Dirs: m.dirs,
 		SystemdCgroup: m.cfg.SystemdCgroup, OwnDevices: m.cfg.OwnDevices}
-	m.launch = launch.Kit{Node: node, Namespaces: m.namespaces, Roots: m.roots, Users: new(imagefs.Users), AppArmor: m.appArmor, SELinux: m.selinux,
+	m.launch = launch.Kit{Node: node, Roots: m.roots, Users: new(imagefs.Users), AppArmor: m.appArmor, SELinux: m.selinux,
 		Sources: launch.NewSources(m.tasks), Launchers: m.launchers, PauseDir: m.payload.Pause, MaxLogLine: m.cfg.MaxLogLine, Tasks: m.tasks}
-	m.footprint = footprint.Kit{Dirs: m.dirs, HostResolvConf: m.cfg.HostResolvConf, Namespaces: m.namespaces, Networks: m.networks,
+	m.podenv = podenv.Provisioner{Dirs: m.dirs, HostResolvConf: m.cfg.HostResolvConf, Namespaces: m.namespaces, Networks: m.networks,
 		Launch: m.launch, Processes: m.processes, SELinux: m.selinux, Images: m.images, Trash: m.trash, Records: m.podRecords, Tasks: m.tasks, Log: m.log}
 	m.Reader = stats.NewReader(meters{m}, m.log)
 	m.Service = stream.New(streamTargets{m}, m.launchers, m.dirs, m.cfg.SystemdCgroup, m.cfg.Streams, m.tasks)

@@ -18,7 +18,7 @@ import (
 	"berth/internal/trace"
 	"berth/oci"
 	"berth/oci/confine"
-	"berth/sandbox/footprint"
+	"berth/sandbox/podenv"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
 	shimproto "berth/shim/proto"
@@ -189,7 +189,7 @@ func (m *Manager) planPod(ctx context.Context, config *runtimeapi.PodSandboxConf
 
 // bringUp makes everything the pod needs and publishes it. It needs the pod's turn.
 func (m *Manager) bringUp(ctx context.Context, p *pod) error {
-	pause, err := m.footprint.Make(ctx, p.onHost())
+	pause, err := m.podenv.Make(ctx, p.onHost())
 	if err != nil {
 		return err
 	}
@@ -197,8 +197,8 @@ func (m *Manager) bringUp(ctx context.Context, p *pod) error {
 }
 
 // onHost is the pod as what it has on the host is made from. It needs the pod's turn.
-func (p *pod) onHost() footprint.Pod {
-	return footprint.Pod{Rec: &p.rec, Config: p.config, Pause: p.pause.Load(), Launched: func(pid int) { p.launched.Store(int64(pid)) }}
+func (p *pod) onHost() podenv.Pod {
+	return podenv.Pod{Rec: &p.rec, Config: p.config, Pause: p.pause.Load(), Launched: func(pid int) { p.launched.Store(int64(pid)) }}
 }
 
 // finishPod presents the pod to plugins, records that it is ready, publishes it and watches its pause.
@@ -208,7 +208,7 @@ func (m *Manager) finishPod(ctx context.Context, p *pod, started *shimproto.Star
 	release, err := m.presentPod(ctx, p)
 	defer release()
 	if err == nil {
-		err = m.footprint.FinishFiles(ctx, p.onHost())
+		err = m.podenv.FinishFiles(ctx, p.onHost())
 	}
 	if err == nil {
 		err = m.writePod(ctx, p)

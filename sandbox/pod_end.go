@@ -45,7 +45,7 @@ func (m *Manager) stopPod(ctx context.Context, p *pod) error {
 	}
 	err := m.killContainers(ctx, p)
 	if unrecorded != nil { // before the rest: with its pause a daemon that is started meanwhile would take the pod for ready
-		m.footprint.EndPause(ctx, p.onHost())
+		m.podenv.EndPause(ctx, p.onHost())
 	}
 	err = errors.Join(err, m.takeDown(ctx, p))
 	for _, c := range m.containersOf(p.id) { // whose stop comes before the pod's
@@ -70,7 +70,7 @@ func (m *Manager) takeDown(ctx context.Context, p *pod) error {
 	if p.takenDown {
 		return nil
 	}
-	err := m.footprint.TakeDown(ctx, p.onHost())
+	err := m.podenv.TakeDown(ctx, p.onHost())
 	p.takenDown = err == nil
 	return err
 }
@@ -184,7 +184,7 @@ func (m *Manager) erasePod(ctx context.Context, p *pod) error {
 	if err := errors.Join(m.tasks.Together("remove containers of", p.String(), removals...), m.takeDown(ctx, p)); err != nil {
 		return err
 	}
-	if err := m.footprint.Remove(p.id); err != nil {
+	if err := m.podenv.Remove(p.id); err != nil {
 		return err
 	}
 	if err := m.podRecords.Remove(p.id); err != nil {

@@ -369,10 +369,10 @@ func (m *Manager) takeStartBack(ctx context.Context, c *container) error {
 
 // removeUnrecorded removes what bears the ID of a pod or container that has no record.
 func (m *Manager) removeUnrecorded() error {
-	ids, err := m.footprint.Unrecorded(m.hasRecord)
+	ids, err := m.podenv.Unrecorded(m.hasRecord)
 	for id := range ids {
 		m.log.Warn("removing what a pod or container without record left", "id", id)
-		m.unfinished.Later("remove what is left of", id, func(ctx context.Context) error { return m.footprint.RemoveUnrecorded(ctx, id) })
+		m.unfinished.Later("remove what is left of", id, func(ctx context.Context) error { return m.podenv.RemoveUnrecorded(ctx, id) })
 	}
 	return err
 }

@@ -21,7 +21,6 @@ import (
 	"berth/oci/confine"
 	"berth/oci/users"
 	"berth/sandbox/handler"
-	"berth/sandbox/namespaces"
 	"berth/sandbox/state"
 )
 
@@ -127,7 +126,7 @@ func (n Node) pod(p Pod) oci.Pod {
 	if state.HostIPC(p.Config) {
 		pod.Shm = "/dev/shm"
 	}
-	if namespaces.HasUser(p.Config) {
+	if state.HasUserNamespace(p.Config) {
 		pod.UserNS = n.Dirs.UserNS(p.ID)
 	}
 	return pod
@@ -146,7 +145,7 @@ func cdiDevices(config *runtimeapi.ContainerConfig) []string {
 // bindDevices makes the nodes of a complete spec bind mounts, if the pod has a user namespace. They are of
 // the CRI's devices and of the CDI devices with these names.
 func (n Node) bindDevices(p Pod, c Container, cdiNames []string, spec *specs.Spec) error {
-	if !namespaces.HasUser(p.Config) {
+	if !state.HasUserNamespace(p.Config) {
 		return nil
 	}
 	sources, err := n.CDI.HostPaths(cdiNames)

@@ -28,7 +28,6 @@ import (
 	"berth/sandbox/describe"
 	"berth/sandbox/imagefs"
 	"berth/sandbox/lsm"
-	"berth/sandbox/namespaces"
 	"berth/sandbox/roots"
 	"berth/sandbox/state"
 	"berth/shim"
@@ -38,7 +37,6 @@ import (
 // Kit is what is needed to launch.
 type Kit struct {
 	Node       describe.Node
-	Namespaces namespaces.Kit
 	Roots      roots.Kit
 	Users      *imagefs.Users
 	AppArmor   *lsm.AppArmor
@@ -63,7 +61,7 @@ type Container struct {
 func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *state.Image) (*proto.Started, error) {
 	ctx, span := trace.Nest(ctx, "pause")
 	defer span.End()
-	idMap, err := k.Namespaces.IDMap(pod.ID, pod.Config)
+	idMap, err := k.idMap(pod.ID, pod.Config)
 	if err != nil {
 		return nil, err
 	}
@@ -99,7 +97,7 @@ func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *state.Image) (*
 	failpoint.Reach("pause.directory-made")
 	defer k.Tasks.Begin("the launch of its pause", "pod "+pod.ID)()
 	started, err := k.Launchers.Launch(ctx, &proto.Launch{ID: pod.ID, Dir: dir, Spec: spec,
-		Rootfs: root, RootPlace: k.Namespaces.RootPlace(root), SystemdCgroup: k.Node.SystemdCgroup, Pause: true, BuiltIn: image == nil, Runtime: pod.Runtime.Program()})
+		Rootfs: root, RootPlace: k.rootPlace(root), SystemdCgroup: k.Node.SystemdCgroup, Pause: true, BuiltIn: image == nil, Runtime: pod.Runtime.Program()})
 	if err != nil {
 		return nil, fmt.Errorf("start pause of pod %s: %w", pod.ID, err)
 	}
@@ -109,7 +107,7 @@ func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *state.Image) (*
 // Root is the writable root filesystem of a container.
 func (k Kit) Root(ctx context.Context, pod describe.Pod, c Container) (rootfs.Spec, error) {
 	defer trace.Begin(ctx, "root filesystem").End()
-	idMap, err := k.Namespaces.IDMap(pod.ID, pod.Config)
+	idMap, err := k.idMap(pod.ID, pod.Config)
 	if err != nil {
 		return rootfs.Spec{}, err
 	}
@@ -166,7 +164,7 @@ func (k Kit) Prove(ctx context.Context, pod describe.Pod, c Container) (*specs.S
 		if spec, err = k.describe(pod, c); err != nil {
 			return err
 		}
-		if err = k.Namespaces.CheckMounts(pod.ID, pod.Runtime, spec); err != nil {
+		if err = k.checkMounts(pod.ID, pod.Runtime, spec); err != nil {
 			return err
 		}
 		toLabel, err = lsm.MountsToLabel(c.Config, c.Rec.SELinux)
@@ -215,7 +213,7 @@ func (k Kit) Container(ctx context.Context, pod describe.Pod, c Container) (*pro
 	failpoint.Reach("container.directory-made")
 	defer k.Tasks.Begin("its launch", "container "+c.Rec.ID)()
 	return k.Launchers.Launch(ctx, &proto.Launch{
-		ID: c.Rec.ID, Dir: dir, Spec: spec, Rootfs: root, RootPlace: k.Namespaces.RootPlace(root), Volumes: roots.ShownAs(root, volumes),
+		ID: c.Rec.ID, Dir: dir, Spec: spec, Rootfs: root, RootPlace: k.rootPlace(root), Volumes: roots.ShownAs(root, volumes),
 		SystemdCgroup: k.Node.SystemdCgroup,
 		LogPath:       c.Rec.LogPath, LogDir: pod.Config.GetLogDirectory(), MaxLogLine: k.MaxLogLine,
 		Stdin: c.Config.GetStdin(), StdinOnce: c.Config.GetStdinOnce(), Terminal: c.Config.GetTty(), Runtime: pod.Runtime.Program(),

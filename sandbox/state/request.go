@@ -8,6 +8,7 @@ import (
 	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
 
 	"berth/internal/errdefs"
+	"berth/oci"
 )
 
 // CheckPod refuses the config of a pod that can't be.
@@ -90,4 +91,10 @@ func HostNetwork(config *runtimeapi.PodSandboxConfig) bool {
 // HostIPC tells whether a pod has the node's IPC.
 func HostIPC(config *runtimeapi.PodSandboxConfig) bool {
 	return config.GetLinux().GetSecurityContext().GetNamespaceOptions().GetIpc() == runtimeapi.NamespaceMode_NODE
+}
+
+// HasUserNamespace tells whether a pod is to have a user namespace.
+func HasUserNamespace(config *runtimeapi.PodSandboxConfig) bool {
+	mappings, err := oci.UserNamespace(config)
+	return err == nil && mappings != nil
 }

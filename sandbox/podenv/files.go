@@ -1,14 +1,4 @@
-// Package podfiles makes what a pod's containers share of files: resolv.conf, hostname and hosts,
-// /dev/shm, the folder of their logs.
-//
-// # Contract
-//
-// The contents are package dnsfiles'; here they are written, for everybody to read. Containers may
-// write to them too, so they are on a tmpfs of the pod's own, together with /dev/shm: its size
-// bounds them, and they count as memory of who writes. All places follow from the pod's ID (package
-// layout), and what is left of an interrupted Make is removed with them. Files of the node are read
-// up to a limit.
-package podfiles
+package podenv
 
 import (
 	"errors"
@@ -25,21 +15,20 @@ import (
 	"berth/internal/failpoint"
 	"berth/internal/safefs"
 	"berth/oci"
-	"berth/sandbox/dnsfiles"
 	"berth/sandbox/state"
 )
 
-// Pod is what the files are made from.
-type Pod struct {
+// files is what the files are made from.
+type files struct {
 	Dirs       state.Dirs
 	ID         string
 	Config     *runtimeapi.PodSandboxConfig
 	MountLabel string // SELinux; empty: none
 }
 
-// Make makes what containers of the pod find in /etc and /dev/shm, but for /etc/hosts. hostResolvConf is the
+// make makes what containers of the pod find in /etc and /dev/shm, but for /etc/hosts. hostResolvConf is the
 // node's resolv.conf.
-func (p Pod) Make(hostResolvConf string) error {
+func (p files) make(hostResolvConf string) error {
 	failpoint.Reach("pod.make-files")
 	if err := os.MkdirAll(p.Dirs.PodFiles(p.ID), 0o700); err != nil {
 		return fmt.Errorf("make files of pod %s: %w", p.ID, err)
@@ -53,7 +42,7 @@ func (p Pod) Make(hostResolvConf string) error {
 	if err != nil {
 		return err
 	}
-	name, err := dnsfiles.Hostname(host)
+	name, err := formatHostname(host)
 	if err != nil {
 		return err
 	}
@@ -74,19 +63,19 @@ func (p Pod) Make(hostResolvConf string) error {
 }
 
 // resolvConf reads the node's only where it is what the pod gets.
-func (p Pod) resolvConf(hostFile string) (_ []byte, err error) {
+func (p files) resolvConf(hostFile string) (_ []byte, err error) {
 	var host []byte
 	dns := p.Config.GetDnsConfig()
-	if dnsfiles.WantsHosts(dns) {
+	if usesHostDNS(dns) {
 		if host, err = readCapped(hostFile); err != nil {
 			return nil, err
 		}
 	}
-	return dnsfiles.ResolvConf(dns, host)
+	return formatResolvConf(dns, host)
 }
 
-// WriteHosts makes the default /etc/hosts, with the pod's addresses; kubelet mounts its own over it.
-func (p Pod) WriteHosts(addresses []string) error {
+// writeHosts makes the default /etc/hosts, with the pod's addresses; kubelet mounts its own over it.
+func (p files) writeHosts(addresses []string) error {
 	hosts, err := p.hosts(addresses)
 	if err != nil {
 		return err
@@ -94,7 +83,7 @@ func (p Pod) WriteHosts(addresses []string) error {
 	return p.writeFiles(map[string][]byte{"hosts": hosts})
 }
 
-func (p Pod) hosts(addresses []string) ([]byte, error) {
+func (p files) hosts(addresses []string) ([]byte, error) {
 	if state.HostNetwork(p.Config) {
 		return readCapped("/etc/hosts")
 	}
@@ -110,7 +99,7 @@ func (p Pod) hosts(addresses []string) ([]byte, error) {
 		}
 		ips = append(ips, ip)
 	}
-	return dnsfiles.Hosts(host, ips)
+	return formatHosts(host, ips)
 }
 
 // hostname is the pod's. Without one it is the node's, which a new UTS namespace
@@ -138,7 +127,7 @@ const (
 )
 
 // mountTmpfs mounts the pod's tmpfs and makes the directories in it.
-func (p Pod) mountTmpfs() error {
+func (p files) mountTmpfs() error {
 	place, size := p.Dirs.Tmpfs(p.ID), shmSize
 	failpoint.Reach("tmpfs.make")
 	if err := os.MkdirAll(place, 0o700); err != nil {
@@ -167,7 +156,7 @@ func (p Pod) mountTmpfs() error {
 	return nil
 }
 
-func (p Pod) makeDir(dir string, mode os.FileMode) error {
+func (p files) makeDir(dir string, mode os.FileMode) error {
 	if err := os.Mkdir(dir, mode); err != nil {
 		return err
 	}
@@ -179,7 +168,7 @@ func (p Pod) makeDir(dir string, mode os.FileMode) error {
 
 // giveToRoot makes the pod's root the owner, as which it appears to be root in a pod with a user
 // namespace.
-func (p Pod) giveToRoot(path string) error {
+func (p files) giveToRoot(path string) error {
 	mappings, err := oci.UserNamespace(p.Config)
 	if err != nil || mappings == nil {
 		return err
@@ -187,9 +176,9 @@ func (p Pod) giveToRoot(path string) error {
 	return os.Chown(path, int(mappings.HostUID(0)), int(mappings.HostGID(0)))
 }
 
-// Unmount takes away a pod's tmpfs, and the folder it is in, which must be empty but for it.
+// unmountTmpfs takes away a pod's tmpfs, and the folder it is in, which must be empty but for it.
 // Containers that still have it keep their view. It may be repeated.
-func Unmount(dirs state.Dirs, podID string) error {
+func unmountTmpfs(dirs state.Dirs, podID string) error {
 	for _, place := range []string{dirs.Tmpfs(podID), dirs.OldShm(podID)} {
 		failpoint.Reach("tmpfs.unmount")
 		err := unix.Unmount(place, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW)
@@ -208,8 +197,8 @@ func Unmount(dirs state.Dirs, podID string) error {
 }
 
 // writeFiles writes small files, mode 0644: containers of any user read them.
-func (p Pod) writeFiles(files map[string][]byte) error {
-	for name, data := range files {
+func (p files) writeFiles(contents map[string][]byte) error {
+	for name, data := range contents {
 		path := filepath.Join(p.Dirs.Etc(p.ID), name)
 		failpoint.Reach("pod.write-file")
 		if err := errors.Join(os.WriteFile(path, data, 0o644), p.giveToRoot(path)); err != nil {

@@ -1,13 +1,4 @@
-// Package footprint has what a pod has on the host: files, namespaces, network, pause. It is made here, taken away,
-// and found where nobody has a record of it.
-//
-// # Contract
-//
-// Before Make is called the pod's record is on disk, with the names of all that does not follow from the ID. Taking
-// away goes by record and ID, and not by what Make has done: every step may be repeated, and does no harm where there is
-// nothing. Containers are no part of it, but for what is found without record: that may be a container's. The
-// caller has the pod's turn.
-package footprint
+package podenv
 
 import (
 	"context"
@@ -30,20 +21,17 @@ import (
 	"berth/sandbox/describe"
 	"berth/sandbox/launch"
 	"berth/sandbox/lsm"
-	"berth/sandbox/namespaces"
-	"berth/sandbox/podfiles"
-	"berth/sandbox/podnet"
 	"berth/sandbox/process"
 	"berth/sandbox/state"
 	"berth/shim/proto"
 )
 
-// Kit is what is needed to make it, and to take it away.
-type Kit struct {
+// Provisioner is what is needed to make it, and to take it away.
+type Provisioner struct {
 	Dirs           state.Dirs
 	HostResolvConf string // what pods with the Default DNS policy get
-	Namespaces     namespaces.Kit
-	Networks       *podnet.Networks
+	Namespaces     Namespaces
+	Networks       *Networks
 	Launch         launch.Kit
 	Processes      process.Kit
 	SELinux        lsm.SELinux
@@ -67,7 +55,7 @@ func (p Pod) String() string { return "pod " + p.Rec.ID }
 
 // Make makes everything the pod needs and returns its pause, which runs. The network and the pause
 // come up side by side where both need no more than the namespace.
-func (k Kit) Make(ctx context.Context, p Pod) (*proto.Started, error) {
+func (k Provisioner) Make(ctx context.Context, p Pod) (*proto.Started, error) {
 	if err := k.makeFiles(ctx, p); err != nil {
 		return nil, err
 	}
@@ -104,21 +92,21 @@ func needsNetwork(p Pod) bool {
 	return p.Rec.Runtime.IsSandboxed() || oci.SetsNetworkSysctls(p.Config)
 }
 
-func (k Kit) makeFiles(ctx context.Context, p Pod) error {
+func (k Provisioner) makeFiles(ctx context.Context, p Pod) error {
 	defer trace.Begin(ctx, "files").End()
-	return k.filesOf(p).Make(k.HostResolvConf)
+	return k.filesOf(p).make(k.HostResolvConf)
 }
 
-func (k Kit) makeNamespaces(ctx context.Context, p Pod) error {
+func (k Provisioner) makeNamespaces(ctx context.Context, p Pod) error {
 	defer trace.Begin(ctx, "namespaces").End()
 	return k.Namespaces.Make(p.Rec.ID, p.Config, p.Rec.NetNS)
 }
 
 // FinishFiles writes /etc/hosts with the pod's addresses, and labels it and the others: all containers of the pod read
 // them, and they are the pod's own, also where they are copies of the host's.
-func (k Kit) FinishFiles(ctx context.Context, p Pod) error {
+func (k Provisioner) FinishFiles(ctx context.Context, p Pod) error {
 	defer trace.Begin(ctx, "hosts").End()
-	if err := k.filesOf(p).WriteHosts(p.Rec.IPs); err != nil {
+	if err := k.filesOf(p).writeHosts(p.Rec.IPs); err != nil {
 		return err
 	}
 	if err := k.SELinux.LabelOwn(k.Dirs.Etc(p.Rec.ID), p.Rec.SELinux); err != nil {
@@ -128,14 +116,14 @@ func (k Kit) FinishFiles(ctx context.Context, p Pod) error {
 }
 
 // filesOf is what a pod's files are made from.
-func (k Kit) filesOf(p Pod) podfiles.Pod {
-	return podfiles.Pod{Dirs: k.Dirs, ID: p.Rec.ID, Config: p.Config, MountLabel: p.Rec.SELinux.Mount}
+func (k Provisioner) filesOf(p Pod) files {
+	return files{Dirs: k.Dirs, ID: p.Rec.ID, Config: p.Config, MountLabel: p.Rec.SELinux.Mount}
 }
 
 // TakeDown removes what exists for a pod until it is stopped: network, pause and tmpfs. It does
 // every step, side by side: the end of a namespace and each unmounting wait for an RCU grace
 // period, which may be the same.
-func (k Kit) TakeDown(ctx context.Context, p Pod) error {
+func (k Provisioner) TakeDown(ctx context.Context, p Pod) error {
 	return k.Tasks.Together("take down", p.String(),
 		func() error { return k.detachNetwork(ctx, p) },
 		func() error { return k.removePause(ctx, p) },
@@ -144,7 +132,7 @@ func (k Kit) TakeDown(ctx context.Context, p Pod) error {
 
 // detachNetwork runs CNI DEL with the configuration that ADD had, and removes
 // the namespace once that succeeded: plugins may need it until then.
-func (k Kit) detachNetwork(ctx context.Context, p Pod) error {
+func (k Provisioner) detachNetwork(ctx context.Context, p Pod) error {
 	if p.Rec.Network != nil {
 		if err := k.Networks.Detach(ctx, p.Rec, p.Config); err != nil {
 			return fmt.Errorf("detach pod %s from its network: %w", p.Rec.ID, err)
@@ -164,7 +152,7 @@ func (k Kit) detachNetwork(ctx context.Context, p Pod) error {
 
 // removePause kills the pause and removes all that its launch made. libcontainer's pause is one process: when that has ended its
 // cgroup is idle. That of another runtime is the runtime's to end.
-func (k Kit) removePause(ctx context.Context, p Pod) error {
+func (k Provisioner) removePause(ctx context.Context, p Pod) error {
 	ctx, cancel := context.WithTimeout(ctx, process.KillWait)
 	defer cancel()
 	k.EndPause(ctx, p)
@@ -176,7 +164,7 @@ func (k Kit) removePause(ctx context.Context, p Pod) error {
 const endPatience = time.Second
 
 // EndPause kills the pause, unless that is for its runtime to do.
-func (k Kit) EndPause(ctx context.Context, p Pod) {
+func (k Provisioner) EndPause(ctx context.Context, p Pod) {
 	if p.Pause == nil || p.Rec.Runtime != nil {
 		return
 	}
@@ -189,16 +177,16 @@ func (k Kit) EndPause(ctx context.Context, p Pod) {
 
 // removeMounts takes away the pod's tmpfs and the pin of its user namespace.
 // Containers that still have them keep their view.
-func (k Kit) removeMounts(podID string) error {
+func (k Provisioner) removeMounts(podID string) error {
 	if err := k.Namespaces.Unpin(podID); err != nil {
 		return fmt.Errorf("pod %s: %w", podID, err)
 	}
-	return podfiles.Unmount(k.Dirs, podID)
+	return unmountTmpfs(k.Dirs, podID)
 }
 
 // Remove removes the rest of a pod that was taken down, its containers too: what their runtime kept, the image of its
 // pause, its files, what is kept of its network.
-func (k Kit) Remove(podID string) error {
+func (k Provisioner) Remove(podID string) error {
 	if err := k.Processes.RemoveRoot(podID); err != nil {
 		return err
 	}

@@ -1,4 +1,4 @@
-package dnsfiles
+package podenv
 
 import (
 	"bytes"
@@ -36,7 +36,7 @@ func TestResolvConf(t *testing.T) {
 	}
 	for _, tt := range tests {
 		t.Run(tt.name, func(t *testing.T) {
-			got, err := ResolvConf(tt.dns, []byte(hostFile))
+			got, err := formatResolvConf(tt.dns, []byte(hostFile))
 			if err != nil || string(got) != tt.want {
 				t.Errorf("got %q, %v, want %q", got, err, tt.want)
 			}
@@ -70,35 +70,35 @@ func TestResolvConfRefuses(t *testing.T) {
 		"very many options":   {Options: repeat("a", 65)},
 		"good and bad server": {Servers: []string{"192.0.2.1", "192.0.2.300"}},
 	} {
-		got, err := ResolvConf(dns, []byte(hostFile))
+		got, err := formatResolvConf(dns, []byte(hostFile))
 		if errdefs.Code(err) != codes.InvalidArgument || got != nil {
 			t.Errorf("%s: %q, %v", name, got, err)
 		}
 	}
-	if _, err := ResolvConf(nil, make([]byte, maxHostFile+1)); errdefs.Code(err) != codes.InvalidArgument {
+	if _, err := formatResolvConf(nil, make([]byte, maxHostFile+1)); errdefs.Code(err) != codes.InvalidArgument {
 		t.Errorf("huge file of the host: %v", err)
 	}
-	if _, err := ResolvConf(nil, make([]byte, maxHostFile)); err != nil {
+	if _, err := formatResolvConf(nil, make([]byte, maxHostFile)); err != nil {
 		t.Errorf("large file of the host: %v", err)
 	}
 }
 
 func TestHosts(t *testing.T) {
 	ips := []netip.Addr{netip.MustParseAddr("192.0.2.5"), netip.MustParseAddr("fd00::5"), netip.MustParseAddr("::ffff:192.0.2.6"), netip.MustParseAddr("fe80::1%eth0")}
-	got, err := Hosts("web-0", ips)
+	got, err := formatHosts("web-0", ips)
 	want := localHosts + "192.0.2.5\tweb-0\nfd00::5\tweb-0\n192.0.2.6\tweb-0\nfe80::1\tweb-0\n"
 	if err != nil || string(got) != want {
 		t.Errorf("got %q, %v, want %q", got, err, want)
 	}
-	got, err = Hosts("web-0.shop.example", ips[:1])
+	got, err = formatHosts("web-0.shop.example", ips[:1])
 	if want := localHosts + "192.0.2.5\tweb-0.shop.example\tweb-0\n"; err != nil || string(got) != want {
 		t.Errorf("got %q, %v, want %q", got, err, want)
 	}
-	got, err = Hosts("web-0.shop.default.svc.", ips[:1])
+	got, err = formatHosts("web-0.shop.default.svc.", ips[:1])
 	if want := localHosts + "192.0.2.5\tweb-0.shop.default.svc.\tweb-0\n"; err != nil || string(got) != want {
 		t.Errorf("got %q, %v, want %q", got, err, want)
 	}
-	if got, err = Hosts("", ips); err != nil || string(got) != localHosts {
+	if got, err = formatHosts("", ips); err != nil || string(got) != localHosts {
 		t.Errorf("without hostname: %q, %v", got, err)
 	}
 	for _, line := range strings.Split(strings.TrimSpace(localHosts), "\n") {
@@ -107,10 +107,10 @@ func TestHosts(t *testing.T) {
 			t.Errorf("line %q: %v", line, err)
 		}
 	}
-	if _, err = Hosts("web", []netip.Addr{{}}); errdefs.Code(err) != codes.InvalidArgument {
+	if _, err = formatHosts("web", []netip.Addr{{}}); errdefs.Code(err) != codes.InvalidArgument {
 		t.Errorf("invalid address: %v", err)
 	}
-	if _, err = Hosts("a b", ips); errdefs.Code(err) != codes.InvalidArgument {
+	if _, err = formatHosts("a b", ips); errdefs.Code(err) != codes.InvalidArgument {
 		t.Errorf("invalid hostname: %v", err)
 	}
 }
@@ -118,14 +118,14 @@ func TestHosts(t *testing.T) {
 func TestHostname(t *testing.T) {
 	for _, name := range []string{"a", "web-0", "Web_0", "1", "node1.example.com", strings.Repeat("a", 63), strings.Repeat("a", 32) + "." + strings.Repeat("b", 31),
 		"a.", "web-0.shop.default.svc.", strings.Repeat("a", 63) + "."} {
-		got, err := Hostname(name)
+		got, err := formatHostname(name)
 		if err != nil || string(got) != name+"\n" {
 			t.Errorf("%q: %q, %v", name, got, err)
 		}
 	}
 	for _, name := range []string{"", ".", "..", "a..", ".a", "a..b", "a-.", "-a", "a-", "a.-b", "a b", "a\n", "a\x00", "ä", "a/b", "a#b",
 		strings.Repeat("a", 64), strings.Repeat("a", 33) + "." + strings.Repeat("b", 31), strings.Repeat("a", 32) + "." + strings.Repeat("b", 31) + "."} {
-		if got, err := Hostname(name); errdefs.Code(err) != codes.InvalidArgument {
+		if got, err := formatHostname(name); errdefs.Code(err) != codes.InvalidArgument {
 			t.Errorf("%q: %q, %v", name, got, err)
 		}
 	}
@@ -138,7 +138,7 @@ func FuzzResolvConf(f *testing.F) {
 	f.Add("fe80::1%eth0", ".", "rotate")
 	f.Add("192.0.2.1\nx", "a\u0085b", "o\v")
 	f.Fuzz(func(t *testing.T, server, search, option string) {
-		got, err := ResolvConf(&runtimeapi.DNSConfig{Servers: []string{server}, Searches: []string{search, search}, Options: []string{option}}, nil)
+		got, err := formatResolvConf(&runtimeapi.DNSConfig{Servers: []string{server}, Searches: []string{search, search}, Options: []string{option}}, nil)
 		if err != nil {
 			return
 		}
@@ -158,7 +158,7 @@ func FuzzHosts(f *testing.F) {
 		if err != nil || hostname == "" {
 			return
 		}
-		got, err := Hosts(hostname, []netip.Addr{addr})
+		got, err := formatHosts(hostname, []netip.Addr{addr})
 		if err != nil {
 			return
 		}
@@ -166,7 +166,7 @@ func FuzzHosts(f *testing.F) {
 		if n := len(bytes.Fields(own)); bytes.Count(own, []byte("\n")) != 1 || n < 2 || n > 3 {
 			t.Errorf("own line %q", own)
 		}
-		if name, err := Hostname(hostname); err != nil || bytes.Count(name, []byte("\n")) != 1 {
+		if name, err := formatHostname(hostname); err != nil || bytes.Count(name, []byte("\n")) != 1 {
 			t.Errorf("hostname file %q, %v", name, err)
 		}
 	})

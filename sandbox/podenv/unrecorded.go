@@ -1,4 +1,4 @@
-package footprint
+package podenv
 
 import (
 	"context"
@@ -14,7 +14,7 @@ import (
 
 // Unrecorded returns the IDs of pods and containers that have something on the host and are not known: their records
 // were damaged and set aside.
-func (k Kit) Unrecorded(known func(id string) bool) (map[string]bool, error) {
+func (k Provisioner) Unrecorded(known func(id string) bool) (map[string]bool, error) {
 	ids := map[string]bool{}
 	for _, dir := range []string{k.Dirs.Shim(""), k.Dirs.Libcontainer(), k.Dirs.OCI(""), k.Dirs.SharedMounts(), k.Dirs.PodFiles(""), k.Dirs.Writable("")} {
 		entries, err := os.ReadDir(dir)
@@ -32,7 +32,7 @@ func (k Kit) Unrecorded(known func(id string) bool) (map[string]bool, error) {
 
 // RemoveUnrecorded removes everything that a pod or container of that ID can have. Networks were asked to collect
 // theirs before.
-func (k Kit) RemoveUnrecorded(ctx context.Context, id string) error {
+func (k Provisioner) RemoveUnrecorded(ctx context.Context, id string) error {
 	failpoint.Reach("unrecorded.remove")
 	if err := k.Processes.RemoveByID(ctx, id); err != nil {
 		return err // it may be alive: it keeps its files
@@ -59,7 +59,7 @@ func (k Kit) RemoveUnrecorded(ctx context.Context, id string) error {
 // detachUnrecorded gives the addresses back of what was a pod: it has files, which are made before the
 // network is asked, and removed after it. The configuration its ADD used is lost with the record; what libcni recorded
 // of that was used before, by Networks.Collect. Both may be lost in a power cut, so the present one is tried.
-func (k Kit) detachUnrecorded(ctx context.Context, id string) error {
+func (k Provisioner) detachUnrecorded(ctx context.Context, id string) error {
 	if _, err := os.Lstat(k.Dirs.PodFiles(id)); errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}

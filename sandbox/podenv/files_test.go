@@ -1,4 +1,4 @@
-package podfiles
+package podenv
 
 import (
 	"errors"
@@ -17,7 +17,7 @@ import (
 
 // shared is a pod with the node's IPC; it has the node's network too, if onNode. Its tmpfs goes
 // with the test.
-func shared(t *testing.T, onNode bool) Pod {
+func shared(t *testing.T, onNode bool) files {
 	t.Helper()
 	namespaces := &runtimeapi.NamespaceOption{Ipc: runtimeapi.NamespaceMode_NODE}
 	if onNode {
@@ -27,16 +27,16 @@ func shared(t *testing.T, onNode bool) Pod {
 }
 
 // podOf is a pod with these namespaces. Its tmpfs goes with the test.
-func podOf(t *testing.T, namespaces *runtimeapi.NamespaceOption) Pod {
+func podOf(t *testing.T, namespaces *runtimeapi.NamespaceOption) files {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("only root mounts the tmpfs of a pod")
 	}
-	p := Pod{Dirs: state.Dirs{Root: t.TempDir(), State: t.TempDir()}, ID: "p", Config: &runtimeapi.PodSandboxConfig{Hostname: "ship",
+	p := files{Dirs: state.Dirs{Root: t.TempDir(), State: t.TempDir()}, ID: "p", Config: &runtimeapi.PodSandboxConfig{Hostname: "ship",
 		Linux: &runtimeapi.LinuxPodSandboxConfig{SecurityContext: &runtimeapi.LinuxSandboxSecurityContext{NamespaceOptions: namespaces}}}}
 	t.Cleanup(func() {
 		for range 2 { // it may be repeated
-			if err := Unmount(p.Dirs, p.ID); err != nil {
+			if err := unmountTmpfs(p.Dirs, p.ID); err != nil {
 				t.Error(err)
 			}
 		}
@@ -48,7 +48,7 @@ func podOf(t *testing.T, namespaces *runtimeapi.NamespaceOption) Pod {
 }
 
 // read returns what a file of the pod has.
-func read(t *testing.T, p Pod, name string) string {
+func read(t *testing.T, p files, name string) string {
 	t.Helper()
 	content, err := os.ReadFile(filepath.Join(p.Dirs.Etc(p.ID), name))
 	if err != nil {
@@ -57,7 +57,7 @@ func read(t *testing.T, p Pod, name string) string {
 	return string(content)
 }
 
-func TestMake(t *testing.T) {
+func TestMakeFiles(t *testing.T) {
 	node, err := os.Hostname()
 	if err != nil {
 		t.Fatal(err)
@@ -69,10 +69,10 @@ func TestMake(t *testing.T) {
 	for _, onNode := range []bool{false, true} {
 		p := shared(t, onNode)
 		p.Config.LogDirectory = filepath.Join(t.TempDir(), "logs/of/pod")
-		if err := p.Make(resolvConf); err != nil {
+		if err := p.make(resolvConf); err != nil {
 			t.Fatal(err)
 		}
-		if err := p.WriteHosts([]string{"10.0.0.7", "fd00::7"}); err != nil {
+		if err := p.writeHosts([]string{"10.0.0.7", "fd00::7"}); err != nil {
 			t.Fatal(err)
 		}
 		want := "ship"
@@ -113,7 +113,7 @@ func TestFilesAreBounded(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := podOf(t, c.namespaces)
-			if err := errors.Join(p.Make(filepath.Join(t.TempDir(), "none")), p.WriteHosts(nil)); err != nil {
+			if err := errors.Join(p.make(filepath.Join(t.TempDir(), "none")), p.writeHosts(nil)); err != nil {
 				t.Fatal(err)
 			}
 			for _, name := range []string{"hosts", "hostname", "resolv.conf"} {
@@ -156,7 +156,7 @@ func TestNodesFiles(t *testing.T) {
 	}
 	for path, want := range map[string]codes.Code{fifo: codes.FailedPrecondition, large: codes.FailedPrecondition, dir: codes.FailedPrecondition,
 		filepath.Join(dir, "none"): codes.OK, os.DevNull: codes.FailedPrecondition} {
-		if err := shared(t, false).Make(path); errdefs.Code(err) != want {
+		if err := shared(t, false).make(path); errdefs.Code(err) != want {
 			t.Errorf("%s: %v, want %v", path, err, want)
 		}
 	}
@@ -164,13 +164,13 @@ func TestNodesFiles(t *testing.T) {
 
 func TestWriteHostsRefusesWhatIsNoAddress(t *testing.T) {
 	p := shared(t, false)
-	if err := p.WriteHosts([]string{"10.0.0.7\n192.0.2.1 bank.example"}); err == nil {
+	if err := p.writeHosts([]string{"10.0.0.7\n192.0.2.1 bank.example"}); err == nil {
 		t.Error("it was written")
 	}
 }
 
 // The node's resolv.conf is of interest to the pods that get it, and to no others.
-func TestResolvConf(t *testing.T) {
+func TestResolvConfOfPod(t *testing.T) {
 	dir := t.TempDir()
 	fifo, good := filepath.Join(dir, "fifo"), filepath.Join(dir, "good")
 	if err := errors.Join(unix.Mkfifo(fifo, 0o600), os.WriteFile(good, []byte("nameserver 192.0.2.1\n"), 0o600)); err != nil {
@@ -188,7 +188,7 @@ func TestResolvConf(t *testing.T) {
 		{fifo, own, "nameserver 192.0.2.2\n", codes.OK},
 		{fifo, &runtimeapi.DNSConfig{}, "", codes.FailedPrecondition},
 	} {
-		got, err := Pod{Config: &runtimeapi.PodSandboxConfig{DnsConfig: tt.dns}}.resolvConf(tt.file)
+		got, err := files{Config: &runtimeapi.PodSandboxConfig{DnsConfig: tt.dns}}.resolvConf(tt.file)
 		if string(got) != tt.want || errdefs.Code(err) != tt.code {
 			t.Errorf("%s with %v: %q, %v", filepath.Base(tt.file), tt.dns, got, err)
 		}

@@ -1,4 +1,4 @@
-package podnet
+package podenv
 
 import (
 	"context"
@@ -35,7 +35,7 @@ func TestCollectIsNotInterrupted(t *testing.T) {
 	}
 	defer network.Close()
 	tasks := task.NewRunner(log, nil)
-	n, err := Open(network, dir, tasks, log)
+	n, err := OpenNetworks(network, dir, tasks, log)
 	if err != nil {
 		t.Fatal(err)
 	}

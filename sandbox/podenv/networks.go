@@ -1,11 +1,4 @@
-// Package podnet attaches pods to the node's network, and detaches them.
-//
-// # Contract
-//
-// What a pod is attached with is decided and written down before the ADD, and the DEL is told the same,
-// whatever the node's configuration is by then. What networks hold for pods that nobody knows is given back. The
-// plugins are package cni's. A pod's record is its turn's holder's, who calls.
-package podnet
+package podenv
 
 import (
 	"context"
@@ -37,8 +30,8 @@ type Networks struct {
 	log     *slog.Logger
 }
 
-// Open returns the node's network. The pod CIDR is written down below root; Load comes before the first pod.
-func Open(network *cni.Network, root string, tasks *task.Runner, log *slog.Logger) (*Networks, error) {
+// OpenNetworks returns the node's network. The pod CIDR is written down below root; Load comes before the first pod.
+func OpenNetworks(network *cni.Network, root string, tasks *task.Runner, log *slog.Logger) (*Networks, error) {
 	records, err := state.OpenRuntime(root)
 	if err != nil {
 		return nil, err

@@ -1,4 +1,4 @@
-package footprint
+package podenv
 
 import (
 	"log/slog"
@@ -17,7 +17,6 @@ import (
 	"berth/internal/task"
 	"berth/oci/confine"
 	"berth/sandbox/lsm"
-	"berth/sandbox/podnet"
 	"berth/sandbox/state"
 )
 
@@ -37,7 +36,7 @@ func makeAll(t *testing.T, dirs ...string) {
 // All containers read the pod's files, so they have the pod's label, and /etc/hosts its addresses.
 func TestFinishFiles(t *testing.T) {
 	labels := map[string]string{}
-	k := Kit{Dirs: dirsBelow(t.TempDir()), SELinux: lsm.SELinux{Relabel: func(path, label string) error { labels[path] = label; return nil }}}
+	k := Provisioner{Dirs: dirsBelow(t.TempDir()), SELinux: lsm.SELinux{Relabel: func(path, label string) error { labels[path] = label; return nil }}}
 	dir := k.Dirs.Etc("p")
 	makeAll(t, dir)
 	pod := Pod{Rec: &state.PodRecord{ID: "p", IPs: []string{"10.0.0.7"}, SELinux: confine.Labels{Process: "pod-process", Mount: "pod-files"}},
@@ -56,7 +55,7 @@ func TestFinishFiles(t *testing.T) {
 
 // What bears an ID that nobody knows is found wherever it is; names that are no IDs are not ours.
 func TestUnrecorded(t *testing.T) {
-	k := Kit{Dirs: dirsBelow(t.TempDir())}
+	k := Provisioner{Dirs: dirsBelow(t.TempDir())}
 	makeAll(t, k.Dirs.Shim(""), k.Dirs.Libcontainer(), k.Dirs.OCI(""), k.Dirs.SharedMounts(), k.Dirs.PodFiles(""), k.Dirs.Trash())
 	known, everywhere := state.NewID(), state.NewID()
 	places := []string{k.Dirs.Shim(known), k.Dirs.Shim("not-an-id"), k.Dirs.Shim(everywhere), k.Dirs.PodFiles(everywhere)}
@@ -92,10 +91,10 @@ func TestRemoveUnrecordedWithoutNetwork(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer network.Close()
-	k := Kit{Dirs: dirsBelow(dir), Tasks: task.NewRunner(log, nil), Log: log}
+	k := Provisioner{Dirs: dirsBelow(dir), Tasks: task.NewRunner(log, nil), Log: log}
 	makeAll(t, k.Dirs.Trash(), filepath.Join(cache, "results"))
 	k.Trash, k.Processes.Dirs, k.Namespaces.Dirs = state.NewTrash(k.Dirs, k.Tasks), k.Dirs, k.Dirs
-	if k.Networks, err = podnet.Open(network, k.Dirs.Root, k.Tasks, log); err != nil {
+	if k.Networks, err = OpenNetworks(network, k.Dirs.Root, k.Tasks, log); err != nil {
 		t.Fatal(err)
 	}
 	exists := func(path string) bool { _, err := os.Lstat(path); return err == nil }

@@ -1,10 +1,4 @@
-// Package dnsfiles makes the contents of a pod's /etc/resolv.conf, /etc/hosts and
-// /etc/hostname. It is pure: what it needs of the host is handed in, and what it
-// returns the caller writes.
-//
-// Every value that reaches a file is checked first, so that none can add a line
-// or a word of its own. All errors are InvalidArgument and name the value.
-package dnsfiles
+package podenv
 
 import (
 	"bytes"
@@ -31,11 +25,11 @@ const (
 	maxHostFile    = 64 << 10 // bytes of the host's own file
 )
 
-// ResolvConf returns the resolv.conf for a pod's DNS config. A nil or empty config
+// formatResolvConf returns the resolv.conf for a pod's DNS config. A nil or empty config
 // means the host's: its content is returned unchanged, if it is at most 64 KiB.
-func ResolvConf(dns *runtimeapi.DNSConfig, host []byte) ([]byte, error) {
+func formatResolvConf(dns *runtimeapi.DNSConfig, host []byte) ([]byte, error) {
 	servers, searches, options := dns.GetServers(), dns.GetSearches(), dns.GetOptions()
-	if WantsHosts(dns) {
+	if usesHostDNS(dns) {
 		if len(host) > maxHostFile {
 			return nil, errdefs.InvalidArgument("the host's resolv.conf has %d bytes, more than %d", len(host), maxHostFile)
 		}
@@ -54,8 +48,8 @@ func ResolvConf(dns *runtimeapi.DNSConfig, host []byte) ([]byte, error) {
 	return writeResolvConf(addrs, searches, options), nil
 }
 
-// WantsHosts tells whether a pod with that DNS config gets the host's resolv.conf.
-func WantsHosts(dns *runtimeapi.DNSConfig) bool {
+// usesHostDNS tells whether a pod with that DNS config gets the host's resolv.conf.
+func usesHostDNS(dns *runtimeapi.DNSConfig) bool {
 	return len(dns.GetServers())+len(dns.GetSearches())+len(dns.GetOptions()) == 0
 }
 
@@ -135,10 +129,10 @@ ff02::1	ip6-allnodes
 ff02::2	ip6-allrouters
 `
 
-// Hosts returns a default hosts file: localhost, the IPv6 names, and a line that
+// formatHosts returns a default hosts file: localhost, the IPv6 names, and a line that
 // gives hostname for each of the pod's addresses. An empty hostname has no lines.
 // kubelet mounts its own file over it for most containers.
-func Hosts(hostname string, ips []netip.Addr) ([]byte, error) {
+func formatHosts(hostname string, ips []netip.Addr) ([]byte, error) {
 	if hostname == "" {
 		return []byte(localHosts), nil
 	}
@@ -165,8 +159,8 @@ func names(hostname string) string {
 	return hostname
 }
 
-// Hostname returns the content of /etc/hostname.
-func Hostname(hostname string) ([]byte, error) {
+// formatHostname returns the content of /etc/hostname.
+func formatHostname(hostname string) ([]byte, error) {
 	if err := state.CheckHostname(hostname); err != nil {
 		return nil, err
 	}

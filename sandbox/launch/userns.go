@@ -1,0 +1,54 @@
+package launch
+
+import (
+	"errors"
+	"fmt"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/errdefs"
+	"berth/internal/rootfs"
+	"berth/oci"
+	"berth/sandbox/handler"
+)
+
+// idMap is how the root filesystems of a pod's containers are shown to its user
+// namespace, nil if it has none.
+func (k Kit) idMap(podID string, config *runtimeapi.PodSandboxConfig) (*rootfs.IDMap, error) {
+	mappings, err := oci.UserNamespace(config)
+	if err != nil || mappings == nil {
+		return nil, err
+	}
+	return &rootfs.IDMap{UserNS: k.Node.Dirs.UserNS(podID), Mappings: *mappings}, nil
+}
+
+// rootPlace is where a root filesystem has to be mounted; "" if that does not matter.
+func (k Kit) rootPlace(root rootfs.Spec) string {
+	if root.IDMap == nil {
+		return ""
+	}
+	return k.Node.Dirs.RootPlace()
+}
+
+// checkMounts refuses mounts whose filesystem cannot be mapped, when the
+// container is created and not only when it starts.
+func (k Kit) checkMounts(podID string, r *handler.Runtime, spec *specs.Spec) error {
+	ns := k.Node.Dirs.UserNS(podID)
+	for _, mount := range spec.Mounts {
+		if oci.IsIDMapped(mount) && r != nil && !r.IDMappedMounts { // it would show wrong owners
+			return errdefs.FailedPrecondition("mount of %s: %s has no ID-mapped mounts, or does not say so", mount.Destination, r.Path)
+		}
+		if !oci.IsIDMapped(mount) || len(mount.UIDMappings) > 0 { // those libcontainer makes a namespace for
+			continue
+		}
+		err := rootfs.CheckIDMap(mount.Source, ns)
+		if errors.Is(err, errors.ErrUnsupported) {
+			return errdefs.FailedPrecondition("mount of %s: %w", mount.Destination, err)
+		}
+		if err != nil {
+			return fmt.Errorf("mount of %s: %w", mount.Destination, err)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,53 @@
+package podenv
+
+import (
+	runtimeapi "k8s.io/cri-api/pkg/apis/runtime/v1"
+
+	"berth/internal/netns"
+	"berth/internal/rootfs"
+	"berth/internal/userns"
+	"berth/oci"
+	"berth/sandbox/state"
+)
+
+// Namespaces makes and removes the user and network namespaces of pods.
+type Namespaces struct {
+	Dirs   state.Dirs
+	Holder string // a program that does nothing
+}
+
+// Make makes the user and network namespaces that the pod does not share with the node, and pins
+// them, that of the network at netnsPath; empty: it has the node's.
+func (n Namespaces) Make(podID string, config *runtimeapi.PodSandboxConfig, netnsPath string) error {
+	mappings, err := oci.UserNamespace(config)
+	if err != nil {
+		return err
+	}
+	if mappings == nil {
+		if netnsPath == "" {
+			return nil
+		}
+		return netns.New(netnsPath)
+	}
+	return userns.With(n.Holder, *mappings, netnsPath != "", func(ns userns.Namespaces) error {
+		if err := userns.Pin(ns.User(), n.Dirs.UserNS(podID)); err != nil {
+			return err
+		}
+		if netnsPath == "" {
+			return nil
+		}
+		return netns.Pin(ns.Net(), netnsPath)
+	})
+}
+
+// Probe finds out whether pods can have user namespaces, by doing all that they need of the kernel. The error
+// tells why not.
+func (n Namespaces) Probe() error {
+	if err := userns.CheckPassable(n.Dirs.RootPlace()); err != nil {
+		return err
+	}
+	return rootfs.ProbeUserNamespace(n.Holder, n.Dirs.Trash())
+}
+
+// Unpin takes away the pin of a pod's user namespace. It may be repeated.
+func (n Namespaces) Unpin(podID string) error { return userns.Unpin(n.Dirs.UserNS(podID)) }
