@@ -112,21 +112,13 @@ func (x *index) origins(ref registry.Reference, layers []digest.Digest) map[dige
 		if from == fromElsewhere {
 			continue
 		}
-		for _, layer := range x.layersOf(id, rec) {
+		for _, layer := range x.byID[id].Layers {
 			if so, wanted := nearest[layer]; wanted {
 				nearest[layer] = max(so, from)
 			}
 		}
 	}
 	return nearest
-}
-
-// layersOf returns the layers of an image. An image that this kernel can't mount is not listed.
-func (x *index) layersOf(id string, rec record) []digest.Digest {
-	if img := x.byID[id]; img != nil {
-		return img.Layers
-	}
-	return rec.layers()
 }
 
 // origin returns the nearest place from which the image was pulled.

@@ -265,34 +265,11 @@ func TestPullWithOtherCredentials(t *testing.T) {
 	}
 }
 
-// A pull that only names a layer does not get it by conversion from another driver's form either.
-func TestOtherFormOfALayerIsNotServedToOthers(t *testing.T) {
-	private := gzipped(t, "secret", "private")
-	victim, attacker := registrytest.New(t), registrytest.New(t)
-	victim.PutImage("victim", "v1", "", private)
-	attacker.PutImage("attacker", "v1", "his own configuration", private)
-	attacker.Before = denyBlob("attacker", private, http.StatusOK, http.StatusNotFound)
-	cfg := driversConfig(t)
-	s := restart(t, nil, cfg.with("erofs", nil))
-	pull(t, s, victim.Host()+"/victim:v1")
-	s = restart(t, s, cfg.with("auto", cannot))
-	_, err := s.Pull(t.Context(), attacker.Host()+"/attacker:v1", nil)
-	wantCode(t, err, codes.NotFound)
-	if n := len(s.List()); n != 0 {
-		t.Errorf("%d images", n)
-	}
-	pull(t, s, victim.Host()+"/victim:v1")
-	if n := downloads(victim, private); n != 1 {
-		t.Errorf("for its own image it was fetched %d times", n)
-	}
-}
-
 // The nearest place counts, whichever image comes first, and names that only begin the same are
 // others.
 func TestOrigins(t *testing.T) {
 	layer := func(n int) digest.Digest { return digest.FromString(fmt.Sprint(n)) }
-	listed, unlisted := "sha256:"+strings.Repeat("1", 64), "sha256:"+strings.Repeat("2", 64)
-	asleep := record{Config: fmt.Appendf(nil, `{"rootfs": {"diff_ids": [%q]}}`, layer(1)), Tags: []string{"reg.example/app:v2"}, asleep: true}
+	one, two := "sha256:"+strings.Repeat("1", 64), "sha256:"+strings.Repeat("2", 64)
 	ref, err := registry.ParseReference("reg.example/app:v1")
 	if err != nil {
 		t.Fatal(err)
@@ -303,7 +280,7 @@ func TestOrigins(t *testing.T) {
 		want  origin   // of the layer 2
 	}{
 		{"a tag of the repository", []string{"other.example/app:v1", "reg.example/app:v3"}, fromRepository},
-		{"a digest of the repository", []string{"reg.example/app@" + listed}, fromRepository},
+		{"a digest of the repository", []string{"reg.example/app@" + one}, fromRepository},
 		{"another repository", []string{"reg.example/apple:v1"}, fromRegistry},
 		{"a repository below it", []string{"reg.example/app/part:v1"}, fromRegistry},
 		{"another registry", []string{"reg.example.org/app:v1"}, fromElsewhere},
@@ -311,8 +288,10 @@ func TestOrigins(t *testing.T) {
 		{"no name", nil, fromElsewhere},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			img := &Image{ID: listed, Layers: []digest.Digest{layer(1), layer(2)}}
-			x := &index{byID: map[string]*Image{listed: img}, records: map[string]record{listed: {Tags: tc.names}, unlisted: asleep}}
+			x := &index{
+				byID:    map[string]*Image{one: {Layers: []digest.Digest{layer(1), layer(2)}}, two: {Layers: []digest.Digest{layer(1)}}},
+				records: map[string]record{one: {Tags: tc.names}, two: {Tags: []string{"reg.example/app:v2"}}},
+			}
 			got := x.origins(ref, []digest.Digest{layer(1), layer(2), layer(3)})
 			if got[layer(1)] != fromRepository || got[layer(2)] != tc.want || got[layer(3)] != fromElsewhere {
 				t.Errorf("got %v, want %d of layer 2", got, tc.want)

@@ -4,7 +4,6 @@ import (
 	"encoding/base64"
 	"encoding/json"
 	"fmt"
-	"maps"
 	"slices"
 	"strings"
 
@@ -80,9 +79,6 @@ func newIndex(records map[string]record, last *index, pinned map[string]bool) *i
 	x := &index{byID: map[string]*Image{}, byName: map[string]*Image{}, records: records}
 	for id, rec := range records {
 		x.bytes += rec.diskSize()
-		if rec.asleep {
-			continue
-		}
 		img := last.unchanged(id, rec)
 		if img == nil {
 			img = rec.image(id, pinned)
@@ -126,28 +122,6 @@ func (x *index) find(ref string) (*Image, error) {
 	return x.findPrefix(ref, hex)
 }
 
-// recorded is find for whoever removes an image: of those that sleep it finds one by its whole ID, a tag or a digest.
-func (x *index) recorded(ref string) (id string, err error) {
-	img, err := x.find(ref)
-	if err == nil {
-		return img.ID, nil
-	}
-	if !errdefs.IsNotFound(err) {
-		return "", err
-	}
-	name := ref
-	if r, err := registry.ParseReference(ref); err == nil {
-		name = r.String()
-	}
-	for _, id := range slices.Sorted(maps.Keys(x.records)) {
-		rec := x.records[id]
-		if rec.asleep && (strings.TrimPrefix(id, "sha256:") == strings.TrimPrefix(ref, "sha256:") || slices.Contains(rec.Tags, name) || slices.Contains(rec.Digests, name)) {
-			return id, nil
-		}
-	}
-	return "", err
-}
-
 func (x *index) findPrefix(ref, hex string) (*Image, error) {
 	if ref == "" {
 		return nil, errdefs.InvalidArgument("image reference is empty")
@@ -177,8 +151,6 @@ type record struct {
 	// Blobs are the layers as the registry has them, bottom first. Up to 0.2.0 there are none: layers were
 	// named by the tars that the configuration names.
 	Blobs []digest.Digest `json:"blobs,omitempty"`
-
-	asleep bool // this kernel can't mount the layers, another can: it is kept, and not shown
 }
 
 // Where records are in the store, their kind and the schema version of record.

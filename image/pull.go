@@ -167,7 +167,6 @@ func (s *Store) mostInodes() uint64 {
 // fetchInto gets the layers of an image that a store lacks, and finds out whether they can be stacked.
 func (s *Store) fetchInto(ctx context.Context, store *layer.Store, a *access, img *registry.Image, tracks []*layerTrack) error {
 	if wanted := missing(store, img); wanted > 0 {
-		s.makeRoom(ctx, wanted)
 		if err := store.HasRoom(wanted, s.layers.deleting()); err != nil {
 			return err
 		}
@@ -225,7 +224,7 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l
 	}
 	key := flightKey{domain: a.repo.Reference().Domain, blob: l.Blob.Digest, diffID: l.DiffID, kind: store.Kind()}
 	return s.share(ctx, a, key, l, track, func(ctx context.Context, received *atomic.Int64) error {
-		return s.obtain(ctx, store, a, l, received)
+		return s.download(ctx, store, a.repo, l, received)
 	})
 }
 
@@ -253,29 +252,6 @@ func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.
 			return fmt.Errorf("layer %s: %w", l.Blob.Digest, err)
 		}
 	}
-}
-
-// obtain makes a layer from the form in which another store has it, if one does, or else of its blob.
-func (s *Store) obtain(ctx context.Context, store *layer.Store, a *access, l registry.Layer, received *atomic.Int64) error {
-	name, repo := sourceOf(l).Name(), a.repo
-	other := s.layers.keeper(store, name)
-	if other == nil || !s.mayUse(ctx, a, l, s.originOf(a, name)) {
-		return s.download(ctx, store, repo, l, received)
-	}
-	err := s.inTurn(ctx, repo.Reference().Domain, func() error {
-		limits, giveBack := s.memory.share(limitsOf(l.Blob, s.cfg.Limits))
-		defer giveBack()
-		return store.CreateFrom(ctx, other, name, limits)
-	})
-	if err == nil {
-		s.log.Info("layer was made from its other form, and not fetched", "layer", l.DiffID, "from", other.Kind(), "as", store.Kind())
-		return nil
-	}
-	if ctx.Err() != nil {
-		return err
-	}
-	s.log.Warn("layer can't be made from its other form, and is fetched", "layer", l.DiffID, "from", other.Kind(), "as", store.Kind(), "error", err)
-	return s.download(ctx, store, repo, l, received)
 }
 
 // download fetches and stores a layer.

@@ -140,40 +140,6 @@ func (l *layerRefs) has(owner string, layers []digest.Digest) bool {
 	return slices.Equal(l.owners[owner].layers, layers)
 }
 
-// hasPull reports whether a pull has exactly these layers.
-func (l *layerRefs) hasPull(layers []digest.Digest) bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for owner, owned := range l.owners {
-		if strings.HasPrefix(owner, pullPrefix) && slices.Equal(owned.layers, layers) {
-			return true
-		}
-	}
-	return false
-}
-
-// only returns the layers that nobody needs but these owners: what is deleted with all of them.
-func (l *layerRefs) only(owners []string) map[form]bool {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	list := map[form]bool{}
-	if !l.settled {
-		return list
-	}
-	theirs := map[form]int{}
-	for _, owner := range owners {
-		for _, f := range l.owners[owner].layerForms() {
-			theirs[f]++
-		}
-	}
-	for f, n := range theirs {
-		if l.layers.count[f] == n {
-			list[f] = true
-		}
-	}
-	return list
-}
-
 // giveUp forgets an owner that cannot use its layers, if all owners have registered.
 func (l *layerRefs) giveUp(owner string) {
 	l.mu.Lock()

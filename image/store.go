@@ -35,7 +35,6 @@ type Config struct {
 	Unpack               layer.Unpacker     // makes files of blobs
 	Limits               unpack.Limits      // of one layer; zero fields: unpack.DefaultLimits
 	Reserve              layer.Reserve      // of the disk, which layers leave free; zero: none
-	MaxFullAsleep        float64            // how full the filesystem may be, of 1, while images sleep (Asleep), the oldest of which go where it is fuller; 0: as full as can be
 	Pack                 layer.Packer       // makes EROFS layers of blobs
 	Probe                func(string) error // tells whether EROFS layers in a directory could be mounted; nil: erofs.Probe
 	MergeMemory          int64              // bytes for merging EROFS layers, of all images at a time; 0: erofs.MaxMemory
@@ -81,10 +80,7 @@ type Store struct {
 	accesses accesses
 	pullID   atomic.Uint64
 
-	fullness   chan struct{}  // holds a token if images that sleep may be in the way, see attendSleepers
-	background sync.WaitGroup // what goes on beside calls
-
-	ctx       context.Context // of pulls, downloads and what is in the background, ends with shutdown
+	ctx       context.Context // of pulls and downloads, ends with shutdown
 	shutdown  context.CancelFunc
 	closeOnce func() error
 }
@@ -111,9 +107,6 @@ func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error)
 	s := newStore(cfg, layers, records, pinned, log)
 	if err := s.load(); err != nil {
 		return nil, err
-	}
-	if layers.asleep != nil && cfg.MaxFullAsleep > 0 {
-		s.background.Go(s.attendSleepers)
 	}
 	undo.Release()
 	return s, nil
@@ -142,7 +135,6 @@ func newStore(cfg Config, layers *stores, records *checkpoint.Dir, pinned map[st
 		flights:  newFlights(ctx, log),
 		turns:    newTurns(cfg.MaxUnpacking),
 		memory:   newWorkMemory(cfg.WorkMemory, cfg.MergeMemory, cfg.MaxUnpacking),
-		fullness: make(chan struct{}, 1),
 		ctx:      ctx,
 		shutdown: cancel,
 	}
@@ -159,15 +151,14 @@ func (s *Store) close() error {
 	s.shutdown()
 	s.pulls.close()
 	s.flights.wait()
-	s.background.Wait()
 	return s.layers.close()
 }
 
-// load reads the records. One that is damaged, or whose layers are not all there,
-// is set aside and the image has to be pulled again. One whose layers only another kernel can mount sleeps.
+// load reads the records. A damaged record, and one with a layer missing, is set aside: the image has to be pulled again.
+// If this kernel cannot mount the layers of an image, load removes the image and its layers.
 func (s *Store) load() error {
 	records := map[string]record{}
-	asleep := 0
+	unmountable := map[string]record{}
 	damaged, err := s.records.Load(func(name string, version int, body []byte) error {
 		id := "sha256:" + name
 		rec, err := decodeRecord(id, body)
@@ -175,27 +166,27 @@ func (s *Store) load() error {
 			return err
 		}
 		names := distinct(rec.layers())
-		if err := s.layers.has(names); err != nil {
-			if rec.asleep = s.layers.keeps(names); !rec.asleep {
-				return err
-			}
-			asleep++
+		err = s.layers.has(names)
+		switch {
+		case err == nil:
+			records[id] = rec
+		case s.layers.isUnmountable(names):
+			unmountable[id] = rec
+		default:
+			return err
 		}
-		records[id] = rec
 		return nil
 	})
 	if err != nil {
 		return err
 	}
+	s.removeUnmountable(unmountable)
 	for _, d := range damaged {
 		s.log.Error("image record set aside; the image must be pulled again", "image", d.Name, "file", d.Path, "error", d.Err)
 	}
-	if asleep > 0 {
-		s.log.Warn("images whose layers this kernel can't mount are not listed; they are there again with one that can", "images", asleep)
-	}
 	for id, rec := range records {
 		s.sequence = max(s.sequence, rec.Sequence)
-		s.refs.tryAcquire(imageOwner(id), rec.layers(), s.layers.kindOf(rec)) // nothing is dying yet
+		s.refs.tryAcquire(imageOwner(id), rec.layers(), s.layers.home(distinct(rec.layers())).Kind()) // nothing is being deleted yet
 	}
 	for id, tags := range settleTags(records) {
 		s.log.Warn("tags were moving between images when berth stopped; they belong to the newer one", "tags", tags, "older", id)
@@ -203,6 +194,20 @@ func (s *Store) load() error {
 	}
 	s.index.Store(newIndex(records, s.index.Load(), s.pinned))
 	return nil
+}
+
+// removeUnmountable removes images that this kernel cannot mount, and then their layers. If that fails, on a filesystem that
+// is read-only for example, the next start tries again.
+func (s *Store) removeUnmountable(images map[string]record) {
+	for id, rec := range images {
+		s.sequence = max(s.sequence, rec.Sequence)
+		if err := s.records.Remove(recordName(id)); err != nil {
+			s.log.Warn("remove an image that this kernel cannot mount; the next start tries again", "image", id, "error", err)
+			return
+		}
+		s.log.Warn("image removed: this kernel cannot mount its EROFS layers; it must be pulled again", "image", id, "tags", rec.Tags)
+	}
+	s.layers.removeUnmountable()
 }
 
 // settleTags gives a tag that two records have to the one written last: a tag
@@ -245,19 +250,6 @@ func (s *Store) Progress() []PullProgress { return s.pulls.snapshot() }
 // Driver is the form in which layers are made, see Config.
 func (s *Store) Driver() rootfs.Kind { return s.layers.made.Kind() }
 
-// Asleep returns the IDs of the images that are kept for a kernel that can mount their layers, sorted. Nothing else but Remove knows
-// them, and Pull, which makes such an image anew.
-func (s *Store) Asleep() []string {
-	ids := []string{}
-	for id, rec := range s.index.Load().records {
-		if rec.asleep {
-			ids = append(ids, id)
-		}
-	}
-	slices.Sort(ids)
-	return ids
-}
-
 // Root returns the directory of images.
 func (s *Store) Root() string { return s.cfg.Root }
 
@@ -267,9 +259,8 @@ type Usage struct {
 	Bytes, Inodes uint64
 }
 
-// Usage returns what layers and records take on disk, from memory. Who asks wants to know of full disks: see attendSleepers.
+// Usage returns what layers and records take on disk, from memory.
 func (s *Store) Usage(context.Context) (Usage, error) {
-	defer s.noteFullness()
 	x := s.index.Load()
 	used := s.layers.Usage()
 	return Usage{Mountpoint: s.cfg.Root, Bytes: used.Bytes + x.bytes, Inodes: used.Inodes + uint64(len(x.records))}, nil
@@ -279,24 +270,22 @@ func (s *Store) Usage(context.Context) (Usage, error) {
 // unless somebody else needs them. An unknown image is no error, nor is it one that
 // something else, which nobody needs either, cannot be deleted.
 func (s *Store) Remove(ctx context.Context, ref string) error {
-	defer s.noteFullness() // kubelet removes images where a disk is full
 	release, err := s.becomeWriter(ctx)
 	if err != nil {
 		return fmt.Errorf("remove image %s: %w", ref, err)
 	}
 	defer release()
-	id, err := s.index.Load().recorded(ref)
+	img, err := s.index.Load().find(ref)
 	if errdefs.IsNotFound(err) {
 		return nil
 	}
 	if err != nil {
 		return fmt.Errorf("remove image: %w", err)
 	}
-	tags := s.index.Load().records[id].Tags
-	if err := s.remove(id); err != nil {
+	if err := s.remove(img.ID); err != nil {
 		return err
 	}
-	s.log.Info("image removed", "image", id, "tags", tags)
+	s.log.Info("image removed", "image", img.ID, "tags", img.RepoTags)
 	return nil
 }
 
@@ -434,7 +423,6 @@ func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registr
 	x := s.index.Load()
 	chain := layersOf(img)
 	id, rec := x.place(img)
-	rec.asleep = false
 	if rec.Size, err = sizeOf(store, chain); err != nil { // in another form than before, perhaps
 		return nil, err
 	}

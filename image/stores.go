@@ -34,9 +34,10 @@ type stores struct {
 	made   *layer.Store   // where layers are made
 	usable []*layer.Store // those that can be mounted, made first
 	all    []*layer.Store // that of directories first
-	// asleep is the one whose layers this kernel can't mount, nil if there is none. They are kept for one that can: a module that
-	// is missing, or a rescue system that was started once, shall not cost a node its images.
-	asleep *layer.Store
+	// unmountable are the layers that another kernel left and that this one cannot mount; nil if there are none.
+	// Store.load removes their images, then removeUnmountable the layers.
+	unmountable *layer.Survey
+	root        string // of Config
 }
 
 // driverAuto is a driver of Config: EROFS where it can be mounted.
@@ -44,7 +45,7 @@ const driverAuto = "auto"
 
 // openStores opens the stores. Layers are made by the driver that cfg names.
 func openStores(cfg Config, log *slog.Logger) (_ *stores, err error) {
-	s := &stores{log: log, choice: cfg.Driver}
+	s := &stores{log: log, choice: cfg.Driver, root: cfg.Root}
 	if s.choice == "" {
 		s.choice = string(rootfs.Directory)
 	}
@@ -76,9 +77,9 @@ func (s *stores) open(root string, driver layer.Driver, reserve layer.Reserve) (
 	return store, nil
 }
 
-// openImages opens the store of the EROFS driver, if it is to be used or was used before, and finds out what it is good for. What a
-// kernel can't mount for certain sleeps until one can. Where that can't be found out at the moment, on a
-// full disk say, the layers that are there are used as ever, and auto makes no more of them until the next start.
+// openImages opens the store of the EROFS driver if it will be used or was used before. A kernel that does not support EROFS layers
+// makes the ones on disk unmountable: they are to be removed. If the probe fails for another reason, on a full disk
+// for example, the existing layers stay in use, and "auto" makes no new ones until the next start.
 func (s *stores) openImages(cfg Config, directory *layer.Store) error {
 	root := filepath.Join(cfg.Root, erofsDir)
 	_, err := os.Lstat(root)
@@ -99,7 +100,8 @@ func (s *stores) openImages(cfg Config, directory *layer.Store) error {
 		s.log.Info("layers are kept as directories: EROFS images can't be mounted from files", "reason", lacks)
 		return nil
 	case cannot:
-		s.log.Warn("layers that are EROFS images can't be mounted: their images are kept, but can't be used", "reason", lacks)
+		s.unmountable, err = layer.Inspect(root)
+		return err
 	case lacks != nil:
 		s.log.Warn("whether layers can be EROFS images is not known", "error", lacks)
 	}
@@ -110,8 +112,6 @@ func (s *stores) openImages(cfg Config, directory *layer.Store) error {
 	switch {
 	case err != nil:
 		return err
-	case cannot:
-		s.asleep = images
 	case s.choice == string(rootfs.EROFS), s.choice == driverAuto && lacks == nil:
 		s.made, s.usable = images, []*layer.Store{images, directory}
 	default:
@@ -152,16 +152,6 @@ func (s *stores) other(store *layer.Store) *layer.Store {
 	return s.all[0]
 }
 
-// keeper returns a store of whose form of a layer the given one can make it, whether that can be mounted or not; nil if there is none.
-func (s *stores) keeper(store *layer.Store, name digest.Digest) *layer.Store {
-	for _, other := range s.all {
-		if other != store && other.IsKeeper() && other.Has(name) {
-			return other
-		}
-	}
-	return nil
-}
-
 // has reports whether an image can be used.
 func (s *stores) has(names []digest.Digest) error {
 	store := s.home(names)
@@ -173,17 +163,30 @@ func (s *stores) has(names []digest.Digest) error {
 	return nil
 }
 
-// keeps reports whether an image that can't be used could be by another kernel.
-func (s *stores) keeps(names []digest.Digest) bool {
-	return s.asleep != nil && hasAll(s.asleep, names)
+// isUnmountable reports whether all layers of an image are there, but in a form that this kernel cannot mount.
+func (s *stores) isUnmountable(names []digest.Digest) bool {
+	if s.unmountable == nil {
+		return false
+	}
+	for _, name := range names {
+		if _, ok := s.unmountable.Layers[name]; !ok {
+			return false
+		}
+	}
+	return true
 }
 
-// kindOf is the form of the layers of an image that is there.
-func (s *stores) kindOf(rec record) rootfs.Kind {
-	if rec.asleep {
-		return s.asleep.Kind()
+// removeUnmountable deletes the layers that this kernel cannot mount in the background. It is called after the records of their
+// images have been removed, so that a crash in between leaves no record without its layers.
+func (s *stores) removeUnmountable() {
+	if s.unmountable == nil {
+		return
 	}
-	return s.home(distinct(rec.layers())).Kind()
+	if err := s.all[0].Discard(filepath.Join(s.root, erofsDir)); err != nil {
+		s.log.Warn("delete EROFS layers that this kernel cannot mount; the next start tries again", "error", err)
+		return
+	}
+	s.unmountable = nil
 }
 
 func hasAll(store *layer.Store, names []digest.Digest) bool {
@@ -228,14 +231,7 @@ func (s *stores) deleting() (bytes uint64) {
 	return bytes
 }
 
-// excess is layer.Store's, but for what is being deleted.
-func (s *stores) excess(share float64, wanted uint64) (uint64, error) {
-	going := s.deleting() // asked first: what is deleted since is not on the filesystem either, and rather counts twice than not at all
-	excess, err := s.made.Excess(share, wanted)
-	return excess - min(excess, going), err
-}
-
-// list returns all layers, in each form that there is, those that can't be mounted included.
+// list returns all layers, in each form that there is.
 func (s *stores) list() (layers []form) {
 	for _, store := range s.all {
 		for _, name := range store.List() {

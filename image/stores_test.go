@@ -100,8 +100,7 @@ func wantContent(t *testing.T, s *Store, ref, name, text string, kind rootfs.Kin
 	}
 }
 
-// Images stay usable whatever the driver of new ones is, and sleep where the kernel can't mount them for certain.
-func TestDriverChanges(t *testing.T) {
+func TestImagesStayUsableWhenDriverChanges(t *testing.T) {
 	cfg := driversConfig(t)
 	reg := registrytest.New(t)
 	reg.PutImage("old", "v1", "old", plain(t, "f", "old"), plain(t, "g", "2"))
@@ -137,31 +136,13 @@ func TestDriverChanges(t *testing.T) {
 	}
 	wantContent(t, s, old, "f", "old", rootfs.EROFS)
 
-	// A kernel that can't: images of EROFS layers sleep until one can, with their layers and the image of these.
-	id, wasUsed := mustGet(t, s, old).ID, used(t, s)
-	for range 2 {
-		s = restart(t, s, cfg.with("auto", cannot))
-		_, err := s.Get(old)
-		wantCode(t, err, codes.NotFound)
-		if got := s.Asleep(); !slices.Equal(got, []string{id}) {
-			t.Errorf("images that sleep: %v", got)
-		}
-		if got := used(t, s); got != wasUsed {
-			t.Errorf("%d bytes are used, %d were", got, wasUsed)
-		}
-		wantContent(t, s, fresh, "f", "new", rootfs.Directory)
-	}
-	reg.Close() // nothing is pulled again
-	s = restart(t, s, cfg.with("auto", works))
-	wantContent(t, s, old, "f", "old", rootfs.EROFS)
-	if got := s.Asleep(); len(got) > 0 {
-		t.Errorf("images that sleep: %v", got)
-	}
 	if err := s.Close(); err != nil {
 		t.Fatal(err)
 	}
 	_, err := Open(t.Context(), cfg.with("erofs", cannot), slog.New(slog.DiscardHandler))
 	wantCode(t, err, codes.FailedPrecondition, "an old kernel")
+	s = restart(t, nil, cfg.with("auto", works)) // the failed start removed nothing
+	wantContent(t, s, old, "f", "old", rootfs.EROFS)
 }
 
 func mustGet(t *testing.T, s *Store, ref string) *Image {
@@ -247,99 +228,78 @@ func TestFormsGoWhenNobodyNeedsThem(t *testing.T) {
 	wantLayers(t, s, 0, 3)
 	wantContent(t, s, more, "f", "1", rootfs.EROFS)
 
-	// What slept when its image was pulled anew, and is in use again.
-	s = restart(t, s, cfg.with("auto", cannot))
-	wantLayers(t, s, 0, 3)
-	pull(t, s, more)
-	s = restart(t, s, cfg.with("auto", works))
-	if d, e := formsOf(s); d+e != 3 {
-		t.Errorf("%d layers are directories, %d EROFS, of an image of three", d, e)
-	}
-	if text, _ := content(t, s, more, "h"); text != "3" {
-		t.Errorf("it holds %q", text)
-	}
 }
 
-// What becomes of an image that sleeps: it is pulled anew, loses its tag to a newer one, or is removed.
-func TestImageThatSleeps(t *testing.T) {
+func TestKernelWithoutEROFSRemovesImages(t *testing.T) {
 	cfg := driversConfig(t)
 	reg := registrytest.New(t)
 	reg.PutImage("app", "v1", "app", plain(t, "f", "app"), plain(t, "g", "2"))
-	app := reg.Host() + "/app:v1"
-	start := func(t *testing.T, probe func(string) error) *Store {
-		s := restart(t, nil, cfg.with("auto", works))
-		reg.PutImage("app", "v1", "app", plain(t, "f", "app"), plain(t, "g", "2"))
-		pull(t, s, app)
-		wantContent(t, s, app, "f", "app", rootfs.EROFS)
-		return restart(t, s, cfg.with("auto", probe))
+	reg.PutImage("kept", "v1", "kept", plain(t, "f", "kept"))
+	app, kept := reg.Host()+"/app:v1", reg.Host()+"/kept:v1"
+	s := restart(t, nil, cfg.with("directory", works))
+	pull(t, s, kept)
+	s = restart(t, s, cfg.with("auto", works))
+	pull(t, s, app)
+	wantContent(t, s, app, "f", "app", rootfs.EROFS)
+
+	for range 2 {
+		s = restart(t, s, cfg.with("auto", cannot))
+		_, err := s.Get(app)
+		wantCode(t, err, codes.NotFound)
+		wantContent(t, s, kept, "f", "kept", rootfs.Directory)
+		if names, err := filepath.Glob(filepath.Join(cfg.Root, "records", "*")); err != nil || len(names) != 1 {
+			t.Errorf("records %v, %v", names, err)
+		}
+		if _, err := os.Lstat(filepath.Join(cfg.Root, erofsDir)); !errors.Is(err, os.ErrNotExist) {
+			t.Errorf("the EROFS layers are still there: %v", err)
+		}
 	}
-	empty := func(t *testing.T, s *Store) {
-		for _, id := range s.Asleep() {
-			if err := s.Remove(t.Context(), id); err != nil {
-				t.Fatal(err)
-			}
-		}
-		for _, img := range s.List() {
-			if err := s.Remove(t.Context(), img.ID); err != nil {
-				t.Fatal(err)
-			}
-		}
-		wantEmpty(t, s)
-		if err := s.Close(); err != nil {
+	pull(t, s, app)
+	wantContent(t, s, app, "f", "app", rootfs.Directory)
+	s = restart(t, s, cfg.with("auto", works))
+	wantContent(t, s, app, "f", "app", rootfs.Directory)
+	for _, img := range s.List() {
+		if err := s.Remove(t.Context(), img.ID); err != nil {
 			t.Fatal(err)
 		}
 	}
-	t.Run("pulled", func(t *testing.T) {
-		s := start(t, cannot)
-		pull(t, s, app)
-		wantContent(t, s, app, "f", "app", rootfs.Directory)
-		s = restart(t, s, cfg.with("auto", cannot))
-		wantContent(t, s, app, "f", "app", rootfs.Directory)
-		if len(s.List()) != 1 || len(s.Asleep()) != 0 {
-			t.Errorf("%d images, %v sleep", len(s.List()), s.Asleep())
-		}
-		s = restart(t, s, cfg.with("auto", works))
-		if text, _ := content(t, s, app, "f"); text != "app" {
-			t.Errorf("it holds %q", text)
-		}
-		empty(t, s)
-	})
-	t.Run("another has its tag", func(t *testing.T) {
-		s := start(t, cannot)
-		reg.PutImage("app", "v1", "newer", plain(t, "f", "newer"))
-		pull(t, s, app)
-		s = restart(t, s, cfg.with("auto", works))
-		wantContent(t, s, app, "f", "newer", rootfs.Directory)
-		if len(s.List()) != 2 {
-			t.Errorf("%d images", len(s.List()))
-		}
-		empty(t, s)
-	})
-	for what, name := range map[string]func(id string) string{
-		"removed by ID":      func(id string) string { return id },
-		"removed by its tag": func(string) string { return app },
-	} {
-		t.Run(what, func(t *testing.T) {
-			s := start(t, cannot)
-			if err := s.Remove(t.Context(), name(s.Asleep()[0])); err != nil {
-				t.Fatal(err)
-			}
-			wantEmpty(t, s)
-			empty(t, s)
-		})
+	wantEmpty(t, s)
+}
+
+// A daemon that was killed after it had removed the records leaves layers without images.
+func TestKernelWithoutEROFSRemovesOrphanedLayers(t *testing.T) {
+	cfg := driversConfig(t)
+	reg := registrytest.New(t)
+	reg.PutImage("app", "v1", "app", plain(t, "f", "app"))
+	s := restart(t, nil, cfg.with("auto", works))
+	img := pull(t, s, reg.Host()+"/app:v1")
+	if err := s.records.Remove(recordName(img.ID)); err != nil {
+		t.Fatal(err)
 	}
-	t.Run("not whole", func(t *testing.T) {
-		s := start(t, works)
-		layers := mustGet(t, s, app).Layers
-		if err := s.layers.made.Remove(layers[0]); err != nil {
-			t.Fatal(err)
-		}
-		s = restart(t, s, cfg.with("auto", cannot))
-		if got := s.Asleep(); len(got) > 0 {
-			t.Errorf("images that sleep: %v", got)
-		}
-		wantEmpty(t, s)
-	})
+	s = restart(t, s, cfg.with("auto", cannot))
+	wantEmpty(t, s)
+	if _, err := os.Lstat(filepath.Join(cfg.Root, erofsDir)); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the EROFS layers are still there: %v", err)
+	}
+}
+
+// An image is removed only if all its layers are unmountable. A record with missing layers is set aside.
+func TestKernelWithoutEROFSSetsAsideIncompleteImage(t *testing.T) {
+	cfg := driversConfig(t)
+	reg := registrytest.New(t)
+	reg.PutImage("app", "v1", "app", plain(t, "f", "app"), plain(t, "g", "2"))
+	s := restart(t, nil, cfg.with("auto", works))
+	img := pull(t, s, reg.Host()+"/app:v1")
+	if err := s.layers.made.Remove(img.Layers[0]); err != nil {
+		t.Fatal(err)
+	}
+	s = restart(t, s, cfg.with("auto", cannot))
+	if list := s.List(); len(list) > 0 {
+		t.Errorf("images %v", list)
+	}
+	if names, err := filepath.Glob(filepath.Join(cfg.Root, "records", "set-aside", "*")); err != nil || len(names) != 1 {
+		t.Errorf("records set aside: %v, %v", names, err)
+	}
 }
 
 // Where no layer was ever an EROFS image, the store of them is not made until it is of use.
@@ -467,7 +427,7 @@ func TestImageTooLargeForADriver(t *testing.T) {
 	pull(t, s, app)
 	wantContent(t, s, app, "f", "1", rootfs.Directory)
 
-	// What it did take is not fetched again, and nothing is left of it.
+	// The layers that it did take are fetched again, and nothing is left of them.
 	last := &countingPacker{refuse: 2}
 	cfg.Pack = last.pack
 	low, high := plain(t, "g", "2"), plain(t, "h", "3")
@@ -479,16 +439,15 @@ func TestImageTooLargeForADriver(t *testing.T) {
 	if last.calls != 2 {
 		t.Errorf("%d layers were packed", last.calls)
 	}
-	if n := fetches(reg, low); n != 1 {
+	if n := fetches(reg, low); n != 2 {
 		t.Errorf("the layer that was packed was fetched %d times", n)
 	}
 	wantContent(t, s, reg.Host()+"/big:v1", "g", "2", rootfs.Directory)
 	wantContent(t, s, reg.Host()+"/big:v1", "h", "3", rootfs.Directory)
 }
 
-// Layers that can't be merged, each of which could be packed, become directories without being fetched again, and are what they would
-// have been.
-func TestImageTooLargeToMerge(t *testing.T) {
+// Layers that can be packed but not merged are fetched again as directories.
+func TestImageTooLargeToMergeBecomesDirectories(t *testing.T) {
 	cfg := driversConfig(t)
 	reg := registrytest.New(t)
 	layers := []registrytest.Layer{links(t, "a", 7500, 200, unix.PathMax-2), links(t, "b", 7500, 200, unix.PathMax-2)}
@@ -505,7 +464,7 @@ func TestImageTooLargeToMerge(t *testing.T) {
 	wantContent(t, s, big, "a/file", "a", rootfs.Directory)
 	wantContent(t, s, big, "b/file", "b", rootfs.Directory)
 	for i, l := range layers {
-		if n := fetches(reg, l) - before[i]; n != 1 {
+		if n := fetches(reg, l) - before[i]; n != 2 {
 			t.Errorf("layer %d was fetched %d times", i, n)
 		}
 	}
@@ -535,8 +494,8 @@ func TestNextVersionOfImageTooLargeToMerge(t *testing.T) {
 		wantLayers(t, s, 4, 0)
 		last = big
 	}
-	for i, l := range layers {
-		if n := fetches(reg, l); n != 1 {
+	for i, l := range layers { // twice by the first pull, which tried EROFS
+		if n := fetches(reg, l); n != 2 {
 			t.Errorf("layer %d was fetched %d times", i, n)
 		}
 	}
@@ -574,36 +533,6 @@ func TestLayerTooLargeIsNotReadToItsEnd(t *testing.T) {
 	_, _, err = s.downloadFrom(t.Context(), s.layers.made, repo, img.Layers[0], 0, &n, lack{})
 	if got := n.Load(); !errors.Is(err, layer.ErrTooLarge) || got >= littleLeft/2 {
 		t.Errorf("%v, after %d bytes", err, got)
-	}
-}
-
-// What can't be made of what was packed, because that is damaged, is fetched again.
-func TestPackedLayerThatIsDamaged(t *testing.T) {
-	cfg := driversConfig(t)
-	reg := registrytest.New(t)
-	low, high := plain(t, "g", "2"), plain(t, "h", "3")
-	reg.PutImage("big", "v1", "big", low, high)
-	refusing := &countingPacker{refuse: 2}
-	cfg.Pack = func(ctx context.Context, data, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
-		if refusing.calls == 1 {
-			damaged, err := filepath.Glob(filepath.Join(cfg.Root, erofsDir, "layers", "*", "data"))
-			if err != nil || len(damaged) != 1 {
-				t.Errorf("data files: %v, %v", damaged, err)
-			}
-			for _, file := range damaged {
-				if err := os.WriteFile(file, make([]byte, 4096), 0o600); err != nil {
-					t.Error(err)
-				}
-			}
-		}
-		return refusing.pack(ctx, data, tree, blob, job)
-	}
-	s := restart(t, nil, cfg.with("auto", nil))
-	s.cfg.MaxParallelDownloads = 1
-	pull(t, s, reg.Host()+"/big:v1")
-	wantContent(t, s, reg.Host()+"/big:v1", "g", "2", rootfs.Directory)
-	if n := fetches(reg, low); n != 2 {
-		t.Errorf("the damaged layer was fetched %d times", n)
 	}
 }
 

@@ -198,7 +198,6 @@ func (f *fakeImages) Get(ref string) (*image.Image, error) {
 }
 
 func (f *fakeImages) Driver() rootfs.Kind { return rootfs.Directory }
-func (f *fakeImages) Asleep() []string    { return nil }
 
 func (f *fakeImages) List() []*image.Image { return f.images }
 

@@ -70,7 +70,6 @@ func (s *runtimeService) verboseStatus() (map[string]string, error) {
 		"config":       s.cfg.Settings,
 		"pulls":        s.images.Progress(),
 		"layerDriver":  s.images.Driver(), // of new layers; "config" has the setting
-		"asleep":       s.images.Asleep(), // images whose layers this kernel can't mount
 		"handlers":     s.pods.Handlers(),
 		"waits":        s.waits(),
 		"heap":         heap(),

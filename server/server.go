@@ -96,7 +96,6 @@ type Images interface {
 	Usage(ctx context.Context) (image.Usage, error)
 	Progress() []image.PullProgress
 	Driver() rootfs.Kind // the form of new layers
-	Asleep() []string    // IDs of images that this kernel can't mount
 }
 
 // Config has the server's static answers and its callbacks.

@@ -15,8 +15,6 @@ import (
 	"berth/image/erofs"
 	"berth/image/tree"
 	"berth/image/unpack"
-	"berth/image/unpack/packed"
-	"berth/internal/cleanup"
 	"berth/internal/errdefs"
 	"berth/internal/failpoint"
 	"berth/internal/rootfs"
@@ -80,7 +78,7 @@ func (e *EROFS) Apply(ctx context.Context, dir string, blob io.Reader, job unpac
 	return result, err
 }
 
-// TreeDigest implements Keeper.
+// TreeDigest implements TreeDigester.
 func (e *EROFS) TreeDigest(ctx context.Context, dir string, most int64) (digest.Digest, error) {
 	f, err := os.Open(filepath.Join(dir, treeFile))
 	if err != nil {
@@ -117,46 +115,6 @@ func (r untilDone) Read(p []byte) (int, error) {
 		return 0, context.Cause(r.ctx)
 	}
 	return r.from.Read(p)
-}
-
-// Packed implements Keeper.
-func (e *EROFS) Packed(ctx context.Context, dir string, tree digest.Digest, most int64) (_ io.ReadCloser, size int64, err error) {
-	p := &packedLayer{}
-	undo := cleanup.New()
-	defer undo.Run(&err)
-	undo.Add("close "+dir, p.Close)
-	for _, name := range []string{dataFile, treeFile} {
-		f, err := os.Open(filepath.Join(dir, name))
-		if err != nil {
-			return nil, 0, err
-		}
-		p.files = append(p.files, f)
-	}
-	switch got, err := treeDigest(ctx, p.files[1], most); {
-	case err != nil:
-		return nil, 0, err
-	case got != tree:
-		return nil, 0, errdefs.New(codes.DataLoss, "its tree has the digest %s, and had %s when it was packed", got, tree)
-	}
-	if p.Reader, size, err = packed.Blob(p.files[0], p.files[1]); err != nil {
-		return nil, 0, err
-	}
-	undo.Release()
-	return p, size, nil
-}
-
-// packedLayer is a layer that is read.
-type packedLayer struct {
-	io.Reader
-	files []*os.File
-}
-
-// Close implements io.Closer.
-func (p *packedLayer) Close() (failed error) {
-	for _, f := range p.files {
-		failed = errors.Join(failed, f.Close())
-	}
-	return failed
 }
 
 // usageOf counts files as diskusage.Nominal does. How many blocks one with holes takes is known when they are allocated.

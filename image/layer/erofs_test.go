@@ -11,7 +11,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"reflect"
 	"regexp"
 	"slices"
 	"strings"
@@ -29,8 +28,8 @@ import (
 	"berth/internal/rootfs/mounttest"
 )
 
-// twin is a store of each kind, which are to show the same; and one of directories that are made of what is in the other.
-type twin struct{ directory, erofs, converted *Store }
+// twin has a store of each kind. Both must show the same content.
+type twin struct{ directory, erofs *Store }
 
 func newTwin(t testing.TB) twin {
 	t.Helper()
@@ -44,8 +43,7 @@ func newTwin(t testing.TB) twin {
 		t.Cleanup(func() { must(t, s.Close()) })
 		return s
 	}
-	directory := NewDirectory(unpack.Layer)
-	return twin{open("directory", directory), open("erofs", NewEROFS(unpack.Pack, 0)), open("converted", directory)}
+	return twin{open("directory", NewDirectory(unpack.Layer)), open("erofs", NewEROFS(unpack.Pack, 0))}
 }
 
 // As many extended attributes as a tree may have are packed and mounted; more are for another driver to take, whichever entries of a directory
@@ -122,32 +120,7 @@ func (w twin) create(t testing.TB, data []byte) digest.Digest {
 	if sums[0] != sums[1] {
 		t.Errorf("the sum of the directory is %s, of the tree %s", sums[0], sums[1])
 	}
-	w.convert(t, id)
 	return id
-}
-
-// convert makes a directory of what the EROFS driver has made of a layer, which is to be what the directory driver made of the tar.
-func (w twin) convert(t testing.TB, id digest.Digest) {
-	t.Helper()
-	must(t, w.converted.CreateFrom(context.Background(), w.erofs, id, unpack.Limits{}))
-	var records [2]record
-	for i, s := range []*Store{w.directory, w.converted} {
-		must(t, readRecord(s.layerDir(id), layerKind, &records[i]))
-	}
-	if !reflect.DeepEqual(records[0], records[1]) {
-		t.Errorf("of the tar %+v, of what was packed %+v", records[0], records[1])
-	}
-	checkSum(t, w.converted, id)
-	var trees [2]map[string]string
-	for i, s := range []*Store{w.directory, w.converted} {
-		trees[i] = fullTree(t, filepath.Join(s.layerDir(id), treeDir))
-		for name, text := range trees[i] {
-			if strings.HasPrefix(text, "c 0 0:0 0:0 ") { // a whiteout: it has the time when it was made
-				trees[i][name] = withoutTime(text)
-			}
-		}
-	}
-	compareTrees(t, trees[1], trees[0])
 }
 
 // compare mounts a chain of both and compares what is seen.

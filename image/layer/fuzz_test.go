@@ -5,7 +5,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"io"
 	"io/fs"
 	"math/rand/v2"
 	"os"
@@ -80,49 +79,6 @@ func (f *fuzzStore) check(t testing.TB) {
 			return nil
 		}))
 	}
-}
-
-// FuzzPacked makes a directory of arbitrary bytes where a packed layer is to be, which a berth-unpack that its blob had taken over may have written.
-func FuzzPacked(f *testing.F) {
-	for _, seed := range [][]header{
-		base(),
-		{symlink("l", "../.."), file("a/f", "1"), file("a/g", strings.Repeat("2", 5000)), hardlink("a/h", "a/f"), hardlink("b", "etc/passwd")},
-		{file("a/.wh..wh..opq", ""), file(".wh.b", ""), device(tar.TypeChar, "c", 1, 3), mode(file("s", "x").owned(1, 2), 0o6755).xattr("user.a", "b")},
-	} {
-		f.Add(packedBlob(f, makeTar(f, seed...)))
-	}
-	f.Fuzz(func(t *testing.T, data []byte) {
-		s := newFuzzStore(t)
-		bottom := create(t, s.Store, makeTar(t, base()...))
-		id := digest.FromBytes(data)
-		job := unpack.Job{Limits: unpack.Limits{Tar: 16 << 20, Bytes: 16 << 20, Entries: 1000}, Packed: true}
-		err := s.create(context.Background(), Source{DiffID: id}, bytes.NewReader(data), job, func(unpack.Result) (int64, error) { return 0, nil })
-		if code := errdefs.Code(err); code != codes.OK && code != codes.InvalidArgument && code != codes.ResourceExhausted && code != codes.OutOfRange {
-			t.Fatalf("%v: %v", code, err)
-		}
-		if err == nil {
-			checkSum(t, s.Store, id)
-			checkStack(t, s.Store, bottom, id)
-		}
-		s.check(t)
-	})
-}
-
-// packedBlob is what is made of a tar by packing it.
-func packedBlob(t testing.TB, data []byte) []byte {
-	t.Helper()
-	dir := t.TempDir()
-	driver := NewEROFS(unpack.Pack, 0)
-	_, err := driver.Apply(context.Background(), dir, bytes.NewReader(data), unpack.Job{Algorithm: digest.SHA256})
-	must(t, err)
-	tree, err := driver.TreeDigest(t.Context(), dir, 1<<30)
-	must(t, err)
-	blob, _, err := driver.Packed(t.Context(), dir, tree, 1<<30)
-	must(t, err)
-	defer blob.Close()
-	all, err := io.ReadAll(blob)
-	must(t, err)
-	return all
 }
 
 // FuzzApply unpacks arbitrary bytes.

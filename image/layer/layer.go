@@ -88,17 +88,14 @@ type Merger interface {
 	Merge(effort *Effort, dir string, chain []string) (_ Usage, used []int, err error)
 }
 
-// Keeper is a Driver of whose layers those of another can be made, without the blob.
-type Keeper interface {
+// TreeDigester is a Driver that keeps the tree of a layer as one file.
+type TreeDigester interface {
 	Driver
 
-	// TreeDigest is that of all that Apply left in dir but the content of files, of which there is a checksum.Sum.
-	// A tree with more bytes than there may be is ResourceExhausted: who wrote it may have been taken over.
-	TreeDigest(ctx context.Context, dir string, most int64) (digest.Digest, error)
-
-	// Packed opens what Apply left in dir as the blob of an unpack.Job that is Packed, of so many bytes; DataLoss if the digest of
-	// the tree is another by now, ResourceExhausted if it has more than so many bytes.
-	Packed(ctx context.Context, dir string, tree digest.Digest, most int64) (blob io.ReadCloser, size int64, err error)
+	// TreeDigest returns the digest of the tree file of the layer in dir: all that Apply left there but the content of files, which
+	// checksum.Sum covers. A tree of more than limit bytes is ResourceExhausted: the process that wrote it may have been
+	// compromised.
+	TreeDigest(ctx context.Context, dir string, limit int64) (digest.Digest, error)
 }
 
 // Part is a layer as Join sees it.
@@ -145,7 +142,7 @@ type Info struct {
 	TarBytes int64       `json:"tarBytes"` // length of the tar
 	Kind     rootfs.Kind `json:"kind"`
 	unpack.Summary
-	// Tree is the digest of a Keeper's form, which has what Sum leaves out: times and extended attributes.
+	// Tree is the digest of a TreeDigester's tree file. It covers what Sum leaves out: times and extended attributes.
 	Tree digest.Digest `json:"tree,omitempty"`
 	// How many Links and Implied its record has.
 	PendingLinks int `json:"pendingLinks,omitempty"`

@@ -84,11 +84,6 @@ func (s *Store) HasRoom(bytes, freed uint64) error {
 	if s.reserve.isNone() {
 		return nil
 	}
-	return s.CouldTake(bytes, freed)
-}
-
-// CouldTake is HasRoom that counts without a reserve, too.
-func (s *Store) CouldTake(bytes, freed uint64) error {
 	fs, err := s.statfs()
 	if err != nil {
 		return fmt.Errorf("look at the free space of %s: %w", s.root, err)
@@ -108,18 +103,6 @@ func (s *Store) Inodes(names []digest.Digest) (sum uint64) {
 
 // Deleting is what those layers take that are being deleted, but for what could not be: a part of Usage.
 func (s *Store) Deleting() Usage { return s.trash.Going() }
-
-// Excess is how many bytes more than a share of the filesystem would be used with so many more, as df(1) counts: what only root may use is
-// not part of it.
-func (s *Store) Excess(share float64, bytes uint64) (uint64, error) {
-	fs, err := s.statfs()
-	if err != nil {
-		return 0, fmt.Errorf("look at the free space of %s: %w", s.root, err)
-	}
-	block := uint64(fs.Bsize)
-	used, free := (fs.Blocks-fs.Bfree)*block, fs.Bavail*block
-	return uint64(max(0, float64(used+bytes)-share*float64(used+free))), nil
-}
 
 // statfsOf returns a function that looks at the filesystem that a path is on.
 func (r Reserve) statfsOf(path string) func() (unix.Statfs_t, error) {

@@ -16,7 +16,6 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/layer/trash"
-	"berth/image/tree"
 	"berth/image/unpack"
 	"berth/internal/cleanup"
 	"berth/internal/errdefs"
@@ -103,12 +102,6 @@ func (s *Store) Close() error {
 // Kind is the form in which it keeps layers.
 func (s *Store) Kind() rootfs.Kind { return s.driver.Kind() }
 
-// IsKeeper reports whether layers can be made from those of the store (CreateFrom).
-func (s *Store) IsKeeper() bool {
-	_, ok := s.driver.(Keeper)
-	return ok
-}
-
 // Has reports whether the layer of that name is there.
 func (s *Store) Has(name digest.Digest) bool { return s.layers.Get(name) != nil }
 
@@ -169,47 +162,6 @@ func (s *Store) Create(ctx context.Context, from Source, blob io.Reader, limits 
 		}
 		return made.TarBytes, nil
 	})
-}
-
-// CreateFrom is Create for a layer that is in another Store, whose form of it stands in for the blob. The layer is as if it were made of that, but
-// for the access times of files; DataLoss if the form is not what it was. errors.ErrUnsupported if it has too little in it, or nobody recorded what
-// it was; OutOfRange where it does not tell what the layer is (unpack.Job).
-// The caller sees to it that the layer stays there meanwhile.
-func (s *Store) CreateFrom(ctx context.Context, other *Store, name digest.Digest, limits unpack.Limits) error {
-	keeper, ok := other.driver.(Keeper)
-	if !ok {
-		return fmt.Errorf("layer %s of kind %q: %w", name, other.Kind(), errors.ErrUnsupported)
-	}
-	info, err := other.Info(name)
-	if err != nil || s.Has(name) {
-		return err
-	}
-	if info.Tree == "" {
-		return fmt.Errorf("layer %s has no digest of its tree in its record: %w", info.DiffID, errors.ErrUnsupported)
-	}
-	limits = limits.WithDefaults()
-	blob, size, err := keeper.Packed(ctx, other.layerDir(name), info.Tree, limits.Memory)
-	if err != nil {
-		return fmt.Errorf("layer %s: %w", info.DiffID, err)
-	}
-	defer blob.Close() // read only
-	if most := mostPacked(limits); size > most {
-		return errdefs.New(codes.ResourceExhausted, "layer %s: it has %d bytes when it is packed, and may have %d", info.DiffID, size, most)
-	}
-	limits.Tar = size
-	return s.create(ctx, info.Source, blob, unpack.Job{Limits: limits, Packed: true}, func(made unpack.Result) (tarBytes int64, err error) {
-		was := info.Summary
-		if was.Usage = made.Usage; made.Summary != was { // what it takes on disk is the form's affair
-			return 0, errdefs.New(codes.DataLoss, "it came to %+v, and to %+v when it was packed", made.Summary, was)
-		}
-		return info.TarBytes, nil
-	})
-}
-
-// mostPacked is how long the packed form of a layer within the limits may be: its tree, and the content of its files, each in whole blocks.
-func mostPacked(limits unpack.Limits) int64 {
-	const tarBlock = 512 // no entry is shorter
-	return limits.Memory + limits.Bytes + min(limits.Entries, limits.Tar/tarBlock+1)*tree.BlockSize
 }
 
 // create makes a layer of a source from what stands for its blob. check tells how long the tar was, if the result is right.
@@ -290,8 +242,8 @@ func (s *Store) apply(ctx context.Context, dir string, from Source, blob io.Read
 func (s *Store) recordOf(ctx context.Context, dir string, from Source, limits unpack.Limits, made unpack.Result, tarBytes int64) (_ record, err error) {
 	info := Info{Name: from.Name(), Source: from, TarBytes: tarBytes, Kind: s.driver.Kind(), Summary: made.Summary}
 	info.PendingLinks, info.ImpliedDirs = len(made.Links), len(made.Implied)
-	if keeper, ok := s.driver.(Keeper); ok {
-		info.Tree, err = keeper.TreeDigest(ctx, dir, limits.WithDefaults().Memory)
+	if d, ok := s.driver.(TreeDigester); ok {
+		info.Tree, err = d.TreeDigest(ctx, dir, limits.WithDefaults().Memory)
 	}
 	return record{info, made.Links, made.Implied}, err
 }
@@ -372,6 +324,9 @@ func (s *Store) show(tmp, dir string) (err error) {
 	failpoint.Reach("layer.shown")
 	return nil
 }
+
+// Discard moves a directory on the store's filesystem to the trash, to be deleted in the background.
+func (s *Store) Discard(dir string) error { return s.trash.Take(dir, Usage{}) }
 
 // Remove removes the layer and the joins it takes part in: by a rename, so that
 // it returns at once; the files are deleted in the background. It is no error if

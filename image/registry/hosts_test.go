@@ -216,7 +216,7 @@ func TestLoadHosts(t *testing.T) {
 	registrytest.WriteFile(t, filepath.Join(first, "eighty.example.com/hosts.toml"), "server = \"http://eighty.example.com:80\"\nskip_verify = true")
 	registrytest.WriteFile(t, filepath.Join(second, "docker.io/hosts.toml"), `server = "https://never"`)
 	registrytest.WriteFile(t, filepath.Join(second, "second.example.com/hosts.toml"), `server = "https://second"`)
-	registrytest.WriteFile(t, filepath.Join(second, "_default/hosts.toml"), "server = \"https://allCapabilities\"\n[host.\"http://127.0.0.1:5000\"]")
+	registrytest.WriteFile(t, filepath.Join(second, "_default/hosts.toml"), "server = \"https://everything\"\n[host.\"http://127.0.0.1:5000\"]")
 
 	for domain, want := range map[string]string{
 		"docker.io":              "https://mirror/v2, https://registry-1.docker.io/v2 home",
@@ -227,8 +227,8 @@ func TestLoadHosts(t *testing.T) {
 		"both.example.com":       "https://both.example.com/v2 home or-http unverified",
 		"eighty.example.com":     "http://eighty.example.com:80/v2 home unverified",
 		"second.example.com":     "https://second/v2 home",
-		"else.example.com":       "http://127.0.0.1:5000/v2, https://allCapabilities/v2",
-		"everything":             "http://127.0.0.1:5000/v2, https://allCapabilities/v2 home",
+		"else.example.com":       "http://127.0.0.1:5000/v2, https://everything/v2",
+		"everything":             "http://127.0.0.1:5000/v2, https://everything/v2 home",
 	} {
 		got, err := loadHosts([]string{first, filepath.Join(first, "missing"), second}, domain)
 		if err != nil || brief(got) != want {

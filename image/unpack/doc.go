@@ -32,8 +32,7 @@
 //   - AUFS' own files (.wh..wh.* in the root) are skipped.
 //   - The attributes in a hard link's entry are not used: they are its target's.
 //
-// Pack is for the EROFS driver: it makes the same of a tar, but two files. Of these Layer makes the directory tree after
-// all, if need be (Job.Packed).
+// Pack is for the EROFS driver: it makes the same of a tar, but two files.
 //
 // # Errors
 //

@@ -27,7 +27,7 @@ const (
 	ResourceExhausted Code = 8
 	MoreWindow        Code = 9  // ResourceExhausted: Limits.Window is too little
 	MoreMemory        Code = 10 // ResourceExhausted: Limits.Memory is too little
-	OutOfRange        Code = 11 // of Pack, and of what is Packed: Layer may take the tar
+	OutOfRange        Code = 11 // of Pack: Layer may take the tar
 	Internal          Code = 13
 	DataLoss          Code = 15
 )

@@ -23,7 +23,7 @@ type Limits struct {
 	Tar     int64 // length of the tar, which bounds what its files take on disk
 	Bytes   int64 // length of all its files, with holes counted
 	Entries int64 // entries of the tar
-	Memory  int64 // for its tree, where that is in memory (see Pack, and Job.Packed), or for names that are kept; more is MoreMemory
+	Memory  int64 // for its tree, where that is in memory (see Pack), or for names that are kept; more is MoreMemory
 	Window  int64 // of zstd; more is MoreWindow
 }
 
@@ -54,10 +54,6 @@ func (l Limits) WithDefaults() Limits {
 type Job struct {
 	Limits    Limits
 	Algorithm digest.Algorithm // of Result.Digest
-	// Packed: the blob is no tar but what Pack has made of one (packed.Blob), and the result is what Layer would make of that, but for
-	// the access times; it is OutOfRange where that can't be known: the files of a directory with a default ACL have inherited it if
-	// the tar lists them later. Result.Digest and TarBytes are the blob's.
-	Packed bool
 	// Progress, if not nil, is called with each number of bytes of the tar that are read,
 	// and with 0 where something else takes time. Calls come from several goroutines.
 	Progress func(n int)
@@ -227,12 +223,7 @@ func run[D directory](ctx context.Context, blob io.Reader, job Job, open func(ti
 	}
 	defer to.close()
 	w := walk[D]{to}
-	if job.Packed {
-		err = w.packed(ctx, s, limits)
-	} else {
-		err = w.all(ctx, tar.NewReader(s), limits)
-	}
-	if err != nil {
+	if err := w.all(ctx, tar.NewReader(s), limits); err != nil {
 		return Result{}, err
 	}
 	n, sum, err := s.finish()

@@ -18,7 +18,6 @@ import (
 	"github.com/opencontainers/go-digest"
 	"golang.org/x/sys/unix"
 
-	"berth/image/unpack/packed"
 	"berth/internal/safefs"
 )
 
@@ -126,8 +125,7 @@ func many(n int, entry func(i int) tar.Header) []tar.Header {
 	return list
 }
 
-// A layer may have as many entries, whether they come as a tar or as what was packed of that.
-func TestEntries(t *testing.T) {
+func TestLayerLimitsEntries(t *testing.T) {
 	entries := []tar.Header{
 		{Typeflag: tar.TypeDir, Name: "./", Mode: 0o755}, {Typeflag: tar.TypeDir, Name: "d/", Mode: 0o755},
 		{Typeflag: tar.TypeReg, Name: "d/f", Size: 1}, {Typeflag: tar.TypeReg, Name: "implied/empty"}, {Typeflag: tar.TypeReg, Name: "implied/too/.wh.w"},
@@ -135,35 +133,16 @@ func TestEntries(t *testing.T) {
 		{Typeflag: tar.TypeFifo, Name: "p"},
 	}
 	data := makeTar(t, "x", entries...)
-	var files [2]*os.File
-	for i := range files {
-		f, err := os.CreateTemp(t.TempDir(), "")
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer f.Close()
-		files[i] = f
-	}
-	if _, err := Pack(t.Context(), files[0], files[1], bytes.NewReader(data), Job{Algorithm: digest.SHA256}); err != nil {
-		t.Fatal(err)
-	}
-	for _, again := range []bool{false, true} {
-		for _, c := range []struct {
-			most int
-			code Code
-		}{{len(entries), OK}, {len(entries) - 1, ResourceExhausted}, {1, ResourceExhausted}} {
-			blob := io.Reader(bytes.NewReader(data))
-			if again {
-				var err error
-				if blob, _, err = packed.Blob(files[0], files[1]); err != nil {
-					t.Fatal(err)
-				}
-			}
-			_, err := Layer(t.Context(), emptyTree(t), blob, Job{Limits: Limits{Entries: int64(c.most)}, Algorithm: digest.SHA256, Packed: again})
+	for _, c := range []struct {
+		limit int
+		code  Code
+	}{{len(entries), OK}, {len(entries) - 1, ResourceExhausted}, {1, ResourceExhausted}} {
+		t.Run(fmt.Sprintf("limit %d", c.limit), func(t *testing.T) {
+			_, err := Layer(t.Context(), emptyTree(t), bytes.NewReader(data), Job{Limits: Limits{Entries: int64(c.limit)}, Algorithm: digest.SHA256})
 			if CodeOf(err) != c.code {
-				t.Errorf("packed: %t, %d entries of %d: %v", again, len(entries), c.most, err)
+				t.Errorf("%d entries: %v, want code %v", len(entries), err, c.code)
 			}
-		}
+		})
 	}
 }
 
@@ -368,74 +347,4 @@ func TestNames(t *testing.T) {
 	if err := n.UnmarshalText([]byte("%zz")); err == nil {
 		t.Error("a broken name was taken")
 	}
-}
-
-// What packs within some memory is read within as much: else the layer would be fetched again to make it a directory.
-func TestPackedIsReadWithinAsMuchMemory(t *testing.T) {
-	named := func(name string, n int, h tar.Header) (list []tar.Header) {
-		for i := range n {
-			h.Name = fmt.Sprintf(name, i)
-			list = append(list, h)
-		}
-		return list
-	}
-	file := tar.Header{Typeflag: tar.TypeReg, Mode: 0o644}
-	attributes := file
-	attributes.PAXRecords = map[string]string{XattrRecord + "user.short": "v", XattrRecord + "user." + strings.Repeat("n", 200): strings.Repeat("v", 5000)}
-	for name, entries := range map[string][]tar.Header{
-		"nothing":             nil,
-		"files":               named("%d", 40, file),
-		"long names":          named("%0250d", 40, file),
-		"directories":         named("%d/", 40, tar.Header{Typeflag: tar.TypeDir, Mode: 0o755}),
-		"implied directories": named("%d/d/f", 40, file),
-		"symlinks":            named("%d", 40, tar.Header{Typeflag: tar.TypeSymlink, Linkname: strings.Repeat("t/", 500)}),
-		"whiteouts":           named(".wh.%d", 40, file),
-		"second names":        append(named("f", 1, file), named("%0100d", 40, tar.Header{Typeflag: tar.TypeLink, Linkname: "f"})...),
-		"links below":         named("%d", 40, tar.Header{Typeflag: tar.TypeLink, Linkname: strings.Repeat("t/", 100) + "t"}),
-		"devices":             named("%d", 40, tar.Header{Typeflag: tar.TypeChar, Devmajor: 1, Devminor: 3}),
-		"attributes":          named("%d", 40, attributes),
-	} {
-		blob := makeTar(t, "", entries...)
-		least, most := int64(1), int64(1<<20) // it does not pack within the first, and within the second
-		for most-least > 1 {
-			if memory := (least + most) / 2; packsWithin(t, blob, memory, nil) {
-				most = memory
-			} else {
-				least = memory
-			}
-		}
-		packsWithin(t, blob, most, func(in io.Reader) {
-			if _, err := packed.NewReader(in, most); err != nil {
-				t.Errorf("%s: packed with %d bytes of memory, and %v", name, most, err)
-			}
-		})
-	}
-}
-
-// packsWithin packs a tar within so much memory, if that is possible, and has the packed layer read.
-func packsWithin(t *testing.T, blob []byte, memory int64, read func(io.Reader)) bool {
-	t.Helper()
-	dir := t.TempDir()
-	var files []*os.File
-	for _, name := range []string{"data", "tree"} {
-		f, err := os.Create(filepath.Join(dir, name))
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer f.Close()
-		files = append(files, f)
-	}
-	_, err := Pack(t.Context(), files[0], files[1], bytes.NewReader(blob), Job{Limits: Limits{Memory: memory}, Algorithm: digest.SHA256})
-	if err != nil && CodeOf(err) != MoreMemory {
-		t.Fatal(err)
-	}
-	if err != nil || read == nil {
-		return err == nil
-	}
-	in, _, err := packed.Blob(files[0], files[1])
-	if err != nil {
-		t.Fatal(err)
-	}
-	read(in)
-	return true
 }

@@ -365,9 +365,6 @@ func ignoreClosed(err error) error {
 	return err
 }
 
-// maxFullAsleep is where kubelet, which begins at 85 %, stops to remove images by default.
-const maxFullAsleep = 0.8
-
 func imageConfig(cfg *config.Config, u *process.Program, budget memory.Budget, waits *task.Waits) image.Config {
 	pinned := cfg.PinnedImages
 	if cfg.PauseImage != "" {
@@ -381,7 +378,6 @@ func imageConfig(cfg *config.Config, u *process.Program, budget memory.Budget, w
 		WorkMemory:           budget.WorkMemory(),
 		Driver:               cfg.LayerDriver,
 		Limits:               unpack.Limits{Tar: int64(cfg.MaxLayerBytes), Bytes: int64(cfg.MaxLayerBytes), Entries: int64(cfg.MaxLayerEntries)},
-		MaxFullAsleep:        maxFullAsleep,
 		Reserve:              layer.Reserve{Percent: cfg.DiskReservePercent, Bytes: int64(cfg.DiskReserveBytes)},
 		RegistryDirs:         cfg.RegistryDirs,
 		Pinned:               pinned,

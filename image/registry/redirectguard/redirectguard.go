@@ -39,7 +39,7 @@ const (
 )
 
 func (p proximity) String() string {
-	return [...]string{"unknown", "remote", "link-local", "loopback", "cloud metadata"}[p]
+	return [...]string{"unknown", "remote", "link-local", "loopback", "cloud metadata service"}[p]
 }
 
 // metadataAddrs are the addresses at which clouds serve credentials to their nodes.

@@ -29,7 +29,6 @@ import (
 	"google.golang.org/grpc/codes"
 
 	"berth/image/unpack"
-	"berth/image/unpack/packed"
 	"berth/image/unpack/wire"
 	"berth/internal/errdefs"
 	"berth/internal/safefs"
@@ -514,79 +513,6 @@ func testPackEveryKind(t *testing.T, p *Program) {
 			t.Errorf("%s differs", name)
 		}
 	}
-}
-
-// What was packed becomes the directory that its tar would have become.
-func TestUnpackPacked(t *testing.T) { eachBuild(t, time.Minute, testUnpackPacked) }
-
-func testUnpackPacked(t *testing.T, p *Program) {
-	tarBlob := everyKind(t)
-	want := tree(t)
-	result, err := unpack.Layer(t.Context(), want, bytes.NewReader(tarBlob), job)
-	if err != nil {
-		t.Fatal(err)
-	}
-	data, out := packedFiles(t, tarBlob)
-	whole, size, err := packed.Blob(data, out)
-	if err != nil {
-		t.Fatal(err)
-	}
-	blob, err := io.ReadAll(whole)
-	if err != nil || int64(len(blob)) != size {
-		t.Fatalf("%d bytes, said to be %d, %v", len(blob), size, err)
-	}
-	again := job
-	again.Packed = true
-	got := tree(t)
-	answer, err := p.Unpack(t.Context(), got, bytes.NewReader(blob), again)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if answer.Digest != digest.FromBytes(blob) || answer.TarBytes != size {
-		t.Errorf("%d bytes with the digest %s", answer.TarBytes, answer.Digest)
-	}
-	answer.Unsupported = result.Unsupported // they were dropped when it was packed
-	if !reflect.DeepEqual(answer.Contents, result.Contents) {
-		t.Errorf("of what was packed %+v, of the tar %+v", answer.Contents, result.Contents)
-	}
-	if a, b := describe(t, got.Name()), describe(t, want.Name()); !maps.Equal(a, b) {
-		for path := range b {
-			if a[path] != b[path] {
-				t.Errorf("%q: %s; of the tar %s", path, a[path], b[path])
-			}
-		}
-	}
-
-	// What has lost some of it is refused, wherever that was.
-	for _, n := range []int{1, 30, len(blob) / 2, len(blob) - int(lastBlock)} {
-		if _, err := p.Unpack(t.Context(), tree(t), bytes.NewReader(blob[:n]), again); errdefs.Code(err) != codes.InvalidArgument {
-			t.Errorf("%d bytes of %d: %v", n, len(blob), err)
-		}
-	}
-	if _, err := p.Unpack(t.Context(), tree(t), bytes.NewReader(tarBlob), again); errdefs.Code(err) != codes.InvalidArgument {
-		t.Errorf("a tar: %v", err)
-	}
-}
-
-// lastBlock is what the last file has of the data.
-const lastBlock = 4096
-
-// packedFiles are what Pack makes of a blob.
-func packedFiles(t *testing.T, blob []byte) (data, out *os.File) {
-	t.Helper()
-	var files [2]*os.File
-	for i, name := range []string{"data", "tree"} {
-		f, err := os.Create(filepath.Join(t.TempDir(), name))
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { f.Close() })
-		files[i] = f
-	}
-	if _, err := unpack.Pack(t.Context(), files[0], files[1], bytes.NewReader(blob), job); err != nil {
-		t.Fatal(err)
-	}
-	return files[0], files[1]
 }
 
 func TestErrors(t *testing.T) { eachBuild(t, time.Minute, testErrors) }

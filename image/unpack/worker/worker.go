@@ -40,9 +40,8 @@ const (
 
 // What is done with the layer.
 const (
-	toUnpack   = "unpack"
-	toPack     = "pack"
-	fromPacked = "unpack what was packed"
+	toUnpack = "unpack"
+	toPack   = "pack"
 )
 
 const (
@@ -74,11 +73,8 @@ const progressPeriod = 200 * time.Millisecond
 func Args(job unpack.Job, pack bool) []string {
 	number := func(n int64) string { return strconv.FormatInt(n, 10) }
 	what := toUnpack
-	switch {
-	case pack:
+	if pack {
 		what = toPack
-	case job.Packed:
-		what = fromPacked
 	}
 	return []string{wire.Version, what, job.Algorithm.String(), number(job.Limits.Tar), number(job.Limits.Bytes), number(job.Limits.Entries), number(job.Limits.Memory), number(job.Limits.Window)}
 }
@@ -94,8 +90,6 @@ func parse(args []string) (job unpack.Job, pack bool, err error) {
 	case toUnpack:
 	case toPack:
 		pack = true
-	case fromPacked:
-		job.Packed = true
 	default:
 		return job, false, fmt.Errorf("to do %q", args[1])
 	}
@@ -136,7 +130,7 @@ func Main(args []string) int {
 // with half as much for garbage, and a window of zstd, of which there is no garbage.
 func HeapFor(job unpack.Job, pack bool) int64 {
 	limits := job.Limits.WithDefaults()
-	if !pack && !job.Packed {
+	if !pack {
 		limits.Memory = min(limits.Memory, mostNames)
 	}
 	return min(heapLimit, heapBase+limits.Memory*3/2+max(0, limits.Window-usualWindow))

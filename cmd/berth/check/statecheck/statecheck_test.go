@@ -266,11 +266,6 @@ func TestDifferencesAreNamed(t *testing.T) {
 
 		{"a daemon that does not answer", func(_ *testing.T, f *facts) { f.views = &views{err: errors.New("refused"), pulls: 1} }, []string{"views: the daemon: expected an answer"}},
 		{"an image that is not listed", func(_ *testing.T, f *facts) { delete(f.views.images, imageID) }, []string{"views: image " + imageID + ": expected it in ListImages"}},
-		{"an image that is not listed, for it sleeps", func(_ *testing.T, f *facts) {
-			delete(f.views.images, imageID)
-			f.views.asleep = []string{imageID}
-		}, nil},
-		{"an image that sleeps and is listed", func(_ *testing.T, f *facts) { f.views.asleep = []string{imageID} }, []string{"views: image " + imageID + ": expected that it is not listed"}},
 		{"a pod that is not listed", func(_ *testing.T, f *facts) { delete(f.views.pods, podID) }, []string{"views: pod " + podID + ": expected it in ListPodSandbox"}},
 		{"a container without record", func(_ *testing.T, f *facts) {
 			f.views.containers[strangeID] = f.views.containers[exitedID]

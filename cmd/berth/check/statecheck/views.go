@@ -28,7 +28,6 @@ type views struct {
 	statuses   map[string]*runtimeapi.ContainerStatus
 	podStates  map[string]runtimeapi.PodSandboxState
 	resolved   map[string]string // image reference of a container → image ID
-	asleep     []string          // IDs of images that are recorded and not listed: the kernel can't mount them
 	pulls      int               // under way
 	busy       int               // clients that wait for something
 }
@@ -164,11 +163,6 @@ func (v *views) askWork(ctx context.Context, c *client.Client) error {
 		}
 		*count = len(list)
 	}
-	if list, told := status.GetInfo()["asleep"]; told { // not by earlier daemons
-		if err := json.Unmarshal([]byte(list), &v.asleep); err != nil {
-			return fmt.Errorf("verbose status tells no images that sleep: %w", err)
-		}
-	}
 	return nil
 }
 
@@ -268,13 +262,7 @@ func (f *facts) compareContainerView(d *finder, c *state.FoundContainer, listed 
 func (f *facts) compareImageView(d *finder, i *image.Recorded, listed *runtimeapi.Image) {
 	name := "image " + i.ID
 	if listed == nil {
-		if !slices.Contains(f.views.asleep, i.ID) {
-			d.differ(name, "it in ListImages", "no such image")
-		}
-		return
-	}
-	if slices.Contains(f.views.asleep, i.ID) {
-		d.differ(name, "that it is not listed, for it can't be mounted", "it in ListImages")
+		d.differ(name, "it in ListImages", "no such image")
 		return
 	}
 	want, got := slices.Sorted(slices.Values(f.tagsOf(i))), slices.Sorted(slices.Values(listed.RepoTags))

@@ -1,0 +1,75 @@
+package layer
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"github.com/opencontainers/go-digest"
+	"google.golang.org/grpc/codes"
+
+	"berth/image/unpack"
+	"berth/internal/errdefs"
+	"berth/internal/rootfs/mounttest"
+)
+
+// endless is the length of a file that takes hours to read, and nothing to make.
+const endless = 4 << 40
+
+// What a packer that was taken over writes is not read further than a tree can be, nor longer than the pull lasts.
+func TestTreeThatGoesOn(t *testing.T) {
+	root := mounttest.DiskDir(t) // a tmpfs has no such files
+	length := int64(endless)
+	pack := func(ctx context.Context, data, tree *os.File, blob io.Reader, job unpack.Job) (unpack.Result, error) {
+		result, err := unpack.Pack(ctx, data, tree, blob, job)
+		return result, errors.Join(err, tree.Truncate(length))
+	}
+	s, err := Open(root, NewEROFS(pack, 0), Reserve{}, discardLog())
+	must(t, err)
+	defer func() { must(t, s.Close()) }()
+	data := makeTar(t, file("f", "x"))
+	err = s.Create(t.Context(), Source{DiffID: digest.FromBytes(data)}, bytes.NewReader(data), unpack.Limits{})
+	if errdefs.Code(err) != codes.ResourceExhausted || errors.Is(err, ErrTooLarge) {
+		t.Errorf("it is made: %v", err)
+	}
+	dir := filepath.Join(root, "dir")
+	must(t, os.Mkdir(dir, 0o700))
+	must(t, os.WriteFile(filepath.Join(dir, treeFile), nil, 0o600))
+	must(t, os.Truncate(filepath.Join(dir, treeFile), endless))
+	ended, end := context.WithCancelCause(t.Context())
+	end(io.ErrClosedPipe)
+	if _, err := NewEROFS(unpack.Pack, 0).TreeDigest(ended, dir, endless); !errors.Is(err, io.ErrClosedPipe) {
+		t.Errorf("it is read on: %v", err)
+	}
+}
+
+// packedStore is one of the EROFS driver that need not be able to mount anything.
+func packedStore(t *testing.T, root string) *Store {
+	t.Helper()
+	s, err := Open(root, NewEROFS(unpack.Pack, 0), Reserve{}, discardLog())
+	must(t, err)
+	return s
+}
+
+// The digest of the tree is kept over restarts, and is of packed layers alone.
+func TestTreeDigestIsRecorded(t *testing.T) {
+	root := t.TempDir()
+	s := packedStore(t, root)
+	id := create(t, s, makeTar(t, file("f", "x")))
+	must(t, s.Close())
+	s = packedStore(t, root)
+	defer func() { must(t, s.Close()) }()
+	tree, err := os.ReadFile(filepath.Join(s.layerDir(id), treeFile))
+	must(t, err)
+	if info, err := s.Info(id); err != nil || info.Tree != digest.FromBytes(tree) {
+		t.Errorf("%+v, %v", info, err)
+	}
+	directories := openStore(t, t.TempDir())
+	if info, err := directories.Info(create(t, directories, makeTar(t, file("f", "x")))); err != nil || info.Tree != "" {
+		t.Errorf("%+v, %v", info, err)
+	}
+}
