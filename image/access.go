@@ -12,38 +12,38 @@ import (
 	"berth/image/registry"
 )
 
-// origin says where a layer that is here came from, seen from the repository of a pull.
+// origin is where a present layer came from, relative to the repository of a pull.
 type origin int
 
 const (
-	fromElsewhere  origin = iota // from another registry, or from none that is known
-	fromRegistry                 // from another repository of the same registry
-	fromRepository               // from the same repository
+	fromElsewhere  origin = iota // another registry, or unknown
+	fromRegistry                 // another repository of the same registry
+	fromRepository               // the same repository
 )
 
-// accesses keeps which layers the pulls under way may use. Nothing of it is on disk: a pull that a
-// crash cut off has shown nothing. Of recorded images the index knows the repositories.
+// accesses records which layers the current pulls may use. It is not on disk: a pull that a crash
+// interrupted has proved nothing. The index has the repositories of recorded images.
 type accesses struct {
 	mu     sync.Mutex // guards active and the layers of each access
 	active map[*access]bool
 }
 
-// access keeps the layers that one pull has proved that it may read. A digest in a manifest proves
-// nothing: anyone could publish a manifest that names private layers of others. The registry has to
-// serve the layer to this pull, or to say that it would (docs/adr/001-layer-access.md).
+// access records the layers that one pull may read. A digest in a manifest is no evidence: anyone
+// could publish a manifest that names private layers of others. The registry has to serve the layer
+// to this pull, or to confirm that it would (docs/adr/001-layer-access.md).
 type access struct {
 	all    *accesses
 	repo   *registry.Repository
-	wanted []digest.Digest        // the image's layers, by their names in the layer store
-	layers map[digest.Digest]bool // those that the pull may read
+	wanted []digest.Digest        // names of the image's layers in the layer store
+	layers map[digest.Digest]bool // the layers that the pull may read
 
-	mu      sync.Mutex // guards the rest
-	seen    *index     // from which origins was made
+	mu      sync.Mutex // guards all fields below
+	seen    *index     // the index that origins was computed from
 	origins map[digest.Digest]origin
 }
 
-// begin returns the access of a pull of these layers. The caller ends it when the image is recorded
-// or the pull has failed.
+// begin returns the access of a pull of these layers. The caller ends it after the image is
+// recorded or the pull has failed.
 func (a *accesses) begin(repo *registry.Repository, wanted []digest.Digest) *access {
 	begun := &access{all: a, repo: repo, wanted: wanted, layers: map[digest.Digest]bool{}}
 	a.mu.Lock()
@@ -61,7 +61,7 @@ func (a *access) end() {
 	delete(a.all.active, a)
 }
 
-// grant notes that the pull's repository has served a layer, or would.
+// grant records that the pull's repository has served a layer or confirmed access to it.
 func (a *access) grant(layer digest.Digest) {
 	a.all.mu.Lock()
 	defer a.all.mu.Unlock()
@@ -75,7 +75,7 @@ func (a *access) has(layer digest.Digest) bool {
 	return a.layers[layer]
 }
 
-// origin returns the nearest place from which the pulls under way have a layer.
+// origin returns the closest origin of a layer among the current pulls.
 func (a *accesses) origin(ref registry.Reference, layer digest.Digest) origin {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -88,7 +88,7 @@ func (a *accesses) origin(ref registry.Reference, layer digest.Digest) origin {
 	return best
 }
 
-// nameOrigin compares the name of an image, name:tag or name@digest, with the reference of a pull.
+// nameOrigin compares an image name, name:tag or name@digest, with the reference of a pull.
 func nameOrigin(ref registry.Reference, name string) origin {
 	repository := ref.Name()
 	switch {
@@ -100,8 +100,8 @@ func nameOrigin(ref registry.Reference, name string) origin {
 	return fromElsewhere
 }
 
-// origins returns for each of some layers the nearest place from which a recorded image has it. It
-// takes one pass over the images, of which a node may have a thousand.
+// origins returns for each layer its closest origin among the recorded images. It makes one pass
+// over the images; a node may have a thousand.
 func (x *index) origins(ref registry.Reference, layers []digest.Digest) map[digest.Digest]origin {
 	nearest := map[digest.Digest]origin{}
 	for _, layer := range layers {
@@ -121,7 +121,7 @@ func (x *index) origins(ref registry.Reference, layers []digest.Digest) map[dige
 	return nearest
 }
 
-// origin returns the nearest place from which the image was pulled.
+// origin returns the closest origin among the names of an image.
 func (r record) origin(ref registry.Reference) origin {
 	best := fromElsewhere
 	for _, names := range [][]string{r.Digests, r.Tags} {
@@ -132,7 +132,7 @@ func (r record) origin(ref registry.Reference) origin {
 	return best
 }
 
-// recorded returns the nearest place from which the images of an index have a layer of the pull.
+// recorded returns the closest origin of a layer among the images of an index.
 func (a *access) recorded(x *index, layer digest.Digest) origin {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -142,20 +142,20 @@ func (a *access) recorded(x *index, layer digest.Digest) origin {
 	return a.origins[layer]
 }
 
-// originOf returns the nearest place from which images and pulls have a layer of a pull.
+// originOf returns the closest origin of a layer among images and pulls.
 func (s *Store) originOf(a *access, layer digest.Digest) origin {
 	return max(s.accesses.origin(a.repo.Reference(), layer), a.recorded(s.index.Load(), layer))
 }
 
-// mayUse reports whether a pull may use a layer that is here, without fetching it. A registry that
-// has served the blob before is asked. Another registry is not: it could claim a blob that it does
-// not have.
+// mayUse reports whether a pull may use a present layer without fetching it. It asks a registry
+// that has served the blob before. It does not trust other registries, which could claim blobs that
+// they do not have.
 func (s *Store) mayUse(ctx context.Context, a *access, l registry.Layer, from origin) bool {
 	name := sourceOf(l).Name()
 	switch {
 	case a.has(name):
 		return true
-	case from == fromRepository: // whose manifest was served to this pull
+	case from == fromRepository: // its manifest was served to this pull
 	case from == fromRegistry && s.hasBlob(ctx, a.repo, l):
 	default:
 		return false
@@ -165,19 +165,19 @@ func (s *Store) mayUse(ctx context.Context, a *access, l registry.Layer, from or
 }
 
 func (s *Store) hasBlob(ctx context.Context, repo *registry.Repository, l registry.Layer) bool {
-	defer s.cfg.Waits.BeginOpen("its registry to tell whether the pull may have it", "layer "+l.DiffID.String())() // stalls are given up
+	defer s.cfg.Waits.BeginOpen("registry layer access", "layer "+l.DiffID.String())() // no deadline: stalled transfers end
 	return repo.HasBlob(ctx, l.Blob)
 }
 
-// use makes sure that a pull may use a layer that is here. Where mayUse says no, it fetches the
-// blob to check its digest, and does not unpack it.
+// use ensures that a pull may use a present layer. If mayUse refuses, it fetches the blob to check
+// the digest, and does not unpack it.
 func (s *Store) use(ctx context.Context, a *access, l registry.Layer, from origin, track *layerTrack) error {
 	if s.mayUse(ctx, a, l, from) {
 		track.set(LayerPresent)
 		return nil
 	}
 	ref := a.repo.Reference()
-	s.log.Info("fetch a layer that is here, for its registry has not shown that it has it", "image", ref.String(), "layer", l.Blob.Digest)
+	s.log.Info("fetching a present layer: its registry has not proved access to it", "image", ref.String(), "layer", l.Blob.Digest)
 	key := flightKey{domain: ref.Domain, repository: ref.Name(), blob: l.Blob.Digest, diffID: l.DiffID}
 	err := s.share(ctx, a, key, l, track, func(ctx context.Context, received *atomic.Int64) error {
 		return s.fromHosts(a.repo, l, received, func(host int) (inParts bool, err error) {
@@ -185,7 +185,7 @@ func (s *Store) use(ctx context.Context, a *access, l registry.Layer, from origi
 			if err != nil {
 				return false, err
 			}
-			defer blob.Close() // read to its end or given up
+			defer blob.Close() // read to its end or abandoned
 			_, err = io.Copy(io.Discard, blob)
 			return blob.InParts(), err
 		})

@@ -1,25 +1,24 @@
-// Package image keeps the node's images: it pulls them from registries (package
-// image/registry), stores their layers (package image/layer) and remembers them
-// across restarts and power cuts.
+// Package image is the node's image store. It pulls images from registries (package
+// image/registry), stores their layers (package image/layer) and keeps records that survive
+// restarts and power cuts.
 //
 // # Contract
 //
-// An image is identified by the digest of its configuration. That names the tars of its layers, not the
-// blobs; what a blob became is not given to who asked for another (package layer). So the image that comes second with
-// the configuration of one that is here, and with other blobs, is another image: its ID is made of the digests
-// of both. An image exists from the
-// moment its record is durable, which is after all its layers are; before that
-// nothing of it is visible, and what a failed pull leaves behind is deleted.
-// Images are immutable: List and Get read a snapshot behind an atomic pointer and
-// touch neither locks nor disk. Changes of records are made by one writer at a
-// time.
+// The ID of an image is the digest of its configuration. The configuration names the tars of the
+// layers but not the blobs, and package layer shares a layer only among images that name the same
+// blob. If a second image has the configuration of an existing one and other blobs, its ID is made
+// of the digests of both.
 //
-// A layer lives as long as an image has it, a holder (a container) holds it or a
-// pull needs it. Until CollectGarbage has been called nothing is deleted, because
-// holders of an earlier daemon may not have registered yet.
+// An image exists from the moment its record is durable. The record is written after all layers, so
+// a partial image is never visible. The layers of a failed pull are deleted. Images are immutable:
+// List and Get read a snapshot behind an atomic pointer and use neither locks nor the disk. One
+// writer at a time changes records.
 //
-// Errors carry gRPC codes. Pull keeps the codes of package registry, with one
-// exception: kubelet recognizes a registry that is down by codes.Unknown and a
-// text that begins with "RegistryUnavailable" (k8s.io/cri-api/pkg/errors and
-// k8s.io/cri-client PullImage), so that error must reach it without a prefix.
+// A layer stays as long as an image, a holder (a container) or a pull needs it. Nothing is deleted
+// before CollectGarbage, because the holders of an earlier daemon may not have registered yet.
+//
+// Errors carry gRPC codes. Pull keeps the codes of package registry, with one exception: kubelet
+// recognizes an unavailable registry by codes.Unknown and a text that begins with
+// "RegistryUnavailable" (k8s.io/cri-api/pkg/errors and k8s.io/cri-client PullImage). That error
+// must reach kubelet without a prefix.
 package image

@@ -13,30 +13,30 @@ import (
 	"berth/internal/task"
 )
 
-// flightKey says which downloads are the same: one blob that is to become one
-// layer, from one registry. Another registry does not count: it could keep a
-// download of somebody else's layer waiting.
+// flightKey identifies a shared download: one blob that becomes one layer, from one registry. Pulls
+// from different registries share nothing, because a registry could stall the download of somebody
+// else's layer.
 type flightKey struct {
 	domain     string
-	repository string // of a download that only shows that it has the blob; empty: any of the registry
+	repository string // of a download that only proves access; empty: any of the registry
 	blob       digest.Digest
 	diffID     digest.Digest
-	kind       rootfs.Kind // of the store that it is to be in; empty: in none
+	kind       rootfs.Kind // of the store that the layer goes to; empty: none
 }
 
-// flights lets pulls of the same layer share one download.
+// flights shares one download among concurrent pulls of the same layer.
 type flights struct {
-	ctx context.Context // ends all of them
+	ctx context.Context // canceled to end all downloads
 	log *slog.Logger
 	wg  sync.WaitGroup
 
-	mu     sync.Mutex // guards active and waiters of its flights
+	mu     sync.Mutex // guards active and the waiters of its flights
 	active map[flightKey]*flight
 }
 
-// flight is a download under way.
+// flight is one download.
 type flight struct {
-	by      registry.Reference // whose download it is
+	by      registry.Reference // the image that started it
 	bytes   *atomic.Int64      // received
 	waiters int
 	cancel  context.CancelFunc
@@ -48,13 +48,11 @@ func newFlights(ctx context.Context, log *slog.Logger) *flights {
 	return &flights{ctx: ctx, log: log, active: map[flightKey]*flight{}}
 }
 
-// join waits for the flight of a key, starting it by run if there is none. It
-// reports whether it did: the failure of somebody else's download may have
-// reasons that ours does not have. by is the image for which
-// the flight was started. onStart is told where the bytes are counted.
+// join waits for the download of a key and starts it with run if there is none. started reports
+// whether it did: the failure of another pull's download may have reasons that do not concern this
+// one. by is the image that started it. onStart gets the counter of received bytes.
 //
-// The download does not end with ctx but when nobody waits for it any more; the
-// last to leave waits until it has ended.
+// The download does not end with ctx but when no waiter is left. The last waiter waits for its end.
 func (f *flights) join(ctx context.Context, key flightKey, ref registry.Reference, onStart func(*atomic.Int64), run func(context.Context, *atomic.Int64) error) (by registry.Reference, started bool, err error) {
 	fl, started := f.board(key, ref, run)
 	onStart(fl.bytes)
@@ -86,8 +84,7 @@ func (f *flights) board(key flightKey, ref registry.Reference, run func(context.
 	return fl, true
 }
 
-// leave takes a waiter off; without any the flight is cancelled and its place is
-// free for another one.
+// leave removes a waiter. The last one cancels the download and frees its key.
 func (f *flights) leave(key flightKey, fl *flight) {
 	f.mu.Lock()
 	fl.waiters--
@@ -110,5 +107,5 @@ func (f *flights) remove(key flightKey, fl *flight) {
 	}
 }
 
-// wait returns when no flight is left. The caller sees to it that none begins.
+// wait waits for all downloads. The caller ensures that no new one starts.
 func (f *flights) wait() { f.wg.Wait() }

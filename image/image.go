@@ -15,20 +15,20 @@ import (
 	"berth/internal/errdefs"
 )
 
-// Image is an image of the node. It is shared: nobody changes it.
+// Image is an image of the node. It is shared and must not be changed.
 type Image struct {
-	ID          string              // "sha256:" and the digest of the configuration, or see record.otherID
+	ID          string              // "sha256:" and the digest of the configuration, or record.otherID
 	RepoTags    []string            // normalized name:tag, sorted
-	RepoDigests []string            // normalized name@digest, the one pulled last at the end
-	Size        uint64              // bytes on disk: layers, shared ones in full, and configuration
-	Pinned      bool                // kubelet must not collect it
-	Config      ocispec.ImageConfig // what a container takes of it: no labels, no volumes, no ports
+	RepoDigests []string            // normalized name@digest; the one pulled last is the last
+	Size        uint64              // bytes on disk: configuration and layers, shared layers in full
+	Pinned      bool                // excluded from kubelet's garbage collection
+	Config      ocispec.ImageConfig // the part that containers use: no labels, volumes, ports
 	Layers      []digest.Digest     // names in the layer store, bottom first
-	Raw         []byte              // the configuration as the registry has it, see Specification
+	Raw         []byte              // the configuration as the registry served it, see Specification
 }
 
-// Specification returns all of the image's configuration. It is decoded anew each time: few ask for it, and in
-// memory it is several times as large as it is.
+// Specification decodes the complete configuration. Callers are rare and the decoded form takes
+// several times the memory, so it is not cached.
 func (i *Image) Specification() (ocispec.Image, error) {
 	var c ocispec.Image
 	if err := json.Unmarshal(i.Raw, &c); err != nil {
@@ -37,10 +37,9 @@ func (i *Image) Specification() (ocispec.Image, error) {
 	return c, nil
 }
 
-// DigestedReference returns the name@digest under which a container of this image is reported, ""
-// if the image has none. The digest is that of the manifest or index that the registry served.
-// Among several it prefers the name that the user wrote, then the repository of that name, then the
-// one pulled last.
+// DigestedReference returns the name@digest that container status reports for this image, or "" if
+// the image has none. The digest is that of the manifest or index. Among several it prefers the
+// name that the user wrote, then the repository of that name, then the one pulled last.
 func (i *Image) DigestedReference(written string) string {
 	if ref, err := registry.ParseReference(written); err == nil {
 		if ref.Digest != "" && slices.Contains(i.RepoDigests, ref.String()) {
@@ -58,7 +57,8 @@ func (i *Image) DigestedReference(written string) string {
 	return i.RepoDigests[len(i.RepoDigests)-1]
 }
 
-// ofContainers returns the part of a configuration that containers use. It goes into the record of each.
+// ofContainers returns the part of a configuration that containers use. Each container's record
+// contains it.
 func ofContainers(c ocispec.ImageConfig) ocispec.ImageConfig {
 	return ocispec.ImageConfig{User: c.User, Env: c.Env, Entrypoint: c.Entrypoint, Cmd: c.Cmd, WorkingDir: c.WorkingDir, StopSignal: c.StopSignal}
 }
@@ -72,9 +72,8 @@ type index struct {
 	bytes   uint64            // of all records, on disk
 }
 
-// newIndex builds a snapshot of records, taking over from the last one (nil: none)
-// what has not changed. Every config in them parses: that was checked when the
-// record was made or loaded.
+// newIndex builds a snapshot of records and reuses the unchanged images of the last one, which may
+// be nil. Every configuration in records parses: decodeRecord or the pull checked it.
 func newIndex(records map[string]record, last *index, pinned map[string]bool) *index {
 	x := &index{byID: map[string]*Image{}, byName: map[string]*Image{}, records: records}
 	for id, rec := range records {
@@ -93,7 +92,7 @@ func newIndex(records map[string]record, last *index, pinned map[string]bool) *i
 	return x
 }
 
-// unchanged returns the image of a record that has not been written since.
+// unchanged returns the image of a record if the record was not written since, else nil.
 func (x *index) unchanged(id string, rec record) *Image {
 	if x == nil || x.records[id].Sequence != rec.Sequence {
 		return nil
@@ -101,12 +100,12 @@ func (x *index) unchanged(id string, rec record) *Image {
 	return x.byID[id]
 }
 
-// minPrefix is the shortest prefix of an ID that is looked up. Shorter ones are
-// valid image names, too, and kubelet would take such a name for a present image.
+// minPrefix is the shortest ID prefix that find accepts. Shorter ones are valid image names, and
+// kubelet would take such a name for a present image.
 const minPrefix = 7
 
-// find returns the image that ref names: ID with or without "sha256:", tag,
-// digest, short name, or the unique beginning of an ID.
+// find returns the image that ref names: an ID with or without "sha256:", a tag, a digest, a short
+// name or the unique prefix of an ID.
 func (x *index) find(ref string) (*Image, error) {
 	hex, isID := strings.CutPrefix(ref, "sha256:")
 	if img, ok := x.byID["sha256:"+hex]; ok {
@@ -136,31 +135,31 @@ func (x *index) findPrefix(ref, hex string) (*Image, error) {
 		return nil, notFound
 	}
 	if first+1 < len(x.images) && strings.HasPrefix(x.images[first+1].ID, id) {
-		return nil, errdefs.InvalidArgument("image ID %q: several images begin with it", ref)
+		return nil, errdefs.InvalidArgument("image ID %q is ambiguous", ref)
 	}
 	return x.images[first], nil
 }
 
-// record is what is kept on disk of an image.
+// record is the record of an image on disk.
 type record struct {
-	Sequence uint64   `json:"sequence"` // of the write; a tag belongs to the image written last
+	Sequence uint64   `json:"sequence"` // of the write; if two records have a tag, the higher sequence owns it
 	Tags     []string `json:"tags,omitempty"`
 	Digests  []string `json:"digests,omitempty"`
-	Size     uint64   `json:"size"`   // of the layers, bytes on disk
-	Config   []byte   `json:"config"` // as the registry has it: the ID is its digest
-	// Blobs are the layers as the registry has them, bottom first. Up to 0.2.0 there are none: layers were
-	// named by the tars that the configuration names.
+	Size     uint64   `json:"size"`   // of the layers on disk, in bytes
+	Config   []byte   `json:"config"` // as the registry served it; the ID is its digest
+	// Blobs are the layers' blobs, bottom first. Records of berth up to 0.2.0 have none: their
+	// layers are named by the tars in the configuration.
 	Blobs []digest.Digest `json:"blobs,omitempty"`
 }
 
-// Where records are in the store, their kind and the schema version of record.
+// Directory, kind and schema version of records.
 const (
 	recordsDir    = "records"
 	recordKind    = "image"
 	recordVersion = 2 // 1, up to 0.2.0: without Blobs
 )
 
-// decodeRecord reads a record and checks that it is that of the image id.
+// decodeRecord decodes a record and checks that it belongs to the image id.
 func decodeRecord(id string, body []byte) (record, error) {
 	var rec record
 	if err := json.Unmarshal(body, &rec); err != nil {
@@ -210,7 +209,8 @@ func (r record) layers() []digest.Digest {
 	return names
 }
 
-// otherID is the ID of an image whose configuration has another image of the node, with other blobs.
+// otherID returns the ID of an image if another image of the node has the same configuration with
+// other blobs.
 func (r record) otherID() string {
 	var all strings.Builder
 	for _, d := range append([]digest.Digest{digest.FromBytes(r.Config)}, r.layers()...) {
@@ -237,9 +237,9 @@ func (r record) image(id string, pinned map[string]bool) *Image {
 	return img
 }
 
-// diskSize is about what the record takes on disk, in blocks of the usual size.
+// diskSize estimates the record's size on disk in blocks of 4 KiB.
 func (r record) diskSize() uint64 {
-	const block, frame = 4096, 256 // frame: everything of fixed length
+	const block, frame = 4096, 256 // frame: the parts of fixed length
 	n := frame + base64.StdEncoding.EncodedLen(len(r.Config))
 	for _, name := range slices.Concat(r.Tags, r.Digests) {
 		n += len(name) + len(`"",`)
@@ -250,11 +250,11 @@ func (r record) diskSize() uint64 {
 	return uint64((n + block - 1) / block * block)
 }
 
-// maxDigests is how many digests an image is known by: each time a tag is pushed anew with the same content in
-// another form, it gets one more.
+// maxDigests limits the digests of an image. A tag that is pushed again with the same content in
+// another form adds one.
 const maxDigests = 64
 
-// with returns a copy that has one more name, and lacks the oldest of too many digests. The digest
+// with returns a copy with one more name, without the oldest digests beyond maxDigests. The digest
 // of this pull becomes the last one, for DigestedReference.
 func (r record) with(ref registry.Reference, d digest.Digest) record {
 	r.Tags, r.Digests = slices.Clone(r.Tags), slices.Clone(r.Digests)
@@ -267,13 +267,13 @@ func (r record) with(ref registry.Reference, d digest.Digest) record {
 	return r
 }
 
-// without returns a copy that lacks a tag.
+// without returns a copy without a tag.
 func (r record) without(tag string) record {
 	r.Tags = slices.DeleteFunc(slices.Clone(r.Tags), func(t string) bool { return t == tag })
 	return r
 }
 
-// pinnedNames normalizes the configured names of pinned images: references, or IDs.
+// pinnedNames normalizes the configured names of pinned images, which are references or IDs.
 func pinnedNames(refs []string) (map[string]bool, error) {
 	names := map[string]bool{}
 	for _, ref := range refs {

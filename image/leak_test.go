@@ -131,7 +131,7 @@ func TestReadsNeverWait(t *testing.T) {
 	defer s.Close()
 	reg.PutImage("app", "v1", "", plain(t, "f", "1"))
 	img := pull(t, s, reg.Host()+"/app:v1")
-	release, err := s.becomeWriter(t.Context())
+	release, err := s.lockWriter(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -12,14 +12,14 @@ import (
 	"berth/internal/errdefs"
 )
 
-// PullProgress is a pull under way.
+// PullProgress describes a current pull.
 type PullProgress struct {
 	Ref     string          `json:"ref"`
 	Started time.Time       `json:"started"`
 	Layers  []LayerProgress `json:"layers"` // bottom first; empty until the manifest is known
 }
 
-// LayerProgress is a layer of a pull.
+// LayerProgress describes a layer of a pull.
 type LayerProgress struct {
 	Digest digest.Digest `json:"digest"` // of the blob
 	State  LayerState    `json:"state"`
@@ -27,48 +27,48 @@ type LayerProgress struct {
 	Total  int64         `json:"total"` // bytes of the blob
 }
 
-// LayerState says how far a layer is.
+// LayerState is the state of a layer in a pull.
 type LayerState string
 
 const (
 	LayerWaiting     LayerState = "waiting"
 	LayerDownloading LayerState = "downloading"
-	LayerPresent     LayerState = "present" // was here before
+	LayerPresent     LayerState = "present" // was present before the pull
 	LayerDone        LayerState = "done"
 )
 
-// pulls knows the pulls under way.
+// pulls tracks the current pulls.
 type pulls struct {
-	wg sync.WaitGroup // of the active ones
+	wg sync.WaitGroup // counts the active pulls
 
 	mu     sync.Mutex // guards active and closed
 	active []*pullTrack
 	closed bool
 }
 
-// pullTrack follows one pull.
+// pullTrack tracks one pull.
 type pullTrack struct {
 	ref     string
 	started time.Time
-	hosts   []string // that answered; belongs to the pull
+	hosts   []string // that answered; owned by the pull
 	layers  atomic.Pointer[[]*layerTrack]
 }
 
-// layerTrack follows one layer of one pull.
+// layerTrack tracks one layer of one pull.
 type layerTrack struct {
 	digest digest.Digest
 	total  int64
 	state  atomic.Pointer[LayerState]
-	bytes  atomic.Pointer[atomic.Int64] // the download's counter, which pulls may share
+	bytes  atomic.Pointer[atomic.Int64] // the download's counter; pulls may share it
 }
 
-// start begins following a pull, until end. It fails after close.
+// start adds a pull, until end. It fails after close.
 func (p *pulls) start(ref string) (*pullTrack, error) {
 	t := &pullTrack{ref: ref, started: time.Now()}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.closed {
-		return nil, errdefs.Unavailable("the image store is closed")
+		return nil, errdefs.Unavailable("image store is closed")
 	}
 	p.active = append(p.active, t)
 	p.wg.Add(1)
@@ -82,8 +82,7 @@ func (p *pulls) end(t *pullTrack) {
 	p.wg.Done()
 }
 
-// close lets no pull begin any more and waits for those under way, which the
-// caller has told to end.
+// close makes start fail and waits for the current pulls, which the caller has canceled.
 func (p *pulls) close() {
 	p.mu.Lock()
 	p.closed = true
@@ -91,7 +90,7 @@ func (p *pulls) close() {
 	p.wg.Wait()
 }
 
-// snapshot returns the pulls under way, oldest first.
+// snapshot returns the current pulls, oldest first.
 func (p *pulls) snapshot() []PullProgress {
 	p.mu.Lock()
 	active := slices.Clone(p.active)
@@ -103,8 +102,8 @@ func (p *pulls) snapshot() []PullProgress {
 	return all
 }
 
-// received is how many bytes of layers were fetched for the pull, also where another pull that goes
-// on at the same time fetches them.
+// received returns the bytes of layers that were fetched for the pull, including those of shared
+// downloads.
 func (t *pullTrack) received() (bytes int64) {
 	layers := t.layers.Load()
 	if layers == nil {
@@ -128,7 +127,7 @@ func (t *pullTrack) snapshot() PullProgress {
 	return s
 }
 
-// setLayers begins following the layers of the image.
+// setLayers starts tracking the layers of the image.
 func (t *pullTrack) setLayers(layers []registry.Layer) []*layerTrack {
 	tracks := make([]*layerTrack, 0, len(layers))
 	for _, l := range layers {
@@ -142,7 +141,7 @@ func (t *pullTrack) setLayers(layers []registry.Layer) []*layerTrack {
 
 func (l *layerTrack) set(s LayerState) { l.state.Store(&s) }
 
-// downloading is called with the counter of the download.
+// downloading sets the counter of the layer's download.
 func (l *layerTrack) downloading(bytes *atomic.Int64) {
 	l.bytes.Store(bytes)
 	l.set(LayerDownloading)

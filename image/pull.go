@@ -28,11 +28,11 @@ import (
 	"berth/internal/task"
 )
 
-// Pull fetches the image that ref names and records it under that name. The
-// registry is always asked, also for an image that is here: it decides who may
-// have it, and what a tag stands for. auth may be nil.
+// Pull fetches the image that ref names and records it under that name. It asks the registry even
+// if the image is present: the registry decides about access and about the tag's target. auth may
+// be nil.
 //
-// Errors: those of package registry; see the package doc about RegistryUnavailable.
+// Errors: those of package registry; see the package documentation about RegistryUnavailable.
 func (s *Store) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfig) (*Image, error) {
 	track, err := s.pulls.start(ref)
 	if err != nil {
@@ -51,7 +51,7 @@ func (s *Store) Pull(ctx context.Context, ref string, auth *runtimeapi.AuthConfi
 	return img, nil
 }
 
-// pullError gives a failed pull the form kubelet understands.
+// pullError gives the error of a failed pull the form that kubelet expects.
 func pullError(ref string, err error) error {
 	var down *registry.UnavailableError
 	if errors.As(err, &down) {
@@ -75,7 +75,7 @@ func (s *Store) pull(ctx context.Context, name string, auth *runtimeapi.AuthConf
 	}
 	defer repo.Close()
 	defer func() { track.hosts = repo.Served() }()
-	end := s.cfg.Waits.BeginOpen("its registry to tell what it is", "image "+ref.String()) // stalls are given up
+	end := s.cfg.Waits.BeginOpen("registry manifest", "image "+ref.String()) // no deadline: stalled transfers end
 	if img := s.unchanged(ctx, repo); img != nil {
 		end()
 		return img, nil
@@ -91,28 +91,27 @@ func (s *Store) pull(ctx context.Context, name string, auth *runtimeapi.AuthConf
 	return s.fetch(ctx, repo, resolved, track.setLayers(resolved.Layers))
 }
 
-// checkSizes refuses an image with a blob that is longer than any tar may be: most of it would be what
-// decompressors skip, which no other limit bounds.
+// checkSizes rejects an image with a blob larger than any tar may be. Decompressors would skip most
+// of it, and no other limit bounds that.
 func checkSizes(layers []registry.Layer, limits unpack.Limits) error {
-	slack := limits.Tar>>6 + 1<<20 // what a compressed form of the incompressible takes, and an index in it
+	slack := limits.Tar>>6 + 1<<20 // overhead of compressing incompressible data, and an index
 	for i, l := range layers {
 		if l.Blob.Size-slack > limits.Tar {
-			return errdefs.New(codes.ResourceExhausted, "layer %d: %s has %d bytes; a layer may have %d when it is unpacked", i, l.Blob.Digest, l.Blob.Size, limits.Tar)
+			return errdefs.New(codes.ResourceExhausted, "layer %d: blob %s has %d bytes, more than the %d allowed for an unpacked layer", i, l.Blob.Digest, l.Blob.Size, limits.Tar)
 		}
 	}
 	return nil
 }
 
-// unchanged returns the image that is known by the repository's reference if the
-// registry says that it still stands for it. A HEAD does not count against the
-// pull limits of registries.
+// unchanged returns the present image of the repository's reference if a HEAD request confirms its
+// digest, else nil. HEAD does not count against registries' pull limits.
 func (s *Store) unchanged(ctx context.Context, repo *registry.Repository) *Image {
 	ref := repo.Reference()
 	if s.index.Load().byName[ref.String()] == nil {
 		return nil
 	}
 	d := repo.Digest(ctx)
-	x := s.index.Load() // the image may be gone since, or the tag another's
+	x := s.index.Load() // the image may be gone since, or the tag moved
 	img := x.byName[ref.String()]
 	if d == "" || x.byName[ref.WithDigest(d)] != img {
 		return nil
@@ -120,12 +119,12 @@ func (s *Store) unchanged(ctx context.Context, repo *registry.Repository) *Image
 	return img
 }
 
-// fetch gets the layers that are missing and commits the image. What it has
-// fetched when it fails is deleted, unless somebody else needs it.
+// fetch downloads the missing layers and commits the image. After a failure it deletes the layers
+// that nothing else needs.
 func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *registry.Image, tracks []*layerTrack) (*Image, error) {
 	chain := layersOf(img)
 	owner := fmt.Sprintf("%s%d", pullPrefix, s.pullID.Add(1))
-	end := s.cfg.Waits.Begin("layers that are being deleted", "image "+repo.Reference().String())
+	end := s.cfg.Waits.Begin("layer deletion", "image "+repo.Reference().String())
 	err := s.refs.acquire(ctx, owner, chain)
 	end()
 	if err != nil {
@@ -134,18 +133,18 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	defer func() {
 		s.refs.release(owner)
 		if _, err := s.sweep(nil); err != nil {
-			s.log.Warn("delete unused layers after a pull", "image", repo.Reference().String(), "error", err)
+			s.log.Warn("delete unused layers after pull", "image", repo.Reference().String(), "error", err)
 		}
 	}()
 	a := s.accesses.begin(repo, chain)
 	defer a.end()
-	store := s.layers.home(distinct(chain))
-	if other := s.layers.other(store); other != nil && missing(store, img) > 0 && other.Inodes(distinct(chain)) > s.mostInodes() {
-		store = other // what is there of it was too much before, as of its last version: the rest would be fetched, and then all of it
+	store := s.layers.storeFor(distinct(chain))
+	if other := s.layers.fallback(store); other != nil && missing(store, img) > 0 && other.Inodes(distinct(chain)) > s.mostInodes() {
+		store = other // the present layers alone are too large to merge: fetch the missing ones as directories at once
 	}
 	err = s.fetchInto(ctx, store, a, img, tracks)
-	if other := s.layers.other(store); other != nil && errors.Is(err, layer.ErrTooLarge) {
-		s.log.Info("an image is too much for one driver of layers, and tried with another", "image", repo.Reference().String(), "not", store.Kind(), "driver", other.Kind(), "error", err)
+	if other := s.layers.fallback(store); other != nil && errors.Is(err, layer.ErrTooLarge) {
+		s.log.Info("image is too large for a layer driver, trying another", "image", repo.Reference().String(), "from", store.Kind(), "to", other.Kind(), "error", err)
 		store = other
 		err = s.fetchInto(ctx, store, a, img, tracks)
 	}
@@ -155,16 +154,17 @@ func (s *Store) fetch(ctx context.Context, repo *registry.Repository, img *regis
 	return s.commit(ctx, repo.Reference(), img, store)
 }
 
-// usualFile is what a file takes of the memory for merging, with its name and its part of its directory: 140,000 files take all of it.
+// usualFile is the memory for merging one file: its node, its name and its part of a directory.
+// 140,000 files take erofs.MaxMemory.
 const usualFile = tree.NodeMemory + 32
 
-// mostInodes is how many usual files EROFS layers that are merged may have at most. Those of layers that hide
-// each other's files are counted too often: then an image becomes directories that need not be.
+// mostInodes returns how many usual files of EROFS layers can be merged. It counts files that upper
+// layers hide, so some images become directories without need.
 func (s *Store) mostInodes() uint64 {
 	return uint64(cmp.Or(s.cfg.MergeMemory, erofs.MaxMemory)) / usualFile
 }
 
-// fetchInto gets the layers of an image that a store lacks, and finds out whether they can be stacked.
+// fetchInto fetches the layers that a store lacks and checks that they can be stacked.
 func (s *Store) fetchInto(ctx context.Context, store *layer.Store, a *access, img *registry.Image, tracks []*layerTrack) error {
 	if wanted := missing(store, img); wanted > 0 {
 		if err := store.HasRoom(wanted, s.layers.deleting()); err != nil {
@@ -181,16 +181,17 @@ func (s *Store) fetchInto(ctx context.Context, store *layer.Store, a *access, im
 	if err := group.Wait(); err != nil {
 		return err
 	}
-	if chain := layersOf(img); len(chain) > 0 { // what the layers need of each other, so that it fails now if it does
+	if chain := layersOf(img); len(chain) > 0 { // a layer that does not fit those below fails the pull here
 		if _, err := store.Stack(ctx, distinct(chain)); err != nil {
-			return fmt.Errorf("join the layers: %w", err)
+			return fmt.Errorf("stack layers: %w", err)
 		}
 	}
 	return nil
 }
 
-// missing is how many bytes of an image's layers are to be fetched. On disk they take more: whoever pulls
-// an image again and again that does not fit shall not fetch it each time.
+// missing returns how many bytes of an image's layers are to be fetched. They take more on disk.
+// The check before the download keeps a client from fetching an image that does not fit again and
+// again.
 func missing(store *layer.Store, img *registry.Image) (bytes uint64) {
 	counted := map[digest.Digest]bool{}
 	for _, l := range img.Layers {
@@ -202,7 +203,7 @@ func missing(store *layer.Store, img *registry.Image) (bytes uint64) {
 	return bytes
 }
 
-// sourceOf is what a layer is made from.
+// sourceOf returns the digests that a layer is made from.
 func sourceOf(l registry.Layer) layer.Source {
 	return layer.Source{Blob: l.Blob.Digest, DiffID: l.DiffID}
 }
@@ -216,8 +217,8 @@ func layersOf(img *registry.Image) []digest.Digest {
 	return names
 }
 
-// fetchLayer makes sure that a layer is here and that the pull may use it, by a download that other
-// pulls may share.
+// fetchLayer ensures that a layer is present and that the pull may use it. Concurrent pulls may
+// share the download.
 func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l registry.Layer, track *layerTrack) error {
 	if name := sourceOf(l).Name(); store.Has(name) {
 		return s.use(ctx, a, l, s.originOf(a, name), track)
@@ -228,11 +229,11 @@ func (s *Store) fetchLayer(ctx context.Context, store *layer.Store, a *access, l
 	})
 }
 
-// share runs a download that shows that the pull's registry has a layer, or waits for that of
-// another pull. If that one fails, it runs its own.
+// share runs a download that shows that the pull's registry has a layer, or joins that of another
+// pull. If the other one fails, it runs its own.
 func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.Layer, track *layerTrack, run func(context.Context, *atomic.Int64) error) error {
 	name, ref := sourceOf(l).Name(), a.repo.Reference()
-	defer s.cfg.Waits.BeginOpen("its bytes, and to be unpacked", "layer "+l.DiffID.String())() // stalls are given up
+	defer s.cfg.Waits.BeginOpen("layer download and unpack", "layer "+l.DiffID.String())() // no deadline: stalled transfers end
 	for {
 		by, started, err := s.flights.join(ctx, key, ref, track.downloading, func(ctx context.Context, received *atomic.Int64) error {
 			defer a.repo.Close()
@@ -257,19 +258,19 @@ func (s *Store) share(ctx context.Context, a *access, key flightKey, l registry.
 // download fetches and stores a layer.
 func (s *Store) download(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, received *atomic.Int64) error {
 	return s.fromHosts(repo, l, received, func(host int) (inParts bool, err error) {
-		for more := (lack{}); ; received.Store(0) {
+		for more := (shortage{}); ; received.Store(0) {
 			had, inParts, err := s.downloadFrom(ctx, store, repo, l, host, received, more)
 			if !more.grow(s.memory, had, err) {
 				return inParts, err
 			}
-			s.log.Info("layer is fetched again, to be unpacked with more memory", "image", repo.Reference().String(), "layer", l.Blob.Digest, "error", err)
+			s.log.Info("fetching layer again to unpack it with more memory", "image", repo.Reference().String(), "layer", l.Blob.Digest, "error", err)
 		}
 	})
 }
 
-// fromHosts fetches a layer from the hosts of a repository, by their numbers. If one host's content
-// is corrupt the next one is asked: a mirror's cache may be damaged. If there is none, and some of
-// it was fetched in parts, the same is asked for the whole.
+// fromHosts calls fetch for the hosts of a repository, by number. After corrupt content it tries
+// the next host, because a mirror's cache may be damaged. After the last host, it retries one layer
+// that was fetched in parts as a whole.
 func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received *atomic.Int64, fetch func(host int) (inParts bool, err error)) error {
 	var err error
 	for first, tries := 0, repo.Hosts(); first < tries; first++ {
@@ -287,32 +288,32 @@ func (s *Store) fromHosts(repo *registry.Repository, l registry.Layer, received 
 	return err
 }
 
-// downloadFrom streams a layer from the network through its checks into the layer store, beginning
-// with the host of the given number. It returns the limits that the layer had, and reports whether
-// some of it was fetched in parts.
-func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, first int, received *atomic.Int64, more lack) (had unpack.Limits, inParts bool, err error) {
+// downloadFrom streams a layer from the network through its checks into the layer store, starting
+// with the given host. It returns the limits of the layer and whether parts of it were fetched by
+// range requests.
+func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *registry.Repository, l registry.Layer, first int, received *atomic.Int64, more shortage) (had unpack.Limits, inParts bool, err error) {
 	blob, err := repo.Blob(ctx, l.Blob, first, func(n int) { received.Add(int64(n)) })
 	if err != nil {
 		return had, false, err
 	}
-	defer blob.Close() // read to its end or given up
-	err = s.inTurn(ctx, repo.Reference().Domain, func() error {
-		limits, giveBack, err := s.withMemory(ctx, l, more)
+	defer blob.Close() // read to its end or abandoned
+	err = s.withSlot(ctx, repo.Reference().Domain, func() error {
+		limits, release, err := s.withMemory(ctx, l, more)
 		if err != nil {
 			return err
 		}
-		defer giveBack()
+		defer release()
 		had = limits
 		return store.Create(ctx, sourceOf(l), blob, limits)
 	})
-	if err == nil { // if another pull has made it meanwhile, the blob was not read
+	if err == nil { // the blob is unread if another pull has created the layer meanwhile
 		_, err = io.Copy(io.Discard, blob)
 	}
 	inParts = blob.InParts()
 	switch again := more; {
 	case again.grow(s.memory, had, err):
-	case errors.Is(err, layer.ErrTooLarge) && s.layers.other(store) != nil: // which looks at the whole blob
-	case !refusesContent(err):
+	case errors.Is(err, layer.ErrTooLarge) && s.layers.fallback(store) != nil: // the other driver reads the whole blob
+	case !rejectsContent(err):
 	case repo.Hosts() > 1 || inParts:
 		err = faultOf(ctx, blob, err, faultTime)
 	case blob.Left() <= littleLeft:
@@ -321,49 +322,50 @@ func (s *Store) downloadFrom(ctx context.Context, store *layer.Store, repo *regi
 	return had, inParts, err
 }
 
-// withMemory returns the limits of a layer with its share of the memory for unpacking. It waits
-// where the layer is known to need more.
-func (s *Store) withMemory(ctx context.Context, l registry.Layer, more lack) (_ unpack.Limits, giveBack func(), err error) {
+// withMemory returns the limits of a layer with its share of the unpack memory. It waits if an
+// earlier attempt needed more.
+func (s *Store) withMemory(ctx context.Context, l registry.Layer, more shortage) (_ unpack.Limits, release func(), err error) {
 	limits := limitsOf(l.Blob, s.cfg.Limits)
-	if more == (lack{}) {
-		limits, giveBack = s.memory.share(limits)
-		return limits, giveBack, nil
+	if more == (shortage{}) {
+		limits, release = s.memory.share(limits)
+		return limits, release, nil
 	}
-	defer s.cfg.Waits.BeginOpen("memory to be unpacked with", "layer "+l.DiffID.String())()
+	defer s.cfg.Waits.BeginOpen("unpack memory", "layer "+l.DiffID.String())()
 	return s.memory.wait(ctx, limits, more)
 }
 
-// inTurn makes a layer when its registry may have another one unpacked.
-func (s *Store) inTurn(ctx context.Context, domain string, make func() error) error {
-	giveBack, err := s.turns.take(ctx, domain)
+// withSlot runs create when its registry gets an unpack slot.
+func (s *Store) withSlot(ctx context.Context, domain string, make func() error) error {
+	release, err := s.slots.acquire(ctx, domain)
 	if err != nil {
 		return err
 	}
-	defer giveBack()
+	defer release()
 	return make()
 }
 
-// refusesContent tells an error that says that a layer cannot be what its tar says.
-func refusesContent(err error) bool {
+// rejectsContent reports whether an error blames the content of a layer.
+func rejectsContent(err error) bool {
 	code := errdefs.Code(err)
 	return code == codes.InvalidArgument || code == codes.ResourceExhausted && !errors.Is(err, unix.ENOSPC)
 }
 
 const (
-	// faultTime is how long a blob is read on to learn whose fault it was, where another host, or the same once more, may do better.
+	// faultTime limits reading on after an error, if another host or another attempt may do better.
 	faultTime = time.Minute
-	// littleLeft is how much is read on, for littleTime at most, only to tell a blob that is not what it should be from a bad tar: without that it would be
-	// a matter of time which of them a short one is said to be.
+	// littleLeft and littleTime limit reading on to tell a corrupt blob from a bad tar. Without
+	// this the error of a short blob would depend on timing.
 	littleLeft = 4 << 20
 	littleTime = 3 * time.Second
 )
 
-// faultOf reads a blob to its end whose layer was refused, and returns the blob's own error if it is not what it
-// should be: a byte that changed in a host's cache shows first as a tar that cannot be. It takes no turn, for nothing is unpacked.
+// faultOf reads the rest of a blob whose layer was rejected. It returns the blob's own error if its
+// digest is wrong, else the given one: a changed byte in a host's cache first shows as an invalid
+// tar. It needs no slot because it unpacks nothing.
 func faultOf(ctx context.Context, blob *registry.Blob, refused error, within time.Duration) error {
 	ctx, cancel := context.WithTimeout(ctx, within)
 	defer cancel()
-	blob.Resume() // whoever refused it may have stopped it
+	blob.Resume() // the unpacker may have stopped it
 	defer context.AfterFunc(ctx, blob.Stop)()
 	if _, err := io.Copy(io.Discard, blob); errdefs.Code(err) == codes.DataLoss {
 		return err
@@ -372,18 +374,18 @@ func faultOf(ctx context.Context, blob *registry.Blob, refused error, within tim
 }
 
 const (
-	// maxInflation is how many times the size of its blob a tar may have. deflate
-	// cannot do more than 1032; zstd could make terabytes of a few kilobytes.
+	// maxInflation is the largest ratio of tar to blob size. deflate reaches 1032; zstd could make
+	// terabytes of a few kilobytes.
 	maxInflation = 1100
 	// freeInflation is granted to every layer.
 	freeInflation = 64 << 20
-	// freeHoles is what the files of a layer may be longer than its tar, because they have holes. They take
-	// no disk, but time to be read over.
+	// freeHoles is how much longer than its tar the files of a layer may be because of holes. Holes
+	// take no disk, but time to read.
 	freeHoles = 4 << 30
 )
 
-// limitsOf ties what a layer may take, beside the limits, to the size of its blob, so that whoever
-// wants to fill a node's disk has to send the bytes for it.
+// limitsOf limits a layer by the size of its blob, so that filling a node's disk takes as many
+// bytes of network traffic.
 func limitsOf(blob ocispec.Descriptor, limits unpack.Limits) unpack.Limits {
 	if blob.Size < limits.Tar/maxInflation {
 		limits.Tar = min(limits.Tar, blob.Size*maxInflation+freeInflation)

@@ -12,28 +12,29 @@ import (
 	"berth/internal/rootfs"
 )
 
-// layerRefs knows who needs which layer, and which chains of layers, of which there may be images. Owners are images, holders and pulls.
-// An image needs its layers in one form. Holders and pulls need them in whatever form there is: a container may run on any.
+// layerRefs counts the owners of layers and of layer chains, which may have an image. Owners are
+// images, holders and pulls. An image needs its layers in one form. Holders and pulls need them in
+// any form, because a container may run on any.
 //
-// A layer or chain that nobody needs is first marked dying, under the lock, and then
-// deleted, without it. Whoever comes to need a dying one waits until it is gone
-// and makes it anew; so nobody ever gets hold of a half deleted one.
+// A layer or chain without owner is marked for deletion under the lock and deleted without it. A
+// new owner waits for the end of the deletion and creates the layer again, so nothing uses a half
+// deleted layer.
 type layerRefs struct {
-	mu      sync.Mutex // guards everything below
+	mu      sync.Mutex // guards all fields below
 	owners  map[string]need
 	layers  uses
 	chains  uses
-	settled bool // all owners have registered: deleting is allowed
+	settled bool // all owners have registered: deletion is allowed
 }
 
-// need is what an owner needs.
+// need lists the layers that an owner needs.
 type need struct {
 	layers []digest.Digest
-	chain  digest.Digest // the ID of the chain that they are stacked as
-	kinds  []rootfs.Kind // the forms of both
+	chain  digest.Digest // the chain ID of the layers
+	kinds  []rootfs.Kind // the forms of the layers and the chain
 }
 
-// form is a layer, or a chain of layers, in one form.
+// form is a layer or a layer chain in one form.
 type form struct {
 	kind rootfs.Kind
 	name digest.Digest
@@ -57,14 +58,14 @@ func (n need) chainForms() (list []form) {
 	return list
 }
 
-// uses are those of things of one kind.
+// uses counts the owners of layers or of chains.
 type uses struct {
-	count map[form]int
-	dying map[form]chan struct{} // closed when deleted
+	count    map[form]int
+	deleting map[form]chan struct{} // closed after the deletion
 }
 
 func newUses() uses {
-	return uses{count: map[form]int{}, dying: map[form]chan struct{}{}}
+	return uses{count: map[form]int{}, deleting: map[form]chan struct{}{}}
 }
 
 func (u uses) add(list []form) {
@@ -81,10 +82,11 @@ func (u uses) drop(list []form) {
 	}
 }
 
-// isDying returns what is closed when one of the list has been deleted, if one is being deleted.
-func (u uses) isDying(list []form) (gone <-chan struct{}, dying bool) {
+// isDeleting reports whether one of the list is under deletion and returns a channel that is closed
+// after it.
+func (u uses) isDeleting(list []form) (gone <-chan struct{}, deleting bool) {
 	for _, f := range list {
-		if gone, ok := u.dying[f]; ok {
+		if gone, ok := u.deleting[f]; ok {
 			return gone, true
 		}
 	}
@@ -95,8 +97,9 @@ func newLayerRefs() *layerRefs {
 	return &layerRefs{owners: map[string]need{}, layers: newUses(), chains: newUses()}
 }
 
-// acquire registers an owner's layers, waiting for those that are being deleted.
-// An owner that is registered already gets the new layers instead of the old. Without kinds they are needed in any form.
+// acquire registers an owner's layers in the given forms, in any form if there are none. It waits
+// while one of them is under deletion. It replaces the layers of an owner that is registered
+// already.
 func (l *layerRefs) acquire(ctx context.Context, owner string, layers []digest.Digest, kinds ...rootfs.Kind) error {
 	for {
 		gone, ok := l.tryAcquire(owner, layers, kinds...)
@@ -111,8 +114,8 @@ func (l *layerRefs) acquire(ctx context.Context, owner string, layers []digest.D
 	}
 }
 
-// tryAcquire registers an owner's layers unless one of them, or their chain, is being deleted;
-// then it returns a channel that is closed when that is done.
+// tryAcquire registers an owner's layers unless one of them, or their chain, is under deletion. In
+// that case it returns a channel that is closed after the deletion.
 func (l *layerRefs) tryAcquire(owner string, layers []digest.Digest, kinds ...rootfs.Kind) (gone <-chan struct{}, ok bool) {
 	if len(kinds) == 0 {
 		kinds = anyKind
@@ -120,10 +123,10 @@ func (l *layerRefs) tryAcquire(owner string, layers []digest.Digest, kinds ...ro
 	needs := need{slices.Clone(layers), identity.ChainID(distinct(layers)), kinds}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if gone, dying := l.layers.isDying(needs.layerForms()); dying {
+	if gone, deleting := l.layers.isDeleting(needs.layerForms()); deleting {
 		return gone, false
 	}
-	if gone, dying := l.chains.isDying(needs.chainForms()); dying {
+	if gone, deleting := l.chains.isDeleting(needs.chainForms()); deleting {
 		return gone, false
 	}
 	l.layers.add(needs.layerForms())
@@ -140,8 +143,9 @@ func (l *layerRefs) has(owner string, layers []digest.Digest) bool {
 	return slices.Equal(l.owners[owner].layers, layers)
 }
 
-// giveUp forgets an owner that cannot use its layers, if all owners have registered.
-func (l *layerRefs) giveUp(owner string) {
+// releaseIfSettled removes an owner that cannot use its layers, unless some owners have not
+// registered yet.
+func (l *layerRefs) releaseIfSettled(owner string) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.settled {
@@ -149,7 +153,7 @@ func (l *layerRefs) giveUp(owner string) {
 	}
 }
 
-// release forgets an owner and returns the layers that it had. Unknown owners are fine.
+// release removes an owner and returns its layers. An unknown owner has none.
 func (l *layerRefs) release(owner string) []digest.Digest {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -168,14 +172,14 @@ func (l *layerRefs) drop(owner string) {
 	delete(l.owners, owner)
 }
 
-// settle allows deleting.
+// settle allows deletion.
 func (l *layerRefs) settle() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.settled = true
 }
 
-// held returns the layers of each holder, as they are stacked, and whether all holders have registered.
+// held returns the distinct layers of each holder, and whether all holders have registered.
 func (l *layerRefs) held() (chains [][]digest.Digest, all bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -187,41 +191,41 @@ func (l *layerRefs) held() (chains [][]digest.Digest, all bool) {
 	return chains, l.settled
 }
 
-// condemn marks those of the given layers dying that nobody needs, and returns
-// them. The caller deletes each and calls buried.
-func (l *layerRefs) condemn(layers []form) []form {
-	return l.condemnOf(l.layers, layers)
+// markDeleting marks those of the given layers that have no owner and returns them. The caller
+// deletes each and then calls deleted.
+func (l *layerRefs) markDeleting(layers []form) []form {
+	return l.mark(l.layers, layers)
 }
 
-// buried ends the dying of a layer, whether it was deleted or could not be.
-func (l *layerRefs) buried(f form) { l.buriedOf(l.layers, f) }
+// deleted unmarks a layer, whether the deletion succeeded or not.
+func (l *layerRefs) deleted(f form) { l.unmark(l.layers, f) }
 
-// condemnChains is condemn for the IDs of chains. For each the caller calls chainBuried.
-func (l *layerRefs) condemnChains(chains []form) []form {
-	return l.condemnOf(l.chains, chains)
+// markChainsDeleting is markDeleting for chains. The caller calls chainDeleted for each.
+func (l *layerRefs) markChainsDeleting(chains []form) []form {
+	return l.mark(l.chains, chains)
 }
 
-// chainBuried is buried for a chain.
-func (l *layerRefs) chainBuried(f form) { l.buriedOf(l.chains, f) }
+// chainDeleted is deleted for a chain.
+func (l *layerRefs) chainDeleted(f form) { l.unmark(l.chains, f) }
 
-func (l *layerRefs) condemnOf(u uses, list []form) (condemned []form) {
+func (l *layerRefs) mark(u uses, list []form) (marked []form) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if !l.settled {
 		return nil
 	}
 	for _, f := range list {
-		if u.count[f] == 0 && u.dying[f] == nil {
-			u.dying[f] = make(chan struct{})
-			condemned = append(condemned, f)
+		if u.count[f] == 0 && u.deleting[f] == nil {
+			u.deleting[f] = make(chan struct{})
+			marked = append(marked, f)
 		}
 	}
-	return condemned
+	return marked
 }
 
-func (l *layerRefs) buriedOf(u uses, f form) {
+func (l *layerRefs) unmark(u uses, f form) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	close(u.dying[f])
-	delete(u.dying, f)
+	close(u.deleting[f])
+	delete(u.deleting, f)
 }

@@ -30,63 +30,62 @@ import (
 
 // Config configures a Store.
 type Config struct {
-	Root                 string             // directory of the store, on the filesystem the containers' upper layers are on
-	RegistryDirs         []string           // containerd's certs.d trees, the first with a directory for a host wins
-	Unpack               layer.Unpacker     // makes files of blobs
-	Limits               unpack.Limits      // of one layer; zero fields: unpack.DefaultLimits
-	Reserve              layer.Reserve      // of the disk, which layers leave free; zero: none
-	Pack                 layer.Packer       // makes EROFS layers of blobs
-	Probe                func(string) error // tells whether EROFS layers in a directory could be mounted; nil: erofs.Probe
-	MergeMemory          int64              // bytes for merging EROFS layers, of all images at a time; 0: erofs.MaxMemory
-	WorkMemory           int64              // bytes that processes which unpack layers may keep of them (unpack.Limits.Memory and Window), all at a time; 0: what Limits say for each
-	Driver               string             // form of layers, a rootfs.Kind, or "auto": EROFS where it can be mounted; empty: directory
+	Root                 string             // directory of the store, on the filesystem of the containers' writable layers
+	RegistryDirs         []string           // containerd's certs.d trees; the first with a directory for a host counts
+	Unpack               layer.Unpacker     // unpacks blobs into files
+	Limits               unpack.Limits      // of one layer; a zero field means unpack.DefaultLimits
+	Reserve              layer.Reserve      // disk space that layers leave free; zero: none
+	Pack                 layer.Packer       // packs blobs into EROFS layers
+	Probe                func(string) error // reports whether EROFS layers in a directory can be mounted; nil: erofs.Probe
+	MergeMemory          int64              // bytes for merging EROFS layers, of all images together; 0: erofs.MaxMemory
+	WorkMemory           int64              // bytes that all unpack processes together may keep of their layers (unpack.Limits.Memory and Window); 0: Limits alone count
+	Driver               string             // form of new layers: a rootfs.Kind, or "auto" for EROFS where the kernel mounts it; empty: directory
 	Pinned               []string           // references or IDs of images that kubelet must not collect
-	MaxParallelDownloads int                // layers of one pull fetched at a time; 0: DefaultParallelDownloads
-	MaxUnpacking         int                // layers of all pulls unpacked at a time; 0: DefaultUnpacking
-	MaxRangeRequests     int                // parts of large layers fetched at a time beside that, see registry.Config.Spare; 0: none
+	MaxParallelDownloads int                // concurrent layer downloads of one pull; 0: DefaultParallelDownloads
+	MaxUnpacking         int                // concurrent unpack processes of all pulls; 0: DefaultUnpacking
+	MaxRangeRequests     int                // concurrent range requests for parts of large layers, see registry.Config.Spare; 0: none
 	StallTimeout         time.Duration      // longest wait for a byte of a transfer; 0: one minute
 	Platform             ocispec.Platform   // zero: this machine's
 	DockerConfig         string             // docker's config.json with credentials; empty: none
-	Waits                *task.Waits        // where waits are noted; nil: nowhere
+	Waits                *task.Waits        // records waits for verbose Status; nil: no recording
 }
 
-// DefaultParallelDownloads is how many layers one pull fetches at a time where
-// nothing is configured.
+// DefaultParallelDownloads is the default of Config.MaxParallelDownloads.
 const DefaultParallelDownloads = 8
 
-// DefaultUnpacking is how many layers are unpacked at a time where nothing is configured. Each takes some megabytes.
+// DefaultUnpacking is the default of Config.MaxUnpacking. Each unpack process takes some megabytes.
 const DefaultUnpacking = 64
 
 // Store is the node's image store.
 type Store struct {
-	cfg     Config
-	log     *slog.Logger
-	seldom  lograte.Limiter // for what sweeps cannot delete, which each of them tries
-	client  *registry.Client
-	layers  *stores
-	records *checkpoint.Dir
-	pinned  map[string]bool
+	cfg      Config
+	log      *slog.Logger
+	warnings lograte.Limiter // for layers that every sweep fails to delete
+	client   *registry.Client
+	layers   *stores
+	records  *checkpoint.Dir
+	pinned   map[string]bool
 
 	index    atomic.Pointer[index]
-	sequence uint64          // of the last record written; the writer's
-	stale    map[string]bool // IDs of images that have a tag on disk still which they have lost; the writer's
-	writing  chan struct{}   // holds one token: whoever has it is the writer
+	sequence uint64          // of the last record written; guarded by writing
+	stale    map[string]bool // IDs of images whose record on disk still has a lost tag; guarded by writing
+	writing  chan struct{}   // the writer's lock: holds one token
 
 	refs     *layerRefs
 	flights  *flights
-	turns    *turns
+	slots    *unpackSlots
 	memory   *workMemory
 	pulls    pulls
 	accesses accesses
 	pullID   atomic.Uint64
 
-	ctx       context.Context // of pulls and downloads, ends with shutdown
+	ctx       context.Context // of pulls and downloads; canceled by shutdown
 	shutdown  context.CancelFunc
 	closeOnce func() error
 }
 
-// Open opens the store below cfg.Root, which is made if it does not exist.
-// Records that are damaged are set aside and logged. The caller closes the store.
+// Open opens the store below cfg.Root and creates the directory if needed. It sets damaged records
+// aside and logs them. The caller closes the store.
 func Open(_ context.Context, cfg Config, log *slog.Logger) (_ *Store, err error) {
 	pinned, err := pinnedNames(cfg.Pinned)
 	if err != nil {
@@ -127,13 +126,13 @@ func newStore(cfg Config, layers *stores, records *checkpoint.Dir, pinned map[st
 	s := &Store{
 		cfg: cfg, log: log, layers: layers, records: records, pinned: pinned,
 		client: registry.NewClient(registry.Config{
-			Dirs: cfg.RegistryDirs, DockerConfig: cfg.DockerConfig, StallTimeout: cfg.StallTimeout, Spare: newTurns(cfg.MaxRangeRequests).takeNow,
+			Dirs: cfg.RegistryDirs, DockerConfig: cfg.DockerConfig, StallTimeout: cfg.StallTimeout, Spare: newUnpackSlots(cfg.MaxRangeRequests).tryAcquire,
 		}),
 		writing:  make(chan struct{}, 1),
 		stale:    map[string]bool{},
 		refs:     newLayerRefs(),
 		flights:  newFlights(ctx, log),
-		turns:    newTurns(cfg.MaxUnpacking),
+		slots:    newUnpackSlots(cfg.MaxUnpacking),
 		memory:   newWorkMemory(cfg.WorkMemory, cfg.MergeMemory, cfg.MaxUnpacking),
 		ctx:      ctx,
 		shutdown: cancel,
@@ -142,9 +141,8 @@ func newStore(cfg Config, layers *stores, records *checkpoint.Dir, pinned map[st
 	return s
 }
 
-// Close ends pulls and waits until none of their work goes on. Pulls that are
-// called later fail; no other method may be running or be called later, except
-// those that only read. Closing again does nothing.
+// Close cancels pulls and waits for them. Later pulls fail. Only methods that read may run during
+// or after Close. A second call does nothing.
 func (s *Store) Close() error { return s.closeOnce() }
 
 func (s *Store) close() error {
@@ -154,8 +152,9 @@ func (s *Store) close() error {
 	return s.layers.close()
 }
 
-// load reads the records. A damaged record, and one with a layer missing, is set aside: the image has to be pulled again.
-// If this kernel cannot mount the layers of an image, load removes the image and its layers.
+// load reads the records. It sets aside damaged records and those with a missing layer: the image
+// has to be pulled again. If this kernel cannot mount the layers of an image, load removes the
+// image and its layers.
 func (s *Store) load() error {
 	records := map[string]record{}
 	unmountable := map[string]record{}
@@ -186,18 +185,18 @@ func (s *Store) load() error {
 	}
 	for id, rec := range records {
 		s.sequence = max(s.sequence, rec.Sequence)
-		s.refs.tryAcquire(imageOwner(id), rec.layers(), s.layers.home(distinct(rec.layers())).Kind()) // nothing is being deleted yet
+		s.refs.tryAcquire(imageOwner(id), rec.layers(), s.layers.storeFor(distinct(rec.layers())).Kind()) // nothing is being deleted yet
 	}
 	for id, tags := range settleTags(records) {
-		s.log.Warn("tags were moving between images when berth stopped; they belong to the newer one", "tags", tags, "older", id)
+		s.log.Warn("tags moved between images when berth stopped; the newer image keeps them", "tags", tags, "older", id)
 		records[id] = s.untag(id, records[id])
 	}
 	s.index.Store(newIndex(records, s.index.Load(), s.pinned))
 	return nil
 }
 
-// removeUnmountable removes images that this kernel cannot mount, and then their layers. If that fails, on a filesystem that
-// is read-only for example, the next start tries again.
+// removeUnmountable removes images that this kernel cannot mount, and then their layers. If that
+// fails, on a read-only filesystem for example, the next start tries again.
 func (s *Store) removeUnmountable(images map[string]record) {
 	for id, rec := range images {
 		s.sequence = max(s.sequence, rec.Sequence)
@@ -210,9 +209,9 @@ func (s *Store) removeUnmountable(images map[string]record) {
 	s.layers.removeUnmountable()
 }
 
-// settleTags gives a tag that two records have to the one written last: a tag
-// moves by writing its new owner first. It returns the tags that records have lost, by ID. These are to be
-// written: on disk they have the tags still, which would be theirs again with the newer record gone.
+// settleTags gives a tag that two records have to the one written last, because a pull writes the
+// new owner of a tag first. It returns by ID the tags that records have lost. The caller must write
+// these records: otherwise the older image would get the tag back when the newer one is removed.
 func settleTags(records map[string]record) (lost map[string][]string) {
 	owner := map[string]string{}
 	for _, id := range slices.Sorted(maps.Keys(records)) {
@@ -238,39 +237,37 @@ func settleTags(records map[string]record) (lost map[string][]string) {
 // List returns all images, sorted by ID. The caller must not change the slice.
 func (s *Store) List() []*Image { return s.index.Load().images }
 
-// Get returns the image that ref names: an ID with or without "sha256:", the
-// unique beginning of one (seven digits at least), a tag or a digest, with Docker
-// Hub's short names. Errors: NotFound; InvalidArgument if ref is empty or several
-// IDs begin with it.
+// Get returns the image that ref names: an ID with or without "sha256:", a unique prefix of an ID
+// (seven digits at least), a tag or a digest, also with Docker Hub's short names. Errors: NotFound;
+// InvalidArgument if ref is empty or several IDs match.
 func (s *Store) Get(ref string) (*Image, error) { return s.index.Load().find(ref) }
 
 // Progress returns the pulls under way, oldest first.
 func (s *Store) Progress() []PullProgress { return s.pulls.snapshot() }
 
-// Driver is the form in which layers are made, see Config.
-func (s *Store) Driver() rootfs.Kind { return s.layers.made.Kind() }
+// Driver returns the form of new layers, see Config.
+func (s *Store) Driver() rootfs.Kind { return s.layers.primary.Kind() }
 
-// Root returns the directory of images.
+// Root returns the directory of the store.
 func (s *Store) Root() string { return s.cfg.Root }
 
-// Usage is what the store takes on disk.
+// Usage is the store's disk usage.
 type Usage struct {
 	Mountpoint    string // a path on the filesystem
 	Bytes, Inodes uint64
 }
 
-// Usage returns what layers and records take on disk, from memory.
+// Usage returns the disk usage of layers and records. It does not read the disk.
 func (s *Store) Usage(context.Context) (Usage, error) {
 	x := s.index.Load()
 	used := s.layers.Usage()
 	return Usage{Mountpoint: s.cfg.Root, Bytes: used.Bytes + x.bytes, Inodes: used.Inodes + uint64(len(x.records))}, nil
 }
 
-// Remove removes the image that ref names, with all its tags. Its layers go
-// unless somebody else needs them. An unknown image is no error, nor is it one that
-// something else, which nobody needs either, cannot be deleted.
+// Remove removes the image that ref names, with all its tags, and the layers that only it needs. An
+// unknown image is no error. Neither is a failure to delete unneeded layers of others.
 func (s *Store) Remove(ctx context.Context, ref string) error {
-	release, err := s.becomeWriter(ctx)
+	release, err := s.lockWriter(ctx)
 	if err != nil {
 		return fmt.Errorf("remove image %s: %w", ref, err)
 	}
@@ -289,7 +286,7 @@ func (s *Store) Remove(ctx context.Context, ref string) error {
 	return nil
 }
 
-// remove removes an image for whoever is the writer, and what nobody needs then.
+// remove removes an image and the layers that only it needs. The caller holds the writer's lock.
 func (s *Store) remove(id string) error {
 	if err := s.records.Remove(recordName(id)); err != nil {
 		return fmt.Errorf("remove image %s: %w", id, err)
@@ -306,12 +303,12 @@ func (s *Store) remove(id string) error {
 	return nil
 }
 
-// Hold keeps layers (an image's, by their names, bottom first) alive for a holder and returns
-// what to mount. Holding again is fine. Layers that are gone are NotFound.
+// Hold keeps layers (an image's, by name, bottom first) for a holder and returns what to mount. A
+// holder may call it again. A missing layer is NotFound.
 //
-// After an error the holder holds nothing, with two exceptions, because a container
-// may be running on the layers whatever is wrong now: if it held them before, or if
-// CollectGarbage has not been called, so that it may be an earlier daemon's.
+// After an error the holder holds nothing, with two exceptions, because a container may be running
+// on the layers: if it held them before, or before CollectGarbage, when it may be an earlier
+// daemon's holder.
 func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error) {
 	if len(layers) == 0 {
 		return rootfs.Spec{}, errdefs.FailedPrecondition("image has no layers")
@@ -320,26 +317,26 @@ func (s *Store) Hold(holder string, layers []digest.Digest) (rootfs.Spec, error)
 	held := s.refs.has(owner, layers)
 	ctx, cancel := context.WithTimeout(s.ctx, holdTimeout)
 	defer cancel()
-	defer s.cfg.Waits.BeginUpTo(holdTimeout, "its layers to be stacked", holder)()
+	defer s.cfg.Waits.BeginUpTo(holdTimeout, "layer stacking", holder)()
 	if err := s.refs.acquire(ctx, owner, layers); err != nil {
-		return rootfs.Spec{}, fmt.Errorf("root filesystem of %s: wait for layers that are being deleted: %w", holder, err)
+		return rootfs.Spec{}, fmt.Errorf("root filesystem of %s: wait for layer deletion: %w", holder, err)
 	}
 	list, err := s.layers.Stack(ctx, distinct(layers))
 	if err != nil {
 		if !held {
-			s.refs.giveUp(owner)
+			s.refs.releaseIfSettled(owner)
 		}
 		return rootfs.Spec{}, fmt.Errorf("root filesystem of %s: %w", holder, err)
 	}
 	return rootfs.Spec{Layers: list}, nil
 }
 
-// holdTimeout is how long Hold may take. Where nothing is to be made of the layers it takes no time.
+// holdTimeout limits Hold, which takes no time unless it has to create a join or an image of the
+// layers.
 const holdTimeout = time.Minute
 
-// Release ends what Hold began, and deletes the layers that nobody needs any
-// more. A holder that is not known is no error, nor is it one that layers cannot be deleted
-// which the holder did not have.
+// Release ends Hold and deletes the layers that only the holder needed. An unknown holder is no
+// error. Neither is a failure to delete unneeded layers of others.
 func (s *Store) Release(holder string) error {
 	layers := s.refs.release(holderOwner(holder))
 	if err := s.sweepAfter(layers); err != nil {
@@ -348,9 +345,8 @@ func (s *Store) Release(holder string) error {
 	return nil
 }
 
-// CollectGarbage deletes the layers that neither an image nor a holder has. The
-// daemon calls it once, after the holders of its predecessor have called Hold;
-// before that nothing is ever deleted.
+// CollectGarbage deletes the layers that neither an image nor a holder needs. The daemon calls it
+// once, after the containers of its predecessor have called Hold. Nothing is deleted before.
 func (s *Store) CollectGarbage(context.Context) error {
 	s.refs.settle()
 	if _, err := s.sweep(nil); err != nil {
@@ -359,27 +355,28 @@ func (s *Store) CollectGarbage(context.Context) error {
 	return nil
 }
 
-// sweepAfter sweeps for somebody who has just given layers up: what fails with others is not theirs, and only logged.
+// sweepAfter sweeps after a release of layers. It returns the failures with these layers and logs
+// the others.
 func (s *Store) sweepAfter(given []digest.Digest) error {
 	own, others := s.sweep(given)
 	if others != nil {
-		s.seldom.Warn(s.log, "layers that nobody needs could not be deleted and will be tried again", "error", others)
+		s.warnings.Warn(s.log, "delete unused layers; will be retried", "error", others)
 	}
 	return own
 }
 
-// sweep deletes the layers that nobody needs, and what was set aside. It returns what has failed with its
-// caller's own layers, and with anything else. That is tried again by the next sweep; the next daemon finds it, too.
+// sweep deletes unneeded layers and what was set aside. It returns the failures with the caller's
+// own layers and the others separately. The next sweep, and the next daemon, try again.
 func (s *Store) sweep(mine []digest.Digest) (own, others error) {
 	if inUse, all := s.refs.held(); all {
 		others = s.layers.DropSetAside(inUse)
 	}
 	others = errors.Join(others, s.sweepChains())
-	for _, d := range s.refs.condemn(s.layers.list()) {
-		end := s.cfg.Waits.Begin("its makers to end, to delete it", "layer "+d.name.String())
+	for _, d := range s.refs.markDeleting(s.layers.list()) {
+		end := s.cfg.Waits.Begin("concurrent layer creation", "layer "+d.name.String())
 		err := s.layers.remove(d)
 		end()
-		s.refs.buried(d)
+		s.refs.deleted(d)
 		switch {
 		case err == nil:
 		case slices.Contains(mine, d.name):
@@ -391,19 +388,20 @@ func (s *Store) sweep(mine []digest.Digest) (own, others error) {
 	return own, others
 }
 
-// sweepChains deletes the images of chains of layers that nobody needs any more, where the layers are others' too.
+// sweepChains deletes the images of layer chains that nothing needs any more, though other images
+// may need the layers.
 func (s *Store) sweepChains() (failed error) {
-	for _, chain := range s.refs.condemnChains(s.layers.merged()) {
+	for _, chain := range s.refs.markChainsDeleting(s.layers.merged()) {
 		failed = errors.Join(failed, s.layers.removeMerged(chain))
-		s.refs.chainBuried(chain)
+		s.refs.chainDeleted(chain)
 	}
 	return failed
 }
 
-// becomeWriter waits for the right to change records and the index. Readers never
-// do: whoever has it may be writing to disk.
-func (s *Store) becomeWriter(ctx context.Context) (release func(), err error) {
-	defer s.cfg.Waits.Begin("its turn to change the images", "image store")()
+// lockWriter takes the lock for changes of records and the index. Readers never wait for it,
+// because its holder may be writing to disk.
+func (s *Store) lockWriter(ctx context.Context) (release func(), err error) {
+	defer s.cfg.Waits.Begin("image store lock", "image store")()
 	select {
 	case s.writing <- struct{}{}:
 		return func() { <-s.writing }, nil
@@ -412,10 +410,10 @@ func (s *Store) becomeWriter(ctx context.Context) (release func(), err error) {
 	}
 }
 
-// commit makes a pulled image, whose layers are in the store, durable and visible under a name. The caller holds
-// them. If another image has the tag, it loses it.
+// commit writes the record of a pulled image and makes it visible under a name. The caller holds
+// the layers, which are in the store. Another image with the same tag loses it.
 func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registry.Image, store *layer.Store) (*Image, error) {
-	release, err := s.becomeWriter(ctx)
+	release, err := s.lockWriter(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -423,7 +421,7 @@ func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registr
 	x := s.index.Load()
 	chain := layersOf(img)
 	id, rec := x.place(img)
-	if rec.Size, err = sizeOf(store, chain); err != nil { // in another form than before, perhaps
+	if rec.Size, err = sizeOf(store, chain); err != nil { // it may differ from the earlier pull's: another form
 		return nil, err
 	}
 	records := maps.Clone(x.records)
@@ -435,14 +433,14 @@ func (s *Store) commit(ctx context.Context, ref registry.Reference, img *registr
 			records[other] = s.untag(other, old.without(ref.String()))
 		}
 	}
-	s.refs.tryAcquire(imageOwner(id), chain, store.Kind()) // the caller holds them: none is dying
+	s.refs.tryAcquire(imageOwner(id), chain, store.Kind()) // the caller holds them: no deletion is under way
 	next := newIndex(records, s.index.Load(), s.pinned)
 	s.index.Store(next)
 	return next.byID[id], nil
 }
 
-// place returns the ID that a pulled image has or is to have, and its record. The image that has the ID
-// may be another: one with the same configuration, and other blobs.
+// place returns the ID and the record of a pulled image, new or existing. If another image has the
+// same configuration with other blobs, the ID is otherID.
 func (x *index) place(img *registry.Image) (id string, rec record) {
 	rec = record{Config: img.RawConfig}
 	for _, l := range img.Layers {
@@ -462,27 +460,27 @@ func (x *index) place(img *registry.Image) (id string, rec record) {
 	return other, rec
 }
 
-// untag writes the record of an image that has lost its tag to another one. The
-// other's record, which is newer, decides as long as it is there: failing to write this one, on a full
-// disk say, changes nothing yet, and is made good by writeStale.
+// untag writes the record of an image that has lost its tag to another one. A failure, on a full
+// disk for example, does no harm yet: the other image's newer record decides about the tag.
+// writeStale tries again.
 func (s *Store) untag(id string, rec record) record {
 	written, err := s.write(id, rec)
 	if err != nil {
-		s.log.Warn("write the record of an image that has lost a tag", "image", id, "error", err)
+		s.log.Warn("write record of image that lost a tag", "image", id, "error", err)
 		s.stale[id] = true
 	}
 	return written
 }
 
-// writeStale writes the records that untag could not write, for an image has been removed: it may be the one that
-// has the tag now, and its removal makes room.
+// writeStale writes the records that untag could not write. It runs after an image was removed:
+// that makes room, and the removed image may be the tag's new owner.
 func (s *Store) writeStale(records map[string]record) {
 	for _, id := range slices.Collect(maps.Keys(s.stale)) {
 		records[id] = s.untag(id, records[id])
 	}
 }
 
-// write writes a record with the next sequence number, of which each is used once.
+// write writes a record with the next sequence number. No number is used twice.
 func (s *Store) write(id string, rec record) (record, error) {
 	s.sequence++
 	rec.Sequence = s.sequence
@@ -493,7 +491,7 @@ func (s *Store) write(id string, rec record) (record, error) {
 	return rec, nil
 }
 
-// sizeOf adds up the layers of an image, each once.
+// sizeOf adds up the distinct layers of an image.
 func sizeOf(store *layer.Store, layers []digest.Digest) (uint64, error) {
 	var total uint64
 	for _, d := range distinct(layers) {
@@ -506,9 +504,8 @@ func sizeOf(store *layer.Store, layers []digest.Digest) (uint64, error) {
 	return total, nil
 }
 
-// distinct drops all but the topmost of layers that an image has several times
-// (Docker's empty layer, mostly). What they hold is seen in the topmost only, and
-// overlayfs refuses to mount one directory twice.
+// distinct drops all but the topmost of repeated layers (mostly Docker's empty layer). Only the
+// topmost shows its content, and overlayfs refuses to mount a directory twice.
 func distinct(layers []digest.Digest) []digest.Digest {
 	seen := map[digest.Digest]bool{}
 	var list []digest.Digest
@@ -526,7 +523,7 @@ func recordName(id string) string      { return strings.TrimPrefix(id, "sha256:"
 func imageOwner(id string) string      { return "image " + id }
 func holderOwner(holder string) string { return holderPrefix + holder }
 
-// What the names of the owners begin with that are holders, and pulls.
+// Prefixes of owner names.
 const (
 	holderPrefix = "holder "
 	pullPrefix   = "pull "

@@ -673,7 +673,7 @@ func TestDamagedRecordIsSetAside(t *testing.T) {
 	reg.PutImage("other", "v1", "other", plain(t, "f", "2"))
 	reg.PutImage("third", "v1", "third", plain(t, "f", "3"))
 	broken, fine, hollow := pull(t, s, reg.Host()+"/app:v1"), pull(t, s, reg.Host()+"/other:v1"), pull(t, s, reg.Host()+"/third:v1")
-	if err := s.layers.made.Remove(hollow.Layers[0]); err != nil {
+	if err := s.layers.primary.Remove(hollow.Layers[0]); err != nil {
 		t.Fatal(err)
 	}
 	if err := s.Close(); err != nil {
@@ -1451,17 +1451,17 @@ func TestDyingLayerIsWaitedFor(t *testing.T) {
 		refs.settle()
 		layers := []digest.Digest{"sha256:a", "sha256:b"}
 		forms := []form{{rootfs.Directory, layers[0]}, {rootfs.EROFS, layers[1]}}
-		if got := refs.condemn(forms[:1]); !slices.Equal(got, forms[:1]) {
+		if got := refs.markDeleting(forms[:1]); !slices.Equal(got, forms[:1]) {
 			t.Fatalf("condemned %v", got)
 		}
-		if got := refs.condemn(forms[:1]); len(got) != 0 {
+		if got := refs.markDeleting(forms[:1]); len(got) != 0 {
 			t.Errorf("condemned twice: %v", got)
 		}
 		if _, ok := refs.tryAcquire("ctr", layers); ok {
-			t.Error("got a dying layer")
+			t.Error("got a deleting layer")
 		}
 		if _, ok := refs.tryAcquire("image", layers, rootfs.EROFS); !ok {
-			t.Error("did not get a layer of which another form is dying")
+			t.Error("did not get a layer of which another form is deleting")
 		}
 		refs.release("image")
 		done := make(chan error)
@@ -1472,14 +1472,14 @@ func TestDyingLayerIsWaitedFor(t *testing.T) {
 			t.Fatal("did not wait")
 		default:
 		}
-		refs.buried(forms[0])
+		refs.deleted(forms[0])
 		if err := <-done; err != nil {
 			t.Fatal(err)
 		}
-		if got := refs.condemn(forms); len(got) != 0 {
+		if got := refs.markDeleting(forms); len(got) != 0 {
 			t.Errorf("condemned %v, which is needed", got)
 		}
-		refs.condemn([]form{{rootfs.EROFS, "sha256:c"}})
+		refs.markDeleting([]form{{rootfs.EROFS, "sha256:c"}})
 		ctx, cancel := context.WithCancel(t.Context())
 		cancel()
 		if err := refs.acquire(ctx, "pull", []digest.Digest{"sha256:c"}); err != context.Canceled {

@@ -20,37 +20,38 @@ import (
 	"berth/internal/rootfs"
 )
 
-// erofsDir is where layers of the EROFS driver are; those of the directory driver are beside it.
+// erofsDir is the directory of the EROFS driver's store, inside that of the directory driver.
 const erofsDir = "erofs"
 
-// LayerRoots are the directories of layer stores below that of an image store: Inspect takes them.
+// LayerRoots returns the directories of the layer stores in the image store at root, for
+// layer.Inspect.
 func LayerRoots(root string) []string { return []string{root, filepath.Join(root, erofsDir)} }
 
-// stores are the layers of all kinds. New ones are made by one driver; those that another made stay in use as long as they can
-// be mounted. The layers of one image are all of one kind, so a layer may be there in two.
+// stores are the layer stores of all drivers. One driver makes new layers; the layers of the other
+// stay in use. All layers of an image have the same form, so a layer may exist in both.
 type stores struct {
-	log    *slog.Logger
-	choice string         // of Config
-	made   *layer.Store   // where layers are made
-	usable []*layer.Store // those that can be mounted, made first
-	all    []*layer.Store // that of directories first
-	// unmountable are the layers that another kernel left and that this one cannot mount; nil if there are none.
-	// Store.load removes their images, then removeUnmountable the layers.
+	log     *slog.Logger
+	choice  string         // Config.Driver
+	primary *layer.Store   // makes new layers
+	usable  []*layer.Store // the open stores, primary first
+	all     []*layer.Store // the open stores, directories first
+	// unmountable has the EROFS layers of another kernel that this one cannot mount; nil if there
+	// are none. Store.load removes their images, then removeUnmountable removes them.
 	unmountable *layer.Survey
-	root        string // of Config
+	root        string // Config.Root
 }
 
-// driverAuto is a driver of Config: EROFS where it can be mounted.
+// driverAuto is the value of Config.Driver that selects EROFS where the kernel can mount it.
 const driverAuto = "auto"
 
-// openStores opens the stores. Layers are made by the driver that cfg names.
+// openStores opens the stores. The driver that cfg names makes new layers.
 func openStores(cfg Config, log *slog.Logger) (_ *stores, err error) {
 	s := &stores{log: log, choice: cfg.Driver, root: cfg.Root}
 	if s.choice == "" {
 		s.choice = string(rootfs.Directory)
 	}
 	if !slices.Contains([]string{string(rootfs.Directory), string(rootfs.EROFS), driverAuto}, s.choice) {
-		return nil, errdefs.InvalidArgument("layer driver %q is not known", cfg.Driver)
+		return nil, errdefs.InvalidArgument("unknown layer driver %q", cfg.Driver)
 	}
 	undo := cleanup.New()
 	defer undo.Run(&err)
@@ -59,8 +60,8 @@ func openStores(cfg Config, log *slog.Logger) (_ *stores, err error) {
 	if err != nil {
 		return nil, err
 	}
-	s.made, s.usable = directory, []*layer.Store{directory}
-	if err := s.openImages(cfg, directory); err != nil {
+	s.primary, s.usable = directory, []*layer.Store{directory}
+	if err := s.openEROFS(cfg, directory); err != nil {
 		return nil, err
 	}
 	undo.Release()
@@ -77,10 +78,11 @@ func (s *stores) open(root string, driver layer.Driver, reserve layer.Reserve) (
 	return store, nil
 }
 
-// openImages opens the store of the EROFS driver if it will be used or was used before. A kernel that does not support EROFS layers
-// makes the ones on disk unmountable: they are to be removed. If the probe fails for another reason, on a full disk
-// for example, the existing layers stay in use, and "auto" makes no new ones until the next start.
-func (s *stores) openImages(cfg Config, directory *layer.Store) error {
+// openEROFS opens the store of the EROFS driver if it will be used or was used before. A kernel
+// that does not support EROFS layers makes the existing ones unmountable. If the probe fails for
+// another reason, on a full disk for example, the existing layers stay in use, and "auto" makes no
+// new ones until the next start.
+func (s *stores) openEROFS(cfg Config, directory *layer.Store) error {
 	root := filepath.Join(cfg.Root, erofsDir)
 	_, err := os.Lstat(root)
 	never := errors.Is(err, fs.ErrNotExist)
@@ -97,13 +99,13 @@ func (s *stores) openImages(cfg Config, directory *layer.Store) error {
 	case cannot && s.choice == string(rootfs.EROFS):
 		return errdefs.FailedPrecondition("layer driver %q: %w", s.choice, lacks)
 	case cannot && never:
-		s.log.Info("layers are kept as directories: EROFS images can't be mounted from files", "reason", lacks)
+		s.log.Info("layers are stored as directories: the kernel cannot mount EROFS images from files", "reason", lacks)
 		return nil
 	case cannot:
 		s.unmountable, err = layer.Inspect(root)
 		return err
 	case lacks != nil:
-		s.log.Warn("whether layers can be EROFS images is not known", "error", lacks)
+		s.log.Warn("EROFS probe failed; existing EROFS layers stay in use, no new ones until the next start", "error", lacks)
 	}
 	if lacks != nil && never && s.choice != string(rootfs.EROFS) {
 		return nil
@@ -113,15 +115,15 @@ func (s *stores) openImages(cfg Config, directory *layer.Store) error {
 	case err != nil:
 		return err
 	case s.choice == string(rootfs.EROFS), s.choice == driverAuto && lacks == nil:
-		s.made, s.usable = images, []*layer.Store{images, directory}
+		s.primary, s.usable = images, []*layer.Store{images, directory}
 	default:
 		s.usable = append(s.usable, images)
 	}
 	return nil
 }
 
-// holding returns the stores that have all the layers of an image, the best first: an image stays with the driver by which it
-// was pulled, though the layers of others may make it one of another driver too.
+// holding returns the stores that have all layers of an image, best first. An image stays with the
+// driver that pulled it, even if pulls of other images have made all its layers in another form.
 func (s *stores) holding(names []digest.Digest) []*layer.Store {
 	var stacked, rest []*layer.Store
 	for _, store := range s.usable {
@@ -136,25 +138,27 @@ func (s *stores) holding(names []digest.Digest) []*layer.Store {
 	return append(stacked, rest...)
 }
 
-// home returns the store that has all the layers of an image, or the one in which the missing ones are to be made.
-func (s *stores) home(names []digest.Digest) *layer.Store {
+// storeFor returns the store that has all layers of an image, or the one in which to create the
+// missing layers.
+func (s *stores) storeFor(names []digest.Digest) *layer.Store {
 	if holding := s.holding(names); len(holding) > 0 {
 		return holding[0]
 	}
-	return s.made
+	return s.primary
 }
 
-// other returns the store in which to make an image whose layers are too much for the driver of the given one, or nil.
-func (s *stores) other(store *layer.Store) *layer.Store {
+// fallback returns the store for an image whose layers are too large for the driver of the given
+// store, or nil.
+func (s *stores) fallback(store *layer.Store) *layer.Store {
 	if s.choice != driverAuto || store.Kind() == rootfs.Directory {
 		return nil
 	}
 	return s.all[0]
 }
 
-// has reports whether an image can be used.
+// has returns an error if a layer of an image is missing.
 func (s *stores) has(names []digest.Digest) error {
-	store := s.home(names)
+	store := s.storeFor(names)
 	for _, name := range names {
 		if !store.Has(name) {
 			return fmt.Errorf("layer %s is missing", name)
@@ -163,7 +167,8 @@ func (s *stores) has(names []digest.Digest) error {
 	return nil
 }
 
-// isUnmountable reports whether all layers of an image are there, but in a form that this kernel cannot mount.
+// isUnmountable reports whether all layers of an image exist in a form that this kernel cannot
+// mount.
 func (s *stores) isUnmountable(names []digest.Digest) bool {
 	if s.unmountable == nil {
 		return false
@@ -176,8 +181,8 @@ func (s *stores) isUnmountable(names []digest.Digest) bool {
 	return true
 }
 
-// removeUnmountable deletes the layers that this kernel cannot mount in the background. It is called after the records of their
-// images have been removed, so that a crash in between leaves no record without its layers.
+// removeUnmountable deletes the layers that this kernel cannot mount, in the background. Its caller
+// has removed the records of their images: a crash in between leaves no record without layers.
 func (s *stores) removeUnmountable() {
 	if s.unmountable == nil {
 		return
@@ -198,11 +203,12 @@ func hasAll(store *layer.Store, names []digest.Digest) bool {
 	return true
 }
 
-// Stack is layer.Store's, of the first store that can.
+// Stack returns the layers to mount for an image, from the best store that has them. See
+// layer.Store.
 func (s *stores) Stack(ctx context.Context, names []digest.Digest) ([]rootfs.Layer, error) {
 	holding := s.holding(names)
 	if len(holding) == 0 {
-		return s.made.Stack(ctx, names) // which tells what is missing
+		return s.primary.Stack(ctx, names) // its error names the missing layer
 	}
 	var failed error
 	for _, store := range holding {
@@ -215,7 +221,7 @@ func (s *stores) Stack(ctx context.Context, names []digest.Digest) ([]rootfs.Lay
 	return nil, failed
 }
 
-// Usage is what all take.
+// Usage returns the disk usage of all stores.
 func (s *stores) Usage() (sum layer.Usage) {
 	for _, store := range s.all {
 		sum = sum.Add(store.Usage())
@@ -223,7 +229,7 @@ func (s *stores) Usage() (sum layer.Usage) {
 	return sum
 }
 
-// deleting is how many bytes those layers take that are being deleted.
+// deleting returns the bytes of layers under deletion.
 func (s *stores) deleting() (bytes uint64) {
 	for _, store := range s.all {
 		bytes += store.Deleting().Bytes
@@ -231,7 +237,7 @@ func (s *stores) deleting() (bytes uint64) {
 	return bytes
 }
 
-// list returns all layers, in each form that there is.
+// list returns all layers in all forms.
 func (s *stores) list() (layers []form) {
 	for _, store := range s.all {
 		for _, name := range store.List() {
@@ -241,10 +247,10 @@ func (s *stores) list() (layers []form) {
 	return layers
 }
 
-// remove removes a layer of one form.
+// remove removes a layer in one form.
 func (s *stores) remove(layer form) error { return s.of(layer.kind).Remove(layer.name) }
 
-// merged returns the chains of layers that there are images of, see layer.Store.
+// merged returns the layer chains that have an image, see layer.Store.
 func (s *stores) merged() (chains []form) {
 	for _, store := range s.all {
 		for _, chain := range store.Merged() {
@@ -254,15 +260,15 @@ func (s *stores) merged() (chains []form) {
 	return chains
 }
 
-// removeMerged removes the image of a chain of layers.
+// removeMerged removes the image of a layer chain.
 func (s *stores) removeMerged(chain form) error { return s.of(chain.kind).RemoveMerged(chain.name) }
 
-// of returns the store of a kind that there is one of.
+// of returns the open store of a kind.
 func (s *stores) of(kind rootfs.Kind) *layer.Store {
 	return s.all[slices.IndexFunc(s.all, func(store *layer.Store) bool { return store.Kind() == kind })]
 }
 
-// DropSetAside is layer.Store's.
+// DropSetAside calls layer.Store.DropSetAside for all stores.
 func (s *stores) DropSetAside(inUse [][]digest.Digest) (failed error) {
 	for _, store := range s.all {
 		failed = errors.Join(failed, store.DropSetAside(inUse))

@@ -290,7 +290,7 @@ func TestKernelWithoutEROFSSetsAsideIncompleteImage(t *testing.T) {
 	reg.PutImage("app", "v1", "app", plain(t, "f", "app"), plain(t, "g", "2"))
 	s := restart(t, nil, cfg.with("auto", works))
 	img := pull(t, s, reg.Host()+"/app:v1")
-	if err := s.layers.made.Remove(img.Layers[0]); err != nil {
+	if err := s.layers.primary.Remove(img.Layers[0]); err != nil {
 		t.Fatal(err)
 	}
 	s = restart(t, s, cfg.with("auto", cannot))
@@ -530,7 +530,7 @@ func TestLayerTooLargeIsNotReadToItsEnd(t *testing.T) {
 		t.Fatal(err)
 	}
 	var n atomic.Int64
-	_, _, err = s.downloadFrom(t.Context(), s.layers.made, repo, img.Layers[0], 0, &n, lack{})
+	_, _, err = s.downloadFrom(t.Context(), s.layers.primary, repo, img.Layers[0], 0, &n, shortage{})
 	if got := n.Load(); !errors.Is(err, layer.ErrTooLarge) || got >= littleLeft/2 {
 		t.Errorf("%v, after %d bytes", err, got)
 	}

@@ -8,16 +8,16 @@ import (
 	"berth/checkpoint"
 )
 
-// Recorded is what the record of an image says.
+// Recorded is the content of an image's record.
 type Recorded struct {
 	ID            string
 	Tags, Digests []string
 	Layers        []digest.Digest // names in the layer store, bottom first
-	Sequence      uint64          // of its last write: a tag in two records belongs to the younger one
+	Sequence      uint64          // of its last write: if two records have a tag, the higher one owns it
 }
 
-// ReadRecords reads the records of the store in root, whether it is open or not, and changes
-// nothing.
+// ReadRecords reads the records of the store in root without changing anything. The store may be
+// open.
 func ReadRecords(root string) (map[string]*Recorded, checkpoint.Survey, error) {
 	images := map[string]*Recorded{}
 	survey, err := checkpoint.Inspect(filepath.Join(root, recordsDir), recordKind, recordVersion, func(name string, _ int, body []byte) error {

@@ -108,7 +108,7 @@ func TestLayersOfAnOlderBerth(t *testing.T) {
 		t.Fatal(err)
 	}
 	// As 0.2.0 would have it.
-	if err := s.layers.made.Create(t.Context(), layer.Source{DiffID: content.DiffID}, bytes.NewReader(content.Blob), unpack.Limits{}); err != nil {
+	if err := s.layers.primary.Create(t.Context(), layer.Source{DiffID: content.DiffID}, bytes.NewReader(content.Blob), unpack.Limits{}); err != nil {
 		t.Fatal(err)
 	}
 	if err := s.Close(); err != nil {

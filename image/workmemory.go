@@ -10,47 +10,47 @@ import (
 	"berth/image/unpack"
 )
 
-// leastMemory is what each process that unpacks a layer may take for what it keeps of the layer.
-// 4,500 files of a tree take so much.
+// leastMemory is what each unpack process may keep of its layer, in bytes. It suffices for a tree
+// of 4,500 files.
 const leastMemory = 2 << 20
 
-// usualWindow is the zstd window that each process may take beside that. Encoders use up to 8 MiB
-// by default.
+// usualWindow is the zstd window that each process may use beside that. Encoders use up to 8 MiB by
+// default.
 const usualWindow = 8 << 20
 
-// workMemory is what the processes that unpack layers may keep in memory, all together: trees of
-// layers that are packed, names of directories, windows of zstd beyond usualWindow.
+// workMemory is the memory that all unpack processes together may use for what they keep of their
+// layers: trees of packed layers, names of directories and zstd windows beyond usualWindow.
 //
-// How much a layer takes shows when it is read, so each process gets a share at once: the least,
-// which is kept for as many as there can be at a time, and half of what is free of the rest. A
-// process whose layer takes more ends, and begins again when there is as much as any layer may
-// take. Those wait in line. Nobody waits who has more than the least, so whoever waits gets it, and
-// small layers go on meanwhile.
+// The need of a layer shows only while it is read. So each process gets a share at once: the
+// reserved minimum, and half of the free rest. If a layer needs more, its process ends and starts
+// again once the maximum per layer is free. Such layers wait in a queue. A waiting layer holds
+// nothing but the minimum, so every one gets its memory eventually, and small layers continue
+// meanwhile.
 type workMemory struct {
-	least, most int64         // of a tree
-	rest        int64         // beside the least of each
-	line        chan struct{} // holds a token: whoever has it is the first of those who wait
+	least, most int64         // per process, in bytes of a tree
+	rest        int64         // total beyond the minimum of each process
+	line        chan struct{} // holds one token: its holder is first in the queue
 
-	mu      sync.Mutex    // guards what follows
+	mu      sync.Mutex    // guards all fields below
 	free    int64         // of the rest
-	waiting bool          // somebody waits: others get the least
-	given   chan struct{} // closed when something is given back
+	waiting bool          // a layer waits: new processes get the minimum
+	freed   chan struct{} // closed when memory is released
 }
 
-// newWorkMemory is all of the memory, for so many processes at a time. Trees are merged with so
-// much (Config.MergeMemory). 0: each may take what its layer's limits say.
+// newWorkMemory divides total bytes among the freed number of processes. merging is
+// Config.MergeMemory. If total is 0 it returns nil: only the limits of each layer count.
 func newWorkMemory(all, merging int64, processes int) *workMemory {
 	if all <= 0 {
 		return nil
 	}
 	least := min(leastMemory, all/int64(2*processes))
-	most := cmp.Or(merging, erofs.MaxMemory) * 5 / 4 // what takes more can't be merged; only while it is packed what is replaced counts, too
+	most := cmp.Or(merging, erofs.MaxMemory) * 5 / 4 // a larger tree cannot be merged; while packing, replaced nodes count as well
 	rest := all - least*int64(processes)
-	return &workMemory{least: least, most: min(max(least, most), least+rest), rest: rest, line: make(chan struct{}, 1), free: rest, given: make(chan struct{})}
+	return &workMemory{least: least, most: min(max(least, most), least+rest), rest: rest, line: make(chan struct{}, 1), free: rest, freed: make(chan struct{})}
 }
 
-// share gives a process what there is for the layer, and does not wait. The caller gives it back.
-func (m *workMemory) share(limits unpack.Limits) (_ unpack.Limits, giveBack func()) {
+// share returns the limits with the share of one process, without waiting. The caller releases it.
+func (m *workMemory) share(limits unpack.Limits) (_ unpack.Limits, release func()) {
 	if m == nil {
 		return limits, func() {}
 	}
@@ -62,23 +62,23 @@ func (m *workMemory) share(limits unpack.Limits) (_ unpack.Limits, giveBack func
 	}
 	m.free -= more
 	limits.Memory, limits.Window = min(m.least+more, limits.Memory), usualWindow
-	return limits, func() { m.giveBack(more) }
+	return limits, func() { m.release(more) }
 }
 
-func (m *workMemory) giveBack(bytes int64) {
+func (m *workMemory) release(bytes int64) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.free += bytes
-	close(m.given)
-	m.given = make(chan struct{})
+	close(m.freed)
+	m.freed = make(chan struct{})
 }
 
-// lack is what a layer was found to need more of than its share.
-type lack struct{ memory, window bool }
+// shortage records which resources a layer needs more of.
+type shortage struct{ memory, window bool }
 
-// grow notes what made a process fail, and reports whether the layer may get more of it than the
-// limits that it had.
-func (n *lack) grow(m *workMemory, had unpack.Limits, err error) bool {
+// grow records why a process failed, and reports whether another attempt can get more than the
+// limits in had.
+func (n *shortage) grow(m *workMemory, had unpack.Limits, err error) bool {
 	if m == nil || err == nil {
 		return false
 	}
@@ -99,9 +99,8 @@ func (n *lack) grow(m *workMemory, had unpack.Limits, err error) bool {
 	return true
 }
 
-// wait waits in line for all that a layer may take of what it needs more of. The caller gives it
-// back.
-func (m *workMemory) wait(ctx context.Context, limits unpack.Limits, n lack) (_ unpack.Limits, giveBack func(), err error) {
+// wait queues for the maximum of what a layer lacks. The caller releases it.
+func (m *workMemory) wait(ctx context.Context, limits unpack.Limits, n shortage) (_ unpack.Limits, release func(), err error) {
 	memory, window := m.least, int64(usualWindow)
 	if n.memory {
 		memory = min(m.most, limits.Memory)
@@ -113,12 +112,12 @@ func (m *workMemory) wait(ctx context.Context, limits unpack.Limits, n lack) (_ 
 	}
 	limits.Memory, limits.Window = memory, window
 	if err := m.take(ctx, bytes); err != nil {
-		return limits, nil, fmt.Errorf("wait for memory to unpack it with: %w", err)
+		return limits, nil, fmt.Errorf("wait for unpack memory: %w", err)
 	}
-	return limits, func() { m.giveBack(bytes) }, nil
+	return limits, func() { m.release(bytes) }, nil
 }
 
-// take waits in line for bytes of the rest, which has as many when all is given back.
+// take queues for bytes of the rest. All of the rest together suffices.
 func (m *workMemory) take(ctx context.Context, bytes int64) error {
 	select {
 	case m.line <- struct{}{}:
@@ -127,12 +126,12 @@ func (m *workMemory) take(ctx context.Context, bytes int64) error {
 		return ctx.Err()
 	}
 	for {
-		given, ok := m.try(bytes)
+		freed, ok := m.try(bytes)
 		if ok {
 			return nil
 		}
 		select {
-		case <-given:
+		case <-freed:
 		case <-ctx.Done():
 			m.leave()
 			return ctx.Err()
@@ -140,19 +139,19 @@ func (m *workMemory) take(ctx context.Context, bytes int64) error {
 	}
 }
 
-// try takes bytes for the first in line, or returns a channel that is closed when it is worth
-// trying again.
-func (m *workMemory) try(bytes int64) (given <-chan struct{}, ok bool) {
+// try takes bytes for the first in the queue. Otherwise it returns a channel that is closed when
+// another attempt makes sense.
+func (m *workMemory) try(bytes int64) (freed <-chan struct{}, ok bool) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if m.waiting = m.free < bytes; m.waiting {
-		return m.given, false
+		return m.freed, false
 	}
 	m.free -= bytes
 	return nil, true
 }
 
-// leave ends the waiting of the first in line.
+// leave withdraws the first in the queue.
 func (m *workMemory) leave() {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -33,8 +33,8 @@ func TestWorkMemory(t *testing.T) {
 				var back []func()
 				sum := int64(0)
 				for range c.processes {
-					limits, giveBack := m.share(unpack.Limits{Memory: c.limit * mib})
-					got, back, sum = append(got, limits.Memory/mib), append(back, giveBack), sum+limits.Memory
+					limits, release := m.share(unpack.Limits{Memory: c.limit * mib})
+					got, back, sum = append(got, limits.Memory/mib), append(back, release), sum+limits.Memory
 					if m != nil && limits.Memory < min(c.limit*mib, m.least) {
 						t.Errorf("one gets %d", limits.Memory)
 					}
@@ -45,8 +45,8 @@ func TestWorkMemory(t *testing.T) {
 				if n := min(len(got), len(c.want)); !slices.Equal(got[:n], c.want[:n]) {
 					t.Errorf("%d MiB each, want %d", got, c.want)
 				}
-				for _, giveBack := range back {
-					giveBack()
+				for _, release := range back {
+					release()
 				}
 			}
 		})
@@ -58,7 +58,7 @@ func TestWorkMemory(t *testing.T) {
 func TestLayerWaitsForWorkMemory(t *testing.T) {
 	m := newWorkMemory(341*mib, 64*mib, 32)
 	usual := unpack.DefaultLimits
-	var more lack
+	var more shortage
 	for _, code := range []unpack.Code{unpack.MoreWindow, unpack.MoreMemory} {
 		if !more.grow(m, unpack.Limits{Memory: 30 * mib}, &unpack.Error{Code: code, Err: errors.New("too little")}) {
 			t.Fatalf("code %d: no more", code)
@@ -69,15 +69,15 @@ func TestLayerWaitsForWorkMemory(t *testing.T) {
 	}
 	first, giveFirst := m.share(usual)
 	type answer struct {
-		limits   unpack.Limits
-		giveBack func()
-		err      error
+		limits  unpack.Limits
+		release func()
+		err     error
 	}
 	large := make(chan answer)
 	for range 2 {
 		go func() {
-			limits, giveBack, err := m.wait(t.Context(), usual, more)
-			large <- answer{limits, giveBack, err}
+			limits, release, err := m.wait(t.Context(), usual, more)
+			large <- answer{limits, release, err}
 		}()
 	}
 	one := <-large
@@ -91,19 +91,19 @@ func TestLayerWaitsForWorkMemory(t *testing.T) {
 		t.Errorf("who gives up: %v", err)
 	}
 	for range 30 {
-		small, giveBack := m.share(usual)
+		small, release := m.share(usual)
 		if small.Memory != m.least || small.Window != usualWindow {
 			t.Errorf("beside one that waits: %d bytes, a window of %d", small.Memory, small.Window)
 		}
-		defer giveBack()
+		defer release()
 	}
 	giveFirst()
-	one.giveBack()
+	one.release()
 	two := <-large
 	if two.err != nil || two.limits != one.limits {
 		t.Errorf("the second gets %+v, %v; the first %+v", two.limits, two.err, first)
 	}
-	two.giveBack()
+	two.release()
 	if m.free != m.rest || m.waiting {
 		t.Errorf("%d of %d bytes are free, waiting: %t", m.free, m.rest, m.waiting)
 	}

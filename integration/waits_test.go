@@ -172,7 +172,7 @@ func TestWaitsAreShown(t *testing.T) {
 	}
 	const minutes, slack, general = 60, 15, 100
 
-	for what, path := range map[string]string{"its bytes, and to be unpacked": "/blobs/", "its registry to tell what it is": "/manifests/"} {
+	for what, path := range map[string]string{"layer download and unpack": "/blobs/", "registry manifest": "/manifests/"} {
 		registry := harness.NewRegistry(t)
 		img := harness.BuildImage(t, v1.Config{}, fixture.Tree{fixture.File("of", 0o644, registry.Host)})
 		name, _ := harness.Push(t, registry, "app:latest", img)

@@ -12,43 +12,43 @@ import (
 	"berth/image/registry/registrytest"
 )
 
-// A registry gets no more turns than it leaves, whatever the number; all of them come back.
-func TestTurns(t *testing.T) {
+// A registry gets no more slots than it leaves, whatever the number; all of them come back.
+func TestUnpackSlotsLeaveRoomForOtherRegistries(t *testing.T) {
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
 	for most, want := range map[int][]int{1: {1, 0}, 2: {1, 1, 0}, 3: {2, 1, 0}, 8: {4, 2, 1, 1, 0}, 64: {32, 16, 8, 4, 2, 1, 1, 0}} {
-		turns := newTurns(most)
+		slots := newUnpackSlots(most)
 		var back []func()
 		for i, n := range want {
 			registry := string(rune('a' + i))
 			for range n {
-				giveBack, err := turns.take(t.Context(), registry)
+				release, err := slots.acquire(t.Context(), registry)
 				if err != nil {
 					t.Fatal(err)
 				}
-				back = append(back, giveBack)
+				back = append(back, release)
 			}
-			if _, err := turns.take(gone, registry); !errors.Is(err, context.Canceled) {
-				t.Errorf("of %d turns registry %d has more than %d: %v", most, i, n, err)
+			if _, err := slots.acquire(gone, registry); !errors.Is(err, context.Canceled) {
+				t.Errorf("of %d slots registry %d has more than %d: %v", most, i, n, err)
 			}
 		}
 		var waiting sync.WaitGroup
 		for range 10 {
 			waiting.Go(func() {
-				giveBack, err := turns.take(t.Context(), "a")
+				release, err := slots.acquire(t.Context(), "a")
 				if err != nil {
 					t.Error(err)
 					return
 				}
-				giveBack()
+				release()
 			})
 		}
-		for _, giveBack := range back {
-			giveBack()
+		for _, release := range back {
+			release()
 		}
 		waiting.Wait()
-		if turns.free != most || len(turns.by) != 0 {
-			t.Errorf("%d of %d turns have come back; %v", turns.free, most, turns.by)
+		if slots.free != most || len(slots.by) != 0 {
+			t.Errorf("%d of %d slots have come back; %v", slots.free, most, slots.by)
 		}
 	}
 }

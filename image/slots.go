@@ -1,0 +1,68 @@
+package image
+
+import (
+	"context"
+	"fmt"
+	"sync"
+)
+
+// unpackSlots limits concurrent unpack processes. A layer occupies its slot for as long as its
+// registry takes to send it. So a registry gets a slot only while more are free than it has: slow
+// registries do not starve the others.
+type unpackSlots struct {
+	mu    sync.Mutex // guards all fields below
+	free  int
+	by    map[string]int // slots in use, by registry
+	freed chan struct{}  // closed when a slot is released
+}
+
+func newUnpackSlots(most int) *unpackSlots {
+	return &unpackSlots{free: most, by: map[string]int{}, freed: make(chan struct{})}
+}
+
+// acquire waits for a slot for a layer of a registry. The caller releases it.
+func (t *unpackSlots) acquire(ctx context.Context, registry string) (release func(), err error) {
+	for {
+		freed, ok := t.try(registry)
+		if ok {
+			return func() { t.release(registry) }, nil
+		}
+		select {
+		case <-freed:
+		case <-ctx.Done():
+			return nil, fmt.Errorf("wait for an unpack slot: %w", ctx.Err())
+		}
+	}
+}
+
+// tryAcquire takes a slot if one is free and does not wait.
+func (t *unpackSlots) tryAcquire(registry string) (release func(), ok bool) {
+	if _, ok := t.try(registry); !ok {
+		return nil, false
+	}
+	return func() { t.release(registry) }, true
+}
+
+// try takes a slot if the registry may have one. Otherwise it returns a channel that is closed when
+// another attempt makes sense.
+func (t *unpackSlots) try(registry string) (freed <-chan struct{}, ok bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.by[registry] >= t.free {
+		return t.freed, false
+	}
+	t.free--
+	t.by[registry]++
+	return nil, true
+}
+
+func (t *unpackSlots) release(registry string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.free++
+	if t.by[registry]--; t.by[registry] == 0 {
+		delete(t.by, registry)
+	}
+	close(t.freed)
+	t.freed = make(chan struct{})
+}
