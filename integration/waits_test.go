@@ -204,7 +204,7 @@ func TestWaitsAreShown(t *testing.T) {
 	shown("CNI DEL", "pod "+victim.Id, general)
 	shown("stop", "pod "+victim.Id, 4*minutes+slack)
 	begin("remove pod", func(ctx context.Context) error { return d.Cri.RemovePodSandbox(ctx, victim.Id) })
-	shown("its turn to remove", "pod "+victim.Id, 4*minutes+slack)
+	shown("lock to remove", "pod "+victim.Id, 4*minutes+slack)
 	shown("remove", "pod "+victim.Id, 4*minutes+slack)
 
 	begin("exec", func(ctx context.Context) error {

@@ -20,7 +20,7 @@ const (
 // so for those that follow it.
 //
 // While a launch is expected, the kernel's lock of moves between cgroups is taken again and again, for some microseconds each, by
-// moving an idle launcher to the cgroup that it is in (cgroup.Stay). So the wait for it is over when it matters.
+// moving an idle launcher to the cgroup that it is in (cgroup.Anchor). So the wait for it is over when it matters.
 func (l *Launchers) Expect() { l.expect() }
 
 // expect is Expect. The function returned says that the launch is done; it matters if nobody expects another one.
@@ -48,16 +48,16 @@ func (l *Launchers) ExpectPause(plain, systemd bool) {
 func (l *Launchers) keepLockFast() {
 	defer l.expecting.Store(false) // an Expect that comes just now is not served; so be it
 	var moved int                  // the launcher that was moved last
-	var stay *cgroup.Stay
+	var stay *cgroup.Anchor
 	for time.Now().Before(*l.expectUntil.Load()) {
 		if pid := l.idlePID(); pid != 0 {
 			var err error
 			if pid != moved {
-				stay, err = cgroup.StayOf(pid)
+				stay, err = cgroup.AnchorOf(pid)
 				moved = pid
 			}
 			if err == nil {
-				err = stay.Again()
+				err = stay.Move()
 			}
 			if err != nil {
 				l.cfg.Log.Debug("prepare the kernel for a launch", "error", err)

@@ -1,9 +1,9 @@
-// Package cgroup reaches a container's cgroup from its runtime-spec path alone,
-// so that what a lost process left can be killed and removed by anybody who
-// knows the container's ID. Creating the cgroup is libcontainer's part.
+// Package cgroup controls a container's cgroup, which it finds through the runtime-spec path alone:
+// kill, remove, limit. So processes that a lost shim left behind can be killed with nothing but the
+// container's ID. libcontainer creates the cgroup.
 //
-// All operations are idempotent: a cgroup that is gone is killed, empty and
-// destroyed.
+// All operations are idempotent: killing, emptying or removing a cgroup that does not exist
+// succeeds. Functions that take a directory (KillDir, ProcsIn) work on any cgroup.
 package cgroup
 
 import (
@@ -25,8 +25,8 @@ import (
 	"berth/internal/failpoint"
 )
 
-// FromState returns the group of a container whose libcontainer state file is at
-// path: for what is left of a container that nothing else is known of.
+// FromState returns the group of a container whose libcontainer state file is at path. Use it for a
+// container without any other record.
 func FromState(path string) (*Group, error) {
 	data, err := os.ReadFile(path)
 	if err != nil {
@@ -42,7 +42,7 @@ func FromState(path string) (*Group, error) {
 	}
 	c := state.Config.Cgroups
 	if c == nil {
-		return nil, fmt.Errorf("libcontainer state %s names no cgroup", path)
+		return nil, fmt.Errorf("libcontainer state %s has no cgroup", path)
 	}
 	if c.Systemd {
 		return Open(c.Parent+":"+c.ScopePrefix+":"+c.Name, true)
@@ -50,15 +50,15 @@ func FromState(path string) (*Group, error) {
 	return Open(c.Path, false)
 }
 
-// Group is one container's cgroup, in all hierarchies it has.
+// Group is one container's cgroup in all hierarchies.
 type Group struct {
-	path    string // as in the runtime-spec, for messages
-	systemd bool   // a scope of systemd's
+	path    string // as in the runtime-spec, for error texts
+	systemd bool   // a systemd scope
 	mgr     cgroups.Manager
 }
 
-// Open returns the group at a runtime-spec cgroupsPath: an absolute path for the
-// cgroupfs driver, "slice:prefix:name" for the systemd driver. Nothing is made.
+// Open returns the group at a runtime-spec cgroupsPath: an absolute path for the cgroupfs driver,
+// "slice:prefix:name" for the systemd driver. It creates nothing.
 func Open(cgroupsPath string, systemd bool) (*Group, error) {
 	cfg := &cgroups.Cgroup{Systemd: systemd, Resources: &cgroups.Resources{SkipDevices: true, SkipFreezeOnSet: true}}
 	if systemd {
@@ -80,7 +80,7 @@ func Open(cgroupsPath string, systemd bool) (*Group, error) {
 	return &Group{path: cgroupsPath, systemd: systemd, mgr: mgr}, nil
 }
 
-// dirs returns the group's folders: one on v2, one per hierarchy on v1.
+// dirs returns the group's directories: one on v2, one per hierarchy on v1.
 func (g *Group) dirs() []string {
 	var dirs []string
 	for _, dir := range g.mgr.GetPaths() {
@@ -91,15 +91,15 @@ func (g *Group) dirs() []string {
 	return dirs
 }
 
-// Dir returns the group's folder in the hierarchy of a v1 controller, "" if that is
-// not mounted. On v2 it is the same for all.
+// Dir returns the group's directory in the hierarchy of a v1 controller, or "" if that is not
+// mounted. On v2 all controllers share one directory.
 func (g *Group) Dir(controller string) string { return g.mgr.Path(controller) }
 
-// Paths returns the group's folders by controller on v1; that of v2 is under "". They
-// need not exist.
+// Paths returns the group's directories by controller on v1, or under "" on v2. They need not
+// exist.
 func (g *Group) Paths() map[string]string { return g.mgr.GetPaths() }
 
-// Procs returns the processes of the group and of groups below it.
+// Procs returns the processes of the group and its descendants in all hierarchies.
 func (g *Group) Procs() ([]int, error) {
 	seen := map[int]bool{}
 	var pids []int
@@ -118,8 +118,8 @@ func (g *Group) Procs() ([]int, error) {
 	return pids, nil
 }
 
-// Members returns the processes of the group and of groups below it, as one of v1's hierarchies has them. It is for who counts: a
-// process that has the right to can leave that one alone.
+// Members returns the processes of the group and its descendants in one v1 hierarchy, which
+// suffices for counting. A privileged process can leave a single hierarchy.
 func (g *Group) Members() ([]int, error) {
 	for _, controller := range []string{"pids", "memory", "freezer"} {
 		if dir := g.Dir(controller); dir != "" {
@@ -133,8 +133,8 @@ func (g *Group) Members() ([]int, error) {
 	return g.Procs()
 }
 
-// OOMKills returns how many processes of the group, and on v2 of those below it, the kernel has
-// killed for lack of memory. 0 where the group has no memory controller.
+// OOMKills returns how many processes of the group the OOM killer has killed, on v2 including the
+// group's descendants. It returns 0 without a memory controller.
 func (g *Group) OOMKills() (uint64, error) {
 	name := "memory.oom_control"
 	if cgroups.IsCgroup2UnifiedMode() {
@@ -159,9 +159,8 @@ func (g *Group) OOMKills() (uint64, error) {
 	return 0, nil
 }
 
-// Kill sends SIGKILL to every process in the group and waits until none is left,
-// looking again as long as ctx allows: processes may be forking, or frozen, or
-// in uninterruptible sleep.
+// Kill sends SIGKILL to every process in the group and waits until none is left. It repeats this
+// until ctx ends, because processes may be forking, frozen, or in uninterruptible sleep.
 func (g *Group) Kill(ctx context.Context) error {
 	failpoint.Reach("cgroup.kill")
 	for delay := time.Millisecond; ; delay = min(2*delay, 200*time.Millisecond) {
@@ -178,15 +177,15 @@ func (g *Group) Kill(ctx context.Context) error {
 		}
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("kill cgroup %s: processes %v do not end: %w", g.path, pids, ctx.Err())
+			return fmt.Errorf("kill cgroup %s: processes %v still exist: %w", g.path, pids, ctx.Err())
 		case <-time.After(delay):
 		}
 	}
 }
 
-// Signal sends SIGKILL to what is in the group now and does not wait. On v2 (Linux 5.14) the kernel does it in
-// one step, frozen groups included. On v1 the group is frozen meanwhile, so that
-// no fork escapes, and thawed so that the signal is acted on.
+// Signal sends SIGKILL to all current processes of the group and does not wait. On v2 the kernel
+// does so in one step, also in frozen groups (Linux 5.14). On v1 Signal freezes the group so that
+// no fork escapes, and thaws it so that the processes act on the signal.
 func (g *Group) Signal() error {
 	if cgroups.IsCgroup2UnifiedMode() {
 		err := writeFile(filepath.Join(g.mgr.Path(""), "cgroup.kill"), "1")
@@ -196,9 +195,9 @@ func (g *Group) Signal() error {
 		if !gone(err) {
 			return fmt.Errorf("kill cgroup %s: %w", g.path, err)
 		}
-		// Gone, or a kernel before 5.14: one process after the other.
+		// The group is gone, or the kernel is older than 5.14: kill the processes one by one.
 	}
-	freezeErr := g.freeze() // without it a caller that looks again still gets there
+	freezeErr := g.freeze() // not fatal: the caller repeats the call
 	failpoint.Reach("cgroup.frozen")
 	pids, err := g.Procs()
 	for _, pid := range pids {
@@ -216,7 +215,7 @@ func (g *Group) Signal() error {
 	return nil
 }
 
-// freezerFile is where the group's processes are stopped, and the words for it.
+// freezerFile returns the file that freezes the group, and its values.
 func (g *Group) freezerFile() (dir, name, frozen, thawed string) {
 	if cgroups.IsCgroup2UnifiedMode() {
 		return g.mgr.Path(""), "cgroup.freeze", "1", "0"
@@ -232,8 +231,8 @@ func (g *Group) freeze() error {
 	return ignoreGone(writeFile(filepath.Join(dir, name), frozen))
 }
 
-// thaw thaws the group and all below it: a process that was killed while it froze
-// one of those would have left it frozen, with its processes unable to die.
+// thaw thaws the group and its descendants. A process that was killed while it froze one of these
+// would leave its processes frozen and unable to die.
 func (g *Group) thaw() error {
 	dir, name, _, thawed := g.freezerFile()
 	if dir == "" {
@@ -254,9 +253,9 @@ func ignoreGone(err error) error {
 	return err
 }
 
-// Destroy removes the group and those below it. Its processes must be gone; a
-// group that the kernel still calls busy (they are being reaped) is tried again
-// as long as ctx allows. systemd is waited for no longer, either.
+// Destroy removes the group and its descendants. Their processes must be gone. While the kernel
+// reports the group as busy, because processes are still being reaped, Destroy retries until ctx
+// ends. It waits for systemd no longer than that either.
 func (g *Group) Destroy(ctx context.Context) error {
 	var err error
 	for delay := time.Millisecond; ; delay = min(2*delay, 200*time.Millisecond) {
@@ -266,7 +265,7 @@ func (g *Group) Destroy(ctx context.Context) error {
 			failpoint.Reach("cgroup.removed")
 			return nil
 		}
-		if err == nil || ctx.Err() == nil { // that the time is over is no better reason than the last one
+		if err == nil || ctx.Err() == nil { // the previous error explains more than the end of ctx
 			err = now
 		}
 		select {
@@ -277,8 +276,9 @@ func (g *Group) Destroy(ctx context.Context) error {
 	}
 }
 
-// destroyOnce gives up when ctx ends. The library (0.0.6) asks systemd without a context and waits for it up to 30 seconds, after which the
-// goroutine ends that is left behind then; it may remove the group still, which is what was asked for.
+// destroyOnce gives up when ctx ends. The library (0.0.6) waits up to 30 seconds for systemd and
+// takes no context. The goroutine left behind ends then, and may still remove the group, as
+// intended.
 func (g *Group) destroyOnce(ctx context.Context) error {
 	done := make(chan error, 1)
 	go func() { done <- g.mgr.Destroy() }()
@@ -290,9 +290,9 @@ func (g *Group) destroyOnce(ctx context.Context) error {
 	}
 }
 
-// RemoveIdle removes the group if no process is left in it and no group is below it, and tells whether it is gone. That is
-// how a container leaves it that has ended by itself: the kernel knows, and nothing has to be frozen, listed and waited for. It is
-// never so with systemd, which has to be told.
+// RemoveIdle removes the group if it has no processes and no descendants, and reports whether it is
+// gone. It saves freezing and listing the group of a container that has ended by itself. It returns
+// false with the systemd driver, because systemd must remove its units.
 func (g *Group) RemoveIdle() bool {
 	if g.systemd {
 		return false
@@ -300,7 +300,7 @@ func (g *Group) RemoveIdle() bool {
 	failpoint.Reach("cgroup.remove-idle")
 	idle := true
 	for _, dir := range inRemovalOrder(g.Paths()) {
-		if err := unix.Rmdir(dir); err != nil && !gone(err) { // EBUSY: in use, and in the other hierarchies probably too
+		if err := unix.Rmdir(dir); err != nil && !gone(err) { // EBUSY: in use, probably in the other hierarchies too
 			idle = false
 			break
 		}
@@ -309,9 +309,9 @@ func (g *Group) RemoveIdle() bool {
 	return idle
 }
 
-// inRemovalOrder returns folders by controller in the order in which they may be removed as long as there may be a process in one of
-// them: that of the freezer last, without which nobody could hold what forks while it is killed. (On v1 a process that has the right to
-// can leave one hierarchy and stay in the others.)
+// inRemovalOrder returns directories in the order in which they may be removed while processes
+// remain: the freezer's last, because only the freezer can stop processes that fork while they are
+// killed. On v1 a privileged process can leave one hierarchy and stay in the others.
 func inRemovalOrder(paths map[string]string) []string {
 	last := paths["freezer"]
 	var dirs []string
@@ -326,9 +326,8 @@ func inRemovalOrder(paths map[string]string) []string {
 	return dirs
 }
 
-// RemoveIfEmpty removes the cgroupfs group at path in every hierarchy where it
-// has neither processes nor groups below it. It is for groups that berth itself
-// made as parents.
+// RemoveIfEmpty removes the cgroupfs group at path in every hierarchy where it has neither
+// processes nor descendants. It is for parent groups that berth created.
 func RemoveIfEmpty(path string) error {
 	g, err := Open(path, false)
 	if err != nil {
@@ -343,8 +342,8 @@ func RemoveIfEmpty(path string) error {
 	return nil
 }
 
-// gone tells whether err says that the cgroup does not exist (any more): opening
-// gives ENOENT, using a file opened before its removal ENODEV.
+// gone reports whether err means that the cgroup does not exist. Opening a file returns ENOENT,
+// using a file opened before the removal ENODEV.
 func gone(err error) bool {
 	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ENODEV)
 }

@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// group makes a cgroup of the test's own with a process tree in it.
+// group creates a cgroup for the test and starts a process tree in it.
 func group(t *testing.T) *Group {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -41,14 +41,14 @@ func group(t *testing.T) *Group {
 		t.Fatal(err)
 	}
 	reaped := make(chan struct{})
-	go func() { defer close(reaped); _ = cmd.Wait() }() // at once, or the group stays busy; it is killed
+	go func() { defer close(reaped); _ = cmd.Wait() }() // reap at once, or the group stays busy
 	t.Cleanup(func() {
 		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 		defer cancel()
 		if err := g.Kill(ctx); err != nil {
 			t.Error(err)
 		}
-		_ = cmd.Process.Kill() // if it never got into the group
+		_ = cmd.Process.Kill() // in case it never entered the group
 		<-reaped
 		if err := g.Destroy(ctx); err != nil {
 			t.Error(err)
@@ -60,7 +60,7 @@ func group(t *testing.T) *Group {
 	if err := g.mgr.Apply(cmd.Process.Pid); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := in.Write([]byte("go\n")); err != nil { // its children are born in the group
+	if _, err := in.Write([]byte("go\n")); err != nil { // its children start in the group
 		t.Fatal(err)
 	}
 	if _, err := out.Read(make([]byte, 3)); err != nil { // its children exist now
@@ -69,11 +69,10 @@ func group(t *testing.T) *Group {
 	return g
 }
 
-// The folder of the freezer goes last, and once, whatever else its hierarchy has.
-func TestRemovalOrder(t *testing.T) {
+func TestFreezerIsRemovedLast(t *testing.T) {
 	for name, test := range map[string]struct {
 		paths map[string]string
-		want  int // folders
+		want  int // number of directories
 		last  string
 	}{
 		"v1":            {map[string]string{"pids": "/pids/c", "freezer": "/freezer/c", "memory": "/memory/c", "cpu": "/cpu,cpuacct/c", "rdma": ""}, 4, "/freezer/c"},
@@ -81,7 +80,7 @@ func TestRemovalOrder(t *testing.T) {
 		"v2":            {map[string]string{"": "/unified/c"}, 1, "/unified/c"},
 		"no freezer":    {map[string]string{"pids": "/pids/c"}, 1, "/pids/c"},
 	} {
-		for range 20 { // of the orders that a map has
+		for range 20 { // map order is random
 			got := inRemovalOrder(test.paths)
 			if len(got) != test.want || got[len(got)-1] != test.last || slices.Index(got, test.last) != len(got)-1 {
 				t.Fatalf("%s: %v", name, got)
@@ -90,7 +89,7 @@ func TestRemovalOrder(t *testing.T) {
 	}
 }
 
-func TestKillAndDestroy(t *testing.T) {
+func TestKillAndDestroyAreIdempotent(t *testing.T) {
 	g := group(t)
 	pids, err := g.Procs()
 	if err != nil || len(pids) == 0 {
@@ -98,7 +97,7 @@ func TestKillAndDestroy(t *testing.T) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
-	for range 2 { // the second finds nothing: idempotent
+	for range 2 { // the second call finds nothing
 		if err := g.Kill(ctx); err != nil {
 			t.Fatal(err)
 		}
@@ -113,7 +112,7 @@ func TestKillAndDestroy(t *testing.T) {
 	}
 }
 
-func TestUpdate(t *testing.T) {
+func TestUpdateSetsLimits(t *testing.T) {
 	g := group(t)
 	limit, shares := int64(64<<20), uint64(512)
 	r := &specs.LinuxResources{Memory: &specs.LinuxMemory{Limit: &limit}, CPU: &specs.LinuxCPU{Shares: &shares}}
@@ -129,14 +128,14 @@ func TestUpdate(t *testing.T) {
 	}
 }
 
-func TestOpenRefuses(t *testing.T) {
+func TestOpenRefusesInvalidPaths(t *testing.T) {
 	for _, path := range []string{"", "relative", "/a/../b", "/a//b"} {
 		if _, err := Open(path, false); err == nil {
 			t.Errorf("Open(%q) succeeded", path)
 		}
 	}
 	if _, err := Open("no-colons", true); err == nil {
-		t.Error("a systemd path without its three parts was accepted")
+		t.Error("Open accepted a systemd path without three parts")
 	}
 }
 
@@ -148,7 +147,6 @@ type hangingManager struct {
 
 func (m hangingManager) Destroy() error { <-m.release; return nil }
 
-// systemd that does not answer is waited for no longer than the caller has time.
 func TestDestroyEndsWithItsContext(t *testing.T) {
 	g := &Group{path: "a.slice:b:c", systemd: true, mgr: hangingManager{release: make(chan struct{})}}
 	defer close(g.mgr.(hangingManager).release)
@@ -159,10 +157,10 @@ func TestDestroyEndsWithItsContext(t *testing.T) {
 	}
 }
 
-// scarceManager lacks descriptors at first, and then hangs.
+// scarceManager first fails for lack of descriptors and then hangs.
 type scarceManager struct {
 	cgroups.Manager
-	calls   chan struct{} // has room for the first
+	calls   chan struct{} // capacity 1
 	hangs   func()
 	release chan struct{}
 }
@@ -178,8 +176,7 @@ func (m scarceManager) Destroy() error {
 	}
 }
 
-// A removal that failed before its time was over tells why it failed.
-func TestDestroyTellsWhatIsLacking(t *testing.T) {
+func TestDestroyReportsFirstError(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	g := &Group{path: "/a", mgr: scarceManager{calls: make(chan struct{}, 1), hangs: cancel, release: make(chan struct{})}}
 	defer close(g.mgr.(scarceManager).release)

@@ -18,17 +18,17 @@ import (
 	"berth/internal/failpoint"
 )
 
-// Children are cgroups below the daemon's own, in one hierarchy, for programs that it runs:
-// whatever such a program starts can be killed as a whole. v2's hierarchy is taken where it is
-// mounted, beside those of v1 too, else that of v1's freezer: both can kill a group that is
-// forking. No controller is enabled in them, so the daemon may stay in their parent, and what they
-// use is accounted to the daemon.
+// Children are cgroups below the daemon's own in one hierarchy, for programs that the daemon runs.
+// The group makes it possible to kill a program with all its descendants. The hierarchy is v2's
+// where it is mounted, also beside v1's, else that of v1's freezer: both can kill a group that
+// forks. No controller is enabled, so the daemon may stay in the parent group, and usage is
+// accounted to the daemon.
 type Children struct {
-	parent string // the directory of the daemon's own cgroup
+	parent string // directory of the daemon's own cgroup
 	v1     bool
 }
 
-// FindChildren finds the place of children of this process's cgroup.
+// FindChildren returns the children of this process's cgroup.
 func FindChildren() (*Children, error) {
 	own, err := cgroups.ParseCgroupFile("/proc/self/cgroup")
 	if err != nil {
@@ -37,8 +37,8 @@ func FindChildren() (*Children, error) {
 	return childrenIn(root, own)
 }
 
-// childrenIn looks below mounts, where hierarchies are mounted; own are the daemon's cgroups by
-// controller, that of v2 under "".
+// childrenIn is FindChildren with the directory below which hierarchies are mounted, and the
+// daemon's cgroups by controller (v2's under "").
 func childrenIn(mounts string, own map[string]string) (*Children, error) {
 	for _, hierarchy := range []struct {
 		dir, controller string
@@ -54,14 +54,14 @@ func childrenIn(mounts string, own map[string]string) (*Children, error) {
 		}
 		parent := filepath.Join(hierarchy.dir, path)
 		if strings.HasPrefix(path, "/..") || unix.Access(parent, unix.W_OK) != nil {
-			parent = hierarchy.dir // our own cgroup is outside of what is mounted
+			parent = hierarchy.dir // the own cgroup is outside the mounted subtree
 		}
 		return &Children{parent: parent, v1: hierarchy.v1}, nil
 	}
 	return nil, errors.New("neither cgroup v2 nor the freezer of v1 is mounted in " + mounts)
 }
 
-// isHierarchy tells whether a cgroup hierarchy of that version is mounted at dir.
+// isHierarchy reports whether a cgroup hierarchy of that version is mounted at dir.
 func isHierarchy(dir string, v1 bool) bool {
 	var s unix.Statfs_t
 	if err := unix.Statfs(dir, &s); err != nil {
@@ -76,8 +76,8 @@ func isHierarchy(dir string, v1 bool) bool {
 // Dir returns the directory of a child.
 func (c *Children) Dir(name string) string { return filepath.Join(c.parent, name) }
 
-// Start starts a command in a child's directory, which exists. The command's first instruction is
-// in the cgroup already.
+// Start starts a command in a child's directory, which must exist. The command is in the cgroup
+// from its first instruction.
 func (c *Children) Start(cmd *exec.Cmd, dir string) error {
 	if c.v1 {
 		return c.startByThread(cmd, dir)
@@ -94,16 +94,17 @@ func (c *Children) Start(cmd *exec.Cmd, dir string) error {
 	return cmd.Start()
 }
 
-// startByThread has a thread of the daemon enter the cgroup, start the command and leave the
-// cgroup. On v1 each thread has a cgroup, and a process begins in that of the thread that made it.
-// A thread that moves itself by the list of threads waits for no RCU grace period (see Stay). A
-// thread that cannot leave ends with its goroutine: what it started later would be in the cgroup,
-// too. The command is killed then, because the caller waits for no process whose start failed.
+// startByThread lets a thread of the daemon enter the cgroup, start the command and leave again. On
+// v1 each thread has a cgroup, and a process starts in that of the thread that created it. A thread
+// that moves itself through the list of threads waits for no RCU grace period (see Anchor). If the
+// thread cannot leave, it ends with its goroutine, because commands that it started later would
+// also be in the cgroup. The command is then killed, because the caller does not wait for a process
+// whose start failed.
 func (c *Children) startByThread(cmd *exec.Cmd, dir string) error {
 	done := make(chan error, 1)
 	go func() {
 		runtime.LockOSThread()
-		if unix.Gettid() == os.Getpid() { // the process's first thread never ends: another one has to do it
+		if unix.Gettid() == os.Getpid() { // the process's first thread never ends, so use another one
 			done <- c.startByThread(cmd, dir)
 			runtime.UnlockOSThread()
 			return
@@ -127,8 +128,7 @@ func (c *Children) startByThread(cmd *exec.Cmd, dir string) error {
 	return <-done
 }
 
-// discard kills a command that has been started, and waits for its end. What that is does not
-// matter.
+// discard kills a started command and reaps it. Its exit status does not matter.
 func discard(cmd *exec.Cmd) error {
 	if err := cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return fmt.Errorf("kill %s: %w", cmd.Path, err)
@@ -137,14 +137,14 @@ func discard(cmd *exec.Cmd) error {
 	return nil
 }
 
-// HasProcesses tells whether a process is in a cgroup's directory or below it. One that is gone has
-// none.
+// HasProcesses reports whether a process is in a cgroup's directory or below it. It returns false
+// for a cgroup that does not exist.
 func HasProcesses(dir string) (bool, error) {
 	pids, err := ProcsIn(dir)
 	return len(pids) > 0, err
 }
 
-// KillChild kills all that is in a child's directory and below it, within patience.
+// KillChild kills all processes in a child's directory and below it. It gives up after patience.
 func KillChild(dir string, patience time.Duration) error {
 	pids, err := ProcsIn(dir)
 	if err != nil {
@@ -152,14 +152,14 @@ func KillChild(dir string, patience time.Duration) error {
 	}
 	for _, pid := range pids {
 		if pid == os.Getpid() { // a thread of startByThread could not leave
-			return fmt.Errorf("the daemon is in cgroup %s itself", dir)
+			return fmt.Errorf("kill cgroup %s: the daemon itself is in it", dir)
 		}
 	}
 	return KillDir(dir, patience)
 }
 
-// RemoveChild removes a child's directory and those below it. Where there are processes the error
-// is EBUSY. One that is gone is removed.
+// RemoveChild removes a child's directory and its descendants. The error is EBUSY if processes
+// remain, nil if the directory does not exist.
 func RemoveChild(dir string) error {
 	failpoint.Reach("cgroup.remove-child")
 	entries, err := os.ReadDir(dir)

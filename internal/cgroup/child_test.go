@@ -14,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// placesOfChildren are the hierarchies of this machine in which there can be children.
-func placesOfChildren(t *testing.T) map[string]*Children {
+// hierarchiesForChildren are the hierarchies of this machine in which there can be children.
+func hierarchiesForChildren(t *testing.T) map[string]*Children {
 	t.Helper()
 	own := map[string]string{"": "/", "freezer": "/"}
 	if machine := os.Getenv("BERTH_MACHINE"); machine != "" {
@@ -47,7 +47,7 @@ const maxForked = 100
 // A command is in its cgroup from its first instruction on. A kill ends whatever it has started,
 // and the cgroup can be removed then: sessions of their own, second forks, empty environments,
 // forks without end.
-func TestChildren(t *testing.T) {
+func TestChildrenAreKilledWithDescendants(t *testing.T) {
 	tests := []struct {
 		name, program string
 		before        func(dir string) bool // is true when the kill is to come; nil: at once
@@ -57,7 +57,7 @@ func TestChildren(t *testing.T) {
 		{"stopped", `kill -STOP $$`, func(dir string) bool { return hasState(dir, "T") }},
 		{"forks without end", `f() { (f) & (f) & wait; }; f`, nil}, // at the limit it would end by itself
 	}
-	for place, c := range placesOfChildren(t) {
+	for place, c := range hierarchiesForChildren(t) {
 		for _, test := range tests {
 			t.Run(place+"/"+test.name, func(t *testing.T) {
 				dir := c.Dir("berth-test-" + strings.ReplaceAll(test.name, " ", "-"))
@@ -91,9 +91,9 @@ func TestChildren(t *testing.T) {
 	}
 }
 
-// A command whose thread cannot leave the cgroup of v1 is not left behind: its start has failed.
-func TestChildOfThreadThatCannotLeave(t *testing.T) {
-	c := placesOfChildren(t)["freezer"]
+// If the thread cannot leave the v1 cgroup, the start fails and the command must be killed.
+func TestStartFailsIfThreadCannotLeaveCgroup(t *testing.T) {
+	c := hierarchiesForChildren(t)["freezer"]
 	if c == nil {
 		t.Skip("NOT TESTED: the freezer of cgroup v1 is not mounted")
 	}
@@ -104,7 +104,7 @@ func TestChildOfThreadThatCannotLeave(t *testing.T) {
 		t.Errorf("error %v", err)
 	}
 	if cmd.ProcessState == nil {
-		t.Error("nobody waits for the command")
+		t.Error("the command was not reaped")
 	}
 	eventually(t, "the thread ends and the cgroup is removed", func() bool { return isRemoved(t, dir) })
 	wantOutside(t)
@@ -118,7 +118,7 @@ func wantOutside(t *testing.T) {
 	}
 }
 
-// isRemoved removes a cgroup, and tells whether it is gone. One with processes is not.
+// isRemoved removes a cgroup and reports whether it is gone. It fails while processes remain.
 func isRemoved(t *testing.T, dir string) bool {
 	t.Helper()
 	err := RemoveChild(dir)
@@ -129,11 +129,11 @@ func isRemoved(t *testing.T, dir string) bool {
 }
 
 func procs(dir string) []int {
-	pids, _ := ProcsIn(dir) // the test fails on an error by KillChild, too
+	pids, _ := ProcsIn(dir) // KillChild reports the error too
 	return pids
 }
 
-// hasCommand tells whether a process in a cgroup executes a program of that name.
+// hasCommand reports whether a process in a cgroup executes a program of that name.
 func hasCommand(dir, name string) bool {
 	return slices.ContainsFunc(procs(dir), func(pid int) bool {
 		comm, _ := os.ReadFile(fmt.Sprintf("/proc/%d/comm", pid)) // it may have ended
@@ -141,7 +141,7 @@ func hasCommand(dir, name string) bool {
 	})
 }
 
-// hasState tells whether a process in a cgroup is in that state.
+// hasState reports whether a process in a cgroup is in that state.
 func hasState(dir, state string) bool {
 	return slices.ContainsFunc(procs(dir), func(pid int) bool {
 		stat, _ := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
@@ -159,12 +159,11 @@ func eventually(t *testing.T, what string, done func() bool) {
 	}
 }
 
-// Where no hierarchy can kill, or the daemon's own cgroup is not in what is mounted.
-func TestFindChildren(t *testing.T) {
+func TestFindChildrenNeedsUsableHierarchy(t *testing.T) {
 	if _, err := childrenIn(t.TempDir(), map[string]string{"": "/"}); err == nil {
 		t.Error("found a hierarchy where there is none")
 	}
-	for place, c := range placesOfChildren(t) {
+	for place, c := range hierarchiesForChildren(t) {
 		mounts, name := filepath.Join(root, place), place
 		if place == "v2" {
 			mounts = root

@@ -2,6 +2,7 @@ package cgroup
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"strconv"
 	"strings"
@@ -12,9 +13,10 @@ import (
 	"berth/internal/failpoint"
 )
 
-// KillDir sends SIGKILL to all processes in dir and below, and looks again until
-// none is left: processes may be forking, frozen, or in uninterruptible sleep. It
-// gives up after patience. A directory that does not exist has no processes.
+// KillDir sends SIGKILL to all processes in dir and below, and repeats this until none is left,
+// because processes may be forking, frozen, or in uninterruptible sleep. It gives up after
+// patience. It succeeds if dir does not exist. The monitor has the same function in
+// shim/monitor/killtree.c.
 func KillDir(dir string, patience time.Duration) error {
 	deadline := time.Now().Add(patience)
 	for delay := time.Millisecond; ; delay = min(2*delay, 50*time.Millisecond) {
@@ -24,14 +26,14 @@ func KillDir(dir string, patience time.Duration) error {
 			return nil
 		}
 		if time.Now().After(deadline) {
-			return errors.Join(errors.New(strconv.Itoa(len(pids))+" processes in "+dir+" do not end"), err, listErr)
+			return errors.Join(fmt.Errorf("kill cgroup %s: %d processes still exist", dir, len(pids)), err, listErr)
 		}
 		time.Sleep(delay)
 	}
 }
 
-// killRound kills what is there now. Linux 5.14 does it in one step on cgroup v2. On
-// v1 the group is frozen meanwhile, so that no fork escapes.
+// killRound kills the current processes: in one step on cgroup v2 (Linux 5.14), else in a frozen
+// group, so that no fork escapes.
 func killRound(dir string) error {
 	if err := writeFile(dir+"/cgroup.kill", "1"); err == nil {
 		return nil
@@ -40,7 +42,7 @@ func killRound(dir string) error {
 	if exists(dir + "/cgroup.freeze") { // v2 before Linux 5.14
 		freezer, frozen, thawed = dir+"/cgroup.freeze", "1", "0"
 	}
-	freezeErr := freezeDir(freezer, frozen) // a hierarchy without a freezer takes more rounds
+	freezeErr := freezeDir(freezer, frozen) // without a freezer it takes more rounds
 	if gone(freezeErr) {
 		freezeErr = nil
 	}
@@ -54,12 +56,11 @@ func killRound(dir string) error {
 }
 
 // freezePatience is how long a cgroup may take to freeze. A process in uninterruptible sleep can
-// keep it from that.
+// prevent that.
 const freezePatience = 200 * time.Millisecond
 
-// freezeDir freezes a cgroup and waits until it is frozen. The freezer of v1 answers while processes
-// still run; those that fork escape the signals, and thousands of them fork faster than they are
-// killed.
+// freezeDir freezes a cgroup and waits until it is frozen. The freezer of v1 answers while
+// processes still run. Thousands of processes can then fork faster than they are killed.
 func freezeDir(freezer, frozen string) error {
 	for deadline := time.Now().Add(freezePatience); ; time.Sleep(time.Millisecond) {
 		if err := writeFile(freezer, frozen); err != nil {
@@ -89,7 +90,7 @@ func signalDir(dir string) error {
 func ProcsIn(dir string) ([]int, error) {
 	data, err := os.ReadFile(dir + "/cgroup.procs")
 	if errors.Is(err, unix.EOPNOTSUPP) {
-		// A threaded cgroup (v2) lists its processes by their threads; a signal to one reaches the process.
+		// A threaded cgroup (v2) lists threads. A signal to a thread ID reaches its process.
 		data, err = os.ReadFile(dir + "/cgroup.threads")
 	}
 	if gone(err) {

@@ -9,11 +9,13 @@ import (
 	"github.com/opencontainers/cgroups"
 )
 
-// hierarchies are the groups "/" of v1 by controller, as Prepare found them. nil: each Open looks for itself.
+// hierarchies are the root directories of v1 by controller, as found by Prepare. nil: each Open
+// searches for them.
 var hierarchies atomic.Pointer[map[string]string]
 
-// pathsOf returns a group's folder in each hierarchy of v1, nil if the library is to find them. It does that anew for each group,
-// with a hundred system calls. A hierarchy that is mounted while the daemon runs is the next one's.
+// pathsOf returns a group's directory in each v1 hierarchy, or nil if the library should search,
+// which takes a hundred system calls per group. A hierarchy mounted later is used after the
+// daemon's next start.
 func pathsOf(cfg *cgroups.Cgroup) map[string]string {
 	roots := hierarchies.Load()
 	if roots == nil || cfg.Systemd {
@@ -26,18 +28,18 @@ func pathsOf(cfg *cgroups.Cgroup) map[string]string {
 	return paths
 }
 
-// Prepare has the library look at this machine now. It looks once and keeps what it found, an error for
-// good: a daemon that was out of descriptors at its first use of a cgroup could use none any more.
+// Prepare makes the library inspect this machine now. The library does so once and keeps an error
+// for good. A daemon out of descriptors at its first use of a cgroup could never use one again.
 func Prepare() error {
 	cgroups.HugePageSizes()
 	dir := "/sys/fs/cgroup"
 	if !cgroups.IsCgroup2UnifiedMode() {
 		var err error
-		// Not FindCgroupMountpoint: it does not look at the table of mounts where a hierarchy is in its usual place, and
-		// that of a controller that is missing is looked for there at the first use.
+		// FindCgroupMountpoint would not do: it reads no mount table for a hierarchy in its usual
+		// place, so the first lookup of a missing controller would still read it.
 		dir, _, err = cgroups.FindCgroupMountpointAndRoot("", "pids")
 		if _, missing := errors.AsType[*cgroups.NotFoundError](err); missing {
-			return nil // and it has looked
+			return nil // the library has inspected the machine
 		}
 		if err != nil {
 			return fmt.Errorf("find cgroup hierarchies: %w", err)

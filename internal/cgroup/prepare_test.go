@@ -8,11 +8,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// freshProcess is set in the environment of the process that a test runs in by itself, for what is looked at once in a process.
+// freshProcess is set in the environment of a test's own process, for state that exists once per
+// process.
 const freshProcess = "BERTH_TEST_FRESH_PROCESS"
 
-// A daemon whose first use of a cgroup comes while it is out of descriptors can use cgroups when it has some.
-func TestFirstUseWithoutDescriptors(t *testing.T) {
+func TestCgroupsWorkAfterFirstUseWithoutDescriptors(t *testing.T) {
 	if os.Getenv(freshProcess) == "" {
 		cmd := exec.CommandContext(t.Context(), "/proc/self/exe", "-test.run", "^"+t.Name()+"$")
 		cmd.Env = append(os.Environ(), freshProcess+"=1")

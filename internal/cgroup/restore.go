@@ -13,8 +13,8 @@ import (
 	"github.com/opencontainers/cgroups"
 )
 
-// The files that an update may write, by v1 hierarchy, and on v2, beside those that it names.
-// Globs, for there is a file for each size of huge pages.
+// Files that an update may write: by v1 hierarchy, and on v2 besides those it names. They are
+// globs, because each size of huge pages has its own file.
 var (
 	v1Limits = map[string][]string{
 		"memory":  {"memory.limit_in_bytes", "memory.memsw.limit_in_bytes", "memory.soft_limit_in_bytes", "memory.swappiness"},
@@ -29,10 +29,10 @@ var (
 	}
 )
 
-// limit is a file of a cgroup and what it held.
+// limit is a file of a cgroup and its content.
 type limit struct{ path, content string }
 
-// limits reads all that an update with these settings of v2 by name may change.
+// limits reads every file that an update may change. unified has v2 settings by name.
 func (g *Group) limits(unified map[string]string) ([]limit, error) {
 	var patterns []string
 	if cgroups.IsCgroup2UnifiedMode() {
@@ -68,14 +68,14 @@ func (g *Group) limits(unified map[string]string) ([]limit, error) {
 	return all, nil
 }
 
-// restore sets back what was before. systemd writes the properties of a unit to the files, so the
-// files come last.
+// restore sets the previous limits. The files come last, because systemd writes a unit's properties
+// to them.
 func (g *Group) restore(before []limit) error {
 	return errors.Join(g.restoreFiles(before), g.tellSystemd(before), g.restoreFiles(before))
 }
 
-// restoreFiles writes back what is not as it was. Limits depend on each other (v1 has that
-// of memory never above that of memory and swap), so it goes through them twice.
+// restoreFiles restores changed files in two passes, because limits depend on each other: v1 keeps
+// the limit of memory at or below that of memory plus swap.
 func (g *Group) restoreFiles(before []limit) error {
 	var err error
 	for range 2 {
@@ -90,7 +90,7 @@ func (g *Group) restoreFiles(before []limit) error {
 	return fmt.Errorf("restore limits of cgroup %s: %w", g.path, err)
 }
 
-// restore makes the file hold what it held.
+// restore writes the previous content.
 func (l limit) restore() error {
 	now, err := os.ReadFile(l.path)
 	if err != nil {
@@ -107,7 +107,7 @@ func (l limit) restore() error {
 	return nil
 }
 
-// noLimit is what takes a device's line out of a file that has one line for each device with a limit.
+// noLimit removes a device's line from a file with one line per limited device.
 var noLimit = map[string]string{
 	"io.max":        "rbps=max wbps=max riops=max wiops=max",
 	"io.weight":     "default",
@@ -115,12 +115,12 @@ var noLimit = map[string]string{
 	"io.latency":    "target=0",
 }
 
-// lines is what has to be written, one write each, so that now becomes what was.
+// lines returns the writes that turn the content now into the previous one.
 func (l limit) lines(now string) []string {
 	lines := strings.Split(strings.TrimSuffix(l.content, "\n"), "\n")
 	reset, keyed := noLimit[filepath.Base(l.path)]
 	if !keyed {
-		return lines // a cpuset that was empty: an empty line empties it
+		return lines // the cpuset was empty, and an empty line empties it
 	}
 	was := map[string]bool{"": true}
 	for _, line := range lines {
@@ -136,8 +136,8 @@ func (l limit) lines(now string) []string {
 	return lines
 }
 
-// tellSystemd sets the properties of the group's unit as the limits were: systemd writes them
-// to the files again when it reloads.
+// tellSystemd restores the properties of the group's unit, because systemd writes them to the files
+// again when it reloads.
 func (g *Group) tellSystemd(before []limit) error {
 	if !g.systemd || !cgroups.IsCgroup2UnifiedMode() {
 		return nil
@@ -148,7 +148,7 @@ func (g *Group) tellSystemd(before []limit) error {
 	return nil
 }
 
-// resourcesOf translates limits of v2 that systemd has properties for.
+// resourcesOf translates v2 limits for which systemd has properties.
 func resourcesOf(limits []limit) *cgroups.Resources {
 	r := &cgroups.Resources{SkipDevices: true, SkipFreezeOnSet: true, Unified: map[string]string{}}
 	for _, l := range limits {
@@ -158,7 +158,7 @@ func resourcesOf(limits []limit) *cgroups.Resources {
 			r.Memory = number(fields[0])
 		case "memory.low":
 			r.MemoryReservation = number(fields[0])
-		case "memory.min", "memory.high", "memory.swap.max", "pids.max": // of swap also that there is none, which no sum tells systemd
+		case "memory.min", "memory.high", "memory.swap.max", "pids.max": // memory.swap.max too, because a sum cannot express "no swap" to systemd
 			r.Unified[name] = fields[0]
 		case "cpu.weight":
 			r.CpuWeight = uint64(max(number(fields[0]), 0))
@@ -173,14 +173,14 @@ func resourcesOf(limits []limit) *cgroups.Resources {
 	return r
 }
 
-// number reads a number of a v2 file, where "max" means no limit, -1 here.
+// number parses a value of a v2 file. "max" means no limit, here -1.
 func number(text string) int64 {
 	if text == "max" {
 		return -1
 	}
 	n, err := strconv.ParseInt(text, 10, 64)
 	if err != nil {
-		return 0 // left out: not set
+		return 0 // not set
 	}
 	return n
 }

@@ -16,17 +16,19 @@ import (
 	"berth/internal/failpoint"
 )
 
-// ErrMemoryInUse says that a group holds more memory than its new limit allows, also
-// without what the kernel could take back.
+// ErrMemoryInUse means that a group uses more memory than its new limit allows, not counting memory
+// that the kernel could reclaim.
 var ErrMemoryInUse = errors.New("more memory in use than the new limit allows")
 
-// ErrNoSuchSetting says that a setting of v2 by name is none of this kernel's, or not of this group's controllers.
+// ErrNoSuchSetting means that this kernel, or this group's controllers, lack a v2 setting that was
+// given by name.
 var ErrNoSuchSetting = errors.New("no such setting")
 
-// Update sets resource limits, all of them or, if it returns an error, none. Fields that
-// r leaves out keep their value. The function it returns sets back what was before.
+// Update sets resource limits: all of them, or none if it returns an error. Fields that r leaves
+// out keep their values. restore sets the previous limits.
 //
-// Errors: ErrMemoryInUse, ErrNoSuchSetting; else the kernel's (EINVAL, ERANGE for values it does not take) or systemd's.
+// Errors: ErrMemoryInUse, ErrNoSuchSetting, the kernel's (EINVAL, ERANGE for invalid values), or
+// systemd's.
 func (g *Group) Update(r *specs.LinuxResources) (restore func() error, err error) {
 	before, err := g.limits(r.Unified)
 	if err != nil {
@@ -42,8 +44,8 @@ func (g *Group) Update(r *specs.LinuxResources) (restore func() error, err error
 	return restore, nil
 }
 
-// set writes the files first, also with the systemd driver: what the kernel refuses systemd is not
-// told, for it takes nearly everything, and would try it again at every reload.
+// set writes the files first, also with the systemd driver. systemd accepts nearly everything, and
+// would retry at every reload what the kernel refuses.
 func (g *Group) set(r *cgroups.Resources) error {
 	failpoint.Reach("cgroup.set-limits")
 	if g.systemd && cgroups.IsCgroup2UnifiedMode() {
@@ -60,8 +62,9 @@ func (g *Group) set(r *cgroups.Resources) error {
 	return err
 }
 
-// makeRoom makes v2 refuse a lower limit that is below what is in use, as v1 does: its kernel would kill
-// processes until the limit holds. A limit that is not lowered is none of an update's doing. Page cache does not count, which the kernel takes back first.
+// makeRoom makes v2 refuse a limit below the memory in use, as v1 does. The v2 kernel would kill
+// processes instead until the limit holds. It ignores limits that are not lowered, and page cache,
+// which the kernel reclaims first.
 func (g *Group) makeRoom(memory *specs.LinuxMemory) error {
 	if memory == nil || memory.Limit == nil || *memory.Limit <= 0 {
 		return nil
@@ -72,7 +75,7 @@ func (g *Group) makeRoom(memory *specs.LinuxMemory) error {
 	return makeRoomIn(g.mgr.Path(""), *memory.Limit)
 }
 
-// makeRoomIn does it for the group in a folder of v2.
+// makeRoomIn is makeRoom for the group in a v2 directory.
 func makeRoomIn(dir string, limit int64) error {
 	now, err := os.ReadFile(filepath.Join(dir, "memory.max"))
 	if err != nil {
@@ -83,7 +86,7 @@ func makeRoomIn(dir string, limit int64) error {
 	}
 	used, err := readNumber(filepath.Join(dir, "memory.current"))
 	if err != nil {
-		return ignoreGone(err) // without the controller, setting the limit tells
+		return ignoreGone(err) // without the controller, setting the limit fails
 	}
 	stat, err := os.ReadFile(filepath.Join(dir, "memory.stat"))
 	if err != nil {
@@ -95,8 +98,8 @@ func makeRoomIn(dir string, limit int64) error {
 	return nil
 }
 
-// reclaimable sums up what memory.stat has of page cache and caches of the kernel. Asking the kernel to take it back
-// (memory.reclaim) would be exact, but where little can be had it tries for longer than a request may take.
+// reclaimable returns the bytes of page cache and kernel caches in memory.stat. memory.reclaim
+// would be exact, but takes longer than a request may if little can be reclaimed.
 func reclaimable(stat string) (sum int64) {
 	for line := range strings.Lines(stat) {
 		switch key, value, _ := strings.Cut(strings.TrimSpace(line), " "); key {
@@ -107,7 +110,8 @@ func reclaimable(stat string) (sum int64) {
 	return sum
 }
 
-// tryMemory asks v1's kernel whether a lower limit can be. libcontainer hides its EBUSY.
+// tryMemory asks the v1 kernel whether it accepts a lower limit. libcontainer hides the kernel's
+// EBUSY.
 func (g *Group) tryMemory(limit int64) error {
 	file := filepath.Join(g.mgr.Path("memory"), "memory.limit_in_bytes")
 	now, err := readNumber(file)
@@ -117,7 +121,7 @@ func (g *Group) tryMemory(limit int64) error {
 	if err := writeFile(file, strconv.FormatInt(limit, 10)); errors.Is(err, unix.EBUSY) {
 		return fmt.Errorf("%w: limit %d", ErrMemoryInUse, limit)
 	}
-	return nil // any other error comes again from Set
+	return nil // Set returns any other error again
 }
 
 func readNumber(path string) (int64, error) {
@@ -132,7 +136,7 @@ func readNumber(path string) (int64, error) {
 	return n, nil
 }
 
-// convert translates runtime-spec resources; devices are not touched by updates.
+// convert translates runtime-spec resources. Updates leave devices alone.
 func convert(r *specs.LinuxResources) *cgroups.Resources {
 	c := &cgroups.Resources{SkipDevices: true, SkipFreezeOnSet: true, Unified: r.Unified}
 	if m := r.Memory; m != nil {

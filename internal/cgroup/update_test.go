@@ -41,7 +41,7 @@ func TestUpdateIsAllOrNothing(t *testing.T) {
 		Pids:   &specs.LinuxPids{Limit: ptr[int64](50)},
 	}
 	if _, err := g.Update(r); err == nil {
-		t.Fatal("a CPU that does not exist is accepted")
+		t.Fatal("Update accepted a CPU that does not exist")
 	}
 	if after := held(t, g); !maps.Equal(before, after) {
 		t.Errorf("a refused update changed the limits\nfrom %v\nto   %v", before, after)
@@ -52,7 +52,7 @@ func TestUpdateIsAllOrNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	if maps.Equal(before, held(t, g)) {
-		t.Error("an update changed nothing")
+		t.Error("Update changed nothing")
 	}
 	if err := restore(); err != nil {
 		t.Fatal(err)
@@ -62,7 +62,7 @@ func TestUpdateIsAllOrNothing(t *testing.T) {
 	}
 }
 
-func TestUnknownSetting(t *testing.T) {
+func TestUpdateRefusesUnknownSetting(t *testing.T) {
 	g := group(t)
 	if !cgroups.IsCgroup2UnifiedMode() {
 		t.Skip("settings by name are cgroup v2's, this machine has v1")
@@ -77,7 +77,7 @@ func TestUnknownSetting(t *testing.T) {
 	}
 }
 
-func TestRestoredLines(t *testing.T) {
+func TestLinesRestorePreviousContent(t *testing.T) {
 	for _, tt := range []struct {
 		file, was, now string
 		want           []string
@@ -96,7 +96,7 @@ func TestRestoredLines(t *testing.T) {
 	}
 }
 
-func TestResourcesOf(t *testing.T) {
+func TestResourcesForSystemd(t *testing.T) {
 	for _, tt := range []struct {
 		name   string
 		limits []limit
@@ -117,8 +117,8 @@ func TestResourcesOf(t *testing.T) {
 	}
 }
 
-// What CRI counts in v1's terms reaches v2 converted (KEP-2254, KEP-2400).
-func TestConvert(t *testing.T) {
+// CRI counts in v1's units, which v2 gets converted (KEP-2254, KEP-2400).
+func TestSharesAndSwapAreConvertedForV2(t *testing.T) {
 	for shares, weight := range map[uint64]uint64{0: 0, 1: 1, 2: 1, 100: 17, 512: 59, 1024: 100, 2048: 174, 262144: 10000} {
 		if got := convert(&specs.LinuxResources{CPU: &specs.LinuxCPU{Shares: &shares}}).CpuWeight; got != weight {
 			t.Errorf("%d shares are a weight of %d, want %d", shares, got, weight)
@@ -134,15 +134,14 @@ func TestConvert(t *testing.T) {
 	}
 }
 
-func TestReclaimable(t *testing.T) {
+func TestReclaimableExcludesSharedMemory(t *testing.T) {
 	const stat = "anon 100\nfile 60\nshmem 20\ninactive_anon 5\nactive_file 30\ninactive_file 10\nslab_reclaimable 7\nslab_unreclaimable 1\n"
 	if got := reclaimable(stat); got != 47 {
-		t.Errorf("%d bytes, want 47: shared memory is no page cache that can be taken back", got)
+		t.Errorf("%d bytes, want 47: shared memory is not reclaimable", got)
 	}
 }
 
-// A file that is gone is no trouble: the container has ended.
-func TestRestoreOfWhatIsGone(t *testing.T) {
+func TestRestoreIgnoresRemovedCgroup(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "memory.max")
 	if err := os.WriteFile(path, []byte("max\n"), 0o600); err != nil {
 		t.Fatal(err)
@@ -162,15 +161,14 @@ func TestRestoreOfWhatIsGone(t *testing.T) {
 	}
 }
 
-// What is in use counts against a limit that is lowered, and not against one that stays or is raised.
-func TestMakeRoomInV2(t *testing.T) {
+func TestLoweredLimitBelowUsageIsRefused(t *testing.T) {
 	for _, tt := range []struct {
 		max     string
 		limit   int64
 		refused bool
 	}{
 		{"max", 100, true}, {"200", 100, true}, {"max", 400, false},
-		{"100", 100, false}, {"50", 100, false}, // the group is about to have an OOM kill, whose time the update is not to be
+		{"100", 100, false}, {"50", 100, false}, // an OOM kill is imminent anyway, and the update must not cause it
 	} {
 		dir := t.TempDir()
 		for name, content := range map[string]string{"memory.max": tt.max, "memory.current": "300", "memory.stat": "inactive_file 10\n"} {

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ReadDetail fills what only metrics need. It opens and closes the files for that.
+// ReadDetail fills d, which only metrics need. It opens and closes its files with each call.
 func (r *Reader) ReadDetail(d *Detail) error {
 	f, err := r.files.get(r.open)
 	if err != nil {
@@ -34,7 +34,7 @@ func (r *Reader) ReadDetail(d *Detail) error {
 	return nil
 }
 
-// detailReader reads files until one fails. Those that are not there are left out.
+// detailReader reads files until one fails. It skips files that do not exist.
 type detailReader struct {
 	opener
 	buf *buffer
@@ -44,7 +44,7 @@ type detailReader struct {
 // processes of a group, and a node has 4 Mi at most (PID_MAX_LIMIT).
 const maxDetail = 64 << 20
 
-// content returns what a file holds, nil if it is not there.
+// content returns a file's content, or nil if the file does not exist.
 func (v *detailReader) content(controller, name string) []byte {
 	f := v.open(controller, name)
 	if f == nil {
@@ -103,7 +103,7 @@ func (v *detailReader) readTasks(d *Detail) {
 	d.Processes = Figure{uint64(bytes.Count(procs, newline)), procs != nil}
 }
 
-// nameDevices looks the devices' names up. One that is gone keeps its numbers.
+// nameDevices sets the devices' names. A device that is gone keeps its numbers.
 func nameDevices(devices []Device) {
 	for i := range devices {
 		d := &devices[i]
@@ -113,14 +113,14 @@ func nameDevices(devices []Device) {
 	}
 }
 
-// readHugePages reads one file a page size, whose names tell the sizes.
+// readHugePages reads one file per page size. The file names contain the sizes.
 func (v *detailReader) readHugePages(d *Detail, pattern, usage, peak string) {
 	dir := v.group.Dir("hugetlb")
 	if dir == "" {
 		return
 	}
 	found, err := filepath.Glob(filepath.Join(dir, pattern))
-	if err != nil { // a pattern that is none
+	if err != nil { // an invalid pattern
 		v.err = err
 		return
 	}

@@ -11,14 +11,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// file is an open file of the kernel's, of which any number may read at once.
+// file is an open kernel file. Any number of goroutines may read it at once.
 type file struct {
 	*os.File
 	conn syscall.RawConn
 }
 
-// openFile opens a file of the kernel's. os.Open would have the poller watch it,
-// which cgroup files allow, and wake up for their events.
+// openFile opens a kernel file. os.Open would add it to the poller, which cgroup files allow, and
+// the daemon would wake up for their events.
 func openFile(path string) (*file, error) {
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -32,10 +32,10 @@ func openFile(path string) (*file, error) {
 	return &file{f, conn}, nil
 }
 
-// bufferSize has room for any file that is one record: memory.stat, the largest, has 2 to 3 KiB.
+// bufferSize suffices for any file with one record. The largest, memory.stat, has 2 to 3 KiB.
 const bufferSize = 16 << 10
 
-// buffer is what one goroutine reads a file into.
+// buffer is the read buffer of one goroutine.
 type buffer struct {
 	bytes  [bufferSize]byte
 	offset int
@@ -57,14 +57,14 @@ var buffers = sync.Pool{New: func() any {
 	return b
 }}
 
-// read reads once, at an offset; the bytes are valid until the next read into buf. It is
-// one pread(2), where os.File.ReadAt goes on to the end of the file: all readers of a file
-// share the kernel's position in its records (fs/seq_file.c), so that a second pread
-// may give the end of what has changed meanwhile.
+// read reads once at an offset. The bytes are valid until the next read into buf. It is one
+// pread(2), whereas os.File.ReadAt continues to the end of the file. All readers of a file share
+// the kernel's position in its records (fs/seq_file.c), so a second pread may return the end of
+// content that has changed meanwhile.
 func (f *file) read(buf *buffer, offset int) ([]byte, error) {
 	buf.offset = offset
 	if err := f.conn.Control(buf.pread); err != nil {
-		return nil, os.ErrClosed // the only thing that keeps Control from calling
+		return nil, os.ErrClosed // Control calls the function unless the file is closed
 	}
 	if buf.err != nil {
 		return nil, &fs.PathError{Op: "read", Path: f.Name(), Err: buf.err}
@@ -72,7 +72,7 @@ func (f *file) read(buf *buffer, offset int) ([]byte, error) {
 	return buf.bytes[:buf.n], nil
 }
 
-// content reads a file that the kernel writes in one go. It is nil without a file.
+// content reads a file that the kernel writes in one piece. It returns nil for a nil file.
 func content(f *file, buf *buffer) ([]byte, error) {
 	if f == nil {
 		return nil, nil
@@ -84,7 +84,7 @@ func content(f *file, buf *buffer) ([]byte, error) {
 	return b, err
 }
 
-// number reads a file that holds one number.
+// number reads a file with a single number.
 func number(f *file, buf *buffer, parse func([]byte) (uint64, bool)) (v uint64, known bool, err error) {
 	b, err := content(f, buf)
 	if err != nil || b == nil {
@@ -96,10 +96,10 @@ func number(f *file, buf *buffer, parse func([]byte) (uint64, bool)) (v uint64, 
 	return v, true, nil
 }
 
-// readAll reads a file of any number of records, whole records with each read, up to about
-// max bytes. Nobody else may read it meanwhile.
+// readAll reads a file of any number of records, in whole records and up to about max bytes. The
+// caller must exclude other readers of the file.
 func readAll(f *file, buf *buffer, max int) ([]byte, error) {
-	all := []byte{} // and not nil, which is no file
+	all := []byte{} // not nil, which means no file
 	for len(all) < max {
 		b, err := f.read(buf, len(all))
 		if err != nil {

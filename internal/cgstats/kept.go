@@ -5,19 +5,19 @@ import (
 	"sync/atomic"
 )
 
-// kept is something that is opened when it is first needed and stays open until
-// close. There is no lock: of two who open it at the same time one closes its own again.
+// kept opens something at its first use and keeps it open until close. It has no lock: if two
+// goroutines open it at the same time, one of them closes its own again.
 type kept[T io.Closer] struct {
 	state atomic.Pointer[state[T]]
 }
 
-// state never changes. Without open it is the end.
+// state is immutable. A nil open means that kept is closed.
 type state[T io.Closer] struct {
 	value T
 	open  bool
 }
 
-// get returns what is kept. The error is ErrGone after close, else that of open.
+// get returns the kept value. The error is ErrGone after close, else open's.
 func (k *kept[T]) get(open func() (T, error)) (none T, err error) {
 	if s := k.state.Load(); s != nil {
 		return s.result()
@@ -43,7 +43,7 @@ func (s *state[T]) result() (none T, err error) {
 	return s.value, nil
 }
 
-// close may be called again.
+// close may be called more than once.
 func (k *kept[T]) close() error {
 	s := k.state.Swap(&state[T]{})
 	if s == nil || !s.open {

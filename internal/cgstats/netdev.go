@@ -6,27 +6,27 @@ import (
 	"sync"
 )
 
-// NetDev reads the interfaces of a network namespace. It opens its file with the
-// first Read, which keeps the namespace in existence until Close.
+// NetDev reads the interfaces of a network namespace. The first Read opens its file, which keeps
+// the namespace in existence until Close.
 type NetDev struct {
 	enter func(open func() error) error
 	file  kept[*file]
-	// turn is the reader's: the file has many records, and all who read it share the
+	// turn admits one reader at a time. The file has many records, and all its readers share the
 	// kernel's position in them.
 	turn sync.Mutex
 }
 
-// maxNetDev is how much of the file is read, some 500 interfaces: a container that may
-// make interfaces can make tens of thousands.
+// maxNetDev bounds how much of the file is read, in bytes: about 500 interfaces. A container that
+// may create interfaces can create tens of thousands.
 const maxNetDev = 64 << 10
 
-// NewNetDev returns a reader for the network namespace in which enter calls open, on
-// a thread that is in no other meanwhile. Where there is none enter returns ErrGone.
+// NewNetDev returns a reader for the network namespace in which enter calls open. enter calls it on
+// a thread that stays in this namespace, or returns ErrGone if the namespace does not exist.
 func NewNetDev(enter func(open func() error) error) *NetDev { return &NetDev{enter: enter} }
 
-// Read returns the interfaces but the loopback device, and but those with names that
-// are not UTF-8: messages can't have them. Of very many it returns some 500. The error is
-// ErrGone, or what kept the file from being opened or read.
+// Read returns the interfaces except loopback and those whose names are not UTF-8, which protobuf
+// messages cannot carry. It returns at most about 500. The error is ErrGone, or the error of
+// opening or reading the file.
 func (d *NetDev) Read() ([]Interface, error) {
 	f, err := d.file.get(d.open)
 	if err != nil {
@@ -48,7 +48,7 @@ func (d *NetDev) content(f *file) ([]byte, error) {
 	return b[:bytes.LastIndexByte(b, '\n')+1], err
 }
 
-// Close gives the namespace back. Reads fail with ErrGone from then on.
+// Close releases the namespace. Later reads fail with ErrGone.
 func (d *NetDev) Close() error { return d.file.close() }
 
 func (d *NetDev) open() (f *file, err error) {

@@ -6,15 +6,15 @@ import (
 	"unicode/utf8"
 )
 
-// Unlimited is the value of a limit that is not set. The kernel writes "max"
-// (cgroup v2) or the largest number of whole pages (v1).
+// Unlimited is the value of an unset limit. The kernel writes "max" (cgroup v2) or the largest
+// number of whole pages (v1).
 const Unlimited = math.MaxUint64
 
-// unlimitedFrom is the least number that stands for no limit on v1, where it
-// depends on the page size. cAdvisor and kubelet draw the line at the same place.
+// unlimitedFrom is the smallest v1 value that means no limit. The kernel's value depends on the
+// page size; cAdvisor and kubelet use the same threshold.
 const unlimitedFrom = 1 << 62
 
-// parseUint reads a decimal number, which may end with a newline.
+// parseUint parses a decimal number with an optional newline.
 func parseUint(b []byte) (v uint64, ok bool) {
 	b = bytes.TrimSuffix(b, newline)
 	if len(b) == 0 {
@@ -29,7 +29,7 @@ func parseUint(b []byte) (v uint64, ok bool) {
 	return v, true
 }
 
-// parseLimit reads a limit: a number, or one of the kernel's words for none.
+// parseLimit parses a limit: a number, or one of the kernel's words for no limit.
 func parseLimit(b []byte) (v uint64, ok bool) {
 	b = bytes.TrimSuffix(b, newline)
 	if string(b) == "max" || string(b) == "-1" {
@@ -43,13 +43,13 @@ func parseLimit(b []byte) (v uint64, ok bool) {
 
 var newline = []byte("\n")
 
-// nextLine cuts the first line off b.
+// nextLine splits off the first line of b.
 func nextLine(b []byte) (line, rest []byte) {
 	line, rest, _ = bytes.Cut(b, newline)
 	return line, rest
 }
 
-// nextField cuts the first field off a line; blanks separate fields.
+// nextField splits off the first field of a line. Blanks separate fields.
 func nextField(line []byte) (field, rest []byte) {
 	for len(line) > 0 && (line[0] == ' ' || line[0] == '\t') {
 		line = line[1:]
@@ -61,8 +61,7 @@ func nextField(line []byte) (field, rest []byte) {
 	return line[:end], line[end:]
 }
 
-// flatKeyed hands each "key value" line to set. Lines of another form are left
-// out: newer kernels add what they like.
+// flatKeyed calls set for each "key value" line. It skips other lines, which newer kernels may add.
 func flatKeyed(b []byte, set func(key []byte, v uint64)) {
 	for len(b) > 0 {
 		var line []byte
@@ -75,7 +74,7 @@ func flatKeyed(b []byte, set func(key []byte, v uint64)) {
 	}
 }
 
-// parseCPUStat reads cpu.stat: all of cgroup v2's, or the throttling of v1's.
+// parseCPUStat parses cpu.stat: everything on cgroup v2, only throttling on v1.
 func parseCPUStat(b []byte, cpu *CPU) {
 	flatKeyed(b, func(key []byte, v uint64) {
 		switch string(key) {
@@ -97,8 +96,8 @@ func parseCPUStat(b []byte, cpu *CPU) {
 	})
 }
 
-// parseMemoryStat reads memory.stat. On cgroup v1, whose names are others, the figures that count groups below too begin with
-// total; on v2 all do, and none begins so.
+// parseMemoryStat parses memory.stat. On cgroup v1 the names differ, and figures that include
+// descendants begin with total. On v2 all figures include descendants.
 func parseMemoryStat(b []byte, m *Memory, total []byte) {
 	flatKeyed(b, func(key []byte, v uint64) {
 		name, counts := bytes.CutPrefix(key, total)
@@ -122,7 +121,7 @@ func parseMemoryStat(b []byte, m *Memory, total []byte) {
 			m.PageFaults = v
 		case "pgmajfault":
 			m.MajorPageFaults = v
-		case "swap": // v1: if it is counted
+		case "swap": // v1: with swap accounting
 			m.Swap, m.SwapKnown = v, true
 		}
 	})
@@ -131,7 +130,7 @@ func parseMemoryStat(b []byte, m *Memory, total []byte) {
 func parseMemoryStatV2(b []byte, m *Memory) { parseMemoryStat(b, m, nil) }
 func parseMemoryStatV1(b []byte, m *Memory) { parseMemoryStat(b, m, total) }
 
-// parsePressure reads a pressure file (Linux 4.20, Documentation/accounting/psi.rst).
+// parsePressure parses a pressure file (Linux 4.20, Documentation/accounting/psi.rst).
 func parsePressure(b []byte) (p Pressure) {
 	for len(b) > 0 {
 		var line []byte
@@ -169,7 +168,7 @@ func parseStall(line []byte) (s Stall) {
 
 var equals, point, colon, total = []byte("="), []byte("."), []byte(":"), []byte("total_")
 
-// parsePercent reads "12.34", the only form the kernel writes averages in.
+// parsePercent parses "12.34", the kernel's only form of averages.
 func parsePercent(b []byte) float64 {
 	whole, fraction, _ := bytes.Cut(b, point)
 	w, _ := parseUint(whole)
@@ -181,7 +180,7 @@ func parsePercent(b []byte) float64 {
 	return float64(w) + float64(f)/scale
 }
 
-// parseEvents reads memory.events of cgroup v2, or memory.oom_control of v1.
+// parseEvents parses memory.events of cgroup v2, or memory.oom_control of v1.
 func parseEvents(b []byte, d *Detail) {
 	flatKeyed(b, func(key []byte, v uint64) {
 		switch string(key) {
@@ -193,7 +192,7 @@ func parseEvents(b []byte, d *Detail) {
 	})
 }
 
-// parseIOStat reads io.stat of cgroup v2.
+// parseIOStat parses io.stat of cgroup v2.
 func parseIOStat(b []byte, devices []Device) []Device {
 	for len(b) > 0 {
 		var line []byte
@@ -224,8 +223,8 @@ func parseIOStat(b []byte, devices []Device) []Device {
 	return devices
 }
 
-// parseBlkio reads one of cgroup v1's blkio files, "8:0 Read 4096" on each line, and
-// adds what set says to the devices.
+// parseBlkio parses a blkio file of cgroup v1, with lines such as "8:0 Read 4096". set adds each
+// value to its device.
 func parseBlkio(b []byte, devices []Device, set func(d *Device, operation []byte, v uint64)) []Device {
 	for len(b) > 0 {
 		var line []byte
@@ -236,7 +235,7 @@ func parseBlkio(b []byte, devices []Device, set func(d *Device, operation []byte
 		device, ok := parseDevice(number)
 		v, isNumber := parseUint(value)
 		if !ok || !isNumber {
-			continue // "Total 4096", at the end
+			continue // the last line: "Total 4096"
 		}
 		i := 0
 		for i < len(devices) && (devices[i].Major != device.Major || devices[i].Minor != device.Minor) {
@@ -268,7 +267,7 @@ func setOperations(d *Device, operation []byte, v uint64) {
 	}
 }
 
-// parseDevice reads "8:0".
+// parseDevice parses "8:0".
 func parseDevice(b []byte) (d Device, ok bool) {
 	major, minor, _ := bytes.Cut(b, colon)
 	x, ok1 := parseUint(major)
@@ -279,11 +278,11 @@ func parseDevice(b []byte) (d Device, ok bool) {
 	return Device{Major: uint32(x), Minor: uint32(y)}, true
 }
 
-// parseInterfaces reads /proc/PID/net/dev (proc_pid_net(5)). The loopback device is
-// left out, as everywhere in the field: nothing that it counts leaves the pod. The kernel
-// takes nearly any byte in a name (dev_valid_name in net/core/dev.c), protocol buffers take
-// only UTF-8: an interface with another name is left out, for it would take away the
-// whole message, with all other pods' figures.
+// parseInterfaces parses /proc/PID/net/dev (proc_pid_net(5)). Like other runtimes it skips
+// loopback, whose traffic never leaves the pod. The kernel allows nearly any byte in a name
+// (dev_valid_name in net/core/dev.c), but protocol buffers only allow UTF-8. An interface with
+// another name is skipped, because it would invalidate the whole message with the figures of all
+// pods.
 func parseInterfaces(b []byte, interfaces []Interface) []Interface {
 	for len(b) > 0 {
 		var line []byte
@@ -292,7 +291,7 @@ func parseInterfaces(b []byte, interfaces []Interface) []Interface {
 		if !isInterface || string(name) == "lo" || !utf8.Valid(name) {
 			continue
 		}
-		var columns [16]uint64 // eight of receiving, eight of sending
+		var columns [16]uint64 // eight for receiving, eight for sending
 		count := 0
 		for count < len(columns) {
 			var field []byte
@@ -307,7 +306,7 @@ func parseInterfaces(b []byte, interfaces []Interface) []Interface {
 			count++
 		}
 		if count < len(columns) {
-			continue // one of the two lines of headings
+			continue // a header line
 		}
 		interfaces = append(interfaces, Interface{Name: string(name),
 			Rx: Traffic{Bytes: columns[0], Packets: columns[1], Errors: columns[2], Dropped: columns[3]},
@@ -316,7 +315,7 @@ func parseInterfaces(b []byte, interfaces []Interface) []Interface {
 	return interfaces
 }
 
-// cutLast splits "  eth0: 1 2" at its last colon: an alias has one in its name.
+// cutLast splits "  eth0: 1 2" at its last colon. An alias contains a colon.
 func cutLast(line []byte) (name, rest []byte, ok bool) {
 	i := bytes.LastIndexByte(line, ':')
 	if i < 0 {

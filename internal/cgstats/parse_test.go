@@ -60,7 +60,7 @@ func TestParseInterfaces(t *testing.T) {
 	}
 }
 
-// Whatever the kernel writes next: no parser panics, and none makes up what is not there.
+// FuzzParsers checks that no parser panics or invents values, whatever a kernel writes.
 func FuzzParsers(f *testing.F) {
 	files, err := filepath.Glob("testdata/*/*")
 	if err != nil {
@@ -83,7 +83,7 @@ func FuzzParsers(f *testing.F) {
 		parseEvents(b, &d)
 		parseLimit(b)
 		if p := parsePressure(b); !p.Known && p != (Pressure{}) {
-			t.Errorf("pressure out of nothing: %+v", p)
+			t.Errorf("pressure from empty input: %+v", p)
 		}
 		if n, lines := len(parseIOStat(b, nil)), bytes.Count(b, newline)+1; n > lines {
 			t.Errorf("%d devices in %d lines", n, lines)

@@ -1,22 +1,20 @@
-// Package cgstats reads what cgroups and network namespaces have used, straight
-// from the kernel's files.
+// Package cgstats reads the usage of cgroups and network namespaces from the kernel's files.
 //
 // # Contract
 //
-// A Reader belongs to one cgroup. It finds and opens its files with the first Read and
-// keeps them open until Close, so that a Read is one pread(2) a file: five files on cgroup
-// v1 (none where a controller is missing), nine on v2, one more for tasks. A node
-// with 500 containers holds 2,500 or 4,500 descriptors for them, and only if
-// somebody asks for statistics. What metrics alone need is opened when it is read.
+// A Reader belongs to one cgroup. The first Read opens its files, and they stay open until Close,
+// so a Read is one pread(2) per file: five files on cgroup v1 (fewer without a controller), nine on
+// v2, and one for tasks. A node with 500 containers holds 2,500 or 4,500 descriptors, and only
+// after a client has asked for statistics. Files that only metrics need are opened for each read.
 //
-// Any number of goroutines may read at the same time, and one may close meanwhile. A
-// Reader has no lock; of a NetDev's readers one reads at a time. Parsing allocates nothing.
+// Any number of goroutines may read at the same time, and one may close meanwhile. A Reader has no
+// lock. A NetDev admits one reader at a time. Parsing allocates nothing.
 //
-// What a container may choose, the names and number of its interfaces, comes out as
-// valid UTF-8 and bounded.
+// A container can choose the names and the number of its interfaces. Names are returned only if
+// they are valid UTF-8, and the number is bounded.
 //
-// A cgroup that is gone is ErrGone. A controller that is not there, or that the
-// kernel was built or told to go without, is no error: its part is not Known.
+// The error for a removed cgroup is ErrGone. A missing or disabled controller is no error: its part
+// of a Sample is not Known.
 package cgstats
 
 import (
@@ -30,14 +28,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrGone says that the cgroup, or the namespace's process, does not exist any more.
+// ErrGone means that the cgroup, or the namespace's process, no longer exists.
 var ErrGone = errors.New("gone")
 
-// Group names a cgroup's folders.
+// Group has a cgroup's directories.
 type Group struct {
 	V2 bool
-	// Dir returns the group's folder in the hierarchy of a v1 controller, "" if that is
-	// not mounted. On v2 it is the same for all.
+	// Dir returns the group's directory in the hierarchy of a v1 controller, or "" if that is not
+	// mounted. On v2 all controllers share one directory.
 	Dir func(controller string) string
 }
 
@@ -48,7 +46,7 @@ type Reader struct {
 	files kept[*files]
 }
 
-// files are those of a Sample. A nil file is not there.
+// files are the open files of a Sample; nil for one that does not exist.
 type files struct {
 	group Group
 
@@ -56,14 +54,14 @@ type files struct {
 	cpuPSI, memoryPSI, ioPSI, tasks          *file
 }
 
-// New returns a reader of the group that find finds; nothing is done yet. With
-// tasks, samples count the group's tasks.
+// New returns a reader of the group that find returns. It does not open anything yet. With tasks,
+// samples count the group's tasks.
 func New(find func() (Group, error), tasks bool) *Reader { return &Reader{find: find, tasks: tasks} }
 
-// Close closes the files. Reads fail with ErrGone from then on.
+// Close closes the files. Later reads fail with ErrGone.
 func (r *Reader) Close() error { return r.files.close() }
 
-// Close closes the files that are there.
+// Close closes all open files.
 func (f *files) Close() error {
 	var errs []error
 	for _, file := range []*file{f.cpu, f.usage, f.stat, f.limit, f.swap, f.swapLimit, f.cpuPSI, f.memoryPSI, f.ioPSI, f.tasks} {
@@ -74,7 +72,7 @@ func (f *files) Close() error {
 	return errors.Join(errs...)
 }
 
-// Read fills s. The error is ErrGone, or what kept a file from being opened or read.
+// Read fills s. The error is ErrGone, or the error of opening or reading a file.
 func (r *Reader) Read(s *Sample) error {
 	f, err := r.files.get(r.open)
 	if err != nil {
@@ -115,7 +113,7 @@ func (r *Reader) open() (*files, error) {
 		f.tasks = o.open("pids", "pids.current")
 	}
 	if o.err == nil && f.cpu == nil && f.usage == nil {
-		o.err = ErrGone // without any of the two it is no group of ours
+		o.err = ErrGone // without both files it is not a group of ours
 	}
 	if o.err != nil {
 		return nil, errors.Join(o.err, f.Close())
@@ -129,7 +127,7 @@ type opener struct {
 	err   error
 }
 
-// open returns a file of the group, nil if there is none.
+// open returns a file of the group, or nil if it does not exist.
 func (o *opener) open(controller, name string) *file {
 	dir := o.group.Dir(controller)
 	if o.err != nil || dir == "" {
@@ -174,7 +172,7 @@ func (f *files) readV1(s *Sample, buf *buffer) (err error) {
 	if err := f.readMemory(&s.Memory, buf, parseMemoryStatV1); err != nil {
 		return err
 	}
-	both, known, err := number(f.swapLimit, buf, parseLimit) // of memory and swap together
+	both, known, err := number(f.swapLimit, buf, parseLimit) // memory plus swap
 	if err != nil {
 		return err
 	}
@@ -205,7 +203,7 @@ func (f *files) readPressure(s *Sample, buf *buffer) error {
 		into *Pressure
 	}{{f.cpuPSI, &s.CPU.Pressure}, {f.memoryPSI, &s.Memory.Pressure}, {f.ioPSI, &s.IO}} {
 		b, err := content(p.file, buf)
-		if err != nil && !errors.Is(err, unix.EOPNOTSUPP) { // psi=0, or cgroup.pressure is 0 (Linux 6.1)
+		if err != nil && !errors.Is(err, unix.EOPNOTSUPP) { // boot option psi=0, or cgroup.pressure is 0 (Linux 6.1)
 			return err
 		}
 		*p.into = parsePressure(b)
@@ -213,8 +211,8 @@ func (f *files) readPressure(s *Sample, buf *buffer) error {
 	return nil
 }
 
-// gone turns the errors that mean it into ErrGone: a file of a removed cgroup gives
-// ENODEV, a file of an ended process ESRCH.
+// gone converts the errors of removed objects to ErrGone: ENODEV from a file of a removed cgroup,
+// ESRCH from a file of an ended process.
 func gone(err error) error {
 	for _, e := range []error{unix.ENODEV, unix.ENOENT, unix.ESRCH, os.ErrClosed} {
 		if errors.Is(err, e) {

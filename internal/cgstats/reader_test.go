@@ -38,7 +38,7 @@ func read(t *testing.T, r *Reader) Sample {
 	return s
 }
 
-// The files in testdata have the same meaning in both versions as far as both can say it.
+// The files in testdata describe the same state in both versions where both can express it.
 func TestReadCapturedFiles(t *testing.T) {
 	memory := Memory{Known: true, Usage: 23171072, Limit: 64 << 20, RSS: 8515584, Cache: 12288000, MappedFile: 5406720,
 		ActiveFile: 2596864, InactiveFile: 9691136, PageFaults: 12345, MajorPageFaults: 67, SwapKnown: true, Swap: 4096}
@@ -73,7 +73,7 @@ func TestReadCapturedFiles(t *testing.T) {
 			r := New(at(filepath.Join("testdata", name), name == "v2"), true)
 			s := read(t, r)
 			if s.At.IsZero() {
-				t.Error("no time")
+				t.Error("the sample has no time")
 			}
 			s.At = want.At
 			if s != want.Sample {
@@ -84,7 +84,7 @@ func TestReadCapturedFiles(t *testing.T) {
 				t.Fatal(err)
 			}
 			for i := range d.Devices {
-				d.Devices[i].Name = "" // this machine's
+				d.Devices[i].Name = "" // depends on the machine
 			}
 			if !reflect.DeepEqual(d, want.Detail) {
 				t.Errorf("\n got %+v\nwant %+v", d, want.Detail)
@@ -93,7 +93,7 @@ func TestReadCapturedFiles(t *testing.T) {
 	}
 }
 
-func TestDerivedMemory(t *testing.T) {
+func TestWorkingSetAndAvailableMemory(t *testing.T) {
 	m := Memory{Usage: 100, InactiveFile: 30, Limit: 200, Swap: 5, SwapLimit: 20}
 	if m.WorkingSet() != 70 {
 		t.Error("working set", m.WorkingSet())
@@ -104,7 +104,7 @@ func TestDerivedMemory(t *testing.T) {
 	if v, ok := m.SwapAvailable(); !ok || v != 15 {
 		t.Error("swap available", v, ok)
 	}
-	m = Memory{Usage: 100, InactiveFile: 130, Limit: Unlimited, SwapLimit: Unlimited} // read a moment apart
+	m = Memory{Usage: 100, InactiveFile: 130, Limit: Unlimited, SwapLimit: Unlimited} // read at slightly different times
 	if _, ok := m.Available(); ok || m.WorkingSet() != 0 {
 		t.Error("working set", m.WorkingSet())
 	}
@@ -113,8 +113,8 @@ func TestDerivedMemory(t *testing.T) {
 	}
 }
 
-// A folder with nothing but the CPU's files is a node whose memory controller is off.
-func TestMissingControllers(t *testing.T) {
+// A directory with only the CPU's files is a node with the memory controller off.
+func TestMissingControllersAreUnknown(t *testing.T) {
 	dir := t.TempDir()
 	write(t, dir, "cpu.stat", "usage_usec 5\n")
 	s := read(t, New(at(dir, true), true))
@@ -124,7 +124,7 @@ func TestMissingControllers(t *testing.T) {
 	}
 }
 
-func TestBrokenFileIsNamed(t *testing.T) {
+func TestErrorNamesMalformedFile(t *testing.T) {
 	dir := t.TempDir()
 	write(t, dir, "cpu.stat", "usage_usec 5\n")
 	write(t, dir, "memory.current", "many\n")
@@ -144,10 +144,10 @@ func write(t *testing.T, dir, name, content string) {
 	}
 }
 
-func TestGoneAndClosed(t *testing.T) {
+func TestRemovedOrClosedGroupReturnsErrGone(t *testing.T) {
 	var s Sample
 	if err := New(at(t.TempDir(), true), false).Read(&s); !errors.Is(err, ErrGone) {
-		t.Errorf("a group that never was: %v", err)
+		t.Errorf("a missing group: %v", err)
 	}
 	before := openFiles(t)
 	r := New(at("testdata/v1", false), false)
@@ -168,8 +168,7 @@ func TestGoneAndClosed(t *testing.T) {
 	}
 }
 
-// Many read while one closes: some get figures, the others ErrGone, and no file stays open.
-func TestReadersAndACloser(t *testing.T) {
+func TestCloseDuringConcurrentReads(t *testing.T) {
 	before := openFiles(t)
 	for range 50 {
 		r := New(at("testdata/v2", true), false)
@@ -208,7 +207,7 @@ func openFiles(t *testing.T) int {
 	return len(entries)
 }
 
-// cgroups makes a group in every mounted hierarchy, removed with the test.
+// cgroups creates a group in every mounted hierarchy and removes it when the test ends.
 func cgroups(t testing.TB, name string) Group {
 	t.Helper()
 	machine := os.Getenv("BERTH_MACHINE")
@@ -243,9 +242,8 @@ func cgroups(t testing.TB, name string) Group {
 	return Group{V2: v2, Dir: dir}
 }
 
-// The real kernel: what a process in the group uses is seen, and its removal too.
-// memory.stat may be two seconds old (mm/memcontrol.c, FLUSH_TIME), so none of it is asked for.
-func TestRealCgroup(t *testing.T) {
+// memory.stat may be two seconds old (mm/memcontrol.c, FLUSH_TIME), so the test does not check it.
+func TestReaderSeesUsageOfRealCgroup(t *testing.T) {
 	group := cgroups(t, "real")
 	enter := "for d in " + strings.Join([]string{group.Dir("cpuacct"), group.Dir("memory"), group.Dir("pids")}, " ") + "; do echo $$ >$d/cgroup.procs; done; "
 	cmd := exec.Command("sh", "-c", enter+"i=0; while [ $i -lt 100000 ]; do i=$((i+1)); done; echo done; read stop")
@@ -275,7 +273,7 @@ func TestRealCgroup(t *testing.T) {
 	if err := in.Close(); err != nil {
 		t.Error(err)
 	}
-	_ = cmd.Wait() // read at end of file is its end
+	_ = cmd.Wait() // its read returns at end of file, and it ends
 	for _, controller := range []string{"cpu", "cpuacct", "memory", "pids"} {
 		if err := os.Remove(group.Dir(controller)); err != nil && !os.IsNotExist(err) {
 			t.Fatal(err)
@@ -286,8 +284,8 @@ func TestRealCgroup(t *testing.T) {
 	}
 }
 
-// A hybrid node has pressure files, in the second hierarchy.
-func TestRealPressure(t *testing.T) {
+// A hybrid node has pressure files in the v2 hierarchy.
+func TestReaderSeesPressureOnHybridNode(t *testing.T) {
 	machine := os.Getenv("BERTH_MACHINE")
 	dir := filepath.Join("/sys/fs/cgroup/unified", machine)
 	if _, err := os.Stat("/sys/fs/cgroup/unified/cpu.pressure"); err != nil || machine == "" {
@@ -306,7 +304,7 @@ func TestRealPressure(t *testing.T) {
 // here calls open in the network namespace of the test.
 func here(open func() error) error { return open() }
 
-func TestNetDev(t *testing.T) {
+func TestNetDevReadsInterfaces(t *testing.T) {
 	d := NewNetDev(here)
 	before := openFiles(t)
 	for range 2 {
@@ -339,7 +337,7 @@ func TestNetDev(t *testing.T) {
 	}
 }
 
-// newNetNS calls open in a network namespace of its own, which set has prepared.
+// newNetNS calls open in a new network namespace that set has prepared.
 func newNetNS(t *testing.T, set func()) func(open func() error) error {
 	t.Helper()
 	if os.Geteuid() != 0 || os.Getenv("BERTH_MACHINE") == "" {
@@ -348,7 +346,7 @@ func newNetNS(t *testing.T, set func()) func(open func() error) error {
 	return func(open func() error) error {
 		done := make(chan error, 1)
 		go func() {
-			runtime.LockOSThread() // for good: the thread ends with the goroutine
+			runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
 			err := unix.Unshare(unix.CLONE_NEWNET)
 			if err == nil {
 				set()
@@ -360,9 +358,9 @@ func newNetNS(t *testing.T, set func()) func(open func() error) error {
 	}
 }
 
-// A container with a network of its own may call its interfaces what it likes, and have
-// as many as it likes. The file is that of the namespace, whoever reads it.
-func TestNetDevOfHostileNamespace(t *testing.T) {
+// A container with its own network may create any number of interfaces with any names. The file
+// lists the same namespace for every reader.
+func TestNetDevBoundsHostileNames(t *testing.T) {
 	const pairs = 300
 	d := NewNetDev(newNetNS(t, func() {
 		var batch strings.Builder
@@ -398,9 +396,9 @@ func TestNetDevOfHostileNamespace(t *testing.T) {
 	readers.Wait()
 }
 
-// The kernel writes pids.current anew for each reader, but all who share an open file share
-// the position in it: a reader that asked twice would get the end of another number.
-func TestReadersOfAChangingNumber(t *testing.T) {
+// The kernel writes pids.current anew for each reader, but readers of an open file share the
+// position in it. A reader that read twice would get the end of another number.
+func TestConcurrentReadersOfChangingNumber(t *testing.T) {
 	dir := cgroups(t, "changing").Dir("pids")
 	// Nine processes, one of which forks a tenth again and again.
 	cmd := exec.Command("sh", "-c", "echo $$ >"+dir+`/cgroup.procs; for i in 1 2 3 4 5 6 7 8; do sleep 1000 & done; echo in
@@ -418,7 +416,7 @@ func TestReadersOfAChangingNumber(t *testing.T) {
 			t.Error(err)
 		}
 		_ = cmd.Wait()                      // killed
-		for unix.Rmdir(dir) == unix.EBUSY { // until all of them have ended, and init has waited for them
+		for unix.Rmdir(dir) == unix.EBUSY { // until all of them have ended and init has reaped them
 			time.Sleep(time.Millisecond)
 		}
 	})
@@ -445,7 +443,7 @@ func TestReadersOfAChangingNumber(t *testing.T) {
 	readers.Wait()
 }
 
-// 500 containers, of real cgroups, in the order that a list has.
+// 500 containers with real cgroups, in the order of a list.
 func BenchmarkRead500(b *testing.B) {
 	var readers []*Reader
 	for i := range 500 {

@@ -2,23 +2,22 @@ package cgstats
 
 import "time"
 
-// Sample is what a cgroup used up to one moment. Times are in nanoseconds, sizes
-// in bytes.
+// Sample is the usage of a cgroup up to one moment. Times are in nanoseconds, sizes in bytes.
 type Sample struct {
 	At     time.Time
 	CPU    CPU
 	Memory Memory
 	IO     Pressure
-	// Tasks is pids.current: processes and their threads, of the groups below too.
-	// Not known if the reader does not read it.
+	// Tasks is pids.current: processes and threads, including descendants. Unknown if the reader
+	// does not read it.
 	Tasks      uint64
 	TasksKnown bool
 }
 
-// CPU time is a sum over all cores since the cgroup was made. A Sample has Usage;
-// on cgroup v2 the rest as well, on v1 it is part of Detail.
+// CPU has times summed over all cores since the cgroup's creation. A Sample has Usage. The other
+// fields are part of it on cgroup v2, and of Detail on v1.
 type CPU struct {
-	Known            bool // the controller is there
+	Known            bool // the controller exists
 	Usage            uint64
 	TimesKnown       bool // User and System
 	User, System     uint64
@@ -29,39 +28,39 @@ type CPU struct {
 	Pressure         Pressure
 }
 
-// Memory is that of the cgroup and the groups below it.
+// Memory is the memory of the cgroup and its descendants.
 type Memory struct {
-	Known           bool // the controller is there
+	Known           bool // the controller exists
 	Usage           uint64
-	Limit           uint64 // or Unlimited; the group's own, whatever its ancestors have
+	Limit           uint64 // or Unlimited; the group's own limit, not its ancestors'
 	RSS             uint64 // anonymous memory
 	Cache           uint64
-	Kernel          uint64 // 0 where the kernel does not tell; on v1 part of Detail
+	Kernel          uint64 // 0 if the kernel does not report it; on v1 part of Detail
 	MappedFile      uint64
 	ActiveFile      uint64
 	InactiveFile    uint64
 	PageFaults      uint64
 	MajorPageFaults uint64
-	SwapKnown       bool // swap is counted
+	SwapKnown       bool // swap accounting is on
 	Swap            uint64
-	SwapLimit       uint64 // or Unlimited; of swap alone
+	SwapLimit       uint64 // or Unlimited; swap only
 	Pressure        Pressure
 }
 
-// WorkingSet is the memory that can't be had back easily: what kubelet evicts by.
+// WorkingSet is the memory that the kernel cannot easily reclaim. kubelet evicts by it.
 func (m *Memory) WorkingSet() uint64 { return less(m.Usage, m.InactiveFile) }
 
-// Available is what is left of the limit, and false without one.
+// Available returns the memory left below the limit, or false without a limit.
 func (m *Memory) Available() (uint64, bool) {
 	return less(m.Limit, m.WorkingSet()), m.Limit != Unlimited
 }
 
-// SwapAvailable is what is left of the swap limit, and false without one.
+// SwapAvailable returns the swap left below its limit, or false without a limit.
 func (m *Memory) SwapAvailable() (uint64, bool) {
 	return less(m.SwapLimit, m.Swap), m.SwapLimit != Unlimited
 }
 
-// less is a-b, or 0: files are read one after the other and need not agree.
+// less returns a-b, or 0 if b is greater: files are read one after the other and need not agree.
 func less(a, b uint64) uint64 {
 	if a < b {
 		return 0
@@ -69,26 +68,26 @@ func less(a, b uint64) uint64 {
 	return a - b
 }
 
-// Pressure tells for how long tasks were stalled by the lack of a resource. It is
-// not known on cgroup v1, where the kernel keeps none per group.
+// Pressure reports how long tasks stalled for lack of a resource. It is unknown on cgroup v1, which
+// has no pressure per group.
 type Pressure struct {
 	Known      bool
 	Some, Full Stall
 }
 
-// Stall is one line of a pressure file: averages in percent, and a sum.
+// Stall is one line of a pressure file: averages in percent and a total.
 type Stall struct {
 	Avg10, Avg60, Avg300 float64
 	Total                uint64
 }
 
-// Figure is a number that not every kernel tells.
+// Figure is a number that some kernels do not report.
 type Figure struct {
 	Value uint64
 	Known bool
 }
 
-// Detail is what only metrics need: its files are not kept open.
+// Detail is what only metrics need. Its files are not kept open.
 type Detail struct {
 	CPU          CPU    // complete, on v1 too
 	MaxUsage     Figure // most memory ever used
@@ -113,20 +112,21 @@ type Device struct {
 
 // HugePages is the group's use of huge pages of one size.
 type HugePages struct {
-	Size       string // as in the files' names: "2MB"
-	Usage, Max Figure // Max is the most ever used, which v2 does not tell
+	Size       string // as in the names of the files: "2MB"
+	Usage, Max Figure // Max is the peak, which v2 does not report
 }
 
-// Interface is what one network interface counted.
+// Interface has the counters of one network interface.
 type Interface struct {
 	Name   string
 	Rx, Tx Traffic
 }
 
-// Traffic of one direction.
+// Traffic has the counters of one direction.
 type Traffic struct{ Bytes, Packets, Errors, Dropped uint64 }
 
-// Add adds what another cgroup used. Limits and pressures stay: they have no sum.
+// Add adds the usage of another cgroup. Limits and pressures stay unchanged, because they have no
+// sum.
 func (s *Sample) Add(other *Sample) {
 	s.CPU.Usage += other.CPU.Usage
 	s.CPU.User += other.CPU.User
@@ -147,14 +147,14 @@ func (s *Sample) Add(other *Sample) {
 	s.Tasks += other.Tasks
 }
 
-// Counters is the part that only grows.
+// Counters returns the fields that only grow.
 func (s *Sample) Counters() Sample {
 	c := Sample{CPU: s.CPU, Memory: Memory{PageFaults: s.Memory.PageFaults, MajorPageFaults: s.Memory.MajorPageFaults}}
 	c.CPU.Pressure = Pressure{}
 	return c
 }
 
-// Raise raises counters to what they were before, where they are lower.
+// Raise raises counters that are lower than before to their previous value.
 func (s *Sample) Raise(before *Sample) {
 	raise := func(counter *uint64, to uint64) { *counter = max(*counter, to) }
 	raise(&s.CPU.Usage, before.CPU.Usage)

@@ -107,7 +107,7 @@ var unmarked = map[string]string{
 	"image/unpack.setTime: dir.Utimes":                                    worker,
 	"image/unpack.makeWhiteout: dir.Mknod":                                worker,
 
-	"internal/cgroup.Again: os.WriteFile":                                         "it changes nothing",
+	"internal/cgroup.Move: os.WriteFile":                                          "it changes nothing",
 	"internal/cgroup.Start: cmd.Start":                                            byCaller,
 	"internal/cgroup.discard: Process.Kill":                                       signal,
 	"internal/cgroup.startByThread: .writeFile cmd.Start .writeFile":              byCaller,

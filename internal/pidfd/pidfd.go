@@ -1,8 +1,8 @@
-// Package pidfd watches and signals processes through pidfds, which, unlike
-// process IDs, never come to mean another process.
+// Package pidfd watches and signals processes through pidfds. Unlike a process ID, a pidfd never
+// refers to another process.
 //
-// A pidfd here is an *os.File registered with Go's poller: waiting for the end
-// of a process costs a goroutine and no thread. It needs Linux 5.4 (P_PIDFD).
+// A pidfd is an *os.File that is registered with Go's poller, so waiting for the end of a process
+// costs a goroutine but no thread. The package needs Linux 5.4 (P_PIDFD).
 package pidfd
 
 import (
@@ -17,9 +17,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Open returns a pidfd of the process pid (a thread group leader in the caller's
-// PID namespace). The error wraps os.ErrProcessDone if there is no such process, also where its ID
-// is that of another process's thread by now.
+// Open returns a pidfd of the process pid, which must lead its thread group and be visible in the
+// caller's PID namespace. The error wraps os.ErrProcessDone if no such process exists, or if its ID
+// has become that of another process's thread.
 func Open(pid int) (*os.File, error) {
 	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
 	if errors.Is(err, unix.EINVAL) { // PIDFD_NONBLOCK is Linux 5.10
@@ -27,7 +27,7 @@ func Open(pid int) (*os.File, error) {
 	}
 	switch {
 	case errors.Is(err, unix.ESRCH), errors.Is(err, unix.ENOENT) && pid > 0, errors.Is(err, unix.EINVAL) && pid > 0:
-		// The last two for a thread that leads no group: EINVAL before Linux 6.15.
+		// The last two mean a thread that leads no group: EINVAL before Linux 6.15, ENOENT since.
 		return nil, fmt.Errorf("open pidfd of %d: %w", pid, os.ErrProcessDone)
 	case err != nil:
 		return nil, fmt.Errorf("open pidfd of %d: %w", pid, err)
@@ -46,8 +46,8 @@ func openBlocking(pid int) (int, error) {
 	return fd, nil
 }
 
-// FromFD makes a pidfd that was received or made elsewhere fit for Wait: it is
-// set non-blocking and close-on-exec. The file owns fd, also on an error.
+// FromFD prepares a pidfd that was received or created elsewhere for Wait: it sets the descriptor
+// non-blocking and close-on-exec. The file owns fd, also on an error.
 func FromFD(fd int) (*os.File, error) {
 	unix.CloseOnExec(fd)
 	if err := unix.SetNonblock(fd, true); err != nil {
@@ -56,16 +56,15 @@ func FromFD(fd int) (*os.File, error) {
 	return os.NewFile(uintptr(fd), "pidfd"), nil
 }
 
-// OpenVerified is Open for a process remembered by pid and start time (see
-// StartTime). If that process is gone, or its pid now belongs to another, the
-// error wraps os.ErrProcessDone.
+// OpenVerified is Open for a process identified by pid and start time (see StartTime). The error
+// wraps os.ErrProcessDone if that process is gone or its pid belongs to another one.
 func OpenVerified(pid int, starttime uint64) (*os.File, error) {
 	f, err := Open(pid)
 	if err != nil {
 		return nil, err
 	}
-	// The pidfd is open, so from here on the pid is not given to another process
-	// unless it already was, which the start time tells.
+	// While the pidfd is open the kernel does not reuse the pid. The start time shows whether the
+	// kernel had reused it before.
 	got, err := StartTime(pid)
 	if err == nil && got != starttime {
 		err = fmt.Errorf("pid %d started at tick %d, not %d: %w", pid, got, starttime, os.ErrProcessDone)
@@ -76,13 +75,13 @@ func OpenVerified(pid int, starttime uint64) (*os.File, error) {
 	return f, nil
 }
 
-// Wait returns nil when the process has ended, or ctx's error. If the process is
-// a child of the caller, it is reaped. Any number of Waits may share one file.
+// Wait returns nil when the process has ended, or ctx's error. It reaps a child of the caller.
+// Several Waits may share one file.
 func Wait(ctx context.Context, f *os.File) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	// A file of our own: a shared one has one read lock and one deadline.
+	// A shared file has only one read lock and one deadline, so use a duplicate.
 	own, err := dup(f)
 	if errors.Is(err, unix.EMFILE) || errors.Is(err, unix.ENFILE) {
 		return look(ctx, f)
@@ -92,7 +91,7 @@ func Wait(ctx context.Context, f *os.File) error {
 	}
 	defer own.Close()
 	stop := context.AfterFunc(ctx, func() {
-		// It can only fail if own is closed, when nobody waits any more.
+		// It fails only if own is closed, and then no read waits.
 		_ = own.SetReadDeadline(time.Unix(1, 0))
 	})
 	defer stop()
@@ -118,10 +117,11 @@ func Wait(ctx context.Context, f *os.File) error {
 	return reapUntil(ctx, own)
 }
 
-// lookPause is how often is looked for the end of a process for which there was no descriptor to wait with.
+// lookPause is the polling interval for a process when no descriptor was left to wait with.
 const lookPause = 100 * time.Millisecond
 
-// look is Wait without a descriptor of its own: a child that nobody waits for would stay a zombie.
+// look is Wait without a duplicate descriptor. It polls, because an unreaped child would stay a
+// zombie.
 func look(ctx context.Context, f *os.File) error {
 	for {
 		done, err := Exited(f)
@@ -139,10 +139,11 @@ func look(ctx context.Context, f *os.File) error {
 	}
 }
 
-// tracedPause is how often is looked again whether a tracer has let go of a child that has ended.
+// tracedPause is the polling interval for a dead child that another process traces.
 const tracedPause = 50 * time.Millisecond
 
-// reapUntil reaps a child that has ended. One that another process traces cannot be reaped before that has seen its end.
+// reapUntil reaps a child that has ended. The kernel does not let a parent reap a traced child
+// before the tracer has seen its end.
 func reapUntil(ctx context.Context, f *os.File) error {
 	for {
 		reaped, err := reap(f)
@@ -157,31 +158,31 @@ func reapUntil(ctx context.Context, f *os.File) error {
 	}
 }
 
-// control is f's Control with an error that wraps os.ErrClosed if f is closed:
-// the poller's own does not.
+// control is f's Control with an error that wraps os.ErrClosed if f is closed. The poller's own
+// error does not.
 func control(f *os.File, do func(fd uintptr)) error {
 	conn, err := f.SyscallConn()
 	if err != nil {
 		return err
 	}
-	if err := conn.Control(do); err != nil { // fails for nothing else
+	if err := conn.Control(do); err != nil { // the only possible failure
 		return fmt.Errorf("%w: %w", os.ErrClosed, err)
 	}
 	return nil
 }
 
-// Exited reports whether the process has ended, and reaps it if it is a child. The
-// error wraps os.ErrClosed if f is closed.
+// Exited reports whether the process has ended, and reaps a child. The error wraps os.ErrClosed if
+// f is closed.
 func Exited(f *os.File) (bool, error) {
 	done, err := Ended(f)
 	if err != nil || !done {
 		return false, err
 	}
-	_, err = reap(f) // one that is traced stays for Wait
+	_, err = reap(f) // Wait reaps a traced child
 	return true, err
 }
 
-// Ended is Exited for who leaves a child to be reaped by another.
+// Ended is Exited for callers that must not reap the child.
 func Ended(f *os.File) (bool, error) {
 	var done bool
 	var pollErr error
@@ -207,14 +208,14 @@ func Signal(f *os.File, sig unix.Signal) error {
 	return nil
 }
 
-// Stopped tells whether the process is stopped, by a signal or by who traces it, and so does nothing before somebody has it go on.
-// One that has ended is not. The error wraps os.ErrClosed if f is closed.
+// Stopped reports whether a signal or a tracer has stopped the process. It returns false for a
+// process that has ended. The error wraps os.ErrClosed if f is closed.
 func Stopped(f *os.File) (bool, error) {
 	pid, err := pidOf(f)
 	if err != nil {
 		return false, err
 	}
-	if pid <= 0 { // it has ended, and been reaped
+	if pid <= 0 { // ended and reaped
 		return false, nil
 	}
 	stat, err := readStat(pid)
@@ -224,14 +225,14 @@ func Stopped(f *os.File) (bool, error) {
 	if err != nil {
 		return false, fmt.Errorf("read state of %d: %w", pid, err)
 	}
-	if done, err := Exited(f); done || err != nil { // the ID may have belonged to another
+	if done, err := Exited(f); done || err != nil { // the ID may have belonged to another process
 		return false, err
 	}
 	fields := fieldsAfterName(stat)
 	return len(fields) > 0 && (fields[0][0] == 'T' || fields[0][0] == 't'), nil
 }
 
-// pidOf returns the process ID, -1 if the process has ended and was reaped.
+// pidOf returns the process ID, or -1 if the process has ended and was reaped.
 func pidOf(f *os.File) (int, error) {
 	var info []byte
 	var readErr error
@@ -250,9 +251,9 @@ func pidOf(f *os.File) (int, error) {
 	return pid, nil
 }
 
-// StartTime returns when the process started, in clock ticks since boot (field 22
-// of /proc/PID/stat): with the pid it names a process for the life of the boot.
-// The error wraps os.ErrProcessDone if there is no such process.
+// StartTime returns when the process started, in clock ticks since boot (field 22 of
+// /proc/PID/stat). Pid and start time together identify a process until the next boot. The error
+// wraps os.ErrProcessDone if no such process exists.
 func StartTime(pid int) (uint64, error) {
 	stat, err := readStat(pid)
 	if err != nil {
@@ -265,9 +266,9 @@ func StartTime(pid int) (uint64, error) {
 	return ticks, nil
 }
 
-// Executed tells whether a process has executed a program since it was forked. It does so also of
-// one that has ended and was not reaped. runnable: it wants a processor, or the kernel works for
-// it; it does not sleep. The error wraps os.ErrProcessDone if there is no such process.
+// Executed reports whether a process has executed a program since it was forked, also for a zombie.
+// runnable reports that it runs, waits for a processor, or is in uninterruptible sleep. The error
+// wraps os.ErrProcessDone if no such process exists.
 func Executed(pid int) (executed, runnable bool, err error) {
 	stat, err := readStat(pid)
 	if err != nil {
@@ -280,10 +281,11 @@ func Executed(pid int) (executed, runnable bool, err error) {
 	return executed, runnable, nil
 }
 
-// forkNoExec is PF_FORKNOEXEC: forked, and no program was executed. ps shows it in its column F.
+// forkNoExec is PF_FORKNOEXEC: the process was forked and has not executed a program. ps shows it
+// in column F.
 const forkNoExec = 0x40
 
-// parseExecuted finds fields 3 and 9.
+// parseExecuted reads fields 3 and 9.
 func parseExecuted(stat []byte) (executed, runnable bool, err error) {
 	const state, flags = 3 - 3, 9 - 3
 	fields := fieldsAfterName(stat)
@@ -306,7 +308,7 @@ func readStat(pid int) ([]byte, error) {
 	return stat, err
 }
 
-// parseStartTime finds field 22.
+// parseStartTime reads field 22.
 func parseStartTime(stat []byte) (uint64, error) {
 	const afterName = 22 - 3
 	fields := fieldsAfterName(stat)
@@ -316,13 +318,13 @@ func parseStartTime(stat []byte) (uint64, error) {
 	return strconv.ParseUint(string(fields[afterName]), 10, 64)
 }
 
-// fieldsAfterName returns the fields from the third on. The name, field 2, is in parentheses and may hold
-// anything, also spaces and parentheses, so fields are counted after the last ')'.
+// fieldsAfterName returns the fields from the third on. Field 2, the name, is in parentheses and
+// may contain spaces and parentheses, so fields are counted after the last ')'.
 func fieldsAfterName(stat []byte) [][]byte {
 	return bytes.Fields(stat[bytes.LastIndexByte(stat, ')')+1:])
 }
 
-// dup's error wraps os.ErrClosed if f is closed.
+// dup duplicates f. The error wraps os.ErrClosed if f is closed.
 func dup(f *os.File) (*os.File, error) {
 	var fd int
 	var dupErr error
@@ -335,7 +337,7 @@ func dup(f *os.File) (*os.File, error) {
 	return FromFD(fd)
 }
 
-// ended polls without waiting: a pidfd is readable once its process has ended.
+// ended polls without waiting. A pidfd is readable once its process has ended.
 func ended(fd int) (bool, error) {
 	for {
 		p := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
@@ -346,7 +348,7 @@ func ended(fd int) (bool, error) {
 	}
 }
 
-// reap reaps a process that has ended if it is a child, and tells whether there is nothing left of it for us to do.
+// reap reaps a child that has ended. done is false if a tracer still prevents that.
 func reap(f *os.File) (done bool, err error) {
 	conn, err := f.SyscallConn()
 	if err != nil {

@@ -49,7 +49,7 @@ func TestWaitReapsChild(t *testing.T) {
 	}
 }
 
-func TestWaitOfProcessThatIsNotOurChild(t *testing.T) {
+func TestWaitForProcessOfAnotherParent(t *testing.T) {
 	cmd := exec.Command("sh", "-c", "sleep 1000 & echo $!; wait")
 	out, err := cmd.StdoutPipe()
 	if err != nil {
@@ -73,7 +73,7 @@ func TestWaitOfProcessThatIsNotOurChild(t *testing.T) {
 	}
 }
 
-func TestWaitIsCancelledAloneAmongMany(t *testing.T) {
+func TestCancelledWaitLeavesOthersWaiting(t *testing.T) {
 	_, f := start(t, "sleep", "1000")
 	var wg sync.WaitGroup
 	errs := make([]error, 8)
@@ -96,7 +96,7 @@ func TestWaitIsCancelledAloneAmongMany(t *testing.T) {
 	}
 }
 
-func TestOpenVerified(t *testing.T) {
+func TestOpenVerifiedRefusesOtherStartTime(t *testing.T) {
 	cmd, _ := start(t, "sleep", "1000")
 	ticks, err := StartTime(cmd.Process.Pid)
 	if err != nil {
@@ -112,7 +112,7 @@ func TestOpenVerified(t *testing.T) {
 	}
 }
 
-func TestGoneProcess(t *testing.T) {
+func TestCallsOnGoneProcessReturnProcessDone(t *testing.T) {
 	cmd := exec.Command("true")
 	if err := cmd.Run(); err != nil {
 		t.Fatal(err)
@@ -171,7 +171,7 @@ func TestExecuted(t *testing.T) {
 	if executed, _, err := Executed(os.Getpid()); !executed || err != nil {
 		t.Errorf("this program: %v, %v", executed, err)
 	}
-	// A shell's background job is forked, and its read keeps it from executing anything.
+	// The shell forks a background job, and its read keeps it from executing a program.
 	cmd := exec.Command("/bin/sh", "-c", "exec 3<&0; { read x <&3; } & echo $!; wait")
 	in, err := cmd.StdinPipe()
 	if err != nil {
@@ -186,13 +186,13 @@ func TestExecuted(t *testing.T) {
 	}
 	pid := readPID(t, out)
 	if executed, _, err := Executed(pid); executed || err != nil {
-		t.Errorf("a process that was forked: %v, %v", executed, err)
+		t.Errorf("a forked process: %v, %v", executed, err)
 	}
 	if err := errors.Join(in.Close(), cmd.Wait()); err != nil {
 		t.Error(err)
 	}
 	if _, _, err := Executed(cmd.Process.Pid); !errors.Is(err, os.ErrProcessDone) {
-		t.Errorf("a process that is gone: %v", err)
+		t.Errorf("a gone process: %v", err)
 	}
 }
 
@@ -200,7 +200,7 @@ func TestStopped(t *testing.T) {
 	cmd, f := start(t, "sleep", "1000")
 	is := func(want bool) {
 		t.Helper()
-		for { // a signal takes a moment
+		for { // a signal takes a moment to arrive
 			if got, err := Stopped(f); got == want || err != nil || t.Context().Err() != nil {
 				if err != nil {
 					t.Error(err)
@@ -243,7 +243,7 @@ func readPID(t *testing.T, r interface{ Read([]byte) (int, error) }) int {
 	return pid
 }
 
-func TestClosedFile(t *testing.T) {
+func TestClosedFileReturnsErrClosed(t *testing.T) {
 	f, err := Open(os.Getpid())
 	if err != nil {
 		t.Fatal(err)
@@ -262,7 +262,7 @@ func TestClosedFile(t *testing.T) {
 	}
 }
 
-// Who has no descriptor left waits all the same: a child that nobody reaps would stay a zombie.
+// Wait must work without a free descriptor, because an unreaped child would stay a zombie.
 func TestWaitWithoutDescriptors(t *testing.T) {
 	cmd, f := start(t, "sleep", "1000")
 	var limit unix.Rlimit
@@ -297,14 +297,14 @@ func TestWaitWithoutDescriptors(t *testing.T) {
 	}
 }
 
-// The ID of a process that has ended may be a thread's by now.
-func TestOpenOfAThread(t *testing.T) {
+// A thread may have the ID of a process that has ended.
+func TestOpenRefusesThread(t *testing.T) {
 	ids, end := make(chan int), make(chan struct{})
 	go func() {
-		runtime.LockOSThread() // for good: the thread ends with the goroutine
+		runtime.LockOSThread() // never unlocked: the thread ends with the goroutine
 		if id := unix.Gettid(); id != os.Getpid() {
 			ids <- id
-		} else { // the first thread stays this one's, so the next goroutine has another
+		} else { // the first thread stays with this goroutine, so the next goroutine gets another one
 			go func() { runtime.LockOSThread(); ids <- unix.Gettid(); <-end }()
 		}
 		<-end

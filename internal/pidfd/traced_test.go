@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// traceEnv makes the test binary a tracer of the process with that ID.
+// traceEnv makes the test binary a tracer of the process whose ID it contains.
 const traceEnv = "BERTH_TEST_TRACE"
 
 func TestMain(m *testing.M) {
@@ -23,7 +23,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// trace attaches to a process, says so, and waits for the end of its standard input.
+// trace attaches to a process, reports that, and waits for the end of its standard input.
 func trace(pid int) int {
 	runtime.LockOSThread()
 	if err := unix.PtraceSeize(pid); err != nil {
@@ -37,8 +37,7 @@ func trace(pid int) int {
 	return 0
 }
 
-// A child that somebody traces is reaped when the tracer lets go of it.
-func TestWaitForTracedChild(t *testing.T) {
+func TestWaitReapsTracedChildAfterTracer(t *testing.T) {
 	cmd, f := start(t, "sleep", "1000")
 	tracer := exec.Command("/proc/self/exe")
 	tracer.Env = append(os.Environ(), traceEnv+"="+strconv.Itoa(cmd.Process.Pid))
@@ -54,7 +53,7 @@ func TestWaitForTracedChild(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := io.ReadFull(stdout, make([]byte, 1)); err != nil {
-		t.Fatalf("the tracer does not trace: %v", err)
+		t.Fatalf("the tracer did not attach: %v", err)
 	}
 	if err := Signal(f, unix.SIGKILL); err != nil {
 		t.Fatal(err)
@@ -71,7 +70,7 @@ func TestWaitForTracedChild(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 2*tracedPause)
 	defer cancel()
 	if err := Wait(ctx, f); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("Wait while it is traced: %v", err)
+		t.Errorf("Wait while the child is traced: %v", err)
 	}
 	if err := stdin.Close(); err != nil {
 		t.Fatal(err)
@@ -80,7 +79,7 @@ func TestWaitForTracedChild(t *testing.T) {
 		t.Error(err)
 	}
 	if _, err := Open(cmd.Process.Pid); !errors.Is(err, os.ErrProcessDone) {
-		t.Errorf("it is still there: %v", err)
+		t.Errorf("the child was not reaped: %v", err)
 	}
 	if err := tracer.Wait(); err != nil {
 		t.Error(err)

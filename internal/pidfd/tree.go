@@ -9,10 +9,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Kill kills a child of ours, whose pidfd fd is, and everything below it.
+// KillTree kills a child of the caller, whose pidfd is fd, and all its descendants. It finds them
+// through /proc at the moment of the call: a process whose parent has ended is a descendant of the
+// process that adopted it.
 func KillTree(pid int, fd *os.File) error {
 	below, err := Below(pid)
-	// The root first, so that it does not end in its own way meanwhile.
+	// Kill the root first, so that it does not react to the end of a child.
 	if killErr := Signal(fd, unix.SIGKILL); killErr != nil && !errors.Is(killErr, os.ErrProcessDone) {
 		err = errors.Join(err, killErr)
 	}
@@ -24,7 +26,7 @@ func KillTree(pid int, fd *os.File) error {
 	return err
 }
 
-// Below returns the processes below root, parents before children.
+// Below returns the descendants of root, parents before children.
 func Below(root int) ([]int, error) {
 	children, err := processTree()
 	if err != nil {
@@ -66,8 +68,8 @@ func processTree() (map[int][]int, error) {
 	return children, nil
 }
 
-// parentOf reads the fourth field of /proc/PID/stat; the second may hold anything
-// and ends with the last parenthesis.
+// parentOf reads field 4 of /proc/PID/stat. Field 2 may contain anything and ends with the last
+// parenthesis.
 func parentOf(pid string) (int, bool) {
 	stat, err := os.ReadFile("/proc/" + pid + "/stat")
 	if err != nil {

@@ -12,28 +12,28 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// ErrNotKnown says that nobody tells how a process has ended.
-var ErrNotKnown = errors.New("its status is not known")
+// ErrNotKnown means that the exit status of a process is not available.
+var ErrNotKnown = errors.New("exit status unknown")
 
-// ZombieStatus returns how a process has ended that nobody has reaped yet, which may be no child of
-// the caller. It has ended when each of its threads has: where another process traces one of them,
-// the pidfd does not tell before that tracer has let go.
+// ZombieStatus returns the wait status of an unreaped process, which need not be a child of the
+// caller. The process counts as ended once all its threads have. If a tracer holds one of them, the
+// pidfd does not report the end before the tracer lets go.
 //
-// The error wraps ErrNotKnown if the process runs, or was reaped, or if the caller may not trace
-// it: the kernel shows 0 then.
+// The error wraps ErrNotKnown if the process runs or was reaped, or if the caller may not trace it,
+// because the kernel then shows 0.
 func ZombieStatus(f *os.File) (unix.WaitStatus, error) {
 	pid, err := pidOf(f)
 	if err != nil {
 		return 0, err
 	}
 	if pid <= 0 {
-		return 0, fmt.Errorf("it was reaped: %w", ErrNotKnown)
+		return 0, fmt.Errorf("process was reaped: %w", ErrNotKnown)
 	}
 	status, err := zombieStatus(pid)
 	if err != nil {
 		return 0, fmt.Errorf("status of process %d: %w", pid, err)
 	}
-	if now, err := pidOf(f); err != nil || now != pid { // what was read may be another process's with the same ID
+	if now, err := pidOf(f); err != nil || now != pid { // pid may belong to another process by now
 		return 0, errors.Join(fmt.Errorf("process %d was reaped: %w", pid, ErrNotKnown), err)
 	}
 	return status, nil
@@ -42,9 +42,9 @@ func ZombieStatus(f *os.File) (unix.WaitStatus, error) {
 func zombieStatus(pid int) (unix.WaitStatus, error) {
 	proc := "/proc/" + strconv.Itoa(pid)
 	if dead, err := threadsEnded(proc + "/task"); err != nil || !dead {
-		return 0, errors.Join(fmt.Errorf("it runs: %w", ErrNotKnown), err)
+		return 0, errors.Join(fmt.Errorf("process is running: %w", ErrNotKnown), err)
 	}
-	// The kernel asks for the same right here as for the status.
+	// The kernel requires the same permission here as for the status.
 	if _, err := os.Readlink(proc + "/ns/pid"); err != nil {
 		return 0, fmt.Errorf("%w: %w", ErrNotKnown, err)
 	}
@@ -55,12 +55,12 @@ func zombieStatus(pid int) (unix.WaitStatus, error) {
 	return parseZombie(stat)
 }
 
-// parseZombie finds field 52, exit_code, of a process that has ended.
+// parseZombie reads field 52, exit_code, of a zombie.
 func parseZombie(stat []byte) (unix.WaitStatus, error) {
 	const state, exitCode = 3 - 3, 52 - 3
 	fields := fieldsAfterName(stat)
 	if len(fields) <= exitCode || string(fields[state]) != "Z" {
-		return 0, fmt.Errorf("stat line %q is of no process that has ended: %w", stat, ErrNotKnown)
+		return 0, fmt.Errorf("stat line %q does not describe a zombie: %w", stat, ErrNotKnown)
 	}
 	status, err := strconv.ParseUint(string(fields[exitCode]), 10, 16)
 	if err != nil {
@@ -75,15 +75,14 @@ type Thread struct {
 	State byte // field 3 of its stat: R, S, D, T, t, Z, X ...
 }
 
-// stopped tells whether the thread of that process does nothing before somebody has it go on.
+// stopped reports whether a signal or a tracer has stopped the thread.
 func (t Thread) stopped(pid int) bool {
 	return t.State == 'T' || t.State == 't' || t.InFreezer(pid)
 }
 
-// InFreezer tells whether the thread of that process is frozen by its cgroup. The freezer of cgroup
-// v1 looks like a wait for a disk, that of v2 like sleep: only where the thread is in the kernel
-// tells. Compilers make the function that v2 waits in a part of get_signal, which sleeps for no
-// other reason.
+// InFreezer reports whether its cgroup has frozen the thread. A thread frozen on cgroup v1 looks
+// like one that waits for a disk, on v2 like a sleeping one; only the kernel function it waits in
+// differs. Compilers inline v2's function into get_signal, which sleeps for no other reason.
 func (t Thread) InFreezer(pid int) bool {
 	if t.State != 'D' && t.State != 'S' {
 		return false
@@ -96,13 +95,13 @@ func (t Thread) InFreezer(pid int) bool {
 	return strings.Contains(name, "refrigerator") || name == "do_freezer_trap" || name == "get_signal"
 }
 
-// AnyStopped tells whether a process has a thread that does nothing before somebody has it go on.
+// AnyStopped reports whether a signal or a tracer has stopped a thread of the process.
 func AnyStopped(pid int) (bool, error) {
 	threads, err := Threads(pid)
 	return slices.ContainsFunc(threads, func(t Thread) bool { return t.stopped(pid) }), err
 }
 
-// Threads returns the threads of a process. Those that end meanwhile may be missing.
+// Threads returns the threads of a process. Threads that end meanwhile may be missing.
 func Threads(pid int) (threads []Thread, err error) {
 	err = eachThread("/proc/"+strconv.Itoa(pid)+"/task", func(t Thread) bool {
 		threads = append(threads, t)
@@ -111,8 +110,8 @@ func Threads(pid int) (threads []Thread, err error) {
 	return threads, err
 }
 
-// threadsEnded tells whether each thread in a folder /proc/PID/task has ended. It stops at the
-// first that has not.
+// threadsEnded reports whether every thread in a directory /proc/PID/task has ended. It stops at
+// the first live one.
 func threadsEnded(dir string) (bool, error) {
 	dead := true
 	err := eachThread(dir, func(t Thread) bool {
@@ -122,7 +121,7 @@ func threadsEnded(dir string) (bool, error) {
 	return dead, err
 }
 
-// eachThread calls do for each thread in a folder /proc/PID/task until it returns false.
+// eachThread calls do for each thread in a directory /proc/PID/task until do returns false.
 func eachThread(dir string, do func(Thread) bool) error {
 	tasks, err := os.Open(dir)
 	if err != nil {
@@ -133,7 +132,7 @@ func eachThread(dir string, do func(Thread) bool) error {
 		names, err := tasks.Readdirnames(64)
 		for _, name := range names {
 			t, err := readThread(dir, name)
-			if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ESRCH) { // it is gone
+			if errors.Is(err, os.ErrNotExist) || errors.Is(err, unix.ESRCH) { // the thread is gone
 				continue
 			}
 			if err != nil {

@@ -11,8 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// zombie returns the pidfd of a child that ends as the script says, and that is not reaped before
-// the test is over.
+// zombie starts a child that ends as the script says and returns its pidfd. The child is not reaped
+// before the test ends.
 func zombie(t *testing.T, script string) (cmd *exec.Cmd, f *os.File) {
 	t.Helper()
 	cmd = exec.Command("sh", "-c", script)
@@ -40,14 +40,14 @@ func TestZombieStatus(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			cmd, f := zombie(t, c.script)
 			got, err := ZombieStatus(f)
-			for errors.Is(err, ErrNotKnown) && t.Context().Err() == nil { // it runs for a moment
+			for errors.Is(err, ErrNotKnown) && t.Context().Err() == nil { // it still runs for a moment
 				time.Sleep(time.Millisecond)
 				got, err = ZombieStatus(f)
 			}
 			if err != nil || got != c.want {
 				t.Errorf("%x, %v; want %x", got, err, c.want)
 			}
-			_ = cmd.Wait() // it is as the script says
+			_ = cmd.Wait() // the script determines the error
 			if got, err := ZombieStatus(f); !errors.Is(err, ErrNotKnown) {
 				t.Errorf("reaped: %x, %v", got, err)
 			}
@@ -68,7 +68,7 @@ func TestParseZombie(t *testing.T) {
 	}
 	for name, c := range map[string]struct {
 		stat string
-		want int // -1: none
+		want int // -1: unknown
 	}{
 		"exited":             {line("sh", "Z", "1792"), 7 << 8},
 		"a name like a stat": {line(line("x", "Z", "9"), "Z", "256"), 256},

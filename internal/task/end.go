@@ -7,17 +7,18 @@ import (
 	"time"
 )
 
-// What End waits for: operations under way, then, after it told everything to end, those that are taken back, a launch for
-// one, and the rest.
+// Limits of the phases of End: operations in progress, then operations that were cancelled and roll
+// back, then everything else.
 const (
 	graceLimit      = 10 * time.Second
 	operationsLimit = 25 * time.Second
 	restLimit       = 5 * time.Second
 )
 
-// End lets nothing new start, and waits for what is under way, until ctx ends at most. The next daemon goes on with operations that
-// did not end, and with what was being undone. leave is called when operations are told to end: what these wait for elsewhere is
-// not interrupted by that. idle is false if there still are operations; the error tells what did not end.
+// End lets nothing new start and waits for the work in progress until ctx ends. When it cancels
+// operations it calls leave, because cancellation does not interrupt what they wait for elsewhere.
+// The next daemon continues unfinished operations and rollbacks. idle is false if operations
+// remain; the error names them.
 func (r *Runner) End(ctx context.Context, leave func()) (idle bool, err error) {
 	r.Operations.Close()
 	r.Background.Close()
@@ -25,20 +26,20 @@ func (r *Runner) End(ctx context.Context, leave func()) (idle bool, err error) {
 	grace, cancel := context.WithTimeout(ctx, graceLimit)
 	defer cancel()
 	if err = r.Operations.Wait(grace); err != nil {
-		err = fmt.Errorf("operations still under way: %w", err)
+		err = fmt.Errorf("operations still in progress: %w", err)
 	}
-	_ = r.Background.Wait(grace) // most of it ends at once, plugins may take their time; see below
+	_ = r.Background.Wait(grace) // most of it ends at once; the check below repeats this for plugins, which take longer
 	r.Operations.Cancel()
 	leave()
-	takingBack, cancel := context.WithTimeout(ctx, operationsLimit)
+	rollback, cancel := context.WithTimeout(ctx, operationsLimit)
 	defer cancel()
-	ended := r.Operations.Wait(takingBack)
+	ended := r.Operations.Wait(rollback)
 	err = errors.Join(err, ended)
-	r.Watchers.Close() // operations wait for exits, so watchers end after them
+	r.Watchers.Close() // operations wait for exits that watchers report, so watchers end last
 	r.Watchers.Cancel()
 	err = errors.Join(err, r.Watchers.WaitFor(restLimit))
 	if r.Background.WaitFor(restLimit) != nil {
-		r.Log.Info("clearing away goes on with the next start")
+		r.Log.Info("removal continues after the next start")
 	}
 	return ended == nil, err
 }

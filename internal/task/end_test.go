@@ -9,21 +9,20 @@ import (
 	"time"
 )
 
-// Who is told to end, when: operations after their grace, watchers, for whose exits operations wait, after those.
-func TestEnd(t *testing.T) {
+func TestEndCancelsOperationsThenWatchers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := NewRunner(slog.New(slog.DiscardHandler), nil)
 		left := false
 		r.Operations.Spawn(func() {
 			<-r.Operations.Context().Done()
 			if r.Background.Context().Err() == nil || r.Watchers.Context().Err() != nil {
-				t.Error("the operation is told to end before what is undone, or after watchers")
+				t.Error("the operation was cancelled before rollbacks, or after watchers")
 			}
 		})
 		r.Watchers.Spawn(func() { <-r.Watchers.Context().Done() })
 		begun := time.Now()
 		idle, err := r.End(t.Context(), func() { left = true })
-		if !idle || !left || !errors.Is(err, context.DeadlineExceeded) { // it was under way still
+		if !idle || !left || !errors.Is(err, context.DeadlineExceeded) { // it was still in progress
 			t.Errorf("idle %t, left %t: %v", idle, left, err)
 		}
 		if took := time.Since(begun); took != graceLimit {
@@ -32,7 +31,7 @@ func TestEnd(t *testing.T) {
 	})
 }
 
-func TestEndOfWhatDoesNotEnd(t *testing.T) {
+func TestEndLeavesHangingOperationsBehind(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := NewRunner(slog.New(slog.DiscardHandler), nil)
 		release := make(chan struct{})

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// Lifetime is a kind of goroutine: all of a kind get the same context and end
-// with it. The lock guards closed against Spawn and is held for nothing else.
+// Lifetime is a group of goroutines that share a context and end with it. The lock guards closed
+// and the counter of group.
 type Lifetime struct {
 	ctx    context.Context
 	cancel context.CancelFunc
@@ -26,7 +26,7 @@ func NewLifetime() *Lifetime {
 // Context ends with Cancel. The goroutines of the lifetime work under it.
 func (l *Lifetime) Context() context.Context { return l.ctx }
 
-// Cancel tells all goroutines to end.
+// Cancel cancels the context of all goroutines.
 func (l *Lifetime) Cancel() { l.cancel() }
 
 // Spawn starts a goroutine. It returns false, and starts nothing, after Close.
@@ -40,14 +40,14 @@ func (l *Lifetime) Spawn(f func()) bool {
 	return true
 }
 
-// Close lets nothing new start.
+// Close makes Spawn start no further goroutines.
 func (l *Lifetime) Close() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closed = true
 }
 
-// Wait returns when all goroutines have ended, or ctx has.
+// Wait returns nil when all goroutines have ended, or ctx's error.
 func (l *Lifetime) Wait(ctx context.Context) error {
 	done := make(chan struct{})
 	go func() { l.group.Wait(); close(done) }() // ends with the goroutines it waits for
@@ -57,7 +57,7 @@ func (l *Lifetime) Wait(ctx context.Context) error {
 	case <-ctx.Done():
 	}
 	select {
-	case <-done: // both: what matters is that they have ended
+	case <-done: // both happened: report that they have ended
 		return nil
 	default:
 		return ctx.Err()

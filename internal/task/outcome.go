@@ -5,13 +5,13 @@ import (
 	"runtime/debug"
 )
 
-// Outcome is how a function ended that another goroutine runs than the one that waits for it.
+// Outcome is the result of a function that ran in another goroutine: its error or its panic.
 type Outcome struct {
 	Err      error
-	panicked string // what it panicked with, and where
+	panicked string // the panic's value and stack
 }
 
-// Catch runs f and returns how it ended. A panic would end the daemon in any goroutine but one that guards itself.
+// Catch runs f and returns its outcome. An unrecovered panic in any goroutine would end the daemon.
 func Catch(f func() error) (o Outcome) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -22,7 +22,7 @@ func Catch(f func() error) (o Outcome) {
 	return o
 }
 
-// Result returns the error, or goes on with the panic, for whoever guards the caller.
+// Result returns the error, or panics again so that the caller's own guard handles it.
 func (o Outcome) Result() error {
 	if o.panicked != "" {
 		panic(o.panicked)

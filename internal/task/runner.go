@@ -1,6 +1,5 @@
-// Package task runs the work of a daemon that owns objects, so that every goroutine
-// has an owner that waits for it, every object one writer at a time, and everything
-// that is waited for a name that operators can see.
+// Package task runs the work of a daemon that owns objects. Every goroutine has an owner that waits
+// for it, every object has one writer at a time, and every wait has a name that operators can see.
 package task
 
 import (
@@ -17,35 +16,36 @@ import (
 	"berth/internal/trace"
 )
 
-// Limit bounds one operation on a pod or container, whoever asked for it.
-// kubelet gives RunPodSandbox four minutes and everything else two.
+// Limit bounds one operation on a pod or container. kubelet's own deadline is four minutes for
+// RunPodSandbox and two for all other calls.
 const Limit = 4 * time.Minute
 
-// Runner starts operations and knows what they wait for.
+// Runner starts operations and records what they wait for.
 type Runner struct {
-	Operations *Lifetime // what clients asked for
-	Background *Lifetime // undoing and clearing away
-	Watchers   *Lifetime // waiting for events outside, such as the end of a process
+	Operations *Lifetime // requests of clients
+	Background *Lifetime // rollback and removal
+	Watchers   *Lifetime // waits for outside events, such as the end of a process
 	Log        *slog.Logger
 
 	waits *Waits
 }
 
-// NewRunner returns a runner without goroutines, whose waits are noted in waits.
+// NewRunner returns a runner without goroutines that records its waits in waits.
 func NewRunner(log *slog.Logger, waits *Waits) *Runner {
 	return &Runner{waits: waits, Operations: NewLifetime(), Background: NewLifetime(), Watchers: NewLifetime(), Log: log}
 }
 
-// Detach runs op to its end in a goroutine of Operations, so that a caller that
-// goes away does not leave half of it done. It returns when op has ended or the
-// caller's context has. Limit bounds op, which is among the waits as long as it lasts.
+// Detach runs op to its end in a goroutine of Operations, so that the operation completes even if
+// its caller gives up. It returns when op has ended or ctx has. limit bounds op, which counts as a
+// wait.
 func (r *Runner) Detach(ctx context.Context, limit time.Duration, what, object string, op func(context.Context) error) error {
 	return r.detach(ctx, r.Operations, limit, what, object, op)
 }
 
-// Aside is Detach for a step of an operation that may hang in the kernel, where nothing ends it. It begins also when no
-// operation does any more because berth is stopping: those under way are to end well. What hangs then is waited for no longer than watchers are.
-func (r *Runner) Aside(ctx context.Context, limit time.Duration, what, object string, op func() error) error {
+// DetachStep is Detach for a step of an operation that may hang in the kernel and cannot be
+// interrupted. It also starts while berth stops, so that operations in progress can complete. Once
+// berth stops, it waits for a hanging step no longer than for watchers.
+func (r *Runner) DetachStep(ctx context.Context, limit time.Duration, what, object string, op func() error) error {
 	return r.detach(ctx, r.Watchers, limit, what, object, func(context.Context) error { return op() })
 }
 
@@ -72,23 +72,23 @@ func (r *Runner) detach(ctx context.Context, in *Lifetime, limit time.Duration, 
 	}
 }
 
-// WithTurn runs op while it is the one writer of an object.
-func (r *Runner) WithTurn(ctx context.Context, t Turn, what, object string, op func() error) error {
-	pass, err := r.Take(ctx, t, what, object)
+// WithLock runs op as the only writer of an object.
+func (r *Runner) WithLock(ctx context.Context, l Lock, what, object string, op func() error) error {
+	release, err := r.Acquire(ctx, l, what, object)
 	if err != nil {
 		return err
 	}
-	defer pass()
+	defer release()
 	return op()
 }
 
-// Guard is the function of that name with the runner's log.
+// Guard is the function Guard with the runner's log.
 func (r *Runner) Guard(what, object string, op func() error) error {
 	return Guard(r.Log, what, object, op)
 }
 
-// Guard turns a panic of op into an Internal error with the stack in the log: the
-// daemon has other pods to serve. A panic of a goroutine that op starts is that goroutine's to guard.
+// Guard turns a panic of op into an Internal error and logs the stack, because the daemon must keep
+// serving other pods. Goroutines that op starts need a guard of their own.
 func Guard(log *slog.Logger, what, object string, op func() error) (err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -99,20 +99,20 @@ func Guard(log *slog.Logger, what, object string, op func() error) (err error) {
 	return op()
 }
 
-// Together runs steps side by side and joins their errors.
-func (r *Runner) Together(what, object string, steps ...func() error) error {
+// Parallel runs steps concurrently and joins their errors.
+func (r *Runner) Parallel(what, object string, steps ...func() error) error {
 	errs := make([]error, len(steps))
 	var group errgroup.Group
 	for i, step := range steps {
 		group.Go(func() error { errs[i] = r.Guard(what, object, step); return nil })
 	}
-	_ = group.Wait() // the errors are in errs, all of them
+	_ = group.Wait() // errs has all errors
 	return errors.Join(errs...)
 }
 
-// InBackground does something now, and repeats it until it succeeds or the
-// daemon stops; the object's record makes the next daemon go on with it.
-func (r *Runner) InBackground(what, object string, do func(context.Context) error) {
+// RetryInBackground runs do until it succeeds or the daemon stops. The next daemon continues from
+// the object's record.
+func (r *Runner) RetryInBackground(what, object string, do func(context.Context) error) {
 	r.Background.Spawn(func() {
 		for delay := time.Second; ; delay = min(2*delay, time.Minute) {
 			ctx, cancel := context.WithTimeout(r.Background.ctx, Limit)
@@ -131,7 +131,7 @@ func (r *Runner) InBackground(what, object string, do func(context.Context) erro
 	})
 }
 
-// Sleep waits, visibly, and returns false if ctx ended meanwhile.
+// Sleep waits for d under a visible name. It returns false if ctx ended first.
 func (r *Runner) Sleep(ctx context.Context, d time.Duration, what, object string) bool {
 	defer r.BeginUpTo(d, what, object)()
 	select {

@@ -26,16 +26,16 @@ func testRunner(t *testing.T) *Runner {
 	return r
 }
 
-func TestTurnIsAwaitedAndNamed(t *testing.T) {
-	r, turn := testRunner(t), NewTurn()
-	pass, err := r.Take(context.Background(), turn, "start", "container 1")
+func TestLockIsAwaitedAndNamed(t *testing.T) {
+	r, turn := testRunner(t), NewLock()
+	pass, err := r.Acquire(context.Background(), turn, "start", "container 1")
 	if err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	second := make(chan error, 1)
 	go func() {
-		_, err := r.Take(ctx, turn, "remove", "container 1")
+		_, err := r.Acquire(ctx, turn, "remove", "container 1")
 		second <- err
 	}()
 	for len(r.Waits()) == 0 { // until the second waits
@@ -45,7 +45,7 @@ func TestTurnIsAwaitedAndNamed(t *testing.T) {
 		default:
 		}
 	}
-	if w := r.Waits()[0]; w.What != "its turn to remove" || w.Object != "container 1" || w.Since.IsZero() {
+	if w := r.Waits()[0]; w.What != "lock to remove" || w.Object != "container 1" || w.Since.IsZero() {
 		t.Errorf("wait: %+v", w)
 	}
 	cancel()
@@ -56,14 +56,14 @@ func TestTurnIsAwaitedAndNamed(t *testing.T) {
 		t.Errorf("waits left: %v", w)
 	}
 	pass()
-	pass, err = r.Take(context.Background(), turn, "start", "container 1")
+	pass, err = r.Acquire(context.Background(), turn, "start", "container 1")
 	if err != nil {
 		t.Fatal(err)
 	}
 	pass()
 }
 
-func TestDetachGoesOnWithoutItsCaller(t *testing.T) {
+func TestDetachedOperationOutlivesCaller(t *testing.T) {
 	r := testRunner(t)
 	gone, cancel := context.WithCancel(context.Background())
 	entered, proceed, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
@@ -81,7 +81,7 @@ func TestDetachGoesOnWithoutItsCaller(t *testing.T) {
 		t.Errorf("the caller got %v", err)
 	}
 	if w := r.Waits(); len(w) != 1 || w[0].What != "stop" || w[0].Object != "pod 1" || w[0].Limit != time.Minute+slack {
-		t.Errorf("when its caller has gone the waits are %+v", w)
+		t.Errorf("after its caller gave up the waits are %+v", w)
 	}
 	close(proceed)
 	if err := <-ended; err != nil {
@@ -96,8 +96,7 @@ func TestDetachGoesOnWithoutItsCaller(t *testing.T) {
 	}
 }
 
-// What was told to its caller as ended is no wait any more.
-func TestDetachedWaitEndsFirst(t *testing.T) {
+func TestDetachEndsItsWaitBeforeItReturns(t *testing.T) {
 	r := testRunner(t)
 	for range 100 {
 		if err := r.Detach(context.Background(), time.Minute, "stop", "pod 1", func(context.Context) error { return nil }); err != nil {
@@ -109,7 +108,7 @@ func TestDetachedWaitEndsFirst(t *testing.T) {
 	}
 }
 
-func TestPanicIsAnError(t *testing.T) {
+func TestPanicBecomesInternalError(t *testing.T) {
 	r := testRunner(t)
 	err := r.Detach(context.Background(), time.Minute, "stop", "pod 1", func(context.Context) error { panic("oh") })
 	if errdefs.Code(err) != codes.Internal || !strings.Contains(err.Error(), "oh") {
@@ -117,36 +116,36 @@ func TestPanicIsAnError(t *testing.T) {
 	}
 }
 
-func TestBackgroundEndsWithItsLifetime(t *testing.T) {
+func TestBackgroundRetriesEndWithLifetime(t *testing.T) {
 	r := testRunner(t)
 	failing := make(chan struct{}, 1)
-	r.InBackground("undo", "pod 1", func(context.Context) error {
+	r.RetryInBackground("undo", "pod 1", func(context.Context) error {
 		failing <- struct{}{}
 		return errors.New("no")
 	})
 	<-failing
-	r.Background.Cancel() // while it waits for its next try, or before
+	r.Background.Cancel() // during the pause before the next try, or earlier
 	if err := r.Background.Wait(context.Background()); err != nil {
 		t.Error(err)
 	}
 }
 
-func TestTogetherJoinsErrorsAndPanics(t *testing.T) {
+func TestParallelJoinsErrorsAndPanics(t *testing.T) {
 	r := testRunner(t)
 	no := errors.New("no")
-	err := r.Together("take down", "pod 1", func() error { return no }, func() error { panic("oh") }, func() error { return nil })
+	err := r.Parallel("take down", "pod 1", func() error { return no }, func() error { panic("oh") }, func() error { return nil })
 	if !errors.Is(err, no) || !strings.Contains(err.Error(), "oh") {
 		t.Errorf("got %v", err)
 	}
 }
 
-func TestNothingStartsWhileClosing(t *testing.T) {
+func TestOperationsAreRefusedWhileClosing(t *testing.T) {
 	r := testRunner(t)
 	r.Operations.Close()
 	ran := false
-	err := r.Aside(context.Background(), time.Minute, "look at", "/volume", func() error { ran = true; return nil })
-	if err != nil || !ran { // an operation under way needs it to end well
-		t.Errorf("aside: %t, %v", ran, err)
+	err := r.DetachStep(context.Background(), time.Minute, "look at", "/volume", func() error { ran = true; return nil })
+	if err != nil || !ran { // an operation in progress needs the step to complete
+		t.Errorf("DetachStep: %t, %v", ran, err)
 	}
 	err = r.Detach(context.Background(), time.Minute, "stop", "pod 1", func(context.Context) error { t.Error("ran"); return nil })
 	if errdefs.Code(err) != codes.Unavailable {

@@ -11,49 +11,49 @@ import (
 	"time"
 )
 
-// Wait is something the daemon waits for, as verbose Status shows it.
+// Wait is something that the daemon waits for, as verbose Status shows it.
 type Wait struct {
-	What   string        // what for: "turn to stop", "exit", "kill"
-	Object string        // of which object: "pod 1234…", "container 1234…"
-	Since  time.Time     // since when
-	Limit  time.Duration // how long it should take at most; 0: as long as a client wants it
+	What   string // for example "exit", "kill", "lock to stop"
+	Object string // for example "pod 1234…", "container 1234…"
+	Since  time.Time
+	Limit  time.Duration // expected maximum; 0: the client decides
 }
 
-// Overdue tells whether it takes longer than it should.
+// Overdue reports whether the wait exceeds its limit.
 func (w Wait) Overdue(now time.Time) bool { return w.Limit > 0 && now.Sub(w.Since) > w.Limit }
 
-// Waits is the set of waits under way, in all parts of the daemon: for other processes, plugins,
-// registries, disks, turns. That a wait ends is the affair of who waits, by a deadline of its own;
-// its limit here says from when on somebody should look. The zero value is ready for use; nil
-// notes nothing. The lock guards the set and is held for map operations only.
+// Waits is the set of current waits in all parts of the daemon: for other processes, plugins,
+// registries, disks, locks. Each waiter has a deadline of its own. The limit here only says when an
+// operator should look. The zero value is ready for use; a nil Waits records nothing. The lock
+// guards the set and is held for map operations only.
 type Waits struct {
 	mu   sync.Mutex
 	now  map[*Wait]struct{}
-	wake chan struct{} // of Watch; nil: nobody watches
+	wake chan struct{} // wakes Watch; nil: Watch does not run
 
-	limit   atomic.Int64  // of waits that have none of their own; 0: usualLimit
-	overdue atomic.Uint64 // waits that have passed their limits
-	looked  atomic.Int64  // when Watch has looked last, unix nanoseconds
+	limit   atomic.Int64  // of waits without a limit of their own; 0: usualLimit
+	overdue atomic.Uint64 // number of waits that have passed their limits
+	looked  atomic.Int64  // when Watch last looked, in Unix nanoseconds
 }
 
-// usualLimit is that of waits which end in milliseconds on a node that is well.
+// usualLimit is the limit of waits that take milliseconds on a healthy node.
 const usualLimit = time.Minute
 
-// SetLimit sets the limit of waits to come that have none of their own.
+// SetLimit sets the limit of future waits that have none of their own.
 func (w *Waits) SetLimit(limit time.Duration) { w.limit.Store(int64(limit)) }
 
-// Begin notes a wait; the caller calls end when it is over.
+// Begin records a wait. The caller calls end when it is over.
 func (w *Waits) Begin(what, object string) (end func()) { return w.begin(what, object, 0, false) }
 
-// BeginUpTo is Begin for a wait that may take as long as limit says, and somewhat longer.
+// BeginUpTo is Begin for a wait with a deadline of its own: its limit is that deadline plus slack.
 func (w *Waits) BeginUpTo(limit time.Duration, what, object string) (end func()) {
-	return w.begin(what, object, max(limit+slack, limit), false) // no more than there is
+	return w.begin(what, object, max(limit+slack, limit), false) // no overflow
 }
 
-// slack is how much longer than its deadline a wait may take: to kill and to be scheduled.
+// slack is how much longer than its deadline a wait may take, for killing and scheduling.
 const slack = 15 * time.Second
 
-// BeginOpen is Begin for a wait that takes as long as a client wants it, and ends with the client.
+// BeginOpen is Begin for a wait that the client bounds.
 func (w *Waits) BeginOpen(what, object string) (end func()) { return w.begin(what, object, 0, true) }
 
 func (w *Waits) begin(what, object string, limit time.Duration, open bool) (end func()) {
@@ -80,15 +80,15 @@ func (w *Waits) begin(what, object string, limit time.Duration, open bool) (end 
 	}
 }
 
-// wakeWatch is called with the lock held.
+// wakeWatch needs the lock.
 func (w *Waits) wakeWatch() {
 	select {
 	case w.wake <- struct{}{}:
-	default: // nobody watches, or looks soon anyway
+	default: // Watch does not run, or will look soon anyway
 	}
 }
 
-// List returns the waits under way, oldest first.
+// List returns the current waits, oldest first.
 func (w *Waits) List() []Wait {
 	var all []Wait
 	for _, entry := range w.entries() {
@@ -111,20 +111,20 @@ func (w *Waits) entries() []*Wait {
 	return all
 }
 
-// PassedLimit counts the waits that Watch has seen to pass their limits.
+// PassedLimit returns how many waits Watch has seen exceed their limits.
 func (w *Waits) PassedLimit() uint64 { return w.overdue.Load() }
 
-// Looked is when Watch has looked last.
+// Looked returns when Watch last looked.
 func (w *Waits) Looked() time.Time { return time.Unix(0, w.looked.Load()) }
 
-// LookSoon has Watch look within WatchPeriod, whether there is something to be seen or not.
+// LookSoon makes Watch look within WatchPeriod, even without waits.
 func (w *Waits) LookSoon() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.wakeWatch()
 }
 
-// limited tells whether there are waits that have a limit.
+// limited reports whether a wait has a limit.
 func (w *Waits) limited() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -136,18 +136,18 @@ func (w *Waits) limited() bool {
 	return false
 }
 
-// WatchPeriod is how often Watch looks while there are waits with a limit.
+// WatchPeriod is how often Watch looks while waits with a limit exist.
 const WatchPeriod = time.Second
 
 const (
-	// maxStacks bounds what is logged of all goroutines' stacks: some three hundred of them.
+	// maxStacks bounds the logged stacks, in bytes: about three hundred goroutines.
 	maxStacks = 256 << 10
-	// stacksPeriod is the least time between two logs of them: one cause makes many waits.
+	// stacksPeriod is the minimum time between two logs of stacks. One cause delays many waits.
 	stacksPeriod = time.Minute
 )
 
-// Watch logs each wait that passes its limit, once, with the stacks of all goroutines, until ctx ends. There is one at
-// a time. While nothing has a limit it sleeps.
+// Watch logs each wait once when it exceeds its limit, with the stacks of all goroutines, until ctx
+// ends. Only one Watch may run at a time. It sleeps while no wait has a limit.
 func (w *Waits) Watch(ctx context.Context, log *slog.Logger) {
 	wake := make(chan struct{}, 1)
 	w.mu.Lock()
@@ -164,7 +164,7 @@ func (w *Waits) Watch(ctx context.Context, log *slog.Logger) {
 	}
 }
 
-// sleep returns false when ctx has ended before there was something to receive.
+// sleep waits for a value from c. It returns false if ctx ended first.
 func sleep[T any](ctx context.Context, c <-chan T) bool {
 	select {
 	case <-ctx.Done():
@@ -174,7 +174,7 @@ func sleep[T any](ctx context.Context, c <-chan T) bool {
 	}
 }
 
-// look logs what is overdue and not yet known, and returns when stacks were logged last.
+// look logs overdue waits that are not yet in known, and returns when stacks were last logged.
 func (w *Waits) look(known map[*Wait]bool, last time.Time, log *slog.Logger) time.Time {
 	now := time.Now()
 	under := w.entries()
@@ -199,22 +199,22 @@ func (w *Waits) look(known map[*Wait]bool, last time.Time, log *slog.Logger) tim
 	return last
 }
 
-// allStacks returns the stacks of all goroutines, cut off at maxStacks.
+// allStacks returns the stacks of all goroutines, truncated to maxStacks.
 func allStacks() string {
 	buf := make([]byte, maxStacks)
 	return string(buf[:runtime.Stack(buf, true)])
 }
 
-// Waits returns what operations are waiting for at the moment, oldest first.
+// Waits returns the current waits of operations, oldest first.
 func (r *Runner) Waits() []Wait { return r.waits.List() }
 
-// Begin notes a wait; the caller calls end when it is over.
+// Begin is Waits.Begin.
 func (r *Runner) Begin(what, object string) (end func()) { return r.waits.Begin(what, object) }
 
-// BeginUpTo is Begin for a wait that may take as long as limit says, see Waits.
+// BeginUpTo is Waits.BeginUpTo.
 func (r *Runner) BeginUpTo(limit time.Duration, what, object string) (end func()) {
 	return r.waits.BeginUpTo(limit, what, object)
 }
 
-// BeginOpen is Begin for a wait that ends with the client who wants it, see Waits.
+// BeginOpen is Waits.BeginOpen.
 func (r *Runner) BeginOpen(what, object string) (end func()) { return r.waits.BeginOpen(what, object) }

@@ -12,15 +12,15 @@ import (
 	"berth/internal/testutil"
 )
 
-func TestNilWaitsNoteNothing(t *testing.T) {
+func TestNilWaitsRecordNothing(t *testing.T) {
 	var w *Waits
 	w.Begin("x", "y")()
 	if w.List() != nil {
-		t.Error("nil has waits")
+		t.Error("a nil Waits lists waits")
 	}
 }
 
-func TestLimits(t *testing.T) {
+func TestLimitsOfWaits(t *testing.T) {
 	w := new(Waits)
 	w.SetLimit(2 * time.Second)
 	for what, begin := range map[string]func(what, object string) func(){
@@ -43,10 +43,9 @@ func TestLimits(t *testing.T) {
 	}
 }
 
-// Each wait that passes its limit is logged once; the stacks once a minute, whatever the number of waits.
-func TestWatch(t *testing.T) {
+func TestWatchLogsEachOverdueWaitOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var out testutil.Buffer // a synctest wait is not enough for the race detector
+		var out testutil.Buffer // the race detector does not accept synctest.Wait as synchronization
 		w := new(Waits)
 		w.SetLimit(10 * time.Second)
 		ctx, cancel := context.WithCancel(t.Context())
@@ -81,7 +80,7 @@ func TestWatch(t *testing.T) {
 			t.Errorf("a minute later: %.200s", text)
 		}
 		if age := time.Since(w.Looked()); age > WatchPeriod {
-			t.Errorf("it has not looked for %v", age)
+			t.Errorf("Watch has not looked for %v", age)
 		}
 		endOther()
 		cancel()
@@ -89,8 +88,7 @@ func TestWatch(t *testing.T) {
 	})
 }
 
-// While nothing has a limit nobody looks, but for who is asked to; a wait that begins then is watched.
-func TestWatchSleeps(t *testing.T) {
+func TestWatchSleepsWithoutLimitedWaits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var out testutil.Buffer
 		w := new(Waits)
@@ -101,19 +99,19 @@ func TestWatchSleeps(t *testing.T) {
 		w.BeginOpen("a client", "pod 1")
 		time.Sleep(time.Hour)
 		if age := time.Since(w.Looked()); age < time.Hour-2*WatchPeriod {
-			t.Errorf("it has looked %v ago", age)
+			t.Errorf("Watch looked %v ago", age)
 		}
 		w.LookSoon()
 		time.Sleep(WatchPeriod)
 		if age := time.Since(w.Looked()); age > WatchPeriod {
-			t.Errorf("asked to look it has looked %v ago", age)
+			t.Errorf("after LookSoon Watch looked %v ago", age)
 		}
 		time.Sleep(time.Hour)
 		w.Begin("a plugin", "pod 2")
 		time.Sleep(12 * time.Second)
 		synctest.Wait()
 		if text := out.Take(); !strings.Contains(text, "a plugin") || w.PassedLimit() != 1 {
-			t.Errorf("what began after a rest is not watched: %.200s", text)
+			t.Errorf("a wait that began after a pause is not watched: %.200s", text)
 		}
 		cancel()
 		<-ended

@@ -52,11 +52,11 @@ func (l *launcher) load(root, id string) (*loaded, error) {
 }
 
 // own is this process in its cgroup; nil where nothing is moved. Nobody moves a launcher.
-var own = sync.OnceValue(func() *cgroup.Stay {
+var own = sync.OnceValue(func() *cgroup.Anchor {
 	if cgroups.IsCgroup2UnifiedMode() {
 		return nil // processes are born in their cgroups
 	}
-	stay, err := cgroup.StayOf(os.Getpid())
+	stay, err := cgroup.AnchorOf(os.Getpid())
 	if err != nil {
 		return nil
 	}
@@ -66,6 +66,6 @@ var own = sync.OnceValue(func() *cgroup.Stay {
 // prepareMove makes the move of an exec's process into its cgroups faster, which comes when it has entered its namespaces.
 func prepareMove() {
 	if stay := own(); stay != nil {
-		_ = stay.Again() // without it the move waits itself
+		_ = stay.Move() // without it the move waits itself
 	}
 }

@@ -11,27 +11,28 @@ import (
 	"github.com/opencontainers/runc/libcontainer/system/kernelversion"
 )
 
-// Stay is a process in the cgroup that it is in. To move it there again changes nothing but this: the next move of any process is
-// faster.
+// Anchor moves a process into the cgroup that it is already in. This has no effect but one: the
+// next move of any process is faster.
 //
-// To move a process into a cgroup the kernel takes a lock that makes it wait for an RCU grace period (5 to 15 ms), unless the lock was taken
-// within the last one (cgroup_threadgroup_rwsem; the mount option favordynmods, Linux 6.0, changes that for the whole machine). A process
-// that is born in its cgroup (clone3, CLONE_INTO_CGROUP: v2 only) needs no such lock.
-type Stay struct {
+// To move a process into a cgroup the kernel takes a lock that waits for an RCU grace period (5 to
+// 15 ms), unless it was taken within the last one (cgroup_threadgroup_rwsem). The mount option
+// favordynmods (Linux 6.0) changes that for the whole machine. A process that is born in its cgroup
+// (clone3 with CLONE_INTO_CGROUP, v2 only) does not need the lock.
+type Anchor struct {
 	pid   string
-	procs string // the list of its cgroup's processes
+	procs string // cgroup.procs of its cgroup
 }
 
-// StayOf looks where a process is, which nobody else may move from then on.
-func StayOf(pid int) (*Stay, error) {
-	s := &Stay{pid: strconv.Itoa(pid)}
+// AnchorOf finds the cgroup of a process, which must not be moved from then on.
+func AnchorOf(pid int) (*Anchor, error) {
+	s := &Anchor{pid: strconv.Itoa(pid)}
 	paths, err := cgroups.ParseCgroupFile("/proc/" + s.pid + "/cgroup")
 	if err != nil {
 		return nil, fmt.Errorf("find the cgroup of process %d: %w", pid, err)
 	}
 	dir := filepath.Join(root, paths[""])
 	if !cgroups.IsCgroup2UnifiedMode() {
-		const any = "freezer" // the lock is one for all hierarchies
+		const any = "freezer" // all hierarchies share the lock
 		path, ok := paths[any]
 		if !ok {
 			return nil, errors.New("there is no freezer hierarchy")
@@ -42,8 +43,9 @@ func StayOf(pid int) (*Stay, error) {
 	return s, nil
 }
 
-// MovesItself tells whether a process of one thread can move itself into a group without that lock: by cgroup v1's lists of threads, since
-// Linux 5.5 (9a3284fad42f). With the systemd driver systemd moves it.
+// MovesItself reports whether a process with one thread can move itself into a group without that
+// lock: through cgroup v1's lists of threads, since Linux 5.5 (9a3284fad42f). With the systemd
+// driver systemd moves it.
 func MovesItself(systemd bool) bool {
 	if systemd || cgroups.IsCgroup2UnifiedMode() {
 		return false
@@ -55,8 +57,8 @@ func MovesItself(systemd bool) bool {
 // root is where hierarchies are mounted.
 const root = "/sys/fs/cgroup"
 
-// Again moves it.
-func (s *Stay) Again() error {
+// Move moves the process into its own cgroup again.
+func (s *Anchor) Move() error {
 	if err := os.WriteFile(s.procs, []byte(s.pid), 0); err != nil {
 		return fmt.Errorf("move process %s to its own cgroup: %w", s.pid, err)
 	}
