@@ -21,9 +21,7 @@ import (
 	"berth/internal/task"
 	"berth/internal/trace"
 	"berth/oci"
-	"berth/sandbox/describe"
-	"berth/sandbox/launch"
-	"berth/sandbox/process"
+	"berth/sandbox/runtime"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
 )
@@ -43,7 +41,7 @@ type container struct {
 
 	stopUntold atomic.Pointer[chan struct{}]   // closed when plugins were told of its exit; nil: nothing is to be told
 	running    atomic.Pointer[running]         // nil without a shim
-	launching  launch.UnderWay                 // when it is being made or launched
+	launching  runtime.UnderWay                // when it is being made or launched
 	info       atomic.Pointer[state.Container] // nil until created: nobody sees half a container
 	started    atomic.Pointer[trace.Trace]     // where the time of its start went; nil unless this daemon started it
 	sample     stats.SampleState               // what it has written
@@ -52,7 +50,7 @@ type container struct {
 
 // running is a container that has a shim.
 type running struct {
-	*process.Running
+	*runtime.Running
 	meter *stats.ContainerMeter
 }
 
@@ -227,7 +225,7 @@ func (m *Manager) makeContainer(ctx context.Context, p *pod, c *container) error
 	}
 	m.appArmor.Ensure(ctx)
 	others, err := m.describeContainer(ctx, looking, p, c)
-	if err != nil && errors.Is(context.Cause(looking), launch.ErrStopped) {
+	if err != nil && errors.Is(context.Cause(looking), runtime.ErrStopped) {
 		return errdefs.Superseded(errdefs.FailedPrecondition("pod sandbox %s was stopped: %v", p.id, err))
 	}
 	if err != nil {
@@ -257,7 +255,7 @@ func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c *con
 			return nil, err
 		}
 	}
-	c.rec.Process, c.rec.Described = spec.Process, describe.ForPlugins(spec)
+	c.rec.Process, c.rec.Described = spec.Process, runtime.ForPlugins(spec)
 	if err := m.writeContainer(ctx, c); err != nil {
 		return nil, err
 	}
@@ -266,19 +264,19 @@ func (m *Manager) describeContainer(ctx, looking context.Context, p *pod, c *con
 }
 
 // toLaunch is what the container is launched from, with these limits. Without the turn, only after it was published.
-func (m *Manager) toLaunch(c *container, resources *runtimeapi.LinuxContainerResources, limits *nri.Limits) launch.Container {
-	return launch.Container{Rec: &c.rec, Config: c.config, Resources: resources, Limits: limits,
+func (m *Manager) toLaunch(c *container, resources *runtimeapi.LinuxContainerResources, limits *nri.Limits) runtime.LaunchContainer {
+	return runtime.LaunchContainer{Rec: &c.rec, Config: c.config, Resources: resources, Limits: limits,
 		TargetPIDNS: func() (string, error) { return m.targetPIDNS(c) }}
 }
 
 // described is what descriptions need to know of a pod: for its pause before it is
 // published, for containers afterwards. It reads of the record only what does not change any more.
-func (p *pod) described() describe.Pod {
+func (p *pod) described() runtime.SpecPod {
 	var pausePID int
 	if info := p.info.Load(); info != nil {
 		pausePID = info.PausePID
 	}
-	return describe.NewPod(&p.rec, p.config, pausePID)
+	return runtime.NewSpecPod(&p.rec, p.config, pausePID)
 }
 
 // targetPIDNS is the PID namespace of the container that an ephemeral container is to join.
@@ -301,7 +299,7 @@ func (m *Manager) targetPIDNS(c *container) (string, error) {
 	return fmt.Sprintf("/proc/%d/ns/pid", run.PID), nil
 }
 
-// RuntimeSpec returns what the launcher is, or was, told of a container. Errors: NotFound, else as of launch.Kit.Describe, which
+// RuntimeSpec returns what the launcher is, or was, told of a container. Errors: NotFound, else as of runtime.Launcher.Describe, which
 // may have to look at a volume that hangs.
 func (m *Manager) RuntimeSpec(ctx context.Context, id string) (*specs.Spec, error) {
 	c, err := m.containers.Find(id)

@@ -18,9 +18,7 @@ import (
 	"berth/internal/task"
 	"berth/internal/trace"
 	"berth/oci"
-	"berth/sandbox/ending"
-	"berth/sandbox/launch"
-	"berth/sandbox/process"
+	"berth/sandbox/runtime"
 	"berth/sandbox/state"
 	"berth/shim"
 	"berth/shim/proto"
@@ -72,8 +70,8 @@ func (m *Manager) startContainer(ctx context.Context, c *container) error {
 	if err != nil && ctx.Err() != nil && m.tasks.Operations.Context().Err() != nil {
 		return m.startInterrupted(ctx, c, err)
 	}
-	if err != nil && errors.Is(context.Cause(launchCtx), launch.ErrStopped) {
-		err = errdefs.Superseded(errdefs.FailedPrecondition("%v: %v", launch.ErrStopped, err))
+	if err != nil && errors.Is(context.Cause(launchCtx), runtime.ErrStopped) {
+		err = errdefs.Superseded(errdefs.FailedPrecondition("%v: %v", runtime.ErrStopped, err))
 	}
 	if err != nil {
 		return m.startFailed(c, err)
@@ -117,7 +115,7 @@ func notReady(p *pod) error {
 // startInterrupted makes a container created again whose start the end of the daemon has cancelled: it is not the
 // container that failed. What can't be taken back now the next daemon takes back, for the record says that it was being started.
 func (m *Manager) startInterrupted(ctx context.Context, c *container, cause error) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), process.KillWait)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), runtime.KillWait)
 	defer cancel()
 	if err := m.takeStartBack(ctx, c); err != nil {
 		m.log.Error("take the start of a container back; the next daemon will", "container", c.id, "error", err)
@@ -135,7 +133,7 @@ func (m *Manager) startFailed(c *container, cause error) error {
 // on disk still says "starting": the shim directory knows the rest.
 func (m *Manager) containerStarted(ctx context.Context, c *container, s *proto.Started) {
 	defer trace.Begin(ctx, "publish").End()
-	run := &running{process.Launched(s), m.containerMeter(c)}
+	run := &running{runtime.Launched(s), m.containerMeter(c)}
 	m.publishRunning(c, run)
 	m.logContainer("container started", c, slog.Int("pid", run.PID))
 	m.watchContainer(c, run)
@@ -228,7 +226,7 @@ func (m *Manager) exited(c *container, exit state.Exit) {
 // cleanExited removes the runtime state of a container that has exited. What can't be removed
 // now, for lack of descriptors say, is removed by and by, or with the container.
 func (m *Manager) cleanExited(c *container) {
-	ctx, cancel := context.WithTimeout(context.Background(), process.KillWait)
+	ctx, cancel := context.WithTimeout(context.Background(), runtime.KillWait)
 	defer cancel()
 	err := m.processes.Remove(ctx, c.id, c.rec.CgroupsPath)
 	if err == nil {
@@ -276,7 +274,7 @@ func (m *Manager) stopContainer(ctx context.Context, c *container, timeout time.
 // endContainer holds no turn while it waits: the exit is published with it.
 func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.Duration) error {
 	var run *running
-	overdue := time.AfterFunc(min(timeout, math.MaxInt64-process.KillWait)+process.KillWait, c.launching.GiveUp)
+	overdue := time.AfterFunc(min(timeout, math.MaxInt64-runtime.KillWait)+runtime.KillWait, c.launching.GiveUp)
 	err := m.tasks.WithTurn(ctx, c.turn, "stop", c.String(), func() error { run = c.running.Load(); return nil })
 	overdue.Stop()
 	if err != nil || run == nil {
@@ -285,15 +283,15 @@ func (m *Manager) endContainer(ctx context.Context, c *container, timeout time.D
 	return m.ending.Stop(ctx, m.toEnd(c), run.Running, stopSignal(c), timeout)
 }
 
-// killContainer kills a container and waits for its exit, see ending.Kit. A container that does not run is no error. It must not
+// killContainer kills a container and waits for its exit, see runtime.Stopper. A container that does not run is no error. It must not
 // hold the turn: the exit is published with it.
 func (m *Manager) killContainer(ctx context.Context, c *container) error {
 	return m.ending.Kill(ctx, m.toEnd(c))
 }
 
 // toEnd is the container as what ends it sees it.
-func (m *Manager) toEnd(c *container) ending.Container {
-	return ending.Container{ID: c.id, CgroupsPath: c.rec.CgroupsPath, Runtime: m.runtimeOf(c), Running: func() *process.Running {
+func (m *Manager) toEnd(c *container) runtime.StopTarget {
+	return runtime.StopTarget{ID: c.id, CgroupsPath: c.rec.CgroupsPath, Runtime: m.runtimeOf(c), Running: func() *runtime.Running {
 		if run := c.running.Load(); run != nil {
 			return run.Running
 		}

@@ -22,16 +22,11 @@ import (
 	"berth/internal/task"
 	"berth/internal/writable"
 	"berth/oci"
-	"berth/sandbox/describe"
-	"berth/sandbox/ending"
 	"berth/sandbox/handler"
-	"berth/sandbox/imagefs"
-	"berth/sandbox/launch"
 	"berth/sandbox/lsm"
 	"berth/sandbox/plugins"
 	"berth/sandbox/podenv"
-	"berth/sandbox/process"
-	"berth/sandbox/roots"
+	"berth/sandbox/runtime"
 	"berth/sandbox/state"
 	"berth/sandbox/stats"
 	"berth/sandbox/stream"
@@ -86,10 +81,10 @@ type Manager struct {
 	dirs          state.Dirs
 	trash         *state.Trash
 	namespaces    podenv.Namespaces
-	processes     process.Kit
-	ending        *ending.Kit
-	roots         roots.Kit
-	launch        launch.Kit
+	processes     runtime.Processes
+	ending        *runtime.Stopper
+	roots         runtime.Roots
+	launch        runtime.Launcher
 	podenv        podenv.Provisioner
 	pods          *index.Index[*pod]
 	containers    *index.Index[*container]
@@ -121,10 +116,10 @@ func Open(ctx context.Context, cfg Config, images *image.Store, network *cni.Net
 		selinux: lsm.HostSELinux, tasks: task.NewRunner(cfg.Log, cfg.Waits)}
 	m.unfinished = unfinished.New(m.tasks)
 	m.dirs = state.Dirs{Root: cfg.Root, State: cfg.State, NetNSs: cfg.NetNSDir}
-	m.processes = process.Kit{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
-	m.ending = ending.New(m.processes)
+	m.processes = runtime.Processes{Dirs: m.dirs, SystemdCgroup: cfg.SystemdCgroup, Tasks: m.tasks, Log: m.log}
+	m.ending = runtime.NewStopper(m.processes)
 	m.Lists, m.events = state.NewLists(m.pods, m.containers)
-	m.roots = roots.Kit{Images: images, Dirs: m.dirs}
+	m.roots = runtime.Roots{Images: images, Dirs: m.dirs}
 	m.trash = state.NewTrash(m.dirs, m.tasks)
 	m.sampler = m.newSampler()
 	m.appArmor = lsm.NewAppArmor(cfg.Host.AppArmor, m.tasks, m.log)
@@ -178,7 +173,7 @@ func (m *Manager) Close(ctx context.Context) error {
 }
 
 func (m *Manager) openQuotas() (err error) {
-	m.roots.Quotas, err = roots.OpenQuotas(m.dirs.Writable(""), m.cfg.LayerLimit, m.cfg.LayerProjects)
+	m.roots.Quotas, err = runtime.OpenQuotas(m.dirs.Writable(""), m.cfg.LayerLimit, m.cfg.LayerProjects)
 	return err
 }
 
@@ -245,10 +240,10 @@ func (m *Manager) probeUserNamespaces() error {
 
 // assemble makes the parts that are made of others.
 func (m *Manager) assemble() {
-	node := describe.Node{Host: m.cfg.Host, NoAppArmor: m.appArmor.Problem, CDI: m.cfg.CDI, Dirs: m.dirs,
+	node := runtime.Node{Host: m.cfg.Host, NoAppArmor: m.appArmor.Problem, CDI: m.cfg.CDI, Dirs: m.dirs,
 		SystemdCgroup: m.cfg.SystemdCgroup, OwnDevices: m.cfg.OwnDevices}
-	m.launch = launch.Kit{Node: node, Roots: m.roots, Users: new(imagefs.Users), AppArmor: m.appArmor, SELinux: m.selinux,
-		Sources: launch.NewSources(m.tasks), Launchers: m.launchers, PauseDir: m.payload.Pause, MaxLogLine: m.cfg.MaxLogLine, Tasks: m.tasks}
+	m.launch = runtime.Launcher{Node: node, Roots: m.roots, Users: new(runtime.Users), AppArmor: m.appArmor, SELinux: m.selinux,
+		Sources: runtime.NewSources(m.tasks), Launchers: m.launchers, PauseDir: m.payload.Pause, MaxLogLine: m.cfg.MaxLogLine, Tasks: m.tasks}
 	m.podenv = podenv.Provisioner{Dirs: m.dirs, HostResolvConf: m.cfg.HostResolvConf, Namespaces: m.namespaces, Networks: m.networks,
 		Launch: m.launch, Processes: m.processes, SELinux: m.selinux, Images: m.images, Trash: m.trash, Records: m.podRecords, Tasks: m.tasks, Log: m.log}
 	m.Reader = stats.NewReader(meters{m}, m.log)

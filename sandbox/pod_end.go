@@ -9,7 +9,7 @@ import (
 	"berth/internal/join"
 	"berth/internal/nri"
 	"berth/internal/task"
-	"berth/sandbox/process"
+	"berth/sandbox/runtime"
 	"berth/sandbox/state"
 )
 
@@ -103,7 +103,7 @@ func (m *Manager) recordStopLater(p *pod, cause error) {
 // killContainers ends the pod's containers, side by side. What is being launched in it is given up and not waited for: its
 // launcher may hang.
 func (m *Manager) killContainers(ctx context.Context, p *pod) error {
-	ctx, cancel := context.WithTimeout(ctx, process.KillWait)
+	ctx, cancel := context.WithTimeout(ctx, runtime.KillWait)
 	defer cancel()
 	var kills []func() error
 	for _, c := range m.containersOf(p.id) {

@@ -14,7 +14,7 @@ import (
 	"berth/checkpoint"
 	"berth/internal/join"
 	"berth/internal/task"
-	"berth/sandbox/process"
+	"berth/sandbox/runtime"
 	"berth/sandbox/state"
 	"berth/shim/proto"
 )
@@ -68,7 +68,7 @@ func (m *Manager) recover(ctx context.Context) error {
 }
 
 // findAtOnce bounds how many shims are looked for at a time. Most are found at once, but one that ends just then, or what a lost
-// one left, may take as long as process.HandoverLimit, and systemd waits five minutes for a daemon.
+// one left, may take as long as runtime.HandoverLimit, and systemd waits five minutes for a daemon.
 const findAtOnce = 16
 
 func (m *Manager) loadPodCIDR() error {
@@ -293,7 +293,7 @@ func (m *Manager) publishLost(ctx context.Context, c *container, ids proto.Proce
 	if ids.StartedAt.IsZero() {
 		ids.StartedAt = c.rec.StartedAt
 	}
-	ctx, cancel := context.WithTimeout(ctx, process.HandoverLimit)
+	ctx, cancel := context.WithTimeout(ctx, runtime.HandoverLimit)
 	defer cancel()
 	exit, lost, err := m.processes.ReadExit(ctx, c.id, ids.StartedAt)
 	if err != nil {
@@ -337,7 +337,7 @@ func (m *Manager) startLost(ctx context.Context, c *container) {
 // watchLost publishes a container as running of which a process is left that SIGKILL does not end, in a call to a volume whose server
 // does not answer for one, and as exited when nothing of it is left.
 func (m *Manager) watchLost(c *container, ids proto.Processes, exit state.Exit) error {
-	left, err := process.LeftBehind(ids)
+	left, err := runtime.LeftBehind(ids)
 	if err != nil {
 		return err
 	}

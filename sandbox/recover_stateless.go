@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"berth/internal/pidfd"
-	"berth/sandbox/process"
+	"berth/sandbox/runtime"
 	"berth/sandbox/state"
 	"berth/shim/proto"
 )
@@ -106,7 +106,7 @@ func (m *Manager) endLostPause(ctx context.Context, p *pod, pause **os.File) err
 	if *pause == nil {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, process.KillWait)
+	ctx, cancel := context.WithTimeout(ctx, runtime.KillWait)
 	defer cancel()
 	if err := m.processes.End(ctx, *pause); err != nil {
 		return fmt.Errorf("end the pause of pod %s: %w", p.id, err)

@@ -18,10 +18,8 @@ import (
 	"berth/internal/task"
 	"berth/internal/trace"
 	"berth/oci"
-	"berth/sandbox/describe"
-	"berth/sandbox/launch"
 	"berth/sandbox/lsm"
-	"berth/sandbox/process"
+	"berth/sandbox/runtime"
 	"berth/sandbox/state"
 	"berth/shim/proto"
 )
@@ -32,8 +30,8 @@ type Provisioner struct {
 	HostResolvConf string // what pods with the Default DNS policy get
 	Namespaces     Namespaces
 	Networks       *Networks
-	Launch         launch.Kit
-	Processes      process.Kit
+	Launch         runtime.Launcher
+	Processes      runtime.Processes
 	SELinux        lsm.SELinux
 	Images         *image.Store
 	Trash          *state.Trash
@@ -72,7 +70,7 @@ func (k Provisioner) Make(ctx context.Context, p Pod) (*proto.Started, error) {
 	})
 	group.Go(func() error {
 		return k.Tasks.Guard("launch pause", p.String(), func() (err error) {
-			if pause, err = k.Launch.Pause(gctx, describe.NewPod(p.Rec, p.Config, 0), p.Rec.PauseImage); err == nil {
+			if pause, err = k.Launch.Pause(gctx, runtime.NewSpecPod(p.Rec, p.Config, 0), p.Rec.PauseImage); err == nil {
 				p.Launched(pause.InitPID)
 			}
 			return err
@@ -153,7 +151,7 @@ func (k Provisioner) detachNetwork(ctx context.Context, p Pod) error {
 // removePause kills the pause and removes all that its launch made. libcontainer's pause is one process: when that has ended its
 // cgroup is idle. That of another runtime is the runtime's to end.
 func (k Provisioner) removePause(ctx context.Context, p Pod) error {
-	ctx, cancel := context.WithTimeout(ctx, process.KillWait)
+	ctx, cancel := context.WithTimeout(ctx, runtime.KillWait)
 	defer cancel()
 	k.EndPause(ctx, p)
 	return k.Processes.Remove(ctx, p.Rec.ID, p.Rec.CgroupsPath)

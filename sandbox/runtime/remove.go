@@ -1,4 +1,4 @@
-package process
+package runtime
 
 import (
 	"context"
@@ -18,7 +18,7 @@ import (
 
 // Remove kills and removes what a launch made for a container or
 // pause: its processes, cgroup, libcontainer state and shim directory.
-func (k Kit) Remove(ctx context.Context, id, cgroupsPath string) error {
+func (k Processes) Remove(ctx context.Context, id, cgroupsPath string) error {
 	defer k.Tasks.Begin("the end of its processes", id)()
 	group, err := cgroup.Open(cgroupsPath, k.SystemdCgroup)
 	if err != nil {
@@ -27,7 +27,7 @@ func (k Kit) Remove(ctx context.Context, id, cgroupsPath string) error {
 	return k.removeGroup(ctx, id, group)
 }
 
-func (k Kit) removeGroup(ctx context.Context, id string, group *cgroup.Group) error {
+func (k Processes) removeGroup(ctx context.Context, id string, group *cgroup.Group) error {
 	if err := shim.KillAndDestroy(ctx, id, k.Dirs.Shim(id), group); err != nil {
 		return err
 	}
@@ -42,7 +42,7 @@ func (k Kit) removeGroup(ctx context.Context, id string, group *cgroup.Group) er
 }
 
 // RemoveByID removes what launches made for that ID, of which nothing but the ID is known.
-func (k Kit) RemoveByID(ctx context.Context, id string) error {
+func (k Processes) RemoveByID(ctx context.Context, id string) error {
 	r, err := shim.RuntimeOf(k.Dirs.Shim(id))
 	if err != nil {
 		return err
@@ -75,7 +75,7 @@ func (k Kit) RemoveByID(ctx context.Context, id string) error {
 
 // groupByID is the cgroup of what was launched with that ID, from what was left by who
 // made it: a runtime's program or libcontainer. The error wraps fs.ErrNotExist if nothing was.
-func (k Kit) groupByID(id string, r *ociruntime.Runtime) (*cgroup.Group, error) {
+func (k Processes) groupByID(id string, r *ociruntime.Runtime) (*cgroup.Group, error) {
 	if r != nil {
 		return shim.GroupOf(k.Dirs.Shim(id), r)
 	}
@@ -91,7 +91,7 @@ func ignoreExisting(err error) error {
 }
 
 // RemoveRoot removes what the runtime kept of the pod's containers, which are gone.
-func (k Kit) RemoveRoot(podID string) error {
+func (k Processes) RemoveRoot(podID string) error {
 	failpoint.Reach("runtime.remove-root")
 	if err := os.RemoveAll(k.Dirs.OCI(podID)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return fmt.Errorf("remove runtime state of pod %s: %w", podID, err)

@@ -1,14 +1,4 @@
-// Package ending ends containers, and finds out how they ended.
-//
-// # Contract
-//
-// Ending is level-triggered: what is left of a container is looked at, signalled, and looked at again, until its exit is published
-// (process.Running.Exited) or the context ends. Nobody who waits here holds the container's turn: the exit is published with it.
-//
-// How a container ended its shim has written down. Where the shim was lost, what it left is killed first, however often that has
-// to be tried: another instance is started when the exit is seen. The end of the daemon, of the lifetime Watchers, interrupts
-// that, and says nothing of the container; the next daemon finds out.
-package ending
+package runtime
 
 import (
 	"context"
@@ -20,32 +10,31 @@ import (
 
 	"berth/internal/failpoint"
 	"berth/internal/lograte"
-	"berth/sandbox/process"
 	"berth/sandbox/state"
 	"berth/shim/ociruntime"
 )
 
-// Kit is what is needed to end containers. Its methods may be called concurrently.
-type Kit struct {
-	processes process.Kit
+// Stopper is what is needed to end containers. Its methods may be called concurrently.
+type Stopper struct {
+	processes Processes
 	stuck     lograte.Limiter // warnings of processes that SIGKILL does not end
 }
 
-// New returns a Kit for these processes.
-func New(processes process.Kit) *Kit { return &Kit{processes: processes} }
+// NewStopper returns a Stopper for these processes.
+func NewStopper(processes Processes) *Stopper { return &Stopper{processes: processes} }
 
 // Container is one that is to end, or has.
-type Container struct {
+type StopTarget struct {
 	ID          string
 	CgroupsPath string
-	Runtime     *ociruntime.Runtime     // nil: libcontainer
-	Running     func() *process.Running // its processes; nil when its exit is published
+	Runtime     *ociruntime.Runtime // nil: libcontainer
+	Running     func() *Running     // its processes; nil when its exit is published
 }
 
-func (c Container) String() string { return "container " + c.ID }
+func (c StopTarget) String() string { return "container " + c.ID }
 
 // Stop sends the signal to a container that runs as run, gives it timeout to exit, and kills it then; at once if timeout is zero.
-func (k *Kit) Stop(ctx context.Context, c Container, run *process.Running, signal unix.Signal, timeout time.Duration) error {
+func (k *Stopper) Stop(ctx context.Context, c StopTarget, run *Running, signal unix.Signal, timeout time.Duration) error {
 	if timeout > 0 {
 		failpoint.Reach("container.signal")
 		if err := k.processes.Signal(ctx, c.ID, c.Runtime, run, signal); err != nil {
@@ -68,7 +57,7 @@ func (k *Kit) Stop(ctx context.Context, c Container, run *process.Running, signa
 
 // Kill kills a container and waits for its exit, looking again and again. A container that does not run is no error. What is in
 // the way of reading the exit is the error: its watcher tries again.
-func (k *Kit) Kill(ctx context.Context, c Container) error {
+func (k *Stopper) Kill(ctx context.Context, c StopTarget) error {
 	defer k.processes.Tasks.Begin("its end after SIGKILL", c.String())()
 	for delay := 50 * time.Millisecond; ; delay = min(2*delay, time.Second) {
 		run := c.Running()
@@ -95,7 +84,7 @@ func (k *Kit) Kill(ctx context.Context, c Container) error {
 
 // Settle returns how a container ended whose shim has: by the exit record, or, where the shim was lost, by what it left having
 // ended. False: the daemon is ending.
-func (k *Kit) Settle(c Container, startedAt time.Time) (exit state.Exit, settled bool) {
+func (k *Stopper) Settle(c StopTarget, startedAt time.Time) (exit state.Exit, settled bool) {
 	exit, lost, err := k.processes.ReadExit(k.processes.Tasks.Watchers.Context(), c.ID, startedAt)
 	switch {
 	case err != nil:
@@ -108,7 +97,7 @@ func (k *Kit) Settle(c Container, startedAt time.Time) (exit state.Exit, settled
 }
 
 // SettleLost ends what a lost shim left of its container and returns the exit with the time of that. False: the daemon is ending.
-func (k *Kit) SettleLost(c Container, exit state.Exit) (_ state.Exit, settled bool) {
+func (k *Stopper) SettleLost(c StopTarget, exit state.Exit) (_ state.Exit, settled bool) {
 	ctx := k.processes.Tasks.Watchers.Context()
 	for err := k.killLeft(ctx, c); err != nil; err = k.killLeft(ctx, c) {
 		if ctx.Err() == nil {
@@ -122,6 +111,6 @@ func (k *Kit) SettleLost(c Container, exit state.Exit) (_ state.Exit, settled bo
 	return exit, true
 }
 
-func (k *Kit) killLeft(ctx context.Context, c Container) error {
+func (k *Stopper) killLeft(ctx context.Context, c StopTarget) error {
 	return k.processes.KillLeftBehind(ctx, c.ID, c.CgroupsPath)
 }

@@ -1,4 +1,4 @@
-package roots
+package runtime
 
 import (
 	"errors"
@@ -10,14 +10,13 @@ import (
 
 	"berth/internal/rootfs"
 	"berth/oci"
-	"berth/sandbox/imagefs"
 	"berth/sandbox/state"
 	"berth/shim/proto"
 )
 
 // FindVolumes finds the images that a config's mounts name, by the ID that kubelet got
 // from PullImage or any other reference.
-func (k Kit) FindVolumes(config *runtimeapi.ContainerConfig) ([]state.Volume, error) {
+func (k Roots) FindVolumes(config *runtimeapi.ContainerConfig) ([]state.Volume, error) {
 	var volumes []state.Volume
 	for i, mount := range config.GetMounts() {
 		if !oci.IsImageVolume(mount) {
@@ -38,7 +37,7 @@ func volumeFailed(m *runtimeapi.Mount, err error) error {
 }
 
 // VolumePlaces tells where the launcher mounts a container's image volumes, by index of the mount.
-func (k Kit) VolumePlaces(id string, volumes []state.Volume) map[int]string {
+func (k Roots) VolumePlaces(id string, volumes []state.Volume) map[int]string {
 	places := make(map[int]string, len(volumes))
 	for _, v := range volumes {
 		places[v.Mount] = filepath.Join(k.Dirs.Shim(id), fmt.Sprintf("volume-%d", v.Mount))
@@ -47,7 +46,7 @@ func (k Kit) VolumePlaces(id string, volumes []state.Volume) map[int]string {
 }
 
 // HoldVolumes keeps the layers of a container's image volumes alive and returns what to mount.
-func (k Kit) HoldVolumes(id string, config *runtimeapi.ContainerConfig, volumes []state.Volume) ([]proto.Volume, error) {
+func (k Roots) HoldVolumes(id string, config *runtimeapi.ContainerConfig, volumes []state.Volume) ([]proto.Volume, error) {
 	places := k.VolumePlaces(id, volumes)
 	var held []proto.Volume
 	var failed error
@@ -74,7 +73,7 @@ func ShownAs(root rootfs.Spec, volumes []proto.Volume) []proto.Volume {
 }
 
 // ReleaseVolumes ends what HoldVolumes began. It may be repeated.
-func (k Kit) ReleaseVolumes(id string, volumes []state.Volume) error {
+func (k Roots) ReleaseVolumes(id string, volumes []state.Volume) error {
 	var failed error
 	for _, v := range volumes {
 		failed = errors.Join(failed, k.Images.Release(v.Holder(id)))
@@ -84,7 +83,7 @@ func (k Kit) ReleaseVolumes(id string, volumes []state.Volume) error {
 
 // CheckVolumes proves that a container's image volumes can be had: that their layers are
 // there, and in them what the mounts are of.
-func (k Kit) CheckVolumes(id string, config *runtimeapi.ContainerConfig, volumes []state.Volume) error {
+func (k Roots) CheckVolumes(id string, config *runtimeapi.ContainerConfig, volumes []state.Volume) error {
 	held, err := k.HoldVolumes(id, config, volumes)
 	if err != nil {
 		return err
@@ -93,7 +92,7 @@ func (k Kit) CheckVolumes(id string, config *runtimeapi.ContainerConfig, volumes
 		if v.SubPath == "" {
 			continue
 		}
-		if err := imagefs.CheckSubPath(v.Rootfs, v.SubPath); err != nil {
+		if err := CheckSubPath(v.Rootfs, v.SubPath); err != nil {
 			return volumeFailed(config.Mounts[volumes[i].Mount], err)
 		}
 	}

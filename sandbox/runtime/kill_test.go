@@ -1,4 +1,4 @@
-package process
+package runtime
 
 import (
 	"fmt"
@@ -43,7 +43,7 @@ func TestKillWithoutTheRuntimesHelp(t *testing.T) {
 		t.Fatal(err)
 	}
 	run := newRunning(init, init, sandbox.Process.Pid, time.Now())
-	err = Kit{}.Kill(t.Context(), "c", path, &ociruntime.Runtime{Path: program, Root: t.TempDir(), Sandboxed: true}, run)
+	err = Processes{}.Kill(t.Context(), "c", path, &ociruntime.Runtime{Path: program, Root: t.TempDir(), Sandboxed: true}, run)
 	t.Log(err) // it depends on whether the process is gone by then
 	_ = sandbox.Wait()
 	if status, ok := sandbox.ProcessState.Sys().(syscall.WaitStatus); !ok || status.Signal() != unix.SIGKILL {

@@ -1,4 +1,4 @@
-package roots
+package runtime
 
 import (
 	"testing"
@@ -10,7 +10,7 @@ import (
 // Everything that is mounted for a pod shows its label, not the files' own: image volumes and
 // pause's directory too. Without SELinux pause needs no overlay.
 func TestMountsGetTheirLabel(t *testing.T) {
-	var kit Kit
+	var kit Roots
 	root := kit.Pause("/pause", nil, "pod-files")
 	if root.Label != "pod-files" || len(root.Layers) < 2 || root.Layers[len(root.Layers)-1].Path != "/pause" {
 		t.Errorf("pause's root is %+v: only overlays are labelled", root)

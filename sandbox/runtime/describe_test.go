@@ -1,4 +1,4 @@
-package launch
+package runtime
 
 import (
 	"context"
@@ -16,7 +16,7 @@ import (
 
 // A volume that hangs holds nobody who asks, and one goroutine.
 func TestLookAtWhatHangs(t *testing.T) {
-	k := Kit{Tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil)}
+	k := Launcher{Tasks: task.NewRunner(slog.New(slog.DiscardHandler), nil)}
 	var looking atomic.Bool
 	entered, release := make(chan struct{}), make(chan struct{})
 	hangs := func() (*specs.Spec, error) { close(entered); <-release; return nil, nil }

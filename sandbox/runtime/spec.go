@@ -1,11 +1,4 @@
-// Package describe writes the runtime-spec of pauses and containers: what package oci makes of a request, with what
-// vendors (CDI) and plugins (NRI) change of it, for the runtime of the pod.
-//
-// # Contract
-//
-// A description follows from what is written down of pod and container, and from the node. It looks at files that
-// mounts and devices name, and changes nothing. Annotations of users reach no runtime and steer nothing.
-package describe
+package runtime
 
 import (
 	"path/filepath"
@@ -35,7 +28,7 @@ type Node struct {
 }
 
 // Pod is what they need to know of a pod.
-type Pod struct {
+type SpecPod struct {
 	ID       string
 	Config   *runtimeapi.PodSandboxConfig
 	Runtime  *handler.Runtime // nil: libcontainer
@@ -45,14 +38,14 @@ type Pod struct {
 	Labels   confine.Labels
 }
 
-// NewPod returns what is written down of a pod. pausePID is 0 for its pause. What does not change any more once the pod is
+// NewSpecPod returns what is written down of a pod. pausePID is 0 for its pause. What does not change any more once the pod is
 // published is read of the record.
-func NewPod(rec *state.PodRecord, config *runtimeapi.PodSandboxConfig, pausePID int) Pod {
-	return Pod{ID: rec.ID, Config: config, Runtime: rec.Runtime, NetNS: rec.NetNS, PausePID: pausePID, Labels: rec.SELinux, Tmpfs: rec.Tmpfs}
+func NewSpecPod(rec *state.PodRecord, config *runtimeapi.PodSandboxConfig, pausePID int) SpecPod {
+	return SpecPod{ID: rec.ID, Config: config, Runtime: rec.Runtime, NetNS: rec.NetNS, PausePID: pausePID, Labels: rec.SELinux, Tmpfs: rec.Tmpfs}
 }
 
 // Container is what they need to know of a container.
-type Container struct {
+type SpecContainer struct {
 	ID          string
 	Config      *runtimeapi.ContainerConfig
 	Image       *ocispec.ImageConfig
@@ -66,7 +59,7 @@ type Container struct {
 }
 
 // Pause describes a pod's pause. image is its own, nil for the embedded one.
-func (n Node) Pause(p Pod, user users.User, image *ocispec.ImageConfig) (*specs.Spec, error) {
+func (n Node) Pause(p SpecPod, user users.User, image *ocispec.ImageConfig) (*specs.Spec, error) {
 	spec, err := oci.SandboxSpec(oci.SandboxInput{Pod: n.pod(p), Labels: p.Labels, Host: n.facts(p), Files: host.Files{},
 		SystemdCgroup: n.SystemdCgroup, User: user, Image: image})
 	if err != nil {
@@ -77,7 +70,7 @@ func (n Node) Pause(p Pod, user users.User, image *ocispec.ImageConfig) (*specs.
 }
 
 // Container describes a container of a pod that runs.
-func (n Node) Container(p Pod, c Container) (*specs.Spec, error) {
+func (n Node) Container(p SpecPod, c SpecContainer) (*specs.Spec, error) {
 	spec, err := oci.ContainerSpec(oci.ContainerInput{
 		ID: c.ID, Pod: n.pod(p), Config: c.Config, Image: c.Image, User: c.User, Labels: c.Labels, Host: n.facts(p),
 		SystemdCgroup: n.SystemdCgroup, TargetPIDNS: c.TargetPIDNS, Resources: c.Resources, Files: host.Files{},
@@ -105,7 +98,7 @@ func (n Node) Container(p Pod, c Container) (*specs.Spec, error) {
 }
 
 // facts are what the machine offers to a pod: less than to others, if its runtime can't use it.
-func (n Node) facts(p Pod) host.Facts {
+func (n Node) facts(p SpecPod) host.Facts {
 	facts := *n.Host
 	facts.NoAppArmorProfile = n.NoAppArmor()
 	if r := p.Runtime; r != nil {
@@ -115,7 +108,7 @@ func (n Node) facts(p Pod) host.Facts {
 }
 
 // pod is the pod as package oci sees it.
-func (n Node) pod(p Pod) oci.Pod {
+func (n Node) pod(p SpecPod) oci.Pod {
 	dir, shm := n.Dirs.Etc(p.ID), n.Dirs.Shm(p.ID)
 	if !p.Tmpfs {
 		dir, shm = n.Dirs.PodFiles(p.ID), n.Dirs.OldShm(p.ID)
@@ -144,7 +137,7 @@ func cdiDevices(config *runtimeapi.ContainerConfig) []string {
 
 // bindDevices makes the nodes of a complete spec bind mounts, if the pod has a user namespace. They are of
 // the CRI's devices and of the CDI devices with these names.
-func (n Node) bindDevices(p Pod, c Container, cdiNames []string, spec *specs.Spec) error {
+func (n Node) bindDevices(p SpecPod, c SpecContainer, cdiNames []string, spec *specs.Spec) error {
 	if !state.HasUserNamespace(p.Config) {
 		return nil
 	}

@@ -1,4 +1,4 @@
-package process
+package runtime
 
 import (
 	"context"
@@ -21,8 +21,8 @@ import (
 	"berth/shim/proto"
 )
 
-// Kit is what is needed to find processes, and what was made for them.
-type Kit struct {
+// Processes is what is needed to find processes, and what was made for them.
+type Processes struct {
 	Dirs          state.Dirs
 	SystemdCgroup bool // cgroup paths name scopes of systemd's
 	Tasks         *task.Runner
@@ -81,7 +81,7 @@ func (r *Running) Close() error {
 // init is still there with the status, but no longer when the shim is gone, whose child it is. Then
 // nobody waits for the shim any more (AwaitShim): one that is frozen does not end before it is
 // thawed, and does nothing then.
-func (k Kit) EndShim(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
+func (k Processes) EndShim(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
 	noteErr := k.noteEnd(ctx, id, cgroupsPath, r, run)
 	if noteErr != nil { // the exit code is unknown then
 		k.Log.Error("find out how a container has ended whose shim hangs", "container", id, "error", noteErr)
@@ -98,7 +98,7 @@ func (k Kit) EndShim(ctx context.Context, id, cgroupsPath string, r *ociruntime.
 // noteEnd writes the exit record from the status of init, unless the shim has written one. What
 // else is in the container's cgroup ends before, as with the shim: another instance is started when
 // the exit is seen.
-func (k Kit) noteEnd(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
+func (k Processes) noteEnd(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
 	if _, err := shim.ReadExit(k.Dirs.Shim(id)); err == nil {
 		return nil
 	}
@@ -136,7 +136,7 @@ func (k Kit) noteEnd(ctx context.Context, id, cgroupsPath string, r *ociruntime.
 
 // Signal sends a signal to the init of a container that r runs, nil being libcontainer; in a sandbox of its runtime's it is the
 // runtime that does it. One that has ended is no error: its exit follows.
-func (k Kit) Signal(ctx context.Context, id string, r *ociruntime.Runtime, run *Running, sig unix.Signal) error {
+func (k Processes) Signal(ctx context.Context, id string, r *ociruntime.Runtime, run *Running, sig unix.Signal) error {
 	if r == nil || !r.Sandboxed || run.HasEnded() {
 		return run.signal(sig)
 	}
@@ -151,7 +151,7 @@ func (k Kit) Signal(ctx context.Context, id string, r *ociruntime.Runtime, run *
 
 // Kill sends SIGKILL to the container's init and to whatever else is in its cgroup, to the one also if the other fails: the program
 // of another runtime may hang.
-func (k Kit) Kill(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
+func (k Processes) Kill(ctx context.Context, id, cgroupsPath string, r *ociruntime.Runtime, run *Running) error {
 	failpoint.Reach("container.kill")
 	err := k.Signal(ctx, id, r, run, unix.SIGKILL)
 	if err != nil {
@@ -184,7 +184,7 @@ func ignoreDone(err error) error {
 }
 
 // End kills a process and waits until it has ended. One that has ended is no error.
-func (k Kit) End(ctx context.Context, process *os.File) error {
+func (k Processes) End(ctx context.Context, process *os.File) error {
 	failpoint.Reach("process.end")
 	err := signal(process, unix.SIGKILL)
 	failpoint.Reach("process.ending")
@@ -240,7 +240,7 @@ func (r *Running) HasEnded() bool {
 }
 
 // AwaitExit waits for the exit to be published, which closes run.Exited, for at most limit. The caller notes the wait.
-func (k Kit) AwaitExit(ctx context.Context, run *Running, limit time.Duration) bool {
+func (k Processes) AwaitExit(ctx context.Context, run *Running, limit time.Duration) bool {
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
 	select {
@@ -258,7 +258,7 @@ const lookTime = 500 * time.Millisecond
 // AwaitStop is AwaitExit, and does not wait for a shim that is stopped, and so does not tell of an exit. One that is at work, on a
 // slow disk with the log say, has all the time there is: what it has not told is lost when it is killed.
 // Nor does it wait for an exit that cannot be read.
-func (k Kit) AwaitStop(ctx context.Context, id string, run *Running, limit time.Duration) bool {
+func (k Processes) AwaitStop(ctx context.Context, id string, run *Running, limit time.Duration) bool {
 	for begin := time.Now(); ; {
 		left := limit - time.Since(begin)
 		if k.AwaitExit(ctx, run, min(left, lookTime)) {
@@ -272,18 +272,18 @@ func (k Kit) AwaitStop(ctx context.Context, id string, run *Running, limit time.
 
 // AwaitEnd waits until a process has ended; false means that the daemon ends, and with it the lifetime Watchers. Trouble
 // with the pidfd does not mean that the process has ended: it is waited for again.
-func (k Kit) AwaitEnd(process *os.File, object string) bool {
+func (k Processes) AwaitEnd(process *os.File, object string) bool {
 	return k.awaitEnd(process, object, context.Background())
 }
 
 // AwaitShim is AwaitEnd of a container's shim, and returns, too, when that does nothing any more
 // (EndShim).
-func (k Kit) AwaitShim(run *Running, object string) bool {
+func (k Processes) AwaitShim(run *Running, object string) bool {
 	return k.awaitEnd(run.Shim, object, run.settled)
 }
 
 // awaitEnd waits until the process or enough has ended.
-func (k Kit) awaitEnd(process *os.File, object string, enough context.Context) bool {
+func (k Processes) awaitEnd(process *os.File, object string, enough context.Context) bool {
 	ctx, cancel := context.WithCancel(k.Tasks.Watchers.Context())
 	defer cancel()
 	defer context.AfterFunc(enough, cancel)()

@@ -1,4 +1,4 @@
-package launch
+package runtime
 
 import (
 	"context"

@@ -1,11 +1,4 @@
-// Package roots has the root filesystems of containers and pauses, and images that are volumes.
-//
-// # Contract
-//
-// What a container has mounted of images is held by its ID in the image store, until it is released:
-// holding again is no error, and so is releasing. What is returned says what the launcher is to mount; nothing is mounted
-// here. No container can change a layer.
-package roots
+package runtime
 
 import (
 	"context"
@@ -20,8 +13,8 @@ import (
 	"berth/sandbox/state"
 )
 
-// Kit is what is needed to have them.
-type Kit struct {
+// Roots is what is needed to have them.
+type Roots struct {
 	Images *image.Store
 	Dirs   state.Dirs
 	Quotas *Quotas
@@ -29,7 +22,7 @@ type Kit struct {
 
 // Writable holds the layers of an image for a container or pause with that ID and makes the folders
 // of its writable layer. label is SELinux's; project is of Quotas, 0 for none.
-func (k Kit) Writable(id string, image *state.Image, idMap *rootfs.IDMap, label string, project uint32) (rootfs.Spec, error) {
+func (k Roots) Writable(id string, image *state.Image, idMap *rootfs.IDMap, label string, project uint32) (rootfs.Spec, error) {
 	root, err := k.Images.Hold(id, image.Layers)
 	if err != nil {
 		return root, fmt.Errorf("layers of image %s: %w", image.ID, err)
@@ -53,7 +46,7 @@ func (k Kit) Writable(id string, image *state.Image, idMap *rootfs.IDMap, label 
 
 // PauseImage finds the image that replaces the embedded pause, and pulls it the
 // first time.
-func (k Kit) PauseImage(ctx context.Context, reference string) (*state.Image, error) {
+func (k Roots) PauseImage(ctx context.Context, reference string) (*state.Image, error) {
 	img, err := k.Images.Get(reference)
 	if errdefs.IsNotFound(err) {
 		img, err = k.Images.Pull(ctx, reference, nil)
@@ -66,7 +59,7 @@ func (k Kit) PauseImage(ctx context.Context, reference string) (*state.Image, er
 
 // Pause is the root filesystem of the embedded pause, a directory of berth's. Only an
 // overlay shows files with another SELinux label than they have.
-func (k Kit) Pause(dir string, idMap *rootfs.IDMap, label string) rootfs.Spec {
+func (k Roots) Pause(dir string, idMap *rootfs.IDMap, label string) rootfs.Spec {
 	root := rootfs.Spec{Layers: []rootfs.Layer{{Kind: rootfs.Directory, Path: dir}}, IDMap: idMap}
 	if label != "" {
 		root.Layers, root.Label = k.notAlone(root.Layers), label
@@ -77,7 +70,7 @@ func (k Kit) Pause(dir string, idMap *rootfs.IDMap, label string) rootfs.Spec {
 // notAlone puts an empty layer below a single one. An image of one layer would be a read-only
 // bind mount of it, which a container with CAP_SYS_ADMIN can make writable, and change the
 // layer for all who use it. An overlay that has no upper layer can't be made writable.
-func (k Kit) notAlone(layers []rootfs.Layer) []rootfs.Layer {
+func (k Roots) notAlone(layers []rootfs.Layer) []rootfs.Layer {
 	if len(layers) > 1 {
 		return layers
 	}

@@ -1,4 +1,4 @@
-package ending
+package runtime
 
 import (
 	"context"
@@ -18,25 +18,24 @@ import (
 
 	"berth/internal/pidfd"
 	"berth/internal/task"
-	"berth/sandbox/process"
 	"berth/sandbox/state"
 	"berth/shim/proto"
 )
 
-func testKit(t *testing.T) *Kit {
+func testStopper(t *testing.T) *Stopper {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
-	return New(process.Kit{Dirs: state.Dirs{State: t.TempDir()}, Tasks: task.NewRunner(log, nil), Log: log})
+	return NewStopper(Processes{Dirs: state.Dirs{State: t.TempDir()}, Tasks: task.NewRunner(log, nil), Log: log})
 }
 
 // contained is a container of that kit whose processes these are. It has no cgroup (any more).
-func contained(run *process.Running) Container {
-	return Container{ID: "c", CgroupsPath: fmt.Sprintf("/berth-unit-test-no-such-group-%d", os.Getpid()), Running: func() *process.Running { return run }}
+func contained(run *Running) StopTarget {
+	return StopTarget{ID: "c", CgroupsPath: fmt.Sprintf("/berth-unit-test-no-such-group-%d", os.Getpid()), Running: func() *Running { return run }}
 }
 
 // command starts a shell command, which is to print its process ID, as the init of a container, whose exit is published when it ends.
 // status then tells how it ended, as a shell does. It is another process's child: looking at a pidfd reaps children.
-func command(t *testing.T, script string) (run *process.Running, status func() string) {
+func command(t *testing.T, script string) (run *Running, status func() string) {
 	t.Helper()
 	cmd := exec.Command("sh", "-c", `sh -c "$1" & wait $!; echo $?`, "sh", script)
 	out, err := cmd.StdoutPipe()
@@ -54,7 +53,7 @@ func command(t *testing.T, script string) (run *process.Running, status func() s
 	if err != nil {
 		t.Fatal(err)
 	}
-	run = process.Launched(&proto.Started{Init: init, Processes: proto.Processes{InitPID: pid, StartedAt: time.Now()}})
+	run = Launched(&proto.Started{Init: init, Processes: proto.Processes{InitPID: pid, StartedAt: time.Now()}})
 	var ended string
 	go func() {
 		defer close(run.Exited)
@@ -88,7 +87,7 @@ func TestStop(t *testing.T) {
 		"it has no time":        {willing, 0, "137"},
 	} {
 		run, status := command(t, test.script)
-		if err := testKit(t).Stop(t.Context(), contained(run), run, unix.SIGTERM, test.timeout); err != nil {
+		if err := testStopper(t).Stop(t.Context(), contained(run), run, unix.SIGTERM, test.timeout); err != nil {
 			t.Errorf("%s: %v", name, err)
 		}
 		if got := status(); got != test.status {
@@ -101,15 +100,15 @@ func TestStop(t *testing.T) {
 func TestKillLooksAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var looks atomic.Int64
-		c := contained(process.Launched(&proto.Started{}))
+		c := contained(Launched(&proto.Started{}))
 		run := c.Running
-		c.Running = func() *process.Running {
+		c.Running = func() *Running {
 			if looks.Add(1) > 3 {
 				return nil
 			}
 			return run()
 		}
-		if err := testKit(t).Kill(t.Context(), c); err != nil || looks.Load() != 4 {
+		if err := testStopper(t).Kill(t.Context(), c); err != nil || looks.Load() != 4 {
 			t.Errorf("after %d looks: %v", looks.Load(), err)
 		}
 	})
@@ -119,7 +118,7 @@ func TestKillLooksAgain(t *testing.T) {
 func TestKillGivesUp(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	err := testKit(t).Kill(ctx, contained(process.Launched(&proto.Started{Processes: proto.Processes{InitPID: 77}})))
+	err := testStopper(t).Kill(ctx, contained(Launched(&proto.Started{Processes: proto.Processes{InitPID: 77}})))
 	if !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "its process 77 does not end") {
 		t.Error(err)
 	}
@@ -129,10 +128,10 @@ func TestKillGivesUp(t *testing.T) {
 func TestKillOfAShimThatHangs(t *testing.T) {
 	left, status := command(t, `echo $$; exec sleep 1000`) // a shim, to this test
 	synctest.Test(t, func(t *testing.T) {
-		run := process.Launched(&proto.Started{Shim: left.Init})
-		ctx, cancel := context.WithTimeout(t.Context(), 2*process.ShimPatience)
+		run := Launched(&proto.Started{Shim: left.Init})
+		ctx, cancel := context.WithTimeout(t.Context(), 2*ShimPatience)
 		defer cancel()
-		if err := testKit(t).Kill(ctx, contained(run)); !errors.Is(err, context.DeadlineExceeded) {
+		if err := testStopper(t).Kill(ctx, contained(run)); !errors.Is(err, context.DeadlineExceeded) {
 			t.Error(err)
 		}
 	})
@@ -143,7 +142,7 @@ func TestKillOfAShimThatHangs(t *testing.T) {
 
 // The exit is the shim's record, or that the shim was lost, when nothing is left of its container.
 func TestSettle(t *testing.T) {
-	k, started := testKit(t), time.Unix(100, 0)
+	k, started := testStopper(t), time.Unix(100, 0)
 	exit, settled := k.Settle(contained(nil), started)
 	if !settled || exit.Reason != state.ReasonShimLost || exit.FinishedAt.IsZero() || !exit.StartedAt.Equal(started) {
 		t.Errorf("without a record: %+v, %v", exit, settled)
@@ -165,7 +164,7 @@ func TestSettle(t *testing.T) {
 // What a lost shim left is killed again and again. While that fails nobody is told of an exit, nor when the daemon ends meanwhile.
 func TestWhatDoesNotEnd(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		k, c := testKit(t), contained(nil)
+		k, c := testStopper(t), contained(nil)
 		c.CgroupsPath = "no path of a cgroup" // which is an error each time
 		settled := make(chan bool, 1)
 		go func() { _, s := k.Settle(c, time.Time{}); settled <- s }()

@@ -1,4 +1,4 @@
-package launch
+package runtime
 
 import (
 	"context"
@@ -8,7 +8,6 @@ import (
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 
 	"berth/internal/errdefs"
-	"berth/sandbox/describe"
 )
 
 // lookLimit is how long the description of a container may take, for which the sources of its mounts are looked at.
@@ -17,14 +16,14 @@ const lookLimit = 2 * time.Second
 // Describe is Spec for those who only want to see it. It looks at the sources of the container's mounts, and so may
 // meet a volume that hangs (NFS without its server): who asks waits for two seconds at most, and one looks at a time, which
 // looking, the container's own, tells. Errors: DeadlineExceeded, Unavailable while an earlier look hangs, else what became of a source.
-func (k Kit) Describe(ctx context.Context, pod describe.Pod, c Container, looking *atomic.Bool) (*specs.Spec, error) {
+func (k Launcher) Describe(ctx context.Context, pod SpecPod, c LaunchContainer, looking *atomic.Bool) (*specs.Spec, error) {
 	ctx, cancel := context.WithTimeout(ctx, lookLimit)
 	defer cancel()
 	return k.lookAt(ctx, c.Rec.ID, looking, func() (*specs.Spec, error) { return k.describe(pod, c) })
 }
 
 // lookAt does what may hang, and waits for it until ctx ends.
-func (k Kit) lookAt(ctx context.Context, id string, looking *atomic.Bool, look func() (*specs.Spec, error)) (*specs.Spec, error) {
+func (k Launcher) lookAt(ctx context.Context, id string, looking *atomic.Bool, look func() (*specs.Spec, error)) (*specs.Spec, error) {
 	if !looking.CompareAndSwap(false, true) {
 		return nil, errdefs.Unavailable("describe container %s: somebody looks at its mounts", id)
 	}

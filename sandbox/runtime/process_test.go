@@ -1,4 +1,4 @@
-package process
+package runtime
 
 import (
 	"context"
@@ -20,14 +20,14 @@ import (
 	"berth/shim/proto"
 )
 
-func testKit(t *testing.T) Kit {
+func testProcesses(t *testing.T) Processes {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
-	return Kit{Dirs: state.Dirs{State: t.TempDir()}, Tasks: task.NewRunner(log, nil), Log: log}
+	return Processes{Dirs: state.Dirs{State: t.TempDir()}, Tasks: task.NewRunner(log, nil), Log: log}
 }
 
 // leave writes a shim directory as a shim has left it.
-func leave(t *testing.T, k Kit, id, name string, content []byte) {
+func leave(t *testing.T, k Processes, id, name string, content []byte) {
 	t.Helper()
 	if err := os.MkdirAll(k.Dirs.Shim(id), 0o700); err != nil {
 		t.Fatal(err)
@@ -57,7 +57,7 @@ func TestReadExit(t *testing.T) {
 		"a record that is cut off":   {exit(0, false)[:5], state.CodeUnknown, state.ReasonShimLost, true},
 		"only the room for a record": {make([]byte, 64), state.CodeUnknown, state.ReasonShimLost, true},
 	} {
-		k := testKit(t)
+		k := testProcesses(t)
 		if test.record != nil {
 			leave(t, k, "c", proto.ExitFile, test.record)
 		}
@@ -87,7 +87,7 @@ func TestTransientErrors(t *testing.T) {
 
 // What is certainly gone is not found, and no error; a record that can't be read is one.
 func TestFindWhatIsGone(t *testing.T) {
-	k := testKit(t)
+	k := testProcesses(t)
 	if found, _, err := k.Find(t.Context(), "c"); found != nil || err != nil {
 		t.Errorf("without a shim directory: %v, %v", found, err)
 	}
@@ -106,7 +106,7 @@ func TestFindWhatIsGone(t *testing.T) {
 
 // The exit is what counts; the wait ends with its context or its limit too.
 func TestAwaitExit(t *testing.T) {
-	k := testKit(t)
+	k := testProcesses(t)
 	run := newRunning(nil, nil, 0, time.Time{})
 	if k.AwaitExit(t.Context(), run, time.Millisecond) {
 		t.Error("an exit that was not published")
@@ -136,7 +136,7 @@ func TestAwaitStop(t *testing.T) {
 		t.Fatal(err)
 	}
 	synctest.Test(t, func(t *testing.T) {
-		k, run := testKit(t), newRunning(nil, file, 0, time.Time{})
+		k, run := testProcesses(t), newRunning(nil, file, 0, time.Time{})
 		const grace = time.Minute
 		begin := time.Now()
 		if k.AwaitStop(t.Context(), "c", run, grace) || time.Since(begin) < grace {
@@ -160,7 +160,7 @@ func TestAwaitStop(t *testing.T) {
 
 // Who waits for an exit is told what is in the way of reading it, when the shim has ended.
 func TestUnreadableExit(t *testing.T) {
-	k := testKit(t)
+	k := testProcesses(t)
 	leave(t, k, "c", proto.ExitFile, nil)
 	cmd := exec.CommandContext(t.Context(), "sleep", "1000")
 	if err := cmd.Start(); err != nil {

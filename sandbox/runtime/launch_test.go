@@ -1,4 +1,4 @@
-package launch
+package runtime
 
 import (
 	"context"
@@ -12,7 +12,6 @@ import (
 
 	"berth/internal/task"
 	"berth/oci/confine"
-	"berth/sandbox/describe"
 	"berth/sandbox/lsm"
 	"berth/sandbox/state"
 )
@@ -39,7 +38,7 @@ func TestLabelMountsThatHang(t *testing.T) {
 		labelled = append(labelled, source)
 		return nil
 	}
-	k := Kit{Tasks: tasks, SELinux: lsm.SELinux{Relabel: relabel}, Sources: NewSources(tasks)}
+	k := Launcher{Tasks: tasks, SELinux: lsm.SELinux{Relabel: relabel}, Sources: NewSources(tasks)}
 	labels := confine.Labels{Process: "p", Mount: "files"}
 	for range 3 {
 		if err := k.labelMounts(ctx, []string{"/dead", "/after"}, labels); !errors.Is(err, context.Canceled) {
@@ -72,7 +71,7 @@ func TestLabelMountsThatHang(t *testing.T) {
 func TestNothingIsLabelledInVain(t *testing.T) {
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
 	relabel := func(source, _ string) error { t.Errorf("%s was labelled", source); return nil }
-	k := Kit{Tasks: tasks, SELinux: lsm.SELinux{Relabel: relabel}, Sources: NewSources(tasks)}
+	k := Launcher{Tasks: tasks, SELinux: lsm.SELinux{Relabel: relabel}, Sources: NewSources(tasks)}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
 	if err := k.labelMounts(ctx, []string{"/volume"}, confine.Labels{Process: "p", Mount: "files"}); !errors.Is(err, context.Canceled) {
@@ -87,13 +86,13 @@ func TestNothingIsLabelledInVain(t *testing.T) {
 // What is done aside goes on with the record as it was: whoever has the turn next may change it.
 func TestAsideHasItsOwnRecord(t *testing.T) {
 	tasks := task.NewRunner(slog.New(slog.DiscardHandler), nil)
-	k := Kit{Tasks: tasks, Sources: NewSources(tasks)}
+	k := Launcher{Tasks: tasks, Sources: NewSources(tasks)}
 	tasks.Operations.Close() // a container that is being started while berth is told to stop is started
 	ctx, cancel := context.WithCancel(t.Context())
-	c := Container{Rec: &state.ContainerRecord{ID: "c", LogPath: "before"}, Config: &runtimeapi.ContainerConfig{
+	c := LaunchContainer{Rec: &state.ContainerRecord{ID: "c", LogPath: "before"}, Config: &runtimeapi.ContainerConfig{
 		Mounts: []*runtimeapi.Mount{{HostPath: t.TempDir()}, {HostPath: "/not/there"}, {HostPath: "not absolute"}, {Image: &runtimeapi.ImageSpec{Image: "x"}}}}}
 	proceed, seen := make(chan struct{}), make(chan string, 1)
-	err := k.aside(ctx, c, "look at", func(c Container) error {
+	err := k.aside(ctx, c, "look at", func(c LaunchContainer) error {
 		cancel()
 		<-proceed
 		seen <- c.Rec.LogPath
@@ -112,11 +111,11 @@ func TestAsideHasItsOwnRecord(t *testing.T) {
 // A volume that hangs while a container is described shows among the waits, whoever asked for that and whether he still waits.
 func TestDescribingShowsAmongTheWaits(t *testing.T) {
 	waits := new(task.Waits)
-	k := Kit{Tasks: task.NewRunner(slog.New(slog.DiscardHandler), waits)}
+	k := Launcher{Tasks: task.NewRunner(slog.New(slog.DiscardHandler), waits)}
 	var during []task.Wait
 	enough := errors.New("enough")
 	look := func() (string, error) { during = waits.List(); return "", enough }
-	if _, err := k.describe(describe.Pod{}, Container{Rec: &state.ContainerRecord{ID: "c"}, TargetPIDNS: look}); !errors.Is(err, enough) {
+	if _, err := k.describe(SpecPod{}, LaunchContainer{Rec: &state.ContainerRecord{ID: "c"}, TargetPIDNS: look}); !errors.Is(err, enough) {
 		t.Fatal(err)
 	}
 	if len(during) != 1 || during[0].Object != "container c" || during[0].Limit == 0 {

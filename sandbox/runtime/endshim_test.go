@@ -1,4 +1,4 @@
-package process
+package runtime
 
 import (
 	"fmt"
@@ -50,7 +50,7 @@ func TestExitOfHangingShim(t *testing.T) {
 		{"sandboxed runtime", &ociruntime.Runtime{Sandboxed: true}, "exit 0", false, proto.Exit{}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			k := testKit(t)
+			k := testProcesses(t)
 			if err := os.MkdirAll(k.Dirs.Shim("c"), 0o700); err != nil {
 				t.Fatal(err)
 			}

@@ -1,4 +1,4 @@
-package imagefs
+package runtime
 
 import (
 	"fmt"

@@ -1,4 +1,4 @@
-package roots
+package runtime
 
 import (
 	"errors"

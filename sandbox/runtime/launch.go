@@ -1,12 +1,4 @@
-// Package launch starts pauses and containers: from what is written down of them to a process.
-//
-// # Contract
-//
-// A launch holds the layers of the image, makes the writable layer and the shim directory, describes what is to run, and
-// hands all that to a launcher. What it makes is found by the ID: who removes a pod or container removes it,
-// however far the launch has got. Before that, Prove tells whether a container can be launched at all. Records
-// are read here, by who has the turn, and never written.
-package launch
+package runtime
 
 import (
 	"context"
@@ -25,20 +17,17 @@ import (
 	"berth/internal/trace"
 	"berth/oci/confine"
 	"berth/oci/users"
-	"berth/sandbox/describe"
-	"berth/sandbox/imagefs"
 	"berth/sandbox/lsm"
-	"berth/sandbox/roots"
 	"berth/sandbox/state"
 	"berth/shim"
 	"berth/shim/proto"
 )
 
-// Kit is what is needed to launch.
-type Kit struct {
-	Node       describe.Node
-	Roots      roots.Kit
-	Users      *imagefs.Users
+// Launcher is what is needed to launch.
+type Launcher struct {
+	Node       Node
+	Roots      Roots
+	Users      *Users
 	AppArmor   *lsm.AppArmor
 	SELinux    lsm.SELinux
 	Sources    *Sources
@@ -49,7 +38,7 @@ type Kit struct {
 }
 
 // Container is what a container is launched from.
-type Container struct {
+type LaunchContainer struct {
 	Rec         *state.ContainerRecord // what does not change after the container was published is read
 	Config      *runtimeapi.ContainerConfig
 	Resources   *runtimeapi.LinuxContainerResources
@@ -58,7 +47,7 @@ type Container struct {
 }
 
 // Pause starts the process that holds the pod's namespaces, which there are. image replaces the embedded pause; nil: none.
-func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *state.Image) (*proto.Started, error) {
+func (k Launcher) Pause(ctx context.Context, pod SpecPod, image *state.Image) (*proto.Started, error) {
 	ctx, span := trace.Nest(ctx, "pause")
 	defer span.End()
 	idMap, err := k.idMap(pod.ID, pod.Config)
@@ -67,7 +56,7 @@ func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *state.Image) (*
 	}
 	root := k.Roots.Pause(k.PauseDir, idMap, pod.Labels.Mount)
 	k.AppArmor.Ensure(ctx)
-	var files imagefs.UserFiles
+	var files UserFiles
 	var config *ocispec.ImageConfig
 	var imageUser string
 	if image != nil {
@@ -105,7 +94,7 @@ func (k Kit) Pause(ctx context.Context, pod describe.Pod, image *state.Image) (*
 }
 
 // Root is the writable root filesystem of a container.
-func (k Kit) Root(ctx context.Context, pod describe.Pod, c Container) (rootfs.Spec, error) {
+func (k Launcher) Root(ctx context.Context, pod SpecPod, c LaunchContainer) (rootfs.Spec, error) {
 	defer trace.Begin(ctx, "root filesystem").End()
 	idMap, err := k.idMap(pod.ID, pod.Config)
 	if err != nil {
@@ -115,7 +104,7 @@ func (k Kit) Root(ctx context.Context, pod describe.Pod, c Container) (rootfs.Sp
 }
 
 // User finds out who a container runs as. root is its root filesystem.
-func (k Kit) User(ctx context.Context, c Container, root rootfs.Spec) (users.User, error) {
+func (k Launcher) User(ctx context.Context, c LaunchContainer, root rootfs.Spec) (users.User, error) {
 	defer trace.Begin(ctx, "users").End()
 	files, err := k.Users.Of(c.Rec.Image.ID, root)
 	if err != nil {
@@ -126,10 +115,10 @@ func (k Kit) User(ctx context.Context, c Container, root rootfs.Spec) (users.Use
 }
 
 // Spec describes a container to its launcher. It looks at the sources of mounts, and ends with ctx where a volume hangs.
-func (k Kit) Spec(ctx context.Context, pod describe.Pod, c Container) (*specs.Spec, error) {
+func (k Launcher) Spec(ctx context.Context, pod SpecPod, c LaunchContainer) (*specs.Spec, error) {
 	defer trace.Begin(ctx, "describe").End()
 	var spec *specs.Spec
-	err := k.aside(ctx, c, "describe", func(c Container) (err error) { spec, err = k.describe(pod, c); return err })
+	err := k.aside(ctx, c, "describe", func(c LaunchContainer) (err error) { spec, err = k.describe(pod, c); return err })
 	if err != nil { // spec may be written still
 		return nil, err
 	}
@@ -137,27 +126,27 @@ func (k Kit) Spec(ctx context.Context, pod describe.Pod, c Container) (*specs.Sp
 }
 
 // describe may hang with a volume.
-func (k Kit) describe(pod describe.Pod, c Container) (*specs.Spec, error) {
+func (k Launcher) describe(pod SpecPod, c LaunchContainer) (*specs.Spec, error) {
 	defer k.Tasks.Begin("the sources of its mounts", "container "+c.Rec.ID)()
 	target, err := c.TargetPIDNS()
 	if err != nil {
 		return nil, err
 	}
-	return k.Node.Container(pod, describe.Container{ID: c.Rec.ID, Config: c.Config, Image: &c.Rec.Image.Config,
+	return k.Node.Container(pod, SpecContainer{ID: c.Rec.ID, Config: c.Config, Image: &c.Rec.Image.Config,
 		User: c.Rec.User, Labels: c.Rec.SELinux, Volumes: k.Roots.VolumePlaces(c.Rec.ID, c.Rec.Volumes),
 		TargetPIDNS: target, Resources: c.Resources, Limits: c.Limits, Adjustment: c.Rec.Adjustment})
 }
 
 // Prove describes a container, and refuses what a launch would. Its mounts have sources afterwards, and these their SELinux labels. It
 // ends with ctx where a volume hangs; nothing is begun then that was not.
-func (k Kit) Prove(ctx context.Context, pod describe.Pod, c Container) (*specs.Spec, error) {
+func (k Launcher) Prove(ctx context.Context, pod SpecPod, c LaunchContainer) (*specs.Spec, error) {
 	defer trace.Begin(ctx, "look at mounts").End()
 	if err := k.Roots.CheckVolumes(c.Rec.ID, c.Config, c.Rec.Volumes); err != nil {
 		return nil, err
 	}
 	var spec *specs.Spec
 	var toLabel []string
-	err := k.aside(ctx, c, "look at the mounts of", func(c Container) (err error) {
+	err := k.aside(ctx, c, "look at the mounts of", func(c LaunchContainer) (err error) {
 		if err = state.MakeSources(ctx, c.Config); err != nil {
 			return err
 		}
@@ -181,7 +170,7 @@ func (k Kit) Prove(ctx context.Context, pod describe.Pod, c Container) (*specs.S
 
 // labelMounts labels the files of mounts that ask for it: all of a volume's, of which there may be millions, on a server that may not
 // answer. When ctx ends the one that is at work goes on; a container that is created again waits for it, and begins anew.
-func (k Kit) labelMounts(ctx context.Context, sources []string, labels confine.Labels) error {
+func (k Launcher) labelMounts(ctx context.Context, sources []string, labels confine.Labels) error {
 	for _, source := range sources {
 		if err := k.Sources.alone(ctx, "label", source, func() error { return k.SELinux.LabelMount(source, labels) }); err != nil {
 			return err
@@ -191,7 +180,7 @@ func (k Kit) labelMounts(ctx context.Context, sources []string, labels confine.L
 }
 
 // Container starts a container of a pod that runs.
-func (k Kit) Container(ctx context.Context, pod describe.Pod, c Container) (*proto.Started, error) {
+func (k Launcher) Container(ctx context.Context, pod SpecPod, c LaunchContainer) (*proto.Started, error) {
 	root, err := k.Root(ctx, pod, c)
 	if err != nil {
 		return nil, err
@@ -213,7 +202,7 @@ func (k Kit) Container(ctx context.Context, pod describe.Pod, c Container) (*pro
 	failpoint.Reach("container.directory-made")
 	defer k.Tasks.Begin("its launch", "container "+c.Rec.ID)()
 	return k.Launchers.Launch(ctx, &proto.Launch{
-		ID: c.Rec.ID, Dir: dir, Spec: spec, Rootfs: root, RootPlace: k.rootPlace(root), Volumes: roots.ShownAs(root, volumes),
+		ID: c.Rec.ID, Dir: dir, Spec: spec, Rootfs: root, RootPlace: k.rootPlace(root), Volumes: ShownAs(root, volumes),
 		SystemdCgroup: k.Node.SystemdCgroup,
 		LogPath:       c.Rec.LogPath, LogDir: pod.Config.GetLogDirectory(), MaxLogLine: k.MaxLogLine,
 		Stdin: c.Config.GetStdin(), StdinOnce: c.Config.GetStdinOnce(), Terminal: c.Config.GetTty(), Runtime: pod.Runtime.Program(),

@@ -1,4 +1,4 @@
-package launch
+package runtime
 
 import (
 	"errors"
@@ -15,7 +15,7 @@ import (
 
 // idMap is how the root filesystems of a pod's containers are shown to its user
 // namespace, nil if it has none.
-func (k Kit) idMap(podID string, config *runtimeapi.PodSandboxConfig) (*rootfs.IDMap, error) {
+func (k Launcher) idMap(podID string, config *runtimeapi.PodSandboxConfig) (*rootfs.IDMap, error) {
 	mappings, err := oci.UserNamespace(config)
 	if err != nil || mappings == nil {
 		return nil, err
@@ -24,7 +24,7 @@ func (k Kit) idMap(podID string, config *runtimeapi.PodSandboxConfig) (*rootfs.I
 }
 
 // rootPlace is where a root filesystem has to be mounted; "" if that does not matter.
-func (k Kit) rootPlace(root rootfs.Spec) string {
+func (k Launcher) rootPlace(root rootfs.Spec) string {
 	if root.IDMap == nil {
 		return ""
 	}
@@ -33,7 +33,7 @@ func (k Kit) rootPlace(root rootfs.Spec) string {
 
 // checkMounts refuses mounts whose filesystem cannot be mapped, when the
 // container is created and not only when it starts.
-func (k Kit) checkMounts(podID string, r *handler.Runtime, spec *specs.Spec) error {
+func (k Launcher) checkMounts(podID string, r *handler.Runtime, spec *specs.Spec) error {
 	ns := k.Node.Dirs.UserNS(podID)
 	for _, mount := range spec.Mounts {
 		if oci.IsIDMapped(mount) && r != nil && !r.IDMappedMounts { // it would show wrong owners

@@ -1,4 +1,4 @@
-package process
+package runtime
 
 import (
 	"context"
@@ -21,7 +21,7 @@ import (
 
 // Find finds the processes of a container that an earlier daemon launched, by what the shim directory
 // tells. nil: its shim is gone, or there was none; Launched is what is known of it then.
-func (k Kit) Find(ctx context.Context, id string) (*Running, proto.Processes, error) {
+func (k Processes) Find(ctx context.Context, id string) (*Running, proto.Processes, error) {
 	shimFile, ids, err := k.openShim(ctx, id)
 	if err != nil || shimFile == nil {
 		return nil, ids, err
@@ -60,7 +60,7 @@ const HandoverLimit = 15 * time.Second
 
 // openShim returns the pidfd of a container's monitor, nil if there is none. A
 // launcher that is still at work is waited for: its launch ends one way or the other.
-func (k Kit) openShim(ctx context.Context, id string) (*os.File, proto.Processes, error) {
+func (k Processes) openShim(ctx context.Context, id string) (*os.File, proto.Processes, error) {
 	ctx, cancel := context.WithTimeout(ctx, HandoverLimit)
 	defer cancel()
 	for {
@@ -126,7 +126,7 @@ func isLauncher(pid int, shim *os.File) (bool, error) {
 // ReadExit is the exit according to the shim's record. If there is none, or it
 // can't be trusted, the shim was lost; the exit tells so. Trouble with reading is tried
 // again until ctx ends, which is the error: it would turn a Job's success into a failure.
-func (k Kit) ReadExit(ctx context.Context, id string, startedAt time.Time) (exit state.Exit, lost bool, err error) {
+func (k Processes) ReadExit(ctx context.Context, id string, startedAt time.Time) (exit state.Exit, lost bool, err error) {
 	left, err := shim.ReadExit(k.Dirs.Shim(id))
 	for isTransient(err) {
 		k.Log.Error("read exit record", "container", id, "error", err)
@@ -152,14 +152,14 @@ func (k Kit) ReadExit(ctx context.Context, id string, startedAt time.Time) (exit
 
 // LogLost logs that the shim of a container was lost which had started it, and why its exit is not
 // known. A start that was taken back has no exit either, and is no loss.
-func (k Kit) LogLost(id string) {
+func (k Processes) LogLost(id string) {
 	_, err := shim.ReadExit(k.Dirs.Shim(id))
 	k.Log.Error("the shim was lost", "container", id, "error", err)
 }
 
 // UnreadableExit tells why the exit of a container whose shim has ended cannot be read at the moment, for lack of descriptors say: who
 // waits for it may wait for long. nil: nothing is in the way, or the shim has not ended, or was lost before this daemon.
-func (k Kit) UnreadableExit(id string, run *Running) error {
+func (k Processes) UnreadableExit(id string, run *Running) error {
 	if run.Shim == nil {
 		return nil
 	}
@@ -184,7 +184,7 @@ func isTransient(err error) bool {
 
 // KillLeftBehind ends what a lost shim left of its container, so that no second
 // instance runs beside it.
-func (k Kit) KillLeftBehind(ctx context.Context, id, cgroupsPath string) error {
+func (k Processes) KillLeftBehind(ctx context.Context, id, cgroupsPath string) error {
 	ctx, cancel := context.WithTimeout(ctx, KillWait)
 	defer cancel()
 	defer k.Tasks.BeginUpTo(KillWait, "the end of what its lost shim left", "container "+id)()

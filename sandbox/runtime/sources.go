@@ -1,4 +1,4 @@
-package launch
+package runtime
 
 import (
 	"context"
@@ -85,7 +85,7 @@ func (s *Sources) leave(key string) {
 // aside does what may hang with a container's volumes, after each has answered: one that is dead has one thread, however many
 // containers are of it and however often they are tried. When ctx ends it goes on without the caller; op gets a copy of the
 // record, for the caller passes the turn on.
-func (k Kit) aside(ctx context.Context, c Container, what string, op func(Container) error) error {
+func (k Launcher) aside(ctx context.Context, c LaunchContainer, what string, op func(LaunchContainer) error) error {
 	object := "container " + c.Rec.ID
 	defer k.Tasks.Begin("its volumes to answer", object)()
 	for _, m := range c.Config.GetMounts() {
