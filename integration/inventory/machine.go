@@ -98,7 +98,7 @@ func addProcesses(s Items) {
 		case fields[0] == "Z":
 			s.Add("zombie", stat[strings.IndexByte(stat, '('):end+1])
 		case !isKernelThread(fields[6]):
-			s.Add("process", idPattern.ReplaceAllString(machine.CommandLine(pid), "#"))
+			s.Add("process", processName(pid))
 		}
 	}
 }
@@ -137,6 +137,17 @@ func addRules(s Items, tool string) {
 			s.Add("packet filter", tool+": "+line)
 		}
 	}
+}
+
+// processName returns the command line of a process, without IDs and without a launcher's settings,
+// which differ between daemons.
+func processName(pid int) string {
+	line := idPattern.ReplaceAllString(machine.CommandLine(pid), "#")
+	const launcher = "berth-shim launcher"
+	if strings.HasPrefix(line, launcher+" ") {
+		return launcher
+	}
+	return line
 }
 
 // addCgroups adds the cgroups below the machine's own, and all cgroups named after the daemon's
